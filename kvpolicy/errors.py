@@ -1,0 +1,49 @@
+"""Every exception kvpolicy raises on purpose.
+
+A message says who, what came, what was wanted and what to try. The command line prints it
+as one sentence and exits with status 2; anything else that escapes is a defect of ours.
+"""
+
+
+class KVPolicyError(Exception):
+    """Something the caller can put right; the message says how."""
+
+
+class UnknownPolicyError(KVPolicyError):
+    """No installed policy has this name."""
+
+
+class PolicyLoadError(KVPolicyError):
+    """A policy is installed, or given as a file, but cannot be imported."""
+
+
+class KnobError(KVPolicyError):
+    """A policy was given a knob it does not have, or a value it cannot take."""
+
+
+class PlanError(KVPolicyError):
+    """A plan is malformed or does not fit the model."""
+
+
+class BudgetError(PlanError):
+    """A budget is too small for what the policies of the layer protect."""
+
+
+class HookError(KVPolicyError):
+    """A policy raised while answering a hook; the original error is the cause."""
+
+
+class HookResultError(HookError):
+    """A policy answered a hook with something the contract forbids."""
+
+
+class ModelError(KVPolicyError):
+    """A model cannot be loaded or cannot be run by the engine."""
+
+
+class RequestError(KVPolicyError):
+    """One request cannot be served; in a run it becomes that request's result."""
+
+
+class OutputError(KVPolicyError):
+    """An output folder or file cannot be used without losing something."""

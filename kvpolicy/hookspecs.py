@@ -1,0 +1,188 @@
+"""The contract: the hooks a policy may implement, in the order the engine calls them.
+
+Axis letters, used for every shape in kvpolicy:
+
+    S     slots of the engine             T     rows in the slab now
+    B     sequences in this call          K     rows that stay after a compaction
+    H_q   query heads                     W     most recent queries the engine remembers
+    H_kv  key/value heads                 D     size of one head
+    L     tokens of one forward           M     size of the hidden state
+
+A policy implements only the hooks it needs, and in each names only the arguments it reads:
+pluggy passes by name, and the engine computes only what some policy in the layer's stack
+names. Arguments are only ever added. Returning ``None`` means "no opinion".
+
+Tensors come without padding: every sequence of one call has the same number of rows, and
+every row is a real token. They are views of the cache: read them, never write them.
+
+`due` to `evict` are asked at compactions, `schedule` at admissions. Only `steer` runs in the
+inner loop.
+"""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from kvpolicy.markers import hookspec
+
+if TYPE_CHECKING:
+    from kvpolicy.cache import LayerRows
+    from kvpolicy.memory import Memory
+    from kvpolicy.request import Waiting
+
+
+@hookspec(firstresult=True)
+def schedule(waiting: "Sequence[Waiting]", num_free: int) -> list[list[int]] | None:
+    """Choose which requests are admitted next, and which are prefilled together.
+
+    Called when slots are free and requests wait. The first policy to answer wins; if nobody
+    answers, requests are admitted in order of arrival, as one group.
+
+    Args:
+        waiting: Requests without a slot, in order of arrival; each has ``id``,
+            ``prompt_len`` (tokens) and ``max_new_tokens``.
+        num_free: Free slots, at least 1.
+
+    Returns:
+        Groups of request ids; a group is prefilled in one batch, groups one after another.
+        At least one id, at most ``num_free``, all waiting, none twice; anything else
+        raises `HookResultError`.
+    """
+
+
+@hookspec
+def steer(
+    layer_idx: int, hidden_states: Tensor, token_ids: Tensor, memory: "Memory"
+) -> Tensor | None:
+    """Change the hidden states that enter one layer.
+
+    Called in every decode step, for each layer whose stack implements it. All answers are
+    summed, so their order does not matter. Must be pure tensor work: no ``.item()``, no
+    branches on values, so that the step can be captured in a graph.
+
+    Args:
+        layer_idx: Decoder layer, counted from 0.
+        hidden_states: Residual stream entering the layer, ``[B, M]``, one row per sequence.
+        token_ids: The tokens these states belong to, ``[B]``, int64.
+        memory: What this policy remembers of each sequence: ``memory.of(self)[b]``.
+
+    Returns:
+        A change to add, ``[B, M]``, in the dtype of ``hidden_states``. Another shape raises
+        `HookResultError`.
+    """
+
+
+@hookspec(firstresult=True)
+def due(
+    layer_idx: int,
+    num_rows: Tensor,
+    seq_len: Tensor,
+    prompt_len: Tensor,
+    budget: int,
+    buffer: int,
+) -> Tensor | None:
+    """Say which sequences are to be compacted now.
+
+    Called per layer after every forward in which the whole prompt is in, if the layer's
+    stack implements it. The first policy to answer wins; if nobody answers, a sequence is
+    due when its buffer is full. Whatever the answer, a full slab is compacted (it could not
+    take the next token) and a sequence within its budget is not (nothing has to leave).
+
+    Args:
+        layer_idx: Decoder layer, counted from 0.
+        num_rows: Rows each sequence holds in this layer, ``[B]``, int64, on the CPU.
+        seq_len: Tokens each sequence has seen, ``[B]``, int64, on the CPU.
+        prompt_len: Tokens of each prompt, ``[B]``, int64, on the CPU.
+        budget: Rows that stay after a compaction.
+        buffer: Rows that may join before the slab is full.
+
+    Returns:
+        Bool ``[B]``. Another shape or dtype raises `HookResultError`.
+    """
+
+
+@hookspec(firstresult=True)
+def score(
+    layer_idx: int,
+    keys: Tensor,
+    values: Tensor,
+    positions: Tensor,
+    queries: Tensor,
+    attn_weights: Tensor,
+    attn_sums: Tensor,
+    seq_len: Tensor,
+    budget: int,
+    memory: "Memory",
+) -> Tensor | None:
+    """Rate how much each row of one layer is worth keeping.
+
+    Called per layer at a compaction, before `select`. The first policy to answer wins (the
+    last one listed in the stack is asked first); wrappers adjust the answer. If nobody
+    answers, newer rows score higher.
+
+    Args:
+        layer_idx: Decoder layer, counted from 0.
+        keys: Keys after RoPE, ``[B, H_kv, T, D]``. Read only.
+        values: Values, ``[B, H_kv, T, D]``. Read only.
+        positions: Place of each row's token in the full sequence, ``[B, H_kv, T]``, int64,
+            strictly rising along ``T``. Gaps are tokens already evicted.
+        queries: The last ``W`` queries after RoPE, ``[B, H_q, W, D]``, oldest first. ``W``
+            is the largest ``window_size`` of the policies in the stack (1 if none has one).
+        attn_weights: Softmax weights of those queries over the rows they may see,
+            ``[B, H_q, W, T]``, fp32.
+        attn_sums: Softmax weights every row has received from all past queries, summed over
+            the queries and over the query heads of the group, ``[B, H_kv, T]``, fp32.
+        seq_len: Tokens each sequence has seen, ``[B]``, int64, on the CPU.
+        budget: Rows that will stay.
+        memory: What this policy remembers of each sequence: ``memory.of(self)[b]``.
+
+    Returns:
+        Scores ``[B, H_kv, T]``, floating point, higher stays. ``inf`` pins a row, ``-inf``
+        offers it first. NaN or another shape raises `HookResultError`.
+    """
+
+
+@hookspec(firstresult=True)
+def select(
+    layer_idx: int, scores: Tensor, positions: Tensor, budget: int, memory: "Memory"
+) -> Tensor | None:
+    """Choose the rows that stay.
+
+    Called per layer at a compaction, after `score`. The first policy to answer wins; if
+    nobody answers, the ``budget`` rows with the highest scores stay, the newer one of two
+    equals.
+
+    Args:
+        layer_idx: Decoder layer, counted from 0.
+        scores: Final scores, ``[B, H_kv, T]``, fp32.
+        positions: Place of each row's token in the full sequence, ``[B, H_kv, T]``, int64.
+        budget: The most rows that may stay.
+        memory: What this policy remembers of each sequence: ``memory.of(self)[b]``.
+
+    Returns:
+        Row indices ``[B, H_kv, K]``, int64, strictly rising along ``K``, ``1 <= K <=
+        budget``. Anything else raises `HookResultError`.
+    """
+
+
+@hookspec(firstresult=True)
+def evict(layer_idx: int, rows: "LayerRows", keep: Tensor, memory: "Memory") -> bool | None:
+    """Do away with the rows that leave.
+
+    Called per layer at a compaction, after `select`. The first policy to answer ``True``
+    has done it; if nobody does, leaving rows are forgotten by compacting the slab in place.
+
+    Args:
+        layer_idx: Decoder layer, counted from 0.
+        rows: The compacted sequences' part of the cache: ``keys``, ``values``,
+            ``positions`` as in `score`, and ``rows.keep(keep, keys=..., values=...)``,
+            which makes the chosen rows, or replacements ``[B, H_kv, K, D]`` for them, the
+            new contents.
+        keep: Row indices that stay, ``[B, H_kv, K]``, int64, rising.
+        memory: What this policy remembers of each sequence: ``memory.of(self)[b]``.
+
+    Returns:
+        ``True`` when done. Done without having called ``rows.keep``, or with other rows
+        than ``keep``, raises `HookResultError`.
+    """

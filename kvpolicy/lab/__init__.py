@@ -1,0 +1,1 @@
+"""Ablations: tasks, graders, the bundled reasoner, sweeps and their results."""

@@ -1,0 +1,49 @@
+"""The bundled reasoner: a 0.8 M parameter Qwen2 and the folder that holds its trained weights."""
+
+from pathlib import Path
+
+import torch
+from transformers import GenerationConfig, Qwen2Config, Qwen2ForCausalLM
+
+from kvpolicy.lab.reasoner.tokenizer import build_tokenizer
+
+
+def bundled_path() -> Path:
+    """Return the Hugging Face folder of the trained reasoner that ships with the package.
+
+    Returns:
+        A folder for ``AutoModelForCausalLM.from_pretrained`` and ``AutoTokenizer``.
+    """
+    return Path(__file__).parent / "weights"
+
+
+def new_model(seed: int) -> Qwen2ForCausalLM:
+    """Build the reasoner with untrained weights.
+
+    Args:
+        seed: Chooses the weights; the global random state is left as it was.
+
+    Returns:
+        The model in float32.
+    """
+    tokenizer = build_tokenizer()
+    tokens = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
+    config = Qwen2Config(
+        vocab_size=len(tokenizer),
+        hidden_size=128,
+        intermediate_size=384,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=2048,
+        rope_parameters={"rope_type": "default", "rope_theta": 10_000.0},
+        initializer_range=0.04,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        **tokens,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = Qwen2ForCausalLM(config)
+    model.generation_config = GenerationConfig(do_sample=False, max_new_tokens=700, **tokens)
+    return model

@@ -1,0 +1,52 @@
+"""The bundled reasoner's tokenizer: one token per word, number or mark, with an exact round trip."""
+
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from kvpolicy.lab.reasoner.facts import NAMES
+from kvpolicy.lab.reasoner.trace import EOS
+
+PAD = "<|pad|>"
+UNK = "<|unk|>"
+NEWLINES = "\n\n"
+
+_CONTROL = (PAD, EOS, UNK, "<|user|>", "<|assistant|>")
+# Not special: like the tokens of R1 models, they survive `skip_special_tokens`.
+_THINK = ("<think>", "</think>")
+_MARKS = (NEWLINES, "\\boxed{", "}", ".", ",", ":", "?", " =", " +", " -")
+_OPENERS = "First And Now Wait Alternatively Hmm Just Again So".split()
+_WORDS = (
+    "What is needs so let me double-check redo it look back to be thorough go over again the answer"
+).split()
+_MAX_NUMBER = 30
+# The leading space belongs to the word, so that decoding is plain concatenation.
+_PATTERN = r"\n\n|\\boxed\{| ?[A-Za-z]+(?:-[A-Za-z]+)?| ?[0-9]+| ?[=+\-]|[.,:?}]"
+
+
+def build_tokenizer() -> PreTrainedTokenizerFast:
+    """Build the tokenizer from the task's word list.
+
+    Returns:
+        A tokenizer that pads on the left and adds no tokens of its own.
+    """
+    vocabulary = {token: index for index, token in enumerate(_tokens())}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=UNK))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(_PATTERN), behavior="isolated")
+    tokenizer.decoder = decoders.Fuse()
+    tokenizer.add_special_tokens([AddedToken(t, normalized=False) for t in _CONTROL])
+    tokenizer.add_tokens([AddedToken(t, normalized=False) for t in _THINK])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        eos_token=EOS,
+        pad_token=PAD,
+        unk_token=UNK,
+        padding_side="left",
+        clean_up_tokenization_spaces=False,
+        model_input_names=["input_ids", "attention_mask"],
+    )
+
+
+def _tokens() -> list[str]:
+    numbers = [str(n) for n in range(_MAX_NUMBER + 1)]
+    words = [f" {word}" for word in (*_WORDS, *NAMES, *numbers)]
+    return [*_CONTROL, *_THINK, *_MARKS, *_OPENERS, *words, *numbers]
