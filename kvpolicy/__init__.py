@@ -13,7 +13,6 @@ if TYPE_CHECKING:
     from kvpolicy.discovery import installed_policies, load_policy
     from kvpolicy.engine import Engine
     from kvpolicy.models import load_model
-    from kvpolicy.observation import max_pool, window_importance
     from kvpolicy.plan import Plan
     from kvpolicy.request import Request, Sampling
     from kvpolicy.results import Result, RunReport

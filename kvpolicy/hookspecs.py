@@ -27,7 +27,7 @@ from torch import Tensor
 from kvpolicy.markers import hookspec
 
 if TYPE_CHECKING:
-    from kvpolicy.cache import LayerRows
+    from kvpolicy.cache import LayerRows, Tracks
     from kvpolicy.memory import Memory
     from kvpolicy.request import Waiting
 
@@ -113,6 +113,7 @@ def score(
     attn_sums: Tensor,
     seq_len: Tensor,
     budget: int,
+    tracks: "Tracks",
     memory: "Memory",
 ) -> Tensor | None:
     """Rate how much each row of one layer is worth keeping.
@@ -135,6 +136,9 @@ def score(
             the queries and over the query heads of the group, ``[B, H_kv, T]``, fp32.
         seq_len: Tokens each sequence has seen, ``[B]``, int64, on the CPU.
         budget: Rows that will stay.
+        tracks: Numbers of the policy's own that travel with the rows: ``tracks["name"]`` is
+            ``[B, H_kv, T]``, fp32, 0 for rows that are new, and may be assigned to. Names
+            are declared in the policy's class attribute ``tracks``, a tuple.
         memory: What this policy remembers of each sequence: ``memory.of(self)[b]``.
 
     Returns:

@@ -1,0 +1,1 @@
+"""Published eviction policies, one file each."""

@@ -1,0 +1,113 @@
+"""R-KV: importance to the observation window, against redundancy among keys."""
+
+from typing import ClassVar
+
+import attrs
+import torch
+from attrs.validators import ge, in_, instance_of, le
+from torch import Tensor
+from torch.nn import functional as F
+
+from kvpolicy import hookimpl
+from kvpolicy.cache import Tracks
+from kvpolicy.kept_order import by_row, kept_order, ranks_by_score, take_rows
+from kvpolicy.observation import Pooling, odd, window_importance
+
+# Similarities held at once. The full matrix would be T x T for each KV head and sequence.
+_TILE_ELEMENTS = 1 << 22
+
+
+@attrs.define(eq=False, kw_only=True)
+class RKV:
+    """R-KV: rows that are attended to and not like many others stay, and the window's own.
+
+    Cai et al., "R-KV: Redundancy-aware KV Cache Compression for Reasoning Models", 2025
+    (arXiv 2505.24133), eqs. 2-8 and algorithm 1; code at Zefan-Cai/R-KV d15c976,
+    ``R1KV.update_kv`` and ``cal_similarity``. Where they differ we follow the code: for each
+    row its newest similar neighbour is exempted (beta = 1), columns are averaged, all rows
+    including the window's are compared, every KV head chooses for itself, and neighbours and
+    newest rows are those of the authors' cache, which holds rows by descending score.
+
+    Deviations: redundancy is computed for every sequence of a batch (the 2025 code takes row
+    0 for all, mended upstream in 2026); all scores in fp32; a sequence is compacted when its
+    own buffer is full (the code counts all tokens of the process). ``mix_lambda`` is 0.1 as
+    in the paper and the 2026 code (0.07 in the 2025 classes). ``retain_ratio`` of the code
+    changes nothing there and does not exist here.
+
+    Attributes:
+        mix_lambda: Weight of the importance; the redundancy weighs ``1 - mix_lambda``.
+        window_size: Most recent queries that judge; their own rows always stay.
+        kernel_size: Rows whose importance is pooled together, odd.
+        pooling: ``"maxpool"`` or ``"avgpool"``.
+        similarity_threshold: Cosine similarity above which two keys count as similar.
+        retain_direction: Which similar neighbour is exempted: ``"last"``, the newest, or
+            ``"first"``, which in the code means the first row of the cache.
+    """
+
+    tracks: ClassVar[tuple[str, ...]] = ("rkv_rank",)
+
+    mix_lambda: float = attrs.field(
+        default=0.1, validator=[instance_of((int, float)), ge(0), le(1)]
+    )
+    window_size: int = attrs.field(default=8, validator=[instance_of(int), ge(1)])
+    kernel_size: int = attrs.field(default=7, validator=[instance_of(int), ge(1), odd])
+    pooling: Pooling = attrs.field(default="maxpool", validator=in_(["maxpool", "avgpool"]))
+    similarity_threshold: float = attrs.field(
+        default=0.5, validator=[instance_of((int, float)), ge(-1), le(1)]
+    )
+    retain_direction: str = attrs.field(default="last", validator=in_(["last", "first"]))
+
+    @property
+    def protects(self) -> tuple[int, int]:
+        """The rows of the window."""
+        return 0, self.window_size
+
+    @hookimpl
+    def score(self, queries: Tensor, keys: Tensor, tracks: Tracks) -> Tensor:
+        """Mix importance and redundancy (eq. 8); pin the window."""
+        queries = queries[:, :, -self.window_size :]
+        order = kept_order(tracks["rkv_rank"])
+        keys = take_rows(keys, order)
+        importance = window_importance(
+            queries, keys, kernel_size=self.kernel_size, pooling=self.pooling
+        )
+        redundancy = self.redundancy(keys)[:, :, : importance.shape[2]]
+        scores = self.mix_lambda * importance - (1 - self.mix_lambda) * redundancy
+        scores = F.pad(scores, (0, queries.shape[2]), value=torch.inf)
+        tracks["rkv_rank"] = by_row(ranks_by_score(scores, queries.shape[2]), order)
+        return by_row(scores, order)
+
+    def redundancy(self, keys: Tensor) -> Tensor:
+        """How much each row is like the others: mean similarity, softmax over rows (eqs. 5-7).
+
+        Computed in tiles of rows, never as a ``T x T`` matrix.
+
+        Args:
+            keys: Keys after RoPE, ``[B, H_kv, T, D]``.
+
+        Returns:
+            ``[B, H_kv, T]``, fp32, sums to 1 over the rows.
+        """
+        keys = keys.float()
+        unit = keys / (keys.norm(dim=-1, keepdim=True) + 1e-8)
+        num_rows = keys.shape[2]
+        total = unit.new_zeros(keys.shape[:3])
+        tile = max(1, _TILE_ELEMENTS // total.numel())
+        for start in range(0, num_rows, tile):
+            similarity = unit[:, :, start : start + tile] @ unit.transpose(2, 3)
+            similarity.diagonal(offset=start, dim1=2, dim2=3).zero_()
+            exempt = self._exempt(similarity)
+            total += similarity.scatter_(3, exempt, 0).sum(dim=2)
+        return (total / num_rows).softmax(dim=-1)
+
+    def _exempt(self, similarity: Tensor) -> Tensor:
+        """For each row of a tile, the column that it does not make redundant, ``[..., 1]``.
+
+        The newest similar one. A row without similar rows exempts column 0: so does the code,
+        which looks for a maximum among indices and zeros.
+        """
+        columns = torch.arange(similarity.shape[3], device=similarity.device)
+        if self.retain_direction == "first":
+            columns = torch.zeros_like(columns)
+        similar = similarity > self.similarity_threshold
+        return (similar * columns).amax(dim=3, keepdim=True)

@@ -1,0 +1,5 @@
+"""``python -m kvpolicy`` is ``kvpolicy``."""
+
+from kvpolicy.cli import main
+
+main()

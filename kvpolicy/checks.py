@@ -1,0 +1,93 @@
+"""Each hook's answer held against the contract.
+
+A check returns what is wrong with an answer, in words, or ``None``. The stack turns that
+into an error that names the policy.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from kvpolicy.request import Waiting
+
+
+def _is_tensor(answer: object, shape: Sequence[int]) -> str | None:
+    if not isinstance(answer, Tensor):
+        return f"answered with {type(answer).__name__}; a tensor of shape {list(shape)} is wanted"
+    if list(answer.shape) != list(shape):
+        return f"answered with shape {list(answer.shape)}; wanted is {list(shape)}"
+    return None
+
+
+def scores_problem(answer: object, shape: Sequence[int]) -> str | None:
+    """What is wrong with an answer to `score`; ``shape`` is ``[B, H_kv, T]``."""
+    problem = _is_tensor(answer, shape)
+    if problem is not None:
+        return f"{problem} = [B, H_kv, T]"
+    assert isinstance(answer, Tensor)
+    if not answer.is_floating_point():
+        return f"answered with {answer.dtype}; scores are floating point"
+    if answer.isnan().any():
+        return f"answered with NaN in {int(answer.isnan().sum())} of {answer.numel()} scores"
+    return None
+
+
+def keep_problem(answer: object, shape: Sequence[int], budget: int) -> str | None:
+    """What is wrong with an answer to `select`; ``shape`` is that of the scores."""
+    num_sequences, num_kv_heads, num_rows = shape
+    most = min(budget, num_rows)
+    if not isinstance(answer, Tensor):
+        return f"answered with {type(answer).__name__}; a tensor [B, H_kv, K] is wanted"
+    if answer.dtype != torch.int64:
+        return f"answered with {answer.dtype}; row indices are torch.int64"
+    if answer.ndim != 3 or list(answer.shape[:2]) != [num_sequences, num_kv_heads]:
+        wanted = f"[{num_sequences}, {num_kv_heads}, K]"
+        return f"answered with shape {list(answer.shape)}; wanted is {wanted} = [B, H_kv, K]"
+    if not 1 <= answer.shape[2] <= most:
+        return f"keeps {answer.shape[2]} rows; between 1 and {most} may stay"
+    if int(answer.min()) < 0 or int(answer.max()) >= num_rows:
+        low, high = int(answer.min()), int(answer.max())
+        return f"names rows {low} to {high}; there are rows 0 to {num_rows - 1}"
+    if not (answer.diff(dim=2) > 0).all():
+        return "answered with rows that do not strictly rise; sort them and name none twice"
+    return None
+
+
+def due_problem(answer: object, num_sequences: int) -> str | None:
+    """What is wrong with an answer to `due`."""
+    problem = _is_tensor(answer, [num_sequences])
+    if problem is not None:
+        return f"{problem} = [B]"
+    assert isinstance(answer, Tensor)
+    return None if answer.dtype == torch.bool else f"answered with {answer.dtype}; wanted is bool"
+
+
+def steer_problem(answer: object, hidden_states: Tensor) -> str | None:
+    """What is wrong with an answer to `steer`; looks at no values, so that graphs hold."""
+    problem = _is_tensor(answer, hidden_states.shape)
+    if problem is not None:
+        return f"{problem} = [B, M]"
+    assert isinstance(answer, Tensor)
+    if answer.dtype != hidden_states.dtype:
+        return f"answered with {answer.dtype}; the hidden states are {hidden_states.dtype}"
+    return None
+
+
+def schedule_problem(answer: object, waiting: Sequence[Waiting], num_free: int) -> str | None:
+    """What is wrong with an answer to `schedule`."""
+    wanted = "a list of lists of request ids is wanted"
+    if not isinstance(answer, list) or not all(isinstance(group, list) for group in answer):
+        return f"answered with {answer!r}; {wanted}"
+    ids = [request_id for group in answer for request_id in group]
+    unknown = sorted(set(ids) - {request.id for request in waiting})
+    if unknown:
+        return f"admits {unknown[0]!r}, which is no waiting request; {wanted}"
+    if len(set(ids)) < len(ids):
+        return f"admits a request twice: {ids}"
+    if not 1 <= len(ids) <= num_free or not all(answer):
+        return (
+            f"admits {len(ids)} requests in groups of {[len(group) for group in answer]}; "
+            f"between 1 and {num_free} are wanted, and no empty group"
+        )
+    return None

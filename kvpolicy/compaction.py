@@ -1,0 +1,112 @@
+"""Compaction: score, select and evict, for the sequences of one layer that are due."""
+
+import time
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import attrs
+import torch
+
+from kvpolicy.cache import ATTN_SUMS, Cache, LayerRows
+from kvpolicy.memory import Memory, SequenceMemory
+from kvpolicy.observation import observed_weights
+from kvpolicy.stack import Stack
+
+
+@attrs.define
+class Clock:
+    """Seconds spent in each part of a compaction."""
+
+    score_s: float = 0.0
+    select_s: float = 0.0
+    compaction_s: float = 0.0
+
+    @contextmanager
+    def time(self, part: str, device: torch.device) -> Iterator[None]:
+        """Add the seconds of a block to a part; waits for the device, so that they are real."""
+        _wait(device)
+        start = time.perf_counter()
+        yield
+        _wait(device)
+        setattr(self, part, getattr(self, part) + time.perf_counter() - start)
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def compact(
+    cache: Cache,
+    layer_idx: int,
+    slots: Sequence[int],
+    stack: Stack,
+    budget: int,
+    memories: Sequence[SequenceMemory],
+    clock: Clock,
+) -> None:
+    """Bring the given slots of one layer within their budget.
+
+    Args:
+        cache: The slabs; changed in place.
+        layer_idx: Decoder layer, counted from 0.
+        slots: Slots that are due. Those within the budget already are left alone.
+        stack: The layer's policies.
+        budget: Rows that stay.
+        memories: What policies remember of the sequence in each of the slots.
+        clock: Where the seconds go.
+
+    Raises:
+        HookError: If a policy raises.
+        HookResultError: If a policy's answer breaks the contract.
+    """
+    groups: dict[tuple[int, int], list[int]] = defaultdict(list)
+    for place, slot in enumerate(slots):
+        num_rows = int(cache.rows[layer_idx, slot])
+        if num_rows > budget:
+            # Hooks see no padding: sequences with as many rows, and as many remembered
+            # queries, are asked about together.
+            window = min(int(cache.seq_len[slot]), stack.window_size)
+            groups[num_rows, window].append(place)
+    for places in groups.values():
+        rows = LayerRows(cache, layer_idx, [slots[place] for place in places])
+        memory = Memory([memories[place] for place in places])
+        _compact_rows(rows, layer_idx, stack, budget, memory, clock)
+
+
+def _compact_rows(
+    rows: LayerRows, layer_idx: int, stack: Stack, budget: int, memory: Memory, clock: Clock
+) -> None:
+    positions = rows.positions
+    device = positions.device
+    with clock.time("score_s", device):
+        scores = stack.score(rows, layer_idx, _score_arguments(rows, stack, budget, memory))
+    with clock.time("select_s", device):
+        keep = stack.select(scores, positions, budget, layer_idx, memory)
+    with clock.time("compaction_s", device):
+        stack.evict(rows, keep, layer_idx, memory)
+
+
+def _score_arguments(rows: LayerRows, stack: Stack, budget: int, memory: Memory) -> dict[str, Any]:
+    """What `score` may name; what nobody names is not computed and passed as ``None``."""
+    reads = stack.reads
+    keys, positions = rows.keys, rows.positions
+    queries = rows.queries if stack.window_size else None
+    attn_weights = None
+    if "attn_weights" in reads:
+        assert queries is not None
+        attn_weights = observed_weights(queries, keys, positions, rows.seq_len)
+    return {
+        "keys": keys,
+        "values": rows.values if "values" in reads else None,
+        "positions": positions,
+        "queries": queries if "queries" in reads else None,
+        "attn_weights": attn_weights,
+        "attn_sums": rows.track(ATTN_SUMS) if ATTN_SUMS in reads else None,
+        "seq_len": rows.seq_len,
+        "budget": budget,
+        "tracks": rows.tracks,
+        "memory": memory,
+    }

@@ -1,0 +1,89 @@
+"""The observation window: what the most recent queries say about every row.
+
+SnapKV introduced it and many policies build on it, so it is public: policies import it from
+here and not from each other.
+"""
+
+from typing import Literal
+
+import attrs
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+Pooling = Literal["maxpool", "avgpool"]
+
+
+def odd(instance: object, attribute: "attrs.Attribute[int]", value: int) -> None:
+    """Validate a ``kernel_size``: an even one has no middle row to put its result on."""
+    if value % 2 == 0:
+        msg = f"'{attribute.name}' must be odd: {value}"
+        raise ValueError(msg)
+
+
+def observed_weights(queries: Tensor, keys: Tensor, positions: Tensor, seq_len: Tensor) -> Tensor:
+    """Softmax weights of the window's queries over the rows that each of them may see.
+
+    Args:
+        queries: Last ``W`` queries after RoPE, ``[B, H_q, W, D]``, oldest first.
+        keys: Keys after RoPE, ``[B, H_kv, T, D]``.
+        positions: Place of each row's token, ``[B, H_kv, T]``.
+        seq_len: Tokens each sequence has seen, ``[B]``.
+
+    Returns:
+        ``[B, H_q, W, T]``, fp32.
+    """
+    num = queries.shape[2]
+    asked_at = (
+        seq_len.to(positions.device)[:, None] - num + torch.arange(num, device=positions.device)
+    )  # [B, W]
+    visible = positions[:, :, None, None, :] <= asked_at[:, None, None, :, None]
+    logits = _logits(queries, keys).masked_fill(~visible, float("-inf"))
+    return logits.softmax(dim=-1).flatten(1, 2)
+
+
+def window_importance(
+    queries: Tensor, keys: Tensor, *, kernel_size: int, pooling: Pooling = "maxpool"
+) -> Tensor:
+    """Importance of the rows before the window, as R-KV's code computes it.
+
+    Logits are reduced by their maximum over the query heads of a group, the softmax runs
+    over the rows before the window only, the window's weights are averaged and pooled over
+    neighbouring rows (R-KV, eqs. 2-4; ``compute_attention_scores`` and ``update_kv`` at
+    commit d15c976).
+
+    Args:
+        queries: Last ``W`` queries after RoPE, ``[B, H_q, W, D]``.
+        keys: Keys after RoPE, ``[B, H_kv, T, D]``; the last ``W`` rows are the window's.
+        kernel_size: Rows that are pooled together, odd.
+        pooling: ``"maxpool"`` or ``"avgpool"``.
+
+    Returns:
+        ``[B, H_kv, T - W]``, fp32.
+    """
+    num_candidates = keys.shape[2] - queries.shape[2]
+    logits = _logits(queries, keys[:, :, :num_candidates]).amax(dim=2)
+    importance = logits.softmax(dim=-1).mean(dim=2)
+    return pool(importance, kernel_size, pooling)
+
+
+def pool(scores: Tensor, kernel_size: int, pooling: Pooling) -> Tensor:
+    """Pool scores over neighbouring rows, keeping their number.
+
+    Args:
+        scores: ``[B, H, T]``.
+        kernel_size: Rows that are pooled together, odd.
+        pooling: ``"maxpool"``, which ignores what lies beyond the ends, or ``"avgpool"``,
+            which counts it as zero and so damps the first and last rows, as SnapKV's code.
+    """
+    if scores.shape[2] == 0:
+        return scores
+    reduce = F.max_pool1d if pooling == "maxpool" else F.avg_pool1d
+    return reduce(scores, kernel_size, stride=1, padding=kernel_size // 2)
+
+
+def _logits(queries: Tensor, keys: Tensor) -> Tensor:
+    """Scaled dot products in fp32, ``[B, H_kv, G, W, T]``."""
+    grouped = queries.float().unflatten(1, (keys.shape[1], -1))
+    logits = grouped @ keys.float()[:, :, None].transpose(-1, -2)
+    return logits * keys.shape[-1] ** -0.5

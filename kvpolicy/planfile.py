@@ -1,0 +1,163 @@
+"""Reading plans: TOML, overrides, and every mistake answered with a sentence."""
+
+import tomllib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import attrs
+import cattrs
+
+from kvpolicy.discovery import nearest
+from kvpolicy.errors import PlanError
+from kvpolicy.planspec import LayerGroup, PolicySpec
+
+if TYPE_CHECKING:
+    from kvpolicy.plan import Plan
+
+
+def read(path: str | Path) -> dict[str, Any]:
+    """Read a TOML file."""
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except OSError as error:
+        msg = f"plan '{path}' cannot be read: {error.strerror or error}"
+        raise PlanError(msg) from error
+    except UnicodeDecodeError as error:
+        msg = f"plan '{path}' is not UTF-8 text"
+        raise PlanError(msg) from error
+    try:
+        return tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        msg = f"plan '{path}' is not TOML: {error}"
+        raise PlanError(msg) from error
+
+
+def structure(
+    plan_class: "type[Plan]", data: Mapping[str, Any], overrides: Sequence[str], name: str
+) -> "Plan":
+    """Turn what a TOML file holds into a plan; unknown keys and wrong types are refused."""
+    raw = _copy(data)
+    for override in overrides:
+        _override(raw, override, name)
+    try:
+        plan = _converter().structure(raw, plan_class)
+    except cattrs.BaseValidationError as error:
+        msg = f"{name}: {_first_problem(error)}"
+        raise PlanError(msg) from error
+    return attrs.evolve(plan, name=name)
+
+
+def slice_of(text: str, name: str) -> slice:
+    """``"all"``, ``"0:2"``, ``"-2:"`` as a slice of the layers."""
+    if text == "all":
+        return slice(None)
+    parts = text.split(":")
+    try:
+        if len(parts) not in (2, 3):
+            raise ValueError
+        return slice(*(int(part) if part.strip() else None for part in parts))
+    except ValueError:
+        msg = (
+            f'{name}: where = "{text}" names no layers; write "all", a slice such as "0:2" '
+            'or "-2:", or a list such as [0, 5]'
+        )
+        raise PlanError(msg) from None
+
+
+def _copy(data: Any) -> Any:
+    if isinstance(data, Mapping):
+        return {key: _copy(value) for key, value in data.items()}
+    return [_copy(value) for value in data] if isinstance(data, list) else data
+
+
+def _override(raw: dict[str, Any], override: str, name: str) -> None:
+    path, equals, text = override.partition("=")
+    keys = path.strip().split(".")
+    if not equals or not all(keys):
+        msg = f"--set {override!r} is not KEY=VALUE; write for example budget=96"
+        raise PlanError(msg)
+    try:
+        value = tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        value = text.strip()
+    if len(keys) == 1:
+        raw[keys[0]] = value
+    elif keys[0] == "layers" and len(keys) == 3:
+        groups = raw.get("layers", [])
+        if not keys[1].isdigit() or int(keys[1]) >= len(groups):
+            msg = f"--set {override!r}: {name} has {len(groups)} [[layers]] groups, from 0"
+            raise PlanError(msg)
+        groups[int(keys[1])][keys[2]] = value
+    elif len(keys) == 2:
+        _override_knob(raw, keys[0], keys[1], value, override, name)
+    else:
+        msg = f"--set {override!r}: write KEY=, layers.N.KEY= or POLICY.KNOB="
+        raise PlanError(msg)
+
+
+def _override_knob(
+    raw: dict[str, Any], policy: str, knob: str, value: object, override: str, name: str
+) -> None:
+    stacks = [raw.get("stack", []), raw.get("schedule", [])]
+    stacks += [group.get("stack", []) for group in raw.get("layers", [])]
+    used = set()
+    for stack in stacks:
+        for place, entry in enumerate(stack):
+            spec = {"policy": entry} if isinstance(entry, str) else entry
+            used.add(spec.get("policy"))
+            if spec.get("policy") == policy:
+                stack[place] = {**spec, knob: value}
+    if policy not in used:
+        hint = nearest(policy, sorted(map(str, used)))
+        msg = f"--set {override!r}: {name} uses no policy '{policy}'{hint}"
+        raise PlanError(msg)
+
+
+def _converter() -> cattrs.Converter:
+    converter = cattrs.Converter(forbid_extra_keys=True)
+    converter.register_structure_hook(int, lambda value, _: _integer(value))
+    converter.register_structure_hook(PolicySpec, lambda value, _: _policy_spec(value))
+    where = attrs.fields(LayerGroup).where.type
+    converter.register_structure_hook(where, lambda value, _: _where(value))
+    return converter
+
+
+def _integer(value: object) -> int:
+    if isinstance(value, bool) or not isinstance(value, int):
+        msg = f"{value!r} is not a count; write a whole number of tokens"
+        raise TypeError(msg)
+    return value
+
+
+def _where(value: object) -> str | tuple[int, ...]:
+    if isinstance(value, str):
+        return value
+    if isinstance(value, list) and value:
+        return tuple(_integer(layer) for layer in value)
+    msg = f'{value!r} names no layers; write "all", a slice such as "0:2", or a list such as [0, 5]'
+    raise TypeError(msg)
+
+
+def _policy_spec(value: object) -> PolicySpec:
+    if isinstance(value, str):
+        return PolicySpec(value)
+    if isinstance(value, Mapping) and isinstance(value.get("policy"), str):
+        knobs = {key: knob for key, knob in value.items() if key != "policy"}
+        return PolicySpec(value["policy"], knobs)
+    msg = f'{value!r} names no policy; write "NAME" or {{ policy = "NAME", KNOB = VALUE }}'
+    raise TypeError(msg)
+
+
+def _first_problem(error: BaseException, where: str = "") -> str:
+    """The first leaf of cattrs' tree of errors, as a sentence."""
+    if isinstance(error, cattrs.ForbiddenExtraKeysError):
+        known = [field.name for field in attrs.fields(error.cl) if field.name != "name"]
+        key = min(error.extra_fields)
+        return f"unknown key '{key}'{where}{nearest(key, known)}"
+    if isinstance(error, BaseExceptionGroup):
+        inner = error.exceptions[0]
+        notes = " ".join(getattr(inner, "__notes__", []))
+        place = notes.rpartition("attribute ")[2] or notes.rpartition("at index ")[2]
+        return _first_problem(inner, f" in {place}" if place else where)
+    return f"{error}{where}"

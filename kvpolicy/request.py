@@ -1,0 +1,87 @@
+"""What a caller asks for: a prompt, how far to go, how to sample, when to stop."""
+
+from collections.abc import Sequence
+
+import attrs
+
+from kvpolicy.errors import KVPolicyError
+
+
+def _at_least(bound: float) -> "attrs._ValidatorType[float]":
+    def check(instance: object, attribute: "attrs.Attribute[float]", value: float) -> None:
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not value >= bound:
+            msg = (
+                f"{type(instance).__name__} was given {attribute.name}={value!r}; "
+                f"a number of at least {bound:g} is needed"
+            )
+            raise KVPolicyError(msg)
+
+    return check
+
+
+def _probability(instance: object, attribute: "attrs.Attribute[float]", value: float) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= 1:
+        msg = (
+            f"{type(instance).__name__} was given {attribute.name}={value!r}; "
+            "a probability above 0 and up to 1 is needed"
+        )
+        raise KVPolicyError(msg)
+
+
+@attrs.frozen
+class Sampling:
+    """How the next token is drawn from the logits.
+
+    Attributes:
+        temperature: Divides the logits; 0 means greedy, and the other knobs are idle.
+        top_k: Only the k likeliest tokens may be drawn; 0 means all.
+        top_p: Only the smallest set of tokens with at least this probability may be drawn.
+        seed: Seed of this request's own generator: its samples do not depend on what else
+            is in the batch. Two requests with one prompt and one seed are answered alike.
+    """
+
+    temperature: float = attrs.field(default=0.0, validator=_at_least(0))
+    top_k: int = attrs.field(default=0, validator=_at_least(0))
+    top_p: float = attrs.field(default=1.0, validator=_probability)
+    seed: int = attrs.field(default=0, validator=_at_least(0))
+
+    @property
+    def greedy(self) -> bool:
+        """Whether the likeliest token is taken, always."""
+        return self.temperature == 0
+
+
+@attrs.frozen
+class Request:
+    """One prompt and how to continue it.
+
+    Attributes:
+        prompt: Text (the engine needs a tokenizer then) or token ids.
+        max_new_tokens: The most tokens to generate.
+        sampling: How tokens are drawn.
+        stop: Texts that end the generation; the text of the result ends before them.
+        stop_ids: Tokens that end the generation; ``None`` means the model's own.
+    """
+
+    prompt: str | Sequence[int]
+    max_new_tokens: int = attrs.field(default=256, validator=_at_least(1))
+    sampling: Sampling = Sampling()
+    stop: tuple[str, ...] = attrs.field(default=(), converter=tuple)
+    stop_ids: tuple[int, ...] | None = attrs.field(
+        default=None, converter=attrs.converters.optional(tuple)
+    )
+
+
+@attrs.frozen
+class Waiting:
+    """What `schedule` may know of a request that waits for a slot.
+
+    Attributes:
+        id: Number of the request in its run, in order of arrival.
+        prompt_len: Tokens in the prompt.
+        max_new_tokens: The most tokens it may generate.
+    """
+
+    id: int
+    prompt_len: int
+    max_new_tokens: int

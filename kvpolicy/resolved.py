@@ -1,0 +1,92 @@
+"""A plan spelled out for one model: plain data that hashes and is stored with every result."""
+
+import hashlib
+import json
+from typing import Any
+
+import attrs
+
+from kvpolicy.planspec import PolicySpec
+from kvpolicy.stack import Stack
+
+
+@attrs.frozen
+class LayerPlan:
+    """What one layer will do.
+
+    Attributes:
+        layer_idx: Decoder layer, counted from 0.
+        stack: Its policies with all their knobs.
+        budget: Rows that stay after a compaction; ``None``: everything stays.
+        buffer: Rows that may join before the next one.
+        bounded: Whether its slabs have a fixed size; if not, they are as long as the longest
+            sequence may become.
+    """
+
+    layer_idx: int
+    stack: tuple[PolicySpec, ...]
+    budget: int | None
+    buffer: int
+    bounded: bool
+
+    def capacity(self, longest: int) -> int:
+        """Rows to allocate for each slot if no sequence exceeds ``longest`` tokens."""
+        if not self.bounded or self.budget is None:
+            return longest
+        return min(self.budget + self.buffer, longest)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data, ready for JSON."""
+        return {
+            "layer": self.layer_idx,
+            "stack": [{"policy": spec.policy, **spec.knobs} for spec in self.stack],
+            "budget": self.budget if self.bounded else None,
+            "buffer": self.buffer if self.bounded else None,
+            # Policies whose slabs grow may still compact: a budget of theirs is kept apart.
+            **({} if self.bounded else {"prefill_budget": self.budget}),
+        }
+
+
+@attrs.frozen
+class ResolvedPlan:
+    """What every layer of one model will do.
+
+    Attributes:
+        layers: One plan for each layer, in order.
+        schedule: Policies that are asked for the order of admission only.
+        name: Where the plan came from, for messages.
+    """
+
+    layers: tuple[LayerPlan, ...]
+    schedule: tuple[PolicySpec, ...] = ()
+    name: str = attrs.field(default="the plan", eq=False)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data, ready for JSON."""
+        return {
+            "layers": [layer.to_dict() for layer in self.layers],
+            "schedule": [{"policy": spec.policy, **spec.knobs} for spec in self.schedule],
+        }
+
+    def digest(self) -> str:
+        """A stable hash of all that this plan says, 16 hexadecimal digits."""
+        text = json.dumps(self.to_dict(), sort_keys=True, default=repr)
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+    def stacks(self) -> list[Stack]:
+        """Build the stacks, one for each layer; layers with the same policies share theirs."""
+        built: dict[str, Stack] = {}
+        stacks = []
+        for layer in self.layers:
+            key = json.dumps(
+                [[spec.policy, id(spec.instance), spec.knobs] for spec in layer.stack],
+                default=repr,
+            )
+            if key not in built:
+                built[key] = Stack([(spec.policy, spec.build()) for spec in layer.stack])
+            stacks.append(built[key])
+        return stacks
+
+    def scheduling_stack(self) -> Stack:
+        """Build the stack that is asked for the order of admission."""
+        return Stack([(spec.policy, spec.build()) for spec in self.schedule])

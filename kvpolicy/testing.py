@@ -1,0 +1,157 @@
+"""Running a policy on tensors of one's own, through the code that the engine runs.
+
+For comparing a policy with its authors' code, with an oracle, or with one's expectation.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import attrs
+import torch
+from torch import Tensor
+
+from kvpolicy.attention import attend
+from kvpolicy.cache import ATTN_SUMS, Cache, LayerShape
+from kvpolicy.compaction import Clock, compact
+from kvpolicy.errors import BudgetError
+from kvpolicy.memory import SequenceMemory
+from kvpolicy.planspec import PolicySpec
+from kvpolicy.stack import Stack
+from kvpolicy.step import Step
+
+_LAYER = 0
+
+
+def keep_rows(
+    policy: str | object,
+    keys: Tensor,
+    values: Tensor,
+    queries: Tensor,
+    *,
+    budget: int,
+    **knobs: Any,
+) -> Tensor:
+    """The rows that stay when a cache is compacted once.
+
+    Args:
+        policy: Name of a policy, or a policy object (then without knobs).
+        keys: Keys after RoPE, ``[B, H_kv, T, D]``: row t is token t.
+        values: Values, ``[B, H_kv, T, D]``.
+        queries: Queries of the last ``W`` tokens after RoPE, ``[B, H_q, W, D]``. Policies
+            that accumulate attention see these queries only; a policy whose window is larger
+            than ``W`` makes do with ``W``.
+        budget: Rows that stay.
+        knobs: Knobs of the policy.
+
+    Returns:
+        Rows that stay, ``[B, H_kv, K]``, int64, rising; all of them if ``T <= budget``.
+    """
+    num_rows, window = keys.shape[2], queries.shape[2]
+    bench = _Bench(policy, knobs, keys, queries, budget)
+    if window < num_rows:
+        old = slice(0, num_rows - window)
+        bench.feed(keys[:, :, old], values[:, :, old], None)
+    new = slice(num_rows - window, None)
+    bench.feed(keys[:, :, new], values[:, :, new], queries)
+    return bench.compact()
+
+
+def replay(
+    policy: str | object,
+    keys: Tensor,
+    values: Tensor,
+    queries: Tensor,
+    *,
+    budget: int,
+    prompt: int,
+    compact_at: Sequence[int],
+    **knobs: Any,
+) -> list[Tensor]:
+    """The positions that stay after each of several compactions of a growing cache.
+
+    A prompt is fed at once, then token by token, through the engine's own cache, attention
+    and compaction code.
+
+    Args:
+        policy: Name of a policy, or a policy object (then without knobs).
+        keys: Keys after RoPE of all tokens, ``[B, H_kv, T, D]``.
+        values: Values of all tokens, ``[B, H_kv, T, D]``.
+        queries: Queries after RoPE of all tokens, ``[B, H_q, T, D]``.
+        budget: Rows that stay.
+        prompt: Tokens fed at once.
+        compact_at: Numbers of tokens after which to compact, rising, none below ``prompt``.
+        knobs: Knobs of the policy.
+
+    Returns:
+        For each compaction the original positions that stay, ``[B, H_kv, K]``, int64.
+    """
+    bench = _Bench(policy, knobs, keys, queries, budget, prompt_len=prompt)
+    bench.feed(keys[:, :, :prompt], values[:, :, :prompt], queries[:, :, :prompt])
+    kept = [bench.compact()] if prompt in compact_at else []
+    for token in range(prompt, keys.shape[2]):
+        one = slice(token, token + 1)
+        bench.feed(keys[:, :, one], values[:, :, one], queries[:, :, one])
+        if token + 1 in compact_at:
+            kept.append(bench.compact())
+    return kept
+
+
+class _Bench:
+    """One layer of the engine's cache, all sequences in lockstep."""
+
+    def __init__(
+        self,
+        policy: str | object,
+        knobs: dict[str, Any],
+        keys: Tensor,
+        queries: Tensor,
+        budget: int,
+        prompt_len: int | None = None,
+    ) -> None:
+        spec = PolicySpec.of(policy, knobs)
+        self.stack = Stack([(spec.policy, spec.build())])
+        protected = self.stack.n_first + self.stack.n_last
+        if budget < max(protected, 1):
+            msg = f"policy '{spec.policy}' protects {protected} rows; a budget of {budget} is less"
+            raise BudgetError(msg)
+        num_sequences, num_kv_heads, num_rows, head_dim = keys.shape
+        shape = LayerShape(queries.shape[1], num_kv_heads, head_dim, keys.dtype, keys.device)
+        slab = self.stack.slab(num_rows)
+        slab = attrs.evolve(slab, window_size=min(slab.window_size, queries.shape[2]))
+        self.cache = Cache([shape], [slab], num_sequences)
+        self.budget = budget
+        self.prompt_len = num_rows if prompt_len is None else prompt_len
+        self.memories = [SequenceMemory() for _ in range(num_sequences)]
+
+    @property
+    def attn_sums(self) -> Tensor:
+        """Attention accumulated by the rows held now, ``[B, H_kv, T]``."""
+        return self.cache.layers[_LAYER].tracks[ATTN_SUMS][:, :, : self.cache.rows[_LAYER, 0]]
+
+    def feed(self, keys: Tensor, values: Tensor, queries: Tensor | None) -> None:
+        """Store tokens, and let their queries, if any, attend."""
+        step = Step(self.cache, 0, [keys.shape[2]] * keys.shape[0])
+        all_keys, all_values = step.store(_LAYER, keys, values)
+        if queries is not None:
+            attend(step, _LAYER, queries, all_keys, all_values, keys.shape[-1] ** -0.5)
+        step.commit()
+
+    def compact(self) -> Tensor:
+        """Compact all sequences, unless the policy never does at this point."""
+        slots = range(self.cache.num_slots)
+        if self.stack.bounded or self._is_due():
+            compact(self.cache, _LAYER, slots, self.stack, self.budget, self.memories, Clock())
+        num_rows = int(self.cache.rows[_LAYER, 0])
+        return self.cache.layers[_LAYER].positions[:, :, :num_rows].clone()
+
+    def _is_due(self) -> bool:
+        seq_len = self.cache.seq_len
+        due = self.stack.due(
+            _LAYER,
+            num_rows=torch.from_numpy(self.cache.rows[_LAYER]),
+            seq_len=torch.from_numpy(seq_len),
+            prompt_len=torch.from_numpy(seq_len * 0 + self.prompt_len),
+            budget=self.budget,
+            buffer=1,
+        )
+        return due is not None and bool(due.all())

@@ -1,0 +1,1 @@
+"""Add-ons that combine with any policy, one file each."""

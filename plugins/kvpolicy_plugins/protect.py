@@ -1,0 +1,40 @@
+"""Protect: the first and the newest tokens stay, whatever the policy underneath says."""
+
+from collections.abc import Generator
+
+import attrs
+import torch
+from attrs.validators import ge, instance_of
+from torch import Tensor
+
+from kvpolicy import hookimpl
+
+
+@attrs.define(eq=False, kw_only=True)
+class Protect:
+    """Wrapper: attention sinks and recent rows stay under any policy.
+
+    Wraps the score of the policies listed before it: ``["h2o", "protect"]``. Attention sinks
+    after Xiao et al., 2024 (arXiv 2309.17453); a protected recent window is common to H2O,
+    SnapKV and R-KV.
+
+    Attributes:
+        n_sink: First tokens of the sequence that always stay.
+        n_recent: Newest rows that always stay.
+    """
+
+    n_sink: int = attrs.field(default=4, validator=[instance_of(int), ge(0)])
+    n_recent: int = attrs.field(default=8, validator=[instance_of(int), ge(0)])
+
+    @property
+    def protects(self) -> tuple[int, int]:
+        """The sinks and the recent rows."""
+        return self.n_sink, self.n_recent
+
+    @hookimpl(wrapper=True)
+    def score(self, positions: Tensor) -> Generator[None, Tensor, Tensor]:
+        """Pin the sinks and the recent rows."""
+        scores = yield
+        num_rows = positions.shape[2]
+        recent = torch.arange(num_rows, device=positions.device) >= num_rows - self.n_recent
+        return scores.masked_fill((positions < self.n_sink) | recent, torch.inf)
