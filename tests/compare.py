@@ -1,0 +1,111 @@
+"""When two choices of rows count as equal: a score decides, up to the noise of its arithmetic."""
+
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+
+import reference
+import torch
+from torch import Tensor
+
+#: How far two computations of one score may lie apart: fp32 against double precision.
+ATOL = 2e-6
+
+
+def assert_best_rows(
+    kept: Sequence[int],
+    scores: Sequence[float],
+    *,
+    budget: int,
+    window: int = 0,
+    atol: float = ATOL,
+) -> None:
+    """Check that ``kept`` are the ``window`` newest rows and the best of the rest.
+
+    ``scores`` rates the rows before the window. Exactly equal scores (plateaus of a maximum
+    pool) go to the newer row; scores closer than ``atol`` may fall either way.
+    """
+    num_rows = len(scores) + window
+    if num_rows <= budget:
+        assert list(kept) == list(range(num_rows))
+        return
+    expected = reference.with_window(scores, window, budget)
+    if list(kept) == expected:
+        return
+    assert list(kept) == sorted(set(kept)), f"not rising: {kept}"
+    assert len(kept) == budget
+    extra, missing = set(kept) - set(expected), set(expected) - set(kept)
+    assert max(missing) < len(scores), f"rows of the window are missing: {sorted(missing)}"
+    assert_threshold(kept, scores, atol=atol)
+    values = {scores[t] for t in extra | missing}
+    assert len(values) > 1, f"equal scores, but {sorted(extra)} stayed for {sorted(missing)}"
+
+
+def assert_threshold(kept: Sequence[int], scores: Sequence[float], *, atol: float) -> None:
+    """Check that no rejected row has a higher score than a kept one, up to ``atol``."""
+    inside = [scores[t] for t in range(len(scores)) if t in set(kept)]
+    outside = [scores[t] for t in range(len(scores)) if t not in set(kept)]
+    if inside and outside:
+        assert min(inside) >= max(outside) - atol, (min(inside), max(outside))
+
+
+def follow_stream(
+    keys: list,
+    queries: list,
+    answer: Sequence[Sequence[int]],
+    compact_at: Sequence[int],
+    score: Callable[[list, list], list[float]],
+    *,
+    window: int,
+    budget: int,
+) -> None:
+    """Check what a stream of one head kept, for methods that score from the cache alone.
+
+    The authors' cache holds, after a compaction, the rows that stayed by descending score and
+    then the window; what neighbours are, and which row is newest, follows that order. Every
+    round is checked given the rounds before it, so that one tie cannot spoil the rest.
+    """
+    cache: list[int] = []  # positions, in the authors' order
+    seen = 0
+    for kept, count in zip(answer, compact_at, strict=True):
+        cache += range(seen, count)
+        seen = count
+        if len(cache) <= budget:
+            assert list(kept) == sorted(cache)
+            continue
+        scores = score([keys[t] for t in cache], [head[:count] for head in queries])
+        rated = dict(zip(cache, scores, strict=False))
+        newest = cache[len(scores) :]
+        in_order = sorted(cache)
+        assert_best_rows(
+            [in_order.index(position) for position in kept],
+            [rated[position] for position in in_order[: len(scores)]],
+            window=window,
+            budget=budget,
+        )
+        stayed = [position for position in cache[: len(scores)] if position in kept]
+        stayed.sort(key=lambda position: -rated[position])
+        gaps = [rated[a] - rated[b] for a, b in pairwise(stayed)]
+        if any(0 < gap < ATOL for gap in gaps):
+            return  # noise may have ordered these two the other way round
+        cache = stayed + newest
+
+
+def heads(keys: Tensor, queries: Tensor) -> list[tuple[int, int, list, list]]:
+    """Every ``(b, h, keys, queries)`` of a batch as lists, in the shape the oracles take."""
+    batch, num_kv_heads = keys.shape[:2]
+    grouped = queries.double().unflatten(1, (num_kv_heads, -1))
+    return [
+        (b, h, keys[b, h].double().tolist(), grouped[b, h].tolist())
+        for b in range(batch)
+        for h in range(num_kv_heads)
+    ]
+
+
+def assert_rows_shape(kept: Tensor, keys: Tensor, budget: int) -> None:
+    """Check that ``keep_rows`` answered ``[B, H_kv, min(budget, T)]``, int64, rising."""
+    batch, num_kv_heads, num_rows = keys.shape[:3]
+    assert kept.dtype == torch.int64
+    assert kept.shape == (batch, num_kv_heads, min(budget, num_rows))
+    assert (kept.diff(dim=-1) > 0).all()
+    assert kept.min() >= 0
+    assert kept.max() < num_rows

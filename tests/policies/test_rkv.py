@@ -1,0 +1,170 @@
+"""R-KV against its quadratic definition, written in loops."""
+
+from functools import partial
+from typing import Any
+
+import pytest
+import reference
+import torch
+from compare import assert_best_rows, assert_rows_shape, follow_stream, heads
+from hypothesis import given
+from hypothesis import strategies as st
+from policy_checks import (
+    assert_batch_equals_single_rows,
+    assert_half_precision_works,
+    assert_knobs_refused,
+    assert_nothing_leaves,
+)
+from strategies import Drawn, budgets, caches, rounds
+
+from kvpolicy import load_policy
+from kvpolicy.errors import BudgetError, KnobError
+from kvpolicy.testing import keep_rows, replay
+
+
+@st.composite
+def knobs(draw: st.DrawFn, *, max_window: int = 8) -> dict[str, Any]:
+    return {
+        "mix_lambda": draw(st.sampled_from([0.0, 0.07, 0.1, 0.5, 1.0])),
+        "window_size": draw(st.integers(1, max_window)),
+        "kernel_size": draw(st.sampled_from([1, 3, 7])),
+        "pooling": draw(st.sampled_from(["maxpool", "avgpool"])),
+        "similarity_threshold": draw(st.sampled_from([0.5, 0.3, 0.8])),
+        "retain_direction": draw(st.sampled_from(["last", "first"])),
+    }
+
+
+@given(st.data(), knobs())
+def test_it_keeps_the_rows_of_the_loop_written_reference(data: st.DataObject, knobs: dict) -> None:
+    window = knobs["window_size"]
+    drawn = data.draw(caches(min_rows=window + 1))
+    budget = data.draw(budgets(drawn.num_rows, min_budget=window))
+    kept = keep_rows("rkv", drawn.keys, drawn.values, drawn.queries, budget=budget, **knobs)
+    assert_rows_shape(kept, drawn.keys, budget)
+    for b, h, keys, queries in heads(drawn.keys, drawn.queries):
+        scores = reference.rkv(keys, queries, **knobs)
+        assert_best_rows(kept[b, h].tolist(), scores, window=window, budget=budget)
+
+
+@given(st.data(), knobs(max_window=4))
+def test_a_stream_is_judged_by_what_is_left_of_it(data: st.DataObject, knobs: dict) -> None:
+    window = knobs["window_size"]
+    drawn = data.draw(caches(min_rows=window + 1, max_rows=28))
+    budget = data.draw(st.integers(window, drawn.num_rows - 1))
+    plan = data.draw(rounds(drawn.num_rows))
+    answer = replay("rkv", drawn.keys, drawn.values, drawn.queries, budget=budget, **plan, **knobs)
+    score = partial(reference.rkv, **knobs)
+    for b, h, keys, queries in heads(drawn.keys, drawn.queries):
+        ours = [kept[b, h].tolist() for kept in answer]
+        follow_stream(keys, queries, ours, plan["compact_at"], score, window=window, budget=budget)
+
+
+@given(caches(min_rows=2), st.sampled_from(["last", "first"]), st.sampled_from([0.2, 0.5, 0.9]))
+def test_redundancy_equals_the_quadratic_definition(
+    drawn: Drawn, direction: str, threshold: float
+) -> None:
+    policy = load_policy("rkv", retain_direction=direction, similarity_threshold=threshold)
+    ours = policy.redundancy(drawn.keys)
+    for b, h, keys, _ in heads(drawn.keys, drawn.queries):
+        expected = reference.redundancy(
+            keys, similarity_threshold=threshold, retain_direction=direction
+        )
+        torch.testing.assert_close(
+            ours[b, h].double(), torch.tensor(expected).double(), atol=2e-6, rtol=1e-5
+        )
+
+
+def test_redundancy_in_tiles_equals_redundancy_in_one_piece(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    keys = torch.randn(2, 2, 37, 8, generator=torch.Generator().manual_seed(5))
+    keys[:, :, 20:] = keys[:, :, :17] + 0.1
+    policy = load_policy("rkv")
+    whole = policy.redundancy(keys)
+    monkeypatch.setattr("kvpolicy_baselines.rkv._TILE_ELEMENTS", 5 * 2 * 2 * 37)
+    torch.testing.assert_close(policy.redundancy(keys), whole, atol=1e-7, rtol=1e-6)
+
+
+@given(caches(min_rows=13))
+def test_only_importance_counts_with_lambda_one(drawn: Drawn) -> None:
+    inputs = (drawn.keys, drawn.values, drawn.queries)
+    kept = keep_rows("rkv", *inputs, budget=12, mix_lambda=1.0)
+    assert (kept == keep_rows("snapkv", *inputs, budget=12)).all()
+
+
+@given(caches(min_rows=13))
+def test_queries_do_not_count_with_lambda_zero(drawn: Drawn) -> None:
+    kept = keep_rows("rkv", drawn.keys, drawn.values, drawn.queries, budget=12, mix_lambda=0)
+    others = torch.zeros_like(drawn.queries)
+    assert (
+        kept == keep_rows("rkv", drawn.keys, drawn.values, others, budget=12, mix_lambda=0)
+    ).all()
+
+
+def test_of_equal_keys_the_newest_stays() -> None:
+    # Twelve distinct directions; row 5, 9 and 14 say the same. Without attention to tell
+    # them apart, the newest of the three is the one that is not redundant.
+    keys = torch.eye(24)[None, None].clone()
+    keys[:, :, 9] = keys[:, :, 14] = keys[:, :, 5]
+    queries = torch.zeros(1, 1, 8, 24)
+    kept = keep_rows("rkv", keys, keys, queries, budget=22, mix_lambda=0.1)
+    assert sorted(set(range(24)) - set(kept.flatten().tolist())) == [5, 9]
+
+
+@given(caches(min_rows=13))
+def test_the_window_stays(drawn: Drawn) -> None:
+    kept = keep_rows("rkv", drawn.keys, drawn.values, drawn.queries, budget=12)
+    assert (kept[:, :, -8:] == torch.arange(drawn.num_rows - 8, drawn.num_rows)).all()
+
+
+@given(caches(min_rows=9))
+def test_a_budget_of_one_window_is_a_sliding_window(drawn: Drawn) -> None:
+    kept = keep_rows("rkv", drawn.keys, drawn.values, drawn.queries, budget=8)
+    assert (kept == torch.arange(drawn.num_rows - 8, drawn.num_rows)).all()
+
+
+@given(st.data(), caches(min_rows=9))
+def test_a_batch_equals_its_sequences_alone(data: st.DataObject, drawn: Drawn) -> None:
+    budget = data.draw(budgets(drawn.num_rows, min_budget=8))
+    assert_batch_equals_single_rows("rkv", drawn, budget)
+
+
+@given(caches())
+def test_nothing_leaves_within_the_budget(drawn: Drawn) -> None:
+    assert_nothing_leaves("rkv", drawn, budget=max(drawn.num_rows, 8))
+
+
+def test_keys_of_length_zero_give_finite_scores() -> None:
+    keys = torch.zeros(1, 2, 20, 4)
+    queries = torch.ones(1, 2, 8, 4)
+    kept = keep_rows("rkv", keys, keys, queries, budget=12)
+    assert_rows_shape(kept, keys, 12)
+
+
+def test_half_precision_works() -> None:
+    assert_half_precision_works("rkv", budget=12)
+
+
+def test_a_budget_below_the_window_is_refused() -> None:
+    keys = torch.zeros(1, 1, 20, 2)
+    with pytest.raises(BudgetError, match="rkv"):
+        keep_rows("rkv", keys, keys, keys, budget=7)
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        {"mix_lambda": 1.5},
+        {"mix_lambda": -0.1},
+        {"window_size": 0},
+        {"window_size": None},
+        {"kernel_size": 6},
+        {"pooling": "sum"},
+        {"similarity_threshold": 2},
+        {"retain_direction": "middle"},
+        {"retain_ratio": 0.1},
+    ],
+    ids=str,
+)
+def test_bad_knobs_are_refused(bad: dict) -> None:
+    assert_knobs_refused("rkv", bad, KnobError)

@@ -1,0 +1,162 @@
+"""SnapKV, in decoding and as published, against loops over its window."""
+
+from functools import partial
+from typing import Any
+
+import pytest
+import reference
+import torch
+from compare import assert_best_rows, assert_rows_shape, follow_stream, heads
+from hypothesis import given
+from hypothesis import strategies as st
+from policy_checks import (
+    assert_batch_equals_single_rows,
+    assert_half_precision_works,
+    assert_knobs_refused,
+    assert_nothing_leaves,
+)
+from strategies import Drawn, budgets, caches, rounds
+
+from kvpolicy.errors import BudgetError, KnobError
+from kvpolicy.testing import keep_rows, replay
+
+
+@st.composite
+def knobs(draw: st.DrawFn, *, max_window: int = 8) -> dict[str, Any]:
+    return {
+        "window_size": draw(st.integers(1, max_window)),
+        "kernel_size": draw(st.sampled_from([1, 3, 5, 7])),
+        "pooling": draw(st.sampled_from(["maxpool", "avgpool"])),
+    }
+
+
+@given(st.data(), knobs())
+def test_decoding_keeps_the_rows_of_the_loop_written_reference(
+    data: st.DataObject, knobs: dict
+) -> None:
+    window = knobs["window_size"]
+    drawn = data.draw(caches(min_rows=window + 1))
+    budget = data.draw(budgets(drawn.num_rows, min_budget=window))
+    kept = keep_rows("snapkv", drawn.keys, drawn.values, drawn.queries, budget=budget, **knobs)
+    assert_rows_shape(kept, drawn.keys, budget)
+    for b, h, keys, queries in heads(drawn.keys, drawn.queries):
+        scores = reference.snapkv(keys, queries, **knobs)
+        assert_best_rows(kept[b, h].tolist(), scores, window=window, budget=budget)
+
+
+@given(st.data(), knobs(), st.sampled_from(["mean", "max", "sum"]))
+def test_as_published_it_keeps_the_rows_of_the_loop_written_reference(
+    data: st.DataObject, knobs: dict, group_reduce: str
+) -> None:
+    window = knobs["window_size"]
+    knobs |= {"group_reduce": group_reduce}
+    drawn = data.draw(caches(min_rows=window + 1))
+    budget = data.draw(budgets(drawn.num_rows, min_budget=window))
+    kept = keep_rows(
+        "snapkv",
+        drawn.keys,
+        drawn.values,
+        drawn.queries,
+        budget=budget,
+        phase="prefill",
+        **knobs,
+    )
+    assert_rows_shape(kept, drawn.keys, budget)
+    for b, h, keys, queries in heads(drawn.keys, drawn.queries):
+        scores = reference.snapkv_published(keys, queries, **knobs)
+        assert_best_rows(kept[b, h].tolist(), scores, window=window, budget=budget)
+
+
+@given(st.data(), knobs(max_window=4))
+def test_a_stream_is_judged_by_its_newest_queries_round_after_round(
+    data: st.DataObject, knobs: dict
+) -> None:
+    window = knobs["window_size"]
+    drawn = data.draw(caches(min_rows=window + 1, max_rows=28))
+    budget = data.draw(st.integers(window, drawn.num_rows - 1))
+    plan = data.draw(rounds(drawn.num_rows))
+    answer = replay(
+        "snapkv", drawn.keys, drawn.values, drawn.queries, budget=budget, **plan, **knobs
+    )
+    score = partial(reference.snapkv, **knobs)
+    for b, h, keys, queries in heads(drawn.keys, drawn.queries):
+        ours = [kept[b, h].tolist() for kept in answer]
+        follow_stream(keys, queries, ours, plan["compact_at"], score, window=window, budget=budget)
+
+
+@given(caches(min_rows=13), st.sampled_from(["decode", "prefill"]))
+def test_the_window_stays(drawn: Drawn, phase: str) -> None:
+    kept = keep_rows("snapkv", drawn.keys, drawn.values, drawn.queries, budget=12, phase=phase)
+    assert (kept[:, :, -8:] == torch.arange(drawn.num_rows - 8, drawn.num_rows)).all()
+
+
+@given(caches(min_rows=9), st.sampled_from(["decode", "prefill"]))
+def test_a_budget_of_one_window_is_a_sliding_window(drawn: Drawn, phase: str) -> None:
+    kept = keep_rows("snapkv", drawn.keys, drawn.values, drawn.queries, budget=8, phase=phase)
+    assert (kept == torch.arange(drawn.num_rows - 8, drawn.num_rows)).all()
+
+
+@given(caches(min_rows=14))
+def test_older_queries_than_the_window_do_not_matter(drawn: Drawn) -> None:
+    last = drawn.queries[:, :, -8:]
+    kept = keep_rows("snapkv", drawn.keys, drawn.values, drawn.queries, budget=12)
+    assert (kept == keep_rows("snapkv", drawn.keys, drawn.values, last, budget=12)).all()
+
+
+@given(caches(min_rows=14, num_kv_heads=2, group=1))
+def test_without_groups_and_pooling_both_phases_rank_a_single_query_alike(drawn: Drawn) -> None:
+    plain = {"window_size": 1, "kernel_size": 1, "budget": 6}
+    decode, prefill = (
+        keep_rows("snapkv", drawn.keys, drawn.values, drawn.queries, phase=phase, **plain)
+        for phase in ("decode", "prefill")
+    )
+    assert (decode == prefill).all()
+
+
+def test_of_a_plateau_the_newer_rows_stay() -> None:
+    # One peak, spread over seven rows by the pooling; the budget has room for three of them.
+    keys = torch.zeros(1, 1, 30, 4)
+    keys[:, :, 10] = 5.0
+    queries = torch.ones(1, 1, 8, 4)
+    kept = keep_rows("snapkv", keys, keys, queries, budget=8 + 3)
+    assert kept.flatten().tolist()[:3] == [11, 12, 13]
+
+
+@given(st.data(), caches(min_rows=9), st.sampled_from(["decode", "prefill"]))
+def test_a_batch_equals_its_sequences_alone(data: st.DataObject, drawn: Drawn, phase: str) -> None:
+    budget = data.draw(budgets(drawn.num_rows, min_budget=8))
+    assert_batch_equals_single_rows("snapkv", drawn, budget, phase=phase)
+
+
+@given(caches(), st.sampled_from(["decode", "prefill"]))
+def test_nothing_leaves_within_the_budget(drawn: Drawn, phase: str) -> None:
+    assert_nothing_leaves("snapkv", drawn, budget=max(drawn.num_rows, 8), phase=phase)
+
+
+@pytest.mark.parametrize("phase", ["decode", "prefill"])
+def test_half_precision_works(phase: str) -> None:
+    assert_half_precision_works("snapkv", budget=12, phase=phase)
+
+
+def test_a_budget_below_the_window_is_refused() -> None:
+    keys = torch.zeros(1, 1, 20, 2)
+    with pytest.raises(BudgetError, match="snapkv"):
+        keep_rows("snapkv", keys, keys, keys, budget=7)
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        {"window_size": 0},
+        {"window_size": None},
+        {"kernel_size": 4},
+        {"kernel_size": 0},
+        {"pooling": "median"},
+        {"phase": "both"},
+        {"group_reduce": "min"},
+        {"window": 8},
+    ],
+    ids=str,
+)
+def test_bad_knobs_are_refused(bad: dict) -> None:
+    assert_knobs_refused("snapkv", bad, KnobError)

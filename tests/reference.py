@@ -1,0 +1,266 @@
+"""Slow oracles: what each method keeps, written from the published formulas in plain loops.
+
+Nothing here imports kvpolicy, and nothing is vectorised: an oracle that shared an idea with
+the sources would share its mistakes. One oracle sees one KV head of one sequence:
+
+    keys      [T][D]       rows of the cache, oldest first
+    queries   [G][W][D]    the last queries of the query heads that share this KV head
+
+and all arithmetic is in double precision. A score list rates the *candidates*, the rows
+before the forced window; `with_window` adds the window and returns row indices, rising.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+
+Vector = Sequence[float]
+Matrix = Sequence[Vector]
+
+
+def top_rows(scores: Sequence[float], budget: int) -> list[int]:
+    """The rows with the highest scores, of two equals the newer, rising."""
+    best_first = sorted(range(len(scores)), key=lambda t: (-scores[t], -t))
+    return sorted(best_first[:budget])
+
+
+def with_window(scores: Sequence[float], window: int, budget: int) -> list[int]:
+    """The best ``budget - window`` candidates and the ``window`` rows behind them."""
+    newest = [len(scores) + i for i in range(window)]
+    return top_rows(scores, budget - window) + newest
+
+
+def dot(a: Vector, b: Vector) -> float:
+    return math.fsum(float(x) * float(y) for x, y in zip(a, b, strict=True))
+
+
+def softmax(logits: Sequence[float]) -> list[float]:
+    peak = max(logits)
+    powers = [math.exp(x - peak) for x in logits]
+    total = math.fsum(powers)
+    return [p / total for p in powers]
+
+
+def attention(query: Vector, keys: Matrix) -> list[float]:
+    """Weights of one query over all rows given."""
+    return softmax([dot(query, key) / math.sqrt(len(query)) for key in keys])
+
+
+def pool(values: Sequence[float], kernel: int, kind: str) -> list[float]:
+    """1-D pooling, stride 1, ``kernel // 2`` on both sides.
+
+    The maximum ignores what lies outside; the mean counts it as zeros, as torch does by
+    default, so that values at the edges are damped.
+    """
+    half = kernel // 2
+    pooled = []
+    for t in range(len(values)):
+        seen = [values[i] for i in range(t - half, t + half + 1) if 0 <= i < len(values)]
+        pooled.append(max(seen) if kind == "maxpool" else math.fsum(seen) / kernel)
+    return pooled
+
+
+# --- StreamingLLM ---------------------------------------------------------------------------
+
+
+def streaming(num_rows: int, budget: int, n_sink: int) -> list[int]:
+    """The first ``n_sink`` rows and the newest ones, together ``budget``."""
+    if num_rows <= budget:
+        return list(range(num_rows))
+    return [t for t in range(num_rows) if t < n_sink or t >= num_rows - (budget - n_sink)]
+
+
+# --- H2O ------------------------------------------------------------------------------------
+
+
+class HeavyHitters:
+    """H2O of one KV head: sums of the attention each resident row has ever received."""
+
+    def __init__(self, num_query_heads: int) -> None:
+        self.sums: list[list[float]] = [[] for _ in range(num_query_heads)]
+
+    def forward(self, keys: Matrix, queries: Sequence[Matrix]) -> None:
+        """Let ``m`` new queries see the resident rows, the last ``m`` of which are their own."""
+        for head, head_queries in enumerate(queries):
+            sums, num_new = self.sums[head], len(head_queries)
+            sums += [0.0] * (len(keys) - len(sums))
+            for i, query in enumerate(head_queries):
+                visible = len(keys) - num_new + i + 1
+                for t, weight in enumerate(attention(query, keys[:visible])):
+                    sums[t] += weight
+
+    def scores(self, group_reduce: str = "sum") -> list[float]:
+        return [reduce_group(column, group_reduce) for column in zip(*self.sums, strict=True)]
+
+    def keep(self, rows: Iterable[int]) -> None:
+        """Evicted rows stop existing, and their sums with them."""
+        rows = list(rows)
+        self.sums = [[sums[t] for t in rows] for sums in self.sums]
+
+
+def reduce_group(values: Sequence[float], how: str) -> float:
+    if how == "max":
+        return max(values)
+    return math.fsum(values) / (len(values) if how == "mean" else 1)
+
+
+# --- SnapKV ---------------------------------------------------------------------------------
+
+
+def snapkv(
+    keys: Matrix,
+    queries: Sequence[Matrix],
+    *,
+    window_size: int = 8,
+    kernel_size: int = 7,
+    pooling: str = "maxpool",
+) -> list[float]:
+    """Decode form, also R-KV's importance: heads meet before the softmax, no window columns."""
+    candidates = keys[: len(keys) - window_size]
+    scale = math.sqrt(len(keys[0]))
+    totals = [0.0] * len(candidates)
+    for w in range(-window_size, 0):
+        logits = [
+            max(dot(head_queries[w], key) / scale for head_queries in queries) for key in candidates
+        ]
+        for t, weight in enumerate(softmax(logits) if logits else []):
+            totals[t] += weight
+    return pool([total / window_size for total in totals], kernel_size, pooling)
+
+
+def snapkv_published(
+    keys: Matrix,
+    queries: Sequence[Matrix],
+    *,
+    window_size: int = 8,
+    kernel_size: int = 7,
+    pooling: str = "maxpool",
+    group_reduce: str = "mean",
+) -> list[float]:
+    """Prefill form: causal softmax over all rows, summed over the window, then the group."""
+    num_candidates = len(keys) - window_size
+    per_head = []
+    for head_queries in queries:
+        totals = [0.0] * num_candidates
+        for w in range(window_size):
+            query = head_queries[len(head_queries) - window_size + w]
+            visible = keys[: num_candidates + w + 1]
+            for t, weight in enumerate(attention(query, visible)[:num_candidates]):
+                totals[t] += weight
+        per_head.append(totals)
+    reduced = [reduce_group(column, group_reduce) for column in zip(*per_head, strict=True)]
+    return pool(reduced, kernel_size, pooling)
+
+
+# --- R-KV -----------------------------------------------------------------------------------
+
+
+def redundancy(
+    keys: Matrix, *, similarity_threshold: float = 0.5, retain_direction: str = "last"
+) -> list[float]:
+    """Softmax over all rows of the mean similarity a row *receives*.
+
+    Each row spares one row it is similar to: the newest ("last"), or the smallest index when
+    rows that are not similar count as index 0 ("first", which is always row 0).
+    """
+    num_rows = len(keys)
+    unit = []
+    for key in keys:
+        length = math.sqrt(dot(key, key)) + 1e-8
+        unit.append([float(x) / length for x in key])
+    received = [0.0] * num_rows
+    for i in range(num_rows):
+        similar = [0.0 if j == i else dot(unit[i], unit[j]) for j in range(num_rows)]
+        index = [j if similar[j] > similarity_threshold else 0 for j in range(num_rows)]
+        spared = max(index) if retain_direction == "last" else min(index)
+        for j in range(num_rows):
+            if j != spared:
+                received[j] += similar[j]
+    return softmax([total / num_rows for total in received])
+
+
+def rkv(
+    keys: Matrix,
+    queries: Sequence[Matrix],
+    *,
+    mix_lambda: float = 0.1,
+    window_size: int = 8,
+    kernel_size: int = 7,
+    pooling: str = "maxpool",
+    similarity_threshold: float = 0.5,
+    retain_direction: str = "last",
+) -> list[float]:
+    importance = snapkv(
+        keys, queries, window_size=window_size, kernel_size=kernel_size, pooling=pooling
+    )
+    surplus = redundancy(
+        keys, similarity_threshold=similarity_threshold, retain_direction=retain_direction
+    )
+    return [
+        mix_lambda * i - (1 - mix_lambda) * r
+        for i, r in zip(importance, surplus[: len(importance)], strict=True)
+    ]
+
+
+# --- Sampling -------------------------------------------------------------------------------
+
+
+def sampling_probs(
+    logits: Sequence[float], *, temperature: float, top_k: int | None, top_p: float | None
+) -> list[float]:
+    """Probabilities after temperature, then top-k, then top-p (the order of transformers).
+
+    Top-k keeps every token not below the k-th best. Top-p drops, least likely first, tokens
+    as long as what is dropped has a probability of at most ``1 - top_p``; one always stays.
+    """
+    scaled = [x / temperature for x in logits]
+    if top_k is not None:
+        kth = sorted(scaled, reverse=True)[min(top_k, len(scaled)) - 1]
+        scaled = [x if x >= kth else -math.inf for x in scaled]
+    if top_p is not None and top_p < 1:
+        probs = softmax(scaled)
+        worst_first = sorted(range(len(probs)), key=lambda i: probs[i])
+        dropped = 0.0
+        for i in worst_first[:-1]:
+            dropped += probs[i]
+            if dropped <= 1 - top_p:
+                scaled[i] = -math.inf
+    return softmax(scaled)
+
+
+# --- The cache ------------------------------------------------------------------------------
+
+
+class SlabModel:
+    """What a cache of slots holds: for each slot and KV head a list of rows.
+
+    A row is whatever the test appended; its position is the number of tokens the slot had
+    seen before. Slots know nothing of each other.
+    """
+
+    def __init__(self, num_slots: int, num_kv_heads: int) -> None:
+        self.num_kv_heads = num_kv_heads
+        self.seen = [0] * num_slots
+        self.rows: dict[tuple[int, int], list[tuple[int, object]]] = {
+            (slot, head): [] for slot in range(num_slots) for head in range(num_kv_heads)
+        }
+
+    def append(self, slot: int, token: Callable[[int], object]) -> None:
+        """Add one token; ``token(head)`` is what that KV head stores of it."""
+        for head in range(self.num_kv_heads):
+            self.rows[slot, head].append((self.seen[slot], token(head)))
+        self.seen[slot] += 1
+
+    def keep(self, slot: int, head: int, rows: Iterable[int]) -> None:
+        held = self.rows[slot, head]
+        self.rows[slot, head] = [held[t] for t in rows]
+
+    def clear(self, slot: int) -> None:
+        self.seen[slot] = 0
+        for head in range(self.num_kv_heads):
+            self.rows[slot, head] = []
+
+    def positions(self, slot: int, head: int) -> list[int]:
+        return [position for position, _ in self.rows[slot, head]]
+
+    def contents(self, slot: int, head: int) -> list[object]:
+        return [content for _, content in self.rows[slot, head]]

@@ -1,0 +1,105 @@
+"""Models and a tokenizer small enough for a test, built from nothing: no download, no file.
+
+The weights are random and large, so that greedy tokens vary and depend on the whole prompt:
+a model that repeats itself would hide most defects of a cache.
+"""
+
+import copy
+from functools import lru_cache
+
+import torch
+from tokenizers import Regex, Tokenizer, decoders, pre_tokenizers
+from tokenizers.models import WordLevel
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+FAMILIES = ("llama", "qwen2", "qwen3")
+
+_CLASSES = {
+    "llama": (LlamaConfig, LlamaForCausalLM),
+    "qwen2": (Qwen2Config, Qwen2ForCausalLM),
+    "qwen3": (Qwen3Config, Qwen3ForCausalLM),
+}
+
+
+def tiny_model(
+    family: str = "llama",
+    *,
+    num_layers: int = 2,
+    num_heads: int = 4,
+    num_kv_heads: int = 2,
+    head_dim: int = 8,
+    vocab: int = 61,
+    dtype: torch.dtype = torch.float32,
+    seed: int = 0,
+    **config_changes: object,
+) -> PreTrainedModel:
+    """A random decoder model in eval mode. Equal arguments give equal weights."""
+    config_class, model_class = _CLASSES[family]
+    options: dict[str, object] = {
+        "vocab_size": vocab,
+        "hidden_size": num_heads * head_dim,
+        "intermediate_size": 2 * num_heads * head_dim,
+        "num_hidden_layers": num_layers,
+        "num_attention_heads": num_heads,
+        "num_key_value_heads": num_kv_heads,
+        "head_dim": head_dim,
+        "max_position_embeddings": 512,
+        "initializer_range": 0.4,
+        "tie_word_embeddings": False,
+        "bos_token_id": None,
+        "eos_token_id": None,
+        "pad_token_id": None,
+    }
+    config = config_class(**(options | config_changes))
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        model = model_class(config)
+    for name, weight in model.named_parameters():
+        if name.endswith("q_norm.weight"):
+            # Normed heads would attend almost evenly, and every prompt would end the same way.
+            weight.data.mul_(3.0)
+    return model.to(dtype).eval()
+
+
+@lru_cache(maxsize=32)
+def _kept_model(family: str, seed: int, num_layers: int, num_kv_heads: int) -> PreTrainedModel:
+    return tiny_model(family, seed=seed, num_layers=num_layers, num_kv_heads=num_kv_heads)
+
+
+def shared_model(
+    family: str = "llama", *, seed: int = 0, num_layers: int = 2, num_kv_heads: int = 2
+) -> PreTrainedModel:
+    """As `tiny_model`, built once a session: for tests that never change the weights."""
+    return _kept_model(family, seed, num_layers, num_kv_heads)
+
+
+def greedy_tokens(model: PreTrainedModel, prompt: list[int], max_new_tokens: int) -> list[int]:
+    """What ``model.generate`` answers to this prompt alone: the truth where nothing leaves."""
+    # A copy of the options: generate() writes into the model's own.
+    options = copy.deepcopy(model.generation_config)
+    options.update(do_sample=False, max_new_tokens=max_new_tokens, use_cache=True)
+    ids = torch.tensor([prompt])
+    answer = model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=options)
+    return answer[0, len(prompt) :].tolist()
+
+
+def tiny_tokenizer(vocab: int = 61) -> PreTrainedTokenizerFast:
+    """One character a token: letters, digits, a few marks; ids beyond them are ``<i>``."""
+    characters = [*"abcdefghijklmnopqrstuvwxyz0123456789 .,:;!?+-*/=()\n"]
+    words = {character: i for i, character in enumerate(characters[:vocab])}
+    words |= {f"<{i}>": i for i in range(len(words), vocab)}
+    tokenizer = Tokenizer(WordLevel(words, unk_token="a"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"<\d+>|[\s\S]"), "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, unk_token="a", clean_up_tokenization_spaces=False
+    )
