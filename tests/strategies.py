@@ -4,12 +4,16 @@ Hypothesis shrinks what matters (sizes, knobs) and never looks at single floats.
 a keyword argument where ``None`` means "draw".
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import attrs
 import torch
 from hypothesis import strategies as st
 from torch import Tensor
+
+from kvpolicy import Plan, installed_policies
+from kvpolicy.planspec import LayerGroup, PolicySpec
 
 KINDS = ("gauss", "dup", "mean")
 
@@ -119,3 +123,62 @@ def prompts(
     lengths = draw(st.lists(st.integers(min_len, max_len), min_size=count, max_size=count))
     rng = torch.Generator().manual_seed(draw(seeds))
     return [torch.randint(vocab, (n,), generator=rng).tolist() for n in lengths]
+
+
+#: Knobs that let a policy live in small budgets; every other policy takes its defaults.
+SMALL_KNOBS: dict[str, tuple[dict[str, Any], ...]] = {
+    "streaming": ({"n_sink": 0}, {"n_sink": 2}, {"n_sink": 4}),
+    "h2o": ({}, {"n_recent": 3}, {"n_recent": 2, "every": 1}, {"every": 3}),
+    "snapkv": (
+        {"window_size": 4},
+        {"window_size": 1, "kernel_size": 3},
+        {"window_size": 4, "pooling": "avgpool"},
+        {"window_size": 3, "phase": "prefill"},
+    ),
+    "rkv": (
+        {"window_size": 4},
+        {"window_size": 8, "mix_lambda": 0.5},
+        {"window_size": 2, "retain_direction": "first"},
+    ),
+    "protect": ({"n_sink": 2, "n_recent": 3}, {"n_sink": 0, "n_recent": 1}, {}),
+}
+
+#: No stack of `stacks` protects more rows than this.
+MOST_PROTECTED = 12
+
+
+@st.composite
+def stacks(draw: st.DrawFn, *, extra: Sequence[object] = ()) -> tuple[PolicySpec, ...]:
+    """Any installed policy, sometimes protected, and then the ``extra`` ones."""
+    names = [policy.name for policy in installed_policies()]
+    chosen = [draw(st.sampled_from(names))]
+    if draw(st.booleans()) and "protect" not in chosen:
+        chosen.append("protect")
+    specs = [
+        PolicySpec(name, draw(st.sampled_from(SMALL_KNOBS.get(name, ({},))))) for name in chosen
+    ]
+    return (*specs, *(PolicySpec.of(policy) for policy in extra))
+
+
+@st.composite
+def plans(
+    draw: st.DrawFn,
+    *,
+    num_layers: int,
+    min_budget: int = MOST_PROTECTED,
+    max_budget: int = MOST_PROTECTED + 8,
+    extra: Sequence[object] = (),
+) -> Plan:
+    """A stack, a budget and a buffer of its own for every layer, or the same for all."""
+    groups = [f"{i}:{i + 1}" for i in range(num_layers)] if draw(st.booleans()) else ["all"]
+    return Plan(
+        layers=tuple(
+            LayerGroup(
+                where=where,
+                stack=draw(stacks(extra=extra)),
+                budget=draw(st.integers(min_budget, max_budget)),
+                buffer=draw(st.integers(1, 8)),
+            )
+            for where in groups
+        )
+    )

@@ -71,15 +71,18 @@ def tiny_model(
 
 
 @lru_cache(maxsize=32)
-def _kept_model(family: str, seed: int, num_layers: int, num_kv_heads: int) -> PreTrainedModel:
-    return tiny_model(family, seed=seed, num_layers=num_layers, num_kv_heads=num_kv_heads)
-
-
 def shared_model(
-    family: str = "llama", *, seed: int = 0, num_layers: int = 2, num_kv_heads: int = 2
+    family: str = "llama",
+    *,
+    seed: int = 0,
+    num_layers: int = 2,
+    num_kv_heads: int = 2,
+    dtype: torch.dtype = torch.float32,
 ) -> PreTrainedModel:
     """As `tiny_model`, built once a session: for tests that never change the weights."""
-    return _kept_model(family, seed, num_layers, num_kv_heads)
+    return tiny_model(
+        family, seed=seed, num_layers=num_layers, num_kv_heads=num_kv_heads, dtype=dtype
+    )
 
 
 def greedy_tokens(model: PreTrainedModel, prompt: list[int], max_new_tokens: int) -> list[int]:
