@@ -157,7 +157,7 @@ class Plan:
     def _check_budget(self, layer_idx: int, stack: Stack, budget: int | None) -> None:
         names = ", ".join(stack.names)
         if budget is None:
-            if stack.bounded:
+            if stack.bounded or stack.implements("score") or stack.implements("select"):
                 msg = (
                     f"{self.name} gives layer {layer_idx} ({names}) no budget; write for "
                     "example budget = 128"

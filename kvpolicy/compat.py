@@ -1,0 +1,180 @@
+"""The seam to transformers: all that depends on its releases, 5.2 to 5.23.
+
+A model runs unmodified. It is told to call our attention function, gets our cache as
+``past_key_values``, and logical ``position_ids``. What was renamed between releases:
+
+* ``Cache.update(k, v, layer_idx, cache_kwargs)`` lost its last argument in 5.3.
+* ``cache_position`` is gone since 5.3; before, models derived it from ``get_seq_length()``
+  and used it for masks only, which our attention function does not take.
+* ``get_mask_sizes`` changed its argument; models ask it only to build a mask, and they build
+  none for an attention function that has no mask function of its name.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, Cache, PreTrainedModel
+
+from kvpolicy.attention import attention_function
+from kvpolicy.cache import LayerShape
+from kvpolicy.errors import ModelError
+from kvpolicy.memory import Memory
+from kvpolicy.stack import Stack
+from kvpolicy.step import Step
+
+ATTENTION = "kvpolicy"
+
+
+class _StepCache(Cache):
+    """What a model takes for its cache: stores into the slabs through the step under way."""
+
+    def __init__(self, step: Step) -> None:
+        super().__init__(layers=[])
+        self._step = step
+        self.stored: set[int] = set()
+
+    def update(  # type: ignore[override]
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any
+    ) -> tuple[Tensor, Tensor]:
+        self.stored.add(layer_idx)
+        return self._step.store(layer_idx, key_states, value_states)
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return int(self._step.seq_len.max())
+
+
+class Seam:
+    """One model as the engine sees it.
+
+    Attributes:
+        num_layers: Decoder layers.
+        vocab_size: Token ids run from 0 to below this.
+        max_positions: Tokens a sequence may have, prompt and generation together.
+        stop_ids: Tokens that end a generation, by the model's own configuration.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        """Look at a model; raises `ModelError` if the engine cannot run it."""
+        self.model = model
+        self._config = model.config.get_text_config(decoder=True)
+        self._check()
+        AttentionInterface.register(ATTENTION, attention_function)
+        self._layers = _decoder_layers(model)
+        self.num_layers: int = self._config.num_hidden_layers
+        self.vocab_size: int = self._config.vocab_size
+        self.max_positions: int = self._config.max_position_embeddings
+        self.stop_ids = _stop_ids(model)
+
+    def _check(self) -> None:
+        config, name = self._config, type(self.model).__name__
+        reason = None
+        if getattr(self.model.config, "is_encoder_decoder", False):
+            reason = "it is an encoder-decoder; the engine runs decoder-only models"
+        elif not isinstance(getattr(config, "num_attention_heads", None), int):
+            reason = "its configuration names no attention heads; the engine evicts keys and values"
+        elif getattr(config, "kv_lora_rank", None):
+            reason = "its attention is multi-head latent, which keeps no keys and values per head"
+        else:
+            kinds = set(getattr(config, "layer_types", None) or ()) - {"full_attention"}
+            if kinds:
+                reason = f"it has {' and '.join(sorted(kinds))} layers; only full attention is run"
+        if reason is not None:
+            msg = f"model {name} cannot be run: {reason}"
+            raise ModelError(msg)
+
+    def layer_shapes(self) -> list[LayerShape]:
+        """What each layer's keys and values look like, and on which device they live."""
+        return [
+            layer_shape(self._config, parameter.dtype, parameter.device)
+            for parameter in (next(layer.parameters()) for layer in self._layers)
+        ]
+
+    def forward(self, token_ids: Tensor, step: Step) -> Tensor:
+        """Run the model over the new tokens of a step.
+
+        Args:
+            token_ids: ``[B, L]``, int64, padded on the left.
+            step: Where their rows go; counted when all layers have stored theirs.
+
+        Returns:
+            Logits after the newest token of each sequence, ``[B, V]``.
+        """
+        device = self.model.device
+        cache = _StepCache(step)
+        with torch.inference_mode(), attending(self.model.config):
+            output = self.model(
+                input_ids=token_ids.to(device),
+                position_ids=torch.from_numpy(step.position_ids).to(device),
+                past_key_values=cache,
+                use_cache=True,
+                logits_to_keep=1,
+                kvpolicy_step=step,
+            )
+        if len(cache.stored) != self.num_layers:
+            msg = (
+                f"model {type(self.model).__name__} cannot be run: it stored keys of "
+                f"{len(cache.stored)} of {self.num_layers} layers in the cache it was given"
+            )
+            raise ModelError(msg)
+        step.commit()
+        return output.logits[:, -1]
+
+    @contextmanager
+    def steered(self, stacks: Sequence[Stack], token_ids: Tensor, memory: Memory) -> Iterator[None]:
+        """Add what policies answer to `steer` to the states entering their layers."""
+        with ExitStack() as hooks:
+            for layer_idx, stack in enumerate(stacks):
+                if stack.implements("steer"):
+                    hook = _steering_hook(layer_idx, stack, token_ids, memory)
+                    handle = self._layers[layer_idx].register_forward_pre_hook(hook)
+                    hooks.callback(handle.remove)
+            yield
+
+
+def _steering_hook(layer_idx: int, stack: Stack, token_ids: Tensor, memory: Memory) -> Any:
+    def steer(_: nn.Module, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+        states = arguments[0]  # [B, 1, M]
+        ids = token_ids.to(states.device)
+        change = stack.steer(layer_idx, states[:, -1], ids, memory)
+        return (states + change[:, None], *arguments[1:])
+
+    return steer
+
+
+@contextmanager
+def attending(config: Any) -> Iterator[None]:
+    """Have a model call our attention function for the length of a block, and no longer."""
+    before = config._attn_implementation
+    config._attn_implementation = ATTENTION
+    try:
+        yield
+    finally:
+        config._attn_implementation = before
+
+
+def layer_shape(config: Any, dtype: torch.dtype, device: torch.device) -> LayerShape:
+    """What the keys and values of a layer look like, by the model's configuration."""
+    num_heads: int = config.num_attention_heads
+    num_kv_heads = getattr(config, "num_key_value_heads", None) or num_heads
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // num_heads
+    return LayerShape(num_heads, num_kv_heads, head_dim, dtype, device)
+
+
+def _decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
+    layers = getattr(model.get_decoder(), "layers", None)
+    if not isinstance(layers, nn.ModuleList):
+        msg = f"model {type(model).__name__} cannot be run: it has no list of decoder layers"
+        raise ModelError(msg)
+    return layers
+
+
+def _stop_ids(model: PreTrainedModel) -> tuple[int, ...]:
+    generation = getattr(model, "generation_config", None)
+    ids = getattr(generation, "eos_token_id", None)
+    ids = model.config.eos_token_id if ids is None else ids
+    if ids is None:
+        return ()
+    return (ids,) if isinstance(ids, int) else tuple(ids)

@@ -1,0 +1,112 @@
+"""The engine: continuous batching over slots, with compactions between forwards.
+
+A run goes round a small circle: admit waiting requests into free slots and prefill them,
+decode one token for every sequence, compact the slabs that are full, hand out what is done.
+"""
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from kvpolicy.compat import Seam
+from kvpolicy.errors import KVPolicyError
+from kvpolicy.plan import Plan
+from kvpolicy.request import Request, Sampling
+from kvpolicy.run import Run
+from kvpolicy.stream import Stream
+
+DEFAULT_SLOTS = 8
+DEFAULT_CHUNK = 512
+
+
+class Engine:
+    """A model, a plan, and so many slots.
+
+    Attributes:
+        plan: The plan, spelled out for this model.
+        stacks: The policies of each layer.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        tokenizer: Any = None,
+        plan: Plan | None = None,
+        *,
+        slots: int = DEFAULT_SLOTS,
+        chunk: int = DEFAULT_CHUNK,
+    ) -> None:
+        """Bind a plan to a model; the model is not changed.
+
+        Args:
+            model: A decoder-only transformers model.
+            tokenizer: Its tokenizer; without one, prompts are token ids.
+            plan: What each layer does with its cache.
+            slots: Sequences that are decoded together.
+            chunk: The most prompt tokens of one sequence in one forward. A forward never
+                brings more than the slabs can take, whatever this says.
+
+        Raises:
+            ModelError: If the engine cannot run the model.
+            PlanError: If the plan does not fit the model.
+        """
+        for what, value in (("slots", slots), ("chunk", chunk)):
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                msg = f"the engine was given {what}={value!r}; at least 1 is needed"
+                raise KVPolicyError(msg)
+        if plan is None:
+            msg = "the engine was given no plan; write for example Plan.uniform('full')"
+            raise KVPolicyError(msg)
+        self.seam = Seam(model)
+        self.tokenizer = tokenizer
+        self.plan = plan.resolve(self.seam.num_layers)
+        self.stacks = self.plan.stacks()
+        self.scheduling = self.plan.scheduling_stack()
+        self.num_slots = slots
+        self.chunk = chunk
+
+    def generate(
+        self,
+        prompts: Iterable[str | Sequence[int] | Request],
+        *,
+        max_new_tokens: int = 256,
+        sampling: Sampling | Sequence[Sampling] = Sampling(),  # noqa: B008 - frozen
+        stop: Sequence[str] = (),
+        stop_ids: Sequence[int] | None = None,
+    ) -> Run:
+        """Continue prompts; iterate over the answer for results as they finish.
+
+        Args:
+            prompts: Texts, token ids, or whole requests, to which the other arguments do
+                not apply.
+            max_new_tokens: The most tokens to generate for each.
+            sampling: How tokens are drawn, for all prompts or one for each.
+            stop: Texts that end a generation.
+            stop_ids: Tokens that end a generation; ``None`` means the model's own.
+
+        Returns:
+            A run. Nothing is computed before it is iterated over.
+        """
+        prompts = list(prompts)
+        drawing = [sampling] * len(prompts) if isinstance(sampling, Sampling) else list(sampling)
+        if len(drawing) != len(prompts):
+            msg = f"{len(drawing)} samplings were given for {len(prompts)} prompts; one for each"
+            raise KVPolicyError(msg)
+        requests = [
+            prompt
+            if isinstance(prompt, Request)
+            else Request(prompt, max_new_tokens, how, tuple(stop), stop_ids)
+            for prompt, how in zip(prompts, drawing, strict=True)
+        ]
+        return Run(self, requests)
+
+    def stream(self, prompt: str | Sequence[int] | Request, **options: Any) -> Stream:
+        """Continue one prompt; iterate over the answer for its text, piece by piece.
+
+        Args:
+            prompt: Text, token ids, or a whole request.
+            options: As for `generate`.
+        """
+        stop = prompt.stop if isinstance(prompt, Request) else tuple(options.get("stop", ()))
+        return Stream(self.generate([prompt], **options), stop)

@@ -1,0 +1,302 @@
+"""A run: requests going through the slots of an engine until each has its result."""
+
+import time
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+import attrs
+import numpy as np
+import torch
+from torch import Tensor
+
+from kvpolicy.cache import Cache
+from kvpolicy.compaction import Clock, compact
+from kvpolicy.errors import KVPolicyError, RequestError
+from kvpolicy.memory import Memory
+from kvpolicy.request import Request
+from kvpolicy.results import Result, RunReport
+from kvpolicy.sampling import sample
+from kvpolicy.sequence import Sequence as Served
+from kvpolicy.sequence import encode
+from kvpolicy.step import Step
+
+if TYPE_CHECKING:
+    from kvpolicy.engine import Engine
+
+
+@attrs.frozen
+class Events:
+    """What one round brought: new tokens as (request id, token), and finished results."""
+
+    tokens: list[tuple[int, int]]
+    results: list[Result]
+
+
+class Run:
+    """Requests being served; iterate for their results as they finish.
+
+    The sequences being decoded always stand in the first slots: when one ends, the last one
+    takes over its slot. So no forward computes anything for an empty slot.
+    """
+
+    def __init__(self, engine: "Engine", requests: Sequence[Request]) -> None:
+        self.tokenizer = engine.tokenizer
+        self._engine = engine
+        self._seam = engine.seam
+        self._stacks = engine.stacks
+        self._num_requests = len(requests)
+        self._active: list[Served] = []  # in the order of their slots
+        self._waiting: list[Served] = []  # in the order of their arrival
+        self._cancelled: set[int] = set()
+        self._new_tokens: list[tuple[int, int]] = []
+        self._results: list[Result] = []
+        for number, request in enumerate(requests):
+            self._arrive(number, request)
+        self._cache = self._allocate()
+        self._asks_due = [stack.implements("due") for stack in self._stacks]
+        self._clock = Clock()
+        self._report = RunReport()
+        self._started: float | None = None
+
+    def __iter__(self) -> Iterator[Result]:
+        """Yield results as requests finish, in no particular order."""
+        while not self.done:
+            yield from self.step().results
+
+    @property
+    def done(self) -> bool:
+        """Whether every request has its result, and every result was handed out."""
+        return not (self._active or self._waiting or self._results)
+
+    @property
+    def report(self) -> RunReport:
+        """What the run has cost so far."""
+        return attrs.evolve(
+            self._report,
+            peak_kv_bytes=self._cache.peak_bytes,
+            **attrs.asdict(self._clock),
+        )
+
+    def results(self) -> list[Result]:
+        """Serve all that is left; results in the order of the prompts."""
+        return sorted(self, key=lambda result: result.id)
+
+    def cancel(self, request_id: int) -> None:
+        """End a request before its next token; no effect on one that has ended already.
+
+        Raises:
+            KVPolicyError: If the run has no such request.
+        """
+        if request_id not in range(self._num_requests):
+            msg = (
+                f"there is no request {request_id!r} to cancel; the run has "
+                f"{self._num_requests}, counted from 0"
+            )
+            raise KVPolicyError(msg)
+        self._cancelled.add(request_id)
+
+    def step(self) -> Events:
+        """Go round once: admit and prefill, decode one token each, hand out what is done."""
+        start = time.perf_counter()
+        self._started = start if self._started is None else self._started
+        self._drop_cancelled()
+        self._admit()
+        if self._active:
+            self._decode()
+        self._report.elapsed_s = time.perf_counter() - self._started
+        events = Events(self._new_tokens, self._results)
+        self._new_tokens, self._results = [], []
+        return events
+
+    # Arrival and departure
+
+    def _arrive(self, number: int, request: Request) -> None:
+        seam = self._seam
+        try:
+            prompt = encode(request.prompt, self.tokenizer, seam.vocab_size)
+            if len(prompt) >= seam.max_positions:
+                msg = (
+                    f"the prompt has {len(prompt)} tokens; the model has positions for "
+                    f"{seam.max_positions}, the generation included"
+                )
+                raise RequestError(msg)
+            if request.stop and self.tokenizer is None:
+                msg = "stop strings need a tokenizer, and the engine has none; use stop_ids"
+                raise RequestError(msg)
+        except RequestError as error:
+            self._results.append(Result(number, finish_reason="error", error=str(error)))
+            return
+        stop_ids = seam.stop_ids if request.stop_ids is None else request.stop_ids
+        room = seam.max_positions - len(prompt)
+        most = min(request.max_new_tokens, room)
+        self._waiting.append(
+            Served(number, request, prompt, most, frozenset(stop_ids), self.tokenizer)
+        )
+
+    def _allocate(self) -> Cache:
+        longest = max((served.longest for served in self._waiting), default=1)
+        slabs = [
+            stack.slab(layer.capacity(longest))
+            for stack, layer in zip(self._stacks, self._engine.plan.layers, strict=True)
+        ]
+        num_slots = min(self._engine.num_slots, max(len(self._waiting), 1))
+        return Cache(self._seam.layer_shapes(), slabs, num_slots)
+
+    def _drop_cancelled(self) -> None:
+        for served in [*self._active, *self._waiting]:
+            if served.id in self._cancelled:
+                served.finish_reason = "cancelled"
+        for served in [served for served in self._waiting if served.finish_reason]:
+            self._waiting.remove(served)
+            self._depart(served)
+        self._release()
+
+    def _release(self) -> None:
+        """Take finished sequences out of their slots; the last slots move into the gaps."""
+        for slot in reversed(range(len(self._active))):
+            if self._active[slot].finish_reason is None:
+                continue
+            served, last = self._active[slot], len(self._active) - 1
+            self._note_peak(served, slot)
+            self._depart(served)
+            if slot == last:
+                self._cache.clear(slot)
+            else:
+                self._cache.move(last, slot)
+                self._active[slot] = self._active[last]
+            self._active.pop()
+
+    def _note_peak(self, served: Served, slot: int) -> None:
+        """Rows only grow between compactions: it is enough to look before each, and at the end."""
+        rows = self._cache.rows[:, slot]
+        served.peak_rows = max(served.peak_rows, int(rows.max()))
+        held = sum(
+            int(num) * layer.shape.row_bytes
+            for num, layer in zip(rows, self._cache.layers, strict=True)
+        )
+        served.peak_bytes = max(served.peak_bytes, held)
+
+    def _depart(self, served: Served) -> None:
+        assert served.finish_reason is not None
+        self._results.append(served.result(served.finish_reason))
+
+    # Prefill
+
+    def _admit(self) -> None:
+        while self._waiting and len(self._active) < self._cache.num_slots:
+            num_free = self._cache.num_slots - len(self._active)
+            waiting = [served.waiting for served in self._waiting]
+            by_id = {served.id: served for served in self._waiting}
+            for group in self._engine.scheduling.schedule(waiting, num_free):
+                chosen = [by_id[number] for number in group]
+                self._waiting = [served for served in self._waiting if served not in chosen]
+                self._prefill(chosen)
+            self._release()
+
+    def _prefill(self, group: Sequence[Served]) -> None:
+        """Bring the prompts of a group into free slots, in chunks that their slabs can take."""
+        start = time.perf_counter()
+        # In order of length, so that those still being fed always stand in the last slots.
+        group = sorted(group, key=lambda served: len(served.prompt))
+        self._active.extend(group)
+        fed = 0
+        while fed < len(group[-1].prompt):
+            feeding = [served for served in group if len(served.prompt) > fed]
+            fed += self._feed(feeding, fed)
+        elapsed = time.perf_counter() - start
+        for served in group:
+            served.prefill_s = elapsed
+        self._report.prompt_tokens += sum(len(served.prompt) for served in group)
+        self._report.prefill_s += elapsed
+
+    def _feed(self, feeding: Sequence[Served], fed: int) -> int:
+        """Feed the next chunk of each prompt; return how long the longest chunk was."""
+        last = len(self._active)
+        first = last - len(feeding)
+        width = min(self._engine.chunk, self._cache.num_free_rows(first, last))
+        chunks = [served.prompt[fed : fed + width] for served in feeding]
+        step = Step(self._cache, first, [len(chunk) for chunk in chunks])
+        token_ids = torch.zeros(len(chunks), step.width, dtype=torch.int64)
+        for row, chunk in enumerate(chunks):
+            token_ids[row, step.width - len(chunk) :] = torch.tensor(chunk)
+        logits = self._seam.forward(token_ids, step)
+        complete = [row for row, served in enumerate(feeding) if len(served.prompt) <= fed + width]
+        if complete:
+            self._take([feeding[row] for row in complete], logits[complete])
+        self._compact(first, last)
+        return step.width
+
+    # Decode
+
+    def _decode(self) -> None:
+        start = time.perf_counter()
+        token_ids = torch.tensor([served.tokens[-1] for served in self._active])
+        memory = Memory([served.memory for served in self._active])
+        step = Step(self._cache, 0, [1] * len(self._active))
+        with self._seam.steered(self._stacks, token_ids, memory):
+            logits = self._seam.forward(token_ids[:, None], step)
+        self._take(self._active, logits)
+        self._compact(0, len(self._active))
+        self._release()
+        self._report.decode_s += time.perf_counter() - start
+
+    def _take(self, sequences: Sequence[Served], logits: Tensor) -> None:
+        """Draw and add the next token of each sequence."""
+        samplings = [served.request.sampling for served in sequences]
+        tokens = sample(logits, samplings, [served.generator for served in sequences])
+        for served, token in zip(sequences, tokens.tolist(), strict=True):
+            served.take(token)
+            self._new_tokens.append((served.id, token))
+        self._report.new_tokens += len(sequences)
+
+    # Compaction
+
+    def _compact(self, first: int, last: int) -> None:
+        """Compact what is due in the slots ``[first, last)``."""
+        cache = self._cache
+        full = cache.rows[:, first:last] >= cache.capacity[:, None]  # [layers, slots]
+        if not (full.any() or any(self._asks_due)):
+            return
+        alive = np.array([served.finish_reason is None for served in self._active[first:last]])
+        compacted: set[int] = set()
+        for layer_idx, layer in enumerate(self._engine.plan.layers):
+            due = full[layer_idx]
+            if self._asks_due[layer_idx]:
+                due = due | self._ask_due(layer_idx, first, last)
+            over = cache.rows[layer_idx, first:last] > (layer.budget or np.inf)
+            slots = [first + int(place) for place in np.flatnonzero(due & over & alive)]
+            if slots:
+                self._compact_layer(layer_idx, slots, compacted)
+        for slot in compacted:
+            self._active[slot].compactions += 1
+
+    def _ask_due(self, layer_idx: int, first: int, last: int) -> np.ndarray:
+        """Which sequences a layer's policies want compacted; none whose prompt is not in."""
+        layer = self._engine.plan.layers[layer_idx]
+        prompt_len = np.array([len(served.prompt) for served in self._active[first:last]])
+        seq_len = self._cache.seq_len[first:last]
+        answer = self._stacks[layer_idx].due(
+            layer_idx,
+            num_rows=torch.from_numpy(self._cache.rows[layer_idx, first:last].copy()),
+            seq_len=torch.from_numpy(seq_len.copy()),
+            prompt_len=torch.from_numpy(prompt_len),
+            budget=layer.budget,
+            buffer=layer.buffer,
+        )
+        if answer is None:
+            return np.zeros(last - first, dtype=bool)
+        return answer.numpy() & (seq_len >= prompt_len)
+
+    def _compact_layer(self, layer_idx: int, slots: list[int], compacted: set[int]) -> None:
+        cache, budget = self._cache, self._engine.plan.layers[layer_idx].budget
+        assert budget is not None
+        for slot in set(slots) - compacted:
+            self._note_peak(self._active[slot], slot)
+        before = cache.rows[layer_idx, slots].copy()
+        memories = [self._active[slot].memory for slot in slots]
+        compact(cache, layer_idx, slots, self._stacks[layer_idx], budget, memories, self._clock)
+        leaving = before - cache.rows[layer_idx, slots]
+        for slot, num in zip(slots, leaving, strict=True):
+            self._active[slot].rows_evicted += int(num)
+        self._report.compactions += len(slots)
+        compacted.update(slots)

@@ -1,0 +1,129 @@
+"""One request while it is being served: its tokens, its slot, what it has cost so far."""
+
+import time
+from collections.abc import Sequence as Many
+from typing import Any
+
+import attrs
+import torch
+
+from kvpolicy.errors import RequestError
+from kvpolicy.memory import SequenceMemory
+from kvpolicy.request import Request, Waiting
+from kvpolicy.results import FinishReason, Result
+
+# Tokens decoded beyond the length of the longest stop string, in case some decode to nothing.
+_STOP_MARGIN = 8
+
+
+@attrs.define(eq=False)
+class Sequence:
+    """A request with a valid prompt, from arrival to its result."""
+
+    id: int
+    request: Request
+    prompt: tuple[int, ...]
+    max_new_tokens: int
+    stop_ids: frozenset[int]
+    tokenizer: Any = None
+    tokens: list[int] = attrs.field(factory=list)
+    memory: SequenceMemory = attrs.field(factory=SequenceMemory)
+    generator: torch.Generator = attrs.field(init=False)
+    compactions: int = 0
+    rows_evicted: int = 0
+    peak_rows: int = 0
+    peak_bytes: int = 0
+    prefill_s: float = 0.0
+    decode_from: float = 0.0
+    finish_reason: FinishReason | None = None
+    _cut: int | None = None
+
+    def __attrs_post_init__(self) -> None:
+        self.generator = torch.Generator().manual_seed(self.request.sampling.seed)
+
+    @property
+    def waiting(self) -> Waiting:
+        """What `schedule` may know of it."""
+        return Waiting(self.id, len(self.prompt), self.max_new_tokens)
+
+    @property
+    def longest(self) -> int:
+        """Tokens it may have in all."""
+        return len(self.prompt) + self.max_new_tokens
+
+    def take(self, token: int) -> None:
+        """Add a generated token, and see whether it ends the generation."""
+        if not self.tokens:
+            self.decode_from = time.perf_counter()
+        self.tokens.append(token)
+        if token in self.stop_ids or self._meets_stop_string():
+            self.finish_reason = "stop"
+        elif len(self.tokens) >= self.max_new_tokens:
+            self.finish_reason = "length"
+
+    def _meets_stop_string(self) -> bool:
+        if not self.request.stop or self.tokenizer is None:
+            return False
+        tail = max(map(len, self.request.stop)) + _STOP_MARGIN
+        recent = self.tokenizer.decode(self.tokens[-tail:], skip_special_tokens=True)
+        if not any(stop in recent for stop in self.request.stop):
+            return False
+        text = self.text()
+        assert text is not None
+        found = [text.find(stop) for stop in self.request.stop]
+        self._cut = min((place for place in found if place >= 0), default=None)
+        return self._cut is not None
+
+    def text(self) -> str | None:
+        """The text generated so far, without special tokens, cut before a stop string."""
+        if self.tokenizer is None:
+            return None
+        text: str = self.tokenizer.decode(self.tokens, skip_special_tokens=True)
+        return text[: self._cut]
+
+    def result(self, reason: FinishReason) -> Result:
+        """How it ended."""
+        return Result(
+            id=self.id,
+            prompt_len=len(self.prompt),
+            tokens=tuple(self.tokens),
+            text=self.text(),
+            finish_reason=reason,
+            compactions=self.compactions,
+            rows_evicted=self.rows_evicted,
+            peak_rows=self.peak_rows,
+            peak_bytes=self.peak_bytes,
+            prefill_s=self.prefill_s,
+            decode_s=time.perf_counter() - self.decode_from if self.tokens else 0.0,
+        )
+
+
+def encode(prompt: str | Many[int], tokenizer: Any, vocab_size: int) -> tuple[int, ...]:
+    """The token ids of a prompt.
+
+    Raises:
+        RequestError: If it is empty, is text without a tokenizer, or is no token id.
+    """
+    if isinstance(prompt, str):
+        if tokenizer is None:
+            msg = "the prompt is text, but the engine has no tokenizer; give token ids"
+            raise RequestError(msg)
+        ids = tuple(tokenizer(prompt)["input_ids"])
+    else:
+        ids = tuple(_token_id(token) for token in prompt)
+    if not ids:
+        msg = "the prompt is empty; at least one token is needed"
+        raise RequestError(msg)
+    outside = [token for token in ids if not 0 <= token < vocab_size]
+    if outside:
+        msg = f"the prompt holds token id {outside[0]}; the model knows 0 to {vocab_size - 1}"
+        raise RequestError(msg)
+    return ids
+
+
+def _token_id(token: object) -> int:
+    try:
+        return token.__index__()  # type: ignore[attr-defined, no-any-return]
+    except AttributeError:
+        msg = f"the prompt holds {token!r}; text or whole token ids are wanted"
+        raise RequestError(msg) from None
