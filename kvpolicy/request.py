@@ -19,6 +19,15 @@ def _at_least(bound: float) -> "attrs._ValidatorType[float]":
     return check
 
 
+def _whole(instance: object, attribute: "attrs.Attribute[int]", value: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        msg = (
+            f"{type(instance).__name__} was given {attribute.name}={value!r}; "
+            "a whole number is needed"
+        )
+        raise KVPolicyError(msg)
+
+
 def _probability(instance: object, attribute: "attrs.Attribute[float]", value: float) -> None:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= 1:
         msg = (
@@ -41,9 +50,9 @@ class Sampling:
     """
 
     temperature: float = attrs.field(default=0.0, validator=_at_least(0))
-    top_k: int = attrs.field(default=0, validator=_at_least(0))
+    top_k: int = attrs.field(default=0, validator=[_whole, _at_least(0)])
     top_p: float = attrs.field(default=1.0, validator=_probability)
-    seed: int = attrs.field(default=0, validator=_at_least(0))
+    seed: int = attrs.field(default=0, validator=[_whole, _at_least(0)])
 
     @property
     def greedy(self) -> bool:
@@ -64,7 +73,7 @@ class Request:
     """
 
     prompt: str | Sequence[int]
-    max_new_tokens: int = attrs.field(default=256, validator=_at_least(1))
+    max_new_tokens: int = attrs.field(default=256, validator=[_whole, _at_least(1)])
     sampling: Sampling = Sampling()
     stop: tuple[str, ...] = attrs.field(default=(), converter=tuple)
     stop_ids: tuple[int, ...] | None = attrs.field(
