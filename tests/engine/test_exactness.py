@@ -5,9 +5,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from strategies import plans, prompts, seeds
-from tiny import FAMILIES, greedy_tokens, shared_model
+from tiny import FAMILIES, greedy_tokens, shared_model, tiny_model
 
-from kvpolicy import Engine, Plan, Sampling
+from kvpolicy import Engine, Plan, Request, Sampling
 
 NUM_LAYERS = 3
 NEW_TOKENS = 16
@@ -54,8 +54,6 @@ def test_a_full_cache_equals_generate_whatever_the_chunk(
 def test_requests_of_different_lengths_are_each_answered_in_full(
     model: torch.nn.Module, prompts: list[list[int]], lengths: list[int], slots: int
 ) -> None:
-    from kvpolicy import Request
-
     requests = [
         Request(prompt, max_new_tokens=1 + 5 * length)
         for prompt, length in zip(prompts, lengths, strict=True)
@@ -94,8 +92,6 @@ def test_the_model_is_the_same_before_and_after_a_run() -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_half_precision_equals_generate(family: str) -> None:
     # bf16 logits are coarse, and the order of additions differs: one run, no draws.
-    from tiny import tiny_model
-
     model = tiny_model(family, dtype=torch.bfloat16, seed=1)
     prompt = [5, 9, 40, 2, 2, 7, 11]
     plan = Plan.uniform("streaming", budget=64)
