@@ -31,7 +31,7 @@ def observed_weights(queries: Tensor, keys: Tensor, positions: Tensor, seq_len: 
         seq_len: Tokens each sequence has seen, ``[B]``.
 
     Returns:
-        ``[B, H_q, W, T]``, fp32.
+        ``[B, H_q, W, T]``, fp32; zeros for a query that may see none of the rows.
     """
     num = queries.shape[2]
     asked_at = (
@@ -39,7 +39,8 @@ def observed_weights(queries: Tensor, keys: Tensor, positions: Tensor, seq_len: 
     )  # [B, W]
     visible = positions[:, :, None, None, :] <= asked_at[:, None, None, :, None]
     logits = _logits(queries, keys).masked_fill(~visible, float("-inf"))
-    return logits.softmax(dim=-1).flatten(1, 2)
+    # A query all of whose rows have left weighs nothing; its softmax is NaN.
+    return logits.softmax(dim=-1).masked_fill(~visible, 0).flatten(1, 2)
 
 
 def window_importance(
