@@ -1,0 +1,93 @@
+"""Protect pins sinks and recent rows under any score."""
+
+import pytest
+import reference
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from policy_checks import assert_knobs_refused
+from recorder import Compaction, Recorder, Scores
+from strategies import Drawn, budgets, caches
+from tiny import shared_model
+from torch import Tensor
+
+from kvpolicy import Engine, Plan, load_policy
+from kvpolicy.errors import BudgetError, KnobError
+from kvpolicy.testing import keep_rows
+
+
+@given(st.data(), caches(num_queries=1))
+def test_alone_it_keeps_sinks_and_then_the_newest_rows(data: st.DataObject, drawn: Drawn) -> None:
+    n_sink, n_recent = data.draw(st.integers(0, 5)), data.draw(st.integers(0, 5))
+    budget = data.draw(budgets(drawn.num_rows, min_budget=max(n_sink + n_recent, 1)))
+    kept = keep_rows(
+        "protect",
+        drawn.keys,
+        drawn.values,
+        drawn.queries,
+        budget=budget,
+        n_sink=n_sink,
+        n_recent=n_recent,
+    )
+    expected = reference.streaming(drawn.num_rows, budget, n_sink)
+    assert (kept == torch.tensor(expected)).all()
+
+
+def oldest_first(positions: Tensor) -> Tensor:
+    """The worst case for recent rows: older ones score higher, the newest is offered first."""
+    scores = -positions.float()
+    scores[:, :, -1] = -torch.inf
+    return scores
+
+
+def newest_first(positions: Tensor) -> Tensor:
+    """The worst case for sinks."""
+    return positions.float()
+
+
+def compactions_of(*stack: object, budget: int, **knobs: int) -> list[Compaction]:
+    """All compactions of one layer while three sequences are decoded."""
+    recorder = Recorder()
+    plan = Plan.uniform(
+        *stack, "protect", recorder, budget=budget, buffer=3, knobs={"protect": knobs}
+    )
+    prompts = [[4], [1, 2, 3] * 5, [7] * 30]
+    engine = Engine(shared_model(num_layers=1), plan=plan, slots=2)
+    engine.generate(prompts, max_new_tokens=20).results()
+    compactions = [one for record in recorder.records for one in record.compactions]
+    assert len(compactions) > 10
+    return compactions
+
+
+@given(st.sampled_from([oldest_first, newest_first]), st.integers(0, 5), st.integers(0, 5))
+def test_protected_tokens_stay_under_any_score(score: object, n_sink: int, n_recent: int) -> None:
+    budget = n_sink + n_recent + 2
+    for one in compactions_of(Scores(score), budget=budget, n_sink=n_sink, n_recent=n_recent):
+        for kept in one.kept.tolist():
+            assert set(range(n_sink)) <= set(kept)
+            assert set(range(one.seq_len - n_recent, one.seq_len)) <= set(kept)
+
+
+@given(st.sampled_from(["h2o", "streaming"]))
+def test_sinks_are_first_tokens_and_not_first_rows(name: str) -> None:
+    for one in compactions_of(name, budget=8, n_sink=3, n_recent=2):
+        for kept in one.kept.tolist():
+            assert {0, 1, 2, one.seq_len - 2, one.seq_len - 1} <= set(kept)
+
+
+def test_what_is_not_protected_is_ranked_by_the_score_underneath() -> None:
+    for one in compactions_of(Scores(oldest_first), budget=9, n_sink=2, n_recent=3):
+        between = one.positions[0].tolist()[2:-3]
+        expected = [0, 1, *between[:4], *range(one.seq_len - 3, one.seq_len)]
+        assert one.kept.tolist() == [expected] * 2
+
+
+def test_a_budget_below_what_is_protected_is_refused() -> None:
+    keys = torch.zeros(1, 1, 20, 2)
+    with pytest.raises(BudgetError, match="protect"):
+        keep_rows("protect", keys, keys, keys[:, :, :1], budget=11)
+
+
+@pytest.mark.parametrize("knobs", [{"n_sink": -1}, {"n_recent": -1}, {"n_recent": 1.5}], ids=str)
+def test_bad_knobs_are_refused(knobs: dict) -> None:
+    assert_knobs_refused("protect", knobs, KnobError)
