@@ -1,0 +1,154 @@
+"""Steering adds the sum of all answers to what enters a layer, in decode steps only."""
+
+import attrs
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from strategies import prompts, seeds
+from tiny import greedy_tokens, shared_model, tiny_model
+from torch import Tensor, nn
+
+from kvpolicy import Engine, Plan, hookimpl
+from kvpolicy.memory import Memory
+from kvpolicy.planspec import LayerGroup, PolicySpec
+
+HIDDEN = 32
+DOUBLE = {"dtype": torch.float64}
+
+
+@attrs.define(eq=False)
+class Push:
+    """Adds one vector to every sequence."""
+
+    vector: Tensor
+
+    @hookimpl
+    def steer(self, hidden_states: Tensor) -> Tensor:
+        return self.vector.expand_as(hidden_states)
+
+
+def vectors(seed: int, count: int, scale: float = 0.5) -> list[Tensor]:
+    rng = torch.Generator().manual_seed(seed)
+    return [scale * torch.randn(HIDDEN, generator=rng, **DOUBLE) for _ in range(count)]
+
+
+def tokens(model: nn.Module, prompts: list[list[int]], *stack: object) -> list[tuple[int, ...]]:
+    plan = Plan.uniform("full", *stack)
+    results = Engine(model, plan=plan, slots=2).generate(prompts, max_new_tokens=12).results()
+    return [result.tokens for result in results]
+
+
+@given(prompts(count=3), seeds)
+def test_answers_are_summed_in_any_order(prompts: list[list[int]], seed: int) -> None:
+    model = shared_model(**DOUBLE)
+    a, b, c = vectors(seed, 3)
+    together = tokens(model, prompts, Push(a + b + c))
+    assert tokens(model, prompts, Push(a), Push(b), Push(c)) == together
+    assert tokens(model, prompts, Push(c), Push(a), Push(b)) == together
+
+
+@given(prompts(count=2))
+def test_a_change_of_zero_changes_nothing(prompts: list[list[int]]) -> None:
+    model = shared_model(**DOUBLE)
+    assert tokens(model, prompts, Push(torch.zeros(HIDDEN, **DOUBLE))) == tokens(model, prompts)
+
+
+def test_the_first_token_comes_from_the_prompt_alone() -> None:
+    model, prompt = shared_model(**DOUBLE), [4, 8, 15, 16, 23]
+    (steered,) = tokens(model, [prompt], Push(vectors(0, 1, scale=5.0)[0]))
+    plain = greedy_tokens(model, prompt, 12)
+    assert steered[0] == plain[0]
+    assert list(steered[1:]) != plain[1:]
+
+
+@attrs.define(eq=False)
+class Watches:
+    """Notes what it is told, and pushes."""
+
+    vector: Tensor
+    seen: list[tuple[int, Tensor]] = attrs.field(factory=list)
+
+    @hookimpl
+    def steer(
+        self, layer_idx: int, hidden_states: Tensor, token_ids: Tensor, memory: Memory
+    ) -> Tensor:
+        assert token_ids.dtype == torch.int64
+        assert token_ids.shape == hidden_states.shape[:1]
+        for token, mine in zip(token_ids.tolist(), memory.of(self), strict=True):
+            mine.setdefault("token_ids", []).append(token)
+            self.seen.append((layer_idx, mine["token_ids"]))
+        return self.vector.expand_as(hidden_states)
+
+
+@pytest.mark.parametrize("slots", [1, 2, 4])
+def test_memory_and_token_ids_are_those_of_the_sequence_in_its_slot(slots: int) -> None:
+    policy = Watches(torch.zeros(HIDDEN))
+    prompts = [[1, 2, 3], [4] * 9, [5], [6, 7]]
+    plan = Plan(
+        layers=(
+            LayerGroup("0:1", (PolicySpec.of("full"), PolicySpec.of(policy))),
+            LayerGroup("1:", (PolicySpec.of("full"),)),
+        )
+    )
+    engine = Engine(shared_model(), plan=plan, slots=slots)
+    results = engine.generate(prompts, max_new_tokens=9, stop_ids=[3, 28, 45]).results()
+    assert {layer_idx for layer_idx, _ in policy.seen} == {0}
+    told = {tuple(token_ids) for _, token_ids in policy.seen}
+    assert told == {result.tokens[:-1] for result in results if len(result.tokens) > 1}
+
+
+def test_the_layer_receives_its_states_plus_the_change() -> None:
+    model = tiny_model(**DOUBLE)
+    received: list[Tensor] = []
+    told: list[Tensor] = []
+    vector = vectors(1, 1)[0]
+
+    @attrs.define(eq=False)
+    class Notes:
+        @hookimpl
+        def steer(self, layer_idx: int, hidden_states: Tensor) -> Tensor | None:
+            told.append(hidden_states.clone())
+            return vector.expand_as(hidden_states)
+
+    def note(_: nn.Module, arguments: tuple, output: object) -> None:
+        received.append(arguments[0][:, -1].clone())
+
+    plan = Plan(
+        layers=(
+            LayerGroup("0:1", (PolicySpec.of("full"),)),
+            LayerGroup("1:", (PolicySpec.of("full"), PolicySpec.of(Notes()))),
+        )
+    )
+    model.model.layers[1].register_forward_hook(note)
+    Engine(model, plan=plan).generate([[1, 2], [3] * 5], max_new_tokens=6).results()
+    assert len(told) == 5
+    for states, entered in zip(told, received[-5:], strict=True):
+        assert torch.equal(entered, states + vector)
+
+
+def test_a_policy_without_an_opinion_steers_nothing() -> None:
+    class Silent:
+        @hookimpl
+        def steer(self) -> None:
+            return None
+
+    model = shared_model(**DOUBLE)
+    assert tokens(model, [[1, 2, 3]], Silent()) == tokens(model, [[1, 2, 3]])
+
+
+@given(st.integers(1, 3))
+def test_steering_a_row_does_not_depend_on_its_neighbours(slots: int) -> None:
+    @attrs.define(eq=False)
+    class ByLastToken:
+        @hookimpl
+        def steer(self, hidden_states: Tensor, token_ids: Tensor) -> Tensor:
+            return hidden_states * (token_ids % 3)[:, None] * 0.3
+
+    prompts = [[1, 2, 3], [4] * 9, [5], [6, 7]]
+    plan = Plan.uniform("rkv", ByLastToken(), budget=10, buffer=3)
+    engine = Engine(shared_model(**DOUBLE), plan=plan, slots=slots)
+    batch = engine.generate(prompts, max_new_tokens=15).results()
+    for prompt, result in zip(prompts, batch, strict=True):
+        (alone,) = engine.generate([prompt], max_new_tokens=15).results()
+        assert result.tokens == alone.tokens
