@@ -9,9 +9,10 @@ from typing import Any
 import attrs
 import torch
 
-from kvpolicy.cache import ATTN_SUMS, Cache, LayerRows
+from kvpolicy.cache import ATTN_SUMS, Cache
 from kvpolicy.memory import Memory, SequenceMemory
 from kvpolicy.observation import observed_weights
+from kvpolicy.rows import LayerRows
 from kvpolicy.stack import Stack
 
 

@@ -1,13 +1,11 @@
 """The seam to transformers: all that depends on its releases, 5.2 to 5.23.
 
 A model runs unmodified. It is told to call our attention function, gets our cache as
-``past_key_values``, and logical ``position_ids``. What was renamed between releases:
+``past_key_values``, and logical ``position_ids``. What differs between 5.2 and 5.23:
 
-* ``Cache.update(k, v, layer_idx, cache_kwargs)`` lost its last argument in 5.3.
-* ``cache_position`` is gone since 5.3; before, models derived it from ``get_seq_length()``
-  and used it for masks only, which our attention function does not take.
-* ``get_mask_sizes`` changed its argument; models ask it only to build a mask, and they build
-  none for an attention function that has no mask function of its name.
+* models call ``Cache.update(k, v, layer_idx, cache_kwargs)``, later without the last argument;
+* models make ``cache_position`` from ``get_seq_length()`` and build masks with it, later not;
+  either way they build no mask for an attention function without a mask function of its name.
 """
 
 from collections.abc import Iterator, Sequence
@@ -36,7 +34,7 @@ class _StepCache(Cache):
         self._step = step
         self.stored: set[int] = set()
 
-    def update(  # type: ignore[override]
+    def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any
     ) -> tuple[Tensor, Tensor]:
         self.stored.add(layer_idx)

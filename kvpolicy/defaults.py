@@ -12,8 +12,8 @@ from torch import Tensor
 from kvpolicy.markers import hookimpl
 
 if TYPE_CHECKING:
-    from kvpolicy.cache import LayerRows
     from kvpolicy.request import Waiting
+    from kvpolicy.rows import LayerRows
 
 
 class Defaults:

@@ -190,12 +190,12 @@ def _distribution(point: EntryPoint) -> str:
 
 
 def _info(point: EntryPoint) -> PolicyInfo:
-    base = {"name": point.name, "target": point.value, "distribution": _distribution(point)}
+    info = PolicyInfo(point.name, point.value, _distribution(point))
     try:
         found = describe(point.module, point.attr)
     except (LookupError, SyntaxError, OSError, ValueError) as error:
-        return PolicyInfo(**base, problem=str(error))
-    return PolicyInfo(**base, summary=found.summary, knobs=found.knobs)
+        return attrs.evolve(info, problem=str(error))
+    return attrs.evolve(info, summary=found.summary, knobs=found.knobs)
 
 
 def _file_info(name: str, path: Path) -> PolicyInfo:

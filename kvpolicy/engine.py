@@ -72,8 +72,8 @@ class Engine:
         *,
         max_new_tokens: int = 256,
         sampling: Sampling | Sequence[Sampling] = Sampling(),  # noqa: B008 - frozen
-        stop: Sequence[str] = (),
-        stop_ids: Sequence[int] | None = None,
+        stop: str | Iterable[str] = (),
+        stop_ids: Iterable[int] | None = None,
     ) -> Run:
         """Continue prompts; iterate over the answer for results as they finish.
 
@@ -88,6 +88,9 @@ class Engine:
         Returns:
             A run. Nothing is computed before it is iterated over.
         """
+        if isinstance(prompts, str):
+            msg = f"generate() was given one text, {prompts[:40]!r}; give a list of prompts"
+            raise KVPolicyError(msg)
         prompts = list(prompts)
         drawing = [sampling] * len(prompts) if isinstance(sampling, Sampling) else list(sampling)
         if len(drawing) != len(prompts):
@@ -96,7 +99,7 @@ class Engine:
         requests = [
             prompt
             if isinstance(prompt, Request)
-            else Request(prompt, max_new_tokens, how, tuple(stop), stop_ids)
+            else Request(prompt, max_new_tokens, how, stop, stop_ids)
             for prompt, how in zip(prompts, drawing, strict=True)
         ]
         return Run(self, requests)
@@ -108,5 +111,4 @@ class Engine:
             prompt: Text, token ids, or a whole request.
             options: As for `generate`.
         """
-        stop = prompt.stop if isinstance(prompt, Request) else tuple(options.get("stop", ()))
-        return Stream(self.generate([prompt], **options), stop)
+        return Stream(self.generate([prompt], **options))

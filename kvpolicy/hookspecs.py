@@ -27,9 +27,9 @@ from torch import Tensor
 from kvpolicy.markers import hookspec
 
 if TYPE_CHECKING:
-    from kvpolicy.cache import LayerRows, Tracks
     from kvpolicy.memory import Memory
     from kvpolicy.request import Waiting
+    from kvpolicy.rows import LayerRows, Tracks
 
 
 @hookspec(firstresult=True)

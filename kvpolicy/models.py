@@ -8,7 +8,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 
 from kvpolicy.errors import ModelError
 
-DTYPES = {
+DTYPES: dict[str, str | torch.dtype] = {
     "auto": "auto",
     "float32": torch.float32,
     "bfloat16": torch.bfloat16,
@@ -49,7 +49,8 @@ def load_model(
     except (OSError, ValueError, KeyError, ImportError) as error:
         raise _cannot_load(name, error) from error
     try:
-        return model.to(where).eval(), tokenizer
+        model.to(where)  # type: ignore[arg-type] # transformers wraps it and loses its self
+        return model.eval(), tokenizer
     except (RuntimeError, AssertionError) as error:
         msg = f"model '{name}' cannot be put on device '{where}': {_first_line(error)}"
         raise ModelError(msg) from error

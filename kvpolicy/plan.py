@@ -188,11 +188,8 @@ def _resolve_specs(specs: Sequence[PolicySpec]) -> tuple[PolicySpec, ...]:
 
 def _resolve_spec(spec: PolicySpec) -> PolicySpec:
     policy = spec.build()
-    if not attrs.has(type(policy)):
+    fields: tuple[attrs.Attribute[object], ...] = getattr(type(policy), "__attrs_attrs__", ())
+    if not fields:
         return spec
-    knobs = {
-        field.name: getattr(policy, field.name)
-        for field in attrs.fields(type(policy))
-        if field.init
-    }
+    knobs = {field.name: getattr(policy, field.name) for field in fields if field.init}
     return attrs.evolve(spec, knobs=knobs)

@@ -1,14 +1,15 @@
 """What a caller asks for: a prompt, how far to go, how to sample, when to stop."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import attrs
 
 from kvpolicy.errors import KVPolicyError
 
 
-def _at_least(bound: float) -> "attrs._ValidatorType[float]":
-    def check(instance: object, attribute: "attrs.Attribute[float]", value: float) -> None:
+def _at_least(bound: float) -> Callable[[object, Any, float], None]:
+    def check(instance: object, attribute: "attrs.Attribute[Any]", value: float) -> None:
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not value >= bound:
             msg = (
                 f"{type(instance).__name__} was given {attribute.name}={value!r}; "
@@ -28,7 +29,7 @@ def _whole(instance: object, attribute: "attrs.Attribute[int]", value: int) -> N
         raise KVPolicyError(msg)
 
 
-def _probability(instance: object, attribute: "attrs.Attribute[float]", value: float) -> None:
+def _probability(instance: object, attribute: "attrs.Attribute[Any]", value: float) -> None:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= 1:
         msg = (
             f"{type(instance).__name__} was given {attribute.name}={value!r}; "
@@ -60,6 +61,20 @@ class Sampling:
         return self.temperature == 0
 
 
+def _texts(stop: str | Iterable[str]) -> tuple[str, ...]:
+    """One text or several; an empty one would end every generation at once."""
+    texts = (stop,) if isinstance(stop, str) else tuple(stop)
+    for text in texts:
+        if not isinstance(text, str) or not text:
+            msg = f"stop strings were given as {texts!r}; texts that are not empty are wanted"
+            raise KVPolicyError(msg)
+    return texts
+
+
+def _ids(stop_ids: Iterable[int] | None) -> tuple[int, ...] | None:
+    return None if stop_ids is None else tuple(stop_ids)
+
+
 @attrs.frozen
 class Request:
     """One prompt and how to continue it.
@@ -75,10 +90,8 @@ class Request:
     prompt: str | Sequence[int]
     max_new_tokens: int = attrs.field(default=256, validator=[_whole, _at_least(1)])
     sampling: Sampling = Sampling()
-    stop: tuple[str, ...] = attrs.field(default=(), converter=tuple)
-    stop_ids: tuple[int, ...] | None = attrs.field(
-        default=None, converter=attrs.converters.optional(tuple)
-    )
+    stop: tuple[str, ...] = attrs.field(default=(), converter=_texts)
+    stop_ids: tuple[int, ...] | None = attrs.field(default=None, converter=_ids)
 
 
 @attrs.frozen

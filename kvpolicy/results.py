@@ -61,7 +61,7 @@ class RunReport:
         score_s: Seconds in `score`, the computing of its arguments included.
         select_s: Seconds in `select`.
         compaction_s: Seconds in `evict`: moving the rows that stay.
-        compactions: Compactions of one layer, summed over layers.
+        compactions: Compactions of one sequence in one layer, summed over both.
         peak_kv_bytes: Bytes of the cache at its largest: keys, values, positions, tracks and
             query windows of all slots, and the copy a compaction needs for a moment.
     """

@@ -5,19 +5,17 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import attrs
-import numpy as np
 import torch
 from torch import Tensor
 
 from kvpolicy.cache import Cache
-from kvpolicy.compaction import Clock, compact
+from kvpolicy.compactor import Compactor
 from kvpolicy.errors import KVPolicyError, RequestError
 from kvpolicy.memory import Memory
 from kvpolicy.request import Request
 from kvpolicy.results import Result, RunReport
 from kvpolicy.sampling import sample
-from kvpolicy.sequence import Sequence as Served
-from kvpolicy.sequence import encode
+from kvpolicy.sequence import LiveSequence, encode
 from kvpolicy.step import Step
 
 if TYPE_CHECKING:
@@ -37,6 +35,10 @@ class Run:
 
     The sequences being decoded always stand in the first slots: when one ends, the last one
     takes over its slot. So no forward computes anything for an empty slot.
+
+    Attributes:
+        requests: What was asked for, in order of arrival.
+        tokenizer: The engine's.
     """
 
     def __init__(self, engine: "Engine", requests: Sequence[Request]) -> None:
@@ -44,24 +46,27 @@ class Run:
         self._engine = engine
         self._seam = engine.seam
         self._stacks = engine.stacks
-        self._num_requests = len(requests)
-        self._active: list[Served] = []  # in the order of their slots
-        self._waiting: list[Served] = []  # in the order of their arrival
+        self.requests = tuple(requests)
+        self._active: list[LiveSequence] = []  # in the order of their slots
+        self._waiting: list[LiveSequence] = []  # in the order of their arrival
         self._cancelled: set[int] = set()
         self._new_tokens: list[tuple[int, int]] = []
         self._results: list[Result] = []
+        self._report = RunReport()
         for number, request in enumerate(requests):
             self._arrive(number, request)
         self._cache = self._allocate()
-        self._asks_due = [stack.implements("due") for stack in self._stacks]
-        self._clock = Clock()
-        self._report = RunReport()
+        self._compactor = Compactor(self._cache, engine.plan.layers, self._stacks)
         self._started: float | None = None
 
     def __iter__(self) -> Iterator[Result]:
         """Yield results as requests finish, in no particular order."""
         while not self.done:
-            yield from self.step().results
+            if not self._results:
+                self._go_round()
+            # One at a time: whoever stops iterating finds the others when they come back.
+            while self._results:
+                yield self._results.pop(0)
 
     @property
     def done(self) -> bool:
@@ -74,7 +79,8 @@ class Run:
         return attrs.evolve(
             self._report,
             peak_kv_bytes=self._cache.peak_bytes,
-            **attrs.asdict(self._clock),
+            compactions=self._compactor.num_compactions,
+            **attrs.asdict(self._compactor.clock),
         )
 
     def results(self) -> list[Result]:
@@ -87,26 +93,31 @@ class Run:
         Raises:
             KVPolicyError: If the run has no such request.
         """
-        if request_id not in range(self._num_requests):
+        if request_id not in range(len(self.requests)):
             msg = (
                 f"there is no request {request_id!r} to cancel; the run has "
-                f"{self._num_requests}, counted from 0"
+                f"{len(self.requests)}, counted from 0"
             )
             raise KVPolicyError(msg)
         self._cancelled.add(request_id)
 
     def step(self) -> Events:
-        """Go round once: admit and prefill, decode one token each, hand out what is done."""
+        """Go round once, and hand out its tokens and all results not handed out yet."""
+        self._go_round()
+        events = Events(self._new_tokens, self._results)
+        self._results = []
+        return events
+
+    def _go_round(self) -> None:
+        """Admit and prefill, decode one token each, see what is done."""
         start = time.perf_counter()
         self._started = start if self._started is None else self._started
+        self._new_tokens = []
         self._drop_cancelled()
         self._admit()
         if self._active:
             self._decode()
         self._report.elapsed_s = time.perf_counter() - self._started
-        events = Events(self._new_tokens, self._results)
-        self._new_tokens, self._results = [], []
-        return events
 
     # Arrival and departure
 
@@ -124,13 +135,13 @@ class Run:
                 msg = "stop strings need a tokenizer, and the engine has none; use stop_ids"
                 raise RequestError(msg)
         except RequestError as error:
-            self._results.append(Result(number, finish_reason="error", error=str(error)))
+            self._answer(Result(number, finish_reason="error", error=str(error)))
             return
         stop_ids = seam.stop_ids if request.stop_ids is None else request.stop_ids
         room = seam.max_positions - len(prompt)
         most = min(request.max_new_tokens, room)
         self._waiting.append(
-            Served(number, request, prompt, most, frozenset(stop_ids), self.tokenizer)
+            LiveSequence(number, request, prompt, most, frozenset(stop_ids), self.tokenizer)
         )
 
     def _allocate(self) -> Cache:
@@ -157,7 +168,7 @@ class Run:
             if self._active[slot].finish_reason is None:
                 continue
             served, last = self._active[slot], len(self._active) - 1
-            self._note_peak(served, slot)
+            self._compactor.note_peak(served, slot)
             self._depart(served)
             if slot == last:
                 self._cache.clear(slot)
@@ -166,19 +177,13 @@ class Run:
                 self._active[slot] = self._active[last]
             self._active.pop()
 
-    def _note_peak(self, served: Served, slot: int) -> None:
-        """Rows only grow between compactions: it is enough to look before each, and at the end."""
-        rows = self._cache.rows[:, slot]
-        served.peak_rows = max(served.peak_rows, int(rows.max()))
-        held = sum(
-            int(num) * layer.shape.row_bytes
-            for num, layer in zip(rows, self._cache.layers, strict=True)
-        )
-        served.peak_bytes = max(served.peak_bytes, held)
-
-    def _depart(self, served: Served) -> None:
+    def _depart(self, served: LiveSequence) -> None:
         assert served.finish_reason is not None
-        self._results.append(served.result(served.finish_reason))
+        self._answer(served.result(served.finish_reason))
+
+    def _answer(self, result: Result) -> None:
+        self._results.append(result)
+        self._report.num_requests += 1
 
     # Prefill
 
@@ -193,7 +198,7 @@ class Run:
                 self._prefill(chosen)
             self._release()
 
-    def _prefill(self, group: Sequence[Served]) -> None:
+    def _prefill(self, group: Sequence[LiveSequence]) -> None:
         """Bring the prompts of a group into free slots, in chunks that their slabs can take."""
         start = time.perf_counter()
         # In order of length, so that those still being fed always stand in the last slots.
@@ -209,7 +214,7 @@ class Run:
         self._report.prompt_tokens += sum(len(served.prompt) for served in group)
         self._report.prefill_s += elapsed
 
-    def _feed(self, feeding: Sequence[Served], fed: int) -> int:
+    def _feed(self, feeding: Sequence[LiveSequence], fed: int) -> int:
         """Feed the next chunk of each prompt; return how long the longest chunk was."""
         last = len(self._active)
         first = last - len(feeding)
@@ -223,7 +228,7 @@ class Run:
         complete = [row for row, served in enumerate(feeding) if len(served.prompt) <= fed + width]
         if complete:
             self._take([feeding[row] for row in complete], logits[complete])
-        self._compact(first, last)
+        self._compactor.compact(self._active, first, last)
         return step.width
 
     # Decode
@@ -236,11 +241,11 @@ class Run:
         with self._seam.steered(self._stacks, token_ids, memory):
             logits = self._seam.forward(token_ids[:, None], step)
         self._take(self._active, logits)
-        self._compact(0, len(self._active))
+        self._compactor.compact(self._active, 0, len(self._active))
         self._release()
         self._report.decode_s += time.perf_counter() - start
 
-    def _take(self, sequences: Sequence[Served], logits: Tensor) -> None:
+    def _take(self, sequences: Sequence[LiveSequence], logits: Tensor) -> None:
         """Draw and add the next token of each sequence."""
         samplings = [served.request.sampling for served in sequences]
         tokens = sample(logits, samplings, [served.generator for served in sequences])
@@ -248,55 +253,3 @@ class Run:
             served.take(token)
             self._new_tokens.append((served.id, token))
         self._report.new_tokens += len(sequences)
-
-    # Compaction
-
-    def _compact(self, first: int, last: int) -> None:
-        """Compact what is due in the slots ``[first, last)``."""
-        cache = self._cache
-        full = cache.rows[:, first:last] >= cache.capacity[:, None]  # [layers, slots]
-        if not (full.any() or any(self._asks_due)):
-            return
-        alive = np.array([served.finish_reason is None for served in self._active[first:last]])
-        compacted: set[int] = set()
-        for layer_idx, layer in enumerate(self._engine.plan.layers):
-            due = full[layer_idx]
-            if self._asks_due[layer_idx]:
-                due = due | self._ask_due(layer_idx, first, last)
-            over = cache.rows[layer_idx, first:last] > (layer.budget or np.inf)
-            slots = [first + int(place) for place in np.flatnonzero(due & over & alive)]
-            if slots:
-                self._compact_layer(layer_idx, slots, compacted)
-        for slot in compacted:
-            self._active[slot].compactions += 1
-
-    def _ask_due(self, layer_idx: int, first: int, last: int) -> np.ndarray:
-        """Which sequences a layer's policies want compacted; none whose prompt is not in."""
-        layer = self._engine.plan.layers[layer_idx]
-        prompt_len = np.array([len(served.prompt) for served in self._active[first:last]])
-        seq_len = self._cache.seq_len[first:last]
-        answer = self._stacks[layer_idx].due(
-            layer_idx,
-            num_rows=torch.from_numpy(self._cache.rows[layer_idx, first:last].copy()),
-            seq_len=torch.from_numpy(seq_len.copy()),
-            prompt_len=torch.from_numpy(prompt_len),
-            budget=layer.budget,
-            buffer=layer.buffer,
-        )
-        if answer is None:
-            return np.zeros(last - first, dtype=bool)
-        return answer.numpy() & (seq_len >= prompt_len)
-
-    def _compact_layer(self, layer_idx: int, slots: list[int], compacted: set[int]) -> None:
-        cache, budget = self._cache, self._engine.plan.layers[layer_idx].budget
-        assert budget is not None
-        for slot in set(slots) - compacted:
-            self._note_peak(self._active[slot], slot)
-        before = cache.rows[layer_idx, slots].copy()
-        memories = [self._active[slot].memory for slot in slots]
-        compact(cache, layer_idx, slots, self._stacks[layer_idx], budget, memories, self._clock)
-        leaving = before - cache.rows[layer_idx, slots]
-        for slot, num in zip(slots, leaving, strict=True):
-            self._active[slot].rows_evicted += int(num)
-        self._report.compactions += len(slots)
-        compacted.update(slots)

@@ -1,7 +1,7 @@
 """One request while it is being served: its tokens, its slot, what it has cost so far."""
 
 import time
-from collections.abc import Sequence as Many
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import attrs
@@ -17,7 +17,7 @@ _STOP_MARGIN = 8
 
 
 @attrs.define(eq=False)
-class Sequence:
+class LiveSequence:
     """A request with a valid prompt, from arrival to its result."""
 
     id: int
@@ -98,7 +98,7 @@ class Sequence:
         )
 
 
-def encode(prompt: str | Many[int], tokenizer: Any, vocab_size: int) -> tuple[int, ...]:
+def encode(prompt: str | Sequence[int], tokenizer: Any, vocab_size: int) -> tuple[int, ...]:
     """The token ids of a prompt.
 
     Raises:
@@ -109,8 +109,11 @@ def encode(prompt: str | Many[int], tokenizer: Any, vocab_size: int) -> tuple[in
             msg = "the prompt is text, but the engine has no tokenizer; give token ids"
             raise RequestError(msg)
         ids = tuple(tokenizer(prompt)["input_ids"])
-    else:
+    elif isinstance(prompt, Iterable):
         ids = tuple(_token_id(token) for token in prompt)
+    else:
+        msg = f"the prompt is {prompt!r}; text or a list of token ids is wanted"
+        raise RequestError(msg)
     if not ids:
         msg = "the prompt is empty; at least one token is needed"
         raise RequestError(msg)
@@ -123,7 +126,7 @@ def encode(prompt: str | Many[int], tokenizer: Any, vocab_size: int) -> tuple[in
 
 def _token_id(token: object) -> int:
     try:
-        return token.__index__()  # type: ignore[attr-defined, no-any-return]
+        return token.__index__()  # type: ignore[attr-defined]
     except AttributeError:
         msg = f"the prompt holds {token!r}; text or whole token ids are wanted"
         raise RequestError(msg) from None

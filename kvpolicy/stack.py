@@ -13,12 +13,13 @@ import pluggy
 from torch import Tensor
 
 from kvpolicy import checks, hookspecs
-from kvpolicy.cache import ATTN_SUMS, LayerRows, Slab
+from kvpolicy.cache import ATTN_SUMS, Slab
 from kvpolicy.defaults import Defaults
 from kvpolicy.errors import HookError, HookResultError, KVPolicyError, PolicyLoadError
 from kvpolicy.markers import PROJECT
 from kvpolicy.memory import Memory
 from kvpolicy.request import Waiting
+from kvpolicy.rows import LayerRows
 
 Problem = Callable[[object], str | None]
 _COMPACTION_HOOKS = ("score", "select", "evict")

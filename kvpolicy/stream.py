@@ -17,10 +17,9 @@ class Stream:
         result: How it ended; ``None`` until then.
     """
 
-    def __init__(self, run: Run, stop: Sequence[str]) -> None:
+    def __init__(self, run: Run) -> None:
         self.result: Result | None = None
         self._run = run
-        self._stop = stop
 
     @property
     def report(self) -> RunReport:
@@ -33,7 +32,7 @@ class Stream:
 
     def __iter__(self) -> Iterator[Any]:
         """Yield what each token adds; the pieces together are the text of the result."""
-        pieces = Pieces(self._run.tokenizer, self._stop)
+        pieces = Pieces(self._run.tokenizer, self._run.requests[0].stop)
         while self.result is None:
             events = self._run.step()
             self.result = next(iter(events.results), None)

@@ -9,9 +9,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from kvpolicy import hookimpl
-from kvpolicy.cache import Tracks
 from kvpolicy.kept_order import by_row, kept_order, ranks_by_score, take_rows
 from kvpolicy.observation import Pooling, odd, window_importance
+from kvpolicy.rows import Tracks
 
 # Similarities held at once. The full matrix would be T x T for each KV head and sequence.
 _TILE_ELEMENTS = 1 << 22

@@ -9,9 +9,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from kvpolicy import hookimpl
-from kvpolicy.cache import Tracks
 from kvpolicy.kept_order import by_row, kept_order, ranks_by_score, take_rows
 from kvpolicy.observation import Pooling, observed_weights, odd, pool, window_importance
+from kvpolicy.rows import Tracks
 
 
 @attrs.define(eq=False, kw_only=True)

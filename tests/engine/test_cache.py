@@ -7,7 +7,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from reference import SlabModel
 
-from kvpolicy.cache import Cache, LayerRows, LayerShape, Slab
+from kvpolicy.cache import Cache, LayerShape, Slab
+from kvpolicy.rows import LayerRows
 from kvpolicy.step import Step
 
 NUM_SLOTS = 3
