@@ -26,7 +26,10 @@ class Compactor:
         self._cache = cache
         self._layers = layers
         self._stacks = stacks
-        self._asks_due = [stack.implements("due") for stack in stacks]
+        self._asks_due = [
+            layer.budget is not None and stack.implements("due")
+            for layer, stack in zip(layers, stacks, strict=True)
+        ]
         self._budgets = np.array([layer.budget or np.inf for layer in layers])
 
     def compact(self, active: Sequence[LiveSequence], first: int, last: int) -> None:

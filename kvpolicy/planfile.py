@@ -40,10 +40,14 @@ def structure(
     raw = _copy(data)
     for override in overrides:
         _override(raw, override, name)
+    if "name" in raw:
+        # Where a plan came from is told by whoever reads it, and is no key of the file.
+        msg = f"{name}: unknown key 'name'"
+        raise PlanError(msg)
     try:
         plan = _converter().structure(raw, plan_class)
     except cattrs.BaseValidationError as error:
-        msg = f"{name}: {_first_problem(error)}"
+        msg = f"{name}: {first_problem(error)}"
         raise PlanError(msg) from error
     return attrs.evolve(plan, name=name)
 
@@ -118,6 +122,8 @@ def _converter() -> cattrs.Converter:
     converter = cattrs.Converter(forbid_extra_keys=True)
     converter.register_structure_hook(int, lambda value, _: _integer(value))
     converter.register_structure_hook(PolicySpec, lambda value, _: _policy_spec(value))
+    stacks = (tuple[PolicySpec, ...], tuple[PolicySpec, ...] | None)
+    converter.register_structure_hook_func(stacks.__contains__, lambda value, _: _stack(value))
     where = attrs.fields(LayerGroup).where.type
     converter.register_structure_hook(where, lambda value, _: _where(value))
     return converter
@@ -139,6 +145,13 @@ def _where(value: object) -> str | tuple[int, ...]:
     raise TypeError(msg)
 
 
+def _stack(value: object) -> tuple[PolicySpec, ...]:
+    if isinstance(value, list):
+        return tuple(_policy_spec(entry) for entry in value)
+    msg = f'{value!r} is no list of policies; write for example ["NAME", "NAME"]'
+    raise TypeError(msg)
+
+
 def _policy_spec(value: object) -> PolicySpec:
     if isinstance(value, str):
         return PolicySpec(value)
@@ -149,7 +162,7 @@ def _policy_spec(value: object) -> PolicySpec:
     raise TypeError(msg)
 
 
-def _first_problem(error: BaseException, where: str = "") -> str:
+def first_problem(error: BaseException, where: str = "") -> str:
     """The first leaf of cattrs' tree of errors, as a sentence."""
     if isinstance(error, cattrs.ForbiddenExtraKeysError):
         known = [field.name for field in attrs.fields(error.cl) if field.name != "name"]
@@ -157,7 +170,13 @@ def _first_problem(error: BaseException, where: str = "") -> str:
         return f"unknown key '{key}'{where}{nearest(key, known)}"
     if isinstance(error, BaseExceptionGroup):
         inner = error.exceptions[0]
-        notes = " ".join(getattr(inner, "__notes__", []))
-        place = notes.rpartition("attribute ")[2] or notes.rpartition("at index ")[2]
-        return _first_problem(inner, f" in {place}" if place else where)
+        places = [str(note).rpartition(" @ ")[2] for note in getattr(inner, "__notes__", [])]
+        deeper = "".join(map(_place, places))
+        return first_problem(inner, where + deeper)
     return f"{error}{where}"
+
+
+def _place(note: str) -> str:
+    """``attribute layers`` as " in layers", ``index 0`` as "[0]"."""
+    kind, _, name = note.partition(" ")
+    return f"[{name}]" if kind == "index" else f" in {name}"

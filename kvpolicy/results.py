@@ -92,3 +92,11 @@ class RunReport:
         """Plain data, ready for JSON."""
         derived = {"throughput_tok_s": self.throughput_tok_s, "policy_s": self.policy_s}
         return attrs.asdict(self) | derived
+
+
+@attrs.frozen
+class Events:
+    """What one round brought: new tokens as (request id, token), and finished results."""
+
+    tokens: list[tuple[int, int]]
+    results: list[Result]

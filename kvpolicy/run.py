@@ -13,21 +13,13 @@ from kvpolicy.compactor import Compactor
 from kvpolicy.errors import KVPolicyError, RequestError
 from kvpolicy.memory import Memory
 from kvpolicy.request import Request
-from kvpolicy.results import Result, RunReport
+from kvpolicy.results import Events, Result, RunReport
 from kvpolicy.sampling import sample
 from kvpolicy.sequence import LiveSequence, encode
 from kvpolicy.step import Step
 
 if TYPE_CHECKING:
     from kvpolicy.engine import Engine
-
-
-@attrs.frozen
-class Events:
-    """What one round brought: new tokens as (request id, token), and finished results."""
-
-    tokens: list[tuple[int, int]]
-    results: list[Result]
 
 
 class Run:

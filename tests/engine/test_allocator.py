@@ -1,0 +1,56 @@
+"""The bytes that a run reports against those that torch's allocator hands out."""
+
+import pytest
+import torch
+from tiny import tiny_model
+from torch.profiler import ProfilerActivity, profile
+
+from kvpolicy import Engine, Plan
+from kvpolicy.cache import Cache, LayerShape, Slab
+from kvpolicy.rows import LayerRows
+
+SHAPE = LayerShape(8, 4, 32, torch.float32, torch.device("cpu"))
+
+
+def peak_allocated(work) -> int:
+    """Most bytes that were held at once of those allocated while working."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        result = work()
+    held = peak = 0
+    events = (e for e in profiler.profiler.kineto_results.events() if e.name() == "[memory]")
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        held += event.nbytes()
+        peak = max(peak, held)
+    del result
+    return peak
+
+
+@pytest.mark.parametrize("window_size", [0, 8])
+@pytest.mark.parametrize("tracks", [(), ("attn_sums",)])
+def test_a_cache_reports_the_bytes_that_the_allocator_handed_out(window_size, tracks):
+    slab = Slab(320, window_size, tracks)
+    made = []
+    peak = peak_allocated(lambda: made.append(Cache([SHAPE] * 6, [slab] * 6, 8)))
+    assert peak == pytest.approx(made[0].num_bytes, rel=0.02)
+
+
+@pytest.mark.parametrize("slots", [[0], [0, 1, 2], [0, 2, 3]])
+def test_a_compaction_reports_the_copy_that_it_needed(slots):
+    cache = Cache([SHAPE], [Slab(320)], 4)
+    cache.rows[:] = 320
+    keep = torch.arange(64, 320).expand(len(slots), SHAPE.num_kv_heads, -1).contiguous()
+    peak = peak_allocated(lambda: LayerRows(cache, 0, slots).keep(keep))
+    # Besides the copy there are indices, which are a byte or two for each byte of a head.
+    assert cache.transient_bytes <= peak <= 1.5 * cache.transient_bytes
+    one_layer = cache.layers[0].keys.nbytes + cache.layers[0].values.nbytes
+    assert cache.transient_bytes <= one_layer
+
+
+def test_a_run_reports_all_that_its_cache_holds():
+    model = tiny_model("llama", seed=0)
+    engine = Engine(model, None, Plan.uniform("rkv", budget=24, buffer=8), slots=3)
+    run = engine.generate([[1, 2, 3]] * 5, max_new_tokens=60)
+    results = run.results()
+    held = sum(t.untyped_storage().nbytes() for layer in run._cache.layers for t in layer.tensors)
+    assert run.report.peak_kv_bytes == held + run._cache.transient_bytes
+    assert max(result.peak_bytes for result in results) * 3 <= held
