@@ -88,7 +88,7 @@ def _override(raw: dict[str, Any], override: str, name: str) -> None:
     if len(keys) == 1:
         raw[keys[0]] = value
     elif keys[0] == "layers" and len(keys) == 3:
-        groups = raw.get("layers", [])
+        groups = _groups(raw)
         if not keys[1].isdigit() or int(keys[1]) >= len(groups):
             msg = f"--set {override!r}: {name} has {len(groups)} [[layers]] groups, from 0"
             raise PlanError(msg)
@@ -100,15 +100,24 @@ def _override(raw: dict[str, Any], override: str, name: str) -> None:
         raise PlanError(msg)
 
 
+def _groups(raw: dict[str, Any]) -> list[dict[str, Any]]:
+    """The groups of layers; none if they are malformed, which is told later."""
+    groups = raw.get("layers")
+    if isinstance(groups, list) and all(isinstance(group, dict) for group in groups):
+        return groups
+    return []
+
+
 def _override_knob(
     raw: dict[str, Any], policy: str, knob: str, value: object, override: str, name: str
 ) -> None:
-    stacks = [raw.get("stack", []), raw.get("schedule", [])]
-    stacks += [group.get("stack", []) for group in raw.get("layers", [])]
+    stacks = [raw.get("schedule"), *(table.get("stack") for table in [raw, *_groups(raw)])]
     used = set()
     for stack in stacks:
+        if not isinstance(stack, list):
+            continue  # refused with a better message when the plan is structured
         for place, entry in enumerate(stack):
-            spec = {"policy": entry} if isinstance(entry, str) else entry
+            spec = entry if isinstance(entry, dict) else {"policy": entry}
             used.add(spec.get("policy"))
             if spec.get("policy") == policy:
                 stack[place] = {**spec, knob: value}
@@ -173,7 +182,7 @@ def first_problem(error: BaseException, where: str = "") -> str:
         places = [str(note).rpartition(" @ ")[2] for note in getattr(inner, "__notes__", [])]
         deeper = "".join(map(_place, places))
         return first_problem(inner, where + deeper)
-    return f"{error}{where}"
+    return f"{where.strip()}: {error}" if where else str(error)
 
 
 def _place(note: str) -> str:
