@@ -11,7 +11,7 @@ from strategies import Drawn, budgets, caches
 from tiny import shared_model
 from torch import Tensor
 
-from kvpolicy import Engine, Plan, load_policy
+from kvpolicy import Engine, Plan
 from kvpolicy.errors import BudgetError, KnobError
 from kvpolicy.testing import keep_rows
 

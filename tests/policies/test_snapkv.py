@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import reference
 import torch
-from compare import assert_best_rows, assert_rows_shape, follow_stream, heads
+from compare import ATOL, assert_best_rows, assert_rows_shape, follow_stream, heads
 from hypothesis import given
 from hypothesis import strategies as st
 from policy_checks import (
@@ -17,6 +17,7 @@ from policy_checks import (
 )
 from strategies import Drawn, budgets, caches, rounds
 
+from kvpolicy import load_policy
 from kvpolicy.errors import BudgetError, KnobError
 from kvpolicy.testing import keep_rows, replay
 
@@ -65,6 +66,32 @@ def test_as_published_it_keeps_the_rows_of_the_loop_written_reference(
     for b, h, keys, queries in heads(drawn.keys, drawn.queries):
         scores = reference.snapkv_published(keys, queries, **knobs)
         assert_best_rows(kept[b, h].tolist(), scores, window=window, budget=budget)
+
+
+@given(st.data(), knobs(), st.sampled_from(["decode", "mean", "max", "sum"]))
+def test_scores_equal_those_of_the_loop_written_reference(
+    data: st.DataObject, knobs: dict, form: str
+) -> None:
+    window = knobs["window_size"]
+    drawn = data.draw(caches(min_rows=window + 1))
+    score = partial(reference.snapkv, **knobs)
+    if form != "decode":
+        knobs |= {"phase": "prefill", "group_reduce": form}
+        published = {name: knob for name, knob in knobs.items() if name != "phase"}
+        score = partial(reference.snapkv_published, **published)
+    # More queries than its window may be there, if another policy of the stack reads more.
+    scores = load_policy("snapkv", **knobs).score(
+        queries=drawn.queries,
+        keys=drawn.keys,
+        positions=torch.arange(drawn.num_rows).expand(drawn.keys.shape[:3]),
+        seq_len=torch.tensor([drawn.num_rows] * len(drawn.keys)),
+        tracks={"snapkv_rank": torch.zeros(drawn.keys.shape[:3])},
+    )
+    for b, h, keys, queries in heads(drawn.keys, drawn.queries):
+        expected = [*score(keys, queries), *[torch.inf] * window]
+        torch.testing.assert_close(
+            scores[b, h].double(), torch.tensor(expected).double(), atol=10 * ATOL, rtol=0
+        )
 
 
 @given(st.data(), knobs(max_window=4))
