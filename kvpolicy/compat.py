@@ -86,7 +86,7 @@ class Seam:
     def layer_shapes(self) -> list[LayerShape]:
         """What each layer's keys and values look like, and on which device they live."""
         return [
-            layer_shape(self._config, parameter.dtype, parameter.device)
+            layer_shape(self._config, self.model.dtype, parameter.device)
             for parameter in (next(layer.parameters()) for layer in self._layers)
         ]
 
