@@ -5,7 +5,9 @@ imports torch, which takes seconds; its source tells the same.
 """
 
 import ast
-import importlib.util
+import re
+import sys
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import Any
 
@@ -36,10 +38,7 @@ def describe(module: str, class_name: str) -> Description:
         LookupError: If there is no such module, or no such class in it.
         SyntaxError: If the module cannot be parsed.
     """
-    try:
-        spec = importlib.util.find_spec(module)
-    except ModuleNotFoundError:
-        spec = None
+    spec = _find(module)
     if spec is None or spec.origin is None:
         msg = f"there is no module '{module}'"
         raise LookupError(msg)
@@ -54,6 +53,19 @@ def describe(module: str, class_name: str) -> Description:
                     return describe(source, alias.name)
     msg = f"there is no class '{class_name}' in module '{module}'"
     raise LookupError(msg)
+
+
+def _find(module: str) -> ModuleSpec | None:
+    """Where a module lives; `importlib.util.find_spec` would import the packages it is in."""
+    spec: ModuleSpec | None = None
+    path = None
+    for end in [*(dot.start() for dot in re.finditer(r"\.", module)), len(module)]:
+        found = (finder.find_spec(module[:end], path) for finder in sys.meta_path)
+        spec = next(filter(None, found), None)
+        if spec is None:
+            return None
+        path = spec.submodule_search_locations
+    return spec
 
 
 def describe_class(node: ast.ClassDef) -> Description:
