@@ -10,6 +10,7 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from kvpolicy.compat import Seam
+from kvpolicy.discovery import policy_names
 from kvpolicy.errors import KVPolicyError
 from kvpolicy.plan import Plan
 from kvpolicy.request import Request, Sampling
@@ -56,7 +57,10 @@ class Engine:
                 msg = f"the engine was given {what}={value!r}; at least 1 is needed"
                 raise KVPolicyError(msg)
         if plan is None:
-            msg = "the engine was given no plan; write for example Plan.uniform('full')"
+            msg = (
+                "the engine was given no plan; write for example Plan.uniform(NAME, budget=128), "
+                f"NAME being one of {', '.join(policy_names())}"
+            )
             raise KVPolicyError(msg)
         self.seam = Seam(model)
         self.tokenizer = tokenizer

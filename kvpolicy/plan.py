@@ -11,6 +11,7 @@ from typing import Any
 import attrs
 
 from kvpolicy import planfile
+from kvpolicy.discovery import policy_names
 from kvpolicy.errors import BudgetError, PlanError
 from kvpolicy.planspec import LayerGroup, PolicySpec
 from kvpolicy.resolved import LayerPlan, ResolvedPlan
@@ -114,7 +115,7 @@ class Plan:
         if not stack:
             msg = (
                 f"{self.name} names no policy for layers {group.where!r}; "
-                'write for example stack = ["full"]'
+                f'write stack = ["NAME"], NAME being one of {", ".join(policy_names())}'
             )
             raise PlanError(msg)
         return _resolve_specs(stack)

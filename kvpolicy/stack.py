@@ -66,6 +66,13 @@ class Stack:
         self.bounded = all(getattr(policy, "bounded", True) for policy in self.policies)
 
     def _register(self, name: str, policy: object) -> None:
+        if type(policy).__eq__ is not object.__eq__:
+            # pluggy looks policies up with ==, and tensors have no single truth value.
+            msg = (
+                f"policy '{name}' is compared by value; a policy is compared by identity, "
+                "write @attrs.define(eq=False)"
+            )
+            raise PolicyLoadError(msg)
         try:
             self._manager.register(policy, name)
             self._manager.check_pending()
