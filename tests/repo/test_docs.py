@@ -1,0 +1,183 @@
+"""What the pages promise: examples run as printed, hooks are documented, links resolve."""
+
+import inspect
+import re
+from importlib.metadata import entry_points
+from pathlib import Path
+
+import attrs
+import pytest
+import tiny
+from pages import Block, Page, blocks_of
+
+from kvpolicy import Engine, Plan, discovery, hookspecs
+from kvpolicy.describe import describe
+
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
+HOOKS = [
+    name
+    for name, value in vars(hookspecs).items()
+    if inspect.isfunction(value) and hasattr(value, "kvpolicy_spec")
+]
+PAGES = [ROOT / "README.md", *sorted(DOCS.glob("*/*.md"))]
+LINKING = [*ROOT.glob("*.md"), *DOCS.rglob("*.md"), *(ROOT / "tests").rglob("*.md")]
+
+
+def _name(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+def _section(page: Path, heading: str) -> str:
+    """The text under a heading of the second level."""
+    text = page.read_text(encoding="utf-8")
+    found = re.search(rf"^## {re.escape(heading)}\n(.*?)(?=^## |\Z)", text, re.M | re.S)
+    assert found, f"{_name(page)} has no section '## {heading}'"
+    return found[1]
+
+
+# Examples
+
+
+@pytest.mark.parametrize("page", PAGES, ids=_name)
+def test_a_page_runs_as_printed(
+    page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Page(page, tmp_path, monkeypatch).follow()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", PAGES, ids=_name)
+def test_a_page_runs_as_printed_with_its_slow_commands(
+    page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not any(block.language == "sh" and "slow" in block.options for block in blocks_of(page)):
+        pytest.skip("the page has no slow commands")
+    Page(page, tmp_path, monkeypatch).follow(slow=True)
+
+
+def _example_policies() -> list[Block]:
+    blocks = blocks_of(DOCS / "reference" / "hooks.md")
+    return [block for block in blocks if block.language == "python" and block.title]
+
+
+@pytest.mark.parametrize("block", _example_policies(), ids=lambda block: block.title)
+def test_an_example_policy_serves_a_model(
+    block: Block, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(discovery, "_from_files", {})
+    assert block.title is not None
+    file = tmp_path / block.title
+    file.write_text(block.text)
+    (name,) = discovery.register_file(file)
+    schedules = "schedule" in vars(discovery.load_policy_class(name))
+    plan = {
+        "budget": 12,
+        "buffer": 4,
+        "stack": ["h2o"] if schedules else ["h2o", name, "protect"],
+        "schedule": [name] if schedules else [],
+    }
+    knobs = [] if schedules else ["protect.n_recent=2"]
+    engine = Engine(tiny.shared_model(), None, Plan.from_dict(plan, knobs), slots=2)
+    prompts = [[1, 2, 3] * 4, [4, 5] * 9, [6, 7, 8]]
+    results = engine.generate(prompts, max_new_tokens=24).results()
+    assert [len(result.tokens) for result in results] == [24, 24, 24]
+    assert all(result.peak_rows <= 16 and result.compactions for result in results)
+
+
+# The reference of hooks
+
+
+@pytest.mark.parametrize("hook", HOOKS)
+def test_a_hook_is_documented_with_its_exact_signature(hook: str) -> None:
+    section = _section(DOCS / "reference" / "hooks.md", hook)
+    arguments = list(inspect.signature(getattr(hookspecs, hook)).parameters)
+    first_block = re.search(r"```text signature\n(.*?)\n```", section)
+    assert first_block
+    assert first_block[1] == f"{hook}({', '.join(arguments)})"
+    described = re.findall(r"^\| `(\w+)` \|", section, re.M)
+    assert described == arguments
+    assert "HookResultError" in section
+    assert f"def {hook}(" in section, "the section has no example"
+
+
+def test_no_hook_is_documented_that_does_not_exist() -> None:
+    text = (DOCS / "reference" / "hooks.md").read_text(encoding="utf-8")
+    signatures = re.findall(r"```text signature\n(\w+)\(", text)
+    assert signatures == HOOKS
+
+
+def test_the_letters_of_shapes_are_those_of_the_contract() -> None:
+    letters = set(re.findall(r"^ {4}(\w+) {2,}|  (\w+) {4,}", hookspecs.__doc__ or "", re.M))
+    known = {letter for pair in letters for letter in pair if letter}
+    documented = set(re.findall(r"\| `(\w+)` \|", _section(DOCS / "reference/hooks.md", "Shapes")))
+    documented |= set(re.findall(r" `(\w+)` \| ", _section(DOCS / "reference/hooks.md", "Shapes")))
+    assert documented <= known
+
+
+# The reference of plans
+
+
+def test_every_key_of_a_plan_is_documented() -> None:
+    section = _section(DOCS / "reference" / "plan.md", "Keys")
+    plan_keys, _, group_keys = section.partition("### Groups of layers")
+    for text, cls in ((plan_keys, Plan), (group_keys, Plan.__annotations__["layers"].__args__[0])):
+        fields = {field.name for field in attrs.fields(cls)} - {"name"}
+        assert set(re.findall(r"^\| `(\w+)` \|", text, re.M)) == fields
+
+
+# The README
+
+
+def test_the_table_of_policies_is_complete() -> None:
+    rows = re.findall(r"^\| `(\w+)` \|", _section(ROOT / "README.md", "The policies"), re.M)
+    assert sorted(rows) == sorted(
+        point.name
+        for point in entry_points(group=discovery.GROUP)
+        if point.dist and point.dist.name == "kvpolicy"
+    )
+
+
+@pytest.mark.parametrize(
+    "point",
+    [p for p in entry_points(group=discovery.GROUP) if p.dist and p.dist.name == "kvpolicy"],
+    ids=lambda point: point.name,
+)
+def test_a_policy_is_summed_up_in_its_docstring(point) -> None:
+    assert describe(point.module, point.attr).summary.endswith(".")
+
+
+def test_set_up_takes_one_line_each() -> None:
+    lines = [block.text for block in blocks_of(ROOT / "README.md") if "venv" in block.text]
+    assert [line.count("\n") for line in lines] == [1, 1]
+    assert lines[0].strip().endswith("kvpolicy ablate")
+    assert lines[1].strip().endswith("pytest")
+
+
+# Links
+
+
+def _slug(heading: str) -> str:
+    """The anchor a forge gives a heading."""
+    kept = re.sub(r"[^\w\- ]", "", heading.strip().lower())
+    return kept.replace(" ", "-")
+
+
+def _links() -> list[tuple[Path, str]]:
+    found = []
+    for page in LINKING:
+        prose = re.sub(r"^```.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.M | re.S)
+        found += [(page, link) for link in re.findall(r"\]\(([^)\s]+)\)", prose)]
+    return [(page, link) for page, link in found if "://" not in link]
+
+
+@pytest.mark.parametrize(
+    ("page", "link"), _links(), ids=lambda x: _name(x) if isinstance(x, Path) else x
+)
+def test_a_link_leads_somewhere(page: Path, link: str) -> None:
+    file, _, anchor = link.partition("#")
+    target = (page.parent / file).resolve() if file else page
+    assert target.exists(), f"{_name(page)} links to {link}"
+    if anchor:
+        headings = re.findall(r"^#+ (.*)$", target.read_text(encoding="utf-8"), re.M)
+        assert anchor in map(_slug, headings)

@@ -1,0 +1,136 @@
+"""What is installed: entry points, package contents, and what importing costs."""
+
+import subprocess
+import sys
+import tomllib
+from importlib.metadata import EntryPoint, distribution, entry_points
+from importlib.resources import files
+from pathlib import Path
+
+import pytest
+
+from kvpolicy.describe import describe
+
+ROOT = Path(__file__).parents[2]
+OURS = [
+    point
+    for group in ("kvpolicy.policies", "kvpolicy.presets")
+    for point in entry_points(group=group)
+    if point.dist and point.dist.name == "kvpolicy"
+]
+POLICIES = [point for point in OURS if point.group == "kvpolicy.policies"]
+HEAVY = ("torch", "transformers", "numpy", "matplotlib", "rich", "pandas")
+
+
+def _run(code: str) -> str:
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def _pyproject() -> dict:
+    if not (ROOT / "kvpolicy").is_dir():
+        pytest.skip("the sources are not here: these tests run against a wheel")
+    return tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+
+
+@pytest.mark.parametrize("point", POLICIES, ids=lambda point: point.name)
+def test_a_policy_loads_without_any_other(point: EntryPoint) -> None:
+    others = {other.module for other in POLICIES} - {point.module}
+    code = f"""
+import sys
+from kvpolicy import load_policy
+load_policy({point.name!r})
+print(sorted(set(sys.modules) & {others!r}))
+"""
+    assert _run(code) == "[]"
+
+
+@pytest.mark.parametrize("point", OURS, ids=lambda point: point.name)
+def test_an_entry_point_leads_somewhere(point: EntryPoint) -> None:
+    assert point.load() is not None
+
+
+def test_a_policy_is_described_without_running_its_package(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package = tmp_path / "broken_at_import"
+    package.mkdir()
+    (package / "__init__.py").write_text("raise RuntimeError('nobody should have imported me')")
+    (package / "policy.py").write_text('class Some:\n    """It does something."""\n')
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert describe("broken_at_import.policy", "Some").summary == "It does something."
+    with pytest.raises(LookupError, match=r"no module 'broken_at_import\.other'"):
+        describe("broken_at_import.other", "Some")
+
+
+def test_importing_kvpolicy_imports_nothing_heavy() -> None:
+    code = f"import sys, kvpolicy; print([name for name in {HEAVY!r} if name in sys.modules])"
+    assert _run(code) == "[]"
+
+
+def test_importing_kvpolicy_loads_no_policy() -> None:
+    code = (
+        "import sys, kvpolicy.engine; print([m for m in sys.modules if m.startswith('kvpolicy_')])"
+    )
+    assert _run(code) == "[]"
+
+
+def test_every_public_name_can_be_fetched() -> None:
+    import kvpolicy
+
+    assert all(getattr(kvpolicy, name) is not None for name in kvpolicy.__all__)
+    with pytest.raises(AttributeError, match="no attribute 'Engin'"):
+        _ = kvpolicy.Engin
+
+
+def test_the_version_is_told_once() -> None:
+    import kvpolicy
+
+    assert distribution("kvpolicy").version == kvpolicy.__version__
+
+
+@pytest.mark.parametrize(
+    "file",
+    [
+        "py.typed",
+        "lab/reasoner/weights/config.json",
+        "lab/reasoner/weights/model.safetensors",
+        "lab/reasoner/weights/tokenizer.json",
+    ],
+)
+def test_a_file_travels_with_the_package(file: str) -> None:
+    assert (files("kvpolicy") / file).is_file()
+
+
+@pytest.mark.parametrize("container", ["baselines", "plugins"])
+def test_every_package_in_a_container_is_listed(container: str) -> None:
+    """A package that is not listed would be missing from the wheel, and nobody would notice."""
+    listed = _pyproject()["tool"]["hatch"]["build"]["targets"]["wheel"]["packages"]
+    assert not (ROOT / container / "__init__.py").exists(), "a container is no package"
+    inside = [init.parent for init in (ROOT / container).glob("*/__init__.py")]
+    assert inside
+    assert {str(package.relative_to(ROOT)) for package in inside} <= set(listed)
+
+
+def test_every_listed_package_exists() -> None:
+    listed = _pyproject()["tool"]["hatch"]["build"]["targets"]["wheel"]["packages"]
+    assert all((ROOT / package / "__init__.py").is_file() for package in listed)
+
+
+def test_containers_and_tests_cannot_be_imported(tmp_path: Path) -> None:
+    code = f"""
+import os; os.chdir({str(tmp_path)!r})
+from importlib.util import find_spec
+print([name for name in ("baselines", "plugins", "tests", "docs") if find_spec(name)])
+"""
+    assert _run(code) == "[]"
+
+
+def test_every_dependency_is_constrained() -> None:
+    project = _pyproject()["project"]
+    wanted = [*project["dependencies"], *project["optional-dependencies"]["dev"]]
+    names = {line.split(">")[0].split("=")[0].strip() for line in wanted}
+    lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
+    constrained = {line.split("==")[0] for line in lines if "==" in line}
+    assert names <= constrained
