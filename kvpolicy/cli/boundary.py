@@ -1,0 +1,56 @@
+"""Where errors end: one sentence for a user's mistake, a traceback for a defect of ours."""
+
+import os
+import sys
+
+import typer
+
+from kvpolicy.cli.commands import build
+from kvpolicy.cli.console import say
+from kvpolicy.errors import KVPolicyError
+
+WRONG_INPUT = 2
+INTERRUPTED = 130
+
+
+def run(args: list[str]) -> int:
+    """Run one command.
+
+    Args:
+        args: The words after ``kvpolicy``.
+
+    Returns:
+        The exit status.
+    """
+    try:
+        status = build().main(args, prog_name="kvpolicy", standalone_mode=False)
+        sys.stdout.flush()
+    except KVPolicyError as error:
+        return _refuse(str(error))
+    except (KeyboardInterrupt, typer.Abort):
+        say("interrupted.")
+        return INTERRUPTED
+    except BrokenPipeError:
+        # The reader of our output (`| head`) has seen enough; spare it the traceback that
+        # Python prints when it flushes at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except Exception as error:
+        # Typer's own mistakes are subclasses of a click class that has moved between its
+        # releases; all of them can format their message.
+        format_message = getattr(error, "format_message", None)
+        if format_message is None:
+            raise
+        if type(error).__name__ == "NoArgsIsHelpError":
+            typer.echo(format_message())
+            return 0
+        return _refuse(format_message())
+    return status if isinstance(status, int) else 0
+
+
+def _refuse(message: str) -> int:
+    """Say what is wrong as one sentence, whoever worded it."""
+    begins_with_a_word = message[:1].isupper() and message[1:2].islower()
+    sentence = message[:1].lower() + message[1:] if begins_with_a_word else message
+    say(sentence if sentence.endswith((".", "?", "!")) else f"{sentence}.")
+    return WRONG_INPUT

@@ -1,0 +1,83 @@
+"""Options that several commands share, so that they read and work alike everywhere."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from kvpolicy.errors import KVPolicyError
+
+Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
+Plugins = Annotated[
+    list[Path] | None,
+    typer.Option(
+        "--plugin",
+        metavar="FILE",
+        help="A Python file whose policies become available by name; may be repeated.",
+    ),
+]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set",
+        metavar="KEY=VALUE",
+        help="Change an entry of the plan: buffer=16, POLICY.KNOB=0.5; may be repeated.",
+    ),
+]
+Model = Annotated[
+    str,
+    typer.Option(metavar="NAME|FOLDER", help="'reasoner' (bundled), a hub id or a local folder."),
+]
+Dtype = Annotated[str, typer.Option(metavar="NAME", help="auto, float32, bfloat16 or float16.")]
+Device = Annotated[
+    str | None, typer.Option(metavar="NAME", help="Such as cpu or cuda:0. [default: cuda, or cpu]")
+]
+TrustRemoteCode = Annotated[
+    bool, typer.Option("--trust-remote-code", help="Run Python code that comes with the model.")
+]
+
+
+def register_plugins(plugins: list[Path] | None) -> None:
+    """Make the policies of the files given with ``--plugin`` available.
+
+    Args:
+        plugins: The files.
+
+    Raises:
+        PolicyLoadError: A file cannot be read or run, or holds no policy.
+    """
+    if plugins:
+        from kvpolicy.discovery import register_file
+
+        for path in plugins:
+            register_file(path)
+
+
+def words(text: str | None) -> list[str]:
+    """What stands between the commas of an option.
+
+    Args:
+        text: Such as ``"a, b"``.
+    """
+    return [word.strip() for word in (text or "").split(",") if word.strip()]
+
+
+def counts(option: str, text: str | None) -> list[int]:
+    """The numbers between the commas of an option.
+
+    Args:
+        option: Name of the option, for the message.
+        text: Such as ``"96,128"``.
+
+    Raises:
+        KVPolicyError: One of them is not a whole number of at least 1.
+    """
+    found = words(text)
+    for word in found:
+        if not word.isascii() or not word.isdigit() or int(word) < 1:
+            msg = f"{option} was given {word!r}; whole numbers of at least 1 are wanted: 96,128."
+            raise KVPolicyError(msg)
+    if text is not None and not found:
+        msg = f"{option} was given no number; write for example {option} 96,128."
+        raise KVPolicyError(msg)
+    return [int(word) for word in found]
