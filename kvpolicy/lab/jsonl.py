@@ -1,0 +1,75 @@
+"""A file of JSON lines that survives being killed in the middle of one."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from kvpolicy.errors import OutputError
+
+
+class JsonLines:
+    """An append-only file of JSON objects, one per line, written through to the system.
+
+    Attributes:
+        path: The file.
+        records: All objects in the file, in order.
+        was_torn: Whether the last line was incomplete when the file was opened; it has been
+            cut off.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """Open the file, or create it, and cut off a last line that was never finished.
+
+        Args:
+            path: The file; its folder exists.
+
+        Raises:
+            OutputError: The file cannot be read or written, or a line is not a JSON object.
+        """
+        self.path = path
+        try:
+            content = path.read_bytes() if path.exists() else b""
+            whole = content[: content.rfind(b"\n") + 1]
+            self.records = [_parse(path, i, line) for i, line in enumerate(whole.splitlines(), 1)]
+            self.was_torn = len(whole) < len(content)
+            # Unbuffered: one call of the system per line, so that a kill loses one line at most.
+            self._file = path.open("ab", buffering=0)
+            if self.was_torn:
+                self._file.truncate(len(whole))
+        except OSError as error:
+            msg = f"{path} cannot be opened: {error.strerror}."
+            raise OutputError(msg) from error
+
+    def append(self, record: dict[str, Any]) -> None:
+        """Add one object; when this returns it survives the end of this process.
+
+        Args:
+            record: Plain data, ready for JSON.
+
+        Raises:
+            OutputError: The file cannot be written, because the disk is full for example.
+        """
+        try:
+            self._file.write(json.dumps(record, ensure_ascii=False).encode() + b"\n")
+        except OSError as error:
+            msg = f"{self.path} cannot be written: {error.strerror}; what it held before is kept."
+            raise OutputError(msg) from error
+        self.records.append(record)
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+
+def _parse(path: Path, number: int, line: bytes) -> dict[str, Any]:
+    try:
+        record = json.loads(line)
+    except ValueError:
+        record = None
+    if not isinstance(record, dict):
+        msg = (
+            f"line {number} of {path} is not a JSON object; "
+            "delete that line to compute its sample again, or choose another output folder."
+        )
+        raise OutputError(msg)
+    return record

@@ -1,0 +1,184 @@
+"""The results folder of an ablation: written line by line, gone on with after any interruption.
+
+A folder belongs to one run and holds::
+
+    manifest.json   {"format": 1, "run": ..., "sessions": [...]}
+                    run: everything the samples depend on; another run is refused
+                    sessions: when, with which command and versions it was worked on
+    samples.jsonl   one `Sample` per line, in the order in which they were done
+    timings.jsonl   one `CellTiming` per line: what a cell cost that was run in one go
+    table.json/csv  the comparison, plot.png/svg the same as a picture
+"""
+
+import json
+import os
+from pathlib import Path
+from typing import Any, Self
+
+import attrs
+
+from kvpolicy.errors import OutputError
+from kvpolicy.lab.folderlock import FolderLock
+from kvpolicy.lab.jsonl import JsonLines
+from kvpolicy.lab.samples import CellTiming, Sample
+
+FORMAT = 1
+
+# All that a folder can hold whose run was killed before it had a manifest.
+_LEFT_BY_A_KILL = {".lock", "manifest.json.new"}
+
+
+class Store:
+    """One results folder, opened by one process.
+
+    Attributes:
+        folder: Where everything is.
+        samples: What is done, by `Sample.key`.
+        timings: Costs of the cells that were run in one go, by digest of the cell.
+        notes: What a user wants to know about how the folder was found.
+    """
+
+    def __init__(self, folder: Path, run: dict[str, Any]) -> None:
+        """Open the folder of a run, or make it.
+
+        Args:
+            folder: Where the results are to be; created if need be.
+            run: Everything the samples depend on, as plain data.
+
+        Raises:
+            OutputError: The folder holds another run or something else, is in use, or cannot
+                be written. Nothing in it has been changed then.
+        """
+        self.folder = folder
+        self.notes: list[str] = []
+        _check_is_ours_or_new(folder, run)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            self._lock = FolderLock(folder)
+            if _read_manifest(folder) is None:
+                _write_manifest(folder, run, [])
+        except OSError as error:
+            msg = f"output folder {folder} cannot be written: {error.strerror}."
+            raise OutputError(msg) from error
+        self._samples = self._open("samples.jsonl")
+        self._timings = self._open("timings.jsonl")
+        samples = [Sample.from_dict(record) for record in self._samples.records]
+        timings = [CellTiming.from_dict(record) for record in self._timings.records]
+        self.samples = {sample.key: sample for sample in samples}
+        self.timings = {timing.cell: timing for timing in timings}
+
+    def begin(self, session: dict[str, Any]) -> None:
+        """Note in the manifest that work on this run begins.
+
+        Args:
+            session: When, how and with which versions.
+        """
+        manifest = _read_manifest(self.folder)
+        assert manifest is not None, "written when the store was opened"
+        sessions = manifest["sessions"]
+        if sessions and sessions[-1]["versions"] != session["versions"]:
+            self.notes.append(
+                "this run was begun with other versions of Python or its packages; "
+                f"{self.folder / 'manifest.json'} lists them"
+            )
+        _write_manifest(self.folder, manifest["run"], [*sessions, session])
+
+    def add(self, sample: Sample) -> None:
+        """Keep one finished sample."""
+        self._samples.append(attrs.asdict(sample))
+        self.samples[sample.key] = sample
+
+    def add_timing(self, timing: CellTiming) -> None:
+        """Keep what a whole cell cost."""
+        self._timings.append(attrs.asdict(timing))
+        self.timings[timing.cell] = timing
+
+    def close(self) -> None:
+        """Close the files and let other processes have the folder."""
+        self._samples.close()
+        self._timings.close()
+        self._lock.release()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _open(self, name: str) -> JsonLines:
+        lines = JsonLines(self.folder / name)
+        if lines.was_torn:
+            self.notes.append(
+                f"the last line of {lines.path} was incomplete (the run before this one was "
+                "killed while writing it) and has been cut off"
+            )
+        return lines
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a file so that a reader finds the old content or the new one, never a part.
+
+    Args:
+        path: The file.
+        text: Its new content.
+    """
+    draft = path.with_name(path.name + ".new")
+    draft.write_text(text, encoding="utf-8")
+    os.replace(draft, path)
+
+
+def _check_is_ours_or_new(folder: Path, run: dict[str, Any]) -> None:
+    if folder.exists() and not folder.is_dir():
+        msg = f"output folder {folder} is a file; choose another one with --output."
+        raise OutputError(msg)
+    manifest = _read_manifest(folder)
+    if manifest is None:
+        if folder.exists() and {path.name for path in folder.iterdir()} - _LEFT_BY_A_KILL:
+            msg = (
+                f"output folder {folder} is not empty and holds no run of ours; "
+                "choose an empty or new one with --output."
+            )
+            raise OutputError(msg)
+        return
+    differences = _differences(manifest["run"], run)
+    if differences:
+        msg = (
+            f"output folder {folder} holds another run ({'; '.join(differences)}); nothing in "
+            "it was changed; choose another folder with --output, or give the same settings."
+        )
+        raise OutputError(msg)
+
+
+def _write_manifest(folder: Path, run: dict[str, Any], sessions: list[dict[str, Any]]) -> None:
+    manifest = {"format": FORMAT, "run": run, "sessions": sessions}
+    write_whole(folder / "manifest.json", json.dumps(manifest, indent=2) + "\n")
+
+
+def _read_manifest(folder: Path) -> dict[str, Any] | None:
+    path = folder / "manifest.json"
+    if not path.exists():
+        return None
+    try:
+        manifest = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        msg = f"{path} cannot be read ({error}); choose another folder with --output."
+        raise OutputError(msg) from error
+    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
+        msg = (
+            f"{path} is not a manifest of this version of kvpolicy; "
+            "choose another folder with --output."
+        )
+        raise OutputError(msg)
+    return manifest
+
+
+def _differences(theirs: dict[str, Any], ours: dict[str, Any]) -> list[str]:
+    """Name the settings that differ, with both values where they are short."""
+    found = []
+    for key in sorted(theirs.keys() | ours.keys()):
+        there, here = theirs.get(key), ours.get(key)
+        if there == here:
+            continue
+        short = all(isinstance(value, (int, float, str)) for value in (there, here))
+        found.append(f"{key} is {there} there and {here} here" if short else f"{key} differ")
+    return found
