@@ -38,7 +38,7 @@ def load_model(
     Raises:
         ModelError: If either cannot be loaded.
     """
-    wanted = _dtype(dtype)
+    wanted = as_dtype(dtype)
     where = device or ("cuda" if torch.cuda.is_available() else "cpu")
     remote = {"trust_remote_code": trust_remote_code}
     try:
@@ -64,7 +64,8 @@ def load_config(name: str | Path, *, trust_remote_code: bool = False) -> Any:
         raise _cannot_load(name, error) from error
 
 
-def _dtype(dtype: str | torch.dtype) -> str | torch.dtype:
+def as_dtype(dtype: str | torch.dtype) -> str | torch.dtype:
+    """A dtype by its name, ``"auto"`` as it is; raises `ModelError` for other names."""
     if isinstance(dtype, torch.dtype):
         return dtype
     if dtype not in DTYPES:
