@@ -1,0 +1,188 @@
+"""``kvpolicy ablate``: policies at several budgets on one model, resumable at every sample.
+
+With ``--json``, on stdout: ``{"folder", "run", "table"}``, where ``run`` is the manifest's
+and ``table`` the list that is also in ``table.json``.
+"""
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import attrs
+import typer
+
+from kvpolicy.cli.console import say, write, write_json
+from kvpolicy.cli.options import (
+    Device,
+    Dtype,
+    Json,
+    Overrides,
+    Plugins,
+    TrustRemoteCode,
+    counts,
+    register_plugins,
+    words,
+)
+
+if TYPE_CHECKING:
+    from kvpolicy.lab.ablate import Comparison
+    from kvpolicy.lab.pool import Pool
+    from kvpolicy.lab.store import Store
+    from kvpolicy.lab.table import Row
+
+app = typer.Typer(add_completion=False, rich_markup_mode=None)
+
+SOME_FAILED = 1
+INTERRUPTED = 130
+
+
+@app.command()
+def ablate(
+    preset: Annotated[
+        str | None,
+        typer.Option(metavar="NAME|FILE", help="What to compare. [default: baselines]"),
+    ] = None,
+    policies: Annotated[
+        str | None,
+        typer.Option(metavar="NAME,...", help="Policies to compare instead; in A+B, B wraps A."),
+    ] = None,
+    plan: Annotated[
+        list[Path] | None,
+        typer.Option(metavar="FILE", help="A plan to compare; may be repeated."),
+    ] = None,
+    budgets: Annotated[
+        str | None, typer.Option(metavar="N,...", help="Rows that stay per layer and KV head.")
+    ] = None,
+    buffer: Annotated[
+        int | None, typer.Option(min=1, help="Rows that may join before a compaction.")
+    ] = None,
+    model: Annotated[
+        str | None,
+        typer.Option(metavar="NAME|FOLDER", help="'reasoner', a hub id or a local folder."),
+    ] = None,
+    n: Annotated[int | None, typer.Option("--n", min=1, help="Problems for each cell.")] = None,
+    seed: Annotated[int | None, typer.Option(min=0, help="Chooses the problems.")] = None,
+    slots: Annotated[int | None, typer.Option(min=1, help="Samples decoded together.")] = None,
+    max_new_tokens: Annotated[
+        int | None, typer.Option(min=1, help="The most tokens a sample may generate.")
+    ] = None,
+    workers: Annotated[
+        int | None,
+        typer.Option(min=1, help="Cells run side by side. [default: small models: one per core]"),
+    ] = None,
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FOLDER",
+            help="Results folder. [default: kvpolicy-ablate/NAME, one for the same settings]",
+        ),
+    ] = None,
+    overrides: Overrides = None,
+    plugin: Plugins = None,
+    dtype: Dtype = "auto",
+    device: Device = None,
+    trust_remote_code: TrustRemoteCode = False,
+    json: Json = False,
+) -> None:
+    """Compare policies at several budgets: accuracy, length, memory and speed.
+
+    Without arguments: the full cache against published policies on the bundled reasoner.
+    Interrupted, the same command goes on where it stopped.
+    """
+    budget_list, stacks = counts("--budgets", budgets), words(policies)
+    register_plugins(plugin)
+    # Imported here: all this brings torch along.
+    from kvpolicy.lab import setup
+    from kvpolicy.lab.processes import stay_forkable
+    from kvpolicy.lab.store import Store
+
+    chosen = setup.choose(
+        preset, policies=stacks, plans=plan or [], budgets=budget_list, buffer=buffer
+    )
+    chosen = attrs.evolve(
+        chosen,
+        model=chosen.model if model is None else model,
+        n=n or chosen.n,
+        seed=chosen.seed if seed is None else seed,
+        slots=slots or chosen.slots,
+        max_new_tokens=max_new_tokens or chosen.max_new_tokens,
+    )
+    stay_forkable()
+    comparison = setup.prepare(
+        chosen,
+        overrides=overrides or [],
+        dtype=dtype,
+        device=device,
+        trust_remote_code=trust_remote_code,
+    )
+    num_workers = setup.num_workers(comparison, workers)
+    folder = output or setup.default_folder(chosen, comparison)
+    with (
+        setup.open_pool(comparison, num_workers) as pool,
+        Store(folder, comparison.to_dict()) as store,
+    ):
+        rows = _run(comparison, store, pool, num_workers)
+        _show(comparison, store, rows, json=json)
+    if any(row.num_errors for row in rows):
+        raise typer.Exit(SOME_FAILED)
+
+
+def _run(comparison: "Comparison", store: "Store", pool: "Pool", workers: int) -> "list[Row]":
+    from kvpolicy.lab.publish import publish
+    from kvpolicy.lab.session import describe_session
+
+    try:
+        num_left = comparison.num_left(store.samples)
+        if num_left:
+            store.begin(describe_session(["kvpolicy", *sys.argv[1:]], workers=workers))
+        for note in store.notes:
+            say(note)
+        _say_what_is_done(comparison, store, num_left)
+        if num_left:
+            _follow(comparison, store, pool)
+        return publish(comparison, store)
+    except KeyboardInterrupt:
+        num_done = comparison.num_samples - comparison.num_left(store.samples)
+        say(
+            f"interrupted; {num_done} of {comparison.num_samples} samples are kept in "
+            f"{store.folder}, and the same command goes on from there."
+        )
+        raise typer.Exit(INTERRUPTED) from None
+
+
+def _say_what_is_done(comparison: "Comparison", store: "Store", num_left: int) -> None:
+    total = comparison.num_samples
+    if not num_left:
+        say(f"all {total} samples are in {store.folder} already; nothing is computed again.")
+    elif num_left < total:
+        say(f"going on in {store.folder}: {total - num_left} of {total} samples are there.")
+    else:
+        say(f"{len(comparison.cells)} cells, {total} samples, into {store.folder}.")
+
+
+def _follow(comparison: "Comparison", store: "Store", pool: "Pool") -> None:
+    from kvpolicy.cli.progress import open_progress
+    from kvpolicy.cli.tally import Tally
+    from kvpolicy.lab.ablate import run
+
+    tally = Tally(comparison, store)
+    with open_progress(comparison.num_samples, tally.num_done) as progress:
+        for event in run(comparison, store, pool):
+            tally.count(event)
+            line = tally.cell_line(event)
+            if line:
+                progress.keep(line)
+            progress.show(tally.state_line(), tally.num_done)
+
+
+def _show(comparison: "Comparison", store: "Store", rows: "list[Row]", *, json: bool) -> None:
+    from kvpolicy.cli.rows import table
+    from kvpolicy.lab.table import to_json
+
+    if json:
+        write_json(
+            {"folder": str(store.folder), "run": comparison.to_dict(), "table": to_json(rows)}
+        )
+        return
+    write(table(rows) + "\n")
+    say(f"table, plots, samples and manifest are in {store.folder}.")

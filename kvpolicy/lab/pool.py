@@ -1,0 +1,70 @@
+"""Who runs the cells of a comparison: this process, or several with one thread each.
+
+A small model leaves most of a processor idle when two threads share one matrix product;
+two processes with a cell each are nearly twice as fast.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Protocol
+
+import attrs
+
+from kvpolicy.results import Result, RunReport
+
+
+@attrs.frozen
+class Job:
+    """Part of a comparison.
+
+    Attributes:
+        cell: Number of the cell.
+        items: Places of the items to be done in it.
+    """
+
+    cell: int
+    items: tuple[int, ...]
+
+
+@attrs.frozen
+class ItemDone:
+    """One item of a job has its result."""
+
+    job: Job
+    item: int
+    result: Result
+
+
+@attrs.frozen
+class JobDone:
+    """All items of a job have their results."""
+
+    job: Job
+    report: RunReport
+    elapsed_s: float
+
+
+News = ItemDone | JobDone
+Serve = Callable[[Job], Iterator[News]]
+
+
+class Pool(Protocol):
+    """Something that can do jobs."""
+
+    def serve(self, jobs: Sequence[Job]) -> Iterator[News]:
+        """Do jobs, not necessarily in order, and tell what happens as it happens."""
+
+
+@attrs.frozen
+class ThisProcess:
+    """Does one job after the other.
+
+    Attributes:
+        serve_job: Does one job.
+    """
+
+    serve_job: Serve
+
+    def serve(self, jobs: Sequence[Job]) -> Iterator[News]:
+        """Do jobs in order."""
+        for job in jobs:
+            yield from self.serve_job(job)

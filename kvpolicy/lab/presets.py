@@ -1,0 +1,117 @@
+"""Ready-made comparisons: TOML files that packages bring along, found by entry point.
+
+An entry point of the group ``kvpolicy.presets`` gives a name to a package, whose folder holds
+``NAME.toml`` with the fields of `Preset`.
+"""
+
+import tomllib
+from importlib.metadata import EntryPoint, entry_points
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import attrs
+import cattrs
+from attrs.validators import deep_iterable, ge, min_len
+
+from kvpolicy.discovery import nearest
+from kvpolicy.errors import KVPolicyError
+from kvpolicy.planfile import first_problem
+
+GROUP = "kvpolicy.presets"
+DEFAULT_PRESET = "baselines"
+
+
+@attrs.frozen
+class Series:
+    """One line of a comparison: a plan, run at every budget.
+
+    Attributes:
+        label: What tables and plots call it.
+        plan: What a plan file would say, without the budget.
+    """
+
+    label: str
+    plan: dict[str, Any]
+
+
+@attrs.frozen
+class Preset:
+    """A comparison, ready to run.
+
+    Attributes:
+        model: ``reasoner``, a hub id or a local folder.
+        task: Name of the task.
+        n: Items of the task for each cell.
+        seed: Chooses the items.
+        max_new_tokens: The most tokens a sample may generate.
+        slots: Samples decoded together.
+        budgets: Budgets at which every series is run.
+        buffer: Rows that may join before the next compaction.
+        series: What is compared, the reference first.
+        name: What the user typed.
+    """
+
+    model: str
+    task: str
+    n: int = attrs.field(validator=ge(1))
+    seed: int
+    max_new_tokens: int = attrs.field(validator=ge(1))
+    slots: int = attrs.field(validator=ge(1))
+    budgets: tuple[int, ...] = attrs.field(
+        validator=[min_len(1), deep_iterable(ge(1))],
+    )
+    buffer: int = attrs.field(validator=ge(1))
+    series: tuple[Series, ...] = attrs.field(validator=min_len(1))
+    name: str = ""
+
+
+def load_preset(name_or_path: str) -> Preset:
+    """Read a preset.
+
+    Args:
+        name_or_path: Name of an installed preset, or path of a TOML file.
+
+    Returns:
+        The preset.
+
+    Raises:
+        KVPolicyError: There is no such preset, or it cannot be read or makes no sense.
+    """
+    path = Path(name_or_path)
+    if path.suffix == ".toml":
+        return _structure(_read(path), path.stem)
+    points = {point.name: point for point in entry_points(group=GROUP)}
+    if name_or_path not in points:
+        msg = f"no preset is named '{name_or_path}'{nearest(name_or_path, sorted(points))}"
+        raise KVPolicyError(msg)
+    return _structure(_read_installed(points[name_or_path]), name_or_path)
+
+
+def _read_installed(point: EntryPoint) -> dict[str, Any]:
+    try:
+        folder = files(point.value)
+    except (ImportError, TypeError) as error:
+        msg = f"preset '{point.name}' is broken: its package {point.value} cannot be imported."
+        raise KVPolicyError(msg) from error
+    return _read(Path(str(folder / f"{point.name}.toml")))
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        msg = f"preset {path} cannot be read: {error.strerror}."
+        raise KVPolicyError(msg) from error
+    except ValueError as error:
+        msg = f"preset {path} is not valid TOML: {error}."
+        raise KVPolicyError(msg) from error
+
+
+def _structure(data: dict[str, Any], name: str) -> Preset:
+    converter = cattrs.Converter(forbid_extra_keys=True)
+    try:
+        return attrs.evolve(converter.structure(data, Preset), name=name)
+    except cattrs.BaseValidationError as error:
+        msg = f"preset '{name}': {first_problem(error)}."
+        raise KVPolicyError(msg) from error

@@ -1,0 +1,90 @@
+"""What an ablation asks a model, and how it tells a right answer from a wrong one."""
+
+import difflib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
+
+import attrs
+
+from kvpolicy.errors import KVPolicyError
+
+
+@attrs.frozen
+class Item:
+    """One question of a task.
+
+    Attributes:
+        index: Number of the item in its task and seed, from 0.
+        prompt: What the model is given, ready to be tokenized.
+        answer: What a right text contains, in the words of the task's grader.
+        facets: What a report may group by, such as the difficulty.
+    """
+
+    index: int
+    prompt: str
+    answer: str
+    facets: Mapping[str, int | str] = attrs.field(factory=dict)
+
+
+class Task(Protocol):
+    """A set of questions with a grader."""
+
+    @property
+    def name(self) -> str:
+        """What the user types."""
+
+    def items(self, n: int, *, seed: int) -> Sequence[Item]:
+        """Draw ``n`` items; the same arguments give the same items."""
+
+    def grade(self, text: str, item: Item) -> bool:
+        """Tell whether the generated ``text`` answers ``item``."""
+
+
+@attrs.frozen
+class ReasonerTask:
+    """The bundled reasoner's held-out problems."""
+
+    name: str = "reasoner"
+
+    def items(self, n: int, *, seed: int) -> Sequence[Item]:
+        """Draw ``n`` problems of the test split."""
+        from kvpolicy.lab.reasoner.task import make_problems
+
+        return [
+            Item(
+                index=index,
+                prompt=problem.prompt,
+                answer=problem.answer,
+                facets={"depth": problem.depth, "num_facts": problem.num_facts},
+            )
+            for index, problem in enumerate(make_problems(n, seed=seed, split="test"))
+        ]
+
+    def grade(self, text: str, item: Item) -> bool:
+        """Tell whether the last box of ``text`` holds the answer."""
+        from kvpolicy.lab.reasoner.task import extract_answer
+
+        return extract_answer(text) == item.answer
+
+
+_TASKS: dict[str, Callable[[], Task]] = {"reasoner": ReasonerTask}
+
+
+def load_task(name: str) -> Task:
+    """Find a task by its name.
+
+    Args:
+        name: Name of a task.
+
+    Returns:
+        The task.
+
+    Raises:
+        KVPolicyError: There is no such task.
+    """
+    if name not in _TASKS:
+        near = difflib.get_close_matches(name, _TASKS)
+        hint = f"did you mean {near[0]}? " if near else ""
+        msg = f"no task named {name!r}; {hint}Tasks: {', '.join(sorted(_TASKS))}."
+        raise KVPolicyError(msg)
+    return _TASKS[name]()
