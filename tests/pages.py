@@ -68,6 +68,7 @@ class Page:
         monkeypatch.chdir(folder)
         monkeypatch.syspath_prepend(str(folder))
         monkeypatch.setattr(discovery, "_from_files", {})
+        monkeypatch.setenv("COLUMNS", "80")  # help texts are wrapped
 
     def follow(self, *, slow: bool = False) -> None:
         """Run every block, and compare what is printed with what the page says."""

@@ -2,6 +2,7 @@
 
 import inspect
 import re
+from importlib import import_module
 from importlib.metadata import entry_points
 from pathlib import Path
 
@@ -9,8 +10,10 @@ import attrs
 import pytest
 import tiny
 from pages import Block, Page, blocks_of
+from typer.main import get_command
 
 from kvpolicy import Engine, Plan, discovery, hookspecs
+from kvpolicy.cli.commands import COMMANDS
 from kvpolicy.describe import describe
 
 ROOT = Path(__file__).parents[2]
@@ -124,6 +127,20 @@ def test_every_key_of_a_plan_is_documented() -> None:
     for text, cls in ((plan_keys, Plan), (group_keys, Plan.__annotations__["layers"].__args__[0])):
         fields = {field.name for field in attrs.fields(cls)} - {"name"}
         assert set(re.findall(r"^\| `(\w+)` \|", text, re.M)) == fields
+
+
+# The reference of commands
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_a_command_is_documented_with_all_its_options(name: str) -> None:
+    """The page shows what ``--help`` prints; that it is true is tested where pages run."""
+    module, _ = COMMANDS[name]
+    inner = getattr(get_command(import_module(module).app), "commands", None)
+    commands = [f"kvpolicy {name} {sub}" for sub in inner] if inner else [f"kvpolicy {name}"]
+    text = (DOCS / "reference" / "cli.md").read_text(encoding="utf-8")
+    for command in commands:
+        assert f"```sh\n{command} --help\n```\n\n```text\nUsage: {command} " in text
 
 
 # The README
