@@ -48,12 +48,17 @@ def load_model(
         tokenizer = AutoTokenizer.from_pretrained(name, **remote)
     except (OSError, ValueError, KeyError, ImportError) as error:
         raise _cannot_load(name, error) from error
+    return move(model.eval(), where), tokenizer
+
+
+def move(model: PreTrainedModel, device: str) -> PreTrainedModel:
+    """Put a model on a device; raises `ModelError` if it cannot be."""
     try:
-        model.to(where)  # type: ignore[arg-type] # transformers wraps it and loses its self
-        return model.eval(), tokenizer
+        model.to(device)  # type: ignore[arg-type] # transformers wraps it and loses its self
     except (RuntimeError, AssertionError) as error:
-        msg = f"model '{name}' cannot be put on device '{where}': {_first_line(error)}"
+        msg = f"the model cannot be put on device '{device}': {_first_line(error)}"
         raise ModelError(msg) from error
+    return model
 
 
 def load_config(name: str | Path, *, trust_remote_code: bool = False) -> Any:
