@@ -92,8 +92,8 @@ class Engine:
         Returns:
             A run. Nothing is computed before it is iterated over.
         """
-        if isinstance(prompts, str):
-            msg = f"generate() was given one text, {prompts[:40]!r}; give a list of prompts"
+        if isinstance(prompts, (str, Request)):
+            msg = f"generate() was given one prompt, {prompts!r:.60}; give a list of prompts"
             raise KVPolicyError(msg)
         prompts = list(prompts)
         drawing = [sampling] * len(prompts) if isinstance(sampling, Sampling) else list(sampling)

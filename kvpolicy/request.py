@@ -1,5 +1,6 @@
 """What a caller asks for: a prompt, how far to go, how to sample, when to stop."""
 
+import operator
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -71,8 +72,16 @@ def _texts(stop: str | Iterable[str]) -> tuple[str, ...]:
     return texts
 
 
-def _ids(stop_ids: Iterable[int] | None) -> tuple[int, ...] | None:
-    return None if stop_ids is None else tuple(stop_ids)
+def _ids(stop_ids: int | Iterable[int] | None) -> tuple[int, ...] | None:
+    """One id or several."""
+    if stop_ids is None:
+        return None
+    ids = tuple(stop_ids) if isinstance(stop_ids, Iterable) else (stop_ids,)
+    try:
+        return tuple(operator.index(token) for token in ids)
+    except TypeError:
+        msg = f"stop_ids were given as {ids!r}; whole token ids are wanted"
+        raise KVPolicyError(msg) from None
 
 
 @attrs.frozen

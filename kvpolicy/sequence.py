@@ -1,5 +1,6 @@
 """One request while it is being served: its tokens, its slot, what it has cost so far."""
 
+import operator
 import time
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -109,7 +110,7 @@ def encode(prompt: str | Sequence[int], tokenizer: Any, vocab_size: int) -> tupl
             msg = "the prompt is text, but the engine has no tokenizer; give token ids"
             raise RequestError(msg)
         ids = tuple(tokenizer(prompt)["input_ids"])
-    elif isinstance(prompt, Iterable):
+    elif isinstance(prompt, Iterable) and not isinstance(prompt, bytes):
         ids = tuple(_token_id(token) for token in prompt)
     else:
         msg = f"the prompt is {prompt!r}; text or a list of token ids is wanted"
@@ -126,7 +127,7 @@ def encode(prompt: str | Sequence[int], tokenizer: Any, vocab_size: int) -> tupl
 
 def _token_id(token: object) -> int:
     try:
-        return token.__index__()  # type: ignore[attr-defined]
-    except AttributeError:
+        return operator.index(token)  # type: ignore[arg-type]
+    except TypeError:
         msg = f"the prompt holds {token!r}; text or whole token ids are wanted"
         raise RequestError(msg) from None
