@@ -2,15 +2,17 @@
 
 from collections import Counter
 
+import attrs
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from recorder import Record, Recorder
 from strategies import plans, prompts
 from tiny import FAMILIES, shared_model
+from torch import Tensor
 from transformers import DynamicCache
 
-from kvpolicy import Engine, Plan
+from kvpolicy import Engine, Plan, hookimpl
 
 NUM_LAYERS = 2
 NUM_KV_HEADS, HEAD_DIM = 2, 8
@@ -168,3 +170,36 @@ def test_snapkv_as_published_compacts_once_when_the_prompt_is_in() -> None:
     (record,) = recorder.records
     assert [one.seq_len for one in record.of_layer(0)] == [30]
     assert (result.compactions, result.peak_rows) == (1, 10 + 24 if 10 + 24 > 30 else 30)
+
+
+@attrs.define(eq=False)
+class Due:
+    """Always of the same opinion."""
+
+    answer: bool
+
+    @hookimpl
+    def due(self, num_rows: Tensor) -> Tensor:
+        return torch.full_like(num_rows, self.answer, dtype=torch.bool)
+
+
+def compacted_at(due: bool, *, prompt_len: int, new_tokens: int, chunk: int) -> list[int]:
+    """Tokens seen at each compaction, with a budget of 6 and a buffer of 10."""
+    recorder = Recorder()  # itself checks that something has to leave
+    plan = Plan.uniform("streaming", Due(due), recorder, budget=6, buffer=10)
+    engine = Engine(shared_model(num_layers=1), plan=plan, chunk=chunk)
+    engine.generate([[3] * prompt_len], max_new_tokens=new_tokens).results()
+    return [one.seq_len for record in recorder.records for one in record.compactions]
+
+
+def test_a_sequence_within_its_budget_is_not_compacted_however_due() -> None:
+    assert compacted_at(True, prompt_len=3, new_tokens=8, chunk=512) == [7, 8, 9]
+
+
+def test_a_prompt_that_is_not_in_yet_is_not_due_unless_its_slab_is_full() -> None:
+    assert compacted_at(True, prompt_len=14, new_tokens=3, chunk=4) == [14, 15]
+    assert compacted_at(True, prompt_len=20, new_tokens=2, chunk=4) == [16, 20]
+
+
+def test_a_full_slab_is_compacted_although_no_policy_thinks_so() -> None:
+    assert compacted_at(False, prompt_len=3, new_tokens=40, chunk=512) == [16, 26, 36]

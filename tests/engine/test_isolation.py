@@ -4,6 +4,7 @@ In double precision: batches of another shape add up in another order, and in fp
 may tip an eviction between two rows of almost equal score.
 """
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -97,3 +98,19 @@ def test_samples_of_a_row_do_not_depend_on_its_neighbours(
     for prompt, sampling, result in zip(prompts, how, batch, strict=True):
         (alone,) = engine.generate([prompt], max_new_tokens=12, sampling=sampling).results()
         assert told(result) == told(alone)
+
+
+@pytest.mark.parametrize("head_start", [1, 2, 3, 4, 5])
+def test_a_long_prompt_is_fed_in_the_same_chunks_beside_a_half_full_neighbour(
+    head_start: int,
+) -> None:
+    # The first neighbour holds its slot; when the second leaves, the first has any number of
+    # free rows, and the long prompt that is admitted then must not mind.
+    long = [(7 * i + 3) % 61 for i in range(45)]
+    requests = [Request([1, 2, 3], 30), Request([4] * 9, head_start), Request(long, 10)]
+    plan = Plan.uniform("rkv", budget=12, buffer=5)
+    engine = Engine(shared_model(dtype=torch.float64), plan=plan, slots=2)
+    together = engine.generate(requests).results()[2]
+    (alone,) = engine.generate(requests[2:]).results()
+    assert told(together) == told(alone)
+    assert alone.compactions > 5

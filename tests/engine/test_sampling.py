@@ -62,6 +62,12 @@ def test_the_filters_are_those_of_transformers(seed: int, how: Sampling) -> None
     torch.testing.assert_close(by_token(logits, [how] * 3), theirs)
 
 
+@pytest.mark.parametrize(("top_p", "num"), [(0.25, 1), (0.26, 2), (0.5, 2), (0.75, 3), (1.0, 4)])
+def test_the_nucleus_is_the_smallest_set_that_reaches_top_p(top_p: float, num: int) -> None:
+    likely, _ = probabilities(torch.zeros(1, 4), [Sampling(temperature=1.0, top_p=top_p)])
+    assert int((likely > 0).sum()) == num
+
+
 @given(seeds, seeds)
 def test_greedy_takes_the_likeliest_token_and_no_randomness(seed: int, draw_seed: int) -> None:
     logits = logits_of(seed, 3)
