@@ -10,11 +10,48 @@ from collections.abc import Iterable
 import attrs
 
 MAX_VALUE = 20
-NAMES = (
-    "rent fuel tea milk rice salt corn wool silk iron gold tin coal wood sand clay glass paper ink"
-    " rope oil soap wax fish meat bread cake honey sugar plum pear fig oak pine birch rose lily"
-    " moss fern hay"
-).split()
+NAMES = [
+    "rent",
+    "fuel",
+    "tea",
+    "milk",
+    "rice",
+    "salt",
+    "corn",
+    "wool",
+    "silk",
+    "iron",
+    "gold",
+    "tin",
+    "coal",
+    "wood",
+    "sand",
+    "clay",
+    "glass",
+    "paper",
+    "ink",
+    "rope",
+    "oil",
+    "soap",
+    "wax",
+    "fish",
+    "meat",
+    "bread",
+    "cake",
+    "honey",
+    "sugar",
+    "plum",
+    "pear",
+    "fig",
+    "oak",
+    "pine",
+    "birch",
+    "rose",
+    "lily",
+    "moss",
+    "fern",
+    "hay",
+]
 
 _CONSTANTS = range(1, 10)
 
@@ -111,9 +148,7 @@ def _leaf(rng: random.Random, name: str) -> Fact:
     return Fact(name, rng.randint(0, MAX_VALUE))
 
 
-def _chain_step(
-    rng: random.Random, names: list[str], chain: list[Fact], sides: list[Fact]
-) -> Fact:
+def _chain_step(rng: random.Random, names: list[str], chain: list[Fact], sides: list[Fact]) -> Fact:
     """Draw the next member of the chain; a new side leaf, if any, is added to ``sides``."""
     previous = chain[-1]
     name = names.pop()
@@ -136,9 +171,7 @@ def _chain_step(
     return derived
 
 
-def _distractor(
-    rng: random.Random, name: str, needed: list[Fact], distractors: list[Fact]
-) -> Fact:
+def _distractor(rng: random.Random, name: str, needed: list[Fact], distractors: list[Fact]) -> Fact:
     """Draw a fact that nothing needs.
 
     Names the answer depends on appear only as *second* operands. As first operands they would turn

@@ -1,10 +1,23 @@
 """The bundled reasoner: a 0.8 M parameter Qwen2 and the folder that holds its trained weights."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
-from transformers import GenerationConfig, Qwen2Config, Qwen2ForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+)
+from transformers.utils import logging
 
+from kvpolicy.errors import ModelError
+from kvpolicy.lab.reasoner.lookback import look_back
 from kvpolicy.lab.reasoner.tokenizer import build_tokenizer
 
 
@@ -15,6 +28,44 @@ def bundled_path() -> Path:
         A folder for ``AutoModelForCausalLM.from_pretrained`` and ``AutoTokenizer``.
     """
     return Path(__file__).parent / "weights"
+
+
+def load_reasoner(
+    folder: Path | None = None,
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """Load a trained reasoner for evaluation, in float32.
+
+    Args:
+        folder: A folder that training exported; the bundled one if not given.
+
+    Returns:
+        The model and its tokenizer.
+
+    Raises:
+        ModelError: The folder holds no model.
+    """
+    folder = bundled_path() if folder is None else folder
+    if not (folder / "config.json").is_file():
+        msg = (
+            f"no trained reasoner in {folder}; expected a folder with config.json,"
+            " model.safetensors and tokenizer.json, as 'kvpolicy reasoner train' writes it."
+        )
+        raise ModelError(msg)
+    with no_progress_bars():
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    return model.eval(), AutoTokenizer.from_pretrained(folder)
+
+
+@contextmanager
+def no_progress_bars() -> Iterator[None]:
+    """Silence transformers' progress bars, which outlive a model of this size."""
+    were_on = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if were_on:
+            logging.enable_progress_bar()
 
 
 def new_model(seed: int) -> Qwen2ForCausalLM:
@@ -45,5 +96,6 @@ def new_model(seed: int) -> Qwen2ForCausalLM:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = Qwen2ForCausalLM(config)
+    look_back(model)
     model.generation_config = GenerationConfig(do_sample=False, max_new_tokens=700, **tokens)
     return model

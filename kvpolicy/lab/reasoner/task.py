@@ -21,7 +21,7 @@ _HELD_OUT: dict[int, Split] = {0: "test", 1: "tune"}
 
 @attrs.frozen
 class Problem:
-    """One question with its reference trace.
+    r"""One question with its reference trace.
 
     Attributes:
         prompt: The facts and the question, up to and with ``<think>\\n\\n``.
@@ -116,8 +116,8 @@ def make_problems(
 def split_of(prompt: str) -> Split:
     """Tell which split a prompt belongs to.
 
-    The facts are sorted before they are hashed, so that no split holds a reordering of another
-    split's prompt either.
+    All facts but the first are sorted before they are hashed, so that a prompt and the same
+    prompt with those facts in another order belong to one split.
 
     Args:
         prompt: A prompt of this task.
@@ -131,7 +131,7 @@ def split_of(prompt: str) -> Split:
 
 
 def extract_answer(text: str) -> str | None:
-    """Read the last balanced ``\\boxed{...}`` of a text.
+    r"""Read the last balanced ``\\boxed{...}`` of a text.
 
     Args:
         text: A generated trace.

@@ -1,4 +1,4 @@
-"""The bundled reasoner's tokenizer: one token per word, number or mark, with an exact round trip."""
+"""The bundled reasoner's tokenizer: a token per word, number or mark; the round trip is exact."""
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
@@ -14,10 +14,28 @@ _CONTROL = (PAD, EOS, UNK, "<|user|>", "<|assistant|>")
 # Not special: like the tokens of R1 models, they survive `skip_special_tokens`.
 _THINK = ("<think>", "</think>")
 _MARKS = (NEWLINES, "\\boxed{", "}", ".", ",", ":", "?", " =", " +", " -")
-_OPENERS = "First And Now Wait Alternatively Hmm Just Again So".split()
-_WORDS = (
-    "What is needs so let me double-check redo it look back to be thorough go over again the answer"
-).split()
+_OPENERS = ["First", "And", "Now", "Wait", "Alternatively", "Hmm", "Just", "Again", "So"]
+_WORDS = [
+    "What",
+    "is",
+    "needs",
+    "so",
+    "let",
+    "me",
+    "double-check",
+    "redo",
+    "it",
+    "look",
+    "back",
+    "to",
+    "be",
+    "thorough",
+    "go",
+    "over",
+    "again",
+    "the",
+    "answer",
+]
 _MAX_NUMBER = 30
 # The leading space belongs to the word, so that decoding is plain concatenation.
 _PATTERN = r"\n\n|\\boxed\{| ?[A-Za-z]+(?:-[A-Za-z]+)?| ?[0-9]+| ?[=+\-]|[.,:?}]"
@@ -34,7 +52,10 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(_PATTERN), behavior="isolated")
     tokenizer.decoder = decoders.Fuse()
     tokenizer.add_special_tokens([AddedToken(t, normalized=False) for t in _CONTROL])
-    tokenizer.add_tokens([AddedToken(t, normalized=False) for t in _THINK])
+    # AutoTokenizer takes every Qwen2 model for one with Qwen's byte-level BPE and rebuilds the
+    # splitting rules accordingly. Added tokens are matched before any rule, so that declaring all
+    # of them makes the tokenizer mean the same under whichever class it is loaded.
+    tokenizer.add_tokens([AddedToken(t, normalized=False) for t in _tokens() if t not in _CONTROL])
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         eos_token=EOS,

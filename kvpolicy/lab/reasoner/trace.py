@@ -17,7 +17,7 @@ _LONG_CHAIN = 6
 
 
 def write_trace(rng: random.Random, sheet: FactSheet) -> str:
-    """Write one reasoning trace.
+    r"""Write one reasoning trace.
 
     Args:
         rng: Decides which re-checks are made.

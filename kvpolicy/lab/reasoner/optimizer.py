@@ -1,0 +1,104 @@
+"""Two optimisers and one learning rate: Muon for matrices, AdamW for everything else."""
+
+import math
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+PEAK_LR = 4e-3
+
+_WARM_UP = 0.02
+_DECAY_FROM = 0.45
+_MUON_WEIGHT_DECAY = 0.01
+_CLIP_NORM = 1.0
+_STATE_KEYS = ("momentum_buffer", "exp_avg", "exp_avg_sq", "step")
+
+
+def learning_rate(step: int, num_steps: int) -> float:
+    """Return the learning rate of a step: a short warm-up, a plateau, then a line to zero.
+
+    Args:
+        step: Which step, from 0.
+        num_steps: Steps of the whole run.
+
+    Returns:
+        The rate that both optimisers use.
+    """
+    warm_up = max(1, math.ceil(_WARM_UP * num_steps))
+    rising = (step + 1) / warm_up
+    falling = (num_steps - step) / (num_steps * (1 - _DECAY_FROM))
+    return PEAK_LR * min(1.0, rising, falling)
+
+
+class ReasonerOptimizer:
+    """Steps float32 parameters with Muon and AdamW, and can be saved and restored exactly."""
+
+    def __init__(self, parameters: Mapping[str, nn.Parameter], num_steps: int) -> None:
+        """Sort the parameters between the two optimisers.
+
+        Args:
+            parameters: The float32 parameters by name.
+            num_steps: Steps of the whole run.
+        """
+        self._parameters = dict(parameters)
+        self._num_steps = num_steps
+        matrices = [p for name, p in parameters.items() if _is_matrix(name, p)]
+        others = [p for name, p in parameters.items() if not _is_matrix(name, p)]
+        self._optimizers: list[torch.optim.Optimizer] = [
+            torch.optim.Muon(
+                matrices,
+                lr=PEAK_LR,
+                weight_decay=_MUON_WEIGHT_DECAY,
+                adjust_lr_fn="match_rms_adamw",
+            ),
+            torch.optim.AdamW(others, lr=PEAK_LR, betas=(0.9, 0.98), weight_decay=0.0),
+        ]
+
+    def step(self, step: int) -> float:
+        """Clip the gradients that lie in the parameters, and update the parameters.
+
+        Args:
+            step: Which step, from 0; it decides the learning rate.
+
+        Returns:
+            The learning rate that was used.
+        """
+        nn.utils.clip_grad_norm_(self._parameters.values(), _CLIP_NORM)
+        rate = learning_rate(step, self._num_steps)
+        for optimizer in self._optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = rate
+            optimizer.step()
+        return rate
+
+    def state(self) -> dict[str, Tensor]:
+        """Return the running averages of both optimisers.
+
+        Returns:
+            The tensors, under ``<key>.<parameter name>``.
+        """
+        tensors = {}
+        for name, parameter in self._parameters.items():
+            for optimizer in self._optimizers:
+                for key, value in optimizer.state.get(parameter, {}).items():
+                    tensors[f"{key}.{name}"] = value
+        return tensors
+
+    def load_state(self, tensors: Mapping[str, Tensor]) -> None:
+        """Take over what `state` returned.
+
+        Args:
+            tensors: The saved running averages.
+        """
+        for name, parameter in self._parameters.items():
+            optimizer = self._optimizers[0 if _is_matrix(name, parameter) else 1]
+            optimizer.state[parameter] = {
+                key: tensors[f"{key}.{name}"].clone()
+                for key in _STATE_KEYS
+                if f"{key}.{name}" in tensors
+            }
+
+
+def _is_matrix(name: str, parameter: Tensor) -> bool:
+    return parameter.ndim == 2 and "embed" not in name
