@@ -107,7 +107,7 @@ def ablate(
         slots=slots or chosen.slots,
         max_new_tokens=max_new_tokens or chosen.max_new_tokens,
     )
-    stay_forkable()
+    threads = stay_forkable()
     comparison = setup.prepare(
         chosen,
         overrides=overrides or [],
@@ -118,7 +118,7 @@ def ablate(
     num_workers = setup.num_workers(comparison, workers)
     folder = output or setup.default_folder(chosen, comparison)
     with (
-        setup.open_pool(comparison, num_workers) as pool,
+        setup.open_pool(comparison, num_workers, threads=threads) as pool,
         Store(folder, comparison.to_dict()) as store,
     ):
         rows = _run(comparison, store, pool, num_workers)

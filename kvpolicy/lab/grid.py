@@ -7,7 +7,7 @@ from typing import Any
 
 import attrs
 
-from kvpolicy.errors import PlanError
+from kvpolicy.errors import BudgetError, PlanError
 from kvpolicy.lab.presets import Series
 from kvpolicy.plan import Plan
 from kvpolicy.planfile import read as read_plan
@@ -101,11 +101,10 @@ def build_cells(
     cells: dict[str, Cell] = {}
     for one in series:
         mine = [override for override in overrides if _concerns(one, override)]
-        for budget in budgets if "budget" not in one.plan else (None,):
+        is_open = _leaves_budget_open(one, num_layers, buffer, mine)
+        for budget in budgets if is_open else (None,):
             cell = _cell(one, num_layers, budget, buffer, mine)
             cells.setdefault(cell.digest, cell)
-            if cell.budget is None:
-                break
     return list(cells.values())
 
 
@@ -116,15 +115,9 @@ def _cell(
     buffer: int | None,
     overrides: Sequence[str],
 ) -> Cell:
-    open_fields = {"budget": budget, "buffer": buffer}
-    given = {key: value for key, value in open_fields.items() if value is not None}
-    name = f"plan '{series.label}'"
-    plan = Plan.from_dict(given | series.plan, overrides, name=name)
+    plan = _plan(series, budget, buffer, overrides)
     resolved = plan.resolve(num_layers)
     compacting = _compacting(resolved)
-    if not compacting and budget is not None:
-        # The budget changes nothing here, and must not change the digest either.
-        return _cell(series, num_layers, None, buffer, overrides)
     return Cell(
         series=series.label,
         budget=_mean(layer.budget for layer in compacting),
@@ -133,6 +126,25 @@ def _cell(
         resolved=resolved,
         digest=resolved.digest(),
     )
+
+
+def _plan(
+    series: Series, budget: int | None, buffer: int | None, overrides: Sequence[str]
+) -> Plan:
+    open_fields = {"budget": budget, "buffer": buffer}
+    given = {key: value for key, value in open_fields.items() if value is not None}
+    return Plan.from_dict(given | series.plan, overrides, name=f"plan '{series.label}'")
+
+
+def _leaves_budget_open(
+    series: Series, num_layers: int, buffer: int | None, overrides: Sequence[str]
+) -> bool:
+    """Whether a layer that compacts waits to be told its budget."""
+    try:
+        resolved = _plan(series, None, buffer, overrides).resolve(num_layers)
+    except BudgetError:
+        return True
+    return any(layer.budget is None for layer in _compacting(resolved))
 
 
 def _compacting(resolved: ResolvedPlan) -> list[LayerPlan]:

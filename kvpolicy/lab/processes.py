@@ -23,14 +23,19 @@ from kvpolicy.lab.pool import Job, JobDone, News, Serve
 CAN_FORK = sys.platform == "linux"
 
 
-def stay_forkable() -> None:
+def stay_forkable() -> int:
     """Compute with one thread from now on; to be called before anything is computed.
 
     The pool of threads that torch makes at the first use of a second one does not survive
     forking.
+
+    Returns:
+        The number of threads until now, for a process that does not fork in the end.
     """
+    before = torch.get_num_threads()
     if CAN_FORK:
         torch.set_num_threads(1)
+    return before
 
 
 class Processes:

@@ -148,7 +148,9 @@ def num_workers(comparison: Comparison, wanted: int | None) -> int:
     return min(num_cpus(), len(comparison.cells)) if can and num_parameters < _SMALL else 1
 
 
-def open_pool(comparison: Comparison, workers: int) -> AbstractContextManager[Pool]:
+def open_pool(
+    comparison: Comparison, workers: int, *, threads: int
+) -> AbstractContextManager[Pool]:
     """Make ready who runs the cells.
 
     With several workers, nothing may have been computed with more than one thread before:
@@ -156,7 +158,8 @@ def open_pool(comparison: Comparison, workers: int) -> AbstractContextManager[Po
 
     Args:
         comparison: What is run.
-        workers: Processes side by side; 1 means this one.
+        workers: Processes side by side, of one thread each; 1 means this one.
+        threads: Threads of this process, if it works alone.
 
     Returns:
         The pool, for a ``with`` block.
@@ -171,7 +174,7 @@ def open_pool(comparison: Comparison, workers: int) -> AbstractContextManager[Po
     )
     if workers > 1:
         return Processes(server.serve, workers)
-    torch.set_num_threads(num_cpus())
+    torch.set_num_threads(threads)
     return nullcontext(ThisProcess(server.serve))
 
 

@@ -12,6 +12,7 @@ A folder belongs to one run and holds::
 
 import json
 import os
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Self
 
@@ -51,21 +52,18 @@ class Store:
         """
         self.folder = folder
         self.notes: list[str] = []
-        _check_is_ours_or_new(folder, run)
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            self._lock = FolderLock(folder)
-            if _read_manifest(folder) is None:
-                _write_manifest(folder, run, [])
-        except OSError as error:
-            msg = f"output folder {folder} cannot be written: {error.strerror}."
-            raise OutputError(msg) from error
-        self._samples = self._open("samples.jsonl")
-        self._timings = self._open("timings.jsonl")
-        samples = [Sample.from_dict(record) for record in self._samples.records]
-        timings = [CellTiming.from_dict(record) for record in self._timings.records]
-        self.samples = {sample.key: sample for sample in samples}
-        self.timings = {timing.cell: timing for timing in timings}
+        with ExitStack() as undo:
+            self._lock = _take(folder, run)
+            undo.callback(self._lock.release)
+            self._samples = self._open("samples.jsonl")
+            undo.callback(self._samples.close)
+            self._timings = self._open("timings.jsonl")
+            undo.callback(self._timings.close)
+            samples = [Sample.from_dict(record) for record in self._samples.records]
+            timings = [CellTiming.from_dict(record) for record in self._timings.records]
+            self.samples = {sample.key: sample for sample in samples}
+            self.timings = {timing.cell: timing for timing in timings}
+            self._undo = undo.pop_all()
 
     def begin(self, session: dict[str, Any]) -> None:
         """Note in the manifest that work on this run begins.
@@ -95,9 +93,7 @@ class Store:
 
     def close(self) -> None:
         """Close the files and let other processes have the folder."""
-        self._samples.close()
-        self._timings.close()
-        self._lock.release()
+        self._undo.close()
 
     def __enter__(self) -> Self:
         return self
@@ -125,6 +121,26 @@ def write_whole(path: Path, text: str) -> None:
     draft = path.with_name(path.name + ".new")
     draft.write_text(text, encoding="utf-8")
     os.replace(draft, path)
+
+
+def _take(folder: Path, run: dict[str, Any]) -> FolderLock:
+    """Make the folder ours, or find that it is; leave any other as it is."""
+    _check_is_ours_or_new(folder, run)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = FolderLock(folder)
+        try:
+            # Once more: somebody else may have begun and ended here in the meantime.
+            _check_is_ours_or_new(folder, run)
+            if _read_manifest(folder) is None:
+                _write_manifest(folder, run, [])
+        except BaseException:
+            lock.release()
+            raise
+    except OSError as error:
+        msg = f"output folder {folder} cannot be written: {error.strerror}."
+        raise OutputError(msg) from error
+    return lock
 
 
 def _check_is_ours_or_new(folder: Path, run: dict[str, Any]) -> None:

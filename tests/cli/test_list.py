@@ -1,0 +1,83 @@
+"""``kvpolicy list``: what is installed, broken ones included."""
+
+from importlib.metadata import EntryPoint
+from pathlib import Path
+
+import pytest
+from shell import Shell
+
+from kvpolicy import discovery
+
+PLUGIN = '''
+import attrs
+from kvpolicy import hookimpl
+
+
+@attrs.define(eq=False)
+class EveryOther:
+    """Keep every other row."""
+
+    step: int = 2
+
+    @hookimpl
+    def score(self, positions):
+        return positions % self.step
+'''
+
+
+@pytest.fixture
+def plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(discovery, "_from_files", dict(discovery._from_files))
+    path = tmp_path / "mine.py"
+    path.write_text(PLUGIN, encoding="utf-8")
+    return path
+
+
+def test_every_policy_is_listed_with_its_knobs_and_what_it_does(kvpolicy: Shell) -> None:
+    answer = kvpolicy("list")
+    assert answer.status == 0
+    for info in discovery.installed_policies():
+        assert info.name in answer.out
+        for knob in info.knobs:
+            assert f"{knob.name}={knob.default}" in answer.out
+
+
+def test_lines_fit_the_terminal(kvpolicy: Shell, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "60")
+    assert max(map(len, kvpolicy("list").out.splitlines())) <= 60
+
+
+def test_json_has_the_documented_shape(kvpolicy: Shell) -> None:
+    policies = kvpolicy("list", "--json").json
+    assert [policy["name"] for policy in policies] == discovery.policy_names()
+    for policy in policies:
+        shape = {"name", "target", "distribution", "summary", "knobs", "problem"}
+        assert policy.keys() == shape
+        assert policy["problem"] is None
+        assert all(knob.keys() == {"name", "type", "default"} for knob in policy["knobs"])
+
+
+def test_a_file_adds_its_policies(kvpolicy: Shell, plugin: Path) -> None:
+    answer = kvpolicy("list", "--plugin", plugin)
+    assert "every_other" in answer.out
+    assert "Keep every other row." in answer.out
+    assert "step=2" in answer.out
+
+
+def test_a_broken_policy_is_listed_with_the_reason_and_harms_no_other(
+    kvpolicy: Shell, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = discovery.entry_points
+    broken = EntryPoint("broken", "no_such_package:Thing", discovery.GROUP)
+
+    def with_broken(group: str) -> list[EntryPoint]:
+        return [*real(group=group), broken]
+
+    monkeypatch.setattr(discovery, "entry_points", with_broken)
+    answer = kvpolicy("list")
+    assert answer.status == 0
+    line = next(line for line in answer.out.splitlines() if line.startswith("broken "))
+    assert "no_such_package" in line
+    named = {p["name"]: p["problem"] for p in kvpolicy("list", "--json").json}
+    assert "no_such_package" in named["broken"]
+    assert all(problem is None for name, problem in named.items() if name != "broken")

@@ -1,0 +1,87 @@
+"""``kvpolicy plan show``: what it prints is what the engine allocates."""
+
+from pathlib import Path
+
+import pytest
+from folders import NUM_LAYERS
+from shell import Shell
+
+from kvpolicy.engine import Engine
+from kvpolicy.lab.models import open_model
+from kvpolicy.plan import Plan
+
+PLANS = {
+    "full": 'stack = ["full"]',
+    "h2o": 'budget = 16\nbuffer = 8\nstack = ["h2o"]',
+    "rkv": 'budget = 16\nbuffer = 8\nstack = [{policy = "rkv", window_size = 4}, "protect"]',
+    "mixed": (
+        'budget = 12\nbuffer = 4\n[[layers]]\nwhere = "0:1"\nstack = ["full"]\n'
+        '[[layers]]\nwhere = "1:"\nstack = ["streaming"]\n'
+    ),
+}
+
+
+def written(tmp_path: Path, name: str) -> Path:
+    path = tmp_path / f"{name}.toml"
+    path.write_text(PLANS[name], encoding="utf-8")
+    return path
+
+
+@pytest.mark.parametrize("name", PLANS)
+@pytest.mark.parametrize("slots", [1, 3])
+def test_the_bytes_are_those_the_engine_allocates(
+    kvpolicy: Shell, tmp_path: Path, model_folder: Path, name: str, slots: int
+) -> None:
+    path = written(tmp_path, name)
+    shown = kvpolicy(
+        *("plan", "show", path, "--model", model_folder, "--json"),
+        *("--slots", slots, "--tokens", 50),
+    ).json
+    model, _ = open_model(str(model_folder))
+    engine = Engine(model, None, Plan.load(path), slots=slots)
+    # The longest sequence takes 50 positions; compactions never happen, so nothing is copied.
+    run = engine.generate([[5] * 10] * slots, max_new_tokens=40, stop_ids=())
+    assert shown["bytes"] == slots * shown["bytes_per_slot"] == run.report.peak_kv_bytes
+    assert shown["digest"] == engine.plan.digest()
+
+
+def test_the_full_cache_of_the_longest_sequence_is_what_shares_are_of(
+    kvpolicy: Shell, tmp_path: Path, model_folder: Path
+) -> None:
+    full = kvpolicy("plan", "show", written(tmp_path, "full"), "--model", model_folder, "--json")
+    assert full.json["bytes_per_slot"] == full.json["full_bytes_per_slot"]
+    assert full.json["tokens"] == 512, "the model's positions"
+
+
+def test_equal_neighbours_are_folded(kvpolicy: Shell, tmp_path: Path, model_folder: Path) -> None:
+    uniform = kvpolicy("plan", "show", written(tmp_path, "h2o"), "--model", model_folder).out
+    assert "0-1 " in uniform
+    mixed = kvpolicy("plan", "show", written(tmp_path, "mixed"), "--model", model_folder).out
+    assert "0-1 " not in mixed
+    assert "full" in mixed
+    assert "streaming(n_sink=4)" in mixed
+
+
+def test_an_override_is_shown(kvpolicy: Shell, tmp_path: Path, model_folder: Path) -> None:
+    path = written(tmp_path, "rkv")
+    words = ("--set", "budget=20", "--set", "rkv.mix_lambda=0.5", "--json")
+    shown = kvpolicy("plan", "show", path, "--model", model_folder, *words).json
+    assert [layer["budget"] for layer in shown["layers"]] == [20] * NUM_LAYERS
+    assert shown["layers"][0]["stack"][0]["mix_lambda"] == 0.5
+
+
+def test_no_weights_are_needed(kvpolicy: Shell, tmp_path: Path, model_folder: Path) -> None:
+    bare = tmp_path / "bare"
+    bare.mkdir()
+    (bare / "config.json").write_bytes((model_folder / "config.json").read_bytes())
+    answer = kvpolicy("plan", "show", written(tmp_path, "h2o"), "--model", bare)
+    assert answer.status == 0, answer.err
+
+
+def test_a_model_that_cannot_be_run_is_refused(kvpolicy: Shell, tmp_path: Path) -> None:
+    from transformers import T5Config
+
+    T5Config(num_layers=1, d_model=8).save_pretrained(tmp_path / "t5")
+    answer = kvpolicy("plan", "show", written(tmp_path, "h2o"), "--model", tmp_path / "t5")
+    assert answer.status == 2
+    assert "decoder-only" in answer.err

@@ -1,0 +1,174 @@
+"""``kvpolicy run``: text to stdout, figures to stderr, every door to the same tokens."""
+
+import io
+import json
+from pathlib import Path
+
+import pytest
+from shell import Shell
+
+from kvpolicy.engine import Engine
+from kvpolicy.lab.models import open_model
+from kvpolicy.lab.tasks import load_task
+from kvpolicy.plan import Plan
+from kvpolicy.request import Sampling
+
+PROMPTS = [item.prompt for item in load_task("reasoner").items(3, seed=0)]
+H2O = ("--policy", "h2o", "--budget", "16", "--buffer", "8", "--max-new-tokens", "30")
+
+
+@pytest.fixture(scope="module")
+def engine(model_folder: Path) -> Engine:
+    model, tokenizer = open_model(str(model_folder))
+    return Engine(model, tokenizer, Plan.uniform("h2o", budget=16, buffer=8))
+
+
+@pytest.fixture(scope="module")
+def texts(engine: Engine) -> list[str | None]:
+    return [result.text for result in engine.generate(PROMPTS, max_new_tokens=30).results()]
+
+
+def test_stdout_is_the_text_and_nothing_else(
+    kvpolicy: Shell, model_folder: Path, texts: list[str | None]
+) -> None:
+    answer = kvpolicy("run", PROMPTS[0], "--model", model_folder, *H2O)
+    assert answer.status == 0
+    assert answer.out.removesuffix("\n") == texts[0]
+    assert "budget 16 + 8" in answer.err
+    assert "policies took" in answer.err
+
+
+def test_a_plan_file_is_the_same_as_flags(
+    kvpolicy: Shell, model_folder: Path, tmp_path: Path, texts: list[str | None]
+) -> None:
+    path = tmp_path / "plan.toml"
+    path.write_text('budget = 99\nbuffer = 8\nstack = ["h2o"]\n', encoding="utf-8")
+    words = ("--plan", path, "--budget", 16, "--max-new-tokens", 30)
+    answer = kvpolicy("run", PROMPTS[0], "--model", model_folder, *words)
+    assert answer.out.removesuffix("\n") == texts[0]
+
+
+def test_a_file_holds_a_prompt_per_line(
+    kvpolicy: Shell, model_folder: Path, tmp_path: Path
+) -> None:
+    path = tmp_path / "prompts.txt"
+    path.write_text("first line\n\n  second line\n", encoding="utf-8")
+    answer = kvpolicy("run", "--file", path, "--model", model_folder, *H2O, "--json")
+    assert [line["kind"] for line in answer.json_lines] == ["result", "result", "run"]
+
+
+def test_json_lines_in_json_lines_out(
+    kvpolicy: Shell, model_folder: Path, tmp_path: Path, texts: list[str | None], engine: Engine
+) -> None:
+    path = tmp_path / "prompts.jsonl"
+    lines = [json.dumps({"prompt": prompt, "answer": "ignored"}) for prompt in PROMPTS]
+    path.write_text("\n".join(lines), encoding="utf-8")
+    answer = kvpolicy("run", "--file", path, "--model", model_folder, *H2O, "--json")
+    *results, run = answer.json_lines
+    assert {result["id"]: result["text"] for result in results} == dict(enumerate(texts))
+    assert all(isinstance(result["tokens"], list) for result in results)
+    assert run["kind"] == "run"
+    assert run["num_requests"] == 3
+    assert run["plan_digest"] == engine.plan.digest()
+    assert run["new_tokens"] == sum(len(result["tokens"]) for result in results)
+
+
+def test_results_of_a_file_are_told_apart(
+    kvpolicy: Shell, model_folder: Path, tmp_path: Path, texts: list[str | None]
+) -> None:
+    path = tmp_path / "prompts.jsonl"
+    path.write_text("\n".join(json.dumps({"prompt": p}) for p in PROMPTS), encoding="utf-8")
+    answer = kvpolicy("run", "--file", path, "--model", model_folder, *H2O)
+    for number, text in enumerate(texts):
+        assert f"[{number}] " in answer.out
+        assert str(text) in answer.out
+
+
+@pytest.mark.parametrize("words", [("-",), ("--file", "-")])
+def test_standard_input_is_a_door_too(
+    kvpolicy: Shell,
+    model_folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    words: tuple[str, ...],
+    engine: Engine,
+) -> None:
+    given = io.TextIOWrapper(io.BytesIO(b" tea is 3. What is tea?\n"))
+    monkeypatch.setattr("sys.stdin", given)
+    answer = kvpolicy("run", *words, "--model", model_folder, *H2O, "--json")
+    (expected,) = engine.generate([" tea is 3. What is tea?"], max_new_tokens=30).results()
+    assert answer.json_lines[0]["tokens"] == list(expected.tokens)
+
+
+def test_token_ids_are_prompts(
+    kvpolicy: Shell, model_folder: Path, tmp_path: Path, engine: Engine
+) -> None:
+    path = tmp_path / "ids.jsonl"
+    path.write_text('{"prompt": [9, 8, 7]}\n', encoding="utf-8")
+    answer = kvpolicy("run", "--file", path, "--model", model_folder, *H2O, "--json")
+    (expected,) = engine.generate([[9, 8, 7]], max_new_tokens=30).results()
+    assert answer.json_lines[0]["tokens"] == list(expected.tokens)
+
+
+def test_sampling_is_passed_on(kvpolicy: Shell, model_folder: Path, engine: Engine) -> None:
+    words = ("--temperature", 1.5, "--top-k", 20, "--top-p", 0.9, "--seed", 7, "--json")
+    answer = kvpolicy("run", PROMPTS[0], "--model", model_folder, *H2O, *words)
+    how = Sampling(temperature=1.5, top_k=20, top_p=0.9, seed=7)
+    (expected,) = engine.generate([PROMPTS[0]], max_new_tokens=30, sampling=how).results()
+    assert answer.json_lines[0]["tokens"] == list(expected.tokens)
+
+
+def test_a_stop_string_ends_the_text(
+    kvpolicy: Shell, model_folder: Path, texts: list[str | None]
+) -> None:
+    words = str(texts[0]).split()
+    stop = words[len(words) // 2]
+    answer = kvpolicy("run", PROMPTS[0], "--model", model_folder, *H2O, "--stop", stop)
+    whole = str(texts[0])
+    assert answer.out.removesuffix("\n") == whole[: whole.index(stop)]
+
+
+def test_without_a_policy_everything_stays(kvpolicy: Shell, model_folder: Path) -> None:
+    answer = kvpolicy("run", PROMPTS[0], "--model", model_folder, "--max-new-tokens", 5, "--json")
+    assert answer.json_lines[0]["rows_evicted"] == 0
+    assert "no policy was given" in answer.err
+
+
+def test_one_bad_prompt_is_its_own_result_and_the_status_tells(
+    kvpolicy: Shell, model_folder: Path, tmp_path: Path, texts: list[str | None]
+) -> None:
+    path = tmp_path / "prompts.jsonl"
+    lines = [{"prompt": PROMPTS[0]}, {"prompt": [10**6]}, {"prompt": PROMPTS[2]}]
+    path.write_text("\n".join(map(json.dumps, lines)), encoding="utf-8")
+    answer = kvpolicy("run", "--file", path, "--model", model_folder, *H2O, "--json")
+    assert answer.status == 1
+    by_id = {line["id"]: line for line in answer.json_lines if line["kind"] == "result"}
+    assert by_id[1]["finish_reason"] == "error"
+    assert by_id[1]["error"]
+    assert [by_id[0]["text"], by_id[2]["text"]] == [texts[0], texts[2]]
+    plain = kvpolicy("run", "--file", path, "--model", model_folder, *H2O)
+    assert plain.status == 1
+    assert "prompt 1: " in plain.err
+
+
+def test_a_lone_bad_prompt_is_wrong_input(kvpolicy: Shell, model_folder: Path) -> None:
+    answer = kvpolicy("run", "", "--model", model_folder, *H2O)
+    assert answer.status == 2
+    assert answer.out == ""
+    assert "empty" in answer.err
+
+
+def test_a_chat_template_wraps_the_prompt(
+    kvpolicy: Shell, model_folder: Path, tmp_path: Path
+) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(model_folder)
+    tokenizer.chat_template = (
+        "{% for m in messages %}<|user|>{{ m.content }}{% endfor %}<|assistant|>"
+    )
+    chatty = tmp_path / "chatty"
+    tokenizer.save_pretrained(chatty)
+    AutoModelForCausalLM.from_pretrained(model_folder).save_pretrained(chatty)
+    wrapped = kvpolicy("run", " tea is 3.", "--chat", "--model", chatty, *H2O, "--json")
+    by_hand = kvpolicy("run", "<|user|> tea is 3.<|assistant|>", "--model", chatty, *H2O, "--json")
+    assert wrapped.json_lines[0]["tokens"] == by_hand.json_lines[0]["tokens"]

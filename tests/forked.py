@@ -1,0 +1,42 @@
+"""The command line in a child process that can be killed, without importing torch again."""
+
+import multiprocessing
+import os
+import sys
+import warnings
+from pathlib import Path
+
+import attrs
+
+
+@attrs.frozen
+class Ended:
+    """How a child ended: its status (negative: the signal that ended it) and what it said."""
+
+    status: int
+    out: str
+    err: str
+
+
+def run_in_child(folder: Path, *words: object) -> Ended:
+    """Run one command to its end, whatever that is."""
+    out, err = folder / "child.out", folder / "child.err"
+    fork = multiprocessing.get_context("fork")
+    child = fork.Process(target=_child, args=([str(word) for word in words], out, err))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # torch's idle threads beside a fork
+        child.start()
+    child.join()
+    assert child.exitcode is not None
+    return Ended(child.exitcode, out.read_text("utf-8"), err.read_text("utf-8"))
+
+
+def _child(words: list[str], out: Path, err: Path) -> None:
+    from kvpolicy.cli.boundary import run
+
+    os.setsid()  # a process group of its own, as a shell would give it
+    sys.stdout, sys.stderr = out.open("w", encoding="utf-8"), err.open("w", encoding="utf-8")
+    status = run(words)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)

@@ -1,0 +1,180 @@
+"""An ablation can be ended at any moment, and the same command goes on from there."""
+
+import json
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from forked import Ended, run_in_child
+from fuse import Fuse
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="forks its children")
+
+NUM_CELLS, N = 3, 6
+
+
+class Bench:
+    """One command, to be given again and again."""
+
+    def __init__(self, folder: Path, model: Path, name: str = "out") -> None:
+        self.folder = folder
+        self.output = folder / name
+        self.fuse = Fuse(folder)
+        self._words = [
+            *("ablate", "--model", model, "--policies", "full,fused", "--budgets", "12,24"),
+            *("--buffer", 6, "--n", N, "--slots", 2, "--max-new-tokens", 40),
+            *("--plugin", self.fuse.plugin, "--output", self.output),
+        ]
+
+    def __call__(self, *more: object) -> Ended:
+        return run_in_child(self.folder, *self._words, *more)
+
+    def samples(self) -> list[dict[str, Any]]:
+        text = (self.output / "samples.jsonl").read_text(encoding="utf-8")
+        return [json.loads(line) for line in text.splitlines()]
+
+    def table(self) -> list[dict[str, Any]]:
+        return json.loads((self.output / "table.json").read_text(encoding="utf-8"))
+
+
+def untimed(samples: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Samples by key, without what a clock said."""
+    timed = ("prefill_s", "decode_s")
+    return {s["key"]: {k: v for k, v in s.items() if k not in timed} for s in samples}
+
+
+@pytest.fixture
+def bench(tmp_path: Path, model_folder: Path) -> Bench:
+    return Bench(tmp_path, model_folder)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory, model_folder: Path) -> Bench:
+    bench = Bench(tmp_path_factory.mktemp("undisturbed"), model_folder)
+    assert bench("--workers", 1).status == 0
+    return bench
+
+
+def test_undisturbed_every_sample_is_there_once(undisturbed: Bench) -> None:
+    samples = undisturbed.samples()
+    assert len(samples) == len(untimed(samples)) == NUM_CELLS * N
+    assert all(row["throughput_tok_s"] > 0 for row in undisturbed.table())
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_killed_again_and_again_it_ends_with_the_same_samples(
+    bench: Bench, undisturbed: Bench, workers: int
+) -> None:
+    done = [0]
+    for compactions in (50, 60, 30):
+        bench.fuse.light(compactions, signal.SIGKILL, "self" if workers == 1 else "parent")
+        ended = bench("--workers", workers)
+        assert ended.status == -signal.SIGKILL, "else there was less left to do than that"
+        assert not bench.fuse.is_burning
+        _wait_for_orphans(bench)
+        samples = bench.samples()
+        assert len(samples) == len(untimed(samples)), "nothing is done twice"
+        done.append(len(samples))
+    assert done == sorted(done)
+    assert done[-1] > 0, "something was kept"
+    bench.fuse.light(10**9, signal.SIGKILL)
+    last = bench("--workers", workers)
+    assert last.status == 0, last.err
+    assert f"{done[-1]} of {NUM_CELLS * N} samples are there" in last.err
+    assert untimed(bench.samples()) == untimed(undisturbed.samples())
+    for row, whole in zip(bench.table(), undisturbed.table(), strict=True):
+        unmeasured = {"throughput_tok_s", "peak_kv_bytes", "policy_share"}
+        assert {k: v for k, v in row.items() if k not in unmeasured} == {
+            k: v for k, v in whole.items() if k not in unmeasured
+        }
+
+
+def _wait_for_orphans(bench: Bench) -> None:
+    """Workers whose parent was killed end when they next have something to tell."""
+    deadline = time.monotonic() + 20
+    while _lives_a_worker() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not _lives_a_worker(), "a worker outlived its parent"
+    assert bench.output.exists()
+
+
+def _lives_a_worker() -> bool:
+    """Whether a process that descends from this one, and is not a child of it, is running."""
+    import os
+
+    me = os.getpid()
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = path.read_text("utf-8").rpartition(")")[2].split()
+            command = path.with_name("cmdline").read_bytes()
+        except OSError:
+            continue
+        is_ours = command == Path(f"/proc/{me}/cmdline").read_bytes()
+        if is_ours and int(path.parent.name) != me and fields[0] != "Z":
+            return True
+    return False
+
+
+def test_a_cell_that_was_interrupted_has_no_speed(bench: Bench) -> None:
+    bench.fuse.light(60, signal.SIGKILL)
+    assert bench("--workers", 1).status == -signal.SIGKILL
+    partly = {sample["cell"] for sample in bench.samples()}
+    assert bench("--workers", 1).status == 0
+    measured = {row["digest"] for row in bench.table() if row["throughput_tok_s"] is not None}
+    assert len(measured) < NUM_CELLS
+    assert len(partly | measured) == NUM_CELLS
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_ctrl_c_says_what_is_kept_and_how_to_go_on(bench: Bench, workers: int) -> None:
+    bench.fuse.light(9, signal.SIGINT, "self" if workers == 1 else "parent")
+    ended = bench("--workers", workers)
+    assert ended.status == 130, ended.err
+    num_done = len(bench.samples())
+    assert f"interrupted; {num_done} of {NUM_CELLS * N} samples are kept" in ended.err
+    assert "the same command goes on" in ended.err
+    assert "Traceback" not in ended.err
+    assert ended.out == ""
+    assert bench("--workers", workers).status == 0
+
+
+def test_a_worker_that_is_killed_is_told_of_and_what_is_done_is_kept(bench: Bench) -> None:
+    bench.fuse.light(9, signal.SIGKILL, "self")
+    ended = bench("--workers", 2)
+    assert ended.status == 2
+    assert "a worker process was killed" in ended.err
+    assert "Traceback" not in ended.err
+    assert bench("--workers", 2).status == 0
+    assert len(untimed(bench.samples())) == NUM_CELLS * N
+
+
+def test_a_torn_last_line_is_mended_and_its_sample_done_again(
+    bench: Bench, undisturbed: Bench
+) -> None:
+    bench("--workers", 1)
+    path = bench.output / "samples.jsonl"
+    path.write_bytes(path.read_bytes()[:-20])
+    ended = bench("--workers", 1)
+    assert ended.status == 0
+    assert "incomplete" in ended.err
+    assert untimed(bench.samples()) == untimed(undisturbed.samples())
+
+
+def test_a_finished_run_shows_its_table_again_and_computes_nothing(bench: Bench) -> None:
+    first = bench("--workers", 1)
+    before = {p.name: p.read_bytes() for p in bench.output.iterdir()}
+    bench.fuse.light(1, signal.SIGKILL)
+    again = bench("--workers", 1)
+    assert again.status == 0
+    assert again.out == first.out
+    assert "nothing is computed again" in again.err
+    assert {p.name: p.read_bytes() for p in bench.output.iterdir()} == before
+
+
+def test_two_workers_find_the_same_samples_as_one(bench: Bench, undisturbed: Bench) -> None:
+    assert bench("--workers", 2).status == 0
+    assert untimed(bench.samples()) == untimed(undisturbed.samples())
+    assert all(row["throughput_tok_s"] > 0 for row in bench.table())

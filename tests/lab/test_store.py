@@ -1,0 +1,154 @@
+"""The results folder: one run, one process, nothing overwritten."""
+
+import json
+from pathlib import Path
+
+import attrs
+import pytest
+
+from kvpolicy.errors import OutputError
+from kvpolicy.lab.samples import CellTiming, Sample, sample_key
+from kvpolicy.lab.store import Store
+
+RUN = {"model": "m", "n": 3, "seed": 0, "cells": [{"digest": "c"}]}
+SESSION = {"versions": {"torch": "2"}, "command": "kvpolicy ablate"}
+SAMPLE = Sample(
+    key="k",
+    cell="c",
+    item=0,
+    correct=True,
+    finish_reason="stop",
+    error=None,
+    text="\\boxed{3}",
+    prompt_len=5,
+    num_tokens=7,
+    compactions=1,
+    rows_evicted=2,
+    peak_rows=4,
+    peak_bytes=64,
+    prefill_s=0.5,
+    decode_s=0.25,
+)
+TIMING = CellTiming("c", 3, 30, 1.5, 0.25, 1.0, 1024)
+
+
+def content(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def test_a_sample_is_on_disk_before_the_store_is_closed(tmp_path: Path) -> None:
+    with Store(tmp_path / "out", RUN) as store:
+        store.add(SAMPLE)
+        store.add_timing(TIMING)
+        line = (tmp_path / "out" / "samples.jsonl").read_text(encoding="utf-8")
+        assert json.loads(line) == attrs.asdict(SAMPLE)
+
+
+def test_a_store_opened_again_knows_what_was_done(tmp_path: Path) -> None:
+    with Store(tmp_path, RUN) as store:
+        store.begin(SESSION)
+        store.add(SAMPLE)
+        store.add_timing(TIMING)
+    with Store(tmp_path, RUN) as store:
+        assert store.samples == {"k": SAMPLE}
+        assert store.timings == {"c": TIMING}
+        assert store.notes == []
+
+
+def test_every_session_is_in_the_manifest(tmp_path: Path) -> None:
+    for number in range(3):
+        with Store(tmp_path, RUN) as store:
+            store.begin(SESSION | {"number": number})
+    manifest = json.loads((tmp_path / "manifest.json").read_text(encoding="utf-8"))
+    assert manifest["run"] == RUN
+    assert [session["number"] for session in manifest["sessions"]] == [0, 1, 2]
+
+
+def test_other_versions_are_noted(tmp_path: Path) -> None:
+    with Store(tmp_path, RUN) as store:
+        store.begin(SESSION)
+    with Store(tmp_path, RUN) as store:
+        store.begin({"versions": {"torch": "3"}})
+        assert "other versions" in store.notes[0]
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"n": 4}, "n is 3 there and 4 here"),
+        ({"cells": []}, "cells differ"),
+        ({"extra": 1}, "extra"),
+        ({"n": 4, "seed": 1}, "n is 3 there and 4 here; seed is 0 there and 1 here"),
+    ],
+)
+def test_the_folder_of_another_run_is_refused_and_left_alone(
+    tmp_path: Path, change: dict[str, object], said: str
+) -> None:
+    with Store(tmp_path, RUN) as store:
+        store.add(SAMPLE)
+    before = content(tmp_path)
+    with pytest.raises(OutputError, match="another run") as caught:
+        Store(tmp_path, RUN | change)
+    assert said in str(caught.value)
+    assert content(tmp_path) == before
+
+
+def test_a_folder_with_other_things_is_refused_and_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "thesis.tex").write_text("years", encoding="utf-8")
+    with pytest.raises(OutputError, match="not empty"):
+        Store(tmp_path, RUN)
+    assert content(tmp_path) == {"thesis.tex": b"years"}
+
+
+def test_a_file_in_the_place_of_the_folder_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "out").write_text("x", encoding="utf-8")
+    with pytest.raises(OutputError, match="is a file"):
+        Store(tmp_path / "out", RUN)
+
+
+@pytest.mark.parametrize("manifest", ["{", "[]", '{"format": 99}'])
+def test_a_manifest_that_is_not_ours_is_refused(tmp_path: Path, manifest: str) -> None:
+    (tmp_path / "manifest.json").write_text(manifest, encoding="utf-8")
+    with pytest.raises(OutputError, match=r"manifest\.json"):
+        Store(tmp_path, RUN)
+    assert content(tmp_path) == {"manifest.json": manifest.encode()}
+
+
+def test_a_folder_that_was_killed_at_birth_is_taken_over(tmp_path: Path) -> None:
+    (tmp_path / ".lock").touch()
+    (tmp_path / "manifest.json.new").write_text("{", encoding="utf-8")
+    with Store(tmp_path, RUN) as store:
+        assert store.samples == {}
+
+
+def test_two_processes_do_not_write_in_one_folder(tmp_path: Path) -> None:
+    # A lock belongs to the open file: a second store stands for another process.
+    with Store(tmp_path, RUN), pytest.raises(OutputError, match="another kvpolicy process"):
+        Store(tmp_path, RUN)
+    Store(tmp_path, RUN).close()
+
+
+def test_a_torn_last_line_is_cut_off_with_a_note(tmp_path: Path) -> None:
+    with Store(tmp_path, RUN) as store:
+        store.add(SAMPLE)
+    path = tmp_path / "samples.jsonl"
+    path.write_bytes(path.read_bytes() + b'{"key": "half')
+    with Store(tmp_path, RUN) as store:
+        assert store.samples == {"k": SAMPLE}
+        assert "incomplete" in store.notes[0]
+
+
+def test_samples_of_another_version_are_refused(tmp_path: Path) -> None:
+    with Store(tmp_path, RUN):
+        pass
+    (tmp_path / "samples.jsonl").write_text('{"key": "k"}\n', encoding="utf-8")
+    with pytest.raises(OutputError, match="another version"):
+        Store(tmp_path, RUN)
+
+
+def test_a_key_depends_on_everything_that_decides_the_sample() -> None:
+    given = {"plan": "p", "model": "m", "prompt": "q", "item": 1, "seed": 2, "max_new_tokens": 3}
+    keys = {sample_key(**given)}
+    for name, value in given.items():
+        keys.add(sample_key(**(given | {name: value * 10})))
+    assert len(keys) == 1 + len(given)

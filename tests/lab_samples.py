@@ -1,0 +1,36 @@
+"""Cells and samples made up for tests."""
+
+from typing import Any
+
+from kvpolicy.lab.grid import Cell, build_cells, series_of_stack
+from kvpolicy.lab.presets import Series
+from kvpolicy.lab.samples import Sample
+
+CELLS = build_cells(
+    [Series("full", {"stack": ["full"]}), Series("small", series_of_stack("h2o").plan)],
+    num_layers=2,
+    budgets=[16],
+    buffer=8,
+)
+
+
+def sample(cell: Cell, item: int, **changes: Any) -> Sample:
+    """A sample of a cell; what is not said is nought."""
+    plain: dict[str, Any] = {
+        "key": f"{cell.digest}-{item}",
+        "cell": cell.digest,
+        "item": item,
+        "correct": False,
+        "finish_reason": "stop",
+        "error": None,
+        "text": "",
+        "prompt_len": 5,
+        "num_tokens": 1,
+        "compactions": 0,
+        "rows_evicted": 0,
+        "peak_rows": 0,
+        "peak_bytes": 0,
+        "prefill_s": 0.0,
+        "decode_s": 0.0,
+    }
+    return Sample(**(plain | changes))

@@ -1,0 +1,39 @@
+"""The command line as a user sees it, in this process: status, stdout, stderr."""
+
+import json
+from typing import Any
+
+import attrs
+import pytest
+
+from kvpolicy.cli.boundary import run
+
+
+@attrs.frozen
+class Answer:
+    """What a command said."""
+
+    status: int
+    out: str
+    err: str
+
+    @property
+    def json(self) -> Any:
+        return json.loads(self.out)
+
+    @property
+    def json_lines(self) -> list[Any]:
+        return [json.loads(line) for line in self.out.splitlines()]
+
+
+class Shell:
+    """Runs commands and collects what they say."""
+
+    def __init__(self, capsys: pytest.CaptureFixture[str]) -> None:
+        self._capsys = capsys
+
+    def __call__(self, *words: object) -> Answer:
+        self._capsys.readouterr()
+        status = run([str(word) for word in words])
+        said = self._capsys.readouterr()
+        return Answer(status, said.out, said.err)
