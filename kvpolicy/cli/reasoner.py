@@ -166,7 +166,9 @@ def _count(total: int) -> Callable[[int], None]:
 def _pairs(
     problems: "Sequence[Problem]", attempts: "Sequence[Attempt]"
 ) -> "list[tuple[Problem, Attempt | None]]":
-    return list(zip(problems, attempts or [None] * len(problems), strict=True))
+    if not attempts:
+        return [(problem, None) for problem in problems]
+    return list(zip(problems, attempts, strict=True))
 
 
 def _plain(problem: "Problem", attempt: "Attempt | None") -> dict[str, Any]:
