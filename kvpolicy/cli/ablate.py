@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import attrs
 import typer
 
-from kvpolicy.cli.console import say, write, write_json
+from kvpolicy.cli.console import say, terminal_width, write, write_json
 from kvpolicy.cli.options import (
     Device,
     Dtype,
@@ -184,5 +184,5 @@ def _show(comparison: "Comparison", store: "Store", rows: "list[Row]", *, json: 
             {"folder": str(store.folder), "run": comparison.to_dict(), "table": to_json(rows)}
         )
         return
-    write(table(rows) + "\n")
+    write(table(rows, width=terminal_width()) + "\n")
     say(f"table, plots, samples and manifest are in {store.folder}.")

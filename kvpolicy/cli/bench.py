@@ -16,7 +16,7 @@ import attrs
 import typer
 
 from kvpolicy.cli.columns import columns
-from kvpolicy.cli.console import say, write, write_json
+from kvpolicy.cli.console import say, terminal_width, write, write_json
 from kvpolicy.cli.options import Device, Json, Overrides, Plugins, register_plugins, words
 from kvpolicy.cli.units import human_bytes
 from kvpolicy.errors import KVPolicyError, OutputError
@@ -171,7 +171,10 @@ def _show(
         write_json(record, indent=2)
         return
     headers = ["", "budget", "tok/s", "x generate", "least - most", "policy", "KV cache"]
-    write(columns(headers, [_row(one) for one in found], right=range(1, 7)) + "\n")
+    write(
+        columns(headers, [_row(one) for one in found], right=range(1, 7), width=terminal_width())
+        + "\n"
+    )
 
 
 def _row(standing: "Standing") -> list[str]:

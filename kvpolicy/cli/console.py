@@ -2,6 +2,7 @@
 
 import json
 import sys
+from shutil import get_terminal_size
 from typing import Any
 
 import typer
@@ -24,6 +25,11 @@ def write(text: str) -> None:
     """
     sys.stdout.write(text)
     sys.stdout.flush()
+
+
+def terminal_width() -> int | None:
+    """Characters in a line of the terminal that results go to; none if they go elsewhere."""
+    return get_terminal_size().columns if sys.stdout.isatty() else None
 
 
 def write_json(value: Any, *, indent: int | None = None) -> None:

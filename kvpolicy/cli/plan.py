@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kvpolicy.cli.columns import columns
-from kvpolicy.cli.console import write, write_json
+from kvpolicy.cli.console import terminal_width, write, write_json
 from kvpolicy.cli.options import (
     Dtype,
     Json,
@@ -81,7 +81,7 @@ def _text(found: "Footprint", file: Path, model: str) -> str:
         f"{file} on {model}: {len(found.layers)} layers, {found.dtype}, "
         f"sequences of up to {found.tokens:,} tokens",
         "",
-        columns(headers, rows, right=range(1, 5)),
+        columns(headers, rows, right=range(1, 5), width=terminal_width()),
         "",
         f"per slot    {human_bytes(found.bytes_per_slot)}, {share:.1%} of the full cache",
         f"{found.slots} slots".ljust(12) + human_bytes(found.num_bytes),

@@ -10,29 +10,29 @@ _HEADERS = (
     "policy",
     "budget",
     "right",
-    "95 % interval",
+    "95 % CI",
     "n",
     "length",
     "cut off",
-    "compactions",
+    "compacted",
     "KV/sample",
-    "KV in all",
     "tok/s",
 )
-_UNKNOWN = "not measured"
 
 
-def table(rows: Sequence[Row]) -> str:
+def table(rows: Sequence[Row], *, width: int | None = None) -> str:
     """Lay out a comparison.
 
     Args:
         rows: Its rows.
+        width: Characters a line may take; no limit if not given.
 
     Returns:
-        The lines. ``length`` and ``compactions`` are means; ``KV/sample`` is the most that one
-        sample held, ``KV in all`` the cache of all slots.
+        The lines. ``length`` and ``compacted`` (times) are means; ``KV/sample`` is the most
+        that one sample held; ``tok/s`` is ``-`` for a cell that was interrupted.
     """
-    return columns(_HEADERS, [_words(row) for row in rows], right=range(1, len(_HEADERS)))
+    right = range(1, len(_HEADERS))
+    return columns(_HEADERS, [_words(row) for row in rows], right=right, width=width)
 
 
 def _words(row: Row) -> list[str]:
@@ -40,13 +40,12 @@ def _words(row: Row) -> list[str]:
     return [
         row.series,
         "all" if row.budget is None else f"{row.budget:g}",
-        f"{row.accuracy.value:.1%}",
-        f"{row.accuracy.low:.1%} - {row.accuracy.high:.1%}",
+        f"{row.accuracy.value:.0%}",
+        f"{100 * row.accuracy.low:.0f}-{100 * row.accuracy.high:.0f}%",
         f"{row.n}{failed}",
         f"{row.length.value:.0f}" if row.length else "-",
         f"{row.truncated:.0%}",
         f"{row.compactions:.1f}",
         human_bytes(row.peak_bytes),
-        _UNKNOWN if row.peak_kv_bytes is None else human_bytes(row.peak_kv_bytes),
-        _UNKNOWN if row.throughput_tok_s is None else f"{row.throughput_tok_s:.0f}",
+        "-" if row.throughput_tok_s is None else f"{row.throughput_tok_s:,.0f}",
     ]

@@ -27,9 +27,10 @@ def publish(comparison: Comparison, store: Store) -> list[Row]:
 
 
 def _title(comparison: Comparison) -> str:
-    name = Path(comparison.model_name).name
+    model, task = Path(comparison.model_name).name, comparison.task.name
+    what = model if model == task else f"{model} on {task}"
     return (
-        f"{name} on {comparison.task.name}: {len(comparison.items)} problems for each point, "
+        f"{what}: {len(comparison.items)} problems for each point, "
         f"seed {comparison.seed}, greedy, at most {comparison.max_new_tokens:,} tokens; "
         "bars and band: 95 % intervals"
     )

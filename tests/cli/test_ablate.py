@@ -42,7 +42,7 @@ def test_the_folder_holds_all_that_is_promised(
         lines = list(csv.DictReader(file))
     table = json.loads((out / "table.json").read_text(encoding="utf-8"))
     assert [line["digest"] for line in lines] == [row["digest"] for row in table]
-    for label in ("full cache", "H2O", "95 % interval"):
+    for label in ("full cache", "H2O", "95 % CI"):
         assert label in answer.out
 
 
