@@ -9,7 +9,8 @@ from functools import lru_cache
 
 import torch
 from tokenizers import Regex, Tokenizer, decoders, pre_tokenizers
-from tokenizers.models import WordLevel
+from tokenizers.models import BPE, WordLevel
+from tokenizers.pre_tokenizers import ByteLevel
 from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
@@ -106,3 +107,12 @@ def tiny_tokenizer(vocab: int = 61) -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, unk_token="a", clean_up_tokenization_spaces=False
     )
+
+
+def byte_tokenizer() -> PreTrainedTokenizerFast:
+    """One byte a token, 256 of them: characters beyond ASCII come in pieces."""
+    words = {character: i for i, character in enumerate(sorted(ByteLevel.alphabet()))}
+    tokenizer = Tokenizer(BPE(words, []))
+    tokenizer.pre_tokenizer = ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, clean_up_tokenization_spaces=False)

@@ -290,63 +290,6 @@ def test_one_seed_gives_the_same_tokens_and_another_seed_others() -> None:
     assert drawn(1) != drawn(2)
 
 
-# --- streaming ------------------------------------------------------------------------------
-
-
-@given(prompts(count=1), st.integers(1, 12))
-def test_the_pieces_of_a_stream_are_the_tokens_of_its_result(
-    prompts: list[list[int]], length: int
-) -> None:
-    stream = engine().stream(prompts[0], max_new_tokens=length)
-    pieces = list(stream)
-    assert pieces == greedy_tokens(shared_model(), prompts[0], length)
-    assert stream.result.tokens == tuple(pieces)
-
-
-@pytest.mark.parametrize("length", [1, 5, 16])
-def test_the_pieces_of_a_text_stream_are_its_text(length: int) -> None:
-    stream = engine(tokenizer=TOKENIZER).stream("what is 2+2?", max_new_tokens=length)
-    assert "".join(stream) == stream.result.text
-
-
-@pytest.mark.parametrize("start", [1, 4, 9])
-def test_a_stream_never_shows_the_start_of_a_stop_string_that_comes(start: int) -> None:
-    bound = engine(tokenizer=TOKENIZER)
-    (plain,) = bound.generate(["what is 2+2?"], max_new_tokens=16).results()
-    stop = plain.text[start : start + 4]
-    stream = bound.stream("what is 2+2?", max_new_tokens=16, stop=[stop])
-    shown = ""
-    for piece in stream:
-        shown += piece
-        assert plain.text[: plain.text.index(stop)].startswith(shown)
-    assert shown == stream.result.text == plain.text[: plain.text.index(stop)]
-
-
-def test_a_held_back_start_of_a_stop_string_is_shown_if_it_does_not_come() -> None:
-    bound = engine(tokenizer=TOKENIZER)
-    (plain,) = bound.generate(["what is 2+2?"], max_new_tokens=16).results()
-    never = plain.text[3:5] + "\n\n\n"
-    stream = bound.stream("what is 2+2?", max_new_tokens=16, stop=[never])
-    assert "".join(stream) == plain.text
-
-
-def test_a_cancelled_stream_ends() -> None:
-    stream = engine().stream([1, 2], max_new_tokens=50)
-    shown = []
-    for piece in stream:
-        shown.append(piece)
-        if len(shown) == 3:
-            stream.cancel()
-    assert stream.result.finish_reason == "cancelled"
-    assert stream.result.tokens == tuple(shown)
-
-
-def test_a_stream_of_a_bad_prompt_ends_with_its_error() -> None:
-    stream = engine().stream([])
-    assert list(stream) == []
-    assert stream.result.finish_reason == "error"
-
-
 # --- the report -----------------------------------------------------------------------------
 
 
