@@ -2,6 +2,7 @@
 
 import multiprocessing
 import os
+import signal
 import sys
 import warnings
 from pathlib import Path
@@ -11,8 +12,12 @@ import attrs
 
 @attrs.frozen
 class Ended:
-    """How a child ended: its status (negative: the signal that ended it) and what it said."""
+    """How a child ended: its status (negative: the signal that ended it) and what it said.
 
+    All processes it started belong to its session.
+    """
+
+    session: int
     status: int
     out: str
     err: str
@@ -28,13 +33,16 @@ def run_in_child(folder: Path, *words: object) -> Ended:
         child.start()
     child.join()
     assert child.exitcode is not None
-    return Ended(child.exitcode, out.read_text("utf-8"), err.read_text("utf-8"))
+    assert child.pid is not None
+    return Ended(child.pid, child.exitcode, out.read_text("utf-8"), err.read_text("utf-8"))
 
 
 def _child(words: list[str], out: Path, err: Path) -> None:
     from kvpolicy.cli.boundary import run
 
     os.setsid()  # a process group of its own, as a shell would give it
+    # Whoever runs the tests in the background has interrupts ignored, and children inherit that.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     sys.stdout, sys.stderr = out.open("w", encoding="utf-8"), err.open("w", encoding="utf-8")
     status = run(words)
     sys.stdout.flush()

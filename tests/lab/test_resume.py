@@ -74,7 +74,7 @@ def test_killed_again_and_again_it_ends_with_the_same_samples(
         ended = bench("--workers", workers)
         assert ended.status == -signal.SIGKILL, "else there was less left to do than that"
         assert not bench.fuse.is_burning
-        _wait_for_orphans(bench)
+        _wait_for_orphans(ended)
         samples = bench.samples()
         assert len(samples) == len(untimed(samples)), "nothing is done twice"
         done.append(len(samples))
@@ -92,28 +92,22 @@ def test_killed_again_and_again_it_ends_with_the_same_samples(
         }
 
 
-def _wait_for_orphans(bench: Bench) -> None:
+def _wait_for_orphans(ended: Ended) -> None:
     """Workers whose parent was killed end when they next have something to tell."""
     deadline = time.monotonic() + 20
-    while _lives_a_worker() and time.monotonic() < deadline:
+    while _lives(ended.session) and time.monotonic() < deadline:
         time.sleep(0.01)
-    assert not _lives_a_worker(), "a worker outlived its parent"
-    assert bench.output.exists()
+    assert not _lives(ended.session), "a worker outlived its parent"
 
 
-def _lives_a_worker() -> bool:
-    """Whether a process that descends from this one, and is not a child of it, is running."""
-    import os
-
-    me = os.getpid()
+def _lives(session: int) -> bool:
+    """Whether a process of a session is running."""
     for path in Path("/proc").glob("[0-9]*/stat"):
         try:
-            fields = path.read_text("utf-8").rpartition(")")[2].split()
-            command = path.with_name("cmdline").read_bytes()
+            state, _, _, its_session, *_ = path.read_text("utf-8").rpartition(")")[2].split()
         except OSError:
             continue
-        is_ours = command == Path(f"/proc/{me}/cmdline").read_bytes()
-        if is_ours and int(path.parent.name) != me and fields[0] != "Z":
+        if int(its_session) == session and state != "Z":
             return True
     return False
 
