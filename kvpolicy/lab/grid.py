@@ -128,9 +128,7 @@ def _cell(
     )
 
 
-def _plan(
-    series: Series, budget: int | None, buffer: int | None, overrides: Sequence[str]
-) -> Plan:
+def _plan(series: Series, budget: int | None, buffer: int | None, overrides: Sequence[str]) -> Plan:
     open_fields = {"budget": budget, "buffer": buffer}
     given = {key: value for key, value in open_fields.items() if value is not None}
     return Plan.from_dict(given | series.plan, overrides, name=f"plan '{series.label}'")
