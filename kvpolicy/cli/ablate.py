@@ -12,6 +12,7 @@ import attrs
 import typer
 
 from kvpolicy.cli.console import say, terminal_width, write, write_json
+from kvpolicy.cli.interrupt import Interrupted
 from kvpolicy.cli.options import (
     Device,
     Dtype,
@@ -33,7 +34,6 @@ if TYPE_CHECKING:
 app = typer.Typer(add_completion=False, rich_markup_mode=None)
 
 SOME_FAILED = 1
-INTERRUPTED = 130
 
 
 @app.command()
@@ -143,11 +143,11 @@ def _run(comparison: "Comparison", store: "Store", pool: "Pool", workers: int) -
         return publish(comparison, store)
     except KeyboardInterrupt:
         num_done = comparison.num_samples - comparison.num_left(store.samples)
-        say(
+        msg = (
             f"interrupted; {num_done} of {comparison.num_samples} samples are kept in "
             f"{store.folder}, and the same command goes on from there."
         )
-        raise typer.Exit(INTERRUPTED) from None
+        raise Interrupted(msg) from None
 
 
 def _say_what_is_done(comparison: "Comparison", store: "Store", num_left: int) -> None:

@@ -1,7 +1,7 @@
 """``kvpolicy bench``: the engine's decode speed under each policy against ``generate``.
 
 With ``--json`` on stdout, with ``--output`` in a file: ``{"workload", "session",
-"num_parameters", "rounds", "standings": [{"name", "budget", "decode_tok_s", "ratio",
+"num_parameters", "standings": [{"name", "budget", "decode_tok_s", "ratio",
 "ratio_min", "ratio_max", "policy_share", "kv_bytes", "rounds"}]}``; the first standing is
 ``generate``'s, and ratios are to it, paired by round.
 """
@@ -16,8 +16,9 @@ import attrs
 import typer
 
 from kvpolicy.cli.columns import columns
-from kvpolicy.cli.console import say, terminal_width, write, write_json
-from kvpolicy.cli.options import Device, Json, Overrides, Plugins, register_plugins, words
+from kvpolicy.cli.console import terminal_width, write, write_json
+from kvpolicy.cli.interrupt import Interrupted
+from kvpolicy.cli.options import Json, Overrides, Plugins, register_plugins, words
 from kvpolicy.cli.units import human_bytes
 from kvpolicy.errors import KVPolicyError, OutputError
 
@@ -28,8 +29,6 @@ if TYPE_CHECKING:
     from kvpolicy.lab.grid import Cell
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None)
-
-INTERRUPTED = 130
 
 
 @app.command()
@@ -58,7 +57,9 @@ def bench(
     ] = None,
     overrides: Overrides = None,
     plugin: Plugins = None,
-    device: Device = "cpu",
+    device: Annotated[
+        str, typer.Option(metavar="NAME", help="Where to run, such as cuda:0.")
+    ] = "cpu",
     json: Json = False,
 ) -> None:
     """Measure decode speed against transformers' generate() with the full cache.
@@ -82,10 +83,12 @@ def bench(
     turns: list[Turn] = []
     interrupted = _follow(model, cells, workload, rounds, turns)
     found = standings(turns, cells)
-    _show(_record(model, workload, rounds, found), found, output, json=json)
+    if found:
+        _show(_record(model, workload, found), found, output, json=json)
     if interrupted:
-        say(f"interrupted; {len(turns) // (1 + len(cells))} of {rounds} rounds were complete.")
-        raise typer.Exit(INTERRUPTED)
+        num_complete = len(found[0].rounds) if found else 0
+        msg = f"interrupted; {num_complete} of {rounds} rounds were complete and count."
+        raise Interrupted(msg)
 
 
 def _prepare(
@@ -96,7 +99,7 @@ def _prepare(
     overrides: Sequence[str],
     workload: "Workload",
     threads: int | None,
-    device: str | None,
+    device: str,
 ) -> "tuple[PreTrainedModel, list[Cell]]":
     import torch
 
@@ -145,7 +148,7 @@ def _follow(
 
 
 def _record(
-    model: "PreTrainedModel", workload: "Workload", rounds: int, found: "Sequence[Standing]"
+    model: "PreTrainedModel", workload: "Workload", found: "Sequence[Standing]"
 ) -> dict[str, Any]:
     from kvpolicy.lab.session import describe_session
 
@@ -153,7 +156,6 @@ def _record(
         "workload": attrs.asdict(workload),
         "session": describe_session(["kvpolicy", *sys.argv[1:]], workers=1),
         "num_parameters": model.num_parameters(),
-        "rounds": rounds,
         "standings": [attrs.asdict(standing) for standing in found],
     }
 

@@ -7,6 +7,7 @@ import typer
 
 from kvpolicy.cli.commands import build
 from kvpolicy.cli.console import say
+from kvpolicy.cli.interrupt import Interrupted
 from kvpolicy.errors import KVPolicyError
 
 WRONG_INPUT = 2
@@ -27,8 +28,8 @@ def run(args: list[str]) -> int:
         sys.stdout.flush()
     except KVPolicyError as error:
         return _refuse(str(error))
-    except (KeyboardInterrupt, typer.Abort):
-        say("interrupted.")
+    except (Interrupted, KeyboardInterrupt, typer.Abort) as interrupt:
+        say(str(interrupt) or "interrupted.")
         return INTERRUPTED
     except BrokenPipeError:
         # The reader of our output (`| head`) has seen enough; spare it the traceback that
@@ -45,6 +46,8 @@ def run(args: list[str]) -> int:
             typer.echo(format_message())
             return 0
         return _refuse(format_message())
+    if status == INTERRUPTED:  # Typer met Ctrl-C before a command did
+        say("interrupted.")
     return status if isinstance(status, int) else 0
 
 

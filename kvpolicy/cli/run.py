@@ -14,6 +14,7 @@ import typer
 
 from kvpolicy.cli.console import say, write, write_json
 from kvpolicy.cli.figures import describe_result, describe_run
+from kvpolicy.cli.interrupt import Interrupted
 from kvpolicy.cli.options import (
     Device,
     Dtype,
@@ -35,7 +36,6 @@ if TYPE_CHECKING:
 app = typer.Typer(add_completion=False, rich_markup_mode=None)
 
 SOME_FAILED = 1
-INTERRUPTED = 130
 _MAX_NEW_TOKENS = 1024  # for models that do not say how much they usually generate
 
 
@@ -129,7 +129,7 @@ def _prompts(prompt: str | None, file: str | None, model: str, seed: int) -> lis
 
         item = load_task(model).items(1, seed=seed)[0]
         say(f"no prompt was given; here is held-out problem {seed}, whose answer is {item.answer}:")
-        typer.echo(item.prompt, err=True)
+        typer.echo(item.prompt.rstrip("\n"), err=True)
         return [item.prompt]
     msg = "no prompt: give one, '-' to read one from standard input, or --file FILE."
     raise KVPolicyError(msg)
@@ -178,8 +178,8 @@ def _streamed(engine: "Engine", prompt: Prompt, options: dict[str, Any]) -> bool
             last = piece or last
     except KeyboardInterrupt:
         write("\n")
-        say(f"interrupted after {stream.report.new_tokens} tokens.")
-        raise typer.Exit(INTERRUPTED) from None
+        msg = f"interrupted after {stream.report.new_tokens} tokens."
+        raise Interrupted(msg) from None
     result = stream.result
     assert result is not None, "a stream that has ended has its result"
     if result.error is not None:
@@ -223,5 +223,5 @@ def _until_interrupted(answers: "Iterable[Result]", total: int) -> "Iterator[Res
             yield result
             done += 1
     except KeyboardInterrupt:
-        say(f"interrupted; {done} of {total} results are above, the others are lost.")
-        raise typer.Exit(INTERRUPTED) from None
+        msg = f"interrupted; {done} of {total} results are above, the others are lost."
+        raise Interrupted(msg) from None

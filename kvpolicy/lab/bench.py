@@ -95,13 +95,13 @@ class Standing:
     rounds: tuple[float, ...]
 
 
-def small_model(seed: int, *, max_positions: int, device: str | None = None) -> PreTrainedModel:
+def small_model(seed: int, *, max_positions: int, device: str = "cpu") -> PreTrainedModel:
     """Build a model of about 30 M parameters with random weights, which never ends a text.
 
     Args:
         seed: Chooses the weights; the global random state is left as it was.
         max_positions: Tokens a sequence may have.
-        device: Where to put it; the CPU if not given.
+        device: Where to put it.
 
     Returns:
         The model in float32.
@@ -128,7 +128,7 @@ def small_model(seed: int, *, max_positions: int, device: str | None = None) -> 
     model.set_attn_implementation("sdpa")
     assert model.generation_config is not None, "every decoder has one"
     model.generation_config.eos_token_id = None
-    return move(model, device or "cpu")
+    return move(model, device)
 
 
 def measure(
