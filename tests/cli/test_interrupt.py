@@ -1,0 +1,70 @@
+"""Ctrl-C: status 130, and a sentence that says what is kept, never a traceback."""
+
+import json
+from pathlib import Path
+
+import pytest
+from shell import Shell
+
+PLUGIN = """
+from pathlib import Path
+
+import attrs
+from kvpolicy import hookimpl
+
+
+@attrs.define(eq=False)
+class Impatient:
+    after: int = 3
+    calls = []
+
+    @hookimpl
+    def score(self, positions):
+        self.calls.append(1)
+        if len(self.calls) == self.after:
+            raise KeyboardInterrupt
+        return positions.float()
+"""
+
+
+@pytest.fixture
+def impatient(tmp_path: Path) -> tuple[object, ...]:
+    path = tmp_path / "impatient.py"
+    path.write_text(PLUGIN, encoding="utf-8")
+    return ("--plugin", path, "--policy", "impatient", "--budget", 8, "--buffer", 4)
+
+
+def test_before_there_is_anything_to_keep(kvpolicy: Shell, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("kvpolicy.cli.listing.installed_policies", interrupt)
+    answer = kvpolicy("list")
+    assert (answer.status, answer.out, answer.err) == (130, "", "kvpolicy: interrupted.\n")
+
+
+def test_while_one_text_is_streamed(
+    kvpolicy: Shell, model_folder: Path, impatient: tuple[object, ...]
+) -> None:
+    words = ("--model", model_folder, "--max-new-tokens", 50, "--set", "impatient.after=9")
+    answer = kvpolicy("run", " tea is 3. What is tea?", *impatient, *words)
+    assert answer.status == 130
+    last = answer.err.splitlines()[-1]
+    assert last.startswith("kvpolicy: interrupted after ")
+    assert 0 < int(last.split()[3]) < 50
+    assert answer.out.endswith("\n")
+
+
+def test_while_a_file_is_worked_on(
+    kvpolicy: Shell, model_folder: Path, tmp_path: Path, impatient: tuple[object, ...]
+) -> None:
+    """The first prompts are too short for a compaction, the last one is not."""
+    prompts = [[3, 4, 5], [4, 5, 6], list(range(20))]
+    path = tmp_path / "prompts.jsonl"
+    path.write_text("\n".join(json.dumps({"prompt": p}) for p in prompts), encoding="utf-8")
+    words = ("--model", model_folder, "--max-new-tokens", 2, "--slots", 1, "--json")
+    answer = kvpolicy("run", "--file", path, *impatient, *words)
+    assert answer.status == 130
+    assert [line["id"] for line in answer.json_lines] == [0, 1]
+    assert "2 of 3 results are above" in answer.err
+    assert "Traceback" not in answer.err
