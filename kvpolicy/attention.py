@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from kvpolicy.cache import ATTN_SUMS, LayerCache
+from kvpolicy.errors import ModelError
 from kvpolicy.step import Step
 
 
@@ -29,6 +30,7 @@ def attend(
         Attention output, ``[B, H_q, L, D]``.
     """
     layer, layout = step.cache.layers[layer_idx], step.layout(layer_idx)
+    step.attended.add(layer_idx)
     step.remember_queries(layer, queries)
     if ATTN_SUMS not in layer.tracks:
         return F.scaled_dot_product_attention(
@@ -84,16 +86,32 @@ def attention_function(
         query: ``[B, H_q, L, D]`` after RoPE.
         key: What the cache returned for this layer, ``[B, H_kv, T, D]``.
         value: The same of the values.
-        attention_mask: Ignored: the step knows which rows are real.
+        attention_mask: Must be ``None``: the step knows which rows are real.
         scaling: Factor on the logits; default ``D ** -0.5``.
         kvpolicy_step: The forward under way.
         kwargs: What the model passes to every attention function.
 
     Returns:
         ``[B, L, H_q, D]`` and no weights.
+
+    Raises:
+        ModelError: If the model wants something else than plain softmax attention.
     """
-    assert kvpolicy_step is not None, "the kvpolicy attention function ran outside the engine"
-    scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     layer_idx: int = module.layer_idx  # type: ignore[assignment]
+    reason = None
+    if kvpolicy_step is None:
+        reason = "it keeps the arguments of a forward from its attention"
+    elif attention_mask is not None:
+        reason = "it masks its attention in a way of its own"
+    elif kwargs.get("softcap") is not None:
+        reason = "it caps the logits of its attention; only plain softmax is computed"
+    elif kwargs.get("s_aux") is not None:
+        reason = "its attention has learned sinks; only plain softmax is computed"
+    elif key.shape[1] != kvpolicy_step.cache.layers[layer_idx].shape.num_kv_heads:
+        reason = f"it attends with {key.shape[1]} key heads, more than it stores"
+    if kvpolicy_step is None or reason is not None:
+        msg = f"a model with {type(module).__name__} cannot be run: {reason}"
+        raise ModelError(msg)
+    scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     output = attend(kvpolicy_step, layer_idx, query, key, value, scaling)
     return output.transpose(1, 2).contiguous(), None

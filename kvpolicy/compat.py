@@ -38,6 +38,16 @@ class _StepCache(Cache):
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any
     ) -> tuple[Tensor, Tensor]:
         self.stored.add(layer_idx)
+        shape = self._step.cache.layers[layer_idx].shape
+        expected = (shape.num_kv_heads, shape.head_dim)
+        for states in (key_states, value_states):
+            if (states.shape[1], states.shape[3]) != expected:
+                heads, width = states.shape[1], states.shape[3]
+                msg = (
+                    f"the model cannot be run: it stores {heads} heads of size {width} in layer "
+                    f"{layer_idx}; its configuration says {expected[0]} of size {expected[1]}"
+                )
+                raise ModelError(msg)
         return self._step.store(layer_idx, key_states, value_states)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
@@ -63,7 +73,7 @@ class Seam:
         self._layers = _decoder_layers(model)
         self.num_layers: int = self._config.num_hidden_layers
         self.vocab_size: int = self._config.vocab_size
-        self.max_positions: int = self._config.max_position_embeddings
+        self.max_positions = _max_positions(self._config)
         self.stop_ids = _stop_ids(model)
 
     def _check(self) -> None:
@@ -111,10 +121,11 @@ class Seam:
                 logits_to_keep=1,
                 kvpolicy_step=step,
             )
-        if len(cache.stored) != self.num_layers:
+        done = len(cache.stored & step.attended)
+        if done != self.num_layers:
             msg = (
-                f"model {type(self.model).__name__} cannot be run: it stored keys of "
-                f"{len(cache.stored)} of {self.num_layers} layers in the cache it was given"
+                f"model {type(self.model).__name__} cannot be run: {done} of its "
+                f"{self.num_layers} layers use the cache and the attention they are given"
             )
             raise ModelError(msg)
         step.commit()
@@ -167,6 +178,19 @@ def _decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
         msg = f"model {type(model).__name__} cannot be run: it has no list of decoder layers"
         raise ModelError(msg)
     return layers
+
+
+def _max_positions(config: Any) -> int:
+    """Tokens a sequence may have: no more than a window that all layers share.
+
+    Configurations without ``layer_types`` (Mistral, Phi-3, Starcoder2) pass their window to
+    every layer; up to its length it hides nothing.
+    """
+    most: int = config.max_position_embeddings
+    window = getattr(config, "sliding_window", None)
+    if getattr(config, "layer_types", None) or window is None:
+        return most
+    return min(most, int(window))
 
 
 def _stop_ids(model: PreTrainedModel) -> tuple[int, ...]:

@@ -49,6 +49,7 @@ class Step:
         self.token = column - (self.width - self.lengths[:, None])  # [B, L]
         self.is_real = self.token >= 0
         self.has_pads = not self.is_real.all()
+        self.attended: set[int] = set()  # layers whose attention was computed by us
         self._layouts: dict[tuple[torch.device, bytes], Layout] = {}
         self._window_index: dict[tuple[torch.device, int], tuple[Tensor, Tensor, Tensor]] = {}
 
