@@ -63,6 +63,9 @@ class LayerRows:
     def queries(self) -> Tensor:
         """The last queries after RoPE, oldest first, ``[B, H_q, W, D]``.
 
+        A factor on the logits other than ``D ** -0.5`` is folded into them, so that
+        ``queries @ keys.T * D ** -0.5`` are the model's logits.
+
         Fewer than ``window_size`` if the shortest of the sequences has seen fewer tokens.
         """
         window = self._layer.window
