@@ -6,6 +6,14 @@ import pytest
 from folders import save_tiny_model
 from shell import Shell
 
+from kvpolicy import discovery
+
+
+@pytest.fixture(autouse=True)
+def _plugins_of_one_test(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forget the files given with --plugin after each test."""
+    monkeypatch.setattr(discovery, "_from_files", dict(discovery._from_files))
+
 
 @pytest.fixture
 def kvpolicy(capsys: pytest.CaptureFixture[str]) -> Shell:

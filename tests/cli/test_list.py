@@ -26,8 +26,7 @@ class EveryOther:
 
 
 @pytest.fixture
-def plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(discovery, "_from_files", dict(discovery._from_files))
+def plugin(tmp_path: Path) -> Path:
     path = tmp_path / "mine.py"
     path.write_text(PLUGIN, encoding="utf-8")
     return path
