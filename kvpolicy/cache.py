@@ -105,6 +105,9 @@ class Cache:
         layers: One `LayerCache` for each decoder layer.
         rows: Rows held in each layer by each slot, ``[layers, S]``.
         seq_len: Tokens each slot's sequence has seen, ``[S]``.
+        num_pads: Rows that a slot has to do without in each layer, ``[layers, S]``: always 0,
+            but for plans that study what stored padding does.
+        slot_tensors: What else belongs to the slots; the first axis is the slot.
         transient_bytes: The largest copy any compaction needed so far.
     """
 
@@ -116,12 +119,15 @@ class Cache:
         self.capacity = np.array([slab.capacity for slab in slabs], dtype=np.int64)
         self.rows = np.zeros((len(self.layers), num_slots), dtype=np.int64)
         self.seq_len = np.zeros(num_slots, dtype=np.int64)
+        self.num_pads = np.zeros_like(self.rows)
+        self.slot_tensors: list[Tensor] = []
         self.transient_bytes = 0
 
     @property
     def num_bytes(self) -> int:
-        """Bytes allocated for all slabs, positions, tracks and query windows."""
-        return sum(tensor.nbytes for layer in self.layers for tensor in layer.tensors)
+        """Bytes allocated: slabs, positions, tracks, query windows, and what else slots have."""
+        of_layers = sum(tensor.nbytes for layer in self.layers for tensor in layer.tensors)
+        return of_layers + sum(tensor.nbytes for tensor in self.slot_tensors)
 
     @property
     def peak_bytes(self) -> int:
@@ -132,17 +138,24 @@ class Cache:
         """Empty a slot in all layers."""
         for layer in self.layers:
             layer.clear(slot)
+        for tensor in self.slot_tensors:
+            tensor[slot] = 0
         self.rows[:, slot] = 0
+        self.num_pads[:, slot] = 0
         self.seq_len[slot] = 0
 
     def move(self, source: int, target: int) -> None:
         """Give the sequence in ``source`` the slot ``target``, and empty ``source``."""
         for layer in self.layers:
             layer.copy_slot(source, target)
+        for tensor in self.slot_tensors:
+            tensor[target] = tensor[source]
         self.rows[:, target] = self.rows[:, source]
+        self.num_pads[:, target] = self.num_pads[:, source]
         self.seq_len[target] = self.seq_len[source]
         self.clear(source)
 
     def num_free_rows(self, first: int, last: int) -> int:
         """Tokens that every slot of ``[first, last)`` can still take in every layer."""
-        return int((self.capacity[:, None] - self.rows[:, first:last]).min())
+        free = self.capacity[:, None] - self.num_pads - self.rows
+        return int(free[:, first:last].min())

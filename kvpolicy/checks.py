@@ -74,7 +74,14 @@ def steer_problem(answer: object, hidden_states: Tensor) -> str | None:
     return None
 
 
-def schedule_problem(answer: object, waiting: Sequence[Waiting], num_free: int) -> str | None:
+def observe_problem(answer: object) -> str | None:
+    """What is wrong with the answers to `observe`: there should be none."""
+    return f"answered with {answer!r}; nothing is wanted" if answer else None
+
+
+def schedule_problem(
+    answer: object, waiting: Sequence[Waiting], num_free: int, num_active: int
+) -> str | None:
     """What is wrong with an answer to `schedule`."""
     wanted = "a list of lists of request ids is wanted"
     if not isinstance(answer, list) or not all(isinstance(group, list) for group in answer):
@@ -85,9 +92,10 @@ def schedule_problem(answer: object, waiting: Sequence[Waiting], num_free: int) 
         return f"admits {unknown[0]!r}, which is no waiting request; {wanted}"
     if len(set(ids)) < len(ids):
         return f"admits a request twice: {ids}"
-    if not 1 <= len(ids) <= num_free or not all(answer):
+    least = 0 if num_active else 1
+    if not least <= len(ids) <= num_free or not all(answer):
         return (
             f"admits {len(ids)} requests in groups of {[len(group) for group in answer]}; "
-            f"between 1 and {num_free} are wanted, and no empty group"
+            f"between {least} and {num_free} are wanted, and no empty group"
         )
     return None

@@ -1,42 +1,15 @@
 """Compaction: score, select and evict, for the sequences of one layer that are due."""
 
-import time
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 
-import attrs
-import torch
-
 from kvpolicy.cache import ATTN_SUMS, Cache
+from kvpolicy.clock import Clock
 from kvpolicy.memory import Memory, SequenceMemory
 from kvpolicy.observation import observed_weights
 from kvpolicy.rows import LayerRows
 from kvpolicy.stack import Stack
-
-
-@attrs.define
-class Clock:
-    """Seconds spent in each part of a compaction."""
-
-    score_s: float = 0.0
-    select_s: float = 0.0
-    compaction_s: float = 0.0
-
-    @contextmanager
-    def time(self, part: str, device: torch.device) -> Iterator[None]:
-        """Add the seconds of a block to a part; waits for the device, so that they are real."""
-        _wait(device)
-        start = time.perf_counter()
-        yield
-        _wait(device)
-        setattr(self, part, getattr(self, part) + time.perf_counter() - start)
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def compact(
@@ -44,7 +17,7 @@ def compact(
     layer_idx: int,
     slots: Sequence[int],
     stack: Stack,
-    budget: int,
+    budgets: Sequence[int],
     memories: Sequence[SequenceMemory],
     clock: Clock,
 ) -> None:
@@ -55,7 +28,7 @@ def compact(
         layer_idx: Decoder layer, counted from 0.
         slots: Slots that are due. Those within the budget already are left alone.
         stack: The layer's policies.
-        budget: Rows that stay.
+        budgets: Rows that stay in each of them.
         memories: What policies remember of the sequence in each of the slots.
         clock: Where the seconds go.
 
@@ -63,15 +36,15 @@ def compact(
         HookError: If a policy raises.
         HookResultError: If a policy's answer breaks the contract.
     """
-    groups: dict[tuple[int, int], list[int]] = defaultdict(list)
-    for place, slot in enumerate(slots):
+    groups: dict[tuple[int, int, int], list[int]] = defaultdict(list)
+    for place, (slot, budget) in enumerate(zip(slots, budgets, strict=True)):
         num_rows = int(cache.rows[layer_idx, slot])
         if num_rows > budget:
             # Hooks see no padding: sequences with as many rows, and as many remembered
             # queries, are asked about together.
             window = min(int(cache.seq_len[slot]), stack.window_size)
-            groups[num_rows, window].append(place)
-    for places in groups.values():
+            groups[budget, num_rows, window].append(place)
+    for (budget, _, _), places in groups.items():
         rows = LayerRows(cache, layer_idx, [slots[place] for place in places])
         memory = Memory([memories[place] for place in places])
         _compact_rows(rows, layer_idx, stack, budget, memory, clock)

@@ -6,7 +6,9 @@ import numpy as np
 import torch
 
 from kvpolicy.cache import Cache
-from kvpolicy.compaction import Clock, compact
+from kvpolicy.clock import Clock
+from kvpolicy.compaction import compact
+from kvpolicy.observer import Observer
 from kvpolicy.resolved import LayerPlan
 from kvpolicy.sequence import LiveSequence
 from kvpolicy.stack import Stack
@@ -16,21 +18,28 @@ class Compactor:
     """Compacts what is due after each forward of a run.
 
     Attributes:
-        clock: Seconds spent in each part of the compactions.
         num_compactions: Compactions of one sequence in one layer, so far.
     """
 
-    def __init__(self, cache: Cache, layers: Sequence[LayerPlan], stacks: Sequence[Stack]) -> None:
-        self.clock = Clock()
+    def __init__(
+        self,
+        cache: Cache,
+        layers: Sequence[LayerPlan],
+        stacks: Sequence[Stack],
+        observer: Observer,
+        clock: Clock,
+    ) -> None:
         self.num_compactions = 0
+        self._clock = clock
         self._cache = cache
+        self._observer = observer
         self._layers = layers
         self._stacks = stacks
         self._asks_due = [
             layer.budget is not None and stack.implements("due")
             for layer, stack in zip(layers, stacks, strict=True)
         ]
-        self._budgets = np.array([layer.budget or np.inf for layer in layers])
+        self._budgets = np.array([layer.budget or np.inf for layer in layers])[:, None]
 
     def compact(self, active: Sequence[LiveSequence], first: int, last: int) -> None:
         """Compact what is due in the slots ``[first, last)``; ended sequences are left alone.
@@ -41,16 +50,18 @@ class Compactor:
             last: Slot after its last one.
         """
         cache = self._cache
-        due = cache.rows[:, first:last] >= cache.capacity[:, None]  # [layers, slots]
+        pads = cache.num_pads[:, first:last]
+        due = cache.rows[:, first:last] >= cache.capacity[:, None] - pads  # [layers, slots]
         if not (due.any() or any(self._asks_due)):
             return
         served = active[first:last]
         for layer_idx, asks in enumerate(self._asks_due):
             if asks:
                 due[layer_idx] |= self._ask_due(layer_idx, served, first, last)
-        due &= cache.rows[:, first:last] > self._budgets[:, None]
+        due &= cache.rows[:, first:last] > self._budgets - pads
         due &= np.array([sequence.finish_reason is None for sequence in served])
         for place in np.flatnonzero(due.any(axis=0)).tolist():
+            self._observer.flush(served[place], first + place)
             self.note_peak(served[place], first + place)
             served[place].compactions += 1
         for layer_idx in np.flatnonzero(due.any(axis=1)).tolist():
@@ -96,7 +107,8 @@ class Compactor:
         before = rows[slots].copy()
         memories = [active[slot].memory for slot in slots]
         stack = self._stacks[layer_idx]
-        compact(self._cache, layer_idx, slots, stack, budget, memories, self.clock)
+        budgets = (budget - self._cache.num_pads[layer_idx, slots]).tolist()
+        compact(self._cache, layer_idx, slots, stack, budgets, memories, self._clock)
         for slot, num_leaving in zip(slots, before - rows[slots], strict=True):
             active[slot].rows_evicted += int(num_leaving)
         self.num_compactions += len(slots)

@@ -8,8 +8,9 @@ A model runs unmodified. It is told to call our attention function, gets our cac
   either way they build no mask for an attention function without a mask function of its name.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,8 +19,8 @@ from transformers import AttentionInterface, Cache, PreTrainedModel
 
 from kvpolicy.attention import attention_function
 from kvpolicy.cache import LayerShape
+from kvpolicy.clock import Clock
 from kvpolicy.errors import ModelError
-from kvpolicy.memory import Memory
 from kvpolicy.stack import Stack
 from kvpolicy.step import Step
 
@@ -62,6 +63,7 @@ class Seam:
         vocab_size: Token ids run from 0 to below this.
         max_positions: Tokens a sequence may have, prompt and generation together.
         stop_ids: Tokens that end a generation, by the model's own configuration.
+        hidden_size: Size of the hidden state, ``M``.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -73,6 +75,7 @@ class Seam:
         self._layers = _decoder_layers(model)
         self.num_layers: int = self._config.num_hidden_layers
         self.vocab_size: int = self._config.vocab_size
+        self.hidden_size: int = self._config.hidden_size
         self.max_positions = _max_positions(self._config)
         self.stop_ids = _stop_ids(model)
 
@@ -100,19 +103,31 @@ class Seam:
             for parameter in (next(layer.parameters()) for layer in self._layers)
         ]
 
-    def forward(self, token_ids: Tensor, step: Step) -> Tensor:
+    @property
+    def last_device(self) -> torch.device:
+        """Where the last layer's states live."""
+        return next(self._layers[-1].parameters()).device
+
+    def forward(
+        self, token_ids: Tensor, step: Step, *, wants_states: bool = False
+    ) -> tuple[Tensor, Tensor | None]:
         """Run the model over the new tokens of a step.
 
         Args:
             token_ids: ``[B, L]``, int64, padded on the left.
             step: Where their rows go; counted when all layers have stored theirs.
+            wants_states: Whether the last hidden states are wanted.
 
         Returns:
-            Logits after the newest token of each sequence, ``[B, V]``.
+            Logits after the newest token of each sequence, ``[B, V]``, and, if wanted, the
+            hidden states after the final norm, ``[B, L, M]``.
         """
         device = self.model.device
         cache = _StepCache(step)
-        with torch.inference_mode(), attending(self.model.config):
+        with ExitStack() as block:
+            block.enter_context(torch.inference_mode())
+            block.enter_context(attending(self.model.config))
+            states = block.enter_context(_last_states(self.model)) if wants_states else []
             output = self.model(
                 input_ids=token_ids.to(device),
                 position_ids=torch.from_numpy(step.position_ids).to(device),
@@ -129,28 +144,55 @@ class Seam:
             )
             raise ModelError(msg)
         step.commit()
-        return output.logits[:, -1]
+        return output.logits[:, -1], states[0] if wants_states else None
 
     @contextmanager
-    def steered(self, stacks: Sequence[Stack], token_ids: Tensor, memory: Memory) -> Iterator[None]:
-        """Add what policies answer to `steer` to the states entering their layers."""
+    def steered(
+        self, stacks: Sequence[Stack], token_ids: Tensor, clock: Clock, **arguments: Any
+    ) -> Iterator[None]:
+        """Add what policies answer to `steer` to the states entering their layers.
+
+        Args:
+            stacks: Policies of each layer.
+            token_ids: Tokens of the decode step to come, ``[B]``.
+            clock: Where the seconds go.
+            arguments: What else `Stack.steer` takes.
+        """
         with ExitStack() as hooks:
             for layer_idx, stack in enumerate(stacks):
                 if stack.implements("steer"):
-                    hook = _steering_hook(layer_idx, stack, token_ids, memory)
+                    ask = partial(stack.steer, layer_idx, **arguments)
+                    hook = _steering_hook(ask, token_ids, clock)
                     handle = self._layers[layer_idx].register_forward_pre_hook(hook)
                     hooks.callback(handle.remove)
             yield
 
 
-def _steering_hook(layer_idx: int, stack: Stack, token_ids: Tensor, memory: Memory) -> Any:
+def _steering_hook(
+    ask: Callable[[Tensor, Tensor], Tensor | None], token_ids: Tensor, clock: Clock
+) -> Any:
     def steer(_: nn.Module, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
         states = arguments[0]  # [B, 1, M]
-        ids = token_ids.to(states.device)
-        change = stack.steer(layer_idx, states[:, -1], ids, memory)
-        return (states + change[:, None], *arguments[1:])
+        with clock.time("steer_s", None):
+            change = ask(states[:, -1], token_ids.to(states.device))
+        return arguments if change is None else (states + change[:, None], *arguments[1:])
 
     return steer
+
+
+@contextmanager
+def _last_states(model: PreTrainedModel) -> Iterator[list[Tensor]]:
+    """Receive what the decoder gives to the head: ``[B, L, M]``, after the final norm."""
+    received: list[Tensor] = []
+
+    def receive(_: nn.Module, arguments: tuple[Any, ...], output: Any) -> None:
+        received.append(output.last_hidden_state)
+
+    handle = model.get_decoder().register_forward_hook(receive)
+    try:
+        yield received
+    finally:
+        handle.remove()
 
 
 @contextmanager

@@ -1,6 +1,6 @@
 """What happens when no policy answers, written as hook implementations like any policy.
 
-Registered first in every stack and therefore asked last.
+Asked last in every stack, after policies that want to be asked last themselves.
 """
 
 from collections.abc import Sequence
@@ -19,24 +19,24 @@ if TYPE_CHECKING:
 class Defaults:
     """Arrival order, newest rows first, the best rows stay, the others are forgotten."""
 
-    @hookimpl
+    @hookimpl(trylast=True)
     def schedule(self, waiting: "Sequence[Waiting]", num_free: int) -> list[list[int]]:
         """Admit in order of arrival, as one group."""
         return [[request.id for request in waiting[:num_free]]]
 
-    @hookimpl
+    @hookimpl(trylast=True)
     def score(self, positions: Tensor) -> Tensor:
         """Rate newer rows higher."""
         num_rows = positions.shape[2]
         newer = torch.arange(num_rows, dtype=torch.float32, device=positions.device)
         return newer.expand(positions.shape)
 
-    @hookimpl
+    @hookimpl(trylast=True)
     def select(self, scores: Tensor, budget: int) -> Tensor:
         """Keep the best rows, the newer one of two equals."""
         return top_rows(scores, budget)
 
-    @hookimpl
+    @hookimpl(trylast=True)
     def evict(self, rows: "LayerRows", keep: Tensor) -> bool:
         """Forget the rows that leave."""
         rows.keep(keep)

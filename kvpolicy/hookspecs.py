@@ -15,12 +15,12 @@ names. Arguments are only ever added. Returning ``None`` means "no opinion".
 Tensors come without padding: every sequence of one call has the same number of rows, and
 every row is a real token. They are views of the cache: read them, never write them.
 
-`due` to `evict` are asked at compactions, `schedule` at admissions. Only `steer` runs in the
-inner loop.
+`due` to `evict` are asked at compactions, `schedule` at admissions, `observe` at both and
+every buffer of tokens. Only `steer` runs in the inner loop.
 """
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
@@ -28,12 +28,15 @@ from kvpolicy.markers import hookspec
 
 if TYPE_CHECKING:
     from kvpolicy.memory import Memory
+    from kvpolicy.registers import Registers
     from kvpolicy.request import Waiting
     from kvpolicy.rows import LayerRows, Tracks
 
 
 @hookspec(firstresult=True)
-def schedule(waiting: "Sequence[Waiting]", num_free: int) -> list[list[int]] | None:
+def schedule(
+    waiting: "Sequence[Waiting]", num_free: int, num_active: int
+) -> list[list[int]] | None:
     """Choose which requests are admitted next, and which are prefilled together.
 
     Called when slots are free and requests wait. The first policy to answer wins; if nobody
@@ -43,17 +46,59 @@ def schedule(waiting: "Sequence[Waiting]", num_free: int) -> list[list[int]] | N
         waiting: Requests without a slot, in order of arrival; each has ``id``,
             ``prompt_len`` (tokens) and ``max_new_tokens``.
         num_free: Free slots, at least 1.
+        num_active: Sequences being decoded in the other slots.
 
     Returns:
         Groups of request ids; a group is prefilled in one batch, groups one after another.
-        At least one id, at most ``num_free``, all waiting, none twice; anything else
-        raises `HookResultError`.
+        At most ``num_free`` ids, all waiting, none twice; none at all only while sequences
+        are being decoded, which means to wait for a slot more. Anything else raises
+        `HookResultError`.
+    """
+
+
+@hookspec
+def observe(
+    token_ids: Tensor,
+    hidden_states: Tensor,
+    start: int,
+    prompt_len: int,
+    tokenizer: Any,
+    registers: "Registers",
+    memory: "Memory",
+) -> None:
+    """Look at the newest tokens of one sequence, and remember what matters.
+
+    Called once for all layers that share the stack: after each chunk of the prompt, before
+    anything of the sequence is compacted, and else whenever so many tokens have been
+    generated as the smallest buffer of these layers holds. Every token is shown once, in
+    order, when its forward is done. All policies that implement it are told.
+
+    Args:
+        token_ids: The tokens since the last call, ``[L]``, int64, on the CPU.
+        hidden_states: Their last hidden states after the final norm, ``[L, M]``, in the
+            model's dtype. Read only, and gone after the call.
+        start: Place of the first of them in the sequence; 0 in the first call.
+        prompt_len: Tokens of the prompt, which may not all be in yet.
+        tokenizer: The engine's tokenizer, or ``None``.
+        registers: The policy's own numbers for this sequence, which `steer` is given, too:
+            ``registers.of(self)["name"]`` is ``[1]``, fp32, 0 in the first call, to be
+            changed in place. Names are declared in the class attribute ``registers``, a
+            tuple.
+        memory: What this policy remembers of this sequence: ``memory.of(self)[0]``.
+
+    Returns:
+        Nothing. Anything else raises `HookResultError`.
     """
 
 
 @hookspec
 def steer(
-    layer_idx: int, hidden_states: Tensor, token_ids: Tensor, memory: "Memory"
+    layer_idx: int,
+    hidden_states: Tensor,
+    token_ids: Tensor,
+    tokenizer: Any,
+    registers: "Registers",
+    memory: "Memory",
 ) -> Tensor | None:
     """Change the hidden states that enter one layer.
 
@@ -64,7 +109,10 @@ def steer(
     Args:
         layer_idx: Decoder layer, counted from 0.
         hidden_states: Residual stream entering the layer, ``[B, M]``, one row per sequence.
-        token_ids: The tokens these states belong to, ``[B]``, int64.
+        token_ids: The tokens these states belong to, ``[B]``, int64, on the same device.
+        tokenizer: The engine's tokenizer, or ``None``.
+        registers: The policy's own numbers, ``registers.of(self)["name"]`` is ``[B]``, fp32;
+            set in `observe`, and to be changed in place here as well.
         memory: What this policy remembers of each sequence: ``memory.of(self)[b]``.
 
     Returns:

@@ -13,7 +13,7 @@ import attrs
 from kvpolicy import planfile
 from kvpolicy.discovery import policy_names
 from kvpolicy.errors import BudgetError, PlanError
-from kvpolicy.planspec import LayerGroup, PolicySpec
+from kvpolicy.planspec import LayerGroup, Padding, PolicySpec
 from kvpolicy.resolved import LayerPlan, ResolvedPlan
 from kvpolicy.stack import Stack
 
@@ -30,6 +30,9 @@ class Plan:
         buffer: Rows that may join before the next compaction.
         layers: Groups that cover every layer exactly once; none means one group of all.
         schedule: Policies that are asked for the order of admission only.
+        padding: ``"none"``: pads are never stored. ``"stored"``, for study: a sequence has as
+            many rows less as its prompt is shorter than the longest it is prefilled with, as
+            where batches are padded and pads kept (SkipKV, eq. 12: ``B' = B - (N_max - N)``).
         name: Where the plan came from, for messages.
     """
 
@@ -38,6 +41,7 @@ class Plan:
     buffer: int = DEFAULT_BUFFER
     layers: tuple[LayerGroup, ...] = ()
     schedule: tuple[PolicySpec, ...] = ()
+    padding: Padding = "none"
     name: str = attrs.field(default="the plan", eq=False)
 
     @classmethod
@@ -47,6 +51,8 @@ class Plan:
         budget: int | None = None,
         buffer: int = DEFAULT_BUFFER,
         knobs: Mapping[str, Mapping[str, Any]] | None = None,
+        schedule: Sequence[object] = (),
+        padding: Padding = "none",
     ) -> "Plan":
         """The same stack, budget and buffer in every layer.
 
@@ -55,20 +61,24 @@ class Plan:
             budget: Rows that stay after a compaction, per layer and KV head.
             buffer: Rows that may join before the next compaction.
             knobs: Knobs by policy name and knob name.
+            schedule: Policies for the order of admission.
+            padding: ``"none"``, or ``"stored"`` to study padded batches.
 
         Raises:
             PlanError: If knobs are given for a policy that is not in the stack.
         """
         knobs = knobs or {}
+        listed = [*stack, *schedule]
         specs = tuple(
             PolicySpec.of(policy, knobs.get(policy) if isinstance(policy, str) else None)
-            for policy in stack
+            for policy in listed
         )
         unused = set(knobs) - {spec.policy for spec in specs}
         if unused:
-            msg = f"knobs are given for '{min(unused)}', which is not in the stack {list(stack)}"
+            msg = f"knobs are given for '{min(unused)}', which is not in the stack {listed}"
             raise PlanError(msg)
-        return cls(specs, budget, buffer)
+        num = len(stack)
+        return cls(specs[:num], budget, buffer, schedule=specs[num:], padding=padding)
 
     @classmethod
     def load(cls, path: str | Path, overrides: Sequence[str] = ()) -> "Plan":
@@ -107,7 +117,10 @@ class Plan:
                     raise PlanError(msg)
                 layers[layer_idx] = self._resolve_layer(layer_idx, group, stack)
         return ResolvedPlan(
-            tuple(self._covered(layers)), _resolve_specs(self.schedule), name=self.name
+            tuple(self._covered(layers)),
+            _resolve_specs(self.schedule),
+            self.padding,
+            name=self.name,
         )
 
     def _stack_of(self, group: LayerGroup) -> tuple[PolicySpec, ...]:
@@ -153,7 +166,14 @@ class Plan:
                 raise BudgetError(msg)
         built = Stack([(spec.policy, spec.build()) for spec in stack])
         self._check_budget(layer_idx, built, budget)
-        return LayerPlan(layer_idx, stack, budget, buffer, bounded=built.bounded)
+        return LayerPlan(
+            layer_idx,
+            stack,
+            budget,
+            buffer,
+            bounded=built.bounded,
+            num_protected=built.n_first + built.n_last,
+        )
 
     def _check_budget(self, layer_idx: int, stack: Stack, budget: int | None) -> None:
         names = ", ".join(stack.names)

@@ -1,11 +1,13 @@
 """The words of a plan: a policy with knobs, and a group of layers treated alike."""
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 import attrs
 
 from kvpolicy.discovery import load_policy, snake_case
+
+Padding = Literal["none", "stored"]
 
 
 @attrs.frozen

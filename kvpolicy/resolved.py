@@ -6,7 +6,7 @@ from typing import Any
 
 import attrs
 
-from kvpolicy.planspec import PolicySpec
+from kvpolicy.planspec import Padding, PolicySpec
 from kvpolicy.stack import Stack
 
 
@@ -21,6 +21,7 @@ class LayerPlan:
         buffer: Rows that may join before the next one.
         bounded: Whether its slabs have a fixed size; if not, they are as long as the longest
             sequence may become.
+        num_protected: Rows that its policies promise to keep.
     """
 
     layer_idx: int
@@ -28,6 +29,14 @@ class LayerPlan:
     budget: int | None
     buffer: int
     bounded: bool
+    num_protected: int = 0
+
+    @property
+    def num_spare_rows(self) -> int:
+        """Rows that pads may take away without breaking a promise, or leaving none."""
+        if not self.bounded or self.budget is None:
+            return 0
+        return self.budget - max(self.num_protected, 1)
 
     def capacity(self, longest: int) -> int:
         """Rows to allocate for each slot if no sequence exceeds ``longest`` tokens."""
@@ -54,11 +63,13 @@ class ResolvedPlan:
     Attributes:
         layers: One plan for each layer, in order.
         schedule: Policies that are asked for the order of admission only.
+        padding: ``"none"``, or ``"stored"``: pads of a prefill group take up budget.
         name: Where the plan came from, for messages.
     """
 
     layers: tuple[LayerPlan, ...]
     schedule: tuple[PolicySpec, ...] = ()
+    padding: Padding = "none"
     name: str = attrs.field(default="the plan", eq=False)
 
     def to_dict(self) -> dict[str, Any]:
@@ -66,6 +77,8 @@ class ResolvedPlan:
         return {
             "layers": [layer.to_dict() for layer in self.layers],
             "schedule": [{"policy": spec.policy, **spec.knobs} for spec in self.schedule],
+            # Said only where it differs, so that digests of other plans stay what they were.
+            **({} if self.padding == "none" else {"padding": self.padding}),
         }
 
     def digest(self) -> str:

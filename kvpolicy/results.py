@@ -58,12 +58,15 @@ class RunReport:
         elapsed_s: Seconds since the run began.
         prefill_s: Seconds in prefill, compactions included.
         decode_s: Seconds in decode steps, compactions included.
+        observe_s: Seconds in `observe`.
         score_s: Seconds in `score`, the computing of its arguments included.
         select_s: Seconds in `select`.
         compaction_s: Seconds in `evict`: moving the rows that stay.
+        steer_s: Seconds in `steer`, by the host's clock alone.
         compactions: Compactions of one sequence in one layer, summed over both.
-        peak_kv_bytes: Bytes of the cache at its largest: keys, values, positions, tracks and
-            query windows of all slots, and the copy a compaction needs for a moment.
+        peak_kv_bytes: Bytes of the cache at its largest: keys, values, positions, tracks,
+            query windows, registers and unobserved hidden states of all slots, and the copy
+            a compaction needs for a moment.
     """
 
     num_requests: int = 0
@@ -72,9 +75,11 @@ class RunReport:
     elapsed_s: float = 0.0
     prefill_s: float = 0.0
     decode_s: float = 0.0
+    observe_s: float = 0.0
     score_s: float = 0.0
     select_s: float = 0.0
     compaction_s: float = 0.0
+    steer_s: float = 0.0
     compactions: int = 0
     peak_kv_bytes: int = 0
 
@@ -85,8 +90,9 @@ class RunReport:
 
     @property
     def policy_s(self) -> float:
-        """Seconds of policy work: score, select and compaction."""
-        return self.score_s + self.select_s + self.compaction_s
+        """Seconds of policy work: looking, scoring, selecting, compacting, steering."""
+        compacting = self.score_s + self.select_s + self.compaction_s
+        return self.observe_s + compacting + self.steer_s
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data, ready for JSON."""

@@ -5,18 +5,14 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import attrs
-import torch
 from torch import Tensor
 
-from kvpolicy.cache import Cache
-from kvpolicy.compactor import Compactor
 from kvpolicy.errors import KVPolicyError, RequestError
-from kvpolicy.memory import Memory
 from kvpolicy.request import Request
 from kvpolicy.results import Events, Result, RunReport
 from kvpolicy.sampling import sample
 from kvpolicy.sequence import LiveSequence, encode
-from kvpolicy.step import Step
+from kvpolicy.slots import Slots
 
 if TYPE_CHECKING:
     from kvpolicy.engine import Engine
@@ -24,9 +20,6 @@ if TYPE_CHECKING:
 
 class Run:
     """Requests being served; iterate for their results as they finish.
-
-    The sequences being decoded always stand in the first slots: when one ends, the last one
-    takes over its slot. So no forward computes anything for an empty slot.
 
     Attributes:
         requests: What was asked for, in order of arrival.
@@ -37,9 +30,7 @@ class Run:
         self.tokenizer = engine.tokenizer
         self._engine = engine
         self._seam = engine.seam
-        self._stacks = engine.stacks
         self.requests = tuple(requests)
-        self._active: list[LiveSequence] = []  # in the order of their slots
         self._waiting: list[LiveSequence] = []  # in the order of their arrival
         self._cancelled: set[int] = set()
         self._new_tokens: list[tuple[int, int]] = []
@@ -47,8 +38,7 @@ class Run:
         self._report = RunReport()
         for number, request in enumerate(requests):
             self._arrive(number, request)
-        self._cache = self._allocate()
-        self._compactor = Compactor(self._cache, engine.plan.layers, self._stacks)
+        self._slots = self._allocate()
         self._started: float | None = None
 
     def __iter__(self) -> Iterator[Result]:
@@ -63,16 +53,16 @@ class Run:
     @property
     def done(self) -> bool:
         """Whether every request has its result, and every result was handed out."""
-        return not (self._active or self._waiting or self._results)
+        return not (self._slots.active or self._waiting or self._results)
 
     @property
     def report(self) -> RunReport:
         """What the run has cost so far."""
         return attrs.evolve(
             self._report,
-            peak_kv_bytes=self._cache.peak_bytes,
-            compactions=self._compactor.num_compactions,
-            **attrs.asdict(self._compactor.clock),
+            peak_kv_bytes=self._slots.cache.peak_bytes,
+            compactions=self._slots.compactor.num_compactions,
+            **attrs.asdict(self._slots.clock),
         )
 
     def results(self) -> list[Result]:
@@ -107,7 +97,7 @@ class Run:
         self._new_tokens = []
         self._drop_cancelled()
         self._admit()
-        if self._active:
+        if self._slots.active:
             self._decode()
         self._report.elapsed_s = time.perf_counter() - self._started
 
@@ -136,17 +126,13 @@ class Run:
             LiveSequence(number, request, prompt, most, frozenset(stop_ids), self.tokenizer)
         )
 
-    def _allocate(self) -> Cache:
+    def _allocate(self) -> Slots:
         longest = max((served.longest for served in self._waiting), default=1)
-        slabs = [
-            stack.slab(layer.capacity(longest))
-            for stack, layer in zip(self._stacks, self._engine.plan.layers, strict=True)
-        ]
         num_slots = min(self._engine.num_slots, max(len(self._waiting), 1))
-        return Cache(self._seam.layer_shapes(), slabs, num_slots)
+        return Slots(self._engine, num_slots, longest)
 
     def _drop_cancelled(self) -> None:
-        for served in [*self._active, *self._waiting]:
+        for served in [*self._slots.active, *self._waiting]:
             if served.id in self._cancelled:
                 served.finish_reason = "cancelled"
         for served in [served for served in self._waiting if served.finish_reason]:
@@ -155,19 +141,8 @@ class Run:
         self._release()
 
     def _release(self) -> None:
-        """Take finished sequences out of their slots; the last slots move into the gaps."""
-        for slot in reversed(range(len(self._active))):
-            if self._active[slot].finish_reason is None:
-                continue
-            served, last = self._active[slot], len(self._active) - 1
-            self._compactor.note_peak(served, slot)
+        for served in self._slots.release():
             self._depart(served)
-            if slot == last:
-                self._cache.clear(slot)
-            else:
-                self._cache.move(last, slot)
-                self._active[slot] = self._active[last]
-            self._active.pop()
 
     def _depart(self, served: LiveSequence) -> None:
         assert served.finish_reason is not None
@@ -177,63 +152,34 @@ class Run:
         self._results.append(result)
         self._report.num_requests += 1
 
-    # Prefill
+    # Prefill and decode
 
     def _admit(self) -> None:
-        while self._waiting and len(self._active) < self._cache.num_slots:
-            num_free = self._cache.num_slots - len(self._active)
+        slots = self._slots
+        while self._waiting and slots.num_free:
             waiting = [served.waiting for served in self._waiting]
             by_id = {served.id: served for served in self._waiting}
-            for group in self._engine.scheduling.schedule(waiting, num_free):
+            groups = self._engine.scheduling.schedule(waiting, slots.num_free, len(slots.active))
+            if not groups:
+                return
+            for group in groups:
                 chosen = [by_id[number] for number in group]
                 self._waiting = [served for served in self._waiting if served not in chosen]
                 self._prefill(chosen)
             self._release()
 
     def _prefill(self, group: Sequence[LiveSequence]) -> None:
-        """Bring the prompts of a group into free slots, in chunks that their slabs can take."""
         start = time.perf_counter()
-        # In order of length, so that those still being fed always stand in the last slots.
-        group = sorted(group, key=lambda served: len(served.prompt))
-        self._active.extend(group)
-        fed = 0
-        while fed < len(group[-1].prompt):
-            feeding = [served for served in group if len(served.prompt) > fed]
-            fed += self._feed(feeding, fed)
+        self._slots.prefill(group, self._take)
         elapsed = time.perf_counter() - start
         for served in group:
             served.prefill_s = elapsed
         self._report.prompt_tokens += sum(len(served.prompt) for served in group)
         self._report.prefill_s += elapsed
 
-    def _feed(self, feeding: Sequence[LiveSequence], fed: int) -> int:
-        """Feed the next chunk of each prompt; return how long the longest chunk was."""
-        last = len(self._active)
-        first = last - len(feeding)
-        width = min(self._engine.chunk, self._cache.num_free_rows(first, last))
-        chunks = [served.prompt[fed : fed + width] for served in feeding]
-        step = Step(self._cache, first, [len(chunk) for chunk in chunks])
-        token_ids = torch.zeros(len(chunks), step.width, dtype=torch.int64)
-        for row, chunk in enumerate(chunks):
-            token_ids[row, step.width - len(chunk) :] = torch.tensor(chunk)
-        logits = self._seam.forward(token_ids, step)
-        complete = [row for row, served in enumerate(feeding) if len(served.prompt) <= fed + width]
-        if complete:
-            self._take([feeding[row] for row in complete], logits[complete])
-        self._compactor.compact(self._active, first, last)
-        return step.width
-
-    # Decode
-
     def _decode(self) -> None:
         start = time.perf_counter()
-        token_ids = torch.tensor([served.tokens[-1] for served in self._active])
-        memory = Memory([served.memory for served in self._active])
-        step = Step(self._cache, 0, [1] * len(self._active))
-        with self._seam.steered(self._stacks, token_ids, memory):
-            logits = self._seam.forward(token_ids[:, None], step)
-        self._take(self._active, logits)
-        self._compactor.compact(self._active, 0, len(self._active))
+        self._slots.decode(self._take)
         self._release()
         self._report.decode_s += time.perf_counter() - start
 

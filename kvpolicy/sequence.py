@@ -30,6 +30,7 @@ class LiveSequence:
     tokens: list[int] = attrs.field(factory=list)
     memory: SequenceMemory = attrs.field(factory=SequenceMemory)
     generator: torch.Generator = attrs.field(init=False)
+    num_observed: int = 0
     compactions: int = 0
     rows_evicted: int = 0
     peak_rows: int = 0
@@ -51,6 +52,12 @@ class LiveSequence:
     def longest(self) -> int:
         """Tokens it may have in all."""
         return len(self.prompt) + self.max_new_tokens
+
+    def token_ids(self, start: int, end: int) -> list[int]:
+        """The tokens at places ``[start, end)`` of the prompt and what was generated."""
+        from_prompt = len(self.prompt)
+        generated = self.tokens[max(start - from_prompt, 0) : max(end - from_prompt, 0)]
+        return [*self.prompt[start:end], *generated]
 
     def take(self, token: int) -> None:
         """Add a generated token, and see whether it ends the generation."""

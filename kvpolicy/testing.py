@@ -12,7 +12,8 @@ from torch import Tensor
 
 from kvpolicy.attention import attend
 from kvpolicy.cache import ATTN_SUMS, Cache, LayerShape
-from kvpolicy.compaction import Clock, compact
+from kvpolicy.clock import Clock
+from kvpolicy.compaction import compact
 from kvpolicy.errors import BudgetError
 from kvpolicy.memory import SequenceMemory
 from kvpolicy.planspec import PolicySpec
@@ -140,7 +141,8 @@ class _Bench:
         """Compact all sequences, unless the policy never does at this point."""
         slots = range(self.cache.num_slots)
         if self.stack.bounded or self._is_due():
-            compact(self.cache, _LAYER, slots, self.stack, self.budget, self.memories, Clock())
+            budgets = [self.budget] * len(slots)
+            compact(self.cache, _LAYER, slots, self.stack, budgets, self.memories, Clock())
         num_rows = int(self.cache.rows[_LAYER, 0])
         return self.cache.layers[_LAYER].positions[:, :, :num_rows].clone()
 

@@ -51,6 +51,8 @@ def test_a_run_reports_all_that_its_cache_holds():
     engine = Engine(model, None, Plan.uniform("rkv", budget=24, buffer=8), slots=3)
     run = engine.generate([[1, 2, 3]] * 5, max_new_tokens=60)
     results = run.results()
-    held = sum(t.untyped_storage().nbytes() for layer in run._cache.layers for t in layer.tensors)
-    assert run.report.peak_kv_bytes == held + run._cache.transient_bytes
+    held = sum(
+        t.untyped_storage().nbytes() for layer in run._slots.cache.layers for t in layer.tensors
+    )
+    assert run.report.peak_kv_bytes == held + run._slots.cache.transient_bytes
     assert max(result.peak_bytes for result in results) * 3 <= held

@@ -1,0 +1,39 @@
+"""Where the time of policies goes."""
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import attrs
+import torch
+
+
+@attrs.define
+class Clock:
+    """Seconds spent in each part of the policies' work."""
+
+    observe_s: float = 0.0
+    score_s: float = 0.0
+    select_s: float = 0.0
+    compaction_s: float = 0.0
+    steer_s: float = 0.0
+
+    @contextmanager
+    def time(self, part: str, device: torch.device | None) -> Iterator[None]:
+        """Add the seconds of a block to a part.
+
+        Args:
+            part: Name of the attribute.
+            device: What to wait for before and after, so that the seconds are real; ``None``
+                counts what the host does, and waits for nothing.
+        """
+        _wait(device)
+        start = time.perf_counter()
+        yield
+        _wait(device)
+        setattr(self, part, getattr(self, part) + time.perf_counter() - start)
+
+
+def _wait(device: torch.device | None) -> None:
+    if device is not None and device.type == "cuda":
+        torch.cuda.synchronize(device)
