@@ -41,6 +41,10 @@ class ModelError(KVPolicyError):
     """A model cannot be loaded or cannot be run by the engine."""
 
 
+class SteeringError(KVPolicyError):
+    """A steering vector cannot be read or does not fit the model."""
+
+
 class RequestError(KVPolicyError):
     """One request cannot be served; in a run it becomes that request's result."""
 

@@ -18,6 +18,7 @@ COMMANDS = {
     "run": ("kvpolicy.cli.run", "Generate text with a policy at a budget."),
     "ablate": ("kvpolicy.cli.ablate", "Compare policies at several budgets."),
     "bench": ("kvpolicy.cli.bench", "Measure the engine's speed against generate()."),
+    "steer": ("kvpolicy.cli.steer", "Make steering vectors, and show what is in them."),
     "reasoner": ("kvpolicy.cli.reasoner", "Sample from the bundled reasoner, or train it again."),
 }
 

@@ -5,8 +5,6 @@ An entry point of the group ``kvpolicy.presets`` gives a name to a package, whos
 """
 
 import tomllib
-from importlib.metadata import EntryPoint, entry_points
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +12,7 @@ import attrs
 import cattrs
 from attrs.validators import deep_iterable, ge, min_len
 
-from kvpolicy.discovery import nearest
+from kvpolicy.bundled import bundled_file
 from kvpolicy.errors import KVPolicyError
 from kvpolicy.planfile import first_problem
 
@@ -81,20 +79,8 @@ def load_preset(name_or_path: str) -> Preset:
     path = Path(name_or_path)
     if path.suffix == ".toml":
         return _structure(_read(path), path.stem)
-    points = {point.name: point for point in entry_points(group=GROUP)}
-    if name_or_path not in points:
-        msg = f"no preset is named '{name_or_path}'{nearest(name_or_path, sorted(points))}"
-        raise KVPolicyError(msg)
-    return _structure(_read_installed(points[name_or_path]), name_or_path)
-
-
-def _read_installed(point: EntryPoint) -> dict[str, Any]:
-    try:
-        folder = files(point.value)
-    except (ImportError, TypeError) as error:
-        msg = f"preset '{point.name}' is broken: its package {point.value} cannot be imported."
-        raise KVPolicyError(msg) from error
-    return _read(Path(str(folder / f"{point.name}.toml")))
+    path = bundled_file(GROUP, name_or_path, suffix=".toml", what="preset")
+    return _structure(_read(path), name_or_path)
 
 
 def _read(path: Path) -> dict[str, Any]:

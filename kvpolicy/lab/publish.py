@@ -5,8 +5,9 @@ from pathlib import Path
 
 from kvpolicy.lab.ablate import Comparison
 from kvpolicy.lab.plots import save_plots
-from kvpolicy.lab.store import Store, write_whole
+from kvpolicy.lab.store import Store
 from kvpolicy.lab.table import Row, tabulate, to_csv, to_json
+from kvpolicy.wholefile import write_whole
 
 
 def publish(comparison: Comparison, store: Store) -> list[Row]:

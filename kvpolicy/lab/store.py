@@ -11,7 +11,6 @@ A folder belongs to one run and holds::
 """
 
 import json
-import os
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Self
@@ -22,6 +21,7 @@ from kvpolicy.errors import OutputError
 from kvpolicy.lab.folderlock import FolderLock
 from kvpolicy.lab.jsonl import JsonLines
 from kvpolicy.lab.samples import CellTiming, Sample
+from kvpolicy.wholefile import write_whole
 
 FORMAT = 1
 
@@ -109,18 +109,6 @@ class Store:
                 "killed while writing it) and has been cut off"
             )
         return lines
-
-
-def write_whole(path: Path, text: str) -> None:
-    """Write a file so that a reader finds the old content or the new one, never a part.
-
-    Args:
-        path: The file.
-        text: Its new content.
-    """
-    draft = path.with_name(path.name + ".new")
-    draft.write_text(text, encoding="utf-8")
-    os.replace(draft, path)
 
 
 def _take(folder: Path, run: dict[str, Any]) -> FolderLock:

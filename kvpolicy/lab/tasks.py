@@ -2,11 +2,13 @@
 
 import difflib
 from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol
+from typing import Literal, Protocol
 
 import attrs
 
 from kvpolicy.errors import KVPolicyError
+
+Split = Literal["train", "tune", "test"]
 
 
 @attrs.frozen
@@ -33,8 +35,12 @@ class Task(Protocol):
     def name(self) -> str:
         """What the user types."""
 
-    def items(self, n: int, *, seed: int) -> Sequence[Item]:
-        """Draw ``n`` items; the same arguments give the same items."""
+    def items(self, n: int, *, seed: int, split: Split = "test") -> Sequence[Item]:
+        """Draw ``n`` items of a split; the same arguments give the same items.
+
+        The split is ``"test"`` to report on, ``"tune"`` to choose settings on, ``"train"`` to
+        learn from.
+        """
 
     def grade(self, text: str, item: Item) -> bool:
         """Tell whether the generated ``text`` answers ``item``."""
@@ -42,12 +48,12 @@ class Task(Protocol):
 
 @attrs.frozen
 class ReasonerTask:
-    """The bundled reasoner's held-out problems."""
+    """The bundled reasoner's problems."""
 
     name: str = "reasoner"
 
-    def items(self, n: int, *, seed: int) -> Sequence[Item]:
-        """Draw ``n`` problems of the test split."""
+    def items(self, n: int, *, seed: int, split: Split = "test") -> Sequence[Item]:
+        """Draw ``n`` problems of a split; no problem is in two of them."""
         from kvpolicy.lab.reasoner.task import make_problems
 
         return [
@@ -57,7 +63,7 @@ class ReasonerTask:
                 answer=problem.answer,
                 facets={"depth": problem.depth, "num_facts": problem.num_facts},
             )
-            for index, problem in enumerate(make_problems(n, seed=seed, split="test"))
+            for index, problem in enumerate(make_problems(n, seed=seed, split=split))
         ]
 
     def grade(self, text: str, item: Item) -> bool:

@@ -5,7 +5,8 @@ from collections.abc import Sequence
 import attrs
 
 from kvpolicy.lab.reasoner.data import DataPlan, training_prompts
-from kvpolicy.lab.reasoner.task import Split, make_problems
+from kvpolicy.lab.reasoner.task import make_problems
+from kvpolicy.lab.tasks import Split
 
 _NUM_HELD_OUT = 2000
 _HELD_OUT: Sequence[Split] = ("tune", "test")

@@ -3,15 +3,13 @@
 import hashlib
 import random
 import re
-from typing import Literal
 
 import attrs
 
 from kvpolicy.errors import KVPolicyError
 from kvpolicy.lab.reasoner.facts import Difficulty, draw_fact_sheet
 from kvpolicy.lab.reasoner.trace import write_trace
-
-Split = Literal["train", "tune", "test"]
+from kvpolicy.lab.tasks import Split
 
 STANDARD = Difficulty(min_depth=3, max_depth=7, min_facts=6, max_facts=14)
 

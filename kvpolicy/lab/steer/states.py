@@ -1,0 +1,107 @@
+"""Hidden states before thoughts, from one forward over each trace."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+import attrs
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from kvpolicy.lab.steer.thoughts import Thought
+
+_TOKENS_PER_FORWARD = 16_384  # padding included
+
+
+@attrs.frozen
+class MarkedTrace:
+    """A trace whose thoughts are known.
+
+    Attributes:
+        token_ids: Prompt and generation.
+        thoughts: Its thoughts, at least one.
+    """
+
+    token_ids: Sequence[int]
+    thoughts: Sequence[Thought]
+
+
+@attrs.frozen(eq=False)
+class States:
+    """What one forward tells.
+
+    Attributes:
+        kinds: Kind of each thought, ``N`` of them.
+        by_layer: States entering each layer at the delimiters before them, ``[N, M]``, fp32,
+            on the CPU.
+        num_traces: Traces that the forward went over.
+    """
+
+    kinds: Sequence[str]
+    by_layer: dict[int, Tensor]
+    num_traces: int
+
+
+def states_before_thoughts(
+    model: PreTrainedModel, traces: Sequence[MarkedTrace], layers: Sequence[int]
+) -> Iterator[States]:
+    """Run a model over traces as they are, and look at what enters some of its layers.
+
+    Args:
+        model: The model.
+        traces: What it once generated.
+        layers: Decoder layers to look at, from 0.
+
+    Yields:
+        The states of a few traces at a time; all traces, the shortest first.
+    """
+    decoder = model.get_decoder()
+    seen: dict[int, Tensor] = {}
+    with ExitStack() as hooks:
+        for layer in layers:
+            handle = decoder.layers[layer].register_forward_pre_hook(_watch(seen, layer))
+            hooks.callback(handle.remove)
+        for batch in _batches(traces):
+            _forward(decoder, batch, model.device)
+            rows = torch.tensor([b for b, trace in enumerate(batch) for _ in trace.thoughts])
+            places = torch.tensor([t.place for trace in batch for t in trace.thoughts])
+            yield States(
+                kinds=[thought.kind for trace in batch for thought in trace.thoughts],
+                by_layer={
+                    layer: states[rows.to(states.device), places.to(states.device)].float().cpu()
+                    for layer, states in seen.items()
+                },
+                num_traces=len(batch),
+            )
+
+
+def _watch(seen: dict[int, Tensor], layer: int) -> Any:
+    def watch(_: nn.Module, arguments: tuple[Any, ...]) -> None:
+        seen[layer] = arguments[0]  # [B, T, M]
+
+    return watch
+
+
+def _batches(traces: Sequence[MarkedTrace]) -> Iterator[list[MarkedTrace]]:
+    """Traces of similar length together, as many as a forward takes."""
+    batch: list[MarkedTrace] = []
+    for trace in sorted(traces, key=lambda trace: len(trace.token_ids)):
+        if batch and (len(batch) + 1) * len(trace.token_ids) > _TOKENS_PER_FORWARD:
+            yield batch
+            batch = []
+        batch.append(trace)
+    if batch:
+        yield batch
+
+
+@torch.inference_mode()
+def _forward(decoder: nn.Module, batch: Sequence[MarkedTrace], device: torch.device) -> None:
+    """Padded on the right: no token sees what comes after it."""
+    longest = max(len(trace.token_ids) for trace in batch)
+    input_ids = torch.zeros(len(batch), longest, dtype=torch.int64)
+    mask = torch.zeros(len(batch), longest, dtype=torch.int64)
+    for b, trace in enumerate(batch):
+        input_ids[b, : len(trace.token_ids)] = torch.tensor(trace.token_ids)
+        mask[b, : len(trace.token_ids)] = 1
+    decoder(input_ids=input_ids.to(device), attention_mask=mask.to(device), use_cache=False)

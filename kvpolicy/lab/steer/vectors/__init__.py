@@ -1,0 +1,1 @@
+"""Steering vectors by name: ``vector = "NAME"`` reads NAME.safetensors of this folder."""
