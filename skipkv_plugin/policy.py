@@ -5,7 +5,7 @@ from typing import Any, ClassVar
 
 import attrs
 import torch
-from attrs.validators import ge, gt, in_, instance_of, le
+from attrs.validators import ge, gt, in_, instance_of, le, min_len, optional
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -13,15 +13,25 @@ from kvpolicy import hookimpl
 from kvpolicy.memory import Memory
 from kvpolicy.observation import odd, window_importance
 from kvpolicy.redundancy import key_redundancy
+from kvpolicy.registers import Registers
+from kvpolicy.steering import SteeringVector, load_steering_vector
+from kvpolicy.thinking import Paragraphs, steering_change
 from skipkv_plugin.redundancy import Pair
-from skipkv_plugin.sentences import DELIMITERS
 from skipkv_plugin.sequence import SequenceState
+from skipkv_plugin.steering import KeywordMatch, strength
 
 _number = instance_of((int, float))
 
 
 def _listed(value: Any) -> tuple[Any, ...]:
     return tuple(value) if isinstance(value, (list, tuple)) else (value,)
+
+
+def _tags(instance: object, attribute: "attrs.Attribute[Any]", value: Any) -> None:
+    """Validate tags: an opening and a closing one, or none."""
+    if len(value) not in (0, 2) or not all(isinstance(one, str) and one for one in value):
+        msg = f"'{attribute.name}' must be two texts, or none: {list(value)}"
+        raise ValueError(msg)
 
 
 def _texts_or_ids(instance: object, attribute: "attrs.Attribute[Any]", value: Any) -> None:
@@ -63,12 +73,14 @@ class SkipKV:
         pair: Which later sentence's similarity counts, ``"max"`` or ``"last"``.
         protect_prompt: Whether the prompt's rows always stay, as long as they fit.
         vector: Steering vector, a file or a bundled name; none means no steering.
-        layer: Layer whose input is steered; the file's default if none.
+        layer: Layer whose input is steered, from 0; the file's default if none.
         alpha_0: Strength of the steering at first.
         gamma: What every non-execution sentence adds to it.
-        alpha_max: The most it may become; none means no bound.
+        alpha_max: The most it may become; 0 means no bound.
         keywords: Words that tell a non-execution sentence.
-        keyword_match: ``"text"`` or ``"ids"``.
+        keyword_match: ``"text"``, as words of their own, or ``"ids"``, as the code does.
+        delimiter: Text within the tokens at which the model is steered.
+        think: Tokens between which it is steered; empty for models without such tokens.
     """
 
     registers: ClassVar[tuple[str, ...]] = ("inside", "strength")
@@ -79,11 +91,31 @@ class SkipKV:
     kernel_size: int = attrs.field(default=7, validator=[instance_of(int), ge(1), odd])
     similarity_threshold: float = attrs.field(default=0.5, validator=[_number, ge(-1), le(1)])
     delimiters: tuple[str | int, ...] = attrs.field(
-        default=DELIMITERS, converter=_listed, validator=_texts_or_ids
+        default=("\n", ".\n", ")\n", "\n\n", ".\n\n", ")\n\n", "?\n\n"),
+        converter=_listed,
+        validator=_texts_or_ids,
     )
     merge_delimiters: bool = attrs.field(default=True, validator=instance_of(bool))
     pair: Pair = attrs.field(default="max", validator=in_(["max", "last"]))
     protect_prompt: bool = attrs.field(default=False, validator=instance_of(bool))
+    vector: str | None = attrs.field(default=None, validator=optional(instance_of(str)))
+    layer: int | None = attrs.field(default=None, validator=optional([instance_of(int), ge(0)]))
+    alpha_0: float = attrs.field(default=1.0, validator=_number)
+    gamma: float = attrs.field(default=0.02, validator=_number)
+    alpha_max: float = attrs.field(default=2.0, validator=[_number, ge(0)])
+    keywords: tuple[str, ...] = attrs.field(
+        default=("Wait", "Alternatively", "again"), converter=_listed
+    )
+    keyword_match: KeywordMatch = attrs.field(default="text", validator=in_(["text", "ids"]))
+    delimiter: str = attrs.field(default="\n\n", validator=[instance_of(str), min_len(1)])
+    think: tuple[str, ...] = attrs.field(
+        default=("<think>", "</think>"), converter=_listed, validator=_tags
+    )
+    _direction: SteeringVector | None = attrs.field(init=False, repr=False)
+
+    @_direction.default
+    def _load(self) -> SteeringVector | None:
+        return None if self.vector is None else load_steering_vector(self.vector, self.layer)
 
     @property
     def protects(self) -> tuple[int, int]:
@@ -98,13 +130,46 @@ class SkipKV:
         start: int,
         prompt_len: int,
         tokenizer: Any,
+        registers: Registers,
         memory: Memory,
     ) -> None:
         """Find the sentences that have ended, and those that they make redundant."""
         (notes,) = memory.of(self)
         if "state" not in notes:
             notes["state"] = SequenceState.begin(self, tokenizer, prompt_len)
-        notes["state"].feed(token_ids.tolist(), hidden_states, start)
+        state: SequenceState = notes["state"]
+        state.feed(token_ids.tolist(), hidden_states, start)
+        if self._direction is None:
+            return
+        mine = registers.of(self)
+        if start < prompt_len:
+            thinking = self._paragraphs(tokenizer).thinking_after(token_ids, bool(mine["inside"]))
+            mine["inside"].fill_(thinking)
+        mine["strength"].fill_(strength(state.num_non_execution, self))
+
+    @hookimpl
+    def steer(
+        self,
+        layer_idx: int,
+        hidden_states: Tensor,
+        token_ids: Tensor,
+        tokenizer: Any,
+        registers: Registers,
+    ) -> Tensor | None:
+        """At the end of a paragraph of thinking, add the vector (section 4.2)."""
+        if self._direction is None or layer_idx != self._direction.layer:
+            return None
+        return steering_change(
+            self._direction.entering(hidden_states),
+            self._paragraphs(tokenizer, hidden_states.device),
+            hidden_states,
+            token_ids,
+            **registers.of(self),
+        )
+
+    def _paragraphs(self, tokenizer: Any, device: torch.device | None = None) -> Paragraphs:
+        think = (self.think[0], self.think[1]) if self.think else None
+        return Paragraphs.of(tokenizer, delimiter=self.delimiter, think=think, device=device)
 
     @hookimpl(specname="score", trylast=True)
     def token_score(self, queries: Tensor, keys: Tensor) -> Tensor:

@@ -12,8 +12,6 @@ import attrs
 from kvpolicy.errors import KVPolicyError
 from kvpolicy.tokentext import token_texts
 
-#: The authors' delimiters (run_math.py, eval_code.py at TTTTTTris/SkipKV 4492840).
-DELIMITERS = ("\n", ".\n", ")\n", "\n\n", ".\n\n", ")\n\n", "?\n\n")
 #: What introduces something, as a code block, belongs to it (SkipKV, appendix).
 NOT_DELIMITERS = (":\n", ":\n\n")
 

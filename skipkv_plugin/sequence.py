@@ -9,6 +9,7 @@ from torch import Tensor
 
 from skipkv_plugin.redundancy import SentenceVectors, redundant
 from skipkv_plugin.sentences import Delimiters, Segmenter
+from skipkv_plugin.steering import is_non_execution
 
 if TYPE_CHECKING:
     from skipkv_plugin.policy import SkipKV
@@ -24,23 +25,26 @@ class SequenceState:
         segmenter: The sentences.
         vectors: Their meaning.
         similarities: Of the redundant ones, by number; it only grows (SkipKV, eq. 7).
+        num_non_execution: Generated sentences that check or doubt, so far.
     """
 
     policy: "SkipKV"
     prompt_len: int
+    tokenizer: Any
     segmenter: Segmenter
     vectors: SentenceVectors = attrs.field(factory=SentenceVectors)
     similarities: dict[int, float] = attrs.field(factory=dict)
+    num_non_execution: int = 0
     _penalty: Tensor | None = None  # by position, [seq_len so far + 1], 0 at the end
 
     @classmethod
     def begin(cls, policy: "SkipKV", tokenizer: Any, prompt_len: int) -> "SequenceState":
         """Start at the first token."""
         delimiters = Delimiters.of(policy.delimiters, tokenizer)
-        return cls(policy, prompt_len, Segmenter(delimiters, policy.merge_delimiters))
+        return cls(policy, prompt_len, tokenizer, Segmenter(delimiters, policy.merge_delimiters))
 
-    def feed(self, token_ids: Sequence[int], hidden_states: Tensor, start: int) -> list[list[int]]:
-        """Take in the next tokens; return the tokens of each sentence they finish."""
+    def feed(self, token_ids: Sequence[int], hidden_states: Tensor, start: int) -> None:
+        """Take in the next tokens, ``[L]``, and their last hidden states, ``[L, M]``."""
         finished = self.segmenter.feed(token_ids)
         sentences = [sentence for sentence, _ in finished]
         num_new = self.vectors.feed(hidden_states, start, sentences, self.segmenter.begin)
@@ -48,7 +52,16 @@ class SequenceState:
             found = redundant(self.vectors.vectors, num_new, self.policy.tau, self.policy.pair)
             self._remember(found)
         self._penalty = self._penalties(hidden_states.device)
-        return [ids for _, ids in finished]
+        if self.policy.vector is not None:
+            self.num_non_execution += sum(
+                self._is_non_execution(ids)
+                for sentence, ids in finished
+                if sentence.begin >= self.prompt_len
+            )
+
+    def _is_non_execution(self, token_ids: Sequence[int]) -> bool:
+        policy = self.policy
+        return is_non_execution(token_ids, self.tokenizer, policy.keywords, policy.keyword_match)
 
     def penalty_at(self, positions: Tensor) -> Tensor:
         """Similarity of the redundant sentence that each row's token is in, else 0.

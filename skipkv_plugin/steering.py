@@ -2,12 +2,12 @@
 
 import re
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    from skipkv_plugin.policy import SkipKV
 
 KeywordMatch = Literal["text", "ids"]
-
-#: What tells a non-execution sentence while decoding (SkipKV, appendix).
-KEYWORDS = ("Wait", "Alternatively", "again")
 
 
 def is_non_execution(
@@ -34,9 +34,7 @@ def is_non_execution(
     return re.search(rf"\b({words})\b", text, re.IGNORECASE) is not None
 
 
-def strength(
-    num_non_execution: int, alpha_0: float, gamma: float, alpha_max: float | None
-) -> float:
+def strength(num_non_execution: int, policy: "SkipKV") -> float:
     """``alpha_0 + gamma * N_o``, at most ``alpha_max`` (SkipKV, section 4.2)."""
-    alpha = alpha_0 + gamma * num_non_execution
-    return alpha if alpha_max is None else min(alpha, max(alpha_max, alpha_0))
+    alpha = policy.alpha_0 + policy.gamma * num_non_execution
+    return min(alpha, policy.alpha_max) if policy.alpha_max else alpha

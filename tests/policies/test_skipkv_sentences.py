@@ -15,12 +15,14 @@ from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
 
 from kvpolicy.errors import KVPolicyError
+from skipkv_plugin.policy import SkipKV
 from skipkv_plugin.redundancy import SentenceVectors, redundant
-from skipkv_plugin.sentences import DELIMITERS, Delimiters, Segmenter
+from skipkv_plugin.sentences import Delimiters, Segmenter
 
 # The marks of R1's tokenizers that matter here: each is one token there, too.
 WORDS = ["a", "b", "Wait", ".", ":", ")", "?", "\n", ".\n", ")\n", "\n\n", ".\n\n", ")\n\n"]
 WORDS += ["?\n\n", ":\n", ":\n\n", ";\n"]
+DELIMITERS = SkipKV().delimiters
 R1_LIKE = {word: number for number, word in enumerate(WORDS)}
 
 

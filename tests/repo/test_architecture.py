@@ -13,6 +13,7 @@ import pytest
 PUBLIC = {
     "kvpolicy": "hookimpl and the other public names",
     "kvpolicy.defaults": "top_rows",
+    "kvpolicy.errors": "KVPolicyError, for what a user can put right",
     "kvpolicy.kept_order": "rows in the order an earlier top-k left them",
     "kvpolicy.memory": "Memory, for annotations",
     "kvpolicy.observation": "the observation window",
@@ -20,6 +21,9 @@ PUBLIC = {
     "kvpolicy.registers": "Registers, for annotations",
     "kvpolicy.request": "Waiting, for annotations",
     "kvpolicy.rows": "LayerRows and Tracks, for annotations",
+    "kvpolicy.steering": "steering vectors",
+    "kvpolicy.thinking": "where paragraphs end and thinking begins",
+    "kvpolicy.tokentext": "what tokens say",
 }
 WALL = 250
 
