@@ -141,9 +141,12 @@ def test_steering_changes_what_is_said(vector_file: Path) -> None:
 
     def tokens(**knobs: Any) -> list[tuple[int, ...]]:
         plan = Plan.uniform("skipkv", budget=200, buffer=BUFFER, knobs={"skipkv": knobs})
-        prompts = [[THINK, n, PARAGRAPH] for n in range(6)]
-        run = Engine(model_of_words(1), TOKENIZER, plan).generate(prompts, max_new_tokens=40)
-        return [result.tokens for result in run.results()]
+        prompts = [[THINK, IDS[" again"], IDS[" a"], n, PARAGRAPH] for n in range(6)]
+        runs = [
+            Engine(model_of_words(seed), TOKENIZER, plan).generate(prompts, max_new_tokens=60)
+            for seed in range(4)
+        ]
+        return [result.tokens for run in runs for result in run.results()]
 
     plain, steered = tokens(), tokens(vector=str(vector_file))
     assert plain != steered
