@@ -12,9 +12,10 @@ from torch.nn import functional as F
 from kvpolicy import hookimpl
 from kvpolicy.memory import Memory
 from kvpolicy.observation import odd, window_importance
+from kvpolicy.pinned import load_pinned, pin
 from kvpolicy.redundancy import key_redundancy
 from kvpolicy.registers import Registers
-from kvpolicy.steering import SteeringVector, load_steering_vector
+from kvpolicy.steering import SteeringVector
 from kvpolicy.thinking import Paragraphs, steering_change
 from skipkv_plugin.redundancy import Pair
 from skipkv_plugin.sequence import SequenceState
@@ -25,6 +26,10 @@ _number = instance_of((int, float))
 
 def _listed(value: Any) -> tuple[Any, ...]:
     return tuple(value) if isinstance(value, (list, tuple)) else (value,)
+
+
+def _pinned(value: Any) -> Any:
+    return pin(value) if isinstance(value, str) else value
 
 
 def _tags(instance: object, attribute: "attrs.Attribute[Any]", value: Any) -> None:
@@ -72,7 +77,8 @@ class SkipKV:
         merge_delimiters: Whether delimiters that follow each other end one sentence.
         pair: Which later sentence's similarity counts, ``"max"`` or ``"last"``.
         protect_prompt: Whether the prompt's rows always stay, as long as they fit.
-        vector: Steering vector, a file or a bundled name; none means no steering.
+        vector: Steering vector, a file or a bundled name, to which a hash of the contents is
+            added; none means no steering.
         layer: Layer whose input is steered, from 0; the file's default if none.
         alpha_0: Strength of the steering at first.
         gamma: What every non-execution sentence adds to it.
@@ -98,7 +104,9 @@ class SkipKV:
     merge_delimiters: bool = attrs.field(default=True, validator=instance_of(bool))
     pair: Pair = attrs.field(default="max", validator=in_(["max", "last"]))
     protect_prompt: bool = attrs.field(default=False, validator=instance_of(bool))
-    vector: str | None = attrs.field(default=None, validator=optional(instance_of(str)))
+    vector: str | None = attrs.field(
+        default=None, validator=optional(instance_of(str)), converter=_pinned
+    )
     layer: int | None = attrs.field(default=None, validator=optional([instance_of(int), ge(0)]))
     alpha_0: float = attrs.field(default=1.0, validator=_number)
     gamma: float = attrs.field(default=0.02, validator=_number)
@@ -115,7 +123,7 @@ class SkipKV:
 
     @_direction.default
     def _load(self) -> SteeringVector | None:
-        return None if self.vector is None else load_steering_vector(self.vector, self.layer)
+        return None if self.vector is None else load_pinned(self.vector, self.layer)
 
     @property
     def protects(self) -> tuple[int, int]:

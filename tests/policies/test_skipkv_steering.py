@@ -208,3 +208,27 @@ def test_a_tokenizer_without_tags_is_told_of(vector_file: Path) -> None:
         run()
     knobs["think"] = []
     run()
+
+
+def test_a_plan_names_its_vector_with_a_hash_of_it(vector_file: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "copy.safetensors"
+    copy.write_bytes(vector_file.read_bytes())
+
+    def resolved(reference: str) -> Any:
+        knobs = {"skipkv": {"vector": reference}}
+        return Plan.uniform("skipkv", budget=16, knobs=knobs).resolve(1)
+
+    before = resolved(str(copy))
+    (pinned,) = {spec["vector"] for spec in before.to_dict()["layers"][0]["stack"]}
+    assert pinned.startswith(f"{copy}#")
+    assert resolved(pinned).digest() == before.digest()
+    other = SteeringVector(
+        vector=torch.ones(HIDDEN), layer=LAYER, calibration=Calibration(model="tiny")
+    )
+    save_steering_vectors(copy, [other])
+    assert resolved(str(copy)).digest() != before.digest()
+    with pytest.raises(SteeringError, match="was written again since"):
+        resolved(pinned)
+    copy.unlink()
+    with pytest.raises(SteeringError, match="kvpolicy steer calibrate"):
+        resolved(pinned)
