@@ -1,0 +1,237 @@
+"""What SkipKV says about sentences, measured on the texts that a comparison left.
+
+    kvpolicy ablate --preset skipkv --output RESULTS
+    python docs/benchmarks/skipkv.py sentences RESULTS --rules reasoner
+    python docs/benchmarks/skipkv.py fragments RESULTS --budgets 91,181
+
+`sentences`: of every cell, the share of non-execution sentences and of sentences that come
+again (similarity above tau), in right and in wrong answers, and the mean length of both.
+`fragments`: of R-KV and of SkipKV, how many sentences a compaction leaves in pieces.
+
+Both print a table and write JSON into RESULTS.
+"""
+
+import argparse
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import attrs
+import torch
+from torch import Tensor
+
+from kvpolicy import Engine, Plan, hookimpl
+from kvpolicy.lab.models import open_model
+from kvpolicy.lab.steer.rules import load_rules
+from kvpolicy.lab.tasks import load_task
+from kvpolicy.memory import Memory
+from skipkv_plugin.policy import SkipKV
+from skipkv_plugin.redundancy import SentenceVectors, redundant
+from skipkv_plugin.sentences import Delimiters, Segmenter
+
+TAU = 0.95
+BATCH = 32
+
+
+@attrs.define
+class Cell:
+    """The samples of one point of the comparison."""
+
+    series: str
+    budget: float | None
+    samples: list[dict[str, Any]] = attrs.field(factory=list)
+
+
+def read_cells(folder: Path, n: int) -> tuple[dict[str, Any], list[Cell]]:
+    """The run's settings, and of every cell the first ``n`` items."""
+    run = json.loads((folder / "manifest.json").read_text())["run"]
+    cells = {cell["digest"]: Cell(cell["series"], cell["budget"]) for cell in run["cells"]}
+    for line in (folder / "samples.jsonl").read_text().splitlines():
+        sample = json.loads(line)
+        if sample["item"] < n and sample["error"] is None:
+            cells[sample["cell"]].samples.append(sample)
+    return run, list(cells.values())
+
+
+class Reader:
+    """Cuts texts into sentences and finds out which of them come again."""
+
+    def __init__(self, model: Any, tokenizer: Any, rules: str) -> None:
+        self.model, self.tokenizer = model, tokenizer
+        self.rules = load_rules(rules)
+        self.delimiters = Delimiters.of(SkipKV().delimiters, tokenizer)
+
+    def read(self, prompts: Sequence[str], texts: Sequence[str]) -> list[dict[str, int]]:
+        """Counts of sentences of each text, the prompt left out."""
+        found = []
+        for first in range(0, len(texts), BATCH):
+            batch = slice(first, first + BATCH)
+            ids = [
+                (self.tokenizer(prompt)["input_ids"], self.tokenizer(text)["input_ids"])
+                for prompt, text in zip(prompts[batch], texts[batch], strict=True)
+            ]
+            states = self._states([prompt + text for prompt, text in ids])
+            found += [self._count(*pair, of) for pair, of in zip(ids, states, strict=True)]
+        return found
+
+    def _states(self, rows: Sequence[list[int]]) -> Iterable[Tensor]:
+        """Last hidden states of each row under full attention, padded on the right."""
+        longest = max(map(len, rows))
+        ids = torch.tensor([row + [0] * (longest - len(row)) for row in rows])
+        with torch.inference_mode():
+            states = self.model.get_decoder()(ids, use_cache=False).last_hidden_state
+        return (one[: len(row)] for one, row in zip(states, rows, strict=True))
+
+    def _count(self, prompt: list[int], text: list[int], states: Tensor) -> dict[str, int]:
+        segmenter, vectors = Segmenter(self.delimiters), SentenceVectors()
+        finished = segmenter.feed(prompt + text)
+        num = vectors.feed(states, 0, [one for one, _ in finished], segmenter.begin)
+        assert vectors.vectors is not None
+        again = redundant(vectors.vectors, num, TAU, "max")
+        generated = [
+            (number, ids)
+            for number, (sentence, ids) in enumerate(finished)
+            if sentence.begin >= len(prompt)
+        ]
+        kinds = [self.rules.kind_of(self.tokenizer.decode(ids).strip()) for _, ids in generated]
+        return {
+            "sentences": len(generated),
+            "non_execution": sum(kind != "execution" for kind in kinds),
+            "similar": sum(number in again for number, _ in generated),
+        }
+
+
+def sentences(folder: Path, n: int, rules: str) -> list[dict[str, Any]]:
+    """One record for each cell."""
+    run, cells = read_cells(folder, n)
+    reader = Reader(*open_model(run["model"]), rules)
+    task = load_task(run["task"])
+    prompts = [
+        one.prompt for one in task.items(n, seed=run["seed"], split=run.get("split", "test"))
+    ]
+    records = []
+    for cell in cells:
+        counts = reader.read(
+            [prompts[one["item"]] for one in cell.samples], [one["text"] for one in cell.samples]
+        )
+        record: dict[str, Any] = {"series": cell.series, "budget": cell.budget}
+        for name, wanted in (("all", None), ("right", True), ("wrong", False)):
+            chosen = [
+                (count, one["num_tokens"])
+                for count, one in zip(counts, cell.samples, strict=True)
+                if wanted is None or one["correct"] == wanted
+            ]
+            record[name] = summary(chosen)
+        records.append(record)
+    return records
+
+
+def summary(chosen: Sequence[tuple[dict[str, int], int]]) -> dict[str, float | int | None]:
+    """Shares are of all sentences together, so that a short text weighs little."""
+    total = sum(count["sentences"] for count, _ in chosen)
+    return {
+        "n": len(chosen),
+        "length": fmean(length for _, length in chosen) if chosen else None,
+        "sentences": total,
+        **{
+            name: sum(count[name] for count, _ in chosen) / total if total else None
+            for name in ("non_execution", "similar")
+        },
+    }
+
+
+@attrs.define(eq=False)
+class Fragments:
+    """Wraps any policy: after a compaction, how much of each sentence is left, in every head."""
+
+    delimiters: Delimiters
+    seen: dict[str, int] = attrs.field(factory=lambda: dict.fromkeys(("whole", "part", "gone"), 0))
+
+    @hookimpl
+    def observe(self, token_ids: Tensor, memory: Memory) -> None:
+        (notes,) = memory.of(self)
+        notes.setdefault("segmenter", Segmenter(self.delimiters)).feed(token_ids.tolist())
+
+    @hookimpl(wrapper=True)
+    def select(self, positions: Tensor, memory: Memory) -> Any:
+        keep = yield
+        kept = positions.gather(2, keep)
+        for b, notes in enumerate(memory.of(self)):
+            spans = [(one.begin, one.end) for one in notes["segmenter"].sentences]
+            for head in kept[b]:
+                places = torch.tensor(spans).T.contiguous()
+                low, high = torch.searchsorted(head, places[0]), torch.searchsorted(head, places[1])
+                left, length = high - low, places[1] - places[0]
+                self.seen["whole"] += int((left == length).sum())
+                self.seen["gone"] += int((left == 0).sum())
+                self.seen["part"] += int(((left > 0) & (left < length)).sum())
+        return keep
+
+
+def fragments(folder: Path, n: int, budgets: Sequence[int]) -> list[dict[str, Any]]:
+    """One record for each policy and budget."""
+    run, _ = read_cells(folder, 0)
+    model, tokenizer = open_model(run["model"])
+    items = load_task(run["task"]).items(n, seed=run["seed"])
+    stacks = {cell["series"]: cell["plan"]["layers"][0]["stack"] for cell in run["cells"]}
+    records = []
+    for series in ("R-KV", "SkipKV, no steering"):
+        for budget in budgets:
+            counts = Fragments(Delimiters.of(SkipKV().delimiters, tokenizer))
+            plan = Plan.from_dict({"stack": stacks[series], "budget": budget, "buffer": 16})
+            plan = attrs.evolve(plan, stack=(*plan.stack, *Plan.uniform(counts).stack))
+            engine = Engine(model, tokenizer, plan, slots=run["slots"])
+            prompts = [item.prompt for item in items]
+            engine.generate(prompts, max_new_tokens=run["max_new_tokens"]).results()
+            left = counts.seen["whole"] + counts.seen["part"]
+            records.append(
+                {
+                    "series": series,
+                    "budget": budget,
+                    **counts.seen,
+                    "part_of_those_left": counts.seen["part"] / left,
+                    "part_of_all": counts.seen["part"] / (left + counts.seen["gone"]),
+                }
+            )
+    return records
+
+
+def show(records: Sequence[dict[str, Any]]) -> None:
+    """Print records as a Markdown table."""
+    flat = [
+        {
+            f"{name}.{key}" if isinstance(value, dict) else name: cell
+            for name, value in record.items()
+            for key, cell in (value.items() if isinstance(value, dict) else [("", value)])
+        }
+        for record in records
+    ]
+    names = list(flat[0])
+    print("| " + " | ".join(names) + " |\n|" + "---|" * len(names))
+    for record in flat:
+        cells = [f"{x:.3f}" if isinstance(x, float) else str(x) for x in record.values()]
+        print("| " + " | ".join(cells) + " |")
+
+
+def main() -> None:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("what", choices=["sentences", "fragments"])
+    parser.add_argument("results", type=Path)
+    parser.add_argument("--n", type=int, default=100, help="items of each cell")
+    parser.add_argument("--rules", default="published", help="keyword rules, a name or a file")
+    parser.add_argument("--budgets", default="91,181")
+    given = parser.parse_args()
+    if given.what == "sentences":
+        records = sentences(given.results, given.n, given.rules)
+    else:
+        budgets = [int(budget) for budget in given.budgets.split(",")]
+        records = fragments(given.results, given.n, budgets)
+    (given.results / f"{given.what}.json").write_text(json.dumps(records, indent=1) + "\n")
+    show(records)
+
+
+if __name__ == "__main__":
+    main()
