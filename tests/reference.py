@@ -264,3 +264,22 @@ class SlabModel:
 
     def contents(self, slot: int, head: int) -> list[object]:
         return [content for _, content in self.rows[slot, head]]
+
+
+def steered_tokens(
+    prompt: Sequence[str],
+    generated: Sequence[str],
+    delimiter: str,
+    think: tuple[str, str] | None,
+) -> list[bool]:
+    """SEAL: for every generated token, whether the state at it is changed."""
+    inside = think is None
+    answer = []
+    for place, token in enumerate([*prompt, *generated]):
+        if think is not None and token == think[0]:
+            inside = True
+        if think is not None and token == think[1]:
+            inside = False
+        if place >= len(prompt):
+            answer.append(inside and delimiter in token)
+    return answer

@@ -16,8 +16,12 @@ PUBLIC = {
     "kvpolicy.kept_order": "rows in the order an earlier top-k left them",
     "kvpolicy.memory": "Memory, for annotations",
     "kvpolicy.observation": "the observation window",
+    "kvpolicy.registers": "Registers, for annotations",
     "kvpolicy.request": "Waiting, for annotations",
     "kvpolicy.rows": "LayerRows and Tracks, for annotations",
+    "kvpolicy.steering": "steering vectors",
+    "kvpolicy.thinking": "where thinking begins and ends, and the change at its paragraphs",
+    "kvpolicy.tokentext": "the text of tokens",
 }
 WALL = 250
 
