@@ -85,7 +85,7 @@ class Plan:
         """Read a TOML plan.
 
         Args:
-            path: The file.
+            path: The file, or the name of a plan that an installed package brings along.
             overrides: Changes such as ``"budget=96"``, ``"layers.0.buffer=8"`` or
                 ``"rkv.mix_lambda=0.5"`` (in every stack that names the policy).
 

@@ -8,16 +8,20 @@ from typing import TYPE_CHECKING, Any
 import attrs
 import cattrs
 
+from kvpolicy.bundled import bundled_file
 from kvpolicy.discovery import nearest
-from kvpolicy.errors import PlanError
+from kvpolicy.errors import KVPolicyError, PlanError
 from kvpolicy.planspec import LayerGroup, PolicySpec
 
 if TYPE_CHECKING:
     from kvpolicy.plan import Plan
 
+GROUP = "kvpolicy.plans"
 
-def read(path: str | Path) -> dict[str, Any]:
-    """Read a TOML file."""
+
+def read(name_or_path: str | Path) -> dict[str, Any]:
+    """Read a TOML file, or the one that a package brings along under a name."""
+    path = _find(Path(name_or_path))
     try:
         text = Path(path).read_text(encoding="utf-8")
     except OSError as error:
@@ -30,6 +34,16 @@ def read(path: str | Path) -> dict[str, Any]:
         return tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         msg = f"plan '{path}' is not TOML: {error}"
+        raise PlanError(msg) from error
+
+
+def _find(path: Path) -> Path:
+    if path.suffix or len(path.parts) > 1 or path.is_file():
+        return path
+    try:
+        return bundled_file(GROUP, str(path), suffix=".toml", what="plan")
+    except KVPolicyError as error:
+        msg = f"{error}; a plan in a file is named with its ending, as in plan.toml"
         raise PlanError(msg) from error
 
 

@@ -156,7 +156,7 @@ def load_steering_vectors(name_or_path: str | Path) -> tuple[list[SteeringVector
     Raises:
         SteeringError: There is no such file, or it is no file of vectors.
     """
-    path = _find(str(name_or_path))
+    path = vector_file(name_or_path)
     what = f"steering vector file '{name_or_path}'"
     try:
         with path.open("rb") as file:
@@ -174,11 +174,12 @@ def load_steering_vectors(name_or_path: str | Path) -> tuple[list[SteeringVector
     return _structure(tensors, metadata, what)
 
 
-def _find(name: str) -> Path:
-    path = Path(name)
+def vector_file(name_or_path: str | Path) -> Path:
+    """Where a file of vectors is that is named, or given as a path."""
+    path = Path(name_or_path)
     if path.suffix or len(path.parts) > 1 or path.is_file():
         return path
-    return bundled_file(GROUP, name, suffix=_SUFFIX, what="steering vector")
+    return bundled_file(GROUP, str(path), suffix=_SUFFIX, what="steering vector")
 
 
 def _structure(

@@ -15,12 +15,28 @@ from kvpolicy.cache import ATTN_SUMS, Cache, LayerShape
 from kvpolicy.clock import Clock
 from kvpolicy.compaction import compact
 from kvpolicy.errors import BudgetError
-from kvpolicy.memory import SequenceMemory
+from kvpolicy.memory import Memory, SequenceMemory
 from kvpolicy.planspec import PolicySpec
+from kvpolicy.registers import RegisterFile
 from kvpolicy.stack import Stack
 from kvpolicy.step import Step
 
 _LAYER = 0
+
+
+@attrs.frozen(eq=False)
+class Shown:
+    """What policies that implement `observe` are shown of each sequence, before a compaction.
+
+    Attributes:
+        token_ids: ``[B, T]``, int64.
+        hidden_states: Last hidden states after the final norm, ``[B, T, M]``.
+        tokenizer: The engine's tokenizer, if there is one.
+    """
+
+    token_ids: Tensor
+    hidden_states: Tensor
+    tokenizer: Any = None
 
 
 def keep_rows(
@@ -30,25 +46,28 @@ def keep_rows(
     queries: Tensor,
     *,
     budget: int,
+    shown: Shown | None = None,
     **knobs: Any,
 ) -> Tensor:
     """The rows that stay when a cache is compacted once.
 
     Args:
-        policy: Name of a policy, or a policy object (then without knobs).
+        policy: Name of a policy, a policy object, or a list of such, which is a stack;
+            knobs are for a single name.
         keys: Keys after RoPE, ``[B, H_kv, T, D]``: row t is token t.
         values: Values, ``[B, H_kv, T, D]``.
         queries: Queries of the last ``W`` tokens after RoPE, ``[B, H_q, W, D]``. Policies
             that accumulate attention see these queries only; a policy whose window is larger
             than ``W`` makes do with ``W``.
         budget: Rows that stay.
+        shown: What policies that implement `observe` are shown; without, they see nothing.
         knobs: Knobs of the policy.
 
     Returns:
         Rows that stay, ``[B, H_kv, K]``, int64, rising; all of them if ``T <= budget``.
     """
     num_rows, window = keys.shape[2], queries.shape[2]
-    bench = _Bench(policy, knobs, keys, queries, budget)
+    bench = _Bench(policy, knobs, keys, queries, budget, shown=shown)
     if window < num_rows:
         old = slice(0, num_rows - window)
         bench.feed(keys[:, :, old], values[:, :, old], None)
@@ -66,6 +85,7 @@ def replay(
     budget: int,
     prompt: int,
     compact_at: Sequence[int],
+    shown: Shown | None = None,
     **knobs: Any,
 ) -> list[Tensor]:
     """The positions that stay after each of several compactions of a growing cache.
@@ -74,19 +94,21 @@ def replay(
     and compaction code.
 
     Args:
-        policy: Name of a policy, or a policy object (then without knobs).
+        policy: Name of a policy, a policy object, or a list of such, which is a stack;
+            knobs are for a single name.
         keys: Keys after RoPE of all tokens, ``[B, H_kv, T, D]``.
         values: Values of all tokens, ``[B, H_kv, T, D]``.
         queries: Queries after RoPE of all tokens, ``[B, H_q, T, D]``.
         budget: Rows that stay.
         prompt: Tokens fed at once.
         compact_at: Numbers of tokens after which to compact, rising, none below ``prompt``.
+        shown: What policies that implement `observe` are shown; without, they see nothing.
         knobs: Knobs of the policy.
 
     Returns:
         For each compaction the original positions that stay, ``[B, H_kv, K]``, int64.
     """
-    bench = _Bench(policy, knobs, keys, queries, budget, prompt_len=prompt)
+    bench = _Bench(policy, knobs, keys, queries, budget, prompt_len=prompt, shown=shown)
     bench.feed(keys[:, :, :prompt], values[:, :, :prompt], queries[:, :, :prompt])
     kept = [bench.compact()] if prompt in compact_at else []
     for token in range(prompt, keys.shape[2]):
@@ -108,12 +130,15 @@ class _Bench:
         queries: Tensor,
         budget: int,
         prompt_len: int | None = None,
+        shown: Shown | None = None,
     ) -> None:
-        spec = PolicySpec.of(policy, knobs)
-        self.stack = Stack([(spec.policy, spec.build())])
+        listed = policy if isinstance(policy, (list, tuple)) else [policy]
+        specs = [PolicySpec.of(one, knobs) for one in listed]
+        self.stack = Stack([(spec.policy, spec.build()) for spec in specs])
         protected = self.stack.n_first + self.stack.n_last
         if budget < max(protected, 1):
-            msg = f"policy '{spec.policy}' protects {protected} rows; a budget of {budget} is less"
+            names = "+".join(self.stack.names)
+            msg = f"policy '{names}' protects {protected} rows; a budget of {budget} is less"
             raise BudgetError(msg)
         num_sequences, num_kv_heads, num_rows, head_dim = keys.shape
         shape = LayerShape(queries.shape[1], num_kv_heads, head_dim, keys.dtype, keys.device)
@@ -123,6 +148,9 @@ class _Bench:
         self.budget = budget
         self.prompt_len = num_rows if prompt_len is None else prompt_len
         self.memories = [SequenceMemory() for _ in range(num_sequences)]
+        self.shown = shown
+        self.registers = RegisterFile(self.stack.policies, num_sequences, keys.device)
+        self.num_observed = 0
 
     @property
     def attn_sums(self) -> Tensor:
@@ -140,11 +168,27 @@ class _Bench:
     def compact(self) -> Tensor:
         """Compact all sequences, unless the policy never does at this point."""
         slots = range(self.cache.num_slots)
+        if self.shown is not None and self.stack.implements("observe"):
+            for slot in slots:
+                self._observe(slot, self.shown)
+            self.num_observed = int(self.cache.seq_len[0])
         if self.stack.bounded or self._is_due():
             budgets = [self.budget] * len(slots)
             compact(self.cache, _LAYER, slots, self.stack, budgets, self.memories, Clock())
         num_rows = int(self.cache.rows[_LAYER, 0])
         return self.cache.layers[_LAYER].positions[:, :, :num_rows].clone()
+
+    def _observe(self, slot: int, shown: Shown) -> None:
+        new = slice(self.num_observed, int(self.cache.seq_len[slot]))
+        self.stack.observe(
+            token_ids=shown.token_ids[slot, new],
+            hidden_states=shown.hidden_states[slot, new],
+            start=self.num_observed,
+            prompt_len=self.prompt_len,
+            tokenizer=shown.tokenizer,
+            registers=self.registers.of_slots(slot, slot + 1),
+            memory=Memory([self.memories[slot]]),
+        )
 
     def _is_due(self) -> bool:
         seq_len = self.cache.seq_len

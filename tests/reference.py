@@ -11,6 +11,7 @@ before the forced window; `with_window` adds the window and returns row indices,
 """
 
 import math
+import re
 from collections.abc import Callable, Iterable, Sequence
 
 Vector = Sequence[float]
@@ -283,3 +284,54 @@ def steered_tokens(
         if place >= len(prompt):
             answer.append(inside and delimiter in token)
     return answer
+
+
+def sentences(ends: Sequence[bool], merge: bool) -> list[tuple[int, int, int]]:
+    """SkipKV's sentences in a whole text: (begin, end, end of the first delimiter).
+
+    ``ends[t]`` tells whether token t is a delimiter. Written as a regular expression over one
+    letter a token, which sees the text as a whole and not token by token.
+    """
+    letters = "".join("d" if end else "w" for end in ends)
+    # Delimiters at the very start belong to the first sentence: there is none before it.
+    pattern = r"((?:\Ad*)?w+d)d*" if merge else r"(w*d)"
+    return [(m.start(), m.end(), m.end(1)) for m in re.finditer(pattern, letters)]
+
+
+def sentence_vectors(states: Matrix, spans: Sequence[tuple[int, int, int]]) -> list[Vector]:
+    """Unit means of the hidden states of each sentence, without the delimiters merged into it."""
+    vectors = []
+    for begin, _, body_end in spans:
+        rows = states[begin:body_end]
+        mean = [math.fsum(float(row[m]) for row in rows) / len(rows) for m in range(len(rows[0]))]
+        length = math.sqrt(math.fsum(x * x for x in mean)) + 1e-8
+        vectors.append([x / length for x in mean])
+    return vectors
+
+
+def redundant_sentences(vectors: Sequence[Vector], tau: float, pair: str) -> dict[int, float]:
+    """Which sentences come again, with the similarity that counts (eqs. 1, 3 and 7)."""
+    found: dict[int, float] = {}
+    for i, earlier in enumerate(vectors):
+        for later in vectors[i + 1 :]:
+            similarity = dot(earlier, later)
+            if similarity > tau:
+                kept = found.get(i, similarity)
+                found[i] = max(kept, similarity) if pair == "max" else similarity
+    return found
+
+
+def skipkv(
+    base: Sequence[float],
+    positions: Sequence[int],
+    spans: Sequence[tuple[int, int, int]],
+    similarities: dict[int, float],
+) -> list[float]:
+    """Eq. 6: the token score, less the similarity of the redundant sentence the token is in."""
+    scores = []
+    for score, position in zip(base, positions, strict=True):
+        for number, (begin, end, _) in enumerate(spans):
+            if begin <= position < end and end - begin > 1 and number in similarities:
+                score -= similarities[number]
+        scores.append(score)
+    return scores

@@ -140,6 +140,10 @@ SMALL_KNOBS: dict[str, tuple[dict[str, Any], ...]] = {
         {"window_size": 8, "mix_lambda": 0.5},
         {"window_size": 2, "retain_direction": "first"},
     ),
+    "skipkv": (
+        {"delimiters": (3, 7), "tau": 0.5, "window_size": 4},
+        {"delimiters": tuple(range(20)), "tau": 0.1, "window_size": 2, "pair": "last"},
+    ),
     "protect": ({"n_sink": 2, "n_recent": 3}, {"n_sink": 0, "n_recent": 1}, {}),
 }
 

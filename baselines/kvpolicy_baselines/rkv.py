@@ -11,10 +11,8 @@ from torch.nn import functional as F
 from kvpolicy import hookimpl
 from kvpolicy.kept_order import by_row, kept_order, ranks_by_score, take_rows
 from kvpolicy.observation import Pooling, odd, window_importance
+from kvpolicy.redundancy import Retain, key_redundancy
 from kvpolicy.rows import Tracks
-
-# Similarities held at once. The full matrix would be T x T for each KV head and sequence.
-_TILE_ELEMENTS = 1 << 22
 
 
 @attrs.define(eq=False, kw_only=True)
@@ -55,7 +53,7 @@ class RKV:
     similarity_threshold: float = attrs.field(
         default=0.5, validator=[instance_of((int, float)), ge(-1), le(1)]
     )
-    retain_direction: str = attrs.field(default="last", validator=in_(["last", "first"]))
+    retain_direction: Retain = attrs.field(default="last", validator=in_(["last", "first"]))
 
     @property
     def protects(self) -> tuple[int, int]:
@@ -78,36 +76,7 @@ class RKV:
         return by_row(scores, order)
 
     def redundancy(self, keys: Tensor) -> Tensor:
-        """How much each row is like the others: mean similarity, softmax over rows (eqs. 5-7).
-
-        Computed in tiles of rows, never as a ``T x T`` matrix.
-
-        Args:
-            keys: Keys after RoPE, ``[B, H_kv, T, D]``.
-
-        Returns:
-            ``[B, H_kv, T]``, fp32, sums to 1 over the rows.
-        """
-        keys = keys.float()
-        unit = keys / (keys.norm(dim=-1, keepdim=True) + 1e-8)
-        num_rows = keys.shape[2]
-        total = unit.new_zeros(keys.shape[:3])
-        tile = max(1, _TILE_ELEMENTS // total.numel())
-        for start in range(0, num_rows, tile):
-            similarity = unit[:, :, start : start + tile] @ unit.transpose(2, 3)
-            similarity.diagonal(offset=start, dim1=2, dim2=3).zero_()
-            exempt = self._exempt(similarity)
-            total += similarity.scatter_(3, exempt, 0).sum(dim=2)
-        return (total / num_rows).softmax(dim=-1)
-
-    def _exempt(self, similarity: Tensor) -> Tensor:
-        """For each row of a tile, the column that it does not make redundant, ``[..., 1]``.
-
-        The newest similar one. A row without similar rows exempts column 0: so does the code,
-        which looks for a maximum among indices and zeros.
-        """
-        columns = torch.arange(similarity.shape[3], device=similarity.device)
-        if self.retain_direction == "first":
-            columns = torch.zeros_like(columns)
-        similar = similarity > self.similarity_threshold
-        return (similar * columns).amax(dim=3, keepdim=True)
+        """How much each row is like the others, ``[B, H_kv, T]`` (eqs. 5-7)."""
+        return key_redundancy(
+            keys, threshold=self.similarity_threshold, retain=self.retain_direction
+        )

@@ -5,6 +5,7 @@ and ``table`` the list that is also in ``table.json``.
 """
 
 import sys
+from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -36,6 +37,14 @@ app = typer.Typer(add_completion=False, rich_markup_mode=None)
 SOME_FAILED = 1
 
 
+class _Split(Enum):
+    """Where the problems come from."""
+
+    test = "test"
+    tune = "tune"
+    train = "train"
+
+
 @app.command()
 def ablate(
     preset: Annotated[
@@ -62,6 +71,10 @@ def ablate(
     ] = None,
     n: Annotated[int | None, typer.Option("--n", min=1, help="Problems for each cell.")] = None,
     seed: Annotated[int | None, typer.Option(min=0, help="Chooses the problems.")] = None,
+    split: Annotated[
+        _Split | None,
+        typer.Option(help="Problems to report on, or to tune settings on. [default: test]"),
+    ] = None,
     slots: Annotated[int | None, typer.Option(min=1, help="Samples decoded together.")] = None,
     max_new_tokens: Annotated[
         int | None, typer.Option(min=1, help="The most tokens a sample may generate.")
@@ -104,6 +117,7 @@ def ablate(
         model=chosen.model if model is None else model,
         n=n or chosen.n,
         seed=chosen.seed if seed is None else seed,
+        split=split.value if split else chosen.split,
         slots=slots or chosen.slots,
         max_new_tokens=max_new_tokens or chosen.max_new_tokens,
     )

@@ -116,5 +116,10 @@ def _row(group: "list[LayerFootprint]") -> list[str]:
 
 
 def _policy(spec: dict[str, Any]) -> str:
-    knobs = ", ".join(f"{name}={value}" for name, value in spec.items() if name != "policy")
+    knobs = ", ".join(f"{name}={_knob(knob)}" for name, knob in spec.items() if name != "policy")
     return f"{spec['policy']}({knobs})" if knobs else str(spec["policy"])
+
+
+def _knob(value: object) -> str:
+    """A value as text; what would not show, such as a line break, as Python writes it."""
+    return str(value) if str(value).isprintable() and value != "" else repr(value)

@@ -11,7 +11,7 @@ from kvpolicy.lab.grid import Cell
 from kvpolicy.lab.pool import Job, JobDone, Pool
 from kvpolicy.lab.samples import CellTiming, Sample, sample_key
 from kvpolicy.lab.store import Store
-from kvpolicy.lab.tasks import Item, Task
+from kvpolicy.lab.tasks import Item, Split, Task
 from kvpolicy.results import Result
 
 
@@ -48,6 +48,7 @@ class Comparison:
         seed: Chooses the items.
         max_new_tokens: The most tokens a sample may generate.
         slots: Samples decoded together.
+        split: Split of the task that the items are of.
         model_id: Fingerprint of the model.
     """
 
@@ -60,6 +61,7 @@ class Comparison:
     seed: int
     max_new_tokens: int
     slots: int
+    split: Split = "test"
     model_id: str = attrs.field(init=False)
 
     @model_id.default
@@ -89,6 +91,8 @@ class Comparison:
             "task": self.task.name,
             "n": len(self.items),
             "seed": self.seed,
+            # Said only where it differs, so that runs of earlier versions can go on.
+            **({} if self.split == "test" else {"split": self.split}),
             "prompt_hash": fingerprint_texts([item.prompt for item in self.items]),
             "sampling": "greedy",
             "max_new_tokens": self.max_new_tokens,

@@ -14,6 +14,7 @@ from attrs.validators import deep_iterable, ge, min_len
 
 from kvpolicy.bundled import bundled_file
 from kvpolicy.errors import KVPolicyError
+from kvpolicy.lab.tasks import Split
 from kvpolicy.planfile import first_problem
 
 GROUP = "kvpolicy.presets"
@@ -47,6 +48,7 @@ class Preset:
         budgets: Budgets at which every series is run.
         buffer: Rows that may join before the next compaction.
         series: What is compared, the reference first.
+        split: Which items: ``"test"`` to report on, ``"tune"`` to choose settings on.
         name: What the user typed.
     """
 
@@ -61,6 +63,7 @@ class Preset:
     )
     buffer: int = attrs.field(validator=ge(1))
     series: tuple[Series, ...] = attrs.field(validator=min_len(1))
+    split: Split = "test"
     name: str = ""
 
 

@@ -9,7 +9,7 @@ import attrs
 
 from kvpolicy.lab.grid import Cell
 from kvpolicy.lab.samples import CellTiming, Sample
-from kvpolicy.lab.stats import Estimate, mean, wilson
+from kvpolicy.lab.stats import Estimate, mean, paired_difference, wilson
 
 
 @attrs.frozen
@@ -26,6 +26,8 @@ class Row:
         num_correct: How many of them were right.
         num_errors: How many failed; they count as not right.
         accuracy: Share that was right, with its Wilson interval.
+        difference: Accuracy less that of the first cell, paired by item; ``None`` for that
+            cell itself, and where the two have no item in common.
         length: Mean number of generated tokens of those that did not fail.
         truncated: Share that was cut off at the most tokens allowed.
         compactions: Mean number of compactions of a sample.
@@ -43,6 +45,7 @@ class Row:
     num_correct: int
     num_errors: int
     accuracy: Estimate
+    difference: Estimate | None
     length: Estimate | None
     truncated: float
     compactions: float
@@ -68,8 +71,9 @@ def tabulate(
     of_cell: dict[str, list[Sample]] = {}
     for sample in samples:
         of_cell.setdefault(sample.cell, []).append(sample)
+    reference = of_cell.get(cells[0].digest, []) if cells else []
     return [
-        _row(cell, of_cell[cell.digest], timings.get(cell.digest))
+        _row(cell, of_cell[cell.digest], timings.get(cell.digest), reference)
         for cell in cells
         if cell.digest in of_cell
     ]
@@ -91,7 +95,12 @@ def to_csv(rows: Sequence[Row]) -> str:
     return out.getvalue()
 
 
-def _row(cell: Cell, samples: Sequence[Sample], timing: CellTiming | None) -> Row:
+def _row(
+    cell: Cell,
+    samples: Sequence[Sample],
+    timing: CellTiming | None,
+    reference: Sequence[Sample],
+) -> Row:
     n = len(samples)
     served = [sample for sample in samples if sample.finish_reason != "error"]
     num_correct = sum(sample.correct for sample in served)
@@ -104,6 +113,7 @@ def _row(cell: Cell, samples: Sequence[Sample], timing: CellTiming | None) -> Ro
         num_correct=num_correct,
         num_errors=n - len(served),
         accuracy=wilson(num_correct, n),
+        difference=None if samples is reference else _difference(samples, reference),
         length=mean([sample.num_tokens for sample in served]) if served else None,
         truncated=sum(sample.finish_reason == "length" for sample in served) / n,
         compactions=sum(sample.compactions for sample in served) / max(len(served), 1),
@@ -112,6 +122,13 @@ def _row(cell: Cell, samples: Sequence[Sample], timing: CellTiming | None) -> Ro
         throughput_tok_s=timing.new_tokens / timing.elapsed_s if timing else None,
         policy_share=timing.policy_s / timing.decode_s if timing and timing.decode_s else None,
     )
+
+
+def _difference(samples: Sequence[Sample], reference: Sequence[Sample]) -> Estimate | None:
+    """Accuracy less that of the reference, on the items that both have done."""
+    right = {sample.item: float(sample.correct) for sample in reference}
+    pairs = [(float(s.correct), right[s.item]) for s in samples if s.item in right]
+    return paired_difference(*zip(*pairs, strict=True)) if pairs else None
 
 
 def _flat(record: Mapping[str, Any]) -> dict[str, Any]:

@@ -4,18 +4,18 @@ import math
 from typing import Any, ClassVar
 
 import attrs
-from attrs.validators import and_, deep_iterable, ge, instance_of, max_len, min_len, optional
+from attrs.validators import ge, instance_of, min_len, optional
 from torch import Tensor
 
 from kvpolicy import hookimpl
+from kvpolicy.pinned import load_pinned, pin
 from kvpolicy.registers import Registers
-from kvpolicy.steering import SteeringVector, load_steering_vector
+from kvpolicy.steering import SteeringVector
 from kvpolicy.thinking import Paragraphs, steering_change
 
 
 def _tags(value: Any) -> Any:
-    """A pair as a tuple; nothing, which in a plan file is ``[]``, as ``None``."""
-    return (tuple(value) or None) if isinstance(value, (list, tuple)) else value
+    return tuple(value or ()) if isinstance(value, (list, tuple, type(None))) else value
 
 
 def _number(value: object) -> object:
@@ -28,8 +28,18 @@ def _finite(_: object, attribute: "attrs.Attribute[float]", value: float) -> Non
         raise ValueError(msg)
 
 
-_text = and_(instance_of(str), min_len(1))
-_pair = and_(deep_iterable(_text, instance_of(tuple)), min_len(2), max_len(2))
+def _pair(_: object, attribute: "attrs.Attribute[Any]", value: Any) -> None:
+    is_one = isinstance(value, tuple) and len(value) in (0, 2)
+    if not is_one or not all(isinstance(tag, str) and tag for tag in value):
+        msg = f"'{attribute.name}' must be two texts, or none: {value!r}"
+        raise ValueError(msg)
+
+
+def _pinned(value: Any) -> Any:
+    return pin(value) if isinstance(value, str) else value
+
+
+_text = [instance_of(str), min_len(1)]
 
 
 @attrs.define(eq=False, kw_only=True)
@@ -49,30 +59,31 @@ class Seal:
 
     Attributes:
         vector: Name of a bundled file of steering vectors, or path of one made by
-            ``kvpolicy steer calibrate`` for the model that is run.
+            ``kvpolicy steer calibrate`` for the model that is run; a hash of the contents is
+            added to it.
         layer: Which of its vectors, and so which layer's input is changed; ``None``: the file's
             default or only one.
         strength: What the vector is multiplied with (SEAL's alpha: 1.0); 0 changes nothing.
         delimiter: Text within the tokens that end a paragraph.
-        think: Tokens that open and close the thinking part; ``None``, in a plan file ``[]``, if
-            all of the text is thinking.
+        think: Tokens that open and close the thinking part; none at all if all of the text is
+            thinking.
     """
 
     registers: ClassVar[tuple[str, ...]] = ("inside", "strength")
 
-    vector: str = attrs.field(default="reasoner", validator=_text)
+    vector: str = attrs.field(default="reasoner", converter=_pinned, validator=_text)
     layer: int | None = attrs.field(default=None, validator=optional([instance_of(int), ge(0)]))
     strength: float = attrs.field(
         default=1.0, converter=_number, validator=[instance_of(float), _finite]
     )
     delimiter: str = attrs.field(default="\n\n", validator=_text)
-    think: tuple[str, str] | None = attrs.field(
-        default=("<think>", "</think>"), converter=_tags, validator=optional(_pair)
+    think: tuple[str, ...] = attrs.field(
+        default=("<think>", "</think>"), converter=_tags, validator=_pair
     )
     _direction: SteeringVector = attrs.field(init=False, repr=False)
 
     def __attrs_post_init__(self) -> None:
-        self._direction = load_steering_vector(self.vector, self.layer)
+        self._direction = load_pinned(self.vector, self.layer)
 
     @hookimpl
     def observe(
@@ -111,5 +122,6 @@ class Seal:
         )
 
     def _paragraphs(self, tokenizer: Any, like: Tensor | None = None) -> Paragraphs:
+        think = (self.think[0], self.think[1]) if self.think else None
         device = None if like is None else like.device
-        return Paragraphs.of(tokenizer, delimiter=self.delimiter, think=self.think, device=device)
+        return Paragraphs.of(tokenizer, delimiter=self.delimiter, think=think, device=device)

@@ -1,10 +1,13 @@
 """Plans: what a file says becomes what each layer does, and every mistake becomes a sentence."""
 
+from pathlib import Path
+
 import attrs
 import pytest
 
 from kvpolicy import Plan, hookimpl
-from kvpolicy.errors import KVPolicyError
+from kvpolicy.bundled import bundled_file, bundled_names
+from kvpolicy.errors import KVPolicyError, PlanError
 from kvpolicy.planspec import LayerGroup, PolicySpec
 
 MIXED = """
@@ -202,3 +205,32 @@ def test_files_that_cannot_be_read_are_named(tmp_path):
 def test_knobs_of_a_policy_outside_the_stack_are_refused():
     with pytest.raises(KVPolicyError, match="'h2o', which is not in the stack"):
         Plan.uniform("rkv", budget=64, knobs={"h2o": {"n_recent": 3}})
+
+
+# Plans that packages bring along
+
+BUNDLED = bundled_names("kvpolicy.plans")
+
+
+@pytest.mark.parametrize("name", BUNDLED)
+def test_a_bundled_plan_resolves_and_says_where_it_comes_from(name: str) -> None:
+    plan = Plan.load(name)
+    resolved = plan.resolve(4)
+    assert all(layer.budget and layer.bounded for layer in resolved.layers)
+    assert name in plan.name
+    path = bundled_file("kvpolicy.plans", name, suffix=".toml", what="plan")
+    assert path.read_text(encoding="utf-8").startswith("# ")
+
+
+def test_a_file_of_the_same_name_is_named_with_its_ending(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "skipkv.toml").write_text('stack = ["h2o"]\nbudget = 9\n')
+    assert Plan.load("skipkv.toml").budget == 9
+    assert Plan.load("skipkv").budget == 1024
+
+
+def test_an_unknown_name_is_answered_with_the_nearest_and_what_a_file_would_be() -> None:
+    with pytest.raises(PlanError, match=r"no plan is named 'skipvk'.*skipkv.*plan\.toml"):
+        Plan.load("skipvk")

@@ -251,7 +251,7 @@ def test_a_model_without_tags_is_told_what_to_do(tmp_path: Path) -> None:
 
 
 def test_a_plan_file_says_no_tags_with_an_empty_list() -> None:
-    assert load_policy("seal", think=[]).think is None
+    assert load_policy("seal", think=[]).think == load_policy("seal", think=None).think == ()
     assert load_policy("seal", think=["<t>", "</t>"]).think == ("<t>", "</t>")
 
 

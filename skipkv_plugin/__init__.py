@@ -1,0 +1,1 @@
+"""SkipKV: whole sentences leave first, thoughts that do not execute are steered away from."""

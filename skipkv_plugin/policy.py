@@ -1,0 +1,219 @@
+"""SkipKV: sentences that are said again leave first, and thoughts that check are steered away."""
+
+from collections.abc import Generator
+from typing import Any, ClassVar
+
+import attrs
+import torch
+from attrs.validators import ge, gt, in_, instance_of, le, min_len, optional
+from torch import Tensor
+from torch.nn import functional as F
+
+from kvpolicy import hookimpl
+from kvpolicy.memory import Memory
+from kvpolicy.observation import odd, window_importance
+from kvpolicy.pinned import load_pinned, pin
+from kvpolicy.redundancy import key_redundancy
+from kvpolicy.registers import Registers
+from kvpolicy.steering import SteeringVector
+from kvpolicy.thinking import Paragraphs, steering_change
+from skipkv_plugin.redundancy import Pair
+from skipkv_plugin.sequence import SequenceState
+from skipkv_plugin.steering import KeywordMatch, strength
+
+_number = instance_of((int, float))
+
+
+def _listed(value: Any) -> tuple[Any, ...]:
+    return tuple(value) if isinstance(value, (list, tuple)) else (value,)
+
+
+def _pinned(value: Any) -> Any:
+    return pin(value) if isinstance(value, str) else value
+
+
+def _tags(instance: object, attribute: "attrs.Attribute[Any]", value: Any) -> None:
+    """Validate tags: an opening and a closing one, or none."""
+    if len(value) not in (0, 2) or not all(isinstance(one, str) and one for one in value):
+        msg = f"'{attribute.name}' must be two texts, or none: {list(value)}"
+        raise ValueError(msg)
+
+
+def _texts_or_ids(instance: object, attribute: "attrs.Attribute[Any]", value: Any) -> None:
+    """Validate delimiters: texts that are not empty, or token ids; at least one."""
+    good = all(isinstance(one, (str, int)) and one != "" for one in value)
+    if not value or not good or any(isinstance(one, bool) for one in value):
+        msg = f"'{attribute.name}' must be texts or token ids: {list(value)}"
+        raise ValueError(msg)
+
+
+@attrs.define(eq=False, kw_only=True)
+class SkipKV:
+    """SkipKV: sentences that are said again leave first, then tokens as in R-KV.
+
+    SkipKV, MLSys 2026 (arXiv 2512.07993), sections 4.1 and 4.2; code at TTTTTTris/SkipKV
+    4492840. A sentence is redundant when the mean of its last hidden states is more similar
+    than ``tau`` to that of a later one (eqs. 1-3). Rows score as in R-KV, mixed importance and
+    redundancy of keys (eqs. 4 and 5), less the similarity if their sentence is redundant
+    (eq. 6), so that redundant sentences leave whole before any other token does. Listed after
+    a policy that scores, as in ``["h2o", "skipkv"]``, it takes that score instead of R-KV's.
+
+    Deviations, with the knob that undoes them where there is one: of several similar later
+    sentences the most similar counts (``pair``); delimiters that follow each other end one
+    sentence (``merge_delimiters``); keywords are matched as text (``keyword_match``); the
+    strength is bounded (``alpha_max``); sentences are found through positions, so there is no
+    span map that could be lost; pads are never stored; a sequence is compacted when its own
+    buffer is full; a base score that is larger than half of ``tau`` is scaled down to it, so
+    that sentences come first under any base. The README of this package tells more.
+
+    Attributes:
+        tau: Cosine similarity above which the earlier of two sentences is redundant.
+        mix_lambda: Weight of the importance in the token score; the redundancy weighs
+            ``1 - mix_lambda``.
+        window_size: Most recent queries that judge; their own rows always stay.
+        kernel_size: Rows whose importance is pooled together, odd.
+        similarity_threshold: Cosine similarity above which two keys count as similar.
+        delimiters: What ends a sentence: texts, or token ids.
+        merge_delimiters: Whether delimiters that follow each other end one sentence.
+        pair: Which later sentence's similarity counts, ``"max"`` or ``"last"``.
+        protect_prompt: Whether the prompt's rows always stay, as long as they fit.
+        vector: Steering vector, a file or a bundled name, to which a hash of the contents is
+            added; none means no steering.
+        layer: Layer whose input is steered, from 0; the file's default if none.
+        alpha_0: Strength of the steering at first.
+        gamma: What every non-execution sentence adds to it.
+        alpha_max: The most it may become; 0 means no bound.
+        keywords: Words that tell a non-execution sentence.
+        keyword_match: ``"text"``, as words of their own, or ``"ids"``, as the code does.
+        delimiter: Text within the tokens at which the model is steered.
+        think: Tokens between which it is steered; empty for models without such tokens.
+    """
+
+    registers: ClassVar[tuple[str, ...]] = ("inside", "strength")
+
+    tau: float = attrs.field(default=0.95, validator=[_number, gt(0), le(1)])
+    mix_lambda: float = attrs.field(default=0.1, validator=[_number, ge(0), le(1)])
+    window_size: int = attrs.field(default=8, validator=[instance_of(int), ge(1)])
+    kernel_size: int = attrs.field(default=7, validator=[instance_of(int), ge(1), odd])
+    similarity_threshold: float = attrs.field(default=0.5, validator=[_number, ge(-1), le(1)])
+    delimiters: tuple[str | int, ...] = attrs.field(
+        default=("\n", ".\n", ")\n", "\n\n", ".\n\n", ")\n\n", "?\n\n"),
+        converter=_listed,
+        validator=_texts_or_ids,
+    )
+    merge_delimiters: bool = attrs.field(default=True, validator=instance_of(bool))
+    pair: Pair = attrs.field(default="max", validator=in_(["max", "last"]))
+    protect_prompt: bool = attrs.field(default=False, validator=instance_of(bool))
+    vector: str | None = attrs.field(
+        default=None, validator=optional(instance_of(str)), converter=_pinned
+    )
+    layer: int | None = attrs.field(default=None, validator=optional([instance_of(int), ge(0)]))
+    alpha_0: float = attrs.field(default=1.0, validator=_number)
+    gamma: float = attrs.field(default=0.02, validator=_number)
+    alpha_max: float = attrs.field(default=2.0, validator=[_number, ge(0)])
+    keywords: tuple[str, ...] = attrs.field(
+        default=("Wait", "Alternatively", "again"), converter=_listed
+    )
+    keyword_match: KeywordMatch = attrs.field(default="text", validator=in_(["text", "ids"]))
+    delimiter: str = attrs.field(default="\n\n", validator=[instance_of(str), min_len(1)])
+    think: tuple[str, ...] = attrs.field(
+        default=("<think>", "</think>"), converter=_listed, validator=_tags
+    )
+    _direction: SteeringVector | None = attrs.field(init=False, repr=False)
+
+    @_direction.default
+    def _load(self) -> SteeringVector | None:
+        return None if self.vector is None else load_pinned(self.vector, self.layer)
+
+    @property
+    def protects(self) -> tuple[int, int]:
+        """The rows of the window."""
+        return 0, self.window_size
+
+    @hookimpl
+    def observe(
+        self,
+        token_ids: Tensor,
+        hidden_states: Tensor,
+        start: int,
+        prompt_len: int,
+        tokenizer: Any,
+        registers: Registers,
+        memory: Memory,
+    ) -> None:
+        """Find the sentences that have ended, and those that they make redundant."""
+        (notes,) = memory.of(self)
+        if "state" not in notes:
+            notes["state"] = SequenceState.begin(self, tokenizer, prompt_len)
+        state: SequenceState = notes["state"]
+        state.feed(token_ids.tolist(), hidden_states, start)
+        if self._direction is None:
+            return
+        mine = registers.of(self)
+        if start < prompt_len:
+            thinking = self._paragraphs(tokenizer).thinking_after(token_ids, bool(mine["inside"]))
+            mine["inside"].fill_(thinking)
+        mine["strength"].fill_(strength(state.num_non_execution, self))
+
+    @hookimpl
+    def steer(
+        self,
+        layer_idx: int,
+        hidden_states: Tensor,
+        token_ids: Tensor,
+        tokenizer: Any,
+        registers: Registers,
+    ) -> Tensor | None:
+        """At the end of a paragraph of thinking, add the vector (section 4.2)."""
+        if self._direction is None or layer_idx != self._direction.layer:
+            return None
+        return steering_change(
+            self._direction.entering(hidden_states),
+            self._paragraphs(tokenizer, hidden_states.device),
+            hidden_states,
+            token_ids,
+            **registers.of(self),
+        )
+
+    def _paragraphs(self, tokenizer: Any, device: torch.device | None = None) -> Paragraphs:
+        think = (self.think[0], self.think[1]) if self.think else None
+        return Paragraphs.of(tokenizer, delimiter=self.delimiter, think=think, device=device)
+
+    @hookimpl(specname="score", trylast=True)
+    def token_score(self, queries: Tensor, keys: Tensor) -> Tensor:
+        """Mix importance and redundancy as R-KV does, in order of position; pin the window."""
+        queries = queries[:, :, -self.window_size :]
+        importance = window_importance(queries, keys, kernel_size=self.kernel_size)
+        redundancy = key_redundancy(keys, threshold=self.similarity_threshold)
+        redundancy = redundancy[:, :, : importance.shape[2]]
+        scores = self.mix_lambda * importance - (1 - self.mix_lambda) * redundancy
+        return F.pad(scores, (0, queries.shape[2]), value=torch.inf)
+
+    @hookimpl(wrapper=True)
+    def score(self, positions: Tensor, memory: Memory) -> Generator[None, Tensor, Tensor]:
+        """Put the rows of redundant sentences below all others (eq. 6)."""
+        scores = within(((yield).float()), self.tau / 2)
+        states = [notes.get("state") for notes in memory.of(self)]
+        penalty = torch.stack(
+            [
+                torch.zeros_like(scores[b]) if state is None else state.penalty_at(positions[b])
+                for b, state in enumerate(states)
+            ]
+        )
+        scores = scores - penalty
+        if self.protect_prompt:
+            for b, state in enumerate(states):
+                prompt_len = 0 if state is None else state.prompt_len
+                scores[b].masked_fill_(positions[b] < prompt_len, torch.inf)
+        return scores
+
+
+def within(scores: Tensor, bound: float) -> Tensor:
+    """Scale the scores of each head down to a bound, if any finite one is beyond it.
+
+    Args:
+        scores: ``[B, H_kv, T]``; infinite ones stay as they are.
+        bound: The largest magnitude that a finite score may have.
+    """
+    largest = scores.abs().masked_fill(scores.isinf(), 0).amax(dim=2, keepdim=True)
+    return scores * (bound / largest.clamp(min=bound))

@@ -1,0 +1,234 @@
+"""SkipKV against its definition, written in loops: eq. 6 and what stays by it."""
+
+from typing import Any
+
+import pytest
+import reference
+import torch
+from compare import assert_best_rows, heads
+from hypothesis import given
+from hypothesis import strategies as st
+from policy_checks import (
+    assert_batch_equals_single_rows,
+    assert_half_precision_works,
+    assert_knobs_refused,
+    assert_nothing_leaves,
+)
+from strategies import Drawn, budgets, caches, fill, prompts
+from tiny import shared_model, tiny_tokenizer
+
+from kvpolicy import Engine, Plan, load_policy
+from kvpolicy.errors import BudgetError, KnobError, KVPolicyError
+from kvpolicy.testing import Shown, keep_rows, replay
+
+END = 3
+IDS: dict[str, Any] = {"delimiters": [END]}
+
+
+def show(drawn: Drawn, seed: int, num_kinds: int = 3) -> Shown:
+    """Tokens with a delimiter now and then; hidden states of a few kinds, so that some repeat."""
+    rng = torch.Generator().manual_seed(seed)
+    size = (drawn.keys.shape[0], drawn.num_rows)
+    token_ids = torch.randint(5, size, generator=rng)
+    kinds = torch.randn(num_kinds, 6, generator=rng)
+    # One kind for every stretch between delimiters: a sentence is of one kind.
+    stretch = (token_ids == END).cumsum(1) - (token_ids == END).long()
+    kind = torch.randint(num_kinds, size, generator=rng).gather(1, stretch)
+    noise = 0.02 * torch.randn(*size, 6, generator=rng)
+    return Shown(token_ids, kinds[kind] + noise)
+
+
+def expected_scores(base: list[float], shown: Shown, b: int, **knobs: Any) -> list[float]:
+    ends = [token == END for token in shown.token_ids[b].tolist()]
+    spans = reference.sentences(ends, knobs.get("merge_delimiters", True))
+    vectors = reference.sentence_vectors(shown.hidden_states[b].tolist(), spans)
+    found = reference.redundant_sentences(vectors, knobs["tau"], knobs.get("pair", "max"))
+    return reference.skipkv(base, range(len(base)), spans, found)
+
+
+@st.composite
+def knobs(draw: st.DrawFn) -> dict[str, Any]:
+    return {
+        **IDS,
+        "tau": draw(st.sampled_from([0.7, 0.9, 0.95])),
+        "window_size": draw(st.integers(1, 8)),
+        "mix_lambda": draw(st.sampled_from([0.1, 0.5])),
+        "kernel_size": draw(st.sampled_from([1, 7])),
+        "merge_delimiters": draw(st.booleans()),
+        "pair": draw(st.sampled_from(["max", "last"])),
+    }
+
+
+@given(st.data(), knobs())
+def test_it_keeps_the_rows_of_the_loop_written_reference(
+    data: st.DataObject, knobs: dict[str, Any]
+) -> None:
+    window = knobs["window_size"]
+    # With a hundred rows and more no token score is near half of tau, and none is scaled.
+    drawn = data.draw(caches(min_rows=window + 8))
+    shown = show(drawn, data.draw(st.integers(0, 99)))
+    budget = data.draw(budgets(drawn.num_rows, min_budget=window))
+    kept = keep_rows(
+        "skipkv", drawn.keys, drawn.values, drawn.queries, budget=budget, shown=shown, **knobs
+    )
+    token_knobs = {key: knobs[key] for key in ("window_size", "mix_lambda", "kernel_size")}
+    for b, h, keys, queries in heads(drawn.keys, drawn.queries):
+        base = reference.rkv(keys, queries, **token_knobs)
+        assert max(map(abs, base)) < knobs["tau"] / 2
+        scores = expected_scores(base, shown, b, **knobs)
+        assert_best_rows(kept[b, h].tolist(), scores, window=window, budget=budget, atol=1e-5)
+
+
+def test_the_slides_example() -> None:
+    """S1 leaves whole; S2 and S3 lose single tokens, each head its own."""
+    gram = torch.tensor([[1, 0.37, 0.96], [0.37, 1, 0.50], [0.96, 0.50, 1]], dtype=torch.float64)
+    vectors = torch.linalg.cholesky(gram).float()
+    token_ids = torch.tensor([[0] * 9 + [END]] * 3 + [[0] * 4 + [0] * 6]).reshape(1, -1)
+    states = torch.cat([vectors.repeat_interleave(10, 0), torch.zeros(10, 3)])[None]
+    keys = fill((1, 3, 40, 8), "gauss", 0)
+    queries = fill((1, 6, 40, 8), "gauss", 1)
+    shown = Shown(token_ids, states)
+    kept = keep_rows("skipkv", keys, keys, queries, budget=26, shown=shown, **IDS)
+    assert int(kept.min()) == 10
+    assert len({tuple(head) for head in kept[0].tolist()}) == 3
+    # Fewer rows leave than the sentence has: it is thinned out, and nothing else is touched.
+    kept = keep_rows("skipkv", keys, keys, queries, budget=34, shown=shown, **IDS)
+    assert torch.equal(kept[:, :, 4:], torch.arange(10, 40).expand(1, 3, 30))
+
+
+BASES = {
+    "h2o": (load_policy("h2o", n_recent=4), 0),
+    "snapkv": (load_policy("snapkv", window_size=4), 0),
+    "streaming": (load_policy("streaming", n_sink=4), 4),
+}
+
+
+@pytest.mark.parametrize("base", BASES)
+@given(drawn=caches(min_rows=20, max_rows=32), seed=st.integers(0, 99))
+def test_redundant_sentences_leave_before_all_other_rows_under_any_base(
+    base: str, drawn: Drawn, seed: int
+) -> None:
+    policy, n_sink = BASES[base]
+    wrapper = load_policy("skipkv", tau=0.9, window_size=1, **IDS)
+    shown, budget = show(drawn, seed), 12
+    kept = keep_rows(
+        [policy, wrapper], drawn.keys, drawn.values, drawn.queries, budget=budget, shown=shown
+    )
+    pinned = {*range(n_sink), *range(drawn.num_rows - 4, drawn.num_rows)}
+    for b, of_heads in enumerate(kept.tolist()):
+        scores = expected_scores([0.0] * drawn.num_rows, shown, b, tau=0.9)
+        marked = {t for t, score in enumerate(scores) if score < 0} - pinned
+        num_leaving = drawn.num_rows - budget
+        for head in of_heads:
+            assert len(marked - set(head)) == min(len(marked), num_leaving)
+
+
+def test_nothing_shown_is_the_token_score_alone() -> None:
+    keys, queries = fill((2, 2, 40, 8), "dup", 0), fill((2, 4, 40, 8), "gauss", 1)
+    kept = keep_rows("skipkv", keys, keys, queries, budget=20, **IDS)
+    assert torch.equal(kept, keep_rows("rkv", keys, keys, queries, budget=20))
+
+
+@given(caches(min_rows=24, max_rows=32, batch=2), st.integers(0, 99))
+def test_what_is_redundant_stays_so_until_it_has_left(drawn: Drawn, seed: int) -> None:
+    """Overfill: the rows that a compaction spares are the first to leave at the next."""
+    shown, window = show(drawn, seed, num_kinds=2), 2
+    rounds = {"prompt": 16, "compact_at": [16, 20, drawn.num_rows]}
+    inputs = (drawn.keys, drawn.values, drawn.queries)
+    knobs = {**IDS, "tau": 0.9, "window_size": window}
+    answer = replay("skipkv", *inputs, budget=12, shown=shown, **rounds, **knobs)
+    held = [[set(range(16))] * drawn.keys.shape[1] for _ in range(2)]
+    seen = 0
+    for kept, count in zip(answer, rounds["compact_at"], strict=True):
+        known = Shown(shown.token_ids[:, :count], shown.hidden_states[:, :count])
+        for b, of_heads in enumerate(kept.tolist()):
+            scores = expected_scores([0.0] * count, known, b, **knobs)
+            for h, head in enumerate(of_heads):
+                left = (held[b][h] | set(range(seen, count))) - set(head)
+                spared = [t for t in head if t < count - window and scores[t] < 0]
+                assert not spared or all(scores[t] < 0 for t in left)
+                held[b][h] = set(head)
+        seen = count
+
+
+def test_one_tokens_sentences_are_spared_if_delimiters_are_not_merged() -> None:
+    token_ids = torch.tensor([[0, END, END, 0, END, END, 0, 0, 0, 0]])
+    keys, queries = fill((1, 1, 10, 4), "gauss", 0), fill((1, 1, 10, 4), "gauss", 1)
+    shown = Shown(token_ids, torch.ones(1, 10, 3))
+    knobs = {**IDS, "window_size": 1, "merge_delimiters": False}
+    kept = keep_rows("skipkv", keys, keys, queries, budget=6, shown=shown, **knobs)
+    assert kept.tolist() == [[[2, 5, 6, 7, 8, 9]]]
+
+
+def test_the_prompt_can_be_protected() -> None:
+    drawn = Drawn(*(fill((2, 2, 30, 8), "gauss", n) for n in range(3)), kind="gauss", seed=0)
+    shown = Shown(torch.full((2, 30), END), torch.ones(2, 30, 4))
+    inputs = (drawn.keys, drawn.values, fill((2, 4, 30, 8), "gauss", 4))
+    rounds = {"prompt": 10, "compact_at": [30]}
+    knobs = {**IDS, "merge_delimiters": False, "protect_prompt": True}
+    (kept,) = replay("skipkv", *inputs, budget=20, shown=shown, **rounds, **knobs)
+    assert torch.equal(kept[:, :, :10], torch.arange(10).expand(2, 2, 10))
+
+
+@given(st.data(), caches(min_rows=12))
+def test_a_sequence_keeps_the_same_rows_whatever_stands_beside_it(
+    data: st.DataObject, drawn: Drawn
+) -> None:
+    assert_batch_equals_single_rows("skipkv", drawn, 9, **IDS)
+
+
+@given(st.data(), caches(max_rows=20))
+def test_nothing_leaves_while_all_fits(data: st.DataObject, drawn: Drawn) -> None:
+    assert_nothing_leaves("skipkv", drawn, 20, **IDS)
+
+
+def test_half_precision_works() -> None:
+    assert_half_precision_works("skipkv", 12, **IDS)
+
+
+@given(prompts(count=4, min_len=6), st.integers(1, 3))
+def test_an_engine_serves_every_sequence_as_if_it_were_alone(
+    prompts: list[list[int]], slots: int
+) -> None:
+    model = shared_model(dtype=torch.float64)
+    knobs = {"skipkv": {"delimiters": list(range(9)), "tau": 0.2}}
+    plan = Plan.uniform("skipkv", budget=12, buffer=5, knobs=knobs)
+    engine = Engine(model, plan=plan, slots=slots)
+    batch = engine.generate(prompts, max_new_tokens=30).results()
+    for prompt, result in zip(prompts, batch, strict=True):
+        (alone,) = Engine(model, plan=plan, slots=1).generate([prompt], max_new_tokens=30).results()
+        assert result.tokens == alone.tokens
+        assert result.peak_rows <= 17
+
+
+def test_an_engine_without_a_tokenizer_is_told_what_to_give() -> None:
+    plan = Plan.uniform("skipkv", budget=16)
+    with pytest.raises(KVPolicyError, match="skipkv finds sentences by their text"):
+        Engine(shared_model(), plan=plan).generate([[1, 2]]).results()
+    results = Engine(shared_model(), tiny_tokenizer(), plan).generate(["ab.\nc"]).results()
+    assert results[0].error is None
+
+
+BAD_KNOBS = [
+    {"tau": 0},
+    {"tau": 1.5},
+    {"tau": "high"},
+    {"mix_lambda": -0.1},
+    {"window_size": 0},
+    {"kernel_size": 4},
+    {"pair": "first"},
+    {"merge_delimiters": "yes"},
+    {"delimiters": [1.5]},
+    {"delimiters": []},
+    {"delimiters": [""]},
+]
+
+
+@pytest.mark.parametrize("knobs", BAD_KNOBS, ids=str)
+def test_knobs_that_make_no_sense_are_refused(knobs: dict[str, Any]) -> None:
+    assert_knobs_refused("skipkv", knobs, KnobError)
+
+
+def test_a_budget_below_the_window_is_refused() -> None:
+    with pytest.raises(BudgetError, match="protect"):
+        Plan.uniform("skipkv", budget=7).resolve(2)
