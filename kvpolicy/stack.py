@@ -30,7 +30,8 @@ class Stack:
         n_first: First tokens of a sequence that some policy promises to keep.
         n_last: Newest rows that some policy promises to keep.
         bounded: Whether the slab has a fixed size. A policy that lets rows grow without
-            bound, as the full cache does, says ``bounded = False``.
+            bound, as the full cache does, says ``bounded = False``; policies none of which
+            is asked at a compaction keep every row, too.
     """
 
     def __init__(self, policies: Sequence[tuple[str, object]]) -> None:
@@ -47,7 +48,8 @@ class Stack:
         self.n_first = max((first for first, _ in promises), default=0)
         self.n_last = max((last for _, last in promises), default=0)
         self.tracks = self._declared_tracks()
-        self.bounded = all(getattr(policy, "bounded", True) for policy in self.policies)
+        chooses = any(self.implements(hook) for hook in ("due", *_COMPACTION_HOOKS))
+        self.bounded = chooses and all(getattr(one, "bounded", True) for one in self.policies)
 
     def _arguments_of(self, *hooks: str) -> frozenset[str]:
         impls = (impl for hook in hooks for impl in self._relay.impls(hook))

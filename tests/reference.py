@@ -267,6 +267,25 @@ class SlabModel:
         return [content for _, content in self.rows[slot, head]]
 
 
+def steered_tokens(
+    prompt: Sequence[str],
+    generated: Sequence[str],
+    delimiter: str,
+    think: tuple[str, str] | None,
+) -> list[bool]:
+    """SEAL: for every generated token, whether the state at it is changed."""
+    inside = think is None
+    answer = []
+    for place, token in enumerate([*prompt, *generated]):
+        if think is not None and token == think[0]:
+            inside = True
+        if think is not None and token == think[1]:
+            inside = False
+        if place >= len(prompt):
+            answer.append(inside and delimiter in token)
+    return answer
+
+
 def sentences(ends: Sequence[bool], merge: bool) -> list[tuple[int, int, int]]:
     """SkipKV's sentences in a whole text: (begin, end, end of the first delimiter).
 

@@ -147,14 +147,17 @@ SMALL_KNOBS: dict[str, tuple[dict[str, Any], ...]] = {
     "protect": ({"n_sink": 2, "n_recent": 3}, {"n_sink": 0, "n_recent": 1}, {}),
 }
 
+#: Policies that steer only, and need a tokenizer and a vector of the model's size.
+STEERING = ("seal",)
+
 #: No stack of `stacks` protects more rows than this.
 MOST_PROTECTED = 12
 
 
 @st.composite
 def stacks(draw: st.DrawFn, *, extra: Sequence[object] = ()) -> tuple[PolicySpec, ...]:
-    """Any installed policy, sometimes protected, and then the ``extra`` ones."""
-    names = [policy.name for policy in installed_policies()]
+    """Any policy that has a say in what stays, sometimes protected, and the ``extra`` ones."""
+    names = [policy.name for policy in installed_policies() if policy.name not in STEERING]
     chosen = [draw(st.sampled_from(names))]
     if draw(st.booleans()) and "protect" not in chosen:
         chosen.append("protect")

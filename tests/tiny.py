@@ -116,3 +116,16 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
     tokenizer.pre_tokenizer = ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, clean_up_tokenization_spaces=False)
+
+
+def bpe_tokenizer() -> PreTrainedTokenizerFast:
+    """As R1 models have it: line breaks are the letter Ċ and merge with marks; think tags."""
+    merges = [("Ċ", "Ċ"), (".", "Ċ"), (".", "ĊĊ"), ("ĊĊ", "Ċ"), ("Ġ", "a"), (")", ".ĊĊ")]
+    words = {letter: i for i, letter in enumerate(sorted(ByteLevel.alphabet()))}
+    for left, right in merges:
+        words[left + right] = len(words)
+    tokenizer = Tokenizer(BPE(words, merges))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_tokens(["<think>", "</think>"])
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, clean_up_tokenization_spaces=False)

@@ -119,6 +119,31 @@ CASES = [
     case("bench --prompt-max 3", "--prompt-max", "--prompt-min"),
     case("bench --rounds 0", "--rounds"),
     case("bench --policies h20 --new-tokens 2", "'h20'", "h2o"),
+    # steering
+    case("steer calibrate", "--output"),
+    case("steer calibrate --output a.pt", "a.pt", ".safetensors"),
+    case("steer calibrate --output {d}/there.safetensors", "exists"),
+    case("steer calibrate --output nowhere/a.safetensors", "no folder nowhere"),
+    case("steer calibrate --output a.safetensors --task resoner", "'resoner'", "reasoner"),
+    case("steer calibrate --output a.safetensors --rules publised", "'publised'", "published"),
+    case("steer calibrate --output a.safetensors --rules {d}/broken.toml", "broken.toml", "TOML"),
+    case("steer calibrate --output a.safetensors --model {m}x", "{m}x", "{m}"),
+    case("steer calibrate --output a.safetensors --model {m} --layers 2", "'2'", "0 to 1"),
+    case(
+        "steer calibrate --output a.safetensors --model {m} --layers 1 --default-layer 0",
+        "--default-layer",
+        "--layers",
+    ),
+    case("steer calibrate --output a.safetensors --n 0", "--n"),
+    case("steer calibrate --output a.safetensors --max-new-tokens 0", "--max-new-tokens"),
+    case("steer show", "NAME|FILE"),
+    case("steer show resoner", "'resoner'", "reasoner"),
+    case("steer show {d}/none.safetensors", "none.safetensors", "No such file"),
+    case("steer show {d}/there.safetensors", "there.safetensors", "not safetensors"),
+    case("steer shw", "shw", "show"),
+    case("run hi --policy seal --model {m} --set seal.vector=resoner", "'resoner'", "reasoner"),
+    case("run hi --policy seal --set seal.layer=9", "layer 9", "0, 1, 2, 3"),
+    case("run . --policy seal --model {m} --json", "128 numbers", "32", "kvpolicy steer calibrate"),
 ]
 
 FILES = {
@@ -136,6 +161,7 @@ FILES = {
     "empty.txt": "\n\n",
     "torn.jsonl": '{"prompt": "a"}\n{"prompt": \n',
     "promptless.jsonl": '{"prompt": 3}\n',
+    "there.safetensors": "no tensors",
     "raises.py": "1 / 0\n",
     "empty.py": "class NoPolicy:\n    pass\n",
 }

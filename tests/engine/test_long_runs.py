@@ -3,12 +3,13 @@
 import pytest
 import torch
 from recorder import Recorder
+from strategies import STEERING
 from tiny import FAMILIES, greedy_tokens, shared_model
 
 from kvpolicy import Engine, Plan, Request, Sampling, installed_policies
 
 pytestmark = pytest.mark.slow
-NAMES = [policy.name for policy in installed_policies()]
+NAMES = [policy.name for policy in installed_policies() if policy.name not in STEERING]
 
 
 def requests_of(seed: int, num: int) -> list[Request]:

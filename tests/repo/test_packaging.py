@@ -14,7 +14,7 @@ from kvpolicy.describe import describe
 ROOT = Path(__file__).parents[2]
 OURS = [
     point
-    for group in ("kvpolicy.policies", "kvpolicy.presets")
+    for group in ("kvpolicy.policies", "kvpolicy.presets", "kvpolicy.vectors", "kvpolicy.rules")
     for point in entry_points(group=group)
     if point.dist and point.dist.name == "kvpolicy"
 ]
@@ -97,6 +97,9 @@ def test_the_version_is_told_once() -> None:
         "lab/reasoner/weights/config.json",
         "lab/reasoner/weights/model.safetensors",
         "lab/reasoner/weights/tokenizer.json",
+        "lab/steer/keywords/published.toml",
+        "lab/steer/keywords/reasoner.toml",
+        "lab/steer/vectors/reasoner.safetensors",
     ],
 )
 def test_a_file_travels_with_the_package(file: str) -> None:
