@@ -1,7 +1,10 @@
 """SkipKV against its definition, written in loops: eq. 6 and what stays by it."""
 
+import re
+from importlib.resources import files
 from typing import Any
 
+import attrs
 import pytest
 import reference
 import torch
@@ -18,6 +21,7 @@ from strategies import Drawn, budgets, caches, fill, prompts
 from tiny import shared_model, tiny_tokenizer
 
 from kvpolicy import Engine, Plan, load_policy
+from kvpolicy.discovery import load_policy_class
 from kvpolicy.errors import BudgetError, KnobError, KVPolicyError
 from kvpolicy.testing import Shown, keep_rows, replay
 
@@ -232,3 +236,12 @@ def test_knobs_that_make_no_sense_are_refused(knobs: dict[str, Any]) -> None:
 def test_a_budget_below_the_window_is_refused() -> None:
     with pytest.raises(BudgetError, match="protect"):
         Plan.uniform("skipkv", budget=7).resolve(2)
+
+
+@pytest.mark.parametrize("name", ["skipkv", "skipkv_batches"])
+def test_the_readme_tells_every_knob_with_its_default(name: str) -> None:
+    text = files("skipkv_plugin").joinpath("README.md").read_text(encoding="utf-8")
+    section = text.partition(f"## Knobs of `{name}`\n")[2].partition("\n## ")[0]
+    told = dict(re.findall(r"^\| `(\w+)` \| `(.*?)` \|", section, re.M))
+    fields = [field for field in attrs.fields(load_policy_class(name)) if field.init]
+    assert told == {field.name: repr(field.default) for field in fields}

@@ -2,6 +2,8 @@
 
 import inspect
 import re
+import subprocess
+import sys
 from importlib import import_module
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -86,6 +88,17 @@ def test_an_example_policy_serves_a_model(
     results = engine.generate(prompts, max_new_tokens=24).results()
     assert [len(result.tokens) for result in results] == [24, 24, 24]
     assert all(result.peak_rows <= 16 and result.compactions for result in results)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("script", sorted((DOCS / "examples").glob("*.py")), ids=_name)
+def test_an_example_script_runs(script: Path, tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, script], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert "right" in done.stdout
+    assert not list(tmp_path.iterdir()), "an example leaves nothing behind"
 
 
 # The reference of hooks

@@ -1,0 +1,66 @@
+"""SkipKV on the bundled reasoner: calibrate, run, compare. Takes two or three minutes.
+
+Written to be read from top to bottom, or stepped through: editors show the parts between
+``# %%`` as cells. On a model of your own, change MODEL, TASK and RULES, and take more problems.
+"""
+
+# %% Settings. Problems for calibrating, for choosing and for reporting never overlap.
+import subprocess
+import sys
+from statistics import fmean
+from tempfile import TemporaryDirectory
+
+from kvpolicy import Engine, Plan
+from kvpolicy.lab.models import open_model
+from kvpolicy.lab.stats import paired_difference, wilson
+from kvpolicy.lab.tasks import load_task
+
+MODEL = TASK = "reasoner"
+LAYER, BUDGET, BUFFER = 3, 127, 16
+NUM_CALIBRATION, NUM_REPORTED = 100, 50
+
+# %% Calibrate: the model solves training problems with the full cache, and the states before
+# its execution thoughts are compared with those before the others.
+folder = TemporaryDirectory()
+vector = f"{folder.name}/vectors.safetensors"
+command = f"steer calibrate --model {MODEL} --task {TASK} --layers {LAYER} --slots 50"
+command += f" --n {NUM_CALIBRATION} --output {vector}"
+subprocess.run([sys.executable, "-m", "kvpolicy", *command.split()], check=True)
+
+# %% What is compared. Every plan answers the same problems.
+steered = {"vector": vector, "layer": LAYER}
+plans = {
+    "full cache": Plan.uniform("full"),
+    "SEAL": Plan.uniform("full", "seal", knobs={"seal": steered}),
+    "R-KV": Plan.uniform("rkv", budget=BUDGET, buffer=BUFFER),
+    "SkipKV, no steering": Plan.uniform("skipkv", budget=BUDGET, buffer=BUFFER),
+    "SkipKV": Plan.uniform("skipkv", budget=BUDGET, buffer=BUFFER, knobs={"skipkv": steered}),
+}
+model, tokenizer = open_model(MODEL)
+task = load_task(TASK)
+items = task.items(NUM_REPORTED, seed=0)
+
+# %% Run. `right` with its 95 % interval, and paired with the full cache.
+print(f"{'':20}{'right':>6}{'95 %':>10}{'against full':>19}{'tokens':>8}{'rows':>6}{'tok/s':>7}")
+reference: list[float] = []
+for name, plan in plans.items():
+    run = Engine(model, tokenizer, plan, slots=50).generate(
+        [item.prompt for item in items], max_new_tokens=700
+    )
+    results = run.results()
+    right = [
+        float(task.grade(result.text or "", item))
+        for result, item in zip(results, items, strict=True)
+    ]
+    reference = reference or right
+    share, paired = wilson(int(sum(right)), len(right)), paired_difference(right, reference)
+    interval = f"{share.low:.0%}-{share.high:.0%}"
+    against = f"{paired.value:+.0%} ({paired.low:+.0%} {paired.high:+.0%})"
+    length = fmean(len(result.tokens) for result in results)
+    rows = max(result.peak_rows for result in results)
+    speed = run.report.throughput_tok_s
+    print(
+        f"{name:20}{share.value:6.0%}{interval:>10}{against:>19}{length:8.0f}{rows:6}{speed:7,.0f}"
+    )
+
+folder.cleanup()
