@@ -39,9 +39,6 @@ def _pinned(value: Any) -> Any:
     return pin(value) if isinstance(value, str) else value
 
 
-_text = [instance_of(str), min_len(1)]
-
-
 @attrs.define(eq=False, kw_only=True)
 class Seal:
     r"""SEAL: where a paragraph of the thinking ends, the model is steered to go on, not back.
@@ -71,12 +68,12 @@ class Seal:
 
     registers: ClassVar[tuple[str, ...]] = ("inside", "strength")
 
-    vector: str = attrs.field(default="reasoner", converter=_pinned, validator=_text)
+    vector: str = attrs.field(default="reasoner", converter=_pinned, validator=instance_of(str))
     layer: int | None = attrs.field(default=None, validator=optional([instance_of(int), ge(0)]))
     strength: float = attrs.field(
         default=1.0, converter=_number, validator=[instance_of(float), _finite]
     )
-    delimiter: str = attrs.field(default="\n\n", validator=_text)
+    delimiter: str = attrs.field(default="\n\n", validator=[instance_of(str), min_len(1)])
     think: tuple[str, ...] = attrs.field(
         default=("<think>", "</think>"), converter=_tags, validator=_pair
     )
