@@ -3,13 +3,16 @@
 import sys
 from zipfile import ZipFile
 
-TOP_LEVEL = {"kvpolicy", "kvpolicy_baselines", "kvpolicy_plugins"}
+TOP_LEVEL = {"kvpolicy", "kvpolicy_baselines", "kvpolicy_plugins", "skipkv_plugin"}
 INSIDE = [
     "kvpolicy/py.typed",
     "kvpolicy/lab/reasoner/weights/config.json",
     "kvpolicy/lab/reasoner/weights/model.safetensors",
     "kvpolicy/lab/reasoner/weights/tokenizer.json",
     "kvpolicy_baselines/presets/baselines.toml",
+    "skipkv_plugin/README.md",
+    "skipkv_plugin/plans/skipkv.toml",
+    "skipkv_plugin/presets/skipkv.toml",
 ]
 MOST_BYTES = 14 << 20  # of which weights take 12 MiB at most
 
