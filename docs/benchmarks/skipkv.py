@@ -3,12 +3,14 @@
     kvpolicy ablate --preset skipkv --output RESULTS
     python docs/benchmarks/skipkv.py sentences RESULTS --rules reasoner
     python docs/benchmarks/skipkv.py fragments RESULTS --budgets 91,181
+    python docs/benchmarks/skipkv.py slots RESULTS --budgets 91
 
 `sentences`: of every cell, the share of non-execution sentences and of sentences that come
 again (similarity above tau), in right and in wrong answers, and the mean length of both.
 `fragments`: of R-KV and of SkipKV, how many sentences a compaction leaves in pieces.
+`slots`: speed in so many slots as fit into the memory of 4, 8, 16 and 32 of the full cache.
 
-Both print a table and write JSON into RESULTS.
+All print a table and write JSON into RESULTS.
 """
 
 import argparse
@@ -33,6 +35,7 @@ from skipkv_plugin.sentences import Delimiters, Segmenter
 
 TAU = 0.95
 BATCH = 32
+BUFFER = 16
 
 
 @attrs.define
@@ -180,7 +183,7 @@ def fragments(folder: Path, n: int, budgets: Sequence[int]) -> list[dict[str, An
     for series in ("R-KV", "SkipKV, no steering"):
         for budget in budgets:
             counts = Fragments(Delimiters.of(SkipKV().delimiters, tokenizer))
-            plan = Plan.from_dict({"stack": stacks[series], "budget": budget, "buffer": 16})
+            plan = Plan.from_dict({"stack": stacks[series], "budget": budget, "buffer": BUFFER})
             plan = attrs.evolve(plan, stack=(*plan.stack, *Plan.uniform(counts).stack))
             engine = Engine(model, tokenizer, plan, slots=run["slots"])
             prompts = [item.prompt for item in items]
@@ -195,6 +198,45 @@ def fragments(folder: Path, n: int, budgets: Sequence[int]) -> list[dict[str, An
                     "part_of_all": counts.seen["part"] / (left + counts.seen["gone"]),
                 }
             )
+    return records
+
+
+def slots(folder: Path, n: int, budgets: Sequence[int]) -> list[dict[str, Any]]:
+    """One record for each policy and size of memory; run it on an idle machine."""
+    run, _ = read_cells(folder, 0)
+    model, tokenizer = open_model(run["model"])
+    prompts = [item.prompt for item in load_task(run["task"]).items(n, seed=run["seed"])]
+    longest = max(len(tokenizer(prompt)["input_ids"]) for prompt in prompts)
+    longest += run["max_new_tokens"]
+    stacks = {cell["series"]: cell["plan"]["layers"][0]["stack"] for cell in run["cells"]}
+    records = []
+    for num_full in (4, 8, 16, 32):
+        for series in ("full cache", "SEAL", "R-KV", "SkipKV, no steering", "SkipKV"):
+            bounded = series not in ("full cache", "SEAL")
+            for budget in budgets if bounded else (None,):
+                num = num_full * longest // (budget + BUFFER) if budget else num_full
+                plan = Plan.from_dict(
+                    {"stack": stacks[series], "buffer": BUFFER}
+                    | ({"budget": budget} if budget else {})
+                )
+                serving = Engine(model, tokenizer, plan, slots=min(num, n)).generate(
+                    prompts, max_new_tokens=run["max_new_tokens"]
+                )
+                serving.results()
+                report = serving.report
+                records.append(
+                    {
+                        "memory of": num_full,
+                        "series": series,
+                        "budget": budget,
+                        "slots": min(num, n),
+                        "KV MiB": report.peak_kv_bytes / 2**20,
+                        "tok/s": round(report.throughput_tok_s),
+                        "samples/min": round(60 * n / report.elapsed_s),
+                        "policy share": report.policy_s / report.decode_s,
+                    }
+                )
+                print(records[-1])
     return records
 
 
@@ -218,7 +260,7 @@ def show(records: Sequence[dict[str, Any]]) -> None:
 def main() -> None:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("what", choices=["sentences", "fragments"])
+    parser.add_argument("what", choices=["sentences", "fragments", "slots"])
     parser.add_argument("results", type=Path)
     parser.add_argument("--n", type=int, default=100, help="items of each cell")
     parser.add_argument("--rules", default="published", help="keyword rules, a name or a file")
@@ -228,7 +270,8 @@ def main() -> None:
         records = sentences(given.results, given.n, given.rules)
     else:
         budgets = [int(budget) for budget in given.budgets.split(",")]
-        records = fragments(given.results, given.n, budgets)
+        measure = fragments if given.what == "fragments" else slots
+        records = measure(given.results, given.n, budgets)
     (given.results / f"{given.what}.json").write_text(json.dumps(records, indent=1) + "\n")
     show(records)
 
