@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from kvpolicy import Engine, Plan, hookimpl, load_policy
 from kvpolicy.calibration import Calibration
-from kvpolicy.errors import HookError, KnobError, KVPolicyError, SteeringError
+from kvpolicy.errors import KnobError, KVPolicyError, SteeringError
 from kvpolicy.lab.models import open_model
 from kvpolicy.lab.reasoner.task import make_problems
 from kvpolicy.registers import RegisterFile
@@ -241,13 +241,26 @@ def test_a_vector_of_another_model_is_named(tmp_path: Path) -> None:
         Engine(model, tokenizer, plan).generate([" tea"], max_new_tokens=4).results()
 
 
-def test_a_model_without_tags_is_told_what_to_do(tmp_path: Path) -> None:
-    path = saved(tmp_path, 1, size=32)
-    engine = Engine(
-        tiny_model(), None, Plan.uniform("full", "seal", knobs={"seal": {"vector": path}})
-    )
+def test_without_a_tokenizer_it_says_what_to_give(tmp_path: Path) -> None:
+    plan = Plan.uniform("full", "seal", knobs={"seal": {"vector": saved(tmp_path, 1, size=32)}})
     with pytest.raises(KVPolicyError, match="no tokenizer; give the engine one"):
-        engine.generate([[1, 2, 3]], max_new_tokens=4).results()
+        Engine(tiny_model(), None, plan).generate([[1, 2, 3]], max_new_tokens=4).results()
+
+
+@pytest.mark.parametrize(
+    ("knobs", "says"),
+    [
+        ({"think": ("<t>", "</t>")}, "is '<t>'"),
+        ({"delimiter": "a\n\n"}, "contains 'a\\n\\n'"),
+    ],
+)
+def test_tokens_that_a_tokenizer_does_not_have_are_named(
+    vectors: str, knobs: dict, says: str
+) -> None:
+    bench = Bench(load_policy("seal", vector=vectors, layer=1, **knobs), 1)
+    with pytest.raises(KVPolicyError, match=r"the knobs are delimiter = .* and think = ") as caught:
+        bench.prompt(0, IDS[:1], 1)
+    assert says in str(caught.value)
 
 
 def test_a_plan_file_says_no_tags_with_an_empty_list() -> None:
@@ -272,7 +285,3 @@ def test_a_plan_file_says_no_tags_with_an_empty_list() -> None:
 )
 def test_bad_knobs_are_refused(knobs: dict) -> None:
     assert_knobs_refused("seal", knobs, KnobError)
-
-
-def test_a_hook_error_is_none_of_ours() -> None:
-    assert not issubclass(SteeringError, HookError)

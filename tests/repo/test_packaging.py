@@ -14,7 +14,13 @@ from kvpolicy.describe import describe
 ROOT = Path(__file__).parents[2]
 OURS = [
     point
-    for group in ("kvpolicy.policies", "kvpolicy.presets", "kvpolicy.plans", "kvpolicy.vectors", "kvpolicy.rules")
+    for group in (
+        "kvpolicy.policies",
+        "kvpolicy.presets",
+        "kvpolicy.plans",
+        "kvpolicy.vectors",
+        "kvpolicy.rules",
+    )
     for point in entry_points(group=group)
     if point.dist and point.dist.name == "kvpolicy"
 ]
