@@ -165,10 +165,13 @@ class SkipKV:
         registers: Registers,
     ) -> Tensor | None:
         """At the end of a paragraph of thinking, add the vector (section 4.2)."""
-        if self._direction is None or layer_idx != self._direction.layer:
+        if self._direction is None:
+            return None
+        vector = self._direction.entering(hidden_states)  # in every layer: is it of this model?
+        if layer_idx != self._direction.layer:
             return None
         return steering_change(
-            self._direction.entering(hidden_states),
+            vector,
             self._paragraphs(tokenizer, hidden_states.device),
             hidden_states,
             token_ids,
@@ -192,7 +195,7 @@ class SkipKV:
     @hookimpl(wrapper=True)
     def score(self, positions: Tensor, memory: Memory) -> Generator[None, Tensor, Tensor]:
         """Put the rows of redundant sentences below all others (eq. 6)."""
-        scores = within(((yield).float()), self.tau / 2)
+        scores = within((yield).float(), self.tau / 2)
         states = [notes.get("state") for notes in memory.of(self)]
         penalty = torch.stack(
             [

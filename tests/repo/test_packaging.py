@@ -14,14 +14,8 @@ from kvpolicy.describe import describe
 ROOT = Path(__file__).parents[2]
 OURS = [
     point
-    for group in (
-        "kvpolicy.policies",
-        "kvpolicy.presets",
-        "kvpolicy.plans",
-        "kvpolicy.vectors",
-        "kvpolicy.rules",
-    )
-    for point in entry_points(group=group)
+    for kind in ("policies", "presets", "plans", "vectors", "rules")
+    for point in entry_points(group=f"kvpolicy.{kind}")
     if point.dist and point.dist.name == "kvpolicy"
 ]
 POLICIES = [point for point in OURS if point.group == "kvpolicy.policies"]
