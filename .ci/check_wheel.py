@@ -9,6 +9,9 @@ INSIDE = [
     "kvpolicy/lab/reasoner/weights/config.json",
     "kvpolicy/lab/reasoner/weights/model.safetensors",
     "kvpolicy/lab/reasoner/weights/tokenizer.json",
+    "kvpolicy/lab/reasoner/verbose/weights/config.json",
+    "kvpolicy/lab/reasoner/verbose/weights/model.safetensors",
+    "kvpolicy/lab/reasoner/verbose/weights/tokenizer.json",
     "kvpolicy_baselines/presets/baselines.toml",
 ]
 MOST_BYTES = 14 << 20  # of which weights take 12 MiB at most

@@ -18,7 +18,7 @@ COMMANDS = {
     "run": ("kvpolicy.cli.run", "Generate text with a policy at a budget."),
     "ablate": ("kvpolicy.cli.ablate", "Compare policies at several budgets."),
     "bench": ("kvpolicy.cli.bench", "Measure the engine's speed against generate()."),
-    "reasoner": ("kvpolicy.cli.reasoner", "Sample from the bundled reasoner, or train it again."),
+    "reasoner": ("kvpolicy.cli.reasoner", "Sample from a bundled reasoner, or train it again."),
 }
 
 HELP = "KV-cache eviction policies as plugins: run them, mix them per layer, compare them."

@@ -2,11 +2,13 @@
 
 import difflib
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Protocol
 
 import attrs
 
 from kvpolicy.errors import KVPolicyError
+from kvpolicy.lab.reasoner.bundled import BUNDLED
 
 
 @attrs.frozen
@@ -42,22 +44,26 @@ class Task(Protocol):
 
 @attrs.frozen
 class ReasonerTask:
-    """The bundled reasoner's held-out problems."""
+    """A bundled reasoner's held-out problems.
 
-    name: str = "reasoner"
+    Attributes:
+        name: Which reasoner's.
+    """
+
+    name: str
 
     def items(self, n: int, *, seed: int) -> Sequence[Item]:
         """Draw ``n`` problems of the test split."""
-        from kvpolicy.lab.reasoner.task import make_problems
+        from kvpolicy.lab.reasoner.problemset import problems_of
 
         return [
             Item(
                 index=index,
                 prompt=problem.prompt,
                 answer=problem.answer,
-                facets={"depth": problem.depth, "num_facts": problem.num_facts},
+                facets=problem.facets,
             )
-            for index, problem in enumerate(make_problems(n, seed=seed, split="test"))
+            for index, problem in enumerate(problems_of(self.name).draw(n, seed=seed))
         ]
 
     def grade(self, text: str, item: Item) -> bool:
@@ -67,7 +73,7 @@ class ReasonerTask:
         return extract_answer(text) == item.answer
 
 
-_TASKS: dict[str, Callable[[], Task]] = {"reasoner": ReasonerTask}
+_TASKS: dict[str, Callable[[], Task]] = {name: partial(ReasonerTask, name) for name in BUNDLED}
 
 
 def load_task(name: str) -> Task:

@@ -97,6 +97,9 @@ def test_the_version_is_told_once() -> None:
         "lab/reasoner/weights/config.json",
         "lab/reasoner/weights/model.safetensors",
         "lab/reasoner/weights/tokenizer.json",
+        "lab/reasoner/verbose/weights/config.json",
+        "lab/reasoner/verbose/weights/model.safetensors",
+        "lab/reasoner/verbose/weights/tokenizer.json",
     ],
 )
 def test_a_file_travels_with_the_package(file: str) -> None:

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
-from kvpolicy.lab.reasoner.recipes import REASONER, Recipe, recipe_named
+from kvpolicy.lab.reasoner.bundled import REASONER
+from kvpolicy.lab.reasoner.recipes import Recipe, recipe_of
 from kvpolicy.lab.reasoner.task import Problem, make_split_problem
 
 STEPS_PER_POOL = 20
@@ -131,7 +132,7 @@ def _pool(plan: DataPlan, index: int) -> list[list[Example]]:
 
 
 def _fill(plan: DataPlan, index: int) -> list[tuple[Problem, Example]]:
-    recipe = recipe_named(plan.name)
+    recipe = recipe_of(plan.name)
     problems = _problems_of_pool(plan, index)
     drawn: list[tuple[Problem, Example]] = []
     num_tokens = 0
@@ -147,10 +148,10 @@ def _problems_of_pool(plan: DataPlan, index: int) -> Iterator[Problem]:
     """Draw problems without end, as difficult as the curriculum asks at this point of the run."""
     rng = random.Random(f"pool {plan.seed} {index}")
     progress = index * STEPS_PER_POOL / plan.num_steps
-    recipe = recipe_named(plan.name)
-    difficulty = next(level for end, level in recipe.curriculum if progress < end)
+    recipe = recipe_of(plan.name)
+    difficulty = recipe.difficulty(progress)
     while True:
-        yield make_split_problem(rng, "train", difficulty, recipe.make)
+        yield make_split_problem(rng, "train", difficulty, recipe.problems.make)
 
 
 def _encode(recipe: Recipe, problem: Problem) -> Example:
@@ -165,4 +166,4 @@ def _encode(recipe: Recipe, problem: Problem) -> Example:
 
 @lru_cache(maxsize=2)
 def _tokenizer(name: str) -> PreTrainedTokenizerFast:
-    return recipe_named(name).build_tokenizer()
+    return recipe_of(name).build_tokenizer()

@@ -145,7 +145,66 @@ def draw_fact_sheet(rng: random.Random, difficulty: Difficulty) -> FactSheet:
 
 
 def draw_leaf(rng: random.Random, name: str) -> Fact:
+    """Draw a fact that states a number.
+
+    Args:
+        rng: Source of all randomness.
+        name: What it defines.
+
+    Returns:
+        The fact.
+    """
     return Fact(name, rng.randint(0, MAX_VALUE))
+
+
+def draw_distractor(
+    rng: random.Random, name: str, needed: list[Fact], distractors: list[Fact]
+) -> Fact:
+    """Draw a fact that nothing needs.
+
+    Names the answer depends on appear only as *second* operands. As first operands they would turn
+    "find the definition that builds on this name" into a guess between two equal patterns.
+
+    Args:
+        rng: Source of all randomness.
+        name: What it defines.
+        needed: Facts that the answer depends on.
+        distractors: Facts drawn before that it does not depend on.
+
+    Returns:
+        The fact.
+    """
+    if not distractors or rng.random() < 0.4:
+        return draw_leaf(rng, name)
+    first = rng.choice(distractors)
+    seconds: list[tuple[str | int, int]] = [(n, n) for n in CONSTANTS]
+    if rng.random() >= 0.4:
+        others = [fact for fact in [*needed, *distractors] if fact is not first]
+        seconds = [(fact.name, fact.value) for fact in others]
+    return derive(rng, name, first, seconds) or draw_leaf(rng, name)
+
+
+def derive(
+    rng: random.Random, name: str, first: Fact, seconds: Iterable[tuple[str | int, int]]
+) -> Fact | None:
+    """Draw sign and second operand evenly among those that keep the value in range.
+
+    Args:
+        rng: Source of all randomness.
+        name: What is defined.
+        first: The first operand.
+        seconds: Possible second operands with their values.
+
+    Returns:
+        The definition, or none if no operand fits.
+    """
+    fitting = [
+        Fact(name, result, first.name, sign, second)
+        for second, value in seconds
+        for sign, result in (("+", first.value + value), ("-", first.value - value))
+        if 0 <= result <= MAX_VALUE
+    ]
+    return rng.choice(fitting) if fitting else None
 
 
 def _chain_step(rng: random.Random, names: list[str], chain: list[Fact], sides: list[Fact]) -> Fact:
@@ -169,34 +228,3 @@ def _chain_step(rng: random.Random, names: list[str], chain: list[Fact], sides: 
     derived = derive(rng, name, previous, [(n, n) for n in CONSTANTS])
     assert derived is not None  # one of +1 and -1 always fits
     return derived
-
-
-def draw_distractor(
-    rng: random.Random, name: str, needed: list[Fact], distractors: list[Fact]
-) -> Fact:
-    """Draw a fact that nothing needs.
-
-    Names the answer depends on appear only as *second* operands. As first operands they would turn
-    "find the definition that builds on this name" into a guess between two equal patterns.
-    """
-    if not distractors or rng.random() < 0.4:
-        return draw_leaf(rng, name)
-    first = rng.choice(distractors)
-    seconds: list[tuple[str | int, int]] = [(n, n) for n in CONSTANTS]
-    if rng.random() >= 0.4:
-        others = [fact for fact in [*needed, *distractors] if fact is not first]
-        seconds = [(fact.name, fact.value) for fact in others]
-    return derive(rng, name, first, seconds) or draw_leaf(rng, name)
-
-
-def derive(
-    rng: random.Random, name: str, first: Fact, seconds: Iterable[tuple[str | int, int]]
-) -> Fact | None:
-    """Draw sign and second operand evenly among those that keep the value in range."""
-    fitting = [
-        Fact(name, result, first.name, sign, second)
-        for second, value in seconds
-        for sign, result in (("+", first.value + value), ("-", first.value - value))
-        if 0 <= result <= MAX_VALUE
-    ]
-    return rng.choice(fitting) if fitting else None

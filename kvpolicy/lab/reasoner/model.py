@@ -18,20 +18,9 @@ from transformers import (
 from transformers.utils import logging
 
 from kvpolicy.errors import ModelError
+from kvpolicy.lab.reasoner.bundled import bundled_path
 from kvpolicy.lab.reasoner.lookback import look_back
 from kvpolicy.lab.reasoner.tokenizer import build_tokenizer
-
-
-def bundled_path(name: str = "reasoner") -> Path:
-    """Return the Hugging Face folder of a trained reasoner that ships with the package.
-
-    Args:
-        name: Which one; its part after ``reasoner-`` is the folder that its sources lie in too.
-
-    Returns:
-        A folder for ``AutoModelForCausalLM.from_pretrained`` and ``AutoTokenizer``.
-    """
-    return Path(__file__).parent / name.removeprefix("reasoner").removeprefix("-") / "weights"
 
 
 def load_reasoner(

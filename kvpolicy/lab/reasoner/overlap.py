@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import attrs
 
 from kvpolicy.lab.reasoner.data import DataPlan, training_prompts
-from kvpolicy.lab.reasoner.recipes import recipe_named
+from kvpolicy.lab.reasoner.problemset import problems_of
 from kvpolicy.lab.reasoner.task import Split
 
 _NUM_HELD_OUT = 2000
@@ -38,11 +38,11 @@ def count_overlap(plan: DataPlan) -> Overlap:
     Returns:
         The counts, over the first 2,000 problems of seed 0 of each held-out split.
     """
-    recipe = recipe_named(plan.name)
+    problems = problems_of(plan.name)
     held_out = {
         problem.prompt
         for split in _HELD_OUT
-        for problem in recipe.problems(_NUM_HELD_OUT, seed=0, split=split)
+        for problem in problems.draw(_NUM_HELD_OUT, seed=0, split=split)
     }
     prompts = list(training_prompts(plan))
     distinct = set(prompts)

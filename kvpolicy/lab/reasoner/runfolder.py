@@ -7,9 +7,9 @@ from pathlib import Path
 import attrs
 
 from kvpolicy.errors import OutputError
+from kvpolicy.lab.reasoner.bundled import REASONER
 from kvpolicy.lab.reasoner.checkpoint import CHECKPOINT
 from kvpolicy.lab.reasoner.data import DataPlan
-from kvpolicy.lab.reasoner.recipes import REASONER
 
 IDENTITY = "run.json"
 LOG = "log.jsonl"

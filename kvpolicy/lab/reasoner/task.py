@@ -68,7 +68,7 @@ def make_problem(rng: random.Random, difficulty: Difficulty = STANDARD) -> Probl
 
 
 def write_prompt(rng: random.Random, sheet: FactSheet) -> str:
-    """Shuffle the facts and ask for the last member of the chain.
+    r"""Shuffle the facts and ask for the last member of the chain.
 
     Args:
         rng: Source of all randomness.

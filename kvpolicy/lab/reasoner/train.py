@@ -9,6 +9,7 @@ import torch
 
 from kvpolicy.errors import KVPolicyError
 from kvpolicy.lab.folderlock import FolderLock
+from kvpolicy.lab.reasoner.bundled import REASONER
 from kvpolicy.lab.reasoner.checkpoint import Progress, load_checkpoint, save_checkpoint
 from kvpolicy.lab.reasoner.clock import RunClock
 from kvpolicy.lab.reasoner.data import examples_of_step
@@ -17,7 +18,7 @@ from kvpolicy.lab.reasoner.export import export_model
 from kvpolicy.lab.reasoner.learner import Learner, StepLosses
 from kvpolicy.lab.reasoner.log import TrainingRecord, append_record, rewind_log
 from kvpolicy.lab.reasoner.overlap import count_overlap
-from kvpolicy.lab.reasoner.recipes import REASONER, Recipe, recipe_named
+from kvpolicy.lab.reasoner.recipes import Recipe, recipe_of
 from kvpolicy.lab.reasoner.runfolder import (
     LOG,
     MODEL,
@@ -70,7 +71,7 @@ def train(
     Raises:
         KVPolicyError: A number is out of range, or ``output`` belongs to something else.
     """
-    recipe = recipe_named(name)
+    recipe = recipe_of(name)
     tokens = recipe.tokens if tokens is None else tokens
     _check(recipe, tokens, tokens_per_step, workers)
     identity = RunIdentity(seed, tokens, tokens_per_step, workers, name)
@@ -100,7 +101,7 @@ class _Run:
 
     def __call__(self, team: Team) -> None:
         """Do the steps that are left."""
-        recipe = recipe_named(self.identity.name)
+        recipe = recipe_of(self.identity.name)
         learner = Learner(recipe, self.identity.seed, self.identity.num_steps, team)
         progress = self._restore(learner)
         if team.rank == 0:
@@ -158,9 +159,11 @@ class _Run:
 def _tune_accuracy(learner: Learner, team: Team) -> float:
     """Solve held-out problems, each process its share of them."""
     recipe = learner.recipe
-    problems = recipe.problems(_NUM_TUNE_PROBLEMS, seed=0, split="tune")[team.rank :: team.size]
+    problems = recipe.problems.draw(_NUM_TUNE_PROBLEMS, seed=0, split="tune")[
+        team.rank :: team.size
+    ]
     model, tokenizer = learner.snapshot(), recipe.build_tokenizer()
-    share = score(attempt(model, tokenizer, problems, max_new_tokens=recipe.max_new_tokens))
+    share = score(attempt(model, tokenizer, problems))
     counts = torch.tensor([share.right, share.total])
     team.add_up(counts)
     right, total = counts.tolist()

@@ -9,11 +9,12 @@ from kvpolicy.lab.reasoner.tokenizer import NEWLINES
 AFTER_NEWLINES_WEIGHT = 0.25
 
 
-def weigh_after_newlines(_: Problem, trace: Encoding) -> list[float]:
+def weigh_after_newlines(problem: Problem, trace: Encoding) -> list[float]:
     """Weigh the first token of every sentence less than the others.
 
     Args:
-        trace: The trace as tokens; the prompt before it ends with a line break.
+        problem: Makes no difference.
+        trace: Its trace as tokens; the prompt before it ends with a line break.
 
     Returns:
         A weight for each token.
