@@ -66,7 +66,7 @@ def is_execution(sentence: str) -> bool:
 
 def body_of(sentence: str) -> str | None:
     """What a step says after its opener."""
-    found = re.search(r"( [a-z]+ = | from | to find )", sentence)
+    found = re.search(r"( [a-z]+ = | find | to find )", sentence)
     return sentence[found.start() :] if found else None
 
 

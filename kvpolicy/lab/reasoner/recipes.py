@@ -31,7 +31,7 @@ class Recipe:
         weigh: Weighs the tokens of a trace in the loss.
         new_model: Builds the weights that training starts from, from a seed.
         peak_lr: Highest learning rate.
-        tokens: Tokens that the shipped weights were trained on.
+        tokens: Tokens of a whole run.
         min_tokens_per_step: Smallest step into which the longest problem fits.
     """
 
@@ -86,7 +86,7 @@ _RECIPES = {
         weigh=weigh_pieces,
         new_model=new_verbose_model,
         peak_lr=3e-3,  # it starts from trained weights
-        tokens=50_000_000,
+        tokens=55_000_000,
         min_tokens_per_step=2048,
     ),
 }

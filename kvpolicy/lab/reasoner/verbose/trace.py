@@ -109,12 +109,13 @@ class _Writer:
 
     def _recheck(self, fact: Fact, previous: Fact | None) -> bool:
         """Draw the re-checks that follow a step, and tell whether there were any."""
-        side = self._sides.get(str(fact.second))
-        if side is not None and side is not previous and self._mood.wants(0.5):
-            self._repeat(wording.LOOK_BACK, side)
         carried = self._values[str(fact.first)] // 10 != fact.value // 10
         if not self._mood.wants(1.5 if carried else -0.3):
             return False
+        # Before the re-check, so that the last value stated is always that of the last step.
+        side = self._sides.get(str(fact.second))
+        if side is not None and side is not previous and self._mood.wants(0.5):
+            self._repeat(wording.LOOK_BACK, side)
         self._repeat(wording.RECHECKS[self._next_recheck.draw()], fact)
         if self._mood.wants(-1.3 if carried else -3.5):
             self._repeat(wording.ONCE_MORE, fact)

@@ -63,12 +63,11 @@ def plan(chain: Sequence[Fact], derived_sides: Mapping[str, Fact]) -> list[Piece
     entries = []
     listed: set[str] = set()
     for fact in reversed(chain[1:]):
-        named = f" and {fact.second}" if isinstance(fact.second, str) else ""
-        entries.append(f" {fact.name} needs {fact.first}{named}")
+        entries.append(f" {fact.name} needs {fact.first} and {fact.second}")
         side = derived_sides.get(str(fact.second))
         if side is not None and side.name not in listed:
             listed.add(side.name)
-            entries.append(f" {side.name} needs {side.first}")
+            entries.append(f" {side.name} needs {side.first} and {side.second}")
     return [Piece("First" + ",".join(entries) + f", and {chain[0].name} is {chain[0].value}")]
 
 
@@ -106,10 +105,10 @@ def body(
     operand, other = f" {fact.first} is {value}", f" {fact.second} is {second}"
     texts = (
         f"{rule},{operand},{other},",
-        f" from{operand} and{other},{rule},",
+        f" find {fact.name} from{operand} and{other},{rule},",
         f" to find {fact.name} take{formula}, that is {value} {fact.sign} {second},",
     )
-    plain = (f"{rule},{operand},", f" from{operand},{rule},", texts[2])
+    plain = (f"{rule},{operand},", f" find {fact.name} from{operand},{rule},", texts[2])
     text = (texts if named else plain)[form]
     result = Piece(f" {fact.value}") if shown is None else Piece(f" {shown}", WRONG)
     return [*marked(("" if form_is_known else "~") + f"{text} so {fact.name} is"), result]
