@@ -67,7 +67,9 @@ def ablate(
     ] = None,
     model: Annotated[
         str | None,
-        typer.Option(metavar="NAME|FOLDER", help="'reasoner', a hub id or a local folder."),
+        typer.Option(
+            metavar="NAME|FOLDER", help="A bundled reasoner's name, a hub id or a local folder."
+        ),
     ] = None,
     n: Annotated[int | None, typer.Option("--n", min=1, help="Problems for each cell.")] = None,
     seed: Annotated[int | None, typer.Option(min=0, help="Chooses the problems.")] = None,

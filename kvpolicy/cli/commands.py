@@ -19,7 +19,7 @@ COMMANDS = {
     "ablate": ("kvpolicy.cli.ablate", "Compare policies at several budgets."),
     "bench": ("kvpolicy.cli.bench", "Measure the engine's speed against generate()."),
     "steer": ("kvpolicy.cli.steer", "Make steering vectors, and show what is in them."),
-    "reasoner": ("kvpolicy.cli.reasoner", "Sample from the bundled reasoner, or train it again."),
+    "reasoner": ("kvpolicy.cli.reasoner", "Sample from a bundled reasoner, or train it again."),
 }
 
 HELP = "KV-cache eviction policies as plugins: run them, mix them per layer, compare them."

@@ -26,7 +26,9 @@ Overrides = Annotated[
 ]
 Model = Annotated[
     str,
-    typer.Option(metavar="NAME|FOLDER", help="'reasoner' (bundled), a hub id or a local folder."),
+    typer.Option(
+        metavar="NAME|FOLDER", help="A bundled reasoner's name, a hub id or a local folder."
+    ),
 ]
 Dtype = Annotated[str, typer.Option(metavar="NAME", help="auto, float32, bfloat16 or float16.")]
 Device = Annotated[

@@ -1,9 +1,9 @@
-"""``kvpolicy reasoner``: sample from the bundled reasoner, measure it, or train it again.
+"""``kvpolicy reasoner``: sample from a bundled reasoner, measure it, or train it again.
 
 With ``--json``, ``sample`` prints a list of ``{"prompt", "trace", "answer", "depth",
-"num_facts"}``, to which ``--generate`` adds ``{"generated", "num_tokens", "finished", "right"}``.
-``evaluate`` prints ``{"n", "seed", "right", "accuracy", "finished", "mean_tokens", "by_depth":
-[{"depth", "n", "right", "accuracy"}]}``.
+"num_facts"}``, and ``"verbosity"`` where problems have one, to which ``--generate`` adds
+``{"generated", "num_tokens", "finished", "right"}``. ``evaluate`` prints ``{"n", "seed", "right",
+"accuracy", "finished", "mean_tokens", "by_depth": [{"depth", "n", "right", "accuracy"}]}``.
 """
 
 import sys
@@ -19,6 +19,7 @@ from kvpolicy.cli.columns import columns
 from kvpolicy.cli.console import say, write, write_json
 from kvpolicy.cli.options import Json
 from kvpolicy.errors import KVPolicyError
+from kvpolicy.lab.reasoner.bundled import BUNDLED, REASONER, bundled_path
 
 if TYPE_CHECKING:
     from kvpolicy.lab.reasoner.evaluate import Attempt
@@ -29,20 +30,22 @@ app = typer.Typer(
     add_completion=False,
     rich_markup_mode=None,
     no_args_is_help=True,
-    help="Sample from the bundled reasoner, measure it, or train it again.",
+    help="Sample from a bundled reasoner, measure it, or train it again.",
 )
 
 _PLAIN_LINE_EVERY_STEPS = 50
 
+_Name = Annotated[str, typer.Option(metavar="NAME", help=f"Which one: {' or '.join(BUNDLED)}.")]
 _Seed = Annotated[int, typer.Option(help="Chooses the problems.")]
 _Folder = Annotated[
     Path | None,
-    typer.Option("--model", metavar="FOLDER", help="A trained reasoner other than the bundled."),
+    typer.Option("--model", metavar="FOLDER", help="Its weights, if not the bundled ones."),
 ]
 
 
 @app.command()
 def sample(
+    name: _Name = REASONER,
     n: Annotated[int, typer.Option(help="Problems to show.")] = 1,
     seed: _Seed = 0,
     depth: Annotated[
@@ -55,8 +58,8 @@ def sample(
     json: Json = False,
 ) -> None:
     """Show problems with their reference traces, or with the model's own."""
-    problems = _problems(n, seed, depth)
-    attempts = _attempts(problems, model) if generate else []
+    problems = _problems(name, n, seed, depth)
+    attempts = _attempts(name, problems, model) if generate else []
     if json:
         write_json([_plain(*pair) for pair in _pairs(problems, attempts)], indent=2)
         return
@@ -71,6 +74,7 @@ def sample(
 
 @app.command()
 def evaluate(
+    name: _Name = REASONER,
     n: Annotated[int, typer.Option(help="Held-out problems to answer.")] = 200,
     seed: _Seed = 0,
     model: _Folder = None,
@@ -79,7 +83,7 @@ def evaluate(
     """Measure greedy accuracy by depth, with the full cache and no policy."""
     from kvpolicy.lab.reasoner.evaluate import score, score_by_depth
 
-    attempts = _attempts(_problems(n, seed, None), model)
+    attempts = _attempts(name, _problems(name, n, seed, None), model)
     overall, by_depth = score(attempts), score_by_depth(attempts)
     finished = sum(attempt.finished for attempt in attempts) / n
     mean_tokens = sum(attempt.num_tokens for attempt in attempts) / n
@@ -105,6 +109,7 @@ def train(
     output: Annotated[
         Path, typer.Option(metavar="FOLDER", help="Home of the run; the model goes to its model/.")
     ],
+    name: _Name = REASONER,
     seed: Annotated[int, typer.Option(help="Chooses the first weights and the problems.")] = 0,
     tokens: Annotated[
         int | None, typer.Option(help="Tokens of the whole run; the shipped one's if not given.")
@@ -116,15 +121,18 @@ def train(
         bool, typer.Option("--resume/--restart", help="Continue the run in FOLDER, or redo it.")
     ] = True,
 ) -> None:
-    """Train the reasoner from random weights; a stopped run continues where it was."""
-    from kvpolicy.lab.reasoner.train import DEFAULT_TOKENS
+    """Train a reasoner again; a stopped run continues where it was.
+
+    'reasoner' starts from random weights, 'reasoner-verbose' from those of 'reasoner'.
+    """
     from kvpolicy.lab.reasoner.train import train as train_reasoner
 
     with _progress() as report:
         folder = train_reasoner(
             output,
+            name=name,
             seed=seed,
-            tokens=DEFAULT_TOKENS if tokens is None else tokens,
+            tokens=tokens,
             workers=workers,
             resume=resume,
             report=report,
@@ -132,29 +140,30 @@ def train(
     write(f"{folder}\n")
 
 
-def _problems(n: int, seed: int, depth: int | None) -> "list[Problem]":
-    from kvpolicy.lab.reasoner.task import STANDARD, make_problems
+def _problems(name: str, n: int, seed: int, depth: int | None) -> "list[Problem]":
+    from kvpolicy.lab.reasoner.problemset import problems_of
 
+    problems = problems_of(name)
     if n < 1:
         msg = f"--n got {n}; expected 1 or more problems."
         raise KVPolicyError(msg)
     if depth is None:
-        return make_problems(n, seed=seed)
-    if not 1 <= depth <= STANDARD.max_depth:
+        return problems.draw(n, seed=seed)
+    if not 1 <= depth <= problems.standard.max_depth:
         msg = (
-            f"--depth got {depth}; expected 1 to {STANDARD.max_depth}, the depths that the"
+            f"--depth got {depth}; expected 1 to {problems.standard.max_depth}, the depths that the"
             " reasoner was trained on."
         )
         raise KVPolicyError(msg)
-    difficulty = attrs.evolve(STANDARD, min_depth=depth, max_depth=depth)
-    return make_problems(n, seed=seed, difficulty=difficulty)
+    difficulty = attrs.evolve(problems.standard, min_depth=depth, max_depth=depth)
+    return problems.draw(n, seed=seed, difficulty=difficulty)
 
 
-def _attempts(problems: "Sequence[Problem]", folder: Path | None) -> "list[Attempt]":
+def _attempts(name: str, problems: "Sequence[Problem]", folder: Path | None) -> "list[Attempt]":
     from kvpolicy.lab.reasoner.evaluate import attempt
     from kvpolicy.lab.reasoner.model import load_reasoner
 
-    model, tokenizer = load_reasoner(folder)
+    model, tokenizer = load_reasoner(bundled_path(name) if folder is None else folder)
     report = _count(len(problems)) if sys.stderr.isatty() else None
     return attempt(model, tokenizer, problems, report=report)
 
@@ -172,7 +181,8 @@ def _pairs(
 
 
 def _plain(problem: "Problem", attempt: "Attempt | None") -> dict[str, Any]:
-    plain = attrs.asdict(problem)
+    # What a problem does not show of itself, such as weights for training, is not printed.
+    plain = attrs.asdict(problem, filter=lambda field, _: bool(field.repr))
     if attempt is not None:
         plain["generated"] = attempt.text
         plain |= {"num_tokens": attempt.num_tokens, "finished": attempt.finished}

@@ -124,7 +124,9 @@ def _prompts(prompt: str | None, file: str | None, model: str, seed: int) -> lis
         return read_prompts(file)
     if prompt is not None:
         return [read_stdin() if prompt == "-" else prompt]
-    if model == "reasoner" and sys.stdin.isatty():
+    from kvpolicy.lab.reasoner.bundled import BUNDLED
+
+    if model in BUNDLED and sys.stdin.isatty():
         from kvpolicy.lab.tasks import load_task
 
         item = load_task(model).items(1, seed=seed)[0]

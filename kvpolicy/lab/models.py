@@ -1,4 +1,4 @@
-"""Models by the names a user types: the bundled reasoner, hub ids, local folders."""
+"""Models by the names a user types: the bundled reasoners, hub ids, local folders."""
 
 import difflib
 import socket
@@ -9,8 +9,7 @@ from urllib.parse import urlsplit
 from urllib.request import getproxies
 
 from kvpolicy.errors import ModelError
-
-REASONER = "reasoner"
+from kvpolicy.lab.reasoner.bundled import BUNDLED, bundled_path
 
 
 def open_model(
@@ -19,9 +18,9 @@ def open_model(
     """Load a model and its tokenizer.
 
     Args:
-        name: ``"reasoner"``, a hub id or a local folder.
-        dtype: As in `kvpolicy.models.load_model`; the reasoner is in float32 unless told
-            otherwise, since it is stored in half precision to be small, not to be run in it.
+        name: A name in `BUNDLED`, a hub id or a local folder.
+        dtype: As in `kvpolicy.models.load_model`; the reasoners are in float32 unless told
+            otherwise, since they are stored in half precision to be small, not to be run in it.
         device: Where to put it; CUDA if there is any, else the CPU, if not given.
         trust_remote_code: Whether to run code that comes with the model.
 
@@ -50,7 +49,7 @@ def open_skeleton(name: str, *, dtype: str = "auto", trust_remote_code: bool = F
     """Build a model from its configuration, without weights and without memory for them.
 
     Args:
-        name: ``"reasoner"``, a hub id or a local folder.
+        name: A name in `BUNDLED`, a hub id or a local folder.
         dtype: Precision, as in `open_model`.
         trust_remote_code: Whether to run code that comes with the model.
 
@@ -84,7 +83,7 @@ def open_skeleton(name: str, *, dtype: str = "auto", trust_remote_code: bool = F
 
 
 def _dtype(name: str, dtype: str) -> str:
-    return "float32" if name == REASONER and dtype == "auto" else dtype
+    return "float32" if name in BUNDLED and dtype == "auto" else dtype
 
 
 class _Quiet:
@@ -113,10 +112,8 @@ class _Quiet:
 def _path(name: str) -> str:
     if Path(name).is_dir() and name:
         return name
-    if name == REASONER:
-        from kvpolicy.lab.reasoner.model import bundled_path
-
-        return str(bundled_path())
+    if name in BUNDLED:
+        return str(bundled_path(name))
     # A hub id is NAME or OWNER/NAME. What cannot be one, or is a slip of the pen, need not be
     # asked for on the network.
     is_path = len(Path(name).parts) > 2 or name.startswith(("/", ".", "~")) or not name.strip()
@@ -163,5 +160,5 @@ def _with_hint(error: ModelError, name: str) -> ModelError:
 def _hint(name: str) -> str:
     folder = Path(name).parent
     siblings = [str(p) for p in sorted(folder.iterdir()) if p.is_dir()] if folder.is_dir() else []
-    near = difflib.get_close_matches(name, [REASONER, *siblings], n=2, cutoff=0.7)
+    near = difflib.get_close_matches(name, [*BUNDLED, *siblings], n=2, cutoff=0.7)
     return f" Did you mean {' or '.join(near)}?" if near else ""

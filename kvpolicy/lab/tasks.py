@@ -2,11 +2,13 @@
 
 import difflib
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Literal, Protocol
 
 import attrs
 
 from kvpolicy.errors import KVPolicyError
+from kvpolicy.lab.reasoner.bundled import BUNDLED
 
 Split = Literal["train", "tune", "test"]
 
@@ -48,22 +50,26 @@ class Task(Protocol):
 
 @attrs.frozen
 class ReasonerTask:
-    """The bundled reasoner's problems."""
+    """A bundled reasoner's problems.
 
-    name: str = "reasoner"
+    Attributes:
+        name: Which reasoner's.
+    """
+
+    name: str
 
     def items(self, n: int, *, seed: int, split: Split = "test") -> Sequence[Item]:
         """Draw ``n`` problems of a split; no problem is in two of them."""
-        from kvpolicy.lab.reasoner.task import make_problems
+        from kvpolicy.lab.reasoner.problemset import problems_of
 
         return [
             Item(
                 index=index,
                 prompt=problem.prompt,
                 answer=problem.answer,
-                facets={"depth": problem.depth, "num_facts": problem.num_facts},
+                facets=problem.facets,
             )
-            for index, problem in enumerate(make_problems(n, seed=seed, split=split))
+            for index, problem in enumerate(problems_of(self.name).draw(n, seed=seed, split=split))
         ]
 
     def grade(self, text: str, item: Item) -> bool:
@@ -73,7 +79,7 @@ class ReasonerTask:
         return extract_answer(text) == item.answer
 
 
-_TASKS: dict[str, Callable[[], Task]] = {"reasoner": ReasonerTask}
+_TASKS: dict[str, Callable[[], Task]] = {name: partial(ReasonerTask, name) for name in BUNDLED}
 
 
 def load_task(name: str) -> Task:

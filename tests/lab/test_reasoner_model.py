@@ -4,8 +4,9 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
+from kvpolicy.lab.reasoner.bundled import bundled_path
 from kvpolicy.lab.reasoner.evaluate import attempt, score
-from kvpolicy.lab.reasoner.model import bundled_path, load_reasoner, new_model
+from kvpolicy.lab.reasoner.model import load_reasoner, new_model
 from kvpolicy.lab.reasoner.task import make_problems
 from kvpolicy.lab.reasoner.tokenizer import NEWLINES, build_tokenizer
 

@@ -11,12 +11,13 @@ from torch.nn import functional as F
 from kvpolicy.errors import KVPolicyError
 from kvpolicy.lab.reasoner.attention import chunked_causal_attention
 from kvpolicy.lab.reasoner.checkpoint import CHECKPOINT
-from kvpolicy.lab.reasoner.data import AFTER_NEWLINES_WEIGHT, DataPlan, collate, examples_of_step
+from kvpolicy.lab.reasoner.data import DataPlan, collate, examples_of_step
 from kvpolicy.lab.reasoner.optimizer import PEAK_LR, learning_rate
 from kvpolicy.lab.reasoner.runfolder import LOG
 from kvpolicy.lab.reasoner.task import make_problems, split_of
 from kvpolicy.lab.reasoner.tokenizer import build_tokenizer
 from kvpolicy.lab.reasoner.train import train
+from kvpolicy.lab.reasoner.weighing import AFTER_NEWLINES_WEIGHT
 
 TOY = {"tokens": 6 * 1024, "tokens_per_step": 1024, "workers": 1}
 

@@ -100,6 +100,9 @@ def test_the_version_is_told_once() -> None:
         "lab/steer/keywords/published.toml",
         "lab/steer/keywords/reasoner.toml",
         "lab/steer/vectors/reasoner.safetensors",
+        "lab/reasoner/verbose/weights/config.json",
+        "lab/reasoner/verbose/weights/model.safetensors",
+        "lab/reasoner/verbose/weights/tokenizer.json",
     ],
 )
 def test_a_file_travels_with_the_package(file: str) -> None:

@@ -9,20 +9,14 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
-from kvpolicy.lab.reasoner.facts import Difficulty
-from kvpolicy.lab.reasoner.task import STANDARD, Problem, make_split_problem
-from kvpolicy.lab.reasoner.tokenizer import NEWLINES, build_tokenizer
+from kvpolicy.lab.reasoner.bundled import REASONER
+from kvpolicy.lab.reasoner.recipes import Recipe, recipe_of
+from kvpolicy.lab.reasoner.task import Problem, make_split_problem
 
 STEPS_PER_POOL = 20
 
-# Which sentence comes after a line break is partly drawn at random; no model can predict it.
-AFTER_NEWLINES_WEIGHT = 0.25
-
-_CURRICULUM = (
-    (0.12, Difficulty(min_depth=1, max_depth=3, min_facts=6, max_facts=6)),
-    (0.25, Difficulty(min_depth=2, max_depth=5, min_facts=5, max_facts=10)),
-    (1.00, STANDARD),
-)
+# Never attended to nor counted in the loss; every tokenizer has a token 0.
+_PAD_ID = 0
 
 
 @attrs.frozen
@@ -32,10 +26,12 @@ class Example:
     Attributes:
         tokens: Prompt and trace.
         prompt_len: How many of the tokens are the prompt.
+        weights: Weight of the loss of each token of the trace.
     """
 
     tokens: list[int]
     prompt_len: int
+    weights: list[float]
 
 
 @attrs.frozen(eq=False)
@@ -60,11 +56,13 @@ class DataPlan:
         seed: Chooses the problems.
         num_steps: Optimiser steps of the whole run, along which the curriculum is laid out.
         tokens_per_step: Tokens in the batch of one step, padding aside.
+        name: Which reasoner the data are for.
     """
 
     seed: int
     num_steps: int
     tokens_per_step: int
+    name: str = REASONER
 
 
 def training_prompts(plan: DataPlan) -> Iterator[str]:
@@ -104,16 +102,14 @@ def collate(examples: Sequence[Example]) -> Batch:
     Returns:
         The batch.
     """
-    tokenizer = _tokenizer()
-    newlines = tokenizer.convert_tokens_to_ids(NEWLINES)
     longest = max(len(example.tokens) for example in examples)
-    input_ids = torch.full((len(examples), longest), tokenizer.pad_token_id)
-    in_trace = torch.zeros(len(examples), longest - 1)
+    input_ids = torch.full((len(examples), longest), _PAD_ID)
+    weights = torch.zeros(len(examples), longest - 1)
     for row, example in enumerate(examples):
         input_ids[row, : len(example.tokens)] = torch.tensor(example.tokens)
-        in_trace[row, example.prompt_len - 1 : len(example.tokens) - 1] = 1.0
-    after_newlines = input_ids[:, :-1] == newlines
-    return Batch(input_ids, in_trace * (1 - (1 - AFTER_NEWLINES_WEIGHT) * after_newlines))
+        trace = slice(example.prompt_len - 1, len(example.tokens) - 1)
+        weights[row, trace] = torch.tensor(example.weights)
+    return Batch(input_ids, weights)
 
 
 @lru_cache(maxsize=2)
@@ -136,13 +132,13 @@ def _pool(plan: DataPlan, index: int) -> list[list[Example]]:
 
 
 def _fill(plan: DataPlan, index: int) -> list[tuple[Problem, Example]]:
-    tokenizer = _tokenizer()
+    recipe = recipe_of(plan.name)
     problems = _problems_of_pool(plan, index)
     drawn: list[tuple[Problem, Example]] = []
     num_tokens = 0
     while num_tokens < STEPS_PER_POOL * plan.tokens_per_step:
         problem = next(problems)
-        example = _encode(tokenizer, problem)
+        example = _encode(recipe, problem)
         drawn.append((problem, example))
         num_tokens += len(example.tokens)
     return drawn
@@ -152,17 +148,22 @@ def _problems_of_pool(plan: DataPlan, index: int) -> Iterator[Problem]:
     """Draw problems without end, as difficult as the curriculum asks at this point of the run."""
     rng = random.Random(f"pool {plan.seed} {index}")
     progress = index * STEPS_PER_POOL / plan.num_steps
-    difficulty = next(level for end, level in _CURRICULUM if progress < end)
+    recipe = recipe_of(plan.name)
+    difficulty = recipe.difficulty(progress)
     while True:
-        yield make_split_problem(rng, "train", difficulty)
+        yield make_split_problem(rng, "train", difficulty, recipe.problems.make)
 
 
-def _encode(tokenizer: PreTrainedTokenizerFast, problem: Problem) -> Example:
-    prompt = tokenizer.backend_tokenizer.encode(problem.prompt).ids
-    trace = tokenizer.backend_tokenizer.encode(problem.trace).ids
-    return Example(tokens=prompt + trace, prompt_len=len(prompt))
+def _encode(recipe: Recipe, problem: Problem) -> Example:
+    tokenizer = _tokenizer(recipe.name).backend_tokenizer
+    prompt, trace = tokenizer.encode(problem.prompt), tokenizer.encode(problem.trace)
+    return Example(
+        tokens=prompt.ids + trace.ids,
+        prompt_len=len(prompt.ids),
+        weights=recipe.weigh(problem, trace),
+    )
 
 
-@lru_cache(maxsize=1)
-def _tokenizer() -> PreTrainedTokenizerFast:
-    return build_tokenizer()
+@lru_cache(maxsize=2)
+def _tokenizer(name: str) -> PreTrainedTokenizerFast:
+    return recipe_of(name).build_tokenizer()

@@ -9,8 +9,6 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from kvpolicy.lab.reasoner.task import Problem, grade
 
-MAX_NEW_TOKENS = 700
-
 
 @attrs.frozen
 class Attempt:
@@ -58,7 +56,7 @@ def attempt(
     problems: Sequence[Problem],
     *,
     batch_size: int = 64,
-    max_new_tokens: int = MAX_NEW_TOKENS,
+    max_new_tokens: int | None = None,
     report: Callable[[int], None] | None = None,
 ) -> list[Attempt]:
     """Let the model answer problems greedily.
@@ -68,7 +66,7 @@ def attempt(
         tokenizer: Its tokenizer, which pads on the left.
         problems: What to answer.
         batch_size: Problems decoded together.
-        max_new_tokens: Where a generation is cut off.
+        max_new_tokens: Where a generation is cut off; where the model says if not given.
         report: Called after every batch with the number of problems done.
 
     Returns:
@@ -115,12 +113,13 @@ def _attempt_batch(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     problems: Sequence[Problem],
-    max_new_tokens: int,
+    max_new_tokens: int | None,
 ) -> list[Attempt]:
     prompts = [problem.prompt for problem in problems]
     inputs = tokenizer(prompts, return_tensors="pt", padding=True).to(model.device)
     # transformers types `generate` as a tensor that is callable
-    output = model.generate(**inputs, do_sample=False, max_new_tokens=max_new_tokens)  # type: ignore[operator]
+    limit = {} if max_new_tokens is None else {"max_new_tokens": max_new_tokens}
+    output = model.generate(**inputs, do_sample=False, **limit)  # type: ignore[operator]
     attempts = []
     for problem, row in zip(problems, output[:, inputs.input_ids.shape[1] :], strict=True):
         tokens = row[row != tokenizer.pad_token_id]

@@ -53,7 +53,7 @@ NAMES = [
     "hay",
 ]
 
-_CONSTANTS = range(1, 10)
+CONSTANTS = range(1, 10)
 
 
 @attrs.frozen
@@ -133,19 +133,78 @@ def draw_fact_sheet(rng: random.Random, difficulty: Difficulty) -> FactSheet:
     depth = rng.randint(difficulty.min_depth, difficulty.max_depth)
     num_facts = rng.randint(difficulty.min_facts, difficulty.max_facts)
 
-    chain = [_leaf(rng, names.pop())]
+    chain = [draw_leaf(rng, names.pop())]
     sides: list[Fact] = []
     for _ in range(depth):
         chain.append(_chain_step(rng, names, chain, sides))
 
     distractors: list[Fact] = []
     while len(chain) + len(sides) + len(distractors) < num_facts:
-        distractors.append(_distractor(rng, names.pop(), [*chain, *sides], distractors))
+        distractors.append(draw_distractor(rng, names.pop(), [*chain, *sides], distractors))
     return FactSheet(tuple(chain), tuple(sides), tuple(distractors))
 
 
-def _leaf(rng: random.Random, name: str) -> Fact:
+def draw_leaf(rng: random.Random, name: str) -> Fact:
+    """Draw a fact that states a number.
+
+    Args:
+        rng: Source of all randomness.
+        name: What it defines.
+
+    Returns:
+        The fact.
+    """
     return Fact(name, rng.randint(0, MAX_VALUE))
+
+
+def draw_distractor(
+    rng: random.Random, name: str, needed: list[Fact], distractors: list[Fact]
+) -> Fact:
+    """Draw a fact that nothing needs.
+
+    Names the answer depends on appear only as *second* operands. As first operands they would turn
+    "find the definition that builds on this name" into a guess between two equal patterns.
+
+    Args:
+        rng: Source of all randomness.
+        name: What it defines.
+        needed: Facts that the answer depends on.
+        distractors: Facts drawn before that it does not depend on.
+
+    Returns:
+        The fact.
+    """
+    if not distractors or rng.random() < 0.4:
+        return draw_leaf(rng, name)
+    first = rng.choice(distractors)
+    seconds: list[tuple[str | int, int]] = [(n, n) for n in CONSTANTS]
+    if rng.random() >= 0.4:
+        others = [fact for fact in [*needed, *distractors] if fact is not first]
+        seconds = [(fact.name, fact.value) for fact in others]
+    return derive(rng, name, first, seconds) or draw_leaf(rng, name)
+
+
+def derive(
+    rng: random.Random, name: str, first: Fact, seconds: Iterable[tuple[str | int, int]]
+) -> Fact | None:
+    """Draw sign and second operand evenly among those that keep the value in range.
+
+    Args:
+        rng: Source of all randomness.
+        name: What is defined.
+        first: The first operand.
+        seconds: Possible second operands with their values.
+
+    Returns:
+        The definition, or none if no operand fits.
+    """
+    fitting = [
+        Fact(name, result, first.name, sign, second)
+        for second, value in seconds
+        for sign, result in (("+", first.value + value), ("-", first.value - value))
+        if 0 <= result <= MAX_VALUE
+    ]
+    return rng.choice(fitting) if fitting else None
 
 
 def _chain_step(rng: random.Random, names: list[str], chain: list[Fact], sides: list[Fact]) -> Fact:
@@ -157,44 +216,15 @@ def _chain_step(rng: random.Random, names: list[str], chain: list[Fact], sides: 
     kinds = {"constant": 40, "side": 35, "earlier": 25 if earlier else 0}
     (kind,) = rng.choices(list(kinds), weights=list(kinds.values()))
     if kind == "earlier":
-        derived = _derive(rng, name, previous, [(fact.name, fact.value) for fact in earlier])
+        derived = derive(rng, name, previous, [(fact.name, fact.value) for fact in earlier])
         if derived is not None:
             return derived
     if kind == "side":
         side_name = names.pop()
-        derived = _derive(rng, name, previous, [(side_name, n) for n in range(MAX_VALUE + 1)])
+        derived = derive(rng, name, previous, [(side_name, n) for n in range(MAX_VALUE + 1)])
         assert derived is not None  # the value 0 always fits
         sides.append(Fact(side_name, abs(derived.value - previous.value)))
         return derived
-    derived = _derive(rng, name, previous, [(n, n) for n in _CONSTANTS])
+    derived = derive(rng, name, previous, [(n, n) for n in CONSTANTS])
     assert derived is not None  # one of +1 and -1 always fits
     return derived
-
-
-def _distractor(rng: random.Random, name: str, needed: list[Fact], distractors: list[Fact]) -> Fact:
-    """Draw a fact that nothing needs.
-
-    Names the answer depends on appear only as *second* operands. As first operands they would turn
-    "find the definition that builds on this name" into a guess between two equal patterns.
-    """
-    if not distractors or rng.random() < 0.4:
-        return _leaf(rng, name)
-    first = rng.choice(distractors)
-    seconds: list[tuple[str | int, int]] = [(n, n) for n in _CONSTANTS]
-    if rng.random() >= 0.4:
-        others = [fact for fact in [*needed, *distractors] if fact is not first]
-        seconds = [(fact.name, fact.value) for fact in others]
-    return _derive(rng, name, first, seconds) or _leaf(rng, name)
-
-
-def _derive(
-    rng: random.Random, name: str, first: Fact, seconds: Iterable[tuple[str | int, int]]
-) -> Fact | None:
-    """Draw sign and second operand evenly among those that keep the value in range."""
-    fitting = [
-        Fact(name, result, first.name, sign, second)
-        for second, value in seconds
-        for sign, result in (("+", first.value + value), ("-", first.value - value))
-        if 0 <= result <= MAX_VALUE
-    ]
-    return rng.choice(fitting) if fitting else None

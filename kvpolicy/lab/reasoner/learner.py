@@ -9,9 +9,10 @@ from torch import Tensor, nn
 from transformers import Qwen2ForCausalLM
 
 from kvpolicy.lab.reasoner.attention import register_training_attention
-from kvpolicy.lab.reasoner.data import AFTER_NEWLINES_WEIGHT, Batch, Example, collate
-from kvpolicy.lab.reasoner.model import new_model
+from kvpolicy.lab.reasoner.data import Batch, Example, collate
 from kvpolicy.lab.reasoner.optimizer import ReasonerOptimizer
+from kvpolicy.lab.reasoner.recipes import Recipe
+from kvpolicy.lab.reasoner.weighing import AFTER_NEWLINES_WEIGHT
 from kvpolicy.lab.reasoner.workers import Team
 
 _PARAMETER = "parameter."
@@ -35,22 +36,24 @@ class StepLosses:
 class Learner:
     """The model in training: a bfloat16 copy that computes, float32 parameters that learn."""
 
-    def __init__(self, seed: int, num_steps: int, team: Team) -> None:
-        """Build an untrained model and its optimiser.
+    def __init__(self, recipe: Recipe, seed: int, num_steps: int, team: Team) -> None:
+        """Build the model to start from and its optimiser.
 
         Args:
+            recipe: Which reasoner.
             seed: Chooses the untrained weights.
             num_steps: Steps of the whole run.
             team: The processes that share each step.
         """
         self._team = team
-        model = new_model(seed)
+        self.recipe = recipe
+        model = recipe.new_model(seed)
         self.parameters = {
             name: nn.Parameter(value.detach().clone()) for name, value in model.named_parameters()
         }
         self.model = model.bfloat16()
         self.model.set_attn_implementation(register_training_attention())
-        self._optimizer = ReasonerOptimizer(self.parameters, num_steps)
+        self._optimizer = ReasonerOptimizer(self.parameters, num_steps, recipe.peak_lr)
         self._publish()
 
     def step(self, step: int, examples: Sequence[Example]) -> StepLosses:
@@ -86,7 +89,7 @@ class Learner:
         Returns:
             A float32 model with the plain attention and parameters rounded to bfloat16.
         """
-        snapshot = new_model(seed=0)
+        snapshot = self.recipe.new_model(0)
         for name, parameter in snapshot.named_parameters():
             parameter.copy_(self.parameters[name].to(torch.bfloat16))
         return snapshot.eval()

@@ -11,23 +11,16 @@ from transformers import (
     GenerationConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
+    PreTrainedTokenizerFast,
     Qwen2Config,
     Qwen2ForCausalLM,
 )
 from transformers.utils import logging
 
 from kvpolicy.errors import ModelError
+from kvpolicy.lab.reasoner.bundled import bundled_path
 from kvpolicy.lab.reasoner.lookback import look_back
 from kvpolicy.lab.reasoner.tokenizer import build_tokenizer
-
-
-def bundled_path() -> Path:
-    """Return the Hugging Face folder of the trained reasoner that ships with the package.
-
-    Returns:
-        A folder for ``AutoModelForCausalLM.from_pretrained`` and ``AutoTokenizer``.
-    """
-    return Path(__file__).parent / "weights"
 
 
 def load_reasoner(
@@ -77,7 +70,24 @@ def new_model(seed: int) -> Qwen2ForCausalLM:
     Returns:
         The model in float32.
     """
-    tokenizer = build_tokenizer()
+    model = build_model(seed, build_tokenizer(), max_new_tokens=700)
+    look_back(model)
+    return model
+
+
+def build_model(
+    seed: int, tokenizer: PreTrainedTokenizerFast, max_new_tokens: int
+) -> Qwen2ForCausalLM:
+    """Build a model of the reasoners' size with plain random weights.
+
+    Args:
+        seed: Chooses the weights; the global random state is left as it was.
+        tokenizer: The tokenizer; its size is the vocabulary's.
+        max_new_tokens: Where its generations are cut off by default.
+
+    Returns:
+        The model in float32.
+    """
     tokens = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
     config = Qwen2Config(
         vocab_size=len(tokenizer),
@@ -96,6 +106,7 @@ def new_model(seed: int) -> Qwen2ForCausalLM:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = Qwen2ForCausalLM(config)
-    look_back(model)
-    model.generation_config = GenerationConfig(do_sample=False, max_new_tokens=700, **tokens)
+    model.generation_config = GenerationConfig(
+        do_sample=False, max_new_tokens=max_new_tokens, **tokens
+    )
     return model

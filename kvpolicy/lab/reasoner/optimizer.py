@@ -15,12 +15,13 @@ _CLIP_NORM = 1.0
 _STATE_KEYS = ("momentum_buffer", "exp_avg", "exp_avg_sq", "step")
 
 
-def learning_rate(step: int, num_steps: int) -> float:
+def learning_rate(step: int, num_steps: int, peak: float = PEAK_LR) -> float:
     """Return the learning rate of a step: a short warm-up, a plateau, then a line to zero.
 
     Args:
         step: Which step, from 0.
         num_steps: Steps of the whole run.
+        peak: Rate of the plateau.
 
     Returns:
         The rate that both optimisers use.
@@ -28,31 +29,35 @@ def learning_rate(step: int, num_steps: int) -> float:
     warm_up = max(1, math.ceil(_WARM_UP * num_steps))
     rising = (step + 1) / warm_up
     falling = (num_steps - step) / (num_steps * (1 - _DECAY_FROM))
-    return PEAK_LR * min(1.0, rising, falling)
+    return peak * min(1.0, rising, falling)
 
 
 class ReasonerOptimizer:
     """Steps float32 parameters with Muon and AdamW, and can be saved and restored exactly."""
 
-    def __init__(self, parameters: Mapping[str, nn.Parameter], num_steps: int) -> None:
+    def __init__(
+        self, parameters: Mapping[str, nn.Parameter], num_steps: int, peak: float = PEAK_LR
+    ) -> None:
         """Sort the parameters between the two optimisers.
 
         Args:
             parameters: The float32 parameters by name.
             num_steps: Steps of the whole run.
+            peak: Rate of the plateau.
         """
         self._parameters = dict(parameters)
         self._num_steps = num_steps
+        self._peak = peak
         matrices = [p for name, p in parameters.items() if _is_matrix(name, p)]
         others = [p for name, p in parameters.items() if not _is_matrix(name, p)]
         self._optimizers: list[torch.optim.Optimizer] = [
             torch.optim.Muon(
                 matrices,
-                lr=PEAK_LR,
+                lr=peak,
                 weight_decay=_MUON_WEIGHT_DECAY,
                 adjust_lr_fn="match_rms_adamw",
             ),
-            torch.optim.AdamW(others, lr=PEAK_LR, betas=(0.9, 0.98), weight_decay=0.0),
+            torch.optim.AdamW(others, lr=peak, betas=(0.9, 0.98), weight_decay=0.0),
         ]
 
     def step(self, step: int) -> float:
@@ -65,7 +70,7 @@ class ReasonerOptimizer:
             The learning rate that was used.
         """
         nn.utils.clip_grad_norm_(self._parameters.values(), _CLIP_NORM)
-        rate = learning_rate(step, self._num_steps)
+        rate = learning_rate(step, self._num_steps, self._peak)
         for optimizer in self._optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = rate

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import attrs
 
 from kvpolicy.lab.reasoner.data import DataPlan, training_prompts
-from kvpolicy.lab.reasoner.task import make_problems
+from kvpolicy.lab.reasoner.problemset import problems_of
 from kvpolicy.lab.tasks import Split
 
 _NUM_HELD_OUT = 2000
@@ -38,10 +38,11 @@ def count_overlap(plan: DataPlan) -> Overlap:
     Returns:
         The counts, over the first 2,000 problems of seed 0 of each held-out split.
     """
+    problems = problems_of(plan.name)
     held_out = {
         problem.prompt
         for split in _HELD_OUT
-        for problem in make_problems(_NUM_HELD_OUT, seed=0, split=split)
+        for problem in problems.draw(_NUM_HELD_OUT, seed=0, split=split)
     }
     prompts = list(training_prompts(plan))
     distinct = set(prompts)

@@ -7,6 +7,7 @@ from pathlib import Path
 import attrs
 
 from kvpolicy.errors import OutputError
+from kvpolicy.lab.reasoner.bundled import REASONER
 from kvpolicy.lab.reasoner.checkpoint import CHECKPOINT
 from kvpolicy.lab.reasoner.data import DataPlan
 
@@ -25,12 +26,14 @@ class RunIdentity:
         tokens: Tokens of the whole run.
         tokens_per_step: Tokens of one step.
         workers: Processes that share a step; sums of gradients depend on it in the last bit.
+        name: Which reasoner is trained.
     """
 
     seed: int
     tokens: int
     tokens_per_step: int
     workers: int
+    name: str = REASONER
 
     @property
     def num_steps(self) -> int:
@@ -40,7 +43,7 @@ class RunIdentity:
     @property
     def data_plan(self) -> DataPlan:
         """What the training data of the run depends on."""
-        return DataPlan(self.seed, self.num_steps, self.tokens_per_step)
+        return DataPlan(self.seed, self.num_steps, self.tokens_per_step, self.name)
 
 
 def claim_folder(output: Path, identity: RunIdentity, *, resume: bool) -> None:
@@ -79,7 +82,7 @@ def write_text(path: Path, text: str) -> None:
     os.replace(partial, path)
 
 
-def _check_owner(output: Path, wanted: dict[str, int], *, resume: bool) -> None:
+def _check_owner(output: Path, wanted: dict[str, int | str], *, resume: bool) -> None:
     try:
         found = json.loads((output / IDENTITY).read_text())
     except (OSError, ValueError) as error:

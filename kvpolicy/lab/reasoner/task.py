@@ -3,11 +3,12 @@
 import hashlib
 import random
 import re
+from collections.abc import Callable
 
 import attrs
 
 from kvpolicy.errors import KVPolicyError
-from kvpolicy.lab.reasoner.facts import Difficulty, draw_fact_sheet
+from kvpolicy.lab.reasoner.facts import Difficulty, FactSheet, draw_fact_sheet
 from kvpolicy.lab.reasoner.trace import write_trace
 from kvpolicy.lab.tasks import Split
 
@@ -35,6 +36,14 @@ class Problem:
     depth: int
     num_facts: int
 
+    @property
+    def facets(self) -> dict[str, int | str]:
+        """What a report may group by."""
+        return {"depth": self.depth, "num_facts": self.num_facts}
+
+
+Maker = Callable[[random.Random, Difficulty], Problem]
+
 
 def make_problem(rng: random.Random, difficulty: Difficulty = STANDARD) -> Problem:
     """Draw one problem, whichever split it falls into.
@@ -47,21 +56,37 @@ def make_problem(rng: random.Random, difficulty: Difficulty = STANDARD) -> Probl
         The problem.
     """
     sheet = draw_fact_sheet(rng, difficulty)
+    return Problem(
+        prompt=write_prompt(rng, sheet),
+        trace=write_trace(rng, sheet),
+        answer=str(sheet.chain[-1].value),
+        depth=len(sheet.chain) - 1,
+        num_facts=len(sheet.facts),
+    )
+
+
+def write_prompt(rng: random.Random, sheet: FactSheet) -> str:
+    r"""Shuffle the facts and ask for the last member of the chain.
+
+    Args:
+        rng: Source of all randomness.
+        sheet: The facts.
+
+    Returns:
+        The text up to and with ``<think>\\n\\n``.
+    """
     facts = sheet.facts
     rng.shuffle(facts)
     question = f" What is {sheet.chain[-1].name}?"
     prompt = "".join(["<|user|>", *(fact.text for fact in facts), question])
-    return Problem(
-        prompt=prompt + "<|assistant|><think>\n\n",
-        trace=write_trace(rng, sheet),
-        answer=str(sheet.chain[-1].value),
-        depth=len(sheet.chain) - 1,
-        num_facts=len(facts),
-    )
+    return prompt + "<|assistant|><think>\n\n"
 
 
 def make_split_problem(
-    rng: random.Random, split: Split, difficulty: Difficulty = STANDARD
+    rng: random.Random,
+    split: Split,
+    difficulty: Difficulty = STANDARD,
+    make: Maker = make_problem,
 ) -> Problem:
     """Draw one problem of a split.
 
@@ -69,18 +94,24 @@ def make_split_problem(
         rng: Source of all randomness.
         split: Which split the prompt has to fall into.
         difficulty: Ranges of depth and number of facts.
+        make: Draws one problem of a task.
 
     Returns:
         The first problem drawn whose prompt belongs to the split.
     """
     while True:
-        problem = make_problem(rng, difficulty)
+        problem = make(rng, difficulty)
         if split_of(problem.prompt) == split:
             return problem
 
 
 def make_problems(
-    n: int, *, seed: int, split: Split = "test", difficulty: Difficulty = STANDARD
+    n: int,
+    *,
+    seed: int,
+    split: Split = "test",
+    difficulty: Difficulty = STANDARD,
+    make: Maker = make_problem,
 ) -> list[Problem]:
     """Draw distinct problems of a split; the same arguments give the same problems.
 
@@ -89,6 +120,7 @@ def make_problems(
         seed: Chooses the problems.
         split: ``"test"`` to report on, ``"tune"`` to choose settings on, ``"train"`` to learn from.
         difficulty: Ranges of depth and number of facts.
+        make: Draws one problem of a task.
 
     Returns:
         ``n`` problems with ``n`` different prompts. The first ``k`` of them are the answer to
@@ -106,7 +138,7 @@ def make_problems(
     rng = random.Random(f"{split} {seed}")
     problems: dict[str, Problem] = {}
     while len(problems) < n:
-        problem = make_split_problem(rng, split, difficulty)
+        problem = make_split_problem(rng, split, difficulty, make)
         problems.setdefault(problem.prompt, problem)
     return list(problems.values())
 

@@ -1,5 +1,7 @@
 """The bundled reasoner's tokenizer: a token per word, number or mark; the round trip is exact."""
 
+from collections.abc import Sequence
+
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -41,13 +43,16 @@ _MAX_NUMBER = 30
 _PATTERN = r"\n\n|\\boxed\{| ?[A-Za-z]+(?:-[A-Za-z]+)?| ?[0-9]+| ?[=+\-]|[.,:?}]"
 
 
-def build_tokenizer() -> PreTrainedTokenizerFast:
+def build_tokenizer(extra: Sequence[str] = ()) -> PreTrainedTokenizerFast:
     """Build the tokenizer from the task's word list.
+
+    Args:
+        extra: Tokens of another task, numbered after those of this one.
 
     Returns:
         A tokenizer that pads on the left and adds no tokens of its own.
     """
-    vocabulary = {token: index for index, token in enumerate(_tokens())}
+    vocabulary = {token: index for index, token in enumerate((*_tokens(), *extra))}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=UNK))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(_PATTERN), behavior="isolated")
     tokenizer.decoder = decoders.Fuse()
@@ -55,7 +60,8 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
     # AutoTokenizer takes every Qwen2 model for one with Qwen's byte-level BPE and rebuilds the
     # splitting rules accordingly. Added tokens are matched before any rule, so that declaring all
     # of them makes the tokenizer mean the same under whichever class it is loaded.
-    tokenizer.add_tokens([AddedToken(t, normalized=False) for t in _tokens() if t not in _CONTROL])
+    words = [token for token in vocabulary if token not in _CONTROL]
+    tokenizer.add_tokens([AddedToken(token, normalized=False) for token in words])
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         eos_token=EOS,

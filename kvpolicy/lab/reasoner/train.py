@@ -9,6 +9,7 @@ import torch
 
 from kvpolicy.errors import KVPolicyError
 from kvpolicy.lab.folderlock import FolderLock
+from kvpolicy.lab.reasoner.bundled import REASONER
 from kvpolicy.lab.reasoner.checkpoint import Progress, load_checkpoint, save_checkpoint
 from kvpolicy.lab.reasoner.clock import RunClock
 from kvpolicy.lab.reasoner.data import examples_of_step
@@ -17,6 +18,7 @@ from kvpolicy.lab.reasoner.export import export_model
 from kvpolicy.lab.reasoner.learner import Learner, StepLosses
 from kvpolicy.lab.reasoner.log import TrainingRecord, append_record, rewind_log
 from kvpolicy.lab.reasoner.overlap import count_overlap
+from kvpolicy.lab.reasoner.recipes import Recipe, recipe_of
 from kvpolicy.lab.reasoner.runfolder import (
     LOG,
     MODEL,
@@ -25,14 +27,10 @@ from kvpolicy.lab.reasoner.runfolder import (
     claim_folder,
     write_text,
 )
-from kvpolicy.lab.reasoner.task import make_problems
-from kvpolicy.lab.reasoner.tokenizer import build_tokenizer
 from kvpolicy.lab.reasoner.workers import Team, run_together
 
-DEFAULT_TOKENS = 36_000_000
 TOKENS_PER_STEP = 8192
 
-_MIN_TOKENS_PER_STEP = 1024
 _LOG_EVERY_STEPS = 10
 _EVALUATE_EVERY_STEPS = 400
 _NUM_TUNE_PROBLEMS = 50
@@ -41,8 +39,9 @@ _NUM_TUNE_PROBLEMS = 50
 def train(
     output: Path,
     *,
+    name: str = REASONER,
     seed: int = 0,
-    tokens: int = DEFAULT_TOKENS,
+    tokens: int | None = None,
     tokens_per_step: int = TOKENS_PER_STEP,
     workers: int = 2,
     resume: bool = True,
@@ -55,8 +54,9 @@ def train(
     Args:
         output: Folder of the run: checkpoint, log, the model in Hugging Face form, and, when the
             run is complete, the count of prompts shared with the held-out sets.
+        name: Which of the bundled reasoners to train.
         seed: Chooses the untrained weights and the problems.
-        tokens: Tokens of the whole run.
+        tokens: Tokens of the whole run; those of the shipped weights if not given.
         tokens_per_step: Tokens of one optimiser step.
         workers: Processes of one thread each that share the work of a step.
         resume: Continue the run found in ``output``; else start it again.
@@ -71,8 +71,10 @@ def train(
     Raises:
         KVPolicyError: A number is out of range, or ``output`` belongs to something else.
     """
-    _check(tokens, tokens_per_step, workers)
-    identity = RunIdentity(seed, tokens, tokens_per_step, workers)
+    recipe = recipe_of(name)
+    tokens = recipe.tokens if tokens is None else tokens
+    _check(recipe, tokens, tokens_per_step, workers)
+    identity = RunIdentity(seed, tokens, tokens_per_step, workers, name)
     claim_folder(output, identity, resume=resume)
     lock = FolderLock(output)
     try:
@@ -99,7 +101,8 @@ class _Run:
 
     def __call__(self, team: Team) -> None:
         """Do the steps that are left."""
-        learner = Learner(self.identity.seed, self.identity.num_steps, team)
+        recipe = recipe_of(self.identity.name)
+        learner = Learner(recipe, self.identity.seed, self.identity.num_steps, team)
         progress = self._restore(learner)
         if team.rank == 0:
             rewind_log(self.output / LOG, progress.step)
@@ -112,7 +115,7 @@ class _Run:
                 self._log(learner, team, clock, done, losses)
             if team.rank == 0 and (is_last or clock.is_save_due()):
                 save_checkpoint(self.output, learner.state(), Progress(done, clock.elapsed_s))
-                export_model(learner.snapshot(), self.output / MODEL)
+                export_model(learner.snapshot(), recipe.build_tokenizer(), self.output / MODEL)
         # Nobody leaves before the files are there.
         team.wait()
 
@@ -155,25 +158,29 @@ class _Run:
 
 def _tune_accuracy(learner: Learner, team: Team) -> float:
     """Solve held-out problems, each process its share of them."""
-    problems = make_problems(_NUM_TUNE_PROBLEMS, seed=0, split="tune")[team.rank :: team.size]
-    share = score(attempt(learner.snapshot(), build_tokenizer(), problems))
+    recipe = learner.recipe
+    problems = recipe.problems.draw(_NUM_TUNE_PROBLEMS, seed=0, split="tune")[
+        team.rank :: team.size
+    ]
+    model, tokenizer = learner.snapshot(), recipe.build_tokenizer()
+    share = score(attempt(model, tokenizer, problems))
     counts = torch.tensor([share.right, share.total])
     team.add_up(counts)
     right, total = counts.tolist()
     return right / total
 
 
-def _check(tokens: int, tokens_per_step: int, workers: int) -> None:
-    if tokens_per_step < _MIN_TOKENS_PER_STEP:
+def _check(recipe: Recipe, tokens: int, tokens_per_step: int, workers: int) -> None:
+    if tokens_per_step < recipe.min_tokens_per_step:
         msg = (
-            f"training got {tokens_per_step} tokens per step; expected {_MIN_TOKENS_PER_STEP} or"
-            " more, so that the longest problem fits."
+            f"training got {tokens_per_step} tokens per step; expected"
+            f" {recipe.min_tokens_per_step} or more, so that the longest problem fits."
         )
         raise KVPolicyError(msg)
     if tokens < tokens_per_step:
         msg = (
             f"training got {tokens} tokens; expected one step of {tokens_per_step} at least"
-            f" (the shipped weights took {DEFAULT_TOKENS})."
+            f" (the shipped weights took {recipe.tokens})."
         )
         raise KVPolicyError(msg)
     if workers < 1:
