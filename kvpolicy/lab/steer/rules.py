@@ -78,31 +78,18 @@ class Scope:
 
 
 @attrs.frozen
-class Online:
-    """What is looked for while a text is being generated.
-
-    Attributes:
-        words: A sentence with one of these is no execution.
-    """
-
-    words: tuple[str, ...] = ()
-
-
-@attrs.frozen
 class ThoughtRules:
     """Kinds of thoughts, and which thoughts are compared.
 
     Attributes:
         rules: Asked in order; the first that matches decides.
         scope: The thoughts that are compared.
-        online: What is looked for while a text is being generated.
         source: Who says so.
         name: What the user typed.
     """
 
     rules: tuple[Rule, ...] = attrs.field(validator=min_len(1))
     scope: Scope = Scope()
-    online: Online = Online()
     source: str = ""
     name: str = ""
 
