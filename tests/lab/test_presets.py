@@ -4,9 +4,11 @@ from pathlib import Path
 
 import pytest
 
+from kvpolicy.bundled import bundled_names
 from kvpolicy.errors import KVPolicyError
 from kvpolicy.lab.grid import build_cells
-from kvpolicy.lab.presets import DEFAULT_PRESET, load_preset
+from kvpolicy.lab.presets import DEFAULT_PRESET, GROUP, load_preset
+from kvpolicy.lab.tasks import load_task
 
 GOOD = """
 model = "reasoner"
@@ -39,6 +41,15 @@ def test_the_default_preset_compares_a_full_cache_and_four_policies_at_four_budg
     assert len(cells) == 1 + 4 * len(preset.budgets)
     assert cells[0].budget is None, "the reference comes first"
     assert all(cell.budget is not None for cell in cells[1:])
+
+
+@pytest.mark.parametrize("name", bundled_names(GROUP))
+def test_an_installed_preset_fits_the_bundled_reasoners(name: str) -> None:
+    preset = load_preset(name)
+    cells = build_cells(preset.series, num_layers=4, budgets=preset.budgets, buffer=preset.buffer)
+    assert preset.split == ("tune" if name.endswith("tune") else "test")
+    assert {cell.series for cell in cells} == {series.label for series in preset.series}
+    assert load_task(preset.task).items(1, seed=preset.seed, split=preset.split)
 
 
 def test_a_preset_can_be_a_file(tmp_path: Path) -> None:
