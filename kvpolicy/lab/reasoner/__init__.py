@@ -1,1 +1,1 @@
-"""A small reasoning model trained for the project: its task, tokenizer, weights and training."""
+"""Small reasoning models trained for the project: tasks, tokenizers, weights and training."""

@@ -1,4 +1,4 @@
-"""The bundled reasoner: a 0.8 M parameter Qwen2 and the folder that holds its trained weights."""
+"""The bundled reasoners: 0.8 M parameter Qwen2 models, untrained or loaded from a folder."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -86,7 +86,7 @@ _RECIPES = {
         weigh=weigh_pieces,
         new_model=new_verbose_model,
         peak_lr=3e-3,  # it starts from trained weights
-        tokens=55_000_000,
+        tokens=61_000_000,
         min_tokens_per_step=2048,
     ),
 }

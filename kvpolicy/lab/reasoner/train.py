@@ -1,4 +1,4 @@
-"""Train the bundled reasoner from random weights, in runs that can be stopped and resumed."""
+"""Train a bundled reasoner, in runs that can be stopped and resumed."""
 
 import json
 from collections.abc import Callable
