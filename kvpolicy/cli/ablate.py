@@ -57,7 +57,7 @@ def ablate(
     ] = None,
     plan: Annotated[
         list[Path] | None,
-        typer.Option(metavar="FILE", help="A plan to compare; may be repeated."),
+        typer.Option(metavar="FILE|NAME", help="A plan to compare; may be repeated."),
     ] = None,
     budgets: Annotated[
         str | None, typer.Option(metavar="N,...", help="Rows that stay per layer and KV head.")

@@ -41,7 +41,7 @@ def _group() -> None:
 
 @app.command()
 def show(
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="A plan, as TOML.")],
+    file: Annotated[Path, typer.Argument(metavar="FILE|NAME", help="A plan, as TOML.")],
     model: Model = "reasoner",
     slots: Annotated[int, typer.Option(min=1, help="Sequences decoded together.")] = 8,
     tokens: Annotated[

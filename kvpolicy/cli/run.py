@@ -49,7 +49,7 @@ def run(
         typer.Option(metavar="FILE|-", help="Prompts, one per line, or JSON lines."),
     ] = None,
     model: Model = "reasoner",
-    plan: Annotated[Path | None, typer.Option(metavar="FILE", help="A plan, as TOML.")] = None,
+    plan: Annotated[Path | None, typer.Option(metavar="FILE|NAME", help="A plan, as TOML.")] = None,
     policy: Annotated[
         list[str] | None,
         typer.Option(metavar="NAME", help="A policy; repeat it, or write A+B, for B to wrap A."),
