@@ -1,10 +1,12 @@
 """What SkipKV says about sentences, measured on the texts that a comparison left.
 
     kvpolicy ablate --preset skipkv --output RESULTS
+    python docs/benchmarks/skipkv.py paired RESULTS
     python docs/benchmarks/skipkv.py sentences RESULTS --rules reasoner
     python docs/benchmarks/skipkv.py fragments RESULTS --budgets 91,181
     python docs/benchmarks/skipkv.py slots RESULTS --budgets 91
 
+`paired`: accuracy of SkipKV less that of each rival at the same budget, on the same problems.
 `sentences`: of every cell, the share of non-execution sentences and of sentences that come
 again (similarity above tau), in right and in wrong answers, and the mean length of both.
 `fragments`: of R-KV and of SkipKV, how many sentences a compaction leaves in pieces.
@@ -26,6 +28,7 @@ from torch import Tensor
 
 from kvpolicy import Engine, Plan, hookimpl
 from kvpolicy.lab.models import open_model
+from kvpolicy.lab.stats import paired_difference
 from kvpolicy.lab.steer.rules import load_rules
 from kvpolicy.lab.tasks import load_task
 from kvpolicy.memory import Memory
@@ -127,6 +130,28 @@ def sentences(folder: Path, n: int, rules: str) -> list[dict[str, Any]]:
                 if wanted is None or one["correct"] == wanted
             ]
             record[name] = summary(chosen)
+        records.append(record)
+    return records
+
+
+def paired(folder: Path, n: int) -> list[dict[str, Any]]:
+    """One record for each pair of policies, with the difference at every budget in points."""
+    _, cells = read_cells(folder, n)
+    right = {
+        (cell.series, cell.budget): {one["item"]: float(one["correct"]) for one in cell.samples}
+        for cell in cells
+    }
+    budgets = sorted({budget for series, budget in right if series == "R-KV" and budget})
+    pairs = [("SkipKV", rival) for rival in ("R-KV", "SnapKV", "H2O", "SkipKV, no steering")]
+    pairs.append(("SkipKV, no steering", "R-KV"))
+    records = []
+    for mine, rival in pairs:
+        record: dict[str, Any] = {"difference": f"{mine} - {rival}"}
+        for budget in budgets:
+            a, b = right[mine, budget], right[rival, budget]
+            found = paired_difference([a[i] for i in a], [b[i] for i in a])
+            points = [100 * x for x in (found.value, found.low, found.high)]
+            record[f"{budget:.0f}"] = "{:+.1f} ({:+.1f} {:+.1f})".format(*points)
         records.append(record)
     return records
 
@@ -260,13 +285,15 @@ def show(records: Sequence[dict[str, Any]]) -> None:
 def main() -> None:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("what", choices=["sentences", "fragments", "slots"])
+    parser.add_argument("what", choices=["paired", "sentences", "fragments", "slots"])
     parser.add_argument("results", type=Path)
     parser.add_argument("--n", type=int, default=100, help="items of each cell")
     parser.add_argument("--rules", default="published", help="keyword rules, a name or a file")
     parser.add_argument("--budgets", default="91,181")
     given = parser.parse_args()
-    if given.what == "sentences":
+    if given.what == "paired":
+        records = paired(given.results, given.n)
+    elif given.what == "sentences":
         records = sentences(given.results, given.n, given.rules)
     else:
         budgets = [int(budget) for budget in given.budgets.split(",")]
