@@ -160,7 +160,7 @@ class Seam:
         """
         with ExitStack() as hooks:
             for layer_idx, stack in enumerate(stacks):
-                if stack.implements("steer"):
+                if stack.is_steered(layer_idx):
                     ask = partial(stack.steer, layer_idx, **arguments)
                     hook = _steering_hook(ask, token_ids, clock)
                     handle = self._layers[layer_idx].register_forward_pre_hook(hook)

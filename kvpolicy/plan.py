@@ -16,6 +16,7 @@ from kvpolicy.errors import BudgetError, PlanError
 from kvpolicy.planspec import LayerGroup, Padding, PolicySpec
 from kvpolicy.resolved import LayerPlan, ResolvedPlan
 from kvpolicy.stack import Stack
+from kvpolicy.steered import check_steered
 
 DEFAULT_BUFFER = 128
 
@@ -105,7 +106,8 @@ class Plan:
         """Spell out what each layer of a model will do.
 
         Raises:
-            PlanError: If a layer is covered twice or not at all, or a policy cannot be built.
+            PlanError: If a layer is covered twice or not at all, a policy cannot be built, or
+                one steers a layer that it does not serve.
             BudgetError: If a budget is missing, or below what the policies protect.
         """
         layers: list[LayerPlan | None] = [None] * num_layers
@@ -116,12 +118,14 @@ class Plan:
                     msg = f"{self.name} covers layer {layer_idx} twice, again in {group.where!r}"
                     raise PlanError(msg)
                 layers[layer_idx] = self._resolve_layer(layer_idx, group, stack)
-        return ResolvedPlan(
+        resolved = ResolvedPlan(
             tuple(self._covered(layers)),
             _resolve_specs(self.schedule),
             self.padding,
             name=self.name,
         )
+        check_steered(resolved)
+        return resolved
 
     def _stack_of(self, group: LayerGroup) -> tuple[PolicySpec, ...]:
         stack = self.stack if group.stack is None else group.stack

@@ -32,6 +32,7 @@ class Stack:
         bounded: Whether the slab has a fixed size. A policy that lets rows grow without
             bound, as the full cache does, says ``bounded = False``; policies none of which
             is asked at a compaction keep every row, too.
+        steers: Layers that its policies steer; ``None``: all that it serves.
     """
 
     def __init__(self, policies: Sequence[tuple[str, object]]) -> None:
@@ -50,6 +51,7 @@ class Stack:
         self.tracks = self._declared_tracks()
         chooses = any(self.implements(hook) for hook in ("due", *_COMPACTION_HOOKS))
         self.bounded = chooses and all(getattr(one, "bounded", True) for one in self.policies)
+        self.steers = self._declared_steers()
 
     def _arguments_of(self, *hooks: str) -> frozenset[str]:
         impls = (impl for hook in hooks for impl in self._relay.impls(hook))
@@ -64,6 +66,19 @@ class Stack:
                     raise PolicyLoadError(msg)
                 declared.append(track)
         return tuple(declared)
+
+    def _declared_steers(self) -> frozenset[int] | None:
+        steered: frozenset[int] = frozenset()
+        for impl in self._relay.impls("steer"):
+            layers = getattr(impl.plugin, "steers", None)
+            if layers is None:
+                return None
+            steered |= frozenset(layers)
+        return steered
+
+    def is_steered(self, layer_idx: int) -> bool:
+        """Whether a policy of this stack steers a layer that the stack serves."""
+        return self.steers is None or layer_idx in self.steers
 
     def slab(self, capacity: int) -> Slab:
         """What a layer's cache must hold so that this stack gets what it reads."""

@@ -130,6 +130,11 @@ class SkipKV:
         """The rows of the window."""
         return 0, self.window_size
 
+    @property
+    def steers(self) -> tuple[int, ...]:
+        """The layer of the vector, if there is one."""
+        return () if self._direction is None else (self._direction.layer,)
+
     @hookimpl
     def observe(
         self,

@@ -82,6 +82,11 @@ class Seal:
     def __attrs_post_init__(self) -> None:
         self._direction = load_pinned(self.vector, self.layer)
 
+    @property
+    def steers(self) -> tuple[int, ...]:
+        """The layer of the vector."""
+        return (self._direction.layer,)
+
     @hookimpl
     def observe(
         self, token_ids: Tensor, start: int, prompt_len: int, tokenizer: Any, registers: Registers

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from kvpolicy import Engine, Plan, hookimpl, load_policy
 from kvpolicy.calibration import Calibration
-from kvpolicy.errors import KnobError, KVPolicyError, SteeringError
+from kvpolicy.errors import KnobError, KVPolicyError, PlanError, SteeringError
 from kvpolicy.lab.models import open_model
 from kvpolicy.lab.reasoner.task import make_problems
 from kvpolicy.registers import RegisterFile
@@ -128,6 +128,34 @@ def test_it_equals_the_loop_written_reference(
         for b, (prompt, generated) in enumerate(pairs):
             # What the engine shows of generated tokens must not undo what the steps found.
             bench.observe(b, [generated[step]], len(prompt) + step, len(prompt))
+
+
+@pytest.mark.parametrize(
+    ("layers", "says"),
+    [
+        ([{"stack": ["full", {"policy": "seal", "layer": 3}]}], "layers 0 to 1 only"),
+        (
+            [
+                {"where": [0], "stack": ["full", {"policy": "seal", "layer": 1}]},
+                {"where": [1], "stack": ["full"]},
+            ],
+            "layer 0 only",
+        ),
+    ],
+)
+def test_a_plan_that_would_steer_nothing_is_refused(
+    vectors: str, layers: list[dict[str, Any]], says: str
+) -> None:
+    for group in layers:
+        for policy in group["stack"][1:]:
+            policy["vector"] = vectors
+    with pytest.raises(PlanError, match=rf"'seal' steers layer \d, but .* {says}"):
+        Plan.from_dict({"layers": layers}).resolve(2)
+
+
+def test_only_the_layer_of_the_vector_is_asked(vectors: str) -> None:
+    stack = Stack([("seal", load_policy("seal", vector=vectors, layer=1))])
+    assert [stack.is_steered(layer) for layer in range(3)] == [False, True, False]
 
 
 def test_other_layers_are_left_alone(vectors: str) -> None:

@@ -216,7 +216,7 @@ def test_a_plan_names_its_vector_with_a_hash_of_it(vector_file: Path, tmp_path: 
 
     def resolved(reference: str) -> Any:
         knobs = {"skipkv": {"vector": reference}}
-        return Plan.uniform("skipkv", budget=16, knobs=knobs).resolve(1)
+        return Plan.uniform("skipkv", budget=16, knobs=knobs).resolve(2)
 
     before = resolved(str(copy))
     (pinned,) = {spec["vector"] for spec in before.to_dict()["layers"][0]["stack"]}

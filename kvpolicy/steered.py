@@ -1,0 +1,38 @@
+"""Whether a plan steers where its policies say they steer."""
+
+from collections.abc import Sequence
+
+from kvpolicy.errors import PlanError
+from kvpolicy.resolved import ResolvedPlan
+
+
+def check_steered(plan: ResolvedPlan) -> None:
+    """Refuse a plan one of whose policies steers a layer that it does not serve.
+
+    Such a policy would change nothing, and nobody would be told.
+
+    Raises:
+        PlanError: If a policy steers another layer than those whose stack it is in.
+    """
+    stacks = plan.stacks()
+    for stack in dict.fromkeys(stacks):
+        served = [layer_idx for layer_idx, other in enumerate(stacks) if other is stack]
+        for name, policy in zip(stack.names, stack.policies, strict=True):
+            missed = sorted(set(getattr(policy, "steers", None) or ()) - set(served))
+            if missed:
+                msg = (
+                    f"{plan.name}: policy '{name}' steers layer {missed[0]}, but its stack is "
+                    f"that of {_named(served)} only, of {len(stacks)} layers counted from 0; "
+                    "steer one of those, or list the policy there"
+                )
+                raise PlanError(msg)
+
+
+def _named(layers: Sequence[int]) -> str:
+    """``[0, 1, 2]`` as "layers 0 to 2"."""
+    first, last = layers[0], layers[-1]
+    if first == last:
+        return f"layer {first}"
+    if list(layers) == list(range(first, last + 1)):
+        return f"layers {first} to {last}"
+    return "layers " + ", ".join(map(str, layers))
