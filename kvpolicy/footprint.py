@@ -1,15 +1,20 @@
 """What a plan takes: rows and bytes of every layer, without running anything."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import attrs
 import torch
 from transformers import PreTrainedModel
 
-from kvpolicy.cache import LayerCache, LayerShape, Slab
+from kvpolicy.cache import Cache, LayerCache, LayerShape, Slab
+from kvpolicy.clock import Clock
 from kvpolicy.compat import Seam
+from kvpolicy.observer import Observer
 from kvpolicy.plan import Plan
+from kvpolicy.registers import RegisterFile
 from kvpolicy.resolved import LayerPlan
+from kvpolicy.stack import Stack
 
 
 @attrs.frozen
@@ -48,6 +53,8 @@ class Footprint:
         dtype: Precision of keys and values.
         tokens: Longest sequence.
         slots: Sequences decoded together.
+        shared_bytes_per_slot: Bytes of each sequence that belong to no layer: registers, and
+            hidden states that policies have not been shown yet.
         layers: The layers, in order.
         schedule: Policies asked for the order of admission, with knobs.
     """
@@ -56,13 +63,15 @@ class Footprint:
     dtype: str
     tokens: int
     slots: int
+    shared_bytes_per_slot: int
     layers: tuple[LayerFootprint, ...]
     schedule: tuple[dict[str, Any], ...]
 
     @property
     def bytes_per_slot(self) -> int:
-        """Bytes that one sequence takes in all layers."""
-        return sum(layer.bytes_per_slot for layer in self.layers)
+        """Bytes that one sequence takes."""
+        of_layers = sum(layer.bytes_per_slot for layer in self.layers)
+        return of_layers + self.shared_bytes_per_slot
 
     @property
     def full_bytes_per_slot(self) -> int:
@@ -84,6 +93,7 @@ class Footprint:
             "bytes_per_slot": self.bytes_per_slot,
             "bytes": self.num_bytes,
             "full_bytes_per_slot": self.full_bytes_per_slot,
+            "shared_bytes_per_slot": self.shared_bytes_per_slot,
             "layers": [
                 layer.plan.to_dict()
                 | {"rows_per_slot": layer.rows_per_slot, "bytes_per_slot": layer.bytes_per_slot}
@@ -113,10 +123,9 @@ def footprint(
     seam = Seam(model)
     resolved = plan.resolve(seam.num_layers)
     tokens = min(longest or seam.max_positions, seam.max_positions)
+    stacks = resolved.stacks()
     layers = []
-    for layer, stack, shape in zip(
-        resolved.layers, resolved.stacks(), seam.layer_shapes(), strict=True
-    ):
+    for layer, stack, shape in zip(resolved.layers, stacks, seam.layer_shapes(), strict=True):
         rows = layer.capacity(tokens)
         layers.append(
             LayerFootprint(
@@ -128,10 +137,26 @@ def footprint(
         )
     schedule = resolved.to_dict()["schedule"]
     dtype = str(model.dtype).removeprefix("torch.")
-    return Footprint(resolved.digest(), dtype, tokens, slots, tuple(layers), tuple(schedule))
+    shared = _shared_bytes(resolved.layers, stacks, seam)
+    return Footprint(
+        resolved.digest(), dtype, tokens, slots, shared, tuple(layers), tuple(schedule)
+    )
+
+
+# Bytes are counted on tensors that have no memory.
+_NOWHERE = torch.device("meta")
+
+
+def _shared_bytes(layers: Sequence[LayerPlan], stacks: Sequence[Stack], seam: Seam) -> int:
+    policies = [policy for stack in stacks for policy in stack.policies]
+    registers = RegisterFile(policies, 1, _NOWHERE)
+    nothing = Cache([], [], num_slots=1)
+    observer = Observer(layers, stacks, registers, None, Clock())
+    observer.attach(nothing, seam.hidden_size, seam.model.dtype, _NOWHERE)
+    return sum(tensor.nbytes for tensor in [*registers.all, *nothing.slot_tensors])
 
 
 def _bytes(shape: LayerShape, slab: Slab) -> int:
-    """Bytes of one slot, counted on tensors that have no memory."""
-    nowhere = attrs.evolve(shape, device=torch.device("meta"))
+    """Bytes of one slot of a layer."""
+    nowhere = attrs.evolve(shape, device=_NOWHERE)
     return sum(tensor.nbytes for tensor in LayerCache(nowhere, slab, num_slots=1).tensors)

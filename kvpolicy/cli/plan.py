@@ -1,8 +1,8 @@
 """``kvpolicy plan show``: what a plan does in each layer of a model, and what it takes.
 
 With ``--json``: ``{"model", "dtype", "tokens", "slots", "digest", "bytes_per_slot", "bytes",
-"full_bytes_per_slot", "layers": [{"layer", "stack", "budget", "buffer", "rows_per_slot",
-"bytes_per_slot"}], "schedule"}``; a budget is null where everything stays.
+"full_bytes_per_slot", "shared_bytes_per_slot", "layers": [{"layer", "stack", "budget", "buffer",
+"rows_per_slot", "bytes_per_slot"}], "schedule"}``; a budget is null where everything stays.
 """
 
 from pathlib import Path
@@ -76,6 +76,8 @@ def show(
 def _text(found: "Footprint", file: Path, model: str) -> str:
     rows = [_row(group) for group in _fold(found.layers)]
     headers = ["layers", "budget", "buffer", "rows/slot", "KV/slot", "policies"]
+    shared = found.shared_bytes_per_slot
+    rest = f", {human_bytes(shared)} of it shared by all layers" if shared else ""
     share = found.bytes_per_slot / found.full_bytes_per_slot
     lines = [
         f"{file} on {model}: {len(found.layers)} layers, {found.dtype}, "
@@ -83,7 +85,7 @@ def _text(found: "Footprint", file: Path, model: str) -> str:
         "",
         columns(headers, rows, right=range(1, 5), width=terminal_width()),
         "",
-        f"per slot    {human_bytes(found.bytes_per_slot)}, {share:.1%} of the full cache",
+        f"per slot    {human_bytes(found.bytes_per_slot)}, {share:.1%} of the full cache{rest}",
         f"{found.slots} slots".ljust(12) + human_bytes(found.num_bytes),
         f"digest      {found.digest}",
     ]

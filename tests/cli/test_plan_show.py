@@ -14,6 +14,7 @@ PLANS = {
     "full": 'stack = ["full"]',
     "h2o": 'budget = 16\nbuffer = 8\nstack = ["h2o"]',
     "rkv": 'budget = 16\nbuffer = 8\nstack = [{policy = "rkv", window_size = 4}, "protect"]',
+    "skipkv": 'budget = 16\nbuffer = 8\nstack = [{policy = "skipkv", window_size = 4}]',
     "mixed": (
         'budget = 12\nbuffer = 4\n[[layers]]\nwhere = "0:1"\nstack = ["full"]\n'
         '[[layers]]\nwhere = "1:"\nstack = ["streaming"]\n'
