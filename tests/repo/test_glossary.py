@@ -1,0 +1,87 @@
+"""The glossary: its words stand where it says, and the words that it avoids are not used."""
+
+import ast
+import re
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+PAGE = Path(__file__).parents[2] / "docs" / "reference" / "glossary.md"
+PACKAGES = ["kvpolicy", "kvpolicy_baselines", "kvpolicy_plugins", "skipkv_plugin"]
+
+
+def _rows() -> list[list[str]]:
+    lines = re.findall(r"^\| (.*) \|$", PAGE.read_text(encoding="utf-8"), re.M)
+    return [[cell.strip() for cell in line.split("|")] for line in lines[1:]]
+
+
+def _trees() -> Iterator[ast.Module]:
+    for package in PACKAGES:
+        spec = find_spec(package)
+        assert spec is not None
+        assert spec.submodule_search_locations
+        for file in Path(spec.submodule_search_locations[0]).rglob("*.py"):
+            yield ast.parse(file.read_text(encoding="utf-8"))
+
+
+def _members(node: ast.ClassDef) -> Iterator[str]:
+    """Fields, methods and properties, and what ``self.NAME = ...`` adds."""
+    for inner in ast.walk(node):
+        if isinstance(inner, (ast.FunctionDef, ast.ClassDef)):
+            yield inner.name
+        elif isinstance(inner, ast.AnnAssign) and isinstance(inner.target, ast.Name):
+            yield inner.target.id
+        elif isinstance(inner, ast.Attribute) and isinstance(inner.ctx, ast.Store):
+            yield inner.attr
+
+
+def _defined() -> set[str]:
+    names = set()
+    for tree in _trees():
+        for node in ast.walk(tree):
+            if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+                names.add(node.name)
+            if isinstance(node, ast.ClassDef):
+                names |= {f"{node.name}.{member}" for member in _members(node)}
+            if isinstance(node, ast.Assign):
+                names |= {target.id for target in node.targets if isinstance(target, ast.Name)}
+    return names
+
+
+def _public_names() -> set[str]:
+    """What a user of the packages reads: names of functions, classes and their parameters."""
+    names = set()
+    for tree in _trees():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ClassDef):
+                names.add(node.name)
+            elif isinstance(node, ast.FunctionDef):
+                names.add(node.name)
+                listed = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
+                names |= {argument.arg for argument in listed}
+    return {name for name in names if not name.startswith("_")}
+
+
+DEFINED, PUBLIC_NAMES = _defined(), _public_names()
+
+
+def test_every_word_is_defined_once() -> None:
+    words = [word.strip() for row in _rows() for word in row[0].split(",")]
+    assert len(words) > 30
+    assert len(set(words)) == len(words)
+    assert all(len(row) == 4 and row[1] for row in _rows())
+
+
+@pytest.mark.parametrize(
+    "name", sorted({n for row in _rows() for n in re.findall(r"`(.+?)`", row[2])})
+)
+def test_a_word_stands_in_the_code_where_the_glossary_says(name: str) -> None:
+    assert name in DEFINED
+
+
+@pytest.mark.parametrize("word", sorted({w for row in _rows() for w in row[3].split(", ") if w}))
+def test_a_word_that_is_avoided_names_nothing(word: str) -> None:
+    as_part = re.compile(rf"(^|_){word}(_|$)")
+    assert not [name for name in PUBLIC_NAMES if as_part.search(name.lower())]
