@@ -19,8 +19,9 @@ from policy_checks import (
 )
 from strategies import Drawn, budgets, caches, fill, prompts
 from tiny import shared_model, tiny_tokenizer
+from torch import Tensor
 
-from kvpolicy import Engine, Plan, load_policy
+from kvpolicy import Engine, Plan, hookimpl, load_policy
 from kvpolicy.discovery import load_policy_class
 from kvpolicy.errors import BudgetError, KnobError, KVPolicyError
 from kvpolicy.testing import Shown, keep_rows, replay
@@ -100,7 +101,19 @@ def test_the_slides_example() -> None:
     assert torch.equal(kept[:, :, 4:], torch.arange(10, 40).expand(1, 3, 30))
 
 
+@attrs.define(eq=False)
+class Loud:
+    """Scores of both signs, far beyond any similarity; the newest rows are pinned."""
+
+    @hookimpl
+    def score(self, keys: Tensor) -> Tensor:
+        scores = 50 * keys.sum(dim=-1)
+        scores[:, :, -4:] = torch.inf
+        return scores
+
+
 BASES = {
+    "loud": (Loud(), 0),
     "h2o": (load_policy("h2o", n_recent=4), 0),
     "snapkv": (load_policy("snapkv", window_size=4), 0),
     "streaming": (load_policy("streaming", n_sink=4), 4),
