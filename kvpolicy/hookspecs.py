@@ -28,6 +28,7 @@ from kvpolicy.markers import hookspec
 
 if TYPE_CHECKING:
     from kvpolicy.memory import Memory
+    from kvpolicy.parts import Parts
     from kvpolicy.registers import Registers
     from kvpolicy.request import Waiting
     from kvpolicy.rows import LayerRows, Tracks
@@ -163,6 +164,7 @@ def score(
     budget: int,
     tracks: "Tracks",
     memory: "Memory",
+    parts: "Parts",
 ) -> Tensor | None:
     """Rate how much each row of one layer is worth keeping.
 
@@ -188,6 +190,9 @@ def score(
             ``[B, H_kv, T]``, fp32, 0 for rows that are new, and may be assigned to. Names
             are declared in the policy's class attribute ``tracks``, a tuple.
         memory: What this policy remembers of each sequence: ``memory.of(self)[b]``.
+        parts: What the policies that this one is made of answer: ``parts.of(self)`` asks them
+            and is a list of ``[B, H_kv, T]``, fp32, in the order of the policy's attribute
+            ``parts``.
 
     Returns:
         Scores ``[B, H_kv, T]``, floating point, higher stays. ``inf`` pins a row, ``-inf``

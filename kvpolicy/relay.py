@@ -25,10 +25,12 @@ class Relay:
 
     Attributes:
         names: Names of the policies, in order.
+        owner: What messages add to a name to tell whose part the policy is.
     """
 
-    def __init__(self, policies: Sequence[tuple[str, object]]) -> None:
+    def __init__(self, policies: Sequence[tuple[str, object]], owner: str = "") -> None:
         """Register the policies; raises `PolicyLoadError` if one does not fit the hook specs."""
+        self.owner = owner
         self.names = [name for name, _ in policies]
         self._manager = pluggy.PluginManager(PROJECT)
         self._manager.add_hookspecs(hookspecs)
@@ -42,20 +44,20 @@ class Relay:
         if type(policy).__eq__ is not object.__eq__:
             # pluggy looks policies up with ==, and tensors have no single truth value.
             msg = (
-                f"policy '{name}' is compared by value; a policy is compared by identity, "
-                "write @attrs.define(eq=False)"
+                f"policy '{name}'{self.owner} is compared by value; a policy is compared by "
+                "identity, write @attrs.define(eq=False)"
             )
             raise PolicyLoadError(msg)
         try:
             self._manager.register(policy, name)
             self._manager.check_pending()
         except (pluggy.PluginValidationError, ValueError) as error:
-            msg = f"policy '{name}' does not fit the hook specs: {_one_line(error)}"
+            msg = f"policy '{name}'{self.owner} does not fit the hook specs: {_one_line(error)}"
             raise PolicyLoadError(msg) from error
         if not self._manager.get_hookcallers(policy):
             msg = (
-                f"policy '{name}' implements no hook; decorate at least one method with "
-                f"@kvpolicy.hookimpl, see {_REFERENCE}"
+                f"policy '{name}'{self.owner} implements no hook; decorate at least one method "
+                f"with @kvpolicy.hookimpl, see {_REFERENCE}"
             )
             raise PolicyLoadError(msg)
 
@@ -96,7 +98,7 @@ class Relay:
         except Exception as error:
             guilty = self._who_raised(hook, error)
             msg = (
-                f"policy '{guilty}' raised {type(error).__name__} in {hook}(){where}: "
+                f"policy '{guilty}'{self.owner} raised {type(error).__name__} in {hook}(){where}: "
                 f"{_one_line(error)}"
             )
             raise HookError(msg) from error
@@ -106,7 +108,7 @@ class Relay:
         if wrong is None:
             return answer
         guilty = self._who_answered(hook, problem, arguments)
-        msg = f"policy '{guilty}' {wrong}, in {hook}(){where}. See {_REFERENCE}#{hook}"
+        msg = f"policy '{guilty}'{self.owner} {wrong}, in {hook}(){where}. See {_REFERENCE}#{hook}"
         raise HookResultError(msg)
 
     def _who_raised(self, hook: str, error: BaseException) -> str:

@@ -114,13 +114,18 @@ class Tracks:
     uses in a class attribute ``tracks``.
     """
 
-    def __init__(self, rows: LayerRows) -> None:
+    def __init__(self, rows: LayerRows, prefix: str = "") -> None:
         self._rows = rows
+        self._prefix = prefix
 
     def __getitem__(self, name: str) -> Tensor:
         """The numbers of these rows, ``[B, H_kv, T]``, fp32."""
-        return self._rows.track(name)
+        return self._rows.track(self._prefix + name)
 
     def __setitem__(self, name: str, values: Tensor) -> None:
         """Give these rows new numbers, ``[B, H_kv, T]``."""
-        self._rows.set_track(name, values)
+        self._rows.set_track(self._prefix + name, values)
+
+    def within(self, prefix: str) -> "Tracks":
+        """The tracks whose names begin with a prefix, by the rest of their names."""
+        return Tracks(self._rows, prefix)

@@ -17,8 +17,8 @@ def check_steered(plan: ResolvedPlan) -> None:
     stacks = plan.stacks()
     for stack in dict.fromkeys(stacks):
         served = [layer_idx for layer_idx, other in enumerate(stacks) if other is stack]
-        for name, policy in zip(stack.names, stack.policies, strict=True):
-            missed = sorted(set(getattr(policy, "steers", None) or ()) - set(served))
+        for name, layers in stack.steering:
+            missed = sorted(set(layers or ()) - set(served))
             if missed:
                 msg = (
                     f"{plan.name}: policy '{name}' steers layer {missed[0]}, but its stack is "

@@ -42,6 +42,7 @@ class Recorder:
     """
 
     records: list[Record] = attrs.field(factory=list)
+    follows: bool = True  # whether rows stay what they were, which some policies see to
 
     @hookimpl(wrapper=True)
     def score(
@@ -67,7 +68,8 @@ class Recorder:
                 values[b].clone(),
             )
             before = notes["record"].of_layer(layer_idx)
-            check_follows(before[-1] if before else None, seen)
+            if self.follows:
+                check_follows(before[-1] if before else None, seen)
             notes["record"].compactions.append(seen)
         scores = yield
         return scores

@@ -202,6 +202,102 @@ def rkv(
     ]
 
 
+# --- Mix ------------------------------------------------------------------------------------
+
+
+def mix(
+    ratings: Sequence[Sequence[float]], weights: Sequence[float], normalise: str = "rank"
+) -> list[float]:
+    """Scores of one KV head: what each part says of each row, on one scale, weighted.
+
+    A row that a part pins is pinned, one that a part offers is offered, and neither is looked
+    at when the others are brought to one scale.
+    """
+    num_rows = len(ratings[0])
+    asked = [t for t in range(num_rows) if all(math.isfinite(part[t]) for part in ratings)]
+    total = math.fsum(weights)
+    mixed = []
+    for t in range(num_rows):
+        if t in asked:
+            said = [on_scale(part, asked, t, normalise) for part in ratings]
+            mixed.append(math.fsum(w * x / total for w, x in zip(weights, said, strict=True)))
+        else:
+            is_pinned = any(part[t] == math.inf for part in ratings)
+            mixed.append(math.inf if is_pinned else -math.inf)
+    return mixed
+
+
+def on_scale(part: Sequence[float], asked: Sequence[int], t: int, normalise: str) -> float:
+    """One score among those of the rows in question."""
+    scores = [part[i] for i in asked]
+    if normalise == "rank":
+        lower = sum(score < part[t] for score in scores)
+        equal = sum(score == part[t] for score in scores) - 1
+        return (lower + equal / 2) / max(len(scores) - 1, 1)
+    if normalise == "sum":
+        size = math.fsum(abs(score) for score in scores)
+        return part[t] / size if size else 0.0
+    if max(scores) == min(scores):
+        return 0.0
+    if normalise == "minmax":
+        return (part[t] - min(scores)) / (max(scores) - min(scores))
+    mean = math.fsum(scores) / len(scores)
+    variance = math.fsum((score - mean) ** 2 for score in scores) / len(scores)
+    return (part[t] - mean) / math.sqrt(variance)
+
+
+# --- Merging --------------------------------------------------------------------------------
+
+
+class Merger:
+    """D2O's merging for one KV head: rows that leave go into the nearest row that stays."""
+
+    def __init__(self, beta: float = 0.5, weights: str = "exp") -> None:
+        self.beta, self.weights = beta, weights
+        self.threshold: float | None = None
+
+    def merge(
+        self, keys: Matrix, values: Matrix, keep: Sequence[int]
+    ) -> tuple[list[list[float]], list[list[float]], float]:
+        """The new contents, and how far the closest call was from the threshold."""
+        nearest = {}
+        for i in range(len(keys)):
+            if i not in keep:
+                similar = [cosine(keys[i], keys[j]) for j in keep]
+                best = max(range(len(keep)), key=lambda place: similar[place])
+                nearest[i] = (keep[best], similar[best])
+        mean = math.fsum(u for _, u in nearest.values()) / len(nearest)
+        if self.threshold is None:
+            self.threshold = mean
+        else:
+            self.threshold = (1 - self.beta) * self.threshold + self.beta * mean
+        merged: dict[int, list[tuple[int, float]]] = {j: [] for j in keep}
+        for i, (j, u) in nearest.items():
+            if u >= self.threshold:
+                merged[j].append((i, u))
+        margin = min(abs(u - self.threshold) for _, u in nearest.values())
+        new = [
+            [self._row(rows, j, merged[j]) if merged[j] else list(rows[j]) for j in keep]
+            for rows in (keys, values)
+        ]
+        return new[0], new[1], margin
+
+    def _row(self, rows: Matrix, j: int, joining: Sequence[tuple[int, float]]) -> list[float]:
+        exponential = self.weights == "exp"
+        own = math.exp(cosine([1.0], [1.0])) if exponential else 1.0
+        pulls = [(i, math.exp(u) if exponential else u) for i, u in joining]
+        total = own + (math.fsum(w for _, w in pulls) if exponential else len(pulls))
+        return [
+            math.fsum([own * float(rows[j][d]), *(w * float(rows[i][d]) for i, w in pulls)]) / total
+            for d in range(len(rows[j]))
+        ]
+
+
+def cosine(a: Vector, b: Vector) -> float:
+    lengths = math.sqrt(dot(a, a)) * math.sqrt(dot(b, b))
+    return dot(a, b) / lengths if lengths else 0.0
+
+
 # --- Sampling -------------------------------------------------------------------------------
 
 

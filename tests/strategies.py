@@ -145,19 +145,31 @@ SMALL_KNOBS: dict[str, tuple[dict[str, Any], ...]] = {
         {"delimiters": tuple(range(20)), "tau": 0.1, "window_size": 2, "pair": "last"},
     ),
     "protect": ({"n_sink": 2, "n_recent": 3}, {"n_sink": 0, "n_recent": 1}, {}),
+    "mix": (
+        {},
+        {"of": ["streaming", {"policy": "snapkv", "window_size": 4, "weight": 3}]},
+        {"of": [{"policy": "rkv", "window_size": 4}, "streaming"], "normalise": "zscore"},
+    ),
+    "merge": ({}, {"beta": 0.3}, {"weights": "mean"}),
 }
 
 #: Policies that steer only, and need a tokenizer and a vector of the model's size.
 STEERING = ("seal",)
+
+#: Policies that change what the rows that stay hold.
+REWRITING = ("merge",)
 
 #: No stack of `stacks` protects more rows than this.
 MOST_PROTECTED = 12
 
 
 @st.composite
-def stacks(draw: st.DrawFn, *, extra: Sequence[object] = ()) -> tuple[PolicySpec, ...]:
+def stacks(
+    draw: st.DrawFn, *, extra: Sequence[object] = (), but: Sequence[str] = ()
+) -> tuple[PolicySpec, ...]:
     """Any policy that has a say in what stays, sometimes protected, and the ``extra`` ones."""
-    names = [policy.name for policy in installed_policies() if policy.name not in STEERING]
+    left_out = (*STEERING, *but)
+    names = [policy.name for policy in installed_policies() if policy.name not in left_out]
     chosen = [draw(st.sampled_from(names))]
     if draw(st.booleans()) and "protect" not in chosen:
         chosen.append("protect")
@@ -175,6 +187,7 @@ def plans(
     min_budget: int = MOST_PROTECTED,
     max_budget: int = MOST_PROTECTED + 8,
     extra: Sequence[object] = (),
+    but: Sequence[str] = (),
 ) -> Plan:
     """A stack, a budget and a buffer of its own for every layer, or the same for all."""
     groups = [f"{i}:{i + 1}" for i in range(num_layers)] if draw(st.booleans()) else ["all"]
@@ -182,7 +195,7 @@ def plans(
         layers=tuple(
             LayerGroup(
                 where=where,
-                stack=draw(stacks(extra=extra)),
+                stack=draw(stacks(extra=extra, but=but)),
                 budget=draw(st.integers(min_budget, max_budget)),
                 buffer=draw(st.integers(1, 8)),
             )

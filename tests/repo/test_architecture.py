@@ -17,6 +17,7 @@ PUBLIC = {
     "kvpolicy.kept_order": "rows in the order an earlier top-k left them",
     "kvpolicy.memory": "Memory, for annotations",
     "kvpolicy.observation": "the observation window",
+    "kvpolicy.parts": "Parts, for annotations",
     "kvpolicy.pinned": "steering vectors in plans",
     "kvpolicy.redundancy": "redundancy among keys",
     "kvpolicy.registers": "Registers, for annotations",

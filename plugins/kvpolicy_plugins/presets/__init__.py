@@ -1,0 +1,1 @@
+"""Ready-made comparisons: `kvpolicy ablate --preset NAME` reads NAME.toml of this folder."""
