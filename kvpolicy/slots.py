@@ -182,6 +182,9 @@ class Slots:
     def _chunk_feeds(self, first: int, last: int, take: Take) -> Feeds:
         """The forward of the next chunk of each prompt in the slots ``[first, last)``."""
         feeding = self.active[first:last]
+        for slot, served in enumerate(feeding, start=first):
+            # What was generated before another turn may not all have been shown.
+            self._observer.flush(served, slot)
         fed = self.cache.seq_len[first:last].tolist()
         width = min(self._chunk, self.cache.num_free_rows(first, last))
         chunks = [

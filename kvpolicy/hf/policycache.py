@@ -27,7 +27,7 @@ from kvpolicy.request import Request
 from kvpolicy.sequence import LiveSequence
 from kvpolicy.slots import Feeds, Slots, Take
 
-# Slabs that keep everything grow by so many rows at a time.
+# Slabs grow by so many rows at a time.
 GROWTH = 256
 
 # Yields what the model is to be called with, is sent its output, returns what the caller gets.
@@ -53,7 +53,7 @@ class PolicyCache(NoOtherCache):
         plan: Plan | None = None,
         tokenizer: Any = None,
         *,
-        max_length: int = 0,
+        max_length: int | None = None,
         chunk: int = DEFAULT_CHUNK,
     ) -> None:
         """Bind a plan to a model, which is left as it is; slabs come with the first forward.
@@ -62,16 +62,21 @@ class PolicyCache(NoOtherCache):
             model: A decoder-only transformers model.
             plan: What each layer does with its cache.
             tokenizer: Its tokenizer, for policies that read text.
-            max_length: Tokens for which to make room at once. Layers without a bound grow
-                beyond it, `GROWTH` rows at a time.
+            max_length: Tokens for which to make room at once. Without it, and beyond it, slabs
+                grow as they are needed, `GROWTH` rows at a time, up to budget and buffer.
             chunk: The most prompt tokens of one row in one forward.
 
         Raises:
             ModelError: If the engine cannot run the model.
             PlanError: If the plan does not fit the model.
+            CacheError: If the plan is to store pads.
         """
         super().__init__()
+        if max_length is not None and (not isinstance(max_length, int) or max_length < 1):
+            refuse(f"was given max_length={max_length!r}; a number of tokens is wanted")
         self._engine = Engine(model, tokenizer, plan, chunk=chunk)
+        if self._engine.plan.padding != "none":
+            refuse('stores no pads; run plans with padding = "stored" in an Engine')
         self._max_length = max_length
         self._under_way: Serving | None = None
         self.reset()
@@ -82,7 +87,7 @@ class PolicyCache(NoOtherCache):
         self.abandon()
         self._is_whole = True
         self._columns = Columns()
-        self._longest = self._max_length
+        self._longest = self._max_length or 0
         self._slots: Slots | None = None
 
     @property
@@ -182,7 +187,10 @@ class PolicyCache(NoOtherCache):
         needed = int(max(self._columns.num_tokens + [len(tokens) for tokens in new]))
         most = self._engine.seam.max_positions
         if needed > most:
-            refuse(f"was given {needed} tokens; the model has positions for {most}")
+            refuse(
+                f"was given {needed} tokens; the model has positions for {most}: generate with "
+                f"max_length={most}"
+            )
         with _as_in_the_engine():
             if needed >= self._longest:
                 rounded = (needed // GROWTH + 1) * GROWTH
