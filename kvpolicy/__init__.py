@@ -12,6 +12,7 @@ from kvpolicy.markers import hookimpl
 if TYPE_CHECKING:
     from kvpolicy.discovery import installed_policies, load_policy
     from kvpolicy.engine import Engine
+    from kvpolicy.hf import PolicyCache
     from kvpolicy.models import load_model
     from kvpolicy.plan import Plan
     from kvpolicy.request import Request, Sampling
@@ -22,6 +23,7 @@ __version__ = "0.1.0"
 _HOMES = {
     "Engine": "kvpolicy.engine",
     "Plan": "kvpolicy.plan",
+    "PolicyCache": "kvpolicy.hf",
     "Request": "kvpolicy.request",
     "Result": "kvpolicy.results",
     "RunReport": "kvpolicy.results",
@@ -34,6 +36,7 @@ _HOMES = {
 __all__ = [
     "Engine",
     "Plan",
+    "PolicyCache",
     "Request",
     "Result",
     "RunReport",

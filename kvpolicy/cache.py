@@ -86,11 +86,23 @@ class LayerCache:
         tensors = [self.keys, self.values, self.positions, *self.tracks.values()]
         return tensors if self.window is None else [*tensors, self.window]
 
+    @property
+    def num_bytes(self) -> int:
+        """Bytes allocated for this layer."""
+        return sum(tensor.nbytes for tensor in self.tensors)
+
     def clear(self, slot: int) -> None:
         """Empty a slot."""
         self.positions[slot] = -1
         for track in self.tracks.values():
             track[slot] = 0
+
+    def grown(self, slab: Slab) -> "LayerCache":
+        """The same rows in a larger slab."""
+        larger = LayerCache(self.shape, slab, len(self.keys))
+        for old, new in zip(self.tensors, larger.tensors, strict=True):
+            new[:, :, : old.shape[2]] = old
+        return larger
 
     def copy_slot(self, source: int, target: int) -> None:
         """Make ``target`` hold what ``source`` holds."""
@@ -108,7 +120,7 @@ class Cache:
         num_pads: Rows that a slot has to do without in each layer, ``[layers, S]``: always 0,
             but for plans that study what stored padding does.
         slot_tensors: What else belongs to the slots; the first axis is the slot.
-        transient_bytes: The largest copy any compaction needed so far.
+        transient_bytes: The largest copy any compaction, or growth, needed so far.
     """
 
     def __init__(self, shapes: Sequence[LayerShape], slabs: Sequence[Slab], num_slots: int) -> None:
@@ -126,13 +138,22 @@ class Cache:
     @property
     def num_bytes(self) -> int:
         """Bytes allocated: slabs, positions, tracks, query windows, and what else slots have."""
-        of_layers = sum(tensor.nbytes for layer in self.layers for tensor in layer.tensors)
+        of_layers = sum(layer.num_bytes for layer in self.layers)
         return of_layers + sum(tensor.nbytes for tensor in self.slot_tensors)
 
     @property
     def peak_bytes(self) -> int:
-        """Bytes allocated, and the largest copy a compaction needed on top."""
+        """Bytes allocated, and the largest copy a compaction or growth needed on top."""
         return self.num_bytes + self.transient_bytes
+
+    def grow(self, slabs: Sequence[Slab]) -> None:
+        """Bring layers to the capacity of their new slab, one at a time; none ever shrinks."""
+        for layer_idx, slab in enumerate(slabs):
+            if slab.capacity > self.capacity[layer_idx]:
+                small = self.layers[layer_idx]
+                self.layers[layer_idx] = small.grown(slab)
+                self.capacity[layer_idx] = slab.capacity
+                self.transient_bytes = max(self.transient_bytes, small.num_bytes)
 
     def clear(self, slot: int) -> None:
         """Empty a slot in all layers."""

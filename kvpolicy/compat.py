@@ -15,44 +15,17 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, Cache, PreTrainedModel
+from transformers import AttentionInterface, PreTrainedModel
 
 from kvpolicy.attention import attention_function
 from kvpolicy.cache import LayerShape
 from kvpolicy.clock import Clock
 from kvpolicy.errors import ModelError
+from kvpolicy.forward import Forward, StepCache
 from kvpolicy.stack import Stack
 from kvpolicy.step import Step
 
 ATTENTION = "kvpolicy"
-
-
-class _StepCache(Cache):
-    """What a model takes for its cache: stores into the slabs through the step under way."""
-
-    def __init__(self, step: Step) -> None:
-        super().__init__(layers=[])
-        self._step = step
-        self.stored: set[int] = set()
-
-    def update(
-        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any
-    ) -> tuple[Tensor, Tensor]:
-        self.stored.add(layer_idx)
-        shape = self._step.cache.layers[layer_idx].shape
-        expected = (shape.num_kv_heads, shape.head_dim)
-        for states in (key_states, value_states):
-            if (states.shape[1], states.shape[3]) != expected:
-                heads, width = states.shape[1], states.shape[3]
-                msg = (
-                    f"the model cannot be run: it stores {heads} heads of size {width} in layer "
-                    f"{layer_idx}; its configuration says {expected[0]} of size {expected[1]}"
-                )
-                raise ModelError(msg)
-        return self._step.store(layer_idx, key_states, value_states)
-
-    def get_seq_length(self, layer_idx: int = 0) -> int:
-        return int(self._step.seq_len.max())
 
 
 class Seam:
@@ -122,20 +95,35 @@ class Seam:
             Logits after the newest token of each sequence, ``[B, V]``, and, if wanted, the
             hidden states after the final norm, ``[B, L, M]``.
         """
+        with torch.inference_mode(), self.running(token_ids, step, wants_states) as forward:
+            output = self.model(**forward.arguments)
+        return output.logits[:, -1], forward.last_states
+
+    @contextmanager
+    def running(self, token_ids: Tensor, step: Step, wants_states: bool) -> Iterator[Forward]:
+        """Have the model serve a step when it is called in the block, which it must be once.
+
+        Args:
+            token_ids: As for `forward`.
+            step: As for `forward`.
+            wants_states: As for `forward`.
+
+        Yields:
+            What to call the model with, and where its last states will be found.
+        """
         device = self.model.device
-        cache = _StepCache(step)
-        with ExitStack() as block:
-            block.enter_context(torch.inference_mode())
-            block.enter_context(attending(self.model.config))
+        cache = StepCache(step)
+        with attending(self.model.config), ExitStack() as block:
             states = block.enter_context(_last_states(self.model)) if wants_states else []
-            output = self.model(
-                input_ids=token_ids.to(device),
-                position_ids=torch.from_numpy(step.position_ids).to(device),
-                past_key_values=cache,
-                use_cache=True,
-                logits_to_keep=1,
-                kvpolicy_step=step,
-            )
+            arguments = {
+                "input_ids": token_ids.to(device),
+                "position_ids": torch.from_numpy(step.position_ids).to(device),
+                "past_key_values": cache,
+                "use_cache": True,
+                "logits_to_keep": 1,
+                "kvpolicy_step": step,
+            }
+            yield Forward(arguments, states)
         done = len(cache.stored & step.attended)
         if done != self.num_layers:
             msg = (
@@ -144,7 +132,6 @@ class Seam:
             )
             raise ModelError(msg)
         step.commit()
-        return output.logits[:, -1], states[0] if wants_states else None
 
     @contextmanager
     def steered(

@@ -49,5 +49,9 @@ class RequestError(KVPolicyError):
     """One request cannot be served; in a run it becomes that request's result."""
 
 
+class CacheError(KVPolicyError):
+    """A `PolicyCache` is asked for what it cannot do, or given what does not continue it."""
+
+
 class OutputError(KVPolicyError):
     """An output folder or file cannot be used without losing something."""

@@ -2,11 +2,17 @@
 
 The sequences being served always stand in the first slots: when one ends, the last one takes
 over its slot. So no forward computes anything for an empty slot.
+
+What is done between the forwards stands here; who runs them is left open. The engine runs
+each as it comes, `PolicyCache` lets the last one be run by whoever called the model.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
+from contextlib import closing
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
+import attrs
 import torch
 from torch import Tensor
 
@@ -22,8 +28,26 @@ from kvpolicy.step import Step
 if TYPE_CHECKING:
     from kvpolicy.engine import Engine
 
-# Draws the next token of each sequence from its logits, and gives it to the sequence.
+# Takes the logits after the newest token of each sequence, ``[B, V]``: draws the next one.
 Take = Callable[[Sequence[LiveSequence], Tensor], None]
+
+
+@attrs.frozen(eq=False)
+class Feed:
+    """A forward that is to be run.
+
+    Attributes:
+        token_ids: New tokens of the slots that the step serves, ``[B, L]``, padded on the left.
+        step: Where their rows go.
+    """
+
+    token_ids: Tensor
+    step: Step
+
+
+# Yields the forwards that are to be run, and is sent what came of each: logits ``[B, V]`` and,
+# if the observer wants them, hidden states ``[B, L, M]``.
+Feeds = Generator[Feed, tuple[Tensor, Tensor | None], None]
 
 
 class Slots:
@@ -63,19 +87,52 @@ class Slots:
         """Slots that nobody uses."""
         return self.cache.num_slots - len(self.active)
 
+    @property
+    def num_unfed(self) -> int:
+        """Tokens of prompts that are not in yet."""
+        return sum(self._num_left(slot) for slot in range(len(self.active)))
+
+    @property
+    def wants_states(self) -> bool:
+        """Whether the hidden states of a forward are wanted."""
+        return self._observer.wants_states
+
+    def reserve(self, longest: int) -> None:
+        """Make room for sequences of ``longest`` tokens; what is held stays."""
+        pairs = zip(self._stacks, self._plan.layers, strict=True)
+        self.cache.grow([stack.slab(layer.capacity(longest)) for stack, layer in pairs])
+
     def prefill(self, group: Sequence[LiveSequence], take: Take) -> None:
         """Bring the prompts of a group into free slots, in chunks that their slabs can take."""
+        self.admit(group)
+        self._run(self.feeds(take))
+
+    def decode(self, take: Take) -> None:
+        """Give every sequence its next token."""
+        self._run(self.decode_feeds(take))
+
+    def admit(self, group: Sequence[LiveSequence]) -> None:
+        """Give the sequences of a group free slots."""
         # In order of length, so that those still being fed always stand in the last slots.
         group = sorted(group, key=lambda served: len(served.prompt))
         self.active.extend(group)
         self._pad(group)
-        fed = 0
-        while fed < len(group[-1].prompt):
-            feeding = [served for served in group if len(served.prompt) > fed]
-            fed += self._feed(feeding, fed, take)
 
-    def decode(self, take: Take) -> None:
-        """Give every sequence its next token."""
+    def feeds(self, take: Take) -> Feeds:
+        """Forwards that bring in what is left of the prompts, with compactions in between."""
+        left = [self._num_left(slot) for slot in range(len(self.active))]
+        # Slots are fed together as long as none has less left than the one before it.
+        falls = [slot for slot, (one, next_) in enumerate(pairwise(left), 1) if next_ < one]
+        for first, last in pairwise([0, *falls, len(left)]):
+            feeding = first
+            while feeding < last:
+                if self._num_left(feeding):
+                    yield from self._chunk_feeds(feeding, last, take)
+                else:
+                    feeding += 1
+
+    def decode_feeds(self, take: Take) -> Feeds:
+        """The one forward that gives every sequence its newest token."""
         token_ids = torch.tensor([served.tokens[-1] for served in self.active])
         step = Step(self.cache, 0, [1] * len(self.active))
         with self._seam.steered(
@@ -86,7 +143,7 @@ class Slots:
             registers=self._registers.of_slots(0, len(self.active)),
             memory=Memory([served.memory for served in self.active]),
         ):
-            logits, states = self._forward(token_ids[:, None], step)
+            logits, states = yield Feed(token_ids[:, None], step)
         take(self.active, logits)
         self._observer.note(self.active, None if states is None else states[:, -1])
         self.compactor.compact(self.active, 0, len(self.active))
@@ -108,26 +165,41 @@ class Slots:
             self.active.pop()
         return finished
 
-    def _feed(self, feeding: Sequence[LiveSequence], fed: int, take: Take) -> int:
-        """Feed the next chunk of each prompt; return how long the longest chunk was."""
-        last = len(self.active)
-        first = last - len(feeding)
+    def _run(self, feeds: Feeds) -> None:
+        """Run forwards as they come."""
+        with closing(feeds):
+            feed = next(feeds, None)
+            while feed is not None:
+                done = self._seam.forward(feed.token_ids, feed.step, wants_states=self.wants_states)
+                try:
+                    feed = feeds.send(done)
+                except StopIteration:
+                    return
+
+    def _num_left(self, slot: int) -> int:
+        return max(len(self.active[slot].prompt) - int(self.cache.seq_len[slot]), 0)
+
+    def _chunk_feeds(self, first: int, last: int, take: Take) -> Feeds:
+        """The forward of the next chunk of each prompt in the slots ``[first, last)``."""
+        feeding = self.active[first:last]
+        for slot, served in enumerate(feeding, start=first):
+            # What was generated before another turn may not all have been shown.
+            self._observer.flush(served, slot)
+        fed = self.cache.seq_len[first:last].tolist()
         width = min(self._chunk, self.cache.num_free_rows(first, last))
-        chunks = [served.prompt[fed : fed + width] for served in feeding]
+        chunks = [
+            served.prompt[start : start + width] for served, start in zip(feeding, fed, strict=True)
+        ]
         step = Step(self.cache, first, [len(chunk) for chunk in chunks])
         token_ids = torch.zeros(len(chunks), step.width, dtype=torch.int64)
         for row, chunk in enumerate(chunks):
             token_ids[row, step.width - len(chunk) :] = torch.tensor(chunk)
-        logits, states = self._forward(token_ids, step)
-        complete = [row for row, served in enumerate(feeding) if len(served.prompt) <= fed + width]
+        logits, states = yield Feed(token_ids, step)
+        complete = [row for row in range(len(feeding)) if not self._num_left(first + row)]
         if complete:
             take([feeding[row] for row in complete], logits[complete])
         self._observer.show_prompt(feeding, first, states)
         self.compactor.compact(self.active, first, last)
-        return step.width
-
-    def _forward(self, token_ids: Tensor, step: Step) -> tuple[Tensor, Tensor | None]:
-        return self._seam.forward(token_ids, step, wants_states=self._observer.wants_states)
 
     def _pad(self, group: Sequence[LiveSequence]) -> None:
         """Take rows away for the pads of a batch, in plans that study what they do."""

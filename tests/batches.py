@@ -1,0 +1,29 @@
+"""Padded batches, as transformers wants them, and what `generate` makes of them."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+PAD = 0
+
+
+def padded(prompts: list[list[int]]) -> dict[str, Tensor]:
+    """Prompts side by side, padded on the left."""
+    width = max(map(len, prompts))
+    pads = [width - len(prompt) for prompt in prompts]
+    rows = zip(prompts, pads, strict=True)
+    return {
+        "input_ids": torch.tensor([[PAD] * num + prompt for prompt, num in rows]),
+        "attention_mask": torch.tensor(
+            [[0] * num + [1] * (width - num) for num in pads], dtype=torch.int64
+        ),
+    }
+
+
+def written(model: Any, prompts: list[list[int]], num: int, **options: Any) -> list[list[int]]:
+    """The tokens that ``model.generate`` adds to each of several prompts."""
+    inputs = padded(prompts)
+    settings = {"do_sample": False, "max_new_tokens": num, "pad_token_id": PAD}
+    answer = model.generate(**inputs, **(settings | options))
+    return answer[:, inputs["input_ids"].shape[1] :].tolist()
