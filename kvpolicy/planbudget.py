@@ -73,4 +73,4 @@ def rows_of(value: Budget, length: int | None, name: str) -> tuple[int, str | No
             "between 1 and all of them are wanted"
         )
         raise BudgetError(msg)
-    return rows, f"{value} of {length:,} tokens"
+    return rows, f"{value} of {length:,} tokens is {rows:,} rows"

@@ -134,9 +134,12 @@ class Stack:
 
     def score(self, rows: LayerRows, layer_idx: int, arguments: dict[str, Any]) -> Tensor:
         """Ask for scores, ``[B, H_kv, T]``, fp32."""
-        shape = rows.positions.shape
+        shape, device = rows.positions.shape, rows.positions.device
         scores: Tensor = self._relay.ask(
-            "score", layer_idx, lambda answer: checks.scores_problem(answer, shape), **arguments
+            "score",
+            layer_idx,
+            lambda answer: checks.scores_problem(answer, shape, device),
+            **arguments,
         )
         return scores.float()
 
@@ -147,7 +150,7 @@ class Stack:
         keep: Tensor = self._relay.ask(
             "select",
             layer_idx,
-            lambda answer: checks.keep_problem(answer, scores.shape, budget),
+            lambda answer: checks.keep_problem(answer, scores.shape, budget, scores.device),
             scores=scores,
             positions=positions,
             budget=budget,

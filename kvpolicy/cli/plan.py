@@ -107,7 +107,7 @@ def _text(found: "Footprint", file: Path, model: str) -> str:
 def _shares(layers: "tuple[LayerFootprint, ...]") -> list[str]:
     """Where budgets come from that are given as shares, each once."""
     plans = [layer.plan for layer in layers if layer.plan.budget_from is not None]
-    said = dict.fromkeys(f"{plan.budget:,} is {plan.budget_from}" for plan in plans)
+    said = dict.fromkeys(str(plan.budget_from) for plan in plans)
     return [f"{'budget' if i == 0 else '':<12}{line}" for i, line in enumerate(said)]
 
 

@@ -53,7 +53,7 @@ def test_layers_that_are_alike_are_one_group_and_shares_are_told() -> None:
     text = to_toml(attrs.evolve(Plan.from_dict(data), name="mine\n= 3").resolve(4))
     groups = tomllib.loads(text)["layers"]
     assert [group["where"] for group in groups] == [[0, 2], [1, 3]]
-    assert "budget = 250 # 25% of 1,000 tokens" in text
+    assert "budget = 250 # 25% of 1,000 tokens is 250 rows" in text
     assert text.startswith("# mine = 3, resolved for 4 layers\n# digest ")
 
 
@@ -87,7 +87,7 @@ def test_any_knob_that_a_file_can_hold_is_written_as_it_is(knob: object) -> None
 @pytest.mark.parametrize("knob", [{1, 2}, object(), b"bytes", {3: 4}, ["a", {3}], "\ud800"])
 def test_a_knob_that_no_file_can_hold_is_refused(knob: object) -> None:
     layer = LayerPlan(0, (PolicySpec("anything", {"knob": knob}),), 9, 3, bounded=True)
-    with pytest.raises(PlanError, match="'anything' has a knob .*, which a plan file cannot hold"):
+    with pytest.raises(PlanError, match=r"'anything' has a knob .*, which a plan file cannot hold"):
         to_plan_data(ResolvedPlan((layer,)))
 
 

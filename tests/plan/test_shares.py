@@ -33,7 +33,7 @@ def test_a_share_is_of_the_length_rounded_down(share: str, length: int, rows: in
     plan = Plan.uniform("streaming", budget=share, length=length)
     assert resolved_budgets(plan) == [rows] * 4
     assert {layer.budget_from for layer in plan.resolve(4).layers} == {
-        f"{share} of {length:,} tokens"
+        f"{share} of {length:,} tokens is {rows:,} rows"
     }
 
 
@@ -66,7 +66,12 @@ def test_a_group_has_a_share_of_its_own() -> None:
     resolved = Plan.from_dict(data).resolve(4)
     assert [layer.budget for layer in resolved.layers] == [100, 500, 77, 77]
     said = [layer.to_dict().get("budget_from") for layer in resolved.layers]
-    assert said == ["10% of 1,000 tokens", "50% of 1,000 tokens", None, None]
+    assert said == [
+        "10% of 1,000 tokens is 100 rows",
+        "50% of 1,000 tokens is 500 rows",
+        None,
+        None,
+    ]
 
 
 def test_a_share_is_the_same_plan_as_its_count() -> None:
