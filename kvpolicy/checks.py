@@ -12,19 +12,34 @@ from torch import Tensor
 from kvpolicy.request import Waiting
 
 
-def _is_tensor(answer: object, shape: Sequence[int]) -> str | None:
+def _is_tensor(
+    answer: object, shape: Sequence[int], letters: str, device: torch.device | None = None
+) -> str | None:
+    wanted = f"{list(shape)} = {letters}"
     if not isinstance(answer, Tensor):
-        return f"answered with {type(answer).__name__}; a tensor of shape {list(shape)} is wanted"
+        return f"answered with {type(answer).__name__}; a tensor of shape {wanted} is wanted"
     if list(answer.shape) != list(shape):
-        return f"answered with shape {list(answer.shape)}; wanted is {list(shape)}"
+        return f"answered with shape {list(answer.shape)}; wanted is {wanted}"
+    return _place_problem(answer, device)
+
+
+def _place_problem(answer: Tensor, device: torch.device | None) -> str | None:
+    """Whether numbers can be read where they are wanted; a CPU's are wanted if none is named."""
+    if answer.layout is not torch.strided:
+        return f"answered with a tensor of layout {answer.layout}; a dense one is wanted"
+    wanted = torch.device("cpu") if device is None else device
+    if answer.device != wanted:
+        return f"answered with a tensor on {answer.device}; it is wanted on {wanted}"
     return None
 
 
-def scores_problem(answer: object, shape: Sequence[int]) -> str | None:
+def scores_problem(
+    answer: object, shape: Sequence[int], device: torch.device | None = None
+) -> str | None:
     """What is wrong with an answer to `score`; ``shape`` is ``[B, H_kv, T]``."""
-    problem = _is_tensor(answer, shape)
+    problem = _is_tensor(answer, shape, "[B, H_kv, T]", device)
     if problem is not None:
-        return f"{problem} = [B, H_kv, T]"
+        return problem
     assert isinstance(answer, Tensor)
     if not answer.is_floating_point():
         return f"answered with {answer.dtype}; scores are floating point"
@@ -33,7 +48,9 @@ def scores_problem(answer: object, shape: Sequence[int]) -> str | None:
     return None
 
 
-def keep_problem(answer: object, shape: Sequence[int], budget: int) -> str | None:
+def keep_problem(
+    answer: object, shape: Sequence[int], budget: int, device: torch.device | None = None
+) -> str | None:
     """What is wrong with an answer to `select`; ``shape`` is that of the scores."""
     num_sequences, num_kv_heads, num_rows = shape
     most = min(budget, num_rows)
@@ -44,6 +61,9 @@ def keep_problem(answer: object, shape: Sequence[int], budget: int) -> str | Non
     if answer.ndim != 3 or list(answer.shape[:2]) != [num_sequences, num_kv_heads]:
         wanted = f"[{num_sequences}, {num_kv_heads}, K]"
         return f"answered with shape {list(answer.shape)}; wanted is {wanted} = [B, H_kv, K]"
+    placed = _place_problem(answer, device)
+    if placed is not None:
+        return placed
     if not 1 <= answer.shape[2] <= most:
         return f"keeps {answer.shape[2]} rows; between 1 and {most} may stay"
     if int(answer.min()) < 0 or int(answer.max()) >= num_rows:
@@ -56,18 +76,18 @@ def keep_problem(answer: object, shape: Sequence[int], budget: int) -> str | Non
 
 def due_problem(answer: object, num_sequences: int) -> str | None:
     """What is wrong with an answer to `due`."""
-    problem = _is_tensor(answer, [num_sequences])
+    problem = _is_tensor(answer, [num_sequences], "[B]")
     if problem is not None:
-        return f"{problem} = [B]"
+        return problem
     assert isinstance(answer, Tensor)
     return None if answer.dtype == torch.bool else f"answered with {answer.dtype}; wanted is bool"
 
 
 def steer_problem(answer: object, hidden_states: Tensor) -> str | None:
     """What is wrong with an answer to `steer`; looks at no values, so that graphs hold."""
-    problem = _is_tensor(answer, hidden_states.shape)
+    problem = _is_tensor(answer, hidden_states.shape, "[B, M]", hidden_states.device)
     if problem is not None:
-        return f"{problem} = [B, M]"
+        return problem
     assert isinstance(answer, Tensor)
     if answer.dtype != hidden_states.dtype:
         return f"answered with {answer.dtype}; the hidden states are {hidden_states.dtype}"
@@ -87,6 +107,9 @@ def schedule_problem(
     if not isinstance(answer, list) or not all(isinstance(group, list) for group in answer):
         return f"answered with {answer!r}; {wanted}"
     ids = [request_id for group in answer for request_id in group]
+    strange = [request_id for request_id in ids if type(request_id) is not int]
+    if strange:
+        return f"admits {strange[0]!r}, which is no waiting request; {wanted}"
     unknown = sorted(set(ids) - {request.id for request in waiting})
     if unknown:
         return f"admits {unknown[0]!r}, which is no waiting request; {wanted}"

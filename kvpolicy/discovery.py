@@ -18,9 +18,11 @@ from typing import Any
 import attrs
 
 from kvpolicy.describe import Description, Knob, describe, describe_class
-from kvpolicy.errors import KnobError, PolicyLoadError, UnknownPolicyError
+from kvpolicy.errors import KnobError, KVPolicyError, PolicyLoadError, UnknownPolicyError
 
 GROUP = "kvpolicy.policies"
+
+_LONGEST_NAME = 100  # whoever types more than this has not misspelt a name
 
 # Policies of files given with --plugin: name -> (class, file). Files are named explicitly by
 # the user, so there is nothing to discover; they shadow installed policies of the same name.
@@ -60,7 +62,7 @@ def policy_names() -> list[str]:
     return sorted({point.name for point in entry_points(group=GROUP)} | set(_from_files))
 
 
-def load_policy(name: str, **knobs: Any) -> object:
+def load_policy(name: str, /, **knobs: Any) -> object:
     """Build a policy by the name a plan calls it.
 
     Args:
@@ -85,10 +87,10 @@ def load_policy_class(name: str) -> type:
         raise UnknownPolicyError(msg)
     try:
         loaded = points[0].load()
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         msg = (
             f"policy '{name}' ({points[0].value}, {_distribution(points[0])}) cannot be "
-            f"imported: {type(error).__name__}: {error}"
+            f"imported: {words_of(error)}"
         )
         raise PolicyLoadError(msg) from error
     if not inspect.isclass(loaded):
@@ -122,8 +124,9 @@ def register_file(path: str | Path) -> list[str]:
     sys.modules[module_name] = module
     try:
         spec.loader.exec_module(module)
-    except Exception as error:
-        msg = f"plugin file '{path}' cannot be run: {type(error).__name__}: {error}"
+    except (Exception, SystemExit) as error:
+        del sys.modules[module_name]
+        msg = f"plugin file '{path}' cannot be run: {words_of(error)}"
         raise PolicyLoadError(msg) from error
     classes = [
         value
@@ -151,10 +154,16 @@ def snake_case(class_name: str) -> str:
     return out.lower()
 
 
+def words_of(error: BaseException) -> str:
+    """An error that is not ours on one line: its class, and what it says if it says anything."""
+    said = " ".join(str(error).split())
+    return f"{type(error).__name__}: {said}" if said else type(error).__name__
+
+
 def nearest(name: str, known: Iterable[str]) -> str:
     """A hint for a message: the nearest known names, and all of them."""
     known = list(known)
-    close = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
+    close = difflib.get_close_matches(name[:_LONGEST_NAME], known, n=3, cutoff=0.5)
     hint = f"; did you mean {' or '.join(close)}?" if close else "."
     return f"{hint} Known are: {', '.join(known) or 'none'}"
 
@@ -171,15 +180,22 @@ def _build(name: str, cls: type, knobs: dict[str, Any]) -> object:
             raise KnobError(msg)
     try:
         return cls(**knobs)
-    except (TypeError, ValueError) as error:
-        reason = error.args[0] if error.args else error
+    except KVPolicyError:
+        raise
+    except Exception as error:
+        # Of what validators of attrs say, the first argument is the sentence.
+        is_sentence = isinstance(error, (TypeError, ValueError)) and error.args
+        reason = error.args[0] if is_sentence else words_of(error)
         msg = f"policy '{name}' refuses its knobs: {reason}. See `kvpolicy list`"
         raise KnobError(msg) from error
 
 
 def _knob_names(cls: type) -> Sequence[str] | None:
-    """Names of the knobs a class takes; ``None`` if it takes any."""
-    parameters = inspect.signature(cls).parameters.values()
+    """Names of the knobs a class takes; ``None`` if it takes any, or nobody can tell."""
+    try:
+        parameters = inspect.signature(cls).parameters.values()
+    except (TypeError, ValueError):
+        return None
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
         return None
     return [parameter.name for parameter in parameters]

@@ -25,8 +25,12 @@ class PlanError(KVPolicyError):
     """A plan is malformed or does not fit the model."""
 
 
+class CoverageError(PlanError):
+    """A plan covers a layer of the model twice, or not at all."""
+
+
 class BudgetError(PlanError):
-    """A budget is too small for what the policies of the layer protect."""
+    """A budget is missing, or too small for what the policies of the layer protect."""
 
 
 class HookError(KVPolicyError):

@@ -10,10 +10,21 @@ from typing import Any
 
 import attrs
 
-from kvpolicy import planfile
+from kvpolicy import extends, planbudget, planfile
 from kvpolicy.discovery import policy_names
 from kvpolicy.errors import BudgetError, PlanError
-from kvpolicy.planspec import LayerGroup, Padding, PolicySpec
+from kvpolicy.layercover import covered_twice, gap_errors, layers_of
+from kvpolicy.planbudget import Budget
+from kvpolicy.planspec import (
+    LayerGroup,
+    Padding,
+    PolicySpec,
+    checked_with,
+    groups_of,
+    knobs_of,
+    padding_of,
+    specs_of,
+)
 from kvpolicy.resolved import LayerPlan, ResolvedPlan
 from kvpolicy.stack import Stack
 from kvpolicy.steered import check_steered
@@ -27,59 +38,66 @@ class Plan:
 
     Attributes:
         stack: Policies of all layers whose group names none.
-        budget: Rows that stay after a compaction, per layer and KV head.
+        budget: Rows that stay after a compaction, per layer and KV head, or a share of
+            ``length`` such as ``"25%"``.
         buffer: Rows that may join before the next compaction.
         layers: Groups that cover every layer exactly once; none means one group of all.
         schedule: Policies that are asked for the order of admission only.
         padding: ``"none"``: pads are never stored. ``"stored"``, for study: a sequence has as
             many rows less as its prompt is shorter than the longest it is prefilled with, as
             where batches are padded and pads kept (SkipKV, eq. 12: ``B' = B - (N_max - N)``).
+        length: Tokens that budgets given as shares are shares of.
         name: Where the plan came from, for messages.
     """
 
-    stack: tuple[PolicySpec, ...] = ()
-    budget: int | None = None
-    buffer: int = DEFAULT_BUFFER
-    layers: tuple[LayerGroup, ...] = ()
-    schedule: tuple[PolicySpec, ...] = ()
-    padding: Padding = "none"
+    stack: tuple[PolicySpec, ...] = attrs.field(default=(), converter=specs_of)
+    budget: Budget | None = attrs.field(default=None, validator=checked_with(planbudget.budget))
+    buffer: int = attrs.field(default=DEFAULT_BUFFER, validator=checked_with(planbudget.whole))
+    layers: tuple[LayerGroup, ...] = attrs.field(default=(), converter=groups_of)
+    schedule: tuple[PolicySpec, ...] = attrs.field(default=(), converter=specs_of)
+    padding: Padding = attrs.field(default="none", validator=checked_with(padding_of))
+    length: int | None = attrs.field(default=None, validator=checked_with(planbudget.whole))
     name: str = attrs.field(default="the plan", eq=False)
 
     @classmethod
     def uniform(
         cls,
         *stack: object,
-        budget: int | None = None,
+        budget: Budget | None = None,
         buffer: int = DEFAULT_BUFFER,
         knobs: Mapping[str, Mapping[str, Any]] | None = None,
         schedule: Sequence[object] = (),
         padding: Padding = "none",
+        length: int | None = None,
     ) -> "Plan":
         """The same stack, budget and buffer in every layer.
 
         Args:
             stack: Names of policies, or policy objects, the later wrapping the earlier.
-            budget: Rows that stay after a compaction, per layer and KV head.
+            budget: Rows that stay after a compaction, per layer and KV head, or a share of
+                ``length`` such as ``"25%"``.
             buffer: Rows that may join before the next compaction.
             knobs: Knobs by policy name and knob name.
             schedule: Policies for the order of admission.
             padding: ``"none"``, or ``"stored"`` to study padded batches.
+            length: Tokens that a budget given as a share is a share of.
 
         Raises:
             PlanError: If knobs are given for a policy that is not in the stack.
         """
-        knobs = knobs or {}
-        listed = [*stack, *schedule]
-        specs = tuple(
-            PolicySpec.of(policy, knobs.get(policy) if isinstance(policy, str) else None)
-            for policy in listed
-        )
-        unused = set(knobs) - {spec.policy for spec in specs}
+        given, listed = knobs_of(knobs), [*stack, *specs_of(schedule)]
+        specs = tuple(PolicySpec.of(policy) for policy in listed)
+        unused = set(given) - {spec.policy for spec in specs if spec.instance is None}
         if unused:
             msg = f"knobs are given for '{min(unused)}', which is not in the stack {listed}"
             raise PlanError(msg)
+        specs = tuple(
+            attrs.evolve(spec, knobs=spec.knobs | given.get(spec.policy, {})) for spec in specs
+        )
         num = len(stack)
-        return cls(specs[:num], budget, buffer, schedule=specs[num:], padding=padding)
+        return cls(
+            specs[:num], budget, buffer, schedule=specs[num:], padding=padding, length=length
+        )
 
     @classmethod
     def load(cls, path: str | Path, overrides: Sequence[str] = ()) -> "Plan":
@@ -88,12 +106,13 @@ class Plan:
         Args:
             path: The file, or the name of a plan that an installed package brings along.
             overrides: Changes such as ``"budget=96"``, ``"layers.0.buffer=8"`` or
-                ``"rkv.mix_lambda=0.5"`` (in every stack that names the policy).
+                ``"rkv.mix_lambda=0.5"`` (in every stack that names the policy). They change
+                what the plan and all it extends come to.
 
         Raises:
             PlanError: If the file cannot be read, is no TOML, or says something unknown.
         """
-        return cls.from_dict(planfile.read(path), overrides, name=f"plan '{path}'")
+        return cls.from_dict(extends.read(path), overrides, name=f"plan '{path}'")
 
     @classmethod
     def from_dict(
@@ -106,17 +125,22 @@ class Plan:
         """Spell out what each layer of a model will do.
 
         Raises:
-            PlanError: If a layer is covered twice or not at all, a policy cannot be built, or
-                one steers a layer that it does not serve.
+            CoverageError: If a layer is covered twice or not at all.
             BudgetError: If a budget is missing, or below what the policies protect.
+            PlanError: If something else does not fit, a policy cannot be built, or one steers a
+                layer that it does not serve.
         """
+        if isinstance(num_layers, bool) or not isinstance(num_layers, int) or num_layers < 1:
+            msg = (
+                f"{self.name} is to be resolved for {num_layers!r:.60} layers; at least 1 is needed"
+            )
+            raise PlanError(msg)
         layers: list[LayerPlan | None] = [None] * num_layers
         for group in self.layers or (LayerGroup(),):
             stack = self._stack_of(group)
-            for layer_idx in self._layers_of(group, num_layers):
+            for layer_idx in layers_of(group.where, num_layers, self.name):
                 if layers[layer_idx] is not None:
-                    msg = f"{self.name} covers layer {layer_idx} twice, again in {group.where!r}"
-                    raise PlanError(msg)
+                    raise covered_twice([layer_idx], group, self.name)
                 layers[layer_idx] = self._resolve_layer(layer_idx, group, stack)
         resolved = ResolvedPlan(
             tuple(self._covered(layers)),
@@ -137,30 +161,14 @@ class Plan:
             raise PlanError(msg)
         return _resolve_specs(stack)
 
-    def _layers_of(self, group: LayerGroup, num_layers: int) -> list[int]:
-        where = group.where
-        if isinstance(where, str):
-            chosen = planfile.slice_of(where, self.name)
-            found = list(range(num_layers))[chosen]
-        else:
-            outside = [layer for layer in where if not -num_layers <= layer < num_layers]
-            if outside:
-                msg = (
-                    f"{self.name} names layer {outside[0]}; the model has layers 0 to "
-                    f"{num_layers - 1}"
-                )
-                raise PlanError(msg)
-            found = [layer % num_layers for layer in where]
-        if not found:
-            msg = f"{self.name}: {where!r} covers none of the model's {num_layers} layers"
-            raise PlanError(msg)
-        return found
-
     def _resolve_layer(
         self, layer_idx: int, group: LayerGroup, stack: tuple[PolicySpec, ...]
     ) -> LayerPlan:
-        budget = self.budget if group.budget is None else group.budget
+        given = self.budget if group.budget is None else group.budget
         buffer = self.buffer if group.buffer is None else group.buffer
+        budget, share = (
+            (None, None) if given is None else planbudget.rows_of(given, self.length, self.name)
+        )
         for what, value in (("budget", budget), ("buffer", buffer)):
             if value is not None and value < 1:
                 msg = (
@@ -177,6 +185,7 @@ class Plan:
             buffer,
             bounded=built.bounded,
             num_protected=built.n_first + built.n_last,
+            budget_from=share,
         )
 
     def _check_budget(self, layer_idx: int, stack: Stack, budget: int | None) -> None:
@@ -199,11 +208,10 @@ class Plan:
             raise BudgetError(msg)
 
     def _covered(self, layers: Sequence[LayerPlan | None]) -> list[LayerPlan]:
-        for layer_idx, layer in enumerate(layers):
-            if layer is None:
-                msg = f"{self.name} does not cover layer {layer_idx} of 0 to {len(layers) - 1}"
-                raise PlanError(msg)
-        return [layer for layer in layers if layer is not None]
+        found = [layer for layer in layers if layer is not None]
+        for error in gap_errors({layer.layer_idx for layer in found}, len(layers), self.name):
+            raise error
+        return found
 
 
 def _resolve_specs(specs: Sequence[PolicySpec]) -> tuple[PolicySpec, ...]:
@@ -216,5 +224,5 @@ def _resolve_spec(spec: PolicySpec) -> PolicySpec:
     fields: tuple[attrs.Attribute[object], ...] = getattr(type(policy), "__attrs_attrs__", ())
     if not fields:
         return spec
-    knobs = {field.name: getattr(policy, field.name) for field in fields if field.init}
+    knobs = {str(field.alias): getattr(policy, field.name) for field in fields if field.init}
     return attrs.evolve(spec, knobs=knobs)

@@ -95,16 +95,17 @@ class Relay:
             answer = getattr(self._manager.hook, hook)(**arguments)
         except KVPolicyError:
             raise
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             guilty = self._who_raised(hook, error)
+            said = f": {_one_line(error)}" if str(error) else ""
             msg = (
-                f"policy '{guilty}'{self.owner} raised {type(error).__name__} in {hook}(){where}: "
-                f"{_one_line(error)}"
+                f"policy '{guilty}'{self.owner} raised {type(error).__name__} in "
+                f"{hook}(){where}{said}"
             )
             raise HookError(msg) from error
         if optional and answer is None:
             return None
-        wrong = problem(answer)
+        wrong = _looked_at(problem, answer)
         if wrong is None:
             return answer
         guilty = self._who_answered(hook, problem, arguments)
@@ -130,11 +131,22 @@ class Relay:
         impls = self.impls(hook)
         for impl in impls:
             if not (impl.wrapper or impl.hookwrapper):
-                answer = impl.function(*(arguments[name] for name in impl.argnames))
-                if answer is not None and problem(answer) is not None:
+                try:
+                    answer = impl.function(*(arguments[name] for name in impl.argnames))
+                except Exception:
+                    return impl.plugin_name
+                if answer is not None and _looked_at(problem, answer) is not None:
                     return impl.plugin_name
         wrappers = [impl.plugin_name for impl in impls if impl.wrapper or impl.hookwrapper]
         return wrappers[0] if wrappers else "/".join(self.names)
+
+
+def _looked_at(problem: Problem, answer: object) -> str | None:
+    """What is wrong with an answer, if only that nobody can look at it."""
+    try:
+        return problem(answer)
+    except Exception as error:
+        return f"answered with {type(answer).__name__}, which cannot be checked: {_one_line(error)}"
 
 
 def _one_line(error: BaseException) -> str:

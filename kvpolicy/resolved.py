@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import re
 from typing import Any
 
 import attrs
@@ -22,6 +23,8 @@ class LayerPlan:
         bounded: Whether its slabs have a fixed size; if not, they are as long as the longest
             sequence may become.
         num_protected: Rows that its policies promise to keep.
+        budget_from: What the budget is a share of, in words, if the plan says a share. Told
+            to readers; the plan is the same as one that says the count.
     """
 
     layer_idx: int
@@ -30,6 +33,7 @@ class LayerPlan:
     buffer: int
     bounded: bool
     num_protected: int = 0
+    budget_from: str | None = attrs.field(default=None, eq=False)
 
     @property
     def num_spare_rows(self) -> int:
@@ -53,7 +57,15 @@ class LayerPlan:
             "buffer": self.buffer if self.bounded else None,
             # Policies whose slabs grow may still compact: a budget of theirs is kept apart.
             **({} if self.bounded else {"prefill_budget": self.budget}),
+            **({} if self.budget_from is None else {"budget_from": self.budget_from}),
         }
+
+
+def _as_text(knob: object) -> object:
+    """A knob that is no plain data, in words that are the same in every process."""
+    if isinstance(knob, (set, frozenset)):
+        return sorted(knob, key=repr)
+    return re.sub(r" at 0x[0-9a-fA-F]+", "", repr(knob))
 
 
 @attrs.frozen
@@ -83,7 +95,10 @@ class ResolvedPlan:
 
     def digest(self) -> str:
         """A stable hash of all that this plan says, 16 hexadecimal digits."""
-        text = json.dumps(self.to_dict(), sort_keys=True, default=repr)
+        said = self.to_dict()
+        for layer in said["layers"]:
+            layer.pop("budget_from", None)  # a share says the same as the count it comes to
+        text = json.dumps(said, sort_keys=True, default=_as_text)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     def stacks(self) -> list[Stack]:

@@ -205,7 +205,7 @@ class Stack:
 
     def score(self, rows: LayerRows, layer_idx: int, arguments: dict[str, Any]) -> Tensor:
         """Ask for scores, ``[B, H_kv, T]``, fp32."""
-        shape = rows.positions.shape
+        shape, device = rows.positions.shape, rows.positions.device
 
         def ask(part: Stack) -> Callable[[], Tensor]:
             return partial(part.score, rows, layer_idx, arguments)
@@ -217,7 +217,7 @@ class Stack:
         scores: Tensor = self._relay.ask(
             "score",
             layer_idx,
-            lambda answer: checks.scores_problem(answer, shape),
+            lambda answer: checks.scores_problem(answer, shape, device),
             **(arguments | own),
         )
         return scores.float()
@@ -229,7 +229,7 @@ class Stack:
         keep: Tensor = self._relay.ask(
             "select",
             layer_idx,
-            lambda answer: checks.keep_problem(answer, scores.shape, budget),
+            lambda answer: checks.keep_problem(answer, scores.shape, budget, scores.device),
             scores=scores,
             positions=positions,
             budget=budget,

@@ -6,7 +6,7 @@ import sys
 import typer
 
 from kvpolicy.cli.commands import build
-from kvpolicy.cli.console import say
+from kvpolicy.cli.console import say, sentence
 from kvpolicy.cli.interrupt import Interrupted
 from kvpolicy.errors import KVPolicyError
 
@@ -52,8 +52,6 @@ def run(args: list[str]) -> int:
 
 
 def _refuse(message: str) -> int:
-    """Say what is wrong as one sentence, whoever worded it."""
-    begins_with_a_word = message[:1].isupper() and message[1:2].islower()
-    sentence = message[:1].lower() + message[1:] if begins_with_a_word else message
-    say(sentence if sentence.endswith((".", "?", "!")) else f"{sentence}.")
+    """Say what is wrong as one sentence."""
+    say(sentence(message))
     return WRONG_INPUT

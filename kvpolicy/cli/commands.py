@@ -14,7 +14,7 @@ from kvpolicy.errors import KVPolicyError
 # stands here, and not only in the module, so that `kvpolicy --help` imports none of them.
 COMMANDS = {
     "list": ("kvpolicy.cli.listing", "Show the installed policies and their knobs."),
-    "plan": ("kvpolicy.cli.plan", "Show what a plan does in each layer, and what it takes."),
+    "plan": ("kvpolicy.cli.plan", "Show what a plan does in each layer, or what is wrong with it."),
     "run": ("kvpolicy.cli.run", "Generate text with a policy at a budget."),
     "ablate": ("kvpolicy.cli.ablate", "Compare policies at several budgets."),
     "bench": ("kvpolicy.cli.bench", "Measure the engine's speed against generate()."),

@@ -17,6 +17,17 @@ def say(message: str) -> None:
     typer.echo(f"kvpolicy: {message}", err=True)
 
 
+def sentence(message: str) -> str:
+    """A message as one sentence, whoever worded it.
+
+    Args:
+        message: Such as ``"Invalid value"``.
+    """
+    begins_with_a_word = message[:1].isupper() and message[1:2].islower()
+    words = message[:1].lower() + message[1:] if begins_with_a_word else message
+    return words if words.endswith((".", "?", "!")) else f"{words}."
+
+
 def write(text: str) -> None:
     """Write a part of a result, as it is, at once.
 

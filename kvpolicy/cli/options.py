@@ -1,11 +1,13 @@
 """Options that several commands share, so that they read and work alike everywhere."""
 
+import re
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from kvpolicy.errors import KVPolicyError
+from kvpolicy.planbudget import SHARE
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
 Plugins = Annotated[
@@ -53,6 +55,22 @@ def register_plugins(plugins: list[Path] | None) -> None:
 
         for path in plugins:
             register_file(path)
+
+
+def rows_or_share(option: str, text: str | None) -> str | None:
+    """A budget as a plan has it: a number of rows, or a share such as ``"25%"``.
+
+    Args:
+        option: Name of the option, for the message.
+        text: What was given, if anything.
+
+    Raises:
+        KVPolicyError: It is neither.
+    """
+    if text is None or re.fullmatch(r"-?[0-9]+", text) or re.fullmatch(SHARE, text):
+        return text
+    msg = f"{option} was given {text!r}; a number of rows is wanted, or a share: 128, 25%."
+    raise KVPolicyError(msg)
 
 
 def words(text: str | None) -> list[str]:

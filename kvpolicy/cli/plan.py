@@ -1,8 +1,10 @@
-"""``kvpolicy plan show``: what a plan does in each layer of a model, and what it takes.
+"""``kvpolicy plan``: what a plan does in each layer of a model, and what it takes.
 
-With ``--json``: ``{"model", "dtype", "tokens", "slots", "digest", "bytes_per_slot", "bytes",
-"full_bytes_per_slot", "shared_bytes_per_slot", "layers": [{"layer", "stack", "budget", "buffer",
-"rows_per_slot", "bytes_per_slot"}], "schedule"}``; a budget is null where everything stays.
+`check` and `schema` are in `kvpolicy.cli.plancheck`. With ``--json``, `show` prints ``{"model",
+"dtype", "tokens", "slots", "digest", "bytes_per_slot", "bytes", "full_bytes_per_slot",
+"shared_bytes_per_slot", "layers": [{"layer", "stack", "budget", "buffer", "rows_per_slot",
+"bytes_per_slot"}], "schedule"}``; a budget is null where everything stays, and a layer whose budget is given as a
+share has ``"budget_from"``, too.
 """
 
 from pathlib import Path
@@ -21,7 +23,9 @@ from kvpolicy.cli.options import (
     TrustRemoteCode,
     register_plugins,
 )
+from kvpolicy.cli.plancheck import check, schema
 from kvpolicy.cli.units import human_bytes
+from kvpolicy.errors import KVPolicyError
 
 if TYPE_CHECKING:
     from kvpolicy.footprint import Footprint, LayerFootprint
@@ -30,13 +34,8 @@ app = typer.Typer(
     add_completion=False,
     rich_markup_mode=None,
     no_args_is_help=True,
-    help="Show what a plan does in each layer, and what it takes.",
+    help="Show what a plan does in each layer and what it takes, or find what is wrong with it.",
 )
-
-
-@app.callback()
-def _group() -> None:
-    """Keep `show` a command of its own, though it is the only one so far."""
 
 
 @app.command()
@@ -52,12 +51,18 @@ def show(
     plugin: Plugins = None,
     dtype: Dtype = "auto",
     trust_remote_code: TrustRemoteCode = False,
+    toml: Annotated[
+        bool, typer.Option("--toml", help="Print the plan as TOML, with everything spelled out.")
+    ] = False,
     json: Json = False,
 ) -> None:
     """Show what each layer of a model will do, and the bytes it will take.
 
     Needs the model's configuration only, not its weights.
     """
+    if toml and json:
+        msg = "--toml and --json were given; one of them is wanted."
+        raise KVPolicyError(msg)
     register_plugins(plugin)
     from kvpolicy.lab.models import open_skeleton
     from kvpolicy.plan import Plan
@@ -67,10 +72,18 @@ def show(
     from kvpolicy.footprint import footprint
 
     found = footprint(plan, skeleton, slots=slots, longest=tokens)
-    if json:
+    if toml:
+        from kvpolicy.planwriter import to_toml
+
+        write(to_toml(plan.resolve(len(found.layers))))
+    elif json:
         write_json({"model": model, **found.to_dict()}, indent=2)
     else:
         write(_text(found, file, model))
+
+
+app.command()(check)
+app.command()(schema)
 
 
 def _text(found: "Footprint", file: Path, model: str) -> str:
@@ -88,8 +101,16 @@ def _text(found: "Footprint", file: Path, model: str) -> str:
         f"per slot    {human_bytes(found.bytes_per_slot)}, {share:.1%} of the full cache{rest}",
         f"{found.slots} slots".ljust(12) + human_bytes(found.num_bytes),
         f"digest      {found.digest}",
+        *_shares(found.layers),
     ]
     return "\n".join(lines) + "\n"
+
+
+def _shares(layers: "tuple[LayerFootprint, ...]") -> list[str]:
+    """Where budgets come from that are given as shares, each once."""
+    plans = [layer.plan for layer in layers if layer.plan.budget_from is not None]
+    said = dict.fromkeys(str(plan.budget_from) for plan in plans)
+    return [f"{'budget' if i == 0 else '':<12}{line}" for i, line in enumerate(said)]
 
 
 def _fold(layers: "tuple[LayerFootprint, ...]") -> "list[list[LayerFootprint]]":

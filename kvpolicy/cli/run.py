@@ -6,7 +6,7 @@ of `RunReport`.
 """
 
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -24,6 +24,7 @@ from kvpolicy.cli.options import (
     Plugins,
     TrustRemoteCode,
     register_plugins,
+    rows_or_share,
 )
 from kvpolicy.cli.prompts import Prompt, apply_chat_template, read_prompts, read_stdin
 from kvpolicy.errors import KVPolicyError, RequestError
@@ -55,10 +56,14 @@ def run(
         typer.Option(metavar="NAME", help="A policy; repeat it, or write A+B, for B to wrap A."),
     ] = None,
     budget: Annotated[
-        int | None, typer.Option(help="Rows that stay per layer and KV head.")
+        str | None,
+        typer.Option(metavar="N|N%", help="Rows that stay per layer and KV head."),
     ] = None,
     buffer: Annotated[
         int | None, typer.Option(help="Rows that may join before a compaction.")
+    ] = None,
+    length: Annotated[
+        int | None, typer.Option(min=1, help="Tokens that a budget of N% is a share of.")
     ] = None,
     overrides: Overrides = None,
     plugin: Plugins = None,
@@ -89,7 +94,12 @@ def run(
     is_one = file is None
     prompts = _prompts(prompt, file, model, seed)
     register_plugins(plugin)
-    chosen = _plan(plan, policy or [], budget, buffer, overrides or [])
+    numbers = {
+        "budget": rows_or_share("--budget", budget),
+        "buffer": buffer,
+        "length": length,
+    }
+    chosen = _plan(plan, policy or [], numbers, overrides or [])
     from kvpolicy.engine import Engine
     from kvpolicy.lab.models import open_model
     from kvpolicy.request import Sampling
@@ -140,13 +150,11 @@ def _prompts(prompt: str | None, file: str | None, model: str, seed: int) -> lis
 def _plan(
     file: Path | None,
     policies: Sequence[str],
-    budget: int | None,
-    buffer: int | None,
+    numbers: Mapping[str, int | str | None],
     overrides: Sequence[str],
 ) -> "Plan":
     from kvpolicy.plan import Plan
 
-    numbers = {"budget": budget, "buffer": buffer}
     given = [f"{key}={value}" for key, value in numbers.items() if value is not None]
     if file is not None:
         if policies:

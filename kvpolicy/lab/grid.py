@@ -8,9 +8,9 @@ from typing import Any
 import attrs
 
 from kvpolicy.errors import BudgetError, PlanError
+from kvpolicy.extends import read as read_plan
 from kvpolicy.lab.presets import Series
 from kvpolicy.plan import Plan
-from kvpolicy.planfile import read as read_plan
 from kvpolicy.resolved import LayerPlan, ResolvedPlan
 
 

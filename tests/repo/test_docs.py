@@ -139,6 +139,7 @@ def test_every_key_of_a_plan_is_documented() -> None:
     plan_keys, _, group_keys = section.partition("### Groups of layers")
     for text, cls in ((plan_keys, Plan), (group_keys, Plan.__annotations__["layers"].__args__[0])):
         fields = {field.name for field in attrs.fields(cls)} - {"name"}
+        fields |= {"extends"} if cls is Plan else set()
         assert set(re.findall(r"^\| `(\w+)` \|", text, re.M)) == fields
 
 

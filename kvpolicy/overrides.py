@@ -1,0 +1,83 @@
+"""Changes to what a plan file holds, as the command line gives them: ``budget=96``."""
+
+import tomllib
+from collections.abc import Mapping
+from typing import Any
+
+from kvpolicy import extends
+from kvpolicy.discovery import nearest
+from kvpolicy.errors import PlanError
+
+
+def override(raw: dict[str, Any], change: str, name: str) -> None:
+    """Change one entry of what a plan file holds, in place.
+
+    Args:
+        raw: Lists and tables of the file.
+        change: ``KEY=VALUE``, ``layers.N.KEY=VALUE`` or ``POLICY.KNOB=VALUE``; the value is
+            read as TOML, and what is no TOML is text.
+        name: Name of the plan, for messages.
+
+    Raises:
+        PlanError: If it changes nothing that the plan has.
+    """
+    if not isinstance(change, str):
+        msg = f"{change!r:.60} is no change of a plan; write a text such as 'budget=96'"
+        raise PlanError(msg)
+    path, equals, text = change.partition("=")
+    keys = [key.strip() for key in path.split(".")]
+    if not equals or not all(keys):
+        msg = f"--set {change!r} is not KEY=VALUE; write for example budget=96"
+        raise PlanError(msg)
+    if keys == [extends.KEY]:
+        msg = f"--set {change!r}: what a plan extends is said in its file; override its keys"
+        raise PlanError(msg)
+    value = _value(text)
+    if len(keys) == 1:
+        raw[keys[0]] = value
+    elif keys[0] == "layers" and len(keys) == 3:
+        groups = _groups(raw)
+        place = int(keys[1]) if keys[1].isdecimal() and len(keys[1]) < 9 else len(groups)
+        if place >= len(groups):
+            msg = f"--set {change!r}: {name} has {len(groups)} [[layers]] groups, from 0"
+            raise PlanError(msg)
+        groups[place][keys[2]] = value
+    elif len(keys) == 2:
+        _set_knob(raw, keys[0], keys[1], value, change, name)
+    else:
+        msg = f"--set {change!r}: write KEY=, layers.N.KEY= or POLICY.KNOB="
+        raise PlanError(msg)
+
+
+def _value(text: str) -> object:
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except (ValueError, RecursionError):
+        return text.strip()
+
+
+def _groups(raw: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The groups of layers; none if they are malformed, which is told later."""
+    groups = raw.get("layers")
+    if isinstance(groups, list) and all(isinstance(group, dict) for group in groups):
+        return groups
+    return []
+
+
+def _set_knob(
+    raw: dict[str, Any], policy: str, knob: str, value: object, change: str, name: str
+) -> None:
+    stacks = [raw.get("schedule"), *(table.get("stack") for table in [raw, *_groups(raw)])]
+    used = set()
+    for stack in stacks:
+        if not isinstance(stack, list):
+            continue  # refused with a better message when the plan is structured
+        for place, entry in enumerate(stack):
+            spec = entry if isinstance(entry, dict) else {"policy": entry}
+            used.add(str(spec.get("policy")))
+            if spec.get("policy") == policy:
+                stack[place] = {**spec, knob: value}
+    if policy not in used:
+        hint = nearest(policy, sorted(used))
+        msg = f"--set {change!r}: {name} uses no policy '{policy}'{hint}"
+        raise PlanError(msg)

@@ -1,0 +1,170 @@
+"""A plan that extends another says what differs; the rest is the other's."""
+
+from pathlib import Path
+
+import pytest
+
+from kvpolicy import Plan
+from kvpolicy.errors import PlanError
+from kvpolicy.lab.grid import build_cells, series_of_file
+
+BASE = """
+budget = 64
+buffer = 16
+stack = ["h2o", "protect"]
+"""
+GROUPS = """
+budget = 48
+[[layers]]
+where = "0:2"
+stack = ["full"]
+[[layers]]
+where = "2:"
+stack = ["rkv"]
+budget = 32
+"""
+
+
+@pytest.fixture
+def write(tmp_path: Path):
+    def to(name: str, text: str) -> Path:
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+        return path
+
+    return to
+
+
+def test_keys_replace_those_of_the_base_and_others_are_kept(write) -> None:
+    write("base.toml", BASE)
+    plan = Plan.load(write("child.toml", 'extends = "base.toml"\nbudget = 32\n'))
+    assert (plan.budget, plan.buffer) == (32, 16)
+    assert [spec.policy for spec in plan.stack] == ["h2o", "protect"]
+
+
+def test_a_base_is_looked_for_beside_the_file_that_names_it(write, monkeypatch, tmp_path) -> None:
+    write("a/base.toml", BASE)
+    write("a/middle/one.toml", 'extends = "../base.toml"\nbuffer = 8\n')
+    child = write("b/child.toml", 'extends = "../a/middle/one.toml"\nbudget = 40\n')
+    monkeypatch.chdir(tmp_path / "b")
+    for named in (child, "child.toml"):
+        plan = Plan.load(named)
+        assert (plan.budget, plan.buffer, len(plan.stack)) == (40, 8, 2)
+
+
+def test_an_installed_plan_may_be_extended_by_name(write) -> None:
+    plan = Plan.load(write("mine.toml", 'extends = "skipkv"\nbudget = 96\n'))
+    installed = Plan.load("skipkv")
+    assert plan.budget == 96 != installed.budget
+    assert (plan.stack, plan.buffer) == (installed.stack, installed.buffer)
+
+
+def test_a_plan_in_python_may_extend_one_too(write, monkeypatch, tmp_path) -> None:
+    write("base.toml", BASE)
+    monkeypatch.chdir(tmp_path)
+    assert Plan.from_dict({"extends": "base.toml", "budget": 20}).buffer == 16
+    assert Plan.from_dict({"extends": "skipkv"}) == Plan.load("skipkv")
+
+
+def test_groups_of_layers_are_replaced_as_a_whole(write) -> None:
+    write("base.toml", GROUPS)
+    text = 'extends = "base.toml"\n[[layers]]\nwhere = "all"\nstack = ["streaming"]\n'
+    plan = Plan.load(write("child.toml", text))
+    layers = plan.resolve(4).layers
+    assert [layer.stack[0].policy for layer in layers] == ["streaming"] * 4
+    assert [layer.budget for layer in layers] == [48] * 4, "the plan's own budget is inherited"
+
+
+def test_no_groups_at_all_is_one_group_of_all_layers(write) -> None:
+    write("base.toml", GROUPS)
+    text = 'extends = "base.toml"\nlayers = []\nstack = ["h2o"]\n'
+    layers = Plan.load(write("child.toml", text)).resolve(3).layers
+    assert [(layer.stack[0].policy, layer.budget) for layer in layers] == [("h2o", 48)] * 3
+
+
+def test_a_group_keeps_its_own_budget_when_the_plans_is_changed(write) -> None:
+    write("base.toml", GROUPS)
+    plan = Plan.load(write("child.toml", 'extends = "base.toml"\nbudget = 99\n'))
+    assert [layer.budget for layer in plan.resolve(4).layers] == [99, 99, 32, 32]
+
+
+def test_overrides_reach_what_is_inherited(write) -> None:
+    write("base.toml", GROUPS)
+    child = write("child.toml", 'extends = "base.toml"\nbuffer = 8\n')
+    plan = Plan.load(child, ["layers.1.budget=24", "rkv.mix_lambda=0.3", "budget=50"])
+    layers = plan.resolve(3).layers
+    assert [layer.budget for layer in layers] == [50, 50, 24]
+    assert layers[2].stack[0].knobs["mix_lambda"] == 0.3
+
+
+def test_what_is_inherited_comes_to_the_same_as_what_is_written_out(write) -> None:
+    write("base.toml", BASE)
+    child = Plan.load(write("child.toml", 'extends = "base.toml"\nbudget = 33\n'))
+    whole = Plan.load(write("whole.toml", BASE.replace("64", "33")))
+    assert child == whole
+    assert child.resolve(4).digest() == whole.resolve(4).digest()
+
+
+def test_a_comparison_takes_inherited_plans(write) -> None:
+    write("base.toml", BASE)
+    series = series_of_file(write("child.toml", 'extends = "base.toml"\nbuffer = 4\n'))
+    (cell,) = build_cells([series], num_layers=2, budgets=[99], buffer=None)
+    assert (cell.budget, cell.buffer) == (64, 4)
+
+
+@pytest.mark.parametrize(
+    ("chain", "says"),
+    [
+        ({"a": "a"}, "a.toml' extends itself: '{d}/a.toml' -> '{d}/a.toml'"),
+        ({"a": "b", "b": "a"}, "'{d}/a.toml' -> '{d}/b.toml' -> '{d}/a.toml'; take one"),
+        (
+            {"a": "b", "b": "c", "c": "b"},
+            "'{d}/a.toml' -> '{d}/b.toml' -> '{d}/c.toml' -> '{d}/b.toml'",
+        ),
+        ({"a": "../{f}/a"}, "extends itself"),
+    ],
+)
+def test_a_plan_that_extends_itself_is_refused_with_the_chain(write, tmp_path, chain, says) -> None:
+    for name, base in chain.items():
+        base = base.replace("{f}", tmp_path.name)
+        write(f"{name}.toml", f'extends = "{base}.toml"\n')
+    with pytest.raises(PlanError) as caught:
+        Plan.load(tmp_path / "a.toml")
+    assert says.replace("{d}", str(tmp_path)) in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ('extends = "none.toml"', "none.toml', which '{d}/child.toml' extends, cannot be read"),
+        ('extends = "broken.toml"', "broken.toml', which '{d}/child.toml' extends, is not TOML"),
+        ('extends = "skipvk"', "child.toml' extends 'skipvk', but no plan is named 'skipvk'; did"),
+        ("extends = 3", 'extends is 3; write the name of one plan, extends = "base.toml"'),
+        ('extends = ["a.toml", "b.toml"]', "write the name of one plan"),
+        ('extends = ""', "write the name of one plan"),
+        ('extends = "a\\u0000.toml"', "cannot be read: embedded null byte"),
+        ('extends = "."', "no plan is named '.'"),
+        ('extends = "./"', "no plan is named '.'"),
+        ('extends = "/"', "no plan is named '/'"),
+    ],
+)
+def test_a_base_that_cannot_be_had_is_named_with_who_wants_it(
+    write, tmp_path, text: str, says: str
+) -> None:
+    write("broken.toml", "budget = = 3")
+    with pytest.raises(PlanError) as caught:
+        Plan.load(write("child.toml", text))
+    assert says.replace("{d}", str(tmp_path)) in str(caught.value)
+
+
+def test_what_is_wrong_in_a_base_is_wrong_in_the_plan(write) -> None:
+    write("base.toml", "bugdet = 3\n")
+    with pytest.raises(PlanError, match="unknown key 'bugdet'; did you mean budget"):
+        Plan.load(write("child.toml", 'extends = "base.toml"\nstack = ["h2o"]\n'))
+
+
+def test_what_a_plan_extends_is_no_matter_of_overrides(write) -> None:
+    write("base.toml", BASE)
+    with pytest.raises(PlanError, match="what a plan extends is said in its file"):
+        Plan.load(write("child.toml", BASE), ['extends="base.toml"'])

@@ -1,0 +1,214 @@
+"""`check_plan` finds everything at once, and nothing that is not there."""
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from plandata import anything, mutated, plan_data, tables
+
+from kvpolicy import Plan
+from kvpolicy.errors import KVPolicyError
+from kvpolicy.plancheck import check_plan
+
+NUM_LAYERS = 4
+
+
+def problems(data: dict[str, Any], *overrides: str) -> list[str]:
+    return [str(one) for one in check_plan(data, overrides, num_layers=NUM_LAYERS).problems]
+
+
+#: Every clause: what is wrong, and what each problem says, in order.
+CLAUSES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
+    "unknown key": ({"bugdet": 3, "stack": ["full"]}, ("unknown key 'bugdet'; did you mean",)),
+    "two unknown keys": ({"a": 3, "b": 4, "stack": ["full"]}, ("key 'a'", "key 'b'")),
+    "name": ({"name": "x", "stack": ["full"]}, ("unknown key 'name'; a plan is called by",)),
+    "sampling": (
+        {"sampling": {"temperature": 1}, "stack": ["full"]},
+        ("section 'sampling' is reserved; set it with --temperature",),
+    ),
+    "steering": (
+        {"steering": {"vector": "x"}, "stack": ["full"]},
+        ("section 'steering' is reserved; list a policy that steers",),
+    ),
+    "both sections": (
+        {"steering": {}, "sampling": {}, "stack": ["full"]},
+        ("'sampling' is reserved", "'steering' is reserved"),
+    ),
+    "budget of no kind": ({"budget": [3], "stack": ["h2o"]}, ("[3] is not a count or a share",)),
+    "buffer of no kind": (
+        {"budget": 9, "buffer": "x", "stack": ["h2o"]},
+        ("in buffer: 'x' is not a count",),
+    ),
+    "length of no kind": (
+        {"budget": "9%", "length": 1.5, "stack": ["h2o"]},
+        ("in length: 1.5 is not a count",),
+    ),
+    "no length": ({"budget": "9%", "stack": ["h2o"]}, ("of no stated length",)),
+    "a share of nothing": (
+        {"budget": "0%", "length": 9, "stack": ["h2o"]},
+        ("which is 0 rows; between 1 and all",),
+    ),
+    "budget 0": ({"budget": 0, "stack": ["h2o"]}, ("layer 0 a budget of 0; at least 1 row",)),
+    "budget and buffer 0": (
+        {"budget": 0, "buffer": 0, "stack": ["h2o"]},
+        ("layer 0 a budget of 0", "layer 0 a buffer of 0"),
+    ),
+    "more than can be counted": (
+        {"budget": 2**40, "stack": ["h2o"]},
+        ("1099511627776 is more than can be counted",),
+    ),
+    "no budget": ({"stack": ["h2o"]}, ("gives layer 0 (h2o) no budget",)),
+    "budget below what is protected": (
+        {"budget": 4, "stack": ["rkv"]},
+        ("budget of 4, but its policies (rkv) protect 8 rows",),
+    ),
+    "no policy": ({"budget": 4}, ("names no policy for layers 'all'",)),
+    "stack of no kind": ({"budget": 9, "stack": "h2o"}, ("in stack: 'h2o' is no list",)),
+    "policy of no kind": (
+        {"budget": 9, "stack": ["h2o", 3, {"knob": 1}]},
+        ("3 names no policy", "{'knob': 1} names no policy"),
+    ),
+    "unknown policies": (
+        {"budget": 9, "stack": ["hh2o", "protct"]},
+        ("no policy is named 'hh2o'; did you mean h2o", "'protct'; did you mean protect"),
+    ),
+    "unknown policy for schedule": (
+        {"stack": ["full"], "schedule": ["skipkv_batchs"]},
+        ("'skipkv_batchs'; did you mean skipkv_batches",),
+    ),
+    "unknown knob": (
+        {"budget": 9, "stack": [{"policy": "rkv", "mix_lamda": 1}]},
+        ("no knob 'mix_lamda'; did you mean mix_lambda",),
+    ),
+    "refused knobs of two policies": (
+        {
+            "budget": 9,
+            "stack": [{"policy": "rkv", "mix_lambda": 2}, {"policy": "protect", "n_sink": -1}],
+        },
+        ("policy 'rkv' refuses its knobs", "policy 'protect' refuses its knobs"),
+    ),
+    "padding": (
+        {"stack": ["full"], "padding": "left"},
+        ("in padding: 'left' is no padding; write one of none, stored",),
+    ),
+    "layers of no kind": ({"stack": ["full"], "layers": 3}, ("in layers: 3 is no list of groups",)),
+    "group of no kind": ({"stack": ["full"], "layers": [3]}, ("3 is no group of layers",)),
+    "unknown keys in groups": (
+        {"stack": ["full"], "layers": [{"where": "0:2", "stak": 1}, {"where": "2:", "buget": 2}]},
+        ("unknown key 'stak' in layers[0]", "unknown key 'buget' in layers[1]"),
+    ),
+    "where of no kind": ({"stack": ["full"], "layers": [{"where": 3}]}, ("3 names no layers",)),
+    "where of no slice": (
+        {"stack": ["full"], "layers": [{"where": "first"}]},
+        ('where = "first" names no layers; write "all"',),
+    ),
+    "a step of 0": (
+        {"stack": ["full"], "layers": [{"where": "::0"}]},
+        ('where = "::0" names no layers',),
+    ),
+    "layer beyond the model": (
+        {"stack": ["full"], "layers": [{"where": [0, 9]}]},
+        ("names layer 9; the model has layers 0 to 3",),
+    ),
+    "an empty slice": (
+        {"stack": ["full"], "layers": [{"where": "7:"}]},
+        ("covers none of the model's 4 layers",),
+    ),
+    "overlaps and gaps": (
+        {"stack": ["full"], "layers": [{"where": [0, 1, 0]}, {"where": [1]}]},
+        (
+            "covers layer 0 twice, again in (0, 1, 0)",
+            "covers layer 1 twice, again in (1,)",
+            "does not cover layers 2 to 3 of 0 to 3",
+        ),
+    ),
+    "two groups with two mistakes each": (
+        {
+            "layers": [
+                {"where": "0:2", "stack": ["h2o"], "budget": 0, "buffer": 0},
+                {"where": "2:", "stack": ["rkv"], "budget": 3, "buffer": -1},
+            ]
+        },
+        (
+            "layer 0 a budget of 0",
+            "layer 0 a buffer of 0",
+            "layer 2 a buffer of -1",
+        ),
+    ),
+    "extends of no kind": ({"extends": 3}, ("extends is 3; write the name of one plan",)),
+    "extends nothing": ({"extends": "none.toml"}, ("none.toml' cannot be read",)),
+    "a key of no kind": ({3: 4}, ("has a key 3; keys are texts",)),
+}
+
+
+@pytest.mark.parametrize(("data", "says"), CLAUSES.values(), ids=CLAUSES)
+def test_every_problem_is_found_once(data: dict[str, Any], says: tuple[str, ...]) -> None:
+    found = problems(data)
+    assert len(found) == len(says), found
+    for problem, words in zip(found, says, strict=True):
+        assert words in problem
+        assert "\n" not in problem
+
+
+@pytest.mark.parametrize("data", [data for data, _ in CLAUSES.values()], ids=CLAUSES)
+def test_what_is_found_is_refused_by_a_run(data: dict[str, Any]) -> None:
+    with pytest.raises(KVPolicyError):
+        Plan.from_dict(data).resolve(NUM_LAYERS)
+
+
+def test_all_mistakes_of_a_plan_are_found_in_one_go() -> None:
+    data = {
+        "bugdet": 3,
+        "budget": 9,
+        "buffer": 0,
+        "stack": ["rvk", {"policy": "rkv", "mix": 3}],
+        "sampling": {},
+        "layers": [{"where": "0:2", "stack": ["h2o"]}, {"where": [2, 9], "stak": ["x"]}],
+    }
+    found = "\n".join(problems(data, "rkw.mix_lambda=1", "nonsense"))
+    for words in (
+        *("'bugdet'", "'rvk'", "'mix'", "'sampling'", "'stak'", "layer 9", "buffer of 0"),
+        *("rkw.mix_lambda=1", "nonsense"),
+    ):
+        assert words in found
+    assert found.count("\n") == 8
+
+
+def test_a_mistake_hides_none_behind_it_and_brings_none_along() -> None:
+    # The budget is malformed: that there is none, or too little, is not said as well.
+    (problem,) = problems({"budget": "many", "stack": ["rkv"]})
+    assert "'many'" in problem
+    # A stack that does not exist is not said to be missing.
+    (problem,) = problems({"budget": 9, "layers": [{"stack": ["h20"]}]})
+    assert "'h20'" in problem
+
+
+@given(plan_data(num_layers=NUM_LAYERS))
+def test_a_plan_that_fits_has_no_problem(data: dict[str, Any]) -> None:
+    found = check_plan(data, num_layers=NUM_LAYERS)
+    assert found.problems == ()
+    assert found.resolved == Plan.from_dict(data).resolve(NUM_LAYERS)
+
+
+@given(
+    mutated(num_layers=NUM_LAYERS) | tables | anything,
+    st.lists(st.text("=.layers0budgt ", max_size=9), max_size=1),
+)
+def test_a_plan_has_a_problem_exactly_if_a_run_refuses_it(data: Any, overrides: list[str]) -> None:
+    found = check_plan(data, overrides, num_layers=NUM_LAYERS)
+    try:
+        resolved = Plan.from_dict(data, overrides).resolve(NUM_LAYERS)
+    except KVPolicyError:
+        assert found.problems
+        assert found.resolved is None
+    else:
+        assert found.problems == ()
+        assert found.resolved == resolved
+    assert len({str(problem) for problem in found.problems}) == len(found.problems)
+
+
+@given(mutated(num_layers=NUM_LAYERS))
+def test_without_a_model_nothing_is_said_of_it(data: dict[str, Any]) -> None:
+    alone = {str(one) for one in check_plan(data).problems}
+    assert alone <= {str(one) for one in check_plan(data, num_layers=NUM_LAYERS).problems}

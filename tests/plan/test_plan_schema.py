@@ -1,0 +1,104 @@
+"""The schema that editors use says what the code takes."""
+
+import json
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import attrs
+import jsonschema
+import pytest
+from hypothesis import given
+from plandata import mutated, plan_data, tables
+
+from kvpolicy import Plan
+from kvpolicy.bundled import bundled_file, bundled_names
+from kvpolicy.errors import KVPolicyError
+from kvpolicy.layercover import slice_of
+from kvpolicy.planfile import structure
+from kvpolicy.planschema import plan_schema
+from kvpolicy.planspec import LayerGroup
+
+FILE = Path(__file__).parents[2] / "docs" / "reference" / "plan.schema.json"
+SCHEMA = plan_schema()
+CHECK = jsonschema.Draft7Validator(SCHEMA)
+
+
+def test_the_file_is_what_the_code_says() -> None:
+    assert json.loads(FILE.read_text(encoding="utf-8")) == SCHEMA, (
+        "write it again: kvpolicy plan schema > docs/reference/plan.schema.json"
+    )
+
+
+def test_the_schema_is_one() -> None:
+    jsonschema.Draft7Validator.check_schema(SCHEMA)
+
+
+@pytest.mark.parametrize("cls", [Plan, LayerGroup])
+def test_every_key_is_described(cls: type) -> None:
+    table = SCHEMA if cls is Plan else SCHEMA["definitions"]["group"]
+    fields = {field.name for field in attrs.fields(cls)} - {"name"}
+    assert set(table["properties"]) - {"extends"} == fields
+    for form in table["properties"].values():
+        assert form["description"].endswith((".", '"25%".')), form
+        assert "`" not in form["description"]
+
+
+@pytest.mark.parametrize("name", bundled_names("kvpolicy.plans"))
+def test_an_installed_plan_is_valid(name: str) -> None:
+    path = bundled_file("kvpolicy.plans", name, suffix=".toml", what="plan")
+    CHECK.validate(tomllib.loads(path.read_text(encoding="utf-8")))
+
+
+@given(plan_data())
+def test_a_plan_that_fits_is_valid(data: dict[str, Any]) -> None:
+    CHECK.validate(data)
+
+
+@given(mutated() | tables)
+def test_what_the_code_reads_is_valid_and_what_it_cannot_read_is_not(data: dict[str, Any]) -> None:
+    data.pop("extends", None)  # whether there is such a file is nothing that a schema knows
+    try:
+        plan = structure(Plan, data, (), "the plan")
+    except KVPolicyError:
+        assert not CHECK.is_valid(data)
+        return
+    # A schema knows that counts begin at 1 and which texts are slices; reading does not yet.
+    counts = [plan.buffer, plan.budget, plan.length]
+    counts += [count for group in plan.layers for count in (group.budget, group.buffer)]
+    wheres = [group.where for group in plan.layers if isinstance(group.where, str)]
+    if all(count >= 1 for count in counts if isinstance(count, int)) and all(map(_slice, wheres)):
+        CHECK.validate(data)
+    else:
+        assert not CHECK.is_valid(data)
+
+
+def _slice(where: str) -> bool:
+    try:
+        slice_of(where, "the plan")
+    except KVPolicyError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        {"bugdet": 3},
+        {"budget": "25"},
+        {"budget": 0},
+        {"budget": True},
+        {"buffer": 1.5},
+        {"stack": "h2o"},
+        {"stack": [{"knob": 3}]},
+        {"layers": [{"where": "first"}]},
+        {"layers": [{"where": []}]},
+        {"layers": {"where": "all"}},
+        {"padding": "left"},
+        {"sampling": {}},
+        {"name": "x"},
+    ],
+    ids=str,
+)
+def test_an_editor_underlines_a_mistake(data: dict[str, Any]) -> None:
+    assert not CHECK.is_valid(data)
