@@ -6,8 +6,12 @@ from typing import Any
 
 import attrs
 
+from kvpolicy import hookspecs
 from kvpolicy.discovery import load_policy, policy_names, snake_case
 from kvpolicy.errors import KVPolicyError, PolicyLoadError
+from kvpolicy.stack import Stack
+
+HOOKS = [name for name, value in vars(hookspecs).items() if hasattr(value, "kvpolicy_spec")]
 
 
 @attrs.frozen
@@ -26,6 +30,11 @@ class Maker:
     build: Callable[[], object]
     knobs: dict[str, Any] | None = None
 
+    def hooks(self) -> frozenset[str]:
+        """The hooks it implements."""
+        stack = Stack([(self.name, self.build())])
+        return frozenset(hook for hook in HOOKS if stack.implements(hook))
+
     @classmethod
     def of(cls, factory: Any, knobs: dict[str, Any] | None = None) -> "Maker":
         """Understand what was given.
@@ -38,7 +47,8 @@ class Maker:
         if isinstance(factory, str):
             given = dict(knobs or {})
             words = f"{factory!r}, {given!r}" if given else repr(factory)
-            return cls(factory, words, lambda: load_policy(factory, **given), given)
+            built = type(load_policy(factory, **given))  # looked up once, with all its messages
+            return cls(factory, words, lambda: built(**given), given)
         if not callable(factory):
             msg = (
                 f"check_policy was given {factory!r:.60}; give the policy's class, a function "

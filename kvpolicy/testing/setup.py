@@ -1,23 +1,20 @@
 """The sizes of one trial: what is drawn, and what a minimal example shows."""
 
-from collections.abc import Callable
 from typing import Any
 
 import attrs
 import torch
 
-from kvpolicy import hookspecs
 from kvpolicy.engine import Engine
 from kvpolicy.plan import Plan
 from kvpolicy.planspec import LayerGroup, PolicySpec
 from kvpolicy.stack import Stack
 from kvpolicy.testing.company import KeyLengths, Pinned
 from kvpolicy.testing.toy import Toy, lively_ids, toy_tokenizer
+from kvpolicy.testing.watch import Watch
 
 WHERE = ("all", "first", "last")
 DTYPES = ("float64", "float32", "bfloat16", "float16")
-
-_HOOKS = [name for name, value in vars(hookspecs).items() if hasattr(value, "kvpolicy_spec")]
 
 
 @attrs.frozen(kw_only=True)
@@ -110,34 +107,26 @@ class World:
         chosen = torch.randint(len(self.lively), (length,), generator=rng)
         return [self.lively[i] for i in chosen.tolist()]
 
-    def engine(
-        self, policy: object, setup: Setup, toy: Toy, watch: Callable[[Stack], Stack]
-    ) -> Engine:
-        """An engine that serves with a policy."""
-        engine = Engine(
-            toy,  # type: ignore[arg-type]
-            self.tokenizer,
-            plan_of(policy, setup, self.num_layers),
-            slots=setup.slots,
-            chunk=setup.chunk,
-        )
+    def engine(self, watch: Watch, setup: Setup, toy: Toy) -> Engine:
+        """An engine that serves with the policy that a watch is for."""
+        plan = plan_of(watch.policy, watch.hooks, setup, self.num_layers)
+        engine = Engine(toy, self.tokenizer, plan, slots=setup.slots, chunk=setup.chunk)
         for stack in dict.fromkeys([*engine.stacks, engine.scheduling]):
-            watch(stack)
+            watch.over(stack)
         return engine
 
 
-def plan_of(policy: object, setup: Setup, num_layers: int) -> Plan:
+def plan_of(policy: object, hooks: frozenset[str], setup: Setup, num_layers: int) -> Plan:
     """The plan of a setup: the policy alone, in company, or for the order of admission."""
     spec = PolicySpec.of(policy)
-    alone = Stack([(spec.policy, policy)])
-    if not answers_layers(alone):
+    if hooks == {"schedule"}:
         return Plan((PolicySpec.of(KeyLengths()),), setup.budget, setup.buffer, schedule=(spec,))
     stack = [spec]
     if setup.beneath:
         stack.insert(0, PolicySpec.of(KeyLengths()))
     if setup.pinned:
         stack.append(PolicySpec.of(Pinned()))
-    schedule = (spec,) if alone.implements("schedule") else ()
+    schedule = (spec,) if "schedule" in hooks else ()
     has = layers_with(setup.where, num_layers)
     groups = [LayerGroup(where=tuple(has), stack=tuple(stack))]
     rest = tuple(layer for layer in range(num_layers) if layer not in has)
@@ -152,11 +141,6 @@ def layers_with(where: str, num_layers: int) -> list[int]:
     """The layers that have the policy."""
     layers = list(range(num_layers))
     return {"all": layers, "first": layers[:1], "last": layers[-1:]}[where]
-
-
-def answers_layers(stack: Stack) -> bool:
-    """Whether it answers a hook of a layer, and not only `schedule`."""
-    return any(stack.implements(hook) for hook in _HOOKS if hook != "schedule")
 
 
 def least_budget(policy: object) -> int:

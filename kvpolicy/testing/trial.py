@@ -3,7 +3,7 @@
 import gc
 import weakref
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import attrs
@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from kvpolicy.cache import Cache
-from kvpolicy.errors import PolicyLoadError
 from kvpolicy.request import Request
 from kvpolicy.results import Result
 from kvpolicy.run import Run
@@ -25,6 +24,10 @@ from kvpolicy.testing.watch import Kept, Watch
 _NOISE = 1e-4
 
 _LONGEST_CHUNK = 512
+
+
+# Looking for leaks may take a collection of all garbage, and so is done now and then.
+_LEAKS_EVERY = 16
 
 
 @attrs.frozen
@@ -69,6 +72,7 @@ class Trial:
         *,
         world: World | None = None,
         checked: Counter[str] | None = None,
+        hooks: frozenset[str] | None = None,
         **setup: Any,
     ) -> None:
         """Set up an engine.
@@ -78,6 +82,7 @@ class Trial:
             knobs: Knobs, with a name.
             world: Tokenizer and model sizes that no trial changes.
             checked: Where to count clauses.
+            hooks: The hooks that the policy implements, if they are known.
             setup: The fields of `Setup`.
         """
         self.maker = Maker.of(policy, knobs)
@@ -85,11 +90,10 @@ class Trial:
         self.setup = Setup(**setup)
         self.actions: list[tuple[str, dict[str, int]]] = []
         self.checked: Counter[str] = Counter() if checked is None else checked
-        self.looks_for_leaks = False
+        self._hooks = self.maker.hooks() if hooks is None else hooks
         self._toy = self.world.toy(self.setup)
-        self._watch = Watch(self.checked)
-        self._policy = self._build()
-        self._engine = self.world.engine(self._policy, self.setup, self._toy, self._watch.over)
+        self._watch = self._new_watch(self.checked)
+        self._engine = self.world.engine(self._watch, self.setup, self._toy)
         self._run: Run | None = None
         self._queue: list[Arrival] = []
         self._served: list[Arrival] = []
@@ -128,36 +132,49 @@ class Trial:
         while self._queue or self._run is not None:
             self._begin()
             self._step()
-        for arrival, story in self._stories:
-            self._compare(arrival, story)
+        self.checked.update(self._sizes())
+        if self.setup.dtype == "float64":  # else noise decides: batches add up in another order
+            # The last one first, so that one policy after the other does not see the same.
+            alone = self.alone([arrival for arrival, _ in reversed(self._stories)])
+            for (arrival, story), twin in zip(self._stories, reversed(alone), strict=True):
+                self._compare(arrival, story, twin)
 
     def alone(
-        self, arrival: Arrival, *, times: int = 1, copies: int = 1, chunk: int = _LONGEST_CHUNK
+        self, arrivals: Sequence[Arrival], *, copies: int = 1, chunk: int = _LONGEST_CHUNK
     ) -> list[Story]:
-        """Serve one request by a new policy with nobody else around.
+        """Serve requests by a new policy, one after the other with nobody else around.
 
         Args:
-            arrival: The request.
-            times: How often, one after the other, by the same policy.
-            copies: How many of it at once, each in a slot of its own.
-            chunk: In which chunks of its prompt.
+            arrivals: The requests.
+            copies: How many of each at once, each in a slot of its own.
+            chunk: In which chunks of their prompts.
         """
         setup = attrs.evolve(self.setup, slots=copies, chunk=chunk)
-        watch = Watch(Counter())
-        engine = self.world.engine(self._build(), setup, self._toy, watch.over)
+        watch = self._new_watch(Counter())
+        engine = self.world.engine(watch, setup, self._toy)
         stories = []
-        for _ in range(times):
+        for arrival in arrivals:
             run = engine.generate([self._request(arrival)] * copies)
             traces = [watch.follow(served.memory) for served in run._waiting]
             results = run.results()
             stories += [Story(r.tokens, t, False) for r, t in zip(results, traces, strict=True)]
         return stories
 
-    def _build(self) -> object:
-        try:
-            return self.maker.build()
-        except PolicyLoadError as error:
-            raise ConformanceError("building", "a policy", str(error)) from error
+    def _sizes(self) -> list[str]:
+        """The clauses about sizes that this trial is an example of."""
+        setup = self.setup
+        edges = {1, setup.budget, setup.budget + 1}
+        is_odd = 1 in (setup.kv_heads, setup.slots)
+        is_odd |= any(arrival.prompt in edges for arrival, _ in self._stories)
+        found = {
+            "sizes": is_odd,
+            "grouped_queries": setup.group > 1,
+            "precision": setup.dtype != "float32",
+        }
+        return [clause for clause, holds in found.items() if holds]
+
+    def _new_watch(self, checked: Counter[str]) -> Watch:
+        return Watch(self.maker.build(), self._hooks, checked)
 
     def _request(self, arrival: Arrival) -> Request:
         prompt = self.world.prompt(self.setup, arrival.number, arrival.prompt)
@@ -179,10 +196,12 @@ class Trial:
         events = self._run.step()
         for result in events.results:
             self._note(result)
-        _check_cache(self._run._slots.cache, self._run._slots.active, self.checked)
+        _check_cache(self._run._slots.cache, self._run._slots.active)
+        if self._watch.chooses:
+            self.checked.update(["budget", "order"])
         if self._run.done:
             self._run = None
-            if self.looks_for_leaks:
+            if self.setup.seed % _LEAKS_EVERY == 0:
                 self._check_leaks()
 
     def _note(self, result: Result) -> None:
@@ -201,15 +220,12 @@ class Trial:
             came = f"the memory of {held} sequences that have ended is still held by someone"
             raise ConformanceError("memory", "no reference to the memory of a sequence", came)
 
-    def _compare(self, arrival: Arrival, story: Story) -> None:
+    def _compare(self, arrival: Arrival, story: Story, alone: Story) -> None:
         """Hold a request against itself, served alone by a new policy."""
-        if self.setup.dtype != "float64":
-            return  # batches of another shape add up in another order: rows differ by that
         compared = ["determinism", "neighbours"]
         compared += ["chunks"] if self.setup.chunk < arrival.prompt else []
         compared += ["slots"] if self.setup.slots > 1 else []
         self.checked.update(compared)
-        (alone,) = self.alone(arrival)
         difference = differs(story, alone)
         if difference is not None:
             raise Differs(arrival, *difference)
@@ -261,9 +277,8 @@ def _is_noise(came: Kept, expected: Kept) -> bool:
     return bool(((a - b).abs() <= _NOISE * largest).all())
 
 
-def _check_cache(cache: Cache, active: Sequence[object], checked: Counter[str]) -> None:
+def _check_cache(cache: Cache, active: Sequence[object]) -> None:
     """See that the slabs hold what they say, in order of position."""
-    checked.update(["budget", "order"])
     for layer_idx, layer in enumerate(cache.layers):
         for slot in range(len(active)):
             num = int(cache.rows[layer_idx, slot])
@@ -279,6 +294,3 @@ def _check_cache(cache: Cache, active: Sequence[object], checked: Counter[str]) 
 def _in_order(positions: Tensor, num: int) -> bool:
     filled, empty = positions[:, :num], positions[:, num:]
     return bool((filled.diff(dim=1) > 0).all() and (filled >= 0).all() and (empty == -1).all())
-
-
-Refine = Callable[[Trial, ConformanceError], ConformanceError]

@@ -44,11 +44,18 @@ class Watch:
     """Watches the stacks of one run of the engine.
 
     Attributes:
+        policy: The policy under test; others are watched, and not counted.
+        hooks: The hooks it implements.
         checked: How often each clause was checked.
     """
 
-    def __init__(self, checked: Counter[str]) -> None:
-        self.checked = checked
+    def __init__(self, policy: object, hooks: frozenset[str], checked: Counter[str]) -> None:
+        self.policy, self.hooks, self.checked = policy, hooks, checked
+
+    @property
+    def chooses(self) -> bool:
+        """Whether the policy has a say in what stays."""
+        return not self.hooks.isdisjoint(("due", "score", "select", "evict"))
 
     def over(self, stack: Stack) -> Stack:
         """Have every question to a stack go through the watch."""
@@ -69,6 +76,9 @@ class _Watched:
         self.names = relay.names
         self._named: dict[str, frozenset[str]] = {}
         self._seq_len = torch.zeros(0)
+        is_under_test = any(policy is watch.policy for policy in stack.policies)
+        self._hooks = watch.hooks if is_under_test else frozenset()
+        self._chooses = is_under_test and watch.chooses
 
     def impls(self, hook: str) -> Any:
         return self._relay.impls(hook)
@@ -99,15 +109,16 @@ class _Watched:
         answer = self._answer(hook, layer_idx, problem, optional, arguments)
         if named:
             self._check_untouched(hook, lent)
+        counts = hook in self._hooks
         if tracks is not None:
-            self._check("tracks", tracks.problem())
+            self._check("tracks", tracks.problem(), counts)
         if hook == "select":
             self._note_kept(layer_idx, answer, **arguments)
         if hook == "steer":
-            self._check("nan", nan_in(answer))
+            self._check("nan", nan_in(answer), counts)
         if rows is not None:
             for clause, problem_ in rows.problems().items():
-                self._check(clause, problem_)
+                self._check(clause, problem_, counts)
         return answer
 
     def _names_in(self, hook: str) -> frozenset[str]:
@@ -139,18 +150,18 @@ class _Watched:
             came = f"{type(error).__name__} in {hook}(): {error}"
             expected = f"an answer; {_ASKS_FOR_MORE}"
             raise ConformanceError("answers", expected, came) from error
-        if self._relay.impls(hook):
-            checked = ["answers", *({"score": ["nan"], "select": ["budget"]}.get(hook, []))]
-            self._watch.checked.update([*checked, *(["schedule"] if hook == "schedule" else [])])
+        if hook in self._hooks:
+            also = {"score": ["nan"], "schedule": ["schedule"]}
+            self._watch.checked.update(["answers", *also.get(hook, [])])
         return answer
 
-    def _check(self, clause: str, problem: tuple[str, str] | None) -> None:
-        self._watch.checked[clause] += 1
+    def _check(self, clause: str, problem: tuple[str, str] | None, counts: bool) -> None:
+        self._watch.checked[clause] += counts
         if problem is not None:
             raise ConformanceError(clause, *problem)
 
     def _check_untouched(self, hook: str, lent: dict[str, tuple[Tensor, Tensor]]) -> None:
-        self._watch.checked["read_only"] += 1
+        self._watch.checked["read_only"] += hook in self._hooks
         for name, (now, before) in lent.items():
             if not torch.equal(now, before):
                 num = int((now != before).sum())
@@ -169,7 +180,8 @@ class _Watched:
         **_: Any,
     ) -> None:
         kept = positions.gather(2, keep)
-        self._watch.checked.update(["budget", "order"])
+        if self._chooses:
+            self._watch.checked.update(["budget", "order"])
         self._check_protected(keep, kept, scores, positions, budget)
         assert layer_idx is not None
         for b, notes in enumerate(memory.of(self._watch)):
@@ -198,4 +210,4 @@ class _Watched:
             why = "promised in protects" if promised[b, head, row] else "pinned with inf"
             expected = f"the row of position {int(positions[b, head, row])} stays; it is {why}"
             problem = (expected, f"KV head {head} kept the positions {kept[b, head].tolist()}")
-        self._check("protected", problem)
+        self._check("protected", problem, self._chooses)
