@@ -30,7 +30,7 @@ class Relay:
     def __init__(self, policies: Sequence[tuple[str, object]]) -> None:
         """Register the policies; raises `PolicyLoadError` if one does not fit the hook specs."""
         self.names = [name for name, _ in policies]
-        self._manager = pluggy.PluginManager(PROJECT)
+        self._manager = _Manager(PROJECT)
         self._manager.add_hookspecs(hookspecs)
         for place, (name, policy) in enumerate(policies):
             taken = self._manager.has_plugin(name)
@@ -133,6 +133,20 @@ class Relay:
                     return impl.plugin_name
         wrappers = [impl.plugin_name for impl in impls if impl.wrapper or impl.hookwrapper]
         return wrappers[0] if wrappers else "/".join(self.names)
+
+
+class _Manager(pluggy.PluginManager):
+    """Looks for hooks where they can be: what Python itself gives every object is none.
+
+    pluggy looks at every attribute of a policy and of the specs, the long way; nine of ten
+    begin with two underscores.
+    """
+
+    def parse_hookimpl_opts(self, plugin: object, name: str) -> Any:
+        return None if name.startswith("__") else super().parse_hookimpl_opts(plugin, name)
+
+    def parse_hookspec_opts(self, module_or_class: object, name: str) -> Any:
+        return None if name.startswith("__") else super().parse_hookspec_opts(module_or_class, name)
 
 
 def _one_line(error: BaseException) -> str:

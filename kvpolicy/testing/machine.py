@@ -93,13 +93,16 @@ def run_round(
             length = {"nothing": 1, "budget": setup.budget, "slab": setup.budget + setup.buffer}
             self._do("arrive", prompt=length[base] + more, new=new)
 
-        @rule(steps=st.integers(1, 8))
+        @rule(steps=st.integers(1, 5))
         def go(self, steps: int) -> None:
             self._do("go", steps=steps)
 
         @rule(request=st.integers(0, 2))
         def cancel(self, request: int) -> None:
-            self._do("cancel", request=request)
+            if not self.trial.num_cancellable:
+                self._do("go", steps=1)
+            if self.trial.num_cancellable:
+                self._do("cancel", request=request % self.trial.num_cancellable)
 
         def teardown(self) -> None:
             if not self._failed and hasattr(self, "trial"):

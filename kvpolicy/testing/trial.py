@@ -102,6 +102,16 @@ class Trial:
         self._memories: list[weakref.ref[Any]] = []
         self._num_arrived = 0
 
+    @property
+    def policy(self) -> object:
+        """The policy that serves."""
+        return self._watch.policy
+
+    @property
+    def num_cancellable(self) -> int:
+        """Requests of the run under way, 0 if there is none."""
+        return 0 if self._run is None else len(self._served)
+
     def arrive(self, *, prompt: int, new: int) -> None:
         """Let a request of so many prompt tokens arrive, for at most so many new ones.
 
@@ -122,9 +132,9 @@ class Trial:
     def cancel(self, request: int) -> None:
         """Cancel a request of the run under way, counted from 0."""
         self.actions.append(("cancel", {"request": request}))
-        if self._run is not None and request < len(self._served):
+        if request < self.num_cancellable:
+            assert self._run is not None
             self._run.cancel(request)
-            self.checked["cancellation"] += 1
 
     def finish(self) -> None:
         """Serve what is left, and hold every request against itself alone."""
@@ -209,6 +219,7 @@ class Trial:
             result.tokens, self._traces[result.id], cancelled=result.finish_reason == "cancelled"
         )
         self._stories.append((self._served[result.id], story))
+        self.checked["cancellation"] += story.cancelled
 
     def _check_leaks(self) -> None:
         """See that nothing holds the memory of sequences that have ended."""
