@@ -31,7 +31,7 @@ class Engine:
 
     def __init__(
         self,
-        model: PreTrainedModel,
+        model: PreTrainedModel | Seam,
         tokenizer: Any = None,
         plan: Plan | None = None,
         *,
@@ -41,7 +41,7 @@ class Engine:
         """Bind a plan to a model; the model is not changed.
 
         Args:
-            model: A decoder-only transformers model.
+            model: A decoder-only transformers model, or a seam that stands for one.
             tokenizer: Its tokenizer; without one, prompts are token ids.
             plan: What each layer does with its cache.
             slots: Sequences that are decoded together.
@@ -62,7 +62,7 @@ class Engine:
                 f"NAME being one of {', '.join(policy_names())}"
             )
             raise KVPolicyError(msg)
-        self.seam = Seam(model)
+        self.seam = model if isinstance(model, Seam) else Seam(model)
         self.tokenizer = tokenizer
         self.plan = plan.resolve(self.seam.num_layers)
         self.stacks = self.plan.stacks()

@@ -32,7 +32,7 @@ class Relay:
         """Register the policies; raises `PolicyLoadError` if one does not fit the hook specs."""
         self.owner = owner
         self.names = [name for name, _ in policies]
-        self._manager = pluggy.PluginManager(PROJECT)
+        self._manager = _Manager(PROJECT)
         self._manager.add_hookspecs(hookspecs)
         for place, (name, policy) in enumerate(policies):
             taken = self._manager.has_plugin(name)
@@ -147,6 +147,20 @@ def _looked_at(problem: Problem, answer: object) -> str | None:
         return problem(answer)
     except Exception as error:
         return f"answered with {type(answer).__name__}, which cannot be checked: {_one_line(error)}"
+
+
+class _Manager(pluggy.PluginManager):
+    """Looks for hooks where they can be: what Python itself gives every object is none.
+
+    pluggy looks at every attribute of a policy and of the specs, the long way; nine of ten
+    begin with two underscores.
+    """
+
+    def parse_hookimpl_opts(self, plugin: object, name: str) -> Any:
+        return None if name.startswith("__") else super().parse_hookimpl_opts(plugin, name)
+
+    def parse_hookspec_opts(self, module_or_class: object, name: str) -> Any:
+        return None if name.startswith("__") else super().parse_hookspec_opts(module_or_class, name)
 
 
 def _one_line(error: BaseException) -> str:

@@ -199,7 +199,7 @@ class SkipKV:
 
     @hookimpl(wrapper=True)
     def score(self, positions: Tensor, memory: Memory) -> Generator[None, Tensor, Tensor]:
-        """Put the rows of redundant sentences below all others (eq. 6)."""
+        """Put the rows of redundant sentences below all others (eq. 6); pin the window."""
         scores = within((yield).float(), self.tau / 2)
         states = [notes.get("state") for notes in memory.of(self)]
         penalty = torch.stack(
@@ -213,6 +213,8 @@ class SkipKV:
             for b, state in enumerate(states):
                 prompt_len = 0 if state is None else state.prompt_len
                 scores[b].masked_fill_(positions[b] < prompt_len, torch.inf)
+        # Promised under any base score: one that comes from elsewhere need not pin them.
+        scores[:, :, -self.window_size :] = torch.inf
         return scores
 
 

@@ -1,0 +1,170 @@
+"""A decoder in plain tensors: all that the engine asks of a model, and nothing else.
+
+Two layers of real attention over the engine's own slabs, with random weights. It knows no
+transformers, so that a step takes a fraction of a millisecond and many can be checked.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import lru_cache, partial
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer, decoders, pre_tokenizers
+from tokenizers.models import BPE
+from torch import Tensor
+from transformers import PreTrainedTokenizerFast
+
+from kvpolicy.attention import attend
+from kvpolicy.cache import LayerShape
+from kvpolicy.clock import Clock
+from kvpolicy.compat import Seam
+from kvpolicy.stack import Stack
+from kvpolicy.step import Step
+
+#: What keys look like: of every length; equal for equal tokens; often zero; all alike; large.
+NUMBERS = ("plain", "equal", "zeros", "alike", "large")
+
+_MOST_POSITIONS = 1024
+_NUM_LIVELY = 24
+
+
+class Toy(Seam):
+    """A random decoder that is cheap to run; equal arguments give equal weights."""
+
+    def __init__(
+        self,
+        *,
+        num_layers: int,
+        hidden_size: int,
+        kv_heads: int,
+        group: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        numbers: str,
+        vocab_size: int,
+        lively: tuple[int, ...],
+        seed: int,
+    ) -> None:
+        self.num_layers, self.hidden_size = num_layers, hidden_size
+        self.vocab_size, self.max_positions = vocab_size, _MOST_POSITIONS
+        self.stop_ids = ()
+        self._device = torch.device("cpu")
+        self.model = SimpleNamespace(device=self._device, dtype=dtype)  # type: ignore[assignment]
+        self._shape = LayerShape(kv_heads * group, kv_heads, head_dim, dtype, self._device)
+        self._lively = torch.tensor(lively)
+        rng = torch.Generator().manual_seed(seed)
+        normal = partial(torch.randn, generator=rng, dtype=torch.float64)
+        self._embedding = normal(vocab_size, hidden_size)
+        self._places = normal(_MOST_POSITIONS, hidden_size) * 0.7
+        width = 1 / hidden_size**0.5
+        heads = (kv_heads * group, kv_heads, kv_heads)
+        self._into = [
+            [normal(hidden_size, num * head_dim) * width * 2 for num in heads]
+            for _ in range(num_layers)
+        ]
+        self._out = [
+            normal(kv_heads * group * head_dim, hidden_size) * width for _ in range(num_layers)
+        ]
+        self._unembedding = normal(hidden_size, len(lively))
+        self._colour(numbers)
+        self._cast(dtype)
+        self._steer: dict[int, Callable[[Tensor], Tensor | None]] = {}
+
+    def _colour(self, numbers: str) -> None:
+        """Make keys difficult in one of the ways of `NUMBERS`."""
+        if numbers in ("equal", "zeros"):
+            self._places.zero_()
+        if numbers == "zeros":
+            self._embedding[self._lively[::3]] = 0
+        if numbers == "alike":
+            self._embedding.mul_(0.2).add_(1)
+        if numbers == "large":
+            for _, keys, _ in self._into:
+                keys.mul_(100)
+
+    def _cast(self, dtype: torch.dtype) -> None:
+        self._embedding, self._places = self._embedding.to(dtype), self._places.to(dtype)
+        self._into = [[weight.to(dtype) for weight in layer] for layer in self._into]
+        self._out = [weight.to(dtype) for weight in self._out]
+        self._unembedding = self._unembedding.to(dtype)
+
+    def layer_shapes(self) -> list[LayerShape]:
+        """The same in every layer."""
+        return [self._shape] * self.num_layers
+
+    @property
+    def last_device(self) -> torch.device:
+        """The CPU."""
+        return self._device
+
+    def forward(
+        self, token_ids: Tensor, step: Step, *, wants_states: bool = False
+    ) -> tuple[Tensor, Tensor | None]:
+        """Run over the new tokens of a step, as `Seam.forward` does."""
+        states = self._embedding[token_ids] + self._places[torch.from_numpy(step.position_ids)]
+        for layer_idx, (into, out) in enumerate(zip(self._into, self._out, strict=True)):
+            if layer_idx in self._steer:
+                change = self._steer[layer_idx](states[:, -1])
+                states = states if change is None else states + change[:, None]
+            queries, keys, values = (self._heads(states @ weight) for weight in into)
+            all_keys, all_values = step.store(layer_idx, keys, values)
+            scaling = self._shape.head_dim**-0.5
+            found = attend(step, layer_idx, queries, all_keys, all_values, scaling)
+            states = states + found.transpose(1, 2).flatten(2) @ out
+        step.commit()
+        states = states / (states.float().square().mean(dim=-1, keepdim=True) + 1e-6).sqrt()
+        states = states.to(self._shape.dtype)
+        logits = torch.full((len(states), self.vocab_size), -torch.inf, dtype=states.dtype)
+        logits[:, self._lively] = states[:, -1] @ self._unembedding
+        return logits, states if wants_states else None
+
+    def _heads(self, columns: Tensor) -> Tensor:
+        return columns.unflatten(2, (-1, self._shape.head_dim)).transpose(1, 2)
+
+    @contextmanager
+    def steered(
+        self, stacks: Sequence[Stack], token_ids: Tensor, clock: Clock, **arguments: Any
+    ) -> Iterator[None]:
+        """Add what policies answer to `steer` to the states entering their layers."""
+        self._steer = {
+            layer_idx: partial(stack.steer, layer_idx, token_ids=token_ids, **arguments)
+            for layer_idx, stack in enumerate(stacks)
+            if stack.implements("steer")
+        }
+        try:
+            yield
+        finally:
+            self._steer = {}
+
+
+@lru_cache(maxsize=1)
+def toy_tokenizer() -> PreTrainedTokenizerFast:
+    """One byte a token, as reasoning models have it: line breaks merge with marks, think tags."""
+    merges = [("Ċ", "Ċ"), (".", "Ċ"), (".", "ĊĊ"), (")", "ĊĊ"), ("?", "ĊĊ")]
+    words = {letter: i for i, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    for left, right in merges:
+        words[left + right] = len(words)
+    tokenizer = Tokenizer(BPE(words, merges))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_tokens(["<think>", "</think>"])
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, clean_up_tokenization_spaces=False)
+
+
+def lively_ids(tokenizer: Any) -> tuple[int, ...]:
+    """The few token ids that toys read and write: some that end lines, some special, some others.
+
+    Few, so that tokens come again and sentences end within a dozen of them.
+    """
+    size = len(tokenizer)
+    texts = tokenizer.batch_decode([[i] for i in range(size)], skip_special_tokens=False)
+    breaks = [i for i, text in enumerate(texts) if "\n" in text]
+    added = sorted(i for i in getattr(tokenizer, "added_tokens_decoder", {}) if i < size)
+    chosen = dict.fromkeys([*breaks[:6], *added[:6]])
+    step = max(size // _NUM_LIVELY, 1)
+    for i in range(0, size, step):
+        if len(chosen) < _NUM_LIVELY:
+            chosen[i] = None
+    return tuple(chosen)
