@@ -11,6 +11,7 @@ from typing import Any
 import attrs
 
 from kvpolicy import planfile
+from kvpolicy.allocation import allocate
 from kvpolicy.discovery import policy_names
 from kvpolicy.errors import BudgetError, PlanError
 from kvpolicy.planspec import LayerGroup, Padding, PolicySpec
@@ -107,15 +108,20 @@ class Plan:
         Raises:
             PlanError: If a layer is covered twice or not at all, or a policy cannot be built.
             BudgetError: If a budget is missing, or below what the policies protect.
+            HookResultError: If a policy does not share a group's rows as `allocate` wants.
         """
         layers: list[LayerPlan | None] = [None] * num_layers
         for group in self.layers or (LayerGroup(),):
             stack = self._stack_of(group)
-            for layer_idx in self._layers_of(group, num_layers):
+            chosen = self._layers_of(group, num_layers)
+            for layer_idx in chosen:
                 if layers[layer_idx] is not None:
                     msg = f"{self.name} covers layer {layer_idx} twice, again in {group.where!r}"
                     raise PlanError(msg)
                 layers[layer_idx] = self._resolve_layer(layer_idx, group, stack)
+            alike = [layer for layer in layers if layer and layer.layer_idx in chosen]
+            for layer in allocate(alike, num_layers):
+                layers[layer.layer_idx] = layer
         return ResolvedPlan(
             tuple(self._covered(layers)),
             _resolve_specs(self.schedule),

@@ -129,6 +129,14 @@ def prompts(
 SMALL_KNOBS: dict[str, tuple[dict[str, Any], ...]] = {
     "streaming": ({"n_sink": 0}, {"n_sink": 2}, {"n_sink": 4}),
     "h2o": ({}, {"n_recent": 3}, {"n_recent": 2, "every": 1}, {"every": 3}),
+    "tova": ({}, {"every": None, "n_recent": 1}, {"every": 3}),
+    "knorm": ({}, {"n_recent": 0}, {"n_recent": 2, "skip_layers": (0,)}),
+    "random": ({}, {"seed": 7}),
+    "pyramidkv": (
+        {"window_size": 4},
+        {"window_size": 2, "beta": 1.5, "kernel_size": 3},
+        {"window_size": 3, "phase": "prefill", "group_reduce": "max"},
+    ),
     "snapkv": (
         {"window_size": 4},
         {"window_size": 1, "kernel_size": 3},
