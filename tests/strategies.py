@@ -158,14 +158,23 @@ SMALL_KNOBS: dict[str, tuple[dict[str, Any], ...]] = {
 #: Policies that steer only, and need a tokenizer and a vector of the model's size.
 STEERING = ("seal",)
 
+#: Policies that store something else than what a token left behind.
+REWRITING = ("rerotate",)
+
 #: No stack of `stacks` protects more rows than this.
 MOST_PROTECTED = 12
 
 
 @st.composite
-def stacks(draw: st.DrawFn, *, extra: Sequence[object] = ()) -> tuple[PolicySpec, ...]:
-    """Any policy that has a say in what stays, sometimes protected, and the ``extra`` ones."""
-    names = [policy.name for policy in installed_policies() if policy.name not in STEERING]
+def stacks(
+    draw: st.DrawFn, *, extra: Sequence[object] = (), verbatim: bool = False
+) -> tuple[PolicySpec, ...]:
+    """Any policy that has a say in what stays, sometimes protected, and the ``extra`` ones.
+
+    If ``verbatim``, rows that stay are not changed by any of them.
+    """
+    left_out = (*STEERING, *REWRITING) if verbatim else STEERING
+    names = [policy.name for policy in installed_policies() if policy.name not in left_out]
     chosen = [draw(st.sampled_from(names))]
     if draw(st.booleans()) and "protect" not in chosen:
         chosen.append("protect")
@@ -183,6 +192,7 @@ def plans(
     min_budget: int = MOST_PROTECTED,
     max_budget: int = MOST_PROTECTED + 8,
     extra: Sequence[object] = (),
+    verbatim: bool = False,
 ) -> Plan:
     """A stack, a budget and a buffer of its own for every layer, or the same for all."""
     groups = [f"{i}:{i + 1}" for i in range(num_layers)] if draw(st.booleans()) else ["all"]
@@ -190,7 +200,7 @@ def plans(
         layers=tuple(
             LayerGroup(
                 where=where,
-                stack=draw(stacks(extra=extra)),
+                stack=draw(stacks(extra=extra, verbatim=verbatim)),
                 budget=draw(st.integers(min_budget, max_budget)),
                 buffer=draw(st.integers(1, 8)),
             )
