@@ -5,7 +5,7 @@ Every sequence owns one slot. In each layer a slot is a slab of ``capacity`` row
 are always the first ones, so that every forward works on a plain slice of the slabs.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import attrs
 import numpy as np
@@ -121,6 +121,9 @@ class Cache:
             but for plans that study what stored padding does.
         slot_tensors: What else belongs to the slots; the first axis is the slot.
         transient_bytes: The largest copy any compaction, or growth, needed so far.
+        rotate: Moves keys of a layer to other positions: from the layer, keys
+            ``[B, H_kv, K, D]`` and positions to add, ``[B, H_kv, K]``. ``None`` if rows belong
+            to no model.
     """
 
     def __init__(self, shapes: Sequence[LayerShape], slabs: Sequence[Slab], num_slots: int) -> None:
@@ -134,6 +137,7 @@ class Cache:
         self.num_pads = np.zeros_like(self.rows)
         self.slot_tensors: list[Tensor] = []
         self.transient_bytes = 0
+        self.rotate: Callable[[int, Tensor, Tensor], Tensor] | None = None
 
     @property
     def num_bytes(self) -> int:

@@ -99,6 +99,21 @@ def observe_problem(answer: object) -> str | None:
     return f"answered with {answer!r}; nothing is wanted" if answer else None
 
 
+def allocate_problem(answer: object, total: int, floors: Sequence[int]) -> str | None:
+    """What is wrong with an answer to `allocate`."""
+    wanted = f"{len(floors)} whole numbers, one for each layer, are wanted"
+    if not isinstance(answer, (list, tuple)) or not all(type(rows) is int for rows in answer):
+        return f"answered with {answer!r}; {wanted}"
+    if len(answer) != len(floors):
+        return f"answered with {len(answer)} budgets; {wanted}"
+    for place, (rows, floor) in enumerate(zip(answer, floors, strict=True)):
+        if rows < floor:
+            return f"gives layer {place} of its group {rows} rows; at least {floor} are wanted"
+    if sum(answer) != total:
+        return f"shares {sum(answer)} rows among its layers; exactly {total} are wanted"
+    return None
+
+
 def schedule_problem(
     answer: object, waiting: Sequence[Waiting], num_free: int, num_active: int
 ) -> str | None:

@@ -15,8 +15,8 @@ names. Arguments are only ever added. Returning ``None`` means "no opinion".
 Tensors come without padding: every sequence of one call has the same number of rows, and
 every row is a real token. They are views of the cache: read them, never write them.
 
-`due` to `evict` are asked at compactions, `schedule` at admissions, `observe` at both and
-every buffer of tokens. Only `steer` runs in the inner loop.
+`allocate` is asked once, before anything runs, `due` to `evict` at compactions, `schedule` at
+admissions, `observe` at both and every buffer of tokens. Only `steer` runs in the inner loop.
 """
 
 from collections.abc import Sequence
@@ -35,6 +35,28 @@ if TYPE_CHECKING:
 
 
 @hookspec(firstresult=True)
+def allocate(
+    layer_indices: Sequence[int], budget: int, total: int, floors: Sequence[int], num_layers: int
+) -> Sequence[int] | None:
+    """Share the rows of some layers among them; `kvpolicy.sharing.share` does so by weights.
+
+    Called when a plan is resolved for a model, once for each of its groups of layers. The first
+    policy to answer wins; if nobody answers, every layer gets the budget.
+
+    Args:
+        layer_indices: Decoder layers of the group, counted from 0, rising.
+        budget: Rows that stay after a compaction, as the plan says: the mean.
+        total: Rows to share, ``budget`` times the number of these layers.
+        floors: Rows that each layer's policies protect, at least 1; their sum fits ``total``.
+        num_layers: Decoder layers of the model.
+
+    Returns:
+        One whole number for each layer, none below its floor, their sum exactly ``total``.
+        Anything else raises `HookResultError`.
+    """
+
+
+@hookspec(firstresult=True)
 def schedule(
     waiting: "Sequence[Waiting]", num_free: int, num_active: int
 ) -> list[list[int]] | None:
@@ -50,10 +72,9 @@ def schedule(
         num_active: Sequences being decoded in the other slots.
 
     Returns:
-        Groups of request ids; a group is prefilled in one batch, groups one after another.
-        At most ``num_free`` ids, all waiting, none twice; none at all only while sequences
-        are being decoded, which means to wait for a slot more. Anything else raises
-        `HookResultError`.
+        Groups of request ids; a group is prefilled in one batch, groups one after another. At
+        most ``num_free`` ids, all waiting, none twice; none at all, which means to wait, only
+        while sequences are being decoded. Anything else raises `HookResultError`.
     """
 
 
@@ -69,22 +90,19 @@ def observe(
 ) -> None:
     """Look at the newest tokens of one sequence, and remember what matters.
 
-    Called once for all layers that share the stack: after each chunk of the prompt, before
-    anything of the sequence is compacted, and else whenever so many tokens have been
-    generated as the smallest buffer of these layers holds. Every token is shown once, in
-    order, when its forward is done. All policies that implement it are told.
+    Called once for all layers that share the stack: after each chunk of the prompt, before a
+    compaction, and whenever the smallest buffer of these layers has filled. Every token is
+    shown once, in order, when its forward is done. All policies that implement it are told.
 
     Args:
         token_ids: The tokens since the last call, ``[L]``, int64, on the CPU.
-        hidden_states: Their last hidden states after the final norm, ``[L, M]``, in the
-            model's dtype. Read only, and gone after the call.
+        hidden_states: Their last hidden states, ``[L, M]``, after the final norm. Read only.
         start: Place of the first of them in the sequence; 0 in the first call.
         prompt_len: Tokens of the prompt, which may not all be in yet.
         tokenizer: The engine's tokenizer, or ``None``.
         registers: The policy's own numbers for this sequence, which `steer` is given, too:
-            ``registers.of(self)["name"]`` is ``[1]``, fp32, 0 in the first call, to be
-            changed in place. Names are declared in the class attribute ``registers``, a
-            tuple.
+            ``registers.of(self)["name"]`` is ``[1]``, fp32, 0 in the first call, to be changed
+            in place. Names are declared in the class attribute ``registers``, a tuple.
         memory: What this policy remembers of this sequence: ``memory.of(self)[0]``.
 
     Returns:
@@ -112,24 +130,17 @@ def steer(
         hidden_states: Residual stream entering the layer, ``[B, M]``, one row per sequence.
         token_ids: The tokens these states belong to, ``[B]``, int64, on the same device.
         tokenizer: The engine's tokenizer, or ``None``.
-        registers: The policy's own numbers, ``registers.of(self)["name"]`` is ``[B]``, fp32;
-            set in `observe`, and to be changed in place here as well.
+        registers: ``registers.of(self)["name"]`` is ``[B]``, fp32, to be changed in place.
         memory: What this policy remembers of each sequence: ``memory.of(self)[b]``.
 
     Returns:
-        A change to add, ``[B, M]``, in the dtype of ``hidden_states``. Another shape raises
-        `HookResultError`.
+        A change to add, ``[B, M]``, in their dtype. Another shape raises `HookResultError`.
     """
 
 
 @hookspec(firstresult=True)
 def due(
-    layer_idx: int,
-    num_rows: Tensor,
-    seq_len: Tensor,
-    prompt_len: Tensor,
-    budget: int,
-    buffer: int,
+    layer_idx: int, num_rows: Tensor, seq_len: Tensor, prompt_len: Tensor, budget: int, buffer: int
 ) -> Tensor | None:
     """Say which sequences are to be compacted now.
 
@@ -180,15 +191,13 @@ def score(
             strictly rising along ``T``. Gaps are tokens already evicted.
         queries: The last ``W`` queries after RoPE, ``[B, H_q, W, D]``, oldest first. ``W``
             is the largest ``window_size`` of the policies in the stack (1 if none has one).
-        attn_weights: Softmax weights of those queries over the rows they may see,
-            ``[B, H_q, W, T]``, fp32.
+        attn_weights: Their softmax weights over the rows they see, ``[B, H_q, W, T]``, fp32.
         attn_sums: Softmax weights every row has received from all past queries, summed over
             the queries and over the query heads of the group, ``[B, H_kv, T]``, fp32.
         seq_len: Tokens each sequence has seen, ``[B]``, int64, on the CPU.
         budget: Rows that will stay.
-        tracks: Numbers of the policy's own that travel with the rows: ``tracks["name"]`` is
-            ``[B, H_kv, T]``, fp32, 0 for rows that are new, and may be assigned to. Names
-            are declared in the policy's class attribute ``tracks``, a tuple.
+        tracks: The policy's own numbers, which travel with the rows: ``tracks["name"]`` is
+            ``[B, H_kv, T]``, fp32, 0 for new rows; may be assigned to. See class `Tracks`.
         memory: What this policy remembers of each sequence: ``memory.of(self)[b]``.
         parts: What the policies that this one is made of answer: ``parts.of(self)`` asks them
             and is a list of ``[B, H_kv, T]``, fp32, in the order of the policy's attribute
@@ -233,9 +242,9 @@ def evict(layer_idx: int, rows: "LayerRows", keep: Tensor, memory: "Memory") -> 
     Args:
         layer_idx: Decoder layer, counted from 0.
         rows: The compacted sequences' part of the cache: ``keys``, ``values``,
-            ``positions`` as in `score`, and ``rows.keep(keep, keys=..., values=...)``,
-            which makes the chosen rows, or replacements ``[B, H_kv, K, D]`` for them, the
-            new contents.
+            ``positions`` as in `score`; ``rows.keep(keep, keys=..., values=...)``, which makes
+            the chosen rows, or replacements ``[B, H_kv, K, D]`` for them, the new contents;
+            ``rows.rotate(keys, by)``: keys as they would be ``by`` positions later.
         keep: Row indices that stay, ``[B, H_kv, K]``, int64, rising.
         memory: What this policy remembers of each sequence: ``memory.of(self)[b]``.
 

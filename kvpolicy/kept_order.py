@@ -6,8 +6,33 @@ slabs are always in order of position; a track of ranks, which travels with the 
 policy see them in its authors' order.
 """
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
+
+from kvpolicy.rows import Tracks
+
+
+def score_in_kept_order(
+    score: Callable[[Tensor], Tensor], keys: Tensor, tracks: Tracks, rank: str, window: int
+) -> Tensor:
+    """Score rows as their authors' cache holds them, and remember the order this leaves.
+
+    Args:
+        score: From keys in that order to their scores, ``[B, H_kv, T]``.
+        keys: Keys in order of position, ``[B, H_kv, T, D]``.
+        tracks: Where the ranks are kept.
+        rank: Name of the policy's track of ranks.
+        window: Rows of the window, the last ones.
+
+    Returns:
+        The scores by row, ``[B, H_kv, T]``.
+    """
+    order = kept_order(tracks[rank])
+    scores = score(take_rows(keys, order))
+    tracks[rank] = by_row(ranks_by_score(scores, window), order)
+    return by_row(scores, order)
 
 
 def kept_order(ranks: Tensor) -> Tensor:

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 Pooling = Literal["maxpool", "avgpool"]
+GroupReduce = Literal["mean", "max", "sum"]
 
 
 def odd(instance: object, attribute: "attrs.Attribute[int]", value: int) -> None:
@@ -66,6 +67,42 @@ def window_importance(
     logits = _logits(queries, keys[:, :, :num_candidates]).amax(dim=2)
     importance = logits.softmax(dim=-1).mean(dim=2)
     return pool(importance, kernel_size, pooling)
+
+
+def received_importance(
+    weights: Tensor,
+    num_kv_heads: int,
+    *,
+    kernel_size: int,
+    pooling: Pooling = "avgpool",
+    group_reduce: GroupReduce = "mean",
+) -> Tensor:
+    """Importance of the rows before the window, as SnapKV published it.
+
+    Softmax weights are summed over the window, reduced over the query heads of a group, which
+    is KVCache-Factory's addition (c97f9d7, ``kv_head`` mode), and pooled over neighbouring
+    rows (SnapKV, listing 1; ``SnapKVCluster.update_kv`` at commit e216ddc).
+
+    Args:
+        weights: What `observed_weights` returns, ``[B, H_q, W, T]``.
+        num_kv_heads: KV heads, ``H_kv``.
+        kernel_size: Rows that are pooled together, odd.
+        pooling: ``"maxpool"`` or ``"avgpool"``.
+        group_reduce: ``"mean"``, ``"max"`` or ``"sum"``.
+
+    Returns:
+        ``[B, H_kv, T - W]``, fp32.
+    """
+    window, num_rows = weights.shape[2:]
+    received = weights.sum(dim=2)[:, :, : num_rows - window]  # [B, H_q, T - W]
+    grouped = received.unflatten(1, (num_kv_heads, -1))
+    reduced = {"mean": grouped.mean, "max": grouped.amax, "sum": grouped.sum}
+    return pool(reduced[group_reduce](dim=2), kernel_size, pooling)
+
+
+def pin_window(importance: Tensor, window: int) -> Tensor:
+    """Scores of all rows, ``[B, H_kv, T]``: the rows of the window are pinned."""
+    return F.pad(importance, (0, window), value=torch.inf)
 
 
 def pool(scores: Tensor, kernel_size: int, pooling: Pooling) -> Tensor:

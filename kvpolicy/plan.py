@@ -11,6 +11,7 @@ from typing import Any
 import attrs
 
 from kvpolicy import extends, planbudget, planfile
+from kvpolicy.allocation import allocate
 from kvpolicy.discovery import policy_names
 from kvpolicy.errors import BudgetError, PlanError
 from kvpolicy.layercover import covered_twice, gap_errors, layers_of
@@ -127,6 +128,7 @@ class Plan:
         Raises:
             CoverageError: If a layer is covered twice or not at all.
             BudgetError: If a budget is missing, or below what the policies protect.
+            HookResultError: If a policy does not share a group's rows as `allocate` wants.
             PlanError: If something else does not fit, a policy cannot be built, or one steers a
                 layer that it does not serve.
         """
@@ -138,10 +140,14 @@ class Plan:
         layers: list[LayerPlan | None] = [None] * num_layers
         for group in self.layers or (LayerGroup(),):
             stack = self._stack_of(group)
-            for layer_idx in layers_of(group.where, num_layers, self.name):
+            chosen = layers_of(group.where, num_layers, self.name)
+            for layer_idx in chosen:
                 if layers[layer_idx] is not None:
                     raise covered_twice([layer_idx], group, self.name)
                 layers[layer_idx] = self._resolve_layer(layer_idx, group, stack)
+            alike = [layer for layer in layers if layer and layer.layer_idx in chosen]
+            for layer in allocate(alike, num_layers):
+                layers[layer.layer_idx] = layer
         resolved = ResolvedPlan(
             tuple(self._covered(layers)),
             _resolve_specs(self.schedule),

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from kvpolicy.cache import Cache
+from kvpolicy.errors import ModelError
 
 
 class LayerRows:
@@ -95,6 +96,27 @@ class LayerRows:
             self._store(track, self.track(name).gather(2, keep), empty=0)
         self._cache.rows[self._layer_idx, self._slots] = keep.shape[2]
         self.kept = keep
+
+    def rotate(self, keys: Tensor, by: Tensor) -> Tensor:
+        """Keys as they would be at other positions, turned as the model turns them.
+
+        Nothing is stored: hand the outcome to `keep`. Positions stay those of the sequence.
+
+        Args:
+            keys: Keys of this layer after RoPE, ``[B, H_kv, K, D]``.
+            by: Positions to add, ``[B, H_kv, K]``, int64.
+
+        Returns:
+            ``[B, H_kv, K, D]``, in the dtype of ``keys``.
+
+        Raises:
+            ModelError: If keys of this model cannot be moved: it has no rotary embedding, or
+                one that changes with the length.
+        """
+        if self._cache.rotate is None:
+            msg = "these rows belong to no model, so nothing is known about moving their keys"
+            raise ModelError(msg)
+        return self._cache.rotate(self._layer_idx, keys, by)
 
     def _store(self, tensor: Tensor, rows: Tensor, empty: int | None = None) -> None:
         num = rows.shape[2]

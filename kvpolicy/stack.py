@@ -131,6 +131,24 @@ class Stack:
         """Whether a policy of this stack or a part, and not only the defaults, answers a hook."""
         return bool(self._relay.impls(hook)) or any(part.implements(hook) for part in self._inner)
 
+    def allocate(
+        self, layer_indices: Sequence[int], budget: int, floors: Sequence[int], num_layers: int
+    ) -> list[int]:
+        """Ask how layers share their rows; without an answer each has the budget."""
+        total = budget * len(layer_indices)
+        answer: Sequence[int] | None = self._relay.ask(
+            "allocate",
+            None,
+            lambda answer: checks.allocate_problem(answer, total, floors),
+            optional=True,
+            layer_indices=layer_indices,
+            budget=budget,
+            total=total,
+            floors=floors,
+            num_layers=num_layers,
+        )
+        return [budget] * len(layer_indices) if answer is None else list(answer)
+
     def schedule(
         self, waiting: Sequence[Waiting], num_free: int, num_active: int
     ) -> list[list[int]]:

@@ -70,6 +70,105 @@ def streaming(num_rows: int, budget: int, n_sink: int) -> list[int]:
     return [t for t in range(num_rows) if t < n_sink or t >= num_rows - (budget - n_sink)]
 
 
+def turned(key: Vector, by: int, theta: float = 10_000.0) -> list[float]:
+    """RoPE: number i of the first half of a head and number i of the second are a point."""
+    half = len(key) // 2
+    out = [float(x) for x in key]
+    for i in range(half):
+        angle = by * theta ** (-i / half)
+        x, y = float(key[i]), float(key[i + half])
+        out[i] = x * math.cos(angle) - y * math.sin(angle)
+        out[i + half] = x * math.sin(angle) + y * math.cos(angle)
+    return out
+
+
+class StreamingLlama:
+    """A Llama that reads one token at a time, and rotates by place in its cache, as published.
+
+    Keys are kept as they are before RoPE. In every step they are rotated by their row, and the
+    query by the last one. When the cache is full, sinks and the newest rows stay.
+    """
+
+    def __init__(
+        self,
+        weights: dict[str, Matrix],
+        *,
+        head_dim: int,
+        theta: float,
+        eps: float,
+        n_sink: int,
+        budget: int,
+        buffer: int,
+    ) -> None:
+        self.weights = weights
+        self.head_dim, self.theta, self.eps = head_dim, theta, eps
+        self.n_sink, self.budget, self.buffer = n_sink, budget, buffer
+        self.num_layers = 1 + max(
+            int(name.split(".")[2]) for name in weights if name.startswith("model.layers.")
+        )
+        self.cache: list[list[tuple[list[Vector], list[Vector]]]] = [
+            [] for _ in range(self.num_layers)
+        ]
+
+    def greedy(self, prompt: Sequence[int], num_tokens: int) -> list[int]:
+        """The tokens it writes after a prompt."""
+        for token in prompt:
+            logits = self.read(token)
+        written = [max(range(len(logits)), key=lambda i: logits[i])]
+        while len(written) < num_tokens:
+            logits = self.read(written[-1])
+            written.append(max(range(len(logits)), key=lambda i: logits[i]))
+        return written
+
+    def read(self, token: int) -> list[float]:
+        """Logits after one more token."""
+        state = [float(x) for x in self.weights["model.embed_tokens.weight"][token]]
+        for layer in range(self.num_layers):
+            name = f"model.layers.{layer}."
+            change = self._attend(layer, self._norm(name + "input_layernorm.weight", state))
+            state = [x + y for x, y in zip(state, change, strict=True)]
+            normed = self._norm(name + "post_attention_layernorm.weight", state)
+            gate = self._times(name + "mlp.gate_proj.weight", normed)
+            up = self._times(name + "mlp.up_proj.weight", normed)
+            inner = [g / (1 + math.exp(-g)) * u for g, u in zip(gate, up, strict=True)]
+            change = self._times(name + "mlp.down_proj.weight", inner)
+            state = [x + y for x, y in zip(state, change, strict=True)]
+        for layer in range(self.num_layers):
+            rows = self.cache[layer]
+            if len(rows) == self.budget + self.buffer:
+                stay = streaming(len(rows), self.budget, self.n_sink)
+                self.cache[layer] = [rows[t] for t in stay]
+        return self._times("lm_head.weight", self._norm("model.norm.weight", state))
+
+    def _attend(self, layer: int, state: Vector) -> list[float]:
+        name = f"model.layers.{layer}.self_attn."
+        queries, keys, values = (
+            self._heads(self._times(f"{name}{letter}_proj.weight", state)) for letter in "qkv"
+        )
+        rows = self.cache[layer]
+        rows.append((keys, values))
+        group = len(queries) // len(keys)
+        mixed: list[float] = []
+        for h, query in enumerate(queries):
+            seen = [turned(row[0][h // group], t, self.theta) for t, row in enumerate(rows)]
+            weights = attention(turned(query, len(rows) - 1, self.theta), seen)
+            mixed += [
+                math.fsum(w * row[1][h // group][d] for w, row in zip(weights, rows, strict=True))
+                for d in range(self.head_dim)
+            ]
+        return self._times(name + "o_proj.weight", mixed)
+
+    def _heads(self, flat: Vector) -> list[Vector]:
+        return [flat[i : i + self.head_dim] for i in range(0, len(flat), self.head_dim)]
+
+    def _times(self, name: str, vector: Vector) -> list[float]:
+        return [dot(row, vector) for row in self.weights[name]]
+
+    def _norm(self, name: str, vector: Vector) -> list[float]:
+        size = math.sqrt(math.fsum(x * x for x in vector) / len(vector) + self.eps)
+        return [float(w) * x / size for w, x in zip(self.weights[name], vector, strict=True)]
+
+
 # --- H2O ------------------------------------------------------------------------------------
 
 
@@ -102,6 +201,53 @@ def reduce_group(values: Sequence[float], how: str) -> float:
     if how == "max":
         return max(values)
     return math.fsum(values) / (len(values) if how == "mean" else 1)
+
+
+def last_query(keys: Matrix, queries: Sequence[Matrix]) -> list[float]:
+    """The "H2O" of R-KV's code: weights of the newest query over all rows but the newest."""
+    scale = math.sqrt(len(keys[0]))
+    logits = [
+        max(dot(head_queries[-1], key) / scale for head_queries in queries) for key in keys[:-1]
+    ]
+    return softmax(logits) if logits else []
+
+
+# --- TOVA -----------------------------------------------------------------------------------
+
+
+def tova(keys: Sequence[Matrix], queries: Sequence[Sequence[Matrix]]) -> list[float]:
+    """Weights of the newest query, averaged over every query head of all KV heads."""
+    weights = [
+        attention(head_queries[-1], head_keys)
+        for head_keys, group in zip(keys, queries, strict=True)
+        for head_queries in group
+    ]
+    return [math.fsum(column) / len(column) for column in zip(*weights, strict=True)]
+
+
+# --- Knorm ----------------------------------------------------------------------------------
+
+
+def knorm(keys: Matrix) -> list[float]:
+    return [-math.sqrt(dot(key, key)) for key in keys]
+
+
+# --- Random ---------------------------------------------------------------------------------
+
+
+def lot(seed: int, layer: int, head: int, position: int) -> float:
+    """A number in [0, 1): three counters, mixed in one after another."""
+
+    def mix(x: int) -> int:
+        for shift, factor in ((16, 0x21F0AAAD), (15, 0x735A2D97)):
+            x ^= x >> shift
+            x = (x * factor) % 2**32
+        return x ^ (x >> 15)
+
+    drawn = seed
+    for counter in (layer, head, position):
+        drawn = mix((mix(drawn) + counter) % 2**32)
+    return (drawn >> 8) / 2**24
 
 
 # --- SnapKV ---------------------------------------------------------------------------------
@@ -150,6 +296,18 @@ def snapkv_published(
         per_head.append(totals)
     reduced = [reduce_group(column, group_reduce) for column in zip(*per_head, strict=True)]
     return pool(reduced, kernel_size, pooling)
+
+
+# --- PyramidKV ------------------------------------------------------------------------------
+
+
+def pyramid(num_layers: int, budget: int, window: int, beta: float) -> list[float]:
+    """Rows of every layer before rounding: even steps around the budget, the window on top."""
+    mean = budget - window
+    last = mean / beta
+    first = 2 * mean - last
+    steps = max(num_layers - 1, 1)
+    return [window + first - layer * (first - last) / steps for layer in range(num_layers)]
 
 
 # --- R-KV -----------------------------------------------------------------------------------

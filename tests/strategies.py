@@ -129,6 +129,14 @@ def prompts(
 SMALL_KNOBS: dict[str, tuple[dict[str, Any], ...]] = {
     "streaming": ({"n_sink": 0}, {"n_sink": 2}, {"n_sink": 4}),
     "h2o": ({}, {"n_recent": 3}, {"n_recent": 2, "every": 1}, {"every": 3}),
+    "tova": ({}, {"every": None, "n_recent": 1}, {"every": 3}),
+    "knorm": ({}, {"n_recent": 0}, {"n_recent": 2, "skip_layers": (0,)}),
+    "random": ({}, {"seed": 7}),
+    "pyramidkv": (
+        {"window_size": 4},
+        {"window_size": 2, "beta": 1.5, "kernel_size": 3},
+        {"window_size": 3, "phase": "prefill", "group_reduce": "max"},
+    ),
     "snapkv": (
         {"window_size": 4},
         {"window_size": 1, "kernel_size": 3},
@@ -156,8 +164,8 @@ SMALL_KNOBS: dict[str, tuple[dict[str, Any], ...]] = {
 #: Policies that steer only, and need a tokenizer and a vector of the model's size.
 STEERING = ("seal",)
 
-#: Policies that change what the rows that stay hold.
-REWRITING = ("merge",)
+#: Policies that store something else than what a token left behind.
+REWRITING = ("merge", "rerotate")
 
 #: No stack of `stacks` protects more rows than this.
 MOST_PROTECTED = 12
@@ -165,10 +173,13 @@ MOST_PROTECTED = 12
 
 @st.composite
 def stacks(
-    draw: st.DrawFn, *, extra: Sequence[object] = (), but: Sequence[str] = ()
+    draw: st.DrawFn, *, extra: Sequence[object] = (), verbatim: bool = False
 ) -> tuple[PolicySpec, ...]:
-    """Any policy that has a say in what stays, sometimes protected, and the ``extra`` ones."""
-    left_out = (*STEERING, *but)
+    """Any policy that has a say in what stays, sometimes protected, and the ``extra`` ones.
+
+    If ``verbatim``, rows that stay are not changed by any of them.
+    """
+    left_out = (*STEERING, *REWRITING) if verbatim else STEERING
     names = [policy.name for policy in installed_policies() if policy.name not in left_out]
     chosen = [draw(st.sampled_from(names))]
     if draw(st.booleans()) and "protect" not in chosen:
@@ -187,7 +198,7 @@ def plans(
     min_budget: int = MOST_PROTECTED,
     max_budget: int = MOST_PROTECTED + 8,
     extra: Sequence[object] = (),
-    but: Sequence[str] = (),
+    verbatim: bool = False,
 ) -> Plan:
     """A stack, a budget and a buffer of its own for every layer, or the same for all."""
     groups = [f"{i}:{i + 1}" for i in range(num_layers)] if draw(st.booleans()) else ["all"]
@@ -195,7 +206,7 @@ def plans(
         layers=tuple(
             LayerGroup(
                 where=where,
-                stack=draw(stacks(extra=extra, but=but)),
+                stack=draw(stacks(extra=extra, verbatim=verbatim)),
                 budget=draw(st.integers(min_budget, max_budget)),
                 buffer=draw(st.integers(1, 8)),
             )

@@ -3,14 +3,12 @@
 from typing import ClassVar
 
 import attrs
-import torch
 from attrs.validators import ge, in_, instance_of, le
 from torch import Tensor
-from torch.nn import functional as F
 
 from kvpolicy import hookimpl
-from kvpolicy.kept_order import by_row, kept_order, ranks_by_score, take_rows
-from kvpolicy.observation import Pooling, odd, window_importance
+from kvpolicy.kept_order import score_in_kept_order
+from kvpolicy.observation import Pooling, odd, pin_window, window_importance
 from kvpolicy.redundancy import Retain, key_redundancy
 from kvpolicy.rows import Tracks
 
@@ -64,16 +62,16 @@ class RKV:
     def score(self, queries: Tensor, keys: Tensor, tracks: Tracks) -> Tensor:
         """Mix importance and redundancy (eq. 8); pin the window."""
         queries = queries[:, :, -self.window_size :]
-        order = kept_order(tracks["rkv_rank"])
-        keys = take_rows(keys, order)
-        importance = window_importance(
-            queries, keys, kernel_size=self.kernel_size, pooling=self.pooling
-        )
-        redundancy = self.redundancy(keys)[:, :, : importance.shape[2]]
-        scores = self.mix_lambda * importance - (1 - self.mix_lambda) * redundancy
-        scores = F.pad(scores, (0, queries.shape[2]), value=torch.inf)
-        tracks["rkv_rank"] = by_row(ranks_by_score(scores, queries.shape[2]), order)
-        return by_row(scores, order)
+
+        def mixed(keys: Tensor) -> Tensor:
+            importance = window_importance(
+                queries, keys, kernel_size=self.kernel_size, pooling=self.pooling
+            )
+            redundancy = self.redundancy(keys)[:, :, : importance.shape[2]]
+            scores = self.mix_lambda * importance - (1 - self.mix_lambda) * redundancy
+            return pin_window(scores, queries.shape[2])
+
+        return score_in_kept_order(mixed, keys, tracks, "rkv_rank", queries.shape[2])
 
     def redundancy(self, keys: Tensor) -> Tensor:
         """How much each row is like the others, ``[B, H_kv, T]`` (eqs. 5-7)."""

@@ -1,16 +1,22 @@
 """SnapKV: attention of the observation window, pooled over neighbours."""
 
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import attrs
-import torch
 from attrs.validators import ge, in_, instance_of
 from torch import Tensor
-from torch.nn import functional as F
 
 from kvpolicy import hookimpl
-from kvpolicy.kept_order import by_row, kept_order, ranks_by_score, take_rows
-from kvpolicy.observation import Pooling, observed_weights, odd, pool, window_importance
+from kvpolicy.kept_order import score_in_kept_order
+from kvpolicy.observation import (
+    GroupReduce,
+    Pooling,
+    observed_weights,
+    odd,
+    pin_window,
+    received_importance,
+    window_importance,
+)
 from kvpolicy.rows import Tracks
 
 
@@ -47,11 +53,13 @@ class SnapKV:
 
     tracks: ClassVar[tuple[str, ...]] = ("snapkv_rank",)
 
-    phase: str = attrs.field(default="decode", validator=in_(["decode", "prefill"]))
+    phase: Literal["decode", "prefill"] = attrs.field(
+        default="decode", validator=in_(["decode", "prefill"])
+    )
     window_size: int = attrs.field(default=8, validator=[instance_of(int), ge(1)])
     kernel_size: int = attrs.field(default=7, validator=[instance_of(int), ge(1), odd])
     pooling: Pooling = attrs.field(default="maxpool", validator=in_(["maxpool", "avgpool"]))
-    group_reduce: str = attrs.field(default="mean", validator=in_(["mean", "max", "sum"]))
+    group_reduce: GroupReduce = attrs.field(default="mean", validator=in_(["mean", "max", "sum"]))
 
     @property
     def bounded(self) -> bool:
@@ -74,28 +82,21 @@ class SnapKV:
     ) -> Tensor:
         """Rate rows by the window's attention; pin the window."""
         queries = queries[:, :, -self.window_size :]
+        window = queries.shape[2]
         if self.phase == "prefill":
-            weights = observed_weights(queries, keys, positions, seq_len)
-            return self._as_published(weights, num_kv_heads=keys.shape[1])
-        order = kept_order(tracks["snapkv_rank"])
-        importance = window_importance(
-            queries,
-            take_rows(keys, order),
-            kernel_size=self.kernel_size,
-            pooling=self.pooling,
-        )
-        scores = _pin_window(importance, queries.shape[2])
-        tracks["snapkv_rank"] = by_row(ranks_by_score(scores, queries.shape[2]), order)
-        return by_row(scores, order)
+            importance = received_importance(
+                observed_weights(queries, keys, positions, seq_len),
+                keys.shape[1],
+                kernel_size=self.kernel_size,
+                pooling=self.pooling,
+                group_reduce=self.group_reduce,
+            )
+            return pin_window(importance, window)
 
-    def _as_published(self, weights: Tensor, num_kv_heads: int) -> Tensor:
-        window, num_rows = weights.shape[2:]
-        received = weights.sum(dim=2)[:, :, : num_rows - window]  # [B, H_q, T - W]
-        grouped = received.unflatten(1, (num_kv_heads, -1))
-        reduced = {"mean": grouped.mean, "max": grouped.amax, "sum": grouped.sum}
-        importance = pool(reduced[self.group_reduce](dim=2), self.kernel_size, self.pooling)
-        return _pin_window(importance, window)
+        def score(keys: Tensor) -> Tensor:
+            importance = window_importance(
+                queries, keys, kernel_size=self.kernel_size, pooling=self.pooling
+            )
+            return pin_window(importance, window)
 
-
-def _pin_window(importance: Tensor, window: int) -> Tensor:
-    return F.pad(importance, (0, window), value=torch.inf)
+        return score_in_kept_order(score, keys, tracks, "snapkv_rank", window)

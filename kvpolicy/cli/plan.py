@@ -3,8 +3,8 @@
 `check` and `schema` are in `kvpolicy.cli.plancheck`. With ``--json``, `show` prints ``{"model",
 "dtype", "tokens", "slots", "digest", "bytes_per_slot", "bytes", "full_bytes_per_slot",
 "shared_bytes_per_slot", "layers": [{"layer", "stack", "budget", "buffer", "rows_per_slot",
-"bytes_per_slot"}], "schedule"}``; a budget is null where everything stays, and a layer whose budget is given as a
-share has ``"budget_from"``, too.
+"bytes_per_slot"}], "schedule"}``; a budget is null where everything stays, and a layer whose
+budget is given as a share has ``"budget_from"``, too.
 """
 
 from pathlib import Path

@@ -18,6 +18,7 @@ from kvpolicy.errors import BudgetError
 from kvpolicy.memory import Memory, SequenceMemory
 from kvpolicy.planspec import PolicySpec
 from kvpolicy.registers import RegisterFile
+from kvpolicy.rotation import rotate_halves
 from kvpolicy.stack import Stack
 from kvpolicy.step import Step
 
@@ -54,7 +55,8 @@ def keep_rows(
     Args:
         policy: Name of a policy, a policy object, or a list of such, which is a stack;
             knobs are for a single name.
-        keys: Keys after RoPE, ``[B, H_kv, T, D]``: row t is token t.
+        keys: Keys after RoPE, ``[B, H_kv, T, D]``: row t is token t. A policy that moves
+            keys to other positions finds them rotated as Llama rotates.
         values: Values, ``[B, H_kv, T, D]``.
         queries: Queries of the last ``W`` tokens after RoPE, ``[B, H_q, W, D]``. Policies
             that accumulate attention see these queries only; a policy whose window is larger
@@ -96,7 +98,7 @@ def replay(
     Args:
         policy: Name of a policy, a policy object, or a list of such, which is a stack;
             knobs are for a single name.
-        keys: Keys after RoPE of all tokens, ``[B, H_kv, T, D]``.
+        keys: Keys after RoPE of all tokens, ``[B, H_kv, T, D]``; see `keep_rows`.
         values: Values of all tokens, ``[B, H_kv, T, D]``.
         queries: Queries after RoPE of all tokens, ``[B, H_q, T, D]``.
         budget: Rows that stay.
@@ -145,6 +147,7 @@ class _Bench:
         slab = self.stack.slab(num_rows)
         slab = attrs.evolve(slab, window_size=min(slab.window_size, queries.shape[2]))
         self.cache = Cache([shape], [slab], num_sequences)
+        self.cache.rotate = rotate_halves  # keys of no model: taken for Llama's
         self.budget = budget
         self.prompt_len = num_rows if prompt_len is None else prompt_len
         self.memories = [SequenceMemory() for _ in range(num_sequences)]

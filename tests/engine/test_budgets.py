@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from recorder import Record, Recorder
-from strategies import REWRITING, plans, prompts
+from strategies import plans, prompts
 from tiny import FAMILIES, shared_model
 from torch import Tensor
 from transformers import DynamicCache
@@ -29,7 +29,7 @@ def test_every_compaction_sees_and_keeps_what_the_contract_says(
     data: st.DataObject, model: torch.nn.Module, chunk: int
 ) -> None:
     recorder = Recorder()  # itself checks that rows follow from the compaction before
-    plan = data.draw(plans(num_layers=NUM_LAYERS, extra=[recorder], but=REWRITING))
+    plan = data.draw(plans(num_layers=NUM_LAYERS, extra=[recorder], verbatim=True))
     batch = data.draw(prompts(count=4, max_len=48))
     engine = Engine(model, plan=plan, slots=3, chunk=chunk)
     results = engine.generate(batch, max_new_tokens=20).results()

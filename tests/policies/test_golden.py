@@ -1,6 +1,7 @@
 """The policies against outputs recorded from their authors' own classes.
 
-Exact sets where the method leaves no choice (StreamingLLM, R-KV in fp32, H2O). Elsewhere a
+Exact sets where the method leaves no choice (StreamingLLM, R-KV in fp32, H2O, TOVA, Knorm, the
+"H2O" of R-KV's code). Elsewhere a
 maximum pool gives neighbours equal scores and the authors' top-k chooses among them by
 chance, so the recorded *scores* decide: no row may be rejected whose score exceeds that of a
 kept one by more than the arithmetic's noise.
@@ -15,6 +16,7 @@ import reference
 import torch
 from compare import ATOL, assert_best_rows, assert_threshold, heads
 from golden_cases import FOLDER, Case, recorded
+from kvpolicy_baselines.pyramidkv import published_budgets
 from torch import Tensor
 
 from kvpolicy import hookimpl
@@ -200,6 +202,58 @@ def test_snapkv_reduces_query_groups_as_recorded(case: Case, group_reduce: str) 
 
 
 @recorded("KVCacheFactory.misc")
+def test_snapkv_keeps_the_recorded_rows_of_a_prompt_for_every_query_head(case: Case) -> None:
+    arrays, args = case.arrays(), case.args
+    group = args["Hq"] // args["Hkv"]
+    keys, values = (case.tensor(arrays[name].repeat(group, axis=1)) for name in "kv")
+    queries = case.tensor(arrays["q"])
+    knobs = published(args["W"], args["snapkv_kernel"], args["snapkv_pooling"])
+    kept = keep_rows("snapkv", keys, values, queries, budget=args["max_capacity_prompt"], **knobs)
+    assert_published(kept, arrays["kept_snapkv_query_head"], keys, queries, args)
+
+
+@recorded("KVCacheFactory.PyramidKV")
+@pytest.mark.parametrize("heads_of", ["query_head", "kv_head_mean", "kv_head_max"])
+def test_pyramidkv_keeps_the_recorded_rows_of_every_layer(case: Case, heads_of: str) -> None:
+    arrays, args = case.arrays(), case.args
+    group = args["Hq"] // args["Hkv"] if heads_of == "query_head" else 1
+    keys, values = (case.tensor(arrays[name].repeat(group, axis=1)) for name in "kv")
+    queries = case.tensor(arrays["q"])
+    num_layers = args["num_hidden_layers"]
+    budgets = published_budgets(
+        args["max_capacity_prompt"], args["W"], args["T"], num_layers, args["beta"]
+    )
+    assert budgets == args["kept_counts"][heads_of]
+    group_reduce = "max" if heads_of == "kv_head_max" else "mean"
+    knobs = published(args["W"], args["kernel"], args["pooling"])
+    for layer, budget in enumerate(budgets):
+        kept = keep_rows(
+            "pyramidkv", keys, values, queries, budget=budget, group_reduce=group_reduce, **knobs
+        )
+        expected = arrays[f"kept_{heads_of}_L{layer}"]
+        here = args | {"max_capacity_prompt": budget}
+        assert_published(kept, expected, keys, queries, here, group_reduce)
+
+
+def budget_tables() -> list[dict]:
+    return json.loads((FOLDER / "manifest.json").read_text())["pyramid_budgets"]
+
+
+@pytest.mark.parametrize(
+    "table", budget_tables(), ids=lambda t: f"{t['max_capacity_prompt']}-{t['q_len']}"
+)
+def test_pyramidkv_computes_the_recorded_budgets(table: dict) -> None:
+    found = published_budgets(
+        table["max_capacity_prompt"],
+        table["window"],
+        table["q_len"],
+        table["layers"],
+        table["beta"],
+    )
+    assert found == table["kvcache_factory_kept_incl_window"]
+
+
+@recorded("KVCacheFactory.misc")
 @pytest.mark.parametrize("group_reduce", ["mean", "sum"])
 def test_h2o_keeps_the_recorded_rows_of_a_prompt(case: Case, group_reduce: str) -> None:
     # One rule serves both records: a mean ranks rows as a sum does.
@@ -262,6 +316,54 @@ def test_snapkv_keeps_the_rows_of_another_library(case: Case) -> None:
     scores = arrays["score_snapkv"][..., : args["T"] - window]  # theirs pins the window behind
     assert_scores_decide(kept, scores, window=window, budget=args["n_kept"], atol=ATOL)
     assert sets(kept) == sets(arrays["kept_snapkv"])
+
+
+@recorded("KVCacheFactory.misc")
+def test_knorm_keeps_the_recorded_rows_of_a_prompt(case: Case) -> None:
+    arrays = case.arrays()
+    keys, values, queries = (case.tensor(arrays[name]) for name in "kvq")
+    budget = case.args["max_capacity_prompt"]
+    kept = keep_rows("knorm", keys, values, queries, budget=budget, n_recent=0)
+    assert sets(kept) == sets(arrays["kept_l2norm"])
+
+
+@recorded("kvpress")
+@pytest.mark.parametrize(("name", "n_recent"), [("knorm", 0), ("tova", 1)])
+def test_knorm_and_tova_keep_the_rows_of_another_library(
+    case: Case, name: str, n_recent: int
+) -> None:
+    arrays = case.arrays()
+    keys, values, queries = (case.tensor(arrays[letter]) for letter in "kvq")
+    kept = keep_rows(name, keys, values, queries, budget=case.args["n_kept"], n_recent=n_recent)
+    assert sets(kept) == sets(arrays[f"kept_{name}"])
+
+
+@recorded("TOVA.TOVACache.reduce")
+def test_tova_keeps_the_recorded_positions_after_every_token(case: Case) -> None:
+    arrays, args = case.arrays(), case.args
+    keys, values, queries = (case.tensor(arrays[f"{name}_all"]) for name in "kvq")
+    rounds = replay(
+        "tova",
+        keys,
+        values,
+        queries,
+        budget=args["cache_size"],
+        prompt=args["prompt"],
+        compact_at=range(args["prompt"], args["total"] + 1),
+    )
+    assert len(rounds) == len(arrays["kept_orig"])
+    for kept, expected in zip(rounds, arrays["kept_orig"], strict=True):
+        for b, positions in enumerate(expected):
+            assert kept[b].tolist() == [positions.tolist()] * args["Hkv"]
+
+
+@recorded("rkv.H2O(intended)")
+def test_the_h2o_of_r_kv_keeps_the_rows_that_its_code_intends(case: Case) -> None:
+    arrays, args = case.arrays(), case.args
+    keys, values, queries = (case.tensor(arrays[name]) for name in "kvq")
+    kept = keep_rows("h2o_last", keys, values, queries, budget=args["budget"])
+    assert sets(kept) == sets(arrays["kept"])
+    assert sets(kept) != sets(keep_rows("h2o", keys, values, queries, budget=args["budget"]))
 
 
 @recorded("H2O.H2OKVCache_LayerWise")

@@ -23,6 +23,7 @@ PUBLIC = {
     "kvpolicy.registers": "Registers, for annotations",
     "kvpolicy.request": "Waiting, for annotations",
     "kvpolicy.rows": "LayerRows and Tracks, for annotations",
+    "kvpolicy.sharing": "whole rows shared by weights, for allocate",
     "kvpolicy.steering": "steering vectors",
     "kvpolicy.thinking": "where paragraphs end and thinking begins",
     "kvpolicy.tokentext": "what tokens say",

@@ -1,12 +1,15 @@
 """What the pages promise: examples run as printed, hooks are documented, links resolve."""
 
 import inspect
+import json
 import re
 import subprocess
 import sys
 from importlib import import_module
-from importlib.metadata import entry_points
+from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
+from types import NoneType, UnionType
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import attrs
 import pytest
@@ -87,7 +90,9 @@ def test_an_example_policy_serves_a_model(
     prompts = [[1, 2, 3] * 4, [4, 5] * 9, [6, 7, 8]]
     results = engine.generate(prompts, max_new_tokens=24).results()
     assert [len(result.tokens) for result in results] == [24, 24, 24]
-    assert all(result.peak_rows <= 16 and result.compactions for result in results)
+    most = max(layer.capacity(longest=100) for layer in engine.plan.layers)
+    assert sum(layer.budget or 0 for layer in engine.plan.layers) == 12 * len(engine.plan.layers)
+    assert all(result.peak_rows <= most and result.compactions for result in results)
 
 
 @pytest.mark.slow
@@ -129,6 +134,49 @@ def test_the_letters_of_shapes_are_those_of_the_contract() -> None:
     documented = set(re.findall(r"\| `(\w+)` \|", _section(DOCS / "reference/hooks.md", "Shapes")))
     documented |= set(re.findall(r" `(\w+)` \| ", _section(DOCS / "reference/hooks.md", "Shapes")))
     assert documented <= known
+
+
+# The reference of policies
+
+OURS = [p for p in entry_points(group=discovery.GROUP) if p.dist and p.dist.name == "kvpolicy"]
+
+
+def _in_words(hint: Any) -> str:
+    """A knob's type as the page says it."""
+    if get_origin(hint) is Literal:
+        return ", ".join(f'`"{word}"`' for word in get_args(hint))
+    if get_origin(hint) is tuple:
+        return f"list of {_in_words(get_args(hint)[0])}"
+    if get_origin(hint) in (Union, UnionType):
+        kinds = [_in_words(kind) for kind in get_args(hint) if kind is not NoneType]
+        return " or ".join([*kinds, "none"] if NoneType in get_args(hint) else kinds)
+    return {int: "count", float: "number", str: "text", bool: "`true` or `false`"}[hint]
+
+
+@pytest.mark.parametrize("point", OURS, ids=lambda point: point.name)
+def test_a_policy_is_documented_with_its_knobs_types_and_defaults(point: EntryPoint) -> None:
+    section = _section(DOCS / "reference" / "policies.md", point.name)
+    assert "**Source.** " in section
+    assert "**Differs.** " in section
+    policy = point.load()
+    hints = get_type_hints(policy)
+    expected = {
+        knob.name: (
+            _in_words(hints[knob.name]),
+            "none" if knob.default is None else f"`{json.dumps(knob.default)}`",
+        )
+        for knob in attrs.fields(policy)
+        if knob.init
+    }
+    rows = re.findall(r"^\| `(\w+)` \| (.*?) \| (.*?) \| .+ \|$", section, re.M)
+    assert {name: (kind, default) for name, kind, default in rows} == expected
+    assert [name for name, _, _ in rows] == list(expected), "in the order of the class"
+    assert expected or "No knobs." in section
+
+
+def test_no_policy_is_documented_that_does_not_exist() -> None:
+    text = (DOCS / "reference" / "policies.md").read_text(encoding="utf-8")
+    assert sorted(re.findall(r"^## (\w+)$", text, re.M)) == sorted(point.name for point in OURS)
 
 
 # The reference of plans

@@ -1,0 +1,102 @@
+"""Knorm against loops over the keys: the shortest stay, with the newest rows."""
+
+import pytest
+import reference
+import torch
+from compare import assert_best_rows, assert_rows_shape, heads
+from hypothesis import given
+from hypothesis import strategies as st
+from policy_checks import (
+    assert_batch_equals_single_rows,
+    assert_half_precision_works,
+    assert_knobs_refused,
+    assert_nothing_leaves,
+)
+from strategies import Drawn, budgets, caches, rounds
+
+from kvpolicy import load_policy
+from kvpolicy.errors import KnobError
+from kvpolicy.testing import keep_rows, replay
+
+
+@given(st.data(), caches(num_queries=1))
+def test_the_shortest_keys_and_the_newest_rows_stay(data: st.DataObject, drawn: Drawn) -> None:
+    n_recent = data.draw(st.integers(0, 6))
+    budget = data.draw(budgets(drawn.num_rows, min_budget=max(n_recent, 1)))
+    kept = keep_rows(
+        "knorm", drawn.keys, drawn.values, drawn.queries, budget=budget, n_recent=n_recent
+    )
+    assert_rows_shape(kept, drawn.keys, budget)
+    window = min(n_recent, drawn.num_rows)
+    for b, h, keys, _ in heads(drawn.keys, drawn.queries):
+        scores = reference.knorm(keys)[: drawn.num_rows - window]
+        assert_best_rows(kept[b, h].tolist(), scores, window=window, budget=budget)
+
+
+@given(st.data(), caches(min_rows=2, max_rows=24))
+def test_without_recent_rows_a_stream_keeps_the_shortest_keys_it_has_seen(
+    data: st.DataObject, drawn: Drawn
+) -> None:
+    # A norm never changes, so that rounds in between make no difference: what left was longer
+    # than what stayed, and would have left later, too.
+    budget = data.draw(st.integers(1, drawn.num_rows - 1))
+    plan = data.draw(rounds(drawn.num_rows))
+    plan["compact_at"] = sorted({*plan["compact_at"], drawn.num_rows})
+    inputs = (drawn.keys, drawn.values, drawn.queries)
+    answer = replay("knorm", *inputs, budget=budget, n_recent=0, **plan)
+    assert (answer[-1] == keep_rows("knorm", *inputs, budget=budget, n_recent=0)).all()
+
+
+def score(layer_idx: int, **knobs: object) -> torch.Tensor | None:
+    keys = torch.randn(1, 2, 10, 4, generator=torch.Generator().manual_seed(0))
+    return load_policy("knorm", **knobs).score(layer_idx=layer_idx, keys=keys)
+
+
+def test_it_has_no_opinion_in_skipped_layers_only() -> None:
+    assert [score(layer, skip_layers=[0, 2]) is None for layer in range(4)] == [
+        True,
+        False,
+        True,
+        False,
+    ]
+
+
+def test_in_a_skipped_layer_the_policy_listed_before_it_decides() -> None:
+    rng = torch.Generator().manual_seed(3)
+    keys = torch.randn(1, 2, 30, 4, generator=rng)
+    skipping = load_policy("knorm", skip_layers=(0,))  # the layer of the bench is layer 0
+    kept = keep_rows(["streaming", skipping], keys, keys, keys, budget=12)
+    assert (kept == keep_rows("streaming", keys, keys, keys, budget=12)).all()
+    alone = keep_rows(skipping, keys, keys, keys, budget=12)
+    assert (alone == torch.arange(18, 30)).all(), "else the newest rows stay"
+
+
+@given(st.data(), caches())
+def test_a_batch_equals_its_sequences_alone(data: st.DataObject, drawn: Drawn) -> None:
+    budget = data.draw(budgets(drawn.num_rows, min_budget=8))
+    assert_batch_equals_single_rows("knorm", drawn, budget)
+
+
+@given(caches())
+def test_nothing_leaves_within_the_budget(drawn: Drawn) -> None:
+    assert_nothing_leaves("knorm", drawn, budget=max(drawn.num_rows, 8))
+
+
+def test_half_precision_works() -> None:
+    assert_half_precision_works("knorm", budget=12)
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        {"n_recent": -1},
+        {"n_recent": 1.5},
+        {"skip_layers": 1},
+        {"skip_layers": ["0"]},
+        {"skip_layers": [-1]},
+        {"skip": [0]},
+    ],
+    ids=str,
+)
+def test_bad_knobs_are_refused(bad: dict) -> None:
+    assert_knobs_refused("knorm", bad, KnobError)

@@ -1,0 +1,117 @@
+"""TOVA against loops over the newest query of every head."""
+
+import pytest
+import reference
+import tiny
+import torch
+from compare import assert_best_rows, assert_rows_shape, heads
+from hypothesis import given
+from hypothesis import strategies as st
+from policy_checks import (
+    assert_batch_equals_single_rows,
+    assert_half_precision_works,
+    assert_knobs_refused,
+    assert_nothing_leaves,
+)
+from strategies import Drawn, budgets, caches, rounds
+
+from kvpolicy import Engine, Plan
+from kvpolicy.errors import KnobError
+from kvpolicy.testing import keep_rows, replay
+
+
+def layers(drawn: Drawn) -> list[tuple[int, list, list]]:
+    """Every ``(b, keys of all KV heads, queries of all groups)`` as lists."""
+    found: dict[int, tuple[list, list]] = {}
+    for b, _, keys, queries in heads(drawn.keys, drawn.queries):
+        of_keys, of_queries = found.setdefault(b, ([], []))
+        of_keys.append(keys)
+        of_queries.append(queries)
+    return [(b, keys, queries) for b, (keys, queries) in found.items()]
+
+
+@given(st.data(), caches())
+def test_all_heads_keep_what_the_newest_query_attends_to(data: st.DataObject, drawn: Drawn) -> None:
+    n_recent = data.draw(st.integers(0, 3))
+    budget = data.draw(budgets(drawn.num_rows, min_budget=max(n_recent, 1)))
+    kept = keep_rows(
+        "tova", drawn.keys, drawn.values, drawn.queries, budget=budget, n_recent=n_recent
+    )
+    assert_rows_shape(kept, drawn.keys, budget)
+    assert (kept == kept[:, :1]).all(), "the same rows in every KV head"
+    window = min(n_recent, drawn.num_rows)
+    for b, keys, queries in layers(drawn):
+        scores = reference.tova(keys, queries)[: drawn.num_rows - window]
+        assert_best_rows(kept[b, 0].tolist(), scores, window=window, budget=budget)
+
+
+@given(st.data(), caches(min_rows=2, max_rows=20))
+def test_a_stream_is_judged_by_its_newest_query_round_after_round(
+    data: st.DataObject, drawn: Drawn
+) -> None:
+    budget = data.draw(st.integers(1, drawn.num_rows - 1))
+    plan = data.draw(rounds(drawn.num_rows))
+    inputs = (drawn.keys, drawn.values, drawn.queries)
+    answer = replay("tova", *inputs, budget=budget, **plan)
+    for b, keys, queries in layers(drawn):
+        resident: list[int] = []
+        seen = 0
+        for kept, count in zip(answer, plan["compact_at"], strict=True):
+            resident += range(seen, count)
+            seen = count
+            scores = reference.tova(
+                [[head[t] for t in resident] for head in keys],
+                [[head[:count] for head in group] for group in queries],
+            )
+            ours = kept[b, 0].tolist()
+            rows = [resident.index(position) for position in ours]
+            assert_best_rows(rows, scores, budget=budget)
+            resident = ours
+
+
+@given(caches(min_rows=14))
+def test_older_queries_do_not_matter(drawn: Drawn) -> None:
+    kept = keep_rows("tova", drawn.keys, drawn.values, drawn.queries, budget=12)
+    last = drawn.queries[:, :, -1:]
+    assert (kept == keep_rows("tova", drawn.keys, drawn.values, last, budget=12)).all()
+
+
+def test_the_newest_row_may_leave_unless_it_is_protected() -> None:
+    keys = torch.ones(1, 2, 10, 4)
+    keys[:, :, -1] = -5.0
+    queries = torch.ones(1, 4, 1, 4)
+    kept = keep_rows("tova", keys, keys, queries, budget=4)
+    assert kept[0, 0].tolist() == [5, 6, 7, 8]
+    kept = keep_rows("tova", keys, keys, queries, budget=4, n_recent=1)
+    assert kept[0, 0].tolist() == [6, 7, 8, 9]
+
+
+@pytest.mark.parametrize(("every", "most"), [(1, 13), (3, 15), (None, 20)])
+def test_rows_leave_as_often_as_it_says(every: int | None, most: int) -> None:
+    plan = Plan.uniform("tova", budget=12, buffer=8, knobs={"tova": {"every": every}})
+    engine = Engine(tiny.shared_model(), None, plan, slots=1)
+    (result,) = engine.generate([[1, 2, 3]], max_new_tokens=40).results()
+    assert result.peak_rows == most
+    assert result.compactions
+
+
+@given(st.data(), caches())
+def test_a_batch_equals_its_sequences_alone(data: st.DataObject, drawn: Drawn) -> None:
+    budget = data.draw(budgets(drawn.num_rows))
+    assert_batch_equals_single_rows("tova", drawn, budget)
+
+
+@given(caches())
+def test_nothing_leaves_within_the_budget(drawn: Drawn) -> None:
+    assert_nothing_leaves("tova", drawn, budget=drawn.num_rows)
+
+
+def test_half_precision_works() -> None:
+    assert_half_precision_works("tova", budget=8)
+
+
+@pytest.mark.parametrize(
+    "bad", [{"every": 0}, {"every": "1"}, {"n_recent": -1}, {"cache_size": 8}], ids=str
+)
+def test_bad_knobs_are_refused(bad: dict) -> None:
+    assert_knobs_refused("tova", bad, KnobError)
