@@ -20,8 +20,6 @@ def generate(
     *,
     generation_config: GenerationConfig,
     plan: Plan | None = None,
-    attention_mask: Tensor | None = None,
-    past_key_values: Any = None,
     **arguments: Any,
 ) -> Any:
     """Generate within a plan: for ``model.generate(..., custom_generate=generate, plan=plan)``.
@@ -35,10 +33,9 @@ def generate(
         input_ids: Prompts, ``[B, columns]``, padded on the left.
         generation_config: How to generate; greedy or sampling.
         plan: What each layer does with its cache; not needed with a `PolicyCache`.
-        attention_mask: 0 for pads; ``None`` if there are none.
-        past_key_values: A `PolicyCache` to go on with, or the empty cache that `generate`
-            has made, which is left aside.
-        arguments: What `generate` gives to every function of this kind.
+        arguments: What `generate` gives to every function of this kind. Its
+            ``past_key_values`` is a `PolicyCache` to go on with, or the empty cache that
+            `generate` has made, which is left aside.
 
     Returns:
         What `generate` returns.
@@ -53,26 +50,22 @@ def generate(
             "search and sampling"
         )
         raise CacheError(msg)
-    if isinstance(past_key_values, PolicyCache):
-        cache = past_key_values
-        cache.check_prompt(input_ids, attention_mask)
+    # Not by name in the signature: generate would hand those over without preparing them.
+    cache = arguments.get("past_key_values")
+    if isinstance(cache, PolicyCache):
+        cache.check_prompt(input_ids, arguments.get("attention_mask"))
     else:
-        if past_key_values is not None and past_key_values.get_seq_length():
+        if cache is not None and cache.get_seq_length():
             msg = (
                 "kvpolicy.hf.generate was given a cache of transformers that is not empty; leave "
                 "it out, or go on with a PolicyCache"
             )
             raise CacheError(msg)
-        cache = PolicyCache(model, plan, max_length=generation_config.max_length)
+        length = generation_config.max_length
+        arguments["past_key_values"] = PolicyCache(model, plan, max_length=length)
     # The one loop of transformers for both modes; there is no public name for it.
     sample: Any = model._sample
-    return sample(
-        input_ids,
-        generation_config=generation_config,
-        attention_mask=attention_mask,
-        past_key_values=cache,
-        **arguments,
-    )
+    return sample(input_ids, generation_config=generation_config, **arguments)
 
 
 class PolicyPipeline(TextGenerationPipeline):
@@ -86,6 +79,8 @@ class PolicyPipeline(TextGenerationPipeline):
     def __init__(self, *args: Any, plan: Plan, **options: Any) -> None:
         """As `TextGenerationPipeline`, with a plan."""
         super().__init__(*args, **options)  # type: ignore[no-untyped-call]
+        # Releases of transformers before 5.20 leave this to the user, and warn.
+        self.tokenizer.padding_side = "left"
         self.plan = plan
         self.report: CacheReport | None = None
         # A plan that does not fit the model is better refused now.

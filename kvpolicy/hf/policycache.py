@@ -17,15 +17,14 @@ from transformers import PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from kvpolicy.engine import DEFAULT_CHUNK, Engine
-from kvpolicy.errors import CacheError
 from kvpolicy.hf.columns import Columns
 from kvpolicy.hf.hooks import attach
 from kvpolicy.hf.refusals import NoOtherCache, check_arguments, refuse
 from kvpolicy.hf.report import CacheReport
+from kvpolicy.hf.turns import turn_feeds
 from kvpolicy.plan import Plan
-from kvpolicy.request import Request
 from kvpolicy.sequence import LiveSequence
-from kvpolicy.slots import Feeds, Slots, Take
+from kvpolicy.slots import Slots
 
 # Slabs grow by so many rows at a time.
 GROWTH = 256
@@ -126,15 +125,16 @@ class PolicyCache(NoOtherCache):
             CacheError: If it does not begin with the tokens that the cache has seen.
         """
         mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
+        if mask.shape != input_ids.shape:
+            refuse("is checked against a whole prompt and its mask; give both, of one shape")
         for served in self._slots.active if self._slots else ():
             seen = [*served.prompt, *served.tokens]
             given = input_ids[served.id][mask[served.id] != 0].tolist()
             if len(given) <= len(seen) or given[: len(seen)] != seen:
-                msg = (
-                    f"a PolicyCache that has seen {len(seen)} tokens in row {served.id} was given "
-                    "a prompt that does not begin with them and go on; call reset() first"
+                refuse(
+                    f"that has seen {len(seen)} tokens in row {served.id} was given a prompt that "
+                    "does not begin with them and go on; call reset() first"
                 )
-                raise CacheError(msg)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Columns seen, pads included: by this `generate` tells old columns from new ones."""
@@ -209,7 +209,7 @@ class PolicyCache(NoOtherCache):
         def take(sequences: Sequence[LiveSequence], newest: Tensor) -> None:
             logits.update(zip((served.id for served in sequences), newest, strict=True))
 
-        with closing(_feeds(slots, new, take)) as feeds:
+        with closing(turn_feeds(slots, new, take)) as feeds:
             feed = next(feeds)
             while int(feed.step.lengths.sum()) < slots.num_unfed:
                 feed = feeds.send(
@@ -223,28 +223,6 @@ class PolicyCache(NoOtherCache):
         output.logits = torch.stack([logits[row] for row in range(len(new))])[:, None]
         output.past_key_values = self
         return output
-
-
-def _feeds(slots: Slots, new: Sequence[Sequence[int]], take: Take) -> Feeds:
-    """The forwards that bring in new tokens: a prompt, one more token each, or another turn."""
-    if not slots.active:
-        slots.admit([_sequence(row, tokens) for row, tokens in enumerate(new)])
-        return slots.feeds(take)
-    is_turn = any(len(tokens) > 1 for tokens in new)
-    for served in slots.active:
-        if is_turn:
-            # All that came before a turn is prompt to it: policies that are asked when the
-            # prompt is in are asked again.
-            served.prompt = (*served.prompt, *served.tokens, *new[served.id])
-            served.tokens = []
-        else:
-            served.tokens.append(*new[served.id])
-    return slots.feeds(take) if is_turn else slots.decode_feeds(take)
-
-
-def _sequence(row: int, prompt: Sequence[int]) -> LiveSequence:
-    """A row of the batch; `generate` knows when it ends, and draws its tokens."""
-    return LiveSequence(row, Request(prompt), tuple(prompt), 0, frozenset())
 
 
 @contextmanager

@@ -17,6 +17,7 @@ _KNOWN = {
     "past_key_values",
     "position_ids",
     "return_dict",
+    "tokenizer",  # for stop strings: generate hands it on to the model
     "use_cache",
 }
 

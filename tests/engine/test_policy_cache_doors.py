@@ -1,0 +1,142 @@
+"""`custom_generate` and the pipeline give what a `PolicyCache` gives."""
+
+from typing import Any
+
+import pytest
+import torch
+from batches import padded, written
+from hypothesis import given
+from hypothesis import strategies as st
+from strategies import plans, prompts
+from tiny import shared_model, tiny_tokenizer
+from torch import nn
+from transformers import DynamicCache
+
+from kvpolicy import Plan, PolicyCache, hf
+from kvpolicy.errors import CacheError, KVPolicyError, PlanError
+
+NUM_LAYERS = 2
+PLAN = Plan.uniform("rkv", budget=12, buffer=4, knobs={"rkv": {"window_size": 4}})
+
+models = st.builds(
+    shared_model,
+    seed=st.integers(0, 3),
+    num_layers=st.just(NUM_LAYERS),
+    dtype=st.just(torch.float64),
+)
+
+
+def model_and_tokenizer() -> tuple[Any, Any]:
+    tokenizer = tiny_tokenizer()
+    tokenizer.pad_token = "<60>"
+    return shared_model(num_layers=NUM_LAYERS, dtype=torch.float64), tokenizer
+
+
+# custom_generate
+
+
+@given(models, prompts(max_len=40), plans(num_layers=NUM_LAYERS))
+def test_custom_generate_equals_a_cache(
+    model: nn.Module, prompts: list[list[int]], plan: Plan
+) -> None:
+    tokens = written(model, prompts, 12, custom_generate=hf.generate, plan=plan)
+    assert tokens == written(model, prompts, 12, past_key_values=PolicyCache(model, plan))
+
+
+def test_custom_generate_knows_the_length_and_allocates_once() -> None:
+    model, _ = model_and_tokenizer()
+    answer = model.generate(
+        **padded([[1, 2, 3] * 5]),
+        custom_generate=hf.generate,
+        plan=Plan.uniform("full"),
+        max_new_tokens=300,
+        do_sample=False,
+        pad_token_id=0,
+        return_dict_in_generate=True,
+    )
+    cache = answer.past_key_values
+    assert cache.report.tokens == (314,)
+    assert {layer.slab.capacity for layer in cache._slots.cache.layers} == {315}
+    assert cache._slots.cache.transient_bytes == 0
+
+
+def test_custom_generate_goes_on_with_a_conversation_and_nothing_else() -> None:
+    model, _ = model_and_tokenizer()
+    caches = [PolicyCache(model, PLAN) for _ in range(2)]
+    prompt = [1, 2, 3] * 6
+    (first,) = written(model, [prompt], 9, past_key_values=caches[0], custom_generate=hf.generate)
+    assert [first] == written(model, [prompt], 9, past_key_values=caches[1])
+    text = [*prompt, *first, 7, 7]
+    again = written(model, [text], 9, past_key_values=caches[0], custom_generate=hf.generate)
+    assert again == written(model, [text], 9, past_key_values=caches[1])
+    other = [[5, *[4] * 60]]
+    with pytest.raises(CacheError, match="does not begin with them"):
+        written(model, other, 9, past_key_values=caches[0], custom_generate=hf.generate)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "sentence"),
+    [
+        ({"num_beams": 2, "plan": PLAN}, CacheError, "asked for beam search"),
+        ({"prompt_lookup_num_tokens": 3, "plan": PLAN}, CacheError, "asked for assisted"),
+        ({}, KVPolicyError, "no plan"),
+        ({"plan": Plan.uniform("rkv")}, PlanError, "no budget"),
+    ],
+)
+def test_custom_generate_refuses_what_it_cannot_do(
+    options: dict[str, Any], error: type[Exception], sentence: str
+) -> None:
+    model, _ = model_and_tokenizer()
+    with pytest.raises(error, match=sentence):
+        written(model, [[1, 2, 3]], 5, custom_generate=hf.generate, **options)
+
+
+def test_custom_generate_refuses_the_rows_of_another_cache() -> None:
+    model, _ = model_and_tokenizer()
+    other = DynamicCache()
+    written(model, [[1, 2, 3]], 5, past_key_values=other)
+    with pytest.raises(CacheError, match="of transformers that is not empty"):
+        written(
+            model,
+            [list(range(12))],
+            5,
+            past_key_values=other,
+            custom_generate=hf.generate,
+            plan=PLAN,
+        )
+
+
+# The pipeline
+
+
+@pytest.mark.parametrize("batch_size", [1, 2, 3])
+def test_a_pipeline_equals_a_cache_for_each_prompt(batch_size: int) -> None:
+    model, tokenizer = model_and_tokenizer()
+    texts = ["one and two", "nothing (comes) of nothing; and so on, and so on", "x = 7"]
+    pipe = hf.pipeline(model, tokenizer, PLAN, batch_size=batch_size)
+    options = {"max_new_tokens": 12, "do_sample": False, "return_full_text": False}
+    answers = [answer[0]["generated_text"] for answer in pipe(texts, **options)]
+    for text, answer in zip(texts, answers, strict=True):
+        ids = tokenizer(text)["input_ids"]
+        (expected,) = written(model, [ids], 12, past_key_values=PolicyCache(model, PLAN))
+        assert answer == tokenizer.decode(expected, skip_special_tokens=True)
+    last = texts[-((len(texts) - 1) % batch_size + 1) :]
+    assert pipe.report is not None
+    assert pipe.report.tokens == tuple(len(text) + 11 for text in last)
+    assert pipe.report.peak_rows <= 16
+
+
+def test_a_pipeline_takes_strings_that_stop() -> None:
+    model, tokenizer = model_and_tokenizer()
+    pipe = hf.pipeline(model, tokenizer, PLAN)
+    options = {"max_new_tokens": 20, "do_sample": False, "return_full_text": False}
+    whole = pipe("one and two", **options)[0]["generated_text"]
+    stop = whole[5]
+    cut = pipe("one and two", stop_sequence=stop, **options)[0]["generated_text"]
+    assert cut == whole[: whole.index(stop) + 1]
+
+
+def test_a_pipeline_refuses_a_plan_that_does_not_fit() -> None:
+    model, tokenizer = model_and_tokenizer()
+    with pytest.raises(PlanError, match="no budget"):
+        hf.pipeline(model, tokenizer, Plan.uniform("rkv"))

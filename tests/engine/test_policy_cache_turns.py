@@ -1,0 +1,240 @@
+"""A `PolicyCache` goes on with a conversation, and with nothing else."""
+
+from typing import Any
+
+import pytest
+import torch
+from batches import PAD, padded, written
+from hypothesis import given
+from hypothesis import strategies as st
+from strategies import SMALL_KNOBS, prompts, seeds
+from tiny import FAMILIES, shared_model
+from torch import Tensor, nn
+
+from kvpolicy import Engine, Plan, PolicyCache
+from kvpolicy.errors import CacheError
+
+NUM_LAYERS = 2
+FIRST, SECOND = 9, 12  # tokens generated in each turn
+OPTIONS = {"do_sample": False, "pad_token_id": PAD}
+
+models = st.builds(
+    shared_model,
+    st.sampled_from(FAMILIES),
+    seed=st.integers(0, 3),
+    num_layers=st.just(NUM_LAYERS),
+    dtype=st.just(torch.float64),
+)
+questions = prompts(count=1, min_len=1, max_len=30)
+
+
+@st.composite
+def plans_by_fill(draw: st.DrawFn) -> Plan:
+    """Plans in which a sequence is due when its buffer is full, and never else.
+
+    Those are compacted after the same tokens, wherever the prompt ends.
+    """
+    name = draw(st.sampled_from(["streaming", "rkv", "h2o", "snapkv"]))
+    knobs = [
+        one for one in SMALL_KNOBS[name] if "every" not in one and one.get("phase") != "prefill"
+    ]
+    return Plan.uniform(
+        name,
+        budget=draw(st.integers(12, 20)),
+        buffer=draw(st.integers(1, 8)),
+        knobs={name: draw(st.sampled_from(knobs))},
+    )
+
+
+def engine_tokens(model: nn.Module, prompt: list[int], plan: Plan, num: int) -> list[int]:
+    (result,) = Engine(model, plan=plan).generate([prompt], max_new_tokens=num).results()
+    return list(result.tokens)
+
+
+def two_turns(
+    model: Any, cache: PolicyCache | None, prompt: list[int], more: list[int], **second: Any
+) -> tuple[list[int], list[int]]:
+    """The whole text after the first turn and the question of the second; and its answer."""
+    (first,) = written(model, [prompt], FIRST, past_key_values=cache)
+    text = [*prompt, *first, *more]
+    (answer,) = written(model, [text], SECOND, past_key_values=cache, **second)
+    return text, answer
+
+
+@given(models, questions, questions, plans_by_fill())
+def test_a_second_turn_equals_an_engine_that_is_given_the_whole_text(
+    model: nn.Module, question: list[list[int]], more: list[list[int]], plan: Plan
+) -> None:
+    cache = PolicyCache(model, plan)
+    text, answer = two_turns(model, cache, question[0], more[0])
+    assert answer == engine_tokens(model, text, plan, SECOND)
+    assert cache.report.tokens == (len(text) + SECOND - 1,)
+
+
+@given(models, questions, questions)
+def test_a_second_turn_equals_generate_where_nothing_is_evicted(
+    model: nn.Module, question: list[list[int]], more: list[list[int]]
+) -> None:
+    cache = PolicyCache(model, Plan.uniform("full"))
+    text, answer = two_turns(model, cache, question[0], more[0])
+    assert answer == written(model, [text], SECOND)[0]
+
+
+@given(models, prompts(count=3, max_len=30), prompts(count=3, max_len=9), plans_by_fill())
+def test_turns_of_a_padded_batch(
+    model: nn.Module, asked: list[list[int]], more: list[list[int]], plan: Plan
+) -> None:
+    """The second questions differ in length, so that pads stand in the middle."""
+    cache = PolicyCache(model, plan)
+    first, then = padded(asked), padded(more)
+    options = {"past_key_values": cache, **OPTIONS}
+    ids = model.generate(**first, max_new_tokens=FIRST, **options)
+    ones = torch.ones(3, FIRST, dtype=torch.int64)
+    both = torch.cat([ids, then["input_ids"]], dim=1)
+    mask = torch.cat([first["attention_mask"], ones, then["attention_mask"]], dim=1)
+    answers = model.generate(both, attention_mask=mask, max_new_tokens=SECOND, **options)
+    for row in range(3):
+        text = both[row][mask[row] == 1].tolist()
+        expected = engine_tokens(model, text, plan, SECOND)
+        assert answers[row, both.shape[1] :].tolist() == expected
+
+
+@given(models, questions, plans_by_fill(), st.integers(1, 12))
+def test_going_on_without_a_question_equals_one_long_answer(
+    model: nn.Module, question: list[list[int]], plan: Plan, cut: int
+) -> None:
+    cache, prompt = PolicyCache(model, plan), question[0]
+    (first,) = written(model, [prompt], cut, past_key_values=cache)
+    (rest,) = written(model, [[*prompt, *first]], 12, past_key_values=cache)
+    assert [*first, *rest] == engine_tokens(model, prompt, plan, cut + 12)
+
+
+@given(models, questions, questions, plans_by_fill(), seeds)
+def test_a_reset_cache_is_a_new_one(
+    model: nn.Module, question: list[list[int]], other: list[list[int]], plan: Plan, seed: int
+) -> None:
+    cache = PolicyCache(model, plan)
+    two_turns(model, cache, question[0], [seed % 61])
+    cache.reset()
+    assert cache.get_seq_length() == 0
+    (answer,) = written(model, other, SECOND, past_key_values=cache)
+    assert answer == engine_tokens(model, other[0], plan, SECOND)
+    fresh = PolicyCache(model, plan)
+    written(model, other, SECOND, past_key_values=fresh)
+    told, expected = cache.report.to_dict(), fresh.report.to_dict()
+    assert told | {"policy_s": 0} == expected | {"policy_s": 0}
+
+
+def test_turns_may_change_the_mode_of_inference() -> None:
+    """What policies keep is made for use in any."""
+    model = shared_model(num_layers=NUM_LAYERS, dtype=torch.float64)
+    plan = Plan.uniform("h2o", "rkv", budget=16, buffer=3, knobs={"rkv": {"window_size": 4}})
+    cache = PolicyCache(model, plan)
+    with torch.inference_mode():
+        (first,) = written(model, [[1, 2, 3] * 9], FIRST, past_key_values=cache)
+    text = [*[1, 2, 3] * 9, *first, 8, 9]
+    (answer,) = written(model, [text], SECOND, past_key_values=cache)
+    assert answer == engine_tokens(model, text, plan, SECOND)
+
+
+# What does not go on
+
+
+def begun(num_rows: int = 1) -> tuple[Any, PolicyCache, Tensor]:
+    """A model, a cache that has seen twelve columns, and those."""
+    model = shared_model(num_layers=NUM_LAYERS)
+    cache = PolicyCache(model, Plan.uniform("full"))
+    ids = torch.arange(1, 1 + 8 * num_rows).view(num_rows, 8)
+    mask = torch.ones_like(ids)
+    mask[0, : num_rows - 1] = 0
+    seen = model.generate(
+        ids, attention_mask=mask, past_key_values=cache, max_new_tokens=5, **OPTIONS
+    )
+    assert cache.get_seq_length() == 12
+    return model, cache, seen
+
+
+def go_on(model: Any, cache: PolicyCache, ids: Tensor, mask: Tensor | None = None) -> None:
+    mask = torch.ones_like(ids) if mask is None else mask
+    with torch.no_grad():
+        new = ids[:, cache.get_seq_length() :]
+        model(new, attention_mask=mask, past_key_values=cache)
+
+
+def test_a_batch_of_another_size_is_refused() -> None:
+    model, cache, seen = begun()
+    with pytest.raises(CacheError, match=r"1 rows was given a batch of 2; .*reset\(\)"):
+        go_on(model, cache, torch.cat([seen, seen]))
+
+
+def test_other_pads_are_refused() -> None:
+    model, cache, seen = begun(2)
+    longer = torch.cat([seen, seen[:, :3]], dim=1)
+    with pytest.raises(CacheError, match="column 0 of row 0 is a token; it was a pad before"):
+        go_on(model, cache, longer)
+    mask = torch.ones_like(longer)
+    mask[0, 0] = 0
+    mask[1, 5] = 0
+    with pytest.raises(CacheError, match="column 5 of row 1 is a pad; it was a token before"):
+        go_on(model, cache, longer, mask)
+    mask[1, 5] = 1
+    go_on(model, cache, longer, mask)  # none of it has harmed the cache
+    assert cache.report.tokens == (15, 16)
+
+
+def test_a_mask_of_another_length_is_refused() -> None:
+    model, cache, seen = begun()
+    with pytest.raises(CacheError, match=r"mask of shape \[1, 13\]; \[1, 14\] is wanted"):
+        go_on(model, cache, torch.cat([seen, seen[:, :1]], dim=1), torch.ones(1, 13))
+
+
+def test_tokens_for_other_places_are_refused() -> None:
+    model, cache, seen = begun()
+    with (
+        pytest.raises(CacheError, match="position 0 of row 0, where position 12 comes next"),
+        torch.no_grad(),
+    ):
+        model(
+            seen[:, :4],
+            position_ids=torch.arange(4)[None],
+            past_key_values=cache,
+        )
+
+
+def test_a_shorter_prompt_is_refused_in_generate() -> None:
+    model, cache, seen = begun()
+    # Older releases of transformers find nothing left to feed, and fail by themselves.
+    with pytest.raises((CacheError, IndexError)):
+        model.generate(seen[:, :5] + 1, past_key_values=cache, max_new_tokens=3, **OPTIONS)
+
+
+def test_another_prompt_is_told_by_its_tokens() -> None:
+    _, cache, seen = begun()
+    more = torch.cat([seen, seen[:, :3]], dim=1)
+    cache.check_prompt(more)
+    with pytest.raises(CacheError, match=r"has seen 12 tokens in row 0 .* reset\(\)"):
+        cache.check_prompt(more + 1)
+    with pytest.raises(CacheError, match="does not begin with them and go on"):
+        cache.check_prompt(seen[:, :12])
+    with pytest.raises(CacheError, match="a whole prompt and its mask"):
+        cache.check_prompt(more[:, 12:], torch.ones_like(more))
+    cache.reset()
+    cache.check_prompt(more + 1)
+
+
+def test_padding_on_the_right_is_refused() -> None:
+    model = shared_model(num_layers=NUM_LAYERS)
+    ids, mask = torch.tensor([[4, 5, 6], [7, 0, 0]]), torch.tensor([[1, 1, 1], [1, 0, 0]])
+    cache = PolicyCache(model, Plan.uniform("full"))
+    with pytest.raises(CacheError, match="row 1 padded on the right"):
+        model.generate(ids, attention_mask=mask, past_key_values=cache, max_new_tokens=2, **OPTIONS)
+
+
+def test_a_row_without_a_token_is_refused() -> None:
+    model = shared_model(num_layers=NUM_LAYERS)
+    inputs = padded([[1, 2, 3, 4, 5, 6], [7, 8]])
+    cache = PolicyCache(model, Plan.uniform("full"))
+    with pytest.raises(CacheError, match=r"no token for row 1; .*prefill_chunk_size"):
+        model.generate(
+            **inputs, past_key_values=cache, prefill_chunk_size=3, max_new_tokens=2, **OPTIONS
+        )
