@@ -34,8 +34,14 @@ def write(text: str) -> None:
     Args:
         text: What to write; no newline is added.
     """
-    sys.stdout.write(text)
-    sys.stdout.flush()
+    try:
+        sys.stdout.write(text)
+        sys.stdout.flush()
+    except UnicodeEncodeError:
+        # A terminal of few letters, or a letter that is none: the rest as Python writes it.
+        encoding = sys.stdout.encoding or "utf-8"
+        sys.stdout.write(text.encode(encoding, "backslashreplace").decode(encoding))
+        sys.stdout.flush()
 
 
 def terminal_width() -> int | None:
