@@ -6,7 +6,7 @@ import sys
 import typer
 
 from kvpolicy.cli.commands import build
-from kvpolicy.cli.console import say, sentence
+from kvpolicy.cli.console import cannot_write, say, sentence
 from kvpolicy.cli.interrupt import Interrupted
 from kvpolicy.errors import KVPolicyError
 
@@ -27,6 +27,7 @@ def run(args: list[str]) -> int:
         status = build().main(args, prog_name="kvpolicy", standalone_mode=False)
         sys.stdout.flush()
     except KVPolicyError as error:
+        _stdout_is_broken()
         return _refuse(str(error))
     except (Interrupted, KeyboardInterrupt, typer.Abort) as interrupt:
         say(str(interrupt) or "interrupted.")
@@ -38,7 +39,7 @@ def run(args: list[str]) -> int:
     except OSError as error:
         if not _stdout_is_broken():
             raise
-        return _refuse(f"standard output cannot be written: {error.strerror}; free some space")
+        return _refuse(str(cannot_write(error)))
     except Exception as error:
         # Typer's own mistakes are subclasses of a click class that has moved between its
         # releases; all of them can format their message.
@@ -55,7 +56,7 @@ def run(args: list[str]) -> int:
 
 
 def _stdout_is_broken() -> bool:
-    """Whether results cannot be written, for lack of space for example."""
+    """Whether results cannot be written, for lack of space for example; nothing is left of them."""
     try:
         sys.stdout.flush()
     except OSError:

@@ -58,7 +58,10 @@ def claim_folder(output: Path, identity: RunIdentity, *, resume: bool) -> None:
         OutputError: The folder holds something else.
     """
     if output.exists() and not output.is_dir():
-        msg = f"the training output {output} is a file; expected a folder, new or of the same run."
+        msg = (
+            f"the training output {output} is a file; expected a folder, new or of the same run."
+            " Choose another --output."
+        )
         raise OutputError(msg)
     wanted = attrs.asdict(identity)
     if output.exists() and any(output.iterdir()):
