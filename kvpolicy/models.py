@@ -1,11 +1,13 @@
 """Loading a model and its tokenizer: hub ids and local folders by the same door."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
+from kvpolicy.discovery import words_of
 from kvpolicy.errors import ModelError
 
 DTYPES: dict[str, str | torch.dtype] = {
@@ -42,12 +44,23 @@ def load_model(
     where = device or ("cuda" if torch.cuda.is_available() else "cpu")
     remote = {"trust_remote_code": trust_remote_code}
     try:
-        model = AutoModelForCausalLM.from_pretrained(
-            name, dtype=wanted, use_safetensors=True, **remote
+        # Weights that do not fit are told apart below: transformers would print a table of
+        # them, or fill in random numbers.
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            name,
+            dtype=wanted,
+            use_safetensors=True,
+            ignore_mismatched_sizes=True,
+            output_loading_info=True,
+            **remote,
         )
+        model, found = loaded
         tokenizer = AutoTokenizer.from_pretrained(name, **remote)
-    except (OSError, ValueError, KeyError, ImportError) as error:
-        raise _cannot_load(name, error) from error
+    except Exception as error:
+        raise _cannot_load(name, _pickled(name) or _said(error)) from error
+    problem = _weights_problem(found) or _tokenizer_problem(tokenizer)
+    if problem is not None:
+        raise _cannot_load(name, problem)
     return move(model.eval(), where), tokenizer
 
 
@@ -56,7 +69,7 @@ def move(model: PreTrainedModel, device: str) -> PreTrainedModel:
     try:
         model.to(device)  # type: ignore[arg-type] # transformers wraps it and loses its self
     except (RuntimeError, AssertionError) as error:
-        msg = f"the model cannot be put on device '{device}': {_first_line(error)}"
+        msg = f"the model cannot be put on device '{device}': {_said(error)}"
         raise ModelError(msg) from error
     return model
 
@@ -65,8 +78,8 @@ def load_config(name: str | Path, *, trust_remote_code: bool = False) -> Any:
     """Load a model's configuration only; raises `ModelError` if it cannot be."""
     try:
         return AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError, KeyError, ImportError) as error:
-        raise _cannot_load(name, error) from error
+    except Exception as error:
+        raise _cannot_load(name, _said(error)) from error
 
 
 def as_dtype(dtype: str | torch.dtype) -> str | torch.dtype:
@@ -79,15 +92,50 @@ def as_dtype(dtype: str | torch.dtype) -> str | torch.dtype:
     return DTYPES[dtype]
 
 
-def _cannot_load(name: str | Path, error: BaseException) -> ModelError:
+def _weights_problem(found: Mapping[str, Any]) -> str | None:
+    """What transformers would have filled with random numbers."""
+    for kind, words in (("mismatched_keys", "of another shape"), ("missing_keys", "missing")):
+        names = sorted(str(one[0] if isinstance(one, tuple) else one) for one in found[kind])
+        if names:
+            more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+            return f"weights are {words}: {names[0]}{more}."
+    return None
+
+
+def _tokenizer_problem(tokenizer: Any) -> str | None:
+    """Where its files are missing, transformers may build a tokenizer that knows no token."""
+    if set(tokenizer.get_vocab()) - set(tokenizer.all_special_tokens):
+        return None
+    return "its tokenizer knows no tokens; tokenizer.json may be missing."
+
+
+def _pickled(name: str | Path) -> str | None:
+    """Why a folder cannot be loaded that has its weights as a pickle only."""
+    folder = Path(name)
+    if not folder.is_dir() or list(folder.glob("*.safetensors")):
+        return None
+    pickles = sorted(path.name for path in folder.glob("*.bin"))
+    if not pickles:
+        return None
+    return (
+        f"its weights are a pickle ({pickles[0]}), which is refused, because reading one may "
+        "run code; convert them to safetensors where you trust them."
+    )
+
+
+def _cannot_load(name: str | Path, reason: str) -> ModelError:
     msg = (
-        f"model '{name}' cannot be loaded: {_first_line(error)} Give a hub id or a folder with "
+        f"model '{name}' cannot be loaded: {reason} Give a hub id or a folder with "
         "config.json, safetensors weights and a tokenizer"
     )
     return ModelError(msg)
 
 
-def _first_line(error: BaseException) -> str:
-    lines = str(error).strip().splitlines()
-    line = lines[0].strip() if lines else type(error).__name__
+def _said(error: BaseException) -> str:
+    """What another library says, as one sentence: its first, or all if that promises more."""
+    lines = [line.strip() for line in str(error).strip().splitlines()]
+    known = isinstance(error, (OSError, ValueError)) and lines
+    line = lines[0] if known else words_of(error)
+    if line.endswith(":"):
+        line = " ".join(lines)
     return line if line.endswith((".", "!", "?")) else f"{line}."

@@ -21,6 +21,18 @@ def _at_least(bound: float) -> Callable[[object, Any, float], None]:
     return check
 
 
+def _at_most(bound: int) -> Callable[[object, Any, int], None]:
+    def check(instance: object, attribute: "attrs.Attribute[Any]", value: int) -> None:
+        if value > bound:
+            msg = (
+                f"{type(instance).__name__} was given {attribute.name}={value!r:.60}; "
+                f"a number of up to {bound} is needed"
+            )
+            raise KVPolicyError(msg)
+
+    return check
+
+
 def _whole(instance: object, attribute: "attrs.Attribute[int]", value: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int):
         msg = (
@@ -54,7 +66,7 @@ class Sampling:
     temperature: float = attrs.field(default=0.0, validator=_at_least(0))
     top_k: int = attrs.field(default=0, validator=[_whole, _at_least(0)])
     top_p: float = attrs.field(default=1.0, validator=_probability)
-    seed: int = attrs.field(default=0, validator=[_whole, _at_least(0)])
+    seed: int = attrs.field(default=0, validator=[_whole, _at_least(0), _at_most(2**63 - 1)])
 
     @property
     def greedy(self) -> bool:

@@ -8,6 +8,7 @@ from typing import Any
 import attrs
 import torch
 
+from kvpolicy.discovery import words_of
 from kvpolicy.errors import RequestError
 from kvpolicy.memory import SequenceMemory
 from kvpolicy.request import Request, Waiting
@@ -116,11 +117,11 @@ def encode(prompt: str | Sequence[int], tokenizer: Any, vocab_size: int) -> tupl
         if tokenizer is None:
             msg = "the prompt is text, but the engine has no tokenizer; give token ids"
             raise RequestError(msg)
-        ids = tuple(tokenizer(prompt)["input_ids"])
+        ids = tuple(_tokens_of(prompt, tokenizer))
     elif isinstance(prompt, Iterable) and not isinstance(prompt, bytes):
         ids = tuple(_token_id(token) for token in prompt)
     else:
-        msg = f"the prompt is {prompt!r}; text or a list of token ids is wanted"
+        msg = f"the prompt is {prompt!r:.60}; text or a list of token ids is wanted"
         raise RequestError(msg)
     if not ids:
         msg = "the prompt is empty; at least one token is needed"
@@ -132,9 +133,23 @@ def encode(prompt: str | Sequence[int], tokenizer: Any, vocab_size: int) -> tupl
     return ids
 
 
+def _tokens_of(text: str, tokenizer: Any) -> list[int]:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        letter = text[error.start].encode("unicode_escape").decode()
+        msg = f"the prompt holds {letter} at letter {error.start}, which is no text; give UTF-8"
+        raise RequestError(msg) from error
+    try:
+        return list(tokenizer(text)["input_ids"])
+    except Exception as error:
+        msg = f"the tokenizer cannot take the prompt: {words_of(error)}; give token ids"
+        raise RequestError(msg) from error
+
+
 def _token_id(token: object) -> int:
     try:
         return operator.index(token)  # type: ignore[arg-type]
     except TypeError:
-        msg = f"the prompt holds {token!r}; text or whole token ids are wanted"
+        msg = f"the prompt holds {token!r:.60}; text or whole token ids are wanted"
         raise RequestError(msg) from None

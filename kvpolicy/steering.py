@@ -23,7 +23,7 @@ from torch import Tensor
 
 from kvpolicy.bundled import bundled_file
 from kvpolicy.calibration import Calibration
-from kvpolicy.errors import OutputError, SteeringError
+from kvpolicy.errors import SteeringError
 from kvpolicy.wholefile import write_whole
 
 GROUP = "kvpolicy.vectors"
@@ -115,11 +115,7 @@ def save_steering_vectors(
     tensors = {f"layer.{one.layer:02}": one.vector.contiguous() for one in vectors}
     # One entry only: safetensors writes several in no particular order.
     content = save(tensors, {_KEY: json.dumps(described, sort_keys=True)})
-    try:
-        write_whole(Path(path), content)
-    except OSError as error:
-        msg = f"steering vector file {path} cannot be written: {error.strerror}"
-        raise OutputError(msg) from error
+    write_whole(Path(path), content)
 
 
 def load_steering_vector(name_or_path: str | Path, layer: int | None = None) -> SteeringVector:

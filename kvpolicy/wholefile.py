@@ -1,7 +1,10 @@
 """Files that appear whole or not at all."""
 
 import os
+from contextlib import suppress
 from pathlib import Path
+
+from kvpolicy.errors import OutputError
 
 
 def write_whole(path: Path, content: str | bytes) -> None:
@@ -10,7 +13,16 @@ def write_whole(path: Path, content: str | bytes) -> None:
     Args:
         path: The file.
         content: Its new content; text is written as UTF-8.
+
+    Raises:
+        OutputError: It cannot be written; what was there before still is.
     """
     draft = path.with_name(path.name + ".new")
-    draft.write_bytes(content.encode() if isinstance(content, str) else content)
-    os.replace(draft, path)
+    try:
+        draft.write_bytes(content.encode() if isinstance(content, str) else content)
+        os.replace(draft, path)
+    except OSError as error:
+        with suppress(OSError):
+            draft.unlink(missing_ok=True)
+        msg = f"{path} cannot be written: {error.strerror or error}; choose another place"
+        raise OutputError(msg) from error

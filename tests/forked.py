@@ -2,6 +2,7 @@
 
 import multiprocessing
 import os
+import resource
 import signal
 import sys
 import warnings
@@ -23,26 +24,35 @@ class Ended:
     err: str
 
 
-def run_in_child(folder: Path, *words: object) -> Ended:
-    """Run one command to its end, whatever that is."""
-    out, err = folder / "child.out", folder / "child.err"
+def run_in_child(
+    folder: Path, *words: object, most_bytes: int | None = None, stdout: Path | None = None
+) -> Ended:
+    """Run one command to its end, whatever that is.
+
+    `most_bytes` is the most a file may take, as on a disk that is full; `stdout` is where
+    results go instead, and is not read.
+    """
+    out, err = stdout or folder / "child.out", folder / "child.err"
     fork = multiprocessing.get_context("fork")
-    child = fork.Process(target=_child, args=([str(word) for word in words], out, err))
+    child = fork.Process(target=_child, args=([str(word) for word in words], out, err, most_bytes))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # torch's idle threads beside a fork
         child.start()
     child.join()
     assert child.exitcode is not None
     assert child.pid is not None
-    return Ended(child.pid, child.exitcode, out.read_text("utf-8"), err.read_text("utf-8"))
+    said = "" if stdout is not None else out.read_text("utf-8")
+    return Ended(child.pid, child.exitcode, said, err.read_text("utf-8"))
 
 
-def _child(words: list[str], out: Path, err: Path) -> None:
+def _child(words: list[str], out: Path, err: Path, most_bytes: int | None) -> None:
     from kvpolicy.cli.boundary import run
 
     os.setsid()  # a process group of its own, as a shell would give it
     # Whoever runs the tests in the background has interrupts ignored, and children inherit that.
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    if most_bytes is not None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (most_bytes, most_bytes))
     sys.stdout, sys.stderr = out.open("w", encoding="utf-8"), err.open("w", encoding="utf-8")
     status = run(words)
     sys.stdout.flush()

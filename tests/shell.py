@@ -26,6 +26,17 @@ class Answer:
         return [json.loads(line) for line in self.out.splitlines()]
 
 
+def refusal(answer: Answer) -> str:
+    """The sentence that wrong input is answered with: status 2, stderr, nothing on stdout."""
+    assert answer.status == 2, answer.err
+    assert answer.out == ""
+    assert "Traceback" not in answer.err
+    sentence = answer.err.splitlines()[-1]
+    assert sentence.startswith("kvpolicy: ")
+    assert sentence.endswith((".", "?")), sentence
+    return sentence
+
+
 class Shell:
     """Runs commands and collects what they say."""
 

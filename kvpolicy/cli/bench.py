@@ -18,9 +18,17 @@ import typer
 from kvpolicy.cli.columns import columns
 from kvpolicy.cli.console import terminal_width, write, write_json
 from kvpolicy.cli.interrupt import Interrupted
-from kvpolicy.cli.options import Json, Overrides, Plugins, register_plugins, words
+from kvpolicy.cli.options import (
+    Json,
+    Overrides,
+    Plugins,
+    check_new_file,
+    register_plugins,
+    words,
+)
 from kvpolicy.cli.units import human_bytes
-from kvpolicy.errors import KVPolicyError, OutputError
+from kvpolicy.errors import KVPolicyError
+from kvpolicy.wholefile import write_whole
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -70,9 +78,8 @@ def bench(
     if prompt_max < prompt_min:
         msg = f"--prompt-max {prompt_max} is below --prompt-min {prompt_min}."
         raise KVPolicyError(msg)
-    if output is not None and output.exists():
-        msg = f"output file {output} exists; choose another one with --output."
-        raise OutputError(msg)
+    if output is not None:
+        check_new_file(output)
     register_plugins(plugin)
     from kvpolicy.lab.bench import Workload, standings
 
@@ -164,11 +171,7 @@ def _show(
     record: dict[str, Any], found: "Sequence[Standing]", output: Path | None, *, json: bool
 ) -> None:
     if output is not None:
-        try:
-            output.write_text(jsonlib.dumps(record, indent=2) + "\n", encoding="utf-8")
-        except OSError as error:
-            msg = f"output file {output} cannot be written: {error.strerror}."
-            raise OutputError(msg) from error
+        write_whole(output, jsonlib.dumps(record, indent=2) + "\n")
     if json:
         write_json(record, indent=2)
         return

@@ -7,6 +7,8 @@ from typing import Any
 
 import typer
 
+from kvpolicy.errors import OutputError
+
 
 def say(message: str) -> None:
     """Tell the user something that is not a result.
@@ -33,9 +35,31 @@ def write(text: str) -> None:
 
     Args:
         text: What to write; no newline is added.
+
+    Raises:
+        OutputError: It cannot be written, because the disk is full for example.
     """
-    sys.stdout.write(text)
-    sys.stdout.flush()
+    try:
+        sys.stdout.write(text)
+        sys.stdout.flush()
+    except UnicodeEncodeError:
+        # A terminal of few letters, or a letter that is none: the rest as Python writes it.
+        encoding = sys.stdout.encoding or "utf-8"
+        write(text.encode(encoding, "backslashreplace").decode(encoding))
+    except BrokenPipeError:
+        raise  # the reader has seen enough, and nothing is wrong
+    except OSError as error:
+        raise cannot_write(error) from error
+
+
+def cannot_write(error: OSError) -> OutputError:
+    """What is raised when results have nowhere to go.
+
+    Args:
+        error: What the system says.
+    """
+    reason = error.strerror or error
+    return OutputError(f"standard output cannot be written: {reason}; free some space")
 
 
 def terminal_width() -> int | None:

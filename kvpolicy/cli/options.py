@@ -1,12 +1,13 @@
 """Options that several commands share, so that they read and work alike everywhere."""
 
+import os
 import re
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from kvpolicy.errors import KVPolicyError
+from kvpolicy.errors import KVPolicyError, OutputError
 from kvpolicy.planbudget import SHARE
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
@@ -55,6 +56,30 @@ def register_plugins(plugins: list[Path] | None) -> None:
 
         for path in plugins:
             register_file(path)
+
+
+def check_new_file(output: Path, suffix: str = "") -> None:
+    """Before hours of work, not after: whether a new file can be written.
+
+    Args:
+        output: The file of ``--output``.
+        suffix: How its name is to end.
+
+    Raises:
+        OutputError: It is there already, has no folder to go to, or another ending.
+    """
+    problem = None
+    if not output.name.endswith(suffix):
+        problem = f"does not end in {suffix}"
+    elif os.path.lexists(output):
+        problem = "exists"
+    elif not output.parent.is_dir():
+        problem = f"has no folder {output.parent} to go to"
+    elif not os.access(output.parent, os.W_OK):
+        problem = f"cannot be written: folder {output.parent} is read-only"
+    if problem is not None:
+        msg = f"output file {output} {problem}; choose another one with --output."
+        raise OutputError(msg)
 
 
 def rows_or_share(option: str, text: str | None) -> str | None:

@@ -15,8 +15,8 @@ import typer
 from kvpolicy.cli.columns import columns
 from kvpolicy.cli.console import say, write, write_json
 from kvpolicy.cli.interrupt import Interrupted
-from kvpolicy.cli.options import Device, Dtype, Json, Model, TrustRemoteCode
-from kvpolicy.errors import KVPolicyError, OutputError
+from kvpolicy.cli.options import Device, Dtype, Json, Model, TrustRemoteCode, check_new_file
+from kvpolicy.errors import KVPolicyError
 
 if TYPE_CHECKING:
     from kvpolicy.lab.steer.calibrate import Source, Trace
@@ -75,7 +75,7 @@ def calibrate(
     The model solves training problems with the full cache. Its hidden states before the
     thoughts of its traces are averaged by kind, and subtracted.
     """
-    _check_output(output)
+    check_new_file(output, suffix=".safetensors")
     from kvpolicy.lab.models import open_model
     from kvpolicy.lab.steer.calibrate import Source, choose_layers
     from kvpolicy.lab.steer.rules import default_rules, load_rules
@@ -112,20 +112,6 @@ def show(
 
     vectors, default_layer = load_steering_vectors(file)
     _show(file, vectors, default_layer, json=json)
-
-
-def _check_output(output: Path) -> None:
-    """Before hours of work, not after."""
-    problem = None
-    if output.suffix != ".safetensors":
-        problem = "does not end in .safetensors"
-    elif output.exists():
-        problem = "exists"
-    elif not output.parent.is_dir():
-        problem = f"has no folder {output.parent} to go to"
-    if problem is not None:
-        msg = f"output file {output} {problem}; choose another one with --output."
-        raise OutputError(msg)
 
 
 def _solve(source: "Source", *, max_new_tokens: int, slots: int) -> "list[Trace]":

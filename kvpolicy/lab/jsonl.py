@@ -50,7 +50,9 @@ class JsonLines:
             OutputError: The file cannot be written, because the disk is full for example.
         """
         try:
-            self._file.write(json.dumps(record, ensure_ascii=False).encode() + b"\n")
+            line = json.dumps(record, ensure_ascii=False).encode() + b"\n"
+            while line:  # a disk that is almost full takes a part, and refuses only the next
+                line = line[self._file.write(line) :]
         except OSError as error:
             msg = f"{self.path} cannot be written: {error.strerror}; what it held before is kept."
             raise OutputError(msg) from error

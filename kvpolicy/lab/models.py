@@ -8,6 +8,7 @@ from typing import Any
 from urllib.parse import urlsplit
 from urllib.request import getproxies
 
+from kvpolicy.discovery import words_of
 from kvpolicy.errors import ModelError
 from kvpolicy.lab.reasoner.bundled import BUNDLED, bundled_path
 
@@ -77,8 +78,11 @@ def open_skeleton(name: str, *, dtype: str = "auto", trust_remote_code: bool = F
                 return AutoModelForCausalLM.from_config(
                     config, dtype=wanted, trust_remote_code=trust_remote_code
                 )
-        except (ValueError, KeyError, ImportError) as error:
-            msg = f"model '{name}' is not a decoder-only model that transformers can build."
+        except Exception as error:
+            msg = (
+                f"model '{name}' is not a decoder-only model that transformers can build: "
+                f"{words_of(error)}"
+            )
             raise ModelError(msg) from error
 
 
@@ -160,5 +164,6 @@ def _with_hint(error: ModelError, name: str) -> ModelError:
 def _hint(name: str) -> str:
     folder = Path(name).parent
     siblings = [str(p) for p in sorted(folder.iterdir()) if p.is_dir()] if folder.is_dir() else []
-    near = difflib.get_close_matches(name, [*BUNDLED, *siblings], n=2, cutoff=0.7)
+    known = [one for one in [*BUNDLED, *siblings] if one != name.rstrip("/")]
+    near = difflib.get_close_matches(name, known, n=2, cutoff=0.7)
     return f" Did you mean {' or '.join(near)}?" if near else ""

@@ -1,5 +1,6 @@
 """Pictures of a comparison: accuracy and length against the budget."""
 
+import io
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import fmean
@@ -9,6 +10,7 @@ import attrs
 
 from kvpolicy.lab.stats import Estimate
 from kvpolicy.lab.table import Row
+from kvpolicy.wholefile import write_whole
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -58,6 +60,9 @@ def save_plots(rows: Sequence[Row], folder: Path, *, title: str) -> list[Path]:
 
     Returns:
         The files.
+
+    Raises:
+        OutputError: They cannot be written.
     """
     # Imported here: matplotlib takes a second, and most commands draw nothing.
     import matplotlib as mpl
@@ -69,7 +74,9 @@ def save_plots(rows: Sequence[Row], folder: Path, *, title: str) -> list[Path]:
         _draw(figure, rows, title)
         for path in paths:
             metadata = {"Date": None} if path.suffix == ".svg" else None
-            figure.savefig(path, dpi=160, metadata=metadata)
+            picture = io.BytesIO()
+            figure.savefig(picture, format=path.suffix[1:], dpi=160, metadata=metadata)
+            write_whole(path, picture.getvalue())
     return paths
 
 

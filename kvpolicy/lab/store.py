@@ -126,7 +126,10 @@ def _take(folder: Path, run: dict[str, Any]) -> FolderLock:
             lock.release()
             raise
     except OSError as error:
-        msg = f"output folder {folder} cannot be written: {error.strerror}."
+        msg = (
+            f"output folder {folder} cannot be written: {error.strerror}; "
+            "choose another one with --output."
+        )
         raise OutputError(msg) from error
     return lock
 

@@ -1,7 +1,6 @@
 """The output folder of a training run: whose it is, and where things lie in it."""
 
 import json
-import os
 from pathlib import Path
 
 import attrs
@@ -10,6 +9,7 @@ from kvpolicy.errors import OutputError
 from kvpolicy.lab.reasoner.bundled import REASONER
 from kvpolicy.lab.reasoner.checkpoint import CHECKPOINT
 from kvpolicy.lab.reasoner.data import DataPlan
+from kvpolicy.wholefile import write_whole
 
 IDENTITY = "run.json"
 LOG = "log.jsonl"
@@ -58,15 +58,25 @@ def claim_folder(output: Path, identity: RunIdentity, *, resume: bool) -> None:
         OutputError: The folder holds something else.
     """
     if output.exists() and not output.is_dir():
-        msg = f"the training output {output} is a file; expected a folder, new or of the same run."
+        msg = (
+            f"the training output {output} is a file; expected a folder, new or of the same run."
+            " Choose another --output."
+        )
         raise OutputError(msg)
     wanted = attrs.asdict(identity)
     if output.exists() and any(output.iterdir()):
         _check_owner(output, wanted, resume=resume)
-    output.mkdir(parents=True, exist_ok=True)
-    if not resume:
-        for name in (CHECKPOINT, LOG, OVERLAP):
-            (output / name).unlink(missing_ok=True)
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+        if not resume:
+            for name in (CHECKPOINT, LOG, OVERLAP):
+                (output / name).unlink(missing_ok=True)
+    except OSError as error:
+        msg = (
+            f"the training output {output} cannot be written: {error.strerror}."
+            " Choose another --output."
+        )
+        raise OutputError(msg) from error
     write_text(output / IDENTITY, json.dumps(wanted, indent=2) + "\n")
 
 
@@ -76,15 +86,18 @@ def write_text(path: Path, text: str) -> None:
     Args:
         path: Where.
         text: What.
+
+    Raises:
+        OutputError: It cannot be written.
     """
-    partial = path.with_name(path.name + ".partial")
-    partial.write_text(text)
-    os.replace(partial, path)
+    write_whole(path, text)
 
 
 def _check_owner(output: Path, wanted: dict[str, int | str], *, resume: bool) -> None:
     try:
         found = json.loads((output / IDENTITY).read_text())
+        if not isinstance(found, dict):
+            raise ValueError
     except (OSError, ValueError) as error:
         msg = (
             f"the training output {output} holds files of something else; expected an empty folder"

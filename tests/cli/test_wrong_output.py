@@ -1,0 +1,177 @@
+"""Results that have nowhere to go: said in a sentence, with everything kept that was there."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+from forked import Ended, run_in_child
+from shell import Shell, refusal
+
+from kvpolicy.cli import options
+from kvpolicy.lab.folderlock import FolderLock
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="forks its children")
+
+ABLATE = (
+    *("ablate", "--policies", "full,h2o", "--budgets", "12", "--buffer", 6, "--n", 3),
+    *("--slots", 2, "--max-new-tokens", 20, "--workers", 1),
+)
+
+
+def sentence_of(ended: Ended) -> str:
+    """The last line of a child that was given what it cannot use."""
+    assert ended.status == 2, ended.err
+    assert "Traceback" not in ended.err
+    sentence = ended.err.splitlines()[-1]
+    assert sentence.startswith("kvpolicy: ")
+    assert sentence.endswith(".")
+    return sentence
+
+
+# The results of a command
+
+FULL = Path("/dev/full")
+
+
+@pytest.mark.skipif(not FULL.exists(), reason="there is no /dev/full")
+@pytest.mark.parametrize(
+    "words",
+    [
+        *("list", "list --json", "--help", "--version", "run --help", "plan schema"),
+        "plan check skipkv",
+        "run . --policy h2o --budget 16 --max-new-tokens 4",
+        "run . --policy h2o --budget 16 --max-new-tokens 4 --json",
+    ],
+)
+def test_a_full_disk_behind_standard_output_is_told(
+    words: str, tmp_path: Path, model_folder: Path
+) -> None:
+    model = ("--model", model_folder) if "--policy" in words else ()
+    ended = run_in_child(tmp_path, *words.split(), *model, stdout=FULL)
+    assert "standard output cannot be written: No space left" in sentence_of(ended)
+
+
+# Folders and files of results
+
+
+@pytest.mark.parametrize(
+    ("most_bytes", "file"),
+    [(800, "manifest.json"), (6000, "samples.jsonl"), (20_000, "plot.png")],
+)
+def test_a_disk_that_fills_up_ends_a_comparison_and_the_same_command_goes_on(
+    tmp_path: Path, model_folder: Path, most_bytes: int, file: str
+) -> None:
+    words = (*ABLATE, "--model", model_folder, "--output", tmp_path / "out")
+    if file == "samples.jsonl":
+        words = (*words, "--max-new-tokens", 120, "--n", 40)
+    sentence = sentence_of(run_in_child(tmp_path, *words, most_bytes=most_bytes))
+    assert f"{tmp_path / 'out' / file} cannot be written: File too large" in sentence
+    assert not list((tmp_path / "out").glob("*.new")), "no half of a file is left"
+    before = _samples(tmp_path / "out")
+    ended = run_in_child(tmp_path, *words)
+    assert ended.status == 0, ended.err
+    assert _samples(tmp_path / "out")[: len(before)] == before
+    assert (tmp_path / "out" / "plot.png").stat().st_size > 20_000
+
+
+def _samples(folder: Path) -> list[object]:
+    path = folder / "samples.jsonl"
+    text = path.read_text(encoding="utf-8") if path.exists() else ""
+    return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        (*ABLATE, "--output", "{file}/inner"),
+        (*ABLATE, "--output", "{file}"),
+        (*ABLATE, "--output", "/proc/kvpolicy"),
+        ("bench", "--new-tokens", 2, "--output", "{file}/inner.json"),
+        ("bench", "--new-tokens", 2, "--output", "{file}"),
+        ("bench", "--new-tokens", 2, "--output", "nowhere/bench.json"),
+        ("steer", "calibrate", "--output", "{file}/inner.safetensors"),
+        ("reasoner", "train", "--output", "{file}/inner"),
+        ("reasoner", "train", "--output", "{file}"),
+        ("reasoner", "train", "--output", "/proc/kvpolicy"),
+    ],
+    ids=lambda words: " ".join(map(str, [*words[:2], words[-1]])),
+)
+def test_a_place_that_cannot_be_is_refused_before_the_work(
+    kvpolicy: Shell, tmp_path: Path, model_folder: Path, words: tuple[object, ...]
+) -> None:
+    file = tmp_path / "file"
+    file.write_text("mine")
+    filled = [str(word).replace("{file}", str(file)) for word in words]
+    model = ["--model", str(model_folder)] if words[0] == "ablate" else []
+    sentence = refusal(kvpolicy(*filled, *model))
+    assert filled[-1] in sentence
+    assert "--output" in sentence
+    assert file.read_text() == "mine"
+
+
+@pytest.mark.parametrize("words", ["bench --new-tokens 2", "steer calibrate"])
+def test_a_read_only_folder_is_refused_before_the_work(
+    kvpolicy: Shell, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: str
+) -> None:
+    # For whoever runs the tests as root, no folder is read-only.
+    monkeypatch.setattr(options.os, "access", lambda *_: False)
+    sentence = refusal(kvpolicy(*words.split(), "--output", tmp_path / "out.safetensors"))
+    assert f"folder {tmp_path} is read-only; choose another one with --output" in sentence
+
+
+def test_a_read_only_results_folder_is_refused(
+    kvpolicy: Shell, tmp_path: Path, model_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "mkdir", refuse)
+    words = (*ABLATE, "--model", model_folder, "--output", tmp_path / "out")
+    sentence = refusal(kvpolicy(*words))
+    assert f"output folder {tmp_path / 'out'} cannot be written: Permission denied" in sentence
+
+
+# Two runs and one folder
+
+
+def test_a_second_run_in_one_folder_is_refused_and_the_first_is_undisturbed(
+    kvpolicy: Shell, tmp_path: Path, model_folder: Path
+) -> None:
+    words = (*ABLATE, "--model", model_folder, "--output", tmp_path / "out")
+    (tmp_path / "out").mkdir()
+    first = FolderLock(tmp_path / "out")
+    sentence = refusal(kvpolicy(*words))
+    assert f"output folder {tmp_path / 'out'} is being written by another" in sentence
+    assert "choose another folder with --output" in sentence
+    assert [path.name for path in (tmp_path / "out").iterdir()] == [".lock"]
+    first.release()
+    assert kvpolicy(*words).status == 0
+
+
+def test_another_run_in_a_folder_with_results_is_refused_and_changes_nothing(
+    kvpolicy: Shell, tmp_path: Path, model_folder: Path
+) -> None:
+    words = (*ABLATE, "--model", model_folder, "--output", tmp_path / "out")
+    assert kvpolicy(*words).status == 0
+    before = {path: path.read_bytes() for path in (tmp_path / "out").iterdir()}
+    sentence = refusal(kvpolicy(*words, "--seed", 3))
+    assert "holds another run" in sentence
+    assert "seed is 0 there and 3 here" in sentence
+    assert {path: path.read_bytes() for path in (tmp_path / "out").iterdir()} == before
+
+
+def test_a_line_that_was_written_in_part_is_cut_off(
+    kvpolicy: Shell, tmp_path: Path, model_folder: Path
+) -> None:
+    words = (*ABLATE, "--model", model_folder, "--output", tmp_path / "out")
+    assert kvpolicy(*words).status == 0
+    samples = tmp_path / "out" / "samples.jsonl"
+    whole = samples.read_bytes()
+    samples.write_bytes(whole[:-30])
+    answer = kvpolicy(*words)
+    assert answer.status == 0
+    assert "was incomplete" in answer.err
+    assert len(_samples(tmp_path / "out")) == len(whole.splitlines())
+    samples.write_bytes(b"not JSON\n" + whole)
+    assert "line 1 of" in refusal(kvpolicy(*words))

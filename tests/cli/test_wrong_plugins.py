@@ -1,0 +1,205 @@
+"""Policies of a file that go wrong, in whatever way: the command names them and ends."""
+
+from pathlib import Path
+
+import pytest
+from shell import Shell, refusal
+
+HEAD = """
+import sys
+import torch
+from kvpolicy import hookimpl
+"""
+CLASS = HEAD + "\nclass Mine:\n"
+
+
+def hook(signature: str, *lines: str) -> str:
+    body = "\n".join(f"        {line}" for line in lines)
+    return f"{CLASS}    @hookimpl\n    def {signature}:\n{body}\n"
+
+
+def score(*lines: str) -> str:
+    return hook("score(self, keys, positions)", *lines)
+
+
+def select(*lines: str) -> str:
+    return hook("select(self, scores, budget)", *lines)
+
+
+BEST = "best = scores.topk(budget, dim=2).indices.sort(dim=2).values"
+
+#: What a file holds, and what the sentence about it says.
+CASES: dict[str, tuple[str, tuple[str, ...]]] = {
+    # files that do not give a policy
+    "a slip of syntax": ("def (\n", ("cannot be run: SyntaxError",)),
+    "a module that is missing": ("import nosuch\n", ("ModuleNotFoundError", "nosuch")),
+    "an error at once": ("raise KeyError\n", ("cannot be run: KeyError",)),
+    "an exit at once": ("import sys; sys.exit(3)\n", ("cannot be run: SystemExit: 3",)),
+    "a NUL": ("x = '\0'\n", ("cannot be run",)),
+    "no policy": ("class Mine: pass\n", ("holds no policy", "@kvpolicy.hookimpl")),
+    "an unknown hook": (hook("scoer(self, keys)", "pass"), ("'mine'", "scoer")),
+    "an unknown argument": (hook("score(self, key)", "pass"), ("'mine'", "key")),
+    "compared by value": (
+        CLASS
+        + "    def __eq__(self, other):\n        return True\n"
+        + "    @hookimpl\n    def score(self, keys):\n        pass\n",
+        ("'mine' is compared by value", "eq=False"),
+    ),
+    "a knob without a default": (
+        CLASS
+        + "    def __init__(self, size):\n        pass\n"
+        + "    @hookimpl\n    def score(self, keys):\n        pass\n",
+        ("'mine' refuses its knobs", "size"),
+    ),
+    "an error when built": (
+        CLASS
+        + "    def __init__(self):\n        raise RuntimeError('no such file')\n"
+        + "    @hookimpl\n    def score(self, keys):\n        pass\n",
+        ("'mine' refuses its knobs: RuntimeError: no such file",),
+    ),
+    # errors in each hook
+    "schedule raises": (hook("schedule(self, waiting)", "1 / 0"), ("ZeroDivision", "schedule()")),
+    "observe raises": (hook("observe(self, token_ids)", "1 / 0"), ("ZeroDivision", "observe()")),
+    "steer raises": (hook("steer(self, hidden_states)", "1 / 0"), ("ZeroDivision", "steer()")),
+    "due raises": (hook("due(self, num_rows)", "1 / 0"), ("ZeroDivision", "due() at layer 0")),
+    "score raises": (score("1 / 0"), ("ZeroDivisionError in score() at layer 0",)),
+    "select raises": (select("1 / 0"), ("ZeroDivisionError in select() at layer 0",)),
+    "evict raises": (hook("evict(self, keep)", "1 / 0"), ("ZeroDivision", "evict() at layer 0")),
+    "an error of no words": (score("raise IndexError"), ("raised IndexError in score()",)),
+    "an error of many lines": (score("raise ValueError('a\\nb\\nc')"), ("layer 0: a b c",)),
+    "an exit in a hook": (score("sys.exit(0)"), ("raised SystemExit in score() at layer 0: 0",)),
+    "a wrapper that does not yield": (
+        f"{CLASS}    @hookimpl(wrapper=True)\n    def score(self, keys):\n        return 3\n",
+        ("'mine'", "score"),
+    ),
+    "endless calls of itself": (
+        f"{CLASS}    def more(self):\n        return self.more()\n"
+        "    @hookimpl\n    def score(self, keys):\n        return self.more()\n",
+        ("'mine' raised RecursionError in score()",),
+    ),
+    # scores
+    "scores of one row too few": (
+        score("return -keys.norm(dim=-1)[:, :, 1:]"),
+        ("shape", "wanted"),
+    ),
+    "scores without heads": (score("return -keys.norm(dim=-1)[:, 0]"), ("shape", "wanted is")),
+    "scores of integers": (score("return positions"), ("int64", "floating point")),
+    "scores of complex numbers": (score("return positions * 1j"), ("complex64", "floating")),
+    "scores elsewhere": (
+        score("return positions.float().to('meta')"),
+        ("on meta; it is wanted on cpu", "score()"),
+    ),
+    "scores that are sparse": (
+        score("return positions.float().to_sparse()"),
+        ("layout torch.sparse_coo; a dense one is wanted",),
+    ),
+    "scores with NaN": (
+        score("return positions.float().masked_fill(positions == 2, torch.nan)"),
+        ("NaN in 2 of",),
+    ),
+    "scores that are a list": (score("return positions.tolist()"), ("list; a tensor of shape",)),
+    "wrong once, then an error": (
+        HEAD + "calls = []\nclass Mine:\n    @hookimpl\n    def score(self, keys):\n"
+        "        calls.append(1)\n"
+        "        return 3 if len(calls) == 1 else 1 / 0\n",
+        ("'mine' answered with int", "score()"),
+    ),
+    # rows
+    "rows unsorted": (select(BEST, "return best.flip(2)"), ("do not strictly rise; sort",)),
+    "rows twice": (
+        select(BEST, "best[..., 1] = best[..., 0]", "return best"),
+        ("name none twice",),
+    ),
+    "rows beyond the end": (select(BEST, "return best + 99"), ("there are rows 0 to",)),
+    "rows below 0": (select(BEST, "return best - 99"), ("names rows -", "there are rows 0 to")),
+    "too many rows": (
+        select("return torch.arange(scores.shape[2]).expand(scores.shape)"),
+        ("between 1 and 16 may stay",),
+    ),
+    "no rows": (select(BEST, "return best[:, :, :0]"), ("keeps 0 rows",)),
+    "rows of floats": (select(BEST, "return best.float()"), ("float32; row indices are",)),
+    "rows elsewhere": (select(BEST, "return best.to('meta')"), ("on meta; it is wanted on cpu",)),
+    "rows as a mask": (select("return scores > 0"), ("torch.bool; row indices are torch.int64",)),
+    # the other hooks
+    "due as numbers": (hook("due(self, num_rows)", "return num_rows"), ("wanted is bool",)),
+    "due elsewhere": (
+        hook("due(self, num_rows)", "return (num_rows > 0).to('meta')"),
+        ("on meta; it is wanted on cpu", "due()"),
+    ),
+    "steer in another dtype": (
+        hook("steer(self, hidden_states)", "return hidden_states.double()"),
+        ("float64; the hidden states are torch.float32",),
+    ),
+    "steer of another shape": (
+        hook("steer(self, hidden_states)", "return hidden_states[:, 1:]"),
+        ("wanted is [1, 32] = [B, M]",),
+    ),
+    "steer elsewhere": (
+        hook("steer(self, hidden_states)", "return hidden_states.to('meta')"),
+        ("on meta; it is wanted on cpu", "steer()"),
+    ),
+    "observe with an answer": (
+        hook("observe(self, token_ids)", "return token_ids"),
+        ("nothing is wanted, in observe()",),
+    ),
+    "evict with a wrong answer": (hook("evict(self, keep)", "return 3"), ("3; True or None",)),
+    "evict without keeping": (hook("evict(self, keep)", "return True"), ("rows.keep()",)),
+    "schedule nobody": (hook("schedule(self, waiting)", "return []"), ("admits 0 requests",)),
+    "schedule texts": (
+        hook("schedule(self, waiting)", "return [['a']]"),
+        ("admits 'a', which is no waiting request",),
+    ),
+    "schedule lists of lists of lists": (
+        hook("schedule(self, waiting)", "return [[[0]]]"),
+        ("admits [0], which is no waiting request",),
+    ),
+}
+RUN = ("--budget", "16", "--buffer", "4", "--max-new-tokens", "24", "--json")
+
+
+@pytest.mark.parametrize(("text", "says"), CASES.values(), ids=CASES)
+def test_a_policy_that_goes_wrong_is_named(
+    kvpolicy: Shell, model_folder: Path, tmp_path: Path, text: str, says: tuple[str, ...]
+) -> None:
+    (tmp_path / "mine.py").write_text(text)
+    (tmp_path / "ids.jsonl").write_text('{"prompt": [5, 6, 7, 8, 9]}\n')
+    if "schedule" in text:
+        plan = 'stack = ["full"]\nschedule = ["mine"]\n'
+    else:
+        # The full cache never compacts; without a policy below, the newest rows stay.
+        plan = 'stack = ["streaming", "mine"]\n'
+    (tmp_path / "plan.toml").write_text(plan)
+    files = ("--plan", tmp_path / "plan.toml", "--file", tmp_path / "ids.jsonl")
+    words = ("run", "--plugin", tmp_path / "mine.py", *files, *RUN, "--model", model_folder)
+    sentence = refusal(kvpolicy(*words))
+    assert "mine" in sentence
+    for part in says:
+        assert part in sentence
+
+
+def test_a_policy_that_is_right_is_served_by_the_same_words(
+    kvpolicy: Shell, model_folder: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "mine.py").write_text(score("return -keys.norm(dim=-1)"))
+    (tmp_path / "ids.jsonl").write_text('{"prompt": [5, 6, 7, 8, 9]}\n')
+    words = ("--policy", "mine", "--file", tmp_path / "ids.jsonl", *RUN, "--model", model_folder)
+    answer = kvpolicy("run", "--plugin", tmp_path / "mine.py", *words)
+    assert answer.status == 0, answer.err
+    assert answer.json_lines[0]["compactions"] > 0
+
+
+@pytest.mark.parametrize("file", ["mine.py", "dir.py", "mine.txt"])
+def test_a_plugin_that_is_no_python_file_is_refused(
+    kvpolicy: Shell, tmp_path: Path, file: str
+) -> None:
+    (tmp_path / "dir.py").mkdir()
+    (tmp_path / "mine.txt").write_text(score("return keys.norm(dim=-1)"))
+    sentence = refusal(kvpolicy("list", "--plugin", tmp_path / file))
+    assert f"plugin file '{tmp_path / file}'" in sentence
+
+
+def test_a_file_that_failed_leaves_nothing_behind(kvpolicy: Shell, tmp_path: Path) -> None:
+    path = tmp_path / "mine.py"
+    path.write_text(score("return -keys.norm(dim=-1)") + "\n1 / 0\n")
+    refusal(kvpolicy("list", "--plugin", path))
+    assert "no policy is named 'mine'" in refusal(kvpolicy("run", "a", "--policy", "mine"))
