@@ -18,13 +18,16 @@ class LayerFootprint:
 
     Attributes:
         plan: What it does.
+        sliding_window: Tokens that a query sees, its own included; ``None``: all before it.
         rows_per_slot: Rows allocated for each sequence.
         bytes_per_slot: Bytes allocated for each sequence: keys, values, positions, and the
             tracks and queries that its policies read.
-        full_bytes_per_slot: Bytes of keys, values and positions if everything stayed.
+        full_bytes_per_slot: Bytes of keys, values and positions if everything stayed that
+            some query may still see.
     """
 
     plan: LayerPlan
+    sliding_window: int | None
     rows_per_slot: int
     bytes_per_slot: int
     full_bytes_per_slot: int
@@ -86,7 +89,11 @@ class Footprint:
             "full_bytes_per_slot": self.full_bytes_per_slot,
             "layers": [
                 layer.plan.to_dict()
-                | {"rows_per_slot": layer.rows_per_slot, "bytes_per_slot": layer.bytes_per_slot}
+                | {
+                    "sliding_window": layer.sliding_window,
+                    "rows_per_slot": layer.rows_per_slot,
+                    "bytes_per_slot": layer.bytes_per_slot,
+                }
                 for layer in self.layers
             ],
             "schedule": list(self.schedule),
@@ -117,13 +124,14 @@ def footprint(
     for layer, stack, shape in zip(
         resolved.layers, resolved.stacks(), seam.layer_shapes(), strict=True
     ):
-        rows = layer.capacity(tokens)
+        held = _slot(shape, stack.slab(layer.capacity(tokens)))
         layers.append(
             LayerFootprint(
                 plan=layer,
-                rows_per_slot=rows,
-                bytes_per_slot=_bytes(shape, stack.slab(rows)),
-                full_bytes_per_slot=_bytes(shape, Slab(tokens)),
+                sliding_window=shape.sliding_window,
+                rows_per_slot=held.slab.capacity,
+                bytes_per_slot=_bytes(held),
+                full_bytes_per_slot=_bytes(_slot(shape, Slab(tokens))),
             )
         )
     schedule = resolved.to_dict()["schedule"]
@@ -131,7 +139,10 @@ def footprint(
     return Footprint(resolved.digest(), dtype, tokens, slots, tuple(layers), tuple(schedule))
 
 
-def _bytes(shape: LayerShape, slab: Slab) -> int:
-    """Bytes of one slot, counted on tensors that have no memory."""
-    nowhere = attrs.evolve(shape, device=torch.device("meta"))
-    return sum(tensor.nbytes for tensor in LayerCache(nowhere, slab, num_slots=1).tensors)
+def _slot(shape: LayerShape, slab: Slab) -> LayerCache:
+    """One slot of a layer, in tensors that have no memory."""
+    return LayerCache(attrs.evolve(shape, device=torch.device("meta")), slab, num_slots=1)
+
+
+def _bytes(layer: LayerCache) -> int:
+    return sum(tensor.nbytes for tensor in layer.tensors)
