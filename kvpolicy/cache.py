@@ -5,6 +5,7 @@ Every sequence owns one slot. In each layer a slot is a slab of ``capacity`` row
 are always the first ones, so that every forward works on a plain slice of the slabs.
 """
 
+import sys
 from collections.abc import Callable, Sequence
 
 import attrs
@@ -12,19 +13,32 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from kvpolicy.softmax import PLAIN
+
 # The track that attention fills by itself, for policies that name it as an argument.
 ATTN_SUMS = "attn_sums"
 
 
 @attrs.frozen
 class LayerShape:
-    """What one layer's keys and values look like, and where they live."""
+    """What one layer's keys and values look like, where they live, how far queries look back.
+
+    Attributes:
+        num_heads: Query heads.
+        num_kv_heads: Key/value heads.
+        head_dim: Size of one head.
+        dtype: Precision of keys and values.
+        device: Where they live.
+        sliding_window: Tokens a query sees, its own included: the query of position p sees
+            rows at positions above ``p - sliding_window``. ``None``: all before it.
+    """
 
     num_heads: int
     num_kv_heads: int
     head_dim: int
     dtype: torch.dtype
     device: torch.device
+    sliding_window: int | None = None
 
     @property
     def row_bytes(self) -> int:
@@ -62,11 +76,16 @@ class LayerCache:
         tracks: Per-row numbers by name, ``[S, H_kv, capacity]``, fp32, 0 where empty.
         window: The last queries after RoPE, ``[S, H_q, W, D]``: the query of position p
             stands at ``p % W``. ``None`` when nobody reads queries.
+        softmax: How the layer turned logits into weights in its last forward.
     """
 
     def __init__(self, shape: LayerShape, slab: Slab, num_slots: int) -> None:
+        """Allocate the slabs; those of a sliding window have no more rows than the window."""
         self.shape = shape
+        most = shape.sliding_window or slab.capacity
+        slab = attrs.evolve(slab, capacity=min(slab.capacity, most))
         self.slab = slab
+        self.softmax = PLAIN
         rows = (num_slots, shape.num_kv_heads, slab.capacity)
         self.keys = shape.zeros(*rows, shape.head_dim)
         self.values = shape.zeros(*rows, shape.head_dim)
@@ -79,6 +98,11 @@ class LayerCache:
         if slab.window_size:
             queries = (num_slots, shape.num_heads, slab.window_size, shape.head_dim)
             self.window = shape.zeros(*queries)
+
+    @property
+    def slides(self) -> bool:
+        """Whether the slab holds a whole sliding window: then every token finds room."""
+        return self.slab.capacity == self.shape.sliding_window
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -100,6 +124,7 @@ class LayerCache:
     def grown(self, slab: Slab) -> "LayerCache":
         """The same rows in a larger slab."""
         larger = LayerCache(self.shape, slab, len(self.keys))
+        larger.softmax = self.softmax
         for old, new in zip(self.tensors, larger.tensors, strict=True):
             new[:, :, : old.shape[2]] = old
         return larger
@@ -116,11 +141,17 @@ class Cache:
     Attributes:
         layers: One `LayerCache` for each decoder layer.
         rows: Rows held in each layer by each slot, ``[layers, S]``.
+        capacity: Rows allocated for each slot in each layer, ``[layers]``.
+        slides: Whether a layer holds a whole sliding window, ``[layers]``: full slabs of such
+            a layer need no compaction, for with every token one leaves the window.
+        has_gaps: Whether a slot was ever compacted in a layer, ``[layers, S]``; if not, its
+            rows are its newest tokens, one after another.
         seq_len: Tokens each slot's sequence has seen, ``[S]``.
         num_pads: Rows that a slot has to do without in each layer, ``[layers, S]``: always 0,
             but for plans that study what stored padding does.
         slot_tensors: What else belongs to the slots; the first axis is the slot.
-        transient_bytes: The largest copy any compaction, or growth, needed so far.
+        transient_bytes: The largest copy needed so far to move rows: by a compaction, where a
+            window slides, or where slabs grow.
         rotate: Moves keys of a layer to other positions: from the layer, keys
             ``[B, H_kv, K, D]`` and positions to add, ``[B, H_kv, K]``. ``None`` if rows belong
             to no model.
@@ -131,8 +162,10 @@ class Cache:
         self.layers = [
             LayerCache(shape, slab, num_slots) for shape, slab in zip(shapes, slabs, strict=True)
         ]
-        self.capacity = np.array([slab.capacity for slab in slabs], dtype=np.int64)
+        self.capacity = np.array([layer.slab.capacity for layer in self.layers], dtype=np.int64)
+        self.slides = np.array([layer.slides for layer in self.layers], dtype=bool)
         self.rows = np.zeros((len(self.layers), num_slots), dtype=np.int64)
+        self.has_gaps = np.zeros(self.rows.shape, dtype=bool)
         self.seq_len = np.zeros(num_slots, dtype=np.int64)
         self.num_pads = np.zeros_like(self.rows)
         self.slot_tensors: list[Tensor] = []
@@ -147,16 +180,17 @@ class Cache:
 
     @property
     def peak_bytes(self) -> int:
-        """Bytes allocated, and the largest copy a compaction or growth needed on top."""
+        """Bytes allocated, and the largest copy that was needed on top."""
         return self.num_bytes + self.transient_bytes
 
     def grow(self, slabs: Sequence[Slab]) -> None:
         """Bring layers to the capacity of their new slab, one at a time; none ever shrinks."""
         for layer_idx, slab in enumerate(slabs):
-            if slab.capacity > self.capacity[layer_idx]:
-                small = self.layers[layer_idx]
-                self.layers[layer_idx] = small.grown(slab)
-                self.capacity[layer_idx] = slab.capacity
+            small = self.layers[layer_idx]
+            if slab.capacity > small.slab.capacity and not small.slides:
+                larger = self.layers[layer_idx] = small.grown(slab)
+                self.capacity[layer_idx] = larger.slab.capacity
+                self.slides[layer_idx] = larger.slides
                 self.transient_bytes = max(self.transient_bytes, small.num_bytes)
 
     def clear(self, slot: int) -> None:
@@ -166,6 +200,7 @@ class Cache:
         for tensor in self.slot_tensors:
             tensor[slot] = 0
         self.rows[:, slot] = 0
+        self.has_gaps[:, slot] = False
         self.num_pads[:, slot] = 0
         self.seq_len[slot] = 0
 
@@ -176,11 +211,25 @@ class Cache:
         for tensor in self.slot_tensors:
             tensor[target] = tensor[source]
         self.rows[:, target] = self.rows[:, source]
+        self.has_gaps[:, target] = self.has_gaps[:, source]
         self.num_pads[:, target] = self.num_pads[:, source]
         self.seq_len[target] = self.seq_len[source]
         self.clear(source)
 
     def num_free_rows(self, first: int, last: int) -> int:
-        """Tokens that every slot of ``[first, last)`` can still take in every layer."""
+        """Tokens that every slot of ``[first, last)`` can still take in every layer.
+
+        Layers that slide take any number.
+        """
         free = self.capacity[:, None] - self.num_pads - self.rows
-        return int(free[:, first:last].min())
+        return int(free[~self.slides, first:last].min(initial=sys.maxsize))
+
+    def full(self, first: int, last: int) -> np.ndarray:
+        """Which slots of ``[first, last)`` cannot take another token, bool ``[layers, B]``."""
+        room = self.capacity[:, None] - self.num_pads[:, first:last]
+        full: np.ndarray = (self.rows[:, first:last] >= room) & ~self.slides[:, None]
+        return full
+
+    def needed_copy(self, num_bytes: int) -> None:
+        """Note that rows were copied to be moved."""
+        self.transient_bytes = max(self.transient_bytes, num_bytes)

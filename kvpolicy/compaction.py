@@ -57,6 +57,9 @@ def _compact_rows(
     device = positions.device
     with clock.time("score_s", device):
         scores = stack.score(rows, layer_idx, _score_arguments(rows, stack, budget, memory))
+        unseen = rows.out_of_sight
+        if unseen is not None:  # in some heads; what all heads have lost sight of is gone
+            scores = scores.masked_fill(unseen, float("-inf"))
     with clock.time("select_s", device):
         keep = stack.select(scores, positions, budget, layer_idx, memory)
     with clock.time("compaction_s", device):
@@ -71,7 +74,14 @@ def _score_arguments(rows: LayerRows, stack: Stack, budget: int, memory: Memory)
     attn_weights = None
     if "attn_weights" in reads:
         assert queries is not None
-        attn_weights = observed_weights(queries, keys, positions, rows.seq_len)
+        attn_weights = observed_weights(
+            queries,
+            keys,
+            positions,
+            rows.seq_len,
+            softmax=rows.softmax,
+            sliding_window=rows.sliding_window,
+        )
     return {
         "keys": keys,
         "values": rows.values if "values" in reads else None,

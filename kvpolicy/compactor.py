@@ -11,6 +11,7 @@ from kvpolicy.compaction import compact
 from kvpolicy.observer import Observer
 from kvpolicy.resolved import LayerPlan
 from kvpolicy.sequence import LiveSequence
+from kvpolicy.sliding import drop_expired
 from kvpolicy.stack import Stack
 
 
@@ -40,9 +41,14 @@ class Compactor:
             for layer, stack in zip(layers, stacks, strict=True)
         ]
         self._budgets = np.array([layer.budget or np.inf for layer in layers])[:, None]
+        windows = [layer.shape.sliding_window for layer in cache.layers]
+        self._has_window = np.array([window is not None for window in windows])[:, None]
 
     def compact(self, active: Sequence[LiveSequence], first: int, last: int) -> None:
         """Compact what is due in the slots ``[first, last)``; ended sequences are left alone.
+
+        In layers with a sliding window, rows that have left it go first, and policies are
+        asked only if more than the budget are left.
 
         Args:
             active: The sequences in use, in the order of their slots.
@@ -51,7 +57,7 @@ class Compactor:
         """
         cache = self._cache
         pads = cache.num_pads[:, first:last]
-        due = cache.rows[:, first:last] >= cache.capacity[:, None] - pads  # [layers, slots]
+        due = cache.full(first, last)  # [layers, slots]
         if not (due.any() or any(self._asks_due)):
             return
         served = active[first:last]
@@ -61,8 +67,13 @@ class Compactor:
         due &= cache.rows[:, first:last] > self._budgets - pads
         due &= np.array([sequence.finish_reason is None for sequence in served])
         for place in np.flatnonzero(due.any(axis=0)).tolist():
-            self._observer.flush(served[place], first + place)
             self.note_peak(served[place], first + place)
+        for layer_idx in np.flatnonzero((due & self._has_window).any(axis=1)).tolist():
+            slots = [first + place for place in np.flatnonzero(due[layer_idx]).tolist()]
+            drop_expired(cache, layer_idx, slots)
+        due &= cache.rows[:, first:last] > self._budgets - pads
+        for place in np.flatnonzero(due.any(axis=0)).tolist():
+            self._observer.flush(served[place], first + place)
             served[place].compactions += 1
         for layer_idx in np.flatnonzero(due.any(axis=1)).tolist():
             slots = [first + place for place in np.flatnonzero(due[layer_idx]).tolist()]

@@ -20,8 +20,16 @@ from transformers import AttentionInterface, PreTrainedModel
 from kvpolicy.attention import attention_function
 from kvpolicy.cache import LayerShape
 from kvpolicy.clock import Clock
+from kvpolicy.configuration import (
+    check_runs,
+    decoder_layers,
+    layer_shape,
+    sliding_windows,
+    stop_ids,
+)
 from kvpolicy.errors import ModelError
 from kvpolicy.forward import Forward, StepCache
+from kvpolicy.registers import Registers
 from kvpolicy.stack import Stack
 from kvpolicy.step import Step
 
@@ -43,37 +51,21 @@ class Seam:
         """Look at a model; raises `ModelError` if the engine cannot run it."""
         self.model = model
         self._config = model.config.get_text_config(decoder=True)
-        self._check()
+        check_runs(model, self._config)
         AttentionInterface.register(ATTENTION, attention_function)
-        self._layers = _decoder_layers(model)
+        self._layers = decoder_layers(model)
+        self._windows = sliding_windows(self._config)
         self.num_layers: int = self._config.num_hidden_layers
         self.vocab_size: int = self._config.vocab_size
         self.hidden_size: int = self._config.hidden_size
-        self.max_positions = _max_positions(self._config)
-        self.stop_ids = _stop_ids(model)
-
-    def _check(self) -> None:
-        config, name = self._config, type(self.model).__name__
-        reason = None
-        if getattr(self.model.config, "is_encoder_decoder", False):
-            reason = "it is an encoder-decoder; the engine runs decoder-only models"
-        elif not isinstance(getattr(config, "num_attention_heads", None), int):
-            reason = "its configuration names no attention heads; the engine evicts keys and values"
-        elif getattr(config, "kv_lora_rank", None):
-            reason = "its attention is multi-head latent, which keeps no keys and values per head"
-        else:
-            kinds = set(getattr(config, "layer_types", None) or ()) - {"full_attention"}
-            if kinds:
-                reason = f"it has {' and '.join(sorted(kinds))} layers; only full attention is run"
-        if reason is not None:
-            msg = f"model {name} cannot be run: {reason}"
-            raise ModelError(msg)
+        self.max_positions: int = self._config.max_position_embeddings
+        self.stop_ids = stop_ids(model)
 
     def layer_shapes(self) -> list[LayerShape]:
         """What each layer's keys and values look like, and on which device they live."""
         return [
-            layer_shape(self._config, self.model.dtype, parameter.device)
-            for parameter in (next(layer.parameters()) for layer in self._layers)
+            layer_shape(self._config, self.model.dtype, next(layer.parameters()).device, window)
+            for layer, window in zip(self._layers, self._windows, strict=True)
         ]
 
     @property
@@ -135,7 +127,12 @@ class Seam:
 
     @contextmanager
     def steered(
-        self, stacks: Sequence[Stack], token_ids: Tensor, clock: Clock, **arguments: Any
+        self,
+        stacks: Sequence[Stack],
+        token_ids: Tensor,
+        clock: Clock,
+        registers: Registers,
+        **arguments: Any,
     ) -> Iterator[None]:
         """Add what policies answer to `steer` to the states entering their layers.
 
@@ -143,25 +140,26 @@ class Seam:
             stacks: Policies of each layer.
             token_ids: Tokens of the decode step to come, ``[B]``.
             clock: Where the seconds go.
+            registers: Numbers of the policies; given to them where the states are.
             arguments: What else `Stack.steer` takes.
         """
         with ExitStack() as hooks:
             for layer_idx, stack in enumerate(stacks):
                 if stack.is_steered(layer_idx):
                     ask = partial(stack.steer, layer_idx, **arguments)
-                    hook = _steering_hook(ask, token_ids, clock)
+                    hook = _steering_hook(ask, token_ids, registers, clock)
                     handle = self._layers[layer_idx].register_forward_pre_hook(hook)
                     hooks.callback(handle.remove)
             yield
 
 
 def _steering_hook(
-    ask: Callable[[Tensor, Tensor], Tensor | None], token_ids: Tensor, clock: Clock
+    ask: Callable[..., Tensor | None], token_ids: Tensor, registers: Registers, clock: Clock
 ) -> Any:
     def steer(_: nn.Module, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
         states = arguments[0]  # [B, 1, M]
-        with clock.time("steer_s", None):
-            change = ask(states[:, -1], token_ids.to(states.device))
+        with clock.time("steer_s", None), registers.on(states.device) as there:
+            change = ask(states[:, -1], token_ids.to(states.device), registers=there)
         return arguments if change is None else (states + change[:, None], *arguments[1:])
 
     return steer
@@ -191,41 +189,3 @@ def attending(config: Any) -> Iterator[None]:
         yield
     finally:
         config._attn_implementation = before
-
-
-def layer_shape(config: Any, dtype: torch.dtype, device: torch.device) -> LayerShape:
-    """What the keys and values of a layer look like, by the model's configuration."""
-    num_heads: int = config.num_attention_heads
-    num_kv_heads = getattr(config, "num_key_value_heads", None) or num_heads
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // num_heads
-    return LayerShape(num_heads, num_kv_heads, head_dim, dtype, device)
-
-
-def _decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
-    layers = getattr(model.get_decoder(), "layers", None)
-    if not isinstance(layers, nn.ModuleList):
-        msg = f"model {type(model).__name__} cannot be run: it has no list of decoder layers"
-        raise ModelError(msg)
-    return layers
-
-
-def _max_positions(config: Any) -> int:
-    """Tokens a sequence may have: no more than a window that all layers share.
-
-    Configurations without ``layer_types`` (Mistral, Phi-3, Starcoder2) pass their window to
-    every layer; up to its length it hides nothing.
-    """
-    most: int = config.max_position_embeddings
-    window = getattr(config, "sliding_window", None)
-    if getattr(config, "layer_types", None) or window is None:
-        return most
-    return min(most, int(window))
-
-
-def _stop_ids(model: PreTrainedModel) -> tuple[int, ...]:
-    generation = getattr(model, "generation_config", None)
-    ids = getattr(generation, "eos_token_id", None)
-    ids = model.config.eos_token_id if ids is None else ids
-    if ids is None:
-        return ()
-    return (ids,) if isinstance(ids, int) else tuple(ids)

@@ -23,13 +23,16 @@ class LayerFootprint:
 
     Attributes:
         plan: What it does.
+        sliding_window: Tokens that a query sees, its own included; ``None``: all before it.
         rows_per_slot: Rows allocated for each sequence.
         bytes_per_slot: Bytes allocated for each sequence: keys, values, positions, and the
             tracks and queries that its policies read.
-        full_bytes_per_slot: Bytes of keys, values and positions if everything stayed.
+        full_bytes_per_slot: Bytes of keys, values and positions if everything stayed that
+            some query may still see.
     """
 
     plan: LayerPlan
+    sliding_window: int | None
     rows_per_slot: int
     bytes_per_slot: int
     full_bytes_per_slot: int
@@ -96,7 +99,11 @@ class Footprint:
             "shared_bytes_per_slot": self.shared_bytes_per_slot,
             "layers": [
                 layer.plan.to_dict()
-                | {"rows_per_slot": layer.rows_per_slot, "bytes_per_slot": layer.bytes_per_slot}
+                | {
+                    "sliding_window": layer.sliding_window,
+                    "rows_per_slot": layer.rows_per_slot,
+                    "bytes_per_slot": layer.bytes_per_slot,
+                }
                 for layer in self.layers
             ],
             "schedule": list(self.schedule),
@@ -126,13 +133,14 @@ def footprint(
     stacks = resolved.stacks()
     layers = []
     for layer, stack, shape in zip(resolved.layers, stacks, seam.layer_shapes(), strict=True):
-        rows = layer.capacity(tokens)
+        held = _slot(shape, stack.slab(layer.capacity(tokens)))
         layers.append(
             LayerFootprint(
                 plan=layer,
-                rows_per_slot=rows,
-                bytes_per_slot=_bytes(shape, stack.slab(rows)),
-                full_bytes_per_slot=_bytes(shape, Slab(tokens)),
+                sliding_window=shape.sliding_window,
+                rows_per_slot=held.slab.capacity,
+                bytes_per_slot=held.num_bytes,
+                full_bytes_per_slot=_slot(shape, Slab(tokens)).num_bytes,
             )
         )
     schedule = resolved.to_dict()["schedule"]
@@ -156,7 +164,6 @@ def _shared_bytes(layers: Sequence[LayerPlan], stacks: Sequence[Stack], seam: Se
     return sum(tensor.nbytes for tensor in [*registers.all, *nothing.slot_tensors])
 
 
-def _bytes(shape: LayerShape, slab: Slab) -> int:
-    """Bytes of one slot of a layer."""
-    nowhere = attrs.evolve(shape, device=_NOWHERE)
-    return sum(tensor.nbytes for tensor in LayerCache(nowhere, slab, num_slots=1).tensors)
+def _slot(shape: LayerShape, slab: Slab) -> LayerCache:
+    """One slot of a layer."""
+    return LayerCache(attrs.evolve(shape, device=_NOWHERE), slab, num_slots=1)

@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from kvpolicy.softmax import PLAIN, Softmax
+
 Pooling = Literal["maxpool", "avgpool"]
 GroupReduce = Literal["mean", "max", "sum"]
 
@@ -22,7 +24,15 @@ def odd(instance: object, attribute: "attrs.Attribute[int]", value: int) -> None
         raise ValueError(msg)
 
 
-def observed_weights(queries: Tensor, keys: Tensor, positions: Tensor, seq_len: Tensor) -> Tensor:
+def observed_weights(
+    queries: Tensor,
+    keys: Tensor,
+    positions: Tensor,
+    seq_len: Tensor,
+    *,
+    softmax: Softmax = PLAIN,
+    sliding_window: int | None = None,
+) -> Tensor:
     """Softmax weights of the window's queries over the rows that each of them may see.
 
     Args:
@@ -30,6 +40,8 @@ def observed_weights(queries: Tensor, keys: Tensor, positions: Tensor, seq_len: 
         keys: Keys after RoPE, ``[B, H_kv, T, D]``.
         positions: Place of each row's token, ``[B, H_kv, T]``.
         seq_len: Tokens each sequence has seen, ``[B]``.
+        softmax: How the layer turns logits into weights.
+        sliding_window: Tokens each query looks back on, its own included; ``None`` for all.
 
     Returns:
         ``[B, H_q, W, T]``, fp32; zeros for a query that may see none of the rows.
@@ -38,10 +50,14 @@ def observed_weights(queries: Tensor, keys: Tensor, positions: Tensor, seq_len: 
     asked_at = (
         seq_len.to(positions.device)[:, None] - num + torch.arange(num, device=positions.device)
     )  # [B, W]
-    visible = positions[:, :, None, None, :] <= asked_at[:, None, None, :, None]
-    logits = _logits(queries, keys).masked_fill(~visible, float("-inf"))
+    asked = asked_at[:, None, None, :, None]
+    rows = positions[:, :, None, None, :]
+    visible = rows <= asked
+    if sliding_window is not None:
+        visible = visible & (rows > asked - sliding_window)
+    weights = softmax.weights(_logits(queries, keys), visible)
     # A query all of whose rows have left weighs nothing; its softmax is NaN.
-    return logits.softmax(dim=-1).masked_fill(~visible, 0).flatten(1, 2)
+    return weights.masked_fill(~visible, 0).flatten(1, 2)
 
 
 def window_importance(

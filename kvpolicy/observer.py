@@ -6,6 +6,7 @@ compacted: no policy runs in a decode step that does neither.
 """
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -106,7 +107,11 @@ class Observer:
         start, end = sequence.num_observed, int(self._cache.seq_len[slot])
         token_ids = torch.tensor(sequence.token_ids(start, end))
         sequence.num_observed = end
-        with self._clock.time("observe_s", None if states is None else states.device):
+        mine = self._registers.of_slots(slot, slot + 1)
+        with (
+            self._clock.time("observe_s", None if states is None else states.device),
+            nullcontext(mine) if states is None else mine.on(states.device) as registers,
+        ):
             for stack in self._stacks:
                 stack.observe(
                     token_ids=token_ids,
@@ -114,6 +119,6 @@ class Observer:
                     start=start,
                     prompt_len=len(sequence.prompt),
                     tokenizer=self._tokenizer,
-                    registers=self._registers.of_slots(slot, slot + 1),
+                    registers=registers,
                     memory=Memory([sequence.memory]),
                 )

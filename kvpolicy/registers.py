@@ -2,10 +2,12 @@
 
 What `observe` finds out about a sequence, `steer` may have to know in every decode step. A
 Python object would have to be gathered and copied to the device each time; a register is
-there already, and may be changed in place inside the step.
+there already, and may be changed in place inside the step. Where a model is spread over
+several devices, hooks get copies beside their states, which are brought back when they are done.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -45,6 +47,22 @@ class Registers:
     def __init__(self, tensors: Mapping[int, Mapping[str, Tensor]], slots: slice) -> None:
         self._tensors = tensors
         self._slots = slots
+
+    @contextmanager
+    def on(self, device: torch.device) -> Iterator["Registers"]:
+        """The same registers on the device of a hook's states; changes are brought back."""
+        mine = [tensor for tensors in self._tensors.values() for tensor in tensors.values()]
+        if all(tensor.device == device for tensor in mine):
+            yield self
+            return
+        copies = {
+            policy: {name: tensor[self._slots].to(device) for name, tensor in tensors.items()}
+            for policy, tensors in self._tensors.items()
+        }
+        yield Registers(copies, slice(None))
+        for policy, tensors in self._tensors.items():
+            for name, tensor in tensors.items():
+                tensor[self._slots] = copies[policy][name].to(tensor.device)
 
     def of(self, policy: object) -> dict[str, Tensor]:
         """One policy's own, by name, ``[B]``, fp32; views, to be changed in place.

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from kvpolicy.cache import Cache
 from kvpolicy.errors import ModelError
+from kvpolicy.softmax import Softmax
 
 
 class LayerRows:
@@ -61,6 +62,24 @@ class LayerRows:
         self._layer.tracks[name][self._target, :, : self.num_rows] = values
 
     @property
+    def softmax(self) -> Softmax:
+        """How the layer turns logits into weights."""
+        return self._layer.softmax
+
+    @property
+    def sliding_window(self) -> int | None:
+        """Tokens that a query of this layer sees, its own included; ``None``: all."""
+        return self._layer.shape.sliding_window
+
+    @property
+    def out_of_sight(self) -> Tensor | None:
+        """Rows that no later query can see, bool ``[B, H_kv, T]``; ``None`` without a window."""
+        if self.sliding_window is None:
+            return None
+        oldest = self.seq_len.to(self.positions.device) - self.sliding_window
+        return self.positions <= oldest[:, None, None]
+
+    @property
     def queries(self) -> Tensor:
         """The last queries after RoPE, oldest first, ``[B, H_q, W, D]``.
 
@@ -95,6 +114,7 @@ class LayerRows:
         for name, track in self._layer.tracks.items():
             self._store(track, self.track(name).gather(2, keep), empty=0)
         self._cache.rows[self._layer_idx, self._slots] = keep.shape[2]
+        self._cache.has_gaps[self._layer_idx, self._slots] = True
         self.kept = keep
 
     def rotate(self, keys: Tensor, by: Tensor) -> Tensor:
@@ -125,7 +145,7 @@ class LayerRows:
             tensor[self._target, :, num : self.num_rows] = empty
         # Slots that are no slice are copied out before the rows are gathered.
         copies = 1 if isinstance(self._target, slice) else 2
-        self._cache.transient_bytes = max(self._cache.transient_bytes, copies * rows.nbytes)
+        self._cache.needed_copy(copies * rows.nbytes)
 
 
 class Tracks:

@@ -73,12 +73,6 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "t5": ({}, "encoder-decoder"),
     "mamba": ({"num_hidden_layers": 1}, "attention heads"),
     "gpt2": ({"n_embd": 32, "n_layer": 1, "n_head": 4}, "decoder layers"),
-    "qwen2": (
-        {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 0},
-        "sliding_attention",
-    ),
-    "gemma2": (ALL_FULL, "caps"),
-    "gpt_oss": (ALL_FULL, "sinks"),
     "doge": ({"keep_window_size": 4}, "masks"),
     "stablelm": ({}, "arguments"),
     "jetmoe": ({}, "key heads"),
@@ -91,14 +85,3 @@ def test_a_model_that_would_be_run_wrongly_is_refused(kind: str) -> None:
     model = model_of(kind, **changes)
     with pytest.raises(ModelError, match=says):
         Engine(model, plan=Plan.uniform("h2o", budget=64)).generate([[1, 2]]).results()
-
-
-@pytest.mark.parametrize("kind", ["mistral", "phi3", "starcoder2"])
-def test_a_window_that_all_layers_share_is_the_most_a_sequence_may_have(kind: str) -> None:
-    # Up to that length it hides nothing; beyond, tokens would differ from those of the model.
-    model = model_of(kind, sliding_window=16)
-    engine = Engine(model, plan=Plan.uniform("full"), slots=2)
-    short, long = engine.generate([PROMPTS[0], [1] * 16], max_new_tokens=30).results()
-    assert short.finish_reason == "length"
-    assert list(short.tokens) == greedy_tokens(model, PROMPTS[0], 16 - 7)
-    assert "16" in long.error

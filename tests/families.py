@@ -1,0 +1,94 @@
+"""A tiny random model of every family that is run, with windows of a few tokens."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import lru_cache
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+WINDOW = 6
+
+_ALTERNATING = {"sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention"]}
+
+#: Name of a family, and what its configuration says beside the sizes.
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "qwen2": {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 1},
+    "qwen3": {},
+    "mistral": {"sliding_window": WINDOW},
+    "phi3": {"sliding_window": WINDOW},
+    # The factor on the logits is not that of the head size, and the cap is felt.
+    "gemma2": _ALTERNATING | {"query_pre_attn_scalar": 3, "attn_logit_softcapping": 4.0},
+    "gemma3_text": _ALTERNATING | {"query_pre_attn_scalar": 20},
+    "olmo2": {},
+    "olmo3": _ALTERNATING,
+    "mixtral": {"sliding_window": WINDOW},
+    "qwen3_moe": {},
+    "gpt_oss": _ALTERNATING,
+}
+
+#: Families some of whose layers have a window.
+WINDOWED = [name for name, changes in FAMILIES.items() if "sliding_window" in changes]
+
+SIZES = {
+    "vocab_size": 61,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 256,
+    "initializer_range": 0.4,
+    "tie_word_embeddings": False,
+    "num_experts": 4,
+    "num_local_experts": 4,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "shared_expert_intermediate_size": 16,
+    "pad_token_id": None,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+
+
+def model_of(kind: str, **changes: Any) -> PreTrainedModel:
+    """A tiny random model of any decoder of transformers."""
+    known = AutoConfig.for_model(kind).to_dict()
+    sizes = {name: value for name, value in SIZES.items() if name in known}
+    config = AutoConfig.for_model(kind, **(sizes | changes))
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return AutoModelForCausalLM.from_config(config).float().eval()
+
+
+@lru_cache(maxsize=32)
+def family_model(
+    family: str, *, window: int = WINDOW, dtype: torch.dtype = torch.float32
+) -> PreTrainedModel:
+    """A model of `FAMILIES` whose tokens vary and depend on the whole prompt."""
+    changes = FAMILIES[family]
+    model = model_of(family, **(changes | ({"sliding_window": window} if changes else {})))
+    for name, weight in model.named_parameters():
+        if name.endswith(("q_norm.weight", "k_norm.weight")):
+            # Normed heads would attend almost evenly, and every prompt would end the same way.
+            weight.data.add_(1.0)
+        if name.endswith("embed_tokens.weight") and "gemma" in family:
+            weight.data.div_(model.config.hidden_size**0.5)
+        if name.endswith("sinks"):
+            weight.data.mul_(3.0)
+    return model.to(dtype)
+
+
+@contextmanager
+def calling(model: PreTrainedModel, attention: str) -> Iterator[None]:
+    """Have a model call an attention function of transformers by its name."""
+    before = model.config._attn_implementation
+    model.config._attn_implementation = attention
+    try:
+        yield
+    finally:
+        model.config._attn_implementation = before

@@ -1,0 +1,135 @@
+"""Greedy decoding over plain lists: the oracle where policies evict in layers with windows.
+
+One sequence, one token at a time; keys and values are lists of numbers, attention is a loop.
+The model itself computes everything else. Nothing here imports kvpolicy.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import attrs
+import torch
+from families import calling
+from torch import Tensor
+from transformers import AttentionInterface, Cache, PreTrainedModel
+
+#: Whether a layer wants a compaction at this many tokens, by itself.
+Due = Callable[[int], bool]
+
+
+@attrs.define(eq=False)
+class ListedLayer:
+    """One layer: its rules, and the rows of each KV head as (position, key, value)."""
+
+    window: int | None
+    budget: int
+    buffer: int
+    rate: Callable[[int, int], float]  # head, position -> score
+    due: Due
+    heads: list[list[tuple[int, list[float], list[float]]]] = attrs.field(factory=list)
+    num_compactions: int = 0
+
+    def store(self, position: int, keys: Tensor, values: Tensor) -> None:
+        for head in range(keys.shape[0]):
+            if len(self.heads) <= head:
+                self.heads.append([])
+            self.heads[head].append((position, keys[head].tolist(), values[head].tolist()))
+
+    def sees(self, asked_at: int, position: int) -> bool:
+        return self.window is None or asked_at - position < self.window
+
+    def compact(self, seq_len: int, *, prompt_is_in: bool) -> None:
+        """After a token: full slabs are compacted, and those that want to be."""
+        slides = self.window is not None and self.budget + self.buffer >= self.window
+        full = not slides and len(self.heads[0]) >= self.budget + self.buffer
+        wanted = prompt_is_in and self.due(seq_len)
+        if not (full or wanted) or len(self.heads[0]) <= self.budget:
+            return
+        lost = [[not self.sees(seq_len, row[0]) for row in rows] for rows in self.heads]
+        num_lost = min(sum(flags) for flags in lost)
+        self.heads = [rows[num_lost:] for rows in self.heads]
+        if len(self.heads[0]) <= self.budget:
+            return
+        self.num_compactions += 1
+        for head, rows in enumerate(self.heads):
+            ranked = sorted(
+                rows,
+                key=lambda row: (
+                    self.rate(head, row[0]) if self.sees(seq_len, row[0]) else -math.inf,
+                    row[0],
+                ),
+                reverse=True,
+            )
+            self.heads[head] = sorted(ranked[: self.budget])
+
+
+class _Lists(Cache):
+    """What the model takes for its cache."""
+
+    def __init__(self, layers: list[ListedLayer]) -> None:
+        super().__init__(layers=[])
+        self.listed = layers
+        self.seen = 0
+
+    def update(self, keys: Tensor, values: Tensor, layer_idx: int, *_: Any, **__: Any) -> Any:
+        self.listed[layer_idx].store(self.seen, keys[0, :, 0], values[0, :, 0])
+        return keys, values
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return self.seen
+
+
+def _attend(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    scaling: float | None = None,
+    listed_cache: Any = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    layer = listed_cache.listed[module.layer_idx]
+    scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+    group = query.shape[1] // key.shape[1]
+    answer = torch.zeros(1, 1, query.shape[1], query.shape[-1], dtype=query.dtype)
+    for head in range(query.shape[1]):
+        asking = query[0, head, 0].tolist()
+        rows = [r for r in layer.heads[head // group] if layer.sees(listed_cache.seen, r[0])]
+        logits = [scaling * sum(map(float.__mul__, asking, row[1])) for row in rows]
+        if softcap is not None:
+            logits = [softcap * math.tanh(logit / softcap) for logit in logits]
+        sink = [] if s_aux is None else [float(s_aux[head])]
+        most = max(logits + sink)
+        shares = [math.exp(logit - most) for logit in logits + sink]
+        for share, (_, _, brought) in zip(shares, rows, strict=False):
+            for d, number in enumerate(brought):
+                answer[0, 0, head, d] += share / sum(shares) * number
+    return answer, None
+
+
+def listed_tokens(
+    model: PreTrainedModel, layers: list[ListedLayer], prompt: list[int], max_new_tokens: int
+) -> list[int]:
+    """Greedy tokens, each layer keeping what its rules say."""
+    AttentionInterface.register("listed", _attend)
+    cache, tokens = _Lists(layers), list(prompt)
+    with torch.no_grad(), calling(model, "listed"):
+        while True:
+            logits = model(
+                input_ids=torch.tensor([[tokens[cache.seen]]]),
+                position_ids=torch.tensor([[cache.seen]]),
+                past_key_values=cache,
+                use_cache=True,
+                listed_cache=cache,
+            ).logits
+            cache.seen += 1
+            if cache.seen == len(tokens):
+                tokens.append(int(logits[0, -1].argmax()))
+                if len(tokens) == len(prompt) + max_new_tokens:
+                    return tokens[len(prompt) :]
+            for layer in layers:
+                layer.compact(cache.seen, prompt_is_in=cache.seen >= len(prompt))
