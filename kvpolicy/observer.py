@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvpolicy.asking import Asking
 from kvpolicy.cache import Cache
 from kvpolicy.clock import Clock
 from kvpolicy.memory import Memory
@@ -34,6 +35,7 @@ class Observer:
         registers: RegisterFile,
         tokenizer: Any,
         clock: Clock,
+        asking: Asking,
     ) -> None:
         pairs = zip(stacks, layers, strict=True)
         watching = [pair for pair in pairs if pair[0].implements("observe")]
@@ -43,6 +45,7 @@ class Observer:
         self._registers = registers
         self._tokenizer = tokenizer
         self._clock = clock
+        self._asking = asking
         self._cache: Cache
         self._states: Tensor | None = None
         self.wants_states = any("hidden_states" in stack.observes for stack in self._stacks)
@@ -106,7 +109,8 @@ class Observer:
         start, end = sequence.num_observed, int(self._cache.seq_len[slot])
         token_ids = torch.tensor(sequence.token_ids(start, end))
         sequence.num_observed = end
-        with self._clock.time("observe_s", None if states is None else states.device):
+        device = None if states is None else states.device
+        with self._asking.about([sequence]), self._clock.time("observe_s", device):
             for stack in self._stacks:
                 stack.observe(
                     token_ids=token_ids,

@@ -123,12 +123,15 @@ class Relay:
         """The policy whose own answer is wrong, or else the outermost wrapper.
 
         Asks the policies once more, one by one: the run is lost already, and only now does
-        it matter who said what.
+        it matter who said what. One that raises now is as good a suspect.
         """
         impls = self.impls(hook)
         for impl in impls:
             if not (impl.wrapper or impl.hookwrapper):
-                answer = impl.function(*(arguments[name] for name in impl.argnames))
+                try:
+                    answer = impl.function(*(arguments[name] for name in impl.argnames))
+                except Exception:
+                    return impl.plugin_name
                 if answer is not None and problem(answer) is not None:
                     return impl.plugin_name
         wrappers = [impl.plugin_name for impl in impls if impl.wrapper or impl.hookwrapper]

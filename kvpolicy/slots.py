@@ -42,6 +42,8 @@ class Slots:
         self.clock = Clock()
         self._plan, self._stacks, self._seam = engine.plan, engine.stacks, engine.seam
         self._tokenizer, self._chunk = engine.tokenizer, engine.chunk
+        self._asking = engine.asking
+        self._departed: list[LiveSequence] = []
         pairs = list(zip(engine.stacks, engine.plan.layers, strict=True))
         slabs = [stack.slab(layer.capacity(longest)) for stack, layer in pairs]
         self.cache = Cache(engine.seam.layer_shapes(), slabs, num_slots)
@@ -49,13 +51,23 @@ class Slots:
         self._registers = RegisterFile(policies, num_slots, engine.seam.model.device)
         self.cache.slot_tensors += self._registers.all
         self._observer = Observer(
-            engine.plan.layers, engine.stacks, self._registers, engine.tokenizer, self.clock
+            engine.plan.layers,
+            engine.stacks,
+            self._registers,
+            engine.tokenizer,
+            self.clock,
+            engine.asking,
         )
         self._observer.attach(
             self.cache, engine.seam.hidden_size, engine.seam.model.dtype, engine.seam.last_device
         )
         self.compactor = Compactor(
-            self.cache, engine.plan.layers, engine.stacks, self._observer, self.clock
+            self.cache,
+            engine.plan.layers,
+            engine.stacks,
+            self._observer,
+            self.clock,
+            engine.asking,
         )
 
     @property
@@ -70,12 +82,16 @@ class Slots:
         self.active.extend(group)
         self._pad(group)
         fed = 0
-        while fed < len(group[-1].prompt):
-            feeding = [served for served in group if len(served.prompt) > fed]
+        while feeding := [one for one in group if len(one.prompt) > fed and not one.error]:
             fed += self._feed(feeding, fed, take)
+            self._drop_failed(feeding)
 
     def decode(self, take: Take) -> None:
         """Give every sequence its next token."""
+        with self._asking.about(self.active):
+            self._decode(take)
+
+    def _decode(self, take: Take) -> None:
         token_ids = torch.tensor([served.tokens[-1] for served in self.active])
         step = Step(self.cache, 0, [1] * len(self.active))
         with self._seam.steered(
@@ -93,7 +109,7 @@ class Slots:
 
     def release(self) -> list[LiveSequence]:
         """Take finished sequences out of their slots; the last slots move into the gaps."""
-        finished = []
+        finished, self._departed = self._departed, []
         for slot in reversed(range(len(self.active))):
             if self.active[slot].finish_reason is None:
                 continue
@@ -107,6 +123,21 @@ class Slots:
                 self.active[slot] = self.active[last]
             self.active.pop()
         return finished
+
+    def _drop_failed(self, feeding: Sequence[LiveSequence]) -> None:
+        """Take out the sequences for which a policy has failed while they were being fed.
+
+        They stand among the last slots. Those behind them move up one by one, so that they
+        stay in order of length.
+        """
+        for served in [one for one in feeding if one.error is not None]:
+            slot = self.active.index(served)
+            self.compactor.note_peak(served, slot)
+            self.cache.clear(slot)
+            for behind in range(slot + 1, len(self.active)):
+                self.cache.move(behind, behind - 1)
+            del self.active[slot]
+            self._departed.append(served)
 
     def _feed(self, feeding: Sequence[LiveSequence], fed: int, take: Take) -> int:
         """Feed the next chunk of each prompt; return how long the longest chunk was."""
