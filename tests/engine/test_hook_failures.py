@@ -85,6 +85,12 @@ def told(result: Result) -> tuple[Any, ...]:
     )
 
 
+def with_last(plan: Plan, policy: object) -> Plan:
+    last = PolicySpec.of(policy)
+    groups = [attrs.evolve(group, stack=(*group.stack, last)) for group in plan.layers]
+    return attrs.evolve(plan, layers=tuple(groups))
+
+
 def assert_no_slot_is_lost(run: Run) -> None:
     cache = run._slots.cache
     assert run._slots.num_free == cache.num_slots
@@ -154,15 +160,14 @@ def test_a_failure_ends_whom_it_concerns_and_nobody_else_notices(
     prompts = [[token % MARK for token in prompt] for prompt in prompts]
     for number in marked:
         prompts[number][0] = MARK
-    fails = PolicySpec.of(Fails(hook, wrongly))
-    groups = [attrs.evolve(group, stack=(*group.stack, fails)) for group in plan.layers]
-    failing = attrs.evolve(plan, layers=tuple(groups))
-    engine = Engine(MODEL, plan=failing, slots=slots, chunk=chunk, on_hook_error="answer")
-    run = engine.generate(prompts, max_new_tokens=20)
+    options = {"slots": slots, "chunk": chunk}
+    failing, healthy = (with_last(plan, Fails(name, wrongly)) for name in (hook, ""))
+    run = Engine(MODEL, plan=failing, on_hook_error="answer", **options).generate(
+        prompts, max_new_tokens=20
+    )
     results = run.results()
     assert [result.id for result in results] == list(range(5))
-    healthy = Engine(MODEL, plan=plan, slots=slots, chunk=chunk)
-    expected = healthy.generate(prompts, max_new_tokens=20).results()
+    expected = Engine(MODEL, plan=healthy, **options).generate(prompts, max_new_tokens=20).results()
     for result, plain in zip(results, expected, strict=True):
         if result.finish_reason == "error":
             assert result.error is not None
