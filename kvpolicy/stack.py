@@ -1,6 +1,7 @@
 """A stack: the policies of a layer, what they read, what they promise, what they answer."""
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 from torch import Tensor
@@ -10,7 +11,7 @@ from kvpolicy.cache import ATTN_SUMS, Slab
 from kvpolicy.errors import PolicyLoadError
 from kvpolicy.memory import Memory
 from kvpolicy.registers import Registers
-from kvpolicy.relay import Relay
+from kvpolicy.relay import Relay, Watcher
 from kvpolicy.request import Waiting
 from kvpolicy.rows import LayerRows
 
@@ -72,6 +73,10 @@ class Stack:
     def implements(self, hook: str) -> bool:
         """Whether a policy of this stack, and not only the defaults, answers a hook."""
         return bool(self._relay.impls(hook))
+
+    def watched_by(self, watcher: Watcher) -> AbstractContextManager[None]:
+        """Let a watcher see all questions and answers in a block."""
+        return self._relay.watched_by(watcher)
 
     def schedule(
         self, waiting: Sequence[Waiting], num_free: int, num_active: int
