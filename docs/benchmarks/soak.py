@@ -95,7 +95,11 @@ class Failing:
             rows.keep(keep[:, :, 1:])
             raise RuntimeError
         if self._meets("poison", memory):  # allowed, and fatal to whom it happens
-            rows.keep(keep, values=torch.full((*keep.shape, rows.keys.shape[-1]), torch.nan))
+            marked = torch.tensor([notes["how"] == "poison" for notes in memory.of(self)])
+            wide = keep[..., None].expand(-1, -1, -1, rows.values.shape[-1])
+            values = rows.values.gather(2, wide)
+            values[marked] = torch.nan
+            rows.keep(keep, values=values)
             return True
         return None
 

@@ -83,9 +83,29 @@ def run(
 
     One prompt is streamed; the results of a file are shown as they finish.
     """
-    given = dict(locals())
-    given.pop("json")
-    task = prepare(**given)
+    task = prepare(
+        prompt=prompt,
+        file=file,
+        model=model,
+        plan=plan,
+        policy=policy,
+        budget=budget,
+        buffer=buffer,
+        overrides=overrides,
+        plugin=plugin,
+        temperature=temperature,
+        top_p=top_p,
+        top_k=top_k,
+        seed=seed,
+        max_new_tokens=max_new_tokens,
+        stop=stop,
+        chat=chat,
+        slots=slots,
+        dtype=dtype,
+        device=device,
+        trust_remote_code=trust_remote_code,
+        keep_going=keep_going,
+    )
     if json:
         failed = _as_json(task.engine, task.prompts, task.options)
     elif file is None:
