@@ -116,7 +116,13 @@ class LayerCache:
         return sum(tensor.nbytes for tensor in self.tensors)
 
     def clear(self, slot: int) -> None:
-        """Empty a slot."""
+        """Empty a slot.
+
+        Keys and values too: empty rows are masked, but a NaN or an infinity that was left in
+        one would get past any mask, since 0 * NaN is NaN.
+        """
+        self.keys[slot] = 0
+        self.values[slot] = 0
         self.positions[slot] = -1
         for track in self.tracks.values():
             track[slot] = 0

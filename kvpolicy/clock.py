@@ -27,13 +27,14 @@ class Clock:
             device: What to wait for before and after, so that the seconds are real; ``None``
                 counts what the host does, and waits for nothing.
         """
-        _wait(device)
+        wait_for(device)
         start = time.perf_counter()
         yield
-        _wait(device)
+        wait_for(device)
         setattr(self, part, getattr(self, part) + time.perf_counter() - start)
 
 
-def _wait(device: torch.device | None) -> None:
+def wait_for(device: torch.device | None) -> None:
+    """Wait until a device has done what it was asked to; ``None`` and the CPU always have."""
     if device is not None and device.type == "cuda":
         torch.cuda.synchronize(device)

@@ -1,7 +1,8 @@
 """Compaction: score, select and evict, for the sequences of one layer that are due."""
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from kvpolicy.cache import ATTN_SUMS, Cache
@@ -20,6 +21,7 @@ def compact(
     budgets: Sequence[int],
     memories: Sequence[SequenceMemory],
     clock: Clock,
+    asking: Callable[[Sequence[int]], AbstractContextManager[None]] = lambda _: nullcontext(),
 ) -> None:
     """Bring the given slots of one layer within their budget.
 
@@ -31,6 +33,8 @@ def compact(
         budgets: Rows that stay in each of them.
         memories: What policies remember of the sequence in each of the slots.
         clock: Where the seconds go.
+        asking: Makes the block in which some of the slots, given by their places in
+            ``slots``, are asked about.
 
     Raises:
         HookError: If a policy raises.
@@ -47,7 +51,8 @@ def compact(
     for (budget, _, _), places in groups.items():
         rows = LayerRows(cache, layer_idx, [slots[place] for place in places])
         memory = Memory([memories[place] for place in places])
-        _compact_rows(rows, layer_idx, stack, budget, memory, clock)
+        with asking(places):
+            _compact_rows(rows, layer_idx, stack, budget, memory, clock)
 
 
 def _compact_rows(

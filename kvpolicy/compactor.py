@@ -1,10 +1,13 @@
 """When to compact: finds the sequences that are due in each layer, and keeps their accounts."""
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 
 import numpy as np
 import torch
+from torch import Tensor
 
+from kvpolicy.asking import Asking
 from kvpolicy.cache import Cache
 from kvpolicy.clock import Clock
 from kvpolicy.compaction import compact
@@ -29,8 +32,10 @@ class Compactor:
         stacks: Sequence[Stack],
         observer: Observer,
         clock: Clock,
+        asking: Asking,
     ) -> None:
         self.num_compactions = 0
+        self._asking = asking
         self._clock = clock
         self._cache = cache
         self._observer = observer
@@ -77,7 +82,10 @@ class Compactor:
             served[place].compactions += 1
         for layer_idx in np.flatnonzero(due.any(axis=1)).tolist():
             slots = [first + place for place in np.flatnonzero(due[layer_idx]).tolist()]
-            self._compact_layer(layer_idx, slots, active)
+            # A policy may have failed for some of them in a layer before, or in `observe`.
+            slots = [slot for slot in slots if active[slot].finish_reason is None]
+            if slots:
+                self._compact_layer(layer_idx, slots, active)
 
     def note_peak(self, sequence: LiveSequence, slot: int) -> None:
         """Note how much a sequence holds now.
@@ -96,14 +104,16 @@ class Compactor:
         layer = self._layers[layer_idx]
         prompt_len = np.array([len(sequence.prompt) for sequence in served])
         seq_len = self._cache.seq_len[first:last]
-        answer = self._stacks[layer_idx].due(
-            layer_idx,
-            num_rows=torch.from_numpy(self._cache.rows[layer_idx, first:last].copy()),
-            seq_len=torch.from_numpy(seq_len.copy()),
-            prompt_len=torch.from_numpy(prompt_len),
-            budget=layer.budget,
-            buffer=layer.buffer,
-        )
+        answer: Tensor | None = None
+        with self._asking.about(served):
+            answer = self._stacks[layer_idx].due(
+                layer_idx,
+                num_rows=torch.from_numpy(self._cache.rows[layer_idx, first:last].copy()),
+                seq_len=torch.from_numpy(seq_len.copy()),
+                prompt_len=torch.from_numpy(prompt_len),
+                budget=layer.budget,
+                buffer=layer.buffer,
+            )
         if answer is None:
             return np.zeros(last - first, dtype=bool)
         wanted: np.ndarray = answer.numpy() & (seq_len >= prompt_len)
@@ -119,7 +129,12 @@ class Compactor:
         memories = [active[slot].memory for slot in slots]
         stack = self._stacks[layer_idx]
         budgets = (budget - self._cache.num_pads[layer_idx, slots]).tolist()
-        compact(self._cache, layer_idx, slots, stack, budgets, memories, self._clock)
-        for slot, num_leaving in zip(slots, before - rows[slots], strict=True):
-            active[slot].rows_evicted += int(num_leaving)
-        self.num_compactions += len(slots)
+
+        def asking(places: Sequence[int]) -> AbstractContextManager[None]:
+            return self._asking.about([active[slots[place]] for place in places])
+
+        compact(self._cache, layer_idx, slots, stack, budgets, memories, self._clock, asking)
+        num_leaving = before - rows[slots]
+        for slot, num in zip(slots, num_leaving, strict=True):
+            active[slot].rows_evicted += int(num)
+        self.num_compactions += int(np.count_nonzero(num_leaving))

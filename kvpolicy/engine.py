@@ -9,6 +9,7 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
+from kvpolicy.asking import Asking, OnHookError
 from kvpolicy.compat import Seam
 from kvpolicy.discovery import policy_names
 from kvpolicy.errors import KVPolicyError
@@ -27,6 +28,7 @@ class Engine:
     Attributes:
         plan: The plan, spelled out for this model.
         stacks: The policies of each layer.
+        asking: Whom the hook call under way is about.
     """
 
     def __init__(
@@ -37,6 +39,7 @@ class Engine:
         *,
         slots: int = DEFAULT_SLOTS,
         chunk: int = DEFAULT_CHUNK,
+        on_hook_error: OnHookError = "raise",
     ) -> None:
         """Bind a plan to a model; the model is not changed.
 
@@ -47,6 +50,10 @@ class Engine:
             slots: Sequences that are decoded together.
             chunk: The most prompt tokens of one sequence in one forward. A forward never
                 brings more than the slabs can take, whatever this says.
+            on_hook_error: What happens when a policy raises, or answers a hook wrongly.
+                ``"raise"``: the run raises `HookError` and is over. ``"answer"``: the requests
+                that this call was about are answered with the error, and the others go on as
+                if these had been cancelled. A lack of memory is raised in either case.
 
         Raises:
             ModelError: If the engine cannot run the model.
@@ -62,6 +69,7 @@ class Engine:
                 f"NAME being one of {', '.join(policy_names())}"
             )
             raise KVPolicyError(msg)
+        self.asking = Asking(on_hook_error)
         self.seam = model if isinstance(model, Seam) else Seam(model)
         self.tokenizer = tokenizer
         self.plan = plan.resolve(self.seam.num_layers)

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvpolicy.asking import Asking
 from kvpolicy.cache import Cache
 from kvpolicy.clock import Clock
 from kvpolicy.memory import Memory
@@ -35,6 +36,7 @@ class Observer:
         registers: RegisterFile,
         tokenizer: Any,
         clock: Clock,
+        asking: Asking,
     ) -> None:
         pairs = zip(stacks, layers, strict=True)
         watching = [pair for pair in pairs if pair[0].implements("observe")]
@@ -44,6 +46,7 @@ class Observer:
         self._registers = registers
         self._tokenizer = tokenizer
         self._clock = clock
+        self._asking = asking
         self._cache: Cache
         self._states: Tensor | None = None
         self.wants_states = any("hidden_states" in stack.observes for stack in self._stacks)
@@ -109,6 +112,7 @@ class Observer:
         sequence.num_observed = end
         mine = self._registers.of_slots(slot, slot + 1)
         with (
+            self._asking.about([sequence]),
             self._clock.time("observe_s", None if states is None else states.device),
             nullcontext(mine) if states is None else mine.on(states.device) as registers,
         ):

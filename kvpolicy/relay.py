@@ -6,8 +6,10 @@ asked when nobody else has answered.
 """
 
 import inspect
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, Protocol
 
 import pluggy
 
@@ -18,6 +20,19 @@ from kvpolicy.markers import PROJECT
 
 Problem = Callable[[object], str | None]
 _REFERENCE = "docs/reference/hooks.md"
+
+# In the order in which the engine asks them.
+HOOKS = tuple(name for name, value in vars(hookspecs).items() if hasattr(value, "kvpolicy_spec"))
+
+
+class Watcher(Protocol):
+    """Whoever wants to see questions and answers go by."""
+
+    def question(self, hook: str, arguments: dict[str, Any], ask: Callable[[], Any]) -> Any:
+        """Ask, and hand the answer on."""
+
+    def timed(self, impl: pluggy.HookImpl) -> Callable[..., Any]:
+        """What is to be called instead of an implementation, and calls it."""
 
 
 class Relay:
@@ -32,6 +47,7 @@ class Relay:
         """Register the policies; raises `PolicyLoadError` if one does not fit the hook specs."""
         self.owner = owner
         self.names = [name for name, _ in policies]
+        self._watcher: Watcher | None = None
         self._manager = _Manager(PROJECT)
         self._manager.add_hookspecs(hookspecs)
         for place, (name, policy) in enumerate(policies):
@@ -90,6 +106,39 @@ class Relay:
         """
         if layer_idx is not None:
             arguments["layer_idx"] = layer_idx
+        ask = partial(self._ask, hook, layer_idx, problem, optional, arguments)
+        return ask() if self._watcher is None else self._watcher.question(hook, arguments, ask)
+
+    @contextmanager
+    def watched_by(self, watcher: Watcher) -> Iterator[None]:
+        """Let a watcher see all questions and answers in a block.
+
+        Raises:
+            KVPolicyError: Somebody is watching already.
+        """
+        if self._watcher is not None:
+            msg = "the engine is being recorded already; one recording at a time is possible"
+            raise KVPolicyError(msg)
+        callers = [getattr(self._manager.hook, hook) for hook in HOOKS]
+        functions = [(impl, impl.function) for one in callers for impl in one.get_hookimpls()]
+        self._watcher = watcher
+        try:
+            for impl, _ in functions:
+                impl.function = watcher.timed(impl)
+            yield
+        finally:
+            self._watcher = None
+            for impl, function in functions:
+                impl.function = function
+
+    def _ask(
+        self,
+        hook: str,
+        layer_idx: int | None,
+        problem: Problem,
+        optional: bool,
+        arguments: dict[str, Any],
+    ) -> Any:
         where = "" if layer_idx is None else f" at layer {layer_idx}"
         try:
             answer = getattr(self._manager.hook, hook)(**arguments)
@@ -126,7 +175,7 @@ class Relay:
         """The policy whose own answer is wrong, or else the outermost wrapper.
 
         Asks the policies once more, one by one: the run is lost already, and only now does
-        it matter who said what.
+        it matter who said what. One that raises now is as good a suspect.
         """
         impls = self.impls(hook)
         for impl in impls:

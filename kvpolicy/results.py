@@ -20,7 +20,8 @@ class Result:
         finish_reason: ``"stop"`` (a stop token or stop string), ``"length"``
             (``max_new_tokens``, or the model's positions are used up), ``"cancelled"``, or
             ``"error"``.
-        error: What was wrong with the request, if ``finish_reason`` is ``"error"``.
+        error: What was wrong with the request, or which policy failed while it was served and
+            how, if ``finish_reason`` is ``"error"``; tokens are those generated until then.
         compactions: Times at which at least one layer was compacted.
         rows_evicted: Rows that left, summed over layers and counted per KV head.
         peak_rows: The most rows any layer held for this sequence.
@@ -53,6 +54,7 @@ class RunReport:
 
     Attributes:
         num_requests: Requests answered so far.
+        num_errors: Those of them whose answer is an error.
         prompt_tokens: Prompt tokens prefilled.
         new_tokens: Tokens generated.
         elapsed_s: Seconds since the run began.
@@ -70,6 +72,7 @@ class RunReport:
     """
 
     num_requests: int = 0
+    num_errors: int = 0
     prompt_tokens: int = 0
     new_tokens: int = 0
     elapsed_s: float = 0.0

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from kvpolicy.errors import KVPolicyError, RequestError
 from kvpolicy.request import Request
-from kvpolicy.results import Events, Result, RunReport
+from kvpolicy.results import Events, FinishReason, Result, RunReport
 from kvpolicy.sampling import sample
 from kvpolicy.sequence import LiveSequence, encode
 from kvpolicy.slots import Slots
@@ -31,18 +31,25 @@ class Run:
         self._engine = engine
         self._seam = engine.seam
         self.requests = tuple(requests)
-        self._waiting: list[LiveSequence] = []  # in the order of their arrival
+        self._waiting: dict[int, LiveSequence] = {}  # in the order of their arrival
         self._cancelled: set[int] = set()
         self._new_tokens: list[tuple[int, int]] = []
         self._results: list[Result] = []
         self._report = RunReport()
+        self._broken_by: BaseException | None = None
         for number, request in enumerate(requests):
             self._arrive(number, request)
         self._slots = self._allocate()
         self._started: float | None = None
 
     def __iter__(self) -> Iterator[Result]:
-        """Yield results as requests finish, in no particular order."""
+        """Yield results as requests finish, in no particular order.
+
+        Raises:
+            HookError: A policy has failed, and the engine is to raise that. The run is over
+                then: results that were ready before are still yielded if it is iterated over
+                again, and after them comes a `KVPolicyError` that says so.
+        """
         while not self.done:
             if not self._results:
                 self._go_round()
@@ -84,7 +91,11 @@ class Run:
         self._cancelled.add(request_id)
 
     def step(self) -> Events:
-        """Go round once, and hand out its tokens and all results not handed out yet."""
+        """Go round once, and hand out its tokens and all results not handed out yet.
+
+        Raises:
+            HookError: As for iterating.
+        """
         self._go_round()
         events = Events(self._new_tokens, self._results)
         self._results = []
@@ -92,6 +103,20 @@ class Run:
 
     def _go_round(self) -> None:
         """Admit and prefill, decode one token each, see what is done."""
+        if self._broken_by is not None:
+            msg = (
+                f"this run ended in the middle of a round with {type(self._broken_by).__name__} "
+                "and cannot go on; start another with engine.generate()"
+            )
+            raise KVPolicyError(msg) from self._broken_by
+        try:
+            self._round()
+        except BaseException as error:
+            # Also when interrupted: some layers may hold tokens that others do not.
+            self._broken_by = error
+            raise
+
+    def _round(self) -> None:
         start = time.perf_counter()
         self._started = start if self._started is None else self._started
         self._new_tokens = []
@@ -122,51 +147,60 @@ class Run:
         stop_ids = seam.stop_ids if request.stop_ids is None else request.stop_ids
         room = seam.max_positions - len(prompt)
         most = min(request.max_new_tokens, room)
-        self._waiting.append(
-            LiveSequence(number, request, prompt, most, frozenset(stop_ids), self.tokenizer)
+        self._waiting[number] = LiveSequence(
+            number, request, prompt, most, frozenset(stop_ids), self.tokenizer
         )
 
     def _allocate(self) -> Slots:
-        longest = max((served.longest for served in self._waiting), default=1)
+        longest = max((served.longest for served in self._waiting.values()), default=1)
         num_slots = min(self._engine.num_slots, max(len(self._waiting), 1))
         return Slots(self._engine, num_slots, longest)
 
     def _drop_cancelled(self) -> None:
-        for served in [*self._slots.active, *self._waiting]:
+        for number in sorted(self._cancelled & self._waiting.keys()):
+            self._depart(self._waiting.pop(number), "cancelled")
+        for served in self._slots.active:
             if served.id in self._cancelled:
                 served.finish_reason = "cancelled"
-        for served in [served for served in self._waiting if served.finish_reason]:
-            self._waiting.remove(served)
-            self._depart(served)
+        self._cancelled.clear()
         self._release()
 
     def _release(self) -> None:
         for served in self._slots.release():
             self._depart(served)
 
-    def _depart(self, served: LiveSequence) -> None:
-        assert served.finish_reason is not None
-        self._answer(served.result(served.finish_reason))
+    def _depart(self, served: LiveSequence, reason: FinishReason | None = None) -> None:
+        served.finish_reason = reason or served.finish_reason
+        self._answer(served.result())
 
     def _answer(self, result: Result) -> None:
         self._results.append(result)
         self._report.num_requests += 1
+        self._report.num_errors += result.finish_reason == "error"
 
     # Prefill and decode
 
     def _admit(self) -> None:
         slots = self._slots
         while self._waiting and slots.num_free:
-            waiting = [served.waiting for served in self._waiting]
-            by_id = {served.id: served for served in self._waiting}
-            groups = self._engine.scheduling.schedule(waiting, slots.num_free, len(slots.active))
+            groups = self._schedule()
             if not groups:
                 return
             for group in groups:
-                chosen = [by_id[number] for number in group]
-                self._waiting = [served for served in self._waiting if served not in chosen]
-                self._prefill(chosen)
+                self._prefill([self._waiting.pop(number) for number in group])
             self._release()
+
+    def _schedule(self) -> list[list[int]]:
+        """Ask who is admitted; nobody, if a policy has failed for all who wait."""
+        slots, everybody = self._slots, list(self._waiting.values())
+        groups: list[list[int]] = []
+        with self._engine.asking.about(everybody):
+            waiting = [served.waiting for served in everybody]
+            groups = self._engine.scheduling.schedule(waiting, slots.num_free, len(slots.active))
+        for served in everybody:
+            if served.error is not None:
+                self._depart(self._waiting.pop(served.id))
+        return groups
 
     def _prefill(self, group: Sequence[LiveSequence]) -> None:
         start = time.perf_counter()

@@ -30,7 +30,6 @@ class LiveSequence:
     tokenizer: Any = None
     tokens: list[int] = attrs.field(factory=list)
     memory: SequenceMemory = attrs.field(factory=SequenceMemory)
-    generator: torch.Generator = attrs.field(init=False)
     num_observed: int = 0
     compactions: int = 0
     rows_evicted: int = 0
@@ -39,10 +38,16 @@ class LiveSequence:
     prefill_s: float = 0.0
     decode_from: float = 0.0
     finish_reason: FinishReason | None = None
+    error: str | None = None
     _cut: int | None = None
+    _generator: torch.Generator | None = None
 
-    def __attrs_post_init__(self) -> None:
-        self.generator = torch.Generator().manual_seed(self.request.sampling.seed)
+    @property
+    def generator(self) -> torch.Generator:
+        """Where its randomness comes from; made when it is served, for it takes kilobytes."""
+        if self._generator is None:
+            self._generator = torch.Generator().manual_seed(self.request.sampling.seed)
+        return self._generator
 
     @property
     def waiting(self) -> Waiting:
@@ -70,6 +75,11 @@ class LiveSequence:
         elif len(self.tokens) >= self.max_new_tokens:
             self.finish_reason = "length"
 
+    def fail(self, error: str) -> None:
+        """End it, because a policy has failed for it; what has ended already stays as it is."""
+        if self.finish_reason is None:
+            self.finish_reason, self.error = "error", error
+
     def _meets_stop_string(self) -> bool:
         if not self.request.stop or self.tokenizer is None:
             return False
@@ -90,14 +100,16 @@ class LiveSequence:
         text: str = self.tokenizer.decode(self.tokens, skip_special_tokens=True)
         return text[: self._cut]
 
-    def result(self, reason: FinishReason) -> Result:
+    def result(self) -> Result:
         """How it ended."""
+        assert self.finish_reason is not None
         return Result(
             id=self.id,
             prompt_len=len(self.prompt),
             tokens=tuple(self.tokens),
             text=self.text(),
-            finish_reason=reason,
+            finish_reason=self.finish_reason,
+            error=self.error,
             compactions=self.compactions,
             rows_evicted=self.rows_evicted,
             peak_rows=self.peak_rows,

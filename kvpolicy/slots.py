@@ -7,18 +7,18 @@ What is done between the forwards stands here; who runs them is left open. The e
 each as it comes, `PolicyCache` lets the last one be run by whoever called the model.
 """
 
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
-import attrs
 import torch
 from torch import Tensor
 
 from kvpolicy.cache import Cache
 from kvpolicy.clock import Clock
 from kvpolicy.compactor import Compactor
+from kvpolicy.feed import Feed, Feeds
 from kvpolicy.memory import Memory
 from kvpolicy.observer import Observer
 from kvpolicy.registers import RegisterFile
@@ -31,24 +31,6 @@ if TYPE_CHECKING:
 
 # Takes the logits after the newest token of each sequence, ``[B, V]``: draws the next one.
 Take = Callable[[Sequence[LiveSequence], Tensor], None]
-
-
-@attrs.frozen(eq=False)
-class Feed:
-    """A forward that is to be run.
-
-    Attributes:
-        token_ids: New tokens of the slots that the step serves, ``[B, L]``, padded on the left.
-        step: Where their rows go.
-    """
-
-    token_ids: Tensor
-    step: Step
-
-
-# Yields the forwards that are to be run, and is sent what came of each: logits ``[B, V]`` and,
-# if the observer wants them, hidden states ``[B, L, M]``.
-Feeds = Generator[Feed, tuple[Tensor, Tensor | None], None]
 
 
 class Slots:
@@ -67,6 +49,8 @@ class Slots:
         self.clock = Clock()
         self._plan, self._stacks, self._seam = engine.plan, engine.stacks, engine.seam
         self._tokenizer, self._chunk = engine.tokenizer, engine.chunk
+        self._asking = engine.asking
+        self._departed: list[LiveSequence] = []
         pairs = list(zip(engine.stacks, engine.plan.layers, strict=True))
         slabs = [stack.slab(layer.capacity(longest)) for stack, layer in pairs]
         self.cache = Cache(engine.seam.layer_shapes(), slabs, num_slots)
@@ -75,13 +59,23 @@ class Slots:
         self._registers = RegisterFile(policies, num_slots, engine.seam.model.device)
         self.cache.slot_tensors += self._registers.all
         self._observer = Observer(
-            engine.plan.layers, engine.stacks, self._registers, engine.tokenizer, self.clock
+            engine.plan.layers,
+            engine.stacks,
+            self._registers,
+            engine.tokenizer,
+            self.clock,
+            engine.asking,
         )
         self._observer.attach(
             self.cache, engine.seam.hidden_size, engine.seam.model.dtype, engine.seam.last_device
         )
         self.compactor = Compactor(
-            self.cache, engine.plan.layers, engine.stacks, self._observer, self.clock
+            self.cache,
+            engine.plan.layers,
+            engine.stacks,
+            self._observer,
+            self.clock,
+            engine.asking,
         )
 
     @property
@@ -111,7 +105,8 @@ class Slots:
 
     def decode(self, take: Take) -> None:
         """Give every sequence its next token."""
-        self._run(self.decode_feeds(take))
+        with self._asking.about(self.active):
+            self._run(self.decode_feeds(take))
 
     def admit(self, group: Sequence[LiveSequence]) -> None:
         """Give the sequences of a group free slots."""
@@ -125,13 +120,17 @@ class Slots:
         left = [self._num_left(slot) for slot in range(len(self.active))]
         # Slots are fed together as long as none has less left than the one before it.
         falls = [slot for slot, (one, next_) in enumerate(pairwise(left), 1) if next_ < one]
-        for first, last in pairwise([0, *falls, len(left)]):
-            feeding = first
-            while feeding < last:
-                if self._num_left(feeding):
-                    yield from self._chunk_feeds(feeding, last, take)
-                else:
-                    feeding += 1
+        num_dropped = 0
+        for begin, end in pairwise([0, *falls, len(left)]):
+            first, last = begin - num_dropped, end - num_dropped
+            while first < last:
+                if not self._num_left(first):
+                    first += 1
+                    continue
+                yield from self._chunk_feeds(first, last, take)
+                num_failed = self._drop_failed(first, last)
+                last -= num_failed
+                num_dropped += num_failed
 
     def decode_feeds(self, take: Take) -> Feeds:
         """The one forward that gives every sequence its newest token."""
@@ -152,7 +151,7 @@ class Slots:
 
     def release(self) -> list[LiveSequence]:
         """Take finished sequences out of their slots; the last slots move into the gaps."""
-        finished = []
+        finished, self._departed = self._departed, []
         for slot in reversed(range(len(self.active))):
             if self.active[slot].finish_reason is None:
                 continue
@@ -166,6 +165,25 @@ class Slots:
                 self.active[slot] = self.active[last]
             self.active.pop()
         return finished
+
+    def _drop_failed(self, first: int, last: int) -> int:
+        """Take out of the slots ``[first, last)`` those for which a policy has failed.
+
+        Those behind them move up one by one, so that they stay in order.
+
+        Returns:
+            How many.
+        """
+        failed = [served for served in self.active[first:last] if served.error is not None]
+        for served in failed:
+            slot = self.active.index(served)
+            self.compactor.note_peak(served, slot)
+            self.cache.clear(slot)
+            for behind in range(slot + 1, len(self.active)):
+                self.cache.move(behind, behind - 1)
+            del self.active[slot]
+            self._departed.append(served)
+        return len(failed)
 
     def _run(self, feeds: Feeds) -> None:
         """Run forwards as they come."""

@@ -1,6 +1,7 @@
 """A stack: the policies of a layer, what they read, what they promise, what they answer."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -13,7 +14,7 @@ from kvpolicy.errors import PolicyLoadError
 from kvpolicy.memory import Memory
 from kvpolicy.parts import Parts, parts_of, refusal
 from kvpolicy.registers import Registers
-from kvpolicy.relay import Relay
+from kvpolicy.relay import Relay, Watcher
 from kvpolicy.request import Waiting
 from kvpolicy.rows import LayerRows
 
@@ -148,6 +149,14 @@ class Stack:
             num_layers=num_layers,
         )
         return [budget] * len(layer_indices) if answer is None else list(answer)
+
+    @contextmanager
+    def watched_by(self, watcher: Watcher) -> Iterator[None]:
+        """Let a watcher see all questions and answers in a block, those of parts included."""
+        with ExitStack() as watched:
+            for stack in (self, *self._inner):
+                watched.enter_context(stack._relay.watched_by(watcher))
+            yield
 
     def schedule(
         self, waiting: Sequence[Waiting], num_free: int, num_active: int

@@ -16,6 +16,7 @@ COMMANDS = {
     "list": ("kvpolicy.cli.listing", "Show the installed policies and their knobs."),
     "plan": ("kvpolicy.cli.plan", "Show what a plan does in each layer, or what is wrong with it."),
     "run": ("kvpolicy.cli.run", "Generate text with a policy at a budget."),
+    "trace": ("kvpolicy.cli.trace", "Show every hook call of a generation."),
     "ablate": ("kvpolicy.cli.ablate", "Compare policies at several budgets."),
     "bench": ("kvpolicy.cli.bench", "Measure the engine's speed against generate()."),
     "steer": ("kvpolicy.cli.steer", "Make steering vectors, and show what is in them."),

@@ -40,6 +40,44 @@ Device = Annotated[
 TrustRemoteCode = Annotated[
     bool, typer.Option("--trust-remote-code", help="Run Python code that comes with the model.")
 ]
+PromptText = Annotated[
+    str | None, typer.Argument(help="A prompt; '-' reads one from standard input.")
+]
+PromptFile = Annotated[
+    str | None,
+    typer.Option("--file", metavar="FILE|-", help="Prompts, one per line, or JSON lines."),
+]
+PlanFile = Annotated[
+    Path | None, typer.Option("--plan", metavar="FILE|NAME", help="A plan, as TOML.")
+]
+Policies = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--policy",
+        metavar="NAME",
+        help="A policy; repeat it, or write A+B, for B to wrap A.",
+    ),
+]
+Budget = Annotated[
+    str | None, typer.Option(metavar="N|N%", help="Rows that stay per layer and KV head.")
+]
+Buffer = Annotated[int | None, typer.Option(help="Rows that may join before a compaction.")]
+Length = Annotated[
+    int | None, typer.Option(min=1, help="Tokens that a budget of N% is a share of.")
+]
+Temperature = Annotated[float, typer.Option(min=0, help="0 takes the likeliest token.")]
+TopP = Annotated[float, typer.Option(help="Draw from the likeliest tokens up to this.")]
+TopK = Annotated[int, typer.Option(min=0, help="Draw from so many; 0 means all.")]
+Seed = Annotated[int, typer.Option(min=0, help="Of the drawing.")]
+MaxNewTokens = Annotated[
+    int | None,
+    typer.Option(min=1, help="The most tokens to generate. [default: the model's, or 1024]"),
+]
+Stop = Annotated[
+    list[str] | None, typer.Option(metavar="TEXT", help="Ends a text; may be repeated.")
+]
+Chat = Annotated[bool, typer.Option("--chat", help="Wrap prompts in the model's chat template.")]
+Slots = Annotated[int, typer.Option(min=1, help="Prompts decoded together.")]
 
 
 def register_plugins(plugins: list[Path] | None) -> None:

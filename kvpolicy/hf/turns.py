@@ -4,7 +4,8 @@ from collections.abc import Sequence
 
 from kvpolicy.request import Request
 from kvpolicy.sequence import LiveSequence
-from kvpolicy.slots import Feeds, Slots, Take
+from kvpolicy.feed import Feeds
+from kvpolicy.slots import Slots, Take
 
 
 def turn_feeds(slots: Slots, new: Sequence[Sequence[int]], take: Take) -> Feeds:

@@ -17,25 +17,29 @@ class JsonLines:
             cut off.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, new: bool = False) -> None:
         """Open the file, or create it, and cut off a last line that was never finished.
 
         Args:
             path: The file; its folder exists.
+            new: Whether there must be no such file yet.
 
         Raises:
             OutputError: The file cannot be read or written, or a line is not a JSON object.
         """
         self.path = path
         try:
-            content = path.read_bytes() if path.exists() else b""
+            content = path.read_bytes() if path.exists() and not new else b""
             whole = content[: content.rfind(b"\n") + 1]
             self.records = [_parse(path, i, line) for i, line in enumerate(whole.splitlines(), 1)]
             self.was_torn = len(whole) < len(content)
             # Unbuffered: one call of the system per line, so that a kill loses one line at most.
-            self._file = path.open("ab", buffering=0)
+            self._file = path.open("xb" if new else "ab", buffering=0)
             if self.was_torn:
                 self._file.truncate(len(whole))
+        except FileExistsError as error:
+            msg = f"{path} exists and is left as it is; choose another name, or delete it first."
+            raise OutputError(msg) from error
         except OSError as error:
             msg = f"{path} cannot be opened: {error.strerror}."
             raise OutputError(msg) from error

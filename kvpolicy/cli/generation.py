@@ -1,0 +1,147 @@
+"""What the commands that generate text have in common: from their options to an engine."""
+
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import attrs
+import typer
+
+from kvpolicy.cli.console import say
+from kvpolicy.cli.options import register_plugins, rows_or_share
+from kvpolicy.cli.prompts import Prompt, apply_chat_template, read_prompts, read_stdin
+from kvpolicy.errors import KVPolicyError
+
+if TYPE_CHECKING:
+    from kvpolicy.engine import Engine
+    from kvpolicy.plan import Plan
+
+SOME_FAILED = 1
+_MAX_NEW_TOKENS = 1024  # for models that do not say how much they usually generate
+
+
+@attrs.frozen
+class Generation:
+    """What is to be generated.
+
+    Attributes:
+        engine: The engine.
+        prompts: The prompts.
+        options: What else `Engine.generate` is given.
+    """
+
+    engine: "Engine"
+    prompts: list[Prompt]
+    options: dict[str, Any]
+
+
+def prepare(
+    *,
+    prompt: str | None,
+    file: str | None,
+    model: str,
+    plan: Path | None,
+    policy: list[str] | None,
+    budget: str | None,
+    buffer: int | None,
+    length: int | None,
+    overrides: list[str] | None,
+    plugin: list[Path] | None,
+    temperature: float,
+    top_p: float,
+    top_k: int,
+    seed: int,
+    max_new_tokens: int | None,
+    stop: list[str] | None,
+    chat: bool,
+    slots: int,
+    dtype: str,
+    device: str | None,
+    trust_remote_code: bool,
+    keep_going: bool = False,
+) -> Generation:
+    """Read prompts and plan, load the model, and bind them; arguments are the options' values.
+
+    Raises:
+        KVPolicyError: An option is wrong, or two do not go together.
+    """
+    prompts = _prompts(prompt, file, model, seed)
+    register_plugins(plugin)
+    numbers = {
+        "budget": rows_or_share("--budget", budget),
+        "buffer": buffer,
+        "length": length,
+    }
+    chosen = _plan(plan, policy or [], numbers, overrides or [])
+    from kvpolicy.engine import Engine
+    from kvpolicy.lab.models import open_model
+    from kvpolicy.request import Sampling
+
+    sampling = Sampling(temperature, top_k, top_p, seed)
+    loaded, tokenizer = open_model(
+        model, dtype=dtype, device=device, trust_remote_code=trust_remote_code
+    )
+    if chat:
+        prompts = apply_chat_template(tokenizer, prompts)
+    on_hook_error: Any = "answer" if keep_going else "raise"
+    engine = Engine(loaded, tokenizer, chosen, slots=slots, on_hook_error=on_hook_error)
+    options = {
+        "max_new_tokens": max_new_tokens or _usual_length(loaded),
+        "sampling": sampling,
+        "stop": tuple(stop or ()),
+    }
+    return Generation(engine, prompts, options)
+
+
+def _prompts(prompt: str | None, file: str | None, model: str, seed: int) -> list[Prompt]:
+    if file is not None:
+        if prompt is not None:
+            msg = "a prompt and --file were given; one of them is wanted."
+            raise KVPolicyError(msg)
+        return read_prompts(file)
+    if prompt is not None:
+        return [read_stdin() if prompt == "-" else prompt]
+    from kvpolicy.lab.reasoner.bundled import BUNDLED
+
+    if model in BUNDLED and sys.stdin.isatty():
+        from kvpolicy.lab.tasks import load_task
+
+        item = load_task(model).items(1, seed=seed)[0]
+        say(f"no prompt was given; here is held-out problem {seed}, whose answer is {item.answer}:")
+        typer.echo(item.prompt.rstrip("\n"), err=True)
+        return [item.prompt]
+    msg = "no prompt: give one, '-' to read one from standard input, or --file FILE."
+    raise KVPolicyError(msg)
+
+
+def _plan(
+    file: Path | None,
+    policies: Sequence[str],
+    numbers: Mapping[str, int | str | None],
+    overrides: Sequence[str],
+) -> "Plan":
+    from kvpolicy.plan import Plan
+
+    given = [f"{key}={value}" for key, value in numbers.items() if value is not None]
+    if file is not None:
+        if policies:
+            msg = "--plan and --policy were given; one of them is wanted."
+            raise KVPolicyError(msg)
+        return Plan.load(file, [*given, *overrides])
+    if not policies:
+        if given:
+            msg = f"--{given[0].partition('=')[0]} needs --policy NAME or --plan FILE."
+            raise KVPolicyError(msg)
+        from kvpolicy.lab.presets import DEFAULT_PRESET, load_preset
+
+        reference = load_preset(DEFAULT_PRESET).series[0]
+        say(f"no policy was given: {reference.label}.")
+        return Plan.from_dict(reference.plan, overrides, name=f"plan '{reference.label}'")
+    stack = [name.strip() for policy in policies for name in policy.split("+")]
+    return Plan.from_dict({"stack": stack}, [*given, *overrides], name="the command line")
+
+
+def _usual_length(model: Any) -> int:
+    generation = getattr(model, "generation_config", None)
+    return getattr(generation, "max_new_tokens", None) or _MAX_NEW_TOKENS

@@ -1,0 +1,306 @@
+"""A trace holds every hook call, tells the truth about it, and changes nothing."""
+
+import json
+from collections.abc import Generator
+from typing import Any
+
+import attrs
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from recorder import Recorder
+from strategies import plans, prompts
+from tiny import shared_model, tiny_tokenizer
+from torch import Tensor
+
+from kvpolicy import Engine, Plan, hookimpl
+from kvpolicy.errors import HookError, KVPolicyError
+from kvpolicy.hookcall import HookCall, TensorInfo
+from kvpolicy.memory import Memory
+from kvpolicy.trace import Trace, recording
+
+NUM_LAYERS = 2
+MODEL = shared_model(num_layers=NUM_LAYERS, dtype=torch.float64)
+PROMPTS = [[1, 2, 3] * 4, [4, 5] * 9, [6, 7, 8]]
+
+
+def trace_of(plan: Plan, tokenizer: Any = None, **options: Any) -> tuple[Trace, list[Any]]:
+    engine = Engine(MODEL, tokenizer, plan, slots=2)
+    with recording(engine, **options) as trace:
+        results = engine.generate(PROMPTS, max_new_tokens=14).results()
+    return trace, results
+
+
+# --- every call -------------------------------------------------------------------------------
+
+
+@given(prompts(count=3), st.integers(1, 3), st.integers(1, 8))
+def test_every_compaction_that_a_policy_sees_is_recorded_with_its_shapes(
+    prompts: list[list[int]], slots: int, buffer: int
+) -> None:
+    """Held against a policy of its own, which notes what it is asked."""
+    recorder = Recorder()
+    plan = Plan.uniform("h2o", "protect", recorder, budget=14, buffer=buffer)
+    engine = Engine(MODEL, plan=plan, slots=slots)
+    with recording(engine) as trace:
+        engine.generate(prompts, max_new_tokens=24).results()
+    seen = [one for record in recorder.records for one in record.compactions]
+    for hook in ("score", "select", "evict"):
+        calls = [call for call in trace.calls if call.hook == hook]
+        assert sum(len(call.requests) for call in calls) == len(seen)
+    scored = [call for call in trace.calls if call.hook == "score"]
+    told = sorted(
+        (call.layer, *call.arguments["keys"].shape[1:]) for call in scored for _ in call.requests
+    )
+    assert told == sorted((one.layer_idx, *one.keys.shape) for one in seen)
+    for call in scored:
+        assert call.arguments["keys"].shape[0] == len(call.requests)
+        assert call.arguments["budget"] == 14
+        assert call.answered_by == "h2o+recorder+protect"
+
+
+@attrs.define(eq=False)
+class Counts:
+    """Answers nothing, and counts how often it is asked what."""
+
+    calls: dict[str, int] = attrs.field(factory=dict)
+
+    def _count(self, hook: str) -> None:
+        self.calls[hook] = self.calls.get(hook, 0) + 1
+
+    @hookimpl
+    def schedule(self) -> None:
+        self._count("schedule")
+
+    @hookimpl
+    def observe(self) -> None:
+        self._count("observe")
+
+    @hookimpl
+    def steer(self) -> None:
+        self._count("steer")
+
+    @hookimpl
+    def due(self) -> None:
+        self._count("due")
+
+    @hookimpl
+    def score(self) -> None:
+        self._count("score")
+
+    @hookimpl
+    def select(self) -> None:
+        self._count("select")
+
+    @hookimpl
+    def evict(self) -> None:
+        self._count("evict")
+
+
+def test_every_hook_is_recorded_as_often_as_it_is_asked() -> None:
+    counts = Counts()
+    plan = Plan.uniform("h2o", counts, budget=8, buffer=4, schedule=[counts])
+    trace, _ = trace_of(plan)
+    recorded = dict.fromkeys(counts.calls, 0)
+    for call in trace.calls:
+        recorded[call.hook] += any(part.policy == "counts" for part in call.parts)
+    assert len(recorded) == 7
+    assert recorded == counts.calls
+    assert [call.number for call in trace.calls] == list(range(trace.num_calls))
+
+
+def test_a_call_says_whom_it_was_about_and_who_answered() -> None:
+    trace, _ = trace_of(Plan.uniform("h2o", "protect", budget=14, buffer=4))
+    (first, *_), (select, *_) = (
+        [call for call in trace.calls if call.hook == hook] for hook in ("schedule", "select")
+    )
+    assert (first.requests, first.tokens, first.answer) == ((0, 1, 2), (0, 0, 0), [[0, 1]])
+    assert (first.layer, first.answered_by) == (None, "the defaults")
+    assert select.requests == (1,)
+    assert select.tokens == (1,)  # the first token is drawn when the prompt is in
+    assert select.answer == TensorInfo("int64", (1, 2, 14), "cpu")
+    due = next(call for call in trace.calls if call.hook == "due")
+    assert due.answered_by is None
+    assert [(part.policy, part.answer) for part in due.parts] == [("h2o", None)]
+
+
+@attrs.define(eq=False)
+class Sleepy:
+    """A wrapper that takes its time before and after what it wraps."""
+
+    waits: Any
+
+    @hookimpl(wrapper=True)
+    def score(self) -> Generator[None, Tensor, Tensor]:
+        self.waits()
+        scores = yield
+        self.waits()
+        return scores
+
+
+def test_a_wrapper_is_not_charged_for_what_it_wraps(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr("kvpolicy.stopwatch.time.perf_counter", lambda: now[0])
+
+    class Slow:
+        @hookimpl
+        def score(self, positions: Tensor) -> Tensor:
+            now[0] += 5.0
+            return positions.float()
+
+    def wait() -> None:
+        now[0] += 1.0
+
+    plan = Plan.uniform(Slow(), Sleepy(wait), budget=8, buffer=4)
+    trace, _ = trace_of(plan, hooks=["score"])
+    for call in trace.calls:
+        assert {part.policy: part.us for part in call.parts} == {"slow": 5e6, "sleepy": 2e6}
+    totals = {one.policy: one for one in trace.totals()}
+    assert totals["slow"].calls == totals["sleepy"].calls == trace.num_calls
+    assert totals["slow"].p50_us == totals["slow"].p95_us == 5e6
+    assert totals["sleepy"].total_ms == pytest.approx(2e3 * trace.num_calls)
+
+
+# --- nothing changes --------------------------------------------------------------------------
+
+
+@given(prompts(count=3), plans(num_layers=NUM_LAYERS), st.booleans())
+def test_tokens_are_the_same_with_and_without_a_trace(
+    prompts: list[list[int]], plan: Plan, kept: bool
+) -> None:
+    engine = Engine(MODEL, plan=plan, slots=2)
+    plain = engine.generate(prompts, max_new_tokens=20).results()
+    with recording(engine, kept=kept):
+        traced = engine.generate(prompts, max_new_tokens=20).results()
+    assert [result.tokens for result in traced] == [result.tokens for result in plain]
+
+
+def test_outside_of_a_recording_the_functions_called_are_the_policies_own() -> None:
+    engine = Engine(MODEL, plan=Plan.uniform("h2o", "protect", budget=14, buffer=4))
+    relay = engine.stacks[0]._relay
+
+    def functions() -> list[Any]:
+        return [impl.function for hook in ("score", "due") for impl in relay.impls(hook)]
+
+    before = functions()
+    with recording(engine):
+        assert functions() != before
+    assert functions() == before
+    assert relay._watcher is None
+
+
+# --- failures ---------------------------------------------------------------------------------
+
+
+class Raises:
+    @hookimpl
+    def score(self, layer_idx: int, positions: Tensor) -> Tensor:
+        if layer_idx == 1:
+            msg = "no such head"
+            raise IndexError(msg)
+        return positions.float()
+
+
+class AnswersWrongly:
+    @hookimpl
+    def score(self, keys: Tensor) -> Tensor:
+        return keys
+
+
+@pytest.mark.parametrize("stack", [[Raises(), "protect"], [AnswersWrongly()]], ids=str)
+def test_a_call_that_fails_is_recorded_with_its_error(stack: list[object]) -> None:
+    engine = Engine(MODEL, plan=Plan.uniform(*stack, budget=14, buffer=4))
+    with recording(engine) as trace, pytest.raises(HookError) as caught:
+        engine.generate(PROMPTS, max_new_tokens=14).results()
+    last = trace.calls[-1]
+    assert last.error == str(caught.value)
+    assert {part.policy for part in last.parts} == set(engine.stacks[0].names)
+    assert not any(call.error for call in list(trace.calls)[:-1])
+    if "protect" in stack:
+        raised = {part.policy: part.error for part in last.parts}
+        assert raised == {"raises": "IndexError: no such head", "protect": None}
+
+
+# --- options ----------------------------------------------------------------------------------
+
+
+def test_only_what_is_asked_for_is_recorded() -> None:
+    plan = Plan.uniform("h2o", budget=14, buffer=4)
+    everything, _ = trace_of(plan)
+    some, _ = trace_of(plan, hooks=["score", "evict"], layers=[1])
+    wanted = [one for one in everything.calls if one.hook in ("score", "evict") and one.layer == 1]
+    assert [(one.hook, one.layer, one.requests, one.tokens) for one in some.calls] == [
+        (one.hook, one.layer, one.requests, one.tokens) for one in wanted
+    ]
+    assert some.num_calls == len(wanted) > 0
+
+
+def test_the_last_calls_are_kept_and_all_are_counted_and_handed_on() -> None:
+    handed: list[HookCall] = []
+    trace, _ = trace_of(Plan.uniform("h2o", budget=14, buffer=4), last=3, on_call=handed.append)
+    assert len(trace.calls) == 3
+    assert list(trace.calls) == handed[-3:]
+    assert trace.num_calls == len(handed) == sum(one.calls for one in trace.totals())
+
+
+@attrs.define(eq=False)
+class Notes:
+    """What stays, noted independently."""
+
+    left: list[tuple[int, int, tuple[int, ...]]] = attrs.field(factory=list)
+
+    @hookimpl(wrapper=True)
+    def select(
+        self, layer_idx: int, positions: Tensor, memory: Memory
+    ) -> Generator[None, Tensor, Tensor]:
+        keep = yield
+        for b in range(len(memory.sequences)):
+            for head in range(positions.shape[1]):
+                stays = set(positions[b, head][keep[b, head]].tolist())
+                gone = [p for p in positions[b, head].tolist() if p not in stays]
+                self.left.append((layer_idx, head, tuple(gone)))
+        return keep
+
+
+def test_the_rows_that_leave_are_told_with_their_tokens() -> None:
+    notes, tokenizer = Notes(), tiny_tokenizer()
+    plan = Plan.uniform("h2o", notes, budget=10, buffer=4)
+    trace, results = trace_of(plan, tokenizer, hooks=["select"], kept=True)
+    told = []
+    for call in trace.calls:
+        for left in call.left:
+            ids = [*PROMPTS[left.request], *results[left.request].tokens]
+            for (first, last), text in zip(left.ranges, left.texts, strict=True):
+                assert text == tokenizer.decode(ids[first : last + 1])
+            gone = tuple(p for first, last in left.ranges for p in range(first, last + 1))
+            assert left.num_rows == len(gone)
+            told += [(call.layer, head, gone) for head in left.heads]
+    assert sorted(told) == sorted(notes.left)
+    assert told
+
+
+def test_calls_are_plain_data() -> None:
+    trace, _ = trace_of(Plan.uniform("rkv", "protect", budget=14, buffer=4), kept=True)
+    for call in trace.calls:
+        again = json.loads(json.dumps(call.to_dict()))
+        assert again["hook"] == call.hook
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [({"hooks": ["scroe"]}, "no hook 'scroe'.*score"), ({"layers": [0, 2]}, "no layer 2.*0 to 1")],
+)
+def test_what_cannot_be_recorded_is_refused(options: dict[str, Any], says: str) -> None:
+    with pytest.raises(KVPolicyError, match=says):
+        trace_of(Plan.uniform("full"), **options)
+
+
+def test_one_recording_at_a_time() -> None:
+    engine = Engine(MODEL, plan=Plan.uniform("full"))
+    first = recording(engine)
+    with first, pytest.raises(KVPolicyError, match="recorded already"), recording(engine):
+        pass
+    with recording(engine) as trace:
+        engine.generate([[1]], max_new_tokens=2).results()
+    assert trace.num_calls == 1
