@@ -2,9 +2,9 @@
 
 from collections.abc import Sequence
 
+from kvpolicy.feed import Feeds
 from kvpolicy.request import Request
 from kvpolicy.sequence import LiveSequence
-from kvpolicy.feed import Feeds
 from kvpolicy.slots import Slots, Take
 
 
