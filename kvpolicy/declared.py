@@ -52,7 +52,9 @@ class Declared:
         self.names = self._relay.names
         own = [policy for _, policy in policies]
         # Keyed by identity, as memory is.
-        self._parts = {id(policy): self._stacks_of(name, policy) for name, policy in policies}
+        self._parts: dict[int, list[Self]] = {}
+        for name, policy in policies:
+            self._parts[id(policy)] = self._stacks_of(name, policy)
         self._inner: list[Self] = list(chain.from_iterable(self._parts.values()))
         self.policies: list[object] = [*own, *chain(*(part.policies for part in self._inner))]
         self.reads: frozenset[str] = self._arguments_of(*_COMPACTION_HOOKS).union(

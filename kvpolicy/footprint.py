@@ -7,6 +7,7 @@ import attrs
 import torch
 from transformers import PreTrainedModel
 
+from kvpolicy.asking import Asking
 from kvpolicy.cache import Cache, LayerCache, LayerShape, Slab
 from kvpolicy.clock import Clock
 from kvpolicy.compat import Seam
@@ -159,7 +160,7 @@ def _shared_bytes(layers: Sequence[LayerPlan], stacks: Sequence[Stack], seam: Se
     policies = [policy for stack in stacks for policy in stack.policies]
     registers = RegisterFile(policies, 1, _NOWHERE)
     nothing = Cache([], [], num_slots=1)
-    observer = Observer(layers, stacks, registers, None, Clock())
+    observer = Observer(layers, stacks, registers, None, Clock(), Asking("raise"))
     observer.attach(nothing, seam.hidden_size, seam.model.dtype, _NOWHERE)
     return sum(tensor.nbytes for tensor in [*registers.all, *nothing.slot_tensors])
 

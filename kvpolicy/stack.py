@@ -42,8 +42,9 @@ class Stack(Declared):
     def watched_by(self, watcher: Watcher) -> Iterator[None]:
         """Let a watcher see all questions and answers in a block, those of parts included."""
         with ExitStack() as watched:
-            for stack in (self, *self._inner):
-                watched.enter_context(stack._relay.watched_by(watcher))
+            watched.enter_context(self._relay.watched_by(watcher))
+            for part in self._inner:
+                watched.enter_context(part.watched_by(watcher))
             yield
 
     def schedule(

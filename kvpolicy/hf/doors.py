@@ -80,7 +80,8 @@ class PolicyPipeline(TextGenerationPipeline):
         """As `TextGenerationPipeline`, with a plan."""
         super().__init__(*args, **options)  # type: ignore[no-untyped-call]
         # Releases of transformers before 5.20 leave this to the user, and warn.
-        self.tokenizer.padding_side = "left"
+        if self.tokenizer is not None:
+            self.tokenizer.padding_side = "left"
         self.plan = plan
         self.report: CacheReport | None = None
         # A plan that does not fit the model is better refused now.

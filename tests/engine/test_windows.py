@@ -1,5 +1,7 @@
 """Layers with sliding windows: never more rows than the window, and what the model would say."""
 
+from typing import Any
+
 import attrs
 import pytest
 import torch
@@ -14,8 +16,8 @@ from torch import Tensor
 
 from kvpolicy import Engine, Plan, Request, hookimpl
 from kvpolicy.cache import Cache
+from kvpolicy.compactor import Compactor
 from kvpolicy.planspec import LayerGroup, PolicySpec
-from kvpolicy.slots import Slots
 
 chunks = st.sampled_from([1, 2, 5, 11, 512])
 windows = st.integers(2, 9)  # transformers keeps no window of 1
@@ -24,18 +26,13 @@ windows = st.integers(2, 9)  # transformers keeps no window of 1
 @pytest.fixture(autouse=True)
 def _rows_never_exceed_the_window(monkeypatch: pytest.MonkeyPatch) -> None:
     """After every forward of every test here: windows hold, positions rise, the rest is empty."""
-    compact = Slots.decode, Slots._feed
+    compact = Compactor.compact
 
-    def checked(go):
-        def then_check(self, *arguments):
-            answer = go(self, *arguments)
-            check(self.cache)
-            return answer
+    def then_check(self: Compactor, *arguments: Any) -> None:
+        compact(self, *arguments)
+        check(self._cache)
 
-        return then_check
-
-    monkeypatch.setattr(Slots, "decode", checked(compact[0]))
-    monkeypatch.setattr(Slots, "_feed", checked(compact[1]))
+    monkeypatch.setattr(Compactor, "compact", then_check)
 
 
 def check(cache: Cache) -> None:
