@@ -72,6 +72,8 @@ def family_model(
     """A model of `FAMILIES` whose tokens vary and depend on the whole prompt."""
     changes = FAMILIES[family]
     model = model_of(family, **(changes | ({"sliding_window": window} if changes else {})))
+    if hasattr(model, "set_experts_implementation"):
+        model.set_experts_implementation("eager")  # grouped products know no double precision
     for name, weight in model.named_parameters():
         if name.endswith(("q_norm.weight", "k_norm.weight")):
             # Normed heads would attend almost evenly, and every prompt would end the same way.
