@@ -1,8 +1,9 @@
 """``kvpolicy plan show``: what a plan does in each layer of a model, and what it takes.
 
 With ``--json``: ``{"model", "dtype", "tokens", "slots", "digest", "bytes_per_slot", "bytes",
-"full_bytes_per_slot", "layers": [{"layer", "stack", "budget", "buffer", "rows_per_slot",
-"bytes_per_slot"}], "schedule"}``; a budget is null where everything stays.
+"full_bytes_per_slot", "layers": [{"layer", "stack", "budget", "buffer", "sliding_window",
+"rows_per_slot", "bytes_per_slot"}], "schedule"}``; a budget is null where everything stays, a
+sliding window where a layer has none.
 """
 
 from pathlib import Path
@@ -74,14 +75,16 @@ def show(
 
 
 def _text(found: "Footprint", file: Path, model: str) -> str:
-    rows = [_row(group) for group in _fold(found.layers)]
-    headers = ["layers", "budget", "buffer", "rows/slot", "KV/slot", "policies"]
+    windows = any(layer.sliding_window for layer in found.layers)
+    rows = [_row(group, windows=windows) for group in _fold(found.layers)]
+    window = ["window"] if windows else []
+    headers = ["layers", "budget", "buffer", *window, "rows/slot", "KV/slot", "policies"]
     share = found.bytes_per_slot / found.full_bytes_per_slot
     lines = [
         f"{file} on {model}: {len(found.layers)} layers, {found.dtype}, "
         f"sequences of up to {found.tokens:,} tokens",
         "",
-        columns(headers, rows, right=range(1, 5), width=terminal_width()),
+        columns(headers, rows, right=range(1, len(headers) - 1), width=terminal_width()),
         "",
         f"per slot    {human_bytes(found.bytes_per_slot)}, {share:.1%} of the full cache",
         f"{found.slots} slots".ljust(12) + human_bytes(found.num_bytes),
@@ -101,7 +104,7 @@ def _fold(layers: "tuple[LayerFootprint, ...]") -> "list[list[LayerFootprint]]":
     return groups
 
 
-def _row(group: "list[LayerFootprint]") -> list[str]:
+def _row(group: "list[LayerFootprint]", *, windows: bool) -> list[str]:
     first, last = group[0], group[-1]
     plan = first.plan.to_dict()
     each = "" if len(group) == 1 else " each"
@@ -109,6 +112,7 @@ def _row(group: "list[LayerFootprint]") -> list[str]:
         f"{first.layer_idx}" if first is last else f"{first.layer_idx}-{last.layer_idx}",
         "all" if plan["budget"] is None else f"{plan['budget']:,}",
         "-" if plan["buffer"] is None else f"{plan['buffer']:,}",
+        *([f"{first.sliding_window:,}" if first.sliding_window else "-"] if windows else []),
         f"{first.rows_per_slot:,}",
         human_bytes(first.bytes_per_slot) + each,
         " + ".join(_policy(spec) for spec in plan["stack"]),
