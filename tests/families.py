@@ -56,13 +56,15 @@ SIZES = {
 
 
 def model_of(kind: str, **changes: Any) -> PreTrainedModel:
-    """A tiny random model of any decoder of transformers."""
+    """A tiny random model of a family, which attends as transformers' eager code does."""
     known = AutoConfig.for_model(kind).to_dict()
     sizes = {name: value for name, value in SIZES.items() if name in known}
     config = AutoConfig.for_model(kind, **(sizes | changes))
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        return AutoModelForCausalLM.from_config(config).float().eval()
+        # Eager: releases before 5.23 give Gemma-2 to a kernel that leaves its cap out.
+        model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+        return model.float().eval()
 
 
 @lru_cache(maxsize=32)
@@ -72,6 +74,8 @@ def family_model(
     """A model of `FAMILIES` whose tokens vary and depend on the whole prompt."""
     changes = FAMILIES[family]
     model = model_of(family, **(changes | ({"sliding_window": window} if changes else {})))
+    if hasattr(model, "set_experts_implementation"):
+        model.set_experts_implementation("eager")  # grouped products know no double precision
     for name, weight in model.named_parameters():
         if name.endswith(("q_norm.weight", "k_norm.weight")):
             # Normed heads would attend almost evenly, and every prompt would end the same way.

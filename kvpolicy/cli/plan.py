@@ -2,9 +2,10 @@
 
 `check` and `schema` are in `kvpolicy.cli.plancheck`. With ``--json``, `show` prints ``{"model",
 "dtype", "tokens", "slots", "digest", "bytes_per_slot", "bytes", "full_bytes_per_slot",
-"shared_bytes_per_slot", "layers": [{"layer", "stack", "budget", "buffer", "rows_per_slot",
-"bytes_per_slot"}], "schedule"}``; a budget is null where everything stays, and a layer whose
-budget is given as a share has ``"budget_from"``, too.
+"shared_bytes_per_slot", "layers": [{"layer", "stack", "budget", "buffer", "sliding_window",
+"rows_per_slot", "bytes_per_slot"}], "schedule"}``; a budget is null where everything stays, a
+sliding window where a layer has none, and a layer whose budget is given as a share has
+``"budget_from"``, too.
 """
 
 from pathlib import Path
@@ -87,8 +88,10 @@ app.command()(schema)
 
 
 def _text(found: "Footprint", file: Path, model: str) -> str:
-    rows = [_row(group) for group in _fold(found.layers)]
-    headers = ["layers", "budget", "buffer", "rows/slot", "KV/slot", "policies"]
+    windows = any(layer.sliding_window for layer in found.layers)
+    rows = [_row(group, windows=windows) for group in _fold(found.layers)]
+    window = ["window"] if windows else []
+    headers = ["layers", "budget", "buffer", *window, "rows/slot", "KV/slot", "policies"]
     shared = found.shared_bytes_per_slot
     rest = f", {human_bytes(shared)} of it shared by all layers" if shared else ""
     share = found.bytes_per_slot / found.full_bytes_per_slot
@@ -96,7 +99,7 @@ def _text(found: "Footprint", file: Path, model: str) -> str:
         f"{file} on {model}: {len(found.layers)} layers, {found.dtype}, "
         f"sequences of up to {found.tokens:,} tokens",
         "",
-        columns(headers, rows, right=range(1, 5), width=terminal_width()),
+        columns(headers, rows, right=range(1, len(headers) - 1), width=terminal_width()),
         "",
         f"per slot    {human_bytes(found.bytes_per_slot)}, {share:.1%} of the full cache{rest}",
         f"{found.slots} slots".ljust(12) + human_bytes(found.num_bytes),
@@ -124,7 +127,7 @@ def _fold(layers: "tuple[LayerFootprint, ...]") -> "list[list[LayerFootprint]]":
     return groups
 
 
-def _row(group: "list[LayerFootprint]") -> list[str]:
+def _row(group: "list[LayerFootprint]", *, windows: bool) -> list[str]:
     first, last = group[0], group[-1]
     plan = first.plan.to_dict()
     each = "" if len(group) == 1 else " each"
@@ -132,6 +135,7 @@ def _row(group: "list[LayerFootprint]") -> list[str]:
         f"{first.layer_idx}" if first is last else f"{first.layer_idx}-{last.layer_idx}",
         "all" if plan["budget"] is None else f"{plan['budget']:,}",
         "-" if plan["buffer"] is None else f"{plan['buffer']:,}",
+        *([f"{first.sliding_window:,}" if first.sliding_window else "-"] if windows else []),
         f"{first.rows_per_slot:,}",
         human_bytes(first.bytes_per_slot) + each,
         " + ".join(_policy(spec) for spec in plan["stack"]),

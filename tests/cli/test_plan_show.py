@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+from families import family_model
 from folders import NUM_LAYERS
 from shell import Shell
 
@@ -86,3 +87,44 @@ def test_a_model_that_cannot_be_run_is_refused(kvpolicy: Shell, tmp_path: Path) 
     answer = kvpolicy("plan", "show", written(tmp_path, "h2o"), "--model", tmp_path / "t5")
     assert answer.status == 2
     assert "decoder-only" in answer.err
+
+
+@pytest.fixture(scope="session")
+def windowed_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model whose first layer has a window of 20 tokens, and whose second has none."""
+    folder = tmp_path_factory.mktemp("windowed")
+    family_model("gpt_oss", window=20).save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize(("name", "rows"), [("full", [20, 50]), ("h2o", [20, 24])])
+def test_a_layer_with_a_window_is_given_no_more_rows_than_the_window(
+    kvpolicy: Shell, tmp_path: Path, windowed_folder: Path, name: str, rows: list[int]
+) -> None:
+    path = written(tmp_path, name)
+    arguments = ("plan", "show", path, "--model", windowed_folder, "--tokens", 50)
+    shown = kvpolicy(*arguments, "--json").json
+    assert [layer["rows_per_slot"] for layer in shown["layers"]] == rows
+    assert [layer["sliding_window"] for layer in shown["layers"]] == [20, None]
+    row = 2 * (2 * 8 * 4 + 8)  # two KV heads: keys and values in fp32, and a position
+    assert shown["full_bytes_per_slot"] == (20 + 50) * row
+    if name == "full":
+        assert shown["bytes_per_slot"] == shown["full_bytes_per_slot"]
+    _, headers, _, first, second = kvpolicy(*arguments).out.splitlines()[1:6]
+    assert "window" in headers
+    assert first.split()[:1] + first.split()[3:5] == ["0", "20", str(rows[0])]
+    assert second.split()[:1] + second.split()[3:5] == ["1", "-", str(rows[1])]
+
+
+def test_a_model_without_windows_is_shown_without_them(
+    kvpolicy: Shell, tmp_path: Path, model_folder: Path
+) -> None:
+    shown = kvpolicy("plan", "show", written(tmp_path, "full"), "--model", model_folder)
+    assert shown.out.splitlines()[2].split() == [
+        "layers",
+        "budget",
+        "buffer",
+        "rows/slot",
+        "KV/slot",
+        "policies",
+    ]

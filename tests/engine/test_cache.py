@@ -1,5 +1,6 @@
 """The slabs, under any sequence of operations, against a dict of lists."""
 
+import attrs
 import numpy as np
 import torch
 from hypothesis import settings
@@ -13,8 +14,15 @@ from kvpolicy.step import Step
 
 NUM_SLOTS = 3
 HEADS, KV_HEADS, HEAD_DIM = 4, 2, 2
-SLABS = (Slab(7, window_size=3, tracks=("mark",)), Slab(10), Slab(12, window_size=5))
+SLABS = (
+    Slab(7, window_size=3, tracks=("mark",)),
+    Slab(10),
+    Slab(12, window_size=5),
+    Slab(12, tracks=("unmarked",)),
+)
 SHAPE = LayerShape(HEADS, KV_HEADS, HEAD_DIM, torch.float32, torch.device("cpu"))
+WINDOW = 4  # of the last layer, which takes any number of tokens at once
+SHAPES = (SHAPE, SHAPE, SHAPE, attrs.evolve(SHAPE, sliding_window=WINDOW))
 
 
 class CacheMachine(RuleBasedStateMachine):
@@ -22,7 +30,7 @@ class CacheMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.cache = Cache([SHAPE] * len(SLABS), SLABS, NUM_SLOTS)
+        self.cache = Cache(SHAPES, SLABS, NUM_SLOTS)
         self.models = [SlabModel(NUM_SLOTS, KV_HEADS) for _ in SLABS]
         self.queries: list[list[int]] = [[] for _ in range(NUM_SLOTS)]
         self.marks: dict[tuple[int, int, int], float] = {}  # slot, head, token -> mark
@@ -32,7 +40,7 @@ class CacheMachine(RuleBasedStateMachine):
         return len(self.models[layer_idx].rows[slot, 0])
 
     def free(self, slot: int) -> int:
-        return min(slab.capacity - self.rows(i, slot) for i, slab in enumerate(SLABS))
+        return min(slab.capacity - self.rows(i, slot) for i, slab in enumerate(SLABS[:-1]))
 
     @rule(data=st.data(), first=st.integers(0, NUM_SLOTS - 1))
     def store(self, data: st.DataObject, first: int) -> None:
@@ -64,6 +72,9 @@ class CacheMachine(RuleBasedStateMachine):
                 self.queries[first + b].append(token)
                 for model in self.models:
                     model.append(first + b, lambda head, token=token: (float(token), float(head)))
+            for head in range(KV_HEADS):
+                windowed = self.models[-1].rows[first + b, head]
+                self.models[-1].rows[first + b, head] = windowed[-WINDOW:]
 
     def _number_tokens(self, lengths: list[int]) -> list[list[int]]:
         tokens = []
@@ -179,6 +190,6 @@ def test_bytes_count_every_tensor_of_every_layer() -> None:
     cache = Cache([SHAPE] * len(SLABS), SLABS, NUM_SLOTS)
     row = KV_HEADS * (2 * HEAD_DIM * 4 + 8)  # keys and values in fp32, one int64 position
     expected = sum(NUM_SLOTS * slab.capacity * row for slab in SLABS)
-    expected += NUM_SLOTS * SLABS[0].capacity * KV_HEADS * 4  # the track
+    expected += NUM_SLOTS * (SLABS[0].capacity + SLABS[-1].capacity) * KV_HEADS * 4  # tracks
     expected += NUM_SLOTS * (3 + 5) * HEADS * HEAD_DIM * 4  # the query windows
     assert cache.num_bytes == expected
