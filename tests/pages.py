@@ -3,6 +3,7 @@
 The info string of a block tells what it is:
 
     ```python                   runs; a ``text`` block right after it is what it prints
+    ```python continued         the same, and knows the names of the block before it
     ```python title="NAME"      is saved as NAME first (``test_*`` is saved only)
     ```text signature           is prose
     ```toml title="NAME"        is saved as NAME; if it is a plan, it must resolve
@@ -64,6 +65,7 @@ class Page:
 
     def __init__(self, path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.path, self.folder = path, folder
+        self._names: dict[str, object] = {}
         self._monkeypatch = monkeypatch
         monkeypatch.chdir(folder)
         monkeypatch.syspath_prepend(str(folder))
@@ -117,7 +119,9 @@ class Page:
         with contextlib.redirect_stdout(io.StringIO()) as out:
             if title is None:
                 code = compile(block.text, self._place(block), "exec")
-                exec(code, {"__name__": "__main__"})
+                if "continued" not in block.options:
+                    self._names = {"__name__": "__main__"}
+                exec(code, self._names)
             else:
                 runpy.run_path(title, run_name="__main__")
         return out.getvalue()

@@ -79,9 +79,6 @@ class PolicyPipeline(TextGenerationPipeline):
     def __init__(self, *args: Any, plan: Plan, **options: Any) -> None:
         """As `TextGenerationPipeline`, with a plan."""
         super().__init__(*args, **options)  # type: ignore[no-untyped-call]
-        # Releases of transformers before 5.20 leave this to the user, and warn.
-        if self.tokenizer is not None:
-            self.tokenizer.padding_side = "left"
         self.plan = plan
         self.report: CacheReport | None = None
         # A plan that does not fit the model is better refused now.
@@ -100,7 +97,7 @@ def pipeline(model: PreTrainedModel, tokenizer: Any, plan: Plan, **options: Any)
 
     Args:
         model: A decoder-only transformers model.
-        tokenizer: Its tokenizer.
+        tokenizer: Its tokenizer; told to pad on the left.
         plan: What each layer does with its cache.
         options: As for ``transformers.pipeline``, such as ``batch_size`` and
             ``max_new_tokens``.
@@ -109,4 +106,6 @@ def pipeline(model: PreTrainedModel, tokenizer: Any, plan: Plan, **options: Any)
         ModelError: If the engine cannot run the model.
         PlanError: If the plan does not fit the model.
     """
+    # Newer releases of transformers do this themselves, 5.2 does not.
+    tokenizer.padding_side = "left"
     return PolicyPipeline(model=model, tokenizer=tokenizer, plan=plan, **options)

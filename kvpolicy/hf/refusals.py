@@ -11,7 +11,7 @@ from kvpolicy.errors import CacheError
 # What a forward may be given, besides what is empty: the cache sets most of it itself.
 _KNOWN = {
     "attention_mask",
-    "cache_position",  # transformers before 5.4
+    "cache_position",  # of older releases of transformers
     "input_ids",
     "logits_to_keep",
     "past_key_values",

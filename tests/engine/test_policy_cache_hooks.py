@@ -214,7 +214,10 @@ def test_an_interrupted_forward_is_made_good_when_the_cache_goes() -> None:
     ("options", "sentence"),
     [
         ({"num_beams": 2}, "does no beam search yet; leave out num_beams"),
-        ({"prompt_lookup_num_tokens": 2}, "cannot take back tokens|gives the logits of the newest"),
+        (
+            {"prompt_lookup_num_tokens": 2, "eos_token_id": 60},
+            "cannot take back tokens|gives the logits of the newest",
+        ),
         ({"assistant_model": "itself"}, "cannot take back tokens|gives the logits of the newest"),
         ({"output_attentions": True, "return_dict_in_generate": True}, "given output_attentions"),
         ({"output_hidden_states": True, "return_dict_in_generate": True}, "output_hidden_states"),

@@ -34,7 +34,7 @@ def plans_by_fill(draw: st.DrawFn) -> Plan:
 
     Those are compacted after the same tokens, wherever the prompt ends.
     """
-    name = draw(st.sampled_from(["streaming", "rkv", "h2o", "snapkv"]))
+    name = draw(st.sampled_from(["streaming", "rkv", "h2o", "snapkv", "skipkv"]))
     knobs = [
         one for one in SMALL_KNOBS[name] if "every" not in one and one.get("phase") != "prefill"
     ]
