@@ -21,9 +21,6 @@ from kvpolicy.step import Step
 if TYPE_CHECKING:
     from kvpolicy.compat import Seam
 
-# Layer, keys [B, H_kv, K, D], positions to add [B, H_kv, K] -> keys [B, H_kv, K, D].
-Rotate = Callable[[int, Tensor, Tensor], Tensor]
-
 # Where a token stands when the rotation is tried, and how far it is moved.
 _STANDS, _MOVES = 3, 100
 
@@ -79,8 +76,10 @@ class Rotation:
         shapes = self._seam.layer_shapes()
         cache = Cache(shapes, [Slab(1)] * len(shapes), 1)
         cache.seq_len[0] = position
-        # Not token 0: where that is the padding, its state is zero, and so are its keys.
-        self._seam.forward(torch.ones(1, 1, dtype=torch.int64), Step(cache, 0, [1]))
+        # Not the padding, whose state may be zero, and so its keys.
+        padding = self._seam.model.config.get_text_config(decoder=True).pad_token_id
+        token = torch.tensor([[1 if padding == 0 else 0]])
+        self._seam.forward(token, Step(cache, 0, [1]))
         return [layer.keys for layer in cache.layers]
 
 
@@ -126,13 +125,14 @@ def _modelling_file(model: Any) -> Any:
 def _candidates(
     model: Any, rotary: Any, layer_idx: int
 ) -> Iterator[Callable[[Tensor, Tensor], Tensor]]:
-    """Ways in which modelling files rotate: the whole head, or its first numbers only."""
+    """Ways in which models rotate: the whole head, its first numbers only, or not this layer."""
     kinds = getattr(model.config.get_text_config(decoder=True), "layer_types", None)
     takes_kind = "layer_type" in inspect.signature(type(rotary).forward).parameters
     options = {"layer_type": kinds[layer_idx]} if takes_kind and kinds else {}
     apply = _modelling_file(model).apply_rotary_pos_emb
     for is_partial in (False, True):
         yield partial(_rotate, apply, rotary, options, is_partial)
+    yield lambda keys, by: keys
 
 
 def _rotate(
@@ -171,7 +171,8 @@ def _is_right(
     except (RuntimeError, TypeError, ValueError):
         return False  # not made for heads of this shape
     error, change = (float((keys.float() - after.float()).norm()) for keys in (moved, before))
+    size = float(after.float().norm())
     # Rounding, of angles in fp32 and of keys in their own dtype; and much less than the change
     # itself, which in half precision drowns where few numbers are large.
-    noise = max(8 * torch.finfo(after.dtype).eps, 1e-5) * float(after.float().norm())
-    return error <= min(noise, change / 4)
+    noise = max(8 * torch.finfo(after.dtype).eps, 1e-5) * size
+    return size > 0 and error <= min(noise, change / 4)

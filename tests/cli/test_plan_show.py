@@ -16,6 +16,7 @@ PLANS = {
     "h2o": 'budget = 16\nbuffer = 8\nstack = ["h2o"]',
     "rkv": 'budget = 16\nbuffer = 8\nstack = [{policy = "rkv", window_size = 4}, "protect"]',
     "skipkv": 'budget = 16\nbuffer = 8\nstack = [{policy = "skipkv", window_size = 4}]',
+    "pyramid": 'budget = 16\nbuffer = 8\nstack = [{policy = "pyramidkv", window_size = 4}]',
     "mixed": (
         'budget = 12\nbuffer = 4\n[[layers]]\nwhere = "0:1"\nstack = ["full"]\n'
         '[[layers]]\nwhere = "1:"\nstack = ["streaming"]\n'
@@ -53,6 +54,17 @@ def test_the_full_cache_of_the_longest_sequence_is_what_shares_are_of(
     full = kvpolicy("plan", "show", written(tmp_path, "full"), "--model", model_folder, "--json")
     assert full.json["bytes_per_slot"] == full.json["full_bytes_per_slot"]
     assert full.json["tokens"] == 512, "the model's positions"
+
+
+def test_budgets_that_a_policy_shares_out_are_shown_as_they_end_up(
+    kvpolicy: Shell, tmp_path: Path, model_folder: Path
+) -> None:
+    path = written(tmp_path, "pyramid")
+    shown = kvpolicy("plan", "show", path, "--model", model_folder, "--json").json
+    assert [layer["budget"] for layer in shown["layers"]] == [27, 5]
+    lines = kvpolicy("plan", "show", path, "--model", model_folder).out.splitlines()
+    assert any(line.startswith("0 ") and " 27 " in line for line in lines)
+    assert any(line.startswith("1 ") and " 5 " in line for line in lines)
 
 
 def test_equal_neighbours_are_folded(kvpolicy: Shell, tmp_path: Path, model_folder: Path) -> None:

@@ -58,6 +58,7 @@ MOVABLE = {
         rope("yarn", factor=4.0, original_max_position_embeddings=128),
     ),
     "stretched": ("Llama", rope("linear", factor=2.0)),
+    "a layer without": ("SmolLM3", {"no_rope_layers": [1, 0]}),
     "two thetas": ("Gemma3Text", {"head_dim": 8, "layer_types": ["full_attention"] * 2}),
 }
 
@@ -75,6 +76,8 @@ def keys_at(model: PreTrainedModel, position: int) -> list[torch.Tensor]:
 def test_a_moved_key_is_the_key_at_its_new_position(
     family: str, changes: dict, dtype: torch.dtype
 ) -> None:
+    if not hasattr(transformers, f"{family}Config"):
+        pytest.skip(f"this release has no {family}")
     model = model_of(family, **changes).to(dtype)
     rotation = Rotation(Seam(model))
     for start, by in ((0, 1), (5, 300), (9, 0)):
@@ -117,7 +120,6 @@ REFUSED = {
         {"word_embed_proj_dim": 32, "ffn_dim": 64, "num_key_value_heads": 4},
         "no rotary embedding",
     ),
-    "a layer without": ("SmolLM3", {"no_rope_layers": [1, 0]}, "those of layer 1 do not change"),
 }
 
 
@@ -135,13 +137,21 @@ class Moves:
 def test_where_it_cannot_be_right_the_run_is_refused_with_the_reason(
     family: str, changes: dict, reason: str
 ) -> None:
-    if not hasattr(transformers, f"{family}Config"):
-        pytest.skip(f"this release has no {family}")
     plan = Plan.uniform(Moves(), budget=8, buffer=2)
     engine = Engine(model_of(family, **changes), None, plan, slots=1)
     with pytest.raises(ModelError, match=reason) as caught:
         engine.generate([[1, 2, 3]], max_new_tokens=20).results()
     assert "leave the policy that moves them out of the plan" in str(caught.value)
+
+
+def test_a_model_that_rotates_in_another_way_than_its_embedding_adds_up_to_is_refused() -> None:
+    model = model_of("Llama")
+    rotary = model.model.rotary_emb
+    forward = rotary.forward
+    rotary.forward = lambda x, position_ids: forward(x, position_ids.clamp(max=50))
+    keys = torch.zeros(1, 2, 1, 8)
+    with pytest.raises(ModelError, match="those of layer 0 do not change as its rotary"):
+        Rotation(Seam(model))(0, keys, torch.ones(keys.shape[:3], dtype=torch.int64))
 
 
 def test_a_model_is_not_looked_at_before_a_key_is_to_be_moved() -> None:
