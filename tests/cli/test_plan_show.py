@@ -15,7 +15,7 @@ PLANS = {
     "h2o": 'budget = 16\nbuffer = 8\nstack = ["h2o"]',
     "rkv": 'budget = 16\nbuffer = 8\nstack = [{policy = "rkv", window_size = 4}, "protect"]',
     "mix": (
-        'budget = 16\nbuffer = 8\n'
+        "budget = 16\nbuffer = 8\n"
         'stack = [{policy = "mix", of = ["streaming", {policy = "rkv", window_size = 4}]}]'
     ),
     "mixed": (
