@@ -149,4 +149,7 @@ def _policy(spec: dict[str, Any]) -> str:
 
 def _knob(value: object) -> str:
     """A value as text; what would not show, such as a line break, as Python writes it."""
+    if isinstance(value, (list, tuple)) and any(isinstance(one, dict) for one in value):
+        parts = (_policy(one) if "policy" in one else str(one) for one in value)
+        return f"[{', '.join(parts)}]"
     return str(value) if str(value).isprintable() and value != "" else repr(value)

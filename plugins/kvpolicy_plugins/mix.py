@@ -15,6 +15,9 @@ from kvpolicy.parts import Parts
 
 Normalise = Literal["rank", "minmax", "zscore", "sum"]
 
+# What an entry of ``of`` says besides knobs.
+_WORDS = ("policy", "weight")
+
 
 def _spelled_out(value: Any) -> tuple[dict[str, Any], ...]:
     """The parts as plain data, with weights and all knobs, so that a plan can be hashed."""
@@ -38,23 +41,27 @@ def _spell_out(entry: Any, place: int) -> dict[str, Any]:
     if not is_number or not 0 <= weight < math.inf:
         msg = f"'weight' of '{given['policy']}' must be a number from 0 on: {weight!r}"
         raise ValueError(msg)
-    knobs = {name: knob for name, knob in given.items() if name not in ("policy", "weight")}
+    knobs = _knobs_in(given)
     try:
         policy = load_policy(given["policy"], **knobs)
     except KVPolicyError as error:
         msg = f"policy 'mix' has a wrong part {place}: {error}"
         raise type(error)(msg) from error
-    return {"policy": given["policy"], "weight": float(weight), **_knobs(policy, knobs)}
+    return {"policy": given["policy"], "weight": float(weight), **_knobs_of(policy, knobs)}
 
 
-def _knobs(policy: object, given: dict[str, Any]) -> dict[str, Any]:
+def _knobs_in(entry: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: knob for name, knob in entry.items() if name not in _WORDS}
+
+
+def _knobs_of(policy: object, given: dict[str, Any]) -> dict[str, Any]:
     """All knobs of a policy; those that are none and by default none cannot be said in TOML."""
     kind = type(policy)
     if not attrs.has(kind):
         return given
     fields = [field for field in attrs.fields(kind) if field.init]
-    knobs = {field.name: getattr(policy, field.name) for field in fields}
-    unsaid = {field.name for field in fields if field.default is None}
+    knobs = {field.alias: getattr(policy, field.name) for field in fields}
+    unsaid = {field.alias for field in fields if field.default is None}
     return {name: knob for name, knob in knobs.items() if knob is not None or name not in unsaid}
 
 
@@ -100,9 +107,8 @@ class Mix:
 
     @_parts.default
     def _build(self) -> tuple[tuple[str, object], ...]:
-        words = ("policy", "weight")
         return tuple(
-            (part["policy"], load_policy(part["policy"], **_without(part, words)))
+            (part["policy"], load_policy(part["policy"], **_knobs_in(part)))
             for part in self.of
             if part["weight"] > 0
         )
@@ -125,10 +131,6 @@ class Mix:
         alike = _SCALES[self.normalise](scores, ~(pinned | offered))
         mixed = torch.tensordot(weights / weights.sum(), alike, dims=1)
         return mixed.masked_fill(offered, -torch.inf).masked_fill(pinned, torch.inf).float()
-
-
-def _without(mapping: Mapping[str, Any], names: tuple[str, ...]) -> dict[str, Any]:
-    return {name: value for name, value in mapping.items() if name not in names}
 
 
 # Each scale takes scores, [P, B, H_kv, T], and which rows are in question, [B, H_kv, T]; what

@@ -17,6 +17,10 @@ PLANS = {
     "rkv": 'budget = 16\nbuffer = 8\nstack = [{policy = "rkv", window_size = 4}, "protect"]',
     "skipkv": 'budget = 16\nbuffer = 8\nstack = [{policy = "skipkv", window_size = 4}]',
     "pyramid": 'budget = 16\nbuffer = 8\nstack = [{policy = "pyramidkv", window_size = 4}]',
+    "mix": (
+        "budget = 16\nbuffer = 8\n"
+        'stack = [{policy = "mix", of = ["streaming", {policy = "rkv", window_size = 4}]}]'
+    ),
     "mixed": (
         'budget = 12\nbuffer = 4\n[[layers]]\nwhere = "0:1"\nstack = ["full"]\n'
         '[[layers]]\nwhere = "1:"\nstack = ["streaming"]\n'
@@ -82,6 +86,13 @@ def test_an_override_is_shown(kvpolicy: Shell, tmp_path: Path, model_folder: Pat
     shown = kvpolicy("plan", "show", path, "--model", model_folder, *words).json
     assert [layer["budget"] for layer in shown["layers"]] == [20] * NUM_LAYERS
     assert shown["layers"][0]["stack"][0]["mix_lambda"] == 0.5
+
+
+def test_the_parts_of_a_policy_are_shown_as_policies(
+    kvpolicy: Shell, tmp_path: Path, model_folder: Path
+) -> None:
+    shown = kvpolicy("plan", "show", written(tmp_path, "mix"), "--model", model_folder)
+    assert "mix(of=[streaming(weight=1.0, n_sink=4), rkv(weight=1.0, mix_lambda" in shown.out
 
 
 def test_no_weights_are_needed(kvpolicy: Shell, tmp_path: Path, model_folder: Path) -> None:

@@ -1,0 +1,1 @@
+"""Plans by name: `kvpolicy plan show NAME` reads NAME.toml of this folder."""
