@@ -5,6 +5,7 @@ decode one token for every sequence, compact the slabs that are full, hand out w
 """
 
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedModel
@@ -12,9 +13,9 @@ from transformers import PreTrainedModel
 from kvpolicy.asking import Asking, OnHookError
 from kvpolicy.compat import Seam
 from kvpolicy.discovery import policy_names
-from kvpolicy.errors import KVPolicyError
+from kvpolicy.errors import KVPolicyError, ModelError
 from kvpolicy.plan import Plan
-from kvpolicy.request import Request, Sampling
+from kvpolicy.request import Request, Sampling, samplings_of
 from kvpolicy.run import Run
 from kvpolicy.stream import Stream
 
@@ -63,12 +64,19 @@ class Engine:
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 msg = f"the engine was given {what}={value!r}; at least 1 is needed"
                 raise KVPolicyError(msg)
-        if plan is None:
+        if not isinstance(plan, Plan):
+            given = "no plan" if plan is None else f"{plan!r:.60} for a plan"
             msg = (
-                "the engine was given no plan; write for example Plan.uniform(NAME, budget=128), "
-                f"NAME being one of {', '.join(policy_names())}"
+                f"the engine was given {given}; write Plan.load(FILE) or Plan.uniform(NAME, "
+                f"budget=128), NAME being one of {', '.join(policy_names())}"
             )
             raise KVPolicyError(msg)
+        if model is None or isinstance(model, (str, Path, tuple)):
+            msg = (
+                f"the engine was given {model!r:.60} for a model; load it first: "
+                "model, tokenizer = load_model(NAME)"
+            )
+            raise ModelError(msg)
         self.asking = Asking(on_hook_error)
         self.seam = model if isinstance(model, Seam) else Seam(model)
         self.tokenizer = tokenizer
@@ -103,11 +111,11 @@ class Engine:
         if isinstance(prompts, (str, Request)):
             msg = f"generate() was given one prompt, {prompts!r:.60}; give a list of prompts"
             raise KVPolicyError(msg)
-        prompts = list(prompts)
-        drawing = [sampling] * len(prompts) if isinstance(sampling, Sampling) else list(sampling)
-        if len(drawing) != len(prompts):
-            msg = f"{len(drawing)} samplings were given for {len(prompts)} prompts; one for each"
+        if not isinstance(prompts, Iterable):
+            msg = f"prompts were given as {prompts!r:.60}; give a list of prompts"
             raise KVPolicyError(msg)
+        prompts = list(prompts)
+        drawing = samplings_of(sampling, len(prompts))
         requests = [
             prompt
             if isinstance(prompt, Request)

@@ -74,12 +74,27 @@ class Sampling:
         return self.temperature == 0
 
 
+def samplings_of(sampling: object, num_prompts: int) -> list[Sampling]:
+    """How tokens are drawn for each prompt; `KVPolicyError` if that is not said."""
+    one_for_all = isinstance(sampling, (Sampling, str)) or not isinstance(sampling, Iterable)
+    given: list[Any] = [sampling] * num_prompts if one_for_all else list(sampling)  # type: ignore[call-overload]
+    drawing = [one for one in given if isinstance(one, Sampling)]
+    if len(drawing) < len(given):
+        strange = next(one for one in given if not isinstance(one, Sampling))
+        msg = f"{strange!r:.60} is no sampling; write Sampling(temperature=0.7)"
+        raise KVPolicyError(msg)
+    if len(drawing) != num_prompts:
+        msg = f"{len(drawing)} samplings were given for {num_prompts} prompts; one for each"
+        raise KVPolicyError(msg)
+    return drawing
+
+
 def _texts(stop: str | Iterable[str]) -> tuple[str, ...]:
     """One text or several; an empty one would end every generation at once."""
-    texts = (stop,) if isinstance(stop, str) else tuple(stop)
+    texts = tuple(stop) if isinstance(stop, Iterable) and not isinstance(stop, str) else (stop,)
     for text in texts:
         if not isinstance(text, str) or not text:
-            msg = f"stop strings were given as {texts!r}; texts that are not empty are wanted"
+            msg = f"stop strings were given as {texts!r:.60}; texts that are not empty are wanted"
             raise KVPolicyError(msg)
     return texts
 
@@ -92,8 +107,12 @@ def _ids(stop_ids: int | Iterable[int] | None) -> tuple[int, ...] | None:
     try:
         return tuple(operator.index(token) for token in ids)
     except TypeError:
-        msg = f"stop_ids were given as {ids!r}; whole token ids are wanted"
+        msg = f"stop_ids were given as {ids!r:.60}; whole token ids are wanted"
         raise KVPolicyError(msg) from None
+
+
+def _is_sampling(instance: object, attribute: object, value: object) -> None:
+    samplings_of([value], 1)
 
 
 @attrs.frozen
@@ -110,7 +129,7 @@ class Request:
 
     prompt: str | Sequence[int]
     max_new_tokens: int = attrs.field(default=256, validator=[_whole, _at_least(1)])
-    sampling: Sampling = Sampling()
+    sampling: Sampling = attrs.field(default=Sampling(), validator=_is_sampling)
     stop: tuple[str, ...] = attrs.field(default=(), converter=_texts)
     stop_ids: tuple[int, ...] | None = attrs.field(default=None, converter=_ids)
 

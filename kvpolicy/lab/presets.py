@@ -15,7 +15,8 @@ from attrs.validators import deep_iterable, ge, min_len
 from kvpolicy.bundled import bundled_file
 from kvpolicy.errors import KVPolicyError
 from kvpolicy.lab.tasks import Split
-from kvpolicy.planfile import first_problem
+from kvpolicy.plan import Plan
+from kvpolicy.planfile import first_problem, tables
 
 GROUP = "kvpolicy.presets"
 DEFAULT_PRESET = "baselines"
@@ -27,11 +28,19 @@ class Series:
 
     Attributes:
         label: What tables and plots call it.
-        plan: What a plan file would say, without the budget.
+        plan: What a plan file would say, without the budget; what it extends is read in.
+
+    Raises:
+        PlanError: What it says makes no plan.
     """
 
     label: str
     plan: dict[str, Any]
+
+    def __attrs_post_init__(self) -> None:
+        name = f"plan '{self.label}'"
+        object.__setattr__(self, "plan", tables(self.plan, name))
+        Plan.from_dict(self.plan, name=name)
 
 
 @attrs.frozen

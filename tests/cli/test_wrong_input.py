@@ -1,5 +1,6 @@
 """Whatever is wrong with the input: one sentence on stderr, status 2, nothing on stdout."""
 
+import io
 from pathlib import Path
 
 import attrs
@@ -133,6 +134,10 @@ CASES = [
     case("plan check skipvk --model {m}", "'skipvk'", "skipkv", "plan.toml"),
     case("plan schema extra", "extra"),
     case("ablate --plan {d}/layers_3.toml --model {m}", "3 is no list of groups"),
+    case("ablate --plan {d}/layers_3.toml --set h2o.x=3 --model {m}", "3 is no list of groups"),
+    case("ablate --preset {d}/preset.toml --policies h2o --model {m}", "preset", "3 names no pol"),
+    case("bench --plan {d}/good.toml", "--plan"),
+    case("bench --preset {d}/preset.toml", "preset", "'x'", "3 names no policy"),
     case("ablate --plan {d}/stack_3.toml --budgets 9 --model {m}", "3 names no policy"),
     case("ablate --plan {d}/orphan.toml --model {m}", "none.toml"),
     case("ablate --plan {d}/good.toml --set x.y=3 --model {m}", "uses no policy 'x'"),
@@ -147,6 +152,9 @@ CASES = [
     case("run --file {d}/none.txt --model {m}", "none.txt", "cannot be read"),
     case("run --file {d}/empty.txt --model {m}", "empty.txt", "no prompt"),
     case("run --file {d}/latin.toml --model {m}", "UTF-8"),
+    case("run --file {d}/bytes.txt --model {m}", "bytes.txt", "UTF-8", "byte 1"),
+    case("run - --model {m}", "standard input", "UTF-8", "byte 2"),
+    case("run --file - --model {m}", "standard input", "UTF-8", "byte 2"),
     case("run --file {d}/torn.jsonl --model {m}", "line 2", "torn.jsonl"),
     case("run --file {d}/promptless.jsonl --model {m}", "line 1", "prompt"),
     case("run \udcff --model {m}", "\\udcff", "no text", "UTF-8"),
@@ -198,6 +206,10 @@ CASES = [
 ]
 
 FILES = {
+    "preset.toml": (
+        'model = "reasoner"\ntask = "reasoner"\nn = 1\nseed = 0\nmax_new_tokens = 9\nslots = 1\n'
+        'budgets = [9]\nbuffer = 4\n[[series]]\nlabel = "x"\nplan = {stack = [3]}\n'
+    ),
     "share.toml": 'budget = "25%"\nstack = ["h2o"]\n',
     "reserved.toml": f"{PLAN}[sampling]\ntemperature = 1\n",
     "steering.toml": f'{PLAN}[steering]\nvector = "reasoner"\n',
@@ -223,6 +235,7 @@ FILES = {
     "prompts.txt": "hello\n",
     "empty.txt": "\n\n",
     "list.jsonl": "{}\n[3]\n",
+    "half.jsonl": '{"prompt": "a \\ud83d b"}\n',
     "torn.jsonl": '{"prompt": "a"}\n{"prompt": \n',
     "promptless.jsonl": '{"prompt": 3}\n',
     "there.safetensors": "no tensors",
@@ -236,6 +249,10 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("files")
     for name, text in FILES.items():
         (folder / name).write_text(text, encoding="utf-8")
+    (folder / "bytes.txt").write_bytes(b"a\xff\x00")
+    (folder / "nul.txt").write_bytes(b"\x00\n")
+    (folder / "mega.txt").write_text("rent = 3. " * 300_000, encoding="utf-8")
+    (folder / "mega.jsonl").write_text(f'{{"prompt": {[5] * 10**6}}}', encoding="utf-8")
     (folder / "latin.toml").write_bytes('label = "é"'.encode("latin-1"))
     return folder
 
@@ -250,6 +267,7 @@ def test_it_is_answered_with_one_sentence(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"hi\xff")))
     before = sorted(files.iterdir())
 
     def fill(text: str) -> str:
@@ -261,6 +279,30 @@ def test_it_is_answered_with_one_sentence(
         assert fill(word) in sentence
     assert sorted(files.iterdir()) == before, "nothing is left behind"
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("file", "says"),
+    [
+        ("mega.txt", "tokens; the model has positions for 512"),
+        ("mega.jsonl", "1000000 tokens; the model has positions for 512"),
+        ("nul.txt", "the prompt is empty; at least one token is needed"),
+        ("half.jsonl", "the prompt holds \\ud83d at letter 2, which is no text"),
+    ],
+)
+def test_a_prompt_that_cannot_be_served_is_told_and_the_others_are(
+    kvpolicy: Shell, files: Path, model_folder: Path, tmp_path: Path, file: str, says: str
+) -> None:
+    wrong = (files / file).read_bytes().splitlines()[0]
+    right = b'{"prompt": [5, 6]}' if file.endswith(".jsonl") else b"."
+    (tmp_path / file).write_bytes(b"\n".join([right, wrong, right]))
+    words = ("run", "--file", tmp_path / file, "--model", model_folder, "--max-new-tokens", 2)
+    answer = kvpolicy(*words, "--json")
+    assert answer.status == 1
+    lines = {line["id"]: line for line in answer.json_lines if line["kind"] == "result"}
+    assert says in lines[1]["error"]
+    assert [len(lines[i]["tokens"]) for i in range(3)] == [2, 0, 2]
+    assert f"kvpolicy: prompt 1: {lines[1]['error']}." in kvpolicy(*words).err
 
 
 def test_a_defect_of_ours_is_not_dressed_up_as_a_mistake_of_the_users(

@@ -73,7 +73,7 @@ SPOILT: dict[str, tuple[Callable[[Path], object], tuple[str, ...]]] = {
     "a broken tokenizer": (lambda f: (f / "tokenizer.json").write_text("{"), ("cannot be loaded",)),
     "no config": (lambda f: (f / "config.json").unlink(), ("config.json",)),
     "config is no JSON": (lambda f: (f / "config.json").write_text("{"), ("JSON",)),
-    "config is a list": (lambda f: (f / "config.json").write_text("[1]"), ("model_type",)),
+    "config is a list": (lambda f: (f / "config.json").write_text("[1]"), ("cannot be loaded",)),
     "config is not UTF-8": (
         lambda f: (f / "config.json").write_bytes(b'{"a": "\xe9"}'),
         ("cannot be loaded",),

@@ -17,7 +17,7 @@ import tiny
 from pages import Block, Page, blocks_of
 from typer.main import get_command
 
-from kvpolicy import Engine, Plan, discovery, hookspecs
+from kvpolicy import Engine, Plan, discovery, errors, hookspecs
 from kvpolicy.cli.commands import COMMANDS
 from kvpolicy.describe import describe
 
@@ -189,6 +189,25 @@ def test_every_key_of_a_plan_is_documented() -> None:
         fields = {field.name for field in attrs.fields(cls)} - {"name"}
         fields |= {"extends"} if cls is Plan else set()
         assert set(re.findall(r"^\| `(\w+)` \|", text, re.M)) == fields
+
+
+# The reference of errors
+
+
+def test_every_error_is_documented_with_its_parent_and_its_meaning() -> None:
+    classes = [one for one in vars(errors).values() if inspect.isclass(one)]
+    page = DOCS / "reference" / "errors.md"
+    rows = re.findall(r"^\| `(\w+)` \| `(\w+)` \| (.*) \|$", page.read_text("utf-8"), re.M)
+    assert rows == [
+        (one.__name__, one.__bases__[0].__name__, (one.__doc__ or "").strip()) for one in classes
+    ]
+
+
+def test_every_error_has_an_example_of_its_message() -> None:
+    # That the messages are what the code says is tested where pages run.
+    section = _section(DOCS / "reference" / "errors.md", "An example of each")
+    shown = re.findall(r"^(\w+Error): \S+ .{20,}$", section, re.M)
+    assert shown == [name for name, one in vars(errors).items() if inspect.isclass(one)]
 
 
 # The reference of commands

@@ -1,0 +1,374 @@
+"""Wrong input to the Python doors: the class of the error, and one sentence about it."""
+
+from collections.abc import Callable
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import attrs
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from tiny import byte_tokenizer, shared_model, tiny_tokenizer
+
+from kvpolicy import Engine, Plan, Request, Sampling, hookimpl, load_model, load_policy
+from kvpolicy.discovery import register_file
+from kvpolicy.errors import (
+    BudgetError,
+    KnobError,
+    KVPolicyError,
+    ModelError,
+    OutputError,
+    PlanError,
+    PolicyLoadError,
+    RequestError,
+    SteeringError,
+    UnknownPolicyError,
+)
+from kvpolicy.planspec import LayerGroup, PolicySpec
+from kvpolicy.steering import load_steering_vector
+from kvpolicy.wholefile import write_whole
+
+
+@attrs.define(eq=False)
+class Mine:
+    """A policy made in Python."""
+
+    strength: int = 3
+
+    @hookimpl
+    def score(self, positions):
+        return positions.float()
+
+
+@lru_cache
+def engine(tokenizer: bool = True) -> Engine:
+    plan = Plan.uniform("h2o", budget=8, buffer=4)
+    return Engine(shared_model(), tiny_tokenizer() if tokenizer else None, plan, slots=2)
+
+
+def plan(*stack: object, **options: Any) -> Callable[[], object]:
+    return lambda: Plan.uniform(*stack, **options).resolve(2)
+
+
+def generate(prompts: Any, **options: Any) -> Callable[[], object]:
+    return lambda: engine().generate(prompts, **options)
+
+
+Case = tuple[Callable[[], object], type[KVPolicyError], str]
+
+CASES: dict[str, Case] = {
+    # plans
+    "a plan of no policy": (plan(budget=9), PlanError, "names no policy for layers 'all'"),
+    "an unknown policy": (plan("h20", budget=9), UnknownPolicyError, "did you mean h2o"),
+    "an unknown knob": (
+        plan("h2o", budget=9, knobs={"h2o": {"n_recnt": 3}}),
+        KnobError,
+        "no knob 'n_recnt'; did you mean n_recent",
+    ),
+    "a knob called name": (
+        plan("h2o", budget=9, knobs={"h2o": {"name": 3}}),
+        KnobError,
+        "no knob 'name'",
+    ),
+    "knobs for nobody": (plan("h2o", budget=9, knobs={"rkv": {}}), PlanError, "not in the stack"),
+    "knobs that are none": (plan("h2o", budget=9, knobs=3), PlanError, "knobs were given as 3"),
+    "knobs of a policy that are none": (
+        plan("h2o", budget=9, knobs={"h2o": 3}),
+        PlanError,
+        'write {"POLICY": {"KNOB": VALUE}}',
+    ),
+    "a class for a policy": (
+        plan(Mine, budget=9),
+        PlanError,
+        "policy Mine was given as a class; give an object, Mine()",
+    ),
+    "a number for a policy": (plan(3, budget=9), PlanError, "3 is no policy; give its name"),
+    "nothing for a policy": (plan(None, budget=9), PlanError, "None is no policy"),
+    "a list for a policy": (plan(["h2o"], budget=9), PlanError, "['h2o'] is no policy"),
+    "a table for a policy": (plan({"policy": "h2o"}, budget=9), PlanError, "is no policy; give"),
+    "an object without hooks": (plan(object(), budget=9), PolicyLoadError, "implements no hook"),
+    "a text for a schedule": (
+        plan("full", schedule="skipkv_batches"),
+        PlanError,
+        "'skipkv_batches' is no list of policies",
+    ),
+    "a budget in words": (plan("h2o", budget="9"), PlanError, "in budget: '9' is not a count or"),
+    "a budget of nothing": (plan("h2o", budget=0), BudgetError, "a budget of 0; at least 1"),
+    "a budget that is true": (plan("h2o", budget=True), PlanError, "True is not a count"),
+    "a budget that is a float": (plan("h2o", budget=9.0), PlanError, "9.0 is not a count"),
+    "a budget beyond all memory": (plan("h2o", budget=2**31), PlanError, "more than can be"),
+    "a buffer in words": (plan("h2o", budget=9, buffer="x"), PlanError, "in buffer: 'x' is not"),
+    "a buffer below 1": (plan("h2o", budget=9, buffer=-1), BudgetError, "a buffer of -1"),
+    "a length in words": (plan("h2o", budget=9, length="x"), PlanError, "in length: 'x' is not"),
+    "a padding nobody knows": (plan("full", padding="left"), PlanError, "'left' is no padding"),
+    "a stack that is a text": (lambda: Plan(stack="h2o"), PlanError, "'h2o' is no list"),
+    "a stack that is none": (lambda: Plan(stack=3), PlanError, "3 is no list of policies"),
+    "layers that are numbers": (
+        lambda: Plan(stack=("h2o",), budget=9, layers=[3]),
+        PlanError,
+        "layers were given as [3]; each is a group of layers with its own stack or budget",
+    ),
+    "layers that are a number": (lambda: Plan(layers=3), PlanError, "layers were given as 3"),
+    "layers that are tables": (lambda: Plan(layers=[{}]), PlanError, "LayerGroup([0, 5], stack="),
+    "a group of no layers": (lambda: LayerGroup([]), PlanError, "in where: [] names no layers"),
+    "a group of a number": (lambda: LayerGroup(3), PlanError, "in where: 3 names no layers"),
+    "a group of texts": (lambda: LayerGroup(["a"]), PlanError, "in where: 'a' is not a count"),
+    "a group with a text for a stack": (
+        lambda: LayerGroup(stack="h2o"),
+        PlanError,
+        "'h2o' is no list of policies",
+    ),
+    "a plan that is a list": (
+        lambda: Plan.from_dict(["h2o"]),
+        PlanError,
+        "the plan was given as ['h2o']; a table of its keys is wanted",
+    ),
+    "layers that are numbers, as data": (
+        lambda: Plan.from_dict({"stack": ["full"], "layers": [3]}),
+        PlanError,
+        "in layers[0]: 3 is no group of layers; write [[layers]]",
+    ),
+    "a key that is no text": (lambda: Plan.from_dict({3: 4}), PlanError, "a key 3; keys are texts"),
+    "overrides that are a text": (
+        lambda: Plan.from_dict({"stack": ["full"]}, "budget=9"),
+        PlanError,
+        "were given as one text, 'budget=9'; give a list",
+    ),
+    "overrides that are numbers": (
+        lambda: Plan.from_dict({"stack": ["full"]}, [3]),
+        PlanError,
+        "3 is no change of a plan; write a text such as 'budget=96'",
+    ),
+    "a plan of no model": (
+        lambda: Plan.uniform("full").resolve(0),
+        PlanError,
+        "is to be resolved for 0 layers; at least 1",
+    ),
+    "a plan of a text's layers": (
+        lambda: Plan.uniform("full").resolve("2"),
+        PlanError,
+        "is to be resolved for '2' layers",
+    ),
+    "a file with a NUL in its name": (
+        lambda: Plan.load("a\0.toml"),
+        PlanError,
+        "cannot be read: embedded null byte",
+    ),
+    "a name with a NUL": (lambda: Plan.load("a\0"), PlanError, "no plan is named"),
+    # policies
+    "a file that is a folder": (lambda: register_file("/"), PolicyLoadError, "does not exist"),
+    "a policy of no name": (lambda: load_policy(""), UnknownPolicyError, "no policy is named ''"),
+    "a very long name": (
+        lambda: load_policy("h2o" * 10_000),
+        UnknownPolicyError,
+        "no policy is named",
+    ),
+    "a knob of another kind": (
+        lambda: load_policy("streaming", n_sink="x"),
+        KnobError,
+        "policy 'streaming' refuses its knobs",
+    ),
+    # the engine
+    "no plan": (lambda: Engine(shared_model()), KVPolicyError, "given no plan; write Plan.load("),
+    "a plan that is a name": (
+        lambda: Engine(shared_model(), None, "h2o"),
+        KVPolicyError,
+        "the engine was given 'h2o' for a plan; write Plan.load(FILE) or Plan.uniform(",
+    ),
+    "a model that is a name": (
+        lambda: Engine("reasoner", None, Plan.uniform("full")),
+        ModelError,
+        "'reasoner'",
+    ),
+    "no slots": (
+        lambda: Engine(shared_model(), None, Plan.uniform("full"), slots=0),
+        KVPolicyError,
+        "slots=0; at least 1",
+    ),
+    "slots in words": (
+        lambda: Engine(shared_model(), None, Plan.uniform("full"), slots="2"),
+        KVPolicyError,
+        "slots='2'; at least 1",
+    ),
+    "no chunk": (
+        lambda: Engine(shared_model(), None, Plan.uniform("full"), chunk=0),
+        KVPolicyError,
+        "chunk=0; at least 1",
+    ),
+    "one prompt": (generate("hello"), KVPolicyError, "one prompt, 'hello'; give a list"),
+    "no list of prompts": (generate(3), KVPolicyError, "prompts were given as 3; give a list of"),
+    "too few samplings": (
+        generate(["a", "b"], sampling=[Sampling()]),
+        KVPolicyError,
+        "1 samplings were given for 2 prompts",
+    ),
+    "a sampling that is none": (
+        generate(["a"], sampling=0.7),
+        KVPolicyError,
+        "0.7 is no sampling; write Sampling(temperature=0.7)",
+    ),
+    "samplings that are none": (
+        generate(["a"], sampling=[0.7]),
+        KVPolicyError,
+        "0.7 is no sampling; write Sampling(temperature=0.7)",
+    ),
+    "no new tokens": (generate(["a"], max_new_tokens=0), KVPolicyError, "max_new_tokens=0; a num"),
+    "half a token": (generate(["a"], max_new_tokens=1.5), KVPolicyError, "=1.5; a whole number"),
+    "an empty stop string": (generate(["a"], stop=""), KVPolicyError, "stop strings were given"),
+    "a stop string that is none": (generate(["a"], stop=[3]), KVPolicyError, "texts that are not"),
+    "stop strings that are none": (generate(["a"], stop=3), KVPolicyError, "stop strings were"),
+    "stop ids in words": (generate(["a"], stop_ids=["a"]), KVPolicyError, "whole token ids"),
+    "somebody to cancel who is not there": (
+        lambda: engine().generate(["a"]).cancel(7),
+        KVPolicyError,
+        "there is no request 7 to cancel",
+    ),
+    "a temperature below 0": (lambda: Sampling(-1), KVPolicyError, "temperature=-1; a number"),
+    "no temperature": (lambda: Sampling(float("nan")), KVPolicyError, "temperature=nan"),
+    "a temperature in words": (lambda: Sampling("hot"), KVPolicyError, "temperature='hot'"),
+    "half a top_k": (lambda: Sampling(top_k=0.5), KVPolicyError, "top_k=0.5; a whole number"),
+    "a top_p above 1": (lambda: Sampling(top_p=2), KVPolicyError, "top_p=2; a probability"),
+    "a seed below 0": (lambda: Sampling(seed=-1), KVPolicyError, "seed=-1; a number of at least"),
+    "a seed beyond a generator's": (lambda: Sampling(seed=2**64), KVPolicyError, "of up to"),
+    # models, vectors, files
+    "a model nobody has": (
+        lambda: load_model("/nowhere/at/all"),
+        ModelError,
+        "model '/nowhere/at/all' cannot be loaded",
+    ),
+    "a dtype nobody has": (lambda: load_model("x", dtype="int3"), ModelError, "dtype 'int3' is"),
+    "a vector nobody has": (
+        lambda: load_steering_vector("nowhere.safetensors"),
+        SteeringError,
+        "nowhere.safetensors' cannot be read",
+    ),
+    "a file without a folder": (
+        lambda: write_whole(Path("/nowhere/at/all.json"), "{}"),
+        OutputError,
+        "/nowhere/at/all.json cannot be written: No such file or directory",
+    ),
+}
+
+
+@pytest.mark.parametrize(("call", "kind", "says"), CASES.values(), ids=CASES)
+def test_a_wrong_call_is_answered_with_one_sentence(
+    call: Callable[[], object], kind: type[KVPolicyError], says: str
+) -> None:
+    with pytest.raises(kind) as caught:
+        call()
+    assert says in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+PROMPTS: dict[str, tuple[Any, str]] = {
+    "an empty text": ("", "the prompt is empty; at least one token"),
+    "no tokens": ([], "the prompt is empty; at least one token"),
+    "a text of megabytes": ("ab " * 700_000, "tokens; the model has positions for 512"),
+    "a list of megabytes": ([3] * 1_000_000, "1000000 tokens; the model has positions for"),
+    "half a letter": ("a \ud83d b", "the prompt holds \\ud83d at letter 2, which is no text"),
+    "bytes": (b"hello", "the prompt is b'hello'; text or a list of token ids is wanted"),
+    "a number": (3, "the prompt is 3; text or a list"),
+    "nothing": (None, "the prompt is None; text or a list"),
+    "an id beyond the vocabulary": ([1, 61], "token id 61; the model knows 0 to 60"),
+    "an id below 0": ([1, -1], "token id -1; the model knows 0 to 60"),
+    "half an id": ([1, 2.5], "the prompt holds 2.5; text or whole token ids"),
+    "ids in words": (["1"], "the prompt holds '1'; text or whole token ids"),
+    "ids in lists": ([[1, 2]], "the prompt holds [1, 2]; text or whole token ids"),
+    "a batch of tensors": (torch.ones(2, 3, dtype=torch.int64), "text or whole token ids"),
+}
+
+
+@pytest.mark.parametrize(("prompt", "says"), PROMPTS.values(), ids=PROMPTS)
+def test_a_wrong_prompt_is_its_own_result_and_stops_no_other(prompt: Any, says: str) -> None:
+    wrong, right = engine().generate([prompt, [1, 2, 3]], max_new_tokens=3).results()
+    assert (wrong.finish_reason, wrong.tokens) == ("error", ())
+    assert wrong.error is not None
+    assert says in wrong.error
+    assert len(wrong.error) < 200
+    assert len(right.tokens) == 3
+
+
+def test_a_text_without_a_tokenizer_is_told() -> None:
+    (result,) = engine(tokenizer=False).generate(["a"]).results()
+    assert result.error == "the prompt is text, but the engine has no tokenizer; give token ids"
+    (result,) = engine(tokenizer=False).generate([[1]], stop="x").results()
+    assert "stop strings need a tokenizer" in str(result.error)
+
+
+def test_a_tokenizer_that_fails_is_told() -> None:
+    class Broken:
+        def __call__(self, text: str) -> dict[str, list[int]]:
+            raise RuntimeError("no\nvocabulary")
+
+    broken = Engine(shared_model(), Broken(), Plan.uniform("full"))
+    (result,) = broken.generate(["a"]).results()
+    assert result.error == (
+        "the tokenizer cannot take the prompt: RuntimeError: no vocabulary; give token ids"
+    )
+
+
+anything = st.recursive(
+    st.text(st.characters(), max_size=40)
+    | st.binary(max_size=9)
+    | st.none()
+    | st.floats()
+    | st.integers(-5, 70)
+    | st.integers(),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.integers(), inner, max_size=2),
+    max_leaves=5,
+)
+
+
+@given(st.lists(anything | st.lists(st.integers(-2, 63), max_size=30), max_size=4))
+def test_no_prompt_ends_a_run(prompts: list[Any]) -> None:
+    results = bytes_engine().generate(prompts, max_new_tokens=2).results()
+    assert [result.id for result in results] == list(range(len(prompts)))
+    for result in results:
+        assert (result.error is None) == (result.finish_reason != "error")
+        assert len(result.tokens) == (0 if result.error else 2)
+
+
+@given(
+    st.lists(anything, min_size=1, max_size=2) | anything,
+    st.dictionaries(
+        st.sampled_from(["max_new_tokens", "sampling", "stop", "stop_ids"]), anything, max_size=2
+    ),
+)
+def test_no_request_is_answered_with_a_traceback(prompts: Any, options: dict[str, Any]) -> None:
+    options = {"max_new_tokens": 2} | options
+    try:
+        run = bytes_engine().generate(prompts, **options)
+    except KVPolicyError:
+        return
+    assert len(run.results()) == len(run.requests)
+
+
+@lru_cache
+def bytes_engine() -> Engine:
+    from tiny import tiny_model
+
+    model = tiny_model("qwen2", vocab=256)
+    return Engine(model, byte_tokenizer(), Plan.uniform("streaming", budget=6, buffer=2), slots=2)
+
+
+@given(st.sampled_from(["h2o", "rkv", "protect"]), st.dictionaries(st.text(max_size=9), anything))
+def test_no_knob_is_answered_with_a_traceback(policy: str, knobs: dict[str, Any]) -> None:
+    spec = PolicySpec(policy, knobs)
+    try:
+        Plan(stack=(spec,), budget=64).resolve(2).digest()
+    except KVPolicyError as error:
+        said = str(error)
+    else:
+        said = policy
+    assert policy in said
+
+
+def test_one_prompt_that_fails_ends_a_stream_with_its_error() -> None:
+    stream = engine().stream("")
+    assert list(stream) == []
+    assert stream.result is not None
+    assert "empty" in str(stream.result.error)
+    assert isinstance(RequestError(stream.result.error), KVPolicyError)
+    assert engine().generate([Request([1], 2)]).results()[0].finish_reason == "length"
