@@ -73,7 +73,9 @@ class Worker:
             self._process = None
 
     def _running(self) -> subprocess.Popen[bytes]:
-        if self._process is None or self._process.poll() is not None:
+        if self._process is not None and self._process.poll() is not None:
+            self.close()  # it was killed; nothing of it is to be used again
+        if self._process is None:
             command = [sys.executable, "-m", "kvpolicy.lab.suite.mathworker"]
             pipe = subprocess.PIPE
             self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe)

@@ -44,7 +44,7 @@ def read_rows(source: str, *, config: str | None = None, split: str = "test") ->
         return _read_whole(path)
     if path.suffix in _TABLES:
         _check_file(path)
-        return _load(source, _TABLES[path.suffix], data_files={"all": source}, split="all")
+        return _load(source, _TABLES[path.suffix], data_files=source, split="train")
     return _load(source, source, config, split=split)
 
 
