@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from tiny import tiny_tokenizer, shared_model
+from tiny import shared_model, tiny_tokenizer
 
 from kvpolicy import Engine, Plan, hookimpl
 from kvpolicy.errors import TaskError
