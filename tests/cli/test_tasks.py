@@ -114,7 +114,7 @@ def test_gsm8k_is_asked_in_r1s_template_and_graded(kvpolicy: Shell, r1_folder: P
     samples = samples_of("out")
     assert len(samples) == 2 * len(GSM8K) * 2
     tries = {(s["cell"], s["item"], s["attempt"]): s["text"] for s in samples}
-    assert len(tries) == len(samples)
+    assert len(tries) == len(samples) == len({sample["key"] for sample in samples})
     pairs = [(text, tries[c, i, 1]) for (c, i, a), text in tries.items() if a == 0]
     assert any(first != second for first, second in pairs), "each attempt draws for itself"
     assert {s["prompt_len"] for s in samples} == {
