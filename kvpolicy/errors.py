@@ -49,6 +49,10 @@ class SteeringError(KVPolicyError):
     """A steering vector cannot be read or does not fit the model."""
 
 
+class TaskError(KVPolicyError):
+    """A task does not exist, cannot be loaded, or has not what is asked of it."""
+
+
 class RequestError(KVPolicyError):
     """One request cannot be served; in a run it becomes that request's result."""
 

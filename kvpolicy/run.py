@@ -1,7 +1,7 @@
 """A run: requests going through the slots of an engine until each has its result."""
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import attrs
@@ -17,6 +17,15 @@ from kvpolicy.slots import Slots
 if TYPE_CHECKING:
     from kvpolicy.engine import Engine
 
+# Chooses the next token of each sequence from its logits ``[B, V]``.
+Draw = Callable[[Sequence[LiveSequence], Tensor], Sequence[int]]
+
+
+def draw_as_asked(sequences: Sequence[LiveSequence], logits: Tensor) -> list[int]:
+    """Draw the next token of each sequence as its request says."""
+    samplings = [served.request.sampling for served in sequences]
+    return sample(logits, samplings, [served.generator for served in sequences]).tolist()
+
 
 class Run:
     """Requests being served; iterate for their results as they finish.
@@ -26,7 +35,18 @@ class Run:
         tokenizer: The engine's.
     """
 
-    def __init__(self, engine: "Engine", requests: Sequence[Request]) -> None:
+    def __init__(
+        self, engine: "Engine", requests: Sequence[Request], draw: Draw = draw_as_asked
+    ) -> None:
+        """Take requests in; `Engine.generate` is the usual way here.
+
+        Args:
+            engine: Serves them.
+            requests: What is asked for.
+            draw: Chooses tokens: another one makes sequences go where they would not go by
+                themselves, to be measured there.
+        """
+        self._draw = draw
         self.tokenizer = engine.tokenizer
         self._engine = engine
         self._seam = engine.seam
@@ -219,9 +239,7 @@ class Run:
 
     def _take(self, sequences: Sequence[LiveSequence], logits: Tensor) -> None:
         """Draw and add the next token of each sequence."""
-        samplings = [served.request.sampling for served in sequences]
-        tokens = sample(logits, samplings, [served.generator for served in sequences])
-        for served, token in zip(sequences, tokens.tolist(), strict=True):
+        for served, token in zip(sequences, self._draw(sequences, logits), strict=True):
             served.take(token)
             self._new_tokens.append((served.id, token))
         self._report.new_tokens += len(sequences)

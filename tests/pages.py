@@ -9,12 +9,14 @@ The info string of a block tells what it is:
     ```toml title="NAME"        is saved as NAME; if it is a plan, it must resolve
     ```sh                       each line runs if it is a command named in `Page._run_line`
     ```sh slow                  runs only if asked for
+    ```sh tasks                 runs only if the extra ``tasks`` is installed
 
 ``...`` in a ``text`` block stands for anything, also for lines.
 """
 
 import contextlib
 import doctest
+import importlib.util
 import io
 import os
 import re
@@ -101,6 +103,8 @@ class Page:
             return self._run_python(block)
         if block.language == "toml":
             _check_toml(block)
+        if "tasks" in block.options and importlib.util.find_spec("math_verify") is None:
+            return None
         if block.language == "sh" and (slow or "slow" not in block.options):
             return "".join(self._run_line(line) for line in _command_lines(block.text))
         return None

@@ -8,7 +8,7 @@ import copy
 from functools import lru_cache
 
 import torch
-from tokenizers import Regex, Tokenizer, decoders, pre_tokenizers
+from tokenizers import Regex, Tokenizer, decoders, pre_tokenizers, processors
 from tokenizers.models import BPE, WordLevel
 from tokenizers.pre_tokenizers import ByteLevel
 from transformers import (
@@ -129,3 +129,32 @@ def bpe_tokenizer() -> PreTrainedTokenizerFast:
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_tokens(["<think>", "</think>"])
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, clean_up_tokenization_spaces=False)
+
+
+# As in the tokenizer_config.json of DeepSeek-R1's distilled models, for one user's turn.
+R1_TEMPLATE = (
+    "{{ bos_token }}{% for message in messages %}{% if message['role'] == 'user' %}"
+    "{{ '<｜User｜>' + message['content'] }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<｜Assistant｜><think>\\n' }}{% endif %}"
+)
+
+
+def r1_tokenizer() -> PreTrainedTokenizerFast:
+    """Bytes, R1's marks and its chat template; like R1's it puts its first token before texts."""
+    words = {letter: i for i, letter in enumerate(sorted(ByteLevel.alphabet()))}
+    tokenizer = Tokenizer(BPE(words, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    first, last = "<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>"
+    tokenizer.add_special_tokens([first, last, "<｜User｜>", "<｜Assistant｜>"])
+    tokenizer.add_tokens(["<think>", "</think>"])
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"{first} $A", special_tokens=[(first, tokenizer.token_to_id(first))]
+    )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        bos_token=first,
+        eos_token=last,
+        chat_template=R1_TEMPLATE,
+        clean_up_tokenization_spaces=False,
+    )

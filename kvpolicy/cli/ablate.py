@@ -71,12 +71,31 @@ def ablate(
             metavar="NAME|FOLDER", help="A bundled reasoner's name, a hub id or a local folder."
         ),
     ] = None,
+    task: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME|FILE|ID",
+            help="What is asked: a task, a file or a hub id, with options as NAME:KEY=VALUE,...",
+        ),
+    ] = None,
     n: Annotated[int | None, typer.Option("--n", min=1, help="Problems for each cell.")] = None,
     seed: Annotated[int | None, typer.Option(min=0, help="Chooses the problems.")] = None,
     split: Annotated[
         _Split | None,
         typer.Option(help="Problems to report on, or to tune settings on. [default: test]"),
     ] = None,
+    attempts: Annotated[
+        int | None, typer.Option(min=1, help="Times each problem is asked, for pass@1.")
+    ] = None,
+    temperature: Annotated[
+        float | None, typer.Option(min=0, help="0 takes the likeliest token. [default: 0]")
+    ] = None,
+    top_p: Annotated[
+        float | None, typer.Option(help="Draw from the likeliest tokens up to this. [default: 1]")
+    ] = None,
+    execute_code: Annotated[
+        bool, typer.Option("--execute-code", help="Let a grader run programs the model wrote.")
+    ] = False,
     slots: Annotated[int | None, typer.Option(min=1, help="Samples decoded together.")] = None,
     max_new_tokens: Annotated[
         int | None, typer.Option(min=1, help="The most tokens a sample may generate.")
@@ -92,6 +111,9 @@ def ablate(
             help="Results folder. [default: kvpolicy-ablate/NAME, one for the same settings]",
         ),
     ] = None,
+    by: Annotated[
+        str | None, typer.Option(metavar="FACET", help="Show the table by difficulty, too.")
+    ] = None,
     overrides: Overrides = None,
     plugin: Plugins = None,
     dtype: Dtype = "auto",
@@ -101,6 +123,7 @@ def ablate(
 ) -> None:
     """Compare policies at several budgets: accuracy, length, memory and speed.
 
+    `kvpolicy tasks list` shows what can be asked, and measured otherwise than by accuracy.
     Without arguments: the full cache against published policies on the bundled reasoner.
     Interrupted, the same command goes on where it stopped.
     """
@@ -117,9 +140,13 @@ def ablate(
     chosen = attrs.evolve(
         chosen,
         model=chosen.model if model is None else model,
+        task=chosen.task if task is None else task,
         n=n or chosen.n,
         seed=chosen.seed if seed is None else seed,
         split=split.value if split else chosen.split,
+        attempts=attempts or chosen.attempts,
+        temperature=chosen.temperature if temperature is None else temperature,
+        top_p=chosen.top_p if top_p is None else top_p,
         slots=slots or chosen.slots,
         max_new_tokens=max_new_tokens or chosen.max_new_tokens,
     )
@@ -130,7 +157,9 @@ def ablate(
         dtype=dtype,
         device=device,
         trust_remote_code=trust_remote_code,
+        execute_code=execute_code,
     )
+    setup.check_facet(comparison, by)
     num_workers = setup.num_workers(comparison, workers)
     folder = output or setup.default_folder(chosen, comparison)
     with (
@@ -138,7 +167,7 @@ def ablate(
         Store(folder, comparison.to_dict()) as store,
     ):
         rows = _run(comparison, store, pool, num_workers)
-        _show(comparison, store, rows, json=json)
+        _show(comparison, store, rows, by, json=json)
     if any(row.num_errors for row in rows):
         raise typer.Exit(SOME_FAILED)
 
@@ -191,8 +220,11 @@ def _follow(comparison: "Comparison", store: "Store", pool: "Pool") -> None:
             progress.show(tally.state_line(), tally.num_done)
 
 
-def _show(comparison: "Comparison", store: "Store", rows: "list[Row]", *, json: bool) -> None:
-    from kvpolicy.cli.rows import table
+def _show(
+    comparison: "Comparison", store: "Store", rows: "list[Row]", by: str | None, *, json: bool
+) -> None:
+    from kvpolicy.cli.rows import facet_table, table
+    from kvpolicy.lab.facets import break_down
     from kvpolicy.lab.table import to_json
 
     if json:
@@ -200,5 +232,10 @@ def _show(comparison: "Comparison", store: "Store", rows: "list[Row]", *, json: 
             {"folder": str(store.folder), "run": comparison.to_dict(), "table": to_json(rows)}
         )
         return
-    write(table(rows, width=terminal_width()) + "\n")
+    columns, width = comparison.task.measure.columns, terminal_width()
+    write(table(rows, columns, width=width) + "\n")
+    if by is not None:
+        facets = break_down(comparison.cells, store.samples.values(), columns)
+        found = [one for one in facets if one.facet == by]
+        write("\n" + facet_table(found, columns, width=width) + "\n")
     say(f"table, plots, samples and manifest are in {store.folder}.")

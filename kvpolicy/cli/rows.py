@@ -4,48 +4,81 @@ from collections.abc import Sequence
 
 from kvpolicy.cli.columns import columns
 from kvpolicy.cli.units import human_bytes
+from kvpolicy.lab.facets import FacetRow
+from kvpolicy.lab.measures import ACCURACY, Column
+from kvpolicy.lab.stats import Estimate
 from kvpolicy.lab.table import Row
 
-_HEADERS = (
-    "policy",
-    "budget",
-    "right",
-    "95 % CI",
-    "n",
-    "length",
-    "cut off",
-    "compacted",
-    "KV/sample",
-    "tok/s",
-)
+_LEFT = ("policy", "budget")
+_RIGHT = ("n", "length", "cut off", "compacted", "KV/sample", "tok/s")
+_INTERVAL = "95 % CI"
 
 
-def table(rows: Sequence[Row], *, width: int | None = None) -> str:
+def table(
+    rows: Sequence[Row], columns_: Sequence[Column] = (ACCURACY,), *, width: int | None = None
+) -> str:
     """Lay out a comparison.
 
     Args:
         rows: Its rows.
+        columns_: What the task measures; each stands with its interval.
         width: Characters a line may take; no limit if not given.
 
     Returns:
         The lines. ``length`` and ``compacted`` (times) are means; ``KV/sample`` is the most
         that one sample held; ``tok/s`` is ``-`` for a cell that was interrupted.
     """
-    right = range(1, len(_HEADERS))
-    return columns(_HEADERS, [_words(row) for row in rows], right=right, width=width)
+    measured = [word for column in columns_ for word in (column.title, _INTERVAL)]
+    headers = [*_LEFT, *measured, *_RIGHT]
+    words = [_words(row, columns_) for row in rows]
+    return columns(headers, words, right=range(1, len(headers)), width=width)
 
 
-def _words(row: Row) -> list[str]:
-    failed = f" ({row.num_errors} failed)" if row.num_errors else ""
+def facet_table(
+    rows: Sequence[FacetRow], columns_: Sequence[Column], *, width: int | None = None
+) -> str:
+    """Lay out a comparison by one facet of the items.
+
+    Args:
+        rows: Its rows.
+        columns_: What the task measures.
+        width: Characters a line may take; no limit if not given.
+    """
+    facet = rows[0].facet if rows else ""
+    measured = [word for column in columns_ for word in (column.title, _INTERVAL)]
+    headers = [*_LEFT, facet, *measured, "n", "cut off"]
+    words = []
+    for one in rows:
+        all_words = _words(one.row, columns_)
+        figures = all_words[2 : 2 + len(measured)]
+        words.append([*all_words[:2], str(one.value), *figures, *_counts(one.row)])
+    return columns(headers, words, right=range(1, len(headers)), width=width)
+
+
+def _words(row: Row, columns_: Sequence[Column]) -> list[str]:
+    num, cut_off = _counts(row)
     return [
         row.series,
         "all" if row.budget is None else f"{row.budget:g}",
-        f"{row.accuracy.value:.0%}",
-        f"{100 * row.accuracy.low:.0f}-{100 * row.accuracy.high:.0f}%",
-        f"{row.n}{failed}",
+        *[word for column in columns_ for word in _figures(column, row.measured[column.name])],
+        num,
         f"{row.length.value:.0f}" if row.length else "-",
-        f"{row.truncated:.0%}",
+        cut_off,
         f"{row.compactions:.1f}",
         human_bytes(row.peak_bytes),
         "-" if row.throughput_tok_s is None else f"{row.throughput_tok_s:,.0f}",
     ]
+
+
+def _figures(column: Column, estimate: Estimate | None) -> list[str]:
+    if estimate is None:
+        return ["-", "-"]
+    if column.is_share:
+        return [f"{estimate.value:.0%}", f"{100 * estimate.low:.0f}-{100 * estimate.high:.0f}%"]
+    return [column.words(estimate.value), f"{estimate.low:.4g}..{estimate.high:.4g}"]
+
+
+def _counts(row: Row) -> list[str]:
+    failed = f" ({row.num_errors} failed)" if row.num_errors else ""
+    ungraded = f" ({row.num_ungraded} ungraded)" if row.num_ungraded else ""
+    return [f"{row.n}{failed}{ungraded}", f"{row.truncated:.0%}"]

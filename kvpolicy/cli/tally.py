@@ -1,12 +1,15 @@
 """Counting the samples of a comparison while it runs, and putting the state into words."""
 
+from statistics import fmean
+
 from kvpolicy.lab.ablate import CellDone, Comparison, Event, SampleDone
 from kvpolicy.lab.grid import Cell
+from kvpolicy.lab.samples import Sample
 from kvpolicy.lab.store import Store
 
 
 class Tally:
-    """How many samples of each cell are done, and how many of them are right."""
+    """How many samples of each cell are done, and what they come to so far."""
 
     def __init__(self, comparison: Comparison, store: Store) -> None:
         """Begin with what is done.
@@ -18,9 +21,10 @@ class Tally:
         self._n = len(comparison.items)
         self._cells = {cell.digest: cell for cell in comparison.cells}
         self._done = dict.fromkeys(self._cells, 0)
-        self._correct = dict.fromkeys(self._cells, 0)
+        self._values: dict[str, list[float]] = {digest: [] for digest in self._cells}
+        self._column = comparison.task.measure.columns[0]
         for sample in store.samples.values():
-            self._add(sample.cell, sample.correct)
+            self._add(sample)
 
     @property
     def num_done(self) -> int:
@@ -30,7 +34,7 @@ class Tally:
     def count(self, event: Event) -> None:
         """Take an event into account."""
         if isinstance(event, SampleDone):
-            self._add(event.cell.digest, event.sample.correct)
+            self._add(event.sample)
 
     def cell_line(self, event: Event) -> str:
         """What is to be said of a cell that is finished; nothing of any other event."""
@@ -45,14 +49,25 @@ class Tally:
         running = [cell for d, cell in self._cells.items() if 0 < self._done[d] < self._n]
         return "; ".join(self._describe(cell) for cell in running)
 
-    def _add(self, digest: str, correct: bool) -> None:
-        if digest in self._done:
-            self._done[digest] += 1
-            self._correct[digest] += correct
+    def _add(self, sample: Sample) -> None:
+        if sample.cell in self._done:
+            self._done[sample.cell] += 1
+            value = self._column.value(sample)
+            self._values[sample.cell] += [] if value is None else [value]
 
     def _describe(self, cell: Cell) -> str:
         done, budget = self._done[cell.digest], cell.budget
         at = "" if budget is None else f" at {budget:g}"
-        share = self._correct[cell.digest] / done
         part = f"{done}" if done == self._n else f"{done}/{self._n}"
-        return f"{cell.series}{at}: {share:.0%} of {part} right"
+        return f"{cell.series}{at}: {self._so_far(cell, part)}"
+
+    def _so_far(self, cell: Cell, part: str) -> str:
+        values, column = self._values[cell.digest], self._column
+        if not values:
+            return f"{part} failed"
+        so_far = column.words(fmean(values))
+        return (
+            f"{so_far} of {part} {column.title}"
+            if column.is_share
+            else (f"{column.title} {so_far} over {part}")
+        )

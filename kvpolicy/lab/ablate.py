@@ -8,11 +8,12 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from kvpolicy.lab.fingerprint import fingerprint, fingerprint_texts
 from kvpolicy.lab.grid import Cell
+from kvpolicy.lab.measures import Outcome
 from kvpolicy.lab.pool import Job, JobDone, Pool
 from kvpolicy.lab.samples import CellTiming, Sample, sample_key
 from kvpolicy.lab.store import Store
 from kvpolicy.lab.tasks import Item, Split, Task
-from kvpolicy.results import Result
+from kvpolicy.request import Sampling
 
 
 @attrs.frozen
@@ -42,13 +43,14 @@ class Comparison:
         model: The model.
         tokenizer: Its tokenizer.
         model_name: What the user calls it.
-        task: Where the items come from, and their grader.
-        items: The items every cell is asked.
+        task: Where the items come from, and how a cell is measured with them.
+        items: The items every cell is asked, each attempt at one for itself.
         cells: What is compared.
         seed: Chooses the items.
         max_new_tokens: The most tokens a sample may generate.
         slots: Samples decoded together.
         split: Split of the task that the items are of.
+        sampling: How tokens are drawn.
         model_id: Fingerprint of the model.
     """
 
@@ -62,11 +64,17 @@ class Comparison:
     max_new_tokens: int
     slots: int
     split: Split = "test"
+    sampling: Sampling = attrs.field(factory=Sampling)
     model_id: str = attrs.field(init=False)
 
     @model_id.default
     def _fingerprint(self) -> str:
         return fingerprint(self.model)
+
+    @property
+    def num_attempts(self) -> int:
+        """How often every item is asked."""
+        return 1 + max((item.attempt for item in self.items), default=0)
 
     @property
     def num_samples(self) -> int:
@@ -89,12 +97,13 @@ class Comparison:
             "device": str(self.model.device),
             "dtype": str(self.model.dtype).removeprefix("torch."),
             "task": self.task.name,
-            "n": len(self.items),
+            "n": len({item.index for item in self.items}),
             "seed": self.seed,
             # Said only where it differs, so that runs of earlier versions can go on.
             **({} if self.split == "test" else {"split": self.split}),
-            "prompt_hash": fingerprint_texts([item.prompt for item in self.items]),
-            "sampling": "greedy",
+            **({} if self.num_attempts == 1 else {"attempts": self.num_attempts}),
+            "prompt_hash": fingerprint_texts([self._text(item) for item in self.items]),
+            "sampling": describe_sampling(self.sampling),
             "max_new_tokens": self.max_new_tokens,
             "slots": self.slots,
             "cells": [cell.to_dict() for cell in self.cells],
@@ -105,11 +114,34 @@ class Comparison:
         return sample_key(
             plan=cell.digest,
             model=self.model_id,
-            prompt=item.prompt,
+            prompt=self._text(item),
             item=item.index,
             seed=self.seed,
             max_new_tokens=self.max_new_tokens,
+            more=self._more(item),
         )
+
+    def _text(self, item: Item) -> str:
+        """All that is read of an item."""
+        reads_reference = self.task.measure.reads_reference and item.reference is not None
+        return f"{item.prompt}{item.reference}" if reads_reference else item.prompt
+
+    def _more(self, item: Item) -> list[object]:
+        usual = {"measure": "answers", "sampling": "greedy", "attempt": 0}
+        ours = {
+            "measure": self.task.measure.name,
+            "sampling": describe_sampling(self.sampling),
+            "attempt": item.attempt,
+        }
+        return [[what, value] for what, value in ours.items() if value != usual[what]]
+
+
+def describe_sampling(sampling: Sampling) -> str:
+    """How tokens are drawn, in words."""
+    if sampling.greedy:
+        return "greedy"
+    top_p = "" if sampling.top_p == 1 else f", top-p {sampling.top_p:g}"
+    return f"temperature {sampling.temperature:g}{top_p}"
 
 
 def run(comparison: Comparison, store: Store, pool: Pool) -> Iterator[Event]:
@@ -130,7 +162,7 @@ def run(comparison: Comparison, store: Store, pool: Pool) -> Iterator[Event]:
                 store.add_timing(_timing(cell, news))
             yield CellDone(cell, news.elapsed_s)
         else:
-            sample = _sample(comparison, cell, news.item, news.result)
+            sample = _sample(comparison, cell, news.item, news.outcome)
             store.add(sample)
             yield SampleDone(cell, sample)
 
@@ -150,17 +182,16 @@ def _jobs(comparison: Comparison, store: Store) -> list[Job]:
     return sorted(jobs, key=lambda job: -(budgets[job.cell] or float("inf")))
 
 
-def _sample(comparison: Comparison, cell: Cell, place: int, result: Result) -> Sample:
-    item, text = comparison.items[place], result.text or ""
-    failed = result.finish_reason == "error"
+def _sample(comparison: Comparison, cell: Cell, place: int, outcome: Outcome) -> Sample:
+    item, result = comparison.items[place], outcome.result
     return Sample(
         key=comparison.key(cell, item),
         cell=cell.digest,
         item=item.index,
-        correct=not failed and comparison.task.grade(text, item),
+        correct=outcome.correct,
         finish_reason=result.finish_reason,
         error=result.error,
-        text=text,
+        text=result.text or "",
         prompt_len=result.prompt_len,
         num_tokens=len(result.tokens),
         compactions=result.compactions,
@@ -169,6 +200,10 @@ def _sample(comparison: Comparison, cell: Cell, place: int, result: Result) -> S
         peak_bytes=result.peak_bytes,
         prefill_s=round(result.prefill_s, 6),
         decode_s=round(result.decode_s, 6),
+        attempt=item.attempt,
+        facets=dict(item.facets),
+        values=dict(outcome.values),
+        ungraded=outcome.problem,
     )
 
 

@@ -1,15 +1,13 @@
 """Models by the names a user types: the bundled reasoners, hub ids, local folders."""
 
 import difflib
-import socket
 from logging import ERROR
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
-from urllib.request import getproxies
 
 from kvpolicy.discovery import words_of
 from kvpolicy.errors import ModelError
+from kvpolicy.lab.hub import hub_can_be_reached
 from kvpolicy.lab.reasoner.bundled import BUNDLED, bundled_path
 
 
@@ -135,10 +133,7 @@ def _path(name: str) -> str:
 
 
 def _may_be_had(name: str) -> bool:
-    """Whether a hub id is in the cache, or the hub's address at least can be looked up.
-
-    Without this, the hub's client tries again and again for half a minute.
-    """
+    """Whether a hub id is in the cache, or the hub can be asked."""
     from huggingface_hub import constants, try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError
 
@@ -147,13 +142,7 @@ def _may_be_had(name: str) -> bool:
             return True
     except HFValidationError:
         return True  # transformers has a good message for it
-    if getproxies():
-        return True
-    try:
-        socket.getaddrinfo(urlsplit(constants.ENDPOINT).hostname, 443)
-    except OSError:
-        return False
-    return True
+    return hub_can_be_reached()
 
 
 def _with_hint(error: ModelError, name: str) -> ModelError:

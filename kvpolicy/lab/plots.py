@@ -1,13 +1,14 @@
-"""Pictures of a comparison: accuracy and length against the budget."""
+"""Pictures of a comparison: what the task measures, and length, against the budget."""
 
 import io
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any, cast
 
 import attrs
 
+from kvpolicy.lab.measures import ACCURACY, Column
 from kvpolicy.lab.stats import Estimate
 from kvpolicy.lab.table import Row
 from kvpolicy.wholefile import write_whole
@@ -50,12 +51,15 @@ class _Line:
     rows: tuple[Row, ...]
 
 
-def save_plots(rows: Sequence[Row], folder: Path, *, title: str) -> list[Path]:
-    """Draw accuracy and mean length against the budget, side by side.
+def save_plots(
+    rows: Sequence[Row], folder: Path, column: Column = ACCURACY, *, title: str
+) -> list[Path]:
+    """Draw what the task measures and the mean length against the budget, side by side.
 
     Args:
         rows: The comparison. Rows without a budget become horizontal lines.
         folder: Where ``plot.png`` and ``plot.svg`` go.
+        column: What is drawn on the left.
         title: What was compared, on what.
 
     Returns:
@@ -71,7 +75,7 @@ def save_plots(rows: Sequence[Row], folder: Path, *, title: str) -> list[Path]:
     paths = [folder / "plot.png", folder / "plot.svg"]
     with mpl.rc_context(_STYLE):
         figure = Figure(figsize=(10.5, 4.3), layout="constrained")
-        _draw(figure, rows, title)
+        _draw(figure, rows, column, title)
         for path in paths:
             metadata = {"Date": None} if path.suffix == ".svg" else None
             picture = io.BytesIO()
@@ -80,17 +84,25 @@ def save_plots(rows: Sequence[Row], folder: Path, *, title: str) -> list[Path]:
     return paths
 
 
-def _draw(figure: "Figure", rows: Sequence[Row], title: str) -> None:
+def _draw(figure: "Figure", rows: Sequence[Row], column: Column, title: str) -> None:
     left, right = figure.subplots(1, 2)
     figure.suptitle(title, x=0.012, ha="left", fontsize=9.5, color=_FAINT)
     lines, references = _lines(rows), [row for row in rows if row.budget is None]
-    left.set_title("Accuracy")
-    left.yaxis.set_major_formatter(lambda share, _: f"{share:.0%}")
-    left.set_ylim(-0.02, 1.04)
-    _panel(left, lines, references, lambda row: row.accuracy)
+    left.set_title(column.heading)
+    if column.is_share:
+        left.yaxis.set_major_formatter(lambda share, _: f"{share:.0%}")
+        left.set_ylim(-0.02, 1.04)
+    else:
+        left.set_ylim(0, _top(row.measured[column.name] for row in rows))
+    _panel(left, lines, references, lambda row: row.measured[column.name])
     right.set_title("Mean length, tokens")
-    right.set_ylim(0, 1.06 * max((row.length.high for row in rows if row.length), default=1.0))
+    right.set_ylim(0, _top(row.length for row in rows))
     _panel(right, lines, references, lambda row: row.length)
+
+
+def _top(values: Iterable[Estimate | None]) -> float:
+    """Where an axis ends that begins at 0 and has room for all intervals."""
+    return 1.06 * max((value.high for value in values if value), default=0.0) or 1.0
 
 
 def _lines(rows: Sequence[Row]) -> list[_Line]:

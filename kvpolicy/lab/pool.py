@@ -9,7 +9,8 @@ from typing import Protocol
 
 import attrs
 
-from kvpolicy.results import Result, RunReport
+from kvpolicy.lab.measures import Outcome
+from kvpolicy.results import RunReport
 
 
 @attrs.frozen
@@ -27,16 +28,16 @@ class Job:
 
 @attrs.frozen
 class ItemDone:
-    """One item of a job has its result."""
+    """One item of a job is measured."""
 
     job: Job
     item: int
-    result: Result
+    outcome: Outcome
 
 
 @attrs.frozen
 class JobDone:
-    """All items of a job have their results."""
+    """All items of a job are measured."""
 
     job: Job
     report: RunReport

@@ -49,7 +49,7 @@ class Preset:
 
     Attributes:
         model: ``reasoner``, a hub id or a local folder.
-        task: Name of the task.
+        task: Name of the task, a file or a hub id, with its options.
         n: Items of the task for each cell.
         seed: Chooses the items.
         max_new_tokens: The most tokens a sample may generate.
@@ -58,6 +58,9 @@ class Preset:
         buffer: Rows that may join before the next compaction.
         series: What is compared, the reference first.
         split: Which items: ``"test"`` to report on, ``"tune"`` to choose settings on.
+        attempts: How often each item is asked; their mean is pass@1.
+        temperature: Of the drawing of tokens; 0 takes the likeliest.
+        top_p: Tokens are drawn from the likeliest up to this probability.
         name: What the user typed.
     """
 
@@ -73,6 +76,9 @@ class Preset:
     buffer: int = attrs.field(validator=ge(1))
     series: tuple[Series, ...] = attrs.field(validator=min_len(1))
     split: Split = "test"
+    attempts: int = attrs.field(default=1, validator=ge(1))
+    temperature: float = attrs.field(default=0.0, validator=ge(0))
+    top_p: float = 1.0
     name: str = ""
 
 
@@ -113,3 +119,9 @@ def _structure(data: dict[str, Any], name: str) -> Preset:
     except cattrs.BaseValidationError as error:
         msg = f"preset '{name}': {first_problem(error)}."
         raise KVPolicyError(msg) from error
+
+
+def full_cache_plan() -> Plan:
+    """The plan in which no row ever leaves: the reference that the default preset begins with."""
+    reference = load_preset(DEFAULT_PRESET).series[0]
+    return Plan.from_dict(reference.plan, name=f"plan '{reference.label}'")

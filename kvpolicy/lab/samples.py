@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+from collections.abc import Sequence
 from typing import Any, Self, TypeVar
 
 import attrs
@@ -19,7 +20,8 @@ class Sample:
         key: Hash of everything the sample depends on, see `sample_key`.
         cell: Digest of the resolved plan.
         item: Number of the item in its task and seed.
-        correct: Whether the grader accepted the text; never for a request that failed.
+        correct: Whether the grader accepted the text; never for a request that failed, and
+            ``None`` if nothing was graded or the grader had no verdict.
         finish_reason: ``"stop"``, ``"length"`` (cut off at ``max_new_tokens``) or ``"error"``.
         error: What went wrong, if anything did.
         text: What the model generated.
@@ -31,12 +33,16 @@ class Sample:
         peak_bytes: Bytes of keys and values in those rows, summed over layers.
         prefill_s: Seconds in forwards of this prompt (shared with its group).
         decode_s: Seconds from the first token to the last.
+        attempt: Which attempt at the item it is, from 0.
+        facets: What a report may group by, such as the difficulty of the item.
+        values: What was measured, by name, where a task measures rather than grades.
+        ungraded: Why the grader had no verdict, if it had none.
     """
 
     key: str
     cell: str
     item: int
-    correct: bool
+    correct: bool | None
     finish_reason: str
     error: str | None
     text: str
@@ -48,6 +54,10 @@ class Sample:
     peak_bytes: int
     prefill_s: float
     decode_s: float
+    attempt: int = 0
+    facets: dict[str, int | str] = attrs.field(factory=dict)
+    values: dict[str, float] = attrs.field(factory=dict)
+    ungraded: str | None = None
 
     @classmethod
     def from_dict(cls, record: dict[str, Any]) -> Self:
@@ -101,7 +111,14 @@ class CellTiming:
 
 
 def sample_key(
-    *, plan: str, model: str, prompt: str, item: int, seed: int, max_new_tokens: int
+    *,
+    plan: str,
+    model: str,
+    prompt: str,
+    item: int,
+    seed: int,
+    max_new_tokens: int,
+    more: Sequence[object] = (),
 ) -> str:
     """Hash everything that decides what a sample will be.
 
@@ -112,11 +129,13 @@ def sample_key(
         item: Number of the item.
         seed: Seed of the run.
         max_new_tokens: The most tokens to generate.
+        more: What else it depends on; nothing where an answer is graded that was generated
+            greedily, so that runs of earlier versions can go on.
 
     Returns:
         32 hexadecimal digits.
     """
-    parts = [plan, model, prompt, item, seed, max_new_tokens]
+    parts = [plan, model, prompt, item, seed, max_new_tokens, *more]
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:32]
 
 

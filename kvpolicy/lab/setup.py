@@ -9,8 +9,10 @@ from pathlib import Path
 import attrs
 import torch
 
-from kvpolicy.errors import KVPolicyError
+from kvpolicy.discovery import nearest
+from kvpolicy.errors import KVPolicyError, TaskError
 from kvpolicy.lab.ablate import Comparison
+from kvpolicy.lab.chat import wrap
 from kvpolicy.lab.grid import build_cells, series_of_file, series_of_stack
 from kvpolicy.lab.models import open_model
 from kvpolicy.lab.pool import Pool, ThisProcess
@@ -18,7 +20,8 @@ from kvpolicy.lab.presets import DEFAULT_PRESET, Preset, Series, load_preset
 from kvpolicy.lab.processes import CAN_FORK, Processes
 from kvpolicy.lab.serving import Server
 from kvpolicy.lab.session import num_cpus
-from kvpolicy.lab.tasks import load_task
+from kvpolicy.lab.tasks import Item, load_task
+from kvpolicy.request import Sampling
 
 _SMALL = 100_000_000  # parameters; a larger model keeps all cores busy by itself
 
@@ -73,6 +76,7 @@ def prepare(
     dtype: str = "auto",
     device: str | None = None,
     trust_remote_code: bool = False,
+    execute_code: bool = False,
 ) -> Comparison:
     """Load the model, draw the items, resolve the plans.
 
@@ -82,6 +86,7 @@ def prepare(
         dtype: Precision of the model.
         device: Where the model is put.
         trust_remote_code: Whether to run code that comes with the model.
+        execute_code: Whether programs may be run that the model writes.
 
     Returns:
         The comparison.
@@ -90,6 +95,14 @@ def prepare(
         KVPolicyError: Something does not exist, or does not fit.
     """
     task = load_task(preset.task)
+    if task.measure.runs_code and not execute_code:
+        msg = (
+            f"task '{preset.task}' is graded by running the programs that the model writes; "
+            "give --execute-code to allow that (docs/how-to/run-a-benchmark.md says how far "
+            "they are confined)"
+        )
+        raise TaskError(msg)
+    items = _attempts(preset, task.items(preset.n, seed=preset.seed, split=preset.split))
     model, tokenizer = open_model(
         preset.model, dtype=dtype, device=device, trust_remote_code=trust_remote_code
     )
@@ -105,13 +118,30 @@ def prepare(
         tokenizer=tokenizer,
         model_name=preset.model,
         task=task,
-        items=task.items(preset.n, seed=preset.seed, split=preset.split),
+        items=wrap(items, tokenizer),
         split=preset.split,
+        sampling=Sampling(temperature=preset.temperature, top_p=preset.top_p, seed=preset.seed),
         cells=cells,
         seed=preset.seed,
         max_new_tokens=preset.max_new_tokens,
         slots=preset.slots,
     )
+
+
+def check_facet(comparison: Comparison, facet: str | None) -> None:
+    """Refuse a facet that no item has, before anything is computed.
+
+    Args:
+        comparison: What is to be run.
+        facet: What the table is to be broken down by, if by anything.
+
+    Raises:
+        TaskError: No item has it.
+    """
+    known = dict.fromkeys(name for item in comparison.items for name in item.facets)
+    if facet is not None and facet not in known:
+        msg = f"the items of task '{comparison.task.name}' have no '{facet}'"
+        raise TaskError(msg + nearest(facet, known))
 
 
 def default_folder(preset: Preset, comparison: Comparison) -> Path:
@@ -169,7 +199,9 @@ def open_pool(
         model=comparison.model,
         tokenizer=comparison.tokenizer,
         plans=[cell.plan for cell in comparison.cells],
-        prompts=[item.prompt for item in comparison.items],
+        items=comparison.items,
+        measure=comparison.task.measure,
+        sampling=comparison.sampling,
         slots=comparison.slots,
         max_new_tokens=comparison.max_new_tokens,
     )
@@ -177,6 +209,21 @@ def open_pool(
         return Processes(server.serve, workers)
     torch.set_num_threads(threads)
     return nullcontext(ThisProcess(server.serve))
+
+
+def _attempts(preset: Preset, items: Sequence[Item]) -> list[Item]:
+    """Each item as often as it is to be asked."""
+    if not items:
+        msg = f"task '{preset.task}' has no items in its {preset.split} split"
+        raise TaskError(msg)
+    if preset.attempts > 1 and preset.temperature == 0:
+        msg = (
+            f"{preset.attempts} attempts at each item would be all alike at temperature 0; "
+            "give for example --temperature 0.6 --top-p 0.95"
+        )
+        raise TaskError(msg)
+    numbers = range(preset.attempts)
+    return [attrs.evolve(item, attempt=number) for item in items for number in numbers]
 
 
 def _stack(series: Series) -> str:

@@ -8,8 +8,9 @@ from typing import Any
 import attrs
 
 from kvpolicy.lab.grid import Cell
+from kvpolicy.lab.measures import ACCURACY, Column
 from kvpolicy.lab.samples import CellTiming, Sample
-from kvpolicy.lab.stats import Estimate, mean, paired_difference, wilson
+from kvpolicy.lab.stats import Estimate, mean, paired_difference
 
 
 @attrs.frozen
@@ -23,11 +24,14 @@ class Row:
         buffer: Rows that may join before the next compaction; ``None`` likewise.
         digest: Digest of the resolved plan.
         n: Samples, failed ones included.
-        num_correct: How many of them were right.
+        num_items: Items they are samples of; fewer where each is asked several times.
+        num_correct: How many of them were right; ``None`` where nothing is graded.
         num_errors: How many failed; they count as not right.
-        accuracy: Share that was right, with its Wilson interval.
-        difference: Accuracy less that of the first cell, paired by item; ``None`` for that
-            cell itself, and where the two have no item in common.
+        num_ungraded: On how many the grader had no verdict; they count as not right.
+        measured: What the task measures, by name of the column: the share of right answers as
+            ``accuracy``, for example; ``None`` where no sample has a value.
+        difference: The first of these less that of the first cell, paired by item; ``None``
+            for that cell itself, and where the two have no item in common.
         length: Mean number of generated tokens of those that did not fail.
         truncated: Share that was cut off at the most tokens allowed.
         compactions: Mean number of compactions of a sample.
@@ -42,9 +46,11 @@ class Row:
     buffer: float | None
     digest: str
     n: int
-    num_correct: int
+    num_items: int
+    num_correct: int | None
     num_errors: int
-    accuracy: Estimate
+    num_ungraded: int
+    measured: dict[str, Estimate | None]
     difference: Estimate | None
     length: Estimate | None
     truncated: float
@@ -56,7 +62,10 @@ class Row:
 
 
 def tabulate(
-    cells: Sequence[Cell], samples: Collection[Sample], timings: Mapping[str, CellTiming]
+    cells: Sequence[Cell],
+    samples: Collection[Sample],
+    timings: Mapping[str, CellTiming],
+    columns: Sequence[Column] = (ACCURACY,),
 ) -> list[Row]:
     """Summarise the samples of every cell that has any.
 
@@ -64,6 +73,7 @@ def tabulate(
         cells: The cells, in the order of the table.
         samples: What is done.
         timings: What the cells cost, by digest, of those that were run in one go.
+        columns: What the task measures.
 
     Returns:
         A row for each cell with at least one sample.
@@ -73,21 +83,34 @@ def tabulate(
         of_cell.setdefault(sample.cell, []).append(sample)
     reference = of_cell.get(cells[0].digest, []) if cells else []
     return [
-        _row(cell, of_cell[cell.digest], timings.get(cell.digest), reference)
+        _row(cell, of_cell[cell.digest], timings.get(cell.digest), reference, columns)
         for cell in cells
         if cell.digest in of_cell
     ]
 
 
 def to_json(rows: Sequence[Row]) -> list[dict[str, Any]]:
-    """Rows as plain data: the fields of `Row`, estimates as ``{"value", "low", "high"}``."""
-    return [attrs.asdict(row) for row in rows]
+    """Rows as plain data: the fields of `Row`, estimates as ``{"value", "low", "high"}``.
+
+    What the task measures stands among the fields, in the place of ``measured``.
+    """
+    records = []
+    for row in rows:
+        record: dict[str, Any] = {}
+        for name, value in attrs.asdict(row).items():
+            record |= value if name == "measured" else {name: value}
+        records.append(record)
+    return records
 
 
 def to_csv(rows: Sequence[Row]) -> str:
-    """Rows as CSV: the fields of `Row`, estimates as three columns."""
+    """Rows as CSV: as `to_json`, estimates as three columns."""
+    return write_csv([flat(record) for record in to_json(rows)])
+
+
+def write_csv(records: Sequence[Mapping[str, Any]]) -> str:
+    """Records as CSV, with a column for every name that occurs."""
     out = io.StringIO()
-    records = [_flat(record) for record in to_json(rows)]
     names = dict.fromkeys(name for record in records for name in record)
     writer = csv.DictWriter(out, fieldnames=list(names), lineterminator="\n")
     writer.writeheader()
@@ -95,25 +118,39 @@ def to_csv(rows: Sequence[Row]) -> str:
     return out.getvalue()
 
 
+def flat(record: Mapping[str, Any]) -> dict[str, Any]:
+    """A record whose estimates are three columns each: ``NAME``, ``NAME_low``, ``NAME_high``."""
+    flat: dict[str, Any] = {}
+    for name, value in record.items():
+        if isinstance(value, dict):
+            flat |= {name: value["value"], f"{name}_low": value["low"]}
+            flat[f"{name}_high"] = value["high"]
+        else:
+            flat[name] = value
+    return flat
+
+
 def _row(
     cell: Cell,
     samples: Sequence[Sample],
     timing: CellTiming | None,
     reference: Sequence[Sample],
+    columns: Sequence[Column],
 ) -> Row:
     n = len(samples)
     served = [sample for sample in samples if sample.finish_reason != "error"]
-    num_correct = sum(sample.correct for sample in served)
     return Row(
         series=cell.series,
         budget=cell.budget,
         buffer=cell.buffer,
         digest=cell.digest,
         n=n,
-        num_correct=num_correct,
+        num_items=len({sample.item for sample in samples}),
+        num_correct=_num_correct(samples),
         num_errors=n - len(served),
-        accuracy=wilson(num_correct, n),
-        difference=None if samples is reference else _difference(samples, reference),
+        num_ungraded=sum(sample.ungraded is not None for sample in served),
+        measured={column.name: column.estimate(samples) for column in columns},
+        difference=None if samples is reference else _difference(columns[0], samples, reference),
         length=mean([sample.num_tokens for sample in served]) if served else None,
         truncated=sum(sample.finish_reason == "length" for sample in served) / n,
         compactions=sum(sample.compactions for sample in served) / max(len(served), 1),
@@ -124,19 +161,25 @@ def _row(
     )
 
 
-def _difference(samples: Sequence[Sample], reference: Sequence[Sample]) -> Estimate | None:
-    """Accuracy less that of the reference, on the items that both have done."""
-    right = {sample.item: float(sample.correct) for sample in reference}
-    pairs = [(float(s.correct), right[s.item]) for s in samples if s.item in right]
+def _num_correct(samples: Sequence[Sample]) -> int | None:
+    is_graded = any(s.correct is not None or s.ungraded is not None for s in samples)
+    return sum(bool(sample.correct) for sample in samples) if is_graded else None
+
+
+def _difference(
+    column: Column, samples: Sequence[Sample], reference: Sequence[Sample]
+) -> Estimate | None:
+    """A column less that of the reference, on the items that both have a value for."""
+    ours, theirs = _by_item(column, samples), _by_item(column, reference)
+    pairs = [(ours[item], theirs[item]) for item in ours if item in theirs]
     return paired_difference(*zip(*pairs, strict=True)) if pairs else None
 
 
-def _flat(record: Mapping[str, Any]) -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for name, value in record.items():
-        if isinstance(value, dict):
-            flat |= {name: value["value"], f"{name}_low": value["low"]}
-            flat[f"{name}_high"] = value["high"]
-        else:
-            flat[name] = value
-    return flat
+def _by_item(column: Column, samples: Sequence[Sample]) -> dict[int, float]:
+    """A column's value of each item: the mean over its attempts."""
+    found: dict[int, list[float]] = {}
+    for sample in samples:
+        value = column.value(sample)
+        if value is not None:
+            found.setdefault(sample.item, []).append(value)
+    return {item: sum(values) / len(values) for item, values in found.items()}

@@ -8,7 +8,7 @@ import torch
 from tiny import tiny_model
 
 from kvpolicy.errors import ModelError
-from kvpolicy.lab import models
+from kvpolicy.lab import hub, models
 from kvpolicy.lab.fingerprint import fingerprint, fingerprint_texts
 from kvpolicy.lab.models import open_model, open_skeleton
 
@@ -45,8 +45,8 @@ def test_a_hub_that_cannot_be_reached_is_not_asked_again_and_again(
         raise OSError
 
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
-    monkeypatch.setattr(models, "getproxies", dict)
-    monkeypatch.setattr(models.socket, "getaddrinfo", no_address)
+    monkeypatch.setattr(hub, "getproxies", dict)
+    monkeypatch.setattr(hub.socket, "getaddrinfo", no_address)
     with pytest.raises(ModelError, match="the hub cannot be reached"):
         open_model("somebody/something")
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from kvpolicy.errors import KVPolicyError
+from kvpolicy.lab.measures import Outcome
 from kvpolicy.lab.pool import ItemDone, Job, JobDone, News, ThisProcess
 from kvpolicy.lab.processes import Processes
 from kvpolicy.results import Result, RunReport
@@ -18,7 +19,8 @@ JOBS = [Job(cell, tuple(range(cell % 4))) for cell in range(11)]
 
 def echo(job: Job) -> Iterator[News]:
     for item in job.items:
-        yield ItemDone(job, item, Result(item, text=f"{job.cell} by {os.getpid()}"))
+        result = Result(item, text=f"{job.cell} by {os.getpid()}")
+        yield ItemDone(job, item, Outcome(result))
     yield JobDone(job, RunReport(), 0.0)
 
 
@@ -41,7 +43,7 @@ def test_workers_do_every_job_once_and_each_in_order(num: int) -> None:
 
 def test_work_is_done_elsewhere() -> None:
     with Processes(echo, 2) as pool:
-        texts = [n.result.text for n in pool.serve(JOBS) if isinstance(n, ItemDone)]
+        texts = [n.outcome.result.text for n in pool.serve(JOBS) if isinstance(n, ItemDone)]
     workers = {str(text).split()[-1] for text in texts}
     assert str(os.getpid()) not in workers
     assert len(workers) <= 2
@@ -67,7 +69,7 @@ def test_a_mistake_of_the_users_is_raised_as_it_was() -> None:
 
 def test_a_defect_comes_with_its_traceback() -> None:
     def stumble(job: Job) -> Iterator[News]:
-        yield ItemDone(job, 0, Result(0))
+        yield ItemDone(job, 0, Outcome(Result(0)))
         raise ZeroDivisionError
 
     with (

@@ -151,4 +151,17 @@ def test_a_key_depends_on_everything_that_decides_the_sample() -> None:
     keys = {sample_key(**given)}
     for name, value in given.items():
         keys.add(sample_key(**(given | {name: value * 10})))
-    assert len(keys) == 1 + len(given)
+    keys.add(sample_key(**given, more=[["attempt", 1]]))
+    assert len(keys) == 2 + len(given)
+
+
+def test_a_sample_of_an_earlier_version_is_read_with_what_it_did_not_say(tmp_path: Path) -> None:
+    record = attrs.asdict(SAMPLE)
+    new = {"attempt", "facets", "values", "ungraded"}
+    old = {name: value for name, value in record.items() if name not in new}
+    with Store(tmp_path, RUN):
+        pass
+    (tmp_path / "samples.jsonl").write_text(json.dumps(old) + "\n", encoding="utf-8")
+    with Store(tmp_path, RUN) as store:
+        (sample,) = store.samples.values()
+    assert (sample.attempt, sample.facets, sample.values, sample.ungraded) == (0, {}, {}, None)

@@ -20,6 +20,11 @@ from typer.main import get_command
 from kvpolicy import Engine, Plan, discovery, errors, hookspecs
 from kvpolicy.cli.commands import COMMANDS
 from kvpolicy.describe import describe
+from kvpolicy.lab.agreement import Agreement
+from kvpolicy.lab.measures import Graded
+from kvpolicy.lab.perplexity import Perplexity
+from kvpolicy.lab.suite.reasoner import LEVELS
+from kvpolicy.lab.tasks import Item, installed_tasks
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -222,6 +227,43 @@ def test_a_command_is_documented_with_all_its_options(name: str) -> None:
     text = (DOCS / "reference" / "cli.md").read_text(encoding="utf-8")
     for command in commands:
         assert f"```sh\n{command} --help\n```\n\n```text\nUsage: {command} " in text
+
+
+# The reference of tasks
+
+TASKS = DOCS / "reference" / "tasks.md"
+
+
+def test_every_task_is_documented_with_its_options() -> None:
+    rows = re.findall(r"^\| `([\w-]+)` \| (.*?) \| ", _section(TASKS, "Names"), re.M)
+    documented = {name: re.findall(r"`(\w+=[^`]*)`", options) for name, options in rows}
+    assert documented == {
+        info.name: [f"{option}={default}" for option, default in info.options.items()]
+        for info in installed_tasks()
+        if info.distribution.startswith("kvpolicy ")
+    }
+
+
+def test_every_column_of_a_measure_is_documented() -> None:
+    rows = re.findall(r"^\| (\w+) \| `(\w+)` \| ", _section(TASKS, "Columns"), re.M)
+    measures = (Graded(lambda *_: True), Perplexity(), Agreement())
+    assert rows == [(one.name, column.name) for one in measures for column in one.columns]
+
+
+def test_every_level_is_documented_with_its_ranges() -> None:
+    rows = re.findall(r"^\| `(\w+)` \| (.*?) \| (.*?) \|$", _section(TASKS, "Levels"), re.M)
+    documented = {name: (steps, facts) for name, steps, facts in rows}
+    assert documented.keys() == LEVELS.keys()
+    for name, level in LEVELS.items():
+        if level is not None:
+            steps = f"{level.min_depth} to {level.max_depth}"
+            assert documented[name] == (steps, f"{level.min_facts} to {level.max_facts}")
+
+
+def test_the_fields_of_an_item_are_documented() -> None:
+    row = re.search(r"^\| `kvpolicy.lab.tasks.Item` \| .*?: (.*) \|$", TASKS.read_text(), re.M)
+    assert row
+    assert re.findall(r"`(\w+)`", row[1]) == [field.name for field in attrs.fields(Item)]
 
 
 # The README

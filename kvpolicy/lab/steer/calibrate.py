@@ -16,14 +16,15 @@ import kvpolicy
 from kvpolicy.calibration import Calibration
 from kvpolicy.engine import Engine
 from kvpolicy.errors import KVPolicyError
+from kvpolicy.lab import chat
 from kvpolicy.lab.fingerprint import fingerprint
-from kvpolicy.lab.presets import DEFAULT_PRESET, load_preset
+from kvpolicy.lab.measures import grader_of
+from kvpolicy.lab.presets import full_cache_plan
 from kvpolicy.lab.steer.contrast import Contrast
 from kvpolicy.lab.steer.rules import EXECUTION, ThoughtRules
 from kvpolicy.lab.steer.states import MarkedTrace, states_before_thoughts
 from kvpolicy.lab.steer.thoughts import find_thoughts
 from kvpolicy.lab.tasks import Split, Task
-from kvpolicy.plan import Plan
 from kvpolicy.sequence import encode
 from kvpolicy.steering import SteeringVector
 from kvpolicy.thinking import Paragraphs
@@ -83,18 +84,19 @@ def write_traces(source: Source, *, max_new_tokens: int, slots: int) -> Iterator
     Raises:
         KVPolicyError: A problem cannot be served.
     """
-    reference = load_preset(DEFAULT_PRESET).series[0]  # the full cache comes first
-    plan = Plan.from_dict(reference.plan, name=f"plan '{reference.label}'")
-    engine = Engine(source.model, source.tokenizer, plan, slots=slots)
-    items = source.task.items(source.n, seed=source.seed, split=SPLIT)
-    prompts = [encode(i.prompt, source.tokenizer, engine.seam.vocab_size) for i in items]
+    grade = grader_of(source.task)
+    engine = Engine(source.model, source.tokenizer, full_cache_plan(), slots=slots)
+    drawn = source.task.items(source.n, seed=source.seed, split=SPLIT)
+    items = chat.wrap(drawn, source.tokenizer)
+    texts = [chat.encode(item, source.tokenizer) for item in items]
+    prompts = [encode(text, source.tokenizer, engine.seam.vocab_size) for text in texts]
     for result in engine.generate(prompts, max_new_tokens=max_new_tokens):
         item = items[result.id]
         if result.error is not None:
             msg = f"problem {item.index} of task {source.task.name}: {result.error}"
             raise KVPolicyError(msg)
         token_ids = (*prompts[result.id], *result.tokens)
-        is_right = source.task.grade(result.text or "", item)
+        is_right = grade(result.text or "", item)
         yield Trace(item.index, result.prompt_len, token_ids, is_right)
 
 

@@ -1,0 +1,156 @@
+"""The rows of a data set: from the hub, from a folder laid out as on the hub, or from a file.
+
+Rows are read when they are looked at, so that a file of gigabytes, of which a few rows are
+wanted, does not have to fit into memory.
+"""
+
+import importlib.util
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from kvpolicy.errors import TaskError
+from kvpolicy.lab.hub import hub_can_be_reached
+
+Row = Mapping[str, Any]
+Rows = Sequence[Row]
+
+EXTRA = "pip install 'kvpolicy[tasks]'"
+
+# Kinds of files that the package `datasets` reads, by their suffix.
+_TABLES = {".parquet": "parquet", ".csv": "csv"}
+
+
+def read_rows(source: str, *, config: str | None = None, split: str = "test") -> Rows:
+    """Find the rows of a data set.
+
+    Args:
+        source: A file (``.jsonl``, ``.json``, ``.txt``, ``.csv``, ``.parquet``), a folder, or
+            a hub id. A text file has a row ``{"text"}`` for each paragraph.
+        config: Configuration of a data set that has several.
+        split: Split of a data set; a file has no other rows than its own.
+
+    Returns:
+        The rows, in order.
+
+    Raises:
+        TaskError: There is no such data set, it cannot be read, or a package is missing.
+    """
+    path = Path(source)
+    if path.suffix == ".jsonl":
+        return JsonRows([path])
+    if path.suffix in (".json", ".txt"):
+        return _read_whole(path)
+    if path.suffix in _TABLES:
+        _check_file(path)
+        return _load(source, _TABLES[path.suffix], data_files=source, split="train")
+    return _load(source, source, config, split=split)
+
+
+def require(module: str, what: str) -> None:
+    """Refuse to go on without an optional package.
+
+    Args:
+        module: What would be imported.
+        what: What needs it.
+
+    Raises:
+        TaskError: It is not installed.
+    """
+    if importlib.util.find_spec(module) is None:
+        msg = f"{what} needs the package {module.replace('_', '-')}; {EXTRA} installs it"
+        raise TaskError(msg)
+
+
+class JsonRows(Sequence[Row]):
+    """Files of JSON lines, one row a line, of which only the places are remembered."""
+
+    def __init__(self, paths: Sequence[Path]) -> None:
+        """Find the lines; raises `TaskError` if a file cannot be read."""
+        self._places: list[tuple[Path, int, int]] = []
+        for path in paths:
+            _check_file(path)
+            with path.open("rb") as file:
+                start = 0
+                for number, line in enumerate(file, 1):
+                    if line.strip():
+                        self._places.append((path, number, start))
+                    start += len(line)
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def __getitem__(self, index: Any) -> Any:
+        path, number, start = self._places[index]
+        with path.open("rb") as file:
+            file.seek(start)
+            line = file.readline()
+        try:
+            row = json.loads(line)
+        except ValueError:
+            row = None
+        if not isinstance(row, dict):
+            msg = f"line {number} of {path} is not a JSON object; one is wanted on each line"
+            raise TaskError(msg)
+        return row
+
+
+def _check_file(path: Path) -> None:
+    try:
+        path.open("rb").close()
+    except OSError as error:
+        msg = f"task file {path} cannot be read: {error.strerror}"
+        raise TaskError(msg) from error
+
+
+def _read_whole(path: Path) -> Rows:
+    _check_file(path)
+    try:
+        text = path.read_text(encoding="utf-8")
+        if path.suffix == ".txt":
+            return [{"text": part.strip("\n")} for part in text.split("\n\n") if part.strip()]
+        rows = json.loads(text)
+    except UnicodeDecodeError as error:
+        msg = f"task file {path} is not UTF-8 text (byte {error.start})"
+        raise TaskError(msg) from error
+    except ValueError as error:
+        msg = f"task file {path} is not JSON ({error}); name it .jsonl if each line is"
+        raise TaskError(msg) from error
+    if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
+        msg = f"task file {path} holds no list of JSON objects"
+        raise TaskError(msg)
+    return rows
+
+
+def _load(source: str, kind: str, config: str | None = None, **options: Any) -> Rows:
+    """Have the package `datasets` read something."""
+    require("datasets", f"reading {source}")
+    is_local = Path(source).exists()
+    import datasets
+
+    if not is_local and not hub_can_be_reached() and not _is_cached(source):
+        msg = (
+            f"data set '{source}' is no file or folder and has not been downloaded before, and "
+            "the hub cannot be reached from here; give the task the option source=FILE"
+        )
+        raise TaskError(msg)
+    shown = datasets.utils.logging.get_verbosity()
+    try:
+        datasets.disable_progress_bars()
+        datasets.utils.logging.set_verbosity_error()
+        rows: Rows = datasets.load_dataset(kind, config, **options)
+    except Exception as error:  # a dozen kinds, among them those of pyarrow and of the hub
+        reason = str(error).partition("\n")[0].rstrip(".")
+        msg = f"data set '{source}' cannot be loaded: {type(error).__name__}: {reason}"
+        raise TaskError(msg) from error
+    finally:
+        datasets.utils.logging.set_verbosity(shown)
+        datasets.enable_progress_bars()
+    return rows
+
+
+def _is_cached(source: str) -> bool:
+    import datasets
+
+    return (Path(datasets.config.HF_DATASETS_CACHE) / source.replace("/", "___").lower()).exists()
