@@ -13,12 +13,27 @@ Actions = list[tuple[str, dict[str, int]]]
 
 def explain(trial: Trial, error: ConformanceError) -> ConformanceError:
     """The same failure under the clause that is to blame, with an example to run."""
+    trial, error = _at_one_go(trial, error)
     if isinstance(error, Differs):
-        clause, came = _why_differs(trial, error.arrival), error
+        clause = _why_differs(trial, error.arrival)
     else:
-        clause, came = _why_wrong(trial, error), error
+        clause = _why_wrong(trial, error)
     example = Example(trial.setup.words(), _code(trial))
-    return ConformanceError(clause, came.expected, came.came, trial.maker.name, example)
+    return ConformanceError(clause, error.expected, error.came, trial.maker.name, example)
+
+
+def _at_one_go(trial: Trial, error: ConformanceError) -> tuple[Trial, ConformanceError]:
+    """The same without stops on the way, if it fails as well."""
+    again = Trial(trial.maker, world=trial.world, **attrs.asdict(trial.setup))
+    try:
+        for name, arguments in trial.actions:
+            if name == "arrive":
+                again.arrive(**arguments)
+        again.finish()
+    except ConformanceError as simpler:
+        if simpler.clause == error.clause:
+            return again, simpler
+    return trial, error
 
 
 def _why_wrong(trial: Trial, error: ConformanceError) -> str:

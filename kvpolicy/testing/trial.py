@@ -97,6 +97,7 @@ class Trial:
         self._run: Run | None = None
         self._queue: list[Arrival] = []
         self._served: list[Arrival] = []
+        self._open: set[int] = set()
         self._stories: list[tuple[Arrival, Story]] = []
         self._traces: list[list[Kept]] = []
         self._memories: list[weakref.ref[Any]] = []
@@ -108,9 +109,9 @@ class Trial:
         return self._watch.policy
 
     @property
-    def num_cancellable(self) -> int:
-        """Requests of the run under way, 0 if there is none."""
-        return 0 if self._run is None else len(self._served)
+    def unanswered(self) -> list[int]:
+        """Requests of the run under way that have not ended, in order of arrival."""
+        return sorted(self._open)
 
     def arrive(self, *, prompt: int, new: int) -> None:
         """Let a request of so many prompt tokens arrive, for at most so many new ones.
@@ -132,7 +133,7 @@ class Trial:
     def cancel(self, request: int) -> None:
         """Cancel a request of the run under way, counted from 0."""
         self.actions.append(("cancel", {"request": request}))
-        if request < self.num_cancellable:
+        if request in self.unanswered:
             assert self._run is not None
             self._run.cancel(request)
 
@@ -194,6 +195,7 @@ class Trial:
         if self._run is not None or not self._queue:
             return
         self._served, self._queue = self._queue, []
+        self._open = set(range(len(self._served)))
         self._run = self._engine.generate([self._request(one) for one in self._served])
         memories = [served.memory for served in self._run._waiting]
         self._traces = [self._watch.follow(memory) for memory in memories]
@@ -219,6 +221,7 @@ class Trial:
             result.tokens, self._traces[result.id], cancelled=result.finish_reason == "cancelled"
         )
         self._stories.append((self._served[result.id], story))
+        self._open.remove(result.id)
         self.checked["cancellation"] += story.cancelled
 
     def _check_leaks(self) -> None:
