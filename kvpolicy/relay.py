@@ -145,7 +145,7 @@ class _Manager(pluggy.PluginManager):
     def parse_hookimpl_opts(self, plugin: object, name: str) -> Any:
         return None if name.startswith("__") else super().parse_hookimpl_opts(plugin, name)
 
-    def parse_hookspec_opts(self, module_or_class: object, name: str) -> Any:
+    def parse_hookspec_opts(self, module_or_class: Any, name: str) -> Any:
         return None if name.startswith("__") else super().parse_hookspec_opts(module_or_class, name)
 
 

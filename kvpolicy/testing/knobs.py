@@ -15,7 +15,8 @@ from kvpolicy.planspec import PolicySpec
 from kvpolicy.testing.clauses import ConformanceError, Example
 from kvpolicy.testing.maker import Maker
 from kvpolicy.testing.setup import Setup, World, least_budget
-from kvpolicy.testing.trial import Arrival, Trial, differs
+from kvpolicy.testing.story import Arrival, differs
+from kvpolicy.testing.trial import Trial
 
 
 def check_knobs(maker: Maker, world: World) -> bool:
@@ -68,9 +69,7 @@ def _loaded(maker: Maker, knobs: dict[str, Any]) -> PolicySpec:
         raise _broken(maker, f"a plan that says {entry}", str(error)) from error
 
 
-def _check_same_rows(
-    maker: Maker, world: World, policy_class: type, knobs: dict[str, Any]
-) -> None:
+def _check_same_rows(maker: Maker, world: World, policy_class: type, knobs: dict[str, Any]) -> None:
     """Serve the same with the policy as it was given, and as it was loaded."""
     loaded = attrs.evolve(maker, build=lambda: policy_class(**knobs))
     budget = least_budget(maker.build()) + 2

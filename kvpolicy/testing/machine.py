@@ -46,9 +46,9 @@ _prompts = st.tuples(st.sampled_from(["slab", "budget", "nothing", "slab"]), _fe
 _new = st.integers(1, 10)
 
 
-# What may be spent on making a failing case smaller.
-_MOST_SHRINKING = 150
-_MOST_SHRINKING_S = 15.0
+# What Hypothesis may spend on making a failing case smaller; `shorten` does the rest.
+_MOST_SHRINKING = 40
+_MOST_SHRINKING_S = 5.0
 
 
 class Found(Exception):  # noqa: N818 - no error of anybody's: it carries one out of Hypothesis
@@ -112,7 +112,7 @@ def run_round(
         ConformanceError: With a minimal example.
     """
     least, hooks = least_budget(maker.build()), maker.hooks()
-    options = {"world": world, "checked": checked, "hooks": hooks}
+    options: dict[str, Any] = {"world": world, "checked": checked, "hooks": hooks}
     best = _Best()
 
     class Serving(RuleBasedStateMachine):

@@ -132,9 +132,7 @@ def plan_of(policy: object, hooks: frozenset[str], setup: Setup, num_layers: int
     rest = tuple(layer for layer in range(num_layers) if layer not in has)
     if rest:
         groups.append(LayerGroup(where=rest, stack=(PolicySpec.of(KeyLengths()),)))
-    return Plan(
-        budget=setup.budget, buffer=setup.buffer, layers=tuple(groups), schedule=schedule
-    )
+    return Plan(budget=setup.budget, buffer=setup.buffer, layers=tuple(groups), schedule=schedule)
 
 
 def layers_with(where: str, num_layers: int) -> list[int]:
@@ -147,4 +145,3 @@ def least_budget(policy: object) -> int:
     """The smallest budget under which a policy can be tried, wrapped or not."""
     stack = Stack([("policy", policy), ("pinned", Pinned())])
     return max(stack.n_first + stack.n_last, 1)
-
