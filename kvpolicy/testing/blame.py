@@ -3,22 +3,21 @@
 from collections.abc import Callable
 from typing import Any
 
-import attrs
-
 from kvpolicy.testing.clauses import ConformanceError, Example
-from kvpolicy.testing.trial import Arrival, Differs, Trial, differs
-
-Actions = list[tuple[str, dict[str, int]]]
+from kvpolicy.testing.shorten import Actions, replay, shorten
+from kvpolicy.testing.story import Arrival, DiffersError, differs
+from kvpolicy.testing.trial import Trial
 
 
 def explain(trial: Trial, error: ConformanceError) -> ConformanceError:
     """The same failure under the clause that is to blame, with an example to run."""
-    if isinstance(error, Differs):
-        clause, came = _why_differs(trial, error.arrival), error
+    trial, error = shorten(trial, error)
+    if isinstance(error, DiffersError):
+        clause = _why_differs(trial, error.arrival)
     else:
-        clause, came = _why_wrong(trial, error), error
+        clause = _why_wrong(trial, error)
     example = Example(trial.setup.words(), _code(trial))
-    return ConformanceError(clause, came.expected, came.came, trial.maker.name, example)
+    return ConformanceError(clause, error.expected, error.came, trial.maker.name, example)
 
 
 def _why_wrong(trial: Trial, error: ConformanceError) -> str:
@@ -63,15 +62,8 @@ def _why_differs(trial: Trial, arrival: Arrival) -> str:
 
 def _holds(trial: Trial, change: Callable[[Actions], Actions] = list, **sizes: Any) -> bool:
     """Whether the same trial, with something changed, breaks no clause."""
-    setup = attrs.asdict(trial.setup) | sizes
-    again = Trial(trial.maker, world=trial.world, **setup)
-    try:
-        for name, arguments in change(trial.actions):
-            getattr(again, name)(**arguments)
-        again.finish()
-    except ConformanceError:
-        return False
-    return True
+    _, error = replay(trial, change(trial.actions), **sizes)
+    return error is None
 
 
 def _has_cancelled(trial: Trial) -> bool:

@@ -100,10 +100,12 @@ def check_building(maker: Maker) -> None:
         Stack([(maker.name, first)])
     except PolicyLoadError as error:
         expected = "a policy that fits the hook specs"
-        raise ConformanceError("building", expected, str(error), maker.name, example) from error
+        broken = ("building", expected, str(error))
+        raise ConformanceError(*broken, maker.name, example) from error
     if first is second:
         came = f"{first!r:.80} twice"
-        raise ConformanceError("building", "a new policy each time", came, maker.name, example)
+        broken = ("building", "a new policy each time", came)
+        raise ConformanceError(*broken, maker.name, example)
 
 
 def _machine() -> Any:

@@ -15,7 +15,8 @@ from kvpolicy.planspec import PolicySpec
 from kvpolicy.testing.clauses import ConformanceError, Example
 from kvpolicy.testing.maker import Maker
 from kvpolicy.testing.setup import Setup, World, least_budget
-from kvpolicy.testing.trial import Arrival, Trial, differs
+from kvpolicy.testing.story import Arrival, differs
+from kvpolicy.testing.trial import Trial
 
 
 def check_knobs(maker: Maker, world: World) -> bool:

@@ -29,6 +29,7 @@ class LentTracks:
         self._tracks[name] = values
 
     def problem(self) -> Problem:
+        """A track that was changed where it is, and not assigned to."""
         for name, now, before in self._lent:
             if name not in self._assigned and not torch.equal(now, before):
                 came = f'tracks["{name}"] was changed in place, which is lost for some batches'
@@ -66,7 +67,8 @@ class RowsBefore:
         return problems
 
 
-def nan_in(change: Tensor | None | list[Tensor]) -> Problem:
+def nan_in(change: Tensor | list[Tensor] | None) -> Problem:
+    """NaN among the changes that `steer` answered with."""
     changes = change if isinstance(change, list) else [change]
     bad = any(one is not None and bool(one.isnan().any()) for one in changes)
     return ("a change without NaN", "NaN in the answer to steer()") if bad else None

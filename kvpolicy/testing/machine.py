@@ -1,5 +1,6 @@
 """The state machine: Hypothesis draws what arrives, goes on and is cancelled, and shrinks it."""
 
+import time
 from collections import Counter
 from typing import Any
 
@@ -41,8 +42,13 @@ _setups = st.fixed_dictionaries(
     }
 )
 # Prompts of one row, of the budget, and of the whole slab are the interesting ones.
-_prompts = st.tuples(st.sampled_from(["budget", "slab", "nothing"]), _few)
+_prompts = st.tuples(st.sampled_from(["slab", "budget", "nothing", "slab"]), _few)
 _new = st.integers(1, 10)
+
+
+# What Hypothesis may spend on making a failing case smaller; `shorten` does the rest.
+_MOST_SHRINKING = 40
+_MOST_SHRINKING_S = 5.0
 
 
 class Found(Exception):  # noqa: N818 - no error of anybody's: it carries one out of Hypothesis
@@ -51,6 +57,43 @@ class Found(Exception):  # noqa: N818 - no error of anybody's: it carries one ou
     def __init__(self, trial: Trial, error: ConformanceError) -> None:
         super().__init__(str(error))
         self.trial, self.error = trial, error
+
+    @property
+    def size(self) -> tuple[int, int, int]:
+        """The smaller, the better to read."""
+        numbers = [number for _, arguments in self.trial.actions for number in arguments.values()]
+        return len(self.trial.actions), len(self.trial.setup.words()), sum(numbers)
+
+
+class _Enough(BaseException):
+    """Small enough; no `Exception`, which Hypothesis would take for another failure."""
+
+
+class _Best:
+    """The smallest failing case so far, and the runs since the first."""
+
+    def __init__(self) -> None:
+        self.found: Found | None = None
+        self.is_enough = False
+        self._num_runs = 0
+        self._since = 0.0
+
+    def begin(self) -> None:
+        """Count a run; ends the search when it has been long enough."""
+        if self.found is None:
+            return
+        self._num_runs += 1
+        took = time.perf_counter() - self._since
+        if self._num_runs > _MOST_SHRINKING or took > _MOST_SHRINKING_S:
+            self.is_enough = True
+            raise _Enough
+
+    def note(self, found: Found) -> None:
+        """Keep it, if it is smaller."""
+        if self.found is None:
+            self._since = time.perf_counter()
+        if self.found is None or found.size <= self.found.size:
+            self.found = found
 
 
 def run_round(
@@ -69,8 +112,8 @@ def run_round(
         ConformanceError: With a minimal example.
     """
     least, hooks = least_budget(maker.build()), maker.hooks()
-    options = {"world": world, "checked": checked, "hooks": hooks}
-    last: list[Found] = []
+    options: dict[str, Any] = {"world": world, "checked": checked, "hooks": hooks}
+    best = _Best()
 
     class Serving(RuleBasedStateMachine):
         """One case: an engine is set up, and requests come and go."""
@@ -80,6 +123,7 @@ def run_round(
 
         @initialize(more=_few, setup=_setups, prompt=_prompts, new=_new)
         def begin(self, more: int, setup: dict[str, Any], prompt: Any, new: int) -> None:
+            best.begin()
             # Whatever a policy draws from the global generator differs between requests, and
             # is the same when the case is run again.
             torch.manual_seed(setup["seed"])
@@ -97,12 +141,14 @@ def run_round(
         def go(self, steps: int) -> None:
             self._do("go", steps=steps)
 
-        @rule(request=st.integers(0, 2))
-        def cancel(self, request: int) -> None:
-            if not self.trial.num_cancellable:
+        @rule(request=st.integers(0, 2), prompt=_prompts, new=_new)
+        def cancel(self, request: int, prompt: tuple[str, int], new: int) -> None:
+            if not self.trial.unanswered:
                 self._do("go", steps=1)
-            if self.trial.num_cancellable:
-                self._do("cancel", request=request % self.trial.num_cancellable)
+            if self.trial.unanswered:
+                unanswered = self.trial.unanswered
+                self._do("cancel", request=unanswered[request % len(unanswered)])
+                self.arrive(prompt, new)  # the clause is about what comes after
 
         def teardown(self) -> None:
             if not self._failed and hasattr(self, "trial"):
@@ -114,7 +160,7 @@ def run_round(
             except ConformanceError as error:
                 self._failed = True
                 found = Found(self.trial, error)
-                last[:] = [found]
+                best.note(found)
                 raise found from error
 
     settings = hypothesis.settings(
@@ -132,14 +178,15 @@ def run_round(
     with torch.random.fork_rng(devices=[]):
         try:
             run_state_machine_as_test(machine, settings=settings)
-        except Found as found:
-            raise explain(found.trial, found.error) from found.error
-        except hypothesis.errors.Flaky as flaky:
-            raise _fickle(last[0]) from flaky
+        except (Found, _Enough, hypothesis.errors.Flaky) as error:
+            # Hypothesis, too, calls it flaky when a search is broken off.
+            assert best.found is not None
+            told = explain(best.found.trial, best.found.error)
+            is_fickle = isinstance(error, hypothesis.errors.Flaky) and not best.is_enough
+            raise (_fickle(told) if is_fickle else told) from best.found.error
 
 
-def _fickle(found: Found) -> ConformanceError:
+def _fickle(told: ConformanceError) -> ConformanceError:
     """A case that fails once and not again: the policy has a source of chance of its own."""
-    told = explain(found.trial, found.error)
     came = f"once: {told.came}; and when the same was run again: no failure"
     return ConformanceError("determinism", told.expected, came, told.policy, told.example)

@@ -59,9 +59,10 @@ class Toy(Seam):
         self._embedding = normal(vocab_size, hidden_size)
         self._places = normal(_MOST_POSITIONS, hidden_size) * 0.7
         width = 1 / hidden_size**0.5
-        heads = (kv_heads * group, kv_heads, kv_heads)
+        # Queries, keys and values, side by side.
+        self._num_heads = (kv_heads * group, kv_heads, kv_heads)
         self._into = [
-            [normal(hidden_size, num * head_dim) * width * 2 for num in heads]
+            normal(hidden_size, sum(self._num_heads) * head_dim) * width * 2
             for _ in range(num_layers)
         ]
         self._out = [
@@ -81,12 +82,13 @@ class Toy(Seam):
         if numbers == "alike":
             self._embedding.mul_(0.2).add_(1)
         if numbers == "large":
-            for _, keys, _ in self._into:
-                keys.mul_(100)
+            first, num = self._num_heads[0] * self._shape.head_dim, self._shape.head_dim
+            for weight in self._into:
+                weight[:, first : first + self._num_heads[1] * num] *= 100
 
     def _cast(self, dtype: torch.dtype) -> None:
         self._embedding, self._places = self._embedding.to(dtype), self._places.to(dtype)
-        self._into = [[weight.to(dtype) for weight in layer] for layer in self._into]
+        self._into = [weight.to(dtype) for weight in self._into]
         self._out = [weight.to(dtype) for weight in self._out]
         self._unembedding = self._unembedding.to(dtype)
 
@@ -108,20 +110,19 @@ class Toy(Seam):
             if layer_idx in self._steer:
                 change = self._steer[layer_idx](states[:, -1])
                 states = states if change is None else states + change[:, None]
-            queries, keys, values = (self._heads(states @ weight) for weight in into)
+            heads = (states @ into).unflatten(2, (-1, self._shape.head_dim)).transpose(1, 2)
+            queries, keys, values = heads.split(self._num_heads, dim=1)
             all_keys, all_values = step.store(layer_idx, keys, values)
             scaling = self._shape.head_dim**-0.5
             found = attend(step, layer_idx, queries, all_keys, all_values, scaling)
             states = states + found.transpose(1, 2).flatten(2) @ out
         step.commit()
-        states = states / (states.float().square().mean(dim=-1, keepdim=True) + 1e-6).sqrt()
-        states = states.to(self._shape.dtype)
+        states = states if wants_states else states[:, -1:]
+        size = (states.float().square().mean(dim=-1, keepdim=True) + 1e-6).sqrt()
+        states = (states / size).to(self._shape.dtype)
         logits = torch.full((len(states), self.vocab_size), -torch.inf, dtype=states.dtype)
         logits[:, self._lively] = states[:, -1] @ self._unembedding
         return logits, states if wants_states else None
-
-    def _heads(self, columns: Tensor) -> Tensor:
-        return columns.unflatten(2, (-1, self._shape.head_dim)).transpose(1, 2)
 
     @contextmanager
     def steered(

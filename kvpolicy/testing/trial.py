@@ -7,45 +7,20 @@ from collections.abc import Sequence
 from typing import Any
 
 import attrs
-import torch
-from torch import Tensor
 
-from kvpolicy.cache import Cache
 from kvpolicy.request import Request
 from kvpolicy.results import Result
 from kvpolicy.run import Run
 from kvpolicy.testing.clauses import ConformanceError
 from kvpolicy.testing.maker import Maker
 from kvpolicy.testing.setup import Setup, World
+from kvpolicy.testing.story import Arrival, DiffersError, Story, check_cache, differs
 from kvpolicy.testing.watch import Kept, Watch
-
-# Scores that are closer than this, in units of the largest, may change places: a batch of
-# another shape adds up in another order.
-_NOISE = 1e-4
 
 _LONGEST_CHUNK = 512
 
-
 # Looking for leaks may take a collection of all garbage, and so is done now and then.
 _LEAKS_EVERY = 16
-
-
-@attrs.frozen
-class Arrival:
-    """One request: which prompt, how long, and how many tokens are wanted."""
-
-    number: int
-    prompt: int
-    new: int
-
-
-@attrs.frozen(eq=False)
-class Story:
-    """What became of one request: its tokens, and what stayed at each compaction."""
-
-    tokens: tuple[int, ...]
-    trace: Sequence[Kept]
-    cancelled: bool
 
 
 class Trial:
@@ -97,6 +72,7 @@ class Trial:
         self._run: Run | None = None
         self._queue: list[Arrival] = []
         self._served: list[Arrival] = []
+        self._open: set[int] = set()
         self._stories: list[tuple[Arrival, Story]] = []
         self._traces: list[list[Kept]] = []
         self._memories: list[weakref.ref[Any]] = []
@@ -108,9 +84,9 @@ class Trial:
         return self._watch.policy
 
     @property
-    def num_cancellable(self) -> int:
-        """Requests of the run under way, 0 if there is none."""
-        return 0 if self._run is None else len(self._served)
+    def unanswered(self) -> list[int]:
+        """Requests of the run under way that have not ended, in order of arrival."""
+        return sorted(self._open)
 
     def arrive(self, *, prompt: int, new: int) -> None:
         """Let a request of so many prompt tokens arrive, for at most so many new ones.
@@ -132,7 +108,7 @@ class Trial:
     def cancel(self, request: int) -> None:
         """Cancel a request of the run under way, counted from 0."""
         self.actions.append(("cancel", {"request": request}))
-        if request < self.num_cancellable:
+        if request in self.unanswered:
             assert self._run is not None
             self._run.cancel(request)
 
@@ -194,6 +170,7 @@ class Trial:
         if self._run is not None or not self._queue:
             return
         self._served, self._queue = self._queue, []
+        self._open = set(range(len(self._served)))
         self._run = self._engine.generate([self._request(one) for one in self._served])
         memories = [served.memory for served in self._run._waiting]
         self._traces = [self._watch.follow(memory) for memory in memories]
@@ -206,7 +183,7 @@ class Trial:
         events = self._run.step()
         for result in events.results:
             self._note(result)
-        _check_cache(self._run._slots.cache, self._run._slots.active)
+        check_cache(self._run._slots.cache, self._run._slots.active)
         if self._watch.chooses:
             self.checked.update(["budget", "order"])
         if self._run.done:
@@ -219,6 +196,7 @@ class Trial:
             result.tokens, self._traces[result.id], cancelled=result.finish_reason == "cancelled"
         )
         self._stories.append((self._served[result.id], story))
+        self._open.remove(result.id)
         self.checked["cancellation"] += story.cancelled
 
     def _check_leaks(self) -> None:
@@ -229,7 +207,9 @@ class Trial:
         held = sum(memory() is not None for memory in self._memories)
         if held:
             came = f"the memory of {held} sequences that have ended is still held by someone"
-            raise ConformanceError("memory", "no reference to the memory of a sequence", came)
+            raise ConformanceError(
+                clause="memory", expected="no reference to the memory of a sequence", came=came
+            )
 
     def _compare(self, arrival: Arrival, story: Story, alone: Story) -> None:
         """Hold a request against itself, served alone by a new policy."""
@@ -239,69 +219,4 @@ class Trial:
         self.checked.update(compared)
         difference = differs(story, alone)
         if difference is not None:
-            raise Differs(arrival, *difference)
-
-
-class Differs(ConformanceError):
-    """A request was not served as it is alone; why is found out later.
-
-    Attributes:
-        arrival: The request.
-    """
-
-    def __init__(self, arrival: Arrival, expected: str, came: str) -> None:
-        super().__init__("neighbours", expected, came)
-        self.arrival = arrival
-
-
-def differs(story: Story, alone: Story) -> tuple[str, str] | None:
-    """Where a story parts from the same request's alone: what was expected, what came."""
-    for came, expected in zip(story.trace, alone.trace, strict=False):
-        where = f"in layer {expected.layer_idx} after {expected.seq_len} tokens"
-        if (came.layer_idx, came.seq_len) != (expected.layer_idx, expected.seq_len):
-            other = f"in layer {came.layer_idx} after {came.seq_len} tokens"
-            return f"a compaction {where}", f"one {other}"
-        if not torch.equal(came.positions, expected.positions):
-            if _is_noise(came, expected):
-                return None
-            kept = f"the positions {expected.positions.tolist()} stay {where}"
-            return f"{kept}, as when it is served alone", f"{came.positions.tolist()}"
-    num = len(story.tokens)
-    ended = story.cancelled or len(story.trace) == len(alone.trace)
-    if not ended:
-        expected_ = f"{len(alone.trace)} compactions, as when it is served alone"
-        return expected_, f"{len(story.trace)}"
-    if story.tokens != alone.tokens[:num] or (not story.cancelled and num < len(alone.tokens)):
-        return f"tokens {list(alone.tokens)}, as when it is served alone", f"{list(story.tokens)}"
-    return None
-
-
-def _is_noise(came: Kept, expected: Kept) -> bool:
-    """Whether only rows of almost equal score changed places."""
-    if not torch.equal(came.had, expected.had):
-        return False
-    a, b = came.scores.double(), expected.scores.double()
-    if torch.equal(a, b) or not torch.equal(a.isinf(), b.isinf()):
-        return False
-    a, b = a.masked_fill(a.isinf(), 0), b.masked_fill(b.isinf(), 0)
-    largest = float(torch.maximum(a.abs().max(), b.abs().max()))
-    return bool(((a - b).abs() <= _NOISE * largest).all())
-
-
-def _check_cache(cache: Cache, active: Sequence[object]) -> None:
-    """See that the slabs hold what they say, in order of position."""
-    for layer_idx, layer in enumerate(cache.layers):
-        for slot in range(len(active)):
-            num = int(cache.rows[layer_idx, slot])
-            if num > cache.capacity[layer_idx]:
-                expected = f"at most {cache.capacity[layer_idx]} rows in layer {layer_idx}"
-                raise ConformanceError("budget", expected, f"{num} rows")
-            positions = layer.positions[slot]
-            if not _in_order(positions, num):
-                expected = f"{num} positions that rise in layer {layer_idx}, then -1"
-                raise ConformanceError("order", expected, f"{positions.tolist()}")
-
-
-def _in_order(positions: Tensor, num: int) -> bool:
-    filled, empty = positions[:, :num], positions[:, num:]
-    return bool((filled.diff(dim=1) > 0).all() and (filled >= 0).all() and (empty == -1).all())
+            raise DiffersError(arrival, *difference)

@@ -143,13 +143,15 @@ class _Watched:
             expected = "an answer as in docs/reference/hooks.md#" + hook
             raise ConformanceError(clause, expected, str(error)) from error
         except HookError as error:
-            raise ConformanceError("answers", "an answer", str(error)) from error
+            raise ConformanceError(
+                clause="answers", expected="an answer", came=str(error)
+            ) from error
         except ConformanceError:
             raise
         except KVPolicyError as error:
             came = f"{type(error).__name__} in {hook}(): {error}"
             expected = f"an answer; {_ASKS_FOR_MORE}"
-            raise ConformanceError("answers", expected, came) from error
+            raise ConformanceError(clause="answers", expected=expected, came=came) from error
         if hook in self._hooks:
             also = {"score": ["nan"], "schedule": ["schedule"]}
             self._watch.checked.update(["answers", *also.get(hook, [])])
@@ -166,7 +168,9 @@ class _Watched:
             if not torch.equal(now, before):
                 num = int((now != before).sum())
                 came = f"{hook}() changed {num} of {now.numel()} numbers of '{name}'"
-                raise ConformanceError("read_only", f"'{name}' as it was", came)
+                raise ConformanceError(
+                    clause="read_only", expected=f"'{name}' as it was", came=came
+                )
 
     def _note_kept(
         self,
