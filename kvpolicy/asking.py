@@ -42,6 +42,9 @@ class Asking:
     def about(self, sequences: Sequence[LiveSequence]) -> Iterator[None]:
         """Ask policies about some sequences in a block, which is left where a hook fails.
 
+        What a policy raises as a `KVPolicyError` of its own, for want of a tokenizer for
+        example, is no failed hook: it concerns the run, and passes.
+
         Args:
             sequences: Whom the hook calls of the block are about.
 

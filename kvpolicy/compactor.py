@@ -32,10 +32,10 @@ class Compactor:
         stacks: Sequence[Stack],
         observer: Observer,
         clock: Clock,
-        asking: Asking,
+        asking: Asking | None = None,
     ) -> None:
         self.num_compactions = 0
-        self._asking = asking
+        self._asking = asking or Asking("raise")
         self._clock = clock
         self._cache = cache
         self._observer = observer

@@ -54,7 +54,8 @@ class Engine:
             on_hook_error: What happens when a policy raises, or answers a hook wrongly.
                 ``"raise"``: the run raises `HookError` and is over. ``"answer"``: the requests
                 that this call was about are answered with the error, and the others go on as
-                if these had been cancelled. A lack of memory is raised in either case.
+                if these had been cancelled. What concerns the whole run, as a lack of memory
+                does, is raised in either case.
 
         Raises:
             ModelError: If the engine cannot run the model.

@@ -36,7 +36,7 @@ class Observer:
         registers: RegisterFile,
         tokenizer: Any,
         clock: Clock,
-        asking: Asking,
+        asking: Asking | None = None,
     ) -> None:
         pairs = zip(stacks, layers, strict=True)
         watching = [pair for pair in pairs if pair[0].implements("observe")]
@@ -46,7 +46,7 @@ class Observer:
         self._registers = registers
         self._tokenizer = tokenizer
         self._clock = clock
-        self._asking = asking
+        self._asking = asking or Asking("raise")
         self._cache: Cache
         self._states: Tensor | None = None
         self.wants_states = any("hidden_states" in stack.observes for stack in self._stacks)

@@ -106,8 +106,10 @@ class Relay:
         """
         if layer_idx is not None:
             arguments["layer_idx"] = layer_idx
+        if self._watcher is None:
+            return self._ask(hook, layer_idx, problem, optional, arguments)
         ask = partial(self._ask, hook, layer_idx, problem, optional, arguments)
-        return ask() if self._watcher is None else self._watcher.question(hook, arguments, ask)
+        return self._watcher.question(hook, arguments, ask)
 
     @contextmanager
     def watched_by(self, watcher: Watcher) -> Iterator[None]:

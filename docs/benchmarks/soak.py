@@ -15,6 +15,7 @@ Prints what happened, and with --output writes `soak.json` and `soak.png` there.
 import argparse
 import gc
 import json
+import re
 import resource
 import sys
 import warnings
@@ -175,6 +176,7 @@ class Soak:
     """Serves waves of requests and checks each of them."""
 
     num_requests: int
+    wave: int = WAVE
     check_every: int = 20
     reasons: Counter[str] = attrs.field(factory=Counter)
     failures: Counter[str] = attrs.field(factory=Counter)
@@ -189,8 +191,8 @@ class Soak:
         pairs = [engines(model, name) for name in PLANS]
         rng = torch.Generator().manual_seed(0)
         done = 0
-        for number, first in enumerate(range(0, self.num_requests, WAVE)):
-            requests = [_request(rng) for _ in range(min(WAVE, self.num_requests - first))]
+        for number, first in enumerate(range(0, self.num_requests, self.wave)):
+            requests = [_request(rng) for _ in range(min(self.wave, self.num_requests - first))]
             soaked, healthy = pairs[number % len(pairs)]
             self._wave(soaked, healthy, requests, rng)
             done += len(requests)
@@ -216,7 +218,7 @@ class Soak:
             self.reasons[result.finish_reason] += 1
             self.tokens += len(result.tokens)
             if result.error is not None:
-                self.failures[result.error.partition(" at layer")[0].partition("()")[0]] += 1
+                self.failures[_kind(result.error)] += 1
         for result in results[:: self.check_every]:
             request = requests[result.id]
             if how_it_fails(list(request.prompt)) != "poison":
@@ -225,6 +227,13 @@ class Soak:
                 whole = result.finish_reason in ("stop", "length")
                 assert not whole or result.tokens == alone.tokens, "tokens are missing"
                 self.checked += 1
+
+
+def _kind(error: str) -> str:
+    """An error without its policy and its numbers."""
+    what = error.partition(" at layer")[0].partition("()")[0].split("' ", 1)[1]
+    what = re.sub(r"\d+ of \d+ ", "", what)
+    return re.sub(r" \[[\d, ]+\]; wanted is .*?(?=, in )", "", what)
 
 
 def _request(rng: torch.Generator) -> Request:
@@ -287,8 +296,9 @@ def draw(soak: Soak, path: Path) -> None:
         for label, samples, colour in series:
             x = [one.requests for one in samples]
             axes.plot(x, [of(one) for one in samples], ".-", color=colour, linewidth=1, label=label)
-        axes.set_ylim(bottom=0)
-    right.legend(frameon=False, loc="lower right")
+        axes.set_ylim(0, 1.12 * axes.get_ylim()[1])
+        axes.xaxis.set_major_formatter("{x:,.0f}")
+    right.legend(frameon=False, loc="lower right", ncols=2)
     figure.savefig(path, dpi=160)
 
 

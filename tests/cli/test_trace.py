@@ -47,19 +47,8 @@ def test_the_table_and_the_lines_say_the_same(kvpolicy: Shell, model_folder: Pat
     answer = kvpolicy(*words)
     assert answer.status == 0
     head, rule, *rows = answer.out.partition("\n\n")[0].splitlines()
-    assert head.split() == [
-        "#",
-        "request",
-        "token",
-        "hook",
-        "layer",
-        "answered",
-        "by",
-        "answer",
-        "µs",
-        "asked",
-        "with",
-    ]
+    headers = "# request token hook layer answered by answer µs asked with"
+    assert " ".join(head.split()) == headers
     assert set(rule) == {"─", " "}
     assert len(rows) == len(calls)
     for row, call in zip(rows, calls, strict=True):

@@ -198,6 +198,24 @@ def test_the_sequences_of_a_failing_call_are_told_why_and_keep_their_tokens() ->
     assert len(bad.tokens) == 12 + 1 - 2  # drawn until the slab of 12 rows was full
 
 
+class FailsAlways:
+    calls = 0
+
+    @hookimpl
+    def score(self) -> Tensor:
+        self.calls += 1
+        raise LookupError
+
+
+def test_nothing_is_asked_about_a_sequence_that_has_failed() -> None:
+    fails = FailsAlways()
+    plan = Plan.uniform(fails, budget=8, buffer=4)
+    run = Engine(MODEL, plan=plan, on_hook_error="answer").generate([[1] * 12, [2] * 30])
+    assert [result.finish_reason for result in run] == ["error", "error"]
+    assert fails.calls == 1, "once, about both, in the first layer"
+    assert run.report.compactions == 0
+
+
 def test_a_stream_ends_with_the_error() -> None:
     plan = Plan.uniform("h2o", Fails("select"), budget=8, buffer=4)
     stream = Engine(MODEL, plan=plan, on_hook_error="answer").stream([MARK], max_new_tokens=30)
@@ -277,7 +295,7 @@ def test_what_a_broken_policy_stored_does_not_reach_who_gets_the_slot_next(
 ) -> None:
     """Masked rows count with weight 0, and 0 * NaN is NaN: an emptied slot must be empty."""
     requests = [
-        Request([MARK, 2], 20),
+        Request([MARK, 2, 3, 4], 20),  # the longest, so that it gets the last slot
         Request([4] * 3, 40),
         *(Request([5, 6, number], 12) for number in range(4)),
     ]
