@@ -122,8 +122,7 @@ def steer(
     """Change the hidden states that enter one layer.
 
     Called in every decode step, for each layer whose stack implements it. All answers are
-    summed, so their order does not matter. Must be pure tensor work: no ``.item()``, no
-    branches on values, so that the step can be captured in a graph.
+    summed. Must be pure tensor work: no ``.item()``, no branches on values.
 
     Args:
         layer_idx: Decoder layer, counted from 0.
@@ -199,9 +198,8 @@ def score(
         tracks: The policy's own numbers, which travel with the rows: ``tracks["name"]`` is
             ``[B, H_kv, T]``, fp32, 0 for new rows; may be assigned to. See class `Tracks`.
         memory: What this policy remembers of each sequence: ``memory.of(self)[b]``.
-        parts: What the policies that this one is made of answer: ``parts.of(self)`` asks them
-            and is a list of ``[B, H_kv, T]``, fp32, in the order of the policy's attribute
-            ``parts``.
+        parts: ``parts.of(self)`` asks the policies that this one is made of, in the order of its
+            attribute ``parts``: a list of ``[B, H_kv, T]``, fp32.
 
     Returns:
         Scores ``[B, H_kv, T]``, floating point, higher stays. ``inf`` pins a row, ``-inf``
