@@ -40,12 +40,12 @@ def allocate(
 ) -> Sequence[int] | None:
     """Share the rows of some layers among them; `kvpolicy.sharing.share` does so by weights.
 
-    Called when a plan is resolved for a model, once for each of its groups of layers. The first
-    policy to answer wins; if nobody answers, every layer gets the budget.
+    Called once for each group of layers, when a plan is resolved for a model. The first policy
+    to answer wins; if nobody answers, every layer gets the budget.
 
     Args:
         layer_indices: Decoder layers of the group, counted from 0, rising.
-        budget: Rows that stay after a compaction, as the plan says: the mean.
+        budget: Rows that stay, as the plan says: the mean of the layers.
         total: Rows to share, ``budget`` times the number of these layers.
         floors: Rows that each layer's policies protect, at least 1; their sum fits ``total``.
         num_layers: Decoder layers of the model.
@@ -88,7 +88,7 @@ def observe(
     registers: "Registers",
     memory: "Memory",
 ) -> None:
-    """Look at the newest tokens of one sequence, and remember what matters.
+    """Look at the newest tokens of one sequence.
 
     Called once for all layers that share the stack: after each chunk of the prompt, before a
     compaction, and whenever the smallest buffer of these layers has filled. Every token is
@@ -178,9 +178,8 @@ def score(
 ) -> Tensor | None:
     """Rate how much each row of one layer is worth keeping.
 
-    Called per layer at a compaction, before `select`. The first policy to answer wins (the
-    last one listed in the stack is asked first); wrappers adjust the answer. If nobody
-    answers, newer rows score higher.
+    Called per layer at a compaction. The first policy to answer wins (the last one of the
+    stack is asked first); wrappers adjust it. If nobody answers, newer rows score higher.
 
     Args:
         layer_idx: Decoder layer, counted from 0.
@@ -194,7 +193,7 @@ def score(
         attn_sums: Softmax weights every row has received from all past queries, summed over
             the queries and over the query heads of the group, ``[B, H_kv, T]``, fp32.
         seq_len: Tokens each sequence has seen, ``[B]``, int64, on the CPU.
-        budget: Rows that will stay.
+        budget: Rows that stay.
         tracks: The policy's own numbers, which travel with the rows: ``tracks["name"]`` is
             ``[B, H_kv, T]``, fp32, 0 for new rows; may be assigned to. See class `Tracks`.
         memory: What this policy remembers of each sequence: ``memory.of(self)[b]``.
@@ -240,8 +239,8 @@ def evict(layer_idx: int, rows: "LayerRows", keep: Tensor, memory: "Memory") -> 
     Args:
         layer_idx: Decoder layer, counted from 0.
         rows: The compacted sequences' part of the cache: ``keys``, ``values``,
-            ``positions`` as in `score`; ``rows.keep(keep, keys=..., values=...)``, which makes
-            the chosen rows, or replacements ``[B, H_kv, K, D]`` for them, the new contents;
+            ``positions`` as in `score`; ``rows.keep(keep, keys=..., values=...)`` makes the
+            chosen rows, or replacements ``[B, H_kv, K, D]``, the new contents;
             ``rows.rotate(keys, by)``: keys as they would be ``by`` positions later.
         keep: Row indices that stay, ``[B, H_kv, K]``, int64, rising.
         memory: What this policy remembers of each sequence: ``memory.of(self)[b]``.
