@@ -51,8 +51,7 @@ def allocate(
         num_layers: Decoder layers of the model.
 
     Returns:
-        One whole number for each layer, none below its floor, their sum exactly ``total``.
-        Anything else raises `HookResultError`.
+        A whole number for each layer, none below its floor, their sum exactly ``total``.
     """
 
 
@@ -99,11 +98,11 @@ def observe(
         hidden_states: Their last hidden states, ``[L, M]``, after the final norm. Read only.
         start: Place of the first of them in the sequence; 0 in the first call.
         prompt_len: Tokens of the prompt, which may not all be in yet.
-        tokenizer: The engine's tokenizer, or ``None``.
+        tokenizer: The engine's, or ``None``.
         registers: The policy's own numbers for this sequence, which `steer` is given, too:
             ``registers.of(self)["name"]`` is ``[1]``, fp32, 0 in the first call, to be changed
             in place. Names are declared in the class attribute ``registers``, a tuple.
-        memory: What this policy remembers of this sequence: ``memory.of(self)[0]``.
+        memory: What this policy remembers of it: ``memory.of(self)[0]``.
 
     Returns:
         Nothing. Anything else raises `HookResultError`.
@@ -121,8 +120,8 @@ def steer(
 ) -> Tensor | None:
     """Change the hidden states that enter one layer.
 
-    Called in every decode step, for each layer whose stack implements it. All answers are
-    summed. Must be pure tensor work: no ``.item()``, no branches on values.
+    Called in every decode step, for each layer whose stack implements it. Answers are summed.
+    Must be pure tensor work: no ``.item()``, no branches on values.
 
     Args:
         layer_idx: Decoder layer, counted from 0.

@@ -38,8 +38,9 @@ def test_a_resolved_plan_comes_back_from_toml_and_json(data: dict[str, Any]) -> 
 
 @pytest.mark.parametrize("name", bundled_names("kvpolicy.plans"))
 def test_an_installed_plan_comes_back(name: str) -> None:
-    resolved = Plan.load(name).resolve(28)
-    again = Plan.from_dict(tomllib.loads(to_toml(resolved))).resolve(28)
+    num_layers = 4 if "reasoner" in name else 28  # plans for a model name its layers
+    resolved = Plan.load(name).resolve(num_layers)
+    again = Plan.from_dict(tomllib.loads(to_toml(resolved))).resolve(num_layers)
     assert again == resolved
     assert again.digest() == resolved.digest()
 
