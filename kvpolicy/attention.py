@@ -153,7 +153,7 @@ def _refusal(
     if key.shape[1] != shape.num_kv_heads:
         return f"it attends with {key.shape[1]} key heads, more than it stores"
     window = kwargs.get("sliding_window") or None
-    if window != shape.sliding_window:
+    if window not in (None, shape.sliding_window):
         return (
             f"its layer {layer_idx} attends to a window of {window}, "
             f"its configuration says {shape.sliding_window}"

@@ -176,12 +176,16 @@ def score(
         values: Values, ``[B, H_kv, T, D]``. Read only.
         positions: Place of each row's token in the full sequence, ``[B, H_kv, T]``, int64,
             strictly rising along ``T``. Gaps are tokens already evicted.
-        queries: The last ``W`` queries after RoPE, ``[B, H_q, W, D]``, oldest first. ``W``
-            is the largest ``window_size`` of the policies in the stack (1 if none has one).
-        attn_weights: Softmax weights of those queries over the rows they may see,
-            ``[B, H_q, W, T]``, fp32.
-        attn_sums: Softmax weights every row has received from all past queries, summed over
-            the queries and over the query heads of the group, ``[B, H_kv, T]``, fp32.
+        queries: The last ``W`` queries after RoPE, ``[B, H_q, W, D]``, oldest first; times
+            keys and ``D ** -0.5`` they give the model's logits, whatever its own factor, but
+            before any soft cap. ``W`` is the largest ``window_size`` of the policies in the
+            stack (1 if none has one).
+        attn_weights: Softmax weights of those queries over the rows held now that they may
+            see, as the model computes them: scaled and capped as it does, within its sliding
+            window, with the share of learned sinks left out. ``[B, H_q, W, T]``, fp32.
+        attn_sums: Softmax weights every row has received from all past queries, those that
+            the model used, summed over the queries and over the query heads of the group,
+            ``[B, H_kv, T]``, fp32.
         seq_len: Tokens each sequence has seen, ``[B]``, int64, on the CPU.
         budget: Rows that will stay.
         tracks: Numbers of the policy's own that travel with the rows: ``tracks["name"]`` is
