@@ -65,14 +65,20 @@ def sliding_windows(config: Any) -> list[int | None]:
     """Tokens that the queries of each layer see, their own included; ``None`` for all.
 
     Configurations without ``layer_types`` (Mistral, Phi-3, Starcoder2) pass their window to
-    every layer. A layer that asks its attention for another window is refused when it does.
+    every layer. A layer that asks its attention for anything else is refused when it does.
     """
     num_layers: int = config.num_hidden_layers
-    window = getattr(config, "sliding_window", None) or None
+    window = hiding_window(getattr(config, "sliding_window", None), config)
     kinds = getattr(config, "layer_types", None)
     if kinds is None:
         return [window if getattr(config, "use_sliding_window", True) else None] * num_layers
     return [window if kind == _SLIDING else None for kind in kinds]
+
+
+def hiding_window(window: int | None, config: Any) -> int | None:
+    """A window, if it hides anything from a sequence as long as the model has positions."""
+    most = getattr(config, "max_position_embeddings", None)
+    return None if not window or (most is not None and window >= most) else window
 
 
 def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:

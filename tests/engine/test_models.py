@@ -21,6 +21,8 @@ RUN: dict[str, dict[str, Any]] = {
     "gpt_neox": {},
     "smollm3": {},
     "starcoder2": {"sliding_window": 5},
+    # It says nothing of its window to its attention, and has no positions to be hidden.
+    "phimoe": {"sliding_window": 256},
 }
 
 
@@ -76,3 +78,9 @@ def test_a_window_that_the_configuration_does_not_tell_is_refused() -> None:
         attention_function(
             attention, queries, keys, values, None, kvpolicy_step=step, sliding_window=7
         )
+
+
+def test_a_window_that_only_the_configuration_tells_is_refused() -> None:
+    model = model_of("phimoe", sliding_window=6)
+    with pytest.raises(ModelError, match="a window of None, its configuration says 6"):
+        Engine(model, plan=Plan.uniform("full")).generate([[1, 2]]).results()
