@@ -4,13 +4,12 @@ It sees queries after RoPE, stores nothing of its own, and leaves behind what po
 for: the most recent queries, and the attention each row has received.
 """
 
-from collections.abc import Mapping
-
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from kvpolicy.cache import ATTN_SUMS, LayerCache, LayerShape
+from kvpolicy.configuration import hiding_window
 from kvpolicy.errors import ModelError
 from kvpolicy.softmax import PLAIN, Softmax
 from kvpolicy.step import Layout, Step
@@ -136,7 +135,9 @@ def attention_function(
     elif attention_mask is not None:
         reason = "it masks its attention in a way of its own"
     else:
-        reason = _refusal(kvpolicy_step.cache.layers[layer_idx].shape, layer_idx, key, kwargs)
+        window = hiding_window(kwargs.get("sliding_window"), getattr(module, "config", None))  # type: ignore[arg-type]
+        shape = kvpolicy_step.cache.layers[layer_idx].shape
+        reason = _refusal(shape, layer_idx, key, window)
     if kvpolicy_step is None or reason is not None:
         msg = f"a model with {type(module).__name__} cannot be run: {reason}"
         raise ModelError(msg)
@@ -146,13 +147,10 @@ def attention_function(
     return output.transpose(1, 2).contiguous(), None
 
 
-def _refusal(
-    shape: LayerShape, layer_idx: int, key: Tensor, kwargs: Mapping[str, object]
-) -> str | None:
+def _refusal(shape: LayerShape, layer_idx: int, key: Tensor, window: int | None) -> str | None:
     """Why a layer's attention cannot be computed here, if it cannot."""
     if key.shape[1] != shape.num_kv_heads:
         return f"it attends with {key.shape[1]} key heads, more than it stores"
-    window = kwargs.get("sliding_window") or None
     if window != shape.sliding_window:
         return (
             f"its layer {layer_idx} attends to a window of {window}, "

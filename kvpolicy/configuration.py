@@ -29,6 +29,8 @@ def check_runs(model: PreTrainedModel, config: Any) -> None:
         reason = "its configuration names no attention heads; the engine evicts keys and values"
     elif getattr(config, "kv_lora_rank", None):
         reason = "its attention is multi-head latent, which keeps no keys and values per head"
+    elif not isinstance(getattr(config, "max_position_embeddings", None), int):
+        reason = "its configuration does not say how many positions a sequence may have"
     else:
         reason = _unknown_attention(config)
     if reason is not None:
@@ -63,14 +65,20 @@ def sliding_windows(config: Any) -> list[int | None]:
     """Tokens that the queries of each layer see, their own included; ``None`` for all.
 
     Configurations without ``layer_types`` (Mistral, Phi-3, Starcoder2) pass their window to
-    every layer. Whatever this says is compared with what each layer asks of its attention.
+    every layer. A layer that asks its attention for anything else is refused when it does.
     """
     num_layers: int = config.num_hidden_layers
-    window = getattr(config, "sliding_window", None) or None
+    window = hiding_window(getattr(config, "sliding_window", None), config)
     kinds = getattr(config, "layer_types", None)
     if kinds is None:
         return [window if getattr(config, "use_sliding_window", True) else None] * num_layers
     return [window if kind == _SLIDING else None for kind in kinds]
+
+
+def hiding_window(window: int | None, config: Any) -> int | None:
+    """A window, if it hides anything from a sequence as long as the model has positions."""
+    most = getattr(config, "max_position_embeddings", None)
+    return None if not window or (most is not None and window >= most) else window
 
 
 def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:

@@ -142,10 +142,9 @@ def due(
 ) -> Tensor | None:
     """Say which sequences are to be compacted now.
 
-    Called per layer after every forward in which the whole prompt is in, if the layer's
-    stack implements it. The first policy to answer wins; if nobody answers, a sequence is
-    due when its buffer is full. Whatever the answer, a full slab is compacted (it could not
-    take the next token) and a sequence within its budget is not (nothing has to leave).
+    Called per layer after every forward in which the whole prompt is in. The first policy to
+    answer wins; if nobody answers, a sequence is due when its buffer is full. Whatever the
+    answer, a full slab is compacted, and a sequence within its budget is not.
 
     Args:
         layer_idx: Decoder layer, counted from 0.
@@ -186,9 +185,11 @@ def score(
         values: Values, ``[B, H_kv, T, D]``. Read only.
         positions: Place of each row's token in the full sequence, ``[B, H_kv, T]``, int64,
             strictly rising along ``T``. Gaps are tokens already evicted.
-        queries: The last ``W`` queries after RoPE, ``[B, H_q, W, D]``, oldest first. ``W``
-            is the largest ``window_size`` of the policies in the stack (1 if none has one).
-        attn_weights: Their softmax weights over the rows they see, ``[B, H_q, W, T]``, fp32.
+        queries: The last ``W`` queries after RoPE, ``[B, H_q, W, D]``, oldest first: times keys
+            and ``D ** -0.5``, the model's logits before any soft cap. ``W`` is the largest
+            ``window_size`` of the policies in the stack (1 if none has one).
+        attn_weights: Their softmax weights over the rows they see, as the model computes them
+            (scaled, capped, less the share of learned sinks), ``[B, H_q, W, T]``, fp32.
         attn_sums: Softmax weights every row has received from all past queries, summed over
             the queries and over the query heads of the group, ``[B, H_kv, T]``, fp32.
         seq_len: Tokens each sequence has seen, ``[B]``, int64, on the CPU.
@@ -237,10 +238,9 @@ def evict(layer_idx: int, rows: "LayerRows", keep: Tensor, memory: "Memory") -> 
 
     Args:
         layer_idx: Decoder layer, counted from 0.
-        rows: The compacted sequences' part of the cache: ``keys``, ``values``,
-            ``positions`` as in `score`; ``rows.keep(keep, keys=..., values=...)`` makes the
-            chosen rows, or replacements ``[B, H_kv, K, D]``, the new contents;
-            ``rows.rotate(keys, by)``: keys as they would be ``by`` positions later.
+        rows: ``keys``, ``values`` and ``positions`` as in `score`; ``rows.keep(keep, keys=...,
+            values=...)`` makes the chosen rows, or replacements ``[B, H_kv, K, D]``, the new
+            contents; ``rows.rotate(keys, by)``: keys as they would be ``by`` positions later.
         keep: Row indices that stay, ``[B, H_kv, K]``, int64, rising.
         memory: What this policy remembers of each sequence: ``memory.of(self)[b]``.
 

@@ -37,6 +37,7 @@ def drop_oldest(cache: Cache, layer_idx: int, slots: Sequence[int], num: int) ->
         moved = slab[target, :, staying].clone()
         slab[target, :, : num_rows - num] = moved
         cache.needed_copy(moved.nbytes)
+        del moved  # before the next one is made
     layer.positions[target, :, left] = -1
     for track in layer.tracks.values():
         track[target, :, left] = 0

@@ -6,7 +6,7 @@ from functools import lru_cache
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrainedModel
 
 WINDOW = 6
 
@@ -27,6 +27,19 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "mixtral": {"sliding_window": WINDOW},
     "qwen3_moe": {},
     "gpt_oss": _ALTERNATING,
+}
+
+#: Models that would be run wrongly: what their configuration says, a word of the reason.
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "t5": ({}, "encoder-decoder"),
+    "mamba": ({"num_hidden_layers": 1}, "attention heads"),
+    "jamba": ({}, "linear_attention|mamba"),
+    "llama4_text": ({}, "chunked_attention"),
+    "deepseek_v3": ({"n_group": 1, "topk_group": 1}, "latent"),
+    "gpt2": ({"n_embd": 32, "n_layer": 1, "n_head": 4}, "decoder layers"),
+    "stablelm": ({}, "arguments"),
+    "jetmoe": ({}, "key heads"),
+    "doge": ({"keep_window_size": 4}, "masks"),
 }
 
 #: Families some of whose layers have a window.
@@ -63,8 +76,8 @@ def model_of(kind: str, **changes: Any) -> PreTrainedModel:
     with torch.random.fork_rng():
         torch.manual_seed(0)
         # Eager: releases before 5.23 give Gemma-2 to a kernel that leaves its cap out.
-        model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
-        return model.float().eval()
+        auto = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
+        return auto.from_config(config, attn_implementation="eager").float().eval()
 
 
 @lru_cache(maxsize=32)

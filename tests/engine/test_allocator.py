@@ -1,5 +1,6 @@
 """The bytes that a run reports against those that torch's allocator hands out."""
 
+import attrs
 import pytest
 import torch
 from tiny import tiny_model
@@ -8,6 +9,7 @@ from torch.profiler import ProfilerActivity, profile
 from kvpolicy import Engine, Plan
 from kvpolicy.cache import Cache, LayerShape, Slab
 from kvpolicy.rows import LayerRows
+from kvpolicy.step import Step
 
 SHAPE = LayerShape(8, 4, 32, torch.float32, torch.device("cpu"))
 
@@ -44,6 +46,16 @@ def test_a_compaction_reports_the_copy_that_it_needed(slots):
     assert cache.transient_bytes <= peak <= 1.5 * cache.transient_bytes
     one_layer = cache.layers[0].keys.nbytes + cache.layers[0].values.nbytes
     assert cache.transient_bytes <= one_layer
+
+
+@pytest.mark.parametrize("length", [1, 64])
+def test_a_window_that_slides_reports_the_copy_that_it_needed(length):
+    shape = attrs.evolve(SHAPE, sliding_window=320)
+    cache = Cache([shape], [Slab(320)], 4)
+    cache.rows[:] = cache.seq_len[:] = 320
+    new = torch.zeros(4, SHAPE.num_kv_heads, length, SHAPE.head_dim)
+    peak = peak_allocated(lambda: Step(cache, 0, [length] * 4).store(0, new, new))
+    assert cache.transient_bytes <= peak <= 1.5 * cache.transient_bytes
 
 
 def test_a_run_reports_all_that_its_cache_holds():

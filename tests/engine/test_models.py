@@ -3,60 +3,26 @@
 from typing import Any
 
 import pytest
-import torch
-from tiny import greedy_tokens
-from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
+from families import REFUSED, model_of
+from tiny import greedy_tokens, tiny_model
 
 from kvpolicy import Engine, Plan
+from kvpolicy.attention import attention_function
+from kvpolicy.cache import Cache, LayerShape, Slab
 from kvpolicy.errors import ModelError
+from kvpolicy.step import Step
 
-SIZES = {
-    "vocab_size": 61,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 256,
-    "initializer_range": 0.3,
-    "num_experts": 4,
-    "num_local_experts": 4,
-    "n_routed_experts": 4,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 16,
-    "shared_expert_intermediate_size": 16,
-    "pad_token_id": None,
-    "bos_token_id": None,
-    "eos_token_id": None,
-}
 PROMPTS = [[5, 9, 40, 2, 2, 7, 11], [1, 2], [3, 8] * 6]
 
-
-def model_of(kind: str, **changes: Any) -> nn.Module:
-    """A tiny random model of any architecture of transformers."""
-    known = AutoConfig.for_model(kind).to_dict()
-    sizes = {name: value for name, value in SIZES.items() if name in known}
-    config = AutoConfig.for_model(kind, **(sizes | changes))
-    auto = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        return auto.from_config(config).float().eval()
-
-
-ALL_FULL = {"layer_types": ["full_attention"] * 2}
+#: Models that are no family of their own in the tests, but are run.
 RUN: dict[str, dict[str, Any]] = {
-    "mistral": {"sliding_window": None},
-    "phi3": {},
     "gemma": {},
-    "gemma3_text": ALL_FULL,
-    "olmo2": {},
     "granite": {},
     "gpt_neox": {},
-    "mixtral": {"sliding_window": None},
-    "qwen3_moe": {},
     "smollm3": {},
+    "starcoder2": {"sliding_window": 5},
+    # It says nothing of its window to its attention, and has no positions to be hidden.
+    "phimoe": {"sliding_window": 256},
 }
 
 
@@ -69,19 +35,52 @@ def test_a_model_that_is_run_equals_generate(kind: str) -> None:
         assert list(result.tokens) == greedy_tokens(model, prompt, 10)
 
 
-REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "t5": ({}, "encoder-decoder"),
-    "mamba": ({"num_hidden_layers": 1}, "attention heads"),
-    "gpt2": ({"n_embd": 32, "n_layer": 1, "n_head": 4}, "decoder layers"),
-    "doge": ({"keep_window_size": 4}, "masks"),
-    "stablelm": ({}, "arguments"),
-    "jetmoe": ({}, "key heads"),
-}
-
-
 @pytest.mark.parametrize("kind", REFUSED)
 def test_a_model_that_would_be_run_wrongly_is_refused(kind: str) -> None:
     changes, says = REFUSED[kind]
     model = model_of(kind, **changes)
     with pytest.raises(ModelError, match=says):
         Engine(model, plan=Plan.uniform("h2o", budget=64)).generate([[1, 2]]).results()
+
+
+def test_a_model_that_bypasses_the_attention_interface_is_refused() -> None:
+    model = tiny_model()
+    for layer in model.model.layers:
+        layer.self_attn.forward = lambda hidden_states, **_: (hidden_states, None)
+    with pytest.raises(ModelError, match="0 of its 2 layers use the cache and the attention"):
+        Engine(model, plan=Plan.uniform("full")).generate([[1, 2]]).results()
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"use_bidirectional_attention": True}, "later ones"),
+        ({"max_position_embeddings": None}, "positions"),
+    ],
+)
+def test_a_configuration_that_says_the_impossible_is_refused(
+    changes: dict[str, Any], says: str
+) -> None:
+    model = tiny_model()
+    vars(model.config).update(changes)  # newer configurations check what is assigned
+    with pytest.raises(ModelError, match=says):
+        Engine(model, plan=Plan.uniform("full"))
+
+
+def test_a_window_that_the_configuration_does_not_tell_is_refused() -> None:
+    model = tiny_model()
+    shape = LayerShape(4, 2, 8, model.dtype, model.device)
+    step = Step(Cache([shape], [Slab(4)], 1), 0, [1])
+    keys, attention = model.lm_head.weight.new_zeros(1, 2, 1, 8), model.model.layers[0].self_attn
+    keys, values = step.store(0, keys, keys)
+    queries = keys.repeat(1, 2, 1, 1)
+    with pytest.raises(ModelError, match="a window of 7"):
+        attention_function(
+            attention, queries, keys, values, None, kvpolicy_step=step, sliding_window=7
+        )
+
+
+def test_a_window_that_only_the_configuration_tells_is_refused() -> None:
+    model = model_of("phimoe", sliding_window=6)
+    with pytest.raises(ModelError, match="a window of None, its configuration says 6"):
+        Engine(model, plan=Plan.uniform("full")).generate([[1, 2]]).results()

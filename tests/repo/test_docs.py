@@ -14,6 +14,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 import attrs
 import pytest
 import tiny
+from families import FAMILIES, REFUSED
 from pages import Block, Page, blocks_of
 from typer.main import get_command
 
@@ -321,3 +322,13 @@ def test_a_link_leads_somewhere(page: Path, link: str) -> None:
     if anchor:
         headings = re.findall(r"^#+ (.*)$", target.read_text(encoding="utf-8"), re.M)
         assert anchor in map(_slug, headings)
+
+
+# Models
+
+
+@pytest.mark.parametrize(("heading", "tested"), [("Run", FAMILIES), ("Refused", REFUSED)])
+def test_the_models_of_the_table_are_those_that_are_tested(heading: str, tested: dict) -> None:
+    table = _section(DOCS / "reference" / "models.md", heading)
+    rows = re.findall(r"^\| (?:[^|`]* \| )?`(\w+)` \|", table, re.M)
+    assert rows == list(tested)
