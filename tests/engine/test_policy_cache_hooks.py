@@ -45,6 +45,7 @@ class Watches:
         (mine,) = memory.of(self)
         tokens = mine.setdefault("tokens", [])
         assert start == len(tokens)
+        assert len(hidden_states) == len(token_ids)
         tokens += token_ids.tolist()
         self.seen.setdefault(tuple(tokens[:prompt_len]), mine)
         mine["text"] = tokenizer.decode(tokens)
