@@ -17,6 +17,7 @@ COMMANDS = {
     "plan": ("kvpolicy.cli.plan", "Show what a plan does in each layer, and what it takes."),
     "run": ("kvpolicy.cli.run", "Generate text with a policy at a budget."),
     "ablate": ("kvpolicy.cli.ablate", "Compare policies at several budgets."),
+    "check": ("kvpolicy.cli.check", "Hold policies against the contract, in drawn cases."),
     "bench": ("kvpolicy.cli.bench", "Measure the engine's speed against generate()."),
     "steer": ("kvpolicy.cli.steer", "Make steering vectors, and show what is in them."),
     "reasoner": ("kvpolicy.cli.reasoner", "Sample from a bundled reasoner, or train it again."),
