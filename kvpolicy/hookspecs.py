@@ -185,8 +185,8 @@ def score(
         seq_len: Tokens each sequence has seen, ``[B]``, int64, on the CPU.
         budget: Rows that will stay.
         tracks: Numbers of the policy's own that travel with the rows: ``tracks["name"]`` is
-            ``[B, H_kv, T]``, fp32, 0 for rows that are new, and may be assigned to. Names
-            are declared in the policy's class attribute ``tracks``, a tuple.
+            ``[B, H_kv, T]``, fp32, 0 for rows that are new, and may be assigned to; a change
+            in place may be lost. Names are declared in the class attribute ``tracks``, a tuple.
         memory: What this policy remembers of each sequence: ``memory.of(self)[b]``.
 
     Returns:
