@@ -194,8 +194,8 @@ def score(
             the queries and over the query heads of the group, ``[B, H_kv, T]``, fp32.
         seq_len: Tokens each sequence has seen, ``[B]``, int64, on the CPU.
         budget: Rows that stay.
-        tracks: The policy's own numbers, which travel with the rows: ``tracks["name"]`` is
-            ``[B, H_kv, T]``, fp32, 0 for new rows; may be assigned to. See class `Tracks`.
+        tracks: The policy's own numbers, which travel with the rows: ``tracks["name"]`` is ``[B,
+            H_kv, T]``, fp32, 0 for new rows; to be assigned to, for a change in place may be lost.
         memory: What this policy remembers of each sequence: ``memory.of(self)[b]``.
         parts: ``parts.of(self)`` asks the policies that this one is made of, in the order of its
             attribute ``parts``: a list of ``[B, H_kv, T]``, fp32.

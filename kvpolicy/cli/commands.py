@@ -19,6 +19,7 @@ COMMANDS = {
     "trace": ("kvpolicy.cli.trace", "Show every hook call of a generation."),
     "ablate": ("kvpolicy.cli.ablate", "Compare policies at several budgets."),
     "tasks": ("kvpolicy.cli.tasks", "Show what an ablation can ask, and its problems."),
+    "check": ("kvpolicy.cli.check", "Hold policies against the contract, in drawn cases."),
     "bench": ("kvpolicy.cli.bench", "Measure the engine's speed against generate()."),
     "steer": ("kvpolicy.cli.steer", "Make steering vectors, and show what is in them."),
     "reasoner": ("kvpolicy.cli.reasoner", "Sample from a bundled reasoner, or train it again."),

@@ -2,6 +2,8 @@
 
 import time
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import hypothesis
@@ -175,7 +177,7 @@ def run_round(
         verbosity=hypothesis.Verbosity.quiet,
     )
     machine = hypothesis.seed(seed)(Serving)
-    with torch.random.fork_rng(devices=[]):
+    with torch.random.fork_rng(devices=[]), _one_thread():
         try:
             run_state_machine_as_test(machine, settings=settings)
         except (Found, _Enough, hypothesis.errors.Flaky) as error:
@@ -184,6 +186,17 @@ def run_round(
             told = explain(best.found.trial, best.found.error)
             is_fickle = isinstance(error, hypothesis.errors.Flaky) and not best.is_enough
             raise (_fickle(told) if is_fickle else told) from best.found.error
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """The tensors are tiny: a second thread costs more than it brings."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def _fickle(told: ConformanceError) -> ConformanceError:

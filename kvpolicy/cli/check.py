@@ -1,0 +1,116 @@
+"""``kvpolicy check``: hold policies against the whole contract, in drawn cases.
+
+With ``--json``, one object per policy and line: ``{"policy", "cases", "elapsed_s", "checked",
+"skipped"}``, or ``{"policy", "clause", "expected", "came", "example": {"setup", "code"}}`` for
+one that breaks a clause.
+"""
+
+import tomllib
+from collections import defaultdict
+from typing import Annotated, Any
+
+import attrs
+import typer
+
+from kvpolicy.cli.console import say, write, write_json
+from kvpolicy.cli.options import Json, Plugins, register_plugins
+from kvpolicy.cli.progress import open_progress
+from kvpolicy.discovery import load_policy_class, policy_names
+from kvpolicy.errors import KVPolicyError
+
+app = typer.Typer(add_completion=False, rich_markup_mode=None)
+
+SOME_FAILED = 1
+
+
+@app.command()
+def check(
+    policy: Annotated[
+        list[str] | None, typer.Argument(help="Policies; all that are installed if none.")
+    ] = None,
+    profile: Annotated[
+        str,
+        typer.Option(metavar="NAME", help="Cases per policy: quick 100, ci 1000, thorough 10000."),
+    ] = "quick",
+    cases: Annotated[
+        int | None,
+        typer.Option(min=1, help="Cases in all, shared among the policies, whatever the profile."),
+    ] = None,
+    knobs: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="POLICY.KNOB=VALUE", help="A knob; may be repeated."),
+    ] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Equal seeds draw equal cases.")] = 0,
+    hidden_size: Annotated[
+        int, typer.Option(min=1, help="Size of the hidden states, for steering vectors.")
+    ] = 16,
+    layers: Annotated[int, typer.Option(min=1, help="Decoder layers.")] = 2,
+    plugin: Plugins = None,
+    json: Json = False,
+) -> None:
+    """Hold policies against the contract; exit status 1 if one breaks it.
+
+    What is broken is named, with a minimal example to run.
+    """
+    register_plugins(plugin)
+    names = policy or policy_names()
+    for name in names:
+        load_policy_class(name)  # an unknown one is told before an hour has gone by
+    given = _knobs(knobs or [], names)
+
+    from kvpolicy.testing import ConformanceError, check_policy
+    from kvpolicy.testing.check import PROFILES
+
+    # A profile that does not exist is told by check_policy.
+    num = PROFILES.get(profile, 1) if cases is None else -(-cases // len(names))
+    num_failed = 0
+    for name in names:
+        with open_progress(num) as shown:
+            try:
+                report = check_policy(
+                    name,
+                    knobs=given[name],
+                    profile=profile,
+                    max_examples=None if cases is None else num,
+                    seed=seed,
+                    hidden_size=hidden_size,
+                    num_layers=layers,
+                    progress=lambda done, _, name=name, shown=shown: shown.show(name, done),
+                )
+            except ConformanceError as error:
+                num_failed += 1
+                write_json(_broken(error)) if json else write(f"{error}\n\n")
+                continue
+        write_json(report.to_dict()) if json else write(f"{report}\n\n")
+    if num_failed:
+        say(f"{num_failed} of {len(names)} policies break the contract.")
+        raise typer.Exit(SOME_FAILED)
+
+
+def _broken(error: Any) -> dict[str, Any]:
+    return {
+        "policy": error.policy,
+        "clause": error.clause,
+        "expected": error.expected,
+        "came": error.came,
+        "example": attrs.asdict(error.example),
+    }
+
+
+def _knobs(settings: list[str], names: list[str]) -> dict[str, dict[str, Any]]:
+    """The knobs of each policy."""
+    given: dict[str, dict[str, Any]] = defaultdict(dict)
+    for setting in settings:
+        path, equals, text = setting.partition("=")
+        name, dot, knob = path.strip().partition(".")
+        if not (equals and dot and knob) or name not in names:
+            msg = (
+                f"--set {setting!r} is not POLICY.KNOB=VALUE with one of the policies that are "
+                f"checked: {', '.join(names)}"
+            )
+            raise KVPolicyError(msg)
+        try:
+            given[name][knob] = tomllib.loads(f"value = {text}")["value"]
+        except tomllib.TOMLDecodeError:
+            given[name][knob] = text.strip()
+    return given

@@ -1,0 +1,78 @@
+"""``kvpolicy check``: what is kept, what is broken, and what makes no sense."""
+
+from pathlib import Path
+
+import pytest
+from shell import Shell
+
+PLUGIN = '''
+import attrs
+from kvpolicy import hookimpl
+
+
+@attrs.define(eq=False)
+class Sound:
+    """Long keys stay."""
+
+    order: float = 2.0
+
+    @hookimpl
+    def score(self, keys):
+        return keys.float().norm(p=self.order, dim=-1)
+
+
+@attrs.define(eq=False)
+class Writes:
+    """Writes into the keys."""
+
+    @hookimpl
+    def score(self, keys):
+        return keys.abs_().float().sum(dim=-1) * 0 + keys.add_(1).float().mean(dim=-1)
+'''
+
+
+@pytest.fixture
+def plugin(tmp_path: Path) -> Path:
+    path = tmp_path / "mine.py"
+    path.write_text(PLUGIN)
+    return path
+
+
+def test_a_sound_policy_is_told_clause_by_clause(kvpolicy: Shell, plugin: Path) -> None:
+    answer = kvpolicy("check", "sound", "--plugin", plugin, "--cases", 8, "--set", "sound.order=1")
+    assert answer.status == 0
+    assert "policy 'sound' keeps the contract: 17 clauses, 8 cases" in answer.out
+    assert "tracks           skipped: it has no tracks" in answer.out
+
+
+def test_a_broken_one_does_not_keep_the_others_from_being_checked(
+    kvpolicy: Shell, plugin: Path
+) -> None:
+    answer = kvpolicy("check", "writes", "sound", "--plugin", plugin, "--cases", 16, "--json")
+    assert answer.status == 1
+    broken, kept = answer.json_lines
+    assert (broken["policy"], broken["clause"]) == ("writes", "read_only")
+    assert "Trial('writes', " in broken["example"]["code"]
+    assert (kept["policy"], kept["cases"]) == ("sound", 8)
+    assert "1 of 2 policies break the contract" in answer.err
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["no_such"], "no policy is named 'no_such'"),
+        (["streaming", "--profile", "slow"], "quick, ci, thorough"),
+        (["streaming", "--set", "n_sink=2"], "POLICY.KNOB=VALUE"),
+        (["streaming", "--set", "h2o.every=2"], "streaming"),
+        (["streaming", "--set", "streaming.n_snik=2"], "did you mean n_sink"),
+        (["streaming", "--cases", "0"], "--cases"),
+    ],
+)
+def test_what_makes_no_sense_is_answered_with_a_sentence(
+    kvpolicy: Shell, words: list[str], says: str
+) -> None:
+    answer = kvpolicy("check", *words)
+    assert answer.status == 2
+    assert says in answer.err
+    assert answer.out == ""
+    assert "Traceback" not in answer.err
