@@ -35,7 +35,7 @@ class Declared:
     """
 
     def __init__(
-        self, policies: Sequence[tuple[str, object]], *, owner: str = "", prefix: str = ""
+        self: Self, policies: Sequence[tuple[str, object]], *, owner: str = "", prefix: str = ""
     ) -> None:
         """Build the relay.
 

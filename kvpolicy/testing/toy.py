@@ -20,6 +20,7 @@ from kvpolicy.attention import attend
 from kvpolicy.cache import LayerShape
 from kvpolicy.clock import Clock
 from kvpolicy.compat import Seam
+from kvpolicy.registers import Registers
 from kvpolicy.stack import Stack
 from kvpolicy.step import Step
 
@@ -126,13 +127,19 @@ class Toy(Seam):
 
     @contextmanager
     def steered(
-        self, stacks: Sequence[Stack], token_ids: Tensor, clock: Clock, **arguments: Any
+        self,
+        stacks: Sequence[Stack],
+        token_ids: Tensor,
+        clock: Clock,
+        registers: Registers,
+        **arguments: Any,
     ) -> Iterator[None]:
         """Add what policies answer to `steer` to the states entering their layers."""
+        arguments |= {"token_ids": token_ids, "registers": registers}
         self._steer = {
-            layer_idx: partial(stack.steer, layer_idx, token_ids=token_ids, **arguments)
+            layer_idx: partial(stack.steer, layer_idx, **arguments)
             for layer_idx, stack in enumerate(stacks)
-            if stack.implements("steer")
+            if stack.is_steered(layer_idx)
         }
         try:
             yield

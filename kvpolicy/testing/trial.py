@@ -141,7 +141,7 @@ class Trial:
         stories = []
         for arrival in arrivals:
             run = engine.generate([self._request(arrival)] * copies)
-            traces = [watch.follow(served.memory) for served in run._waiting]
+            traces = [watch.follow(served.memory) for served in run._waiting.values()]
             results = run.results()
             stories += [Story(r.tokens, t, False) for r, t in zip(results, traces, strict=True)]
         return stories
@@ -172,7 +172,7 @@ class Trial:
         self._served, self._queue = self._queue, []
         self._open = set(range(len(self._served)))
         self._run = self._engine.generate([self._request(one) for one in self._served])
-        memories = [served.memory for served in self._run._waiting]
+        memories = [served.memory for served in self._run._waiting.values()]
         self._traces = [self._watch.follow(memory) for memory in memories]
         self._memories = [weakref.ref(memory) for memory in memories]
         if self._stories:
