@@ -7,6 +7,7 @@ one that breaks a clause.
 
 import tomllib
 from collections import defaultdict
+from functools import partial
 from typing import Annotated, Any
 
 import attrs
@@ -14,7 +15,7 @@ import typer
 
 from kvpolicy.cli.console import say, write, write_json
 from kvpolicy.cli.options import Json, Plugins, register_plugins
-from kvpolicy.cli.progress import open_progress
+from kvpolicy.cli.progress import Progress, open_progress
 from kvpolicy.discovery import load_policy_class, policy_names
 from kvpolicy.errors import KVPolicyError
 
@@ -75,7 +76,7 @@ def check(
                     seed=seed,
                     hidden_size=hidden_size,
                     num_layers=layers,
-                    progress=lambda done, _, name=name, shown=shown: shown.show(name, done),
+                    progress=partial(_show, shown, name),
                 )
             except ConformanceError as error:
                 num_failed += 1
@@ -85,6 +86,10 @@ def check(
     if num_failed:
         say(f"{num_failed} of {len(names)} policies break the contract.")
         raise typer.Exit(SOME_FAILED)
+
+
+def _show(shown: Progress, name: str, done: int, _: int) -> None:
+    shown.show(name, done)
 
 
 def _broken(error: Any) -> dict[str, Any]:
