@@ -17,6 +17,7 @@ from kvpolicy.planspec import LayerGroup, PolicySpec
 ADDRESS = "http://json-schema.org/draft-07/schema#"
 
 _COUNT = {"type": "integer", "minimum": 1, "maximum": planbudget.MOST}
+_LAYER = {"type": "integer", "minimum": -planbudget.MOST, "maximum": planbudget.MOST}
 # What a type does not say: the form of a text, the least of a number.
 _FORMS: dict[str, dict[str, Any]] = {
     "budget": {"oneOf": [_COUNT, {"type": "string", "pattern": planbudget.SHARE}]},
@@ -25,7 +26,7 @@ _FORMS: dict[str, dict[str, Any]] = {
     "where": {
         "oneOf": [
             {"type": "string", "pattern": WHERE},
-            {"type": "array", "items": {"type": "integer"}, "minItems": 1},
+            {"type": "array", "items": _LAYER, "minItems": 1},
         ]
     },
 }

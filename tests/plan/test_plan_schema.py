@@ -21,7 +21,11 @@ from kvpolicy.planspec import LayerGroup
 
 FILE = Path(__file__).parents[2] / "docs" / "reference" / "plan.schema.json"
 SCHEMA = plan_schema()
-CHECK = jsonschema.Draft7Validator(SCHEMA)
+# JSON has one kind of numbers, TOML has two: 3.0 is no whole number there.
+_TYPES = jsonschema.Draft7Validator.TYPE_CHECKER.redefine(
+    "integer", lambda _, value: isinstance(value, int) and not isinstance(value, bool)
+)
+CHECK = jsonschema.validators.extend(jsonschema.Draft7Validator, type_checker=_TYPES)(SCHEMA)
 
 
 def test_the_file_is_what_the_code_says() -> None:
