@@ -18,6 +18,9 @@ from kvpolicy.softmax import PLAIN
 # The track that attention fills by itself, for policies that name it as an argument.
 ATTN_SUMS = "attn_sums"
 
+# From a layer, keys [B, H_kv, K, D] and positions to add, [B, H_kv, K], the moved keys.
+Rotate = Callable[[int, Tensor, Tensor], Tensor]
+
 
 @attrs.frozen
 class LayerShape:
@@ -158,9 +161,7 @@ class Cache:
         slot_tensors: What else belongs to the slots; the first axis is the slot.
         transient_bytes: The largest copy needed so far to move rows: by a compaction, where a
             window slides, or where slabs grow.
-        rotate: Moves keys of a layer to other positions: from the layer, keys
-            ``[B, H_kv, K, D]`` and positions to add, ``[B, H_kv, K]``. ``None`` if rows belong
-            to no model.
+        rotate: Moves keys of a layer to other positions; ``None`` if rows belong to no model.
     """
 
     def __init__(self, shapes: Sequence[LayerShape], slabs: Sequence[Slab], num_slots: int) -> None:
@@ -176,7 +177,7 @@ class Cache:
         self.num_pads = np.zeros_like(self.rows)
         self.slot_tensors: list[Tensor] = []
         self.transient_bytes = 0
-        self.rotate: Callable[[int, Tensor, Tensor], Tensor] | None = None
+        self.rotate: Rotate | None = None
 
     @property
     def num_bytes(self) -> int:

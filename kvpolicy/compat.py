@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 
 from kvpolicy.attention import attention_function
-from kvpolicy.cache import LayerShape
+from kvpolicy.cache import LayerShape, Rotate
 from kvpolicy.clock import Clock
 from kvpolicy.configuration import (
     check_runs,
@@ -30,6 +30,7 @@ from kvpolicy.configuration import (
 from kvpolicy.errors import ModelError
 from kvpolicy.forward import Forward, StepCache
 from kvpolicy.registers import Registers
+from kvpolicy.rotation import Rotation
 from kvpolicy.stack import Stack
 from kvpolicy.step import Step
 
@@ -67,6 +68,10 @@ class Seam:
             layer_shape(self._config, self.model.dtype, next(layer.parameters()).device, window)
             for layer, window in zip(self._layers, self._windows, strict=True)
         ]
+
+    def rotation(self) -> Rotate:
+        """What moves keys of a layer to other positions, as this model turns them."""
+        return Rotation(self)
 
     @property
     def last_device(self) -> torch.device:

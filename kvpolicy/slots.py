@@ -22,7 +22,6 @@ from kvpolicy.feed import Feed, Feeds
 from kvpolicy.memory import Memory
 from kvpolicy.observer import Observer
 from kvpolicy.registers import RegisterFile
-from kvpolicy.rotation import Rotation
 from kvpolicy.sequence import LiveSequence
 from kvpolicy.step import Step
 
@@ -54,7 +53,7 @@ class Slots:
         pairs = list(zip(engine.stacks, engine.plan.layers, strict=True))
         slabs = [stack.slab(layer.capacity(longest)) for stack, layer in pairs]
         self.cache = Cache(engine.seam.layer_shapes(), slabs, num_slots)
-        self.cache.rotate = Rotation(engine.seam)
+        self.cache.rotate = engine.seam.rotation()
         policies = [policy for stack in engine.stacks for policy in stack.policies]
         self._registers = RegisterFile(policies, num_slots, engine.seam.model.device)
         self.cache.slot_tensors += self._registers.all

@@ -127,7 +127,9 @@ def plan_of(policy: object, hooks: frozenset[str], setup: Setup, num_layers: int
     if setup.pinned:
         stack.append(PolicySpec.of(Pinned()))
     schedule = (spec,) if "schedule" in hooks else ()
-    has = layers_with(setup.where, num_layers)
+    # A plan that leaves out a layer which the policy steers is refused.
+    steered = getattr(policy, "steers", None) or ()
+    has = sorted({*layers_with(setup.where, num_layers), *steered})
     groups = [LayerGroup(where=tuple(has), stack=tuple(stack))]
     rest = tuple(layer for layer in range(num_layers) if layer not in has)
     if rest:

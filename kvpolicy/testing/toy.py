@@ -17,10 +17,11 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
 from kvpolicy.attention import attend
-from kvpolicy.cache import LayerShape
+from kvpolicy.cache import LayerShape, Rotate
 from kvpolicy.clock import Clock
 from kvpolicy.compat import Seam
 from kvpolicy.registers import Registers
+from kvpolicy.rotation import rotate_halves
 from kvpolicy.stack import Stack
 from kvpolicy.step import Step
 
@@ -96,6 +97,10 @@ class Toy(Seam):
     def layer_shapes(self) -> list[LayerShape]:
         """The same in every layer."""
         return [self._shape] * self.num_layers
+
+    def rotation(self) -> Rotate:
+        """Plain RoPE: the toy has none of its own, and no policy can tell."""
+        return rotate_halves
 
     @property
     def last_device(self) -> torch.device:
