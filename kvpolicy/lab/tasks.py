@@ -132,7 +132,8 @@ def spell(name: str, options: Mapping[str, object], defaults: Mapping[str, objec
         options: Its options.
         defaults: What they are if nobody says otherwise.
     """
-    said = [f"{key}={value}" for key, value in options.items() if value != defaults.get(key)]
+    changed = {key: value for key, value in options.items() if value != defaults.get(key)}
+    said = [f"{key}={str(v).lower() if isinstance(v, bool) else v}" for key, v in changed.items()]
     return f"{name}:{','.join(said)}" if said else name
 
 

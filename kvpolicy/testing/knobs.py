@@ -60,11 +60,12 @@ def _text(maker: Maker, knobs: dict[str, Any]) -> str:
 def _loaded(maker: Maker, knobs: dict[str, Any]) -> PolicySpec:
     """The policy as a plan that says these knobs has it, all spelled out."""
     entry = {"policy": maker.name, **knobs}
-    budget = least_budget(maker.build())
+    policy = maker.build()
+    num_layers = 1 + max(getattr(policy, "steers", None) or (0,))
     try:
         # A plan spells out policies of layers and those that only schedule alike.
-        plan = Plan.from_dict({"budget": budget, "stack": [entry]})
-        return plan.resolve(1).layers[0].stack[0]
+        plan = Plan.from_dict({"budget": least_budget(policy), "stack": [entry]})
+        return plan.resolve(num_layers).layers[0].stack[0]
     except KVPolicyError as error:
         raise _broken(maker, f"a plan that says {entry}", str(error)) from error
 

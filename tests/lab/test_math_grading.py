@@ -99,6 +99,12 @@ def test_an_exact_grader_asks_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not task.grade(r"\boxed{0.50}", Item(0, "", "0.5"))
 
 
+def test_a_question_without_an_answer_has_no_verdict() -> None:
+    task = load_task("questions:source=any.jsonl,grader=exact")
+    with pytest.raises(GradeError, match="question 3 comes without an answer"):
+        task.grade(r"\boxed{}", Item(3, "", ""))
+
+
 def test_an_answer_that_cannot_be_compared_in_time_has_no_verdict_and_the_next_one_has() -> None:
     worker = Worker(wait_s=1.0)
     try:

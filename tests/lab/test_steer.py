@@ -3,13 +3,15 @@
 from collections.abc import Sequence
 from pathlib import Path
 
+import attrs
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from tiny import bpe_tokenizer
 
-from kvpolicy.errors import KVPolicyError
+from kvpolicy.errors import KVPolicyError, TaskError
+from kvpolicy.lab.measures import Graded, GradeError
 from kvpolicy.lab.models import open_model
 from kvpolicy.lab.reasoner.task import make_problems, split_of
 from kvpolicy.lab.reasoner.trace import RECHECK_OPENERS
@@ -28,7 +30,7 @@ from kvpolicy.lab.steer.calibrate import (
 from kvpolicy.lab.steer.rules import default_rules, load_rules
 from kvpolicy.lab.steer.states import MarkedTrace, states_before_thoughts
 from kvpolicy.lab.steer.thoughts import find_thoughts
-from kvpolicy.lab.tasks import load_task
+from kvpolicy.lab.tasks import Item, Split, load_task
 from kvpolicy.steering import SteeringVector, load_steering_vectors, save_steering_vectors
 from kvpolicy.thinking import Paragraphs
 
@@ -197,6 +199,37 @@ def test_traces_answer_the_training_problems(reasoner: Source, traces: list[Trac
         assert split_of(prompt) == "train"
         text = reasoner.tokenizer.decode(trace.token_ids[trace.prompt_len :])
         assert trace.is_right == (f"\\boxed{{{problem.answer}}}" in text)
+
+
+@attrs.frozen
+class Undecided:
+    """A task whose grader has no verdict on its second problem."""
+
+    name: str = "undecided"
+
+    def items(self, n: int, *, seed: int, split: Split = "test") -> Sequence[Item]:
+        return load_task("reasoner:level=easy").items(n, seed=seed, split=split)
+
+    @property
+    def measure(self) -> Graded:
+        return Graded(self.grade)
+
+    def grade(self, text: str, item: Item) -> bool:
+        if item.index == 1:
+            raise GradeError("no verdict")
+        return True
+
+
+def test_a_trace_without_a_verdict_is_left_out(reasoner: Source) -> None:
+    source = attrs.evolve(reasoner, task=Undecided(), n=3)
+    found = list(write_traces(source, max_new_tokens=4, slots=3))
+    assert sorted(trace.item for trace in found) == [0, 2]
+
+
+def test_a_task_that_is_not_graded_has_no_traces(reasoner: Source) -> None:
+    source = attrs.evolve(reasoner, task=load_task("perplexity"))
+    with pytest.raises(TaskError, match="no grader"):
+        list(write_traces(source, max_new_tokens=4, slots=3))
 
 
 def test_a_test_problem_is_never_among_them() -> None:

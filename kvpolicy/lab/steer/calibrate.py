@@ -18,7 +18,7 @@ from kvpolicy.engine import Engine
 from kvpolicy.errors import KVPolicyError
 from kvpolicy.lab import chat
 from kvpolicy.lab.fingerprint import fingerprint
-from kvpolicy.lab.measures import grader_of
+from kvpolicy.lab.measures import GradeError, grader_of
 from kvpolicy.lab.presets import full_cache_plan
 from kvpolicy.lab.steer.contrast import Contrast
 from kvpolicy.lab.steer.rules import EXECUTION, ThoughtRules
@@ -79,7 +79,7 @@ def write_traces(source: Source, *, max_new_tokens: int, slots: int) -> Iterator
         slots: Problems solved together.
 
     Yields:
-        The traces as they are finished.
+        The traces as they are finished; without those on which the grader has no verdict.
 
     Raises:
         KVPolicyError: A problem cannot be served.
@@ -96,7 +96,10 @@ def write_traces(source: Source, *, max_new_tokens: int, slots: int) -> Iterator
             msg = f"problem {item.index} of task {source.task.name}: {result.error}"
             raise KVPolicyError(msg)
         token_ids = (*prompts[result.id], *result.tokens)
-        is_right = grade(result.text or "", item)
+        try:
+            is_right = grade(result.text or "", item)
+        except GradeError:
+            continue  # neither right nor wrong
         yield Trace(item.index, result.prompt_len, token_ids, is_right)
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 import attrs
 
 from kvpolicy.errors import TaskError
-from kvpolicy.lab.measures import Graded
+from kvpolicy.lab.measures import Graded, GradeError
 from kvpolicy.lab.reasoner.task import extract_answer
 from kvpolicy.lab.suite import forms
 from kvpolicy.lab.suite.forms import Form
@@ -64,9 +64,7 @@ class QuestionTask:
     def name(self) -> str:
         """What the user types."""
         options = {"source": self.source.place, "chat": self.chat, "grader": self.grader}
-        return spell(
-            self.family, options, {"source": self.usual, "chat": True, "grader": MATH}
-        ).replace("=False", "=false")
+        return spell(self.family, options, {"source": self.usual, "chat": True, "grader": MATH})
 
     @property
     def measure(self) -> Graded:
@@ -98,8 +96,11 @@ class QuestionTask:
         """Tell whether the last balanced box of ``text`` holds the answer.
 
         Raises:
-            GradeError: The two could not be compared in time.
+            GradeError: The two could not be compared in time, or there is no answer.
         """
+        if not item.answer.strip():
+            msg = f"question {item.index} comes without an answer"
+            raise GradeError(msg)
         box = extract_answer(text)
         if box is None:
             return False

@@ -80,7 +80,7 @@ class LiveCodeBench:
     def name(self) -> str:
         """What the user types."""
         usual = {"source": ID, "release": 1, "time_s": 6.0, "chat": True}
-        return spell("livecodebench", attrs.asdict(self), usual).replace("=False", "=false")
+        return spell("livecodebench", attrs.asdict(self), usual)
 
     @property
     def measure(self) -> Graded:
