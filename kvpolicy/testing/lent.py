@@ -38,14 +38,23 @@ class LentTracks:
 
 
 class RowsBefore:
-    """The rows of a compaction before `evict`, to see what became of them."""
+    """The rows of a compaction before `evict`, to see what became of them.
+
+    What travels with them is looked at when the policy calls `LayerRows.keep`: before that, it
+    may give the rows new numbers.
+    """
 
     def __init__(self, rows: LayerRows, keep: Tensor) -> None:
         self._rows, self._keep = rows, keep
         self._positions = rows.positions.gather(2, keep)
-        self._tracks = {
-            name: rows.track(name).gather(2, keep).clone() for name in rows._layer.tracks
-        }
+        self._tracks: dict[str, Tensor] = {}
+        self._go_on = rows.keep
+        rows.keep = self._note_and_keep  # type: ignore[method-assign]
+
+    def _note_and_keep(self, keep: Tensor, **replaced: Tensor | None) -> None:
+        names = self._rows._layer.tracks
+        self._tracks = {name: self._rows.track(name).gather(2, keep).clone() for name in names}
+        self._go_on(keep, **replaced)
 
     def problems(self) -> dict[str, Problem]:
         """What is wrong, by clause."""
@@ -61,7 +70,9 @@ class RowsBefore:
             now = rows.track(name)[:, :, :num]
             problem = None
             if not torch.equal(now, before):
-                expected = f"track '{name}' {before[0].tolist()} after evict(), as before it"
+                expected = (
+                    f"track '{name}' {before[0].tolist()} after evict(), as before rows.keep()"
+                )
                 problem = (expected, f"{now[0].tolist()}")
             problems["tracks"] = problems.get("tracks") or problem
         return problems
