@@ -9,9 +9,10 @@ from hypothesis import strategies as st
 from kvpolicy import Engine
 from kvpolicy.lab.presets import full_cache_plan
 from kvpolicy.lab.reasoner.model import load_reasoner
+from kvpolicy.lab.reasoner.task import split_of
 from kvpolicy.lab.reasoner.tokenizer import build_tokenizer
 from kvpolicy.lab.suite.retrieval import MAX_KEYS, Retrieval
-from kvpolicy.lab.tasks import load_task
+from kvpolicy.lab.tasks import Split, load_task
 
 SHARE_RIGHT = 0.9  # measured: 97 to 100 % of 100 at these lengths, see docs/reference/tasks.md
 
@@ -45,6 +46,12 @@ def test_a_haystack_is_answerable_by_hand_and_as_long_as_was_asked_for(
     assert build_tokenizer().unk_token_id not in ids
     assert len(re.findall(r" = ", item.prompt)) == keys
     assert item.facets["quarter"] in (1, 2, 3, 4)
+
+
+@pytest.mark.parametrize("split", ["train", "tune", "test"])
+def test_a_haystack_belongs_to_the_split_it_was_drawn_for(split: Split) -> None:
+    items = load_task("needle:length=60").items(30, seed=0, split=split)
+    assert {split_of(item.prompt) for item in items} == {split}
 
 
 def test_needles_lie_everywhere() -> None:
