@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import families
 import pytest
 import torch
 from batches import padded, written
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from transformers.generation.streamers import BaseStreamer
 
 from kvpolicy import Engine, Plan, PolicyCache
+from kvpolicy.compat import Seam
 from kvpolicy.hf import policycache
 
 NUM_LAYERS = 2
@@ -54,6 +56,21 @@ def test_so_they_do_in_single_precision(prompts: list[list[int]], plan: Plan, se
     model = shared_model("qwen3", seed=seed, num_layers=NUM_LAYERS)
     tokens = written(model, prompts, NEW_TOKENS, past_key_values=PolicyCache(model, plan))
     assert tokens == engine_tokens(model, prompts, plan, NEW_TOKENS, slots=len(prompts))
+
+
+@pytest.mark.parametrize("name", ["full", "h2o"])
+@pytest.mark.parametrize("family", families.FAMILIES)
+def test_every_family_of_models_is_served(family: str, name: str) -> None:
+    # Windows slide, and slabs without a bound grow, from what the prompt takes.
+    model = families.family_model(family)
+    plan = Plan.uniform(name, budget=12, buffer=4)
+    cache = PolicyCache(model, plan, chunk=5)
+    batch = [[7, 3] * 10, [5, 6, 9]]
+    tokens = written(model, batch, NEW_TOKENS, past_key_values=cache)
+    assert tokens == engine_tokens(model, batch, plan, NEW_TOKENS, slots=2, chunk=5)
+    windows = [shape.sliding_window for shape in Seam(model).layer_shapes()]
+    most = max(window or 16 for window in windows) if name == "h2o" else None
+    assert most is None or cache.report.peak_rows <= most
 
 
 @given(models, prompts(), plans(num_layers=NUM_LAYERS, **ROOMY), chunks)

@@ -208,7 +208,9 @@ class AnswersWrongly:
         return keys
 
 
-@pytest.mark.parametrize("stack", [[Raises(), "protect"], [AnswersWrongly()]], ids=str)
+@pytest.mark.parametrize(
+    "stack", [[Raises(), "protect"], [AnswersWrongly()]], ids=["raises", "wrong"]
+)
 def test_a_call_that_fails_is_recorded_with_its_error(stack: list[object]) -> None:
     engine = Engine(MODEL, plan=Plan.uniform(*stack, budget=14, buffer=4))
     with recording(engine) as trace, pytest.raises(HookError) as caught:
