@@ -28,6 +28,9 @@ from kvpolicy.stopwatch import Stopwatch
 if TYPE_CHECKING:
     from kvpolicy.engine import Engine
 
+# An engine asks them; `allocate` is asked when its plan is resolved, before there is an engine.
+_RECORDED = tuple(hook for hook in HOOKS if hook != "allocate")
+
 
 @contextmanager
 def recording(
@@ -55,10 +58,10 @@ def recording(
     Raises:
         KVPolicyError: There is no such hook or layer, or the engine is being recorded already.
     """
-    wanted = tuple(HOOKS if hooks is None else hooks)
-    unknown = [hook for hook in wanted if hook not in HOOKS]
+    wanted = tuple(_RECORDED if hooks is None else hooks)
+    unknown = [hook for hook in wanted if hook not in _RECORDED]
     if unknown:
-        msg = f"there is no hook '{unknown[0]}' to record; the hooks are {', '.join(HOOKS)}"
+        msg = f"there is no hook '{unknown[0]}' to record; the hooks are {', '.join(_RECORDED)}"
         raise KVPolicyError(msg)
     outside = sorted(set(layers or ()) - set(range(len(engine.stacks))))
     if outside:

@@ -9,6 +9,7 @@ from typing import Any
 
 import attrs
 import torch
+from hypothesis import assume
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -213,3 +214,13 @@ def plans(
             for where in groups
         )
     )
+
+
+@st.composite
+def roomy_plans(draw: st.DrawFn, *, num_layers: int, rows: int) -> Plan:
+    """A plan that gives every layer at least so many rows."""
+    plan = draw(plans(num_layers=num_layers, min_budget=rows, max_budget=rows + 16))
+    # Policies that share rows among layers give some of them less.
+    budgets = [layer.budget for layer in plan.resolve(num_layers).layers]
+    assume(min(budget for budget in budgets if budget is not None) >= rows)
+    return plan

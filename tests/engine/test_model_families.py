@@ -6,19 +6,19 @@ import torch
 from families import FAMILIES, calling, family_model
 from hypothesis import given
 from hypothesis import strategies as st
-from strategies import plans, prompts
+from strategies import prompts, roomy_plans
 from tiny import greedy_tokens
 from torch import Tensor
 
 from kvpolicy import Engine, Plan, hookimpl
 
-ROOMY = {"min_budget": 64, "max_budget": 80}  # more than any prompt and its continuation
+ROOMY = 64  # rows: more than any prompt and its continuation
 
 
 @given(
     st.sampled_from(sorted(FAMILIES)),
     prompts(count=3, max_len=40),
-    plans(num_layers=2, **ROOMY),
+    roomy_plans(num_layers=2, rows=ROOMY),
     st.integers(1, 3),
     st.sampled_from([1, 4, 512]),
 )

@@ -151,6 +151,8 @@ def _in_words(hint: Any) -> str:
     """A knob's type as the page says it."""
     if get_origin(hint) is Literal:
         return ", ".join(f'`"{word}"`' for word in get_args(hint))
+    if get_origin(hint) is dict:
+        return "tables"
     if get_origin(hint) is tuple:
         return f"list of {_in_words(get_args(hint)[0])}"
     if get_origin(hint) in (Union, UnionType):
