@@ -144,7 +144,7 @@ def test_what_was_recorded_is_shown_and_kept_however_the_run_ends(
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (("--hook", "scroe"), "no hook 'scroe' to record; the hooks are schedule"),
+        (("--hook", "scroe"), "no hook 'scroe' to record; the hooks are allocate, schedule"),
         (("--layer", 7), "no layer 7 to record; the model has layers 0 to 1"),
         (("--last", 0), "--last"),
         (("--output", "/nowhere/at/all"), "cannot be opened"),

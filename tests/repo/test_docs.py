@@ -156,6 +156,8 @@ def _in_words(hint: Any) -> str:
     if get_origin(hint) in (Union, UnionType):
         kinds = [_in_words(kind) for kind in get_args(hint) if kind is not NoneType]
         return " or ".join([*kinds, "none"] if NoneType in get_args(hint) else kinds)
+    if get_origin(hint) is dict:
+        return "table"
     return {int: "count", float: "number", str: "text", bool: "`true` or `false`"}[hint]
 
 
