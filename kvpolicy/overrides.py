@@ -1,8 +1,10 @@
 """Changes to what a plan file holds, as the command line gives them: ``budget=96``."""
 
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
+
+import attrs
 
 from kvpolicy import extends
 from kvpolicy.discovery import nearest
@@ -67,17 +69,49 @@ def _groups(raw: Mapping[str, Any]) -> list[dict[str, Any]]:
 def _set_knob(
     raw: dict[str, Any], policy: str, knob: str, value: object, change: str, name: str
 ) -> None:
-    stacks = [raw.get("schedule"), *(table.get("stack") for table in [raw, *_groups(raw)])]
-    used = set()
-    for stack in stacks:
-        if not isinstance(stack, list):
-            continue  # refused with a better message when the plan is structured
-        for place, entry in enumerate(stack):
-            spec = entry if isinstance(entry, dict) else {"policy": entry}
-            used.add(str(spec.get("policy")))
-            if spec.get("policy") == policy:
-                stack[place] = {**spec, knob: value}
-    if policy not in used:
-        hint = nearest(policy, sorted(used))
+    found = [entry for entry in _entries(raw) if entry.name == policy]
+    if not found:
+        hint = nearest(policy, sorted(set(policies_named(raw))))
         msg = f"--set {change!r}: {name} uses no policy '{policy}'{hint}"
         raise PlanError(msg)
+    for entry in found:
+        entry.listed[entry.place] = {**entry.spec, knob: value}
+
+
+@attrs.frozen
+class _Entry:
+    """Where a policy is named: an entry of a list, with its knobs."""
+
+    listed: list[Any]
+    place: int
+    spec: dict[str, Any]
+
+    @property
+    def name(self) -> str:
+        return str(self.spec["policy"])
+
+
+def policies_named(raw: Mapping[str, Any]) -> list[str]:
+    """Names of the policies of a plan, those inside of others among them; some more than once.
+
+    Args:
+        raw: Lists and tables of the file; what is malformed names none.
+    """
+    return [entry.name for entry in _entries(raw)]
+
+
+def _entries(raw: Mapping[str, Any]) -> list[_Entry]:
+    stacks = [table.get("stack") for table in [raw, *_groups(raw)]]
+    return [entry for listed in [*stacks, raw.get("schedule")] for entry in _listed(listed)]
+
+
+def _listed(listed: object) -> Iterator[_Entry]:
+    """The policies of a stack; what a knob of theirs lists may be policies in turn."""
+    if not isinstance(listed, list):
+        return  # a stack that is none is refused with a better message when it is structured
+    for place, entry in enumerate(listed):
+        spec = entry if isinstance(entry, dict) else {"policy": entry}
+        for inner in spec.values():
+            yield from _listed(inner)
+        if isinstance(spec.get("policy"), str):
+            yield _Entry(listed, place, spec)

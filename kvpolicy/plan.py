@@ -107,7 +107,7 @@ class Plan:
         Args:
             path: The file, or the name of a plan that an installed package brings along.
             overrides: Changes such as ``"budget=96"``, ``"layers.0.buffer=8"`` or
-                ``"rkv.mix_lambda=0.5"`` (in every stack that names the policy). They change
+                ``"rkv.mix_lambda=0.5"`` (wherever the plan names the policy). They change
                 what the plan and all it extends come to.
 
         Raises:

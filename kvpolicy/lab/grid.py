@@ -1,6 +1,6 @@
 """The cells of a comparison: every series at every budget, each with its resolved plan."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -10,6 +10,7 @@ import attrs
 from kvpolicy.errors import BudgetError, PlanError
 from kvpolicy.extends import read as read_plan
 from kvpolicy.lab.presets import Series
+from kvpolicy.overrides import policies_named
 from kvpolicy.plan import Plan
 from kvpolicy.resolved import LayerPlan, ResolvedPlan
 
@@ -172,15 +173,10 @@ def _check_overrides(series: Sequence[Series], overrides: Sequence[str]) -> None
 def _concerns(series: Series, override: str) -> bool:
     """Whether an override says something about this series: it does unless it names a policy."""
     keys = override.partition("=")[0].strip().split(".")
-    return len(keys) != 2 or keys[0] in _policies(series.plan)
-
-
-def _policies(plan: Mapping[str, Any]) -> list[str]:
-    groups = [plan, *plan.get("layers", [])]
-    entries = [entry for group in groups for entry in group.get("stack", [])]
-    entries += plan.get("schedule", [])
-    return [entry if isinstance(entry, str) else str(entry.get("policy")) for entry in entries]
+    return len(keys) != 2 or keys[0] in policies_named(series.plan)
 
 
 def _all_stacks(series: Sequence[Series]) -> dict[str, Any]:
-    return {"stack": list(dict.fromkeys(name for one in series for name in _policies(one.plan)))}
+    return {
+        "stack": list(dict.fromkeys(name for one in series for name in policies_named(one.plan)))
+    }

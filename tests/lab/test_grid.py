@@ -71,6 +71,15 @@ def test_an_override_goes_to_the_series_that_name_its_policy() -> None:
     assert after[1].resolved.layers[0].stack[0].knobs["mix_lambda"] == 0.5
 
 
+def test_an_override_goes_to_the_series_that_mix_its_policy() -> None:
+    mixed = Series("mixed", {"stack": [{"policy": "mix", "of": ["streaming", "rkv"]}]})
+    before = cells(mixed, series_of_stack("h2o"), budgets=[32])
+    after = cells(mixed, series_of_stack("h2o"), budgets=[32], overrides=["rkv.mix_lambda=0.5"])
+    assert after[0].resolved.layers[0].stack[0].knobs["of"][1]["mix_lambda"] == 0.5
+    assert before[0].digest != after[0].digest
+    assert before[1].digest == after[1].digest
+
+
 def test_an_override_of_the_buffer_goes_to_all() -> None:
     found = cells(series_of_stack("h2o"), budgets=[32], overrides=["buffer=5"])
     assert found[0].buffer == 5

@@ -5,7 +5,7 @@ from pathlib import Path
 import attrs
 import pytest
 
-from kvpolicy import Plan, hookimpl
+from kvpolicy import Plan, hookimpl, load_policy
 from kvpolicy.bundled import bundled_file, bundled_names
 from kvpolicy.errors import KVPolicyError, PlanError
 from kvpolicy.planspec import LayerGroup, PolicySpec
@@ -95,6 +95,35 @@ def test_where_selects_as_python_slices_do(where, expected):
 )
 def test_overrides_change_what_they_name(tmp_path, override, look, expected):
     assert look(load(tmp_path, MIXED, [override])) == expected
+
+
+INNER = """
+budget = 64
+stack = [
+  "h2o",
+  { policy = "mix", of = [
+    "h2o",
+    { policy = "rkv", weight = 2 },
+    { policy = "mix", of = ["rkv", "snapkv"] },
+  ] },
+]
+"""
+
+
+def test_an_override_reaches_policies_inside_of_others(tmp_path):
+    plan = load(tmp_path, INNER, ["rkv.mix_lambda=0.25", "h2o.n_recent=9", "mix.normalise=sum"])
+    alone, outer = plan.resolve(1).layers[0].stack
+    h2o, rkv, inner = outer.knobs["of"]
+    assert alone.knobs["n_recent"] == h2o["n_recent"] == 9
+    assert (rkv["weight"], rkv["mix_lambda"]) == (2.0, 0.25)
+    assert outer.knobs["normalise"] == inner["normalise"] == "sum"
+    assert inner["of"][0]["mix_lambda"] == 0.25
+    assert inner["of"][1] == load_policy("mix", of=["snapkv"]).of[0], "the others are left alone"
+
+
+def test_a_policy_that_is_nowhere_inside_either_is_told_with_the_nearest(tmp_path):
+    with pytest.raises(PlanError, match="uses no policy 'snapvk'; did you mean snapkv"):
+        load(tmp_path, INNER, ["snapvk.window_size=4"])
 
 
 def test_a_digest_is_stable_and_tells_plans_apart(tmp_path):
