@@ -77,8 +77,10 @@ def sliding_windows(config: Any) -> list[int | None]:
 
 def hiding_window(window: int | None, config: Any) -> int | None:
     """A window, if it hides anything from a sequence as long as the model has positions."""
+    if not window:  # most layers of most models, asked in every forward
+        return None
     most = getattr(config, "max_position_embeddings", None)
-    return None if not window or (most is not None and window >= most) else window
+    return None if most is not None and window >= most else window
 
 
 def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:

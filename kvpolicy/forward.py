@@ -26,8 +26,8 @@ class StepCache(Cache):
         shape = self._step.cache.layers[layer_idx].shape
         expected = (shape.num_kv_heads, shape.head_dim)
         for states in (key_states, value_states):
-            if (states.shape[1], states.shape[3]) != expected:
-                heads, width = states.shape[1], states.shape[3]
+            if states.shape[1::2] != expected:
+                heads, width = states.shape[1::2]
                 msg = (
                     f"the model cannot be run: it stores {heads} heads of size {width} in layer "
                     f"{layer_idx}; its configuration says {expected[0]} of size {expected[1]}"

@@ -51,7 +51,7 @@ def layers_of(where: str | tuple[int, ...], num_layers: int, name: str) -> list[
 
 def covered_twice(layers: Sequence[int], group: LayerGroup, name: str) -> CoverageError:
     """What is raised for layers that a group covers although they are covered already."""
-    return CoverageError(f"{name} covers {_named(layers)} twice, again in {group.where!r}")
+    return CoverageError(f"{name} covers {named(layers)} twice, again in {group.where!r}")
 
 
 def gap_errors(covered: Collection[int], num_layers: int, name: str) -> list[CoverageError]:
@@ -65,7 +65,7 @@ def gap_errors(covered: Collection[int], num_layers: int, name: str) -> list[Cov
         else:
             gaps.append([layer_idx])
     model = f"of 0 to {num_layers - 1}"
-    return [CoverageError(f"{name} does not cover {_named(gap)} {model}") for gap in gaps]
+    return [CoverageError(f"{name} does not cover {named(gap)} {model}") for gap in gaps]
 
 
 def coverage_errors(groups: Sequence[LayerGroup], num_layers: int, name: str) -> list[PlanError]:
@@ -91,7 +91,8 @@ def coverage_errors(groups: Sequence[LayerGroup], num_layers: int, name: str) ->
     return [*found, *(gap_errors(covered, num_layers, name) if all_clear else [])]
 
 
-def _named(layers: Sequence[int]) -> str:
+def named(layers: Sequence[int]) -> str:
+    """``[0, 1, 2]``, rising, as "layers 0 to 2"."""
     first, last = layers[0], layers[-1]
     if first == last:
         return f"layer {first}"

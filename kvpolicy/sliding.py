@@ -34,7 +34,9 @@ def drop_oldest(cache: Cache, layer_idx: int, slots: Sequence[int], num: int) ->
     target = slice(first, last) if len(slots) == last - first else list(slots)
     staying, left = slice(num, num_rows), slice(num_rows - num, num_rows)
     for slab in (layer.keys, layer.values, layer.positions, *layer.tracks.values()):
-        moved = slab[target, :, staying].clone()
+        moved = slab[target, :, staying]
+        if isinstance(target, slice):  # of a list it is a copy already
+            moved = moved.clone()
         slab[target, :, : num_rows - num] = moved
         cache.needed_copy(moved.nbytes)
         del moved  # before the next one is made

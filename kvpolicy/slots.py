@@ -186,7 +186,8 @@ class Slots:
 
     def _run(self, feeds: Feeds) -> None:
         """Run forwards as they come."""
-        with closing(feeds):
+        # A model has parameters, and what policies remember must not hold on to a graph.
+        with closing(feeds), torch.no_grad():
             feed = next(feeds, None)
             while feed is not None:
                 done = self._seam.forward(feed.token_ids, feed.step, wants_states=self.wants_states)

@@ -1,8 +1,7 @@
 """Whether a plan steers where its policies say they steer."""
 
-from collections.abc import Sequence
-
 from kvpolicy.errors import PlanError
+from kvpolicy.layercover import named
 from kvpolicy.resolved import ResolvedPlan
 
 
@@ -22,17 +21,7 @@ def check_steered(plan: ResolvedPlan) -> None:
             if missed:
                 msg = (
                     f"{plan.name}: policy '{name}' steers layer {missed[0]}, but its stack is "
-                    f"that of {_named(served)} only, of {len(stacks)} layers counted from 0; "
+                    f"that of {named(served)} only, of {len(stacks)} layers counted from 0; "
                     "steer one of those, or list the policy there"
                 )
                 raise PlanError(msg)
-
-
-def _named(layers: Sequence[int]) -> str:
-    """``[0, 1, 2]`` as "layers 0 to 2"."""
-    first, last = layers[0], layers[-1]
-    if first == last:
-        return f"layer {first}"
-    if list(layers) == list(range(first, last + 1)):
-        return f"layers {first} to {last}"
-    return "layers " + ", ".join(map(str, layers))

@@ -71,14 +71,17 @@ class Step:
         if layer_idx not in self._of_layer:
             layer = self.cache.layers[layer_idx]
             before = self.cache.rows[layer_idx, self.first : self.last]
-            window = None if self._gapped(layer_idx) else self._window(layer)
+            window = self._window(layer)
+            if window is not None and self._gapped(layer_idx):
+                window = None
             most = layer.slab.capacity
-            overflows = bool((before + self.lengths > most).any())
+            overflows = layer.slides and bool((before + self.lengths > most).any())
             key = (layer.shape.device, before.tobytes(), window, most if overflows else None)
             if key not in self._layouts:
                 layout = self._lay_out(before, layer.shape.device, window)
-                kept = self._kept(before, layer) if overflows else None
-                self._layouts[key] = attrs.evolve(layout, kept=kept)
+                if overflows:
+                    layout = attrs.evolve(layout, kept=self._kept(before, layer))
+                self._layouts[key] = layout
             self._of_layer[layer_idx] = self._layouts[key]
         return self._of_layer[layer_idx]
 
@@ -128,16 +131,18 @@ class Step:
 
     def store(self, layer_idx: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Write the new rows of one layer, ``[B, H_kv, L, D]``; return all rows to attend to."""
-        if self.width == 1 and self.cache.slides[layer_idx]:
+        layer = self.cache.layers[layer_idx]
+        if self.width == 1 and layer.slides:
             self._make_room(layer_idx)
-        layer, layout = self.cache.layers[layer_idx], self.layout(layer_idx)
+        layout = self.layout(layer_idx)
         served = slice(self.first, self.last)
         new = (self.real(keys), self.real(values), layout.positions[:, None])
         slabs = (layer.keys, layer.values, layer.positions)
         if layout.kept is None:
             for slab, rows in zip(slabs, new, strict=True):
                 slab[layout.slots, :, layout.rows] = rows
-            all_rows = [slab[served, :, : layout.num_rows] for slab in slabs]
+            held = (served, slice(None), slice(layout.num_rows))
+            all_rows = [slab[held] for slab in slabs]
         else:
             all_rows = self._slide(layer_idx, layout, slabs, new)
         window = self._window(layer)
@@ -170,9 +175,9 @@ class Step:
             beside(slab[served], rows, where, layout.num_rows, fill)
             for slab, rows, fill in zip(slabs, new, empty, strict=True)
         ]
-        num_bytes = sum(rows.nbytes for rows in all_rows)
         tracks = list(layer.tracks.values())
         moved = [beside(track[served], 0, where, layout.num_rows, 0) for track in tracks]
+        num_bytes = sum(rows.nbytes for rows in [*all_rows, *moved])
         for slab, rows in zip([*slabs, *tracks], [*all_rows, *moved], strict=True):
             index = layout.kept[:, None, :, *[None] * (rows.dim() - 3)]
             stored = rows.gather(2, index.expand(-1, rows.shape[1], -1, *rows.shape[3:]))

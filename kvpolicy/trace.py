@@ -154,6 +154,8 @@ class Trace:
         layer = arguments.get("layer_idx")
         if hook not in self._hooks or (self._layers is not None and layer not in self._layers):
             return ask()
+        # A policy that asks its parts is itself being asked.
+        outer = self._open, self._device
         tensors = [value for value in arguments.values() if isinstance(value, Tensor)]
         self._device = next((tensor.device for tensor in tensors if tensor.is_cuda), None)
         parts: list[Stopwatch] = []
@@ -167,7 +169,7 @@ class Trace:
             raise
         finally:
             us = (time.perf_counter() - start) * 1e6
-            self._open = None
+            self._open, self._device = outer
             self._note(hook, arguments, parts, answer, us, error)
         return answer
 

@@ -40,7 +40,8 @@ class Merge:
 
     Deviations: every KV head decides for itself (the code averages u over heads, each head's
     i-th row that leaves, and has one tau a layer); a buffer of rows leaves at once (the code
-    evicts after every token); arithmetic in fp32. As in the code, keys are merged after RoPE,
+    evicts after every token); rows that have left a sliding window are forgotten, however like
+    a host; arithmetic in fp32. As in the code, keys are merged after RoPE,
     so that a merged key is turned to no one place. Which layers keep how much, D2O's other half,
     is the plan's business.
 
@@ -66,6 +67,9 @@ class Merge:
         staying, leaving = (F.normalize(take_rows(keys, at), dim=3) for at in (keep, leave))
         similarity, host = (leaving @ staying.transpose(2, 3)).max(dim=3)  # [B, H_kv, T - K]
         joins = similarity >= self._threshold(layer_idx, similarity, memory)[..., None]
+        unseen = rows.out_of_sight
+        if unseen is not None:  # a sliding window has left them: nobody is to see them again
+            joins &= ~unseen.gather(2, leave)
         into = F.one_hot(host, keep.shape[2]) * joins[..., None].to(wide)  # [B, H_kv, T - K, K]
         merged = [
             self._fold(take_rows(one, keep), take_rows(one, leave), into, similarity)

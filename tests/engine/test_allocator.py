@@ -9,6 +9,7 @@ from torch.profiler import ProfilerActivity, profile
 from kvpolicy import Engine, Plan
 from kvpolicy.cache import Cache, LayerShape, Slab
 from kvpolicy.rows import LayerRows
+from kvpolicy.sliding import drop_oldest
 from kvpolicy.step import Step
 
 SHAPE = LayerShape(8, 4, 32, torch.float32, torch.device("cpu"))
@@ -49,13 +50,21 @@ def test_a_compaction_reports_the_copy_that_it_needed(slots):
 
 
 @pytest.mark.parametrize("length", [1, 64])
-def test_a_window_that_slides_reports_the_copy_that_it_needed(length):
+@pytest.mark.parametrize("num_tracks", [0, 100])
+def test_a_window_that_slides_reports_the_copy_that_it_needed(length, num_tracks):
     shape = attrs.evolve(SHAPE, sliding_window=320)
-    cache = Cache([shape], [Slab(320)], 4)
+    cache = Cache([shape], [Slab(320, tracks=tuple(map(str, range(num_tracks))))], 4)
     cache.rows[:] = cache.seq_len[:] = 320
     new = torch.zeros(4, SHAPE.num_kv_heads, length, SHAPE.head_dim)
     peak = peak_allocated(lambda: Step(cache, 0, [length] * 4).store(0, new, new))
     assert cache.transient_bytes <= peak <= 1.5 * cache.transient_bytes
+
+
+def test_rows_dropped_from_slots_apart_report_the_copy_that_they_needed():
+    cache = Cache([SHAPE], [Slab(320)], 4)
+    cache.rows[:] = 320
+    peak = peak_allocated(lambda: drop_oldest(cache, 0, [0, 2, 3], 1))
+    assert cache.transient_bytes <= peak <= 1.05 * cache.transient_bytes
 
 
 def test_a_run_reports_all_that_its_cache_holds():

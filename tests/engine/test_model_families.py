@@ -1,5 +1,7 @@
 """Every family that is run: what ``generate`` says, and what policies are told."""
 
+from typing import ClassVar
+
 import attrs
 import pytest
 import torch
@@ -11,6 +13,7 @@ from tiny import greedy_tokens
 from torch import Tensor
 
 from kvpolicy import Engine, Plan, hookimpl
+from kvpolicy.rows import Tracks
 
 ROOMY = 64  # rows: more than any prompt and its continuation
 
@@ -104,3 +107,28 @@ def test_policies_are_told_the_weights_that_the_model_used(family: str) -> None:
         received = used.sum(dim=1).view(2, 2, -1).sum(dim=1)
         assert torch.allclose(attn_sums[0], received, atol=1e-4)
     assert sorted(policy.told) == [0, 1]
+
+
+@attrs.define(eq=False)
+class AddsUp:
+    """Adds the weights of each compaction to what it has of those before."""
+
+    tracks: ClassVar[tuple[str, ...]] = ("added",)
+    held: list[Tensor] = attrs.field(factory=list)
+
+    @hookimpl
+    def score(self, keys: Tensor, attn_weights: Tensor, tracks: Tracks) -> Tensor:
+        weights = attn_weights.sum(dim=2).unflatten(1, (keys.shape[1], -1)).sum(dim=2)
+        tracks["added"] = tracks["added"] + weights
+        self.held.append(tracks["added"])
+        return tracks["added"]
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_what_policies_remember_holds_on_to_no_graph(family: str) -> None:
+    """Learned sinks are parameters: a track would keep every weight there ever was."""
+    policy = AddsUp()
+    plan = Plan.uniform(policy, budget=3, buffer=2)
+    Engine(family_model(family), plan=plan).generate([[5, 9, 40]], max_new_tokens=9).results()
+    assert len(policy.held) > 2
+    assert not any(held.requires_grad for held in policy.held)

@@ -18,6 +18,8 @@ from kvpolicy import Engine, Plan, hookimpl
 from kvpolicy.errors import HookError, KVPolicyError
 from kvpolicy.hookcall import HookCall, TensorInfo
 from kvpolicy.memory import Memory
+from kvpolicy.parts import Parts
+from kvpolicy.planspec import PolicySpec
 from kvpolicy.trace import Trace, recording
 
 NUM_LAYERS = 2
@@ -306,3 +308,24 @@ def test_one_recording_at_a_time() -> None:
     with recording(engine) as trace:
         engine.generate([[1]], max_new_tokens=2).results()
     assert trace.num_calls == 1
+
+
+@attrs.define(eq=False)
+class AsksFirst:
+    """A wrapper that asks its part before the policies it wraps are asked."""
+
+    parts: Any
+
+    @hookimpl(wrapper=True)
+    def score(self, parts: Parts) -> Generator[None, Tensor, Tensor]:
+        (mine,) = parts.of(self)
+        answer = yield
+        return answer + mine
+
+
+def test_who_is_asked_after_the_part_of_another_is_recorded_too() -> None:
+    plan = Plan.uniform("h2o", AsksFirst([("knorm", PolicySpec("knorm").build())]), budget=8)
+    trace, _ = trace_of(attrs.evolve(plan, buffer=4), hooks=["score"])
+    told = {tuple(part.policy for part in call.parts) for call in trace.calls}
+    assert told == {("knorm",), ("asks_first", "h2o")}
+    assert {call.answered_by for call in trace.calls} == {"knorm", "h2o+asks_first"}

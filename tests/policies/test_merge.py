@@ -270,3 +270,20 @@ def test_each_sequence_layer_and_head_has_a_threshold(data: st.DataObject, drawn
 )
 def test_bad_knobs_are_refused(knobs: dict) -> None:
     assert_knobs_refused("merge", knobs, KnobError)
+
+
+def test_rows_that_left_a_sliding_window_are_folded_into_nothing() -> None:
+    """Their content would be seen again, in a host that is still in the window."""
+    shape = LayerShape(1, 1, 4, torch.float32, torch.device("cpu"), sliding_window=10)
+    cache, keys = Cache([shape], [Slab(4)], 1), torch.ones(1, 1, 4, 4)
+    values = torch.eye(4)[None, None]
+    layer = cache.layers[0]
+    layer.keys[:], layer.values[:] = keys, values
+    layer.positions[:] = torch.tensor([2, 15, 17, 19])
+    cache.rows[:], cache.seq_len[:] = 4, 20  # the next query sees positions above 10
+    rows, keep = LayerRows(cache, 0, [0]), torch.tensor([[[2, 3]]])
+    policy, memory = load_policy("merge"), Memory([SequenceMemory()])
+    assert policy.evict(layer_idx=0, rows=rows, keep=keep, memory=memory)
+    stored = layer.values[0, 0, :2]
+    assert not stored[:, 0].any()
+    assert stored[:, 1].any()
