@@ -7,7 +7,7 @@ import typer
 
 from kvpolicy.cli.commands import build
 from kvpolicy.cli.console import cannot_write, say, sentence
-from kvpolicy.cli.interrupt import Interrupted
+from kvpolicy.cli.interrupt import Interrupted, interrupts_are_heard
 from kvpolicy.errors import KVPolicyError
 
 WRONG_INPUT = 2
@@ -24,7 +24,8 @@ def run(args: list[str]) -> int:
         The exit status.
     """
     try:
-        status = build().main(args, prog_name="kvpolicy", standalone_mode=False)
+        with interrupts_are_heard():
+            status = build().main(args, prog_name="kvpolicy", standalone_mode=False)
         sys.stdout.flush()
     except KVPolicyError as error:
         _stdout_is_broken()

@@ -39,7 +39,7 @@ app = typer.Typer(
 )
 
 
-@app.command()
+@app.command(short_help="Show what each layer will do, and its bytes.")
 def show(
     file: Annotated[Path, typer.Argument(metavar="FILE|NAME", help="A plan, as TOML.")],
     model: Model = "reasoner",
@@ -83,7 +83,7 @@ def show(
         write(_text(found, file, model))
 
 
-app.command()(check)
+app.command(short_help="Find everything that is wrong with a plan.")(check)
 app.command()(schema)
 
 

@@ -43,7 +43,7 @@ _Folder = Annotated[
 ]
 
 
-@app.command()
+@app.command(short_help="Show problems with traces, theirs or the model's.")
 def sample(
     name: _Name = REASONER,
     n: Annotated[int, typer.Option(help="Problems to show.")] = 1,
@@ -72,7 +72,7 @@ def sample(
         write("\n")
 
 
-@app.command()
+@app.command(short_help="Measure greedy accuracy by depth.")
 def evaluate(
     name: _Name = REASONER,
     n: Annotated[int, typer.Option(help="Held-out problems to answer.")] = 200,

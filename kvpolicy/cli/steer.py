@@ -34,7 +34,7 @@ _MAX_NEW_TOKENS = 10_000  # SEAL's; for models that do not say how much they usu
 _FEW_THOUGHTS = 200  # of a side; below, the mean of a few hundred numbers is mostly noise
 
 
-@app.command()
+@app.command(short_help="Make steering vectors from traces of a model.")
 def calibrate(
     output: Annotated[
         Path, typer.Option(metavar="FILE", help="Where the vectors go, a new .safetensors file.")
@@ -102,7 +102,7 @@ def calibrate(
     _show(str(output), vectors, default_layer, json=json)
 
 
-@app.command()
+@app.command(short_help="Show what steering vectors are made of.")
 def show(
     file: Annotated[str, typer.Argument(metavar="NAME|FILE", help="Bundled vectors, or a file.")],
     json: Json = False,

@@ -38,7 +38,7 @@ class _Split(Enum):
     train = "train"
 
 
-@app.command("list")
+@app.command("list", short_help="Show the installed tasks and their options.")
 def listing(json: Json = False) -> None:
     """Show the installed tasks: what they ask, and their options with defaults."""
     from kvpolicy.lab.tasks import installed_tasks
@@ -53,7 +53,7 @@ def listing(json: Json = False) -> None:
         write("\n".join(_lines(task, indent, width)) + "\n")
 
 
-@app.command()
+@app.command(short_help="Show problems and their answers.")
 def show(
     task: Annotated[
         str, typer.Argument(metavar="NAME|FILE|ID", help="A task, with options after a colon.")

@@ -1,6 +1,9 @@
 """Ctrl-C: status 130, and a sentence that says what is kept, never a traceback."""
 
 import json
+import signal
+import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -39,6 +42,32 @@ def test_before_there_is_anything_to_keep(kvpolicy: Shell, monkeypatch: pytest.M
         raise KeyboardInterrupt
 
     monkeypatch.setattr("kvpolicy.cli.listing.installed_policies", interrupt)
+    answer = kvpolicy("list")
+    assert (answer.status, answer.out, answer.err) == (130, "", "kvpolicy: interrupted.\n")
+
+
+@pytest.fixture
+def heeded() -> Iterator[None]:
+    """Whoever runs the tests in the background has interrupts ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("heeded")
+def test_where_python_would_forget_it(kvpolicy: Shell, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Interrupts:
+        def __del__(self) -> None:
+            raise KeyboardInterrupt
+
+    def go_on() -> list[object]:
+        Interrupts()
+        deadline = time.monotonic() + 20
+        while time.monotonic() < deadline:
+            time.sleep(0.01)
+        return []
+
+    monkeypatch.setattr("kvpolicy.cli.listing.installed_policies", go_on)
     answer = kvpolicy("list")
     assert (answer.status, answer.out, answer.err) == (130, "", "kvpolicy: interrupted.\n")
 

@@ -3,11 +3,23 @@
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from shell import Shell
 
 from kvpolicy.cli import progress
 from kvpolicy.cli.columns import columns
 from kvpolicy.cli.progress import Pace, open_progress
 from kvpolicy.cli.units import clock, human_bytes
+
+
+@pytest.mark.parametrize("group", [(), ("plan",), ("tasks",), ("steer",), ("reasoner",)])
+def test_a_list_of_commands_has_whole_sentences(
+    kvpolicy: Shell, group: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    commands = kvpolicy(*group, "--help").out.partition("Commands:\n")[2]
+    assert commands.count("\n") > 1
+    assert commands.count(".\n") == commands.count("\n")
+    assert "..." not in commands
 
 
 def test_numbers_are_set_flush_right_and_words_flush_left() -> None:
