@@ -218,7 +218,7 @@ CASES = [
     case("steer shw", "shw", "show"),
     case("run hi --policy seal --model {m} --set seal.vector=resoner", "'resoner'", "reasoner"),
     case("run hi --policy seal --set seal.layer=9", "layer 9", "0, 1, 2, 3"),
-    case("run . --policy seal --model {m}", "steers layer 3", "layers 0 to 1", "steer one of those"),
+    case("run . --policy seal --model {m}", "steers layer 3", "layers 0 to 1", "steer one of"),
     case(
         "run . --policy seal --set seal.layer=1 --model {m} --json",
         *("128 numbers", "32", "kvpolicy steer calibrate"),
