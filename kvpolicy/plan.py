@@ -140,11 +140,12 @@ class Plan:
         layers: list[LayerPlan | None] = [None] * num_layers
         for group in self.layers or (LayerGroup(),):
             stack = self._stack_of(group)
+            built = Stack([(spec.policy, spec.build()) for spec in stack])
             chosen = layers_of(group.where, num_layers, self.name)
             for layer_idx in chosen:
                 if layers[layer_idx] is not None:
                     raise covered_twice([layer_idx], group, self.name)
-                layers[layer_idx] = self._resolve_layer(layer_idx, group, stack)
+                layers[layer_idx] = self._resolve_layer(layer_idx, group, stack, built)
             alike = [layer for layer in layers if layer and layer.layer_idx in chosen]
             for layer in allocate(alike, num_layers):
                 layers[layer.layer_idx] = layer
@@ -168,7 +169,7 @@ class Plan:
         return _resolve_specs(stack)
 
     def _resolve_layer(
-        self, layer_idx: int, group: LayerGroup, stack: tuple[PolicySpec, ...]
+        self, layer_idx: int, group: LayerGroup, stack: tuple[PolicySpec, ...], built: Stack
     ) -> LayerPlan:
         given = self.budget if group.budget is None else group.budget
         buffer = self.buffer if group.buffer is None else group.buffer
@@ -182,7 +183,6 @@ class Plan:
                     "is needed"
                 )
                 raise BudgetError(msg)
-        built = Stack([(spec.policy, spec.build()) for spec in stack])
         self._check_budget(layer_idx, built, budget)
         return LayerPlan(
             layer_idx,

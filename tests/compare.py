@@ -1,11 +1,17 @@
-"""When two choices of rows count as equal: a score decides, up to the noise of its arithmetic."""
+"""When two choices of rows, or two results, count as equal.
+
+Of rows a score decides, up to the noise of its arithmetic.
+"""
 
 from collections.abc import Callable, Sequence
 from itertools import pairwise
+from typing import Any
 
 import reference
 import torch
 from torch import Tensor
+
+from kvpolicy import Result
 
 #: How far two computations of one score may lie apart: fp32 against double precision.
 ATOL = 2e-6
@@ -109,3 +115,15 @@ def assert_rows_shape(kept: Tensor, keys: Tensor, budget: int) -> None:
     assert (kept.diff(dim=-1) > 0).all()
     assert kept.min() >= 0
     assert kept.max() < num_rows
+
+
+def told(result: Result) -> tuple[Any, ...]:
+    """All of a result that does not measure time or count requests."""
+    return (
+        result.tokens,
+        result.finish_reason,
+        result.compactions,
+        result.rows_evicted,
+        result.peak_rows,
+        result.peak_bytes,
+    )

@@ -5,6 +5,7 @@ a model that repeats itself would hide most defects of a cache.
 """
 
 import copy
+import re
 from functools import lru_cache
 
 import torch
@@ -107,6 +108,15 @@ def tiny_tokenizer(vocab: int = 61) -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, unk_token="a", clean_up_tokenization_spaces=False
     )
+
+
+def word_tokenizer(words: dict[str, int], unknown: str) -> PreTrainedTokenizerFast:
+    """The given texts as tokens, the longest that fits first."""
+    tokenizer = Tokenizer(WordLevel(words, unk_token=unknown))
+    pattern = "|".join(re.escape(word) for word in sorted(words, key=len, reverse=True))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(pattern), "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, clean_up_tokenization_spaces=False)
 
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:

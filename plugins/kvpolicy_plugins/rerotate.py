@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from kvpolicy import hookimpl
+from kvpolicy.kept_order import take_rows
 from kvpolicy.rows import LayerRows
 
 _TRACK = "rerotate_moved"
@@ -45,8 +46,7 @@ class Rerotate:
         place = last - num_kept + torch.arange(num_kept, device=keep.device)
         target = place - rows.positions.gather(2, keep)  # how far from its own position
         moved = rows.track(_TRACK).gather(2, keep).long()
-        wide = keep[..., None].expand(-1, -1, -1, rows.keys.shape[3])
-        keys = rows.rotate(rows.keys.gather(2, wide), target - moved)
+        keys = rows.rotate(take_rows(rows.keys, keep), target - moved)
         rows.set_track(_TRACK, rows.track(_TRACK).scatter(2, keep, target.float()))
         rows.keep(keep, keys=keys)
         return True

@@ -218,7 +218,7 @@ CASES = [
     case("steer shw", "shw", "show"),
     case("run hi --policy seal --model {m} --set seal.vector=resoner", "'resoner'", "reasoner"),
     case("run hi --policy seal --set seal.layer=9", "layer 9", "0, 1, 2, 3"),
-    case("run . --policy seal --model {m}", "steers layer 3", "layers 0 to 1", "steer one of those"),
+    case("run . --policy seal --model {m}", "steers layer 3", "layers 0 to 1", "steer one of"),
     case(
         "run . --policy seal --set seal.layer=1 --model {m} --json",
         *("128 numbers", "32", "kvpolicy steer calibrate"),
@@ -272,7 +272,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (folder / name).write_text(text, encoding="utf-8")
     (folder / "bytes.txt").write_bytes(b"a\xff\x00")
     (folder / "nul.txt").write_bytes(b"\x00\n")
-    (folder / "mega.txt").write_text("rent = 3. " * 300_000, encoding="utf-8")
+    (folder / "mega.txt").write_text("rent = 3. " * 110_000, encoding="utf-8")
     (folder / "mega.jsonl").write_text(f'{{"prompt": {[5] * 10**6}}}', encoding="utf-8")
     (folder / "latin.toml").write_bytes('label = "é"'.encode("latin-1"))
     return folder

@@ -58,6 +58,7 @@ CASES: dict[str, tuple[str, tuple[str, ...]]] = {
         ("'mine' refuses its knobs: RuntimeError: no such file",),
     ),
     # errors in each hook
+    "allocate raises": (hook("allocate(self, total)", "1 / 0"), ("ZeroDivision", "allocate()")),
     "schedule raises": (hook("schedule(self, waiting)", "1 / 0"), ("ZeroDivision", "schedule()")),
     "observe raises": (hook("observe(self, token_ids)", "1 / 0"), ("ZeroDivision", "observe()")),
     "steer raises": (hook("steer(self, hidden_states)", "1 / 0"), ("ZeroDivision", "steer()")),
@@ -121,6 +122,12 @@ CASES: dict[str, tuple[str, tuple[str, ...]]] = {
     "rows elsewhere": (select(BEST, "return best.to('meta')"), ("on meta; it is wanted on cpu",)),
     "rows as a mask": (select("return scores > 0"), ("torch.bool; row indices are torch.int64",)),
     # the other hooks
+    "allocate one row more": (
+        hook(
+            "allocate(self, layer_indices, budget)", "return [17, *([16] * len(layer_indices))][:2]"
+        ),
+        ("'mine' shares 33 rows among its layers; exactly 32 are wanted", "allocate()"),
+    ),
     "due as numbers": (hook("due(self, num_rows)", "return num_rows"), ("wanted is bool",)),
     "due elsewhere": (
         hook("due(self, num_rows)", "return (num_rows > 0).to('meta')"),

@@ -6,13 +6,14 @@ from typing import Any
 import attrs
 import pytest
 import torch
+from compare import told
 from hypothesis import given
 from hypothesis import strategies as st
 from strategies import plans, prompts
 from tiny import shared_model
 from torch import Tensor
 
-from kvpolicy import Engine, Plan, Request, Result, hookimpl
+from kvpolicy import Engine, Plan, Request, hookimpl
 from kvpolicy.errors import HookError, HookResultError, KVPolicyError
 from kvpolicy.memory import Memory
 from kvpolicy.planspec import PolicySpec
@@ -73,16 +74,6 @@ class Fails:
         if self.hook == "evict" and any(notes["marked"] for notes in memory.of(self)):
             rows.keep(keep[:, :, 1:])  # leaves a mess behind
         return self._meet("evict", memory)
-
-
-def told(result: Result) -> tuple[Any, ...]:
-    return (
-        result.tokens,
-        result.finish_reason,
-        result.compactions,
-        result.rows_evicted,
-        result.peak_rows,
-    )
 
 
 def with_last(plan: Plan, policy: object) -> Plan:

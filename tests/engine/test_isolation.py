@@ -5,12 +5,13 @@ may tip an eviction between two rows of almost equal score.
 """
 
 import torch
+from compare import told
 from hypothesis import given
 from hypothesis import strategies as st
 from strategies import plans, prompts, seeds
 from tiny import FAMILIES, shared_model
 
-from kvpolicy import Engine, Plan, Request, Result, Sampling
+from kvpolicy import Engine, Plan, Request, Sampling
 
 NUM_LAYERS = 2
 models = st.builds(
@@ -24,18 +25,6 @@ slots = st.integers(1, 5)
 chunks = st.sampled_from([1, 3, 7, 512])
 long_prompts = prompts(count=4, max_len=48)
 evicting = plans(num_layers=NUM_LAYERS)
-
-
-def told(result: Result) -> tuple:
-    """All of a result that does not measure time or count requests."""
-    return (
-        result.tokens,
-        result.finish_reason,
-        result.compactions,
-        result.rows_evicted,
-        result.peak_rows,
-        result.peak_bytes,
-    )
 
 
 @given(models, long_prompts, evicting, slots, chunks)

@@ -51,6 +51,7 @@ def fenced(program: str) -> str:
         (0, f"```python\n{SUM}", False),  # cut off
         (1, fenced(TWO_SUM), True),
         (1, fenced(TWO_SUM.replace("[0], i]", "[0], i + 1]")), False),
+        (1, fenced(TWO_SUM.replace("looking", "<<answer>>[7, 7]")), True),  # its own mark is last
         (1, fenced("def twoSum(a, s):\n    return [0, 1]\n"), True),
         (1, fenced("def sumTwo(a, s):\n    return [0, 1]\n"), False),
         (1, fenced(TWO_SUM.replace("return [", "return {*[").replace(", i]", ", i]}")), False),

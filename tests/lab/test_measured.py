@@ -9,12 +9,13 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from tiny import shared_model, tiny_tokenizer
+from lab_samples import CELLS, sample
+from tiny import r1_tokenizer, shared_model, tiny_model, tiny_tokenizer
 
 from kvpolicy import Engine, Plan, hookimpl
 from kvpolicy.errors import TaskError
 from kvpolicy.lab.agreement import FIRST_DIFFERENCE, KL, MATCH, Agreement
-from kvpolicy.lab.measures import Asked, Measure, Outcome
+from kvpolicy.lab.measures import Asked, Graded, Measure, Outcome
 from kvpolicy.lab.perplexity import LOSS, NUM_SCORED, Perplexity
 from kvpolicy.lab.presets import full_cache_plan
 from kvpolicy.lab.tasks import Item, load_task
@@ -136,6 +137,39 @@ def test_a_request_that_fails_is_kept_and_has_no_value() -> None:
         assert failed.result.finish_reason == "error"
         assert not failed.values
         assert fine.values
+
+
+def test_a_request_that_fails_is_not_right_and_is_not_graded() -> None:
+    items = [text("a" * 600, "b"), text("a", "b", 1)]
+    failed, fine = measured(Graded(lambda _text, _item: True), full_cache_plan(), items)
+    assert failed.result.finish_reason == "error"
+    assert failed.correct is False
+    assert fine.correct is True
+
+
+def test_what_a_tokenizer_puts_before_texts_is_not_scored_where_a_prompt_has_it() -> None:
+    engine = Engine(tiny_model(vocab=300), r1_tokenizer(), full_cache_plan())
+    item = text("abc", "defg")
+    trial = Perplexity().begin(engine, [Asked(item, Request("abc", 60, Sampling()))])
+    (found,) = [trial.outcome(result) for result in trial.run]
+    assert found.values[NUM_SCORED] == 4
+    assert (
+        list(found.result.tokens) == r1_tokenizer()("defg", add_special_tokens=False)["input_ids"]
+    )
+
+
+def test_perplexity_and_its_interval_are_exponentials() -> None:
+    nll, perplexity = Perplexity().columns
+    samples = [
+        sample(CELLS[0], i, values={LOSS: loss, NUM_SCORED: 4.0})
+        for i, loss in enumerate((2.0, 8.0, 3.0))
+    ]
+    ours, theirs = perplexity.estimate(samples), nll.estimate(samples)
+    assert ours is not None
+    assert theirs is not None
+    assert [math.log(x) for x in attrs.astuple(ours)] == pytest.approx(attrs.astuple(theirs))
+    assert theirs.low < theirs.value == 13 / 12 < theirs.high
+    assert perplexity.value(samples[0]) == pytest.approx(math.exp(0.5))
 
 
 def test_the_full_cache_agrees_with_itself() -> None:

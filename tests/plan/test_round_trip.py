@@ -58,6 +58,15 @@ def test_layers_that_are_alike_are_one_group_and_shares_are_told() -> None:
     assert text.startswith("# mine = 3, resolved for 4 layers\n# digest ")
 
 
+def test_layers_that_are_alike_stay_apart_where_a_group_would_share_its_rows_anew() -> None:
+    groups = [{"where": "::2", "budget": 9}, {"where": "1::2", "budget": 15}]
+    resolved = Plan.from_dict({"stack": ["pyramidkv"], "layers": groups}).resolve(4)
+    assert [layer.budget for layer in resolved.layers] == [9, 21, 9, 9]
+    again = Plan.from_dict(tomllib.loads(to_toml(resolved)))
+    assert [group.where for group in again.layers] == [(0,), (1,), (2,), (3,)]
+    assert again.resolve(4) == resolved
+
+
 texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=8)
 knobs = st.recursive(
     st.booleans() | st.integers(-(2**60), 2**60) | st.floats(allow_nan=False) | texts,

@@ -1,6 +1,5 @@
 """Sentences, their vectors and which are redundant, against oracles that see the whole text."""
 
-import re
 from itertools import pairwise
 
 import pytest
@@ -9,10 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from strategies import seeds
-from tiny import tiny_tokenizer
-from tokenizers import Regex, Tokenizer, decoders, pre_tokenizers
-from tokenizers.models import WordLevel
-from transformers import PreTrainedTokenizerFast
+from tiny import tiny_tokenizer, word_tokenizer
 
 from kvpolicy.errors import KVPolicyError
 from skipkv_plugin.policy import SkipKV
@@ -24,15 +20,7 @@ WORDS = ["a", "b", "Wait", ".", ":", ")", "?", "\n", ".\n", ")\n", "\n\n", ".\n\
 WORDS += ["?\n\n", ":\n", ":\n\n", ";\n"]
 DELIMITERS = SkipKV().delimiters
 R1_LIKE = {word: number for number, word in enumerate(WORDS)}
-
-
-def word_tokenizer(words: dict[str, int] = R1_LIKE) -> PreTrainedTokenizerFast:
-    tokenizer = Tokenizer(WordLevel(words, unk_token="a"))
-    longest_first = sorted(words, key=len, reverse=True)
-    pattern = "|".join(re.sub(r"([).?])", r"\\\1", word) for word in longest_first)
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(pattern), "isolated")
-    tokenizer.decoder = decoders.Fuse()
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, clean_up_tokenization_spaces=False)
+TOKENIZER = word_tokenizer(R1_LIKE, "a")
 
 
 def spans_of(segmenter: Segmenter) -> list[tuple[int, int, int]]:
@@ -65,7 +53,7 @@ def test_sentences_equal_those_of_the_oracle_however_the_text_comes(
 
 
 def test_every_delimiter_of_the_authors_ends_a_sentence() -> None:
-    tokenizer = word_tokenizer()
+    tokenizer = TOKENIZER
     delimiters = Delimiters.of(DELIMITERS, tokenizer)
     assert delimiters.ids == {R1_LIKE[word] for word in DELIMITERS}
     assert delimiters.texts == ()
@@ -75,7 +63,7 @@ def test_every_delimiter_of_the_authors_ends_a_sentence() -> None:
 
 
 def test_what_introduces_something_ends_no_sentence_even_in_two_tokens() -> None:
-    delimiters = Delimiters.of(DELIMITERS, word_tokenizer())
+    delimiters = Delimiters.of(DELIMITERS, TOKENIZER)
     colon, a = R1_LIKE[":"], R1_LIKE["a"]
     for newline in ("\n", "\n\n"):
         assert not delimiters.end_at([a, colon, R1_LIKE[newline]])
@@ -100,7 +88,7 @@ def test_a_delimiter_that_is_no_token_is_found_by_the_text_of_the_last_ones() ->
 
 def test_a_delimiter_the_tokenizer_does_not_know_is_not_its_unknown_token() -> None:
     words = {"a": 0, "b": 1, ".": 2, "\n\n": 3}
-    delimiters = Delimiters.of(DELIMITERS, word_tokenizer(words))
+    delimiters = Delimiters.of(DELIMITERS, word_tokenizer(words, "a"))
     assert delimiters.ids == {3}
     assert not delimiters.end_at([1, 0])
     assert delimiters.end_at([1, 2, 3])

@@ -10,11 +10,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from strategies import seeds
-from tiny import shared_model, tiny_model
-from tokenizers import Regex, Tokenizer, decoders, pre_tokenizers
-from tokenizers.models import WordLevel
+from tiny import shared_model, tiny_model, word_tokenizer
 from torch import Tensor, nn
-from transformers import PreTrainedModel, PreTrainedTokenizerFast
+from transformers import PreTrainedModel
 
 from kvpolicy import Engine, Plan
 from kvpolicy.calibration import Calibration
@@ -30,16 +28,7 @@ THINK, PARAGRAPH = IDS["<think>"], IDS["\n\n"]
 HIDDEN, LAYER, BUFFER = 32, 1, 5
 
 
-def words_tokenizer() -> PreTrainedTokenizerFast:
-    tokenizer = Tokenizer(WordLevel(IDS, unk_token=" a"))
-    longest_first = sorted(WORDS, key=len, reverse=True)
-    pattern = "|".join(word.replace(".", r"\.") for word in longest_first)
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(pattern), "isolated")
-    tokenizer.decoder = decoders.Fuse()
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, clean_up_tokenization_spaces=False)
-
-
-TOKENIZER = words_tokenizer()
+TOKENIZER = word_tokenizer(IDS, " a")
 
 
 @pytest.fixture(scope="module")
@@ -195,9 +184,7 @@ def test_a_vector_that_is_not_there_is_refused() -> None:
 
 
 def test_a_tokenizer_without_tags_is_told_of(vector_file: Path) -> None:
-    words = {"a": 0, "\n\n": 1}
-    tokenizer = Tokenizer(WordLevel(words, unk_token="a"))
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer)
+    fast = word_tokenizer({"a": 0, "\n\n": 1}, "a")
     knobs: dict[str, Any] = {"vector": str(vector_file)}
 
     def run() -> None:
