@@ -74,6 +74,9 @@ def softmax_weights(
     """
     num_kv_heads, length = keys.shape[1], queries.shape[2]
     grouped = queries.unflatten(1, (num_kv_heads, -1)).flatten(2, 3)  # [B, H_kv, G * L, D]
+    if keys.dtype == torch.float16:
+        # A product of large keys and queries may exceed what half precision can hold.
+        grouped, keys = grouped.float(), keys.float()
     logits = (grouped @ keys.transpose(2, 3)).float() * scaling
     logits = logits.unflatten(2, (-1, length))
     return softmax.weights(logits, None if mask is None else mask[:, :, None])

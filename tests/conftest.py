@@ -20,7 +20,8 @@ _COMMON = {
     "suppress_health_check": [hypothesis.HealthCheck.too_slow],
 }
 hypothesis.settings.register_profile("dev", max_examples=15, **_COMMON)
-hypothesis.settings.register_profile("ci", max_examples=40, print_blob=True, **_COMMON)
+hypothesis.settings.register_profile("few", max_examples=4, **_COMMON)
+hypothesis.settings.register_profile("many", max_examples=40, print_blob=True, **_COMMON)
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "dev"))
 
 torch.set_num_threads(1)  # the tensors are tiny: a second thread costs more than it brings

@@ -15,7 +15,7 @@ from policy_checks import (
 from strategies import Drawn, budgets, caches, rounds
 
 from kvpolicy.errors import BudgetError, KnobError
-from kvpolicy.testing import keep_rows, replay
+from kvpolicy.testing import Trial, keep_rows, replay
 
 # Sums grow with the number of queries, and so does their rounding.
 SUM_ATOL = 10 * ATOL
@@ -145,3 +145,10 @@ def test_a_budget_below_the_recent_rows_is_refused() -> None:
 )
 def test_bad_knobs_are_refused(knobs: dict) -> None:
     assert_knobs_refused("h2o", knobs, KnobError)
+
+
+def test_products_beyond_half_precision_are_weights_all_the_same() -> None:
+    sizes = {"kv_heads": 2, "group": 2, "head_dim": 8}
+    trial = Trial("h2o", budget=3, **sizes, dtype="float16", numbers="large", seed=7133)
+    trial.arrive(prompt=1, new=5)
+    trial.finish()
