@@ -28,7 +28,7 @@ from kvpolicy.stopwatch import Stopwatch
 if TYPE_CHECKING:
     from kvpolicy.engine import Engine
 
-# An engine asks them; `allocate` is asked when its plan is resolved, before there is an engine.
+# `allocate` is asked when a plan is resolved, before there is an engine.
 _RECORDED = tuple(hook for hook in HOOKS if hook != "allocate")
 
 
@@ -63,12 +63,10 @@ def recording(
     if unknown:
         msg = f"there is no hook '{unknown[0]}' to record; the hooks are {', '.join(_RECORDED)}"
         raise KVPolicyError(msg)
-    outside = sorted(set(layers or ()) - set(range(len(engine.stacks))))
+    last_layer = len(engine.stacks) - 1
+    outside = [layer for layer in sorted(layers or ()) if not 0 <= layer <= last_layer]
     if outside:
-        msg = (
-            f"there is no layer {outside[0]} to record; the model has layers 0 to "
-            f"{len(engine.stacks) - 1}"
-        )
+        msg = f"there is no layer {outside[0]} to record; the model has layers 0 to {last_layer}"
         raise KVPolicyError(msg)
     trace = Trace(engine, wanted, layers, kept=kept, last=last, on_call=on_call)
     with ExitStack() as watched:
@@ -226,7 +224,6 @@ class Trace:
         named = {name for part in parts for name in part.impl.argnames}
         described = {name: describe(arguments[name]) for name in arguments if name in named}
         by = [part.name for part in parts if part.answer is not None and not part.is_wrapper]
-        wrappers = [part.name for part in parts if part.is_wrapper]
         left: tuple[Left, ...] = ()
         if self._kept and hook == "select" and isinstance(answer, Tensor):
             left = rows_leaving(arguments["positions"], answer, about, self._engine.tokenizer)
@@ -237,7 +234,7 @@ class Trace:
             requests=tuple(sequence.id for sequence in about),
             tokens=tuple(len(sequence.tokens) for sequence in about),
             arguments={name: value for name, value in described.items() if value is not None},
-            answered_by="+".join([*by, *wrappers]) if by else None,
+            answered_by="+".join([*by, *(p.name for p in parts if p.is_wrapper)]) if by else None,
             answer=describe(answer),
             us=us,
             parts=tuple(part.done() for part in parts),
