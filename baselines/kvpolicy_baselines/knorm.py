@@ -44,8 +44,8 @@ class Knorm:
 
     @property
     def protects(self) -> tuple[int, int]:
-        """The recent rows."""
-        return 0, self.n_recent
+        """The recent rows, unless there are layers in which others decide."""
+        return 0, 0 if self.skip_layers else self.n_recent
 
     @hookimpl
     def score(self, layer_idx: int, keys: Tensor) -> Tensor | None:

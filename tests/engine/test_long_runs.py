@@ -3,7 +3,7 @@
 import pytest
 import torch
 from recorder import Recorder
-from strategies import STEERING
+from strategies import REWRITING, STEERING
 from tiny import FAMILIES, greedy_tokens, shared_model
 
 from kvpolicy import Engine, Plan, Request, Sampling, installed_policies
@@ -34,7 +34,7 @@ def requests_of(seed: int, num: int) -> list[Request]:
 def test_every_request_of_a_long_run_is_answered_as_if_it_were_alone(
     name: str, family: str
 ) -> None:
-    recorder = Recorder()
+    recorder = Recorder(follows=name not in REWRITING)
     stack = (name, recorder) if name == "protect" else (name, "protect", recorder)
     # The engine has no tokenizer here: sentences end at token ids, and many of them are alike.
     knobs = {"skipkv": {"delimiters": list(range(0, 61, 7)), "tau": 0.3}}
@@ -48,7 +48,8 @@ def test_every_request_of_a_long_run_is_answered_as_if_it_were_alone(
         assert result.tokens == alone.tokens
         assert result.compactions == alone.compactions
         if name != "full":
-            assert result.peak_rows <= 24 + 9
+            # Some layers may have more than 24 rows, if others have less.
+            assert result.peak_rows <= max(layer.budget for layer in engine.plan.layers) + 9
     assert recorder.records or name == "full"
 
 
