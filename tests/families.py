@@ -33,7 +33,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "t5": ({}, "encoder-decoder"),
     "mamba": ({"num_hidden_layers": 1}, "attention heads"),
-    "jamba": ({}, "linear_attention|mamba"),
+    # transformers 5.2 does not name its kinds of layers: it is found out when it is run.
+    "jamba": ({}, "linear_attention|mamba|0 of its 2 layers use the cache"),
     "llama4_text": ({}, "chunked_attention"),
     "deepseek_v3": ({"n_group": 1, "topk_group": 1}, "latent"),
     "gpt2": ({"n_embd": 32, "n_layer": 1, "n_head": 4}, "decoder layers"),
