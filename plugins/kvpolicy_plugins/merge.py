@@ -16,6 +16,10 @@ from kvpolicy.rows import LayerRows
 
 Weights = Literal["exp", "mean"]
 
+# Likeness is decided on in steps of this, far above what adding up in another order changes:
+# equal keys are equally like a third in whatever batch. Sums over up to 1,024 rows are exact.
+_STEP = 2.0**-14
+
 
 @attrs.define(eq=False, kw_only=True)
 class Merge:
@@ -41,9 +45,10 @@ class Merge:
     Deviations: every KV head decides for itself (the code averages u over heads, each head's
     i-th row that leaves, and has one tau a layer); a buffer of rows leaves at once (the code
     evicts after every token); rows that have left a sliding window are forgotten, however like
-    a host; arithmetic in fp32. As in the code, keys are merged after RoPE,
-    so that a merged key is turned to no one place. Which layers keep how much, D2O's other half,
-    is the plan's business.
+    a host; arithmetic in fp32, with u in steps of 2^-14 where hosts and tau are decided on, of
+    equally good hosts the oldest. As in the code, keys are merged after RoPE, so that a merged
+    key is turned to no one place. Which layers keep how much, D2O's other half, is the plan's
+    business.
 
     Attributes:
         beta: Weight of the rows that leave now in tau (``belta`` of the code, 0.5 there).
@@ -65,12 +70,14 @@ class Merge:
         wide = torch.promote_types(rows.keys.dtype, torch.float32)
         keys, values = rows.keys.to(wide), rows.values.to(wide)
         staying, leaving = (F.normalize(take_rows(keys, at), dim=3) for at in (keep, leave))
-        similarity, host = (leaving @ staying.transpose(2, 3)).max(dim=3)  # [B, H_kv, T - K]
-        joins = similarity >= self._threshold(layer_idx, similarity, memory)[..., None]
+        cosines = leaving @ staying.transpose(2, 3)  # [B, H_kv, T - K, K]
+        likeness, host = (cosines / _STEP).round().max(dim=3)  # [B, H_kv, T - K]
+        joins = likeness >= self._threshold(layer_idx, likeness, memory)[..., None]
         unseen = rows.out_of_sight
         if unseen is not None:  # a sliding window has left them: nobody is to see them again
             joins &= ~unseen.gather(2, leave)
         into = F.one_hot(host, keep.shape[2]) * joins[..., None].to(wide)  # [B, H_kv, T - K, K]
+        similarity = cosines.gather(3, host[..., None])[..., 0]
         merged = [
             self._fold(take_rows(one, keep), take_rows(one, leave), into, similarity)
             for one in (keys, values)
@@ -79,10 +86,10 @@ class Merge:
         rows.keep(keep, keys=keys if self.merge_keys else None, values=values)
         return True
 
-    def _threshold(self, layer_idx: int, similarity: Tensor, memory: Memory) -> Tensor:
-        """How like its host a row must be to be merged, now, ``[B, H_kv]``."""
+    def _threshold(self, layer_idx: int, likeness: Tensor, memory: Memory) -> Tensor:
+        """How like its host a row must be to be merged, now, ``[B, H_kv]``, in steps."""
         mine, layer = memory.of(self), f"layer {layer_idx}"
-        for notes, now in zip(mine, similarity.mean(dim=2), strict=True):
+        for notes, now in zip(mine, likeness.mean(dim=2), strict=True):
             before: Tensor = notes.get(layer, now)
             notes[layer] = before + self.beta * (now - before)
         return torch.stack([notes[layer] for notes in mine])
