@@ -76,13 +76,9 @@ def test_a_product_has_every_setting_once_and_in_order(
     second: tuple[int, ...],
     budgets: tuple[int, ...],
 ) -> None:
+    knobs = {"x": first, "y": second}
     preset = attrs.evolve(
-        BASE,
-        models=models,
-        tasks=tasks,
-        seeds=seeds,
-        budgets=budgets,
-        knobs={"x": first, "y": second},
+        BASE, models=models, tasks=tasks, seeds=seeds, budgets=budgets, knobs=knobs
     )
     expected = []
     for model in models:
@@ -310,14 +306,11 @@ def test_samples_of_two_groups_never_mix(seed: int, stop: int) -> None:
         assert sample.key == comparison.key(cell, item)
 
 
-def test_jobs_come_model_after_model_and_the_costliest_cells_first() -> None:
+def test_jobs_come_model_after_model_and_the_costliest_cells_first(tmp_path: Path) -> None:
     comparison = prepared(models=("b", "a"), seeds=(0, 1), budgets=(48, 64))
     pool = Shuffled(0)
-    import tempfile
-
-    with tempfile.TemporaryDirectory() as name:
-        with Store(Path(name) / "out", comparison.to_dict()) as store:
-            list(run(comparison, store, pool))
+    with Store(tmp_path, comparison.to_dict()) as store:
+        list(run(comparison, store, pool))
     cells = [comparison.cell(job.cell) for job in pool.served]
     models = [comparison.group_of(cell).model.name for cell in cells]
     assert models == sorted(models, reverse=True)
