@@ -7,13 +7,12 @@ import attrs
 
 from kvpolicy.discovery import nearest
 from kvpolicy.errors import TaskError
-from kvpolicy.lab.card import describe_model
+from kvpolicy.lab.card import Describes
 from kvpolicy.lab.chat import wrap
 from kvpolicy.lab.comparison import Comparison
 from kvpolicy.lab.grid import build_cells, series_of_file, series_of_stack
 from kvpolicy.lab.group import Group, digest
 from kvpolicy.lab.presets import DEFAULT_PRESET, Preset, Series, load_preset
-from kvpolicy.lab.shelf import Shelf
 from kvpolicy.lab.tasks import Item, load_task
 from kvpolicy.request import Sampling
 
@@ -63,16 +62,16 @@ def choose(
 
 def prepare(
     preset: Preset,
-    shelf: Shelf,
+    models: Describes,
     *,
     overrides: Sequence[str] = (),
     execute_code: bool = False,
 ) -> Comparison:
-    """Load the model, draw the items, resolve the plans.
+    """Describe the model, draw the items, resolve the plans.
 
     Args:
         preset: What to compare.
-        shelf: Where models come from.
+        models: Describes them and gives their tokenizers.
         overrides: ``--set`` strings.
         execute_code: Whether programs may be run that the model writes.
 
@@ -91,9 +90,9 @@ def prepare(
         )
         raise TaskError(msg)
     items = _attempts(preset, task.items(preset.n, seed=preset.seed, split=preset.split))
-    model, tokenizer = shelf.open(preset.model)
+    card, tokenizer = models.describe(preset.model)
     group = Group(
-        model=describe_model(preset.model, model),
+        model=card,
         task=task,
         items=wrap(items, tokenizer),
         split=preset.split,

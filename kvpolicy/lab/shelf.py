@@ -6,6 +6,7 @@ from typing import Any
 import attrs
 import torch
 
+from kvpolicy.lab.card import ModelCard, describe_model
 from kvpolicy.lab.models import open_model
 
 
@@ -48,3 +49,18 @@ class Shelf:
                 trust_remote_code=self.trust_remote_code,
             )
         return self._held
+
+    def describe(self, name: str) -> tuple[ModelCard, Any]:
+        """What a run has to know of a model before it begins.
+
+        Args:
+            name: As in `open`.
+
+        Returns:
+            The description and the tokenizer.
+
+        Raises:
+            ModelError: It cannot be loaded.
+        """
+        model, tokenizer = self.open(name)
+        return describe_model(name, model), tokenizer
