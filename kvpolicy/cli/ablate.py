@@ -25,6 +25,7 @@ from kvpolicy.cli.options import (
     register_plugins,
     words,
 )
+from kvpolicy.cli.place import CpusPerWorker, GpusPerWorker, On, RayAddress, Where, open_place
 
 if TYPE_CHECKING:
     from kvpolicy.lab.comparison import Comparison
@@ -104,6 +105,10 @@ def ablate(
         int | None,
         typer.Option(min=1, help="Cells run side by side. [default: small models: one per core]"),
     ] = None,
+    on: On = Where.here,
+    ray_address: RayAddress = None,
+    cpus_per_worker: CpusPerWorker = None,
+    gpus_per_worker: GpusPerWorker = None,
     output: Annotated[
         Path | None,
         typer.Option(
@@ -131,8 +136,6 @@ def ablate(
     register_plugins(plugin)
     # Imported here: all this brings torch along.
     from kvpolicy.lab import setup
-    from kvpolicy.lab.local import Local, num_workers
-    from kvpolicy.lab.processes import stay_forkable
     from kvpolicy.lab.shelf import Shelf
     from kvpolicy.lab.store import Store
 
@@ -152,15 +155,23 @@ def ablate(
         slots=slots or chosen.slots,
         max_new_tokens=max_new_tokens or chosen.max_new_tokens,
     )
-    threads = stay_forkable()
-    shelf = Shelf(dtype=dtype, device=device, trust_remote_code=trust_remote_code)
-    comparison = setup.prepare(chosen, shelf, overrides=overrides or [], execute_code=execute_code)
-    setup.check_facet(comparison, by)
-    pool = Local(comparison, shelf, num_workers(comparison, workers), threads)
-    folder = output or setup.default_folder(comparison)
-    with Store(folder, comparison.to_dict()) as store:
-        rows = _run(comparison, store, pool, pool.workers)
-        _show(comparison, store, rows, by, json=json)
+    with open_place(
+        on,
+        Shelf(dtype=dtype, device=device, trust_remote_code=trust_remote_code),
+        address=ray_address,
+        workers=workers,
+        cpus=cpus_per_worker,
+        gpus=gpus_per_worker,
+    ) as place:
+        comparison = setup.prepare(
+            chosen, place, overrides=overrides or [], execute_code=execute_code
+        )
+        setup.check_facet(comparison, by)
+        pool, num_workers = place.pool(comparison), place.num_workers(comparison)
+        folder = output or setup.default_folder(comparison)
+        with Store(folder, comparison.to_dict()) as store:
+            rows = _run(comparison, store, pool, num_workers)
+            _show(comparison, store, rows, by, json=json)
     if any(row.num_errors for row in rows):
         raise typer.Exit(SOME_FAILED)
 

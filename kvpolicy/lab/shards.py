@@ -1,8 +1,9 @@
-"""Jobs cut into shards for workers that may be lost: every item is told of once, whoever does it."""
+"""Jobs in shards, for workers that may be lost: every item is told of once, whoever does it."""
 
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from math import ceil
 
 import attrs
@@ -143,4 +144,4 @@ def _cut(items: Sequence[int], most: int) -> list[list[int]]:
     """Parts of at most so many items, all of nearly the same size, in order."""
     num = ceil(len(items) / most)
     ends = [round(len(items) * part / num) for part in range(num + 1)]
-    return [list(items[begin:end]) for begin, end in zip(ends, ends[1:], strict=False)]
+    return [list(items[begin:end]) for begin, end in pairwise(ends)]
