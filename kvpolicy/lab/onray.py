@@ -15,7 +15,7 @@ import attrs
 from kvpolicy.lab.comparison import Comparison
 from kvpolicy.lab.group import Group
 from kvpolicy.lab.pool import Job, JobDone, News
-from kvpolicy.lab.raycluster import PATIENCE_S, Hand, RayCluster
+from kvpolicy.lab.raycluster import Hand, RayCluster, cannot_work
 from kvpolicy.lab.shards import Ledger
 
 
@@ -56,13 +56,16 @@ class RayPool:
                 cluster.dismiss(hand)
 
     def _hand_out(self, ledger: Ledger, comparison: Any) -> None:
-        """Give every free worker a shard, if possible of the model that it holds."""
+        """Give every free worker a shard, if possible of the model that it holds.
+
+        One that has not begun yet is given nothing: it may never get a place.
+        """
         cluster = self.cluster
         num_busy = sum(hand.shard is not None for hand in cluster.hands)
         while len(cluster.hands) < min(cluster.workers, num_busy + ledger.num_waiting):
             cluster.hire()
         for hand in cluster.hands:
-            if hand.shard is not None:
+            if hand.host is None or hand.shard is not None:
                 continue
             hand.shard = ledger.take(partial(self._is_of, hand.model))
             if hand.shard is None:
@@ -71,25 +74,25 @@ class RayPool:
             hand.stream = hand.actor.serve.remote(comparison, hand.shard.as_job())
 
     def _who_speaks(self) -> list[Hand]:
-        """Wait until a worker has something to tell."""
-        cluster = self.cluster
-        busy = [hand for hand in cluster.hands if hand.shard is not None]
-        streams = [hand.stream for hand in busy]
-        if not cluster.ray.wait(streams, timeout=PATIENCE_S)[0]:
-            cluster.tell_of_waiting(busy)
-            return []
-        # All that speak, so that one who speaks all the time drowns out nobody.
-        ready, _ = cluster.ray.wait(streams, num_returns=len(streams), timeout=0)
+        """Wait until something happens, and tell which workers have something to tell."""
+        busy = [hand for hand in self.cluster.hands if hand.shard is not None]
+        ready = self.cluster.wait([hand.stream for hand in busy])
         return [hand for hand in busy if any(hand.stream is stream for stream in ready)]
 
     def _hear(self, ledger: Ledger, hand: Hand) -> Iterator[News]:
         """Take down what a worker tells, or that it has gone."""
-        shard = hand.shard
+        shard, cluster = hand.shard, self.cluster
         assert shard is not None, "only the busy are listened to"
         try:
-            news = self.cluster.ray.get(next(hand.stream))
-        except (StopIteration, self.cluster.ray.exceptions.RayError) as error:
-            self._lose(ledger, hand, error)
+            news = cluster.ray.get(next(hand.stream))
+        except (StopIteration, cluster.ray.exceptions.RayError) as error:
+            cluster.dismiss(hand)
+            if cluster.is_hopeless(error):
+                raise cannot_work(error) from error
+            cluster.tell(
+                f"a worker on {hand.host} was lost ({type(error).__name__}); its "
+                f"{len(shard.left)} unfinished samples are done again."
+            )
             yield from ledger.lose(shard)
             return
         if isinstance(news, Exception):
@@ -97,17 +100,6 @@ class RayPool:
         if isinstance(news, JobDone):
             hand.shard = hand.stream = None
         yield from ledger.hear(shard, news)
-
-    def _lose(self, ledger: Ledger, hand: Hand, error: Exception) -> None:
-        cluster = self.cluster
-        cluster.raise_if_hopeless(error)
-        host = cluster.host(hand)
-        cluster.dismiss(hand)
-        assert hand.shard is not None, "only the busy are listened to"
-        cluster.tell(
-            f"a worker{f' on {host}' if host else ''} was lost ({type(error).__name__}); its "
-            f"{len(hand.shard.left)} unfinished samples are done again."
-        )
 
     def _model(self, job: Job) -> str:
         return self._group_of(job).model.name

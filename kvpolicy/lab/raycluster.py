@@ -1,6 +1,6 @@
 """Workers that are given a place in a Ray cluster."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any, Self
 
@@ -13,7 +13,8 @@ from kvpolicy.lab.rayworker import Setting, Worker
 from kvpolicy.lab.shards import Shard
 from kvpolicy.lab.shelf import Shelf
 
-PATIENCE_S = 30.0  # before we say that nothing happens
+_PATIENCE_S = 30.0  # before we say that nothing happens
+_MOST_FAILURES = 3  # of workers in a row that end before they have begun
 
 
 @attrs.frozen
@@ -38,14 +39,16 @@ class Hand:
 
     Attributes:
         actor: Its handle, of a `Worker`.
-        placed: A reference that is ready, with the name of its machine, once it has a place.
+        begun: A reference to the name of its machine, ready once it has a place and has begun.
+        host: That name, if we have heard it.
         model: Name of the model that it holds.
         shard: What it works on.
         stream: What it tells of that.
     """
 
     actor: Any
-    placed: Any
+    begun: Any
+    host: str | None = None
     model: str | None = None
     shard: Shard | None = None
     stream: Any = None
@@ -85,6 +88,7 @@ class RayCluster:
             KVPolicyError: Ray is not installed, the cluster cannot be reached, or has no room.
         """
         self.tell, self.hands, self._told = tell, list[Hand](), ""
+        self._failed = 0
         if address is None:
             tell("no Ray cluster was named, so one is started on this machine.")
             self.ray = start(cpus=(room.workers or 1) * room.cpus)
@@ -109,16 +113,15 @@ class RayCluster:
     def describe(self, name: str) -> tuple[ModelCard, Any]:
         """Have a worker load a model and describe it; see `Shelf.describe`."""
         hand = self.hands[0] if self.hands else self.hire()
-        answer = hand.actor.describe.remote(name)
+        while hand.host is None:
+            self.wait([])
+            hand = self.hands[0] if self.hands else self.hire()
         try:
-            while not self.ray.wait([answer], timeout=PATIENCE_S)[0]:
-                self.tell_of_waiting([hand])
-            found = self.ray.get(answer)
+            found = self.ray.get(hand.actor.describe.remote(name))
         except self.ray.exceptions.RayError as error:
             self.dismiss(hand)
-            self.raise_if_hopeless(error)
             msg = (
-                f"the worker that was to describe model '{name}' was lost "
+                f"the worker on {hand.host} that was to describe model '{name}' was lost "
                 f"({type(error).__name__}), perhaps for lack of memory; give each worker more "
                 "of a machine."
             )
@@ -140,40 +143,57 @@ class RayCluster:
         self.hands.remove(hand)
         self.ray.kill(hand.actor)
 
-    def host(self, hand: Hand) -> str | None:
-        """Name of the machine a worker is on; ``None`` if it has no place."""
-        try:
-            return self.ray.get(hand.placed, timeout=0)
-        except self.ray.exceptions.RayError:
-            return None
+    def wait(self, streams: Sequence[Any]) -> list[Any]:
+        """Wait for something to happen, and greet the workers that have begun.
 
-    def tell_of_waiting(self, hands: list[Hand]) -> None:
-        """Say why nothing happens, if it is because none of these workers has a place."""
-        if any(self.host(hand) for hand in hands):
+        Args:
+            streams: What busy workers tell.
+
+        Returns:
+            Those of the streams in which there is something new; it may be none.
+
+        Raises:
+            KVPolicyError: Workers cannot begin.
+        """
+        waiting = [hand for hand in self.hands if hand.host is None]
+        refs = [*streams, *(hand.begun for hand in waiting)]
+        if not self.ray.wait(refs, timeout=_PATIENCE_S)[0]:
+            self._tell_of_waiting()
+            return []
+        # All there is, so that one who speaks all the time drowns out nobody.
+        ready, _ = self.ray.wait(refs, num_returns=len(refs), timeout=0)
+        for hand in waiting:
+            if any(hand.begun is ref for ref in ready):
+                self._greet(hand)
+        return [stream for stream in streams if any(stream is ref for ref in ready)]
+
+    def _greet(self, hand: Hand) -> None:
+        try:
+            hand.host = self.ray.get(hand.begun)
+        except self.ray.exceptions.RayError as error:
+            self.dismiss(hand)
+            self._failed += 1
+            if self._failed < _MOST_FAILURES and not self.is_hopeless(error):
+                return  # a machine that was lost, perhaps
+            raise cannot_work(error) from error
+        self._failed = 0
+
+    def _tell_of_waiting(self) -> None:
+        """Say why nothing happens, if it is because no worker has begun."""
+        if any(hand.host is not None for hand in self.hands):
             return
         message = (
-            f"waiting for room in the Ray cluster: each worker takes {_words(self._takes)}, "
-            f"and there are {_words_of_nodes(self._nodes())}; `ray status` tells more."
+            f"no worker has begun yet: each takes {_words(self._takes)}, and the Ray cluster has "
+            f"{_words_of_nodes(self._nodes())}; `ray status` tells what is free."
         )
         if message != self._told:
             self._told = message
             self.tell(message)
 
-    def raise_if_hopeless(self, error: Exception) -> None:
-        """Refuse what would go wrong on every worker alike.
-
-        Raises:
-            KVPolicyError: The worker could not even begin.
-        """
-        begins = not getattr(error, "actor_init_failed", False)
-        if begins and not isinstance(error, self.ray.exceptions.RayTaskError):
-            return
-        lines = [line for line in str(error).splitlines() if line.strip()]
-        msg = (
-            f"a worker on Ray cannot begin: {lines[-1].strip()}; kvpolicy, and the packages "
-            "that tasks and policies come from, must be installed for the Python of every node."
-        )
-        raise KVPolicyError(msg) from error
+    def is_hopeless(self, error: Exception) -> bool:
+        """Whether an error would be the same on every worker: it is one of Python, not a loss."""
+        did_not_begin = getattr(error, "actor_init_failed", False)
+        return did_not_begin or isinstance(error, self.ray.exceptions.RayTaskError)
 
     def _nodes(self) -> list[dict[str, float]]:
         return [node["Resources"] for node in self.ray.nodes() if node["Alive"]]
@@ -212,6 +232,15 @@ class RayCluster:
         for hand in list(self.hands):
             self.dismiss(hand)
         self.ray.shutdown()
+
+
+def cannot_work(error: Exception) -> KVPolicyError:
+    """What to raise where a worker cannot even read what it is to do."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return KVPolicyError(
+        f"workers on Ray cannot begin: {lines[-1]}; kvpolicy, and the packages that tasks and "
+        "policies come from, must be installed for the Python of every node."
+    )
 
 
 def _words(takes: dict[str, float]) -> str:
