@@ -1,5 +1,6 @@
 """Sweeps in processes of their own on a cluster whose nodes can be killed, for tests."""
 
+import importlib.util
 import json
 import os
 import signal
@@ -11,9 +12,15 @@ from pathlib import Path
 from typing import Any
 
 import attrs
+import pytest
 
 # What a busy machine may take for things that take seconds.
-_PATIENCE_S = 300
+PATIENCE_S = 900
+
+needs_ray = pytest.mark.skipif(
+    importlib.util.find_spec("ray") is None,
+    reason="Ray is not installed: pip install -c constraints.txt -e '.[dev,ray]'",
+)
 
 HOLD = '''
 import os
@@ -50,7 +57,7 @@ class Held:
 
 def wait_until(what: Callable[[], object]) -> None:
     """Wait for something to come true."""
-    deadline = time.monotonic() + _PATIENCE_S
+    deadline = time.monotonic() + PATIENCE_S
     while not what():
         assert time.monotonic() < deadline, "it did not come true"
         time.sleep(0.05)
@@ -120,7 +127,7 @@ class Sweep:
     def end(self) -> tuple[int, str, str]:
         """Wait for the end: status, stdout and stderr."""
         assert self.process is not None
-        out, err = self.process.communicate(timeout=_PATIENCE_S)
+        out, err = self.process.communicate(timeout=PATIENCE_S)
         return self.process.returncode, out, err
 
     def interrupt(self) -> None:

@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from sweeps_on_ray import Nodes, Sweep, wait_until
+from sweeps_on_ray import Nodes, Sweep, needs_ray, wait_until
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, needs_ray]
 
 NUM = 24  # samples
 

@@ -33,9 +33,7 @@ class Sent:
 
 def comparison_of(model: Path, policies: str = "full", task: str = "reasoner") -> Comparison:
     preset = setup.choose(None, policies=policies.split(","), budgets=[12], buffer=6)
-    preset = attrs.evolve(
-        preset, model=str(model), task=task, n=3, slots=2, max_new_tokens=20
-    )
+    preset = attrs.evolve(preset, model=str(model), task=task, n=3, slots=2, max_new_tokens=20)
     return setup.prepare(preset, Shelf())
 
 
