@@ -12,6 +12,8 @@ import typer
 
 from kvpolicy.cli import sweepoptions
 from kvpolicy.cli.console import say, terminal_width, write, write_json
+from kvpolicy.cli.dryrun import tell
+from kvpolicy.cli.following import follow
 from kvpolicy.cli.options import (
     Device,
     Dtype,
@@ -23,11 +25,11 @@ from kvpolicy.cli.options import (
     register_plugins,
     words,
 )
+from kvpolicy.cli.place import CpusPerWorker, GpusPerWorker, On, RayAddress, Where, open_place
 from kvpolicy.cli.sweepoptions import changed, grid_of, numbers
 
 if TYPE_CHECKING:
     from kvpolicy.lab.comparison import Comparison
-    from kvpolicy.lab.local import Local
     from kvpolicy.lab.publish import Panel
     from kvpolicy.lab.store import Store
 
@@ -70,6 +72,10 @@ def ablate(
         int | None,
         typer.Option(min=1, help="Cells run side by side. [default: small models: one per core]"),
     ] = None,
+    on: On = Where.here,
+    ray_address: RayAddress = None,
+    cpus_per_worker: CpusPerWorker = None,
+    gpus_per_worker: GpusPerWorker = None,
     output: Annotated[
         Path | None,
         typer.Option(
@@ -101,8 +107,6 @@ def ablate(
     register_plugins(plugin)
     # Imported here: all this brings torch along.
     from kvpolicy.lab import setup
-    from kvpolicy.lab.local import Local, num_workers
-    from kvpolicy.lab.processes import stay_forkable
     from kvpolicy.lab.shelf import Shelf
     from kvpolicy.lab.store import Store
 
@@ -124,31 +128,35 @@ def ablate(
         slots=slots,
         max_new_tokens=max_new_tokens,
     )
-    threads = stay_forkable()
     shelf = Shelf(dtype=dtype, device=device, trust_remote_code=trust_remote_code)
-    comparison = setup.prepare(chosen, shelf, overrides=overrides or [], execute_code=execute_code)
-    setup.check_facet(comparison, by)
-    pool = Local(comparison, shelf, num_workers(comparison, workers), threads)
-    folder = output or setup.default_folder(comparison)
-    if dry_run:
-        from kvpolicy.cli.dryrun import tell
-
-        tell(comparison, folder, shelf, workers=pool.workers, json=json)
-        return
-    with Store(folder, comparison.to_dict()) as store:
-        failed = _run(comparison, store, pool, by, json=json)
+    with open_place(
+        on,
+        shelf,
+        address=ray_address,
+        workers=workers,
+        cpus=cpus_per_worker,
+        gpus=gpus_per_worker,
+    ) as place:
+        comparison = setup.prepare(
+            chosen, place, overrides=overrides or [], execute_code=execute_code
+        )
+        setup.check_facet(comparison, by)
+        num_workers = place.num_workers(comparison)
+        folder = output or setup.default_folder(comparison)
+        if dry_run:
+            tell(comparison, folder, shelf, workers=num_workers, json=json)
+            return
+        with Store(folder, comparison.to_dict()) as store:
+            follow(comparison, store, place.pool(comparison), workers=num_workers)
+            failed = _publish(comparison, store, by, json=json)
     if failed:
         raise typer.Exit(SOME_FAILED)
 
 
-def _run(
-    comparison: "Comparison", store: "Store", pool: "Local", by: str | None, *, json: bool
-) -> bool:
-    """Do what is left, and show what came out; whether samples failed."""
-    from kvpolicy.cli.following import follow
+def _publish(comparison: "Comparison", store: "Store", by: str | None, *, json: bool) -> bool:
+    """Show what came out; whether samples failed."""
     from kvpolicy.lab.publish import publish, to_json
 
-    follow(comparison, store, pool, workers=pool.workers)
     panels = publish(comparison, store)
     if json:
         run = comparison.to_dict()

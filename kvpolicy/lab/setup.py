@@ -8,6 +8,7 @@ import attrs
 
 from kvpolicy.discovery import nearest
 from kvpolicy.errors import TaskError
+from kvpolicy.lab.card import Describes
 from kvpolicy.lab.chat import wrap
 from kvpolicy.lab.comparison import Comparison
 from kvpolicy.lab.grid import Cell, cells_at
@@ -20,13 +21,12 @@ from kvpolicy.lab.presets import (
     series_of_file,
     series_of_stack,
 )
-from kvpolicy.lab.shelf import Shelf
 from kvpolicy.lab.sweep import Setting, points
 from kvpolicy.lab.tasks import Item, Task, load_task
 from kvpolicy.request import Sampling
 
 # A model, a task and a seed, as typed.
-Place = tuple[str, str, int]
+Whom = tuple[str, str, int]
 
 
 def choose(
@@ -74,7 +74,7 @@ def choose(
 
 def prepare(
     preset: Preset,
-    shelf: Shelf,
+    models: Describes,
     *,
     overrides: Sequence[str] = (),
     execute_code: bool = False,
@@ -83,7 +83,7 @@ def prepare(
 
     Args:
         preset: What to compare.
-        shelf: Where models come from.
+        models: Describes them and gives their tokenizers.
         overrides: ``--set`` strings.
         execute_code: Whether programs may be run that a model writes.
 
@@ -94,17 +94,17 @@ def prepare(
     Raises:
         KVPolicyError: Something does not exist, or does not fit.
     """
-    settings: dict[Place, list[Setting]] = {}
+    settings: dict[Whom, list[Setting]] = {}
     for point in points(preset):
         settings.setdefault((point.model, point.task, point.seed), []).append(point.setting)
-    groups = _groups(preset, list(settings), shelf, execute_code=execute_code)
+    groups = _groups(preset, list(settings), models, execute_code=execute_code)
     distinct: dict[str, Group] = {}
     cells: dict[str, Cell] = {}
-    for place, group in groups.items():
+    for whom, group in groups.items():
         group = distinct.setdefault(group.id, group)
         found = cells_at(
             preset.series,
-            settings[place],
+            settings[whom],
             num_layers=group.model.num_layers,
             buffer=preset.buffer,
             overrides=overrides,
@@ -141,15 +141,15 @@ def default_folder(comparison: Comparison) -> Path:
 
 
 def _groups(
-    preset: Preset, places: Sequence[Place], shelf: Shelf, *, execute_code: bool
-) -> dict[Place, Group]:
+    preset: Preset, asked_of: Sequence[Whom], models: Describes, *, execute_code: bool
+) -> dict[Whom, Group]:
     tasks = {name: _task(name, execute_code=execute_code) for name in preset.tasks}
-    asked = {pair: _items(preset, tasks[pair[0]], *pair) for pair in {one[1:] for one in places}}
+    asked = {pair: _items(preset, tasks[pair[0]], *pair) for pair in {one[1:] for one in asked_of}}
     groups = {}
     # The first model comes last: it is run first, and need not be loaded again then.
     for name in reversed(preset.models):
-        card, tokenizer = shelf.describe(name)
-        for task, seed in [one[1:] for one in places if one[0] == name]:
+        card, tokenizer = models.describe(name)
+        for task, seed in [one[1:] for one in asked_of if one[0] == name]:
             groups[name, task, seed] = Group(
                 model=card,
                 task=tasks[task],
@@ -160,7 +160,7 @@ def _groups(
                 max_new_tokens=preset.max_new_tokens,
                 slots=preset.slots,
             )
-    return {place: groups[place] for place in places}
+    return {whom: groups[whom] for whom in asked_of}
 
 
 def _task(name: str, *, execute_code: bool) -> Any:

@@ -242,6 +242,7 @@ def test_buffers_are_tried_like_knobs_where_there_is_one() -> None:
         ({"knobs": {"bufer": (1, 2)}}, [], "buffer"),
         ({"knobs": {MIX: (0.1, 0.2)}}, [f"{MIX}=0.3"], "--set"),
         ({"tasks": ("reasoner", "reasonr")}, [], "did you mean reasoner"),
+        ({"series": (series_of_stack("ful"),)}, [], "did you mean full"),
     ],
 )
 def test_what_fits_nothing_is_refused(
@@ -380,7 +381,6 @@ def test_a_list_of_one_entry_is_written_as_the_entry(tmp_path: Path) -> None:
         (('"zip"', '"cross"'), "combine"),
         (('["full", "rkv+protect"]', "[1]"), "policies"),
         (('"mine.toml"', '"yours.toml"'), "yours.toml"),
-        (('"full"', '"ful"'), "did you mean full"),
         (("combine", "combin"), "did you mean combine"),
     ],
 )
