@@ -177,8 +177,8 @@ def probe(comparison: Comparison, cell: Cell, shelf: Shelf, limit_s: float) -> P
     num = min(group.slots, len(group.items))
     trial = server.begin(Job(cell.id, tuple(range(num))))
     run, lengths, finished = trial.run, [0] * num, set()
-    problem, begun = None, time.perf_counter()
-    while not run.done and time.perf_counter() - begun < limit_s:
+    problem, begun, elapsed = None, time.perf_counter(), 0.0
+    while not run.done and (not elapsed or elapsed < limit_s):
         events = run.step()
         for number, _ in events.tokens:
             lengths[number] += 1
@@ -186,7 +186,8 @@ def probe(comparison: Comparison, cell: Cell, shelf: Shelf, limit_s: float) -> P
             trial.outcome(result)
             finished.add(result.id)
             problem = problem or result.error
-    elapsed, report = time.perf_counter() - begun, run.report
+        elapsed = time.perf_counter() - begun
+    report = run.report
     most = [
         length if number in finished else run.requests[number].max_new_tokens
         for number, length in enumerate(lengths)
