@@ -13,6 +13,7 @@ from kvpolicy.lab.report.sentences import Piece
 CUT = "cut"
 
 # What one text may keep if all of them together are too long for the page.
+_DENSEST = 24  # characters in a byte of a block: no prose is as dense
 _CAPS = (None, *(2**power for power in range(17, 8, -1)))
 
 
@@ -40,17 +41,23 @@ def pack(value: Any) -> str:
     return base64.b64encode(zlib.compress(raw)).decode("ascii")
 
 
-def pack_within(blocks: Callable[[int | None], Sequence[Any]], most_bytes: int) -> Packed:
+def pack_within(
+    blocks: Callable[[int | None], Sequence[Any]], lengths: Sequence[int], most_bytes: int
+) -> Packed:
     """Pack blocks so that they fit, at the cost of the middles of the longest texts.
 
     Args:
         blocks: Makes the values from the characters a text may keep, ``None`` for all.
+        lengths: Characters of the texts in them.
         most_bytes: What they may take.
 
     Returns:
         The blocks with the largest cap that fits, or with the smallest there is.
     """
     for cap in _CAPS:
+        num_chars = sum(length if cap is None else min(length, cap) for length in lengths)
+        if num_chars > _DENSEST * most_bytes and cap != _CAPS[-1]:
+            continue  # hopeless, and long texts take long to cut and to compress
         packed = Packed([pack(block) for block in blocks(cap)], cap)
         if packed.num_bytes <= most_bytes:
             break
