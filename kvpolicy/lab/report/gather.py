@@ -81,10 +81,7 @@ def gather(runs: Sequence[RunFolder]) -> list[GroupView]:
 
 def _group(group: Group, runs: Sequence[RunFolder]) -> GroupView:
     cells = {
-        name: cell
-        for run in runs
-        for name, cell in run.cells.items()
-        if cell.group == group.group
+        name: cell for run in runs for name, cell in run.cells.items() if cell.group == group.group
     }
     samples: dict[str, dict[tuple[int, int], Sample]] = {name: {} for name in cells}
     items: dict[int, ArchivedItem] = {}
