@@ -186,6 +186,23 @@ def test_the_map_is_painted_in_the_shades_of_the_text(shown: Shown) -> None:
     assert shown.page.evaluate(script) == [5, 2, expected]
 
 
+def test_maps_side_by_side_have_one_scale(shown: Shown) -> None:
+    long, short = (handmade(["a"] * n, [[-1] * n], [n // 2]).to_dict() for n in (40, 10))
+    shown.show([long, short])
+    boxes = [shown.page.locator(".kept-map canvas").nth(i).bounding_box() for i in range(2)]
+    assert boxes[1]["width"] == pytest.approx(boxes[0]["width"] / 4, abs=1)
+    script = """n => {
+        const canvas = document.querySelectorAll('.kept-map canvas')[n];
+        const data = canvas.getContext('2d').getImageData(0, 0, 1, canvas.height).data;
+        return [...Array(canvas.height).keys()].map(row => data[4 * row + 3] > 0);
+    }"""
+    # Steps at 5, 9 (the end of the short one), 20 and 39 tokens.
+    assert [shown.page.evaluate(script, n) for n in range(2)] == [
+        [True] * 4,
+        [True, True, False, False],
+    ]
+
+
 # --- the text ---------------------------------------------------------------------------------
 
 
