@@ -35,7 +35,7 @@ def build(
     views = gather(runs)
     chosen = [_rules(view, rules) for view in views]
     names = labels_of([view.group for view in views])
-    series = list(dict.fromkeys(cell.cell.series for view in views for cell in view.cells))
+    series = _series(views)
     groups = [
         group_content(view, its_rules, series, name)
         for view, its_rules, name in zip(views, chosen, names, strict=True)
@@ -47,6 +47,13 @@ def build(
         group["notes"] = _notes(view, packed)
     title = names[0] if len(names) == 1 else ", ".join(dict.fromkeys(run.name for run in runs))
     return render(title=title, data=data, blocks=packed.blocks)
+
+
+def _series(views: Sequence[GroupView]) -> list[str]:
+    """All series, those of plots first: they get the colours that plots give them."""
+    cells = [cell.cell for view in views for cell in view.cells]
+    ordered = sorted(cells, key=lambda cell: cell.budget is None)
+    return list(dict.fromkeys(cell.series for cell in ordered))
 
 
 def _rules(view: GroupView, name: str | None) -> ThoughtRules:

@@ -28,6 +28,7 @@ class Quantity:
         estimate: Its value with an interval, or alone where nothing is known of how it varies;
             ``None`` if the cell has none.
         note: What a reader has to know about it.
+        charted: Whether it is drawn against the budget; in the table it always is.
     """
 
     name: str
@@ -36,8 +37,9 @@ class Quantity:
     kind: str
     estimate: Callable[[CellView], Estimate | float | None]
     note: str = ""
+    charted: bool = True
 
-    def to_dict(self) -> dict[str, str]:
+    def to_dict(self) -> dict[str, str | bool]:
         """Plain data for the page."""
         return attrs.asdict(self, filter=lambda field, _: field.name != "estimate")
 
@@ -152,5 +154,6 @@ _COSTS = (
         "bytes",
         _of_timing(lambda timing: timing.peak_kv_bytes),
         _ONCE,
+        charted=False,
     ),
 )
