@@ -6,7 +6,7 @@ treated alike.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import attrs
 
@@ -45,6 +45,15 @@ class Column:
     value: Callable[[Sample], float | None]
     estimate: Callable[[Sequence[Sample]], Estimate | None]
     is_share: bool = False
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data for the manifest."""
+        return {
+            "name": self.name,
+            "title": self.title,
+            "heading": self.heading,
+            "is_share": self.is_share,
+        }
 
     def words(self, value: float) -> str:
         """One value, in words."""

@@ -22,7 +22,7 @@ class Row:
         budget: Rows that stay after a compaction (the mean over the layers); ``None`` if
             everything stays.
         buffer: Rows that may join before the next compaction; ``None`` likewise.
-        digest: Digest of the resolved plan.
+        plan: Digest of the resolved plan.
         n: Samples, failed ones included.
         num_items: Items they are samples of; fewer where each is asked several times.
         num_correct: How many of them were right; ``None`` where nothing is graded.
@@ -44,7 +44,7 @@ class Row:
     series: str
     budget: float | None
     buffer: float | None
-    digest: str
+    plan: str
     n: int
     num_items: int
     num_correct: int | None
@@ -72,7 +72,7 @@ def tabulate(
     Args:
         cells: The cells, in the order of the table.
         samples: What is done.
-        timings: What the cells cost, by digest, of those that were run in one go.
+        timings: What the cells cost, by id, of those that were run in one go.
         columns: What the task measures.
 
     Returns:
@@ -81,11 +81,11 @@ def tabulate(
     of_cell: dict[str, list[Sample]] = {}
     for sample in samples:
         of_cell.setdefault(sample.cell, []).append(sample)
-    reference = of_cell.get(cells[0].digest, []) if cells else []
+    reference = of_cell.get(cells[0].id, []) if cells else []
     return [
-        _row(cell, of_cell[cell.digest], timings.get(cell.digest), reference, columns)
+        _row(cell, of_cell[cell.id], timings.get(cell.id), reference, columns)
         for cell in cells
-        if cell.digest in of_cell
+        if cell.id in of_cell
     ]
 
 
@@ -143,7 +143,7 @@ def _row(
         series=cell.series,
         budget=cell.budget,
         buffer=cell.buffer,
-        digest=cell.digest,
+        plan=cell.digest,
         n=n,
         num_items=len({sample.item for sample in samples}),
         num_correct=_num_correct(samples),
