@@ -29,9 +29,7 @@ def bundle(main: str, read: Callable[[str], str]) -> str:
     return "\n".join(done.values())
 
 
-def _add(
-    name: str, read: Callable[[str], str], done: dict[str, str], waiting: list[str]
-) -> None:
+def _add(name: str, read: Callable[[str], str], done: dict[str, str], waiting: list[str]) -> None:
     assert name not in waiting, f"{' imports '.join([*waiting, name])}"
     text = read(name)
     for needed in _IMPORT.finditer(text):

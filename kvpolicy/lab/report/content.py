@@ -8,11 +8,12 @@ from typing import Any
 
 from kvpolicy.lab.archive import RunFolder
 from kvpolicy.lab.measures import Column
-from kvpolicy.lab.records import Group, Sample
+from kvpolicy.lab.records import Group
 from kvpolicy.lab.report.gather import CellView, GroupView
 from kvpolicy.lab.report.layers import alike, rest_of
 from kvpolicy.lab.report.quantities import MEMORY, column_of, plain, quantities, served
 from kvpolicy.lab.report.sentences import kinds_of
+from kvpolicy.lab.samples import Sample
 from kvpolicy.lab.stats import paired_difference
 from kvpolicy.lab.steer.rules import ThoughtRules
 

@@ -7,7 +7,8 @@ import attrs
 
 from kvpolicy.errors import ResultsError
 from kvpolicy.lab.archive import RunFolder
-from kvpolicy.lab.records import ArchivedItem, Cell, CellTiming, Group, Sample
+from kvpolicy.lab.records import Cell, Group
+from kvpolicy.lab.samples import CellTiming, ItemRecord, Sample
 
 
 @attrs.frozen
@@ -48,7 +49,7 @@ class GroupView:
 
     group: Group
     cells: list[CellView]
-    items: dict[int, ArchivedItem]
+    items: dict[int, ItemRecord]
     num_expected: int
 
     @cached_property
@@ -81,13 +82,10 @@ def gather(runs: Sequence[RunFolder]) -> list[GroupView]:
 
 def _group(group: Group, runs: Sequence[RunFolder]) -> GroupView:
     cells = {
-        name: cell
-        for run in runs
-        for name, cell in run.cells.items()
-        if cell.group == group.group
+        name: cell for run in runs for name, cell in run.cells.items() if cell.group == group.group
     }
     samples: dict[str, dict[tuple[int, int], Sample]] = {name: {} for name in cells}
-    items: dict[int, ArchivedItem] = {}
+    items: dict[int, ItemRecord] = {}
     timings: dict[str, CellTiming] = {}
     for run in runs:
         for sample in run.samples.values():

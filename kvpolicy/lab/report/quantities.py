@@ -9,8 +9,9 @@ import attrs
 from kvpolicy.lab.agreement import Agreement
 from kvpolicy.lab.measures import ACCURACY, Column, mean_of
 from kvpolicy.lab.perplexity import Perplexity
-from kvpolicy.lab.records import CellTiming, ColumnInfo, Sample
+from kvpolicy.lab.records import ColumnInfo
 from kvpolicy.lab.report.gather import CellView
+from kvpolicy.lab.samples import CellTiming, Sample
 from kvpolicy.lab.stats import Estimate, mean, ratio
 
 MEMORY = "peak_bytes"
