@@ -27,6 +27,16 @@ class CellView:
     timing: CellTiming | None
     label: str
 
+    @property
+    def series(self) -> str:
+        """Which line of a plot it is a point of."""
+        return self.cell.series
+
+    @property
+    def budget(self) -> float | None:
+        """Rows that stay after a compaction; ``None`` if everything stays."""
+        return self.cell.budget
+
     @cached_property
     def by_item(self) -> dict[int, list[Sample]]:
         """The samples of each item, rising."""
