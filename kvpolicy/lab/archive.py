@@ -50,6 +50,14 @@ class RunFolder:
         return found
 
     @cached_property
+    def samples_of(self) -> dict[str, list[Sample]]:
+        """The same by id of the cell; of every cell, also where nothing is done."""
+        found: dict[str, list[Sample]] = {cell: [] for cell in self.cells}
+        for sample in self.samples.values():
+            found[sample.cell].append(sample)
+        return found
+
+    @cached_property
     def items(self) -> dict[tuple[str, int], ItemRecord]:
         """What is asked, by id of the group and number of the item."""
         lines = _records(self.path / "items.jsonl", ItemRecord)
