@@ -34,7 +34,7 @@ def build(
     """
     views = gather(runs)
     chosen = [_rules(view, rules) for view in views]
-    names = labels_of([view.group for view in views])
+    names = labels_of(views)
     series = _series(views)
     groups = [
         group_content(view, its_rules, series, name)
@@ -70,7 +70,7 @@ def _pack(views: Sequence[GroupView], rules: Sequence[ThoughtRules], most_bytes:
             for place in its_places
         ]
 
-    lengths = [length for view in views for length in texts.lengths(view)]
+    lengths = [length for view in views if not view.is_pooled for length in texts.lengths(view)]
     return pack_within(blocks, lengths, most_bytes)
 
 
@@ -86,7 +86,7 @@ def _name_blocks(views: Sequence[GroupView], groups: Sequence[dict[str, object]]
 
 
 def _notes(view: GroupView, packed: Packed) -> list[str]:
-    num_done = sum(len(cell.samples) for cell in view.cells)
+    num_done = len(view.samples)
     notes = []
     if num_done < view.num_expected:
         notes.append(
