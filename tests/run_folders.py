@@ -155,8 +155,10 @@ def sample(
 ) -> dict[str, Any]:
     """A finished sample, right if ``number`` is even."""
     num_tokens = 20 + number
+    of_group = ("model_fingerprint", "task", "measure", "seed", "sampling", "max_new_tokens")
+    decisive = [group[name] for name in of_group]
     return {
-        "key": digest(cell["plan"], group["model"], group["seed"], number, attempt, length=32),
+        "key": digest(cell["plan"], *decisive, number, attempt, length=32),
         "cell": cell["cell"],
         **{name: group[name] for name in ("group", "model", "task", "seed")},
         **{name: cell[name] for name in ("series", "budget", "buffer", "plan")},

@@ -27,7 +27,7 @@ from kvpolicy.cli.options import (
 )
 
 if TYPE_CHECKING:
-    from kvpolicy.lab.ablate import Comparison
+    from kvpolicy.lab.comparison import Comparison
     from kvpolicy.lab.pool import Pool
     from kvpolicy.lab.store import Store
     from kvpolicy.lab.table import Row
@@ -131,7 +131,9 @@ def ablate(
     register_plugins(plugin)
     # Imported here: all this brings torch along.
     from kvpolicy.lab import setup
+    from kvpolicy.lab.local import Local, num_workers
     from kvpolicy.lab.processes import stay_forkable
+    from kvpolicy.lab.shelf import Shelf
     from kvpolicy.lab.store import Store
 
     chosen = setup.choose(
@@ -151,22 +153,13 @@ def ablate(
         max_new_tokens=max_new_tokens or chosen.max_new_tokens,
     )
     threads = stay_forkable()
-    comparison = setup.prepare(
-        chosen,
-        overrides=overrides or [],
-        dtype=dtype,
-        device=device,
-        trust_remote_code=trust_remote_code,
-        execute_code=execute_code,
-    )
+    shelf = Shelf(dtype=dtype, device=device, trust_remote_code=trust_remote_code)
+    comparison = setup.prepare(chosen, shelf, overrides=overrides or [], execute_code=execute_code)
     setup.check_facet(comparison, by)
-    num_workers = setup.num_workers(comparison, workers)
-    folder = output or setup.default_folder(chosen, comparison)
-    with (
-        setup.open_pool(comparison, num_workers, threads=threads) as pool,
-        Store(folder, comparison.to_dict()) as store,
-    ):
-        rows = _run(comparison, store, pool, num_workers)
+    pool = Local(comparison, shelf, num_workers(comparison, workers), threads)
+    folder = output or setup.default_folder(comparison)
+    with Store(folder, comparison.to_dict()) as store:
+        rows = _run(comparison, store, pool, pool.workers)
         _show(comparison, store, rows, by, json=json)
     if any(row.num_errors for row in rows):
         raise typer.Exit(SOME_FAILED)
@@ -232,7 +225,8 @@ def _show(
             {"folder": str(store.folder), "run": comparison.to_dict(), "table": to_json(rows)}
         )
         return
-    columns, width = comparison.task.measure.columns, terminal_width()
+    (group,) = comparison.groups
+    columns, width = group.task.measure.columns, terminal_width()
     write(table(rows, columns, width=width) + "\n")
     if by is not None:
         facets = break_down(comparison.cells, store.samples.values(), columns)

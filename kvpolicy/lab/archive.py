@@ -15,9 +15,9 @@ import attrs
 
 from kvpolicy.errors import ResultsError
 from kvpolicy.lab.recordcheck import Record, record_of
-from kvpolicy.lab.records import ArchivedItem, Cell, CellTiming, ColumnInfo, Group, Sample
-
-FORMAT = 2
+from kvpolicy.lab.records import Cell, ColumnInfo, Group
+from kvpolicy.lab.samples import CellTiming, ItemRecord, Sample
+from kvpolicy.lab.store import FORMAT
 
 
 @attrs.frozen
@@ -50,9 +50,17 @@ class RunFolder:
         return found
 
     @cached_property
-    def items(self) -> dict[tuple[str, int], ArchivedItem]:
+    def samples_of(self) -> dict[str, list[Sample]]:
+        """The same by id of the cell; of every cell, also where nothing is done."""
+        found: dict[str, list[Sample]] = {cell: [] for cell in self.cells}
+        for sample in self.samples.values():
+            found[sample.cell].append(sample)
+        return found
+
+    @cached_property
+    def items(self) -> dict[tuple[str, int], ItemRecord]:
         """What is asked, by id of the group and number of the item."""
-        lines = _records(self.path / "items.jsonl", ArchivedItem)
+        lines = _records(self.path / "items.jsonl", ItemRecord)
         return {(item.group, item.item): item for _, item in lines}
 
     @cached_property

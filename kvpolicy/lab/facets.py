@@ -5,10 +5,9 @@ from typing import Any
 
 import attrs
 
-from kvpolicy.lab.grid import Cell
 from kvpolicy.lab.measures import Column
 from kvpolicy.lab.samples import Sample
-from kvpolicy.lab.table import Row, flat, tabulate, to_json, write_csv
+from kvpolicy.lab.table import Compared, Row, flat, tabulate, to_json, write_csv
 
 
 @attrs.frozen
@@ -27,7 +26,7 @@ class FacetRow:
 
 
 def break_down(
-    cells: Sequence[Cell], samples: Collection[Sample], columns: Sequence[Column]
+    cells: Sequence[Compared], samples: Collection[Sample], columns: Sequence[Column]
 ) -> list[FacetRow]:
     """Summarise the samples of every cell by each facet of their items.
 

@@ -1,6 +1,7 @@
 """The cells of a comparison: every series at every budget, each with its resolved plan."""
 
-from collections.abc import Iterable, Sequence
+import hashlib
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -26,7 +27,9 @@ class Cell:
         buffer: Rows that may join before the next compaction; ``None`` likewise.
         plan: What to run.
         resolved: The same, spelled out for the model.
-        digest: Digest of the resolved plan, the cell's name in all files.
+        digest: Digest of the resolved plan.
+        group: Id of the group that is run under this plan; empty outside of runs.
+        knobs: What a grid of knobs sets in this plan, by ``POLICY.KNOB``.
     """
 
     series: str
@@ -35,15 +38,25 @@ class Cell:
     plan: Plan
     resolved: ResolvedPlan
     digest: str
+    group: str = ""
+    knobs: Mapping[str, Any] = attrs.field(factory=dict)
+
+    @property
+    def id(self) -> str:
+        """The cell's name in all files, 16 hexadecimal digits."""
+        return hashlib.sha256(f"{self.group} {self.digest}".encode()).hexdigest()[:16]
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for the manifest."""
         return {
+            "cell": self.id,
+            "group": self.group,
             "series": self.series,
             "budget": self.budget,
             "buffer": self.buffer,
-            "digest": self.digest,
-            "plan": self.resolved.to_dict(),
+            "knobs": dict(self.knobs),
+            "plan": self.digest,
+            "resolved": self.resolved.to_dict(),
         }
 
 
@@ -81,6 +94,7 @@ def build_cells(
     budgets: Sequence[int],
     buffer: int | None,
     overrides: Sequence[str] = (),
+    group: str = "",
 ) -> list[Cell]:
     """Resolve every series at every budget.
 
@@ -91,6 +105,7 @@ def build_cells(
             leaves, like the full cache, gives one cell.
         buffer: Buffer for the plans that leave it open.
         overrides: ``--set`` strings; ``POLICY.KNOB=VALUE`` goes to the plans that name it.
+        group: Id of the group that the cells belong to.
 
     Returns:
         The cells in order, each resolved plan once.
@@ -104,7 +119,7 @@ def build_cells(
         mine = [override for override in overrides if _concerns(one, override)]
         is_open = _leaves_budget_open(one, num_layers, buffer, mine)
         for budget in budgets if is_open else (None,):
-            cell = _cell(one, num_layers, budget, buffer, mine)
+            cell = attrs.evolve(_cell(one, num_layers, budget, buffer, mine), group=group)
             cells.setdefault(cell.digest, cell)
     return list(cells.values())
 

@@ -18,11 +18,11 @@ class Job:
     """Part of a comparison.
 
     Attributes:
-        cell: Number of the cell.
-        items: Places of the items to be done in it.
+        cell: Id of the cell.
+        items: Places of the items to be done in it, among those of its group.
     """
 
-    cell: int
+    cell: str
     items: tuple[int, ...]
 
 

@@ -1,54 +1,12 @@
-"""What the files of a run folder hold: one class for each kind of record."""
+"""The records of a run folder: what a manifest says of groups and cells, and what lines hold."""
 
 from typing import Any
 
 import attrs
 
+from kvpolicy.lab.samples import CellTiming, ItemRecord, Sample
 
-@attrs.frozen
-class Sample:
-    """One prompt answered under one plan."""
-
-    key: str
-    cell: str
-    group: str
-    model: str
-    task: str
-    seed: int
-    series: str
-    budget: float | None
-    buffer: float | None
-    plan: str
-    item: int
-    attempt: int
-    correct: bool | None
-    ungraded: str | None
-    finish_reason: str
-    error: str | None
-    prompt_len: int
-    num_tokens: int
-    compactions: int
-    rows_evicted: int
-    peak_rows: int
-    peak_bytes: int
-    prefill_s: float
-    decode_s: float
-    facets: dict[str, int | str]
-    values: dict[str, float]
-    text: str
-
-
-@attrs.frozen
-class CellTiming:
-    """What one cell cost when all its samples were run in one go."""
-
-    cell: str
-    num_requests: int
-    new_tokens: int
-    elapsed_s: float
-    policy_s: float
-    decode_s: float
-    peak_kv_bytes: int
+__all__ = ["Cell", "CellTiming", "ColumnInfo", "Group", "ItemRecord", "Sample"]
 
 
 @attrs.frozen
@@ -137,30 +95,3 @@ class Cell:
     knobs: dict[str, Any]
     plan: str
     resolved: dict[str, Any]
-
-
-@attrs.frozen
-class ArchivedItem:
-    """One item of a group, as it was asked.
-
-    Attributes:
-        group: Id of the group.
-        model: The model.
-        task: The task.
-        seed: The seed.
-        item: Number of the item in its task and seed.
-        prompt: What the model was given.
-        answer: What a right text contains.
-        reference: A text that answers the prompt; ``None`` if nobody wrote one.
-        facets: What a report may group by, such as the difficulty.
-    """
-
-    group: str
-    model: str
-    task: str
-    seed: int
-    item: int
-    prompt: str
-    answer: str
-    reference: str | None
-    facets: dict[str, int | str]

@@ -1,29 +1,21 @@
 """From what a user asks for to a comparison that can be run."""
 
-import hashlib
-import json
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 import attrs
-import torch
 
 from kvpolicy.discovery import nearest
-from kvpolicy.errors import KVPolicyError, TaskError
-from kvpolicy.lab.ablate import Comparison
+from kvpolicy.errors import TaskError
+from kvpolicy.lab.card import describe_model
 from kvpolicy.lab.chat import wrap
+from kvpolicy.lab.comparison import Comparison
 from kvpolicy.lab.grid import build_cells, series_of_file, series_of_stack
-from kvpolicy.lab.models import open_model
-from kvpolicy.lab.pool import Pool, ThisProcess
+from kvpolicy.lab.group import Group, digest
 from kvpolicy.lab.presets import DEFAULT_PRESET, Preset, Series, load_preset
-from kvpolicy.lab.processes import CAN_FORK, Processes
-from kvpolicy.lab.serving import Server
-from kvpolicy.lab.session import num_cpus
+from kvpolicy.lab.shelf import Shelf
 from kvpolicy.lab.tasks import Item, load_task
 from kvpolicy.request import Sampling
-
-_SMALL = 100_000_000  # parameters; a larger model keeps all cores busy by itself
 
 
 def choose(
@@ -71,21 +63,17 @@ def choose(
 
 def prepare(
     preset: Preset,
+    shelf: Shelf,
     *,
     overrides: Sequence[str] = (),
-    dtype: str = "auto",
-    device: str | None = None,
-    trust_remote_code: bool = False,
     execute_code: bool = False,
 ) -> Comparison:
     """Load the model, draw the items, resolve the plans.
 
     Args:
         preset: What to compare.
+        shelf: Where models come from.
         overrides: ``--set`` strings.
-        dtype: Precision of the model.
-        device: Where the model is put.
-        trust_remote_code: Whether to run code that comes with the model.
         execute_code: Whether programs may be run that the model writes.
 
     Returns:
@@ -103,29 +91,26 @@ def prepare(
         )
         raise TaskError(msg)
     items = _attempts(preset, task.items(preset.n, seed=preset.seed, split=preset.split))
-    model, tokenizer = open_model(
-        preset.model, dtype=dtype, device=device, trust_remote_code=trust_remote_code
-    )
-    cells = build_cells(
-        preset.series,
-        num_layers=model.config.get_text_config(decoder=True).num_hidden_layers,
-        budgets=preset.budgets,
-        buffer=preset.buffer,
-        overrides=overrides,
-    )
-    return Comparison(
-        model=model,
-        tokenizer=tokenizer,
-        model_name=preset.model,
+    model, tokenizer = shelf.open(preset.model)
+    group = Group(
+        model=describe_model(preset.model, model),
         task=task,
         items=wrap(items, tokenizer),
         split=preset.split,
         sampling=Sampling(temperature=preset.temperature, top_p=preset.top_p, seed=preset.seed),
-        cells=cells,
         seed=preset.seed,
         max_new_tokens=preset.max_new_tokens,
         slots=preset.slots,
     )
+    cells = build_cells(
+        preset.series,
+        num_layers=group.model.num_layers,
+        budgets=preset.budgets,
+        buffer=preset.buffer,
+        overrides=overrides,
+        group=group.id,
+    )
+    return Comparison(preset.name, (group,), cells)
 
 
 def check_facet(comparison: Comparison, facet: str | None) -> None:
@@ -138,77 +123,20 @@ def check_facet(comparison: Comparison, facet: str | None) -> None:
     Raises:
         TaskError: No item has it.
     """
-    known = dict.fromkeys(name for item in comparison.items for name in item.facets)
+    known = {name for group in comparison.groups for item in group.items for name in item.facets}
     if facet is not None and facet not in known:
-        msg = f"the items of task '{comparison.task.name}' have no '{facet}'"
-        raise TaskError(msg + nearest(facet, known))
+        msg = f"no item that is asked has a '{facet}'"
+        raise TaskError(msg + nearest(facet, sorted(known)))
 
 
-def default_folder(preset: Preset, comparison: Comparison) -> Path:
+def default_folder(comparison: Comparison) -> Path:
     """A results folder whose name is the same for the same run, and for no other.
 
     Args:
-        preset: Gives the name.
-        comparison: Gives the digest.
+        comparison: Gives the name and the digest.
     """
-    digest = hashlib.sha256(json.dumps(comparison.to_dict(), sort_keys=True).encode()).hexdigest()
-    name = "".join(c if c.isalnum() or c in "-_." else "-" for c in preset.name)[:60]
-    return Path("kvpolicy-ablate") / f"{name}-{digest[:8]}"
-
-
-def num_workers(comparison: Comparison, wanted: int | None) -> int:
-    """Decide how many processes run cells side by side.
-
-    Args:
-        comparison: What is run.
-        wanted: What the user asks for, if anything.
-
-    Returns:
-        The number; 1 means this process.
-
-    Raises:
-        KVPolicyError: More than one is wanted where this is not possible.
-    """
-    can = CAN_FORK and comparison.model.device.type == "cpu"
-    if wanted is not None:
-        if wanted > 1 and not can:
-            msg = f"{wanted} workers need Linux and a model on the CPU; leave --workers out."
-            raise KVPolicyError(msg)
-        return wanted
-    num_parameters = sum(parameter.numel() for parameter in comparison.model.parameters())
-    return min(num_cpus(), len(comparison.cells)) if can and num_parameters < _SMALL else 1
-
-
-def open_pool(
-    comparison: Comparison, workers: int, *, threads: int
-) -> AbstractContextManager[Pool]:
-    """Make ready who runs the cells.
-
-    With several workers, nothing may have been computed with more than one thread before:
-    torch's pool of threads does not survive forking.
-
-    Args:
-        comparison: What is run.
-        workers: Processes side by side, of one thread each; 1 means this one.
-        threads: Threads of this process, if it works alone.
-
-    Returns:
-        The pool, for a ``with`` block.
-    """
-    server = Server(
-        model=comparison.model,
-        tokenizer=comparison.tokenizer,
-        plans=[cell.plan for cell in comparison.cells],
-        items=comparison.items,
-        measure=comparison.task.measure,
-        sampling=comparison.sampling,
-        slots=comparison.slots,
-        max_new_tokens=comparison.max_new_tokens,
-    )
-    if workers > 1:
-        return Processes(server.serve, workers)
-    torch.set_num_threads(threads)
-    return nullcontext(ThisProcess(server.serve))
+    name = "".join(c if c.isalnum() or c in "-_." else "-" for c in comparison.name)[:60]
+    return Path("kvpolicy-ablate") / f"{name}-{digest(comparison.to_dict())[:8]}"
 
 
 def _attempts(preset: Preset, items: Sequence[Item]) -> list[Item]:

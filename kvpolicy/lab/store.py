@@ -1,16 +1,19 @@
-"""The results folder of an ablation: written line by line, gone on with after any interruption.
+"""The results folder of a run: written line by line, gone on with after any interruption.
 
-A folder belongs to one run and holds::
+A folder belongs to one run, of groups (a model asked a task with a seed) and cells (a group
+under a plan), and holds::
 
-    manifest.json   {"format": 1, "run": ..., "sessions": [...]}
+    manifest.json   {"format": 2, "run": ..., "sessions": [...]}
                     run: everything the samples depend on; another run is refused
                     sessions: when, with which command and versions it was worked on
     samples.jsonl   one `Sample` per line, in the order in which they were done
+    items.jsonl     one `ItemRecord` per line: what was asked, once for each group
     timings.jsonl   one `CellTiming` per line: what a cell cost that was run in one go
     table.json/csv  the comparison, plot.png/svg the same as a picture
 """
 
 import json
+from collections.abc import Iterable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Self
@@ -20,10 +23,10 @@ import attrs
 from kvpolicy.errors import OutputError
 from kvpolicy.lab.folderlock import FolderLock
 from kvpolicy.lab.jsonl import JsonLines
-from kvpolicy.lab.samples import CellTiming, Sample
+from kvpolicy.lab.samples import CellTiming, ItemRecord, Sample
 from kvpolicy.wholefile import write_whole
 
-FORMAT = 1
+FORMAT = 2
 
 # All that a folder can hold whose run was killed before it had a manifest.
 _LEFT_BY_A_KILL = {".lock", "manifest.json.new"}
@@ -35,7 +38,7 @@ class Store:
     Attributes:
         folder: Where everything is.
         samples: What is done, by `Sample.key`.
-        timings: Costs of the cells that were run in one go, by digest of the cell.
+        timings: Costs of the cells that were run in one go, by id of the cell.
         notes: What a user wants to know about how the folder was found.
     """
 
@@ -57,6 +60,8 @@ class Store:
             undo.callback(self._lock.release)
             self._samples = self._open("samples.jsonl")
             undo.callback(self._samples.close)
+            self._items = self._open("items.jsonl")
+            undo.callback(self._items.close)
             self._timings = self._open("timings.jsonl")
             undo.callback(self._timings.close)
             samples = [Sample.from_dict(record) for record in self._samples.records]
@@ -85,6 +90,13 @@ class Store:
         """Keep one finished sample."""
         self._samples.append(attrs.asdict(sample))
         self.samples[sample.key] = sample
+
+    def add_items(self, items: Iterable[ItemRecord]) -> None:
+        """Keep what a group is asked; what is there already is left as it is."""
+        known = {(record["group"], record["item"]) for record in self._items.records}
+        for item in items:
+            if (item.group, item.item) not in known:
+                self._items.append(attrs.asdict(item))
 
     def add_timing(self, timing: CellTiming) -> None:
         """Keep what a whole cell cost."""
@@ -181,11 +193,21 @@ def _read_manifest(folder: Path) -> dict[str, Any] | None:
 
 def _differences(theirs: dict[str, Any], ours: dict[str, Any]) -> list[str]:
     """Name the settings that differ, with both values where they are short."""
+    there, here = _settings(theirs), _settings(ours)
     found = []
-    for key in sorted(theirs.keys() | ours.keys()):
-        there, here = theirs.get(key), ours.get(key)
-        if there == here:
-            continue
-        short = all(isinstance(value, (int, float, str)) for value in (there, here))
-        found.append(f"{key} is {there} there and {here} here" if short else f"{key} differ")
+    for key in sorted(there.keys() | here.keys()):
+        a, b = there.get(key), here.get(key)
+        if a != b:
+            short = all(isinstance(value, (int, float, str)) for value in (a, b))
+            found.append(f"{key} is {a} there and {b} here" if short else f"{key} differ")
     return found
+
+
+def _settings(run: dict[str, Any]) -> dict[str, Any]:
+    """The settings of a run; those of its group by themselves, where it has just one."""
+    run = {key: value for key, value in run.items() if key != "name"}  # decides nothing
+    groups = run.get("groups", [])
+    if len(groups) != 1:
+        return run
+    (group,) = groups
+    return {k: v for k, v in {**run, **group}.items() if k not in ("groups", "group")}

@@ -115,9 +115,9 @@ def _lives(session: int) -> bool:
 def test_a_cell_that_was_interrupted_has_no_speed(bench: Bench) -> None:
     bench.fuse.light(60, signal.SIGKILL)
     assert bench("--workers", 1).status == -signal.SIGKILL
-    partly = {sample["cell"] for sample in bench.samples()}
+    partly = {sample["plan"] for sample in bench.samples()}
     assert bench("--workers", 1).status == 0
-    measured = {row["digest"] for row in bench.table() if row["throughput_tok_s"] is not None}
+    measured = {row["plan"] for row in bench.table() if row["throughput_tok_s"] is not None}
     assert len(measured) < NUM_CELLS
     assert len(partly | measured) == NUM_CELLS
 

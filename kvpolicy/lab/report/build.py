@@ -6,8 +6,10 @@ from kvpolicy.lab.archive import RunFolder
 from kvpolicy.lab.report import texts
 from kvpolicy.lab.report.content import group_content, labels_of, run_content
 from kvpolicy.lab.report.gather import GroupView, gather
+from kvpolicy.lab.report.keptpacking import PackedKept
 from kvpolicy.lab.report.packing import Packed, pack_within
 from kvpolicy.lab.report.page import as_json, render
+from kvpolicy.lab.report.recorded import name_records, pack_recorded
 from kvpolicy.lab.report.sentences import rules_for
 from kvpolicy.lab.steer.rules import ThoughtRules, load_rules
 
@@ -34,8 +36,8 @@ def build(
     """
     views = gather(runs)
     chosen = [_rules(view, rules) for view in views]
-    names = labels_of([view.group for view in views])
-    series = list(dict.fromkeys(cell.cell.series for view in views for cell in view.cells))
+    names = labels_of(views)
+    series = _series(views)
     groups = [
         group_content(view, its_rules, series, name)
         for view, its_rules, name in zip(views, chosen, names, strict=True)
@@ -43,10 +45,20 @@ def build(
     data = {"series": series, "groups": groups, "runs": [run_content(run) for run in runs]}
     packed = _pack(views, chosen, most_bytes - len(as_json(data)))
     _name_blocks(views, groups)
+    room = most_bytes - len(as_json(data)) - packed.num_bytes
+    recorded = pack_recorded(runs, views, room)
+    records = name_records(views, groups, recorded, len(packed.blocks))
     for view, group in zip(views, groups, strict=True):
-        group["notes"] = _notes(view, packed)
+        group["notes"] = _notes(view, packed, recorded)
     title = names[0] if len(names) == 1 else ", ".join(dict.fromkeys(run.name for run in runs))
-    return render(title=title, data=data, blocks=packed.blocks)
+    return render(title=title, data=data, blocks=[*packed.blocks, *records])
+
+
+def _series(views: Sequence[GroupView]) -> list[str]:
+    """All series, those of plots first: they get the colours that plots give them."""
+    cells = [cell.cell for view in views for cell in view.cells]
+    ordered = sorted(cells, key=lambda cell: cell.budget is None)
+    return list(dict.fromkeys(cell.series for cell in ordered))
 
 
 def _rules(view: GroupView, name: str | None) -> ThoughtRules:
@@ -63,7 +75,7 @@ def _pack(views: Sequence[GroupView], rules: Sequence[ThoughtRules], most_bytes:
             for place in its_places
         ]
 
-    lengths = [length for view in views for length in texts.lengths(view)]
+    lengths = [length for view in views if not view.is_pooled for length in texts.lengths(view)]
     return pack_within(blocks, lengths, most_bytes)
 
 
@@ -78,8 +90,8 @@ def _name_blocks(views: Sequence[GroupView], groups: Sequence[dict[str, object]]
         number += len(places)
 
 
-def _notes(view: GroupView, packed: Packed) -> list[str]:
-    num_done = sum(len(cell.samples) for cell in view.cells)
+def _notes(view: GroupView, packed: Packed, recorded: PackedKept) -> list[str]:
+    num_done = len(view.samples)
     notes = []
     if num_done < view.num_expected:
         notes.append(
@@ -90,5 +102,10 @@ def _notes(view: GroupView, packed: Packed) -> list[str]:
         notes.append(
             f"Of texts longer than {packed.cap:,} characters the middle is left out, so that "
             "this page stays small; the run's samples.jsonl has all of them."
+        )
+    if recorded.num_left_out:
+        notes.append(
+            f"{recorded.num_left_out:,} records of kept tokens found no room in this page; the "
+            "run's kept.jsonl has them."
         )
     return notes

@@ -1,22 +1,23 @@
 """What the page shows of runs, as plain data: figures of cells and samples, without the texts."""
 
-import math
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from kvpolicy.lab.archive import RunFolder
-from kvpolicy.lab.measures import Column
-from kvpolicy.lab.records import Group, Sample
+from kvpolicy.lab.facets import break_down
 from kvpolicy.lab.report.gather import CellView, GroupView
 from kvpolicy.lab.report.layers import alike, rest_of
-from kvpolicy.lab.report.quantities import MEMORY, column_of, plain, quantities, served
+from kvpolicy.lab.report.quantities import MEMORY, plain, quantities
 from kvpolicy.lab.report.sentences import kinds_of
-from kvpolicy.lab.stats import paired_difference
+from kvpolicy.lab.samples import Sample
 from kvpolicy.lab.steer.rules import ThoughtRules
+from kvpolicy.lab.storedcolumns import columns_of
+from kvpolicy.lab.table import Row, tabulate
 
 _HEAD = 90  # characters of a prompt that the list of samples shows
+_DOT = " \N{MIDDLE DOT} "
 _MOST_MESSAGES = 20  # of a cell
 
 
@@ -32,7 +33,6 @@ def group_content(
         label: What the group is called.
     """
     group, facets = view.group, _facets(view)
-    places = {number: place for place, number in enumerate(view.numbers)}
     return {
         "id": group.group,
         "label": label,
@@ -40,16 +40,17 @@ def group_content(
         "attempts": _attempts(view),
         "max_new_tokens": group.max_new_tokens,
         "num_expected": view.num_expected,
-        "settings": _settings(group),
-        "quantities": [one.to_dict() for one in quantities(group.columns)],
+        "settings": _settings(view),
+        "quantities": [one.to_dict() for one in quantities(group)],
         "memory": MEMORY,
         "facets": [{"name": name, "values": values} for name, values in facets.items()],
         "kinds": kinds_of(rules),
         "rules": {"name": rules.name, "source": rules.source},
-        "items": [_item(view, number, facets) for number in places],
+        "pooled": view.is_pooled,
+        "items": [] if view.is_pooled else [_item(view, one, facets) for one in view.numbers],
         "cells": [
-            _cell(view, cell, facets, places) | {"series": series.index(cell.cell.series)}
-            for cell in view.cells
+            cell | {"series": series.index(one.series)}
+            for cell, one in zip(_cells(view, facets), view.cells, strict=True)
         ],
     }
 
@@ -67,24 +68,26 @@ def run_content(run: RunFolder) -> dict[str, Any]:
     }
 
 
-def labels_of(groups: Sequence[Group]) -> list[str]:
-    """A name for each group: model, task and seed, and what else tells them apart."""
-    plain = [
-        f"{Path(group.model).name} \N{MIDDLE DOT} {group.task} \N{MIDDLE DOT} seed {group.seed}"
-        for group in groups
-    ]
+def labels_of(views: Sequence[GroupView]) -> list[str]:
+    """A name for each group: model, task and seeds, and what else tells them apart."""
+    plain = [_label(view) for view in views]
     known = Counter(plain)
     return [
-        name if known[name] == 1 else f"{name} \N{MIDDLE DOT} {group.group}"
-        for name, group in zip(plain, groups, strict=True)
+        name if known[name] == 1 else f"{name}{_DOT}{view.group.group}"
+        for name, view in zip(plain, views, strict=True)
     ]
+
+
+def _label(view: GroupView) -> str:
+    seeds = f"seed{'s' if view.is_pooled else ''} {', '.join(map(str, view.seeds))}"
+    return _DOT.join([Path(view.group.model).name, view.group.task, seeds])
 
 
 def _attempts(view: GroupView) -> int:
-    return 1 + max(attempt for cell in view.cells for _, attempt in cell.samples)
+    return 1 + max(sample.attempt for sample in view.samples)
 
 
-def _settings(group: Group) -> list[list[str]]:
+def _settings(view: GroupView) -> list[list[str]]:
     names = (
         "model",
         "model_fingerprint",
@@ -92,7 +95,6 @@ def _settings(group: Group) -> list[list[str]]:
         "dtype",
         "task",
         "measure",
-        "seed",
         "split",
         "n",
         "attempts",
@@ -101,7 +103,8 @@ def _settings(group: Group) -> list[list[str]]:
         "slots",
         "prompt_hash",
     )
-    return [[name.replace("_", " "), _words(getattr(group, name))] for name in names]
+    seeds = ["seeds" if view.is_pooled else "seed", ", ".join(map(str, view.seeds))]
+    return [seeds, *([name.replace("_", " "), _words(getattr(view.group, name))] for name in names)]
 
 
 def _words(value: Any) -> str:
@@ -116,10 +119,9 @@ def _words(value: Any) -> str:
 def _facets(view: GroupView) -> dict[str, list[Any]]:
     """Every facet with its values, numbers before words."""
     found: dict[str, set[int | str]] = {}
-    for cell in view.cells:
-        for sample in cell.samples.values():
-            for name, value in sample.facets.items():
-                found.setdefault(name, set()).add(value)
+    for sample in view.samples:
+        for name, value in sample.facets.items():
+            found.setdefault(name, set()).add(value)
     return {
         name: sorted(values, key=lambda value: (isinstance(value, str), value))
         for name, values in sorted(found.items())
@@ -137,9 +139,23 @@ def _item(view: GroupView, number: int, facets: dict[str, list[Any]]) -> dict[st
     }
 
 
-def _cell(
-    view: GroupView, cell: CellView, facets: dict[str, list[Any]], places: dict[int, int]
-) -> dict[str, Any]:
+def _cells(view: GroupView, facets: dict[str, list[Any]]) -> list[dict[str, Any]]:
+    timings = {cell.id: cell.timing for cell in view.cells if cell.timing}
+    rows = tabulate(view.cells, view.samples, timings, columns_of(view.group))
+    by_facet = _by_facet(view, facets)
+    places = {number: place for place, number in enumerate(view.numbers)}
+    return [
+        {
+            **_cell(view, cell),
+            "row": _row(row),
+            "facets": by_facet[cell.digest],
+            "samples": _samples(() if view.is_pooled else cell.samples, places),
+        }
+        for cell, row in zip(view.cells, rows, strict=True)
+    ]
+
+
+def _cell(view: GroupView, cell: CellView) -> dict[str, Any]:
     resolved = cell.cell.resolved
     return {
         "label": cell.label,
@@ -149,77 +165,52 @@ def _cell(
         "plan": cell.cell.plan,
         "layers": alike(resolved),
         "more": rest_of(resolved),
-        "estimates": {
-            one.name: plain(one.estimate(cell)) for one in quantities(view.group.columns)
-        },
-        "row": _row(view, cell),
-        "facets": {name: _by_facet(view, cell, name, values) for name, values in facets.items()},
+        "estimates": {one.name: plain(one.estimate(cell)) for one in quantities(view.group)},
         "problems": _problems(cell),
-        "samples": _samples(cell, places),
     }
 
 
-def _row(view: GroupView, cell: CellView) -> dict[str, Any]:
-    samples = list(cell.samples.values())
-    fine, timing = served(samples), cell.timing
+def _row(row: Row) -> dict[str, Any]:
     return {
-        "n": len(samples),
-        "num_errors": len(samples) - len(fine),
-        "num_truncated": sum(sample.finish_reason == "length" for sample in fine),
-        "num_ungraded": sum(sample.ungraded is not None for sample in fine),
-        "compactions": sum(sample.compactions for sample in fine) / max(len(fine), 1),
-        "policy_share": timing.policy_s / timing.decode_s if timing and timing.decode_s else None,
-        "difference": None if cell is view.cells[0] else _difference(view, cell),
+        "n": row.n,
+        "num_errors": row.num_errors,
+        "num_truncated": round(row.truncated * row.n),
+        "num_ungraded": row.num_ungraded,
+        "compactions": row.compactions,
+        "policy_share": row.policy_share,
+        "difference": plain(row.difference),
     }
-
-
-def _difference(view: GroupView, cell: CellView) -> list[float | None] | None:
-    """The first column less that of the first cell, on the items that both have a value for."""
-    column = column_of(view.group.columns[0])
-    ours, theirs = (_by_item(column, one) for one in (cell, view.cells[0]))
-    pairs = [(ours[item], theirs[item]) for item in ours if item in theirs]
-    return plain(paired_difference(*zip(*pairs, strict=True))) if pairs else None
-
-
-def _by_item(column: Column, cell: CellView) -> dict[int, float]:
-    found = {}
-    for item, samples in cell.by_item.items():
-        values = [value for sample in samples if (value := column.value(sample)) is not None]
-        if values:
-            found[item] = math.fsum(values) / len(values)
-    return found
 
 
 def _by_facet(
-    view: GroupView, cell: CellView, name: str, values: Sequence[int | str]
-) -> list[dict[str, Any] | None]:
-    column = column_of(view.group.columns[0])
-    found: dict[int | str, list[Sample]] = {}
-    for sample in cell.samples.values():
-        if name in sample.facets:
-            found.setdefault(sample.facets[name], []).append(sample)
-    return [
-        {"n": len(found[value]), "estimate": plain(column.estimate(found[value]))}
-        if value in found
-        else None
-        for value in values
-    ]
+    view: GroupView, facets: dict[str, list[Any]]
+) -> dict[str, dict[str, list[dict[str, Any] | None]]]:
+    """Of each cell and facet, the first quantity for each of its values."""
+    columns = columns_of(view.group)[:1]
+    found: dict[str, dict[str, list[dict[str, Any] | None]]] = {
+        cell.digest: {name: [None] * len(values) for name, values in facets.items()}
+        for cell in view.cells
+    }
+    for one in break_down(view.cells, view.samples, columns):
+        place = facets[one.facet].index(one.value)
+        estimate = plain(one.row.measured[columns[0].name])
+        found[one.row.plan][one.facet][place] = {"n": one.row.n, "estimate": estimate}
+    return found
 
 
 def _problems(cell: CellView) -> list[tuple[str, int]]:
     """What was said of samples that failed or could not be graded, the most frequent first."""
     said = Counter(
         text
-        for sample in cell.samples.values()
+        for sample in cell.samples
         for text in (sample.error, sample.ungraded)
         if text is not None
     )
     return said.most_common(_MOST_MESSAGES)
 
 
-def _samples(cell: CellView, places: dict[int, int]) -> dict[str, Any]:
-    """The samples column by column: a list of 10,000 objects would be slow to read."""
-    samples = list(cell.samples.values())
+def _samples(samples: Sequence[Sample], places: dict[int, int]) -> dict[str, Any]:
+    """Samples column by column: a list of 10,000 objects would be slow to read."""
     return {
         "place": [places[sample.item] for sample in samples],
         "attempt": [sample.attempt for sample in samples],

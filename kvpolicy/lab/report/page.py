@@ -42,9 +42,9 @@ def render(*, title: str, data: dict[str, Any], blocks: list[str]) -> str:
     return template.render(
         title=printable(title),
         policy=_policy(style, program),
-        style=Markup(style),  # noqa: S704
-        program=Markup(program),  # noqa: S704
-        data=Markup(as_json(data)),  # noqa: S704
+        style=Markup(style),
+        program=Markup(program),
+        data=Markup(as_json(data)),
         blocks=blocks,
         groups=data["groups"],
         series=data["series"],

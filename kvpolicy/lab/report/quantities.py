@@ -1,17 +1,17 @@
 """What a report says of a cell: the task's columns, then length, memory and speed."""
 
 import math
-from collections.abc import Callable, Collection, Sequence
-from typing import Any
+from collections.abc import Callable
+from statistics import fmean
 
 import attrs
 
-from kvpolicy.lab.agreement import Agreement
-from kvpolicy.lab.measures import ACCURACY, Column, mean_of
-from kvpolicy.lab.perplexity import Perplexity
-from kvpolicy.lab.records import CellTiming, ColumnInfo, Sample
+from kvpolicy.lab.measures import LENGTH, Column, by_item
+from kvpolicy.lab.records import Group
 from kvpolicy.lab.report.gather import CellView
+from kvpolicy.lab.samples import CellTiming, Sample
 from kvpolicy.lab.stats import Estimate, mean, ratio
+from kvpolicy.lab.storedcolumns import columns_of
 
 MEMORY = "peak_bytes"
 
@@ -28,6 +28,7 @@ class Quantity:
         estimate: Its value with an interval, or alone where nothing is known of how it varies;
             ``None`` if the cell has none.
         note: What a reader has to know about it.
+        charted: Whether it is drawn against the budget; in the table it always is.
     """
 
     name: str
@@ -36,32 +37,20 @@ class Quantity:
     kind: str
     estimate: Callable[[CellView], Estimate | float | None]
     note: str = ""
+    charted: bool = True
 
-    def to_dict(self) -> dict[str, str]:
+    def to_dict(self) -> dict[str, str | bool]:
         """Plain data for the page."""
         return attrs.asdict(self, filter=lambda field, _: field.name != "estimate")
 
 
-def quantities(columns: Sequence[ColumnInfo]) -> list[Quantity]:
-    """All quantities of a group's cells.
+def quantities(group: Group) -> list[Quantity]:
+    """All quantities of a group's cells, the one that is compared first.
 
     Args:
-        columns: What its task measures.
+        group: The group.
     """
-    return [*(_measured(column_of(info)) for info in columns), *_COSTS]
-
-
-def column_of(info: ColumnInfo) -> Column:
-    """A column as its measure knows it; of a measure that is not ours, the mean of its values.
-
-    Args:
-        info: What a manifest says of it.
-    """
-    known = [ACCURACY, *Perplexity().columns, *Agreement().columns]
-    for column in known:
-        if (column.name, column.heading) == (info.name, info.heading):
-            return column
-    return mean_of(info.name, info.title, info.heading, is_share=info.is_share)
+    return [*map(_measured, columns_of(group)), *_COSTS]
 
 
 def plain(estimate: Estimate | float | None) -> list[float | None] | None:
@@ -79,23 +68,20 @@ def plain(estimate: Estimate | float | None) -> list[float | None] | None:
 
 def _measured(column: Column) -> Quantity:
     def estimate(view: CellView) -> Estimate | None:
-        return column.estimate(list(view.samples.values()))
+        return column.estimate(view.samples)
 
     kind = "share" if column.is_share else "number"
     return Quantity(column.name, column.title, column.heading, kind, estimate)
 
 
-def served(samples: Collection[Any]) -> list[Any]:
-    """The samples that did not fail."""
-    return [sample for sample in samples if sample.finish_reason != "error"]
+def _memory(view: CellView) -> Estimate | None:
+    """The mean over items, as attempts at one are alike."""
+    held = by_item(view.samples, lambda one: one.peak_bytes if _is_served(one) else None)
+    return mean([fmean(values) for values in held]) if held else None
 
 
-def _mean_of_served(value: Callable[[Sample], float]) -> Callable[[CellView], Estimate | None]:
-    def estimate(view: CellView) -> Estimate | None:
-        found = [value(sample) for sample in served(view.samples.values())]
-        return mean(found) if found else None
-
-    return estimate
+def _is_served(sample: Sample) -> bool:
+    return sample.finish_reason != "error"
 
 
 def _of_timing(value: Callable[[CellTiming], float]) -> Callable[[CellView], float | None]:
@@ -107,10 +93,16 @@ def _throughput(timing: CellTiming) -> float:
 
 
 def _speed(view: CellView) -> Estimate | None:
-    timed = [sample for sample in served(view.samples.values()) if sample.decode_s > 0]
+    timed = by_item(view.samples, _tokens_and_seconds)
     if not timed:
         return None
-    return ratio([sample.num_tokens for sample in timed], [sample.decode_s for sample in timed])
+    sums = [tuple(map(math.fsum, zip(*values, strict=True))) for values in timed]
+    return ratio(*zip(*sums, strict=True))
+
+
+def _tokens_and_seconds(sample: Sample) -> tuple[float, float] | None:
+    is_timed = _is_served(sample) and sample.decode_s > 0
+    return (sample.num_tokens, sample.decode_s) if is_timed else None
 
 
 _ONCE = "Measured once for each cell that was run in one go, and so without an interval."
@@ -120,14 +112,14 @@ _COSTS = (
         "tokens",
         "Mean length, tokens",
         "tokens",
-        _mean_of_served(lambda sample: sample.num_tokens),
+        lambda view: LENGTH.estimate(view.samples),
     ),
     Quantity(
         MEMORY,
         "KV/sample",
         "Peak KV bytes of a sample, mean",
         "bytes",
-        _mean_of_served(lambda sample: sample.peak_bytes),
+        _memory,
     ),
     Quantity(
         "throughput",
@@ -152,5 +144,6 @@ _COSTS = (
         "bytes",
         _of_timing(lambda timing: timing.peak_kv_bytes),
         _ONCE,
+        charted=False,
     ),
 )

@@ -30,6 +30,8 @@ class Place:
 
 def places_of(view: GroupView) -> list[Place]:
     """Share the items of a group out among blocks of about the same size."""
+    if view.is_pooled:
+        return []  # its seeds have them
     found, first, size = [], 0, 0
     for place, number in enumerate(view.numbers):
         size += sum(len(s.text) for cell in view.cells for s in cell.by_item.get(number, []))
@@ -57,7 +59,7 @@ def block(view: GroupView, place: Place, rules: ThoughtRules, cap: int | None) -
 
 def lengths(view: GroupView) -> list[int]:
     """Characters of every text of a group's samples."""
-    return [len(sample.text) for cell in view.cells for sample in cell.samples.values()]
+    return [len(sample.text) for sample in view.samples]
 
 
 def _item(view: GroupView, number: int, rules: ThoughtRules, cap: int | None) -> dict[str, Any]:

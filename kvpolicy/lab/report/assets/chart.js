@@ -1,10 +1,11 @@
 // One chart: axes, intervals, lines, and points that can be pointed at or walked along by keys.
 
 import { h, svg, visible } from "./dom.js";
-import { marker, seriesClass } from "./marks.js";
+import { marker } from "./marks.js";
 import { scale, sparse } from "./scales.js";
 
-const ROOM = { top: 12, right: 16, bottom: 46, left: 64 };
+const ROOM = { top: 12, right: 16, bottom: 46 };
+const LETTER = 7; // pixels, about
 const HEIGHT = 300;
 const ASIDE = 3; // pixels, so that the intervals of one budget do not hide each other
 
@@ -13,8 +14,8 @@ const ASIDE = 3; // pixels, so that the intervals of one budget do not hide each
  *
  * spec: {name, title, x: axis, y: axis, points, bands, stairs, onpick}
  * axis: {title, low, high, log, ticks: [[value, text], ...]}
- * points: [{series, label, x, y, low, high, lines: [text, ...], cell}, ...] in the order of lines
- * bands: [{label, series, y, low, high, lines, cell}, ...], cells without a budget
+ * points: [{series, look, label, x, y, low, high, lines: [text, ...], cell}, ...] in the order of lines
+ * bands: [{label, y, low, high, lines, cell}, ...], cells without a budget
  * stairs: [[x, y], ...], a frontier; `joined`: whether points of a series are connected
  */
 export function chart(spec) {
@@ -33,7 +34,8 @@ export function chart(spec) {
 }
 
 function picture(spec, width, tip) {
-  const inner = { left: ROOM.left, right: width - ROOM.right, top: ROOM.top, bottom: HEIGHT - ROOM.bottom };
+  const left = 38 + LETTER * Math.max(0, ...spec.y.ticks.map(([, text]) => text.length));
+  const inner = { left, right: width - ROOM.right, top: ROOM.top, bottom: HEIGHT - ROOM.bottom };
   const x = scale(spec.x.low, spec.x.high, inner.left, inner.right, spec.x.log);
   const y = scale(spec.y.low, spec.y.high, inner.bottom, inner.top, spec.y.log);
   const frame = { viewBox: `0 0 ${width} ${HEIGHT}`, width, height: HEIGHT, role: "group", "aria-label": `${spec.title}, chart` };
@@ -62,7 +64,7 @@ function axes(spec, x, y, { left, right, top, bottom }) {
   }
   const places = spec.x.ticks.map(([value]) => x(value));
   const widest = Math.max(0, ...spec.x.ticks.map(([, text]) => text.length));
-  const shown = sparse(places, 7 * widest + 8);
+  const shown = sparse(places, LETTER * widest + 8);
   spec.x.ticks.forEach(([, text], i) => {
     parts.push(svg("line", { class: "axis", x1: places[i], x2: places[i], y1: bottom, y2: bottom + 4 }));
     if (shown[i]) parts.push(svg("text", { class: "tick", x: places[i], y: bottom + 18, "text-anchor": "middle" }, text));
@@ -99,7 +101,7 @@ function seriesMark(spec, points, x, y) {
     return spot(point, px, py, [bar, svg("circle", { class: "hit", cx: px, cy: py, r: 13 }), marker(point.series, px, py)]);
   });
   const line = spec.joined && points.length > 1 ? svg("path", { class: "line", d: `M${path}` }) : null;
-  return svg("g", { class: seriesClass(points[0].series), "data-series": points[0].series }, line, spots);
+  return svg("g", { class: points[0].look, "data-series": points[0].series }, line, spots);
 }
 
 /** Something that can be pointed at. */

@@ -3,7 +3,7 @@
 import { button, fill, h } from "./dom.js";
 import { chart } from "./chart.js";
 import { estimate, words } from "./figures.js";
-import { glyph, seriesClass } from "./marks.js";
+import { classOf, glyph } from "./marks.js";
 import { budgetAxis, logTicks, ticks, valueAxis } from "./scales.js";
 import { table } from "./table.js";
 
@@ -13,7 +13,8 @@ export function curves(group, onpick) {
   const charts = h("div", { class: "charts" });
   const draw = () => {
     const cells = group.cells.filter((cell) => !hidden.has(cell.series));
-    const panels = group.quantities.map((quantity) => budgetPanel(group, cells, quantity, onpick));
+    const charted = group.quantities.filter((quantity) => quantity.charted);
+    const panels = charted.map((quantity) => budgetPanel(group, cells, quantity, onpick));
     fill(charts, panels, frontierPanel(group, cells, onpick));
   };
   draw();
@@ -27,8 +28,8 @@ function legend(group, hidden, draw) {
     draw();
   };
   const entries = seriesOf(group.cells).map((cell) => {
-    const mark = glyph(cell.series, cell.budget === null);
-    const props = { class: `legend-entry ${seriesClass(cell.series)}`, "aria-pressed": "true" };
+    const mark = glyph(cell);
+    const props = { class: `legend-entry ${classOf(cell)}`, "aria-pressed": "true" };
     return button([mark, h("bdi", {}, cell.seriesLabel)], (event) => toggle(event, cell.series), props);
   });
   return h("div", { class: "legend", role: "group", "aria-label": "Series: press to hide or show" }, entries);
@@ -69,7 +70,7 @@ function budgetPanel(group, cells, quantity, onpick) {
 function point(cell, quantity) {
   const [y, low, high] = cell.estimates[quantity.name];
   const lines = [`${quantity.title}: ${estimate(quantity, cell.estimates[quantity.name])}`, `n = ${cell.row.n}`];
-  return { series: cell.series, label: cell.label, x: cell.budget, y, low, high, lines, cell: cell.number };
+  return { series: cell.series, look: classOf(cell), label: cell.label, x: cell.budget, y, low, high, lines, cell: cell.number };
 }
 
 function measureAxis(quantity, points) {
@@ -79,7 +80,7 @@ function measureAxis(quantity, points) {
   }
   const high = Math.max(...points.map((one) => one.high ?? one.y), 0) || 1;
   const low = Math.min(0, ...points.map((one) => one.low ?? one.y));
-  const found = ticks(high, 5, quantity.kind === "bytes");
+  const found = ticks(high, 6, quantity.kind === "bytes");
   return { title, low, high: 1.06 * high, log: false, ticks: found.map((v) => [v, words(quantity, v)]) };
 }
 

@@ -17,7 +17,9 @@ export async function detail(place, group, state, entry, texts, step) {
   const parted = answers.length === 2 && answers[0] && answers[1] ? parting(answers[0].pieces, answers[1].pieces) : null;
   const columns = cells.map((cell, i) => column(group, cell, entry, answers[i], state.query, parted));
   const view = h("section", { class: "kept" });
-  fill(place, head(group, item, attempt, texts, step), asked(texts, state.query), legend(group), h("div", { class: `traces of-${cells.length}` }, columns), view);
+  const same = answers.length === 2 && answers[0] && answers[1] && parted === null;
+  const note = same ? h("p", { class: "note" }, "The two texts are the same.") : null;
+  fill(place, head(group, item, attempt, texts, step), asked(texts, state.query), legend(group), note, h("div", { class: `traces of-${cells.length}` }, columns), view);
   await kept(view, group, cells, entry);
 }
 
@@ -38,7 +40,7 @@ function asked(texts, query) {
 function column(group, cell, entry, answer, query, parted) {
   const sample = sampleOf(cell, entry);
   const { mark, words: said, kind } = verdict(sample);
-  const title = h("h4", {}, glyph(cell.series, cell.budget === null), h("bdi", {}, visible(cell.label)));
+  const title = h("h4", {}, glyph(cell), h("bdi", {}, visible(cell.label)));
   const badge = h("p", { class: "badge" }, h("span", { class: `verdict ${kind}`, "aria-hidden": "true" }, mark), ` ${said}`);
   if (!sample || !answer) return h("article", { class: "trace-column" }, title, h("p", { class: "empty" }, "This cell has no such sample."));
   const problems = [answer.error, answer.ungraded].filter(Boolean).map((text) => h("p", { class: "problem" }, visible(text)));

@@ -18,9 +18,9 @@ export function bytes(value) {
   if (value === null || value === undefined) return NONE;
   const units = ["B", "KiB", "MiB", "GiB", "TiB"];
   let power = 0;
-  for (let left = Math.abs(value); left >= 1024 && power < units.length - 1; left /= 1024) power += 1;
+  for (let left = Math.abs(value); left >= 1000 && power < units.length - 1; left /= 1024) power += 1;
   const scaled = value / 1024 ** power;
-  return `${power && scaled < 100 ? scaled.toPrecision(3) : Math.round(scaled)} ${units[power]}`;
+  return `${scaled.toLocaleString("en-US", { maximumSignificantDigits: power ? 3 : 4 })} ${units[power]}`;
 }
 
 const WORDS = { share, bytes, tokens: tokens, rate: tokens, number };

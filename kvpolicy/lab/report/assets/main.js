@@ -14,11 +14,11 @@ const groups = data.groups.map((group) => prepare(group, data.series));
 
 function show(group) {
   nameKinds(group);
-  const samples = browser(group);
+  const samples = group.pooled ? seedBySeed() : browser(group);
   const goTo = (cell, filter) => {
     samples.pick(cell, filter);
     byId("samples").scrollIntoView();
-    byId("samples-list").focus({ preventScroll: true });
+    byId("samples-list")?.focus({ preventScroll: true });
   };
   fill(byId("group-notes"), group.notes.map((note) => h("p", { class: "notice" }, visible(note))));
   fill(byId("summary-body"), summary(group));
@@ -30,6 +30,11 @@ function show(group) {
   fill(byId("plans-body"), plans(group));
   fill(byId("manifest-body"), manifest(group, data.runs));
   return samples.begin();
+}
+
+function seedBySeed() {
+  const note = "Seeds are taken together here, and their items are not the same. Samples are shown seed by seed: choose another group.";
+  return { element: h("p", { class: "empty" }, note), pick: () => {}, begin: async () => {} };
 }
 
 const names = groups.map((group, i) => [String(i), visible(group.label)]);

@@ -18,15 +18,19 @@ export function seriesClass(number) {
   return `series c${number % NUM_COLOURS}${again}`;
 }
 
+/** The same for a cell; cells without a budget are no line of the plots, and have no colour. */
+export const classOf = (cell) => (cell.budget === null ? "series no-budget" : seriesClass(cell.series));
+
 /** The marker of a series at a place. */
 export function marker(number, x = 0, y = 0) {
   const round = Math.floor(number / NUM_COLOURS);
   return svg("path", { class: "marker", d: SHAPES[(number + round) % SHAPES.length], transform: `translate(${x},${y})` });
 }
 
-/** A sample of a line, for legends; `reference`: the dashed line of a cell without a budget. */
-export function glyph(number, reference = false) {
-  const box = { class: `glyph ${seriesClass(number)}`, viewBox: "-14 -7 28 14", width: 28, height: 14, "aria-hidden": "true" };
+/** A sample of the line of a cell, for legends; those without a budget are dashed. */
+export function glyph(cell) {
+  const reference = cell.budget === null;
+  const box = { class: `glyph ${classOf(cell)}`, viewBox: "-14 -7 28 14", width: 28, height: 14, "aria-hidden": "true" };
   const line = svg("line", { class: reference ? "reference" : "line", x1: -13, x2: 13, y1: 0, y2: 0 });
-  return svg("svg", box, line, reference ? null : marker(number));
+  return svg("svg", box, line, marker(cell.series));
 }

@@ -36,7 +36,7 @@ export function results(group, onpick) {
     { title: "budget", value: (cell) => cell.budget ?? Infinity, text: (cell) => (cell.budget === null ? "all" : number(cell.budget)), right: true },
     { title: "buffer", value: (cell) => cell.buffer, text: (cell) => number(cell.buffer), right: true },
     ...measured,
-    { title: `${first.title}, less the first cell's`, value: (cell) => cell.row.difference?.[0] ?? null, node: (cell) => figure(points, cell.row.difference), right: true },
+    { title: "difference", value: (cell) => cell.row.difference?.[0] ?? null, node: (cell) => figure(points, cell.row.difference), right: true },
     { title: "n", value: (cell) => cell.row.n, text: (cell) => number(cell.row.n), right: true },
     { title: "cut off", value: (cell) => cell.row.num_truncated, text: (cell) => `${number(cell.row.num_truncated)} (${share(cell.row.num_truncated / cell.row.n)})`, right: true },
     { title: "failed", value: (cell) => cell.row.num_errors, text: (cell) => number(cell.row.num_errors), right: true },
@@ -52,7 +52,7 @@ export function results(group, onpick) {
 
 function named(cell, onpick) {
   const props = { class: "link", title: "Show its samples" };
-  return [glyph(cell.series, cell.budget === null), button(visible(cell.seriesLabel), () => onpick(cell.number), props)];
+  return [glyph(cell), button(visible(cell.seriesLabel), () => onpick(cell.number), props)];
 }
 
 function figure(quantity, found) {

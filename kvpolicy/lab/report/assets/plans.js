@@ -8,7 +8,7 @@ import { glyph } from "./marks.js";
 export function plans(group) {
   return group.cells.map((cell) => {
     const kinds = cell.layers.length === 1 ? "all layers alike" : plural(cell.layers.length, "kind of layers", "kinds of layers");
-    const head = h("summary", {}, glyph(cell.series, cell.budget === null), h("bdi", {}, visible(cell.label)), h("span", { class: "note" }, ` ${kinds}`));
+    const head = h("summary", {}, glyph(cell), h("bdi", {}, visible(cell.label)), h("span", { class: "note" }, ` ${kinds}`));
     const most = Math.max(0, ...cell.layers.map((one) => one.budget ?? 0));
     const rows = cell.layers.map((one) => h("tr", {}, h("th", { scope: "row" }, one.layers), h("td", { class: "right" }, budget(one, most)), h("td", { class: "right" }, number(one.buffer)), h("td", {}, stack(one.stack), more(one.more))));
     const titles = ["layers", "budget", "buffer", "stack, the later wrapping the earlier"];

@@ -8,7 +8,7 @@ export function scale(low, high, from, to, log = false) {
 }
 
 /** Round values between 0 and `high`, about `count` of them; `binary`: steps that suit bytes. */
-export function ticks(high, count = 5, binary = false) {
+export function ticks(high, count = 6, binary = false) {
   const base = binary ? 2 : 10;
   const unit = base ** Math.floor(Math.log(high / count) / Math.log(base));
   const step = unit * ((binary ? [1, 2] : [1, 2, 5, 10]).find((f) => unit * f >= high / count) || base);
