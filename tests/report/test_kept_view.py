@@ -21,8 +21,8 @@ CONTRAST = 4.5  # WCAG 2, level AA, for text
 
 def recorded(plan: Plan, model: Any = None, max_new_tokens: int = 40) -> Kept:
     engine = Engine(model or shared_model(num_layers=2), tiny_tokenizer(), plan)
-    with keeping(engine, [0]) as keeper:
-        run = engine.generate(["one two.\nthree\n\n+ 4"], max_new_tokens=max_new_tokens)
+    run = engine.generate(["one two.\nthree\n\n+ 4"], max_new_tokens=max_new_tokens)
+    with keeping(run, [0]) as keeper:
         (result,) = run.results()
         rows = keeper.taken(result)
     return Kept.of(rows, key="key", cell="cell", item=0, attempt=0)
