@@ -114,6 +114,12 @@ def ablate(
     by: Annotated[
         str | None, typer.Option(metavar="FACET", help="Show the table by difficulty, too.")
     ] = None,
+    record: Annotated[
+        int,
+        typer.Option(
+            min=0, help="Items of each cell, from the first, whose kept tokens are recorded."
+        ),
+    ] = 2,
     overrides: Overrides = None,
     plugin: Plugins = None,
     dtype: Dtype = "auto",
@@ -156,6 +162,7 @@ def ablate(
     shelf = Shelf(dtype=dtype, device=device, trust_remote_code=trust_remote_code)
     comparison = setup.prepare(chosen, shelf, overrides=overrides or [], execute_code=execute_code)
     setup.check_facet(comparison, by)
+    comparison = attrs.evolve(comparison, record=record)
     pool = Local(comparison, shelf, num_workers(comparison, workers), threads)
     folder = output or setup.default_folder(comparison)
     with Store(folder, comparison.to_dict()) as store:
@@ -196,6 +203,12 @@ def _say_what_is_done(comparison: "Comparison", store: "Store", num_left: int) -
         say(f"going on in {store.folder}: {total - num_left} of {total} samples are there.")
     else:
         say(f"{len(comparison.cells)} cells, {total} samples, into {store.folder}.")
+    unrecorded = comparison.num_unrecorded(store.samples, store.recorded)
+    if unrecorded:
+        say(
+            f"{unrecorded} samples of --record {comparison.record} were done without a record of "
+            "what was kept, and have none; another --output makes them anew."
+        )
 
 
 def _follow(comparison: "Comparison", store: "Store", pool: "Pool") -> None:

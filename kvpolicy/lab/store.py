@@ -70,7 +70,7 @@ class Store:
             undo.callback(self._timings.close)
             self._kept = self._open("kept.jsonl")
             undo.callback(self._kept.close)
-            self.recorded = {record.get("key") for record in self._kept.records}
+            self.recorded = {str(record.get("key")) for record in self._kept.records}
             self._kept.records.clear()  # they may be large, and nobody reads them here
             samples = [Sample.from_dict(record) for record in self._samples.records]
             timings = [CellTiming.from_dict(record) for record in self._timings.records]

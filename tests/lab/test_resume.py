@@ -36,6 +36,15 @@ class Bench:
         text = (self.output / "samples.jsonl").read_text(encoding="utf-8")
         return [json.loads(line) for line in text.splitlines()]
 
+    def kept(self) -> dict[str, dict[str, Any]]:
+        """What is recorded of kept rows, by the key of its sample; each is there once."""
+        text = (self.output / "kept.jsonl").read_text(encoding="utf-8")
+        whole = text[: text.rfind("\n") + 1]  # the run may have been killed in the last line
+        records = [json.loads(line) for line in whole.splitlines()]
+        found = {record["key"]: record for record in records}
+        assert len(found) == len(records)
+        return found
+
     def table(self) -> list[dict[str, Any]]:
         return json.loads((self.output / "table.json").read_text(encoding="utf-8"))
 
@@ -62,6 +71,7 @@ def test_undisturbed_every_sample_is_there_once(undisturbed: Bench) -> None:
     samples = undisturbed.samples()
     assert len(samples) == len(untimed(samples)) == NUM_CELLS * N
     assert all(row["throughput_tok_s"] > 0 for row in undisturbed.table())
+    assert undisturbed.kept().keys() == {one["key"] for one in samples if one["item"] < 2}
 
 
 @pytest.mark.parametrize("workers", [1, 2])
@@ -77,6 +87,7 @@ def test_killed_again_and_again_it_ends_with_the_same_samples(
         _wait_for_orphans(ended)
         samples = bench.samples()
         assert len(samples) == len(untimed(samples)), "nothing is done twice"
+        assert {one["key"] for one in samples if one["item"] < 2} <= bench.kept().keys()
         done.append(len(samples))
     assert done == sorted(done)
     assert done[-1] > 0, "something was kept"
@@ -85,6 +96,7 @@ def test_killed_again_and_again_it_ends_with_the_same_samples(
     assert last.status == 0, last.err
     assert f"{done[-1]} of {NUM_CELLS * N} samples are there" in last.err
     assert untimed(bench.samples()) == untimed(undisturbed.samples())
+    assert bench.kept() == undisturbed.kept()
     for row, whole in zip(bench.table(), undisturbed.table(), strict=True):
         unmeasured = {"throughput_tok_s", "peak_kv_bytes", "policy_share"}
         assert {k: v for k, v in row.items() if k not in unmeasured} == {
