@@ -20,6 +20,7 @@ COMMANDS = {
     "ablate": ("kvpolicy.cli.ablate", "Compare policies at several budgets."),
     "report": ("kvpolicy.cli.report", "Show runs as one page that opens anywhere."),
     "plot": ("kvpolicy.cli.plot", "Draw a figure of runs for a paper."),
+    "results": ("kvpolicy.cli.results", "List, show, compare and export what ablations found."),
     "tasks": ("kvpolicy.cli.tasks", "Show what an ablation can ask, and its problems."),
     "check": ("kvpolicy.cli.check", "Hold policies against the contract, in drawn cases."),
     "bench": ("kvpolicy.cli.bench", "Measure the engine's speed against generate()."),
