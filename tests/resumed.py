@@ -31,6 +31,15 @@ class Bench:
         text = (self.output / "samples.jsonl").read_text(encoding="utf-8")
         return [json.loads(line) for line in text.splitlines()]
 
+    def kept(self) -> dict[str, dict[str, Any]]:
+        """What is recorded of kept rows, by the key of its sample; each is there once."""
+        text = (self.output / "kept.jsonl").read_text(encoding="utf-8")
+        whole = text[: text.rfind("\n") + 1]  # the run may have been killed in the last line
+        records = [json.loads(line) for line in whole.splitlines()]
+        found = {record["key"]: record for record in records}
+        assert len(found) == len(records)
+        return found
+
     def table(self) -> list[dict[str, Any]]:
         return json.loads((self.output / "table.json").read_text(encoding="utf-8"))
 

@@ -26,6 +26,7 @@ def test_undisturbed_every_sample_is_there_once(undisturbed: Bench) -> None:
     samples = undisturbed.samples()
     assert len(samples) == len(untimed(samples)) == NUM_CELLS * N
     assert all(row["throughput_tok_s"] > 0 for row in undisturbed.table())
+    assert undisturbed.kept().keys() == {one["key"] for one in samples if one["item"] < 2}
 
 
 @pytest.mark.parametrize("workers", [1, 2])
@@ -41,6 +42,7 @@ def test_killed_again_and_again_it_ends_with_the_same_samples(
         wait_for_orphans(ended)
         samples = bench.samples()
         assert len(samples) == len(untimed(samples)), "nothing is done twice"
+        assert {one["key"] for one in samples if one["item"] < 2} <= bench.kept().keys()
         done.append(len(samples))
     assert done == sorted(done)
     assert done[-1] > 0, "something was kept"
@@ -49,6 +51,7 @@ def test_killed_again_and_again_it_ends_with_the_same_samples(
     assert last.status == 0, last.err
     assert f"{done[-1]} of {NUM_CELLS * N} samples are there" in last.err
     assert untimed(bench.samples()) == untimed(undisturbed.samples())
+    assert bench.kept() == undisturbed.kept()
     for row, whole in zip(bench.table(), undisturbed.table(), strict=True):
         unmeasured = {"throughput_tok_s", "peak_kv_bytes", "policy_share"}
         assert {k: v for k, v in row.items() if k not in unmeasured} == {
