@@ -116,6 +116,6 @@ def test_on_a_terminal_it_is_drawn_without_a_thread(monkeypatch: pytest.MonkeyPa
         shown.keep("a line that stays")
     drawn = terminal.getvalue()
     assert "9/10" in drawn
-    assert "1.0/s, 0:01 left" in drawn
+    assert "0.9/s, 0:01 left" in drawn
     assert "80% of 5/10 right" in drawn
     assert "a line that stays\n" in drawn
