@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from kvpolicy.lab.grid import Cell, build_cells, series_of_stack
-from kvpolicy.lab.presets import Series
+from kvpolicy.lab.grid import Cell, build_cells
+from kvpolicy.lab.presets import Series, series_of_stack
 from kvpolicy.lab.samples import Sample
 
 CELLS = build_cells(
@@ -17,13 +17,25 @@ CELLS = build_cells(
 def sample(cell: Cell, item: int, **changes: Any) -> Sample:
     """A sample of a cell; what is not said is nought."""
     plain: dict[str, Any] = {
-        "key": f"{cell.digest}-{item}",
-        "cell": cell.digest,
+        "key": f"{cell.id}-{item}",
+        "cell": cell.id,
+        "group": cell.group,
+        "model": "m",
+        "task": "t",
+        "seed": 0,
+        "series": cell.series,
+        "budget": cell.budget,
+        "buffer": cell.buffer,
+        "plan": cell.digest,
         "item": item,
+        "attempt": 0,
         "correct": False,
+        "ungraded": None,
         "finish_reason": "stop",
         "error": None,
         "text": "",
+        "facets": {},
+        "values": {},
         "prompt_len": 5,
         "num_tokens": 1,
         "compactions": 0,

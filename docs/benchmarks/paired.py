@@ -20,13 +20,10 @@ Samples = dict[int, dict[str, Any]]  # by item
 
 def read(folder: Path) -> dict[str, dict[float | None, Samples]]:
     """The samples of a results folder, by series and budget."""
-    run = json.loads((folder / "manifest.json").read_text())["run"]
-    place = {cell["digest"]: (cell["series"], cell["budget"]) for cell in run["cells"]}
     found: dict[str, dict[float | None, Samples]] = defaultdict(lambda: defaultdict(dict))
     for line in (folder / "samples.jsonl").read_text().splitlines():
         sample = json.loads(line)
-        series, budget = place[sample["cell"]]
-        found[series][budget][sample["item"]] = sample
+        found[sample["series"]][sample["budget"]][sample["item"]] = sample
     return found
 
 

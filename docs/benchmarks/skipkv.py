@@ -51,14 +51,15 @@ class Cell:
 
 
 def read_cells(folder: Path, n: int) -> tuple[dict[str, Any], list[Cell]]:
-    """The run's settings, and of every cell the first ``n`` items."""
+    """The settings of the run's one group, and of every cell the first ``n`` items."""
     run = json.loads((folder / "manifest.json").read_text())["run"]
-    cells = {cell["digest"]: Cell(cell["series"], cell["budget"]) for cell in run["cells"]}
+    (group,) = run["groups"]
+    cells = {cell["cell"]: Cell(cell["series"], cell["budget"]) for cell in run["cells"]}
     for line in (folder / "samples.jsonl").read_text().splitlines():
         sample = json.loads(line)
         if sample["item"] < n and sample["error"] is None:
             cells[sample["cell"]].samples.append(sample)
-    return run, list(cells.values())
+    return {**run, **group}, list(cells.values())
 
 
 class Reader:
@@ -114,9 +115,7 @@ def sentences(folder: Path, n: int, rules: str) -> list[dict[str, Any]]:
     run, cells = read_cells(folder, n)
     reader = Reader(*open_model(run["model"]), rules)
     task = load_task(run["task"])
-    prompts = [
-        one.prompt for one in task.items(n, seed=run["seed"], split=run.get("split", "test"))
-    ]
+    prompts = [one.prompt for one in task.items(n, seed=run["seed"], split=run["split"])]
     records = []
     for cell in cells:
         counts = reader.read(
@@ -203,7 +202,7 @@ def fragments(folder: Path, n: int, budgets: Sequence[int]) -> list[dict[str, An
     run, _ = read_cells(folder, 0)
     model, tokenizer = open_model(run["model"])
     items = load_task(run["task"]).items(n, seed=run["seed"])
-    stacks = {cell["series"]: cell["plan"]["layers"][0]["stack"] for cell in run["cells"]}
+    stacks = {cell["series"]: cell["resolved"]["layers"][0]["stack"] for cell in run["cells"]}
     records = []
     for series in ("R-KV", "SkipKV, no steering"):
         for budget in budgets:
@@ -233,7 +232,7 @@ def slots(folder: Path, n: int, budgets: Sequence[int]) -> list[dict[str, Any]]:
     prompts = [item.prompt for item in load_task(run["task"]).items(n, seed=run["seed"])]
     longest = max(len(tokenizer(prompt)["input_ids"]) for prompt in prompts)
     longest += run["max_new_tokens"]
-    stacks = {cell["series"]: cell["plan"]["layers"][0]["stack"] for cell in run["cells"]}
+    stacks = {cell["series"]: cell["resolved"]["layers"][0]["stack"] for cell in run["cells"]}
     records = []
     for num_full in (4, 8, 16, 32):
         for series in ("full cache", "SEAL", "R-KV", "SkipKV, no steering", "SkipKV"):

@@ -1,6 +1,7 @@
 """One process at a time in a results folder."""
 
 import os
+import weakref
 from pathlib import Path
 
 from kvpolicy.errors import OutputError
@@ -9,6 +10,9 @@ try:
     import fcntl
 except ImportError:  # Windows has no flock; two runs in one folder are then the user's care
     fcntl = None  # type: ignore[assignment]
+
+
+_held: "weakref.WeakSet[FolderLock]" = weakref.WeakSet()
 
 
 class FolderLock:
@@ -35,7 +39,19 @@ class FolderLock:
                 "wait for it, or choose another folder with --output."
             )
             raise OutputError(msg) from error
+        _held.add(self)
 
     def release(self) -> None:
         """Let other processes have the folder."""
+        _held.discard(self)
         os.close(self._file)
+
+
+def _let_go() -> None:
+    """A forked process has its parent's open files, and would hold the folder on its own."""
+    for lock in list(_held):
+        lock.release()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_let_go)

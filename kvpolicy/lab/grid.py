@@ -1,17 +1,18 @@
 """The cells of a comparison: every series at every budget, each with its resolved plan."""
 
-from collections.abc import Iterable, Sequence
-from pathlib import Path
+import hashlib
+from collections.abc import Iterable, Mapping, Sequence
 from statistics import fmean
 from typing import Any
 
 import attrs
 
 from kvpolicy.errors import BudgetError, PlanError
-from kvpolicy.extends import read as read_plan
 from kvpolicy.lab.presets import Series
-from kvpolicy.overrides import policies_named
+from kvpolicy.lab.sweep import Setting, in_words
+from kvpolicy.overrides import assign, policies_named
 from kvpolicy.plan import Plan
+from kvpolicy.planfile import tables
 from kvpolicy.resolved import LayerPlan, ResolvedPlan
 
 
@@ -26,7 +27,9 @@ class Cell:
         buffer: Rows that may join before the next compaction; ``None`` likewise.
         plan: What to run.
         resolved: The same, spelled out for the model.
-        digest: Digest of the resolved plan, the cell's name in all files.
+        digest: Digest of the resolved plan.
+        group: Id of the group that is run under this plan; empty outside of runs.
+        knobs: What a grid of knobs sets in this plan, by ``POLICY.KNOB``.
     """
 
     series: str
@@ -35,43 +38,26 @@ class Cell:
     plan: Plan
     resolved: ResolvedPlan
     digest: str
+    group: str = ""
+    knobs: Mapping[str, Any] = attrs.field(factory=dict)
+
+    @property
+    def id(self) -> str:
+        """The cell's name in all files, 16 hexadecimal digits."""
+        return hashlib.sha256(f"{self.group} {self.digest}".encode()).hexdigest()[:16]
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for the manifest."""
         return {
+            "cell": self.id,
+            "group": self.group,
             "series": self.series,
             "budget": self.budget,
             "buffer": self.buffer,
-            "digest": self.digest,
-            "plan": self.resolved.to_dict(),
+            "knobs": dict(self.knobs),
+            "plan": self.digest,
+            "resolved": self.resolved.to_dict(),
         }
-
-
-def series_of_stack(stack: str) -> Series:
-    """Make a series of what the user typed.
-
-    Args:
-        stack: Names of policies joined by ``+``, the later ones wrapping the earlier ones.
-
-    Returns:
-        A series labelled as typed.
-    """
-    return Series(label=stack, plan={"stack": [name.strip() for name in stack.split("+")]})
-
-
-def series_of_file(path: Path) -> Series:
-    """Make a series of a plan file, labelled by the name of the file.
-
-    Args:
-        path: A TOML plan.
-
-    Returns:
-        The series.
-
-    Raises:
-        PlanError: The file cannot be read or is no TOML.
-    """
-    return Series(label=path.stem, plan=read_plan(path))
 
 
 def build_cells(
@@ -82,65 +68,113 @@ def build_cells(
     buffer: int | None,
     overrides: Sequence[str] = (),
 ) -> list[Cell]:
-    """Resolve every series at every budget.
+    """Resolve every series at every budget, as `cells_at` does.
 
     Args:
         series: What is compared.
         num_layers: Layers of the model.
-        budgets: Budgets for the series whose plan leaves it open. A plan that nothing ever
-            leaves, like the full cache, gives one cell.
+        budgets: Budgets for the series whose plan leaves it open.
+        buffer: Buffer for the plans that leave it open.
+        overrides: ``--set`` strings.
+
+    Returns:
+        The cells in order, each resolved plan once.
+    """
+    settings = [Setting(budget) for budget in budgets]
+    return cells_at(series, settings, num_layers=num_layers, buffer=buffer, overrides=overrides)
+
+
+def cells_at(
+    series: Sequence[Series],
+    settings: Sequence[Setting],
+    *,
+    num_layers: int,
+    buffer: int | None,
+    overrides: Sequence[str] = (),
+    group: str = "",
+) -> list[Cell]:
+    """Resolve every series at every setting.
+
+    Args:
+        series: What is compared.
+        settings: Budgets for the series whose plan leaves it open, and knobs for those that
+            name the policy. A plan that nothing ever leaves, like the full cache, gives one
+            cell.
+        num_layers: Layers of the model.
         buffer: Buffer for the plans that leave it open.
         overrides: ``--set`` strings; ``POLICY.KNOB=VALUE`` goes to the plans that name it.
+        group: Id of the group that the cells belong to.
 
     Returns:
         The cells in order, each resolved plan once.
 
     Raises:
-        KVPolicyError: A plan is wrong or does not fit the model, or an override fits none.
+        KVPolicyError: A plan is wrong or does not fit the model, or an override or a knob fits
+            none.
     """
     _check_overrides(series, overrides)
+    _check_knobs(series, settings, overrides)
     cells: dict[str, Cell] = {}
     for one in series:
         mine = [override for override in overrides if _concerns(one, override)]
-        is_open = _leaves_budget_open(one, num_layers, buffer, mine)
-        for budget in budgets if is_open else (None,):
-            cell = _cell(one, num_layers, budget, buffer, mine)
-            cells.setdefault(cell.digest, cell)
+        for setting in settings:
+            knobs = {key: v for key, v in setting.knobs.items() if _concerns(one, key)}
+            cell = _cell(one, Setting(setting.budget, knobs), num_layers, buffer, mine)
+            cells.setdefault(cell.digest, attrs.evolve(cell, group=group))
     return list(cells.values())
 
 
 def _cell(
     series: Series,
+    setting: Setting,
     num_layers: int,
-    budget: int | None,
     buffer: int | None,
     overrides: Sequence[str],
 ) -> Cell:
-    plan = _plan(series, budget, buffer, overrides)
+    is_open = _leaves_budget_open(series, setting.knobs, num_layers, buffer, overrides)
+    plan = _plan(series, setting.knobs, setting.budget if is_open else None, buffer, overrides)
     resolved = plan.resolve(num_layers)
     compacting = _compacting(resolved)
+    is_bounded = any(layer.bounded for layer in resolved.layers)
+    # A cache that grows has no buffer: whatever is said of one changes nothing.
+    knobs = {key: v for key, v in setting.knobs.items() if key != "buffer" or is_bounded}
     return Cell(
-        series=series.label,
+        series=", ".join([series.label, *in_words(knobs)]),
         budget=_mean(layer.budget for layer in compacting),
         buffer=_mean(layer.buffer for layer in compacting),
         plan=plan,
         resolved=resolved,
         digest=resolved.digest(),
+        knobs=knobs,
     )
 
 
-def _plan(series: Series, budget: int | None, buffer: int | None, overrides: Sequence[str]) -> Plan:
+def _plan(
+    series: Series,
+    knobs: Mapping[str, Any],
+    budget: int | None,
+    buffer: int | None,
+    overrides: Sequence[str],
+) -> Plan:
     open_fields = {"budget": budget, "buffer": buffer}
     given = {key: value for key, value in open_fields.items() if value is not None}
-    return Plan.from_dict(given | series.plan, overrides, name=f"plan '{series.label}'")
+    name = f"plan '{series.label}'"
+    raw = tables(given | series.plan, name)
+    for key, value in knobs.items():
+        assign(raw, key, value, name, said=f"knob '{key}'")
+    return Plan.from_dict(raw, overrides, name=name)
 
 
 def _leaves_budget_open(
-    series: Series, num_layers: int, buffer: int | None, overrides: Sequence[str]
+    series: Series,
+    knobs: Mapping[str, Any],
+    num_layers: int,
+    buffer: int | None,
+    overrides: Sequence[str],
 ) -> bool:
     """Whether a layer that compacts waits to be told its budget."""
     try:
-        resolved = _plan(series, None, buffer, overrides).resolve(num_layers)
+        resolved = _plan(series, knobs, None, buffer, overrides).resolve(num_layers)
     except BudgetError:
         return True
     return any(layer.budget is None for layer in _compacting(resolved))
@@ -170,9 +204,28 @@ def _check_overrides(series: Sequence[Series], overrides: Sequence[str]) -> None
             Plan.from_dict(_all_stacks(series), [override], name="the comparison")
 
 
+def _check_knobs(
+    series: Sequence[Series], settings: Sequence[Setting], overrides: Sequence[str]
+) -> None:
+    fixed = {_key(override) for override in overrides}
+    for key, value in {key: v for one in settings for key, v in one.knobs.items()}.items():
+        if key == "budget":
+            msg = "knob 'budget' is no knob of a policy; list the budgets with --budgets"
+            raise PlanError(msg)
+        if key in fixed:
+            msg = f"knob '{key}' is given values to try and is fixed by --set; take one out"
+            raise PlanError(msg)
+        if not any(_concerns(one, key) for one in series):
+            assign(_all_stacks(series), key, value, "the comparison", said=f"knob '{key}'")
+
+
+def _key(override: str) -> str:
+    return ".".join(key.strip() for key in override.partition("=")[0].split("."))
+
+
 def _concerns(series: Series, override: str) -> bool:
     """Whether an override says something about this series: it does unless it names a policy."""
-    keys = override.partition("=")[0].strip().split(".")
+    keys = _key(override).split(".")
     return len(keys) != 2 or keys[0] in policies_named(series.plan)
 
 

@@ -9,6 +9,7 @@ from typing import Protocol
 
 import attrs
 
+from kvpolicy.lab.kept import KeptRows
 from kvpolicy.lab.measures import Outcome
 from kvpolicy.results import RunReport
 
@@ -18,29 +19,44 @@ class Job:
     """Part of a comparison.
 
     Attributes:
-        cell: Number of the cell.
-        items: Places of the items to be done in it.
+        cell: Id of the cell.
+        items: Places of the items to be done in it, among those of its group.
     """
 
-    cell: int
+    cell: str
     items: tuple[int, ...]
 
 
 @attrs.frozen
 class ItemDone:
-    """One item of a job is measured."""
+    """One item of a job is measured.
+
+    Attributes:
+        job: The job.
+        item: Place of the item.
+        outcome: What came of it.
+        kept: What compactions kept of it, if that was to be recorded.
+    """
 
     job: Job
     item: int
     outcome: Outcome
+    kept: KeptRows | None = None
 
 
 @attrs.frozen
 class JobDone:
-    """All items of a job are measured."""
+    """All items of a job are measured.
+
+    Attributes:
+        job: The job.
+        report: What it cost, if one worker did it in one go: the costs of parts that were done
+            side by side, or twice because a worker was lost, do not add up to a speed.
+        elapsed_s: Seconds from its first item begun to its last one measured.
+    """
 
     job: Job
-    report: RunReport
+    report: RunReport | None
     elapsed_s: float
 
 

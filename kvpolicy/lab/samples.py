@@ -1,8 +1,7 @@
-"""The records an ablation leaves: one for each sample, one for each cell run in one go."""
+"""The records a run leaves: of each sample, each item, and each cell that was run in one go."""
 
 import hashlib
 import json
-from collections.abc import Sequence
 from typing import Any, Self, TypeVar
 
 import attrs
@@ -14,17 +13,27 @@ Record = TypeVar("Record")
 
 @attrs.frozen
 class Sample:
-    """One prompt answered under one plan.
+    """One prompt answered under one plan; every record stands by itself.
 
     Attributes:
         key: Hash of everything the sample depends on, see `sample_key`.
-        cell: Digest of the resolved plan.
+        cell: Id of the cell: of the group under the plan.
+        group: Id of the group: of model, task and seed, with all that goes with them.
+        model: The model, as typed.
+        task: The task, with its options.
+        seed: Chose the items.
+        series: What tables and plots call the plan, whatever its budget.
+        budget: Rows that stay after a compaction, the mean over the layers that compact;
+            ``None`` if nothing ever leaves.
+        buffer: Rows that may join before the next compaction; ``None`` likewise.
+        plan: Digest of the resolved plan.
         item: Number of the item in its task and seed.
+        attempt: Which attempt at the item it is, from 0.
         correct: Whether the grader accepted the text; never for a request that failed, and
             ``None`` if nothing was graded or the grader had no verdict.
+        ungraded: Why the grader had no verdict, if it had none.
         finish_reason: ``"stop"``, ``"length"`` (cut off at ``max_new_tokens``) or ``"error"``.
         error: What went wrong, if anything did.
-        text: What the model generated.
         prompt_len: Tokens of the prompt.
         num_tokens: Tokens generated.
         compactions: Times at which at least one layer was compacted.
@@ -33,19 +42,27 @@ class Sample:
         peak_bytes: Bytes of keys and values in those rows, summed over layers.
         prefill_s: Seconds in forwards of this prompt (shared with its group).
         decode_s: Seconds from the first token to the last.
-        attempt: Which attempt at the item it is, from 0.
         facets: What a report may group by, such as the difficulty of the item.
         values: What was measured, by name, where a task measures rather than grades.
-        ungraded: Why the grader had no verdict, if it had none.
+        text: What the model generated.
     """
 
     key: str
     cell: str
+    group: str
+    model: str
+    task: str
+    seed: int
+    series: str
+    budget: float | None
+    buffer: float | None
+    plan: str
     item: int
+    attempt: int
     correct: bool | None
+    ungraded: str | None
     finish_reason: str
     error: str | None
-    text: str
     prompt_len: int
     num_tokens: int
     compactions: int
@@ -54,10 +71,9 @@ class Sample:
     peak_bytes: int
     prefill_s: float
     decode_s: float
-    attempt: int = 0
-    facets: dict[str, int | str] = attrs.field(factory=dict)
-    values: dict[str, float] = attrs.field(factory=dict)
-    ungraded: str | None = None
+    facets: dict[str, int | str]
+    values: dict[str, float]
+    text: str
 
     @classmethod
     def from_dict(cls, record: dict[str, Any]) -> Self:
@@ -73,6 +89,45 @@ class Sample:
 
 
 @attrs.frozen
+class ItemRecord:
+    """What one item of a group asks, for those who read samples later.
+
+    Attributes:
+        group: Id of the group.
+        model: The model, as typed: it words prompts in its own chat template.
+        task: The task, with its options.
+        seed: Chose the items.
+        item: Number of the item in its task and seed.
+        prompt: What the model is given.
+        answer: What a right text contains, in the words of the task's grader.
+        reference: A text that answers the prompt, if somebody wrote one.
+        facets: What a report may group by, such as the difficulty.
+    """
+
+    group: str
+    model: str
+    task: str
+    seed: int
+    item: int
+    prompt: str
+    answer: str
+    reference: str | None
+    facets: dict[str, int | str]
+
+    @classmethod
+    def from_dict(cls, record: dict[str, Any]) -> Self:
+        """Read a record back.
+
+        Args:
+            record: What `attrs.asdict` made of an item.
+
+        Raises:
+            OutputError: The record has other fields.
+        """
+        return _structure(cls, record)
+
+
+@attrs.frozen
 class CellTiming:
     """What one cell cost when all its samples were run in one go.
 
@@ -80,7 +135,7 @@ class CellTiming:
     would say something about the interruption.
 
     Attributes:
-        cell: Digest of the resolved plan.
+        cell: Id of the cell.
         num_requests: Samples of the cell.
         new_tokens: Tokens generated.
         elapsed_s: Seconds from the first prompt to the last result.
@@ -114,28 +169,36 @@ def sample_key(
     *,
     plan: str,
     model: str,
-    prompt: str,
+    task: str,
+    measure: str,
     item: int,
+    prompt: str,
+    attempt: int,
     seed: int,
+    sampling: str,
     max_new_tokens: int,
-    more: Sequence[object] = (),
+    version: str,
 ) -> str:
     """Hash everything that decides what a sample will be.
 
     Args:
         plan: Digest of the resolved plan.
         model: Fingerprint of the model.
-        prompt: The prompt's text.
+        task: The task, with its options: it grades.
+        measure: What is measured.
         item: Number of the item.
+        prompt: The prompt's text, and whatever else is read of the item.
+        attempt: Which attempt at the item it is.
         seed: Seed of the run.
+        sampling: How tokens are drawn.
         max_new_tokens: The most tokens to generate.
-        more: What else it depends on; nothing where an answer is graded that was generated
-            greedily, so that runs of earlier versions can go on.
+        version: Of kvpolicy.
 
     Returns:
         32 hexadecimal digits.
     """
-    parts = [plan, model, prompt, item, seed, max_new_tokens, *more]
+    parts = [plan, model, task, measure, item, prompt, attempt, seed, sampling]
+    parts += [max_new_tokens, version]
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:32]
 
 

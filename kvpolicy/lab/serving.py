@@ -2,66 +2,73 @@
 
 import hashlib
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import attrs
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from kvpolicy.engine import Engine
 from kvpolicy.lab.chat import encode
-from kvpolicy.lab.measures import Asked, Measure
+from kvpolicy.lab.comparison import Comparison
+from kvpolicy.lab.group import Group
+from kvpolicy.lab.kept import keeping
+from kvpolicy.lab.measures import Asked, Trial
 from kvpolicy.lab.pool import ItemDone, Job, JobDone, News
 from kvpolicy.lab.tasks import Item
-from kvpolicy.plan import Plan
-from kvpolicy.request import Request, Sampling
+from kvpolicy.request import Request
 
 
 @attrs.frozen
 class Server:
-    """Serves jobs with one model.
+    """Serves the jobs of one model.
 
     Attributes:
         model: The model.
         tokenizer: Its tokenizer.
-        plans: Plan of each cell.
-        items: The items.
-        measure: How they are measured.
-        sampling: How tokens are drawn; every attempt at an item has a seed of its own.
-        slots: Samples decoded together, at most.
-        max_new_tokens: The most tokens a sample may generate.
+        comparison: What the jobs are parts of.
     """
 
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
-    plans: Sequence[Plan]
-    items: Sequence[Item]
-    measure: Measure
-    sampling: Sampling
-    slots: int
-    max_new_tokens: int
+    comparison: Comparison
 
     def serve(self, job: Job) -> Iterator[News]:
         """Measure the items of a job under the plan of its cell.
 
         Args:
-            job: The job.
+            job: The job, of a group of this model.
 
         Yields:
             Outcomes as they are known, and the report at the end.
         """
         begun = time.perf_counter()
-        slots = min(self.slots, len(job.items))
-        engine = Engine(self.model, self.tokenizer, self.plans[job.cell], slots=slots)
-        items = [self.items[place] for place in job.items]
-        asked = [Asked(item, self._request(item)) for item in items]
-        trial = self.measure.begin(engine, asked)
-        for result in trial.run:
-            yield ItemDone(job, job.items[result.id], trial.outcome(result))
+        trial = self.begin(job)
+        recorded = self.comparison.recorded(self.comparison.cell(job.cell))
+        chosen = [number for number, place in enumerate(job.items) if place in recorded]
+        with keeping(trial.run, chosen) as keeper:
+            for result in trial.run:
+                kept = keeper.taken(result) if result.id in keeper.requests else None
+                yield ItemDone(job, job.items[result.id], trial.outcome(result), kept)
         yield JobDone(job, trial.run.report, time.perf_counter() - begun)
 
-    def _request(self, item: Item) -> Request:
-        sampling = attrs.evolve(self.sampling, seed=attempt_seed(self.sampling.seed, item))
-        return Request(encode(item, self.tokenizer), self.max_new_tokens, sampling)
+    def begin(self, job: Job) -> Trial:
+        """Begin with the items of a job; nothing is computed before the trial's run goes on.
+
+        Args:
+            job: The job, of a group of this model.
+        """
+        cell = self.comparison.cell(job.cell)
+        group = self.comparison.group_of(cell)
+        slots = min(group.slots, len(job.items))
+        engine = Engine(self.model, self.tokenizer, cell.plan, slots=slots)
+        items = [group.items[place] for place in job.items]
+        asked = [Asked(item, self._request(group, item)) for item in items]
+        return group.task.measure.begin(engine, asked)
+
+    def _request(self, group: Group, item: Item) -> Request:
+        """What the engine is asked; every attempt at an item is drawn with a seed of its own."""
+        sampling = attrs.evolve(group.sampling, seed=attempt_seed(group.sampling.seed, item))
+        return Request(encode(item, self.tokenizer), group.max_new_tokens, sampling)
 
 
 def attempt_seed(seed: int, item: Item) -> int:

@@ -1,29 +1,32 @@
 """From what a user asks for to a comparison that can be run."""
 
-import hashlib
-import json
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
+from typing import Any
 
 import attrs
-import torch
 
 from kvpolicy.discovery import nearest
-from kvpolicy.errors import KVPolicyError, TaskError
-from kvpolicy.lab.ablate import Comparison
+from kvpolicy.errors import TaskError
+from kvpolicy.lab.card import Describes
 from kvpolicy.lab.chat import wrap
-from kvpolicy.lab.grid import build_cells, series_of_file, series_of_stack
-from kvpolicy.lab.models import open_model
-from kvpolicy.lab.pool import Pool, ThisProcess
-from kvpolicy.lab.presets import DEFAULT_PRESET, Preset, Series, load_preset
-from kvpolicy.lab.processes import CAN_FORK, Processes
-from kvpolicy.lab.serving import Server
-from kvpolicy.lab.session import num_cpus
-from kvpolicy.lab.tasks import Item, load_task
+from kvpolicy.lab.comparison import Comparison
+from kvpolicy.lab.grid import Cell, cells_at
+from kvpolicy.lab.group import Group, digest
+from kvpolicy.lab.presets import (
+    DEFAULT_PRESET,
+    Preset,
+    Series,
+    load_preset,
+    series_of_file,
+    series_of_stack,
+)
+from kvpolicy.lab.sweep import Setting, points
+from kvpolicy.lab.tasks import Item, Task, load_task
 from kvpolicy.request import Sampling
 
-_SMALL = 100_000_000  # parameters; a larger model keeps all cores busy by itself
+# A model, a task and a seed, as typed.
+Whom = tuple[str, str, int]
 
 
 def choose(
@@ -71,61 +74,44 @@ def choose(
 
 def prepare(
     preset: Preset,
+    models: Describes,
     *,
     overrides: Sequence[str] = (),
-    dtype: str = "auto",
-    device: str | None = None,
-    trust_remote_code: bool = False,
     execute_code: bool = False,
 ) -> Comparison:
-    """Load the model, draw the items, resolve the plans.
+    """Draw the items, look at every model, resolve the plans.
 
     Args:
         preset: What to compare.
+        models: Describes them and gives their tokenizers.
         overrides: ``--set`` strings.
-        dtype: Precision of the model.
-        device: Where the model is put.
-        trust_remote_code: Whether to run code that comes with the model.
-        execute_code: Whether programs may be run that the model writes.
+        execute_code: Whether programs may be run that a model writes.
 
     Returns:
-        The comparison.
+        The comparison. A group or cell that comes up twice under different names, such as one
+        model by name and by folder, is in it once.
 
     Raises:
         KVPolicyError: Something does not exist, or does not fit.
     """
-    task = load_task(preset.task)
-    if task.measure.runs_code and not execute_code:
-        msg = (
-            f"task '{preset.task}' is graded by running the programs that the model writes; "
-            "give --execute-code to allow that (docs/how-to/run-a-benchmark.md says how far "
-            "they are confined)"
+    settings: dict[Whom, list[Setting]] = {}
+    for point in points(preset):
+        settings.setdefault((point.model, point.task, point.seed), []).append(point.setting)
+    groups = _groups(preset, list(settings), models, execute_code=execute_code)
+    distinct: dict[str, Group] = {}
+    cells: dict[str, Cell] = {}
+    for whom, group in groups.items():
+        group = distinct.setdefault(group.id, group)
+        found = cells_at(
+            preset.series,
+            settings[whom],
+            num_layers=group.model.num_layers,
+            buffer=preset.buffer,
+            overrides=overrides,
+            group=group.id,
         )
-        raise TaskError(msg)
-    items = _attempts(preset, task.items(preset.n, seed=preset.seed, split=preset.split))
-    model, tokenizer = open_model(
-        preset.model, dtype=dtype, device=device, trust_remote_code=trust_remote_code
-    )
-    cells = build_cells(
-        preset.series,
-        num_layers=model.config.get_text_config(decoder=True).num_hidden_layers,
-        budgets=preset.budgets,
-        buffer=preset.buffer,
-        overrides=overrides,
-    )
-    return Comparison(
-        model=model,
-        tokenizer=tokenizer,
-        model_name=preset.model,
-        task=task,
-        items=wrap(items, tokenizer),
-        split=preset.split,
-        sampling=Sampling(temperature=preset.temperature, top_p=preset.top_p, seed=preset.seed),
-        cells=cells,
-        seed=preset.seed,
-        max_new_tokens=preset.max_new_tokens,
-        slots=preset.slots,
-    )
+        cells.update((cell.id, cell) for cell in found if cell.id not in cells)
+    return Comparison(preset.name, list(distinct.values()), list(cells.values()))
 
 
 def check_facet(comparison: Comparison, facet: str | None) -> None:
@@ -138,83 +124,62 @@ def check_facet(comparison: Comparison, facet: str | None) -> None:
     Raises:
         TaskError: No item has it.
     """
-    known = dict.fromkeys(name for item in comparison.items for name in item.facets)
+    known = {name for group in comparison.groups for item in group.items for name in item.facets}
     if facet is not None and facet not in known:
-        msg = f"the items of task '{comparison.task.name}' have no '{facet}'"
-        raise TaskError(msg + nearest(facet, known))
+        msg = f"no item that is asked has a '{facet}'"
+        raise TaskError(msg + nearest(facet, sorted(known)))
 
 
-def default_folder(preset: Preset, comparison: Comparison) -> Path:
+def default_folder(comparison: Comparison) -> Path:
     """A results folder whose name is the same for the same run, and for no other.
 
     Args:
-        preset: Gives the name.
-        comparison: Gives the digest.
+        comparison: Gives the name and the digest.
     """
-    digest = hashlib.sha256(json.dumps(comparison.to_dict(), sort_keys=True).encode()).hexdigest()
-    name = "".join(c if c.isalnum() or c in "-_." else "-" for c in preset.name)[:60]
-    return Path("kvpolicy-ablate") / f"{name}-{digest[:8]}"
+    name = "".join(c if c.isalnum() or c in "-_." else "-" for c in comparison.name)[:60]
+    return Path("kvpolicy-ablate") / f"{name}-{digest(comparison.to_dict())[:8]}"
 
 
-def num_workers(comparison: Comparison, wanted: int | None) -> int:
-    """Decide how many processes run cells side by side.
-
-    Args:
-        comparison: What is run.
-        wanted: What the user asks for, if anything.
-
-    Returns:
-        The number; 1 means this process.
-
-    Raises:
-        KVPolicyError: More than one is wanted where this is not possible.
-    """
-    can = CAN_FORK and comparison.model.device.type == "cpu"
-    if wanted is not None:
-        if wanted > 1 and not can:
-            msg = f"{wanted} workers need Linux and a model on the CPU; leave --workers out."
-            raise KVPolicyError(msg)
-        return wanted
-    num_parameters = sum(parameter.numel() for parameter in comparison.model.parameters())
-    return min(num_cpus(), len(comparison.cells)) if can and num_parameters < _SMALL else 1
-
-
-def open_pool(
-    comparison: Comparison, workers: int, *, threads: int
-) -> AbstractContextManager[Pool]:
-    """Make ready who runs the cells.
-
-    With several workers, nothing may have been computed with more than one thread before:
-    torch's pool of threads does not survive forking.
-
-    Args:
-        comparison: What is run.
-        workers: Processes side by side, of one thread each; 1 means this one.
-        threads: Threads of this process, if it works alone.
-
-    Returns:
-        The pool, for a ``with`` block.
-    """
-    server = Server(
-        model=comparison.model,
-        tokenizer=comparison.tokenizer,
-        plans=[cell.plan for cell in comparison.cells],
-        items=comparison.items,
-        measure=comparison.task.measure,
-        sampling=comparison.sampling,
-        slots=comparison.slots,
-        max_new_tokens=comparison.max_new_tokens,
-    )
-    if workers > 1:
-        return Processes(server.serve, workers)
-    torch.set_num_threads(threads)
-    return nullcontext(ThisProcess(server.serve))
+def _groups(
+    preset: Preset, asked_of: Sequence[Whom], models: Describes, *, execute_code: bool
+) -> dict[Whom, Group]:
+    tasks = {name: _task(name, execute_code=execute_code) for name in preset.tasks}
+    asked = {pair: _items(preset, tasks[pair[0]], *pair) for pair in {one[1:] for one in asked_of}}
+    groups = {}
+    # The first model comes last: it is run first, and need not be loaded again then.
+    for name in reversed(dict.fromkeys(preset.models)):
+        card, tokenizer = models.describe(name)
+        for task, seed in [one[1:] for one in asked_of if one[0] == name]:
+            groups[name, task, seed] = Group(
+                model=card,
+                task=tasks[task],
+                items=wrap(asked[task, seed], tokenizer),
+                split=preset.split,
+                sampling=Sampling(preset.temperature, top_p=preset.top_p, seed=seed),
+                seed=seed,
+                max_new_tokens=preset.max_new_tokens,
+                slots=preset.slots,
+            )
+    return {whom: groups[whom] for whom in asked_of}
 
 
-def _attempts(preset: Preset, items: Sequence[Item]) -> list[Item]:
-    """Each item as often as it is to be asked."""
+def _task(name: str, *, execute_code: bool) -> Any:
+    task = load_task(name)
+    if task.measure.runs_code and not execute_code:
+        msg = (
+            f"task '{name}' is graded by running the programs that the model writes; "
+            "give --execute-code to allow that (docs/how-to/run-a-benchmark.md says how far "
+            "they are confined)"
+        )
+        raise TaskError(msg)
+    return task
+
+
+def _items(preset: Preset, task: Task, name: str, seed: int) -> list[Item]:
+    """Each item of a task and a seed, as often as it is to be asked."""
+    items = task.items(preset.n, seed=seed, split=preset.split)
     if not items:
-        msg = f"task '{preset.task}' has no items in its {preset.split} split"
+        msg = f"task '{name}' has no items in its {preset.split} split"
         raise TaskError(msg)
     if preset.attempts > 1 and preset.temperature == 0:
         msg = (

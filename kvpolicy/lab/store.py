@@ -1,16 +1,21 @@
-"""The results folder of an ablation: written line by line, gone on with after any interruption.
+"""The results folder of a run: written line by line, gone on with after any interruption.
 
-A folder belongs to one run and holds::
+A folder belongs to one run, of groups (a model asked a task with a seed) and cells (a group
+under a plan), and holds::
 
-    manifest.json   {"format": 1, "run": ..., "sessions": [...]}
+    manifest.json   {"format": 2, "run": ..., "sessions": [...]}
                     run: everything the samples depend on; another run is refused
                     sessions: when, with which command and versions it was worked on
     samples.jsonl   one `Sample` per line, in the order in which they were done
+    items.jsonl     one `ItemRecord` per line: what was asked, once for each group
     timings.jsonl   one `CellTiming` per line: what a cell cost that was run in one go
+    kept.jsonl      one `Kept` per line: what compactions kept of a recorded sample; written
+                    before the sample, so that no sample is done without its record
     table.json/csv  the comparison, plot.png/svg the same as a picture
 """
 
 import json
+from collections.abc import Iterable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Self
@@ -20,10 +25,11 @@ import attrs
 from kvpolicy.errors import OutputError
 from kvpolicy.lab.folderlock import FolderLock
 from kvpolicy.lab.jsonl import JsonLines
-from kvpolicy.lab.samples import CellTiming, Sample
+from kvpolicy.lab.kept import Kept
+from kvpolicy.lab.samples import CellTiming, ItemRecord, Sample
 from kvpolicy.wholefile import write_whole
 
-FORMAT = 1
+FORMAT = 2
 
 # All that a folder can hold whose run was killed before it had a manifest.
 _LEFT_BY_A_KILL = {".lock", "manifest.json.new"}
@@ -35,7 +41,8 @@ class Store:
     Attributes:
         folder: Where everything is.
         samples: What is done, by `Sample.key`.
-        timings: Costs of the cells that were run in one go, by digest of the cell.
+        timings: Costs of the cells that were run in one go, by id of the cell.
+        recorded: Keys of the samples of which it is recorded what compactions kept.
         notes: What a user wants to know about how the folder was found.
     """
 
@@ -57,12 +64,20 @@ class Store:
             undo.callback(self._lock.release)
             self._samples = self._open("samples.jsonl")
             undo.callback(self._samples.close)
+            self._items = self._open("items.jsonl")
+            undo.callback(self._items.close)
             self._timings = self._open("timings.jsonl")
             undo.callback(self._timings.close)
+            self._kept = self._open("kept.jsonl")
+            undo.callback(self._kept.close)
+            self.recorded = {str(record.get("key")) for record in self._kept.records}
+            self._kept.records.clear()  # they may be large, and nobody reads them here
             samples = [Sample.from_dict(record) for record in self._samples.records]
+            items = [ItemRecord.from_dict(record) for record in self._items.records]
             timings = [CellTiming.from_dict(record) for record in self._timings.records]
             self.samples = {sample.key: sample for sample in samples}
             self.timings = {timing.cell: timing for timing in timings}
+            self._known_items = {(item.group, item.item) for item in items}
             self._undo = undo.pop_all()
 
     def begin(self, session: dict[str, Any]) -> None:
@@ -85,6 +100,19 @@ class Store:
         """Keep one finished sample."""
         self._samples.append(attrs.asdict(sample))
         self.samples[sample.key] = sample
+
+    def add_kept(self, kept: Kept) -> None:
+        """Keep what compactions kept of a sample, before the sample; once is enough."""
+        if kept.key not in self.recorded:
+            self._kept.append(kept.to_dict())
+            self.recorded.add(kept.key)
+
+    def add_items(self, items: Iterable[ItemRecord]) -> None:
+        """Keep what a group is asked; what is there already is left as it is."""
+        for item in items:
+            if (item.group, item.item) not in self._known_items:
+                self._items.append(attrs.asdict(item))
+                self._known_items.add((item.group, item.item))
 
     def add_timing(self, timing: CellTiming) -> None:
         """Keep what a whole cell cost."""
@@ -109,6 +137,22 @@ class Store:
                 "killed while writing it) and has been cut off"
             )
         return lines
+
+
+def done_keys(folder: Path, run: dict[str, Any]) -> set[str]:
+    """Keys of the samples that are done, read without touching anything.
+
+    Args:
+        folder: Where the results of a run are, or are to be.
+        run: Everything its samples depend on.
+
+    Raises:
+        OutputError: The folder holds another run or something else.
+    """
+    _check_is_ours_or_new(folder, run)
+    path = folder / "samples.jsonl"
+    content = path.read_bytes() if path.exists() else b""
+    return {json.loads(line)["key"] for line in content.split(b"\n")[:-1]}
 
 
 def _take(folder: Path, run: dict[str, Any]) -> FolderLock:
@@ -181,11 +225,21 @@ def _read_manifest(folder: Path) -> dict[str, Any] | None:
 
 def _differences(theirs: dict[str, Any], ours: dict[str, Any]) -> list[str]:
     """Name the settings that differ, with both values where they are short."""
+    there, here = _settings(theirs), _settings(ours)
     found = []
-    for key in sorted(theirs.keys() | ours.keys()):
-        there, here = theirs.get(key), ours.get(key)
-        if there == here:
-            continue
-        short = all(isinstance(value, (int, float, str)) for value in (there, here))
-        found.append(f"{key} is {there} there and {here} here" if short else f"{key} differ")
+    for key in sorted(there.keys() | here.keys()):
+        a, b = there.get(key), here.get(key)
+        if a != b:
+            short = all(isinstance(value, (int, float, str)) for value in (a, b))
+            found.append(f"{key} is {a} there and {b} here" if short else f"{key} differ")
     return found
+
+
+def _settings(run: dict[str, Any]) -> dict[str, Any]:
+    """The settings of a run; those of its group by themselves, where it has just one."""
+    run = {key: value for key, value in run.items() if key != "name"}  # decides nothing
+    groups = run.get("groups", [])
+    if len(groups) != 1:
+        return run
+    (group,) = groups
+    return {k: v for k, v in {**run, **group}.items() if k not in ("groups", "group")}

@@ -27,21 +27,24 @@ def test_the_folder_holds_all_that_is_promised(
     answer = kvpolicy("ablate", *words)
     assert answer.status == 0, answer.err
     out = tmp_path / "out"
-    names = {"manifest.json", "samples.jsonl", "timings.jsonl", "table.json", "table.csv"}
-    assert names | {"plot.png", "plot.svg"} <= {path.name for path in out.iterdir()}
+    names = {"manifest.json", "samples.jsonl", "items.jsonl", "timings.jsonl"}
+    names |= {"kept.jsonl", "table.json", "table.csv", "plot.png", "plot.svg"}
+    assert names <= {path.name for path in out.iterdir()}
     manifest = json.loads((out / "manifest.json").read_text(encoding="utf-8"))
     run, (session,) = manifest["run"], manifest["sessions"]
-    assert run["n"] == 3
-    assert run["model"] == str(model_folder)
-    assert len(run["model_fingerprint"]) == len(run["prompt_hash"]) == 16
+    (group,) = run["groups"]
+    assert group["n"] == 3
+    assert group["model"] == str(model_folder)
+    assert len(group["model_fingerprint"]) == len(group["prompt_hash"]) == 16
+    assert {cell["group"] for cell in run["cells"]} == {group["group"]}
     assert [cell["series"] for cell in run["cells"]] == ["full cache", "H2O", "H2O"]
     assert [cell["budget"] for cell in run["cells"]] == [None, 12, 20]
-    assert run["cells"][1]["plan"]["layers"][0]["stack"][0]["policy"] == "h2o"
+    assert run["cells"][1]["resolved"]["layers"][0]["stack"][0]["policy"] == "h2o"
     assert {"kvpolicy", "torch", "transformers", "python"} <= session["versions"].keys()
     with (out / "table.csv").open(encoding="utf-8", newline="") as file:
         lines = list(csv.DictReader(file))
     table = json.loads((out / "table.json").read_text(encoding="utf-8"))
-    assert [line["digest"] for line in lines] == [row["digest"] for row in table]
+    assert [line["plan"] for line in lines] == [row["plan"] for row in table]
     for label in ("full cache", "H2O", "95 % CI"):
         assert label in answer.out
 

@@ -15,7 +15,7 @@ from kvpolicy.results import Result, RunReport
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="forks its workers")
 
-JOBS = [Job(cell, tuple(range(cell % 4))) for cell in range(11)]
+JOBS = [Job(f"cell {cell}", tuple(range(cell % 4))) for cell in range(11)]
 
 
 def echo(job: Job) -> Iterator[News]:
@@ -25,7 +25,7 @@ def echo(job: Job) -> Iterator[News]:
     yield JobDone(job, RunReport(), 0.0)
 
 
-def told(news: list[News]) -> list[tuple[int, int | None]]:
+def told(news: list[News]) -> list[tuple[str, int | None]]:
     return [(n.job.cell, n.item if isinstance(n, ItemDone) else None) for n in news]
 
 
@@ -57,7 +57,7 @@ def test_no_jobs_bring_no_news() -> None:
 
 def test_a_mistake_of_the_users_is_raised_as_it_was() -> None:
     def refuse(job: Job) -> Iterator[News]:
-        msg = f"cell {job.cell} cannot be"
+        msg = f"{job.cell} cannot be"
         raise KVPolicyError(msg)
         yield
 

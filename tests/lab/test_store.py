@@ -1,35 +1,27 @@
 """The results folder: one run, one process, nothing overwritten."""
 
 import json
+import os
 from pathlib import Path
+from typing import Any
 
 import attrs
 import pytest
+from lab_samples import CELLS, sample
 
 from kvpolicy.errors import OutputError
-from kvpolicy.lab.samples import CellTiming, Sample, sample_key
+from kvpolicy.lab.samples import CellTiming, ItemRecord, sample_key
 from kvpolicy.lab.store import Store
 
-RUN = {"model": "m", "n": 3, "seed": 0, "cells": [{"digest": "c"}]}
+GROUP = {"group": "g", "model": "m", "n": 3, "seed": 0}
+RUN = {"name": "r", "version": "1", "groups": [GROUP], "cells": [{"cell": "c"}]}
 SESSION = {"versions": {"torch": "2"}, "command": "kvpolicy ablate"}
-SAMPLE = Sample(
-    key="k",
-    cell="c",
-    item=0,
-    correct=True,
-    finish_reason="stop",
-    error=None,
-    text="\\boxed{3}",
-    prompt_len=5,
-    num_tokens=7,
-    compactions=1,
-    rows_evicted=2,
-    peak_rows=4,
-    peak_bytes=64,
-    prefill_s=0.5,
-    decode_s=0.25,
-)
+SAMPLE = sample(CELLS[1], 0, text="\\boxed{3}", facets={"depth": 2}, values={"loss": 0.5})
 TIMING = CellTiming("c", 3, 30, 1.5, 0.25, 1.0, 1024)
+
+
+def of_group(change: dict[str, object]) -> dict[str, object]:
+    return {"groups": [GROUP | change]}
 
 
 def content(folder: Path) -> dict[str, bytes]:
@@ -50,7 +42,7 @@ def test_a_store_opened_again_knows_what_was_done(tmp_path: Path) -> None:
         store.add(SAMPLE)
         store.add_timing(TIMING)
     with Store(tmp_path, RUN) as store:
-        assert store.samples == {"k": SAMPLE}
+        assert store.samples == {SAMPLE.key: SAMPLE}
         assert store.timings == {"c": TIMING}
         assert store.notes == []
 
@@ -75,10 +67,12 @@ def test_other_versions_are_noted(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"n": 4}, "n is 3 there and 4 here"),
+        (of_group({"n": 4}), "n is 3 there and 4 here"),
+        (of_group({"n": 4, "seed": 1}), "n is 3 there and 4 here; seed is 0 there and 1 here"),
+        ({"groups": [GROUP, GROUP]}, "groups differ"),
+        ({"version": "2"}, "version is 1 there and 2 here"),
         ({"cells": []}, "cells differ"),
         ({"extra": 1}, "extra"),
-        ({"n": 4, "seed": 1}, "n is 3 there and 4 here; seed is 0 there and 1 here"),
     ],
 )
 def test_the_folder_of_another_run_is_refused_and_left_alone(
@@ -106,7 +100,9 @@ def test_a_file_in_the_place_of_the_folder_is_refused(tmp_path: Path) -> None:
         Store(tmp_path / "out", RUN)
 
 
-@pytest.mark.parametrize("manifest", ["{", "[]", '{"format": 99}'])
+@pytest.mark.parametrize(
+    "manifest", ["{", "[]", '{"format": 1, "run": {}, "sessions": []}', '{"format": 99}']
+)
 def test_a_manifest_that_is_not_ours_is_refused(tmp_path: Path, manifest: str) -> None:
     (tmp_path / "manifest.json").write_text(manifest, encoding="utf-8")
     with pytest.raises(OutputError, match=r"manifest\.json"):
@@ -134,7 +130,7 @@ def test_a_torn_last_line_is_cut_off_with_a_note(tmp_path: Path) -> None:
     path = tmp_path / "samples.jsonl"
     path.write_bytes(path.read_bytes() + b'{"key": "half')
     with Store(tmp_path, RUN) as store:
-        assert store.samples == {"k": SAMPLE}
+        assert store.samples == {SAMPLE.key: SAMPLE}
         assert "incomplete" in store.notes[0]
 
 
@@ -146,22 +142,46 @@ def test_samples_of_another_version_are_refused(tmp_path: Path) -> None:
         Store(tmp_path, RUN)
 
 
+def test_what_a_group_is_asked_is_kept_once(tmp_path: Path) -> None:
+    items = [
+        ItemRecord(group, "m", "t", 0, number, "p", "a", None, {})
+        for group in "gh"
+        for number in range(3)
+    ]
+    with Store(tmp_path, RUN) as store:
+        store.add_items(items[:2])  # as far as it came before it was killed
+        store.add_items(items)
+    with Store(tmp_path, RUN) as store:
+        store.add_items(items)
+    lines = (tmp_path / "items.jsonl").read_text(encoding="utf-8").splitlines()
+    assert [json.loads(line) for line in lines] == [attrs.asdict(item) for item in items]
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="there are no forks here")
+def test_a_process_forked_from_ours_does_not_hold_the_folder(tmp_path: Path) -> None:
+    store = Store(tmp_path, RUN)
+    may_end, let_end = os.pipe()
+    child = os.fork()
+    if not child:
+        os.close(let_end)
+        os.read(may_end, 1)
+        os._exit(0)
+    store.close()
+    Store(tmp_path, RUN).close()
+    os.close(let_end)
+    os.waitpid(child, 0)
+
+
+def test_a_run_by_another_name_is_the_same_run(tmp_path: Path) -> None:
+    Store(tmp_path, RUN).close()
+    Store(tmp_path, RUN | {"name": "other"}).close()
+
+
 def test_a_key_depends_on_everything_that_decides_the_sample() -> None:
-    given = {"plan": "p", "model": "m", "prompt": "q", "item": 1, "seed": 2, "max_new_tokens": 3}
+    numbers = {"item": 1, "attempt": 2, "seed": 3, "max_new_tokens": 4}
+    words = ["plan", "model", "task", "measure", "prompt", "sampling", "version"]
+    given: dict[str, Any] = dict.fromkeys(words, "x") | numbers
     keys = {sample_key(**given)}
     for name, value in given.items():
         keys.add(sample_key(**(given | {name: value * 10})))
-    keys.add(sample_key(**given, more=[["attempt", 1]]))
-    assert len(keys) == 2 + len(given)
-
-
-def test_a_sample_of_an_earlier_version_is_read_with_what_it_did_not_say(tmp_path: Path) -> None:
-    record = attrs.asdict(SAMPLE)
-    new = {"attempt", "facets", "values", "ungraded"}
-    old = {name: value for name, value in record.items() if name not in new}
-    with Store(tmp_path, RUN):
-        pass
-    (tmp_path / "samples.jsonl").write_text(json.dumps(old) + "\n", encoding="utf-8")
-    with Store(tmp_path, RUN) as store:
-        (sample,) = store.samples.values()
-    assert (sample.attempt, sample.facets, sample.values, sample.ungraded) == (0, {}, {}, None)
+    assert len(keys) == 1 + len(given)

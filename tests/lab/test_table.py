@@ -7,11 +7,11 @@ import attrs
 import pytest
 from lab_samples import CELLS, sample
 
-from kvpolicy.lab.facets import break_down, facets_to_csv
+from kvpolicy.lab.facets import break_down, facet_records
 from kvpolicy.lab.measures import ACCURACY, mean_of
 from kvpolicy.lab.samples import CellTiming
-from kvpolicy.lab.stats import Estimate, wilson
-from kvpolicy.lab.table import Row, tabulate, to_csv, to_json
+from kvpolicy.lab.stats import Estimate, mean, wilson
+from kvpolicy.lab.table import Row, tabulate, to_csv, to_json, write_csv
 
 FULL, SMALL = CELLS
 
@@ -64,8 +64,8 @@ def test_rows_come_in_the_order_of_the_cells_and_empty_cells_have_none() -> None
 
 
 def test_speed_is_told_only_of_cells_that_were_run_in_one_go() -> None:
-    timing = CellTiming(FULL.digest, 2, 100, 4.0, 0.5, 2.0, 4096)
-    full, small = tabulate(CELLS, [sample(FULL, 0), sample(SMALL, 0)], {FULL.digest: timing})
+    timing = CellTiming(FULL.id, 2, 100, 4.0, 0.5, 2.0, 4096)
+    full, small = tabulate(CELLS, [sample(FULL, 0), sample(SMALL, 0)], {FULL.id: timing})
     assert (full.throughput_tok_s, full.peak_kv_bytes, full.policy_share) == (25.0, 4096, 0.25)
     assert (small.throughput_tok_s, small.peak_kv_bytes, small.policy_share) == (None, None, None)
 
@@ -151,10 +151,21 @@ def test_facets_hold_every_sample_once_and_say_what_the_whole_says() -> None:
     rows = break_down(CELLS, samples, (ACCURACY,))
     for facet in ("depth", "kind"):
         for cell in CELLS:
-            mine = [r.row for r in rows if r.facet == facet and r.row.digest == cell.digest]
+            mine = [r.row for r in rows if r.facet == facet and r.row.plan == cell.digest]
             assert sum(row.n for row in mine) == 9
             assert sum(row.num_correct or 0 for row in mine) == 3
     assert [r.value for r in rows if r.facet == "depth"] == [1, 1, 2, 2]
-    lines = list(csv.DictReader(io.StringIO(facets_to_csv(rows))))
+    lines = list(csv.DictReader(io.StringIO(write_csv(facet_records(rows)))))
     assert [line["value"] for line in lines[-4:]] == ["a", "a", "b", "b"]
     assert float(lines[0]["accuracy"]) == accuracy(rows[0].row).value
+
+
+def test_means_count_items_and_not_attempts() -> None:
+    """Two items, one of them asked nine times as often: each counts once."""
+    samples = [
+        sample(SMALL, item, key=f"{item} {i}", attempt=i, num_tokens=length, values={"kl": length})
+        for item, length, times in ((0, 10, 1), (1, 30, 9))
+        for i in range(times)
+    ]
+    (row,) = tabulate(CELLS, samples, {}, MEASURED)
+    assert row.length == row.measured["kl"] == mean([10, 30])
