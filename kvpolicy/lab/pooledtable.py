@@ -82,8 +82,10 @@ def to_plain(rows: Sequence[PooledRow]) -> list[dict[str, Any]]:
             "seeds": list(cell.seeds),
             "cells": list(cell.cells),
         }
-        part = {} if one.facet is None else {"facet": one.facet, "facet_value": one.value}
-        found.append({**about, **part, **row, "num_expected": cell.num_expected})
+        if one.facet is None:
+            found.append({**about, **row, "num_expected": cell.num_expected})
+        else:
+            found.append({**about, "facet": one.facet, "facet_value": one.value, **row})
     return found
 
 
