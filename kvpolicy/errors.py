@@ -63,3 +63,7 @@ class CacheError(KVPolicyError):
 
 class OutputError(KVPolicyError):
     """An output folder or file cannot be used without losing something."""
+
+
+class ResultsError(KVPolicyError):
+    """A results folder cannot be read, or has not what is asked of it."""

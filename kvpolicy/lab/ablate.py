@@ -67,14 +67,14 @@ def jobs(comparison: Comparison, store: Store) -> list[Job]:
         comparison: What is run.
         store: What is done.
     """
-    order = {group.model.name: number for number, group in enumerate(reversed(comparison.groups))}
+    models = list(dict.fromkeys(group.model.name for group in comparison.groups))
     found = []
     for cell in comparison.cells:
         left = comparison.left(cell, store.samples)
         if left:
-            model = comparison.group_of(cell).model.name
+            model = models.index(comparison.group_of(cell).model.name)
             cost = cell.budget or float("inf")
-            found.append((-order[model], -cost, Job(cell.id, tuple(left))))
+            found.append((model, -cost, Job(cell.id, tuple(left))))
     return [job for *_, job in sorted(found, key=lambda one: one[:2])]
 
 

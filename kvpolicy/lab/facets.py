@@ -5,10 +5,9 @@ from typing import Any
 
 import attrs
 
-from kvpolicy.lab.grid import Cell
 from kvpolicy.lab.measures import Column
 from kvpolicy.lab.samples import Sample
-from kvpolicy.lab.table import Row, flat, tabulate, to_json, write_csv
+from kvpolicy.lab.table import Compared, Row, estimates_of, flat, tabulate, to_json
 
 
 @attrs.frozen
@@ -27,7 +26,7 @@ class FacetRow:
 
 
 def break_down(
-    cells: Sequence[Cell], samples: Collection[Sample], columns: Sequence[Column]
+    cells: Sequence[Compared], samples: Collection[Sample], columns: Sequence[Column]
 ) -> list[FacetRow]:
     """Summarise the samples of every cell by each facet of their items.
 
@@ -52,10 +51,11 @@ def break_down(
     ]
 
 
-def facets_to_csv(rows: Sequence[FacetRow]) -> str:
-    """Rows as CSV: ``facet``, ``value``, then the columns of table.csv."""
-    records: list[dict[str, Any]] = []
-    for one in rows:
-        (record,) = to_json([one.row])
-        records.append({"facet": one.facet, "value": one.value, **flat(record)})
-    return write_csv(records)
+def facet_records(rows: Sequence[FacetRow]) -> list[dict[str, Any]]:
+    """Rows as flat records: ``facet``, ``value``, then the columns of table.csv."""
+    names = estimates_of([one.row for one in rows])
+    records = to_json([one.row for one in rows])
+    return [
+        {"facet": one.facet, "value": one.value, **flat(record, names)}
+        for one, record in zip(rows, records, strict=True)
+    ]

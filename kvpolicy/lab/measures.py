@@ -6,7 +6,8 @@ treated alike.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from statistics import fmean
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import attrs
 
@@ -20,6 +21,9 @@ if TYPE_CHECKING:
     from kvpolicy.lab.tasks import Item, Task
     from kvpolicy.request import Request
     from kvpolicy.run import Run
+
+
+Value = TypeVar("Value")
 
 
 class GradeError(KVPolicyError):
@@ -160,7 +164,7 @@ class _GradedTrial:
 
 
 def mean_of(name: str, title: str, heading: str, *, is_share: bool = False) -> Column:
-    """A column for the plain mean of something that is measured of each sample.
+    """A column for the mean, over items, of something that is measured of each sample.
 
     Args:
         name: Its name among the values of an outcome.
@@ -168,25 +172,54 @@ def mean_of(name: str, title: str, heading: str, *, is_share: bool = False) -> C
         heading: What plots call it.
         is_share: Whether it reads best in percent.
     """
+    return _mean_column(name, title, heading, lambda one: one.values.get(name), is_share)
 
+
+def _mean_column(
+    name: str,
+    title: str,
+    heading: str,
+    value: Callable[[Sample], float | None],
+    is_share: bool = False,
+) -> Column:
     def estimate(samples: Sequence[Sample]) -> Estimate | None:
-        found = [sample.values[name] for sample in samples if name in sample.values]
-        return mean(found) if found else None
+        found = by_item(samples, value)
+        return mean([fmean(values) for values in found]) if found else None
 
-    return Column(name, title, heading, lambda one: one.values.get(name), estimate, is_share)
+    return Column(name, title, heading, value, estimate, is_share)
+
+
+def by_item(
+    samples: Sequence[Sample], value: Callable[[Sample], Value | None]
+) -> list[list[Value]]:
+    """What samples say, together for each item: attempts at one are alike.
+
+    Args:
+        samples: The samples.
+        value: What one says; ``None`` if nothing.
+    """
+    found: dict[int, list[Value]] = {}
+    for sample in samples:
+        said = value(sample)
+        if said is not None:
+            found.setdefault(sample.item, []).append(said)
+    return list(found.values())
 
 
 def _share_right(samples: Sequence[Sample]) -> Estimate | None:
-    by_item: dict[int, list[bool]] = {}
-    for sample in samples:
-        by_item.setdefault(sample.item, []).append(bool(sample.correct))
-    return pass_at_1(list(by_item.values())) if by_item else None
+    attempts = by_item(samples, lambda sample: bool(sample.correct))
+    return pass_at_1(attempts) if attempts else None
 
 
 def _is_right(sample: Sample) -> float:
     return float(bool(sample.correct))
 
 
+def _num_tokens(sample: Sample) -> float | None:
+    return None if sample.finish_reason == "error" else float(sample.num_tokens)
+
+
+LENGTH = _mean_column("length", "tokens", "Generated tokens", _num_tokens)
 ACCURACY = Column("accuracy", "right", "Accuracy", _is_right, _share_right, is_share=True)
 
 

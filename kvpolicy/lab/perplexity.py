@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import attrs
 
 from kvpolicy.errors import TaskError
-from kvpolicy.lab.measures import Asked, Column, Outcome, Trial
+from kvpolicy.lab.measures import Asked, Column, Outcome, Trial, by_item
 from kvpolicy.lab.samples import Sample
 from kvpolicy.lab.stats import Estimate, ratio
 from kvpolicy.results import Result
@@ -38,10 +38,16 @@ def _nll_of(sample: Sample) -> float | None:
 
 
 def _nll(samples: Sequence[Sample]) -> Estimate | None:
-    scored = [sample.values for sample in samples if sample.values.get(NUM_SCORED)]
-    if not scored:
+    texts = by_item(samples, _scored)
+    if not texts:
         return None
-    return ratio([one[LOSS] for one in scored], [one[NUM_SCORED] for one in scored])
+    sums = [tuple(map(math.fsum, zip(*values, strict=True))) for values in texts]
+    return ratio(*zip(*sums, strict=True))
+
+
+def _scored(sample: Sample) -> tuple[float, float] | None:
+    found = sample.values
+    return (found[LOSS], found[NUM_SCORED]) if found.get(NUM_SCORED) else None
 
 
 def _perplexity_of(sample: Sample) -> float | None:

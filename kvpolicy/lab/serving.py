@@ -11,7 +11,7 @@ from kvpolicy.engine import Engine
 from kvpolicy.lab.chat import encode
 from kvpolicy.lab.comparison import Comparison
 from kvpolicy.lab.group import Group
-from kvpolicy.lab.measures import Asked
+from kvpolicy.lab.measures import Asked, Trial
 from kvpolicy.lab.pool import ItemDone, Job, JobDone, News
 from kvpolicy.lab.tasks import Item
 from kvpolicy.request import Request
@@ -41,16 +41,24 @@ class Server:
             Outcomes as they are known, and the report at the end.
         """
         begun = time.perf_counter()
+        trial = self.begin(job)
+        for result in trial.run:
+            yield ItemDone(job, job.items[result.id], trial.outcome(result))
+        yield JobDone(job, trial.run.report, time.perf_counter() - begun)
+
+    def begin(self, job: Job) -> Trial:
+        """Begin with the items of a job; nothing is computed before the trial's run goes on.
+
+        Args:
+            job: The job, of a group of this model.
+        """
         cell = self.comparison.cell(job.cell)
         group = self.comparison.group_of(cell)
         slots = min(group.slots, len(job.items))
         engine = Engine(self.model, self.tokenizer, cell.plan, slots=slots)
         items = [group.items[place] for place in job.items]
         asked = [Asked(item, self._request(group, item)) for item in items]
-        trial = group.task.measure.begin(engine, asked)
-        for result in trial.run:
-            yield ItemDone(job, job.items[result.id], trial.outcome(result))
-        yield JobDone(job, trial.run.report, time.perf_counter() - begun)
+        return group.task.measure.begin(engine, asked)
 
     def _request(self, group: Group, item: Item) -> Request:
         """What the engine is asked; every attempt at an item is drawn with a seed of its own."""

@@ -51,13 +51,13 @@ class Shelf:
         return self._held
 
     def describe(self, name: str) -> tuple[ModelCard, Any]:
-        """What a run has to know of a model before it begins.
+        """Load a model, or take the one that is held, and describe it.
 
         Args:
-            name: As in `open`.
+            name: As for `open`.
 
         Returns:
-            The description and the tokenizer.
+            What a run has to know of it, and its tokenizer.
 
         Raises:
             ModelError: It cannot be loaded.

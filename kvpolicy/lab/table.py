@@ -3,14 +3,37 @@
 import csv
 import io
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import attrs
 
-from kvpolicy.lab.grid import Cell
-from kvpolicy.lab.measures import ACCURACY, Column
+from kvpolicy.lab.measures import ACCURACY, LENGTH, Column
 from kvpolicy.lab.samples import CellTiming, Sample
-from kvpolicy.lab.stats import Estimate, mean, paired_difference
+from kvpolicy.lab.stats import Estimate, paired_difference
+
+
+class Compared(Protocol):
+    """What a table has to know of a cell, whether it is run now or was long ago."""
+
+    @property
+    def id(self) -> str:
+        """What its samples call it."""
+
+    @property
+    def series(self) -> str:
+        """Which line of the plot it is a point of."""
+
+    @property
+    def budget(self) -> float | None:
+        """Rows that stay after a compaction; ``None`` if everything stays."""
+
+    @property
+    def buffer(self) -> float | None:
+        """Rows that may join before the next compaction; ``None`` likewise."""
+
+    @property
+    def digest(self) -> str:
+        """Digest of the resolved plan."""
 
 
 @attrs.frozen
@@ -32,7 +55,7 @@ class Row:
             ``accuracy``, for example; ``None`` where no sample has a value.
         difference: The first of these less that of the first cell, paired by item; ``None``
             for that cell itself, and where the two have no item in common.
-        length: Mean number of generated tokens of those that did not fail.
+        length: Mean number of generated tokens, over items, of samples that did not fail.
         truncated: Share that was cut off at the most tokens allowed.
         compactions: Mean number of compactions of a sample.
         peak_bytes: Bytes of keys and values of the sample that held most.
@@ -62,7 +85,7 @@ class Row:
 
 
 def tabulate(
-    cells: Sequence[Cell],
+    cells: Sequence[Compared],
     samples: Collection[Sample],
     timings: Mapping[str, CellTiming],
     columns: Sequence[Column] = (ACCURACY,),
@@ -105,7 +128,13 @@ def to_json(rows: Sequence[Row]) -> list[dict[str, Any]]:
 
 def to_csv(rows: Sequence[Row]) -> str:
     """Rows as CSV: as `to_json`, estimates as three columns."""
-    return write_csv([flat(record) for record in to_json(rows)])
+    names = estimates_of(rows)
+    return write_csv([flat(record, names) for record in to_json(rows)])
+
+
+def estimates_of(rows: Sequence[Row]) -> set[str]:
+    """Names of what has an interval, in the records of rows."""
+    return {"difference", "length", *(name for row in rows for name in row.measured)}
 
 
 def write_csv(records: Sequence[Mapping[str, Any]]) -> str:
@@ -118,20 +147,26 @@ def write_csv(records: Sequence[Mapping[str, Any]]) -> str:
     return out.getvalue()
 
 
-def flat(record: Mapping[str, Any]) -> dict[str, Any]:
-    """A record whose estimates are three columns each: ``NAME``, ``NAME_low``, ``NAME_high``."""
+def flat(record: Mapping[str, Any], estimates: Collection[str]) -> dict[str, Any]:
+    """A record whose estimates are three columns each: ``NAME``, ``NAME_low``, ``NAME_high``.
+
+    Args:
+        record: The record.
+        estimates: Names of those, which may be ``None``.
+    """
     flat: dict[str, Any] = {}
     for name, value in record.items():
-        if isinstance(value, dict):
-            flat |= {name: value["value"], f"{name}_low": value["low"]}
-            flat[f"{name}_high"] = value["high"]
+        if name in estimates:
+            ends = value or {"value": None, "low": None, "high": None}
+            flat |= {name: ends["value"], f"{name}_low": ends["low"]}
+            flat[f"{name}_high"] = ends["high"]
         else:
             flat[name] = value
     return flat
 
 
 def _row(
-    cell: Cell,
+    cell: Compared,
     samples: Sequence[Sample],
     timing: CellTiming | None,
     reference: Sequence[Sample],
@@ -151,7 +186,7 @@ def _row(
         num_ungraded=sum(sample.ungraded is not None for sample in served),
         measured={column.name: column.estimate(samples) for column in columns},
         difference=None if samples is reference else _difference(columns[0], samples, reference),
-        length=mean([sample.num_tokens for sample in served]) if served else None,
+        length=LENGTH.estimate(samples),
         truncated=sum(sample.finish_reason == "length" for sample in served) / n,
         compactions=sum(sample.compactions for sample in served) / max(len(served), 1),
         peak_bytes=max((sample.peak_bytes for sample in served), default=0),

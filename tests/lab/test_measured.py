@@ -231,3 +231,16 @@ def test_the_divergence_is_that_of_the_distributions_one_by_one() -> None:
 def test_a_task_without_references_has_no_perplexity() -> None:
     with pytest.raises(TaskError, match="no reference texts"):
         load_task("perplexity:of=needle").items(1, seed=0)
+
+
+def test_a_text_that_two_seeds_ask_is_one_text() -> None:
+    once = [
+        sample(CELLS[0], i, values={LOSS: loss, NUM_SCORED: 10.0})
+        for i, loss in ((0, 5.0), (1, 9.0))
+    ]
+    twice = [*once, *(attrs.evolve(one, key=f"again {one.key}", seed=1) for one in once)]
+    for column in Perplexity().columns:
+        found, plain = column.estimate(twice), column.estimate(once)
+        assert found is not None
+        assert plain is not None
+        assert attrs.astuple(found) == pytest.approx(attrs.astuple(plain))

@@ -1,0 +1,195 @@
+"""Run folders as a sweep leaves them, made up: no model is run."""
+
+import hashlib
+import itertools
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+ACCURACY = {"name": "accuracy", "title": "right", "heading": "Accuracy", "is_share": True}
+FULL = ("full cache", None)
+
+# What is said of a sample beyond its place: given cell, item and attempt, fields to change.
+Says = Callable[[dict[str, Any], int, int], dict[str, Any]]
+
+
+def digest(*parts: object, length: int = 16) -> str:
+    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:length]
+
+
+def write_run(
+    folder: Path,
+    *,
+    name: str = "made-up",
+    models: Sequence[str] = ("reasoner",),
+    tasks: Sequence[str] = ("reasoner",),
+    seeds: Sequence[int] = (0,),
+    plans: Sequence[tuple[str, float | None]] = (FULL, ("H2O", 64), ("H2O", 96)),
+    n: int = 8,
+    attempts: int = 1,
+    says: Says = lambda cell, item, attempt: {},
+    timed: bool = True,
+    only_first: int | None = None,
+    **group_changes: Any,
+) -> Path:
+    """Write a run folder of format 2, with a sample for every item of every cell.
+
+    Args:
+        folder: Where it goes; it is made.
+        name: The run's name.
+        models: What is asked, by name.
+        tasks: What is asked of it.
+        seeds: With which seeds; there is a group for each model, task and seed.
+        plans: Series and budget of the plans; each gives a cell in every group.
+        n: Items of a group.
+        attempts: Attempts at each.
+        says: What a sample says, if not that it is right for even items.
+        timed: Whether cells have a timing.
+        only_first: How many samples are done; all if not given.
+        group_changes: Other values of fields of the groups.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    places = itertools.product(models, tasks, seeds)
+    groups = [_group(*place, n, attempts, **group_changes) for place in places]
+    cells = [_cell(group, series, budget) for group in groups for series, budget in plans]
+    by_id = {group["group"]: group for group in groups}
+    run = {"name": name, "version": "0.1.0", "groups": groups, "cells": cells}
+    session = {
+        "started": "2026-01-02T03:04:05+00:00",
+        "command": "kvpolicy ablate",
+        "versions": {"python": "3.11.0", "kvpolicy": "0.1.0"},
+        "workers": 1,
+        "threads": 1,
+        "cpus": 2,
+        "device": "cpu",
+    }
+    manifest = {"format": 2, "run": run, "sessions": [session]}
+    (folder / "manifest.json").write_text(json.dumps(manifest, indent=2), encoding="utf-8")
+    samples = [
+        sample(by_id[cell["group"]], cell, item, attempt, says(cell, item, attempt))
+        for cell in cells
+        for item in range(n)
+        for attempt in range(attempts)
+    ]
+    items = [item(group, i) for group in groups for i in range(n)]
+    write_lines(folder / "samples.jsonl", samples[:only_first])
+    write_lines(folder / "items.jsonl", items)
+    timings = [timing(cell, n * attempts) for cell in cells] if timed else []
+    write_lines(folder / "timings.jsonl", timings)
+    return folder
+
+
+def write_lines(path: Path, records: Sequence[dict[str, Any]]) -> None:
+    text = "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records)
+    path.write_text(text, encoding="utf-8")
+
+
+def _group(
+    model: str, task: str, seed: int, n: int, attempts: int, **changes: Any
+) -> dict[str, Any]:
+    group = {
+        "group": "",
+        "model": model,
+        "model_fingerprint": digest("model", model),
+        "device": "cpu",
+        "dtype": "float32",
+        "task": task,
+        "seed": seed,
+        "split": "test",
+        "n": n,
+        "attempts": attempts,
+        "prompt_hash": digest("prompts", task, seed, n),
+        "sampling": "greedy" if attempts == 1 else "temperature 0.6, top-p 0.95",
+        "temperature": 0.0 if attempts == 1 else 0.6,
+        "top_p": 1.0 if attempts == 1 else 0.95,
+        "max_new_tokens": 100,
+        "slots": 4,
+        "measure": "answers",
+        "columns": [ACCURACY],
+        **changes,
+    }
+    return {**group, "group": digest(*group.values())}
+
+
+def _cell(group: dict[str, Any], series: str, budget: float | None) -> dict[str, Any]:
+    stack = [{"policy": series.split()[0].lower()}]
+    buffer = None if budget is None else 16
+    layer = {"layer": 0, "stack": stack, "budget": budget, "buffer": buffer}
+    resolved = {"layers": [layer], "schedule": []}
+    plan = digest(resolved)
+    return {
+        "cell": digest(group["group"], plan),
+        "group": group["group"],
+        "series": series,
+        "budget": budget,
+        "buffer": buffer,
+        "knobs": {},
+        "plan": plan,
+        "resolved": resolved,
+    }
+
+
+def item(group: dict[str, Any], number: int) -> dict[str, Any]:
+    """Item ``number`` of a group, with a prompt of its own and two facets."""
+    return {
+        **{name: group[name] for name in ("group", "model", "task", "seed")},
+        "item": number,
+        "prompt": f"{group['task']} {group['seed']}: what is {number}?",
+        "answer": str(number),
+        "reference": None,
+        "facets": facets(number),
+    }
+
+
+def facets(number: int) -> dict[str, int | str]:
+    return {"depth": 3 + number % 2, "kind": "sums" if number < 4 else "chains"}
+
+
+def sample(
+    group: dict[str, Any],
+    cell: dict[str, Any],
+    number: int,
+    attempt: int = 0,
+    changes: dict[str, Any] | None = None,
+) -> dict[str, Any]:
+    """A finished sample, right if ``number`` is even."""
+    num_tokens = 20 + number
+    of_group = ("model_fingerprint", "task", "measure", "seed", "sampling", "max_new_tokens")
+    decisive = [group[name] for name in of_group]
+    return {
+        "key": digest(cell["plan"], *decisive, number, attempt, length=32),
+        "cell": cell["cell"],
+        **{name: group[name] for name in ("group", "model", "task", "seed")},
+        **{name: cell[name] for name in ("series", "budget", "buffer", "plan")},
+        "item": number,
+        "attempt": attempt,
+        "correct": number % 2 == 0,
+        "ungraded": None,
+        "finish_reason": "stop",
+        "error": None,
+        "prompt_len": 10,
+        "num_tokens": num_tokens,
+        "compactions": 0 if cell["budget"] is None else 2,
+        "rows_evicted": 0 if cell["budget"] is None else 32,
+        "peak_rows": 10 + num_tokens,
+        "peak_bytes": 1024 * (10 + num_tokens),
+        "prefill_s": 0.01,
+        "decode_s": 0.2,
+        "facets": facets(number),
+        "values": {},
+        "text": f"thinking about {number}\n\\boxed{{{number}}}",
+        **(changes or {}),
+    }
+
+
+def timing(cell: dict[str, Any], num_requests: int) -> dict[str, Any]:
+    return {
+        "cell": cell["cell"],
+        "num_requests": num_requests,
+        "new_tokens": 20 * num_requests,
+        "elapsed_s": 2.0,
+        "policy_s": 0.05,
+        "decode_s": 1.0,
+        "peak_kv_bytes": 1 << 20,
+    }
