@@ -8,6 +8,9 @@ import attrs
 
 from kvpolicy.errors import KVPolicyError
 from kvpolicy.lab.card import ModelCard
+from kvpolicy.lab.comparison import Comparison
+from kvpolicy.lab.estimate import Probe
+from kvpolicy.lab.grid import Cell
 from kvpolicy.lab.raystart import connect, start
 from kvpolicy.lab.rayworker import Setting, Worker
 from kvpolicy.lab.room import Room, words, words_of_nodes
@@ -98,24 +101,35 @@ class RayCluster:
 
     def describe(self, name: str) -> tuple[ModelCard, Any]:
         """Have a worker load a model and describe it; see `Shelf.describe`."""
+        answer = self._ask("describe", name)
+        self.hands[0].model = name
+        return answer
+
+    def probe(self, comparison: Comparison, cell: Cell, limit_s: float) -> Probe:
+        """Have a worker try a cell; see `kvpolicy.lab.estimate.probe`."""
+        return self._ask("probe", comparison, cell, limit_s)
+
+    def _ask(self, method: str, *arguments: Any) -> Any:
+        """Have the first worker that has begun answer something."""
         hand = self.hands[0] if self.hands else self.hire()
         while hand.host is None:
             self.wait([])
             hand = self.hands[0] if self.hands else self.hire()
         try:
-            found = self.ray.get(hand.actor.describe.remote(name))
+            answer = self.ray.get(getattr(hand.actor, method).remote(*arguments))
         except self.ray.exceptions.RayError as error:
             self.dismiss(hand)
+            if self.is_hopeless(error):
+                raise cannot_work(error) from error
             msg = (
-                f"the worker on {hand.host} that was to describe model '{name}' was lost "
+                f"the worker on {hand.host} that was to {method} a model was lost "
                 f"({type(error).__name__}), perhaps for lack of memory; give each worker more "
                 "of a machine."
             )
             raise KVPolicyError(msg) from error
-        if isinstance(found, Exception):
-            raise found
-        hand.model = name
-        return found
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
 
     def hire(self) -> Hand:
         """Ask for one worker more; it may have to wait for its place."""

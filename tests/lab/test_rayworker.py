@@ -14,6 +14,7 @@ from kvpolicy.discovery import register_file
 from kvpolicy.errors import KVPolicyError
 from kvpolicy.lab import setup
 from kvpolicy.lab.comparison import Comparison
+from kvpolicy.lab.estimate import Probe
 from kvpolicy.lab.pool import ItemDone, Job, JobDone
 from kvpolicy.lab.rayworker import Setting, Worker
 from kvpolicy.lab.serving import Server
@@ -69,6 +70,14 @@ def test_it_tells_what_a_server_here_would_tell(model_folder: Path) -> None:
             assert theirs.item == ours.item
             assert theirs.outcome.result.tokens == ours.outcome.result.tokens
             assert theirs.outcome.correct == ours.outcome.correct
+
+
+def test_it_tries_a_cell(model_folder: Path) -> None:
+    comparison = comparison_of(model_folder)
+    (cell,) = comparison.cells
+    found = Worker(setting()).probe(sent(comparison), cell, 60.0)
+    assert isinstance(found, Probe), found
+    assert (found.num_finished, found.problem) == (2, None)
 
 
 @pytest.mark.parametrize("task", ["agreement", "perplexity", "needle", "reasoner-verbose"])
