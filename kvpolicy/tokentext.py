@@ -3,7 +3,7 @@
 A tokenizer is asked once. Tables are kept as long as the tokenizer is, one for each device.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -11,6 +11,11 @@ import torch
 from torch import Tensor
 
 from kvpolicy.errors import KVPolicyError
+
+# What a tokenizer shows for a character whose bytes are not all there yet.
+UNFINISHED = "\ufffd"
+# Bytes of one character, and as many tokens where each is one byte.
+_MOST_TOKENS_OF_A_CHARACTER = 4
 
 _texts: WeakKeyDictionary[Any, tuple[str, ...]] = WeakKeyDictionary()
 _tables: WeakKeyDictionary[Any, dict[tuple[str, ...], Tensor]] = WeakKeyDictionary()
@@ -40,6 +45,45 @@ def token_texts(tokenizer: Any) -> tuple[str, ...]:
         ids = [[i] for i in range(len(tokenizer))]
         _texts[tokenizer] = tuple(tokenizer.batch_decode(ids, skip_special_tokens=False))
     return _texts[tokenizer]
+
+
+def texts_in_context(tokenizer: Any, token_ids: Sequence[int]) -> list[str]:
+    """What each token adds to the text of those before it, special tokens included.
+
+    Some tokenizers put spaces by context, and some characters take several tokens: these are
+    said by the last of them, and the others say nothing.
+
+    Args:
+        tokenizer: A Hugging Face tokenizer.
+        token_ids: The tokens.
+
+    Returns:
+        One text for each token; one after another they are the whole text.
+    """
+
+    def decode(ids: Sequence[int]) -> str:
+        text: str = tokenizer.decode(ids, skip_special_tokens=False)
+        return text
+
+    alone = {token: decode([token]) for token in set(token_ids)}
+    texts = [alone[token] for token in token_ids]
+    # Mostly nothing depends on context, and tokens come again and again.
+    return texts if "".join(texts) == decode(token_ids) else _one_by_one(decode, token_ids)
+
+
+def _one_by_one(decode: Callable[[Sequence[int]], str], token_ids: Sequence[int]) -> list[str]:
+    """Decode each token with those before it, as far back as it takes to know the spaces."""
+    texts: list[str] = []
+    context = said = 0  # the first token that is decoded once more; tokens whose text is known
+    for end in range(1, len(token_ids) + 1):
+        text = decode(token_ids[context:end])
+        is_last = end == len(token_ids) or end - said == _MOST_TOKENS_OF_A_CHARACTER
+        if text.endswith(UNFINISHED) and not is_last:
+            texts.append("")
+            continue
+        texts.append(text[len(decode(token_ids[context:said])) :])
+        context, said = said, end
+    return texts
 
 
 def tokens_containing(tokenizer: Any, text: str, device: torch.device | None = None) -> Tensor:

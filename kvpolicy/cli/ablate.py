@@ -8,6 +8,7 @@ and ``table`` the list that is also in ``table.json``; with ``--dry-run``, the f
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
+import attrs
 import typer
 
 from kvpolicy.cli import sweepoptions
@@ -86,6 +87,12 @@ def ablate(
     by: Annotated[
         str | None, typer.Option(metavar="FACET", help="Show the table by difficulty, too.")
     ] = None,
+    record: Annotated[
+        int,
+        typer.Option(
+            min=0, help="Items of each cell, from the first, whose kept tokens are recorded."
+        ),
+    ] = 2,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Tell what there is to do and how long it may take.")
     ] = False,
@@ -140,6 +147,7 @@ def ablate(
             chosen, place, overrides=overrides or [], execute_code=execute_code
         )
         setup.check_facet(comparison, by)
+        comparison = attrs.evolve(comparison, record=record)
         num_workers = place.num_workers(comparison)
         folder = output or setup.default_folder(comparison)
         if dry_run:

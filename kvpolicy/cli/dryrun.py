@@ -8,8 +8,9 @@ from kvpolicy.cli.console import terminal_width, write, write_json
 
 if TYPE_CHECKING:
     from kvpolicy.lab.comparison import Comparison
-    from kvpolicy.lab.estimate import Estimate, Probe, Seconds
+    from kvpolicy.lab.estimate import Estimate
     from kvpolicy.lab.places import Place
+    from kvpolicy.lab.probe import Probe, Seconds
 
 
 def tell(
@@ -30,7 +31,8 @@ def tell(
     import attrs
 
     from kvpolicy.cli.progress import open_progress
-    from kvpolicy.lab.estimate import estimate, limit_s_of, representatives
+    from kvpolicy.lab.estimate import estimate
+    from kvpolicy.lab.probe import limit_s_of, representatives
     from kvpolicy.lab.store import done_keys
 
     done = done_keys(folder, comparison.to_dict())

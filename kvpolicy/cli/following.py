@@ -52,6 +52,12 @@ def _say_what_is_done(comparison: "Comparison", store: "Store", num_left: int) -
         say(f"going on in {store.folder}: {total - num_left} of {total} samples are there.")
     else:
         say(f"{len(comparison.cells)} cells, {total} samples, into {store.folder}.")
+    unrecorded = comparison.num_unrecorded(store.samples, store.recorded)
+    if unrecorded:
+        say(
+            f"{unrecorded} samples of --record {comparison.record} were done without a record of "
+            "what was kept, and have none; another --output makes them anew."
+        )
 
 
 def _do(comparison: "Comparison", store: "Store", pool: "Pool") -> None:

@@ -6,11 +6,11 @@ import attrs
 
 from kvpolicy.lab.card import Describes, ModelCard
 from kvpolicy.lab.comparison import Comparison
-from kvpolicy.lab.estimate import Probe, probe
 from kvpolicy.lab.grid import Cell
 from kvpolicy.lab.local import Local, num_workers
 from kvpolicy.lab.onray import RayPool
 from kvpolicy.lab.pool import Pool
+from kvpolicy.lab.probe import Probe, probe
 from kvpolicy.lab.raycluster import RayCluster
 from kvpolicy.lab.shelf import Shelf
 
@@ -19,7 +19,7 @@ class Place(Describes, Protocol):
     """Somewhere with models, and with workers that do jobs with them."""
 
     def probe(self, comparison: Comparison, cell: Cell, limit_s: float) -> Probe:
-        """Try a cell for some seconds; see `kvpolicy.lab.estimate.probe`."""
+        """Try a cell for some seconds; see `kvpolicy.lab.probe.probe`."""
 
     def num_workers(self, comparison: Comparison) -> int:
         """Workers side by side."""

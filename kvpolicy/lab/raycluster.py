@@ -9,8 +9,8 @@ import attrs
 from kvpolicy.errors import KVPolicyError
 from kvpolicy.lab.card import ModelCard
 from kvpolicy.lab.comparison import Comparison
-from kvpolicy.lab.estimate import Probe
 from kvpolicy.lab.grid import Cell
+from kvpolicy.lab.probe import Probe
 from kvpolicy.lab.raystart import connect, start
 from kvpolicy.lab.rayworker import Setting, Worker
 from kvpolicy.lab.room import Room, words, words_of_nodes
@@ -106,7 +106,7 @@ class RayCluster:
         return answer
 
     def probe(self, comparison: Comparison, cell: Cell, limit_s: float) -> Probe:
-        """Have a worker try a cell; see `kvpolicy.lab.estimate.probe`."""
+        """Have a worker try a cell; see `kvpolicy.lab.probe.probe`."""
         return self._ask("probe", comparison, cell, limit_s)
 
     def _ask(self, method: str, *arguments: Any) -> Any:

@@ -147,7 +147,7 @@ def _groups(
     asked = {pair: _items(preset, tasks[pair[0]], *pair) for pair in {one[1:] for one in asked_of}}
     groups = {}
     # The first model comes last: it is run first, and need not be loaded again then.
-    for name in reversed(preset.models):
+    for name in reversed(dict.fromkeys(preset.models)):
         card, tokenizer = models.describe(name)
         for task, seed in [one[1:] for one in asked_of if one[0] == name]:
             groups[name, task, seed] = Group(

@@ -9,7 +9,7 @@ from math import ceil
 import attrs
 
 from kvpolicy.errors import KVPolicyError
-from kvpolicy.lab.pool import ItemDone, Job, JobDone, News
+from kvpolicy.lab.pool import Job, JobDone, News
 from kvpolicy.results import RunReport
 
 _SHARDS_PER_WORKER = 3  # so that the last ones end at about the same time
@@ -102,7 +102,7 @@ class Ledger:
             return []
         shard.left.remove(news.item)
         shard.losses = 0
-        return [ItemDone(shard.job, news.item, news.outcome)]
+        return [attrs.evolve(news, job=shard.job)]
 
     def lose(self, shard: Shard) -> list[News]:
         """Put back what a lost worker has not told of.

@@ -6,10 +6,19 @@ import weakref
 import pytest
 import torch
 from tiny import bpe_tokenizer, byte_tokenizer, tiny_tokenizer
+from tokenizers import Tokenizer, decoders
+from tokenizers.models import WordLevel
+from transformers import PreTrainedTokenizerFast
 
 from kvpolicy.errors import KVPolicyError
 from kvpolicy.lab.reasoner.tokenizer import build_tokenizer
-from kvpolicy.tokentext import look_up, token_texts, tokens_containing, tokens_equal
+from kvpolicy.tokentext import (
+    look_up,
+    texts_in_context,
+    token_texts,
+    tokens_containing,
+    tokens_equal,
+)
 
 
 def test_paragraph_tokens_are_those_whose_vocabulary_string_has_two_line_breaks() -> None:
@@ -28,6 +37,38 @@ def test_every_id_has_its_text() -> None:
     assert [texts[i] for i in tokenizer("a b).\n\n<think>")["input_ids"]] == [
         *("a", " ", "b", ").\n\n", "<think>")
     ]
+
+
+@pytest.mark.parametrize("text", ["a b\n", "größer als €", "3 of 🙂🙂 ok", "\ufffd é", ""])
+def test_texts_in_context_are_the_text_and_characters_are_said_once_they_are_whole(
+    text: str,
+) -> None:
+    for tokenizer in (byte_tokenizer(), bpe_tokenizer()):
+        ids = tokenizer(text)["input_ids"]
+        texts = texts_in_context(tokenizer, ids)
+        assert len(texts) == len(ids)
+        assert "".join(texts) == text
+        is_bytes = tokenizer.vocab_size == 256
+        assert all(len(one) <= 1 or "\ufffd" in one for one in texts if is_bytes)
+
+
+def test_texts_in_context_have_the_spaces_that_a_token_alone_has_not() -> None:
+    tokenizer = Tokenizer(WordLevel({"▁two": 0, "▁three": 1, "s": 2}, unk_token="s"))
+    tokenizer.decoder = decoders.Metaspace()
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, clean_up_tokenization_spaces=False
+    )
+    assert token_texts(tokenizer)[1] == "three"
+    assert texts_in_context(tokenizer, [0, 2, 1]) == ["two", "s", " three"]
+
+
+def test_bytes_that_are_no_text_hold_nothing_up() -> None:
+    tokenizer = byte_tokenizer()
+    half = tokenizer("é")["input_ids"][:1]
+    a = tokenizer("a")["input_ids"]
+    texts = texts_in_context(tokenizer, [*half * 9, *a])
+    assert texts[-1].endswith("a")
+    assert "".join(texts) == "\ufffd" * 9 + "a"
 
 
 @pytest.mark.parametrize("text", ["<think>", "</think>"])

@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from lab_samples import CELLS, sample
 
-from kvpolicy.lab.plots import _apart, save_plots
+from kvpolicy.lab.drawing import apart
+from kvpolicy.lab.plots import save_plots
 from kvpolicy.lab.table import Row, tabulate
 
 FULL, SMALL = tabulate(CELLS, [sample(cell, 0, num_tokens=9) for cell in CELLS], {})
@@ -49,7 +50,7 @@ def test_the_same_rows_give_the_same_picture(tmp_path: Path) -> None:
 
 @given(st.lists(st.floats(0, 100), max_size=8).map(sorted), st.floats(0.1, 20))
 def test_names_are_moved_apart_and_stay_in_order(heights: list[float], gap: float) -> None:
-    places = _apart(heights, gap)
+    places = apart(heights, gap)
     assert len(places) == len(heights)
     for below, above in pairwise(places):
         assert above - below >= gap - 1e-9
@@ -57,4 +58,4 @@ def test_names_are_moved_apart_and_stay_in_order(heights: list[float], gap: floa
 
 @given(st.lists(st.integers(0, 100), unique=True, max_size=8).map(sorted))
 def test_names_with_room_stay_where_they_are(heights: list[int]) -> None:
-    assert _apart(heights, 1.0) == pytest.approx(heights)
+    assert apart(heights, 1.0) == pytest.approx(heights)

@@ -14,8 +14,8 @@ from kvpolicy.discovery import register_file
 from kvpolicy.errors import KVPolicyError
 from kvpolicy.lab import setup
 from kvpolicy.lab.comparison import Comparison
-from kvpolicy.lab.estimate import Probe
 from kvpolicy.lab.pool import ItemDone, Job, JobDone
+from kvpolicy.lab.probe import Probe
 from kvpolicy.lab.rayworker import Setting, Worker
 from kvpolicy.lab.serving import Server
 from kvpolicy.lab.shelf import Shelf
@@ -34,7 +34,9 @@ class Sent:
 
 def comparison_of(model: Path, policies: str = "full", task: str = "reasoner") -> Comparison:
     preset = setup.choose(None, policies=policies.split(","), budgets=[12], buffer=6)
-    preset = attrs.evolve(preset, model=str(model), task=task, n=3, slots=2, max_new_tokens=20)
+    preset = attrs.evolve(
+        preset, models=(str(model),), tasks=(task,), n=3, slots=2, max_new_tokens=20
+    )
     return setup.prepare(preset, Shelf())
 
 

@@ -2,11 +2,13 @@
 
 import random
 
+import attrs
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from kvpolicy.errors import KVPolicyError
+from kvpolicy.lab.kept import KeptRows
 from kvpolicy.lab.measures import Outcome
 from kvpolicy.lab.pool import ItemDone, Job, JobDone, News
 from kvpolicy.lab.shards import Ledger, Shard
@@ -80,6 +82,15 @@ def test_whoever_is_lost_every_item_is_told_once_and_every_job_ends_once(
         in_one_go = pieces[job.cell] == 1 and job.cell not in lost
         assert (mine[-1].report is not None) == in_one_go
     assert {one.job for one in news} == set(jobs)
+
+
+def test_what_a_worker_recorded_is_handed_on() -> None:
+    job, kept = Job("c", (0, 1, 2, 3)), KeptRows(1, ["a"], [])
+    ledger = ledger_of([job], workers=2)
+    shard = take(ledger)
+    place = shard.as_job().items[0]
+    news = attrs.evolve(told(shard.as_job(), place), kept=kept)
+    assert ledger.hear(shard, news) == [attrs.evolve(news, job=job)]
 
 
 def test_a_single_worker_is_given_whole_jobs() -> None:

@@ -10,47 +10,20 @@ import attrs
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from lab_comparisons import BASE, Catalogue, prepared
 
 from kvpolicy.errors import KVPolicyError, PlanError
 from kvpolicy.lab.ablate import SampleDone, run
-from kvpolicy.lab.card import ModelCard
 from kvpolicy.lab.comparison import Comparison
 from kvpolicy.lab.measures import Outcome
 from kvpolicy.lab.pool import ItemDone, Job, JobDone, News
-from kvpolicy.lab.presets import Preset, load_preset, series_of_stack
+from kvpolicy.lab.presets import load_preset, series_of_stack
 from kvpolicy.lab.setup import prepare
 from kvpolicy.lab.store import Store
 from kvpolicy.lab.sweep import points
 from kvpolicy.results import Result, RunReport
 
-BASE = Preset(
-    models=("a",),
-    tasks=("reasoner",),
-    n=2,
-    max_new_tokens=9,
-    slots=2,
-    budgets=(48,),
-    buffer=8,
-    series=(series_of_stack("full"), series_of_stack("rkv"), series_of_stack("streaming")),
-    name="mine",
-)
 MIX, WINDOW = "rkv.mix_lambda", "rkv.window_size"
-
-
-class Catalogue:
-    """Models of which nothing but their descriptions exist; those named alike are alike."""
-
-    def __init__(self) -> None:
-        self.asked: list[str] = []
-
-    def describe(self, name: str) -> tuple[ModelCard, Any]:
-        self.asked.append(name)
-        same = name.rstrip("'")
-        return ModelCard(name, f"weights of {same}", "cpu", "float32", 2, 1000), None
-
-
-def prepared(**changes: Any) -> Comparison:
-    return prepare(attrs.evolve(BASE, **changes), Catalogue())
 
 
 def described(comparison: Comparison) -> list[tuple[object, ...]]:
@@ -368,6 +341,12 @@ def test_a_list_of_one_entry_is_written_as_the_entry(tmp_path: Path) -> None:
     plain = single.replace('models = ["a"]', 'model = "a"').replace('tasks = ["t"]', 'task = "t"')
     plain = plain.replace("seeds = [3]", "seed = 3").replace("budgets = [16]", "budgets = 16")
     assert load_preset(written(tmp_path, plain)) == load_preset(written(tmp_path, single))
+
+
+def test_a_knob_need_not_be_quoted(tmp_path: Path) -> None:
+    quoted = load_preset(written(tmp_path, SWEEP))
+    plain = SWEEP.replace('"rkv.mix_lambda"', "rkv.mix_lambda")
+    assert load_preset(written(tmp_path, plain)) == quoted
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,1 @@
+"""The report of runs: one page that opens anywhere, without a network."""

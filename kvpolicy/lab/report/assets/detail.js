@@ -1,0 +1,61 @@
+// One sample: what was asked, and what one or two cells made of it.
+
+import { button, fill, h, visible } from "./dom.js";
+import { bytes, number, plural, words } from "./figures.js";
+import { sampleOf } from "./data.js";
+import { glyph } from "./marks.js";
+import { legend, parting, trace } from "./trace.js";
+import { verdict } from "./verdict.js";
+import { kept } from "./keptpart.js";
+
+/** Show an entry of a group in a place. `step(by)` goes to a neighbour. */
+export async function detail(place, group, state, entry, texts, step) {
+  const attempt = entry % group.attempts;
+  const item = group.items[Math.floor(entry / group.attempts)];
+  const cells = [state.a, state.b].filter((cell) => cell !== null).map((cell) => group.cells[cell]);
+  const answers = cells.map((cell) => texts.cells[cell.number]?.[attempt] || null);
+  const parted = answers.length === 2 && answers[0] && answers[1] ? parting(answers[0].pieces, answers[1].pieces) : null;
+  const columns = cells.map((cell, i) => column(group, cell, entry, answers[i], state.query, parted));
+  const view = h("section", { class: "kept" });
+  const same = answers.length === 2 && answers[0] && answers[1] && parted === null;
+  const note = same ? h("p", { class: "note" }, "The two texts are the same.") : null;
+  fill(place, head(group, item, attempt, texts, step), asked(texts, state.query), legend(group), note, h("div", { class: `traces of-${cells.length}` }, columns), view);
+  await kept(view, group, cells, entry);
+}
+
+function head(group, item, attempt, texts, step) {
+  const attempts = group.attempts > 1 ? `, attempt ${attempt + 1} of ${group.attempts}` : "";
+  const facets = group.facets.filter((f) => f.name in item.facets).map((f) => h("span", { class: "pill" }, visible(`${f.name} ${f.values[item.facets[f.name]]}`)));
+  const answer = texts.answer ? h("p", { class: "expected" }, "Right answer: ", h("bdi", {}, visible(texts.answer))) : null;
+  const steps = h("span", { class: "steps" }, button("\u2191 before", () => step(-1), { class: "quiet", "aria-label": "Sample before" }), button("\u2193 next", () => step(1), { class: "quiet", "aria-label": "Next sample" }));
+  return h("header", {}, h("h3", {}, `Item ${number(item.item)}${attempts} `, facets), steps, answer);
+}
+
+function asked(texts, query) {
+  const parts = [h("details", { class: "asked", open: true }, h("summary", {}, "Prompt"), trace(texts.prompt, query))];
+  if (texts.reference) parts.push(h("details", { class: "asked" }, h("summary", {}, "Reference"), trace(texts.reference, query)));
+  return parts;
+}
+
+function column(group, cell, entry, answer, query, parted) {
+  const sample = sampleOf(cell, entry);
+  const { mark, words: said, kind } = verdict(sample);
+  const title = h("h4", {}, glyph(cell), h("bdi", {}, visible(cell.label)));
+  const badge = h("p", { class: "badge" }, h("span", { class: `verdict ${kind}`, "aria-hidden": "true" }, mark), ` ${said}`);
+  if (!sample || !answer) return h("article", { class: "trace-column" }, title, h("p", { class: "empty" }, "This cell has no such sample."));
+  const problems = [answer.error, answer.ungraded].filter(Boolean).map((text) => h("p", { class: "problem" }, visible(text)));
+  return h("article", { class: "trace-column", "aria-label": `Trace of ${visible(cell.label)}` }, title, badge, facts(group, sample, answer), problems, trace(answer.pieces, query, parted));
+}
+
+function facts(group, sample, answer) {
+  const values = Object.entries(answer.values).map(([name, value]) => `${visible(name)} ${words({}, value)}`);
+  const speed = sample.seconds > 0 ? [`${number(Math.round(sample.tokens / sample.seconds))} tokens/s`] : [];
+  const parts = [
+    `${plural(sample.prompt, "prompt token")}, ${plural(sample.tokens, "new token")}`,
+    `${plural(sample.compactions, "compaction")}, ${plural(sample.evicted, "row")} evicted`,
+    `at most ${bytes(sample.bytes)} of keys and values`,
+    ...speed,
+    ...values,
+  ];
+  return h("ul", { class: "facts-line" }, parts.map((part) => h("li", {}, part)));
+}

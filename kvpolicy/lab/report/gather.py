@@ -1,0 +1,206 @@
+"""Runs put together: groups that occur in several of them are one group."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
+
+import attrs
+
+from kvpolicy.errors import ResultsError
+from kvpolicy.lab.archive import RunFolder
+from kvpolicy.lab.pooled import PooledCell, pool
+from kvpolicy.lab.records import Cell, Group
+from kvpolicy.lab.samples import CellTiming, ItemRecord, Sample
+
+
+@attrs.frozen
+class CellView:
+    """A cell and all that is known of it.
+
+    Attributes:
+        cell: The cell.
+        samples: What is done of it, by item and attempt, in their order.
+        timing: What it cost; ``None`` if it was not run in one go.
+        label: Its name: no other cell of the group has the same.
+    """
+
+    cell: Cell
+    samples: tuple[Sample, ...] = attrs.field(repr=False)
+    timing: CellTiming | None
+    label: str
+
+    @property
+    def id(self) -> str:
+        """What its samples call it."""
+        return self.cell.cell
+
+    @property
+    def series(self) -> str:
+        """Which line of a plot it is a point of."""
+        return self.cell.series
+
+    @property
+    def budget(self) -> float | None:
+        """Rows that stay after a compaction; ``None`` if everything stays."""
+        return self.cell.budget
+
+    @property
+    def buffer(self) -> float | None:
+        """Rows that may join before the next compaction; ``None`` likewise."""
+        return self.cell.buffer
+
+    @property
+    def digest(self) -> str:
+        """Digest of the resolved plan."""
+        return self.cell.plan
+
+    @cached_property
+    def by_item(self) -> dict[int, list[Sample]]:
+        """The samples of each item, rising."""
+        found: dict[int, list[Sample]] = {}
+        for sample in self.samples:
+            found.setdefault(sample.item, []).append(sample)
+        return found
+
+
+@attrs.frozen
+class GroupView:
+    """A group with its cells, from whichever run they come.
+
+    Attributes:
+        group: The group, or the first of several that differ in their seed.
+        seeds: Its seed, or theirs.
+        cells: Those of its cells that have samples.
+        items: What they are asked, by number.
+        num_expected: Samples there will be when all runs are complete.
+    """
+
+    group: Group
+    seeds: tuple[int, ...]
+    cells: list[CellView]
+    items: Mapping[int, ItemRecord] = attrs.field(repr=False)
+    num_expected: int
+
+    @property
+    def is_pooled(self) -> bool:
+        """Whether several seeds are taken together."""
+        return len(self.seeds) > 1
+
+    @cached_property
+    def numbers(self) -> list[int]:
+        """The items that any cell has a sample of, rising."""
+        return sorted({item for cell in self.cells for item in cell.by_item})
+
+    @cached_property
+    def samples(self) -> list[Sample]:
+        """The samples of all cells."""
+        return [sample for cell in self.cells for sample in cell.samples]
+
+
+def gather(runs: Sequence[RunFolder]) -> list[GroupView]:
+    """Put runs together.
+
+    Args:
+        runs: The runs. A cell that several have has the samples of all of them.
+
+    Returns:
+        The groups with at least one sample, in the order of the runs. Groups that differ in
+        nothing but their seed come after one that takes them together.
+
+    Raises:
+        ResultsError: No run has a sample, or one is damaged.
+    """
+    groups = {name: group for run in runs for name, group in run.groups.items()}
+    single = [view for group in groups.values() if (view := _group(group, runs)).cells]
+    if not single:
+        names = ", ".join(str(run.path) for run in runs)
+        msg = f"{names}: no sample is done yet; there is something to show when the first one is."
+        raise ResultsError(msg)
+    found: list[GroupView] = []
+    for cells in _blocks(runs):
+        together = _pooled(cells)
+        if together.is_pooled:
+            found.append(together)
+        ids = {name for one in cells for name in one.cells}
+        found += [view for view in single if any(cell.id in ids for cell in view.cells)]
+    return found
+
+
+def pooled(runs: Sequence[RunFolder]) -> list[GroupView]:
+    """Put runs together, and seeds as well.
+
+    Args:
+        runs: The runs.
+
+    Returns:
+        A group for each model and task, asked in the same way; without samples, none.
+    """
+    return [_pooled(cells) for cells in _blocks(runs)]
+
+
+def _blocks(runs: Sequence[RunFolder]) -> list[list[PooledCell]]:
+    """Pooled cells with samples, those together that were asked the same in the same way."""
+    blocks: dict[object, list[PooledCell]] = {}
+    for cell in pool(runs):
+        if cell.samples:
+            blocks.setdefault(cell.block, []).append(cell)
+    return list(blocks.values())
+
+
+def _pooled(cells: Sequence[PooledCell]) -> GroupView:
+    views = [
+        CellView(one.cell, tuple(sorted(one.samples, key=_place)), one.timing, label)
+        for one, label in zip(cells, _labels([one.cell for one in cells]), strict=True)
+    ]
+    seeds = tuple(sorted({sample.seed for one in cells for sample in one.samples}))
+    items = {number: item for one in cells for number, item in one.items.items()}
+    return GroupView(cells[0].group, seeds, views, items, sum(one.num_expected for one in cells))
+
+
+def _group(group: Group, runs: Sequence[RunFolder]) -> GroupView:
+    cells: dict[str, Cell] = {}
+    samples: dict[str, dict[str, Sample]] = {}
+    items: dict[int, ItemRecord] = {}
+    timings: dict[str, CellTiming] = {}
+    for run in runs:
+        mine = {name: cell for name, cell in run.cells.items() if cell.group == group.group}
+        cells |= mine
+        for name in mine:
+            its_samples = {sample.key: sample for sample in run.samples_of[name]}
+            samples[name] = samples.get(name, {}) | its_samples
+        items |= {one.item: one for one in run.items.values() if one.group == group.group}
+        timings |= run.timings
+    done = [cell for name, cell in cells.items() if samples[name]]
+    views = [
+        CellView(
+            cell=cell,
+            samples=tuple(sorted(samples[cell.cell].values(), key=_place)),
+            timing=timings.get(cell.cell),
+            label=label,
+        )
+        for cell, label in zip(done, _labels(done), strict=True)
+    ]
+    expected = len(cells) * group.n * group.attempts
+    return GroupView(group, (group.seed,), views, items, expected)
+
+
+def _place(sample: Sample) -> tuple[int, int]:
+    return sample.item, sample.attempt
+
+
+def _labels(cells: Sequence[Cell]) -> list[str]:
+    """A name for each cell: as much as is needed to tell them apart."""
+    ways = [
+        [_short(cell) for cell in cells],
+        [" ".join([_short(cell), *_knobs(cell)]) for cell in cells],
+        [f"{_short(cell)} buffer {cell.buffer}" for cell in cells],
+        [f"{_short(cell)} {cell.plan}" for cell in cells],
+    ]
+    return next((names for names in ways if len(set(names)) == len(names)), ways[-1])
+
+
+def _short(cell: Cell) -> str:
+    return cell.series if cell.budget is None else f"{cell.series} {cell.budget:g}"
+
+
+def _knobs(cell: Cell) -> Iterable[str]:
+    return (f"{name}={value}" for name, value in cell.knobs.items())

@@ -1,0 +1,73 @@
+"""Records of kept rows, read from the folders of runs and packed as far as there is room."""
+
+import json
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from kvpolicy.errors import ResultsError
+from kvpolicy.lab.archive import RunFolder
+from kvpolicy.lab.kept import Kept
+from kvpolicy.lab.report.gather import GroupView
+from kvpolicy.lab.report.keptpacking import PackedKept, pack_kept
+
+_FILE = "kept.jsonl"
+
+
+def pack_recorded(
+    runs: Sequence[RunFolder], views: Sequence[GroupView], most_bytes: int
+) -> PackedKept:
+    """Pack what was recorded of samples that a page shows.
+
+    Args:
+        runs: Where to look.
+        views: What the page shows.
+        most_bytes: What the records may take.
+
+    Raises:
+        ResultsError: A record is damaged.
+    """
+    keys = {sample.key for view in views if not view.is_pooled for sample in view.samples}
+    found = {kept.key: kept for run in runs for kept in _read(run) if kept.key in keys}
+    return pack_kept(found.values(), most_bytes)
+
+
+def name_records(
+    views: Sequence[GroupView],
+    groups: Sequence[dict[str, Any]],
+    packed: PackedKept,
+    first_block: int,
+) -> list[str]:
+    """Tell each cell which blocks have its records: by place of the item and attempt.
+
+    Args:
+        views: The groups.
+        groups: What the page says of them; is added to.
+        packed: The records.
+        first_block: Number that the first of them gets.
+
+    Returns:
+        The blocks, in the order of their numbers.
+    """
+    numbers = {key: first_block + i for i, key in enumerate(packed.blocks)}
+    for view, group in zip(views, groups, strict=True):
+        places = {number: place for place, number in enumerate(view.numbers)}
+        for cell, content in zip(view.cells, group["cells"], strict=True):
+            content["kept"] = {
+                str(places[sample.item] * group["attempts"] + sample.attempt): numbers[sample.key]
+                for sample in cell.samples
+                if sample.key in numbers and not view.is_pooled
+            }
+    return list(packed.blocks.values())
+
+
+def _read(run: RunFolder) -> Iterator[Kept]:
+    """The records of a run; a last line without its end is one that is being written."""
+    path = run.path / _FILE
+    if not path.exists():
+        return
+    for number, line in enumerate(path.read_bytes().split(b"\n")[:-1], 1):
+        try:
+            yield Kept.from_dict(json.loads(line))
+        except ValueError as error:
+            msg = f"{path}, line {number}, is damaged: it is not JSON; delete that line."
+            raise ResultsError(msg) from error

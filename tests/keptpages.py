@@ -1,0 +1,108 @@
+"""Pages that hold the kept-token view and nothing else, and what it should say, in plain loops."""
+
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvpolicy.lab.report.bundle import bundle
+
+_ASSETS = files("kvpolicy.lab.report") / "assets"
+_MAIN = """import { keptView } from "./kept.js";
+import { chosen, readKept, survival, timesOf, unpack } from "./keptdata.js";
+window.kept = { chosen, keptView, readKept, survival, timesOf, unpack };
+"""
+_PAGE = """<!doctype html>
+<html lang="en"><head><meta charset="utf-8"><title>kept</title>
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<link rel="icon" href="data:,"><style>{style}</style></head>
+<body><main><div id="view"></div></main><script>{program}</script></body></html>
+"""
+
+
+def empty_page() -> str:
+    """The program and its style; nothing is shown yet."""
+    style = "\n".join((_ASSETS / f"{name}.css").read_text() for name in ("page", "kept"))
+    read = lambda name: _MAIN if name == "dev" else (_ASSETS / f"{name}.js").read_text()  # noqa: E731
+    return _PAGE.format(style=style, program=bundle("dev", read))
+
+
+@contextmanager
+def browser_of_tests() -> Iterator[Any]:
+    """Chromium, without a window; the tests are skipped where there is none."""
+    api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+    names = ("chromium", "chromium-browser", "google-chrome")
+    found = next(filter(None, map(shutil.which, names)), None)
+    if found is None:
+        pytest.skip("there is no Chromium on this machine")
+    with api.sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=found, args=["--no-sandbox"])
+        yield browser
+        browser.close()
+
+
+class Shown:
+    """A page with records in it."""
+
+    def __init__(self, browser: Any, folder: Path, **options: Any) -> None:
+        self.complaints: list[str] = []
+        self._context = browser.new_context(**options)
+        self.page = self._context.new_page()
+        self.page.on("console", lambda message: self.complaints.append(message.text))
+        self.page.on("pageerror", lambda error: self.complaints.append(str(error)))
+        file = folder / "kept.html"
+        file.write_text(empty_page(), encoding="utf-8")
+        self.page.goto(file.as_uri())
+
+    def show(self, records: list[dict[str, Any]], **options: Any) -> None:
+        options.setdefault("labels", [f"policy {i}" for i in range(len(records))])
+        call = "([r, o]) => { window.view = kept.keptView(document.querySelector('#view'), r, o) }"
+        self.page.evaluate(call, [records, options])
+
+    def choose(self, **choice: Any) -> dict[str, Any]:
+        state: dict[str, Any] = self.page.evaluate("c => (view.show(c), view.state())", choice)
+        return state
+
+    def state(self) -> dict[str, Any]:
+        state: dict[str, Any] = self.page.evaluate("view.state()")
+        return state
+
+    def tokens(self, panel: int) -> list[tuple[str, str, str]]:
+        """Text, level and number of heads of every token of a panel."""
+        script = """n => [...document.querySelectorAll('.kept-panel')[n]
+            .querySelectorAll('.kept-text .kept-token')]
+            .map(one => [one.textContent, one.dataset.level, one.dataset.heads])"""
+        return [tuple(one) for one in self.page.evaluate(script, panel)]
+
+    def close(self) -> None:
+        assert self.complaints == []
+        self._context.close()
+
+
+def held_by(record: dict[str, Any], layer: int | None, head: int | None, time: int) -> list[int]:
+    """For each token the heads that hold it when there are so many tokens: the format's rule."""
+    counts = [0] * len(record["tokens"])
+    for one in record["layers"]:
+        if layer is not None and one["layer"] != layer:
+            continue
+        done = len([at for at in one["at"] if at <= time])
+        for number, left_at in enumerate(one["left_at"]):
+            for p, left in enumerate(left_at):
+                is_there = p < time and p < len(left_at) - 1 and (left == -1 or left >= done)
+                is_seen = one["window"] is None or p > time - one["window"]
+                counts[p] += is_there and is_seen and head in (None, number)
+    return counts
+
+
+def times_of(records: list[dict[str, Any]], layer: int | None) -> list[int]:
+    """The steps: compactions of the chosen layers, and the ends."""
+    found = {max(len(record["tokens"]) - 1, 0) for record in records}
+    for record in records:
+        for one in record["layers"]:
+            if layer is None or one["layer"] == layer:
+                found.update(one["at"])
+    return sorted(found)
