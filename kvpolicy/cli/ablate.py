@@ -135,10 +135,9 @@ def ablate(
         slots=slots,
         max_new_tokens=max_new_tokens,
     )
-    shelf = Shelf(dtype=dtype, device=device, trust_remote_code=trust_remote_code)
     with open_place(
         on,
-        shelf,
+        Shelf(dtype=dtype, device=device, trust_remote_code=trust_remote_code),
         address=ray_address,
         workers=workers,
         cpus=cpus_per_worker,
@@ -152,7 +151,7 @@ def ablate(
         num_workers = place.num_workers(comparison)
         folder = output or setup.default_folder(comparison)
         if dry_run:
-            tell(comparison, folder, shelf, workers=num_workers, json=json)
+            tell(comparison, folder, place, workers=num_workers, json=json)
             return
         with Store(folder, comparison.to_dict()) as store:
             follow(comparison, store, place.pool(comparison), workers=num_workers)

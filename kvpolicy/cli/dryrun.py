@@ -9,19 +9,19 @@ from kvpolicy.cli.console import terminal_width, write, write_json
 if TYPE_CHECKING:
     from kvpolicy.lab.comparison import Comparison
     from kvpolicy.lab.estimate import Estimate
+    from kvpolicy.lab.places import Place
     from kvpolicy.lab.probe import Probe, Seconds
-    from kvpolicy.lab.shelf import Shelf
 
 
 def tell(
-    comparison: "Comparison", folder: Path, shelf: "Shelf", *, workers: int, json: bool
+    comparison: "Comparison", folder: Path, place: "Place", *, workers: int, json: bool
 ) -> None:
     """Try a few cells and tell what that means for all of them.
 
     Args:
         comparison: What would be run.
         folder: Where its results would go.
-        shelf: Where models come from.
+        place: Where it would be run.
         workers: Processes that would do it side by side.
         json: Whether to tell it to a machine.
 
@@ -32,7 +32,7 @@ def tell(
 
     from kvpolicy.cli.progress import open_progress
     from kvpolicy.lab.estimate import estimate
-    from kvpolicy.lab.probe import limit_s_of, probe, representatives
+    from kvpolicy.lab.probe import limit_s_of, representatives
     from kvpolicy.lab.store import done_keys
 
     done = done_keys(folder, comparison.to_dict())
@@ -41,7 +41,7 @@ def tell(
     with open_progress(len(cells)) as progress:
         for cell in cells:
             progress.show(f"trying {cell.series}", len(probes))
-            probes.append(probe(comparison, cell, shelf, limit_s_of(len(cells))))
+            probes.append(place.probe(comparison, cell, limit_s_of(len(cells))))
     found = estimate(comparison, probes, done, folder=folder, workers=workers)
     if json:
         write_json(attrs.asdict(found))

@@ -75,7 +75,8 @@ def open_place(
 
         yield Here(shelf, workers, stay_forkable())
         return
-    from kvpolicy.lab.raycluster import RayCluster, Room
+    from kvpolicy.lab.raycluster import RayCluster
+    from kvpolicy.lab.room import Room
 
     room = Room(workers, cpus or 1, gpus)
     with RayCluster(address or os.environ.get("RAY_ADDRESS"), room, shelf, tell=say) as cluster:

@@ -6,15 +6,20 @@ import attrs
 
 from kvpolicy.lab.card import Describes, ModelCard
 from kvpolicy.lab.comparison import Comparison
+from kvpolicy.lab.grid import Cell
 from kvpolicy.lab.local import Local, num_workers
 from kvpolicy.lab.onray import RayPool
 from kvpolicy.lab.pool import Pool
+from kvpolicy.lab.probe import Probe, probe
 from kvpolicy.lab.raycluster import RayCluster
 from kvpolicy.lab.shelf import Shelf
 
 
 class Place(Describes, Protocol):
     """Somewhere with models, and with workers that do jobs with them."""
+
+    def probe(self, comparison: Comparison, cell: Cell, limit_s: float) -> Probe:
+        """Try a cell for some seconds; see `kvpolicy.lab.probe.probe`."""
 
     def num_workers(self, comparison: Comparison) -> int:
         """Workers side by side."""
@@ -41,6 +46,10 @@ class Here:
         """Describe a model; see `Shelf.describe`."""
         return self.shelf.describe(name)
 
+    def probe(self, comparison: Comparison, cell: Cell, limit_s: float) -> Probe:
+        """Try a cell in this process."""
+        return probe(comparison, cell, self.shelf, limit_s)
+
     def num_workers(self, comparison: Comparison) -> int:
         """Workers side by side; see `kvpolicy.lab.local.num_workers`."""
         return num_workers(comparison, self.workers)
@@ -63,6 +72,10 @@ class OnRay:
     def describe(self, name: str) -> tuple[ModelCard, Any]:
         """Describe a model; see `RayCluster.describe`."""
         return self.cluster.describe(name)
+
+    def probe(self, comparison: Comparison, cell: Cell, limit_s: float) -> Probe:
+        """Try a cell on a worker."""
+        return self.cluster.probe(comparison, cell, limit_s)
 
     def num_workers(self, comparison: Comparison) -> int:
         """Workers side by side, at most."""

@@ -8,29 +8,17 @@ import attrs
 
 from kvpolicy.errors import KVPolicyError
 from kvpolicy.lab.card import ModelCard
+from kvpolicy.lab.comparison import Comparison
+from kvpolicy.lab.grid import Cell
+from kvpolicy.lab.probe import Probe
 from kvpolicy.lab.raystart import connect, start
 from kvpolicy.lab.rayworker import Setting, Worker
+from kvpolicy.lab.room import Room, words, words_of_nodes
 from kvpolicy.lab.shards import Shard
 from kvpolicy.lab.shelf import Shelf
 
 _PATIENCE_S = 30.0  # before we say that nothing happens
 _MOST_FAILURES = 3  # of workers in a row that end before they have begun
-
-
-@attrs.frozen
-class Room:
-    """How many workers are wanted, and what each of them takes.
-
-    Attributes:
-        workers: Workers side by side; as many as the cluster has room for if ``None``.
-        cpus: Processors of each, and the threads it computes with.
-        gpus: GPUs of each; 1 where the cluster has any, else 0, if ``None``. A part of one
-            is shared with other workers.
-    """
-
-    workers: int | None = None
-    cpus: int = 1
-    gpus: float | None = None
 
 
 @attrs.define(eq=False)
@@ -95,41 +83,53 @@ class RayCluster:
         else:
             self.ray = connect(address)
         try:
-            gpus = self._gpus_of_each(room, shelf.device)
-            self.workers = self._how_many(room, gpus)
+            nodes = self._nodes()
+            self._takes = {"CPU": room.cpus, "GPU": room.gpus_of_each(nodes, shelf.device)}
+            self.workers = room.how_many(nodes, shelf.device)
         except BaseException:
             self.ray.shutdown()
             raise
         self._setting = self.ray.put(Setting.here(shelf, threads=room.cpus))
-        self._takes = {"num_cpus": room.cpus, "num_gpus": gpus}
         self._actor = self.ray.remote(
             # Never repeated by Ray: what is done again is for us to decide.
             max_restarts=0,
             max_task_retries=0,
             scheduling_strategy="SPREAD",
-            **self._takes,
+            num_cpus=self._takes["CPU"],
+            num_gpus=self._takes["GPU"],
         )(Worker)
 
     def describe(self, name: str) -> tuple[ModelCard, Any]:
         """Have a worker load a model and describe it; see `Shelf.describe`."""
+        answer = self._ask("describe", name)
+        self.hands[0].model = name
+        return answer
+
+    def probe(self, comparison: Comparison, cell: Cell, limit_s: float) -> Probe:
+        """Have a worker try a cell; see `kvpolicy.lab.probe.probe`."""
+        return self._ask("probe", comparison, cell, limit_s)
+
+    def _ask(self, method: str, *arguments: Any) -> Any:
+        """Have the first worker that has begun answer something."""
         hand = self.hands[0] if self.hands else self.hire()
         while hand.host is None:
             self.wait([])
             hand = self.hands[0] if self.hands else self.hire()
         try:
-            found = self.ray.get(hand.actor.describe.remote(name))
+            answer = self.ray.get(getattr(hand.actor, method).remote(*arguments))
         except self.ray.exceptions.RayError as error:
             self.dismiss(hand)
+            if self.is_hopeless(error):
+                raise cannot_work(error) from error
             msg = (
-                f"the worker on {hand.host} that was to describe model '{name}' was lost "
+                f"the worker on {hand.host} that was to {method} a model was lost "
                 f"({type(error).__name__}), perhaps for lack of memory; give each worker more "
                 "of a machine."
             )
             raise KVPolicyError(msg) from error
-        if isinstance(found, Exception):
-            raise found
-        hand.model = name
-        return found
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
 
     def hire(self) -> Hand:
         """Ask for one worker more; it may have to wait for its place."""
@@ -183,8 +183,8 @@ class RayCluster:
         if any(hand.host is not None for hand in self.hands):
             return
         message = (
-            f"no worker has begun yet: each takes {_words(self._takes)}, and the Ray cluster has "
-            f"{_words_of_nodes(self._nodes())}; `ray status` tells what is free."
+            f"no worker has begun yet: each takes {words(self._takes)}, and the Ray cluster has "
+            f"{words_of_nodes(self._nodes())}; `ray status` tells what is free."
         )
         if message != self._told:
             self._told = message
@@ -197,31 +197,6 @@ class RayCluster:
 
     def _nodes(self) -> list[dict[str, float]]:
         return [node["Resources"] for node in self.ray.nodes() if node["Alive"]]
-
-    def _gpus_of_each(self, room: Room, device: str | None) -> float:
-        if room.gpus is not None:
-            return room.gpus
-        if device is not None:
-            return float(device.startswith("cuda"))
-        return float(any(node.get("GPU", 0) >= 1 for node in self._nodes()))
-
-    def _how_many(self, room: Room, gpus: float) -> int:
-        if room.workers is not None:
-            return room.workers
-        wanted = {"CPU": room.cpus, "GPU": gpus}
-        found = sum(
-            int(min(node.get(key, 0) / each for key, each in wanted.items() if each))
-            for node in self._nodes()
-        )
-        if not found:
-            takes = _words({"num_cpus": room.cpus, "num_gpus": gpus})
-            msg = (
-                f"no node of the Ray cluster has room for a worker, which takes {takes}; there "
-                f"are {_words_of_nodes(self._nodes())}: give --cpus-per-worker or "
-                "--gpus-per-worker, or --workers if nodes are still to come."
-            )
-            raise KVPolicyError(msg)
-        return found
 
     def __enter__(self) -> Self:
         return self
@@ -241,12 +216,3 @@ def cannot_work(error: Exception) -> KVPolicyError:
         f"workers on Ray cannot begin: {lines[-1]}; kvpolicy, and the packages that tasks and "
         "policies come from, must be installed for the Python of every node."
     )
-
-
-def _words(takes: dict[str, float]) -> str:
-    return f"{takes['num_cpus']:g} CPU and {takes['num_gpus']:g} GPU"
-
-
-def _words_of_nodes(nodes: list[dict[str, float]]) -> str:
-    cpus, gpus = (sum(node.get(key, 0) for node in nodes) for key in ("CPU", "GPU"))
-    return f"{cpus:g} CPU and {gpus:g} GPU on {len(nodes)} node{'s' * (len(nodes) != 1)}"

@@ -5,6 +5,7 @@ import importlib.util
 import logging
 import os
 import secrets
+import socket
 from typing import Any
 
 from kvpolicy.discovery import words_of
@@ -12,6 +13,7 @@ from kvpolicy.errors import KVPolicyError
 from kvpolicy.lab.session import num_cpus
 
 _OBJECT_STORE_BYTES = 200_000_000  # of a cluster of our own: nothing large goes through it
+_KNOCK_S = 10.0
 _AUTH = ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
 
 
@@ -58,6 +60,8 @@ def connect(address: str) -> Any:
         raise KVPolicyError(msg)
     ray = _import_ray(is_ours=False)
     try:
+        if address != "auto":
+            _knock(address)
         _init(ray, address=address)
     except Exception as error:
         msg = (
@@ -66,6 +70,15 @@ def connect(address: str) -> Any:
         )
         raise KVPolicyError(msg) from error
     return ray
+
+
+def _knock(address: str) -> None:
+    """Find out whether anybody is there; Ray itself would try for a quarter of an hour."""
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdigit():
+        msg = "it is not HOST:PORT"
+        raise ValueError(msg)
+    socket.create_connection((host.strip("[]"), int(port)), timeout=_KNOCK_S).close()
 
 
 def _import_ray(*, is_ours: bool) -> Any:

@@ -15,7 +15,9 @@ from kvpolicy.discovery import register_file, registered_files
 from kvpolicy.errors import KVPolicyError, ModelError
 from kvpolicy.lab.card import ModelCard, describe_model
 from kvpolicy.lab.comparison import Comparison
+from kvpolicy.lab.grid import Cell
 from kvpolicy.lab.pool import Job, News
+from kvpolicy.lab.probe import Probe, probe
 from kvpolicy.lab.serving import Server
 from kvpolicy.lab.shelf import Shelf
 
@@ -79,6 +81,14 @@ class Worker:
         try:
             self._settle()
             return self._shelf.describe(name)
+        except Exception as error:
+            return _as_answer(error)
+
+    def probe(self, comparison: Comparison, cell: Cell, limit_s: float) -> Probe | Exception:
+        """Try a cell; see `kvpolicy.lab.probe.probe`."""
+        try:
+            self._settle()
+            return probe(comparison, cell, self._shelf, limit_s)
         except Exception as error:
             return _as_answer(error)
 

@@ -109,3 +109,13 @@ def test_a_cluster_that_does_not_answer_is_named(sweep: Sweep) -> None:
     assert (status, out) == (2, "")
     assert "no Ray cluster answers at '127.0.0.1:" in err.splitlines()[-1]
     assert "Traceback" not in err
+
+
+def test_a_dry_run_tries_cells_on_a_worker_and_writes_nothing(sweep: Sweep, nodes: Nodes) -> None:
+    sweep.start("--on", "ray", "--ray-address", nodes.address, "--dry-run")
+    status, out, err = sweep.end()
+    assert status == 0, err
+    found = json.loads(out)
+    assert (found["samples"], found["workers"]) == (NUM, 2)
+    assert [one["problem"] for one in found["probes"]] == [None, None]
+    assert not (sweep.folder / "out").exists()

@@ -15,6 +15,7 @@ from kvpolicy.errors import KVPolicyError
 from kvpolicy.lab import setup
 from kvpolicy.lab.comparison import Comparison
 from kvpolicy.lab.pool import ItemDone, Job, JobDone
+from kvpolicy.lab.probe import Probe
 from kvpolicy.lab.rayworker import Setting, Worker
 from kvpolicy.lab.serving import Server
 from kvpolicy.lab.shelf import Shelf
@@ -33,7 +34,9 @@ class Sent:
 
 def comparison_of(model: Path, policies: str = "full", task: str = "reasoner") -> Comparison:
     preset = setup.choose(None, policies=policies.split(","), budgets=[12], buffer=6)
-    preset = attrs.evolve(preset, model=str(model), task=task, n=3, slots=2, max_new_tokens=20)
+    preset = attrs.evolve(
+        preset, models=(str(model),), tasks=(task,), n=3, slots=2, max_new_tokens=20
+    )
     return setup.prepare(preset, Shelf())
 
 
@@ -69,6 +72,14 @@ def test_it_tells_what_a_server_here_would_tell(model_folder: Path) -> None:
             assert theirs.item == ours.item
             assert theirs.outcome.result.tokens == ours.outcome.result.tokens
             assert theirs.outcome.correct == ours.outcome.correct
+
+
+def test_it_tries_a_cell(model_folder: Path) -> None:
+    comparison = comparison_of(model_folder)
+    (cell,) = comparison.cells
+    found = Worker(setting()).probe(sent(comparison), cell, 60.0)
+    assert isinstance(found, Probe), found
+    assert (found.num_finished, found.problem) == (2, None)
 
 
 @pytest.mark.parametrize("task", ["agreement", "perplexity", "needle", "reasoner-verbose"])
