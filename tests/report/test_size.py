@@ -1,0 +1,112 @@
+"""A large report stays small and opens quickly."""
+
+import json
+import random
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from chromium import Opened
+from run_folders import write_run
+
+from kvpolicy.lab.archive import read_run
+from kvpolicy.lab.report.build import build
+
+MOST_BYTES = 20_000_000
+MOST_SECONDS = 2.0
+WORDS = [
+    "Now",
+    "Wait",
+    "Alternatively",
+    "so",
+    "the",
+    "next",
+    "step",
+    "we",
+    "need",
+    "to",
+    "find",
+    "value",
+    "of",
+    "x",
+    "where",
+    "total",
+    "is",
+    "given",
+    "by",
+    "sum",
+    "product",
+    "because",
+    "then",
+    "check",
+    "verify",
+    "again",
+    "number",
+    "apples",
+    "each",
+    "left",
+    "right",
+    "=",
+    "+",
+    "-",
+    "12",
+    "7",
+    "35",
+    "81",
+]
+PLANS = [
+    ("full cache", None),
+    *((f"policy {i}", b) for i in range(1, 5) for b in range(64, 319, 64)),
+]
+PLANS += [(f"policy {i}", 512.0) for i in range(1, 4)]
+
+
+def says(cell: dict[str, Any], item: int, attempt: int) -> dict[str, Any]:
+    """A trace of some 500 words: one beginning for all cells, then each goes its own way."""
+    shared, own = random.Random(item), random.Random(f"{item} {cell['plan']}")
+    thoughts = [
+        " ".join((shared if i < 8 else own).choices(WORDS, k=14)) + ".\n\n" for i in range(36)
+    ]
+    text = "".join(thoughts) + f"</think>\n\n\\boxed{{{item}}}"
+    return {"text": text, "correct": own.random() < 0.7, "num_tokens": own.randint(500, 900)}
+
+
+@pytest.mark.slow
+def test_20_cells_of_500_samples_take_less_than_20_megabytes_and_2_seconds(
+    browser: Any, tmp_path: Path
+) -> None:
+    assert len(PLANS) == 20
+    folder = write_run(tmp_path / "run", plans=PLANS, n=500, says=says)
+    begun = time.perf_counter()
+    page = build([read_run(folder)])
+    print(f"built in {time.perf_counter() - begun:.1f} s, {len(page) / 1e6:.2f} MB")
+    assert "is left out" not in page
+    assert len(page.encode()) < MOST_BYTES
+    file = tmp_path / "report.html"
+    file.write_text(page, encoding="utf-8")
+    seconds = []
+    for _ in range(3):
+        begun = time.perf_counter()
+        opened = Opened(browser, file, viewport={"width": 1280, "height": 900})
+        opened.page.wait_for_selector("#chart-frontier .spot", state="attached")
+        seconds.append(time.perf_counter() - begun)
+        opened.close()
+    print(f"opened in {', '.join(f'{one:.2f}' for one in seconds)} s")
+    assert min(seconds) < MOST_SECONDS
+
+
+@pytest.mark.slow
+def test_traces_of_a_large_model_are_cut_to_fit(tmp_path: Path) -> None:
+    """16,000 tokens each: what does not fit loses its middle, and the page says so."""
+
+    def long(cell: dict[str, Any], item: int, attempt: int) -> dict[str, Any]:
+        own = random.Random(f"{item} {cell['plan']}")
+        return {"text": "\n\n".join(" ".join(own.choices(WORDS, k=40)) for _ in range(300))}
+
+    folder = write_run(tmp_path / "run", plans=PLANS[:5], n=120, says=long)
+    begun = time.perf_counter()
+    page = build([read_run(folder)], most_bytes=5_000_000)
+    print(f"built in {time.perf_counter() - begun:.1f} s, {len(page) / 1e6:.2f} MB")
+    assert len(page) < 5_200_000
+    assert json.dumps("Of texts longer than").strip('"') in page
