@@ -31,6 +31,7 @@ class Run:
     """Requests being served; iterate for their results as they finish.
 
     Attributes:
+        engine: Serves them.
         requests: What was asked for, in order of arrival.
         tokenizer: The engine's.
     """
@@ -48,7 +49,7 @@ class Run:
         """
         self._draw = draw
         self.tokenizer = engine.tokenizer
-        self._engine = engine
+        self.engine = engine
         self._seam = engine.seam
         self.requests = tuple(requests)
         self._waiting: dict[int, LiveSequence] = {}  # in the order of their arrival
@@ -173,8 +174,8 @@ class Run:
 
     def _allocate(self) -> Slots:
         longest = max((served.longest for served in self._waiting.values()), default=1)
-        num_slots = min(self._engine.num_slots, max(len(self._waiting), 1))
-        return Slots(self._engine, num_slots, longest)
+        num_slots = min(self.engine.num_slots, max(len(self._waiting), 1))
+        return Slots(self.engine, num_slots, longest)
 
     def _drop_cancelled(self) -> None:
         for number in sorted(self._cancelled & self._waiting.keys()):
@@ -214,9 +215,9 @@ class Run:
         """Ask who is admitted; nobody, if a policy has failed for all who wait."""
         slots, everybody = self._slots, list(self._waiting.values())
         groups: list[list[int]] = []
-        with self._engine.asking.about(everybody):
+        with self.engine.asking.about(everybody):
             waiting = [served.waiting for served in everybody]
-            groups = self._engine.scheduling.schedule(waiting, slots.num_free, len(slots.active))
+            groups = self.engine.scheduling.schedule(waiting, slots.num_free, len(slots.active))
         for served in everybody:
             if served.error is not None:
                 self._depart(self._waiting.pop(served.id))

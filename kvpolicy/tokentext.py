@@ -61,19 +61,27 @@ def texts_in_context(tokenizer: Any, token_ids: Sequence[int]) -> list[str]:
         One text for each token; one after another they are the whole text.
     """
 
-    def decode(start: int, end: int) -> str:
-        text: str = tokenizer.decode(token_ids[start:end], skip_special_tokens=False)
+    def decode(ids: Sequence[int]) -> str:
+        text: str = tokenizer.decode(ids, skip_special_tokens=False)
         return text
 
+    alone = {token: decode([token]) for token in set(token_ids)}
+    texts = [alone[token] for token in token_ids]
+    # Mostly nothing depends on context, and tokens come again and again.
+    return texts if "".join(texts) == decode(token_ids) else _one_by_one(decode, token_ids)
+
+
+def _one_by_one(decode: Callable[[Sequence[int]], str], token_ids: Sequence[int]) -> list[str]:
+    """Decode each token with those before it, as far back as it takes to know the spaces."""
     texts: list[str] = []
     context = said = 0  # the first token that is decoded once more; tokens whose text is known
     for end in range(1, len(token_ids) + 1):
-        text = decode(context, end)
+        text = decode(token_ids[context:end])
         is_last = end == len(token_ids) or end - said == _MOST_TOKENS_OF_A_CHARACTER
         if text.endswith(UNFINISHED) and not is_last:
             texts.append("")
             continue
-        texts.append(text[len(decode(context, said)) :])
+        texts.append(text[len(decode(token_ids[context:said])) :])
         context, said = said, end
     return texts
 

@@ -6,6 +6,7 @@ import attrs
 
 from kvpolicy.lab.comparison import Comparison
 from kvpolicy.lab.grid import Cell
+from kvpolicy.lab.kept import Kept, KeptRows
 from kvpolicy.lab.measures import Outcome
 from kvpolicy.lab.pool import Job, JobDone, Pool
 from kvpolicy.lab.samples import CellTiming, Sample
@@ -52,6 +53,8 @@ def run(comparison: Comparison, store: Store, pool: Pool) -> Iterator[Event]:
             yield CellDone(cell, news.elapsed_s)
         else:
             sample = _sample(comparison, cell, news.item, news.outcome)
+            if news.kept is not None:
+                store.add_kept(_kept(sample, news.kept))
             store.add(sample)
             yield SampleDone(cell, sample)
 
@@ -108,6 +111,10 @@ def _sample(comparison: Comparison, cell: Cell, place: int, outcome: Outcome) ->
         values=dict(outcome.values),
         text=result.text or "",
     )
+
+
+def _kept(sample: Sample, rows: KeptRows) -> Kept:
+    return Kept.of(rows, key=sample.key, cell=sample.cell, item=sample.item, attempt=sample.attempt)
 
 
 def _timing(cell: Cell, done: JobDone) -> CellTiming:

@@ -19,11 +19,14 @@ class Comparison:
         name: What the user calls it.
         groups: The groups, in the order in which they are told of.
         cells: Every group under each of its plans, in the order of the groups.
+        record: Items of each cell, from the first, of which it is recorded what compactions keep.
+            No sample depends on it.
     """
 
     name: str
     groups: Sequence[Group]
     cells: Sequence[Cell]
+    record: int = 0
     _groups: dict[str, Group] = attrs.field(init=False, repr=False, eq=False)
     _cells: dict[str, Cell] = attrs.field(init=False, repr=False, eq=False)
 
@@ -63,6 +66,11 @@ class Comparison:
         """
         items = self.group_of(cell).items
         return [place for place, item in enumerate(items) if self.key(cell, item) not in done]
+
+    def recorded(self, cell: Cell) -> list[int]:
+        """Places of a cell's items that are recorded: the first attempts at the first items."""
+        items = self.group_of(cell).items
+        return [place for place, item in enumerate(items) if item.attempt == 0][: self.record]
 
     def num_left(self, done: Container[str]) -> int:
         """Samples still to be done.

@@ -1,7 +1,8 @@
 """Which rows each compaction kept of chosen requests, noted while they are served in a batch.
 
-    with keeping(engine, [0, 3]) as keeper:
-        for result in engine.generate(prompts):
+    run = engine.generate(prompts)
+    with keeping(run, [0, 3]) as keeper:
+        for result in run:
             if result.id in keeper.requests:
                 rows = keeper.taken(result)
 
@@ -26,7 +27,7 @@ from kvpolicy.sequence import LiveSequence
 from kvpolicy.tokentext import texts_in_context
 
 if TYPE_CHECKING:
-    from kvpolicy.engine import Engine
+    from kvpolicy.run import Run
 
 NEVER = -1
 
@@ -121,23 +122,23 @@ _converter = cattrs.Converter(forbid_extra_keys=True)
 
 
 @contextmanager
-def keeping(engine: "Engine", requests: Collection[int]) -> "Iterator[Keeper]":
-    """Note what compactions keep of some requests of the run that is served in a block.
+def keeping(run: "Run", requests: Collection[int]) -> "Iterator[Keeper]":
+    """Note what compactions keep of some requests of a run that is served in a block.
 
     Args:
-        engine: The engine.
+        run: The run, of which nothing is served yet.
         requests: Numbers of the requests.
 
     Yields:
         Whoever notes it.
 
     Raises:
-        KVPolicyError: The engine is being recorded already.
+        KVPolicyError: The run's engine is being recorded already.
     """
-    keeper = Keeper(engine, requests)
+    keeper = Keeper(run, requests)
     with ExitStack() as watched:
         if keeper.requests:
-            for stack in dict.fromkeys([*engine.stacks, engine.scheduling]):
+            for stack in dict.fromkeys([*run.engine.stacks, run.engine.scheduling]):
                 watched.enter_context(stack.watched_by(keeper))
         yield keeper
 
@@ -149,10 +150,11 @@ class Keeper:
         requests: Numbers of the requests it is about.
     """
 
-    def __init__(self, engine: "Engine", requests: Collection[int]) -> None:
-        self.requests = frozenset(requests)
-        self._engine = engine
-        self._shapes = engine.seam.layer_shapes()
+    def __init__(self, run: "Run", requests: Collection[int]) -> None:
+        self.requests = frozenset(requests) & frozenset(range(len(run.requests)))
+        self._run = run
+        self._asking = run.engine.asking
+        self._shapes = run.engine.seam.layer_shapes()
         self._served: dict[int, _Served] = {}
 
     def taken(self, result: Result) -> KeptRows:
@@ -164,7 +166,7 @@ class Keeper:
         served = self._served.pop(result.id, None)
         if served is None:  # refused before there was anything to serve
             return KeptRows(0, [], [])
-        sequence, tokenizer = served.sequence, self._engine.tokenizer
+        sequence, tokenizer = served.sequence, self._run.tokenizer
         ids = [*sequence.prompt, *sequence.tokens]
         texts = (
             [f"<{token}>" for token in ids]
@@ -182,7 +184,7 @@ class Keeper:
     def question(self, hook: str, arguments: dict[str, Any], ask: Callable[[], Any]) -> Any:
         """Pass a question on to the policies; see who waits, and what is left by evictions."""
         if hook == "schedule":
-            self._meet(self._engine.asking.sequences)
+            self._meet(self._asking.sequences)
         answer = ask()
         if hook == "evict":
             self._note(arguments["layer_idx"], arguments["rows"], arguments["keep"].shape[2])
@@ -195,14 +197,19 @@ class Keeper:
 
     def _meet(self, waiting: Collection[LiveSequence]) -> None:
         for sequence in waiting:
-            if sequence.id in self.requests and sequence.id not in self._served:
+            if self._is_chosen(sequence) and sequence.id not in self._served:
                 layers = [_Layer(shape.num_kv_heads) for shape in self._shapes]
                 self._served[sequence.id] = _Served(sequence, layers)
 
+    def _is_chosen(self, sequence: LiveSequence) -> bool:
+        """Whether it is one of our requests; the engine may serve other runs beside ours."""
+        number = sequence.id
+        return number in self.requests and sequence.request is self._run.requests[number]
+
     def _note(self, layer_idx: int, rows: LayerRows, num_kept: int) -> None:
-        for place, sequence in enumerate(self._engine.asking.sequences):
+        for place, sequence in enumerate(self._asking.sequences):
             served = self._served.get(sequence.id)
-            if served is not None:
+            if served is not None and served.sequence is sequence:
                 held = rows.positions[place, :, :num_kept].cpu().numpy()
                 served.layers[layer_idx].note(int(rows.seq_len[place]), held)
 

@@ -9,6 +9,7 @@ from typing import Protocol
 
 import attrs
 
+from kvpolicy.lab.kept import KeptRows
 from kvpolicy.lab.measures import Outcome
 from kvpolicy.results import RunReport
 
@@ -28,11 +29,19 @@ class Job:
 
 @attrs.frozen
 class ItemDone:
-    """One item of a job is measured."""
+    """One item of a job is measured.
+
+    Attributes:
+        job: The job.
+        item: Place of the item.
+        outcome: What came of it.
+        kept: What compactions kept of it, if that was to be recorded.
+    """
 
     job: Job
     item: int
     outcome: Outcome
+    kept: KeptRows | None = None
 
 
 @attrs.frozen

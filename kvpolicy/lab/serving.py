@@ -11,6 +11,7 @@ from kvpolicy.engine import Engine
 from kvpolicy.lab.chat import encode
 from kvpolicy.lab.comparison import Comparison
 from kvpolicy.lab.group import Group
+from kvpolicy.lab.kept import keeping
 from kvpolicy.lab.measures import Asked
 from kvpolicy.lab.pool import ItemDone, Job, JobDone, News
 from kvpolicy.lab.tasks import Item
@@ -48,8 +49,12 @@ class Server:
         items = [group.items[place] for place in job.items]
         asked = [Asked(item, self._request(group, item)) for item in items]
         trial = group.task.measure.begin(engine, asked)
-        for result in trial.run:
-            yield ItemDone(job, job.items[result.id], trial.outcome(result))
+        recorded = self.comparison.recorded(self.comparison.cell(job.cell))
+        chosen = [number for number, place in enumerate(job.items) if place in recorded]
+        with keeping(trial.run, chosen) as keeper:
+            for result in trial.run:
+                kept = keeper.taken(result) if result.id in keeper.requests else None
+                yield ItemDone(job, job.items[result.id], trial.outcome(result), kept)
         yield JobDone(job, trial.run.report, time.perf_counter() - begun)
 
     def _request(self, group: Group, item: Item) -> Request:

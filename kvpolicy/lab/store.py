@@ -9,6 +9,8 @@ under a plan), and holds::
     samples.jsonl   one `Sample` per line, in the order in which they were done
     items.jsonl     one `ItemRecord` per line: what was asked, once for each group
     timings.jsonl   one `CellTiming` per line: what a cell cost that was run in one go
+    kept.jsonl      one `Kept` per line: what compactions kept of a recorded sample; written
+                    before the sample, so that no sample is done without its record
     table.json/csv  the comparison, plot.png/svg the same as a picture
 """
 
@@ -23,6 +25,7 @@ import attrs
 from kvpolicy.errors import OutputError
 from kvpolicy.lab.folderlock import FolderLock
 from kvpolicy.lab.jsonl import JsonLines
+from kvpolicy.lab.kept import Kept
 from kvpolicy.lab.samples import CellTiming, ItemRecord, Sample
 from kvpolicy.wholefile import write_whole
 
@@ -39,6 +42,7 @@ class Store:
         folder: Where everything is.
         samples: What is done, by `Sample.key`.
         timings: Costs of the cells that were run in one go, by id of the cell.
+        recorded: Keys of the samples of which it is recorded what compactions kept.
         notes: What a user wants to know about how the folder was found.
     """
 
@@ -64,6 +68,10 @@ class Store:
             undo.callback(self._items.close)
             self._timings = self._open("timings.jsonl")
             undo.callback(self._timings.close)
+            self._kept = self._open("kept.jsonl")
+            undo.callback(self._kept.close)
+            self.recorded = {record.get("key") for record in self._kept.records}
+            self._kept.records.clear()  # they may be large, and nobody reads them here
             samples = [Sample.from_dict(record) for record in self._samples.records]
             timings = [CellTiming.from_dict(record) for record in self._timings.records]
             self.samples = {sample.key: sample for sample in samples}
@@ -90,6 +98,12 @@ class Store:
         """Keep one finished sample."""
         self._samples.append(attrs.asdict(sample))
         self.samples[sample.key] = sample
+
+    def add_kept(self, kept: Kept) -> None:
+        """Keep what compactions kept of a sample, before the sample; once is enough."""
+        if kept.key not in self.recorded:
+            self._kept.append(kept.to_dict())
+            self.recorded.add(kept.key)
 
     def add_items(self, items: Iterable[ItemRecord]) -> None:
         """Keep what a group is asked; what is there already is left as it is."""

@@ -18,6 +18,7 @@ from kvpolicy.compactor import Compactor
 from kvpolicy.errors import KVPolicyError, OutputError
 from kvpolicy.lab.kept import Kept, KeptLayer, KeptRows, keeping
 from kvpolicy.results import Result
+from kvpolicy.run import Run
 from kvpolicy.sequence import LiveSequence
 from kvpolicy.trace import recording
 
@@ -70,12 +71,12 @@ def watch(patch: pytest.MonkeyPatch) -> Seen:
 
 
 def record(engine: Engine, chosen: Any, *arguments: Any, **options: Any) -> dict[int, KeptRows]:
-    with keeping(engine, chosen) as keeper:
-        return {
-            result.id: keeper.taken(result)
-            for result in engine.generate(*arguments, **options)
-            if result.id in keeper.requests
-        }
+    return taken(engine.generate(*arguments, **options), chosen)
+
+
+def taken(run: Run, chosen: Any) -> dict[int, KeptRows]:
+    with keeping(run, chosen) as keeper:
+        return {result.id: keeper.taken(result) for result in run if result.id in keeper.requests}
 
 
 def check_is_what_was_seen(request: int, rows: KeptRows, seen: Seen, num_layers: int) -> None:
@@ -162,7 +163,7 @@ PLAN = Plan.uniform("h2o", budget=14, buffer=4)
 def test_a_request_that_is_cancelled_has_its_rows_until_then(seen: Seen) -> None:
     engine = Engine(shared_model(), plan=PLAN, slots=2)
     run = engine.generate(PROMPTS, max_new_tokens=30)
-    with keeping(engine, range(3)) as keeper:
+    with keeping(run, range(3)) as keeper:
         for _ in range(12):
             run.step()
         run.cancel(0)  # being served
@@ -193,10 +194,9 @@ def test_an_eviction_that_fails_is_none(seen: Seen) -> None:
     newest = Scores(lambda positions: positions.double())
     plan = Plan.uniform(newest, FailsOnce(), budget=14, buffer=4)
     engine = Engine(shared_model(), plan=plan, slots=1, on_hook_error="answer")
-    with keeping(engine, [0]) as keeper:
-        (result,) = engine.generate(PROMPTS[:1], max_new_tokens=30).results()
-        rows = keeper.taken(result)
-    assert result.error is not None
+    run = engine.generate(PROMPTS[:1], max_new_tokens=30)
+    rows = taken(run, [0])[0]
+    assert run.report.num_errors == 1
     assert [len(layer.at) for layer in rows.layers] == [1, 1]
     assert rows.layers[1].at == seen.at[0, 1]
 
@@ -214,6 +214,20 @@ def test_attempts_at_one_prompt_have_rows_of_their_own(seen: Seen) -> None:
     assert records[0].tokens != records[2].tokens
     for request, rows in records.items():
         check_is_what_was_seen(request, rows, seen, num_layers=2)
+
+
+def test_other_runs_of_the_engine_are_none_of_its_business() -> None:
+    engine = Engine(shared_model(), plan=PLAN, slots=2)
+    alone = record(engine, [0], PROMPTS[:2], max_new_tokens=20)
+    run, other = (engine.generate(one, max_new_tokens=20) for one in (PROMPTS[:2], PROMPTS[::-1]))
+    with keeping(run, [0]) as keeper:
+        records = {}
+        while not run.done:
+            other.step()
+            for result in run.step().results:
+                if result.id == 0:
+                    records[0] = keeper.taken(result)
+    assert records == alone
 
 
 # --- tokens, and who pays ---------------------------------------------------------------------
@@ -240,15 +254,17 @@ def test_tokens_are_the_same_with_and_without_a_record(
 ) -> None:
     engine = Engine(shared_model(), plan=plan, slots=2)
     plain = engine.generate(prompts, max_new_tokens=20).results()
-    with keeping(engine, [0, 2]):
-        kept = engine.generate(prompts, max_new_tokens=20).results()
+    run = engine.generate(prompts, max_new_tokens=20)
+    with keeping(run, [0, 2]):
+        kept = run.results()
     assert [result.tokens for result in kept] == [result.tokens for result in plain]
 
 
 def test_where_nobody_is_chosen_nothing_is_in_the_way() -> None:
     engine = Engine(shared_model(), plan=PLAN)
-    with keeping(engine, []), recording(engine) as trace:  # two watchers would be refused
-        engine.generate(PROMPTS, max_new_tokens=3).results()
+    run = engine.generate(PROMPTS, max_new_tokens=3)
+    with keeping(run, []), recording(engine) as trace:  # two watchers would be refused
+        run.results()
     assert trace.num_calls
 
 
@@ -257,15 +273,16 @@ def test_one_recording_at_a_time() -> None:
     with (
         recording(engine),
         pytest.raises(KVPolicyError, match="being recorded already"),
-        keeping(engine, [0]),
+        keeping(engine.generate(PROMPTS), [0]),
     ):
         pass
 
 
 def test_what_was_taken_is_forgotten() -> None:
     engine = Engine(shared_model(), plan=PLAN)
-    with keeping(engine, [0]) as keeper:
-        (result,) = engine.generate([[1]], max_new_tokens=2).results()
+    run = engine.generate([[1]], max_new_tokens=2)
+    with keeping(run, [0]) as keeper:
+        (result,) = run.results()
         assert keeper.taken(result).tokens
         assert keeper.taken(Result(0)).tokens == []
 

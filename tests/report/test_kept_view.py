@@ -22,8 +22,8 @@ CONTRAST = 4.5  # WCAG 2, level AA, for text
 
 def recorded(plan: Plan, model: Any = None, max_new_tokens: int = 40) -> Kept:
     engine = Engine(model or shared_model(num_layers=2), tiny_tokenizer(), plan)
-    with keeping(engine, [0]) as keeper:
-        run = engine.generate(["one two.\nthree\n\n+ 4"], max_new_tokens=max_new_tokens)
+    run = engine.generate(["one two.\nthree\n\n+ 4"], max_new_tokens=max_new_tokens)
+    with keeping(run, [0]) as keeper:
         (result,) = run.results()
         rows = keeper.taken(result)
     return Kept.of(rows, key="key", cell="cell", item=0, attempt=0)
@@ -185,6 +185,23 @@ def test_the_map_is_painted_in_the_shades_of_the_text(shown: Shown) -> None:
     none, half, full = (shown.page.evaluate(shade, name).strip() for name in names)
     expected = [none, half, full, None, None, none, half, full, full, None]
     assert shown.page.evaluate(script) == [5, 2, expected]
+
+
+def test_maps_side_by_side_have_one_scale(shown: Shown) -> None:
+    long, short = (handmade(["a"] * n, [[-1] * n], [n // 2]).to_dict() for n in (40, 10))
+    shown.show([long, short])
+    boxes = [shown.page.locator(".kept-map canvas").nth(i).bounding_box() for i in range(2)]
+    assert boxes[1]["width"] == pytest.approx(boxes[0]["width"] / 4, abs=1)
+    script = """n => {
+        const canvas = document.querySelectorAll('.kept-map canvas')[n];
+        const data = canvas.getContext('2d').getImageData(0, 0, 1, canvas.height).data;
+        return [...Array(canvas.height).keys()].map(row => data[4 * row + 3] > 0);
+    }"""
+    # Steps at 5, 9 (the end of the short one), 20 and 39 tokens.
+    assert [shown.page.evaluate(script, n) for n in range(2)] == [
+        [True] * 4,
+        [True, True, False, False],
+    ]
 
 
 # --- the text ---------------------------------------------------------------------------------

@@ -1,7 +1,7 @@
 """Records of kept rows in the form that a page holds: one letter for each row.
 
 A letter says after which compaction a row was gone. Letters of the KV heads of one position stand
-side by side, as heads often agree; compressed, that is less than half of a list of numbers, and a
+side by side, as heads often agree; compressed, that takes less room than a list of numbers, and a
 browser reads it many times faster. ``assets/keptdata.js`` reads both forms.
 """
 

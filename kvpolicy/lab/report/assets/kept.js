@@ -23,7 +23,9 @@ const PLAY_MS = 8000; // a whole generation, at least a tenth of a second for ea
 const LEVELS = 8;
 
 export function keptView(element, records, options = {}) {
-  const panels = records.map((record, i) => makePanel(readKept(record), options.labels?.[i] ?? "", point, pick));
+  const all = records.map(readKept);
+  const widest = Math.max(...all.map((kept) => kept.tokens.length));
+  const panels = all.map((kept, i) => makePanel(kept, options.labels?.[i] ?? "", widest, point, pick));
   const layers = [...new Set(panels.flatMap(({ kept }) => kept.layers.map((one) => one.layer)))];
   const numHeads = Math.max(...panels.flatMap(({ kept }) => kept.layers.map((one) => one.heads)), 0);
   const state = { layer: options.layer ?? null, head: options.head ?? null, step: 0 };
@@ -145,17 +147,17 @@ export function keptView(element, records, options = {}) {
 }
 
 /** One record: its text, its map, and what they say in words. */
-function makePanel(kept, label, point, pick) {
+function makePanel(kept, label, widest, point, pick) {
   const panel = { kept, choice: null };
   let [state, times, time, counts, marked] = [null, [], 0, null, null];
   const text = keptText(kept, label, (p) => point(panel, p));
-  const map = keptMap(kept, label, {
+  const map = keptMap(kept, label, widest, {
     onPick: (p, at) => pick(panel, p, at),
     onPoint: (p) => point(panel, p, { anchor: p === null ? null : map.element }),
   });
   const where = h("p", { class: "kept-where" });
   const facts = h("p", { class: "kept-facts" });
-  const axis = h("div", { class: "kept-axis" }, h("span", {}, "0"), h("span", {}, "across: position \u00b7 down: step"), h("span", {}, kept.tokens.length.toLocaleString("en")));
+  const axis = h("div", { class: "kept-axis" }, h("span", {}, "0"), h("span", {}, "across: position \u00b7 down: step"), h("span", {}, widest.toLocaleString("en")));
   const element = h("section", { class: "kept-panel" }, h("h5", {}, label), where, facts, map.element, axis, text.element);
   const walk = (event) => {
     const by = { ArrowLeft: -1, ArrowRight: 1 }[event.key];

@@ -1,4 +1,5 @@
 // The survival map: a column for each position, a row for each compaction, shaded by heads.
+// Side by side, maps have one scale: that of a shorter answer is narrower, and ends sooner.
 
 import { h } from "./dom.js";
 import { survival } from "./keptdata.js";
@@ -6,8 +7,9 @@ import { survival } from "./keptdata.js";
 const MOST_ROWS = 320;
 const LEVELS = 8;
 
-/** The map: `draw` paints it, `at` draws the line of a time. `onPick` gets (position, time). */
-export function keptMap(kept, label, { onPick, onPoint }) {
+/** The map: `draw` paints it, `at` draws the line of a time. `widest`: tokens of the longest record;
+ * `onPick` gets (position, time), `onPoint` a position or null. */
+export function keptMap(kept, label, widest, { onPick, onPoint }) {
   const canvas = h("canvas", { "aria-hidden": "true" });
   const now = h("div", { class: "kept-now" });
   const border = h("div", { class: "kept-border" });
@@ -40,7 +42,8 @@ export function keptMap(kept, label, { onPick, onPoint }) {
   });
   element.addEventListener("pointerleave", () => onPoint(null));
 
-  border.style.left = percent(kept.numPrompt, kept.tokens.length);
+  canvas.style.width = percent(kept.tokens.length, widest);
+  border.style.left = percent(kept.numPrompt, widest);
   return {
     element,
     /** Paint what is chosen; `all` are the times of the slider. */
@@ -52,7 +55,8 @@ export function keptMap(kept, label, { onPick, onPoint }) {
         `Survival map, ${label}: ${kept.tokens.length} positions from left to right, ` +
           `${all.length} steps from top to bottom; up and down change the step, left and right the token`,
       );
-      paint(canvas, survival(kept, choice, rows), kept.tokens.length, rows.length, choice.total, colours(element));
+      const lasts = rows.findIndex((time) => time >= kept.end) + 1; // what comes later is the other's
+      paint(canvas, survival(kept, choice, rows), { width: kept.tokens.length, lasts, height: rows.length }, choice.total, colours(element));
     },
     at(time) {
       const step = times.findLastIndex((one) => one <= time);
@@ -60,7 +64,7 @@ export function keptMap(kept, label, { onPick, onPoint }) {
     },
     mark(p) {
       cursor.hidden = p === null;
-      if (p !== null) cursor.style.left = percent(p + 0.5, kept.tokens.length);
+      if (p !== null) cursor.style.left = percent(p + 0.5, widest);
     },
   };
 }
@@ -74,13 +78,13 @@ function thinned(times) {
 }
 
 /** One pixel for each position, or for as many as share one, and one for each row. */
-function paint(canvas, counts, width, height, total, palette) {
+function paint(canvas, counts, { width, lasts, height }, total, palette) {
   const columns = Math.max(Math.min(width, Math.ceil(canvas.clientWidth * (window.devicePixelRatio || 1)) || width), 1);
   canvas.width = columns;
   canvas.height = Math.max(height, 1);
   const context = canvas.getContext("2d");
   const image = context.createImageData(columns, canvas.height);
-  for (let row = 0; row < height; row++) {
+  for (let row = 0; row < lasts; row++) {
     for (let column = 0; column < columns; column++) {
       const first = Math.floor((column * width) / columns);
       const last = Math.max(Math.floor(((column + 1) * width) / columns), first + 1);
