@@ -18,6 +18,7 @@ COMMANDS = {
     "run": ("kvpolicy.cli.run", "Generate text with a policy at a budget."),
     "trace": ("kvpolicy.cli.trace", "Show every hook call of a generation."),
     "ablate": ("kvpolicy.cli.ablate", "Compare policies at several budgets."),
+    "results": ("kvpolicy.cli.results", "List, show, compare and export what ablations found."),
     "report": ("kvpolicy.cli.report", "Show runs as one page that opens anywhere."),
     "plot": ("kvpolicy.cli.plot", "Draw a figure of runs for a paper."),
     "tasks": ("kvpolicy.cli.tasks", "Show what an ablation can ask, and its problems."),

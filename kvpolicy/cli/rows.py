@@ -1,6 +1,6 @@
 """The table of a comparison, in words."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from kvpolicy.cli.columns import columns
 from kvpolicy.cli.units import human_bytes
@@ -9,19 +9,27 @@ from kvpolicy.lab.measures import ACCURACY, Column
 from kvpolicy.lab.stats import Estimate
 from kvpolicy.lab.table import Row
 
+# Heading of a column: what it says of each row.
+Labels = Mapping[str, Sequence[str]]
+
 _LEFT = ("policy", "budget")
 _RIGHT = ("n", "length", "cut off", "compacted", "KV/sample", "tok/s")
 _INTERVAL = "95 % CI"
 
 
 def table(
-    rows: Sequence[Row], columns_: Sequence[Column] = (ACCURACY,), *, width: int | None = None
+    rows: Sequence[Row],
+    columns_: Sequence[Column] = (ACCURACY,),
+    *,
+    labels: Labels | None = None,
+    width: int | None = None,
 ) -> str:
     """Lay out a comparison.
 
     Args:
         rows: Its rows.
         columns_: What the task measures; each stands with its interval.
+        labels: What else is said of the rows, in columns before all others.
         width: Characters a line may take; no limit if not given.
 
     Returns:
@@ -31,17 +39,22 @@ def table(
     measured = [word for column in columns_ for word in (column.title, _INTERVAL)]
     headers = [*_LEFT, *measured, *_RIGHT]
     words = [_words(row, columns_) for row in rows]
-    return columns(headers, words, right=range(1, len(headers)), width=width)
+    return _set(headers, words, labels, width)
 
 
 def facet_table(
-    rows: Sequence[FacetRow], columns_: Sequence[Column], *, width: int | None = None
+    rows: Sequence[FacetRow],
+    columns_: Sequence[Column],
+    *,
+    labels: Labels | None = None,
+    width: int | None = None,
 ) -> str:
     """Lay out a comparison by one facet of the items.
 
     Args:
         rows: Its rows.
         columns_: What the task measures.
+        labels: As for `table`.
         width: Characters a line may take; no limit if not given.
     """
     facet = rows[0].facet if rows else ""
@@ -52,7 +65,19 @@ def facet_table(
         all_words = _words(one.row, columns_)
         figures = all_words[2 : 2 + len(measured)]
         words.append([*all_words[:2], str(one.value), *figures, *_counts(one.row)])
-    return columns(headers, words, right=range(1, len(headers)), width=width)
+    return _set(headers, words, labels, width)
+
+
+def _set(
+    headers: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    labels: Labels | None,
+    width: int | None,
+) -> str:
+    labels = labels or {}
+    headers = [*labels, *headers]
+    rows = [[*(said[i] for said in labels.values()), *row] for i, row in enumerate(rows)]
+    return columns(headers, rows, right=range(len(labels) + 1, len(headers)), width=width)
 
 
 def _words(row: Row, columns_: Sequence[Column]) -> list[str]:

@@ -124,23 +124,15 @@ def contrast(a: PooledCell, b: PooledCell, column: Column, *, seed: int = 0) -> 
     return _contrast(a, b, column, pairs, len(ours), len(theirs), seed)
 
 
-def contrast_all(
-    cells: Sequence[PooledCell], b: PooledCell, column: Column, *, seed: int = 0
-) -> list[Contrast]:
-    """Compare several cells with one, with Holm's correction for their number.
+def adjust(found: Sequence[Contrast]) -> list[Contrast]:
+    """Correct comparisons that are made together for their number, after Holm.
 
     Args:
-        cells: The cells.
-        b: The one that is subtracted from each.
-        column: What to compare.
-        seed: Of the bootstrap.
+        found: All that are made; those of cells without an item in common are not counted.
     """
-    found = [contrast(cell, b, column, seed=seed) for cell in cells]
-    tested = [i for i, one in enumerate(found) if one.p_value is not None]
-    adjusted = holm([p for one in found if (p := one.p_value) is not None])
-    for i, p_holm in zip(tested, adjusted, strict=True):
-        found[i] = attrs.evolve(found[i], p_holm=p_holm)
-    return found
+    tested = {i: one.p_value for i, one in enumerate(found) if one.p_value is not None}
+    adjusted = dict(zip(tested, holm(list(tested.values())), strict=True))
+    return [attrs.evolve(one, p_holm=adjusted.get(i)) for i, one in enumerate(found)]
 
 
 def by_facet(whole: Contrast, facet: str, *, seed: int = 0) -> list[tuple[int | str, Contrast]]:
@@ -233,16 +225,5 @@ def _side(side: Side) -> dict[str, Any]:
         "runs": list(cell.runs),
         "estimate": side.estimate and attrs.asdict(side.estimate),
         "num_unpaired": side.num_unpaired,
-        **counts(cell),
-    }
-
-
-def counts(cell: PooledCell) -> dict[str, int]:
-    """Samples of a cell, and apart from each other those that have no plain answer."""
-    return {
-        "num_samples": len(cell.samples),
-        "num_expected": cell.num_expected,
-        "num_truncated": sum(sample.finish_reason == "length" for sample in cell.samples),
-        "num_errors": sum(sample.finish_reason == "error" for sample in cell.samples),
-        "num_ungraded": sum(sample.ungraded is not None for sample in cell.samples),
+        **cell.counts(),
     }

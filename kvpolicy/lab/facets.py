@@ -7,7 +7,7 @@ import attrs
 
 from kvpolicy.lab.measures import Column
 from kvpolicy.lab.samples import Sample
-from kvpolicy.lab.table import Compared, Row, flat, tabulate, to_json, write_csv
+from kvpolicy.lab.table import Compared, Row, estimates_of, flat, tabulate, to_json, write_csv
 
 
 @attrs.frozen
@@ -54,7 +54,8 @@ def break_down(
 def facets_to_csv(rows: Sequence[FacetRow]) -> str:
     """Rows as CSV: ``facet``, ``value``, then the columns of table.csv."""
     records: list[dict[str, Any]] = []
+    names = estimates_of([one.row for one in rows])
     for one in rows:
         (record,) = to_json([one.row])
-        records.append({"facet": one.facet, "value": one.value, **flat(record)})
+        records.append({"facet": one.facet, "value": one.value, **flat(record, names)})
     return write_csv(records)

@@ -78,6 +78,16 @@ class PooledCell:
         """Equal for cells that were asked the same in the same way."""
         return self.version, _settings(self.group)
 
+    def counts(self) -> dict[str, int]:
+        """How many samples there are, and how many of them have no plain answer."""
+        return {
+            "num_samples": len(self.samples),
+            "num_expected": self.num_expected,
+            "num_truncated": sum(one.finish_reason == "length" for one in self.samples),
+            "num_errors": sum(one.finish_reason == "error" for one in self.samples),
+            "num_ungraded": sum(one.ungraded is not None for one in self.samples),
+        }
+
 
 _Place = tuple[RunFolder, Group, Cell]
 
@@ -85,7 +95,7 @@ _Place = tuple[RunFolder, Group, Cell]
 def pool(
     runs: Sequence[RunFolder], keep: Callable[[Group, Cell], bool] = lambda group, cell: True
 ) -> list[PooledCell]:
-    """Take cells together that differ in nothing but their seed.
+    """Take cells together that differ in nothing but their seed, whatever plans are called.
 
     Args:
         runs: The runs; a cell that is in several of them counts once.
@@ -101,8 +111,7 @@ def pool(
             group = run.groups[cell.group]
             if keep(group, cell):
                 block = places.setdefault((run.version, _settings(group)), {})
-                plan = (cell.series, cell.budget, cell.buffer, cell.plan)
-                block.setdefault(plan, []).append((run, group, cell))
+                block.setdefault(cell.plan, []).append((run, group, cell))
     return [_pooled(one, questions) for block in places.values() for one in block.values()]
 
 

@@ -2,8 +2,10 @@
 
 from collections.abc import Sequence
 
+from kvpolicy.discovery import nearest
+from kvpolicy.errors import ResultsError
 from kvpolicy.lab.agreement import Agreement
-from kvpolicy.lab.measures import ACCURACY, Column, mean_of
+from kvpolicy.lab.measures import ACCURACY, LENGTH, Column, mean_of
 from kvpolicy.lab.perplexity import Perplexity
 from kvpolicy.lab.records import Group
 
@@ -24,3 +26,23 @@ def columns_of(group: Group) -> Sequence[Column]:
         _KNOWN.get(one.name) or mean_of(one.name, one.title, one.heading, is_share=one.is_share)
         for one in group.columns
     ]
+
+
+def column_of(group: Group, name: str | None) -> Column:
+    """One column of a group's measure, or ``length``, which every group has.
+
+    Args:
+        group: The group.
+        name: The column's name; its first one if not given.
+
+    Raises:
+        ResultsError: The group has no such column.
+    """
+    columns = columns_of(group)
+    if name is None:
+        return columns[0]
+    known = {column.name: column for column in (*columns, LENGTH)}
+    if name not in known:
+        msg = f"task '{group.task}' was not measured by {name!r}{nearest(name, known)}"
+        raise ResultsError(msg)
+    return known[name]

@@ -128,7 +128,13 @@ def to_json(rows: Sequence[Row]) -> list[dict[str, Any]]:
 
 def to_csv(rows: Sequence[Row]) -> str:
     """Rows as CSV: as `to_json`, estimates as three columns."""
-    return write_csv([flat(record) for record in to_json(rows)])
+    names = estimates_of(rows)
+    return write_csv([flat(record, names) for record in to_json(rows)])
+
+
+def estimates_of(rows: Sequence[Row]) -> set[str]:
+    """Names of what has an interval, in the records of rows."""
+    return {"difference", "length", *(name for row in rows for name in row.measured)}
 
 
 def write_csv(records: Sequence[Mapping[str, Any]]) -> str:
@@ -141,13 +147,19 @@ def write_csv(records: Sequence[Mapping[str, Any]]) -> str:
     return out.getvalue()
 
 
-def flat(record: Mapping[str, Any]) -> dict[str, Any]:
-    """A record whose estimates are three columns each: ``NAME``, ``NAME_low``, ``NAME_high``."""
+def flat(record: Mapping[str, Any], estimates: Collection[str]) -> dict[str, Any]:
+    """A record whose estimates are three columns each: ``NAME``, ``NAME_low``, ``NAME_high``.
+
+    Args:
+        record: The record.
+        estimates: Names of those, which may be ``None``.
+    """
     flat: dict[str, Any] = {}
     for name, value in record.items():
-        if isinstance(value, dict):
-            flat |= {name: value["value"], f"{name}_low": value["low"]}
-            flat[f"{name}_high"] = value["high"]
+        if name in estimates:
+            ends = value or {"value": None, "low": None, "high": None}
+            flat |= {name: ends["value"], f"{name}_low": ends["low"]}
+            flat[f"{name}_high"] = ends["high"]
         else:
             flat[name] = value
     return flat

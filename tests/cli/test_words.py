@@ -11,12 +11,14 @@ from kvpolicy.cli.progress import Pace, open_progress
 from kvpolicy.cli.units import clock, human_bytes
 
 
-@pytest.mark.parametrize("group", [(), ("plan",), ("tasks",), ("steer",), ("reasoner",)])
+@pytest.mark.parametrize(
+    "group", [(), ("plan",), ("results",), ("tasks",), ("steer",), ("reasoner",)]
+)
 def test_a_list_of_commands_has_whole_sentences(
-    kvpolicy: Shell, group: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+    kvpolicy: Shell, group: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "80")
-    commands = kvpolicy(*group, "--help").out.partition("Commands:\n")[2]
+    commands = kvpolicy(*group.split(), "--help").out.partition("Commands:\n")[2]
     assert commands.count("\n") > 1
     assert commands.count(".\n") == commands.count("\n")
     assert "..." not in commands

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from run_folders import write_run
 
 from kvpolicy.lab.archive import read_run
-from kvpolicy.lab.contrast import by_facet, contrast, contrast_all, to_json
+from kvpolicy.lab.contrast import adjust, by_facet, contrast, to_json
 from kvpolicy.lab.measures import ACCURACY, LENGTH
 from kvpolicy.lab.paired import bootstrap_mean
 from kvpolicy.lab.pooled import PooledCell, pool
@@ -29,7 +29,7 @@ def _verdicts(table: list[list[bool]]) -> Any:
     return says
 
 
-@given(st.lists(st.tuples(st.booleans(), st.booleans()), min_size=1, max_size=12))
+@given(verdicts=st.lists(st.tuples(st.booleans(), st.booleans()), min_size=1, max_size=12))
 def test_the_four_counts_are_those_of_a_plain_count(
     verdicts: list[tuple[bool, bool]], tmp_path_factory: pytest.TempPathFactory
 ) -> None:
@@ -137,6 +137,6 @@ def test_several_comparisons_are_corrected_for_their_number(tmp_path: Path) -> N
 
     plans = (("full cache", None), ("H2O", 32), ("H2O", 64), ("H2O", 96))
     full, *others = _cells(tmp_path, says, plans=plans, only_first=24)
-    found = contrast_all(others, full, ACCURACY)
+    found = adjust([contrast(cell, full, ACCURACY) for cell in others])
     assert [one.p_value for one in found] == [2 / 2**8, 2 / 2**6, None]
     assert [one.p_holm for one in found] == [2 * 2 / 2**8, 2 / 2**6, None], "what is not tested"

@@ -88,6 +88,15 @@ def test_a_sample_that_is_in_several_runs_counts_once(tmp_path: Path) -> None:
     assert timing.num_requests == 8
 
 
+def test_a_plan_that_two_runs_call_differently_is_one_plan(tmp_path: Path) -> None:
+    runs = [
+        _run(tmp_path / series, plans=[(series, 64)], seeds=(seed,))
+        for seed, series in enumerate(("H2O", "H2O as published"))
+    ]
+    (cell,) = pool(runs)
+    assert (cell.name, cell.seeds, len(cell.samples)) == ("H2O@64", (0, 1), 16)
+
+
 def test_speed_is_told_only_if_no_cell_was_interrupted(tmp_path: Path) -> None:
     runs = [_run(tmp_path / "a"), _run(tmp_path / "b", seeds=(1,), timed=False)]
     assert pool(runs)[0].timing is None

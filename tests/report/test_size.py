@@ -1,6 +1,5 @@
 """A large report stays small and opens quickly."""
 
-import json
 import random
 import time
 from pathlib import Path
@@ -15,51 +14,13 @@ from kvpolicy.lab.report.build import build
 
 MOST_BYTES = 20_000_000
 MOST_SECONDS = 2.0
-WORDS = [
-    "Now",
-    "Wait",
-    "Alternatively",
-    "so",
-    "the",
-    "next",
-    "step",
-    "we",
-    "need",
-    "to",
-    "find",
-    "value",
-    "of",
-    "x",
-    "where",
-    "total",
-    "is",
-    "given",
-    "by",
-    "sum",
-    "product",
-    "because",
-    "then",
-    "check",
-    "verify",
-    "again",
-    "number",
-    "apples",
-    "each",
-    "left",
-    "right",
-    "=",
-    "+",
-    "-",
-    "12",
-    "7",
-    "35",
-    "81",
-]
-PLANS = [
-    ("full cache", None),
-    *((f"policy {i}", b) for i in range(1, 5) for b in range(64, 319, 64)),
-]
-PLANS += [(f"policy {i}", 512.0) for i in range(1, 4)]
+TEXT = (
+    "Now Wait Alternatively so the next step we need to find value of x where total is given by "
+    "sum product because then check verify again number apples each left right = + - 12 7 35 81"
+)
+WORDS = TEXT.split()
+PLANS = [("full cache", None), *((f"policy {i}", 64 * b) for i in range(1, 5) for b in range(1, 5))]
+PLANS += [(f"policy {i}", 512) for i in range(1, 4)]
 
 
 def says(cell: dict[str, Any], item: int, attempt: int) -> dict[str, Any]:
@@ -74,14 +35,15 @@ def says(cell: dict[str, Any], item: int, attempt: int) -> dict[str, Any]:
 
 @pytest.mark.slow
 def test_20_cells_of_500_samples_take_less_than_20_megabytes_and_2_seconds(
-    browser: Any, tmp_path: Path
+    browser: Any, tmp_path: Path, record_property: Any
 ) -> None:
     assert len(PLANS) == 20
     folder = write_run(tmp_path / "run", plans=PLANS, n=500, says=says)
     begun = time.perf_counter()
     page = build([read_run(folder)])
-    print(f"built in {time.perf_counter() - begun:.1f} s, {len(page) / 1e6:.2f} MB")
-    assert "is left out" not in page
+    record_property("built_s", round(time.perf_counter() - begun, 1))
+    record_property("bytes", len(page.encode()))
+    assert "the middle is left out" not in page
     assert len(page.encode()) < MOST_BYTES
     file = tmp_path / "report.html"
     file.write_text(page, encoding="utf-8")
@@ -90,23 +52,23 @@ def test_20_cells_of_500_samples_take_less_than_20_megabytes_and_2_seconds(
         begun = time.perf_counter()
         opened = Opened(browser, file, viewport={"width": 1280, "height": 900})
         opened.page.wait_for_selector("#chart-frontier .spot", state="attached")
-        seconds.append(time.perf_counter() - begun)
+        seconds.append(round(time.perf_counter() - begun, 2))
+        assert opened.texts(".count")[0] == "500 samples of 500"
         opened.close()
-    print(f"opened in {', '.join(f'{one:.2f}' for one in seconds)} s")
+    record_property("opened_s", seconds)
+    # The best of three: the machine may be busy with something else.
     assert min(seconds) < MOST_SECONDS
 
 
 @pytest.mark.slow
 def test_traces_of_a_large_model_are_cut_to_fit(tmp_path: Path) -> None:
-    """16,000 tokens each: what does not fit loses its middle, and the page says so."""
+    """Some 16,000 tokens each: what does not fit loses its middle, and the page says so."""
 
     def long(cell: dict[str, Any], item: int, attempt: int) -> dict[str, Any]:
         own = random.Random(f"{item} {cell['plan']}")
         return {"text": "\n\n".join(" ".join(own.choices(WORDS, k=40)) for _ in range(300))}
 
     folder = write_run(tmp_path / "run", plans=PLANS[:5], n=120, says=long)
-    begun = time.perf_counter()
     page = build([read_run(folder)], most_bytes=5_000_000)
-    print(f"built in {time.perf_counter() - begun:.1f} s, {len(page) / 1e6:.2f} MB")
     assert len(page) < 5_200_000
-    assert json.dumps("Of texts longer than").strip('"') in page
+    assert "the middle is left out" in page
