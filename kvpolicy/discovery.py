@@ -146,6 +146,11 @@ def register_file(path: str | Path) -> list[str]:
     return names
 
 
+def registered_files() -> list[Path]:
+    """The files given to `register_file`, for processes that are to know the same policies."""
+    return list(dict.fromkeys(path for _, path in _from_files.values()))
+
+
 def snake_case(class_name: str) -> str:
     """``KeyNorm`` as ``key_norm``, ``H2O`` as ``h2o``."""
     out = class_name[0]

@@ -27,31 +27,51 @@ def override(raw: dict[str, Any], change: str, name: str) -> None:
         msg = f"{change!r:.60} is no change of a plan; write a text such as 'budget=96'"
         raise PlanError(msg)
     path, equals, text = change.partition("=")
-    keys = [key.strip() for key in path.split(".")]
-    if not equals or not all(keys):
+    if not equals or not all(key.strip() for key in path.split(".")):
         msg = f"--set {change!r} is not KEY=VALUE; write for example budget=96"
         raise PlanError(msg)
+    assign(raw, path, value_of(text), name, said=f"--set {change!r}")
+
+
+def assign(raw: dict[str, Any], path: str, value: object, name: str, *, said: str) -> None:
+    """Give one entry of what a plan file holds another value, in place.
+
+    Args:
+        raw: Lists and tables of the file.
+        path: ``KEY``, ``layers.N.KEY`` or ``POLICY.KNOB``.
+        value: What it is from now on.
+        name: Name of the plan, for messages.
+        said: How the user asked for it, for messages.
+
+    Raises:
+        PlanError: If it changes nothing that the plan has.
+    """
+    keys = [key.strip() for key in path.split(".")]
     if keys == [extends.KEY]:
-        msg = f"--set {change!r}: what a plan extends is said in its file; override its keys"
+        msg = f"{said}: what a plan extends is said in its file; override its keys"
         raise PlanError(msg)
-    value = _value(text)
     if len(keys) == 1:
         raw[keys[0]] = value
     elif keys[0] == "layers" and len(keys) == 3:
         groups = _groups(raw)
         place = int(keys[1]) if keys[1].isdecimal() and len(keys[1]) < 9 else len(groups)
         if place >= len(groups):
-            msg = f"--set {change!r}: {name} has {len(groups)} [[layers]] groups, from 0"
+            msg = f"{said}: {name} has {len(groups)} [[layers]] groups, from 0"
             raise PlanError(msg)
         groups[place][keys[2]] = value
     elif len(keys) == 2:
-        _set_knob(raw, keys[0], keys[1], value, change, name)
+        _set_knob(raw, keys[0], keys[1], value, said, name)
     else:
-        msg = f"--set {change!r}: write KEY=, layers.N.KEY= or POLICY.KNOB="
+        msg = f"{said}: write KEY=, layers.N.KEY= or POLICY.KNOB="
         raise PlanError(msg)
 
 
-def _value(text: str) -> object:
+def value_of(text: str) -> object:
+    """What a user typed as a value: TOML, or a text where it is none.
+
+    Args:
+        text: Such as ``"0.5"``, ``"true"``, ``"[1, 2]"`` or ``"mean"``.
+    """
     try:
         return tomllib.loads(f"value = {text}")["value"]
     except (ValueError, RecursionError):
@@ -67,12 +87,12 @@ def _groups(raw: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def _set_knob(
-    raw: dict[str, Any], policy: str, knob: str, value: object, change: str, name: str
+    raw: dict[str, Any], policy: str, knob: str, value: object, said: str, name: str
 ) -> None:
     found = [entry for entry in _entries(raw) if entry.name == policy]
     if not found:
         hint = nearest(policy, sorted(set(policies_named(raw))))
-        msg = f"--set {change!r}: {name} uses no policy '{policy}'{hint}"
+        msg = f"{said}: {name} uses no policy '{policy}'{hint}"
         raise PlanError(msg)
     for entry in found:
         entry.listed[entry.place] = {**entry.spec, knob: value}

@@ -25,20 +25,31 @@ class Ended:
 
 
 def run_in_child(
-    folder: Path, *words: object, most_bytes: int | None = None, stdout: Path | None = None
+    folder: Path,
+    *words: object,
+    most_bytes: int | None = None,
+    stdout: Path | None = None,
+    kill_after_s: float | None = None,
 ) -> Ended:
     """Run one command to its end, whatever that is.
 
     `most_bytes` is the most a file may take, as on a disk that is full; `stdout` is where
-    results go instead, and is not read.
+    results go instead, and is not read; `kill_after_s` is how long it may live at most, before
+    it is killed as by `kill -9`.
     """
     out, err = stdout or folder / "child.out", folder / "child.err"
+    for path in (out, err):
+        if path.parent == folder:
+            path.write_text("", encoding="utf-8")  # it may be killed before it says a word
     fork = multiprocessing.get_context("fork")
     child = fork.Process(target=_child, args=([str(word) for word in words], out, err, most_bytes))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # torch's idle threads beside a fork
         child.start()
-    child.join()
+    child.join(kill_after_s)
+    if child.exitcode is None:
+        child.kill()
+        child.join()
     assert child.exitcode is not None
     assert child.pid is not None
     said = "" if stdout is not None else out.read_text("utf-8")

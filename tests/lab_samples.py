@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from kvpolicy.lab.grid import Cell, build_cells, series_of_stack
-from kvpolicy.lab.presets import Series
+from kvpolicy.lab.grid import Cell, build_cells
+from kvpolicy.lab.presets import Series, series_of_stack
 from kvpolicy.lab.samples import Sample
 
 CELLS = build_cells(

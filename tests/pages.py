@@ -6,7 +6,7 @@ The info string of a block tells what it is:
     ```python continued         the same, and knows the names of the block before it
     ```python title="NAME"      is saved as NAME first (``test_*`` is saved only)
     ```text signature           is prose
-    ```toml title="NAME"        is saved as NAME; if it is a plan, it must resolve
+    ```toml title="NAME"        is saved as NAME; a plan must resolve, a sweep be well-formed
     ```sh                       each line runs if it is a command named in `Page._run_line`
     ```sh slow                  runs only if asked for
     ```sh tasks                 runs only if the extra ``tasks`` is installed
@@ -33,6 +33,7 @@ import attrs
 import pytest
 
 from kvpolicy import Plan, discovery
+from kvpolicy.lab.presets import load_preset
 
 _FENCE = re.compile(r"^```(\w+)?[ ]*(.*?)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _ELLIPSIS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
@@ -193,5 +194,8 @@ def _command_lines(text: str) -> Iterator[str]:
 
 def _check_toml(block: Block) -> None:
     data = tomllib.loads(block.text)
-    if "project" not in data:
+    if "slots" in data:
+        assert block.title is not None, "a sweep is read from its file"
+        load_preset(block.title)
+    elif "project" not in data:
         Plan.from_dict(data).resolve(_NUM_LAYERS)

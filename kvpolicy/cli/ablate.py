@@ -1,19 +1,20 @@
-"""``kvpolicy ablate``: policies at several budgets on one model, resumable at every sample.
+"""``kvpolicy ablate``: policies at several budgets, on models and tasks, resumable at every sample.
 
 With ``--json``, on stdout: ``{"folder", "run", "table"}``, where ``run`` is the manifest's
-and ``table`` the list that is also in ``table.json``.
+and ``table`` the list that is also in ``table.json``; with ``--dry-run``, the fields of
+`kvpolicy.lab.estimate.Estimate`.
 """
 
-import sys
-from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import attrs
 import typer
 
+from kvpolicy.cli import sweepoptions
 from kvpolicy.cli.console import say, terminal_width, write, write_json
-from kvpolicy.cli.interrupt import Interrupted
+from kvpolicy.cli.dryrun import tell
+from kvpolicy.cli.following import follow
 from kvpolicy.cli.options import (
     Device,
     Dtype,
@@ -25,68 +26,36 @@ from kvpolicy.cli.options import (
     register_plugins,
     words,
 )
+from kvpolicy.cli.place import CpusPerWorker, GpusPerWorker, On, RayAddress, Where, open_place
+from kvpolicy.cli.sweepoptions import changed, grid_of, numbers
 
 if TYPE_CHECKING:
     from kvpolicy.lab.comparison import Comparison
-    from kvpolicy.lab.pool import Pool
+    from kvpolicy.lab.publish import Panel
     from kvpolicy.lab.store import Store
-    from kvpolicy.lab.table import Row
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None)
 
 SOME_FAILED = 1
 
 
-class _Split(Enum):
-    """Where the problems come from."""
-
-    test = "test"
-    tune = "tune"
-    train = "train"
-
-
 @app.command()
 def ablate(
-    preset: Annotated[
-        str | None,
-        typer.Option(metavar="NAME|FILE", help="What to compare. [default: baselines]"),
-    ] = None,
-    policies: Annotated[
-        str | None,
-        typer.Option(metavar="NAME,...", help="Policies to compare instead; in A+B, B wraps A."),
-    ] = None,
-    plan: Annotated[
-        list[Path] | None,
-        typer.Option(metavar="FILE|NAME", help="A plan to compare; may be repeated."),
-    ] = None,
-    budgets: Annotated[
-        str | None, typer.Option(metavar="N,...", help="Rows that stay per layer and KV head.")
-    ] = None,
+    preset: sweepoptions.PresetName = None,
+    policies: sweepoptions.Stacks = None,
+    plan: sweepoptions.Plans = None,
+    budgets: sweepoptions.Budgets = None,
+    grid: sweepoptions.Grid = None,
+    side_by_side: sweepoptions.Zip = False,
     buffer: Annotated[
         int | None, typer.Option(min=1, help="Rows that may join before a compaction.")
     ] = None,
-    model: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NAME|FOLDER", help="A bundled reasoner's name, a hub id or a local folder."
-        ),
-    ] = None,
-    task: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NAME|FILE|ID",
-            help="What is asked: a task, a file or a hub id, with options as NAME:KEY=VALUE,...",
-        ),
-    ] = None,
-    n: Annotated[int | None, typer.Option("--n", min=1, help="Problems for each cell.")] = None,
-    seed: Annotated[int | None, typer.Option(min=0, help="Chooses the problems.")] = None,
-    split: Annotated[
-        _Split | None,
-        typer.Option(help="Problems to report on, or to tune settings on. [default: test]"),
-    ] = None,
-    attempts: Annotated[
-        int | None, typer.Option(min=1, help="Times each problem is asked, for pass@1.")
-    ] = None,
+    model: sweepoptions.Models = None,
+    task: sweepoptions.Tasks = None,
+    n: sweepoptions.NumItems = None,
+    seeds: sweepoptions.Seeds = None,
+    split: sweepoptions.Split = None,
+    attempts: sweepoptions.Attempts = None,
     temperature: Annotated[
         float | None, typer.Option(min=0, help="0 takes the likeliest token. [default: 0]")
     ] = None,
@@ -104,6 +73,10 @@ def ablate(
         int | None,
         typer.Option(min=1, help="Cells run side by side. [default: small models: one per core]"),
     ] = None,
+    on: On = Where.here,
+    ray_address: RayAddress = None,
+    cpus_per_worker: CpusPerWorker = None,
+    gpus_per_worker: GpusPerWorker = None,
     output: Annotated[
         Path | None,
         typer.Option(
@@ -114,6 +87,15 @@ def ablate(
     by: Annotated[
         str | None, typer.Option(metavar="FACET", help="Show the table by difficulty, too.")
     ] = None,
+    record: Annotated[
+        int,
+        typer.Option(
+            min=0, help="Items of each cell, from the first, whose kept tokens are recorded."
+        ),
+    ] = 2,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Tell what there is to do and how long it may take.")
+    ] = False,
     overrides: Overrides = None,
     plugin: Plugins = None,
     dtype: Dtype = "auto",
@@ -128,108 +110,79 @@ def ablate(
     Interrupted, the same command goes on where it stopped.
     """
     budget_list, stacks = counts("--budgets", budgets), words(policies)
+    seed_list, knobs = numbers("--seeds", seeds), grid_of(grid or [])
     register_plugins(plugin)
     # Imported here: all this brings torch along.
     from kvpolicy.lab import setup
-    from kvpolicy.lab.local import Local, num_workers
-    from kvpolicy.lab.processes import stay_forkable
     from kvpolicy.lab.shelf import Shelf
     from kvpolicy.lab.store import Store
 
     chosen = setup.choose(
         preset, policies=stacks, plans=plan or [], budgets=budget_list, buffer=buffer
     )
-    chosen = attrs.evolve(
+    chosen = changed(
         chosen,
-        model=chosen.model if model is None else model,
-        task=chosen.task if task is None else task,
-        n=n or chosen.n,
-        seed=chosen.seed if seed is None else seed,
-        split=split.value if split else chosen.split,
-        attempts=attempts or chosen.attempts,
-        temperature=chosen.temperature if temperature is None else temperature,
-        top_p=chosen.top_p if top_p is None else top_p,
-        slots=slots or chosen.slots,
-        max_new_tokens=max_new_tokens or chosen.max_new_tokens,
+        models=tuple(model or ()),
+        tasks=tuple(task or ()),
+        seeds=tuple(seed_list),
+        knobs=chosen.knobs | knobs,
+        combine="zip" if side_by_side else None,
+        n=n,
+        split=split.value if split else None,
+        attempts=attempts,
+        temperature=temperature,
+        top_p=top_p,
+        slots=slots,
+        max_new_tokens=max_new_tokens,
     )
-    threads = stay_forkable()
     shelf = Shelf(dtype=dtype, device=device, trust_remote_code=trust_remote_code)
-    comparison = setup.prepare(chosen, shelf, overrides=overrides or [], execute_code=execute_code)
-    setup.check_facet(comparison, by)
-    pool = Local(comparison, shelf, num_workers(comparison, workers), threads)
-    folder = output or setup.default_folder(comparison)
-    with Store(folder, comparison.to_dict()) as store:
-        rows = _run(comparison, store, pool, pool.workers)
-        _show(comparison, store, rows, by, json=json)
-    if any(row.num_errors for row in rows):
+    with open_place(
+        on,
+        shelf,
+        address=ray_address,
+        workers=workers,
+        cpus=cpus_per_worker,
+        gpus=gpus_per_worker,
+    ) as place:
+        comparison = setup.prepare(
+            chosen, place, overrides=overrides or [], execute_code=execute_code
+        )
+        setup.check_facet(comparison, by)
+        comparison = attrs.evolve(comparison, record=record)
+        num_workers = place.num_workers(comparison)
+        folder = output or setup.default_folder(comparison)
+        if dry_run:
+            tell(comparison, folder, shelf, workers=num_workers, json=json)
+            return
+        with Store(folder, comparison.to_dict()) as store:
+            follow(comparison, store, place.pool(comparison), workers=num_workers)
+            failed = _publish(comparison, store, by, json=json)
+    if failed:
         raise typer.Exit(SOME_FAILED)
 
 
-def _run(comparison: "Comparison", store: "Store", pool: "Pool", workers: int) -> "list[Row]":
-    from kvpolicy.lab.publish import publish
-    from kvpolicy.lab.session import describe_session
+def _publish(comparison: "Comparison", store: "Store", by: str | None, *, json: bool) -> bool:
+    """Show what came out; whether samples failed."""
+    from kvpolicy.lab.publish import publish, to_json
 
-    try:
-        num_left = comparison.num_left(store.samples)
-        if num_left:
-            store.begin(describe_session(["kvpolicy", *sys.argv[1:]], workers=workers))
-        for note in store.notes:
-            say(note)
-        _say_what_is_done(comparison, store, num_left)
-        if num_left:
-            _follow(comparison, store, pool)
-        return publish(comparison, store)
-    except KeyboardInterrupt:
-        num_done = comparison.num_samples - comparison.num_left(store.samples)
-        msg = (
-            f"interrupted; {num_done} of {comparison.num_samples} samples are kept in "
-            f"{store.folder}, and the same command goes on from there."
-        )
-        raise Interrupted(msg) from None
-
-
-def _say_what_is_done(comparison: "Comparison", store: "Store", num_left: int) -> None:
-    total = comparison.num_samples
-    if not num_left:
-        say(f"all {total} samples are in {store.folder} already; nothing is computed again.")
-    elif num_left < total:
-        say(f"going on in {store.folder}: {total - num_left} of {total} samples are there.")
-    else:
-        say(f"{len(comparison.cells)} cells, {total} samples, into {store.folder}.")
-
-
-def _follow(comparison: "Comparison", store: "Store", pool: "Pool") -> None:
-    from kvpolicy.cli.progress import open_progress
-    from kvpolicy.cli.tally import Tally
-    from kvpolicy.lab.ablate import run
-
-    tally = Tally(comparison, store)
-    with open_progress(comparison.num_samples, tally.num_done) as progress:
-        for event in run(comparison, store, pool):
-            tally.count(event)
-            line = tally.cell_line(event)
-            if line:
-                progress.keep(line)
-            progress.show(tally.state_line(), tally.num_done)
-
-
-def _show(
-    comparison: "Comparison", store: "Store", rows: "list[Row]", by: str | None, *, json: bool
-) -> None:
-    from kvpolicy.cli.rows import facet_table, table
-    from kvpolicy.lab.facets import break_down
-    from kvpolicy.lab.table import to_json
-
+    panels = publish(comparison, store)
     if json:
-        write_json(
-            {"folder": str(store.folder), "run": comparison.to_dict(), "table": to_json(rows)}
-        )
-        return
-    (group,) = comparison.groups
-    columns, width = group.task.measure.columns, terminal_width()
-    write(table(rows, columns, width=width) + "\n")
-    if by is not None:
-        facets = break_down(comparison.cells, store.samples.values(), columns)
-        found = [one for one in facets if one.facet == by]
-        write("\n" + facet_table(found, columns, width=width) + "\n")
-    say(f"table, plots, samples and manifest are in {store.folder}.")
+        run = comparison.to_dict()
+        write_json({"folder": str(store.folder), "run": run, "table": to_json(panels)})
+    else:
+        _show(panels, by)
+        say(f"table, plots, samples and manifest are in {store.folder}.")
+    return any(row.num_errors for panel in panels for row in panel.rows)
+
+
+def _show(panels: "list[Panel]", by: str | None) -> None:
+    from kvpolicy.cli.rows import facet_table, table
+
+    width = terminal_width()
+    for number, panel in enumerate(panels):
+        if len(panels) > 1:
+            write(("\n" if number else "") + panel.title + "\n")
+        write(table(panel.rows, panel.columns, width=width) + "\n")
+        found = [one for one in panel.facets if one.facet == by]
+        if found:
+            write("\n" + facet_table(found, panel.columns, width=width) + "\n")

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from rich.progress import Progress as RichProgress
 
 _EVERY_S = 10.0  # between two lines in a log that say how far we are
+_REDRAW_S = 0.1  # between two pictures on a terminal
 
 
 class Progress(Protocol):
@@ -57,7 +58,8 @@ def open_progress(total: int, num_done: int = 0) -> Iterator[Progress]:
         TextColumn("{task.description}"),
     ]
     console = Console(stderr=True, highlight=False)
-    with RichProgress(*columns, console=console, transient=True) as live:
+    # Without a thread that draws: processes may be forked meanwhile, and would have its locks.
+    with RichProgress(*columns, console=console, transient=True, auto_refresh=False) as live:
         yield _Live(live, total, num_done)
 
 
@@ -92,10 +94,14 @@ class _Live:
         self._live = live
         self._pace = Pace(total, num_done)
         self._task = live.add_task("", total=total, completed=num_done, left="")
+        self._drawn = 0.0
 
     def show(self, line: str, num_done: int) -> None:
-        left = self._pace.describe(num_done)
+        left, now = self._pace.describe(num_done), time.perf_counter()
         self._live.update(self._task, description=line, completed=num_done, left=left)
+        if now - self._drawn >= _REDRAW_S:
+            self._drawn = now
+            self._live.refresh()
 
     def keep(self, line: str) -> None:
         self._live.console.print(line, markup=False, soft_wrap=True)

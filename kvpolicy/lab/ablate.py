@@ -11,6 +11,7 @@ from kvpolicy.lab.measures import Outcome
 from kvpolicy.lab.pool import Job, JobDone, Pool
 from kvpolicy.lab.samples import CellTiming, Sample
 from kvpolicy.lab.store import Store
+from kvpolicy.results import RunReport
 
 
 @attrs.frozen
@@ -48,8 +49,9 @@ def run(comparison: Comparison, store: Store, pool: Pool) -> Iterator[Event]:
     for news in pool.serve(jobs(comparison, store)):
         cell = comparison.cell(news.job.cell)
         if isinstance(news, JobDone):
-            if len(news.job.items) == len(comparison.group_of(cell).items):
-                store.add_timing(_timing(cell, news))
+            is_whole = len(news.job.items) == len(comparison.group_of(cell).items)
+            if news.report is not None and is_whole:
+                store.add_timing(_timing(cell, len(news.job.items), news.report))
             yield CellDone(cell, news.elapsed_s)
         else:
             sample = _sample(comparison, cell, news.item, news.outcome)
@@ -68,14 +70,14 @@ def jobs(comparison: Comparison, store: Store) -> list[Job]:
         comparison: What is run.
         store: What is done.
     """
-    order = {group.model.name: number for number, group in enumerate(reversed(comparison.groups))}
+    models = list(dict.fromkeys(group.model.name for group in comparison.groups))
     found = []
     for cell in comparison.cells:
         left = comparison.left(cell, store.samples)
         if left:
-            model = comparison.group_of(cell).model.name
+            model = models.index(comparison.group_of(cell).model.name)
             cost = cell.budget or float("inf")
-            found.append((-order[model], -cost, Job(cell.id, tuple(left))))
+            found.append((model, -cost, Job(cell.id, tuple(left))))
     return [job for *_, job in sorted(found, key=lambda one: one[:2])]
 
 
@@ -117,13 +119,13 @@ def _kept(sample: Sample, rows: KeptRows) -> Kept:
     return Kept.of(rows, key=sample.key, cell=sample.cell, item=sample.item, attempt=sample.attempt)
 
 
-def _timing(cell: Cell, done: JobDone) -> CellTiming:
+def _timing(cell: Cell, num_requests: int, report: RunReport) -> CellTiming:
     return CellTiming(
         cell=cell.id,
-        num_requests=len(done.job.items),
-        new_tokens=done.report.new_tokens,
-        elapsed_s=done.report.elapsed_s,
-        policy_s=done.report.policy_s,
-        decode_s=done.report.decode_s,
-        peak_kv_bytes=done.report.peak_kv_bytes,
+        num_requests=num_requests,
+        new_tokens=report.new_tokens,
+        elapsed_s=report.elapsed_s,
+        policy_s=report.policy_s,
+        decode_s=report.decode_s,
+        peak_kv_bytes=report.peak_kv_bytes,
     )

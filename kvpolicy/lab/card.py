@@ -1,5 +1,7 @@
 """What a run has to know of a model while it is not loaded."""
 
+from typing import Any, Protocol
+
 import attrs
 from transformers import PreTrainedModel
 
@@ -25,6 +27,13 @@ class ModelCard:
     dtype: str
     num_layers: int
     num_parameters: int
+
+
+class Describes(Protocol):
+    """Something that can describe models: a shelf here, or workers elsewhere."""
+
+    def describe(self, name: str) -> tuple[ModelCard, Any]:
+        """Describe a model by its name, and give its tokenizer; see `Shelf.describe`."""
 
 
 def describe_model(name: str, model: PreTrainedModel) -> ModelCard:

@@ -72,6 +72,20 @@ class Comparison:
         items = self.group_of(cell).items
         return [place for place, item in enumerate(items) if item.attempt == 0][: self.record]
 
+    def num_unrecorded(self, done: Container[str], recorded: Container[str]) -> int:
+        """Samples that are done and should be recorded, and are not.
+
+        Args:
+            done: Keys of the samples that are done.
+            recorded: Keys of those that are recorded.
+        """
+        keys = [
+            self.key(cell, self.group_of(cell).items[place])
+            for cell in self.cells
+            for place in self.recorded(cell)
+        ]
+        return sum(key in done and key not in recorded for key in keys)
+
     def num_left(self, done: Container[str]) -> int:
         """Samples still to be done.
 

@@ -7,7 +7,7 @@ import attrs
 
 from kvpolicy.lab.measures import Column
 from kvpolicy.lab.samples import Sample
-from kvpolicy.lab.table import Compared, Row, estimates_of, flat, tabulate, to_json, write_csv
+from kvpolicy.lab.table import Compared, Row, estimates_of, flat, tabulate, to_json
 
 
 @attrs.frozen
@@ -51,11 +51,11 @@ def break_down(
     ]
 
 
-def facets_to_csv(rows: Sequence[FacetRow]) -> str:
-    """Rows as CSV: ``facet``, ``value``, then the columns of table.csv."""
-    records: list[dict[str, Any]] = []
+def facet_records(rows: Sequence[FacetRow]) -> list[dict[str, Any]]:
+    """Rows as flat records: ``facet``, ``value``, then the columns of table.csv."""
     names = estimates_of([one.row for one in rows])
-    for one in rows:
-        (record,) = to_json([one.row])
-        records.append({"facet": one.facet, "value": one.value, **flat(record, names)})
-    return write_csv(records)
+    records = to_json([one.row for one in rows])
+    return [
+        {"facet": one.facet, "value": one.value, **flat(record, names)}
+        for one, record in zip(rows, records, strict=True)
+    ]

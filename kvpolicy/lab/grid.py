@@ -1,18 +1,19 @@
 """The cells of a comparison: every series at every budget, each with its resolved plan."""
 
 import hashlib
+import json
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 import attrs
 
 from kvpolicy.errors import BudgetError, PlanError
-from kvpolicy.extends import read as read_plan
 from kvpolicy.lab.presets import Series
-from kvpolicy.overrides import policies_named
+from kvpolicy.lab.sweep import Setting
+from kvpolicy.overrides import assign, policies_named
 from kvpolicy.plan import Plan
+from kvpolicy.planfile import tables
 from kvpolicy.resolved import LayerPlan, ResolvedPlan
 
 
@@ -60,33 +61,6 @@ class Cell:
         }
 
 
-def series_of_stack(stack: str) -> Series:
-    """Make a series of what the user typed.
-
-    Args:
-        stack: Names of policies joined by ``+``, the later ones wrapping the earlier ones.
-
-    Returns:
-        A series labelled as typed.
-    """
-    return Series(label=stack, plan={"stack": [name.strip() for name in stack.split("+")]})
-
-
-def series_of_file(path: Path) -> Series:
-    """Make a series of a plan file, labelled by the name of the file.
-
-    Args:
-        path: A TOML plan.
-
-    Returns:
-        The series.
-
-    Raises:
-        PlanError: The file cannot be read or is no TOML.
-    """
-    return Series(label=path.stem, plan=read_plan(path))
-
-
 def build_cells(
     series: Sequence[Series],
     *,
@@ -94,15 +68,40 @@ def build_cells(
     budgets: Sequence[int],
     buffer: int | None,
     overrides: Sequence[str] = (),
-    group: str = "",
 ) -> list[Cell]:
-    """Resolve every series at every budget.
+    """Resolve every series at every budget, as `cells_at` does.
 
     Args:
         series: What is compared.
         num_layers: Layers of the model.
-        budgets: Budgets for the series whose plan leaves it open. A plan that nothing ever
-            leaves, like the full cache, gives one cell.
+        budgets: Budgets for the series whose plan leaves it open.
+        buffer: Buffer for the plans that leave it open.
+        overrides: ``--set`` strings.
+
+    Returns:
+        The cells in order, each resolved plan once.
+    """
+    settings = [Setting(budget) for budget in budgets]
+    return cells_at(series, settings, num_layers=num_layers, buffer=buffer, overrides=overrides)
+
+
+def cells_at(
+    series: Sequence[Series],
+    settings: Sequence[Setting],
+    *,
+    num_layers: int,
+    buffer: int | None,
+    overrides: Sequence[str] = (),
+    group: str = "",
+) -> list[Cell]:
+    """Resolve every series at every setting.
+
+    Args:
+        series: What is compared.
+        settings: Budgets for the series whose plan leaves it open, and knobs for those that
+            name the policy. A plan that nothing ever leaves, like the full cache, gives one
+            cell.
+        num_layers: Layers of the model.
         buffer: Buffer for the plans that leave it open.
         overrides: ``--set`` strings; ``POLICY.KNOB=VALUE`` goes to the plans that name it.
         group: Id of the group that the cells belong to.
@@ -111,54 +110,90 @@ def build_cells(
         The cells in order, each resolved plan once.
 
     Raises:
-        KVPolicyError: A plan is wrong or does not fit the model, or an override fits none.
+        KVPolicyError: A plan is wrong or does not fit the model, or an override or a knob fits
+            none.
     """
     _check_overrides(series, overrides)
+    _check_knobs(series, settings, overrides)
     cells: dict[str, Cell] = {}
     for one in series:
         mine = [override for override in overrides if _concerns(one, override)]
-        is_open = _leaves_budget_open(one, num_layers, buffer, mine)
-        for budget in budgets if is_open else (None,):
-            cell = attrs.evolve(_cell(one, num_layers, budget, buffer, mine), group=group)
-            cells.setdefault(cell.digest, cell)
+        for setting in settings:
+            knobs = {key: v for key, v in setting.knobs.items() if _concerns(one, key)}
+            cell = _cell(one, Setting(setting.budget, knobs), num_layers, buffer, mine)
+            cells.setdefault(cell.digest, attrs.evolve(cell, group=group))
     return list(cells.values())
 
 
 def _cell(
     series: Series,
+    setting: Setting,
     num_layers: int,
-    budget: int | None,
     buffer: int | None,
     overrides: Sequence[str],
 ) -> Cell:
-    plan = _plan(series, budget, buffer, overrides)
+    is_open = _leaves_budget_open(series, setting.knobs, num_layers, buffer, overrides)
+    plan = _plan(series, setting.knobs, setting.budget if is_open else None, buffer, overrides)
     resolved = plan.resolve(num_layers)
     compacting = _compacting(resolved)
+    is_bounded = any(layer.bounded for layer in resolved.layers)
+    # A cache that grows has no buffer: whatever is said of one changes nothing.
+    knobs = {key: v for key, v in setting.knobs.items() if key != "buffer" or is_bounded}
     return Cell(
-        series=series.label,
+        series=", ".join([series.label, *_told(knobs)]),
         budget=_mean(layer.budget for layer in compacting),
         buffer=_mean(layer.buffer for layer in compacting),
         plan=plan,
         resolved=resolved,
         digest=resolved.digest(),
+        knobs=knobs,
     )
 
 
-def _plan(series: Series, budget: int | None, buffer: int | None, overrides: Sequence[str]) -> Plan:
+def _plan(
+    series: Series,
+    knobs: Mapping[str, Any],
+    budget: int | None,
+    buffer: int | None,
+    overrides: Sequence[str],
+) -> Plan:
     open_fields = {"budget": budget, "buffer": buffer}
     given = {key: value for key, value in open_fields.items() if value is not None}
-    return Plan.from_dict(given | series.plan, overrides, name=f"plan '{series.label}'")
+    name = f"plan '{series.label}'"
+    raw = tables(given | series.plan, name)
+    for key, value in knobs.items():
+        assign(raw, key, value, name, said=f"knob '{key}'")
+    return Plan.from_dict(raw, overrides, name=name)
 
 
 def _leaves_budget_open(
-    series: Series, num_layers: int, buffer: int | None, overrides: Sequence[str]
+    series: Series,
+    knobs: Mapping[str, Any],
+    num_layers: int,
+    buffer: int | None,
+    overrides: Sequence[str],
 ) -> bool:
     """Whether a layer that compacts waits to be told its budget."""
     try:
-        resolved = _plan(series, None, buffer, overrides).resolve(num_layers)
+        resolved = _plan(series, knobs, None, buffer, overrides).resolve(num_layers)
     except BudgetError:
         return True
     return any(layer.budget is None for layer in _compacting(resolved))
+
+
+def _told(knobs: Mapping[str, Any]) -> list[str]:
+    """Values of knobs in words, without the policy's name where that is clear without it."""
+    names = [key.rpartition(".")[2] for key in knobs]
+    return [
+        f"{name if names.count(name) == 1 else key}={_text(value)}"
+        for name, (key, value) in zip(names, knobs.items(), strict=True)
+    ]
+
+
+def _text(value: object) -> str:
+    if isinstance(value, str):
+        return value
+    return f"{value:g}" if isinstance(value, float) else json.dumps(value, default=str)
 
 
 def _compacting(resolved: ResolvedPlan) -> list[LayerPlan]:
@@ -185,9 +220,28 @@ def _check_overrides(series: Sequence[Series], overrides: Sequence[str]) -> None
             Plan.from_dict(_all_stacks(series), [override], name="the comparison")
 
 
+def _check_knobs(
+    series: Sequence[Series], settings: Sequence[Setting], overrides: Sequence[str]
+) -> None:
+    fixed = {_key(override) for override in overrides}
+    for key, value in {key: v for one in settings for key, v in one.knobs.items()}.items():
+        if key == "budget":
+            msg = "knob 'budget' is no knob of a policy; list the budgets with --budgets"
+            raise PlanError(msg)
+        if key in fixed:
+            msg = f"knob '{key}' is given values to try and is fixed by --set; take one out"
+            raise PlanError(msg)
+        if not any(_concerns(one, key) for one in series):
+            assign(_all_stacks(series), key, value, "the comparison", said=f"knob '{key}'")
+
+
+def _key(override: str) -> str:
+    return ".".join(key.strip() for key in override.partition("=")[0].split("."))
+
+
 def _concerns(series: Series, override: str) -> bool:
     """Whether an override says something about this series: it does unless it names a policy."""
-    keys = override.partition("=")[0].strip().split(".")
+    keys = _key(override).split(".")
     return len(keys) != 2 or keys[0] in policies_named(series.plan)
 
 

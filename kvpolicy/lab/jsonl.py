@@ -12,7 +12,7 @@ class JsonLines:
 
     Attributes:
         path: The file.
-        records: All objects in the file, in order.
+        records: All objects that were in the file when it was opened, in order.
         was_torn: Whether the last line was incomplete when the file was opened; it has been
             cut off.
     """
@@ -54,17 +54,23 @@ class JsonLines:
             OutputError: The file cannot be written, because the disk is full for example.
         """
         try:
-            line = json.dumps(record, ensure_ascii=False).encode() + b"\n"
+            line = _encode(record) + b"\n"
             while line:  # a disk that is almost full takes a part, and refuses only the next
                 line = line[self._file.write(line) :]
         except OSError as error:
             msg = f"{self.path} cannot be written: {error.strerror}; what it held before is kept."
             raise OutputError(msg) from error
-        self.records.append(record)
 
     def close(self) -> None:
         """Close the file."""
         self._file.close()
+
+
+def _encode(record: dict[str, Any]) -> bytes:
+    try:
+        return json.dumps(record, ensure_ascii=False).encode()
+    except UnicodeEncodeError:  # half a letter, which UTF-8 has no bytes for, is escaped
+        return json.dumps(record).encode()
 
 
 def _parse(path: Path, number: int, line: bytes) -> dict[str, Any]:

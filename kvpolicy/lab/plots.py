@@ -15,7 +15,12 @@ if TYPE_CHECKING:
 
 
 def save_plots(
-    rows: Sequence[Row], folder: Path, column: Column = ACCURACY, *, title: str
+    rows: Sequence[Row],
+    folder: Path,
+    column: Column = ACCURACY,
+    *,
+    title: str,
+    name: str = "plot",
 ) -> list[Path]:
     """Draw what the task measures and the mean length against the budget, side by side.
 
@@ -24,6 +29,7 @@ def save_plots(
         folder: Where ``plot.png`` and ``plot.svg`` go.
         column: What is drawn on the left.
         title: What was compared, on what.
+        name: What the files are called instead.
 
     Returns:
         The files.
@@ -35,7 +41,7 @@ def save_plots(
     import matplotlib as mpl
     from matplotlib.figure import Figure
 
-    paths = [folder / "plot.png", folder / "plot.svg"]
+    paths = [folder / f"{name}.png", folder / f"{name}.svg"]
     with mpl.rc_context(STYLE):
         figure = Figure(figsize=(10.5, 4.3), layout="constrained")
         _draw(figure, rows, column, title)

@@ -46,10 +46,17 @@ class ItemDone:
 
 @attrs.frozen
 class JobDone:
-    """All items of a job are measured."""
+    """All items of a job are measured.
+
+    Attributes:
+        job: The job.
+        report: What it cost, if one worker did it in one go: the costs of parts that were done
+            side by side, or twice because a worker was lost, do not add up to a speed.
+        elapsed_s: Seconds from its first item begun to its last one measured.
+    """
 
     job: Job
-    report: RunReport
+    report: RunReport | None
     elapsed_s: float
 
 

@@ -12,7 +12,7 @@ from kvpolicy.lab.chat import encode
 from kvpolicy.lab.comparison import Comparison
 from kvpolicy.lab.group import Group
 from kvpolicy.lab.kept import keeping
-from kvpolicy.lab.measures import Asked
+from kvpolicy.lab.measures import Asked, Trial
 from kvpolicy.lab.pool import ItemDone, Job, JobDone, News
 from kvpolicy.lab.tasks import Item
 from kvpolicy.request import Request
@@ -42,13 +42,7 @@ class Server:
             Outcomes as they are known, and the report at the end.
         """
         begun = time.perf_counter()
-        cell = self.comparison.cell(job.cell)
-        group = self.comparison.group_of(cell)
-        slots = min(group.slots, len(job.items))
-        engine = Engine(self.model, self.tokenizer, cell.plan, slots=slots)
-        items = [group.items[place] for place in job.items]
-        asked = [Asked(item, self._request(group, item)) for item in items]
-        trial = group.task.measure.begin(engine, asked)
+        trial = self.begin(job)
         recorded = self.comparison.recorded(self.comparison.cell(job.cell))
         chosen = [number for number, place in enumerate(job.items) if place in recorded]
         with keeping(trial.run, chosen) as keeper:
@@ -56,6 +50,20 @@ class Server:
                 kept = keeper.taken(result) if result.id in keeper.requests else None
                 yield ItemDone(job, job.items[result.id], trial.outcome(result), kept)
         yield JobDone(job, trial.run.report, time.perf_counter() - begun)
+
+    def begin(self, job: Job) -> Trial:
+        """Begin with the items of a job; nothing is computed before the trial's run goes on.
+
+        Args:
+            job: The job, of a group of this model.
+        """
+        cell = self.comparison.cell(job.cell)
+        group = self.comparison.group_of(cell)
+        slots = min(group.slots, len(job.items))
+        engine = Engine(self.model, self.tokenizer, cell.plan, slots=slots)
+        items = [group.items[place] for place in job.items]
+        asked = [Asked(item, self._request(group, item)) for item in items]
+        return group.task.measure.begin(engine, asked)
 
     def _request(self, group: Group, item: Item) -> Request:
         """What the engine is asked; every attempt at an item is drawn with a seed of its own."""

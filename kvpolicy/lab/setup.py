@@ -2,20 +2,31 @@
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import attrs
 
 from kvpolicy.discovery import nearest
 from kvpolicy.errors import TaskError
-from kvpolicy.lab.card import describe_model
+from kvpolicy.lab.card import Describes
 from kvpolicy.lab.chat import wrap
 from kvpolicy.lab.comparison import Comparison
-from kvpolicy.lab.grid import build_cells, series_of_file, series_of_stack
+from kvpolicy.lab.grid import Cell, cells_at
 from kvpolicy.lab.group import Group, digest
-from kvpolicy.lab.presets import DEFAULT_PRESET, Preset, Series, load_preset
-from kvpolicy.lab.shelf import Shelf
-from kvpolicy.lab.tasks import Item, load_task
+from kvpolicy.lab.presets import (
+    DEFAULT_PRESET,
+    Preset,
+    Series,
+    load_preset,
+    series_of_file,
+    series_of_stack,
+)
+from kvpolicy.lab.sweep import Setting, points
+from kvpolicy.lab.tasks import Item, Task, load_task
 from kvpolicy.request import Sampling
+
+# A model, a task and a seed, as typed.
+Whom = tuple[str, str, int]
 
 
 def choose(
@@ -63,54 +74,44 @@ def choose(
 
 def prepare(
     preset: Preset,
-    shelf: Shelf,
+    models: Describes,
     *,
     overrides: Sequence[str] = (),
     execute_code: bool = False,
 ) -> Comparison:
-    """Load the model, draw the items, resolve the plans.
+    """Draw the items, look at every model, resolve the plans.
 
     Args:
         preset: What to compare.
-        shelf: Where models come from.
+        models: Describes them and gives their tokenizers.
         overrides: ``--set`` strings.
-        execute_code: Whether programs may be run that the model writes.
+        execute_code: Whether programs may be run that a model writes.
 
     Returns:
-        The comparison.
+        The comparison. A group or cell that comes up twice under different names, such as one
+        model by name and by folder, is in it once.
 
     Raises:
         KVPolicyError: Something does not exist, or does not fit.
     """
-    task = load_task(preset.task)
-    if task.measure.runs_code and not execute_code:
-        msg = (
-            f"task '{preset.task}' is graded by running the programs that the model writes; "
-            "give --execute-code to allow that (docs/how-to/run-a-benchmark.md says how far "
-            "they are confined)"
+    settings: dict[Whom, list[Setting]] = {}
+    for point in points(preset):
+        settings.setdefault((point.model, point.task, point.seed), []).append(point.setting)
+    groups = _groups(preset, list(settings), models, execute_code=execute_code)
+    distinct: dict[str, Group] = {}
+    cells: dict[str, Cell] = {}
+    for whom, group in groups.items():
+        group = distinct.setdefault(group.id, group)
+        found = cells_at(
+            preset.series,
+            settings[whom],
+            num_layers=group.model.num_layers,
+            buffer=preset.buffer,
+            overrides=overrides,
+            group=group.id,
         )
-        raise TaskError(msg)
-    items = _attempts(preset, task.items(preset.n, seed=preset.seed, split=preset.split))
-    model, tokenizer = shelf.open(preset.model)
-    group = Group(
-        model=describe_model(preset.model, model),
-        task=task,
-        items=wrap(items, tokenizer),
-        split=preset.split,
-        sampling=Sampling(temperature=preset.temperature, top_p=preset.top_p, seed=preset.seed),
-        seed=preset.seed,
-        max_new_tokens=preset.max_new_tokens,
-        slots=preset.slots,
-    )
-    cells = build_cells(
-        preset.series,
-        num_layers=group.model.num_layers,
-        budgets=preset.budgets,
-        buffer=preset.buffer,
-        overrides=overrides,
-        group=group.id,
-    )
-    return Comparison(preset.name, (group,), cells)
+        cells.update((cell.id, cell) for cell in found if cell.id not in cells)
+    return Comparison(preset.name, list(distinct.values()), list(cells.values()))
 
 
 def check_facet(comparison: Comparison, facet: str | None) -> None:
@@ -139,10 +140,46 @@ def default_folder(comparison: Comparison) -> Path:
     return Path("kvpolicy-ablate") / f"{name}-{digest(comparison.to_dict())[:8]}"
 
 
-def _attempts(preset: Preset, items: Sequence[Item]) -> list[Item]:
-    """Each item as often as it is to be asked."""
+def _groups(
+    preset: Preset, asked_of: Sequence[Whom], models: Describes, *, execute_code: bool
+) -> dict[Whom, Group]:
+    tasks = {name: _task(name, execute_code=execute_code) for name in preset.tasks}
+    asked = {pair: _items(preset, tasks[pair[0]], *pair) for pair in {one[1:] for one in asked_of}}
+    groups = {}
+    # The first model comes last: it is run first, and need not be loaded again then.
+    for name in reversed(dict.fromkeys(preset.models)):
+        card, tokenizer = models.describe(name)
+        for task, seed in [one[1:] for one in asked_of if one[0] == name]:
+            groups[name, task, seed] = Group(
+                model=card,
+                task=tasks[task],
+                items=wrap(asked[task, seed], tokenizer),
+                split=preset.split,
+                sampling=Sampling(preset.temperature, top_p=preset.top_p, seed=seed),
+                seed=seed,
+                max_new_tokens=preset.max_new_tokens,
+                slots=preset.slots,
+            )
+    return {whom: groups[whom] for whom in asked_of}
+
+
+def _task(name: str, *, execute_code: bool) -> Any:
+    task = load_task(name)
+    if task.measure.runs_code and not execute_code:
+        msg = (
+            f"task '{name}' is graded by running the programs that the model writes; "
+            "give --execute-code to allow that (docs/how-to/run-a-benchmark.md says how far "
+            "they are confined)"
+        )
+        raise TaskError(msg)
+    return task
+
+
+def _items(preset: Preset, task: Task, name: str, seed: int) -> list[Item]:
+    """Each item of a task and a seed, as often as it is to be asked."""
+    items = task.items(preset.n, seed=seed, split=preset.split)
     if not items:
-        msg = f"task '{preset.task}' has no items in its {preset.split} split"
+        msg = f"task '{name}' has no items in its {preset.split} split"
         raise TaskError(msg)
     if preset.attempts > 1 and preset.temperature == 0:
         msg = (

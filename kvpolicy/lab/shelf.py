@@ -6,6 +6,7 @@ from typing import Any
 import attrs
 import torch
 
+from kvpolicy.lab.card import ModelCard, describe_model
 from kvpolicy.lab.models import open_model
 
 
@@ -48,3 +49,18 @@ class Shelf:
                 trust_remote_code=self.trust_remote_code,
             )
         return self._held
+
+    def describe(self, name: str) -> tuple[ModelCard, Any]:
+        """Load a model, or take the one that is held, and describe it.
+
+        Args:
+            name: As for `open`.
+
+        Returns:
+            What a run has to know of it, and its tokenizer.
+
+        Raises:
+            ModelError: It cannot be loaded.
+        """
+        model, tokenizer = self.open(name)
+        return describe_model(name, model), tokenizer

@@ -70,12 +70,14 @@ class Store:
             undo.callback(self._timings.close)
             self._kept = self._open("kept.jsonl")
             undo.callback(self._kept.close)
-            self.recorded = {record.get("key") for record in self._kept.records}
+            self.recorded = {str(record.get("key")) for record in self._kept.records}
             self._kept.records.clear()  # they may be large, and nobody reads them here
             samples = [Sample.from_dict(record) for record in self._samples.records]
+            items = [ItemRecord.from_dict(record) for record in self._items.records]
             timings = [CellTiming.from_dict(record) for record in self._timings.records]
             self.samples = {sample.key: sample for sample in samples}
             self.timings = {timing.cell: timing for timing in timings}
+            self._known_items = {(item.group, item.item) for item in items}
             self._undo = undo.pop_all()
 
     def begin(self, session: dict[str, Any]) -> None:
@@ -107,10 +109,10 @@ class Store:
 
     def add_items(self, items: Iterable[ItemRecord]) -> None:
         """Keep what a group is asked; what is there already is left as it is."""
-        known = {(record["group"], record["item"]) for record in self._items.records}
         for item in items:
-            if (item.group, item.item) not in known:
+            if (item.group, item.item) not in self._known_items:
                 self._items.append(attrs.asdict(item))
+                self._known_items.add((item.group, item.item))
 
     def add_timing(self, timing: CellTiming) -> None:
         """Keep what a whole cell cost."""
@@ -135,6 +137,22 @@ class Store:
                 "killed while writing it) and has been cut off"
             )
         return lines
+
+
+def done_keys(folder: Path, run: dict[str, Any]) -> set[str]:
+    """Keys of the samples that are done, read without touching anything.
+
+    Args:
+        folder: Where the results of a run are, or are to be.
+        run: Everything its samples depend on.
+
+    Raises:
+        OutputError: The folder holds another run or something else.
+    """
+    _check_is_ours_or_new(folder, run)
+    path = folder / "samples.jsonl"
+    content = path.read_bytes() if path.exists() else b""
+    return {json.loads(line)["key"] for line in content.split(b"\n")[:-1]}
 
 
 def _take(folder: Path, run: dict[str, Any]) -> FolderLock:

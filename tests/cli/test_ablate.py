@@ -28,7 +28,7 @@ def test_the_folder_holds_all_that_is_promised(
     assert answer.status == 0, answer.err
     out = tmp_path / "out"
     names = {"manifest.json", "samples.jsonl", "items.jsonl", "timings.jsonl"}
-    names |= {"table.json", "table.csv", "plot.png", "plot.svg"}
+    names |= {"kept.jsonl", "table.json", "table.csv", "plot.png", "plot.svg"}
     assert names <= {path.name for path in out.iterdir()}
     manifest = json.loads((out / "manifest.json").read_text(encoding="utf-8"))
     run, (session,) = manifest["run"], manifest["sessions"]

@@ -2,6 +2,7 @@
 
 import json
 import sys
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -57,25 +58,38 @@ def test_a_full_disk_behind_standard_output_is_told(
 
 @pytest.mark.parametrize(
     ("most_bytes", "file"),
-    [(800, "manifest.json"), (6000, "samples.jsonl"), (20_000, "plot.png")],
+    [
+        (800, "manifest.json"),
+        (6000, "items.jsonl"),
+        (6000, "samples.jsonl"),
+        (20_000, "plot.png"),
+    ],
 )
 def test_a_disk_that_fills_up_ends_a_comparison_and_the_same_command_goes_on(
     tmp_path: Path, model_folder: Path, most_bytes: int, file: str
 ) -> None:
     words = (*ABLATE, "--model", model_folder, "--output", tmp_path / "out")
+    if file == "items.jsonl":
+        words = (*words, "--n", 40)
     if file == "samples.jsonl":
-        words = (*words, "--max-new-tokens", 120, "--n", 40)
+        words = (*words, "--max-new-tokens", 120, "--n", 10)
     sentence = sentence_of(run_in_child(tmp_path, *words, most_bytes=most_bytes))
     assert f"{tmp_path / 'out' / file} cannot be written: File too large" in sentence
     assert not list((tmp_path / "out").glob("*.new")), "no half of a file is left"
     before = _samples(tmp_path / "out")
     ended = run_in_child(tmp_path, *words)
     assert ended.status == 0, ended.err
+    assert len({sample["key"] for sample in _samples(tmp_path / "out")}) == _num_expected(words)
     assert _samples(tmp_path / "out")[: len(before)] == before
     assert (tmp_path / "out" / "plot.png").stat().st_size > 20_000
 
 
-def _samples(folder: Path) -> list[object]:
+def _num_expected(words: tuple[object, ...]) -> int:
+    """Two cells, of as many problems as was said last."""
+    return 2 * max(n for word, n in pairwise(words) if word == "--n" and isinstance(n, int))
+
+
+def _samples(folder: Path) -> list[dict[str, object]]:
     path = folder / "samples.jsonl"
     text = path.read_text(encoding="utf-8") if path.exists() else ""
     return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]

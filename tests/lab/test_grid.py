@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from kvpolicy.errors import BudgetError, PlanError, UnknownPolicyError
-from kvpolicy.lab.grid import Cell, build_cells, series_of_file, series_of_stack
-from kvpolicy.lab.presets import Series
+from kvpolicy.lab.grid import Cell, build_cells
+from kvpolicy.lab.presets import Series, series_of_file, series_of_stack
 
 
 def cells(*series: Series, budgets: list[int], overrides: list[str] | None = None) -> list[Cell]:

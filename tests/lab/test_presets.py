@@ -49,7 +49,7 @@ def test_an_installed_preset_fits_the_bundled_reasoners(name: str) -> None:
     cells = build_cells(preset.series, num_layers=4, budgets=preset.budgets, buffer=preset.buffer)
     assert preset.split == ("tune" if name.endswith("tune") else "test")
     assert {cell.series for cell in cells} == {series.label for series in preset.series}
-    assert load_task(preset.task).items(1, seed=preset.seed, split=preset.split)
+    assert load_task(preset.tasks[0]).items(1, seed=preset.seeds[0], split=preset.split)
 
 
 def test_a_preset_can_be_a_file(tmp_path: Path) -> None:

@@ -1,49 +1,13 @@
 """An ablation can be ended at any moment, and the same command goes on from there."""
 
-import json
 import signal
 import sys
-import time
 from pathlib import Path
-from typing import Any
 
 import pytest
-from forked import Ended, run_in_child
-from fuse import Fuse
+from resumed import NUM_CELLS, Bench, N, untimed, wait_for_orphans
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="forks its children")
-
-NUM_CELLS, N = 3, 6
-
-
-class Bench:
-    """One command, to be given again and again."""
-
-    def __init__(self, folder: Path, model: Path, name: str = "out") -> None:
-        self.folder = folder
-        self.output = folder / name
-        self.fuse = Fuse(folder)
-        self._words = [
-            *("ablate", "--model", model, "--policies", "full,fused", "--budgets", "12,24"),
-            *("--buffer", 6, "--n", N, "--slots", 2, "--max-new-tokens", 40),
-            *("--plugin", self.fuse.plugin, "--output", self.output),
-        ]
-
-    def __call__(self, *more: object) -> Ended:
-        return run_in_child(self.folder, *self._words, *more)
-
-    def samples(self) -> list[dict[str, Any]]:
-        text = (self.output / "samples.jsonl").read_text(encoding="utf-8")
-        return [json.loads(line) for line in text.splitlines()]
-
-    def table(self) -> list[dict[str, Any]]:
-        return json.loads((self.output / "table.json").read_text(encoding="utf-8"))
-
-
-def untimed(samples: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Samples by key, without what a clock said."""
-    timed = ("prefill_s", "decode_s")
-    return {s["key"]: {k: v for k, v in s.items() if k not in timed} for s in samples}
 
 
 @pytest.fixture
@@ -62,6 +26,7 @@ def test_undisturbed_every_sample_is_there_once(undisturbed: Bench) -> None:
     samples = undisturbed.samples()
     assert len(samples) == len(untimed(samples)) == NUM_CELLS * N
     assert all(row["throughput_tok_s"] > 0 for row in undisturbed.table())
+    assert undisturbed.kept().keys() == {one["key"] for one in samples if one["item"] < 2}
 
 
 @pytest.mark.parametrize("workers", [1, 2])
@@ -74,9 +39,10 @@ def test_killed_again_and_again_it_ends_with_the_same_samples(
         ended = bench("--workers", workers)
         assert ended.status == -signal.SIGKILL, "else there was less left to do than that"
         assert not bench.fuse.is_burning
-        _wait_for_orphans(ended)
+        wait_for_orphans(ended)
         samples = bench.samples()
         assert len(samples) == len(untimed(samples)), "nothing is done twice"
+        assert {one["key"] for one in samples if one["item"] < 2} <= bench.kept().keys()
         done.append(len(samples))
     assert done == sorted(done)
     assert done[-1] > 0, "something was kept"
@@ -85,31 +51,12 @@ def test_killed_again_and_again_it_ends_with_the_same_samples(
     assert last.status == 0, last.err
     assert f"{done[-1]} of {NUM_CELLS * N} samples are there" in last.err
     assert untimed(bench.samples()) == untimed(undisturbed.samples())
+    assert bench.kept() == undisturbed.kept()
     for row, whole in zip(bench.table(), undisturbed.table(), strict=True):
         unmeasured = {"throughput_tok_s", "peak_kv_bytes", "policy_share"}
         assert {k: v for k, v in row.items() if k not in unmeasured} == {
             k: v for k, v in whole.items() if k not in unmeasured
         }
-
-
-def _wait_for_orphans(ended: Ended) -> None:
-    """Workers whose parent was killed end when they next have something to tell."""
-    deadline = time.monotonic() + 20
-    while _lives(ended.session) and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert not _lives(ended.session), "a worker outlived its parent"
-
-
-def _lives(session: int) -> bool:
-    """Whether a process of a session is running."""
-    for path in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            state, _, _, its_session, *_ = path.read_text("utf-8").rpartition(")")[2].split()
-        except OSError:
-            continue
-        if int(its_session) == session and state != "Z":
-            return True
-    return False
 
 
 def test_a_cell_that_was_interrupted_has_no_speed(bench: Bench) -> None:

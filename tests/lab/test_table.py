@@ -7,11 +7,11 @@ import attrs
 import pytest
 from lab_samples import CELLS, sample
 
-from kvpolicy.lab.facets import break_down, facets_to_csv
+from kvpolicy.lab.facets import break_down, facet_records
 from kvpolicy.lab.measures import ACCURACY, mean_of
 from kvpolicy.lab.samples import CellTiming
 from kvpolicy.lab.stats import Estimate, mean, wilson
-from kvpolicy.lab.table import Row, tabulate, to_csv, to_json
+from kvpolicy.lab.table import Row, tabulate, to_csv, to_json, write_csv
 
 FULL, SMALL = CELLS
 
@@ -155,7 +155,7 @@ def test_facets_hold_every_sample_once_and_say_what_the_whole_says() -> None:
             assert sum(row.n for row in mine) == 9
             assert sum(row.num_correct or 0 for row in mine) == 3
     assert [r.value for r in rows if r.facet == "depth"] == [1, 1, 2, 2]
-    lines = list(csv.DictReader(io.StringIO(facets_to_csv(rows))))
+    lines = list(csv.DictReader(io.StringIO(write_csv(facet_records(rows)))))
     assert [line["value"] for line in lines[-4:]] == ["a", "a", "b", "b"]
     assert float(lines[0]["accuracy"]) == accuracy(rows[0].row).value
 

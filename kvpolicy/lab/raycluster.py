@@ -1,0 +1,252 @@
+"""Workers that are given a place in a Ray cluster."""
+
+from collections.abc import Callable, Sequence
+from types import TracebackType
+from typing import Any, Self
+
+import attrs
+
+from kvpolicy.errors import KVPolicyError
+from kvpolicy.lab.card import ModelCard
+from kvpolicy.lab.raystart import connect, start
+from kvpolicy.lab.rayworker import Setting, Worker
+from kvpolicy.lab.shards import Shard
+from kvpolicy.lab.shelf import Shelf
+
+_PATIENCE_S = 30.0  # before we say that nothing happens
+_MOST_FAILURES = 3  # of workers in a row that end before they have begun
+
+
+@attrs.frozen
+class Room:
+    """How many workers are wanted, and what each of them takes.
+
+    Attributes:
+        workers: Workers side by side; as many as the cluster has room for if ``None``.
+        cpus: Processors of each, and the threads it computes with.
+        gpus: GPUs of each; 1 where the cluster has any, else 0, if ``None``. A part of one
+            is shared with other workers.
+    """
+
+    workers: int | None = None
+    cpus: int = 1
+    gpus: float | None = None
+
+
+@attrs.define(eq=False)
+class Hand:
+    """One worker, as seen from here.
+
+    Attributes:
+        actor: Its handle, of a `Worker`.
+        begun: A reference to the name of its machine, ready once it has a place and has begun.
+        host: That name, if we have heard it.
+        model: Name of the model that it holds.
+        shard: What it works on.
+        stream: What it tells of that.
+    """
+
+    actor: Any
+    begun: Any
+    host: str | None = None
+    model: str | None = None
+    shard: Shard | None = None
+    stream: Any = None
+
+
+class RayCluster:
+    """A cluster for the time of a ``with`` block, and the workers that were placed in it.
+
+    It describes models (`kvpolicy.lab.card.Describes`), so that this process needs neither
+    their files nor memory for them.
+
+    Attributes:
+        ray: The module.
+        workers: Workers side by side, at most.
+        hands: Those there are.
+        tell: Tells the user what is not a result.
+    """
+
+    def __init__(
+        self,
+        address: str | None,
+        room: Room,
+        shelf: Shelf,
+        *,
+        tell: Callable[[str], None] = lambda _: None,
+    ) -> None:
+        """Connect to a cluster, or start one on this machine.
+
+        Args:
+            address: ``HOST:PORT`` of its head, or ``"auto"`` for the one that this machine is
+                part of. Without any, a cluster is started for as long as the block lasts.
+            room: How many workers, and what each of them takes.
+            shelf: How workers open models; this one stays empty.
+            tell: Tells the user what is not a result.
+
+        Raises:
+            KVPolicyError: Ray is not installed, the cluster cannot be reached, or has no room.
+        """
+        self.tell, self.hands, self._told = tell, list[Hand](), ""
+        self._failed = 0
+        if address is None:
+            tell("no Ray cluster was named, so one is started on this machine.")
+            self.ray = start(cpus=(room.workers or 1) * room.cpus)
+        else:
+            self.ray = connect(address)
+        try:
+            gpus = self._gpus_of_each(room, shelf.device)
+            self.workers = self._how_many(room, gpus)
+        except BaseException:
+            self.ray.shutdown()
+            raise
+        self._setting = self.ray.put(Setting.here(shelf, threads=room.cpus))
+        self._takes = {"num_cpus": room.cpus, "num_gpus": gpus}
+        self._actor = self.ray.remote(
+            # Never repeated by Ray: what is done again is for us to decide.
+            max_restarts=0,
+            max_task_retries=0,
+            scheduling_strategy="SPREAD",
+            **self._takes,
+        )(Worker)
+
+    def describe(self, name: str) -> tuple[ModelCard, Any]:
+        """Have a worker load a model and describe it; see `Shelf.describe`."""
+        hand = self.hands[0] if self.hands else self.hire()
+        while hand.host is None:
+            self.wait([])
+            hand = self.hands[0] if self.hands else self.hire()
+        try:
+            found = self.ray.get(hand.actor.describe.remote(name))
+        except self.ray.exceptions.RayError as error:
+            self.dismiss(hand)
+            msg = (
+                f"the worker on {hand.host} that was to describe model '{name}' was lost "
+                f"({type(error).__name__}), perhaps for lack of memory; give each worker more "
+                "of a machine."
+            )
+            raise KVPolicyError(msg) from error
+        if isinstance(found, Exception):
+            raise found
+        hand.model = name
+        return found
+
+    def hire(self) -> Hand:
+        """Ask for one worker more; it may have to wait for its place."""
+        actor = self._actor.remote(self._setting)
+        hand = Hand(actor, actor.host.remote())
+        self.hands.append(hand)
+        return hand
+
+    def dismiss(self, hand: Hand) -> None:
+        """End a worker, in whatever state it is."""
+        self.hands.remove(hand)
+        self.ray.kill(hand.actor)
+
+    def wait(self, streams: Sequence[Any]) -> list[Any]:
+        """Wait for something to happen, and greet the workers that have begun.
+
+        Args:
+            streams: What busy workers tell.
+
+        Returns:
+            Those of the streams in which there is something new; it may be none.
+
+        Raises:
+            KVPolicyError: Workers cannot begin.
+        """
+        waiting = [hand for hand in self.hands if hand.host is None]
+        refs = [*streams, *(hand.begun for hand in waiting)]
+        if not self.ray.wait(refs, timeout=_PATIENCE_S)[0]:
+            self._tell_of_waiting()
+            return []
+        # All there is, so that one who speaks all the time drowns out nobody.
+        ready, _ = self.ray.wait(refs, num_returns=len(refs), timeout=0)
+        for hand in waiting:
+            if any(hand.begun is ref for ref in ready):
+                self._greet(hand)
+        return [stream for stream in streams if any(stream is ref for ref in ready)]
+
+    def _greet(self, hand: Hand) -> None:
+        try:
+            hand.host = self.ray.get(hand.begun)
+        except self.ray.exceptions.RayError as error:
+            self.dismiss(hand)
+            self._failed += 1
+            if self._failed < _MOST_FAILURES and not self.is_hopeless(error):
+                return  # a machine that was lost, perhaps
+            raise cannot_work(error) from error
+        self._failed = 0
+
+    def _tell_of_waiting(self) -> None:
+        """Say why nothing happens, if it is because no worker has begun."""
+        if any(hand.host is not None for hand in self.hands):
+            return
+        message = (
+            f"no worker has begun yet: each takes {_words(self._takes)}, and the Ray cluster has "
+            f"{_words_of_nodes(self._nodes())}; `ray status` tells what is free."
+        )
+        if message != self._told:
+            self._told = message
+            self.tell(message)
+
+    def is_hopeless(self, error: Exception) -> bool:
+        """Whether an error would be the same on every worker: it is one of Python, not a loss."""
+        did_not_begin = getattr(error, "actor_init_failed", False)
+        return did_not_begin or isinstance(error, self.ray.exceptions.RayTaskError)
+
+    def _nodes(self) -> list[dict[str, float]]:
+        return [node["Resources"] for node in self.ray.nodes() if node["Alive"]]
+
+    def _gpus_of_each(self, room: Room, device: str | None) -> float:
+        if room.gpus is not None:
+            return room.gpus
+        if device is not None:
+            return float(device.startswith("cuda"))
+        return float(any(node.get("GPU", 0) >= 1 for node in self._nodes()))
+
+    def _how_many(self, room: Room, gpus: float) -> int:
+        if room.workers is not None:
+            return room.workers
+        wanted = {"CPU": room.cpus, "GPU": gpus}
+        found = sum(
+            int(min(node.get(key, 0) / each for key, each in wanted.items() if each))
+            for node in self._nodes()
+        )
+        if not found:
+            takes = _words({"num_cpus": room.cpus, "num_gpus": gpus})
+            msg = (
+                f"no node of the Ray cluster has room for a worker, which takes {takes}; there "
+                f"are {_words_of_nodes(self._nodes())}: give --cpus-per-worker or "
+                "--gpus-per-worker, or --workers if nodes are still to come."
+            )
+            raise KVPolicyError(msg)
+        return found
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: object, trace: TracebackType | None
+    ) -> None:
+        for hand in list(self.hands):
+            self.dismiss(hand)
+        self.ray.shutdown()
+
+
+def cannot_work(error: Exception) -> KVPolicyError:
+    """What to raise where a worker cannot even read what it is to do."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return KVPolicyError(
+        f"workers on Ray cannot begin: {lines[-1]}; kvpolicy, and the packages that tasks and "
+        "policies come from, must be installed for the Python of every node."
+    )
+
+
+def _words(takes: dict[str, float]) -> str:
+    return f"{takes['num_cpus']:g} CPU and {takes['num_gpus']:g} GPU"
+
+
+def _words_of_nodes(nodes: list[dict[str, float]]) -> str:
+    cpus, gpus = (sum(node.get(key, 0) for node in nodes) for key in ("CPU", "GPU"))
+    return f"{cpus:g} CPU and {gpus:g} GPU on {len(nodes)} node{'s' * (len(nodes) != 1)}"

@@ -1,0 +1,107 @@
+"""``kvpolicy ablate`` as a sweep: lists on the command line, what it would take, what it says."""
+
+import csv
+import json
+from pathlib import Path
+
+import pytest
+from shell import Shell, refusal
+
+SMALL = (
+    *("--n", 2, "--slots", 2, "--max-new-tokens", 12),
+    *("--budgets", "12,20", "--buffer", 6, "--workers", 1),
+)
+
+
+@pytest.fixture(autouse=True)
+def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def test_tasks_of_two_measures_have_a_table_and_a_plot_each_and_seeds_are_taken_together(
+    kvpolicy: Shell, model_folder: Path, tmp_path: Path
+) -> None:
+    words = ("ablate", "--model", model_folder, *SMALL, "--policies", "full,h2o")
+    words += ("--task", "reasoner", "--task", "perplexity:of=reasoner", "--seeds", "0,1")
+    words += ("--grid", "h2o.n_recent=2,4", "--output", "out")
+    answer = kvpolicy(*words)
+    assert answer.status == 0, answer.err
+    first, second = answer.out.split("\n\n")
+    assert first.startswith("tiny on reasoner\n")
+    assert second.startswith("tiny on perplexity:of=reasoner\n")
+    assert "right" in first
+    assert "perplexity" in second
+    out = tmp_path / "out"
+    plots = sorted(path.name for path in out.glob("plot*"))
+    assert plots == ["plot-1.png", "plot-1.svg", "plot-2.png", "plot-2.svg"]
+    table = json.loads((out / "table.json").read_text(encoding="utf-8"))
+    with (out / "table.csv").open(encoding="utf-8", newline="") as file:
+        lines = list(csv.DictReader(file))
+    assert [(row["task"], row["series"], row["budget"]) for row in table] == [
+        (task, series, budget)
+        for task in ("reasoner", "perplexity:of=reasoner")
+        for series, budget in [
+            ("full cache", None),
+            ("H2O, n_recent=2", 12),
+            ("H2O, n_recent=2", 20),
+            ("H2O, n_recent=4", 12),
+            ("H2O, n_recent=4", 20),
+        ]
+    ]
+    assert all(row["seeds"] == [0, 1] and row["n"] == 4 for row in table)
+    assert [line["seeds"] for line in lines] == ["0 1"] * 10
+    assert lines[0]["accuracy"] != "" == lines[0]["perplexity"]
+    assert lines[9]["perplexity"] != "" == lines[9]["accuracy"]
+    said = answer.err.splitlines()
+    assert said[0] == "kvpolicy: 20 cells, 40 samples, into out."
+    assert any(line.startswith("20/20  perplexity:of=reasoner, seed ") for line in said)
+
+
+def test_what_it_would_take_is_told_and_nothing_is_written(
+    kvpolicy: Shell, model_folder: Path, tmp_path: Path
+) -> None:
+    words = ("ablate", "--model", model_folder, *SMALL, "--policies", "full,h2o")
+    plain = kvpolicy(*words, "--dry-run")
+    assert plain.status == 0, plain.err
+    assert "3 cells, 6 samples, into kvpolicy-ablate/" in plain.out
+    assert "Nothing was written." in plain.out
+    found = kvpolicy(*words, "--dry-run", "--json", "--output", "out").json
+    assert (found["cells"], found["samples"], found["left"]) == (3, 6, 6)
+    assert found["folder"] == "out"
+    assert [one["budget"] for one in found["probes"]] == [None, 12, 20]
+    assert 0 < found["minutes"]["low"] <= found["minutes"]["high"]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_is_there_is_not_counted_again(kvpolicy: Shell, model_folder: Path) -> None:
+    words = ("ablate", "--model", model_folder, *SMALL, "--policies", "h2o", "--output", "out")
+    kvpolicy(*words)
+    before = {p.name: p.read_bytes() for p in Path("out").iterdir()}
+    found = kvpolicy(*words, "--dry-run", "--json").json
+    assert (found["samples"], found["left"], found["probes"]) == (4, 0, [])
+    assert "4 of them done in out" in kvpolicy(*words, "--dry-run").out
+    assert {p.name: p.read_bytes() for p in Path("out").iterdir()} == before
+    other = kvpolicy(*words, "--n", 3, "--dry-run")
+    assert "n is 2 there and 3 here" in refusal(other)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--grid", "h2o.n_recent"), "--grid 'h2o.n_recent' is not KEY=V1,V2"),
+        (("--grid", "h2o.n_recent="), "is not KEY=V1,V2"),
+        (("--grid", "a.b=1", "--grid", "a.b=2"), "'a.b' twice"),
+        (("--grid", "h2o.n_rcent=1,2"), "n_recent"),
+        (("--grid", "tova.x=1"), "uses no policy 'tova'"),
+        (("--seeds", "0,x"), "--seeds was given 'x'"),
+        (("--seeds", ""), "--seeds was given no number"),
+        (("--zip", "--seeds", "0,1,2"), "3 of seeds, 2 of budgets"),
+    ],
+    ids=str,
+)
+def test_lists_that_make_no_sense_are_refused(
+    kvpolicy: Shell, model_folder: Path, words: tuple[str, ...], said: str
+) -> None:
+    fixed = ("ablate", "--model", model_folder, *SMALL, "--policies", "h2o")
+    assert said in refusal(kvpolicy(*fixed, *words, "--output", "out"))
+    assert not Path("out").exists()

@@ -1,0 +1,70 @@
+"""One comparison to be interrupted and given again, and what is left of it each time."""
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+from forked import Ended, run_in_child
+from fuse import Fuse
+
+NUM_CELLS, N = 3, 6
+
+
+class Bench:
+    """One command, to be given again and again."""
+
+    def __init__(self, folder: Path, model: Path, name: str = "out") -> None:
+        self.folder = folder
+        self.output = folder / name
+        self.fuse = Fuse(folder)
+        self._words = [
+            *("ablate", "--model", model, "--policies", "full,fused", "--budgets", "12,24"),
+            *("--buffer", 6, "--n", N, "--slots", 2, "--max-new-tokens", 40),
+            *("--plugin", self.fuse.plugin, "--output", self.output),
+        ]
+
+    def __call__(self, *more: object, **limits: Any) -> Ended:
+        return run_in_child(self.folder, *self._words, *more, **limits)
+
+    def samples(self) -> list[dict[str, Any]]:
+        text = (self.output / "samples.jsonl").read_text(encoding="utf-8")
+        return [json.loads(line) for line in text.splitlines()]
+
+    def kept(self) -> dict[str, dict[str, Any]]:
+        """What is recorded of kept rows, by the key of its sample; each is there once."""
+        text = (self.output / "kept.jsonl").read_text(encoding="utf-8")
+        whole = text[: text.rfind("\n") + 1]  # the run may have been killed in the last line
+        records = [json.loads(line) for line in whole.splitlines()]
+        found = {record["key"]: record for record in records}
+        assert len(found) == len(records)
+        return found
+
+    def table(self) -> list[dict[str, Any]]:
+        return json.loads((self.output / "table.json").read_text(encoding="utf-8"))
+
+
+def untimed(samples: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Samples by key, without what a clock said."""
+    timed = ("prefill_s", "decode_s")
+    return {s["key"]: {k: v for k, v in s.items() if k not in timed} for s in samples}
+
+
+def wait_for_orphans(ended: Ended) -> None:
+    """Workers whose parent was killed end when they next have something to tell."""
+    deadline = time.monotonic() + 20
+    while _lives(ended.session) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not _lives(ended.session), "a worker outlived its parent"
+
+
+def _lives(session: int) -> bool:
+    """Whether a process of a session is running."""
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            state, _, _, its_session, *_ = path.read_text("utf-8").rpartition(")")[2].split()
+        except OSError:
+            continue
+        if int(its_session) == session and state != "Z":
+            return True
+    return False

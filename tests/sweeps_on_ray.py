@@ -1,0 +1,153 @@
+"""Sweeps in processes of their own on a cluster whose nodes can be killed, for tests."""
+
+import importlib.util
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import attrs
+import pytest
+
+# What a busy machine may take for things that take seconds.
+PATIENCE_S = 900
+
+needs_ray = pytest.mark.skipif(
+    importlib.util.find_spec("ray") is None,
+    reason="Ray is not installed: pip install -c constraints.txt -e '.[dev,ray]'",
+)
+
+HOLD = '''
+import os
+import signal
+import time
+from pathlib import Path
+
+import attrs
+from torch import Tensor
+
+from kvpolicy import hookimpl
+
+FOLDER = Path({folder!r})
+AFTER = 14
+COUNTED = []
+
+
+@attrs.define(eq=False)
+class Held:
+    """Keep the newest rows; stop in the middle, or for good, while there is a file that says so."""
+
+    @hookimpl
+    def score(self, positions: Tensor) -> Tensor:
+        COUNTED.append(1)
+        if (FOLDER / "die").exists():
+            os.kill(os.getpid(), signal.SIGKILL)
+        if len(COUNTED) == AFTER and (FOLDER / "hold").exists():
+            (FOLDER / f"held-{{os.getpid()}}").touch()
+            while (FOLDER / "hold").exists():
+                time.sleep(0.02)
+        return positions.float()
+'''
+
+
+def wait_until(what: Callable[[], object]) -> None:
+    """Wait for something to come true."""
+    deadline = time.monotonic() + PATIENCE_S
+    while not what():
+        assert time.monotonic() < deadline, "it did not come true"
+        time.sleep(0.05)
+
+
+@attrs.define
+class Nodes:
+    """The cluster, seen from here."""
+
+    process: "subprocess.Popen[str]"
+    env: dict[str, str]
+    state: dict[str, Any]
+
+    @property
+    def address(self) -> str:
+        return self.state["address"]
+
+    def node_of(self, worker: int) -> int:
+        """Number of the node that a worker is on."""
+        parent = int(Path(f"/proc/{worker}/stat").read_text("utf-8").rpartition(")")[2].split()[1])
+        return self.state["nodes"].index(parent)
+
+    def kill(self, node: int) -> None:
+        """End a node as a power cut would, and put another one in its place."""
+        assert self.process.stdin is not None
+        self.process.stdin.write(f"kill {node}\n")
+        self.process.stdin.flush()
+        self.state = read_state(self.process)
+
+
+def read_state(process: "subprocess.Popen[str]") -> dict[str, Any]:
+    assert process.stdout is not None
+    for line in process.stdout:
+        if line.startswith("{"):
+            return json.loads(line)
+    msg = "the cluster did not start"
+    raise AssertionError(msg)
+
+
+@attrs.define
+class Sweep:
+    """One sweep, run in a process of its own, and what it leaves."""
+
+    folder: Path
+    model: Path
+    env: dict[str, str]
+    process: "subprocess.Popen[str] | None" = None
+
+    def start(self, *more: object, name: str = "out") -> None:
+        """Begin; `end` tells how it ended."""
+        plugin = self.folder / "held.py"
+        plugin.write_text(HOLD.format(folder=str(self.folder)), encoding="utf-8")
+        words = [
+            *("ablate", "--model", self.model, "--policies", "full,held", "--budgets", "12"),
+            *("--buffer", 6, "--n", 12, "--slots", 2, "--max-new-tokens", 40),
+            *("--plugin", plugin, "--output", self.folder / name, "--json", *more),
+        ]
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "kvpolicy", *(str(word) for word in words)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            env=self.env,
+            text=True,
+            start_new_session=True,
+        )
+
+    def end(self) -> tuple[int, str, str]:
+        """Wait for the end: status, stdout and stderr."""
+        assert self.process is not None
+        out, err = self.process.communicate(timeout=PATIENCE_S)
+        return self.process.returncode, out, err
+
+    def interrupt(self) -> None:
+        """Ctrl-C."""
+        assert self.process is not None
+        os.killpg(self.process.pid, signal.SIGINT)
+
+    def samples(self, name: str = "out") -> list[dict[str, Any]]:
+        path = self.folder / name / "samples.jsonl"
+        lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+        return [json.loads(line) for line in lines]
+
+    def held(self) -> list[int]:
+        """Workers that stand still in the middle of something."""
+        return [int(path.name.partition("-")[2]) for path in self.folder.glob("held-*")]
+
+    def hold(self) -> None:
+        """From now on workers stop in the middle."""
+        (self.folder / "hold").touch()
+
+    def let_go(self) -> None:
+        """Let them go on."""
+        (self.folder / "hold").unlink()
