@@ -209,7 +209,7 @@ def test_attempts_are_samples_of_their_own(open_report: Open, tmp_path: Path) ->
     assert listed(opened) == 6
     opened.page.locator("[aria-label='Next sample']").click()
     opened.page.wait_for_function(
-        "document.querySelector('.detail h3').textContent.includes('2 of 2')"
+        "() => document.querySelector('.detail h3').textContent.includes('2 of 2')"
     )
     assert opened.texts(".trace-column .text")[0] == "item 0, attempt 1"
 
@@ -233,9 +233,9 @@ def test_groups_of_several_runs_are_chosen_among(open_report: Open, tmp_path: Pa
     assert opened.count("#table tbody tr") == 1
     assert "needle 0: what is 0?" in opened.texts(".asked .text")[0]
     opened.page.select_option("#group", "2")
-    opened.page.wait_for_function("document.querySelectorAll('#table tbody tr').length === 3")
+    opened.page.wait_for_function("() => document.querySelectorAll('#table tbody tr').length === 3")
     opened.page.wait_for_function(
-        "document.querySelector('.asked .text')?.textContent.startsWith('reasoner 1')"
+        "() => document.querySelector('.asked .text')?.textContent.startsWith('reasoner 1')"
     )
 
 

@@ -1,7 +1,6 @@
 """A large report stays small and opens quickly."""
 
 import random
-import time
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +18,8 @@ TEXT = (
     "sum product because then check verify again number apples each left right = + - 12 7 35 81"
 )
 WORDS = TEXT.split()
-PLANS = [("full cache", None), *((f"policy {i}", 64 * b) for i in range(1, 5) for b in range(1, 5))]
-PLANS += [(f"policy {i}", 512) for i in range(1, 4)]
+PLANS = [("full cache", None), *((f"policy{i}", 64 * b) for i in range(1, 5) for b in range(1, 5))]
+PLANS += [(f"policy{i}", 512) for i in range(1, 4)]
 
 
 def says(cell: dict[str, Any], item: int, attempt: int) -> dict[str, Any]:
@@ -35,29 +34,27 @@ def says(cell: dict[str, Any], item: int, attempt: int) -> dict[str, Any]:
 
 @pytest.mark.slow
 def test_20_cells_of_500_samples_take_less_than_20_megabytes_and_2_seconds(
-    browser: Any, tmp_path: Path, record_property: Any
+    browser: Any, tmp_path: Path
 ) -> None:
     assert len(PLANS) == 20
     folder = write_run(tmp_path / "run", plans=PLANS, n=500, says=says)
-    begun = time.perf_counter()
     page = build([read_run(folder)])
-    record_property("built_s", round(time.perf_counter() - begun, 1))
-    record_property("bytes", len(page.encode()))
     assert "the middle is left out" not in page
     assert len(page.encode()) < MOST_BYTES
     file = tmp_path / "report.html"
     file.write_text(page, encoding="utf-8")
     seconds = []
     for _ in range(3):
-        begun = time.perf_counter()
         opened = Opened(browser, file, viewport={"width": 1280, "height": 900})
         opened.page.wait_for_selector("#chart-frontier .spot", state="attached")
-        seconds.append(round(time.perf_counter() - begun, 2))
+        # By the page's own clock, which starts when the browser is told to go there.
+        ready = "performance.getEntriesByName('ready')[0].startTime"
+        seconds.append(opened.page.evaluate(ready) / 1000)
+        assert opened.count("#table tbody tr") == 20
         assert opened.texts(".count")[0] == "500 samples of 500"
         opened.close()
-    record_property("opened_s", seconds)
     # The best of three: the machine may be busy with something else.
-    assert min(seconds) < MOST_SECONDS
+    assert min(seconds) < MOST_SECONDS, seconds
 
 
 @pytest.mark.slow
