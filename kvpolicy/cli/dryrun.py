@@ -8,7 +8,8 @@ from kvpolicy.cli.console import terminal_width, write, write_json
 
 if TYPE_CHECKING:
     from kvpolicy.lab.comparison import Comparison
-    from kvpolicy.lab.estimate import Estimate, Probe, Seconds
+    from kvpolicy.lab.estimate import Estimate
+    from kvpolicy.lab.probe import Probe, Seconds
     from kvpolicy.lab.shelf import Shelf
 
 
@@ -30,7 +31,8 @@ def tell(
     import attrs
 
     from kvpolicy.cli.progress import open_progress
-    from kvpolicy.lab.estimate import estimate, limit_s_of, probe, representatives
+    from kvpolicy.lab.estimate import estimate
+    from kvpolicy.lab.probe import limit_s_of, probe, representatives
     from kvpolicy.lab.store import done_keys
 
     done = done_keys(folder, comparison.to_dict())

@@ -1,7 +1,6 @@
 """The cells of a comparison: every series at every budget, each with its resolved plan."""
 
 import hashlib
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from statistics import fmean
 from typing import Any
@@ -10,7 +9,7 @@ import attrs
 
 from kvpolicy.errors import BudgetError, PlanError
 from kvpolicy.lab.presets import Series
-from kvpolicy.lab.sweep import Setting
+from kvpolicy.lab.sweep import Setting, in_words
 from kvpolicy.overrides import assign, policies_named
 from kvpolicy.plan import Plan
 from kvpolicy.planfile import tables
@@ -140,7 +139,7 @@ def _cell(
     # A cache that grows has no buffer: whatever is said of one changes nothing.
     knobs = {key: v for key, v in setting.knobs.items() if key != "buffer" or is_bounded}
     return Cell(
-        series=", ".join([series.label, *_told(knobs)]),
+        series=", ".join([series.label, *in_words(knobs)]),
         budget=_mean(layer.budget for layer in compacting),
         buffer=_mean(layer.buffer for layer in compacting),
         plan=plan,
@@ -179,21 +178,6 @@ def _leaves_budget_open(
     except BudgetError:
         return True
     return any(layer.budget is None for layer in _compacting(resolved))
-
-
-def _told(knobs: Mapping[str, Any]) -> list[str]:
-    """Values of knobs in words, without the policy's name where that is clear without it."""
-    names = [key.rpartition(".")[2] for key in knobs]
-    return [
-        f"{name if names.count(name) == 1 else key}={_text(value)}"
-        for name, (key, value) in zip(names, knobs.items(), strict=True)
-    ]
-
-
-def _text(value: object) -> str:
-    if isinstance(value, str):
-        return value
-    return f"{value:g}" if isinstance(value, float) else json.dumps(value, default=str)
 
 
 def _compacting(resolved: ResolvedPlan) -> list[LayerPlan]:

@@ -40,9 +40,13 @@ class Local:
     def serve(self, jobs: Sequence[Job]) -> Iterator[News]:
         """Do jobs; those of one model stand side by side, so that it is loaded once."""
         for name, mine in groupby(jobs, self._model):
-            model, tokenizer = self.shelf.open(name)
-            with self._pool(Server(model, tokenizer, self.comparison)) as pool:
-                yield from pool.serve(list(mine))
+            yield from self._serve(name, list(mine))
+
+    def _serve(self, name: str, jobs: Sequence[Job]) -> Iterator[News]:
+        """Do the jobs of one model; when this ends nothing but the shelf holds it any more."""
+        model, tokenizer = self.shelf.open(name)
+        with self._pool(Server(model, tokenizer, self.comparison)) as pool:
+            yield from pool.serve(jobs)
 
     def _model(self, job: Job) -> str:
         return self.comparison.group_of(self.comparison.cell(job.cell)).model.name

@@ -5,7 +5,7 @@ An entry point of the group ``kvpolicy.presets`` gives a name to a package, whos
 """
 
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -183,8 +183,17 @@ def _with_lists(data: Mapping[str, Any]) -> dict[str, Any]:
             listed[plural] = _as_list(listed[plural])
     knobs = listed.get("knobs")
     if isinstance(knobs, dict):
-        listed["knobs"] = {knob: _as_list(values) for knob, values in knobs.items()}
+        listed["knobs"] = dict(_knobs(knobs))
     return listed
+
+
+def _knobs(table: Mapping[str, Any]) -> Iterator[tuple[str, list[Any]]]:
+    """Lists of values by ``POLICY.KNOB``, which TOML takes for a table unless it is quoted."""
+    for key, values in table.items():
+        if isinstance(values, dict):
+            yield from ((f"{key}.{knob}", _as_list(inner)) for knob, inner in values.items())
+        else:
+            yield key, _as_list(values)
 
 
 def _with_series(data: Mapping[str, Any], folder: Path) -> dict[str, Any]:

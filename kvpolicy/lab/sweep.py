@@ -1,5 +1,6 @@
 """The points of a sweep: every setting of model, task, seed, budget and knobs that is run."""
 
+import json
 from collections.abc import Mapping, Sequence
 from itertools import product
 from typing import Any
@@ -70,3 +71,22 @@ def _side_by_side(preset: Preset, axes: Sequence[Sequence[Any]]) -> "zip[tuple[A
         raise PlanError(msg)
     longest = max(lengths.values(), default=1)
     return zip(*(axis if len(axis) > 1 else [*axis] * longest for axis in axes), strict=True)
+
+
+def in_words(knobs: Mapping[str, Any]) -> list[str]:
+    """Values of knobs in words, without the policy's name where that is clear without it.
+
+    Args:
+        knobs: Values by ``POLICY.KNOB``, or by the name of another entry.
+    """
+    names = [key.rpartition(".")[2] for key in knobs]
+    return [
+        f"{name if names.count(name) == 1 else key}={_text(value)}"
+        for name, (key, value) in zip(names, knobs.items(), strict=True)
+    ]
+
+
+def _text(value: object) -> str:
+    if isinstance(value, str):
+        return value
+    return f"{value:g}" if isinstance(value, float) else json.dumps(value, default=str)

@@ -1,5 +1,9 @@
 """How things are put: columns, units, pace."""
 
+import io
+import sys
+import threading
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -88,3 +92,32 @@ def test_a_log_gets_a_line_now_and_then(
     lines = said.err.splitlines()
     assert lines[-1] == "a line that stays"
     assert [line.split(" ")[0] for line in lines[:-1]] == ["2/10", "5/10", "8/10"]
+
+
+class Terminal(io.StringIO):
+    """Something to draw on."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+def test_on_a_terminal_it_is_drawn_without_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Processes are forked while progress is shown, and would have the locks of a thread."""
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "100")
+    now = [1.0]
+    monkeypatch.setattr(progress.time, "perf_counter", lambda: now[0])
+    num_threads = threading.active_count()
+    with open_progress(10) as shown:
+        for done in range(10):
+            now[0] += 1
+            shown.show("full cache: 80% of 5/10 right", done)
+            assert threading.active_count() == num_threads
+        shown.keep("a line that stays")
+    drawn = terminal.getvalue()
+    assert "9/10" in drawn
+    assert "0.9/s, 0:01 left" in drawn
+    assert "80% of 5/10 right" in drawn
+    assert "a line that stays\n" in drawn

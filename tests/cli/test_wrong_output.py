@@ -72,7 +72,7 @@ def test_a_disk_that_fills_up_ends_a_comparison_and_the_same_command_goes_on(
     if file == "items.jsonl":
         words = (*words, "--n", 40)
     if file == "samples.jsonl":
-        words = (*words, "--max-new-tokens", 120, "--n", 10)
+        words = (*words, "--max-new-tokens", 120, "--n", 10, "--record", 0)
     sentence = sentence_of(run_in_child(tmp_path, *words, most_bytes=most_bytes))
     assert f"{tmp_path / 'out' / file} cannot be written: File too large" in sentence
     assert not list((tmp_path / "out").glob("*.new")), "no half of a file is left"

@@ -9,8 +9,9 @@ from lab_comparisons import BASE, prepared
 from tiny import shared_model, tiny_tokenizer
 
 from kvpolicy.lab.comparison import Comparison
-from kvpolicy.lab.estimate import Estimate, Probe, Seconds, estimate, probe, representatives
+from kvpolicy.lab.estimate import Estimate, estimate
 from kvpolicy.lab.presets import series_of_stack
+from kvpolicy.lab.probe import Probe, Seconds, probe, representatives
 
 SEEDS, BUDGETS = (0, 1), (48, 64, 96)
 

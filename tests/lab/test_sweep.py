@@ -343,6 +343,12 @@ def test_a_list_of_one_entry_is_written_as_the_entry(tmp_path: Path) -> None:
     assert load_preset(written(tmp_path, plain)) == load_preset(written(tmp_path, single))
 
 
+def test_a_knob_need_not_be_quoted(tmp_path: Path) -> None:
+    quoted = load_preset(written(tmp_path, SWEEP))
+    plain = SWEEP.replace('"rkv.mix_lambda"', "rkv.mix_lambda")
+    assert load_preset(written(tmp_path, plain)) == quoted
+
+
 @pytest.mark.parametrize(
     ("change", "said"),
     [
