@@ -93,7 +93,8 @@ class Kept(KeptRows):
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data, ready for JSON: names first, rows last."""
-        record = attrs.asdict(self)
+        record = attrs.asdict(self, recurse=False)  # millions of numbers are left as they are
+        record["layers"] = [attrs.asdict(layer, recurse=False) for layer in self.layers]
         names = ("key", "cell", "item", "attempt")
         return {name: record.pop(name) for name in names} | record
 
