@@ -10,6 +10,7 @@ The info string of a block tells what it is:
     ```sh                       each line runs if it is a command named in `Page._run_line`
     ```sh slow                  runs only if asked for
     ```sh tasks                 runs only if the extra ``tasks`` is installed
+    ```python results           runs only if pandas, duckdb and pyarrow are
 
 ``...`` in a ``text`` block stands for anything, also for lines.
 """
@@ -36,6 +37,7 @@ from kvpolicy import Plan, discovery
 from kvpolicy.lab.presets import load_preset
 
 _FENCE = re.compile(r"^```(\w+)?[ ]*(.*?)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+_READERS = ("pandas", "duckdb", "pyarrow")
 _ELLIPSIS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
 _NUM_LAYERS = 4  # of the bundled reasoner, on which the plans of the pages are used
 
@@ -100,6 +102,8 @@ class Page:
     def _run(self, block: Block, slow: bool) -> str | None:
         if block.title is not None:
             self._save(block.title, block.text)
+        if "results" in block.options and not all(map(importlib.util.find_spec, _READERS)):
+            return None
         if block.language == "python":
             return self._run_python(block)
         if block.language == "toml":

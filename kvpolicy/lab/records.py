@@ -1,12 +1,8 @@
-"""The records of a run folder: what a manifest says of groups and cells, and what lines hold."""
+"""What the manifest of a run says of its groups and cells; lines are in `kvpolicy.lab.samples`."""
 
 from typing import Any
 
 import attrs
-
-from kvpolicy.lab.samples import CellTiming, ItemRecord, Sample
-
-__all__ = ["Cell", "CellTiming", "ColumnInfo", "Group", "ItemRecord", "Sample"]
 
 
 @attrs.frozen

@@ -15,9 +15,7 @@ from kvpolicy.cli.progress import Pace, open_progress
 from kvpolicy.cli.units import clock, human_bytes
 
 
-@pytest.mark.parametrize(
-    "group", [(), ("plan",), ("results",), ("tasks",), ("steer",), ("reasoner",)]
-)
+@pytest.mark.parametrize("group", ["", "plan", "results", "tasks", "steer", "reasoner"])
 def test_a_list_of_commands_has_whole_sentences(
     kvpolicy: Shell, group: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
