@@ -16,6 +16,9 @@ INSIDE = [
     "skipkv_plugin/README.md",
     "skipkv_plugin/plans/skipkv.toml",
     "skipkv_plugin/presets/skipkv.toml",
+    "kvpolicy/lab/report/assets/page.html",
+    "kvpolicy/lab/report/assets/main.js",
+    "kvpolicy/lab/report/assets/kept.css",
     "kvpolicy/lab/steer/vectors/reasoner-verbose.safetensors",
 ]
 MOST_BYTES = 14 << 20  # of which weights take 12 MiB at most

@@ -1,13 +1,8 @@
 """Pages that hold the kept-token view and nothing else, and what it should say, in plain loops."""
 
-import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
-
-import pytest
 
 from kvpolicy.lab.report.bundle import bundle
 
@@ -29,20 +24,6 @@ def empty_page() -> str:
     style = "\n".join((_ASSETS / f"{name}.css").read_text() for name in ("page", "kept"))
     read = lambda name: _MAIN if name == "dev" else (_ASSETS / f"{name}.js").read_text()  # noqa: E731
     return _PAGE.format(style=style, program=bundle("dev", read))
-
-
-@contextmanager
-def browser_of_tests() -> Iterator[Any]:
-    """Chromium, without a window; the tests are skipped where there is none."""
-    api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
-    names = ("chromium", "chromium-browser", "google-chrome")
-    found = next(filter(None, map(shutil.which, names)), None)
-    if found is None:
-        pytest.skip("there is no Chromium on this machine")
-    with api.sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=found, args=["--no-sandbox"])
-        yield browser
-        browser.close()
 
 
 class Shown:

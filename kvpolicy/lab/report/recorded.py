@@ -4,7 +4,7 @@ import json
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from kvpolicy.errors import ResultsError
+from kvpolicy.errors import OutputError, ResultsError
 from kvpolicy.lab.archive import RunFolder
 from kvpolicy.lab.kept import Kept
 from kvpolicy.lab.report.gather import GroupView
@@ -68,6 +68,6 @@ def _read(run: RunFolder) -> Iterator[Kept]:
     for number, line in enumerate(path.read_bytes().split(b"\n")[:-1], 1):
         try:
             yield Kept.from_dict(json.loads(line))
-        except ValueError as error:
-            msg = f"{path}, line {number}, is damaged: it is not JSON; delete that line."
+        except (ValueError, OutputError) as error:
+            msg = f"{path}, line {number}, is damaged ({error}); delete that line."
             raise ResultsError(msg) from error

@@ -2,7 +2,7 @@
 
 import { fill, h, select, visible } from "./dom.js";
 import { number, plural } from "./figures.js";
-import { openBlock, sampleOf, textsOf } from "./data.js";
+import { facetOf, facetWords, openBlock, sampleOf, textsOf } from "./data.js";
 import { picker } from "./picker.js";
 import { detail } from "./detail.js";
 import { verdict } from "./verdict.js";
@@ -77,13 +77,11 @@ function choices(group, state, change) {
   const cells = group.cells.map((cell) => [String(cell.number), visible(cell.label)]);
   const cellOf = (value) => (value === NONE ? null : Number(value));
   const facets = [["", "any"]];
-  for (const facet of group.facets) {
-    facet.values.forEach((value, i) => facets.push([`${facet.name}\n${i}`, visible(`${facet.name} ${value}`)]));
-  }
+  group.facets.forEach((facet, f) => facet.values.forEach((value, i) => facets.push([`${f} ${i}`, visible(`${facet.name} ${value}`)])));
   return h("div", { class: "fields" },
     select("A", cells, String(state.a), (value) => change("a", cellOf(value)), { id: "cell-a" }),
     select("B", [[NONE, "nothing beside"], ...cells], state.b === null ? NONE : String(state.b), (value) => change("b", cellOf(value)), { id: "cell-b" }),
-    facets.length > 1 ? select("Difficulty", facets, state.facet, (value) => change("facet", value), { id: "difficulty" }) : null);
+    facets.length > 1 ? select("Difficulty", facets, state.facet, (value) => change("facet", value), { id: "only" }) : null);
 }
 
 function chips(group, state, change) {
@@ -112,8 +110,8 @@ function searchField(onquery) {
 async function matching(group, state) {
   const [a, b] = [group.cells[state.a], state.b === null ? null : group.cells[state.b]];
   const [, passes] = FILTERS[state.filter];
-  const [facet, value] = state.facet.split("\n");
-  const hasFacet = (place) => !facet || group.items[place].facets[facet] === Number(value);
+  const [facet, value] = state.facet.split(" ").map(Number);
+  const hasFacet = (place) => !state.facet || facetOf(group.items[place], group.facets[facet]) === value;
   const entries = group.entries.filter((entry) => {
     const pair = [sampleOf(a, entry), b && sampleOf(b, entry)];
     return (pair[0] || pair[1]) && hasFacet(Math.floor(entry / group.attempts)) && passes(...pair);
@@ -136,7 +134,6 @@ async function found(group, state, entries) {
 function rowOf(group, state, entry) {
   const item = group.items[Math.floor(entry / group.attempts)];
   const attempt = group.attempts > 1 ? ` try ${(entry % group.attempts) + 1}` : "";
-  const facets = group.facets.filter((f) => f.name in item.facets).map((f) => `${f.name} ${f.values[item.facets[f.name]]}`);
   const cells = [state.a, state.b].filter((cell) => cell !== null);
   const marks = cells.map((cell) => {
     const { mark, words, kind } = verdict(sampleOf(group.cells[cell], entry));
@@ -144,6 +141,6 @@ function rowOf(group, state, entry) {
   });
   return [
     h("span", { class: "marks" }, marks),
-    h("span", { class: "what" }, h("strong", {}, `#${item.item}${attempt}`), h("small", {}, visible(` ${facets.join(", ")}`)), h("bdi", { class: "snippet" }, visible(item.head))),
+    h("span", { class: "what" }, h("strong", {}, `#${item.item}${attempt}`), h("small", {}, visible(` ${facetWords(group, item).join(", ")}`)), h("bdi", { class: "snippet" }, visible(item.head))),
   ];
 }

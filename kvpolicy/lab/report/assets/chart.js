@@ -69,10 +69,17 @@ function axes(spec, x, y, { left, right, top, bottom }) {
     parts.push(svg("line", { class: "axis", x1: places[i], x2: places[i], y1: bottom, y2: bottom + 4 }));
     if (shown[i]) parts.push(svg("text", { class: "tick", x: places[i], y: bottom + 18, "text-anchor": "middle" }, text));
   });
-  parts.push(svg("text", { class: "title", x: (left + right) / 2, y: HEIGHT - 8, "text-anchor": "middle" }, spec.x.title));
+  parts.push(svg("text", { class: "title", x: (left + right) / 2, y: HEIGHT - 8, "text-anchor": "middle" }, fitted(spec.x.title, right - left)));
   const turned = `translate(14,${(top + bottom) / 2}) rotate(-90)`;
-  parts.push(svg("text", { class: "title", transform: turned, "text-anchor": "middle" }, spec.y.title));
+  parts.push(svg("text", { class: "title", transform: turned, "text-anchor": "middle" }, fitted(spec.y.title, bottom - top)));
   return svg("g", { "aria-hidden": "true" }, parts);
+}
+
+/** As much of a title as there is room for; the chart's heading has all of it. */
+function fitted(title, room) {
+  const most = Math.floor(room / LETTER);
+  const text = visible(title);
+  return text.length <= most ? text : `${text.slice(0, most - 1)}\u2026`;
 }
 
 function stairs(spec, x, y) {

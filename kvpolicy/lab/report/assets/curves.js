@@ -1,6 +1,6 @@
 // What is measured against the budget, and the frontier of quality and memory.
 
-import { button, fill, h } from "./dom.js";
+import { button, fill, h, visible } from "./dom.js";
 import { chart } from "./chart.js";
 import { estimate, words } from "./figures.js";
 import { classOf, glyph } from "./marks.js";
@@ -42,7 +42,7 @@ function seriesOf(cells) {
 function panel(name, heading, note, picture, rows) {
   const more = h("details", {}, h("summary", {}, "Figures as a table"));
   more.addEventListener("toggle", () => more.open && more.children.length === 1 && more.append(rows()), { once: true });
-  const caption = h("figcaption", {}, h("h3", {}, heading), note ? h("p", { class: "note" }, note) : null);
+  const caption = h("figcaption", {}, h("h3", {}, visible(heading)), note ? h("p", { class: "note" }, note) : null);
   return h("figure", { class: "panel", "data-chart": name }, caption, picture, more);
 }
 

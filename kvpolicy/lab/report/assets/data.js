@@ -54,6 +54,17 @@ export function sampleOf(cell, entry) {
   };
 }
 
+/** Which of its values a facet has for an item; undefined if the item says nothing of it. */
+export function facetOf(item, facet) {
+  return Object.hasOwn(item.facets, facet.name) ? item.facets[facet.name] : undefined;
+}
+
+/** The facets of an item in words. */
+export function facetWords(group, item) {
+  const said = group.facets.filter((facet) => facetOf(item, facet) !== undefined);
+  return said.map((facet) => `${facet.name} ${facet.values[facetOf(item, facet)]}`);
+}
+
 /** The texts of an item: {prompt, answer, reference, cells: {cell: {attempt: {...}}}}. */
 export async function textsOf(group, place) {
   const found = group.blocks.findLast((block) => block.first <= place);

@@ -2,7 +2,7 @@
 
 import { button, fill, h, visible } from "./dom.js";
 import { bytes, number, plural, words } from "./figures.js";
-import { sampleOf } from "./data.js";
+import { facetWords, sampleOf } from "./data.js";
 import { glyph } from "./marks.js";
 import { legend, parting, trace } from "./trace.js";
 import { verdict } from "./verdict.js";
@@ -25,7 +25,7 @@ export async function detail(place, group, state, entry, texts, step) {
 
 function head(group, item, attempt, texts, step) {
   const attempts = group.attempts > 1 ? `, attempt ${attempt + 1} of ${group.attempts}` : "";
-  const facets = group.facets.filter((f) => f.name in item.facets).map((f) => h("span", { class: "pill" }, visible(`${f.name} ${f.values[item.facets[f.name]]}`)));
+  const facets = facetWords(group, item).map((words_) => h("span", { class: "pill" }, visible(words_)));
   const answer = texts.answer ? h("p", { class: "expected" }, "Right answer: ", h("bdi", {}, visible(texts.answer))) : null;
   const steps = h("span", { class: "steps" }, button("\u2191 before", () => step(-1), { class: "quiet", "aria-label": "Sample before" }), button("\u2193 next", () => step(1), { class: "quiet", "aria-label": "Next sample" }));
   return h("header", {}, h("h3", {}, `Item ${number(item.item)}${attempts} `, facets), steps, answer);

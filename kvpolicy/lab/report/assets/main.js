@@ -39,4 +39,7 @@ function seedBySeed() {
 
 const names = groups.map((group, i) => [String(i), visible(group.label)]);
 fill(byId("tools"), names.length > 1 ? select("Group", names, "0", (i) => show(groups[Number(i)]), { id: "group" }) : null, themeButton());
-show(groups[0]).then(() => document.documentElement.setAttribute("data-ready", ""));
+show(groups[0]).then(() => {
+  performance.mark("ready");
+  document.documentElement.setAttribute("data-ready", "");
+});

@@ -67,10 +67,10 @@ const signed = (value) => `${value < 0 ? "\u2212" : "+"}${Math.abs(100 * value).
 export function breakdown(group) {
   if (!group.facets.length) return [h("p", { class: "empty" }, "The items of this task do not say in what they differ.")];
   const place = h("div");
-  const show = (name) => fill(place, facetTable(group, group.facets.find((facet) => facet.name === name)));
-  show(group.facets[0].name);
-  const names = group.facets.map((facet) => [facet.name, visible(facet.name)]);
-  return [select("By", names, group.facets[0].name, show, { id: "facet" }), place];
+  const show = (number) => fill(place, facetTable(group, group.facets[number]));
+  show(0);
+  const names = group.facets.map((facet, i) => [String(i), visible(facet.name)]);
+  return [select("By", names, "0", show, { id: "facet" }), place];
 }
 
 function facetTable(group, facet) {

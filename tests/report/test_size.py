@@ -1,0 +1,71 @@
+"""A large report stays small and opens quickly."""
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+from chromium import Opened
+from run_folders import write_run
+
+from kvpolicy.lab.archive import read_run
+from kvpolicy.lab.report.build import build
+
+MOST_BYTES = 20_000_000
+MOST_SECONDS = 2.0
+TEXT = (
+    "Now Wait Alternatively so the next step we need to find value of x where total is given by "
+    "sum product because then check verify again number apples each left right = + - 12 7 35 81"
+)
+WORDS = TEXT.split()
+PLANS = [("full cache", None), *((f"policy{i}", 64 * b) for i in range(1, 5) for b in range(1, 5))]
+PLANS += [(f"policy{i}", 512) for i in range(1, 4)]
+
+
+def says(cell: dict[str, Any], item: int, attempt: int) -> dict[str, Any]:
+    """A trace of some 500 words: one beginning for all cells, then each goes its own way."""
+    shared, own = random.Random(item), random.Random(f"{item} {cell['plan']}")
+    thoughts = [
+        " ".join((shared if i < 8 else own).choices(WORDS, k=14)) + ".\n\n" for i in range(36)
+    ]
+    text = "".join(thoughts) + f"</think>\n\n\\boxed{{{item}}}"
+    return {"text": text, "correct": own.random() < 0.7, "num_tokens": own.randint(500, 900)}
+
+
+@pytest.mark.slow
+def test_20_cells_of_500_samples_take_less_than_20_megabytes_and_2_seconds(
+    browser: Any, tmp_path: Path
+) -> None:
+    assert len(PLANS) == 20
+    folder = write_run(tmp_path / "run", plans=PLANS, n=500, says=says)
+    page = build([read_run(folder)])
+    assert "the middle is left out" not in page
+    assert len(page.encode()) < MOST_BYTES
+    file = tmp_path / "report.html"
+    file.write_text(page, encoding="utf-8")
+    seconds = []
+    for _ in range(3):
+        opened = Opened(browser, file, viewport={"width": 1280, "height": 900})
+        opened.page.wait_for_selector("#chart-frontier .spot", state="attached")
+        # By the page's own clock, which starts when the browser is told to go there.
+        ready = "performance.getEntriesByName('ready')[0].startTime"
+        seconds.append(opened.page.evaluate(ready) / 1000)
+        assert opened.count("#table tbody tr") == 20
+        assert opened.texts(".count")[0] == "500 samples of 500"
+        opened.close()
+    # The best of three: the machine may be busy with something else.
+    assert min(seconds) < MOST_SECONDS, seconds
+
+
+@pytest.mark.slow
+def test_traces_of_a_large_model_are_cut_to_fit(tmp_path: Path) -> None:
+    """Some 16,000 tokens each: what does not fit loses its middle, and the page says so."""
+
+    def long(cell: dict[str, Any], item: int, attempt: int) -> dict[str, Any]:
+        own = random.Random(f"{item} {cell['plan']}")
+        return {"text": "\n\n".join(" ".join(own.choices(WORDS, k=40)) for _ in range(300))}
+
+    folder = write_run(tmp_path / "run", plans=PLANS[:5], n=120, says=long)
+    page = build([read_run(folder)], most_bytes=5_000_000)
+    assert len(page) < 5_200_000
+    assert "the middle is left out" in page

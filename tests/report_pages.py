@@ -1,0 +1,8 @@
+"""What tests of reports have in common."""
+
+from collections.abc import Callable
+
+from chromium import Opened
+
+Open = Callable[..., Opened]
+DESKTOP = {"width": 1280, "height": 900}
