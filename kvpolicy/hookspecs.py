@@ -13,7 +13,8 @@ pluggy passes by name, and the engine computes only what some policy in the laye
 names. Arguments are only ever added. Returning ``None`` means "no opinion".
 
 Tensors come without padding: every sequence of one call has the same number of rows, and
-every row is a real token. They are views of the cache: read them, never write them.
+every row is a real token. They show all heads of the layer, wherever those are held. They are
+views of the cache, or copies: read them, never write them.
 
 `allocate` is asked once, before anything runs, `due` to `evict` at compactions, `schedule` at
 admissions, `observe` at both and every buffer of tokens. Only `steer` runs in the inner loop.

@@ -21,7 +21,7 @@ from tiny import tiny_model, tiny_tokenizer
 from torch import distributed as dist
 
 from kvpolicy import Engine, Plan, Request, Sampling, installed_policies
-from kvpolicy.errors import KVPolicyError
+from kvpolicy.errors import ModelError
 from kvpolicy.hf import PolicyCache
 from kvpolicy.lab.reasoner.bundled import bundled_path
 from kvpolicy.lab.tasks import load_task
@@ -172,7 +172,7 @@ def generated(folder: Path, name: str) -> list[int]:
 def refusal(folder: Path, name: str) -> str:
     try:
         model_in(folder, name)
-    except KVPolicyError as error:
+    except ModelError as error:
         return str(error)
     return "it was loaded"
 
@@ -192,7 +192,10 @@ def main(folder: Path, what: str) -> None:
         found |= {name: other(folder) for name, other in OTHERS.items()}
         found |= {f"refused {name}": refusal(folder, name) for name in REFUSED}
     for name, case in (cases() if what == "policies" else family_cases()).items():
-        found[name] = answer(folder, *case)
+        try:
+            found[name] = answer(folder, *case)
+        except ModelError as error:
+            found[name] = str(error)
     (folder / f"answers-{dist.get_rank()}.json").write_text(json.dumps(found), "utf-8")
     dist.destroy_process_group()
 

@@ -75,8 +75,9 @@ def test_two_processes_do_what_one_does(
 def test_every_family_does_in_two_processes_what_it_does_in_one(tmp_path: Path) -> None:
     save_families(tmp_path)
     first, second = found_by_two(tmp_path, "families")
-    for family, case in family_cases().items():
-        alone = answer(tmp_path, *case)
+    assert "has no plan for models of its kind" in first.pop("gpt_oss")
+    for family in first:
+        alone = answer(tmp_path, *family_cases()[family])
         assert any(result["rows_evicted"] for result in alone["results"])
         assert_same(first[family], second[family], alone)
 
