@@ -26,6 +26,7 @@ from kvpolicy.hf import PolicyCache
 from kvpolicy.lab.reasoner.bundled import bundled_path
 from kvpolicy.lab.tasks import load_task
 from kvpolicy.models import load_model
+from kvpolicy.peers import Peers
 
 NAMES = [policy.name for policy in installed_policies() if policy.name not in STEERING]
 _PATIENCE_S = 900
@@ -191,6 +192,8 @@ def main(folder: Path, what: str) -> None:
     if what == "policies":
         found |= {name: other(folder) for name, other in OTHERS.items()}
         found |= {f"refused {name}": refusal(folder, name) for name in REFUSED}
+        rank = dist.get_rank()
+        found["agreed"] = Peers(rank, 2).agreed([40 + rank, 7])
     for name, case in (cases() if what == "policies" else family_cases()).items():
         try:
             found[name] = answer(folder, *case)

@@ -125,6 +125,10 @@ def test_what_cannot_be_split_is_refused_by_all(name: str, answers: list[dict[st
     assert REFUSED[name] in first
 
 
+def test_what_the_first_process_draws_counts(answers: list[dict[str, Any]]) -> None:
+    assert [found["agreed"] for found in answers] == [[40, 7], [40, 7]]
+
+
 def test_a_single_process_and_a_device_of_ones_own_are_refused(models: Path) -> None:
     with pytest.raises(ModelError, match="single process; start several with torchrun"):
         load_model(models / "llama", tp_plan="auto")
