@@ -75,7 +75,8 @@ def test_two_processes_do_what_one_does(
 def test_every_family_does_in_two_processes_what_it_does_in_one(tmp_path: Path) -> None:
     save_families(tmp_path)
     first, second = found_by_two(tmp_path, "families")
-    assert "has no plan for models of its kind" in first.pop("gpt_oss")
+    # No plan, or, in older releases, one for GPUs only.
+    assert "gpt_oss' cannot be" in first.pop("gpt_oss")
     for family in first:
         alone = answer(tmp_path, *family_cases()[family])
         assert any(result["rows_evicted"] for result in alone["results"])
