@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 import together
 import torch
+import transformers
 from families import model_of
+from packaging.version import Version
 from together import (
     NAMES,
     OTHERS,
@@ -77,6 +79,9 @@ def test_every_family_does_in_two_processes_what_it_does_in_one(tmp_path: Path) 
     first, second = found_by_two(tmp_path, "families")
     # No plan, or, in older releases, one for GPUs only.
     assert "gpt_oss' cannot be" in first.pop("gpt_oss")
+    if Version(transformers.__version__) < Version("5.23"):
+        # Split by the plan of 5.2 it gives other tokens; the page on models says so.
+        del first["qwen3_moe"]
     for family in first:
         alone = answer(tmp_path, *family_cases()[family])
         assert any(result["rows_evicted"] for result in alone["results"])
