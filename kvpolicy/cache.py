@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from kvpolicy.peers import ALONE, Peers
 from kvpolicy.softmax import PLAIN
 
 # The track that attention fills by itself, for policies that name it as an argument.
@@ -27,13 +28,14 @@ class LayerShape:
     """What one layer's keys and values look like, where they live, how far queries look back.
 
     Attributes:
-        num_heads: Query heads.
-        num_kv_heads: Key/value heads.
+        num_heads: Query heads of this process.
+        num_kv_heads: Key/value heads of this process.
         head_dim: Size of one head.
         dtype: Precision of keys and values.
         device: Where they live.
         sliding_window: Tokens a query sees, its own included: the query of position p sees
             rows at positions above ``p - sliding_window``. ``None``: all before it.
+        peers: The processes that have the other heads, in the order of the heads.
     """
 
     num_heads: int
@@ -42,11 +44,12 @@ class LayerShape:
     dtype: torch.dtype
     device: torch.device
     sliding_window: int | None = None
+    peers: Peers = ALONE
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of the keys and values of one token in this layer."""
-        return 2 * self.num_kv_heads * self.head_dim * self.dtype.itemsize
+        """Bytes of the keys and values of one token in this layer, in all heads."""
+        return 2 * self.peers.size * self.num_kv_heads * self.head_dim * self.dtype.itemsize
 
     def zeros(self, *size: int) -> Tensor:
         """Zeros in this layer's dtype, on its device."""

@@ -8,7 +8,6 @@ from typing import Any
 from kvpolicy.cache import ATTN_SUMS, Cache
 from kvpolicy.clock import Clock
 from kvpolicy.memory import Memory, SequenceMemory
-from kvpolicy.observation import observed_weights
 from kvpolicy.rows import LayerRows
 from kvpolicy.stack import Stack
 
@@ -74,25 +73,12 @@ def _compact_rows(
 def _score_arguments(rows: LayerRows, stack: Stack, budget: int, memory: Memory) -> dict[str, Any]:
     """What `score` may name; what nobody names is not computed and passed as ``None``."""
     reads = stack.reads
-    keys, positions = rows.keys, rows.positions
-    queries = rows.queries if stack.window_size else None
-    attn_weights = None
-    if "attn_weights" in reads:
-        assert queries is not None
-        attn_weights = observed_weights(
-            queries,
-            keys,
-            positions,
-            rows.seq_len,
-            softmax=rows.softmax,
-            sliding_window=rows.sliding_window,
-        )
     return {
-        "keys": keys,
+        "keys": rows.keys if "keys" in reads else None,
         "values": rows.values if "values" in reads else None,
-        "positions": positions,
-        "queries": queries if "queries" in reads else None,
-        "attn_weights": attn_weights,
+        "positions": rows.positions,
+        "queries": rows.queries if "queries" in reads else None,
+        "attn_weights": rows.attn_weights if "attn_weights" in reads else None,
         "attn_sums": rows.track(ATTN_SUMS) if ATTN_SUMS in reads else None,
         "seq_len": rows.seq_len,
         "budget": budget,

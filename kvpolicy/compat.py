@@ -29,10 +29,12 @@ from kvpolicy.configuration import (
 )
 from kvpolicy.errors import ModelError
 from kvpolicy.forward import Forward, StepCache
+from kvpolicy.peers import ALONE, Peers
 from kvpolicy.registers import Registers
 from kvpolicy.rotation import Rotation
 from kvpolicy.stack import Stack
 from kvpolicy.step import Step
+from kvpolicy.tensorparallel import holders_of_heads, peers_of
 
 ATTENTION = "kvpolicy"
 
@@ -46,7 +48,10 @@ class Seam:
         max_positions: Tokens a sequence may have, prompt and generation together.
         stop_ids: Tokens that end a generation, by the model's own configuration.
         hidden_size: Size of the hidden state, ``M``.
+        peers: The processes that hold the model together.
     """
+
+    peers: Peers = ALONE
 
     def __init__(self, model: PreTrainedModel) -> None:
         """Look at a model; raises `ModelError` if the engine cannot run it."""
@@ -61,12 +66,15 @@ class Seam:
         self.hidden_size: int = self._config.hidden_size
         self.max_positions: int = self._config.max_position_embeddings
         self.stop_ids = stop_ids(model)
+        self.peers = peers_of(model)
+        self._heads = holders_of_heads(model, self._config, self.peers)
 
     def layer_shapes(self) -> list[LayerShape]:
         """What each layer's keys and values look like, and on which device they live."""
+        devices = [next(layer.parameters()).device for layer in self._layers]
         return [
-            layer_shape(self._config, self.model.dtype, next(layer.parameters()).device, window)
-            for layer, window in zip(self._layers, self._windows, strict=True)
+            layer_shape(self._config, self.model.dtype, device, window, self._heads)
+            for device, window in zip(devices, self._windows, strict=True)
         ]
 
     def rotation(self) -> Rotate:

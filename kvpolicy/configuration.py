@@ -8,6 +8,7 @@ from transformers import PreTrainedModel
 
 from kvpolicy.cache import LayerShape
 from kvpolicy.errors import ModelError
+from kvpolicy.peers import ALONE, Peers
 
 _SLIDING = "sliding_attention"
 
@@ -52,13 +53,26 @@ def _unknown_attention(config: Any) -> str | None:
 
 
 def layer_shape(
-    config: Any, dtype: torch.dtype, device: torch.device, sliding_window: int | None = None
+    config: Any,
+    dtype: torch.dtype,
+    device: torch.device,
+    sliding_window: int | None = None,
+    peers: Peers = ALONE,
 ) -> LayerShape:
-    """What the keys and values of a layer look like, by the model's configuration."""
+    """What the keys and values of a layer look like, by the model's configuration.
+
+    Args:
+        config: The configuration of its decoder.
+        dtype: Precision of keys and values.
+        device: Where they live.
+        sliding_window: Tokens that a query sees; ``None`` for all.
+        peers: The processes that share its heads.
+    """
     num_heads: int = config.num_attention_heads
     num_kv_heads = getattr(config, "num_key_value_heads", None) or num_heads
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // num_heads
-    return LayerShape(num_heads, num_kv_heads, head_dim, dtype, device, sliding_window)
+    num_heads, num_kv_heads = num_heads // peers.size, num_kv_heads // peers.size
+    return LayerShape(num_heads, num_kv_heads, head_dim, dtype, device, sliding_window, peers)
 
 
 def sliding_windows(config: Any) -> list[int | None]:

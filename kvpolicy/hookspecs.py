@@ -12,8 +12,8 @@ A policy implements only the hooks it needs, and in each names only the argument
 pluggy passes by name, and the engine computes only what some policy in the layer's stack
 names. Arguments are only ever added. Returning ``None`` means "no opinion".
 
-Tensors come without padding: every sequence of one call has the same number of rows, and
-every row is a real token. They are views of the cache: read them, never write them.
+Tensors come without padding: every sequence of one call has the same number of rows, every row
+is a real token, and all heads are there. They may be views of the cache: read, never write them.
 
 `allocate` is asked once, before anything runs, `due` to `evict` at compactions, `schedule` at
 admissions, `observe` at both and every buffer of tokens. Only `steer` runs in the inner loop.

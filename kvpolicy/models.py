@@ -9,6 +9,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 
 from kvpolicy.discovery import words_of
 from kvpolicy.errors import ModelError
+from kvpolicy.tensorparallel import TpPlan, loading_options
 
 DTYPES: dict[str, str | torch.dtype] = {
     "auto": "auto",
@@ -24,6 +25,7 @@ def load_model(
     dtype: str | torch.dtype = "auto",
     device: str | None = None,
     trust_remote_code: bool = False,
+    tp_plan: TpPlan | None = None,
 ) -> tuple[PreTrainedModel, Any]:
     """Load a decoder-only model and its tokenizer, ready to generate.
 
@@ -33,16 +35,29 @@ def load_model(
             dtype.
         device: Where to put it; ``None`` means CUDA if there is any, else the CPU.
         trust_remote_code: Whether to run code that comes with the model.
+        tp_plan: Splits the model over the processes that torchrun has started, each of which
+            calls this: ``"auto"``, as transformers plans it for models of its kind, or a style
+            for each of some modules. Each process has a device of its own then.
 
     Returns:
         The model and its tokenizer.
 
     Raises:
-        ModelError: If either cannot be loaded.
+        ModelError: If either cannot be loaded, or the model cannot be split.
     """
     wanted = as_dtype(dtype)
     where = device or ("cuda" if torch.cuda.is_available() else "cpu")
     remote = {"trust_remote_code": trust_remote_code}
+    options: dict[str, Any] = {}
+    if tp_plan is not None:
+        if device is not None:
+            msg = (
+                f"model '{name}' is to be split over processes, and device '{device}' was given; "
+                "each process takes a device of its own, leave it out"
+            )
+            raise ModelError(msg)
+        config = load_config(name, trust_remote_code=trust_remote_code)
+        options = loading_options(name, config, tp_plan)
     try:
         # Weights that do not fit are told apart below: transformers would print a table of
         # them, or fill in random numbers.
@@ -53,6 +68,7 @@ def load_model(
             ignore_mismatched_sizes=True,
             output_loading_info=True,
             **remote,
+            **options,
         )
         model, found = loaded
         tokenizer = AutoTokenizer.from_pretrained(name, **remote)
@@ -61,7 +77,7 @@ def load_model(
     problem = _weights_problem(found) or _tokenizer_problem(tokenizer)
     if problem is not None:
         raise _cannot_load(name, problem)
-    return move(model.eval(), where), tokenizer
+    return model.eval() if options else move(model.eval(), where), tokenizer
 
 
 def move(model: PreTrainedModel, device: str) -> PreTrainedModel:

@@ -68,7 +68,8 @@ class RunReport:
         compactions: Compactions of one sequence in one layer, summed over both.
         peak_kv_bytes: Bytes of the cache at its largest: keys, values, positions, tracks,
             query windows, registers and unobserved hidden states of all slots, and the copy
-            a compaction needs for a moment.
+            a compaction needs for a moment; in this process.
+        num_processes: Processes that hold the model, and its cache, together.
     """
 
     num_requests: int = 0
@@ -85,6 +86,12 @@ class RunReport:
     steer_s: float = 0.0
     compactions: int = 0
     peak_kv_bytes: int = 0
+    num_processes: int = 1
+
+    @property
+    def peak_kv_bytes_in_all(self) -> int:
+        """Bytes of the caches of all processes, which are alike."""
+        return self.num_processes * self.peak_kv_bytes
 
     @property
     def throughput_tok_s(self) -> float:
@@ -99,7 +106,11 @@ class RunReport:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data, ready for JSON."""
-        derived = {"throughput_tok_s": self.throughput_tok_s, "policy_s": self.policy_s}
+        derived = {
+            "throughput_tok_s": self.throughput_tok_s,
+            "policy_s": self.policy_s,
+            "peak_kv_bytes_in_all": self.peak_kv_bytes_in_all,
+        }
         return attrs.asdict(self) | derived
 
 

@@ -80,7 +80,8 @@ class Rotation:
         padding = self._seam.model.config.get_text_config(decoder=True).pad_token_id
         token = torch.tensor([[1 if padding == 0 else 0]])
         self._seam.forward(token, Step(cache, 0, [1]))
-        return [layer.keys for layer in cache.layers]
+        # All processes that hold the model are to find the same way.
+        return [layer.shape.peers.gathered(layer.keys) for layer in cache.layers]
 
 
 def rotate_halves(layer_idx: int, keys: Tensor, by: Tensor, theta: float = 10_000.0) -> Tensor:

@@ -89,6 +89,7 @@ class Run:
         return attrs.evolve(
             self._report,
             peak_kv_bytes=self._slots.cache.peak_bytes,
+            num_processes=self._seam.peers.size,
             compactions=self._slots.compactor.num_compactions,
             **attrs.asdict(self._slots.clock),
         )
@@ -240,7 +241,8 @@ class Run:
 
     def _take(self, sequences: Sequence[LiveSequence], logits: Tensor) -> None:
         """Draw and add the next token of each sequence."""
-        for served, token in zip(sequences, self._draw(sequences, logits), strict=True):
+        drawn = self._seam.peers.agreed(self._draw(sequences, logits))
+        for served, token in zip(sequences, drawn, strict=True):
             served.take(token)
             self._new_tokens.append((served.id, token))
         self._report.new_tokens += len(sequences)

@@ -47,7 +47,7 @@ def drop_oldest(cache: Cache, layer_idx: int, slots: Sequence[int], num: int) ->
 
 
 def drop_expired(cache: Cache, layer_idx: int, slots: Sequence[int]) -> None:
-    """Drop what no later query of some slots can see in any head of one layer."""
+    """Drop what no later query of some slots can see in any head of one layer, wherever it is."""
     layer = cache.layers[layer_idx]
     window = layer.shape.sliding_window
     if window is None:
@@ -55,7 +55,8 @@ def drop_expired(cache: Cache, layer_idx: int, slots: Sequence[int]) -> None:
     positions = layer.positions[list(slots)]
     oldest = torch.from_numpy(cache.seq_len[list(slots)] - window).to(positions.device)
     expired = (positions >= 0) & (positions <= oldest[:, None, None])
-    for slot, num in zip(slots, expired.sum(dim=2).amin(dim=1).tolist(), strict=True):
+    by_head = layer.shape.peers.gathered(expired.sum(dim=2))  # [B, H_kv]
+    for slot, num in zip(slots, by_head.amin(dim=1).tolist(), strict=True):
         if num:
             drop_oldest(cache, layer_idx, [slot], num)
 

@@ -11,6 +11,7 @@ The info string of a block tells what it is:
     ```sh slow                  runs only if asked for
     ```sh tasks                 runs only if the extra ``tasks`` is installed
     ```python results           runs only if pandas, duckdb and pyarrow are
+    ```sh tensor-parallel       the same, of another extra
 
 ``...`` in a ``text`` block stands for anything, also for lines.
 """
@@ -39,6 +40,7 @@ from kvpolicy.lab.presets import load_preset
 _FENCE = re.compile(r"^```(\w+)?[ ]*(.*?)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _READERS = ("pandas", "duckdb", "pyarrow")
 _ELLIPSIS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
+_EXTRAS = {"tasks": "math_verify", "tensor-parallel": "accelerate"}
 _NUM_LAYERS = 4  # of the bundled reasoner, on which the plans of the pages are used
 
 
@@ -108,7 +110,10 @@ class Page:
             return self._run_python(block)
         if block.language == "toml":
             _check_toml(block)
-        if "tasks" in block.options and importlib.util.find_spec("math_verify") is None:
+        missing = [
+            name for name, package in _EXTRAS.items() if not importlib.util.find_spec(package)
+        ]
+        if any(name in block.options for name in missing):
             return None
         if block.language == "sh" and (slow or "slow" not in block.options):
             return "".join(self._run_line(line) for line in _command_lines(block.text))
@@ -141,6 +146,8 @@ class Page:
             return run_command(words[1:])
         if words[0] == "pytest":
             return _run_pytest(words[1:])
+        if words[0] == "torchrun":
+            return _run_torchrun(words[1:])
         if words[0] in ("mkdir", "cp"):
             return subprocess.run(words, check=True, capture_output=True, text=True).stdout
         if words[:2] == ["pip", "install"] and words[2].startswith("./"):
@@ -179,6 +186,15 @@ def run_command(words: list[str]) -> str:
         status = run(words)
     assert status == 0, f"kvpolicy {shlex.join(words)} exited with {status}: {err.getvalue()}"
     return out.getvalue()
+
+
+def _run_torchrun(words: list[str]) -> str:
+    """By the loopback alone, as the options of the page have it."""
+    here = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    command = [sys.executable, "-m", "torch.distributed.run", "--local-addr", "127.0.0.1", *words]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=here)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
 
 
 def _run_pytest(words: list[str]) -> str:

@@ -60,12 +60,19 @@ def prepare(
     device: str | None,
     trust_remote_code: bool,
     keep_going: bool = False,
+    tensor_parallel: bool = False,
 ) -> Generation:
     """Read prompts and plan, load the model, and bind them; arguments are the options' values.
 
     Raises:
         KVPolicyError: An option is wrong, or two do not go together.
     """
+    if tensor_parallel and "-" in (prompt, file):
+        msg = (
+            "--tensor-parallel was given, and the prompts on standard input, which only one "
+            "process could read; put them into a file and give --file FILE."
+        )
+        raise KVPolicyError(msg)
     prompts = _prompts(prompt, file, model, seed)
     register_plugins(plugin)
     numbers = {
@@ -80,7 +87,11 @@ def prepare(
 
     sampling = Sampling(temperature, top_k, top_p, seed)
     loaded, tokenizer = open_model(
-        model, dtype=dtype, device=device, trust_remote_code=trust_remote_code
+        model,
+        dtype=dtype,
+        device=device,
+        trust_remote_code=trust_remote_code,
+        tp_plan="auto" if tensor_parallel else None,
     )
     if chat:
         prompts = apply_chat_template(tokenizer, prompts)

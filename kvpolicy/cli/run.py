@@ -6,6 +6,7 @@ of `RunReport`.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -39,6 +40,7 @@ from kvpolicy.cli.options import (
     TrustRemoteCode,
 )
 from kvpolicy.cli.prompts import Prompt
+from kvpolicy.cli.together import together
 from kvpolicy.errors import RequestError
 
 if TYPE_CHECKING:
@@ -79,36 +81,51 @@ def run(
             "go on with the others.",
         ),
     ] = False,
+    tensor_parallel: Annotated[
+        bool,
+        typer.Option(
+            "--tensor-parallel",
+            help="Split the model over the processes that torchrun has started; the first one "
+            "writes.",
+        ),
+    ] = False,
     json: Json = False,
 ) -> None:
     """Generate text with a policy at a budget.
 
     One prompt is streamed; the results of a file are shown as they finish.
     """
-    task = prepare(
-        prompt=prompt,
-        file=file,
-        model=model,
-        plan=plan,
-        policy=policy,
-        budget=budget,
-        buffer=buffer,
-        length=length,
-        overrides=overrides,
-        plugin=plugin,
-        temperature=temperature,
-        top_p=top_p,
-        top_k=top_k,
-        seed=seed,
-        max_new_tokens=max_new_tokens,
-        stop=stop,
-        chat=chat,
-        slots=slots,
-        dtype=dtype,
-        device=device,
-        trust_remote_code=trust_remote_code,
-        keep_going=keep_going,
-    )
+    with together() if tensor_parallel else nullcontext():
+        _generate(
+            prompt=prompt,
+            file=file,
+            json=json,
+            model=model,
+            plan=plan,
+            policy=policy,
+            budget=budget,
+            buffer=buffer,
+            length=length,
+            overrides=overrides,
+            plugin=plugin,
+            temperature=temperature,
+            top_p=top_p,
+            top_k=top_k,
+            seed=seed,
+            max_new_tokens=max_new_tokens,
+            stop=stop,
+            chat=chat,
+            slots=slots,
+            dtype=dtype,
+            device=device,
+            trust_remote_code=trust_remote_code,
+            keep_going=keep_going,
+            tensor_parallel=tensor_parallel,
+        )
+
+
+def _generate(*, file: str | None, json: bool, **options: Any) -> None:
+    task = prepare(file=file, **options)
     if json:
         failed = _as_json(task.engine, task.prompts, task.options)
     elif file is None:

@@ -1,18 +1,27 @@
 """Models by the names a user types: the bundled reasoners, hub ids, local folders."""
 
 import difflib
+import os
 from logging import ERROR
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kvpolicy.discovery import words_of
 from kvpolicy.errors import ModelError
 from kvpolicy.lab.hub import hub_can_be_reached
 from kvpolicy.lab.reasoner.bundled import BUNDLED, bundled_path
 
+if TYPE_CHECKING:
+    from kvpolicy.tensorparallel import TpPlan
+
 
 def open_model(
-    name: str, *, dtype: str = "auto", device: str | None = None, trust_remote_code: bool = False
+    name: str,
+    *,
+    dtype: str = "auto",
+    device: str | None = None,
+    trust_remote_code: bool = False,
+    tp_plan: "TpPlan | None" = None,
 ) -> tuple[Any, Any]:
     """Load a model and its tokenizer.
 
@@ -22,13 +31,21 @@ def open_model(
             otherwise, since they are stored in half precision to be small, not to be run in it.
         device: Where to put it; CUDA if there is any, else the CPU, if not given.
         trust_remote_code: Whether to run code that comes with the model.
+        tp_plan: How to split it over processes, as in `kvpolicy.models.load_model`.
 
     Returns:
         The model and its tokenizer.
 
     Raises:
-        ModelError: It cannot be loaded.
+        ModelError: It cannot be loaded, or is to be loaded whole by each of several processes
+            that torchrun has started.
     """
+    if tp_plan is None and _started_by_torchrun():
+        msg = (
+            "torchrun has started several processes, each of which would do all the work; only "
+            "'kvpolicy run --tensor-parallel' shares a model among them, start one for the rest"
+        )
+        raise ModelError(msg)
     path = _path(name)
     from kvpolicy.models import load_model
 
@@ -39,6 +56,7 @@ def open_model(
                 dtype=_dtype(name, dtype),
                 device=device,
                 trust_remote_code=trust_remote_code,
+                tp_plan=tp_plan,
             )
         except ModelError as error:
             raise _with_hint(error, name) from error
@@ -86,6 +104,10 @@ def open_skeleton(name: str, *, dtype: str = "auto", trust_remote_code: bool = F
 
 def _dtype(name: str, dtype: str) -> str:
     return "float32" if name in BUNDLED and dtype == "auto" else dtype
+
+
+def _started_by_torchrun() -> bool:
+    return "TORCHELASTIC_RUN_ID" in os.environ and os.environ.get("WORLD_SIZE", "1") != "1"
 
 
 class _Quiet:
