@@ -96,12 +96,13 @@ def register_plugins(plugins: list[Path] | None) -> None:
             register_file(path)
 
 
-def check_new_file(output: Path, suffix: str = "") -> None:
+def check_new_file(output: Path, suffix: str = "", *, option: str = "--output") -> None:
     """Before hours of work, not after: whether a new file can be written.
 
     Args:
-        output: The file of ``--output``.
+        output: The file.
         suffix: How its name is to end.
+        option: The option it was given with.
 
     Raises:
         OutputError: It is there already, has no folder to go to, or another ending.
@@ -116,7 +117,7 @@ def check_new_file(output: Path, suffix: str = "") -> None:
     elif not os.access(output.parent, os.W_OK):
         problem = f"cannot be written: folder {output.parent} is read-only"
     if problem is not None:
-        msg = f"output file {output} {problem}; choose another one with --output."
+        msg = f"output file {output} {problem}; choose another one with {option}."
         raise OutputError(msg)
 
 
