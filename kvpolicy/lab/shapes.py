@@ -1,6 +1,5 @@
 """Models to measure speed on: real shapes, random weights, which decode as fast as trained ones."""
 
-
 import attrs
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
