@@ -116,9 +116,9 @@ def test_ratios_are_paired_by_round() -> None:
 
 def test_a_round_that_was_broken_off_does_not_count() -> None:
     who = [named(GENERATE), named("full")]
-    whole = [Turn(0, GENERATE, effort(0.2)), Turn(0, "full", effort(0.2))]
+    whole = [Turn(0, GENERATE, effort(0.25)), Turn(0, "full", effort(0.25))]
     more = standings([*whole, Turn(1, GENERATE, effort(9.0))], who, WORK)
-    assert [one.rounds for one in more] == [(10.0,), (10.0,)]
+    assert [one.rounds for one in more] == [(8.0,), (8.0,)]
     assert standings(whole[:1], who, WORK) == []
 
 
