@@ -7,6 +7,7 @@ Knobs of the same name get the same values. kvpress compresses while decoding by
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from importlib.metadata import PackageNotFoundError, requires, version
 from typing import Any
 
 import attrs
@@ -18,6 +19,8 @@ from kvpolicy.lab.grid import Cell
 from kvpolicy.lab.rival import timed_generate
 
 LIBRARY = "kvpress"
+
+_HOW = "in an environment of its own: pip install 'kvpolicy[benchmarks]'"
 
 
 @attrs.frozen
@@ -45,20 +48,32 @@ def presses_for(model: PreTrainedModel, cells: list[Cell]) -> Presses:
     """
     try:
         import kvpress
-    except Exception as error:  # it fails in its own ways where transformers is too new
-        reason = f"{LIBRARY} cannot be imported: {words_of(error)}"
-        if isinstance(error, ModuleNotFoundError) and error.name == LIBRARY:
-            reason = (
-                f"{LIBRARY} is not installed; it needs transformers below 5.3: "
-                "pip install 'kvpolicy[benchmarks]'"
-            )
-        return Presses({}, reason)
+    except ImportError as error:
+        return Presses({}, f"{LIBRARY} cannot be imported ({words_of(error)}); {_HOW}")
+    unmet = _unmet(LIBRARY, "transformers")
+    if unmet is not None:
+        return Presses({}, f"{LIBRARY} needs {unmet}; {_HOW}")
     found = {
         cell.digest: contender
         for cell in cells
         if (contender := _press_for(kvpress, model, cell)) is not None
     }
     return Presses(found, None if found else f"{LIBRARY} has no press of these policies' names")
+
+
+def _unmet(library: str, package: str) -> str | None:
+    """What an installed library wants of a package and does not get, in words."""
+    from packaging.requirements import Requirement  # comes with the extra
+
+    try:
+        wanted = [Requirement(line) for line in requires(library) or ()]
+    except PackageNotFoundError:
+        return None
+    here = version(package)
+    for one in wanted:
+        if one.name == package and not one.specifier.contains(here, prereleases=True):
+            return f"{one}, and {here} is installed"
+    return None
 
 
 def _press_for(library: Any, model: PreTrainedModel, cell: Cell) -> Contender | None:
