@@ -307,6 +307,7 @@ def test_a_kvpress_that_wants_other_transformers_sits_out(monkeypatch: pytest.Mo
     assert presses_for(tiny_model(), cells("snapkv")).absent is None
 
 
+@pytest.mark.filterwarnings("ignore")  # of its imports, and of nothing of ours
 def test_kvpress_itself_stays_within_budget_and_interval() -> None:
     model = tiny_model()
     found = presses_for(model, cells("knorm", budget=12, buffer=4))
