@@ -147,8 +147,10 @@ def bench(
         device=device,
         bandwidth_gb_s=bandwidth,
     )
-    go = watch_memory if memory else race
-    go(made, output=output, plot=plot, json=json)
+    if memory:
+        watch_memory(made, output=output, json=json)
+    else:
+        race(made, output=output, plot=plot, json=json)
 
 
 def _check_outputs(output: Path | None, plot: Path | None, *, memory: bool) -> None:

@@ -2,7 +2,7 @@
 
 import json as jsonlib
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -153,21 +153,17 @@ def race(made: Prepared, *, output: Path | None, plot: Path | None, json: bool) 
         raise Interrupted(msg)
 
 
-def watch_memory(
-    made: Prepared, *, output: Path | None, plot: Path | None = None, json: bool
-) -> None:
+def watch_memory(made: Prepared, *, output: Path | None, json: bool) -> None:
     """Generate one long text under each plan, and show what was held on the way.
 
     Args:
         made: What is measured.
         output: Where the figures go, too.
-        plot: Nothing is drawn.
         json: Whether the figures are printed for machines.
 
     Raises:
         Interrupted: Before the last reading; those that were made are shown.
     """
-    assert plot is None
     lengths, readings = made.sizes.lengths, list[Reading]()
     prompt = made.workload.prompts(made.model.config.vocab_size)[0]
     moments = (
@@ -186,7 +182,9 @@ def watch_memory(
         raise Interrupted(msg)
 
 
-def _collect(moments: Iterable[Any], kept: list[Any], progress: Progress, words: Any) -> bool:
+def _collect(
+    moments: Iterable[Any], kept: list[Any], progress: Progress, words: Callable[[Any], str]
+) -> bool:
     """Keep what comes; whether the user has had enough before the end."""
     try:
         for moment in moments:
@@ -207,7 +205,7 @@ def _said(turn: Turn, workload: Workload) -> str:
 def _title(made: Prepared) -> str:
     size, work = made.sizes, made.workload
     return (
-        f"{made.model.num_parameters() / 1e6:.0f} M parameters, {made.dtype}, batch {work.batch}, "
+        f"{made.model.num_parameters() / 1e6:.3g} M parameters, {made.dtype}, batch {work.batch}, "
         f"prompts of {work.prompt_min}-{work.prompt_max}, budget {size.budget} + {size.buffer}"
     )
 
