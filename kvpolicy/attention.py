@@ -43,17 +43,32 @@ def attend(
     layer.softmax = softmax
     _remember(step, layer, queries, scaling)
     if softmax.is_plain and ATTN_SUMS not in layer.tracks:
-        mask = layout.mask
-        if mask is not None and mask.shape[1] > 1:
-            mask = mask.repeat_interleave(queries.shape[1] // keys.shape[1], dim=1)
-        return F.scaled_dot_product_attention(
-            queries, keys, values, attn_mask=mask, scale=scaling, enable_gqa=True
-        )
+        return _fused(queries, keys, values, layout.mask, scaling)
     weights = softmax_weights(queries, keys, layout.mask, scaling, softmax)
     if ATTN_SUMS in layer.tracks:
         _accumulate(layer, step, layout, weights)
     grouped = weights.to(values.dtype).flatten(2, 3) @ values  # [B, H_kv, G * L, D]
     return grouped.view(queries.shape)
+
+
+def _fused(
+    queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scaling: float
+) -> Tensor:
+    """A plain softmax by torch's kernels, ``[B, H_q, L, D]``; no weights are to be had."""
+    num_kv_heads = keys.shape[1]
+    if queries.shape[2] == 1:
+        # The heads of a group stand in for a length: so the kernel reads a key once for all of
+        # them, and takes the mask as it is.
+        grouped = queries.view(-1, num_kv_heads, queries.shape[1] // num_kv_heads, keys.shape[3])
+        output = F.scaled_dot_product_attention(
+            grouped, keys, values, attn_mask=mask, scale=scaling
+        )
+        return output.view(queries.shape)
+    if mask is not None and mask.shape[1] > 1:
+        mask = mask.repeat_interleave(queries.shape[1] // num_kv_heads, dim=1)
+    return F.scaled_dot_product_attention(
+        queries, keys, values, attn_mask=mask, scale=scaling, enable_gqa=True
+    )
 
 
 def softmax_weights(

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import attrs
 from torch import Tensor
 
+from kvpolicy.cache import Cache
 from kvpolicy.errors import KVPolicyError, RequestError
 from kvpolicy.request import Request
 from kvpolicy.results import Events, FinishReason, Result, RunReport
@@ -82,6 +83,11 @@ class Run:
     def done(self) -> bool:
         """Whether every request has its result, and every result was handed out."""
         return not (self._slots.active or self._waiting or self._results)
+
+    @property
+    def cache(self) -> Cache:
+        """The slabs, to be looked at: what each slot holds, and in how many bytes."""
+        return self._slots.cache
 
     @property
     def report(self) -> RunReport:
@@ -167,8 +173,7 @@ class Run:
             self._answer(Result(number, finish_reason="error", error=str(error)))
             return
         stop_ids = seam.stop_ids if request.stop_ids is None else request.stop_ids
-        room = seam.max_positions - len(prompt)
-        most = min(request.max_new_tokens, room)
+        most = min(request.max_new_tokens, seam.max_positions - len(prompt))
         self._waiting[number] = LiveSequence(
             number, request, prompt, most, frozenset(stop_ids), self.tokenizer
         )

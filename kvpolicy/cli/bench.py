@@ -1,42 +1,36 @@
-"""``kvpolicy bench``: the engine's decode speed under each policy against ``generate``.
+"""``kvpolicy bench``: the engine's speed under each policy beside ``generate`` and kvpress.
 
-With ``--json`` on stdout, with ``--output`` in a file: ``{"workload", "session",
-"num_parameters", "standings": [{"name", "budget", "decode_tok_s", "ratio",
-"ratio_min", "ratio_max", "policy_share", "kv_bytes", "rounds"}]}``; the first standing is
-``generate``'s, and ratios are to it, paired by round.
+With ``--json`` on stdout, with ``--output`` in a file: ``{"workload", "shape", "dtype", "device",
+"session", "num_parameters", "weight_bytes", "bandwidth_gb_s", "absent", "standings"}``, the
+fields of a standing as in `kvpolicy.lab.standings.Standing`; the first is ``generate``'s, and
+ratios are paired by round. With ``--memory`` it is ``readings`` in place of ``standings``, with
+the fields of `kvpolicy.lab.growth.Reading`.
 """
 
-import json as jsonlib
-import sys
-from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
-import attrs
 import typer
 
-from kvpolicy.cli.columns import columns
-from kvpolicy.cli.console import terminal_width, write, write_json
-from kvpolicy.cli.interrupt import Interrupted
+from kvpolicy.cli.benchsizes import sizes
 from kvpolicy.cli.options import (
     Json,
     Overrides,
     Plugins,
     check_new_file,
+    counts,
     register_plugins,
     words,
 )
-from kvpolicy.cli.units import human_bytes
 from kvpolicy.errors import KVPolicyError
-from kvpolicy.wholefile import write_whole
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
-    from kvpolicy.lab.bench import Standing, Turn, Workload
-    from kvpolicy.lab.grid import Cell
+PICTURES = (".png", ".svg", ".pdf")
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None)
+
+
+def _size(help_: str, least: int = 1) -> Any:
+    return typer.Option(min=least, help=help_)
 
 
 @app.command()
@@ -49,13 +43,52 @@ def bench(
         str | None,
         typer.Option(metavar="NAME,...", help="Policies to run instead; in A+B, B wraps A."),
     ] = None,
-    batch: Annotated[int, typer.Option(min=1, help="Sequences decoded together.")] = 8,
-    prompt_min: Annotated[int, typer.Option(min=1, help="Tokens of the shortest prompt.")] = 64,
-    prompt_max: Annotated[int, typer.Option(min=1, help="Tokens of the longest prompt.")] = 256,
-    new_tokens: Annotated[int, typer.Option(min=2, help="Tokens generated for each.")] = 1024,
-    budget: Annotated[int, typer.Option(min=1, help="Rows that stay.")] = 256,
-    buffer: Annotated[int, typer.Option(min=1, help="Rows that may join.")] = 64,
-    rounds: Annotated[int, typer.Option(min=1, help="Times everybody takes a turn.")] = 3,
+    plan: Annotated[
+        list[Path] | None,
+        typer.Option(metavar="FILE|NAME", help="A plan to run; may be repeated."),
+    ] = None,
+    shape: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="Size of the model: tiny, 5m, 30m, 100m or 8b. [default: 100m; --memory: 5m; "
+            "--quick: tiny]",
+        ),
+    ] = None,
+    batch: Annotated[
+        int | None, _size("Sequences decoded together. [default: 8; --quick: 4]")
+    ] = None,
+    prompt_min: Annotated[
+        int | None, _size("Tokens of the shortest prompt. [default: 64; --quick: 16]")
+    ] = None,
+    prompt_max: Annotated[
+        int | None, _size("Tokens of the longest prompt. [default: 256; --quick: 48]")
+    ] = None,
+    new_tokens: Annotated[
+        int | None, _size("Tokens generated for each. [default: 2048; --quick: 256]", 3)
+    ] = None,
+    budget: Annotated[int | None, _size("Rows that stay. [default: 512; --quick: 48]")] = None,
+    buffer: Annotated[int | None, _size("Rows that may join. [default: 128; --quick: 16]")] = None,
+    rounds: Annotated[
+        int | None, _size("Times everybody takes a turn. [default: 5; --quick: 3]")
+    ] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="A small run, in seconds.")] = False,
+    memory: Annotated[
+        bool, typer.Option("--memory", help="Watch the memory over one long text instead.")
+    ] = False,
+    lengths: Annotated[
+        str | None,
+        typer.Option(
+            metavar="N,...",
+            help="Tokens at which --memory looks. [default: 1000,2000,5000,10000,20000]",
+        ),
+    ] = None,
+    bandwidth: Annotated[
+        float | None,
+        typer.Option(
+            metavar="GB/S", min=1e-3, help="What the memory delivers: shows how near speeds come."
+        ),
+    ] = None,
     seed: Annotated[int, typer.Option(min=0, help="Of weights and prompts.")] = 0,
     threads: Annotated[
         int | None, typer.Option(min=1, help="Threads of torch. [default: torch's choice]")
@@ -63,133 +96,73 @@ def bench(
     output: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Keep the figures as JSON.")
     ] = None,
+    plot: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Draw time per step against length: .png, .svg, .pdf."),
+    ] = None,
     overrides: Overrides = None,
     plugin: Plugins = None,
+    dtype: Annotated[
+        str, typer.Option(metavar="NAME", help="float32, bfloat16 or float16.")
+    ] = "float32",
     device: Annotated[
         str, typer.Option(metavar="NAME", help="Where to run, such as cuda:0.")
     ] = "cpu",
     json: Json = False,
 ) -> None:
-    """Measure decode speed against transformers' generate() with the full cache.
+    """Measure the engine's speed against transformers' generate() with the full cache.
 
-    On a model of about 30 M parameters with random weights; everybody takes turns in one
-    process, and speeds are compared within a round.
+    On a model with random weights, of about 100 M parameters if nothing else is said;
+    everybody takes turns in one process, and speeds are compared within a round. Where kvpress
+    is installed, its presses of the policies' names take part.
     """
-    if prompt_max < prompt_min:
-        msg = f"--prompt-max {prompt_max} is below --prompt-min {prompt_min}."
-        raise KVPolicyError(msg)
+    wanted = sizes(
+        quick=quick,
+        memory=memory,
+        shape=shape,
+        batch=batch,
+        prompt_min=prompt_min,
+        prompt_max=prompt_max,
+        new_tokens=new_tokens,
+        budget=budget,
+        buffer=buffer,
+        rounds=rounds,
+        lengths=tuple(counts("--lengths", lengths)),
+    )
+    _check_outputs(output, plot, memory=memory)
+    register_plugins(plugin)
+    # Imported here: torch takes a second, and help is wanted at once.
+    from kvpolicy.cli.benchrun import prepare, race, watch_memory
+
+    made = prepare(
+        wanted,
+        preset=preset,
+        policies=words(policies),
+        plans=plan or [],
+        overrides=overrides or [],
+        longest=wanted.prompt_max + (max(wanted.lengths) if memory else wanted.new_tokens) + 1,
+        seed=seed,
+        threads=threads,
+        dtype=dtype,
+        device=device,
+        bandwidth_gb_s=bandwidth,
+    )
+    if memory:
+        watch_memory(made, output=output, json=json)
+    else:
+        race(made, output=output, plot=plot, json=json)
+
+
+def _check_outputs(output: Path | None, plot: Path | None, *, memory: bool) -> None:
+    """Before minutes of work, not after."""
     if output is not None:
         check_new_file(output)
-    register_plugins(plugin)
-    from kvpolicy.lab.bench import Workload, standings
-
-    workload = Workload(batch, prompt_min, prompt_max, new_tokens, seed)
-    model, cells = _prepare(
-        preset, words(policies), budget, buffer, overrides or [], workload, threads, device
-    )
-    turns: list[Turn] = []
-    interrupted = _follow(model, cells, workload, rounds, turns)
-    found = standings(turns, cells)
-    if found:
-        _show(_record(model, workload, found), found, output, json=json)
-    if interrupted:
-        num_complete = len(found[0].rounds) if found else 0
-        msg = f"interrupted; {num_complete} of {rounds} rounds were complete and count."
-        raise Interrupted(msg)
-
-
-def _prepare(
-    preset: str | None,
-    stacks: Sequence[str],
-    budget: int,
-    buffer: int,
-    overrides: Sequence[str],
-    workload: "Workload",
-    threads: int | None,
-    device: str,
-) -> "tuple[PreTrainedModel, list[Cell]]":
-    import torch
-
-    from kvpolicy.lab.bench import small_model
-    from kvpolicy.lab.grid import build_cells
-    from kvpolicy.lab.setup import choose
-
-    if threads is not None:
-        torch.set_num_threads(threads)
-    chosen = choose(preset, policies=stacks, budgets=[budget], buffer=buffer)
-    longest = workload.prompt_max + workload.new_tokens
-    model = small_model(workload.seed, max_positions=longest, device=device)
-    cells = build_cells(
-        chosen.series,
-        num_layers=model.config.num_hidden_layers,
-        budgets=[budget],
-        buffer=buffer,
-        overrides=overrides,
-    )
-    return model, cells
-
-
-def _follow(
-    model: "PreTrainedModel",
-    cells: "Sequence[Cell]",
-    workload: "Workload",
-    rounds: int,
-    turns: "list[Turn]",
-) -> bool:
-    """Collect turns as they end; whether the user has had enough before the last one."""
-    from kvpolicy.cli.progress import open_progress
-    from kvpolicy.lab.bench import measure
-
-    total = rounds * (1 + len(cells))
-    try:
-        with open_progress(total) as progress:
-            progress.show("warming up", 0)
-            for turn in measure(model, cells, workload, rounds=rounds):
-                turns.append(turn)
-                line = f"round {turn.round + 1}, {turn.name}: {turn.decode_tok_s:.0f} tokens/s"
-                progress.keep(line)
-                progress.show("", len(turns))
-    except KeyboardInterrupt:
-        return True
-    return False
-
-
-def _record(
-    model: "PreTrainedModel", workload: "Workload", found: "Sequence[Standing]"
-) -> dict[str, Any]:
-    from kvpolicy.lab.session import describe_session
-
-    return {
-        "workload": attrs.asdict(workload),
-        "session": describe_session(["kvpolicy", *sys.argv[1:]], workers=1),
-        "num_parameters": model.num_parameters(),
-        "standings": [attrs.asdict(standing) for standing in found],
-    }
-
-
-def _show(
-    record: dict[str, Any], found: "Sequence[Standing]", output: Path | None, *, json: bool
-) -> None:
-    if output is not None:
-        write_whole(output, jsonlib.dumps(record, indent=2) + "\n")
-    if json:
-        write_json(record, indent=2)
+    if plot is None:
         return
-    headers = ["", "budget", "tok/s", "x generate", "least - most", "policy", "KV cache"]
-    write(
-        columns(headers, [_row(one) for one in found], right=range(1, 7), width=terminal_width())
-        + "\n"
-    )
-
-
-def _row(standing: "Standing") -> list[str]:
-    share = standing.policy_share
-    return [
-        standing.name,
-        "all" if standing.budget is None else f"{standing.budget:g}",
-        f"{standing.decode_tok_s:.0f}",
-        f"{standing.ratio:.2f}",
-        f"{standing.ratio_min:.2f} - {standing.ratio_max:.2f}",
-        "-" if share is None else f"{share:.1%}",
-        human_bytes(standing.kv_bytes),
-    ]
+    if memory:
+        msg = "--plot draws the time of steps, which --memory does not compare; leave one out."
+        raise KVPolicyError(msg)
+    if plot.suffix not in PICTURES:
+        msg = f"--plot was given {plot}; a name that ends in {', '.join(PICTURES)} is wanted."
+        raise KVPolicyError(msg)
+    check_new_file(plot, option="--plot")

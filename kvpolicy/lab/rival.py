@@ -1,69 +1,109 @@
-"""transformers' own ``generate`` with the full cache, timed after the first token."""
+"""Who the engine is measured against in the same process: ``generate``, and the model alone."""
 
-import time
-from collections.abc import Sequence
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from itertools import pairwise
 from typing import Any
 
 import torch
-from torch import Tensor
-from transformers import PreTrainedModel, StoppingCriteria, StoppingCriteriaList
+from transformers import DynamicCache, PreTrainedModel, StoppingCriteria, StoppingCriteriaList
+
+from kvpolicy.lab.effort import Contender, Effort, Prompts, now, pad
+
+GENERATE = "generate"
+ALONE = "model alone"
+
+_ALONE_STEPS = 64  # all alike; more would only take time
 
 
-class _FirstToken(StoppingCriteria):
-    """Notes when the first token is out; never stops anything."""
-
-    def __init__(self, batch: int, device: torch.device) -> None:
-        self.seen_at = 0.0
-        self._go_on = torch.zeros(batch, dtype=torch.bool, device=device)
-
-    def __call__(self, input_ids: Any, scores: Any, **_: Any) -> Any:
-        self.seen_at = self.seen_at or _now(self._go_on.device)
-        return self._go_on
+def generate(model: PreTrainedModel) -> Contender:
+    """Transformers' own ``generate`` with the full cache."""
+    return Contender(GENERATE, timed_generate(model, nullcontext))
 
 
-def generate_once(
-    model: PreTrainedModel, prompts: Sequence[Sequence[int]], new_tokens: int
-) -> tuple[float, int]:
-    """Generate greedily with every prompt padded on the left to the longest.
+def model_alone(model: PreTrainedModel) -> Contender:
+    """The model on one token of each sequence, without a cache: faster than this nobody can be.
+
+    It attends from each token to itself, so that the work of all other parts is left.
+    """
+
+    @torch.inference_mode()
+    def run(prompts: Prompts, new_tokens: int) -> Effort:
+        token_ids = pad([prompt[:1] for prompt in prompts], model.device)[0]
+        times = []
+        for _ in range(min(new_tokens, _ALONE_STEPS)):
+            logits = model(input_ids=token_ids, use_cache=False).logits
+            token_ids = logits[:, -1].argmax(dim=-1, keepdim=True)
+            times.append(now(model.device))
+        return Effort(None, _steps(times), kv_bytes=0, read_bytes=0)
+
+    return Contender(ALONE, run)
+
+
+def timed_generate(
+    model: PreTrainedModel, around: Callable[[], AbstractContextManager[None]]
+) -> Callable[[Prompts, int], Effort]:
+    """What runs ``generate`` greedily and notes when each token is out.
 
     Args:
         model: A model without an end-of-sequence token.
-        prompts: Token ids.
-        new_tokens: Tokens to generate for each.
+        around: Makes a block in which ``generate`` is called.
 
     Returns:
-        Seconds from the first token of the batch to the last, and bytes of the cache's keys
-        and values at the end.
+        Continues prompts, padded on the left to the longest, by so many tokens.
     """
-    token_ids, mask = _pad(prompts, model.device)
-    first = _FirstToken(len(prompts), model.device)
-    generate: Any = model.generate
-    with torch.inference_mode():
-        output = generate(
-            token_ids,
-            attention_mask=mask,
-            max_new_tokens=new_tokens,
-            do_sample=False,
-            use_cache=True,
-            return_dict_in_generate=True,
-            stopping_criteria=StoppingCriteriaList([first]),
+
+    def run(prompts: Prompts, new_tokens: int) -> Effort:
+        token_ids, mask = pad(prompts, model.device)
+        cache = DynamicCache(config=model.config)
+        ticks = _Ticks(cache, len(prompts), model.device)
+        call: Any = model.generate
+        with torch.inference_mode(), around():
+            begun = now(model.device)
+            call(
+                token_ids,
+                attention_mask=mask,
+                max_new_tokens=new_tokens,
+                do_sample=False,
+                past_key_values=cache,
+                stopping_criteria=StoppingCriteriaList([ticks]),
+            )
+        # A step attends to what was held before it and to its own row.
+        attended = [held + ticks.row_bytes for held in ticks.held_bytes[:-1]]
+        return Effort(
+            prefill_s=ticks.times[0] - begun,
+            steps_s=_steps(ticks.times),
+            kv_bytes=max(attended),
+            read_bytes=sum(attended[1:]),
         )
-    elapsed = _now(model.device) - first.seen_at
-    layers = output.past_key_values.layers
-    return elapsed, sum(layer.keys.nbytes + layer.values.nbytes for layer in layers)
+
+    return run
 
 
-def _pad(prompts: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, Tensor]:
-    width = max(map(len, prompts))
-    token_ids = torch.zeros(len(prompts), width, dtype=torch.int64)
-    mask = torch.zeros_like(token_ids)
-    for row, prompt in enumerate(prompts):
-        token_ids[row, width - len(prompt) :] = torch.tensor(prompt)
-        mask[row, width - len(prompt) :] = 1
-    return token_ids.to(device), mask.to(device)
+class _Ticks(StoppingCriteria):
+    """Notes when each token is out, and what the cache holds then; never stops anything."""
+
+    def __init__(self, cache: DynamicCache, batch: int, device: torch.device) -> None:
+        self.times: list[float] = []
+        self.held_bytes: list[int] = []
+        self._cache = cache
+        self._go_on = torch.zeros(batch, dtype=torch.bool, device=device)
+
+    def __call__(self, input_ids: Any, scores: Any, **_: Any) -> Any:
+        self.times.append(now(self._go_on.device))
+        self.held_bytes.append(sum(one.nbytes for one in self._tensors()))
+        return self._go_on
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes that one token of every sequence takes."""
+        return sum(one.nbytes // one.shape[2] for one in self._tensors())
+
+    def _tensors(self) -> list[Any]:
+        layers: list[Any] = list(self._cache.layers)
+        return [tensor for layer in layers for tensor in (layer.keys, layer.values)]
 
 
-def _now(device: torch.device) -> float:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter()
+def _steps(times: list[float]) -> tuple[float, ...]:
+    """Seconds of each step but the first, from when each token was out."""
+    return tuple(after - before for before, after in pairwise(times[1:]))

@@ -152,7 +152,7 @@ CASES = [
     case("ablate --plan {d}/layers_3.toml --model {m}", "3 is no list of groups"),
     case("ablate --plan {d}/layers_3.toml --set h2o.x=3 --model {m}", "3 is no list of groups"),
     case("ablate --preset {d}/preset.toml --policies h2o --model {m}", "preset", "3 names no pol"),
-    case("bench --plan {d}/good.toml", "--plan"),
+    case("bench --plan {d}/none.toml", "none.toml"),
     case("bench --preset {d}/preset.toml", "preset", "'x'", "3 names no policy"),
     case("ablate --plan {d}/stack_3.toml --budgets 9 --model {m}", "3 names no policy"),
     case("ablate --plan {d}/orphan.toml --model {m}", "none.toml"),
@@ -193,7 +193,7 @@ CASES = [
     case("bench --output {d}/good.toml", "exists"),
     case("bench --prompt-max 3", "--prompt-max", "--prompt-min"),
     case("bench --rounds 0", "--rounds"),
-    case("bench --policies h20 --new-tokens 2", "'h20'", "h2o"),
+    case("bench --policies h20 --quick", "'h20'", "h2o"),
     # steering
     case("steer calibrate", "--output"),
     case("steer calibrate --output a.pt", "a.pt", ".safetensors"),

@@ -101,9 +101,9 @@ def _samples(folder: Path) -> list[dict[str, object]]:
         (*ABLATE, "--output", "{file}/inner"),
         (*ABLATE, "--output", "{file}"),
         (*ABLATE, "--output", "/proc/kvpolicy"),
-        ("bench", "--new-tokens", 2, "--output", "{file}/inner.json"),
-        ("bench", "--new-tokens", 2, "--output", "{file}"),
-        ("bench", "--new-tokens", 2, "--output", "nowhere/bench.json"),
+        ("bench", "--new-tokens", 3, "--output", "{file}/inner.json"),
+        ("bench", "--new-tokens", 3, "--output", "{file}"),
+        ("bench", "--new-tokens", 3, "--output", "nowhere/bench.json"),
         ("steer", "calibrate", "--output", "{file}/inner.safetensors"),
         ("reasoner", "train", "--output", "{file}/inner"),
         ("reasoner", "train", "--output", "{file}"),
@@ -124,7 +124,7 @@ def test_a_place_that_cannot_be_is_refused_before_the_work(
     assert file.read_text() == "mine"
 
 
-@pytest.mark.parametrize("words", ["bench --new-tokens 2", "steer calibrate"])
+@pytest.mark.parametrize("words", ["bench --new-tokens 3", "steer calibrate"])
 def test_a_read_only_folder_is_refused_before_the_work(
     kvpolicy: Shell, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: str
 ) -> None:

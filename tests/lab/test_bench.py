@@ -1,26 +1,63 @@
-"""The benchmark: fair turns, ratios within a round, and a rival that does the same work."""
+"""The benchmark: fair turns, ratios within a round, and rivals that do the same work."""
 
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from lab_samples import CELLS
-from shell import Shell
+from shell import Shell, refusal
 from tiny import greedy_tokens, tiny_model
 
+from kvpolicy.cli import benchrun
 from kvpolicy.engine import Engine
-from kvpolicy.lab import bench
-from kvpolicy.lab.bench import GENERATE, Turn, Workload, measure, small_model, standings
-from kvpolicy.lab.rival import _pad, generate_once
+from kvpolicy.lab import press
+from kvpolicy.lab.bench import Turn, Workload, line_up, measure
+from kvpolicy.lab.effort import Contender, Effort, pad
+from kvpolicy.lab.grid import Cell, build_cells, series_of_stack
+from kvpolicy.lab.growth import resident_bytes, watch
+from kvpolicy.lab.press import presses_for
+from kvpolicy.lab.rival import ALONE, GENERATE, generate, model_alone
+from kvpolicy.lab.shapes import SHAPES, random_model, weight_bytes
+from kvpolicy.lab.standings import Memory, standings
 
-NAMES = [GENERATE, *(cell.series for cell in CELLS)]
+WORK = Workload(batch=2, prompt_min=3, prompt_max=5, new_tokens=5, seed=0)
+PROMPTS = [[5, 9, 1, 7], [3, 2]]
+IN_FP32 = 4
+
+
+def effort(step_s: float | list[float], share: float | None = None, **changes: Any) -> Effort:
+    steps = step_s if isinstance(step_s, list) else [step_s] * 3
+    plain: dict[str, Any] = {"prefill_s": 2.0, "kv_bytes": 1, "read_bytes": 0}
+    return Effort(steps_s=tuple(steps), policy_share=share, **(plain | changes))
+
+
+def named(name: str, run: Callable[..., Effort] | None = None, **fields: Any) -> Contender:
+    return Contender(name, run or (lambda *_: effort(1.0)), **fields)
+
+
+def cells(*stacks: str, budget: int = 8, buffer: int = 4, num_layers: int = 2) -> list[Cell]:
+    return build_cells(
+        [series_of_stack(stack) for stack in stacks],
+        num_layers=num_layers,
+        budgets=[budget],
+        buffer=buffer,
+    )
+
+
+# Turns
 
 
 @given(st.integers(1, 9), st.integers(1, 50), st.integers(0, 50), st.integers(0, 99))
 def test_prompts_span_the_lengths_asked_for(batch: int, low: int, more: int, seed: int) -> None:
-    workload = Workload(batch, low, low + more, new_tokens=2, seed=seed)
+    workload = Workload(batch, low, low + more, new_tokens=3, seed=seed)
     prompts = workload.prompts(61)
     lengths = sorted(map(len, prompts))
     assert len(prompts) == batch
@@ -30,101 +67,394 @@ def test_prompts_span_the_lengths_asked_for(batch: int, low: int, more: int, see
     assert all(0 <= token < 61 for prompt in prompts for token in prompt)
 
 
-def test_everybody_takes_a_turn_in_every_round_and_nobody_is_always_first(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    warmed: list[object] = []
+def test_everybody_takes_a_turn_in_every_round_and_nobody_is_always_first() -> None:
+    ran: list[tuple[str, int, int]] = []
 
-    def turn(*arguments: object) -> tuple[float, None, int]:
-        warmed.append(arguments[1])
-        return 1.0, None, 0
+    def runs(name: str) -> Contender:
+        def run(prompts: Any, new_tokens: int) -> Effort:
+            ran.append((name, len(prompts), new_tokens))
+            return effort(1.0)
 
-    monkeypatch.setattr(bench, "_turn", turn)
-    turns = list(measure(tiny_model(), CELLS, Workload(2, 3, 5, 9, 0), rounds=3))
+        return named(name, run)
+
+    turns = list(measure([runs("a"), runs("b"), runs("c")], WORK, 61, rounds=3))
     orders = [[turn.name for turn in turns if turn.round == number] for number in range(3)]
-    assert [sorted(order) for order in orders] == [sorted(NAMES)] * 3
-    assert [order[0] for order in orders] == NAMES
-    assert len(warmed) == 4 * len(NAMES), "one warm-up each"
+    assert orders == [["a", "b", "c"], ["b", "c", "a"], ["c", "a", "b"]]
+    assert [one[0] for one in ran[:3]] == ["a", "b", "c"], "one warm-up each"
+    assert ran[3:] == [(name, 2, 5) for order in orders for name in order]
 
 
-def turn(number: int, name: str, speed: float, share: float | None = None) -> Turn:
-    return Turn(number, name, speed, share, kv_bytes=number)
+# Standings
 
 
 def test_ratios_are_paired_by_round() -> None:
     """Both get slower from round to round, and the ratio is 2 in each."""
+    who = [named(GENERATE), named("full"), named("small", budget=16, rival="other"), named("other")]
     turns = []
-    for number, speed in enumerate([100.0, 50.0, 10.0]):
-        turns += [turn(number, GENERATE, speed), turn(number, "full", 2 * speed, 0.0)]
-        turns += [turn(number, "small", (3 + number) * speed, 0.1 * number)]
-    generate, full, small = standings(turns, CELLS)
-    assert (generate.ratio, generate.ratio_min, generate.ratio_max) == (1, 1, 1)
-    assert (full.ratio, full.ratio_min, full.ratio_max) == (2, 2, 2)
-    assert (small.ratio, small.ratio_min, small.ratio_max) == (4, 3, 5)
-    assert full.rounds == (200, 100, 20)
-    assert full.decode_tok_s == 100
+    for number, step_s in enumerate([0.5, 1.0, 5.0]):
+        turns += [
+            Turn(number, GENERATE, effort(step_s)),
+            Turn(number, "full", effort(step_s / 2, 0.0)),
+            Turn(number, "small", effort(step_s / (3 + number), 0.1 * number, kv_bytes=number)),
+            Turn(number, "other", effort(2 * step_s)),
+        ]
+    generate, full, small, other = standings(turns, who, WORK)
+    assert (generate.ratio.median, generate.ratio.low, generate.ratio.high) == (1, 1, 1)
+    assert (full.ratio.median, full.ratio.low, full.ratio.high) == (2, 2, 2)
+    found = (small.ratio.median, small.ratio.low, small.ratio.high)
+    assert found == pytest.approx((4, 3, 5))
+    assert small.rival_ratio is not None
+    assert small.rival_ratio.median == pytest.approx(8)
+    assert other.rival_ratio is None
+    assert full.rounds == pytest.approx((8, 4, 0.8)), "two sequences in half the step's seconds"
+    assert full.decode_tok_s == pytest.approx(4)
     assert small.policy_share == pytest.approx(0.1)
     assert generate.policy_share is None
-    assert (full.budget, small.budget) == (None, 16)
+    assert (full.budget, small.budget, small.kv_bytes) == (None, 16, 2)
+    assert full.prefill_tok_s == pytest.approx((3 + 5) / 2.0)
+    assert (full.step_ms, full.step_p95_ms) == pytest.approx((500, 500))
 
 
 def test_a_round_that_was_broken_off_does_not_count() -> None:
-    whole = [turn(0, name, 10.0, 0.0) for name in NAMES]
-    assert len(standings([*whole, turn(1, GENERATE, 99.0)], CELLS)) == len(NAMES)
-    assert standings([*whole, turn(1, GENERATE, 99.0)], CELLS)[0].rounds == (10.0,)
-    assert standings(whole[:2], CELLS) == []
+    who = [named(GENERATE), named("full")]
+    whole = [Turn(0, GENERATE, effort(0.25)), Turn(0, "full", effort(0.25))]
+    more = standings([*whole, Turn(1, GENERATE, effort(9.0))], who, WORK)
+    assert [one.rounds for one in more] == [(8.0,), (8.0,)]
+    assert standings(whole[:1], who, WORK) == []
 
 
-def test_the_rival_does_what_the_full_cache_does() -> None:
+def percentile(values: list[float], percent: float) -> float:
+    """Between the two nearest of the sorted values, in proportion."""
+    ordered = list(values)
+    for i in range(len(ordered)):
+        for j in range(i):
+            if ordered[i] < ordered[j]:
+                ordered[i], ordered[j] = ordered[j], ordered[i]
+    place = percent / 100 * (len(ordered) - 1)
+    below = int(place)
+    above = min(below + 1, len(ordered) - 1)
+    return ordered[below] + (place - below) * (ordered[above] - ordered[below])
+
+
+STEPS = st.lists(st.floats(1e-4, 10), min_size=1, max_size=200)
+
+
+@given(STEPS)
+def test_latencies_equal_a_plain_oracle(steps: list[float]) -> None:
+    who, turns = [named(GENERATE)], [Turn(0, GENERATE, effort(steps))]
+    (found,) = standings(turns, who, WORK)
+    assert found.step_ms == pytest.approx(1e3 * percentile(steps, 50))
+    assert found.step_p95_ms == pytest.approx(1e3 * percentile(steps, 95))
+    assert found.decode_tok_s == pytest.approx(2 * len(steps) / sum(steps))
+
+
+@given(STEPS)
+def test_a_curve_goes_through_all_steps(steps: list[float]) -> None:
+    (found,) = standings([Turn(0, GENERATE, effort(steps))], [named(GENERATE)], WORK)
+    places = [place for place, _ in found.curve]
+    assert places == sorted(places)
+    if len(steps) <= 64:
+        assert places == [3 + i for i in range(len(steps))], "the third token, the fourth, ..."
+        assert [ms for _, ms in found.curve] == pytest.approx([1e3 * one for one in steps])
+        return
+    assert len(places) == 64
+    # Equal parts: of each, the middle of its steps and their median.
+    edges = [round(i * len(steps) / 64) for i in range(65)]
+    for (place, ms), first, last in zip(found.curve, edges, edges[1:], strict=False):
+        assert place == 3 + (first + last - 1) / 2
+        assert ms == pytest.approx(1e3 * percentile(steps[first:last], 50))
+
+
+def test_the_share_of_the_limit_is_bytes_by_bandwidth_by_time() -> None:
+    """Three steps of half a second, 100 bytes of weights each, and 60 of the cache in all."""
+    turns = [Turn(0, GENERATE, effort(0.5, read_bytes=60))]
+    (found,) = standings(turns, [named(GENERATE)], WORK, Memory(100, bytes_per_s=1000))
+    assert found.limit_share == pytest.approx(((3 * 100 + 60) / 1000) / 1.5)
+    assert standings(turns, [named(GENERATE)], WORK)[0].limit_share is None
+
+
+# Contenders
+
+
+def test_generate_does_what_the_full_cache_does() -> None:
     """Left-padded generate gives the tokens of the engine, and the bytes of a full cache."""
     model = tiny_model("qwen2", seed=3)
     assert model.generation_config is not None
-    prompts = [[5, 9, 1, 7], [3, 2]]
-    _, kv_bytes = generate_once(model, prompts, 6)
-    layers, heads, head_dim, in_fp32 = 2, 2, 8, 4
+    done = generate(model).run(PROMPTS, 6)
+    layers, heads, head_dim = 2, 2, 8
+    row = 2 * layers * len(PROMPTS) * heads * head_dim * IN_FP32
     # The last token is never fed back, so that its row is missing.
-    assert kv_bytes == 2 * layers * len(prompts) * heads * (4 + 6 - 1) * head_dim * in_fp32
+    assert done.kv_bytes == row * (4 + 6 - 1)
+    # Five decode steps; the first does not count, and the second sees two rows after the prompt.
+    assert len(done.steps_s) == 4
+    assert done.read_bytes == sum(row * (4 + new) for new in (2, 3, 4, 5))
+    assert done.prefill_s is not None
+    assert done.prefill_s > 0
     run = Engine(model, None, CELLS[0].plan, slots=2).generate(
-        prompts, max_new_tokens=6, stop_ids=()
+        PROMPTS, max_new_tokens=6, stop_ids=()
     )
-    for result, prompt in zip(run.results(), prompts, strict=True):
+    for result, prompt in zip(run.results(), PROMPTS, strict=True):
         assert list(result.tokens) == greedy_tokens(model, prompt, 6)
 
 
+@pytest.mark.parametrize(("stack", "new_tokens"), [("full", 6), ("knorm", 19)])
+def test_the_engine_reads_what_a_plain_count_says(stack: str, new_tokens: int) -> None:
+    model = tiny_model()
+    budget, buffer = 8, 4
+    contenders, _ = line_up(model, cells(stack, budget=budget, buffer=buffer))
+    done = contenders[2].run(PROMPTS, new_tokens)
+    layers, heads, head_dim = 2, 2, 8
+    rows_read = 0
+    for prompt in PROMPTS:
+        rows = len(prompt)
+        for step in range(1, new_tokens):
+            rows += 1
+            if step > 1:
+                rows_read += rows
+            if stack != "full" and rows == budget + buffer:
+                rows = budget
+    assert done.read_bytes == rows_read * layers * heads * head_dim * 2 * IN_FP32
+    assert len(done.steps_s) == new_tokens - 2
+    # Keys, values, and positions of 8 bytes; a full cache is allocated for the longest sequence.
+    slab = 4 + 6 if stack == "full" else budget + buffer
+    allocated = layers * len(PROMPTS) * heads * slab * (2 * head_dim * IN_FP32 + 8)
+    moved = 0 if stack == "full" else heads * budget * head_dim * IN_FP32
+    assert allocated + moved <= done.kv_bytes <= allocated + 4 * moved
+    assert done.policy_share is not None
+    assert 0 <= done.policy_share < 1
+    assert (done.policy_share > 0) == (stack != "full")
+
+
+def test_the_model_alone_has_no_cache() -> None:
+    done = model_alone(tiny_model()).run(PROMPTS, 9)
+    assert (done.kv_bytes, done.read_bytes, done.prefill_s) == (0, 0, None)
+    assert len(done.steps_s) == 7
+
+
 def test_prompts_are_padded_on_the_left() -> None:
-    token_ids, mask = _pad([[1, 2, 3], [4]], torch.device("cpu"))
+    token_ids, mask = pad([[1, 2, 3], [4]], torch.device("cpu"))
     assert token_ids.tolist() == [[1, 2, 3], [0, 0, 4]]
     assert mask.tolist() == [[1, 1, 1], [0, 0, 1]]
 
 
-def test_the_model_has_thirty_million_parameters_and_never_ends_a_text() -> None:
-    model = small_model(0, max_positions=64)
-    assert 27e6 < model.num_parameters() < 33e6
+# kvpress
+
+
+def fake_kvpress() -> tuple[ModuleType, list[Any]]:
+    made: list[Any] = []
+
+    class ScorerPress:
+        pass
+
+    @dataclass
+    class SnapKVPress(ScorerPress):
+        compression_ratio: float = 0.0
+        window_size: int = 64
+
+    class KnormPress:  # of the name, but no scorer
+        pass
+
+    class DecodingPress:
+        def __init__(self, **given: Any) -> None:
+            made.append(given)
+
+        @contextmanager
+        def __call__(self, model: Any) -> Iterator[None]:
+            yield
+
+    module = ModuleType("kvpress")
+    for one in (ScorerPress, SnapKVPress, KnormPress, DecodingPress):
+        setattr(module, one.__name__, one)
+    return module, made
+
+
+def test_a_press_gets_the_budget_the_interval_and_the_knobs_of_its_namesake(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    library, made = fake_kvpress()
+    monkeypatch.setitem(sys.modules, "kvpress", library)
+    mine = cells("snapkv", "knorm", "h2o", "snapkv+protect", budget=24, buffer=6)
+    contenders, absent = line_up(tiny_model(), mine)
+    assert absent == {}
+    names = [one.name for one in contenders]
+    assert names[:4] == [GENERATE, ALONE, "snapkv", "kvpress SnapKVPress"]
+    assert names[4:] == ["knorm", "h2o", "snapkv+protect"]
+    assert [one.rival for one in contenders[2:4]] == ["kvpress SnapKVPress", None]
+    contenders[3].run(PROMPTS, 4)
+    (given,) = made
+    assert (given["target_size"], given["compression_interval"]) == (24, 6)
+    assert given["base_press"].window_size == 8, "the engine's, not 64"
+
+
+def test_without_kvpress_it_is_said_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "kvpress", None)
+    contenders, absent = line_up(tiny_model(), cells("knorm"))
+    assert [one.name for one in contenders] == [GENERATE, ALONE, "knorm"]
+    assert "cannot be imported" in absent["kvpress"]
+    assert "kvpolicy[benchmarks]" in absent["kvpress"]
+
+
+def test_a_kvpress_that_wants_other_transformers_sits_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It can be imported beside any, and fails once it decodes."""
+    library, _ = fake_kvpress()
+    monkeypatch.setitem(sys.modules, "kvpress", library)
+    lines = ["torch>=2", "transformers<4,>=3; python_version > '3'"]
+    monkeypatch.setattr(press, "requires", lambda _: lines)
+    absent = presses_for(tiny_model(), cells("snapkv")).absent
+    assert absent is not None
+    assert "transformers<4,>=3" in absent
+    monkeypatch.setattr(press, "requires", lambda _: ["transformers>=3"])
+    assert presses_for(tiny_model(), cells("snapkv")).absent is None
+
+
+@pytest.mark.filterwarnings("ignore")  # of its imports, and of nothing of ours
+def test_kvpress_itself_stays_within_budget_and_interval() -> None:
+    model = tiny_model()
+    found = presses_for(model, cells("knorm", budget=12, buffer=4))
+    if found.absent is not None:
+        pytest.skip(found.absent)
+    (mine,) = found.contenders.values()
+    done = mine.run(PROMPTS, 40)
+    row = 2 * 2 * len(PROMPTS) * 2 * 8 * IN_FP32
+    assert len(done.steps_s) == 38
+    # It counts steps, not rows: a cache may exceed budget and interval by what it began with.
+    assert row * 12 < done.kv_bytes <= row * (12 + 4)
+    assert done.read_bytes < 38 * done.kv_bytes
+
+
+# Models
+
+
+@pytest.mark.parametrize("name", ["tiny", "5m"])
+def test_a_shape_counts_what_its_model_has(name: str) -> None:
+    shape = SHAPES[name]
+    model = random_model(shape, 0, max_positions=64)
+    assert model.num_parameters() == shape.num_parameters
     assert model.config.eos_token_id is None
+    in_bf16 = random_model(shape, 0, max_positions=64, dtype="bfloat16")
+    assert {one.dtype for one in in_bf16.parameters()} == {torch.bfloat16}
+    assert weight_bytes(in_bf16) * 2 == weight_bytes(model) == 4 * shape.num_parameters
+
+
+def test_shapes_are_as_large_as_they_say() -> None:
+    assert SHAPES["100m"].num_parameters == pytest.approx(100e6, rel=0.01)
+    assert SHAPES["30m"].num_parameters == pytest.approx(30e6, rel=0.1)
+    assert SHAPES["8b"].num_parameters == 8_030_261_248, "Llama-3.1-8B's"
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_an_embedding_that_is_no_head_is_not_read(tied: bool) -> None:
+    vocab, hidden, inner, kv = 61, 32, 64, 16
+    model = tiny_model(tie_word_embeddings=tied)
+    layer = 2 * hidden * hidden + 2 * hidden * kv + 3 * hidden * inner + 2 * hidden
+    assert weight_bytes(model) == 4 * (2 * layer + hidden + vocab * hidden)
+
+
+def test_weights_are_drawn_from_the_seed_alone() -> None:
     before = torch.get_rng_state()
-    again = small_model(0, max_positions=64)
+    one, again, other = (random_model(SHAPES["tiny"], s, max_positions=64) for s in (0, 0, 1))
     assert torch.equal(torch.get_rng_state(), before)
-    pairs = zip(model.parameters(), again.parameters(), strict=True)
-    assert all(torch.equal(one, other) for one, other in pairs)
+    pairs = zip(one.parameters(), again.parameters(), strict=True)
+    assert all(torch.equal(left, right) for left, right in pairs)
+    assert not torch.equal(next(one.parameters()), next(other.parameters()))
+
+
+# Memory
+
+
+def test_memory_stays_what_it_is_while_a_text_grows() -> None:
+    model = tiny_model()
+    small, full = cells("knorm", "full")
+    readings = list(watch(model, small, [1, 2, 3], [20, 40, 80]))
+    assert [one.new_tokens for one in readings] == [20, 40, 80]
+    assert len({one.kv_bytes for one in readings}) == 1
+    row = 2 * 2 * 2 * 8 * IN_FP32
+    assert [one.full_bytes for one in readings] == [row * (3 + n) for n in (20, 40, 80)]
+    assert all(one.rss_bytes > 1e7 and one.step_ms > 0 for one in readings)
+    (reading,) = watch(model, full, [1, 2, 3], [80])
+    positions = 2 * 2 * 8
+    assert reading.kv_bytes == (row + positions) * (3 + 80 + 1)
+
+
+def test_what_a_process_holds_grows_with_what_it_holds() -> None:
+    before = resident_bytes()
+    held = torch.ones(16 * 2**20)
+    assert resident_bytes() - before > 0.9 * held.nbytes
+
+
+# The command
+
+SIZES = ("--shape", "tiny", "--batch", 2, "--prompt-min", 4, "--prompt-max", 9)
+WORDS = (*SIZES, "--new-tokens", 14, "--budget", 8, "--buffer", 4)
 
 
 def test_the_command_prints_ratios_and_keeps_them(kvpolicy: Shell, tmp_path: Path) -> None:
-    sizes = ("--batch", 2, "--prompt-min", 4, "--prompt-max", 9, "--new-tokens", 8)
-    words = ("--budget", 8, "--buffer", 4, "--rounds", 2, "--policies", "full,streaming")
-    output = tmp_path / "bench.json"
-    found = kvpolicy("bench", *sizes, *words, "--output", output, "--json")
+    output, plot = tmp_path / "bench.json", tmp_path / "bench.svg"
+    more = ("--rounds", 2, "--policies", "full,streaming", "--bandwidth", 10)
+    found = kvpolicy("bench", *WORDS, *more, "--output", output, "--plot", plot, "--json")
     assert found.status == 0, found.err
     assert found.out == output.read_text(encoding="utf-8")
-    assert [one["name"] for one in found.json["standings"]] == [
-        GENERATE,
-        "full cache",
-        "StreamingLLM",
-    ]
+    names = [one["name"] for one in found.json["standings"]]
+    assert names == [GENERATE, ALONE, "full cache", "StreamingLLM"]
     for one in found.json["standings"]:
-        assert one["ratio_min"] <= one["ratio"] <= one["ratio_max"]
+        assert one["ratio"]["low"] <= one["ratio"]["median"] <= one["ratio"]["high"]
         assert len(one["rounds"]) == 2
-        assert one["decode_tok_s"] > 0
-    assert found.json["workload"]["new_tokens"] == 8
+        assert 0 < one["step_ms"] <= one["step_p95_ms"]
+        assert len(one["curve"]) == 12
+        assert one["limit_share"] > 0
+    assert found.json["workload"]["new_tokens"] == 14
+    assert found.json["shape"]["name"] == "tiny"
+    assert found.json["num_parameters"] == SHAPES["tiny"].num_parameters
     assert "round 2" in found.err
-    plain = kvpolicy("bench", *sizes, *words)
-    assert "x generate" in plain.out
+    drawing = plot.read_text(encoding="utf-8")
+    assert drawing.startswith("<?xml")
+
+
+def test_the_table_names_everybody_and_memory_has_one_of_its_own(kvpolicy: Shell) -> None:
+    plain = kvpolicy("bench", *WORDS, "--rounds", 1, "--policies", "knorm", "--bandwidth", 10)
+    assert plain.status == 0, plain.err
+    for word in ("x generate", "p95", "of limit", "knorm", ALONE, "least - most"):
+        assert word in plain.out
+    found = kvpolicy("bench", *WORDS, "--memory", "--lengths", "9,30", "--policies", "knorm")
+    assert found.status == 0, found.err
+    head, _, *rows = found.out.splitlines()
+    assert "if all stayed" in head
+    assert [row.split()[:2] for row in rows] == [["knorm", "9"], ["knorm", "30"]]
+
+
+def test_complete_rounds_count_when_the_user_has_had_enough(
+    kvpolicy: Shell, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    turns = [Turn(n, name, effort(1.0)) for n in (0, 1) for name in (GENERATE, "mine")]
+
+    def measure(*_: object, **__: object) -> Iterator[Turn]:
+        yield from turns[:3]
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(benchrun, "line_up", lambda *_: ([named(GENERATE), named("mine")], {}))
+    monkeypatch.setattr(benchrun, "measure", measure)
+    output = tmp_path / "bench.json"
+    found = kvpolicy("bench", *SIZES, "--rounds", 2, "--output", output)
+    assert found.status == 130
+    assert "1 of 2 rounds were complete" in found.err
+    assert "mine" in found.out
+    assert '"rounds": [\n        2.0\n      ]' in output.read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--shape", "9b"), ("'9b'", "100m")),
+        (("--dtype", "int8"), ("int8", "float32")),
+        (("--dtype", "auto"), ("auto", "float32")),
+        (("--device", "nowhere"), ("nowhere",)),
+        (("--plot", "speed.gif"), ("speed.gif", ".png")),
+        (("--plot", "speed.png", "--memory"), ("--plot", "--memory")),
+        (("--lengths", "1,x", "--memory"), ("--lengths", "'x'")),
+    ],
+)
+def test_wrong_input_is_answered_with_a_sentence(
+    kvpolicy: Shell, words: tuple[str, ...], said: tuple[str, ...]
+) -> None:
+    sentence = refusal(kvpolicy("bench", "--quick", *words))
+    assert all(word in sentence for word in said), sentence
