@@ -18,6 +18,7 @@ COMMANDS = {
     "run": ("kvpolicy.cli.run", "Generate text with a policy at a budget."),
     "trace": ("kvpolicy.cli.trace", "Show every hook call of a generation."),
     "ablate": ("kvpolicy.cli.ablate", "Compare policies at several budgets."),
+    "lm-eval": ("kvpolicy.cli.lmeval", "Run tasks of lm-evaluation-harness with a plan."),
     "tasks": ("kvpolicy.cli.tasks", "Show what an ablation can ask, and its problems."),
     "check": ("kvpolicy.cli.check", "Hold policies against the contract, in drawn cases."),
     "bench": ("kvpolicy.cli.bench", "Measure the engine's speed against generate()."),
