@@ -36,6 +36,8 @@ from kvpolicy import Plan, discovery
 
 _FENCE = re.compile(r"^```(\w+)?[ ]*(.*?)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _ELLIPSIS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
+# What a block may need beside what the tests need: an extra, and the package it brings.
+_EXTRAS = {"tasks": "math_verify", "lm-eval": "lm_eval"}
 _NUM_LAYERS = 4  # of the bundled reasoner, on which the plans of the pages are used
 
 
@@ -99,12 +101,16 @@ class Page:
     def _run(self, block: Block, slow: bool) -> str | None:
         if block.title is not None:
             self._save(block.title, block.text)
+        if any(
+            importlib.util.find_spec(package) is None
+            for extra, package in _EXTRAS.items()
+            if extra in block.options.split()
+        ):
+            return None
         if block.language == "python":
             return self._run_python(block)
         if block.language == "toml":
             _check_toml(block)
-        if "tasks" in block.options and importlib.util.find_spec("math_verify") is None:
-            return None
         if block.language == "sh" and (slow or "slow" not in block.options):
             return "".join(self._run_line(line) for line in _command_lines(block.text))
         return None

@@ -1,14 +1,15 @@
 """``kvpolicy lm-eval``: tasks of lm-evaluation-harness, answered under a plan.
 
 With ``--json`` on stdout, with ``--output`` in a file: the harness's record (``results``,
-``n-samples``, ``configs``, ..., with ``--log-samples`` also ``samples``) and under ``kvpolicy``:
-``model``, ``session``, ``plan``, ``plan_digest``, ``model_fingerprint``, ``slots``, ``costs`` of each
-task and ``reports`` of each kind of request.
+``n-samples``, ``configs``, ..., with ``--log-samples`` also ``samples``), and under
+``kvpolicy``: ``model``, ``session``, ``plan``, ``plan_digest``, ``model_fingerprint``, ``slots``,
+``costs`` of each task and ``reports`` of each kind of request.
 """
 
 import json as jsonlib
 import sys
 from collections.abc import Iterable, Iterator
+from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -76,9 +77,7 @@ def lm_eval(
     ] = None,
     apply_chat_template: Annotated[
         bool,
-        typer.Option(
-            "--apply-chat-template", help="Wrap questions in the model's chat template."
-        ),
+        typer.Option("--apply-chat-template", help="Wrap questions in the model's chat template."),
     ] = False,
     think_end: Annotated[
         str | None,
@@ -131,7 +130,9 @@ def lm_eval(
     if output is not None:
         check_new_file(output, ".json")
     if limit is not None and (limit == 0 or (limit > 1 and limit != int(limit))):
-        msg = f"--limit was given {limit:g}; a whole number is wanted, or a share below 1: 100, 0.1."
+        msg = (
+            f"--limit was given {limit:g}; a whole number is wanted, or a share below 1: 100, 0.1."
+        )
         raise KVPolicyError(msg)
     from kvpolicy.lab.suite.rows import require
 
@@ -147,6 +148,7 @@ def lm_eval(
     from kvpolicy.lab.session import describe_session
 
     session = describe_session(["kvpolicy", *sys.argv[1:]], workers=1)
+    session["versions"]["lm_eval"] = version("lm_eval")
     found = Tasks(asked, include_path or [], execute_code=execute_code)
     loaded, tokenizer = open_model(
         model, dtype=dtype, device=device, trust_remote_code=trust_remote_code

@@ -169,8 +169,8 @@ class PolicyLM(TokenLM):
         return ids[-room:], len(ids) > room
 
     def _request(self, prompt: list[int], settings: Settings, seed: int) -> Request:
-        marks = {self.special_token(text) for text in settings.until} - {None}
-        ends = {*self.engine.seam.stop_ids, *marks, self.eot_token_id} - {None}
+        marks = [self.eot_token_id, *map(self.special_token, settings.until)]
+        ends = {*self.engine.seam.stop_ids, *(mark for mark in marks if mark is not None)}
         # While a model thinks, line breaks and the like do not end its answer.
         stop = () if self._think_end else settings.until
         return Request(

@@ -9,6 +9,7 @@ from typing import Any
 import datasets
 import lm_eval
 import tqdm
+from lm_eval.defaults import DEFAULT_OTHER_SEED as FEWSHOT_SEED
 
 from kvpolicy.discovery import words_of
 from kvpolicy.errors import KVPolicyError, TaskError
@@ -40,33 +41,31 @@ def evaluate(
         limit: The most questions of each task, or, below 1, the share of them.
         num_fewshot: Examples before each question; the task's own number if not given.
         generation: What replaces settings of the tasks' ``generation_kwargs``.
-        seed: Chooses examples, and whatever a task draws; the harness's own seeds if not given.
+        seed: Chooses examples; the harness's own seed if not given.
         chat: Whether questions are wrapped in the model's chat template.
         log_samples: Whether the record holds every question and answer.
 
     Returns:
-        The record of ``lm_eval.simple_evaluate``, and under ``"kvpolicy"``: ``plan`` and its
+        The record of ``lm_eval.evaluate``, and under ``"kvpolicy"``: ``plan`` and its
         ``plan_digest``, ``model_fingerprint``, ``slots``, ``costs`` of each task as in `Cost`,
         ``reports`` of each kind of request as in `RunReport`.
 
     Raises:
         KVPolicyError: A task cannot be loaded or asked, or a policy fails.
     """
-    names = ("random_seed", "numpy_random_seed", "torch_random_seed", "fewshot_random_seed")
-    seeds = {} if seed is None else dict.fromkeys(names, seed)
     with _quiet(), _offline_if_it_is():
+        loaded = tasks.load(tasks.names)
+        for task in loaded["tasks"].values():
+            _adjust(task, num_fewshot, generation or {}, FEWSHOT_SEED if seed is None else seed)
         try:
-            record: dict[str, Any] = lm_eval.simple_evaluate(
+            record: dict[str, Any] = lm_eval.evaluate(
                 lm,
-                tasks=tasks.names,
-                task_manager=tasks,
+                loaded,
                 limit=limit,
-                num_fewshot=num_fewshot,
-                gen_kwargs=dict(generation or {}) or None,
                 apply_chat_template=chat,
+                fewshot_as_multiturn=True,
                 log_samples=log_samples,
                 confirm_run_unsafe_code=True,  # `tasks` has refused them if they may not
-                **seeds,
             )
         except KVPolicyError:
             raise
@@ -84,6 +83,17 @@ def evaluate(
             "reports": {what: report.to_dict() for what, report in lm.reports.items()},
         }
     }
+
+
+def _adjust(task: Any, num_fewshot: int | None, generation: Mapping[str, Any], seed: int) -> None:
+    """Set what the user wants otherwise, by the harness's own rules."""
+    if generation and task.get_config("output_type") == "generate_until":
+        task.set_config("generation_kwargs", dict(generation), update=True)
+    usual = task.get_config("num_fewshot")
+    if usual is None or (num_fewshot is not None and usual != 0):
+        # A task that says 0 means it: examples would give its answers away.
+        task.set_config("num_fewshot", num_fewshot or 0)
+    task.set_fewshot_seed(seed)
 
 
 @contextmanager
@@ -111,7 +121,7 @@ def _offline_if_it_is() -> Iterator[None]:
     if hub_can_be_reached():
         yield
         return
-    places = (huggingface_hub.constants, datasets.config)
+    places: tuple[Any, ...] = (huggingface_hub.constants, datasets.config)
     before = [place.HF_HUB_OFFLINE for place in places]
     for place in places:
         place.HF_HUB_OFFLINE = True

@@ -57,7 +57,7 @@ class Tasks(TaskManager):
             raise
         except Exception as error:  # whatever a task's file and a hundred packages may raise
             msg = f"{_listed(self.names)} cannot be loaded: {words_of(error).rstrip('.')}"
-            if not hub_can_be_reached():
+            if isinstance(error, ConnectionError) and not hub_can_be_reached():
                 msg += (
                     "; the hub cannot be reached from here, so data sets must have been "
                     "downloaded before, or be local files"

@@ -88,12 +88,14 @@ class TokenLM(TemplateLM):
             given, scored = self._encode_pair(context, continuation)
             if given:
                 return given, scored
+            continuation = context + continuation  # nothing but spaces
         scored = self.tok_encode(continuation, add_special_tokens=False)
         if scored[:1] == [self.prefix_token_id]:
             return scored[:1], scored[1:]
         return [self.prefix_token_id], scored
 
     def special_token(self, text: str) -> int | None:
-        """The special token that a stop string is: decoded texts do not show it."""
-        ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
-        return ids[0] if len(ids) == 1 and ids[0] in self.tokenizer.all_special_ids else None
+        """The special token that a text is, if it is one: decoded texts do not show it."""
+        ids = self.tok_encode(text, add_special_tokens=False)
+        hidden = len(ids) == 1 and not self.tokenizer.decode(ids, skip_special_tokens=True)
+        return ids[0] if hidden else None
