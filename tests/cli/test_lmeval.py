@@ -147,6 +147,44 @@ def test_a_file_is_a_task_too(kvpolicy: Shell, folder: Path) -> None:
     assert list(answer.json["results"]) == ["rents"], answer.err
 
 
+@needs_harness
+def test_a_group_has_a_row_of_its_own(
+    kvpolicy: Shell, folder: Path, model_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The harness's own tasks lie beside this file: thousands, which take seconds to list.
+    monkeypatch.setattr("lm_eval.tasks.manager.__file__", str(folder / "manager.py"))
+    write_task(folder, "others", CHOICE, QUESTIONS[:2])
+    group = "group: both\ntask: [rents, others]\naggregate_metric_list:\n  - metric: acc\n"
+    (folder / "both.yaml").write_text(group, encoding="utf-8")
+    words = ("--policy", "full", "--output", "a.json")
+    answer = run(kvpolicy, folder, *words, tasks="both", model=model_folder)
+    record = json.loads(Path("a.json").read_text(encoding="utf-8"))
+    assert set(record["results"]) == {"both", "rents", "others"}
+    assert set(record["kvpolicy"]["costs"]) == {"rents", "others"}
+    assert all(name in answer.out for name in record["results"])
+
+
+@needs_harness
+def test_an_interrupt_says_what_is_lost(
+    kvpolicy: Shell, folder: Path, model_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from kvpolicy.run import Run
+
+    go_round = Run._go_round
+
+    def three_times(self: Run) -> None:
+        go_round(self)
+        if self.report.num_requests >= 3:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(Run, "_go_round", three_times)
+    words = ("--tasks", "rents", "--include-path", folder, "--model", model_folder, "--slots", 1)
+    answer = kvpolicy("lm-eval", *words, "--policy", "full")
+    assert (answer.status, answer.out) == (130, "")
+    assert "interrupted after" in answer.err
+    assert "Traceback" not in answer.err
+
+
 # What a user may do wrong
 
 
