@@ -38,9 +38,14 @@ from kvpolicy import Plan, discovery
 from kvpolicy.lab.presets import load_preset
 
 _FENCE = re.compile(r"^```(\w+)?[ ]*(.*?)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-_READERS = ("pandas", "duckdb", "pyarrow")
 _ELLIPSIS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
-_EXTRAS = {"tasks": "math_verify", "tensor-parallel": "accelerate"}
+# What a block may need beside what the tests need: an extra, and the packages it brings.
+_EXTRAS = {
+    "tasks": ("math_verify",),
+    "results": ("pandas", "duckdb", "pyarrow"),
+    "tensor-parallel": ("accelerate",),
+    "lm-eval": ("lm_eval",),
+}
 _NUM_LAYERS = 4  # of the bundled reasoner, on which the plans of the pages are used
 
 
@@ -104,17 +109,17 @@ class Page:
     def _run(self, block: Block, slow: bool) -> str | None:
         if block.title is not None:
             self._save(block.title, block.text)
-        if "results" in block.options and not all(map(importlib.util.find_spec, _READERS)):
+        if any(
+            importlib.util.find_spec(package) is None
+            for extra, packages in _EXTRAS.items()
+            if extra in block.options.split()
+            for package in packages
+        ):
             return None
         if block.language == "python":
             return self._run_python(block)
         if block.language == "toml":
             _check_toml(block)
-        missing = [
-            name for name, package in _EXTRAS.items() if not importlib.util.find_spec(package)
-        ]
-        if any(name in block.options for name in missing):
-            return None
         if block.language == "sh" and (slow or "slow" not in block.options):
             return "".join(self._run_line(line) for line in _command_lines(block.text))
         return None

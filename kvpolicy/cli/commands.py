@@ -21,6 +21,7 @@ COMMANDS = {
     "results": ("kvpolicy.cli.results", "List, show, compare and export what ablations found."),
     "report": ("kvpolicy.cli.report", "Show runs as one page that opens anywhere."),
     "plot": ("kvpolicy.cli.plot", "Draw a figure of runs for a paper."),
+    "lm-eval": ("kvpolicy.cli.lmeval", "Run tasks of lm-evaluation-harness with a plan."),
     "tasks": ("kvpolicy.cli.tasks", "Show what an ablation can ask, and its problems."),
     "check": ("kvpolicy.cli.check", "Hold policies against the contract, in drawn cases."),
     "bench": ("kvpolicy.cli.bench", "Measure the engine's speed against generate()."),

@@ -80,7 +80,7 @@ def prepare(
         "buffer": buffer,
         "length": length,
     }
-    chosen = _plan(plan, policy or [], numbers, overrides or [])
+    chosen = choose_plan(plan, policy or [], numbers, overrides or [])
     from kvpolicy.engine import Engine
     from kvpolicy.lab.models import open_model
     from kvpolicy.request import Sampling
@@ -126,12 +126,23 @@ def _prompts(prompt: str | None, file: str | None, model: str, seed: int) -> lis
     raise KVPolicyError(msg)
 
 
-def _plan(
+def choose_plan(
     file: Path | None,
     policies: Sequence[str],
     numbers: Mapping[str, int | str | None],
     overrides: Sequence[str],
 ) -> "Plan":
+    """The plan that the options speak of; that of the full cache if they speak of none.
+
+    Args:
+        file: ``--plan``.
+        policies: ``--policy``.
+        numbers: Values of ``--budget``, ``--buffer`` and ``--length``, ``None`` if not given.
+        overrides: ``--set``.
+
+    Raises:
+        KVPolicyError: They do not go together, or the plan is wrong.
+    """
     from kvpolicy.plan import Plan
 
     given = [f"{key}={value}" for key, value in numbers.items() if value is not None]

@@ -48,18 +48,19 @@ def read_rows(source: str, *, config: str | None = None, split: str = "test") ->
     return _load(source, source, config, split=split)
 
 
-def require(module: str, what: str) -> None:
+def require(module: str, what: str, *, install: str = EXTRA) -> None:
     """Refuse to go on without an optional package.
 
     Args:
         module: What would be imported.
         what: What needs it.
+        install: The command that installs it.
 
     Raises:
         TaskError: It is not installed.
     """
     if importlib.util.find_spec(module) is None:
-        msg = f"{what} needs the package {module.replace('_', '-')}; {EXTRA} installs it"
+        msg = f"{what} needs the package {module.replace('_', '-')}; {install} installs it"
         raise TaskError(msg)
 
 
