@@ -4,6 +4,7 @@ import json
 import sys
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 from forked import Ended, run_in_child
@@ -72,7 +73,7 @@ def test_a_disk_that_fills_up_ends_a_comparison_and_the_same_command_goes_on(
     if file == "items.jsonl":
         words = (*words, "--n", 40)
     if file == "samples.jsonl":
-        words = (*words, "--max-new-tokens", 120, "--n", 6, "--record", 0)
+        words = (*words, "--attempts", 4, "--temperature", 1, "--record", 0)
     sentence = sentence_of(run_in_child(tmp_path, *words, most_bytes=most_bytes))
     assert f"{tmp_path / 'out' / file} cannot be written: File too large" in sentence
     assert not list((tmp_path / "out").glob("*.new")), "no half of a file is left"
@@ -85,8 +86,9 @@ def test_a_disk_that_fills_up_ends_a_comparison_and_the_same_command_goes_on(
 
 
 def _num_expected(words: tuple[object, ...]) -> int:
-    """Two cells, of as many problems as was said last."""
-    return 2 * max(n for word, n in pairwise(words) if word == "--n" and isinstance(n, int))
+    """Two cells, of as many problems and attempts as was said last."""
+    said: dict[object, Any] = dict(pairwise(words))
+    return 2 * said["--n"] * said.get("--attempts", 1)
 
 
 def _samples(folder: Path) -> list[dict[str, object]]:
