@@ -51,7 +51,6 @@ class Run:
         self._draw = draw
         self.tokenizer = engine.tokenizer
         self.engine = engine
-        self._seam = engine.seam
         self.requests = tuple(requests)
         self._waiting: dict[int, LiveSequence] = {}  # in the order of their arrival
         self._cancelled: set[int] = set()
@@ -95,7 +94,7 @@ class Run:
         return attrs.evolve(
             self._report,
             peak_kv_bytes=self._slots.cache.peak_bytes,
-            num_processes=self._seam.peers.size,
+            num_processes=self.engine.seam.peers.size,
             compactions=self._slots.compactor.num_compactions,
             **attrs.asdict(self._slots.clock),
         )
@@ -157,14 +156,12 @@ class Run:
     # Arrival and departure
 
     def _arrive(self, number: int, request: Request) -> None:
-        seam = self._seam
+        seam = self.engine.seam
         try:
             prompt = encode(request.prompt, self.tokenizer, seam.vocab_size)
             if len(prompt) >= seam.max_positions:
-                msg = (
-                    f"the prompt has {len(prompt)} tokens; the model has positions for "
-                    f"{seam.max_positions}, the generation included"
-                )
+                has = f"the model has positions for {seam.max_positions}"
+                msg = f"the prompt has {len(prompt)} tokens; {has}, the generation included"
                 raise RequestError(msg)
             if request.stop and self.tokenizer is None:
                 msg = "stop strings need a tokenizer, and the engine has none; use stop_ids"
@@ -246,7 +243,7 @@ class Run:
 
     def _take(self, sequences: Sequence[LiveSequence], logits: Tensor) -> None:
         """Draw and add the next token of each sequence."""
-        drawn = self._seam.peers.agreed(self._draw(sequences, logits))
+        drawn = self.engine.seam.peers.agreed(self._draw(sequences, logits))
         for served, token in zip(sequences, drawn, strict=True):
             served.take(token)
             self._new_tokens.append((served.id, token))
