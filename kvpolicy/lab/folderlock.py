@@ -44,13 +44,21 @@ class FolderLock:
     def release(self) -> None:
         """Let other processes have the folder."""
         _held.discard(self)
+        if fcntl is not None:
+            # Closing would not do while a process forked from this one has the file open, too.
+            fcntl.flock(self._file, fcntl.LOCK_UN)
+        os.close(self._file)
+
+    def forget(self) -> None:
+        """In a process forked from the one that holds the folder: leave it that one's."""
+        _held.discard(self)
         os.close(self._file)
 
 
 def _let_go() -> None:
     """A forked process has its parent's open files, and would hold the folder on its own."""
     for lock in list(_held):
-        lock.release()
+        lock.forget()
 
 
 if hasattr(os, "register_at_fork"):

@@ -112,5 +112,5 @@ def _named(library: Any, policy: str) -> Any:
     return None
 
 
-def _fields(press: Any) -> list[Any]:
-    return list(press.__dataclass_fields__.values())
+def _fields(theirs: Any) -> list[Any]:
+    return list(theirs.__dataclass_fields__.values())

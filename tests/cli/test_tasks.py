@@ -123,9 +123,9 @@ def test_gsm8k_is_asked_in_r1s_template_and_graded(kvpolicy: Shell, r1_folder: P
         + 5
         for item in load_task("gsm8k:source=gsm8k.jsonl").items(9, seed=0)
     }
-    run = json.loads(Path("out/manifest.json").read_text(encoding="utf-8"))["run"]
-    assert (run["n"], run["attempts"]) == (3, 2)
-    assert run["sampling"] == "temperature 0.6, top-p 0.95"
+    (group,) = json.loads(Path("out/manifest.json").read_text(encoding="utf-8"))["run"]["groups"]
+    assert (group["n"], group["attempts"]) == (3, 2)
+    assert group["sampling"] == "temperature 0.6, top-p 0.95"
 
 
 @pytest.mark.skipif(not confined.can_confine(), reason="programs are confined on Linux only")

@@ -21,8 +21,9 @@ from kvpolicy.engine import Engine
 from kvpolicy.lab import press
 from kvpolicy.lab.bench import Turn, Workload, line_up, measure
 from kvpolicy.lab.effort import Contender, Effort, pad
-from kvpolicy.lab.grid import Cell, build_cells, series_of_stack
+from kvpolicy.lab.grid import Cell, build_cells
 from kvpolicy.lab.growth import resident_bytes, watch
+from kvpolicy.lab.presets import series_of_stack
 from kvpolicy.lab.press import presses_for
 from kvpolicy.lab.rival import ALONE, GENERATE, generate, model_alone
 from kvpolicy.lab.shapes import SHAPES, random_model, weight_bytes
