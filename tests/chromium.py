@@ -66,6 +66,14 @@ class Opened:
         found: list[str] = self.page.locator(selector).all_text_contents()
         return found
 
+    def unfold(self, selector: str = "") -> None:
+        """Open everything folded within, and wait until what fills it on opening has done so."""
+        folded = self.page.locator(f"{selector} details:not([open]) > summary")
+        for _ in range(folded.count()):
+            folded.first.click()
+        later = "new Promise(done => requestAnimationFrame(() => setTimeout(done)))"
+        self.page.evaluate(f"() => {later}")
+
     def close(self) -> None:
         """Close it. It fails if anything was complained about or asked for."""
         self._context.close()

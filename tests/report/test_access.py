@@ -70,8 +70,7 @@ def test_a_phone_shows_all_of_it_without_scrolling_sideways(
     opened = open_report(folder, viewport={"width": 360, "height": 740}, has_touch=True)
     opened.page.select_option("#group", "1")
     opened.page.wait_for_selector(".option")
-    for summary in opened.page.locator("summary").all():
-        summary.click()
+    opened.unfold()
     assert opened.page.evaluate("document.documentElement.scrollWidth <= innerWidth")
     width = opened.page.locator("#chart-accuracy svg").evaluate("one => one.clientWidth")
     assert 280 <= width <= 360
@@ -150,8 +149,7 @@ def test_the_page_keeps_the_basics_of_accessibility(open_report: Open, folder: P
     opened = open_report(folder)
     opened.page.select_option("#group", "1")
     opened.page.wait_for_selector(".trace-column")
-    for summary in opened.page.locator("summary").all():
-        summary.click()
+    opened.unfold()
     assert opened.page.evaluate("document.documentElement.lang") == "en"
     assert opened.count("h1") == opened.count("main") == 1
     for claim, offenders in CHECKS.items():

@@ -138,16 +138,16 @@ def test_the_frontier_is_what_no_cell_beats(opened: Opened, folder: Path) -> Non
         not any((m <= memory and w >= worth) and (m, w) != (memory, worth) for m, w in points)
         for memory, worth in points
     ]
-    panel = opened.page.locator("[data-chart=frontier]")
-    panel.locator("summary").click()
-    said = panel.locator("tbody tr").evaluate_all("all => all.map(r => r.lastChild.textContent)")
+    opened.unfold("[data-chart=frontier]")
+    rows = opened.page.locator("[data-chart=frontier] tbody tr")
+    said = rows.evaluate_all("all => all.map(r => r.lastChild.textContent)")
     assert said == ["yes" if one else "no" for one in best]
     assert len(marks(opened, "frontier")) == len(points)
 
 
 def test_every_chart_is_a_table_as_well(opened: Opened, folder: Path) -> None:
+    opened.unfold(".panel")
     for panel in opened.page.locator(".panel").all():
-        panel.locator("summary").click()
         assert panel.locator("tbody tr").count() == len(PLANS)
 
 
@@ -201,7 +201,7 @@ def test_hiding_a_series_takes_its_marks_away(opened: Opened) -> None:
 def test_layers_and_manifest_are_told(opened: Opened) -> None:
     plans = opened.page.locator("#plans")
     assert plans.locator("details").count() == len(PLANS)
-    plans.locator("summary").nth(2).click()
+    opened.unfold("#plans")
     assert "96" in plans.locator("tbody tr").nth(2).text_content()
     assert "h2o" in plans.locator(".stack").nth(2).text_content()
     manifest = opened.page.locator("#manifest").text_content()
