@@ -7,7 +7,8 @@ from typing import Any, Literal, get_args
 import attrs
 
 from kvpolicy import planbudget
-from kvpolicy.discovery import load_policy, snake_case
+from kvpolicy.codehash import code_of
+from kvpolicy.discovery import load_policy, load_policy_class, snake_case
 from kvpolicy.errors import PlanError
 from kvpolicy.planbudget import Budget
 
@@ -51,6 +52,11 @@ class PolicySpec:
     def build(self) -> object:
         """The policy object; see `kvpolicy.load_policy` for the errors."""
         return load_policy(self.policy, **self.knobs) if self.instance is None else self.instance
+
+    def code(self) -> str | None:
+        """Hash of the policy's code; `None` if kvpolicy's own version says it."""
+        named = self.instance is None
+        return code_of(load_policy_class(self.policy) if named else type(self.instance))
 
 
 def specs_of(stack: Iterable[object] | None) -> tuple[PolicySpec, ...]:

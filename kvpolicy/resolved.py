@@ -3,6 +3,7 @@
 import hashlib
 import json
 import re
+from itertools import chain
 from typing import Any
 
 import attrs
@@ -91,7 +92,15 @@ class ResolvedPlan:
             "schedule": [{"policy": spec.policy, **spec.knobs} for spec in self.schedule],
             # Said only where it differs, so that digests of other plans stay what they were.
             **({} if self.padding == "none" else {"padding": self.padding}),
+            **({"code": code} if (code := self._code()) else {}),
         }
+
+    def _code(self) -> dict[str, str]:
+        """Hashes of the code of policies that are not kvpolicy's own."""
+        specs = [*chain.from_iterable(layer.stack for layer in self.layers), *self.schedule]
+        named = {spec.policy: spec for spec in specs}
+        codes = {name: spec.code() for name, spec in sorted(named.items())}
+        return {name: code for name, code in codes.items() if code is not None}
 
     def digest(self) -> str:
         """A stable hash of all that this plan says, 16 hexadecimal digits."""

@@ -2,8 +2,8 @@
 
 With ``--json`` on stdout, with ``--output`` in a file: ``{"workload", "shape", "dtype", "device",
 "session", "num_parameters", "weight_bytes", "bandwidth_gb_s", "absent", "standings"}``, the
-fields of a standing as in `kvpolicy.lab.standings.Standing`; the first is ``generate``'s, and
-ratios are paired by round. With ``--memory`` it is ``readings`` in place of ``standings``, with
+fields of a standing as in `kvpolicy.lab.standings.Standing`; the first is ``generate``'s, if it
+takes part, and ratios are paired by round. With ``--memory`` it is ``readings`` in place of ``standings``, with
 the fields of `kvpolicy.lab.growth.Reading`.
 """
 
@@ -75,6 +75,12 @@ def bench(
     quick: Annotated[bool, typer.Option("--quick", help="A small run, in seconds.")] = False,
     memory: Annotated[
         bool, typer.Option("--memory", help="Watch the memory over one long text instead.")
+    ] = False,
+    no_generate: Annotated[
+        bool,
+        typer.Option(
+            "--no-generate", help="Leave generate() out, which may take most of the time."
+        ),
     ] = False,
     lengths: Annotated[
         str | None,
@@ -150,7 +156,7 @@ def bench(
     if memory:
         watch_memory(made, output=output, json=json)
     else:
-        race(made, output=output, plot=plot, json=json)
+        race(made, with_generate=not no_generate, output=output, plot=plot, json=json)
 
 
 def _check_outputs(output: Path | None, plot: Path | None, *, memory: bool) -> None:

@@ -117,11 +117,14 @@ def prepare(
     return Prepared(wanted, workload, model, cells, dtype, bandwidth_gb_s)
 
 
-def race(made: Prepared, *, output: Path | None, plot: Path | None, json: bool) -> None:
+def race(
+    made: Prepared, *, with_generate: bool, output: Path | None, plot: Path | None, json: bool
+) -> None:
     """Let all contenders take turns, and show how they did.
 
     Args:
         made: What is measured.
+        with_generate: Whether transformers' ``generate`` takes part.
         output: Where the figures go, too.
         plot: Where the picture goes.
         json: Whether the figures are printed for machines.
@@ -129,7 +132,7 @@ def race(made: Prepared, *, output: Path | None, plot: Path | None, json: bool) 
     Raises:
         Interrupted: Before the last round was complete; those that were are shown.
     """
-    contenders, absent = line_up(made.model, made.cells)
+    contenders, absent = line_up(made.model, made.cells, with_generate=with_generate)
     for reason in absent.values():
         say(f"{reason}; going on without it.")
     rounds, turns = made.sizes.rounds, list[Turn]()

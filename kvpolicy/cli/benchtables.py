@@ -18,7 +18,8 @@ def speed_table(found: "Sequence[Standing]", width: int | None) -> str:
         found: How they did.
         width: Characters a line may take, if there is a limit.
     """
-    headers = ["", "budget", "tok/s", "x generate", "least - most"]
+    has_ratio = any(one.ratio is not None for one in found)
+    headers = ["", "budget", "tok/s", *(["x generate", "least - most"] if has_ratio else [])]
     headers += ["ms/step", "p95", "prefill tok/s", "policy", "KV cache"]
     has_limit = any(one.limit_share is not None for one in found)
     rows = [_speed(one) for one in found]
@@ -53,12 +54,12 @@ def memory_table(readings: "Sequence[Reading]", width: int | None) -> str:
 
 
 def _speed(one: "Standing") -> list[str]:
+    ratio = one.ratio
     return [
         one.name,
         "all" if one.budget is None else f"{one.budget:g}",
         f"{one.decode_tok_s:.0f}",
-        f"{one.ratio.median:.2f}",
-        _span(one.ratio),
+        *([] if ratio is None else [f"{ratio.median:.2f}", _span(ratio)]),
         f"{one.step_ms:.1f}",
         f"{one.step_p95_ms:.1f}",
         "-" if one.prefill_tok_s is None else f"{one.prefill_tok_s:.0f}",

@@ -3,7 +3,7 @@
 With ``--json`` on stdout, with ``--output`` in a file: the harness's record (``results``,
 ``n-samples``, ``configs``, ..., with ``--log-samples`` also ``samples``), and under
 ``kvpolicy``: ``model``, ``session``, ``plan``, ``plan_digest``, ``model_fingerprint``, ``slots``,
-``costs`` of each task and ``reports`` of each kind of request.
+``num_recalled``, ``costs`` of each task and ``reports`` of each kind of request.
 """
 
 import json as jsonlib
@@ -41,6 +41,7 @@ from kvpolicy.errors import KVPolicyError
 from kvpolicy.wholefile import write_whole
 
 if TYPE_CHECKING:
+    from kvpolicy.lab.harness.journal import Journal
     from kvpolicy.results import Result
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None)
@@ -111,7 +112,11 @@ def lm_eval(
         bool, typer.Option("--log-samples", help="Keep every question and answer, too.")
     ] = False,
     output: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Keep the figures as JSON.")
+        Path | None,
+        typer.Option(
+            metavar="FILE.json",
+            help="Keep the figures, and until then the answers: the same command goes on.",
+        ),
     ] = None,
     dtype: Dtype = "auto",
     device: Device = None,
@@ -154,7 +159,9 @@ def lm_eval(
         model, dtype=dtype, device=device, trust_remote_code=trust_remote_code
     )
     engine = Engine(loaded, tokenizer, chosen, slots=slots)
-    lm = PolicyLM(engine, seed=seed or 0, think_end=think_end, follow=_follow)
+    journal = None if output is None else output.with_suffix(".answers.jsonl")
+    lm = PolicyLM(engine, seed=seed or 0, think_end=think_end, follow=_follow, journal=journal)
+    _tell_found(lm.journal)
     try:
         record = evaluate(
             lm,
@@ -167,11 +174,24 @@ def lm_eval(
             log_samples=log_samples,
         )
     except KeyboardInterrupt:
-        num_done = sum(report.num_requests for report in lm.reports.values())
-        msg = f"interrupted after {num_done} answers, which are lost."
+        num_done = lm.num_recalled + sum(one.num_requests for one in lm.reports.values())
+        fate = (
+            "which are lost; with --output FILE.json they are kept"
+            if journal is None
+            else f"which are in {journal}; the same command goes on"
+        )
+        msg = f"interrupted after {num_done} answers, {fate}."
         raise Interrupted(msg) from None
     record[OURS] = {"model": model, "session": session, **record[OURS]}
     _show(record, output, json=json)
+    lm.journal.remove()
+
+
+def _tell_found(journal: "Journal") -> None:
+    if journal.num_found:
+        say(f"going on: {journal.num_found} answers are in {journal.path}.")
+    if journal.was_torn:
+        say(f"the last line of {journal.path} was incomplete; its answer is computed again.")
 
 
 def _generation(

@@ -85,8 +85,9 @@ class Pace:
         elapsed, fresh = time.perf_counter() - self._begun, num_done - self._before
         if not fresh:
             return ""
-        left = elapsed / fresh * (self._total - num_done)
-        return f"{fresh / elapsed:.1f}/s, {clock(left)} left"
+        each = elapsed / fresh
+        pace = f"{1 / each:.1f}/s" if each < 10 else f"{each:.0f} s each"
+        return f"{pace}, {clock(each * (self._total - num_done))} left"
 
 
 class _Live:

@@ -62,20 +62,21 @@ class Turn:
 
 
 def line_up(
-    model: PreTrainedModel, cells: Sequence[Cell]
+    model: PreTrainedModel, cells: Sequence[Cell], *, with_generate: bool = True
 ) -> tuple[list[Contender], dict[str, str]]:
     """Everybody who takes part.
 
     Args:
         model: The model.
         cells: The engine's plans.
+        with_generate: Whether transformers' ``generate`` takes part.
 
     Returns:
         The contenders, ``generate`` and the model alone first, each plan followed by its rival
         in kvpress, if there is one; and who is absent, with the reason.
     """
     presses = presses_for(model, list(cells))
-    contenders = [generate(model), model_alone(model)]
+    contenders = [*([generate(model)] if with_generate else []), model_alone(model)]
     for cell in cells:
         rival = presses.contenders.get(cell.digest)
         contenders.append(_engine(model, cell, rival))

@@ -7,6 +7,9 @@ import torch
 from torch import nn
 
 
+_NOT_SAID = ("version", "transformers_version")
+
+
 def fingerprint(model: nn.Module) -> str:
     """Hash a model's configuration and all its weights, as they were loaded.
 
@@ -21,7 +24,7 @@ def fingerprint(model: nn.Module) -> str:
     config = getattr(model, "config", None)
     settings = config.to_dict() if config is not None else {}
     # Where a model was loaded from, and by which version, does not change what it says.
-    settings = {k: v for k, v in settings.items() if not k.startswith("_") and k != "version"}
+    settings = {k: v for k, v in settings.items() if not k.startswith("_") and k not in _NOT_SAID}
     digest = hashlib.sha256(json.dumps(settings, sort_keys=True, default=str).encode())
     for name, tensor in model.state_dict().items():
         # An XOR over all values, computed where they are: seconds for billions of them.

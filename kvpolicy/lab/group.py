@@ -124,9 +124,9 @@ class Group:
         }
 
     def _text(self, item: Item) -> str:
-        """All that is read of an item."""
-        reads_reference = self.task.measure.reads_reference and item.reference is not None
-        return f"{item.prompt}{item.reference}" if reads_reference else item.prompt
+        """All that is read of an item: another answer to a question gives other grades."""
+        reference = item.reference if self.task.measure.reads_reference else None
+        return json.dumps([item.prompt, item.answer, reference])
 
 
 def digest(data: object) -> str:

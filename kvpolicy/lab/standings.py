@@ -40,7 +40,7 @@ class Standing:
         prefill_tok_s: Prompt tokens per second, pads not counted; ``None`` without prompts.
         step_ms: Median time of a decode step.
         step_p95_ms: What 95 of 100 steps do not exceed; median over rounds, as the one above.
-        ratio: Speed of decoding by ``generate``'s.
+        ratio: Speed of decoding by ``generate``'s; ``None`` if that took no part.
         rival: Who has the same policy in another library; ``None``: nobody here.
         rival_ratio: Speed of decoding by the rival's.
         policy_share: Part of the decode time spent on policies; ``None`` if not known.
@@ -57,7 +57,7 @@ class Standing:
     prefill_tok_s: float | None
     step_ms: float
     step_p95_ms: float
-    ratio: Ratio
+    ratio: Ratio | None
     rival: str | None
     rival_ratio: Ratio | None
     policy_share: float | None
@@ -130,7 +130,7 @@ def _standing(
         step_p95_ms=median(_percentile_ms(one, 95) for one in mine),
         ratio=_ratio(contender.name, GENERATE, rounds),
         rival=rival,
-        rival_ratio=None if rival is None else _ratio(contender.name, rival, rounds),
+        rival_ratio=_ratio(contender.name, rival, rounds),
         policy_share=median(shares) if shares else None,
         kv_bytes=max(one.kv_bytes for one in mine),
         limit_share=None if memory is None else median(memory.share(one) for one in mine),
@@ -147,7 +147,9 @@ def _percentile_ms(effort: Effort, percent: int) -> float:
     return float(np.percentile(effort.steps_s, percent)) * 1e3
 
 
-def _ratio(name: str, other: str, rounds: Sequence[Mapping[str, Effort]]) -> Ratio:
+def _ratio(name: str, other: str | None, rounds: Sequence[Mapping[str, Effort]]) -> Ratio | None:
+    if other not in rounds[0]:
+        return None
     ratios = [_mean_s(found[other]) / _mean_s(found[name]) for found in rounds]
     return Ratio(median(ratios), min(ratios), max(ratios))
 

@@ -164,25 +164,73 @@ def test_a_group_has_a_row_of_its_own(
     assert all(name in answer.out for name in record["results"])
 
 
-@needs_harness
-def test_an_interrupt_says_what_is_lost(
-    kvpolicy: Shell, folder: Path, model_folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def interrupted(
+    kvpolicy: Shell, monkeypatch: pytest.MonkeyPatch, after: int, *words: object
+) -> Answer:
+    """Ctrl-C after so many answers."""
     from kvpolicy.run import Run
 
     go_round = Run._go_round
 
-    def three_times(self: Run) -> None:
+    def until_then(self: Run) -> None:
         go_round(self)
-        if self.report.num_requests >= 3:
+        if self.report.num_requests >= after:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(Run, "_go_round", three_times)
-    words = ("--tasks", "rents", "--include-path", folder, "--model", model_folder, "--slots", 1)
-    answer = kvpolicy("lm-eval", *words, "--policy", "full")
+    with monkeypatch.context() as patched:
+        patched.setattr(Run, "_go_round", until_then)
+        answer = kvpolicy(*words)
     assert (answer.status, answer.out) == (130, "")
-    assert "interrupted after" in answer.err
     assert "Traceback" not in answer.err
+    return answer
+
+
+@needs_harness
+def test_an_interrupt_says_what_is_lost(
+    kvpolicy: Shell, folder: Path, model_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = ("--tasks", "rents", "--include-path", folder, "--model", model_folder, "--slots", 1)
+    answer = interrupted(kvpolicy, monkeypatch, 3, "lm-eval", *words, "--policy", "full")
+    assert "interrupted after 3 answers, which are lost; with --output" in answer.err
+
+
+@needs_harness
+@pytest.mark.parametrize("task", ["sums", "rents", "texts"])
+def test_an_interrupted_evaluation_goes_on_where_it_stopped(
+    kvpolicy: Shell, folder: Path, model_folder: Path, monkeypatch: pytest.MonkeyPatch, task: str
+) -> None:
+    words = ["lm-eval", "--tasks", task, "--include-path", folder, "--model", model_folder]
+    words += ["--policy", "streaming", "--budget", 8, "--buffer", 4, "--max-new-tokens", 20]
+    whole = kvpolicy(*words, "--json").json
+    words += ["--output", "a.json", "--slots", 1]
+    said = interrupted(kvpolicy, monkeypatch, 2, *words).err
+    assert "interrupted after 2 answers, which are in a.answers.jsonl" in said
+    journal = Path("a.answers.jsonl")
+    kept = journal.read_text(encoding="utf-8").splitlines()
+    assert len(kept) in (2, 3), "what was run, and answers; the last may not have come so far"
+    journal.write_bytes(journal.read_bytes() + b'{"key": "torn')
+    answer = kvpolicy(*words)
+    assert answer.status == 0, answer.err
+    assert f"going on: {len(kept) - 1} answers are in a.answers.jsonl" in answer.err
+    assert "incomplete" in answer.err
+    record = json.loads(Path("a.json").read_text(encoding="utf-8"))
+    assert record["kvpolicy"]["num_recalled"] == len(kept) - 1
+    assert record["kvpolicy"]["costs"] == whole["kvpolicy"]["costs"]
+    assert record["results"] == pytest.approx(whole["results"], nan_ok=True)
+    assert not journal.exists()
+
+
+@needs_harness
+def test_answers_of_another_plan_are_not_taken(
+    kvpolicy: Shell, folder: Path, model_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = ["lm-eval", "--tasks", "rents", "--include-path", folder, "--model", model_folder]
+    words += ["--output", "a.json", "--slots", 1]
+    interrupted(kvpolicy, monkeypatch, 2, *words, "--policy", "full")
+    before = Path("a.answers.jsonl").read_bytes()
+    said = refusal(kvpolicy(*words, "--policy", "streaming", "--budget", 8))
+    assert "a.answers.jsonl holds answers of another plan, model or version" in said
+    assert Path("a.answers.jsonl").read_bytes() == before
 
 
 # What a user may do wrong

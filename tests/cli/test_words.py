@@ -73,6 +73,8 @@ def test_the_pace_counts_only_what_was_done_since(monkeypatch: pytest.MonkeyPatc
     assert pace.describe(40) == ""
     now[0] += 10
     assert pace.describe(60) == "2.0/s, 0:20 left"
+    now[0] += 390
+    assert pace.describe(42) == "200 s each, 3:13:20 left"
 
 
 def test_a_log_gets_a_line_now_and_then(

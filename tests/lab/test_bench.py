@@ -427,6 +427,15 @@ def test_the_table_names_everybody_and_memory_has_one_of_its_own(kvpolicy: Shell
     assert [row.split()[:2] for row in rows] == [["knorm", "9"], ["knorm", "30"]]
 
 
+def test_without_generate_nothing_is_compared_with_it(kvpolicy: Shell) -> None:
+    words = ("--rounds", 1, "--policies", "knorm", "--no-generate")
+    plain, found = (kvpolicy("bench", *WORDS, *words, *more) for more in ((), ("--json",)))
+    assert plain.status == found.status == 0, plain.err
+    assert "x generate" not in plain.out
+    assert [one["name"] for one in found.json["standings"]] == [ALONE, "knorm"]
+    assert [one["ratio"] for one in found.json["standings"]] == [None, None]
+
+
 def test_complete_rounds_count_when_the_user_has_had_enough(
     kvpolicy: Shell, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -436,7 +445,9 @@ def test_complete_rounds_count_when_the_user_has_had_enough(
         yield from turns[:3]
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(benchrun, "line_up", lambda *_: ([named(GENERATE), named("mine")], {}))
+    monkeypatch.setattr(
+        benchrun, "line_up", lambda *_, **__: ([named(GENERATE), named("mine")], {})
+    )
     monkeypatch.setattr(benchrun, "measure", measure)
     output = tmp_path / "bench.json"
     found = kvpolicy("bench", *SIZES, "--rounds", 2, "--output", output)

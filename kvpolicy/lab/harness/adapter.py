@@ -2,20 +2,27 @@
 
 Generations run through the engine with continuous batching, each with its own settings.
 Likelihoods are those of the engine led along the continuation (`kvpolicy.lab.harness.scoring`).
+Answers that a journal has are not computed again (`kvpolicy.lab.harness.journal`).
 Texts become tokens, and tokens texts, as with the harness's own ``hf`` model, so that answers are
 the same where nothing is evicted.
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from importlib.metadata import version
+from itertools import chain
+from pathlib import Path
+from typing import Any, Protocol
 
+import attrs
 from lm_eval.models.utils import postprocess_generated_text
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from kvpolicy.engine import Engine
 from kvpolicy.errors import RequestError
+from kvpolicy.lab.fingerprint import fingerprint
 from kvpolicy.lab.harness.costs import Cost
+from kvpolicy.lab.harness.journal import Answer, Journal, key_of
 from kvpolicy.lab.harness.scoring import Continuation, Score, Scoring
 from kvpolicy.lab.harness.settings import Settings, read_settings, seed_of
 from kvpolicy.lab.harness.tokens import TokenLM
@@ -31,6 +38,41 @@ def _unseen(results: Iterable[Result], _what: str, _total: int) -> Iterator[Resu
     yield from results
 
 
+class Work(Protocol):
+    """Something to be answered by sequences of the engine, one for each key."""
+
+    keys: Sequence[str]
+
+    def begin(self, which: Sequence[int]) -> Run:
+        """Have some of it answered; request ``i`` of the run is number ``which[i]``."""
+
+    def answer(self, number: int, result: Result) -> Answer:
+        """What is to be kept of one that has been answered."""
+
+    def recall(self, number: int, answer: Answer) -> None:
+        """Take what was kept of one."""
+
+
+class Generating:
+    """Texts to be generated."""
+
+    def __init__(self, engine: Engine, requests: Sequence[Request]) -> None:
+        """Note what is asked; nothing is computed yet."""
+        self._engine, self._requests = engine, requests
+        self.keys = [key_of(request) for request in requests]
+
+    def begin(self, which: Sequence[int]) -> Run:
+        """Generate some of the texts."""
+        return self._engine.generate([self._requests[number] for number in which])
+
+    def answer(self, number: int, result: Result) -> Answer:
+        """The result says it all."""
+        return Answer(result)
+
+    def recall(self, number: int, answer: Answer) -> None:
+        """The result says it all."""
+
+
 class PolicyLM(TokenLM):
     """A model under a plan.
 
@@ -38,7 +80,10 @@ class PolicyLM(TokenLM):
         engine: The engine.
         tokenizer: Its tokenizer.
         costs: What each task has cost so far.
-        reports: What each kind of request has cost so far.
+        reports: What each kind of request has cost so far, without what the journal had.
+        num_recalled: Answers that the journal had.
+        identity: Digest of the plan and fingerprint of the model.
+        journal: Answers so far.
     """
 
     def __init__(
@@ -48,6 +93,7 @@ class PolicyLM(TokenLM):
         seed: int = 0,
         think_end: str | None = None,
         follow: Follow = _unseen,
+        journal: Path | None = None,
     ) -> None:
         """Put the harness's questions to an engine.
 
@@ -57,11 +103,22 @@ class PolicyLM(TokenLM):
             think_end: The text that ends a model's thinking. What comes before it is no part of
                 the answer, and no stop string is looked for in it.
             follow: Is given the results as they come, and yields them.
+            journal: File in which answers are kept as they come, and are looked for first; of
+                this plan, model and version of kvpolicy only.
+
+        Raises:
+            OutputError: The file cannot be written, or holds something else.
         """
         super().__init__(engine.tokenizer)
         self.engine = engine
         self.costs: dict[str, Cost] = defaultdict(Cost)
         self.reports: dict[str, RunReport] = {}
+        self.num_recalled = 0
+        self.identity = {
+            "plan_digest": engine.plan.digest(),
+            "model_fingerprint": fingerprint(engine.seam.model),
+        }
+        self.journal = Journal(journal, {**self.identity, "kvpolicy": version("kvpolicy")})
         self._seed, self._think_end, self._follow = seed, think_end, follow
 
     # What the harness asks
@@ -92,7 +149,7 @@ class PolicyLM(TokenLM):
             all_settings.append(settings)
             cut.append(is_cut)
         texts = [""] * len(asked)
-        for result in self._serve(self.engine.generate(asked), "generate_until", len(asked)):
+        for result in self._serve(Generating(self.engine, asked), "generate_until"):
             texts[result.id] = self._answer(result, all_settings[result.id])
             self.costs[requests[result.id].task_name].add(
                 result, cut_off=result.finish_reason == "length", shortened=cut[result.id]
@@ -208,16 +265,36 @@ class PolicyLM(TokenLM):
             room = self.max_length + 1 - len(scored)
             continuations.append(Continuation(tuple(given)[-room:], tuple(scored), name))
         scoring = Scoring(self.engine, continuations)
-        for result in self._serve(scoring.run, what, len(scoring.branches)):
+        for result in self._serve(scoring, what):
             branch = scoring.branches[result.id]
             shortened = any(len(pairs[i][0]) > len(branch.given) for i, _ in branch.ends)
             self.costs[branch.task].add(result, shortened=shortened)
         return scoring.scores
 
-    def _serve(self, run: Run, what: str, total: int) -> Iterator[Result]:
+    def _serve(self, work: Work, what: str) -> Iterator[Result]:
+        """Results by the numbers of the work: those that were kept first, then new ones."""
+        kept = {number: self.journal.recall(key) for number, key in enumerate(work.keys)}
+        known = {number: answer for number, answer in kept.items() if answer is not None}
+        self.num_recalled += len(known)
+        results = chain(
+            self._recall(work, known), self._compute(work, sorted(kept.keys() - known), what)
+        )
+        yield from self._follow(results, what, len(kept))
+
+    def _recall(self, work: Work, known: Mapping[int, Answer]) -> Iterator[Result]:
+        for number, answer in known.items():
+            work.recall(number, answer)
+            yield attrs.evolve(answer.result, id=number)
+
+    def _compute(self, work: Work, which: Sequence[int], what: str) -> Iterator[Result]:
+        if not which:
+            return
+        run = work.begin(which)
         self.reports[what] = run.report
-        for result in self._follow(run, what, total):
+        for result in run:
             self.reports[what] = run.report
             if result.error is not None:
                 raise RequestError(result.error)
-            yield result
+            number = which[result.id]
+            self.journal.keep(work.keys[number], work.answer(number, result))
+            yield attrs.evolve(result, id=number)

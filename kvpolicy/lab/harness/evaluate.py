@@ -13,7 +13,6 @@ from lm_eval.defaults import DEFAULT_OTHER_SEED as FEWSHOT_SEED
 
 from kvpolicy.discovery import words_of
 from kvpolicy.errors import KVPolicyError, TaskError
-from kvpolicy.lab.fingerprint import fingerprint
 from kvpolicy.lab.harness.adapter import PolicyLM
 from kvpolicy.lab.harness.tasks import Tasks
 from kvpolicy.lab.hub import hub_can_be_reached
@@ -47,8 +46,9 @@ def evaluate(
 
     Returns:
         The record of ``lm_eval.evaluate``, and under ``"kvpolicy"``: ``plan`` and its
-        ``plan_digest``, ``model_fingerprint``, ``slots``, ``costs`` of each task as in `Cost`,
-        ``reports`` of each kind of request as in `RunReport`.
+        ``plan_digest``, ``model_fingerprint``, ``slots``, ``num_recalled`` (answers that were
+        in the journal), ``costs`` of each task as in `Cost`, ``reports`` of each kind of
+        request as in `RunReport`, of what was computed in this process.
 
     Raises:
         KVPolicyError: A task cannot be loaded or asked, or a policy fails.
@@ -76,9 +76,9 @@ def evaluate(
     return record | {
         OURS: {
             "plan": engine.plan.to_dict(),
-            "plan_digest": engine.plan.digest(),
-            "model_fingerprint": fingerprint(engine.seam.model),
+            **lm.identity,
             "slots": engine.num_slots,
+            "num_recalled": lm.num_recalled,
             "costs": {name: cost.to_dict() for name, cost in lm.costs.items()},
             "reports": {what: report.to_dict() for what, report in lm.reports.items()},
         }

@@ -13,7 +13,9 @@ import attrs
 from torch import Tensor
 
 from kvpolicy.engine import Engine
+from kvpolicy.lab.harness.journal import Answer, key_of
 from kvpolicy.request import Request
+from kvpolicy.results import Result
 from kvpolicy.run import Run
 
 if TYPE_CHECKING:
@@ -84,20 +86,39 @@ class Scoring:
     """Continuations being scored.
 
     Attributes:
-        branches: Request ``i`` of the run serves branch ``i``.
-        run: Gives results as sequences end.
-        scores: Of each continuation, in their order; complete when the run is.
+        branches: What one sequence each scores.
+        keys: What tells the answer of each branch from all others of a run.
+        scores: Of each continuation, in their order; complete when every branch is scored.
     """
 
     def __init__(self, engine: Engine, continuations: Sequence[Continuation]) -> None:
-        """Begin; nothing is computed before the run is iterated over."""
+        """Put the continuations together; nothing is computed yet."""
+        self._engine = engine
+        self._led: list[Branch] = []
         self.scores = [Score(0.0, True)] * len(continuations)
         self.branches = branches_of(continuations)
-        self.run = Run(engine, [branch.request for branch in self.branches], self._draw)
+        self.keys = [
+            key_of(one.given, one.led, [token for _, token in one.ends]) for one in self.branches
+        ]
+
+    def begin(self, which: Sequence[int]) -> Run:
+        """Score branches; request ``i`` of the run serves branch ``which[i]``."""
+        self._led = [self.branches[number] for number in which]
+        return Run(self._engine, [branch.request for branch in self._led], self._draw)
+
+    def answer(self, number: int, result: Result) -> Answer:
+        """What is to be kept of a branch that has been scored."""
+        scores = [self.scores[owner] for owner, _ in self.branches[number].ends]
+        return Answer(result, tuple(scores))
+
+    def recall(self, number: int, answer: Answer) -> None:
+        """Take the scores of a branch from what was kept of it."""
+        for (owner, _), score in zip(self.branches[number].ends, answer.scores, strict=True):
+            self.scores[owner] = Score(*score)
 
     def _draw(self, sequences: "Sequence[LiveSequence]", logits: Tensor) -> list[int]:
         log_probs = logits.float().log_softmax(dim=-1)
-        branches = [self.branches[served.id] for served in sequences]
+        branches = [self._led[served.id] for served in sequences]
         tokens = [
             branch.token_at(len(served.tokens))
             for served, branch in zip(sequences, branches, strict=True)
