@@ -174,7 +174,7 @@ def lm_eval(
             log_samples=log_samples,
         )
     except KeyboardInterrupt:
-        num_done = lm.num_recalled + sum(one.num_requests for one in lm.reports.values())
+        num_done = lm.journal.num_found + lm.journal.num_kept
         fate = (
             "which are lost; with --output FILE.json they are kept"
             if journal is None
@@ -182,9 +182,12 @@ def lm_eval(
         )
         msg = f"interrupted after {num_done} answers, {fate}."
         raise Interrupted(msg) from None
+    finally:
+        lm.journal.close()
     record[OURS] = {"model": model, "session": session, **record[OURS]}
     _show(record, output, json=json)
-    lm.journal.remove()
+    if journal is not None:
+        journal.unlink(missing_ok=True)  # the record holds what it held
 
 
 def _tell_found(journal: "Journal") -> None:
@@ -208,13 +211,16 @@ def _generation(
     return {key: value for key, value in given.items() if value is not None}
 
 
-def _follow(results: "Iterable[Result]", what: str, total: int) -> "Iterator[Result]":
+def _follow(
+    results: "Iterable[Result]", what: str, total: int, num_known: int
+) -> "Iterator[Result]":
     from kvpolicy.cli.progress import open_progress
 
-    with open_progress(total) as progress:
+    with open_progress(total, num_known) as progress:
         for num_done, result in enumerate(results, 1):
             yield result
-            progress.show(what, num_done)
+            if num_done > num_known:
+                progress.show(what, num_done)
 
 
 def _show(record: dict[str, Any], output: Path | None, *, json: bool) -> None:

@@ -6,8 +6,8 @@ import json
 import torch
 from torch import nn
 
-
-_NOT_SAID = ("version", "transformers_version")
+# Where a model was loaded from, and by which version, does not change what it says.
+_IDLE = ("version", "transformers_version")
 
 
 def fingerprint(model: nn.Module) -> str:
@@ -23,8 +23,7 @@ def fingerprint(model: nn.Module) -> str:
     """
     config = getattr(model, "config", None)
     settings = config.to_dict() if config is not None else {}
-    # Where a model was loaded from, and by which version, does not change what it says.
-    settings = {k: v for k, v in settings.items() if not k.startswith("_") and k not in _NOT_SAID}
+    settings = {k: v for k, v in settings.items() if not k.startswith("_") and k not in _IDLE}
     digest = hashlib.sha256(json.dumps(settings, sort_keys=True, default=str).encode())
     for name, tensor in model.state_dict().items():
         # An XOR over all values, computed where they are: seconds for billions of them.

@@ -187,7 +187,7 @@ def sample_key(
         task: The task, with its options: it grades.
         measure: What is measured.
         item: Number of the item.
-        prompt: The prompt's text, and whatever else is read of the item.
+        prompt: The prompt's text, the right answer, and whatever else is read of the item.
         attempt: Which attempt at the item it is.
         seed: Seed of the run.
         sampling: How tokens are drawn.

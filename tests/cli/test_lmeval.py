@@ -168,17 +168,17 @@ def interrupted(
     kvpolicy: Shell, monkeypatch: pytest.MonkeyPatch, after: int, *words: object
 ) -> Answer:
     """Ctrl-C after so many answers."""
-    from kvpolicy.run import Run
+    from kvpolicy.lab.harness.journal import Journal
 
-    go_round = Run._go_round
+    keep = Journal.keep
 
-    def until_then(self: Run) -> None:
-        go_round(self)
-        if self.report.num_requests >= after:
+    def until_then(self: Journal, *what: Any) -> None:
+        keep(self, *what)
+        if self.num_kept == after:
             raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
-        patched.setattr(Run, "_go_round", until_then)
+        patched.setattr(Journal, "keep", until_then)
         answer = kvpolicy(*words)
     assert (answer.status, answer.out) == (130, "")
     assert "Traceback" not in answer.err
@@ -206,17 +206,18 @@ def test_an_interrupted_evaluation_goes_on_where_it_stopped(
     said = interrupted(kvpolicy, monkeypatch, 2, *words).err
     assert "interrupted after 2 answers, which are in a.answers.jsonl" in said
     journal = Path("a.answers.jsonl")
-    kept = journal.read_text(encoding="utf-8").splitlines()
-    assert len(kept) in (2, 3), "what was run, and answers; the last may not have come so far"
+    assert len(journal.read_text(encoding="utf-8").splitlines()) == 1 + 2
     journal.write_bytes(journal.read_bytes() + b'{"key": "torn')
     answer = kvpolicy(*words)
     assert answer.status == 0, answer.err
-    assert f"going on: {len(kept) - 1} answers are in a.answers.jsonl" in answer.err
+    assert "going on: 2 answers are in a.answers.jsonl" in answer.err
     assert "incomplete" in answer.err
     record = json.loads(Path("a.json").read_text(encoding="utf-8"))
-    assert record["kvpolicy"]["num_recalled"] == len(kept) - 1
+    assert record["kvpolicy"]["num_recalled"] == 2
     assert record["kvpolicy"]["costs"] == whole["kvpolicy"]["costs"]
-    assert record["results"] == pytest.approx(whole["results"], nan_ok=True)
+    computed = sum(one["num_requests"] for one in record["kvpolicy"]["reports"].values())
+    assert computed == whole["kvpolicy"]["costs"][task]["num_sequences"] - 2
+    assert record["results"][task] == pytest.approx(whole["results"][task])
     assert not journal.exists()
 
 
@@ -229,8 +230,40 @@ def test_answers_of_another_plan_are_not_taken(
     interrupted(kvpolicy, monkeypatch, 2, *words, "--policy", "full")
     before = Path("a.answers.jsonl").read_bytes()
     said = refusal(kvpolicy(*words, "--policy", "streaming", "--budget", 8))
-    assert "a.answers.jsonl holds answers of another plan, model or version" in said
+    assert "a.answers.jsonl holds something else than answers of this plan" in said
     assert Path("a.answers.jsonl").read_bytes() == before
+
+
+@needs_harness
+@pytest.mark.parametrize("content", ["mine, and without an end", '{"mine": 1}\n'])
+def test_a_file_of_somebody_else_is_left_as_it_is(
+    kvpolicy: Shell, folder: Path, model_folder: Path, content: str
+) -> None:
+    Path("a.answers.jsonl").write_text(content, encoding="utf-8")
+    words = ("--model", model_folder, "--output", "a.json")
+    assert "a.answers.jsonl holds something else" in refused(kvpolicy, folder, *words)
+    assert Path("a.answers.jsonl").read_text(encoding="utf-8") == content
+
+
+@needs_harness
+def test_what_never_had_an_answer_leaves_nothing_behind(kvpolicy: Shell, folder: Path) -> None:
+    write_task(folder, "lost", CHOICE, QUESTIONS, data=str(folder / "nowhere.jsonl"))
+    refused(kvpolicy, folder, "--output", "a.json", tasks="lost")
+    assert not list(Path().glob("a.*"))
+
+
+@needs_harness
+def test_two_processes_do_not_write_one_file(
+    kvpolicy: Shell, folder: Path, model_folder: Path
+) -> None:
+    from kvpolicy.lab.folderlock import FileLock
+
+    lock = FileLock(Path("a.answers.jsonl"), said="it")
+    try:
+        said = refused(kvpolicy, folder, "--model", model_folder, "--output", "a.json")
+    finally:
+        lock.release()
+    assert "a.answers.jsonl is being written by another kvpolicy process" in said
 
 
 # What a user may do wrong

@@ -78,5 +78,15 @@ def test_a_fingerprint_does_not_depend_on_where_a_model_lies(
     assert fingerprint(open_model(str(tmp_path / "copy"))[0]) == fingerprint(model)
 
 
+def test_a_fingerprint_does_not_depend_on_the_version_that_loads_a_model(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = tiny_model()
+    found = fingerprint(model)
+    monkeypatch.setattr("transformers.configuration_utils.__version__", "99.1")
+    assert model.config.to_dict()["transformers_version"] == "99.1"
+    assert fingerprint(model) == found
+
+
 def test_texts_are_told_apart_by_where_one_ends() -> None:
     assert fingerprint_texts(["ab", "c"]) != fingerprint_texts(["a", "bc"])

@@ -136,6 +136,19 @@ def test_names_of_samples_and_cells_are_unique() -> None:
     assert len({group.id for group in comparison.groups}) == 2 * 3 * 2
 
 
+def test_another_answer_to_a_question_makes_another_sample() -> None:
+    comparison = prepared(budgets=(48,))
+    (group,), plan = comparison.groups, comparison.cells[0].digest
+    items = [attrs.evolve(group.items[0], answer="not this"), *group.items[1:]]
+    mended = attrs.evolve(group, items=items)
+    assert mended.id != group.id
+    same = [
+        group.key(plan, old) == mended.key(plan, new)
+        for old, new in zip(group.items, items, strict=True)
+    ]
+    assert same == [False, *[True] * (len(items) - 1)]
+
+
 @pytest.mark.parametrize(
     "change",
     [

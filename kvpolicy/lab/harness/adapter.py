@@ -8,13 +8,11 @@ the same where nothing is evicted.
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from importlib.metadata import version
-from itertools import chain
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
-import attrs
 from lm_eval.models.utils import postprocess_generated_text
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
@@ -22,55 +20,23 @@ from kvpolicy.engine import Engine
 from kvpolicy.errors import RequestError
 from kvpolicy.lab.fingerprint import fingerprint
 from kvpolicy.lab.harness.costs import Cost
-from kvpolicy.lab.harness.journal import Answer, Journal, key_of
+from kvpolicy.lab.harness.journal import Journal
 from kvpolicy.lab.harness.scoring import Continuation, Score, Scoring
 from kvpolicy.lab.harness.settings import Settings, read_settings, seed_of
 from kvpolicy.lab.harness.tokens import TokenLM
+from kvpolicy.lab.harness.work import Generating, Work, recalled, results_of
 from kvpolicy.request import Request
 from kvpolicy.results import Result, RunReport
-from kvpolicy.run import Run
 
-# Looks on as results come: what is done, and how many there will be.
-Follow = Callable[[Iterable[Result], str, int], Iterator[Result]]
+# Looks on as results come: what is done, how many there will be, and how many of them, the first,
+# are known already.
+Follow = Callable[[Iterable[Result], str, int, int], Iterator[Result]]
 
 
-def _unseen(results: Iterable[Result], _what: str, _total: int) -> Iterator[Result]:
+def _unseen(
+    results: Iterable[Result], _what: str, _total: int, _num_known: int
+) -> Iterator[Result]:
     yield from results
-
-
-class Work(Protocol):
-    """Something to be answered by sequences of the engine, one for each key."""
-
-    keys: Sequence[str]
-
-    def begin(self, which: Sequence[int]) -> Run:
-        """Have some of it answered; request ``i`` of the run is number ``which[i]``."""
-
-    def answer(self, number: int, result: Result) -> Answer:
-        """What is to be kept of one that has been answered."""
-
-    def recall(self, number: int, answer: Answer) -> None:
-        """Take what was kept of one."""
-
-
-class Generating:
-    """Texts to be generated."""
-
-    def __init__(self, engine: Engine, requests: Sequence[Request]) -> None:
-        """Note what is asked; nothing is computed yet."""
-        self._engine, self._requests = engine, requests
-        self.keys = [key_of(request) for request in requests]
-
-    def begin(self, which: Sequence[int]) -> Run:
-        """Generate some of the texts."""
-        return self._engine.generate([self._requests[number] for number in which])
-
-    def answer(self, number: int, result: Result) -> Answer:
-        """The result says it all."""
-        return Answer(result)
-
-    def recall(self, number: int, answer: Answer) -> None:
-        """The result says it all."""
 
 
 class PolicyLM(TokenLM):
@@ -272,29 +238,11 @@ class PolicyLM(TokenLM):
         return scoring.scores
 
     def _serve(self, work: Work, what: str) -> Iterator[Result]:
-        """Results by the numbers of the work: those that were kept first, then new ones."""
-        kept = {number: self.journal.recall(key) for number, key in enumerate(work.keys)}
-        known = {number: answer for number, answer in kept.items() if answer is not None}
+        known = recalled(work, self.journal)
         self.num_recalled += len(known)
-        results = chain(
-            self._recall(work, known), self._compute(work, sorted(kept.keys() - known), what)
-        )
-        yield from self._follow(results, what, len(kept))
 
-    def _recall(self, work: Work, known: Mapping[int, Answer]) -> Iterator[Result]:
-        for number, answer in known.items():
-            work.recall(number, answer)
-            yield attrs.evolve(answer.result, id=number)
+        def note(report: RunReport) -> None:
+            self.reports[what] = report
 
-    def _compute(self, work: Work, which: Sequence[int], what: str) -> Iterator[Result]:
-        if not which:
-            return
-        run = work.begin(which)
-        self.reports[what] = run.report
-        for result in run:
-            self.reports[what] = run.report
-            if result.error is not None:
-                raise RequestError(result.error)
-            number = which[result.id]
-            self.journal.keep(work.keys[number], work.answer(number, result))
-            yield attrs.evolve(result, id=number)
+        results = results_of(work, self.journal, known, note)
+        yield from self._follow(results, what, len(work.keys), len(known))

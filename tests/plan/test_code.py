@@ -1,0 +1,70 @@
+"""Results are kept by the hash of their plan: it tells one version of a policy from another."""
+
+from pathlib import Path
+
+import attrs
+import pytest
+
+from kvpolicy import Plan, discovery, hookimpl
+from kvpolicy.codehash import code_of
+from kvpolicy.discovery import installed_policies, load_policy_class, register_file
+from kvpolicy.resolved import ResolvedPlan
+
+SOURCE = """
+from kvpolicy import hookimpl
+
+class KeyNorm:
+    @hookimpl
+    def score(self, keys):
+        return {sign}keys.norm(dim=-1)
+"""
+
+
+@attrs.define(eq=False, kw_only=True)
+class Mine:
+    power: int = 2
+
+    @hookimpl
+    def score(self, keys):
+        return -(keys.norm(dim=-1) ** self.power)
+
+
+@pytest.fixture(autouse=True)
+def no_policies_from_files(monkeypatch):
+    monkeypatch.setattr(discovery, "_from_files", {})
+
+
+def resolved(folder: Path, source: str, *stack: str) -> ResolvedPlan:
+    folder.mkdir(exist_ok=True)
+    (folder / "key_norm.py").write_text(source, encoding="utf-8")
+    register_file(folder / "key_norm.py")
+    return Plan.uniform(*(stack or ("key_norm", "protect")), budget=16, buffer=4).resolve(2)
+
+
+def test_an_edited_policy_makes_another_plan(tmp_path):
+    before = resolved(tmp_path, SOURCE.format(sign="-"))
+    digest = before.digest()
+    assert list(before.to_dict()["code"]) == ["key_norm"]
+    edited = resolved(tmp_path, SOURCE.format(sign="+"))
+    assert edited.to_dict()["layers"] == before.to_dict()["layers"]
+    assert edited.digest() != digest
+    elsewhere = resolved(tmp_path / "elsewhere", SOURCE.format(sign="-"))
+    assert elsewhere.digest() == digest, "where the file lies decides nothing"
+
+
+def test_plans_without_it_stay_what_they_are(tmp_path):
+    alone = Plan.uniform("knorm", budget=16, buffer=4).resolve(2).digest()
+    assert resolved(tmp_path, SOURCE.format(sign="-"), "knorm").digest() == alone
+
+
+def test_a_policy_made_in_python_is_known_by_its_file():
+    code = Plan.uniform(Mine(), budget=16).resolve(2).to_dict()["code"]
+    assert list(code) == ["mine"]
+
+
+OURS = [one.name for one in installed_policies() if one.distribution.startswith("kvpolicy ")]
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_our_own_policies_go_by_the_version(name):
+    assert code_of(load_policy_class(name)) is None
