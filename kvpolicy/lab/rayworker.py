@@ -30,14 +30,14 @@ class Setting:
         version: Version of kvpolicy; another one is refused.
         folder: Where the command was given: relative paths mean the same on every machine
             that has this folder.
-        plugins: Name and text of each file given with ``--plugin``.
+        plugins: Name and content of each file given with ``--plugin``.
         threads: Threads to compute with.
         shelf: An empty one, which opens models as they are to be opened.
     """
 
     version: str
     folder: str
-    plugins: tuple[tuple[str, str], ...]
+    plugins: tuple[tuple[str, bytes], ...]
     threads: int
     shelf: Shelf
 
@@ -53,7 +53,7 @@ class Setting:
         return cls(
             version=kvpolicy.__version__,
             folder=os.getcwd(),
-            plugins=tuple((path.name, path.read_text(encoding="utf-8")) for path in files),
+            plugins=tuple((path.name, path.read_bytes()) for path in files),
             threads=threads,
             shelf=shelf,
         )
@@ -104,7 +104,9 @@ class Worker:
         """
         try:
             self._settle()
-            card = comparison.group_of(comparison.cell(job.cell)).model
+            cell = comparison.cell(job.cell)
+            _check_code(cell)
+            card = comparison.group_of(cell).model
             model, tokenizer = self._shelf.open(card.name)
             self._check(card, model)
             yield from Server(model, tokenizer, comparison).serve(job)
@@ -127,10 +129,10 @@ class Worker:
         if Path(setting.folder).is_dir():
             os.chdir(setting.folder)
         folder = Path(tempfile.mkdtemp(prefix="kvpolicy-plugins-"))
-        for number, (name, text) in enumerate(setting.plugins):
+        for number, (name, content) in enumerate(setting.plugins):
             place = folder / str(number) / name
             place.parent.mkdir()
-            place.write_text(text, encoding="utf-8")
+            place.write_bytes(content)
             register_file(place)
         torch.set_num_threads(setting.threads)
         self._is_settled = True
@@ -153,6 +155,16 @@ class Worker:
             )
             raise ModelError(msg)
         self._checked = card
+
+
+def _check_code(cell: Cell) -> None:
+    """Refuse policies whose code is another one here than where the run was put together."""
+    if cell.resolved.digest() != cell.digest:
+        msg = (
+            f"a policy of '{cell.series}' has other code there; every worker needs the same "
+            "version of the packages that policies come from"
+        )
+        raise KVPolicyError(msg)
 
 
 def _as_answer(error: Exception) -> Exception:

@@ -74,6 +74,23 @@ def test_it_tells_what_a_server_here_would_tell(model_folder: Path) -> None:
             assert theirs.outcome.correct == ours.outcome.correct
 
 
+def test_a_policy_with_other_code_is_refused(
+    model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(discovery, "_from_files", {})
+    plugin = tmp_path / "sent.py"
+    plugin.write_text(PLUGIN, encoding="utf-8")
+    register_file(plugin)
+    comparison = comparison_of(model_folder, "sent")
+    worker, job = Worker(setting()), Job(comparison.cells[0].id, (0,))
+    plugin.write_text(PLUGIN.replace("float()", "double()"), encoding="utf-8")
+    other = Worker(setting())
+    assert isinstance(list(worker.serve(sent(comparison), job))[-1], JobDone)
+    (answer,) = other.serve(sent(comparison), job)
+    assert str(answer).startswith(OURS)
+    assert "a policy of 'sent' has other code there" in str(answer)
+
+
 def test_it_tries_a_cell(model_folder: Path) -> None:
     comparison = comparison_of(model_folder)
     (cell,) = comparison.cells
