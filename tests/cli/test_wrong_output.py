@@ -159,7 +159,7 @@ def test_a_second_run_in_one_folder_is_refused_and_the_first_is_undisturbed(
     first = FolderLock(tmp_path / "out")
     sentence = refusal(kvpolicy(*words))
     assert f"output folder {tmp_path / 'out'} is being written by another" in sentence
-    assert "choose another folder with --output" in sentence
+    assert "choose another place with --output" in sentence
     assert [path.name for path in (tmp_path / "out").iterdir()] == [".lock"]
     first.release()
     assert kvpolicy(*words).status == 0

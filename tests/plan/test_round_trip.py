@@ -178,7 +178,7 @@ def test_a_digest_is_the_same_in_every_process() -> None:
         "    print(Plan.from_dict(data).resolve(n).digest())\n"
         "class Odd: pass\n"
         "knobs = {'names': {'a', 'b', 'c', 'd'}, 'odd': Odd()}\n"
-        "print(ResolvedPlan((LayerPlan(0, (PolicySpec('x', knobs),), 3, 4, True),)).digest())\n"
+        "print(ResolvedPlan((LayerPlan(0, (PolicySpec('streaming', knobs),), 3, 4, True),)).digest())\n"
     )
     said = [
         subprocess.run(
