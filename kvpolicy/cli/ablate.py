@@ -154,7 +154,7 @@ def ablate(
             tell(comparison, folder, place, workers=num_workers, json=json)
             return
         with Store(folder, comparison.to_dict()) as store:
-            follow(comparison, store, place.pool(comparison), workers=num_workers)
+            follow(comparison, store, place, workers=num_workers)
             failed = _publish(comparison, store, by, json=json)
     if failed:
         raise typer.Exit(SOME_FAILED)
