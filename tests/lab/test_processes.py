@@ -97,10 +97,13 @@ def test_a_worker_that_vanishes_between_two_jobs_is_told_of() -> None:
         yield JobDone(job, RunReport(), 0.0)
         os._exit(9)
 
-    with Processes(vanish, 1) as pool, pytest.raises(KVPolicyError, match="was killed"):
-        for _ in pool.serve(JOBS):
-            # It has told of its whole first job by now, and is not there for the second one.
-            pool._processes[0].join()
+    with Processes(vanish, 1) as pool:
+        news = pool.serve(JOBS)
+        assert isinstance(next(news), ItemDone)
+        # It tells of its whole first job, and will not be there for the second one.
+        pool._processes[0].join()
+        with pytest.raises(KVPolicyError, match="was killed"):
+            list(news)
 
 
 def test_a_worker_that_vanishes_before_its_first_job_is_told_of() -> None:
@@ -116,13 +119,16 @@ def test_a_worker_that_is_killed_in_the_middle_of_a_message_is_told_of() -> None
         yield ItemDone(job, 0, Outcome(Result(0)))
         yield ItemDone(job, 1, Outcome(Result(1, text="x" * 50_000_000)))
 
-    with Processes(talk, 1) as pool, pytest.raises(KVPolicyError, match="was killed"):
-        for _ in pool.serve(JOBS[:1]):
-            with socket.socket(fileno=os.dup(pool._pipes[0].fileno())) as pipe:
-                # Its length takes four bytes; and no pipe holds so much.
-                assert len(pipe.recv(5, socket.MSG_PEEK | socket.MSG_WAITALL)) == 5
-            pool._processes[0].kill()
-            pool._processes[0].join()
+    with Processes(talk, 1) as pool:
+        news = pool.serve(JOBS[:1])
+        assert isinstance(next(news), ItemDone)
+        with socket.socket(fileno=os.dup(pool._pipes[0].fileno())) as pipe:
+            # Its length takes four bytes, what follows has begun; and no pipe holds all of it.
+            assert len(pipe.recv(5, socket.MSG_PEEK | socket.MSG_WAITALL)) == 5
+        pool._processes[0].kill()
+        pool._processes[0].join()
+        with pytest.raises(KVPolicyError, match="was killed"):
+            list(news)
 
 
 def test_workers_are_gone_when_the_block_ends() -> None:
