@@ -101,8 +101,8 @@ class Terminal(io.StringIO):
         return True
 
 
-@pytest.fixture
-def terminal(monkeypatch: pytest.MonkeyPatch) -> Terminal:
+def on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> Terminal:
+    """What is drawn on stderr from now on."""
     shown = Terminal()
     monkeypatch.setattr(sys, "stderr", shown)
     monkeypatch.setenv("TERM", "xterm")
@@ -111,7 +111,10 @@ def terminal(monkeypatch: pytest.MonkeyPatch) -> Terminal:
 
 
 @pytest.mark.parametrize("name", ["ours [/w sinks]", "R-KV [ours]", "[bold]R-KV[/bold]"])
-def test_on_a_terminal_names_are_shown_as_they_are(terminal: Terminal, name: str) -> None:
+def test_on_a_terminal_names_are_shown_as_they_are(
+    monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    terminal = on_a_terminal(monkeypatch)
     with open_progress(10) as shown:
         shown.show(f"{name}: 80%", 1)
         shown.keep(f"{name} is done")
@@ -119,10 +122,9 @@ def test_on_a_terminal_names_are_shown_as_they_are(terminal: Terminal, name: str
     assert f"{name} is done" in terminal.getvalue()
 
 
-def test_on_a_terminal_it_is_drawn_without_a_thread(
-    terminal: Terminal, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_on_a_terminal_it_is_drawn_without_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     """Processes are forked while progress is shown, and would have the locks of a thread."""
+    terminal = on_a_terminal(monkeypatch)
     now = [1.0]
     monkeypatch.setattr(progress.time, "perf_counter", lambda: now[0])
     num_threads = threading.active_count()
