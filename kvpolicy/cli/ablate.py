@@ -48,7 +48,8 @@ def ablate(
     grid: sweepoptions.Grid = None,
     side_by_side: sweepoptions.Zip = False,
     buffer: Annotated[
-        int | None, typer.Option(min=1, help="Rows that may join before a compaction.")
+        int | None,
+        typer.Option(min=1, help="Rows that may join before a compaction. [default: the preset's]"),
     ] = None,
     model: sweepoptions.Models = None,
     task: sweepoptions.Tasks = None,
@@ -65,9 +66,13 @@ def ablate(
     execute_code: Annotated[
         bool, typer.Option("--execute-code", help="Let a grader run programs the model wrote.")
     ] = False,
-    slots: Annotated[int | None, typer.Option(min=1, help="Samples decoded together.")] = None,
+    slots: Annotated[
+        int | None,
+        typer.Option(min=1, help="Samples decoded together. [default: the preset's]"),
+    ] = None,
     max_new_tokens: Annotated[
-        int | None, typer.Option(min=1, help="The most tokens a sample may generate.")
+        int | None,
+        typer.Option(min=1, help="The most tokens a sample may generate. [default: the preset's]"),
     ] = None,
     workers: Annotated[
         int | None,
@@ -106,7 +111,8 @@ def ablate(
     """Compare policies at several budgets: accuracy, length, memory and speed.
 
     `kvpolicy tasks list` shows what can be asked, and measured otherwise than by accuracy.
-    Without arguments: the full cache against published policies on the bundled reasoner.
+    Without arguments: the full cache against published policies on the bundled reasoner. What
+    no option says is as the preset has it; docs/reference/sweeps.md has the default one's.
     Interrupted, the same command goes on where it stopped.
     """
     budget_list, stacks = counts("--budgets", budgets), words(policies)
@@ -154,7 +160,7 @@ def ablate(
             tell(comparison, folder, place, workers=num_workers, json=json)
             return
         with Store(folder, comparison.to_dict()) as store:
-            follow(comparison, store, place.pool(comparison), workers=num_workers)
+            follow(comparison, store, place, workers=num_workers)
             failed = _publish(comparison, store, by, json=json)
     if failed:
         raise typer.Exit(SOME_FAILED)

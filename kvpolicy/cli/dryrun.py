@@ -22,7 +22,7 @@ def tell(
         comparison: What would be run.
         folder: Where its results would go.
         place: Where it would be run.
-        workers: Processes that would do it side by side.
+        workers: Workers that would do it side by side.
         json: Whether to tell it to a machine.
 
     Raises:
@@ -31,6 +31,7 @@ def tell(
     import attrs
 
     from kvpolicy.cli.progress import open_progress
+    from kvpolicy.lab.ablate import jobs
     from kvpolicy.lab.estimate import estimate
     from kvpolicy.lab.probe import limit_s_of, representatives
     from kvpolicy.lab.store import done_keys
@@ -42,7 +43,8 @@ def tell(
         for cell in cells:
             progress.show(f"trying {cell.series}", len(probes))
             probes.append(place.probe(comparison, cell, limit_s_of(len(cells))))
-    found = estimate(comparison, probes, done, folder=folder, workers=workers)
+    pieces = place.pieces(comparison, jobs(comparison, done))
+    found = estimate(comparison, probes, pieces, folder=folder, workers=workers)
     if json:
         write_json(attrs.asdict(found))
     else:

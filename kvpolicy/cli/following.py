@@ -8,17 +8,18 @@ from kvpolicy.cli.interrupt import Interrupted
 
 if TYPE_CHECKING:
     from kvpolicy.lab.comparison import Comparison
+    from kvpolicy.lab.places import Place
     from kvpolicy.lab.pool import Pool
     from kvpolicy.lab.store import Store
 
 
-def follow(comparison: "Comparison", store: "Store", pool: "Pool", *, workers: int) -> None:
+def follow(comparison: "Comparison", store: "Store", place: "Place", *, workers: int) -> None:
     """Do what is left of a comparison, and tell about it on stderr.
 
     Args:
         comparison: What is run.
         store: What is done, and where it is kept.
-        pool: Who does it.
+        place: Where it is done.
         workers: How many do it side by side.
 
     Raises:
@@ -29,12 +30,13 @@ def follow(comparison: "Comparison", store: "Store", pool: "Pool", *, workers: i
     try:
         num_left = comparison.num_left(store.samples)
         if num_left:
-            store.begin(describe_session(["kvpolicy", *sys.argv[1:]], workers=workers))
+            command, machine = ["kvpolicy", *sys.argv[1:]], place.machine(comparison)
+            store.begin(describe_session(command, workers=workers, machine=machine))
         for note in store.notes:
             say(note)
         _say_what_is_done(comparison, store, num_left)
         if num_left:
-            _do(comparison, store, pool)
+            _do(comparison, store, place.pool(comparison))
     except KeyboardInterrupt:
         num_done = comparison.num_samples - comparison.num_left(store.samples)
         msg = (

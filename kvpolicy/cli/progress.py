@@ -13,7 +13,7 @@ from kvpolicy.cli.units import clock
 if TYPE_CHECKING:
     from rich.progress import Progress as RichProgress
 
-_EVERY_S = 10.0  # between two lines in a log that say how far we are
+_EVERY_S = 10.0  # at least, between two lines in a log that say how far we are
 _REDRAW_S = 0.1  # between two pictures on a terminal
 
 
@@ -51,12 +51,9 @@ def open_progress(total: int, num_done: int = 0) -> Iterator[Progress]:
     from rich.progress import BarColumn, TextColumn
     from rich.progress import Progress as RichProgress
 
-    columns = [
-        BarColumn(bar_width=24),
-        TextColumn("{task.completed}/{task.total}"),
-        TextColumn("{task.fields[left]}"),
-        TextColumn("{task.description}"),
-    ]
+    # No markup: what is being done may have brackets in its name.
+    texts = ("{task.completed}/{task.total}", "{task.fields[left]}", "{task.description}")
+    columns = [BarColumn(bar_width=24), *(TextColumn(text, markup=False) for text in texts)]
     console = Console(stderr=True, highlight=False)
     # Without a thread that draws: processes may be forked meanwhile, and would have its locks.
     with RichProgress(*columns, console=console, transient=True, auto_refresh=False) as live:

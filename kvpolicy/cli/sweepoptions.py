@@ -36,7 +36,10 @@ Plans = Annotated[
     typer.Option("--plan", metavar="FILE|NAME", help="A plan to compare; may be repeated."),
 ]
 Budgets = Annotated[
-    str | None, typer.Option(metavar="N,...", help="Rows that stay per layer and KV head.")
+    str | None,
+    typer.Option(
+        metavar="N,...", help="Rows that stay per layer and KV head. [default: the preset's]"
+    ),
 ]
 Grid = Annotated[
     list[str] | None,
@@ -55,7 +58,8 @@ Models = Annotated[
     typer.Option(
         "--model",
         metavar="NAME|FOLDER",
-        help="A bundled reasoner's name, a hub id or a local folder; may be repeated.",
+        help="A bundled reasoner's name, a hub id or a local folder; may be repeated. "
+        "[default: the preset's]",
     ),
 ]
 Tasks = Annotated[
@@ -64,14 +68,17 @@ Tasks = Annotated[
         "--task",
         metavar="NAME|FILE|ID",
         help="What is asked: a task, a file or a hub id, with options as NAME:KEY=VALUE,...; "
-        "may be repeated.",
+        "may be repeated. [default: the preset's]",
     ),
 ]
 Seeds = Annotated[
     str | None,
     typer.Option("--seeds", "--seed", metavar="N,...", help="Each chooses problems. [default: 0]"),
 ]
-NumItems = Annotated[int | None, typer.Option("--n", min=1, help="Problems for each cell.")]
+NumItems = Annotated[
+    int | None,
+    typer.Option("--n", min=1, help="Problems for each cell. [default: the preset's]"),
+]
 Split = Annotated[
     SplitName | None,
     typer.Option(help="Problems to report on, or to tune settings on. [default: test]"),

@@ -1,6 +1,6 @@
 """Running a comparison: what is not yet done goes to the pool, what is done is kept at once."""
 
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 
 import attrs
 
@@ -46,7 +46,7 @@ def run(comparison: Comparison, store: Store, pool: Pool) -> Iterator[Event]:
     """
     for group in comparison.groups:
         store.add_items(group.item_records())
-    for news in pool.serve(jobs(comparison, store)):
+    for news in pool.serve(jobs(comparison, store.samples)):
         cell = comparison.cell(news.job.cell)
         if isinstance(news, JobDone):
             is_whole = len(news.job.items) == len(comparison.group_of(cell).items)
@@ -61,19 +61,19 @@ def run(comparison: Comparison, store: Store, pool: Pool) -> Iterator[Event]:
             yield SampleDone(cell, sample)
 
 
-def jobs(comparison: Comparison, store: Store) -> list[Job]:
+def jobs(comparison: Comparison, done: Container[str]) -> list[Job]:
     """What is left to do, model after model, and the costliest cells of each first.
 
     So a model is loaded once, and no cell is waited for alone at the end.
 
     Args:
         comparison: What is run.
-        store: What is done.
+        done: Keys of the samples that are done.
     """
     models = list(dict.fromkeys(group.model.name for group in comparison.groups))
     found = []
     for cell in comparison.cells:
-        left = comparison.left(cell, store.samples)
+        left = comparison.left(cell, done)
         if left:
             model = models.index(comparison.group_of(cell).model.name)
             cost = cell.budget or float("inf")

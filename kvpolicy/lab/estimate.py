@@ -4,7 +4,7 @@ What the probes say of a sample's time is taken to hold for all samples, and cel
 taken to lie in between.
 """
 
-from collections.abc import Container, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import attrs
@@ -12,6 +12,7 @@ import attrs
 from kvpolicy.lab.comparison import Comparison
 from kvpolicy.lab.grid import Cell
 from kvpolicy.lab.group import Group
+from kvpolicy.lab.pool import Job
 from kvpolicy.lab.probe import Probe, Seconds, budget_of, limit_s_of, place_of
 
 HOW = (
@@ -55,7 +56,7 @@ class Estimate:
         cells: Cells.
         samples: Samples in all.
         left: Samples still to be done.
-        workers: Processes that do it side by side.
+        workers: Workers that do it side by side.
         minutes: How long it takes, with that many.
         groups: What each group has left to do.
         probes: What was tried.
@@ -77,7 +78,7 @@ class Estimate:
 def estimate(
     comparison: Comparison,
     probes: Sequence[Probe],
-    done: Container[str],
+    pieces: Sequence[Job],
     *,
     folder: Path,
     workers: int,
@@ -87,20 +88,20 @@ def estimate(
     Args:
         comparison: What is to be run.
         probes: What was tried, at least the `representatives`.
-        done: Keys of the samples that are done.
+        pieces: What is left, in the parts that one worker does in one go.
         folder: Where the results go.
-        workers: Processes that do it side by side.
+        workers: Workers that do it side by side.
     """
-    left = {cell.id: len(comparison.left(cell, done)) for cell in comparison.cells}
+    cell_of = {piece: comparison.cell(piece.cell) for piece in pieces}
     times = {
-        cell.id: _sample_s(comparison.group_of(cell), cell, probes) * left[cell.id]
-        for cell in comparison.cells
-        if left[cell.id]
+        piece: _sample_s(comparison.group_of(cell), cell, probes) * len(piece.items)
+        for piece, cell in cell_of.items()
     }
     nothing = Seconds(0.0, 0.0)
     shares = []
     for group in comparison.groups:
         cells = comparison.cells_of(group)
+        mine = [piece for piece in pieces if cell_of[piece].group == group.id]
         shares.append(
             Share(
                 model=group.model.name,
@@ -108,19 +109,19 @@ def estimate(
                 seed=group.seed,
                 cells=len(cells),
                 samples=len(cells) * len(group.items),
-                left=sum(left[cell.id] for cell in cells),
-                elapsed_s=sum((times.get(cell.id, nothing) for cell in cells), nothing),
+                left=sum(len(piece.items) for piece in mine),
+                elapsed_s=sum((times[piece] for piece in mine), nothing),
             )
         )
     total = sum((share.elapsed_s for share in shares), nothing) * (1 / workers)
-    # No cell is divided among workers: the longest one takes its time.
+    # The longest piece takes its time, however many workers there are.
     longest = [max((getattr(t, end) for t in times.values()), default=0.0) for end in _ENDS]
     return Estimate(
         run=comparison.name,
         folder=str(folder),
         cells=len(comparison.cells),
         samples=comparison.num_samples,
-        left=sum(left.values()),
+        left=sum(share.left for share in shares),
         workers=workers,
         minutes=Seconds(max(total.low, longest[0]), max(total.high, longest[1])) * (1 / 60),
         groups=shares,

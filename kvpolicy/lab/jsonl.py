@@ -30,8 +30,8 @@ class JsonLines:
         self.path = path
         try:
             content = path.read_bytes() if path.exists() and not new else b""
-            whole = content[: content.rfind(b"\n") + 1]
-            self.records = [_parse(path, i, line) for i, line in enumerate(whole.splitlines(), 1)]
+            whole = _whole(content)
+            self.records = _records(path, whole)
             self.was_torn = len(whole) < len(content)
             # Unbuffered: one call of the system per line, so that a kill loses one line at most.
             self._file = path.open("xb" if new else "ab", buffering=0)
@@ -64,6 +64,33 @@ class JsonLines:
     def close(self) -> None:
         """Close the file."""
         self._file.close()
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """All objects of such a file in order, read without touching it.
+
+    Args:
+        path: The file; none is like an empty one.
+
+    Raises:
+        OutputError: The file cannot be read, or a line is not a JSON object. A last line that
+            was never finished is left out.
+    """
+    try:
+        content = path.read_bytes() if path.exists() else b""
+    except OSError as error:
+        msg = f"{path} cannot be opened: {error.strerror}."
+        raise OutputError(msg) from error
+    return _records(path, _whole(content))
+
+
+def _whole(content: bytes) -> bytes:
+    """Without a last line that was never finished."""
+    return content[: content.rfind(b"\n") + 1]
+
+
+def _records(path: Path, whole: bytes) -> list[dict[str, Any]]:
+    return [_parse(path, i, line) for i, line in enumerate(whole.splitlines(), 1)]
 
 
 def _encode(record: dict[str, Any]) -> bytes:

@@ -16,7 +16,7 @@ from kvpolicy.lab.comparison import Comparison
 from kvpolicy.lab.group import Group
 from kvpolicy.lab.pool import Job, JobDone, News
 from kvpolicy.lab.raycluster import Hand, RayCluster, cannot_work
-from kvpolicy.lab.shards import Ledger
+from kvpolicy.lab.shards import Ledger, cut
 
 
 @attrs.frozen
@@ -54,6 +54,15 @@ class RayPool:
         finally:
             for hand in [one for one in cluster.hands if one.shard is not None]:
                 cluster.dismiss(hand)
+
+    def pieces(self, jobs: Sequence[Job]) -> list[Job]:
+        """Jobs in the parts in which workers are given them while none is lost.
+
+        Args:
+            jobs: The jobs.
+        """
+        shards = cut(jobs, workers=self.cluster.workers, slots=self._slots)
+        return [part for parts in shards for part in parts]
 
     def _hand_out(self, ledger: Ledger, comparison: Any) -> None:
         """Give every free worker a shard, if possible of the model that it holds.

@@ -1,17 +1,20 @@
 """Where a comparison is run: on this machine, or on the workers of a cluster."""
 
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import attrs
+import torch
 
 from kvpolicy.lab.card import Describes, ModelCard
 from kvpolicy.lab.comparison import Comparison
 from kvpolicy.lab.grid import Cell
 from kvpolicy.lab.local import Local, num_workers
 from kvpolicy.lab.onray import RayPool
-from kvpolicy.lab.pool import Pool
+from kvpolicy.lab.pool import Job, Pool
 from kvpolicy.lab.probe import Probe, probe
 from kvpolicy.lab.raycluster import RayCluster
+from kvpolicy.lab.session import describe_machine
 from kvpolicy.lab.shelf import Shelf
 
 
@@ -23,6 +26,12 @@ class Place(Describes, Protocol):
 
     def num_workers(self, comparison: Comparison) -> int:
         """Workers side by side."""
+
+    def machine(self, comparison: Comparison) -> dict[str, Any]:
+        """What a worker computes with; see `kvpolicy.lab.session.describe_machine`."""
+
+    def pieces(self, comparison: Comparison, jobs: Sequence[Job]) -> list[Job]:
+        """Jobs in the parts in which workers are given them, whole or cut."""
 
     def pool(self, comparison: Comparison) -> Pool:
         """Who does the jobs of a comparison."""
@@ -47,16 +56,28 @@ class Here:
         return self.shelf.describe(name)
 
     def probe(self, comparison: Comparison, cell: Cell, limit_s: float) -> Probe:
-        """Try a cell in this process."""
+        """Try a cell in this process, with as many threads as a worker has."""
+        torch.set_num_threads(self._num_threads(comparison))
         return probe(comparison, cell, self.shelf, limit_s)
 
     def num_workers(self, comparison: Comparison) -> int:
         """Workers side by side; see `kvpolicy.lab.local.num_workers`."""
         return num_workers(comparison, self.workers)
 
+    def machine(self, comparison: Comparison) -> dict[str, Any]:
+        """This machine, with the threads of one worker."""
+        return describe_machine(threads=self._num_threads(comparison))
+
+    def pieces(self, comparison: Comparison, jobs: Sequence[Job]) -> list[Job]:
+        """The jobs as they are: no cell is divided among processes."""
+        return list(jobs)
+
     def pool(self, comparison: Comparison) -> Pool:
         """This process, or several that it forks."""
         return Local(comparison, self.shelf, self.num_workers(comparison), self.threads)
+
+    def _num_threads(self, comparison: Comparison) -> int:
+        return self.threads if self.num_workers(comparison) == 1 else 1
 
 
 @attrs.frozen
@@ -80,6 +101,14 @@ class OnRay:
     def num_workers(self, comparison: Comparison) -> int:
         """Workers side by side, at most."""
         return self.cluster.workers
+
+    def machine(self, comparison: Comparison) -> dict[str, Any]:
+        """The machine of a worker; see `RayCluster.machine`."""
+        return self.cluster.machine()
+
+    def pieces(self, comparison: Comparison, jobs: Sequence[Job]) -> list[Job]:
+        """Shards, where there are fewer jobs than keep all workers busy."""
+        return RayPool(self.cluster, comparison).pieces(jobs)
 
     def pool(self, comparison: Comparison) -> Pool:
         """The workers of the cluster."""

@@ -1,7 +1,8 @@
 """A pool of forked processes, which share the model's memory and have one thread each.
 
-They are forked before anything is opened, so that none of them holds a file or a lock of the
-results folder. When this process ends, in whatever way, they find their pipe closed and end.
+They are forked when a model is loaded, with the results folder open: of what they inherit they use
+none, and its lock they let go of (`kvpolicy.lab.folderlock`). When this process ends, in whatever
+way, they find their pipe closed and end.
 """
 
 import multiprocessing
@@ -10,6 +11,7 @@ import sys
 import traceback
 import warnings
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from multiprocessing.connection import Connection, wait
 from types import TracebackType
 from typing import Self
@@ -81,7 +83,7 @@ class Processes:
         left = list(reversed(jobs))
         busy = set()
         for pipe in self._pipes[: len(left)]:
-            pipe.send(left.pop())
+            _send(pipe, left.pop())
             busy.add(pipe)
         while busy:
             ready = [pipe for pipe in wait(list(busy)) if isinstance(pipe, Connection)]
@@ -89,7 +91,7 @@ class Processes:
                 news = _receive(pipe)
                 if isinstance(news, JobDone):
                     if left:
-                        pipe.send(left.pop())
+                        _send(pipe, left.pop())
                     else:
                         busy.remove(pipe)
                 yield news
@@ -106,18 +108,30 @@ class Processes:
             process.join()
 
 
+def _send(pipe: Connection, job: Job) -> None:
+    with _somebody_is_there():
+        pipe.send(job)
+
+
 def _receive(pipe: Connection) -> News:
-    try:
+    with _somebody_is_there():
         news = pipe.recv()
-    except EOFError as error:
+    if isinstance(news, Exception):
+        raise news
+    return news
+
+
+@contextmanager
+def _somebody_is_there() -> Iterator[None]:
+    """A worker may be gone between two messages (`EOFError`) or in the middle of one."""
+    try:
+        yield
+    except (EOFError, OSError) as error:
         msg = (
             "a worker process was killed, perhaps for lack of memory; what is done is kept: "
             "try again with --workers 1 or fewer --slots."
         )
         raise KVPolicyError(msg) from error
-    if isinstance(news, Exception):
-        raise news
-    return news
 
 
 def _work(

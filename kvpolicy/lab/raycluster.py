@@ -109,6 +109,10 @@ class RayCluster:
         """Have a worker try a cell; see `kvpolicy.lab.probe.probe`."""
         return self._ask("probe", comparison, cell, limit_s)
 
+    def machine(self) -> dict[str, Any]:
+        """Have a worker describe what it computes with; all of them are alike."""
+        return self._ask("machine")
+
     def _ask(self, method: str, *arguments: Any) -> Any:
         """Have the first worker that has begun answer something."""
         hand = self.hands[0] if self.hands else self.hire()
@@ -122,7 +126,7 @@ class RayCluster:
             if self.is_hopeless(error):
                 raise cannot_work(error) from error
             msg = (
-                f"the worker on {hand.host} that was to {method} a model was lost "
+                f"the worker on {hand.host} was lost before it was given any samples "
                 f"({type(error).__name__}), perhaps for lack of memory; give each worker more "
                 "of a machine."
             )

@@ -19,6 +19,7 @@ from kvpolicy.lab.grid import Cell
 from kvpolicy.lab.pool import Job, News
 from kvpolicy.lab.probe import Probe, probe
 from kvpolicy.lab.serving import Server
+from kvpolicy.lab.session import describe_machine
 from kvpolicy.lab.shelf import Shelf
 
 
@@ -89,6 +90,14 @@ class Worker:
         try:
             self._settle()
             return probe(comparison, cell, self._shelf, limit_s)
+        except Exception as error:
+            return _as_answer(error)
+
+    def machine(self) -> dict[str, Any] | Exception:
+        """Describe what it computes with; see `kvpolicy.lab.session.describe_machine`."""
+        try:
+            self._settle()
+            return describe_machine(threads=self._setting.threads)
         except Exception as error:
             return _as_answer(error)
 

@@ -8,6 +8,8 @@ from kvpolicy.errors import KVPolicyError
 
 Resources = Mapping[str, float]
 
+_LEAST_GPUS = 0.0001  # Ray counts no finer
+
 
 @attrs.frozen
 class Room:
@@ -18,11 +20,25 @@ class Room:
         cpus: Processors of each, and the threads it computes with.
         gpus: GPUs of each; 1 where there are any, else 0, if ``None``. A part of one is shared
             with other workers.
+
+    Raises:
+        KVPolicyError: Ray does not give out so many GPUs.
     """
 
     workers: int | None = None
     cpus: int = 1
     gpus: float | None = None
+
+    def __attrs_post_init__(self) -> None:
+        gpus = self.gpus
+        if gpus is None or gpus == 0 or _LEAST_GPUS <= gpus <= 1:
+            return
+        if not (gpus > 1 and float(gpus).is_integer()):
+            msg = (
+                f"--gpus-per-worker was given {gpus:g}; Ray gives a worker whole GPUs, or a "
+                "part of one: try 0.5, 1 or 2."
+            )
+            raise KVPolicyError(msg)
 
     def gpus_of_each(self, nodes: Sequence[Resources], device: str | None) -> float:
         """GPUs of each worker.

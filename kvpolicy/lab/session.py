@@ -14,23 +14,41 @@ import kvpolicy
 _PACKAGES = ("torch", "transformers", "tokenizers", "numpy")
 
 
-def describe_session(command: list[str], *, workers: int) -> dict[str, Any]:
-    """Describe this process.
+def describe_session(
+    command: list[str], *, workers: int, machine: dict[str, Any] | None = None
+) -> dict[str, Any]:
+    """Describe the work that begins now.
 
     Args:
         command: Words of the command line.
-        workers: Processes that run cells side by side.
+        workers: Workers side by side.
+        machine: What each of them computes with, as `describe_machine` tells it where it is;
+            this process as it is now if not given.
 
     Returns:
-        Plain data for a manifest: ``started`` (UTC), ``command``, ``versions``, ``workers``,
-        ``threads`` of each, ``cpus`` and ``device`` of the machine.
+        Plain data for a manifest: ``started`` (UTC), ``command``, ``workers``, and what
+        `describe_machine` has.
     """
     return {
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
         "command": shlex.join(command),
-        "versions": versions(),
         "workers": workers,
-        "threads": torch.get_num_threads(),
+        **(machine or describe_machine(threads=torch.get_num_threads())),
+    }
+
+
+def describe_machine(*, threads: int) -> dict[str, Any]:
+    """Describe what a worker on this machine computes with.
+
+    Args:
+        threads: Its threads.
+
+    Returns:
+        Plain data: ``versions``, ``threads``, and ``cpus`` and ``device`` of the machine.
+    """
+    return {
+        "versions": versions(),
+        "threads": threads,
         "cpus": num_cpus(),
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
     }

@@ -39,23 +39,18 @@ class Ledger:
     """What is to be done, what is being done, and what has been told of."""
 
     def __init__(self, jobs: Sequence[Job], *, workers: int, slots: Callable[[Job], int]) -> None:
-        """Cut jobs into shards.
-
-        A job stays whole where there are enough others to keep all workers busy, since only a
-        job that one worker does in one go can be timed.
+        """Open the ledger with jobs that are `cut`.
 
         Args:
             jobs: The jobs, in the order in which they are begun.
             workers: Workers that do them side by side.
-            slots: Samples of a job decoded together; no shard has fewer without need.
+            slots: Samples of a job decoded together.
         """
-        share = ceil(sum(len(job.items) for job in jobs) / (workers * _SHARDS_PER_WORKER))
         self._waiting: deque[Shard] = deque()
         self._open: dict[Job, int] = {}
         self._begun: dict[Job, float] = {}
-        for job in jobs:
-            parts = _cut(job.items, max(share, slots(job)) if workers > 1 else len(job.items))
-            self._waiting.extend(Shard(job, part) for part in parts)
+        for job, parts in zip(jobs, cut(jobs, workers=workers, slots=slots), strict=True):
+            self._waiting.extend(Shard(job, list(part.items)) for part in parts)
             self._open[job] = len(parts)
         self._cut = {job for job, num in self._open.items() if num > 1}
 
@@ -140,8 +135,32 @@ class Ledger:
         return [JobDone(job, None if job in self._cut else report, elapsed_s)]
 
 
-def _cut(items: Sequence[int], most: int) -> list[list[int]]:
+def cut(jobs: Sequence[Job], *, workers: int, slots: Callable[[Job], int]) -> list[list[Job]]:
+    """Cut jobs into shards.
+
+    A job stays whole where there are enough others to keep all workers busy, since only a
+    job that one worker does in one go can be timed, and where it is one batch.
+
+    Args:
+        jobs: The jobs.
+        workers: Workers that do them side by side.
+        slots: Samples of a job decoded together. A shard of a job that is cut has at least half
+            as many: two halves done side by side end before a batch and the rest after it.
+
+    Returns:
+        The parts of each job, in order.
+    """
+    share = ceil(sum(len(job.items) for job in jobs) / (workers * _SHARDS_PER_WORKER))
+    return [
+        [Job(job.cell, part) for part in _parts(job.items, max(share, slots(job)))]
+        if workers > 1
+        else [job]
+        for job in jobs
+    ]
+
+
+def _parts(items: tuple[int, ...], most: int) -> list[tuple[int, ...]]:
     """Parts of at most so many items, all of nearly the same size, in order."""
     num = ceil(len(items) / most)
     ends = [round(len(items) * part / num) for part in range(num + 1)]
-    return [list(items[begin:end]) for begin, end in pairwise(ends)]
+    return [items[begin:end] for begin, end in pairwise(ends)]

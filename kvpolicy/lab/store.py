@@ -24,7 +24,7 @@ import attrs
 
 from kvpolicy.errors import OutputError
 from kvpolicy.lab.folderlock import FolderLock
-from kvpolicy.lab.jsonl import JsonLines
+from kvpolicy.lab.jsonl import JsonLines, read_lines
 from kvpolicy.lab.kept import Kept
 from kvpolicy.lab.samples import CellTiming, ItemRecord, Sample
 from kvpolicy.wholefile import write_whole
@@ -147,12 +147,10 @@ def done_keys(folder: Path, run: dict[str, Any]) -> set[str]:
         run: Everything its samples depend on.
 
     Raises:
-        OutputError: The folder holds another run or something else.
+        OutputError: The folder holds another run or something else, or is damaged.
     """
     _check_is_ours_or_new(folder, run)
-    path = folder / "samples.jsonl"
-    content = path.read_bytes() if path.exists() else b""
-    return {json.loads(line)["key"] for line in content.split(b"\n")[:-1]}
+    return {Sample.from_dict(record).key for record in read_lines(folder / "samples.jsonl")}
 
 
 def _take(folder: Path, run: dict[str, Any]) -> FolderLock:

@@ -49,6 +49,19 @@ def test_the_folder_holds_all_that_is_promised(
         assert label in answer.out
 
 
+def test_a_session_has_the_threads_that_the_work_is_done_with(
+    kvpolicy: Shell, model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    used: list[int] = []
+    monkeypatch.setattr("kvpolicy.lab.processes.stay_forkable", lambda: 3)
+    monkeypatch.setattr("torch.set_num_threads", used.append)
+    words = ("ablate", "--model", model_folder, *SMALL, "--policies", "full", "--output", "out")
+    assert kvpolicy(*words).status == 0
+    assert used == [3]
+    manifest = json.loads((tmp_path / "out" / "manifest.json").read_text(encoding="utf-8"))
+    assert [session["threads"] for session in manifest["sessions"]] == [3]
+
+
 def test_every_sample_carries_the_text_that_was_graded(
     kvpolicy: Shell, model_folder: Path, tmp_path: Path
 ) -> None:

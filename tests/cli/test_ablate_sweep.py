@@ -85,6 +85,18 @@ def test_what_is_there_is_not_counted_again(kvpolicy: Shell, model_folder: Path)
     assert "n is 2 there and 3 here" in refusal(other)
 
 
+def test_a_damaged_folder_is_told_of_before_anything_is_tried(
+    kvpolicy: Shell, model_folder: Path
+) -> None:
+    words = ("ablate", "--model", model_folder, *SMALL, "--policies", "h2o", "--output", "out")
+    kvpolicy(*words)
+    samples = Path("out", "samples.jsonl")
+    samples.write_bytes(b"no JSON\n" + samples.read_bytes())
+    assert "line 1 of out/samples.jsonl is not a JSON object" in refusal(
+        kvpolicy(*words, "--dry-run")
+    )
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [

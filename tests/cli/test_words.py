@@ -101,12 +101,30 @@ class Terminal(io.StringIO):
         return True
 
 
-def test_on_a_terminal_it_is_drawn_without_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Processes are forked while progress is shown, and would have the locks of a thread."""
-    terminal = Terminal()
-    monkeypatch.setattr(sys, "stderr", terminal)
+def on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> Terminal:
+    """What is drawn on stderr from now on."""
+    shown = Terminal()
+    monkeypatch.setattr(sys, "stderr", shown)
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("COLUMNS", "100")
+    return shown
+
+
+@pytest.mark.parametrize("name", ["ours [/w sinks]", "R-KV [ours]", "[bold]R-KV[/bold]"])
+def test_on_a_terminal_names_are_shown_as_they_are(
+    monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    terminal = on_a_terminal(monkeypatch)
+    with open_progress(10) as shown:
+        shown.show(f"{name}: 80%", 1)
+        shown.keep(f"{name} is done")
+    assert f"{name}: 80%" in terminal.getvalue()
+    assert f"{name} is done" in terminal.getvalue()
+
+
+def test_on_a_terminal_it_is_drawn_without_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Processes are forked while progress is shown, and would have the locks of a thread."""
+    terminal = on_a_terminal(monkeypatch)
     now = [1.0]
     monkeypatch.setattr(progress.time, "perf_counter", lambda: now[0])
     num_threads = threading.active_count()

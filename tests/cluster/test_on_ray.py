@@ -93,7 +93,7 @@ def test_work_that_kills_every_worker_is_given_up_and_the_rest_is_kept(
 def test_without_an_address_a_cluster_is_started_and_gone_again(sweep: Sweep) -> None:
     env = {k: v for k, v in sweep.env.items() if not k.startswith("RAY_AUTH")}
     sweep.env = env | {"HOME": str(sweep.folder)}
-    sweep.start("--on", "ray", "--workers", 1)
+    sweep.start("--on", "ray", "--workers", 1, "--cpus-per-worker", 2)
     status, out, err = sweep.end()
     assert status == 0, err
     assert "one is started on this machine" in err
@@ -101,6 +101,9 @@ def test_without_an_address_a_cluster_is_started_and_gone_again(sweep: Sweep) ->
     assert all(row["throughput_tok_s"] > 0 for row in table), "one worker does cells in one go"
     assert not (sweep.folder / ".ray").exists(), "nothing is left in the user's home"
     assert len(sweep.samples()) == NUM
+    manifest = json.loads((sweep.folder / "out" / "manifest.json").read_text(encoding="utf-8"))
+    (session,) = manifest["sessions"]
+    assert (session["workers"], session["threads"]) == (1, 2), "as the worker has them"
 
 
 def test_a_cluster_that_does_not_answer_is_named(sweep: Sweep) -> None:

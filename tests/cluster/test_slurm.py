@@ -100,3 +100,8 @@ def test_every_task_of_an_array_has_a_budget_and_a_folder_of_its_own(
         samples = samples_in(tmp_path / "results" / str(budget))
         assert {sample["budget"] for sample in samples} == {budget}
         assert len(samples) == 6
+    whole = ("--policies", "full", "--output", "results/full")
+    submit("array.sbatch", tmp_path, model_folder, *whole, array_task_id=0)
+    assert {sample["budget"] for sample in samples_in(tmp_path / "results" / "full")} == {None}
+    folders = sorted(path.name for path in (tmp_path / "results").iterdir())
+    assert folders == ["192", "64", "full"]

@@ -8,8 +8,10 @@ import pytest
 from lab_comparisons import BASE, prepared
 from tiny import shared_model, tiny_tokenizer
 
+from kvpolicy.lab.ablate import jobs
 from kvpolicy.lab.comparison import Comparison
 from kvpolicy.lab.estimate import Estimate, estimate
+from kvpolicy.lab.pool import Job
 from kvpolicy.lab.presets import series_of_stack
 from kvpolicy.lab.probe import Probe, Seconds, probe, representatives
 
@@ -44,9 +46,15 @@ def probed(comparison: Comparison, seconds: dict[float | None, tuple[float, floa
     return found
 
 
-def estimated(comparison: Comparison, done: set[str], workers: int = 1) -> Estimate:
+def estimated(
+    comparison: Comparison,
+    done: set[str],
+    workers: int = 1,
+    pieces: list[Job] | None = None,
+) -> Estimate:
     probes = probed(comparison, {None: (8.0, 10.0), 48: (1.0, 2.0), 96: (4.0, 8.0)})
-    return estimate(comparison, probes, done, folder=Path("out"), workers=workers)
+    pieces = pieces or jobs(comparison, done)
+    return estimate(comparison, probes, pieces, folder=Path("out"), workers=workers)
 
 
 def test_each_model_is_tried_with_the_full_cache_and_the_smallest_and_the_largest_budget() -> None:
@@ -76,6 +84,17 @@ def test_workers_share_the_work_but_not_a_cell() -> None:
     alone, two, many = (estimated(comparison, set(), workers) for workers in (1, 2, 1000))
     assert two.minutes.low == pytest.approx(alone.minutes.low / 2)
     assert many.minutes.low == pytest.approx(BASE.n * 2 * 8.0 / 60)
+
+
+def test_workers_share_a_cell_that_is_cut() -> None:
+    comparison = prepared(series=(series_of_stack("full"),), n=10)
+    (job,) = jobs(comparison, set())
+    halves = [Job(job.cell, job.items[:5]), Job(job.cell, job.items[5:])]
+    whole, cut = (estimated(comparison, set(), 4, pieces) for pieces in ([job], halves))
+    assert whole.minutes.low == pytest.approx(10 * 8.0 / 60)
+    assert cut.minutes.low == pytest.approx(5 * 8.0 / 60), "two of the four have nothing to do"
+    assert (cut.left, cut.groups[0].left) == (10, 10)
+    assert cut.groups[0].elapsed_s == whole.groups[0].elapsed_s
 
 
 def test_what_is_done_is_not_counted_and_not_tried() -> None:

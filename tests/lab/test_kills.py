@@ -1,5 +1,6 @@
-"""A comparison killed at random moments, a hundred times: none lost, none doubled."""
+"""A comparison killed at random moments, again and again: none lost, none doubled."""
 
+import os
 import random
 import signal
 import sys
@@ -16,11 +17,11 @@ pytestmark = [
     pytest.mark.slow,
 ]
 
-NUM_KILLS = 100
+NUM_KILLS = int(os.environ.get("KVPOLICY_KILLS", "100"))  # a hundred take a quarter of an hour
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-def test_killed_a_hundred_times_at_random_moments_nothing_is_lost_or_doubled(
+def test_killed_at_random_moments_nothing_is_lost_or_doubled(
     tmp_path: Path, model_folder: Path, workers: int
 ) -> None:
     rng = random.Random(workers)

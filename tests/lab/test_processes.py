@@ -2,6 +2,7 @@
 
 import multiprocessing
 import os
+import socket
 import sys
 from collections.abc import Iterator
 
@@ -88,6 +89,47 @@ def test_a_worker_that_vanishes_is_told_of() -> None:
 
     with Processes(vanish, 2) as pool, pytest.raises(KVPolicyError, match="was killed"):
         list(pool.serve(JOBS))
+
+
+def test_a_worker_that_vanishes_between_two_jobs_is_told_of() -> None:
+    def vanish(job: Job) -> Iterator[News]:
+        yield ItemDone(job, 0, Outcome(Result(0)))
+        yield JobDone(job, RunReport(), 0.0)
+        os._exit(9)
+
+    with Processes(vanish, 1) as pool:
+        news = pool.serve(JOBS)
+        assert isinstance(next(news), ItemDone)
+        # It tells of its whole first job, and will not be there for the second one.
+        pool._processes[0].join()
+        with pytest.raises(KVPolicyError, match="was killed"):
+            list(news)
+
+
+def test_a_worker_that_vanishes_before_its_first_job_is_told_of() -> None:
+    with Processes(echo, 1) as pool:
+        pool._processes[0].kill()
+        pool._processes[0].join()
+        with pytest.raises(KVPolicyError, match="was killed"):
+            list(pool.serve(JOBS))
+
+
+def test_a_worker_that_is_killed_in_the_middle_of_a_message_is_told_of() -> None:
+    def talk(job: Job) -> Iterator[News]:
+        yield ItemDone(job, 0, Outcome(Result(0)))
+        yield ItemDone(job, 1, Outcome(Result(1, text="x" * 50_000_000)))
+
+    with Processes(talk, 1) as pool:
+        news = pool.serve(JOBS[:1])
+        assert isinstance(next(news), ItemDone)
+        with socket.socket(fileno=os.dup(pool._pipes[0].fileno())) as pipe:
+            # Its length takes four bytes; when what follows has begun, no pipe holds all of it.
+            while len(pipe.recv(5, socket.MSG_PEEK)) < 5:
+                pass
+        pool._processes[0].kill()
+        pool._processes[0].join()
+        with pytest.raises(KVPolicyError, match="was killed"):
+            list(news)
 
 
 def test_workers_are_gone_when_the_block_ends() -> None:

@@ -99,6 +99,18 @@ def test_it_tries_a_cell(model_folder: Path) -> None:
     assert (found.num_finished, found.problem) == (2, None)
 
 
+def test_it_tells_what_it_computes_with() -> None:
+    found = Worker(attrs.evolve(setting(), threads=3)).machine()
+    assert isinstance(found, dict), found
+    assert (found["threads"], found["device"]) == (3, "cpu")
+    assert found["versions"]["torch"] == torch.__version__
+    assert found["cpus"] >= 1
+
+
+def test_one_of_another_version_does_not_describe_its_machine() -> None:
+    assert "9.9 here" in refused(Worker(attrs.evolve(setting(), version="9.9")).machine())
+
+
 @pytest.mark.parametrize("task", ["agreement", "perplexity", "needle", "reasoner-verbose"])
 def test_every_kind_of_task_can_be_sent(model_folder: Path, task: str) -> None:
     comparison = comparison_of(model_folder, "full", task)

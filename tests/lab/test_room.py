@@ -39,3 +39,9 @@ def test_no_room_is_told(room: Room, device: str | None, takes: str) -> None:
     with pytest.raises(KVPolicyError) as told:
         room.how_many(CPUS, device)
     assert f"takes {takes}; there are 11 CPU and 0 GPU on 3 nodes" in str(told.value)
+
+
+@pytest.mark.parametrize("gpus", [1.5, 0.00001, -1.0, float("inf"), float("nan")])
+def test_gpus_are_whole_or_a_part_of_one(gpus: float) -> None:
+    with pytest.raises(KVPolicyError, match=r"--gpus-per-worker was given \S+; .* 0\.5, 1 or 2"):
+        Room(gpus=gpus)

@@ -11,7 +11,7 @@ from kvpolicy.errors import KVPolicyError
 from kvpolicy.lab.kept import KeptRows
 from kvpolicy.lab.measures import Outcome
 from kvpolicy.lab.pool import ItemDone, Job, JobDone, News
-from kvpolicy.lab.shards import Ledger, Shard
+from kvpolicy.lab.shards import Ledger, Shard, cut
 from kvpolicy.results import Result, RunReport
 
 
@@ -100,7 +100,25 @@ def test_a_single_worker_is_given_whole_jobs() -> None:
     assert ledger.take(anything) is None
 
 
-def test_a_single_job_keeps_all_workers_busy_and_no_shard_is_smaller_than_a_batch() -> None:
+@given(
+    sizes=st.lists(st.integers(1, 40), min_size=1, max_size=4),
+    workers=st.integers(2, 6),
+    slots=st.integers(1, 20),
+)
+def test_a_batch_is_not_cut_and_no_shard_is_less_than_half_a_batch(
+    sizes: list[int], workers: int, slots: int
+) -> None:
+    jobs = [Job(f"c{c}", tuple(range(0, 2 * size, 2))) for c, size in enumerate(sizes)]
+    for job, parts in zip(jobs, cut(jobs, workers=workers, slots=lambda _: slots), strict=True):
+        assert tuple(item for part in parts for item in part.items) == job.items
+        lengths = [len(part.items) for part in parts]
+        assert max(lengths) - min(lengths) <= 1
+        if len(job.items) <= slots:
+            assert parts == [job]
+        assert len(parts) == 1 or 2 * min(lengths) >= slots
+
+
+def test_a_single_job_keeps_all_workers_busy() -> None:
     job = Job("a", tuple(range(20)))
     ledger = ledger_of([job], workers=4, slots=2)
     shards = [take(ledger).left for _ in range(ledger.num_waiting)]

@@ -11,7 +11,7 @@ from lab_samples import CELLS, sample
 
 from kvpolicy.errors import OutputError
 from kvpolicy.lab.samples import CellTiming, ItemRecord, sample_key
-from kvpolicy.lab.store import Store
+from kvpolicy.lab.store import Store, done_keys
 
 GROUP = {"group": "g", "model": "m", "n": 3, "seed": 0}
 RUN = {"name": "r", "version": "1", "groups": [GROUP], "cells": [{"cell": "c"}]}
@@ -140,6 +140,30 @@ def test_samples_of_another_version_are_refused(tmp_path: Path) -> None:
     (tmp_path / "samples.jsonl").write_text('{"key": "k"}\n', encoding="utf-8")
     with pytest.raises(OutputError, match="another version"):
         Store(tmp_path, RUN)
+
+
+def test_what_is_done_can_be_looked_up_without_touching_anything(tmp_path: Path) -> None:
+    assert done_keys(tmp_path / "new", RUN) == set()
+    with Store(tmp_path / "out", RUN) as store:
+        store.add(SAMPLE)
+    path = tmp_path / "out" / "samples.jsonl"
+    path.write_bytes(path.read_bytes() + b'{"key": "half')
+    before = content(tmp_path / "out")
+    assert done_keys(tmp_path / "out", RUN) == {SAMPLE.key}
+    assert content(tmp_path / "out") == before
+    assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize("line", [b"no JSON", b"[]", b"\xff", b'{"other": 1}'])
+def test_a_damaged_line_is_told_of_where_what_is_done_is_looked_up(
+    tmp_path: Path, line: bytes
+) -> None:
+    with Store(tmp_path, RUN) as store:
+        store.add(SAMPLE)
+    path = tmp_path / "samples.jsonl"
+    path.write_bytes(line + b"\n" + path.read_bytes())
+    with pytest.raises(OutputError):
+        done_keys(tmp_path, RUN)
 
 
 def test_what_a_group_is_asked_is_kept_once(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ import json
 import re
 import subprocess
 import sys
+import tomllib
 from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
@@ -24,6 +25,7 @@ from kvpolicy.describe import describe
 from kvpolicy.lab.agreement import Agreement
 from kvpolicy.lab.measures import Graded
 from kvpolicy.lab.perplexity import Perplexity
+from kvpolicy.lab.presets import DEFAULT_PRESET, load_preset
 from kvpolicy.lab.suite.reasoner import LEVELS
 from kvpolicy.lab.tasks import Item, installed_tasks
 
@@ -110,6 +112,19 @@ def test_an_example_script_runs(script: Path, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert "right" in done.stdout
     assert not list(tmp_path.iterdir()), "an example leaves nothing behind"
+
+
+# The reference of sweeps
+
+
+def test_the_defaults_of_a_sweep_are_those_of_the_default_preset() -> None:
+    section = _section(DOCS / "reference" / "sweeps.md", "Defaults")
+    stated = tomllib.loads("\n".join(re.findall(r"`(\w+ = [^`]+)`", section)))
+    preset = load_preset(DEFAULT_PRESET)
+    assert (stated.pop("model"), stated.pop("task")) == (*preset.models, *preset.tasks)
+    assert tuple(stated.pop("budgets")) == preset.budgets
+    assert stated == {key: getattr(preset, key) for key in stated}
+    assert stated.keys() == {"n", "slots", "max_new_tokens", "buffer"}
 
 
 # The reference of hooks
