@@ -3,8 +3,8 @@
 With ``--json`` on stdout, with ``--output`` in a file: ``{"workload", "shape", "dtype", "device",
 "session", "num_parameters", "weight_bytes", "bandwidth_gb_s", "absent", "standings"}``, the
 fields of a standing as in `kvpolicy.lab.standings.Standing`; the first is ``generate``'s, if it
-takes part, and ratios are paired by round. With ``--memory`` it is ``readings`` in place of ``standings``, with
-the fields of `kvpolicy.lab.growth.Reading`.
+takes part, and ratios are paired by round. With ``--memory`` it is ``readings`` in place of
+``standings``, with the fields of `kvpolicy.lab.growth.Reading`.
 """
 
 from pathlib import Path

@@ -6,7 +6,6 @@ import json
 import torch
 from torch import nn
 
-
 _NOT_SAID = ("version", "transformers_version")
 
 
