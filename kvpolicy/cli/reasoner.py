@@ -89,12 +89,10 @@ def evaluate(
     finished = sum(attempt.finished for attempt in attempts) / n
     mean_tokens = sum(attempt.num_tokens for attempt in attempts) / n
     if json:
-        rows = [
-            {"depth": depth, "n": one.total, **_plain_score(one)} for depth, one in by_depth.items()
-        ]
-        overview = _plain_score(overall)
+        rows = [{"depth": depth} | _plain_score(one) for depth, one in by_depth.items()]
+        record = {"n": n, "seed": seed} | _plain_score(overall)
         lengths = {"finished": finished, "mean_tokens": mean_tokens}
-        write_json({"n": n, "seed": seed, **overview, **lengths, "by_depth": rows}, indent=2)
+        write_json(record | lengths | {"by_depth": rows}, indent=2)
         return
     cells = [
         [str(depth), str(one.total), str(one.right), f"{one.accuracy:.1%}", _interval(one)]
@@ -194,7 +192,7 @@ def _plain(problem: "Problem", attempt: "Attempt | None") -> dict[str, Any]:
 def _plain_score(score: "Score") -> dict[str, Any]:
     share = score.estimate
     ends = {"accuracy_low": share.low, "accuracy_high": share.high}
-    return {"right": score.right, "accuracy": share.value, **ends}
+    return {"n": score.total, "right": score.right, "accuracy": share.value, **ends}
 
 
 def _interval(score: "Score") -> str:
