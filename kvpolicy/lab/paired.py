@@ -14,7 +14,8 @@ from kvpolicy.lab.stats import Estimate
 
 DRAWS = 10_000
 _LOW, _HIGH = 0.025, 0.975
-_AT_ONCE = 1 << 22  # numbers drawn before they are summed: 32 MiB
+_AT_ONCE = 1 << 20  # items drawn before they are summed: 8 MiB, a few times over
+_DEARER = 16  # a count from a multinomial takes about so many times as long as drawing an item
 _NORMAL = NormalDist()
 
 
@@ -117,7 +118,7 @@ def holm(p_values: Sequence[float]) -> list[float]:
 
 
 def _resampled_sums(items: "np.ndarray", seed: int, draws: int) -> "np.ndarray":
-    """Sums over resampled items: how often each distinct one is drawn decides them.
+    """Sums over resampled items; their order does not matter.
 
     Args:
         items: ``[N, C]``.
@@ -129,10 +130,28 @@ def _resampled_sums(items: "np.ndarray", seed: int, draws: int) -> "np.ndarray":
     """
     rng = np.random.default_rng(seed)
     distinct, counts = np.unique(items, axis=0, return_counts=True)
-    shares, n = counts / counts.sum(), len(items)
-    step = max(1, _AT_ONCE // len(distinct))
+    step = max(1, _AT_ONCE // len(items))
     sizes = [min(step, draws - done) for done in range(0, draws, step)]
-    return np.concatenate([rng.multinomial(n, shares, size) @ distinct for size in sizes])
+    return np.concatenate([_times_drawn(rng, counts, size) @ distinct for size in sizes])
+
+
+def _times_drawn(rng: np.random.Generator, counts: "np.ndarray", size: int) -> "np.ndarray":
+    """How often each of K distinct items is drawn, in each of some resamples.
+
+    Args:
+        rng: What draws.
+        counts: How many there are of each, ``[K]``.
+        size: Resamples.
+
+    Returns:
+        ``[size, K]``.
+    """
+    n, k = int(counts.sum()), len(counts)
+    if k * _DEARER < n:
+        return rng.multinomial(n, counts / n, size)
+    which = np.repeat(np.arange(k), counts)[rng.integers(n, size=(size, n))]
+    places = which + k * np.arange(size)[:, None]
+    return np.bincount(places.ravel(), minlength=size * k).reshape(size, k)
 
 
 def _less(sums: "np.ndarray", of_ratio: Callable[[float], float]) -> "np.ndarray":

@@ -229,7 +229,7 @@ def test_the_engine_reads_what_a_plain_count_says(stack: str, new_tokens: int) -
 
 def test_policies_take_no_more_than_all_of_the_decode_time() -> None:
     """Long prompts and few tokens: nearly all compactions are before the first decode step."""
-    contenders, _ = line_up(tiny_model(), cells("snapkv"))
+    contenders, _ = line_up(tiny_model(), cells("knorm"))
     done = contenders[2].run([[1 + i % 50 for i in range(120)]] * 2, 3)
     assert done.policy_share is not None
     assert 0 <= done.policy_share <= 1
