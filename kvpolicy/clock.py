@@ -10,13 +10,27 @@ import torch
 
 @attrs.define
 class Clock:
-    """Seconds spent in each part of the policies' work."""
+    """Seconds spent in each part of the policies' work, and in all of it within decode steps."""
 
     observe_s: float = 0.0
     score_s: float = 0.0
     select_s: float = 0.0
     compaction_s: float = 0.0
     steer_s: float = 0.0
+    decode_policy_s: float = 0.0
+
+    @property
+    def policy_s(self) -> float:
+        """Seconds in all parts."""
+        compacting = self.score_s + self.select_s + self.compaction_s
+        return self.observe_s + compacting + self.steer_s
+
+    @contextmanager
+    def decoding(self) -> Iterator[None]:
+        """Count what policies do in a block as done within a decode step."""
+        before = self.policy_s
+        yield
+        self.decode_policy_s += self.policy_s - before
 
     @contextmanager
     def time(self, part: str, device: torch.device | None) -> Iterator[None]:

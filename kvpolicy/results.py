@@ -65,6 +65,7 @@ class RunReport:
         select_s: Seconds in `select`.
         compaction_s: Seconds in `evict`: moving the rows that stay.
         steer_s: Seconds in `steer`, by the host's clock alone.
+        decode_policy_s: Seconds of all policy work within decode steps, of those in `decode_s`.
         compactions: Compactions of one sequence in one layer, summed over both.
         peak_kv_bytes: Bytes of the cache at its largest: keys, values, positions, tracks,
             query windows, registers and unobserved hidden states of all slots, and the copy
@@ -84,6 +85,7 @@ class RunReport:
     select_s: float = 0.0
     compaction_s: float = 0.0
     steer_s: float = 0.0
+    decode_policy_s: float = 0.0
     compactions: int = 0
     peak_kv_bytes: int = 0
     num_processes: int = 1
@@ -104,11 +106,17 @@ class RunReport:
         compacting = self.score_s + self.select_s + self.compaction_s
         return self.observe_s + compacting + self.steer_s
 
+    @property
+    def policy_share(self) -> float:
+        """Part of the decode time spent on policies; what they do in prefill is in neither."""
+        return self.decode_policy_s / self.decode_s if self.decode_s else 0.0
+
     def to_dict(self) -> dict[str, Any]:
         """Plain data, ready for JSON."""
         derived = {
             "throughput_tok_s": self.throughput_tok_s,
             "policy_s": self.policy_s,
+            "policy_share": self.policy_share,
             "peak_kv_bytes_in_all": self.peak_kv_bytes_in_all,
         }
         return attrs.asdict(self) | derived

@@ -104,7 +104,7 @@ class Slots:
 
     def decode(self, take: Take) -> None:
         """Give every sequence its next token."""
-        with self._asking.about(self.active):
+        with self.clock.decoding(), self._asking.about(self.active):
             self._run(self.decode_feeds(take))
 
     def admit(self, group: Sequence[LiveSequence]) -> None:

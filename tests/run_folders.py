@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 ACCURACY = {"name": "accuracy", "title": "right", "heading": "Accuracy", "is_share": True}
+NLL = {"name": "nll", "title": "nats/token", "heading": "Loss", "is_share": False}
 FULL = ("full cache", None)
 
 # What is said of a sample beyond its place: given cell, item and attempt, fields to change.

@@ -4,7 +4,7 @@
     python docs/benchmarks/paired.py RESULTS "H2O + merge" "H2O"
 
 Of each pair of series, the first less the second: accuracy in points, and length in tokens, with
-95 % intervals. Series that have one budget each are compared as they are.
+normal 95 % intervals. Series that have one budget each are compared as they are.
 """
 
 import argparse
@@ -13,7 +13,7 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
-from kvpolicy.lab.stats import Estimate, paired_difference
+from kvpolicy.lab.stats import Estimate, mean
 
 Samples = dict[int, dict[str, Any]]  # by item
 
@@ -30,7 +30,7 @@ def read(folder: Path) -> dict[str, dict[float | None, Samples]]:
 def difference(one: Samples, other: Samples, field: str) -> Estimate:
     """Of what both have done."""
     items = sorted(one.keys() & other.keys())
-    return paired_difference(*([float(of[i][field]) for i in items] for of in (one, other)))
+    return mean([float(one[i][field]) - float(other[i][field]) for i in items])
 
 
 def main() -> None:

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from kvpolicy import Engine, Plan, hookimpl
 from kvpolicy.lab.models import open_model
-from kvpolicy.lab.stats import paired_difference
+from kvpolicy.lab.stats import mean
 from kvpolicy.lab.steer.rules import load_rules
 from kvpolicy.lab.tasks import load_task
 from kvpolicy.memory import Memory
@@ -148,7 +148,7 @@ def paired(folder: Path, n: int) -> list[dict[str, Any]]:
         record: dict[str, Any] = {"difference": f"{mine} - {rival}"}
         for budget in budgets:
             a, b = right[mine, budget], right[rival, budget]
-            found = paired_difference([a[i] for i in a], [b[i] for i in a])
+            found = mean([a[i] - b[i] for i in a])
             points = [100 * x for x in (found.value, found.low, found.high)]
             record[f"{budget:.0f}"] = "{:+.1f} ({:+.1f} {:+.1f})".format(*points)
         records.append(record)
@@ -257,7 +257,7 @@ def slots(folder: Path, n: int, budgets: Sequence[int]) -> list[dict[str, Any]]:
                         "KV MiB": report.peak_kv_bytes / 2**20,
                         "tok/s": round(report.throughput_tok_s),
                         "samples/min": round(60 * n / report.elapsed_s),
-                        "policy share": report.policy_s / report.decode_s,
+                        "policy share": report.policy_share,
                     }
                 )
                 print(records[-1])

@@ -12,7 +12,8 @@ from tempfile import TemporaryDirectory
 
 from kvpolicy import Engine, Plan
 from kvpolicy.lab.models import open_model
-from kvpolicy.lab.stats import paired_difference, wilson
+from kvpolicy.lab.paired import bootstrap_mean
+from kvpolicy.lab.stats import wilson
 from kvpolicy.lab.tasks import load_task
 
 MODEL = TASK = "reasoner"
@@ -53,7 +54,8 @@ for name, plan in plans.items():
         for result, item in zip(results, items, strict=True)
     ]
     reference = reference or right
-    share, paired = wilson(int(sum(right)), len(right)), paired_difference(right, reference)
+    share = wilson(int(sum(right)), len(right))
+    paired = bootstrap_mean([mine - full for mine, full in zip(right, reference, strict=True)])
     interval = f"{share.low:.0%}-{share.high:.0%}"
     against = f"{paired.value:+.0%} ({paired.low:+.0%} {paired.high:+.0%})"
     length = fmean(len(result.tokens) for result in results)

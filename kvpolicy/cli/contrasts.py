@@ -7,6 +7,7 @@ import attrs
 
 from kvpolicy.cli.columns import columns
 from kvpolicy.cli.console import terminal_width
+from kvpolicy.cli.gaps import describe_gaps
 from kvpolicy.lab.contrast import Contrast, Pair, Side, by_facet, to_json
 from kvpolicy.lab.measures import Column
 from kvpolicy.lab.naming import differing, setting
@@ -74,26 +75,21 @@ def many_cells(found: Sequence[Contrast]) -> str:
 
     Args:
         found: The comparisons.
+
+    Returns:
+        The table, and under it a line for each cell with samples that have no plain answer.
+        ``unpaired`` counts items that one of the two has a value for and the other has not.
     """
     names = differing([one.a.cell for one in found])
-    headers = [
-        "cell",
-        "less",
-        *names,
-        "items",
-        "difference",
-        "95 % CI",
-        "more",
-        "fewer",
-        "p",
-        "Holm",
-    ]
+    headers = ["cell", "less", *names, "items", "unpaired", "difference", "95 % CI"]
+    headers += ["more", "fewer", "p", "Holm"]
     rows = [
         [
             one.a.cell.name,
             one.b.cell.name,
             *(setting(one.a.cell, name) for name in names),
             f"{len(one.pairs):,}",
+            f"{one.num_unpaired:,}",
             *_difference(one),
             f"{one.num_above:,}",
             f"{one.num_below:,}",
@@ -102,7 +98,9 @@ def many_cells(found: Sequence[Contrast]) -> str:
         ]
         for one in found
     ]
-    return columns(headers, rows, right=range(2 + len(names), len(headers))) + "\n"
+    table = columns(headers, rows, right=range(2 + len(names), len(headers)))
+    gaps = describe_gaps(list(dict.fromkeys(s.cell for one in found for s in (one.a, one.b))))
+    return "\n".join([table, *(["", *gaps] if gaps else [])]) + "\n"
 
 
 def by_facets(found: Sequence[Contrast], facet: str, seed: int) -> str:
@@ -113,13 +111,15 @@ def by_facets(found: Sequence[Contrast], facet: str, seed: int) -> str:
         facet: The facet.
         seed: Of the resampling.
     """
-    headers = ["cell", "less", facet, "items", "A", "B", "difference", "95 % CI", "more", "fewer"]
+    headers = ["cell", "less", facet, "items", "unpaired", "A", "B", "difference", "95 % CI"]
+    headers += ["more", "fewer"]
     rows = [
         [
             part.a.cell.name,
             part.b.cell.name,
             str(value),
             f"{len(part.pairs):,}",
+            f"{part.num_unpaired:,}",
             _value(part.column, part.a.estimate),
             _value(part.column, part.b.estimate),
             *_difference(part),

@@ -40,12 +40,11 @@ def describe_run(report: "RunReport") -> str:
     Args:
         report: Its report.
     """
-    share = report.policy_s / report.decode_s if report.decode_s else 0.0
     shared = f" in each of {report.num_processes} processes" if report.num_processes > 1 else ""
     failed = f", {report.num_errors} of them failed," if report.num_errors else ""
     return (
         f"{report.num_requests} done{failed} in {report.elapsed_s:.1f} s: "
         f"{report.new_tokens:,} tokens, {report.throughput_tok_s:.0f}/s; "
-        f"policies took {share:.1%} of the decode time; "
+        f"policies took {report.policy_share:.1%} of the decode time; "
         f"the cache was at most {human_bytes(report.peak_kv_bytes)}{shared}."
     )

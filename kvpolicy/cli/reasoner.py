@@ -3,7 +3,8 @@
 With ``--json``, ``sample`` prints a list of ``{"prompt", "trace", "answer", "depth",
 "num_facts"}``, and ``"verbosity"`` where problems have one, to which ``--generate`` adds
 ``{"generated", "num_tokens", "finished", "right"}``. ``evaluate`` prints ``{"n", "seed", "right",
-"accuracy", "finished", "mean_tokens", "by_depth": [{"depth", "n", "right", "accuracy"}]}``.
+"accuracy", "accuracy_low", "accuracy_high", "finished", "mean_tokens", "by_depth": [{"depth",
+"n", "right", "accuracy", "accuracy_low", "accuracy_high"}]}``; accuracy has its 95 % interval.
 """
 
 import sys
@@ -22,7 +23,7 @@ from kvpolicy.errors import KVPolicyError
 from kvpolicy.lab.reasoner.bundled import BUNDLED, REASONER, bundled_path
 
 if TYPE_CHECKING:
-    from kvpolicy.lab.reasoner.evaluate import Attempt
+    from kvpolicy.lab.reasoner.evaluate import Attempt, Score
     from kvpolicy.lab.reasoner.log import TrainingRecord
     from kvpolicy.lab.reasoner.task import Problem
 
@@ -88,19 +89,17 @@ def evaluate(
     finished = sum(attempt.finished for attempt in attempts) / n
     mean_tokens = sum(attempt.num_tokens for attempt in attempts) / n
     if json:
-        rows = [
-            {"depth": depth, "n": one.total, "right": one.right, "accuracy": one.accuracy}
-            for depth, one in by_depth.items()
-        ]
-        overview = {"right": overall.right, "accuracy": overall.accuracy}
+        rows = [{"depth": depth} | _plain_score(one) for depth, one in by_depth.items()]
+        record = {"n": n, "seed": seed} | _plain_score(overall)
         lengths = {"finished": finished, "mean_tokens": mean_tokens}
-        write_json({"n": n, "seed": seed, **overview, **lengths, "by_depth": rows}, indent=2)
+        write_json(record | lengths | {"by_depth": rows}, indent=2)
         return
     cells = [
-        [str(depth), str(one.total), str(one.right), f"{one.accuracy:.1%}"]
+        [str(depth), str(one.total), str(one.right), f"{one.accuracy:.1%}", _interval(one)]
         for depth, one in [*by_depth.items(), ("all", overall)]
     ]
-    write(columns(["depth", "n", "right", "accuracy"], cells, right=(0, 1, 2, 3)) + "\n")
+    headers = ["depth", "n", "right", "accuracy", "95 % CI"]
+    write(columns(headers, cells, right=range(len(headers))) + "\n")
     write(f"{finished:.1%} ended by themselves; {mean_tokens:.0f} tokens on average.\n")
 
 
@@ -188,6 +187,16 @@ def _plain(problem: "Problem", attempt: "Attempt | None") -> dict[str, Any]:
         plain |= {"num_tokens": attempt.num_tokens, "finished": attempt.finished}
         plain["right"] = attempt.is_right
     return plain
+
+
+def _plain_score(score: "Score") -> dict[str, Any]:
+    share = score.estimate
+    ends = {"accuracy_low": share.low, "accuracy_high": share.high}
+    return {"n": score.total, "right": score.right, "accuracy": share.value, **ends}
+
+
+def _interval(score: "Score") -> str:
+    return f"{100 * score.estimate.low:.1f}-{score.estimate.high:.1%}"
 
 
 def _verdict(attempt: "Attempt") -> str:

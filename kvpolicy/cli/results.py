@@ -20,7 +20,6 @@ from kvpolicy.errors import KVPolicyError, ResultsError
 
 if TYPE_CHECKING:
     from kvpolicy.lab.archive import RunFolder
-    from kvpolicy.lab.pooled import PooledCell
     from kvpolicy.lab.pooledtable import PooledRow
 
 app = typer.Typer(
@@ -78,6 +77,7 @@ def table(
     if csv and json:
         msg = "--csv and --json were given; one of them is wanted."
         raise KVPolicyError(msg)
+    from kvpolicy.cli.gaps import say_what_lacks
     from kvpolicy.lab.pooled import pool
     from kvpolicy.lab.pooledtable import break_down_pooled, tabulate_pooled, to_csv, to_plain
     from kvpolicy.lab.selection import check_facet, open_runs, select
@@ -92,7 +92,7 @@ def table(
     elif csv:
         write(to_csv(rows))
     else:
-        _say_what_lacks(cells)
+        say_what_lacks(cells)
         write(_text(rows))
 
 
@@ -171,13 +171,6 @@ def _listed(about: dict[str, Any]) -> list[str]:
         f"{done:,}" if done == expected else f"{done:,} of {expected:,}",
         f"{about['num_errors']:,}",
     ]
-
-
-def _say_what_lacks(cells: "list[PooledCell]") -> None:
-    for cell in cells:
-        if len(cell.samples) < cell.num_expected:
-            done = f"{len(cell.samples):,} of {cell.num_expected:,} samples"
-            say(f"{cell.name} is not complete: {done} are done.")
 
 
 def _text(rows: "list[PooledRow]") -> str:

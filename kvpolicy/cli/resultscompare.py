@@ -53,6 +53,7 @@ def compare(
     Holm's correction for the number of comparisons.
     """
     from kvpolicy.cli.contrasts import by_facets, how_drawn, many_cells, plain, two_cells
+    from kvpolicy.cli.gaps import say_what_lacks
     from kvpolicy.lab.contrast import adjust
     from kvpolicy.lab.naming import find_cell, pairs_with
     from kvpolicy.lab.pooled import pool
@@ -81,6 +82,7 @@ def compare(
     if json:
         write_json(plain(found, by, items=items, seed=bootstrap_seed), indent=2)
     else:
+        say_what_lacks(list(dict.fromkeys(cell for pair in pairs for cell in pair)))
         text = two_cells(found[0], items=items) if with_ is None else many_cells(found)
         write(text + (by_facets(found, by, bootstrap_seed) if by is not None else ""))
         say(f"intervals: {how_drawn(bootstrap_seed)}.")

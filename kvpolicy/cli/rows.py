@@ -13,7 +13,7 @@ from kvpolicy.lab.table import Row
 Labels = Mapping[str, Sequence[str]]
 
 _LEFT = ("policy", "budget")
-_RIGHT = ("n", "length", "cut off", "compacted", "KV/sample", "tok/s")
+_RIGHT = ("n", "length", "cut off", "compacted", "KV/sample, most", "tok/s")
 _INTERVAL = "95 % CI"
 
 
@@ -33,8 +33,8 @@ def table(
         width: Characters a line may take; no limit if not given.
 
     Returns:
-        The lines. ``length`` and ``compacted`` (times) are means; ``KV/sample`` is the most
-        that one sample held; ``tok/s`` is ``-`` for a cell that was interrupted.
+        The lines. ``length`` and ``compacted`` (times) are means; ``KV/sample, most`` is of the
+        sample that held most; ``tok/s`` is ``-`` for a cell that was interrupted.
     """
     measured = [word for column in columns_ for word in (column.title, _INTERVAL)]
     headers = [*_LEFT, *measured, *_RIGHT]

@@ -10,7 +10,6 @@ from collections.abc import Generator, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
 from typing import Any
 
-import attrs
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -108,7 +107,7 @@ class PolicyCache(NoOtherCache):
             peak_kv_bytes=slots.cache.peak_bytes,
             compactions=slots.compactor.num_compactions,
             rows_evicted=sum(served.rows_evicted for served in slots.active),
-            policy_s=sum(attrs.astuple(slots.clock)),
+            policy_s=slots.clock.policy_s,
         )
 
     def check_prompt(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> None:

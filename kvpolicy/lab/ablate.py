@@ -125,7 +125,7 @@ def _timing(cell: Cell, num_requests: int, report: RunReport) -> CellTiming:
         num_requests=num_requests,
         new_tokens=report.new_tokens,
         elapsed_s=report.elapsed_s,
-        policy_s=report.policy_s,
+        policy_s=report.decode_policy_s,
         decode_s=report.decode_s,
         peak_kv_bytes=report.peak_kv_bytes,
     )

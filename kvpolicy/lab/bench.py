@@ -5,6 +5,7 @@ as fast as a trained one. Each round begins with another contender, and speeds a
 within a round, so that what the machine does meanwhile falls on all alike.
 """
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 
 import attrs
@@ -12,6 +13,7 @@ import torch
 from transformers import PreTrainedModel
 
 from kvpolicy.engine import Engine
+from kvpolicy.errors import KVPolicyError
 from kvpolicy.lab.effort import Contender, Effort, Prompts, now
 from kvpolicy.lab.grid import Cell
 from kvpolicy.lab.press import presses_for
@@ -74,6 +76,9 @@ def line_up(
     Returns:
         The contenders, ``generate`` and the model alone first, each plan followed by its rival
         in kvpress, if there is one; and who is absent, with the reason.
+
+    Raises:
+        KVPolicyError: Two have one name, by which turns are told apart.
     """
     presses = presses_for(model, list(cells))
     contenders = [*([generate(model)] if with_generate else []), model_alone(model)]
@@ -81,6 +86,7 @@ def line_up(
         rival = presses.contenders.get(cell.digest)
         contenders.append(_engine(model, cell, rival))
         contenders += [] if rival is None else [rival]
+    _check_names(contenders)
     return contenders, {} if presses.absent is None else {"kvpress": presses.absent}
 
 
@@ -106,6 +112,16 @@ def measure(
         for contender in [*contenders[first:], *contenders[:first]]:
             effort = contender.run(prompts, workload.new_tokens)
             yield Turn(number, contender.name, effort)
+
+
+def _check_names(contenders: Sequence[Contender]) -> None:
+    (name, times), *_ = Counter(one.name for one in contenders).most_common(1)
+    if times > 1:
+        msg = (
+            f"bench was given {times} contenders called {name!r}, whose turns cannot be told "
+            "apart; a plan file is called what stands before its ending: rename one."
+        )
+        raise KVPolicyError(msg)
 
 
 def _engine(model: PreTrainedModel, cell: Cell, rival: Contender | None) -> Contender:
@@ -134,7 +150,7 @@ def _engine(model: PreTrainedModel, cell: Cell, rival: Contender | None) -> Cont
             steps_s=tuple(steps),
             kv_bytes=report.peak_kv_bytes,
             read_bytes=read_bytes,
-            policy_share=report.policy_s / report.decode_s,
+            policy_share=report.policy_share,
         )
 
     return Contender(cell.series, run, cell.budget, None if rival is None else rival.name)

@@ -1,13 +1,13 @@
 """Two cells, item by item: what differs, by how much, and whether chance might do that."""
 
 from collections.abc import Collection, Mapping, Sequence
-from statistics import fmean
 from typing import Any
 
 import attrs
 
 from kvpolicy.lab.measures import ACCURACY, Column
-from kvpolicy.lab.paired import bootstrap_mean, holm, sign_test
+from kvpolicy.lab.paired import holm, sign_test
+from kvpolicy.lab.pairing import paired_difference, values_of
 from kvpolicy.lab.pooled import PooledCell
 from kvpolicy.lab.samples import Sample
 from kvpolicy.lab.stats import Estimate
@@ -61,8 +61,8 @@ class Contrast:
         a: The first cell.
         b: The second one.
         pairs: The items, in order of their numbers.
-        difference: Mean of ``a - b`` over items, with its bootstrap interval; ``None`` if the
-            cells have no item in common.
+        difference: The first cell's value over these items less the second one's, with its
+            bootstrap interval; ``None`` if the cells have no item in common.
         test: ``"mcnemar"`` where all values are right or wrong, else ``"sign"``: both are the
             exact sign test of the items on which the cells part.
         p_value: Its p-value; ``None`` if the cells have no item in common.
@@ -94,6 +94,11 @@ class Contrast:
         return len(self.pairs) - self.num_above - self.num_below
 
     @property
+    def num_unpaired(self) -> int:
+        """Items that one of the cells has a value for, and the other has not."""
+        return self.a.num_unpaired + self.b.num_unpaired
+
+    @property
     def num_both_right(self) -> int | None:
         """Items that both have right; ``None`` where values are not just right or wrong."""
         if self.test != MCNEMAR:
@@ -117,11 +122,7 @@ def contrast(a: PooledCell, b: PooledCell, column: Column, *, seed: int = 0) -> 
         column: What to compare.
         seed: Of the bootstrap.
     """
-    ours, theirs = _by_item(a, column), _by_item(b, column)
-    facets = {sample.item: sample.facets for sample in (*b.samples, *a.samples)}
-    common = sorted(ours.keys() & theirs.keys())
-    pairs = [Pair(i, fmean(ours[i]), fmean(theirs[i]), facets[i]) for i in common]
-    return _contrast(a, b, column, pairs, len(ours), len(theirs), seed)
+    return _contrast(a, b, column, _facets(a, b), seed)
 
 
 def adjust(found: Sequence[Contrast]) -> list[Contrast]:
@@ -146,15 +147,13 @@ def by_facet(whole: Contrast, facet: str, *, seed: int = 0) -> list[tuple[int | 
     Returns:
         Value and comparison, in order of the values; nothing if no item has the facet.
     """
-    groups: dict[int | str, list[Pair]] = {}
-    for pair in whole.pairs:
-        if facet in pair.facets:
-            groups.setdefault(pair.facets[facet], []).append(pair)
-    ordered = sorted(groups, key=lambda value: (isinstance(value, str), value))
     a, b = whole.a.cell, whole.b.cell
-    return [
-        (value, _contrast(a, b, whole.column, groups[value], None, None, seed)) for value in ordered
-    ]
+    groups: dict[int | str, dict[int, Mapping[str, int | str]]] = {}
+    for item, facets in _facets(a, b).items():
+        if facet in facets:
+            groups.setdefault(facets[facet], {})[item] = facets
+    ordered = sorted(groups, key=lambda value: (isinstance(value, str), value))
+    return [(value, _contrast(a, b, whole.column, groups[value], seed)) for value in ordered]
 
 
 def to_json(found: Contrast) -> dict[str, Any]:
@@ -180,33 +179,30 @@ def _contrast(
     a: PooledCell,
     b: PooledCell,
     column: Column,
-    pairs: Sequence[Pair],
-    num_a: int | None,
-    num_b: int | None,
+    asked: Mapping[int, Mapping[str, int | str]],
     seed: int,
 ) -> Contrast:
-    items = {pair.item for pair in pairs}
-    differences = [pair.difference for pair in pairs]
-    above, below = sum(d > 0 for d in differences), sum(d < 0 for d in differences)
+    """Compare two cells on some items, which come with their facets."""
+    values, others = (values_of(column, _of_items(cell, asked)) for cell in (a, b))
+    common = sorted(values.keys() & others.keys())
+    pairs = tuple(Pair(item, values[item], others[item], asked[item]) for item in common)
+    above, below = (sum(sign * pair.difference > 0 for pair in pairs) for sign in (1, -1))
     is_graded = column is ACCURACY and all({pair.a, pair.b} <= {0.0, 1.0} for pair in pairs)
+    ours, theirs = (_of_items(cell, set(common)) for cell in (a, b))
     return Contrast(
         column=column,
-        a=Side(a, column.estimate(_of_items(a, items)), (num_a or len(items)) - len(items)),
-        b=Side(b, column.estimate(_of_items(b, items)), (num_b or len(items)) - len(items)),
-        pairs=tuple(pairs),
-        difference=bootstrap_mean(differences, seed=seed) if pairs else None,
+        a=Side(a, column.estimate(ours), len(values) - len(common)),
+        b=Side(b, column.estimate(theirs), len(others) - len(common)),
+        pairs=pairs,
+        difference=paired_difference(column, ours, theirs, seed=seed),
         test=MCNEMAR if is_graded else SIGN,
         p_value=sign_test(above, below) if pairs else None,
     )
 
 
-def _by_item(cell: PooledCell, column: Column) -> dict[int, list[float]]:
-    found: dict[int, list[float]] = {}
-    for sample in cell.samples:
-        value = column.value(sample)
-        if value is not None:
-            found.setdefault(sample.item, []).append(value)
-    return found
+def _facets(a: PooledCell, b: PooledCell) -> dict[int, Mapping[str, int | str]]:
+    """The facets of every item that one of the cells was asked."""
+    return {sample.item: sample.facets for sample in (*b.samples, *a.samples)}
 
 
 def _of_items(cell: PooledCell, items: Collection[int]) -> list[Sample]:

@@ -1,6 +1,5 @@
 """A table of plain values with typed columns, as CSV and as Parquet."""
 
-import csv
 import io
 import json
 from pathlib import Path
@@ -9,6 +8,7 @@ from typing import Any, Literal
 import attrs
 
 from kvpolicy.errors import ResultsError
+from kvpolicy.lab.csvtext import csv_text
 from kvpolicy.wholefile import write_whole
 
 Kind = Literal["text", "whole", "number", "truth"]
@@ -73,14 +73,10 @@ def check_can_write(path: Path) -> None:
 
 
 def _csv(table: Table) -> str:
-    out = io.StringIO()
-    writer = csv.writer(out, lineterminator="\n")
-    writer.writerow(table.kinds)
-    # `true` is a truth to pandas, to duckdb and to spreadsheets; None is an empty field.
+    # `true` is a truth to pandas, to duckdb and to spreadsheets.
     words = {True: "true", False: "false"}
-    for row in table.rows:
-        writer.writerow([words[value] if isinstance(value, bool) else value for value in row])
-    return out.getvalue()
+    rows = ([words[v] if isinstance(v, bool) else v for v in row] for row in table.rows)
+    return csv_text(list(table.kinds), rows)
 
 
 def _parquet(table: Table) -> bytes:

@@ -41,6 +41,9 @@ class Column:
         value: The quantity of one sample; ``None`` where it has none, because it failed.
         estimate: The quantity of a cell with its interval; ``None`` if no sample has one.
         is_share: Whether it lies between 0 and 1 and reads best in percent.
+        parts: What a sample adds to each of the two sums whose ratio the quantity of a cell is,
+            or ``None``; not given where the quantity of a cell is the mean over its items.
+        of_ratio: What the quantity is of that ratio, such as its exponential.
     """
 
     name: str
@@ -49,6 +52,8 @@ class Column:
     value: Callable[[Sample], float | None]
     estimate: Callable[[Sequence[Sample]], Estimate | None]
     is_share: bool = False
+    parts: Callable[[Sample], tuple[float, float] | None] | None = None
+    of_ratio: Callable[[float], float] = float
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for the manifest."""

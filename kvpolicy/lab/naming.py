@@ -94,6 +94,19 @@ def setting(cell: PooledCell, name: str) -> str:
     return cell.version if name == "version" else str(getattr(cell.group, name))
 
 
+def told_apart(cells: Sequence[PooledCell]) -> list[str]:
+    """Names of cells, each with the settings by which some of them differ.
+
+    Args:
+        cells: The cells.
+    """
+    names = [one for one in differing(cells) if len({setting(cell, one) for cell in cells}) > 1]
+    return [
+        ", ".join([cell.name, *(f"{name} {setting(cell, name)}" for name in names)])
+        for cell in cells
+    ]
+
+
 def _of_run(cells: Sequence[PooledCell], text: str) -> tuple[str, list[PooledCell]]:
     """Take the name of a run off; a colon may also belong to a series."""
     run, colon, name = text.partition(":")
@@ -130,11 +143,7 @@ def _begins(cell: PooledCell, text: str) -> bool:
 
 
 def _ambiguous(text: str, found: Sequence[PooledCell]) -> str:
-    names = differing(found)
-    said = [
-        ", ".join([cell.name, *(f"{name} {setting(cell, name)}" for name in names)])
-        for cell in found
-    ]
+    said = told_apart(found)
     return (
         f"{text!r} may be any of {len(found)} cells: {'; '.join(said[:4])}"
         f"{'; ...' if len(said) > 4 else ''}; say SERIES@BUDGET, narrow it with --model, --task "

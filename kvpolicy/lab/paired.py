@@ -5,7 +5,7 @@ the same figures.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from statistics import NormalDist
 
 import numpy as np
@@ -14,7 +14,8 @@ from kvpolicy.lab.stats import Estimate
 
 DRAWS = 10_000
 _LOW, _HIGH = 0.025, 0.975
-_AT_ONCE = 1 << 22  # numbers drawn before they are summed: 32 MiB
+_AT_ONCE = 1 << 20  # items drawn before they are summed: 8 MiB, a few times over
+_DEARER = 16  # a count from a multinomial takes about so many times as long as drawing an item
 _NORMAL = NormalDist()
 
 
@@ -37,10 +38,40 @@ def bootstrap_mean(values: Sequence[float], *, seed: int = 0, draws: int = DRAWS
     mean = math.fsum(values) / len(values)
     if np.all(array == array[0]):
         return Estimate(mean, mean, mean)
-    means = np.sort(_resampled_means(array, seed, draws))
-    shift, skew = _bias(means, mean), _acceleration(array)
-    low, high = (_quantile(means, _adjusted(level, shift, skew)) for level in (_LOW, _HIGH))
-    return Estimate(mean, min(low, mean), max(high, mean))
+    means = _resampled_sums(array[:, None], seed, draws)[:, 0] / len(values)
+    return _bca(mean, means, array - array.mean())
+
+
+def bootstrap_ratios(
+    ours: Sequence[tuple[float, float]],
+    theirs: Sequence[tuple[float, float]],
+    *,
+    of_ratio: Callable[[float], float] = float,
+    seed: int = 0,
+    draws: int = DRAWS,
+) -> Estimate:
+    """Estimate one ratio of sums less another, over the same items, as `bootstrap_mean` does.
+
+    Args:
+        ours: What each item adds to both sums of the first ratio, to the one that is divided and
+            to the one that it is divided by; the latter is above 0. At least one item.
+        theirs: The same of the ratio that is subtracted, in the same order.
+        of_ratio: What is taken of each ratio before, such as its exponential.
+        seed: Of the resampling.
+        draws: Resamples.
+
+    Returns:
+        The difference of the two and its BCa interval, in which items vary. Of items that are
+        all alike, or of one, it has no width.
+    """
+    items = np.asarray([(*a, *b) for a, b in zip(ours, theirs, strict=True)], dtype=float)
+    totals = np.asarray([[math.fsum(column) for column in items.T]])
+    value = float(_less(totals, of_ratio)[0])
+    if np.all(items == items[0]):
+        return Estimate(value, value, value)
+    drawn = _less(_resampled_sums(items, seed, draws), of_ratio)
+    left_out = _less(totals - items, of_ratio)
+    return _bca(value, drawn, left_out.mean() - left_out)
 
 
 def sign_test(num_above: int, num_below: int) -> float:
@@ -86,33 +117,85 @@ def holm(p_values: Sequence[float]) -> list[float]:
     return adjusted
 
 
-def _resampled_means(values: "np.ndarray", seed: int, draws: int) -> "np.ndarray":
-    """Means of resamples: how often each distinct value is drawn decides them.
+def _resampled_sums(items: "np.ndarray", seed: int, draws: int) -> "np.ndarray":
+    """Sums over resampled items; their order does not matter.
+
+    Args:
+        items: ``[N, C]``.
+        seed: Of the resampling.
+        draws: Resamples.
 
     Returns:
-        ``[draws]``.
+        ``[draws, C]``.
     """
     rng = np.random.default_rng(seed)
-    distinct, counts = np.unique(values, return_counts=True)
-    shares, n = counts / counts.sum(), len(values)
-    step = max(1, _AT_ONCE // len(distinct))
+    distinct, counts = np.unique(items, axis=0, return_counts=True)
+    step = max(1, _AT_ONCE // len(items))
     sizes = [min(step, draws - done) for done in range(0, draws, step)]
-    return np.concatenate([rng.multinomial(n, shares, size) @ distinct / n for size in sizes])
+    return np.concatenate([_times_drawn(rng, counts, size) @ distinct for size in sizes])
 
 
-def _bias(means: "np.ndarray", mean: float) -> float:
-    """By how many standard deviations the resamples' median misses the mean; ties count half."""
-    near = np.isclose(means, mean, rtol=1e-12, atol=1e-12)
-    below = np.count_nonzero((means < mean) & ~near) + np.count_nonzero(near) / 2
+def _times_drawn(rng: np.random.Generator, counts: "np.ndarray", size: int) -> "np.ndarray":
+    """How often each of K distinct items is drawn, in each of some resamples.
+
+    Args:
+        rng: What draws.
+        counts: How many there are of each, ``[K]``.
+        size: Resamples.
+
+    Returns:
+        ``[size, K]``.
+    """
+    n, k = int(counts.sum()), len(counts)
+    if k * _DEARER < n:
+        return rng.multinomial(n, counts / n, size)
+    which = np.repeat(np.arange(k), counts)[rng.integers(n, size=(size, n))]
+    places = which + k * np.arange(size)[:, None]
+    return np.bincount(places.ravel(), minlength=size * k).reshape(size, k)
+
+
+def _less(sums: "np.ndarray", of_ratio: Callable[[float], float]) -> "np.ndarray":
+    """Of each row of four sums, the first ratio less the second.
+
+    Args:
+        sums: ``[K, 4]``.
+        of_ratio: What is taken of each ratio.
+
+    Returns:
+        ``[K]``.
+    """
+    ours, theirs = sums[:, 0] / sums[:, 1], sums[:, 2] / sums[:, 3]
+    pairs = zip(ours.tolist(), theirs.tolist(), strict=True)
+    return np.asarray([of_ratio(a) - of_ratio(b) for a, b in pairs])
+
+
+def _bca(value: float, drawn: "np.ndarray", influences: "np.ndarray") -> Estimate:
+    """The interval of a value, from what resamples give for it.
+
+    Args:
+        value: What the items themselves give.
+        drawn: What resamples of them give, ``[draws]``.
+        influences: By how much the value falls when an item is left out, ``[N]``, less the mean
+            of that; only their proportions count.
+    """
+    drawn = np.sort(drawn)
+    shift, skew = _bias(drawn, value), _acceleration(influences)
+    low, high = (_quantile(drawn, _adjusted(level, shift, skew)) for level in (_LOW, _HIGH))
+    return Estimate(value, min(low, value), max(high, value))
+
+
+def _bias(drawn: "np.ndarray", value: float) -> float:
+    """By how many standard deviations the resamples' median misses the value; ties count half."""
+    near = np.isclose(drawn, value, rtol=1e-12, atol=1e-12)
+    below = np.count_nonzero((drawn < value) & ~near) + np.count_nonzero(near) / 2
     # Never 0 or 1, whose quantiles are infinite.
-    return _NORMAL.inv_cdf((below + 0.5) / (len(means) + 1))
+    return _NORMAL.inv_cdf((below + 0.5) / (len(drawn) + 1))
 
 
-def _acceleration(values: "np.ndarray") -> float:
-    """A sixth of the skewness of the mean, from the jackknife."""
-    centred = values - values.mean()
-    spread = float(np.sum(centred**2))
-    return float(np.sum(centred**3)) / (6 * spread**1.5)
+def _acceleration(influences: "np.ndarray") -> float:
+    """A sixth of the skewness of the value, from the jackknife."""
+    spread = float(np.sum(influences**2))
+    return float(np.sum(influences**3)) / (6 * spread**1.5) if spread else 0.0
 
 
 def _adjusted(level: float, shift: float, skew: float) -> float:
@@ -121,6 +204,6 @@ def _adjusted(level: float, shift: float, skew: float) -> float:
     return _NORMAL.cdf(shift + moved / (1 - skew * moved))
 
 
-def _quantile(means: "np.ndarray", level: float) -> float:
-    place = int(level * (len(means) + 1)) - 1
-    return float(means[min(max(place, 0), len(means) - 1)])
+def _quantile(drawn: "np.ndarray", level: float) -> float:
+    place = int(level * (len(drawn) + 1)) - 1
+    return float(drawn[min(max(place, 0), len(drawn) - 1)])

@@ -78,8 +78,16 @@ class Perplexity:
         """Mean negative log-likelihood of a token, in nats, and its exponential."""
         heading = "Negative log-likelihood, nats per token"
         return (
-            Column("nll", "nats/token", heading, _nll_of, _nll),
-            Column("perplexity", "perplexity", "Perplexity", _perplexity_of, _perplexity),
+            Column("nll", "nats/token", heading, _nll_of, _nll, parts=_scored),
+            Column(
+                "perplexity",
+                "perplexity",
+                "Perplexity",
+                _perplexity_of,
+                _perplexity,
+                parts=_scored,
+                of_ratio=math.exp,
+            ),
         )
 
     def begin(self, engine: "Engine", asked: Sequence[Asked]) -> Trial:

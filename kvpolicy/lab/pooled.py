@@ -176,11 +176,13 @@ class _Questions:
     """Numbers questions, across seeds, models and runs.
 
     Items of one model are the same question if their texts are. Items of two models, whose
-    chat templates word the same question differently, are if task, split, seed and number are.
+    chat templates word the same question differently, are if task, split, seed and number are,
+    and what no template words: answer and reference.
     """
 
     def __init__(self, runs: Sequence[RunFolder]) -> None:
         self._of_text: dict[object, int] = {}
+        self._of_said: dict[object, int] = {}
         self._of_place: dict[object, int] = {}
         self._of_item: dict[tuple[str, int], int] = {}
         self._worded: set[object] = set()
@@ -202,14 +204,16 @@ class _Questions:
     def _find(self, group: Group, record: ItemRecord) -> int:
         text = (group.model, group.task, record.prompt, record.answer, record.reference)
         place = _place(group, record.item)
+        said = (place, record.answer, record.reference)
         number = self._of_text.get(text)
-        if number is None and (group.model, place) not in self._worded:
-            number = self._of_place.get(place)
+        if number is None and (group.model, said) not in self._worded:
+            number = self._of_said.get(said)
         if number is None:
             number = self._next()
         self._of_text[text] = number
+        self._of_said.setdefault(said, number)
         self._of_place.setdefault(place, number)
-        self._worded.add((group.model, place))
+        self._worded.add((group.model, said))
         return number
 
     def _next(self) -> int:

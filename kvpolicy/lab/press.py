@@ -5,6 +5,7 @@ Knobs of the same name get the same values. kvpress compresses while decoding by
 ``DecodingPress`` around such a press, once every ``compression_interval`` steps.
 """
 
+from collections import Counter
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from importlib.metadata import PackageNotFoundError, requires, version
@@ -20,7 +21,7 @@ from kvpolicy.lab.rival import timed_generate
 
 LIBRARY = "kvpress"
 
-_HOW = "in an environment of its own: pip install 'kvpolicy[benchmarks]'"
+_HOW = "in a new environment, from a clone of kvpolicy: pip install -e '.[benchmarks]'"
 
 
 @attrs.frozen
@@ -58,7 +59,20 @@ def presses_for(model: PreTrainedModel, cells: list[Cell]) -> Presses:
         for cell in cells
         if (contender := _press_for(kvpress, model, cell)) is not None
     }
-    return Presses(found, None if found else f"{LIBRARY} has no press of these policies' names")
+    absent = None if found else f"{LIBRARY} has no press of these policies' names"
+    return Presses(_told_apart(found, cells), absent)
+
+
+def _told_apart(found: dict[str, Contender], cells: list[Cell]) -> dict[str, Contender]:
+    """Presses of one name with the series of their plan: plans may differ in knobs alone."""
+    known = Counter(one.name for one in found.values())
+    series = {cell.digest: cell.series for cell in cells}
+    return {
+        digest: one
+        if known[one.name] == 1
+        else attrs.evolve(one, name=f"{one.name} ({series[digest]})")
+        for digest, one in found.items()
+    }
 
 
 def _unmet(library: str, package: str) -> str | None:

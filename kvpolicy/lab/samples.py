@@ -139,7 +139,8 @@ class CellTiming:
         num_requests: Samples of the cell.
         new_tokens: Tokens generated.
         elapsed_s: Seconds from the first prompt to the last result.
-        policy_s: Seconds in score, select and compaction.
+        policy_s: Seconds of policy work within decode steps: observing, scoring, selecting,
+            compacting and steering.
         decode_s: Seconds in decode steps, compactions included.
         peak_kv_bytes: Bytes of the cache of all slots at its largest.
     """

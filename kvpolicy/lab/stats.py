@@ -98,22 +98,6 @@ def _wilson(share: float, n: float) -> Estimate:
     return Estimate(share, low, high)
 
 
-def paired_difference(values: Sequence[float], reference: Sequence[float]) -> Estimate:
-    """Estimate by how much two series differ on the same items.
-
-    What makes an item hard for both falls out, so that the interval is narrower than that of
-    two separate means.
-
-    Args:
-        values: One number for each item.
-        reference: The other series, in the same order.
-
-    Returns:
-        Mean of ``values - reference``, with its normal 95 % interval.
-    """
-    return mean([a - b for a, b in zip(values, reference, strict=True)])
-
-
 def mean(values: Sequence[float]) -> Estimate:
     """Estimate a mean with the normal 95 % interval.
 

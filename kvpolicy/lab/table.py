@@ -1,15 +1,15 @@
 """From samples to the comparison: one row for each cell."""
 
-import csv
-import io
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Protocol
 
 import attrs
 
+from kvpolicy.lab.csvtext import csv_text
 from kvpolicy.lab.measures import ACCURACY, LENGTH, Column
+from kvpolicy.lab.pairing import paired_difference
 from kvpolicy.lab.samples import CellTiming, Sample
-from kvpolicy.lab.stats import Estimate, paired_difference
+from kvpolicy.lab.stats import Estimate
 
 
 class Compared(Protocol):
@@ -53,15 +53,16 @@ class Row:
         num_ungraded: On how many the grader had no verdict; they count as not right.
         measured: What the task measures, by name of the column: the share of right answers as
             ``accuracy``, for example; ``None`` where no sample has a value.
-        difference: The first of these less that of the first cell, paired by item; ``None``
-            for that cell itself, and where the two have no item in common.
+        difference: The first of these less that of the first cell, paired by item, as
+            `paired_difference` says; ``None`` for that cell itself, and where the two have no
+            item in common.
         length: Mean number of generated tokens, over items, of samples that did not fail.
         truncated: Share that was cut off at the most tokens allowed.
         compactions: Mean number of compactions of a sample.
         peak_bytes: Bytes of keys and values of the sample that held most.
         peak_kv_bytes: Bytes of the cache of all slots; ``None`` if the cell was interrupted.
         throughput_tok_s: Generated tokens per second; ``None`` likewise.
-        policy_share: Part of the decode time spent in the policy; ``None`` likewise.
+        policy_share: Part of the decode time spent on policies; ``None`` likewise.
     """
 
     series: str
@@ -139,12 +140,8 @@ def estimates_of(rows: Sequence[Row]) -> set[str]:
 
 def write_csv(records: Sequence[Mapping[str, Any]]) -> str:
     """Records as CSV, with a column for every name that occurs."""
-    out = io.StringIO()
-    names = dict.fromkeys(name for record in records for name in record)
-    writer = csv.DictWriter(out, fieldnames=list(names), lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(records)
-    return out.getvalue()
+    names = list(dict.fromkeys(name for record in records for name in record))
+    return csv_text(names, ([record.get(name) for name in names] for record in records))
 
 
 def flat(record: Mapping[str, Any], estimates: Collection[str]) -> dict[str, Any]:
@@ -185,7 +182,9 @@ def _row(
         num_errors=n - len(served),
         num_ungraded=sum(sample.ungraded is not None for sample in served),
         measured={column.name: column.estimate(samples) for column in columns},
-        difference=None if samples is reference else _difference(columns[0], samples, reference),
+        difference=None
+        if samples is reference
+        else paired_difference(columns[0], samples, reference),
         length=LENGTH.estimate(samples),
         truncated=sum(sample.finish_reason == "length" for sample in served) / n,
         compactions=sum(sample.compactions for sample in served) / max(len(served), 1),
@@ -199,22 +198,3 @@ def _row(
 def _num_correct(samples: Sequence[Sample]) -> int | None:
     is_graded = any(s.correct is not None or s.ungraded is not None for s in samples)
     return sum(bool(sample.correct) for sample in samples) if is_graded else None
-
-
-def _difference(
-    column: Column, samples: Sequence[Sample], reference: Sequence[Sample]
-) -> Estimate | None:
-    """A column less that of the reference, on the items that both have a value for."""
-    ours, theirs = _by_item(column, samples), _by_item(column, reference)
-    pairs = [(ours[item], theirs[item]) for item in ours if item in theirs]
-    return paired_difference(*zip(*pairs, strict=True)) if pairs else None
-
-
-def _by_item(column: Column, samples: Sequence[Sample]) -> dict[int, float]:
-    """A column's value of each item: the mean over its attempts."""
-    found: dict[int, list[float]] = {}
-    for sample in samples:
-        value = column.value(sample)
-        if value is not None:
-            found.setdefault(sample.item, []).append(value)
-    return {item: sum(values) / len(values) for item, values in found.items()}

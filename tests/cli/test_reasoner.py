@@ -6,6 +6,7 @@ import pytest
 from shell import Shell
 
 from kvpolicy.lab.reasoner.bundled import BUNDLED
+from kvpolicy.lab.stats import wilson
 from kvpolicy.lab.tasks import load_task
 
 
@@ -28,7 +29,24 @@ def test_the_first_reasoner_is_meant_if_none_is_named(kvpolicy: Shell) -> None:
 def test_evaluate_answers_with_the_weights_of_that_name(kvpolicy: Shell, name: str) -> None:
     answer = kvpolicy("reasoner", "evaluate", "--name", name, "--n", 4, "--json")
     assert answer.status == 0, answer.err
-    assert json.loads(answer.out)["right"] >= 3
+    found = json.loads(answer.out)
+    assert found["n"] == 4
+    assert found["right"] >= 3
+    for one in (found, *found["by_depth"]):
+        share = wilson(one["right"], one["n"])
+        ends = [one[name] for name in ("accuracy", "accuracy_low", "accuracy_high")]
+        assert ends == [share.value, share.low, share.high]
+
+
+def test_evaluate_says_how_sure_it_is(kvpolicy: Shell) -> None:
+    head, _, *rows, last, _ = kvpolicy("reasoner", "evaluate", "--n", 4).out.splitlines()
+    assert head.split() == ["depth", "n", "right", "accuracy", "95", "%", "CI"]
+    assert rows
+    share = wilson(int(last.split()[2]), 4)
+    assert last.split()[3:] == [
+        f"{share.value:.1%}",
+        f"{100 * share.low:.1f}-{100 * share.high:.1f}%",
+    ]
 
 
 @pytest.mark.parametrize(

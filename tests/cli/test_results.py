@@ -231,6 +231,41 @@ def test_all_cells_are_compared_with_one_of_their_model(kvpolicy: Shell) -> None
     assert text.count("0.031") == 4
 
 
+def test_comparing_with_one_drops_no_count(kvpolicy: Shell) -> None:
+    """The second cell has four of its samples, and of those that are done some have no answer."""
+    write_run(Path("run"), says=_worse, plans=(("H2O", 64), ("full cache", None)), only_first=12)
+    answer = kvpolicy("results", "compare", "run", "--with", "full cache")
+    head, _, row, blank, *gaps = answer.out.splitlines()
+    assert head.split()[:4] == ["cell", "less", "items", "unpaired"]
+    assert row.split()[:5] == ["H2O@64", "full", "cache", "4", "4"]
+    assert blank == ""
+    assert gaps == ["H2O@64: of 8 samples 1 cut off, 1 failed, 1 ungraded"]
+    assert "full cache is not complete: 4 of 8 samples are done." in answer.err
+    two = kvpolicy("results", "compare", "run", "H2O@64", "full cache")
+    assert "full cache is not complete: 4 of 8 samples are done." in two.err
+    by_kind = kvpolicy("results", "compare", "run", "--with", "full", "--by", "kind").out
+    chains, sums = by_kind.splitlines()[-2:]
+    assert chains.split()[3:6] == ["chains", "0", "4"]
+    assert sums.split()[3:6] == ["sums", "4", "0"]
+
+
+def test_what_lacks_is_told_of_cells_that_are_told_apart(kvpolicy: Shell) -> None:
+    write_run(Path("run"), says=_worse, models=("m", "n"), plans=(("H2O", 64),))
+    write_run(Path("full"), models=("m", "n"), plans=(("full cache", None),), only_first=10)
+    answer = kvpolicy("results", "compare", "run", "full", "--with", "full cache")
+    gaps = "of 8 samples 1 cut off, 1 failed, 1 ungraded"
+    assert answer.out.splitlines()[-2:] == [f"H2O@64, model {model}: {gaps}" for model in "mn"]
+    assert "full cache, model n is not complete: 2 of 8 samples are done." in answer.err
+    assert "model m is not complete" not in answer.err
+
+
+def test_the_table_says_that_bytes_are_of_the_sample_that_held_most(kvpolicy: Shell) -> None:
+    write_run(Path("run"))
+    assert "KV/sample, most" in kvpolicy("results", "table", "run").out
+    row, *_ = kvpolicy("results", "table", "run", "--json").json
+    assert row["peak_bytes"] == 1024 * (10 + 20 + 7)
+
+
 def test_a_comparison_can_be_broken_down(kvpolicy: Shell) -> None:
     write_run(Path("run"), says=_worse)
     words = ("results", "compare", "run", "H2O@64", "full", "--by", "kind")

@@ -1,5 +1,6 @@
 """Running requests: order, stops, cancellation, errors, pieces of text, and the report."""
 
+import time
 from typing import Any
 
 import attrs
@@ -11,8 +12,11 @@ from strategies import prompts
 from tiny import greedy_tokens, shared_model, tiny_model, tiny_tokenizer
 
 from kvpolicy import Engine, Plan, Request, Sampling, hookimpl
+from kvpolicy.cli.figures import describe_run
 from kvpolicy.errors import KVPolicyError
 from kvpolicy.planspec import PolicySpec
+from kvpolicy.results import RunReport
+from kvpolicy.run import Run
 
 FULL = Plan.uniform("full")
 TOKENIZER = tiny_tokenizer()
@@ -308,6 +312,46 @@ def test_the_report_counts_what_happened() -> None:
     assert report.decode_s + report.prefill_s >= report.policy_s > 0
     assert report.throughput_tok_s == pytest.approx(18 / report.elapsed_s)
     assert run.report == report, "the report of a run that is done no longer changes"
+
+
+def test_the_share_of_policies_is_of_decode_time_and_of_their_work_there(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A clock that goes on by a second when a policy scores, and by three when a token is drawn.
+
+    A prompt of 40 tokens enters in chunks, with a compaction after each; few follow it.
+    """
+    now, scored_at = [0.0], list[int]()
+    num_drawn = [0]
+
+    @attrs.define(eq=False)
+    class Slow:
+        @hookimpl
+        def score(self, keys: torch.Tensor) -> torch.Tensor:
+            now[0] += 1
+            scored_at.append(num_drawn[0])
+            return keys.norm(dim=-1)
+
+    def draw(sequences: Any, logits: Any) -> list[int]:
+        now[0] += 3
+        num_drawn[0] += 1
+        return [1] * len(sequences)
+
+    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
+    engine = Engine(shared_model(), plan=Plan.uniform(Slow(), budget=6, buffer=2), slots=1)
+    run = Run(engine, [Request([1] * 40, max_new_tokens=10, stop_ids=())], draw)
+    run.results()
+    report = run.report
+    # The first token is drawn in prefill; the chunk that it follows is compacted after it.
+    in_decode = sum(drawn >= 2 for drawn in scored_at)
+    assert report.policy_s == len(scored_at) > report.decode_s, "more than all of it"
+    assert report.decode_policy_s == in_decode > 0
+    assert report.decode_s == 9 * 3 + in_decode
+    assert report.prefill_s == 3 + len(scored_at) - in_decode
+    assert report.policy_share == in_decode / (27 + in_decode)
+    assert report.to_dict()["policy_share"] == report.policy_share
+    assert f"policies took {report.policy_share:.1%} of the decode time" in describe_run(report)
+    assert RunReport(score_s=1.0).policy_share == 0, "before the first step"
 
 
 def test_records_are_plain_data() -> None:

@@ -24,7 +24,7 @@ from kvpolicy.lab.bench import Turn, Workload, line_up, measure
 from kvpolicy.lab.effort import Contender, Effort, pad
 from kvpolicy.lab.grid import Cell, build_cells
 from kvpolicy.lab.growth import resident_bytes, watch
-from kvpolicy.lab.presets import series_of_stack
+from kvpolicy.lab.presets import Series, series_of_stack
 from kvpolicy.lab.press import presses_for
 from kvpolicy.lab.rival import ALONE, GENERATE, generate, model_alone
 from kvpolicy.lab.shapes import SHAPES, random_model, weight_bytes
@@ -227,6 +227,14 @@ def test_the_engine_reads_what_a_plain_count_says(stack: str, new_tokens: int) -
     assert (done.policy_share > 0) == (stack != "full")
 
 
+def test_policies_take_no_more_than_all_of_the_decode_time() -> None:
+    """Long prompts and few tokens: nearly all compactions are before the first decode step."""
+    contenders, _ = line_up(tiny_model(), cells("knorm"))
+    done = contenders[2].run([[1 + i % 50 for i in range(120)]] * 2, 3)
+    assert done.policy_share is not None
+    assert 0 <= done.policy_share <= 1
+
+
 def test_the_model_alone_has_no_cache() -> None:
     done = model_alone(tiny_model()).run(PROMPTS, 9)
     assert (done.kv_bytes, done.read_bytes, done.prefill_s) == (0, 0, None)
@@ -288,12 +296,49 @@ def test_a_press_gets_the_budget_the_interval_and_the_knobs_of_its_namesake(
     assert given["base_press"].window_size == 8, "the engine's, not 64"
 
 
+def test_plans_that_differ_in_knobs_alone_have_each_a_rival_of_their_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    library, made = fake_kvpress()
+    monkeypatch.setitem(sys.modules, "kvpress", library)
+    plans = {
+        label: {"stack": [{"policy": "snapkv", "window_size": size}]}
+        for label, size in (("wide", 8), ("narrow", 4))
+    }
+    series = [Series(label, plan) for label, plan in plans.items()]
+    mine = build_cells(series, num_layers=2, budgets=[24], buffer=6)
+    contenders, _ = line_up(tiny_model(), mine)
+    rivals = ["kvpress SnapKVPress (wide)", "kvpress SnapKVPress (narrow)"]
+    names = [GENERATE, ALONE, "wide", rivals[0], "narrow", rivals[1]]
+    assert [one.name for one in contenders] == names
+    turns = list(measure(contenders, WORK, 61, rounds=1))
+    found = {one.name: one for one in standings(turns, contenders, WORK)}
+    assert list(found) == names, "the round is complete"
+    assert [found[name].rival for name in ("wide", "narrow")] == rivals
+    assert found["wide"].rival_ratio is not None
+    assert {one["base_press"].window_size for one in made} == {8, 4}
+
+
+def test_contenders_of_one_name_are_refused(kvpolicy: Shell, tmp_path: Path) -> None:
+    """Their turns would be taken for one's, and no round would ever be complete."""
+    for folder, size in (("a", 2), ("b", 4)):
+        (tmp_path / folder).mkdir()
+        plan = f'stack = [{{policy = "snapkv", window_size = {size}}}]\n'
+        (tmp_path / folder / "x.toml").write_text(plan)
+    plans = [word for folder in "ab" for word in ("--plan", tmp_path / folder / "x.toml")]
+    output = tmp_path / "bench.json"
+    said = refusal(kvpolicy("bench", *WORDS, "--rounds", 1, *plans, "--output", output))
+    assert "2 contenders called 'x'" in said
+    assert "rename one" in said
+    assert not output.exists()
+
+
 def test_without_kvpress_it_is_said_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "kvpress", None)
     contenders, absent = line_up(tiny_model(), cells("knorm"))
     assert [one.name for one in contenders] == [GENERATE, ALONE, "knorm"]
     assert "cannot be imported" in absent["kvpress"]
-    assert "kvpolicy[benchmarks]" in absent["kvpress"]
+    assert "from a clone of kvpolicy: pip install -e '.[benchmarks]'" in absent["kvpress"]
 
 
 def test_a_kvpress_that_wants_other_transformers_sits_out(monkeypatch: pytest.MonkeyPatch) -> None:

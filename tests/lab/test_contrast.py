@@ -2,18 +2,22 @@
 
 import math
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
-from run_folders import write_run
+from run_folders import FULL, NLL, write_run
 
 from kvpolicy.lab.archive import read_run
 from kvpolicy.lab.contrast import adjust, by_facet, contrast, to_json
 from kvpolicy.lab.measures import ACCURACY, LENGTH
 from kvpolicy.lab.paired import bootstrap_mean
+from kvpolicy.lab.perplexity import Perplexity
 from kvpolicy.lab.pooled import PooledCell, pool
+from kvpolicy.lab.pooledtable import tabulate_pooled
+from kvpolicy.lab.table import Row
 
 
 def _cells(folder: Path, says: Any, **how: Any) -> list[PooledCell]:
@@ -115,6 +119,71 @@ def test_attempts_are_averaged_and_tested_by_their_sign(tmp_path: Path) -> None:
     assert found.num_both_right is found.num_neither_right is None
 
 
+Text = tuple[int, int]  # summed loss, and of how many tokens
+
+
+def _losses(folder: Path, texts: list[tuple[Text, Text]]) -> list[PooledCell]:
+    """A run of two plans over texts: losses under the full cache, and under the other plan."""
+
+    def says(cell: dict[str, Any], item: int, attempt: int) -> dict[str, Any]:
+        loss, length = texts[item][0 if cell["budget"] is None else 1]
+        return {"correct": None, "values": {"loss": float(loss), "num_scored": float(length)}}
+
+    plans = (FULL, ("H2O", 64))
+    how = {"measure": "perplexity", "columns": [NLL]}
+    return _cells(folder, says, plans=plans, n=len(texts), **how)
+
+
+LOSSES = st.tuples(st.integers(0, 50), st.integers(1, 100))
+
+
+@given(texts=st.lists(st.tuples(LOSSES, LOSSES), min_size=1, max_size=8))
+@example(texts=[((30, 10), (20, 10)), ((2000, 1000), (2010, 1000))])
+def test_a_difference_is_that_of_the_figures_beside_it(
+    texts: list[tuple[Text, Text]], tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    full, small = _losses(tmp_path_factory.mktemp("run"), texts)
+    (row,) = [row for row in _rows(full, small) if row.budget is not None]
+    sums = [0, 0, 0, 0]
+    for (loss, length), (other, its_length) in texts:
+        for place, more in enumerate((loss, length, other, its_length)):
+            sums[place] += more
+    a, b = sums[0] / sums[1], sums[2] / sums[3]
+    nll, perplexity = Perplexity().columns
+    for column, expected in ((nll, a - b), (perplexity, math.exp(a) - math.exp(b))):
+        found = contrast(full, small, column)
+        assert found.a.estimate is not None
+        assert found.b.estimate is not None
+        assert found.difference is not None
+        sides = found.a.estimate.value - found.b.estimate.value
+        assert found.difference.value == sides
+        assert sides == pytest.approx(expected, rel=1e-9, abs=1e-9)
+    assert row.difference == contrast(small, full, nll).difference, "a table says the same"
+
+
+def test_a_short_text_does_not_turn_a_difference_round(tmp_path: Path) -> None:
+    """A token of ten in the short text is worse, one of a thousand in the long one is better."""
+    full, small = _losses(tmp_path, [((30, 10), (20, 10)), ((2000, 1000), (2030, 1000))])
+    found = contrast(full, small, Perplexity().columns[0])
+    assert found.difference is not None
+    assert found.difference.value == pytest.approx(2030 / 1010 - 2050 / 1010)
+    assert fmean(pair.difference for pair in found.pairs) > 0, "the mean of the texts says more"
+    assert (found.test, found.num_above, found.num_below) == ("sign", 1, 1), "texts are counted"
+
+
+def _rows(*cells: PooledCell) -> list[Row]:
+    return [one.row for one in tabulate_pooled(cells)]
+
+
+def test_tables_and_comparisons_tell_one_interval(tmp_path: Path) -> None:
+    cells = _cells(tmp_path, _verdicts([[True] * 8, [True, False, True] * 2 + [False] * 2]))
+    _, *rows = _rows(*cells)
+    for cell, row in zip(cells[1:], rows, strict=True):
+        assert row.difference == contrast(cell, cells[0], ACCURACY).difference
+        assert row.difference is not None
+        assert row.difference.low < row.difference.value < row.difference.high
+
+
 def test_seeds_are_compared_each_with_its_own_items(tmp_path: Path) -> None:
     full, small, _ = _cells(tmp_path, lambda *_: {}, seeds=(0, 1, 2))
     assert len(contrast(full, small, ACCURACY).pairs) == 24
@@ -129,6 +198,17 @@ def test_facets_part_the_items_and_lose_none(tmp_path: Path) -> None:
         assert sorted(p.item for _, one in parts for p in one.pairs) == list(range(8))
         assert sum(one.num_above for _, one in parts) == whole.num_above == 4
     assert by_facet(whole, "nothing") == []
+
+
+def test_facets_count_what_is_unpaired_and_lose_none(tmp_path: Path) -> None:
+    # The second cell has the first 3 of 8 items; depths take turns, the first four are sums.
+    full, some, _ = _cells(tmp_path, lambda *_: {}, only_first=11)
+    whole = contrast(full, some, ACCURACY)
+    for facet, pairs, unpaired in (("depth", [2, 1], [2, 3]), ("kind", [0, 3], [4, 1])):
+        parts = [part for _, part in by_facet(whole, facet)]
+        assert [len(part.pairs) for part in parts] == pairs
+        assert [part.a.num_unpaired for part in parts] == unpaired
+        assert sum(part.num_unpaired for part in parts) == whole.num_unpaired == 5
 
 
 def test_several_comparisons_are_corrected_for_their_number(tmp_path: Path) -> None:

@@ -1,19 +1,26 @@
 """Exports: every sample once, in typed columns that do not depend on what is in them."""
 
 import csv
+import io
 import json
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
 from run_folders import write_run
 
 from kvpolicy.errors import ResultsError
 from kvpolicy.lab.archive import RunFolder, read_run
+from kvpolicy.lab.csvtext import csv_text
 from kvpolicy.lab.export import fixed_columns, flatten
 from kvpolicy.lab.flattable import Table, check_can_write, write_table
+from kvpolicy.lab.table import write_csv
 
+# Each by itself: what one of them needs must not hide what another one needs.
+HOSTILES = ("b\rc", "b\nc", "b\r\nc", "\r", "a,b", 'say "b"', "", "\x00", "=SUM(A1)\t🎈")
 HOSTILE = '"quoted", comma\nand line\r\n=SUM(A1)\t\x00 🎈'
 
 
@@ -85,6 +92,23 @@ def test_knobs_are_columns_without_dots(tmp_path: Path) -> None:
     assert [row["knob_h2o__n_recent"] for row in _records(table)] == [None] * 8 + [4] * 8 + [
         None
     ] * 8
+
+
+@given(st.lists(st.sampled_from(HOSTILES) | st.text(max_size=5), min_size=1, max_size=4))
+@example(list(HOSTILES))
+def test_csv_gives_every_field_back(fields: list[str]) -> None:
+    text = csv_text(["a,\r", *fields], [[None, *fields], fields[:1] + [None] * len(fields)])
+    read = list(csv.reader(io.StringIO(text, newline="")))
+    assert read == [["a,\r", *fields], ["", *fields], fields[:1] + [""] * len(fields)]
+    assert text.endswith("\n")
+    assert not text.endswith("\r\n")
+
+
+def test_csv_carries_a_bare_carriage_return_in_both_tables(tmp_path: Path) -> None:
+    table = Table({"text": "text", "whole": "whole"}, [["b\rc", 1], [None, None]])
+    write_table(table, tmp_path / "out.csv")
+    assert (tmp_path / "out.csv").read_bytes() == b'text,whole\n"b\rc",1\n,\n'
+    assert write_csv([{"text": "b\rc"}, {"whole": 1}]) == 'text,whole\n"b\rc",\n,1\n'
 
 
 def test_csv_carries_any_text(tmp_path: Path) -> None:

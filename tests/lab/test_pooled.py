@@ -133,6 +133,21 @@ def test_two_models_are_asked_the_same_question_in_their_own_words(tmp_path: Pat
     assert numbers == [set(range(16))] * 6
 
 
+def test_two_models_were_not_asked_the_same_if_the_task_has_changed_between(tmp_path: Path) -> None:
+    """Somebody edited the file of questions, and asked another model what stands there now."""
+    runs = [write_run(tmp_path / model, models=(model,)) for model in ("a", "b")]
+    _change_items(
+        runs[1],
+        prompt=lambda r: f"<b>{r['prompt']}",
+        answer=lambda r: r["answer"] if r["item"] < 3 else f"-{r['answer']}",
+        reference=lambda r: "because" if r["item"] == 0 else None,
+    )
+    a, *_, b = pool([read_run(folder) for folder in runs])
+    shared = {sample.item for sample in a.samples} & {sample.item for sample in b.samples}
+    assert {a.items[number].item for number in shared} == {1, 2}
+    assert len({sample.item for sample in b.samples}) == 8
+
+
 def test_a_task_that_has_changed_between_two_runs_asks_other_questions(tmp_path: Path) -> None:
     runs = [write_run(tmp_path / "old"), write_run(tmp_path / "new", prompt_hash="0" * 16, slots=9)]
     _change_items(runs[1], prompt=lambda r: r["prompt"] + " Now!" * (r["item"] > 2))

@@ -14,6 +14,7 @@ from lab_comparisons import BASE, Catalogue, prepared
 
 from kvpolicy.errors import KVPolicyError, PlanError
 from kvpolicy.lab.ablate import SampleDone, run
+from kvpolicy.lab.archive import read_run
 from kvpolicy.lab.comparison import Comparison
 from kvpolicy.lab.measures import Outcome
 from kvpolicy.lab.pool import ItemDone, Job, JobDone, News
@@ -242,8 +243,9 @@ def test_what_fits_nothing_is_refused(
 class Shuffled:
     """A pool whose news of all jobs come in any order."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, report: RunReport | None = None) -> None:
         self._rng = random.Random(seed)
+        self._report = report or RunReport()
         self.served: list[Job] = []
 
     def serve(self, jobs: Sequence[Job]) -> Iterator[News]:
@@ -255,7 +257,7 @@ class Shuffled:
             job, place = jobs[number], left[number].pop()
             yield ItemDone(job, place, Outcome(Result(0, text=f"{job.cell} {place}")))
             if not left[number]:
-                yield JobDone(job, RunReport(), 0.0)
+                yield JobDone(job, self._report, 0.0)
 
 
 @given(st.integers(0, 99), st.integers(0, 40))
@@ -291,6 +293,17 @@ def test_samples_of_two_groups_never_mix(seed: int, stop: int) -> None:
         item = group.items[int(place)]
         assert (wanted, item.index, item.attempt) == (cell.id, sample.item, sample.attempt)
         assert sample.key == comparison.key(cell, item)
+
+
+def test_a_timing_tells_what_policies_took_of_decoding(tmp_path: Path) -> None:
+    """Five seconds of scoring, most of them while prompts entered."""
+    comparison = prepared()
+    report = RunReport(decode_s=2.0, prefill_s=6.0, score_s=5.0, decode_policy_s=0.5)
+    with Store(tmp_path, comparison.to_dict()) as store:
+        list(run(comparison, store, Shuffled(0, report)))
+    timings = read_run(tmp_path).timings
+    assert timings.keys() == {cell.id for cell in comparison.cells}
+    assert {(one.policy_s, one.decode_s) for one in timings.values()} == {(0.5, 2.0)}
 
 
 def test_jobs_come_model_after_model_and_the_costliest_cells_first(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from kvpolicy.lab.reasoner.task import Problem, grade
+from kvpolicy.lab.stats import Estimate, wilson
 
 
 @attrs.frozen
@@ -48,6 +49,11 @@ class Score:
     def accuracy(self) -> float:
         """The share that was solved."""
         return self.right / self.total
+
+    @property
+    def estimate(self) -> Estimate:
+        """The same with Wilson's 95 % interval."""
+        return wilson(self.right, self.total)
 
 
 def attempt(
