@@ -37,6 +37,7 @@ class Prepared:
         cells: The engine's plans.
         dtype: Precision of the model.
         bandwidth_gb_s: What the memory delivers, if it is known.
+        session: When and how it was begun, as `describe_session` tells it.
     """
 
     sizes: Sizes
@@ -45,6 +46,7 @@ class Prepared:
     cells: Sequence[Cell]
     dtype: str
     bandwidth_gb_s: float | None
+    session: dict[str, Any]
 
     @property
     def memory(self) -> Memory | None:
@@ -60,7 +62,7 @@ class Prepared:
             "shape": {"name": self.sizes.shape} | attrs.asdict(shape_named(self.sizes.shape)),
             "dtype": self.dtype,
             "device": str(self.model.device),
-            "session": describe_session(["kvpolicy", *sys.argv[1:]], workers=1),
+            "session": self.session,
             "num_parameters": self.model.num_parameters(),
             "weight_bytes": weight_bytes(self.model),
             "bandwidth_gb_s": self.bandwidth_gb_s,
@@ -114,7 +116,8 @@ def prepare(
     )
     model = random_model(shape, seed, max_positions=longest, dtype=dtype, device=device)
     workload = Workload(wanted.batch, wanted.prompt_min, wanted.prompt_max, wanted.new_tokens, seed)
-    return Prepared(wanted, workload, model, cells, dtype, bandwidth_gb_s)
+    session = describe_session(["kvpolicy", *sys.argv[1:]], workers=1)
+    return Prepared(wanted, workload, model, cells, dtype, bandwidth_gb_s, session)
 
 
 def race(

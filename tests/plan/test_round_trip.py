@@ -178,7 +178,8 @@ def test_a_digest_is_the_same_in_every_process() -> None:
         "    print(Plan.from_dict(data).resolve(n).digest())\n"
         "class Odd: pass\n"
         "knobs = {'names': {'a', 'b', 'c', 'd'}, 'odd': Odd()}\n"
-        "print(ResolvedPlan((LayerPlan(0, (PolicySpec('streaming', knobs),), 3, 4, True),)).digest())\n"
+        "spec = PolicySpec('streaming', knobs)\n"
+        "print(ResolvedPlan((LayerPlan(0, (spec,), 3, 4, True),)).digest())\n"
     )
     said = [
         subprocess.run(
