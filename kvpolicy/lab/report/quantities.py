@@ -101,8 +101,9 @@ def _speed(view: CellView) -> Estimate | None:
 
 
 def _tokens_and_seconds(sample: Sample) -> tuple[float, float] | None:
-    is_timed = _is_served(sample) and sample.decode_s > 0
-    return (sample.num_tokens, sample.decode_s) if is_timed else None
+    """The steps between a sample's first token and its last, and what they took."""
+    is_timed = _is_served(sample) and sample.num_tokens > 1 and sample.decode_s > 0
+    return (sample.num_tokens - 1, sample.decode_s) if is_timed else None
 
 
 _ONCE = "Measured once for each cell that was run in one go, and so without an interval."
@@ -116,7 +117,7 @@ _COSTS = (
     ),
     Quantity(
         MEMORY,
-        "KV/sample",
+        "KV/sample, mean",
         "Peak KV bytes of a sample, mean",
         "bytes",
         _memory,
@@ -135,7 +136,7 @@ _COSTS = (
         "Speed of a sample, tokens/s",
         "rate",
         _speed,
-        "New tokens over seconds from a sample's first token to its last, other slots at work.",
+        "Tokens after a sample's first one over the seconds that they took, other slots at work.",
     ),
     Quantity(
         "peak_kv_bytes",
