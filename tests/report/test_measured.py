@@ -37,7 +37,7 @@ def test_samples_can_be_read_whatever_was_measured(opened: Opened) -> None:
     )
     one, other = opened.texts(".trace-column .facts-line")
     assert "kl 0" in one
-    assert "kl –" in other
+    assert "kl \N{EN DASH}" in other
     opened.page.fill("#search", "about 4")
     opened.page.wait_for_function(
         "() => document.querySelector('.count').textContent.startsWith('1 sample')"

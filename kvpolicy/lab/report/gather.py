@@ -20,12 +20,14 @@ class CellView:
         cell: The cell.
         samples: What is done of it, by item and attempt, in their order.
         timing: What it cost; ``None`` if it was not run in one go.
+        timings: The same of each seed.
         label: Its name: no other cell of the group has the same.
     """
 
     cell: Cell
     samples: tuple[Sample, ...] = attrs.field(repr=False)
     timing: CellTiming | None
+    timings: tuple[CellTiming, ...]
     label: str
 
     @property
@@ -151,13 +153,21 @@ def _blocks(runs: Sequence[RunFolder]) -> list[list[PooledCell]]:
 
 
 def _pooled(block: Sequence[PooledCell], runs: Sequence[RunFolder]) -> GroupView:
+    version, ids = block[0].version, {name for one in block for name in one.cells}
+    mine = [run for run in runs if run.version == version]
+    timings = {name: one for run in mine for name, one in run.timings.items()}
     done = [one for one in block if one.samples]
     views = [
-        CellView(one.cell, tuple(sorted(one.samples, key=_place)), one.timing, label)
+        CellView(
+            cell=one.cell,
+            samples=tuple(sorted(one.samples, key=_place)),
+            timing=one.timing,
+            timings=tuple(timings[name] for name in one.cells) if one.timing else (),
+            label=label,
+        )
         for one, label in zip(done, _labels([one.cell for one in done]), strict=True)
     ]
-    version, ids = block[0].version, {name for one in block for name in one.cells}
-    cells = [cell for run in runs if run.version == version for cell in run.cells.values()]
+    cells = [cell for run in mine for cell in run.cells.values()]
     return GroupView(
         group=done[0].group,
         groups=tuple(dict.fromkeys(cell.group for cell in cells if cell.cell in ids)),
@@ -199,6 +209,7 @@ def _group(group: Group, runs: Sequence[RunFolder]) -> GroupView:
             cell=cell,
             samples=tuple(sorted(samples[cell.cell].values(), key=_place)),
             timing=timings.get(cell.cell),
+            timings=(timings[cell.cell],) if cell.cell in timings else (),
             label=label,
         )
         for cell, label in zip(done, _labels(done), strict=True)

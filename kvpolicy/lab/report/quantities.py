@@ -9,7 +9,8 @@ import attrs
 from kvpolicy.lab.measures import LENGTH, Column, by_item
 from kvpolicy.lab.records import Group
 from kvpolicy.lab.report.gather import CellView
-from kvpolicy.lab.samples import CellTiming, Sample
+from kvpolicy.lab.report.throughput import throughput
+from kvpolicy.lab.samples import Sample
 from kvpolicy.lab.stats import Estimate, mean, ratio
 from kvpolicy.lab.storedcolumns import columns_of
 
@@ -84,14 +85,6 @@ def _is_served(sample: Sample) -> bool:
     return sample.finish_reason != "error"
 
 
-def _of_timing(value: Callable[[CellTiming], float]) -> Callable[[CellView], float | None]:
-    return lambda view: value(view.timing) if view.timing else None
-
-
-def _throughput(timing: CellTiming) -> float:
-    return timing.new_tokens / timing.elapsed_s if timing.elapsed_s else math.nan
-
-
 def _speed(view: CellView) -> Estimate | None:
     timed = by_item(view.samples, _tokens_and_seconds)
     if not timed:
@@ -106,7 +99,7 @@ def _tokens_and_seconds(sample: Sample) -> tuple[float, float] | None:
     return (sample.num_tokens - 1, sample.decode_s) if is_timed else None
 
 
-_ONCE = "Measured once for each cell that was run in one go, and so without an interval."
+_ONCE = "Measured once for each cell that was run in one go"
 _COSTS = (
     Quantity(
         "length",
@@ -127,8 +120,8 @@ _COSTS = (
         "tokens/s",
         "Throughput of all slots, tokens/s",
         "rate",
-        _of_timing(_throughput),
-        _ONCE,
+        lambda view: throughput(view.timings),
+        f"{_ONCE}; the interval is that of several seeds.",
     ),
     Quantity(
         "speed",
@@ -143,8 +136,8 @@ _COSTS = (
         "cache of all slots",
         "Peak KV bytes of all slots",
         "bytes",
-        _of_timing(lambda timing: timing.peak_kv_bytes),
-        _ONCE,
+        lambda view: view.timing.peak_kv_bytes if view.timing else None,
+        f"{_ONCE}, and so without an interval.",
         charted=False,
     ),
 )
