@@ -25,7 +25,7 @@ const FILTERS = {
 const OF_TWO = ["differs", "better", "worse"];
 const OF_VERDICTS = ["right", "wrong", "ungraded", ...OF_TWO];
 
-/** The browser of a group; `pick(cell, filter)` shows a cell's samples, those that pass alone. */
+/** The browser of a group; `pick(cell, filter)` shows a cell's samples: all, or those that pass. */
 export function browser(group) {
   const state = { a: 0, b: group.cells.length > 1 ? 1 : null, filter: "all", facet: "", query: "", entry: null };
   const place = { controls: h("div", { class: "controls" }), count: h("p", { class: "count", role: "status" }), list: h("div"), detail: h("div", { class: "detail" }) };
@@ -79,7 +79,7 @@ export function browser(group) {
   const controls = () => fill(place.controls, choices(group, state, change), chips(group, state, change));
   const search = searchField((query) => change("query", query));
   const pick = (cell, filter = "all") => {
-    if (filter !== "all") state.b = null; // of which samples might pass as well
+    if (filter !== "all") state.b = null; // its samples would be listed as well
     else if (state.b === cell) state.b = state.a === cell ? null : state.a;
     Object.assign(state, { a: cell, filter });
     controls();
