@@ -67,7 +67,7 @@ def tokens(opened: Opened, panel: int) -> list[str]:
 def test_recorded_samples_show_their_tokens_side_by_side(opened: Opened, folder: Path) -> None:
     opened.page.select_option("#cell-b", "2")
     opened.page.wait_for_function(
-        "() => document.querySelectorAll('.kept-panel h5')[1].textContent.startsWith('R-KV')"
+        "() => document.querySelectorAll('.kept-panel h5')[1]?.textContent.startsWith('R-KV')"
     )
     assert opened.texts(f"{PANELS} h5") == ["H2O 64", "R-KV ⟨U+061C⟩ 64"]
     first, _, last = recorded(folder, 0)
