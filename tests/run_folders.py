@@ -3,6 +3,7 @@
 import hashlib
 import itertools
 import json
+import random
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,9 @@ def write_run(
     says: Says = lambda cell, item, attempt: {},
     timed: bool = True,
     only_first: int | None = None,
+    recorded: int = 0,
+    num_layers: int = 2,
+    version: str = "0.1.0",
     **group_changes: Any,
 ) -> Path:
     """Write a run folder of format 2, with a sample for every item of every cell.
@@ -48,6 +52,9 @@ def write_run(
         says: What a sample says, if not that it is right for even items.
         timed: Whether cells have a timing.
         only_first: How many samples are done; all if not given.
+        recorded: Of how many items the rows that were kept are recorded, at their first attempt.
+        num_layers: Layers that a record tells of.
+        version: Version of kvpolicy that computed it.
         group_changes: Other values of fields of the groups.
     """
     folder.mkdir(parents=True, exist_ok=True)
@@ -55,11 +62,11 @@ def write_run(
     groups = [_group(*place, n, attempts, **group_changes) for place in places]
     cells = [_cell(group, series, budget) for group in groups for series, budget in plans]
     by_id = {group["group"]: group for group in groups}
-    run = {"name": name, "version": "0.1.0", "groups": groups, "cells": cells}
+    run = {"name": name, "version": version, "groups": groups, "cells": cells}
     session = {
         "started": "2026-01-02T03:04:05+00:00",
         "command": "kvpolicy ablate",
-        "versions": {"python": "3.11.0", "kvpolicy": "0.1.0"},
+        "versions": {"python": "3.11.0", "kvpolicy": version},
         "workers": 1,
         "threads": 1,
         "cpus": 2,
@@ -68,7 +75,7 @@ def write_run(
     manifest = {"format": 2, "run": run, "sessions": [session]}
     (folder / "manifest.json").write_text(json.dumps(manifest, indent=2), encoding="utf-8")
     samples = [
-        sample(by_id[cell["group"]], cell, item, attempt, says(cell, item, attempt))
+        sample(by_id[cell["group"]], cell, item, attempt, says(cell, item, attempt), version)
         for cell in cells
         for item in range(n)
         for attempt in range(attempts)
@@ -78,6 +85,9 @@ def write_run(
     write_lines(folder / "items.jsonl", items)
     timings = [timing(cell, n * attempts) for cell in cells] if timed else []
     write_lines(folder / "timings.jsonl", timings)
+    if recorded:
+        chosen = [s for s in samples[:only_first] if s["item"] < recorded and s["attempt"] == 0]
+        write_lines(folder / "kept.jsonl", [kept(one, num_layers) for one in chosen])
     return folder
 
 
@@ -153,13 +163,14 @@ def sample(
     number: int,
     attempt: int = 0,
     changes: dict[str, Any] | None = None,
+    version: str = "0.1.0",
 ) -> dict[str, Any]:
     """A finished sample, right if ``number`` is even."""
     num_tokens = 20 + number
     of_group = ("model_fingerprint", "task", "measure", "seed", "sampling", "max_new_tokens")
     decisive = [group[name] for name in of_group]
     return {
-        "key": digest(cell["plan"], *decisive, number, attempt, length=32),
+        "key": digest(cell["plan"], *decisive, number, attempt, version, length=32),
         "cell": cell["cell"],
         **{name: group[name] for name in ("group", "model", "task", "seed")},
         **{name: cell[name] for name in ("series", "budget", "buffer", "plan")},
@@ -181,6 +192,32 @@ def sample(
         "values": {},
         "text": f"thinking about {number}\n\\boxed{{{number}}}",
         **(changes or {}),
+    }
+
+
+def kept(sample: dict[str, Any], num_layers: int = 2, num_heads: int = 2) -> dict[str, Any]:
+    """A record of a sample's rows: some leave with each of three compactions, or with none."""
+    num_tokens = sample["prompt_len"] + sample["num_tokens"]
+    at = [num_tokens * i // 4 for i in (1, 2, 3)] if sample["compactions"] else []
+    rng = random.Random(sample["key"])
+
+    def leaves(p: int) -> int:
+        return rng.choice([-1, *(step for step, time in enumerate(at) if time > p)])
+
+    layers = [
+        {
+            "layer": layer,
+            "window": None,
+            "at": at,
+            "left_at": [[leaves(p) for p in range(num_tokens)] for _ in range(num_heads)],
+        }
+        for layer in range(num_layers)
+    ]
+    return {
+        **{name: sample[name] for name in ("key", "cell", "item", "attempt")},
+        "num_prompt": sample["prompt_len"],
+        "tokens": [f"item{sample['item']}-{p} " for p in range(num_tokens)],
+        "layers": layers,
     }
 
 

@@ -29,8 +29,9 @@ def plot(
         str | None,
         typer.Option(
             metavar="NAME",
-            help="accuracy or what else the task measures, length, peak_bytes, peak_kv_bytes, "
-            "throughput, speed, or frontier. [default: what the task measures]",
+            help="accuracy or what else the task measures, length, peak_bytes (the mean over "
+            "samples), peak_kv_bytes, throughput, speed, or frontier. [default: what the task "
+            "measures]",
         ),
     ] = None,
     model: Annotated[

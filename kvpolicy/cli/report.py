@@ -74,11 +74,11 @@ def report(
         folders = [str(run.path) for run in found]
         write_json({"file": str(output), "bytes": num_bytes, "runs": folders, "groups": groups})
     else:
-        cells = {cell.id: len(cell.samples) for view in views for cell in view.cells}
         single = [view for view in views if not view.is_pooled]
         num_samples = sum(len(view.samples) for view in single)
+        num_cells = sum(len(view.cells) for view in single)
         say(
-            f"{num_samples:,} samples of {len(cells)} cells are in {output} "
+            f"{num_samples:,} samples of {num_cells} cells are in {output} "
             f"({human_bytes(num_bytes)}); open it in a browser."
         )
     if show and not webbrowser.open(output.resolve().as_uri()):

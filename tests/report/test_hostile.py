@@ -23,7 +23,7 @@ HOSTILE = [
     "</style><style>body{display:none}</style>",
     "</title></textarea></noscript><iframe srcdoc='<script>parent.pwned=1</script>'>",
     "{{7*7}} {% raw %} ${7*7} {{ ''.__class__ }}",
-    "\u202eright to left\u202c and \u2066isolates\u2069 \u200fmarks",
+    "\u202eright to left\u202c and \u2066isolates\u2069 \u200fmarks \u061cof letters",
     "שלום עולם, مرحبا",
     "nul\x00 bell\x07 escape\x1b[31m",
     "lone \ud800 surrogates \udfff",
@@ -110,6 +110,7 @@ def test_hostile_texts_are_shown_and_do_nothing(open_report: Open, folder: Path)
         assert "</script><script>window.pwned = 1; alert(1)</script>" in shown
         assert "{{7*7}} {% raw %} ${7*7}" in shown
         assert "⟨U+202E⟩right to left" in shown
+        assert "⟨U+061C⟩of letters" in shown
         assert "␀" in shown
         assert "lone \ufffd surrogates \ufffd" in shown
         assert "&lt;b&gt; &amp; &#60;script&#62;" in shown

@@ -243,6 +243,30 @@ def test_records_with_nothing_in_them_are_shown(shown: Shown, kept: Kept) -> Non
     assert len(shown.tokens(0)) == len(kept.tokens)
 
 
+def test_a_request_that_was_refused_has_no_say_in_the_legend(shown: Shown) -> None:
+    refused = Kept.of(KeptRows(0, [], []), key="", cell="", item=0, attempt=0).to_dict()
+    kept = handmade(["a", "b", "c"], [[-1] * 3, [0, -1, -1]], [2]).to_dict()
+    legend = shown.page.locator(".kept-legend")
+    for records in ([refused, kept], [kept, refused]):
+        shown.show(records)
+        shades = legend.locator(".kept-shade").all_text_contents()
+        assert shades == ["0", "1", "2", "abcnot there yet"]
+        assert "1 layer \N{MULTIPLICATION SIGN} 2 KV heads" in legend.text_content()
+    shown.show([refused])
+    assert legend.text_content() == ""
+
+
+def test_a_head_that_a_layer_lacks_holds_nothing_there(shown: Shown) -> None:
+    layers = [KeptLayer(0, None, [2], [[-1] * 4] * 2), KeptLayer(1, None, [2], [[-1] * 4])]
+    kept = Kept.of(KeptRows(1, list("abcd"), layers), key="", cell="", item=0, attempt=0)
+    shown.show([kept.to_dict()])
+    shown.choose(layer=1, head=1, step=0)
+    levels = [level for _, level, _ in shown.tokens(0)]
+    assert levels[-1] == "later"
+    assert "8" not in levels
+    assert "0" in levels
+
+
 # --- doing things -----------------------------------------------------------------------------
 
 
@@ -344,14 +368,14 @@ def test_every_shade_can_be_read_and_they_rise_in_lightness(
         if theme:
             shown.page.evaluate("name => document.documentElement.dataset.theme = name", theme)
         shown.show([records[0].to_dict()])
-        script = """() => [...Array(9).keys()].map(level => {
+        script = """() => [...Array(9).keys(), 'later'].map(level => {
             const one = document.querySelector('.kept-text .kept-token');
             one.dataset.level = level;
             const { color, backgroundColor } = getComputedStyle(one);
             return [color, backgroundColor].map(c => c.match(/[0-9.]+/g).slice(0, 3).map(Number));
         })"""
         pairs = shown.page.evaluate(script)
-        light = [luminance(shade) for _, shade in pairs]
+        light = [luminance(shade) for _, shade in pairs[:-1]]
         assert light == sorted(light, reverse=scheme == "light")
         for ink, shade in pairs:
             bright, dim = sorted([luminance(ink), luminance(shade)], reverse=True)

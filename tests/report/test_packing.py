@@ -28,6 +28,22 @@ def test_a_block_comes_back_with_whatever_letters(value: list[Any]) -> None:
     assert not set(block) & set("<>&\"'")
 
 
+def refuse(constant: str) -> None:
+    raise AssertionError(f"no browser reads {constant}")
+
+
+@given(st.dictionaries(anything, st.floats() | st.lists(st.floats(), max_size=2)))
+def test_numbers_that_json_has_no_word_for_are_null(value: dict[str, Any]) -> None:
+    def finite(one: Any) -> Any:
+        if isinstance(one, list):
+            return [finite(each) for each in one]
+        return one if abs(one) < float("inf") else None
+
+    text = zlib.decompress(base64.b64decode(pack(value)))
+    found = json.loads(text, parse_constant=refuse)
+    assert found == {name: finite(one) for name, one in value.items()}
+
+
 def plain(found: list[Piece]) -> str:
     return "".join(text for _, text in found)
 

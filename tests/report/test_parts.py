@@ -2,18 +2,22 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from run_folders import write_run
+from run_folders import write_lines, write_run
 
 from kvpolicy.errors import ResultsError
 from kvpolicy.lab.archive import read_run
 from kvpolicy.lab.report.build import build
 from kvpolicy.lab.report.bundle import bundle
+from kvpolicy.lab.report.content import group_content, labels_of
 from kvpolicy.lab.report.gather import gather
 from kvpolicy.lab.report.layers import alike, ranges, rest_of
+from kvpolicy.lab.report.texts import lengths, places_of
+from kvpolicy.lab.steer.rules import load_rules
 
 PLANS = [("full cache", None), ("H2O", 64)]
 
@@ -47,6 +51,90 @@ def test_runs_that_share_a_group_are_one_group(tmp_path: Path) -> None:
     assert [cell.label for cell in view.cells] == ["full cache", "H2O 64"]
     assert [len(cell.samples) for cell in view.cells] == [4, 2]
     assert view.num_expected == 8
+
+
+def test_runs_of_two_versions_are_not_mixed(tmp_path: Path) -> None:
+    """Ids of groups and cells know nothing of versions; the keys of samples do."""
+    wrong = {"correct": False}
+    runs = [
+        read_run(write_run(tmp_path / "a", plans=PLANS, n=4, says=lambda *_: {"correct": True})),
+        read_run(write_run(tmp_path / "b", plans=PLANS, n=6, version="9", says=lambda *_: wrong)),
+        read_run(write_run(tmp_path / "c", plans=PLANS, n=4, version="9", says=lambda *_: wrong)),
+    ]
+    assert list(runs[0].groups) == list(runs[2].groups)
+    views = gather(runs)
+    assert [(view.version, view.group.n) for view in views] == [("0.1.0", 4), ("9", 6), ("9", 4)]
+    for view in views:
+        assert [len(cell.samples) for cell in view.cells] == [view.group.n] * 2
+        assert view.num_expected == len(view.samples)
+        assert {sample.correct for sample in view.samples} == {view.version == "0.1.0"}
+    labels = labels_of(views)
+    assert len(set(labels)) == 3
+    assert [label.split(" · ")[3] for label in labels] == [f"kvpolicy {v.version}" for v in views]
+
+
+def test_a_model_that_was_typed_in_two_ways_is_shown_once(tmp_path: Path) -> None:
+    for name in ("reasoner", "models/reasoner"):
+        folder = write_run(tmp_path / name.replace("/", "-"), plans=PLANS, n=4)
+        manifest = json.loads((folder / "manifest.json").read_text())
+        manifest["run"]["groups"][0]["model"] = name
+        (folder / "manifest.json").write_text(json.dumps(manifest))
+    runs = [read_run(tmp_path / name) for name in ("reasoner", "models-reasoner")]
+    (view,) = gather(runs)
+    assert [len(cell.samples) for cell in view.cells] == [4, 4]
+
+
+def test_seeds_from_runs_that_go_on_know_what_they_will_be(tmp_path: Path) -> None:
+    """One cell has not begun with either seed; the runs differ in how much they ask."""
+    one = read_run(write_run(tmp_path / "a", plans=PLANS, n=4, only_first=4))
+    other = read_run(write_run(tmp_path / "b", plans=PLANS, seeds=(1,), n=6, only_first=5))
+    together, first, second = gather([one, other])
+    assert [view.num_expected for view in (together, first, second)] == [20, 8, 12]
+    assert [cell.label for cell in together.cells] == ["full cache"]
+    assert together.groups == (*one.groups, *other.groups)
+
+
+def test_settings_of_one_seed_are_not_told_of_several(tmp_path: Path) -> None:
+    run = read_run(write_run(tmp_path / "a", plans=PLANS, seeds=(0, 1), n=4))
+    views = gather([run])
+    settings = [
+        dict(group_content(view, load_rules("published"), ["full cache", "H2O"], "")["settings"])
+        for view in views
+    ]
+    assert [{"n", "prompt hash"} <= told.keys() for told in settings] == [False, True, True]
+    assert {"n", "prompt hash"} & settings[0].keys() == set()
+    assert all(told["kvpolicy"] == "0.1.0" for told in settings)
+
+
+def test_facets_of_too_many_values_have_no_table(tmp_path: Path) -> None:
+    def says(cell: dict[str, Any], item: int, attempt: int) -> dict[str, Any]:
+        return {"facets": {"depth": item % 32, "id": f"problem {item}"}}
+
+    run = read_run(write_run(tmp_path / "a", plans=PLANS, n=33, says=says))
+    (view,) = gather([run])
+    content = group_content(view, load_rules("published"), ["full cache", "H2O"], "")
+    assert [(one["name"], len(one["values"])) for one in content["facets"]] == [("depth", 32)]
+    assert content["left_out"] == [{"name": "id", "num": 33}]
+    assert [set(cell["facets"]) for cell in content["cells"]] == [{"depth"}] * 2
+    assert [item["others"] for item in content["items"]] == [[f"id problem {i}"] for i in range(33)]
+    depths = [sum(1 for i in range(33) if i % 32 == depth) for depth in range(32)]
+    assert [one["n"] for one in content["cells"][0]["facets"]["depth"]] == depths
+
+
+@pytest.mark.parametrize("long", ["prompt", "reference", "text"])
+def test_blocks_of_texts_are_of_a_size_whatever_is_long(tmp_path: Path, long: str) -> None:
+    size = 100_000
+    says = {"text": "x" * size} if long == "text" else {}
+    folder = write_run(tmp_path / "a", plans=PLANS[:1], n=30, says=lambda *_: says)
+    if long != "text":
+        items = [json.loads(line) for line in (folder / "items.jsonl").read_text().splitlines()]
+        write_lines(folder / "items.jsonl", [item | {long: "x" * size} for item in items])
+    (view,) = gather([read_run(folder)])
+    places = places_of(view)
+    assert [place.first for place in places] == [0, *(place.end for place in places[:-1])]
+    assert places[-1].end == 30
+    assert all(size * (place.end - place.first) < 1_000_000 for place in places)
+    assert sum(lengths(view)) >= 30 * size
 
 
 def test_seeds_come_together_and_one_by_one(tmp_path: Path) -> None:

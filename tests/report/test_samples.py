@@ -114,7 +114,9 @@ def test_two_cells_stand_side_by_side_with_their_whole_texts(opened: Opened, fol
 def test_what_the_facts_of_a_sample_are(opened: Opened, folder: Path) -> None:
     _, b = pairs(folder)[0]
     facts = opened.texts(".trace-column .facts-line")[1]
-    for word in (f"{b['num_tokens']} new tokens", "2 compactions", "32 rows evicted", "10 prompt"):
+    speed = f"{(b['num_tokens'] - 1) / b['decode_s']:.0f} tokens/s"
+    words = (f"{b['num_tokens']} new tokens", "2 compactions", "32 rows evicted", "10 prompt")
+    for word in (*words, speed):
         assert word in facts
     assert "Right answer: 0" in opened.texts(".expected")[0]
     assert "what is 0?" in opened.texts(".asked .text")[0]
@@ -181,9 +183,12 @@ def test_a_press_on_a_mark_or_a_count_opens_its_samples(opened: Opened) -> None:
     opened.page.keyboard.press("Enter")
     assert opened.page.input_value("#cell-a") == "2"
     row = opened.page.locator("#failures tbody tr", has_text="full cache")
-    row.locator("button").first.click()
-    settled(opened, 2)
+    count = row.locator("button").first
+    assert count.text_content() == "1"
+    count.click()
+    settled(opened, 1)
     assert opened.page.input_value("#cell-a") == "0"
+    assert opened.page.input_value("#cell-b") == "none", "whose samples would be listed as well"
     shows(opened, 9)
 
 
@@ -239,9 +244,41 @@ def test_groups_of_several_runs_are_chosen_among(open_report: Open, tmp_path: Pa
     )
 
 
+def tile(opened: Opened, name: str) -> list[str]:
+    """What stands in one of the tiles on top."""
+    found = opened.page.locator(".tile", has_text=name).first
+    return found.locator("dd").all_text_contents()
+
+
+def test_seeds_of_several_runs_are_told_as_they_are(open_report: Open, tmp_path: Path) -> None:
+    one = write_run(tmp_path / "a", name="first", plans=PLANS, n=4)
+    other = write_run(tmp_path / "b", name="second", plans=PLANS, n=6, seeds=(1,))
+    opened = open_report(one, other)
+    assert "seeds 0, 1" in opened.texts("#group option")[0]
+    assert tile(opened, "samples") == ["30", "10 in each cell"]
+    heads = "#manifest-body summary bdi"
+    assert opened.texts(heads) == ["first", "second"]
+    opened.page.select_option("#group", "2")
+    opened.page.wait_for_function(f"() => document.querySelectorAll('{heads}').length === 1")
+    assert opened.texts(heads) == ["second"]
+    assert tile(opened, "samples") == ["18", "6 in each cell"]
+
+
+def test_a_search_that_fails_says_so(open_report: Open, tmp_path: Path) -> None:
+    opened = open_report(write_run(tmp_path / "r", plans=PLANS, n=4, seeds=(0, 1)))
+    opened.page.evaluate("document.getElementById('block-1').remove()")
+    opened.page.select_option("#group", "2")
+    opened.page.wait_for_selector(".detail [role=alert]")
+    opened.page.fill("#search", "anything")
+    opened.page.wait_for_function(
+        "() => document.querySelector('.count').textContent === 'The search failed.'"
+    )
+
+
 def test_a_run_that_goes_on_is_shown_as_far_as_it_is(open_report: Open, tmp_path: Path) -> None:
     opened = open_report(write_run(tmp_path / "r", plans=PLANS, n=10, only_first=14))
     assert "14 of 30 samples are done" in opened.texts(".notice")[0]
+    assert tile(opened, "samples") == ["14", "of 30: not complete"]
     opened.page.select_option("#cell-a", "1")
     opened.page.select_option("#cell-b", "0")
     opened.page.focus("#samples-list")

@@ -1,6 +1,8 @@
 """A large report stays small and opens quickly."""
 
+import os
 import random
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -42,27 +44,33 @@ def processor_seconds(opened: Opened) -> float:
 
 @pytest.mark.slow
 def test_20_cells_of_500_samples_take_less_than_20_megabytes_and_2_seconds(
-    browser: Any, tmp_path: Path
+    browser: Any, tmp_path: Path, record_testsuite_property: Callable[[str, object], None]
 ) -> None:
     assert len(PLANS) == 20
-    folder = write_run(tmp_path / "run", plans=PLANS, n=500, says=says)
+    folder = write_run(tmp_path / "run", plans=PLANS, n=500, says=says, recorded=2, num_layers=28)
     page = build([read_run(folder)])
     assert "the middle is left out" not in page
+    assert "found no room" not in page
     assert len(page.encode()) < MOST_BYTES
     file = tmp_path / "report.html"
     file.write_text(page, encoding="utf-8")
-    seconds = []
+    clock, processor = [], []
     for _ in range(3):
         opened = Opened(browser, file, viewport={"width": 1280, "height": 900})
         opened.page.wait_for_selector("#chart-frontier .spot", state="attached")
-        # By the page's own clock, which starts when the browser is told to go there; or of a
-        # processor, where others are at work on the same ones.
+        # The page's own clock starts when the browser is told to go there.
         ready = "performance.getEntriesByName('ready')[0].startTime"
-        seconds.append(min(opened.page.evaluate(ready) / 1000, processor_seconds(opened)))
+        clock.append(opened.page.evaluate(ready) / 1000)
+        processor.append(processor_seconds(opened))
         assert opened.count("#table tbody tr") == 20
         assert opened.texts(".count")[0] == "500 samples of 500"
+        assert opened.count(".kept-panel") == 2, "it is ready when the records are shown, too"
         opened.close()
-    assert min(seconds) < MOST_SECONDS, seconds
+    said = f"{len(page):,} bytes; ready after {clock} s, {processor} s of a processor"
+    record_testsuite_property("report of 20 x 500", said)  # in --junit-xml, also where all is well
+    # Where others are at work on the same processors, the clock counts their time as well.
+    is_busy = os.getloadavg()[0] > (os.cpu_count() or 1)
+    assert min(clock) < MOST_SECONDS or (is_busy and min(processor) < MOST_SECONDS), said
 
 
 @pytest.mark.slow
@@ -75,5 +83,29 @@ def test_traces_of_a_large_model_are_cut_to_fit(tmp_path: Path) -> None:
 
     folder = write_run(tmp_path / "run", plans=PLANS[:5], n=120, says=long)
     page = build([read_run(folder)], most_bytes=5_000_000)
-    assert len(page) < 5_200_000
+    assert len(page.encode()) <= 5_000_000
     assert "the middle is left out" in page
+
+
+def test_a_page_takes_what_it_may_take(tmp_path: Path) -> None:
+    """With program, style, figures and notes; records give way, then texts."""
+    folder = write_run(tmp_path / "run", plans=PLANS[:5], n=40, says=says, recorded=10)
+    run = read_run(folder)
+    whole = len(build([run]).encode())
+    for most_bytes, lacks_records, is_cut in [
+        (whole + 10_000, False, False),
+        (whole - 10_000, True, False),
+        (whole // 2, True, True),
+    ]:
+        page = build([run], most_bytes=most_bytes)
+        assert len(page.encode()) <= most_bytes
+        assert "larger than it was to be" not in page
+        assert ("found no room" in page) == lacks_records
+        assert ("the middle is left out" in page) == is_cut
+
+
+def test_a_page_that_cannot_be_as_small_as_it_should_says_so(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", plans=PLANS[:5], n=40, says=says)
+    page = build([read_run(folder)], most_bytes=100_000)
+    assert len(page.encode()) > 100_000
+    assert "larger than it was to be" in page

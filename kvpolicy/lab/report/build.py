@@ -8,12 +8,13 @@ from kvpolicy.lab.report.content import group_content, labels_of, run_content
 from kvpolicy.lab.report.gather import GroupView, gather
 from kvpolicy.lab.report.keptpacking import PackedKept
 from kvpolicy.lab.report.packing import Packed, pack_within
-from kvpolicy.lab.report.page import as_json, render
+from kvpolicy.lab.report.page import render
 from kvpolicy.lab.report.recorded import name_records, pack_recorded
 from kvpolicy.lab.report.sentences import rules_for
 from kvpolicy.lab.steer.rules import ThoughtRules, load_rules
 
 MOST_BYTES = 20_000_000
+_NOTES = 2_000  # bytes kept free for the notes of a group
 
 
 def build(
@@ -26,7 +27,7 @@ def build(
         rules: Name or file of the rules that tell kinds of thoughts apart; by default those of
             the task's name, or of the model's, or the published ones.
         most_bytes: What the page may take. If the texts are too long for it, the longest lose
-            their middles, and the page says so.
+            their middles, and the page says so; as it does if it is larger even then.
 
     Returns:
         The HTML; the same for the same runs.
@@ -42,15 +43,17 @@ def build(
         group_content(view, its_rules, series, name)
         for view, its_rules, name in zip(views, chosen, names, strict=True)
     ]
-    data = {"series": series, "groups": groups, "runs": [run_content(run) for run in runs]}
-    packed = _pack(views, chosen, most_bytes - len(as_json(data)))
     _name_blocks(views, groups)
-    room = most_bytes - len(as_json(data)) - packed.num_bytes
-    recorded = pack_recorded(runs, views, room)
-    records = name_records(views, groups, recorded, len(packed.blocks))
-    for view, group in zip(views, groups, strict=True):
-        group["notes"] = _notes(view, packed, recorded)
+    data = {"series": series, "groups": groups, "runs": [run_content(run) for run in runs]}
     title = names[0] if len(names) == 1 else ", ".join(dict.fromkeys(run.name for run in runs))
+    bare = render(title=title, data=data, blocks=[])
+    room = most_bytes - len(bare.encode()) - _NOTES * len(groups)
+    packed = _pack(views, chosen, room)
+    recorded = pack_recorded(runs, views, room - packed.num_bytes)
+    records = name_records(views, groups, recorded, len(packed.blocks))
+    notes = _notes_on_size(packed, recorded, is_larger=packed.num_bytes > room)
+    for view, group in zip(views, groups, strict=True):
+        group["notes"] = [*_notes_on(view), *notes]
     return render(title=title, data=data, blocks=[*packed.blocks, *records])
 
 
@@ -90,18 +93,27 @@ def _name_blocks(views: Sequence[GroupView], groups: Sequence[dict[str, object]]
         number += len(places)
 
 
-def _notes(view: GroupView, packed: Packed, recorded: PackedKept) -> list[str]:
+def _notes_on(view: GroupView) -> list[str]:
     num_done = len(view.samples)
+    if num_done >= view.num_expected:
+        return []
+    return [
+        f"{num_done:,} of {view.num_expected:,} samples are done: the run was interrupted, or goes "
+        "on. What is shown is of these."
+    ]
+
+
+def _notes_on_size(packed: Packed, recorded: PackedKept, *, is_larger: bool) -> list[str]:
     notes = []
-    if num_done < view.num_expected:
-        notes.append(
-            f"{num_done:,} of {view.num_expected:,} samples are done: the run was interrupted, "
-            "or goes on. What is shown is of these."
-        )
     if packed.cap is not None:
         notes.append(
             f"Of texts longer than {packed.cap:,} characters the middle is left out, so that "
             "this page stays small; the run's samples.jsonl has all of them."
+        )
+    if is_larger:
+        notes.append(
+            "This page is larger than it was to be all the same: it has too many samples. Make "
+            "one page for each run, or allow more with --max-megabytes."
         )
     if recorded.num_left_out:
         notes.append(

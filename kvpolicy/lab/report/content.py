@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from kvpolicy.lab.archive import RunFolder
-from kvpolicy.lab.facets import break_down
+from kvpolicy.lab.report.breakdown import Facets, breakdown, facets_of
 from kvpolicy.lab.report.gather import CellView, GroupView
 from kvpolicy.lab.report.layers import alike, rest_of
 from kvpolicy.lab.report.quantities import MEMORY, plain, quantities
@@ -19,6 +19,7 @@ from kvpolicy.lab.table import Row, tabulate
 _HEAD = 90  # characters of a prompt that the list of samples shows
 _DOT = " \N{MIDDLE DOT} "
 _MOST_MESSAGES = 20  # of a cell
+_OF_ONE_SEED = ("n", "prompt_hash")  # settings that seeds taken together do not share
 
 
 def group_content(
@@ -32,18 +33,20 @@ def group_content(
         series: All series of the report; cells name theirs by its place.
         label: What the group is called.
     """
-    group, facets = view.group, _facets(view)
+    group, facets = view.group, facets_of(view)
     return {
-        "id": group.group,
+        "groups": list(view.groups),
+        "version": view.version,
         "label": label,
-        "n": group.n,
+        "graded": any(one.correct is not None or one.ungraded is not None for one in view.samples),
         "attempts": _attempts(view),
         "max_new_tokens": group.max_new_tokens,
         "num_expected": view.num_expected,
         "settings": _settings(view),
         "quantities": [one.to_dict() for one in quantities(group)],
         "memory": MEMORY,
-        "facets": [{"name": name, "values": values} for name, values in facets.items()],
+        "facets": [{"name": name, "values": values} for name, values in facets.shown.items()],
+        "left_out": [{"name": name, "num": num} for name, num in facets.left_out.items()],
         "kinds": kinds_of(rules),
         "rules": {"name": rules.name, "source": rules.source},
         "pooled": view.is_pooled,
@@ -70,11 +73,20 @@ def run_content(run: RunFolder) -> dict[str, Any]:
 
 def labels_of(views: Sequence[GroupView]) -> list[str]:
     """A name for each group: model, task and seeds, and what else tells them apart."""
-    plain = [_label(view) for view in views]
-    known = Counter(plain)
+    names = [_label(view) for view in views]
+    names = _told_apart(names, [f"kvpolicy {view.version}" for view in views])
+    names = _told_apart(names, [view.group.model for view in views])
+    return _told_apart(names, [view.group.group for view in views])
+
+
+def _told_apart(names: Sequence[str], more: Sequence[str]) -> list[str]:
+    """Names, those of several with what tells some of them apart."""
+    said: dict[str, set[str]] = {}
+    for name, one in zip(names, more, strict=True):
+        said.setdefault(name, set()).add(one)
     return [
-        name if known[name] == 1 else f"{name}{_DOT}{view.group.group}"
-        for name, view in zip(plain, views, strict=True)
+        name if len(said[name]) == 1 else f"{name}{_DOT}{one}"
+        for name, one in zip(names, more, strict=True)
     ]
 
 
@@ -104,7 +116,9 @@ def _settings(view: GroupView) -> list[list[str]]:
         "prompt_hash",
     )
     seeds = ["seeds" if view.is_pooled else "seed", ", ".join(map(str, view.seeds))]
-    return [seeds, *([name.replace("_", " "), _words(getattr(view.group, name))] for name in names)]
+    shared = [name for name in names if not (view.is_pooled and name in _OF_ONE_SEED)]
+    settings = [[name.replace("_", " "), _words(getattr(view.group, name))] for name in shared]
+    return [seeds, *settings, ["kvpolicy", view.version]]
 
 
 def _words(value: Any) -> str:
@@ -116,33 +130,26 @@ def _words(value: Any) -> str:
     return "none" if value is None else str(value)
 
 
-def _facets(view: GroupView) -> dict[str, list[Any]]:
-    """Every facet with its values, numbers before words."""
-    found: dict[str, set[int | str]] = {}
-    for sample in view.samples:
-        for name, value in sample.facets.items():
-            found.setdefault(name, set()).add(value)
-    return {
-        name: sorted(values, key=lambda value: (isinstance(value, str), value))
-        for name, values in sorted(found.items())
-    }
-
-
-def _item(view: GroupView, number: int, facets: dict[str, list[Any]]) -> dict[str, Any]:
+def _item(view: GroupView, number: int, facets: Facets) -> dict[str, Any]:
     item = view.items.get(number)
     said = next(cell.by_item[number][0] for cell in view.cells if number in cell.by_item).facets
     prompt = " ".join(item.prompt[: 4 * _HEAD].split()) if item else ""
     return {
         "item": number,
-        "facets": {name: facets[name].index(value) for name, value in said.items()},
+        "facets": {
+            name: facets.shown[name].index(value)
+            for name, value in said.items()
+            if name in facets.shown
+        },
+        "others": [f"{name} {value}" for name, value in said.items() if name in facets.left_out],
         "head": prompt[:_HEAD],
     }
 
 
-def _cells(view: GroupView, facets: dict[str, list[Any]]) -> list[dict[str, Any]]:
+def _cells(view: GroupView, facets: Facets) -> list[dict[str, Any]]:
     timings = {cell.id: cell.timing for cell in view.cells if cell.timing}
     rows = tabulate(view.cells, view.samples, timings, columns_of(view.group))
-    by_facet = _by_facet(view, facets)
+    by_facet = breakdown(view, facets)
     places = {number: place for place, number in enumerate(view.numbers)}
     return [
         {
@@ -167,6 +174,7 @@ def _cell(view: GroupView, cell: CellView) -> dict[str, Any]:
         "more": rest_of(resolved),
         "estimates": {one.name: plain(one.estimate(cell)) for one in quantities(view.group)},
         "problems": _problems(cell),
+        "kept": {},
     }
 
 
@@ -180,22 +188,6 @@ def _row(row: Row) -> dict[str, Any]:
         "policy_share": row.policy_share,
         "difference": plain(row.difference),
     }
-
-
-def _by_facet(
-    view: GroupView, facets: dict[str, list[Any]]
-) -> dict[str, dict[str, list[dict[str, Any] | None]]]:
-    """Of each cell and facet, the first quantity for each of its values."""
-    columns = columns_of(view.group)[:1]
-    found: dict[str, dict[str, list[dict[str, Any] | None]]] = {
-        cell.digest: {name: [None] * len(values) for name, values in facets.items()}
-        for cell in view.cells
-    }
-    for one in break_down(view.cells, view.samples, columns):
-        place = facets[one.facet].index(one.value)
-        estimate = plain(one.row.measured[columns[0].name])
-        found[one.row.plan][one.facet][place] = {"n": one.row.n, "estimate": estimate}
-    return found
 
 
 def _problems(cell: CellView) -> list[tuple[str, int]]:

@@ -20,12 +20,14 @@ class CellView:
         cell: The cell.
         samples: What is done of it, by item and attempt, in their order.
         timing: What it cost; ``None`` if it was not run in one go.
+        timings: The same of each seed.
         label: Its name: no other cell of the group has the same.
     """
 
     cell: Cell
     samples: tuple[Sample, ...] = attrs.field(repr=False)
     timing: CellTiming | None
+    timings: tuple[CellTiming, ...]
     label: str
 
     @property
@@ -68,6 +70,8 @@ class GroupView:
 
     Attributes:
         group: The group, or the first of several that differ in their seed.
+        groups: Its id, or theirs.
+        version: Version of kvpolicy that computed it.
         seeds: Its seed, or theirs.
         cells: Those of its cells that have samples.
         items: What they are asked, by number.
@@ -75,6 +79,8 @@ class GroupView:
     """
 
     group: Group
+    groups: tuple[str, ...]
+    version: str
     seeds: tuple[int, ...]
     cells: list[CellView]
     items: Mapping[int, ItemRecord] = attrs.field(repr=False)
@@ -100,28 +106,29 @@ def gather(runs: Sequence[RunFolder]) -> list[GroupView]:
     """Put runs together.
 
     Args:
-        runs: The runs. A cell that several have has the samples of all of them.
+        runs: The runs. A cell that several have has the samples of all of them; what other
+            versions of kvpolicy made of it is a cell of its own.
 
     Returns:
-        The groups with at least one sample, in the order of the runs. Groups that differ in
-        nothing but their seed come after one that takes them together.
+        The groups with at least one sample, each once, in the order of the runs. Groups that
+        differ in nothing but their seed come after one that takes them together.
 
     Raises:
         ResultsError: No run has a sample, or one is damaged.
     """
-    groups = {name: group for run in runs for name, group in run.groups.items()}
-    single = [view for group in groups.values() if (view := _group(group, runs)).cells]
-    if not single:
+    found: list[GroupView] = []
+    single = _single(runs)
+    for block in _blocks(runs):
+        together = _pooled(block, runs)
+        if together.is_pooled:
+            found.append(together)
+        # A group is in two blocks if its model was typed in two ways.
+        keys = [(together.version, name) for name in together.groups]
+        found += [single.pop(key) for key in keys if key in single]
+    if not found:
         names = ", ".join(str(run.path) for run in runs)
         msg = f"{names}: no sample is done yet; there is something to show when the first one is."
         raise ResultsError(msg)
-    found: list[GroupView] = []
-    for cells in _blocks(runs):
-        together = _pooled(cells)
-        if together.is_pooled:
-            found.append(together)
-        ids = {name for one in cells for name in one.cells}
-        found += [view for view in single if any(cell.id in ids for cell in view.cells)]
     return found
 
 
@@ -134,29 +141,56 @@ def pooled(runs: Sequence[RunFolder]) -> list[GroupView]:
     Returns:
         A group for each model and task, asked in the same way; without samples, none.
     """
-    return [_pooled(cells) for cells in _blocks(runs)]
+    return [_pooled(block, runs) for block in _blocks(runs)]
 
 
 def _blocks(runs: Sequence[RunFolder]) -> list[list[PooledCell]]:
-    """Pooled cells with samples, those together that were asked the same in the same way."""
+    """Pooled cells that were asked the same in the same way; only where one has samples."""
     blocks: dict[object, list[PooledCell]] = {}
     for cell in pool(runs):
-        if cell.samples:
-            blocks.setdefault(cell.block, []).append(cell)
-    return list(blocks.values())
+        blocks.setdefault(cell.block, []).append(cell)
+    return [block for block in blocks.values() if any(cell.samples for cell in block)]
 
 
-def _pooled(cells: Sequence[PooledCell]) -> GroupView:
+def _pooled(block: Sequence[PooledCell], runs: Sequence[RunFolder]) -> GroupView:
+    version, ids = block[0].version, {name for one in block for name in one.cells}
+    mine = [run for run in runs if run.version == version]
+    timings = {name: one for run in mine for name, one in run.timings.items()}
+    done = [one for one in block if one.samples]
     views = [
-        CellView(one.cell, tuple(sorted(one.samples, key=_place)), one.timing, label)
-        for one, label in zip(cells, _labels([one.cell for one in cells]), strict=True)
+        CellView(
+            cell=one.cell,
+            samples=tuple(sorted(one.samples, key=_place)),
+            timing=one.timing,
+            timings=tuple(timings[name] for name in one.cells) if one.timing else (),
+            label=label,
+        )
+        for one, label in zip(done, _labels([one.cell for one in done]), strict=True)
     ]
-    seeds = tuple(sorted({sample.seed for one in cells for sample in one.samples}))
-    items = {number: item for one in cells for number, item in one.items.items()}
-    return GroupView(cells[0].group, seeds, views, items, sum(one.num_expected for one in cells))
+    cells = [cell for run in mine for cell in run.cells.values()]
+    return GroupView(
+        group=done[0].group,
+        groups=tuple(dict.fromkeys(cell.group for cell in cells if cell.cell in ids)),
+        version=version,
+        seeds=tuple(sorted({sample.seed for one in done for sample in one.samples})),
+        cells=views,
+        items={number: item for one in done for number, item in one.items.items()},
+        num_expected=sum(one.num_expected for one in block),
+    )
+
+
+def _single(runs: Sequence[RunFolder]) -> dict[tuple[str, str], GroupView]:
+    """The groups with samples, by version and id: ids know nothing of versions."""
+    sharing: dict[tuple[str, str], list[RunFolder]] = {}
+    for run in runs:
+        for name in run.groups:
+            sharing.setdefault((run.version, name), []).append(run)
+    views = {key: _group(its_runs[0].groups[key[1]], its_runs) for key, its_runs in sharing.items()}
+    return {key: view for key, view in views.items() if view.cells}
 
 
 def _group(group: Group, runs: Sequence[RunFolder]) -> GroupView:
+    """A group, from runs of one version that all have it."""
     cells: dict[str, Cell] = {}
     samples: dict[str, dict[str, Sample]] = {}
     items: dict[int, ItemRecord] = {}
@@ -175,12 +209,20 @@ def _group(group: Group, runs: Sequence[RunFolder]) -> GroupView:
             cell=cell,
             samples=tuple(sorted(samples[cell.cell].values(), key=_place)),
             timing=timings.get(cell.cell),
+            timings=(timings[cell.cell],) if cell.cell in timings else (),
             label=label,
         )
         for cell, label in zip(done, _labels(done), strict=True)
     ]
-    expected = len(cells) * group.n * group.attempts
-    return GroupView(group, (group.seed,), views, items, expected)
+    return GroupView(
+        group=group,
+        groups=(group.group,),
+        version=runs[0].version,
+        seeds=(group.seed,),
+        cells=views,
+        items=items,
+        num_expected=len(cells) * group.n * group.attempts,
+    )
 
 
 def _place(sample: Sample) -> tuple[int, int]:

@@ -5,14 +5,14 @@ side by side, as heads often agree; compressed, that takes less room than a list
 browser reads it many times faster. ``assets/keptdata.js`` reads both forms.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import attrs
 import numpy as np
 
 from kvpolicy.lab.kept import NEVER, Kept
-from kvpolicy.lab.report.packing import pack
+from kvpolicy.lab.report.packing import AROUND, pack
 
 # Of the letter for -1: the first ones need no escape in JSON, but for the backslash.
 _FIRST_LETTER = 0x23
@@ -57,22 +57,19 @@ class PackedKept:
     num_left_out: int
 
 
-def pack_kept(records: Iterable[Kept], most_bytes: int) -> PackedKept:
-    """Pack records, item by item, until there is no more room.
+def pack_kept(bundles: Iterable[Sequence[Kept]], most_bytes: int) -> PackedKept:
+    """Pack records, bundle by bundle, until there is no more room.
 
     Args:
-        records: The records. An item's go in together or not at all, so that what is there can
-            be compared.
+        bundles: Records that are compared with each other, the first ones first: a bundle goes
+            in as a whole or not at all.
         most_bytes: What they may take.
     """
-    by_item: dict[tuple[int, int], list[Kept]] = {}
-    for kept in records:
-        by_item.setdefault((kept.attempt, kept.item), []).append(kept)
     blocks: dict[str, str] = {}
     num_left_out, room = 0, most_bytes
-    for _, together in sorted(by_item.items()):
+    for together in bundles:
         packed = {kept.key: pack(compact(kept)) for kept in together}
-        size = sum(map(len, packed.values()))
+        size = sum(len(block) + AROUND for block in packed.values())
         if size > room:
             num_left_out += len(together)
             continue

@@ -1,16 +1,17 @@
 """Texts packed for a page: compressed in blocks that a browser opens one by one."""
 
 import base64
-import json
 import zlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import attrs
 
+from kvpolicy.lab.report.plainjson import to_json
 from kvpolicy.lab.report.sentences import Piece
 
 CUT = "cut"
+AROUND = 80  # bytes that a block takes beside its own: its element, and where it is named
 
 # What one text may keep if all of them together are too long for the page.
 _DENSEST = 24  # characters in a byte of a block: no prose is as dense
@@ -31,14 +32,13 @@ class Packed:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes that the blocks take in a page."""
-        return sum(map(len, self.blocks))
+        """Bytes that the blocks take in a page, or a few more."""
+        return sum(len(block) + AROUND for block in self.blocks)
 
 
 def pack(value: Any) -> str:
     """One value as a block; letters of any kind, broken ones too, come back as they are."""
-    raw = json.dumps(value, separators=(",", ":")).encode("ascii")
-    return base64.b64encode(zlib.compress(raw)).decode("ascii")
+    return base64.b64encode(zlib.compress(to_json(value).encode("ascii"))).decode("ascii")
 
 
 def pack_within(

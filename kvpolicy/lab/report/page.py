@@ -8,8 +8,6 @@ whose hashes it names.
 
 import base64
 import hashlib
-import json
-import math
 import re
 from importlib.resources import files
 from typing import Any
@@ -18,6 +16,7 @@ from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 
 from kvpolicy.lab.report.bundle import bundle
+from kvpolicy.lab.report.plainjson import to_json
 
 _ASSETS = files("kvpolicy.lab.report") / "assets"
 
@@ -54,7 +53,7 @@ def render(*, title: str, data: dict[str, Any], blocks: list[str]) -> str:
 
 def as_json(value: Any) -> str:
     """Plain data as JSON that may stand in a script element, and that any browser can read."""
-    text = json.dumps(_finite(value), separators=(",", ":"), allow_nan=False)
+    text = to_json(value)
     for letter in "<>&":
         text = text.replace(letter, f"\\u{ord(letter):04x}")
     return text
@@ -64,15 +63,6 @@ def printable(text: object) -> str:
     """A text that HTML can hold: letters that are none are replaced."""
     encoded = str(text).encode("utf-8", "replace").decode("utf-8")
     return re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", "\N{REPLACEMENT CHARACTER}", encoded)
-
-
-def _finite(value: Any) -> Any:
-    """JSON knows no infinity: ``null`` stands there instead."""
-    if isinstance(value, dict):
-        return {str(name): _finite(one) for name, one in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_finite(one) for one in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _read(name: str) -> str:

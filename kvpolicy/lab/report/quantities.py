@@ -9,7 +9,8 @@ import attrs
 from kvpolicy.lab.measures import LENGTH, Column, by_item
 from kvpolicy.lab.records import Group
 from kvpolicy.lab.report.gather import CellView
-from kvpolicy.lab.samples import CellTiming, Sample
+from kvpolicy.lab.report.throughput import throughput
+from kvpolicy.lab.samples import Sample
 from kvpolicy.lab.stats import Estimate, mean, ratio
 from kvpolicy.lab.storedcolumns import columns_of
 
@@ -84,14 +85,6 @@ def _is_served(sample: Sample) -> bool:
     return sample.finish_reason != "error"
 
 
-def _of_timing(value: Callable[[CellTiming], float]) -> Callable[[CellView], float | None]:
-    return lambda view: value(view.timing) if view.timing else None
-
-
-def _throughput(timing: CellTiming) -> float:
-    return timing.new_tokens / timing.elapsed_s if timing.elapsed_s else math.nan
-
-
 def _speed(view: CellView) -> Estimate | None:
     timed = by_item(view.samples, _tokens_and_seconds)
     if not timed:
@@ -101,11 +94,12 @@ def _speed(view: CellView) -> Estimate | None:
 
 
 def _tokens_and_seconds(sample: Sample) -> tuple[float, float] | None:
-    is_timed = _is_served(sample) and sample.decode_s > 0
-    return (sample.num_tokens, sample.decode_s) if is_timed else None
+    """The steps between a sample's first token and its last, and what they took."""
+    is_timed = _is_served(sample) and sample.num_tokens > 1 and sample.decode_s > 0
+    return (sample.num_tokens - 1, sample.decode_s) if is_timed else None
 
 
-_ONCE = "Measured once for each cell that was run in one go, and so without an interval."
+_ONCE = "Measured once for each cell that was run in one go"
 _COSTS = (
     Quantity(
         "length",
@@ -116,7 +110,7 @@ _COSTS = (
     ),
     Quantity(
         MEMORY,
-        "KV/sample",
+        "KV/sample, mean",
         "Peak KV bytes of a sample, mean",
         "bytes",
         _memory,
@@ -126,8 +120,8 @@ _COSTS = (
         "tokens/s",
         "Throughput of all slots, tokens/s",
         "rate",
-        _of_timing(_throughput),
-        _ONCE,
+        lambda view: throughput(view.timings),
+        f"{_ONCE}; the interval is that of several seeds.",
     ),
     Quantity(
         "speed",
@@ -135,15 +129,15 @@ _COSTS = (
         "Speed of a sample, tokens/s",
         "rate",
         _speed,
-        "New tokens over seconds from a sample's first token to its last, other slots at work.",
+        "Tokens after a sample's first one over the seconds that they took, other slots at work.",
     ),
     Quantity(
         "peak_kv_bytes",
         "cache of all slots",
         "Peak KV bytes of all slots",
         "bytes",
-        _of_timing(lambda timing: timing.peak_kv_bytes),
-        _ONCE,
+        lambda view: view.timing.peak_kv_bytes if view.timing else None,
+        f"{_ONCE}, and so without an interval.",
         charted=False,
     ),
 )

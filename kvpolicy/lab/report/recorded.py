@@ -26,9 +26,19 @@ def pack_recorded(
     Raises:
         ResultsError: A record is damaged.
     """
-    keys = {sample.key for view in views if not view.is_pooled for sample in view.samples}
-    found = {kept.key: kept for run in runs for kept in _read(run) if kept.key in keys}
-    return pack_kept(found.values(), most_bytes)
+    of_key = {
+        sample.key: (sample.attempt, sample.item, number)
+        for number, view in enumerate(views)
+        if not view.is_pooled
+        for sample in view.samples
+    }
+    found = {kept.key: kept for run in runs for kept in _read(run) if kept.key in of_key}
+    # What the cells of one group did with one item is compared; every group's first items are
+    # better than all items of the first group.
+    bundles: dict[tuple[int, int, int], list[Kept]] = {}
+    for key, kept in found.items():
+        bundles.setdefault(of_key[key], []).append(kept)
+    return pack_kept([bundles[place] for place in sorted(bundles)], most_bytes)
 
 
 def name_records(

@@ -34,7 +34,7 @@ def places_of(view: GroupView) -> list[Place]:
         return []  # its seeds have them
     found, first, size = [], 0, 0
     for place, number in enumerate(view.numbers):
-        size += sum(len(s.text) for cell in view.cells for s in cell.by_item.get(number, []))
+        size += sum(map(len, _texts_of(view, number)))
         if size >= _BLOCK or place == len(view.numbers) - 1:
             found.append(Place(first, place + 1))
             first, size = place + 1, 0
@@ -58,8 +58,15 @@ def block(view: GroupView, place: Place, rules: ThoughtRules, cap: int | None) -
 
 
 def lengths(view: GroupView) -> list[int]:
-    """Characters of every text of a group's samples."""
-    return [len(sample.text) for sample in view.samples]
+    """Characters of every text in the blocks of a group."""
+    return [len(text) for number in view.numbers for text in _texts_of(view, number)]
+
+
+def _texts_of(view: GroupView, number: int) -> list[str]:
+    """What there is to read of an item: what is asked, and what came of it."""
+    item = view.items.get(number)
+    asked = [item.prompt, item.answer, item.reference or ""] if item else []
+    return asked + [one.text for cell in view.cells for one in cell.by_item.get(number, [])]
 
 
 def _item(view: GroupView, number: int, rules: ThoughtRules, cap: int | None) -> dict[str, Any]:

@@ -5,6 +5,7 @@ import { number, plural } from "./figures.js";
 import { facetOf, facetWords, openBlock, sampleOf, textsOf } from "./data.js";
 import { picker } from "./picker.js";
 import { detail } from "./detail.js";
+import { forget } from "./keptpart.js";
 import { verdict } from "./verdict.js";
 
 const NONE = "none";
@@ -21,8 +22,10 @@ const FILTERS = {
   failed: ["failed", (a, b) => a?.finish === "e" || b?.finish === "e"],
   ungraded: ["ungraded", (a, b) => a?.verdict === "?" || b?.verdict === "?"],
 };
+const OF_TWO = ["differs", "better", "worse"];
+const OF_VERDICTS = ["right", "wrong", "ungraded", ...OF_TWO];
 
-/** The browser of a group; `pick(cell, filter)` shows a cell's samples. */
+/** The browser of a group; `pick(cell, filter)` shows a cell's samples: all, or those that pass. */
 export function browser(group) {
   const state = { a: 0, b: group.cells.length > 1 ? 1 : null, filter: "all", facet: "", query: "", entry: null };
   const place = { controls: h("div", { class: "controls" }), count: h("p", { class: "count", role: "status" }), list: h("div"), detail: h("div", { class: "detail" }) };
@@ -33,7 +36,14 @@ export function browser(group) {
   async function refresh() {
     const ticket = (latest += 1);
     if (state.query) fill(place.count, "Searching \u2026");
-    const entries = await matching(group, state);
+    let entries = [];
+    try {
+      entries = await matching(group, state);
+    } catch (error) {
+      if (ticket !== latest) return;
+      fill(place.count, "The search failed.");
+      return complain(error);
+    }
     if (ticket !== latest) return; // a later choice was quicker
     fill(place.count, `${plural(entries.length, "sample")} of ${number(group.entries.length)}`);
     if (!entries.includes(state.entry)) state.entry = entries[0] ?? null;
@@ -43,14 +53,21 @@ export function browser(group) {
 
   async function choose(entry) {
     state.entry = entry;
-    if (entry === null) return void fill(place.detail, h("p", { class: "empty" }, "No sample passes. Loosen the filter or the search."));
+    if (entry === null) return tell("No sample passes. Loosen the filter or the search.");
     try {
       const texts = await textsOf(group, Math.floor(entry / group.attempts));
       if (entry === state.entry) await detail(place.detail, group, state, entry, texts, list.step);
     } catch (error) {
-      fill(place.detail, h("p", { class: "empty", role: "alert" }, error.message));
+      if (entry === state.entry) complain(error);
     }
   }
+
+  function tell(words, role = null) {
+    forget();
+    fill(place.detail, h("p", { class: "empty", role }, words));
+  }
+
+  const complain = (error) => tell(error.message, "alert");
 
   const change = (name, value) => {
     const { id } = document.activeElement;
@@ -62,7 +79,8 @@ export function browser(group) {
   const controls = () => fill(place.controls, choices(group, state, change), chips(group, state, change));
   const search = searchField((query) => change("query", query));
   const pick = (cell, filter = "all") => {
-    if (state.b === cell) state.b = state.a === cell ? null : state.a;
+    if (filter !== "all") state.b = null; // its samples would be listed as well
+    else if (state.b === cell) state.b = state.a === cell ? null : state.a;
     Object.assign(state, { a: cell, filter });
     controls();
     return refresh();
@@ -87,7 +105,8 @@ function choices(group, state, change) {
 function chips(group, state, change) {
   const [a, b] = [group.cells[state.a], state.b === null ? null : group.cells[state.b]];
   const pairs = group.entries.map((entry) => [sampleOf(a, entry), b && sampleOf(b, entry)]);
-  const shown = Object.entries(FILTERS).filter(([name]) => b || !["differs", "better", "worse"].includes(name));
+  const hidden = [...(b ? [] : OF_TWO), ...(group.graded ? [] : OF_VERDICTS)];
+  const shown = Object.entries(FILTERS).filter(([name]) => !hidden.includes(name));
   const fields = shown.map(([name, [label, passes]]) => {
     const count = pairs.filter((pair) => (pair[0] || pair[1]) && passes(...pair)).length;
     const radio = h("input", { type: "radio", name: "filter", value: name, id: `filter-${name}`, onchange: () => change("filter", name) });

@@ -59,10 +59,10 @@ export function facetOf(item, facet) {
   return Object.hasOwn(item.facets, facet.name) ? item.facets[facet.name] : undefined;
 }
 
-/** The facets of an item in words. */
+/** The facets of an item in words, those included that are left out of tables. */
 export function facetWords(group, item) {
   const said = group.facets.filter((facet) => facetOf(item, facet) !== undefined);
-  return said.map((facet) => `${facet.name} ${facet.values[facetOf(item, facet)]}`);
+  return [...said.map((facet) => `${facet.name} ${facet.values[facetOf(item, facet)]}`), ...item.others];
 }
 
 /** The texts of an item: {prompt, answer, reference, cells: {cell: {attempt: {...}}}}. */

@@ -14,13 +14,12 @@ export async function detail(place, group, state, entry, texts, step) {
   const item = group.items[Math.floor(entry / group.attempts)];
   const cells = [state.a, state.b].filter((cell) => cell !== null).map((cell) => group.cells[cell]);
   const answers = cells.map((cell) => texts.cells[cell.number]?.[attempt] || null);
-  const parted = answers.length === 2 && answers[0] && answers[1] ? parting(answers[0].pieces, answers[1].pieces) : null;
-  const columns = cells.map((cell, i) => column(group, cell, entry, answers[i], state.query, parted));
-  const view = h("section", { class: "kept" });
-  const same = answers.length === 2 && answers[0] && answers[1] && parted === null;
-  const note = same ? h("p", { class: "note" }, "The two texts are the same.") : null;
+  const parted = answers[0] && answers[1] ? parting(answers[0].pieces, answers[1].pieces) : { place: null };
+  const columns = cells.map((cell, i) => column(group, cell, entry, answers[i], state.query, parted.place));
+  const view = h("div", { class: "kept" });
+  const note = parted.note ? h("p", { class: "note" }, parted.note) : null;
   fill(place, head(group, item, attempt, texts, step), asked(texts, state.query), legend(group), note, h("div", { class: `traces of-${cells.length}` }, columns), view);
-  await kept(view, group, cells, entry);
+  await kept(view, cells, entry);
 }
 
 function head(group, item, attempt, texts, step) {
@@ -49,7 +48,8 @@ function column(group, cell, entry, answer, query, parted) {
 
 function facts(group, sample, answer) {
   const values = Object.entries(answer.values).map(([name, value]) => `${visible(name)} ${words({}, value)}`);
-  const speed = sample.seconds > 0 ? [`${number(Math.round(sample.tokens / sample.seconds))} tokens/s`] : [];
+  const steps = sample.tokens - 1; // seconds are counted from the first token
+  const speed = steps > 0 && sample.seconds > 0 ? [`${number(Math.round(steps / sample.seconds))} tokens/s`] : [];
   const parts = [
     `${plural(sample.prompt, "prompt token")}, ${plural(sample.tokens, "new token")}`,
     `${plural(sample.compactions, "compaction")}, ${plural(sample.evicted, "row")} evicted`,

@@ -31,7 +31,7 @@ export function fill(element, ...children) {
 
 export const byId = (id) => document.getElementById(id);
 
-const MARKS = /[\u0000-\u0008\u000b-\u001f\u007f-\u009f\u200b-\u200f\u2028-\u202e\u2060-\u2069\ufeff]/g;
+const MARKS = /[\u0000-\u0008\u000b-\u001f\u007f-\u009f\u061c\u200b-\u200f\u2028-\u202e\u2060-\u2069\ufeff]/g;
 
 /** Text with the letters shown that nobody would see, and broken ones replaced. */
 export function visible(text) {

@@ -68,7 +68,7 @@ export function keptView(element, records, options = {}) {
     chooseHead.set(state.head);
     times = [...new Set(panels.flatMap(({ kept }) => timesOf(kept, state)))].sort((a, b) => a - b);
     for (const panel of panels) panel.choose(state, times);
-    fill(legend, legendOf(panels[0].choice, state));
+    fill(legend, legendOf(panels.map((panel) => panel.choice), state));
     slider.max = times.length - 1;
     const nearest = time === undefined ? times.length - 2 : times.findLastIndex((one) => one <= time);
     go(change.step ?? nearest);
@@ -158,7 +158,7 @@ function makePanel(kept, label, widest, point, pick) {
   const where = h("p", { class: "kept-where" });
   const facts = h("p", { class: "kept-facts" });
   const axis = h("div", { class: "kept-axis" }, h("span", {}, "0"), h("span", {}, "across: position \u00b7 down: step"), h("span", {}, widest.toLocaleString("en")));
-  const element = h("section", { class: "kept-panel" }, h("h5", {}, label), where, facts, map.element, axis, text.element);
+  const element = h("section", { class: "kept-panel", "aria-label": `Kept tokens, ${label}` }, h("h5", {}, label), where, facts, map.element, axis, text.element);
   const walk = (event) => {
     const by = { ArrowLeft: -1, ArrowRight: 1 }[event.key];
     if (by === undefined || !kept.tokens.length) return;
@@ -204,7 +204,10 @@ function choiceOf(label, all, numbers, value, onchange) {
   return { element, set: (one) => (element.querySelector("select").value = key(one)) };
 }
 
-function legendOf(choice, state) {
+/** What the shades stand for, in the record that has most heads: one may have none. */
+function legendOf(choices, state) {
+  const choice = choices.reduce((one, other) => (other.total > one.total ? other : one));
+  if (!choice.total) return [];
   const steps = choice.total <= LEVELS ? choice.total : LEVELS;
   const swatch = (level) => h("span", { class: "kept-token kept-swatch", "data-level": level, "aria-hidden": "true" });
   const shades = Array.from({ length: steps + 1 }, (_, i) => {

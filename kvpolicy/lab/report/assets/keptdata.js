@@ -122,5 +122,6 @@ const LEVELS = 8;
 
 /** The shade of a count: 0 for none, 8 for all, and the same for as many heads everywhere. */
 export function levelOf(count, total) {
+  if (!total) return 0; // the layer has no such head
   return count >= total ? LEVELS : Math.min(Math.ceil((LEVELS * count) / total), LEVELS - 1);
 }

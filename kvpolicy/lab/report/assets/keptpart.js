@@ -1,18 +1,25 @@
 // The tokens that each compaction kept, for samples that were recorded.
 
-import { fill, h } from "./dom.js";
+import { fill, h, visible } from "./dom.js";
 import { openBlock } from "./data.js";
 import { keptView } from "./kept.js";
 
 let shown = null;
 
 /** Show what is recorded of an entry under some cells; nothing if nothing is. */
-export async function kept(place, group, cells, entry) {
-  const found = cells.filter((cell) => cell.kept && entry in cell.kept);
+export async function kept(place, cells, entry) {
+  forget();
+  const found = cells.filter((cell) => entry in cell.kept);
   if (!found.length) return;
   const records = await Promise.all(found.map((cell) => openBlock(cell.kept[entry])));
+  if (!place.isConnected) return; // another sample was quicker, and has the page
   const view = h("div");
-  shown?.destroy();
   fill(place, h("h4", {}, "Tokens kept by each compaction"), view);
-  shown = keptView(view, records, { labels: found.map((cell) => cell.label) });
+  shown = keptView(view, records, { labels: found.map((cell) => visible(cell.label)) });
+}
+
+/** Stop whatever plays or listens in the view that is shown: its sample leaves the page. */
+export function forget() {
+  shown?.destroy();
+  shown = null;
 }

@@ -4,6 +4,7 @@ import { byId, fill, h, select, visible } from "./dom.js";
 import { prepare, readData } from "./data.js";
 import { breakdown, failures, results, summary } from "./overview.js";
 import { browser } from "./browser.js";
+import { forget } from "./keptpart.js";
 import { curves } from "./curves.js";
 import { manifest, plans } from "./plans.js";
 import { nameKinds } from "./trace.js";
@@ -14,6 +15,7 @@ const groups = data.groups.map((group) => prepare(group, data.series));
 
 function show(group) {
   nameKinds(group);
+  forget();
   const samples = group.pooled ? seedBySeed() : browser(group);
   const goTo = (cell, filter) => {
     samples.pick(cell, filter);

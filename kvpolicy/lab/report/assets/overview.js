@@ -8,17 +8,21 @@ import { table } from "./table.js";
 /** The figures that stand on top. */
 export function summary(group) {
   const sum = (name) => group.cells.reduce((total, cell) => total + cell.row[name], 0);
-  const expected = group.cells.length * group.n * group.attempts;
   const done = sum("n");
   const tiles = [
     ["cells", number(group.cells.length), plural(new Set(group.cells.map((c) => c.series)).size, "series", "series")],
-    ["samples", number(done), done < expected ? `of ${number(expected)}: not complete` : `${plural(group.n, "item")} in each cell`],
+    ["samples", number(done), done < group.num_expected ? `of ${number(group.num_expected)}: not complete` : sizes(group.cells)],
     ["cut off", number(sum("num_truncated")), `at ${plural(group.max_new_tokens, "token")}`],
-    ["failed", number(sum("num_errors")), "counted as not right"],
-    ["ungraded", number(sum("num_ungraded")), "the grader had no verdict"],
+    ["failed", number(sum("num_errors")), group.graded ? "counted as not right" : "left out of what is measured"],
   ];
+  if (group.graded) tiles.push(["ungraded", number(sum("num_ungraded")), "the grader had no verdict"]);
   const list = tiles.map(([name, value, note]) => h("div", { class: "tile" }, h("dt", {}, name), h("dd", {}, value), h("dd", { class: "note" }, note)));
   return h("dl", { class: "tiles" }, list);
+}
+
+function sizes(cells) {
+  const [least, most] = [Math.min, Math.max].map((of) => of(...cells.map((cell) => cell.row.n)));
+  return least === most ? `${number(most)} in each cell` : `${number(least)} to ${number(most)} in a cell`;
 }
 
 /** The table of all cells. */
@@ -65,12 +69,14 @@ const signed = (value) => `${value < 0 ? "\u2212" : "+"}${Math.abs(100 * value).
 
 /** The first quantity by difficulty, or by whatever else the items differ in. */
 export function breakdown(group) {
-  if (!group.facets.length) return [h("p", { class: "empty" }, "The items of this task do not say in what they differ.")];
+  const left = group.left_out.map(({ name, num }) => `${visible(name)} (${number(num)})`);
+  const note = left.length ? h("p", { class: "note" }, `Not shown, as they have too many values for a table: ${left.join(", ")}.`) : null;
+  if (!group.facets.length) return [note ?? h("p", { class: "empty" }, "The items of this task do not say in what they differ.")];
   const place = h("div");
   const show = (number) => fill(place, facetTable(group, group.facets[number]));
   show(0);
   const names = group.facets.map((facet, i) => [String(i), visible(facet.name)]);
-  return [select("By", names, "0", show, { id: "facet" }), place];
+  return [select("By", names, "0", show, { id: "facet" }), place, note];
 }
 
 function facetTable(group, facet) {
@@ -96,7 +102,7 @@ function shade(quantity, found) {
 /** What failed, was cut off or could not be graded, by cell; a press shows the samples. */
 export function failures(group, onfilter) {
   const cells = group.cells.filter((cell) => cell.row.num_errors + cell.row.num_truncated + cell.row.num_ungraded);
-  if (!cells.length) return [h("p", {}, "Every sample ended by itself and has a verdict.")];
+  if (!cells.length) return [h("p", {}, `Every sample ended by itself${group.graded ? " and has a verdict" : ""}.`)];
   const count = (name, filter) => ({
     title: filter,
     value: (cell) => cell.row[name],

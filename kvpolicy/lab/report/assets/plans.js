@@ -38,7 +38,7 @@ function more(pairs) {
 /** Settings of the group, and of each run: versions, commands, sessions. */
 export function manifest(group, runs) {
   const settings = h("dl", { class: "facts" }, group.settings.map(([name, value]) => h("div", {}, h("dt", {}, name), h("dd", {}, h("bdi", {}, visible(value))))));
-  const mine = runs.filter((run) => run.groups.includes(group.id));
+  const mine = runs.filter((run) => run.version === group.version && run.groups.some((id) => group.groups.includes(id)));
   return [settings, mine.map(runDetails)];
 }
 

@@ -62,11 +62,25 @@ export function legend(group) {
   return h("p", { class: "kinds" }, names, h("span", { class: "note" }, note));
 }
 
-/** How many letters two texts have in common from the beginning; null if they are the same. */
+/** Where two texts part: {place, note}. The place is the number of letters that they have in common
+ * from the beginning; it is null, and the note says why, if they are the same as far as is known. */
 export function parting(one, other) {
-  const [a, b] = [one, other].map((pieces) => pieces.map((piece) => (piece[0] === "cut" ? "" : piece[1])).join(""));
-  if (a === b) return null;
+  const [a, b] = [beginning(one), beginning(other)];
   let same = 0;
-  while (same < a.length && a[same] === b[same]) same += 1;
-  return same;
+  while (same < a.text.length && same < b.text.length && a.text[same] === b.text[same]) same += 1;
+  if ([a, b].some(({ text, isCut }) => isCut && same === text.length)) {
+    return { place: null, note: "The two texts are the same up to what is left out." };
+  }
+  if (same === a.text.length && same === b.text.length) return { place: null, note: "The two texts are the same." };
+  return { place: isHalf(a.text, same) || isHalf(b.text, same) ? same - 1 : same, note: null };
 }
+
+/** A text as far as nothing is left out. */
+function beginning(pieces) {
+  const end = pieces.findIndex(([kind]) => kind === "cut");
+  const whole = end < 0 ? pieces : pieces.slice(0, end);
+  return { text: whole.map(([, text]) => text).join(""), isCut: end >= 0 };
+}
+
+/** Whether a place is in the middle of a letter: some take two units of UTF-16. */
+const isHalf = (text, place) => /^[\ud800-\udbff][\udc00-\udfff]$/.test(text.slice(Math.max(place - 1, 0), place + 1));

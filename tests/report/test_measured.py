@@ -1,0 +1,60 @@
+"""A report of a task that measures and grades nothing, also where a measure is infinite."""
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+from chromium import Opened
+from report_pages import Open
+from run_folders import write_run
+
+PLANS = [("full cache", None), ("H2O", 64)]
+KL = {"name": "kl", "title": "KL", "heading": "KL divergence, nats", "is_share": False}
+
+
+def says(cell: dict[str, Any], item: int, attempt: int) -> dict[str, Any]:
+    """The second plan rules out what the full cache says next, of item 1; its item 3 failed."""
+    is_compacted = cell["budget"] is not None
+    divergence = math.inf if (is_compacted, item) == (True, 1) else 0.25 * item * is_compacted
+    if (is_compacted, item) == (True, 3):
+        return {"correct": None, "finish_reason": "error", "error": "the pool ran dry"}
+    return {"correct": None, "values": {"kl": divergence, "matches": math.nan}}
+
+
+@pytest.fixture
+def opened(open_report: Open, tmp_path: Path) -> Opened:
+    return open_report(
+        write_run(tmp_path / "run", plans=PLANS, n=6, says=says, columns=[KL], measure="agreement")
+    )
+
+
+def test_samples_can_be_read_whatever_was_measured(opened: Opened) -> None:
+    assert opened.texts(".trace-column .text") == ["thinking about 0\n\\boxed{0}"] * 2
+    opened.page.locator("[aria-label='Next sample']").click()
+    opened.page.wait_for_function(
+        "() => document.querySelector('.detail h3').textContent.startsWith('Item 1')"
+    )
+    one, other = opened.texts(".trace-column .facts-line")
+    assert "kl 0" in one
+    assert "kl \N{EN DASH}" in other
+    opened.page.fill("#search", "about 4")
+    opened.page.wait_for_function(
+        "() => document.querySelector('.count').textContent.startsWith('1 sample')"
+    )
+
+
+def test_nothing_is_called_right_or_wrong(opened: Opened) -> None:
+    chips = opened.page.locator(".chip input").evaluate_all("all => all.map(one => one.value)")
+    assert chips == ["all", "cut off", "failed"]
+    tiles = dict(
+        zip(opened.texts(".tile dt"), opened.texts(".tile dd.note"), strict=True),
+    )
+    assert tiles["failed"] == "left out of what is measured"
+    assert "ungraded" not in tiles
+    shown = " ".join(opened.texts("#summary-body, #failures-body, #samples-body"))
+    assert "not right" not in shown
+    assert "verdict" not in shown
+    opened.page.locator("#failures tbody button").first.click()
+    opened.page.wait_for_selector(".problem")
+    assert opened.texts(".problem") == ["the pool ran dry"]
