@@ -148,7 +148,7 @@ def _percentile_ms(effort: Effort, percent: int) -> float:
 
 
 def _ratio(name: str, other: str | None, rounds: Sequence[Mapping[str, Effort]]) -> Ratio | None:
-    if other not in rounds[0]:
+    if other is None or other not in rounds[0]:
         return None
     ratios = [_mean_s(found[other]) / _mean_s(found[name]) for found in rounds]
     return Ratio(median(ratios), min(ratios), max(ratios))
