@@ -16,7 +16,7 @@ from torch import Tensor
 
 from kvpolicy import hookimpl
 
-FUSE = Path({fuse!r})
+FUSE = Path(__file__).with_name("fuse")  # so that its code is the same in every folder
 PARENT = os.getpid()
 COUNTED = []
 
@@ -43,7 +43,7 @@ class Fuse:
     def __init__(self, folder: Path) -> None:
         self._file = folder / "fuse"
         self.plugin = folder / "fused.py"
-        self.plugin.write_text(_PLUGIN.format(fuse=str(self._file)), encoding="utf-8")
+        self.plugin.write_text(_PLUGIN, encoding="utf-8")
 
     def light(self, compactions: int, signal: int, victim: str = "self") -> None:
         """At this compaction from now on, ``"self"`` or its ``"parent"`` gets the signal."""

@@ -14,13 +14,11 @@ from kvpolicy.run import Run
 
 
 class Work(Protocol):
-    """Something to be answered by sequences of the engine.
+    """Something to be answered by sequences of the engine."""
 
-    Attributes:
-        keys: One for each sequence: what tells its answer from all others of a run.
-    """
-
-    keys: Sequence[str]
+    @property
+    def keys(self) -> Sequence[str]:
+        """One for each sequence: what tells its answer from all others of a run."""
 
     def begin(self, which: Sequence[int]) -> Run:
         """Have some of it answered; request ``i`` of the run is number ``which[i]``."""
