@@ -8,6 +8,7 @@ os.environ["TRANSFORMERS_OFFLINE"] = "1"
 os.environ["HF_DATASETS_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
+import signal
 import socket
 
 import hypothesis
@@ -25,6 +26,11 @@ hypothesis.settings.register_profile("many", max_examples=40, print_blob=True, *
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "dev"))
 
 torch.set_num_threads(1)  # the tensors are tiny: a second thread costs more than it brings
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    # As whoever starts us in the background of a script has it, and processes that tests start
+    # and interrupt would inherit it.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(autouse=True)
