@@ -160,3 +160,11 @@ def test_a_file_is_no_longer_than_the_wall(module: str) -> None:
 
 def test_every_public_module_exists() -> None:
     assert PUBLIC.keys() <= CORE.keys()
+
+
+def test_the_page_shows_where_every_file_has_its_place() -> None:
+    page = Path(__file__).parents[2] / "docs/explanation/architecture.md"
+    told = set(re.findall(r"`(\w+)\.py`", page.read_text(encoding="utf-8")))
+    root = _folder("kvpolicy")
+    files = {file.stem for folder in (root, root / "lab") for file in folder.glob("*.py")}
+    assert files - {"__init__", "__main__"} - told == set()
