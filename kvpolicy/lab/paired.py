@@ -32,9 +32,11 @@ def bootstrap_mean(values: Sequence[float], *, seed: int = 0, draws: int = DRAWS
         draws: Resamples.
 
     Returns:
-        The mean and its interval.
+        The mean and its interval; the ends are NaN if a value is infinite or NaN.
     """
     array = np.asarray(values, dtype=float)
+    if not np.isfinite(array).all():
+        return Estimate(sum(values) / len(values), math.nan, math.nan)
     mean = math.fsum(values) / len(values)
     if np.all(array == array[0]):
         return Estimate(mean, mean, mean)
@@ -62,9 +64,12 @@ def bootstrap_ratios(
 
     Returns:
         The difference of the two and its BCa interval, in which items vary. Of items that are
-        all alike, or of one, it has no width.
+        all alike, or of one, it has no width; the ends are NaN if a number is infinite or NaN.
     """
     items = np.asarray([(*a, *b) for a, b in zip(ours, theirs, strict=True)], dtype=float)
+    if not np.isfinite(items).all():
+        value = float(_less(np.asarray([[sum(c) for c in items.T.tolist()]]), of_ratio)[0])
+        return Estimate(value, math.nan, math.nan)
     totals = np.asarray([[math.fsum(column) for column in items.T]])
     value = float(_less(totals, of_ratio)[0])
     if np.all(items == items[0]):

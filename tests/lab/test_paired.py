@@ -252,3 +252,13 @@ def test_the_bootstrap_covers_the_truth_about_as_often_as_it_says(shape: str) ->
         found = bootstrap_mean(values, seed=time, draws=1000)
         covered += found.low <= truth <= found.high
     assert 0.915 <= covered / times <= 0.975
+
+
+@pytest.mark.parametrize("values", [[math.inf, 1.0], [math.inf, -math.inf], [math.nan, 2.0]])
+def test_what_is_not_finite_has_no_interval(values: list[float]) -> None:
+    ones = [(1.0, 1.0)] * len(values)
+    parts = [(value, 1.0) for value in values]
+    for found in (bootstrap_mean(values), bootstrap_ratios(parts, ones)):
+        assert not math.isfinite(found.value)
+        assert math.isnan(found.low)
+        assert math.isnan(found.high)
