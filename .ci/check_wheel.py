@@ -6,12 +6,12 @@ from zipfile import ZipFile
 TOP_LEVEL = {"kvpolicy", "kvpolicy_baselines", "kvpolicy_plugins", "skipkv_plugin"}
 INSIDE = [
     "kvpolicy/py.typed",
-    "kvpolicy/lab/reasoner/weights/config.json",
-    "kvpolicy/lab/reasoner/weights/model.safetensors",
-    "kvpolicy/lab/reasoner/weights/tokenizer.json",
-    "kvpolicy/lab/reasoner/verbose/weights/config.json",
-    "kvpolicy/lab/reasoner/verbose/weights/model.safetensors",
-    "kvpolicy/lab/reasoner/verbose/weights/tokenizer.json",
+    "plugins/kvpolicy_reasoner/weights/config.json",
+    "plugins/kvpolicy_reasoner/weights/model.safetensors",
+    "plugins/kvpolicy_reasoner/weights/tokenizer.json",
+    "plugins/kvpolicy_reasoner/verbose/weights/config.json",
+    "plugins/kvpolicy_reasoner/verbose/weights/model.safetensors",
+    "plugins/kvpolicy_reasoner/verbose/weights/tokenizer.json",
     "kvpolicy_baselines/presets/baselines.toml",
     "skipkv_plugin/README.md",
     "skipkv_plugin/plans/skipkv.toml",
@@ -19,7 +19,7 @@ INSIDE = [
     "kvpolicy/lab/report/assets/page.html",
     "kvpolicy/lab/report/assets/main.js",
     "kvpolicy/lab/report/assets/kept.css",
-    "kvpolicy/lab/steer/vectors/reasoner-verbose.safetensors",
+    "plugins/kvpolicy_reasoner/vectors/reasoner-verbose.safetensors",
 ]
 MOST_BYTES = 14 << 20  # of which weights take 12 MiB at most
 

@@ -10,27 +10,27 @@ from typing import TYPE_CHECKING
 from kvpolicy.markers import hookimpl
 
 if TYPE_CHECKING:
-    from kvpolicy.discovery import installed_policies, load_policy
-    from kvpolicy.engine import Engine
+    from kvpolicy.hooks.discovery import installed_policies, load_policy
+    from kvpolicy.engine.engine import Engine
     from kvpolicy.hf import PolicyCache
-    from kvpolicy.models import load_model
-    from kvpolicy.plan import Plan
-    from kvpolicy.request import Request, Sampling
-    from kvpolicy.results import Result, RunReport
+    from kvpolicy.model.loading import load_model
+    from kvpolicy.plan.plan import Plan
+    from kvpolicy.engine.request import Request, Sampling
+    from kvpolicy.engine.results import Result, RunReport
 
 __version__ = "0.1.0"
 
 _HOMES = {
-    "Engine": "kvpolicy.engine",
-    "Plan": "kvpolicy.plan",
+    "Engine": "kvpolicy.engine.engine",
+    "Plan": "kvpolicy.plan.plan",
     "PolicyCache": "kvpolicy.hf",
-    "Request": "kvpolicy.request",
-    "Result": "kvpolicy.results",
-    "RunReport": "kvpolicy.results",
-    "Sampling": "kvpolicy.request",
-    "installed_policies": "kvpolicy.discovery",
-    "load_model": "kvpolicy.models",
-    "load_policy": "kvpolicy.discovery",
+    "Request": "kvpolicy.engine.request",
+    "Result": "kvpolicy.engine.results",
+    "RunReport": "kvpolicy.engine.results",
+    "Sampling": "kvpolicy.engine.request",
+    "installed_policies": "kvpolicy.hooks.discovery",
+    "load_model": "kvpolicy.model.loading",
+    "load_policy": "kvpolicy.hooks.discovery",
 }
 
 __all__ = [

@@ -27,18 +27,18 @@ from torch import Tensor
 from kvpolicy.markers import hookspec
 
 if TYPE_CHECKING:
-    from kvpolicy.memory import Memory
-    from kvpolicy.parts import Parts
+    from kvpolicy.state import Memory
+    from kvpolicy.hooks.parts import Parts
     from kvpolicy.registers import Registers
-    from kvpolicy.request import Waiting
-    from kvpolicy.rows import LayerRows, Tracks
+    from kvpolicy.engine.request import Waiting
+    from kvpolicy.cache.rows import LayerRows, Tracks
 
 
 @hookspec(firstresult=True)
 def allocate(
     layer_indices: Sequence[int], budget: int, total: int, floors: Sequence[int], num_layers: int
 ) -> Sequence[int] | None:
-    """Share the rows of some layers among them; `kvpolicy.sharing.share` does so by weights.
+    """Share the rows of some layers among them; `kvpolicy.toolkit.apportion.share` does so by weights.
 
     Called once for each group of layers, when a plan is resolved for a model. The first policy
     to answer wins; if nobody answers, every layer gets the budget.

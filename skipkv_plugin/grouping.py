@@ -6,7 +6,7 @@ import attrs
 from attrs.validators import ge, instance_of
 
 from kvpolicy import hookimpl
-from kvpolicy.request import Waiting
+from kvpolicy.engine.request import Waiting
 
 
 @attrs.define(eq=False, kw_only=True)

@@ -10,7 +10,7 @@ from typing import Any
 import attrs
 
 from kvpolicy.errors import KVPolicyError
-from kvpolicy.tokentext import token_texts
+from kvpolicy.toolkit.token_text import token_texts
 
 #: What introduces something, as a code block, belongs to it (SkipKV, appendix).
 NOT_DELIMITERS = (":\n", ":\n\n")

@@ -6,7 +6,7 @@ import attrs
 from torch import Tensor
 
 from kvpolicy import hookimpl
-from kvpolicy.observation import pin_window, window_importance
+from kvpolicy.toolkit.attention_window import pin_window, window_importance
 
 
 @attrs.define(eq=False, kw_only=True)

@@ -7,10 +7,10 @@ from attrs.validators import ge, in_, instance_of, le
 from torch import Tensor
 
 from kvpolicy import hookimpl
-from kvpolicy.kept_order import score_in_kept_order
-from kvpolicy.observation import Pooling, odd, pin_window, window_importance
-from kvpolicy.redundancy import Retain, key_redundancy
-from kvpolicy.rows import Tracks
+from kvpolicy.toolkit.ranking import score_in_kept_order
+from kvpolicy.toolkit.attention_window import Pooling, odd, pin_window, window_importance
+from kvpolicy.toolkit.redundancy import Retain, key_redundancy
+from kvpolicy.cache.rows import Tracks
 
 
 @attrs.define(eq=False, kw_only=True)

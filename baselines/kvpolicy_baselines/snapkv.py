@@ -7,8 +7,8 @@ from attrs.validators import ge, in_, instance_of
 from torch import Tensor
 
 from kvpolicy import hookimpl
-from kvpolicy.kept_order import score_in_kept_order
-from kvpolicy.observation import (
+from kvpolicy.toolkit.ranking import score_in_kept_order
+from kvpolicy.toolkit.attention_window import (
     GroupReduce,
     Pooling,
     observed_weights,
@@ -17,7 +17,7 @@ from kvpolicy.observation import (
     received_importance,
     window_importance,
 )
-from kvpolicy.rows import Tracks
+from kvpolicy.cache.rows import Tracks
 
 
 @attrs.define(eq=False, kw_only=True)

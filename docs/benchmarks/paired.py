@@ -13,7 +13,7 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
-from kvpolicy.lab.stats import Estimate, mean
+from kvpolicy.lab.statistics import Estimate, mean
 
 Samples = dict[int, dict[str, Any]]  # by item
 

@@ -28,10 +28,10 @@ from torch import Tensor
 
 from kvpolicy import Engine, Plan, hookimpl
 from kvpolicy.lab.models import open_model
-from kvpolicy.lab.stats import mean
+from kvpolicy.lab.statistics import mean
 from kvpolicy.lab.steer.rules import load_rules
-from kvpolicy.lab.tasks import load_task
-from kvpolicy.memory import Memory
+from kvpolicy.lab.tasks.task import load_task
+from kvpolicy.state import Memory
 from skipkv_plugin.policy import SkipKV
 from skipkv_plugin.redundancy import SentenceVectors, redundant
 from skipkv_plugin.sentences import Delimiters, Segmenter

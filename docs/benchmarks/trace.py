@@ -13,9 +13,9 @@ from statistics import median
 import torch
 
 from kvpolicy import Engine, Plan
-from kvpolicy.lab.reasoner.model import load_reasoner
-from kvpolicy.lab.reasoner.task import make_problems
-from kvpolicy.trace import recording
+from kvpolicy_reasoner.model import load_reasoner
+from kvpolicy_reasoner.task import make_problems
+from kvpolicy.engine.tracing import recording
 
 ROUNDS = 7
 

@@ -12,9 +12,9 @@ from tempfile import TemporaryDirectory
 
 from kvpolicy import Engine, Plan
 from kvpolicy.lab.models import open_model
-from kvpolicy.lab.paired import bootstrap_mean
-from kvpolicy.lab.stats import wilson
-from kvpolicy.lab.tasks import load_task
+from kvpolicy.lab.analysis.paired import bootstrap_mean
+from kvpolicy.lab.statistics import wilson
+from kvpolicy.lab.tasks.task import load_task
 
 MODEL = TASK = "reasoner"
 LAYER, BUDGET, BUFFER = 3, 127, 16

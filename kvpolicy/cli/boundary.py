@@ -5,8 +5,8 @@ import sys
 
 import typer
 
-from kvpolicy.cli.commands import build
-from kvpolicy.cli.console import cannot_write, say, sentence
+from kvpolicy.cli.app import build
+from kvpolicy.cli.output import cannot_write, say, sentence
 from kvpolicy.cli.interrupt import Interrupted, interrupts_are_heard
 from kvpolicy.errors import KVPolicyError
 

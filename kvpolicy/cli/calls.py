@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 from kvpolicy.cli.columns import columns
 
 if TYPE_CHECKING:
-    from kvpolicy.hookcall import HookCall, Left
-    from kvpolicy.trace import Total
+    from kvpolicy.engine.hookcall import HookCall, Left
+    from kvpolicy.engine.tracing import Total
 
 _CALLS = ("#", "request", "token", "hook", "layer", "answered by", "answer", "µs", "asked with")
 _TOTALS = ("hook", "policy", "calls", "ms", "p50 µs", "p95 µs", "of the time")

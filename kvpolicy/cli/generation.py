@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Any
 import attrs
 import typer
 
-from kvpolicy.cli.console import say
+from kvpolicy.cli.output import say
 from kvpolicy.cli.options import register_plugins, rows_or_share
 from kvpolicy.cli.prompts import Prompt, apply_chat_template, read_prompts, read_stdin
 from kvpolicy.errors import KVPolicyError
 
 if TYPE_CHECKING:
-    from kvpolicy.engine import Engine
-    from kvpolicy.plan import Plan
+    from kvpolicy.engine.engine import Engine
+    from kvpolicy.plan.plan import Plan
 
 SOME_FAILED = 1
 _MAX_NEW_TOKENS = 1024  # for models that do not say how much they usually generate
@@ -81,9 +81,9 @@ def prepare(
         "length": length,
     }
     chosen = choose_plan(plan, policy or [], numbers, overrides or [])
-    from kvpolicy.engine import Engine
+    from kvpolicy.engine.engine import Engine
     from kvpolicy.lab.models import open_model
-    from kvpolicy.request import Sampling
+    from kvpolicy.engine.request import Sampling
 
     sampling = Sampling(temperature, top_k, top_p, seed)
     loaded, tokenizer = open_model(
@@ -113,10 +113,10 @@ def _prompts(prompt: str | None, file: str | None, model: str, seed: int) -> lis
         return read_prompts(file)
     if prompt is not None:
         return [read_stdin() if prompt == "-" else prompt]
-    from kvpolicy.lab.reasoner.bundled import BUNDLED
+    from kvpolicy_reasoner.bundled import BUNDLED
 
     if model in BUNDLED and sys.stdin.isatty():
-        from kvpolicy.lab.tasks import load_task
+        from kvpolicy.lab.tasks.task import load_task
 
         item = load_task(model).items(1, seed=seed)[0]
         say(f"no prompt was given; here is held-out problem {seed}, whose answer is {item.answer}:")
@@ -143,7 +143,7 @@ def choose_plan(
     Raises:
         KVPolicyError: They do not go together, or the plan is wrong.
     """
-    from kvpolicy.plan import Plan
+    from kvpolicy.plan.plan import Plan
 
     given = [f"{key}={value}" for key, value in numbers.items() if value is not None]
     if file is not None:
@@ -155,7 +155,7 @@ def choose_plan(
         if given:
             msg = f"--{given[0].partition('=')[0]} needs --policy NAME or --plan FILE."
             raise KVPolicyError(msg)
-        from kvpolicy.lab.presets import DEFAULT_PRESET, load_preset
+        from kvpolicy.lab.sweep.sweep_file import DEFAULT_PRESET, load_preset
 
         reference = load_preset(DEFAULT_PRESET).series[0]
         say(f"no policy was given: {reference.label}.")

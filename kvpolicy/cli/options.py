@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from kvpolicy.errors import KVPolicyError, OutputError
-from kvpolicy.planbudget import SHARE
+from kvpolicy.plan.budget import SHARE
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
 Plugins = Annotated[
@@ -90,7 +90,7 @@ def register_plugins(plugins: list[Path] | None) -> None:
         PolicyLoadError: A file cannot be read or run, or holds no policy.
     """
     if plugins:
-        from kvpolicy.discovery import register_file
+        from kvpolicy.hooks.discovery import register_file
 
         for path in plugins:
             register_file(path)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kvpolicy.cli.columns import columns
-from kvpolicy.cli.console import terminal_width, write, write_json
+from kvpolicy.cli.output import terminal_width, write, write_json
 from kvpolicy.cli.options import (
     Dtype,
     Json,
@@ -29,7 +29,7 @@ from kvpolicy.cli.units import human_bytes
 from kvpolicy.errors import KVPolicyError
 
 if TYPE_CHECKING:
-    from kvpolicy.footprint import Footprint, LayerFootprint
+    from kvpolicy.engine.footprint import Footprint, LayerFootprint
 
 app = typer.Typer(
     add_completion=False,
@@ -66,15 +66,15 @@ def show(
         raise KVPolicyError(msg)
     register_plugins(plugin)
     from kvpolicy.lab.models import open_skeleton
-    from kvpolicy.plan import Plan
+    from kvpolicy.plan.plan import Plan
 
     plan = Plan.load(file, overrides or [])
     skeleton = open_skeleton(model, dtype=dtype, trust_remote_code=trust_remote_code)
-    from kvpolicy.footprint import footprint
+    from kvpolicy.engine.footprint import footprint
 
     found = footprint(plan, skeleton, slots=slots, longest=tokens)
     if toml:
-        from kvpolicy.planwriter import to_toml
+        from kvpolicy.plan.dump import to_toml
 
         write(to_toml(plan.resolve(len(found.layers))))
     elif json:

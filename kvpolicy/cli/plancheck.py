@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kvpolicy.cli.console import say, sentence, write, write_json
+from kvpolicy.cli.output import say, sentence, write, write_json
 from kvpolicy.cli.options import (
     Json,
     Model,
@@ -21,7 +21,7 @@ from kvpolicy.cli.options import (
 from kvpolicy.errors import KVPolicyError
 
 if TYPE_CHECKING:
-    from kvpolicy.plancheck import Findings
+    from kvpolicy.plan.check import Findings
 
 WRONG_INPUT = 2
 
@@ -61,16 +61,16 @@ def schema() -> None:
 
     A plan names it in a first line: #:schema https://.../plan.schema.json, or a path.
     """
-    from kvpolicy.planschema import plan_schema
+    from kvpolicy.plan.schema import plan_schema
 
     write_json(plan_schema(), indent=2)
 
 
 def _check(file: Path, model: str, overrides: list[str], trust_remote_code: bool) -> "Findings":
-    from kvpolicy import extends
-    from kvpolicy.compat import Seam
+    from kvpolicy.plan import extends
+    from kvpolicy.model.adapter import Seam
     from kvpolicy.lab.models import open_skeleton
-    from kvpolicy.plancheck import Findings, check_plan
+    from kvpolicy.plan.check import Findings, check_plan
 
     num_layers, problems = None, []
     try:

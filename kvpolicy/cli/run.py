@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kvpolicy.cli.console import say, write, write_json
+from kvpolicy.cli.output import say, write, write_json
 from kvpolicy.cli.figures import describe_result, describe_run
 from kvpolicy.cli.generation import SOME_FAILED, prepare
 from kvpolicy.cli.interrupt import Interrupted
@@ -44,8 +44,8 @@ from kvpolicy.cli.together import together
 from kvpolicy.errors import RequestError
 
 if TYPE_CHECKING:
-    from kvpolicy.engine import Engine
-    from kvpolicy.results import Result
+    from kvpolicy.engine.engine import Engine
+    from kvpolicy.engine.results import Result
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None)
 

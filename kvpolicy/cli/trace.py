@@ -14,7 +14,7 @@ import attrs
 import typer
 
 from kvpolicy.cli.calls import call_table, total_table
-from kvpolicy.cli.console import say, terminal_width, write, write_json
+from kvpolicy.cli.output import say, terminal_width, write, write_json
 from kvpolicy.cli.figures import describe_run
 from kvpolicy.cli.generation import SOME_FAILED, Generation, prepare
 from kvpolicy.cli.interrupt import Interrupted
@@ -44,8 +44,8 @@ from kvpolicy.cli.options import (
 )
 
 if TYPE_CHECKING:
-    from kvpolicy.hookcall import HookCall
-    from kvpolicy.trace import Trace
+    from kvpolicy.engine.hookcall import HookCall
+    from kvpolicy.engine.tracing import Trace
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None)
 
@@ -125,7 +125,7 @@ def trace(
         device=device,
         trust_remote_code=trust_remote_code,
     )
-    from kvpolicy.trace import recording
+    from kvpolicy.engine.tracing import recording
 
     with _writer(output) as keep:
 
@@ -162,7 +162,7 @@ def _writer(path: Path | None) -> "Iterator[Callable[[dict[str, Any]], None]]":
     if path is None:
         yield lambda _: None
         return
-    from kvpolicy.lab.jsonl import JsonLines
+    from kvpolicy.lab.store.jsonl import JsonLines
 
     with closing(JsonLines(path, new=True)) as lines:
         yield lines.append

@@ -5,8 +5,8 @@
 * ``kvpolicy.hf.pipeline(model, tokenizer, plan)``, a text-generation pipeline.
 """
 
-from kvpolicy.hf.doors import PolicyPipeline, generate, pipeline
-from kvpolicy.hf.policycache import PolicyCache
+from kvpolicy.hf.generate import PolicyPipeline, generate, pipeline
+from kvpolicy.hf.policy_cache import PolicyCache
 from kvpolicy.hf.report import CacheReport
 
 __all__ = ["CacheReport", "PolicyCache", "PolicyPipeline", "generate", "pipeline"]

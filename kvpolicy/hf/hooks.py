@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 if TYPE_CHECKING:
-    from kvpolicy.hf.policycache import PolicyCache
+    from kvpolicy.hf.policy_cache import PolicyCache
 
 
 def attach(cache: "PolicyCache", model: PreTrainedModel) -> None:

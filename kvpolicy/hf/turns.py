@@ -2,10 +2,10 @@
 
 from collections.abc import Sequence
 
-from kvpolicy.feed import Feeds
-from kvpolicy.request import Request
-from kvpolicy.sequence import LiveSequence
-from kvpolicy.slots import Slots, Take
+from kvpolicy.engine.feed import Feeds
+from kvpolicy.engine.request import Request
+from kvpolicy.engine.sequence import LiveSequence
+from kvpolicy.engine.batch import Slots, Take
 
 
 def turn_feeds(slots: Slots, new: Sequence[Sequence[int]], take: Take) -> Feeds:

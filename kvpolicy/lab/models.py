@@ -6,13 +6,13 @@ from logging import ERROR
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvpolicy.discovery import words_of
+from kvpolicy.hooks.discovery import words_of
 from kvpolicy.errors import ModelError
 from kvpolicy.lab.hub import hub_can_be_reached
-from kvpolicy.lab.reasoner.bundled import BUNDLED, bundled_path
+from kvpolicy_reasoner.bundled import BUNDLED, bundled_path
 
 if TYPE_CHECKING:
-    from kvpolicy.tensorparallel import TpPlan
+    from kvpolicy.model.tensor_parallel import TpPlan
 
 
 def open_model(
@@ -27,11 +27,11 @@ def open_model(
 
     Args:
         name: A name in `BUNDLED`, a hub id or a local folder.
-        dtype: As in `kvpolicy.models.load_model`; the reasoners are in float32 unless told
+        dtype: As in `kvpolicy.model.loading.load_model`; the reasoners are in float32 unless told
             otherwise, since they are stored in half precision to be small, not to be run in it.
         device: Where to put it; CUDA if there is any, else the CPU, if not given.
         trust_remote_code: Whether to run code that comes with the model.
-        tp_plan: How to split it over processes, as in `kvpolicy.models.load_model`.
+        tp_plan: How to split it over processes, as in `kvpolicy.model.loading.load_model`.
 
     Returns:
         The model and its tokenizer.
@@ -47,7 +47,7 @@ def open_model(
         )
         raise ModelError(msg)
     path = _path(name)
-    from kvpolicy.models import load_model
+    from kvpolicy.model.loading import load_model
 
     with _Quiet():
         try:
@@ -80,7 +80,7 @@ def open_skeleton(name: str, *, dtype: str = "auto", trust_remote_code: bool = F
     import torch
     from transformers import AutoModelForCausalLM
 
-    from kvpolicy.models import as_dtype, load_config
+    from kvpolicy.model.loading import as_dtype, load_config
 
     wanted = as_dtype(_dtype(name, dtype))
     with _Quiet():

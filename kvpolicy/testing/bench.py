@@ -10,17 +10,17 @@ import attrs
 import torch
 from torch import Tensor
 
-from kvpolicy.attention import attend
-from kvpolicy.cache import ATTN_SUMS, Cache, LayerShape
-from kvpolicy.clock import Clock
-from kvpolicy.compaction import compact
+from kvpolicy.model.attention import attend
+from kvpolicy.cache.slab import ATTN_SUMS, Cache, LayerShape
+from kvpolicy.hooks.timing import Clock
+from kvpolicy.engine.compaction import compact
 from kvpolicy.errors import BudgetError
-from kvpolicy.memory import Memory, SequenceMemory
-from kvpolicy.planspec import PolicySpec
+from kvpolicy.state import Memory, SequenceMemory
+from kvpolicy.plan.spec import PolicySpec
 from kvpolicy.registers import RegisterFile
-from kvpolicy.rotation import rotate_halves
-from kvpolicy.stack import Stack
-from kvpolicy.step import Step
+from kvpolicy.model.rope import rotate_halves
+from kvpolicy.hooks.stack import Stack
+from kvpolicy.cache.layout import Step
 
 _LAYER = 0
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from kvpolicy.errors import KVPolicyError, PolicyLoadError
-from kvpolicy.stack import Stack
+from kvpolicy.hooks.stack import Stack
 from kvpolicy.testing.clauses import ConformanceError, Example
 from kvpolicy.testing.knobs import check_knobs
 from kvpolicy.testing.maker import Maker

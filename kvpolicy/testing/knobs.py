@@ -8,10 +8,10 @@ from typing import Any
 
 import attrs
 
-from kvpolicy import discovery
+from kvpolicy.hooks import discovery
 from kvpolicy.errors import KVPolicyError
-from kvpolicy.plan import Plan
-from kvpolicy.planspec import PolicySpec
+from kvpolicy.plan.plan import Plan
+from kvpolicy.plan.spec import PolicySpec
 from kvpolicy.testing.clauses import ConformanceError, Example
 from kvpolicy.testing.maker import Maker
 from kvpolicy.testing.setup import Setup, World, least_budget

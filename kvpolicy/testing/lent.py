@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvpolicy.rows import LayerRows, Tracks
+from kvpolicy.cache.rows import LayerRows, Tracks
 
 # What was expected and what came; None if nothing is wrong.
 Problem = tuple[str, str] | None

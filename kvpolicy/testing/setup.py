@@ -5,10 +5,10 @@ from typing import Any
 import attrs
 import torch
 
-from kvpolicy.engine import Engine
-from kvpolicy.plan import Plan
-from kvpolicy.planspec import LayerGroup, PolicySpec
-from kvpolicy.stack import Stack
+from kvpolicy.engine.engine import Engine
+from kvpolicy.plan.plan import Plan
+from kvpolicy.plan.spec import LayerGroup, PolicySpec
+from kvpolicy.hooks.stack import Stack
 from kvpolicy.testing.company import KeyLengths, Pinned
 from kvpolicy.testing.toy import Toy, lively_ids, toy_tokenizer
 from kvpolicy.testing.watch import Watch

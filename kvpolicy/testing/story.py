@@ -6,7 +6,7 @@ import attrs
 import torch
 from torch import Tensor
 
-from kvpolicy.cache import Cache
+from kvpolicy.cache.slab import Cache
 from kvpolicy.testing.clauses import ConformanceError
 from kvpolicy.testing.watch import Kept
 

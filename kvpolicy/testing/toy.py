@@ -16,14 +16,14 @@ from tokenizers.models import BPE
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
-from kvpolicy.attention import attend
-from kvpolicy.cache import LayerShape, Rotate
-from kvpolicy.clock import Clock
-from kvpolicy.compat import Seam
+from kvpolicy.model.attention import attend
+from kvpolicy.cache.slab import LayerShape, Rotate
+from kvpolicy.hooks.timing import Clock
+from kvpolicy.model.adapter import Seam
 from kvpolicy.registers import Registers
-from kvpolicy.rotation import rotate_halves
-from kvpolicy.stack import Stack
-from kvpolicy.step import Step
+from kvpolicy.model.rope import rotate_halves
+from kvpolicy.hooks.stack import Stack
+from kvpolicy.cache.layout import Step
 
 #: What keys look like: of every length; equal for equal tokens; often zero; all alike; large.
 NUMBERS = ("plain", "equal", "zeros", "alike", "large")

@@ -8,9 +8,9 @@ from typing import Any
 
 import attrs
 
-from kvpolicy.request import Request
-from kvpolicy.results import Result
-from kvpolicy.run import Run
+from kvpolicy.engine.request import Request
+from kvpolicy.engine.results import Result
+from kvpolicy.engine.run import Run
 from kvpolicy.testing.clauses import ConformanceError
 from kvpolicy.testing.maker import Maker
 from kvpolicy.testing.setup import Setup, World

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from kvpolicy.errors import HookError, HookResultError, KVPolicyError
-from kvpolicy.memory import Memory, SequenceMemory
-from kvpolicy.relay import Problem, Relay
-from kvpolicy.stack import Stack
+from kvpolicy.state import Memory, SequenceMemory
+from kvpolicy.hooks.manager import Problem, Relay
+from kvpolicy.hooks.stack import Stack
 from kvpolicy.testing.clauses import ConformanceError
 from kvpolicy.testing.lent import LentTracks, RowsBefore, clause_of, nan_in
 

@@ -10,9 +10,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from kvpolicy import hookimpl
-from kvpolicy.kept_order import take_rows
-from kvpolicy.memory import Memory
-from kvpolicy.rows import LayerRows
+from kvpolicy.toolkit.ranking import take_rows
+from kvpolicy.state import Memory
+from kvpolicy.cache.rows import LayerRows
 
 Weights = Literal["exp", "mean"]
 

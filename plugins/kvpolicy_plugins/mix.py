@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kvpolicy import hookimpl, load_policy
 from kvpolicy.errors import KVPolicyError
-from kvpolicy.parts import Parts
+from kvpolicy.hooks.parts import Parts
 
 Normalise = Literal["rank", "minmax", "zscore", "sum"]
 

@@ -41,7 +41,7 @@ def test_before_there_is_anything_to_keep(kvpolicy: Shell, monkeypatch: pytest.M
     def interrupt() -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("kvpolicy.cli.listing.installed_policies", interrupt)
+    monkeypatch.setattr("kvpolicy.cli.list.installed_policies", interrupt)
     answer = kvpolicy("list")
     assert (answer.status, answer.out, answer.err) == (130, "", "kvpolicy: interrupted.\n")
 
@@ -67,7 +67,7 @@ def test_where_python_would_forget_it(kvpolicy: Shell, monkeypatch: pytest.Monke
             time.sleep(0.01)
         return []
 
-    monkeypatch.setattr("kvpolicy.cli.listing.installed_policies", go_on)
+    monkeypatch.setattr("kvpolicy.cli.list.installed_policies", go_on)
     answer = kvpolicy("list")
     assert (answer.status, answer.out, answer.err) == (130, "", "kvpolicy: interrupted.\n")
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from shell import Shell
 
-from kvpolicy import discovery
+from kvpolicy.hooks import discovery
 
 PLUGIN = '''
 import attrs

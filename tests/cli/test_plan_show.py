@@ -7,9 +7,9 @@ from families import family_model
 from folders import NUM_LAYERS
 from shell import Shell
 
-from kvpolicy.engine import Engine
+from kvpolicy.engine.engine import Engine
 from kvpolicy.lab.models import open_model
-from kvpolicy.plan import Plan
+from kvpolicy.plan.plan import Plan
 
 PLANS = {
     "full": 'stack = ["full"]',

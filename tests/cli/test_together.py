@@ -11,7 +11,7 @@ from shell import Shell, refusal
 from together import start
 
 from kvpolicy.cli import together as module
-from kvpolicy.cli.console import say, write
+from kvpolicy.cli.output import say, write
 from kvpolicy.cli.together import together
 from kvpolicy.errors import KVPolicyError
 

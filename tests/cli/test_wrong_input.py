@@ -333,6 +333,6 @@ def test_a_defect_of_ours_is_not_dressed_up_as_a_mistake_of_the_users(
         msg = "a defect"
         raise LookupError(msg)
 
-    monkeypatch.setattr("kvpolicy.cli.listing.installed_policies", broken)
+    monkeypatch.setattr("kvpolicy.cli.list.installed_policies", broken)
     with pytest.raises(LookupError, match="a defect"):
         kvpolicy("list")

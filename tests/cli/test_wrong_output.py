@@ -11,7 +11,7 @@ from forked import Ended, run_in_child
 from shell import Shell, refusal
 
 from kvpolicy.cli import options
-from kvpolicy.lab.folderlock import FolderLock
+from kvpolicy.lab.store.folderlock import FolderLock
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="forks its children")
 

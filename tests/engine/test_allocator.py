@@ -7,10 +7,10 @@ from tiny import tiny_model
 from torch.profiler import ProfilerActivity, profile
 
 from kvpolicy import Engine, Plan
-from kvpolicy.cache import Cache, LayerShape, Slab
-from kvpolicy.rows import LayerRows
-from kvpolicy.sliding import drop_oldest
-from kvpolicy.step import Step
+from kvpolicy.cache.slab import Cache, LayerShape, Slab
+from kvpolicy.cache.rows import LayerRows
+from kvpolicy.cache.sliding_window import drop_oldest
+from kvpolicy.cache.layout import Step
 
 SHAPE = LayerShape(8, 4, 32, torch.float32, torch.device("cpu"))
 

@@ -9,7 +9,7 @@ from tiny import FAMILIES, tiny_model
 from torch import Tensor
 
 from kvpolicy import Engine, Plan, hookimpl
-from kvpolicy.memory import Memory
+from kvpolicy.state import Memory
 
 NUM_HEADS, NUM_KV_HEADS, WINDOW = 4, 2, 3
 BUDGET, BUFFER = 9, 4

@@ -13,10 +13,10 @@ from torch import Tensor
 
 from kvpolicy import Engine, Plan, hookimpl
 from kvpolicy.errors import HookResultError, PolicyLoadError
-from kvpolicy.memory import Memory
-from kvpolicy.planspec import LayerGroup, PolicySpec
+from kvpolicy.state import Memory
+from kvpolicy.plan.spec import LayerGroup, PolicySpec
 from kvpolicy.registers import Registers
-from kvpolicy.request import Request
+from kvpolicy.engine.request import Request
 
 DOUBLE = {"dtype": torch.float64}
 

@@ -7,7 +7,7 @@ from tiny import shared_model
 
 from kvpolicy import Engine, Plan, hookimpl
 from kvpolicy.errors import HookResultError, PlanError
-from kvpolicy.request import Waiting
+from kvpolicy.engine.request import Waiting
 
 
 @attrs.define(eq=False)

@@ -16,7 +16,7 @@ from transformers.generation.logits_process import (
 
 from kvpolicy import Sampling
 from kvpolicy.errors import KVPolicyError
-from kvpolicy.sampling import probabilities, sample
+from kvpolicy.engine.sampler import probabilities, sample
 
 samplings = st.builds(
     Sampling,

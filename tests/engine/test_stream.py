@@ -10,7 +10,7 @@ from strategies import prompts, seeds
 from tiny import byte_tokenizer, greedy_tokens, shared_model, tiny_model, tiny_tokenizer
 
 from kvpolicy import Engine, Plan, Sampling
-from kvpolicy.stream import Pieces
+from kvpolicy.engine.stream import Pieces
 
 TOKENIZER = tiny_tokenizer()
 BYTES = byte_tokenizer()

@@ -16,11 +16,11 @@ from torch import Tensor
 
 from kvpolicy import Engine, Plan, hookimpl
 from kvpolicy.errors import HookError, KVPolicyError
-from kvpolicy.hookcall import HookCall, TensorInfo
-from kvpolicy.memory import Memory
-from kvpolicy.parts import Parts
-from kvpolicy.planspec import PolicySpec
-from kvpolicy.trace import Trace, recording
+from kvpolicy.engine.hookcall import HookCall, TensorInfo
+from kvpolicy.state import Memory
+from kvpolicy.hooks.parts import Parts
+from kvpolicy.plan.spec import PolicySpec
+from kvpolicy.engine.tracing import Trace, recording
 
 NUM_LAYERS = 2
 MODEL = shared_model(num_layers=NUM_LAYERS, dtype=torch.float64)
@@ -143,7 +143,7 @@ class Sleepy:
 
 def test_a_wrapper_is_not_charged_for_what_it_wraps(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
-    monkeypatch.setattr("kvpolicy.stopwatch.time.perf_counter", lambda: now[0])
+    monkeypatch.setattr("kvpolicy.engine.stopwatch.time.perf_counter", lambda: now[0])
 
     class Slow:
         @hookimpl

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tiny import byte_tokenizer, shared_model, tiny_tokenizer
 
 from kvpolicy import Engine, Plan, Request, Sampling, hookimpl, load_model, load_policy
-from kvpolicy.discovery import register_file
+from kvpolicy.hooks.discovery import register_file
 from kvpolicy.errors import (
     BudgetError,
     KnobError,
@@ -26,9 +26,9 @@ from kvpolicy.errors import (
     SteeringError,
     UnknownPolicyError,
 )
-from kvpolicy.planspec import LayerGroup, PolicySpec
-from kvpolicy.steering import load_steering_vector
-from kvpolicy.wholefile import write_whole
+from kvpolicy.plan.spec import LayerGroup, PolicySpec
+from kvpolicy.toolkit.steering_vectors import load_steering_vector
+from kvpolicy.files import write_whole
 
 
 @attrs.define(eq=False)

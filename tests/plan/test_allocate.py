@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from kvpolicy import Engine, Plan, hookimpl
 from kvpolicy.errors import BudgetError, HookError, HookResultError
-from kvpolicy.planspec import LayerGroup, PolicySpec
-from kvpolicy.resolved import ResolvedPlan
-from kvpolicy.sharing import share
+from kvpolicy.plan.spec import LayerGroup, PolicySpec
+from kvpolicy.plan.resolved import ResolvedPlan
+from kvpolicy.toolkit.apportion import share
 
 
 @attrs.define(eq=False)

@@ -5,10 +5,11 @@ from pathlib import Path
 import attrs
 import pytest
 
-from kvpolicy import Plan, discovery, hookimpl
-from kvpolicy.codehash import code_of
-from kvpolicy.discovery import installed_policies, load_policy_class, register_file
-from kvpolicy.resolved import ResolvedPlan
+from kvpolicy.hooks import discovery
+from kvpolicy import Plan, hookimpl
+from kvpolicy.plan.codehash import code_of
+from kvpolicy.hooks.discovery import installed_policies, load_policy_class, register_file
+from kvpolicy.plan.resolved import ResolvedPlan
 
 SOURCE = """
 from kvpolicy import hookimpl

@@ -6,8 +6,8 @@ import pytest
 
 from kvpolicy import Plan
 from kvpolicy.errors import PlanError
-from kvpolicy.lab.grid import build_cells
-from kvpolicy.lab.presets import series_of_file
+from kvpolicy.lab.sweep.grid import build_cells
+from kvpolicy.lab.sweep.sweep_file import series_of_file
 
 BASE = """
 budget = 64

@@ -8,7 +8,7 @@ from recorder import Recorder
 from tiny import greedy_tokens, shared_model
 
 from kvpolicy import Engine, Plan
-from kvpolicy.planspec import PolicySpec
+from kvpolicy.plan.spec import PolicySpec
 
 NUM_LAYERS = 5
 GROUPS: list[dict[str, Any]] = [

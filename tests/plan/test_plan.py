@@ -6,9 +6,9 @@ import attrs
 import pytest
 
 from kvpolicy import Plan, hookimpl, load_policy
-from kvpolicy.bundled import bundled_file, bundled_names
+from kvpolicy.hooks.bundled import bundled_file, bundled_names
 from kvpolicy.errors import KVPolicyError, PlanError
-from kvpolicy.planspec import LayerGroup, PolicySpec
+from kvpolicy.plan.spec import LayerGroup, PolicySpec
 
 MIXED = """
 budget = 64

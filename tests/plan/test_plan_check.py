@@ -9,7 +9,7 @@ from plandata import anything, mutated, plan_data, tables
 
 from kvpolicy import Plan
 from kvpolicy.errors import KVPolicyError
-from kvpolicy.plancheck import check_plan
+from kvpolicy.plan.check import check_plan
 
 NUM_LAYERS = 4
 

@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 from plandata import plan_data
 
 from kvpolicy import Plan, hookimpl
-from kvpolicy.bundled import bundled_names
+from kvpolicy.hooks.bundled import bundled_names
 from kvpolicy.errors import PlanError
-from kvpolicy.planspec import PolicySpec
-from kvpolicy.planwriter import to_plan_data, to_toml
-from kvpolicy.resolved import LayerPlan, ResolvedPlan
+from kvpolicy.plan.spec import PolicySpec
+from kvpolicy.plan.dump import to_plan_data, to_toml
+from kvpolicy.plan.resolved import LayerPlan, ResolvedPlan
 
 NUM_LAYERS = 4
 
@@ -89,7 +89,7 @@ class Anything:
 @given(knobs)
 def test_any_knob_that_a_file_can_hold_is_written_as_it_is(knob: object) -> None:
     # Written and read only: the policy itself is installed nowhere.
-    from kvpolicy import planwriter
+    from kvpolicy.plan import dump as planwriter
 
     assert tomllib.loads(f"knob = {planwriter._value(knob)}") == {"knob": knob}
 
@@ -108,7 +108,7 @@ def test_a_policy_made_in_python_is_not_written_into_a_file() -> None:
 
 
 def test_a_knob_that_is_none_by_choice_cannot_be_written(monkeypatch: pytest.MonkeyPatch) -> None:
-    from kvpolicy import discovery
+    from kvpolicy.hooks import discovery
 
     @attrs.define(eq=False)
     class Choosy(Anything):
@@ -172,8 +172,8 @@ def test_the_order_of_keys_does_not_matter(data: dict[str, Any], random: Any) ->
 def test_a_digest_is_the_same_in_every_process() -> None:
     code = (
         "import json, sys; from kvpolicy import Plan\n"
-        "from kvpolicy.planspec import PolicySpec\n"
-        "from kvpolicy.resolved import LayerPlan, ResolvedPlan\n"
+        "from kvpolicy.plan.spec import PolicySpec\n"
+        "from kvpolicy.plan.resolved import LayerPlan, ResolvedPlan\n"
         "for data, n, digest in json.loads(sys.stdin.read()):\n"
         "    print(Plan.from_dict(data).resolve(n).digest())\n"
         "class Odd: pass\n"

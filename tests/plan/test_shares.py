@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from kvpolicy import Plan
 from kvpolicy.errors import BudgetError, PlanError
-from kvpolicy.planspec import LayerGroup
+from kvpolicy.plan.spec import LayerGroup
 
 
 def resolved_budgets(plan: Plan, num_layers: int = 4) -> list[int | None]:

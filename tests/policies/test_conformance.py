@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from strategies import MOST_PROTECTED, SMALL_KNOBS, STEERING, Drawn, budgets, caches
 
 from kvpolicy import installed_policies
-from kvpolicy.calibration import Calibration
-from kvpolicy.steering import SteeringVector, save_steering_vectors
+from kvpolicy.toolkit.calibration import Calibration
+from kvpolicy.toolkit.steering_vectors import SteeringVector, save_steering_vectors
 from kvpolicy.testing import check_policy, keep_rows
 
 NAMES = [policy.name for policy in installed_policies()]

@@ -24,8 +24,8 @@ from tiny import shared_model
 
 from kvpolicy import Engine, Plan, hookimpl, load_policy
 from kvpolicy.errors import BudgetError, KnobError, KVPolicyError, PolicyLoadError
-from kvpolicy.parts import Parts
-from kvpolicy.stack import Stack
+from kvpolicy.hooks.parts import Parts
+from kvpolicy.hooks.stack import Stack
 from kvpolicy.testing import keep_rows, replay
 
 SCALES = ("rank", "minmax", "zscore", "sum")

@@ -19,7 +19,7 @@ from strategies import Drawn, budgets, caches, rounds
 
 from kvpolicy import Plan
 from kvpolicy.errors import KnobError
-from kvpolicy.planspec import LayerGroup, PolicySpec
+from kvpolicy.plan.spec import LayerGroup, PolicySpec
 from kvpolicy.testing import keep_rows, replay
 
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from kvpolicy import Engine, Plan, hookimpl
 from kvpolicy.errors import KnobError
-from kvpolicy.rotation import rotate_halves
+from kvpolicy.model.rope import rotate_halves
 from kvpolicy.testing import keep_rows, replay
 
 N_SINK, BUDGET, BUFFER = 3, 12, 5

@@ -94,7 +94,7 @@ def test_redundancy_in_tiles_equals_redundancy_in_one_piece(
     keys[:, :, 20:] = keys[:, :, :17] + 0.1
     policy = load_policy("rkv")
     whole = policy.redundancy(keys)
-    monkeypatch.setattr("kvpolicy.redundancy._TILE_ELEMENTS", 5 * 2 * 2 * 37)
+    monkeypatch.setattr("kvpolicy.toolkit.redundancy._TILE_ELEMENTS", 5 * 2 * 2 * 37)
     torch.testing.assert_close(policy.redundancy(keys), whole, atol=1e-7, rtol=1e-6)
 
 

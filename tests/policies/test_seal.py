@@ -16,13 +16,13 @@ from tiny import bpe_tokenizer, tiny_model
 from torch import Tensor, nn
 
 from kvpolicy import Engine, Plan, hookimpl, load_policy
-from kvpolicy.calibration import Calibration
+from kvpolicy.toolkit.calibration import Calibration
 from kvpolicy.errors import KnobError, KVPolicyError, PlanError, SteeringError
 from kvpolicy.lab.models import open_model
-from kvpolicy.lab.reasoner.task import make_problems
+from kvpolicy_reasoner.task import make_problems
 from kvpolicy.registers import RegisterFile
-from kvpolicy.stack import Stack
-from kvpolicy.steering import SteeringVector, load_steering_vector, save_steering_vectors
+from kvpolicy.hooks.stack import Stack
+from kvpolicy.toolkit.steering_vectors import SteeringVector, load_steering_vector, save_steering_vectors
 
 SIZE = 6
 WORDS = ["<think>", "</think>", "ĊĊ", ".ĊĊ", ").ĊĊ", "Ċ", "a", "Ġa"]

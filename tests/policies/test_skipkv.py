@@ -22,7 +22,7 @@ from tiny import shared_model, tiny_tokenizer
 from torch import Tensor
 
 from kvpolicy import Engine, Plan, hookimpl, load_policy
-from kvpolicy.discovery import load_policy_class
+from kvpolicy.hooks.discovery import load_policy_class
 from kvpolicy.errors import BudgetError, KnobError, KVPolicyError
 from kvpolicy.testing import Shown, keep_rows, replay
 

@@ -10,7 +10,7 @@ from tiny import shared_model
 
 from kvpolicy import Engine, Plan
 from kvpolicy.errors import KnobError
-from kvpolicy.request import Waiting
+from kvpolicy.engine.request import Waiting
 from skipkv_plugin.grouping import SkipKVBatches
 
 

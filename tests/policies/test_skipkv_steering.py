@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from kvpolicy import Engine, Plan
-from kvpolicy.calibration import Calibration
+from kvpolicy.toolkit.calibration import Calibration
 from kvpolicy.errors import KVPolicyError, SteeringError
-from kvpolicy.steering import SteeringVector, save_steering_vectors
+from kvpolicy.toolkit.steering_vectors import SteeringVector, save_steering_vectors
 from skipkv_plugin.policy import SkipKV
 from skipkv_plugin.steering import is_non_execution, strength
 

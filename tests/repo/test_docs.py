@@ -19,15 +19,16 @@ from families import FAMILIES, REFUSED
 from pages import Block, Page, blocks_of
 from typer.main import get_command
 
-from kvpolicy import Engine, Plan, discovery, errors, hookspecs
-from kvpolicy.cli.commands import COMMANDS
-from kvpolicy.describe import describe
-from kvpolicy.lab.agreement import Agreement
-from kvpolicy.lab.measures import Graded
-from kvpolicy.lab.perplexity import Perplexity
-from kvpolicy.lab.presets import DEFAULT_PRESET, load_preset
-from kvpolicy.lab.suite.reasoner import LEVELS
-from kvpolicy.lab.tasks import Item, installed_tasks
+from kvpolicy.hooks import discovery
+from kvpolicy import Engine, Plan, errors, hookspecs
+from kvpolicy.cli.app import COMMANDS
+from kvpolicy.hooks.describe import describe
+from kvpolicy.lab.tasks.agreement import Agreement
+from kvpolicy.lab.tasks.measures import Graded
+from kvpolicy.lab.tasks.perplexity import Perplexity
+from kvpolicy.lab.sweep.sweep_file import DEFAULT_PRESET, load_preset
+from kvpolicy_reasoner.tasks import LEVELS
+from kvpolicy.lab.tasks.task import Item, installed_tasks
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -279,7 +280,7 @@ def test_every_level_is_documented_with_its_ranges() -> None:
 
 
 def test_the_fields_of_an_item_are_documented() -> None:
-    row = re.search(r"^\| `kvpolicy.lab.tasks.Item` \| .*?: (.*) \|$", TASKS.read_text(), re.M)
+    row = re.search(r"^\| `kvpolicy.lab.tasks.task.Item` \| .*?: (.*) \|$", TASKS.read_text(), re.M)
     assert row
     assert re.findall(r"`(\w+)`", row[1]) == [field.name for field in attrs.fields(Item)]
 

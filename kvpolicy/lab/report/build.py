@@ -2,11 +2,11 @@
 
 from collections.abc import Sequence
 
-from kvpolicy.lab.archive import RunFolder
+from kvpolicy.lab.store.read import RunFolder
 from kvpolicy.lab.report import texts
 from kvpolicy.lab.report.content import group_content, labels_of, run_content
 from kvpolicy.lab.report.gather import GroupView, gather
-from kvpolicy.lab.report.keptpacking import PackedKept
+from kvpolicy.lab.report.kept_rows import PackedKept
 from kvpolicy.lab.report.packing import Packed, pack_within
 from kvpolicy.lab.report.page import render
 from kvpolicy.lab.report.recorded import name_records, pack_recorded

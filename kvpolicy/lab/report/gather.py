@@ -6,10 +6,10 @@ from functools import cached_property
 import attrs
 
 from kvpolicy.errors import ResultsError
-from kvpolicy.lab.archive import RunFolder
-from kvpolicy.lab.pooled import PooledCell, pool
-from kvpolicy.lab.records import Cell, Group
-from kvpolicy.lab.samples import CellTiming, ItemRecord, Sample
+from kvpolicy.lab.store.read import RunFolder
+from kvpolicy.lab.analysis.pooling import PooledCell, pool
+from kvpolicy.lab.store.records import Cell, Group
+from kvpolicy.lab.store.samples import CellTiming, ItemRecord, Sample
 
 
 @attrs.frozen

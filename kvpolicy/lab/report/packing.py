@@ -7,7 +7,7 @@ from typing import Any
 
 import attrs
 
-from kvpolicy.lab.report.plainjson import to_json
+from kvpolicy.lab.report.encoding import to_json
 from kvpolicy.lab.report.sentences import Piece
 
 CUT = "cut"

@@ -16,7 +16,7 @@ from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 
 from kvpolicy.lab.report.bundle import bundle
-from kvpolicy.lab.report.plainjson import to_json
+from kvpolicy.lab.report.encoding import to_json
 
 _ASSETS = files("kvpolicy.lab.report") / "assets"
 

@@ -9,9 +9,9 @@ import re
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from kvpolicy.bundled import bundled_names
+from kvpolicy.hooks.bundled import bundled_names
 from kvpolicy.lab.steer.rules import EXECUTION, GROUP, PUBLISHED, ThoughtRules
-from kvpolicy.thinking import PARAGRAPH, THINK_TAGS
+from kvpolicy.toolkit.paragraphs import PARAGRAPH, THINK_TAGS
 
 PLAIN, TAG, ANSWER = "", "tag", "answer"
 

@@ -13,21 +13,21 @@ import attrs
 from transformers import PreTrainedModel
 
 import kvpolicy
-from kvpolicy.calibration import Calibration
-from kvpolicy.engine import Engine
+from kvpolicy.toolkit.calibration import Calibration
+from kvpolicy.engine.engine import Engine
 from kvpolicy.errors import KVPolicyError
-from kvpolicy.lab import chat
+from kvpolicy.lab.tasks import chat_template as chat
 from kvpolicy.lab.fingerprint import fingerprint
-from kvpolicy.lab.measures import GradeError, grader_of
-from kvpolicy.lab.presets import full_cache_plan
+from kvpolicy.lab.tasks.measures import GradeError, grader_of
+from kvpolicy.lab.sweep.sweep_file import full_cache_plan
 from kvpolicy.lab.steer.contrast import Contrast
 from kvpolicy.lab.steer.rules import EXECUTION, ThoughtRules
-from kvpolicy.lab.steer.states import MarkedTrace, states_before_thoughts
+from kvpolicy.lab.steer.hidden_states import MarkedTrace, states_before_thoughts
 from kvpolicy.lab.steer.thoughts import find_thoughts
-from kvpolicy.lab.tasks import Split, Task
-from kvpolicy.sequence import encode
-from kvpolicy.steering import SteeringVector
-from kvpolicy.thinking import Paragraphs
+from kvpolicy.lab.tasks.task import Split, Task
+from kvpolicy.engine.sequence import encode
+from kvpolicy.toolkit.steering_vectors import SteeringVector
+from kvpolicy.toolkit.paragraphs import Paragraphs
 
 SPLIT: Split = "train"  # a vector must not have seen what it is judged on
 

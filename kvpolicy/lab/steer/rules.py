@@ -16,9 +16,9 @@ import attrs
 import cattrs
 from attrs.validators import min_len
 
-from kvpolicy.bundled import bundled_file, bundled_names
+from kvpolicy.hooks.bundled import bundled_file, bundled_names
 from kvpolicy.errors import KVPolicyError
-from kvpolicy.planfile import first_problem
+from kvpolicy.plan.toml import first_problem
 
 GROUP = "kvpolicy.rules"
 PUBLISHED = "published"

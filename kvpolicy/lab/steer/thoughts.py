@@ -12,8 +12,8 @@ import attrs
 import torch
 
 from kvpolicy.lab.steer.rules import ThoughtRules
-from kvpolicy.thinking import Paragraphs
-from kvpolicy.tokentext import look_up
+from kvpolicy.toolkit.paragraphs import Paragraphs
+from kvpolicy.toolkit.token_text import look_up
 
 
 @attrs.frozen

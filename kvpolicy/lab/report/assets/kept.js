@@ -4,7 +4,7 @@
 //
 // element: is filled; nothing outside of it is touched but for a tooltip that stands in it.
 // records: one or two records, side by side: objects as in kept.jsonl, or the compact form that
-//   kvpolicy/lab/report/keptpacking.py makes of them (then unpacked by `readKept`).
+//   kvpolicy/lab/report/kept_rows.py makes of them (then unpacked by `readKept`).
 // options: labels: what each record is called; layer, head: what is chosen first, null for all;
 //   step: which step is shown first, counted from 0, the last compaction if left out.
 // Returns { show({ layer, head, step }), state(), destroy() }.

@@ -5,7 +5,7 @@
 // row is known by one number, the time at which it left.
 
 const STAYED = 2 ** 31 - 1;
-// As kvpolicy/lab/report/keptpacking.py: one letter for each KV head of each position.
+// As kvpolicy/lab/report/kept_rows.py: one letter for each KV head of each position.
 const FIRST_LETTER = 0x23;
 const SURROGATES = 0xd800;
 const NUM_SURROGATES = 0x800;

@@ -1,0 +1,222 @@
+"""One forward of the model: which slots it serves, and where its new rows go.
+
+A forward serves the slots ``[first, last)``. Each brings some new tokens; where they bring
+different numbers, token columns are padded on the left, so that the last column is always
+the newest token. Pads are computed and thrown away: they are never stored or attended to.
+
+A layer with a sliding window may be brought more than its slab can take. Its new rows are then
+attended to beside the old ones, and those that the newest token still sees are stored.
+"""
+
+from collections.abc import Sequence
+
+import attrs
+import numpy as np
+import torch
+from torch import Tensor
+
+from kvpolicy.cache.slab import Cache, LayerCache
+from kvpolicy.cache.sliding_window import beside, drop_oldest, seen_in_window
+
+
+@attrs.frozen(eq=False)
+class Layout:
+    """Where the new rows of a forward go in one layer, and what its queries may see.
+
+    Attributes:
+        slots: Slot of each new row, ``[N]``.
+        rows: Row of each new row in its slab, ``[N]``.
+        positions: Place of each new row's token in its sequence, ``[N]``.
+        num_rows: Rows to attend to: those of the fullest slot.
+        mask: Rows each query may see, bool ``[B, 1 or H_kv, L, T]``; ``None`` if all see all.
+        kept: Rows of those attended to that the slabs hold afterwards, ``[B, K]``, where a
+            window slides on; ``None``: all, in place.
+    """
+
+    slots: Tensor
+    rows: Tensor
+    positions: Tensor
+    num_rows: int
+    mask: Tensor | None
+    kept: Tensor | None = None
+
+
+class Step:
+    """The new tokens of one forward, before they are stored."""
+
+    def __init__(self, cache: Cache, first: int, lengths: Sequence[int]) -> None:
+        """Serve the slots from ``first`` on, with so many new tokens each (at least 1)."""
+        self.cache = cache
+        self.first, self.last = first, first + len(lengths)
+        self.lengths = np.asarray(lengths, dtype=np.int64)
+        self.width = int(self.lengths.max())
+        self.seq_len = cache.seq_len[first : self.last].copy()
+        column = np.arange(self.width)[None, :]
+        # Number of each column's token among the new ones of its slot, negative for pads.
+        self.token = column - (self.width - self.lengths[:, None])  # [B, L]
+        self.is_real = self.token >= 0
+        self.has_pads = not self.is_real.all()
+        self.attended: set[int] = set()  # layers whose attention was computed by us
+        self._of_layer: dict[int, Layout] = {}
+        self._layouts: dict[tuple[object, ...], Layout] = {}
+        self._window_index: dict[tuple[torch.device, int], tuple[Tensor, Tensor, Tensor]] = {}
+
+    @property
+    def position_ids(self) -> np.ndarray:
+        """Place of every column's token in its sequence, ``[B, L]``, 0 for pads."""
+        return np.maximum(self.seq_len[:, None] + self.token, 0)
+
+    def layout(self, layer_idx: int) -> Layout:
+        """Where the new rows go in this layer; computed once for layers that hold the same."""
+        if layer_idx not in self._of_layer:
+            layer = self.cache.layers[layer_idx]
+            before = self.cache.rows[layer_idx, self.first : self.last]
+            window = self._window(layer)
+            if window is not None and self._gapped(layer_idx):
+                window = None
+            most = layer.slab.capacity
+            overflows = layer.slides and bool((before + self.lengths > most).any())
+            key = (layer.shape.device, before.tobytes(), window, most if overflows else None)
+            if key not in self._layouts:
+                layout = self._lay_out(before, layer.shape.device, window)
+                if overflows:
+                    layout = attrs.evolve(layout, kept=self._kept(before, layer))
+                self._layouts[key] = layout
+            self._of_layer[layer_idx] = self._layouts[key]
+        return self._of_layer[layer_idx]
+
+    def _window(self, layer: LayerCache) -> int | None:
+        """A layer's sliding window, if it hides anything from the new tokens."""
+        window = layer.shape.sliding_window
+        hides = window is not None and (self.seq_len + self.lengths).max() > window
+        return window if hides else None
+
+    def _gapped(self, layer_idx: int) -> bool:
+        return bool(self.cache.has_gaps[layer_idx, self.first : self.last].any())
+
+    def _lay_out(self, before: np.ndarray, device: torch.device, window: int | None) -> Layout:
+        slots, _ = np.nonzero(self.is_real)
+        token = self.token[self.is_real]
+        after = before + self.lengths
+        num_rows = int(after.max())
+        # A query sees the old rows and the new ones up to its own; a pad sees the first row,
+        # so that its softmax has something to normalise.
+        newest = np.maximum(before[:, None] + self.token, 0)[..., None]  # [B, L, 1]
+        mask = None
+        if self.width > 1 or not (after == num_rows).all():
+            visible = np.arange(num_rows) <= newest
+            if window is not None:  # rows without gaps: a row further is a position further
+                visible &= np.arange(num_rows) > newest - window
+            mask = torch.from_numpy(visible)[:, None].to(device)
+
+        def there(array: np.ndarray) -> Tensor:
+            return torch.from_numpy(array).to(device)
+
+        return Layout(
+            slots=there(slots + self.first),
+            rows=there(before[slots] + token),
+            positions=there(self.seq_len[slots] + token),
+            num_rows=num_rows,
+            mask=mask,
+        )
+
+    def _kept(self, before: np.ndarray, layer: LayerCache) -> Tensor:
+        """Of old and new rows side by side, the newest that a slab can hold, ``[B, K]``."""
+        after = before + self.lengths
+        most = layer.slab.capacity
+        num_kept = int(np.minimum(after, most).max())
+        leaving = np.maximum(after - most, 0)
+        kept = leaving[:, None] + np.arange(num_kept)
+        return torch.from_numpy(kept).to(layer.shape.device)
+
+    def store(self, layer_idx: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Write the new rows of one layer, ``[B, H_kv, L, D]``; return all rows to attend to."""
+        layer = self.cache.layers[layer_idx]
+        if self.width == 1 and layer.slides:
+            self._make_room(layer_idx)
+        layout = self.layout(layer_idx)
+        served = slice(self.first, self.last)
+        new = (self.real(keys), self.real(values), layout.positions[:, None])
+        slabs = (layer.keys, layer.values, layer.positions)
+        if layout.kept is None:
+            for slab, rows in zip(slabs, new, strict=True):
+                slab[layout.slots, :, layout.rows] = rows
+            held = (served, slice(None), slice(layout.num_rows))
+            all_rows = [slab[held] for slab in slabs]
+        else:
+            all_rows = self._slide(layer_idx, layout, slabs, new)
+        window = self._window(layer)
+        if window is not None and self._gapped(layer_idx):
+            recent = seen_in_window(all_rows[2], self._asked_at(), window)
+            mask = recent if layout.mask is None else layout.mask & recent
+            self._of_layer[layer_idx] = attrs.evolve(layout, mask=mask)
+        return all_rows[0], all_rows[1]
+
+    def _make_room(self, layer_idx: int) -> None:
+        """Drop the row that a new token cannot see from slabs that hold a whole window."""
+        rows = self.cache.rows[layer_idx, self.first : self.last]
+        full = np.flatnonzero(rows == self.cache.capacity[layer_idx]) + self.first
+        if full.size:
+            drop_oldest(self.cache, layer_idx, full.tolist(), 1)
+
+    def _slide(
+        self,
+        layer_idx: int,
+        layout: Layout,
+        slabs: Sequence[Tensor],
+        new: Sequence[Tensor],
+    ) -> list[Tensor]:
+        """Put old and new rows side by side, and store the newest; return all of them."""
+        layer, served = self.cache.layers[layer_idx], slice(self.first, self.last)
+        assert layout.kept is not None
+        where = (layout.slots - self.first, layout.rows)
+        empty = (0, 0, -1)
+        all_rows = [
+            beside(slab[served], rows, where, layout.num_rows, fill)
+            for slab, rows, fill in zip(slabs, new, empty, strict=True)
+        ]
+        tracks = list(layer.tracks.values())
+        moved = [beside(track[served], 0, where, layout.num_rows, 0) for track in tracks]
+        num_bytes = sum(rows.nbytes for rows in [*all_rows, *moved])
+        for slab, rows in zip([*slabs, *tracks], [*all_rows, *moved], strict=True):
+            index = layout.kept[:, None, :, *[None] * (rows.dim() - 3)]
+            stored = rows.gather(2, index.expand(-1, rows.shape[1], -1, *rows.shape[3:]))
+            slab[served, :, : stored.shape[2]] = stored
+            self.cache.needed_copy(num_bytes + stored.nbytes)
+        # Until the step is committed, only what is left of the old rows counts.
+        rows_held = self.cache.rows[layer_idx, served]
+        after = np.minimum(rows_held + self.lengths, layer.slab.capacity)
+        self.cache.rows[layer_idx, served] = np.maximum(after - self.lengths, 0)
+        return all_rows
+
+    def _asked_at(self) -> np.ndarray:
+        """Position of each query, ``[B, L]``; of pads one that hides nothing."""
+        return np.where(self.is_real, self.position_ids, -1)
+
+    def real(self, columns: Tensor) -> Tensor:
+        """The entries of ``[B, H, L, D]`` that belong to tokens, ``[N, H, D]``."""
+        by_token = columns.transpose(1, 2)
+        if not self.has_pads:
+            return by_token.flatten(0, 1)
+        return by_token[torch.from_numpy(self.is_real).to(columns.device)]
+
+    def remember_queries(self, layer: LayerCache, queries: Tensor) -> None:
+        """Put the newest queries, ``[B, H_q, L, D]``, into the layer's window."""
+        if layer.window is None:
+            return
+        size, device = layer.slab.window_size, layer.shape.device
+        if (device, size) not in self._window_index:
+            recent = self.is_real & (self.token >= self.lengths[:, None] - size)
+            slots, columns = np.nonzero(recent)
+            place = (self.seq_len[slots] + self.token[recent]) % size
+            index = [torch.from_numpy(array).to(device) for array in (slots, columns, place)]
+            self._window_index[device, size] = (index[0], index[1], index[2])
+        slots_, columns_, place_ = self._window_index[device, size]
+        layer.window[slots_ + self.first, :, place_] = queries[slots_, :, columns_]
+
+    def commit(self) -> None:
+        """Count the new rows, after all layers have stored them."""
+        served = slice(self.first, self.last)
+        rows = self.cache.rows[:, served] + self.lengths
+        self.cache.rows[:, served] = np.minimum(rows, self.cache.capacity[:, None])
+        self.cache.seq_len[served] += self.lengths

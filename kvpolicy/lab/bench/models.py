@@ -1,0 +1,132 @@
+"""Models to measure speed on: real shapes, random weights, which decode as fast as trained ones."""
+
+import attrs
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
+
+from kvpolicy.errors import ModelError
+from kvpolicy.model.loading import as_dtype, move
+
+
+@attrs.frozen
+class Shape:
+    """How large a decoder of the Llama family is.
+
+    Attributes:
+        num_layers: Decoder layers.
+        hidden_size: Size of the hidden state.
+        intermediate_size: Size inside the gated MLP.
+        num_heads: Query heads.
+        num_kv_heads: Key/value heads.
+        head_dim: Size of one head.
+        vocab_size: Tokens it knows.
+        tied: Whether the head is the embedding's matrix.
+        words: What it is like.
+    """
+
+    num_layers: int
+    hidden_size: int
+    intermediate_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+    tied: bool
+    words: str
+
+    @property
+    def num_parameters(self) -> int:
+        """Weights of all matrices and norms."""
+        per_head = self.hidden_size * self.head_dim
+        attention = 2 * per_head * (self.num_heads + self.num_kv_heads)
+        layer = attention + 3 * self.hidden_size * self.intermediate_size + 2 * self.hidden_size
+        embeddings = (1 if self.tied else 2) * self.vocab_size * self.hidden_size
+        return self.num_layers * layer + embeddings + self.hidden_size
+
+
+SHAPES = {
+    "tiny": Shape(2, 64, 160, 4, 2, 16, 512, True, "for a look at the command"),
+    "5m": Shape(4, 256, 768, 4, 2, 64, 4096, True, "for long texts in little time"),
+    "30m": Shape(8, 512, 1664, 8, 2, 64, 8192, True, "2 KV heads: a small cache"),
+    "100m": Shape(12, 768, 2048, 12, 4, 64, 32000, True, "three query heads to a KV head"),
+    "8b": Shape(32, 4096, 14336, 32, 8, 128, 128256, False, "that of Llama-3.1-8B"),
+}
+
+
+def random_model(
+    shape: Shape, seed: int, *, max_positions: int, dtype: str = "float32", device: str = "cpu"
+) -> PreTrainedModel:
+    """Build a model that never ends a text.
+
+    Args:
+        shape: How large it is.
+        seed: Chooses the weights; the global random state is left as it was.
+        max_positions: Tokens a sequence may have.
+        dtype: ``"float32"``, ``"bfloat16"`` or ``"float16"``.
+        device: Where it is made, so that a large one never passes through the host's memory.
+
+    Returns:
+        The model.
+
+    Raises:
+        ModelError: There is no such dtype or device.
+    """
+    wanted = as_dtype(dtype)
+    if not isinstance(wanted, torch.dtype):
+        msg = f"a model with random weights has no dtype '{dtype}' to go by; name one: float32"
+        raise ModelError(msg)
+    config = LlamaConfig(
+        vocab_size=shape.vocab_size,
+        hidden_size=shape.hidden_size,
+        intermediate_size=shape.intermediate_size,
+        num_hidden_layers=shape.num_layers,
+        num_attention_heads=shape.num_heads,
+        num_key_value_heads=shape.num_kv_heads,
+        head_dim=shape.head_dim,
+        max_position_embeddings=max_positions,
+        tie_word_embeddings=shape.tied,
+        bos_token_id=None,
+        eos_token_id=None,
+        pad_token_id=0,
+    )
+    where = _device(device)
+    with torch.random.fork_rng(devices=[where] if where.type == "cuda" else []):
+        torch.manual_seed(seed)
+        with where:
+            model = LlamaForCausalLM._from_config(config, dtype=wanted).eval()
+    model.set_attn_implementation("sdpa")
+    assert model.generation_config is not None, "every decoder has one"
+    model.generation_config.eos_token_id = None
+    return move(model, device)
+
+
+def weight_bytes(model: PreTrainedModel) -> int:
+    """Bytes of weights that one decode step has to read.
+
+    All but an embedding that is not the head as well: of it a step reads a row for each token.
+    """
+    embedding = model.get_input_embeddings().weight
+    head = model.get_output_embeddings()
+    read = {id(one): one.nbytes for one in model.parameters()}
+    if head is None or head.weight is not embedding:
+        read.pop(id(embedding), None)
+    return sum(read.values())
+
+
+def shape_named(name: str) -> Shape:
+    """One of `SHAPES`; raises `ModelError` for another name."""
+    if name not in SHAPES:
+        msg = f"there is no shape '{name}'; choose one of {', '.join(SHAPES)}"
+        raise ModelError(msg)
+    return SHAPES[name]
+
+
+def _device(name: str) -> torch.device:
+    """A device that is there."""
+    try:
+        device = torch.device(name)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        msg = f"there is no device '{name}': {str(error).splitlines()[0]}"
+        raise ModelError(msg) from error
+    return device

@@ -1,0 +1,115 @@
+"""``kvpolicy report``: runs as one HTML file that opens anywhere.
+
+With ``--json``, on stdout: ``{"file", "bytes", "runs": [FOLDER, ...], "groups": [...]}``, each
+group as ``{"label", "cells", "samples"}``.
+"""
+
+import webbrowser
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from kvpolicy.cli.output import say, write_json
+from kvpolicy.cli.options import Json
+from kvpolicy.cli.units import human_bytes
+from kvpolicy.errors import OutputError
+
+if TYPE_CHECKING:
+    from kvpolicy.lab.store.read import RunFolder
+
+app = typer.Typer(add_completion=False, rich_markup_mode=None)
+
+DEFAULT = "kvpolicy-report.html"
+
+Runs = Annotated[
+    list[Path],
+    typer.Argument(metavar="RUN...", help="Folders of runs, or folders that hold some."),
+]
+
+
+@app.command()
+def report(
+    runs: Runs,
+    output: Annotated[
+        Path, typer.Option(metavar="FILE", help="The page; an earlier report is replaced.")
+    ] = Path(DEFAULT),
+    show: Annotated[bool, typer.Option("--open", help="Open it in a browser.")] = False,
+    rules: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME|FILE",
+            help="Rules that tell kinds of thoughts apart, for colours. [default: the task's own, "
+            "the model's own, or published]",
+        ),
+    ] = None,
+    max_megabytes: Annotated[
+        float,
+        typer.Option(min=1, help="Size of the page: the longest texts lose their middles for it."),
+    ] = 20.0,
+    json: Json = False,
+) -> None:
+    """Write runs as one HTML file: curves, tables, samples side by side, layers, manifest.
+
+    The file opens offline and loads nothing. A run that goes on can be shown as far as it is.
+    """
+    _check_is_ours_or_new(output)
+    # Imported here: all this brings torch along.
+    from kvpolicy.lab.report.build import build
+    from kvpolicy.lab.report.gather import gather
+    from kvpolicy.files import write_whole
+
+    found = read_runs(runs)
+    page = build(found, rules=rules, most_bytes=round(max_megabytes * 1e6))
+    write_whole(output, page)
+    num_bytes = len(page.encode())
+    views = gather(found)
+    if json:
+        from kvpolicy.lab.report.content import labels_of
+
+        groups = [
+            {"label": label, "cells": len(view.cells), "samples": len(view.samples)}
+            for label, view in zip(labels_of(views), views, strict=True)
+        ]
+        folders = [str(run.path) for run in found]
+        write_json({"file": str(output), "bytes": num_bytes, "runs": folders, "groups": groups})
+    else:
+        single = [view for view in views if not view.is_pooled]
+        num_samples = sum(len(view.samples) for view in single)
+        num_cells = sum(len(view.cells) for view in single)
+        say(
+            f"{num_samples:,} samples of {num_cells} cells are in {output} "
+            f"({human_bytes(num_bytes)}); open it in a browser."
+        )
+    if show and not webbrowser.open(output.resolve().as_uri()):
+        say(f"no browser could be started; open {output} in one.")
+
+
+def read_runs(folders: list[Path]) -> "list[RunFolder]":
+    """Read runs, or all runs below folders that hold some.
+
+    Args:
+        folders: What the user typed.
+
+    Raises:
+        ResultsError: Nothing is there, or a run is damaged.
+    """
+    from kvpolicy.lab.store.read import find_runs, read_run
+
+    paths = [path for folder in folders for path in (find_runs(folder) or [folder])]
+    return [read_run(path) for path in dict.fromkeys(paths)]
+
+
+def _check_is_ours_or_new(path: Path) -> None:
+    """Nothing but an earlier report is replaced."""
+    try:
+        with path.open("rb") as file:
+            is_ours = b'name="generator" content="kvpolicy' in file.read(4096)
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        msg = f"{path} cannot be written: {error.strerror}; choose another place with --output."
+        raise OutputError(msg) from error
+    if not is_ours:
+        msg = f"{path} is there and is no report; choose another name with --output."
+        raise OutputError(msg)

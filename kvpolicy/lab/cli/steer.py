@@ -1,0 +1,192 @@
+"""``kvpolicy steer``: make steering vectors, and show what is in a file of them.
+
+With ``--json``, both commands print ``{"file", "calibration", "default_layer", "layers":
+[{"layer", "norm", "separation"}]}``; ``calibration`` has the fields of
+`kvpolicy.toolkit.calibration.Calibration`.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import attrs
+import typer
+
+from kvpolicy.cli.columns import columns
+from kvpolicy.cli.output import say, write, write_json
+from kvpolicy.cli.interrupt import Interrupted
+from kvpolicy.cli.options import Device, Dtype, Json, Model, TrustRemoteCode, check_new_file
+from kvpolicy.errors import KVPolicyError
+
+if TYPE_CHECKING:
+    from kvpolicy.lab.steer.calibrate import Source, Trace
+    from kvpolicy.lab.steer.rules import ThoughtRules
+    from kvpolicy.toolkit.steering_vectors import SteeringVector
+
+app = typer.Typer(
+    add_completion=False,
+    rich_markup_mode=None,
+    no_args_is_help=True,
+    help="Make steering vectors for a model, and show what is in a file of them.",
+)
+
+_MAX_NEW_TOKENS = 10_000  # SEAL's; for models that do not say how much they usually generate
+_FEW_THOUGHTS = 200  # of a side; below, the mean of a few hundred numbers is mostly noise
+
+
+@app.command(short_help="Make steering vectors from traces of a model.")
+def calibrate(
+    output: Annotated[
+        Path, typer.Option(metavar="FILE", help="Where the vectors go, a new .safetensors file.")
+    ],
+    model: Model = "reasoner",
+    task: Annotated[
+        str, typer.Option(metavar="NAME", help="Task whose training problems are solved.")
+    ] = "reasoner",
+    n: Annotated[int, typer.Option("--n", min=1, help="Problems to solve.")] = 1000,
+    seed: Annotated[int, typer.Option(min=0, help="Chooses the problems.")] = 0,
+    layers: Annotated[
+        str, typer.Option(metavar="all|half|N,...", help="Decoder layers, from 0; half is 1,3,...")
+    ] = "half",
+    default_layer: Annotated[
+        int | None, typer.Option(metavar="N", help="Layer to use where none is asked for.")
+    ] = None,
+    rules: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME|FILE",
+            help="Tell kinds of thoughts apart. [default: the task's, or published]",
+        ),
+    ] = None,
+    max_right: Annotated[int, typer.Option(min=0, help="The most right traces to use.")] = 500,
+    max_wrong: Annotated[int, typer.Option(min=0, help="The most wrong traces to use.")] = 500,
+    max_new_tokens: Annotated[
+        int | None,
+        typer.Option(min=1, help="The most tokens of a trace. [default: the model's, or 10000]"),
+    ] = None,
+    slots: Annotated[int, typer.Option(min=1, help="Problems solved together.")] = 16,
+    dtype: Dtype = "auto",
+    device: Device = None,
+    trust_remote_code: TrustRemoteCode = False,
+    json: Json = False,
+) -> None:
+    """Make steering vectors: execution less non-execution thoughts of a model.
+
+    The model solves training problems with the full cache. Its hidden states before the
+    thoughts of its traces are averaged by kind, and subtracted.
+    """
+    check_new_file(output, suffix=".safetensors")
+    from kvpolicy.lab.models import open_model
+    from kvpolicy.lab.steer.calibrate import Source, choose_layers
+    from kvpolicy.lab.steer.rules import default_rules, load_rules
+    from kvpolicy.lab.tasks.task import load_task
+    from kvpolicy.toolkit.steering_vectors import save_steering_vectors
+
+    chosen_task, chosen_rules = load_task(task), load_rules(rules or default_rules(task))
+    loaded, tokenizer = open_model(
+        model, dtype=dtype, device=device, trust_remote_code=trust_remote_code
+    )
+    chosen = choose_layers(layers, loaded.config.get_text_config(decoder=True).num_hidden_layers)
+    if default_layer is not None and default_layer not in chosen:
+        msg = f"--default-layer got {default_layer}; it is to be one of --layers: {chosen}"
+        raise KVPolicyError(msg)
+    source = Source(loaded, tokenizer, model, chosen_task, n, seed)
+    most = max_new_tokens or getattr(loaded.generation_config, "max_new_tokens", None)
+    try:
+        traces = _solve(source, max_new_tokens=most or _MAX_NEW_TOKENS, slots=slots)
+        vectors = _compare(source, traces, chosen_rules, chosen, max_right, max_wrong)
+    except KeyboardInterrupt:
+        msg = "interrupted; no vector was written, and the same command begins again."
+        raise Interrupted(msg) from None
+    save_steering_vectors(output, vectors, default_layer=default_layer)
+    _show(str(output), vectors, default_layer, json=json)
+
+
+@app.command(short_help="Show what steering vectors are made of.")
+def show(
+    file: Annotated[str, typer.Argument(metavar="NAME|FILE", help="Bundled vectors, or a file.")],
+    json: Json = False,
+) -> None:
+    """Show what steering vectors are made of, and how well they separate, layer by layer."""
+    from kvpolicy.toolkit.steering_vectors import load_steering_vectors
+
+    vectors, default_layer = load_steering_vectors(file)
+    _show(file, vectors, default_layer, json=json)
+
+
+def _solve(source: "Source", *, max_new_tokens: int, slots: int) -> "list[Trace]":
+    from kvpolicy.cli.progress import open_progress
+    from kvpolicy.lab.steer.calibrate import write_traces
+
+    traces: list[Trace] = []
+    num_right = 0
+    with open_progress(source.n) as progress:
+        progress.show("solving problems", 0)
+        for trace in write_traces(source, max_new_tokens=max_new_tokens, slots=slots):
+            traces.append(trace)
+            num_right += trace.is_right
+            progress.show(f"problems solved, {num_right} right", len(traces))
+    return traces
+
+
+def _compare(
+    source: "Source",
+    traces: "Sequence[Trace]",
+    rules: "ThoughtRules",
+    layers: Sequence[int],
+    max_right: int,
+    max_wrong: int,
+) -> "list[SteeringVector]":
+    from kvpolicy.cli.progress import open_progress
+    from kvpolicy.lab.steer.calibrate import contrast_layers, describe, mark, pick
+    from kvpolicy.lab.steer.rules import EXECUTION
+
+    used = pick(traces, max_right=max_right, max_wrong=max_wrong)
+    marked = mark(used, source.tokenizer, rules)
+    calibration = describe(source, used, marked, rules)
+    counts = calibration.num_thoughts
+    fewest = min(counts[EXECUTION], sum(counts.values()) - counts[EXECUTION])
+    if fewest < _FEW_THOUGHTS:
+        say(f"one side has {fewest} thoughts only: the vectors will be noisy; raise --n.")
+    with open_progress(len(marked)) as progress:
+        progress.show("traces read again", 0)
+        return contrast_layers(
+            source.model,
+            marked,
+            layers,
+            calibration,
+            report=lambda num_done: progress.show("traces read again", num_done),
+        )
+
+
+def _show(
+    file: str, vectors: "Sequence[SteeringVector]", default_layer: int | None, *, json: bool
+) -> None:
+    calibration = vectors[0].calibration
+    if json:
+        plain = [
+            {"layer": one.layer, "norm": float(one.vector.norm()), "separation": one.separation}
+            for one in vectors
+        ]
+        found = {"calibration": attrs.asdict(calibration), "default_layer": default_layer}
+        write_json({"file": file, **found, "layers": plain}, indent=2)
+        return
+    thoughts = ", ".join(f"{count:,} {kind}" for kind, count in calibration.num_thoughts.items())
+    facts = [
+        ["model", f"{calibration.model} {calibration.fingerprint}".strip()],
+        ["task", f"{calibration.task}, split {calibration.split}, seed {calibration.seed}"],
+        ["traces", f"{calibration.num_right} right, {calibration.num_wrong} wrong"],
+        ["thoughts", thoughts],
+        ["rules", f"{calibration.rules} {calibration.rules_digest}".strip()],
+        ["vector", f"{calibration.sign}, {len(vectors[0].vector)} numbers"],
+        ["made by", f"kvpolicy {calibration.version}".strip()],
+    ]
+    write("".join(f"{name:<10}{fact}\n" for name, fact in facts) + "\n")
+    rows = [_row(one, default_layer) for one in vectors]
+    write(columns(["layer", "norm", "separation", "default"], rows, right=(0, 1, 2)) + "\n")
+
+
+def _row(one: "SteeringVector", default_layer: int | None) -> list[Any]:
+    separation = "-" if one.separation is None else f"{one.separation:.2f}"
+    is_default = "yes" if one.layer == default_layer else ""
+    return [str(one.layer), f"{float(one.vector.norm()):.2f}", separation, is_default]

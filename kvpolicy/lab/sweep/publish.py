@@ -1,0 +1,130 @@
+"""A comparison for readers: the tables and the plots in the results folder."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import attrs
+
+from kvpolicy.lab.store.read import read_run
+from kvpolicy.lab.sweep.comparison import Comparison
+from kvpolicy.lab.analysis.facets import FacetRow, break_down, facet_records
+from kvpolicy.lab.sweep.group import Group, describe_sampling
+from kvpolicy.lab.tasks.measures import Column
+from kvpolicy.lab.plots.plots import save_plots
+from kvpolicy.lab.analysis.pooling import PooledCell, pool
+from kvpolicy.lab.store.store import Store
+from kvpolicy.lab.analysis.table import Row, estimates_of, flat, tabulate, write_csv
+from kvpolicy.lab.analysis.table import to_json as rows_to_json
+from kvpolicy.files import write_whole
+
+
+@attrs.frozen
+class Panel:
+    """What belongs in one table and one picture: a model on a task, all seeds together.
+
+    Attributes:
+        model: The model, as typed.
+        task: The task, with its options.
+        seeds: Each chose items.
+        columns: What was measured.
+        rows: The comparison.
+        facets: The same by difficulty, or whatever else the items differ in.
+        settings: What else there is to be said of it, in words.
+    """
+
+    model: str
+    task: str
+    seeds: Sequence[int]
+    columns: Sequence[Column]
+    rows: Sequence[Row]
+    facets: Sequence[FacetRow]
+    settings: str
+
+    @property
+    def title(self) -> str:
+        """What was asked of whom, in words."""
+        model = Path(self.model).name
+        return model if model == self.task else f"{model} on {self.task}"
+
+
+def publish(comparison: Comparison, store: Store) -> list[Panel]:
+    """Write table.json, table.csv, facets.csv, plot.png and plot.svg.
+
+    Args:
+        comparison: What was compared.
+        store: What is done.
+
+    Returns:
+        What was measured, a panel for each model and task. With several, the pictures are called
+        plot-1, plot-2 and so on, in that order.
+    """
+    panels = _panels(comparison, store.folder)
+    write_whole(store.folder / "table.json", json.dumps(to_json(panels), indent=2) + "\n")
+    write_whole(store.folder / "table.csv", write_csv(_flat(panels)))
+    facets = [{**_of(one), **record} for one in panels for record in facet_records(one.facets)]
+    write_whole(store.folder / "facets.csv", write_csv(facets))
+    for number, panel in enumerate(panels, 1):
+        name = "plot" if len(panels) == 1 else f"plot-{number}"
+        title = f"{panel.title}: {panel.settings}"
+        save_plots(panel.rows, store.folder, panel.columns[0], title=title, name=name)
+    return panels
+
+
+def to_json(panels: Sequence[Panel]) -> list[dict[str, Any]]:
+    """All rows as plain data, each with its model, task and seeds."""
+    return [
+        {"model": panel.model, "task": panel.task, "seeds": list(panel.seeds), **record}
+        for panel in panels
+        for record in rows_to_json(panel.rows)
+    ]
+
+
+def _flat(panels: Sequence[Panel]) -> list[dict[str, Any]]:
+    names = estimates_of([row for panel in panels for row in panel.rows])
+    return [
+        {**_of(panel), **flat(record, names)}
+        for panel in panels
+        for record in rows_to_json(panel.rows)
+    ]
+
+
+def _of(panel: Panel) -> dict[str, Any]:
+    """What a line of CSV is of; seeds stand side by side."""
+    return {"model": panel.model, "task": panel.task, "seeds": " ".join(map(str, panel.seeds))}
+
+
+def _panels(comparison: Comparison, folder: Path) -> list[Panel]:
+    blocks: dict[object, list[PooledCell]] = {}
+    for cell in pool([read_run(folder)]):
+        blocks.setdefault(cell.block, []).append(cell)
+    return [_panel(comparison, cells) for cells in blocks.values()]
+
+
+def _panel(comparison: Comparison, cells: Sequence[PooledCell]) -> Panel:
+    group = comparison.group_of(comparison.cell(cells[0].id))
+    seeds = sorted({seed for cell in cells for seed in cell.seeds})
+    samples = [sample for cell in cells for sample in cell.samples]
+    timings = {cell.id: cell.timing for cell in cells if cell.timing is not None}
+    columns = group.task.measure.columns
+    return Panel(
+        model=group.model.name,
+        task=group.task.name,
+        seeds=seeds,
+        columns=columns,
+        rows=tabulate(cells, samples, timings, columns),
+        facets=break_down(cells, samples, columns),
+        settings=_settings(group, seeds),
+    )
+
+
+def _settings(group: Group, seeds: Sequence[int]) -> str:
+    num, tries = group.num_items, group.num_attempts
+    asked = f"{num} problems" if tries == 1 else f"{num} problems, {tries} attempts at each"
+    drawn = describe_sampling(group.sampling)
+    numbers = f"seed{'s' if len(seeds) > 1 else ''} {', '.join(map(str, seeds))}"
+    return (
+        f"{asked} for each point{' and seed' if len(seeds) > 1 else ''}, {numbers}, {drawn}, "
+        f"at most {group.max_new_tokens:,} tokens; bars and band: 95 % intervals"
+    )

@@ -1,0 +1,205 @@
+"""LiveCodeBench (2403.07974): contest problems, answered with programs that are run on tests.
+
+The hub's ``livecodebench/code_generation_lite`` is a loading script, which today's `datasets`
+does not run; the files beside it, ``test.jsonl`` to ``test6.jsonl``, are read as they are.
+Release ``k`` consists of the first ``k`` of them: release 1 has 400 problems. One file has up to
+1.25 GB.
+
+Half of the private tests are packed as base64 of zlib of a pickle of JSON. Unpickling runs
+whatever the file says, so the one text in the pickle is read without that.
+"""
+
+import base64
+import binascii
+import json
+import pickletools
+import zlib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import attrs
+
+from kvpolicy.errors import TaskError
+from kvpolicy.lab.hub import hub_can_be_reached
+from kvpolicy.lab.tasks.measures import Graded
+from kvpolicy.lab.tasks import code_grading as codegrade
+from kvpolicy.lab.tasks.question_sets import draw
+from kvpolicy.lab.tasks.code_grading import Test
+from kvpolicy.lab.tasks.datasets import JsonRows, Rows
+from kvpolicy.lab.tasks.sandbox import check_confinement
+from kvpolicy.lab.tasks.task import Item, Split, spell
+
+ID = "livecodebench/code_generation_lite"
+RELEASES = range(1, 7)
+
+# The benchmark's own words (lcb_runner/prompts/code_generation.py), which name the format that
+# the answer has to have; for DeepSeek-R1 they stand in the user's turn.
+_TASK = (
+    "You will be given a question (problem specification) and will generate a correct Python "
+    "program that matches the specification and passes all tests.\n\nQuestion: {question}\n\n"
+)
+_WITH_STARTER = (
+    "You will use the following starter code to write the solution to the problem and enclose "
+    "your code within delimiters.\n```python\n{starter}\n```\n"
+)
+_WITHOUT_STARTER = (
+    "Read the inputs from stdin solve the problem and write the answer to stdout (do not "
+    "directly test on the sample inputs). Enclose your code within delimiters as follows. "
+    "Ensure that when the python program runs, it reads the inputs, runs the algorithm and "
+    "writes output to STDOUT.\n```python\n# YOUR CODE HERE\n```\n"
+)
+_COLUMNS = ("question_content", "starter_code", "public_test_cases", "private_test_cases")
+
+
+@attrs.frozen
+class LiveCodeBench:
+    """Contest problems; a right text's last block of code passes all tests.
+
+    Attributes:
+        source: A hub id, a folder with the files of the hub, or one such file.
+        release: Which release, 1 to 6, unless ``source`` is one file.
+        time_s: Seconds that a program may take for each test.
+        chat: Whether questions are wrapped in the model's chat template.
+    """
+
+    source: str = ID
+    release: int = attrs.field(default=1)
+    time_s: float = attrs.field(default=6.0)
+    chat: bool = True
+
+    def __attrs_post_init__(self) -> None:
+        if self.release not in RELEASES:
+            msg = f"task 'livecodebench' has no release {self.release}; 1 to 6 are wanted"
+            raise TaskError(msg)
+        if not self.time_s > 0:
+            msg = f"task 'livecodebench' was given time_s={self.time_s:g}; more than 0 is wanted"
+            raise TaskError(msg)
+
+    @property
+    def name(self) -> str:
+        """What the user types."""
+        usual = {"source": ID, "release": 1, "time_s": 6.0, "chat": True}
+        return spell("livecodebench", attrs.asdict(self), usual)
+
+    @property
+    def measure(self) -> Graded:
+        """Right programs; raises `TaskError` on machines where none can be confined."""
+        check_confinement()
+        return Graded(self.grade, runs_code=True)
+
+    def items(self, n: int, *, seed: int, split: Split = "test") -> Sequence[Item]:
+        """Draw ``n`` problems, all of them if there are fewer, in an order of the seed's own."""
+        if split != "test":
+            msg = f"task '{self.name}' has no {split} split; it has test"
+            raise TaskError(msg)
+        rows = self._rows()
+        return [self._item(index, rows[row]) for index, row in enumerate(draw(len(rows), n, seed))]
+
+    def grade(self, text: str, item: Item) -> bool:
+        """Run the last block of code of ``text`` on the tests, in a confined process each.
+
+        To call this is to allow a program that a model wrote to run.
+        """
+        tests = [Test(**one) for one in json.loads(item.answer)]
+        return codegrade.passes(codegrade.last_block(text), tests, time_s=self.time_s)
+
+    def _rows(self) -> Rows:
+        path = Path(self.source)
+        if path.is_file() or path.suffix == ".jsonl":
+            return JsonRows([path])
+        names = ["test.jsonl", *(f"test{number}.jsonl" for number in RELEASES[1:])]
+        return JsonRows([self._file(name) for name in names[: self.release]])
+
+    def _file(self, name: str) -> Path:
+        if Path(self.source).is_dir():
+            return Path(self.source) / name
+        from huggingface_hub import hf_hub_download, try_to_load_from_cache
+
+        found = try_to_load_from_cache(self.source, name, repo_type="dataset")
+        if isinstance(found, str):
+            return Path(found)
+        if not hub_can_be_reached():
+            msg = (
+                f"data set '{self.source}' is no file or folder and {name} has not been "
+                "downloaded before, and the hub cannot be reached from here; give the task the "
+                "option source=FILE"
+            )
+            raise TaskError(msg)
+        try:
+            return Path(hf_hub_download(self.source, name, repo_type="dataset"))
+        except Exception as error:  # those of the hub and of whatever carries its requests
+            reason = str(error).partition("\n")[0].rstrip(".")
+            msg = f"{name} of '{self.source}' cannot be had: {type(error).__name__}: {reason}"
+            raise TaskError(msg) from error
+
+    def _item(self, index: int, row: Mapping[str, Any]) -> Item:
+        missing = [column for column in _COLUMNS if column not in row]
+        if missing:
+            msg = f"'{self.source}' has no column {missing[0]}, which LiveCodeBench has"
+            raise TaskError(msg)
+        starter = row["starter_code"]
+        form = _WITH_STARTER.format(starter=starter) if starter else _WITHOUT_STARTER
+        facets = {k: row[k] for k in ("difficulty", "platform") if row.get(k) is not None}
+        return Item(
+            index=index,
+            prompt=_TASK.format(question=row["question_content"]) + form,
+            answer=json.dumps([attrs.asdict(test) for test in tests_of(row)]),
+            facets=facets,
+            chat=self.chat,
+        )
+
+
+def livecodebench(
+    source: str = ID, release: int = 1, time_s: float = 6.0, chat: bool = True
+) -> LiveCodeBench:
+    """Contest problems (2403.07974); needs leave to run programs, --execute-code."""
+    return LiveCodeBench(source, release, time_s, chat)
+
+
+def tests_of(row: Mapping[str, Any]) -> list[Test]:
+    """All tests of a problem, the public ones first.
+
+    Args:
+        row: A row of the data set.
+
+    Raises:
+        TaskError: They cannot be read.
+    """
+    which = row.get("question_id", "?")
+    try:
+        found = json.loads(row["public_test_cases"]) + unpack(row["private_test_cases"])
+        name = json.loads(row.get("metadata") or "{}").get("func_name")
+        return [
+            Test(one["input"], one["output"], name if one["testtype"] == "functional" else None)
+            for one in found
+        ]
+    except (ValueError, TypeError, KeyError) as error:
+        msg = f"the tests of problem {which} cannot be read: {type(error).__name__}: {error}"
+        raise TaskError(msg) from error
+
+
+def unpack(text: str) -> list[dict[str, str]]:
+    """Read private tests: JSON, or base64 of zlib of a pickled text of JSON.
+
+    Args:
+        text: What the column holds.
+
+    Raises:
+        ValueError: It is neither.
+    """
+    if text.lstrip().startswith("["):
+        found: list[dict[str, str]] = json.loads(text)
+        return found
+    try:
+        pickled = zlib.decompress(base64.b64decode(text, validate=True))
+        # `genops` takes a pickle apart without running it.
+        texts = [arg for _, arg, _ in pickletools.genops(pickled) if isinstance(arg, str)]
+    except (binascii.Error, zlib.error) as error:
+        msg = f"no packed tests ({error})"
+        raise ValueError(msg) from error
+    if len(texts) != 1:
+        msg = f"a pickle of {len(texts)} texts, where one is wanted"
+        raise ValueError(msg)
+    found = json.loads(texts[0])
+    return found

@@ -1,0 +1,116 @@
+"""What a model's configuration says of its layers, and which models cannot be run."""
+
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from kvpolicy.cache.slab import LayerShape
+from kvpolicy.errors import ModelError
+from kvpolicy.model.peers import ALONE, Peers
+
+_SLIDING = "sliding_attention"
+
+
+def check_runs(model: PreTrainedModel, config: Any) -> None:
+    """Look for what the engine cannot run.
+
+    Args:
+        model: The model.
+        config: The configuration of its decoder.
+
+    Raises:
+        ModelError: With the reason.
+    """
+    reason = None
+    if getattr(model.config, "is_encoder_decoder", False):
+        reason = "it is an encoder-decoder; the engine runs decoder-only models"
+    elif not isinstance(getattr(config, "num_attention_heads", None), int):
+        reason = "its configuration names no attention heads; the engine evicts keys and values"
+    elif getattr(config, "kv_lora_rank", None):
+        reason = "its attention is multi-head latent, which keeps no keys and values per head"
+    elif not isinstance(getattr(config, "max_position_embeddings", None), int):
+        reason = "its configuration does not say how many positions a sequence may have"
+    else:
+        reason = _unknown_attention(config)
+    if reason is not None:
+        msg = f"model {type(model).__name__} cannot be run: {reason}"
+        raise ModelError(msg)
+
+
+def _unknown_attention(config: Any) -> str | None:
+    """Why layers of a model see something else than the tokens before them, if they do."""
+    kinds = set(getattr(config, "layer_types", None) or ()) - {"full_attention", _SLIDING}
+    if kinds:
+        return (
+            f"it has {' and '.join(sorted(kinds))} layers; only full and sliding attention over "
+            "keys and values is run"
+        )
+    if getattr(config, "use_bidirectional_attention", None):
+        return "its tokens attend to later ones, too"
+    return None
+
+
+def layer_shape(
+    config: Any,
+    dtype: torch.dtype,
+    device: torch.device,
+    sliding_window: int | None = None,
+    peers: Peers = ALONE,
+) -> LayerShape:
+    """What the keys and values of a layer look like, by the model's configuration.
+
+    Args:
+        config: The configuration of its decoder.
+        dtype: Precision of keys and values.
+        device: Where they live.
+        sliding_window: Tokens that a query sees; ``None`` for all.
+        peers: The processes that share its heads.
+    """
+    num_heads: int = config.num_attention_heads
+    num_kv_heads = getattr(config, "num_key_value_heads", None) or num_heads
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // num_heads
+    num_heads, num_kv_heads = num_heads // peers.size, num_kv_heads // peers.size
+    return LayerShape(num_heads, num_kv_heads, head_dim, dtype, device, sliding_window, peers)
+
+
+def sliding_windows(config: Any) -> list[int | None]:
+    """Tokens that the queries of each layer see, their own included; ``None`` for all.
+
+    Configurations without ``layer_types`` (Mistral, Phi-3, Starcoder2) pass their window to
+    every layer. A layer that asks its attention for anything else is refused when it does.
+    """
+    num_layers: int = config.num_hidden_layers
+    window = hiding_window(getattr(config, "sliding_window", None), config)
+    kinds = getattr(config, "layer_types", None)
+    if kinds is None:
+        return [window if getattr(config, "use_sliding_window", True) else None] * num_layers
+    return [window if kind == _SLIDING else None for kind in kinds]
+
+
+def hiding_window(window: int | None, config: Any) -> int | None:
+    """A window, if it hides anything from a sequence as long as the model has positions."""
+    if not window:  # most layers of most models, asked in every forward
+        return None
+    most = getattr(config, "max_position_embeddings", None)
+    return None if most is not None and window >= most else window
+
+
+def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
+    """The layers of a model's decoder; raises `ModelError` if it has no list of them."""
+    layers = getattr(model.get_decoder(), "layers", None)
+    if not isinstance(layers, nn.ModuleList):
+        msg = f"model {type(model).__name__} cannot be run: it has no list of decoder layers"
+        raise ModelError(msg)
+    return layers
+
+
+def stop_ids(model: PreTrainedModel) -> tuple[int, ...]:
+    """Tokens that end a generation, by the model's own configuration."""
+    generation = getattr(model, "generation_config", None)
+    ids = getattr(generation, "eos_token_id", None)
+    ids = model.config.eos_token_id if ids is None else ids
+    if ids is None:
+        return ()
+    return (ids,) if isinstance(ids, int) else tuple(ids)

@@ -1,0 +1,143 @@
+"""The observation window: what the most recent queries say about every row.
+
+SnapKV introduced it and many policies build on it, so it is public: policies import it from
+here and not from each other.
+"""
+
+from typing import Literal
+
+import attrs
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from kvpolicy.cache.softmax import PLAIN, Softmax
+
+Pooling = Literal["maxpool", "avgpool"]
+GroupReduce = Literal["mean", "max", "sum"]
+
+
+def odd(instance: object, attribute: "attrs.Attribute[int]", value: int) -> None:
+    """Validate a ``kernel_size``: an even one has no middle row to put its result on."""
+    if value % 2 == 0:
+        msg = f"'{attribute.name}' must be odd: {value}"
+        raise ValueError(msg)
+
+
+def observed_weights(
+    queries: Tensor,
+    keys: Tensor,
+    positions: Tensor,
+    seq_len: Tensor,
+    *,
+    softmax: Softmax = PLAIN,
+    sliding_window: int | None = None,
+) -> Tensor:
+    """Softmax weights of the window's queries over the rows that each of them may see.
+
+    Args:
+        queries: Last ``W`` queries after RoPE, ``[B, H_q, W, D]``, oldest first.
+        keys: Keys after RoPE, ``[B, H_kv, T, D]``.
+        positions: Place of each row's token, ``[B, H_kv, T]``.
+        seq_len: Tokens each sequence has seen, ``[B]``.
+        softmax: How the layer turns logits into weights.
+        sliding_window: Tokens each query looks back on, its own included; ``None`` for all.
+
+    Returns:
+        ``[B, H_q, W, T]``, fp32; zeros for a query that may see none of the rows.
+    """
+    num = queries.shape[2]
+    asked_at = (
+        seq_len.to(positions.device)[:, None] - num + torch.arange(num, device=positions.device)
+    )  # [B, W]
+    asked = asked_at[:, None, None, :, None]
+    rows = positions[:, :, None, None, :]
+    visible = rows <= asked
+    if sliding_window is not None:
+        visible = visible & (rows > asked - sliding_window)
+    weights = softmax.weights(_logits(queries, keys), visible)
+    # A query all of whose rows have left weighs nothing; its softmax is NaN.
+    return weights.masked_fill(~visible, 0).flatten(1, 2)
+
+
+def window_importance(
+    queries: Tensor, keys: Tensor, *, kernel_size: int, pooling: Pooling = "maxpool"
+) -> Tensor:
+    """Importance of the rows before the window, as R-KV's code computes it.
+
+    Logits are reduced by their maximum over the query heads of a group, the softmax runs
+    over the rows before the window only, the window's weights are averaged and pooled over
+    neighbouring rows (R-KV, eqs. 2-4; ``compute_attention_scores`` and ``update_kv`` at
+    commit d15c976).
+
+    Args:
+        queries: Last ``W`` queries after RoPE, ``[B, H_q, W, D]``.
+        keys: Keys after RoPE, ``[B, H_kv, T, D]``; the last ``W`` rows are the window's.
+        kernel_size: Rows that are pooled together, odd.
+        pooling: ``"maxpool"`` or ``"avgpool"``.
+
+    Returns:
+        ``[B, H_kv, T - W]``, fp32.
+    """
+    num_candidates = keys.shape[2] - queries.shape[2]
+    logits = _logits(queries, keys[:, :, :num_candidates]).amax(dim=2)
+    importance = logits.softmax(dim=-1).mean(dim=2)
+    return pool(importance, kernel_size, pooling)
+
+
+def received_importance(
+    weights: Tensor,
+    num_kv_heads: int,
+    *,
+    kernel_size: int,
+    pooling: Pooling = "avgpool",
+    group_reduce: GroupReduce = "mean",
+) -> Tensor:
+    """Importance of the rows before the window, as SnapKV published it.
+
+    Softmax weights are summed over the window, reduced over the query heads of a group, which
+    is KVCache-Factory's addition (c97f9d7, ``kv_head`` mode), and pooled over neighbouring
+    rows (SnapKV, listing 1; ``SnapKVCluster.update_kv`` at commit e216ddc).
+
+    Args:
+        weights: What `observed_weights` returns, ``[B, H_q, W, T]``.
+        num_kv_heads: KV heads, ``H_kv``.
+        kernel_size: Rows that are pooled together, odd.
+        pooling: ``"maxpool"`` or ``"avgpool"``.
+        group_reduce: ``"mean"``, ``"max"`` or ``"sum"``.
+
+    Returns:
+        ``[B, H_kv, T - W]``, fp32.
+    """
+    window, num_rows = weights.shape[2:]
+    received = weights.sum(dim=2)[:, :, : num_rows - window]  # [B, H_q, T - W]
+    grouped = received.unflatten(1, (num_kv_heads, -1))
+    reduced = {"mean": grouped.mean, "max": grouped.amax, "sum": grouped.sum}
+    return pool(reduced[group_reduce](dim=2), kernel_size, pooling)
+
+
+def pin_window(importance: Tensor, window: int) -> Tensor:
+    """Scores of all rows, ``[B, H_kv, T]``: the rows of the window are pinned."""
+    return F.pad(importance, (0, window), value=torch.inf)
+
+
+def pool(scores: Tensor, kernel_size: int, pooling: Pooling) -> Tensor:
+    """Pool scores over neighbouring rows, keeping their number.
+
+    Args:
+        scores: ``[B, H, T]``.
+        kernel_size: Rows that are pooled together, odd.
+        pooling: ``"maxpool"``, which ignores what lies beyond the ends, or ``"avgpool"``,
+            which counts it as zero and so damps the first and last rows, as SnapKV's code.
+    """
+    if scores.shape[2] == 0:
+        return scores
+    reduce = F.max_pool1d if pooling == "maxpool" else F.avg_pool1d
+    return reduce(scores, kernel_size, stride=1, padding=kernel_size // 2)
+
+
+def _logits(queries: Tensor, keys: Tensor) -> Tensor:
+    """Scaled dot products in fp32, ``[B, H_kv, G, W, T]``."""
+    grouped = queries.float().unflatten(1, (keys.shape[1], -1))
+    logits = grouped @ keys.float()[:, :, None].transpose(-1, -2)
+    return logits * keys.shape[-1] ** -0.5

@@ -1,0 +1,250 @@
+"""``kvpolicy reasoner``: sample from a bundled reasoner, measure it, or train it again.
+
+With ``--json``, ``sample`` prints a list of ``{"prompt", "trace", "answer", "depth",
+"num_facts"}``, and ``"verbosity"`` where problems have one, to which ``--generate`` adds
+``{"generated", "num_tokens", "finished", "right"}``. ``evaluate`` prints ``{"n", "seed", "right",
+"accuracy", "accuracy_low", "accuracy_high", "finished", "mean_tokens", "by_depth": [{"depth",
+"n", "right", "accuracy", "accuracy_low", "accuracy_high"}]}``; accuracy has its 95 % interval.
+"""
+
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import attrs
+import typer
+
+from kvpolicy.cli.columns import columns
+from kvpolicy.cli.output import say, write, write_json
+from kvpolicy.cli.options import Json
+from kvpolicy.errors import KVPolicyError
+from kvpolicy_reasoner.bundled import BUNDLED, REASONER, bundled_path
+
+if TYPE_CHECKING:
+    from kvpolicy_reasoner.evaluate import Attempt, Score
+    from kvpolicy_reasoner.train.log import TrainingRecord
+    from kvpolicy_reasoner.task import Problem
+
+app = typer.Typer(
+    add_completion=False,
+    rich_markup_mode=None,
+    no_args_is_help=True,
+    help="Sample from a bundled reasoner, measure it, or train it again.",
+)
+
+_PLAIN_LINE_EVERY_STEPS = 50
+
+_Name = Annotated[str, typer.Option(metavar="NAME", help=f"Which one: {' or '.join(BUNDLED)}.")]
+_Seed = Annotated[int, typer.Option(help="Chooses the problems.")]
+_Folder = Annotated[
+    Path | None,
+    typer.Option("--model", metavar="FOLDER", help="Its weights, if not the bundled ones."),
+]
+
+
+@app.command(short_help="Show problems with traces, theirs or the model's.")
+def sample(
+    name: _Name = REASONER,
+    n: Annotated[int, typer.Option(help="Problems to show.")] = 1,
+    seed: _Seed = 0,
+    depth: Annotated[
+        int | None, typer.Option(help="Derivation steps of every problem; mixed if not given.")
+    ] = None,
+    generate: Annotated[
+        bool, typer.Option("--generate", help="Let the model answer, and mark right and wrong.")
+    ] = False,
+    model: _Folder = None,
+    json: Json = False,
+) -> None:
+    """Show problems with their reference traces, or with the model's own."""
+    problems = _problems(name, n, seed, depth)
+    attempts = _attempts(name, problems, model) if generate else []
+    if json:
+        write_json([_plain(*pair) for pair in _pairs(problems, attempts)], indent=2)
+        return
+    for number, (problem, attempt) in enumerate(_pairs(problems, attempts), start=1):
+        head = f"problem {number}: depth {problem.depth}, {problem.num_facts} facts"
+        write(f"── {head} ──\n{problem.prompt}")
+        write(f"{problem.trace if attempt is None else attempt.text}\n")
+        if attempt is not None:
+            write(f"── {_verdict(attempt)} ──\n")
+        write("\n")
+
+
+@app.command(short_help="Measure greedy accuracy by depth.")
+def evaluate(
+    name: _Name = REASONER,
+    n: Annotated[int, typer.Option(help="Held-out problems to answer.")] = 200,
+    seed: _Seed = 0,
+    model: _Folder = None,
+    json: Json = False,
+) -> None:
+    """Measure greedy accuracy by depth, with the full cache and no policy."""
+    from kvpolicy_reasoner.evaluate import score, score_by_depth
+
+    attempts = _attempts(name, _problems(name, n, seed, None), model)
+    overall, by_depth = score(attempts), score_by_depth(attempts)
+    finished = sum(attempt.finished for attempt in attempts) / n
+    mean_tokens = sum(attempt.num_tokens for attempt in attempts) / n
+    if json:
+        rows = [{"depth": depth} | _plain_score(one) for depth, one in by_depth.items()]
+        record = {"n": n, "seed": seed} | _plain_score(overall)
+        lengths = {"finished": finished, "mean_tokens": mean_tokens}
+        write_json(record | lengths | {"by_depth": rows}, indent=2)
+        return
+    cells = [
+        [str(depth), str(one.total), str(one.right), f"{one.accuracy:.1%}", _interval(one)]
+        for depth, one in [*by_depth.items(), ("all", overall)]
+    ]
+    headers = ["depth", "n", "right", "accuracy", "95 % CI"]
+    write(columns(headers, cells, right=range(len(headers))) + "\n")
+    write(f"{finished:.1%} ended by themselves; {mean_tokens:.0f} tokens on average.\n")
+
+
+@app.command()
+def train(
+    output: Annotated[
+        Path, typer.Option(metavar="FOLDER", help="Home of the run; the model goes to its model/.")
+    ],
+    name: _Name = REASONER,
+    seed: Annotated[int, typer.Option(help="Chooses the first weights and the problems.")] = 0,
+    tokens: Annotated[
+        int | None, typer.Option(help="Tokens of the whole run; the shipped one's if not given.")
+    ] = None,
+    workers: Annotated[
+        int, typer.Option(help="Processes of one thread each; at most one per core.")
+    ] = 2,
+    resume: Annotated[
+        bool, typer.Option("--resume/--restart", help="Continue the run in FOLDER, or redo it.")
+    ] = True,
+) -> None:
+    """Train a reasoner again; a stopped run continues where it was.
+
+    'reasoner' starts from random weights, 'reasoner-verbose' from those of 'reasoner'.
+    """
+    from kvpolicy_reasoner.train.train import train as train_reasoner
+
+    with _progress() as report:
+        folder = train_reasoner(
+            output,
+            name=name,
+            seed=seed,
+            tokens=tokens,
+            workers=workers,
+            resume=resume,
+            report=report,
+        )
+    write(f"{folder}\n")
+
+
+def _problems(name: str, n: int, seed: int, depth: int | None) -> "list[Problem]":
+    from kvpolicy_reasoner.problems import problems_of
+
+    problems = problems_of(name)
+    if n < 1:
+        msg = f"--n got {n}; expected 1 or more problems."
+        raise KVPolicyError(msg)
+    if depth is None:
+        return problems.draw(n, seed=seed)
+    if not 1 <= depth <= problems.standard.max_depth:
+        msg = (
+            f"--depth got {depth}; expected 1 to {problems.standard.max_depth}, the depths that the"
+            " reasoner was trained on."
+        )
+        raise KVPolicyError(msg)
+    difficulty = attrs.evolve(problems.standard, min_depth=depth, max_depth=depth)
+    return problems.draw(n, seed=seed, difficulty=difficulty)
+
+
+def _attempts(name: str, problems: "Sequence[Problem]", folder: Path | None) -> "list[Attempt]":
+    from kvpolicy_reasoner.evaluate import attempt
+    from kvpolicy_reasoner.model import load_reasoner
+
+    model, tokenizer = load_reasoner(bundled_path(name) if folder is None else folder)
+    report = _count(len(problems)) if sys.stderr.isatty() else None
+    return attempt(model, tokenizer, problems, report=report)
+
+
+def _count(total: int) -> Callable[[int], None]:
+    return lambda done: say(f"{done} of {total} problems answered.")
+
+
+def _pairs(
+    problems: "Sequence[Problem]", attempts: "Sequence[Attempt]"
+) -> "list[tuple[Problem, Attempt | None]]":
+    if not attempts:
+        return [(problem, None) for problem in problems]
+    return list(zip(problems, attempts, strict=True))
+
+
+def _plain(problem: "Problem", attempt: "Attempt | None") -> dict[str, Any]:
+    # What a problem does not show of itself, such as weights for training, is not printed.
+    plain = attrs.asdict(problem, filter=lambda field, _: bool(field.repr))
+    if attempt is not None:
+        plain["generated"] = attempt.text
+        plain |= {"num_tokens": attempt.num_tokens, "finished": attempt.finished}
+        plain["right"] = attempt.is_right
+    return plain
+
+
+def _plain_score(score: "Score") -> dict[str, Any]:
+    share = score.estimate
+    ends = {"accuracy_low": share.low, "accuracy_high": share.high}
+    return {"n": score.total, "right": score.right, "accuracy": share.value, **ends}
+
+
+def _interval(score: "Score") -> str:
+    return f"{100 * score.estimate.low:.1f}-{score.estimate.high:.1%}"
+
+
+def _verdict(attempt: "Attempt") -> str:
+    from kvpolicy_reasoner.task import extract_answer
+
+    if attempt.is_right:
+        return f"right, {attempt.num_tokens} tokens"
+    found = extract_answer(attempt.text)
+    boxed = "no box instead of" if found is None else f"{found} instead of"
+    return f"wrong: {boxed} {attempt.problem.answer}, {attempt.num_tokens} tokens"
+
+
+@contextmanager
+def _progress() -> "Iterator[Callable[[TrainingRecord], None]]":
+    """Yield what shows a line of the training log: a bar on a terminal, plain lines elsewhere."""
+    if not sys.stderr.isatty():
+        yield _say_record
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+    look = [TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn()]
+    with Progress(*look, console=Console(stderr=True)) as progress:
+        bar = progress.add_task("starting", total=None)
+
+        def show(record: "TrainingRecord") -> None:
+            progress.update(
+                bar,
+                total=record.num_steps,
+                completed=record.step,
+                description=_describe(record),
+            )
+
+        yield show
+
+
+def _say_record(record: "TrainingRecord") -> None:
+    is_last = record.step == record.num_steps
+    is_due = record.step % _PLAIN_LINE_EVERY_STEPS == 0
+    if is_last or is_due or record.tune_accuracy is not None:
+        say(_describe(record))
+
+
+def _describe(record: "TrainingRecord") -> str:
+    text = (
+        f"step {record.step} of {record.num_steps}, loss {record.loss:.4f},"
+        f" {record.throughput_tok_s:,.0f} tokens/s"
+    )
+    if record.tune_accuracy is not None:
+        text += f", {record.tune_accuracy:.0%} of held-out problems right"
+    return text

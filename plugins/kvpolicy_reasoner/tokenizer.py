@@ -1,0 +1,79 @@
+"""The bundled reasoner's tokenizer: a token per word, number or mark; the round trip is exact."""
+
+from collections.abc import Sequence
+
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from kvpolicy_reasoner.facts import NAMES
+from kvpolicy_reasoner.trace import EOS
+
+PAD = "<|pad|>"
+UNK = "<|unk|>"
+NEWLINES = "\n\n"
+
+_CONTROL = (PAD, EOS, UNK, "<|user|>", "<|assistant|>")
+# Not special: like the tokens of R1 models, they survive `skip_special_tokens`.
+_THINK = ("<think>", "</think>")
+_MARKS = (NEWLINES, "\\boxed{", "}", ".", ",", ":", "?", " =", " +", " -")
+_OPENERS = ["First", "And", "Now", "Wait", "Alternatively", "Hmm", "Just", "Again", "So"]
+_WORDS = [
+    "What",
+    "is",
+    "needs",
+    "so",
+    "let",
+    "me",
+    "double-check",
+    "redo",
+    "it",
+    "look",
+    "back",
+    "to",
+    "be",
+    "thorough",
+    "go",
+    "over",
+    "again",
+    "the",
+    "answer",
+]
+_MAX_NUMBER = 30
+# The leading space belongs to the word, so that decoding is plain concatenation.
+_PATTERN = r"\n\n|\\boxed\{| ?[A-Za-z]+(?:-[A-Za-z]+)?| ?[0-9]+| ?[=+\-]|[.,:?}]"
+
+
+def build_tokenizer(extra: Sequence[str] = ()) -> PreTrainedTokenizerFast:
+    """Build the tokenizer from the task's word list.
+
+    Args:
+        extra: Tokens of another task, numbered after those of this one.
+
+    Returns:
+        A tokenizer that pads on the left and adds no tokens of its own.
+    """
+    vocabulary = {token: index for index, token in enumerate((*_tokens(), *extra))}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=UNK))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(_PATTERN), behavior="isolated")
+    tokenizer.decoder = decoders.Fuse()
+    tokenizer.add_special_tokens([AddedToken(t, normalized=False) for t in _CONTROL])
+    # AutoTokenizer takes every Qwen2 model for one with Qwen's byte-level BPE and rebuilds the
+    # splitting rules accordingly. Added tokens are matched before any rule, so that declaring all
+    # of them makes the tokenizer mean the same under whichever class it is loaded.
+    words = [token for token in vocabulary if token not in _CONTROL]
+    tokenizer.add_tokens([AddedToken(token, normalized=False) for token in words])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        eos_token=EOS,
+        pad_token=PAD,
+        unk_token=UNK,
+        padding_side="left",
+        clean_up_tokenization_spaces=False,
+        model_input_names=["input_ids", "attention_mask"],
+    )
+
+
+def _tokens() -> list[str]:
+    numbers = [str(n) for n in range(_MAX_NUMBER + 1)]
+    words = [f" {word}" for word in (*_WORDS, *NAMES, *numbers)]
+    return [*_CONTROL, *_THINK, *_MARKS, *_OPENERS, *words, *numbers]

@@ -1,0 +1,195 @@
+"""The slabs, under any sequence of operations, against a dict of lists."""
+
+import attrs
+import numpy as np
+import torch
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from reference import SlabModel
+
+from kvpolicy.cache.slab import Cache, LayerShape, Slab
+from kvpolicy.cache.rows import LayerRows
+from kvpolicy.cache.layout import Step
+
+NUM_SLOTS = 3
+HEADS, KV_HEADS, HEAD_DIM = 4, 2, 2
+SLABS = (
+    Slab(7, window_size=3, tracks=("mark",)),
+    Slab(10),
+    Slab(12, window_size=5),
+    Slab(12, tracks=("unmarked",)),
+)
+SHAPE = LayerShape(HEADS, KV_HEADS, HEAD_DIM, torch.float32, torch.device("cpu"))
+WINDOW = 4  # of the last layer, which takes any number of tokens at once
+SHAPES = (SHAPE, SHAPE, SHAPE, attrs.evolve(SHAPE, sliding_window=WINDOW))
+
+
+class CacheMachine(RuleBasedStateMachine):
+    """Store, keep, mark, clear and move at random; the model does the same with lists."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cache = Cache(SHAPES, SLABS, NUM_SLOTS)
+        self.models = [SlabModel(NUM_SLOTS, KV_HEADS) for _ in SLABS]
+        self.queries: list[list[int]] = [[] for _ in range(NUM_SLOTS)]
+        self.marks: dict[tuple[int, int, int], float] = {}  # slot, head, token -> mark
+        self.num_tokens = 0
+
+    def rows(self, layer_idx: int, slot: int) -> int:
+        return len(self.models[layer_idx].rows[slot, 0])
+
+    def free(self, slot: int) -> int:
+        return min(slab.capacity - self.rows(i, slot) for i, slab in enumerate(SLABS[:-1]))
+
+    @rule(data=st.data(), first=st.integers(0, NUM_SLOTS - 1))
+    def store(self, data: st.DataObject, first: int) -> None:
+        """One forward: new tokens in neighbouring slots, of different numbers."""
+        room = []
+        for slot in range(first, NUM_SLOTS):
+            if self.free(slot) == 0:
+                break
+            room.append(self.free(slot))
+        if not room:
+            return
+        room = room[: data.draw(st.integers(1, len(room)), label="slots")]
+        lengths = [data.draw(st.integers(1, most), label="tokens") for most in room]
+        step = Step(self.cache, first, lengths)
+        tokens = self._number_tokens(lengths)
+        for layer_idx, slab in enumerate(SLABS):
+            content = torch.full((len(lengths), KV_HEADS, step.width, HEAD_DIM), torch.nan)
+            for b, new in enumerate(tokens):
+                for h in range(KV_HEADS):
+                    content[b, h, step.width - len(new) :, 0] = torch.tensor(new).float()
+                    content[b, h, step.width - len(new) :, 1] = h
+            step.store(layer_idx, content, -content)
+            if slab.window_size:
+                queries = content[:, :1, :, :].repeat(1, HEADS, 1, 1)
+                step.remember_queries(self.cache.layers[layer_idx], queries)
+        step.commit()
+        for b, new in enumerate(tokens):
+            for token in new:
+                self.queries[first + b].append(token)
+                for model in self.models:
+                    model.append(first + b, lambda head, token=token: (float(token), float(head)))
+            for head in range(KV_HEADS):
+                windowed = self.models[-1].rows[first + b, head]
+                self.models[-1].rows[first + b, head] = windowed[-WINDOW:]
+
+    def _number_tokens(self, lengths: list[int]) -> list[list[int]]:
+        tokens = []
+        for length in lengths:
+            tokens.append(list(range(self.num_tokens, self.num_tokens + length)))
+            self.num_tokens += length
+        return tokens
+
+    @rule(data=st.data(), layer_idx=st.integers(0, len(SLABS) - 1))
+    def keep(self, data: st.DataObject, layer_idx: int) -> None:
+        """Compact some slots that hold as many rows; every head keeps rows of its own."""
+        model = self.models[layer_idx]
+        filled = [slot for slot in range(NUM_SLOTS) if self.rows(layer_idx, slot)]
+        if not filled:
+            return
+        num_rows = self.rows(layer_idx, data.draw(st.sampled_from(filled)))
+        alike = [slot for slot in filled if self.rows(layer_idx, slot) == num_rows]
+        slots = sorted(data.draw(st.sets(st.sampled_from(alike), min_size=1)))
+        num_kept = data.draw(st.integers(1, num_rows))
+        rng = np.random.default_rng(data.draw(st.integers(0, 2**16)))
+        chosen = [
+            [sorted(rng.permutation(num_rows)[:num_kept].tolist()) for _ in range(KV_HEADS)]
+            for _ in slots
+        ]
+        LayerRows(self.cache, layer_idx, slots).keep(torch.tensor(chosen))
+        for slot, per_head in zip(slots, chosen, strict=True):
+            for head, rows in enumerate(per_head):
+                model.keep(slot, head, rows)
+
+    @rule(data=st.data())
+    def mark(self, data: st.DataObject) -> None:
+        """Give the rows of one slot numbers that are to travel with them."""
+        filled = [slot for slot in range(NUM_SLOTS) if self.rows(0, slot)]
+        if not filled:
+            return
+        slot = data.draw(st.sampled_from(filled))
+        rng = np.random.default_rng(data.draw(st.integers(0, 2**16)))
+        marks = rng.integers(1, 100, size=(1, KV_HEADS, self.rows(0, slot)))
+        LayerRows(self.cache, 0, [slot]).tracks["mark"] = torch.from_numpy(marks).float()
+        for head in range(KV_HEADS):
+            for row, (token, _) in enumerate(self.models[0].contents(slot, head)):
+                self.marks[slot, head, int(token)] = float(marks[0, head, row])
+
+    @rule(slot=st.integers(0, NUM_SLOTS - 1))
+    def clear(self, slot: int) -> None:
+        self.cache.clear(slot)
+        self._forget(slot)
+
+    def _forget(self, slot: int) -> None:
+        self.queries[slot] = []
+        self.marks = {key: mark for key, mark in self.marks.items() if key[0] != slot}
+        for model in self.models:
+            model.clear(slot)
+
+    @precondition(lambda self: any(self.queries))
+    @rule(data=st.data())
+    def move(self, data: st.DataObject) -> None:
+        """A sequence takes over another slot; what stood there is gone."""
+        source, target = data.draw(st.permutations(range(NUM_SLOTS)))[:2]
+        self.cache.move(source, target)
+        self._forget(target)
+        self.queries[target] = self.queries[source]
+        for (slot, head, token), mark in list(self.marks.items()):
+            if slot == source:
+                self.marks[target, head, token] = mark
+        for model in self.models:
+            model.seen[target] = model.seen[source]
+            for head in range(KV_HEADS):
+                model.rows[target, head] = model.rows[source, head]
+        self._forget(source)
+
+    @invariant()
+    def contents_equal_the_lists(self) -> None:
+        for layer_idx, model in enumerate(self.models):
+            layer = self.cache.layers[layer_idx]
+            for (slot, head), rows in model.rows.items():
+                num = len(rows)
+                assert self.cache.rows[layer_idx, slot] == num
+                content = torch.tensor(model.contents(slot, head)).view(num, HEAD_DIM)
+                assert torch.equal(layer.keys[slot, head, :num], content)
+                assert torch.equal(layer.values[slot, head, :num], -content)
+                positions = layer.positions[slot, head].tolist()
+                assert positions[:num] == model.positions(slot, head)
+                assert set(positions[num:]) <= {-1}
+
+    @invariant()
+    def marks_travel_with_their_rows_and_new_rows_have_none(self) -> None:
+        track = self.cache.layers[0].tracks["mark"]
+        for (slot, head), rows in self.models[0].rows.items():
+            held = [self.marks.get((slot, head, int(token)), 0.0) for _, (token, _) in rows]
+            empty = [0.0] * (SLABS[0].capacity - len(held))
+            assert track[slot, head].tolist() == held + empty
+
+    @invariant()
+    def windows_hold_the_last_queries_oldest_first(self) -> None:
+        for layer_idx, slab in enumerate(SLABS):
+            for slot in range(NUM_SLOTS):
+                if slab.window_size and self.rows(layer_idx, slot):
+                    window = LayerRows(self.cache, layer_idx, [slot]).queries
+                    newest = self.queries[slot][-slab.window_size :]
+                    assert window[0, :, :, 0].tolist() == [newest] * HEADS
+
+    @invariant()
+    def lengths_count_all_tokens_seen(self) -> None:
+        assert self.cache.seq_len.tolist() == [len(queries) for queries in self.queries]
+
+
+TestCache = CacheMachine.TestCase
+TestCache.settings = settings(max_examples=25, stateful_step_count=20)
+
+
+def test_bytes_count_every_tensor_of_every_layer() -> None:
+    cache = Cache([SHAPE] * len(SLABS), SLABS, NUM_SLOTS)
+    row = KV_HEADS * (2 * HEAD_DIM * 4 + 8)  # keys and values in fp32, one int64 position
+    expected = sum(NUM_SLOTS * slab.capacity * row for slab in SLABS)
+    expected += NUM_SLOTS * (SLABS[0].capacity + SLABS[-1].capacity) * KV_HEADS * 4  # tracks
+    expected += NUM_SLOTS * (3 + 5) * HEADS * HEAD_DIM * 4  # the query windows
+    assert cache.num_bytes == expected

@@ -1,0 +1,124 @@
+"""Policies are found by name, described without being run, and blamed one by one."""
+
+import ast
+import subprocess
+import sys
+
+import attrs
+import pytest
+
+from kvpolicy.hooks import discovery
+from kvpolicy.hooks.discovery import installed_policies, load_policy, load_policy_class, register_file
+from kvpolicy.errors import KnobError, PolicyLoadError, UnknownPolicyError
+
+INSTALLED = [info.name for info in installed_policies()]
+
+ONE_FILE = '''
+import attrs
+from torch import Tensor
+from kvpolicy import hookimpl
+
+@attrs.define(eq=False, kw_only=True)
+class KeyNorm:
+    """Keep rows with short keys."""
+
+    power: int = 2
+
+    @hookimpl
+    def score(self, keys: Tensor) -> Tensor:
+        return -keys.norm(dim=-1) ** self.power
+'''
+
+
+@pytest.fixture(autouse=True)
+def no_policies_from_files(monkeypatch):
+    monkeypatch.setattr(discovery, "_from_files", {})
+
+
+@pytest.mark.parametrize("name", INSTALLED)
+def test_what_is_read_from_the_source_is_what_the_class_has(name):
+    info = next(info for info in installed_policies() if info.name == name)
+    cls = load_policy_class(name)
+    assert info.problem is None
+    assert info.summary == cls.__doc__.splitlines()[0]
+    fields = {field.name: field.default for field in attrs.fields(cls) if field.init}
+    assert [knob.name for knob in info.knobs] == list(fields)
+    for knob in info.knobs:
+        assert ast.literal_eval(knob.default) == fields[knob.name]
+
+
+def test_describing_all_policies_imports_none_of_them():
+    code = (
+        "import sys; from kvpolicy.hooks.discovery import installed_policies; installed_policies(); "
+        "print([n for n in sys.modules if n == 'torch' or n.startswith('kvpolicy_baselines.')])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_an_unknown_name_is_answered_with_the_nearest():
+    with pytest.raises(UnknownPolicyError, match="'strming'; did you mean streaming"):
+        load_policy("strming")
+
+
+def test_an_unknown_knob_is_answered_with_the_nearest():
+    with pytest.raises(KnobError, match="'n_snik'; did you mean n_sink"):
+        load_policy("streaming", n_snik=3)
+
+
+def test_a_refused_value_names_policy_and_knob():
+    with pytest.raises(KnobError, match="policy 'streaming' refuses its knobs: 'n_sink' must be"):
+        load_policy("streaming", n_sink=-1)
+
+
+def test_a_policy_that_cannot_be_imported_is_named_and_harms_nobody_else(monkeypatch):
+    from importlib.metadata import EntryPoint
+
+    points = [
+        EntryPoint("broken", "no_such_module:Policy", discovery.GROUP),
+        *discovery.entry_points(group=discovery.GROUP),
+    ]
+    monkeypatch.setattr(discovery, "entry_points", lambda group: points)
+    with pytest.raises(PolicyLoadError, match=r"policy .broken. .*no_such_module"):
+        load_policy("broken")
+    assert load_policy("streaming").n_sink == 4
+    listed = {info.name: info.problem for info in installed_policies()}
+    assert "no module 'no_such_module'" in listed["broken"]
+    assert listed["streaming"] is None
+
+
+def test_the_policies_of_a_file_are_named_after_their_classes(tmp_path):
+    path = tmp_path / "mine.py"
+    path.write_text(ONE_FILE)
+    assert register_file(path) == ["key_norm"]
+    assert load_policy("key_norm", power=3).power == 3
+    info = next(info for info in installed_policies() if info.name == "key_norm")
+    assert (info.summary, info.knobs[0].name) == ("Keep rows with short keys.", "power")
+    assert info.target == str(path)
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("import no_such_module", "cannot be run: ModuleNotFoundError"),
+        ("def (", "cannot be run: SyntaxError"),
+        ("x = 1", "holds no policy"),
+    ],
+)
+def test_a_file_without_a_policy_is_refused(tmp_path, text, sentence):
+    path = tmp_path / "mine.py"
+    path.write_text(text)
+    with pytest.raises(PolicyLoadError, match=sentence):
+        register_file(path)
+
+
+def test_a_missing_file_is_named(tmp_path):
+    with pytest.raises(PolicyLoadError, match=r"nothing\.py' does not exist"):
+        register_file(tmp_path / "nothing.py")
+
+
+@pytest.mark.parametrize(
+    ("class_name", "name"), [("KeyNorm", "key_norm"), ("H2O", "h2o"), ("RKV", "rkv"), ("A", "a")]
+)
+def test_names_are_class_names_in_lower_case(class_name, name):
+    assert discovery.snake_case(class_name) == name

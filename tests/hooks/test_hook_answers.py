@@ -1,0 +1,297 @@
+"""Every answer the contract forbids raises, and the message says who, which hook, what came."""
+
+from collections.abc import Callable, Generator
+from typing import Any
+
+import attrs
+import pytest
+import torch
+from recorder import Scores, Selects
+from tiny import shared_model
+from torch import Tensor
+
+from kvpolicy import Engine, Plan, hookimpl
+from kvpolicy.errors import HookError, HookResultError, PolicyLoadError
+from kvpolicy.plan.spec import PolicySpec
+
+BUDGET, BUFFER, NUM_KV_HEADS, HIDDEN = 8, 4, 2, 32
+ROWS = BUDGET + BUFFER  # rows at every compaction
+SHAPE = f"[1, {NUM_KV_HEADS}, {ROWS}]"
+
+
+def run(*stack: object) -> None:
+    plan = Plan.uniform(*stack, budget=BUDGET, buffer=BUFFER)
+    Engine(shared_model(), plan=plan).generate([[1, 2, 3]], max_new_tokens=24).results()
+
+
+def assert_named(message: str, *parts: str) -> None:
+    for part in parts:
+        assert part in message, f"{part!r} is missing in: {message}"
+
+
+BAD_SCORES: dict[str, tuple[Callable[[Tensor], Any], str]] = {
+    "one row too few": (lambda p: p[:, :, 1:].float(), f"[1, {NUM_KV_HEADS}, {ROWS - 1}]"),
+    "no head axis": (lambda p: p[:, 0].float(), f"[1, {ROWS}]"),
+    "broadcastable": (lambda p: p[:, :1].float(), f"[1, 1, {ROWS}]"),
+    "an axis too many": (lambda p: p[..., None].float(), f"[1, {NUM_KV_HEADS}, {ROWS}, 1]"),
+    "integers": (lambda p: p, "int64"),
+    "booleans": (lambda p: p > 3, "bool"),
+    "one NaN": (lambda p: p.float().masked_fill(p == 2, torch.nan), "NaN"),
+    "a list": (lambda p: p.tolist(), "list"),
+    "a number": (lambda p: 1.0, "float"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_SCORES)
+def test_bad_scores_raise(case: str) -> None:
+    answer, came = BAD_SCORES[case]
+    with pytest.raises(HookResultError) as caught:
+        run(Scores(answer))
+    assert_named(str(caught.value), "'scores'", "score()", "layer 0", came)
+    if "shape" in str(caught.value):
+        assert_named(str(caught.value), SHAPE)
+
+
+def test_infinite_scores_are_allowed() -> None:
+    run(Scores(lambda p: torch.where(p % 2 == 0, torch.inf, -torch.inf)))
+
+
+def test_half_and_double_precision_scores_are_allowed() -> None:
+    run(Scores(lambda p: p.half()))
+    run(Scores(lambda p: p.double()))
+
+
+def best(scores: Tensor, budget: int) -> Tensor:
+    return scores.topk(budget, dim=2).indices.sort(dim=2).values
+
+
+BAD_ROWS: dict[str, tuple[Callable[[Tensor, int], Any], str]] = {
+    "int32": (lambda s, b: best(s, b).int(), "int32"),
+    "floats": (lambda s, b: best(s, b).float(), "float32"),
+    "falling": (lambda s, b: best(s, b).flip(2), "rise"),
+    "two swapped": (lambda s, b: best(s, b)[:, :, [0, 2, 1, 3]], "rise"),
+    "one twice": (lambda s, b: best(s, b)[:, :, [0, 1, 1, 2]], "rise"),
+    "negative": (lambda s, b: best(s, b) - ROWS, "-"),
+    "beyond the end": (lambda s, b: best(s, b) + 1, str(ROWS)),
+    "one over the budget": (lambda s, b: best(s, b + 1), str(BUDGET + 1)),
+    "none": (lambda s, b: best(s, b)[:, :, :0], "0 rows"),
+    "one head": (lambda s, b: best(s, b)[:, :1], f"[1, 1, {BUDGET}]"),
+    "no head axis": (lambda s, b: best(s, b)[:, 0], f"[1, {BUDGET}]"),
+    "a mask": (lambda s, b: s > 0, "bool"),
+    "a list": (lambda s, b: best(s, b).tolist(), "list"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_ROWS)
+def test_bad_row_indices_raise(case: str) -> None:
+    answer, came = BAD_ROWS[case]
+    with pytest.raises(HookResultError) as caught:
+        run("h2o", Selects(answer))
+    assert_named(str(caught.value), "'selects'", "select()", "layer 0", came)
+
+
+def test_fewer_rows_than_the_budget_are_allowed() -> None:
+    run("h2o", Selects(lambda s, b: best(s, b - 3)))
+
+
+class Due:
+    def __init__(self, of: Callable[[Tensor], Any]) -> None:
+        self.of = of
+
+    @hookimpl
+    def due(self, num_rows: Tensor) -> Any:
+        return self.of(num_rows)
+
+
+BAD_DUE: dict[str, tuple[Callable[[Tensor], Any], str]] = {
+    "integers": (lambda n: n, "int64"),
+    "a scalar": (lambda n: torch.tensor(True), "[]"),
+    "one too many": (lambda n: torch.ones(len(n) + 1, dtype=torch.bool), "[2]"),
+    "a Python bool": (lambda n: True, "bool"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_DUE)
+def test_bad_answers_to_due_raise(case: str) -> None:
+    answer, came = BAD_DUE[case]
+    with pytest.raises(HookResultError) as caught:
+        run("streaming", Due(answer))
+    assert_named(str(caught.value), "'due'", "due()", "layer 0", came)
+
+
+class Steer:
+    def __init__(self, of: Callable[[Tensor], Any]) -> None:
+        self.of = of
+
+    @hookimpl
+    def steer(self, hidden_states: Tensor) -> Any:
+        return self.of(hidden_states)
+
+
+BAD_STEER: dict[str, tuple[Callable[[Tensor], Any], str]] = {
+    "another width": (lambda x: x[:, 1:], f"[1, {HIDDEN - 1}]"),
+    "one vector for all": (lambda x: x[0], f"[{HIDDEN}]"),
+    "a token axis": (lambda x: x[:, None], f"[1, 1, {HIDDEN}]"),
+    "another dtype": (lambda x: x.double(), "float64"),
+    "a number": (lambda x: 0.0, "float"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_STEER)
+def test_bad_changes_to_hidden_states_raise(case: str) -> None:
+    answer, came = BAD_STEER[case]
+    with pytest.raises(HookResultError) as caught:
+        run("full", Steer(answer))
+    assert_named(str(caught.value), "'steer'", "steer()", "layer 0", came)
+
+
+def test_the_one_of_two_steering_policies_that_is_wrong_is_named() -> None:
+    class Correct(Steer):
+        pass
+
+    with pytest.raises(HookResultError, match="'steer'"):
+        run("full", Correct(torch.zeros_like), Steer(lambda x: x[:, 1:]), Correct(torch.ones_like))
+
+
+class Evict:
+    def __init__(self, of: Callable[[Any, Tensor], Any]) -> None:
+        self.of = of
+
+    @hookimpl
+    def evict(self, rows: Any, keep: Tensor) -> Any:
+        return self.of(rows, keep)
+
+
+BAD_EVICT: dict[str, tuple[Callable[[Any, Tensor], Any], str]] = {
+    "done without keeping": (lambda rows, keep: True, "rows.keep"),
+    "other rows kept": (lambda rows, keep: rows.keep(keep[:, :, 1:]) or True, "rows.keep"),
+    "other rows of the same number": (
+        lambda rows, keep: rows.keep(torch.arange(BUDGET).expand_as(keep)) or True,
+        "rows.keep",
+    ),
+    "not done but no None": (lambda rows, keep: False, "False"),
+    "the rows": (lambda rows, keep: keep, "tensor"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_EVICT)
+def test_bad_evictions_raise(case: str) -> None:
+    answer, came = BAD_EVICT[case]
+    with pytest.raises(HookResultError) as caught:
+        run("streaming", Evict(answer))
+    assert_named(str(caught.value), "'evict'", "evict()", "layer 0", came)
+
+
+def test_an_eviction_may_replace_what_stays() -> None:
+    run("streaming", Evict(lambda rows, keep: rows.keep(keep, values=halved(rows, keep)) or True))
+
+
+def halved(rows: Any, keep: Tensor) -> Tensor:
+    return rows.values.gather(2, keep[..., None].expand(-1, -1, -1, 8)) / 2
+
+
+class Schedule:
+    def __init__(self, of: Callable[[list[int], int], Any]) -> None:
+        self.of = of
+
+    @hookimpl
+    def schedule(self, waiting: Any, num_free: int) -> Any:
+        return self.of([request.id for request in waiting], num_free)
+
+
+BAD_SCHEDULES: dict[str, tuple[Callable[[list[int], int], Any], str]] = {
+    "nobody": (lambda ids, free: [], "0 requests"),
+    "an empty group": (lambda ids, free: [[ids[0]], []], "group"),
+    "more than are free": (lambda ids, free: [ids[: free + 1]], "3 requests"),
+    "somebody unknown": (lambda ids, free: [[99]], "99"),
+    "somebody twice": (lambda ids, free: [[ids[0]], [ids[0]]], "twice"),
+    "a flat list": (lambda ids, free: ids[:1], "list of lists"),
+    "a tuple": (lambda ids, free: ((ids[0],),), "list of lists"),
+    "names": (lambda ids, free: [["first"]], "first"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_SCHEDULES)
+def test_bad_schedules_raise(case: str) -> None:
+    answer, came = BAD_SCHEDULES[case]
+    plan = Plan(stack=(PolicySpec.of("full"),), schedule=(PolicySpec.of(Schedule(answer)),))
+    engine = Engine(shared_model(), plan=plan, slots=2)
+    with pytest.raises(HookResultError) as caught:
+        engine.generate([[1, 2]] * 4, max_new_tokens=2).results()
+    assert_named(str(caught.value), "'schedule'", "schedule()", came)
+
+
+class Fine:
+    @hookimpl(wrapper=True)
+    def score(self) -> Generator[None, Tensor, Tensor]:
+        scores = yield
+        return scores
+
+
+class Raises:
+    @hookimpl
+    def score(self) -> Tensor:
+        msg = "no such head"
+        raise IndexError(msg)
+
+
+def test_an_exception_in_a_hook_names_the_policy_and_keeps_its_cause() -> None:
+    with pytest.raises(HookError) as caught:
+        run("h2o", Raises(), Fine())
+    assert_named(str(caught.value), "'raises'", "score()", "layer 0", "IndexError", "no such head")
+    assert isinstance(caught.value.__cause__, IndexError)
+
+
+class Spoils:
+    @hookimpl(wrapper=True)
+    def score(self) -> Generator[None, Tensor, Tensor]:
+        scores = yield
+        return scores[:, :, 1:]
+
+
+def test_a_wrapper_that_spoils_a_good_answer_is_the_one_named() -> None:
+    with pytest.raises(HookResultError, match="'spoils'"):
+        run("h2o", Spoils())
+
+
+def test_a_layer_is_named_by_its_own_number() -> None:
+    plan = Plan.from_dict(
+        {
+            "budget": BUDGET,
+            "buffer": BUFFER,
+            "layers": [{"where": "0:1", "stack": ["h2o"]}, {"where": "1:", "stack": ["full"]}],
+        }
+    )
+    good, bad = plan.layers
+    bad_stack = (PolicySpec.of(Scores(lambda p: p)),)
+    plan = attrs.evolve(plan, layers=(good, attrs.evolve(bad, stack=bad_stack)))
+    with pytest.raises(HookResultError, match="layer 1"):
+        Engine(shared_model(), plan=plan).generate([[1, 2, 3]], max_new_tokens=24).results()
+
+
+class NoHooks:
+    pass
+
+
+class UnknownArgument:
+    @hookimpl
+    def score(self, key: Tensor) -> Tensor:
+        return key.norm(dim=-1)
+
+
+class UnknownHook:
+    @hookimpl
+    def scores(self, keys: Tensor) -> Tensor:
+        return keys.norm(dim=-1)
+
+
+@pytest.mark.parametrize(
+    ("policy", "says"),
+    [(NoHooks(), "no hook"), (UnknownArgument(), "key"), (UnknownHook(), "scores")],
+    ids=["no hooks", "unknown argument", "unknown hook"],
+)
+def test_a_policy_that_does_not_fit_the_specs_is_refused_before_the_run(
+    policy: object, says: str
+) -> None:
+    with pytest.raises(PolicyLoadError, match=says):
+        Engine(shared_model(), plan=Plan.uniform(policy, budget=BUDGET))

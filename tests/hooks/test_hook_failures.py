@@ -1,0 +1,321 @@
+"""A policy that fails: who is told, who ends, and that nobody else notices."""
+
+from collections.abc import Generator
+from typing import Any
+
+import attrs
+import pytest
+import torch
+from compare import told
+from hypothesis import given
+from hypothesis import strategies as st
+from strategies import plans, prompts
+from tiny import shared_model
+from torch import Tensor
+
+from kvpolicy import Engine, Plan, Request, hookimpl
+from kvpolicy.errors import HookError, HookResultError, KVPolicyError
+from kvpolicy.state import Memory
+from kvpolicy.plan.spec import PolicySpec
+from kvpolicy.engine.run import Run
+
+NUM_LAYERS = 2
+MARK = 60  # prompts that begin with this token are those a policy fails for
+HOOKS = ("observe", "steer", "due", "score", "select", "evict")
+MODEL = shared_model(num_layers=NUM_LAYERS, dtype=torch.float64)
+
+
+@attrs.define(eq=False)
+class Fails:
+    """List it last: changes nothing, but fails in one hook for marked sequences."""
+
+    hook: str = ""
+    wrongly: bool = False  # answers with nonsense instead of raising
+    error: BaseException = attrs.field(factory=lambda: IndexError("no such head"))
+
+    def _meet(self, hook: str, memory: Memory) -> object:
+        marked = any(notes["marked"] for notes in memory.of(self))
+        if hook != self.hook or not marked:
+            return None
+        if self.wrongly:
+            return "nonsense"
+        raise self.error
+
+    @hookimpl
+    def observe(self, token_ids: Tensor, start: int, memory: Memory) -> object:
+        (notes,) = memory.of(self)
+        if start == 0:
+            notes["marked"] = int(token_ids[0]) == MARK
+        return self._meet("observe", memory) if start else None
+
+    @hookimpl
+    def steer(self, memory: Memory) -> object:
+        return self._meet("steer", memory)
+
+    @hookimpl
+    def due(self, seq_len: Tensor) -> object:
+        if self.hook != "due" or not (seq_len == 17).any():
+            return None
+        if self.wrongly:
+            return seq_len
+        raise self.error
+
+    @hookimpl(wrapper=True)
+    def score(self, memory: Memory) -> Generator[None, Any, Any]:
+        answer = yield
+        return self._meet("score", memory) or answer
+
+    @hookimpl
+    def select(self, memory: Memory) -> object:
+        return self._meet("select", memory)
+
+    @hookimpl
+    def evict(self, rows: Any, keep: Tensor, memory: Memory) -> object:
+        if self.hook == "evict" and any(notes["marked"] for notes in memory.of(self)):
+            rows.keep(keep[:, :, 1:])  # leaves a mess behind
+        return self._meet("evict", memory)
+
+
+def with_last(plan: Plan, policy: object) -> Plan:
+    last = PolicySpec.of(policy)
+    groups = [attrs.evolve(group, stack=(*group.stack, last)) for group in plan.layers]
+    return attrs.evolve(plan, layers=tuple(groups))
+
+
+def assert_no_slot_is_lost(run: Run) -> None:
+    cache = run._slots.cache
+    assert run._slots.num_free == cache.num_slots
+    assert not cache.rows.any()
+    assert not cache.seq_len.any()
+    for layer in cache.layers:
+        assert (layer.positions == -1).all()
+        for tensor in (layer.keys, layer.values, *layer.tracks.values()):
+            assert not tensor.any()
+
+
+# --- raised: the default ----------------------------------------------------------------------
+
+
+def test_by_default_a_failure_is_raised_and_the_run_is_over() -> None:
+    plan = Plan.uniform("h2o", Fails("score"), budget=8, buffer=4)
+    run = Engine(MODEL, plan=plan).generate([[1, 2], [MARK, 3]], max_new_tokens=30)
+    with pytest.raises(HookError, match=r"'fails' raised IndexError in score\(\) at layer 0"):
+        run.results()
+    for again in (run.results, run.step, lambda: next(iter(run))):
+        with pytest.raises(KVPolicyError, match="cannot go on; start another") as caught:
+            again()
+        assert isinstance(caught.value.__cause__, HookError)
+
+
+def test_a_result_that_was_ready_survives_the_end_of_the_run() -> None:
+    plan = Plan.uniform("h2o", Fails("score"), budget=8, buffer=4)
+    run = Engine(MODEL, plan=plan, slots=1).generate([Request([1, 2], 1), Request([MARK] * 30)])
+    with pytest.raises(HookError):
+        run.step()  # answers the first, and fails with the second
+    again = iter(run)
+    assert next(again).id == 0
+    with pytest.raises(KVPolicyError, match="cannot go on"):
+        next(again)
+
+
+def test_a_run_that_was_interrupted_in_a_round_is_over_as_well() -> None:
+    plan = Plan.uniform("h2o", Fails("score", error=KeyboardInterrupt()), budget=8, buffer=4)
+    run = Engine(MODEL, plan=plan).generate([[MARK, 2]], max_new_tokens=30)
+    with pytest.raises(KeyboardInterrupt):
+        run.results()
+    with pytest.raises(KVPolicyError, match="KeyboardInterrupt and cannot go on"):
+        run.results()
+
+
+# --- answered ---------------------------------------------------------------------------------
+
+
+@given(
+    prompts(count=5, max_len=40),
+    st.sets(st.integers(0, 4), max_size=3),
+    plans(num_layers=NUM_LAYERS),
+    st.sampled_from(HOOKS),
+    st.booleans(),
+    st.integers(1, 4),
+    st.sampled_from([3, 11, 512]),
+)
+def test_a_failure_ends_whom_it_concerns_and_nobody_else_notices(
+    prompts: list[list[int]],
+    marked: set[int],
+    plan: Plan,
+    hook: str,
+    wrongly: bool,
+    slots: int,
+    chunk: int,
+) -> None:
+    prompts = [[token % MARK for token in prompt] for prompt in prompts]
+    for number in marked:
+        prompts[number][0] = MARK
+    options = {"slots": slots, "chunk": chunk}
+    failing, healthy = (with_last(plan, Fails(name, wrongly)) for name in (hook, ""))
+    run = Engine(MODEL, plan=failing, on_hook_error="answer", **options).generate(
+        prompts, max_new_tokens=20
+    )
+    results = run.results()
+    assert [result.id for result in results] == list(range(5))
+    expected = Engine(MODEL, plan=healthy, **options).generate(prompts, max_new_tokens=20).results()
+    for result, plain in zip(results, expected, strict=True):
+        if result.finish_reason == "error":
+            assert result.error is not None
+            assert f"'fails' {'' if wrongly else 'raised IndexError'}" in result.error
+            assert f"{hook}()" in result.error
+            assert result.tokens == plain.tokens[: len(result.tokens)]
+        else:
+            assert told(result) == told(plain)
+    failed = {result.id for result in results if result.error is not None}
+    asked = {one.id for one in expected if one.compactions}
+    if hook in ("score", "select", "evict"):
+        assert failed >= asked & marked
+        assert failed <= asked
+        assert bool(failed) == bool(asked & marked)
+    if hook == "observe":
+        assert failed <= marked
+    assert run.report.num_errors == len(failed)
+    assert_no_slot_is_lost(run)
+
+
+def test_the_sequences_of_a_failing_call_are_told_why_and_keep_their_tokens() -> None:
+    plan = Plan.uniform("h2o", Fails("score"), budget=8, buffer=4)
+    engine = Engine(MODEL, plan=plan, on_hook_error="answer")
+    good, bad = engine.generate([[1, 2, 3], [MARK, 3]], max_new_tokens=30).results()
+    assert (good.finish_reason, len(good.tokens)) == ("length", 30)
+    assert bad.finish_reason == "error"
+    assert bad.error == "policy 'fails' raised IndexError in score() at layer 0: no such head"
+    assert len(bad.tokens) == 12 + 1 - 2  # drawn until the slab of 12 rows was full
+
+
+class FailsAlways:
+    calls = 0
+
+    @hookimpl
+    def score(self) -> Tensor:
+        self.calls += 1
+        raise LookupError
+
+
+def test_nothing_is_asked_about_a_sequence_that_has_failed() -> None:
+    fails = FailsAlways()
+    plan = Plan.uniform(fails, budget=8, buffer=4)
+    run = Engine(MODEL, plan=plan, on_hook_error="answer").generate([[1] * 12, [2] * 30])
+    assert [result.finish_reason for result in run] == ["error", "error"]
+    assert fails.calls == 1, "once, about both, in the first layer"
+    assert run.report.compactions == 0
+
+
+def test_a_stream_ends_with_the_error() -> None:
+    plan = Plan.uniform("h2o", Fails("select"), budget=8, buffer=4)
+    stream = Engine(MODEL, plan=plan, on_hook_error="answer").stream([MARK], max_new_tokens=30)
+    tokens = list(stream)
+    assert stream.result is not None
+    assert stream.result.finish_reason == "error"
+    assert tuple(tokens) == stream.result.tokens
+
+
+@attrs.define(eq=False)
+class FailsToSchedule:
+    calls: int = 0
+
+    @hookimpl
+    def schedule(self, waiting: Any, num_free: int) -> list[list[int]]:
+        self.calls += 1
+        if self.calls == 2:
+            raise ZeroDivisionError
+        return [[request.id for request in waiting[:num_free]]]
+
+
+def test_a_failing_schedule_ends_those_who_wait_and_not_those_who_are_served() -> None:
+    plan = Plan.uniform("full", schedule=[FailsToSchedule()])
+    engine = Engine(MODEL, plan=plan, slots=2, on_hook_error="answer")
+    requests = [Request([number + 1], 3 + 5 * number) for number in range(5)]
+    results = engine.generate(requests).results()
+    assert [result.finish_reason for result in results] == ["length"] * 2 + ["error"] * 3
+    assert len(results[1].tokens) == 8
+    assert "'fails_to_schedule' raised ZeroDivisionError in schedule()" in results[4].error
+
+
+FATAL = [MemoryError(), torch.OutOfMemoryError("CUDA out of memory"), torch.AcceleratorError("x")]
+
+
+@pytest.mark.parametrize("error", FATAL, ids=lambda error: type(error).__name__)
+def test_a_lack_of_memory_is_raised_whatever_was_asked_for(error: BaseException) -> None:
+    plan = Plan.uniform("h2o", Fails("score", error=error), budget=8, buffer=4)
+    engine = Engine(MODEL, plan=plan, on_hook_error="answer")
+    with pytest.raises(HookError, match=type(error).__name__):
+        engine.generate([[MARK, 3]], max_new_tokens=30).results()
+
+
+@pytest.mark.parametrize("value", ["ignore", None, True])
+def test_anything_else_to_do_with_a_failure_is_refused(value: object) -> None:
+    with pytest.raises(KVPolicyError, match=r"on_hook_error=.*'raise' or 'answer'"):
+        Engine(MODEL, plan=Plan.uniform("full"), on_hook_error=value)
+
+
+# --- traces of a failure ----------------------------------------------------------------------
+
+
+@attrs.define(eq=False)
+class Poisons:
+    """Replaces what stays of marked sequences by something that is no number."""
+
+    with_what: float
+
+    @hookimpl
+    def observe(self, token_ids: Tensor, start: int, memory: Memory) -> None:
+        (notes,) = memory.of(self)
+        if start == 0:
+            notes["marked"] = int(token_ids[0]) == MARK
+
+    @hookimpl
+    def evict(self, rows: Any, keep: Tensor, memory: Memory) -> bool | None:
+        if not any(notes["marked"] for notes in memory.of(self)):
+            return None
+        poison = torch.full((*keep.shape, rows.keys.shape[-1]), self.with_what, dtype=torch.float64)
+        rows.keep(keep, keys=poison, values=poison)
+        return True
+
+
+@pytest.mark.parametrize("policy", ["streaming", "h2o"])
+@pytest.mark.parametrize("what", [torch.nan, torch.inf])
+def test_what_a_broken_policy_stored_does_not_reach_who_gets_the_slot_next(
+    what: float, policy: str
+) -> None:
+    """Masked rows count with weight 0, and 0 * NaN is NaN: an emptied slot must be empty."""
+    requests = [
+        Request([MARK, 2, 3, 4], 20),  # the longest, so that it gets the last slot
+        Request([4] * 3, 40),
+        *(Request([5, 6, number], 12) for number in range(4)),
+    ]
+    plain = Engine(MODEL, plan=Plan.uniform(policy, budget=8, buffer=4), slots=2)
+    poisoned = Engine(
+        MODEL,
+        plan=Plan.uniform(policy, Poisons(what), budget=8, buffer=4),
+        slots=2,
+        on_hook_error="answer",
+    )
+    expected = plain.generate(requests).results()[1:]
+    results = poisoned.generate(requests).results()[1:]
+    assert [told(result) for result in results] == [told(one) for one in expected]
+
+
+class AnswersOnce:
+    """Answers wrongly, and raises when it is asked again who it was."""
+
+    calls = 0
+
+    @hookimpl
+    def score(self, keys: Tensor) -> Tensor:
+        self.calls += 1
+        if self.calls > 1:
+            raise RuntimeError
+        return keys
+
+
+def test_who_raises_when_asked_again_is_the_one_named() -> None:
+    plan = Plan.uniform("h2o", AnswersOnce(), budget=8, buffer=4)
+    with pytest.raises(HookResultError, match="'answers_once' answered with shape"):
+        Engine(MODEL, plan=plan).generate([[1]], max_new_tokens=20).results()

@@ -1,0 +1,185 @@
+"""A policy made of policies: its parts are asked, told, remembered and blamed as any policy is."""
+
+from typing import Any, ClassVar
+
+import attrs
+import pytest
+import torch
+from recorder import Scores, Selects
+from tiny import shared_model
+from torch import Tensor
+
+from kvpolicy import Engine, Plan, hookimpl
+from kvpolicy.errors import HookError, HookResultError, PolicyLoadError
+from kvpolicy.state import Memory
+from kvpolicy.hooks.parts import Parts
+from kvpolicy.registers import Registers
+from kvpolicy.cache.rows import Tracks
+from kvpolicy.hooks.stack import Stack
+
+HIDDEN = 32
+
+
+@attrs.define(eq=False)
+class First:
+    """Does as its first part says, after all of them were asked."""
+
+    parts: Any
+
+    @hookimpl
+    def score(self, parts: Parts) -> Tensor:
+        return parts.of(self)[0]
+
+
+def first(*policies: object) -> First:
+    return First([(type(policy).__name__.lower(), policy) for policy in policies])
+
+
+def run(*stack: object, num_tokens: int = 24) -> list[tuple[int, ...]]:
+    plan = Plan.uniform(*stack, budget=8, buffer=4)
+    engine = Engine(shared_model(), plan=plan, slots=2)
+    results = engine.generate([[1, 2, 3], [4, 5] * 8, [7]], max_new_tokens=num_tokens).results()
+    assert all(result.compactions for result in results)
+    return [result.tokens for result in results]
+
+
+@attrs.define(eq=False)
+class Survivors:
+    """Counts in a track and in memory; keeps old rows."""
+
+    tracks: ClassVar[tuple[str, ...]] = ("age",)
+    least: float = 0.0
+    calls: list[int] = attrs.field(factory=list)
+
+    @hookimpl
+    def score(self, positions: Tensor, tracks: Tracks, memory: Memory) -> Tensor:
+        tracks["age"] = tracks["age"] + 1
+        for notes in memory.of(self):
+            notes["calls"] = notes.get("calls", 0) + 1
+            self.calls.append(notes["calls"])
+        return tracks["age"] + self.least * positions
+
+
+def test_a_part_has_its_tracks_and_memory_to_itself() -> None:
+    alone, other = Survivors(), Survivors()
+    assert run(first(alone)) == run(Survivors())
+    assert max(alone.calls) > 1, "memory lasts from one compaction to the next"
+    # The same track in two parts: neither counts for the other.
+    assert run(first(Survivors(), other)) == run(Survivors())
+    stack = Stack([("both", first(Survivors(), Survivors()))])
+    assert stack.tracks == ("both.0.age", "both.1.age")
+
+
+def test_parts_of_parts_are_kept_apart_too() -> None:
+    inner = first(Survivors())
+    stack = Stack([("outer", First([("inner", inner), ("age", Survivors())]))])
+    assert stack.tracks == ("outer.0.inner.0.age", "outer.1.age")
+    assert run(First([("inner", inner), ("age", Survivors())])) == run(Survivors())
+
+
+def test_two_owners_of_one_name_with_tracks_are_refused() -> None:
+    with pytest.raises(PolicyLoadError, match=r"'survivors' declares track 'a.0.age'"):
+        Stack([("a", first(Survivors())), ("a", first(Survivors()))])
+
+
+@attrs.define(eq=False)
+class Pushes:
+    """Steers by what it observed; says nothing of rows."""
+
+    registers: ClassVar[tuple[str, ...]] = ("seen",)
+
+    @hookimpl
+    def observe(self, token_ids: Tensor, registers: Registers) -> None:
+        registers.of(self)["seen"] += len(token_ids)
+
+    @hookimpl
+    def steer(self, hidden_states: Tensor, registers: Registers) -> Tensor:
+        return registers.of(self)["seen"][:, None] * torch.ones_like(hidden_states)
+
+    @hookimpl
+    def score(self, positions: Tensor) -> Tensor:
+        return positions.float()
+
+
+@attrs.define(eq=False)
+class Never(Scores):
+    """Nothing is ever due before the slab is full."""
+
+    @hookimpl
+    def due(self, num_rows: Tensor) -> Tensor:
+        return torch.zeros_like(num_rows, dtype=torch.bool)
+
+
+@attrs.define(eq=False)
+class Always(Scores):
+    """Compact after every forward."""
+
+    @hookimpl
+    def due(self, num_rows: Tensor, budget: int) -> Tensor:
+        return num_rows > budget
+
+
+def newest(positions: Tensor) -> Tensor:
+    return positions.float()
+
+
+def test_a_part_observes_and_steers_as_in_the_stack_itself() -> None:
+    plain = run(Scores(newest))
+    assert run(first(Pushes())) == run(Pushes()) != plain
+    assert run(first(Scores(newest), Pushes())) == run(Pushes())
+    assert run(Pushes(), first(Pushes())) == run(Pushes(), Pushes())
+
+
+def test_the_first_part_with_an_opinion_says_who_is_due() -> None:
+    plan = [first(Always(newest), Never(newest)), first(Never(newest), Always(newest))]
+    peaks = []
+    for policy in plan:
+        engine = Engine(shared_model(), plan=Plan.uniform(policy, budget=8, buffer=4))
+        (result,) = engine.generate([[1, 2, 3]], max_new_tokens=20).results()
+        peaks.append(result.peak_rows)
+    assert peaks == [9, 12]
+
+
+@attrs.define(eq=False)
+class Breaks:
+    @hookimpl
+    def score(self, positions: Tensor) -> Tensor:
+        return positions[:, :, 1:].float()
+
+
+@attrs.define(eq=False)
+class Raises:
+    @hookimpl
+    def score(self) -> Tensor:
+        msg = "no idea"
+        raise ValueError(msg)
+
+
+def test_a_part_is_blamed_by_its_own_name_and_its_owners() -> None:
+    with pytest.raises(HookResultError, match=r"policy 'breaks' in 'first' answered with shape"):
+        run(first(Scores(newest), Breaks()))
+    with pytest.raises(HookError, match=r"policy 'raises' in 'first' raised ValueError in score"):
+        run(first(Raises()))
+    nested = First([("inner", first(Raises()))])
+    with pytest.raises(HookError, match=r"policy 'raises' in 'inner' in 'first' raised"):
+        run(nested)
+
+
+@attrs.define(eq=False)
+class Misspelt:
+    @hookimpl
+    def score(self, keyz: Tensor) -> Tensor:
+        return keyz
+
+
+@pytest.mark.parametrize(
+    ("part", "said"),
+    [
+        (Selects(None), r"policy 'selects' in 'first' implements select\(\)"),
+        (Misspelt(), "policy 'misspelt' in 'first' does not fit the hook specs"),
+        (object(), "policy 'object' in 'first' implements no hook"),
+    ],
+)
+def test_a_policy_that_cannot_be_a_part_is_refused(part: object, said: str) -> None:
+    with pytest.raises(PolicyLoadError, match=said):
+        Stack([("first", first(part))])

@@ -1,0 +1,386 @@
+"""``kvpolicy lm-eval``: local tasks of the harness under a plan, from the command to the record."""
+
+import json
+import shutil
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from harness_tasks import BOXED, CHOICE, ROLLING, write_task
+from shell import Answer, Shell, refusal
+
+from kvpolicy_reasoner.task import grade, make_problems
+from kvpolicy.lab.tasks import datasets as rows
+
+HAS_HARNESS = rows.importlib.util.find_spec("lm_eval") is not None
+needs_harness = pytest.mark.skipif(not HAS_HARNESS, reason="the extra 'lm-eval' is not installed")
+
+# Problems that the reasoner solves and does not solve, with 300 tokens at most.
+PROBLEMS = [problem for i, problem in enumerate(make_problems(8, seed=0)) if i in (2, 4, 6, 7)]
+QUESTIONS = [
+    {"question": f"rent is {n}. What is rent?", "choices": ["3", "4", "12 "], "answer": n - 3}
+    for n in (3, 4, 5, 3, 4)
+]
+
+
+@pytest.fixture(autouse=True)
+def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    if HAS_HARNESS:
+        import datasets
+
+        monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Iterator[Path]:
+    """Three tasks: one of each kind."""
+    home = tmp_path / "tasks"
+    boxed = [{"question": problem.prompt, "answer": problem.answer} for problem in PROBLEMS]
+    write_task(home, "sums", BOXED, boxed)
+    write_task(home, "rents", CHOICE, QUESTIONS)
+    write_task(home, "texts", ROLLING, [{"text": row["question"] * 3} for row in QUESTIONS])
+    yield home
+    shutil.rmtree(home)
+
+
+def run(
+    kvpolicy: Shell, folder: Path, *words: object, tasks: str = "sums", model: object = "reasoner"
+) -> Answer:
+    options = ("--tasks", tasks, "--include-path", folder, "--model", model)
+    answer = kvpolicy("lm-eval", *options, *words)
+    assert answer.status == 0, answer.err
+    return answer
+
+
+@needs_harness
+def test_the_harness_counts_the_same_right_answers_as_our_grader(
+    kvpolicy: Shell, folder: Path
+) -> None:
+    words = ("--policy", "full", "--max-new-tokens", 300, "--log-samples", "--json")
+    record = run(kvpolicy, folder, *words).json
+    samples = record["samples"]["sums"]
+    assert [sample["doc"]["question"] for sample in samples] == [one.prompt for one in PROBLEMS]
+    verdicts = [
+        grade(sample["resps"][0][0], problem)
+        for sample, problem in zip(samples, PROBLEMS, strict=True)
+    ]
+    assert set(verdicts) == {True, False}
+    assert [bool(sample["exact_match"]) for sample in samples] == verdicts
+    assert record["results"]["sums"]["exact_match,box"] == sum(verdicts) / len(verdicts)
+
+
+@needs_harness
+def test_the_record_holds_the_plan_and_what_it_cost(kvpolicy: Shell, folder: Path) -> None:
+    words = ("--policy", "streaming", "--budget", 24, "--buffer", 8, "--max-new-tokens", 40)
+    answer = run(kvpolicy, folder, *words, "--output", "a.json", tasks="sums,rents,texts")
+    assert "the figures are in a.json" in answer.err
+    record = json.loads(Path("a.json").read_text(encoding="utf-8"))
+    ours = record["kvpolicy"]
+    assert {layer["budget"] for layer in ours["plan"]["layers"]} == {24}
+    assert ours["model"] == "reasoner"
+    assert ours["session"]["versions"]["lm_eval"]
+    assert set(ours["costs"]) == {"sums", "rents", "texts"} == set(record["results"])
+    for name, cost in ours["costs"].items():
+        assert cost["peak_rows"] <= 24 + 8, name
+        assert cost["peak_bytes"] > 0
+    assert ours["costs"]["sums"]["compactions"] > 0
+    assert ours["costs"]["sums"]["num_cut_off"] == len(PROBLEMS)
+    assert "samples" not in record
+    for name in ours["costs"]:
+        assert name in answer.out
+    assert "Traceback" not in answer.err
+    assert "it/s" not in answer.err, "bars of the harness"
+
+
+@needs_harness
+def test_choices_and_texts_are_scored_under_the_plan(kvpolicy: Shell, folder: Path) -> None:
+    def figures(*words: object) -> dict[str, Any]:
+        found = run(kvpolicy, folder, *words, "--json", tasks="rents,texts").json
+        return found["results"]
+
+    full = figures("--policy", "full")
+    assert full["rents"]["acc,none"] in [n / 5 for n in range(6)]
+    small = figures("--policy", "streaming", "--budget", 8, "--buffer", 2)
+    assert small["texts"]["word_perplexity,none"] > full["texts"]["word_perplexity,none"]
+    again = figures("--policy", "streaming", "--budget", 8, "--buffer", 2, "--slots", 1)
+    assert again["texts"] == pytest.approx(small["texts"])
+
+
+@needs_harness
+def test_questions_are_fewer_with_a_limit_and_longer_with_examples(
+    kvpolicy: Shell, folder: Path, model_folder: Path
+) -> None:
+    def record(*words: object) -> dict[str, Any]:
+        words = ("--policy", "full", "--json", *words)
+        return run(kvpolicy, folder, *words, tasks="rents", model=model_folder).json
+
+    plain, shots = record("--limit", 2), record("--limit", 0.4, "--num-fewshot", 2)
+    for one in (plain, shots):
+        assert one["n-samples"]["rents"]["effective"] == 2
+    assert shots["n-shot"]["rents"] == 2
+    tokens = [one["kvpolicy"]["costs"]["rents"]["prompt_tokens"] for one in (plain, shots)]
+    assert tokens[1] > 2 * tokens[0]
+
+
+@needs_harness
+def test_drawn_answers_are_the_same_with_the_same_seed(
+    kvpolicy: Shell, folder: Path, model_folder: Path
+) -> None:
+    def answers(*words: object) -> list[str]:
+        drawing = ("--temperature", 4, "--top-p", 0.95, "--top-k", 40, "--max-new-tokens", 20)
+        words = ("--policy", "full", "--log-samples", "--json", *drawing, *words)
+        samples = run(kvpolicy, folder, *words, model=model_folder).json["samples"]["sums"]
+        return [sample["resps"][0][0] for sample in samples]
+
+    first = answers("--seed", 3)
+    assert answers("--seed", 3) == first
+    assert answers("--seed", 4) != first
+
+
+@needs_harness
+def test_a_file_is_a_task_too(kvpolicy: Shell, folder: Path) -> None:
+    words = ("--policy", "full", "--limit", 1, "--json")
+    answer = kvpolicy("lm-eval", "--tasks", folder / "rents.yaml", *words)
+    assert list(answer.json["results"]) == ["rents"], answer.err
+
+
+@needs_harness
+def test_a_group_has_a_row_of_its_own(
+    kvpolicy: Shell, folder: Path, model_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The harness's own tasks lie beside this file: thousands, which take seconds to list.
+    monkeypatch.setattr("lm_eval.tasks.manager.__file__", str(folder / "manager.py"))
+    write_task(folder, "others", CHOICE, QUESTIONS[:2])
+    group = "group: both\ntask: [rents, others]\naggregate_metric_list:\n  - metric: acc\n"
+    (folder / "both.yaml").write_text(group, encoding="utf-8")
+    words = ("--policy", "full", "--output", "a.json")
+    answer = run(kvpolicy, folder, *words, tasks="both", model=model_folder)
+    record = json.loads(Path("a.json").read_text(encoding="utf-8"))
+    assert set(record["results"]) == {"both", "rents", "others"}
+    assert set(record["kvpolicy"]["costs"]) == {"rents", "others"}
+    assert all(name in answer.out for name in record["results"])
+
+
+def interrupted(
+    kvpolicy: Shell, monkeypatch: pytest.MonkeyPatch, after: int, *words: object
+) -> Answer:
+    """Ctrl-C after so many answers."""
+    from kvpolicy.lab.lm_eval.journal import Journal
+
+    keep = Journal.keep
+
+    def until_then(self: Journal, *what: Any) -> None:
+        keep(self, *what)
+        if self.num_kept == after:
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Journal, "keep", until_then)
+        answer = kvpolicy(*words)
+    assert (answer.status, answer.out) == (130, "")
+    assert "Traceback" not in answer.err
+    return answer
+
+
+@needs_harness
+def test_an_interrupt_says_what_is_lost(
+    kvpolicy: Shell, folder: Path, model_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = ("--tasks", "rents", "--include-path", folder, "--model", model_folder, "--slots", 1)
+    answer = interrupted(kvpolicy, monkeypatch, 3, "lm-eval", *words, "--policy", "full")
+    assert "interrupted after 3 answers, which are lost; with --output" in answer.err
+
+
+@needs_harness
+@pytest.mark.parametrize("task", ["sums", "rents", "texts"])
+def test_an_interrupted_evaluation_goes_on_where_it_stopped(
+    kvpolicy: Shell, folder: Path, model_folder: Path, monkeypatch: pytest.MonkeyPatch, task: str
+) -> None:
+    words = ["lm-eval", "--tasks", task, "--include-path", folder, "--model", model_folder]
+    words += ["--policy", "streaming", "--budget", 8, "--buffer", 4, "--max-new-tokens", 20]
+    whole = kvpolicy(*words, "--json").json
+    words += ["--output", "a.json", "--slots", 1]
+    said = interrupted(kvpolicy, monkeypatch, 2, *words).err
+    assert "interrupted after 2 answers, which are in a.answers.jsonl" in said
+    journal = Path("a.answers.jsonl")
+    assert len(journal.read_text(encoding="utf-8").splitlines()) == 1 + 2
+    journal.write_bytes(journal.read_bytes() + b'{"key": "torn')
+    answer = kvpolicy(*words)
+    assert answer.status == 0, answer.err
+    assert "going on: 2 answers are in a.answers.jsonl" in answer.err
+    assert "incomplete" in answer.err
+    record = json.loads(Path("a.json").read_text(encoding="utf-8"))
+    assert record["kvpolicy"]["num_recalled"] == 2
+    assert record["kvpolicy"]["costs"] == whole["kvpolicy"]["costs"]
+    computed = sum(one["num_requests"] for one in record["kvpolicy"]["reports"].values())
+    assert computed == whole["kvpolicy"]["costs"][task]["num_sequences"] - 2
+    assert record["results"][task] == pytest.approx(whole["results"][task])
+    assert not journal.exists()
+
+
+@needs_harness
+def test_answers_of_another_plan_are_not_taken(
+    kvpolicy: Shell, folder: Path, model_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = ["lm-eval", "--tasks", "rents", "--include-path", folder, "--model", model_folder]
+    words += ["--output", "a.json", "--slots", 1]
+    interrupted(kvpolicy, monkeypatch, 2, *words, "--policy", "full")
+    before = Path("a.answers.jsonl").read_bytes()
+    said = refusal(kvpolicy(*words, "--policy", "streaming", "--budget", 8))
+    assert "a.answers.jsonl holds something else than answers of this plan" in said
+    assert Path("a.answers.jsonl").read_bytes() == before
+
+
+@needs_harness
+@pytest.mark.parametrize("content", ["mine, and without an end", '{"mine": 1}\n'])
+def test_a_file_of_somebody_else_is_left_as_it_is(
+    kvpolicy: Shell, folder: Path, model_folder: Path, content: str
+) -> None:
+    Path("a.answers.jsonl").write_text(content, encoding="utf-8")
+    words = ("--model", model_folder, "--output", "a.json")
+    assert "a.answers.jsonl holds something else" in refused(kvpolicy, folder, *words)
+    assert Path("a.answers.jsonl").read_text(encoding="utf-8") == content
+
+
+@needs_harness
+def test_what_never_had_an_answer_leaves_nothing_behind(kvpolicy: Shell, folder: Path) -> None:
+    write_task(folder, "lost", CHOICE, QUESTIONS, data=str(folder / "nowhere.jsonl"))
+    refused(kvpolicy, folder, "--output", "a.json", tasks="lost")
+    assert not list(Path().glob("a.*"))
+
+
+@needs_harness
+def test_two_processes_do_not_write_one_file(
+    kvpolicy: Shell, folder: Path, model_folder: Path
+) -> None:
+    from kvpolicy.lab.store.folderlock import FileLock
+
+    lock = FileLock(Path("a.answers.jsonl"), said="it")
+    try:
+        said = refused(kvpolicy, folder, "--model", model_folder, "--output", "a.json")
+    finally:
+        lock.release()
+    assert "a.answers.jsonl is being written by another kvpolicy process" in said
+
+
+# What a user may do wrong
+
+
+def refused(kvpolicy: Shell, folder: Path, *words: object, tasks: str = "rents") -> str:
+    options = ("--include-path", folder, "--policy", "full")
+    return refusal(kvpolicy("lm-eval", "--tasks", tasks, *options, *words))
+
+
+def test_without_the_package_the_command_says_how_to_get_it(
+    kvpolicy: Shell, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rows.importlib.util, "find_spec", lambda name: None)
+    said = refusal(kvpolicy("lm-eval", "--tasks", "gsm8k", "--policy", "full"))
+    assert "pip install 'kvpolicy[lm-eval]'" in said
+
+
+@needs_harness
+def test_an_unknown_task_is_answered_with_the_nearest(
+    kvpolicy: Shell, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The harness's own tasks lie beside this file: thousands, which take seconds to list.
+    monkeypatch.setattr("lm_eval.tasks.manager.__file__", str(folder / "manager.py"))
+    said = refused(kvpolicy, folder, tasks="sums,rentss")
+    assert "no task 'rentss'; did you mean rents" in said
+
+
+@needs_harness
+@pytest.mark.slow
+def test_tasks_of_the_harness_are_found_and_their_like(kvpolicy: Shell, folder: Path) -> None:
+    from kvpolicy.lab.lm_eval.tasks import Tasks
+
+    assert Tasks(["gsm8k", "rents"], [folder]).names == ["gsm8k", "rents"]
+    many = Tasks(["mmlu_*"]).names
+    assert len(many) > 50
+    assert all(name.startswith("mmlu_") for name in many)
+    said = refused(kvpolicy, folder, tasks="rents,gsm8kk")
+    assert "gsm8k" in said.partition("did you mean")[2]
+
+
+@needs_harness
+@pytest.mark.parametrize("limit", ["0", "1.5"])
+def test_a_limit_is_a_number_or_a_share(kvpolicy: Shell, folder: Path, limit: str) -> None:
+    assert f"--limit was given {limit}" in refused(kvpolicy, folder, "--limit", limit)
+
+
+@needs_harness
+def test_a_missing_folder_is_named(kvpolicy: Shell, tmp_path: Path) -> None:
+    assert "no folder" in refused(kvpolicy, tmp_path / "nowhere")
+
+
+@needs_harness
+def test_no_task_at_all_is_told(kvpolicy: Shell, folder: Path) -> None:
+    assert "names no task" in refused(kvpolicy, folder, tasks=",")
+
+
+@needs_harness
+def test_an_output_file_that_exists_is_left_alone(kvpolicy: Shell, folder: Path) -> None:
+    Path("a.json").write_text("mine")
+    assert "exists" in refused(kvpolicy, folder, "--output", "a.json")
+    assert Path("a.json").read_text() == "mine"
+
+
+@needs_harness
+def test_a_missing_data_file_is_told_in_a_sentence(kvpolicy: Shell, folder: Path) -> None:
+    write_task(folder, "lost", CHOICE, QUESTIONS, data=str(folder / "nowhere.jsonl"))
+    assert "task lost cannot be loaded" in refused(kvpolicy, folder, tasks="lost")
+
+
+@needs_harness
+def test_without_a_network_a_data_set_of_the_hub_is_refused_at_once(
+    kvpolicy: Shell, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def unknown(*_: object, **__: object) -> None:
+        raise OSError
+
+    for name in (
+        "http_proxy",
+        "https_proxy",
+        "HTTP_PROXY",
+        "HTTPS_PROXY",
+        "all_proxy",
+        "ALL_PROXY",
+    ):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(socket, "getaddrinfo", unknown)
+    file = folder / "far.yaml"
+    text = (folder / "rents.yaml").read_text().replace("dataset_path: json", "dataset_path: a/b")
+    file.write_text(text.replace("task: rents", "task: far"))
+    said = refused(kvpolicy, folder, tasks="far")
+    assert "the hub cannot be reached from here" in said
+
+
+@needs_harness
+def test_a_task_whose_template_is_wrong_is_told_in_a_sentence(
+    kvpolicy: Shell, folder: Path
+) -> None:
+    write_task(folder, "bad", CHOICE.replace("{{choices}}", "{{nothing.at.all}}"), QUESTIONS)
+    assert "bad" in refused(kvpolicy, folder, tasks="bad")
+
+
+@needs_harness
+def test_a_model_without_a_chat_template_is_not_asked_in_one(kvpolicy: Shell, folder: Path) -> None:
+    assert "no chat template" in refused(kvpolicy, folder, "--apply-chat-template")
+
+
+@needs_harness
+def test_programs_run_on_request_only(kvpolicy: Shell, folder: Path) -> None:
+    write_task(folder, "code", f"unsafe_code: true\n{CHOICE}", QUESTIONS)
+    assert "--execute-code" in refused(kvpolicy, folder, tasks="code")
+    words = ("--policy", "full", "--limit", 1, "--execute-code")
+    run(kvpolicy, folder, *words, tasks="code")
+
+
+@needs_harness
+def test_settings_that_the_engine_does_not_have_are_named(kvpolicy: Shell, folder: Path) -> None:
+    body = BOXED.replace("until: []", "num_beams: 4")
+    write_task(folder, "beams", body, [{"question": "a", "answer": "1"}])
+    assert "num_beams=4" in refused(kvpolicy, folder, tasks="beams")

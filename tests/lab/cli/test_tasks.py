@@ -1,0 +1,155 @@
+"""``kvpolicy tasks``, and ``ablate`` on tasks of every kind."""
+
+import csv
+import importlib.util
+import json
+from pathlib import Path
+
+import pytest
+from datafiles import GSM8K, LIVECODEBENCH, write_jsonl
+from shell import Answer, Shell
+from tiny import r1_tokenizer, tiny_model
+
+from kvpolicy.lab.tasks import sandbox_child as confined
+from kvpolicy.lab.tasks.task import installed_tasks, load_task
+
+SMALL = ("--n", 2, "--slots", 2, "--max-new-tokens", 12, "--buffer", 6, "--workers", 1)
+
+needs_math = pytest.mark.skipif(
+    importlib.util.find_spec("math_verify") is None, reason="the extra 'tasks' is not installed"
+)
+
+
+@pytest.fixture(autouse=True)
+def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture(scope="module")
+def r1_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random model that is talked to as R1's are."""
+    folder, tokenizer = tmp_path_factory.mktemp("models") / "r1", r1_tokenizer()
+    tiny_model("llama", vocab=len(tokenizer), max_position_embeddings=2048).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def samples_of(folder: str) -> list[dict]:
+    lines = Path(folder, "samples.jsonl").read_text(encoding="utf-8").splitlines()
+    return [json.loads(line) for line in lines]
+
+
+def test_list_shows_every_task_with_its_options(kvpolicy: Shell) -> None:
+    text, plain = kvpolicy("tasks", "list"), kvpolicy("tasks", "list", "--json")
+    names = [info.name for info in installed_tasks()]
+    assert [task["name"] for task in plain.json] == names
+    assert all(name in text.out for name in names)
+    (needle,) = (task for task in plain.json if task["name"] == "needle")
+    assert needle["options"] == {"length": "300"}
+    assert needle["problem"] is None
+
+
+def test_show_prints_problems_as_they_are(kvpolicy: Shell) -> None:
+    item = load_task("needle:length=60").items(2, seed=3)[1]
+    words = ("tasks", "show", "needle:length=60", "--n", 2, "--seed", 3)
+    (_, shown) = kvpolicy(*words, "--json").json
+    assert shown["prompt"] == item.prompt
+    assert (shown["answer"], shown["facets"]) == (item.answer, dict(item.facets))
+    text = kvpolicy(*words).out
+    assert item.prompt.rstrip("\n") in text
+    assert f"answer: {item.answer}" in text
+
+
+def test_a_problem_of_pages_is_cut_in_text_and_whole_in_json(kvpolicy: Shell) -> None:
+    write_jsonl(Path("a.jsonl"), [{"prompt": "x" * 5000, "answer": "1"}])
+    assert "3,000 characters more" in kvpolicy("tasks", "show", "a.jsonl").out
+    assert len(kvpolicy("tasks", "show", "a.jsonl", "--json").json[0]["prompt"]) == 5000
+
+
+def ablate(kvpolicy: Shell, model: Path, *words: object) -> Answer:
+    budgets = ("--policies", "full,streaming", "--budgets", 12)
+    answer = kvpolicy("ablate", "--model", model, *SMALL, *budgets, "--output", "out", *words)
+    assert answer.status == 0, answer.err
+    return answer
+
+
+@pytest.mark.parametrize("task", ["perplexity", "agreement"])
+def test_what_is_measured_is_in_the_table_the_files_and_the_picture(
+    kvpolicy: Shell, model_folder: Path, task: str
+) -> None:
+    columns = load_task(task).measure.columns
+    answer = ablate(kvpolicy, model_folder, "--task", task)
+    for column in columns:
+        assert column.title in answer.out
+    with Path("out/table.csv").open(encoding="utf-8", newline="") as file:
+        full, small = csv.DictReader(file)
+    for column in columns:
+        assert float(full[column.name]) == pytest.approx(float(full[column.name]))
+    assert (full["num_correct"], full["difference"]) == ("", "")
+    assert small["difference"] != ""
+    assert columns[0].heading.split(",")[0] in Path("out/plot.svg").read_text(encoding="utf-8")
+    samples = samples_of("out")
+    assert all(sample["correct"] is None and sample["values"] for sample in samples)
+    again = ablate(kvpolicy, model_folder, "--task", task)
+    assert "nothing is computed again" in again.err
+    assert again.out == answer.out
+
+
+def test_a_table_by_difficulty_holds_every_sample(kvpolicy: Shell, model_folder: Path) -> None:
+    words = ("--task", "reasoner:level=easy", "--by", "depth", "--n", 6)
+    answer = ablate(kvpolicy, model_folder, *words)
+    assert "depth" in answer.out
+    with Path("out/facets.csv").open(encoding="utf-8", newline="") as file:
+        lines = [line for line in csv.DictReader(file) if line["facet"] == "depth"]
+    assert {line["value"] for line in lines} == {"1", "2"}
+    assert sum(int(line["n"]) for line in lines) == 2 * 6
+    assert all(sample["facets"]["depth"] in (1, 2) for sample in samples_of("out"))
+
+
+@needs_math
+def test_gsm8k_is_asked_in_r1s_template_and_graded(kvpolicy: Shell, r1_folder: Path) -> None:
+    write_jsonl(Path("gsm8k.jsonl"), GSM8K)
+    words = ("--task", "gsm8k:source=gsm8k.jsonl", "--n", 100, "--attempts", 2)
+    ablate(kvpolicy, r1_folder, *words, "--temperature", 0.6, "--top-p", 0.95)
+    samples = samples_of("out")
+    assert len(samples) == 2 * len(GSM8K) * 2
+    tries = {(s["cell"], s["item"], s["attempt"]): s["text"] for s in samples}
+    assert len(tries) == len(samples) == len({sample["key"] for sample in samples})
+    pairs = [(text, tries[c, i, 1]) for (c, i, a), text in tries.items() if a == 0]
+    assert any(first != second for first, second in pairs), "each attempt draws for itself"
+    assert {s["prompt_len"] for s in samples} == {
+        len(r1_tokenizer()(item.prompt, add_special_tokens=False)["input_ids"])
+        # the first token, user, assistant, <think> and a line break
+        + 5
+        for item in load_task("gsm8k:source=gsm8k.jsonl").items(9, seed=0)
+    }
+    (group,) = json.loads(Path("out/manifest.json").read_text(encoding="utf-8"))["run"]["groups"]
+    assert (group["n"], group["attempts"]) == (3, 2)
+    assert group["sampling"] == "temperature 0.6, top-p 0.95"
+
+
+@pytest.mark.skipif(not confined.can_confine(), reason="programs are confined on Linux only")
+def test_programs_are_run_on_request_only(kvpolicy: Shell, r1_folder: Path) -> None:
+    write_jsonl(Path("test.jsonl"), LIVECODEBENCH)
+    words = ("--model", r1_folder, *SMALL, "--policies", "full", "--output", "out")
+    task = ("--task", "livecodebench:source=test.jsonl")
+    refused = kvpolicy("ablate", *words, *task)
+    assert refused.status == 2
+    assert "--execute-code" in refused.err
+    assert not Path("out").exists()
+    allowed = kvpolicy("ablate", *words, *task, "--execute-code")
+    assert allowed.status == 0, allowed.err
+    assert [sample["correct"] for sample in samples_of("out")] == [False, False]
+
+
+def test_a_preset_cannot_allow_programs(kvpolicy: Shell, r1_folder: Path) -> None:
+    write_jsonl(Path("test.jsonl"), LIVECODEBENCH)
+    preset = (
+        f'model = "{r1_folder}"\ntask = "livecodebench:source=test.jsonl"\nn = 1\nseed = 0\n'
+        "max_new_tokens = 4\nslots = 1\nbudgets = [16]\nbuffer = 8\nexecute_code = true\n"
+        '[[series]]\nlabel = "a"\nplan.stack = ["streaming"]\n'
+    )
+    Path("mine.toml").write_text(preset, encoding="utf-8")
+    answer = kvpolicy("ablate", "--preset", "mine.toml")
+    assert answer.status == 2
+    assert "execute_code" in answer.err

@@ -1,0 +1,337 @@
+"""A model under a plan, as lm-evaluation-harness asks it, beside the harness's own model."""
+
+import math
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import attrs
+import pytest
+from tiny import r1_tokenizer, tiny_model
+
+pytest.importorskip("lm_eval", reason="the extra 'lm-eval' is not installed")
+
+from lm_eval.api.instance import Instance
+
+from kvpolicy import Engine, Plan
+from kvpolicy.errors import ModelError, RequestError, TaskError
+from kvpolicy.lab.lm_eval.model import PolicyLM
+from kvpolicy.lab.lm_eval.loglikelihood import Continuation, branches_of
+from kvpolicy.lab.lm_eval.settings import read_settings
+from kvpolicy.lab.tasks.measures import Asked
+from kvpolicy.lab.tasks.perplexity import LOSS, Perplexity
+from kvpolicy_reasoner.tokenizer import build_tokenizer
+from kvpolicy.lab.tasks.task import Item
+from kvpolicy.engine.request import Request, Sampling
+
+# fp32, 500 tokens summed, two orders of adding: rounding only.
+CLOSE = 2e-3
+
+FULL = Plan.uniform("full")
+SMALL = Plan.uniform("streaming", budget=12, buffer=4)
+
+TOKENIZER = build_tokenizer()
+MODEL = tiny_model(
+    "qwen2",
+    vocab=len(TOKENIZER),
+    eos_token_id=TOKENIZER.eos_token_id,
+    pad_token_id=TOKENIZER.pad_token_id,
+)
+POSITIONS = MODEL.config.max_position_embeddings
+
+
+def lm(plan: Plan = FULL, *, slots: int = 3, **options: Any) -> PolicyLM:
+    return PolicyLM(Engine(MODEL, TOKENIZER, plan, slots=slots), **options)
+
+
+def hf_lm() -> Any:
+    pytest.importorskip("accelerate", reason="the harness's own model needs accelerate")
+    from lm_eval.models.huggingface import HFLM
+
+    # One fewer than the positions: the engine counts the token it draws last among them.
+    return HFLM(MODEL, tokenizer=build_tokenizer(), batch_size=3, max_length=POSITIONS - 1)
+
+
+def instances(kind: str, all_arguments: Sequence[tuple[Any, ...]], task: str = "t") -> list[Any]:
+    return [
+        Instance(kind, {}, arguments, idx=0, metadata=(task, number, 1))
+        for number, arguments in enumerate(all_arguments)
+    ]
+
+
+def text(num_tokens: int, seed: int) -> str:
+    """A text of about so many of the reasoner's tokens."""
+    rng = random.Random(seed)
+    words = ["rent", "tea", "oak", " is ", " = ", " + ", "3", "7", "12", ". ", "What", "\n"]
+    return "".join(rng.choice(words) for _ in range(num_tokens))
+
+
+def generation(*contexts: str, **settings: Any) -> list[Any]:
+    return instances("generate_until", [(context, settings) for context in contexts])
+
+
+# Generation
+
+
+def test_texts_are_those_of_the_harness_where_nothing_leaves() -> None:
+    free = lm().generate_until(generation(text(9, 0), max_gen_toks=30))[0]
+    common = max(set(free), key=free.count)
+    asked = [
+        (text(5 + 7 * number, number), settings)
+        for number in range(6)
+        for settings in (
+            {"max_gen_toks": 30},
+            {"max_gen_toks": 12, "until": []},
+            {"max_new_tokens": 40, "until": [common, "7"], "do_sample": False},
+            {"max_gen_toks": 25, "until": "tea", "temperature": 0.0},
+        )
+    ]
+    requests = instances("generate_until", asked)
+    ours, theirs = lm().generate_until(requests), hf_lm().generate_until(requests)
+    assert ours == theirs
+    assert len(set(ours)) > len(asked) / 3, "texts differ, so that their order matters"
+    assert any(len(one) < len(other) for one, other in zip(ours[2::4], ours[0::4], strict=True))
+
+
+def test_answers_do_not_depend_on_slots_or_on_each_other() -> None:
+    asked = generation(*(text(3 + 11 * number, number) for number in range(7)), max_gen_toks=20)
+    for plan in (FULL, SMALL):
+        alone = [lm(plan, slots=1).generate_until([one])[0] for one in asked]
+        assert lm(plan, slots=4).generate_until(asked) == alone
+        assert len(set(alone)) == len(alone)
+
+
+@pytest.mark.parametrize("until", [[], [""], "", None])
+def test_no_stop_string_stops_nothing(until: Any) -> None:
+    model = lm()
+    (answer,) = model.generate_until(generation(text(9, 0), max_gen_toks=30, until=until))
+    assert (answer,) == tuple(lm().generate_until(generation(text(9, 0), max_gen_toks=30)))
+    assert model.costs["t"].num_cut_off == 1
+
+
+def test_an_empty_context_is_the_token_that_a_text_begins_with() -> None:
+    (answer,) = lm().generate_until(generation("", max_gen_toks=15))
+    engine = Engine(MODEL, TOKENIZER, FULL)
+    prompt = [TOKENIZER.eos_token_id]  # this tokenizer has no token for beginnings
+    (result,) = engine.generate([prompt], max_new_tokens=15).results()
+    assert answer == result.text
+
+
+def test_a_stop_string_that_is_a_special_token_stops() -> None:
+    tokenizer = r1_tokenizer()
+    model = tiny_model("llama", vocab=len(tokenizer), max_position_embeddings=512)
+    engine = Engine(model, tokenizer, FULL)
+    special = "<｜User｜>"
+    mark = tokenizer.convert_tokens_to_ids(special)
+    # Make the model say it sooner or later.
+    model.lm_head.weight.data[mark] = 3 * model.lm_head.weight.data.abs().max()
+    free = engine.generate(["ab"], max_new_tokens=200, stop_ids=()).results()[0].tokens
+    stopped = PolicyLM(engine)
+    stopped.generate_until(generation("ab", max_gen_toks=200, until=[special]))
+    assert stopped.costs["t"].new_tokens == free.index(mark) + 1
+    assert stopped.costs["t"].num_cut_off == 0
+
+
+def test_a_long_context_loses_its_beginning_and_is_counted() -> None:
+    model = lm()
+    long = text(2 * POSITIONS, 1)
+    ids = TOKENIZER(long)["input_ids"]
+    assert len(ids) > POSITIONS
+    (answer,) = model.generate_until(generation(long, max_gen_toks=20))
+    engine = Engine(MODEL, TOKENIZER, FULL)
+    (result,) = engine.generate([ids[20 - POSITIONS :]], max_new_tokens=20).results()
+    assert answer == result.text
+    assert (model.costs["t"].num_shortened, model.costs["t"].prompt_tokens) == (1, POSITIONS - 20)
+
+
+def test_more_new_tokens_than_positions_are_refused() -> None:
+    with pytest.raises(RequestError, match=f"positions for {POSITIONS}"):
+        lm().generate_until(generation("tea", max_gen_toks=POSITIONS))
+
+
+def test_attempts_at_a_question_are_drawn_apart_and_again_alike() -> None:
+    (one,) = generation(text(9, 3), max_gen_toks=30, do_sample=True, temperature=2.0)
+    (other,) = generation(text(9, 3), max_gen_toks=30, do_sample=True, temperature=2.0)
+    first = lm().generate_until([one, one, one])
+    assert len(set(first)) == 3
+    assert lm(slots=1).generate_until([other, other, other]) == first
+    assert lm(seed=1).generate_until([one, one, one]) != first
+
+
+def test_the_answer_follows_the_end_of_thinking() -> None:
+    (whole,) = lm().generate_until(generation(text(9, 0), max_gen_toks=60))
+    mark = whole[len(whole) // 2]
+    stop = whole[0]
+    thinking = lm(think_end=mark)
+    (answer,) = thinking.generate_until(generation(text(9, 0), max_gen_toks=60, until=[stop]))
+    assert answer == whole.rpartition(mark)[2].lstrip().partition(stop)[0]
+    assert thinking.costs["t"].new_tokens == 60, "a stop string in a thought ends nothing"
+
+
+@pytest.mark.parametrize(
+    ("settings", "wanted"),
+    [
+        ({}, (256, Sampling(), ())),
+        ({"do_sample": False, "temperature": 0.7}, (256, Sampling(), ())),
+        ({"temperature": 0.7, "top_p": 0.9, "top_k": 5}, (256, Sampling(0.7, 5, 0.9), ())),
+        ({"do_sample": True}, (256, Sampling(1.0), ())),
+        ({"max_tokens": 9, "until": "a", "num_beams": 1}, (9, Sampling(), ("a",))),
+    ],
+)
+def test_settings_of_tasks_are_read(settings: dict[str, Any], wanted: tuple[Any, ...]) -> None:
+    assert attrs.astuple(read_settings(settings, "t"), recurse=False) == wanted
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"num_beams": 4}, "num_beams=4"),
+        ({"repetition_penalty": 1.2}, "repetition_penalty"),
+        ({"do_sample": True, "temperature": -1}, "temperature"),
+        ({"temperature": "warm"}, "warm"),
+        ({"max_gen_toks": "many"}, "many"),
+    ],
+)
+def test_settings_that_the_engine_does_not_have_are_refused(
+    settings: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(TaskError, match=said) as caught:
+        read_settings(settings, "mine")
+    assert "'mine'" in str(caught.value)
+
+
+# Likelihood
+
+
+def continuations() -> list[tuple[str, str]]:
+    """Pairs of every kind: empty contexts, spaces at the border, greedy and one-token answers."""
+    greedy = lm().generate_until(generation("rent is 3. ", "tea = 7", max_gen_toks=6))
+    pairs = [("rent is 3. ", greedy[0]), ("tea = 7", greedy[1])]
+    pairs += [(text(4 + 9 * n, n), text(1 + 5 * n, 50 + n)) for n in range(6)]
+    pairs += [("oak is 7. What is oak?", f" {digit}") for digit in "1234"]
+    pairs += [("", text(7, 8)), ("tea  ", "is 3"), ("tea ", "  is 3")]
+    # More than fits: the context loses its beginning.
+    return [*pairs, (text(2 * POSITIONS, 4), text(30, 5))]
+
+
+def test_likelihoods_are_those_of_the_harness_where_nothing_leaves() -> None:
+    requests = instances("loglikelihood", continuations())
+    ours, theirs = lm().loglikelihood(requests), hf_lm().loglikelihood(requests)
+    assert [score.log_likelihood for score in ours] == pytest.approx(
+        [likelihood for likelihood, _ in theirs], abs=CLOSE
+    )
+    assert [score.is_greedy for score in ours] == [is_greedy for _, is_greedy in theirs]
+    assert {score.is_greedy for score in ours} == {True, False}
+
+
+def test_whole_texts_are_scored_as_by_the_harness_in_windows_too() -> None:
+    texts = [(text(30, 1),), (text(3, 2),), (text(3 * POSITIONS, 3),)]
+    requests = instances("loglikelihood_rolling", texts)
+    ours, theirs = lm().loglikelihood_rolling(requests), hf_lm().loglikelihood_rolling(requests)
+    assert ours == pytest.approx(theirs, abs=CLOSE)
+
+
+def test_one_sequence_scores_all_answers_of_one_token() -> None:
+    pairs = [("oak is 7. What is oak?", f" {digit}") for digit in "1234567"]
+    together, model = instances("loglikelihood", pairs), lm(SMALL)
+    scores = model.loglikelihood(together)
+    assert scores == [lm(SMALL).loglikelihood([one])[0] for one in together]
+    assert len({score.log_likelihood for score in scores}) == len(scores)
+    assert model.costs["t"].num_sequences == 1
+
+
+def test_branches_hold_every_continuation_once() -> None:
+    asked = [
+        Continuation(given, scored, task)
+        for given in ((1,), (1, 2))
+        for scored in ((), (3,), (4,), (3, 4), (3, 5), (4, 4))
+        for task in "ab"
+    ]
+    branches = branches_of(asked)
+    found = {
+        number: Continuation(branch.given, (*branch.led, token), branch.task)
+        for branch in branches
+        for number, token in branch.ends
+    }
+    assert found == {i: one for i, one in enumerate(asked) if one.scored}
+    assert len(branches) == 2 * 2 * 3
+
+
+def test_a_context_of_spaces_belongs_to_what_follows() -> None:
+    spaced, together = instances("loglikelihood", [("  ", "tea"), ("", "  tea")])
+    assert lm().loglikelihood([spaced]) == lm().loglikelihood([together])
+
+
+def test_a_continuation_of_nothing_is_certain() -> None:
+    assert lm().loglikelihood(instances("loglikelihood", [("tea", "")])) == [(0.0, True)]
+
+
+@pytest.mark.parametrize("plan", [FULL, SMALL], ids=["full", "small"])
+def test_a_model_finds_its_own_greedy_text_greedy_under_its_plan(plan: Plan) -> None:
+    contexts = [text(20 + 9 * number, number) for number in range(4)]
+    engine = Engine(MODEL, TOKENIZER, plan, slots=3)
+    results = engine.generate(contexts, max_new_tokens=30, stop_ids=()).results()
+    tokens = [
+        ("", TOKENIZER(context)["input_ids"], list(result.tokens))
+        for context, result in zip(contexts, results, strict=True)
+    ]
+    assert all(score.is_greedy for score in lm(plan)._loglikelihood_tokens(tokens))
+    other = FULL if plan is SMALL else SMALL
+    assert not all(score.is_greedy for score in lm(other)._loglikelihood_tokens(tokens))
+
+
+def test_likelihoods_under_a_plan_are_those_that_perplexity_measures() -> None:
+    pairs = [(text(25, number), text(40, 90 + number)) for number in range(3)]
+    model = lm(SMALL)
+    encoded = [("", TOKENIZER(a)["input_ids"], TOKENIZER(b)["input_ids"]) for a, b in pairs]
+    ours = [score.log_likelihood for score in model._loglikelihood_tokens(encoded)]
+    asked = [
+        Asked(Item(i, a, "", {}, reference=b), Request(a, max_new_tokens=500))
+        for i, (a, b) in enumerate(pairs)
+    ]
+    trial = Perplexity().begin(Engine(MODEL, TOKENIZER, SMALL), asked)
+    losses = [trial.outcome(result).values[LOSS] for result in trial.run.results()]
+    assert ours == pytest.approx([-loss for loss in losses], abs=CLOSE)
+    assert model.costs[""].compactions > 0
+    full = [score.log_likelihood for score in lm()._loglikelihood_tokens(encoded)]
+    assert not any(math.isclose(a, b, abs_tol=CLOSE) for a, b in zip(ours, full, strict=True))
+
+
+def test_memory_stays_within_budget_and_buffer_whatever_is_asked() -> None:
+    model = lm(SMALL)
+    model.generate_until(generation(text(60, 1), text(5, 2), max_gen_toks=50))
+    generated = model.costs["t"].compactions
+    model.loglikelihood(instances("loglikelihood", [(text(60, 3), text(40, 4))]))
+    model.loglikelihood_rolling(instances("loglikelihood_rolling", [(text(60, 5),)]))
+    cost = model.costs["t"]
+    assert cost.peak_rows == 12 + 4
+    assert 0 < generated < cost.compactions
+    assert cost.num_sequences == 4
+    assert set(model.reports) == {"generate_until", "loglikelihood", "loglikelihood_rolling"}
+
+
+def test_a_tokenizer_without_a_first_and_a_last_token_cannot_do_without_a_context() -> None:
+    tokenizer = build_tokenizer()
+    tokenizer.eos_token = None
+    model = PolicyLM(Engine(MODEL, tokenizer, FULL))
+    with pytest.raises(ModelError, match="without a context"):
+        model.loglikelihood(instances("loglikelihood", [("", "tea")]))
+
+
+# Chats
+
+
+def test_a_chat_is_not_given_its_first_token_twice() -> None:
+    tokenizer = r1_tokenizer()
+    model = tiny_model("llama", vocab=len(tokenizer))
+    ours = PolicyLM(Engine(model, tokenizer, FULL))
+    written = ours.apply_chat_template([{"role": "user", "content": "tea?"}])
+    assert written.endswith("<think>\n")
+    ids = ours.tok_encode(written)
+    assert ids.count(tokenizer.bos_token_id) == 1
+    assert ours.tok_encode("tea?")[0] == tokenizer.bos_token_id
+
+
+def test_a_model_that_knows_no_chat_is_not_asked_in_one() -> None:
+    with pytest.raises(TaskError, match="no chat template"):
+        lm().apply_chat_template([{"role": "user", "content": "tea?"}])

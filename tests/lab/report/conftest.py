@@ -1,0 +1,34 @@
+"""A browser for all tests of a file, and pages that say when they complained."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from chromium import Opened, browser_of_tests
+from report_pages import DESKTOP, Open
+
+from kvpolicy.lab.store.read import read_run
+from kvpolicy.lab.report.build import build
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    with browser_of_tests() as browser:
+        yield browser
+
+
+@pytest.fixture
+def open_report(browser: Any, tmp_path: Path) -> Iterator[Open]:
+    """Opens a report of run folders; when the test ends, nothing may have been complained of."""
+    opened: list[Opened] = []
+
+    def open_one(*folders: Path, **options: Any) -> Opened:
+        file = tmp_path / f"report-{len(opened)}.html"
+        file.write_text(build([read_run(folder) for folder in folders]), encoding="utf-8")
+        opened.append(Opened(browser, file, **({"viewport": DESKTOP} | options)))
+        return opened[-1]
+
+    yield open_one
+    for one in opened:
+        one.close()

@@ -1,0 +1,187 @@
+"""The parts a report is made of: programs bundled, runs gathered, layers told."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from run_folders import write_lines, write_run
+
+from kvpolicy.errors import ResultsError
+from kvpolicy.lab.store.read import read_run
+from kvpolicy.lab.report.build import build
+from kvpolicy.lab.report.bundle import bundle
+from kvpolicy.lab.report.content import group_content, labels_of
+from kvpolicy.lab.report.gather import gather
+from kvpolicy.lab.report.layers import alike, ranges, rest_of
+from kvpolicy.lab.report.texts import lengths, places_of
+from kvpolicy.lab.steer.rules import load_rules
+
+PLANS = [("full cache", None), ("H2O", 64)]
+
+
+def test_a_bundle_has_every_module_once_after_what_it_needs() -> None:
+    modules = {
+        "main": 'import { a, b } from "./one.js";\nimport { c } from "./two.js";\na(b, c);\n',
+        "one": 'import { c } from "./two.js";\nconst own = 1;\nexport const b = own;\n'
+        "export function a() {}\n",
+        "two": "const own = 2;\nexport async function c() {}\n",
+    }
+    program = bundle("main", modules.__getitem__)
+    heads = [line.split()[1] for line in program.splitlines() if line.startswith("const module_")]
+    assert heads == ["module_two", "module_one", "module_main"]
+    assert "import" not in program
+    assert "export" not in program
+    assert "return { b, a };" in program
+    assert "const { c } = module_two;" in program
+
+
+def test_modules_that_import_each_other_are_named() -> None:
+    modules = {name: f'import {{ x }} from "./{other}.js";\n' for name, other in ("ab", "ba")}
+    with pytest.raises(AssertionError, match="a imports b imports a"):
+        bundle("a", modules.__getitem__)
+
+
+def test_runs_that_share_a_group_are_one_group(tmp_path: Path) -> None:
+    one = read_run(write_run(tmp_path / "a", plans=PLANS[:1], n=4))
+    other = read_run(write_run(tmp_path / "b", plans=PLANS, n=4, only_first=6))
+    (view,) = gather([one, other])
+    assert [cell.label for cell in view.cells] == ["full cache", "H2O 64"]
+    assert [len(cell.samples) for cell in view.cells] == [4, 2]
+    assert view.num_expected == 8
+
+
+def test_runs_of_two_versions_are_not_mixed(tmp_path: Path) -> None:
+    """Ids of groups and cells know nothing of versions; the keys of samples do."""
+    wrong = {"correct": False}
+    runs = [
+        read_run(write_run(tmp_path / "a", plans=PLANS, n=4, says=lambda *_: {"correct": True})),
+        read_run(write_run(tmp_path / "b", plans=PLANS, n=6, version="9", says=lambda *_: wrong)),
+        read_run(write_run(tmp_path / "c", plans=PLANS, n=4, version="9", says=lambda *_: wrong)),
+    ]
+    assert list(runs[0].groups) == list(runs[2].groups)
+    views = gather(runs)
+    assert [(view.version, view.group.n) for view in views] == [("0.1.0", 4), ("9", 6), ("9", 4)]
+    for view in views:
+        assert [len(cell.samples) for cell in view.cells] == [view.group.n] * 2
+        assert view.num_expected == len(view.samples)
+        assert {sample.correct for sample in view.samples} == {view.version == "0.1.0"}
+    labels = labels_of(views)
+    assert len(set(labels)) == 3
+    assert [label.split(" · ")[3] for label in labels] == [f"kvpolicy {v.version}" for v in views]
+
+
+def test_a_model_that_was_typed_in_two_ways_is_shown_once(tmp_path: Path) -> None:
+    for name in ("reasoner", "models/reasoner"):
+        folder = write_run(tmp_path / name.replace("/", "-"), plans=PLANS, n=4)
+        manifest = json.loads((folder / "manifest.json").read_text())
+        manifest["run"]["groups"][0]["model"] = name
+        (folder / "manifest.json").write_text(json.dumps(manifest))
+    runs = [read_run(tmp_path / name) for name in ("reasoner", "models-reasoner")]
+    (view,) = gather(runs)
+    assert [len(cell.samples) for cell in view.cells] == [4, 4]
+
+
+def test_seeds_from_runs_that_go_on_know_what_they_will_be(tmp_path: Path) -> None:
+    """One cell has not begun with either seed; the runs differ in how much they ask."""
+    one = read_run(write_run(tmp_path / "a", plans=PLANS, n=4, only_first=4))
+    other = read_run(write_run(tmp_path / "b", plans=PLANS, seeds=(1,), n=6, only_first=5))
+    together, first, second = gather([one, other])
+    assert [view.num_expected for view in (together, first, second)] == [20, 8, 12]
+    assert [cell.label for cell in together.cells] == ["full cache"]
+    assert together.groups == (*one.groups, *other.groups)
+
+
+def test_settings_of_one_seed_are_not_told_of_several(tmp_path: Path) -> None:
+    run = read_run(write_run(tmp_path / "a", plans=PLANS, seeds=(0, 1), n=4))
+    views = gather([run])
+    settings = [
+        dict(group_content(view, load_rules("published"), ["full cache", "H2O"], "")["settings"])
+        for view in views
+    ]
+    assert [{"n", "prompt hash"} <= told.keys() for told in settings] == [False, True, True]
+    assert {"n", "prompt hash"} & settings[0].keys() == set()
+    assert all(told["kvpolicy"] == "0.1.0" for told in settings)
+
+
+def test_facets_of_too_many_values_have_no_table(tmp_path: Path) -> None:
+    def says(cell: dict[str, Any], item: int, attempt: int) -> dict[str, Any]:
+        return {"facets": {"depth": item % 32, "id": f"problem {item}"}}
+
+    run = read_run(write_run(tmp_path / "a", plans=PLANS, n=33, says=says))
+    (view,) = gather([run])
+    content = group_content(view, load_rules("published"), ["full cache", "H2O"], "")
+    assert [(one["name"], len(one["values"])) for one in content["facets"]] == [("depth", 32)]
+    assert content["left_out"] == [{"name": "id", "num": 33}]
+    assert [set(cell["facets"]) for cell in content["cells"]] == [{"depth"}] * 2
+    assert [item["others"] for item in content["items"]] == [[f"id problem {i}"] for i in range(33)]
+    depths = [sum(1 for i in range(33) if i % 32 == depth) for depth in range(32)]
+    assert [one["n"] for one in content["cells"][0]["facets"]["depth"]] == depths
+
+
+@pytest.mark.parametrize("long", ["prompt", "reference", "text"])
+def test_blocks_of_texts_are_of_a_size_whatever_is_long(tmp_path: Path, long: str) -> None:
+    size = 100_000
+    says = {"text": "x" * size} if long == "text" else {}
+    folder = write_run(tmp_path / "a", plans=PLANS[:1], n=30, says=lambda *_: says)
+    if long != "text":
+        items = [json.loads(line) for line in (folder / "items.jsonl").read_text().splitlines()]
+        write_lines(folder / "items.jsonl", [item | {long: "x" * size} for item in items])
+    (view,) = gather([read_run(folder)])
+    places = places_of(view)
+    assert [place.first for place in places] == [0, *(place.end for place in places[:-1])]
+    assert places[-1].end == 30
+    assert all(size * (place.end - place.first) < 1_000_000 for place in places)
+    assert sum(lengths(view)) >= 30 * size
+
+
+def test_seeds_come_together_and_one_by_one(tmp_path: Path) -> None:
+    run = read_run(write_run(tmp_path / "a", plans=PLANS, seeds=(3, 5), n=4))
+    together, *single = gather([run])
+    assert together.is_pooled
+    assert together.seeds == (3, 5)
+    assert [view.seeds for view in single] == [(3,), (5,)]
+    assert [len(cell.samples) for cell in together.cells] == [8, 8]
+
+
+def test_cells_of_the_same_series_and_budget_have_names_of_their_own(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "a", plans=[("H2O", 64), ("R-KV", 64)], n=2)
+    manifest = json.loads((folder / "manifest.json").read_text())
+    for i, cell in enumerate(manifest["run"]["cells"]):
+        cell |= {"series": "one", "knobs": {"one.knob": i}}
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    (view,) = gather([read_run(folder)])
+    assert [cell.label for cell in view.cells] == ["one 64 one.knob=0", "one 64 one.knob=1"]
+
+
+def test_a_run_without_samples_is_told(tmp_path: Path) -> None:
+    run = read_run(write_run(tmp_path / "a", only_first=0))
+    with pytest.raises(ResultsError, match="no sample is done yet"):
+        gather([run])
+
+
+def test_the_same_runs_give_the_same_page(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "a", plans=PLANS, seeds=(0, 1))
+    assert build([read_run(folder)]) == build([read_run(folder)])
+
+
+@given(st.lists(st.integers(0, 30), unique=True, min_size=1).map(sorted))
+def test_ranges_name_the_numbers_and_no_others(numbers: list[int]) -> None:
+    said: list[int] = []
+    for part in ranges(numbers).split(", "):
+        first, _, last = part.partition(" to ")
+        said += range(int(first), int(last or first) + 1)
+    assert said == numbers
+
+
+def test_alike_layers_stand_together() -> None:
+    layers = [
+        {"layer": i, "stack": [{"policy": "p", "knob": i % 2}], "budget": 8, "buffer": 4}
+        for i in range(5)
+    ]
+    even, odd = alike({"layers": layers})
+    assert (even["layers"], odd["layers"]) == ("0, 2, 4", "1, 3")
+    assert even["stack"] == [{"policy": "p", "knobs": {"knob": 0}}]
+    assert rest_of({"layers": layers, "schedule": [], "padding": "stored"}) == {"padding": "stored"}

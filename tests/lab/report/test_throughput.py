@@ -1,0 +1,81 @@
+"""Throughput has the interval that seeds give it, and none where there is one seed."""
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from run_folders import write_lines, write_run
+
+from kvpolicy.lab.store.read import read_run
+from kvpolicy.lab.report.gather import gather, pooled
+from kvpolicy.lab.report.metrics import quantities
+from kvpolicy.lab.report.throughput import student, throughput
+from kvpolicy.lab.store.samples import CellTiming
+from kvpolicy.lab.statistics import Estimate
+
+PLANS = [("full cache", None), ("H2O", 64)]
+
+
+def within(t: float, degrees: int, steps: int = 20_000) -> float:
+    """How much of Student's distribution lies between -t and t: its density, summed up."""
+    log_scale = math.lgamma((degrees + 1) / 2) - math.lgamma(degrees / 2)
+    scale = math.exp(log_scale) / math.sqrt(degrees * math.pi)
+    width = t / steps
+    middles = ((i + 0.5) * width for i in range(steps))
+    return 2 * width * scale * sum((1 + x * x / degrees) ** (-(degrees + 1) / 2) for x in middles)
+
+
+@pytest.mark.parametrize("degrees", [*range(1, 13), 20, 50])
+def test_95_percent_lie_within_students_bounds(degrees: int) -> None:
+    assert within(student(degrees), degrees) == pytest.approx(0.95, abs=2e-4)
+
+
+def timing(new_tokens: int, elapsed_s: float) -> CellTiming:
+    return CellTiming("cell", 8, new_tokens, elapsed_s, 0.1, 1.0, 1 << 20)
+
+
+@given(st.lists(st.floats(0.5, 50), min_size=2, max_size=8))
+def test_seeds_of_one_size_have_the_interval_of_their_mean(speeds: list[float]) -> None:
+    """If all take as long, the speed of all is the mean of their speeds."""
+    found = throughput([timing(round(1000 * speed), 1000.0) for speed in speeds])
+    assert isinstance(found, Estimate)
+    n, rounded = len(speeds), [round(1000 * speed) / 1000 for speed in speeds]
+    mean = sum(rounded) / n
+    error = math.sqrt(sum((one - mean) ** 2 for one in rounded) / (n - 1) / n)
+    assert found.value == pytest.approx(mean)
+    assert found.high == pytest.approx(mean + student(n - 1) * error)
+    assert found.low == pytest.approx(max(0.0, mean - student(n - 1) * error), abs=1e-9)
+
+
+def test_seeds_that_are_the_same_leave_nothing_open() -> None:
+    found = throughput([timing(600, 3.0), timing(200, 1.0)])
+    assert found == Estimate(200.0, pytest.approx(200.0), pytest.approx(200.0))
+
+
+def test_a_report_has_the_interval_where_seeds_are_taken_together(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", plans=PLANS, seeds=(0, 1, 2), n=4)
+    lines = [json.loads(line) for line in (folder / "timings.jsonl").read_text().splitlines()]
+    for i, line in enumerate(lines):  # two cells of each seed
+        line |= {"new_tokens": 100 + 10 * i, "elapsed_s": 1.0}
+    write_lines(folder / "timings.jsonl", lines)
+    run = read_run(folder)
+    of_name = {one.name: one for one in quantities(next(iter(run.groups.values())))}
+    together, *single = gather([run])
+    for cell in single[0].cells:
+        assert isinstance(of_name["throughput"].estimate(cell), float)
+    for number, cell in enumerate(together.cells):
+        found = of_name["throughput"].estimate(cell)
+        assert isinstance(found, Estimate)
+        assert found.value == pytest.approx(120 + 10 * number)
+        half = 4.303 * 20 / math.sqrt(3)  # seeds differ by 20
+        assert (found.low, found.high) == pytest.approx((found.value - half, found.value + half))
+    (drawn,) = pooled([run])
+    assert isinstance(of_name["throughput"].estimate(drawn.cells[0]), Estimate)
+    # A seed that was interrupted leaves the cell without a throughput.
+    write_lines(folder / "timings.jsonl", lines[1:])
+    first, other = gather([read_run(folder)])[0].cells
+    assert of_name["throughput"].estimate(first) is None
+    assert isinstance(of_name["throughput"].estimate(other), Estimate)

@@ -1,0 +1,152 @@
+"""Reading run folders: all that is written comes back, and damage is told in a sentence."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import attrs
+import pytest
+from run_folders import write_run
+
+from kvpolicy.errors import ResultsError
+from kvpolicy.lab.store.read import find_runs, read_run
+
+
+def _lines(path: Path) -> list[dict[str, object]]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def test_what_is_written_comes_back(tmp_path: Path) -> None:
+    folder = write_run(tmp_path, seeds=(0, 1), attempts=2, models=("a", "b"))
+    run = read_run(folder)
+    manifest = json.loads((folder / "manifest.json").read_text())["run"]
+    assert (run.name, run.version) == (manifest["name"], manifest["version"])
+    plain = [json.loads(json.dumps(attrs.asdict(group))) for group in run.groups.values()]
+    assert plain == manifest["groups"]
+    assert [attrs.asdict(cell) for cell in run.cells.values()] == manifest["cells"]
+    assert [attrs.asdict(one) for one in run.samples.values()] == _lines(folder / "samples.jsonl")
+    assert [attrs.asdict(one) for one in run.items.values()] == _lines(folder / "items.jsonl")
+    assert [attrs.asdict(one) for one in run.timings.values()] == _lines(folder / "timings.jsonl")
+    assert run.num_expected == len(run.samples) == 2 * 2 * 3 * 8 * 2
+
+
+def test_reading_changes_nothing(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run")
+    whole = (folder / "samples.jsonl").read_bytes()
+    (folder / "samples.jsonl").write_bytes(whole + b'{"key": "torn')
+    before = {path: (path.read_bytes(), path.stat().st_mtime_ns) for path in folder.iterdir()}
+    run = read_run(folder)
+    assert (len(run.samples), len(run.items), len(run.timings)) == (24, 8, 3)
+    assert {p: (p.read_bytes(), p.stat().st_mtime_ns) for p in folder.iterdir()} == before
+
+
+def test_a_run_that_is_being_written_is_read_up_to_its_last_whole_line(tmp_path: Path) -> None:
+    folder = write_run(tmp_path, n=2)
+    samples, content = folder / "samples.jsonl", (folder / "samples.jsonl").read_bytes()
+    for end in range(0, len(content) + 1, 7):
+        samples.write_bytes(content[:end])
+        assert len(read_run(folder).samples) == content[:end].count(b"\n")
+
+
+def test_a_run_that_has_just_begun_has_nothing_yet(tmp_path: Path) -> None:
+    folder = write_run(tmp_path)
+    for name in ("samples.jsonl", "items.jsonl", "timings.jsonl"):
+        (folder / name).unlink()
+    run = read_run(folder)
+    assert not run.samples
+    assert not run.items
+    assert not run.timings
+    assert run.num_expected == 24
+
+
+def test_a_letter_that_ends_lines_elsewhere_ends_none_here(tmp_path: Path) -> None:
+    text = "one\u2028two\x85three\x0cfour"
+    folder = write_run(tmp_path, says=lambda *_: {"text": text})
+    assert {sample.text for sample in read_run(folder).samples.values()} == {text}
+
+
+def test_runs_are_found_below_a_folder_and_not_inside_each_other(tmp_path: Path) -> None:
+    for name in ("b", "a/deep", "b/inside"):
+        write_run(tmp_path / name)
+    (tmp_path / "page").mkdir()
+    (tmp_path / "page" / "manifest.json").write_text('{"name": "a web page"}')
+    broken = tmp_path / "broken"
+    shutil.copytree(tmp_path / "a", tmp_path / "c")
+    broken.mkdir()
+    (broken / "manifest.json").write_text("{")
+    (broken / "samples.jsonl").touch()
+    names = ["a/deep", "b", "broken", "c/deep"]
+    assert find_runs(tmp_path) == [tmp_path / name for name in names]
+    assert find_runs(tmp_path / "b") == [tmp_path / "b"]
+    with pytest.raises(ResultsError, match="there is no folder"):
+        find_runs(tmp_path / "nowhere")
+
+
+def _rewrite(name: str, change: Callable[[str], str]) -> Callable[[Path], None]:
+    def damage(folder: Path) -> None:
+        path = folder / name
+        path.write_text(change(path.read_text(encoding="utf-8")), encoding="utf-8")
+
+    return damage
+
+
+DAMAGE = {
+    "no manifest": (lambda folder: (folder / "manifest.json").unlink(), "holds no run"),
+    "no folder": (shutil.rmtree, "is not there"),
+    "half a manifest": (_rewrite("manifest.json", lambda t: t[:99]), "manifest.json is damaged"),
+    "another manifest": (_rewrite("manifest.json", lambda _: "[]"), "not the manifest of a run"),
+    "format 1": (_rewrite("manifest.json", lambda t: t.replace(": 2,", ": 1,", 1)), "run it again"),
+    "format 3": (_rewrite("manifest.json", lambda t: t.replace(": 2,", ": 3,", 1)), "newer"),
+    "no format": (_rewrite("manifest.json", lambda _: '{"run": {}}'), "format None"),
+    "no groups": (_rewrite("manifest.json", lambda t: t.replace('"groups"', '"g"')), "lacks"),
+    "a group less": (
+        _rewrite("manifest.json", lambda t: t.replace('"group": "', '"group": "x', 1)),
+        "knows no group",
+    ),
+    "a field more": (
+        _rewrite("manifest.json", lambda t: t.replace('"seed": 0', '"seed": 0, "shade": 1')),
+        r"group 0, .*other fields \(shade\)",
+    ),
+    "a text for a number": (
+        _rewrite("samples.jsonl", lambda t: t.replace('"item": 3', '"item": "3"')),
+        r"samples.jsonl, line 4, .*item is '3'",
+    ),
+    "true for a number": (
+        _rewrite("samples.jsonl", lambda t: t.replace('"item": 3', '"item": true')),
+        "item is True",
+    ),
+    "no JSON": (
+        _rewrite("samples.jsonl", lambda t: "{" + t),
+        r"line 1, is damaged: it is not JSON",
+    ),
+    "a list": (_rewrite("timings.jsonl", lambda t: "[]\n" + t), "list stands there"),
+    "an unknown cell": (
+        _rewrite("samples.jsonl", lambda t: t.replace('"cell": "', '"cell": "f', 1)),
+        "line 1, is damaged: the manifest knows no cell 'f",
+    ),
+    "bytes that are no text": (
+        lambda folder: (folder / "items.jsonl").write_bytes(b'{"a": "\xff"}\n'),
+        "items.jsonl, line 1",
+    ),
+}
+
+
+def _read_all(folder: Path) -> None:
+    run = read_run(folder)
+    assert run.samples
+    assert run.items
+    assert run.timings
+
+
+@pytest.mark.parametrize(("damage", "sentence"), DAMAGE.values(), ids=DAMAGE)
+def test_damage_is_told_in_one_sentence(
+    damage: Callable[[Path], object], sentence: str, tmp_path: Path
+) -> None:
+    folder = write_run(tmp_path / "run")
+    damage(folder)
+    with pytest.raises(ResultsError, match=sentence) as caught:
+        _read_all(folder)
+    message = str(caught.value)
+    assert message.endswith(".")
+    assert "\n" not in message

@@ -1,0 +1,211 @@
+"""The results folder: one run, one process, nothing overwritten."""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import attrs
+import pytest
+from lab_samples import CELLS, sample
+
+from kvpolicy.errors import OutputError
+from kvpolicy.lab.store.samples import CellTiming, ItemRecord, sample_key
+from kvpolicy.lab.store.store import Store, done_keys
+
+GROUP = {"group": "g", "model": "m", "n": 3, "seed": 0}
+RUN = {"name": "r", "version": "1", "groups": [GROUP], "cells": [{"cell": "c"}]}
+SESSION = {"versions": {"torch": "2"}, "command": "kvpolicy ablate"}
+SAMPLE = sample(CELLS[1], 0, text="\\boxed{3}", facets={"depth": 2}, values={"loss": 0.5})
+TIMING = CellTiming("c", 3, 30, 1.5, 0.25, 1.0, 1024)
+
+
+def of_group(change: dict[str, object]) -> dict[str, object]:
+    return {"groups": [GROUP | change]}
+
+
+def content(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def test_a_sample_is_on_disk_before_the_store_is_closed(tmp_path: Path) -> None:
+    with Store(tmp_path / "out", RUN) as store:
+        store.add(SAMPLE)
+        store.add_timing(TIMING)
+        line = (tmp_path / "out" / "samples.jsonl").read_text(encoding="utf-8")
+        assert json.loads(line) == attrs.asdict(SAMPLE)
+
+
+def test_a_store_opened_again_knows_what_was_done(tmp_path: Path) -> None:
+    with Store(tmp_path, RUN) as store:
+        store.begin(SESSION)
+        store.add(SAMPLE)
+        store.add_timing(TIMING)
+    with Store(tmp_path, RUN) as store:
+        assert store.samples == {SAMPLE.key: SAMPLE}
+        assert store.timings == {"c": TIMING}
+        assert store.notes == []
+
+
+def test_every_session_is_in_the_manifest(tmp_path: Path) -> None:
+    for number in range(3):
+        with Store(tmp_path, RUN) as store:
+            store.begin(SESSION | {"number": number})
+    manifest = json.loads((tmp_path / "manifest.json").read_text(encoding="utf-8"))
+    assert manifest["run"] == RUN
+    assert [session["number"] for session in manifest["sessions"]] == [0, 1, 2]
+
+
+def test_other_versions_are_noted(tmp_path: Path) -> None:
+    with Store(tmp_path, RUN) as store:
+        store.begin(SESSION)
+    with Store(tmp_path, RUN) as store:
+        store.begin({"versions": {"torch": "3"}})
+        assert "other versions" in store.notes[0]
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (of_group({"n": 4}), "n is 3 there and 4 here"),
+        (of_group({"n": 4, "seed": 1}), "n is 3 there and 4 here; seed is 0 there and 1 here"),
+        ({"groups": [GROUP, GROUP]}, "groups differ"),
+        ({"version": "2"}, "version is 1 there and 2 here"),
+        ({"cells": []}, "cells differ"),
+        ({"extra": 1}, "extra"),
+    ],
+)
+def test_the_folder_of_another_run_is_refused_and_left_alone(
+    tmp_path: Path, change: dict[str, object], said: str
+) -> None:
+    with Store(tmp_path, RUN) as store:
+        store.add(SAMPLE)
+    before = content(tmp_path)
+    with pytest.raises(OutputError, match="another run") as caught:
+        Store(tmp_path, RUN | change)
+    assert said in str(caught.value)
+    assert content(tmp_path) == before
+
+
+def test_a_folder_with_other_things_is_refused_and_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "thesis.tex").write_text("years", encoding="utf-8")
+    with pytest.raises(OutputError, match="not empty"):
+        Store(tmp_path, RUN)
+    assert content(tmp_path) == {"thesis.tex": b"years"}
+
+
+def test_a_file_in_the_place_of_the_folder_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "out").write_text("x", encoding="utf-8")
+    with pytest.raises(OutputError, match="is a file"):
+        Store(tmp_path / "out", RUN)
+
+
+@pytest.mark.parametrize(
+    "manifest", ["{", "[]", '{"format": 1, "run": {}, "sessions": []}', '{"format": 99}']
+)
+def test_a_manifest_that_is_not_ours_is_refused(tmp_path: Path, manifest: str) -> None:
+    (tmp_path / "manifest.json").write_text(manifest, encoding="utf-8")
+    with pytest.raises(OutputError, match=r"manifest\.json"):
+        Store(tmp_path, RUN)
+    assert content(tmp_path) == {"manifest.json": manifest.encode()}
+
+
+def test_a_folder_that_was_killed_at_birth_is_taken_over(tmp_path: Path) -> None:
+    (tmp_path / ".lock").touch()
+    (tmp_path / "manifest.json.new").write_text("{", encoding="utf-8")
+    with Store(tmp_path, RUN) as store:
+        assert store.samples == {}
+
+
+def test_two_processes_do_not_write_in_one_folder(tmp_path: Path) -> None:
+    # A lock belongs to the open file: a second store stands for another process.
+    with Store(tmp_path, RUN), pytest.raises(OutputError, match="another kvpolicy process"):
+        Store(tmp_path, RUN)
+    Store(tmp_path, RUN).close()
+
+
+def test_a_torn_last_line_is_cut_off_with_a_note(tmp_path: Path) -> None:
+    with Store(tmp_path, RUN) as store:
+        store.add(SAMPLE)
+    path = tmp_path / "samples.jsonl"
+    path.write_bytes(path.read_bytes() + b'{"key": "half')
+    with Store(tmp_path, RUN) as store:
+        assert store.samples == {SAMPLE.key: SAMPLE}
+        assert "incomplete" in store.notes[0]
+
+
+def test_samples_of_another_version_are_refused(tmp_path: Path) -> None:
+    with Store(tmp_path, RUN):
+        pass
+    (tmp_path / "samples.jsonl").write_text('{"key": "k"}\n', encoding="utf-8")
+    with pytest.raises(OutputError, match="another version"):
+        Store(tmp_path, RUN)
+
+
+def test_what_is_done_can_be_looked_up_without_touching_anything(tmp_path: Path) -> None:
+    assert done_keys(tmp_path / "new", RUN) == set()
+    with Store(tmp_path / "out", RUN) as store:
+        store.add(SAMPLE)
+    path = tmp_path / "out" / "samples.jsonl"
+    path.write_bytes(path.read_bytes() + b'{"key": "half')
+    before = content(tmp_path / "out")
+    assert done_keys(tmp_path / "out", RUN) == {SAMPLE.key}
+    assert content(tmp_path / "out") == before
+    assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize("line", [b"no JSON", b"[]", b"\xff", b'{"other": 1}'])
+def test_a_damaged_line_is_told_of_where_what_is_done_is_looked_up(
+    tmp_path: Path, line: bytes
+) -> None:
+    with Store(tmp_path, RUN) as store:
+        store.add(SAMPLE)
+    path = tmp_path / "samples.jsonl"
+    path.write_bytes(line + b"\n" + path.read_bytes())
+    with pytest.raises(OutputError):
+        done_keys(tmp_path, RUN)
+
+
+def test_what_a_group_is_asked_is_kept_once(tmp_path: Path) -> None:
+    items = [
+        ItemRecord(group, "m", "t", 0, number, "p", "a", None, {})
+        for group in "gh"
+        for number in range(3)
+    ]
+    with Store(tmp_path, RUN) as store:
+        store.add_items(items[:2])  # as far as it came before it was killed
+        store.add_items(items)
+    with Store(tmp_path, RUN) as store:
+        store.add_items(items)
+    lines = (tmp_path / "items.jsonl").read_text(encoding="utf-8").splitlines()
+    assert [json.loads(line) for line in lines] == [attrs.asdict(item) for item in items]
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="there are no forks here")
+def test_a_process_forked_from_ours_does_not_hold_the_folder(tmp_path: Path) -> None:
+    store = Store(tmp_path, RUN)
+    may_end, let_end = os.pipe()
+    child = os.fork()
+    if not child:
+        os.close(let_end)
+        os.read(may_end, 1)
+        os._exit(0)
+    store.close()
+    Store(tmp_path, RUN).close()
+    os.close(let_end)
+    os.waitpid(child, 0)
+
+
+def test_a_run_by_another_name_is_the_same_run(tmp_path: Path) -> None:
+    Store(tmp_path, RUN).close()
+    Store(tmp_path, RUN | {"name": "other"}).close()
+
+
+def test_a_key_depends_on_everything_that_decides_the_sample() -> None:
+    numbers = {"item": 1, "attempt": 2, "seed": 3, "max_new_tokens": 4}
+    words = ["plan", "model", "task", "measure", "prompt", "sampling", "version"]
+    given: dict[str, Any] = dict.fromkeys(words, "x") | numbers
+    keys = {sample_key(**given)}
+    for name, value in given.items():
+        keys.add(sample_key(**(given | {name: value * 10})))
+    assert len(keys) == 1 + len(given)

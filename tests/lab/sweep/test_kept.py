@@ -1,0 +1,305 @@
+"""A record of what was kept says of every row, at every moment, whether it was in the cache."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import attrs
+import pytest
+from families import WINDOWED, family_model
+from hypothesis import given
+from hypothesis import strategies as st
+from recorder import Scores
+from strategies import plans, prompts
+from tiny import shared_model, tiny_tokenizer
+from torch import Tensor
+
+from kvpolicy import Engine, Plan, Sampling, hookimpl
+from kvpolicy.engine.compactor import Compactor
+from kvpolicy.errors import KVPolicyError, OutputError
+from kvpolicy.lab.sweep.recording import Kept, KeptLayer, KeptRows, keeping
+from kvpolicy.engine.results import Result
+from kvpolicy.engine.run import Run
+from kvpolicy.engine.sequence import LiveSequence
+from kvpolicy.engine.tracing import recording
+
+chunks = st.sampled_from([1, 3, 7, 512])
+
+
+@attrs.define
+class Seen:
+    """What the cache itself held, looked up after every forward and every compaction."""
+
+    #: (request, layer): tokens at each compaction.
+    at: dict[tuple[int, int], list[int]] = attrs.field(factory=dict)
+    #: (request, layer, tokens): positions that each KV head held, compactions done.
+    held: dict[tuple[int, int, int], list[set[int]]] = attrs.field(factory=dict)
+
+    def look(self, compactor: Compactor, active: Sequence[LiveSequence]) -> None:
+        cache = compactor._cache
+        for slot, sequence in enumerate(active):
+            for number, layer in enumerate(cache.layers):
+                num = int(cache.rows[number, slot])
+                key = (sequence.id, number, int(cache.seq_len[slot]))
+                self.held[key] = [set(head[:num].tolist()) for head in layer.positions[slot]]
+
+
+@pytest.fixture
+def seen(monkeypatch: pytest.MonkeyPatch) -> Seen:
+    return watch(monkeypatch)
+
+
+def watch(patch: pytest.MonkeyPatch) -> Seen:
+    seen, compact, compact_layer = Seen(), Compactor.compact, Compactor._compact_layer
+
+    def and_look(self: Compactor, active: Sequence[LiveSequence], first: int, last: int) -> None:
+        compact(self, active, first, last)
+        seen.look(self, active)
+
+    def and_count(
+        self: Compactor, layer_idx: int, slots: list[int], active: Sequence[LiveSequence]
+    ) -> None:
+        before = self._cache.rows[layer_idx].copy()
+        compact_layer(self, layer_idx, slots, active)
+        for slot in slots:
+            if self._cache.rows[layer_idx, slot] < before[slot]:
+                times = seen.at.setdefault((active[slot].id, layer_idx), [])
+                times.append(int(self._cache.seq_len[slot]))
+
+    patch.setattr(Compactor, "compact", and_look)
+    patch.setattr(Compactor, "_compact_layer", and_count)
+    return seen
+
+
+def record(engine: Engine, chosen: Any, *arguments: Any, **options: Any) -> dict[int, KeptRows]:
+    return taken(engine.generate(*arguments, **options), chosen)
+
+
+def taken(run: Run, chosen: Any) -> dict[int, KeptRows]:
+    with keeping(run, chosen) as keeper:
+        return {result.id: keeper.taken(result) for result in run if result.id in keeper.requests}
+
+
+def check_is_what_was_seen(request: int, rows: KeptRows, seen: Seen, num_layers: int) -> None:
+    """Of every row, at every moment that was looked at."""
+    assert [layer.layer for layer in rows.layers] == list(range(num_layers))
+    for (number, layer_idx, num_tokens), held in seen.held.items():
+        if number != request:
+            continue
+        layer = rows.layers[layer_idx]
+        assert layer.at == seen.at.get((request, layer_idx), [])
+        done = sum(at <= num_tokens for at in layer.at)
+        oldest = 0 if layer.window is None else num_tokens - layer.window + 1
+        for left_at, positions in zip(layer.left_at, held, strict=True):
+            assert len(left_at) == len(rows.tokens)
+            told = {p for p in range(num_tokens) if left_at[p] == -1 or left_at[p] >= done}
+            assert {p for p in told if p >= oldest} == {p for p in positions if p >= oldest}
+            if layer.window is None or num_tokens in layer.at:
+                # Right after a compaction, hidden rows that stayed are told as well.
+                assert told == positions
+
+
+# --- the oracle -------------------------------------------------------------------------------
+
+
+@given(
+    st.data(),
+    plans(num_layers=2),
+    prompts(count=5, max_len=60),
+    st.integers(1, 4),
+    chunks,
+)
+def test_a_record_equals_the_cache_under_any_plan(
+    data: st.DataObject, plan: Plan, prompts: list[list[int]], slots: int, chunk: int
+) -> None:
+    """Prompts longer than the slabs, chunked; slots that change hands; rows that are rewritten."""
+    chosen = data.draw(st.sets(st.integers(0, 4)))
+    engine = Engine(shared_model(num_layers=2), plan=plan, slots=slots, chunk=chunk)
+    with pytest.MonkeyPatch.context() as patch:
+        seen = watch(patch)
+        records = record(engine, chosen, prompts, max_new_tokens=21)
+    assert records.keys() == chosen
+    for request, rows in records.items():
+        assert rows.num_prompt == len(prompts[request])
+        assert len(rows.tokens) == len(prompts[request]) + 21
+        check_is_what_was_seen(request, rows, seen, num_layers=2)
+
+
+@given(
+    st.sampled_from(WINDOWED),
+    st.sampled_from([5, 11, 17]),
+    plans(num_layers=2),
+    prompts(count=3, max_len=40),
+    chunks,
+)
+def test_a_record_equals_the_cache_where_windows_slide(
+    family: str, window: int, plan: Plan, prompts: list[list[int]], chunk: int
+) -> None:
+    engine = Engine(family_model(family, window=window), plan=plan, slots=2, chunk=chunk)
+    with pytest.MonkeyPatch.context() as patch:
+        seen = watch(patch)
+        records = record(engine, range(3), prompts, max_new_tokens=17)
+    for request, rows in records.items():
+        windows = [layer.window for layer in rows.layers]
+        assert windows == [shape.sliding_window for shape in engine.seam.layer_shapes()]
+        check_is_what_was_seen(request, rows, seen, num_layers=2)
+
+
+def test_a_record_equals_the_cache_where_pads_are_stored(seen: Seen) -> None:
+    plan = Plan.uniform("h2o", budget=16, buffer=4, padding="stored")
+    engine = Engine(shared_model(), plan=plan, slots=3)
+    records = record(engine, range(3), [[1] * 4, [2] * 9, [3] * 30], max_new_tokens=30)
+    for request, rows in records.items():
+        check_is_what_was_seen(request, rows, seen, num_layers=2)
+        assert rows.layers[0].at
+
+
+# --- how requests end -------------------------------------------------------------------------
+
+
+PROMPTS = [[1, 2, 3] * 9, [4, 5] * 9, [6, 7, 8]]
+PLAN = Plan.uniform("h2o", budget=14, buffer=4)
+
+
+def test_a_request_that_is_cancelled_has_its_rows_until_then(seen: Seen) -> None:
+    engine = Engine(shared_model(), plan=PLAN, slots=2)
+    run = engine.generate(PROMPTS, max_new_tokens=30)
+    with keeping(run, range(3)) as keeper:
+        for _ in range(12):
+            run.step()
+        run.cancel(0)  # being served
+        run.cancel(2)  # waiting
+        records = {result.id: (result, keeper.taken(result)) for result in run}
+    served, rows = records[0]
+    assert len(rows.tokens) == 27 + len(served.tokens) < 27 + 30
+    check_is_what_was_seen(0, rows, seen, num_layers=2)
+    assert rows.layers[0].at
+    waiting = records[2][1]
+    assert waiting.num_prompt == len(waiting.tokens) == 3
+    assert [layer.at for layer in waiting.layers] == [[], []]
+
+
+class FailsOnce:
+    """Evicts half of what it should, and raises, at the second compaction of one sequence."""
+
+    @hookimpl
+    def evict(self, rows: Any, keep: Tensor, memory: Any, layer_idx: int) -> None:
+        for notes in memory.of(self):
+            notes[layer_idx] = notes.get(layer_idx, 0) + 1
+            if notes[layer_idx] == 2 and rows.positions[0, 0, 0] > 0:
+                msg = "no more"
+                raise ValueError(msg)
+
+
+def test_an_eviction_that_fails_is_none(seen: Seen) -> None:
+    newest = Scores(lambda positions: positions.double())
+    plan = Plan.uniform(newest, FailsOnce(), budget=14, buffer=4)
+    engine = Engine(shared_model(), plan=plan, slots=1, on_hook_error="answer")
+    run = engine.generate(PROMPTS[:1], max_new_tokens=30)
+    rows = taken(run, [0])[0]
+    assert run.report.num_errors == 1
+    assert [len(layer.at) for layer in rows.layers] == [1, 1]
+    assert rows.layers[1].at == seen.at[0, 1]
+
+
+def test_a_request_that_is_refused_has_an_empty_record() -> None:
+    engine = Engine(shared_model(), plan=PLAN)
+    assert record(engine, [1], [[1], []], max_new_tokens=3) == {1: KeptRows(0, [], [])}
+
+
+def test_attempts_at_one_prompt_have_rows_of_their_own(seen: Seen) -> None:
+    engine = Engine(shared_model(), plan=PLAN, slots=3)
+    drawn = [Sampling(temperature=1.0, seed=seed) for seed in range(3)]
+    records = record(engine, [0, 2], [PROMPTS[0]] * 3, max_new_tokens=20, sampling=drawn)
+    assert records.keys() == {0, 2}
+    assert records[0].tokens != records[2].tokens
+    for request, rows in records.items():
+        check_is_what_was_seen(request, rows, seen, num_layers=2)
+
+
+def test_other_runs_of_the_engine_are_none_of_its_business() -> None:
+    engine = Engine(shared_model(), plan=PLAN, slots=2)
+    alone = record(engine, [0], PROMPTS[:2], max_new_tokens=20)
+    run, other = (engine.generate(one, max_new_tokens=20) for one in (PROMPTS[:2], PROMPTS[::-1]))
+    with keeping(run, [0]) as keeper:
+        records = {}
+        while not run.done:
+            other.step()
+            for result in run.step().results:
+                if result.id == 0:
+                    records[0] = keeper.taken(result)
+    assert records == alone
+
+
+# --- tokens, and who pays ---------------------------------------------------------------------
+
+
+def test_the_texts_are_the_prompt_and_the_answer() -> None:
+    tokenizer = tiny_tokenizer()
+    engine = Engine(shared_model(), tokenizer, PLAN)
+    records = record(engine, [0], ["a b c"], max_new_tokens=12, stop_ids=[])
+    (result,) = engine.generate(["a b c"], max_new_tokens=12, stop_ids=[]).results()
+    assert records[0].num_prompt == 5
+    assert "".join(records[0].tokens[:5]) == "a b c"
+    assert "".join(records[0].tokens[5:]) == tokenizer.decode(result.tokens)
+
+
+def test_without_a_tokenizer_texts_are_ids() -> None:
+    engine = Engine(shared_model(), plan=PLAN)
+    assert record(engine, [0], [[7, 8]], max_new_tokens=1)[0].tokens[:2] == ["<7>", "<8>"]
+
+
+@given(prompts(count=3), plans(num_layers=2))
+def test_tokens_are_the_same_with_and_without_a_record(
+    prompts: list[list[int]], plan: Plan
+) -> None:
+    engine = Engine(shared_model(), plan=plan, slots=2)
+    plain = engine.generate(prompts, max_new_tokens=20).results()
+    run = engine.generate(prompts, max_new_tokens=20)
+    with keeping(run, [0, 2]):
+        kept = run.results()
+    assert [result.tokens for result in kept] == [result.tokens for result in plain]
+
+
+def test_where_nobody_is_chosen_nothing_is_in_the_way() -> None:
+    engine = Engine(shared_model(), plan=PLAN)
+    run = engine.generate(PROMPTS, max_new_tokens=3)
+    with keeping(run, []), recording(engine) as trace:  # two watchers would be refused
+        run.results()
+    assert trace.num_calls
+
+
+def test_one_recording_at_a_time() -> None:
+    engine = Engine(shared_model(), plan=PLAN)
+    with (
+        recording(engine),
+        pytest.raises(KVPolicyError, match="being recorded already"),
+        keeping(engine.generate(PROMPTS), [0]),
+    ):
+        pass
+
+
+def test_what_was_taken_is_forgotten() -> None:
+    engine = Engine(shared_model(), plan=PLAN)
+    run = engine.generate([[1]], max_new_tokens=2)
+    with keeping(run, [0]) as keeper:
+        (result,) = run.results()
+        assert keeper.taken(result).tokens
+        assert keeper.taken(Result(0)).tokens == []
+
+
+# --- on disk ----------------------------------------------------------------------------------
+
+
+def test_a_record_comes_back_as_it_was() -> None:
+    rows = KeptRows(1, ["a", "\ufffd"], [KeptLayer(0, None, [1], [[0, -1]])])
+    kept = Kept.of(rows, key="k", cell="c", item=3, attempt=1)
+    record = kept.to_dict()
+    assert list(record) == ["key", "cell", "item", "attempt", "num_prompt", "tokens", "layers"]
+    assert Kept.from_dict(record) == kept
+
+
+@pytest.mark.parametrize("change", [{"more": 1}, {"layers": [{"layer": 0}]}, {"tokens": 3}])
+def test_a_record_with_other_fields_is_refused(change: dict[str, Any]) -> None:
+    kept = Kept.of(KeptRows(0, [], []), key="k", cell="c", item=3, attempt=1)
+    with pytest.raises(OutputError, match="choose another output folder"):
+        Kept.from_dict(kept.to_dict() | change)

@@ -1,0 +1,91 @@
+"""Presets: the one that ships, and every way to write one wrong."""
+
+from pathlib import Path
+
+import pytest
+
+from kvpolicy.hooks.bundled import bundled_names
+from kvpolicy.errors import KVPolicyError
+from kvpolicy.lab.sweep.grid import build_cells
+from kvpolicy.lab.sweep.sweep_file import DEFAULT_PRESET, GROUP, load_preset
+from kvpolicy.lab.tasks.task import load_task
+
+GOOD = """
+model = "reasoner"
+task = "reasoner"
+n = 10
+seed = 0
+max_new_tokens = 50
+slots = 4
+budgets = [16]
+buffer = 8
+
+[[series]]
+label = "a"
+plan.stack = ["streaming"]
+"""
+
+
+def written(tmp_path: Path, text: str) -> str:
+    path = tmp_path / "mine.toml"
+    path.write_text(text, encoding="utf-8")
+    return str(path)
+
+
+def test_the_default_preset_compares_a_full_cache_and_four_policies_at_four_budgets() -> None:
+    preset = load_preset(DEFAULT_PRESET)
+    cells = build_cells(preset.series, num_layers=4, budgets=preset.budgets, buffer=preset.buffer)
+    assert preset.name == DEFAULT_PRESET
+    assert preset.n >= 100
+    assert len(preset.budgets) == 4
+    assert len(cells) == 1 + 4 * len(preset.budgets)
+    assert cells[0].budget is None, "the reference comes first"
+    assert all(cell.budget is not None for cell in cells[1:])
+
+
+@pytest.mark.parametrize("name", bundled_names(GROUP))
+def test_an_installed_preset_fits_the_bundled_reasoners(name: str) -> None:
+    preset = load_preset(name)
+    cells = build_cells(preset.series, num_layers=4, budgets=preset.budgets, buffer=preset.buffer)
+    assert preset.split == ("tune" if name.endswith("tune") else "test")
+    assert {cell.series for cell in cells} == {series.label for series in preset.series}
+    assert load_task(preset.tasks[0]).items(1, seed=preset.seeds[0], split=preset.split)
+
+
+def test_a_preset_can_be_a_file(tmp_path: Path) -> None:
+    preset = load_preset(written(tmp_path, GOOD))
+    assert preset.name == "mine"
+    assert preset.budgets == (16,)
+    assert preset.series[0].plan == {"stack": ["streaming"]}
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (("n = 10\n", ""), "n"),
+        (("n = 10", "n = 0"), "n"),
+        (("n = 10", 'n = "ten"'), "n"),
+        (("budgets = [16]", "budgets = []"), "budgets"),
+        (("budgets = [16]", "budgets = [0]"), "budgets"),
+        (("slots = 4", "slots = 4\nslotz = 4"), "slotz"),
+        (("model = ", "model : "), "TOML"),
+        (('label = "a"', 'label = "a"\nlabl = "b"'), "labl"),
+    ],
+)
+def test_a_wrong_preset_is_answered_with_what_is_wrong(
+    tmp_path: Path, change: tuple[str, str], said: str
+) -> None:
+    with pytest.raises(KVPolicyError, match="mine") as caught:
+        load_preset(written(tmp_path, GOOD.replace(*change)))
+    assert said in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_an_unknown_preset_is_answered_with_the_nearest() -> None:
+    with pytest.raises(KVPolicyError, match="did you mean baselines"):
+        load_preset("baseline")
+
+
+def test_a_preset_file_that_is_not_there_is_named(tmp_path: Path) -> None:
+    with pytest.raises(KVPolicyError, match=r"none\.toml cannot be read"):
+        load_preset(str(tmp_path / "none.toml"))

@@ -1,0 +1,187 @@
+"""Programs that a model wrote: right and wrong, and kept from doing harm."""
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from datafiles import LIVECODEBENCH, pack, write_jsonl
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvpolicy.lab.tasks import sandbox_child as confined
+from kvpolicy.lab.tasks.code_grading import Test, last_block, passes, same_output
+from kvpolicy.lab.tasks.livecodebench import unpack
+from kvpolicy.lab.tasks.sandbox import run_program
+from kvpolicy.lab.tasks.task import load_task
+
+can_confine = pytest.mark.skipif(
+    not confined.can_confine(), reason="programs are confined on Linux (x86-64, ARM64) only"
+)
+
+SUM = "while True:\n    try: print(sum(map(int, input().split())))\n    except EOFError: break\n"
+TWO_SUM = """class Solution:
+    def twoSum(self, nums: List[int], s: int):
+        print("looking")
+        places = defaultdict(list)
+        for i, n in enumerate(nums):
+            if places[s - n]:
+                return [places[s - n][0], i]
+            places[n].append(i)
+"""
+
+
+def fenced(program: str) -> str:
+    return f"<think>hm\n```python\nprint('not this')\n```\n</think>\nSo:\n```python\n{program}```\n"
+
+
+@can_confine
+@pytest.mark.parametrize(
+    ("number", "text", "right"),
+    [
+        (0, fenced(SUM), True),
+        (0, fenced(SUM) + "\n```python\nprint(3)\n```\n", False),  # the last block counts
+        (0, fenced(SUM.replace("sum", "max")), False),
+        (0, fenced("print(3)\n"), False),  # the public test alone
+        (0, fenced(SUM + "exit(1)\n"), False),
+        (0, fenced("def broken(:\n"), False),
+        (0, SUM, False),  # no block
+        (0, f"```python\n{SUM}", False),  # cut off
+        (1, fenced(TWO_SUM), True),
+        (1, fenced(TWO_SUM.replace("[0], i]", "[0], i + 1]")), False),
+        (1, fenced(TWO_SUM.replace("looking", "<<answer>>[7, 7]")), True),  # its own mark is last
+        (1, fenced("def twoSum(a, s):\n    return [0, 1]\n"), True),
+        (1, fenced("def sumTwo(a, s):\n    return [0, 1]\n"), False),
+        (1, fenced(TWO_SUM.replace("return [", "return {*[").replace(", i]", ", i]}")), False),
+    ],
+)
+def test_a_program_is_right_if_it_passes_all_tests(
+    tmp_path: Path, number: int, text: str, right: bool
+) -> None:
+    file = write_jsonl(tmp_path / "test.jsonl", LIVECODEBENCH[number : number + 1])
+    task = load_task(f"livecodebench:source={file}")
+    assert task.measure.runs_code
+    (item,) = task.items(1, seed=0)
+    assert task.grade(text, item) is right
+
+
+@pytest.mark.parametrize(
+    ("found", "expected", "same"),
+    [
+        ("3\n", "3", True),
+        ("  3 \n4\n\n", "3\n4", True),
+        ("1.0 2", "1 2.00", True),
+        ("0.10000001", "0.1", False),
+        ("3", "3\n4", False),
+        ("3 4", "3\n4", False),
+        ("yes", "YES", False),
+        ("a  b", "a b", False),
+        ("", "", True),
+        ("nan", "nan", True),
+    ],
+)
+def test_outputs_are_compared_line_by_line(found: str, expected: str, same: bool) -> None:
+    assert same_output(found, expected) is same
+
+
+@given(st.lists(st.fixed_dictionaries({"input": st.text(), "output": st.text()}), max_size=4))
+def test_packed_tests_are_read_back_without_unpickling(tests: list[dict[str, str]]) -> None:
+    assert unpack(pack(tests)) == tests
+    assert unpack(json.dumps(tests)) == tests
+
+
+def test_a_pickle_that_would_run_something_runs_nothing(tmp_path: Path) -> None:
+    import base64
+    import zlib
+
+    trap = tmp_path / "sprung"
+    # cos\nsystem\n: unpickling it would make a file.
+    pickled = f"cos\nsystem\n(V/bin/touch {trap}\ntR.".encode()
+    with pytest.raises(ValueError, match="pickle of 2 texts"):
+        unpack(base64.b64encode(zlib.compress(pickled)).decode())
+    assert not trap.exists()
+
+
+@pytest.mark.parametrize(
+    ("text", "block"),
+    [
+        ("```python\na\n```", "a\n"),
+        ("```\na\n```\n```py\nb\n```", "b\n"),
+        ("  ```python\n  a\n  ```", "  a\n"),
+        ("```python\na\n", None),
+        ("no code", None),
+    ],
+)
+def test_the_last_closed_block_counts(text: str, block: str | None) -> None:
+    assert last_block(text) == block
+
+
+FORBIDDEN = {
+    "the network": "import socket; socket.create_connection(('127.0.0.1', 9))",
+    "a socket": "import socket; socket.socket()",
+    "a process": "import os; os.fork()",
+    "a program": "import subprocess; subprocess.run(['/bin/true'])",
+    "a program in its place": "import os; os.execv('/bin/true', ['true'])",
+    "signals": f"import os; os.kill({os.getpid()}, 15)",
+    "more memory": "bytearray(2**31)",
+    "large files": "open('a', 'wb').write(bytes(2**27))",
+}
+
+
+@can_confine
+@pytest.mark.parametrize("what", FORBIDDEN)
+def test_a_confined_program_may_not_have(what: str) -> None:
+    source = f"{FORBIDDEN[what]}\nprint('it could')\n"
+    finished = run_program(source, "", time_s=20, memory_bytes=2**30)
+    assert (finished.ending, finished.stdout) == ("failed", ""), finished
+    reasons = ("Operation not permitted", "MemoryError", "File too large")
+    assert any(reason in finished.stderr for reason in reasons), finished.stderr
+
+
+@can_confine
+def test_a_confined_program_may_do_what_contests_need() -> None:
+    source = (
+        "import sys, threading, math\n"
+        "sys.setrecursionlimit(10**6)\n"
+        "def deep(n): return 0 if n == 0 else 1 + deep(n - 1)\n"
+        "thread = threading.Thread(target=lambda: print(deep(20000)))\n"
+        "thread.start(); thread.join()\n"
+        "print(sys.stdin.readline().strip(), input(), __name__)\n"
+    )
+    finished = run_program(source, "one\ntwo\n", time_s=20)
+    assert (finished.ending, finished.stdout) == ("done", "20000\none two __main__\n"), finished
+
+
+@can_confine
+@pytest.mark.parametrize("source", ["while True: pass", "import time; time.sleep(60)"])
+def test_a_program_that_does_not_end_is_ended(source: str) -> None:
+    begun = time.monotonic()
+    assert run_program(source, "", time_s=0.5).ending == "timeout"
+    assert time.monotonic() - begun < 10
+
+
+@can_confine
+def test_a_program_sees_nothing_of_our_environment_and_leaves_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("HF_TOKEN", "secret")
+    source = "import os; open('x', 'w').close(); print(os.getcwd(), os.environ.get('HF_TOKEN'))"
+    finished = run_program(source, "", time_s=20)
+    folder, token = finished.stdout.split()
+    assert token == "None"
+    assert not Path(folder).exists()
+
+
+@can_confine
+def test_a_program_that_reads_nothing_is_no_trouble() -> None:
+    assert passes("print(1)", [Test("1\n" * 10**6, "1")], time_s=20)
+
+
+def test_elsewhere_programs_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from kvpolicy.errors import TaskError
+
+    monkeypatch.setattr(sys, "platform", "plan9")
+    with pytest.raises(TaskError, match="on Linux"):
+        _ = load_task(f"livecodebench:source={tmp_path}").measure

@@ -1,0 +1,246 @@
+"""Perplexity and agreement: against plain forwards, against free-running texts, in any order."""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import attrs
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from lab_samples import CELLS, sample
+from tiny import r1_tokenizer, shared_model, tiny_model, tiny_tokenizer
+
+from kvpolicy import Engine, Plan, hookimpl
+from kvpolicy.errors import TaskError
+from kvpolicy.lab.tasks.agreement import FIRST_DIFFERENCE, KL, MATCH, Agreement
+from kvpolicy.lab.tasks.measures import Asked, Graded, Measure, Outcome
+from kvpolicy.lab.tasks.perplexity import LOSS, NUM_SCORED, Perplexity
+from kvpolicy.lab.sweep.sweep_file import full_cache_plan
+from kvpolicy.lab.tasks.task import Item, load_task
+from kvpolicy.engine.request import Request, Sampling, Waiting
+
+TOKENIZER = tiny_tokenizer()
+# A loss is a sum over tokens; one forward and many round differently.
+ROUNDING = 1e-3
+
+texts = st.text("abcdefgh ", min_size=2, max_size=40)
+
+
+@attrs.define(eq=False)
+class LastFirst:
+    """Requests in the opposite order, one at a time."""
+
+    @hookimpl
+    def schedule(self, waiting: list[Waiting]) -> list[list[int]]:
+        return [[waiting[-1].id]]
+
+
+def measured(
+    measure: Measure,
+    plan: Plan,
+    items: Sequence[Item],
+    *,
+    slots: int = 3,
+    max_new_tokens: int = 60,
+    model: Any = None,
+) -> list[Outcome]:
+    engine = Engine(model or shared_model(), TOKENIZER, plan, slots=slots)
+    asked = [Asked(item, Request(item.prompt, max_new_tokens, Sampling())) for item in items]
+    trial = measure.begin(engine, asked)
+    found = {result.id: trial.outcome(result) for result in trial.run}
+    return [found[number] for number in range(len(items))]
+
+
+def text(prompt: str, reference: str, index: int = 0) -> Item:
+    return Item(index, prompt, "", reference=reference)
+
+
+def loss_by_hand(prompt: str, reference: str) -> float:
+    """One forward of the unmodified model over the whole text."""
+    ids = TOKENIZER(prompt + reference)["input_ids"]
+    first = max(len(TOKENIZER(prompt)["input_ids"]), 1) if prompt else 1
+    with torch.inference_mode():
+        logits = shared_model()(torch.tensor([ids])).logits[0].double()
+    loss = 0.0
+    for place in range(first, len(ids)):
+        row = logits[place - 1]
+        loss -= float(row[ids[place]]) - math.log(float(row.exp().sum()))
+    return loss
+
+
+@given(st.one_of(st.just(""), texts), texts)
+def test_where_nothing_leaves_the_loss_is_that_of_one_forward(prompt: str, reference: str) -> None:
+    (found,) = measured(Perplexity(), full_cache_plan(), [text(prompt, reference)])
+    assert found.values[LOSS] == pytest.approx(loss_by_hand(prompt, reference), abs=ROUNDING)
+    assert found.values[NUM_SCORED] == len(reference) - (not prompt)
+    assert found.result.finish_reason == "stop"
+    assert found.correct is None
+
+
+def test_evicting_changes_the_loss_and_only_after_the_first_compaction() -> None:
+    plan = Plan.uniform("streaming", budget=8, buffer=4)
+    long, short = text("abc", "defgh abcdefgh hgfedcba"), text("abc", "defgh abc")
+    evicted = measured(Perplexity(), plan, [long, short])
+    full = measured(Perplexity(), full_cache_plan(), [long, short])
+    assert evicted[0].result.compactions > 0
+    assert abs(evicted[0].values[LOSS] - full[0].values[LOSS]) > ROUNDING
+    assert evicted[1].result.compactions == 0
+    assert evicted[1].values[LOSS] == pytest.approx(full[1].values[LOSS], abs=ROUNDING)
+
+
+MIXED = [text("abc", "defgh abcdefgh hgfedcba", 0), text("a", "hgfe", 1), text("", "bcd dcb", 2)]
+
+
+@pytest.mark.parametrize("measure", [Perplexity(), Agreement()], ids=lambda one: one.name)
+@pytest.mark.parametrize("order", [(), (LastFirst(),)], ids=["as they come", "last first"])
+def test_a_text_is_measured_alike_alone_and_among_others(
+    measure: Measure, order: tuple[object, ...]
+) -> None:
+    items = [attrs.evolve(item, prompt=item.prompt or "b") for item in MIXED]
+    plan = Plan.uniform("h2o", budget=8, buffer=4, knobs={"h2o": {"n_recent": 4}}, schedule=order)
+    together = measured(measure, plan, items, slots=2)
+    alone = [measured(measure, plan, [item])[0] for item in items]
+    for one, other in zip(together, alone, strict=True):
+        assert one.result.tokens == other.result.tokens
+        assert dict(one.values) == pytest.approx(dict(other.values), abs=ROUNDING)
+
+
+def test_a_text_that_is_cut_off_says_so() -> None:
+    (found,) = measured(Perplexity(), full_cache_plan(), [text("a", "bcdefgh")], max_new_tokens=3)
+    assert found.values[NUM_SCORED] == 3
+    assert found.result.finish_reason == "length"
+
+
+def test_a_stop_token_in_the_middle_of_a_text_is_scored_like_any_other() -> None:
+    model = shared_model(seed=3)
+    before = model.generation_config.eos_token_id
+    model.generation_config.eos_token_id = TOKENIZER("c")["input_ids"][0]
+    try:
+        (found,) = measured(Perplexity(), full_cache_plan(), [text("a", "bcd")], model=model)
+    finally:
+        model.generation_config.eos_token_id = before
+    assert found.values[NUM_SCORED] == 3
+    assert found.result.finish_reason == "stop"
+
+
+def test_a_text_of_one_token_is_refused() -> None:
+    with pytest.raises(TaskError, match="text 0"):
+        measured(Perplexity(), full_cache_plan(), [text("", "a")])
+
+
+def test_a_request_that_fails_is_kept_and_has_no_value() -> None:
+    items = [text("a" * 600, "b"), text("a", "b", 1)]
+    for measure in (Perplexity(), Agreement()):
+        failed, fine = measured(measure, full_cache_plan(), items)
+        assert failed.result.finish_reason == "error"
+        assert not failed.values
+        assert fine.values
+
+
+def test_a_request_that_fails_is_not_right_and_is_not_graded() -> None:
+    items = [text("a" * 600, "b"), text("a", "b", 1)]
+    failed, fine = measured(Graded(lambda _text, _item: True), full_cache_plan(), items)
+    assert failed.result.finish_reason == "error"
+    assert failed.correct is False
+    assert fine.correct is True
+
+
+def test_what_a_tokenizer_puts_before_texts_is_not_scored_where_a_prompt_has_it() -> None:
+    engine = Engine(tiny_model(vocab=300), r1_tokenizer(), full_cache_plan())
+    item = text("abc", "defg")
+    trial = Perplexity().begin(engine, [Asked(item, Request("abc", 60, Sampling()))])
+    (found,) = [trial.outcome(result) for result in trial.run]
+    assert found.values[NUM_SCORED] == 4
+    assert (
+        list(found.result.tokens) == r1_tokenizer()("defg", add_special_tokens=False)["input_ids"]
+    )
+
+
+def test_perplexity_and_its_interval_are_exponentials() -> None:
+    nll, perplexity = Perplexity().columns
+    samples = [
+        sample(CELLS[0], i, values={LOSS: loss, NUM_SCORED: 4.0})
+        for i, loss in enumerate((2.0, 8.0, 3.0))
+    ]
+    ours, theirs = perplexity.estimate(samples), nll.estimate(samples)
+    assert ours is not None
+    assert theirs is not None
+    assert [math.log(x) for x in attrs.astuple(ours)] == pytest.approx(attrs.astuple(theirs))
+    assert theirs.low < theirs.value == 13 / 12 < theirs.high
+    assert perplexity.value(samples[0]) == pytest.approx(math.exp(0.5))
+
+
+def test_the_full_cache_agrees_with_itself() -> None:
+    found = measured(Agreement(), full_cache_plan(), MIXED[:2])
+    for one in found:
+        assert one.values[MATCH] == 1
+        assert one.values[KL] == pytest.approx(0, abs=1e-6)
+        assert one.values[FIRST_DIFFERENCE] == len(one.result.tokens) == 60
+
+
+@pytest.mark.parametrize("policy", ["streaming", "h2o"])
+def test_texts_part_where_free_running_texts_part(policy: str) -> None:
+    knobs = {"h2o": {"n_recent": 4}} if policy == "h2o" else {}
+    plan = Plan.uniform(policy, budget=10, buffer=6, knobs=knobs)
+    prompts = ["abcdefgh", "hello there", "aa", "dcba abcd abcd"]
+    items = [Item(i, prompt, "") for i, prompt in enumerate(prompts)]
+    found = measured(Agreement(), plan, items)
+    said = {}
+    for name, one in (("full", full_cache_plan()), ("plan", plan)):
+        engine = Engine(shared_model(), TOKENIZER, one)
+        said[name] = engine.generate(prompts, max_new_tokens=60).results()
+    parted = 0
+    for outcome, full, ours in zip(found, said["full"], said["plan"], strict=True):
+        assert outcome.result.tokens == full.tokens, "led along the full cache's answer"
+        pairs = zip(full.tokens, ours.tokens, strict=True)
+        same = next((i for i, (a, b) in enumerate(pairs) if a != b), len(full.tokens))
+        assert outcome.values[FIRST_DIFFERENCE] == same
+        assert outcome.values[MATCH] <= 1
+        parted += same < len(full.tokens)
+    assert parted, "else nothing was tested"
+
+
+def test_the_divergence_is_that_of_the_distributions_one_by_one() -> None:
+    """Two runs led by hand along one text, their logits written down and summed in loops."""
+    from kvpolicy.engine.run import Run
+
+    plan = Plan.uniform("streaming", budget=8, buffer=4)
+    item = Item(0, "abcdefgh", "")
+    (found,) = measured(Agreement(), plan, [item], max_new_tokens=20)
+    written: list[list[list[float]]] = []
+    for one in (full_cache_plan(), plan):
+        rows: list[list[float]] = []
+
+        def draw(_: object, logits: torch.Tensor, rows: list[list[float]] = rows) -> list[int]:
+            rows.append(logits[0].double().tolist())
+            return [found.result.tokens[len(rows) - 1]]
+
+        list(Run(Engine(shared_model(), TOKENIZER, one), [Request(item.prompt, 20)], draw))
+        written.append(rows)
+    total = 0.0
+    for full, ours in zip(*written, strict=True):
+        z_full, z_ours = (math.log(sum(math.exp(x) for x in row)) for row in (full, ours))
+        for a, b in zip(full, ours, strict=True):
+            total += math.exp(a - z_full) * ((a - z_full) - (b - z_ours))
+    assert found.values[KL] == pytest.approx(total / 20, abs=ROUNDING)
+    assert found.values[KL] > ROUNDING
+
+
+def test_a_task_without_references_has_no_perplexity() -> None:
+    with pytest.raises(TaskError, match="no reference texts"):
+        load_task("perplexity:of=needle").items(1, seed=0)
+
+
+def test_a_text_that_two_seeds_ask_is_one_text() -> None:
+    once = [
+        sample(CELLS[0], i, values={LOSS: loss, NUM_SCORED: 10.0})
+        for i, loss in ((0, 5.0), (1, 9.0))
+    ]
+    twice = [*once, *(attrs.evolve(one, key=f"again {one.key}", seed=1) for one in once)]
+    for column in Perplexity().columns:
+        found, plain = column.estimate(twice), column.estimate(once)
+        assert found is not None
+        assert plain is not None
+        assert attrs.astuple(found) == pytest.approx(attrs.astuple(plain))

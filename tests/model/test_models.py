@@ -1,0 +1,86 @@
+"""Every model either gives what ``generate`` gives, or is refused with a sentence."""
+
+from typing import Any
+
+import pytest
+from families import REFUSED, model_of
+from tiny import greedy_tokens, tiny_model
+
+from kvpolicy import Engine, Plan
+from kvpolicy.model.attention import attention_function
+from kvpolicy.cache.slab import Cache, LayerShape, Slab
+from kvpolicy.errors import ModelError
+from kvpolicy.cache.layout import Step
+
+PROMPTS = [[5, 9, 40, 2, 2, 7, 11], [1, 2], [3, 8] * 6]
+
+#: Models that are no family of their own in the tests, but are run.
+RUN: dict[str, dict[str, Any]] = {
+    "gemma": {},
+    "granite": {},
+    "gpt_neox": {},
+    "smollm3": {},
+    "starcoder2": {"sliding_window": 5},
+    # It says nothing of its window to its attention, and has no positions to be hidden.
+    "phimoe": {"sliding_window": 256},
+}
+
+
+@pytest.mark.parametrize("kind", RUN)
+def test_a_model_that_is_run_equals_generate(kind: str) -> None:
+    model = model_of(kind, **RUN[kind])
+    engine = Engine(model, plan=Plan.uniform("h2o", budget=64), slots=2, chunk=5)
+    results = engine.generate(PROMPTS, max_new_tokens=10).results()
+    for prompt, result in zip(PROMPTS, results, strict=True):
+        assert list(result.tokens) == greedy_tokens(model, prompt, 10)
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_a_model_that_would_be_run_wrongly_is_refused(kind: str) -> None:
+    changes, says = REFUSED[kind]
+    model = model_of(kind, **changes)
+    with pytest.raises(ModelError, match=says):
+        Engine(model, plan=Plan.uniform("h2o", budget=64)).generate([[1, 2]]).results()
+
+
+def test_a_model_that_bypasses_the_attention_interface_is_refused() -> None:
+    model = tiny_model()
+    for layer in model.model.layers:
+        layer.self_attn.forward = lambda hidden_states, **_: (hidden_states, None)
+    with pytest.raises(ModelError, match="0 of its 2 layers use the cache and the attention"):
+        Engine(model, plan=Plan.uniform("full")).generate([[1, 2]]).results()
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"use_bidirectional_attention": True}, "later ones"),
+        ({"max_position_embeddings": None}, "positions"),
+    ],
+)
+def test_a_configuration_that_says_the_impossible_is_refused(
+    changes: dict[str, Any], says: str
+) -> None:
+    model = tiny_model()
+    vars(model.config).update(changes)  # newer configurations check what is assigned
+    with pytest.raises(ModelError, match=says):
+        Engine(model, plan=Plan.uniform("full"))
+
+
+def test_a_window_that_the_configuration_does_not_tell_is_refused() -> None:
+    model = tiny_model()
+    shape = LayerShape(4, 2, 8, model.dtype, model.device)
+    step = Step(Cache([shape], [Slab(4)], 1), 0, [1])
+    keys, attention = model.lm_head.weight.new_zeros(1, 2, 1, 8), model.model.layers[0].self_attn
+    keys, values = step.store(0, keys, keys)
+    queries = keys.repeat(1, 2, 1, 1)
+    with pytest.raises(ModelError, match="a window of 7"):
+        attention_function(
+            attention, queries, keys, values, None, kvpolicy_step=step, sliding_window=7
+        )
+
+
+def test_a_window_that_only_the_configuration_tells_is_refused() -> None:
+    model = model_of("phimoe", sliding_window=6)
+    with pytest.raises(ModelError, match="a window of None, its configuration says 6"):
+        Engine(model, plan=Plan.uniform("full")).generate([[1, 2]]).results()

@@ -1,0 +1,58 @@
+"""``kvpolicy reasoner``: one command for each of the bundled reasoners."""
+
+import json
+
+import pytest
+from shell import Shell
+
+from kvpolicy_reasoner.bundled import BUNDLED
+from kvpolicy.lab.statistics import wilson
+from kvpolicy.lab.tasks.task import load_task
+
+
+@pytest.mark.parametrize("name", BUNDLED)
+def test_sample_shows_the_problems_of_the_task_of_that_name(kvpolicy: Shell, name: str) -> None:
+    answer = kvpolicy("reasoner", "sample", "--name", name, "--n", 2, "--json")
+    assert answer.status == 0, answer.err
+    shown = json.loads(answer.out)
+    for problem, item in zip(shown, load_task(name).items(2, seed=0), strict=True):
+        assert problem["prompt"] == item.prompt
+        assert problem.keys() == {"prompt", "trace", "answer"} | item.facets.keys()
+
+
+def test_the_first_reasoner_is_meant_if_none_is_named(kvpolicy: Shell) -> None:
+    named = kvpolicy("reasoner", "sample", "--name", "reasoner")
+    assert kvpolicy("reasoner", "sample").out == named.out
+
+
+@pytest.mark.parametrize("name", BUNDLED)
+def test_evaluate_answers_with_the_weights_of_that_name(kvpolicy: Shell, name: str) -> None:
+    answer = kvpolicy("reasoner", "evaluate", "--name", name, "--n", 4, "--json")
+    assert answer.status == 0, answer.err
+    found = json.loads(answer.out)
+    assert found["n"] == 4
+    assert found["right"] >= 3
+    for one in (found, *found["by_depth"]):
+        share = wilson(one["right"], one["n"])
+        ends = [one[name] for name in ("accuracy", "accuracy_low", "accuracy_high")]
+        assert ends == [share.value, share.low, share.high]
+
+
+def test_evaluate_says_how_sure_it_is(kvpolicy: Shell) -> None:
+    head, _, *rows, last, _ = kvpolicy("reasoner", "evaluate", "--n", 4).out.splitlines()
+    assert head.split() == ["depth", "n", "right", "accuracy", "95", "%", "CI"]
+    assert rows
+    share = wilson(int(last.split()[2]), 4)
+    assert last.split()[3:] == [
+        f"{share.value:.1%}",
+        f"{100 * share.low:.1f}-{100 * share.high:.1f}%",
+    ]
+
+
+@pytest.mark.parametrize(
+    "words", [("--name", "reasonr"), ("--name", "reasoner-verbose", "--depth", 7)]
+)
+def test_what_there_is_not_is_refused_with_one_sentence(kvpolicy: Shell, words) -> None:
+    answer = kvpolicy("reasoner", "sample", *words)
+    assert answer.status == 2
+    assert len(answer.err.splitlines()) == 1

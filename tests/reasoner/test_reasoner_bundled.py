@@ -1,0 +1,84 @@
+"""What holds for each of the bundled reasoners, and how the second one's training starts."""
+
+import json
+
+import pytest
+import torch
+from transformers import AutoTokenizer
+
+from kvpolicy.errors import KVPolicyError
+from kvpolicy.lab.models import open_model
+from kvpolicy_reasoner.bundled import BUNDLED, REASONER_VERBOSE, bundled_path
+from kvpolicy_reasoner.train.checkpoint import CHECKPOINT
+from kvpolicy_reasoner.evaluate import attempt, score
+from kvpolicy_reasoner.model import load_reasoner
+from kvpolicy_reasoner.problems import problems_of
+from kvpolicy_reasoner.train.recipes import recipe_of
+from kvpolicy_reasoner.train.runfolder import IDENTITY
+from kvpolicy_reasoner.train.train import train
+from kvpolicy.lab.tasks.task import load_task
+
+
+@pytest.mark.parametrize("name", BUNDLED)
+def test_the_shipped_files_are_small_and_hold_no_pickle(name):
+    files = list(bundled_path(name).iterdir())
+    assert sum(file.stat().st_size for file in files) < 6e6
+    assert {file.suffix for file in files} == {".json", ".safetensors", ".md"}
+
+
+@pytest.mark.parametrize("name", BUNDLED)
+def test_the_shipped_tokenizer_is_the_one_of_the_recipe(name):
+    shipped, built = AutoTokenizer.from_pretrained(bundled_path(name)), recipe_of(name)
+    for problem in problems_of(name).draw(20, seed=0):
+        ids = built.build_tokenizer()(problem.prompt + problem.trace)["input_ids"]
+        assert shipped(problem.prompt + problem.trace)["input_ids"] == ids
+        assert shipped.decode(ids) == problem.prompt + problem.trace
+
+
+@pytest.mark.parametrize("name", BUNDLED)
+def test_a_reasoner_opens_by_its_name_in_full_precision_and_knows_its_task(name):
+    model, tokenizer = open_model(name)
+    assert model.dtype == torch.float32
+    item = load_task(name).items(1, seed=0)[0]
+    assert tokenizer.unk_token_id not in tokenizer(item.prompt)["input_ids"]
+    assert load_task(name).grade(f"\\boxed{{{item.answer}}}", item)
+
+
+def test_the_tasks_ask_different_questions():
+    assert len({load_task(name).items(1, seed=0)[0].prompt for name in BUNDLED}) == len(BUNDLED)
+
+
+def test_an_unknown_reasoner_is_refused_with_its_like():
+    with pytest.raises(KVPolicyError, match="did you mean reasoner-verbose"):
+        problems_of("reasoner-verbos")
+
+
+def test_the_second_reasoner_starts_from_the_first_ones_weights():
+    state = torch.get_rng_state()
+    start = dict(recipe_of(REASONER_VERBOSE).new_model(0).named_parameters())
+    other = dict(recipe_of(REASONER_VERBOSE).new_model(1).named_parameters())
+    assert torch.equal(torch.get_rng_state(), state)
+    for name, value in load_reasoner()[0].named_parameters():
+        assert torch.equal(start[name][: len(value)], value)
+        assert torch.equal(start[name][len(value) :], other[name][len(value) :]) == (
+            len(start[name]) == len(value)
+        )
+
+
+def test_a_run_of_one_reasoner_is_not_continued_as_the_other(tmp_path, monkeypatch):
+    monkeypatch.setattr("kvpolicy_reasoner.train.train._tune_accuracy", lambda learner, team: 0.0)
+    toy = {"tokens": 2 * 2048, "tokens_per_step": 2048, "workers": 1}
+    train(tmp_path, name=REASONER_VERBOSE, **toy, stop_after=1)
+    before = (tmp_path / CHECKPOINT).read_bytes()
+    with pytest.raises(KVPolicyError, match="another run"):
+        train(tmp_path, **toy)
+    assert (tmp_path / CHECKPOINT).read_bytes() == before
+    train(tmp_path, name=REASONER_VERBOSE, **toy)
+    assert json.loads((tmp_path / IDENTITY).read_text())["name"] == REASONER_VERBOSE
+    assert len(AutoTokenizer.from_pretrained(tmp_path / "model")) == 180
+
+
+def test_the_shipped_verbose_reasoner_solves_held_out_problems():
+    problems = problems_of(REASONER_VERBOSE).draw(24, seed=101)
+    attempts = attempt(*load_reasoner(bundled_path(REASONER_VERBOSE)), problems)
+    assert score(attempts).accuracy >= 0.85

@@ -1,0 +1,66 @@
+"""The reasoner's tokenizer, its untrained weights, and the trained ones that ship."""
+
+import pytest
+import torch
+from transformers import AutoTokenizer
+
+from kvpolicy_reasoner.bundled import bundled_path
+from kvpolicy_reasoner.evaluate import attempt, score
+from kvpolicy_reasoner.model import load_reasoner, new_model
+from kvpolicy_reasoner.task import make_problems
+from kvpolicy_reasoner.tokenizer import NEWLINES, build_tokenizer
+
+PROBLEMS = make_problems(60, seed=11, split="tune")
+
+
+@pytest.mark.parametrize("source", ["built", "bundled"])
+def test_the_round_trip_is_exact_and_nothing_is_unknown(source):
+    built = build_tokenizer()
+    tokenizer = built if source == "built" else AutoTokenizer.from_pretrained(bundled_path())
+    for problem in PROBLEMS:
+        for text in (problem.prompt, problem.trace):
+            ids = tokenizer(text)["input_ids"]
+            assert ids == built(text)["input_ids"]
+            assert tokenizer.decode(ids) == text
+            assert tokenizer.unk_token_id not in ids
+
+
+def test_a_sentence_ends_with_tokens_of_its_own():
+    tokenizer = build_tokenizer()
+    assert tokenizer.convert_tokens_to_ids(NEWLINES) != tokenizer.unk_token_id
+    assert tokenizer.tokenize(" so tea is 12.\n\n")[-3:] == [" 12", ".", "\n\n"]
+
+
+def test_the_first_layer_of_untrained_weights_looks_back():
+    model = new_model(seed=0)
+    model.set_attn_implementation("eager")
+    ids = torch.randint(5, 140, (1, 60), generator=torch.Generator().manual_seed(0))
+    weights = model(ids, output_attentions=True).attentions[0][0]  # [H, T, T]
+    for head in range(weights.shape[0]):
+        assert weights[head, 50].argmax() == 50 - (head + 1)
+
+
+def test_untrained_weights_depend_on_the_seed_alone():
+    state = torch.get_rng_state()
+    first, again, other = (new_model(seed).state_dict() for seed in (0, 0, 1))
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(torch.equal(first[name], again[name]) for name in first)
+    assert any(not torch.equal(first[name], other[name]) for name in first)
+
+
+def test_the_shipped_files_are_small_and_hold_no_pickle():
+    files = list(bundled_path().iterdir())
+    assert sum(file.stat().st_size for file in files) < 12e6
+    assert {file.suffix for file in files} <= {".json", ".safetensors", ".md"}
+
+
+def test_the_shipped_model_solves_held_out_problems():
+    attempts = attempt(*load_reasoner(), make_problems(40, seed=101))
+    assert score(attempts).accuracy >= 0.95
+
+
+@pytest.mark.slow
+def test_the_shipped_model_solves_500_held_out_problems():
+    attempts = attempt(*load_reasoner(), make_problems(500, seed=0))
+    assert score(attempts).accuracy >= 0.95
+    assert sum(one.finished for one in attempts) >= 0.98 * len(attempts)

@@ -1,0 +1,102 @@
+"""Training the reasoner: resumable to the bit, its schedule, its data, its attention."""
+
+import itertools
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch.nn import functional as F
+
+from kvpolicy.errors import KVPolicyError
+from kvpolicy_reasoner.train.attention import chunked_causal_attention
+from kvpolicy_reasoner.train.checkpoint import CHECKPOINT
+from kvpolicy_reasoner.train.data import DataPlan, collate, examples_of_step
+from kvpolicy_reasoner.train.optimizer import PEAK_LR, learning_rate
+from kvpolicy_reasoner.train.runfolder import LOG
+from kvpolicy_reasoner.task import make_problems, split_of
+from kvpolicy_reasoner.tokenizer import build_tokenizer
+from kvpolicy_reasoner.train.train import train
+from kvpolicy_reasoner.train.loss_weights import AFTER_NEWLINES_WEIGHT
+
+TOY = {"tokens": 6 * 1024, "tokens_per_step": 1024, "workers": 1}
+
+
+@pytest.fixture(autouse=True)
+def few_tune_problems(monkeypatch):
+    monkeypatch.setattr("kvpolicy_reasoner.train.train._tune_accuracy", lambda learner, team: 0.0)
+
+
+def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path):
+    train(tmp_path / "whole", **TOY)
+    train(tmp_path / "parts", **TOY, stop_after=3)
+    train(tmp_path / "parts", **TOY)
+    whole, parts = (load_file(tmp_path / run / CHECKPOINT) for run in ("whole", "parts"))
+    assert whole.keys() == parts.keys()
+    assert all(torch.equal(whole[name], parts[name]) for name in whole)
+    log = [json.loads(line) for line in (tmp_path / "parts" / LOG).read_text().splitlines()]
+    assert [record["step"] for record in log] == sorted({record["step"] for record in log})
+
+
+def test_a_folder_of_another_run_is_refused_and_left_alone(tmp_path):
+    train(tmp_path / "run", **TOY, stop_after=1)
+    before = (tmp_path / "run" / CHECKPOINT).read_bytes()
+    with pytest.raises(KVPolicyError):
+        train(tmp_path / "run", **TOY, seed=1)
+    assert (tmp_path / "run" / CHECKPOINT).read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    "bad", [{"tokens": 10}, {"workers": 0}, {"tokens_per_step": 8}, {"tokens": -1}]
+)
+def test_numbers_out_of_range_are_refused(tmp_path, bad):
+    with pytest.raises(KVPolicyError):
+        train(tmp_path / "run", **(TOY | bad))
+
+
+def test_the_rate_rises_stays_and_falls_to_zero():
+    rates = [learning_rate(step, 1000) for step in range(1001)]
+    assert rates[0] < rates[10] < rates[20] == PEAK_LR
+    assert set(rates[20:450]) == {PEAK_LR}
+    assert all(a > b for a, b in itertools.pairwise(rates[451:]))
+    assert rates[1000] == 0
+
+
+def test_training_sees_training_problems_only_and_the_same_ones_again():
+    plan = DataPlan(seed=0, num_steps=40, tokens_per_step=2048)
+    tokenizer = build_tokenizer()
+    for example in examples_of_step(plan, 21):
+        assert split_of(tokenizer.decode(example.tokens[: example.prompt_len])) == "train"
+    assert examples_of_step(plan, 21) == examples_of_step(DataPlan(0, 40, 2048), 21)
+    assert examples_of_step(plan, 21) != examples_of_step(plan, 22)
+
+
+def test_the_loss_counts_the_trace_and_little_of_what_follows_line_breaks():
+    plan = DataPlan(seed=0, num_steps=40, tokens_per_step=1024)
+    examples = examples_of_step(plan, 0)
+    batch = collate(examples)
+    newlines = build_tokenizer().convert_tokens_to_ids("\n\n")
+    for row, example in enumerate(examples):
+        for place, target in enumerate(example.tokens[1:]):
+            weight = batch.weights[row, place].item()
+            after_newlines = example.tokens[place] == newlines
+            in_trace = place + 1 >= example.prompt_len
+            assert weight == (in_trace * (AFTER_NEWLINES_WEIGHT if after_newlines else 1.0)), target
+        assert (batch.weights[row, len(example.tokens) - 1 :] == 0).all()
+
+
+@pytest.mark.parametrize("length", [1, 127, 128, 129, 300])
+def test_the_training_attention_is_causal_attention(length):
+    generator = torch.Generator().manual_seed(length)
+    query = torch.randn(2, 4, length, 8, generator=generator)
+    key, value = (torch.randn(2, 2, length, 8, generator=generator) for _ in range(2))
+    got, _ = chunked_causal_attention(torch.nn.Module(), query, key, value, None, 0.3)
+    expected = F.scaled_dot_product_attention(
+        query, key, value, is_causal=True, scale=0.3, enable_gqa=True
+    )
+    torch.testing.assert_close(got.transpose(1, 2), expected, atol=1e-5, rtol=1e-5)
+
+
+def test_held_out_problems_differ_from_seed_to_seed():
+    prompts = [{p.prompt for p in make_problems(50, seed=seed)} for seed in (0, 1)]
+    assert not prompts[0] & prompts[1]

@@ -1,0 +1,250 @@
+"""The second reasoner's data, held against a solver and the published keyword rules."""
+
+import itertools
+import random
+import re
+from collections import Counter
+
+import pytest
+
+from kvpolicy_reasoner.train.data import DataPlan, collate, examples_of_step
+from kvpolicy_reasoner.problems import problems_of
+from kvpolicy_reasoner.train.recipes import recipe_of
+from kvpolicy_reasoner.task import grade, split_of
+from kvpolicy_reasoner.tokenizer import build_tokenizer
+from kvpolicy_reasoner.verbose.pieces import DRAWN, WRONG, Piece, marked, weigh_tokens
+from kvpolicy_reasoner.verbose.verbosity import VERBOSITIES, Mood
+from kvpolicy_reasoner.verbose.wording import Cycle
+
+NAME = "reasoner-verbose"
+SET = problems_of(NAME)
+PROBLEMS = SET.draw(300, seed=3, split="tune")
+TOKENIZER = recipe_of(NAME).build_tokenizer()
+
+# As SEAL and SkipKV's calibration label thoughts, and the words of SkipKV's online counter.
+REFLECTION = re.compile(
+    r"^Wait|verify|make sure|hold on|think again|'s correct|'s incorrect|let me check|seems right",
+    re.IGNORECASE,
+)
+TRANSITION = re.compile(
+    r"^Alternatively|another (way|approach|method|solution|strategy|technique)", re.IGNORECASE
+)
+ONLINE = re.compile(r"Wait|Alternatively|again")
+DOUBTING = ("Wait,", "Let me think again:", "Alternatively,", "Yes,")
+STATEMENT = re.compile(
+    r"([a-z]+) = ([a-z]+) ([+-]) ([a-z]+|\d+)|to find ([a-z]+) take ([a-z]+) ([+-]) ([a-z]+|\d+)"
+)
+RESULT = re.compile(r" so ([a-z]+) is (\d+)$")
+
+
+def facts_of(prompt: str) -> dict[str, list[str]]:
+    """Name -> words of its definition."""
+    body = prompt.split("<|user|> ")[1].split(". What is ")[0]
+    return {words[0]: words[2:] for words in map(str.split, body.split(". "))}
+
+
+def solve(facts: dict[str, list[str]], word: str) -> int:
+    """Work a name or a number out."""
+    if word.isdigit():
+        return int(word)
+    first, *rest = facts[word]
+    if not rest:
+        return int(first)
+    sign = 1 if rest[0] == "+" else -1
+    return solve(facts, first) + sign * solve(facts, rest[1])
+
+
+def sentences_of(trace: str) -> list[str]:
+    thoughts = trace.split("</think>")[0]
+    assert thoughts.endswith(".\n\n")
+    return thoughts.removesuffix(".\n\n").split(".\n\n")
+
+
+def is_execution(sentence: str) -> bool:
+    return not REFLECTION.search(sentence) and not TRANSITION.search(sentence)
+
+
+def body_of(sentence: str) -> str | None:
+    """What a step says after its opener."""
+    found = re.search(r"( [a-z]+ = | find | to find )", sentence)
+    return sentence[found.start() :] if found else None
+
+
+@pytest.mark.parametrize("problem", PROBLEMS[:60], ids=range(60))
+def test_tokens_of_the_pieces_are_those_of_the_text(problem):
+    whole = TOKENIZER(problem.trace)["input_ids"]
+    parts = [TOKENIZER(piece.text)["input_ids"] for piece in problem.pieces]
+    assert list(itertools.chain(*parts)) == whole
+    assert TOKENIZER.unk_token_id not in whole + TOKENIZER(problem.prompt)["input_ids"]
+    assert TOKENIZER.decode(whole) == problem.trace
+
+
+def test_the_first_reasoners_tokens_come_first():
+    first = build_tokenizer().get_vocab()
+    assert {token: TOKENIZER.get_vocab()[token] for token in first} == first
+    assert sorted(TOKENIZER.get_vocab().values()) == list(range(len(TOKENIZER)))
+
+
+def test_the_answer_is_the_one_a_solver_finds_and_is_graded_as_right():
+    for problem in PROBLEMS:
+        facts = facts_of(problem.prompt)
+        asked = re.search(r"What is ([a-z]+)\?", problem.prompt).group(1)
+        assert int(problem.answer) == solve(facts, asked)
+        assert all(0 <= solve(facts, name) <= 20 for name in facts)
+        assert problem.trace.endswith(f"</think>\n\n\\boxed{{{problem.answer}}}<|eos|>")
+        assert grade(problem.trace, problem)
+        assert not grade(problem.trace.replace("\\boxed{", "\\boxed{2"), problem)
+
+
+def test_every_statement_is_true_but_for_slips_and_these_are_corrected_at_once():
+    slips = steps = 0
+    for problem in PROBLEMS:
+        facts = facts_of(problem.prompt)
+        sentences = sentences_of(problem.trace)
+        for sentence, after in zip(sentences, [*sentences[1:], ""], strict=True):
+            for found in STATEMENT.finditer(sentence):
+                name, *rule = [group for group in found.groups() if group]
+                assert facts[name] == rule, sentence
+            for name, value in re.findall(r"([a-z]+) is (\d+)(?=,| and)", sentence):
+                assert solve(facts, name) == int(value), sentence
+            result = RESULT.search(sentence)
+            if result is None:
+                continue
+            steps += is_execution(sentence)
+            if solve(facts, result[1]) != int(result[2]):
+                slips += 1
+                assert is_execution(sentence)
+                assert after.startswith("Wait, that is not right:")
+                right = RESULT.sub(f" so {result[1]} is {solve(facts, result[1])}", sentence)
+                assert body_of(after) == body_of(right)
+            else:
+                assert not after.startswith("Wait, that is not right:")
+    assert 0.10 < slips / steps < 0.20
+
+
+def test_nothing_is_used_before_it_is_worked_out():
+    for problem in PROBLEMS:
+        facts = facts_of(problem.prompt)
+        known = {name for name, words in facts.items() if len(words) == 1}
+        for sentence in filter(is_execution, sentences_of(problem.trace)):
+            result = RESULT.search(sentence)
+            if result:
+                first, _, second = facts[result[1]]
+                assert {first, second} - {second if second.isdigit() else ""} <= known
+                assert result[1] not in known, "worked out twice"
+                known.add(result[1])
+
+
+def test_the_announced_order_is_kept_and_sides_come_early_as_well_as_late():
+    late = early = 0
+    for problem in PROBLEMS:
+        facts = facts_of(problem.prompt)
+        announced = re.search(r"So the order is ([a-z, ]+)\.", problem.trace).group(1).split(", ")
+        done = [
+            RESULT.search(sentence)[1]
+            for sentence in sentences_of(problem.trace)
+            if is_execution(sentence) and RESULT.search(sentence)
+        ]
+        assert done == announced
+        for name, after in itertools.pairwise(done):
+            late += facts[after][0] != name and facts[after][2] == name
+        waits = [done.index(x) - done.index(facts[x][2]) for x in done if facts[x][2] in done]
+        early += sum(wait > 1 for wait in waits)
+    assert late > 20
+    assert early > 20
+
+
+def test_sentences_are_told_apart_by_the_published_keywords():
+    for problem in PROBLEMS:
+        for sentence in sentences_of(problem.trace):
+            doubts = sentence.startswith(DOUBTING)
+            assert doubts == (not is_execution(sentence)), sentence
+            assert doubts == bool(ONLINE.search(sentence)), sentence
+
+
+def test_about_half_of_the_sentences_are_non_execution_and_many_repeat_a_step_word_for_word():
+    doubting = total = repeated = 0
+    for problem in PROBLEMS:
+        seen = set()
+        for sentence in sentences_of(problem.trace):
+            body = body_of(sentence)
+            total += 1
+            doubting += not is_execution(sentence)
+            repeated += not is_execution(sentence) and body in seen
+            if body:
+                seen.add(body)
+    assert 0.4 < doubting / total < 0.6
+    assert repeated / doubting > 0.5
+
+
+def test_the_more_verbose_the_longer():
+    lengths = {verbosity: [] for verbosity in VERBOSITIES}
+    for problem in PROBLEMS:
+        lengths[problem.verbosity].append(len(TOKENIZER(problem.trace)["input_ids"]))
+    terse, normal, verbose = (sum(found) / len(found) for found in lengths.values())
+    assert terse < 0.7 * normal < normal < 0.8 * verbose
+    assert max(map(max, lengths.values())) < 1300
+
+
+def test_rechecks_feed_on_themselves():
+    def wanted(checked: bool) -> int:
+        mood = Mood(random.Random(0), "normal")
+        mood.note(checked=checked)
+        return sum(mood.wants(0.0) for _ in range(400))
+
+    assert wanted(checked=False) < 0.4 * 400 < 0.6 * 400 < wanted(checked=True)
+
+
+def test_options_take_turns_but_not_always():
+    cycle = Cycle(random.Random(0), 3)
+    drawn = [cycle.draw() for _ in range(600)]
+    steps = Counter((after - before) % 3 for before, after in itertools.pairwise(drawn))
+    assert 0.6 < steps[1] / 600 < 0.8
+    assert min(steps[0], steps[2]) > 40
+
+
+def test_drawn_words_weigh_little_and_wrong_numbers_nothing():
+    plan = DataPlan(seed=0, num_steps=200, tokens_per_step=4096, name=NAME)
+    wrong = drawn = 0
+    examples = examples_of_step(plan, 190)
+    for example in examples:
+        text = [TOKENIZER.decode([token]) for token in example.tokens[example.prompt_len :]]
+        for place, weight in enumerate(example.weights):
+            drawn += weight == DRAWN
+            if text[place + 1 : place + 4] == [".", "\n\n", "Wait"] and text[place + 5] == " that":
+                assert weight == WRONG
+                wrong += 1
+            else:
+                assert weight in (DRAWN, 1.0)
+    assert min(wrong, drawn) > 0
+    assert collate(examples).weights.sum() == sum(sum(example.weights) for example in examples)
+
+
+def test_a_piece_that_starts_inside_a_token_is_refused():
+    with pytest.raises(AssertionError):
+        weigh_tokens([Piece("Wa"), Piece("it")], [0])
+
+
+def test_marks_split_a_text_at_its_drawn_words():
+    assert marked("~Wait,~ let me") == [
+        Piece("Wait", DRAWN),
+        Piece(","),
+        Piece(" let", DRAWN),
+        Piece(" me"),
+    ]
+    assert marked("plain") == [Piece("plain")]
+
+
+def test_the_same_arguments_give_the_same_problems_of_their_split():
+    assert SET.draw(20, seed=5) == SET.draw(20, seed=5)
+    assert SET.draw(20, seed=5)[:7] == SET.draw(7, seed=5)
+    prompts = {}
+    for split in ("train", "tune", "test"):
+        prompts[split] = {problem.prompt for problem in SET.draw(60, seed=1, split=split)}
+        assert {split_of(prompt) for prompt in prompts[split]} == {split}
+        assert len(prompts[split]) == 60
+    assert not prompts["train"] & prompts["tune"] | prompts["tune"] & prompts["test"]
+
+
+def test_a_problem_can_be_grouped_by_its_verbosity():
+    assert PROBLEMS[0].facets.keys() == {"depth", "num_facts", "verbosity"}

@@ -1,0 +1,70 @@
+"""Needles: as long as was asked for, answerable by hand, and answered by the full cache."""
+
+import re
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvpolicy import Engine
+from kvpolicy.lab.sweep.sweep_file import full_cache_plan
+from kvpolicy_reasoner.model import load_reasoner
+from kvpolicy_reasoner.task import split_of
+from kvpolicy_reasoner.tokenizer import build_tokenizer
+from kvpolicy_reasoner.retrieval import MAX_KEYS, Retrieval
+from kvpolicy.lab.tasks.task import Split, load_task
+
+SHARE_RIGHT = 0.9  # measured: 97 to 100 % of 100 at these lengths, see docs/reference/tasks.md
+
+
+def by_hand(prompt: str) -> str:
+    """Follow the one step of a question through the facts, in plain loops."""
+    *facts, question = prompt.removeprefix("<|user|>").split("<|assistant|>")[0].split(". ")
+    asked = question.removesuffix("?").split()[-1]
+    values: dict[str, set[str]] = {}
+    steps: dict[str, list[tuple[str, str, str]]] = {}
+    for fact in facts:
+        name, sign, *rest = fact.strip().split()
+        if sign == "is":
+            values.setdefault(name, set()).add(rest[0])
+        else:
+            steps.setdefault(name, []).append((rest[0], rest[1], rest[2]))
+    ((first, sign, second),) = steps[asked]
+    (value,) = values[first]
+    return str(int(value) + int(second) if sign == "+" else int(value) - int(second))
+
+
+@given(st.integers(0, 99), st.integers(1, MAX_KEYS), st.integers(0, 300))
+def test_a_haystack_is_answerable_by_hand_and_as_long_as_was_asked_for(
+    seed: int, keys: int, more: int
+) -> None:
+    length = 12 + 10 * keys + more
+    (item,) = Retrieval("multikey", length, keys).items(1, seed=seed)
+    assert by_hand(item.prompt) == item.answer
+    ids = build_tokenizer()(item.prompt)["input_ids"]
+    assert length - 3 <= len(ids) <= length
+    assert build_tokenizer().unk_token_id not in ids
+    assert len(re.findall(r" = ", item.prompt)) == keys
+    assert item.facets["quarter"] in (1, 2, 3, 4)
+
+
+@pytest.mark.parametrize("split", ["train", "tune", "test"])
+def test_a_haystack_belongs_to_the_split_it_was_drawn_for(split: Split) -> None:
+    items = load_task("needle:length=60").items(30, seed=0, split=split)
+    assert {split_of(item.prompt) for item in items} == {split}
+
+
+def test_needles_lie_everywhere() -> None:
+    items = load_task("needle").items(60, seed=0)
+    assert {item.facets["quarter"] for item in items} == {1, 2, 3, 4}
+
+
+@pytest.mark.parametrize("name", ["needle:length=150", "multikey:length=200"])
+def test_the_reasoner_with_the_full_cache_finds_most_needles(name: str) -> None:
+    model, tokenizer = load_reasoner()
+    task = load_task(name)
+    items = task.items(20, seed=0)
+    engine = Engine(model, tokenizer, full_cache_plan(), slots=20)
+    run = engine.generate([item.prompt for item in items], max_new_tokens=200)
+    right = [task.grade(result.text, items[result.id]) for result in run]
+    assert sum(right) >= SHARE_RIGHT * len(items)

@@ -1,0 +1,25 @@
+"""Fixtures of all tests that run commands: a shell, and a model folder that they share."""
+
+from pathlib import Path
+
+import pytest
+from folders import save_tiny_model
+from shell import Shell
+
+from kvpolicy.hooks import discovery
+
+
+@pytest.fixture(autouse=True)
+def _plugins_of_one_test(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forget the files given with --plugin after each test."""
+    monkeypatch.setattr(discovery, "_from_files", dict(discovery._from_files))
+
+
+@pytest.fixture
+def kvpolicy(capsys: pytest.CaptureFixture[str]) -> Shell:
+    return Shell(capsys)
+
+
+@pytest.fixture(scope="session")
+def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_model(tmp_path_factory.mktemp("models") / "tiny")

@@ -1,0 +1,24 @@
+"""Model folders as a user has them, small enough for a test."""
+
+from pathlib import Path
+
+from tiny import tiny_model
+
+from kvpolicy_reasoner.tokenizer import build_tokenizer
+
+NUM_LAYERS = 2
+
+
+def save_tiny_model(folder: Path) -> Path:
+    """A random model with the reasoner's tokenizer, as transformers saves it."""
+    tokenizer = build_tokenizer()
+    model = tiny_model(
+        "qwen2",
+        num_layers=NUM_LAYERS,
+        vocab=len(tokenizer),
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder

@@ -1,0 +1,49 @@
+"""The recorded cases: what the manifest lists, and the arrays of each."""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import attrs
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+FOLDER = Path(os.environ.get("KVPOLICY_GOLDEN", Path(__file__).parents[1] / "golden"))
+
+
+@attrs.frozen
+class Case:
+    """One recorded call or stream."""
+
+    file: str
+    family: str
+    args: dict[str, Any] = attrs.field(repr=False)
+
+    def arrays(self) -> dict[str, np.ndarray]:
+        path = FOLDER / self.file
+        if not path.exists():
+            pytest.skip(f"{path} is listed but not here")
+        with np.load(path) as stored:
+            return dict(stored)
+
+    @property
+    def is_bfloat16(self) -> bool:
+        return self.args.get("dtype") == "bfloat16"
+
+    def tensor(self, array: np.ndarray) -> Tensor:
+        """A recorded array in the dtype the authors' class was given."""
+        return torch.from_numpy(array).to(torch.bfloat16 if self.is_bfloat16 else torch.float32)
+
+
+def recorded(family: str) -> Any:
+    """Run a test once for every case of a family."""
+    listed = json.loads((FOLDER / "manifest.json").read_text())["cases"]
+    cases = [
+        Case(case["file"], case["family"], case["args"])
+        for case in listed
+        if case["family"] == family
+    ]
+    return pytest.mark.parametrize("case", cases, ids=[case.file[:-4] for case in cases])

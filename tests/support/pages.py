@@ -1,0 +1,227 @@
+"""Markdown pages as programs: their blocks run as printed, and print what is printed.
+
+The info string of a block tells what it is:
+
+    ```python                   runs; a ``text`` block right after it is what it prints
+    ```python continued         the same, and knows the names of the block before it
+    ```python title="NAME"      is saved as NAME first (``test_*`` is saved only)
+    ```text signature           is prose
+    ```toml title="NAME"        is saved as NAME; a plan must resolve, a sweep be well-formed
+    ```sh                       each line runs if it is a command named in `Page._run_line`
+    ```sh slow                  runs only if asked for
+    ```sh tasks                 runs only if the extra ``tasks`` is installed
+    ```python results           runs only if pandas, duckdb and pyarrow are
+    ```sh tensor-parallel       the same, of another extra
+
+``...`` in a ``text`` block stands for anything, also for lines.
+"""
+
+import contextlib
+import doctest
+import importlib.util
+import io
+import os
+import re
+import runpy
+import shlex
+import shutil
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+
+import attrs
+import pytest
+
+from kvpolicy.hooks import discovery
+from kvpolicy import Plan
+from kvpolicy.lab.sweep.sweep_file import load_preset
+
+_FENCE = re.compile(r"^```(\w+)?[ ]*(.*?)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+_ELLIPSIS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
+# What a block may need beside what the tests need: an extra, and the packages it brings.
+_EXTRAS = {
+    "tasks": ("math_verify",),
+    "results": ("pandas", "duckdb", "pyarrow"),
+    "tensor-parallel": ("accelerate",),
+    "lm-eval": ("lm_eval",),
+}
+_NUM_LAYERS = 4  # of the bundled reasoner, on which the plans of the pages are used
+
+
+@attrs.frozen
+class Block:
+    """One fenced block."""
+
+    language: str
+    options: str
+    text: str
+    line: int
+
+    @property
+    def title(self) -> str | None:
+        found = re.search(r'title="([^"]+)"', self.options)
+        return found[1] if found else None
+
+
+def blocks_of(path: Path) -> list[Block]:
+    text = path.read_text(encoding="utf-8")
+    return [
+        Block(found[1] or "", found[2], found[3], text.count("\n", 0, found.start()) + 1)
+        for found in _FENCE.finditer(text)
+    ]
+
+
+class Page:
+    """A page that is followed to the letter, in a folder of its own."""
+
+    def __init__(self, path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.path, self.folder = path, folder
+        self._names: dict[str, object] = {}
+        self._monkeypatch = monkeypatch
+        monkeypatch.chdir(folder)
+        monkeypatch.syspath_prepend(str(folder))
+        monkeypatch.setattr(discovery, "_from_files", {})
+        monkeypatch.setenv("COLUMNS", "80")  # help texts are wrapped
+
+    def follow(self, *, slow: bool = False) -> None:
+        """Run every block, and compare what is printed with what the page says."""
+        printed: str | None = None
+        for block in blocks_of(self.path):
+            if block.language == "text":
+                if printed is not None and "signature" not in block.options:
+                    self._compare(block, printed)
+                printed = None
+            else:
+                try:
+                    printed = self._run(block, slow)
+                except Exception as error:
+                    error.add_note(f"in the block at {self._place(block)}")
+                    raise
+
+    def _place(self, block: Block) -> str:
+        return f"{self.path.name}:{block.line}"
+
+    def _compare(self, block: Block, printed: str) -> None:
+        if not doctest.OutputChecker().check_output(block.text, printed, _ELLIPSIS):
+            pytest.fail(f"{self._place(block)} says\n{block.text}\nbut what came is\n{printed}")
+
+    def _run(self, block: Block, slow: bool) -> str | None:
+        if block.title is not None:
+            self._save(block.title, block.text)
+        if any(
+            importlib.util.find_spec(package) is None
+            for extra, packages in _EXTRAS.items()
+            if extra in block.options.split()
+            for package in packages
+        ):
+            return None
+        if block.language == "python":
+            return self._run_python(block)
+        if block.language == "toml":
+            _check_toml(block)
+        if block.language == "sh" and (slow or "slow" not in block.options):
+            return "".join(self._run_line(line) for line in _command_lines(block.text))
+        return None
+
+    def _save(self, title: str, text: str) -> None:
+        file = self.folder / title
+        file.parent.mkdir(exist_ok=True)
+        file.write_text(text, encoding="utf-8")
+        # A page may improve a file it has shown before.
+        sys.modules.pop(file.stem, None)
+
+    def _run_python(self, block: Block) -> str | None:
+        title = block.title
+        if title is not None and title.startswith("test_"):
+            return None
+        with contextlib.redirect_stdout(io.StringIO()) as out:
+            if title is None:
+                code = compile(block.text, self._place(block), "exec")
+                if "continued" not in block.options:
+                    self._names = {"__name__": "__main__"}
+                exec(code, self._names)
+            else:
+                runpy.run_path(title, run_name="__main__")
+        return out.getvalue()
+
+    def _run_line(self, line: str) -> str:
+        words = shlex.split(line)
+        if words[0] == "kvpolicy":
+            return run_command(words[1:])
+        if words[0] == "pytest":
+            return _run_pytest(words[1:])
+        if words[0] == "torchrun":
+            return _run_torchrun(words[1:])
+        if words[0] in ("mkdir", "cp"):
+            return subprocess.run(words, check=True, capture_output=True, text=True).stdout
+        if words[:2] == ["pip", "install"] and words[2].startswith("./"):
+            self._install(self.folder / words[2])
+            return ""
+        # Set-up lines run in CI, from a fresh clone.
+        assert words[0] in ("python3", ".venv/bin/pytest", ".venv/bin/ruff", ".venv/bin/mypy"), line
+        return ""
+
+    def _install(self, package: Path) -> None:
+        """Do what pip does, without the network: put modules and metadata on the path."""
+        project = tomllib.loads((package / "pyproject.toml").read_text())["project"]
+        site = self.folder / "site-packages"
+        info = site / f"{project['name'].replace('-', '_')}-{project['version']}.dist-info"
+        info.mkdir(parents=True)
+        header = f"Metadata-Version: 2.1\nName: {project['name']}\nVersion: {project['version']}\n"
+        (info / "METADATA").write_text(header)
+        lines: list[str] = []
+        for group, points in project["entry-points"].items():
+            lines += [f"[{group}]", *(f"{name} = {target}" for name, target in points.items())]
+        (info / "entry_points.txt").write_text("\n".join(lines))
+        for module in package.glob("*.py"):
+            shutil.copy(module, site)
+            sys.modules.pop(module.stem, None)
+        self._monkeypatch.syspath_prepend(str(site))
+        # From here on only what is installed counts, not what --plugin was given.
+        self._monkeypatch.setattr(discovery, "_from_files", {})
+
+
+def run_command(words: list[str]) -> str:
+    """Run ``kvpolicy`` in this process; what it prints. It must succeed."""
+    from kvpolicy.cli.boundary import run
+
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        status = run(words)
+    assert status == 0, f"kvpolicy {shlex.join(words)} exited with {status}: {err.getvalue()}"
+    return out.getvalue()
+
+
+def _run_torchrun(words: list[str]) -> str:
+    """By the loopback alone, as the options of the page have it."""
+    here = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    command = [sys.executable, "-m", "torch.distributed.run", "--local-addr", "127.0.0.1", *words]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=here)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def _run_pytest(words: list[str]) -> str:
+    # Away from this project's own configuration, which belongs to its own tests.
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--rootdir=.", *words]
+    outer = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=outer)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def _command_lines(text: str) -> Iterator[str]:
+    for line in text.replace("\\\n", " ").splitlines():
+        if line.strip() and not line.startswith("#"):
+            yield line
+
+
+def _check_toml(block: Block) -> None:
+    data = tomllib.loads(block.text)
+    if "slots" in data:
+        assert block.title is not None, "a sweep is read from its file"
+        load_preset(block.title)
+    elif "project" not in data:
+        Plan.from_dict(data).resolve(_NUM_LAYERS)

@@ -1,0 +1,24 @@
+"""Bring `docs/reference/cli.md` up to date: ``python tests/refresh_help.py``.
+
+Behind every ``kvpolicy ... --help`` of the page stands what that command prints now.
+"""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+PAGE = Path(__file__).parents[2] / "docs" / "reference" / "cli.md"
+_HELP = re.compile(r"(```sh\nkvpolicy ([^\n]*--help)\n```\n\n```text\n).*?^```$", re.M | re.S)
+
+
+def _printed(found: re.Match[str]) -> str:
+    command = [sys.executable, "-m", "kvpolicy", *found[2].split()]
+    width = {**os.environ, "COLUMNS": "80"}
+    done = subprocess.run(command, capture_output=True, text=True, check=True, env=width)
+    return f"{found[1]}{done.stdout}```"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(_HELP.sub(_printed, PAGE.read_text(encoding="utf-8")), encoding="utf-8")

@@ -1,0 +1,207 @@
+"""What requests come to, in this process or in several that hold the model together.
+
+Run by torchrun, it writes what each process found, ``answers-RANK.json``; imported, it answers
+one case at a time. `start` runs torchrun.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from functools import lru_cache
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import torch
+from families import FAMILIES, family_model
+from strategies import SMALL_KNOBS, STEERING
+from tiny import tiny_model, tiny_tokenizer
+from torch import distributed as dist
+
+from kvpolicy import Engine, Plan, Request, Sampling, installed_policies
+from kvpolicy.errors import ModelError
+from kvpolicy.hf import PolicyCache
+from kvpolicy_reasoner.bundled import bundled_path
+from kvpolicy.lab.tasks.task import load_task
+from kvpolicy.model.loading import load_model
+from kvpolicy.model.peers import Peers
+
+NAMES = [policy.name for policy in installed_policies() if policy.name not in STEERING]
+_PATIENCE_S = 900
+PROMPT_LENGTHS = (3, 29, 17, 8)  # one is longer than its slab, and two wait
+#: What cannot be split, by name: why.
+REFUSED = {"three": "its 3 KV heads cannot be shared evenly by 2", "gpt2": "has no plan"}
+
+
+def save_models(folder: Path) -> None:
+    """Small models with a tokenizer each, as `load_model` finds them."""
+    models = {
+        "llama": tiny_model("llama", num_heads=8, num_kv_heads=4),
+        "qwen3": tiny_model("qwen3", num_heads=4, num_kv_heads=2, seed=1),
+        "tied": tiny_model("qwen2", tie_word_embeddings=True, seed=2),
+        "three": tiny_model("llama", num_heads=6, num_kv_heads=3),
+    }
+    for name, model in models.items():
+        model.save_pretrained(folder / name)
+        tiny_tokenizer().save_pretrained(folder / name)
+
+
+def save_families(folder: Path) -> None:
+    """A model of every family that is run, with windows that are longer than the slabs."""
+    for name in FAMILIES:
+        family_model(name, window=14).save_pretrained(folder / name)
+        tiny_tokenizer().save_pretrained(folder / name)
+
+
+def start(folder: Path, *words: object) -> "subprocess.CompletedProcess[str]":
+    """Run a script or ``-m MODULE`` in two processes of this machine, by the loopback alone."""
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    launcher += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0"]
+    launcher += ["--local-addr", "127.0.0.1"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    return subprocess.run(
+        [*launcher, *map(str, words)],
+        cwd=folder,
+        env=environment | {"CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+        timeout=_PATIENCE_S,
+        check=False,
+    )
+
+
+def cases() -> dict[str, tuple[str, dict[str, Any]]]:
+    """By name of a policy: a model, and the plan that it is run with."""
+    found = {}
+    for name in NAMES:
+        knobs = SMALL_KNOBS.get(name, ({},))[0]
+        first = ["h2o"] if name == "skipkv_batches" else []  # which chooses no rows
+        stack = [*first, {"policy": name, **knobs}]
+        plan = {"stack": stack} if name == "full" else {"stack": stack, "budget": 12, "buffer": 5}
+        found[name] = ("llama", plan)
+    return found
+
+
+def family_cases() -> dict[str, tuple[str, dict[str, Any]]]:
+    """By name of a family: its model, and a plan that needs all heads for all that there is."""
+    layers = [{"where": [0], "stack": ["h2o", "rerotate"]}, {"where": [1], "stack": ["tova"]}]
+    return {name: (name, {"budget": 8, "buffer": 4, "layers": layers}) for name in FAMILIES}
+
+
+@lru_cache
+def model_in(folder: Path, name: str, dtype: torch.dtype = torch.float64) -> Any:
+    together = "auto" if "RANK" in os.environ else None
+    path = bundled_path(name) if name == "reasoner" else folder / name
+    model, tokenizer = load_model(path, dtype=dtype, tp_plan=together)
+    if hasattr(model, "set_experts_implementation"):
+        model.set_experts_implementation("eager")  # grouped products know no double precision
+    return model, tokenizer
+
+
+def answer(folder: Path, model_name: str, plan: dict[str, Any]) -> dict[str, Any]:
+    """Serve four requests, of which two draw their tokens, in two slots.
+
+    After every round: where the rows of every head of this process come from.
+    """
+    model, _ = model_in(folder, model_name)
+    engine = Engine(model, plan=Plan.from_dict(plan), slots=2, chunk=16)
+    rng = torch.Generator().manual_seed(0)
+    requests = [
+        Request(
+            torch.randint(61, (length,), generator=rng).tolist(),
+            max_new_tokens=9 + place,
+            sampling=Sampling(temperature=place % 2 * 0.9, seed=place),
+        )
+        for place, length in enumerate(PROMPT_LENGTHS)
+    ]
+    run = engine.generate(requests)
+    results, rows = [], []
+    while not run.done:
+        results += run.step().results
+        rows.append([_by_head(layer.positions) for layer in run._slots.cache.layers])
+    return {
+        "results": [_plain(result) for result in sorted(results, key=lambda one: one.id)],
+        "rows": rows,
+        "peak_kv_bytes": run.report.peak_kv_bytes,
+        "num_processes": run.report.num_processes,
+    }
+
+
+def _by_head(positions: torch.Tensor) -> list[str]:
+    heads = positions.movedim(1, 0).contiguous().numpy()
+    return [sha256(head.tobytes()).hexdigest()[:16] for head in heads]
+
+
+def _plain(result: Any) -> dict[str, Any]:
+    fields = result.to_dict()
+    return {name: value for name, value in fields.items() if not name.endswith("_s")}
+
+
+def steered(folder: Path) -> list[Any]:
+    """Texts of the bundled reasoner, steered away from checking, with sentences that leave."""
+    model, tokenizer = model_in(folder, "reasoner")
+    items = load_task("reasoner").items(2, seed=1)
+    found = []
+    for plan in (Plan.load("skipkv-reasoner"), Plan.uniform("h2o", "seal", budget=48, buffer=16)):
+        engine = Engine(model, tokenizer, plan, slots=2)
+        run = engine.generate([item.prompt for item in items], max_new_tokens=80)
+        found += [[result.text, result.rows_evicted] for result in run.results()]
+    return found
+
+
+def logits(folder: Path) -> list[float]:
+    """In single precision, after one prompt."""
+    model, _ = model_in(folder, "llama", torch.float32)
+    with torch.no_grad():
+        return model(torch.arange(20)[None]).logits[0, -1].tolist()
+
+
+def generated(folder: Path, name: str) -> list[int]:
+    """What ``model.generate`` answers with a `PolicyCache`."""
+    model, _ = model_in(folder, name)
+    cache = PolicyCache(model, Plan.uniform("tova", budget=12, buffer=5))
+    ids = torch.arange(1, 30)[None]
+    mask = torch.ones_like(ids)
+    tokens = model.generate(
+        ids, attention_mask=mask, past_key_values=cache, max_new_tokens=12, do_sample=False
+    )
+    return tokens[0].tolist()
+
+
+def refusal(folder: Path, name: str) -> str:
+    try:
+        model_in(folder, name)
+    except ModelError as error:
+        return str(error)
+    return "it was loaded"
+
+
+OTHERS: dict[str, Callable[[Path], Any]] = {
+    "steered": steered,
+    "logits": logits,
+    "generated qwen3": lambda folder: generated(folder, "qwen3"),
+    "generated tied": lambda folder: generated(folder, "tied"),
+}
+
+
+def main(folder: Path, what: str) -> None:
+    """Answer all cases of policies, and the others, or all of families."""
+    found: dict[str, Any] = {}
+    if what == "policies":
+        found |= {name: other(folder) for name, other in OTHERS.items()}
+        found |= {f"refused {name}": refusal(folder, name) for name in REFUSED}
+        rank = dist.get_rank()
+        found["agreed"] = Peers(rank, 2).agreed([40 + rank, 7])
+    for name, case in (cases() if what == "policies" else family_cases()).items():
+        try:
+            found[name] = answer(folder, *case)
+        except ModelError as error:
+            found[name] = str(error)
+    (folder / f"answers-{dist.get_rank()}.json").write_text(json.dumps(found), "utf-8")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2])

@@ -1,0 +1,186 @@
+"""Files of steering vectors: what is saved is loaded, and every mistake has its sentence."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import attrs
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.torch import save_file
+from strategies import seeds
+
+from kvpolicy.toolkit.calibration import Calibration
+from kvpolicy.errors import KVPolicyError, OutputError, SteeringError
+from kvpolicy.toolkit.steering_vectors import (
+    SteeringVector,
+    load_steering_vector,
+    load_steering_vectors,
+    save_steering_vectors,
+)
+
+ORIGIN = Calibration(
+    model="some-model",
+    fingerprint="0123456789abcdef",
+    task="sums",
+    split="train",
+    seed=3,
+    num_right=8,
+    num_wrong=1,
+    num_thoughts={"execution": 12, "reflection": 5},
+    rules="mine",
+    rules_digest="fedcba",
+    version="0.1.0",
+)
+
+
+def made(layer: int, seed: int = 0, size: int = 8) -> SteeringVector:
+    rng = torch.Generator().manual_seed(seed + layer)
+    vector = torch.randn(size, generator=rng)
+    return SteeringVector(vector=vector, layer=layer, calibration=ORIGIN, separation=1.5 + layer)
+
+
+@given(layers=st.sets(st.integers(0, 130), min_size=1, max_size=5), seed=seeds, data=st.data())
+def test_what_is_saved_is_loaded(
+    tmp_path_factory: pytest.TempPathFactory, layers: set[int], seed: int, data: st.DataObject
+) -> None:
+    path = tmp_path_factory.mktemp("saved") / "some.safetensors"
+    order = data.draw(st.permutations(sorted(layers)))
+    default = data.draw(st.sampled_from([None, *order]))
+    vectors = {layer: made(layer, seed) for layer in order}
+    save_steering_vectors(path, list(vectors.values()), default_layer=default)
+    found, found_default = load_steering_vectors(path)
+    assert [one.layer for one in found] == sorted(layers)
+    assert found_default == (order[0] if len(order) == 1 else default)
+    for one in found:
+        assert torch.equal(one.vector, vectors[one.layer].vector)
+        assert one.separation == vectors[one.layer].separation
+        assert one.calibration == ORIGIN
+        assert torch.equal(load_steering_vector(path, one.layer).vector, one.vector)
+
+
+def test_the_same_vectors_make_the_same_bytes(tmp_path: Path) -> None:
+    contents = set()
+    for name in "abcde":
+        path = tmp_path / f"{name}.safetensors"
+        save_steering_vectors(path, [made(layer) for layer in range(12)], default_layer=3)
+        contents.add(path.read_bytes())
+    assert len(contents) == 1
+    assert sorted(p.suffix for p in tmp_path.iterdir()) == [".safetensors"] * 5
+
+
+def test_a_vector_follows_the_hidden_states() -> None:
+    one = made(2)
+    states = torch.zeros(3, 8, dtype=torch.bfloat16)
+    assert torch.equal(one.entering(states), one.vector)
+    with pytest.raises(SteeringError, match=r"8 numbers .* 9.*kvpolicy steer calibrate"):
+        one.entering(torch.zeros(3, 9))
+
+
+def written(path: Path, *, tensors: dict | None = None, **changes: object) -> None:
+    """A file with something wrong in it."""
+    described = {
+        "format": 1,
+        "default_layer": None,
+        "separation": {},
+        "calibration": attrs.asdict(ORIGIN),
+        **changes,
+    }
+    tensors = {"layer.01": torch.ones(4), "layer.02": torch.ones(4)} | (tensors or {})
+    save_file(tensors, path, {"kvpolicy": json.dumps(described)})
+
+
+def a_pickle(path: Path) -> None:
+    torch.save(torch.ones(4), path)
+
+
+def an_old_pickle(path: Path) -> None:
+    torch.save(torch.ones(4), path, _use_new_zipfile_serialization=False)
+
+
+def some_text(path: Path) -> None:
+    path.write_text("nothing of the kind")
+
+
+def strange_safetensors(path: Path) -> None:
+    save_file({"weight": torch.ones(4)}, path)
+
+
+MISTAKES: list[tuple[Callable[[Path], None], str]] = [
+    (lambda path: None, "No such file"),
+    (Path.mkdir, "directory"),
+    (a_pickle, "pickle"),
+    (an_old_pickle, "pickle"),
+    (some_text, "not safetensors"),
+    (lambda path: path.write_bytes(b""), "not safetensors"),
+    (strange_safetensors, "not written by this version"),
+    (lambda path: written(path, format=2), "not written by this version"),
+    (lambda path: written(path, calibration={"modle": "x"}), "not written by this version"),
+    (lambda path: written(path, tensors={"weight": torch.ones(4)}), "not written by this"),
+    (lambda path: written(path), "names no layer to use by default; ask for one of its"),
+    (lambda path: written(path, tensors={"layer.02": torch.ones(4, 4)}), "shape [4, 4]"),
+    (lambda path: written(path, tensors={"layer.02": torch.ones(4).half()}), "float16"),
+    (lambda path: written(path, tensors={"layer.02": torch.zeros(0)}), "shape [0]"),
+    (lambda path: written(path, tensors={"layer.02": torch.tensor([1, torch.nan])}), "NaN"),
+]
+
+
+@pytest.mark.parametrize(("make", "says"), MISTAKES, ids=lambda x: x if type(x) is str else "")
+def test_a_mistake_is_told_in_one_sentence(
+    make: Callable[[Path], None], says: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "mine.safetensors"
+    make(path)
+    with pytest.raises(SteeringError) as caught:
+        load_steering_vector(path)
+    assert str(path) in str(caught.value)
+    assert says in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_pickle_is_never_run(tmp_path: Path) -> None:
+    class Bomb:
+        def __reduce__(self) -> tuple:
+            return (pytest.fail, ("a pickle was run",))
+
+    path = tmp_path / "layer_20_transition_reflection_steervec.pt"
+    torch.save(Bomb(), path)
+    with pytest.raises(SteeringError, match="SEAL stores non-execution - execution"):
+        load_steering_vector(path)
+
+
+def test_a_layer_that_is_not_there_is_answered_with_those_that_are(tmp_path: Path) -> None:
+    written(tmp_path / "mine.safetensors")
+    with pytest.raises(SteeringError, match="has no layer 7; ask for one of its layers: 1, 2"):
+        load_steering_vector(tmp_path / "mine.safetensors", 7)
+
+
+def test_an_unknown_name_is_answered_with_the_nearest() -> None:
+    with pytest.raises(KVPolicyError, match="no steering vector is named 'resoner'; did you mean"):
+        load_steering_vector("resoner")
+
+
+@pytest.mark.parametrize(
+    ("layers", "default"), [((), None), ((1, 1), None), ((1, 2), 3)], ids=["none", "twice", "other"]
+)
+def test_what_makes_no_file_is_refused(
+    layers: tuple[int, ...], default: int | None, tmp_path: Path
+) -> None:
+    with pytest.raises(SteeringError, match="make no file"):
+        save_steering_vectors(
+            tmp_path / "a.safetensors", [made(layer) for layer in layers], default_layer=default
+        )
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_place_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    with pytest.raises(OutputError, match="nowhere"):
+        save_steering_vectors(tmp_path / "nowhere" / "a.safetensors", [made(1)])
+
+
+def test_a_broken_vector_is_refused_where_it_is_made() -> None:
+    for vector in (torch.tensor([1.0, torch.inf]), torch.ones(2, 2), torch.ones(2).double()):
+        with pytest.raises(SteeringError, match="some-model, layer 1"):
+            SteeringVector(vector=vector, layer=1, calibration=ORIGIN)
