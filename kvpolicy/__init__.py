@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING
 from kvpolicy.markers import hookimpl
 
 if TYPE_CHECKING:
-    from kvpolicy.hooks.discovery import installed_policies, load_policy
     from kvpolicy.engine.engine import Engine
-    from kvpolicy.hf import PolicyCache
-    from kvpolicy.model.loading import load_model
-    from kvpolicy.plan.plan import Plan
     from kvpolicy.engine.request import Request, Sampling
     from kvpolicy.engine.results import Result, RunReport
+    from kvpolicy.hf import PolicyCache
+    from kvpolicy.hooks.discovery import installed_policies, load_policy
+    from kvpolicy.model.loading import load_model
+    from kvpolicy.plan.plan import Plan
 
 __version__ = "0.1.0"
 

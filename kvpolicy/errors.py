@@ -67,3 +67,9 @@ class OutputError(KVPolicyError):
 
 class ResultsError(KVPolicyError):
     """A results folder cannot be read, or has not what is asked of it."""
+
+
+def error_summary(error: BaseException) -> str:
+    """Another library's error on one line: its class and its message."""
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__

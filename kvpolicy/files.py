@@ -7,7 +7,7 @@ from pathlib import Path
 from kvpolicy.errors import OutputError
 
 
-def write_whole(path: Path, content: str | bytes) -> None:
+def atomic_write(path: Path, content: str | bytes) -> None:
     """Write a file so that a reader finds the old content or the new one, never a part.
 
     Args:

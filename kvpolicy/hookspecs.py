@@ -27,11 +27,11 @@ from torch import Tensor
 from kvpolicy.markers import hookspec
 
 if TYPE_CHECKING:
-    from kvpolicy.state import Memory
+    from kvpolicy.cache.rows import LayerRows, Tracks
+    from kvpolicy.engine.request import Waiting
     from kvpolicy.hooks.parts import Parts
     from kvpolicy.registers import Registers
-    from kvpolicy.engine.request import Waiting
-    from kvpolicy.cache.rows import LayerRows, Tracks
+    from kvpolicy.state import Memory
 
 
 @hookspec(firstresult=True)

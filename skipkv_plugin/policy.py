@@ -10,13 +10,13 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from kvpolicy import hookimpl
+from kvpolicy.registers import Registers
 from kvpolicy.state import Memory
 from kvpolicy.toolkit.attention_window import odd, window_importance
+from kvpolicy.toolkit.paragraphs import Paragraphs, steering_change
 from kvpolicy.toolkit.pinned import load_pinned, pin
 from kvpolicy.toolkit.redundancy import key_redundancy
-from kvpolicy.registers import Registers
 from kvpolicy.toolkit.steering_vectors import SteeringVector
-from kvpolicy.toolkit.paragraphs import Paragraphs, steering_change
 from skipkv_plugin.redundancy import Pair
 from skipkv_plugin.sequence import SequenceState
 from skipkv_plugin.steering import KeywordMatch, strength

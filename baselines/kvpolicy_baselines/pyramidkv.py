@@ -8,7 +8,8 @@ from attrs.validators import ge, in_, instance_of
 from torch import Tensor
 
 from kvpolicy import hookimpl
-from kvpolicy.toolkit.ranking import score_in_kept_order
+from kvpolicy.cache.rows import Tracks
+from kvpolicy.toolkit.apportion import share
 from kvpolicy.toolkit.attention_window import (
     GroupReduce,
     Pooling,
@@ -18,8 +19,7 @@ from kvpolicy.toolkit.attention_window import (
     received_importance,
     window_importance,
 )
-from kvpolicy.cache.rows import Tracks
-from kvpolicy.toolkit.apportion import share
+from kvpolicy.toolkit.ranking import score_in_rank_order
 
 
 @attrs.define(eq=False, kw_only=True)
@@ -115,7 +115,7 @@ class PyramidKV:
             )
             return pin_window(importance, window)
 
-        return score_in_kept_order(score, keys, tracks, "pyramidkv_rank", window)
+        return score_in_rank_order(score, keys, tracks, "pyramidkv_rank", window)
 
 
 def published_budgets(

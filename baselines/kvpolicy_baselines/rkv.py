@@ -7,10 +7,10 @@ from attrs.validators import ge, in_, instance_of, le
 from torch import Tensor
 
 from kvpolicy import hookimpl
-from kvpolicy.toolkit.ranking import score_in_kept_order
-from kvpolicy.toolkit.attention_window import Pooling, odd, pin_window, window_importance
-from kvpolicy.toolkit.redundancy import Retain, key_redundancy
 from kvpolicy.cache.rows import Tracks
+from kvpolicy.toolkit.attention_window import Pooling, odd, pin_window, window_importance
+from kvpolicy.toolkit.ranking import score_in_rank_order
+from kvpolicy.toolkit.redundancy import Retain, key_redundancy
 
 
 @attrs.define(eq=False, kw_only=True)
@@ -71,7 +71,7 @@ class RKV:
             scores = self.mix_lambda * importance - (1 - self.mix_lambda) * redundancy
             return pin_window(scores, queries.shape[2])
 
-        return score_in_kept_order(mixed, keys, tracks, "rkv_rank", queries.shape[2])
+        return score_in_rank_order(mixed, keys, tracks, "rkv_rank", queries.shape[2])
 
     def redundancy(self, keys: Tensor) -> Tensor:
         """How much each row is like the others, ``[B, H_kv, T]`` (eqs. 5-7)."""

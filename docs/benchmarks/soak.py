@@ -31,8 +31,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from kvpolicy import Engine, Plan, Request, Result, hookimpl
 from kvpolicy.cli.progress import open_progress
-from kvpolicy.state import Memory
 from kvpolicy.engine.run import Run
+from kvpolicy.state import Memory
 
 VOCAB = 61
 NUM_LAYERS = 3

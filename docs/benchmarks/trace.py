@@ -11,10 +11,10 @@ from contextlib import nullcontext
 from statistics import median
 
 import torch
-
-from kvpolicy import Engine, Plan
 from kvpolicy_reasoner.model import load_reasoner
 from kvpolicy_reasoner.task import make_problems
+
+from kvpolicy import Engine, Plan
 from kvpolicy.engine.tracing import recording
 
 ROUNDS = 7

@@ -11,8 +11,8 @@ from statistics import fmean
 from tempfile import TemporaryDirectory
 
 from kvpolicy import Engine, Plan
-from kvpolicy.lab.models import open_model
 from kvpolicy.lab.analysis.paired import bootstrap_mean
+from kvpolicy.lab.models import open_model
 from kvpolicy.lab.statistics import wilson
 from kvpolicy.lab.tasks.task import load_task
 

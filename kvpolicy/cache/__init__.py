@@ -1,0 +1,1 @@
+"""Where rows live: slabs, the view hooks get of them, where new rows go."""

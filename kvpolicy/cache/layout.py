@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 
 from kvpolicy.cache.slab import Cache, LayerCache
-from kvpolicy.cache.sliding_window import beside, drop_oldest, seen_in_window
+from kvpolicy.cache.sliding_window import concat_rows, drop_oldest, seen_in_window
 
 
 @attrs.frozen(eq=False)
-class Layout:
+class LayerLayout:
     """Where the new rows of a forward go in one layer, and what its queries may see.
 
     Attributes:
@@ -41,7 +41,7 @@ class Layout:
     kept: Tensor | None = None
 
 
-class Step:
+class StepLayout:
     """The new tokens of one forward, before they are stored."""
 
     def __init__(self, cache: Cache, first: int, lengths: Sequence[int]) -> None:
@@ -57,8 +57,8 @@ class Step:
         self.is_real = self.token >= 0
         self.has_pads = not self.is_real.all()
         self.attended: set[int] = set()  # layers whose attention was computed by us
-        self._of_layer: dict[int, Layout] = {}
-        self._layouts: dict[tuple[object, ...], Layout] = {}
+        self._of_layer: dict[int, LayerLayout] = {}
+        self._layouts: dict[tuple[object, ...], LayerLayout] = {}
         self._window_index: dict[tuple[torch.device, int], tuple[Tensor, Tensor, Tensor]] = {}
 
     @property
@@ -66,7 +66,7 @@ class Step:
         """Place of every column's token in its sequence, ``[B, L]``, 0 for pads."""
         return np.maximum(self.seq_len[:, None] + self.token, 0)
 
-    def layout(self, layer_idx: int) -> Layout:
+    def layout(self, layer_idx: int) -> LayerLayout:
         """Where the new rows go in this layer; computed once for layers that hold the same."""
         if layer_idx not in self._of_layer:
             layer = self.cache.layers[layer_idx]
@@ -78,7 +78,7 @@ class Step:
             overflows = layer.slides and bool((before + self.lengths > most).any())
             key = (layer.shape.device, before.tobytes(), window, most if overflows else None)
             if key not in self._layouts:
-                layout = self._lay_out(before, layer.shape.device, window)
+                layout = self._layer_layout(before, layer.shape.device, window)
                 if overflows:
                     layout = attrs.evolve(layout, kept=self._kept(before, layer))
                 self._layouts[key] = layout
@@ -94,7 +94,9 @@ class Step:
     def _gapped(self, layer_idx: int) -> bool:
         return bool(self.cache.has_gaps[layer_idx, self.first : self.last].any())
 
-    def _lay_out(self, before: np.ndarray, device: torch.device, window: int | None) -> Layout:
+    def _layer_layout(
+        self, before: np.ndarray, device: torch.device, window: int | None
+    ) -> LayerLayout:
         slots, _ = np.nonzero(self.is_real)
         token = self.token[self.is_real]
         after = before + self.lengths
@@ -112,7 +114,7 @@ class Step:
         def there(array: np.ndarray) -> Tensor:
             return torch.from_numpy(array).to(device)
 
-        return Layout(
+        return LayerLayout(
             slots=there(slots + self.first),
             rows=there(before[slots] + token),
             positions=there(self.seq_len[slots] + token),
@@ -133,7 +135,7 @@ class Step:
         """Write the new rows of one layer, ``[B, H_kv, L, D]``; return all rows to attend to."""
         layer = self.cache.layers[layer_idx]
         if self.width == 1 and layer.slides:
-            self._make_room(layer_idx)
+            self._drop_oldest_if_full(layer_idx)
         layout = self.layout(layer_idx)
         served = slice(self.first, self.last)
         new = (self.real(keys), self.real(values), layout.positions[:, None])
@@ -147,12 +149,12 @@ class Step:
             all_rows = self._slide(layer_idx, layout, slabs, new)
         window = self._window(layer)
         if window is not None and self._gapped(layer_idx):
-            recent = seen_in_window(all_rows[2], self._asked_at(), window)
+            recent = seen_in_window(all_rows[2], self._query_positions(), window)
             mask = recent if layout.mask is None else layout.mask & recent
             self._of_layer[layer_idx] = attrs.evolve(layout, mask=mask)
         return all_rows[0], all_rows[1]
 
-    def _make_room(self, layer_idx: int) -> None:
+    def _drop_oldest_if_full(self, layer_idx: int) -> None:
         """Drop the row that a new token cannot see from slabs that hold a whole window."""
         rows = self.cache.rows[layer_idx, self.first : self.last]
         full = np.flatnonzero(rows == self.cache.capacity[layer_idx]) + self.first
@@ -162,7 +164,7 @@ class Step:
     def _slide(
         self,
         layer_idx: int,
-        layout: Layout,
+        layout: LayerLayout,
         slabs: Sequence[Tensor],
         new: Sequence[Tensor],
     ) -> list[Tensor]:
@@ -172,11 +174,11 @@ class Step:
         where = (layout.slots - self.first, layout.rows)
         empty = (0, 0, -1)
         all_rows = [
-            beside(slab[served], rows, where, layout.num_rows, fill)
+            concat_rows(slab[served], rows, where, layout.num_rows, fill)
             for slab, rows, fill in zip(slabs, new, empty, strict=True)
         ]
         tracks = list(layer.tracks.values())
-        moved = [beside(track[served], 0, where, layout.num_rows, 0) for track in tracks]
+        moved = [concat_rows(track[served], 0, where, layout.num_rows, 0) for track in tracks]
         num_bytes = sum(rows.nbytes for rows in [*all_rows, *moved])
         for slab, rows in zip([*slabs, *tracks], [*all_rows, *moved], strict=True):
             index = layout.kept[:, None, :, *[None] * (rows.dim() - 3)]
@@ -189,7 +191,7 @@ class Step:
         self.cache.rows[layer_idx, served] = np.maximum(after - self.lengths, 0)
         return all_rows
 
-    def _asked_at(self) -> np.ndarray:
+    def _query_positions(self) -> np.ndarray:
         """Position of each query, ``[B, L]``; of pads one that hides nothing."""
         return np.where(self.is_real, self.position_ids, -1)
 

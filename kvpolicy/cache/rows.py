@@ -145,7 +145,7 @@ class LayerRows:
         if self._peers.size == 1:
             return held()
         if name not in self._gathered:
-            self._gathered[name] = self._peers.gathered(held())
+            self._gathered[name] = self._peers.all_gather(held())
             self._cache.needed_copy(self._gathered_bytes)
         return self._gathered[name]
 

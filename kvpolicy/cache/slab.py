@@ -13,8 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvpolicy.model.peers import ALONE, Peers
 from kvpolicy.cache.softmax import PLAIN
+from kvpolicy.model.peers import SINGLE, TensorParallelGroup
 
 # The track that attention fills by itself, for policies that name it as an argument.
 ATTN_SUMS = "attn_sums"
@@ -44,7 +44,7 @@ class LayerShape:
     dtype: torch.dtype
     device: torch.device
     sliding_window: int | None = None
-    peers: Peers = ALONE
+    peers: TensorParallelGroup = SINGLE
 
     @property
     def row_bytes(self) -> int:

@@ -55,13 +55,13 @@ def drop_expired(cache: Cache, layer_idx: int, slots: Sequence[int]) -> None:
     positions = layer.positions[list(slots)]
     oldest = torch.from_numpy(cache.seq_len[list(slots)] - window).to(positions.device)
     expired = (positions >= 0) & (positions <= oldest[:, None, None])
-    by_head = layer.shape.peers.gathered(expired.sum(dim=2))  # [B, H_kv]
+    by_head = layer.shape.peers.all_gather(expired.sum(dim=2))  # [B, H_kv]
     for slot, num in zip(slots, by_head.amin(dim=1).tolist(), strict=True):
         if num:
             drop_oldest(cache, layer_idx, [slot], num)
 
 
-def beside(
+def concat_rows(
     slab: Tensor, new: Tensor | int, where: tuple[Tensor, Tensor], num_rows: int, empty: int
 ) -> Tensor:
     """The rows of a slab and new ones after them, in a tensor of their own.

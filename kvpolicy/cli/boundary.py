@@ -6,8 +6,8 @@ import sys
 import typer
 
 from kvpolicy.cli.app import build
-from kvpolicy.cli.output import cannot_write, say, sentence
 from kvpolicy.cli.interrupt import Interrupted, interrupts_are_heard
+from kvpolicy.cli.output import cannot_write, say, sentence
 from kvpolicy.errors import KVPolicyError
 
 WRONG_INPUT = 2

@@ -13,11 +13,11 @@ from typing import Annotated, Any
 import attrs
 import typer
 
-from kvpolicy.cli.output import say, write, write_json
 from kvpolicy.cli.options import Json, Plugins, register_plugins
+from kvpolicy.cli.output import say, write, write_json
 from kvpolicy.cli.progress import Progress, open_progress
-from kvpolicy.hooks.discovery import load_policy_class, policy_names
 from kvpolicy.errors import KVPolicyError
+from kvpolicy.hooks.discovery import load_policy_class, policy_names
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None)
 

@@ -5,8 +5,8 @@ from typing import TYPE_CHECKING
 from kvpolicy.cli.units import human_bytes
 
 if TYPE_CHECKING:
-    from kvpolicy.plan.resolved import ResolvedPlan
     from kvpolicy.engine.results import Result, RunReport
+    from kvpolicy.plan.resolved import ResolvedPlan
 
 
 def describe_result(result: "Result", plan: "ResolvedPlan") -> str:

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 import attrs
 import typer
 
-from kvpolicy.cli.output import say
 from kvpolicy.cli.options import register_plugins, rows_or_share
+from kvpolicy.cli.output import say
 from kvpolicy.cli.prompts import Prompt, apply_chat_template, read_prompts, read_stdin
 from kvpolicy.errors import KVPolicyError
 
@@ -82,8 +82,8 @@ def prepare(
     }
     chosen = choose_plan(plan, policy or [], numbers, overrides or [])
     from kvpolicy.engine.engine import Engine
-    from kvpolicy.lab.models import open_model
     from kvpolicy.engine.request import Sampling
+    from kvpolicy.lab.models import open_model
 
     sampling = Sampling(temperature, top_k, top_p, seed)
     loaded, tokenizer = open_model(

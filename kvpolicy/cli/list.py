@@ -11,8 +11,8 @@ from shutil import get_terminal_size
 import attrs
 import typer
 
-from kvpolicy.cli.output import say, write, write_json
 from kvpolicy.cli.options import Json, Plugins, register_plugins
+from kvpolicy.cli.output import say, write, write_json
 from kvpolicy.hooks.discovery import PolicyInfo, installed_policies
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None)

@@ -77,7 +77,7 @@ Stop = Annotated[
     list[str] | None, typer.Option(metavar="TEXT", help="Ends a text; may be repeated.")
 ]
 Chat = Annotated[bool, typer.Option("--chat", help="Wrap prompts in the model's chat template.")]
-Slots = Annotated[int, typer.Option(min=1, help="Prompts decoded together.")]
+RunningBatch = Annotated[int, typer.Option(min=1, help="Prompts decoded together.")]
 
 
 def register_plugins(plugins: list[Path] | None) -> None:

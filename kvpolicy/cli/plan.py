@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kvpolicy.cli.columns import columns
-from kvpolicy.cli.output import terminal_width, write, write_json
 from kvpolicy.cli.options import (
     Dtype,
     Json,
@@ -24,6 +23,7 @@ from kvpolicy.cli.options import (
     TrustRemoteCode,
     register_plugins,
 )
+from kvpolicy.cli.output import terminal_width, write, write_json
 from kvpolicy.cli.plancheck import check, schema
 from kvpolicy.cli.units import human_bytes
 from kvpolicy.errors import KVPolicyError

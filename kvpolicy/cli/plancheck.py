@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kvpolicy.cli.output import say, sentence, write, write_json
 from kvpolicy.cli.options import (
     Json,
     Model,
@@ -18,6 +17,7 @@ from kvpolicy.cli.options import (
     TrustRemoteCode,
     register_plugins,
 )
+from kvpolicy.cli.output import say, sentence, write, write_json
 from kvpolicy.errors import KVPolicyError
 
 if TYPE_CHECKING:
@@ -67,14 +67,16 @@ def schema() -> None:
 
 
 def _check(file: Path, model: str, overrides: list[str], trust_remote_code: bool) -> "Findings":
-    from kvpolicy.plan import extends
-    from kvpolicy.model.adapter import Seam
     from kvpolicy.lab.models import open_skeleton
+    from kvpolicy.model.adapter import ModelAdapter
+    from kvpolicy.plan import extends
     from kvpolicy.plan.check import Findings, check_plan
 
     num_layers, problems = None, []
     try:
-        num_layers = Seam(open_skeleton(model, trust_remote_code=trust_remote_code)).num_layers
+        num_layers = ModelAdapter(
+            open_skeleton(model, trust_remote_code=trust_remote_code)
+        ).num_layers
     except KVPolicyError as error:
         problems = [error]
     try:

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kvpolicy.cli.output import say, write, write_json
 from kvpolicy.cli.figures import describe_result, describe_run
 from kvpolicy.cli.generation import SOME_FAILED, prepare
 from kvpolicy.cli.interrupt import Interrupted
@@ -31,14 +30,15 @@ from kvpolicy.cli.options import (
     Policies,
     PromptFile,
     PromptText,
+    RunningBatch,
     Seed,
-    Slots,
     Stop,
     Temperature,
     TopK,
     TopP,
     TrustRemoteCode,
 )
+from kvpolicy.cli.output import say, write, write_json
 from kvpolicy.cli.prompts import Prompt
 from kvpolicy.cli.together import together
 from kvpolicy.errors import RequestError
@@ -69,7 +69,7 @@ def run(
     max_new_tokens: MaxNewTokens = None,
     stop: Stop = None,
     chat: Chat = False,
-    slots: Slots = 8,
+    slots: RunningBatch = 8,
     dtype: Dtype = "auto",
     device: Device = None,
     trust_remote_code: TrustRemoteCode = False,

@@ -14,7 +14,6 @@ import attrs
 import typer
 
 from kvpolicy.cli.calls import call_table, total_table
-from kvpolicy.cli.output import say, terminal_width, write, write_json
 from kvpolicy.cli.figures import describe_run
 from kvpolicy.cli.generation import SOME_FAILED, Generation, prepare
 from kvpolicy.cli.interrupt import Interrupted
@@ -34,14 +33,15 @@ from kvpolicy.cli.options import (
     Policies,
     PromptFile,
     PromptText,
+    RunningBatch,
     Seed,
-    Slots,
     Stop,
     Temperature,
     TopK,
     TopP,
     TrustRemoteCode,
 )
+from kvpolicy.cli.output import say, terminal_width, write, write_json
 
 if TYPE_CHECKING:
     from kvpolicy.engine.hookcall import HookCall
@@ -92,7 +92,7 @@ def trace(
     max_new_tokens: MaxNewTokens = None,
     stop: Stop = None,
     chat: Chat = False,
-    slots: Slots = 8,
+    slots: RunningBatch = 8,
     dtype: Dtype = "auto",
     device: Device = None,
     trust_remote_code: TrustRemoteCode = False,

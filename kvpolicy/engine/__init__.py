@@ -1,0 +1,1 @@
+"""The engine: requests, the running batch, decode steps and compactions."""

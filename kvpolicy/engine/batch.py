@@ -15,24 +15,24 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from kvpolicy.cache.layout import StepLayout
 from kvpolicy.cache.slab import Cache
-from kvpolicy.hooks.timing import Clock
 from kvpolicy.engine.compactor import Compactor
 from kvpolicy.engine.feed import Feed, Feeds
-from kvpolicy.state import Memory
 from kvpolicy.engine.observer import Observer
-from kvpolicy.registers import RegisterFile
 from kvpolicy.engine.sequence import LiveSequence
-from kvpolicy.cache.layout import Step
+from kvpolicy.hooks.timing import Clock
+from kvpolicy.registers import RegisterFile
+from kvpolicy.state import Memory
 
 if TYPE_CHECKING:
     from kvpolicy.engine.engine import Engine
 
 # Takes the logits after the newest token of each sequence, ``[B, V]``: draws the next one.
-Take = Callable[[Sequence[LiveSequence], Tensor], None]
+OnTokens = Callable[[Sequence[LiveSequence], Tensor], None]
 
 
-class Slots:
+class RunningBatch:
     """Sequences in their slots, with the cache and what policies keep of them.
 
     Attributes:
@@ -46,16 +46,16 @@ class Slots:
         """Allocate everything for sequences of at most ``longest`` tokens."""
         self.active: list[LiveSequence] = []
         self.clock = Clock()
-        self._plan, self._stacks, self._seam = engine.plan, engine.stacks, engine.seam
+        self._plan, self._stacks, self._adapter = engine.plan, engine.stacks, engine.adapter
         self._tokenizer, self._chunk = engine.tokenizer, engine.chunk
         self._asking = engine.asking
         self._departed: list[LiveSequence] = []
         pairs = list(zip(engine.stacks, engine.plan.layers, strict=True))
         slabs = [stack.slab(layer.capacity(longest)) for stack, layer in pairs]
-        self.cache = Cache(engine.seam.layer_shapes(), slabs, num_slots)
-        self.cache.rotate = engine.seam.rotation()
+        self.cache = Cache(engine.adapter.layer_shapes(), slabs, num_slots)
+        self.cache.rotate = engine.adapter.rotation()
         policies = [policy for stack in engine.stacks for policy in stack.policies]
-        self._registers = RegisterFile(policies, num_slots, engine.seam.model.device)
+        self._registers = RegisterFile(policies, num_slots, engine.adapter.model.device)
         self.cache.slot_tensors += self._registers.all
         self._observer = Observer(
             engine.plan.layers,
@@ -66,7 +66,10 @@ class Slots:
             engine.asking,
         )
         self._observer.attach(
-            self.cache, engine.seam.hidden_size, engine.seam.model.dtype, engine.seam.last_device
+            self.cache,
+            engine.adapter.hidden_size,
+            engine.adapter.model.dtype,
+            engine.adapter.last_device,
         )
         self.compactor = Compactor(
             self.cache,
@@ -97,12 +100,12 @@ class Slots:
         pairs = zip(self._stacks, self._plan.layers, strict=True)
         self.cache.grow([stack.slab(layer.capacity(longest)) for stack, layer in pairs])
 
-    def prefill(self, group: Sequence[LiveSequence], take: Take) -> None:
+    def prefill(self, group: Sequence[LiveSequence], take: OnTokens) -> None:
         """Bring the prompts of a group into free slots, in chunks that their slabs can take."""
         self.admit(group)
         self._run(self.feeds(take))
 
-    def decode(self, take: Take) -> None:
+    def decode(self, take: OnTokens) -> None:
         """Give every sequence its next token."""
         with self.clock.decoding(), self._asking.about(self.active):
             self._run(self.decode_feeds(take))
@@ -114,7 +117,7 @@ class Slots:
         self.active.extend(group)
         self._pad(group)
 
-    def feeds(self, take: Take) -> Feeds:
+    def feeds(self, take: OnTokens) -> Feeds:
         """Forwards that bring in what is left of the prompts, with compactions in between."""
         left = [self._num_left(slot) for slot in range(len(self.active))]
         # Slots are fed together as long as none has less left than the one before it.
@@ -131,11 +134,11 @@ class Slots:
                 last -= num_failed
                 num_dropped += num_failed
 
-    def decode_feeds(self, take: Take) -> Feeds:
+    def decode_feeds(self, take: OnTokens) -> Feeds:
         """The one forward that gives every sequence its newest token."""
         token_ids = torch.tensor([served.tokens[-1] for served in self.active])
-        step = Step(self.cache, 0, [1] * len(self.active))
-        with self._seam.steered(
+        step = StepLayout(self.cache, 0, [1] * len(self.active))
+        with self._adapter.steered(
             self._stacks,
             token_ids,
             self.clock,
@@ -190,7 +193,9 @@ class Slots:
         with closing(feeds), torch.no_grad():
             feed = next(feeds, None)
             while feed is not None:
-                done = self._seam.forward(feed.token_ids, feed.step, wants_states=self.wants_states)
+                done = self._adapter.forward(
+                    feed.token_ids, feed.step, wants_states=self.wants_states
+                )
                 try:
                     feed = feeds.send(done)
                 except StopIteration:
@@ -199,7 +204,7 @@ class Slots:
     def _num_left(self, slot: int) -> int:
         return max(len(self.active[slot].prompt) - int(self.cache.seq_len[slot]), 0)
 
-    def _chunk_feeds(self, first: int, last: int, take: Take) -> Feeds:
+    def _chunk_feeds(self, first: int, last: int, take: OnTokens) -> Feeds:
         """The forward of the next chunk of each prompt in the slots ``[first, last)``."""
         feeding = self.active[first:last]
         for slot, served in enumerate(feeding, start=first):
@@ -210,7 +215,7 @@ class Slots:
         chunks = [
             served.prompt[start : start + width] for served, start in zip(feeding, fed, strict=True)
         ]
-        step = Step(self.cache, first, [len(chunk) for chunk in chunks])
+        step = StepLayout(self.cache, first, [len(chunk) for chunk in chunks])
         token_ids = torch.zeros(len(chunks), step.width, dtype=torch.int64)
         for row, chunk in enumerate(chunks):
             token_ids[row, step.width - len(chunk) :] = torch.tensor(chunk)

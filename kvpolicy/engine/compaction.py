@@ -5,11 +5,11 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+from kvpolicy.cache.rows import LayerRows
 from kvpolicy.cache.slab import ATTN_SUMS, Cache
+from kvpolicy.hooks.stack import Stack
 from kvpolicy.hooks.timing import Clock
 from kvpolicy.state import Memory, SequenceMemory
-from kvpolicy.cache.rows import LayerRows
-from kvpolicy.hooks.stack import Stack
 
 
 def compact(

@@ -7,15 +7,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvpolicy.engine.isolation import Asking
 from kvpolicy.cache.slab import Cache
-from kvpolicy.hooks.timing import Clock
-from kvpolicy.engine.compaction import compact
-from kvpolicy.engine.observer import Observer
-from kvpolicy.plan.resolved import LayerPlan
-from kvpolicy.engine.sequence import LiveSequence
 from kvpolicy.cache.sliding_window import drop_expired
+from kvpolicy.engine.compaction import compact
+from kvpolicy.engine.isolation import ErrorScope
+from kvpolicy.engine.observer import Observer
+from kvpolicy.engine.sequence import LiveSequence
 from kvpolicy.hooks.stack import Stack
+from kvpolicy.hooks.timing import Clock
+from kvpolicy.plan.resolved import LayerPlan
 
 
 class Compactor:
@@ -32,10 +32,10 @@ class Compactor:
         stacks: Sequence[Stack],
         observer: Observer,
         clock: Clock,
-        asking: Asking | None = None,
+        asking: ErrorScope | None = None,
     ) -> None:
         self.num_compactions = 0
-        self._asking = asking or Asking("raise")
+        self._asking = asking or ErrorScope("raise")
         self._clock = clock
         self._cache = cache
         self._observer = observer

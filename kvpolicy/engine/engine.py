@@ -10,14 +10,14 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from kvpolicy.engine.isolation import Asking, OnHookError
-from kvpolicy.model.adapter import Seam
-from kvpolicy.hooks.discovery import policy_names
-from kvpolicy.errors import KVPolicyError, ModelError
-from kvpolicy.plan.plan import Plan
+from kvpolicy.engine.isolation import ErrorScope, OnHookError
 from kvpolicy.engine.request import Request, Sampling, samplings_of
 from kvpolicy.engine.run import Run
 from kvpolicy.engine.stream import Stream
+from kvpolicy.errors import KVPolicyError, ModelError
+from kvpolicy.hooks.discovery import policy_names
+from kvpolicy.model.adapter import ModelAdapter
+from kvpolicy.plan.plan import Plan
 
 DEFAULT_SLOTS = 8
 DEFAULT_CHUNK = 512
@@ -34,7 +34,7 @@ class Engine:
 
     def __init__(
         self,
-        model: PreTrainedModel | Seam,
+        model: PreTrainedModel | ModelAdapter,
         tokenizer: Any = None,
         plan: Plan | None = None,
         *,
@@ -78,10 +78,10 @@ class Engine:
                 "model, tokenizer = load_model(NAME)"
             )
             raise ModelError(msg)
-        self.asking = Asking(on_hook_error)
-        self.seam = model if isinstance(model, Seam) else Seam(model)
+        self.asking = ErrorScope(on_hook_error)
+        self.adapter = model if isinstance(model, ModelAdapter) else ModelAdapter(model)
         self.tokenizer = tokenizer
-        self.plan = plan.resolve(self.seam.num_layers)
+        self.plan = plan.resolve(self.adapter.num_layers)
         self.stacks = self.plan.stacks()
         self.scheduling = self.plan.scheduling_stack()
         self.num_slots = slots

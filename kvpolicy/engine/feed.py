@@ -5,7 +5,7 @@ from collections.abc import Generator
 import attrs
 from torch import Tensor
 
-from kvpolicy.cache.layout import Step
+from kvpolicy.cache.layout import StepLayout
 
 
 @attrs.frozen(eq=False)
@@ -18,7 +18,7 @@ class Feed:
     """
 
     token_ids: Tensor
-    step: Step
+    step: StepLayout
 
 
 # Yields the forwards that are to be run, and is sent what came of each: logits ``[B, V]`` and,

@@ -7,15 +7,15 @@ import attrs
 import torch
 from transformers import PreTrainedModel
 
-from kvpolicy.engine.isolation import Asking
 from kvpolicy.cache.slab import Cache, LayerCache, LayerShape, Slab
-from kvpolicy.hooks.timing import Clock
-from kvpolicy.model.adapter import Seam
+from kvpolicy.engine.isolation import ErrorScope
 from kvpolicy.engine.observer import Observer
-from kvpolicy.plan.plan import Plan
-from kvpolicy.registers import RegisterFile
-from kvpolicy.plan.resolved import LayerPlan
 from kvpolicy.hooks.stack import Stack
+from kvpolicy.hooks.timing import Clock
+from kvpolicy.model.adapter import ModelAdapter
+from kvpolicy.plan.plan import Plan
+from kvpolicy.plan.resolved import LayerPlan
+from kvpolicy.registers import RegisterFile
 
 
 @attrs.frozen
@@ -128,12 +128,12 @@ def footprint(
     Raises:
         KVPolicyError: The engine cannot run the model, or the plan does not fit it.
     """
-    seam = Seam(model)
-    resolved = plan.resolve(seam.num_layers)
-    tokens = min(longest or seam.max_positions, seam.max_positions)
+    adapter = ModelAdapter(model)
+    resolved = plan.resolve(adapter.num_layers)
+    tokens = min(longest or adapter.max_positions, adapter.max_positions)
     stacks = resolved.stacks()
     layers = []
-    for layer, stack, shape in zip(resolved.layers, stacks, seam.layer_shapes(), strict=True):
+    for layer, stack, shape in zip(resolved.layers, stacks, adapter.layer_shapes(), strict=True):
         held = _slot(shape, stack.slab(layer.capacity(tokens)))
         layers.append(
             LayerFootprint(
@@ -146,7 +146,7 @@ def footprint(
         )
     schedule = resolved.to_dict()["schedule"]
     dtype = str(model.dtype).removeprefix("torch.")
-    shared = _shared_bytes(resolved.layers, stacks, seam)
+    shared = _shared_bytes(resolved.layers, stacks, adapter)
     return Footprint(
         resolved.digest(), dtype, tokens, slots, shared, tuple(layers), tuple(schedule)
     )
@@ -156,12 +156,14 @@ def footprint(
 _NOWHERE = torch.device("meta")
 
 
-def _shared_bytes(layers: Sequence[LayerPlan], stacks: Sequence[Stack], seam: Seam) -> int:
+def _shared_bytes(
+    layers: Sequence[LayerPlan], stacks: Sequence[Stack], adapter: ModelAdapter
+) -> int:
     policies = [policy for stack in stacks for policy in stack.policies]
     registers = RegisterFile(policies, 1, _NOWHERE)
     nothing = Cache([], [], num_slots=1)
-    observer = Observer(layers, stacks, registers, None, Clock(), Asking("raise"))
-    observer.attach(nothing, seam.hidden_size, seam.model.dtype, _NOWHERE)
+    observer = Observer(layers, stacks, registers, None, Clock(), ErrorScope("raise"))
+    observer.attach(nothing, adapter.hidden_size, adapter.model.dtype, _NOWHERE)
     return sum(tensor.nbytes for tensor in [*registers.all, *nothing.slot_tensors])
 
 

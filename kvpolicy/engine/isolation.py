@@ -10,8 +10,8 @@ from typing import Literal
 
 import torch
 
-from kvpolicy.errors import HookError, KVPolicyError
 from kvpolicy.engine.sequence import LiveSequence
+from kvpolicy.errors import HookError, KVPolicyError
 
 OnHookError = Literal["raise", "answer"]
 
@@ -19,7 +19,7 @@ OnHookError = Literal["raise", "answer"]
 _FATAL = (MemoryError, torch.OutOfMemoryError, torch.AcceleratorError)
 
 
-class Asking:
+class ErrorScope:
     """Knows whom the hook call under way is about.
 
     Attributes:

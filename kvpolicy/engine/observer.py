@@ -12,14 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvpolicy.engine.isolation import Asking
 from kvpolicy.cache.slab import Cache
-from kvpolicy.hooks.timing import Clock
-from kvpolicy.state import Memory
-from kvpolicy.registers import RegisterFile
-from kvpolicy.plan.resolved import LayerPlan
+from kvpolicy.engine.isolation import ErrorScope
 from kvpolicy.engine.sequence import LiveSequence
 from kvpolicy.hooks.stack import Stack
+from kvpolicy.hooks.timing import Clock
+from kvpolicy.plan.resolved import LayerPlan
+from kvpolicy.registers import RegisterFile
+from kvpolicy.state import Memory
 
 
 class Observer:
@@ -36,7 +36,7 @@ class Observer:
         registers: RegisterFile,
         tokenizer: Any,
         clock: Clock,
-        asking: Asking | None = None,
+        asking: ErrorScope | None = None,
     ) -> None:
         pairs = zip(stacks, layers, strict=True)
         watching = [pair for pair in pairs if pair[0].implements("observe")]
@@ -46,7 +46,7 @@ class Observer:
         self._registers = registers
         self._tokenizer = tokenizer
         self._clock = clock
-        self._asking = asking or Asking("raise")
+        self._asking = asking or ErrorScope("raise")
         self._cache: Cache
         self._states: Tensor | None = None
         self.wants_states = any("hidden_states" in stack.observes for stack in self._stacks)

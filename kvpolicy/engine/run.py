@@ -8,21 +8,21 @@ import attrs
 from torch import Tensor
 
 from kvpolicy.cache.slab import Cache
-from kvpolicy.errors import KVPolicyError, RequestError
+from kvpolicy.engine.batch import RunningBatch
 from kvpolicy.engine.request import Request
 from kvpolicy.engine.results import Events, FinishReason, Result, RunReport
 from kvpolicy.engine.sampler import sample
 from kvpolicy.engine.sequence import LiveSequence, encode
-from kvpolicy.engine.batch import Slots
+from kvpolicy.errors import KVPolicyError, RequestError
 
 if TYPE_CHECKING:
     from kvpolicy.engine.engine import Engine
 
 # Chooses the next token of each sequence from its logits ``[B, V]``.
-Draw = Callable[[Sequence[LiveSequence], Tensor], Sequence[int]]
+Sampler = Callable[[Sequence[LiveSequence], Tensor], Sequence[int]]
 
 
-def draw_as_asked(sequences: Sequence[LiveSequence], logits: Tensor) -> list[int]:
+def sample_next(sequences: Sequence[LiveSequence], logits: Tensor) -> list[int]:
     """Draw the next token of each sequence as its request says."""
     samplings = [served.request.sampling for served in sequences]
     return sample(logits, samplings, [served.generator for served in sequences]).tolist()
@@ -38,7 +38,7 @@ class Run:
     """
 
     def __init__(
-        self, engine: "Engine", requests: Sequence[Request], draw: Draw = draw_as_asked
+        self, engine: "Engine", requests: Sequence[Request], draw: Sampler = sample_next
     ) -> None:
         """Take requests in; `Engine.generate` is the usual way here.
 
@@ -94,7 +94,7 @@ class Run:
         return attrs.evolve(
             self._report,
             peak_kv_bytes=self._slots.cache.peak_bytes,
-            num_processes=self.engine.seam.peers.size,
+            num_processes=self.engine.adapter.peers.size,
             compactions=self._slots.compactor.num_compactions,
             **attrs.asdict(self._slots.clock),
         )
@@ -156,11 +156,11 @@ class Run:
     # Arrival and departure
 
     def _arrive(self, number: int, request: Request) -> None:
-        seam = self.engine.seam
+        adapter = self.engine.adapter
         try:
-            prompt = encode(request.prompt, self.tokenizer, seam.vocab_size)
-            if len(prompt) >= seam.max_positions:
-                has = f"the model has positions for {seam.max_positions}"
+            prompt = encode(request.prompt, self.tokenizer, adapter.vocab_size)
+            if len(prompt) >= adapter.max_positions:
+                has = f"the model has positions for {adapter.max_positions}"
                 msg = f"the prompt has {len(prompt)} tokens; {has}, the generation included"
                 raise RequestError(msg)
             if request.stop and self.tokenizer is None:
@@ -169,16 +169,16 @@ class Run:
         except RequestError as error:
             self._answer(Result(number, finish_reason="error", error=str(error)))
             return
-        stop_ids = seam.stop_ids if request.stop_ids is None else request.stop_ids
-        most = min(request.max_new_tokens, seam.max_positions - len(prompt))
+        stop_ids = adapter.stop_ids if request.stop_ids is None else request.stop_ids
+        most = min(request.max_new_tokens, adapter.max_positions - len(prompt))
         self._waiting[number] = LiveSequence(
             number, request, prompt, most, frozenset(stop_ids), self.tokenizer
         )
 
-    def _allocate(self) -> Slots:
+    def _allocate(self) -> RunningBatch:
         longest = max((served.longest for served in self._waiting.values()), default=1)
         num_slots = min(self.engine.num_slots, max(len(self._waiting), 1))
-        return Slots(self.engine, num_slots, longest)
+        return RunningBatch(self.engine, num_slots, longest)
 
     def _drop_cancelled(self) -> None:
         for number in sorted(self._cancelled & self._waiting.keys()):
@@ -243,7 +243,7 @@ class Run:
 
     def _take(self, sequences: Sequence[LiveSequence], logits: Tensor) -> None:
         """Draw and add the next token of each sequence."""
-        drawn = self.engine.seam.peers.agreed(self._draw(sequences, logits))
+        drawn = self.engine.adapter.peers.broadcast(self._draw(sequences, logits))
         for served, token in zip(sequences, drawn, strict=True):
             served.take(token)
             self._new_tokens.append((served.id, token))

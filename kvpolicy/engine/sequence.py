@@ -8,11 +8,10 @@ from typing import Any
 import attrs
 import torch
 
-from kvpolicy.hooks.discovery import words_of
-from kvpolicy.errors import RequestError
-from kvpolicy.state import SequenceMemory
 from kvpolicy.engine.request import Request, Waiting
 from kvpolicy.engine.results import FinishReason, Result
+from kvpolicy.errors import RequestError, error_summary
+from kvpolicy.state import SequenceMemory
 
 # Tokens decoded beyond the length of the longest stop string, in case some decode to nothing.
 _STOP_MARGIN = 8
@@ -155,7 +154,7 @@ def _tokens_of(text: str, tokenizer: Any) -> list[int]:
     try:
         return list(tokenizer(text)["input_ids"])
     except Exception as error:
-        msg = f"the tokenizer cannot take the prompt: {words_of(error)}; give token ids"
+        msg = f"the tokenizer cannot take the prompt: {error_summary(error)}; give token ids"
         raise RequestError(msg) from error
 
 

@@ -7,12 +7,12 @@ import attrs
 import pluggy
 import torch
 
-from kvpolicy.hooks.timing import wait_for
 from kvpolicy.engine.hookcall import Part, describe
+from kvpolicy.hooks.timing import wait_for
 
 
 @attrs.define(eq=False)
-class Stopwatch:
+class ImplTimer:
     """Runs inside its blocks. A wrapper has two: before the answer it wraps, and after it.
 
     Attributes:

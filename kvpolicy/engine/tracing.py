@@ -20,10 +20,10 @@ import pluggy
 import torch
 from torch import Tensor
 
-from kvpolicy.errors import KVPolicyError
 from kvpolicy.engine.hookcall import HookCall, Left, describe, rows_leaving
+from kvpolicy.engine.stopwatch import ImplTimer
+from kvpolicy.errors import KVPolicyError
 from kvpolicy.hooks.manager import HOOKS
-from kvpolicy.engine.stopwatch import Stopwatch
 
 if TYPE_CHECKING:
     from kvpolicy.engine.engine import Engine
@@ -71,7 +71,7 @@ def recording(
     trace = Trace(engine, wanted, layers, kept=kept, last=last, on_call=on_call)
     with ExitStack() as watched:
         for stack in dict.fromkeys([*engine.stacks, engine.scheduling]):
-            watched.enter_context(stack.watched_by(trace))
+            watched.enter_context(stack.listening(trace))
         try:
             yield trace
         finally:
@@ -123,7 +123,7 @@ class Trace:
         self.num_calls = 0
         self._engine = engine
         self._hooks, self._layers, self._kept, self._on_call = hooks, layers, kept, on_call
-        self._open: list[Stopwatch] | None = None  # parts of the call under way
+        self._open: list[ImplTimer] | None = None  # parts of the call under way
         self._device: torch.device | None = None
         self._us: dict[tuple[str, str], list[float]] = {}
         self._begun = time.perf_counter()
@@ -156,7 +156,7 @@ class Trace:
         outer = self._open, self._device
         tensors = [value for value in arguments.values() if isinstance(value, Tensor)]
         self._device = next((tensor.device for tensor in tensors if tensor.is_cuda), None)
-        parts: list[Stopwatch] = []
+        parts: list[ImplTimer] = []
         self._open = parts
         answer, error = None, None
         start = time.perf_counter()
@@ -203,8 +203,8 @@ class Trace:
         is_wrapper = impl.wrapper or impl.hookwrapper
         return wraps(function)(wraps_answers if is_wrapper else answers)
 
-    def _begin(self, impl: pluggy.HookImpl) -> Stopwatch:
-        part = Stopwatch(impl, self._device)
+    def _begin(self, impl: pluggy.HookImpl) -> ImplTimer:
+        part = ImplTimer(impl, self._device)
         # Not noted: calls of hooks that are not recorded; and those that find out who has
         # answered wrongly, for which every policy is asked once more.
         if self._open is not None and all(part.impl is not other.impl for other in self._open):
@@ -215,7 +215,7 @@ class Trace:
         self,
         hook: str,
         arguments: dict[str, Any],
-        parts: list[Stopwatch],
+        parts: list[ImplTimer],
         answer: object,
         us: float,
         error: str | None,

@@ -3,7 +3,7 @@
 `generate` calls the model, not us. Before a forward, the cache works out which tokens are new,
 brings in all of a long prompt but its last chunk by forwards of its own, and lets the caller's
 forward do that last chunk, with the engine's attention and slabs. After it, the cache counts,
-observes and compacts. What is done is done by `Slots`, as in a run of the engine.
+observes and compacts. What is done is done by `RunningBatch`, as in a run of the engine.
 """
 
 from collections.abc import Generator, Iterator, Sequence
@@ -15,15 +15,15 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
+from kvpolicy.engine.batch import RunningBatch
 from kvpolicy.engine.engine import DEFAULT_CHUNK, Engine
-from kvpolicy.hf.inputs import Columns
+from kvpolicy.engine.sequence import LiveSequence
 from kvpolicy.hf.hooks import attach
+from kvpolicy.hf.inputs import Columns
 from kvpolicy.hf.refusals import NoOtherCache, check_arguments, refuse
 from kvpolicy.hf.report import CacheReport
 from kvpolicy.hf.turns import turn_feeds
 from kvpolicy.plan.plan import Plan
-from kvpolicy.engine.sequence import LiveSequence
-from kvpolicy.engine.batch import Slots
 
 # Slabs grow by so many rows at a time.
 GROWTH = 256
@@ -86,7 +86,7 @@ class PolicyCache(NoOtherCache):
         self._is_whole = True
         self._columns = Columns()
         self._longest = self._max_length or 0
-        self._slots: Slots | None = None
+        self._slots: RunningBatch | None = None
 
     @property
     def report(self) -> CacheReport:
@@ -143,14 +143,14 @@ class PolicyCache(NoOtherCache):
 
     def begin(self, module: nn.Module, given: dict[str, Any]) -> dict[str, Any]:
         """Prepare a forward of the model; what it is to be called with instead."""
-        if module is not self._engine.seam.model:
+        if module is not self._engine.adapter.model:
             refuse("was made for another model; make one for each")
         if not self._is_whole:
             refuse("lost its place: a forward did not end; call reset() and start again")
         check_arguments(given)
         token_ids, mask = given["input_ids"], given.get("attention_mask")
         new = self._columns.read(token_ids, mask, given.get("position_ids"))
-        slots = self._make_room(new)
+        slots = self._drop_oldest_if_full(new)
         self._is_whole = False
         under_way = self._serve(slots, new)
         with _as_in_the_engine():
@@ -181,10 +181,10 @@ class PolicyCache(NoOtherCache):
             self._under_way.close()
             self._under_way = None
 
-    def _make_room(self, new: list[list[int]]) -> Slots:
+    def _drop_oldest_if_full(self, new: list[list[int]]) -> RunningBatch:
         """Slabs that can take the new tokens, and one more."""
         needed = int(max(self._columns.num_tokens + [len(tokens) for tokens in new]))
-        most = self._engine.seam.max_positions
+        most = self._engine.adapter.max_positions
         if needed > most:
             refuse(
                 f"was given {needed} tokens; the model has positions for {most}: generate with "
@@ -197,12 +197,12 @@ class PolicyCache(NoOtherCache):
                 if self._slots is not None:
                     self._slots.reserve(self._longest)
             if self._slots is None:
-                self._slots = Slots(self._engine, len(new), self._longest)
+                self._slots = RunningBatch(self._engine, len(new), self._longest)
         return self._slots
 
-    def _serve(self, slots: Slots, new: list[list[int]]) -> Serving:
+    def _serve(self, slots: RunningBatch, new: list[list[int]]) -> Serving:
         """Run all forwards but the last; yields what to call the model with for that one."""
-        seam = self._engine.seam
+        adapter = self._engine.adapter
         logits: dict[int, Tensor] = {}
 
         def take(sequences: Sequence[LiveSequence], newest: Tensor) -> None:
@@ -212,9 +212,9 @@ class PolicyCache(NoOtherCache):
             feed = next(feeds)
             while int(feed.step.lengths.sum()) < slots.num_unfed:
                 feed = feeds.send(
-                    seam.forward(feed.token_ids, feed.step, wants_states=slots.wants_states)
+                    adapter.forward(feed.token_ids, feed.step, wants_states=slots.wants_states)
                 )
-            with seam.running(feed.token_ids, feed.step, slots.wants_states) as forward:
+            with adapter.running(feed.token_ids, feed.step, slots.wants_states) as forward:
                 output = yield forward.arguments
             assert output.logits is not None
             with suppress(StopIteration):

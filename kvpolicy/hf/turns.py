@@ -2,13 +2,13 @@
 
 from collections.abc import Sequence
 
+from kvpolicy.engine.batch import OnTokens, RunningBatch
 from kvpolicy.engine.feed import Feeds
 from kvpolicy.engine.request import Request
 from kvpolicy.engine.sequence import LiveSequence
-from kvpolicy.engine.batch import Slots, Take
 
 
-def turn_feeds(slots: Slots, new: Sequence[Sequence[int]], take: Take) -> Feeds:
+def turn_feeds(slots: RunningBatch, new: Sequence[Sequence[int]], take: OnTokens) -> Feeds:
     """The forwards that bring in new tokens: a prompt, one more token each, or another turn."""
     if not slots.active:
         slots.admit([_sequence(row, tokens) for row, tokens in enumerate(new)])

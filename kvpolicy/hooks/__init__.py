@@ -1,0 +1,1 @@
+"""How policies are found, stacked, asked and checked."""

@@ -8,8 +8,8 @@ from importlib.metadata import entry_points
 from importlib.resources import files
 from pathlib import Path
 
-from kvpolicy.hooks.discovery import nearest
 from kvpolicy.errors import KVPolicyError
+from kvpolicy.hooks.discovery import nearest
 
 
 def bundled_names(group: str) -> list[str]:

@@ -6,8 +6,8 @@ from typing import Self
 
 from kvpolicy.cache.slab import ATTN_SUMS, Slab
 from kvpolicy.errors import PolicyLoadError
+from kvpolicy.hooks.manager import HookManager
 from kvpolicy.hooks.parts import parts_of, refusal
-from kvpolicy.hooks.manager import Relay
 
 _COMPACTION_HOOKS = ("score", "select", "evict")
 
@@ -47,9 +47,9 @@ class Declared:
         Raises:
             PolicyLoadError: If a policy does not fit the hook specs, or cannot be a part.
         """
-        self._relay = Relay(policies, owner)
+        self._manager = HookManager(policies, owner)
         self._prefix = prefix
-        self.names = self._relay.names
+        self.names = self._manager.names
         own = [policy for _, policy in policies]
         # Keyed by identity, as memory is.
         self._parts: dict[int, list[Self]] = {}
@@ -88,7 +88,7 @@ class Declared:
         return stacks
 
     def _arguments_of(self, *hooks: str) -> frozenset[str]:
-        impls = (impl for hook in hooks for impl in self._relay.impls(hook))
+        impls = (impl for hook in hooks for impl in self._manager.impls(hook))
         return frozenset(argument for impl in impls for argument in impl.argnames)
 
     def _declared_tracks(self, own: Sequence[object]) -> tuple[str, ...]:
@@ -109,7 +109,7 @@ class Declared:
     def _declared_steering(self) -> list[tuple[str, Sequence[int] | None]]:
         own = [
             (impl.plugin_name, getattr(impl.plugin, "steers", None))
-            for impl in self._relay.impls("steer")
+            for impl in self._manager.impls("steer")
         ]
         return own + [one for part in self._inner for one in part.steering]
 
@@ -123,4 +123,4 @@ class Declared:
 
     def implements(self, hook: str) -> bool:
         """Whether a policy of this stack or a part, and not only the defaults, answers a hook."""
-        return bool(self._relay.impls(hook)) or any(part.implements(hook) for part in self._inner)
+        return bool(self._manager.impls(hook)) or any(part.implements(hook) for part in self._inner)

@@ -12,8 +12,8 @@ from torch import Tensor
 from kvpolicy.markers import hookimpl
 
 if TYPE_CHECKING:
-    from kvpolicy.engine.request import Waiting
     from kvpolicy.cache.rows import LayerRows
+    from kvpolicy.engine.request import Waiting
 
 
 class Defaults:

@@ -17,8 +17,14 @@ from typing import Any
 
 import attrs
 
+from kvpolicy.errors import (
+    KnobError,
+    KVPolicyError,
+    PolicyLoadError,
+    UnknownPolicyError,
+    error_summary,
+)
 from kvpolicy.hooks.describe import Description, Knob, describe, describe_class
-from kvpolicy.errors import KnobError, KVPolicyError, PolicyLoadError, UnknownPolicyError
 
 GROUP = "kvpolicy.policies"
 
@@ -90,7 +96,7 @@ def load_policy_class(name: str) -> type:
     except (Exception, SystemExit) as error:
         msg = (
             f"policy '{name}' ({points[0].value}, {_distribution(points[0])}) cannot be "
-            f"imported: {words_of(error)}"
+            f"imported: {error_summary(error)}"
         )
         raise PolicyLoadError(msg) from error
     if not inspect.isclass(loaded):
@@ -126,7 +132,7 @@ def register_file(path: str | Path) -> list[str]:
         spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:
         del sys.modules[module_name]
-        msg = f"plugin file '{path}' cannot be run: {words_of(error)}"
+        msg = f"plugin file '{path}' cannot be run: {error_summary(error)}"
         raise PolicyLoadError(msg) from error
     classes = [
         value
@@ -159,12 +165,6 @@ def snake_case(class_name: str) -> str:
     return out.lower()
 
 
-def words_of(error: BaseException) -> str:
-    """An error that is not ours on one line: its class, and what it says if it says anything."""
-    said = " ".join(str(error).split())
-    return f"{type(error).__name__}: {said}" if said else type(error).__name__
-
-
 def nearest(name: str, known: Iterable[str]) -> str:
     """A hint for a message: the nearest known names, and all of them."""
     known = list(known)
@@ -190,7 +190,7 @@ def _build(name: str, cls: type, knobs: dict[str, Any]) -> object:
     except Exception as error:
         # Of what validators of attrs say, the first argument is the sentence.
         is_sentence = isinstance(error, (TypeError, ValueError)) and error.args
-        reason = error.args[0] if is_sentence else words_of(error)
+        reason = error.args[0] if is_sentence else error_summary(error)
         msg = f"policy '{name}' refuses its knobs: {reason}. See `kvpolicy list`"
         raise KnobError(msg) from error
 

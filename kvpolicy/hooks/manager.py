@@ -14,8 +14,8 @@ from typing import Any, Protocol
 import pluggy
 
 from kvpolicy import hookspecs
-from kvpolicy.hooks.defaults import Defaults
 from kvpolicy.errors import HookError, HookResultError, KVPolicyError, PolicyLoadError
+from kvpolicy.hooks.defaults import Defaults
 from kvpolicy.markers import PROJECT
 
 Problem = Callable[[object], str | None]
@@ -25,7 +25,7 @@ _REFERENCE = "docs/reference/hooks.md"
 HOOKS = tuple(name for name, value in vars(hookspecs).items() if hasattr(value, "kvpolicy_spec"))
 
 
-class Watcher(Protocol):
+class HookListener(Protocol):
     """Whoever wants to see questions and answers go by."""
 
     def question(self, hook: str, arguments: dict[str, Any], ask: Callable[[], Any]) -> Any:
@@ -35,7 +35,7 @@ class Watcher(Protocol):
         """What is to be called instead of an implementation, and calls it."""
 
 
-class Relay:
+class HookManager:
     """Passes a question to the policies, and blames whoever answers wrongly.
 
     Attributes:
@@ -47,7 +47,7 @@ class Relay:
         """Register the policies; raises `PolicyLoadError` if one does not fit the hook specs."""
         self.owner = owner
         self.names = [name for name, _ in policies]
-        self._watcher: Watcher | None = None
+        self._watcher: HookListener | None = None
         self._manager = _Manager(PROJECT)
         self._manager.add_hookspecs(hookspecs)
         for place, (name, policy) in enumerate(policies):
@@ -112,7 +112,7 @@ class Relay:
         return self._watcher.question(hook, arguments, ask)
 
     @contextmanager
-    def watched_by(self, watcher: Watcher) -> Iterator[None]:
+    def listening(self, watcher: HookListener) -> Iterator[None]:
         """Let a watcher see all questions and answers in a block.
 
         Raises:
@@ -147,7 +147,7 @@ class Relay:
         except KVPolicyError:
             raise
         except (Exception, SystemExit) as error:
-            guilty = self._who_raised(hook, error)
+            guilty = self._find_raiser(hook, error)
             said = f": {_one_line(error)}" if str(error) else ""
             msg = (
                 f"policy '{guilty}'{self.owner} raised {type(error).__name__} in "
@@ -159,11 +159,11 @@ class Relay:
         wrong = _looked_at(problem, answer)
         if wrong is None:
             return answer
-        guilty = self._who_answered(hook, problem, arguments)
+        guilty = self._find_offender(hook, problem, arguments)
         msg = f"policy '{guilty}'{self.owner} {wrong}, in {hook}(){where}. See {_REFERENCE}#{hook}"
         raise HookResultError(msg)
 
-    def _who_raised(self, hook: str, error: BaseException) -> str:
+    def _find_raiser(self, hook: str, error: BaseException) -> str:
         """The policy whose code the error went through."""
         codes = {inspect.unwrap(impl.function).__code__: impl for impl in self.impls(hook)}
         trace, guilty = error.__traceback__, "/".join(self.names)
@@ -173,7 +173,7 @@ class Relay:
             trace = trace.tb_next
         return guilty
 
-    def _who_answered(self, hook: str, problem: Problem, arguments: dict[str, Any]) -> str:
+    def _find_offender(self, hook: str, problem: Problem, arguments: dict[str, Any]) -> str:
         """The policy whose own answer is wrong, or else the outermost wrapper.
 
         Asks the policies once more, one by one: the run is lost already, and only now does

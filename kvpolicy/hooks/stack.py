@@ -7,14 +7,14 @@ from typing import Any
 
 from torch import Tensor
 
+from kvpolicy.cache.rows import LayerRows
+from kvpolicy.engine.request import Waiting
 from kvpolicy.hooks import checks
 from kvpolicy.hooks.declared import Declared
-from kvpolicy.state import Memory
+from kvpolicy.hooks.manager import HookListener
 from kvpolicy.hooks.parts import Parts
 from kvpolicy.registers import Registers
-from kvpolicy.hooks.manager import Watcher
-from kvpolicy.engine.request import Waiting
-from kvpolicy.cache.rows import LayerRows
+from kvpolicy.state import Memory
 
 
 class Stack(Declared):
@@ -25,7 +25,7 @@ class Stack(Declared):
     ) -> list[int]:
         """Ask how layers share their rows; without an answer each has the budget."""
         total = budget * len(layer_indices)
-        answer: Sequence[int] | None = self._relay.ask(
+        answer: Sequence[int] | None = self._manager.ask(
             "allocate",
             None,
             lambda answer: checks.allocate_problem(answer, total, floors),
@@ -39,19 +39,19 @@ class Stack(Declared):
         return [budget] * len(layer_indices) if answer is None else list(answer)
 
     @contextmanager
-    def watched_by(self, watcher: Watcher) -> Iterator[None]:
+    def listening(self, watcher: HookListener) -> Iterator[None]:
         """Let a watcher see all questions and answers in a block, those of parts included."""
         with ExitStack() as watched:
-            watched.enter_context(self._relay.watched_by(watcher))
+            watched.enter_context(self._manager.listening(watcher))
             for part in self._inner:
-                watched.enter_context(part.watched_by(watcher))
+                watched.enter_context(part.listening(watcher))
             yield
 
     def schedule(
         self, waiting: Sequence[Waiting], num_free: int, num_active: int
     ) -> list[list[int]]:
         """Ask which requests are admitted next, in groups."""
-        answer: list[list[int]] = self._relay.ask(
+        answer: list[list[int]] = self._manager.ask(
             "schedule",
             None,
             lambda answer: checks.schedule_problem(answer, waiting, num_free, num_active),
@@ -63,7 +63,7 @@ class Stack(Declared):
 
     def observe(self, **arguments: Any) -> None:
         """Show the policies the newest tokens of one sequence."""
-        self._relay.ask("observe", None, checks.observe_problem, **arguments)
+        self._manager.ask("observe", None, checks.observe_problem, **arguments)
         for part in self._inner:
             part.observe(**arguments)
 
@@ -84,7 +84,7 @@ class Stack(Declared):
             found = (checks.steer_problem(answer, hidden_states) for answer in listed)
             return next(filter(None, found), None)
 
-        changes: list[Tensor] = self._relay.ask(
+        changes: list[Tensor] = self._manager.ask(
             "steer",
             layer_idx,
             problem,
@@ -109,7 +109,7 @@ class Stack(Declared):
     def due(self, layer_idx: int, **state: Any) -> Tensor | None:
         """Ask which sequences are due, bool ``[B]``; ``None`` if no policy has an opinion."""
         num_sequences = state["num_rows"].shape[0]
-        answer: Tensor | None = self._relay.ask(
+        answer: Tensor | None = self._manager.ask(
             "due",
             layer_idx,
             lambda answer: checks.due_problem(answer, num_sequences),
@@ -130,7 +130,7 @@ class Stack(Declared):
             "tracks": rows.tracks.within(self._prefix),
             "parts": Parts({key: list(map(ask, parts)) for key, parts in self._parts.items()}),
         }
-        scores: Tensor = self._relay.ask(
+        scores: Tensor = self._manager.ask(
             "score",
             layer_idx,
             lambda answer: checks.scores_problem(answer, shape, device),
@@ -142,7 +142,7 @@ class Stack(Declared):
         self, scores: Tensor, positions: Tensor, budget: int, layer_idx: int, memory: Memory
     ) -> Tensor:
         """Ask which rows stay, ``[B, H_kv, K]``, int64, rising."""
-        keep: Tensor = self._relay.ask(
+        keep: Tensor = self._manager.ask(
             "select",
             layer_idx,
             lambda answer: checks.keep_problem(answer, scores.shape, budget, scores.device),
@@ -163,4 +163,4 @@ class Stack(Declared):
                 return "says it is done, but did not call rows.keep() with the rows that stay"
             return None
 
-        self._relay.ask("evict", layer_idx, problem, rows=rows, keep=keep, memory=memory)
+        self._manager.ask("evict", layer_idx, problem, rows=rows, keep=keep, memory=memory)

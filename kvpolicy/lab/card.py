@@ -9,7 +9,7 @@ from kvpolicy.lab.fingerprint import fingerprint
 
 
 @attrs.frozen
-class ModelCard:
+class ModelInfo:
     """One model, described.
 
     Attributes:
@@ -29,21 +29,21 @@ class ModelCard:
     num_parameters: int
 
 
-class Describes(Protocol):
+class ModelProvider(Protocol):
     """Something that can describe models: a shelf here, or workers elsewhere."""
 
-    def describe(self, name: str) -> tuple[ModelCard, Any]:
-        """Describe a model by its name, and give its tokenizer; see `Shelf.describe`."""
+    def describe(self, name: str) -> tuple[ModelInfo, Any]:
+        """Describe a model by its name, and give its tokenizer; see `ModelCache.describe`."""
 
 
-def describe_model(name: str, model: PreTrainedModel) -> ModelCard:
+def describe_model(name: str, model: PreTrainedModel) -> ModelInfo:
     """Describe a loaded model.
 
     Args:
         name: What the user calls it.
         model: The model.
     """
-    return ModelCard(
+    return ModelInfo(
         name=name,
         fingerprint=fingerprint(model),
         device=str(model.device),

@@ -6,10 +6,10 @@ from logging import ERROR
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvpolicy.hooks.discovery import words_of
-from kvpolicy.errors import ModelError
-from kvpolicy.lab.hub import hub_can_be_reached
 from kvpolicy_reasoner.bundled import BUNDLED, bundled_path
+
+from kvpolicy.errors import ModelError, error_summary
+from kvpolicy.lab.hub import hub_can_be_reached
 
 if TYPE_CHECKING:
     from kvpolicy.model.tensor_parallel import TpPlan
@@ -97,7 +97,7 @@ def open_skeleton(name: str, *, dtype: str = "auto", trust_remote_code: bool = F
         except Exception as error:
             msg = (
                 f"model '{name}' is not a decoder-only model that transformers can build: "
-                f"{words_of(error)}"
+                f"{error_summary(error)}"
             )
             raise ModelError(msg) from error
 

@@ -6,12 +6,12 @@ from typing import Any
 import attrs
 import torch
 
-from kvpolicy.lab.card import ModelCard, describe_model
+from kvpolicy.lab.card import ModelInfo, describe_model
 from kvpolicy.lab.models import open_model
 
 
 @attrs.define
-class Shelf:
+class ModelCache:
     """Opens models, each in the same way, and holds the last one.
 
     Attributes:
@@ -50,7 +50,7 @@ class Shelf:
             )
         return self._held
 
-    def describe(self, name: str) -> tuple[ModelCard, Any]:
+    def describe(self, name: str) -> tuple[ModelInfo, Any]:
         """Load a model, or take the one that is held, and describe it.
 
         Args:

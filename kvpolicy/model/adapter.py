@@ -17,9 +17,12 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 
-from kvpolicy.model.attention import attention_function
+from kvpolicy.cache.layout import StepLayout
 from kvpolicy.cache.slab import LayerShape, Rotate
+from kvpolicy.errors import ModelError
+from kvpolicy.hooks.stack import Stack
 from kvpolicy.hooks.timing import Clock
+from kvpolicy.model.attention import attention_function
 from kvpolicy.model.config import (
     check_runs,
     decoder_layers,
@@ -27,19 +30,16 @@ from kvpolicy.model.config import (
     sliding_windows,
     stop_ids,
 )
-from kvpolicy.errors import ModelError
-from kvpolicy.model.forward import Forward, StepCache
-from kvpolicy.model.peers import ALONE, Peers
-from kvpolicy.registers import Registers
+from kvpolicy.model.forward import Forward, SlabCache
+from kvpolicy.model.peers import SINGLE, TensorParallelGroup
 from kvpolicy.model.rope import Rotation
-from kvpolicy.hooks.stack import Stack
-from kvpolicy.cache.layout import Step
 from kvpolicy.model.tensor_parallel import holders_of_heads, peers_of
+from kvpolicy.registers import Registers
 
 ATTENTION = "kvpolicy"
 
 
-class Seam:
+class ModelAdapter:
     """One model as the engine sees it.
 
     Attributes:
@@ -51,7 +51,7 @@ class Seam:
         peers: The processes that hold the model together.
     """
 
-    peers: Peers = ALONE
+    peers: TensorParallelGroup = SINGLE
 
     def __init__(self, model: PreTrainedModel) -> None:
         """Look at a model; raises `ModelError` if the engine cannot run it."""
@@ -87,7 +87,7 @@ class Seam:
         return next(self._layers[-1].parameters()).device
 
     def forward(
-        self, token_ids: Tensor, step: Step, *, wants_states: bool = False
+        self, token_ids: Tensor, step: StepLayout, *, wants_states: bool = False
     ) -> tuple[Tensor, Tensor | None]:
         """Run the model over the new tokens of a step.
 
@@ -105,7 +105,7 @@ class Seam:
         return output.logits[:, -1], forward.last_states
 
     @contextmanager
-    def running(self, token_ids: Tensor, step: Step, wants_states: bool) -> Iterator[Forward]:
+    def running(self, token_ids: Tensor, step: StepLayout, wants_states: bool) -> Iterator[Forward]:
         """Have the model serve a step when it is called in the block, which it must be once.
 
         Args:
@@ -117,7 +117,7 @@ class Seam:
             What to call the model with, and where its last states will be found.
         """
         device = self.model.device
-        cache = StepCache(step)
+        cache = SlabCache(step)
         with attending(self.model.config), ExitStack() as block:
             states = block.enter_context(_last_states(self.model)) if wants_states else []
             arguments = {

@@ -8,15 +8,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from kvpolicy.cache.layout import LayerLayout, StepLayout
 from kvpolicy.cache.slab import ATTN_SUMS, LayerCache, LayerShape
-from kvpolicy.model.config import hiding_window
-from kvpolicy.errors import ModelError
 from kvpolicy.cache.softmax import PLAIN, Softmax
-from kvpolicy.cache.layout import Layout, Step
+from kvpolicy.errors import ModelError
+from kvpolicy.model.config import hiding_window
 
 
 def attend(
-    step: Step,
+    step: StepLayout,
     layer_idx: int,
     queries: Tensor,
     keys: Tensor,
@@ -30,7 +30,7 @@ def attend(
         step: The forward; it has stored the new rows of this layer already.
         layer_idx: Decoder layer, counted from 0.
         queries: Queries after RoPE, ``[B, H_q, L, D]``.
-        keys: All rows that `Step.store` gave for this layer, ``[B, H_kv, T, D]``.
+        keys: All rows that `StepLayout.store` gave for this layer, ``[B, H_kv, T, D]``.
         values: The same of the values.
         scaling: Factor on the logits.
         softmax: How the layer turns logits into weights.
@@ -97,7 +97,7 @@ def softmax_weights(
     return softmax.weights(logits, None if mask is None else mask[:, :, None])
 
 
-def _remember(step: Step, layer: LayerCache, queries: Tensor, scaling: float) -> None:
+def _remember(step: StepLayout, layer: LayerCache, queries: Tensor, scaling: float) -> None:
     """Keep the newest queries for those who ask, with any unusual scaling folded in."""
     if layer.window is None:
         return
@@ -105,7 +105,7 @@ def _remember(step: Step, layer: LayerCache, queries: Tensor, scaling: float) ->
     step.remember_queries(layer, queries if abs(factor - 1) < 1e-6 else queries * factor)
 
 
-def _accumulate(layer: LayerCache, step: Step, layout: Layout, weights: Tensor) -> None:
+def _accumulate(layer: LayerCache, step: StepLayout, layout: LayerLayout, weights: Tensor) -> None:
     """Add what each row received from the new queries; fp32, summed over the group."""
     if step.has_pads:
         is_real = torch.from_numpy(step.is_real).to(weights.device)
@@ -124,7 +124,7 @@ def attention_function(
     value: Tensor,
     attention_mask: Tensor | None,
     scaling: float | None = None,
-    kvpolicy_step: Step | None = None,
+    kvpolicy_step: StepLayout | None = None,
     **kwargs: object,
 ) -> tuple[Tensor, None]:
     """Adapt `attend` to transformers' ``AttentionInterface``.

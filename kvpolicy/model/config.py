@@ -8,7 +8,7 @@ from transformers import PreTrainedModel
 
 from kvpolicy.cache.slab import LayerShape
 from kvpolicy.errors import ModelError
-from kvpolicy.model.peers import ALONE, Peers
+from kvpolicy.model.peers import SINGLE, TensorParallelGroup
 
 _SLIDING = "sliding_attention"
 
@@ -57,7 +57,7 @@ def layer_shape(
     dtype: torch.dtype,
     device: torch.device,
     sliding_window: int | None = None,
-    peers: Peers = ALONE,
+    peers: TensorParallelGroup = SINGLE,
 ) -> LayerShape:
     """What the keys and values of a layer look like, by the model's configuration.
 

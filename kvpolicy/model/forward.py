@@ -6,14 +6,14 @@ import attrs
 from torch import Tensor
 from transformers import Cache
 
+from kvpolicy.cache.layout import StepLayout
 from kvpolicy.errors import ModelError
-from kvpolicy.cache.layout import Step
 
 
-class StepCache(Cache):
+class SlabCache(Cache):
     """What a model takes for its cache: stores into the slabs through the step under way."""
 
-    def __init__(self, step: Step) -> None:
+    def __init__(self, step: StepLayout) -> None:
         super().__init__(layers=[])
         self._step = step
         self.stored: set[int] = set()

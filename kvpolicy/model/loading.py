@@ -7,8 +7,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-from kvpolicy.hooks.discovery import words_of
-from kvpolicy.errors import ModelError
+from kvpolicy.errors import ModelError, error_summary
 from kvpolicy.model.tensor_parallel import TpPlan, loading_options
 
 DTYPES: dict[str, str | torch.dtype] = {
@@ -151,7 +150,7 @@ def _said(error: BaseException) -> str:
     """What another library says, as one sentence: its first, or all if that promises more."""
     lines = [line.strip() for line in str(error).strip().splitlines()]
     known = isinstance(error, (OSError, ValueError)) and lines
-    line = lines[0] if known else words_of(error)
+    line = lines[0] if known else error_summary(error)
     if line.endswith(":"):
         line = " ".join(lines)
     return line if line.endswith((".", "!", "?")) else f"{line}."

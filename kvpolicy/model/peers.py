@@ -14,7 +14,7 @@ from torch import distributed as dist
 
 
 @attrs.frozen(eq=False)
-class Peers:
+class TensorParallelGroup:
     """This process and those it shares a model with, if there are any.
 
     Whoever calls one of the methods calls it in all processes, in the same order, with tensors
@@ -32,7 +32,7 @@ class Peers:
     group: "dist.ProcessGroup | None" = None
     device: torch.device | None = None
 
-    def gathered(self, part: Tensor) -> Tensor:
+    def all_gather(self, part: Tensor) -> Tensor:
         """The parts of all, ``[B, H, ...]`` each, side by side: ``[B, size * H, ...]``."""
         if self.size == 1:
             return part
@@ -41,13 +41,13 @@ class Peers:
         return whole.movedim(0, 1).flatten(1, 2)  # of one sequence it is a view
 
     def part(self, whole: Tensor) -> Tensor:
-        """What `gathered` has put in this process's place, a view."""
+        """What `all_gather` has put in this process's place, a view."""
         if self.size == 1:
             return whole
         num_heads = whole.shape[1] // self.size
         return whole.narrow(1, self.rank * num_heads, num_heads)
 
-    def agreed(self, tokens: Sequence[int]) -> list[int]:
+    def broadcast(self, tokens: Sequence[int]) -> list[int]:
         """What the first process says, whatever the others would have said.
 
         Logits are the same everywhere, and so should be what is drawn from them. If they ever
@@ -60,4 +60,4 @@ class Peers:
         return said.tolist()
 
 
-ALONE = Peers()
+SINGLE = TensorParallelGroup()

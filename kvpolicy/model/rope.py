@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from kvpolicy.cache.layout import StepLayout
 from kvpolicy.cache.slab import Cache, Slab
 from kvpolicy.errors import ModelError
-from kvpolicy.cache.layout import Step
 
 if TYPE_CHECKING:
-    from kvpolicy.model.adapter import Seam
+    from kvpolicy.model.adapter import ModelAdapter
 
 # Where a token stands when the rotation is tried, and how far it is moved.
 _STANDS, _MOVES = 3, 100
@@ -28,9 +28,9 @@ _STANDS, _MOVES = 3, 100
 class Rotation:
     """A model's own rotation of keys, tried on the model itself before it is used."""
 
-    def __init__(self, seam: "Seam") -> None:
+    def __init__(self, adapter: "ModelAdapter") -> None:
         """Note the model; nothing is looked at before the first key is to be moved."""
-        self._seam = seam
+        self._adapter = adapter
         self._layers: list[Callable[[Tensor, Tensor], Tensor]] | None = None
 
     def __call__(self, layer_idx: int, keys: Tensor, by: Tensor) -> Tensor:
@@ -57,9 +57,9 @@ class Rotation:
         A sequence of one token attends to itself only. Whatever its position, it enters every
         layer with the same state, and its keys differ by the rotation alone.
         """
-        model = self._seam.model
+        model = self._adapter.model
         rotary = _rotary_embedding(model)
-        moves = min(_MOVES, self._seam.max_positions - _STANDS - 1)
+        moves = min(_MOVES, self._adapter.max_positions - _STANDS - 1)
         here, there = (self._keys_at(position) for position in (_STANDS, _STANDS + moves))
         found = []
         for layer_idx, (before, after) in enumerate(zip(here, there, strict=True)):
@@ -73,15 +73,15 @@ class Rotation:
 
     def _keys_at(self, position: int) -> list[Tensor]:
         """Keys of every layer for one token that stands alone at a position."""
-        shapes = self._seam.layer_shapes()
+        shapes = self._adapter.layer_shapes()
         cache = Cache(shapes, [Slab(1)] * len(shapes), 1)
         cache.seq_len[0] = position
         # Not the padding, whose state may be zero, and so its keys.
-        padding = self._seam.model.config.get_text_config(decoder=True).pad_token_id
+        padding = self._adapter.model.config.get_text_config(decoder=True).pad_token_id
         token = torch.tensor([[1 if padding == 0 else 0]])
-        self._seam.forward(token, Step(cache, 0, [1]))
+        self._adapter.forward(token, StepLayout(cache, 0, [1]))
         # All processes that hold the model are to find the same way.
-        return [layer.shape.peers.gathered(layer.keys) for layer in cache.layers]
+        return [layer.shape.peers.all_gather(layer.keys) for layer in cache.layers]
 
 
 def rotate_halves(layer_idx: int, keys: Tensor, by: Tensor, theta: float = 10_000.0) -> Tensor:

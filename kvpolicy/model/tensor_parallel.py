@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from transformers.distributed.configuration_utils import DistributedConfig
 
 from kvpolicy.errors import ModelError
-from kvpolicy.model.peers import ALONE, Peers
+from kvpolicy.model.peers import SINGLE, TensorParallelGroup
 
 # ``"auto"``, the model's own; or a style for each of some modules, as transformers takes it.
 TpPlan = str | Mapping[str, str]
@@ -46,7 +46,7 @@ def loading_options(name: object, config: Any, tp_plan: TpPlan) -> dict[str, Any
     return {"tp_plan": plan}
 
 
-def peers_of(model: PreTrainedModel) -> Peers:
+def peers_of(model: PreTrainedModel) -> TensorParallelGroup:
     """The processes that hold a model together.
 
     Raises:
@@ -54,7 +54,7 @@ def peers_of(model: PreTrainedModel) -> Peers:
     """
     size = getattr(model, "tp_size", None) or 1
     if size == 1:
-        return ALONE
+        return SINGLE
     mesh: Any = model._device_mesh
     if mesh.size() != size:
         msg = (
@@ -63,17 +63,19 @@ def peers_of(model: PreTrainedModel) -> Peers:
         )
         raise ModelError(msg)
     group = mesh.get_group("tp" if mesh.ndim > 1 else None)
-    return Peers(dist.get_rank(group), size, group, model.device)
+    return TensorParallelGroup(dist.get_rank(group), size, group, model.device)
 
 
-def holders_of_heads(model: PreTrainedModel, config: Any, peers: Peers) -> Peers:
+def holders_of_heads(
+    model: PreTrainedModel, config: Any, peers: TensorParallelGroup
+) -> TensorParallelGroup:
     """Those of a model's processes that share its heads; each alone, where all have all heads.
 
     Raises:
         ModelError: The heads cannot be shared evenly.
     """
     if peers.size == 1 or not _splits_heads(model.tp_plan):
-        return ALONE
+        return SINGLE
     problem = _heads_problem(config, peers.size)
     if problem is not None:
         msg = f"model {type(model).__name__} cannot be run: {problem}"

@@ -1,0 +1,1 @@
+"""What each layer does: plan files and what they resolve to."""

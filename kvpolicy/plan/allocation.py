@@ -4,8 +4,8 @@ from collections.abc import Sequence
 
 import attrs
 
-from kvpolicy.plan.resolved import LayerPlan
 from kvpolicy.hooks.stack import Stack
+from kvpolicy.plan.resolved import LayerPlan
 
 
 def allocate(group: Sequence[LayerPlan], num_layers: int) -> list[LayerPlan]:

@@ -12,13 +12,13 @@ from typing import Any
 import attrs
 
 from kvpolicy.errors import CoverageError, KVPolicyError
+from kvpolicy.plan.budget import MOST
 from kvpolicy.plan.layercover import coverage_errors
 from kvpolicy.plan.overrides import override
 from kvpolicy.plan.plan import Plan
-from kvpolicy.plan.budget import MOST
-from kvpolicy.plan.toml import RESERVED, reserved, tables
-from kvpolicy.plan.spec import LayerGroup
 from kvpolicy.plan.resolved import ResolvedPlan
+from kvpolicy.plan.spec import LayerGroup
+from kvpolicy.plan.toml import RESERVED, reserved, tables
 
 # Which group a key stands in, and the key; groups are counted from 0, the plan's own are None.
 _Place = tuple[int | None, str]

@@ -9,8 +9,8 @@ import attrs
 
 from kvpolicy.errors import PlanError
 from kvpolicy.plan.plan import Plan
-from kvpolicy.plan.spec import PolicySpec
 from kvpolicy.plan.resolved import LayerPlan, ResolvedPlan
+from kvpolicy.plan.spec import PolicySpec
 
 
 def to_plan_data(resolved: ResolvedPlan) -> dict[str, Any]:

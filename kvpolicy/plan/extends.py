@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from kvpolicy.hooks.bundled import bundled_file
 from kvpolicy.errors import KVPolicyError, PlanError
+from kvpolicy.hooks.bundled import bundled_file
 
 GROUP = "kvpolicy.plans"
 KEY = "extends"

@@ -6,9 +6,9 @@ from typing import Any
 
 import attrs
 
-from kvpolicy.plan import extends
-from kvpolicy.hooks.discovery import nearest
 from kvpolicy.errors import PlanError
+from kvpolicy.hooks.discovery import nearest
+from kvpolicy.plan import extends
 
 
 def override(raw: dict[str, Any], change: str, name: str) -> None:

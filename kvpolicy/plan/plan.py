@@ -10,14 +10,16 @@ from typing import Any
 
 import attrs
 
-from kvpolicy.plan import extends
+from kvpolicy.errors import BudgetError, PlanError
+from kvpolicy.hooks.discovery import policy_names
+from kvpolicy.hooks.stack import Stack
 from kvpolicy.plan import budget as planbudget
+from kvpolicy.plan import extends
 from kvpolicy.plan import toml as planfile
 from kvpolicy.plan.allocation import allocate
-from kvpolicy.hooks.discovery import policy_names
-from kvpolicy.errors import BudgetError, PlanError
-from kvpolicy.plan.layercover import covered_twice, gap_errors, layers_of
 from kvpolicy.plan.budget import Budget
+from kvpolicy.plan.layercover import covered_twice, gap_errors, layers_of
+from kvpolicy.plan.resolved import LayerPlan, ResolvedPlan
 from kvpolicy.plan.spec import (
     LayerGroup,
     Padding,
@@ -28,8 +30,6 @@ from kvpolicy.plan.spec import (
     padding_of,
     specs_of,
 )
-from kvpolicy.plan.resolved import LayerPlan, ResolvedPlan
-from kvpolicy.hooks.stack import Stack
 from kvpolicy.plan.steered import check_steered
 
 DEFAULT_BUFFER = 128

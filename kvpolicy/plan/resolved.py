@@ -8,8 +8,8 @@ from typing import Any
 
 import attrs
 
-from kvpolicy.plan.spec import Padding, PolicySpec
 from kvpolicy.hooks.stack import Stack
+from kvpolicy.plan.spec import Padding, PolicySpec
 
 
 @attrs.frozen

@@ -9,8 +9,8 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import attrs
 
-from kvpolicy.plan import extends
 from kvpolicy.plan import budget as planbudget
+from kvpolicy.plan import extends
 from kvpolicy.plan.layercover import WHERE
 from kvpolicy.plan.plan import Plan
 from kvpolicy.plan.spec import LayerGroup, PolicySpec

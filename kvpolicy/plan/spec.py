@@ -6,11 +6,11 @@ from typing import Any, Literal, get_args
 
 import attrs
 
-from kvpolicy.plan import budget as planbudget
-from kvpolicy.plan.codehash import code_of
-from kvpolicy.hooks.discovery import load_policy, load_policy_class, snake_case
 from kvpolicy.errors import PlanError
+from kvpolicy.hooks.discovery import load_policy, load_policy_class, snake_case
+from kvpolicy.plan import budget as planbudget
 from kvpolicy.plan.budget import Budget
+from kvpolicy.plan.codehash import code_of
 
 Padding = Literal["none", "stored"]
 

@@ -7,12 +7,12 @@ import attrs
 import cattrs
 from cattrs.gen import make_dict_structure_fn
 
-from kvpolicy.plan import extends
-from kvpolicy.plan import budget as planbudget
-from kvpolicy.hooks.discovery import nearest
 from kvpolicy.errors import PlanError
-from kvpolicy.plan.overrides import override
+from kvpolicy.hooks.discovery import nearest
+from kvpolicy.plan import budget as planbudget
+from kvpolicy.plan import extends
 from kvpolicy.plan.budget import Budget
+from kvpolicy.plan.overrides import override
 from kvpolicy.plan.spec import LayerGroup, Padding, PolicySpec, padding_of, where_of
 
 if TYPE_CHECKING:

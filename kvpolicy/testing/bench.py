@@ -10,17 +10,17 @@ import attrs
 import torch
 from torch import Tensor
 
-from kvpolicy.model.attention import attend
+from kvpolicy.cache.layout import StepLayout
 from kvpolicy.cache.slab import ATTN_SUMS, Cache, LayerShape
-from kvpolicy.hooks.timing import Clock
 from kvpolicy.engine.compaction import compact
 from kvpolicy.errors import BudgetError
-from kvpolicy.state import Memory, SequenceMemory
+from kvpolicy.hooks.stack import Stack
+from kvpolicy.hooks.timing import Clock
+from kvpolicy.model.attention import attend
+from kvpolicy.model.rope import rotate_halves
 from kvpolicy.plan.spec import PolicySpec
 from kvpolicy.registers import RegisterFile
-from kvpolicy.model.rope import rotate_halves
-from kvpolicy.hooks.stack import Stack
-from kvpolicy.cache.layout import Step
+from kvpolicy.state import Memory, SequenceMemory
 
 _LAYER = 0
 
@@ -162,7 +162,7 @@ class _Bench:
 
     def feed(self, keys: Tensor, values: Tensor, queries: Tensor | None) -> None:
         """Store tokens, and let their queries, if any, attend."""
-        step = Step(self.cache, 0, [keys.shape[2]] * keys.shape[0])
+        step = StepLayout(self.cache, 0, [keys.shape[2]] * keys.shape[0])
         all_keys, all_values = step.store(_LAYER, keys, values)
         if queries is not None:
             attend(step, _LAYER, queries, all_keys, all_values, keys.shape[-1] ** -0.5)

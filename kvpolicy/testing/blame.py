@@ -5,14 +5,14 @@ from typing import Any
 
 from kvpolicy.testing.clauses import ConformanceError, Example
 from kvpolicy.testing.shorten import Actions, replay, shorten
-from kvpolicy.testing.story import Arrival, DiffersError, differs
+from kvpolicy.testing.story import Arrival, BatchDependenceError, differs
 from kvpolicy.testing.trial import Trial
 
 
 def explain(trial: Trial, error: ConformanceError) -> ConformanceError:
     """The same failure under the clause that is to blame, with an example to run."""
     trial, error = shorten(trial, error)
-    if isinstance(error, DiffersError):
+    if isinstance(error, BatchDependenceError):
         clause = _why_differs(trial, error.arrival)
     else:
         clause = _why_wrong(trial, error)

@@ -8,8 +8,8 @@ from typing import Any
 
 import attrs
 
-from kvpolicy.hooks import discovery
 from kvpolicy.errors import KVPolicyError
+from kvpolicy.hooks import discovery
 from kvpolicy.plan.plan import Plan
 from kvpolicy.plan.spec import PolicySpec
 from kvpolicy.testing.clauses import ConformanceError, Example

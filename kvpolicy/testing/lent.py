@@ -11,7 +11,7 @@ from kvpolicy.cache.rows import LayerRows, Tracks
 Problem = tuple[str, str] | None
 
 
-class LentTracks:
+class CopyingTracks:
     """Tracks whose numbers are always copies, so that a change in place is noticed."""
 
     def __init__(self, tracks: Tracks) -> None:
@@ -37,7 +37,7 @@ class LentTracks:
         return None
 
 
-class RowsBefore:
+class RowsSnapshot:
     """The rows of a compaction before `evict`, to see what became of them.
 
     What travels with them is looked at when the policy calls `LayerRows.keep`: before that, it

@@ -7,8 +7,8 @@ from typing import Any
 import attrs
 
 from kvpolicy import hookspecs
-from kvpolicy.hooks.discovery import load_policy, policy_names, snake_case
 from kvpolicy.errors import KVPolicyError, PolicyLoadError
+from kvpolicy.hooks.discovery import load_policy, policy_names, snake_case
 from kvpolicy.hooks.stack import Stack
 
 HOOKS = [name for name, value in vars(hookspecs).items() if hasattr(value, "kvpolicy_spec")]

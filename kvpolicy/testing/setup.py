@@ -6,9 +6,9 @@ import attrs
 import torch
 
 from kvpolicy.engine.engine import Engine
+from kvpolicy.hooks.stack import Stack
 from kvpolicy.plan.plan import Plan
 from kvpolicy.plan.spec import LayerGroup, PolicySpec
-from kvpolicy.hooks.stack import Stack
 from kvpolicy.testing.company import KeyLengths, Pinned
 from kvpolicy.testing.toy import Toy, lively_ids, toy_tokenizer
 from kvpolicy.testing.watch import Watch

@@ -33,7 +33,7 @@ class Story:
     cancelled: bool
 
 
-class DiffersError(ConformanceError):
+class BatchDependenceError(ConformanceError):
     """A request was not served as it is alone; why is found out later.
 
     Attributes:

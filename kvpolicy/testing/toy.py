@@ -16,14 +16,14 @@ from tokenizers.models import BPE
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
-from kvpolicy.model.attention import attend
+from kvpolicy.cache.layout import StepLayout
 from kvpolicy.cache.slab import LayerShape, Rotate
-from kvpolicy.hooks.timing import Clock
-from kvpolicy.model.adapter import Seam
-from kvpolicy.registers import Registers
-from kvpolicy.model.rope import rotate_halves
 from kvpolicy.hooks.stack import Stack
-from kvpolicy.cache.layout import Step
+from kvpolicy.hooks.timing import Clock
+from kvpolicy.model.adapter import ModelAdapter
+from kvpolicy.model.attention import attend
+from kvpolicy.model.rope import rotate_halves
+from kvpolicy.registers import Registers
 
 #: What keys look like: of every length; equal for equal tokens; often zero; all alike; large.
 NUMBERS = ("plain", "equal", "zeros", "alike", "large")
@@ -32,7 +32,7 @@ _MOST_POSITIONS = 1024
 _NUM_LIVELY = 24
 
 
-class Toy(Seam):
+class Toy(ModelAdapter):
     """A random decoder that is cheap to run; equal arguments give equal weights."""
 
     def __init__(
@@ -108,9 +108,9 @@ class Toy(Seam):
         return self._device
 
     def forward(
-        self, token_ids: Tensor, step: Step, *, wants_states: bool = False
+        self, token_ids: Tensor, step: StepLayout, *, wants_states: bool = False
     ) -> tuple[Tensor, Tensor | None]:
-        """Run over the new tokens of a step, as `Seam.forward` does."""
+        """Run over the new tokens of a step, as `ModelAdapter.forward` does."""
         states = self._embedding[token_ids] + self._places[torch.from_numpy(step.position_ids)]
         for layer_idx, (into, out) in enumerate(zip(self._into, self._out, strict=True)):
             if layer_idx in self._steer:

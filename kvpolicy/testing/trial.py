@@ -14,7 +14,7 @@ from kvpolicy.engine.run import Run
 from kvpolicy.testing.clauses import ConformanceError
 from kvpolicy.testing.maker import Maker
 from kvpolicy.testing.setup import Setup, World
-from kvpolicy.testing.story import Arrival, DiffersError, Story, check_cache, differs
+from kvpolicy.testing.story import Arrival, BatchDependenceError, Story, check_cache, differs
 from kvpolicy.testing.watch import Kept, Watch
 
 _LONGEST_CHUNK = 512
@@ -219,4 +219,4 @@ class Trial:
         self.checked.update(compared)
         difference = differs(story, alone)
         if difference is not None:
-            raise DiffersError(arrival, *difference)
+            raise BatchDependenceError(arrival, *difference)

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from kvpolicy.errors import HookError, HookResultError, KVPolicyError
-from kvpolicy.state import Memory, SequenceMemory
-from kvpolicy.hooks.manager import Problem, Relay
+from kvpolicy.hooks.manager import HookManager, Problem
 from kvpolicy.hooks.stack import Stack
+from kvpolicy.state import Memory, SequenceMemory
 from kvpolicy.testing.clauses import ConformanceError
-from kvpolicy.testing.lent import LentTracks, RowsBefore, clause_of, nan_in
+from kvpolicy.testing.lent import CopyingTracks, RowsSnapshot, clause_of, nan_in
 
 _ASKS_FOR_MORE = "if the policy needs it, give check_policy a tokenizer, hidden_size or num_layers"
 
@@ -59,7 +59,7 @@ class Watch:
 
     def over(self, stack: Stack) -> Stack:
         """Have every question to a stack go through the watch."""
-        stack._relay = _Watched(stack._relay, stack, self)  # type: ignore[assignment]
+        stack._manager = _Watched(stack._manager, stack, self)  # type: ignore[assignment]
         return stack
 
     def follow(self, memory: SequenceMemory) -> list[Kept]:
@@ -69,10 +69,10 @@ class Watch:
 
 
 class _Watched:
-    """A relay that is watched; answers to all that a `Relay` answers to."""
+    """A relay that is watched; answers to all that a `HookManager` answers to."""
 
-    def __init__(self, relay: Relay, stack: Stack, watch: Watch) -> None:
-        self._relay, self._stack, self._watch = relay, stack, watch
+    def __init__(self, relay: HookManager, stack: Stack, watch: Watch) -> None:
+        self._manager, self._stack, self._watch = relay, stack, watch
         self.names = relay.names
         self._named: dict[str, frozenset[str]] = {}
         self._seq_len = torch.zeros(0)
@@ -81,7 +81,7 @@ class _Watched:
         self._chooses = is_under_test and watch.chooses
 
     def impls(self, hook: str) -> Any:
-        return self._relay.impls(hook)
+        return self._manager.impls(hook)
 
     def ask(
         self,
@@ -95,7 +95,7 @@ class _Watched:
         if hook == "score":
             self._seq_len = arguments["seq_len"]
         named = self._names_in(hook)
-        tracks = LentTracks(arguments["tracks"]) if "tracks" in named else None
+        tracks = CopyingTracks(arguments["tracks"]) if "tracks" in named else None
         if tracks is not None:
             arguments["tracks"] = tracks
         lent = {
@@ -105,7 +105,7 @@ class _Watched:
         }
         rows = None
         if hook == "evict" and named:
-            rows = RowsBefore(arguments["rows"], arguments["keep"])
+            rows = RowsSnapshot(arguments["rows"], arguments["keep"])
         answer = self._answer(hook, layer_idx, problem, optional, arguments)
         if named:
             self._check_untouched(hook, lent)
@@ -123,7 +123,7 @@ class _Watched:
 
     def _names_in(self, hook: str) -> frozenset[str]:
         if hook not in self._named:
-            impls = self._relay.impls(hook)
+            impls = self._manager.impls(hook)
             self._named[hook] = frozenset(name for impl in impls for name in impl.argnames)
         return self._named[hook]
 
@@ -137,7 +137,7 @@ class _Watched:
             return problem(answer)
 
         try:
-            answer = self._relay.ask(hook, layer_idx, noting, optional=optional, **arguments)
+            answer = self._manager.ask(hook, layer_idx, noting, optional=optional, **arguments)
         except HookResultError as error:
             clause = clause_of(hook, said[0], arguments)
             expected = "an answer as in docs/reference/hooks.md#" + hook

@@ -1,0 +1,1 @@
+"""Computations that several policies share. Public: policies import from here."""

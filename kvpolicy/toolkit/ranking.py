@@ -14,7 +14,7 @@ from torch import Tensor
 from kvpolicy.cache.rows import Tracks
 
 
-def score_in_kept_order(
+def score_in_rank_order(
     score: Callable[[Tensor], Tensor], keys: Tensor, tracks: Tracks, rank: str, window: int
 ) -> Tensor:
     """Score rows as their authors' cache holds them, and remember the order this leaves.

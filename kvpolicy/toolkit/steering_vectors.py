@@ -21,10 +21,10 @@ import torch
 from safetensors.torch import save
 from torch import Tensor
 
+from kvpolicy.errors import SteeringError
+from kvpolicy.files import atomic_write
 from kvpolicy.hooks.bundled import bundled_file
 from kvpolicy.toolkit.calibration import Calibration
-from kvpolicy.errors import SteeringError
-from kvpolicy.files import write_whole
 
 GROUP = "kvpolicy.vectors"
 
@@ -115,7 +115,7 @@ def save_steering_vectors(
     tensors = {f"layer.{one.layer:02}": one.vector.contiguous() for one in vectors}
     # One entry only: safetensors writes several in no particular order.
     content = save(tensors, {_KEY: json.dumps(described, sort_keys=True)})
-    write_whole(Path(path), content)
+    atomic_write(Path(path), content)
 
 
 def load_steering_vector(name_or_path: str | Path, layer: int | None = None) -> SteeringVector:

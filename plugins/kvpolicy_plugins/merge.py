@@ -10,9 +10,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from kvpolicy import hookimpl
-from kvpolicy.toolkit.ranking import take_rows
-from kvpolicy.state import Memory
 from kvpolicy.cache.rows import LayerRows
+from kvpolicy.state import Memory
+from kvpolicy.toolkit.ranking import take_rows
 
 Weights = Literal["exp", "mean"]
 

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from kvpolicy import hookimpl
-from kvpolicy.toolkit.ranking import take_rows
 from kvpolicy.cache.rows import LayerRows
+from kvpolicy.toolkit.ranking import take_rows
 
 _TRACK = "rerotate_moved"
 

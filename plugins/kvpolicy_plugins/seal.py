@@ -8,10 +8,10 @@ from attrs.validators import ge, instance_of, min_len, optional
 from torch import Tensor
 
 from kvpolicy import hookimpl
-from kvpolicy.toolkit.pinned import load_pinned, pin
 from kvpolicy.registers import Registers
-from kvpolicy.toolkit.steering_vectors import SteeringVector
 from kvpolicy.toolkit.paragraphs import Paragraphs, steering_change
+from kvpolicy.toolkit.pinned import load_pinned, pin
+from kvpolicy.toolkit.steering_vectors import SteeringVector
 
 
 def _tags(value: Any) -> Any:

@@ -17,15 +17,15 @@ import attrs
 import typer
 
 from kvpolicy.cli.columns import columns
-from kvpolicy.cli.output import say, write, write_json
 from kvpolicy.cli.options import Json
+from kvpolicy.cli.output import say, write, write_json
 from kvpolicy.errors import KVPolicyError
 from kvpolicy_reasoner.bundled import BUNDLED, REASONER, bundled_path
 
 if TYPE_CHECKING:
     from kvpolicy_reasoner.evaluate import Attempt, Score
-    from kvpolicy_reasoner.train.log import TrainingRecord
     from kvpolicy_reasoner.task import Problem
+    from kvpolicy_reasoner.train.log import TrainingRecord
 
 app = typer.Typer(
     add_completion=False,

@@ -7,8 +7,8 @@ import attrs
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from kvpolicy_reasoner.task import Problem, grade
 from kvpolicy.lab.statistics import Estimate, wilson
+from kvpolicy_reasoner.task import Problem, grade
 
 
 @attrs.frozen

@@ -18,9 +18,9 @@ import attrs
 
 from kvpolicy.errors import TaskError
 from kvpolicy.lab.tasks.measures import Graded
+from kvpolicy.lab.tasks.task import Item, Split, spell
 from kvpolicy_reasoner.facts import NAMES, Fact, derive, draw_leaf
 from kvpolicy_reasoner.task import extract_answer, split_of
-from kvpolicy.lab.tasks.task import Item, Split, spell
 
 # Tokens of the reasoners' tokenizer: one per word, number and mark.
 _FRAME = 8  # <|user|>, " What is tea?", <|assistant|><think> and the line break

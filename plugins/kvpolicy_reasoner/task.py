@@ -8,9 +8,9 @@ from collections.abc import Callable
 import attrs
 
 from kvpolicy.errors import KVPolicyError
+from kvpolicy.lab.tasks.task import Split
 from kvpolicy_reasoner.facts import Difficulty, FactSheet, draw_fact_sheet
 from kvpolicy_reasoner.trace import write_trace
-from kvpolicy.lab.tasks.task import Split
 
 STANDARD = Difficulty(min_depth=3, max_depth=7, min_facts=6, max_facts=14)
 

@@ -6,11 +6,11 @@ import attrs
 
 from kvpolicy.errors import TaskError
 from kvpolicy.lab.tasks.measures import Graded
+from kvpolicy.lab.tasks.task import Item, Split, spell
 from kvpolicy_reasoner.bundled import REASONER, REASONER_VERBOSE
 from kvpolicy_reasoner.facts import Difficulty
 from kvpolicy_reasoner.problems import problems_of
 from kvpolicy_reasoner.task import extract_answer
-from kvpolicy.lab.tasks.task import Item, Split, spell
 
 STANDARD = "standard"
 

@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from reference import SlabModel
 
-from kvpolicy.cache.slab import Cache, LayerShape, Slab
+from kvpolicy.cache.layout import StepLayout
 from kvpolicy.cache.rows import LayerRows
-from kvpolicy.cache.layout import Step
+from kvpolicy.cache.slab import Cache, LayerShape, Slab
 
 NUM_SLOTS = 3
 HEADS, KV_HEADS, HEAD_DIM = 4, 2, 2
@@ -54,7 +54,7 @@ class CacheMachine(RuleBasedStateMachine):
             return
         room = room[: data.draw(st.integers(1, len(room)), label="slots")]
         lengths = [data.draw(st.integers(1, most), label="tokens") for most in room]
-        step = Step(self.cache, first, lengths)
+        step = StepLayout(self.cache, first, lengths)
         tokens = self._number_tokens(lengths)
         for layer_idx, slab in enumerate(SLABS):
             content = torch.full((len(lengths), KV_HEADS, step.width, HEAD_DIM), torch.nan)

@@ -134,7 +134,7 @@ def test_what_policies_evict_in_a_window_equals_plain_lists(
                 rating,
                 lambda seq_len: bool(every) and seq_len % every == 0,
             )
-            for shape in engine.seam.layer_shapes()
+            for shape in engine.adapter.layer_shapes()
         ]
         assert list(result.tokens) == listed_tokens(model, layers, prompt, 25)
 

@@ -12,8 +12,8 @@ from shell import Shell
 
 from kvpolicy import Plan
 from kvpolicy.cli.boundary import run
-from kvpolicy.plan.schema import plan_schema
 from kvpolicy.plan.dump import _key, _value
+from kvpolicy.plan.schema import plan_schema
 
 GOOD = 'length = 200\nbudget = "10%"\nbuffer = 8\nstack = ["h2o", "protect"]\n'
 BAD = """

@@ -8,10 +8,10 @@ import pytest
 from shell import Shell
 
 from kvpolicy.engine.engine import Engine
+from kvpolicy.engine.request import Sampling
 from kvpolicy.lab.models import open_model
 from kvpolicy.lab.tasks.task import load_task
 from kvpolicy.plan.plan import Plan
-from kvpolicy.engine.request import Sampling
 
 PROMPTS = [item.prompt for item in load_task("reasoner").items(3, seed=0)]
 H2O = ("--policy", "h2o", "--budget", "16", "--buffer", "8", "--max-new-tokens", "30")

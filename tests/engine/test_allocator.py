@@ -7,10 +7,10 @@ from tiny import tiny_model
 from torch.profiler import ProfilerActivity, profile
 
 from kvpolicy import Engine, Plan
-from kvpolicy.cache.slab import Cache, LayerShape, Slab
+from kvpolicy.cache.layout import StepLayout
 from kvpolicy.cache.rows import LayerRows
+from kvpolicy.cache.slab import Cache, LayerShape, Slab
 from kvpolicy.cache.sliding_window import drop_oldest
-from kvpolicy.cache.layout import Step
 
 SHAPE = LayerShape(8, 4, 32, torch.float32, torch.device("cpu"))
 
@@ -56,7 +56,7 @@ def test_a_window_that_slides_reports_the_copy_that_it_needed(length, num_tracks
     cache = Cache([shape], [Slab(320, tracks=tuple(map(str, range(num_tracks))))], 4)
     cache.rows[:] = cache.seq_len[:] = 320
     new = torch.zeros(4, SHAPE.num_kv_heads, length, SHAPE.head_dim)
-    peak = peak_allocated(lambda: Step(cache, 0, [length] * 4).store(0, new, new))
+    peak = peak_allocated(lambda: StepLayout(cache, 0, [length] * 4).store(0, new, new))
     assert cache.transient_bytes <= peak <= 1.5 * cache.transient_bytes
 
 

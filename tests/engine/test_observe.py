@@ -12,11 +12,11 @@ from tiny import shared_model, tiny_tokenizer
 from torch import Tensor
 
 from kvpolicy import Engine, Plan, hookimpl
+from kvpolicy.engine.request import Request
 from kvpolicy.errors import HookResultError, PolicyLoadError
-from kvpolicy.state import Memory
 from kvpolicy.plan.spec import LayerGroup, PolicySpec
 from kvpolicy.registers import Registers
-from kvpolicy.engine.request import Request
+from kvpolicy.state import Memory
 
 DOUBLE = {"dtype": torch.float64}
 

@@ -6,8 +6,8 @@ from recorder import Recorder
 from tiny import shared_model
 
 from kvpolicy import Engine, Plan, hookimpl
-from kvpolicy.errors import HookResultError, PlanError
 from kvpolicy.engine.request import Waiting
+from kvpolicy.errors import HookResultError, PlanError
 
 
 @attrs.define(eq=False)

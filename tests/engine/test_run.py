@@ -13,10 +13,10 @@ from tiny import greedy_tokens, shared_model, tiny_model, tiny_tokenizer
 
 from kvpolicy import Engine, Plan, Request, Sampling, hookimpl
 from kvpolicy.cli.figures import describe_run
-from kvpolicy.errors import KVPolicyError
-from kvpolicy.plan.spec import PolicySpec
 from kvpolicy.engine.results import RunReport
 from kvpolicy.engine.run import Run
+from kvpolicy.errors import KVPolicyError
+from kvpolicy.plan.spec import PolicySpec
 
 FULL = Plan.uniform("full")
 TOKENIZER = tiny_tokenizer()

@@ -15,8 +15,8 @@ from transformers.generation.logits_process import (
 )
 
 from kvpolicy import Sampling
-from kvpolicy.errors import KVPolicyError
 from kvpolicy.engine.sampler import probabilities, sample
+from kvpolicy.errors import KVPolicyError
 
 samplings = st.builds(
     Sampling,

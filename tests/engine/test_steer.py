@@ -10,8 +10,8 @@ from tiny import greedy_tokens, shared_model, tiny_model
 from torch import Tensor, nn
 
 from kvpolicy import Engine, Plan, hookimpl
-from kvpolicy.state import Memory
 from kvpolicy.plan.spec import LayerGroup, PolicySpec
+from kvpolicy.state import Memory
 
 HIDDEN = 32
 DOUBLE = {"dtype": torch.float64}

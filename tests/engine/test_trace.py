@@ -15,12 +15,12 @@ from tiny import shared_model, tiny_tokenizer
 from torch import Tensor
 
 from kvpolicy import Engine, Plan, hookimpl
-from kvpolicy.errors import HookError, KVPolicyError
 from kvpolicy.engine.hookcall import HookCall, TensorInfo
-from kvpolicy.state import Memory
+from kvpolicy.engine.tracing import Trace, recording
+from kvpolicy.errors import HookError, KVPolicyError
 from kvpolicy.hooks.parts import Parts
 from kvpolicy.plan.spec import PolicySpec
-from kvpolicy.engine.tracing import Trace, recording
+from kvpolicy.state import Memory
 
 NUM_LAYERS = 2
 MODEL = shared_model(num_layers=NUM_LAYERS, dtype=torch.float64)
@@ -180,7 +180,7 @@ def test_tokens_are_the_same_with_and_without_a_trace(
 
 def test_outside_of_a_recording_the_functions_called_are_the_policies_own() -> None:
     engine = Engine(MODEL, plan=Plan.uniform("h2o", "protect", budget=14, buffer=4))
-    relay = engine.stacks[0]._relay
+    relay = engine.stacks[0]._manager
 
     def functions() -> list[Any]:
         return [impl.function for hook in ("score", "due") for impl in relay.impls(hook)]

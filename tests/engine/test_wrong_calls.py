@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from tiny import byte_tokenizer, shared_model, tiny_tokenizer
 
 from kvpolicy import Engine, Plan, Request, Sampling, hookimpl, load_model, load_policy
-from kvpolicy.hooks.discovery import register_file
 from kvpolicy.errors import (
     BudgetError,
     KnobError,
@@ -26,9 +25,10 @@ from kvpolicy.errors import (
     SteeringError,
     UnknownPolicyError,
 )
+from kvpolicy.files import atomic_write
+from kvpolicy.hooks.discovery import register_file
 from kvpolicy.plan.spec import LayerGroup, PolicySpec
 from kvpolicy.toolkit.steering_vectors import load_steering_vector
-from kvpolicy.files import write_whole
 
 
 @attrs.define(eq=False)
@@ -245,7 +245,7 @@ CASES: dict[str, Case] = {
         "nowhere.safetensors' cannot be read",
     ),
     "a file without a folder": (
-        lambda: write_whole(Path("/nowhere/at/all.json"), "{}"),
+        lambda: atomic_write(Path("/nowhere/at/all.json"), "{}"),
         OutputError,
         "/nowhere/at/all.json cannot be written: No such file or directory",
     ),

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from transformers.generation.streamers import BaseStreamer
 
 from kvpolicy import Engine, Plan, PolicyCache
-from kvpolicy.model.adapter import Seam
 from kvpolicy.hf import policy_cache as policycache
+from kvpolicy.model.adapter import ModelAdapter
 
 NUM_LAYERS = 2
 NEW_TOKENS = 20
@@ -68,7 +68,7 @@ def test_every_family_of_models_is_served(family: str, name: str) -> None:
     batch = [[7, 3] * 10, [5, 6, 9]]
     tokens = written(model, batch, NEW_TOKENS, past_key_values=cache)
     assert tokens == engine_tokens(model, batch, plan, NEW_TOKENS, slots=2, chunk=5)
-    windows = [shape.sliding_window for shape in Seam(model).layer_shapes()]
+    windows = [shape.sliding_window for shape in ModelAdapter(model).layer_shapes()]
     most = max(window or 16 for window in windows) if name == "h2o" else None
     assert most is None or cache.report.peak_rows <= most
 

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from kvpolicy import Engine, Plan, PolicyCache, hookimpl
 from kvpolicy.errors import BudgetError, CacheError, HookError, KVPolicyError, ModelError
-from kvpolicy.state import Memory
 from kvpolicy.registers import Registers
+from kvpolicy.state import Memory
 
 NUM_LAYERS = 2
 DOUBLE = {"dtype": torch.float64}

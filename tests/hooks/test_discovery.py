@@ -7,9 +7,14 @@ import sys
 import attrs
 import pytest
 
-from kvpolicy.hooks import discovery
-from kvpolicy.hooks.discovery import installed_policies, load_policy, load_policy_class, register_file
 from kvpolicy.errors import KnobError, PolicyLoadError, UnknownPolicyError
+from kvpolicy.hooks import discovery
+from kvpolicy.hooks.discovery import (
+    installed_policies,
+    load_policy,
+    load_policy_class,
+    register_file,
+)
 
 INSTALLED = [info.name for info in installed_policies()]
 

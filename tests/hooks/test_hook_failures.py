@@ -14,10 +14,10 @@ from tiny import shared_model
 from torch import Tensor
 
 from kvpolicy import Engine, Plan, Request, hookimpl
-from kvpolicy.errors import HookError, HookResultError, KVPolicyError
-from kvpolicy.state import Memory
-from kvpolicy.plan.spec import PolicySpec
 from kvpolicy.engine.run import Run
+from kvpolicy.errors import HookError, HookResultError, KVPolicyError
+from kvpolicy.plan.spec import PolicySpec
+from kvpolicy.state import Memory
 
 NUM_LAYERS = 2
 MARK = 60  # prompts that begin with this token are those a policy fails for

@@ -10,12 +10,12 @@ from tiny import shared_model
 from torch import Tensor
 
 from kvpolicy import Engine, Plan, hookimpl
-from kvpolicy.errors import HookError, HookResultError, PolicyLoadError
-from kvpolicy.state import Memory
-from kvpolicy.hooks.parts import Parts
-from kvpolicy.registers import Registers
 from kvpolicy.cache.rows import Tracks
+from kvpolicy.errors import HookError, HookResultError, PolicyLoadError
+from kvpolicy.hooks.parts import Parts
 from kvpolicy.hooks.stack import Stack
+from kvpolicy.registers import Registers
+from kvpolicy.state import Memory
 
 HIDDEN = 32
 

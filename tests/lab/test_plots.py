@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from lab_samples import CELLS, sample
 
+from kvpolicy.lab.analysis.table import Row, tabulate
 from kvpolicy.lab.plots.drawing import apart
 from kvpolicy.lab.plots.plots import save_plots
-from kvpolicy.lab.analysis.table import Row, tabulate
 
 FULL, SMALL = tabulate(CELLS, [sample(cell, 0, num_tokens=9) for cell in CELLS], {})
 

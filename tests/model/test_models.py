@@ -7,10 +7,10 @@ from families import REFUSED, model_of
 from tiny import greedy_tokens, tiny_model
 
 from kvpolicy import Engine, Plan
-from kvpolicy.model.attention import attention_function
+from kvpolicy.cache.layout import StepLayout
 from kvpolicy.cache.slab import Cache, LayerShape, Slab
 from kvpolicy.errors import ModelError
-from kvpolicy.cache.layout import Step
+from kvpolicy.model.attention import attention_function
 
 PROMPTS = [[5, 9, 40, 2, 2, 7, 11], [1, 2], [3, 8] * 6]
 
@@ -70,7 +70,7 @@ def test_a_configuration_that_says_the_impossible_is_refused(
 def test_a_window_that_the_configuration_does_not_tell_is_refused() -> None:
     model = tiny_model()
     shape = LayerShape(4, 2, 8, model.dtype, model.device)
-    step = Step(Cache([shape], [Slab(4)], 1), 0, [1])
+    step = StepLayout(Cache([shape], [Slab(4)], 1), 0, [1])
     keys, attention = model.lm_head.weight.new_zeros(1, 2, 1, 8), model.model.layers[0].self_attn
     keys, values = step.store(0, keys, keys)
     queries = keys.repeat(1, 2, 1, 1)

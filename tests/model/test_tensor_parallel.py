@@ -25,7 +25,7 @@ from torch import nn
 
 from kvpolicy.errors import ModelError
 from kvpolicy.model.loading import load_model
-from kvpolicy.model.peers import ALONE, Peers
+from kvpolicy.model.peers import SINGLE, TensorParallelGroup
 from kvpolicy.model.tensor_parallel import holders_of_heads, peers_of
 
 pytest.importorskip("accelerate", reason="transformers splits models with the help of accelerate")
@@ -157,16 +157,16 @@ def fake(plan: dict[str, str], mesh_size: int = 2) -> Any:
 def test_where_keys_are_gathered_each_process_has_all_heads() -> None:
     config = SimpleNamespace(num_attention_heads=6, num_key_value_heads=3)
     gathering = fake({"model.layers.*.self_attn.qkv_proj": "colwise_gather_output"})
-    assert holders_of_heads(gathering, config, Peers(0, 2)) is ALONE
+    assert holders_of_heads(gathering, config, TensorParallelGroup(0, 2)) is SINGLE
     giving = fake({"model.layers.*.self_attn.qkv_proj": "colwise"})
     with pytest.raises(ModelError, match="3 KV heads cannot be shared evenly by 2"):
-        holders_of_heads(giving, config, Peers(0, 2))
+        holders_of_heads(giving, config, TensorParallelGroup(0, 2))
     config.num_key_value_heads = config.num_attention_heads = 4
-    peers = Peers(1, 2)
+    peers = TensorParallelGroup(1, 2)
     assert holders_of_heads(giving, config, peers) is peers
 
 
 def test_a_model_that_is_split_otherwise_too_is_refused() -> None:
     with pytest.raises(ModelError, match="4 processes hold it, and only 2 of them"):
         peers_of(fake({}, mesh_size=4))
-    assert peers_of(nn.Linear(1, 1)) is ALONE  # type: ignore[arg-type]
+    assert peers_of(nn.Linear(1, 1)) is SINGLE  # type: ignore[arg-type]

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from kvpolicy import Engine, Plan, hookimpl
 from kvpolicy.errors import BudgetError, HookError, HookResultError
-from kvpolicy.plan.spec import LayerGroup, PolicySpec
 from kvpolicy.plan.resolved import ResolvedPlan
+from kvpolicy.plan.spec import LayerGroup, PolicySpec
 from kvpolicy.toolkit.apportion import share
 
 

@@ -5,10 +5,10 @@ from pathlib import Path
 import attrs
 import pytest
 
-from kvpolicy.hooks import discovery
 from kvpolicy import Plan, hookimpl
-from kvpolicy.plan.codehash import code_of
+from kvpolicy.hooks import discovery
 from kvpolicy.hooks.discovery import installed_policies, load_policy_class, register_file
+from kvpolicy.plan.codehash import code_of
 from kvpolicy.plan.resolved import ResolvedPlan
 
 SOURCE = """

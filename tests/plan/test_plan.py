@@ -6,8 +6,8 @@ import attrs
 import pytest
 
 from kvpolicy import Plan, hookimpl, load_policy
-from kvpolicy.hooks.bundled import bundled_file, bundled_names
 from kvpolicy.errors import KVPolicyError, PlanError
+from kvpolicy.hooks.bundled import bundled_file, bundled_names
 from kvpolicy.plan.spec import LayerGroup, PolicySpec
 
 MIXED = """

@@ -12,12 +12,12 @@ from hypothesis import given
 from plandata import mutated, plan_data, tables
 
 from kvpolicy import Plan
-from kvpolicy.hooks.bundled import bundled_file, bundled_names
 from kvpolicy.errors import KVPolicyError
+from kvpolicy.hooks.bundled import bundled_file, bundled_names
 from kvpolicy.plan.layercover import slice_of
-from kvpolicy.plan.toml import structure
 from kvpolicy.plan.schema import plan_schema
 from kvpolicy.plan.spec import LayerGroup
+from kvpolicy.plan.toml import structure
 
 FILE = Path(__file__).parents[2] / "docs" / "reference" / "plan.schema.json"
 SCHEMA = plan_schema()

@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 from plandata import plan_data
 
 from kvpolicy import Plan, hookimpl
-from kvpolicy.hooks.bundled import bundled_names
 from kvpolicy.errors import PlanError
-from kvpolicy.plan.spec import PolicySpec
+from kvpolicy.hooks.bundled import bundled_names
 from kvpolicy.plan.dump import to_plan_data, to_toml
 from kvpolicy.plan.resolved import LayerPlan, ResolvedPlan
+from kvpolicy.plan.spec import PolicySpec
 
 NUM_LAYERS = 4
 

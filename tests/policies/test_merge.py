@@ -20,10 +20,10 @@ from tiny import shared_model
 from torch import Tensor
 
 from kvpolicy import Engine, Plan, load_policy
+from kvpolicy.cache.rows import LayerRows
 from kvpolicy.cache.slab import Cache, LayerShape, Slab
 from kvpolicy.errors import KnobError
 from kvpolicy.state import Memory, SequenceMemory
-from kvpolicy.cache.rows import LayerRows
 from kvpolicy.testing import Trial
 
 KNOBS: tuple[dict[str, Any], ...] = (

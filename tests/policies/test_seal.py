@@ -10,19 +10,23 @@ import torch
 from folders import save_tiny_model
 from hypothesis import given
 from hypothesis import strategies as st
+from kvpolicy_reasoner.task import make_problems
 from policy_checks import assert_knobs_refused
 from recorder import Recorder
 from tiny import bpe_tokenizer, tiny_model
 from torch import Tensor, nn
 
 from kvpolicy import Engine, Plan, hookimpl, load_policy
-from kvpolicy.toolkit.calibration import Calibration
 from kvpolicy.errors import KnobError, KVPolicyError, PlanError, SteeringError
-from kvpolicy.lab.models import open_model
-from kvpolicy_reasoner.task import make_problems
-from kvpolicy.registers import RegisterFile
 from kvpolicy.hooks.stack import Stack
-from kvpolicy.toolkit.steering_vectors import SteeringVector, load_steering_vector, save_steering_vectors
+from kvpolicy.lab.models import open_model
+from kvpolicy.registers import RegisterFile
+from kvpolicy.toolkit.calibration import Calibration
+from kvpolicy.toolkit.steering_vectors import (
+    SteeringVector,
+    load_steering_vector,
+    save_steering_vectors,
+)
 
 SIZE = 6
 WORDS = ["<think>", "</think>", "ĊĊ", ".ĊĊ", ").ĊĊ", "Ċ", "a", "Ġa"]

@@ -22,8 +22,8 @@ from tiny import shared_model, tiny_tokenizer
 from torch import Tensor
 
 from kvpolicy import Engine, Plan, hookimpl, load_policy
-from kvpolicy.hooks.discovery import load_policy_class
 from kvpolicy.errors import BudgetError, KnobError, KVPolicyError
+from kvpolicy.hooks.discovery import load_policy_class
 from kvpolicy.testing import Shown, keep_rows, replay
 
 END = 3

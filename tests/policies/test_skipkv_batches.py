@@ -9,8 +9,8 @@ from policy_checks import assert_knobs_refused
 from tiny import shared_model
 
 from kvpolicy import Engine, Plan
-from kvpolicy.errors import KnobError
 from kvpolicy.engine.request import Waiting
+from kvpolicy.errors import KnobError
 from skipkv_plugin.grouping import SkipKVBatches
 
 

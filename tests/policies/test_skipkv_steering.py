@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from kvpolicy import Engine, Plan
-from kvpolicy.toolkit.calibration import Calibration
 from kvpolicy.errors import KVPolicyError, SteeringError
+from kvpolicy.toolkit.calibration import Calibration
 from kvpolicy.toolkit.steering_vectors import SteeringVector, save_steering_vectors
 from skipkv_plugin.policy import SkipKV
 from skipkv_plugin.steering import is_non_execution, strength

@@ -3,9 +3,9 @@
 import json
 
 import pytest
+from kvpolicy_reasoner.bundled import BUNDLED
 from shell import Shell
 
-from kvpolicy_reasoner.bundled import BUNDLED
 from kvpolicy.lab.statistics import wilson
 from kvpolicy.lab.tasks.task import load_task
 

@@ -4,18 +4,18 @@ import json
 
 import pytest
 import torch
+from kvpolicy_reasoner.bundled import BUNDLED, REASONER_VERBOSE, bundled_path
+from kvpolicy_reasoner.evaluate import attempt, score
+from kvpolicy_reasoner.model import load_reasoner
+from kvpolicy_reasoner.problems import problems_of
+from kvpolicy_reasoner.train.checkpoint import CHECKPOINT
+from kvpolicy_reasoner.train.recipes import recipe_of
+from kvpolicy_reasoner.train.runfolder import IDENTITY
+from kvpolicy_reasoner.train.train import train
 from transformers import AutoTokenizer
 
 from kvpolicy.errors import KVPolicyError
 from kvpolicy.lab.models import open_model
-from kvpolicy_reasoner.bundled import BUNDLED, REASONER_VERBOSE, bundled_path
-from kvpolicy_reasoner.train.checkpoint import CHECKPOINT
-from kvpolicy_reasoner.evaluate import attempt, score
-from kvpolicy_reasoner.model import load_reasoner
-from kvpolicy_reasoner.problems import problems_of
-from kvpolicy_reasoner.train.recipes import recipe_of
-from kvpolicy_reasoner.train.runfolder import IDENTITY
-from kvpolicy_reasoner.train.train import train
 from kvpolicy.lab.tasks.task import load_task
 
 

@@ -2,13 +2,12 @@
 
 import pytest
 import torch
-from transformers import AutoTokenizer
-
 from kvpolicy_reasoner.bundled import bundled_path
 from kvpolicy_reasoner.evaluate import attempt, score
 from kvpolicy_reasoner.model import load_reasoner, new_model
 from kvpolicy_reasoner.task import make_problems
 from kvpolicy_reasoner.tokenizer import NEWLINES, build_tokenizer
+from transformers import AutoTokenizer
 
 PROBLEMS = make_problems(60, seed=11, split="tune")
 

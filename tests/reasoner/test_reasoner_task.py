@@ -4,9 +4,9 @@ import random
 import re
 
 import pytest
+from kvpolicy_reasoner.task import extract_answer, grade, make_problems, split_of
 
 from kvpolicy.errors import KVPolicyError
-from kvpolicy_reasoner.task import extract_answer, grade, make_problems, split_of
 
 PROBLEMS = make_problems(300, seed=3, split="tune")
 

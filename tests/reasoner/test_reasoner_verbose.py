@@ -6,12 +6,11 @@ import re
 from collections import Counter
 
 import pytest
-
-from kvpolicy_reasoner.train.data import DataPlan, collate, examples_of_step
 from kvpolicy_reasoner.problems import problems_of
-from kvpolicy_reasoner.train.recipes import recipe_of
 from kvpolicy_reasoner.task import grade, split_of
 from kvpolicy_reasoner.tokenizer import build_tokenizer
+from kvpolicy_reasoner.train.data import DataPlan, collate, examples_of_step
+from kvpolicy_reasoner.train.recipes import recipe_of
 from kvpolicy_reasoner.verbose.pieces import DRAWN, WRONG, Piece, marked, weigh_tokens
 from kvpolicy_reasoner.verbose.verbosity import VERBOSITIES, Mood
 from kvpolicy_reasoner.verbose.wording import Cycle

@@ -5,13 +5,13 @@ import re
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from kvpolicy_reasoner.model import load_reasoner
+from kvpolicy_reasoner.retrieval import MAX_KEYS, Retrieval
+from kvpolicy_reasoner.task import split_of
+from kvpolicy_reasoner.tokenizer import build_tokenizer
 
 from kvpolicy import Engine
 from kvpolicy.lab.sweep.sweep_file import full_cache_plan
-from kvpolicy_reasoner.model import load_reasoner
-from kvpolicy_reasoner.task import split_of
-from kvpolicy_reasoner.tokenizer import build_tokenizer
-from kvpolicy_reasoner.retrieval import MAX_KEYS, Retrieval
 from kvpolicy.lab.tasks.task import Split, load_task
 
 SHARE_RIGHT = 0.9  # measured: 97 to 100 % of 100 at these lengths, see docs/reference/tasks.md

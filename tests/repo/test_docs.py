@@ -16,18 +16,18 @@ import attrs
 import pytest
 import tiny
 from families import FAMILIES, REFUSED
+from kvpolicy_reasoner.tasks import LEVELS
 from pages import Block, Page, blocks_of
 from typer.main import get_command
 
-from kvpolicy.hooks import discovery
 from kvpolicy import Engine, Plan, errors, hookspecs
 from kvpolicy.cli.app import COMMANDS
+from kvpolicy.hooks import discovery
 from kvpolicy.hooks.describe import describe
+from kvpolicy.lab.sweep.sweep_file import DEFAULT_PRESET, load_preset
 from kvpolicy.lab.tasks.agreement import Agreement
 from kvpolicy.lab.tasks.measures import Graded
 from kvpolicy.lab.tasks.perplexity import Perplexity
-from kvpolicy.lab.sweep.sweep_file import DEFAULT_PRESET, load_preset
-from kvpolicy_reasoner.tasks import LEVELS
 from kvpolicy.lab.tasks.task import Item, installed_tasks
 
 ROOT = Path(__file__).parents[2]

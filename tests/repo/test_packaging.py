@@ -73,9 +73,7 @@ def test_importing_kvpolicy_imports_nothing_heavy() -> None:
 
 
 def test_importing_kvpolicy_loads_no_policy() -> None:
-    code = (
-        "import sys, kvpolicy.engine.engine; print([m for m in sys.modules if m.startswith('kvpolicy_')])"
-    )
+    code = "import sys, kvpolicy.engine.engine; print([m for m in sys.modules if m.startswith('kvpolicy_')])"
     assert _run(code) == "[]"
 
 

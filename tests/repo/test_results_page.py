@@ -10,14 +10,14 @@ import pytest
 from pages import run_command
 from run_folders import write_run
 
-from kvpolicy.lab.store.read import read_run
 from kvpolicy.lab.analysis.compare import contrast, to_json
 from kvpolicy.lab.analysis.export import fixed_columns
-from kvpolicy.lab.tasks.measures import ACCURACY
-from kvpolicy.lab.analysis.pooling import pool
 from kvpolicy.lab.analysis.pooledtable import break_down_pooled, tabulate_pooled, to_plain
+from kvpolicy.lab.analysis.pooling import pool
+from kvpolicy.lab.store.read import read_run
 from kvpolicy.lab.store.records import Cell, ColumnInfo, Group
 from kvpolicy.lab.store.samples import CellTiming, ItemRecord, Sample
+from kvpolicy.lab.tasks.measures import ACCURACY
 
 PAGE = Path(__file__).parents[2] / "docs" / "reference" / "results.md"
 RECORDS = {

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from kvpolicy import hookimpl
+from kvpolicy.cache.rows import LayerRows, Tracks
 from kvpolicy.hooks.defaults import top_rows
 from kvpolicy.state import Memory
-from kvpolicy.cache.rows import LayerRows, Tracks
 
 
 def key_lengths(keys: Tensor) -> Tensor:
@@ -248,7 +248,7 @@ class Chunks:
 
 
 @attrs.define(eq=False)
-class Slots:
+class RunningBatch:
     """Gives every sequence of the batch a little noise of its own, by its place."""
 
     @hookimpl
@@ -311,7 +311,7 @@ BROKEN: dict[str, list[type]] = defaultdict(
         "memory": [OnItself, Hoards],
         "cancellation": [Cancellation],
         "chunks": [Chunks],
-        "slots": [Slots],
+        "slots": [RunningBatch],
         "neighbours": [Neighbours],
         "schedule": [Schedule],
         "knobs": [Knobs],

@@ -2,9 +2,8 @@
 
 from pathlib import Path
 
-from tiny import tiny_model
-
 from kvpolicy_reasoner.tokenizer import build_tokenizer
+from tiny import tiny_model
 
 NUM_LAYERS = 2
 

@@ -4,10 +4,10 @@ from typing import Any
 
 import attrs
 
-from kvpolicy.lab.card import ModelCard
+from kvpolicy.lab.card import ModelInfo
 from kvpolicy.lab.sweep.comparison import Comparison
-from kvpolicy.lab.sweep.sweep_file import Preset, series_of_stack
 from kvpolicy.lab.sweep.prepare import prepare
+from kvpolicy.lab.sweep.sweep_file import Preset, series_of_stack
 
 BASE = Preset(
     models=("a",),
@@ -28,10 +28,10 @@ class Catalogue:
     def __init__(self) -> None:
         self.asked: list[str] = []
 
-    def describe(self, name: str) -> tuple[ModelCard, Any]:
+    def describe(self, name: str) -> tuple[ModelInfo, Any]:
         self.asked.append(name)
         same = name.rstrip("'")
-        return ModelCard(name, f"weights of {same}", "cpu", "float32", 2, 1000), None
+        return ModelInfo(name, f"weights of {same}", "cpu", "float32", 2, 1000), None
 
 
 def prepared(**changes: Any) -> Comparison:

@@ -2,9 +2,9 @@
 
 from typing import Any
 
+from kvpolicy.lab.store.samples import Sample
 from kvpolicy.lab.sweep.grid import Cell, build_cells
 from kvpolicy.lab.sweep.sweep_file import Series, series_of_stack
-from kvpolicy.lab.store.samples import Sample
 
 CELLS = build_cells(
     [Series("full", {"stack": ["full"]}), Series("small", series_of_stack("h2o").plan)],

@@ -34,8 +34,8 @@ from pathlib import Path
 import attrs
 import pytest
 
-from kvpolicy.hooks import discovery
 from kvpolicy import Plan
+from kvpolicy.hooks import discovery
 from kvpolicy.lab.sweep.sweep_file import load_preset
 
 _FENCE = re.compile(r"^```(\w+)?[ ]*(.*?)\n(.*?)^```$", re.MULTILINE | re.DOTALL)

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from families import FAMILIES, family_model
+from kvpolicy_reasoner.bundled import bundled_path
 from strategies import SMALL_KNOBS, STEERING
 from tiny import tiny_model, tiny_tokenizer
 from torch import distributed as dist
@@ -23,10 +24,9 @@ from torch import distributed as dist
 from kvpolicy import Engine, Plan, Request, Sampling, installed_policies
 from kvpolicy.errors import ModelError
 from kvpolicy.hf import PolicyCache
-from kvpolicy_reasoner.bundled import bundled_path
 from kvpolicy.lab.tasks.task import load_task
 from kvpolicy.model.loading import load_model
-from kvpolicy.model.peers import Peers
+from kvpolicy.model.peers import TensorParallelGroup
 
 NAMES = [policy.name for policy in installed_policies() if policy.name not in STEERING]
 _PATIENCE_S = 900
@@ -193,7 +193,7 @@ def main(folder: Path, what: str) -> None:
         found |= {name: other(folder) for name, other in OTHERS.items()}
         found |= {f"refused {name}": refusal(folder, name) for name in REFUSED}
         rank = dist.get_rank()
-        found["agreed"] = Peers(rank, 2).agreed([40 + rank, 7])
+        found["agreed"] = TensorParallelGroup(rank, 2).broadcast([40 + rank, 7])
     for name, case in (cases() if what == "policies" else family_cases()).items():
         try:
             found[name] = answer(folder, *case)

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 from strategies import seeds
 
-from kvpolicy.toolkit.calibration import Calibration
 from kvpolicy.errors import KVPolicyError, OutputError, SteeringError
+from kvpolicy.toolkit.calibration import Calibration
 from kvpolicy.toolkit.steering_vectors import (
     SteeringVector,
     load_steering_vector,

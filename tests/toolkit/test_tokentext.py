@@ -5,13 +5,13 @@ import weakref
 
 import pytest
 import torch
+from kvpolicy_reasoner.tokenizer import build_tokenizer
 from tiny import bpe_tokenizer, byte_tokenizer, tiny_tokenizer
 from tokenizers import Tokenizer, decoders
 from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
 
 from kvpolicy.errors import KVPolicyError
-from kvpolicy_reasoner.tokenizer import build_tokenizer
 from kvpolicy.toolkit.token_text import (
     look_up,
     texts_in_context,

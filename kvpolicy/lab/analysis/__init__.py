@@ -1,0 +1,1 @@
+"""Tables, comparisons and exports of stored samples."""

@@ -9,8 +9,8 @@ from typing import Any, get_args, get_type_hints
 
 import attrs
 
-from kvpolicy.lab.store.read import RunFolder
 from kvpolicy.lab.analysis.flattable import Kind, Table, in_kind
+from kvpolicy.lab.store.read import RunFolder
 from kvpolicy.lab.store.records import Cell, Group
 from kvpolicy.lab.store.samples import Sample
 

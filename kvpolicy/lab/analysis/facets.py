@@ -5,9 +5,9 @@ from typing import Any
 
 import attrs
 
-from kvpolicy.lab.tasks.measures import Column
-from kvpolicy.lab.store.samples import Sample
 from kvpolicy.lab.analysis.table import Compared, Row, estimates_of, flat, tabulate, to_json
+from kvpolicy.lab.store.samples import Sample
+from kvpolicy.lab.tasks.measures import Column
 
 
 @attrs.frozen

@@ -8,8 +8,8 @@ from typing import Any, Literal
 import attrs
 
 from kvpolicy.errors import ResultsError
+from kvpolicy.files import atomic_write
 from kvpolicy.lab.analysis.csvtext import csv_text
-from kvpolicy.files import write_whole
 
 Kind = Literal["text", "whole", "number", "truth"]
 SUFFIXES = (".csv", ".parquet")
@@ -53,7 +53,7 @@ def write_table(table: Table, path: Path) -> None:
         OutputError: It cannot be written.
         ResultsError: It is to be Parquet, and pyarrow is not installed.
     """
-    write_whole(path, _parquet(table) if path.suffix == ".parquet" else _csv(table))
+    atomic_write(path, _parquet(table) if path.suffix == ".parquet" else _csv(table))
 
 
 def check_can_write(path: Path) -> None:

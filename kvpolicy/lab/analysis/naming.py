@@ -4,8 +4,8 @@ from collections.abc import Sequence
 
 import attrs
 
-from kvpolicy.hooks.discovery import nearest
 from kvpolicy.errors import ResultsError
+from kvpolicy.hooks.discovery import nearest
 from kvpolicy.lab.analysis.pooling import PooledCell
 from kvpolicy.lab.store.records import Group
 

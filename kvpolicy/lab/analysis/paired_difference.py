@@ -10,10 +10,10 @@ from math import fsum
 from statistics import fmean
 from typing import TypeVar
 
-from kvpolicy.lab.tasks.measures import Column
 from kvpolicy.lab.analysis.paired import bootstrap_mean, bootstrap_ratios
-from kvpolicy.lab.store.samples import Sample
 from kvpolicy.lab.statistics import Estimate
+from kvpolicy.lab.store.samples import Sample
+from kvpolicy.lab.tasks.measures import Column
 
 Value = TypeVar("Value")
 

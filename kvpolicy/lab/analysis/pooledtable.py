@@ -6,10 +6,10 @@ from typing import Any
 import attrs
 
 from kvpolicy.lab.analysis.facets import break_down
-from kvpolicy.lab.tasks.measures import Column
 from kvpolicy.lab.analysis.pooling import PooledCell
 from kvpolicy.lab.analysis.storedcolumns import columns_of
 from kvpolicy.lab.analysis.table import Row, estimates_of, flat, tabulate, to_json, write_csv
+from kvpolicy.lab.tasks.measures import Column
 
 
 @attrs.frozen

@@ -6,11 +6,11 @@ from typing import TypeVar
 
 import attrs
 
-from kvpolicy.hooks.discovery import nearest
 from kvpolicy.errors import ResultsError
-from kvpolicy.lab.store.read import RunFolder, find_runs, read_run
+from kvpolicy.hooks.discovery import nearest
 from kvpolicy.lab.analysis.naming import budget_word
 from kvpolicy.lab.analysis.pooling import PooledCell
+from kvpolicy.lab.store.read import RunFolder, find_runs, read_run
 from kvpolicy.lab.store.records import Cell, Group
 
 Word = TypeVar("Word", str, int)

@@ -2,12 +2,12 @@
 
 from collections.abc import Sequence
 
-from kvpolicy.hooks.discovery import nearest
 from kvpolicy.errors import ResultsError
+from kvpolicy.hooks.discovery import nearest
+from kvpolicy.lab.store.records import Group
 from kvpolicy.lab.tasks.agreement import Agreement
 from kvpolicy.lab.tasks.measures import ACCURACY, LENGTH, Column, mean_of
 from kvpolicy.lab.tasks.perplexity import Perplexity
-from kvpolicy.lab.store.records import Group
 
 # Columns that are more than the mean of a value; whoever measures otherwise gets the mean.
 _KNOWN = {column.name: column for column in (ACCURACY, *Perplexity().columns, *Agreement().columns)}

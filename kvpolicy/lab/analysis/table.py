@@ -6,10 +6,10 @@ from typing import Any, Protocol
 import attrs
 
 from kvpolicy.lab.analysis.csvtext import csv_text
-from kvpolicy.lab.tasks.measures import ACCURACY, LENGTH, Column
 from kvpolicy.lab.analysis.paired_difference import paired_difference
-from kvpolicy.lab.store.samples import CellTiming, Sample
 from kvpolicy.lab.statistics import Estimate
+from kvpolicy.lab.store.samples import CellTiming, Sample
+from kvpolicy.lab.tasks.measures import ACCURACY, LENGTH, Column
 
 
 class Compared(Protocol):

@@ -11,7 +11,7 @@ from transformers import DynamicCache, PreTrainedModel, StoppingCriteria, Stoppi
 from kvpolicy.lab.bench.contender import Contender, Effort, Prompts, now, pad
 
 GENERATE = "generate"
-ALONE = "model alone"
+SINGLE = "model alone"
 
 _ALONE_STEPS = 64  # all alike; more would only take time
 
@@ -37,7 +37,7 @@ def model_alone(model: PreTrainedModel) -> Contender:
             times.append(now(model.device))
         return Effort(None, _steps(times), kv_bytes=0, read_bytes=0)
 
-    return Contender(ALONE, run)
+    return Contender(SINGLE, run)
 
 
 def timed_generate(

@@ -14,10 +14,10 @@ from transformers import PreTrainedModel
 
 from kvpolicy.engine.engine import Engine
 from kvpolicy.errors import KVPolicyError
-from kvpolicy.lab.bench.contender import Contender, Effort, Prompts, now
-from kvpolicy.lab.sweep.grid import Cell
-from kvpolicy.lab.bench.press import presses_for
 from kvpolicy.lab.bench.baselines import generate, model_alone
+from kvpolicy.lab.bench.contender import Contender, Effort, Prompts, now
+from kvpolicy.lab.bench.press import presses_for
+from kvpolicy.lab.sweep.grid import Cell
 
 
 @attrs.frozen

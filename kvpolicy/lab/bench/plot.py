@@ -5,9 +5,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from kvpolicy.lab.bench.baselines import ALONE, GENERATE
-from kvpolicy.lab.bench.summary import Standing
-from kvpolicy.files import write_whole
+from kvpolicy.files import atomic_write
+from kvpolicy.lab.bench.baselines import GENERATE, SINGLE
+from kvpolicy.lab.bench.summary import BenchResult
 
 # Okabe and Ito's colours, told apart with every kind of colour vision.
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#7a5c00")
@@ -26,7 +26,7 @@ _STYLE: dict[Any, Any] = {
 }
 
 
-def save_bench_plot(found: Sequence[Standing], path: Path, *, title: str) -> None:
+def save_bench_plot(found: Sequence[BenchResult], path: Path, *, title: str) -> None:
     """Draw the time of a decode step against the tokens generated so far.
 
     Args:
@@ -47,8 +47,8 @@ def save_bench_plot(found: Sequence[Standing], path: Path, *, title: str) -> Non
         num_drawn = 0
         for one in found:
             x, y = zip(*one.curve, strict=True)
-            if one.name == ALONE:  # a few steps stand for all
-                axes.axhline(one.step_ms, color=_FAINT, linewidth=1.2, linestyle=":", label=ALONE)
+            if one.name == SINGLE:  # a few steps stand for all
+                axes.axhline(one.step_ms, color=_FAINT, linewidth=1.2, linestyle=":", label=SINGLE)
                 continue
             colour = _INK if one.name == GENERATE else _COLOURS[num_drawn % len(_COLOURS)]
             dash = _DASHES[num_drawn // len(_COLOURS) % len(_DASHES)]
@@ -65,4 +65,4 @@ def save_bench_plot(found: Sequence[Standing], path: Path, *, title: str) -> Non
         picture = io.BytesIO()
         metadata = {"Date": None} if path.suffix == ".svg" else None
         figure.savefig(picture, format=path.suffix[1:], dpi=160, metadata=metadata)
-    write_whole(path, picture.getvalue())
+    atomic_write(path, picture.getvalue())

@@ -14,10 +14,10 @@ from typing import Any
 import attrs
 from transformers import PreTrainedModel
 
-from kvpolicy.hooks.discovery import words_of
+from kvpolicy.errors import error_summary
+from kvpolicy.lab.bench.baselines import timed_generate
 from kvpolicy.lab.bench.contender import Contender
 from kvpolicy.lab.sweep.grid import Cell
-from kvpolicy.lab.bench.baselines import timed_generate
 
 LIBRARY = "kvpress"
 
@@ -50,7 +50,7 @@ def presses_for(model: PreTrainedModel, cells: list[Cell]) -> Presses:
     try:
         import kvpress
     except ImportError as error:
-        return Presses({}, f"{LIBRARY} cannot be imported ({words_of(error)}); {_HOW}")
+        return Presses({}, f"{LIBRARY} cannot be imported ({error_summary(error)}); {_HOW}")
     unmet = _unmet(LIBRARY, "transformers")
     if unmet is not None:
         return Presses({}, f"{LIBRARY} needs {unmet}; {_HOW}")

@@ -7,9 +7,9 @@ from statistics import median
 import attrs
 import numpy as np
 
+from kvpolicy.lab.bench.baselines import GENERATE
 from kvpolicy.lab.bench.bench import Turn, Workload
 from kvpolicy.lab.bench.contender import Contender, Effort
-from kvpolicy.lab.bench.baselines import GENERATE
 
 _POINTS = 64  # of a curve
 
@@ -30,7 +30,7 @@ class Ratio:
 
 
 @attrs.frozen
-class Standing:
+class BenchResult:
     """How one contender did.
 
     Attributes:
@@ -90,7 +90,7 @@ def standings(
     contenders: Sequence[Contender],
     workload: Workload,
     memory: Memory | None = None,
-) -> list[Standing]:
+) -> list[BenchResult]:
     """Sum up all complete rounds.
 
     Args:
@@ -114,14 +114,14 @@ def _standing(
     rounds: Sequence[Mapping[str, Effort]],
     workload: Workload,
     memory: Memory | None,
-) -> Standing:
+) -> BenchResult:
     mine = [found[contender.name] for found in rounds]
     speeds = tuple(workload.batch / _mean_s(effort) for effort in mine)
     prompt_tokens = sum(map(len, workload.prompts(vocab_size=1)))
     prefills = [prompt_tokens / one.prefill_s for one in mine if one.prefill_s is not None]
     shares = [one.policy_share for one in mine if one.policy_share is not None]
     rival = contender.rival
-    return Standing(
+    return BenchResult(
         name=contender.name,
         budget=contender.budget,
         decode_tok_s=median(speeds),

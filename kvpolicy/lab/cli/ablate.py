@@ -11,10 +11,6 @@ from typing import TYPE_CHECKING, Annotated
 import attrs
 import typer
 
-from kvpolicy.lab.cli import options as sweepoptions
-from kvpolicy.cli.output import say, terminal_width, write, write_json
-from kvpolicy.lab.cli.dryrun import tell
-from kvpolicy.lab.cli.following import follow
 from kvpolicy.cli.options import (
     Device,
     Dtype,
@@ -26,13 +22,24 @@ from kvpolicy.cli.options import (
     register_plugins,
     words,
 )
-from kvpolicy.lab.cli.place import CpusPerWorker, GpusPerWorker, On, RayAddress, Where, open_place
+from kvpolicy.cli.output import say, terminal_width, write, write_json
+from kvpolicy.lab.cli import options as sweepoptions
+from kvpolicy.lab.cli.dryrun import tell
+from kvpolicy.lab.cli.following import follow
 from kvpolicy.lab.cli.options import changed, grid_of, numbers
+from kvpolicy.lab.cli.place import (
+    CpusPerWorker,
+    GpusPerWorker,
+    On,
+    RayAddress,
+    Where,
+    open_executor,
+)
 
 if TYPE_CHECKING:
+    from kvpolicy.lab.store.store import Store
     from kvpolicy.lab.sweep.comparison import Comparison
     from kvpolicy.lab.sweep.publish import Panel
-    from kvpolicy.lab.store.store import Store
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None)
 
@@ -119,9 +126,9 @@ def ablate(
     seed_list, knobs = numbers("--seeds", seeds), grid_of(grid or [])
     register_plugins(plugin)
     # Imported here: all this brings torch along.
-    from kvpolicy.lab.sweep import prepare as setup
-    from kvpolicy.lab.shelf import Shelf
+    from kvpolicy.lab.shelf import ModelCache
     from kvpolicy.lab.store.store import Store
+    from kvpolicy.lab.sweep import prepare as setup
 
     chosen = setup.choose(
         preset, policies=stacks, plans=plan or [], budgets=budget_list, buffer=buffer
@@ -141,9 +148,9 @@ def ablate(
         slots=slots,
         max_new_tokens=max_new_tokens,
     )
-    with open_place(
+    with open_executor(
         on,
-        Shelf(dtype=dtype, device=device, trust_remote_code=trust_remote_code),
+        ModelCache(dtype=dtype, device=device, trust_remote_code=trust_remote_code),
         address=ray_address,
         workers=workers,
         cpus=cpus_per_worker,

@@ -12,7 +12,6 @@ from typing import Annotated, Any
 
 import typer
 
-from kvpolicy.lab.cli.benchsizes import sizes
 from kvpolicy.cli.options import (
     Json,
     Overrides,
@@ -23,6 +22,7 @@ from kvpolicy.cli.options import (
     words,
 )
 from kvpolicy.errors import KVPolicyError
+from kvpolicy.lab.cli.benchsizes import sizes
 
 PICTURES = (".png", ".svg", ".pdf")
 

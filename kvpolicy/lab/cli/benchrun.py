@@ -10,20 +10,20 @@ import attrs
 import torch
 from transformers import PreTrainedModel
 
+from kvpolicy.cli.interrupt import Interrupted
+from kvpolicy.cli.output import say, terminal_width, write, write_json
+from kvpolicy.cli.progress import Progress, open_progress
+from kvpolicy.files import atomic_write
+from kvpolicy.lab.bench.bench import Turn, Workload, line_up, measure
+from kvpolicy.lab.bench.memory import Reading, watch
+from kvpolicy.lab.bench.models import random_model, shape_named, weight_bytes
+from kvpolicy.lab.bench.plot import save_bench_plot
+from kvpolicy.lab.bench.summary import Memory, standings
 from kvpolicy.lab.cli.benchsizes import Sizes
 from kvpolicy.lab.cli.benchtables import memory_table, speed_table
-from kvpolicy.cli.output import say, terminal_width, write, write_json
-from kvpolicy.cli.interrupt import Interrupted
-from kvpolicy.cli.progress import Progress, open_progress
-from kvpolicy.lab.bench.bench import Turn, Workload, line_up, measure
-from kvpolicy.lab.bench.plot import save_bench_plot
-from kvpolicy.lab.sweep.grid import Cell, build_cells
-from kvpolicy.lab.bench.memory import Reading, watch
 from kvpolicy.lab.store.session import describe_session
+from kvpolicy.lab.sweep.grid import Cell, build_cells
 from kvpolicy.lab.sweep.prepare import choose
-from kvpolicy.lab.bench.models import random_model, shape_named, weight_bytes
-from kvpolicy.lab.bench.summary import Memory, standings
-from kvpolicy.files import write_whole
 
 
 @attrs.frozen
@@ -218,7 +218,7 @@ def _title(made: Prepared) -> str:
 
 def _hand_out(record: dict[str, Any], table: str, output: Path | None, *, json: bool) -> None:
     if output is not None:
-        write_whole(output, jsonlib.dumps(record, indent=2) + "\n")
+        atomic_write(output, jsonlib.dumps(record, indent=2) + "\n")
     if json:
         write_json(record, indent=2)
     else:

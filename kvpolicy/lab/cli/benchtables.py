@@ -8,10 +8,10 @@ from kvpolicy.cli.units import human_bytes
 
 if TYPE_CHECKING:
     from kvpolicy.lab.bench.memory import Reading
-    from kvpolicy.lab.bench.summary import Ratio, Standing
+    from kvpolicy.lab.bench.summary import BenchResult, Ratio
 
 
-def speed_table(found: "Sequence[Standing]", width: int | None) -> str:
+def speed_table(found: "Sequence[BenchResult]", width: int | None) -> str:
     """One row for each contender.
 
     Args:
@@ -53,7 +53,7 @@ def memory_table(readings: "Sequence[Reading]", width: int | None) -> str:
     return columns(headers, rows, right=range(1, len(headers)), width=width)
 
 
-def _speed(one: "Standing") -> list[str]:
+def _speed(one: "BenchResult") -> list[str]:
     ratio = one.ratio
     return [
         one.name,
@@ -68,7 +68,7 @@ def _speed(one: "Standing") -> list[str]:
     ]
 
 
-def _against_rival(one: "Standing") -> str | None:
+def _against_rival(one: "BenchResult") -> str | None:
     ratio = one.rival_ratio
     if ratio is None:
         return None

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kvpolicy.cli.output import say, write, write_json
 from kvpolicy.cli.options import Json
-from kvpolicy.lab.cli.resultsoptions import Budgets, Models, Seeds, Series, Tasks
+from kvpolicy.cli.output import say, write, write_json
 from kvpolicy.errors import KVPolicyError
+from kvpolicy.lab.cli.resultsoptions import Budgets, Models, Seeds, Series, Tasks
 
 if TYPE_CHECKING:
     from kvpolicy.lab.analysis.compare import Contrast
@@ -52,12 +52,12 @@ def compare(
     A less B, on the items that both have. With --with, every other cell less that one, with
     Holm's correction for the number of comparisons.
     """
-    from kvpolicy.lab.cli.contrasts import by_facets, how_drawn, many_cells, plain, two_cells
-    from kvpolicy.lab.cli.gaps import say_what_lacks
     from kvpolicy.lab.analysis.compare import adjust
     from kvpolicy.lab.analysis.naming import find_cell, pairs_with
     from kvpolicy.lab.analysis.pooling import pool
     from kvpolicy.lab.analysis.select import check_facet, open_runs, select
+    from kvpolicy.lab.cli.contrasts import by_facets, how_drawn, many_cells, plain, two_cells
+    from kvpolicy.lab.cli.gaps import say_what_lacks
 
     names, pair = (words, []) if with_ is not None else (words[:-2], words[-2:])
     if not names:

@@ -7,13 +7,13 @@ import attrs
 
 from kvpolicy.cli.columns import columns
 from kvpolicy.cli.output import terminal_width
-from kvpolicy.lab.cli.gaps import describe_gaps
 from kvpolicy.lab.analysis.compare import Contrast, Pair, Side, by_facet, to_json
-from kvpolicy.lab.tasks.measures import Column
 from kvpolicy.lab.analysis.naming import differing, setting
 from kvpolicy.lab.analysis.paired import DRAWS
 from kvpolicy.lab.analysis.pooling import PooledCell
+from kvpolicy.lab.cli.gaps import describe_gaps
 from kvpolicy.lab.statistics import Estimate
+from kvpolicy.lab.tasks.measures import Column
 
 _TESTS = {"mcnemar": "McNemar's exact test", "sign": "Exact sign test"}
 _MOST = 200  # characters of a text that are shown; --json shows all of them

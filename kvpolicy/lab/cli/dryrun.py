@@ -7,9 +7,9 @@ from kvpolicy.cli.columns import columns
 from kvpolicy.cli.output import terminal_width, write, write_json
 
 if TYPE_CHECKING:
+    from kvpolicy.lab.executors.executor import Place
     from kvpolicy.lab.sweep.comparison import Comparison
     from kvpolicy.lab.sweep.estimate import Estimate
-    from kvpolicy.lab.executors.executor import Place
     from kvpolicy.lab.sweep.probe import Probe, Seconds
 
 
@@ -31,10 +31,10 @@ def tell(
     import attrs
 
     from kvpolicy.cli.progress import open_progress
-    from kvpolicy.lab.sweep.runner import jobs
+    from kvpolicy.lab.store.store import done_keys
     from kvpolicy.lab.sweep.estimate import estimate
     from kvpolicy.lab.sweep.probe import limit_s_of, representatives
-    from kvpolicy.lab.store.store import done_keys
+    from kvpolicy.lab.sweep.runner import jobs
 
     done = done_keys(folder, comparison.to_dict())
     cells = representatives(comparison, done)

@@ -3,14 +3,14 @@
 import sys
 from typing import TYPE_CHECKING
 
-from kvpolicy.cli.output import say
 from kvpolicy.cli.interrupt import Interrupted
+from kvpolicy.cli.output import say
 
 if TYPE_CHECKING:
-    from kvpolicy.lab.sweep.comparison import Comparison
     from kvpolicy.lab.executors.executor import Place
-    from kvpolicy.lab.sweep.jobs import Pool
     from kvpolicy.lab.store.store import Store
+    from kvpolicy.lab.sweep.comparison import Comparison
+    from kvpolicy.lab.sweep.jobs import Pool
 
 
 def follow(comparison: "Comparison", store: "Store", place: "Place", *, workers: int) -> None:

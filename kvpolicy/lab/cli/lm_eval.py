@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kvpolicy.cli.output import say, terminal_width, write
 from kvpolicy.cli.generation import choose_plan
 from kvpolicy.cli.interrupt import Interrupted
 from kvpolicy.cli.options import (
@@ -30,19 +29,20 @@ from kvpolicy.cli.options import (
     PlanFile,
     Plugins,
     Policies,
-    Slots,
+    RunningBatch,
     TrustRemoteCode,
     check_new_file,
     register_plugins,
     rows_or_share,
     words,
 )
+from kvpolicy.cli.output import say, terminal_width, write
 from kvpolicy.errors import KVPolicyError
-from kvpolicy.files import write_whole
+from kvpolicy.files import atomic_write
 
 if TYPE_CHECKING:
-    from kvpolicy.lab.lm_eval.journal import Journal
     from kvpolicy.engine.results import Result
+    from kvpolicy.lab.lm_eval.journal import Journal
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None)
 
@@ -104,7 +104,7 @@ def lm_eval(
         int | None,
         typer.Option(min=0, help="Of drawing and of examples. [default: the harness's]"),
     ] = None,
-    slots: Slots = 8,
+    slots: RunningBatch = 8,
     execute_code: Annotated[
         bool, typer.Option("--execute-code", help="Let tasks run programs the model wrote.")
     ] = False,
@@ -146,8 +146,8 @@ def lm_eval(
     numbers = {"budget": rows_or_share("--budget", budget), "buffer": buffer, "length": length}
     chosen = choose_plan(plan, policy or [], numbers, overrides or [])
     from kvpolicy.engine.engine import Engine
-    from kvpolicy.lab.lm_eval.model import PolicyLM
     from kvpolicy.lab.lm_eval.evaluate import OURS, evaluate
+    from kvpolicy.lab.lm_eval.model import PolicyLM
     from kvpolicy.lab.lm_eval.tasks import Tasks
     from kvpolicy.lab.models import open_model
     from kvpolicy.lab.store.session import describe_session
@@ -228,7 +228,7 @@ def _show(record: dict[str, Any], output: Path | None, *, json: bool) -> None:
 
     text = jsonlib.dumps(record, ensure_ascii=False, indent=2, default=_plain) + "\n"
     if output is not None:
-        write_whole(output, text)
+        atomic_write(output, text)
     write(text if json else table(record, width=terminal_width()) + "\n")
     costs = record["kvpolicy"]["costs"]
     for name, cost in costs.items():

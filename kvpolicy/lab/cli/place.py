@@ -13,7 +13,7 @@ from kvpolicy.errors import KVPolicyError
 
 if TYPE_CHECKING:
     from kvpolicy.lab.executors.executor import Place
-    from kvpolicy.lab.shelf import Shelf
+    from kvpolicy.lab.shelf import ModelCache
 
 
 class Where(Enum):
@@ -41,9 +41,9 @@ GpusPerWorker = Annotated[
 
 
 @contextmanager
-def open_place(
+def open_executor(
     where: Where,
-    shelf: "Shelf",
+    shelf: "ModelCache",
     *,
     address: str | None,
     workers: int | None,
@@ -67,7 +67,7 @@ def open_place(
         KVPolicyError: It cannot be used, or options do not fit together.
     """
     # Imported here: this brings torch along.
-    from kvpolicy.lab.executors.executor import Here, OnRay
+    from kvpolicy.lab.executors.executor import Here, RayExecutor
 
     if where is Where.here:
         _check_all_is_for_here(address, cpus, gpus)
@@ -80,7 +80,7 @@ def open_place(
 
     room = Room(workers, cpus or 1, gpus)
     with RayCluster(address or os.environ.get("RAY_ADDRESS"), room, shelf, tell=say) as cluster:
-        yield OnRay(cluster)
+        yield RayExecutor(cluster)
 
 
 def _check_all_is_for_here(address: str | None, cpus: int | None, gpus: float | None) -> None:

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from kvpolicy.cli.output import say
-from kvpolicy.lab.cli.report import Runs, read_runs
 from kvpolicy.errors import KVPolicyError, ResultsError
+from kvpolicy.lab.cli.report import Runs, read_runs
 
 if TYPE_CHECKING:
     from kvpolicy.lab.report.gather import CellView, GroupView

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kvpolicy.cli.output import say, write_json
 from kvpolicy.cli.options import Json
+from kvpolicy.cli.output import say, write_json
 from kvpolicy.cli.units import human_bytes
 from kvpolicy.errors import OutputError
 
@@ -55,13 +55,13 @@ def report(
     """
     _check_is_ours_or_new(output)
     # Imported here: all this brings torch along.
+    from kvpolicy.files import atomic_write
     from kvpolicy.lab.report.build import build
     from kvpolicy.lab.report.gather import gather
-    from kvpolicy.files import write_whole
 
     found = read_runs(runs)
     page = build(found, rules=rules, most_bytes=round(max_megabytes * 1e6))
-    write_whole(output, page)
+    atomic_write(output, page)
     num_bytes = len(page.encode())
     views = gather(found)
     if json:

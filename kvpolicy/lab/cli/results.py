@@ -12,15 +12,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kvpolicy.cli.columns import columns
-from kvpolicy.cli.output import say, terminal_width, write, write_json
 from kvpolicy.cli.options import Json, check_new_file
+from kvpolicy.cli.output import say, terminal_width, write, write_json
+from kvpolicy.errors import KVPolicyError, ResultsError
 from kvpolicy.lab.cli.compare import compare
 from kvpolicy.lab.cli.resultsoptions import Budgets, Models, Runs, Seeds, Series, Tasks
-from kvpolicy.errors import KVPolicyError, ResultsError
 
 if TYPE_CHECKING:
-    from kvpolicy.lab.store.read import RunFolder
     from kvpolicy.lab.analysis.pooledtable import PooledRow
+    from kvpolicy.lab.store.read import RunFolder
 
 app = typer.Typer(
     add_completion=False,
@@ -77,10 +77,15 @@ def table(
     if csv and json:
         msg = "--csv and --json were given; one of them is wanted."
         raise KVPolicyError(msg)
-    from kvpolicy.lab.cli.gaps import say_what_lacks
+    from kvpolicy.lab.analysis.pooledtable import (
+        break_down_pooled,
+        tabulate_pooled,
+        to_csv,
+        to_plain,
+    )
     from kvpolicy.lab.analysis.pooling import pool
-    from kvpolicy.lab.analysis.pooledtable import break_down_pooled, tabulate_pooled, to_csv, to_plain
     from kvpolicy.lab.analysis.select import check_facet, open_runs, select
+    from kvpolicy.lab.cli.gaps import say_what_lacks
 
     opened = open_runs(runs)
     wanted = select(opened, series=series, budgets=budget, models=model, tasks=task, seeds=seed)
@@ -175,10 +180,10 @@ def _listed(about: dict[str, Any]) -> list[str]:
 
 def _text(rows: "list[PooledRow]") -> str:
     """One table for everything that is measured in the same columns."""
-    from kvpolicy.lab.cli.rows import facet_table
-    from kvpolicy.lab.cli.rows import table as plain_table
     from kvpolicy.lab.analysis.facets import FacetRow
     from kvpolicy.lab.analysis.naming import differing, setting
+    from kvpolicy.lab.cli.rows import facet_table
+    from kvpolicy.lab.cli.rows import table as plain_table
 
     tables: dict[object, list[PooledRow]] = {}
     for row in rows:

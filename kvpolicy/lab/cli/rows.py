@@ -5,9 +5,9 @@ from collections.abc import Mapping, Sequence
 from kvpolicy.cli.columns import columns
 from kvpolicy.cli.units import human_bytes
 from kvpolicy.lab.analysis.facets import FacetRow
-from kvpolicy.lab.tasks.measures import ACCURACY, Column
-from kvpolicy.lab.statistics import Estimate
 from kvpolicy.lab.analysis.table import Row
+from kvpolicy.lab.statistics import Estimate
+from kvpolicy.lab.tasks.measures import ACCURACY, Column
 
 # Heading of a column: what it says of each row.
 Labels = Mapping[str, Sequence[str]]

@@ -13,9 +13,9 @@ import attrs
 import typer
 
 from kvpolicy.cli.columns import columns
-from kvpolicy.cli.output import say, write, write_json
 from kvpolicy.cli.interrupt import Interrupted
 from kvpolicy.cli.options import Device, Dtype, Json, Model, TrustRemoteCode, check_new_file
+from kvpolicy.cli.output import say, write, write_json
 from kvpolicy.errors import KVPolicyError
 
 if TYPE_CHECKING:

@@ -3,12 +3,12 @@
 from pathlib import Path
 from statistics import fmean
 
-from kvpolicy.lab.sweep.runner import CellDone, Event, SampleDone
+from kvpolicy.lab.store.samples import Sample
+from kvpolicy.lab.store.store import Store
 from kvpolicy.lab.sweep.comparison import Comparison
 from kvpolicy.lab.sweep.grid import Cell
 from kvpolicy.lab.sweep.group import Group
-from kvpolicy.lab.store.samples import Sample
-from kvpolicy.lab.store.store import Store
+from kvpolicy.lab.sweep.runner import CellDone, Event, SampleDone
 
 
 class Tally:

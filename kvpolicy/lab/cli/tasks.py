@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import attrs
 import typer
 
-from kvpolicy.cli.output import write, write_json
 from kvpolicy.cli.options import Json
+from kvpolicy.cli.output import write, write_json
 
 if TYPE_CHECKING:
     from kvpolicy.lab.tasks.task import Item, TaskInfo

@@ -6,19 +6,19 @@ from typing import Any, Protocol
 import attrs
 import torch
 
-from kvpolicy.lab.card import Describes, ModelCard
-from kvpolicy.lab.sweep.comparison import Comparison
-from kvpolicy.lab.sweep.grid import Cell
+from kvpolicy.lab.card import ModelInfo, ModelProvider
 from kvpolicy.lab.executors.local import Local, num_workers
 from kvpolicy.lab.executors.ray import RayPool
+from kvpolicy.lab.executors.raycluster import RayCluster
+from kvpolicy.lab.shelf import ModelCache
+from kvpolicy.lab.store.session import describe_machine
+from kvpolicy.lab.sweep.comparison import Comparison
+from kvpolicy.lab.sweep.grid import Cell
 from kvpolicy.lab.sweep.jobs import Job, Pool
 from kvpolicy.lab.sweep.probe import Probe, probe
-from kvpolicy.lab.executors.raycluster import RayCluster
-from kvpolicy.lab.store.session import describe_machine
-from kvpolicy.lab.shelf import Shelf
 
 
-class Place(Describes, Protocol):
+class Place(ModelProvider, Protocol):
     """Somewhere with models, and with workers that do jobs with them."""
 
     def probe(self, comparison: Comparison, cell: Cell, limit_s: float) -> Probe:
@@ -47,12 +47,12 @@ class Here:
         threads: Threads of this process, if it works alone.
     """
 
-    shelf: Shelf
+    shelf: ModelCache
     workers: int | None
     threads: int
 
-    def describe(self, name: str) -> tuple[ModelCard, Any]:
-        """Describe a model; see `Shelf.describe`."""
+    def describe(self, name: str) -> tuple[ModelInfo, Any]:
+        """Describe a model; see `ModelCache.describe`."""
         return self.shelf.describe(name)
 
     def probe(self, comparison: Comparison, cell: Cell, limit_s: float) -> Probe:
@@ -81,7 +81,7 @@ class Here:
 
 
 @attrs.frozen
-class OnRay:
+class RayExecutor:
     """A Ray cluster.
 
     Attributes:
@@ -90,7 +90,7 @@ class OnRay:
 
     cluster: RayCluster
 
-    def describe(self, name: str) -> tuple[ModelCard, Any]:
+    def describe(self, name: str) -> tuple[ModelInfo, Any]:
         """Describe a model; see `RayCluster.describe`."""
         return self.cluster.describe(name)
 

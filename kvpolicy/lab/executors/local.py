@@ -8,12 +8,12 @@ import attrs
 import torch
 
 from kvpolicy.errors import KVPolicyError
+from kvpolicy.lab.executors.processes import CAN_FORK, Processes
+from kvpolicy.lab.shelf import ModelCache
+from kvpolicy.lab.store.session import num_cpus
 from kvpolicy.lab.sweep.comparison import Comparison
 from kvpolicy.lab.sweep.jobs import Job, News, Pool, ThisProcess
-from kvpolicy.lab.executors.processes import CAN_FORK, Processes
 from kvpolicy.lab.sweep.serve import Server
-from kvpolicy.lab.store.session import num_cpus
-from kvpolicy.lab.shelf import Shelf
 
 _SMALL = 100_000_000  # parameters; a larger model keeps all cores busy by itself
 
@@ -33,7 +33,7 @@ class Local:
     """
 
     comparison: Comparison
-    shelf: Shelf
+    shelf: ModelCache
     workers: int
     threads: int
 

@@ -12,11 +12,11 @@ from typing import Any
 
 import attrs
 
+from kvpolicy.lab.executors.raycluster import Hand, RayCluster, cannot_work
+from kvpolicy.lab.executors.shards import Ledger, cut
 from kvpolicy.lab.sweep.comparison import Comparison
 from kvpolicy.lab.sweep.group import Group
 from kvpolicy.lab.sweep.jobs import Job, JobDone, News
-from kvpolicy.lab.executors.raycluster import Hand, RayCluster, cannot_work
-from kvpolicy.lab.executors.shards import Ledger, cut
 
 
 @attrs.frozen

@@ -11,16 +11,16 @@ from typing import Any
 import attrs
 
 import kvpolicy
-from kvpolicy.hooks.discovery import register_file, registered_files
 from kvpolicy.errors import KVPolicyError, ModelError
-from kvpolicy.lab.card import ModelCard, describe_model
+from kvpolicy.hooks.discovery import register_file, registered_files
+from kvpolicy.lab.card import ModelInfo, describe_model
+from kvpolicy.lab.shelf import ModelCache
+from kvpolicy.lab.store.session import describe_machine
 from kvpolicy.lab.sweep.comparison import Comparison
 from kvpolicy.lab.sweep.grid import Cell
 from kvpolicy.lab.sweep.jobs import Job, News
 from kvpolicy.lab.sweep.probe import Probe, probe
 from kvpolicy.lab.sweep.serve import Server
-from kvpolicy.lab.store.session import describe_machine
-from kvpolicy.lab.shelf import Shelf
 
 
 @attrs.frozen
@@ -40,10 +40,10 @@ class Setting:
     folder: str
     plugins: tuple[tuple[str, bytes], ...]
     threads: int
-    shelf: Shelf
+    shelf: ModelCache
 
     @classmethod
-    def here(cls, shelf: Shelf, *, threads: int) -> "Setting":
+    def here(cls, shelf: ModelCache, *, threads: int) -> "Setting":
         """The setting of this process.
 
         Args:
@@ -70,15 +70,15 @@ class Worker:
     def __init__(self, setting: Setting) -> None:
         self._setting = setting
         self._shelf = setting.shelf
-        self._checked: ModelCard | None = None
+        self._checked: ModelInfo | None = None
         self._is_settled = False
 
     def host(self) -> str:
         """Name of the machine."""
         return socket.gethostname()
 
-    def describe(self, name: str) -> tuple[ModelCard, Any] | Exception:
-        """Load a model and describe it; see `Shelf.describe`."""
+    def describe(self, name: str) -> tuple[ModelInfo, Any] | Exception:
+        """Load a model and describe it; see `ModelCache.describe`."""
         try:
             self._settle()
             return self._shelf.describe(name)
@@ -146,7 +146,7 @@ class Worker:
         torch.set_num_threads(setting.threads)
         self._is_settled = True
 
-    def _check(self, card: ModelCard, model: Any) -> None:
+    def _check(self, card: ModelInfo, model: Any) -> None:
         """Refuse a model that is another one here than where the run was put together."""
         if self._checked == card:
             return

@@ -7,15 +7,15 @@ from typing import Any, Self
 import attrs
 
 from kvpolicy.errors import KVPolicyError
-from kvpolicy.lab.card import ModelCard
+from kvpolicy.lab.card import ModelInfo
+from kvpolicy.lab.executors.ray_worker import Setting, Worker
+from kvpolicy.lab.executors.raystart import connect, start
+from kvpolicy.lab.executors.room import Room, words, words_of_nodes
+from kvpolicy.lab.executors.shards import Shard
+from kvpolicy.lab.shelf import ModelCache
 from kvpolicy.lab.sweep.comparison import Comparison
 from kvpolicy.lab.sweep.grid import Cell
 from kvpolicy.lab.sweep.probe import Probe
-from kvpolicy.lab.executors.raystart import connect, start
-from kvpolicy.lab.executors.ray_worker import Setting, Worker
-from kvpolicy.lab.executors.room import Room, words, words_of_nodes
-from kvpolicy.lab.executors.shards import Shard
-from kvpolicy.lab.shelf import Shelf
 
 _PATIENCE_S = 30.0  # before we say that nothing happens
 _MOST_FAILURES = 3  # of workers in a row that end before they have begun
@@ -59,7 +59,7 @@ class RayCluster:
         self,
         address: str | None,
         room: Room,
-        shelf: Shelf,
+        shelf: ModelCache,
         *,
         tell: Callable[[str], None] = lambda _: None,
     ) -> None:
@@ -99,8 +99,8 @@ class RayCluster:
             num_gpus=self._takes["GPU"],
         )(Worker)
 
-    def describe(self, name: str) -> tuple[ModelCard, Any]:
-        """Have a worker load a model and describe it; see `Shelf.describe`."""
+    def describe(self, name: str) -> tuple[ModelInfo, Any]:
+        """Have a worker load a model and describe it; see `ModelCache.describe`."""
         answer = self._ask("describe", name)
         self.hands[0].model = name
         return answer

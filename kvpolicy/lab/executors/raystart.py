@@ -8,8 +8,7 @@ import secrets
 import socket
 from typing import Any
 
-from kvpolicy.hooks.discovery import words_of
-from kvpolicy.errors import KVPolicyError
+from kvpolicy.errors import KVPolicyError, error_summary
 from kvpolicy.lab.store.session import num_cpus
 
 _OBJECT_STORE_BYTES = 200_000_000  # of a cluster of our own: nothing large goes through it
@@ -65,7 +64,7 @@ def connect(address: str) -> Any:
         _init(ray, address=address)
     except Exception as error:
         msg = (
-            f"no Ray cluster answers at '{address}' ({words_of(error)}); on a machine that "
+            f"no Ray cluster answers at '{address}' ({error_summary(error)}); on a machine that "
             "`ray start` made part of it, give its HOST:PORT or auto."
         )
         raise KVPolicyError(msg) from error

@@ -8,9 +8,9 @@ from math import ceil
 
 import attrs
 
+from kvpolicy.engine.results import RunReport
 from kvpolicy.errors import KVPolicyError
 from kvpolicy.lab.sweep.jobs import Job, JobDone, News
-from kvpolicy.engine.results import RunReport
 
 _SHARDS_PER_WORKER = 3  # so that the last ones end at about the same time
 _MOST_LOSSES = 3

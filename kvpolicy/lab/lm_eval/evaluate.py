@@ -11,11 +11,10 @@ import lm_eval
 import tqdm
 from lm_eval.defaults import DEFAULT_OTHER_SEED as FEWSHOT_SEED
 
-from kvpolicy.hooks.discovery import words_of
-from kvpolicy.errors import KVPolicyError, TaskError
+from kvpolicy.errors import KVPolicyError, TaskError, error_summary
+from kvpolicy.lab.hub import hub_can_be_reached
 from kvpolicy.lab.lm_eval.model import PolicyLM
 from kvpolicy.lab.lm_eval.tasks import Tasks
-from kvpolicy.lab.hub import hub_can_be_reached
 
 # What `evaluate` adds to the harness's record.
 OURS = "kvpolicy"
@@ -70,7 +69,7 @@ def evaluate(
         except KVPolicyError:
             raise
         except Exception as error:  # of a task's own code, or of the package it computes with
-            msg = f"the harness failed on {', '.join(tasks.names[:5])}: {words_of(error)}"
+            msg = f"the harness failed on {', '.join(tasks.names[:5])}: {error_summary(error)}"
             raise TaskError(msg) from error
     engine = lm.engine
     return record | {

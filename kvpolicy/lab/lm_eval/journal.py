@@ -14,10 +14,10 @@ from typing import Any
 
 import attrs
 
+from kvpolicy.engine.results import Result
 from kvpolicy.errors import OutputError
 from kvpolicy.lab.store.folderlock import FileLock
 from kvpolicy.lab.store.jsonl import JsonLines
-from kvpolicy.engine.results import Result
 
 FORMAT = 1
 

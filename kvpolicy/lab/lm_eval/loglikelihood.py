@@ -13,10 +13,10 @@ import attrs
 from torch import Tensor
 
 from kvpolicy.engine.engine import Engine
-from kvpolicy.lab.lm_eval.journal import Answer, key_of
 from kvpolicy.engine.request import Request
 from kvpolicy.engine.results import Result
 from kvpolicy.engine.run import Run
+from kvpolicy.lab.lm_eval.journal import Answer, key_of
 
 if TYPE_CHECKING:
     from kvpolicy.engine.sequence import LiveSequence

@@ -17,6 +17,8 @@ from lm_eval.models.utils import postprocess_generated_text
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from kvpolicy.engine.engine import Engine
+from kvpolicy.engine.request import Request
+from kvpolicy.engine.results import Result, RunReport
 from kvpolicy.errors import RequestError
 from kvpolicy.lab.fingerprint import fingerprint
 from kvpolicy.lab.lm_eval.costs import Cost
@@ -25,8 +27,6 @@ from kvpolicy.lab.lm_eval.loglikelihood import Continuation, Score, Scoring
 from kvpolicy.lab.lm_eval.settings import Settings, read_settings, seed_of
 from kvpolicy.lab.lm_eval.tokens import TokenLM
 from kvpolicy.lab.lm_eval.work import Generating, Work, recalled, results_of
-from kvpolicy.engine.request import Request
-from kvpolicy.engine.results import Result, RunReport
 
 # Looks on as results come: what is done, how many there will be, and how many of them, the first,
 # are known already.
@@ -82,7 +82,7 @@ class PolicyLM(TokenLM):
         self.num_recalled = 0
         self.identity = {
             "plan_digest": engine.plan.digest(),
-            "model_fingerprint": fingerprint(engine.seam.model),
+            "model_fingerprint": fingerprint(engine.adapter.model),
         }
         self.journal = Journal(journal, {**self.identity, "kvpolicy": version("kvpolicy")})
         self._seed, self._think_end, self._follow = seed, think_end, follow
@@ -175,11 +175,11 @@ class PolicyLM(TokenLM):
     @property
     def max_length(self) -> int:
         """Tokens that can be fed; the engine counts the one drawn last among the positions, too."""
-        return self.engine.seam.max_positions - 1
+        return self.engine.adapter.max_positions - 1
 
     def _prompt(self, context: str, max_new_tokens: int, task: str) -> tuple[list[int], bool]:
         """Tokens of a context, less its beginning if they are too many, and whether they are."""
-        num_positions = self.engine.seam.max_positions
+        num_positions = self.engine.adapter.max_positions
         room = num_positions - max_new_tokens
         if room < 1:
             msg = (
@@ -193,7 +193,7 @@ class PolicyLM(TokenLM):
 
     def _request(self, prompt: list[int], settings: Settings, seed: int) -> Request:
         marks = [self.eot_token_id, *map(self.special_token, settings.until)]
-        ends = {*self.engine.seam.stop_ids, *(mark for mark in marks if mark is not None)}
+        ends = {*self.engine.adapter.stop_ids, *(mark for mark in marks if mark is not None)}
         # While a model thinks, line breaks and the like do not end its answer.
         stop = () if self._think_end else settings.until
         return Request(

@@ -7,8 +7,8 @@ from typing import Any
 import attrs
 from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs
 
-from kvpolicy.errors import KVPolicyError, TaskError
 from kvpolicy.engine.request import Sampling
+from kvpolicy.errors import KVPolicyError, TaskError
 
 # Tokens of a generation where the task does not say: the harness's own number.
 USUAL_LENGTH = 256

@@ -8,8 +8,7 @@ from typing import Any
 
 from lm_eval.tasks import TaskManager
 
-from kvpolicy.hooks.discovery import words_of
-from kvpolicy.errors import KVPolicyError, TaskError
+from kvpolicy.errors import KVPolicyError, TaskError, error_summary
 from kvpolicy.lab.hub import hub_can_be_reached
 
 
@@ -56,7 +55,7 @@ class Tasks(TaskManager):
         except KVPolicyError:
             raise
         except Exception as error:  # whatever a task's file and a hundred packages may raise
-            msg = f"{_listed(self.names)} cannot be loaded: {words_of(error).rstrip('.')}"
+            msg = f"{_listed(self.names)} cannot be loaded: {error_summary(error).rstrip('.')}"
             if isinstance(error, ConnectionError) and not hub_can_be_reached():
                 msg += (
                     "; the hub cannot be reached from here, so data sets must have been "
@@ -72,7 +71,7 @@ class Tasks(TaskManager):
             super().__init__(include_path=list(folders), include_defaults=include_defaults)
         except Exception as error:
             where = ", ".join(map(str, folders)) or "the harness"
-            msg = f"the tasks in {where} cannot be listed: {words_of(error)}"
+            msg = f"the tasks in {where} cannot be listed: {error_summary(error)}"
             raise TaskError(msg) from error
 
     def _matching(self, name: str) -> list[str]:

@@ -6,11 +6,11 @@ from typing import Protocol
 import attrs
 
 from kvpolicy.engine.engine import Engine
-from kvpolicy.errors import RequestError
-from kvpolicy.lab.lm_eval.journal import Answer, Journal, key_of
 from kvpolicy.engine.request import Request
 from kvpolicy.engine.results import Result, RunReport
 from kvpolicy.engine.run import Run
+from kvpolicy.errors import RequestError
+from kvpolicy.lab.lm_eval.journal import Answer, Journal, key_of
 
 
 class Work(Protocol):

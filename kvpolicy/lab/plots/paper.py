@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 import attrs
 
 from kvpolicy.errors import OutputError
+from kvpolicy.files import atomic_write
 from kvpolicy.lab.plots.drawing import INK, STYLE, Line, lines_of, panel, share_axis, top
 from kvpolicy.lab.report.gather import CellView
 from kvpolicy.lab.report.metrics import Quantity
 from kvpolicy.lab.statistics import Estimate
-from kvpolicy.files import write_whole
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -203,4 +203,4 @@ def _save(path: Path, size: Size, draw: Callable[["Axes"], None]) -> None:
         figure = Figure(figsize=(size.width, size.height), layout="constrained")
         draw(figure.subplots())
         figure.savefig(picture, format=suffix[1:], dpi=300, metadata=dates.get(suffix))
-    write_whole(path, picture.getvalue())
+    atomic_write(path, picture.getvalue())

@@ -5,10 +5,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from kvpolicy.files import atomic_write
+from kvpolicy.lab.analysis.table import Row
 from kvpolicy.lab.plots.drawing import FAINT, STYLE, panel
 from kvpolicy.lab.tasks.measures import ACCURACY, Column
-from kvpolicy.lab.analysis.table import Row
-from kvpolicy.files import write_whole
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -49,7 +49,7 @@ def save_plots(
             metadata = {"Date": None} if path.suffix == ".svg" else None
             picture = io.BytesIO()
             figure.savefig(picture, format=path.suffix[1:], dpi=160, metadata=metadata)
-            write_whole(path, picture.getvalue())
+            atomic_write(path, picture.getvalue())
     return paths
 
 

@@ -5,9 +5,9 @@ from typing import Any
 import attrs
 
 from kvpolicy.lab.analysis.facets import break_down
+from kvpolicy.lab.analysis.storedcolumns import columns_of
 from kvpolicy.lab.report.gather import GroupView
 from kvpolicy.lab.report.metrics import plain
-from kvpolicy.lab.analysis.storedcolumns import columns_of
 
 _MOST_VALUES = 32  # a facet of more names items rather than telling how hard they are
 

@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 
-from kvpolicy.lab.store.read import RunFolder
 from kvpolicy.lab.report import texts
 from kvpolicy.lab.report.content import group_content, labels_of, run_content
 from kvpolicy.lab.report.gather import GroupView, gather
@@ -12,6 +11,7 @@ from kvpolicy.lab.report.page import render
 from kvpolicy.lab.report.recorded import name_records, pack_recorded
 from kvpolicy.lab.report.sentences import rules_for
 from kvpolicy.lab.steer.rules import ThoughtRules, load_rules
+from kvpolicy.lab.store.read import RunFolder
 
 MOST_BYTES = 20_000_000
 _NOTES = 2_000  # bytes kept free for the notes of a group

@@ -5,16 +5,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from kvpolicy.lab.store.read import RunFolder
+from kvpolicy.lab.analysis.storedcolumns import columns_of
+from kvpolicy.lab.analysis.table import Row, tabulate
 from kvpolicy.lab.report.breakdown import Facets, breakdown, facets_of
 from kvpolicy.lab.report.gather import CellView, GroupView
 from kvpolicy.lab.report.layers import alike, rest_of
 from kvpolicy.lab.report.metrics import MEMORY, plain, quantities
 from kvpolicy.lab.report.sentences import kinds_of
-from kvpolicy.lab.store.samples import Sample
 from kvpolicy.lab.steer.rules import ThoughtRules
-from kvpolicy.lab.analysis.storedcolumns import columns_of
-from kvpolicy.lab.analysis.table import Row, tabulate
+from kvpolicy.lab.store.read import RunFolder
+from kvpolicy.lab.store.samples import Sample
 
 _HEAD = 90  # characters of a prompt that the list of samples shows
 _DOT = " \N{MIDDLE DOT} "

@@ -6,8 +6,8 @@ from functools import cached_property
 import attrs
 
 from kvpolicy.errors import ResultsError
-from kvpolicy.lab.store.read import RunFolder
 from kvpolicy.lab.analysis.pooling import PooledCell, pool
+from kvpolicy.lab.store.read import RunFolder
 from kvpolicy.lab.store.records import Cell, Group
 from kvpolicy.lab.store.samples import CellTiming, ItemRecord, Sample
 

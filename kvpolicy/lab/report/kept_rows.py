@@ -11,8 +11,8 @@ from typing import Any
 import attrs
 import numpy as np
 
-from kvpolicy.lab.sweep.recording import NEVER, Kept
 from kvpolicy.lab.report.packing import AROUND, pack
+from kvpolicy.lab.sweep.recording import NEVER, Kept
 
 # Of the letter for -1: the first ones need no escape in JSON, but for the backslash.
 _FIRST_LETTER = 0x23

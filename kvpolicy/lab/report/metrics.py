@@ -6,13 +6,13 @@ from statistics import fmean
 
 import attrs
 
-from kvpolicy.lab.tasks.measures import LENGTH, Column, by_item
-from kvpolicy.lab.store.records import Group
+from kvpolicy.lab.analysis.storedcolumns import columns_of
 from kvpolicy.lab.report.gather import CellView
 from kvpolicy.lab.report.throughput import throughput
-from kvpolicy.lab.store.samples import Sample
 from kvpolicy.lab.statistics import Estimate, mean, ratio
-from kvpolicy.lab.analysis.storedcolumns import columns_of
+from kvpolicy.lab.store.records import Group
+from kvpolicy.lab.store.samples import Sample
+from kvpolicy.lab.tasks.measures import LENGTH, Column, by_item
 
 MEMORY = "peak_bytes"
 

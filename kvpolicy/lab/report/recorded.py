@@ -5,10 +5,10 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from kvpolicy.errors import OutputError, ResultsError
-from kvpolicy.lab.store.read import RunFolder
-from kvpolicy.lab.sweep.recording import Kept
 from kvpolicy.lab.report.gather import GroupView
 from kvpolicy.lab.report.kept_rows import PackedKept, pack_kept
+from kvpolicy.lab.store.read import RunFolder
+from kvpolicy.lab.sweep.recording import Kept
 
 _FILE = "kept.jsonl"
 

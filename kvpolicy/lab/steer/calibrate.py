@@ -13,21 +13,21 @@ import attrs
 from transformers import PreTrainedModel
 
 import kvpolicy
-from kvpolicy.toolkit.calibration import Calibration
 from kvpolicy.engine.engine import Engine
-from kvpolicy.errors import KVPolicyError
-from kvpolicy.lab.tasks import chat_template as chat
-from kvpolicy.lab.fingerprint import fingerprint
-from kvpolicy.lab.tasks.measures import GradeError, grader_of
-from kvpolicy.lab.sweep.sweep_file import full_cache_plan
-from kvpolicy.lab.steer.contrast import Contrast
-from kvpolicy.lab.steer.rules import EXECUTION, ThoughtRules
-from kvpolicy.lab.steer.hidden_states import MarkedTrace, states_before_thoughts
-from kvpolicy.lab.steer.thoughts import find_thoughts
-from kvpolicy.lab.tasks.task import Split, Task
 from kvpolicy.engine.sequence import encode
-from kvpolicy.toolkit.steering_vectors import SteeringVector
+from kvpolicy.errors import KVPolicyError
+from kvpolicy.lab.fingerprint import fingerprint
+from kvpolicy.lab.steer.contrast import Contrast
+from kvpolicy.lab.steer.hidden_states import MarkedTrace, states_before_thoughts
+from kvpolicy.lab.steer.rules import EXECUTION, ThoughtRules
+from kvpolicy.lab.steer.thoughts import find_thoughts
+from kvpolicy.lab.sweep.sweep_file import full_cache_plan
+from kvpolicy.lab.tasks import chat_template as chat
+from kvpolicy.lab.tasks.measures import GradeError, grader_of
+from kvpolicy.lab.tasks.task import Split, Task
+from kvpolicy.toolkit.calibration import Calibration
 from kvpolicy.toolkit.paragraphs import Paragraphs
+from kvpolicy.toolkit.steering_vectors import SteeringVector
 
 SPLIT: Split = "train"  # a vector must not have seen what it is judged on
 
@@ -89,7 +89,7 @@ def write_traces(source: Source, *, max_new_tokens: int, slots: int) -> Iterator
     drawn = source.task.items(source.n, seed=source.seed, split=SPLIT)
     items = chat.wrap(drawn, source.tokenizer)
     texts = [chat.encode(item, source.tokenizer) for item in items]
-    prompts = [encode(text, source.tokenizer, engine.seam.vocab_size) for text in texts]
+    prompts = [encode(text, source.tokenizer, engine.adapter.vocab_size) for text in texts]
     for result in engine.generate(prompts, max_new_tokens=max_new_tokens):
         item = items[result.id]
         if result.error is not None:

@@ -6,8 +6,8 @@ import attrs
 import torch
 from torch import Tensor
 
-from kvpolicy.lab.steer.rules import EXECUTION
 from kvpolicy.lab.steer.hidden_states import States
+from kvpolicy.lab.steer.rules import EXECUTION
 
 _SPREAD_SAMPLE = 2_048  # states kept of each side; more would only sharpen the spread
 

@@ -16,8 +16,8 @@ import attrs
 import cattrs
 from attrs.validators import min_len
 
-from kvpolicy.hooks.bundled import bundled_file, bundled_names
 from kvpolicy.errors import KVPolicyError
+from kvpolicy.hooks.bundled import bundled_file, bundled_names
 from kvpolicy.plan.toml import first_problem
 
 GROUP = "kvpolicy.rules"

@@ -1,0 +1,1 @@
+"""Result folders: samples as JSON lines, manifests, locks."""

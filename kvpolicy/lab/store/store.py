@@ -23,11 +23,11 @@ from typing import Any, Self
 import attrs
 
 from kvpolicy.errors import OutputError
+from kvpolicy.files import atomic_write
 from kvpolicy.lab.store.folderlock import FolderLock
 from kvpolicy.lab.store.jsonl import JsonLines, read_lines
-from kvpolicy.lab.sweep.recording import Kept
 from kvpolicy.lab.store.samples import CellTiming, ItemRecord, Sample
-from kvpolicy.files import write_whole
+from kvpolicy.lab.sweep.recording import Kept
 
 FORMAT = 2
 
@@ -200,7 +200,7 @@ def _check_is_ours_or_new(folder: Path, run: dict[str, Any]) -> None:
 
 def _write_manifest(folder: Path, run: dict[str, Any], sessions: list[dict[str, Any]]) -> None:
     manifest = {"format": FORMAT, "run": run, "sessions": sessions}
-    write_whole(folder / "manifest.json", json.dumps(manifest, indent=2) + "\n")
+    atomic_write(folder / "manifest.json", json.dumps(manifest, indent=2) + "\n")
 
 
 def _read_manifest(folder: Path) -> dict[str, Any] | None:

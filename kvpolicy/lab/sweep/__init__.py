@@ -1,0 +1,1 @@
+"""Sweeps: sweep files, cells, running them, recording."""

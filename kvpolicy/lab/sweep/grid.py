@@ -8,12 +8,12 @@ from typing import Any
 import attrs
 
 from kvpolicy.errors import BudgetError, PlanError
-from kvpolicy.lab.sweep.sweep_file import Series
 from kvpolicy.lab.sweep.sweep import Setting, in_words
+from kvpolicy.lab.sweep.sweep_file import Series
 from kvpolicy.plan.overrides import assign, policies_named
 from kvpolicy.plan.plan import Plan
-from kvpolicy.plan.toml import tables
 from kvpolicy.plan.resolved import LayerPlan, ResolvedPlan
+from kvpolicy.plan.toml import tables
 
 
 @attrs.frozen

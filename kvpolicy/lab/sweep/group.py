@@ -8,11 +8,11 @@ from typing import Any
 import attrs
 
 import kvpolicy
-from kvpolicy.lab.card import ModelCard
+from kvpolicy.engine.request import Sampling
+from kvpolicy.lab.card import ModelInfo
 from kvpolicy.lab.fingerprint import fingerprint_texts
 from kvpolicy.lab.store.samples import ItemRecord, sample_key
 from kvpolicy.lab.tasks.task import Item, Split, Task
-from kvpolicy.engine.request import Sampling
 
 # What a group is called and shown by decides nothing of what its samples are.
 _ONLY_TOLD = ("model", "columns")
@@ -34,7 +34,7 @@ class Group:
         id: Names the group: a hash of all that decides what its samples are.
     """
 
-    model: ModelCard
+    model: ModelInfo
     task: Task
     items: Sequence[Item]
     seed: int

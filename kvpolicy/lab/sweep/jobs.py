@@ -9,9 +9,9 @@ from typing import Protocol
 
 import attrs
 
+from kvpolicy.engine.results import RunReport
 from kvpolicy.lab.sweep.recording import KeptRows
 from kvpolicy.lab.tasks.measures import Outcome
-from kvpolicy.engine.results import RunReport
 
 
 @attrs.frozen

@@ -6,13 +6,14 @@ from typing import Any
 
 import attrs
 
-from kvpolicy.hooks.discovery import nearest
+from kvpolicy.engine.request import Sampling
 from kvpolicy.errors import TaskError
-from kvpolicy.lab.card import Describes
-from kvpolicy.lab.tasks.chat_template import wrap
+from kvpolicy.hooks.discovery import nearest
+from kvpolicy.lab.card import ModelProvider
 from kvpolicy.lab.sweep.comparison import Comparison
 from kvpolicy.lab.sweep.grid import Cell, cells_at
 from kvpolicy.lab.sweep.group import Group, digest
+from kvpolicy.lab.sweep.sweep import Setting, points
 from kvpolicy.lab.sweep.sweep_file import (
     DEFAULT_PRESET,
     Preset,
@@ -21,9 +22,8 @@ from kvpolicy.lab.sweep.sweep_file import (
     series_of_file,
     series_of_stack,
 )
-from kvpolicy.lab.sweep.sweep import Setting, points
+from kvpolicy.lab.tasks.chat_template import wrap
 from kvpolicy.lab.tasks.task import Item, Task, load_task
-from kvpolicy.engine.request import Sampling
 
 # A model, a task and a seed, as typed.
 Whom = tuple[str, str, int]
@@ -74,7 +74,7 @@ def choose(
 
 def prepare(
     preset: Preset,
-    models: Describes,
+    models: ModelProvider,
     *,
     overrides: Sequence[str] = (),
     execute_code: bool = False,
@@ -141,7 +141,7 @@ def default_folder(comparison: Comparison) -> Path:
 
 
 def _groups(
-    preset: Preset, asked_of: Sequence[Whom], models: Describes, *, execute_code: bool
+    preset: Preset, asked_of: Sequence[Whom], models: ModelProvider, *, execute_code: bool
 ) -> dict[Whom, Group]:
     tasks = {name: _task(name, execute_code=execute_code) for name in preset.tasks}
     asked = {pair: _items(preset, tasks[pair[0]], *pair) for pair in {one[1:] for one in asked_of}}

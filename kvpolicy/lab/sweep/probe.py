@@ -12,12 +12,12 @@ from statistics import fmean
 
 import attrs
 
+from kvpolicy.lab.shelf import ModelCache
 from kvpolicy.lab.sweep.comparison import Comparison
 from kvpolicy.lab.sweep.grid import Cell
 from kvpolicy.lab.sweep.group import Group
 from kvpolicy.lab.sweep.jobs import Job
 from kvpolicy.lab.sweep.serve import Server
-from kvpolicy.lab.shelf import Shelf
 
 _WHOLE_PROBE_S = 60.0  # for all probes together
 _PROBE_S = (2.0, 10.0)  # for one of them, at least and at most
@@ -103,7 +103,7 @@ def limit_s_of(num_probes: int) -> float:
     return min(most, max(least, _WHOLE_PROBE_S / max(num_probes, 1)))
 
 
-def probe(comparison: Comparison, cell: Cell, shelf: Shelf, limit_s: float) -> Probe:
+def probe(comparison: Comparison, cell: Cell, shelf: ModelCache, limit_s: float) -> Probe:
     """Fill the slots of a cell once, and see how far they come.
 
     Args:

@@ -7,17 +7,17 @@ from typing import Any
 
 import attrs
 
-from kvpolicy.lab.store.read import read_run
-from kvpolicy.lab.sweep.comparison import Comparison
+from kvpolicy.files import atomic_write
 from kvpolicy.lab.analysis.facets import FacetRow, break_down, facet_records
-from kvpolicy.lab.sweep.group import Group, describe_sampling
-from kvpolicy.lab.tasks.measures import Column
-from kvpolicy.lab.plots.plots import save_plots
 from kvpolicy.lab.analysis.pooling import PooledCell, pool
-from kvpolicy.lab.store.store import Store
 from kvpolicy.lab.analysis.table import Row, estimates_of, flat, tabulate, write_csv
 from kvpolicy.lab.analysis.table import to_json as rows_to_json
-from kvpolicy.files import write_whole
+from kvpolicy.lab.plots.plots import save_plots
+from kvpolicy.lab.store.read import read_run
+from kvpolicy.lab.store.store import Store
+from kvpolicy.lab.sweep.comparison import Comparison
+from kvpolicy.lab.sweep.group import Group, describe_sampling
+from kvpolicy.lab.tasks.measures import Column
 
 
 @attrs.frozen
@@ -61,10 +61,10 @@ def publish(comparison: Comparison, store: Store) -> list[Panel]:
         plot-1, plot-2 and so on, in that order.
     """
     panels = _panels(comparison, store.folder)
-    write_whole(store.folder / "table.json", json.dumps(to_json(panels), indent=2) + "\n")
-    write_whole(store.folder / "table.csv", write_csv(_flat(panels)))
+    atomic_write(store.folder / "table.json", json.dumps(to_json(panels), indent=2) + "\n")
+    atomic_write(store.folder / "table.csv", write_csv(_flat(panels)))
     facets = [{**_of(one), **record} for one in panels for record in facet_records(one.facets)]
-    write_whole(store.folder / "facets.csv", write_csv(facets))
+    atomic_write(store.folder / "facets.csv", write_csv(facets))
     for number, panel in enumerate(panels, 1):
         name = "plot" if len(panels) == 1 else f"plot-{number}"
         title = f"{panel.title}: {panel.settings}"

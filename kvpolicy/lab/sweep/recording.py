@@ -20,10 +20,10 @@ import cattrs
 import numpy as np
 import pluggy
 
-from kvpolicy.errors import OutputError
-from kvpolicy.engine.results import Result
 from kvpolicy.cache.rows import LayerRows
+from kvpolicy.engine.results import Result
 from kvpolicy.engine.sequence import LiveSequence
+from kvpolicy.errors import OutputError
 from kvpolicy.toolkit.token_text import texts_in_context
 
 if TYPE_CHECKING:
@@ -140,7 +140,7 @@ def keeping(run: "Run", requests: Collection[int]) -> "Iterator[Keeper]":
     with ExitStack() as watched:
         if keeper.requests:
             for stack in dict.fromkeys([*run.engine.stacks, run.engine.scheduling]):
-                watched.enter_context(stack.watched_by(keeper))
+                watched.enter_context(stack.listening(keeper))
         yield keeper
 
 
@@ -155,7 +155,7 @@ class Keeper:
         self.requests = frozenset(requests) & frozenset(range(len(run.requests)))
         self._run = run
         self._asking = run.engine.asking
-        self._shapes = run.engine.seam.layer_shapes()
+        self._shapes = run.engine.adapter.layer_shapes()
         self._served: dict[int, _Served] = {}
 
     def taken(self, result: Result) -> KeptRows:

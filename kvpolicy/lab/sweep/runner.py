@@ -4,14 +4,14 @@ from collections.abc import Container, Iterator
 
 import attrs
 
-from kvpolicy.lab.sweep.comparison import Comparison
-from kvpolicy.lab.sweep.grid import Cell
-from kvpolicy.lab.sweep.recording import Kept, KeptRows
-from kvpolicy.lab.tasks.measures import Outcome
-from kvpolicy.lab.sweep.jobs import Job, JobDone, Pool
+from kvpolicy.engine.results import RunReport
 from kvpolicy.lab.store.samples import CellTiming, Sample
 from kvpolicy.lab.store.store import Store
-from kvpolicy.engine.results import RunReport
+from kvpolicy.lab.sweep.comparison import Comparison
+from kvpolicy.lab.sweep.grid import Cell
+from kvpolicy.lab.sweep.jobs import Job, JobDone, Pool
+from kvpolicy.lab.sweep.recording import Kept, KeptRows
+from kvpolicy.lab.tasks.measures import Outcome
 
 
 @attrs.frozen

@@ -8,14 +8,14 @@ import attrs
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from kvpolicy.engine.engine import Engine
-from kvpolicy.lab.tasks.chat_template import encode
+from kvpolicy.engine.request import Request
 from kvpolicy.lab.sweep.comparison import Comparison
 from kvpolicy.lab.sweep.group import Group
-from kvpolicy.lab.sweep.recording import keeping
-from kvpolicy.lab.tasks.measures import Asked, Trial
 from kvpolicy.lab.sweep.jobs import ItemDone, Job, JobDone, News
+from kvpolicy.lab.sweep.recording import keeping
+from kvpolicy.lab.tasks.chat_template import encode
+from kvpolicy.lab.tasks.measures import Asked, Trial
 from kvpolicy.lab.tasks.task import Item
-from kvpolicy.engine.request import Request
 
 
 @attrs.frozen

@@ -13,10 +13,10 @@ import attrs
 import cattrs
 from attrs.validators import deep_iterable, ge, min_len
 
-from kvpolicy.hooks.bundled import bundled_file
 from kvpolicy.errors import KVPolicyError
-from kvpolicy.plan.extends import read as read_plan
+from kvpolicy.hooks.bundled import bundled_file
 from kvpolicy.lab.tasks.task import Split
+from kvpolicy.plan.extends import read as read_plan
 from kvpolicy.plan.plan import Plan
 from kvpolicy.plan.toml import first_problem, tables
 

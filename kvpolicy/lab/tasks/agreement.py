@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 
 import attrs
 
-from kvpolicy.lab.tasks.measures import Asked, Column, Outcome, Trial, mean_of
 from kvpolicy.engine.results import Result
+from kvpolicy.lab.tasks.measures import Asked, Column, Outcome, Trial, mean_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -62,12 +62,12 @@ class Agreement:
     def begin(self, engine: "Engine", asked: Sequence[Asked]) -> Trial:
         """Lead every sequence along what the full cache says."""
         from kvpolicy.engine.engine import Engine
-        from kvpolicy.lab.sweep.sweep_file import full_cache_plan
         from kvpolicy.engine.request import Sampling
         from kvpolicy.engine.run import Run
+        from kvpolicy.lab.sweep.sweep_file import full_cache_plan
 
         requests = [attrs.evolve(one.request, sampling=Sampling()) for one in asked]
-        model, tokenizer = engine.seam.model, engine.tokenizer
+        model, tokenizer = engine.adapter.model, engine.tokenizer
         full = Engine(model, tokenizer, full_cache_plan(), slots=engine.num_slots)
         guide = _Guide(full, requests)
         return _AgreementTrial(Run(engine, requests, guide.draw), guide)

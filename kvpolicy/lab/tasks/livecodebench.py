@@ -22,11 +22,11 @@ import attrs
 
 from kvpolicy.errors import TaskError
 from kvpolicy.lab.hub import hub_can_be_reached
-from kvpolicy.lab.tasks.measures import Graded
 from kvpolicy.lab.tasks import code_grading as codegrade
-from kvpolicy.lab.tasks.question_sets import draw
 from kvpolicy.lab.tasks.code_grading import Test
 from kvpolicy.lab.tasks.datasets import JsonRows, Rows
+from kvpolicy.lab.tasks.measures import Graded
+from kvpolicy.lab.tasks.question_sets import draw
 from kvpolicy.lab.tasks.sandbox import check_confinement
 from kvpolicy.lab.tasks.task import Item, Split, spell
 

@@ -14,8 +14,8 @@ import subprocess
 import sys
 from functools import lru_cache
 
-from kvpolicy.lab.tasks.measures import GradeError
 from kvpolicy.lab.tasks.datasets import EXTRA
+from kvpolicy.lab.tasks.measures import GradeError
 
 WAIT_S = 20.0  # for an answer; math-verify itself gives up after 5 s for each of its steps
 _START_S = 120.0  # importing sympy, on a machine that is busy

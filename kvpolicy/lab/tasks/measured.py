@@ -3,12 +3,12 @@
 from collections.abc import Sequence
 
 import attrs
+from kvpolicy_reasoner.bundled import REASONER
 
 from kvpolicy.errors import TaskError
 from kvpolicy.lab.tasks.agreement import Agreement
 from kvpolicy.lab.tasks.measures import Measure
 from kvpolicy.lab.tasks.perplexity import Perplexity
-from kvpolicy_reasoner.bundled import REASONER
 from kvpolicy.lab.tasks.task import Item, Split, load_task, spell
 
 

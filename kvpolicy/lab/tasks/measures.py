@@ -11,16 +11,16 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import attrs
 
-from kvpolicy.errors import KVPolicyError, TaskError
-from kvpolicy.lab.store.samples import Sample
-from kvpolicy.lab.statistics import Estimate, mean, pass_at_1
 from kvpolicy.engine.results import Result
+from kvpolicy.errors import KVPolicyError, TaskError
+from kvpolicy.lab.statistics import Estimate, mean, pass_at_1
+from kvpolicy.lab.store.samples import Sample
 
 if TYPE_CHECKING:
     from kvpolicy.engine.engine import Engine
-    from kvpolicy.lab.tasks.task import Item, Task
     from kvpolicy.engine.request import Request
     from kvpolicy.engine.run import Run
+    from kvpolicy.lab.tasks.task import Item, Task
 
 
 Value = TypeVar("Value")

@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Any
 
 import attrs
 
-from kvpolicy.errors import TaskError
-from kvpolicy.lab.tasks.measures import Asked, Column, Outcome, Trial, by_item
-from kvpolicy.lab.store.samples import Sample
-from kvpolicy.lab.statistics import Estimate, ratio
 from kvpolicy.engine.results import Result
+from kvpolicy.errors import TaskError
+from kvpolicy.lab.statistics import Estimate, ratio
+from kvpolicy.lab.store.samples import Sample
+from kvpolicy.lab.tasks.measures import Asked, Column, Outcome, Trial, by_item
 
 if TYPE_CHECKING:
     from torch import Tensor

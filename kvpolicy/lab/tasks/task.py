@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import attrs
 
-from kvpolicy.hooks.discovery import nearest
 from kvpolicy.errors import TaskError
+from kvpolicy.hooks.discovery import nearest
 
 if TYPE_CHECKING:
     from kvpolicy.lab.tasks.measures import Measure

@@ -10,8 +10,8 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
 from kvpolicy_reasoner.bundled import REASONER
-from kvpolicy_reasoner.train.recipes import Recipe, recipe_of
 from kvpolicy_reasoner.task import Problem, make_split_problem
+from kvpolicy_reasoner.train.recipes import Recipe, recipe_of
 
 STEPS_PER_POOL = 20
 

@@ -10,9 +10,9 @@ from transformers import Qwen2ForCausalLM
 
 from kvpolicy_reasoner.train.attention import register_training_attention
 from kvpolicy_reasoner.train.data import Batch, Example, collate
+from kvpolicy_reasoner.train.loss_weights import AFTER_NEWLINES_WEIGHT
 from kvpolicy_reasoner.train.optimizer import ReasonerOptimizer
 from kvpolicy_reasoner.train.recipes import Recipe
-from kvpolicy_reasoner.train.loss_weights import AFTER_NEWLINES_WEIGHT
 from kvpolicy_reasoner.train.workers import Team
 
 _PARAMETER = "parameter."

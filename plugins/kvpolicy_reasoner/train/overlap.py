@@ -4,9 +4,9 @@ from collections.abc import Sequence
 
 import attrs
 
-from kvpolicy_reasoner.train.data import DataPlan, training_prompts
-from kvpolicy_reasoner.problems import problems_of
 from kvpolicy.lab.tasks.task import Split
+from kvpolicy_reasoner.problems import problems_of
+from kvpolicy_reasoner.train.data import DataPlan, training_prompts
 
 _NUM_HELD_OUT = 2000
 _HELD_OUT: Sequence[Split] = ("tune", "test")

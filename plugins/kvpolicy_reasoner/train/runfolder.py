@@ -6,10 +6,10 @@ from pathlib import Path
 import attrs
 
 from kvpolicy.errors import OutputError
+from kvpolicy.files import atomic_write
 from kvpolicy_reasoner.bundled import REASONER
 from kvpolicy_reasoner.train.checkpoint import CHECKPOINT
 from kvpolicy_reasoner.train.data import DataPlan
-from kvpolicy.files import write_whole
 
 IDENTITY = "run.json"
 LOG = "log.jsonl"
@@ -90,7 +90,7 @@ def write_text(path: Path, text: str) -> None:
     Raises:
         OutputError: It cannot be written.
     """
-    write_whole(path, text)
+    atomic_write(path, text)
 
 
 def _check_owner(output: Path, wanted: dict[str, int | str], *, resume: bool) -> None:

@@ -10,11 +10,11 @@ import torch
 from kvpolicy.errors import KVPolicyError
 from kvpolicy.lab.store.folderlock import FolderLock
 from kvpolicy_reasoner.bundled import REASONER
+from kvpolicy_reasoner.evaluate import attempt, score
+from kvpolicy_reasoner.export import export_model
 from kvpolicy_reasoner.train.checkpoint import Progress, load_checkpoint, save_checkpoint
 from kvpolicy_reasoner.train.clock import RunClock
 from kvpolicy_reasoner.train.data import examples_of_step
-from kvpolicy_reasoner.evaluate import attempt, score
-from kvpolicy_reasoner.export import export_model
 from kvpolicy_reasoner.train.learner import Learner, StepLosses
 from kvpolicy_reasoner.train.log import TrainingRecord, append_record, rewind_log
 from kvpolicy_reasoner.train.overlap import count_overlap

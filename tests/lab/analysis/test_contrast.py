@@ -10,14 +10,14 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from run_folders import FULL, NLL, write_run
 
-from kvpolicy.lab.store.read import read_run
 from kvpolicy.lab.analysis.compare import adjust, by_facet, contrast, to_json
-from kvpolicy.lab.tasks.measures import ACCURACY, LENGTH
 from kvpolicy.lab.analysis.paired import bootstrap_mean
-from kvpolicy.lab.tasks.perplexity import Perplexity
-from kvpolicy.lab.analysis.pooling import PooledCell, pool
 from kvpolicy.lab.analysis.pooledtable import tabulate_pooled
+from kvpolicy.lab.analysis.pooling import PooledCell, pool
 from kvpolicy.lab.analysis.table import Row
+from kvpolicy.lab.store.read import read_run
+from kvpolicy.lab.tasks.measures import ACCURACY, LENGTH
+from kvpolicy.lab.tasks.perplexity import Perplexity
 
 
 def _cells(folder: Path, says: Any, **how: Any) -> list[PooledCell]:

@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 from run_folders import write_run
 
 from kvpolicy.errors import ResultsError
-from kvpolicy.lab.store.read import RunFolder, read_run
 from kvpolicy.lab.analysis.csvtext import csv_text
 from kvpolicy.lab.analysis.export import fixed_columns, flatten
 from kvpolicy.lab.analysis.flattable import Table, check_can_write, write_table
 from kvpolicy.lab.analysis.table import write_csv
+from kvpolicy.lab.store.read import RunFolder, read_run
 
 # Each by itself: what one of them needs must not hide what another one needs.
 HOSTILES = ("b\rc", "b\nc", "b\r\nc", "\r", "a,b", 'say "b"', "", "\x00", "=SUM(A1)\t🎈")

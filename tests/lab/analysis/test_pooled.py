@@ -10,10 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from run_folders import write_lines, write_run
 
-from kvpolicy.lab.store.read import RunFolder, read_run
-from kvpolicy.lab.tasks.measures import ACCURACY
 from kvpolicy.lab.analysis.pooling import PooledCell, pool
 from kvpolicy.lab.statistics import wilson
+from kvpolicy.lab.store.read import RunFolder, read_run
+from kvpolicy.lab.tasks.measures import ACCURACY
 
 
 def _run(folder: Path, **how: Any) -> RunFolder:

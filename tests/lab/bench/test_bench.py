@@ -17,18 +17,18 @@ from lab_samples import CELLS
 from shell import Shell, refusal
 from tiny import greedy_tokens, tiny_model
 
-from kvpolicy.lab.cli import benchrun
 from kvpolicy.engine.engine import Engine
 from kvpolicy.lab.bench import press
+from kvpolicy.lab.bench.baselines import GENERATE, SINGLE, generate, model_alone
 from kvpolicy.lab.bench.bench import Turn, Workload, line_up, measure
 from kvpolicy.lab.bench.contender import Contender, Effort, pad
-from kvpolicy.lab.sweep.grid import Cell, build_cells
 from kvpolicy.lab.bench.memory import resident_bytes, watch
-from kvpolicy.lab.sweep.sweep_file import Series, series_of_stack
-from kvpolicy.lab.bench.press import presses_for
-from kvpolicy.lab.bench.baselines import ALONE, GENERATE, generate, model_alone
 from kvpolicy.lab.bench.models import SHAPES, random_model, weight_bytes
+from kvpolicy.lab.bench.press import presses_for
 from kvpolicy.lab.bench.summary import Memory, standings
+from kvpolicy.lab.cli import benchrun
+from kvpolicy.lab.sweep.grid import Cell, build_cells
+from kvpolicy.lab.sweep.sweep_file import Series, series_of_stack
 
 WORK = Workload(batch=2, prompt_min=3, prompt_max=5, new_tokens=5, seed=0)
 PROMPTS = [[5, 9, 1, 7], [3, 2]]
@@ -287,7 +287,7 @@ def test_a_press_gets_the_budget_the_interval_and_the_knobs_of_its_namesake(
     contenders, absent = line_up(tiny_model(), mine)
     assert absent == {}
     names = [one.name for one in contenders]
-    assert names[:4] == [GENERATE, ALONE, "snapkv", "kvpress SnapKVPress"]
+    assert names[:4] == [GENERATE, SINGLE, "snapkv", "kvpress SnapKVPress"]
     assert names[4:] == ["knorm", "h2o", "snapkv+protect"]
     assert [one.rival for one in contenders[2:4]] == ["kvpress SnapKVPress", None]
     contenders[3].run(PROMPTS, 4)
@@ -309,7 +309,7 @@ def test_plans_that_differ_in_knobs_alone_have_each_a_rival_of_their_own(
     mine = build_cells(series, num_layers=2, budgets=[24], buffer=6)
     contenders, _ = line_up(tiny_model(), mine)
     rivals = ["kvpress SnapKVPress (wide)", "kvpress SnapKVPress (narrow)"]
-    names = [GENERATE, ALONE, "wide", rivals[0], "narrow", rivals[1]]
+    names = [GENERATE, SINGLE, "wide", rivals[0], "narrow", rivals[1]]
     assert [one.name for one in contenders] == names
     turns = list(measure(contenders, WORK, 61, rounds=1))
     found = {one.name: one for one in standings(turns, contenders, WORK)}
@@ -336,7 +336,7 @@ def test_contenders_of_one_name_are_refused(kvpolicy: Shell, tmp_path: Path) -> 
 def test_without_kvpress_it_is_said_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "kvpress", None)
     contenders, absent = line_up(tiny_model(), cells("knorm"))
-    assert [one.name for one in contenders] == [GENERATE, ALONE, "knorm"]
+    assert [one.name for one in contenders] == [GENERATE, SINGLE, "knorm"]
     assert "cannot be imported" in absent["kvpress"]
     assert "from a clone of kvpolicy: pip install -e '.[benchmarks]'" in absent["kvpress"]
 
@@ -445,7 +445,7 @@ def test_the_command_prints_ratios_and_keeps_them(kvpolicy: Shell, tmp_path: Pat
     assert found.status == 0, found.err
     assert found.out == output.read_text(encoding="utf-8")
     names = [one["name"] for one in found.json["standings"]]
-    assert names == [GENERATE, ALONE, "full cache", "StreamingLLM"]
+    assert names == [GENERATE, SINGLE, "full cache", "StreamingLLM"]
     for one in found.json["standings"]:
         assert one["ratio"]["low"] <= one["ratio"]["median"] <= one["ratio"]["high"]
         assert len(one["rounds"]) == 2
@@ -463,7 +463,7 @@ def test_the_command_prints_ratios_and_keeps_them(kvpolicy: Shell, tmp_path: Pat
 def test_the_table_names_everybody_and_memory_has_one_of_its_own(kvpolicy: Shell) -> None:
     plain = kvpolicy("bench", *WORDS, "--rounds", 1, "--policies", "knorm", "--bandwidth", 10)
     assert plain.status == 0, plain.err
-    for word in ("x generate", "p95", "of limit", "knorm", ALONE, "least - most"):
+    for word in ("x generate", "p95", "of limit", "knorm", SINGLE, "least - most"):
         assert word in plain.out
     found = kvpolicy("bench", *WORDS, "--memory", "--lengths", "9,30", "--policies", "knorm")
     assert found.status == 0, found.err
@@ -477,7 +477,7 @@ def test_without_generate_nothing_is_compared_with_it(kvpolicy: Shell) -> None:
     plain, found = (kvpolicy("bench", *WORDS, *words, *more) for more in ((), ("--json",)))
     assert plain.status == found.status == 0, plain.err
     assert "x generate" not in plain.out
-    assert [one["name"] for one in found.json["standings"]] == [ALONE, "knorm"]
+    assert [one["name"] for one in found.json["standings"]] == [SINGLE, "knorm"]
     assert [one["ratio"] for one in found.json["standings"]] == [None, None]
 
 

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 from harness_tasks import BOXED, CHOICE, ROLLING, write_task
+from kvpolicy_reasoner.task import grade, make_problems
 from shell import Answer, Shell, refusal
 
-from kvpolicy_reasoner.task import grade, make_problems
 from kvpolicy.lab.tasks import datasets as rows
 
 HAS_HARNESS = rows.importlib.util.find_spec("lm_eval") is not None

@@ -3,9 +3,9 @@
 from pathlib import Path
 
 import pytest
+from kvpolicy_reasoner.task import make_problems
 from shell import Shell
 
-from kvpolicy_reasoner.task import make_problems
 from kvpolicy.toolkit.steering_vectors import load_steering_vectors
 
 FEW = ("--n", 4, "--slots", 4, "--max-new-tokens", 400)

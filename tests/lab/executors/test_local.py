@@ -10,10 +10,10 @@ from lab_comparisons import prepared
 from tiny import tiny_model, tiny_tokenizer
 
 from kvpolicy.lab import shelf as shelf_module
-from kvpolicy.lab.sweep.runner import run
 from kvpolicy.lab.executors.local import Local
-from kvpolicy.lab.shelf import Shelf
+from kvpolicy.lab.shelf import ModelCache
 from kvpolicy.lab.store.store import Store
+from kvpolicy.lab.sweep.runner import run
 
 
 @pytest.mark.parametrize(
@@ -44,7 +44,7 @@ def test_models_are_loaded_one_after_the_other_and_each_serves_its_own(
         comparison = prepared(models=tuple(names), max_new_tokens=20)
         loaded.clear()
         with Store(tmp_path / names, comparison.to_dict()) as store:
-            list(run(comparison, store, Local(comparison, Shelf(), workers, threads=1)))
+            list(run(comparison, store, Local(comparison, ModelCache(), workers, threads=1)))
             texts[names] = {key: one.text for key, one in store.samples.items()}
         assert loaded == list(names)
     assert texts["ab"] == texts["a"] | texts["b"]
@@ -59,6 +59,6 @@ def test_a_shelf_gives_what_it_holds(monkeypatch: pytest.MonkeyPatch) -> None:
         return name, None
 
     monkeypatch.setattr(shelf_module, "open_model", load)
-    shelf = Shelf()
+    shelf = ModelCache()
     assert [shelf.open(name)[0] for name in "aabba"] == list("aabba")
     assert loaded == ["a", "b", "a"]

@@ -8,13 +8,13 @@ import pytest
 from lab_comparisons import prepared
 
 from kvpolicy.lab.executors import executor as places
-from kvpolicy.lab.sweep.runner import jobs
-from kvpolicy.lab.sweep.comparison import Comparison
+from kvpolicy.lab.executors.executor import Here, RayExecutor
 from kvpolicy.lab.executors.ray import RayPool
-from kvpolicy.lab.executors.executor import Here, OnRay
-from kvpolicy.lab.sweep.jobs import Job
 from kvpolicy.lab.executors.shards import Ledger
-from kvpolicy.lab.shelf import Shelf
+from kvpolicy.lab.shelf import ModelCache
+from kvpolicy.lab.sweep.comparison import Comparison
+from kvpolicy.lab.sweep.jobs import Job
+from kvpolicy.lab.sweep.runner import jobs
 
 forks = pytest.mark.skipif(sys.platform != "linux", reason="forks its workers")
 
@@ -26,18 +26,18 @@ def test_a_cell_is_tried_and_told_of_with_the_threads_that_it_is_run_with(
     told: list[Any] = []
     monkeypatch.setattr(places.torch, "set_num_threads", told.append)
     monkeypatch.setattr(places, "probe", lambda *_: told.append("tried"))
-    comparison, here = prepared(), Here(Shelf(), workers, threads=7)
+    comparison, here = prepared(), Here(ModelCache(), workers, threads=7)
     here.probe(comparison, comparison.cells[0], 1.0)
     assert told == [threads, "tried"]
     assert here.machine(comparison)["threads"] == threads
 
 
-def on_ray(workers: int) -> OnRay:
+def on_ray(workers: int) -> RayExecutor:
     """A cluster of which nothing but its size is asked."""
-    return OnRay(SimpleNamespace(workers=workers))  # type: ignore[arg-type]
+    return RayExecutor(SimpleNamespace(workers=workers))  # type: ignore[arg-type]
 
 
-def given_out(place: OnRay, comparison: Comparison) -> list[Job]:
+def given_out(place: RayExecutor, comparison: Comparison) -> list[Job]:
     """What workers that are never lost are given."""
     pool = place.pool(comparison)
     assert isinstance(pool, RayPool)
@@ -58,4 +58,4 @@ def test_on_ray_the_pieces_are_what_workers_are_given(workers: int, n: int) -> N
 def test_here_no_cell_is_cut() -> None:
     comparison = prepared(n=12)
     whole = jobs(comparison, set())
-    assert Here(Shelf(), 2, threads=1).pieces(comparison, whole) == whole
+    assert Here(ModelCache(), 2, threads=1).pieces(comparison, whole) == whole

@@ -8,11 +8,11 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvpolicy.errors import KVPolicyError
-from kvpolicy.lab.tasks.measures import Outcome
-from kvpolicy.lab.sweep.jobs import ItemDone, Job, JobDone, News, ThisProcess
-from kvpolicy.lab.executors.processes import Processes
 from kvpolicy.engine.results import Result, RunReport
+from kvpolicy.errors import KVPolicyError
+from kvpolicy.lab.executors.processes import Processes
+from kvpolicy.lab.sweep.jobs import ItemDone, Job, JobDone, News, ThisProcess
+from kvpolicy.lab.tasks.measures import Outcome
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="forks its workers")
 

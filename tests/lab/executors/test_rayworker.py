@@ -9,16 +9,16 @@ import attrs
 import pytest
 import torch
 
+from kvpolicy.errors import KVPolicyError
 from kvpolicy.hooks import discovery
 from kvpolicy.hooks.discovery import register_file
-from kvpolicy.errors import KVPolicyError
+from kvpolicy.lab.executors.ray_worker import Setting, Worker
+from kvpolicy.lab.shelf import ModelCache
 from kvpolicy.lab.sweep import prepare as setup
 from kvpolicy.lab.sweep.comparison import Comparison
 from kvpolicy.lab.sweep.jobs import ItemDone, Job, JobDone
 from kvpolicy.lab.sweep.probe import Probe
-from kvpolicy.lab.executors.ray_worker import Setting, Worker
 from kvpolicy.lab.sweep.serve import Server
-from kvpolicy.lab.shelf import Shelf
 
 OURS = f"on {socket.gethostname()}: "
 
@@ -37,11 +37,11 @@ def comparison_of(model: Path, policies: str = "full", task: str = "reasoner") -
     preset = attrs.evolve(
         preset, models=(str(model),), tasks=(task,), n=3, slots=2, max_new_tokens=20
     )
-    return setup.prepare(preset, Shelf())
+    return setup.prepare(preset, ModelCache())
 
 
 def setting() -> Setting:
-    return Setting.here(Shelf(), threads=1)
+    return Setting.here(ModelCache(), threads=1)
 
 
 def sent(thing: object) -> object:
@@ -59,7 +59,7 @@ def _stay_here() -> object:
 
 def test_it_tells_what_a_server_here_would_tell(model_folder: Path) -> None:
     comparison = comparison_of(model_folder, "full,h2o")
-    model, tokenizer = Shelf().open(str(model_folder))
+    model, tokenizer = ModelCache().open(str(model_folder))
     worker = Worker(setting())
     for cell in comparison.cells:
         job = Job(cell.id, (0, 2))

@@ -7,12 +7,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvpolicy.engine.results import Result, RunReport
 from kvpolicy.errors import KVPolicyError
+from kvpolicy.lab.executors.shards import Ledger, Shard, cut
+from kvpolicy.lab.sweep.jobs import ItemDone, Job, JobDone, News
 from kvpolicy.lab.sweep.recording import KeptRows
 from kvpolicy.lab.tasks.measures import Outcome
-from kvpolicy.lab.sweep.jobs import ItemDone, Job, JobDone, News
-from kvpolicy.lab.executors.shards import Ledger, Shard, cut
-from kvpolicy.engine.results import Result, RunReport
 
 
 def ledger_of(jobs: list[Job], workers: int, slots: int = 2) -> Ledger:

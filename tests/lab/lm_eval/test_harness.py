@@ -11,18 +11,18 @@ from tiny import r1_tokenizer, tiny_model
 
 pytest.importorskip("lm_eval", reason="the extra 'lm-eval' is not installed")
 
+from kvpolicy_reasoner.tokenizer import build_tokenizer
 from lm_eval.api.instance import Instance
 
 from kvpolicy import Engine, Plan
+from kvpolicy.engine.request import Request, Sampling
 from kvpolicy.errors import ModelError, RequestError, TaskError
-from kvpolicy.lab.lm_eval.model import PolicyLM
 from kvpolicy.lab.lm_eval.loglikelihood import Continuation, branches_of
+from kvpolicy.lab.lm_eval.model import PolicyLM
 from kvpolicy.lab.lm_eval.settings import read_settings
 from kvpolicy.lab.tasks.measures import Asked
 from kvpolicy.lab.tasks.perplexity import LOSS, Perplexity
-from kvpolicy_reasoner.tokenizer import build_tokenizer
 from kvpolicy.lab.tasks.task import Item
-from kvpolicy.engine.request import Request, Sampling
 
 # fp32, 500 tokens summed, two orders of adding: rounding only.
 CLOSE = 2e-3

@@ -8,8 +8,8 @@ import pytest
 from chromium import Opened, browser_of_tests
 from report_pages import DESKTOP, Open
 
-from kvpolicy.lab.store.read import read_run
 from kvpolicy.lab.report.build import build
+from kvpolicy.lab.store.read import read_run
 
 
 @pytest.fixture(scope="module")

@@ -10,12 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from run_folders import write_run
 
-from kvpolicy.lab.store.read import read_run
-from kvpolicy.lab.sweep.recording import Kept, KeptLayer, KeptRows
 from kvpolicy.lab.report.gather import gather
 from kvpolicy.lab.report.kept_rows import PackedKept, compact, pack_kept
 from kvpolicy.lab.report.packing import AROUND
 from kvpolicy.lab.report.recorded import pack_recorded
+from kvpolicy.lab.store.read import read_run
+from kvpolicy.lab.sweep.recording import Kept, KeptLayer, KeptRows
 
 
 def record(item: int, cell: str, num_tokens: int = 40, attempt: int = 0) -> Kept:

@@ -14,8 +14,8 @@ from keptpages import Shown, empty_page, held_by, times_of
 from tiny import shared_model, tiny_tokenizer
 
 from kvpolicy import Engine, Plan
-from kvpolicy.lab.sweep.recording import Kept, KeptLayer, KeptRows, keeping
 from kvpolicy.lab.report.kept_rows import compact
+from kvpolicy.lab.sweep.recording import Kept, KeptLayer, KeptRows, keeping
 
 CONTRAST = 4.5  # WCAG 2, level AA, for text
 

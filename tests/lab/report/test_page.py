@@ -11,8 +11,8 @@ from chromium import Opened
 from report_pages import Open
 from run_folders import write_run
 
-from kvpolicy.lab.store.read import read_run
 from kvpolicy.lab.report.build import build
+from kvpolicy.lab.store.read import read_run
 
 PLANS = [("full cache", None), ("H2O", 64), ("H2O", 96), ("R-KV", 64), ("R-KV", 96)]
 

@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from run_folders import write_lines, write_run
 
 from kvpolicy.errors import ResultsError
-from kvpolicy.lab.store.read import read_run
 from kvpolicy.lab.report.build import build
 from kvpolicy.lab.report.bundle import bundle
 from kvpolicy.lab.report.content import group_content, labels_of
@@ -18,6 +17,7 @@ from kvpolicy.lab.report.gather import gather
 from kvpolicy.lab.report.layers import alike, ranges, rest_of
 from kvpolicy.lab.report.texts import lengths, places_of
 from kvpolicy.lab.steer.rules import load_rules
+from kvpolicy.lab.store.read import read_run
 
 PLANS = [("full cache", None), ("H2O", 64)]
 

@@ -3,9 +3,9 @@
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from kvpolicy_reasoner.task import make_problems
 
 from kvpolicy.lab.models import open_model
-from kvpolicy_reasoner.task import make_problems
 from kvpolicy.lab.report.sentences import ANSWER, PLAIN, TAG, cut, kinds_of, rules_for
 from kvpolicy.lab.steer.rules import Rule, ThoughtRules, load_rules
 from kvpolicy.lab.steer.thoughts import find_thoughts

@@ -10,8 +10,8 @@ import pytest
 from chromium import Opened
 from run_folders import write_run
 
-from kvpolicy.lab.store.read import read_run
 from kvpolicy.lab.report.build import build
+from kvpolicy.lab.store.read import read_run
 
 MOST_BYTES = 20_000_000
 MOST_SECONDS = 2.0

@@ -9,12 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from run_folders import write_lines, write_run
 
-from kvpolicy.lab.store.read import read_run
 from kvpolicy.lab.report.gather import gather, pooled
 from kvpolicy.lab.report.metrics import quantities
 from kvpolicy.lab.report.throughput import student, throughput
-from kvpolicy.lab.store.samples import CellTiming
 from kvpolicy.lab.statistics import Estimate
+from kvpolicy.lab.store.read import read_run
+from kvpolicy.lab.store.samples import CellTiming
 
 PLANS = [("full cache", None), ("H2O", 64)]
 

@@ -8,13 +8,12 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from kvpolicy_reasoner.task import make_problems, split_of
+from kvpolicy_reasoner.trace import RECHECK_OPENERS
 from tiny import bpe_tokenizer
 
 from kvpolicy.errors import KVPolicyError, TaskError
-from kvpolicy.lab.tasks.measures import Graded, GradeError
 from kvpolicy.lab.models import open_model
-from kvpolicy_reasoner.task import make_problems, split_of
-from kvpolicy_reasoner.trace import RECHECK_OPENERS
 from kvpolicy.lab.steer import hidden_states as states_module
 from kvpolicy.lab.steer.calibrate import (
     Source,
@@ -27,12 +26,17 @@ from kvpolicy.lab.steer.calibrate import (
     pick,
     write_traces,
 )
-from kvpolicy.lab.steer.rules import default_rules, load_rules
 from kvpolicy.lab.steer.hidden_states import MarkedTrace, states_before_thoughts
+from kvpolicy.lab.steer.rules import default_rules, load_rules
 from kvpolicy.lab.steer.thoughts import find_thoughts
+from kvpolicy.lab.tasks.measures import Graded, GradeError
 from kvpolicy.lab.tasks.task import Item, Split, load_task
-from kvpolicy.toolkit.steering_vectors import SteeringVector, load_steering_vectors, save_steering_vectors
 from kvpolicy.toolkit.paragraphs import Paragraphs
+from kvpolicy.toolkit.steering_vectors import (
+    SteeringVector,
+    load_steering_vectors,
+    save_steering_vectors,
+)
 
 EVERYTHING = load_rules("published")  # has no scope
 

@@ -8,12 +8,12 @@ import pytest
 from lab_comparisons import BASE, prepared
 from tiny import shared_model, tiny_tokenizer
 
-from kvpolicy.lab.sweep.runner import jobs
 from kvpolicy.lab.sweep.comparison import Comparison
 from kvpolicy.lab.sweep.estimate import Estimate, estimate
 from kvpolicy.lab.sweep.jobs import Job
-from kvpolicy.lab.sweep.sweep_file import series_of_stack
 from kvpolicy.lab.sweep.probe import Probe, Seconds, probe, representatives
+from kvpolicy.lab.sweep.runner import jobs
+from kvpolicy.lab.sweep.sweep_file import series_of_stack
 
 SEEDS, BUDGETS = (0, 1), (48, 64, 96)
 

@@ -15,12 +15,12 @@ from torch import Tensor
 
 from kvpolicy import Engine, Plan, Sampling, hookimpl
 from kvpolicy.engine.compactor import Compactor
-from kvpolicy.errors import KVPolicyError, OutputError
-from kvpolicy.lab.sweep.recording import Kept, KeptLayer, KeptRows, keeping
 from kvpolicy.engine.results import Result
 from kvpolicy.engine.run import Run
 from kvpolicy.engine.sequence import LiveSequence
 from kvpolicy.engine.tracing import recording
+from kvpolicy.errors import KVPolicyError, OutputError
+from kvpolicy.lab.sweep.recording import Kept, KeptLayer, KeptRows, keeping
 
 chunks = st.sampled_from([1, 3, 7, 512])
 
@@ -140,7 +140,7 @@ def test_a_record_equals_the_cache_where_windows_slide(
         records = record(engine, range(3), prompts, max_new_tokens=17)
     for request, rows in records.items():
         windows = [layer.window for layer in rows.layers]
-        assert windows == [shape.sliding_window for shape in engine.seam.layer_shapes()]
+        assert windows == [shape.sliding_window for shape in engine.adapter.layer_shapes()]
         check_is_what_was_seen(request, rows, seen, num_layers=2)
 
 

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from kvpolicy.hooks.bundled import bundled_names
 from kvpolicy.errors import KVPolicyError
+from kvpolicy.hooks.bundled import bundled_names
 from kvpolicy.lab.sweep.grid import build_cells
 from kvpolicy.lab.sweep.sweep_file import DEFAULT_PRESET, GROUP, load_preset
 from kvpolicy.lab.tasks.task import load_task

@@ -9,9 +9,9 @@ from shell import Shell
 
 from kvpolicy import Engine, Plan
 from kvpolicy.errors import OutputError
-from kvpolicy.lab.sweep.recording import Kept, keeping
 from kvpolicy.lab.models import open_model
 from kvpolicy.lab.store.store import Store
+from kvpolicy.lab.sweep.recording import Kept, keeping
 from kvpolicy.lab.tasks.task import load_task
 
 SMALL = (

@@ -12,17 +12,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 from lab_comparisons import BASE, Catalogue, prepared
 
-from kvpolicy.errors import KVPolicyError, PlanError
-from kvpolicy.lab.sweep.runner import SampleDone, run
-from kvpolicy.lab.store.read import read_run
-from kvpolicy.lab.sweep.comparison import Comparison
-from kvpolicy.lab.tasks.measures import Outcome
-from kvpolicy.lab.sweep.jobs import ItemDone, Job, JobDone, News
-from kvpolicy.lab.sweep.sweep_file import load_preset, series_of_stack
-from kvpolicy.lab.sweep.prepare import prepare
-from kvpolicy.lab.store.store import Store
-from kvpolicy.lab.sweep.sweep import points
 from kvpolicy.engine.results import Result, RunReport
+from kvpolicy.errors import KVPolicyError, PlanError
+from kvpolicy.lab.store.read import read_run
+from kvpolicy.lab.store.store import Store
+from kvpolicy.lab.sweep.comparison import Comparison
+from kvpolicy.lab.sweep.jobs import ItemDone, Job, JobDone, News
+from kvpolicy.lab.sweep.prepare import prepare
+from kvpolicy.lab.sweep.runner import SampleDone, run
+from kvpolicy.lab.sweep.sweep import points
+from kvpolicy.lab.sweep.sweep_file import load_preset, series_of_stack
+from kvpolicy.lab.tasks.measures import Outcome
 
 MIX, WINDOW = "rkv.mix_lambda", "rkv.window_size"
 

@@ -13,9 +13,9 @@ from tiny import r1_tokenizer
 from kvpolicy.errors import TaskError
 from kvpolicy.lab.tasks import chat_template as chat
 from kvpolicy.lab.tasks import datasets as rows_module
-from kvpolicy.lab.tasks.question_sets import draw
-from kvpolicy.lab.tasks.forms import INSTRUCTION
 from kvpolicy.lab.tasks.datasets import JsonRows, read_rows
+from kvpolicy.lab.tasks.forms import INSTRUCTION
+from kvpolicy.lab.tasks.question_sets import draw
 from kvpolicy.lab.tasks.task import Item, load_task
 
 needs_datasets = pytest.mark.skipif(

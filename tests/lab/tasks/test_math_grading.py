@@ -5,9 +5,9 @@ import time
 import pytest
 
 from kvpolicy.errors import TaskError
-from kvpolicy.lab.tasks.measures import GradeError
 from kvpolicy.lab.tasks import datasets as rows
 from kvpolicy.lab.tasks.math_grading import Worker, grade_math
+from kvpolicy.lab.tasks.measures import GradeError
 from kvpolicy.lab.tasks.task import Item, load_task
 
 pytest.importorskip("math_verify", reason="the extra 'tasks' is not installed")

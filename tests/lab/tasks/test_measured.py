@@ -13,13 +13,13 @@ from lab_samples import CELLS, sample
 from tiny import r1_tokenizer, shared_model, tiny_model, tiny_tokenizer
 
 from kvpolicy import Engine, Plan, hookimpl
+from kvpolicy.engine.request import Request, Sampling, Waiting
 from kvpolicy.errors import TaskError
+from kvpolicy.lab.sweep.sweep_file import full_cache_plan
 from kvpolicy.lab.tasks.agreement import FIRST_DIFFERENCE, KL, MATCH, Agreement
 from kvpolicy.lab.tasks.measures import Asked, Graded, Measure, Outcome
 from kvpolicy.lab.tasks.perplexity import LOSS, NUM_SCORED, Perplexity
-from kvpolicy.lab.sweep.sweep_file import full_cache_plan
 from kvpolicy.lab.tasks.task import Item, load_task
-from kvpolicy.engine.request import Request, Sampling, Waiting
 
 TOKENIZER = tiny_tokenizer()
 # A loss is a sum over tokens; one forward and many round differently.

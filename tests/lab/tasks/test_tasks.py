@@ -7,10 +7,10 @@ import pytest
 from datafiles import GSM8K, write_jsonl
 from hypothesis import given
 from hypothesis import strategies as st
+from kvpolicy_reasoner.tasks import LEVELS
 
 from kvpolicy.errors import TaskError
 from kvpolicy.lab.tasks.measures import Graded
-from kvpolicy_reasoner.tasks import LEVELS
 from kvpolicy.lab.tasks.task import QUESTIONS, installed_tasks, load_task
 
 DRAWN = ["reasoner", "reasoner:level=easy", "reasoner-verbose", "needle:length=120", "multikey"]
