@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 def allocate(
     layer_indices: Sequence[int], budget: int, total: int, floors: Sequence[int], num_layers: int
 ) -> Sequence[int] | None:
-    """Share the rows of some layers among them; `kvpolicy.toolkit.apportion.share` does so by weights.
+    """Share the rows of some layers among them; `kvpolicy.toolkit` has a function for weights.
 
     Called once for each group of layers, when a plan is resolved for a model. The first policy
     to answer wins; if nobody answers, every layer gets the budget.

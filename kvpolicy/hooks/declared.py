@@ -78,7 +78,7 @@ class Declared:
         """A stack for each part of a policy; their tracks are kept apart from all others."""
         stacks = []
         for place, part in enumerate(parts_of(policy)):
-            owner = f" in '{name}'{self._relay.owner}"
+            owner = f" in '{name}'{self._manager.owner}"
             stack = type(self)([part], owner=owner, prefix=f"{self._prefix}{name}.{place}.")
             problem = refusal(stack.implements)
             if problem is not None:

@@ -1,22 +1,25 @@
-"""Finding policies by entry point and building them by name.
+"""Installed policies: list them with their knobs, import and build them by name.
 
-Installed is not active: an entry point names a class, and only the one that is asked for is
-imported. A broken policy harms nobody else.
+The entry points of the group ``kvpolicy.policies`` register policy classes. Only the class
+that is asked for is imported, so a broken policy does not affect the others. `kvpolicy list`
+reads knobs and summaries from the source: importing a policy would import torch.
 """
 
 import ast
-import difflib
 import importlib.util
 import inspect
 import itertools
+import re
 import sys
-from collections.abc import Iterable, Sequence
-from importlib.metadata import EntryPoint, entry_points
+from collections.abc import Sequence
+from importlib.machinery import ModuleSpec
+from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import Any
 
 import attrs
 
+from kvpolicy.entry_points import distribution, installed, load_installed, nearest
 from kvpolicy.errors import (
     KnobError,
     KVPolicyError,
@@ -24,15 +27,29 @@ from kvpolicy.errors import (
     UnknownPolicyError,
     error_summary,
 )
-from kvpolicy.hooks.describe import Description, Knob, describe, describe_class
 
 GROUP = "kvpolicy.policies"
 
-_LONGEST_NAME = 100  # whoever types more than this has not misspelt a name
-
-# Policies of files given with --plugin: name -> (class, file). Files are named explicitly by
-# the user, so there is nothing to discover; they shadow installed policies of the same name.
+# Policies of files given with --plugin: name -> (class, file). They take precedence over
+# installed policies of the same name.
 _from_files: dict[str, tuple[type, Path]] = {}
+
+
+@attrs.frozen
+class Knob:
+    """One knob of a policy: its name, its type as written, its default as written."""
+
+    name: str
+    type: str
+    default: str
+
+
+@attrs.frozen
+class Description:
+    """Summary and knobs of a policy class, read from its source."""
+
+    summary: str
+    knobs: tuple[Knob, ...]
 
 
 @attrs.frozen
@@ -40,8 +57,8 @@ class PolicyInfo:
     """One policy as `kvpolicy list` shows it.
 
     Attributes:
-        name: What a plan calls it.
-        target: ``module:Class``, or the file it comes from.
+        name: Its name in a plan.
+        target: ``module:Class``, or the path of its file.
         distribution: Package that installed it, with version; empty for a file.
         summary: First line of its docstring.
         knobs: Its knobs with types and defaults.
@@ -58,49 +75,56 @@ class PolicyInfo:
 
 def installed_policies() -> list[PolicyInfo]:
     """All policies that a plan may name, in alphabetical order, without importing them."""
-    found = {point.name: _info(point) for point in entry_points(group=GROUP)}
+    found = {name: _info(point) for name, point in installed(GROUP).items()}
     found |= {name: _file_info(name, path) for name, (_, path) in _from_files.items()}
     return [found[name] for name in sorted(found)]
 
 
 def policy_names() -> list[str]:
     """Names of all policies that a plan may name."""
-    return sorted({point.name for point in entry_points(group=GROUP)} | set(_from_files))
+    return sorted({*installed(GROUP), *_from_files})
 
 
 def load_policy(name: str, /, **knobs: Any) -> object:
-    """Build a policy by the name a plan calls it.
+    """Build a policy by its name in a plan.
 
     Args:
         name: Name of the entry point, or of a policy registered by `register_file`.
-        knobs: Its knobs; those left out take their defaults.
+        knobs: Its knobs; those not given take their defaults.
 
     Raises:
-        UnknownPolicyError: If no policy has this name.
-        PolicyLoadError: If its module cannot be imported or has no such class.
-        KnobError: If it has no such knob, or refuses a value.
+        UnknownPolicyError: No policy has this name.
+        PolicyLoadError: Its module cannot be imported or has no such class.
+        KnobError: It has no such knob, or rejects a value.
     """
-    return _build(name, load_policy_class(name), knobs)
+    cls = load_policy_class(name)
+    known = _knob_names(cls)
+    for knob in knobs:
+        if known is not None and knob not in known:
+            msg = f"policy '{name}' has no knob '{knob}'{nearest(knob, known)}"
+            raise KnobError(msg)
+    try:
+        return cls(**knobs)
+    except KVPolicyError:
+        raise
+    except Exception as error:
+        # Validators of attrs raise with the message as first argument and objects behind it.
+        has_message = isinstance(error, (TypeError, ValueError)) and error.args
+        reason = error.args[0] if has_message else error_summary(error)
+        msg = f"policy '{name}' refuses its knobs: {reason}. See `kvpolicy list`"
+        raise KnobError(msg) from error
 
 
 def load_policy_class(name: str) -> type:
-    """Import the class that answers to a name; see `load_policy` for the errors."""
+    """Import the class that a name stands for; raises as `load_policy` does."""
     if name in _from_files:
         return _from_files[name][0]
-    points = [point for point in entry_points(group=GROUP) if point.name == name]
-    if not points:
+    if name not in installed(GROUP):
         msg = f"no policy is named '{name}'{nearest(name, policy_names())}"
         raise UnknownPolicyError(msg)
-    try:
-        loaded = points[0].load()
-    except (Exception, SystemExit) as error:
-        msg = (
-            f"policy '{name}' ({points[0].value}, {_distribution(points[0])}) cannot be "
-            f"imported: {error_summary(error)}"
-        )
-        raise PolicyLoadError(msg) from error
+    loaded = load_installed(GROUP, name, what="policy", error=PolicyLoadError)
     if not inspect.isclass(loaded):
-        msg = f"policy '{name}' ({points[0].value}) is not a class but {loaded!r}"
+        msg = f"policy '{name}' ({installed(GROUP)[name].value}) is not a class but {loaded!r}"
         raise PolicyLoadError(msg)
     return loaded
 
@@ -109,13 +133,13 @@ def register_file(path: str | Path) -> list[str]:
     """Make the policies of one Python file available by name.
 
     Every class of the file that implements a hook is a policy; its name is the class name in
-    lower case with underscores (``class KeyNorm`` is ``key_norm``).
+    snake case (``class KeyNorm`` is ``key_norm``).
 
     Returns:
         The names.
 
     Raises:
-        PolicyLoadError: If the file cannot be read or run, or holds no policy.
+        PolicyLoadError: The file cannot be read or run, or holds no policy.
     """
     path = Path(path)
     if not path.is_file():
@@ -153,7 +177,7 @@ def register_file(path: str | Path) -> list[str]:
 
 
 def registered_files() -> list[Path]:
-    """The files given to `register_file`, for processes that are to know the same policies."""
+    """The files given to `register_file`, so that worker processes can register them, too."""
     return list(dict.fromkeys(path for _, path in _from_files.values()))
 
 
@@ -165,38 +189,78 @@ def snake_case(class_name: str) -> str:
     return out.lower()
 
 
-def nearest(name: str, known: Iterable[str]) -> str:
-    """A hint for a message: the nearest known names, and all of them."""
-    known = list(known)
-    close = difflib.get_close_matches(name[:_LONGEST_NAME], known, n=3, cutoff=0.5)
-    hint = f"; did you mean {' or '.join(close)}?" if close else "."
-    return f"{hint} Known are: {', '.join(known) or 'none'}"
+def describe(module: str, class_name: str) -> Description:
+    """Read summary and knobs of a class from its source, following re-exports.
+
+    Raises:
+        LookupError: There is no such module, or no such class in it.
+        SyntaxError: The module cannot be parsed.
+    """
+    spec = _find_spec(module)
+    if spec is None or spec.origin is None:
+        msg = f"there is no module '{module}'"
+        raise LookupError(msg)
+    tree = ast.parse(Path(spec.origin).read_text(encoding="utf-8"))
+    for node in tree.body:
+        if isinstance(node, ast.ClassDef) and node.name == class_name:
+            return _describe_class(node)
+        if isinstance(node, ast.ImportFrom) and not (node.level or 0) > 1:
+            for alias in node.names:
+                if (alias.asname or alias.name) == class_name:
+                    source = f"{module}.{node.module}" if node.level else str(node.module)
+                    return describe(source, alias.name)
+    msg = f"there is no class '{class_name}' in module '{module}'"
+    raise LookupError(msg)
+
+
+def _find_spec(module: str) -> ModuleSpec | None:
+    """The spec of a module; `importlib.util.find_spec` would import its parent packages."""
+    spec: ModuleSpec | None = None
+    path = None
+    for end in [*(dot.start() for dot in re.finditer(r"\.", module)), len(module)]:
+        found = (finder.find_spec(module[:end], path) for finder in sys.meta_path)
+        spec = next(filter(None, found), None)
+        if spec is None:
+            return None
+        path = spec.submodule_search_locations
+    return spec
+
+
+def _describe_class(node: ast.ClassDef) -> Description:
+    summary = (ast.get_docstring(node) or "").partition("\n")[0]
+    knobs = (_knob(statement) for statement in node.body)
+    return Description(summary, tuple(knob for knob in knobs if knob is not None))
+
+
+def _knob(statement: ast.stmt) -> Knob | None:
+    """The knob that a statement of an attrs class defines, if it defines one."""
+    if not isinstance(statement, ast.AnnAssign) or not isinstance(statement.target, ast.Name):
+        return None
+    kind, name = ast.unparse(statement.annotation), statement.target.id
+    if "ClassVar" in kind or name.startswith("_"):
+        return None
+    return Knob(name, kind, _default(statement.value))
+
+
+def _default(value: ast.expr | None) -> str:
+    if value is None:
+        return "required"
+    if isinstance(value, ast.Call):
+        keywords: dict[Any, ast.expr] = {keyword.arg: keyword.value for keyword in value.keywords}
+        if "default" in keywords:
+            return ast.unparse(keywords["default"])
+        if "factory" in keywords:
+            return f"{ast.unparse(keywords['factory'])}()"
+        return ast.unparse(value.args[0]) if value.args else "required"
+    return ast.unparse(value)
 
 
 def _implements_hook(cls: type) -> bool:
     return any(hasattr(value, "kvpolicy_impl") for value in vars(cls).values())
 
 
-def _build(name: str, cls: type, knobs: dict[str, Any]) -> object:
-    known = _knob_names(cls)
-    for knob in knobs:
-        if known is not None and knob not in known:
-            msg = f"policy '{name}' has no knob '{knob}'{nearest(knob, known)}"
-            raise KnobError(msg)
-    try:
-        return cls(**knobs)
-    except KVPolicyError:
-        raise
-    except Exception as error:
-        # Of what validators of attrs say, the first argument is the sentence.
-        is_sentence = isinstance(error, (TypeError, ValueError)) and error.args
-        reason = error.args[0] if is_sentence else error_summary(error)
-        msg = f"policy '{name}' refuses its knobs: {reason}. See `kvpolicy list`"
-        raise KnobError(msg) from error
-
-
 def _knob_names(cls: type) -> Sequence[str] | None:
-    """Names of the knobs a class takes; ``None`` if it takes any, or nobody can tell."""
+    """Names of the knobs a class takes; ``None`` if it takes any, or has no signature."""
     try:
         parameters = inspect.signature(cls).parameters.values()
     except (TypeError, ValueError):
@@ -206,12 +270,8 @@ def _knob_names(cls: type) -> Sequence[str] | None:
     return [parameter.name for parameter in parameters]
 
 
-def _distribution(point: EntryPoint) -> str:
-    return f"{point.dist.name} {point.dist.version}" if point.dist else "unknown package"
-
-
 def _info(point: EntryPoint) -> PolicyInfo:
-    info = PolicyInfo(point.name, point.value, _distribution(point))
+    info = PolicyInfo(point.name, point.value, distribution(point))
     try:
         found = describe(point.module, point.attr)
     except (LookupError, SyntaxError, OSError, ValueError) as error:
@@ -224,5 +284,5 @@ def _file_info(name: str, path: Path) -> PolicyInfo:
     found = Description("", ())
     for node in tree.body:
         if isinstance(node, ast.ClassDef) and snake_case(node.name) == name:
-            found = describe_class(node)
+            found = _describe_class(node)
     return PolicyInfo(name, str(path), summary=found.summary, knobs=found.knobs)

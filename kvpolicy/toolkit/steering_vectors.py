@@ -225,5 +225,5 @@ def _refuse_pickle(what: str) -> str:
     return (
         f"{what} is a pickle, as SEAL writes them, and is refused, because reading one may run "
         "code; convert it where you trust it: torch.load(FILE, weights_only=True), change the "
-        "sign (SEAL stores non-execution - execution), kvpolicy.toolkit.steering_vectors.save_steering_vectors"
+        "sign (SEAL stores non-execution - execution), save_steering_vectors"
     )

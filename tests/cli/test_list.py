@@ -1,5 +1,6 @@
 """``kvpolicy list``: what is installed, broken ones included."""
 
+from importlib import metadata
 from importlib.metadata import EntryPoint
 from pathlib import Path
 
@@ -67,13 +68,13 @@ def test_a_file_adds_its_policies(kvpolicy: Shell, plugin: Path) -> None:
 def test_a_broken_policy_is_listed_with_the_reason_and_harms_no_other(
     kvpolicy: Shell, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = discovery.entry_points
+    real = metadata.entry_points
     broken = EntryPoint("broken", "no_such_package:Thing", discovery.GROUP)
 
     def with_broken(group: str) -> list[EntryPoint]:
         return [*real(group=group), broken]
 
-    monkeypatch.setattr(discovery, "entry_points", with_broken)
+    monkeypatch.setattr(metadata, "entry_points", with_broken)
     answer = kvpolicy("list")
     assert answer.status == 0
     line = next(line for line in answer.out.splitlines() if line.startswith("broken "))

@@ -3,6 +3,8 @@
 import ast
 import subprocess
 import sys
+from importlib import metadata
+from importlib.metadata import EntryPoint
 
 import attrs
 import pytest
@@ -54,7 +56,7 @@ def test_what_is_read_from_the_source_is_what_the_class_has(name):
 
 def test_describing_all_policies_imports_none_of_them():
     code = (
-        "import sys; from kvpolicy.hooks.discovery import installed_policies; installed_policies(); "
+        "import sys; from kvpolicy import installed_policies; installed_policies(); "
         "print([n for n in sys.modules if n == 'torch' or n.startswith('kvpolicy_baselines.')])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
@@ -77,13 +79,11 @@ def test_a_refused_value_names_policy_and_knob():
 
 
 def test_a_policy_that_cannot_be_imported_is_named_and_harms_nobody_else(monkeypatch):
-    from importlib.metadata import EntryPoint
-
     points = [
         EntryPoint("broken", "no_such_module:Policy", discovery.GROUP),
-        *discovery.entry_points(group=discovery.GROUP),
+        *metadata.entry_points(group=discovery.GROUP),
     ]
-    monkeypatch.setattr(discovery, "entry_points", lambda group: points)
+    monkeypatch.setattr(metadata, "entry_points", lambda group: points)
     with pytest.raises(PolicyLoadError, match=r"policy .broken. .*no_such_module"):
         load_policy("broken")
     assert load_policy("streaming").n_sink == 4

@@ -23,7 +23,7 @@ from typer.main import get_command
 from kvpolicy import Engine, Plan, errors, hookspecs
 from kvpolicy.cli.app import COMMANDS
 from kvpolicy.hooks import discovery
-from kvpolicy.hooks.describe import describe
+from kvpolicy.hooks.discovery import describe
 from kvpolicy.lab.sweep.sweep_file import DEFAULT_PRESET, load_preset
 from kvpolicy.lab.tasks.agreement import Agreement
 from kvpolicy.lab.tasks.measures import Graded

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from kvpolicy.hooks.describe import describe
+from kvpolicy.hooks.discovery import describe
 
 ROOT = Path(__file__).parents[2]
 OURS = [
@@ -73,7 +73,10 @@ def test_importing_kvpolicy_imports_nothing_heavy() -> None:
 
 
 def test_importing_kvpolicy_loads_no_policy() -> None:
-    code = "import sys, kvpolicy.engine.engine; print([m for m in sys.modules if m.startswith('kvpolicy_')])"
+    code = (
+        "import sys, kvpolicy.engine.engine; "
+        "print([m for m in sys.modules if m.startswith('kvpolicy_')])"
+    )
     assert _run(code) == "[]"
 
 

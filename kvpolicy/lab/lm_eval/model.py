@@ -1,7 +1,7 @@
 """A model under a plan, as lm-evaluation-harness wants one.
 
 Generations run through the engine with continuous batching, each with its own settings.
-Likelihoods are those of the engine led along the continuation (`kvpolicy.lab.lm_eval.loglikelihood`).
+Likelihoods come from `kvpolicy.lab.lm_eval.loglikelihood`.
 Answers that a journal has are not computed again (`kvpolicy.lab.lm_eval.journal`).
 Texts become tokens, and tokens texts, as with the harness's own ``hf`` model, so that answers are
 the same where nothing is evicted.

@@ -1,4 +1,4 @@
-"""What the manifest of a run says of its groups and cells; lines are in `kvpolicy.lab.store.samples`."""
+"""Groups and cells in the manifest of a run; lines are in `kvpolicy.lab.store.samples`."""
 
 from typing import Any
 

@@ -63,7 +63,7 @@ class Task(Protocol):
 
     @property
     def measure(self) -> "Measure":
-        """How a cell is measured, `kvpolicy.lab.tasks.measures.Graded` for questions with a grader."""
+        """How a cell is measured, `measures.Graded` for questions with a grader."""
 
     def items(self, n: int, *, seed: int, split: Split = "test") -> Sequence[Item]:
         """Draw ``n`` items of a split, or all if there are fewer.

@@ -1,0 +1,106 @@
+"""Names that installed packages register: policies, models, tasks, commands, plans and others.
+
+An entry point of a group maps a name that users type either to an object (`load_installed`)
+or to a package whose folder holds the file ``NAME`` with the suffix of the group
+(`installed_file`). Listing the names of a group imports none of the packages.
+"""
+
+import difflib
+import importlib.metadata
+from collections.abc import Iterable
+from importlib.metadata import EntryPoint
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from kvpolicy.errors import KVPolicyError, error_summary
+
+_LONGEST_NAME = 100  # a longer string is not a misspelt name; comparing it takes seconds
+
+
+def installed(group: str) -> dict[str, EntryPoint]:
+    """The entry points of a group by name, in alphabetical order."""
+    points = sorted(importlib.metadata.entry_points(group=group), key=lambda point: point.name)
+    return {point.name: point for point in points}
+
+
+def find_installed(
+    group: str, name: str, *, what: str, error: type[KVPolicyError] = KVPolicyError
+) -> EntryPoint:
+    """Look up one entry point.
+
+    Args:
+        group: Group of entry points.
+        name: What the user typed.
+        what: What the group registers, for messages: ``"task"``.
+        error: Exception to raise.
+
+    Raises:
+        KVPolicyError: No entry point has this name; the message lists the nearest ones.
+    """
+    points = installed(group)
+    if name not in points:
+        msg = f"no {what} is named '{name}'{nearest(name, points)}"
+        raise error(msg)
+    return points[name]
+
+
+def load_installed(
+    group: str, name: str, *, what: str, error: type[KVPolicyError] = KVPolicyError
+) -> Any:
+    """Import the object that an entry point names; arguments as for `find_installed`.
+
+    Raises:
+        KVPolicyError: No entry point has this name, or its object cannot be imported.
+    """
+    point = find_installed(group, name, what=what, error=error)
+    try:
+        return point.load()
+    except (Exception, SystemExit) as cause:
+        msg = (
+            f"{what} '{name}' ({point.value}, {distribution(point)}) cannot be imported: "
+            f"{error_summary(cause)}"
+        )
+        raise error(msg) from cause
+
+
+def installed_file(
+    group: str,
+    name: str,
+    *,
+    suffix: str,
+    what: str,
+    error: type[KVPolicyError] = KVPolicyError,
+) -> Path:
+    """Path of the file that a package registers under a name.
+
+    Args:
+        group: Group of entry points.
+        name: What the user typed.
+        suffix: Suffix of the files of this group, with the dot.
+        what: What such a file is, for messages.
+        error: Exception to raise.
+
+    Raises:
+        KVPolicyError: No entry point has this name, or its package cannot be imported.
+    """
+    point = find_installed(group, name, what=what, error=error)
+    try:
+        folder = files(point.value)
+    except (ImportError, TypeError) as cause:
+        msg = f"{what} '{name}' is broken: its package {point.value} cannot be imported"
+        raise error(msg) from cause
+    return Path(str(folder / f"{name}{suffix}"))
+
+
+def distribution(point: EntryPoint) -> str:
+    """Name and version of the distribution that registers an entry point."""
+    return f"{point.dist.name} {point.dist.version}" if point.dist else "unknown package"
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """End of a message about an unknown name: the nearest known names, and all of them."""
+    known = list(known)
+    close = difflib.get_close_matches(name[:_LONGEST_NAME], known, n=3, cutoff=0.5)
+    hint = f"; did you mean {' or '.join(close)}?" if close else "."
+    return f"{hint} Known are: {', '.join(known) or 'none'}"
