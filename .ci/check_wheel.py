@@ -3,23 +3,29 @@
 import sys
 from zipfile import ZipFile
 
-TOP_LEVEL = {"kvpolicy", "kvpolicy_baselines", "kvpolicy_plugins", "skipkv_plugin"}
+TOP_LEVEL = {
+    "kvpolicy",
+    "kvpolicy_baselines",
+    "kvpolicy_plugins",
+    "kvpolicy_reasoner",
+    "skipkv_plugin",
+}
 INSIDE = [
     "kvpolicy/py.typed",
-    "plugins/kvpolicy_reasoner/weights/config.json",
-    "plugins/kvpolicy_reasoner/weights/model.safetensors",
-    "plugins/kvpolicy_reasoner/weights/tokenizer.json",
-    "plugins/kvpolicy_reasoner/verbose/weights/config.json",
-    "plugins/kvpolicy_reasoner/verbose/weights/model.safetensors",
-    "plugins/kvpolicy_reasoner/verbose/weights/tokenizer.json",
-    "kvpolicy_baselines/presets/baselines.toml",
+    "kvpolicy_reasoner/weights/config.json",
+    "kvpolicy_reasoner/weights/model.safetensors",
+    "kvpolicy_reasoner/weights/tokenizer.json",
+    "kvpolicy_reasoner/verbose/weights/config.json",
+    "kvpolicy_reasoner/verbose/weights/model.safetensors",
+    "kvpolicy_reasoner/verbose/weights/tokenizer.json",
+    "kvpolicy_reasoner/presets/baselines.toml",
     "skipkv_plugin/README.md",
     "skipkv_plugin/plans/skipkv.toml",
-    "skipkv_plugin/presets/skipkv.toml",
+    "kvpolicy_reasoner/plans/skipkv-reasoner.toml",
     "kvpolicy/lab/report/assets/page.html",
     "kvpolicy/lab/report/assets/main.js",
     "kvpolicy/lab/report/assets/kept.css",
-    "plugins/kvpolicy_reasoner/vectors/reasoner-verbose.safetensors",
+    "kvpolicy_reasoner/vectors/reasoner-verbose.safetensors",
 ]
 MOST_BYTES = 14 << 20  # of which weights take 12 MiB at most
 

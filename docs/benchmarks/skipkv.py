@@ -27,10 +27,10 @@ import torch
 from torch import Tensor
 
 from kvpolicy import Engine, Plan, hookimpl
-from kvpolicy.lab.models import open_model
 from kvpolicy.lab.statistics import mean
 from kvpolicy.lab.steer.rules import load_rules
 from kvpolicy.lab.tasks.task import load_task
+from kvpolicy.model.loading import load_model
 from kvpolicy.state import Memory
 from skipkv_plugin.policy import SkipKV
 from skipkv_plugin.redundancy import SentenceVectors, redundant
@@ -113,7 +113,7 @@ class Reader:
 def sentences(folder: Path, n: int, rules: str) -> list[dict[str, Any]]:
     """One record for each cell."""
     run, cells = read_cells(folder, n)
-    reader = Reader(*open_model(run["model"]), rules)
+    reader = Reader(*load_model(run["model"]), rules)
     task = load_task(run["task"])
     prompts = [one.prompt for one in task.items(n, seed=run["seed"], split=run["split"])]
     records = []
@@ -200,7 +200,7 @@ class Fragments:
 def fragments(folder: Path, n: int, budgets: Sequence[int]) -> list[dict[str, Any]]:
     """One record for each policy and budget."""
     run, _ = read_cells(folder, 0)
-    model, tokenizer = open_model(run["model"])
+    model, tokenizer = load_model(run["model"])
     items = load_task(run["task"]).items(n, seed=run["seed"])
     stacks = {cell["series"]: cell["resolved"]["layers"][0]["stack"] for cell in run["cells"]}
     records = []
@@ -228,7 +228,7 @@ def fragments(folder: Path, n: int, budgets: Sequence[int]) -> list[dict[str, An
 def slots(folder: Path, n: int, budgets: Sequence[int]) -> list[dict[str, Any]]:
     """One record for each policy and size of memory; run it on an idle machine."""
     run, _ = read_cells(folder, 0)
-    model, tokenizer = open_model(run["model"])
+    model, tokenizer = load_model(run["model"])
     prompts = [item.prompt for item in load_task(run["task"]).items(n, seed=run["seed"])]
     longest = max(len(tokenizer(prompt)["input_ids"]) for prompt in prompts)
     longest += run["max_new_tokens"]

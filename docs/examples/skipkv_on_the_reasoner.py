@@ -12,9 +12,9 @@ from tempfile import TemporaryDirectory
 
 from kvpolicy import Engine, Plan
 from kvpolicy.lab.analysis.paired import bootstrap_mean
-from kvpolicy.lab.models import open_model
 from kvpolicy.lab.statistics import wilson
 from kvpolicy.lab.tasks.task import load_task
+from kvpolicy.model.loading import load_model
 
 MODEL = TASK = "reasoner"
 LAYER, BUDGET, BUFFER = 3, 127, 16
@@ -37,7 +37,7 @@ plans = {
     "SkipKV, no steering": Plan.uniform("skipkv", budget=BUDGET, buffer=BUFFER),
     "SkipKV": Plan.uniform("skipkv", budget=BUDGET, buffer=BUFFER, knobs={"skipkv": steered}),
 }
-model, tokenizer = open_model(MODEL)
+model, tokenizer = load_model(MODEL)
 task = load_task(TASK)
 items = task.items(NUM_REPORTED, seed=0)
 

@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Mapping, Sequence
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -83,10 +84,13 @@ def prepare(
     chosen = choose_plan(plan, policy or [], numbers, overrides or [])
     from kvpolicy.engine.engine import Engine
     from kvpolicy.engine.request import Sampling
-    from kvpolicy.lab.models import open_model
+    from kvpolicy.model.loading import load_model
+    from kvpolicy.model.tensor_parallel import refuse_several_processes
 
+    if not tensor_parallel:
+        refuse_several_processes()
     sampling = Sampling(temperature, top_k, top_p, seed)
-    loaded, tokenizer = open_model(
+    loaded, tokenizer = load_model(
         model,
         dtype=dtype,
         device=device,
@@ -113,15 +117,13 @@ def _prompts(prompt: str | None, file: str | None, model: str, seed: int) -> lis
         return read_prompts(file)
     if prompt is not None:
         return [read_stdin() if prompt == "-" else prompt]
-    from kvpolicy_reasoner.bundled import BUNDLED
-
-    if model in BUNDLED and sys.stdin.isatty():
-        from kvpolicy.lab.tasks.task import load_task
-
-        item = load_task(model).items(1, seed=seed)[0]
-        say(f"no prompt was given; here is held-out problem {seed}, whose answer is {item.answer}:")
-        typer.echo(item.prompt.rstrip("\n"), err=True)
-        return [item.prompt]
+    if sys.stdin.isatty():
+        # An installed model may come with a task of the same name.
+        for point in entry_points(group="kvpolicy.tasks", name=model):
+            item = point.load()().items(1, seed=seed)[0]
+            say(f"no prompt was given; this is problem {seed}, whose answer is {item.answer}:")
+            typer.echo(item.prompt.rstrip("\n"), err=True)
+            return [item.prompt]
     msg = "no prompt: give one, '-' to read one from standard input, or --file FILE."
     raise KVPolicyError(msg)
 
@@ -155,11 +157,8 @@ def choose_plan(
         if given:
             msg = f"--{given[0].partition('=')[0]} needs --policy NAME or --plan FILE."
             raise KVPolicyError(msg)
-        from kvpolicy.lab.sweep.sweep_file import DEFAULT_PRESET, load_preset
-
-        reference = load_preset(DEFAULT_PRESET).series[0]
-        say(f"no policy was given: {reference.label}.")
-        return Plan.from_dict(reference.plan, overrides, name=f"plan '{reference.label}'")
+        say("no policy was given: full cache.")
+        return Plan.from_dict({"stack": ["full"]}, overrides, name="plan 'full cache'")
     stack = [name.strip() for policy in policies for name in policy.split("+")]
     return Plan.from_dict({"stack": stack}, [*given, *overrides], name="the command line")
 

@@ -3,12 +3,27 @@
 import os
 import re
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
+from kvpolicy.defaults import default_name
 from kvpolicy.errors import KVPolicyError, OutputError
 from kvpolicy.plan.budget import SHARE
+
+# The default of --model; ``None`` if no installed package sets one.
+DEFAULT_MODEL: Any = default_name("model")
+
+
+def _model_or_default(model: str | None) -> str:
+    if model is None:
+        msg = (
+            "no model was named, and no installed package sets a default: give --model with a "
+            "hub id or a local folder."
+        )
+        raise KVPolicyError(msg)
+    return model
+
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
 Plugins = Annotated[
@@ -30,7 +45,9 @@ Overrides = Annotated[
 Model = Annotated[
     str,
     typer.Option(
-        metavar="NAME|FOLDER", help="A bundled reasoner's name, a hub id or a local folder."
+        metavar="NAME|FOLDER",
+        callback=_model_or_default,
+        help="Name of an installed model, hub id or local folder.",
     ),
 ]
 Dtype = Annotated[str, typer.Option(metavar="NAME", help="auto, float32, bfloat16 or float16.")]

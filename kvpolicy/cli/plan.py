@@ -15,6 +15,7 @@ import typer
 
 from kvpolicy.cli.columns import columns
 from kvpolicy.cli.options import (
+    DEFAULT_MODEL,
     Dtype,
     Json,
     Model,
@@ -42,7 +43,7 @@ app = typer.Typer(
 @app.command(short_help="Show what each layer will do, and its bytes.")
 def show(
     file: Annotated[Path, typer.Argument(metavar="FILE|NAME", help="A plan, as TOML.")],
-    model: Model = "reasoner",
+    model: Model = DEFAULT_MODEL,
     slots: Annotated[int, typer.Option(min=1, help="Sequences decoded together.")] = 8,
     tokens: Annotated[
         int | None,
@@ -65,11 +66,11 @@ def show(
         msg = "--toml and --json were given; one of them is wanted."
         raise KVPolicyError(msg)
     register_plugins(plugin)
-    from kvpolicy.lab.models import open_skeleton
+    from kvpolicy.model.loading import load_skeleton
     from kvpolicy.plan.plan import Plan
 
     plan = Plan.load(file, overrides or [])
-    skeleton = open_skeleton(model, dtype=dtype, trust_remote_code=trust_remote_code)
+    skeleton = load_skeleton(model, dtype=dtype, trust_remote_code=trust_remote_code)
     from kvpolicy.engine.footprint import footprint
 
     found = footprint(plan, skeleton, slots=slots, longest=tokens)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from kvpolicy.cli.options import (
+    DEFAULT_MODEL,
     Json,
     Model,
     Overrides,
@@ -28,7 +29,7 @@ WRONG_INPUT = 2
 
 def check(
     file: Annotated[Path, typer.Argument(metavar="FILE|NAME", help="A plan, as TOML.")],
-    model: Model = "reasoner",
+    model: Model = DEFAULT_MODEL,
     overrides: Overrides = None,
     plugin: Plugins = None,
     trust_remote_code: TrustRemoteCode = False,
@@ -67,15 +68,15 @@ def schema() -> None:
 
 
 def _check(file: Path, model: str, overrides: list[str], trust_remote_code: bool) -> "Findings":
-    from kvpolicy.lab.models import open_skeleton
     from kvpolicy.model.adapter import ModelAdapter
+    from kvpolicy.model.loading import load_skeleton
     from kvpolicy.plan import extends
     from kvpolicy.plan.check import Findings, check_plan
 
     num_layers, problems = None, []
     try:
         num_layers = ModelAdapter(
-            open_skeleton(model, trust_remote_code=trust_remote_code)
+            load_skeleton(model, trust_remote_code=trust_remote_code)
         ).num_layers
     except KVPolicyError as error:
         problems = [error]

@@ -15,6 +15,7 @@ from kvpolicy.cli.figures import describe_result, describe_run
 from kvpolicy.cli.generation import SOME_FAILED, prepare
 from kvpolicy.cli.interrupt import Interrupted
 from kvpolicy.cli.options import (
+    DEFAULT_MODEL,
     Budget,
     Buffer,
     Chat,
@@ -54,7 +55,7 @@ app = typer.Typer(add_completion=False, rich_markup_mode=None)
 def run(
     prompt: PromptText = None,
     file: PromptFile = None,
-    model: Model = "reasoner",
+    model: Model = DEFAULT_MODEL,
     plan: PlanFile = None,
     policy: Policies = None,
     budget: Budget = None,

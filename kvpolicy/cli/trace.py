@@ -18,6 +18,7 @@ from kvpolicy.cli.figures import describe_run
 from kvpolicy.cli.generation import SOME_FAILED, Generation, prepare
 from kvpolicy.cli.interrupt import Interrupted
 from kvpolicy.cli.options import (
+    DEFAULT_MODEL,
     Budget,
     Buffer,
     Chat,
@@ -77,7 +78,7 @@ def trace(
         typer.Option(metavar="FILE", help="A new file for all calls, as JSON lines."),
     ] = None,
     file: PromptFile = None,
-    model: Model = "reasoner",
+    model: Model = DEFAULT_MODEL,
     plan: PlanFile = None,
     policy: Policies = None,
     budget: Budget = None,

@@ -1,1 +1,1 @@
-"""Ablations: tasks, graders, the bundled reasoners, sweeps and their results."""
+"""Ablations: tasks, graders, sweeps and their results."""

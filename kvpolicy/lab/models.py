@@ -1,180 +1,153 @@
-"""Models by the names a user types: the bundled reasoners, hub ids, local folders."""
+"""The models of a sweep: what is known of one, how it is identified, and which one is loaded."""
 
-import difflib
-import os
-from logging import ERROR
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+import gc
+import hashlib
+import json
+from typing import Any, Protocol
 
-from kvpolicy_reasoner.bundled import BUNDLED, bundled_path
+import attrs
+import torch
+from torch import nn
+from transformers import PreTrainedModel
 
-from kvpolicy.errors import ModelError, error_summary
-from kvpolicy.lab.hub import hub_can_be_reached
+from kvpolicy.model.loading import load_model
+from kvpolicy.model.tensor_parallel import refuse_several_processes
 
-if TYPE_CHECKING:
-    from kvpolicy.model.tensor_parallel import TpPlan
+# Entries of a configuration that do not change a model's output.
+_IGNORED_SETTINGS = ("version", "transformers_version")
 
 
-def open_model(
-    name: str,
-    *,
-    dtype: str = "auto",
-    device: str | None = None,
-    trust_remote_code: bool = False,
-    tp_plan: "TpPlan | None" = None,
-) -> tuple[Any, Any]:
-    """Load a model and its tokenizer.
+@attrs.frozen
+class ModelInfo:
+    """What a sweep records of a model.
+
+    Attributes:
+        name: Its name, hub id or folder, as the user typed it.
+        fingerprint: Hash of its configuration and weights.
+        device: Its device.
+        dtype: Its precision.
+        num_layers: Number of decoder layers.
+        num_parameters: Number of parameters.
+    """
+
+    name: str
+    fingerprint: str
+    device: str
+    dtype: str
+    num_layers: int
+    num_parameters: int
+
+
+class ModelProvider(Protocol):
+    """Describes models: a `ModelCache` in this process, or workers on a cluster."""
+
+    def describe(self, name: str) -> tuple[ModelInfo, Any]:
+        """Describe a model and return its tokenizer; see `ModelCache.describe`."""
+
+
+@attrs.define
+class ModelCache:
+    """Loads models with the same options, and keeps the last one in memory.
+
+    Attributes:
+        dtype: Precision, as in `kvpolicy.model.loading.load_model`.
+        device: Device, as in `load_model`.
+        trust_remote_code: Whether to run code that comes with a model.
+    """
+
+    dtype: str = "auto"
+    device: str | None = None
+    trust_remote_code: bool = False
+    _name: str | None = attrs.field(default=None, init=False)
+    _loaded: tuple[Any, Any] | None = attrs.field(default=None, init=False)
+
+    def open(self, name: str) -> tuple[Any, Any]:
+        """Return a model and its tokenizer, loading them if another model is in memory.
+
+        The other model is released first, so that memory for one is enough.
+
+        Args:
+            name: Name of an installed model, hub id or local folder.
+
+        Raises:
+            ModelError: The model cannot be loaded.
+        """
+        if self._loaded is None or self._name != name:
+            refuse_several_processes()
+            self._name, self._loaded = name, None
+            gc.collect()
+            if torch.cuda.is_initialized():
+                torch.cuda.empty_cache()
+            self._loaded = load_model(
+                name,
+                dtype=self.dtype,
+                device=self.device,
+                trust_remote_code=self.trust_remote_code,
+            )
+        return self._loaded
+
+    def describe(self, name: str) -> tuple[ModelInfo, Any]:
+        """Describe a model, loading it if necessary, and return its tokenizer.
+
+        Args:
+            name: As for `open`.
+
+        Raises:
+            ModelError: The model cannot be loaded.
+        """
+        model, tokenizer = self.open(name)
+        return describe_model(name, model), tokenizer
+
+
+def describe_model(name: str, model: PreTrainedModel) -> ModelInfo:
+    """Describe a loaded model.
 
     Args:
-        name: A name in `BUNDLED`, a hub id or a local folder.
-        dtype: As in `kvpolicy.model.loading.load_model`; the reasoners are in float32 unless told
-            otherwise, since they are stored in half precision to be small, not to be run in it.
-        device: Where to put it; CUDA if there is any, else the CPU, if not given.
-        trust_remote_code: Whether to run code that comes with the model.
-        tp_plan: How to split it over processes, as in `kvpolicy.model.loading.load_model`.
-
-    Returns:
-        The model and its tokenizer.
-
-    Raises:
-        ModelError: It cannot be loaded, or is to be loaded whole by each of several processes
-            that torchrun has started.
+        name: Its name as the user typed it.
+        model: The model.
     """
-    if tp_plan is None and _started_by_torchrun():
-        msg = (
-            "torchrun has started several processes, each of which would do all the work; only "
-            "'kvpolicy run --tensor-parallel' shares a model among them, start one for the rest"
-        )
-        raise ModelError(msg)
-    path = _path(name)
-    from kvpolicy.model.loading import load_model
-
-    with _Quiet():
-        try:
-            return load_model(
-                path,
-                dtype=_dtype(name, dtype),
-                device=device,
-                trust_remote_code=trust_remote_code,
-                tp_plan=tp_plan,
-            )
-        except ModelError as error:
-            raise _with_hint(error, name) from error
+    return ModelInfo(
+        name=name,
+        fingerprint=fingerprint(model),
+        device=str(model.device),
+        dtype=str(model.dtype).removeprefix("torch."),
+        num_layers=model.config.get_text_config(decoder=True).num_hidden_layers,
+        num_parameters=sum(parameter.numel() for parameter in model.parameters()),
+    )
 
 
-def open_skeleton(name: str, *, dtype: str = "auto", trust_remote_code: bool = False) -> Any:
-    """Build a model from its configuration, without weights and without memory for them.
+def fingerprint(model: nn.Module) -> str:
+    """Hash a model's configuration and all its weights.
+
+    The name and the folder do not count. The precision does: a model in another precision gives
+    other answers.
 
     Args:
-        name: A name in `BUNDLED`, a hub id or a local folder.
-        dtype: Precision, as in `open_model`.
-        trust_remote_code: Whether to run code that comes with the model.
+        model: A Hugging Face model.
 
     Returns:
-        The model on the device ``meta``.
-
-    Raises:
-        ModelError: It cannot be built.
+        16 hexadecimal digits.
     """
-    path = _path(name)
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    from kvpolicy.model.loading import as_dtype, load_config
-
-    wanted = as_dtype(_dtype(name, dtype))
-    with _Quiet():
-        try:
-            config = load_config(path, trust_remote_code=trust_remote_code)
-        except ModelError as error:
-            raise _with_hint(error, name) from error
-        wanted = (config.dtype or torch.float32) if wanted == "auto" else wanted
-        try:
-            with torch.device("meta"):
-                return AutoModelForCausalLM.from_config(
-                    config, dtype=wanted, trust_remote_code=trust_remote_code
-                )
-        except Exception as error:
-            msg = (
-                f"model '{name}' is not a decoder-only model that transformers can build: "
-                f"{error_summary(error)}"
-            )
-            raise ModelError(msg) from error
+    config = getattr(model, "config", None)
+    settings = config.to_dict() if config is not None else {}
+    settings = {
+        k: v for k, v in settings.items() if not k.startswith("_") and k not in _IGNORED_SETTINGS
+    }
+    digest = hashlib.sha256(json.dumps(settings, sort_keys=True, default=str).encode())
+    for name, tensor in model.state_dict().items():
+        # An XOR over all values, computed on the model's device: seconds for billions of values.
+        value = torch.hash_tensor(tensor.detach()).view(torch.int64).item()
+        digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype} {value};".encode())
+    return digest.hexdigest()[:16]
 
 
-def _dtype(name: str, dtype: str) -> str:
-    return "float32" if name in BUNDLED and dtype == "auto" else dtype
+def fingerprint_texts(texts: list[str]) -> str:
+    """Hash texts in order.
 
+    Args:
+        texts: The texts.
 
-def _started_by_torchrun() -> bool:
-    return "TORCHELASTIC_RUN_ID" in os.environ and os.environ.get("WORLD_SIZE", "1") != "1"
-
-
-class _Quiet:
-    """Keep progress bars, retries and advice of the libraries out of our output."""
-
-    def __enter__(self) -> None:
-        from huggingface_hub.utils import logging as hub
-        from transformers.utils import logging
-
-        self._bars, self._level = logging.is_progress_bar_enabled(), logging.get_verbosity()
-        self._hub_level = hub.get_verbosity()
-        logging.disable_progress_bar()
-        logging.set_verbosity(ERROR)
-        hub.set_verbosity(ERROR)
-
-    def __exit__(self, *_: object) -> None:
-        from huggingface_hub.utils import logging as hub
-        from transformers.utils import logging
-
-        hub.set_verbosity(self._hub_level)
-        logging.set_verbosity(self._level)
-        if self._bars:
-            logging.enable_progress_bar()
-
-
-def _path(name: str) -> str:
-    if Path(name).is_dir() and name:
-        return name
-    if name in BUNDLED:
-        return str(bundled_path(name))
-    # A hub id is NAME or OWNER/NAME. What cannot be one, or is a slip of the pen, need not be
-    # asked for on the network.
-    is_path = len(Path(name).parts) > 2 or name.startswith(("/", ".", "~")) or not name.strip()
-    hint = _hint(name)
-    if is_path or (hint and "/" not in name):
-        msg = f"model '{name}' is no folder, and not a name of ours.{hint}"
-        raise ModelError(msg)
-    if not _may_be_had(name):
-        msg = (
-            f"model '{name}' is no folder and has not been downloaded before, and the hub "
-            "cannot be reached from here; give 'reasoner' or a local folder."
-        )
-        raise ModelError(msg)
-    return name
-
-
-def _may_be_had(name: str) -> bool:
-    """Whether a hub id is in the cache, or the hub can be asked."""
-    from huggingface_hub import constants, try_to_load_from_cache
-    from huggingface_hub.errors import HFValidationError
-
-    try:
-        if constants.HF_HUB_OFFLINE or try_to_load_from_cache(name, "config.json") is not None:
-            return True
-    except HFValidationError:
-        return True  # transformers has a good message for it
-    return hub_can_be_reached()
-
-
-def _with_hint(error: ModelError, name: str) -> ModelError:
-    hint = _hint(name)
-    return ModelError(f"{str(error).rstrip('.')}.{hint}") if hint else error
-
-
-def _hint(name: str) -> str:
-    folder = Path(name).parent
-    siblings = [str(p) for p in sorted(folder.iterdir()) if p.is_dir()] if folder.is_dir() else []
-    known = [one for one in [*BUNDLED, *siblings] if one != name.rstrip("/")]
-    near = difflib.get_close_matches(name, known, n=2, cutoff=0.7)
-    return f" Did you mean {' or '.join(near)}?" if near else ""
+    Returns:
+        16 hexadecimal digits.
+    """
+    return hashlib.sha256(json.dumps(texts).encode()).hexdigest()[:16]

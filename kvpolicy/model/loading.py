@@ -1,14 +1,25 @@
-"""Loading a model and its tokenizer: hub ids and local folders by the same door."""
+"""Loading a model and its tokenizer: by the name of an installed model, hub id or local folder.
 
+An entry point of the group ``kvpolicy.models`` names a function without arguments that returns an
+`InstalledModel`.
+"""
+
+import difflib
 from collections.abc import Mapping
+from importlib.metadata import entry_points
+from logging import ERROR
 from pathlib import Path
 from typing import Any
 
+import attrs
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from kvpolicy.errors import ModelError, error_summary
+from kvpolicy.model.hub import hub_reachable
 from kvpolicy.model.tensor_parallel import TpPlan, loading_options
+
+GROUP = "kvpolicy.models"
 
 DTYPES: dict[str, str | torch.dtype] = {
     "auto": "auto",
@@ -16,6 +27,24 @@ DTYPES: dict[str, str | torch.dtype] = {
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
 }
+
+
+@attrs.frozen
+class InstalledModel:
+    """A model that a package installs.
+
+    Attributes:
+        folder: Hugging Face folder with configuration, safetensors weights and tokenizer.
+        dtype: Precision if the user asks for ``"auto"``; ``"auto"`` takes that of the weights.
+    """
+
+    folder: Path
+    dtype: str = "auto"
+
+
+def installed_models() -> list[str]:
+    """Names of the models that packages install, in alphabetical order."""
+    return sorted(point.name for point in entry_points(group=GROUP))
 
 
 def load_model(
@@ -29,23 +58,24 @@ def load_model(
     """Load a decoder-only model and its tokenizer, ready to generate.
 
     Args:
-        name: Hub id, or a local folder with weights as safetensors.
-        dtype: ``"auto"`` (as stored), ``"float32"``, ``"bfloat16"``, ``"float16"``, or a torch
-            dtype.
-        device: Where to put it; ``None`` means CUDA if there is any, else the CPU.
+        name: Name of an installed model, hub id, or local folder with safetensors weights.
+        dtype: ``"auto"`` (as stored, or as an installed model prefers), ``"float32"``,
+            ``"bfloat16"``, ``"float16"``, or a torch dtype.
+        device: Where to put it; by default CUDA if available, else the CPU.
         trust_remote_code: Whether to run code that comes with the model.
         tp_plan: Splits the model over the processes that torchrun has started, each of which
-            calls this: ``"auto"``, as transformers plans it for models of its kind, or a style
-            for each of some modules. Each process has a device of its own then.
+            calls this: ``"auto"`` for the model's own plan, or a style for each of some modules.
+            Each process takes a device of its own.
 
     Returns:
         The model and its tokenizer.
 
     Raises:
-        ModelError: If either cannot be loaded, or the model cannot be split.
+        ModelError: The model or its tokenizer cannot be loaded, or the model cannot be split.
     """
-    wanted = as_dtype(dtype)
-    where = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    as_dtype(dtype)
+    source = _find(name)
+    wanted = as_dtype(source.dtype if dtype == "auto" else dtype)
     remote = {"trust_remote_code": trust_remote_code}
     options: dict[str, Any] = {}
     if tp_plan is not None:
@@ -55,50 +85,89 @@ def load_model(
                 "each process takes a device of its own, leave it out"
             )
             raise ModelError(msg)
-        config = load_config(name, trust_remote_code=trust_remote_code)
-        options = loading_options(name, config, tp_plan)
-    try:
-        # Weights that do not fit are told apart below: transformers would print a table of
-        # them, or fill in random numbers.
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
-            name,
-            dtype=wanted,
-            use_safetensors=True,
-            ignore_mismatched_sizes=True,
-            output_loading_info=True,
-            **remote,
-            **options,
-        )
-        model, found = loaded
-        tokenizer = AutoTokenizer.from_pretrained(name, **remote)
-    except Exception as error:
-        raise _cannot_load(name, _pickled(name) or _said(error)) from error
-    problem = _weights_problem(found) or _tokenizer_problem(tokenizer)
+        options = loading_options(name, _load_config(name, source, trust_remote_code), tp_plan)
+    with _QuietLibraries():
+        try:
+            # Weights that do not fit are reported below; transformers would print a table of
+            # them, or replace them by random numbers.
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
+                source.folder,
+                dtype=wanted,
+                use_safetensors=True,
+                ignore_mismatched_sizes=True,
+                output_loading_info=True,
+                **remote,
+                **options,
+            )
+            model, info = loaded
+            tokenizer = AutoTokenizer.from_pretrained(source.folder, **remote)
+        except Exception as error:
+            reason = _pickle_problem(source.folder) or _first_sentence(error)
+            raise _cannot_load(name, reason) from error
+    problem = _weights_problem(info) or _tokenizer_problem(tokenizer)
     if problem is not None:
         raise _cannot_load(name, problem)
-    return model.eval() if options else move(model.eval(), where), tokenizer
+    if tp_plan is not None:
+        return model.eval(), tokenizer
+    return move(model.eval(), device or ("cuda" if torch.cuda.is_available() else "cpu")), tokenizer
+
+
+def load_skeleton(
+    name: str | Path, *, dtype: str | torch.dtype = "auto", trust_remote_code: bool = False
+) -> PreTrainedModel:
+    """Build a model from its configuration, without weights and without memory for them.
+
+    Args:
+        name: As for `load_model`.
+        dtype: As for `load_model`.
+        trust_remote_code: Whether to run code that comes with the model.
+
+    Returns:
+        The model on the device ``meta``.
+
+    Raises:
+        ModelError: The model cannot be built.
+    """
+    source = _find(name)
+    wanted = as_dtype(source.dtype if dtype == "auto" else dtype)
+    config = _load_config(name, source, trust_remote_code)
+    with _QuietLibraries():
+        try:
+            with torch.device("meta"):
+                model: PreTrainedModel = AutoModelForCausalLM.from_config(
+                    config,
+                    dtype=(config.dtype or torch.float32) if wanted == "auto" else wanted,
+                    trust_remote_code=trust_remote_code,
+                )
+        except Exception as error:
+            msg = (
+                f"model '{name}' is not a decoder-only model that transformers can build: "
+                f"{error_summary(error)}"
+            )
+            raise ModelError(msg) from error
+    return model
 
 
 def move(model: PreTrainedModel, device: str) -> PreTrainedModel:
-    """Put a model on a device; raises `ModelError` if it cannot be."""
+    """Move a model to a device.
+
+    Raises:
+        ModelError: There is no such device, or it lacks memory.
+    """
     try:
         model.to(device)  # type: ignore[arg-type] # transformers wraps it and loses its self
     except (RuntimeError, AssertionError) as error:
-        msg = f"the model cannot be put on device '{device}': {_said(error)}"
+        msg = f"the model cannot be put on device '{device}': {_first_sentence(error)}"
         raise ModelError(msg) from error
     return model
 
 
-def load_config(name: str | Path, *, trust_remote_code: bool = False) -> Any:
-    """Load a model's configuration only; raises `ModelError` if it cannot be."""
-    try:
-        return AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
-    except Exception as error:
-        raise _cannot_load(name, _said(error)) from error
-
-
 def as_dtype(dtype: str | torch.dtype) -> str | torch.dtype:
-    """A dtype by its name, ``"auto"`` as it is; raises `ModelError` for other names."""
+    """A dtype by its name; ``"auto"`` stays as it is.
+
+    Raises:
+        ModelError: The name is unknown.
+    """
     if isinstance(dtype, torch.dtype):
         return dtype
     if dtype not in DTYPES:
@@ -107,25 +176,81 @@ def as_dtype(dtype: str | torch.dtype) -> str | torch.dtype:
     return DTYPES[dtype]
 
 
-def _weights_problem(found: Mapping[str, Any]) -> str | None:
-    """What transformers would have filled with random numbers."""
-    for kind, words in (("mismatched_keys", "of another shape"), ("missing_keys", "missing")):
-        names = sorted(str(one[0] if isinstance(one, tuple) else one) for one in found[kind])
+@attrs.frozen
+class _Source:
+    """What transformers is given: a folder or a hub id, and the precision for ``"auto"``."""
+
+    folder: str
+    dtype: str = "auto"
+
+
+def _find(name: str | Path) -> _Source:
+    """Resolve a name, without network access where it cannot be a hub id."""
+    text = str(name)
+    if Path(text).is_dir() and text:
+        return _Source(text)
+    for point in entry_points(group=GROUP, name=text):
+        try:
+            installed: InstalledModel = point.load()()
+        except Exception as error:
+            msg = f"model '{text}' ({point.value}) cannot be loaded: {error_summary(error)}"
+            raise ModelError(msg) from error
+        return _Source(str(installed.folder), installed.dtype)
+    # A hub id is NAME or OWNER/NAME. A path or a misspelt name is refused without asking the hub.
+    is_path = len(Path(text).parts) > 2 or text.startswith(("/", ".", "~")) or not text.strip()
+    hint = _hint(text)
+    if is_path or (hint and "/" not in text):
+        msg = f"model '{text}' is no folder and no installed model.{hint}"
+        raise ModelError(msg)
+    if not _is_available(text):
+        others = "".join(f"'{one}', " for one in installed_models()[:1])
+        msg = (
+            f"model '{text}' is no folder and not in the download cache, and the hub cannot be "
+            f"reached from here; give {others}a local folder or a downloaded model."
+        )
+        raise ModelError(msg)
+    return _Source(text)
+
+
+def _is_available(hub_id: str) -> bool:
+    """Whether a hub id is in the download cache, or the hub can be reached."""
+    from huggingface_hub import constants, try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        is_cached = try_to_load_from_cache(hub_id, "config.json") is not None
+    except HFValidationError:
+        return True  # transformers' own message explains it
+    return constants.HF_HUB_OFFLINE or is_cached or hub_reachable()
+
+
+def _load_config(name: str | Path, source: _Source, trust_remote_code: bool) -> Any:
+    with _QuietLibraries():
+        try:
+            return AutoConfig.from_pretrained(source.folder, trust_remote_code=trust_remote_code)
+        except Exception as error:
+            raise _cannot_load(name, _first_sentence(error)) from error
+
+
+def _weights_problem(info: Mapping[str, Any]) -> str | None:
+    """Report weights that transformers would have replaced by random numbers."""
+    for kind, problem in (("mismatched_keys", "of another shape"), ("missing_keys", "missing")):
+        names = sorted(str(one[0] if isinstance(one, tuple) else one) for one in info[kind])
         if names:
             more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-            return f"weights are {words}: {names[0]}{more}."
+            return f"weights are {problem}: {names[0]}{more}."
     return None
 
 
 def _tokenizer_problem(tokenizer: Any) -> str | None:
-    """Where its files are missing, transformers may build a tokenizer that knows no token."""
+    """Report an empty vocabulary: without its files, transformers may build such a tokenizer."""
     if set(tokenizer.get_vocab()) - set(tokenizer.all_special_tokens):
         return None
     return "its tokenizer knows no tokens; tokenizer.json may be missing."
 
 
-def _pickled(name: str | Path) -> str | None:
-    """Why a folder cannot be loaded that has its weights as a pickle only."""
+def _pickle_problem(name: str) -> str | None:
+    """Report a folder that has its weights as a pickle only."""
     folder = Path(name)
     if not folder.is_dir() or list(folder.glob("*.safetensors")):
         return None
@@ -139,18 +264,50 @@ def _pickled(name: str | Path) -> str | None:
 
 
 def _cannot_load(name: str | Path, reason: str) -> ModelError:
+    hint = _hint(str(name))
     msg = (
         f"model '{name}' cannot be loaded: {reason} Give a hub id or a folder with "
-        "config.json, safetensors weights and a tokenizer"
+        f"config.json, safetensors weights and a tokenizer{'.' if hint else ''}{hint}"
     )
     return ModelError(msg)
 
 
-def _said(error: BaseException) -> str:
-    """What another library says, as one sentence: its first, or all if that promises more."""
+def _hint(name: str) -> str:
+    folder = Path(name).parent
+    siblings = [str(p) for p in sorted(folder.iterdir()) if p.is_dir()] if folder.is_dir() else []
+    known = [one for one in [*installed_models(), *siblings] if one != name.rstrip("/")]
+    near = difflib.get_close_matches(name, known, n=2, cutoff=0.7)
+    return f" Did you mean {' or '.join(near)}?" if near else ""
+
+
+def _first_sentence(error: BaseException) -> str:
+    """Another library's message as one sentence: its first line, or all if that ends in a colon."""
     lines = [line.strip() for line in str(error).strip().splitlines()]
-    known = isinstance(error, (OSError, ValueError)) and lines
-    line = lines[0] if known else error_summary(error)
+    has_sentence = isinstance(error, (OSError, ValueError)) and lines
+    line = lines[0] if has_sentence else error_summary(error)
     if line.endswith(":"):
         line = " ".join(lines)
     return line if line.endswith((".", "!", "?")) else f"{line}."
+
+
+class _QuietLibraries:
+    """Suppresses progress bars, retries and advice of transformers and the hub's client."""
+
+    def __enter__(self) -> None:
+        from huggingface_hub.utils import logging as hub
+        from transformers.utils import logging
+
+        self._bars, self._level = logging.is_progress_bar_enabled(), logging.get_verbosity()
+        self._hub_level = hub.get_verbosity()
+        logging.disable_progress_bar()
+        logging.set_verbosity(ERROR)
+        hub.set_verbosity(ERROR)
+
+    def __exit__(self, *_: object) -> None:
+        from huggingface_hub.utils import logging as hub
+        from transformers.utils import logging
+
+        hub.set_verbosity(self._hub_level)
+        logging.set_verbosity(self._level)
+        if self._bars:
+            logging.enable_progress_bar()

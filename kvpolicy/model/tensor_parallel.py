@@ -83,6 +83,20 @@ def holders_of_heads(
     return peers
 
 
+def refuse_several_processes() -> None:
+    """Refuse to load a whole model in each of several processes that torchrun has started.
+
+    Raises:
+        ModelError: torchrun has started this process and others.
+    """
+    if "TORCHELASTIC_RUN_ID" in os.environ and os.environ.get("WORLD_SIZE", "1") != "1":
+        msg = (
+            "torchrun has started several processes, each of which would do all the work; only "
+            "'kvpolicy run --tensor-parallel' splits a model over them, start one for the rest"
+        )
+        raise ModelError(msg)
+
+
 def _launch_problem() -> str | None:
     if not dist.is_initialized() and "RANK" not in os.environ:
         return (

@@ -1,1 +1,23 @@
-"""Small reasoning models trained for the project: tasks, tokenizers, weights and training."""
+"""Two small reasoning models with their tasks, vectors, plans and sweeps: the bundled reasoners."""
+
+from pathlib import Path
+
+REASONER = "reasoner"
+REASONER_VERBOSE = "reasoner-verbose"
+
+DEFAULT_MODEL = REASONER
+DEFAULT_TASK = REASONER
+DEFAULT_SWEEP = "baselines"
+
+_FOLDERS = {REASONER: "weights", REASONER_VERBOSE: "verbose/weights"}
+
+BUNDLED = tuple(_FOLDERS)
+
+
+def bundled_path(name: str = REASONER) -> Path:
+    """Return the Hugging Face folder of a trained reasoner.
+
+    Args:
+        name: One of `BUNDLED`.
+    """
+    return Path(__file__).parent / _FOLDERS[name]

@@ -20,7 +20,7 @@ from kvpolicy.cli.columns import columns
 from kvpolicy.cli.options import Json
 from kvpolicy.cli.output import say, write, write_json
 from kvpolicy.errors import KVPolicyError
-from kvpolicy_reasoner.bundled import BUNDLED, REASONER, bundled_path
+from kvpolicy_reasoner import BUNDLED, REASONER, bundled_path
 
 if TYPE_CHECKING:
     from kvpolicy_reasoner.evaluate import Attempt, Score
@@ -200,7 +200,7 @@ def _interval(score: "Score") -> str:
 
 
 def _verdict(attempt: "Attempt") -> str:
-    from kvpolicy_reasoner.task import extract_answer
+    from kvpolicy.lab.tasks.answers import extract_answer
 
     if attempt.is_right:
         return f"right, {attempt.num_tokens} tokens"

@@ -18,9 +18,20 @@ from transformers import (
 from transformers.utils import logging
 
 from kvpolicy.errors import ModelError
-from kvpolicy_reasoner.bundled import bundled_path
+from kvpolicy.model.loading import InstalledModel
+from kvpolicy_reasoner import REASONER_VERBOSE, bundled_path
 from kvpolicy_reasoner.lookback import look_back
 from kvpolicy_reasoner.tokenizer import build_tokenizer
+
+
+def reasoner() -> InstalledModel:
+    """The first reasoner; its weights are stored in bfloat16 to be small, and run in float32."""
+    return InstalledModel(bundled_path(), dtype="float32")
+
+
+def reasoner_verbose() -> InstalledModel:
+    """The second reasoner, likewise."""
+    return InstalledModel(bundled_path(REASONER_VERBOSE), dtype="float32")
 
 
 def load_reasoner(

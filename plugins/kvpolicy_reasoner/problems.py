@@ -8,8 +8,7 @@ import attrs
 
 from kvpolicy.errors import KVPolicyError
 from kvpolicy.lab.tasks.task import Split
-from kvpolicy_reasoner import task
-from kvpolicy_reasoner.bundled import REASONER, REASONER_VERBOSE
+from kvpolicy_reasoner import REASONER, REASONER_VERBOSE, task
 from kvpolicy_reasoner.facts import Difficulty
 from kvpolicy_reasoner.task import Problem
 from kvpolicy_reasoner.verbose import task as verbose

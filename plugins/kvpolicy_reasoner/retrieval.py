@@ -17,10 +17,11 @@ from collections.abc import Sequence
 import attrs
 
 from kvpolicy.errors import TaskError
+from kvpolicy.lab.tasks.answers import extract_answer
 from kvpolicy.lab.tasks.measures import Graded
 from kvpolicy.lab.tasks.task import Item, Split, spell
 from kvpolicy_reasoner.facts import NAMES, Fact, derive, draw_leaf
-from kvpolicy_reasoner.task import extract_answer, split_of
+from kvpolicy_reasoner.task import split_of
 
 # Tokens of the reasoners' tokenizer: one per word, number and mark.
 _FRAME = 8  # <|user|>, " What is tea?", <|assistant|><think> and the line break

@@ -2,12 +2,12 @@
 
 import hashlib
 import random
-import re
 from collections.abc import Callable
 
 import attrs
 
 from kvpolicy.errors import KVPolicyError
+from kvpolicy.lab.tasks.answers import extract_answer
 from kvpolicy.lab.tasks.task import Split
 from kvpolicy_reasoner.facts import Difficulty, FactSheet, draw_fact_sheet
 from kvpolicy_reasoner.trace import write_trace
@@ -160,23 +160,6 @@ def split_of(prompt: str) -> Split:
     return _HELD_OUT.get(int.from_bytes(digest) % _NUM_BUCKETS, "train")
 
 
-def extract_answer(text: str) -> str | None:
-    r"""Read the last balanced ``\\boxed{...}`` of a text.
-
-    Args:
-        text: A generated trace.
-
-    Returns:
-        What the box holds, stripped of outer white space; none if no box is closed.
-    """
-    answer = None
-    for box in re.finditer(r"\\boxed\{", text):
-        end = _closing_brace(text, box.end())
-        if end is not None:
-            answer = text[box.end() : end].strip()
-    return answer
-
-
 def grade(text: str, problem: Problem) -> bool:
     """Tell whether a generated trace boxes the right answer.
 
@@ -188,12 +171,3 @@ def grade(text: str, problem: Problem) -> bool:
         True if the last balanced box holds the answer.
     """
     return extract_answer(text) == problem.answer
-
-
-def _closing_brace(text: str, start: int) -> int | None:
-    depth = 1
-    for index in range(start, len(text)):
-        depth += {"{": 1, "}": -1}.get(text[index], 0)
-        if depth == 0:
-            return index
-    return None

@@ -5,12 +5,12 @@ from collections.abc import Mapping, Sequence
 import attrs
 
 from kvpolicy.errors import TaskError
+from kvpolicy.lab.tasks.answers import extract_answer
 from kvpolicy.lab.tasks.measures import Graded
 from kvpolicy.lab.tasks.task import Item, Split, spell
-from kvpolicy_reasoner.bundled import REASONER, REASONER_VERBOSE
+from kvpolicy_reasoner import REASONER, REASONER_VERBOSE
 from kvpolicy_reasoner.facts import Difficulty
 from kvpolicy_reasoner.problems import problems_of
-from kvpolicy_reasoner.task import extract_answer
 
 STANDARD = "standard"
 

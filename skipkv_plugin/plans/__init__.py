@@ -1,1 +1,1 @@
-"""Plans: SkipKV's defaults, the authors' settings, and those chosen for the bundled reasoners."""
+"""Plans: SkipKV's defaults and the settings of its authors."""

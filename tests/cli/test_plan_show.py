@@ -8,7 +8,7 @@ from folders import NUM_LAYERS
 from shell import Shell
 
 from kvpolicy.engine.engine import Engine
-from kvpolicy.lab.models import open_model
+from kvpolicy.model.loading import load_model
 from kvpolicy.plan.plan import Plan
 
 PLANS = {
@@ -44,7 +44,7 @@ def test_the_bytes_are_those_the_engine_allocates(
         *("plan", "show", path, "--model", model_folder, "--json"),
         *("--slots", slots, "--tokens", 50),
     ).json
-    model, _ = open_model(str(model_folder))
+    model, _ = load_model(str(model_folder))
     engine = Engine(model, None, Plan.load(path), slots=slots)
     # The longest sequence takes 50 positions; compactions never happen, so nothing is copied.
     run = engine.generate([[5] * 10] * slots, max_new_tokens=40, stop_ids=())

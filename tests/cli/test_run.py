@@ -9,8 +9,8 @@ from shell import Shell
 
 from kvpolicy.engine.engine import Engine
 from kvpolicy.engine.request import Sampling
-from kvpolicy.lab.models import open_model
 from kvpolicy.lab.tasks.task import load_task
+from kvpolicy.model.loading import load_model
 from kvpolicy.plan.plan import Plan
 
 PROMPTS = [item.prompt for item in load_task("reasoner").items(3, seed=0)]
@@ -19,7 +19,7 @@ H2O = ("--policy", "h2o", "--budget", "16", "--buffer", "8", "--max-new-tokens",
 
 @pytest.fixture(scope="module")
 def engine(model_folder: Path) -> Engine:
-    model, tokenizer = open_model(str(model_folder))
+    model, tokenizer = load_model(str(model_folder))
     return Engine(model, tokenizer, Plan.uniform("h2o", budget=16, buffer=8))
 
 

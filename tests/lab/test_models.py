@@ -9,17 +9,17 @@ from tiny import tiny_model
 
 from kvpolicy.errors import ModelError
 from kvpolicy.lab import hub, models
-from kvpolicy.lab.fingerprint import fingerprint, fingerprint_texts
-from kvpolicy.lab.models import open_model, open_skeleton
+from kvpolicy.lab.models import fingerprint, fingerprint_texts
+from kvpolicy.model.loading import load_model, load_skeleton
 
 
 def test_the_reasoner_is_run_in_full_precision_unless_told_otherwise() -> None:
-    assert open_model("reasoner")[0].dtype == torch.float32
-    assert open_model("reasoner", dtype="bfloat16")[0].dtype == torch.bfloat16
+    assert load_model("reasoner")[0].dtype == torch.float32
+    assert load_model("reasoner", dtype="bfloat16")[0].dtype == torch.bfloat16
 
 
 def test_a_skeleton_has_the_shapes_of_the_model_and_no_memory(model_folder: Path) -> None:
-    skeleton, (model, _) = open_skeleton(str(model_folder)), open_model(str(model_folder))
+    skeleton, (model, _) = load_skeleton(str(model_folder)), load_model(str(model_folder))
     shapes = {name: tensor.shape for name, tensor in skeleton.named_parameters()}
     assert shapes == {name: tensor.shape for name, tensor in model.named_parameters()}
     assert skeleton.device.type == "meta"
@@ -35,7 +35,7 @@ def test_what_cannot_be_a_hub_id_is_refused_without_asking_the_hub(
 
     monkeypatch.setattr(models, "_may_be_had", ask)
     with pytest.raises(ModelError, match="no folder"):
-        open_model(name)
+        load_model(name)
 
 
 def test_a_hub_that_cannot_be_reached_is_not_asked_again_and_again(
@@ -48,11 +48,11 @@ def test_a_hub_that_cannot_be_reached_is_not_asked_again_and_again(
     monkeypatch.setattr(hub, "getproxies", dict)
     monkeypatch.setattr(hub.socket, "getaddrinfo", no_address)
     with pytest.raises(ModelError, match="the hub cannot be reached"):
-        open_model("somebody/something")
+        load_model("somebody/something")
 
 
 def test_loading_says_nothing(model_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    open_model(str(model_folder))
+    load_model(str(model_folder))
     assert capsys.readouterr() == ("", "")
 
 
@@ -72,10 +72,10 @@ def test_equal_models_have_equal_fingerprints_and_others_have_others() -> None:
 def test_a_fingerprint_does_not_depend_on_where_a_model_lies(
     model_folder: Path, tmp_path: Path
 ) -> None:
-    model, tokenizer = open_model(str(model_folder))
+    model, tokenizer = load_model(str(model_folder))
     model.save_pretrained(tmp_path / "copy")
     tokenizer.save_pretrained(tmp_path / "copy")
-    assert fingerprint(open_model(str(tmp_path / "copy"))[0]) == fingerprint(model)
+    assert fingerprint(load_model(str(tmp_path / "copy"))[0]) == fingerprint(model)
 
 
 def test_a_fingerprint_does_not_depend_on_the_version_that_loads_a_model(

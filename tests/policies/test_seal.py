@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from kvpolicy import Engine, Plan, hookimpl, load_policy
 from kvpolicy.errors import KnobError, KVPolicyError, PlanError, SteeringError
 from kvpolicy.hooks.stack import Stack
-from kvpolicy.lab.models import open_model
+from kvpolicy.model.loading import load_model
 from kvpolicy.registers import RegisterFile
 from kvpolicy.toolkit.calibration import Calibration
 from kvpolicy.toolkit.steering_vectors import (
@@ -194,7 +194,7 @@ class Notes:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_reasoner_is_pushed_at_every_paragraph_of_its_thinking(dtype: str) -> None:
-    model, tokenizer = open_model("reasoner", dtype=dtype)
+    model, tokenizer = load_model("reasoner", dtype=dtype)
     vector = load_steering_vector("reasoner")
     notes = Notes(vector.layer)
     handle = model.model.layers[vector.layer].register_forward_hook(notes.watch)
@@ -225,7 +225,7 @@ def generated(model: Any, tokenizer: Any, *stack: object, **options: Any) -> lis
 
 
 def test_without_strength_it_is_not_there() -> None:
-    model, tokenizer = open_model("reasoner")
+    model, tokenizer = load_model("reasoner")
     none = {"strength": 0}
     for plan in ({"stack": ("full",)}, {"stack": ("rkv",), "budget": 96, "buffer": 16}):
         stack, options = plan.pop("stack"), plan
@@ -237,7 +237,7 @@ def test_without_strength_it_is_not_there() -> None:
 
 
 def test_alone_it_is_the_full_cache_and_under_a_budget_it_changes_none() -> None:
-    model, tokenizer = open_model("reasoner")
+    model, tokenizer = load_model("reasoner")
     alone = generated(model, tokenizer, "seal")
     assert [r.tokens for r in alone] == [
         r.tokens for r in generated(model, tokenizer, "full", "seal")
@@ -252,7 +252,7 @@ def test_alone_it_is_the_full_cache_and_under_a_budget_it_changes_none() -> None
 
 @pytest.mark.parametrize("slots", [1, 2, 4])
 def test_a_sequence_is_steered_as_if_it_were_alone(slots: int) -> None:
-    model, tokenizer = open_model("reasoner")
+    model, tokenizer = load_model("reasoner")
     plan = Plan.uniform("full", "seal", knobs={"seal": {"strength": 3.0}})
     prompts = [problem.prompt for problem in make_problems(4, seed=6, split="tune")]
     prompts[1] += "</think>"  # not thinking any more
@@ -267,7 +267,7 @@ def test_a_sequence_is_steered_as_if_it_were_alone(slots: int) -> None:
 
 
 def test_a_vector_of_another_model_is_named(tmp_path: Path) -> None:
-    model, tokenizer = open_model(str(save_tiny_model(tmp_path / "tiny")))
+    model, tokenizer = load_model(str(save_tiny_model(tmp_path / "tiny")))
     plan = Plan.uniform("full", "seal", knobs={"seal": {"layer": 1}})
     with pytest.raises(SteeringError, match=r"128 numbers .* 32: it was made for reasoner"):
         Engine(model, tokenizer, plan).generate([" tea"], max_new_tokens=4).results()

@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from kvpolicy_reasoner.bundled import BUNDLED
+from kvpolicy_reasoner import BUNDLED
 from shell import Shell
 
 from kvpolicy.lab.statistics import wilson

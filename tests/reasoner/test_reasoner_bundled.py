@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from kvpolicy_reasoner.bundled import BUNDLED, REASONER_VERBOSE, bundled_path
+from kvpolicy_reasoner import BUNDLED, REASONER_VERBOSE, bundled_path
 from kvpolicy_reasoner.evaluate import attempt, score
 from kvpolicy_reasoner.model import load_reasoner
 from kvpolicy_reasoner.problems import problems_of
@@ -15,8 +15,8 @@ from kvpolicy_reasoner.train.train import train
 from transformers import AutoTokenizer
 
 from kvpolicy.errors import KVPolicyError
-from kvpolicy.lab.models import open_model
 from kvpolicy.lab.tasks.task import load_task
+from kvpolicy.model.loading import load_model
 
 
 @pytest.mark.parametrize("name", BUNDLED)
@@ -37,7 +37,7 @@ def test_the_shipped_tokenizer_is_the_one_of_the_recipe(name):
 
 @pytest.mark.parametrize("name", BUNDLED)
 def test_a_reasoner_opens_by_its_name_in_full_precision_and_knows_its_task(name):
-    model, tokenizer = open_model(name)
+    model, tokenizer = load_model(name)
     assert model.dtype == torch.float32
     item = load_task(name).items(1, seed=0)[0]
     assert tokenizer.unk_token_id not in tokenizer(item.prompt)["input_ids"]

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from kvpolicy_reasoner.bundled import bundled_path
+from kvpolicy_reasoner import bundled_path
 from kvpolicy_reasoner.evaluate import attempt, score
 from kvpolicy_reasoner.model import load_reasoner, new_model
 from kvpolicy_reasoner.task import make_problems

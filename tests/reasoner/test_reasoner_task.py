@@ -4,7 +4,8 @@ import random
 import re
 
 import pytest
-from kvpolicy_reasoner.task import extract_answer, grade, make_problems, split_of
+from kvpolicy.lab.tasks.answers import extract_answer
+from kvpolicy_reasoner.task import grade, make_problems, split_of
 
 from kvpolicy.errors import KVPolicyError
 

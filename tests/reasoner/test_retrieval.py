@@ -11,8 +11,8 @@ from kvpolicy_reasoner.task import split_of
 from kvpolicy_reasoner.tokenizer import build_tokenizer
 
 from kvpolicy import Engine
-from kvpolicy.lab.sweep.sweep_file import full_cache_plan
 from kvpolicy.lab.tasks.task import Split, load_task
+from kvpolicy.plan.plan import Plan
 
 SHARE_RIGHT = 0.9  # measured: 97 to 100 % of 100 at these lengths, see docs/reference/tasks.md
 
@@ -64,7 +64,7 @@ def test_the_reasoner_with_the_full_cache_finds_most_needles(name: str) -> None:
     model, tokenizer = load_reasoner()
     task = load_task(name)
     items = task.items(20, seed=0)
-    engine = Engine(model, tokenizer, full_cache_plan(), slots=20)
+    engine = Engine(model, tokenizer, Plan.uniform("full"), slots=20)
     run = engine.generate([item.prompt for item in items], max_new_tokens=200)
     right = [task.grade(result.text, items[result.id]) for result in run]
     assert sum(right) >= SHARE_RIGHT * len(items)

@@ -4,7 +4,7 @@ from typing import Any
 
 import attrs
 
-from kvpolicy.lab.card import ModelInfo
+from kvpolicy.lab.models import ModelInfo
 from kvpolicy.lab.sweep.comparison import Comparison
 from kvpolicy.lab.sweep.prepare import prepare
 from kvpolicy.lab.sweep.sweep_file import Preset, series_of_stack

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from families import FAMILIES, family_model
-from kvpolicy_reasoner.bundled import bundled_path
+from kvpolicy_reasoner import bundled_path
 from strategies import SMALL_KNOBS, STEERING
 from tiny import tiny_model, tiny_tokenizer
 from torch import distributed as dist

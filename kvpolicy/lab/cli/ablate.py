@@ -118,7 +118,7 @@ def ablate(
     """Compare policies at several budgets: accuracy, length, memory and speed.
 
     `kvpolicy tasks list` shows what can be asked, and measured otherwise than by accuracy.
-    Without arguments: the full cache against published policies on the bundled reasoner. What
+    Without arguments: the full cache against published policies on the installed default model. What
     no option says is as the preset has it; docs/reference/sweeps.md has the default one's.
     Interrupted, the same command goes on where it stopped.
     """
@@ -126,7 +126,7 @@ def ablate(
     seed_list, knobs = numbers("--seeds", seeds), grid_of(grid or [])
     register_plugins(plugin)
     # Imported here: all this brings torch along.
-    from kvpolicy.lab.shelf import ModelCache
+    from kvpolicy.lab.models import ModelCache
     from kvpolicy.lab.store.store import Store
     from kvpolicy.lab.sweep import prepare as setup
 

@@ -18,6 +18,7 @@ import typer
 from kvpolicy.cli.generation import choose_plan
 from kvpolicy.cli.interrupt import Interrupted
 from kvpolicy.cli.options import (
+    DEFAULT_MODEL,
     Budget,
     Buffer,
     Device,
@@ -61,7 +62,7 @@ def lm_eval(
         list[Path] | None,
         typer.Option(metavar="FOLDER", help="Where tasks of your own are; may be repeated."),
     ] = None,
-    model: Model = "reasoner",
+    model: Model = DEFAULT_MODEL,
     plan: PlanFile = None,
     policy: Policies = None,
     budget: Budget = None,
@@ -149,13 +150,13 @@ def lm_eval(
     from kvpolicy.lab.lm_eval.evaluate import OURS, evaluate
     from kvpolicy.lab.lm_eval.model import PolicyLM
     from kvpolicy.lab.lm_eval.tasks import Tasks
-    from kvpolicy.lab.models import open_model
     from kvpolicy.lab.store.session import describe_session
+    from kvpolicy.model.loading import load_model
 
     session = describe_session(["kvpolicy", *sys.argv[1:]], workers=1)
     session["versions"]["lm_eval"] = version("lm_eval")
     found = Tasks(asked, include_path or [], execute_code=execute_code)
-    loaded, tokenizer = open_model(
+    loaded, tokenizer = load_model(
         model, dtype=dtype, device=device, trust_remote_code=trust_remote_code
     )
     engine = Engine(loaded, tokenizer, chosen, slots=slots)

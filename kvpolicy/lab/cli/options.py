@@ -58,7 +58,7 @@ Models = Annotated[
     typer.Option(
         "--model",
         metavar="NAME|FOLDER",
-        help="A bundled reasoner's name, a hub id or a local folder; may be repeated. "
+        help="Name of an installed model, hub id or local folder; may be repeated. "
         "[default: the preset's]",
     ),
 ]

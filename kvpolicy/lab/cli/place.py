@@ -13,7 +13,7 @@ from kvpolicy.errors import KVPolicyError
 
 if TYPE_CHECKING:
     from kvpolicy.lab.executors.executor import Place
-    from kvpolicy.lab.shelf import ModelCache
+    from kvpolicy.lab.models import ModelCache
 
 
 class Where(Enum):

@@ -14,14 +14,26 @@ import typer
 
 from kvpolicy.cli.columns import columns
 from kvpolicy.cli.interrupt import Interrupted
-from kvpolicy.cli.options import Device, Dtype, Json, Model, TrustRemoteCode, check_new_file
+from kvpolicy.cli.options import (
+    DEFAULT_MODEL,
+    Device,
+    Dtype,
+    Json,
+    Model,
+    TrustRemoteCode,
+    check_new_file,
+)
 from kvpolicy.cli.output import say, write, write_json
+from kvpolicy.defaults import default_name
 from kvpolicy.errors import KVPolicyError
 
 if TYPE_CHECKING:
     from kvpolicy.lab.steer.calibrate import Source, Trace
     from kvpolicy.lab.steer.rules import ThoughtRules
     from kvpolicy.toolkit.steering_vectors import SteeringVector
+
+# The default of --task; ``None`` if no installed package sets one.
+DEFAULT_TASK = default_name("task")
 
 app = typer.Typer(
     add_completion=False,
@@ -39,10 +51,10 @@ def calibrate(
     output: Annotated[
         Path, typer.Option(metavar="FILE", help="Where the vectors go, a new .safetensors file.")
     ],
-    model: Model = "reasoner",
+    model: Model = DEFAULT_MODEL,
     task: Annotated[
-        str, typer.Option(metavar="NAME", help="Task whose training problems are solved.")
-    ] = "reasoner",
+        str | None, typer.Option(metavar="NAME", help="Task whose training problems are solved.")
+    ] = DEFAULT_TASK,
     n: Annotated[int, typer.Option("--n", min=1, help="Problems to solve.")] = 1000,
     seed: Annotated[int, typer.Option(min=0, help="Chooses the problems.")] = 0,
     layers: Annotated[
@@ -76,14 +88,17 @@ def calibrate(
     thoughts of its traces are averaged by kind, and subtracted.
     """
     check_new_file(output, suffix=".safetensors")
-    from kvpolicy.lab.models import open_model
+    if task is None:
+        msg = "no task was named, and no installed package sets a default: give --task NAME."
+        raise KVPolicyError(msg)
     from kvpolicy.lab.steer.calibrate import Source, choose_layers
     from kvpolicy.lab.steer.rules import default_rules, load_rules
     from kvpolicy.lab.tasks.task import load_task
+    from kvpolicy.model.loading import load_model
     from kvpolicy.toolkit.steering_vectors import save_steering_vectors
 
     chosen_task, chosen_rules = load_task(task), load_rules(rules or default_rules(task))
-    loaded, tokenizer = open_model(
+    loaded, tokenizer = load_model(
         model, dtype=dtype, device=device, trust_remote_code=trust_remote_code
     )
     chosen = choose_layers(layers, loaded.config.get_text_config(decoder=True).num_hidden_layers)

@@ -6,11 +6,10 @@ from typing import Any, Protocol
 import attrs
 import torch
 
-from kvpolicy.lab.card import ModelInfo, ModelProvider
 from kvpolicy.lab.executors.local import Local, num_workers
 from kvpolicy.lab.executors.ray import RayPool
 from kvpolicy.lab.executors.raycluster import RayCluster
-from kvpolicy.lab.shelf import ModelCache
+from kvpolicy.lab.models import ModelCache, ModelInfo, ModelProvider
 from kvpolicy.lab.store.session import describe_machine
 from kvpolicy.lab.sweep.comparison import Comparison
 from kvpolicy.lab.sweep.grid import Cell

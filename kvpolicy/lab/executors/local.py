@@ -9,7 +9,7 @@ import torch
 
 from kvpolicy.errors import KVPolicyError
 from kvpolicy.lab.executors.processes import CAN_FORK, Processes
-from kvpolicy.lab.shelf import ModelCache
+from kvpolicy.lab.models import ModelCache
 from kvpolicy.lab.store.session import num_cpus
 from kvpolicy.lab.sweep.comparison import Comparison
 from kvpolicy.lab.sweep.jobs import Job, News, Pool, ThisProcess

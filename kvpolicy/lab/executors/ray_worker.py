@@ -13,8 +13,7 @@ import attrs
 import kvpolicy
 from kvpolicy.errors import KVPolicyError, ModelError
 from kvpolicy.hooks.discovery import register_file, registered_files
-from kvpolicy.lab.card import ModelInfo, describe_model
-from kvpolicy.lab.shelf import ModelCache
+from kvpolicy.lab.models import ModelCache, ModelInfo, describe_model
 from kvpolicy.lab.store.session import describe_machine
 from kvpolicy.lab.sweep.comparison import Comparison
 from kvpolicy.lab.sweep.grid import Cell

@@ -7,12 +7,11 @@ from typing import Any, Self
 import attrs
 
 from kvpolicy.errors import KVPolicyError
-from kvpolicy.lab.card import ModelInfo
 from kvpolicy.lab.executors.ray_worker import Setting, Worker
 from kvpolicy.lab.executors.raystart import connect, start
 from kvpolicy.lab.executors.room import Room, words, words_of_nodes
 from kvpolicy.lab.executors.shards import Shard
-from kvpolicy.lab.shelf import ModelCache
+from kvpolicy.lab.models import ModelCache, ModelInfo
 from kvpolicy.lab.sweep.comparison import Comparison
 from kvpolicy.lab.sweep.grid import Cell
 from kvpolicy.lab.sweep.probe import Probe
@@ -45,7 +44,7 @@ class Hand:
 class RayCluster:
     """A cluster for the time of a ``with`` block, and the workers that were placed in it.
 
-    It describes models (`kvpolicy.lab.card.Describes`), so that this process needs neither
+    It describes models (`kvpolicy.lab.models.ModelProvider`), so that this process needs neither
     their files nor memory for them.
 
     Attributes:

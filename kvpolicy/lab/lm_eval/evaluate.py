@@ -12,9 +12,9 @@ import tqdm
 from lm_eval.defaults import DEFAULT_OTHER_SEED as FEWSHOT_SEED
 
 from kvpolicy.errors import KVPolicyError, TaskError, error_summary
-from kvpolicy.lab.hub import hub_can_be_reached
 from kvpolicy.lab.lm_eval.model import PolicyLM
 from kvpolicy.lab.lm_eval.tasks import Tasks
+from kvpolicy.model.hub import hub_reachable
 
 # What `evaluate` adds to the harness's record.
 OURS = "kvpolicy"
@@ -117,7 +117,7 @@ def _offline_if_it_is() -> Iterator[None]:
     """Without a network, say so at once: `datasets` would try again and again."""
     import huggingface_hub
 
-    if hub_can_be_reached():
+    if hub_reachable():
         yield
         return
     places: tuple[Any, ...] = (huggingface_hub.constants, datasets.config)

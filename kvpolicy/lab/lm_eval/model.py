@@ -20,13 +20,13 @@ from kvpolicy.engine.engine import Engine
 from kvpolicy.engine.request import Request
 from kvpolicy.engine.results import Result, RunReport
 from kvpolicy.errors import RequestError
-from kvpolicy.lab.fingerprint import fingerprint
 from kvpolicy.lab.lm_eval.costs import Cost
 from kvpolicy.lab.lm_eval.journal import Journal
 from kvpolicy.lab.lm_eval.loglikelihood import Continuation, Score, Scoring
 from kvpolicy.lab.lm_eval.settings import Settings, read_settings, seed_of
 from kvpolicy.lab.lm_eval.tokens import TokenLM
 from kvpolicy.lab.lm_eval.work import Generating, Work, recalled, results_of
+from kvpolicy.lab.models import fingerprint
 
 # Looks on as results come: what is done, how many there will be, and how many of them, the first,
 # are known already.

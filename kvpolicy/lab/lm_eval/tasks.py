@@ -9,7 +9,7 @@ from typing import Any
 from lm_eval.tasks import TaskManager
 
 from kvpolicy.errors import KVPolicyError, TaskError, error_summary
-from kvpolicy.lab.hub import hub_can_be_reached
+from kvpolicy.model.hub import hub_reachable
 
 
 class Tasks(TaskManager):
@@ -56,7 +56,7 @@ class Tasks(TaskManager):
             raise
         except Exception as error:  # whatever a task's file and a hundred packages may raise
             msg = f"{_listed(self.names)} cannot be loaded: {error_summary(error).rstrip('.')}"
-            if isinstance(error, ConnectionError) and not hub_can_be_reached():
+            if isinstance(error, ConnectionError) and not hub_reachable():
                 msg += (
                     "; the hub cannot be reached from here, so data sets must have been "
                     "downloaded before, or be local files"

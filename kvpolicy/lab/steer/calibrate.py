@@ -16,15 +16,15 @@ import kvpolicy
 from kvpolicy.engine.engine import Engine
 from kvpolicy.engine.sequence import encode
 from kvpolicy.errors import KVPolicyError
-from kvpolicy.lab.fingerprint import fingerprint
+from kvpolicy.lab.models import fingerprint
 from kvpolicy.lab.steer.contrast import Contrast
 from kvpolicy.lab.steer.hidden_states import MarkedTrace, states_before_thoughts
 from kvpolicy.lab.steer.rules import EXECUTION, ThoughtRules
 from kvpolicy.lab.steer.thoughts import find_thoughts
-from kvpolicy.lab.sweep.sweep_file import full_cache_plan
 from kvpolicy.lab.tasks import chat_template as chat
 from kvpolicy.lab.tasks.measures import GradeError, grader_of
 from kvpolicy.lab.tasks.task import Split, Task
+from kvpolicy.plan.plan import Plan
 from kvpolicy.toolkit.calibration import Calibration
 from kvpolicy.toolkit.paragraphs import Paragraphs
 from kvpolicy.toolkit.steering_vectors import SteeringVector
@@ -85,7 +85,7 @@ def write_traces(source: Source, *, max_new_tokens: int, slots: int) -> Iterator
         KVPolicyError: A problem cannot be served.
     """
     grade = grader_of(source.task)
-    engine = Engine(source.model, source.tokenizer, full_cache_plan(), slots=slots)
+    engine = Engine(source.model, source.tokenizer, Plan.uniform("full"), slots=slots)
     drawn = source.task.items(source.n, seed=source.seed, split=SPLIT)
     items = chat.wrap(drawn, source.tokenizer)
     texts = [chat.encode(item, source.tokenizer) for item in items]

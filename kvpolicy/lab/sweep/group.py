@@ -9,8 +9,7 @@ import attrs
 
 import kvpolicy
 from kvpolicy.engine.request import Sampling
-from kvpolicy.lab.card import ModelInfo
-from kvpolicy.lab.fingerprint import fingerprint_texts
+from kvpolicy.lab.models import ModelInfo, fingerprint_texts
 from kvpolicy.lab.store.samples import ItemRecord, sample_key
 from kvpolicy.lab.tasks.task import Item, Split, Task
 

@@ -9,15 +9,15 @@ import attrs
 from kvpolicy.engine.request import Sampling
 from kvpolicy.errors import TaskError
 from kvpolicy.hooks.discovery import nearest
-from kvpolicy.lab.card import ModelProvider
+from kvpolicy.lab.models import ModelProvider
 from kvpolicy.lab.sweep.comparison import Comparison
 from kvpolicy.lab.sweep.grid import Cell, cells_at
 from kvpolicy.lab.sweep.group import Group, digest
 from kvpolicy.lab.sweep.sweep import Setting, points
 from kvpolicy.lab.sweep.sweep_file import (
-    DEFAULT_PRESET,
     Preset,
     Series,
+    default_preset,
     load_preset,
     series_of_file,
     series_of_stack,
@@ -53,7 +53,7 @@ def choose(
     Raises:
         KVPolicyError: The preset or a plan cannot be read.
     """
-    base = load_preset(preset or DEFAULT_PRESET)
+    base = load_preset(preset or default_preset())
     if policies:
         known = {_stack(series): series for series in base.series}
         series = [known.get(stack) or series_of_stack(stack) for stack in policies]

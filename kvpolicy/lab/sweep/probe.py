@@ -12,7 +12,7 @@ from statistics import fmean
 
 import attrs
 
-from kvpolicy.lab.shelf import ModelCache
+from kvpolicy.lab.models import ModelCache
 from kvpolicy.lab.sweep.comparison import Comparison
 from kvpolicy.lab.sweep.grid import Cell
 from kvpolicy.lab.sweep.group import Group

@@ -13,6 +13,7 @@ import attrs
 import cattrs
 from attrs.validators import deep_iterable, ge, min_len
 
+from kvpolicy.defaults import default_name
 from kvpolicy.errors import KVPolicyError
 from kvpolicy.hooks.bundled import bundled_file
 from kvpolicy.lab.tasks.task import Split
@@ -21,7 +22,6 @@ from kvpolicy.plan.plan import Plan
 from kvpolicy.plan.toml import first_problem, tables
 
 GROUP = "kvpolicy.presets"
-DEFAULT_PRESET = "baselines"
 
 Combine = Literal["product", "zip"]
 
@@ -88,7 +88,7 @@ class Preset:
     """A sweep, ready to be prepared: every series on every model, task and seed.
 
     Attributes:
-        models: Names of bundled reasoners, hub ids or local folders.
+        models: Names of installed models, hub ids or local folders.
         tasks: Names of tasks, files or hub ids, with their options.
         n: Items of the task for each cell.
         max_new_tokens: The most tokens a sample may generate.
@@ -124,6 +124,19 @@ class Preset:
     temperature: float = attrs.field(default=0.0, validator=ge(0))
     top_p: float = 1.0
     name: str = ""
+
+
+def default_preset() -> str:
+    """Name of the preset that an installed package makes the default.
+
+    Raises:
+        KVPolicyError: No installed package does.
+    """
+    name = default_name("sweep")
+    if name is None:
+        msg = "no sweep was named, and no installed package sets a default: give --preset FILE."
+        raise KVPolicyError(msg)
+    return name
 
 
 def load_preset(name_or_path: str) -> Preset:
@@ -226,9 +239,3 @@ def _whole(value: object) -> int:
 
 def _as_list(value: Any) -> list[Any]:
     return list(value) if isinstance(value, list) else [value]
-
-
-def full_cache_plan() -> Plan:
-    """The plan in which no row ever leaves: the reference that the default preset begins with."""
-    reference = load_preset(DEFAULT_PRESET).series[0]
-    return Plan.from_dict(reference.plan, name=f"plan '{reference.label}'")

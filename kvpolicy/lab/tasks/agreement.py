@@ -64,11 +64,11 @@ class Agreement:
         from kvpolicy.engine.engine import Engine
         from kvpolicy.engine.request import Sampling
         from kvpolicy.engine.run import Run
-        from kvpolicy.lab.sweep.sweep_file import full_cache_plan
+        from kvpolicy.plan.plan import Plan
 
         requests = [attrs.evolve(one.request, sampling=Sampling()) for one in asked]
         model, tokenizer = engine.adapter.model, engine.tokenizer
-        full = Engine(model, tokenizer, full_cache_plan(), slots=engine.num_slots)
+        full = Engine(model, tokenizer, Plan.uniform("full"), slots=engine.num_slots)
         guide = _Guide(full, requests)
         return _AgreementTrial(Run(engine, requests, guide.draw), guide)
 

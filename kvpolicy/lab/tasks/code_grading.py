@@ -53,16 +53,6 @@ class Test:
     function: str | None = None
 
 
-def last_block(text: str) -> str | None:
-    """The last fenced block of a text; ``None`` if no block is closed.
-
-    Args:
-        text: What a model wrote.
-    """
-    blocks = re.findall(r"^[ \t]*```[^\n]*\n(.*?)^[ \t]*```[ \t]*$", text, re.M | re.S)
-    return blocks[-1] if blocks else None
-
-
 def passes(program: str | None, tests: Sequence[Test], *, time_s: float) -> bool:
     """Run a program on tests, each in a confined process, up to the first that fails.
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from kvpolicy.errors import TaskError
-from kvpolicy.lab.hub import hub_can_be_reached
+from kvpolicy.model.hub import hub_reachable
 
 Row = Mapping[str, Any]
 Rows = Sequence[Row]
@@ -130,7 +130,7 @@ def _load(source: str, kind: str, config: str | None = None, **options: Any) -> 
     is_local = Path(source).exists()
     import datasets
 
-    if not is_local and not hub_can_be_reached() and not _is_cached(source):
+    if not is_local and not hub_reachable() and not _is_cached(source):
         msg = (
             f"data set '{source}' is no file or folder and has not been downloaded before, and "
             "the hub cannot be reached from here; give the task the option source=FILE"

@@ -21,7 +21,6 @@ from typing import Any
 import attrs
 
 from kvpolicy.errors import TaskError
-from kvpolicy.lab.hub import hub_can_be_reached
 from kvpolicy.lab.tasks import code_grading as codegrade
 from kvpolicy.lab.tasks.code_grading import Test
 from kvpolicy.lab.tasks.datasets import JsonRows, Rows
@@ -29,6 +28,7 @@ from kvpolicy.lab.tasks.measures import Graded
 from kvpolicy.lab.tasks.question_sets import draw
 from kvpolicy.lab.tasks.sandbox import check_confinement
 from kvpolicy.lab.tasks.task import Item, Split, spell
+from kvpolicy.model.hub import hub_reachable
 
 ID = "livecodebench/code_generation_lite"
 RELEASES = range(1, 7)
@@ -119,7 +119,7 @@ class LiveCodeBench:
         found = try_to_load_from_cache(self.source, name, repo_type="dataset")
         if isinstance(found, str):
             return Path(found)
-        if not hub_can_be_reached():
+        if not hub_reachable():
             msg = (
                 f"data set '{self.source}' is no file or folder and {name} has not been "
                 "downloaded before, and the hub cannot be reached from here; give the task the "

@@ -3,13 +3,16 @@
 from collections.abc import Sequence
 
 import attrs
-from kvpolicy_reasoner.bundled import REASONER
 
+from kvpolicy.defaults import default_name
 from kvpolicy.errors import TaskError
 from kvpolicy.lab.tasks.agreement import Agreement
 from kvpolicy.lab.tasks.measures import Measure
 from kvpolicy.lab.tasks.perplexity import Perplexity
 from kvpolicy.lab.tasks.task import Item, Split, load_task, spell
+
+# The default of ``of``; ``None`` if no installed package sets one.
+_DEFAULT_TASK = default_name("task")
 
 
 @attrs.frozen
@@ -40,14 +43,21 @@ class MeasuredTask:
         return [_with_prompt(item, keep=self.measure.reads_reference) for item in items]
 
 
-def perplexity(of: str = REASONER) -> MeasuredTask:
+def perplexity(of: str | None = _DEFAULT_TASK) -> MeasuredTask:
     """How likely a model finds a task's reference texts, or a file's texts, under eviction."""
-    return MeasuredTask("perplexity", of, Perplexity())
+    return MeasuredTask("perplexity", _named("perplexity", of), Perplexity())
 
 
-def agreement(of: str = REASONER) -> MeasuredTask:
+def agreement(of: str | None = _DEFAULT_TASK) -> MeasuredTask:
     """How far a model agrees with itself and the full cache, on any prompts."""
-    return MeasuredTask("agreement", of, Agreement())
+    return MeasuredTask("agreement", _named("agreement", of), Agreement())
+
+
+def _named(family: str, of: str | None) -> str:
+    if of is None:
+        msg = f"task '{family}' needs another task, whose texts it takes: {family}:of=TASK"
+        raise TaskError(msg)
+    return of
 
 
 def _with_prompt(item: Item, *, keep: bool) -> Item:

@@ -4,10 +4,10 @@ import random
 from collections.abc import Callable, Mapping, Sequence
 
 import attrs
-from kvpolicy_reasoner.task import extract_answer
 
 from kvpolicy.errors import TaskError
 from kvpolicy.lab.tasks import forms
+from kvpolicy.lab.tasks.answers import extract_answer
 from kvpolicy.lab.tasks.datasets import read_rows, require
 from kvpolicy.lab.tasks.forms import Form
 from kvpolicy.lab.tasks.math_grading import grade_math

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
-from kvpolicy_reasoner.bundled import REASONER
+from kvpolicy_reasoner import REASONER
 from kvpolicy_reasoner.task import Problem, make_split_problem
 from kvpolicy_reasoner.train.recipes import Recipe, recipe_of
 

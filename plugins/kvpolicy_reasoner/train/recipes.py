@@ -6,7 +6,7 @@ import attrs
 from tokenizers import Encoding
 from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM
 
-from kvpolicy_reasoner.bundled import REASONER, REASONER_VERBOSE
+from kvpolicy_reasoner import REASONER, REASONER_VERBOSE
 from kvpolicy_reasoner.facts import Difficulty
 from kvpolicy_reasoner.model import new_model
 from kvpolicy_reasoner.problems import ProblemSet, problems_of

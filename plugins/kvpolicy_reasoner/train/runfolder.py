@@ -7,7 +7,7 @@ import attrs
 
 from kvpolicy.errors import OutputError
 from kvpolicy.files import atomic_write
-from kvpolicy_reasoner.bundled import REASONER
+from kvpolicy_reasoner import REASONER
 from kvpolicy_reasoner.train.checkpoint import CHECKPOINT
 from kvpolicy_reasoner.train.data import DataPlan
 

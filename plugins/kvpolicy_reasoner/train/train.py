@@ -9,7 +9,7 @@ import torch
 
 from kvpolicy.errors import KVPolicyError
 from kvpolicy.lab.store.folderlock import FolderLock
-from kvpolicy_reasoner.bundled import REASONER
+from kvpolicy_reasoner import REASONER
 from kvpolicy_reasoner.evaluate import attempt, score
 from kvpolicy_reasoner.export import export_model
 from kvpolicy_reasoner.train.checkpoint import Progress, load_checkpoint, save_checkpoint

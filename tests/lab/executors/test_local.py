@@ -9,9 +9,9 @@ import pytest
 from lab_comparisons import prepared
 from tiny import tiny_model, tiny_tokenizer
 
-from kvpolicy.lab import shelf as shelf_module
+from kvpolicy.lab import models as models_module
 from kvpolicy.lab.executors.local import Local
-from kvpolicy.lab.shelf import ModelCache
+from kvpolicy.lab.models import ModelCache
 from kvpolicy.lab.store.store import Store
 from kvpolicy.lab.sweep.runner import run
 
@@ -38,7 +38,7 @@ def test_models_are_loaded_one_after_the_other_and_each_serves_its_own(
         models.append(weakref.ref(model))
         return model, tiny_tokenizer()
 
-    monkeypatch.setattr(shelf_module, "open_model", load)
+    monkeypatch.setattr(models_module, "load_model", load)
     texts = {}
     for names in ("ab", "b", "a"):
         comparison = prepared(models=tuple(names), max_new_tokens=20)
@@ -58,7 +58,7 @@ def test_a_shelf_gives_what_it_holds(monkeypatch: pytest.MonkeyPatch) -> None:
         loaded.append(name)
         return name, None
 
-    monkeypatch.setattr(shelf_module, "open_model", load)
+    monkeypatch.setattr(models_module, "load_model", load)
     shelf = ModelCache()
     assert [shelf.open(name)[0] for name in "aabba"] == list("aabba")
     assert loaded == ["a", "b", "a"]

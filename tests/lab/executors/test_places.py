@@ -11,7 +11,7 @@ from kvpolicy.lab.executors import executor as places
 from kvpolicy.lab.executors.executor import Here, RayExecutor
 from kvpolicy.lab.executors.ray import RayPool
 from kvpolicy.lab.executors.shards import Ledger
-from kvpolicy.lab.shelf import ModelCache
+from kvpolicy.lab.models import ModelCache
 from kvpolicy.lab.sweep.comparison import Comparison
 from kvpolicy.lab.sweep.jobs import Job
 from kvpolicy.lab.sweep.runner import jobs

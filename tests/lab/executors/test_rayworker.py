@@ -13,7 +13,7 @@ from kvpolicy.errors import KVPolicyError
 from kvpolicy.hooks import discovery
 from kvpolicy.hooks.discovery import register_file
 from kvpolicy.lab.executors.ray_worker import Setting, Worker
-from kvpolicy.lab.shelf import ModelCache
+from kvpolicy.lab.models import ModelCache
 from kvpolicy.lab.sweep import prepare as setup
 from kvpolicy.lab.sweep.comparison import Comparison
 from kvpolicy.lab.sweep.jobs import ItemDone, Job, JobDone

@@ -5,10 +5,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from kvpolicy_reasoner.task import make_problems
 
-from kvpolicy.lab.models import open_model
 from kvpolicy.lab.report.sentences import ANSWER, PLAIN, TAG, cut, kinds_of, rules_for
 from kvpolicy.lab.steer.rules import Rule, ThoughtRules, load_rules
 from kvpolicy.lab.steer.thoughts import find_thoughts
+from kvpolicy.model.loading import load_model
 from kvpolicy.toolkit.paragraphs import Paragraphs
 
 RULES = load_rules("reasoner")
@@ -62,7 +62,7 @@ def test_without_tags_all_of_a_text_is_thinking() -> None:
 
 def test_the_kinds_are_those_of_the_thoughts_that_steering_finds() -> None:
     """On the reasoner's own traces, cut by its tokenizer: the same thoughts, the same kinds."""
-    _, tokenizer = open_model("reasoner")
+    _, tokenizer = load_model("reasoner")
     everywhere = ThoughtRules(RULES.rules, name="everywhere")
     for problem in make_problems(6, seed=5):
         text = problem.trace

@@ -13,7 +13,6 @@ from kvpolicy_reasoner.trace import RECHECK_OPENERS
 from tiny import bpe_tokenizer
 
 from kvpolicy.errors import KVPolicyError, TaskError
-from kvpolicy.lab.models import open_model
 from kvpolicy.lab.steer import hidden_states as states_module
 from kvpolicy.lab.steer.calibrate import (
     Source,
@@ -31,6 +30,7 @@ from kvpolicy.lab.steer.rules import default_rules, load_rules
 from kvpolicy.lab.steer.thoughts import find_thoughts
 from kvpolicy.lab.tasks.measures import Graded, GradeError
 from kvpolicy.lab.tasks.task import Item, Split, load_task
+from kvpolicy.model.loading import load_model
 from kvpolicy.toolkit.paragraphs import Paragraphs
 from kvpolicy.toolkit.steering_vectors import (
     SteeringVector,
@@ -167,7 +167,7 @@ def test_thoughts_stand_between_the_delimiters_of_the_thinking(
 
 
 def test_the_thoughts_of_a_reference_trace_are_its_sentences() -> None:
-    _, tokenizer = open_model("reasoner")
+    _, tokenizer = load_model("reasoner")
     for problem in make_problems(20, seed=4, split="train"):
         sentences = problem.trace.split("\n\n</think>")[0].split("\n\n")
         found = thoughts_of(tokenizer, problem.prompt, problem.trace, TAGS)
@@ -180,7 +180,7 @@ def test_the_thoughts_of_a_reference_trace_are_its_sentences() -> None:
 
 @pytest.fixture(scope="module")
 def reasoner() -> Source:
-    model, tokenizer = open_model("reasoner")
+    model, tokenizer = load_model("reasoner")
     return Source(model, tokenizer, "reasoner", load_task("reasoner"), n=12, seed=2)
 
 
@@ -321,7 +321,7 @@ def test_what_a_calibration_was_is_put_down(
 def test_the_same_seed_makes_the_same_bytes(tmp_path: Path) -> None:
     contents = []
     for run in range(2):
-        model, tokenizer = open_model("reasoner")
+        model, tokenizer = load_model("reasoner")
         source = Source(model, tokenizer, "reasoner", load_task("reasoner"), n=5, seed=1)
         rules = load_rules("reasoner")
         # In the order in which they are finished.
@@ -396,7 +396,7 @@ def test_the_bundled_vectors_are_the_bundled_reasoners(reasoner: Source) -> None
 
 @pytest.mark.slow
 def test_the_bundled_vectors_can_be_made_again() -> None:
-    model, tokenizer = open_model("reasoner")
+    model, tokenizer = load_model("reasoner")
     vectors, _ = load_steering_vectors("reasoner")
     calibration = vectors[0].calibration
     source = Source(

@@ -9,10 +9,10 @@ from shell import Shell
 
 from kvpolicy import Engine, Plan
 from kvpolicy.errors import OutputError
-from kvpolicy.lab.models import open_model
 from kvpolicy.lab.store.store import Store
 from kvpolicy.lab.sweep.recording import Kept, keeping
 from kvpolicy.lab.tasks.task import load_task
+from kvpolicy.model.loading import load_model
 
 SMALL = (
     *("ablate", "--policies", "full,h2o", "--budgets", 16, "--buffer", 6, "--n", 4),
@@ -38,7 +38,7 @@ def test_a_record_is_what_the_engine_keeps_of_that_item(
     records = [Kept.from_dict(record) for record in lines("kept.jsonl")]
     told = [(samples[one.key]["series"], one.item, one.attempt) for one in records]
     assert sorted(told) == [(name, item, 0) for name in ("H2O", "full cache") for item in (0, 1)]
-    model, tokenizer = open_model(str(model_folder))
+    model, tokenizer = load_model(str(model_folder))
     plan = Plan.uniform("h2o", budget=16, buffer=6)
     prompts = [item.prompt for item in load_task("reasoner").items(4, seed=0)]
     for one in records:

@@ -15,11 +15,11 @@ from tiny import r1_tokenizer, shared_model, tiny_model, tiny_tokenizer
 from kvpolicy import Engine, Plan, hookimpl
 from kvpolicy.engine.request import Request, Sampling, Waiting
 from kvpolicy.errors import TaskError
-from kvpolicy.lab.sweep.sweep_file import full_cache_plan
 from kvpolicy.lab.tasks.agreement import FIRST_DIFFERENCE, KL, MATCH, Agreement
 from kvpolicy.lab.tasks.measures import Asked, Graded, Measure, Outcome
 from kvpolicy.lab.tasks.perplexity import LOSS, NUM_SCORED, Perplexity
 from kvpolicy.lab.tasks.task import Item, load_task
+from kvpolicy.plan.plan import Plan
 
 TOKENIZER = tiny_tokenizer()
 # A loss is a sum over tokens; one forward and many round differently.
@@ -72,7 +72,7 @@ def loss_by_hand(prompt: str, reference: str) -> float:
 
 @given(st.one_of(st.just(""), texts), texts)
 def test_where_nothing_leaves_the_loss_is_that_of_one_forward(prompt: str, reference: str) -> None:
-    (found,) = measured(Perplexity(), full_cache_plan(), [text(prompt, reference)])
+    (found,) = measured(Perplexity(), Plan.uniform("full"), [text(prompt, reference)])
     assert found.values[LOSS] == pytest.approx(loss_by_hand(prompt, reference), abs=ROUNDING)
     assert found.values[NUM_SCORED] == len(reference) - (not prompt)
     assert found.result.finish_reason == "stop"
@@ -83,7 +83,7 @@ def test_evicting_changes_the_loss_and_only_after_the_first_compaction() -> None
     plan = Plan.uniform("streaming", budget=8, buffer=4)
     long, short = text("abc", "defgh abcdefgh hgfedcba"), text("abc", "defgh abc")
     evicted = measured(Perplexity(), plan, [long, short])
-    full = measured(Perplexity(), full_cache_plan(), [long, short])
+    full = measured(Perplexity(), Plan.uniform("full"), [long, short])
     assert evicted[0].result.compactions > 0
     assert abs(evicted[0].values[LOSS] - full[0].values[LOSS]) > ROUNDING
     assert evicted[1].result.compactions == 0
@@ -108,7 +108,9 @@ def test_a_text_is_measured_alike_alone_and_among_others(
 
 
 def test_a_text_that_is_cut_off_says_so() -> None:
-    (found,) = measured(Perplexity(), full_cache_plan(), [text("a", "bcdefgh")], max_new_tokens=3)
+    (found,) = measured(
+        Perplexity(), Plan.uniform("full"), [text("a", "bcdefgh")], max_new_tokens=3
+    )
     assert found.values[NUM_SCORED] == 3
     assert found.result.finish_reason == "length"
 
@@ -118,7 +120,7 @@ def test_a_stop_token_in_the_middle_of_a_text_is_scored_like_any_other() -> None
     before = model.generation_config.eos_token_id
     model.generation_config.eos_token_id = TOKENIZER("c")["input_ids"][0]
     try:
-        (found,) = measured(Perplexity(), full_cache_plan(), [text("a", "bcd")], model=model)
+        (found,) = measured(Perplexity(), Plan.uniform("full"), [text("a", "bcd")], model=model)
     finally:
         model.generation_config.eos_token_id = before
     assert found.values[NUM_SCORED] == 3
@@ -127,13 +129,13 @@ def test_a_stop_token_in_the_middle_of_a_text_is_scored_like_any_other() -> None
 
 def test_a_text_of_one_token_is_refused() -> None:
     with pytest.raises(TaskError, match="text 0"):
-        measured(Perplexity(), full_cache_plan(), [text("", "a")])
+        measured(Perplexity(), Plan.uniform("full"), [text("", "a")])
 
 
 def test_a_request_that_fails_is_kept_and_has_no_value() -> None:
     items = [text("a" * 600, "b"), text("a", "b", 1)]
     for measure in (Perplexity(), Agreement()):
-        failed, fine = measured(measure, full_cache_plan(), items)
+        failed, fine = measured(measure, Plan.uniform("full"), items)
         assert failed.result.finish_reason == "error"
         assert not failed.values
         assert fine.values
@@ -141,14 +143,14 @@ def test_a_request_that_fails_is_kept_and_has_no_value() -> None:
 
 def test_a_request_that_fails_is_not_right_and_is_not_graded() -> None:
     items = [text("a" * 600, "b"), text("a", "b", 1)]
-    failed, fine = measured(Graded(lambda _text, _item: True), full_cache_plan(), items)
+    failed, fine = measured(Graded(lambda _text, _item: True), Plan.uniform("full"), items)
     assert failed.result.finish_reason == "error"
     assert failed.correct is False
     assert fine.correct is True
 
 
 def test_what_a_tokenizer_puts_before_texts_is_not_scored_where_a_prompt_has_it() -> None:
-    engine = Engine(tiny_model(vocab=300), r1_tokenizer(), full_cache_plan())
+    engine = Engine(tiny_model(vocab=300), r1_tokenizer(), Plan.uniform("full"))
     item = text("abc", "defg")
     trial = Perplexity().begin(engine, [Asked(item, Request("abc", 60, Sampling()))])
     (found,) = [trial.outcome(result) for result in trial.run]
@@ -173,7 +175,7 @@ def test_perplexity_and_its_interval_are_exponentials() -> None:
 
 
 def test_the_full_cache_agrees_with_itself() -> None:
-    found = measured(Agreement(), full_cache_plan(), MIXED[:2])
+    found = measured(Agreement(), Plan.uniform("full"), MIXED[:2])
     for one in found:
         assert one.values[MATCH] == 1
         assert one.values[KL] == pytest.approx(0, abs=1e-6)
@@ -188,7 +190,7 @@ def test_texts_part_where_free_running_texts_part(policy: str) -> None:
     items = [Item(i, prompt, "") for i, prompt in enumerate(prompts)]
     found = measured(Agreement(), plan, items)
     said = {}
-    for name, one in (("full", full_cache_plan()), ("plan", plan)):
+    for name, one in (("full", Plan.uniform("full")), ("plan", plan)):
         engine = Engine(shared_model(), TOKENIZER, one)
         said[name] = engine.generate(prompts, max_new_tokens=60).results()
     parted = 0
@@ -210,7 +212,7 @@ def test_the_divergence_is_that_of_the_distributions_one_by_one() -> None:
     item = Item(0, "abcdefgh", "")
     (found,) = measured(Agreement(), plan, [item], max_new_tokens=20)
     written: list[list[list[float]]] = []
-    for one in (full_cache_plan(), plan):
+    for one in (Plan.uniform("full"), plan):
         rows: list[list[float]] = []
 
         def draw(_: object, logits: torch.Tensor, rows: list[list[float]] = rows) -> list[int]:

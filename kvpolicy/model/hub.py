@@ -1,14 +1,14 @@
-"""Whether the Hugging Face hub can be asked at all, found out without waiting for it."""
+"""Whether the Hugging Face hub can be reached, found out without waiting for its time-outs."""
 
 import socket
 from urllib.parse import urlsplit
 from urllib.request import getproxies
 
 
-def hub_can_be_reached() -> bool:
-    """Whether the hub's address can be looked up, or there is a proxy that may know it.
+def hub_reachable() -> bool:
+    """Whether the hub's host name resolves, or a proxy may resolve it.
 
-    Without this, the hub's clients try again and again for half a minute.
+    Without this check, the hub's clients retry for half a minute.
     """
     from huggingface_hub import constants
 

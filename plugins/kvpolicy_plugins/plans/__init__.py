@@ -1,1 +1,0 @@
-"""Plans by name: `kvpolicy plan show NAME` reads NAME.toml of this folder."""

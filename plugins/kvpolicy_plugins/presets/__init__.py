@@ -1,1 +1,0 @@
-"""Ready-made comparisons: `kvpolicy ablate --preset NAME` reads NAME.toml of this folder."""

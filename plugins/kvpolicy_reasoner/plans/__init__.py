@@ -1,0 +1,1 @@
+"""Plans made for the bundled reasoners: `kvpolicy plan show NAME` reads NAME.toml here."""
