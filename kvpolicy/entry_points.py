@@ -11,9 +11,11 @@ from collections.abc import Iterable
 from importlib.metadata import EntryPoint
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from kvpolicy.errors import KVPolicyError, error_summary
+
+DEFAULTS = "kvpolicy.defaults"
 
 _LONGEST_NAME = 100  # a longer string is not a misspelt name; comparing it takes seconds
 
@@ -91,6 +93,22 @@ def installed_file(
         msg = f"{what} '{name}' is broken: its package {point.value} cannot be imported"
         raise error(msg) from cause
     return Path(str(folder / f"{name}{suffix}"))
+
+
+def default_name(kind: Literal["model", "task", "sweep"]) -> str | None:
+    """The model, task or sweep of commands that name none; ``None`` if no package sets one.
+
+    An entry point of the group ``kvpolicy.defaults``, named ``model``, ``task`` or ``sweep``,
+    points to a text: ``model = "package.module:DEFAULT_MODEL"``.
+
+    Args:
+        kind: What is named.
+    """
+    point = installed(DEFAULTS).get(kind)
+    try:
+        return None if point is None else str(point.load())
+    except Exception:  # a broken package must not break every command
+        return None
 
 
 def distribution(point: EntryPoint) -> str:

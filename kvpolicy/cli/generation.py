@@ -2,7 +2,6 @@
 
 import sys
 from collections.abc import Mapping, Sequence
-from importlib.metadata import entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +11,7 @@ import typer
 from kvpolicy.cli.options import register_plugins, rows_or_share
 from kvpolicy.cli.output import say
 from kvpolicy.cli.prompts import Prompt, apply_chat_template, read_prompts, read_stdin
+from kvpolicy.entry_points import installed, load_installed
 from kvpolicy.errors import KVPolicyError
 
 if TYPE_CHECKING:
@@ -117,13 +117,12 @@ def _prompts(prompt: str | None, file: str | None, model: str, seed: int) -> lis
         return read_prompts(file)
     if prompt is not None:
         return [read_stdin() if prompt == "-" else prompt]
-    if sys.stdin.isatty():
-        # An installed model may come with a task of the same name.
-        for point in entry_points(group="kvpolicy.tasks", name=model):
-            item = point.load()().items(1, seed=seed)[0]
-            say(f"no prompt was given; this is problem {seed}, whose answer is {item.answer}:")
-            typer.echo(item.prompt.rstrip("\n"), err=True)
-            return [item.prompt]
+    # An installed model may come with a task of the same name.
+    if sys.stdin.isatty() and model in installed("kvpolicy.tasks"):
+        item = load_installed("kvpolicy.tasks", model, what="task")().items(1, seed=seed)[0]
+        say(f"no prompt was given; this is held-out problem {seed} (answer: {item.answer}):")
+        typer.echo(item.prompt.rstrip("\n"), err=True)
+        return [item.prompt]
     msg = "no prompt: give one, '-' to read one from standard input, or --file FILE."
     raise KVPolicyError(msg)
 

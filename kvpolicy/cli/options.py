@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from kvpolicy.defaults import default_name
+from kvpolicy.entry_points import default_name
 from kvpolicy.errors import KVPolicyError, OutputError
 from kvpolicy.plan.budget import SHARE
 

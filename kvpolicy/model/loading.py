@@ -6,7 +6,6 @@ An entry point of the group ``kvpolicy.models`` names a function without argumen
 
 import difflib
 from collections.abc import Mapping
-from importlib.metadata import entry_points
 from logging import ERROR
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ import attrs
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
+from kvpolicy.entry_points import installed, load_installed
 from kvpolicy.errors import ModelError, error_summary
 from kvpolicy.model.hub import hub_reachable
 from kvpolicy.model.tensor_parallel import TpPlan, loading_options
@@ -44,7 +44,7 @@ class InstalledModel:
 
 def installed_models() -> list[str]:
     """Names of the models that packages install, in alphabetical order."""
-    return sorted(point.name for point in entry_points(group=GROUP))
+    return list(installed(GROUP))
 
 
 def load_model(
@@ -189,13 +189,9 @@ def _find(name: str | Path) -> _Source:
     text = str(name)
     if Path(text).is_dir() and text:
         return _Source(text)
-    for point in entry_points(group=GROUP, name=text):
-        try:
-            installed: InstalledModel = point.load()()
-        except Exception as error:
-            msg = f"model '{text}' ({point.value}) cannot be loaded: {error_summary(error)}"
-            raise ModelError(msg) from error
-        return _Source(str(installed.folder), installed.dtype)
+    if text in installed(GROUP):
+        model: InstalledModel = load_installed(GROUP, text, what="model", error=ModelError)()
+        return _Source(str(model.folder), model.dtype)
     # A hub id is NAME or OWNER/NAME. A path or a misspelt name is refused without asking the hub.
     is_path = len(Path(text).parts) > 2 or text.startswith(("/", ".", "~")) or not text.strip()
     hint = _hint(text)

@@ -4,10 +4,10 @@ import random
 import re
 
 import pytest
-from kvpolicy.lab.tasks.answers import extract_answer
 from kvpolicy_reasoner.task import grade, make_problems, split_of
 
 from kvpolicy.errors import KVPolicyError
+from kvpolicy.lab.tasks.answers import extract_answer
 
 PROBLEMS = make_problems(300, seed=3, split="tune")
 

@@ -24,7 +24,7 @@ from kvpolicy import Engine, Plan, errors, hookspecs
 from kvpolicy.cli.app import COMMANDS
 from kvpolicy.hooks import discovery
 from kvpolicy.hooks.discovery import describe
-from kvpolicy.lab.sweep.sweep_file import DEFAULT_PRESET, load_preset
+from kvpolicy.lab.sweep.sweep_file import default_preset, load_preset
 from kvpolicy.lab.tasks.agreement import Agreement
 from kvpolicy.lab.tasks.measures import Graded
 from kvpolicy.lab.tasks.perplexity import Perplexity
@@ -121,7 +121,7 @@ def test_an_example_script_runs(script: Path, tmp_path: Path) -> None:
 def test_the_defaults_of_a_sweep_are_those_of_the_default_preset() -> None:
     section = _section(DOCS / "reference" / "sweeps.md", "Defaults")
     stated = tomllib.loads("\n".join(re.findall(r"`(\w+ = [^`]+)`", section)))
-    preset = load_preset(DEFAULT_PRESET)
+    preset = load_preset(default_preset())
     assert (stated.pop("model"), stated.pop("task")) == (*preset.models, *preset.tasks)
     assert tuple(stated.pop("budgets")) == preset.budgets
     assert stated == {key: getattr(preset, key) for key in stated}

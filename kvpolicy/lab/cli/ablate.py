@@ -118,8 +118,8 @@ def ablate(
     """Compare policies at several budgets: accuracy, length, memory and speed.
 
     `kvpolicy tasks list` shows what can be asked, and measured otherwise than by accuracy.
-    Without arguments: the full cache against published policies on the installed default model. What
-    no option says is as the preset has it; docs/reference/sweeps.md has the default one's.
+    Without arguments: the full cache against published policies. Unset options come from the
+    preset; docs/reference/sweeps.md has those of the default one.
     Interrupted, the same command goes on where it stopped.
     """
     budget_list, stacks = counts("--budgets", budgets), words(policies)

@@ -24,7 +24,7 @@ from kvpolicy.cli.options import (
     check_new_file,
 )
 from kvpolicy.cli.output import say, write, write_json
-from kvpolicy.defaults import default_name
+from kvpolicy.entry_points import default_name
 from kvpolicy.errors import KVPolicyError
 
 if TYPE_CHECKING:

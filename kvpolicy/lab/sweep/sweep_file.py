@@ -13,7 +13,7 @@ import attrs
 import cattrs
 from attrs.validators import deep_iterable, ge, min_len
 
-from kvpolicy.defaults import default_name
+from kvpolicy.entry_points import default_name
 from kvpolicy.errors import KVPolicyError
 from kvpolicy.hooks.bundled import bundled_file
 from kvpolicy.lab.tasks.task import Split

@@ -22,6 +22,7 @@ import attrs
 
 from kvpolicy.errors import TaskError
 from kvpolicy.lab.tasks import code_grading as codegrade
+from kvpolicy.lab.tasks.answers import extract_code
 from kvpolicy.lab.tasks.code_grading import Test
 from kvpolicy.lab.tasks.datasets import JsonRows, Rows
 from kvpolicy.lab.tasks.measures import Graded
@@ -102,7 +103,7 @@ class LiveCodeBench:
         To call this is to allow a program that a model wrote to run.
         """
         tests = [Test(**one) for one in json.loads(item.answer)]
-        return codegrade.passes(codegrade.last_block(text), tests, time_s=self.time_s)
+        return codegrade.passes(extract_code(text), tests, time_s=self.time_s)
 
     def _rows(self) -> Rows:
         path = Path(self.source)

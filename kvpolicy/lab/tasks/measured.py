@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import attrs
 
-from kvpolicy.defaults import default_name
+from kvpolicy.entry_points import default_name
 from kvpolicy.errors import TaskError
 from kvpolicy.lab.tasks.agreement import Agreement
 from kvpolicy.lab.tasks.measures import Measure

@@ -7,7 +7,7 @@ import pytest
 from kvpolicy.errors import KVPolicyError
 from kvpolicy.hooks.bundled import bundled_names
 from kvpolicy.lab.sweep.grid import build_cells
-from kvpolicy.lab.sweep.sweep_file import DEFAULT_PRESET, GROUP, load_preset
+from kvpolicy.lab.sweep.sweep_file import GROUP, default_preset, load_preset
 from kvpolicy.lab.tasks.task import load_task
 
 GOOD = """
@@ -33,9 +33,9 @@ def written(tmp_path: Path, text: str) -> str:
 
 
 def test_the_default_preset_compares_a_full_cache_and_four_policies_at_four_budgets() -> None:
-    preset = load_preset(DEFAULT_PRESET)
+    preset = load_preset(default_preset())
     cells = build_cells(preset.series, num_layers=4, budgets=preset.budgets, buffer=preset.buffer)
-    assert preset.name == DEFAULT_PRESET
+    assert preset.name == default_preset()
     assert preset.n >= 100
     assert len(preset.budgets) == 4
     assert len(cells) == 1 + 4 * len(preset.budgets)

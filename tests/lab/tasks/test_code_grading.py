@@ -12,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvpolicy.lab.tasks import sandbox_child as confined
-from kvpolicy.lab.tasks.code_grading import Test, last_block, passes, same_output
+from kvpolicy.lab.tasks.answers import extract_code
+from kvpolicy.lab.tasks.code_grading import Test, passes, same_output
 from kvpolicy.lab.tasks.livecodebench import unpack
 from kvpolicy.lab.tasks.sandbox import run_program
 from kvpolicy.lab.tasks.task import load_task
@@ -115,7 +116,7 @@ def test_a_pickle_that_would_run_something_runs_nothing(tmp_path: Path) -> None:
     ],
 )
 def test_the_last_closed_block_counts(text: str, block: str | None) -> None:
-    assert last_block(text) == block
+    assert extract_code(text) == block
 
 
 FORBIDDEN = {

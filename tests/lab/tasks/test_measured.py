@@ -19,7 +19,6 @@ from kvpolicy.lab.tasks.agreement import FIRST_DIFFERENCE, KL, MATCH, Agreement
 from kvpolicy.lab.tasks.measures import Asked, Graded, Measure, Outcome
 from kvpolicy.lab.tasks.perplexity import LOSS, NUM_SCORED, Perplexity
 from kvpolicy.lab.tasks.task import Item, load_task
-from kvpolicy.plan.plan import Plan
 
 TOKENIZER = tiny_tokenizer()
 # A loss is a sum over tokens; one forward and many round differently.

@@ -1,0 +1,5 @@
+"""Fixtures of the tests of models."""
+
+from commands import model_folder
+
+__all__ = ["model_folder"]
