@@ -11,7 +11,7 @@ from forked import Ended, run_in_child
 from shell import Shell, refusal
 
 from kvpolicy.cli import options
-from kvpolicy.lab.store.folderlock import FolderLock
+from kvpolicy.lab.store.jsonl import lock_folder
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="forks its children")
 
@@ -156,7 +156,7 @@ def test_a_second_run_in_one_folder_is_refused_and_the_first_is_undisturbed(
 ) -> None:
     words = (*ABLATE, "--model", model_folder, "--output", tmp_path / "out")
     (tmp_path / "out").mkdir()
-    first = FolderLock(tmp_path / "out")
+    first = lock_folder(tmp_path / "out")
     sentence = refusal(kvpolicy(*words))
     assert f"output folder {tmp_path / 'out'} is being written by another" in sentence
     assert "choose another place with --output" in sentence
@@ -190,4 +190,4 @@ def test_a_line_that_was_written_in_part_is_cut_off(
     assert "was incomplete" in answer.err
     assert len(_samples(tmp_path / "out")) == len(whole.splitlines())
     samples.write_bytes(b"not JSON\n" + whole)
-    assert "line 1 of" in refusal(kvpolicy(*words))
+    assert "line 1, is damaged" in refusal(kvpolicy(*words))

@@ -15,8 +15,14 @@ from kvpolicy.lab.analysis.export import fixed_columns
 from kvpolicy.lab.analysis.pooledtable import break_down_pooled, tabulate_pooled, to_plain
 from kvpolicy.lab.analysis.pooling import pool
 from kvpolicy.lab.store.read import read_run
-from kvpolicy.lab.store.records import Cell, ColumnInfo, Group
-from kvpolicy.lab.store.samples import CellTiming, ItemRecord, Sample
+from kvpolicy.lab.store.records import (
+    CellRecord,
+    CellTiming,
+    ColumnInfo,
+    EvalSettingRecord,
+    ItemRecord,
+    Sample,
+)
 from kvpolicy.lab.tasks.measures import ACCURACY
 
 PAGE = Path(__file__).parents[2] / "docs" / "reference" / "results.md"
@@ -24,8 +30,8 @@ RECORDS = {
     "samples.jsonl": Sample,
     "items.jsonl": ItemRecord,
     "timings.jsonl": CellTiming,
-    "Groups": Group,
-    "Cells": Cell,
+    "Groups": EvalSettingRecord,
+    "Cells": CellRecord,
 }
 
 

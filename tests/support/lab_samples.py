@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from kvpolicy.lab.store.samples import Sample
+from kvpolicy.lab.store.records import Sample
 from kvpolicy.lab.sweep.grid import Cell, build_cells
 from kvpolicy.lab.sweep.sweep_file import Series, series_of_stack
 

@@ -9,7 +9,7 @@ from kvpolicy.lab.analysis.paired import holm, sign_test
 from kvpolicy.lab.analysis.paired_difference import paired_difference, values_of
 from kvpolicy.lab.analysis.pooling import PooledCell
 from kvpolicy.lab.statistics import Estimate
-from kvpolicy.lab.store.samples import Sample
+from kvpolicy.lab.store.records import Sample
 from kvpolicy.lab.tasks.measures import ACCURACY, Column
 
 MCNEMAR, SIGN = "mcnemar", "sign"

@@ -11,8 +11,7 @@ import attrs
 
 from kvpolicy.lab.analysis.flattable import Kind, Table, in_kind
 from kvpolicy.lab.store.read import RunFolder
-from kvpolicy.lab.store.records import Cell, Group
-from kvpolicy.lab.store.samples import Sample
+from kvpolicy.lab.store.records import CellRecord, EvalSettingRecord, Sample
 
 _NESTED = ("facets", "values")
 _OF_GROUP = (
@@ -26,7 +25,7 @@ _MOST = 2**63  # whole numbers of a column lie below, and not below the negative
 
 def flatten(
     runs: Sequence[RunFolder],
-    keep: Callable[[Group, Cell], bool] = lambda group, cell: True,
+    keep: Callable[[EvalSettingRecord, CellRecord], bool] = lambda group, cell: True,
     *,
     items: bool = False,
 ) -> Table:
@@ -62,7 +61,7 @@ def fixed_columns(*, items: bool = False) -> dict[str, Kind]:
     Args:
         items: Whether what was asked stands beside each sample.
     """
-    sample, group = _kinds_of(Sample), _kinds_of(Group)
+    sample, group = _kinds_of(Sample), _kinds_of(EvalSettingRecord)
     return {
         "run": "text",
         "version": "text",

@@ -6,7 +6,7 @@ from typing import Any
 import attrs
 
 from kvpolicy.lab.analysis.table import Compared, Row, estimates_of, flat, tabulate, to_json
-from kvpolicy.lab.store.samples import Sample
+from kvpolicy.lab.store.records import Sample
 from kvpolicy.lab.tasks.measures import Column
 
 

@@ -7,7 +7,7 @@ import attrs
 from kvpolicy.errors import ResultsError
 from kvpolicy.hooks.discovery import nearest
 from kvpolicy.lab.analysis.pooling import PooledCell
-from kvpolicy.lab.store.records import Group
+from kvpolicy.lab.store.records import EvalSettingRecord
 
 # What follows from other settings, or is told in another way.
 _UNTOLD = ("group", "seed", "prompt_hash", "n", "columns", "measure", "temperature", "top_p")
@@ -73,7 +73,7 @@ def differing(cells: Sequence[PooledCell]) -> list[str]:
     Args:
         cells: The cells.
     """
-    names = [field.name for field in attrs.fields(Group) if field.name not in _UNTOLD]
+    names = [field.name for field in attrs.fields(EvalSettingRecord) if field.name not in _UNTOLD]
     told = [name for name in (*names, "version") if len({setting(c, name) for c in cells}) > 1]
     models = {cell.group.model for cell in cells}
     if len({(cell.group.model, cell.group.model_fingerprint) for cell in cells}) == len(models):

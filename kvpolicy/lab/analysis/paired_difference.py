@@ -12,7 +12,7 @@ from typing import TypeVar
 
 from kvpolicy.lab.analysis.paired import bootstrap_mean, bootstrap_ratios
 from kvpolicy.lab.statistics import Estimate
-from kvpolicy.lab.store.samples import Sample
+from kvpolicy.lab.store.records import Sample
 from kvpolicy.lab.tasks.measures import Column
 
 Value = TypeVar("Value")

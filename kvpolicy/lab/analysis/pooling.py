@@ -11,8 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 import attrs
 
 from kvpolicy.lab.store.read import RunFolder
-from kvpolicy.lab.store.records import Cell, Group
-from kvpolicy.lab.store.samples import CellTiming, ItemRecord, Sample
+from kvpolicy.lab.store.records import CellRecord, CellTiming, EvalSettingRecord, ItemRecord, Sample
 
 # What may differ between groups that are taken together: the seed, and what follows from it.
 _OF_ONE_SEED = ("group", "seed", "n", "prompt_hash")
@@ -37,8 +36,8 @@ class PooledCell:
     """
 
     id: str
-    cell: Cell
-    group: Group
+    cell: CellRecord
+    group: EvalSettingRecord
     version: str
     cells: tuple[str, ...]
     runs: tuple[str, ...]
@@ -89,11 +88,12 @@ class PooledCell:
         }
 
 
-_Place = tuple[RunFolder, Group, Cell]
+_Place = tuple[RunFolder, EvalSettingRecord, CellRecord]
 
 
 def pool(
-    runs: Sequence[RunFolder], keep: Callable[[Group, Cell], bool] = lambda group, cell: True
+    runs: Sequence[RunFolder],
+    keep: Callable[[EvalSettingRecord, CellRecord], bool] = lambda group, cell: True,
 ) -> list[PooledCell]:
     """Take cells together that differ in nothing but their seed, whatever plans are called.
 
@@ -115,7 +115,7 @@ def pool(
     return [_pooled(one, questions) for block in places.values() for one in block.values()]
 
 
-def _settings(group: Group) -> object:
+def _settings(group: EvalSettingRecord) -> object:
     plain = attrs.asdict(group, recurse=False, filter=lambda f, _: f.name not in _OF_ONE_SEED)
     return tuple(plain.items())
 
@@ -192,7 +192,7 @@ class _Questions:
                 if group_id in run.groups:
                     self._of_item[group_id, item] = self._find(run.groups[group_id], record)
 
-    def number(self, group: Group, item: int) -> int:
+    def number(self, group: EvalSettingRecord, item: int) -> int:
         """The question that an item of a group is; one of its own if nobody wrote it down."""
         found = self._of_item.get((group.group, item))
         if found is None:
@@ -201,7 +201,7 @@ class _Questions:
             found = self._of_place[_place(group, item)] = self._next()
         return found
 
-    def _find(self, group: Group, record: ItemRecord) -> int:
+    def _find(self, group: EvalSettingRecord, record: ItemRecord) -> int:
         text = (group.model, group.task, record.prompt, record.answer, record.reference)
         place = _place(group, record.item)
         said = (place, record.answer, record.reference)
@@ -221,5 +221,5 @@ class _Questions:
         return self._num - 1
 
 
-def _place(group: Group, item: int) -> object:
+def _place(group: EvalSettingRecord, item: int) -> object:
     return group.task, group.split, group.seed, item

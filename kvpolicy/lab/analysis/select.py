@@ -11,7 +11,7 @@ from kvpolicy.hooks.discovery import nearest
 from kvpolicy.lab.analysis.naming import budget_word
 from kvpolicy.lab.analysis.pooling import PooledCell
 from kvpolicy.lab.store.read import RunFolder, find_runs, read_run
-from kvpolicy.lab.store.records import Cell, Group
+from kvpolicy.lab.store.records import CellRecord, EvalSettingRecord
 
 Word = TypeVar("Word", str, int)
 Value = TypeVar("Value")
@@ -62,7 +62,7 @@ class Selection:
         """The same models, tasks and seeds, under whatever plan."""
         return attrs.evolve(self, series=frozenset(), budgets=frozenset())
 
-    def keeps(self, group: Group, cell: Cell) -> bool:
+    def keeps(self, group: EvalSettingRecord, cell: CellRecord) -> bool:
         """Whether a cell is wanted."""
         return all(
             not wanted or value in wanted

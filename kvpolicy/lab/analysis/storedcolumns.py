@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from kvpolicy.errors import ResultsError
 from kvpolicy.hooks.discovery import nearest
-from kvpolicy.lab.store.records import Group
+from kvpolicy.lab.store.records import EvalSettingRecord
 from kvpolicy.lab.tasks.agreement import Agreement
 from kvpolicy.lab.tasks.measures import ACCURACY, LENGTH, Column, mean_of
 from kvpolicy.lab.tasks.perplexity import Perplexity
@@ -13,7 +13,7 @@ from kvpolicy.lab.tasks.perplexity import Perplexity
 _KNOWN = {column.name: column for column in (ACCURACY, *Perplexity().columns, *Agreement().columns)}
 
 
-def columns_of(group: Group) -> Sequence[Column]:
+def columns_of(group: EvalSettingRecord) -> Sequence[Column]:
     """The columns of a group's measure, the one that is compared first.
 
     A column that kvpolicy does not know, of a task that some package brings along, is the mean
@@ -28,7 +28,7 @@ def columns_of(group: Group) -> Sequence[Column]:
     ]
 
 
-def column_of(group: Group, name: str | None) -> Column:
+def column_of(group: EvalSettingRecord, name: str | None) -> Column:
     """One column of a group's measure, or ``length``, which every group has.
 
     Args:

@@ -8,7 +8,7 @@ import attrs
 from kvpolicy.lab.analysis.csvtext import csv_text
 from kvpolicy.lab.analysis.paired_difference import paired_difference
 from kvpolicy.lab.statistics import Estimate
-from kvpolicy.lab.store.samples import CellTiming, Sample
+from kvpolicy.lab.store.records import CellTiming, Sample
 from kvpolicy.lab.tasks.measures import ACCURACY, LENGTH, Column
 
 

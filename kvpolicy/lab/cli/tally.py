@@ -3,7 +3,7 @@
 from pathlib import Path
 from statistics import fmean
 
-from kvpolicy.lab.store.samples import Sample
+from kvpolicy.lab.store.records import Sample
 from kvpolicy.lab.store.store import Store
 from kvpolicy.lab.sweep.comparison import Comparison
 from kvpolicy.lab.sweep.grid import Cell

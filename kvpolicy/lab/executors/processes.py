@@ -1,7 +1,7 @@
 """A pool of forked processes, which share the model's memory and have one thread each.
 
 They are forked when a model is loaded, with the results folder open: of what they inherit they use
-none, and its lock they let go of (`kvpolicy.lab.store.folderlock`). When this process ends,
+none, and its lock they let go of (`kvpolicy.lab.store.jsonl`). When this process ends,
 they find their pipe closed and end.
 """
 

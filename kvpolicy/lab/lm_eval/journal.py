@@ -16,8 +16,7 @@ import attrs
 
 from kvpolicy.engine.results import Result
 from kvpolicy.errors import OutputError
-from kvpolicy.lab.store.folderlock import FileLock
-from kvpolicy.lab.store.jsonl import JsonLines
+from kvpolicy.lab.store.jsonl import JsonLines, lock_file
 
 FORMAT = 1
 
@@ -71,7 +70,7 @@ class Journal:
         self._check(path)
         with ExitStack() as undo:
             try:
-                self._lock = FileLock(path, said=str(path))
+                self._lock = lock_file(path, name=str(path))
             except OSError as error:
                 msg = f"{path} cannot be written: {error.strerror}; choose another --output."
                 raise OutputError(msg) from error

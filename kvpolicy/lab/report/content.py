@@ -14,7 +14,7 @@ from kvpolicy.lab.report.metrics import MEMORY, plain, quantities
 from kvpolicy.lab.report.sentences import kinds_of
 from kvpolicy.lab.steer.rules import ThoughtRules
 from kvpolicy.lab.store.read import RunFolder
-from kvpolicy.lab.store.samples import Sample
+from kvpolicy.lab.store.records import Sample
 
 _HEAD = 90  # characters of a prompt that the list of samples shows
 _DOT = " \N{MIDDLE DOT} "

@@ -8,8 +8,7 @@ import attrs
 from kvpolicy.errors import ResultsError
 from kvpolicy.lab.analysis.pooling import PooledCell, pool
 from kvpolicy.lab.store.read import RunFolder
-from kvpolicy.lab.store.records import Cell, Group
-from kvpolicy.lab.store.samples import CellTiming, ItemRecord, Sample
+from kvpolicy.lab.store.records import CellRecord, CellTiming, EvalSettingRecord, ItemRecord, Sample
 
 
 @attrs.frozen
@@ -24,7 +23,7 @@ class CellView:
         label: Its name: no other cell of the group has the same.
     """
 
-    cell: Cell
+    cell: CellRecord
     samples: tuple[Sample, ...] = attrs.field(repr=False)
     timing: CellTiming | None
     timings: tuple[CellTiming, ...]
@@ -78,7 +77,7 @@ class GroupView:
         num_expected: Samples there will be when all runs are complete.
     """
 
-    group: Group
+    group: EvalSettingRecord
     groups: tuple[str, ...]
     version: str
     seeds: tuple[int, ...]
@@ -189,9 +188,9 @@ def _single(runs: Sequence[RunFolder]) -> dict[tuple[str, str], GroupView]:
     return {key: view for key, view in views.items() if view.cells}
 
 
-def _group(group: Group, runs: Sequence[RunFolder]) -> GroupView:
+def _group(group: EvalSettingRecord, runs: Sequence[RunFolder]) -> GroupView:
     """A group, from runs of one version that all have it."""
-    cells: dict[str, Cell] = {}
+    cells: dict[str, CellRecord] = {}
     samples: dict[str, dict[str, Sample]] = {}
     items: dict[int, ItemRecord] = {}
     timings: dict[str, CellTiming] = {}
@@ -229,7 +228,7 @@ def _place(sample: Sample) -> tuple[int, int]:
     return sample.item, sample.attempt
 
 
-def _labels(cells: Sequence[Cell]) -> list[str]:
+def _labels(cells: Sequence[CellRecord]) -> list[str]:
     """A name for each cell: as much as is needed to tell them apart."""
     ways = [
         [_short(cell) for cell in cells],
@@ -240,9 +239,9 @@ def _labels(cells: Sequence[Cell]) -> list[str]:
     return next((names for names in ways if len(set(names)) == len(names)), ways[-1])
 
 
-def _short(cell: Cell) -> str:
+def _short(cell: CellRecord) -> str:
     return cell.series if cell.budget is None else f"{cell.series} {cell.budget:g}"
 
 
-def _knobs(cell: Cell) -> Iterable[str]:
+def _knobs(cell: CellRecord) -> Iterable[str]:
     return (f"{name}={value}" for name, value in cell.knobs.items())

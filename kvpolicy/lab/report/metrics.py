@@ -10,8 +10,7 @@ from kvpolicy.lab.analysis.storedcolumns import columns_of
 from kvpolicy.lab.report.gather import CellView
 from kvpolicy.lab.report.throughput import throughput
 from kvpolicy.lab.statistics import Estimate, mean, ratio
-from kvpolicy.lab.store.records import Group
-from kvpolicy.lab.store.samples import Sample
+from kvpolicy.lab.store.records import EvalSettingRecord, Sample
 from kvpolicy.lab.tasks.measures import LENGTH, Column, by_item
 
 MEMORY = "peak_bytes"
@@ -45,7 +44,7 @@ class Quantity:
         return attrs.asdict(self, filter=lambda field, _: field.name != "estimate")
 
 
-def quantities(group: Group) -> list[Quantity]:
+def quantities(group: EvalSettingRecord) -> list[Quantity]:
     """All quantities of a group's cells, the one that is compared first.
 
     Args:

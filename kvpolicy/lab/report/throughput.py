@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from kvpolicy.lab.statistics import Z_95, Estimate, ratio
-from kvpolicy.lab.store.samples import CellTiming
+from kvpolicy.lab.store.records import CellTiming
 
 # Student's t, of which 95 % lies within, for 1 to 10 degrees of freedom: seeds are few, and the
 # normal distribution would make too much of them.

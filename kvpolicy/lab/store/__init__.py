@@ -1,1 +1,1 @@
-"""Result folders: samples as JSON lines, manifests, locks."""
+"""Run folders: records, JSON lines, locks, reading and writing."""

@@ -1,64 +1,66 @@
-"""A file of JSON lines that survives being killed in the middle of one."""
+"""Append-only JSON lines that survive a kill in the middle of a line, and locks against writers."""
 
 import json
 from pathlib import Path
 from typing import Any
 
-from kvpolicy.errors import OutputError
+from filelock import FileLock, Timeout
+
+from kvpolicy.errors import OutputError, ResultsError
 
 
 class JsonLines:
-    """An append-only file of JSON objects, one per line, written through to the system.
+    """An append-only file of JSON objects, one per line, unbuffered.
 
     Attributes:
         path: The file.
         records: All objects that were in the file when it was opened, in order.
-        was_torn: Whether the last line was incomplete when the file was opened; it has been
-            cut off.
+        was_torn: Whether the last line was incomplete when the file was opened; it was removed.
     """
 
     def __init__(self, path: Path, *, new: bool = False) -> None:
-        """Open the file, or create it, and cut off a last line that was never finished.
+        """Open or create the file, and remove an incomplete last line.
 
         Args:
             path: The file; its folder exists.
-            new: Whether there must be no such file yet.
+            new: Refuse a file that exists.
 
         Raises:
-            OutputError: The file cannot be read or written, or a line is not a JSON object.
+            OutputError: The file cannot be opened, or exists although it must be new.
+            ResultsError: The file cannot be read, or a line is not a JSON object.
         """
         self.path = path
+        content = b"" if new else _read(path)
+        complete = _complete_lines(content)
+        self.records = _parse_lines(path, complete)
+        self.was_torn = len(complete) < len(content)
         try:
-            content = path.read_bytes() if path.exists() and not new else b""
-            whole = _whole(content)
-            self.records = _records(path, whole)
-            self.was_torn = len(whole) < len(content)
-            # Unbuffered: one call of the system per line, so that a kill loses one line at most.
+            # Unbuffered: one system call per line, so that a kill loses one line at most.
             self._file = path.open("xb" if new else "ab", buffering=0)
             if self.was_torn:
-                self._file.truncate(len(whole))
+                self._file.truncate(len(complete))
         except FileExistsError as error:
-            msg = f"{path} exists and is left as it is; choose another name, or delete it first."
+            msg = f"{path} exists and is not replaced; choose another name, or delete it first."
             raise OutputError(msg) from error
         except OSError as error:
             msg = f"{path} cannot be opened: {error.strerror}."
             raise OutputError(msg) from error
 
     def append(self, record: dict[str, Any]) -> None:
-        """Add one object; when this returns it survives the end of this process.
+        """Add one object. When this returns, the object survives the end of this process.
 
         Args:
-            record: Plain data, ready for JSON.
+            record: Plain data that JSON can hold.
 
         Raises:
-            OutputError: The file cannot be written, because the disk is full for example.
+            OutputError: The file cannot be written, for example because the disk is full.
         """
         try:
             line = _encode(record) + b"\n"
-            while line:  # a disk that is almost full takes a part, and refuses only the next
+            while line:  # on an almost full disk, a write may take only a part
                 line = line[self._file.write(line) :]
         except OSError as error:
-            msg = f"{self.path} cannot be written: {error.strerror}; what it held before is kept."
+            msg = f"{self.path} cannot be written: {error.strerror}; earlier lines are intact."
             raise OutputError(msg) from error
 
     def close(self) -> None:
@@ -67,37 +69,80 @@ class JsonLines:
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """All objects of such a file in order, read without touching it.
+    """Read all objects of a JSON lines file, in order, without changing it.
 
     Args:
-        path: The file; none is like an empty one.
+        path: The file; a missing file counts as empty.
+
+    Returns:
+        The objects. An incomplete last line is left out: it is being written, or its writer died.
 
     Raises:
-        OutputError: The file cannot be read, or a line is not a JSON object. A last line that
-            was never finished is left out.
+        ResultsError: The file cannot be read, or a line is not a JSON object.
     """
+    return _parse_lines(path, _complete_lines(_read(path)))
+
+
+def lock_folder(folder: Path) -> FileLock:
+    """Lock a folder against other writers, by a ``.lock`` file in it.
+
+    Args:
+        folder: An existing folder.
+
+    Returns:
+        The lock; call its ``release``.
+
+    Raises:
+        OutputError: Another process holds it.
+        OSError: The lock file cannot be written.
+    """
+    return lock_file(folder / ".lock", name=f"output folder {folder}")
+
+
+def lock_file(path: Path, *, name: str) -> FileLock:
+    """Lock a file against other writers until the lock is released or this process ends.
+
+    A forked child does not hold the lock: filelock closes the inherited descriptor in the child.
+
+    Args:
+        path: The file, in an existing folder; it is created if missing.
+        name: How error messages refer to it.
+
+    Returns:
+        The lock; call its ``release``.
+
+    Raises:
+        OutputError: Another process holds it.
+        OSError: The file cannot be written.
+    """
+    lock = FileLock(path)
     try:
-        content = path.read_bytes() if path.exists() else b""
-    except OSError as error:
-        msg = f"{path} cannot be opened: {error.strerror}."
+        lock.acquire(blocking=False)
+    except Timeout as error:
+        msg = (
+            f"{name} is being written by another kvpolicy process; "
+            "wait for it, or choose another place with --output."
+        )
         raise OutputError(msg) from error
-    return _records(path, _whole(content))
+    return lock
 
 
-def _whole(content: bytes) -> bytes:
-    """Without a last line that was never finished."""
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes() if path.exists() else b""
+    except OSError as error:
+        msg = f"{path} cannot be read: {error.strerror}."
+        raise ResultsError(msg) from error
+
+
+def _complete_lines(content: bytes) -> bytes:
+    """The content up to its last newline."""
     return content[: content.rfind(b"\n") + 1]
 
 
-def _records(path: Path, whole: bytes) -> list[dict[str, Any]]:
-    return [_parse(path, i, line) for i, line in enumerate(whole.splitlines(), 1)]
-
-
-def _encode(record: dict[str, Any]) -> bytes:
-    try:
-        return json.dumps(record, ensure_ascii=False).encode()
-    except UnicodeEncodeError:  # half a letter, which UTF-8 has no bytes for, is escaped
-        return json.dumps(record).encode()
+def _parse_lines(path: Path, complete: bytes) -> list[dict[str, Any]]:
+    lines = complete.split(b"\n")[:-1]
+    return [_parse(path, number, line) for number, line in enumerate(lines, 1)]
 
 
 def _parse(path: Path, number: int, line: bytes) -> dict[str, Any]:
@@ -107,8 +152,15 @@ def _parse(path: Path, number: int, line: bytes) -> dict[str, Any]:
         record = None
     if not isinstance(record, dict):
         msg = (
-            f"line {number} of {path} is not a JSON object; "
-            "delete that line to compute its sample again, or choose another output folder."
+            f"{path}, line {number}, is damaged: it is not a JSON object; delete that line to "
+            "compute its sample again, or choose another folder."
         )
-        raise OutputError(msg)
+        raise ResultsError(msg)
     return record
+
+
+def _encode(record: dict[str, Any]) -> bytes:
+    try:
+        return json.dumps(record, ensure_ascii=False).encode()
+    except UnicodeEncodeError:  # a lone surrogate has no UTF-8 form and must be escaped
+        return json.dumps(record).encode()

@@ -1,19 +1,30 @@
-"""Groups and cells in the manifest of a run; lines are in `kvpolicy.lab.store.samples`."""
+"""Records of a run folder: evaluation settings and cells, samples, items and timings."""
 
-from typing import Any
+import hashlib
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, TypeVar, get_origin
 
 import attrs
+import cattrs
+
+from kvpolicy.errors import ResultsError
+
+FORMAT = 2  # of run folders
+
+Record = TypeVar("Record")
 
 
 @attrs.frozen
 class ColumnInfo:
-    """What a table says of one quantity that a task measures.
+    """How tables show one quantity that a task measures.
 
     Attributes:
-        name: Its name in files.
-        title: What tables call it.
-        heading: What plots call it, with its unit.
-        is_share: Whether it lies between 0 and 1.
+        name: Name in files.
+        title: Heading in tables.
+        heading: Axis label in plots, with the unit.
+        is_share: Whether the quantity lies between 0 and 1.
     """
 
     name: str
@@ -23,28 +34,28 @@ class ColumnInfo:
 
 
 @attrs.frozen
-class Group:
-    """One model asked one task with one seed.
+class EvalSettingRecord:
+    """One evaluation setting: a model on a task with a seed (``groups`` of the manifest).
 
     Attributes:
-        group: Its id, 16 hexadecimal digits: a hash of all that decides what its samples are.
-        model: The model, as it was typed.
-        model_fingerprint: Hash of its configuration and weights.
-        device: Where it ran.
-        dtype: Precision of its weights.
-        task: The task with its options, as it is spelled.
-        seed: Chose the items, and draws the tokens.
-        split: Split of the task that the items are of.
-        n: Items.
-        attempts: Times each was asked.
+        group: Id, 16 hexadecimal digits: a hash of all settings that decide its samples.
+        model: Model as the user typed it.
+        model_fingerprint: Hash of the model's configuration and weights.
+        device: Device of the model.
+        dtype: Precision of the weights.
+        task: Task with its options.
+        seed: Random seed for choosing items and sampling tokens.
+        split: Split of the task.
+        n: Number of items.
+        attempts: Samples per item.
         prompt_hash: Hash of the items' prompts.
-        sampling: How tokens were drawn, in words.
-        temperature: The same in numbers; 0 took the likeliest.
-        top_p: Share of the likeliest tokens that were drawn from.
-        max_new_tokens: The most tokens a sample could generate.
+        sampling: Sampling method in text form.
+        temperature: Sampling temperature; 0 is greedy.
+        top_p: Nucleus sampling threshold.
+        max_new_tokens: Generation limit of a sample.
         slots: Samples decoded together.
-        measure: How cells were measured, such as ``"answers"``.
-        columns: What tables say of it, the one that is compared first.
+        measure: How cells are measured, such as ``"answers"``.
+        columns: What tables show; the first column is compared between cells.
     """
 
     group: str
@@ -68,19 +79,19 @@ class Group:
 
 
 @attrs.frozen
-class Cell:
-    """One group under one resolved plan.
+class CellRecord:
+    """One evaluation setting under one resolved plan (``cells`` of the manifest).
 
     Attributes:
-        cell: Its id, 16 hexadecimal digits: a hash of the group's and the plan's.
-        group: Id of its group.
-        series: Which line of a plot it is a point of.
-        budget: Rows that stay after a compaction, the mean over the layers that compact;
-            ``None`` if nothing ever leaves.
-        buffer: Rows that may join before the next compaction; ``None`` likewise.
-        knobs: Values by ``policy.knob``, of the knobs that were varied.
+        cell: Id, 16 hexadecimal digits: a hash of the setting and the plan.
+        group: Id of the evaluation setting.
+        series: Name of the plan in tables and plots, without its budget.
+        budget: Rows kept by a compaction, averaged over the compacting layers; ``None`` if
+            nothing is evicted.
+        buffer: Rows added between compactions; ``None`` if nothing is evicted.
+        knobs: Values of the varied knobs, by ``policy.knob``.
         plan: Digest of the resolved plan.
-        resolved: The resolved plan, as plain data.
+        resolved: The resolved plan as plain data.
     """
 
     cell: str
@@ -91,3 +102,217 @@ class Cell:
     knobs: dict[str, Any]
     plan: str
     resolved: dict[str, Any]
+
+
+@attrs.frozen
+class Sample:
+    """One prompt answered under one plan; complete without any other record.
+
+    Attributes:
+        key: Hash of everything the sample depends on, see `sample_key`.
+        cell: Id of the cell.
+        group: Id of the evaluation setting.
+        model: Model as the user typed it.
+        task: Task with its options.
+        seed: Random seed for choosing items and sampling tokens.
+        series: Name of the plan in tables and plots, without its budget.
+        budget: Rows kept by a compaction, averaged over the compacting layers; ``None`` if
+            nothing is evicted.
+        buffer: Rows added between compactions; ``None`` if nothing is evicted.
+        plan: Digest of the resolved plan.
+        item: Number of the item in its task and seed.
+        attempt: Number of the attempt at the item, from 0.
+        correct: Verdict of the grader; ``False`` for a failed request, ``None`` if nothing was
+            graded or the grader gave no verdict.
+        ungraded: Why the grader gave no verdict.
+        finish_reason: ``"stop"``, ``"length"`` (truncated at ``max_new_tokens``) or ``"error"``.
+        error: Error message of a failed request.
+        prompt_len: Tokens of the prompt.
+        num_tokens: Generated tokens.
+        compactions: Times at which at least one layer was compacted.
+        rows_evicted: Evicted rows, summed over layers and KV heads.
+        peak_rows: Most rows held by any layer.
+        peak_bytes: Bytes of keys and values in those rows, summed over layers.
+        prefill_s: Seconds in forwards of this prompt, shared with prompts prefilled together.
+        decode_s: Seconds from the first generated token to the last.
+        facets: Properties of the item to group by, such as its difficulty.
+        values: Measured quantities by name, for tasks that measure instead of grading.
+        text: Generated text.
+    """
+
+    key: str
+    cell: str
+    group: str
+    model: str
+    task: str
+    seed: int
+    series: str
+    budget: float | None
+    buffer: float | None
+    plan: str
+    item: int
+    attempt: int
+    correct: bool | None
+    ungraded: str | None
+    finish_reason: str
+    error: str | None
+    prompt_len: int
+    num_tokens: int
+    compactions: int
+    rows_evicted: int
+    peak_rows: int
+    peak_bytes: int
+    prefill_s: float
+    decode_s: float
+    facets: dict[str, int | str]
+    values: dict[str, float]
+    text: str
+
+
+@attrs.frozen
+class ItemRecord:
+    """Prompt and expected answer of one item, for later readers of the samples.
+
+    Attributes:
+        group: Id of the evaluation setting.
+        model: Model as the user typed it; its chat template is part of the prompt.
+        task: Task with its options.
+        seed: Random seed for choosing items.
+        item: Number of the item in its task and seed.
+        prompt: Text given to the model.
+        answer: Expected answer, in the form that the task's grader uses.
+        reference: A text that answers the prompt, if the data set has one.
+        facets: Properties of the item to group by, such as its difficulty.
+    """
+
+    group: str
+    model: str
+    task: str
+    seed: int
+    item: int
+    prompt: str
+    answer: str
+    reference: str | None
+    facets: dict[str, int | str]
+
+
+@attrs.frozen
+class CellTiming:
+    """Cost of a cell whose samples were all run without interruption.
+
+    An interrupted cell has no timing: its batches were not full, so its speed would measure the
+    interruption.
+
+    Attributes:
+        cell: Id of the cell.
+        num_requests: Samples of the cell.
+        new_tokens: Generated tokens.
+        elapsed_s: Seconds from the first prompt to the last result.
+        policy_s: Seconds of policy work in decode steps: observe, score, select, evict, steer.
+        decode_s: Seconds in decode steps, compactions included.
+        peak_kv_bytes: Peak KV bytes of the whole batch.
+    """
+
+    cell: str
+    num_requests: int
+    new_tokens: int
+    elapsed_s: float
+    policy_s: float
+    decode_s: float
+    peak_kv_bytes: int
+
+
+def sample_key(
+    *,
+    plan: str,
+    model: str,
+    task: str,
+    measure: str,
+    item: int,
+    prompt: str,
+    attempt: int,
+    seed: int,
+    sampling: str,
+    max_new_tokens: int,
+    version: str,
+) -> str:
+    """Hash everything that decides the result of a sample.
+
+    Args:
+        plan: Digest of the resolved plan.
+        model: Fingerprint of the model.
+        task: Task with its options, which include the grader.
+        measure: What is measured.
+        item: Number of the item.
+        prompt: Prompt, expected answer, and other text read from the item.
+        attempt: Number of the attempt at the item.
+        seed: Seed of the run.
+        sampling: Sampling method in text form.
+        max_new_tokens: Generation limit.
+        version: Version of kvpolicy.
+
+    Returns:
+        32 hexadecimal digits.
+    """
+    parts = [plan, model, task, measure, item, prompt, attempt, seed, sampling]
+    parts += [max_new_tokens, version]
+    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:32]
+
+
+def structure_records(
+    cls: type[Record], lines: Sequence[dict[str, Any]], path: Path
+) -> list[Record]:
+    """Build the records of a JSON lines file.
+
+    Args:
+        cls: A record class.
+        lines: The objects of the file.
+        path: The file, for the message.
+
+    Raises:
+        ResultsError: A line has missing, additional or wrongly typed fields.
+    """
+    return [structure_record(cls, line, f"{path}, line {i}") for i, line in enumerate(lines, 1)]
+
+
+def structure_record(cls: type[Record], record: Any, where: str) -> Record:
+    """Build a record from plain data, checking names and types of all fields.
+
+    Args:
+        cls: A record class.
+        record: Plain data read from a file that anybody may have edited.
+        where: File and line, for the message.
+
+    Raises:
+        ResultsError: The data has missing, additional or wrongly typed fields.
+    """
+    if not isinstance(record, dict):
+        problems = [f"expected an object, found {type(record).__name__}"]
+    else:
+        try:
+            return _converter.structure(record, cls)
+        except cattrs.BaseValidationError as error:
+            problems = cattrs.transform_error(error)
+    shown = f"{'; '.join(problems[:3])}{'; ...' if len(problems) > 3 else ''}"
+    msg = f"{where}, is damaged or from another version of kvpolicy: {shown}."
+    raise ResultsError(msg)
+
+
+def _exactly(*types: type) -> Any:
+    """A structure hook that accepts values of these types and converts nothing."""
+
+    def check(value: Any, cls: Any) -> Any:
+        if type(value) not in types:
+            msg = f"{value!r:.60} is not {types[0].__name__}"
+            raise TypeError(msg)
+        return value
+
+    return check
+
+
+_converter = cattrs.Converter(forbid_extra_keys=True)
+for _type in (str, int, bool):
+    _converter.register_structure_hook(_type, _exactly(_type))
+_converter.register_structure_hook(float, _exactly(float, int))  # JSON has whole floats as integers
+# Facets, knobs and plans are free-form: their contents are not checked.
+_converter.register_structure_hook_func(lambda cls: get_origin(cls) is dict, _exactly(dict))

@@ -1,4 +1,4 @@
-"""When, how and with what a run was worked on: the part of a manifest that may change."""
+"""Describe a session: when, how, with which versions and on which machine a run is worked on."""
 
 import os
 import platform
@@ -17,17 +17,17 @@ _PACKAGES = ("torch", "transformers", "tokenizers", "numpy")
 def describe_session(
     command: list[str], *, workers: int, machine: dict[str, Any] | None = None
 ) -> dict[str, Any]:
-    """Describe the work that begins now.
+    """Describe the session that begins now.
 
     Args:
-        command: Words of the command line.
-        workers: Workers side by side.
-        machine: What each of them computes with, as `describe_machine` tells it where it is;
-            this process as it is now if not given.
+        command: Arguments of the command line.
+        workers: Number of workers.
+        machine: What `describe_machine` returned on a worker's machine; this process if not
+            given.
 
     Returns:
-        Plain data for a manifest: ``started`` (UTC), ``command``, ``workers``, and what
-        `describe_machine` has.
+        Plain data for a manifest: ``started`` (UTC), ``command``, ``workers``, and the entries of
+        `describe_machine`.
     """
     return {
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -38,13 +38,13 @@ def describe_session(
 
 
 def describe_machine(*, threads: int) -> dict[str, Any]:
-    """Describe what a worker on this machine computes with.
+    """Describe the machine and the packages that a worker computes with.
 
     Args:
-        threads: Its threads.
+        threads: Threads of the worker.
 
     Returns:
-        Plain data: ``versions``, ``threads``, and ``cpus`` and ``device`` of the machine.
+        Plain data: ``versions``, ``threads``, ``cpus`` and ``device``.
     """
     return {
         "versions": versions(),

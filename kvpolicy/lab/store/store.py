@@ -1,90 +1,88 @@
-"""The results folder of a run: written line by line, gone on with after any interruption.
+"""The run folder of a sweep: appended line by line, resumable after any interruption.
 
-A folder belongs to one run, of groups (a model asked a task with a seed) and cells (a group
-under a plan), and holds::
+A folder belongs to one run. The run has evaluation settings (a model, a task and a seed; ``groups``
+in the files) and cells (an evaluation setting under a plan). The folder holds::
 
     manifest.json   {"format": 2, "run": ..., "sessions": [...]}
                     run: everything the samples depend on; another run is refused
-                    sessions: when, with which command and versions it was worked on
-    samples.jsonl   one `Sample` per line, in the order in which they were done
-    items.jsonl     one `ItemRecord` per line: what was asked, once for each group
-    timings.jsonl   one `CellTiming` per line: what a cell cost that was run in one go
-    kept.jsonl      one `Kept` per line: what compactions kept of a recorded sample; written
-                    before the sample, so that no sample is done without its record
-    table.json/csv  the comparison, plot.png/svg the same as a picture
+                    sessions: when, and with which command and versions, the run was worked on
+    samples.jsonl   one `Sample` per line, in the order in which they finished
+    items.jsonl     one `ItemRecord` per line, once for each evaluation setting
+    timings.jsonl   one `CellTiming` per line, for each cell that was run without interruption
+    kept.jsonl      one record per line of the rows that compactions kept of a sample; written
+                    before the sample, so that no finished sample lacks its record
+    table.json/csv  the result table; plot.png/svg: the same as a plot
 """
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Self
 
 import attrs
+from filelock import FileLock
 
 from kvpolicy.errors import OutputError
 from kvpolicy.files import atomic_write
-from kvpolicy.lab.store.folderlock import FolderLock
-from kvpolicy.lab.store.jsonl import JsonLines, read_lines
-from kvpolicy.lab.store.samples import CellTiming, ItemRecord, Sample
-from kvpolicy.lab.sweep.recording import Kept
-
-FORMAT = 2
+from kvpolicy.lab.store.jsonl import JsonLines, lock_folder, read_lines
+from kvpolicy.lab.store.records import (
+    FORMAT,
+    CellTiming,
+    ItemRecord,
+    Record,
+    Sample,
+    structure_records,
+)
 
 # All that a folder can hold whose run was killed before it had a manifest.
 _LEFT_BY_A_KILL = {".lock", "manifest.json.new"}
 
 
 class Store:
-    """One results folder, opened by one process.
+    """One run folder, opened for writing by one process.
 
     Attributes:
-        folder: Where everything is.
-        samples: What is done, by `Sample.key`.
-        timings: Costs of the cells that were run in one go, by id of the cell.
-        recorded: Keys of the samples of which it is recorded what compactions kept.
-        notes: What a user wants to know about how the folder was found.
+        folder: The folder.
+        samples: Finished samples, by `Sample.key`.
+        timings: Timings of cells that were run without interruption, by id of the cell.
+        recorded: Keys of the samples whose kept rows are recorded.
+        notes: Messages for the user about the state in which the folder was found.
     """
 
     def __init__(self, folder: Path, run: dict[str, Any]) -> None:
-        """Open the folder of a run, or make it.
+        """Open the folder of a run, or create it.
 
         Args:
-            folder: Where the results are to be; created if need be.
+            folder: Where the results go; created if missing.
             run: Everything the samples depend on, as plain data.
 
         Raises:
-            OutputError: The folder holds another run or something else, is in use, or cannot
-                be written. Nothing in it has been changed then.
+            OutputError: The folder holds another run or other files, is in use, or cannot be
+                written. Nothing in it has been changed.
+            ResultsError: A file in it is damaged.
         """
         self.folder = folder
         self.notes: list[str] = []
         with ExitStack() as undo:
-            self._lock = _take(folder, run)
-            undo.callback(self._lock.release)
-            self._samples = self._open("samples.jsonl")
-            undo.callback(self._samples.close)
-            self._items = self._open("items.jsonl")
-            undo.callback(self._items.close)
-            self._timings = self._open("timings.jsonl")
-            undo.callback(self._timings.close)
-            self._kept = self._open("kept.jsonl")
-            undo.callback(self._kept.close)
+            lock = _claim_folder(folder, run)
+            undo.callback(lock.release)
+            self._samples, self._items, self._timings, self._kept = (
+                self._open(undo, name) for name in ("samples", "items", "timings", "kept")
+            )
             self.recorded = {str(record.get("key")) for record in self._kept.records}
-            self._kept.records.clear()  # they may be large, and nobody reads them here
-            samples = [Sample.from_dict(record) for record in self._samples.records]
-            items = [ItemRecord.from_dict(record) for record in self._items.records]
-            timings = [CellTiming.from_dict(record) for record in self._timings.records]
-            self.samples = {sample.key: sample for sample in samples}
-            self.timings = {timing.cell: timing for timing in timings}
+            self._kept.records.clear()  # large, and not needed here
+            self.samples = {one.key: one for one in _structured(Sample, self._samples)}
+            self.timings = {one.cell: one for one in _structured(CellTiming, self._timings)}
+            items = _structured(ItemRecord, self._items)
             self._known_items = {(item.group, item.item) for item in items}
             self._undo = undo.pop_all()
 
     def begin(self, session: dict[str, Any]) -> None:
-        """Note in the manifest that work on this run begins.
+        """Add a session to the manifest.
 
         Args:
-            session: When, how and with which versions.
+            session: When, how and with which versions work on this run begins.
         """
         manifest = _read_manifest(self.folder)
         assert manifest is not None, "written when the store was opened"
@@ -97,30 +95,34 @@ class Store:
         _write_manifest(self.folder, manifest["run"], [*sessions, session])
 
     def add(self, sample: Sample) -> None:
-        """Keep one finished sample."""
+        """Store a finished sample."""
         self._samples.append(attrs.asdict(sample))
         self.samples[sample.key] = sample
 
-    def add_kept(self, kept: Kept) -> None:
-        """Keep what compactions kept of a sample, before the sample; once is enough."""
-        if kept.key not in self.recorded:
-            self._kept.append(kept.to_dict())
-            self.recorded.add(kept.key)
+    def add_kept(self, record: Mapping[str, Any]) -> None:
+        """Store what compactions kept of a sample, unless it is stored already.
+
+        Args:
+            record: Plain data with the sample's ``key``; call this before `add`.
+        """
+        if record["key"] not in self.recorded:
+            self._kept.append(dict(record))
+            self.recorded.add(record["key"])
 
     def add_items(self, items: Iterable[ItemRecord]) -> None:
-        """Keep what a group is asked; what is there already is left as it is."""
+        """Store the items of an evaluation setting, except those stored already."""
         for item in items:
             if (item.group, item.item) not in self._known_items:
                 self._items.append(attrs.asdict(item))
                 self._known_items.add((item.group, item.item))
 
     def add_timing(self, timing: CellTiming) -> None:
-        """Keep what a whole cell cost."""
+        """Store the timing of a whole cell."""
         self._timings.append(attrs.asdict(timing))
         self.timings[timing.cell] = timing
 
     def close(self) -> None:
-        """Close the files and let other processes have the folder."""
+        """Close the files and release the folder."""
         self._undo.close()
 
     def __enter__(self) -> Self:
@@ -129,38 +131,45 @@ class Store:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _open(self, name: str) -> JsonLines:
-        lines = JsonLines(self.folder / name)
+    def _open(self, undo: ExitStack, name: str) -> JsonLines:
+        lines = JsonLines(self.folder / f"{name}.jsonl")
+        undo.callback(lines.close)
         if lines.was_torn:
             self.notes.append(
-                f"the last line of {lines.path} was incomplete (the run before this one was "
-                "killed while writing it) and has been cut off"
+                f"the last line of {lines.path} was incomplete (the previous run was killed "
+                "while writing it) and has been removed"
             )
         return lines
 
 
 def done_keys(folder: Path, run: dict[str, Any]) -> set[str]:
-    """Keys of the samples that are done, read without touching anything.
+    """Keys of the finished samples, read without changing anything.
 
     Args:
-        folder: Where the results of a run are, or are to be.
+        folder: Where the results of a run are, or will be.
         run: Everything its samples depend on.
 
     Raises:
-        OutputError: The folder holds another run or something else, or is damaged.
+        OutputError: The folder holds another run or other files.
+        ResultsError: A line is damaged.
     """
     _check_is_ours_or_new(folder, run)
-    return {Sample.from_dict(record).key for record in read_lines(folder / "samples.jsonl")}
+    path = folder / "samples.jsonl"
+    return {sample.key for sample in structure_records(Sample, read_lines(path), path)}
 
 
-def _take(folder: Path, run: dict[str, Any]) -> FolderLock:
-    """Make the folder ours, or find that it is; leave any other as it is."""
+def _structured(cls: type[Record], lines: JsonLines) -> list[Record]:
+    return structure_records(cls, lines.records, lines.path)
+
+
+def _claim_folder(folder: Path, run: dict[str, Any]) -> FileLock:
+    """Lock the folder and write the manifest of a new run; leave other folders unchanged."""
     _check_is_ours_or_new(folder, run)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        lock = FolderLock(folder)
+        lock = lock_folder(folder)
         try:
-            # Once more: somebody else may have begun and ended here in the meantime.
+            # Again: another process may have begun and ended a run since the first check.
             _check_is_ours_or_new(folder, run)
             if _read_manifest(folder) is None:
                 _write_manifest(folder, run, [])
@@ -184,7 +193,7 @@ def _check_is_ours_or_new(folder: Path, run: dict[str, Any]) -> None:
     if manifest is None:
         if folder.exists() and {path.name for path in folder.iterdir()} - _LEFT_BY_A_KILL:
             msg = (
-                f"output folder {folder} is not empty and holds no run of ours; "
+                f"output folder {folder} is not empty and holds no kvpolicy run; "
                 "choose an empty or new one with --output."
             )
             raise OutputError(msg)
@@ -221,12 +230,12 @@ def _read_manifest(folder: Path) -> dict[str, Any] | None:
     return manifest
 
 
-def _differences(theirs: dict[str, Any], ours: dict[str, Any]) -> list[str]:
-    """Name the settings that differ, with both values where they are short."""
-    there, here = _settings(theirs), _settings(ours)
+def _differences(stored: dict[str, Any], requested: dict[str, Any]) -> list[str]:
+    """Describe the settings that differ, with both values where they are short."""
+    old, new = _settings(stored), _settings(requested)
     found = []
-    for key in sorted(there.keys() | here.keys()):
-        a, b = there.get(key), here.get(key)
+    for key in sorted(old.keys() | new.keys()):
+        a, b = old.get(key), new.get(key)
         if a != b:
             short = all(isinstance(value, (int, float, str)) for value in (a, b))
             found.append(f"{key} is {a} there and {b} here" if short else f"{key} differ")
@@ -234,8 +243,8 @@ def _differences(theirs: dict[str, Any], ours: dict[str, Any]) -> list[str]:
 
 
 def _settings(run: dict[str, Any]) -> dict[str, Any]:
-    """The settings of a run; those of its group by themselves, where it has just one."""
-    run = {key: value for key, value in run.items() if key != "name"}  # decides nothing
+    """The settings that decide a run's samples; those of a single group are listed one by one."""
+    run = {key: value for key, value in run.items() if key != "name"}
     groups = run.get("groups", [])
     if len(groups) != 1:
         return run

@@ -10,7 +10,7 @@ import attrs
 import kvpolicy
 from kvpolicy.engine.request import Sampling
 from kvpolicy.lab.models import ModelInfo, fingerprint_texts
-from kvpolicy.lab.store.samples import ItemRecord, sample_key
+from kvpolicy.lab.store.records import ItemRecord, sample_key
 from kvpolicy.lab.tasks.task import Item, Split, Task
 
 # What a group is called and shown by decides nothing of what its samples are.

@@ -5,7 +5,7 @@ from collections.abc import Container, Iterator
 import attrs
 
 from kvpolicy.engine.results import RunReport
-from kvpolicy.lab.store.samples import CellTiming, Sample
+from kvpolicy.lab.store.records import CellTiming, Sample
 from kvpolicy.lab.store.store import Store
 from kvpolicy.lab.sweep.comparison import Comparison
 from kvpolicy.lab.sweep.grid import Cell
@@ -56,7 +56,7 @@ def run(comparison: Comparison, store: Store, pool: Pool) -> Iterator[Event]:
         else:
             sample = _sample(comparison, cell, news.item, news.outcome)
             if news.kept is not None:
-                store.add_kept(_kept(sample, news.kept))
+                store.add_kept(_kept(sample, news.kept).to_dict())
             store.add(sample)
             yield SampleDone(cell, sample)
 

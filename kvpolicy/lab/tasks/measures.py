@@ -14,7 +14,7 @@ import attrs
 from kvpolicy.engine.results import Result
 from kvpolicy.errors import KVPolicyError, TaskError
 from kvpolicy.lab.statistics import Estimate, mean, pass_at_1
-from kvpolicy.lab.store.samples import Sample
+from kvpolicy.lab.store.records import Sample
 
 if TYPE_CHECKING:
     from kvpolicy.engine.engine import Engine

@@ -17,7 +17,7 @@ import attrs
 from kvpolicy.engine.results import Result
 from kvpolicy.errors import TaskError
 from kvpolicy.lab.statistics import Estimate, ratio
-from kvpolicy.lab.store.samples import Sample
+from kvpolicy.lab.store.records import Sample
 from kvpolicy.lab.tasks.measures import Asked, Column, Outcome, Trial, by_item
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ import attrs
 import torch
 
 from kvpolicy.errors import KVPolicyError
-from kvpolicy.lab.store.folderlock import FolderLock
+from kvpolicy.lab.store.jsonl import lock_folder
 from kvpolicy_reasoner import REASONER
 from kvpolicy_reasoner.evaluate import attempt, score
 from kvpolicy_reasoner.export import export_model
@@ -76,7 +76,7 @@ def train(
     _check(recipe, tokens, tokens_per_step, workers)
     identity = RunIdentity(seed, tokens, tokens_per_step, workers, name)
     claim_folder(output, identity, resume=resume)
-    lock = FolderLock(output)
+    lock = lock_folder(output)
     try:
         last = identity.num_steps if stop_after is None else min(stop_after, identity.num_steps)
         run = _Run(output, identity, last, save_every_s)

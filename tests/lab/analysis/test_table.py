@@ -10,7 +10,7 @@ from lab_samples import CELLS, sample
 from kvpolicy.lab.analysis.facets import break_down, facet_records
 from kvpolicy.lab.analysis.table import Row, tabulate, to_csv, to_json, write_csv
 from kvpolicy.lab.statistics import Estimate, mean, wilson
-from kvpolicy.lab.store.samples import CellTiming
+from kvpolicy.lab.store.records import CellTiming
 from kvpolicy.lab.tasks.measures import ACCURACY, mean_of
 
 FULL, SMALL = CELLS

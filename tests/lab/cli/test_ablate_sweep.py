@@ -92,7 +92,7 @@ def test_a_damaged_folder_is_told_of_before_anything_is_tried(
     kvpolicy(*words)
     samples = Path("out", "samples.jsonl")
     samples.write_bytes(b"no JSON\n" + samples.read_bytes())
-    assert "line 1 of out/samples.jsonl is not a JSON object" in refusal(
+    assert "out/samples.jsonl, line 1, is damaged: it is not a JSON object" in refusal(
         kvpolicy(*words, "--dry-run")
     )
 

@@ -256,9 +256,9 @@ def test_what_never_had_an_answer_leaves_nothing_behind(kvpolicy: Shell, folder:
 def test_two_processes_do_not_write_one_file(
     kvpolicy: Shell, folder: Path, model_folder: Path
 ) -> None:
-    from kvpolicy.lab.store.folderlock import FileLock
+    from kvpolicy.lab.store.jsonl import lock_file
 
-    lock = FileLock(Path("a.answers.jsonl"), said="it")
+    lock = lock_file(Path("a.answers.jsonl"), name="it")
     try:
         said = refused(kvpolicy, folder, "--model", model_folder, "--output", "a.json")
     finally:

@@ -304,7 +304,7 @@ def test_cells_without_an_item_in_common_are_no_error(kvpolicy: Shell) -> None:
 
 
 REFUSED = {
-    "no run": (["table", "nothing"], "nothing is not there"),
+    "no run": (["table", "nothing"], "nothing does not exist"),
     "a folder without runs": (["table", "empty"], "holds no run"),
     "an unknown series": (["table", "run", "--series", "H20"], "did you mean h2o?"),
     "an unknown budget": (["table", "run", "--budget", "65"], "no budget '65'"),

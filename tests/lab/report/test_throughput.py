@@ -14,7 +14,7 @@ from kvpolicy.lab.report.metrics import quantities
 from kvpolicy.lab.report.throughput import student, throughput
 from kvpolicy.lab.statistics import Estimate
 from kvpolicy.lab.store.read import read_run
-from kvpolicy.lab.store.samples import CellTiming
+from kvpolicy.lab.store.records import CellTiming
 
 PLANS = [("full cache", None), ("H2O", 64)]
 

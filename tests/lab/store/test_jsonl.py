@@ -1,4 +1,4 @@
-"""JSON lines that survive being cut off anywhere."""
+"""JSON lines that survive truncation at any byte."""
 
 import json
 from pathlib import Path
@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvpolicy.errors import OutputError
+from kvpolicy.errors import ResultsError
 from kvpolicy.lab.store.jsonl import JsonLines
 
 RECORDS = [{"text": "a\nb\r\u2028c"}, {"text": "ü\x00"}, {"n": 3}]
@@ -21,7 +21,7 @@ def written(path: Path) -> bytes:
     return path.read_bytes()
 
 
-def test_what_was_appended_is_read_back(tmp_path: Path) -> None:
+def test_appended_records_are_read_back(tmp_path: Path) -> None:
     written(tmp_path / "a.jsonl")
     found = JsonLines(tmp_path / "a.jsonl")
     assert found.records == RECORDS
@@ -29,7 +29,9 @@ def test_what_was_appended_is_read_back(tmp_path: Path) -> None:
     found.close()
 
 
-def test_cut_off_at_any_byte_whole_lines_are_kept_and_writing_goes_on(tmp_path: Path) -> None:
+def test_truncated_at_any_byte_complete_lines_are_kept_and_appending_continues(
+    tmp_path: Path,
+) -> None:
     content = written(tmp_path / "a.jsonl")
     path = tmp_path / "cut.jsonl"
     for end in range(len(content) + 1):
@@ -64,6 +66,6 @@ def test_any_text_stays_on_its_line(record: dict[str, object]) -> None:
 def test_a_broken_line_in_the_middle_is_named(tmp_path: Path, bad: bytes) -> None:
     path = tmp_path / "a.jsonl"
     path.write_bytes(b'{"a": 1}\n' + bad + b'\n{"a": 2}\n')
-    with pytest.raises(OutputError, match=r"line 2 of .*a\.jsonl"):
+    with pytest.raises(ResultsError, match=r"a\.jsonl, line 2, is damaged"):
         JsonLines(path)
     assert path.read_bytes().endswith(b'{"a": 2}\n')

@@ -1,5 +1,6 @@
-"""The results folder: one run, one process, nothing overwritten."""
+"""The run folder: one run, one writer, nothing overwritten."""
 
+import gc
 import json
 import os
 from pathlib import Path
@@ -9,8 +10,8 @@ import attrs
 import pytest
 from lab_samples import CELLS, sample
 
-from kvpolicy.errors import OutputError
-from kvpolicy.lab.store.samples import CellTiming, ItemRecord, sample_key
+from kvpolicy.errors import OutputError, ResultsError
+from kvpolicy.lab.store.records import CellTiming, ItemRecord, sample_key
 from kvpolicy.lab.store.store import Store, done_keys
 
 GROUP = {"group": "g", "model": "m", "n": 3, "seed": 0}
@@ -124,7 +125,7 @@ def test_two_processes_do_not_write_in_one_folder(tmp_path: Path) -> None:
     Store(tmp_path, RUN).close()
 
 
-def test_a_torn_last_line_is_cut_off_with_a_note(tmp_path: Path) -> None:
+def test_an_incomplete_last_line_is_removed_with_a_note(tmp_path: Path) -> None:
     with Store(tmp_path, RUN) as store:
         store.add(SAMPLE)
     path = tmp_path / "samples.jsonl"
@@ -138,11 +139,11 @@ def test_samples_of_another_version_are_refused(tmp_path: Path) -> None:
     with Store(tmp_path, RUN):
         pass
     (tmp_path / "samples.jsonl").write_text('{"key": "k"}\n', encoding="utf-8")
-    with pytest.raises(OutputError, match="another version"):
+    with pytest.raises(ResultsError, match="another version"):
         Store(tmp_path, RUN)
 
 
-def test_what_is_done_can_be_looked_up_without_touching_anything(tmp_path: Path) -> None:
+def test_finished_samples_are_looked_up_without_changing_anything(tmp_path: Path) -> None:
     assert done_keys(tmp_path / "new", RUN) == set()
     with Store(tmp_path / "out", RUN) as store:
         store.add(SAMPLE)
@@ -155,18 +156,16 @@ def test_what_is_done_can_be_looked_up_without_touching_anything(tmp_path: Path)
 
 
 @pytest.mark.parametrize("line", [b"no JSON", b"[]", b"\xff", b'{"other": 1}'])
-def test_a_damaged_line_is_told_of_where_what_is_done_is_looked_up(
-    tmp_path: Path, line: bytes
-) -> None:
+def test_looking_up_finished_samples_reports_a_damaged_line(tmp_path: Path, line: bytes) -> None:
     with Store(tmp_path, RUN) as store:
         store.add(SAMPLE)
     path = tmp_path / "samples.jsonl"
     path.write_bytes(line + b"\n" + path.read_bytes())
-    with pytest.raises(OutputError):
+    with pytest.raises(ResultsError):
         done_keys(tmp_path, RUN)
 
 
-def test_what_a_group_is_asked_is_kept_once(tmp_path: Path) -> None:
+def test_items_are_stored_once(tmp_path: Path) -> None:
     items = [
         ItemRecord(group, "m", "t", 0, number, "p", "a", None, {})
         for group in "gh"
@@ -181,8 +180,8 @@ def test_what_a_group_is_asked_is_kept_once(tmp_path: Path) -> None:
     assert [json.loads(line) for line in lines] == [attrs.asdict(item) for item in items]
 
 
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="there are no forks here")
-def test_a_process_forked_from_ours_does_not_hold_the_folder(tmp_path: Path) -> None:
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="the system has no fork")
+def test_a_forked_child_does_not_hold_the_lock_after_the_parent_releases_it(tmp_path: Path) -> None:
     store = Store(tmp_path, RUN)
     may_end, let_end = os.pipe()
     child = os.fork()
@@ -194,6 +193,36 @@ def test_a_process_forked_from_ours_does_not_hold_the_folder(tmp_path: Path) -> 
     Store(tmp_path, RUN).close()
     os.close(let_end)
     os.waitpid(child, 0)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="the system has no fork")
+def test_a_forked_child_does_not_hold_the_lock_of_a_killed_parent(tmp_path: Path) -> None:
+    """The child of a child outlives its parent, which never released the lock."""
+    may_end, let_end = os.pipe()
+    parent = os.fork()
+    if not parent:
+        Store(tmp_path, RUN)
+        if not os.fork():
+            os.close(let_end)
+            os.read(may_end, 1)
+        os._exit(0)
+    os.waitpid(parent, 0)
+    Store(tmp_path, RUN).close()
+    os.close(let_end)
+    os.close(may_end)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="the system has no fork")
+def test_a_forked_child_that_ends_does_not_release_the_parents_lock(tmp_path: Path) -> None:
+    with Store(tmp_path, RUN) as store:
+        child = os.fork()
+        if not child:
+            del store
+            gc.collect()
+            os._exit(0)
+        os.waitpid(child, 0)
+        with pytest.raises(OutputError, match="another kvpolicy process"):
+            Store(tmp_path, RUN)
 
 
 def test_a_run_by_another_name_is_the_same_run(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Reading run folders: all that is written comes back, and damage is told in a sentence."""
+"""Reading run folders: everything written is read back, and damage gives a clear message."""
 
 import json
 import shutil
@@ -17,7 +17,7 @@ def _lines(path: Path) -> list[dict[str, object]]:
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
-def test_what_is_written_comes_back(tmp_path: Path) -> None:
+def test_everything_written_is_read_back(tmp_path: Path) -> None:
     folder = write_run(tmp_path, seeds=(0, 1), attempts=2, models=("a", "b"))
     run = read_run(folder)
     manifest = json.loads((folder / "manifest.json").read_text())["run"]
@@ -41,7 +41,7 @@ def test_reading_changes_nothing(tmp_path: Path) -> None:
     assert {p: (p.read_bytes(), p.stat().st_mtime_ns) for p in folder.iterdir()} == before
 
 
-def test_a_run_that_is_being_written_is_read_up_to_its_last_whole_line(tmp_path: Path) -> None:
+def test_a_running_run_is_read_up_to_its_last_complete_line(tmp_path: Path) -> None:
     folder = write_run(tmp_path, n=2)
     samples, content = folder / "samples.jsonl", (folder / "samples.jsonl").read_bytes()
     for end in range(0, len(content) + 1, 7):
@@ -49,7 +49,7 @@ def test_a_run_that_is_being_written_is_read_up_to_its_last_whole_line(tmp_path:
         assert len(read_run(folder).samples) == content[:end].count(b"\n")
 
 
-def test_a_run_that_has_just_begun_has_nothing_yet(tmp_path: Path) -> None:
+def test_a_run_without_its_lines_files_is_empty(tmp_path: Path) -> None:
     folder = write_run(tmp_path)
     for name in ("samples.jsonl", "items.jsonl", "timings.jsonl"):
         (folder / name).unlink()
@@ -60,13 +60,13 @@ def test_a_run_that_has_just_begun_has_nothing_yet(tmp_path: Path) -> None:
     assert run.num_expected == 24
 
 
-def test_a_letter_that_ends_lines_elsewhere_ends_none_here(tmp_path: Path) -> None:
+def test_unicode_line_separators_do_not_end_a_line(tmp_path: Path) -> None:
     text = "one\u2028two\x85three\x0cfour"
     folder = write_run(tmp_path, says=lambda *_: {"text": text})
     assert {sample.text for sample in read_run(folder).samples.values()} == {text}
 
 
-def test_runs_are_found_below_a_folder_and_not_inside_each_other(tmp_path: Path) -> None:
+def test_runs_are_found_in_subfolders_but_not_inside_each_other(tmp_path: Path) -> None:
     for name in ("b", "a/deep", "b/inside"):
         write_run(tmp_path / name)
     (tmp_path / "page").mkdir()
@@ -93,39 +93,42 @@ def _rewrite(name: str, change: Callable[[str], str]) -> Callable[[Path], None]:
 
 DAMAGE = {
     "no manifest": (lambda folder: (folder / "manifest.json").unlink(), "holds no run"),
-    "no folder": (shutil.rmtree, "is not there"),
+    "no folder": (shutil.rmtree, "does not exist"),
     "half a manifest": (_rewrite("manifest.json", lambda t: t[:99]), "manifest.json is damaged"),
     "another manifest": (_rewrite("manifest.json", lambda _: "[]"), "not the manifest of a run"),
     "format 1": (_rewrite("manifest.json", lambda t: t.replace(": 2,", ": 1,", 1)), "run it again"),
     "format 3": (_rewrite("manifest.json", lambda t: t.replace(": 2,", ": 3,", 1)), "newer"),
     "no format": (_rewrite("manifest.json", lambda _: '{"run": {}}'), "format None"),
-    "no groups": (_rewrite("manifest.json", lambda t: t.replace('"groups"', '"g"')), "lacks"),
-    "a group less": (
+    "no groups": (_rewrite("manifest.json", lambda t: t.replace('"groups"', '"g"')), "has no list"),
+    "a missing group": (
         _rewrite("manifest.json", lambda t: t.replace('"group": "', '"group": "x', 1)),
-        "knows no group",
+        "has no group",
     ),
-    "a field more": (
+    "an additional field": (
         _rewrite("manifest.json", lambda t: t.replace('"seed": 0', '"seed": 0, "shade": 1')),
-        r"group 0, .*other fields \(shade\)",
+        r"group 0, .*extra fields found \(shade\)",
     ),
     "a text for a number": (
         _rewrite("samples.jsonl", lambda t: t.replace('"item": 3', '"item": "3"')),
-        r"samples.jsonl, line 4, .*item is '3'",
+        r"samples.jsonl, line 4, .*expected int @ \$\.item",
     ),
     "true for a number": (
         _rewrite("samples.jsonl", lambda t: t.replace('"item": 3', '"item": true')),
-        "item is True",
+        r"expected int @ \$\.item",
     ),
     "no JSON": (
         _rewrite("samples.jsonl", lambda t: "{" + t),
-        r"line 1, is damaged: it is not JSON",
+        r"line 1, is damaged: it is not a JSON object",
     ),
-    "a list": (_rewrite("timings.jsonl", lambda t: "[]\n" + t), "list stands there"),
+    "a list": (
+        _rewrite("timings.jsonl", lambda t: "[]\n" + t),
+        "timings.jsonl, line 1, is damaged: it is not a JSON object",
+    ),
     "an unknown cell": (
         _rewrite("samples.jsonl", lambda t: t.replace('"cell": "', '"cell": "f', 1)),
-        "line 1, is damaged: the manifest knows no cell 'f",
+        "line 1, is damaged: the manifest has no cell 'f",
     ),
-    "bytes that are no text": (
+    "bytes that are not UTF-8": (
         lambda folder: (folder / "items.jsonl").write_bytes(b'{"a": "\xff"}\n'),
         "items.jsonl, line 1",
     ),
@@ -140,7 +143,7 @@ def _read_all(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(("damage", "sentence"), DAMAGE.values(), ids=DAMAGE)
-def test_damage_is_told_in_one_sentence(
+def test_damage_is_reported_in_one_sentence(
     damage: Callable[[Path], object], sentence: str, tmp_path: Path
 ) -> None:
     folder = write_run(tmp_path / "run")
