@@ -1,20 +1,21 @@
 """``kvpolicy lm-eval``: tasks of lm-evaluation-harness, answered under a plan.
 
-With ``--json`` on stdout, with ``--output`` in a file: the harness's record (``results``,
-``n-samples``, ``configs``, ..., with ``--log-samples`` also ``samples``), and under
-``kvpolicy``: ``model``, ``session``, ``plan``, ``plan_digest``, ``model_fingerprint``, ``slots``,
-``num_recalled``, ``costs`` of each task and ``reports`` of each kind of request.
+``--json`` prints and ``--output`` writes the harness's record (``results``, ``n-samples``,
+``configs``, ..., with ``--log-samples`` also ``samples``), and under ``kvpolicy``: ``model``,
+``session``, ``plan``, ``plan_digest``, ``model_fingerprint``, ``slots``, ``num_recalled``,
+``costs`` of each task and ``reports`` of each kind of request.
 """
 
 import json as jsonlib
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
+from kvpolicy.cli.columns import columns
 from kvpolicy.cli.generation import choose_plan
 from kvpolicy.cli.interrupt import Interrupted
 from kvpolicy.cli.options import (
@@ -30,7 +31,6 @@ from kvpolicy.cli.options import (
     PlanFile,
     Plugins,
     Policies,
-    RunningBatch,
     TrustRemoteCode,
     check_new_file,
     register_plugins,
@@ -38,16 +38,20 @@ from kvpolicy.cli.options import (
     words,
 )
 from kvpolicy.cli.output import say, terminal_width, write
+from kvpolicy.cli.units import human_bytes
+from kvpolicy.engine.results import Result
 from kvpolicy.errors import KVPolicyError
 from kvpolicy.files import atomic_write
-
-if TYPE_CHECKING:
-    from kvpolicy.engine.results import Result
-    from kvpolicy.lab.lm_eval.journal import Journal
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None)
 
 INSTALL = "pip install 'kvpolicy[lm-eval]'"
+_HEADERS = (
+    *("task", "metric", "filter", "value", "± error", "shots", "n"),
+    *("length", "truncated", "compacted", "rows", "KV/sequence"),
+)
+_STDERR = "_stderr"
+_MISSING = "-"
 
 
 @app.command()
@@ -60,7 +64,7 @@ def lm_eval(
     ],
     include_path: Annotated[
         list[Path] | None,
-        typer.Option(metavar="FOLDER", help="Where tasks of your own are; may be repeated."),
+        typer.Option(metavar="FOLDER", help="Folder with tasks of your own; may be repeated."),
     ] = None,
     model: Model = DEFAULT_MODEL,
     plan: PlanFile = None,
@@ -75,15 +79,22 @@ def lm_eval(
         typer.Option(min=0, help="The most questions of each task; below 1, a share of them."),
     ] = None,
     num_fewshot: Annotated[
-        int | None, typer.Option(min=0, help="Examples before a question. [default: the task's]")
+        int | None, typer.Option(min=0, help="Examples before each question. [default: the task's]")
     ] = None,
     apply_chat_template: Annotated[
         bool,
-        typer.Option("--apply-chat-template", help="Wrap questions in the model's chat template."),
+        typer.Option("--apply-chat-template", help="Apply the model's chat template."),
     ] = False,
+    system_instruction: Annotated[
+        str | None, typer.Option(metavar="TEXT", help="A system prompt.")
+    ] = None,
     think_end: Annotated[
         str | None,
-        typer.Option(metavar="TEXT", help="Ends a model's thinking; the answer is what follows."),
+        typer.Option(metavar="TEXT", help="Text that ends the model's thinking."),
+    ] = None,
+    gen_kwargs: Annotated[
+        str | None,
+        typer.Option(metavar="KEY=VALUE,...", help="Replaces generation_kwargs of the tasks."),
     ] = None,
     max_new_tokens: Annotated[
         int | None,
@@ -95,28 +106,30 @@ def lm_eval(
     ] = None,
     top_p: Annotated[
         float | None,
-        typer.Option(help="Draw from the likeliest tokens up to this. [default: the task's]"),
+        typer.Option(help="Sample from the likeliest up to this sum. [default: the task's]"),
     ] = None,
     top_k: Annotated[
         int | None,
-        typer.Option(min=0, help="Draw from so many; 0 means all. [default: the task's]"),
+        typer.Option(min=0, help="Sample from so many tokens; 0 means all. [default: the task's]"),
     ] = None,
     seed: Annotated[
         int | None,
-        typer.Option(min=0, help="Of drawing and of examples. [default: the harness's]"),
+        typer.Option(min=0, help="Random seed for sampling and examples. [default: the harness's]"),
     ] = None,
-    slots: RunningBatch = 8,
+    slots: Annotated[
+        int, typer.Option("--slots", "--batch-size", min=1, help="Sequences decoded together.")
+    ] = 8,
     execute_code: Annotated[
-        bool, typer.Option("--execute-code", help="Let tasks run programs the model wrote.")
+        bool, typer.Option("--execute-code", help="Allow tasks to run programs the model wrote.")
     ] = False,
     log_samples: Annotated[
-        bool, typer.Option("--log-samples", help="Keep every question and answer, too.")
+        bool, typer.Option("--log-samples", help="Record every question and answer, too.")
     ] = False,
     output: Annotated[
         Path | None,
         typer.Option(
             metavar="FILE.json",
-            help="Keep the figures, and until then the answers: the same command goes on.",
+            help="Write the record; until then keep answers, so that the command can resume.",
         ),
     ] = None,
     dtype: Dtype = "auto",
@@ -126,19 +139,16 @@ def lm_eval(
 ) -> None:
     """Run tasks of lm-evaluation-harness with a policy at a budget.
 
-    Generations go through the engine, and so do likelihoods: the model is led along each
-    continuation while rows are evicted.
+    Generations and log-likelihoods are computed by the engine, which evicts rows on the way.
     """
-    asked = words(tasks)
-    if not asked:
+    names = words(tasks)
+    if not names:
         msg = "--tasks names no task; write for example --tasks gsm8k."
         raise KVPolicyError(msg)
     if output is not None:
         check_new_file(output, ".json")
     if limit is not None and (limit == 0 or (limit > 1 and limit != int(limit))):
-        msg = (
-            f"--limit was given {limit:g}; a whole number is wanted, or a share below 1: 100, 0.1."
-        )
+        msg = f"--limit was given {limit:g}; give a whole number, or a share below 1: 100, 0.1."
         raise KVPolicyError(msg)
     from kvpolicy.lab.tasks.datasets import require
 
@@ -147,61 +157,63 @@ def lm_eval(
     numbers = {"budget": rows_or_share("--budget", budget), "buffer": buffer, "length": length}
     chosen = choose_plan(plan, policy or [], numbers, overrides or [])
     from kvpolicy.engine.engine import Engine
-    from kvpolicy.lab.lm_eval.evaluate import OURS, evaluate
+    from kvpolicy.lab.lm_eval.evaluate import OURS, AnswerCache, Tasks, evaluate
     from kvpolicy.lab.lm_eval.model import PolicyLM
-    from kvpolicy.lab.lm_eval.tasks import Tasks
     from kvpolicy.lab.store.session import describe_session
     from kvpolicy.model.loading import load_model
 
     session = describe_session(["kvpolicy", *sys.argv[1:]], workers=1)
     session["versions"]["lm_eval"] = version("lm_eval")
-    found = Tasks(asked, include_path or [], execute_code=execute_code)
+    found = Tasks(names, include_path or [], execute_code=execute_code)
     loaded, tokenizer = load_model(
         model, dtype=dtype, device=device, trust_remote_code=trust_remote_code
     )
     engine = Engine(loaded, tokenizer, chosen, slots=slots)
-    journal = None if output is None else output.with_suffix(".answers.jsonl")
-    lm = PolicyLM(engine, seed=seed or 0, think_end=think_end, follow=_follow, journal=journal)
-    _tell_found(lm.journal)
+    lm = PolicyLM(engine, seed=seed or 0, think_end_token=think_end, follow=_show_progress)
+    cache = None if output is None else AnswerCache(lm, output.with_suffix(".answers.db"))
+    if cache is not None and cache.num_found:
+        say(f"resuming: {cache.num_found} answers are in {cache.path}.")
     try:
         record = evaluate(
             lm,
             found,
+            cache=cache,
             limit=limit,
             num_fewshot=num_fewshot,
-            generation=_generation(max_new_tokens, temperature, top_p, top_k),
+            generation=_generation(gen_kwargs, max_new_tokens, temperature, top_p, top_k),
             seed=seed,
             chat=apply_chat_template,
+            system_instruction=system_instruction,
             log_samples=log_samples,
         )
     except KeyboardInterrupt:
-        num_done = lm.journal.num_found + lm.journal.num_kept
-        fate = (
-            "which are lost; with --output FILE.json they are kept"
-            if journal is None
-            else f"which are in {journal}; the same command goes on"
-        )
-        msg = f"interrupted after {num_done} answers, {fate}."
+        if cache is None:
+            msg = "interrupted; the answers are lost. With --output FILE.json they are kept."
+        else:
+            msg = (
+                f"interrupted; {len(cache.dbdict)} answers are in {cache.path}, and the same "
+                "command resumes."
+            )
         raise Interrupted(msg) from None
     finally:
-        lm.journal.close()
+        if cache is not None:
+            cache.close()
     record[OURS] = {"model": model, "session": session, **record[OURS]}
-    _show(record, output, json=json)
-    if journal is not None:
-        journal.unlink(missing_ok=True)  # the record holds what it held
-
-
-def _tell_found(journal: "Journal") -> None:
-    if journal.num_found:
-        say(f"going on: {journal.num_found} answers are in {journal.path}.")
-    if journal.was_torn:
-        say(f"the last line of {journal.path} was incomplete; its answer is computed again.")
+    _print_record(record, output, json=json)
+    if cache is not None:
+        cache.path.unlink(missing_ok=True)  # the record holds every answer that counts
 
 
 def _generation(
-    max_new_tokens: int | None, temperature: float | None, top_p: float | None, top_k: int | None
+    gen_kwargs: str | None,
+    max_new_tokens: int | None,
+    temperature: float | None,
+    top_p: float | None,
+    top_k: int | None,
 ) -> dict[str, Any]:
-    """What replaces the tasks' own settings, in the harness's words."""
+    """What replaces the tasks' own settings, under the harness's names."""
+    from lm_eval.utils import simple_parse_args_string
+
     given = {
         "max_gen_toks": max_new_tokens,
         "temperature": temperature,
@@ -209,41 +221,87 @@ def _generation(
         "top_p": top_p,
         "top_k": top_k,
     }
-    return {key: value for key, value in given.items() if value is not None}
+    options = {key: value for key, value in given.items() if value is not None}
+    return {**simple_parse_args_string(gen_kwargs), **options}
 
 
-def _follow(
-    results: "Iterable[Result]", what: str, total: int, num_known: int
-) -> "Iterator[Result]":
+def _show_progress(results: Iterable[Result], kind: str, total: int) -> Iterator[Result]:
     from kvpolicy.cli.progress import open_progress
 
-    with open_progress(total, num_known) as progress:
+    with open_progress(total) as progress:
         for num_done, result in enumerate(results, 1):
             yield result
-            if num_done > num_known:
-                progress.show(what, num_done)
+            progress.show(kind, num_done)
 
 
-def _show(record: dict[str, Any], output: Path | None, *, json: bool) -> None:
-    from kvpolicy.lab.cli.scores import table
+def _print_record(record: dict[str, Any], output: Path | None, *, json: bool) -> None:
+    from lm_eval.utils import handle_non_serializable
 
-    text = jsonlib.dumps(record, ensure_ascii=False, indent=2, default=_plain) + "\n"
+    text = jsonlib.dumps(record, ensure_ascii=False, indent=2, default=handle_non_serializable)
     if output is not None:
-        atomic_write(output, text)
-    write(text if json else table(record, width=terminal_width()) + "\n")
-    costs = record["kvpolicy"]["costs"]
-    for name, cost in costs.items():
+        atomic_write(output, text + "\n")
+    write((text if json else score_table(record, width=terminal_width())) + "\n")
+    for name, cost in record["kvpolicy"]["costs"].items():
         if cost["num_shortened"]:
             say(
                 f"{cost['num_shortened']} prompts of {name} were too long for the model's "
-                "positions, and have lost their beginning."
+                "positions; their beginning was dropped."
             )
     if output is not None:
-        say(f"the figures are in {output}.")
+        say(f"the results are in {output}.")
 
 
-def _plain(value: Any) -> Any:
-    """What the harness leaves in its record that is no plain data."""
-    from lm_eval.utils import handle_non_serializable
+def score_table(record: Mapping[str, Any], *, width: int | None = None) -> str:
+    """Format an evaluation as a table.
 
-    return handle_non_serializable(value)
+    Args:
+        record: As returned by `kvpolicy.lab.lm_eval.evaluate.evaluate`.
+        width: The most characters of a line; unlimited if not given.
+
+    Returns:
+        One line for each metric of each task or group. ``length`` (new tokens) and
+        ``compacted`` (times) are means over a task's sequences; ``rows`` and ``KV/sequence`` are
+        the most that one sequence held.
+    """
+    rows = [row for name in record["results"] for row in _metric_rows(record, name)]
+    return columns(_HEADERS, rows, right=range(3, len(_HEADERS)), width=width)
+
+
+def _metric_rows(record: Mapping[str, Any], name: str) -> Iterator[list[str]]:
+    figures = record["results"][name]
+    shots = record.get("n-shot", {}).get(name)
+    count = record.get("n-samples", {}).get(name)
+    cost = _cost_columns(record["kvpolicy"]["costs"].get(name))
+    for key, value in figures.items():
+        metric, comma, filter_name = key.partition(",")
+        if not comma or metric.endswith(_STDERR):
+            continue
+        error = figures.get(f"{metric}{_STDERR},{filter_name}")
+        yield [
+            figures.get("alias", name),
+            metric,
+            "" if filter_name == "none" else filter_name,
+            _number(value),
+            _number(error),
+            _MISSING if shots is None else str(shots),
+            _MISSING if count is None else str(count["effective"]),
+            *cost,
+        ]
+        cost = [""] * len(cost)  # only in the task's first line
+
+
+def _cost_columns(cost: Mapping[str, Any] | None) -> list[str]:
+    if not cost or not cost["num_sequences"]:
+        return [_MISSING] * 5
+    num = cost["num_sequences"]
+    return [
+        f"{cost['new_tokens'] / num:.0f}",
+        f"{cost['num_cut_off'] / num:.0%}",
+        f"{cost['compactions'] / num:.1f}",
+        f"{cost['peak_rows']:,}",
+        human_bytes(cost["peak_bytes"]),
+    ]
+
+
+def _number(value: object) -> str:
+    return f"{value:.4f}" if isinstance(value, (int, float)) else _MISSING

@@ -1,74 +1,225 @@
-"""One evaluation by lm-evaluation-harness: its figures, and what they cost under a plan."""
+"""One evaluation by lm-evaluation-harness: its tasks, its metrics, and what they cost."""
 
+import difflib
+import fnmatch
+import hashlib
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partialmethod
+from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
+import attrs
 import datasets
 import lm_eval
 import tqdm
+from lm_eval.api.model import CachingLM
 from lm_eval.defaults import DEFAULT_OTHER_SEED as FEWSHOT_SEED
+from lm_eval.tasks import TaskManager
+from sqlitedict import SqliteDict
 
-from kvpolicy.errors import KVPolicyError, TaskError, error_summary
+from kvpolicy.errors import KVPolicyError, OutputError, TaskError, error_summary
 from kvpolicy.lab.lm_eval.model import PolicyLM
-from kvpolicy.lab.lm_eval.tasks import Tasks
 from kvpolicy.model.hub import hub_reachable
 
-# What `evaluate` adds to the harness's record.
+# The key of the harness's record under which `evaluate` adds its own.
 OURS = "kvpolicy"
+
+_SQLITE_HEADER = b"SQLite format 3\0"
+
+
+class Tasks(TaskManager):
+    """The tasks of an evaluation.
+
+    Attributes:
+        names: Their names, and those of groups of them.
+    """
+
+    def __init__(
+        self, requested: Sequence[str], folders: Sequence[Path] = (), *, execute_code: bool = False
+    ) -> None:
+        """Find tasks; their data sets are not loaded yet.
+
+        Args:
+            requested: Names of tasks, groups or tags, patterns such as ``mmlu_*``, YAML files.
+            folders: Folders with tasks of the user's own.
+            execute_code: Whether tasks may run programs that the model wrote.
+
+        Raises:
+            TaskError: A task or folder does not exist.
+        """
+        for folder in folders:
+            if not folder.is_dir():
+                msg = f"--include-path was given '{folder}', which is no folder"
+                raise TaskError(msg)
+        self._execute_code = execute_code
+        # The harness's own tasks are thousands of files, which take seconds to list.
+        self._list(folders, include_defaults=False)
+        if not all(_is_file(name) or name in self.all_subtasks for name in requested):
+            self._list(folders, include_defaults=True)
+        self.names = list(dict.fromkeys(name for one in requested for name in self._matching(one)))
+
+    def load(self, task_list: Any) -> Any:
+        """Load tasks and their data sets.
+
+        Raises:
+            TaskError: A task is malformed, its data set cannot be loaded, or the model cannot
+                answer it.
+        """
+        try:
+            loaded = super().load(task_list)
+        except KVPolicyError:
+            raise
+        except Exception as error:  # a task's file and a hundred packages may raise anything
+            reason = error_summary(error).rstrip(".")
+            msg = f"{_format_names(self.names)} cannot be loaded: {reason}"
+            if isinstance(error, ConnectionError) and not hub_reachable():
+                msg += (
+                    "; the hub cannot be reached from here, so data sets must have been "
+                    "downloaded before, or be local files"
+                )
+            raise TaskError(msg) from error
+        for name, task in loaded["tasks"].items():
+            self._check(name, task)
+        return loaded
+
+    def _list(self, folders: Sequence[Path], *, include_defaults: bool) -> None:
+        try:
+            super().__init__(include_path=list(folders), include_defaults=include_defaults)
+        except Exception as error:
+            where = ", ".join(map(str, folders)) or "the harness"
+            msg = f"the tasks in {where} cannot be listed: {error_summary(error)}"
+            raise TaskError(msg) from error
+
+    def _matching(self, name: str) -> list[str]:
+        if _is_file(name) or name in self.task_index:
+            return [name]
+        found = fnmatch.filter(self.all_tasks, name)
+        if not found:
+            near = difflib.get_close_matches(name, self.all_tasks, n=3, cutoff=0.6)
+            hint = f"did you mean {' or '.join(near)}?" if near else "see `lm-eval ls tasks`"
+            msg = f"the harness has no task '{name}'; {hint}"
+            raise TaskError(msg)
+        return found
+
+    def _check(self, name: str, task: Any) -> None:
+        if getattr(task, "MULTIMODAL", False):
+            msg = f"task '{name}' uses images or audio, and the engine reads text only"
+            raise TaskError(msg)
+        if getattr(task, "UNSAFE_CODE", False) and not self._execute_code:
+            msg = (
+                f"task '{name}' runs programs that the model writes, without a sandbox; add "
+                "--execute-code to allow it"
+            )
+            raise TaskError(msg)
+
+
+class AnswerCache(CachingLM):
+    """The harness's cache of answers, for an evaluation that is resumed.
+
+    The harness finds answers by the texts of their requests. Here, answers of each plan and
+    model have a table of their own, and so do seeds, with which requests that sample can be
+    cached as well: the harness's own ``--use_cache`` leaves them out.
+
+    Attributes:
+        path: The file, an SQLite database.
+        num_found: Answers of this plan and model that were in the file when it was opened.
+    """
+
+    def __init__(self, lm: PolicyLM, path: Path) -> None:
+        """Open the file, or make it.
+
+        Raises:
+            OutputError: The file holds something else, or cannot be written.
+        """
+        self.lm = lm
+        self.path = path
+        self._is_new = _is_new_database(path)
+        run = (lm.identity, version("kvpolicy"), lm.think_end_token)
+        table = hashlib.blake2b(repr(run).encode(), digest_size=8).hexdigest()
+        try:
+            self.dbdict = SqliteDict(str(path), tablename=f"answers_{table}", autocommit=True)
+        except Exception as error:  # of sqlite3, or of the package's own thread
+            msg = f"{path} cannot be written: {error_summary(error)}; choose another --output."
+            raise OutputError(msg) from error
+        self.cache_db = str(path)
+        self.num_found = len(self.dbdict)
+        lm.set_cache_hook(self.get_cache_hook())
+
+    def __getattr__(self, name: str) -> Any:
+        """As the harness's cache; answers of generations are found by the engine's settings."""
+        answer: Callable[[list[Any]], list[Any]] = super().__getattr__(name)
+        if name != "generate_until":
+            return answer
+        return lambda requests: answer(self.lm.with_engine_settings(requests))
+
+    def close(self) -> None:
+        """Close the file; delete it if it was made here and holds nothing."""
+        is_empty = not len(self.dbdict)
+        self.dbdict.close()
+        if is_empty and self._is_new:
+            self.path.unlink(missing_ok=True)
 
 
 def evaluate(
     lm: PolicyLM,
     tasks: Tasks,
     *,
+    cache: AnswerCache | None = None,
     limit: float | None = None,
     num_fewshot: int | None = None,
     generation: Mapping[str, Any] | None = None,
     seed: int | None = None,
     chat: bool = False,
+    system_instruction: str | None = None,
     log_samples: bool = False,
 ) -> dict[str, Any]:
-    """Ask a model under a plan the questions of tasks.
+    """Evaluate a model under a plan on tasks.
 
     Args:
         lm: The model.
         tasks: The tasks.
+        cache: Keeps answers as they come, and finds those of an earlier process.
         limit: The most questions of each task, or, below 1, the share of them.
-        num_fewshot: Examples before each question; the task's own number if not given.
+        num_fewshot: Examples before each question; by default the task's own number.
         generation: What replaces settings of the tasks' ``generation_kwargs``.
-        seed: Chooses examples; the harness's own seed if not given.
-        chat: Whether questions are wrapped in the model's chat template.
+        seed: Random seed for the choice of examples; by default the harness's own.
+        chat: Whether to apply the model's chat template to questions.
+        system_instruction: A system prompt.
         log_samples: Whether the record holds every question and answer.
 
     Returns:
         The record of ``lm_eval.evaluate``, and under ``"kvpolicy"``: ``plan`` and its
         ``plan_digest``, ``model_fingerprint``, ``slots``, ``num_recalled`` (answers that were
-        in the journal), ``costs`` of each task as in `Cost`, ``reports`` of each kind of
-        request as in `RunReport`, of what was computed in this process.
+        in the cache), ``costs`` of each task as in `Cost` and ``reports`` of each kind of
+        request as in `RunReport`, both of what was computed in this process.
 
     Raises:
-        KVPolicyError: A task cannot be loaded or asked, or a policy fails.
+        KVPolicyError: A task cannot be loaded or answered, or a policy fails.
     """
-    with _quiet(), _offline_if_it_is():
+    if chat and not getattr(lm.tokenizer, "chat_template", None):
+        msg = "this model's tokenizer has no chat template; leave --apply-chat-template out"
+        raise TaskError(msg)
+    with _quiet(), _offline_if_unreachable():
         loaded = tasks.load(tasks.names)
         for task in loaded["tasks"].values():
-            _adjust(task, num_fewshot, generation or {}, FEWSHOT_SEED if seed is None else seed)
+            _configure(task, num_fewshot, generation or {}, FEWSHOT_SEED if seed is None else seed)
         try:
             record: dict[str, Any] = lm_eval.evaluate(
-                lm,
+                lm if cache is None else cache,
                 loaded,
                 limit=limit,
                 apply_chat_template=chat,
+                system_instruction=system_instruction,
                 fewshot_as_multiturn=True,
                 log_samples=log_samples,
-                confirm_run_unsafe_code=True,  # `tasks` has refused them if they may not
+                confirm_run_unsafe_code=True,  # `Tasks` has refused them if they may not run
             )
         except KVPolicyError:
             raise
-        except Exception as error:  # of a task's own code, or of the package it computes with
+        except Exception as error:  # of a task's own code, or of a package it imports
             msg = f"the harness failed on {', '.join(tasks.names[:5])}: {error_summary(error)}"
             raise TaskError(msg) from error
     engine = lm.engine
@@ -77,19 +228,24 @@ def evaluate(
             "plan": engine.plan.to_dict(),
             **lm.identity,
             "slots": engine.num_slots,
-            "num_recalled": lm.num_recalled,
-            "costs": {name: cost.to_dict() for name, cost in lm.costs.items()},
-            "reports": {what: report.to_dict() for what, report in lm.reports.items()},
+            "num_recalled": 0 if cache is None else cache.num_found,
+            "costs": {name: attrs.asdict(cost) for name, cost in lm.costs.items()},
+            "reports": {kind: report.to_dict() for kind, report in lm.reports.items()},
         }
     }
 
 
-def _adjust(task: Any, num_fewshot: int | None, generation: Mapping[str, Any], seed: int) -> None:
-    """Set what the user wants otherwise, by the harness's own rules."""
+def _configure(
+    task: Any, num_fewshot: int | None, generation: Mapping[str, Any], seed: int
+) -> None:
+    """Apply the user's settings to a task by the rules of ``lm_eval.simple_evaluate``.
+
+    That function is not called: it starts other programs to describe the machine.
+    """
     if generation and task.get_config("output_type") == "generate_until":
         task.set_config("generation_kwargs", dict(generation), update=True)
-    usual = task.get_config("num_fewshot")
-    if usual is None or (num_fewshot is not None and usual != 0):
+    default = task.get_config("num_fewshot")
+    if default is None or (num_fewshot is not None and default != 0):
         # A task that says 0 means it: examples would give its answers away.
         task.set_config("num_fewshot", num_fewshot or 0)
     task.set_fewshot_seed(seed)
@@ -97,35 +253,60 @@ def _adjust(task: Any, num_fewshot: int | None, generation: Mapping[str, Any], s
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Keep the harness's log, its bars and those of `datasets` out of our output."""
-    logger, begin = logging.getLogger("lm_eval"), tqdm.tqdm.__init__
+    """Silence the harness's log, its progress bars and those of `datasets`."""
+    logger, init = logging.getLogger("lm_eval"), tqdm.tqdm.__init__
     level = logger.level
     logger.setLevel(logging.ERROR)
     datasets.disable_progress_bars()
-    # The harness's bars have no switch of their own.
-    tqdm.tqdm.__init__ = partialmethod(begin, disable=True)
+    # The harness's bars have no switch.
+    tqdm.tqdm.__init__ = partialmethod(init, disable=True)
     try:
         yield
     finally:
-        tqdm.tqdm.__init__ = begin
+        tqdm.tqdm.__init__ = init
         datasets.enable_progress_bars()
         logger.setLevel(level)
 
 
 @contextmanager
-def _offline_if_it_is() -> Iterator[None]:
-    """Without a network, say so at once: `datasets` would try again and again."""
+def _offline_if_unreachable() -> Iterator[None]:
+    """Without a network, fail at once: `datasets` would try again and again."""
     import huggingface_hub
 
     if hub_reachable():
         yield
         return
-    places: tuple[Any, ...] = (huggingface_hub.constants, datasets.config)
-    before = [place.HF_HUB_OFFLINE for place in places]
-    for place in places:
-        place.HF_HUB_OFFLINE = True
+    modules: tuple[Any, ...] = (huggingface_hub.constants, datasets.config)
+    before = [module.HF_HUB_OFFLINE for module in modules]
+    for module in modules:
+        module.HF_HUB_OFFLINE = True
     try:
         yield
     finally:
-        for place, was in zip(places, before, strict=True):
-            place.HF_HUB_OFFLINE = was
+        for module, value in zip(modules, before, strict=True):
+            module.HF_HUB_OFFLINE = value
+
+
+def _is_new_database(path: Path) -> bool:
+    try:
+        with path.open("rb") as file:
+            header = file.read(len(_SQLITE_HEADER))
+    except FileNotFoundError:
+        return True
+    except OSError as error:
+        msg = f"{path} cannot be read: {error.strerror}; choose another --output."
+        raise OutputError(msg) from error
+    if header not in (b"", _SQLITE_HEADER):
+        msg = f"{path} is no cache of answers; choose another --output, or delete that file."
+        raise OutputError(msg)
+    return False
+
+
+def _is_file(name: str) -> bool:
+    return Path(name).suffix in (".yaml", ".yml") and Path(name).is_file()
+
+
+def _format_names(names: Sequence[str]) -> str:
+    return f"task{'' if len(names) == 1 else 's'} {', '.join(names[:5])}" + (
+        f" and {len(names) - 5} more" if len(names) > 5 else ""
+    )

@@ -1,6 +1,7 @@
 """``kvpolicy lm-eval``: local tasks of the harness under a plan, from the command to the record."""
 
 import json
+import re
 import shutil
 import socket
 from collections.abc import Iterator
@@ -76,7 +77,7 @@ def test_the_harness_counts_the_same_right_answers_as_our_grader(
 def test_the_record_holds_the_plan_and_what_it_cost(kvpolicy: Shell, folder: Path) -> None:
     words = ("--policy", "streaming", "--budget", 24, "--buffer", 8, "--max-new-tokens", 40)
     answer = run(kvpolicy, folder, *words, "--output", "a.json", tasks="sums,rents,texts")
-    assert "the figures are in a.json" in answer.err
+    assert "the results are in a.json" in answer.err
     record = json.loads(Path("a.json").read_text(encoding="utf-8"))
     ours = record["kvpolicy"]
     assert {layer["budget"] for layer in ours["plan"]["layers"]} == {24}
@@ -168,17 +169,19 @@ def interrupted(
     kvpolicy: Shell, monkeypatch: pytest.MonkeyPatch, after: int, *words: object
 ) -> Answer:
     """Ctrl-C after so many answers."""
-    from kvpolicy.lab.lm_eval.journal import Journal
+    from lm_eval.api.model import CacheHook
 
-    keep = Journal.keep
+    keep, num_kept = CacheHook.add_partial, 0
 
-    def until_then(self: Journal, *what: Any) -> None:
+    def keep_some(self: Any, *what: Any) -> None:
+        nonlocal num_kept
         keep(self, *what)
-        if self.num_kept == after:
+        num_kept += 1
+        if num_kept == after:
             raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
-        patched.setattr(Journal, "keep", until_then)
+        patched.setattr(CacheHook, "add_partial", keep_some)
         answer = kvpolicy(*words)
     assert (answer.status, answer.out) == (130, "")
     assert "Traceback" not in answer.err
@@ -186,52 +189,44 @@ def interrupted(
 
 
 @needs_harness
-def test_an_interrupt_says_what_is_lost(
+def test_an_interrupt_says_that_answers_are_lost(
     kvpolicy: Shell, folder: Path, model_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     words = ("--tasks", "rents", "--include-path", folder, "--model", model_folder, "--slots", 1)
     answer = interrupted(kvpolicy, monkeypatch, 3, "lm-eval", *words, "--policy", "full")
-    assert "interrupted after 3 answers, which are lost; with --output" in answer.err
+    assert "interrupted; the answers are lost. With --output" in answer.err
 
 
 @needs_harness
-@pytest.mark.parametrize("task", ["sums", "rents", "texts"])
-def test_an_interrupted_evaluation_goes_on_where_it_stopped(
-    kvpolicy: Shell, folder: Path, model_folder: Path, monkeypatch: pytest.MonkeyPatch, task: str
+@pytest.mark.parametrize(
+    ("task", "sampling"),
+    [("sums", ()), ("sums", ("--temperature", 2)), ("rents", ()), ("texts", ())],
+)
+def test_an_interrupted_evaluation_is_resumed(
+    kvpolicy: Shell,
+    folder: Path,
+    model_folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    task: str,
+    sampling: tuple[object, ...],
 ) -> None:
     words = ["lm-eval", "--tasks", task, "--include-path", folder, "--model", model_folder]
     words += ["--policy", "streaming", "--budget", 8, "--buffer", 4, "--max-new-tokens", 20]
+    words += sampling
     whole = kvpolicy(*words, "--json").json
     words += ["--output", "a.json", "--slots", 1]
     said = interrupted(kvpolicy, monkeypatch, 2, *words).err
-    assert "interrupted after 2 answers, which are in a.answers.jsonl" in said
-    journal = Path("a.answers.jsonl")
-    assert len(journal.read_text(encoding="utf-8").splitlines()) == 1 + 2
-    journal.write_bytes(journal.read_bytes() + b'{"key": "torn')
+    (num_kept,) = re.findall(r"interrupted; (\d) answers are in a.answers.db", said)
     answer = kvpolicy(*words)
     assert answer.status == 0, answer.err
-    assert "going on: 2 answers are in a.answers.jsonl" in answer.err
-    assert "incomplete" in answer.err
+    assert f"resuming: {num_kept} answers are in a.answers.db" in answer.err
     record = json.loads(Path("a.json").read_text(encoding="utf-8"))
-    assert record["kvpolicy"]["num_recalled"] == 2
-    assert record["kvpolicy"]["costs"] == whole["kvpolicy"]["costs"]
-    computed = sum(one["num_requests"] for one in record["kvpolicy"]["reports"].values())
-    assert computed == whole["kvpolicy"]["costs"][task]["num_sequences"] - 2
+    assert record["kvpolicy"]["num_recalled"] == int(num_kept) > 0
+    cost, whole_cost = (one["kvpolicy"]["costs"][task] for one in (record, whole))
+    assert cost["new_tokens"] <= whole_cost["new_tokens"]
+    assert (cost["num_sequences"] < whole_cost["num_sequences"]) == (task != "rents")
     assert record["results"][task] == pytest.approx(whole["results"][task])
-    assert not journal.exists()
-
-
-@needs_harness
-def test_answers_of_another_plan_are_not_taken(
-    kvpolicy: Shell, folder: Path, model_folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    words = ["lm-eval", "--tasks", "rents", "--include-path", folder, "--model", model_folder]
-    words += ["--output", "a.json", "--slots", 1]
-    interrupted(kvpolicy, monkeypatch, 2, *words, "--policy", "full")
-    before = Path("a.answers.jsonl").read_bytes()
-    said = refusal(kvpolicy(*words, "--policy", "streaming", "--budget", 8))
-    assert "a.answers.jsonl holds something else than answers of this plan" in said
-    assert Path("a.answers.jsonl").read_bytes() == before
+    assert not Path("a.answers.db").exists()
 
 
 @needs_harness
@@ -239,31 +234,31 @@ def test_answers_of_another_plan_are_not_taken(
 def test_a_file_of_somebody_else_is_left_as_it_is(
     kvpolicy: Shell, folder: Path, model_folder: Path, content: str
 ) -> None:
-    Path("a.answers.jsonl").write_text(content, encoding="utf-8")
+    Path("a.answers.db").write_text(content, encoding="utf-8")
     words = ("--model", model_folder, "--output", "a.json")
-    assert "a.answers.jsonl holds something else" in refused(kvpolicy, folder, *words)
-    assert Path("a.answers.jsonl").read_text(encoding="utf-8") == content
+    assert "a.answers.db is no cache of answers" in refused(kvpolicy, folder, *words)
+    assert Path("a.answers.db").read_text(encoding="utf-8") == content
 
 
 @needs_harness
-def test_what_never_had_an_answer_leaves_nothing_behind(kvpolicy: Shell, folder: Path) -> None:
+def test_without_an_answer_nothing_is_left_behind(kvpolicy: Shell, folder: Path) -> None:
     write_task(folder, "lost", CHOICE, QUESTIONS, data=str(folder / "nowhere.jsonl"))
     refused(kvpolicy, folder, "--output", "a.json", tasks="lost")
     assert not list(Path().glob("a.*"))
 
 
 @needs_harness
-def test_two_processes_do_not_write_one_file(
+def test_options_of_the_harness_mean_what_they_mean_there(
     kvpolicy: Shell, folder: Path, model_folder: Path
 ) -> None:
-    from kvpolicy.lab.store.jsonl import lock_file
-
-    lock = lock_file(Path("a.answers.jsonl"), name="it")
-    try:
-        said = refused(kvpolicy, folder, "--model", model_folder, "--output", "a.json")
-    finally:
-        lock.release()
-    assert "a.answers.jsonl is being written by another kvpolicy process" in said
+    words = ("--policy", "full", "--log-samples", "--json", "--batch-size", 2)
+    words += ("--gen-kwargs", "max_gen_toks=7,temperature=0.5,do_sample=True,top_k=4")
+    record = run(kvpolicy, folder, *words, model=model_folder).json
+    assert record["kvpolicy"]["slots"] == 2
+    assert record["kvpolicy"]["costs"]["sums"]["new_tokens"] == 7 * len(PROBLEMS)
+    settings = record["configs"]["sums"]["generation_kwargs"]
+    assert settings["temperature"] == 0.5
+    assert settings["top_k"] == 4
 
 
 # What a user may do wrong
@@ -295,7 +290,7 @@ def test_an_unknown_task_is_answered_with_the_nearest(
 @needs_harness
 @pytest.mark.slow
 def test_tasks_of_the_harness_are_found_and_their_like(kvpolicy: Shell, folder: Path) -> None:
-    from kvpolicy.lab.lm_eval.tasks import Tasks
+    from kvpolicy.lab.lm_eval.evaluate import Tasks
 
     assert Tasks(["gsm8k", "rents"], [folder]).names == ["gsm8k", "rents"]
     many = Tasks(["mmlu_*"]).names

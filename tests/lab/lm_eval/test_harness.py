@@ -1,11 +1,11 @@
-"""A model under a plan, as lm-evaluation-harness asks it, beside the harness's own model."""
+"""A model under a plan as a model of lm-evaluation-harness, compared with the harness's own."""
 
 import math
 import random
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
-import attrs
 import pytest
 from tiny import r1_tokenizer, tiny_model
 
@@ -13,13 +13,14 @@ pytest.importorskip("lm_eval", reason="the extra 'lm-eval' is not installed")
 
 from kvpolicy_reasoner.tokenizer import build_tokenizer
 from lm_eval.api.instance import Instance
+from lm_eval.api.registry import get_model
 
 from kvpolicy import Engine, Plan
-from kvpolicy.engine.request import Request, Sampling
-from kvpolicy.errors import ModelError, RequestError, TaskError
+from kvpolicy.engine.request import Request
+from kvpolicy.errors import KVPolicyError, ModelError, RequestError, TaskError
+from kvpolicy.lab.lm_eval.evaluate import AnswerCache
 from kvpolicy.lab.lm_eval.loglikelihood import Continuation, branches_of
-from kvpolicy.lab.lm_eval.model import PolicyLM
-from kvpolicy.lab.lm_eval.settings import read_settings
+from kvpolicy.lab.lm_eval.model import PolicyLM, read_settings
 from kvpolicy.lab.tasks.measures import Asked
 from kvpolicy.lab.tasks.perplexity import LOSS, Perplexity
 from kvpolicy.lab.tasks.task import Item
@@ -162,28 +163,35 @@ def test_the_answer_follows_the_end_of_thinking() -> None:
     (whole,) = lm().generate_until(generation(text(9, 0), max_gen_toks=60))
     mark = whole[len(whole) // 2]
     stop = whole[0]
-    thinking = lm(think_end=mark)
+    thinking = lm(think_end_token=mark)
     (answer,) = thinking.generate_until(generation(text(9, 0), max_gen_toks=60, until=[stop]))
     assert answer == whole.rpartition(mark)[2].lstrip().partition(stop)[0]
     assert thinking.costs["t"].new_tokens == 60, "a stop string in a thought ends nothing"
 
 
 @pytest.mark.parametrize(
-    ("settings", "wanted"),
+    ("settings", "expected"),
     [
-        ({}, (256, Sampling(), ())),
-        ({"do_sample": False, "temperature": 0.7}, (256, Sampling(), ())),
-        ({"temperature": 0.7, "top_p": 0.9, "top_k": 5}, (256, Sampling(0.7, 5, 0.9), ())),
-        ({"do_sample": True}, (256, Sampling(1.0), ())),
-        ({"max_tokens": 9, "until": "a", "num_beams": 1}, (9, Sampling(), ("a",))),
+        ({}, {}),
+        ({"do_sample": False, "temperature": 0.7}, {}),
+        (
+            {"temperature": 0.7, "top_p": 0.9, "top_k": 5},
+            {"temperature": 0.7, "top_p": 0.9, "top_k": 5},
+        ),
+        ({"do_sample": True}, {"temperature": 1.0}),
+        ({"do_sample": True, "seed": 3}, {"temperature": 1.0, "seed": 3}),
+        ({"max_tokens": 9, "until": "a", "num_beams": 1}, {"max_gen_toks": 9, "until": ["a"]}),
     ],
 )
-def test_settings_of_tasks_are_read(settings: dict[str, Any], wanted: tuple[Any, ...]) -> None:
-    assert attrs.astuple(read_settings(settings, "t"), recurse=False) == wanted
+def test_settings_of_tasks_are_read(settings: dict[str, Any], expected: dict[str, Any]) -> None:
+    greedy = {"until": [], "max_gen_toks": 256, "temperature": 0.0, "top_k": 0, "top_p": 1.0}
+    found = read_settings(settings, "t")
+    assert found == greedy | expected
+    assert read_settings(found, "t") == found
 
 
 @pytest.mark.parametrize(
-    ("settings", "said"),
+    ("settings", "message"),
     [
         ({"num_beams": 4}, "num_beams=4"),
         ({"repetition_penalty": 1.2}, "repetition_penalty"),
@@ -193,9 +201,9 @@ def test_settings_of_tasks_are_read(settings: dict[str, Any], wanted: tuple[Any,
     ],
 )
 def test_settings_that_the_engine_does_not_have_are_refused(
-    settings: dict[str, Any], said: str
+    settings: dict[str, Any], message: str
 ) -> None:
-    with pytest.raises(TaskError, match=said) as caught:
+    with pytest.raises(TaskError, match=message) as caught:
         read_settings(settings, "mine")
     assert "'mine'" in str(caught.value)
 
@@ -249,7 +257,7 @@ def test_branches_hold_every_continuation_once() -> None:
     ]
     branches = branches_of(asked)
     found = {
-        number: Continuation(branch.given, (*branch.led, token), branch.task)
+        number: Continuation(branch.given, (*branch.shared, token), branch.task)
         for branch in branches
         for number, token in branch.ends
     }
@@ -310,12 +318,73 @@ def test_memory_stays_within_budget_and_buffer_whatever_is_asked() -> None:
     assert set(model.reports) == {"generate_until", "loglikelihood", "loglikelihood_rolling"}
 
 
-def test_a_tokenizer_without_a_first_and_a_last_token_cannot_do_without_a_context() -> None:
+def test_a_tokenizer_without_a_first_and_a_last_token_is_refused() -> None:
     tokenizer = build_tokenizer()
     tokenizer.eos_token = None
-    model = PolicyLM(Engine(MODEL, tokenizer, FULL))
     with pytest.raises(ModelError, match="without a context"):
-        model.loglikelihood(instances("loglikelihood", [("", "tea")]))
+        PolicyLM(Engine(MODEL, tokenizer, FULL))
+
+
+# The cache
+
+
+def ask(model: Any, path: Path, kind: str, requests: list[Any]) -> tuple[list[Any], int]:
+    """Answers with a cache, and how many of them it held before."""
+    cache = AnswerCache(model, path)
+    found = cache.num_found
+    answers = getattr(cache, kind)(requests)
+    cache.close()
+    return answers, found
+
+
+@pytest.mark.parametrize("sampling", [{}, {"temperature": 2.0}, {"do_sample": True}])
+def test_generations_are_cached_with_their_seeds(tmp_path: Path, sampling: dict[str, Any]) -> None:
+    first, second = generation(text(9, 3), text(5, 4), max_gen_toks=30, **sampling)
+    requests = [first, first, second]
+    expected, path = lm().generate_until(requests), tmp_path / "a.db"
+    assert len(set(expected)) == (3 if sampling else 2)
+    assert ask(lm(), path, "generate_until", requests) == (expected, 0)
+    model = lm()
+    assert ask(model, path, "generate_until", requests) == (expected, len(set(expected)))
+    assert not model.costs, "nothing was computed again"
+    if sampling:
+        other = lm(seed=1).generate_until(requests)
+        answers, _ = ask(lm(seed=1), path, "generate_until", requests)
+        assert answers == other != expected
+
+
+def test_answers_of_another_plan_are_not_used(tmp_path: Path) -> None:
+    requests = instances("loglikelihood", [(text(60, 3), text(40, 4))])
+    for plan, expected_found in ((FULL, 0), (SMALL, 0), (FULL, 1), (SMALL, 1)):
+        answers, found = ask(lm(plan), tmp_path / "a.db", "loglikelihood", requests)
+        assert found == expected_found
+        assert answers == lm(plan).loglikelihood(requests)
+
+
+# The harness's own command line
+
+
+def test_the_model_is_made_from_model_args(tmp_path: Path) -> None:
+    MODEL.save_pretrained(tmp_path)
+    TOKENIZER.save_pretrained(tmp_path)
+    asked = generation(text(30, 1), max_gen_toks=20)
+    words = f"pretrained={tmp_path},policy=streaming,budget=12,buffer=4,dtype=float32,device=cpu"
+    made = get_model("kvpolicy").create_from_arg_string(
+        words, {"batch_size": 3, "max_batch_size": None, "device": None}
+    )
+    assert made.engine.num_slots == 3
+    assert made.identity["plan_digest"] == lm(SMALL).identity["plan_digest"]
+    same = PolicyLM(Engine(MODEL, made.tokenizer, SMALL))
+    assert made.generate_until(asked) == same.generate_until(asked)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [("pretrained=a", "policy=NAME or plan=FILE"), ("policy=full", "pretrained=FOLDER")],
+)
+def test_model_args_that_lack_something_are_refused(words: str, message: str) -> None:
+    with pytest.raises(KVPolicyError, match=message):
+        PolicyLM.create_from_arg_string(words)
 
 
 # Chats
@@ -330,8 +399,3 @@ def test_a_chat_is_not_given_its_first_token_twice() -> None:
     ids = ours.tok_encode(written)
     assert ids.count(tokenizer.bos_token_id) == 1
     assert ours.tok_encode("tea?")[0] == tokenizer.bos_token_id
-
-
-def test_a_model_that_knows_no_chat_is_not_asked_in_one() -> None:
-    with pytest.raises(TaskError, match="no chat template"):
-        lm().apply_chat_template([{"role": "user", "content": "tea?"}])
