@@ -9,7 +9,7 @@ import typer
 
 from kvpolicy.entry_points import default_name
 from kvpolicy.errors import KVPolicyError, OutputError
-from kvpolicy.plan.budget import SHARE
+from kvpolicy.plan.spec import SHARE
 
 # The default of --model; ``None`` if no installed package sets one.
 DEFAULT_MODEL: Any = default_name("model")

@@ -1,11 +1,12 @@
-"""``kvpolicy plan``: what a plan does in each layer of a model, and what it takes.
+"""``kvpolicy plan show``, ``plan check`` and ``plan schema``.
 
-`check` and `schema` are in `kvpolicy.cli.plancheck`. With ``--json``, `show` prints ``{"model",
-"dtype", "tokens", "slots", "digest", "bytes_per_slot", "bytes", "full_bytes_per_slot",
-"shared_bytes_per_slot", "layers": [{"layer", "stack", "budget", "buffer", "sliding_window",
-"rows_per_slot", "bytes_per_slot"}], "schedule"}``; a budget is null where everything stays, a
-sliding window where a layer has none, and a layer whose budget is given as a share has
-``"budget_from"``, too.
+With ``--json``, `show` prints ``{"model", "dtype", "tokens", "slots", "digest", "bytes_per_slot",
+"bytes", "full_bytes_per_slot", "shared_bytes_per_slot", "layers": [{"layer", "stack", "budget",
+"buffer", "sliding_window", "rows_per_slot", "bytes_per_slot"}], "schedule"}``. A budget is null
+if all rows stay, a sliding window if the layer has none; a layer whose budget is given as a share
+also has ``"budget_from"``. `check` prints ``{"file", "model", "ok", "digest", "problems":
+[{"error", "message"}]}``; ``error`` is the class of the problem, and the digest is null if there
+are problems.
 """
 
 from pathlib import Path
@@ -24,23 +25,25 @@ from kvpolicy.cli.options import (
     TrustRemoteCode,
     register_plugins,
 )
-from kvpolicy.cli.output import terminal_width, write, write_json
-from kvpolicy.cli.plancheck import check, schema
+from kvpolicy.cli.output import say, sentence, terminal_width, write, write_json
 from kvpolicy.cli.units import human_bytes
 from kvpolicy.errors import KVPolicyError
 
 if TYPE_CHECKING:
     from kvpolicy.engine.footprint import Footprint, LayerFootprint
+    from kvpolicy.plan.plan import PlanCheck
+
+WRONG_INPUT = 2
 
 app = typer.Typer(
     add_completion=False,
     rich_markup_mode=None,
     no_args_is_help=True,
-    help="Show what a plan does in each layer and what it takes, or find what is wrong with it.",
+    help="Show what a plan does in each layer and the bytes it allocates, or check it.",
 )
 
 
-@app.command(short_help="Show what each layer will do, and its bytes.")
+@app.command(short_help="Show what each layer does, and the bytes it allocates.")
 def show(
     file: Annotated[Path, typer.Argument(metavar="FILE|NAME", help="A plan, as TOML.")],
     model: Model = DEFAULT_MODEL,
@@ -54,16 +57,16 @@ def show(
     dtype: Dtype = "auto",
     trust_remote_code: TrustRemoteCode = False,
     toml: Annotated[
-        bool, typer.Option("--toml", help="Print the plan as TOML, with everything spelled out.")
+        bool, typer.Option("--toml", help="Print the resolved plan as TOML, with all knobs.")
     ] = False,
     json: Json = False,
 ) -> None:
-    """Show what each layer of a model will do, and the bytes it will take.
+    """Show what each layer of a model does, and the bytes it allocates.
 
-    Needs the model's configuration only, not its weights.
+    Reads the model's configuration only, not its weights.
     """
     if toml and json:
-        msg = "--toml and --json were given; one of them is wanted."
+        msg = "--toml and --json cannot be combined; give one of them."
         raise KVPolicyError(msg)
     register_plugins(plugin)
     from kvpolicy.model.loading import load_skeleton
@@ -77,15 +80,74 @@ def show(
     if toml:
         from kvpolicy.plan.dump import to_toml
 
-        write(to_toml(plan.resolve(len(found.layers))))
+        write(to_toml(found.plan))
     elif json:
         write_json({"model": model, **found.to_dict()}, indent=2)
     else:
         write(_text(found, file, model))
 
 
-app.command(short_help="Find everything that is wrong with a plan.")(check)
-app.command()(schema)
+@app.command(short_help="Find everything that is wrong with a plan.")
+def check(
+    file: Annotated[Path, typer.Argument(metavar="FILE|NAME", help="A plan, as TOML.")],
+    model: Model = DEFAULT_MODEL,
+    overrides: Overrides = None,
+    plugin: Plugins = None,
+    trust_remote_code: TrustRemoteCode = False,
+    json: Json = False,
+) -> None:
+    """Find everything that is wrong with a plan, one sentence for each problem.
+
+    Exits with status 2 if there are problems. Reads the model's configuration only.
+    """
+    register_plugins(plugin)
+    found = _check(file, model, overrides or [], trust_remote_code)
+    digest = found.resolved.digest() if found.resolved else None
+    if json:
+        problems = [{"error": type(one).__name__, "message": str(one)} for one in found.problems]
+        result = {"file": str(file), "model": model, "ok": not problems, "digest": digest}
+        write_json({**result, "problems": problems}, indent=2)
+    else:
+        for problem in found.problems:
+            say(sentence(str(problem)))
+    if found.problems:
+        raise typer.Exit(WRONG_INPUT)
+    if not json:
+        assert found.resolved is not None, "a plan without problems is resolved"
+        num_layers = len(found.resolved.layers)
+        write(f"{file}: OK on the {num_layers} layers of {model}, digest {digest}\n")
+
+
+@app.command()
+def schema() -> None:
+    """Print a JSON schema of plan files, for editors.
+
+    A plan names it in a first line: #:schema https://.../plan.schema.json, or a path.
+    """
+    from kvpolicy.plan.schema import plan_schema
+
+    write_json(plan_schema(), indent=2)
+
+
+def _check(file: Path, model: str, overrides: list[str], trust_remote_code: bool) -> "PlanCheck":
+    """Check a plan file; a model that cannot be opened is one more problem."""
+    from kvpolicy.model.adapter import ModelAdapter
+    from kvpolicy.model.loading import load_skeleton
+    from kvpolicy.plan.plan import PlanCheck, check_plan
+    from kvpolicy.plan.toml import read_file
+
+    num_layers, problems = None, []
+    try:
+        skeleton = load_skeleton(model, trust_remote_code=trust_remote_code)
+        num_layers = ModelAdapter(skeleton).num_layers
+    except KVPolicyError as error:
+        problems = [error]
+    try:
+        data = read_file(file)
+    except KVPolicyError as error:
+        return PlanCheck((error, *problems))
+    found = check_plan(data, overrides, num_layers=num_layers, name=f"plan '{file}'")
+    return PlanCheck((*found.problems, *problems), found.resolved)
 
 
 def _text(found: "Footprint", file: Path, model: str) -> str:
@@ -104,21 +166,21 @@ def _text(found: "Footprint", file: Path, model: str) -> str:
         "",
         f"per slot    {human_bytes(found.bytes_per_slot)}, {share:.1%} of the full cache{rest}",
         f"{found.slots} slots".ljust(12) + human_bytes(found.num_bytes),
-        f"digest      {found.digest}",
+        f"digest      {found.plan.digest()}",
         *_shares(found.layers),
     ]
     return "\n".join(lines) + "\n"
 
 
 def _shares(layers: "tuple[LayerFootprint, ...]") -> list[str]:
-    """Where budgets come from that are given as shares, each once."""
+    """The calculation of each budget that is given as a share."""
     plans = [layer.plan for layer in layers if layer.plan.budget_from is not None]
-    said = dict.fromkeys(str(plan.budget_from) for plan in plans)
-    return [f"{'budget' if i == 0 else '':<12}{line}" for i, line in enumerate(said)]
+    lines = dict.fromkeys(str(plan.budget_from) for plan in plans)
+    return [f"{'budget' if i == 0 else '':<12}{line}" for i, line in enumerate(lines)]
 
 
 def _fold(layers: "tuple[LayerFootprint, ...]") -> "list[list[LayerFootprint]]":
-    """Consecutive layers that do and take the same, together."""
+    """Group consecutive equal layers."""
     groups: list[list[LayerFootprint]] = []
     for layer in layers:
         if groups and groups[-1][-1].same_as(layer):
@@ -149,7 +211,7 @@ def _policy(spec: dict[str, Any]) -> str:
 
 
 def _knob(value: object) -> str:
-    """A value as text; what would not show, such as a line break, as Python writes it."""
+    """A value as text; in Python's notation if it has characters that do not print."""
     if isinstance(value, (list, tuple)) and any(isinstance(one, dict) for one in value):
         parts = (_policy(one) if "policy" in one else str(one) for one in value)
         return f"[{', '.join(parts)}]"

@@ -18,6 +18,7 @@ from kvpolicy.errors import KVPolicyError, ModelError
 from kvpolicy.hooks.discovery import policy_names
 from kvpolicy.model.adapter import ModelAdapter
 from kvpolicy.plan.plan import Plan
+from kvpolicy.plan.resolved import ResolvedPlan
 
 DEFAULT_SLOTS = 8
 DEFAULT_CHUNK = 512
@@ -36,7 +37,7 @@ class Engine:
         self,
         model: PreTrainedModel | ModelAdapter,
         tokenizer: Any = None,
-        plan: Plan | None = None,
+        plan: Plan | ResolvedPlan | None = None,
         *,
         slots: int = DEFAULT_SLOTS,
         chunk: int = DEFAULT_CHUNK,
@@ -65,7 +66,7 @@ class Engine:
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 msg = f"the engine was given {what}={value!r}; at least 1 is needed"
                 raise KVPolicyError(msg)
-        if not isinstance(plan, Plan):
+        if not isinstance(plan, (Plan, ResolvedPlan)):
             given = "no plan" if plan is None else f"{plan!r:.60} for a plan"
             msg = (
                 f"the engine was given {given}; write Plan.load(FILE) or Plan.uniform(NAME, "

@@ -1,4 +1,4 @@
-"""Writing a resolved plan as one that can be loaded again: it comes to the same, digest and all."""
+"""Writing a resolved plan as a plan file that resolves to the same plan and digest."""
 
 import json
 import math
@@ -14,10 +14,10 @@ from kvpolicy.plan.spec import PolicySpec
 
 
 def to_plan_data(resolved: ResolvedPlan) -> dict[str, Any]:
-    """What a plan file would hold that comes to this resolved plan.
+    """The contents of a plan file that resolves to this plan.
 
-    Layers that are alike are one group, unless that would change what they do: policies may
-    share the budgets of a group's layers among them.
+    Equal layers are written as one group, unless that changes the plan: policies may distribute
+    the rows of a group among its layers.
 
     Args:
         resolved: The plan.
@@ -26,13 +26,13 @@ def to_plan_data(resolved: ResolvedPlan) -> dict[str, Any]:
         Plain data, for `Plan.from_dict`, TOML or JSON.
 
     Raises:
-        PlanError: If a policy was made in Python, or has a knob that no file can hold.
+        PlanError: If a policy was made in Python, or has a knob that TOML cannot represent.
     """
-    for groups in (_alike(resolved.layers), [[layer] for layer in resolved.layers]):
+    for groups in (_equal_layers(resolved.layers), [[layer] for layer in resolved.layers]):
         written = _data(resolved, groups)
         if Plan.from_dict(written).resolve(len(resolved.layers)).digest() == resolved.digest():
             return written
-    msg = f"{resolved.name} has a knob that is None, which a plan file cannot say; leave it out"
+    msg = f"{resolved.name} has a knob that is None, which TOML cannot represent; leave it out"
     raise PlanError(msg)
 
 
@@ -52,7 +52,7 @@ def to_toml(resolved: ResolvedPlan) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _alike(layers: Sequence[LayerPlan]) -> list[list[LayerPlan]]:
+def _equal_layers(layers: Sequence[LayerPlan]) -> list[list[LayerPlan]]:
     groups: list[list[LayerPlan]] = []
     for layer in layers:
         for group in groups:
@@ -75,11 +75,13 @@ def _data(resolved: ResolvedPlan, groups: Sequence[Sequence[LayerPlan]]) -> dict
 
 def _group(layers: Sequence[LayerPlan], num_layers: int) -> dict[str, Any]:
     first = layers[0]
-    everywhere = len(layers) == num_layers
-    where = "all" if everywhere else [layer.layer_idx for layer in layers]
-    said = {"where": where, "stack": [_policy(spec) for spec in first.stack]}
-    budget = {} if first.budget is None else {"budget": first.budget}
-    return said | budget | {"buffer": first.buffer}
+    where = "all" if len(layers) == num_layers else [layer.layer_idx for layer in layers]
+    return {
+        "where": where,
+        "stack": [_policy(spec) for spec in first.stack],
+        **({} if first.budget is None else {"budget": first.budget}),
+        "buffer": first.buffer,
+    }
 
 
 def _policy(spec: PolicySpec) -> dict[str, Any]:
@@ -89,23 +91,23 @@ def _policy(spec: PolicySpec) -> dict[str, Any]:
             "install it under a name, or give its file with --plugin, and name it"
         )
         raise PlanError(msg)
-    # TOML has no null. A knob that is None takes its default, which is checked on the way back.
+    # TOML has no null: a knob that is None is left out, and the caller compares the digests.
     knobs = {knob: value for knob, value in spec.knobs.items() if value is not None}
     return {"policy": spec.policy} | {knob: _plain(value, spec) for knob, value in knobs.items()}
 
 
 def _plain(value: object, spec: PolicySpec) -> object:
-    if isinstance(value, (bool, int, float)) or (isinstance(value, str) and _is_text(value)):
+    if isinstance(value, (bool, int, float)) or (isinstance(value, str) and _is_utf8(value)):
         return value
     if isinstance(value, (list, tuple)):
         return [_plain(one, spec) for one in value]
     if isinstance(value, dict) and all(isinstance(key, str) for key in value):
         return {key: _plain(one, spec) for key, one in value.items()}
-    msg = f"policy '{spec.policy}' has a knob {value!r:.60}, which a plan file cannot hold"
+    msg = f"policy '{spec.policy}' has a knob {value!r:.60}, which a plan file cannot represent"
     raise PlanError(msg)
 
 
-def _is_text(value: str) -> bool:
+def _is_utf8(value: str) -> bool:
     return not any("\ud800" <= letter <= "\udfff" for letter in value)
 
 
@@ -116,7 +118,7 @@ def _value(value: Any) -> str:
     if isinstance(value, float):
         return "nan" if math.isnan(value) else repr(float(value))
     if isinstance(value, str):
-        # The escapes of JSON are TOML's, too, but for DEL, which TOML wants escaped.
+        # TOML has the escapes of JSON, and also requires DEL to be escaped.
         return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
     if isinstance(value, dict):
         inner = ", ".join(f"{_key(key)} = {_value(one)}" for key, one in value.items())

@@ -1,31 +1,34 @@
-"""A plan spelled out for one model: plain data that hashes and is stored with every result."""
+"""A plan resolved for one model: what each layer does, as plain data with a digest."""
 
 import hashlib
 import json
 import re
+from collections.abc import Sequence
+from functools import cached_property
 from itertools import chain
 from typing import Any
 
 import attrs
 
+from kvpolicy.errors import PlanError
 from kvpolicy.hooks.stack import Stack
 from kvpolicy.plan.spec import Padding, PolicySpec
 
 
 @attrs.frozen
 class LayerPlan:
-    """What one layer will do.
+    """What one layer does.
 
     Attributes:
         layer_idx: Decoder layer, counted from 0.
         stack: Its policies with all their knobs.
         budget: Rows that stay after a compaction; ``None``: everything stays.
-        buffer: Rows that may join before the next one.
+        buffer: Rows that may join before the next compaction.
         bounded: Whether its slabs have a fixed size; if not, they are as long as the longest
             sequence may become.
         num_protected: Rows that its policies promise to keep.
-        budget_from: What the budget is a share of, in words, if the plan says a share. Told
-            to readers; the plan is the same as one that says the count.
+        budget_from: The calculation of a budget that the plan gives as a share, as text. It
+            is not part of the digest: the plan equals one with the same number of rows.
     """
 
     layer_idx: int
@@ -38,7 +41,7 @@ class LayerPlan:
 
     @property
     def num_spare_rows(self) -> int:
-        """Rows that pads may take away without breaking a promise, or leaving none."""
+        """Rows that stored pads may take, so that protected rows and at least one row stay."""
         if not self.bounded or self.budget is None:
             return 0
         return self.budget - max(self.num_protected, 1)
@@ -53,48 +56,95 @@ class LayerPlan:
         """Plain data, ready for JSON."""
         return {
             "layer": self.layer_idx,
-            "stack": [{"policy": spec.policy, **spec.knobs} for spec in self.stack],
+            "stack": [spec.to_dict() for spec in self.stack],
             "budget": self.budget if self.bounded else None,
             "buffer": self.buffer if self.bounded else None,
-            # Policies whose slabs grow may still compact: a budget of theirs is kept apart.
+            # Policies whose slabs grow may still compact: their budget has a key of its own.
             **({} if self.bounded else {"prefill_budget": self.budget}),
             **({} if self.budget_from is None else {"budget_from": self.budget_from}),
         }
 
 
-def _as_text(knob: object) -> object:
-    """A knob that is no plain data, in words that are the same in every process."""
-    if isinstance(knob, (set, frozenset)):
-        return sorted(knob, key=repr)
-    return re.sub(r" at 0x[0-9a-fA-F]+", "", repr(knob))
-
-
 @attrs.frozen
 class ResolvedPlan:
-    """What every layer of one model will do.
+    """What every layer of one model does.
 
     Attributes:
         layers: One plan for each layer, in order.
-        schedule: Policies that are asked for the order of admission only.
+        schedule: Policies for the order of admission.
         padding: ``"none"``, or ``"stored"``: pads of a prefill group take up budget.
         name: Where the plan came from, for messages.
+        uses_default_budget: Whether layers take the default budget given to `Plan.resolve`.
     """
 
     layers: tuple[LayerPlan, ...]
     schedule: tuple[PolicySpec, ...] = ()
     padding: Padding = "none"
     name: str = attrs.field(default="the plan", eq=False)
+    uses_default_budget: bool = attrs.field(default=False, eq=False)
+    _stacks: tuple[Stack, ...] | None = attrs.field(default=None, eq=False, repr=False)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """All fields but the stacks, which are built again when needed."""
+        names = (field.name for field in attrs.fields(type(self)) if field.name != "_stacks")
+        return {name: getattr(self, name) for name in names} | {"_stacks": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        for name, value in state.items():
+            object.__setattr__(self, name, value)
+
+    def resolve(self, num_layers: int) -> "ResolvedPlan":
+        """This plan, for callers that accept plans in both forms.
+
+        Raises:
+            PlanError: If it is resolved for another number of layers.
+        """
+        if num_layers != len(self.layers):
+            msg = f"{self.name} is resolved for {len(self.layers)} layers, not for {num_layers}"
+            raise PlanError(msg)
+        return self
+
+    def stacks(self) -> tuple[Stack, ...]:
+        """The stacks of the layers, built once; layers with equal policies share theirs."""
+        if self._stacks is None:
+            builder = StackBuilder()
+            stacks = tuple(builder.build(layer.stack) for layer in self.layers)
+            object.__setattr__(self, "_stacks", stacks)
+        assert self._stacks is not None
+        return self._stacks
+
+    def scheduling_stack(self) -> Stack:
+        """Build the stack that is asked for the order of admission."""
+        return Stack([(spec.policy, spec.build()) for spec in self.schedule])
+
+    def compacting_layers(self) -> list[LayerPlan]:
+        """The layers from which a compaction may remove rows."""
+        pairs = zip(self.layers, self.stacks(), strict=True)
+        return [layer for layer, stack in pairs if needs_budget(stack)]
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data, ready for JSON."""
         return {
             "layers": [layer.to_dict() for layer in self.layers],
-            "schedule": [{"policy": spec.policy, **spec.knobs} for spec in self.schedule],
-            # Said only where it differs, so that digests of other plans stay what they were.
+            "schedule": [spec.to_dict() for spec in self.schedule],
+            # Only if it is not the default, so that digests of older results stay valid.
             **({} if self.padding == "none" else {"padding": self.padding}),
-            **({"code": code} if (code := self._code()) else {}),
+            **({"code": self._code} if self._code else {}),
         }
 
+    def digest(self) -> str:
+        """A stable hash of the whole plan, 16 hexadecimal digits."""
+        return self._digest
+
+    @cached_property
+    def _digest(self) -> str:
+        data = self.to_dict()
+        for layer in data["layers"]:
+            layer.pop("budget_from", None)
+        text = json.dumps(data, sort_keys=True, default=_stable_text)
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+    @cached_property
     def _code(self) -> dict[str, str]:
         """Hashes of the code of policies that are not kvpolicy's own."""
         specs = [*chain.from_iterable(layer.stack for layer in self.layers), *self.schedule]
@@ -102,28 +152,36 @@ class ResolvedPlan:
         codes = {name: spec.code() for name, spec in sorted(named.items())}
         return {name: code for name, code in codes.items() if code is not None}
 
-    def digest(self) -> str:
-        """A stable hash of all that this plan says, 16 hexadecimal digits."""
-        said = self.to_dict()
-        for layer in said["layers"]:
-            layer.pop("budget_from", None)  # a share says the same as the count it comes to
-        text = json.dumps(said, sort_keys=True, default=_as_text)
-        return hashlib.sha256(text.encode()).hexdigest()[:16]
 
-    def stacks(self) -> list[Stack]:
-        """Build the stacks, one for each layer; layers with the same policies share theirs."""
-        built: dict[str, Stack] = {}
-        stacks = []
-        for layer in self.layers:
-            key = json.dumps(
-                [[spec.policy, id(spec.instance), spec.knobs] for spec in layer.stack],
-                default=repr,
-            )
-            if key not in built:
-                built[key] = Stack([(spec.policy, spec.build()) for spec in layer.stack])
-            stacks.append(built[key])
-        return stacks
+def _stable_text(knob: object) -> object:
+    """A knob that is not plain data, as text that is the same in every process."""
+    if isinstance(knob, (set, frozenset)):
+        return sorted(knob, key=repr)
+    return re.sub(r" at 0x[0-9a-fA-F]+", "", repr(knob))
 
-    def scheduling_stack(self) -> Stack:
-        """Build the stack that is asked for the order of admission."""
-        return Stack([(spec.policy, spec.build()) for spec in self.schedule])
+
+def needs_budget(stack: Stack) -> bool:
+    """Whether the policies of a stack may remove rows at a compaction."""
+    return stack.bounded or stack.implements("score") or stack.implements("select")
+
+
+class StackBuilder:
+    """Builds stacks; equal specs get the same policy objects in the same stack."""
+
+    def __init__(self) -> None:
+        self._built: dict[str, Stack] = {}
+
+    def build(self, specs: Sequence[PolicySpec], policies: Sequence[object] | None = None) -> Stack:
+        """The stack of some policies.
+
+        Args:
+            specs: The policies with all their knobs.
+            policies: The policies themselves, if they are built already.
+        """
+        identity = [[spec.policy, id(spec.instance), spec.knobs] for spec in specs]
+        key = json.dumps(identity, default=repr)
+        if key not in self._built:
+            built = [spec.build() for spec in specs] if policies is None else policies
+            names = [spec.policy for spec in specs]
+            self._built[key] = Stack(list(zip(names, built, strict=True)))
+        return self._built[key]

@@ -1,18 +1,156 @@
-"""The words of a plan: a policy with knobs, and a group of layers treated alike."""
+"""The entries of a plan: policies with knobs, budgets, and groups of layers.
 
+Every rule about a value is written once, as a `Rule` of its field. Plans made in Python, plan
+files, overrides and the JSON schema for editors all use it.
+"""
+
+import hashlib
 import inspect
+import re
+import sys
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Literal, get_args
+from datetime import date, time
+from fractions import Fraction
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, Literal, TypeVar, get_args
 
 import attrs
+import cattrs
+from cattrs.gen import make_dict_structure_fn, override
 
-from kvpolicy.errors import PlanError
+from kvpolicy.entry_points import nearest
+from kvpolicy.errors import BudgetError, PlanError
 from kvpolicy.hooks.discovery import load_policy, load_policy_class, snake_case
-from kvpolicy.plan import budget as planbudget
-from kvpolicy.plan.budget import Budget
-from kvpolicy.plan.codehash import code_of
 
+Budget = int | str
 Padding = Literal["none", "stored"]
+
+#: The largest number of rows or tokens in a plan: more than any memory holds.
+MAX_COUNT = 2**31 - 1
+
+#: Top-level sections that plans do not have, with what to use instead.
+RESERVED = {
+    "sampling": (
+        "set it with --temperature, --top-p, --top-k and --seed, or in Python with "
+        "generate(..., sampling=Sampling(...))"
+    ),
+    "steering": "list a policy that steers in the stack, with its knobs",
+}
+
+#: A share as text: ``"25%"``, ``"12.5%"``.
+SHARE = r"^[0-9]+(\.[0-9]+)?%$"
+_END = r" *(-?[0-9]{1,9})? *"
+# A slice as in Python whose step is not 0.
+_WHERE = rf"^(all|{_END}:{_END}(: *(-?0{{0,8}}[1-9][0-9]{{0,8}})? *)?)$"
+
+# Values of TOML and JSON that are no policy objects.
+_PLAIN = (int, float, str, bytes, list, tuple, set, frozenset, Mapping, date, time, type(None))
+
+T = TypeVar("T")
+
+
+@attrs.frozen
+class Rule:
+    """How one field of a plan is read.
+
+    Attributes:
+        read: Returns the value to store; raises `TypeError` with a sentence, or cattrs'
+            group of errors for a value with entries.
+        schema: The JSON schema of the values that it accepts.
+    """
+
+    read: Callable[[Any], Any]
+    schema: Mapping[str, Any]
+
+
+def plan_field(rule: Rule, default: Any) -> Any:
+    """An attrs field with a rule; ``None`` is accepted if it is the default."""
+
+    def convert(value: object, field: "attrs.Attribute[Any]") -> Any:
+        if value is None and default is None:
+            return None
+        try:
+            return rule.read(value)
+        except (TypeError, cattrs.BaseValidationError) as error:
+            first = problems_of(error)[0]
+            msg = f"the plan: {attrs.evolve(first, path=(field.name, *first.path))}"
+            raise PlanError(msg) from error
+
+    converter = attrs.Converter(convert, takes_field=True)  # type: ignore[call-overload]
+    return attrs.field(default=default, converter=converter, metadata={"rule": rule})
+
+
+# Rules of single values
+
+
+def _read_count(value: object) -> int:
+    if isinstance(value, bool) or not isinstance(value, int):
+        msg = f"{value!r:.60} is not a count; write a whole number"
+        raise TypeError(msg)
+    if not 1 <= value <= MAX_COUNT:
+        msg = f"{value} is out of range; write a whole number from 1 to {MAX_COUNT:,}"
+        raise TypeError(msg)
+    return value
+
+
+def _read_budget(value: object) -> Budget:
+    if isinstance(value, str) and re.fullmatch(SHARE, value):
+        return value
+    if isinstance(value, bool) or not isinstance(value, int):
+        msg = (
+            f"{value!r:.60} is not a count or a share; write a number of rows such as 128, or "
+            '"25%" with length = TOKENS'
+        )
+        raise TypeError(msg)
+    return _read_count(value)
+
+
+def _read_where(value: object) -> str | tuple[int, ...]:
+    if isinstance(value, str) and re.fullmatch(_WHERE, value):
+        return value
+    is_list = isinstance(value, (list, tuple)) and len(value) > 0
+    if is_list and all(type(layer) is int and abs(layer) <= MAX_COUNT for layer in value):
+        return tuple(value)
+    msg = (
+        f'{value!r:.60} is not a set of layers; write "all", a slice such as "0:2" or "-2:", or '
+        "a list such as [0, 5]"
+    )
+    raise TypeError(msg)
+
+
+def _read_padding(value: object) -> Padding:
+    for known in get_args(Padding):
+        if isinstance(value, str) and value == known:
+            return known
+    msg = f"{value!r:.60} is not a padding; write one of {', '.join(get_args(Padding))}"
+    raise TypeError(msg)
+
+
+def _list_of(read: Callable[[Any], T], expected: str) -> Callable[[Any], tuple[T, ...]]:
+    """Read a list entry by entry; the errors of all entries are raised together."""
+
+    def read_list(value: Any) -> tuple[T, ...]:
+        if isinstance(value, (str, bytes, Mapping)) or not isinstance(value, Iterable):
+            msg = f"{value!r:.60} is not {expected}"
+            raise TypeError(msg)
+        entries: list[T] = []
+        errors: list[Exception] = []
+        for index, entry in enumerate(value):
+            try:
+                entries.append(read(entry))
+            except (TypeError, cattrs.BaseValidationError) as error:
+                error.__notes__ = [cattrs.IterableValidationNote(f"[{index}]", index, Any)]
+                errors.append(error)
+        if errors:
+            msg = f"{len(errors)} entries are malformed"
+            raise cattrs.IterableValidationError(msg, errors, tuple)
+        return tuple(entries)
+
+    return read_list
+
+
+# Policies
 
 
 @attrs.frozen
@@ -31,122 +169,271 @@ class PolicySpec:
 
     @classmethod
     def of(cls, policy: object, knobs: Mapping[str, Any] | None = None) -> "PolicySpec":
-        """Name a policy, or take one made in Python as it is.
+        """Convert a name, a table of a plan file, a policy object or a spec.
+
+        Args:
+            policy: What to convert.
+            knobs: Knobs of a policy given by name.
 
         Raises:
-            PlanError: If it is neither.
+            PlanError: If it is none of these.
         """
-        if isinstance(policy, PolicySpec):
-            return policy
-        if isinstance(policy, str):
-            return cls(policy, dict(knobs or {}))
-        if inspect.isclass(policy):
-            name = policy.__name__
-            msg = f"policy {name} was given as a class; give an object, {name}()"
-            raise PlanError(msg)
-        if policy is None or isinstance(policy, (int, float, bytes, list, tuple, set, Mapping)):
-            msg = f"{policy!r:.60} is no policy; give its name, or an object with hooks"
-            raise PlanError(msg)
-        return cls(snake_case(type(policy).__name__), instance=policy)
+        try:
+            spec = _read_policy(policy)
+        except TypeError as error:
+            raise PlanError(str(error)) from error
+        return attrs.evolve(spec, knobs=knobs) if knobs and isinstance(policy, str) else spec
 
     def build(self) -> object:
         """The policy object; see `kvpolicy.load_policy` for the errors."""
         return load_policy(self.policy, **self.knobs) if self.instance is None else self.instance
 
+    def spell_out(self, policy: object) -> "PolicySpec":
+        """The same spec with the values of all knobs of the policy built from it."""
+        fields: tuple[attrs.Attribute[object], ...] = getattr(type(policy), "__attrs_attrs__", ())
+        if not fields:
+            return self
+        knobs = {str(field.alias): getattr(policy, field.name) for field in fields if field.init}
+        return attrs.evolve(self, knobs=knobs)
+
     def code(self) -> str | None:
-        """Hash of the policy's code; `None` if kvpolicy's own version says it."""
-        named = self.instance is None
-        return code_of(load_policy_class(self.policy) if named else type(self.instance))
+        """Hash of the policy's code, see `hash_of_code`."""
+        is_named = self.instance is None
+        return hash_of_code(load_policy_class(self.policy) if is_named else type(self.instance))
+
+    def to_dict(self) -> dict[str, Any]:
+        """The name and all knobs in one table, as in a plan file."""
+        return {"policy": self.policy, **self.knobs}
 
 
-def specs_of(stack: Iterable[object] | None) -> tuple[PolicySpec, ...]:
-    """A stack made in Python: names, policy objects and specs, in order."""
-    if stack is None or isinstance(stack, (str, Mapping)) or not isinstance(stack, Iterable):
-        msg = f'{stack!r:.60} is no list of policies; write for example ["NAME", "NAME"]'
-        raise PlanError(msg)
-    return tuple(PolicySpec.of(policy) for policy in stack)
-
-
-def knobs_of(knobs: Mapping[str, Mapping[str, Any]] | None) -> dict[str, dict[str, Any]]:
-    """Knobs made in Python, by policy name and knob name."""
-    given = {} if knobs is None else knobs
-    if not isinstance(given, Mapping) or not all(
-        isinstance(one, Mapping) for one in given.values()
-    ):
-        msg = f'knobs were given as {knobs!r:.60}; write {{"POLICY": {{"KNOB": VALUE}}}}'
-        raise PlanError(msg)
-    return {str(policy): dict(of_policy) for policy, of_policy in given.items()}
-
-
-def padding_of(value: object) -> object:
-    """How pads are treated, as it came; `TypeError` with a sentence if nobody knows it."""
-    if value not in get_args(Padding):
-        msg = f"{value!r:.60} is no padding; write one of {', '.join(get_args(Padding))}"
-        raise TypeError(msg)
-    return value
-
-
-def checked_with(
-    check: Callable[[object], object],
-) -> "Callable[[object, attrs.Attribute[Any], object], None]":
-    """A validator of an optional field, of a check that raises `TypeError`."""
-
-    def validate(_instance: object, field: "attrs.Attribute[Any]", value: object) -> None:
-        try:
-            if value is not None:
-                check(value)
-        except TypeError as error:
-            msg = f"the plan: in {field.name}: {error}"
-            raise PlanError(msg) from error
-
-    return validate
-
-
-def where_of(value: object) -> str | tuple[int, ...]:
-    """Which layers a group is about, as it came; `TypeError` with a sentence if nothing is."""
-    if isinstance(value, str):
+def _read_policy(value: object) -> PolicySpec:
+    if isinstance(value, PolicySpec):
         return value
-    if isinstance(value, (list, tuple)) and value:
-        return tuple(planbudget.whole(layer) for layer in value)
-    msg = f'{value!r} names no layers; write "all", a slice such as "0:2", or a list such as [0, 5]'
-    raise TypeError(msg)
+    if isinstance(value, str):
+        return PolicySpec(value)
+    if isinstance(value, Mapping) and isinstance(value.get("policy"), str):
+        knobs = {key: knob for key, knob in value.items() if key != "policy"}
+        return PolicySpec(value["policy"], knobs)
+    if inspect.isclass(value):
+        msg = f"policy {value.__name__} was given as a class; give an object, {value.__name__}()"
+        raise TypeError(msg)
+    if isinstance(value, _PLAIN):
+        msg = (
+            f'{value!r:.60} is not a policy; write "NAME" or {{ policy = "NAME", KNOB = VALUE }}, '
+            "or give an object with hooks in Python"
+        )
+        raise TypeError(msg)
+    return PolicySpec(snake_case(type(value).__name__), instance=value)
 
 
-def _where(value: str | Iterable[int]) -> str | tuple[int, ...]:
-    try:
-        return where_of(value)
-    except TypeError as error:
-        msg = f"the plan: in where: {error}"
-        raise PlanError(msg) from error
+# Code of these packages is identified by the version of kvpolicy.
+_OWN_PACKAGES = ("kvpolicy", "kvpolicy_baselines", "kvpolicy_plugins", "skipkv_plugin")
+
+
+def hash_of_code(policy: type) -> str | None:
+    """Hash the file that defines a policy; files that it imports are not included.
+
+    Results are stored by the hash of their plan. With names and knobs alone, an edited policy
+    would be given the samples of its previous version.
+
+    Args:
+        policy: The policy's class.
+
+    Returns:
+        8 hexadecimal digits; ``None`` for kvpolicy's own policies, and without a file.
+    """
+    if policy.__module__.partition(".")[0] in _OWN_PACKAGES:
+        return None
+    file = getattr(sys.modules.get(policy.__module__), "__file__", None)
+    if file is None or not Path(file).is_file():
+        return None
+    return hashlib.sha256(Path(file).read_bytes()).hexdigest()[:8]
+
+
+# Fields
+
+_COUNT = {"type": "integer", "minimum": 1, "maximum": MAX_COUNT}
+_LAYER = {"type": "integer", "minimum": -MAX_COUNT, "maximum": MAX_COUNT}
+
+COUNT = Rule(_read_count, _COUNT)
+BUDGET = Rule(_read_budget, {"oneOf": [_COUNT, {"type": "string", "pattern": SHARE}]})
+PADDING = Rule(_read_padding, {"enum": list(get_args(Padding))})
+WHERE = Rule(
+    _read_where,
+    {
+        "oneOf": [
+            {"type": "string", "pattern": _WHERE},
+            {"type": "array", "items": _LAYER, "minItems": 1},
+        ]
+    },
+)
+STACK = Rule(
+    _list_of(_read_policy, 'a list of policies; write for example ["NAME", "NAME"]'),
+    {"type": "array", "items": {"$ref": "#/definitions/policy"}},
+)
 
 
 @attrs.frozen
 class LayerGroup:
-    """Layers that are treated alike; what is ``None`` is taken from the plan.
+    """Layers with the same stack, budget and buffer; ``None`` means the plan's own value.
 
     Attributes:
         where: ``"all"``, a slice such as ``"0:2"`` or ``"-2:"``, or a list of layers.
         stack: Policies, the later ones wrapping the earlier ones.
         budget: Rows that stay after a compaction, or a share such as ``"25%"``.
-        buffer: Rows that may join before the next one.
+        buffer: Rows that may join before the next compaction.
     """
 
-    where: str | tuple[int, ...] = attrs.field(default="all", converter=_where)
-    stack: tuple[PolicySpec, ...] | None = attrs.field(
-        default=None, converter=attrs.converters.optional(specs_of)
-    )
-    budget: Budget | None = attrs.field(default=None, validator=checked_with(planbudget.budget))
-    buffer: int | None = attrs.field(default=None, validator=checked_with(planbudget.whole))
+    where: str | tuple[int, ...] = plan_field(WHERE, "all")
+    stack: tuple[PolicySpec, ...] | None = plan_field(STACK, None)
+    budget: Budget | None = plan_field(BUDGET, None)
+    buffer: int | None = plan_field(COUNT, None)
 
+    def layers(self, num_layers: int, name: str) -> list[int]:
+        """The layers of the group, in the order in which `where` names them.
 
-def groups_of(layers: Iterable[object]) -> tuple[LayerGroup, ...]:
-    """Groups of layers made in Python, in order."""
-    given: tuple[object, ...] = tuple(layers) if isinstance(layers, Iterable) else (layers,)
-    for one in given:
-        if not isinstance(one, LayerGroup):
-            msg = (
-                f"layers were given as {layers!r:.60}; each is a group of layers with its own "
-                "stack or budget: LayerGroup([0, 5], stack=...), or [[layers]] in a file"
-            )
+        Args:
+            num_layers: Layers of the model.
+            name: Name of the plan, for messages.
+
+        Raises:
+            PlanError: If it names none, or one that the model does not have.
+        """
+        if isinstance(self.where, str):
+            ends = [] if self.where == "all" else self.where.split(":")
+            parts = [int(end) if end.strip() else None for end in ends] or [None]
+            found = list(range(num_layers))[slice(*parts)]
+        else:
+            outside = [layer for layer in self.where if not -num_layers <= layer < num_layers]
+            if outside:
+                msg = f"{name} names layer {outside[0]}; the model has layers 0 to {num_layers - 1}"
+                raise PlanError(msg)
+            found = [layer % num_layers for layer in self.where]
+        if not found:
+            msg = f"{name}: {self.where!r} covers none of the model's {num_layers} layers"
             raise PlanError(msg)
-    return tuple(one for one in given if isinstance(one, LayerGroup))
+        return found
+
+
+def _read_group(value: object) -> LayerGroup:
+    if isinstance(value, LayerGroup):
+        return value
+    if isinstance(value, Mapping):
+        return structure(LayerGroup, value)
+    msg = (
+        f'{value!r:.60} is not a group of layers; write [[layers]] with where = "0:2", or '
+        'LayerGroup("0:2") in Python'
+    )
+    raise TypeError(msg)
+
+
+GROUPS = Rule(
+    _list_of(_read_group, 'a list of groups of layers; write [[layers]] with where = "0:2"'),
+    {"type": "array", "items": {"$ref": "#/definitions/group"}},
+)
+
+
+def rows_of(budget: Budget, length: int | None, name: str) -> tuple[int, str | None]:
+    """The number of rows of a budget.
+
+    Args:
+        budget: Rows, or a share of ``length``.
+        length: Tokens that shares refer to, if the plan names them.
+        name: Name of the plan, for messages.
+
+    Returns:
+        The rows, a share being rounded down, and the calculation as text (``None`` for a
+        budget given in rows).
+
+    Raises:
+        PlanError: If a share has no length to refer to.
+        BudgetError: If a share is less than one row or more than the length.
+    """
+    if isinstance(budget, int):
+        return budget, None
+    if length is None:
+        msg = (
+            f'{name} has a budget of "{budget}" and no length; write length = TOKENS into the '
+            "plan, or --set length=TOKENS, or the budget as a number of rows"
+        )
+        raise PlanError(msg)
+    share = Fraction(budget.removesuffix("%")) / 100
+    rows = int(share * length)
+    if share > 1 or rows < 1:
+        msg = (
+            f'{name} has a budget of "{budget}" of {length:,} tokens, which is {rows:,} rows; '
+            "it must be at least 1 row and at most all of them"
+        )
+        raise BudgetError(msg)
+    return rows, f"{budget} of {length:,} tokens is {rows:,} rows"
+
+
+# Reading whole tables
+
+
+@attrs.frozen
+class Problem:
+    """One mistake in a table that was read.
+
+    Attributes:
+        path: Keys and indices that lead to the value, or to the table with an unknown key.
+        message: What is wrong, as a sentence.
+        key: The unknown key, if that is the problem.
+    """
+
+    path: tuple[str | int, ...]
+    message: str
+    key: str | None = None
+
+    def __str__(self) -> str:
+        """The message with its place, as "in layers[0].where: MESSAGE"."""
+        steps = [f"[{step}]" if isinstance(step, int) else f".{step}" for step in self.path]
+        place = "".join(steps).removeprefix(".")
+        return f"in {place}: {self.message}" if place else self.message
+
+
+def problems_of(error: BaseException) -> list[Problem]:
+    """All problems in an error raised by cattrs."""
+    if isinstance(error, cattrs.ForbiddenExtraKeysError):
+        known = [field.name for field in attrs.fields(error.cl) if field.name != "name"]
+        keys = sorted(error.extra_fields)
+        return [Problem((), _unknown_key(key, known), key) for key in keys]
+    if not isinstance(error, cattrs.BaseValidationError):
+        return [Problem((), str(error))]
+    found = []
+    for inner in error.exceptions:
+        notes = getattr(inner, "__notes__", [])
+        steps = (getattr(note, "name", getattr(note, "index", None)) for note in notes)
+        place = tuple(step for step in steps if step is not None)
+        found += [attrs.evolve(one, path=(*place, *one.path)) for one in problems_of(inner)]
+    return found
+
+
+def _unknown_key(key: str, known: list[str]) -> str:
+    if "layers" in known:  # a plan, not one of its groups
+        if key in RESERVED:
+            return f"section '{key}' is reserved; {RESERVED[key]}"
+        known = [*known, "extends"]
+    return f"unknown key '{key}'{nearest(key, known)}"
+
+
+def structure(cls: type[T], table: Mapping[str, Any]) -> T:
+    """Read a table into an attrs class whose fields have rules.
+
+    Raises:
+        cattrs.BaseValidationError: With the errors of all fields, see `problems_of`.
+    """
+    read: T = _reader(cls)(table, cls)
+    return read
+
+
+@lru_cache
+def _reader(cls: type) -> Callable[[Mapping[str, Any], Any], Any]:
+    fields = {field.name: _override(field.metadata.get("rule")) for field in attrs.fields(cls)}
+    return make_dict_structure_fn(cls, cattrs.Converter(), _cattrs_forbid_extra_keys=True, **fields)
+
+
+def _override(rule: Rule | None) -> Any:
+    if rule is None:
+        return override(omit=True)
+    return override(struct_hook=lambda value, _: rule.read(value))

@@ -1,146 +1,256 @@
-"""From what a plan file holds to a plan, with every mistake answered by a sentence."""
+"""Plan files: reading them with what they extend, and changing single entries.
 
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+A plan may extend another one: ``extends = "base.toml"``. A key of the plan replaces the same key
+of its base as a whole; `layers`, `stack` and `schedule` are not merged entry by entry.
+"""
+
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
 import attrs
-import cattrs
-from cattrs.gen import make_dict_structure_fn
 
+from kvpolicy.entry_points import installed_file, nearest
 from kvpolicy.errors import PlanError
-from kvpolicy.hooks.discovery import nearest
-from kvpolicy.plan import budget as planbudget
-from kvpolicy.plan import extends
-from kvpolicy.plan.budget import Budget
-from kvpolicy.plan.overrides import override
-from kvpolicy.plan.spec import LayerGroup, Padding, PolicySpec, padding_of, where_of
 
-if TYPE_CHECKING:
-    from kvpolicy.plan.plan import Plan
-
-# Sections that plans will have one day: nobody's key until then.
-RESERVED = {
-    "sampling": (
-        "set it with --temperature, --top-p, --top-k and --seed, or in Python with "
-        "generate(..., sampling=Sampling(...))"
-    ),
-    "steering": "list a policy that steers in the stack, with its knobs",
-}
+ENTRY_POINTS = "kvpolicy.plans"
+EXTENDS = "extends"
 
 
-def structure(
-    plan_class: "type[Plan]", data: Mapping[str, Any], overrides: Sequence[str], name: str
-) -> "Plan":
-    """Turn what a TOML file holds into a plan; unknown keys and wrong types are refused."""
-    if isinstance(overrides, str):
-        msg = f"changes of {name} were given as one text, {overrides!r:.60}; give a list of them"
-        raise PlanError(msg)
-    raw = tables(data, name)
-    for change in overrides:
-        override(raw, change, name)
-    for section in RESERVED:
-        if section in raw:
-            raise reserved(section, name)
-    if "name" in raw:
-        # Where a plan came from is told by whoever reads it, and is no key of the file.
-        msg = f"{name}: unknown key 'name'; a plan is called by its file. Take the key out"
-        raise PlanError(msg)
-    try:
-        plan = _converter().structure(raw, plan_class)
-    except cattrs.BaseValidationError as error:
-        msg = f"{name}: {first_problem(error)}"
-        raise PlanError(msg) from error
-    return attrs.evolve(plan, name=name)
+# Files
 
 
-def tables(data: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """A copy of what a file or a caller gives, as the lists and tables of TOML, bases merged."""
+def read_file(name_or_path: str | Path) -> dict[str, Any]:
+    """Read a TOML file, or an installed plan by name, merged with the plans that it extends.
+
+    Raises:
+        PlanError: If a file cannot be read, is not TOML, or the plan extends itself.
+    """
+    return _read(_find(Path(name_or_path), Path()), ())
+
+
+def read_tables(data: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """Copy a plan given as data into lists and dictionaries, merged with what it extends.
+
+    Paths are relative to the working folder.
+
+    Args:
+        data: The contents of a plan file.
+        name: Name of the plan, for messages.
+
+    Raises:
+        PlanError: If it is not a table with text keys, or a base cannot be read.
+    """
     if not isinstance(data, Mapping):
-        msg = f"{name} was given as {data!r:.60}; a table of its keys is wanted"
+        msg = f"{name} was given as {data!r:.60}; give a table of its keys"
         raise PlanError(msg)
-    copied: dict[str, Any] = _copy(extends.merged(data, name), name)
+    copied: dict[str, Any] = _copy(_merge(data, Path(), (), name), name)
     return copied
-
-
-def reserved(section: str, name: str) -> PlanError:
-    """What is raised for a section that is not a plan's yet."""
-    return PlanError(f"{name}: section '{section}' is reserved; {RESERVED[section]}")
 
 
 def _copy(data: Any, name: str) -> Any:
     if isinstance(data, Mapping):
-        strange = [key for key in data if not isinstance(key, str)]
-        if strange:
-            msg = f"{name} has a key {strange[0]!r:.60}; keys are texts"
-            raise PlanError(msg)
+        for key in data:
+            if not isinstance(key, str):
+                msg = f"{name} has a key {key!r:.60}; keys are texts"
+                raise PlanError(msg)
         return {key: _copy(value, name) for key, value in data.items()}
     return [_copy(value, name) for value in data] if isinstance(data, (list, tuple)) else data
 
 
-def _converter() -> cattrs.Converter:
-    converter = cattrs.Converter(forbid_extra_keys=True)
-    converter.register_structure_hook(int, lambda value, _: planbudget.whole(value))
-    converter.register_structure_hook(PolicySpec, lambda value, _: _policy_spec(value))
-
-    def register(hook: Any, *types: object) -> None:
-        converter.register_structure_hook_func(types.__contains__, lambda value, _: hook(value))
-
-    register(_stack, tuple[PolicySpec, ...], tuple[PolicySpec, ...] | None)
-    register(planbudget.budget, Budget, Budget | None)
-    register(where_of, attrs.fields(LayerGroup).where.type)
-    register(padding_of, Padding)
-    group = make_dict_structure_fn(LayerGroup, converter, _cattrs_forbid_extra_keys=True)
-
-    def one_group(value: object, _: object) -> LayerGroup:
-        if not isinstance(value, Mapping):
-            msg = f'{value!r:.60} is no group of layers; write [[layers]] with where = "0:2"'
-            raise TypeError(msg)
-        return group(value, LayerGroup)
-
-    def all_groups(value: object) -> tuple[LayerGroup, ...]:
-        if not isinstance(value, list):
-            msg = f'{value!r:.60} is no list of groups; write [[layers]] with where = "0:2"'
-            raise TypeError(msg)
-        return tuple(converter.structure(value, list[LayerGroup]))
-
-    converter.register_structure_hook(LayerGroup, one_group)
-    register(all_groups, tuple[LayerGroup, ...])
-    return converter
+def _read(path: Path, chain: tuple[Path, ...]) -> dict[str, Any]:
+    """Read a file; each path of ``chain`` extends the next one, and the last one this file."""
+    if _resolved(path) in map(_resolved, chain):
+        names = " -> ".join(f"'{one}'" for one in (*chain, path))
+        msg = f"plan '{chain[0]}' extends itself: {names}; remove one {EXTENDS}"
+        raise PlanError(msg)
+    name = f"plan '{path}'"
+    data = _load(path, f"{name}, which '{chain[-1]}' extends," if chain else name)
+    return _merge(data, path.parent, (*chain, path), name)
 
 
-def _stack(value: object) -> tuple[PolicySpec, ...]:
-    if isinstance(value, list):
-        return tuple(_policy_spec(entry) for entry in value)
-    msg = f'{value!r:.60} is no list of policies; write for example ["NAME", "NAME"]'
-    raise TypeError(msg)
+def _merge(
+    data: Mapping[str, Any], folder: Path, chain: tuple[Path, ...], name: str
+) -> dict[str, Any]:
+    if EXTENDS not in data:
+        return dict(data)
+    base = data[EXTENDS]
+    if not isinstance(base, str) or not base:
+        msg = (
+            f"{name}: {EXTENDS} is {base!r:.60}; write the name of one plan, "
+            f'{EXTENDS} = "base.toml"'
+        )
+        raise PlanError(msg)
+    own = {key: value for key, value in data.items() if key != EXTENDS}
+    try:
+        path = _find(Path(base), folder)
+    except PlanError as error:
+        msg = f"{name} extends '{base}', but {error}"
+        raise PlanError(msg) from error
+    return _read(path, chain) | own
 
 
-def _policy_spec(value: object) -> PolicySpec:
-    if isinstance(value, str):
-        return PolicySpec(value)
-    if isinstance(value, Mapping) and isinstance(value.get("policy"), str):
-        knobs = {key: knob for key, knob in value.items() if key != "policy"}
-        return PolicySpec(value["policy"], knobs)
-    msg = f'{value!r:.60} names no policy; write "NAME" or {{ policy = "NAME", KNOB = VALUE }}'
-    raise TypeError(msg)
+def _load(path: Path, name: str) -> dict[str, Any]:
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        msg = f"{name} cannot be read: {error.strerror or error}"
+    except UnicodeDecodeError:
+        msg = f"{name} is not UTF-8 text"
+    except tomllib.TOMLDecodeError as error:
+        msg = f"{name} is not TOML: {error}"
+    except (ValueError, RecursionError) as error:
+        # A path with a NUL, a number of thousands of digits, deeply nested brackets.
+        msg = f"{name} cannot be read: {error}"
+    raise PlanError(msg)
 
 
-def first_problem(error: BaseException, where: str = "") -> str:
-    """The first leaf of cattrs' tree of errors, as a sentence."""
-    if isinstance(error, cattrs.ForbiddenExtraKeysError):
-        known = [field.name for field in attrs.fields(error.cl) if field.name != "name"]
-        known += [extends.KEY] if "layers" in known else []
-        key = min(error.extra_fields)
-        return f"unknown key '{key}'{where}{nearest(key, known)}"
-    if isinstance(error, BaseExceptionGroup):
-        inner = error.exceptions[0]
-        places = [str(note).rpartition(" @ ")[2] for note in getattr(inner, "__notes__", [])]
-        deeper = "".join(map(_place, places))
-        return first_problem(inner, where + deeper)
-    return f"{where.strip()}: {error}" if where else str(error)
+def _find(path: Path, folder: Path) -> Path:
+    """A file relative to the folder of the plan that names it, or an installed plan's file."""
+    file = folder / path
+    if path.suffix or len(path.parts) > 1 or _is_file(file):
+        return file
+    try:
+        return installed_file(ENTRY_POINTS, str(path), suffix=".toml", what="plan", error=PlanError)
+    except PlanError as error:
+        msg = f"{error}; give the file of a plan with its ending, as in plan.toml"
+        raise PlanError(msg) from error
 
 
-def _place(note: str) -> str:
-    """``attribute layers`` as " in layers", ``index 0`` as "[0]"."""
-    kind, _, name = note.partition(" ")
-    return f"[{name}]" if kind == "index" else f" in {name}"
+def _is_file(path: Path) -> bool:
+    try:
+        return path.is_file()
+    except ValueError:
+        return False
+
+
+def _resolved(path: Path) -> Path:
+    try:
+        return path.resolve()
+    except (OSError, ValueError, RuntimeError):
+        return path
+
+
+# Overrides
+
+
+def apply_override(raw: dict[str, Any], override: str, name: str) -> None:
+    """Apply one ``--set`` string to the tables of a plan, in place.
+
+    Args:
+        raw: Tables of the plan.
+        override: ``KEY=VALUE``, ``layers.N.KEY=VALUE`` or ``POLICY.KNOB=VALUE``; see
+            `parse_value` for the value.
+        name: Name of the plan, for messages.
+
+    Raises:
+        PlanError: If it changes nothing that the plan has.
+    """
+    if not isinstance(override, str):
+        msg = f"{override!r:.60} is not an override; write a text such as 'budget=96'"
+        raise PlanError(msg)
+    path, equals, text = override.partition("=")
+    if not equals or not all(key.strip() for key in path.split(".")):
+        msg = f"--set {override!r} is not KEY=VALUE; write for example budget=96"
+        raise PlanError(msg)
+    set_entry(raw, path, parse_value(text), name, source=f"--set {override!r}")
+
+
+def set_entry(raw: dict[str, Any], path: str, value: object, name: str, *, source: str) -> None:
+    """Set one entry of the tables of a plan, in place.
+
+    Args:
+        raw: Tables of the plan.
+        path: ``KEY``, ``layers.N.KEY`` or ``POLICY.KNOB``.
+        value: Its new value.
+        name: Name of the plan, for messages.
+        source: How the user asked for it, for messages.
+
+    Raises:
+        PlanError: If it changes nothing that the plan has.
+    """
+    keys = [key.strip() for key in path.split(".")]
+    if keys == [EXTENDS]:
+        msg = f"{source}: {EXTENDS} can be set in a plan file only; override other keys"
+        raise PlanError(msg)
+    if len(keys) == 1:
+        raw[keys[0]] = value
+    elif keys[0] == "layers" and len(keys) == 3:
+        groups = _groups(raw)
+        index = int(keys[1]) if keys[1].isdecimal() and len(keys[1]) < 9 else len(groups)
+        if index >= len(groups):
+            msg = f"{source}: {name} has {len(groups)} [[layers]] groups, counted from 0"
+            raise PlanError(msg)
+        groups[index][keys[2]] = value
+    elif len(keys) == 2:
+        policy, knob = keys
+        found = [entry for entry in _entries(raw) if entry.name == policy]
+        if not found:
+            hint = nearest(policy, sorted(set(policies_named(raw))))
+            msg = f"{source}: {name} uses no policy '{policy}'{hint}"
+            raise PlanError(msg)
+        for entry in found:
+            entry.stack[entry.index] = {**entry.spec, knob: value}
+    else:
+        msg = f"{source}: write KEY=, layers.N.KEY= or POLICY.KNOB="
+        raise PlanError(msg)
+
+
+def parse_value(text: str) -> object:
+    """Parse a value typed by a user: as TOML, and as text if it is not TOML.
+
+    Args:
+        text: Such as ``"0.5"``, ``"true"``, ``"[1, 2]"`` or ``"mean"``.
+    """
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except (ValueError, RecursionError):
+        return text.strip()
+
+
+def policies_named(raw: Mapping[str, Any]) -> list[str]:
+    """Names of the policies of a plan, including those in knobs of others; with repetitions.
+
+    Args:
+        raw: Tables of the plan; malformed entries are skipped.
+    """
+    return [entry.name for entry in _entries(raw)]
+
+
+@attrs.frozen
+class _Entry:
+    """A policy in a stack: the list, the index in it, and the policy as a table."""
+
+    stack: list[Any]
+    index: int
+    spec: dict[str, Any]
+
+    @property
+    def name(self) -> str:
+        return str(self.spec["policy"])
+
+
+def _groups(raw: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The groups of layers; none if they are malformed, which reading the plan reports."""
+    groups = raw.get("layers")
+    if isinstance(groups, list) and all(isinstance(group, dict) for group in groups):
+        return groups
+    return []
+
+
+def _entries(raw: Mapping[str, Any]) -> list[_Entry]:
+    stacks: Sequence[Any] = [table.get("stack") for table in [raw, *_groups(raw)]]
+    return [entry for stack in [*stacks, raw.get("schedule")] for entry in _entries_of(stack)]
+
+
+def _entries_of(stack: object) -> Iterator[_Entry]:
+    """The policies of a stack, and those in lists among their knobs."""
+    if not isinstance(stack, list):
+        return
+    for index, entry in enumerate(stack):
+        spec = entry if isinstance(entry, dict) else {"policy": entry}
+        for inner in spec.values():
+            yield from _entries_of(inner)
+        if isinstance(spec.get("policy"), str):
+            yield _Entry(stack, index, spec)

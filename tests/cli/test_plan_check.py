@@ -18,13 +18,13 @@ from kvpolicy.plan.schema import plan_schema
 GOOD = 'length = 200\nbudget = "10%"\nbuffer = 8\nstack = ["h2o", "protect"]\n'
 BAD = """
 bugdet = 3
-buffer = 0
+padding = "left"
 stack = ["rvk"]
 [sampling]
 [[layers]]
 where = "0:1"
-stack = ["h2o"]
-budget = 0
+stack = ["rkv"]
+budget = 4
 [[layers]]
 where = [0, 7]
 """
@@ -66,7 +66,7 @@ def test_every_problem_gets_a_sentence(kvpolicy: Shell, tmp_path: Path, model_fo
     lines = answer.err.splitlines()
     expected = [
         *("h3o", "'sampling' is reserved", "'bugdet'", "'rvk'", "layer 7"),
-        *("layer 0 a budget of 0",),
+        *("layer 0 a budget of 4", "'left' is not a padding"),
     ]
     assert all(line.startswith("kvpolicy: ") and line.endswith((".", "?")) for line in lines)
     for words_of_line in expected:

@@ -8,8 +8,8 @@ import pytest
 from kvpolicy import Plan, hookimpl
 from kvpolicy.hooks import discovery
 from kvpolicy.hooks.discovery import installed_policies, load_policy_class, register_file
-from kvpolicy.plan.codehash import code_of
 from kvpolicy.plan.resolved import ResolvedPlan
+from kvpolicy.plan.spec import hash_of_code
 
 SOURCE = """
 from kvpolicy import hookimpl
@@ -68,4 +68,4 @@ OURS = [one.name for one in installed_policies() if one.distribution.startswith(
 
 @pytest.mark.parametrize("name", OURS)
 def test_our_own_policies_go_by_the_version(name):
-    assert code_of(load_policy_class(name)) is None
+    assert hash_of_code(load_policy_class(name)) is None

@@ -118,7 +118,7 @@ def test_a_comparison_takes_inherited_plans(write) -> None:
     ("chain", "says"),
     [
         ({"a": "a"}, "a.toml' extends itself: '{d}/a.toml' -> '{d}/a.toml'"),
-        ({"a": "b", "b": "a"}, "'{d}/a.toml' -> '{d}/b.toml' -> '{d}/a.toml'; take one"),
+        ({"a": "b", "b": "a"}, "'{d}/a.toml' -> '{d}/b.toml' -> '{d}/a.toml'; remove one"),
         (
             {"a": "b", "b": "c", "c": "b"},
             "'{d}/a.toml' -> '{d}/b.toml' -> '{d}/c.toml' -> '{d}/b.toml'",
@@ -167,5 +167,5 @@ def test_what_is_wrong_in_a_base_is_wrong_in_the_plan(write) -> None:
 
 def test_what_a_plan_extends_is_no_matter_of_overrides(write) -> None:
     write("base.toml", BASE)
-    with pytest.raises(PlanError, match="what a plan extends is said in its file"):
+    with pytest.raises(PlanError, match="extends can be set in a plan file only"):
         Plan.load(write("child.toml", BASE), ['extends="base.toml"'])

@@ -155,7 +155,7 @@ MISTAKES = {
     "unknown key": ('stack = ["full"]\nbugdet = 3', "'bugdet'; did you mean budget"),
     "unknown key in a group": (
         '[[layers]]\nstak = ["full"]',
-        "'stak' in layers[0]; did you mean stack",
+        "in layers[0]: unknown key 'stak'; did you mean stack",
     ),
     "unknown policy": ('stack = ["snapvk"]\nbudget = 64', "'snapvk'; did you mean snapkv"),
     "unknown knob": (
@@ -171,10 +171,16 @@ MISTAKES = {
         "'window_size' must be <class 'int'>",
     ),
     "no policy": ("budget = 3", "names no policy"),
-    "policy is no name": ("stack = [3]\nbudget = 3", "3 names no policy"),
+    "policy is no name": ("stack = [3]\nbudget = 3", "in stack[0]: 3 is not a policy"),
     "no budget": ('stack = ["streaming"]', "no budget"),
-    "budget zero": ('stack = ["streaming"]\nbudget = 0', "a budget of 0; at least 1"),
-    "buffer zero": ('stack = ["streaming"]\nbudget = 9\nbuffer = 0', "a buffer of 0; at least 1"),
+    "budget zero": (
+        'stack = ["streaming"]\nbudget = 0',
+        "in budget: 0 is out of range; write a whole number from 1",
+    ),
+    "buffer zero": (
+        'stack = ["streaming"]\nbudget = 9\nbuffer = 0',
+        "in buffer: 0 is out of range",
+    ),
     "budget below what is protected": (
         'stack = ["rkv", "protect"]\nbudget = 11',
         "protect 12 rows: 4 first and 8 newest",
@@ -189,8 +195,8 @@ MISTAKES = {
     "layer missing": ('[[layers]]\nwhere = "1:"\nstack = ["full"]', "does not cover layer 0"),
     "layer beyond": ('[[layers]]\nwhere = [7]\nstack = ["full"]', "names layer 7; the model has"),
     "empty slice": ('[[layers]]\nwhere = "9:"\nstack = ["full"]', "covers none"),
-    "no slice": ('[[layers]]\nwhere = "first"\nstack = ["full"]', "names no layers; write"),
-    "where is empty": ('[[layers]]\nwhere = []\nstack = ["full"]', "names no layers; write"),
+    "no slice": ('[[layers]]\nwhere = "first"\nstack = ["full"]', "is not a set of layers; write"),
+    "where is empty": ('[[layers]]\nwhere = []\nstack = ["full"]', "is not a set of layers; write"),
 }
 
 

@@ -9,7 +9,7 @@ from plandata import anything, mutated, plan_data, tables
 
 from kvpolicy import Plan
 from kvpolicy.errors import KVPolicyError
-from kvpolicy.plan.check import check_plan
+from kvpolicy.plan.plan import check_plan
 
 NUM_LAYERS = 4
 
@@ -22,7 +22,7 @@ def problems(data: dict[str, Any], *overrides: str) -> list[str]:
 CLAUSES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "unknown key": ({"bugdet": 3, "stack": ["full"]}, ("unknown key 'bugdet'; did you mean",)),
     "two unknown keys": ({"a": 3, "b": 4, "stack": ["full"]}, ("key 'a'", "key 'b'")),
-    "name": ({"name": "x", "stack": ["full"]}, ("unknown key 'name'; a plan is called by",)),
+    "name": ({"name": "x", "stack": ["full"]}, ("unknown key 'name'. Known are: stack",)),
     "sampling": (
         {"sampling": {"temperature": 1}, "stack": ["full"]},
         ("section 'sampling' is reserved; set it with --temperature",),
@@ -44,19 +44,22 @@ CLAUSES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
         {"budget": "9%", "length": 1.5, "stack": ["h2o"]},
         ("in length: 1.5 is not a count",),
     ),
-    "no length": ({"budget": "9%", "stack": ["h2o"]}, ("of no stated length",)),
+    "no length": ({"budget": "9%", "stack": ["h2o"]}, ("and no length; write length",)),
     "a share of nothing": (
         {"budget": "0%", "length": 9, "stack": ["h2o"]},
-        ("which is 0 rows; between 1 and all",),
+        ("which is 0 rows; it must be at least 1",),
     ),
-    "budget 0": ({"budget": 0, "stack": ["h2o"]}, ("layer 0 a budget of 0; at least 1 row",)),
+    "budget 0": (
+        {"budget": 0, "stack": ["h2o"]},
+        ("in budget: 0 is out of range; write a whole number from 1",),
+    ),
     "budget and buffer 0": (
         {"budget": 0, "buffer": 0, "stack": ["h2o"]},
-        ("layer 0 a budget of 0", "layer 0 a buffer of 0"),
+        ("in budget: 0 is out", "in buffer: 0 is out"),
     ),
     "more than can be counted": (
         {"budget": 2**40, "stack": ["h2o"]},
-        ("1099511627776 is more than can be counted",),
+        ("1099511627776 is out of range",),
     ),
     "no budget": ({"stack": ["h2o"]}, ("gives layer 0 (h2o) no budget",)),
     "budget below what is protected": (
@@ -64,10 +67,10 @@ CLAUSES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
         ("budget of 4, but its policies (rkv) protect 8 rows",),
     ),
     "no policy": ({"budget": 4}, ("names no policy for layers 'all'",)),
-    "stack of no kind": ({"budget": 9, "stack": "h2o"}, ("in stack: 'h2o' is no list",)),
+    "stack of no kind": ({"budget": 9, "stack": "h2o"}, ("in stack: 'h2o' is not a list",)),
     "policy of no kind": (
         {"budget": 9, "stack": ["h2o", 3, {"knob": 1}]},
-        ("3 names no policy", "{'knob': 1} names no policy"),
+        ("in stack[1]: 3 is not a policy", "in stack[2]: {'knob': 1} is not a policy"),
     ),
     "unknown policies": (
         {"budget": 9, "stack": ["hh2o", "protct"]},
@@ -90,22 +93,31 @@ CLAUSES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     ),
     "padding": (
         {"stack": ["full"], "padding": "left"},
-        ("in padding: 'left' is no padding; write one of none, stored",),
+        ("in padding: 'left' is not a padding; write one of none, stored",),
     ),
-    "layers of no kind": ({"stack": ["full"], "layers": 3}, ("in layers: 3 is no list of groups",)),
-    "group of no kind": ({"stack": ["full"], "layers": [3]}, ("3 is no group of layers",)),
+    "layers of no kind": (
+        {"stack": ["full"], "layers": 3},
+        ("in layers: 3 is not a list of groups",),
+    ),
+    "group of no kind": (
+        {"stack": ["full"], "layers": [3]},
+        ("in layers[0]: 3 is not a group of layers",),
+    ),
     "unknown keys in groups": (
         {"stack": ["full"], "layers": [{"where": "0:2", "stak": 1}, {"where": "2:", "buget": 2}]},
-        ("unknown key 'stak' in layers[0]", "unknown key 'buget' in layers[1]"),
+        ("in layers[0]: unknown key 'stak'", "in layers[1]: unknown key 'buget'"),
     ),
-    "where of no kind": ({"stack": ["full"], "layers": [{"where": 3}]}, ("3 names no layers",)),
+    "where of no kind": (
+        {"stack": ["full"], "layers": [{"where": 3}]},
+        ("in layers[0].where: 3 is not a set of layers",),
+    ),
     "where of no slice": (
         {"stack": ["full"], "layers": [{"where": "first"}]},
-        ('where = "first" names no layers; write "all"',),
+        ("in layers[0].where: 'first' is not a set of layers; write",),
     ),
     "a step of 0": (
         {"stack": ["full"], "layers": [{"where": "::0"}]},
-        ('where = "::0" names no layers',),
+        ("in layers[0].where: '::0' is not a set of layers",),
     ),
     "layer beyond the model": (
         {"stack": ["full"], "layers": [{"where": [0, 9]}]},
@@ -131,9 +143,9 @@ CLAUSES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
             ]
         },
         (
-            "layer 0 a budget of 0",
-            "layer 0 a buffer of 0",
-            "layer 2 a buffer of -1",
+            "in layers[0].budget: 0 is out",
+            "in layers[0].buffer: 0 is out",
+            "in layers[1].buffer: -1 is out",
         ),
     ),
     "extends of no kind": ({"extends": 3}, ("extends is 3; write the name of one plan",)),
@@ -168,7 +180,7 @@ def test_all_mistakes_of_a_plan_are_found_in_one_go() -> None:
     }
     found = "\n".join(problems(data, "rkw.mix_lambda=1", "nonsense"))
     for words in (
-        *("'bugdet'", "'rvk'", "'mix'", "'sampling'", "'stak'", "layer 9", "buffer of 0"),
+        *("'bugdet'", "'rvk'", "'mix'", "'sampling'", "'stak'", "layer 9", "in buffer: 0"),
         *("rkw.mix_lambda=1", "nonsense"),
     ):
         assert words in found

@@ -97,7 +97,9 @@ def test_any_knob_that_a_file_can_hold_is_written_as_it_is(knob: object) -> None
 @pytest.mark.parametrize("knob", [{1, 2}, object(), b"bytes", {3: 4}, ["a", {3}], "\ud800"])
 def test_a_knob_that_no_file_can_hold_is_refused(knob: object) -> None:
     layer = LayerPlan(0, (PolicySpec("anything", {"knob": knob}),), 9, 3, bounded=True)
-    with pytest.raises(PlanError, match=r"'anything' has a knob .*, which a plan file cannot hold"):
+    with pytest.raises(
+        PlanError, match=r"'anything' has a knob .*, which a plan file cannot represent"
+    ):
         to_plan_data(ResolvedPlan((layer,)))
 
 
@@ -118,7 +120,7 @@ def test_a_knob_that_is_none_by_choice_cannot_be_written(monkeypatch: pytest.Mon
     by_default = Plan.from_dict({"budget": 9, "stack": ["choosy"]}).resolve(2)
     assert to_plan_data(by_default)["layers"][0]["stack"] == [{"policy": "choosy", "knob": 3}]
     chosen = Plan(stack=(PolicySpec("choosy", {"knob": None}),), budget=9).resolve(2)
-    with pytest.raises(PlanError, match="a knob that is None, which a plan file cannot say"):
+    with pytest.raises(PlanError, match="a knob that is None, which TOML cannot represent"):
         to_plan_data(chosen)
 
 

@@ -44,7 +44,7 @@ def test_the_rows_are_the_most_that_do_not_exceed_the_share(
     share = Fraction(whole * 1000 + thousandths, 100_000)
     plan = Plan.uniform("h2o", budget=f"{whole}.{thousandths:03}%", length=length)
     if share > 1 or share * length < 1:
-        with pytest.raises(BudgetError, match="between 1 and all of them"):
+        with pytest.raises(BudgetError, match="at least 1 row and at most all"):
             plan.resolve(1)
         return
     (rows,) = resolved_budgets(plan, 1)
@@ -90,12 +90,20 @@ def test_overrides_change_share_and_length() -> None:
 @pytest.mark.parametrize(
     ("budget", "length", "says"),
     [
-        ("25%", None, 'a budget of "25%" of no stated length; write length = TOKENS'),
-        ("25%", 0, "states a length of 0; at least 1 token"),
-        ("25%", -8, "states a length of -8; at least 1 token"),
-        ("0%", 100, '"0%" of 100 tokens, which is 0 rows; between 1 and all'),
-        ("1%", 50, '"1%" of 50 tokens, which is 0 rows; between 1 and all'),
-        ("101%", 100, '"101%" of 100 tokens, which is 101 rows; between 1 and all'),
+        ("25%", None, 'a budget of "25%" and no length; write length = TOKENS'),
+        ("25%", 0, "in length: 0 is out of range"),
+        ("25%", -8, "in length: -8 is out of range"),
+        (
+            "0%",
+            100,
+            '"0%" of 100 tokens, which is 0 rows; it must be at least 1 row and at most all',
+        ),
+        ("1%", 50, '"1%" of 50 tokens, which is 0 rows; it must be at least 1 row and at most all'),
+        (
+            "101%",
+            100,
+            '"101%" of 100 tokens, which is 101 rows; it must be at least 1 row and at most all',
+        ),
     ],
 )
 def test_a_share_that_comes_to_nothing_is_refused(

@@ -128,7 +128,7 @@ def _engine(model: PreTrainedModel, cell: Cell, rival: Contender | None) -> Cont
     """The engine under one plan."""
 
     def run(prompts: Prompts, new_tokens: int) -> Effort:
-        engine = Engine(model, None, cell.plan, slots=len(prompts))
+        engine = Engine(model, None, cell.resolved, slots=len(prompts))
         run = engine.generate(prompts, max_new_tokens=new_tokens, stop_ids=())
         row_bytes = [layer.shape.row_bytes for layer in run.cache.layers]
         steps, read_bytes = [], 0

@@ -49,7 +49,7 @@ def watch(
     Yields:
         A reading at each length.
     """
-    engine = Engine(model, None, cell.plan, slots=1)
+    engine = Engine(model, None, cell.resolved, slots=1)
     run = engine.generate([prompt], max_new_tokens=max(lengths) + 1, stop_ids=())
     row_bytes = sum(layer.shape.row_bytes for layer in run.cache.layers)
     num_done = 0

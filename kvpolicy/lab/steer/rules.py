@@ -18,7 +18,7 @@ from attrs.validators import min_len
 
 from kvpolicy.errors import KVPolicyError
 from kvpolicy.hooks.bundled import bundled_file, bundled_names
-from kvpolicy.plan.toml import first_problem
+from kvpolicy.plan.spec import problems_of
 
 GROUP = "kvpolicy.rules"
 PUBLISHED = "published"
@@ -144,7 +144,7 @@ def _structure(data: dict[str, Any], name: str, what: str) -> ThoughtRules:
     try:
         return attrs.evolve(converter.structure(data, ThoughtRules), name=name)
     except cattrs.BaseValidationError as error:
-        msg = f"rules '{what}': {first_problem(error)}"
+        msg = f"rules '{what}': {problems_of(error)[0]}"
         raise KVPolicyError(msg) from error
 
 

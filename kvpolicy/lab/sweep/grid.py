@@ -7,13 +7,12 @@ from typing import Any
 
 import attrs
 
-from kvpolicy.errors import BudgetError, PlanError
+from kvpolicy.errors import PlanError
 from kvpolicy.lab.sweep.sweep import Setting, in_words
 from kvpolicy.lab.sweep.sweep_file import Series
-from kvpolicy.plan.overrides import assign, policies_named
 from kvpolicy.plan.plan import Plan
-from kvpolicy.plan.resolved import LayerPlan, ResolvedPlan
-from kvpolicy.plan.toml import tables
+from kvpolicy.plan.resolved import ResolvedPlan
+from kvpolicy.plan.toml import policies_named, read_tables, set_entry
 
 
 @attrs.frozen
@@ -25,8 +24,7 @@ class Cell:
         budget: Rows that stay after a compaction, the mean over the layers that compact;
             ``None`` if nothing ever leaves.
         buffer: Rows that may join before the next compaction; ``None`` likewise.
-        plan: What to run.
-        resolved: The same, spelled out for the model.
+        resolved: The plan to run, resolved for the model.
         digest: Digest of the resolved plan.
         group: Id of the group that is run under this plan; empty outside of runs.
         knobs: What a grid of knobs sets in this plan, by ``POLICY.KNOB``.
@@ -35,7 +33,6 @@ class Cell:
     series: str
     budget: float | None
     buffer: float | None
-    plan: Plan
     resolved: ResolvedPlan
     digest: str
     group: str = ""
@@ -117,10 +114,15 @@ def cells_at(
     cells: dict[str, Cell] = {}
     for one in series:
         mine = [override for override in overrides if _concerns(one, override)]
+        fixed: list[Mapping[str, Any]] = []  # knobs under which no budget of a setting is used
         for setting in settings:
             knobs = {key: v for key, v in setting.knobs.items() if _concerns(one, key)}
+            if knobs in fixed:
+                continue
             cell = _cell(one, Setting(setting.budget, knobs), num_layers, buffer, mine)
             cells.setdefault(cell.digest, attrs.evolve(cell, group=group))
+            if not cell.resolved.uses_default_budget:
+                fixed.append(knobs)
     return list(cells.values())
 
 
@@ -131,10 +133,9 @@ def _cell(
     buffer: int | None,
     overrides: Sequence[str],
 ) -> Cell:
-    is_open = _leaves_budget_open(series, setting.knobs, num_layers, buffer, overrides)
-    plan = _plan(series, setting.knobs, setting.budget if is_open else None, buffer, overrides)
-    resolved = plan.resolve(num_layers)
-    compacting = _compacting(resolved)
+    plan = _plan(series, setting.knobs, buffer, overrides)
+    resolved = plan.resolve(num_layers, default_budget=setting.budget)
+    compacting = resolved.compacting_layers()
     is_bounded = any(layer.bounded for layer in resolved.layers)
     # A cache that grows has no buffer: whatever is said of one changes nothing.
     knobs = {key: v for key, v in setting.knobs.items() if key != "buffer" or is_bounded}
@@ -142,7 +143,6 @@ def _cell(
         series=", ".join([series.label, *in_words(knobs)]),
         budget=_mean(layer.budget for layer in compacting),
         buffer=_mean(layer.buffer for layer in compacting),
-        plan=plan,
         resolved=resolved,
         digest=resolved.digest(),
         knobs=knobs,
@@ -152,41 +152,15 @@ def _cell(
 def _plan(
     series: Series,
     knobs: Mapping[str, Any],
-    budget: int | None,
     buffer: int | None,
     overrides: Sequence[str],
 ) -> Plan:
-    open_fields = {"budget": budget, "buffer": buffer}
-    given = {key: value for key, value in open_fields.items() if value is not None}
+    given = {} if buffer is None else {"buffer": buffer}
     name = f"plan '{series.label}'"
-    raw = tables(given | series.plan, name)
+    raw = read_tables(given | series.plan, name)
     for key, value in knobs.items():
-        assign(raw, key, value, name, said=f"knob '{key}'")
+        set_entry(raw, key, value, name, source=f"knob '{key}'")
     return Plan.from_dict(raw, overrides, name=name)
-
-
-def _leaves_budget_open(
-    series: Series,
-    knobs: Mapping[str, Any],
-    num_layers: int,
-    buffer: int | None,
-    overrides: Sequence[str],
-) -> bool:
-    """Whether a layer that compacts waits to be told its budget."""
-    try:
-        resolved = _plan(series, knobs, None, buffer, overrides).resolve(num_layers)
-    except BudgetError:
-        return True
-    return any(layer.budget is None for layer in _compacting(resolved))
-
-
-def _compacting(resolved: ResolvedPlan) -> list[LayerPlan]:
-    """The layers from which rows ever leave."""
-    return [
-        layer
-        for layer, stack in zip(resolved.layers, resolved.stacks(), strict=True)
-        if stack.bounded or stack.implements("score") or stack.implements("select")
-    ]
 
 
 def _mean(values: Iterable[int | None]) -> float | None:
@@ -216,7 +190,7 @@ def _check_knobs(
             msg = f"knob '{key}' is given values to try and is fixed by --set; take one out"
             raise PlanError(msg)
         if not any(_concerns(one, key) for one in series):
-            assign(_all_stacks(series), key, value, "the comparison", said=f"knob '{key}'")
+            set_entry(_all_stacks(series), key, value, "the comparison", source=f"knob '{key}'")
 
 
 def _key(override: str) -> str:

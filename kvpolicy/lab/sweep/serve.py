@@ -60,7 +60,7 @@ class Server:
         cell = self.comparison.cell(job.cell)
         group = self.comparison.group_of(cell)
         slots = min(group.slots, len(job.items))
-        engine = Engine(self.model, self.tokenizer, cell.plan, slots=slots)
+        engine = Engine(self.model, self.tokenizer, cell.resolved, slots=slots)
         items = [group.items[place] for place in job.items]
         asked = [Asked(item, self._request(group, item)) for item in items]
         return group.task.measure.begin(engine, asked)

@@ -17,9 +17,9 @@ from kvpolicy.entry_points import default_name
 from kvpolicy.errors import KVPolicyError
 from kvpolicy.hooks.bundled import bundled_file
 from kvpolicy.lab.tasks.task import Split
-from kvpolicy.plan.extends import read as read_plan
 from kvpolicy.plan.plan import Plan
-from kvpolicy.plan.toml import first_problem, tables
+from kvpolicy.plan.spec import problems_of
+from kvpolicy.plan.toml import read_file, read_tables
 
 GROUP = "kvpolicy.presets"
 
@@ -45,7 +45,7 @@ class Series:
 
     def __attrs_post_init__(self) -> None:
         name = f"plan '{self.label}'"
-        object.__setattr__(self, "plan", tables(self.plan, name))
+        object.__setattr__(self, "plan", read_tables(self.plan, name))
         Plan.from_dict(self.plan, name=name)
 
 
@@ -73,7 +73,7 @@ def series_of_file(path: Path) -> Series:
     Raises:
         PlanError: The file cannot be read or is no TOML.
     """
-    return Series(label=path.stem, plan=read_plan(path))
+    return Series(label=path.stem, plan=read_file(path))
 
 
 def _knob_lists(instance: object, attribute: object, knobs: Mapping[str, tuple[Any, ...]]) -> None:
@@ -176,7 +176,7 @@ def _structure(data: dict[str, Any], folder: Path, name: str) -> Preset:
         listed = _with_series(_with_lists(data), folder)
         return attrs.evolve(converter.structure(listed, Preset), name=name)
     except cattrs.BaseValidationError as error:
-        msg = f"preset '{name}': {first_problem(error)}."
+        msg = f"preset '{name}': {problems_of(error)[0]}."
         raise KVPolicyError(msg) from error
     except ValueError as error:
         msg = f"preset '{name}': {error}."
