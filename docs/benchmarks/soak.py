@@ -30,7 +30,7 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from kvpolicy import Engine, Plan, Request, Result, hookimpl
-from kvpolicy.cli.progress import open_progress
+from kvpolicy.cli.output import Progress
 from kvpolicy.engine.run import Run
 from kvpolicy.state import Memory
 
@@ -326,11 +326,11 @@ def main() -> None:
     given = parser.parse_args()
     torch.set_num_threads(1)
     soak = Soak(given.requests)
-    with open_progress(given.requests) as progress:
+    with Progress(given.requests) as progress:
         for done in soak:
             now = soak.samples[-1]
             line = f"{now.rss_bytes / 2**20:.0f} MiB resident, {now.tensors} tensors"
-            progress.show(line, done)
+            progress.update(line, done)
     found = figures(soak)
     print(json.dumps(found, indent=1))
     if given.output is not None:

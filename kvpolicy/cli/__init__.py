@@ -1,18 +1,18 @@
-"""The command line: every command in a file of its own, imported when it is asked for."""
+"""The command line of kvpolicy."""
 
 import sys
 from collections.abc import Sequence
 
 
 def main(args: Sequence[str] | None = None) -> None:
-    """Run the command line and exit.
+    """Run one command and exit.
 
-    Status 0: done. 1: done, but some requests failed. 2: wrong input, told in one sentence.
-    130: interrupted.
+    Exit status 0: done. 1: done, but some requests failed. 2: wrong input, reported in one
+    sentence. 130: interrupted.
 
     Args:
-        args: Words of the command line; those of this process if not given.
+        args: Arguments after the program name; those of this process by default.
     """
-    from kvpolicy.cli.boundary import run
+    from kvpolicy.cli.app import run
 
     sys.exit(run(sys.argv[1:] if args is None else list(args)))

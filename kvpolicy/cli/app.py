@@ -1,64 +1,186 @@
-"""The list of commands, and the group that imports one only when it is asked for."""
+"""The ``kvpolicy`` program: finds commands by entry point and turns errors into exit statuses.
 
-import difflib
-from importlib import import_module
+Any package can add a command. An entry point of the group ``kvpolicy.commands`` names a
+`typer.Typer` object; the arguments ``help`` and ``rich_help_panel`` of that object are read from
+its source for ``kvpolicy --help``, so that only the command that runs is imported.
+"""
+
+import ast
+import importlib.util
+import os
+import sys
+import threading
+from _thread import interrupt_main
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.metadata import EntryPoint
+from pathlib import Path
 from typing import Any
 
 import typer
-from typer.core import TyperGroup
+from typer.core import TyperCommand, TyperGroup
 from typer.main import get_command
 
+from kvpolicy.cli.output import as_sentence, info, stdout_error
+from kvpolicy.entry_points import find_installed, installed, load_installed
 from kvpolicy.errors import KVPolicyError
 
-# Name of the command: the module whose `app` it is, and what it does in one line. The line
-# stands here, and not only in the module, so that `kvpolicy --help` imports none of them.
-COMMANDS = {
-    "list": ("kvpolicy.cli.list", "Show the installed policies and their knobs."),
-    "plan": ("kvpolicy.cli.plan", "Show what a plan does in each layer, or what is wrong with it."),
-    "run": ("kvpolicy.cli.run", "Generate text with a policy at a budget."),
-    "trace": ("kvpolicy.cli.trace", "Show every hook call of a generation."),
-    "ablate": ("kvpolicy.lab.cli.ablate", "Compare policies at several budgets."),
-    "results": ("kvpolicy.lab.cli.results", "List, show, compare and export what ablations found."),
-    "report": ("kvpolicy.lab.cli.report", "Show runs as one page that opens anywhere."),
-    "plot": ("kvpolicy.lab.cli.plot", "Draw a figure of runs for a paper."),
-    "lm-eval": ("kvpolicy.lab.cli.lm_eval", "Run tasks of lm-evaluation-harness with a plan."),
-    "tasks": ("kvpolicy.lab.cli.tasks", "Show what an ablation can ask, and its problems."),
-    "check": ("kvpolicy.cli.check", "Hold policies against the contract, in drawn cases."),
-    "bench": ("kvpolicy.lab.cli.bench", "Measure the engine's speed against generate()."),
-    "steer": ("kvpolicy.lab.cli.steer", "Make steering vectors, and show what is in them."),
-    "reasoner": ("kvpolicy_reasoner.cli", "Sample from a bundled reasoner, or train it again."),
-}
+WRONG_INPUT = 2
+INTERRUPTED = 130
 
+GROUP = "kvpolicy.commands"
 HELP = "KV-cache eviction policies as plugins: run them, mix them per layer, compare them."
+# Panels of `kvpolicy --help` in this order, then those of other packages.
+PANELS = ("Generate text", "Policies and plans", "Experiments", "Results", "Models")
+
+_RESEND_AFTER_S = 0.05
 
 
-class LazyGroup(TyperGroup):
-    """A group of commands whose modules are imported on use."""
+class Interrupted(Exception):  # noqa: N818 - not an error
+    """The user pressed Ctrl-C; the message says what is kept and how to go on."""
 
-    def list_commands(self, ctx: Any) -> list[str]:
-        """Names of the commands, in the order in which a newcomer needs them."""
-        return list(COMMANDS)
 
-    def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        """Import one command, or refuse a name that is not one."""
-        if cmd_name not in COMMANDS:
-            msg = f"there is no command {cmd_name!r}; {_nearest(cmd_name)}"
-            raise KVPolicyError(msg)
-        module, _ = COMMANDS[cmd_name]
-        return get_command(import_module(module).app)
+def run(args: list[str]) -> int:
+    """Run one command.
 
-    def format_commands(self, ctx: Any, formatter: Any) -> None:
-        """Write the list of commands without importing them."""
-        with formatter.section("Commands"):
-            formatter.write_dl([(name, summary) for name, (_, summary) in COMMANDS.items()])
+    Args:
+        args: Arguments after ``kvpolicy``.
+
+    Returns:
+        The exit status.
+    """
+    try:
+        with _no_lost_interrupts():
+            status = build().main(args, prog_name="kvpolicy", standalone_mode=False)
+        sys.stdout.flush()
+    except KVPolicyError as error:
+        _stdout_is_broken()
+        return _refuse(str(error))
+    except (Interrupted, KeyboardInterrupt, typer.Abort) as interrupt:
+        info(str(interrupt) or "interrupted.")
+        return INTERRUPTED
+    except BrokenPipeError:
+        # The reader of our output (`| head`) has closed it.
+        _discard_stdout()
+        return 0
+    except OSError as error:
+        if not _stdout_is_broken():
+            raise
+        return _refuse(str(stdout_error(error)))
+    except Exception as error:
+        # Usage errors derive from a click class that typer has moved between releases; all of
+        # them have this method.
+        format_message = getattr(error, "format_message", None)
+        if format_message is None:
+            raise
+        if type(error).__name__ == "NoArgsIsHelpError":
+            typer.echo(format_message(), nl=False)  # rich has printed the help already
+            return 0
+        return _refuse(format_message())
+    if status == INTERRUPTED:  # typer caught Ctrl-C
+        info("interrupted.")
+    return status if isinstance(status, int) else 0
 
 
 def build() -> Any:
-    """Build the whole command line."""
-    # Plain help: importing rich takes longer than everything else `kvpolicy --help` does.
-    app = typer.Typer(cls=LazyGroup, help=HELP, add_completion=False, rich_markup_mode=None)
+    """Build the command line with all installed commands."""
+    app = typer.Typer(cls=CommandGroup, help=HELP, rich_markup_mode="rich")
     app.callback(invoke_without_command=True)(_root)
     return get_command(app)
+
+
+def command_names() -> list[str]:
+    """Names of the installed commands, in the order of ``kvpolicy --help``."""
+    rank = {panel: i for i, panel in enumerate(PANELS)}
+    commands = [LazyCommand(point) for point in installed(GROUP).values()]
+    commands.sort(key=lambda one: (rank.get(one.rich_help_panel or "", len(PANELS)), one.name))
+    return [str(command.name) for command in commands]
+
+
+class CommandGroup(TyperGroup):
+    """The commands that installed packages register."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        """Names of all commands."""
+        return command_names()
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        """Look up one command by name.
+
+        Raises:
+            KVPolicyError: No package registers it.
+        """
+        if ctx.resilient_parsing and cmd_name not in installed(GROUP):  # shell completion
+            return None
+        return LazyCommand(find_installed(GROUP, cmd_name, what="command"))
+
+
+class LazyCommand(TyperCommand):
+    """A command whose module is imported when it runs or shows its own help."""
+
+    def __init__(self, point: EntryPoint) -> None:
+        """Read the summary and the panel from the source."""
+        declared = _declared_arguments(point)
+        super().__init__(
+            point.name,
+            help=declared.get("help", point.value),
+            rich_help_panel=declared.get("rich_help_panel"),
+        )
+        self._name = point.name
+
+    def make_context(self, info_name: Any, args: Any, parent: Any = None, **extra: Any) -> Any:
+        """Import the command and parse its arguments."""
+        return load_command(self._name).make_context(info_name, args, parent, **extra)
+
+
+def load_command(name: str) -> Any:
+    """Import a command.
+
+    Args:
+        name: Its name.
+
+    Raises:
+        KVPolicyError: No package registers it, or it cannot be imported.
+    """
+    app = load_installed(GROUP, name, what="command")
+    app.rich_markup_mode = "rich"
+    command = get_command(app)
+    for one in (command, *getattr(command, "commands", {}).values()):
+        _escape_markup(one)
+    return command
+
+
+def _escape_markup(command: Any) -> None:
+    """Help texts are plain text: ``[default: cpu]`` is no markup of rich."""
+    for one in (command, *command.params):
+        for attribute in ("help", "epilog"):
+            text = getattr(one, attribute, None)
+            if text:
+                setattr(one, attribute, text.replace("[", r"\["))
+
+
+def _declared_arguments(point: EntryPoint) -> dict[str, str]:
+    """String arguments of the assignment ``app = typer.Typer(...)``, read without importing it."""
+    package, *inner = point.module.split(".")
+    spec = importlib.util.find_spec(package)  # of a top-level package: nothing is imported
+    if spec is None or spec.origin is None:
+        return {}
+    file = Path(spec.origin).parent.joinpath(*inner).with_suffix(".py") if inner else spec.origin
+    try:
+        tree = ast.parse(Path(file).read_text(encoding="utf-8"))
+    except (OSError, SyntaxError):
+        return {}
+    for node in tree.body:
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Call):
+            targets = [one.id for one in node.targets if isinstance(one, ast.Name)]
+            if point.attr in targets:
+                return {
+                    str(keyword.arg): keyword.value.value
+                    for keyword in node.value.keywords
+                    if isinstance(keyword.value, ast.Constant)
+                    and isinstance(keyword.value.value, str)
+                }
+    return {}
 
 
 def _root(
@@ -71,10 +193,49 @@ def _root(
         typer.echo(f"kvpolicy {kvpolicy.__version__}")
         raise typer.Exit
     if ctx.invoked_subcommand is None:
-        typer.echo(ctx.get_help())
+        typer.echo(ctx.get_help(), nl=False)
 
 
-def _nearest(name: str) -> str:
-    near = difflib.get_close_matches(name, COMMANDS, n=2, cutoff=0.5)
-    hint = f"did you mean {' or '.join(near)}?" if near else "the commands are:"
-    return hint if near else f"{hint} {', '.join(COMMANDS)}."
+def _stdout_is_broken() -> bool:
+    """Whether stdout cannot be written, because the disk is full for example."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        _discard_stdout()
+        return True
+    return False
+
+
+def _discard_stdout() -> None:
+    """Python would write the rest of the buffer once more at exit, with a traceback."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _refuse(message: str) -> int:
+    info(as_sentence(message))
+    return WRONG_INPUT
+
+
+@contextmanager
+def _no_lost_interrupts() -> Iterator[None]:
+    """Send an interrupt again that Python has printed and dropped.
+
+    Python drops what is raised in a finaliser or in a callback of the garbage collector;
+    Hypothesis has such a callback.
+    """
+    before = sys.unraisablehook
+
+    def resend(dropped: "sys.UnraisableHookArgs") -> None:
+        if dropped.exc_type is not KeyboardInterrupt:
+            before(dropped)
+            return
+        # Raised right here, it would be dropped as well.
+        timer = threading.Timer(_RESEND_AFTER_S, interrupt_main)
+        timer.daemon = True
+        timer.start()
+
+    sys.unraisablehook = resend
+    try:
+        yield
+    finally:
+        sys.unraisablehook = before

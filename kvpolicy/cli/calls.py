@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from kvpolicy.cli.columns import columns
+from kvpolicy.cli.output import format_table
 
 if TYPE_CHECKING:
     from kvpolicy.engine.hookcall import HookCall, Left
@@ -31,7 +31,7 @@ def call_table(calls: "Sequence[HookCall]", *, width: int | None = None) -> str:
         rows.append(_call(call))
         for left in call.left:
             rows += _left(left)
-    return columns(_CALLS, rows, right=(0, 1, 2, 4, 7), width=width)
+    return format_table(_CALLS, rows, right=(0, 1, 2, 4, 7), width=width)
 
 
 def total_table(totals: "Sequence[Total]", *, width: int | None = None) -> str:
@@ -53,7 +53,7 @@ def total_table(totals: "Sequence[Total]", *, width: int | None = None) -> str:
         ]
         for one in totals
     ]
-    return columns(_TOTALS, rows, right=range(2, len(_TOTALS)), width=width)
+    return format_table(_TOTALS, rows, right=range(2, len(_TOTALS)), width=width)
 
 
 def _call(call: "HookCall") -> list[str]:

@@ -13,18 +13,26 @@ from typing import Annotated, Any
 import attrs
 import typer
 
-from kvpolicy.cli.options import Json, Plugins, register_plugins
-from kvpolicy.cli.output import say, write, write_json
-from kvpolicy.cli.progress import Progress, open_progress
+from kvpolicy.cli.options import Json, Plugins, examples, register_plugins
+from kvpolicy.cli.output import Progress, info, print_json, print_text
 from kvpolicy.errors import KVPolicyError
 from kvpolicy.hooks.discovery import load_policy_class, policy_names
 
-app = typer.Typer(add_completion=False, rich_markup_mode=None)
+app = typer.Typer(
+    help="Test policies against the contract, with generated cases.",
+    rich_help_panel="Policies and plans",
+    add_completion=False,
+)
 
 SOME_FAILED = 1
 
 
-@app.command()
+@app.command(
+    epilog=examples(
+        "kvpolicy check h2o",
+        "kvpolicy check --plugin my_policy.py my_policy --profile ci",
+    )
+)
 def check(
     policy: Annotated[
         list[str] | None, typer.Argument(help="Policies; all that are installed if none.")
@@ -66,7 +74,7 @@ def check(
     num = PROFILES.get(profile, 1) if cases is None else -(-cases // len(names))
     num_failed = 0
     for name in names:
-        with open_progress(num) as shown:
+        with Progress(num) as shown:
             try:
                 report = check_policy(
                     name,
@@ -80,16 +88,16 @@ def check(
                 )
             except ConformanceError as error:
                 num_failed += 1
-                write_json(_broken(error)) if json else write(f"{error}\n\n")
+                print_json(_broken(error)) if json else print_text(f"{error}\n\n")
                 continue
-        write_json(report.to_dict()) if json else write(f"{report}\n\n")
+        print_json(report.to_dict()) if json else print_text(f"{report}\n\n")
     if num_failed:
-        say(f"{num_failed} of {len(names)} policies break the contract.")
+        info(f"{num_failed} of {len(names)} policies break the contract.")
         raise typer.Exit(SOME_FAILED)
 
 
 def _show(shown: Progress, name: str, done: int, _: int) -> None:
-    shown.show(name, done)
+    shown.update(name, done)
 
 
 def _broken(error: Any) -> dict[str, Any]:

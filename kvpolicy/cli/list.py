@@ -1,4 +1,4 @@
-"""``kvpolicy list``: the policies a plan may name, read without importing them.
+"""``kvpolicy list``: the policies that a plan may name, read without importing them.
 
 With ``--json``: a list of ``{"name", "target", "distribution", "summary", "knobs": [{"name",
 "type", "default"}], "problem"}``, in alphabetical order; ``problem`` is null for a policy
@@ -11,29 +11,33 @@ from shutil import get_terminal_size
 import attrs
 import typer
 
-from kvpolicy.cli.options import Json, Plugins, register_plugins
-from kvpolicy.cli.output import say, write, write_json
+from kvpolicy.cli.options import Json, Plugins, examples, register_plugins
+from kvpolicy.cli.output import info, print_json, print_text
 from kvpolicy.hooks.discovery import PolicyInfo, installed_policies
 
-app = typer.Typer(add_completion=False, rich_markup_mode=None)
+app = typer.Typer(
+    help="Show the installed policies and their knobs.",
+    rich_help_panel="Policies and plans",
+    add_completion=False,
+)
 
 _WIDEST = 100
 
 
-@app.command()
-def listing(plugin: Plugins = None, json: Json = False) -> None:
-    """Show the installed policies: what they do, and their knobs with defaults."""
+@app.command(epilog=examples("kvpolicy list", "kvpolicy list --plugin my_policy.py --json"))
+def list_policies(plugin: Plugins = None, json: Json = False) -> None:
+    """Show the installed policies: a summary of each, and its knobs with defaults."""
     register_plugins(plugin)
     policies = installed_policies()
     if json:
-        write_json([attrs.asdict(policy) for policy in policies], indent=2)
+        print_json([attrs.asdict(policy) for policy in policies], indent=2)
         return
     indent = 2 + max((len(policy.name) for policy in policies), default=0)
     width = min(get_terminal_size().columns, _WIDEST)
     for policy in policies:
-        write("\n".join(_lines(policy, indent, width)) + "\n")
+        print_text("\n".join(_lines(policy, indent, width)) + "\n")
     if not policies:
-        say("no policies are installed; install a package that brings some along.")
+        info("no policies are installed; install a package that has some.")
 
 
 def _lines(policy: PolicyInfo, indent: int, width: int) -> list[str]:

@@ -1,15 +1,37 @@
-"""Options that several commands share, so that they read and work alike everywhere."""
+"""Options that several commands share, and what they stand for: prompts, plan and engine.
 
+An option is an annotated type, so that it has one name, one help text and one panel everywhere.
+"""
+
+import inspect
+import json
 import os
 import re
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from functools import wraps
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
+import attrs
 import typer
 
-from kvpolicy.entry_points import default_name
-from kvpolicy.errors import KVPolicyError, OutputError
+from kvpolicy.cli.output import info
+from kvpolicy.entry_points import default_name, installed, load_installed
+from kvpolicy.errors import KVPolicyError, OutputError, RequestError
 from kvpolicy.plan.spec import SHARE
+
+if TYPE_CHECKING:
+    from kvpolicy.engine.engine import Engine
+    from kvpolicy.plan.plan import Plan
+
+Prompt = str | list[int]
+
+SOME_FAILED = 1  # exit status of commands of which a part failed
+_MAX_NEW_TOKENS = 1024  # for models whose generation config has no length
+
+# Panels of the options in ``--help``.
+PROMPTS, POLICY, SAMPLING, MODEL = "Prompts", "Policy", "Sampling", "Model"
 
 # The default of --model; ``None`` if no installed package sets one.
 DEFAULT_MODEL: Any = default_name("model")
@@ -32,6 +54,7 @@ Plugins = Annotated[
         "--plugin",
         metavar="FILE",
         help="A Python file whose policies become available by name; may be repeated.",
+        rich_help_panel=POLICY,
     ),
 ]
 Overrides = Annotated[
@@ -40,6 +63,7 @@ Overrides = Annotated[
         "--set",
         metavar="KEY=VALUE",
         help="Change an entry of the plan: buffer=16, POLICY.KNOB=0.5; may be repeated.",
+        rich_help_panel=POLICY,
     ),
 ]
 Model = Annotated[
@@ -48,24 +72,50 @@ Model = Annotated[
         metavar="NAME|FOLDER",
         callback=_model_or_default,
         help="Name of an installed model, hub id or local folder.",
+        rich_help_panel=MODEL,
     ),
 ]
-Dtype = Annotated[str, typer.Option(metavar="NAME", help="auto, float32, bfloat16 or float16.")]
+Dtype = Annotated[
+    str,
+    typer.Option(metavar="NAME", help="auto, float32, bfloat16 or float16.", rich_help_panel=MODEL),
+]
 Device = Annotated[
-    str | None, typer.Option(metavar="NAME", help="Such as cpu or cuda:0. [default: cuda, or cpu]")
+    str | None,
+    typer.Option(
+        metavar="NAME",
+        help="Such as cpu or cuda:0. [default: cuda, or cpu]",
+        rich_help_panel=MODEL,
+    ),
 ]
 TrustRemoteCode = Annotated[
-    bool, typer.Option("--trust-remote-code", help="Run Python code that comes with the model.")
+    bool,
+    typer.Option(
+        "--trust-remote-code",
+        help="Run Python code that comes with the model.",
+        rich_help_panel=MODEL,
+    ),
 ]
 PromptText = Annotated[
     str | None, typer.Argument(help="A prompt; '-' reads one from standard input.")
 ]
 PromptFile = Annotated[
     str | None,
-    typer.Option("--file", metavar="FILE|-", help="Prompts, one per line, or JSON lines."),
+    typer.Option(
+        "--file",
+        metavar="FILE|-",
+        help="Prompts, one per line, or JSON lines.",
+        rich_help_panel=PROMPTS,
+    ),
+]
+Chat = Annotated[
+    bool,
+    typer.Option(
+        "--chat", help="Wrap prompts in the model's chat template.", rich_help_panel=PROMPTS
+    ),
 ]
 PlanFile = Annotated[
-    Path | None, typer.Option("--plan", metavar="FILE|NAME", help="A plan, as TOML.")
+    Path | None,
+    typer.Option("--plan", metavar="FILE|NAME", help="A plan, as TOML.", rich_help_panel=POLICY),
 ]
 Policies = Annotated[
     list[str] | None,
@@ -73,28 +123,339 @@ Policies = Annotated[
         "--policy",
         metavar="NAME",
         help="A policy; repeat it, or write A+B, for B to wrap A.",
+        rich_help_panel=POLICY,
     ),
 ]
 Budget = Annotated[
-    str | None, typer.Option(metavar="N|N%", help="Rows that stay per layer and KV head.")
+    str | None,
+    typer.Option(
+        metavar="N|N%", help="Rows to keep per layer and KV head.", rich_help_panel=POLICY
+    ),
 ]
-Buffer = Annotated[int | None, typer.Option(help="Rows that may join before a compaction.")]
+Buffer = Annotated[
+    int | None,
+    typer.Option(help="Rows to append between compactions.", rich_help_panel=POLICY),
+]
 Length = Annotated[
-    int | None, typer.Option(min=1, help="Tokens that a budget of N% is a share of.")
+    int | None,
+    typer.Option(
+        min=1, help="Sequence length that a budget of N% refers to.", rich_help_panel=POLICY
+    ),
 ]
-Temperature = Annotated[float, typer.Option(min=0, help="0 takes the likeliest token.")]
-TopP = Annotated[float, typer.Option(help="Draw from the likeliest tokens up to this.")]
-TopK = Annotated[int, typer.Option(min=0, help="Draw from so many; 0 means all.")]
-Seed = Annotated[int, typer.Option(min=0, help="Of the drawing.")]
+Temperature = Annotated[
+    float, typer.Option(min=0, help="0 is greedy decoding.", rich_help_panel=SAMPLING)
+]
+TopP = Annotated[
+    float,
+    typer.Option(
+        help="Sample from the likeliest tokens up to this probability.",
+        rich_help_panel=SAMPLING,
+    ),
+]
+TopK = Annotated[
+    int,
+    typer.Option(
+        min=0, help="Sample from this many tokens; 0 means all.", rich_help_panel=SAMPLING
+    ),
+]
+Seed = Annotated[
+    int, typer.Option(min=0, help="Random seed for sampling.", rich_help_panel=SAMPLING)
+]
 MaxNewTokens = Annotated[
     int | None,
-    typer.Option(min=1, help="The most tokens to generate. [default: the model's, or 1024]"),
+    typer.Option(
+        min=1,
+        help="Most tokens to generate. [default: the model's, or 1024]",
+        rich_help_panel=SAMPLING,
+    ),
 ]
 Stop = Annotated[
-    list[str] | None, typer.Option(metavar="TEXT", help="Ends a text; may be repeated.")
+    list[str] | None,
+    typer.Option(
+        metavar="TEXT", help="Text that ends a sequence; may be repeated.", rich_help_panel=SAMPLING
+    ),
 ]
-Chat = Annotated[bool, typer.Option("--chat", help="Wrap prompts in the model's chat template.")]
-RunningBatch = Annotated[int, typer.Option(min=1, help="Prompts decoded together.")]
+Slots = Annotated[
+    int, typer.Option(min=1, help="Sequences decoded together.", rich_help_panel=MODEL)
+]
+
+
+def examples(*commands: str) -> str:
+    """The end of a command's help: commands to try.
+
+    Args:
+        commands: Complete command lines of at most 76 characters.
+    """
+    return "\n".join(["Examples:", *commands])
+
+
+@attrs.frozen
+class GenerationOptions:
+    """Options of the commands that generate text, in the order of their help."""
+
+    prompt: PromptText = None
+    file: PromptFile = None
+    chat: Chat = False
+    plan: PlanFile = None
+    policy: Policies = None
+    budget: Budget = None
+    buffer: Buffer = None
+    length: Length = None
+    overrides: Overrides = None
+    plugin: Plugins = None
+    temperature: Temperature = 0.0
+    top_p: TopP = 1.0
+    top_k: TopK = 0
+    seed: Seed = 0
+    max_new_tokens: MaxNewTokens = None
+    stop: Stop = None
+    model: Model = DEFAULT_MODEL
+    dtype: Dtype = "auto"
+    device: Device = None
+    trust_remote_code: TrustRemoteCode = False
+    slots: Slots = 8
+
+
+def with_generation_options(command: Callable[..., None]) -> Callable[..., None]:
+    """Add the options of `GenerationOptions` to a command.
+
+    Args:
+        command: A function whose parameter ``generation`` takes all of them together.
+    """
+    fields = attrs.fields_dict(GenerationOptions)
+    own = inspect.signature(command).parameters
+
+    @wraps(command)
+    def wrapped(**values: Any) -> None:
+        shared = {name: values.pop(name) for name in fields}
+        command(generation=GenerationOptions(**shared), **values)
+
+    parameters = []
+    for name, parameter in own.items():
+        if name != "generation":
+            parameters.append(parameter.replace(kind=parameter.KEYWORD_ONLY))
+            continue
+        parameters += [
+            inspect.Parameter(
+                field.name, parameter.KEYWORD_ONLY, default=field.default, annotation=field.type
+            )
+            for field in fields.values()
+        ]
+    signature = inspect.Signature(parameters)
+    wrapped.__signature__ = signature  # type: ignore[attr-defined]
+    wrapped.__annotations__ = {one.name: one.annotation for one in parameters}
+    return wrapped
+
+
+@attrs.frozen
+class Generation:
+    """An engine and what it is to generate.
+
+    Attributes:
+        engine: The engine.
+        prompts: The prompts.
+        options: Further arguments of `Engine.generate`.
+    """
+
+    engine: "Engine"
+    prompts: list[Prompt]
+    options: dict[str, Any]
+
+
+def prepare(
+    options: GenerationOptions, *, keep_going: bool = False, tensor_parallel: bool = False
+) -> Generation:
+    """Read prompts and plan, load the model, and build an engine.
+
+    Args:
+        options: The options given.
+        keep_going: Whether a policy that fails ends only the affected prompts.
+        tensor_parallel: Whether the processes of torchrun share the model.
+
+    Raises:
+        KVPolicyError: An option is wrong, or two contradict each other.
+    """
+    if tensor_parallel and "-" in (options.prompt, options.file):
+        msg = (
+            "--tensor-parallel was given, and the prompts on standard input, which only one "
+            "process could read; put them into a file and give --file FILE."
+        )
+        raise KVPolicyError(msg)
+    prompts = _prompts(options)
+    register_plugins(options.plugin)
+    numbers = {
+        "budget": rows_or_share("--budget", options.budget),
+        "buffer": options.buffer,
+        "length": options.length,
+    }
+    plan = choose_plan(options.plan, options.policy or [], numbers, options.overrides or [])
+    from kvpolicy.engine.engine import Engine
+    from kvpolicy.engine.request import Sampling
+    from kvpolicy.model.loading import load_model
+    from kvpolicy.model.tensor_parallel import refuse_several_processes
+
+    if not tensor_parallel:
+        refuse_several_processes()
+    sampling = Sampling(options.temperature, options.top_k, options.top_p, options.seed)
+    model, tokenizer = load_model(
+        options.model,
+        dtype=options.dtype,
+        device=options.device,
+        trust_remote_code=options.trust_remote_code,
+        tp_plan="auto" if tensor_parallel else None,
+    )
+    if options.chat:
+        prompts = apply_chat_template(tokenizer, prompts)
+    on_hook_error: Any = "answer" if keep_going else "raise"
+    engine = Engine(model, tokenizer, plan, slots=options.slots, on_hook_error=on_hook_error)
+    arguments = {
+        "max_new_tokens": options.max_new_tokens or _default_length(model),
+        "sampling": sampling,
+        "stop": tuple(options.stop or ()),
+    }
+    return Generation(engine, prompts, arguments)
+
+
+def _prompts(options: GenerationOptions) -> list[Prompt]:
+    if options.file is not None:
+        if options.prompt is not None:
+            msg = "a prompt and --file were given; give one of them."
+            raise KVPolicyError(msg)
+        return read_prompts(options.file)
+    if options.prompt is not None:
+        return [read_stdin() if options.prompt == "-" else options.prompt]
+    # An installed model may come with a task of the same name.
+    if sys.stdin.isatty() and options.model in installed("kvpolicy.tasks"):
+        task = load_installed("kvpolicy.tasks", options.model, what="task")()
+        item = task.items(1, seed=options.seed)[0]
+        info(f"no prompt was given; using held-out problem {options.seed} (answer: {item.answer}):")
+        typer.echo(item.prompt.rstrip("\n"), err=True)
+        return [item.prompt]
+    msg = "no prompt: give one, '-' to read one from standard input, or --file FILE."
+    raise KVPolicyError(msg)
+
+
+def choose_plan(
+    file: Path | None,
+    policies: Sequence[str],
+    numbers: Mapping[str, int | str | None],
+    overrides: Sequence[str],
+) -> "Plan":
+    """The plan that the options describe; by default that of the full cache.
+
+    Args:
+        file: ``--plan``.
+        policies: ``--policy``.
+        numbers: Values of ``--budget``, ``--buffer`` and ``--length``, ``None`` if not given.
+        overrides: ``--set``.
+
+    Raises:
+        KVPolicyError: The options contradict each other, or the plan is wrong.
+    """
+    from kvpolicy.plan.plan import Plan
+
+    given = [f"{key}={value}" for key, value in numbers.items() if value is not None]
+    if file is not None:
+        if policies:
+            msg = "--plan and --policy were given; give one of them."
+            raise KVPolicyError(msg)
+        return Plan.load(file, [*given, *overrides])
+    if not policies:
+        if given:
+            msg = f"--{given[0].partition('=')[0]} needs --policy NAME or --plan FILE."
+            raise KVPolicyError(msg)
+        info("no policy was given: full cache.")
+        return Plan.from_dict({"stack": ["full"]}, overrides, name="plan 'full cache'")
+    stack = [name.strip() for policy in policies for name in policy.split("+")]
+    return Plan.from_dict({"stack": stack}, [*given, *overrides], name="the command line")
+
+
+def _default_length(model: Any) -> int:
+    generation = getattr(model, "generation_config", None)
+    return getattr(generation, "max_new_tokens", None) or _MAX_NEW_TOKENS
+
+
+def read_prompts(file: str) -> list[Prompt]:
+    """Read prompts from a file, one per line.
+
+    A file whose first line begins with ``{`` holds JSON lines; each has a ``prompt``, a text
+    or a list of token ids. Empty lines are skipped.
+
+    Args:
+        file: Path of the file, or ``-`` for standard input.
+
+    Returns:
+        The prompts, at least one.
+
+    Raises:
+        KVPolicyError: The file cannot be read, has no prompt, or a line is malformed.
+    """
+    name = "standard input" if file == "-" else f"'{file}'"
+    lines = [(i, line) for i, line in enumerate(_read(file, name).splitlines(), 1) if line.strip()]
+    if not lines:
+        msg = f"{name} has no prompt; write one per line."
+        raise KVPolicyError(msg)
+    if lines[0][1].lstrip().startswith("{"):
+        return [_json_prompt(line, f"line {number} of {name}") for number, line in lines]
+    return [line for _, line in lines]
+
+
+def read_stdin() -> str:
+    """Read standard input as one prompt, without the newline at its end."""
+    return _read("-", "standard input").removesuffix("\n")
+
+
+def apply_chat_template(tokenizer: Any, prompts: Sequence[Prompt]) -> list[Prompt]:
+    """Wrap text prompts in the chat template of a model.
+
+    Args:
+        tokenizer: The model's tokenizer.
+        prompts: Messages of the user; token ids are returned unchanged.
+
+    Returns:
+        Token ids, up to where the model's answer begins.
+
+    Raises:
+        KVPolicyError: The tokenizer has no chat template.
+    """
+    if not getattr(tokenizer, "chat_template", None):
+        msg = "this model's tokenizer has no chat template; omit --chat."
+        raise KVPolicyError(msg)
+    return [_chat(tokenizer, p) if isinstance(p, str) else p for p in prompts]
+
+
+def _chat(tokenizer: Any, text: str) -> list[int]:
+    messages = [{"role": "user", "content": text}]
+    encoded = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)
+    return [int(token) for token in encoded["input_ids"]]
+
+
+def _read(file: str, name: str) -> str:
+    try:
+        if file == "-":
+            return sys.stdin.buffer.read().decode("utf-8")
+        return Path(file).read_text(encoding="utf-8")
+    except OSError as error:
+        msg = f"{name} cannot be read: {error.strerror}."
+        raise KVPolicyError(msg) from error
+    except UnicodeDecodeError as error:
+        msg = f"{name} is not UTF-8 text (byte {error.start})."
+        raise KVPolicyError(msg) from error
+
+
+def _json_prompt(line: str, where: str) -> Prompt:
+    try:
+        record = json.loads(line)
+    except ValueError as error:
+        msg = f"{where} is not JSON ({error}), though the file begins with '{{'."
+        raise RequestError(msg) from error
+    prompt = record.get("prompt") if isinstance(record, dict) else None
+    if isinstance(prompt, str):
+        return prompt
+    if isinstance(prompt, list) and all(type(token) is int for token in prompt):
+        return prompt
+    msg = f'{where} has no "prompt" that is a text or a list of token ids.'
+    raise RequestError(msg)
 
 
 def register_plugins(plugins: list[Path] | None) -> None:
@@ -104,7 +465,7 @@ def register_plugins(plugins: list[Path] | None) -> None:
         plugins: The files.
 
     Raises:
-        PolicyLoadError: A file cannot be read or run, or holds no policy.
+        PolicyLoadError: A file cannot be read or run, or has no policy.
     """
     if plugins:
         from kvpolicy.hooks.discovery import register_file
@@ -114,15 +475,15 @@ def register_plugins(plugins: list[Path] | None) -> None:
 
 
 def check_new_file(output: Path, suffix: str = "", *, option: str = "--output") -> None:
-    """Before hours of work, not after: whether a new file can be written.
+    """Check that a new file can be written, before hours of work and not after.
 
     Args:
         output: The file that the option names.
-        suffix: How its name is to end.
+        suffix: Required suffix of its name.
         option: The option, for the message.
 
     Raises:
-        OutputError: It is there already, has no folder to go to, or another ending.
+        OutputError: It exists, its folder does not, or it has another suffix.
     """
     problem = None
     if not output.name.endswith(suffix):
@@ -130,7 +491,7 @@ def check_new_file(output: Path, suffix: str = "", *, option: str = "--output") 
     elif os.path.lexists(output):
         problem = "exists"
     elif not output.parent.is_dir():
-        problem = f"has no folder {output.parent} to go to"
+        problem = f"cannot be written: there is no folder {output.parent}"
     elif not os.access(output.parent, os.W_OK):
         problem = f"cannot be written: folder {output.parent} is read-only"
     if problem is not None:
@@ -139,46 +500,46 @@ def check_new_file(output: Path, suffix: str = "", *, option: str = "--output") 
 
 
 def rows_or_share(option: str, text: str | None) -> str | None:
-    """A budget as a plan has it: a number of rows, or a share such as ``"25%"``.
+    """Check a budget: a number of rows, or a share such as ``"25%"``.
 
     Args:
         option: Name of the option, for the message.
-        text: What was given, if anything.
+        text: The value of the option.
 
     Raises:
         KVPolicyError: It is neither.
     """
     if text is None or re.fullmatch(r"-?[0-9]+", text) or re.fullmatch(SHARE, text):
         return text
-    msg = f"{option} was given {text!r}; a number of rows is wanted, or a share: 128, 25%."
+    msg = f"{option} was given {text!r}; give a number of rows or a share: 128, 25%."
     raise KVPolicyError(msg)
 
 
-def words(text: str | None) -> list[str]:
-    """What stands between the commas of an option.
+def split_list(text: str | None) -> list[str]:
+    """The values of a comma-separated option.
 
     Args:
         text: Such as ``"a, b"``.
     """
-    return [word.strip() for word in (text or "").split(",") if word.strip()]
+    return [value.strip() for value in (text or "").split(",") if value.strip()]
 
 
-def counts(option: str, text: str | None) -> list[int]:
-    """The numbers between the commas of an option.
+def positive_ints(option: str, text: str | None) -> list[int]:
+    """The numbers of a comma-separated option.
 
     Args:
         option: Name of the option, for the message.
         text: Such as ``"96,128"``.
 
     Raises:
-        KVPolicyError: One of them is not a whole number of at least 1.
+        KVPolicyError: One of them is not a whole number of at least 1, or there is none.
     """
-    found = words(text)
-    for word in found:
-        if not word.isascii() or not word.isdigit() or int(word) < 1:
-            msg = f"{option} was given {word!r}; whole numbers of at least 1 are wanted: 96,128."
+    values = split_list(text)
+    for value in values:
+        if not value.isascii() or not value.isdigit() or int(value) < 1:
+            msg = f"{option} was given {value!r}; give whole numbers of at least 1: 96,128."
             raise KVPolicyError(msg)
-    if text is not None and not found:
+    if text is not None and not values:
         msg = f"{option} was given no number; write for example {option} 96,128."
         raise KVPolicyError(msg)
-    return [int(word) for word in found]
+    return [int(value) for value in values]

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kvpolicy.cli.columns import columns
 from kvpolicy.cli.options import (
     DEFAULT_MODEL,
     Dtype,
@@ -23,10 +22,18 @@ from kvpolicy.cli.options import (
     Overrides,
     Plugins,
     TrustRemoteCode,
+    examples,
     register_plugins,
 )
-from kvpolicy.cli.output import say, sentence, terminal_width, write, write_json
-from kvpolicy.cli.units import human_bytes
+from kvpolicy.cli.output import (
+    as_sentence,
+    format_bytes,
+    format_table,
+    info,
+    print_json,
+    print_text,
+    terminal_width,
+)
 from kvpolicy.errors import KVPolicyError
 
 if TYPE_CHECKING:
@@ -36,14 +43,20 @@ if TYPE_CHECKING:
 WRONG_INPUT = 2
 
 app = typer.Typer(
-    add_completion=False,
-    rich_markup_mode=None,
+    help="Show what a plan does in each layer, or find its errors.",
+    rich_help_panel="Policies and plans",
     no_args_is_help=True,
-    help="Show what a plan does in each layer and the bytes it allocates, or check it.",
+    add_completion=False,
 )
 
 
-@app.command(short_help="Show what each layer does, and the bytes it allocates.")
+@app.command(
+    short_help="Show what each layer does, and the bytes it allocates.",
+    epilog=examples(
+        "kvpolicy plan show plan.toml",
+        "kvpolicy plan show reasoner-layers --set budget=64 --toml",
+    ),
+)
 def show(
     file: Annotated[Path, typer.Argument(metavar="FILE|NAME", help="A plan, as TOML.")],
     model: Model = DEFAULT_MODEL,
@@ -80,14 +93,20 @@ def show(
     if toml:
         from kvpolicy.plan.dump import to_toml
 
-        write(to_toml(found.plan))
+        print_text(to_toml(found.plan))
     elif json:
-        write_json({"model": model, **found.to_dict()}, indent=2)
+        print_json({"model": model, **found.to_dict()}, indent=2)
     else:
-        write(_text(found, file, model))
+        print_text(_text(found, file, model))
 
 
-@app.command(short_help="Find everything that is wrong with a plan.")
+@app.command(
+    short_help="Find everything that is wrong with a plan.",
+    epilog=examples(
+        "kvpolicy plan check plan.toml",
+        "kvpolicy plan check plan.toml --model Qwen/Qwen3-0.6B --json",
+    ),
+)
 def check(
     file: Annotated[Path, typer.Argument(metavar="FILE|NAME", help="A plan, as TOML.")],
     model: Model = DEFAULT_MODEL,
@@ -106,19 +125,24 @@ def check(
     if json:
         problems = [{"error": type(one).__name__, "message": str(one)} for one in found.problems]
         result = {"file": str(file), "model": model, "ok": not problems, "digest": digest}
-        write_json({**result, "problems": problems}, indent=2)
+        print_json({**result, "problems": problems}, indent=2)
     else:
         for problem in found.problems:
-            say(sentence(str(problem)))
+            info(as_sentence(str(problem)))
     if found.problems:
         raise typer.Exit(WRONG_INPUT)
     if not json:
         assert found.resolved is not None, "a plan without problems is resolved"
         num_layers = len(found.resolved.layers)
-        write(f"{file}: OK on the {num_layers} layers of {model}, digest {digest}\n")
+        print_text(f"{file}: OK on the {num_layers} layers of {model}, digest {digest}\n")
 
 
-@app.command()
+@app.command(
+    epilog=examples(
+        "kvpolicy plan schema",
+        "kvpolicy plan schema > plan.schema.json",
+    )
+)
 def schema() -> None:
     """Print a JSON schema of plan files, for editors.
 
@@ -126,7 +150,7 @@ def schema() -> None:
     """
     from kvpolicy.plan.schema import plan_schema
 
-    write_json(plan_schema(), indent=2)
+    print_json(plan_schema(), indent=2)
 
 
 def _check(file: Path, model: str, overrides: list[str], trust_remote_code: bool) -> "PlanCheck":
@@ -156,16 +180,16 @@ def _text(found: "Footprint", file: Path, model: str) -> str:
     window = ["window"] if windows else []
     headers = ["layers", "budget", "buffer", *window, "rows/slot", "KV/slot", "policies"]
     shared = found.shared_bytes_per_slot
-    rest = f", {human_bytes(shared)} of it shared by all layers" if shared else ""
+    rest = f", {format_bytes(shared)} of it shared by all layers" if shared else ""
     share = found.bytes_per_slot / found.full_bytes_per_slot
     lines = [
         f"{file} on {model}: {len(found.layers)} layers, {found.dtype}, "
         f"sequences of up to {found.tokens:,} tokens",
         "",
-        columns(headers, rows, right=range(1, len(headers) - 1), width=terminal_width()),
+        format_table(headers, rows, right=range(1, len(headers) - 1), width=terminal_width()),
         "",
-        f"per slot    {human_bytes(found.bytes_per_slot)}, {share:.1%} of the full cache{rest}",
-        f"{found.slots} slots".ljust(12) + human_bytes(found.num_bytes),
+        f"per slot    {format_bytes(found.bytes_per_slot)}, {share:.1%} of the full cache{rest}",
+        f"{found.slots} slots".ljust(12) + format_bytes(found.num_bytes),
         f"digest      {found.plan.digest()}",
         *_shares(found.layers),
     ]
@@ -200,7 +224,7 @@ def _row(group: "list[LayerFootprint]", *, windows: bool) -> list[str]:
         "-" if plan["buffer"] is None else f"{plan['buffer']:,}",
         *([f"{first.sliding_window:,}" if first.sliding_window else "-"] if windows else []),
         f"{first.rows_per_slot:,}",
-        human_bytes(first.bytes_per_slot) + each,
+        format_bytes(first.bytes_per_slot) + each,
         " + ".join(_policy(spec) for spec in plan["stack"]),
     ]
 

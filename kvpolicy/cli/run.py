@@ -1,195 +1,214 @@
-"""``kvpolicy run``: generate with a policy at a budget; text to stdout, figures to stderr.
+"""``kvpolicy run``: generate text with a policy at a budget; text to stdout, figures to stderr.
 
 With ``--json``, one object per line: ``{"kind": "result", ...}`` with the fields of `Result`
 for each prompt as it finishes, and a last ``{"kind": "run", "plan_digest", ...}`` with those
 of `RunReport`.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import nullcontext
-from typing import TYPE_CHECKING, Annotated, Any
+import os
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext, redirect_stderr, redirect_stdout
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kvpolicy.cli.figures import describe_result, describe_run
-from kvpolicy.cli.generation import SOME_FAILED, prepare
-from kvpolicy.cli.interrupt import Interrupted
+from kvpolicy.cli.app import Interrupted
 from kvpolicy.cli.options import (
-    DEFAULT_MODEL,
-    Budget,
-    Buffer,
-    Chat,
-    Device,
-    Dtype,
+    MODEL,
+    SOME_FAILED,
+    Generation,
+    GenerationOptions,
     Json,
-    Length,
-    MaxNewTokens,
-    Model,
-    Overrides,
-    PlanFile,
-    Plugins,
-    Policies,
-    PromptFile,
-    PromptText,
-    RunningBatch,
-    Seed,
-    Stop,
-    Temperature,
-    TopK,
-    TopP,
-    TrustRemoteCode,
+    examples,
+    prepare,
+    with_generation_options,
 )
-from kvpolicy.cli.output import say, write, write_json
-from kvpolicy.cli.prompts import Prompt
-from kvpolicy.cli.together import together
-from kvpolicy.errors import RequestError
+from kvpolicy.cli.output import format_bytes, info, print_json, print_text
+from kvpolicy.errors import KVPolicyError, RequestError
 
 if TYPE_CHECKING:
-    from kvpolicy.engine.engine import Engine
-    from kvpolicy.engine.results import Result
+    from kvpolicy.engine.results import Result, RunReport
+    from kvpolicy.plan.resolved import ResolvedPlan
 
-app = typer.Typer(add_completion=False, rich_markup_mode=None)
+app = typer.Typer(
+    help="Generate text with a policy at a budget.",
+    rich_help_panel="Generate text",
+    add_completion=False,
+)
 
 
-@app.command()
+@app.command(
+    epilog=examples(
+        "kvpolicy run --policy h2o --budget 128 --max-new-tokens 200",
+        "kvpolicy run --file prompts.jsonl --plan plan.toml --json",
+    )
+)
+@with_generation_options
 def run(
-    prompt: PromptText = None,
-    file: PromptFile = None,
-    model: Model = DEFAULT_MODEL,
-    plan: PlanFile = None,
-    policy: Policies = None,
-    budget: Budget = None,
-    buffer: Buffer = None,
-    length: Length = None,
-    overrides: Overrides = None,
-    plugin: Plugins = None,
-    temperature: Temperature = 0.0,
-    top_p: TopP = 1.0,
-    top_k: TopK = 0,
-    seed: Seed = 0,
-    max_new_tokens: MaxNewTokens = None,
-    stop: Stop = None,
-    chat: Chat = False,
-    slots: RunningBatch = 8,
-    dtype: Dtype = "auto",
-    device: Device = None,
-    trust_remote_code: TrustRemoteCode = False,
+    generation: GenerationOptions,
     keep_going: Annotated[
         bool,
         typer.Option(
             "--keep-going",
-            help="If a policy fails, answer the prompts it was asked about with the error, and "
-            "go on with the others.",
+            help="If a policy fails, report the error for the prompts it affects and go on "
+            "with the others.",
         ),
     ] = False,
     tensor_parallel: Annotated[
         bool,
         typer.Option(
             "--tensor-parallel",
-            help="Split the model over the processes that torchrun has started; the first one "
-            "writes.",
+            help="Split the model over the processes that torchrun has started; only the first "
+            "one prints.",
+            rich_help_panel=MODEL,
         ),
     ] = False,
     json: Json = False,
 ) -> None:
     """Generate text with a policy at a budget.
 
-    One prompt is streamed; the results of a file are shown as they finish.
+    One prompt is streamed; the results of a file are printed as they finish.
     """
-    with together() if tensor_parallel else nullcontext():
-        _generate(
-            prompt=prompt,
-            file=file,
-            json=json,
-            model=model,
-            plan=plan,
-            policy=policy,
-            budget=budget,
-            buffer=buffer,
-            length=length,
-            overrides=overrides,
-            plugin=plugin,
-            temperature=temperature,
-            top_p=top_p,
-            top_k=top_k,
-            seed=seed,
-            max_new_tokens=max_new_tokens,
-            stop=stop,
-            chat=chat,
-            slots=slots,
-            dtype=dtype,
-            device=device,
-            trust_remote_code=trust_remote_code,
-            keep_going=keep_going,
-            tensor_parallel=tensor_parallel,
+    with _first_process_prints() if tensor_parallel else nullcontext():
+        task = prepare(generation, keep_going=keep_going, tensor_parallel=tensor_parallel)
+        if json:
+            failed = _print_json_lines(task)
+        elif generation.file is None:
+            failed = _stream(task)
+        else:
+            failed = _print_texts(task)
+        if failed:
+            raise typer.Exit(SOME_FAILED)
+
+
+@contextmanager
+def _first_process_prints() -> Iterator[None]:
+    """Silence all processes of torchrun but the first; each still reports its own errors.
+
+    Raises:
+        KVPolicyError: This is a single process, or it has failed.
+    """
+    if "RANK" not in os.environ:
+        msg = (
+            "--tensor-parallel was given to a single process; start several: "
+            "torchrun --nproc-per-node N -m kvpolicy run --tensor-parallel ..."
         )
+        raise KVPolicyError(msg)
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    from torch import distributed as dist
+
+    try:
+        with ExitStack() as stack:
+            if rank > 0:
+                devnull = stack.enter_context(open(os.devnull, "w", encoding="utf-8"))
+                stack.enter_context(redirect_stdout(devnull))
+                stack.enter_context(redirect_stderr(devnull))
+            yield
+    except KVPolicyError as error:
+        if rank == 0:
+            raise
+        msg = f"process {rank} of {size} (counted from 0): {error}"
+        raise KVPolicyError(msg) from error
+    except RuntimeError as error:
+        if "onnection" not in str(error):
+            raise
+        msg = f"process {rank} of {size} (counted from 0) lost its connection to the others."
+        raise KVPolicyError(msg) from error
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
-def _generate(*, file: str | None, json: bool, **options: Any) -> None:
-    task = prepare(file=file, **options)
-    if json:
-        failed = _as_json(task.engine, task.prompts, task.options)
-    elif file is None:
-        failed = _streamed(task.engine, task.prompts[0], task.options)
-    else:
-        failed = _as_text(task.engine, task.prompts, task.options)
-    if failed:
-        raise typer.Exit(SOME_FAILED)
-
-
-def _streamed(engine: "Engine", prompt: Prompt, options: dict[str, Any]) -> bool:
-    stream = engine.stream(prompt, **options)
+def _stream(task: Generation) -> bool:
+    stream = task.engine.stream(task.prompts[0], **task.options)
     last = ""
     try:
         for piece in stream:
-            write(piece)
+            print_text(piece)
             last = piece or last
     except KeyboardInterrupt:
-        write("\n")
+        print_text("\n")
         msg = f"interrupted after {stream.report.new_tokens} tokens."
         raise Interrupted(msg) from None
     result = stream.result
     assert result is not None, "a stream that has ended has its result"
     if result.error is not None:
         raise RequestError(result.error)
-    write("" if last.endswith("\n") else "\n")
-    say(describe_result(result, engine.plan))
-    say(describe_run(stream.report))
+    print_text("" if last.endswith("\n") else "\n")
+    info(format_result(result, task.engine.plan))
+    info(format_report(stream.report))
     return False
 
 
-def _as_text(engine: "Engine", prompts: Sequence[Prompt], options: dict[str, Any]) -> bool:
-    answers = engine.generate(prompts, **options)
+def _print_texts(task: Generation) -> bool:
+    results = task.engine.generate(task.prompts, **task.options)
     failed = False
-    for result in _until_interrupted(answers, len(prompts)):
+    for result in _until_interrupted(results, len(task.prompts)):
         if result.error is not None:
             failed = True
-            say(f"prompt {result.id}: {result.error}.")
+            info(f"prompt {result.id}: {result.error}.")
             continue
-        write(
+        print_text(
             f"[{result.id}] {result.finish_reason}, {len(result.tokens)} tokens\n{result.text}\n\n"
         )
-    say(describe_run(answers.report))
+    info(format_report(results.report))
     return failed
 
 
-def _as_json(engine: "Engine", prompts: Sequence[Prompt], options: dict[str, Any]) -> bool:
-    answers = engine.generate(prompts, **options)
+def _print_json_lines(task: Generation) -> bool:
+    results = task.engine.generate(task.prompts, **task.options)
     failed = False
-    for result in _until_interrupted(answers, len(prompts)):
+    for result in _until_interrupted(results, len(task.prompts)):
         failed = failed or result.error is not None
-        write_json({"kind": "result", **result.to_dict()})
-    digest = engine.plan.digest()
-    write_json({"kind": "run", "plan_digest": digest, **answers.report.to_dict()})
+        print_json({"kind": "result", **result.to_dict()})
+    digest = task.engine.plan.digest()
+    print_json({"kind": "run", "plan_digest": digest, **results.report.to_dict()})
     return failed
 
 
-def _until_interrupted(answers: "Iterable[Result]", total: int) -> "Iterator[Result]":
+def _until_interrupted(results: "Iterable[Result]", total: int) -> "Iterator[Result]":
     done = 0
     try:
-        for result in answers:
+        for result in results:
             yield result
             done += 1
     except KeyboardInterrupt:
         msg = f"interrupted; {done} of {total} results are above, the others are lost."
         raise Interrupted(msg) from None
+
+
+def format_result(result: "Result", plan: "ResolvedPlan") -> str:
+    """One sentence about what a sequence kept and evicted.
+
+    Args:
+        result: Its result.
+        plan: The plan of the run.
+    """
+    budgets = sorted({(layer.budget, layer.buffer) for layer in plan.layers if layer.bounded})
+    evicted = "no budget"
+    if budgets:
+        times = "once" if result.compactions == 1 else f"{result.compactions} times"
+        evicted = (
+            f"budget {', '.join(f'{budget} + {buffer}' for budget, buffer in budgets)}, "
+            f"compacted {times}, {result.rows_evicted:,} rows evicted"
+        )
+    return (
+        f"{len(result.tokens)} tokens ({result.finish_reason}) after a prompt of "
+        f"{result.prompt_len}; {evicted}; at most {result.peak_rows:,} rows in a layer, "
+        f"{format_bytes(result.peak_bytes)} of keys and values in all."
+    )
+
+
+def format_report(report: "RunReport") -> str:
+    """One sentence about what a run cost.
+
+    Args:
+        report: Its report.
+    """
+    shared = f" in each of {report.num_processes} processes" if report.num_processes > 1 else ""
+    failed = f", {report.num_errors} of them failed," if report.num_errors else ""
+    return (
+        f"{report.num_requests} done{failed} in {report.elapsed_s:.1f} s: "
+        f"{report.new_tokens:,} tokens, {report.throughput_tok_s:.0f}/s; "
+        f"policies took {report.policy_share:.1%} of the decode time; "
+        f"peak KV bytes {format_bytes(report.peak_kv_bytes)}{shared}."
+    )

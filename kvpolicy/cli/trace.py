@@ -13,49 +13,42 @@ from typing import TYPE_CHECKING, Annotated, Any
 import attrs
 import typer
 
+from kvpolicy.cli.app import Interrupted
 from kvpolicy.cli.calls import call_table, total_table
-from kvpolicy.cli.figures import describe_run
-from kvpolicy.cli.generation import SOME_FAILED, Generation, prepare
-from kvpolicy.cli.interrupt import Interrupted
 from kvpolicy.cli.options import (
-    DEFAULT_MODEL,
-    Budget,
-    Buffer,
-    Chat,
-    Device,
-    Dtype,
+    SOME_FAILED,
+    Generation,
+    GenerationOptions,
     Json,
-    Length,
-    MaxNewTokens,
-    Model,
-    Overrides,
-    PlanFile,
-    Plugins,
-    Policies,
-    PromptFile,
-    PromptText,
-    RunningBatch,
-    Seed,
-    Stop,
-    Temperature,
-    TopK,
-    TopP,
-    TrustRemoteCode,
+    examples,
+    prepare,
+    with_generation_options,
 )
-from kvpolicy.cli.output import say, terminal_width, write, write_json
+from kvpolicy.cli.output import info, print_json, print_text, terminal_width
+from kvpolicy.cli.run import format_report
 
 if TYPE_CHECKING:
     from kvpolicy.engine.hookcall import HookCall
     from kvpolicy.engine.tracing import Trace
 
-app = typer.Typer(add_completion=False, rich_markup_mode=None)
+app = typer.Typer(
+    help="Show every hook call of a generation.",
+    rich_help_panel="Generate text",
+    add_completion=False,
+)
 
 _LAST = 100  # calls in the table, unless more are asked for
 
 
-@app.command()
+@app.command(
+    epilog=examples(
+        "kvpolicy trace --policy h2o --budget 64 --hook score --last 5",
+        "kvpolicy trace --plan plan.toml --summary",
+    )
+)
+@with_generation_options
 def trace(
-    prompt: PromptText = None,
+    generation: GenerationOptions,
     hook: Annotated[
         list[str] | None,
         typer.Option(metavar="NAME", help="Record this hook only; may be repeated."),
@@ -77,55 +70,13 @@ def trace(
         Path | None,
         typer.Option(metavar="FILE", help="A new file for all calls, as JSON lines."),
     ] = None,
-    file: PromptFile = None,
-    model: Model = DEFAULT_MODEL,
-    plan: PlanFile = None,
-    policy: Policies = None,
-    budget: Budget = None,
-    buffer: Buffer = None,
-    length: Length = None,
-    overrides: Overrides = None,
-    plugin: Plugins = None,
-    temperature: Temperature = 0.0,
-    top_p: TopP = 1.0,
-    top_k: TopK = 0,
-    seed: Seed = 0,
-    max_new_tokens: MaxNewTokens = None,
-    stop: Stop = None,
-    chat: Chat = False,
-    slots: RunningBatch = 8,
-    dtype: Dtype = "auto",
-    device: Device = None,
-    trust_remote_code: TrustRemoteCode = False,
     json: Json = False,
 ) -> None:
     """Show every hook call of a generation: who answered what, and how long it took.
 
     A call that fails is shown as well, and ends the generation.
     """
-    task = prepare(
-        prompt=prompt,
-        file=file,
-        model=model,
-        plan=plan,
-        policy=policy,
-        budget=budget,
-        buffer=buffer,
-        length=length,
-        overrides=overrides,
-        plugin=plugin,
-        temperature=temperature,
-        top_p=top_p,
-        top_k=top_k,
-        seed=seed,
-        max_new_tokens=max_new_tokens,
-        stop=stop,
-        chat=chat,
-        slots=slots,
-        dtype=dtype,
-        device=device,
-        trust_remote_code=trust_remote_code,
-    )
+    task = prepare(generation)
     from kvpolicy.engine.tracing import recording
 
     with _writer(output) as keep:
@@ -134,7 +85,7 @@ def trace(
             record = {"kind": "call", **call.to_dict()}
             keep(record)
             if json and not summary and last is None:
-                write_json(record)
+                print_json(record)
 
         recorded = recording(
             task.engine,
@@ -174,8 +125,8 @@ def _run(task: Generation) -> bool:
     run = task.engine.generate(task.prompts, **task.options)
     for result in run:
         if result.error is not None:
-            say(f"prompt {result.id}: {result.error}.")
-    say(describe_run(run.report))
+            info(f"prompt {result.id}: {result.error}.")
+    info(format_report(run.report))
     return run.report.num_errors > 0
 
 
@@ -184,17 +135,19 @@ def _show(trace: "Trace", *, json: bool, summary: bool, shown: int | None) -> No
     if json:
         if shown is not None and not summary:
             for call in trace.calls:
-                write_json({"kind": "call", **call.to_dict()})
+                print_json({"kind": "call", **call.to_dict()})
         for total in trace.totals():
-            write_json({"kind": "total", **attrs.asdict(total)})
+            print_json({"kind": "total", **attrs.asdict(total)})
         return
     width = terminal_width()
     if not trace.num_calls:
-        say("no hook was called.")
+        info("no hook was called.")
         return
     if not summary:
         hidden = trace.num_calls - len(trace.calls)
         if hidden:
-            say(f"{hidden:,} calls before these are not shown; --last {trace.num_calls} shows all.")
-        write(call_table(trace.calls, width=width) + "\n\n")
-    write(total_table(trace.totals(), width=width) + "\n")
+            info(
+                f"{hidden:,} calls before these are not shown; --last {trace.num_calls} shows all."
+            )
+        print_text(call_table(trace.calls, width=width) + "\n\n")
+    print_text(total_table(trace.totals(), width=width) + "\n")

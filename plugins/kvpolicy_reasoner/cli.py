@@ -16,9 +16,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import attrs
 import typer
 
-from kvpolicy.cli.columns import columns
-from kvpolicy.cli.options import Json
-from kvpolicy.cli.output import say, write, write_json
+from kvpolicy.cli.options import Json, examples
+from kvpolicy.cli.output import format_table, info, print_json, print_text
 from kvpolicy.errors import KVPolicyError
 from kvpolicy_reasoner import BUNDLED, REASONER, bundled_path
 
@@ -28,10 +27,10 @@ if TYPE_CHECKING:
     from kvpolicy_reasoner.train.log import TrainingRecord
 
 app = typer.Typer(
-    add_completion=False,
-    rich_markup_mode=None,
+    help="Sample from a bundled reasoner, or train it again.",
+    rich_help_panel="Models",
     no_args_is_help=True,
-    help="Sample from a bundled reasoner, measure it, or train it again.",
+    add_completion=False,
 )
 
 _PLAIN_LINE_EVERY_STEPS = 50
@@ -44,7 +43,13 @@ _Folder = Annotated[
 ]
 
 
-@app.command(short_help="Show problems with traces, theirs or the model's.")
+@app.command(
+    short_help="Show problems with traces, theirs or the model's.",
+    epilog=examples(
+        "kvpolicy reasoner sample --n 3",
+        "kvpolicy reasoner sample --seed 7 --json",
+    ),
+)
 def sample(
     name: _Name = REASONER,
     n: Annotated[int, typer.Option(help="Problems to show.")] = 1,
@@ -62,18 +67,24 @@ def sample(
     problems = _problems(name, n, seed, depth)
     attempts = _attempts(name, problems, model) if generate else []
     if json:
-        write_json([_plain(*pair) for pair in _pairs(problems, attempts)], indent=2)
+        print_json([_plain(*pair) for pair in _pairs(problems, attempts)], indent=2)
         return
     for number, (problem, attempt) in enumerate(_pairs(problems, attempts), start=1):
         head = f"problem {number}: depth {problem.depth}, {problem.num_facts} facts"
-        write(f"── {head} ──\n{problem.prompt}")
-        write(f"{problem.trace if attempt is None else attempt.text}\n")
+        print_text(f"── {head} ──\n{problem.prompt}")
+        print_text(f"{problem.trace if attempt is None else attempt.text}\n")
         if attempt is not None:
-            write(f"── {_verdict(attempt)} ──\n")
-        write("\n")
+            print_text(f"── {_verdict(attempt)} ──\n")
+        print_text("\n")
 
 
-@app.command(short_help="Measure greedy accuracy by depth.")
+@app.command(
+    short_help="Measure greedy accuracy by depth.",
+    epilog=examples(
+        "kvpolicy reasoner evaluate",
+        "kvpolicy reasoner evaluate --name reasoner-verbose --n 500",
+    ),
+)
 def evaluate(
     name: _Name = REASONER,
     n: Annotated[int, typer.Option(help="Held-out problems to answer.")] = 200,
@@ -92,18 +103,23 @@ def evaluate(
         rows = [{"depth": depth} | _plain_score(one) for depth, one in by_depth.items()]
         record = {"n": n, "seed": seed} | _plain_score(overall)
         lengths = {"finished": finished, "mean_tokens": mean_tokens}
-        write_json(record | lengths | {"by_depth": rows}, indent=2)
+        print_json(record | lengths | {"by_depth": rows}, indent=2)
         return
     cells = [
         [str(depth), str(one.total), str(one.right), f"{one.accuracy:.1%}", _interval(one)]
         for depth, one in [*by_depth.items(), ("all", overall)]
     ]
     headers = ["depth", "n", "right", "accuracy", "95 % CI"]
-    write(columns(headers, cells, right=range(len(headers))) + "\n")
-    write(f"{finished:.1%} ended by themselves; {mean_tokens:.0f} tokens on average.\n")
+    print_text(format_table(headers, cells, right=range(len(headers))) + "\n")
+    print_text(f"{finished:.1%} ended by themselves; {mean_tokens:.0f} tokens on average.\n")
 
 
-@app.command()
+@app.command(
+    epilog=examples(
+        "kvpolicy reasoner train --output my-reasoner",
+        "kvpolicy reasoner train --output my-reasoner --seed 1",
+    )
+)
 def train(
     output: Annotated[
         Path, typer.Option(metavar="FOLDER", help="Home of the run; the model goes to its model/.")
@@ -136,7 +152,7 @@ def train(
             resume=resume,
             report=report,
         )
-    write(f"{folder}\n")
+    print_text(f"{folder}\n")
 
 
 def _problems(name: str, n: int, seed: int, depth: int | None) -> "list[Problem]":
@@ -168,7 +184,7 @@ def _attempts(name: str, problems: "Sequence[Problem]", folder: Path | None) -> 
 
 
 def _count(total: int) -> Callable[[int], None]:
-    return lambda done: say(f"{done} of {total} problems answered.")
+    return lambda done: info(f"{done} of {total} problems answered.")
 
 
 def _pairs(
@@ -237,7 +253,7 @@ def _say_record(record: "TrainingRecord") -> None:
     is_last = record.step == record.num_steps
     is_due = record.step % _PLAIN_LINE_EVERY_STEPS == 0
     if is_last or is_due or record.tune_accuracy is not None:
-        say(_describe(record))
+        info(_describe(record))
 
 
 def _describe(record: "TrainingRecord") -> str:

@@ -11,7 +11,7 @@ from plandata import mutated, plan_data, tables
 from shell import Shell
 
 from kvpolicy import Plan
-from kvpolicy.cli.boundary import run
+from kvpolicy.cli.app import run
 from kvpolicy.plan.dump import _key, _value
 from kvpolicy.plan.schema import plan_schema
 

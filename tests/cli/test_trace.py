@@ -116,7 +116,7 @@ def test_a_file_gets_every_call_and_is_new(
     before = path.read_bytes()
     again = kvpolicy(*words)
     assert (again.status, again.out) == (2, "")
-    assert "exists and is left as it is" in again.err
+    assert "exists and is not replaced" in again.err
     assert path.read_bytes() == before
 
 

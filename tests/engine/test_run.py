@@ -12,7 +12,7 @@ from strategies import prompts
 from tiny import greedy_tokens, shared_model, tiny_model, tiny_tokenizer
 
 from kvpolicy import Engine, Plan, Request, Sampling, hookimpl
-from kvpolicy.cli.figures import describe_run
+from kvpolicy.cli.run import format_report
 from kvpolicy.engine.results import RunReport
 from kvpolicy.engine.run import Run
 from kvpolicy.errors import KVPolicyError
@@ -350,7 +350,7 @@ def test_the_share_of_policies_is_of_decode_time_and_of_their_work_there(
     assert report.prefill_s == 3 + len(scored_at) - in_decode
     assert report.policy_share == in_decode / (27 + in_decode)
     assert report.to_dict()["policy_share"] == report.policy_share
-    assert f"policies took {report.policy_share:.1%} of the decode time" in describe_run(report)
+    assert f"policies took {report.policy_share:.1%} of the decode time" in format_report(report)
     assert RunReport(score_s=1.0).policy_share == 0, "before the first step"
 
 

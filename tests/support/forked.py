@@ -57,7 +57,7 @@ def run_in_child(
 
 
 def _child(words: list[str], out: Path, err: Path, most_bytes: int | None) -> None:
-    from kvpolicy.cli.boundary import run
+    from kvpolicy.cli.app import run
 
     os.setsid()  # a process group of its own, as a shell would give it
     # Whoever runs the tests in the background has interrupts ignored, and children inherit that.

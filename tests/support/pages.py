@@ -185,7 +185,7 @@ class Page:
 
 def run_command(words: list[str]) -> str:
     """Run ``kvpolicy`` in this process; what it prints. It must succeed."""
-    from kvpolicy.cli.boundary import run
+    from kvpolicy.cli.app import run
 
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):

@@ -1,6 +1,6 @@
-"""Bring `docs/reference/cli.md` up to date: ``python tests/refresh_help.py``.
+"""Bring `docs/reference/cli.md` up to date: ``python tests/support/refresh_help.py``.
 
-Behind every ``kvpolicy ... --help`` of the page stands what that command prints now.
+The block after every ``kvpolicy ... --help`` of the page is replaced by what the command prints.
 """
 
 import os
@@ -17,7 +17,8 @@ def _printed(found: re.Match[str]) -> str:
     command = [sys.executable, "-m", "kvpolicy", *found[2].split()]
     width = {**os.environ, "COLUMNS": "80"}
     done = subprocess.run(command, capture_output=True, text=True, check=True, env=width)
-    return f"{found[1]}{done.stdout}```"
+    lines = [line.rstrip() for line in done.stdout.strip().splitlines()]
+    return "\n".join([found[1] + lines[0], *lines[1:], "```"])
 
 
 if __name__ == "__main__":

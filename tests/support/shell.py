@@ -6,7 +6,7 @@ from typing import Any
 import attrs
 import pytest
 
-from kvpolicy.cli.boundary import run
+from kvpolicy.cli.app import run
 
 
 @attrs.frozen

@@ -18,11 +18,12 @@ from kvpolicy.cli.options import (
     Overrides,
     Plugins,
     TrustRemoteCode,
-    counts,
+    examples,
+    positive_ints,
     register_plugins,
-    words,
+    split_list,
 )
-from kvpolicy.cli.output import say, terminal_width, write, write_json
+from kvpolicy.cli.output import info, print_json, print_text, terminal_width
 from kvpolicy.lab.cli import options as sweepoptions
 from kvpolicy.lab.cli.dryrun import tell
 from kvpolicy.lab.cli.following import follow
@@ -41,12 +42,21 @@ if TYPE_CHECKING:
     from kvpolicy.lab.sweep.comparison import Comparison
     from kvpolicy.lab.sweep.publish import Panel
 
-app = typer.Typer(add_completion=False, rich_markup_mode=None)
+app = typer.Typer(
+    help="Compare policies at several budgets.",
+    rich_help_panel="Experiments",
+    add_completion=False,
+)
 
 SOME_FAILED = 1
 
 
-@app.command()
+@app.command(
+    epilog=examples(
+        "kvpolicy ablate",
+        "kvpolicy ablate --policies h2o,snapkv --budgets 96,128 --n 20",
+    )
+)
 def ablate(
     preset: sweepoptions.PresetName = None,
     policies: sweepoptions.Stacks = None,
@@ -122,7 +132,7 @@ def ablate(
     preset; docs/reference/sweeps.md has those of the default one.
     Interrupted, the same command goes on where it stopped.
     """
-    budget_list, stacks = counts("--budgets", budgets), words(policies)
+    budget_list, stacks = positive_ints("--budgets", budgets), split_list(policies)
     seed_list, knobs = numbers("--seeds", seeds), grid_of(grid or [])
     register_plugins(plugin)
     # Imported here: all this brings torch along.
@@ -180,10 +190,10 @@ def _publish(comparison: "Comparison", store: "Store", by: str | None, *, json: 
     panels = publish(comparison, store)
     if json:
         run = comparison.to_dict()
-        write_json({"folder": str(store.folder), "run": run, "table": to_json(panels)})
+        print_json({"folder": str(store.folder), "run": run, "table": to_json(panels)})
     else:
         _show(panels, by)
-        say(f"table, plots, samples and manifest are in {store.folder}.")
+        info(f"table, plots, samples and manifest are in {store.folder}.")
     return any(row.num_errors for panel in panels for row in panel.rows)
 
 
@@ -193,8 +203,8 @@ def _show(panels: "list[Panel]", by: str | None) -> None:
     width = terminal_width()
     for number, panel in enumerate(panels):
         if len(panels) > 1:
-            write(("\n" if number else "") + panel.title + "\n")
-        write(table(panel.rows, panel.columns, width=width) + "\n")
+            print_text(("\n" if number else "") + panel.title + "\n")
+        print_text(table(panel.rows, panel.columns, width=width) + "\n")
         found = [one for one in panel.facets if one.facet == by]
         if found:
-            write("\n" + facet_table(found, panel.columns, width=width) + "\n")
+            print_text("\n" + facet_table(found, panel.columns, width=width) + "\n")

@@ -17,23 +17,33 @@ from kvpolicy.cli.options import (
     Overrides,
     Plugins,
     check_new_file,
-    counts,
+    examples,
+    positive_ints,
     register_plugins,
-    words,
+    split_list,
 )
 from kvpolicy.errors import KVPolicyError
 from kvpolicy.lab.cli.benchsizes import sizes
 
 PICTURES = (".png", ".svg", ".pdf")
 
-app = typer.Typer(add_completion=False, rich_markup_mode=None)
+app = typer.Typer(
+    help="Measure the engine's speed against generate().",
+    rich_help_panel="Experiments",
+    add_completion=False,
+)
 
 
 def _size(help_: str, least: int = 1) -> Any:
     return typer.Option(min=least, help=help_)
 
 
-@app.command()
+@app.command(
+    epilog=examples(
+        "kvpolicy bench --quick",
+        "kvpolicy bench --policies h2o,snapkv --batch 16 --output speed.json",
+    )
+)
 def bench(
     preset: Annotated[
         str | None,
@@ -133,7 +143,7 @@ def bench(
         budget=budget,
         buffer=buffer,
         rounds=rounds,
-        lengths=tuple(counts("--lengths", lengths)),
+        lengths=tuple(positive_ints("--lengths", lengths)),
     )
     _check_outputs(output, plot, memory=memory)
     register_plugins(plugin)
@@ -143,7 +153,7 @@ def bench(
     made = prepare(
         wanted,
         preset=preset,
-        policies=words(policies),
+        policies=split_list(policies),
         plans=plan or [],
         overrides=overrides or [],
         longest=wanted.prompt_max + (max(wanted.lengths) if memory else wanted.new_tokens) + 1,

@@ -10,9 +10,8 @@ import attrs
 import torch
 from transformers import PreTrainedModel
 
-from kvpolicy.cli.interrupt import Interrupted
-from kvpolicy.cli.output import say, terminal_width, write, write_json
-from kvpolicy.cli.progress import Progress, open_progress
+from kvpolicy.cli.app import Interrupted
+from kvpolicy.cli.output import Progress, info, print_json, print_text, terminal_width
 from kvpolicy.files import atomic_write
 from kvpolicy.lab.bench.bench import Turn, Workload, line_up, measure
 from kvpolicy.lab.bench.memory import Reading, watch
@@ -137,12 +136,12 @@ def race(
     """
     contenders, absent = line_up(made.model, made.cells, with_generate=with_generate)
     for reason in absent.values():
-        say(f"{reason}; going on without it.")
+        info(f"{reason}; going on without it.")
     rounds, turns = made.sizes.rounds, list[Turn]()
     vocab_size = made.model.config.vocab_size
     moments = measure(contenders, made.workload, vocab_size, rounds=rounds)
-    with open_progress(rounds * len(contenders)) as progress:
-        progress.show("warming up", 0)
+    with Progress(rounds * len(contenders)) as progress:
+        progress.update("warming up", 0)
         interrupted = _collect(moments, turns, progress, lambda turn: _said(turn, made.workload))
     found = standings(turns, contenders, made.workload, made.memory)
     if found:
@@ -176,7 +175,7 @@ def watch_memory(made: Prepared, *, output: Path | None, json: bool) -> None:
         reading for cell in made.cells for reading in watch(made.model, cell, prompt, lengths)
     )
     total = len(lengths) * len(made.cells)
-    with open_progress(total) as progress:
+    with Progress(total) as progress:
         interrupted = _collect(
             moments, readings, progress, lambda one: f"{one.name}: {one.new_tokens:,} tokens"
         )
@@ -195,8 +194,8 @@ def _collect(
     try:
         for moment in moments:
             kept.append(moment)
-            progress.keep(words(moment))
-            progress.show("", len(kept))
+            progress.log(words(moment))
+            progress.update("", len(kept))
     except KeyboardInterrupt:
         return True
     return False
@@ -220,6 +219,6 @@ def _hand_out(record: dict[str, Any], table: str, output: Path | None, *, json: 
     if output is not None:
         atomic_write(output, jsonlib.dumps(record, indent=2) + "\n")
     if json:
-        write_json(record, indent=2)
+        print_json(record, indent=2)
     else:
-        write(table + "\n")
+        print_text(table + "\n")

@@ -3,8 +3,7 @@
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from kvpolicy.cli.columns import columns
-from kvpolicy.cli.units import human_bytes
+from kvpolicy.cli.output import format_bytes, format_table
 
 if TYPE_CHECKING:
     from kvpolicy.lab.bench.memory import Reading
@@ -27,7 +26,7 @@ def speed_table(found: "Sequence[BenchResult]", width: int | None) -> str:
         headers.append("of limit")
         shares = ["-" if one.limit_share is None else f"{one.limit_share:.0%}" for one in found]
         rows = [[*row, share] for row, share in zip(rows, shares, strict=True)]
-    table = columns(headers, rows, right=range(1, len(headers)), width=width)
+    table = format_table(headers, rows, right=range(1, len(headers)), width=width)
     return "\n".join([table, *filter(None, map(_against_rival, found))])
 
 
@@ -43,14 +42,14 @@ def memory_table(readings: "Sequence[Reading]", width: int | None) -> str:
         [
             one.name,
             f"{one.new_tokens:,}",
-            human_bytes(one.kv_bytes),
-            human_bytes(one.full_bytes),
-            human_bytes(one.rss_bytes),
+            format_bytes(one.kv_bytes),
+            format_bytes(one.full_bytes),
+            format_bytes(one.rss_bytes),
             f"{one.step_ms:.2f}",
         ]
         for one in readings
     ]
-    return columns(headers, rows, right=range(1, len(headers)), width=width)
+    return format_table(headers, rows, right=range(1, len(headers)), width=width)
 
 
 def _speed(one: "BenchResult") -> list[str]:
@@ -64,7 +63,7 @@ def _speed(one: "BenchResult") -> list[str]:
         f"{one.step_p95_ms:.1f}",
         "-" if one.prefill_tok_s is None else f"{one.prefill_tok_s:.0f}",
         "-" if one.policy_share is None else f"{one.policy_share:.1%}",
-        human_bytes(one.kv_bytes),
+        format_bytes(one.kv_bytes),
     ]
 
 

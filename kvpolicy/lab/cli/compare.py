@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from kvpolicy.cli.options import Json
-from kvpolicy.cli.output import say, write, write_json
+from kvpolicy.cli.output import info, print_json, print_text
 from kvpolicy.errors import KVPolicyError
 from kvpolicy.lab.cli.resultsoptions import Budgets, Models, Seeds, Series, Tasks
 
@@ -80,12 +80,12 @@ def compare(
     if with_ is not None:
         found = adjust(found)
     if json:
-        write_json(plain(found, by, items=items, seed=bootstrap_seed), indent=2)
+        print_json(plain(found, by, items=items, seed=bootstrap_seed), indent=2)
     else:
         say_what_lacks(list(dict.fromkeys(cell for pair in pairs for cell in pair)))
         text = two_cells(found[0], items=items) if with_ is None else many_cells(found)
-        write(text + (by_facets(found, by, bootstrap_seed) if by is not None else ""))
-        say(f"intervals: {how_drawn(bootstrap_seed)}.")
+        print_text(text + (by_facets(found, by, bootstrap_seed) if by is not None else ""))
+        info(f"intervals: {how_drawn(bootstrap_seed)}.")
 
 
 def _compare(a: "PooledCell", b: "PooledCell", name: str | None, seed: int) -> "Contrast":

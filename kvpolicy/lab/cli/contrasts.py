@@ -5,8 +5,7 @@ from typing import Any
 
 import attrs
 
-from kvpolicy.cli.columns import columns
-from kvpolicy.cli.output import terminal_width
+from kvpolicy.cli.output import format_table, terminal_width
 from kvpolicy.lab.analysis.compare import Contrast, Pair, Side, by_facet, to_json
 from kvpolicy.lab.analysis.naming import differing, setting
 from kvpolicy.lab.analysis.paired import DRAWS
@@ -63,7 +62,11 @@ def two_cells(found: Contrast, *, items: bool) -> str:
         for letter, side in (("A", found.a), ("B", found.b))
     ]
     right = range(2 + len(names), len(headers))
-    lines = [columns(headers, sides, right=right, width=terminal_width()), "", *_verdict(found)]
+    lines = [
+        format_table(headers, sides, right=right, width=terminal_width()),
+        "",
+        *_verdict(found),
+    ]
     if items:
         for pair in _parted(found):
             lines += ["", *_item_lines(found, pair)]
@@ -98,7 +101,7 @@ def many_cells(found: Sequence[Contrast]) -> str:
         ]
         for one in found
     ]
-    table = columns(headers, rows, right=range(2 + len(names), len(headers)))
+    table = format_table(headers, rows, right=range(2 + len(names), len(headers)))
     gaps = describe_gaps(list(dict.fromkeys(s.cell for one in found for s in (one.a, one.b))))
     return "\n".join([table, *(["", *gaps] if gaps else [])]) + "\n"
 
@@ -129,7 +132,7 @@ def by_facets(found: Sequence[Contrast], facet: str, seed: int) -> str:
         for one in found
         for value, part in by_facet(one, facet, seed=seed)
     ]
-    return "\n" + columns(headers, rows, right=range(2, len(headers))) + "\n"
+    return "\n" + format_table(headers, rows, right=range(2, len(headers))) + "\n"
 
 
 _COUNTS = ("samples", "cut off", "failed", "ungraded", "unpaired")

@@ -3,8 +3,7 @@
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvpolicy.cli.columns import columns
-from kvpolicy.cli.output import terminal_width, write, write_json
+from kvpolicy.cli.output import format_table, print_json, print_text, terminal_width
 
 if TYPE_CHECKING:
     from kvpolicy.lab.executors.executor import Place
@@ -30,7 +29,7 @@ def tell(
     """
     import attrs
 
-    from kvpolicy.cli.progress import open_progress
+    from kvpolicy.cli.output import Progress
     from kvpolicy.lab.store.store import done_keys
     from kvpolicy.lab.sweep.estimate import estimate
     from kvpolicy.lab.sweep.probe import limit_s_of, representatives
@@ -39,14 +38,14 @@ def tell(
     done = done_keys(folder, comparison.to_dict())
     cells = representatives(comparison, done)
     probes: list[Probe] = []
-    with open_progress(len(cells)) as progress:
+    with Progress(len(cells)) as progress:
         for cell in cells:
-            progress.show(f"trying {cell.series}", len(probes))
+            progress.update(f"trying {cell.series}", len(probes))
             probes.append(place.probe(comparison, cell, limit_s_of(len(cells))))
     pieces = place.pieces(comparison, jobs(comparison, done))
     found = estimate(comparison, probes, pieces, folder=folder, workers=workers)
     if json:
-        write_json(attrs.asdict(found))
+        print_json(attrs.asdict(found))
     else:
         _show(found)
 
@@ -65,17 +64,19 @@ def _show(found: "Estimate") -> None:
         ]
         for one in found.groups
     ]
-    write(columns(headers, words, right=range(2, 7), width=terminal_width()) + "\n\n")
+    print_text(format_table(headers, words, right=range(2, 7), width=terminal_width()) + "\n\n")
     done = found.samples - found.left
     there = f", {done} of them done in {found.folder}" if done else f", into {found.folder}"
-    write(f"{found.cells} cells, {found.samples} samples{there}.\n")
+    print_text(f"{found.cells} cells, {found.samples} samples{there}.\n")
     side_by_side = f" with {found.workers} workers" if found.workers > 1 else ""
-    write(f"About {_minutes(found.minutes)} minutes{side_by_side}. Estimated from {found.how}.\n")
+    print_text(
+        f"About {_minutes(found.minutes)} minutes{side_by_side}. Estimated from {found.how}.\n"
+    )
     for one in found.probes:
         if one.problem is not None:
             at = "" if one.budget is None else f" at {one.budget:g}"
-            write(f"A sample of {one.series}{at} failed: {one.problem}\n")
-    write("Nothing was written.\n")
+            print_text(f"A sample of {one.series}{at} failed: {one.problem}\n")
+    print_text("Nothing was written.\n")
 
 
 def _minutes(time: "Seconds") -> str:

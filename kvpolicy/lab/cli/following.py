@@ -3,8 +3,8 @@
 import sys
 from typing import TYPE_CHECKING
 
-from kvpolicy.cli.interrupt import Interrupted
-from kvpolicy.cli.output import say
+from kvpolicy.cli.app import Interrupted
+from kvpolicy.cli.output import info
 
 if TYPE_CHECKING:
     from kvpolicy.lab.executors.executor import Place
@@ -33,7 +33,7 @@ def follow(comparison: "Comparison", store: "Store", place: "Place", *, workers:
             command, machine = ["kvpolicy", *sys.argv[1:]], place.machine(comparison)
             store.begin(describe_session(command, workers=workers, machine=machine))
         for note in store.notes:
-            say(note)
+            info(note)
         _say_what_is_done(comparison, store, num_left)
         if num_left:
             _do(comparison, store, place.pool(comparison))
@@ -49,29 +49,29 @@ def follow(comparison: "Comparison", store: "Store", place: "Place", *, workers:
 def _say_what_is_done(comparison: "Comparison", store: "Store", num_left: int) -> None:
     total = comparison.num_samples
     if not num_left:
-        say(f"all {total} samples are in {store.folder} already; nothing is computed again.")
+        info(f"all {total} samples are in {store.folder} already; nothing is computed again.")
     elif num_left < total:
-        say(f"going on in {store.folder}: {total - num_left} of {total} samples are there.")
+        info(f"going on in {store.folder}: {total - num_left} of {total} samples are there.")
     else:
-        say(f"{len(comparison.cells)} cells, {total} samples, into {store.folder}.")
+        info(f"{len(comparison.cells)} cells, {total} samples, into {store.folder}.")
     unrecorded = comparison.num_unrecorded(store.samples, store.recorded)
     if unrecorded:
-        say(
+        info(
             f"{unrecorded} samples of --record {comparison.record} were done without a record of "
             "what was kept, and have none; another --output makes them anew."
         )
 
 
 def _do(comparison: "Comparison", store: "Store", pool: "Pool") -> None:
-    from kvpolicy.cli.progress import open_progress
+    from kvpolicy.cli.output import Progress
     from kvpolicy.lab.cli.tally import Tally
     from kvpolicy.lab.sweep.runner import run
 
     tally = Tally(comparison, store)
-    with open_progress(comparison.num_samples, tally.num_done) as progress:
+    with Progress(comparison.num_samples, tally.num_done) as progress:
         for event in run(comparison, store, pool):
             tally.count(event)
             line = tally.cell_line(event)
             if line:
-                progress.keep(line)
-            progress.show(tally.state_line(), tally.num_done)
+                progress.log(line)
+            progress.update(tally.state_line(), tally.num_done)

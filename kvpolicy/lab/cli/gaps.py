@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from kvpolicy.cli.output import say
+from kvpolicy.cli.output import info
 from kvpolicy.lab.analysis.naming import told_apart
 from kvpolicy.lab.analysis.pooling import PooledCell
 
@@ -18,7 +18,7 @@ def say_what_lacks(cells: Sequence[PooledCell]) -> None:
     for cell, name in zip(cells, told_apart(cells), strict=True):
         if len(cell.samples) < cell.num_expected:
             done = f"{len(cell.samples):,} of {cell.num_expected:,} samples"
-            say(f"{name} is not complete: {done} are done.")
+            info(f"{name} is not complete: {done} are done.")
 
 
 def describe_gaps(cells: Sequence[PooledCell]) -> list[str]:

@@ -15,9 +15,7 @@ from typing import Annotated, Any
 
 import typer
 
-from kvpolicy.cli.columns import columns
-from kvpolicy.cli.generation import choose_plan
-from kvpolicy.cli.interrupt import Interrupted
+from kvpolicy.cli.app import Interrupted
 from kvpolicy.cli.options import (
     DEFAULT_MODEL,
     Budget,
@@ -33,17 +31,22 @@ from kvpolicy.cli.options import (
     Policies,
     TrustRemoteCode,
     check_new_file,
+    choose_plan,
+    examples,
     register_plugins,
     rows_or_share,
-    words,
+    split_list,
 )
-from kvpolicy.cli.output import say, terminal_width, write
-from kvpolicy.cli.units import human_bytes
+from kvpolicy.cli.output import format_bytes, format_table, info, print_text, terminal_width
 from kvpolicy.engine.results import Result
 from kvpolicy.errors import KVPolicyError
 from kvpolicy.files import atomic_write
 
-app = typer.Typer(add_completion=False, rich_markup_mode=None)
+app = typer.Typer(
+    help="Run tasks of lm-evaluation-harness with a plan.",
+    rich_help_panel="Experiments",
+    add_completion=False,
+)
 
 INSTALL = "pip install 'kvpolicy[lm-eval]'"
 _HEADERS = (
@@ -54,7 +57,12 @@ _STDERR = "_stderr"
 _MISSING = "-"
 
 
-@app.command()
+@app.command(
+    epilog=examples(
+        "kvpolicy lm-eval --tasks gsm8k --model Qwen/Qwen3-0.6B --limit 50",
+        "kvpolicy lm-eval --tasks gsm8k --plan plan.toml --model ./my-model",
+    )
+)
 def lm_eval(
     tasks: Annotated[
         str,
@@ -141,7 +149,7 @@ def lm_eval(
 
     Generations and log-likelihoods are computed by the engine, which evicts rows on the way.
     """
-    names = words(tasks)
+    names = split_list(tasks)
     if not names:
         msg = "--tasks names no task; write for example --tasks gsm8k."
         raise KVPolicyError(msg)
@@ -172,7 +180,7 @@ def lm_eval(
     lm = PolicyLM(engine, seed=seed or 0, think_end_token=think_end, follow=_show_progress)
     cache = None if output is None else AnswerCache(lm, output.with_suffix(".answers.db"))
     if cache is not None and cache.num_found:
-        say(f"resuming: {cache.num_found} answers are in {cache.path}.")
+        info(f"resuming: {cache.num_found} answers are in {cache.path}.")
     try:
         record = evaluate(
             lm,
@@ -226,12 +234,12 @@ def _generation(
 
 
 def _show_progress(results: Iterable[Result], kind: str, total: int) -> Iterator[Result]:
-    from kvpolicy.cli.progress import open_progress
+    from kvpolicy.cli.output import Progress
 
-    with open_progress(total) as progress:
+    with Progress(total) as progress:
         for num_done, result in enumerate(results, 1):
             yield result
-            progress.show(kind, num_done)
+            progress.update(kind, num_done)
 
 
 def _print_record(record: dict[str, Any], output: Path | None, *, json: bool) -> None:
@@ -240,15 +248,15 @@ def _print_record(record: dict[str, Any], output: Path | None, *, json: bool) ->
     text = jsonlib.dumps(record, ensure_ascii=False, indent=2, default=handle_non_serializable)
     if output is not None:
         atomic_write(output, text + "\n")
-    write((text if json else score_table(record, width=terminal_width())) + "\n")
+    print_text((text if json else score_table(record, width=terminal_width())) + "\n")
     for name, cost in record["kvpolicy"]["costs"].items():
         if cost["num_shortened"]:
-            say(
+            info(
                 f"{cost['num_shortened']} prompts of {name} were too long for the model's "
                 "positions; their beginning was dropped."
             )
     if output is not None:
-        say(f"the results are in {output}.")
+        info(f"the results are in {output}.")
 
 
 def score_table(record: Mapping[str, Any], *, width: int | None = None) -> str:
@@ -264,7 +272,7 @@ def score_table(record: Mapping[str, Any], *, width: int | None = None) -> str:
         the most that one sequence held.
     """
     rows = [row for name in record["results"] for row in _metric_rows(record, name)]
-    return columns(_HEADERS, rows, right=range(3, len(_HEADERS)), width=width)
+    return format_table(_HEADERS, rows, right=range(3, len(_HEADERS)), width=width)
 
 
 def _metric_rows(record: Mapping[str, Any], name: str) -> Iterator[list[str]]:
@@ -299,7 +307,7 @@ def _cost_columns(cost: Mapping[str, Any] | None) -> list[str]:
         f"{cost['num_cut_off'] / num:.0%}",
         f"{cost['compactions'] / num:.1f}",
         f"{cost['peak_rows']:,}",
-        human_bytes(cost["peak_bytes"]),
+        format_bytes(cost["peak_bytes"]),
     ]
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kvpolicy.cli.options import words
+from kvpolicy.cli.options import split_list
 from kvpolicy.errors import KVPolicyError
 
 if TYPE_CHECKING:
@@ -98,7 +98,7 @@ def numbers(option: str, text: str | None) -> list[int]:
     Raises:
         KVPolicyError: One of them is not a whole number.
     """
-    found = words(text)
+    found = split_list(text)
     wrong = [word for word in found if not (word.isascii() and word.isdigit())]
     if wrong or (text is not None and not found):
         came = repr(wrong[0]) if wrong else "no number"
@@ -148,4 +148,4 @@ def _values(text: str) -> list[Any]:
     try:
         return list(tomllib.loads(f"values = [{text}]")["values"])
     except (ValueError, RecursionError):
-        return words(text)
+        return split_list(text)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kvpolicy.cli.output import say
+from kvpolicy.cli.output import info
 from kvpolicy.errors import KVPolicyError
 
 if TYPE_CHECKING:
@@ -79,7 +79,7 @@ def open_executor(
     from kvpolicy.lab.executors.room import Room
 
     room = Room(workers, cpus or 1, gpus)
-    with RayCluster(address or os.environ.get("RAY_ADDRESS"), room, shelf, tell=say) as cluster:
+    with RayCluster(address or os.environ.get("RAY_ADDRESS"), room, shelf, tell=info) as cluster:
         yield RayExecutor(cluster)
 
 

@@ -6,19 +6,29 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kvpolicy.cli.output import say
+from kvpolicy.cli.options import examples
+from kvpolicy.cli.output import info
 from kvpolicy.errors import KVPolicyError, ResultsError
 from kvpolicy.lab.cli.report import Runs, read_runs
 
 if TYPE_CHECKING:
     from kvpolicy.lab.report.gather import CellView, GroupView
 
-app = typer.Typer(add_completion=False, rich_markup_mode=None)
+app = typer.Typer(
+    help="Draw a figure of runs for a paper.",
+    rich_help_panel="Results",
+    add_completion=False,
+)
 
 FRONTIER = "frontier"
 
 
-@app.command()
+@app.command(
+    epilog=examples(
+        "kvpolicy plot kvpolicy-ablate/baselines --to accuracy.svg",
+        "kvpolicy plot runs --quantity frontier --to frontier.pdf",
+    )
+)
 def plot(
     runs: Runs,
     to: Annotated[
@@ -78,7 +88,7 @@ def plot(
         paper.save_frontier(to, cells, known[first], known[MEMORY], size)
     else:
         paper.save_curve(to, cells, known[name], size)
-    say(f"{len(cells)} cells are drawn in {to}, {size.width:g} x {size.height:g} inches.")
+    info(f"{len(cells)} cells are drawn in {to}, {size.width:g} x {size.height:g} inches.")
 
 
 def _inches(width: str) -> float:

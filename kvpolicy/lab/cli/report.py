@@ -10,15 +10,18 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kvpolicy.cli.options import Json
-from kvpolicy.cli.output import say, write_json
-from kvpolicy.cli.units import human_bytes
+from kvpolicy.cli.options import Json, examples
+from kvpolicy.cli.output import format_bytes, info, print_json
 from kvpolicy.errors import OutputError
 
 if TYPE_CHECKING:
     from kvpolicy.lab.store.read import RunFolder
 
-app = typer.Typer(add_completion=False, rich_markup_mode=None)
+app = typer.Typer(
+    help="Show runs as one page that opens anywhere.",
+    rich_help_panel="Results",
+    add_completion=False,
+)
 
 DEFAULT = "kvpolicy-report.html"
 
@@ -28,7 +31,12 @@ Runs = Annotated[
 ]
 
 
-@app.command()
+@app.command(
+    epilog=examples(
+        "kvpolicy report kvpolicy-ablate/baselines --open",
+        "kvpolicy report runs --output report.html",
+    )
+)
 def report(
     runs: Runs,
     output: Annotated[
@@ -72,17 +80,17 @@ def report(
             for label, view in zip(labels_of(views), views, strict=True)
         ]
         folders = [str(run.path) for run in found]
-        write_json({"file": str(output), "bytes": num_bytes, "runs": folders, "groups": groups})
+        print_json({"file": str(output), "bytes": num_bytes, "runs": folders, "groups": groups})
     else:
         single = [view for view in views if not view.is_pooled]
         num_samples = sum(len(view.samples) for view in single)
         num_cells = sum(len(view.cells) for view in single)
-        say(
+        info(
             f"{num_samples:,} samples of {num_cells} cells are in {output} "
-            f"({human_bytes(num_bytes)}); open it in a browser."
+            f"({format_bytes(num_bytes)}); open it in a browser."
         )
     if show and not webbrowser.open(output.resolve().as_uri()):
-        say(f"no browser could be started; open {output} in one.")
+        info(f"no browser could be started; open {output} in one.")
 
 
 def read_runs(folders: list[Path]) -> "list[RunFolder]":

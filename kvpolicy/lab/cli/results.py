@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kvpolicy.cli.columns import columns
-from kvpolicy.cli.options import Json, check_new_file
-from kvpolicy.cli.output import say, terminal_width, write, write_json
+from kvpolicy.cli.options import Json, check_new_file, examples
+from kvpolicy.cli.output import format_table, info, print_json, print_text, terminal_width
 from kvpolicy.errors import KVPolicyError, ResultsError
 from kvpolicy.lab.cli.compare import compare
 from kvpolicy.lab.cli.resultsoptions import Budgets, Models, Runs, Seeds, Series, Tasks
@@ -23,14 +22,21 @@ if TYPE_CHECKING:
     from kvpolicy.lab.store.read import RunFolder
 
 app = typer.Typer(
-    add_completion=False,
-    rich_markup_mode=None,
+    help="List, show, compare and export the results of runs.",
+    rich_help_panel="Results",
     no_args_is_help=True,
-    help="List runs, show and compare what they found, and export their samples.",
+    add_completion=False,
 )
 
 
-@app.command("list", short_help="Show the runs below a folder.")
+@app.command(
+    "list",
+    short_help="Show the runs below a folder.",
+    epilog=examples(
+        "kvpolicy results list",
+        "kvpolicy results list runs --json",
+    ),
+)
 def listing(
     folder: Annotated[
         Path, typer.Argument(metavar="FOLDER", help="Where runs are, at any depth.")
@@ -42,20 +48,26 @@ def listing(
 
     found = [_summary(path) for path in find_runs(folder)]
     if json:
-        write_json(found, indent=2)
+        print_json(found, indent=2)
         return
     for one in found:
         if one.get("problem"):
-            say(one["problem"])
+            info(one["problem"])
     rows = [_listed(one) for one in found if not one.get("problem")]
     if rows:
         headers = ["run", "begun", "models", "tasks", "seeds", "cells", "samples", "failed"]
-        write(columns(headers, rows, right=(4, 5, 6, 7)) + "\n")
+        print_text(format_table(headers, rows, right=(4, 5, 6, 7)) + "\n")
     elif not found:
-        say(f"there is no run below {folder}; `kvpolicy ablate` makes one.")
+        info(f"there is no run below {folder}; `kvpolicy ablate` makes one.")
 
 
-@app.command(short_help="Show what runs found: one row for each plan.")
+@app.command(
+    short_help="Show what runs found: one row for each plan.",
+    epilog=examples(
+        "kvpolicy results table kvpolicy-ablate/baselines",
+        "kvpolicy results table runs --by depth --csv",
+    ),
+)
 def table(
     runs: Runs,
     by: Annotated[
@@ -93,18 +105,30 @@ def table(
     check_facet(cells, by)
     rows = tabulate_pooled(cells) if by is None else break_down_pooled(cells, by)
     if json:
-        write_json(to_plain(rows), indent=2)
+        print_json(to_plain(rows), indent=2)
     elif csv:
-        write(to_csv(rows))
+        print_text(to_csv(rows))
     else:
         say_what_lacks(cells)
-        write(_text(rows))
+        print_text(_text(rows))
 
 
-app.command(short_help="Compare two cells item by item, or all with one.")(compare)
+app.command(
+    short_help="Compare two cells item by item, or all with one.",
+    epilog=examples(
+        "kvpolicy results compare runs H2O@128 R-KV@128",
+        "kvpolicy results compare runs --with 'full cache'",
+    ),
+)(compare)
 
 
-@app.command(short_help="Write samples as CSV or Parquet.")
+@app.command(
+    short_help="Write samples as CSV or Parquet.",
+    epilog=examples(
+        "kvpolicy results export runs --to samples.csv",
+        "kvpolicy results export runs --to samples.parquet",
+    ),
+)
 def export(
     runs: Runs,
     to: Annotated[
@@ -134,7 +158,7 @@ def export(
     wanted = select(opened, series=series, budgets=budget, models=model, tasks=task, seeds=seed)
     flat = flatten(opened, wanted.keeps, items=items)
     write_table(flat, to)
-    say(f"{len(flat.rows):,} samples of {len(flat.kinds)} columns are in {to}.")
+    info(f"{len(flat.rows):,} samples of {len(flat.kinds)} columns are in {to}.")
 
 
 def _summary(path: Path) -> dict[str, Any]:

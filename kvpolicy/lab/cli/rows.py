@@ -2,8 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 
-from kvpolicy.cli.columns import columns
-from kvpolicy.cli.units import human_bytes
+from kvpolicy.cli.output import format_bytes, format_table
 from kvpolicy.lab.analysis.facets import FacetRow
 from kvpolicy.lab.analysis.table import Row
 from kvpolicy.lab.statistics import Estimate
@@ -77,7 +76,7 @@ def _set(
     labels = labels or {}
     headers = [*labels, *headers]
     rows = [[*(said[i] for said in labels.values()), *row] for i, row in enumerate(rows)]
-    return columns(headers, rows, right=range(len(labels) + 1, len(headers)), width=width)
+    return format_table(headers, rows, right=range(len(labels) + 1, len(headers)), width=width)
 
 
 def _words(row: Row, columns_: Sequence[Column]) -> list[str]:
@@ -90,7 +89,7 @@ def _words(row: Row, columns_: Sequence[Column]) -> list[str]:
         f"{row.length.value:.0f}" if row.length else "-",
         cut_off,
         f"{row.compactions:.1f}",
-        human_bytes(row.peak_bytes),
+        format_bytes(row.peak_bytes),
         "-" if row.throughput_tok_s is None else f"{row.throughput_tok_s:,.0f}",
     ]
 

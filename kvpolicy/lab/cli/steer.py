@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import attrs
 import typer
 
-from kvpolicy.cli.columns import columns
-from kvpolicy.cli.interrupt import Interrupted
+from kvpolicy.cli.app import Interrupted
 from kvpolicy.cli.options import (
     DEFAULT_MODEL,
     Device,
@@ -22,8 +21,9 @@ from kvpolicy.cli.options import (
     Model,
     TrustRemoteCode,
     check_new_file,
+    examples,
 )
-from kvpolicy.cli.output import say, write, write_json
+from kvpolicy.cli.output import format_table, info, print_json, print_text
 from kvpolicy.entry_points import default_name
 from kvpolicy.errors import KVPolicyError
 
@@ -36,17 +36,23 @@ if TYPE_CHECKING:
 DEFAULT_TASK = default_name("task")
 
 app = typer.Typer(
-    add_completion=False,
-    rich_markup_mode=None,
+    help="Make steering vectors, and show what is in them.",
+    rich_help_panel="Models",
     no_args_is_help=True,
-    help="Make steering vectors for a model, and show what is in a file of them.",
+    add_completion=False,
 )
 
 _MAX_NEW_TOKENS = 10_000  # SEAL's; for models that do not say how much they usually generate
 _FEW_THOUGHTS = 200  # of a side; below, the mean of a few hundred numbers is mostly noise
 
 
-@app.command(short_help="Make steering vectors from traces of a model.")
+@app.command(
+    short_help="Make steering vectors from traces of a model.",
+    epilog=examples(
+        "kvpolicy steer calibrate --output reasoner.safetensors",
+        "kvpolicy steer calibrate --model ./m --task gsm8k --output m.safetensors",
+    ),
+)
 def calibrate(
     output: Annotated[
         Path, typer.Option(metavar="FILE", help="Where the vectors go, a new .safetensors file.")
@@ -117,7 +123,13 @@ def calibrate(
     _show(str(output), vectors, default_layer, json=json)
 
 
-@app.command(short_help="Show what steering vectors are made of.")
+@app.command(
+    short_help="Show what steering vectors are made of.",
+    epilog=examples(
+        "kvpolicy steer show reasoner",
+        "kvpolicy steer show my-vectors.safetensors --json",
+    ),
+)
 def show(
     file: Annotated[str, typer.Argument(metavar="NAME|FILE", help="Bundled vectors, or a file.")],
     json: Json = False,
@@ -130,17 +142,17 @@ def show(
 
 
 def _solve(source: "Source", *, max_new_tokens: int, slots: int) -> "list[Trace]":
-    from kvpolicy.cli.progress import open_progress
+    from kvpolicy.cli.output import Progress
     from kvpolicy.lab.steer.calibrate import write_traces
 
     traces: list[Trace] = []
     num_right = 0
-    with open_progress(source.n) as progress:
-        progress.show("solving problems", 0)
+    with Progress(source.n) as progress:
+        progress.update("solving problems", 0)
         for trace in write_traces(source, max_new_tokens=max_new_tokens, slots=slots):
             traces.append(trace)
             num_right += trace.is_right
-            progress.show(f"problems solved, {num_right} right", len(traces))
+            progress.update(f"problems solved, {num_right} right", len(traces))
     return traces
 
 
@@ -152,7 +164,7 @@ def _compare(
     max_right: int,
     max_wrong: int,
 ) -> "list[SteeringVector]":
-    from kvpolicy.cli.progress import open_progress
+    from kvpolicy.cli.output import Progress
     from kvpolicy.lab.steer.calibrate import contrast_layers, describe, mark, pick
     from kvpolicy.lab.steer.rules import EXECUTION
 
@@ -162,15 +174,15 @@ def _compare(
     counts = calibration.num_thoughts
     fewest = min(counts[EXECUTION], sum(counts.values()) - counts[EXECUTION])
     if fewest < _FEW_THOUGHTS:
-        say(f"one side has {fewest} thoughts only: the vectors will be noisy; raise --n.")
-    with open_progress(len(marked)) as progress:
-        progress.show("traces read again", 0)
+        info(f"one side has {fewest} thoughts only: the vectors will be noisy; raise --n.")
+    with Progress(len(marked)) as progress:
+        progress.update("traces read again", 0)
         return contrast_layers(
             source.model,
             marked,
             layers,
             calibration,
-            report=lambda num_done: progress.show("traces read again", num_done),
+            report=lambda num_done: progress.update("traces read again", num_done),
         )
 
 
@@ -184,7 +196,7 @@ def _show(
             for one in vectors
         ]
         found = {"calibration": attrs.asdict(calibration), "default_layer": default_layer}
-        write_json({"file": file, **found, "layers": plain}, indent=2)
+        print_json({"file": file, **found, "layers": plain}, indent=2)
         return
     thoughts = ", ".join(f"{count:,} {kind}" for kind, count in calibration.num_thoughts.items())
     facts = [
@@ -196,9 +208,11 @@ def _show(
         ["vector", f"{calibration.sign}, {len(vectors[0].vector)} numbers"],
         ["made by", f"kvpolicy {calibration.version}".strip()],
     ]
-    write("".join(f"{name:<10}{fact}\n" for name, fact in facts) + "\n")
+    print_text("".join(f"{name:<10}{fact}\n" for name, fact in facts) + "\n")
     rows = [_row(one, default_layer) for one in vectors]
-    write(columns(["layer", "norm", "separation", "default"], rows, right=(0, 1, 2)) + "\n")
+    print_text(
+        format_table(["layer", "norm", "separation", "default"], rows, right=(0, 1, 2)) + "\n"
+    )
 
 
 def _row(one: "SteeringVector", default_layer: int | None) -> list[Any]:

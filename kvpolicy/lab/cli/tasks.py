@@ -13,17 +13,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 import attrs
 import typer
 
-from kvpolicy.cli.options import Json
-from kvpolicy.cli.output import write, write_json
+from kvpolicy.cli.options import Json, examples
+from kvpolicy.cli.output import print_json, print_text
 
 if TYPE_CHECKING:
     from kvpolicy.lab.tasks.task import Item, TaskInfo
 
 app = typer.Typer(
-    add_completion=False,
-    rich_markup_mode=None,
+    help="Show the installed tasks and their examples.",
+    rich_help_panel="Experiments",
     no_args_is_help=True,
-    help="Show what an ablation can ask, and its problems.",
+    add_completion=False,
 )
 
 _WIDEST = 100
@@ -38,22 +38,35 @@ class _Split(Enum):
     train = "train"
 
 
-@app.command("list", short_help="Show the installed tasks and their options.")
+@app.command(
+    "list",
+    short_help="Show the installed tasks and their options.",
+    epilog=examples(
+        "kvpolicy tasks list",
+        "kvpolicy tasks list --json",
+    ),
+)
 def listing(json: Json = False) -> None:
     """Show the installed tasks: what they ask, and their options with defaults."""
     from kvpolicy.lab.tasks.task import installed_tasks
 
     tasks = installed_tasks()
     if json:
-        write_json([attrs.asdict(task) for task in tasks], indent=2)
+        print_json([attrs.asdict(task) for task in tasks], indent=2)
         return
     indent = 2 + max((len(task.name) for task in tasks), default=0)
     width = min(get_terminal_size().columns, _WIDEST)
     for task in tasks:
-        write("\n".join(_lines(task, indent, width)) + "\n")
+        print_text("\n".join(_lines(task, indent, width)) + "\n")
 
 
-@app.command(short_help="Show problems and their answers.")
+@app.command(
+    short_help="Show problems and their answers.",
+    epilog=examples(
+        "kvpolicy tasks show reasoner --n 3",
+        "kvpolicy tasks show needle:length=200",
+    ),
+)
 def show(
     task: Annotated[
         str, typer.Argument(metavar="NAME|FILE|ID", help="A task, with options after a colon.")
@@ -68,10 +81,10 @@ def show(
 
     items = load_task(task).items(n, seed=seed, split=split.value)
     if json:
-        write_json([_plain(item) for item in items], indent=2)
+        print_json([_plain(item) for item in items], indent=2)
         return
     for item in items:
-        write(_words(item) + "\n\n")
+        print_text(_words(item) + "\n\n")
 
 
 def _plain(item: "Item") -> dict[str, Any]:

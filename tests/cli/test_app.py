@@ -1,0 +1,98 @@
+"""The program: commands of packages, their help, completion."""
+
+import shlex
+from collections.abc import Iterator
+from importlib.metadata import EntryPoint, distribution
+from typing import Any
+
+import pytest
+from shell import Shell, refusal
+
+from kvpolicy import entry_points
+from kvpolicy.cli.app import PANELS, command_names, load_command
+
+
+def leaves() -> Iterator[tuple[str, Any]]:
+    """Every command that does something, with its full name."""
+    for name in command_names():
+        command = load_command(name)
+        for sub, one in getattr(command, "commands", {"": command}).items():
+            yield f"kvpolicy {name} {sub}".strip(), one
+
+
+LEAVES = dict(leaves())
+
+
+@pytest.mark.parametrize("name", LEAVES)
+def test_a_command_has_two_examples_of_itself(name: str) -> None:
+    title, *examples = str(LEAVES[name].epilog).splitlines()
+    assert title == "Examples:"
+    assert len(examples) == 2
+    for example in examples:
+        assert example == name or example.startswith(f"{name} ")
+        assert len(example) <= 76, "a longer one is wrapped"
+
+
+@pytest.mark.parametrize("name", LEAVES)
+def test_the_examples_of_a_command_can_be_parsed(name: str) -> None:
+    for example in str(LEAVES[name].epilog).splitlines()[1:]:
+        words = shlex.split(example.partition(" > ")[0])
+        arguments = words[len(name.split()) :]
+        LEAVES[name].make_context(name, arguments)
+
+
+def test_commands_are_listed_in_panels_with_whole_sentences(
+    kvpolicy: Shell, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    shown = kvpolicy("--help").out
+    order = [shown.index(f"─ {panel} ─") for panel in PANELS]
+    assert order == sorted(order)
+    for name in command_names():
+        (line,) = [line for line in shown.splitlines() if line.startswith(f"│ {name} ")]
+        assert line.rstrip(" │").endswith("."), line
+
+
+@pytest.mark.parametrize("words", [(), ("--help",)])
+def test_without_a_command_there_is_help(kvpolicy: Shell, words: tuple[str, ...]) -> None:
+    answer = kvpolicy(*words)
+    assert answer.status == 0
+    assert "Usage: kvpolicy [OPTIONS] COMMAND [ARGS]..." in answer.out
+    assert "--install-completion" in answer.out
+
+
+def test_a_default_in_brackets_is_shown(kvpolicy: Shell) -> None:
+    assert "[default: cuda, or cpu]" in kvpolicy("run", "--help").out
+
+
+def test_shell_completion_knows_commands_and_options(
+    kvpolicy: Shell, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("_KVPOLICY_COMPLETE", "complete_bash")
+    for line, completed in (("kvpolicy ab", "ablate"), ("kvpolicy run --pol", "--policy")):
+        monkeypatch.setenv("COMP_WORDS", line)
+        monkeypatch.setenv("COMP_CWORD", str(len(line.split()) - 1))
+        with pytest.raises(SystemExit):
+            kvpolicy()
+        assert capsys.readouterr().out.split() == [completed]
+
+
+def register(monkeypatch: pytest.MonkeyPatch, name: str, value: str) -> None:
+    """Add one command to those that are installed."""
+    point = EntryPoint(name, value, "kvpolicy.commands")
+    vars(point)["dist"] = distribution("kvpolicy")
+    all_of = entry_points.installed
+    monkeypatch.setattr(
+        "kvpolicy.entry_points.installed", lambda group: all_of(group) | {name: point}
+    )
+    monkeypatch.setattr("kvpolicy.cli.app.installed", entry_points.installed)
+
+
+def test_a_broken_command_is_one_sentence_and_the_others_go_on(
+    kvpolicy: Shell, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    register(monkeypatch, "broken", "no_such_package.cli:app")
+    sentence = refusal(kvpolicy("broken"))
+    assert "command 'broken' (no_such_package.cli:app, kvpolicy" in sentence
+    assert "no_such_package.cli:app" in kvpolicy("--help").out
+    assert kvpolicy("list").status == 0

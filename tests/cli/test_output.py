@@ -1,0 +1,137 @@
+"""Output: tables, units, progress."""
+
+import io
+import sys
+import threading
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvpolicy.cli import output
+from kvpolicy.cli.output import Progress, format_bytes, format_table
+
+
+def test_numbers_are_aligned_right_and_words_left() -> None:
+    table = format_table(["name", "n"], [["a", "1"], ["long", "1000"]], right=[1])
+    assert table.splitlines() == ["name     n", "────  ────", "a        1", "long  1000"]
+
+
+def test_columns_move_closer_before_a_line_is_too_long() -> None:
+    rows = [["a" * 10, "b" * 10]]
+    assert format_table(["x", "y"], rows, width=22).splitlines()[2] == f"{'a' * 10}  {'b' * 10}"
+    assert format_table(["x", "y"], rows, width=21).splitlines()[2] == f"{'a' * 10} {'b' * 10}"
+    assert format_table(["x", "y"], rows, width=5).splitlines()[2] == f"{'a' * 10} {'b' * 10}"
+
+
+@given(
+    st.lists(st.tuples(st.text("ab[]", max_size=9), st.text("cd ", max_size=80)), max_size=5),
+    st.integers(40, 90),
+)
+def test_the_last_column_is_wrapped_to_fit(rows: list[tuple[str, str]], width: int) -> None:
+    table = format_table(["name", "words"], rows, width=width)
+    words = [word for _, text in rows for word in text.split()]
+    if all(len(word) <= 20 for word in words):
+        assert max(map(len, table.splitlines())) <= width
+        assert [w for w in table.split() if set(w) <= set("cd")] == words
+    assert all(name in table for name, _ in rows)
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "text"),
+    [
+        (0, "0 B"),
+        (1023, "1023 B"),
+        (1024, "1.0 KiB"),
+        (1536, "1.5 KiB"),
+        (1023 * 1024, "1.0 MiB"),
+        (5 * 2**30, "5.0 GiB"),
+        (3 * 2**40, "3.0 TiB"),
+    ],
+)
+def test_bytes_have_the_largest_fitting_unit(num_bytes: int, text: str) -> None:
+    assert format_bytes(num_bytes) == text
+
+
+class Clock:
+    """A clock that only moves when told to."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 100.0
+        monkeypatch.setattr(output, "monotonic", lambda: self.now)
+
+
+def test_a_log_gets_a_line_every_ten_seconds(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    clock = Clock(monkeypatch)
+    with Progress(10) as progress:
+        for done in range(10):
+            clock.now += 4
+            progress.update("busy [/b]", done)
+        progress.log("a line that stays [/b]")
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    lines = captured.err.splitlines()
+    assert lines[-1] == "a line that stays [/b]"
+    assert [line.split(" ")[0] for line in lines[:-1]] == ["2/10", "5/10", "8/10"]
+
+
+@pytest.mark.parametrize(
+    ("each_s", "pace"), [(5, "0.2/s, 0:00:20 left"), (200, "200 s each, 0:13:20 left")]
+)
+def test_the_pace_counts_only_what_was_done_since(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], each_s: int, pace: str
+) -> None:
+    clock = Clock(monkeypatch)
+    with Progress(100, num_done=90) as progress:
+        for done in range(91, 97):
+            clock.now += each_s
+            progress.update("busy", done)
+    assert capsys.readouterr().err.splitlines()[-1] == f"96/100 done, {pace}; busy"
+
+
+class Terminal(io.StringIO):
+    """A stream that pretends to be a terminal."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+def on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> Terminal:
+    """Replace stderr."""
+    stderr = Terminal()
+    monkeypatch.setattr(sys, "stderr", stderr)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "100")
+    return stderr
+
+
+@pytest.mark.parametrize("name", ["ours [/w sinks]", "R-KV [ours]", "[bold]R-KV[/bold]"])
+def test_on_a_terminal_names_are_shown_as_they_are(
+    monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    terminal = on_a_terminal(monkeypatch)
+    with Progress(10) as progress:
+        progress.update(f"{name}: 80%", 1)
+        progress.log(f"{name} is done")
+    assert f"{name}: 80%" in terminal.getvalue()
+    assert f"{name} is done" in terminal.getvalue()
+
+
+def test_on_a_terminal_no_thread_draws(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Processes are forked while progress is shown, and would inherit the locks of a thread."""
+    terminal = on_a_terminal(monkeypatch)
+    clock = Clock(monkeypatch)
+    num_threads = threading.active_count()
+    with Progress(10) as progress:
+        for done in range(10):
+            clock.now += 2
+            progress.update("full cache: accuracy 80%", done)
+            assert threading.active_count() == num_threads
+        progress.log("a line that stays")
+    drawn = terminal.getvalue()
+    assert "9/10" in drawn
+    assert "0.5/s, 0:00:02 left" in drawn
+    assert "accuracy 80%" in drawn
+    assert "a line that stays" in drawn
