@@ -18,8 +18,7 @@ import attrs
 
 from kvpolicy.errors import TaskError
 from kvpolicy.lab.tasks.answers import extract_answer
-from kvpolicy.lab.tasks.measures import Graded
-from kvpolicy.lab.tasks.task import Item, Split, spell
+from kvpolicy.lab.tasks.task import Example, Graded, Split, spell
 from kvpolicy_reasoner.facts import NAMES, Fact, derive, draw_leaf
 from kvpolicy_reasoner.task import split_of
 
@@ -73,21 +72,21 @@ class Retrieval:
         """Right answers."""
         return Graded(self.grade)
 
-    def items(self, n: int, *, seed: int, split: Split = "test") -> Sequence[Item]:
+    def items(self, n: int, *, seed: int, split: Split = "test") -> Sequence[Example]:
         """Draw ``n`` haystacks of a split; no prompt is in two of them."""
         rng = random.Random(f"{self.family} {self.length} {self.keys} {split} {seed}")
-        items: dict[str, Item] = {}
+        items: dict[str, Example] = {}
         while len(items) < n:
             item = self._draw(rng, len(items))
             if split_of(item.prompt) == split:
                 items.setdefault(item.prompt, item)
         return list(items.values())
 
-    def grade(self, text: str, item: Item) -> bool:
+    def grade(self, text: str, item: Example) -> bool:
         """Tell whether the last box of ``text`` holds the number asked for."""
         return extract_answer(text) == item.answer
 
-    def _draw(self, rng: random.Random, index: int) -> Item:
+    def _draw(self, rng: random.Random, index: int) -> Example:
         names = rng.sample(NAMES, len(NAMES))
         needles = [_draw_needle(rng, names.pop(), names.pop()) for _ in range(self.keys)]
         leaves = [draw_leaf(rng, name) for name in names]
@@ -100,7 +99,7 @@ class Retrieval:
         asked = rng.randrange(self.keys)
         text, before = "".join(sentences), needles[asked][0].text
         place = text.index(before) / len(text)
-        return Item(
+        return Example(
             index=index,
             prompt=f"<|user|>{text} What is {needles[asked][1].name}?<|assistant|><think>\n\n",
             answer=str(needles[asked][1].value),

@@ -6,8 +6,7 @@ import attrs
 
 from kvpolicy.errors import TaskError
 from kvpolicy.lab.tasks.answers import extract_answer
-from kvpolicy.lab.tasks.measures import Graded
-from kvpolicy.lab.tasks.task import Item, Split, spell
+from kvpolicy.lab.tasks.task import Example, Graded, Split, spell
 from kvpolicy_reasoner import REASONER, REASONER_VERBOSE
 from kvpolicy_reasoner.facts import Difficulty
 from kvpolicy_reasoner.problems import problems_of
@@ -52,12 +51,12 @@ class ReasonerTask:
         """Right answers."""
         return Graded(self.grade)
 
-    def items(self, n: int, *, seed: int, split: Split = "test") -> Sequence[Item]:
+    def items(self, n: int, *, seed: int, split: Split = "test") -> Sequence[Example]:
         """Draw ``n`` problems of a split; no problem is in two of them."""
         difficulty = LEVELS[self.level]
         drawn = problems_of(self.reasoner).draw(n, seed=seed, split=split, difficulty=difficulty)
         return [
-            Item(
+            Example(
                 index=index,
                 prompt=problem.prompt,
                 answer=problem.answer,
@@ -67,7 +66,7 @@ class ReasonerTask:
             for index, problem in enumerate(drawn)
         ]
 
-    def grade(self, text: str, item: Item) -> bool:
+    def grade(self, text: str, item: Example) -> bool:
         """Tell whether the last box of ``text`` holds the answer."""
         return extract_answer(text) == item.answer
 

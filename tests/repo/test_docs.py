@@ -23,10 +23,8 @@ from kvpolicy.cli.app import command_names, load_command
 from kvpolicy.hooks import discovery
 from kvpolicy.hooks.discovery import describe
 from kvpolicy.lab.sweep.sweep_file import default_preset, load_preset
-from kvpolicy.lab.tasks.agreement import Agreement
-from kvpolicy.lab.tasks.measures import Graded
-from kvpolicy.lab.tasks.perplexity import Perplexity
-from kvpolicy.lab.tasks.task import Item, installed_tasks
+from kvpolicy.lab.tasks.likelihood import Agreement, Perplexity
+from kvpolicy.lab.tasks.task import Example, Graded, installed_tasks
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -277,9 +275,11 @@ def test_every_level_is_documented_with_its_ranges() -> None:
 
 
 def test_the_fields_of_an_item_are_documented() -> None:
-    row = re.search(r"^\| `kvpolicy.lab.tasks.task.Item` \| .*?: (.*) \|$", TASKS.read_text(), re.M)
+    row = re.search(
+        r"^\| `kvpolicy.lab.tasks.task.Example` \| .*?: (.*) \|$", TASKS.read_text(), re.M
+    )
     assert row
-    assert re.findall(r"`(\w+)`", row[1]) == [field.name for field in attrs.fields(Item)]
+    assert re.findall(r"`(\w+)`", row[1]) == [field.name for field in attrs.fields(Example)]
 
 
 # The README

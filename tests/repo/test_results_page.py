@@ -23,7 +23,7 @@ from kvpolicy.lab.store.records import (
     ItemRecord,
     Sample,
 )
-from kvpolicy.lab.tasks.measures import ACCURACY
+from kvpolicy.lab.tasks.task import ACCURACY
 
 PAGE = Path(__file__).parents[2] / "docs" / "reference" / "results.md"
 RECORDS = {

@@ -5,9 +5,8 @@ from collections.abc import Sequence
 from kvpolicy.errors import ResultsError
 from kvpolicy.hooks.discovery import nearest
 from kvpolicy.lab.store.records import EvalSettingRecord
-from kvpolicy.lab.tasks.agreement import Agreement
+from kvpolicy.lab.tasks.likelihood import Agreement, Perplexity
 from kvpolicy.lab.tasks.measures import ACCURACY, LENGTH, Column, mean_of
-from kvpolicy.lab.tasks.perplexity import Perplexity
 
 # Columns that are more than the mean of a value; whoever measures otherwise gets the mean.
 _KNOWN = {column.name: column for column in (ACCURACY, *Perplexity().columns, *Agreement().columns)}

@@ -17,7 +17,7 @@ from kvpolicy.cli.options import Json, examples
 from kvpolicy.cli.output import print_json, print_text
 
 if TYPE_CHECKING:
-    from kvpolicy.lab.tasks.task import Item, TaskInfo
+    from kvpolicy.lab.tasks.task import Example, TaskInfo
 
 app = typer.Typer(
     help="Show the installed tasks and their examples.",
@@ -87,12 +87,12 @@ def show(
         print_text(_words(item) + "\n\n")
 
 
-def _plain(item: "Item") -> dict[str, Any]:
+def _plain(item: "Example") -> dict[str, Any]:
     # Attempts belong to a comparison, not to a task.
     return attrs.asdict(item, filter=lambda field, _: field.name != "attempt")
 
 
-def _words(item: "Item") -> str:
+def _words(item: "Example") -> str:
     facets = ", ".join(f"{name} {value}" for name, value in item.facets.items())
     head = f"── problem {item.index}{f': {facets}' if facets else ''} ──"
     parts = [head, _cut(item.prompt.rstrip("\n"))] if item.prompt else [head]

@@ -1,6 +1,6 @@
 """Log-likelihoods of given continuations while rows are evicted.
 
-The engine decodes each continuation as `kvpolicy.lab.tasks.perplexity` does: the context is
+The engine decodes each continuation as `kvpolicy.lab.tasks.likelihood` does: the context is
 prefilled like any prompt, each further token takes one decode step, and compactions happen where
 they would happen if the model had generated the text. A single forward over context and
 continuation would evict nothing before its end, so every plan would score alike.

@@ -22,8 +22,7 @@ from kvpolicy.lab.steer.hidden_states import MarkedTrace, states_before_thoughts
 from kvpolicy.lab.steer.rules import EXECUTION, ThoughtRules
 from kvpolicy.lab.steer.thoughts import find_thoughts
 from kvpolicy.lab.tasks import chat_template as chat
-from kvpolicy.lab.tasks.measures import GradeError, grader_of
-from kvpolicy.lab.tasks.task import Split, Task
+from kvpolicy.lab.tasks.task import GradeError, Split, Task, grader_of
 from kvpolicy.plan.plan import Plan
 from kvpolicy.toolkit.calibration import Calibration
 from kvpolicy.toolkit.paragraphs import Paragraphs

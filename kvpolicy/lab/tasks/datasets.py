@@ -1,7 +1,7 @@
-"""The rows of a data set: from the hub, from a folder laid out as on the hub, or from a file.
+"""Rows of a data set: from the hub, from a folder laid out as on the hub, or from a file.
 
-Rows are read when they are looked at, so that a file of gigabytes, of which a few rows are
-wanted, does not have to fit into memory.
+Rows of JSON lines are read when they are accessed, so that a file of gigabytes does not have to
+fit into memory.
 """
 
 import importlib.util
@@ -18,18 +18,18 @@ Rows = Sequence[Row]
 
 EXTRA = "pip install 'kvpolicy[tasks]'"
 
-# Kinds of files that the package `datasets` reads, by their suffix.
+# Files that the package `datasets` reads: its name of the format, by suffix.
 _TABLES = {".parquet": "parquet", ".csv": "csv"}
 
 
 def read_rows(source: str, *, config: str | None = None, split: str = "test") -> Rows:
-    """Find the rows of a data set.
+    """Open the rows of a data set.
 
     Args:
         source: A file (``.jsonl``, ``.json``, ``.txt``, ``.csv``, ``.parquet``), a folder, or
             a hub id. A text file has a row ``{"text"}`` for each paragraph.
         config: Configuration of a data set that has several.
-        split: Split of a data set; a file has no other rows than its own.
+        split: Split of a data set; ignored for files.
 
     Returns:
         The rows, in order.
@@ -49,11 +49,11 @@ def read_rows(source: str, *, config: str | None = None, split: str = "test") ->
 
 
 def require(module: str, what: str, *, install: str = EXTRA) -> None:
-    """Refuse to go on without an optional package.
+    """Check that an optional package is installed.
 
     Args:
-        module: What would be imported.
-        what: What needs it.
+        module: Name of its module.
+        what: What needs it, for the message.
         install: The command that installs it.
 
     Raises:
@@ -65,25 +65,25 @@ def require(module: str, what: str, *, install: str = EXTRA) -> None:
 
 
 class JsonRows(Sequence[Row]):
-    """Files of JSON lines, one row a line, of which only the places are remembered."""
+    """Files of JSON lines, one row per line; only the offsets of the lines are in memory."""
 
     def __init__(self, paths: Sequence[Path]) -> None:
-        """Find the lines; raises `TaskError` if a file cannot be read."""
-        self._places: list[tuple[Path, int, int]] = []
+        """Index the lines; raises `TaskError` if a file cannot be read."""
+        self._lines: list[tuple[Path, int, int]] = []
         for path in paths:
             _check_file(path)
             with path.open("rb") as file:
                 start = 0
                 for number, line in enumerate(file, 1):
                     if line.strip():
-                        self._places.append((path, number, start))
+                        self._lines.append((path, number, start))
                     start += len(line)
 
     def __len__(self) -> int:
-        return len(self._places)
+        return len(self._lines)
 
     def __getitem__(self, index: Any) -> Any:
-        path, number, start = self._places[index]
+        path, number, start = self._lines[index]
         with path.open("rb") as file:
             file.seek(start)
             line = file.readline()
@@ -92,7 +92,7 @@ class JsonRows(Sequence[Row]):
         except ValueError:
             row = None
         if not isinstance(row, dict):
-            msg = f"line {number} of {path} is not a JSON object; one is wanted on each line"
+            msg = f"line {number} of {path} is not a JSON object; expected one on each line"
             raise TaskError(msg)
         return row
 
@@ -125,28 +125,28 @@ def _read_whole(path: Path) -> Rows:
 
 
 def _load(source: str, kind: str, config: str | None = None, **options: Any) -> Rows:
-    """Have the package `datasets` read something."""
+    """Read rows with the package `datasets`."""
     require("datasets", f"reading {source}")
     is_local = Path(source).exists()
     import datasets
 
     if not is_local and not hub_reachable() and not _is_cached(source):
         msg = (
-            f"data set '{source}' is no file or folder and has not been downloaded before, and "
+            f"data set '{source}' is no file or folder, it has not been downloaded before, and "
             "the hub cannot be reached from here; give the task the option source=FILE"
         )
         raise TaskError(msg)
-    shown = datasets.utils.logging.get_verbosity()
+    verbosity = datasets.utils.logging.get_verbosity()
     try:
         datasets.disable_progress_bars()
         datasets.utils.logging.set_verbosity_error()
         rows: Rows = datasets.load_dataset(kind, config, **options)
-    except Exception as error:  # a dozen kinds, among them those of pyarrow and of the hub
+    except Exception as error:  # a dozen types, of pyarrow and the hub among others
         reason = str(error).partition("\n")[0].rstrip(".")
         msg = f"data set '{source}' cannot be loaded: {type(error).__name__}: {reason}"
         raise TaskError(msg) from error
     finally:
-        datasets.utils.logging.set_verbosity(shown)
+        datasets.utils.logging.set_verbosity(verbosity)
         datasets.enable_progress_bars()
     return rows
 

@@ -1,12 +1,11 @@
 """LiveCodeBench (2403.07974): contest problems, answered with programs that are run on tests.
 
-The hub's ``livecodebench/code_generation_lite`` is a loading script, which today's `datasets`
-does not run; the files beside it, ``test.jsonl`` to ``test6.jsonl``, are read as they are.
-Release ``k`` consists of the first ``k`` of them: release 1 has 400 problems. One file has up to
-1.25 GB.
+The hub's ``livecodebench/code_generation_lite`` is a loading script, which current `datasets`
+does not run; its files ``test.jsonl`` to ``test6.jsonl`` are read directly. Release ``k`` consists
+of the first ``k`` of them: release 1 has 400 problems. One file has up to 1.25 GB.
 
-Half of the private tests are packed as base64 of zlib of a pickle of JSON. Unpickling runs
-whatever the file says, so the one text in the pickle is read without that.
+Half of the private tests are packed as base64 of zlib of a pickle of JSON. Unpickling executes
+code from the file, so the one text in the pickle is extracted without unpickling.
 """
 
 import base64
@@ -21,21 +20,18 @@ from typing import Any
 import attrs
 
 from kvpolicy.errors import TaskError
-from kvpolicy.lab.tasks import code_grading as codegrade
 from kvpolicy.lab.tasks.answers import extract_code
-from kvpolicy.lab.tasks.code_grading import Test
+from kvpolicy.lab.tasks.code_grading import Test, check_confinement, passes
 from kvpolicy.lab.tasks.datasets import JsonRows, Rows
-from kvpolicy.lab.tasks.measures import Graded
 from kvpolicy.lab.tasks.question_sets import draw
-from kvpolicy.lab.tasks.sandbox import check_confinement
-from kvpolicy.lab.tasks.task import Item, Split, spell
+from kvpolicy.lab.tasks.task import Example, Graded, Split, spell
 from kvpolicy.model.hub import hub_reachable
 
 ID = "livecodebench/code_generation_lite"
 RELEASES = range(1, 7)
 
-# The benchmark's own words (lcb_runner/prompts/code_generation.py), which name the format that
-# the answer has to have; for DeepSeek-R1 they stand in the user's turn.
+# The benchmark's own prompt (lcb_runner/prompts/code_generation.py), which states the format of
+# the answer; for DeepSeek-R1 it is part of the user's message.
 _TASK = (
     "You will be given a question (problem specification) and will generate a correct Python "
     "program that matches the specification and passes all tests.\n\nQuestion: {question}\n\n"
@@ -55,12 +51,12 @@ _COLUMNS = ("question_content", "starter_code", "public_test_cases", "private_te
 
 @attrs.frozen
 class LiveCodeBench:
-    """Contest problems; a right text's last block of code passes all tests.
+    """Contest problems; an answer is correct if its last code block passes all tests.
 
     Attributes:
-        source: A hub id, a folder with the files of the hub, or one such file.
-        release: Which release, 1 to 6, unless ``source`` is one file.
-        time_s: Seconds that a program may take for each test.
+        source: A hub id, a folder with the files of the data set, or one such file.
+        release: Number of the release, 1 to 6; ignored if ``source`` is one file.
+        time_s: Most seconds of a program for each test.
         chat: Whether questions are wrapped in the model's chat template.
     """
 
@@ -71,39 +67,39 @@ class LiveCodeBench:
 
     def __attrs_post_init__(self) -> None:
         if self.release not in RELEASES:
-            msg = f"task 'livecodebench' has no release {self.release}; 1 to 6 are wanted"
+            msg = f"task 'livecodebench' has no release {self.release}; expected 1 to 6"
             raise TaskError(msg)
         if not self.time_s > 0:
-            msg = f"task 'livecodebench' was given time_s={self.time_s:g}; more than 0 is wanted"
+            msg = f"task 'livecodebench' got time_s={self.time_s:g}; expected more than 0"
             raise TaskError(msg)
 
     @property
     def name(self) -> str:
         """What the user types."""
-        usual = {"source": ID, "release": 1, "time_s": 6.0, "chat": True}
-        return spell("livecodebench", attrs.asdict(self), usual)
+        defaults = {"source": ID, "release": 1, "time_s": 6.0, "chat": True}
+        return spell("livecodebench", attrs.asdict(self), defaults)
 
     @property
     def measure(self) -> Graded:
-        """Right programs; raises `TaskError` on machines where none can be confined."""
+        """Accuracy; raises `TaskError` on machines where programs cannot be confined."""
         check_confinement()
         return Graded(self.grade, runs_code=True)
 
-    def items(self, n: int, *, seed: int, split: Split = "test") -> Sequence[Item]:
-        """Draw ``n`` problems, all of them if there are fewer, in an order of the seed's own."""
+    def items(self, n: int, *, seed: int, split: Split = "test") -> Sequence[Example]:
+        """Draw ``n`` problems, or all if there are fewer, in an order that the seed chooses."""
         if split != "test":
             msg = f"task '{self.name}' has no {split} split; it has test"
             raise TaskError(msg)
         rows = self._rows()
         return [self._item(index, rows[row]) for index, row in enumerate(draw(len(rows), n, seed))]
 
-    def grade(self, text: str, item: Item) -> bool:
-        """Run the last block of code of ``text`` on the tests, in a confined process each.
+    def grade(self, text: str, example: Example) -> bool:
+        """Run the last code block of ``text`` on the tests, each in a confined process.
 
-        To call this is to allow a program that a model wrote to run.
+        This executes a program that a model wrote.
         """
-        tests = [Test(**one) for one in json.loads(item.answer)]
-        return codegrade.passes(extract_code(text), tests, time_s=self.time_s)
+        tests = [Test(**one) for one in json.loads(example.answer)]
+        return passes(extract_code(text), tests, time_s=self.time_s)
 
     def _rows(self) -> Rows:
         path = Path(self.source)
@@ -122,19 +118,21 @@ class LiveCodeBench:
             return Path(found)
         if not hub_reachable():
             msg = (
-                f"data set '{self.source}' is no file or folder and {name} has not been "
-                "downloaded before, and the hub cannot be reached from here; give the task the "
-                "option source=FILE"
+                f"data set '{self.source}' is no file or folder, {name} has not been downloaded "
+                "before, and the hub cannot be reached from here; give the task the option "
+                "source=FILE"
             )
             raise TaskError(msg)
         try:
             return Path(hf_hub_download(self.source, name, repo_type="dataset"))
-        except Exception as error:  # those of the hub and of whatever carries its requests
+        except Exception as error:  # of the hub's client, or of its HTTP library
             reason = str(error).partition("\n")[0].rstrip(".")
-            msg = f"{name} of '{self.source}' cannot be had: {type(error).__name__}: {reason}"
+            msg = (
+                f"{name} of '{self.source}' cannot be downloaded: {type(error).__name__}: {reason}"
+            )
             raise TaskError(msg) from error
 
-    def _item(self, index: int, row: Mapping[str, Any]) -> Item:
+    def _item(self, index: int, row: Mapping[str, Any]) -> Example:
         missing = [column for column in _COLUMNS if column not in row]
         if missing:
             msg = f"'{self.source}' has no column {missing[0]}, which LiveCodeBench has"
@@ -142,7 +140,7 @@ class LiveCodeBench:
         starter = row["starter_code"]
         form = _WITH_STARTER.format(starter=starter) if starter else _WITHOUT_STARTER
         facets = {k: row[k] for k in ("difficulty", "platform") if row.get(k) is not None}
-        return Item(
+        return Example(
             index=index,
             prompt=_TASK.format(question=row["question_content"]) + form,
             answer=json.dumps([attrs.asdict(test) for test in tests_of(row)]),
@@ -154,7 +152,7 @@ class LiveCodeBench:
 def livecodebench(
     source: str = ID, release: int = 1, time_s: float = 6.0, chat: bool = True
 ) -> LiveCodeBench:
-    """Contest problems (2403.07974); needs leave to run programs, --execute-code."""
+    """Contest problems (2403.07974); executes programs, which needs --execute-code."""
     return LiveCodeBench(source, release, time_s, chat)
 
 
@@ -165,7 +163,7 @@ def tests_of(row: Mapping[str, Any]) -> list[Test]:
         row: A row of the data set.
 
     Raises:
-        TaskError: They cannot be read.
+        TaskError: The tests cannot be read.
     """
     which = row.get("question_id", "?")
     try:
@@ -184,7 +182,7 @@ def unpack(text: str) -> list[dict[str, str]]:
     """Read private tests: JSON, or base64 of zlib of a pickled text of JSON.
 
     Args:
-        text: What the column holds.
+        text: Content of the column.
 
     Raises:
         ValueError: It is neither.
@@ -194,13 +192,13 @@ def unpack(text: str) -> list[dict[str, str]]:
         return found
     try:
         pickled = zlib.decompress(base64.b64decode(text, validate=True))
-        # `genops` takes a pickle apart without running it.
+        # `genops` parses a pickle without executing it.
         texts = [arg for _, arg, _ in pickletools.genops(pickled) if isinstance(arg, str)]
     except (binascii.Error, zlib.error) as error:
         msg = f"no packed tests ({error})"
         raise ValueError(msg) from error
     if len(texts) != 1:
-        msg = f"a pickle of {len(texts)} texts, where one is wanted"
+        msg = f"a pickle of {len(texts)} texts; expected one"
         raise ValueError(msg)
     found = json.loads(texts[0])
     return found

@@ -1,12 +1,16 @@
-"""Comparing answers by their meaning, in a process of its own.
+r"""Grading of mathematical answers by meaning, with math-verify in a worker process.
 
-math-verify measures time by ``signal.alarm``, which works in the main thread of a process only,
-and sympy can hang where no signal reaches it. So the comparison is made in another process:
-one that stays for the next answers, and is killed when it does not answer in time.
+math-verify measures time with ``signal.alarm``, which works in the main thread of a process only,
+and sympy can hang where no signal reaches it. So a worker process compares the answers; it stays
+for further answers and is killed if it does not answer in time.
+
+The worker reads JSON lines ``["box", "answer"]`` and writes one JSON line for each: ``true``,
+``false``, or a text that says why it has no verdict. Its first line is ``"ready"``.
 """
 
 import atexit
 import json
+import logging
 import os
 import re
 import select
@@ -15,54 +19,51 @@ import sys
 from functools import lru_cache
 
 from kvpolicy.lab.tasks.datasets import EXTRA
-from kvpolicy.lab.tasks.measures import GradeError
+from kvpolicy.lab.tasks.task import GradeError
 
-WAIT_S = 20.0  # for an answer; math-verify itself gives up after 5 s for each of its steps
-_START_S = 120.0  # importing sympy, on a machine that is busy
+WAIT_S = 20.0  # for one answer; math-verify itself gives up after 5 s for each of its steps
+_START_S = 120.0  # importing sympy on a busy machine
 
-# LaTeX groups digits by thin spaces as well, 1\,000 or 10,\!000, which math-verify does not read.
+# LaTeX also groups digits by thin spaces, 1\,000 or 10,\!000, which math-verify does not read.
 _THIN_SPACE = re.compile(r"(?<=\d),?\\[,!] ?(?=\d{3}(?!\d))")
 
 
 def grade_math(box: str, answer: str) -> bool:
-    r"""Tell whether two answers mean the same.
+    r"""Whether two answers mean the same, by math-verify.
 
     Args:
-        box: What the last box of a text holds, without ``\boxed{}``.
-        answer: The right answer, in LaTeX.
-
-    Returns:
-        The verdict of math-verify on the two.
+        box: Content of the last box of a text, without ``\boxed{}``.
+        answer: The expected answer, in LaTeX.
 
     Raises:
-        GradeError: There is none, since it failed or took too long.
+        GradeError: The comparison failed or took too long.
     """
-    # By process: a forked one must not talk to the worker of its parent.
+    # One worker for each process: a forked process must not use its parent's.
     return _worker(os.getpid()).grade(_THIN_SPACE.sub("", box), _THIN_SPACE.sub("", answer))
 
 
 class Worker:
-    """A process that compares answers; it ends with this one."""
+    """A process that compares answers; it ends with this process."""
 
     def __init__(self, wait_s: float = WAIT_S) -> None:
         self._wait_s = wait_s
         self._process: subprocess.Popen[bytes] | None = None
 
     def grade(self, box: str, answer: str) -> bool:
-        """Have two answers compared; see `grade_math`."""
+        """Compare two answers; see `grade_math`."""
         process = self._running()
         assert process.stdin is not None
         try:
             process.stdin.write(json.dumps([box, answer]).encode() + b"\n")
             process.stdin.flush()
-            said = self._hear(self._wait_s)
+            verdict = self._read(self._wait_s)
         except OSError as error:
             self.close()
             msg = "the process that compares answers ended"
             raise GradeError(msg) from error
-        if isinstance(said, bool):
-            return said
-        msg = f"answers could not be compared: {said}"
+        if isinstance(verdict, bool):
+            return verdict
+        msg = f"answers could not be compared: {verdict}"
         raise GradeError(msg)
 
     def close(self) -> None:
@@ -74,19 +75,19 @@ class Worker:
 
     def _running(self) -> subprocess.Popen[bytes]:
         if self._process is not None and self._process.poll() is not None:
-            self.close()  # it was killed; nothing of it is to be used again
+            self.close()  # something killed it
         if self._process is None:
-            command = [sys.executable, "-m", "kvpolicy.lab.tasks.math_worker"]
+            command = [sys.executable, "-m", "kvpolicy.lab.tasks.math_grading"]
             pipe = subprocess.PIPE
             self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe)
-            if self._hear(_START_S) != "ready":
+            if self._read(_START_S) != "ready":
                 self.close()
                 msg = f"the process that compares answers did not start; {EXTRA} may help"
                 raise GradeError(msg)
         return self._process
 
-    def _hear(self, wait_s: float) -> object:
-        """One line from the process, within a time."""
+    def _read(self, wait_s: float) -> object:
+        """Read one line from the process, within a time."""
         process = self._process
         assert process is not None
         assert process.stdout is not None
@@ -106,3 +107,38 @@ def _worker(_: int) -> Worker:
     worker = Worker()
     atexit.register(worker.close)
     return worker
+
+
+def _serve() -> None:
+    """Compare answers until standard input is closed."""
+    # Libraries print to standard output, too; their output goes to standard error.
+    out = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    logging.disable(logging.CRITICAL)
+    from math_verify import parse, verify
+    from math_verify.errors import TimeoutException
+
+    def write(value: object) -> None:
+        out.write(json.dumps(value) + "\n")
+        out.flush()
+
+    def compare(box: str, answer: str) -> bool | str:
+        # In a box, the parser takes a text as a whole and as mathematics, not as prose.
+        gold, given = (parse(f"\\boxed{{{text}}}", raise_on_error=True) for text in (answer, box))
+        if not gold:
+            return "the expected answer is not mathematics"
+        return bool(verify(gold, given, raise_on_error=True))
+
+    write("ready")
+    for line in sys.stdin:
+        box, answer = json.loads(line)
+        try:
+            write(compare(box, answer))
+        except TimeoutException:
+            write("no verdict within the time of a comparison")
+        except Exception as error:  # sympy raises any exception on what a model wrote
+            write(f"{type(error).__name__}: {str(error).partition(chr(10))[0][:200]}")
+
+
+if __name__ == "__main__":
+    _serve()

@@ -1,48 +1,62 @@
-"""What an ablation asks a model: tasks by name, by file and by hub id.
+"""Tasks: the examples that a sweep gives a model, and the metric of a cell.
 
-A task gives items, and says how a cell is measured with them (`kvpolicy.lab.tasks.measures`).
-Packages bring tasks along by an entry point of the group ``kvpolicy.tasks``: it names something
-to call with the task's options, which returns a `Task`. Only the one that is asked for is
-imported.
+A task is named by what a user types: an installed task, a file or a hub id, with options. An
+entry point of the group ``kvpolicy.tasks`` names a function that is called with the options and
+returns a `Task`. Only the task that is asked for is imported.
+
+A metric turns the results of the engine into numbers. Sweeps, stores, tables and plots treat all
+metrics alike: graded answers, perplexity and agreement with the full cache.
 """
 
 import inspect
 import re
-from collections.abc import Mapping, Sequence
-from importlib.metadata import EntryPoint, entry_points
+from collections.abc import Callable, Mapping, Sequence
+from importlib.metadata import EntryPoint
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from statistics import fmean
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
 
 import attrs
 
-from kvpolicy.errors import TaskError
-from kvpolicy.hooks.discovery import nearest
+from kvpolicy.engine.results import Result
+from kvpolicy.entry_points import distribution, installed, load_installed, nearest
+from kvpolicy.errors import KVPolicyError, TaskError
+from kvpolicy.lab.statistics import Estimate, mean, pass_at_1
+from kvpolicy.lab.store.records import Sample
 
 if TYPE_CHECKING:
-    from kvpolicy.lab.tasks.measures import Measure
+    from kvpolicy.engine.engine import Engine
+    from kvpolicy.engine.request import Request
+    from kvpolicy.engine.run import Run
 
 GROUP = "kvpolicy.tasks"
 
-# What answers to a file or a hub id: the entry point of this name, with it for its source.
+# The entry point that reads files and hub ids, given as its option ``source``.
 QUESTIONS = "questions"
 
 Split = Literal["train", "tune", "test"]
 
+_Value = TypeVar("_Value")
+
+
+class GradeError(KVPolicyError):
+    """A grader has no verdict on a text; the sample is stored, and counts as not correct."""
+
 
 @attrs.frozen
-class Item:
+class Example:
     """One question of a task.
 
     Attributes:
-        index: Number of the item in its task and seed, from 0.
+        index: Number of the example in its task and seed, from 0.
         prompt: What the model is given.
-        answer: What a right text contains, in the words of the task's grader.
-        facets: What a report may group by, such as the difficulty.
-        reference: A text that answers the prompt, for tasks that measure how likely a model
-            finds it; ``None`` if nobody wrote one.
-        chat: Whether the prompt is what a user says, to be wrapped in the chat template of
-            the model before it is tokenized.
-        attempt: Which attempt at the item this is, from 0.
+        answer: The expected answer, in the form that the task's grader reads.
+        facets: Properties that a report may group by, such as the difficulty.
+        reference: A text that answers the prompt, for metrics that score a given text; ``None``
+            if there is none.
+        chat: Whether the prompt is a user's message, to be wrapped in the model's chat template
+            before it is tokenized.
+        attempt: Which attempt at the example this is, from 0.
     """
 
     index: int
@@ -54,24 +68,244 @@ class Item:
     attempt: int = 0
 
 
+Item = Example  # earlier name
+
+
 class Task(Protocol):
-    """A set of questions, and how a cell is measured with them."""
+    """Examples, and the metric of a cell."""
 
     @property
     def name(self) -> str:
         """What the user types, with the options that differ from their defaults."""
 
     @property
-    def measure(self) -> "Measure":
-        """How a cell is measured, `measures.Graded` for questions with a grader."""
+    def measure(self) -> "Metric":
+        """How a cell is measured: `Graded` for questions with a grader."""
 
-    def items(self, n: int, *, seed: int, split: Split = "test") -> Sequence[Item]:
-        """Draw ``n`` items of a split, or all if there are fewer.
+    def items(self, n: int, *, seed: int, split: Split = "test") -> Sequence[Example]:
+        """Draw ``n`` examples of a split, or all if there are fewer.
 
-        The same arguments give the same items, and the first ``k`` of them are the answer to
+        The same arguments give the same examples, and the first ``k`` of them are those of
         ``n=k``. The split is ``"test"`` to report on, ``"tune"`` to choose settings on,
-        ``"train"`` to learn from; a task that has no such split says so with a `TaskError`.
+        ``"train"`` to learn from.
+
+        Raises:
+            TaskError: The task has no such split.
         """
+
+
+@attrs.frozen
+class Column:
+    """One quantity that tables and plots show of a cell.
+
+    Attributes:
+        name: Its name in files.
+        title: Its short name in tables.
+        heading: Its name in plots, with the unit.
+        value: The quantity of one sample; ``None`` if the sample has none, because it failed.
+        estimate: The quantity of a cell with its interval; ``None`` if no sample has one.
+        is_share: Whether it lies between 0 and 1 and is shown in percent.
+        parts: The numerator and denominator that one sample contributes, where the quantity of
+            a cell is a ratio of sums; not given where it is the mean over the examples.
+        of_ratio: Function of that ratio which gives the quantity, such as the exponential.
+    """
+
+    name: str
+    title: str
+    heading: str
+    value: Callable[[Sample], float | None]
+    estimate: Callable[[Sequence[Sample]], Estimate | None]
+    is_share: bool = False
+    parts: Callable[[Sample], tuple[float, float] | None] | None = None
+    of_ratio: Callable[[float], float] = float
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data for the manifest."""
+        return {
+            "name": self.name,
+            "title": self.title,
+            "heading": self.heading,
+            "is_share": self.is_share,
+        }
+
+    def words(self, value: float) -> str:
+        """Format one value."""
+        return f"{value:.0%}" if self.is_share else f"{value:.4g}"
+
+
+@attrs.frozen
+class EvalRequest:
+    """An example and the request that the engine is given for it."""
+
+    item: Example
+    request: "Request"
+
+
+@attrs.frozen
+class EvalOutcome:
+    """The measurements of one example.
+
+    Attributes:
+        result: The engine's result.
+        correct: The grader's verdict; ``None`` without a grader or without a verdict.
+        values: Measured values by name.
+        problem: Why the grader has no verdict.
+    """
+
+    result: Result
+    correct: bool | None = None
+    values: Mapping[str, float] = attrs.field(factory=dict)
+    problem: str | None = None
+
+
+class Evaluation(Protocol):
+    """Examples being measured under one plan."""
+
+    @property
+    def run(self) -> "Run":
+        """Yields results as they finish; result ``i`` is that of the ``i``-th request."""
+
+    def outcome(self, result: Result) -> EvalOutcome:
+        """Measure a finished result."""
+
+
+class Metric(Protocol):
+    """A way to measure cells."""
+
+    @property
+    def name(self) -> str:
+        """What is measured, in one word; part of the key of every stored sample."""
+
+    @property
+    def columns(self) -> Sequence[Column]:
+        """Columns of tables; the first is plotted and compared between cells."""
+
+    @property
+    def reads_reference(self) -> bool:
+        """Whether outcomes depend on the examples' reference texts."""
+
+    @property
+    def runs_code(self) -> bool:
+        """Whether code written by a model is executed, which the user has to allow."""
+
+    def begin(self, engine: "Engine", asked: Sequence[EvalRequest]) -> Evaluation:
+        """Set up an evaluation; nothing is computed before its run is iterated over."""
+
+
+@attrs.frozen
+class Graded:
+    """The metric of tasks with a grader: the share of correct answers.
+
+    Attributes:
+        grade: Whether a text answers an example; raises `GradeError` if it has no verdict.
+        runs_code: Whether it executes code that the model wrote.
+    """
+
+    grade: Callable[[str, Example], bool]
+    runs_code: bool = False
+    name: str = attrs.field(default="answers", init=False)
+    reads_reference: bool = attrs.field(default=False, init=False)
+
+    @property
+    def columns(self) -> Sequence[Column]:
+        """Accuracy: pass@1 where each question is asked several times."""
+        return (ACCURACY,)
+
+    def begin(self, engine: "Engine", asked: Sequence[EvalRequest]) -> Evaluation:
+        """Generate answers."""
+        run = engine.generate([one.request for one in asked])
+        return _GradedEvaluation(run, self.grade, [one.item for one in asked])
+
+
+@attrs.frozen
+class _GradedEvaluation:
+    run: "Run"
+    grade: Callable[[str, Example], bool]
+    examples: Sequence[Example]
+
+    def outcome(self, result: Result) -> EvalOutcome:
+        if result.finish_reason == "error":
+            return EvalOutcome(result, correct=False)
+        try:
+            correct = self.grade(result.text or "", self.examples[result.id])
+        except GradeError as error:
+            return EvalOutcome(result, problem=str(error))
+        return EvalOutcome(result, correct)
+
+
+def grader_of(task: Task) -> Callable[[str, Example], bool]:
+    """The grader of a task.
+
+    Args:
+        task: The task.
+
+    Raises:
+        TaskError: The task has another metric, or its grader would execute code of the model.
+    """
+    if not isinstance(task.measure, Graded) or task.measure.runs_code:
+        msg = f"task '{task.name}' has no grader that reads the text of an answer only"
+        raise TaskError(msg)
+    return task.measure.grade
+
+
+def mean_of(name: str, title: str, heading: str, *, is_share: bool = False) -> Column:
+    """A column for the mean over examples of a measured value.
+
+    Args:
+        name: Its name among the values of an outcome.
+        title: Its short name in tables.
+        heading: Its name in plots.
+        is_share: Whether it is shown in percent.
+    """
+    return _mean_column(name, title, heading, lambda one: one.values.get(name), is_share)
+
+
+def by_item(
+    samples: Sequence[Sample], value: Callable[[Sample], _Value | None]
+) -> list[list[_Value]]:
+    """Values of samples, grouped by example; samples of one example are its attempts.
+
+    Args:
+        samples: The samples.
+        value: The value of one; ``None`` leaves it out.
+    """
+    groups: dict[int, list[_Value]] = {}
+    for sample in samples:
+        found = value(sample)
+        if found is not None:
+            groups.setdefault(sample.item, []).append(found)
+    return list(groups.values())
+
+
+def _mean_column(
+    name: str,
+    title: str,
+    heading: str,
+    value: Callable[[Sample], float | None],
+    is_share: bool = False,
+) -> Column:
+    def estimate(samples: Sequence[Sample]) -> Estimate | None:
+        groups = by_item(samples, value)
+        return mean([fmean(values) for values in groups]) if groups else None
+
+    return Column(name, title, heading, value, estimate, is_share)
+
+
+def _accuracy(samples: Sequence[Sample]) -> Estimate | None:
+    attempts = by_item(samples, lambda sample: bool(sample.correct))
+    return pass_at_1(attempts) if attempts else None
+
+
+def _is_correct(sample: Sample) -> float:
+    return float(bool(sample.correct))
+
+
+def _num_tokens(sample: Sample) -> float | None:
+    return None if sample.finish_reason == "error" else float(sample.num_tokens)
+
+
+LENGTH = _mean_column("length", "tokens", "Generated tokens", _num_tokens)
+ACCURACY = Column("accuracy", "right", "Accuracy", _is_correct, _accuracy, is_share=True)
 
 
 @attrs.frozen
@@ -81,7 +315,7 @@ class TaskInfo:
     Attributes:
         name: What a user types.
         target: ``module:object``.
-        distribution: Package that brings it, with version.
+        distribution: Package that installed it, with version.
         summary: First line of its docstring.
         options: Its options with their defaults, as Python writes them.
         problem: Why it cannot be loaded, if it cannot.
@@ -95,33 +329,31 @@ class TaskInfo:
     problem: str | None = None
 
 
+def installed_tasks() -> list[TaskInfo]:
+    """All installed tasks, in alphabetical order."""
+    return [_describe(point) for point in installed(GROUP).values()]
+
+
 def load_task(text: str) -> Any:
-    """Find a task by what a user types.
+    """Load a task by what a user types.
 
     Args:
-        text: A task's name, a file or a hub id; then, if wanted, a colon and its options, such
-            as ``"needle:length=400"``, separated by commas.
+        text: A task's name, a file or a hub id; then, optionally, a colon and options separated
+            by commas, such as ``"questions:source=my.jsonl,chat=false"``.
 
     Returns:
         The `Task`.
 
     Raises:
-        TaskError: There is no such task, it cannot be loaded, or refuses an option.
+        TaskError: There is no such task, it cannot be loaded, or it rejects an option.
     """
     name, options = _parse(text)
-    points = _points()
-    if name not in points:
+    if name not in (known := installed(GROUP)):
         if not (_is_file(name) or _is_hub_id(name)):
-            hint = nearest(name, sorted(points))
-            msg = f"no task is named '{name}'{hint}; a file or a hub id OWNER/NAME will do, too"
+            msg = f"no task, file or hub id OWNER/NAME is named '{name}'{nearest(name, known)}"
             raise TaskError(msg)
         name, options = QUESTIONS, {"source": name, **options}
-    return _build(name, _load(points[name]), options)
-
-
-def installed_tasks() -> list[TaskInfo]:
-    """All tasks that packages bring along, in alphabetical order."""
-    return [_info(point) for _, point in sorted(_points().items())]
+    return _build(name, load_installed(GROUP, name, what="task", error=TaskError), options)
 
 
 def spell(name: str, options: Mapping[str, object], defaults: Mapping[str, object]) -> str:
@@ -130,19 +362,15 @@ def spell(name: str, options: Mapping[str, object], defaults: Mapping[str, objec
     Args:
         name: The task's name.
         options: Its options.
-        defaults: What they are if nobody says otherwise.
+        defaults: Their defaults.
     """
     changed = {key: value for key, value in options.items() if value != defaults.get(key)}
-    said = [f"{key}={str(v).lower() if isinstance(v, bool) else v}" for key, v in changed.items()]
-    return f"{name}:{','.join(said)}" if said else name
-
-
-def _points() -> dict[str, EntryPoint]:
-    return {point.name: point for point in entry_points(group=GROUP)}
+    parts = [f"{key}={str(v).lower() if isinstance(v, bool) else v}" for key, v in changed.items()]
+    return f"{name}:{','.join(parts)}" if parts else name
 
 
 def _parse(text: str) -> tuple[str, dict[str, str]]:
-    """Take ``NAME:KEY=VALUE,...`` apart; a colon that no ``KEY=`` follows belongs to the name."""
+    """Split ``NAME:KEY=VALUE,...``; a colon without ``KEY=`` behind it belongs to the name."""
     found = re.search(r":(?=[A-Za-z_]\w*=)", text)
     if found is None:
         return text, {}
@@ -166,17 +394,6 @@ def _is_hub_id(name: str) -> bool:
     return re.fullmatch(r"[\w.-]+/[\w.-]+", name) is not None and not name.startswith(".")
 
 
-def _load(point: EntryPoint) -> Any:
-    try:
-        return point.load()
-    except Exception as error:
-        msg = (
-            f"task '{point.name}' ({point.value}, {_distribution(point)}) cannot be imported: "
-            f"{type(error).__name__}: {error}"
-        )
-        raise TaskError(msg) from error
-
-
 def _build(name: str, make: Any, given: Mapping[str, str]) -> Any:
     known = inspect.signature(make).parameters
     options: dict[str, object] = {}
@@ -188,28 +405,28 @@ def _build(name: str, make: Any, given: Mapping[str, str]) -> Any:
     try:
         return make(**options)
     except (TypeError, ValueError) as error:
-        msg = f"task '{name}' refuses its options: {error}. See `kvpolicy tasks list`"
+        msg = f"task '{name}' rejects its options: {error}. See `kvpolicy tasks list`"
         raise TaskError(msg) from error
 
 
-def _convert(who: str, key: str, value: str, kind: Any) -> object:
-    """Read an option the way its annotation says; texts are taken as they are."""
+def _convert(owner: str, key: str, value: str, kind: Any) -> object:
+    """Convert an option to the type of its annotation."""
     try:
         if kind is bool:
             return {"true": True, "false": False}[value.lower()]
         if kind in (int, float):
             return kind(value)
     except (ValueError, KeyError):
-        wanted = {bool: "true or false", int: "a whole number", float: "a number"}[kind]
-        msg = f"{who} was given {key}={value!r}; {wanted} is wanted"
+        expected = {bool: "true or false", int: "a whole number", float: "a number"}[kind]
+        msg = f"{owner} got {key}={value!r}; expected {expected}"
         raise TaskError(msg) from None
     return value
 
 
-def _info(point: EntryPoint) -> TaskInfo:
-    info = TaskInfo(point.name, point.value, _distribution(point))
+def _describe(point: EntryPoint) -> TaskInfo:
+    info = TaskInfo(point.name, point.value, distribution(point))
     try:
-        make = _load(point)
+        make = load_installed(GROUP, point.name, what="task", error=TaskError)
         options = {
             key: "required" if found.default is found.empty else repr(found.default)
             for key, found in inspect.signature(make).parameters.items()
@@ -218,7 +435,3 @@ def _info(point: EntryPoint) -> TaskInfo:
         return attrs.evolve(info, problem=str(error))
     summary = (inspect.getdoc(make) or "").partition("\n")[0]
     return attrs.evolve(info, summary=summary, options=options)
-
-
-def _distribution(point: EntryPoint) -> str:
-    return f"{point.dist.name} {point.dist.version}" if point.dist else "unknown package"

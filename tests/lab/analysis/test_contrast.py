@@ -16,8 +16,8 @@ from kvpolicy.lab.analysis.pooledtable import tabulate_pooled
 from kvpolicy.lab.analysis.pooling import PooledCell, pool
 from kvpolicy.lab.analysis.table import Row
 from kvpolicy.lab.store.read import read_run
+from kvpolicy.lab.tasks.likelihood import Perplexity
 from kvpolicy.lab.tasks.measures import ACCURACY, LENGTH
-from kvpolicy.lab.tasks.perplexity import Perplexity
 
 
 def _cells(folder: Path, says: Any, **how: Any) -> list[PooledCell]:

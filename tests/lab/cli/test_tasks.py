@@ -10,7 +10,7 @@ from datafiles import GSM8K, LIVECODEBENCH, write_jsonl
 from shell import Answer, Shell
 from tiny import r1_tokenizer, tiny_model
 
-from kvpolicy.lab.tasks import sandbox_child as confined
+from kvpolicy.lab.tasks import sandbox_child
 from kvpolicy.lab.tasks.task import installed_tasks, load_task
 
 SMALL = ("--n", 2, "--slots", 2, "--max-new-tokens", 12, "--buffer", 6, "--workers", 1)
@@ -128,7 +128,7 @@ def test_gsm8k_is_asked_in_r1s_template_and_graded(kvpolicy: Shell, r1_folder: P
     assert group["sampling"] == "temperature 0.6, top-p 0.95"
 
 
-@pytest.mark.skipif(not confined.can_confine(), reason="programs are confined on Linux only")
+@pytest.mark.skipif(not sandbox_child.can_confine(), reason="programs are confined on Linux only")
 def test_programs_are_run_on_request_only(kvpolicy: Shell, r1_folder: Path) -> None:
     write_jsonl(Path("test.jsonl"), LIVECODEBENCH)
     words = ("--model", r1_folder, *SMALL, "--policies", "full", "--output", "out")

@@ -21,9 +21,8 @@ from kvpolicy.errors import KVPolicyError, ModelError, RequestError, TaskError
 from kvpolicy.lab.lm_eval.evaluate import AnswerCache
 from kvpolicy.lab.lm_eval.loglikelihood import Continuation, branches_of
 from kvpolicy.lab.lm_eval.model import PolicyLM, read_settings
-from kvpolicy.lab.tasks.measures import Asked
-from kvpolicy.lab.tasks.perplexity import LOSS, Perplexity
-from kvpolicy.lab.tasks.task import Item
+from kvpolicy.lab.tasks.likelihood import LOSS, Perplexity
+from kvpolicy.lab.tasks.task import EvalRequest, Example
 
 # fp32, 500 tokens summed, two orders of adding: rounding only.
 CLOSE = 2e-3
@@ -294,7 +293,7 @@ def test_likelihoods_under_a_plan_are_those_that_perplexity_measures() -> None:
     encoded = [("", TOKENIZER(a)["input_ids"], TOKENIZER(b)["input_ids"]) for a, b in pairs]
     ours = [score.log_likelihood for score in model._loglikelihood_tokens(encoded)]
     asked = [
-        Asked(Item(i, a, "", {}, reference=b), Request(a, max_new_tokens=500))
+        EvalRequest(Example(i, a, "", {}, reference=b), Request(a, max_new_tokens=500))
         for i, (a, b) in enumerate(pairs)
     ]
     trial = Perplexity().begin(Engine(MODEL, TOKENIZER, SMALL), asked)

@@ -28,8 +28,7 @@ from kvpolicy.lab.steer.calibrate import (
 from kvpolicy.lab.steer.hidden_states import MarkedTrace, states_before_thoughts
 from kvpolicy.lab.steer.rules import default_rules, load_rules
 from kvpolicy.lab.steer.thoughts import find_thoughts
-from kvpolicy.lab.tasks.measures import Graded, GradeError
-from kvpolicy.lab.tasks.task import Item, Split, load_task
+from kvpolicy.lab.tasks.task import Example, Graded, GradeError, Split, load_task
 from kvpolicy.model.loading import load_model
 from kvpolicy.toolkit.paragraphs import Paragraphs
 from kvpolicy.toolkit.steering_vectors import (
@@ -211,14 +210,14 @@ class Undecided:
 
     name: str = "undecided"
 
-    def items(self, n: int, *, seed: int, split: Split = "test") -> Sequence[Item]:
+    def items(self, n: int, *, seed: int, split: Split = "test") -> Sequence[Example]:
         return load_task("reasoner:level=easy").items(n, seed=seed, split=split)
 
     @property
     def measure(self) -> Graded:
         return Graded(self.grade)
 
-    def grade(self, text: str, item: Item) -> bool:
+    def grade(self, text: str, item: Example) -> bool:
         if item.index == 1:
             raise GradeError("no verdict")
         return True

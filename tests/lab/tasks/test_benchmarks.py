@@ -14,9 +14,8 @@ from kvpolicy.errors import TaskError
 from kvpolicy.lab.tasks import chat_template as chat
 from kvpolicy.lab.tasks import datasets as rows_module
 from kvpolicy.lab.tasks.datasets import JsonRows, read_rows
-from kvpolicy.lab.tasks.forms import INSTRUCTION
-from kvpolicy.lab.tasks.question_sets import draw
-from kvpolicy.lab.tasks.task import Item, load_task
+from kvpolicy.lab.tasks.question_sets import INSTRUCTION, draw
+from kvpolicy.lab.tasks.task import Example, load_task
 
 needs_datasets = pytest.mark.skipif(
     importlib.util.find_spec("datasets") is None, reason="the extra 'tasks' is not installed"
@@ -33,7 +32,7 @@ def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
 
 
-def by_prompt(items: list[Item]) -> dict[str, Item]:
+def by_prompt(items: list[Example]) -> dict[str, Example]:
     return {item.prompt.removesuffix(f"\n\n{INSTRUCTION}"): item for item in items}
 
 
@@ -195,12 +194,12 @@ def test_json_lines_are_found_again_in_any_order(tmp_path: Path) -> None:
 
 def test_a_question_reaches_an_r1_model_as_its_authors_template_has_it() -> None:
     tokenizer = r1_tokenizer()
-    (item,) = chat.wrap([Item(0, "1+1?", "2", chat=True)], tokenizer)
+    (item,) = chat.wrap([Example(0, "1+1?", "2", chat=True)], tokenizer)
     assert item.prompt == "<｜begin▁of▁sentence｜><｜User｜>1+1?<｜Assistant｜><think>\n"
     ids = chat.encode(item, tokenizer)
     assert ids.count(tokenizer.bos_token_id) == 1, "and not a second one from the tokenizer"
     assert tokenizer.decode(ids) == item.prompt
-    plain = Item(0, "1+1?", "2")
+    plain = Example(0, "1+1?", "2")
     assert chat.wrap([plain], tokenizer) == [plain]
     assert chat.encode(plain, tokenizer) == "1+1?"
 
@@ -209,7 +208,7 @@ def test_a_model_without_a_chat_template_is_told_how_to_be_asked() -> None:
     tokenizer = r1_tokenizer()
     tokenizer.chat_template = None
     with pytest.raises(TaskError, match="chat=false"):
-        chat.wrap([Item(0, "1+1?", "2", chat=True)], tokenizer)
+        chat.wrap([Example(0, "1+1?", "2", chat=True)], tokenizer)
 
 
 def test_livecodebench_asks_in_the_benchmarks_words(tmp_path: Path) -> None:

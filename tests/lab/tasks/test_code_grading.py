@@ -11,15 +11,14 @@ from datafiles import LIVECODEBENCH, pack, write_jsonl
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvpolicy.lab.tasks import sandbox_child as confined
+from kvpolicy.lab.tasks import sandbox_child
 from kvpolicy.lab.tasks.answers import extract_code
-from kvpolicy.lab.tasks.code_grading import Test, passes, same_output
+from kvpolicy.lab.tasks.code_grading import Test, passes, run_program, same_output
 from kvpolicy.lab.tasks.livecodebench import unpack
-from kvpolicy.lab.tasks.sandbox import run_program
 from kvpolicy.lab.tasks.task import load_task
 
 can_confine = pytest.mark.skipif(
-    not confined.can_confine(), reason="programs are confined on Linux (x86-64, ARM64) only"
+    not sandbox_child.can_confine(), reason="programs are confined on Linux (x86-64, ARM64) only"
 )
 
 SUM = "while True:\n    try: print(sum(map(int, input().split())))\n    except EOFError: break\n"

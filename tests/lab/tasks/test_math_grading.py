@@ -7,8 +7,7 @@ import pytest
 from kvpolicy.errors import TaskError
 from kvpolicy.lab.tasks import datasets as rows
 from kvpolicy.lab.tasks.math_grading import Worker, grade_math
-from kvpolicy.lab.tasks.measures import GradeError
-from kvpolicy.lab.tasks.task import Item, load_task
+from kvpolicy.lab.tasks.task import Example, GradeError, load_task
 
 pytest.importorskip("math_verify", reason="the extra 'tasks' is not installed")
 
@@ -86,7 +85,7 @@ TEXTS = [
 @pytest.mark.parametrize(("text", "answer", "right"), TEXTS)
 def test_only_the_last_balanced_box_counts(text: str, answer: str, right: bool) -> None:
     task = load_task("gsm8k")
-    assert task.grade(text, Item(0, "", answer)) is right
+    assert task.grade(text, Example(0, "", answer)) is right
 
 
 def test_an_exact_grader_asks_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -95,14 +94,14 @@ def test_an_exact_grader_asks_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr("kvpolicy.lab.tasks.question_sets.grade_math", ask)
     task = load_task("questions:source=any.jsonl,grader=exact")
-    assert task.grade(r"\boxed{ 0.5 }", Item(0, "", "0.5"))
-    assert not task.grade(r"\boxed{0.50}", Item(0, "", "0.5"))
+    assert task.grade(r"\boxed{ 0.5 }", Example(0, "", "0.5"))
+    assert not task.grade(r"\boxed{0.50}", Example(0, "", "0.5"))
 
 
 def test_a_question_without_an_answer_has_no_verdict() -> None:
     task = load_task("questions:source=any.jsonl,grader=exact")
     with pytest.raises(GradeError, match="question 3 comes without an answer"):
-        task.grade(r"\boxed{}", Item(3, "", ""))
+        task.grade(r"\boxed{}", Example(3, "", ""))
 
 
 def test_an_answer_that_cannot_be_compared_in_time_has_no_verdict_and_the_next_one_has() -> None:

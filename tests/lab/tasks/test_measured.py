@@ -15,10 +15,16 @@ from tiny import r1_tokenizer, shared_model, tiny_model, tiny_tokenizer
 from kvpolicy import Engine, Plan, hookimpl
 from kvpolicy.engine.request import Request, Sampling, Waiting
 from kvpolicy.errors import TaskError
-from kvpolicy.lab.tasks.agreement import FIRST_DIFFERENCE, KL, MATCH, Agreement
-from kvpolicy.lab.tasks.measures import Asked, Graded, Measure, Outcome
-from kvpolicy.lab.tasks.perplexity import LOSS, NUM_SCORED, Perplexity
-from kvpolicy.lab.tasks.task import Item, load_task
+from kvpolicy.lab.tasks.likelihood import (
+    FIRST_DIFFERENCE,
+    KL,
+    LOSS,
+    MATCH,
+    NUM_SCORED,
+    Agreement,
+    Perplexity,
+)
+from kvpolicy.lab.tasks.task import EvalOutcome, EvalRequest, Example, Graded, Metric, load_task
 
 TOKENIZER = tiny_tokenizer()
 # A loss is a sum over tokens; one forward and many round differently.
@@ -37,23 +43,23 @@ class LastFirst:
 
 
 def measured(
-    measure: Measure,
+    measure: Metric,
     plan: Plan,
-    items: Sequence[Item],
+    items: Sequence[Example],
     *,
     slots: int = 3,
     max_new_tokens: int = 60,
     model: Any = None,
-) -> list[Outcome]:
+) -> list[EvalOutcome]:
     engine = Engine(model or shared_model(), TOKENIZER, plan, slots=slots)
-    asked = [Asked(item, Request(item.prompt, max_new_tokens, Sampling())) for item in items]
+    asked = [EvalRequest(item, Request(item.prompt, max_new_tokens, Sampling())) for item in items]
     trial = measure.begin(engine, asked)
     found = {result.id: trial.outcome(result) for result in trial.run}
     return [found[number] for number in range(len(items))]
 
 
-def text(prompt: str, reference: str, index: int = 0) -> Item:
-    return Item(index, prompt, "", reference=reference)
+def text(prompt: str, reference: str, index: int = 0) -> Example:
+    return Example(index, prompt, "", reference=reference)
 
 
 def loss_by_hand(prompt: str, reference: str) -> float:
@@ -95,7 +101,7 @@ MIXED = [text("abc", "defgh abcdefgh hgfedcba", 0), text("a", "hgfe", 1), text("
 @pytest.mark.parametrize("measure", [Perplexity(), Agreement()], ids=lambda one: one.name)
 @pytest.mark.parametrize("order", [(), (LastFirst(),)], ids=["as they come", "last first"])
 def test_a_text_is_measured_alike_alone_and_among_others(
-    measure: Measure, order: tuple[object, ...]
+    measure: Metric, order: tuple[object, ...]
 ) -> None:
     items = [attrs.evolve(item, prompt=item.prompt or "b") for item in MIXED]
     plan = Plan.uniform("h2o", budget=8, buffer=4, knobs={"h2o": {"n_recent": 4}}, schedule=order)
@@ -151,7 +157,7 @@ def test_a_request_that_fails_is_not_right_and_is_not_graded() -> None:
 def test_what_a_tokenizer_puts_before_texts_is_not_scored_where_a_prompt_has_it() -> None:
     engine = Engine(tiny_model(vocab=300), r1_tokenizer(), Plan.uniform("full"))
     item = text("abc", "defg")
-    trial = Perplexity().begin(engine, [Asked(item, Request("abc", 60, Sampling()))])
+    trial = Perplexity().begin(engine, [EvalRequest(item, Request("abc", 60, Sampling()))])
     (found,) = [trial.outcome(result) for result in trial.run]
     assert found.values[NUM_SCORED] == 4
     assert (
@@ -186,7 +192,7 @@ def test_texts_part_where_free_running_texts_part(policy: str) -> None:
     knobs = {"h2o": {"n_recent": 4}} if policy == "h2o" else {}
     plan = Plan.uniform(policy, budget=10, buffer=6, knobs=knobs)
     prompts = ["abcdefgh", "hello there", "aa", "dcba abcd abcd"]
-    items = [Item(i, prompt, "") for i, prompt in enumerate(prompts)]
+    items = [Example(i, prompt, "") for i, prompt in enumerate(prompts)]
     found = measured(Agreement(), plan, items)
     said = {}
     for name, one in (("full", Plan.uniform("full")), ("plan", plan)):
@@ -208,7 +214,7 @@ def test_the_divergence_is_that_of_the_distributions_one_by_one() -> None:
     from kvpolicy.engine.run import Run
 
     plan = Plan.uniform("streaming", budget=8, buffer=4)
-    item = Item(0, "abcdefgh", "")
+    item = Example(0, "abcdefgh", "")
     (found,) = measured(Agreement(), plan, [item], max_new_tokens=20)
     written: list[list[list[float]]] = []
     for one in (Plan.uniform("full"), plan):

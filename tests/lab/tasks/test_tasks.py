@@ -10,16 +10,15 @@ from hypothesis import strategies as st
 from kvpolicy_reasoner.tasks import LEVELS
 
 from kvpolicy.errors import TaskError
-from kvpolicy.lab.tasks.measures import Graded
-from kvpolicy.lab.tasks.task import QUESTIONS, installed_tasks, load_task
+from kvpolicy.lab.tasks.task import QUESTIONS, Graded, installed_tasks, load_task
 
 DRAWN = ["reasoner", "reasoner:level=easy", "reasoner-verbose", "needle:length=120", "multikey"]
 
 STRANGER = '''
 import attrs
 
-from kvpolicy.lab.tasks.measures import Graded
-from kvpolicy.lab.tasks.task import Item
+from kvpolicy.lab.tasks.task import Graded
+from kvpolicy.lab.tasks.task import Example
 
 
 @attrs.frozen
@@ -39,7 +38,7 @@ class Echo:
         return Graded(lambda text, item: text.strip() == item.answer)
 
     def items(self, n, *, seed, split="test"):
-        return [Item(i, self.word * self.times, self.word, {"loud": int(self.loud)})
+        return [Example(i, self.word * self.times, self.word, {"loud": int(self.loud)})
                 for i in range(n)]
 '''
 
@@ -84,16 +83,16 @@ def test_a_broken_task_is_named_and_harms_no_other() -> None:
         ("reasoner:lvl=easy", "no option 'lvl'; did you mean level"),
         ("reasoner:level=simple", "easy, medium, hard, standard"),
         ("reasoner:level=easy,hard", "'hard' is not KEY=VALUE"),
-        ("needle:length=long", "length='long'; a whole number is wanted"),
+        ("needle:length=long", "length='long'; expected a whole number"),
         ("needle:length=10", "at least 22 tokens"),
         ("multikey:keys=20", "1 to 19"),
         ("multikey:keys=0", "1 to 19"),
         ("gsm8k:chat=maybe", "true or false"),
-        ("questions", "refuses its options"),
+        ("questions", "rejects its options"),
         ("questions:source=a.jsonl,grader=kind", "math and exact"),
         ("livecodebench:release=7", "1 to 6"),
         ("livecodebench:time_s=0", "more than 0"),
-        ("", "no task is named ''"),
+        ("", "is named ''"),
     ],
 )
 def test_a_wrong_name_or_option_is_answered_with_what_is_right(text: str, said: str) -> None:

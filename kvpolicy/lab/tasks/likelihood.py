@@ -1,0 +1,332 @@
+"""Perplexity and agreement: metrics that lead the model along a given text.
+
+The engine serves such a sequence like any other: the prompt enters in the same chunks, every
+further token in a decode step of its own, compactions happen where they would happen if the model
+had written the text, and slots are shared in the same way. So all plans, and the full cache, are
+compared under the same conditions. A single forward pass over the whole text would differ:
+nothing would be evicted before the end.
+"""
+
+import math
+from collections import defaultdict, deque
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import attrs
+
+from kvpolicy.engine.results import Result
+from kvpolicy.entry_points import default_name
+from kvpolicy.errors import TaskError
+from kvpolicy.lab.statistics import Estimate, ratio
+from kvpolicy.lab.store.records import Sample
+from kvpolicy.lab.tasks.task import (
+    Column,
+    EvalOutcome,
+    EvalRequest,
+    Evaluation,
+    Example,
+    Metric,
+    Split,
+    by_item,
+    load_task,
+    mean_of,
+    spell,
+)
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from kvpolicy.engine.engine import Engine
+    from kvpolicy.engine.request import Request
+    from kvpolicy.engine.run import Run
+    from kvpolicy.engine.sequence import LiveSequence
+
+# Values of an outcome of `Perplexity`: the summed loss in nats, and the number of tokens.
+LOSS = "loss"
+NUM_SCORED = "num_scored"
+
+# Values of an outcome of `Agreement`.
+MATCH = "match"
+KL = "kl"
+FIRST_DIFFERENCE = "first_difference"
+
+# The default of the option ``of``; ``None`` if no installed package sets one.
+_DEFAULT_TASK = default_name("task")
+
+
+@attrs.frozen
+class LikelihoodTask:
+    """The examples of another task with another metric.
+
+    Attributes:
+        family: Name of this task.
+        of: The other task, as a user types it.
+        measure: The metric.
+    """
+
+    family: str
+    of: str
+    measure: Metric
+
+    @property
+    def name(self) -> str:
+        """What the user types."""
+        return spell(self.family, {"of": self.of}, {})
+
+    def items(self, n: int, *, seed: int, split: Split = "test") -> Sequence[Example]:
+        """Draw ``n`` examples of the other task."""
+        examples: Sequence[Example] = load_task(self.of).items(n, seed=seed, split=split)
+        if not self.measure.reads_reference:
+            return [_with_prompt(example) for example in examples]
+        if any(example.reference is None for example in examples):
+            msg = f"task '{self.of}' has no reference texts, which {self.family} needs"
+            raise TaskError(msg)
+        return examples
+
+
+def perplexity(of: str | None = _DEFAULT_TASK) -> LikelihoodTask:
+    """Perplexity of a task's reference texts, or of a file's texts, under eviction."""
+    return LikelihoodTask("perplexity", _required("perplexity", of), Perplexity())
+
+
+def agreement(of: str | None = _DEFAULT_TASK) -> LikelihoodTask:
+    """Agreement of a model with itself under the full cache, on any prompts."""
+    return LikelihoodTask("agreement", _required("agreement", of), Agreement())
+
+
+def _required(family: str, of: str | None) -> str:
+    if of is None:
+        msg = f"task '{family}' needs the name of another task: {family}:of=TASK"
+        raise TaskError(msg)
+    return of
+
+
+def _with_prompt(example: Example) -> Example:
+    """A text without a question becomes the prompt that the model continues."""
+    if example.prompt or example.reference is None:
+        return example
+    return attrs.evolve(example, prompt=example.reference)
+
+
+def _scored(sample: Sample) -> tuple[float, float] | None:
+    values = sample.values
+    return (values[LOSS], values[NUM_SCORED]) if values.get(NUM_SCORED) else None
+
+
+def _nll_of(sample: Sample) -> float | None:
+    scored = _scored(sample)
+    return scored and scored[0] / scored[1]
+
+
+def _nll(samples: Sequence[Sample]) -> Estimate | None:
+    texts = by_item(samples, _scored)
+    if not texts:
+        return None
+    sums = [tuple(map(math.fsum, zip(*values, strict=True))) for values in texts]
+    return ratio(*zip(*sums, strict=True))
+
+
+def _perplexity_of(sample: Sample) -> float | None:
+    nll = _nll_of(sample)
+    return None if nll is None else math.exp(nll)
+
+
+def _perplexity(samples: Sequence[Sample]) -> Estimate | None:
+    nll = _nll(samples)
+    return nll and Estimate(math.exp(nll.value), math.exp(nll.low), math.exp(nll.high))
+
+
+@attrs.frozen
+class Perplexity:
+    """Teacher forcing: the likelihood of each token of the reference text.
+
+    With a prompt, all tokens of the reference are scored; without one, all but the first.
+    ``max_new_tokens`` limits how many are scored; a longer text counts as truncated.
+    """
+
+    name: str = attrs.field(default="perplexity", init=False)
+    reads_reference: bool = attrs.field(default=True, init=False)
+    runs_code: bool = attrs.field(default=False, init=False)
+
+    @property
+    def columns(self) -> Sequence[Column]:
+        """Mean negative log-likelihood of a token in nats, and its exponential."""
+        heading = "Negative log-likelihood, nats per token"
+        return (
+            Column("nll", "nats/token", heading, _nll_of, _nll, parts=_scored),
+            Column(
+                "perplexity",
+                "perplexity",
+                "Perplexity",
+                _perplexity_of,
+                _perplexity,
+                parts=_scored,
+                of_ratio=math.exp,
+            ),
+        )
+
+    def begin(self, engine: "Engine", asked: Sequence[EvalRequest]) -> Evaluation:
+        """Lead every sequence along its reference."""
+        from kvpolicy.engine.run import Run
+
+        texts = [_given_and_scored(engine.tokenizer, one) for one in asked]
+        for one, (_, scored) in zip(asked, texts, strict=True):
+            if not scored:
+                msg = f"text {one.item.index} of the task has no token that could be scored"
+                raise TaskError(msg)
+        requests = [
+            # A stop token in the middle of a text is scored like any other.
+            attrs.evolve(
+                one.request,
+                prompt=given,
+                max_new_tokens=min(one.request.max_new_tokens, len(scored)),
+                stop_ids=(),
+            )
+            for one, (given, scored) in zip(asked, texts, strict=True)
+        ]
+        teacher = _Teacher([scored for _, scored in texts])
+        return _PerplexityEvaluation(Run(engine, requests, teacher.sample), teacher)
+
+
+class _Teacher:
+    """Samples the tokens of given texts and sums their losses."""
+
+    def __init__(self, texts: Sequence[Sequence[int]]) -> None:
+        self.texts = texts
+        self.loss: dict[int, float] = defaultdict(float)
+
+    def sample(self, sequences: "Sequence[LiveSequence]", logits: "Tensor") -> list[int]:
+        tokens = [self.texts[seq.id][len(seq.tokens)] for seq in sequences]
+        losses = -_log_probs(logits)[range(len(tokens)), tokens]
+        for seq, loss in zip(sequences, losses.tolist(), strict=True):
+            self.loss[seq.id] += loss
+        return tokens
+
+
+@attrs.frozen
+class _PerplexityEvaluation:
+    run: "Run"
+    teacher: _Teacher
+
+    def outcome(self, result: Result) -> EvalOutcome:
+        if result.finish_reason == "error":
+            return EvalOutcome(result)
+        num_scored = len(result.tokens)
+        is_complete = num_scored == len(self.teacher.texts[result.id])
+        result = attrs.evolve(result, finish_reason="stop" if is_complete else "length")
+        values = {LOSS: self.teacher.loss.pop(result.id), NUM_SCORED: float(num_scored)}
+        return EvalOutcome(result, values=values)
+
+
+def _given_and_scored(tokenizer: Any, one: EvalRequest) -> tuple[Any, list[int]]:
+    """The prompt, and the token ids that are scored."""
+    reference = one.item.reference
+    assert reference is not None, "LikelihoodTask.items checks it"
+    if one.item.prompt:
+        return one.request.prompt, tokenizer(reference, add_special_tokens=False)["input_ids"]
+    ids = tokenizer(reference)["input_ids"]
+    return ids[:1], ids[1:]
+
+
+@attrs.frozen
+class Agreement:
+    """Agreement of a model under a plan with the same model under the full cache.
+
+    The model with the full cache answers greedily. The same model under the plan is led along
+    that answer, and its prediction of every token is compared. No expected answer is needed.
+
+    * ``match``: share of the tokens at which both have the same likeliest token;
+    * ``kl``: mean over the tokens of ``KL(full || plan)``, in nats, between the distributions of
+      the next token;
+    * ``first_difference``: number of tokens before the first that differs, which is how long
+      the plan's own greedy text would be the same; all tokens if none differs.
+
+    The full cache's distributions are computed in step with each cell and not stored, whatever
+    the size of the vocabulary. This holds the rows of as many sequences as there are slots.
+    """
+
+    name: str = attrs.field(default="agreement", init=False)
+    reads_reference: bool = attrs.field(default=False, init=False)
+    runs_code: bool = attrs.field(default=False, init=False)
+
+    @property
+    def columns(self) -> Sequence[Column]:
+        """Matching tokens, divergence, and tokens before the first difference."""
+        return (
+            mean_of(MATCH, "same token", "Tokens that match the full cache's", is_share=True),
+            mean_of(KL, "KL, nats", "KL from the full cache, nats per token"),
+            mean_of(FIRST_DIFFERENCE, "parts after", "Tokens before the first difference"),
+        )
+
+    def begin(self, engine: "Engine", asked: Sequence[EvalRequest]) -> Evaluation:
+        """Lead every sequence along the full cache's answer."""
+        from kvpolicy.engine.engine import Engine
+        from kvpolicy.engine.request import Sampling
+        from kvpolicy.engine.run import Run
+        from kvpolicy.plan.plan import Plan
+
+        requests = [attrs.evolve(one.request, sampling=Sampling()) for one in asked]
+        model, tokenizer = engine.adapter.model, engine.tokenizer
+        full = Engine(model, tokenizer, Plan.uniform("full"), slots=engine.num_slots)
+        guide = _Guide(full, requests)
+        return _AgreementEvaluation(Run(engine, requests, guide.sample), guide)
+
+
+class _Guide:
+    """Leads sequences along the greedy answers of the full cache and compares predictions."""
+
+    def __init__(self, full: "Engine", requests: "Sequence[Request]") -> None:
+        from kvpolicy.engine.run import Run
+
+        # Per sequence, tokens of the full cache with the log-probabilities they came from.
+        self._pending: dict[int, deque[tuple[int, Tensor]]] = defaultdict(deque)
+        self._full = Run(full, requests, self._sample_full)
+        self.matches: dict[int, list[bool]] = defaultdict(list)
+        self.kl: dict[int, float] = defaultdict(float)
+
+    def sample(self, sequences: "Sequence[LiveSequence]", logits: "Tensor") -> list[int]:
+        tokens = []
+        for seq, log_probs in zip(sequences, _log_probs(logits), strict=True):
+            token, full_log_probs = self._next(seq.id)
+            tokens.append(token)
+            self.matches[seq.id].append(int(log_probs.argmax()) == token)
+            # A token that the full cache rules out (log-probability -inf) contributes 0.
+            terms = full_log_probs.exp() * (full_log_probs - log_probs)
+            self.kl[seq.id] += float(terms[full_log_probs > -math.inf].sum())
+        return tokens
+
+    def _next(self, number: int) -> "tuple[int, Tensor]":
+        """The full cache's next token in a sequence; steps its engine as far as needed."""
+        while not self._pending[number]:
+            assert not self._full.done, "both engines end a sequence at the same token"
+            self._full.step()
+        return self._pending[number].popleft()
+
+    def _sample_full(self, sequences: "Sequence[LiveSequence]", logits: "Tensor") -> list[int]:
+        log_probs = _log_probs(logits)
+        tokens: list[int] = log_probs.argmax(dim=-1).tolist()
+        for seq, token, row in zip(sequences, tokens, log_probs, strict=True):
+            self._pending[seq.id].append((token, row))
+        return tokens
+
+
+@attrs.frozen
+class _AgreementEvaluation:
+    run: "Run"
+    guide: _Guide
+
+    def outcome(self, result: Result) -> EvalOutcome:
+        if result.finish_reason == "error":
+            return EvalOutcome(result)
+        matches = self.guide.matches.pop(result.id)
+        num_equal = matches.index(False) if False in matches else len(matches)
+        values = {
+            MATCH: sum(matches) / len(matches),
+            KL: self.guide.kl.pop(result.id) / len(matches),
+            FIRST_DIFFERENCE: float(num_equal),
+        }
+        return EvalOutcome(result, values=values)
+
+
+def _log_probs(logits: "Tensor") -> "Tensor":
+    return logits.float().log_softmax(dim=-1)
