@@ -2,10 +2,10 @@
 
 With ``--json``, one object per line: ``{"kind": "call", ...}`` with the fields of `HookCall`
 for each call as it is made, then ``{"kind": "total", ...}`` with those of `Total` for each hook
-and policy. ``--output`` writes the calls into a file in the same form.
+and policy. ``--output`` writes the calls to a file in the same form.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -14,7 +14,6 @@ import attrs
 import typer
 
 from kvpolicy.cli.app import Interrupted
-from kvpolicy.cli.calls import call_table, total_table
 from kvpolicy.cli.options import (
     SOME_FAILED,
     Generation,
@@ -24,12 +23,11 @@ from kvpolicy.cli.options import (
     prepare,
     with_generation_options,
 )
-from kvpolicy.cli.output import info, print_json, print_text, terminal_width
+from kvpolicy.cli.output import format_table, info, print_json, print_text, terminal_width
 from kvpolicy.cli.run import format_report
 
 if TYPE_CHECKING:
-    from kvpolicy.engine.hookcall import HookCall
-    from kvpolicy.engine.tracing import Trace
+    from kvpolicy.engine.tracing import EvictedRows, HookCall, Total, Trace
 
 app = typer.Typer(
     help="Show every hook call of a generation.",
@@ -37,7 +35,12 @@ app = typer.Typer(
     add_completion=False,
 )
 
-_LAST = 100  # calls in the table, unless more are asked for
+_LAST = 100  # calls in the table by default
+_CALLS = ("#", "request", "token", "hook", "layer", "answered by", "answer", "µs", "asked with")
+_TOTALS = ("hook", "policy", "calls", "ms", "p50 µs", "p95 µs", "of the time")
+_MAX_TEXT = 28  # characters of the text of one range of rows
+_MAX_LINE = 72  # characters of a line about removed rows
+_NONE = "-"
 
 
 @app.command(
@@ -57,33 +60,31 @@ def trace(
         list[int] | None, typer.Option(min=0, help="Record this layer only; may be repeated.")
     ] = None,
     kept: Annotated[
-        bool, typer.Option("--kept", help="Show which rows leave at each compaction.")
+        bool, typer.Option("--kept", help="Show which rows each compaction removes.")
     ] = False,
     last: Annotated[
         int | None,
-        typer.Option(min=1, help="Show the last so many calls. [default: 100; with --json, all]"),
+        typer.Option(min=1, help="Show the last N calls only. [default: 100; with --json, all]"),
     ] = None,
-    summary: Annotated[
-        bool, typer.Option("--summary", help="Show the totals and no single call.")
-    ] = False,
+    summary: Annotated[bool, typer.Option("--summary", help="Show the totals only.")] = False,
     output: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="A new file for all calls, as JSON lines."),
+        typer.Option(metavar="FILE", help="Write all calls to a new file, as JSON lines."),
     ] = None,
     json: Json = False,
 ) -> None:
-    """Show every hook call of a generation: who answered what, and how long it took.
+    """Show every hook call of a generation: the policies, their answers and their time.
 
     A call that fails is shown as well, and ends the generation.
     """
     task = prepare(generation)
     from kvpolicy.engine.tracing import recording
 
-    with _writer(output) as keep:
+    with _open_output(output) as write_record:
 
         def on_call(call: "HookCall") -> None:
             record = {"kind": "call", **call.to_dict()}
-            keep(record)
+            write_record(record)
             if json and not summary and last is None:
                 print_json(record)
 
@@ -102,15 +103,15 @@ def trace(
                 msg = f"interrupted after {trace.num_calls:,} calls."
                 raise Interrupted(msg) from None
             finally:
-                # Whatever ended the run: what was recorded is what the user wants to see.
+                # Also after an error: the calls before it explain it.
                 _show(trace, json=json, summary=summary, shown=last)
     if failed:
         raise typer.Exit(SOME_FAILED)
 
 
 @contextmanager
-def _writer(path: Path | None) -> "Iterator[Callable[[dict[str, Any]], None]]":
-    """Writes records into a new file, each as it comes; nowhere if there is no file."""
+def _open_output(path: Path | None) -> "Iterator[Callable[[dict[str, Any]], None]]":
+    """A function that writes one record to a new file; does nothing without a file."""
     if path is None:
         yield lambda _: None
         return
@@ -121,7 +122,7 @@ def _writer(path: Path | None) -> "Iterator[Callable[[dict[str, Any]], None]]":
 
 
 def _run(task: Generation) -> bool:
-    """Serve all prompts; whether some failed."""
+    """Generate for all prompts; returns whether some failed."""
     run = task.engine.generate(task.prompts, **task.options)
     for result in run:
         if result.error is not None:
@@ -151,3 +152,85 @@ def _show(trace: "Trace", *, json: bool, summary: bool, shown: int | None) -> No
             )
         print_text(call_table(trace.calls, width=width) + "\n\n")
     print_text(total_table(trace.totals(), width=width) + "\n")
+
+
+def call_table(calls: "Sequence[HookCall]", *, width: int | None = None) -> str:
+    """Format calls as a table, each followed by the rows that it removes.
+
+    Args:
+        calls: The calls.
+        width: Maximum characters of a line; no limit if not given.
+    """
+    rows = []
+    for call in calls:
+        rows.append(_call_row(call))
+        for evicted in call.left:
+            rows += _evicted(evicted)
+    return format_table(_CALLS, rows, right=(0, 1, 2, 4, 7), width=width)
+
+
+def total_table(totals: "Sequence[Total]", *, width: int | None = None) -> str:
+    """Format totals as a table; arguments as for `call_table`."""
+    rows = [
+        [
+            one.hook,
+            one.policy,
+            f"{one.calls:,}",
+            f"{one.total_ms:,.1f}",
+            f"{one.p50_us:,.0f}",
+            f"{one.p95_us:,.0f}",
+            f"{one.share:.1%}",
+        ]
+        for one in totals
+    ]
+    return format_table(_TOTALS, rows, right=range(2, len(_TOTALS)), width=width)
+
+
+def _call_row(call: "HookCall") -> list[str]:
+    arguments = ", ".join(f"{name} {value}" for name, value in call.arguments.items())
+    return [
+        str(call.number),
+        _format_ids(call.requests),
+        _format_ids(sorted(set(call.tokens))),
+        call.hook,
+        _NONE if call.layer is None else str(call.layer),
+        call.answered_by or _NONE,
+        _answer(call),
+        f"{call.us:,.0f}",
+        arguments if call.error is None else call.error,
+    ]
+
+
+def _answer(call: "HookCall") -> str:
+    if call.error is not None:
+        return "FAILED"
+    if isinstance(call.answer, list):
+        return ", ".join(map(str, call.answer)) or _NONE
+    return _NONE if call.answer is None else str(call.answer)
+
+
+def _format_ids(numbers: Sequence[int]) -> str:
+    """Numbers, or the first and the last if there are more than three."""
+    if len(numbers) > 3:
+        return f"{numbers[0]}..{numbers[-1]}"
+    return ",".join(map(str, numbers)) or _NONE
+
+
+def _evicted(rows: "EvictedRows") -> list[list[str]]:
+    heads = ",".join(map(str, rows.heads))
+    texts = rows.texts or ("",) * len(rows.ranges)
+    lines = [f"{rows.num_rows} rows leave head {heads}:"]
+    for (first, last), text in zip(rows.ranges, texts, strict=True):
+        shown = f" {_short(text)}" if text else ""
+        piece = f" {first if first == last else f'{first}-{last}'}{shown}"
+        if len(lines[-1]) + len(piece) > _MAX_LINE:  # texts are not broken: their spaces matter
+            lines.append(" ")
+        lines[-1] += piece
+    blank = [""] * (len(_CALLS) - 3)
+    return [["", str(rows.request) if i == 0 else "", *blank, line] for i, line in enumerate(lines)]
+
+
+def _short(text: str) -> str:
+    """A text in quotes; the middle of a long text is left out."""
+    half = _MAX_TEXT // 2
+    return repr(text if len(text) <= _MAX_TEXT else f"{text[: half - 1]}…{text[-half:]}")

@@ -1,40 +1,162 @@
-"""Recording hook calls: who was asked what about whom, who answered, and how long it took.
+"""Recording of hook calls: arguments, answers, and the time of each policy.
 
     with recording(engine) as trace:
         results = engine.generate(prompts).results()
     for call in trace.calls:
         print(call.hook, call.layer, call.answered_by, call.answer, call.us)
 
-Outside of such a block nothing of this is in a run's way, and inside of it tokens are the same.
+A recording does not change the tokens, and a run that is not recorded does not pay for it.
 """
 
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Generator, Iterator
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial, wraps
-from typing import TYPE_CHECKING, Any
+from types import TracebackType
+from typing import Any
 
 import attrs
+import numpy as np
 import pluggy
 import torch
 from torch import Tensor
 
-from kvpolicy.engine.hookcall import HookCall, Left, describe, rows_leaving
-from kvpolicy.engine.stopwatch import ImplTimer
+from kvpolicy.engine.engine import Engine
+from kvpolicy.engine.request import Waiting
+from kvpolicy.engine.sequence import LiveSequence
 from kvpolicy.errors import KVPolicyError
 from kvpolicy.hooks.manager import HOOKS
+from kvpolicy.hooks.timing import wait_for
 
-if TYPE_CHECKING:
-    from kvpolicy.engine.engine import Engine
-
-# `allocate` is asked when a plan is resolved, before there is an engine.
+# `allocate` is called when a plan is resolved, before there is an engine.
 _RECORDED = tuple(hook for hook in HOOKS if hook != "allocate")
+
+
+# Records
+
+
+@attrs.frozen
+class TensorInfo:
+    """Dtype, shape and device of a tensor."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    device: str
+
+    def __str__(self) -> str:
+        device = "" if self.device == "cpu" else f" on {self.device}"
+        return f"{self.dtype}{list(self.shape)}{device}"
+
+
+@attrs.frozen
+class ImplCall:
+    """The call of one policy's implementation of a hook.
+
+    Attributes:
+        policy: Name of the policy.
+        us: Microseconds; of a wrapper, without the implementations that it wraps.
+        wrapper: Whether it wraps the answers of others.
+        answer: Its answer, described; ``None`` for no opinion.
+        error: The error it raised, as text.
+    """
+
+    policy: str
+    us: float
+    wrapper: bool
+    answer: object = None
+    error: str | None = None
+
+
+@attrs.frozen
+class EvictedRows:
+    """Rows that a compaction removes from one sequence in one layer.
+
+    Attributes:
+        request: Number of the request in its run.
+        heads: KV heads from which exactly these rows are removed.
+        ranges: First and last position of each range of consecutive rows.
+        texts: The text of each range, if the engine has a tokenizer.
+    """
+
+    request: int
+    heads: tuple[int, ...]
+    ranges: tuple[tuple[int, int], ...]
+    texts: tuple[str, ...] | None
+
+    @property
+    def num_rows(self) -> int:
+        """Rows removed from each of the heads."""
+        return sum(last - first + 1 for first, last in self.ranges)
+
+
+@attrs.frozen
+class HookCall:
+    """One hook call.
+
+    Attributes:
+        number: Its index among all calls of the recording.
+        hook: The hook.
+        layer: The layer; ``None`` for hooks that are not called for a layer.
+        requests: Numbers of the requests, in the order of the batch axis.
+        tokens: Tokens that each of them has generated.
+        arguments: Arguments that some implementation names: tensors as `TensorInfo`, numbers
+            as they are.
+        answered_by: Policies that answered; ``None`` if none did.
+        answer: The answer after all wrappers, described like the arguments.
+        us: Microseconds in all, including the check of the answer.
+        parts: The call of each implementation, in the order in which they were called.
+        error: Why the call failed, if it did.
+        left: Rows that are removed, for `select`, if the recording includes them.
+    """
+
+    number: int
+    hook: str
+    layer: int | None
+    requests: tuple[int, ...]
+    tokens: tuple[int, ...]
+    arguments: Mapping[str, object]
+    answered_by: str | None
+    answer: object
+    us: float
+    parts: tuple[ImplCall, ...]
+    error: str | None = None
+    left: tuple[EvictedRows, ...] = ()
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data, ready for JSON."""
+        return attrs.asdict(self)
+
+
+@attrs.frozen
+class Total:
+    """All calls of one policy's implementation of one hook.
+
+    Attributes:
+        hook: The hook.
+        policy: The policy.
+        calls: Number of calls.
+        total_ms: Milliseconds in all.
+        p50_us: Median of the microseconds of a call.
+        p95_us: 95th percentile of the microseconds of a call.
+        share: Fraction of the duration of the recording.
+    """
+
+    hook: str
+    policy: str
+    calls: int
+    total_ms: float
+    p50_us: float
+    p95_us: float
+    share: float
+
+
+# Recording
 
 
 @contextmanager
 def recording(
-    engine: "Engine",
+    engine: Engine,
     *,
     hooks: Collection[str] | None = None,
     layers: Collection[int] | None = None,
@@ -42,21 +164,21 @@ def recording(
     last: int | None = None,
     on_call: Callable[[HookCall], None] | None = None,
 ) -> "Iterator[Trace]":
-    """Record the hook calls of an engine's runs for the length of a block.
+    """Record the hook calls of an engine's runs within a block.
 
     Args:
         engine: The engine.
         hooks: Record these hooks only.
-        layers: Record calls about these layers only, counted from 0.
-        kept: Whether to note which rows leave at a compaction, and what their tokens say.
-        last: Keep no more than the last so many calls; totals are of all.
-        on_call: Is given each call as soon as it is done.
+        layers: Record calls for these layers only, counted from 0.
+        kept: Whether to record which rows each compaction removes, and their text.
+        last: Keep the last ``last`` calls only; totals are of all calls.
+        on_call: Called with each record as soon as it is complete.
 
     Yields:
         The trace, which grows.
 
     Raises:
-        KVPolicyError: There is no such hook or layer, or the engine is being recorded already.
+        KVPolicyError: There is no such hook or layer, or the engine is recorded already.
     """
     wanted = tuple(_RECORDED if hooks is None else hooks)
     unknown = [hook for hook in wanted if hook not in _RECORDED]
@@ -69,49 +191,26 @@ def recording(
         msg = f"there is no layer {outside[0]} to record; the model has layers 0 to {last_layer}"
         raise KVPolicyError(msg)
     trace = Trace(engine, wanted, layers, kept=kept, last=last, on_call=on_call)
-    with ExitStack() as watched:
+    with ExitStack() as listening:
         for stack in dict.fromkeys([*engine.stacks, engine.scheduling]):
-            watched.enter_context(stack.listening(trace))
+            listening.enter_context(stack.listening(trace))
         try:
             yield trace
         finally:
             trace.end()
 
 
-@attrs.frozen
-class Total:
-    """What one policy's part in one hook came to.
-
-    Attributes:
-        hook: The hook.
-        policy: The policy.
-        calls: Times it was asked.
-        total_ms: Milliseconds in all.
-        p50_us: Microseconds that half of the calls did not exceed.
-        p95_us: Microseconds that 95 % of the calls did not exceed.
-        share: Part of the time that the recording took.
-    """
-
-    hook: str
-    policy: str
-    calls: int
-    total_ms: float
-    p50_us: float
-    p95_us: float
-    share: float
-
-
 class Trace:
-    """Hook calls as they are made; see `recording`.
+    """The hook calls of a recording, and the listener that records them.
 
     Attributes:
-        calls: The calls recorded, or the last of them, if only so many are kept.
-        num_calls: How many were recorded.
+        calls: The recorded calls, or the last of them.
+        num_calls: Number of recorded calls.
     """
 
     def __init__(
         self,
-        engine: "Engine",
+        engine: Engine,
         hooks: Collection[str],
         layers: Collection[int] | None,
         *,
@@ -123,41 +222,37 @@ class Trace:
         self.num_calls = 0
         self._engine = engine
         self._hooks, self._layers, self._kept, self._on_call = hooks, layers, kept, on_call
-        self._open: list[ImplTimer] | None = None  # parts of the call under way
+        self._timers: list[ImplTimer] | None = None  # of the current call
         self._device: torch.device | None = None
         self._us: dict[tuple[str, str], list[float]] = {}
-        self._begun = time.perf_counter()
+        self._started = time.perf_counter()
         self._ended: float | None = None
 
     def end(self) -> None:
-        """Stop the clock."""
+        """End the recording; `Total.share` refers to the time until now."""
         self._ended = time.perf_counter()
 
     def totals(self) -> list[Total]:
-        """What each policy's part in each hook came to, in the order of the hooks."""
-        elapsed_us = 1e6 * ((self._ended or time.perf_counter()) - self._begun)
-        found = []
+        """Totals by hook and policy, in the order of the hooks."""
+        elapsed_us = 1e6 * ((self._ended or time.perf_counter()) - self._started)
+        totals = []
         for (hook, policy), us in sorted(self._us.items(), key=lambda one: HOOKS.index(one[0][0])):
-            ranked, total = sorted(us), sum(us)
-            p50, p95 = (ranked[-(-len(us) * percent // 100) - 1] for percent in (50, 95))
-            found.append(
-                Total(hook, policy, len(us), total / 1e3, p50, p95, share=total / elapsed_us)
-            )
-        return found
-
-    # What relays call
+            p50, p95 = np.percentile(us, [50, 95], method="inverted_cdf").tolist()
+            total = sum(us)
+            totals.append(Total(hook, policy, len(us), total / 1e3, p50, p95, total / elapsed_us))
+        return totals
 
     def question(self, hook: str, arguments: dict[str, Any], ask: Callable[[], Any]) -> Any:
-        """Pass a question on to the policies, and note what becomes of it."""
+        """Call a hook and record it; called by the hook manager."""
         layer = arguments.get("layer_idx")
         if hook not in self._hooks or (self._layers is not None and layer not in self._layers):
             return ask()
-        # A policy that asks its parts is itself being asked.
-        outer = self._open, self._device
+        # A policy may call its parts from within a hook: calls are nested.
+        outer = self._timers, self._device
         tensors = [value for value in arguments.values() if isinstance(value, Tensor)]
         self._device = next((tensor.device for tensor in tensors if tensor.is_cuda), None)
-        parts: list[ImplTimer] = []
-        self._open = parts
+        timers: list[ImplTimer] = []
+        self._timers = timers
         answer, error = None, None
         start = time.perf_counter()
         try:
@@ -167,83 +262,178 @@ class Trace:
             raise
         finally:
             us = (time.perf_counter() - start) * 1e6
-            self._open, self._device = outer
-            self._note(hook, arguments, parts, answer, us, error)
+            self._timers, self._device = outer
+            self._record(hook, arguments, timers, answer, us, error)
         return answer
 
     def timed(self, impl: pluggy.HookImpl) -> Callable[..., Any]:
-        """The same implementation, but what it takes and answers is noted."""
+        """Wrap an implementation so that its calls are timed; called by the hook manager."""
         function: Callable[..., Any] = impl.function
 
-        def answers(*arguments: Any, **others: Any) -> Any:
-            part = self._begin(impl)
-            with part:
-                part.answer = function(*arguments, **others)
-            return part.answer
+        def call(*arguments: Any, **others: Any) -> Any:
+            timer = self._timer(impl)
+            with timer:
+                timer.answer = function(*arguments, **others)
+            return timer.answer
 
-        def wraps_answers(*arguments: Any, **others: Any) -> Generator[None, Any, Any]:
-            part, generator = self._begin(impl), function(*arguments, **others)
-            with part:
+        def call_wrapper(*arguments: Any, **others: Any) -> Generator[None, Any, Any]:
+            timer, generator = self._timer(impl), function(*arguments, **others)
+            with timer:
                 next(generator)
             try:
                 answer = yield
             except BaseException as error:
-                part.passes_on = error
-                go_on = partial(generator.throw, error)
+                timer.passes_on = error
+                resume = partial(generator.throw, error)
             else:
-                go_on = partial(generator.send, answer)
+                resume = partial(generator.send, answer)
             try:
-                with part:
-                    go_on()
+                with timer:
+                    resume()
             except StopIteration as stop:
-                part.answer = stop.value
+                timer.answer = stop.value
                 return stop.value
-            yield  # a second time, as it did: pluggy refuses that
+            yield  # the wrapper yielded twice: let pluggy report it
 
-        is_wrapper = impl.wrapper or impl.hookwrapper
-        return wraps(function)(wraps_answers if is_wrapper else answers)
+        return wraps(function)(call_wrapper if _is_wrapper(impl) else call)
 
-    def _begin(self, impl: pluggy.HookImpl) -> ImplTimer:
-        part = ImplTimer(impl, self._device)
-        # Not noted: calls of hooks that are not recorded; and those that find out who has
-        # answered wrongly, for which every policy is asked once more.
-        if self._open is not None and all(part.impl is not other.impl for other in self._open):
-            self._open.append(part)
-        return part
+    def _timer(self, impl: pluggy.HookImpl) -> "ImplTimer":
+        timer = ImplTimer(impl, self._device)
+        # Not recorded: hooks that are not selected, and the second calls by which the hook
+        # manager finds the policy whose answer is wrong.
+        if self._timers is not None and all(impl is not other.impl for other in self._timers):
+            self._timers.append(timer)
+        return timer
 
-    def _note(
+    def _record(
         self,
         hook: str,
         arguments: dict[str, Any],
-        parts: list[ImplTimer],
+        timers: Sequence["ImplTimer"],
         answer: object,
         us: float,
         error: str | None,
     ) -> None:
-        about = self._engine.asking.sequences
-        named = {name for part in parts for name in part.impl.argnames}
+        sequences = self._engine.asking.sequences
+        named = {name for timer in timers for name in timer.impl.argnames}
         described = {name: describe(arguments[name]) for name in arguments if name in named}
-        by = [part.name for part in parts if part.answer is not None and not part.is_wrapper]
-        left: tuple[Left, ...] = ()
+        parts = tuple(timer.to_record() for timer in timers)
+        answered = [part.policy for part in parts if part.answer is not None and not part.wrapper]
+        wrappers = [part.policy for part in parts if part.wrapper]
+        left: tuple[EvictedRows, ...] = ()
         if self._kept and hook == "select" and isinstance(answer, Tensor):
-            left = rows_leaving(arguments["positions"], answer, about, self._engine.tokenizer)
+            tokenizer = self._engine.tokenizer
+            left = evicted_rows(arguments["positions"], answer, sequences, tokenizer)
         call = HookCall(
             number=self.num_calls,
             hook=hook,
             layer=arguments.get("layer_idx"),
-            requests=tuple(sequence.id for sequence in about),
-            tokens=tuple(len(sequence.tokens) for sequence in about),
+            requests=tuple(sequence.id for sequence in sequences),
+            tokens=tuple(len(sequence.tokens) for sequence in sequences),
             arguments={name: value for name, value in described.items() if value is not None},
-            answered_by="+".join([*by, *(p.name for p in parts if p.is_wrapper)]) if by else None,
+            answered_by="+".join([*answered, *wrappers]) if answered else None,
             answer=describe(answer),
             us=us,
-            parts=tuple(part.done() for part in parts),
+            parts=parts,
             error=error,
             left=left,
         )
         for part in parts:
-            self._us.setdefault((hook, part.name), []).append(part.us)
+            self._us.setdefault((hook, part.policy), []).append(part.us)
         self.num_calls += 1
         self.calls.append(call)
         if self._on_call is not None:
             self._on_call(call)
+
+
+@attrs.define(eq=False)
+class ImplTimer:
+    """Times one call of an implementation, which runs within one block; a wrapper within two.
+
+    Attributes:
+        impl: The implementation.
+        device: Device to wait for at the ends of a block.
+        us: Microseconds so far.
+        answer: The answer.
+        error: The error it raised, as text.
+        passes_on: An error of another implementation that a wrapper may let through.
+    """
+
+    impl: pluggy.HookImpl
+    device: torch.device | None
+    us: float = 0.0
+    answer: object = None
+    error: str | None = None
+    passes_on: BaseException | None = None
+    _start: float = 0.0
+
+    def __enter__(self) -> None:
+        wait_for(self.device)
+        self._start = time.perf_counter()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
+    ) -> None:
+        if error is None:
+            wait_for(self.device)
+        self.us += (time.perf_counter() - self._start) * 1e6
+        # The generator of a wrapper ends with StopIteration.
+        if error is not None and error is not self.passes_on and kind is not StopIteration:
+            self.error = f"{type(error).__name__}: {error}"
+
+    def to_record(self) -> ImplCall:
+        """The call as a record."""
+        is_wrapper = _is_wrapper(self.impl)
+        answer = describe(self.answer)
+        return ImplCall(self.impl.plugin_name, self.us, is_wrapper, answer, self.error)
+
+
+def _is_wrapper(impl: pluggy.HookImpl) -> bool:
+    return impl.wrapper or impl.hookwrapper
+
+
+def describe(value: object) -> object:
+    """A short description of an argument or answer; ``None`` if there is none."""
+    if isinstance(value, Tensor):
+        dtype = str(value.dtype).removeprefix("torch.")
+        return TensorInfo(dtype, tuple(value.shape), str(value.device))
+    if isinstance(value, Waiting):
+        return value.id
+    if isinstance(value, list | tuple):
+        return [describe(one) for one in value]
+    return value if isinstance(value, bool | int | float | str) else None
+
+
+def evicted_rows(
+    positions: Tensor, keep: Tensor, sequences: Sequence[LiveSequence], tokenizer: Any
+) -> tuple[EvictedRows, ...]:
+    """The rows that an answer to `select` removes; heads with equal rows are in one record.
+
+    Args:
+        positions: Positions of the rows held, ``[B, H_kv, T]``.
+        keep: Indices of the rows that stay, ``[B, H_kv, K]``.
+        sequences: The B sequences.
+        tokenizer: The engine's tokenizer, if there is one.
+    """
+    removed = torch.ones_like(positions, dtype=torch.bool).scatter(2, keep, False)
+    found = []
+    for b, sequence in enumerate(sequences):
+        heads_of: dict[tuple[int, ...], list[int]] = {}
+        for head in range(positions.shape[1]):
+            rows = tuple(positions[b, head][removed[b, head]].tolist())
+            heads_of.setdefault(rows, []).append(head)
+        for rows, heads in heads_of.items():
+            ranges = _ranges(rows)
+            texts = None
+            if tokenizer is not None:
+                ids = (sequence.token_ids(first, last + 1) for first, last in ranges)
+                texts = tuple(tokenizer.decode(one) for one in ids)
+            found.append(EvictedRows(sequence.id, tuple(heads), ranges, texts))
+    return tuple(found)
+
+
+def _ranges(rising: Sequence[int]) -> tuple[tuple[int, int], ...]:
+    """First and last number of each range of consecutive numbers."""
+    rows = np.asarray(rising, dtype=np.int64)
+    ranges = np.split(rows, np.flatnonzero(np.diff(rows) > 1) + 1)
+    return tuple((int(one[0]), int(one[-1])) for one in ranges if len(one))

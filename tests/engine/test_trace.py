@@ -15,8 +15,7 @@ from tiny import shared_model, tiny_tokenizer
 from torch import Tensor
 
 from kvpolicy import Engine, Plan, hookimpl
-from kvpolicy.engine.hookcall import HookCall, TensorInfo
-from kvpolicy.engine.tracing import Trace, recording
+from kvpolicy.engine.tracing import HookCall, TensorInfo, Trace, recording
 from kvpolicy.errors import HookError, KVPolicyError
 from kvpolicy.hooks.parts import Parts
 from kvpolicy.plan.spec import PolicySpec
@@ -143,7 +142,7 @@ class Sleepy:
 
 def test_a_wrapper_is_not_charged_for_what_it_wraps(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
-    monkeypatch.setattr("kvpolicy.engine.stopwatch.time.perf_counter", lambda: now[0])
+    monkeypatch.setattr("kvpolicy.engine.tracing.time.perf_counter", lambda: now[0])
 
     class Slow:
         @hookimpl
