@@ -1,57 +1,39 @@
 """KV-cache eviction policies as plugins.
 
-Importing this package patches nothing, reads no environment variable, loads no plugin and
-does not import torch: each public name is fetched from its home when first used.
+``__init__.pyi`` lists the public names with their modules. Each name is imported when it is
+first used, so `import kvpolicy` imports neither torch nor a plugin, patches nothing and reads
+no environment variable.
 """
 
+import ast
 from importlib import import_module
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 from kvpolicy.markers import hookimpl
 
-if TYPE_CHECKING:
-    from kvpolicy.engine.engine import Engine
-    from kvpolicy.engine.request import Request, Sampling
-    from kvpolicy.engine.results import Result, RunReport
-    from kvpolicy.hf import PolicyCache
-    from kvpolicy.hooks.discovery import installed_policies, load_policy
-    from kvpolicy.model.loading import load_model
-    from kvpolicy.plan.plan import Plan
-
 __version__ = "0.1.0"
 
-_HOMES = {
-    "Engine": "kvpolicy.engine.engine",
-    "Plan": "kvpolicy.plan.plan",
-    "PolicyCache": "kvpolicy.hf",
-    "Request": "kvpolicy.engine.request",
-    "Result": "kvpolicy.engine.results",
-    "RunReport": "kvpolicy.engine.results",
-    "Sampling": "kvpolicy.engine.request",
-    "installed_policies": "kvpolicy.hooks.discovery",
-    "load_model": "kvpolicy.model.loading",
-    "load_policy": "kvpolicy.hooks.discovery",
+_STUB = ast.parse(Path(__file__).with_suffix(".pyi").read_text(encoding="utf-8"))
+_MODULES = {
+    alias.name: str(node.module)
+    for node in _STUB.body
+    if isinstance(node, ast.ImportFrom)
+    for alias in node.names
 }
 
-__all__ = [
-    "Engine",
-    "Plan",
-    "PolicyCache",
-    "Request",
-    "Result",
-    "RunReport",
-    "Sampling",
-    "__version__",
-    "hookimpl",
-    "installed_policies",
-    "load_model",
-    "load_policy",
-]
+__all__ = ["__version__", "hookimpl", *sorted(_MODULES.keys() - {"hookimpl"})]
 
 
 def __getattr__(name: str) -> object:
-    """Fetch a public name from its home (PEP 562)."""
-    if name not in _HOMES:
+    """Import a public name when it is first used (PEP 562)."""
+    if name not in _MODULES:
         msg = f"module 'kvpolicy' has no attribute '{name}'"
         raise AttributeError(msg)
-    return getattr(import_module(_HOMES[name]), name)
+    value = getattr(import_module(_MODULES[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    """The public names, for completion."""
+    return sorted(__all__)

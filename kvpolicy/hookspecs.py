@@ -10,58 +10,57 @@ Axis letters, used for every shape in kvpolicy:
 
 A policy implements only the hooks it needs, and in each names only the arguments it reads:
 pluggy passes by name, and the engine computes only what some policy in the layer's stack
-names. Arguments are only ever added. Returning ``None`` means "no opinion".
+names. New arguments may be added later; none is removed. ``None`` means "no opinion".
 
-Tensors come without padding: every sequence of one call has the same number of rows, every row
-is a real token, and all heads are there. They may be views of the cache: read, never write them.
+Tensors have no padding: all sequences of one call have the same number of rows, every row is a
+real token, and all heads are included. They may be views of the cache: do not write to them.
 
-`allocate` is asked once, before anything runs, `due` to `evict` at compactions, `schedule` at
-admissions, `observe` at both and every buffer of tokens. Only `steer` runs in the inner loop.
+`allocate` is called once, before anything runs; `schedule` at admissions; `due` after every
+forward; `score`, `select` and `evict` at compactions; `observe` for every buffer of tokens and
+before a compaction. Only `steer` runs inside the decode step. A policy whose knobs make one of
+its hooks unnecessary lists the hook in ``inactive_hooks``; it is not called then.
 """
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 
+from kvpolicy.cache.rows import LayerRows, Tracks
 from kvpolicy.markers import hookspec
-
-if TYPE_CHECKING:
-    from kvpolicy.cache.rows import LayerRows, Tracks
-    from kvpolicy.engine.request import Waiting
-    from kvpolicy.hooks.parts import Parts
-    from kvpolicy.registers import Registers
-    from kvpolicy.state import Memory
+from kvpolicy.state import Memory, Parts, Registers, WaitingRequest
 
 
 @hookspec(firstresult=True)
 def allocate(
     layer_indices: Sequence[int], budget: int, total: int, floors: Sequence[int], num_layers: int
 ) -> Sequence[int] | None:
-    """Share the rows of some layers among them; `kvpolicy.toolkit` has a function for weights.
+    """Divide the rows of a group of layers among them.
 
     Called once for each group of layers, when a plan is resolved for a model. The first policy
-    to answer wins; if nobody answers, every layer gets the budget.
+    to answer wins; if none answers, every layer gets the budget.
+    `kvpolicy.toolkit.largest_remainder` divides rows by weights.
 
     Args:
         layer_indices: Decoder layers of the group, counted from 0, rising.
-        budget: Rows that stay, as the plan says: the mean of the layers.
-        total: Rows to share, ``budget`` times the number of these layers.
+        budget: Rows that stay, from the plan: the mean over the layers.
+        total: Rows to divide, ``budget`` times the number of these layers.
         floors: Rows that each layer's policies protect, at least 1; their sum fits ``total``.
         num_layers: Decoder layers of the model.
 
     Returns:
-        A whole number for each layer, none below its floor, their sum exactly ``total``.
+        An integer for each layer, none below its floor, their sum exactly ``total``. Anything
+        else raises `HookResultError`.
     """
 
 
 @hookspec(firstresult=True)
 def schedule(
-    waiting: "Sequence[Waiting]", num_free: int, num_active: int
+    waiting: Sequence[WaitingRequest], num_free: int, num_active: int
 ) -> list[list[int]] | None:
     """Choose which requests are admitted next, and which are prefilled together.
 
-    Called when slots are free and requests wait. The first policy to answer wins; if nobody
+    Called when slots are free and requests wait. The first policy to answer wins; if none
     answers, requests are admitted in order of arrival, as one group.
 
     Args:
@@ -71,9 +70,9 @@ def schedule(
         num_active: Sequences being decoded in the other slots.
 
     Returns:
-        Groups of request ids; a group is prefilled in one batch, groups one after another. At
-        most ``num_free`` ids, all waiting, none twice; none at all, which means to wait, only
-        while sequences are being decoded. Anything else raises `HookResultError`.
+        Groups of request ids. Each group is prefilled in one batch, one group after another. At
+        most ``num_free`` ids, all waiting, none twice. No id at all means to wait and is valid
+        only while sequences are being decoded. Anything else raises `HookResultError`.
     """
 
 
@@ -84,25 +83,25 @@ def observe(
     start: int,
     prompt_len: int,
     tokenizer: Any,
-    registers: "Registers",
-    memory: "Memory",
+    registers: Registers,
+    memory: Memory,
 ) -> None:
-    """Look at the newest tokens of one sequence.
+    """Read the newest tokens of one sequence.
 
     Called once for all layers that share the stack: after each chunk of the prompt, before a
-    compaction, and whenever the smallest buffer of these layers has filled. Every token is
-    shown once, in order, when its forward is done. All policies that implement it are told.
+    compaction, and whenever the smallest buffer of these layers is full. Every token is shown
+    once, in order, after its forward. All policies that implement it are called.
 
     Args:
         token_ids: The tokens since the last call, ``[L]``, int64, on the CPU.
         hidden_states: Their last hidden states, ``[L, M]``, after the final norm. Read only.
-        start: Place of the first of them in the sequence; 0 in the first call.
-        prompt_len: Tokens of the prompt, which may not all be in yet.
-        tokenizer: The engine's, or ``None``.
-        registers: The policy's own numbers for this sequence, which `steer` is given, too:
-            ``registers.of(self)["name"]`` is ``[1]``, fp32, 0 in the first call, to be changed
-            in place. Names are declared in the class attribute ``registers``, a tuple.
-        memory: What this policy remembers of it: ``memory.of(self)[0]``.
+        start: Position of the first of them in the sequence; 0 in the first call.
+        prompt_len: Tokens of the prompt; it may not have been prefilled completely yet.
+        tokenizer: The engine's tokenizer, or ``None``.
+        registers: The policy's own numbers for this sequence, shared with `steer`:
+            ``registers.of(self)["name"]`` is ``[1]``, fp32, 0 in the first call; change it in
+            place. Declare the names in the class attribute ``registers``, a tuple.
+        memory: The policy's own dict for this sequence: ``memory.of(self)[0]``.
 
     Returns:
         Nothing. Anything else raises `HookResultError`.
@@ -115,24 +114,24 @@ def steer(
     hidden_states: Tensor,
     token_ids: Tensor,
     tokenizer: Any,
-    registers: "Registers",
-    memory: "Memory",
+    registers: Registers,
+    memory: Memory,
 ) -> Tensor | None:
     """Change the hidden states that enter one layer.
 
-    Called in every decode step, for each layer whose stack implements it. Answers are summed.
-    Must be pure tensor work: no ``.item()``, no branches on values.
+    Called in every decode step, for each layer whose stack implements it. The answers are
+    added up. The code must be pure tensor work: no ``.item()``, no branches on values.
 
     Args:
         layer_idx: Decoder layer, counted from 0.
         hidden_states: Residual stream entering the layer, ``[B, M]``, one row per sequence.
         token_ids: The tokens these states belong to, ``[B]``, int64, on the same device.
         tokenizer: The engine's tokenizer, or ``None``.
-        registers: ``registers.of(self)["name"]`` is ``[B]``, fp32, to be changed in place.
-        memory: What this policy remembers of each sequence: ``memory.of(self)[b]``.
+        registers: ``registers.of(self)["name"]`` is ``[B]``, fp32; change it in place.
+        memory: The policy's own dict for each sequence: ``memory.of(self)[b]``.
 
     Returns:
-        A change to add, ``[B, M]``, in their dtype. Another shape raises `HookResultError`.
+        The change to add, ``[B, M]``, in their dtype. Another shape raises `HookResultError`.
     """
 
 
@@ -140,19 +139,19 @@ def steer(
 def due(
     layer_idx: int, num_rows: Tensor, seq_len: Tensor, prompt_len: Tensor, budget: int, buffer: int
 ) -> Tensor | None:
-    """Say which sequences are to be compacted now.
+    """Choose which sequences are compacted now.
 
-    Called per layer after every forward in which the whole prompt is in. The first policy to
-    answer wins; if nobody answers, a sequence is due when its buffer is full. Whatever the
-    answer, a full slab is compacted, and a sequence within its budget is not.
+    Called per layer after every forward once the whole prompt is prefilled. The first policy to
+    answer wins; if none answers, a sequence is compacted when its buffer is full. A full slab
+    is compacted and a sequence within its budget is not, whatever the answer.
 
     Args:
         layer_idx: Decoder layer, counted from 0.
         num_rows: Rows each sequence holds in this layer, ``[B]``, int64, on the CPU.
-        seq_len: Tokens each sequence has seen, ``[B]``, int64, on the CPU.
+        seq_len: Tokens of each sequence so far, ``[B]``, int64, on the CPU.
         prompt_len: Tokens of each prompt, ``[B]``, int64, on the CPU.
         budget: Rows that stay after a compaction.
-        buffer: Rows that may join before the slab is full.
+        buffer: Rows that may be added before the slab is full.
 
     Returns:
         Bool ``[B]``. Another shape or dtype raises `HookResultError`.
@@ -170,58 +169,59 @@ def score(
     attn_sums: Tensor,
     seq_len: Tensor,
     budget: int,
-    tracks: "Tracks",
-    memory: "Memory",
-    parts: "Parts",
+    tracks: Tracks,
+    memory: Memory,
+    parts: Parts,
 ) -> Tensor | None:
-    """Rate how much each row of one layer is worth keeping.
+    """Score how important it is to keep each row of one layer.
 
     Called per layer at a compaction. The first policy to answer wins (the last one of the
-    stack is asked first); wrappers adjust it. If nobody answers, newer rows score higher.
+    stack is called first); wrappers adjust the scores. If none answers, newer rows score higher.
 
     Args:
         layer_idx: Decoder layer, counted from 0.
         keys: Keys after RoPE, ``[B, H_kv, T, D]``. Read only.
         values: Values, ``[B, H_kv, T, D]``. Read only.
-        positions: Place of each row's token in the full sequence, ``[B, H_kv, T]``, int64,
+        positions: Position of each row's token in the full sequence, ``[B, H_kv, T]``, int64,
             strictly rising along ``T``. Gaps are tokens already evicted.
-        queries: The last ``W`` queries after RoPE, ``[B, H_q, W, D]``, oldest first: times keys
-            and ``D ** -0.5``, the model's logits before any soft cap. ``W`` is the largest
-            ``window_size`` of the policies in the stack (1 if none has one).
-        attn_weights: Their softmax weights over the rows they see, as the model computes them
-            (scaled, capped, less the share of learned sinks), ``[B, H_q, W, T]``, fp32.
-        attn_sums: Softmax weights every row has received from all past queries, summed over
-            the queries and over the query heads of the group, ``[B, H_kv, T]``, fp32.
-        seq_len: Tokens each sequence has seen, ``[B]``, int64, on the CPU.
+        queries: The last ``W`` queries after RoPE, ``[B, H_q, W, D]``, oldest first; multiplied
+            with the keys and ``D ** -0.5`` they give the model's logits before any soft cap.
+            ``W`` is the largest ``window_size`` of the policies in the stack (1 if none has
+            one).
+        attn_weights: Softmax weights of these queries over the rows they see, as the model
+            computes them (with scaling, soft cap and learned sinks), ``[B, H_q, W, T]``, fp32.
+        attn_sums: Softmax weights each row has received from all past queries, summed over the
+            queries and over the query heads of the group, ``[B, H_kv, T]``, fp32.
+        seq_len: Tokens of each sequence so far, ``[B]``, int64, on the CPU.
         budget: Rows that stay.
-        tracks: The policy's own numbers, which travel with the rows: ``tracks["name"]`` is ``[B,
-            H_kv, T]``, fp32, 0 for new rows; to be assigned to, for a change in place may be lost.
-        memory: What this policy remembers of each sequence: ``memory.of(self)[b]``.
-        parts: ``parts.of(self)`` asks the policies that this one is made of, in the order of its
-            attribute ``parts``: a list of ``[B, H_kv, T]``, fp32.
+        tracks: The policy's own numbers per row, which move with the rows: ``tracks["name"]``
+            is ``[B, H_kv, T]``, fp32, 0 for new rows. Assign to it; a change in place may be
+            lost.
+        memory: The policy's own dict for each sequence: ``memory.of(self)[b]``.
+        parts: ``parts.of(self)`` calls the policies that this one combines, in the order of
+            its attribute ``parts``; a list of ``[B, H_kv, T]``, fp32.
 
     Returns:
         Scores ``[B, H_kv, T]``, floating point, higher stays. ``inf`` pins a row, ``-inf``
-        offers it first. NaN or another shape raises `HookResultError`.
+        makes it leave first. NaN or another shape raises `HookResultError`.
     """
 
 
 @hookspec(firstresult=True)
 def select(
-    layer_idx: int, scores: Tensor, positions: Tensor, budget: int, memory: "Memory"
+    layer_idx: int, scores: Tensor, positions: Tensor, budget: int, memory: Memory
 ) -> Tensor | None:
     """Choose the rows that stay.
 
-    Called per layer at a compaction, after `score`. The first policy to answer wins; if
-    nobody answers, the ``budget`` rows with the highest scores stay, the newer one of two
-    equals.
+    Called per layer at a compaction, after `score`. The first policy to answer wins; if none
+    answers, the ``budget`` rows with the highest scores stay, of equal scores the newer ones.
 
     Args:
         layer_idx: Decoder layer, counted from 0.
         scores: Final scores, ``[B, H_kv, T]``, fp32.
-        positions: Place of each row's token in the full sequence, ``[B, H_kv, T]``, int64.
+        positions: Position of each row's token in the full sequence, ``[B, H_kv, T]``, int64.
         budget: The most rows that may stay.
-        memory: What this policy remembers of each sequence: ``memory.of(self)[b]``.
+        memory: The policy's own dict for each sequence: ``memory.of(self)[b]``.
 
     Returns:
         Row indices ``[B, H_kv, K]``, int64, strictly rising along ``K``, ``1 <= K <=
@@ -230,21 +230,21 @@ def select(
 
 
 @hookspec(firstresult=True)
-def evict(layer_idx: int, rows: "LayerRows", keep: Tensor, memory: "Memory") -> bool | None:
-    """Do away with the rows that leave.
+def evict(layer_idx: int, rows: LayerRows, keep: Tensor, memory: Memory) -> bool | None:
+    """Remove the rows that do not stay.
 
-    Called per layer at a compaction, after `select`. The first policy to answer ``True``
-    has done it; if nobody does, leaving rows are forgotten by compacting the slab in place.
+    Called per layer at a compaction, after `select`. The first policy to answer ``True`` wins;
+    if none does, the slab is compacted in place.
 
     Args:
         layer_idx: Decoder layer, counted from 0.
-        rows: ``keys``, ``values`` and ``positions`` as in `score`; ``rows.keep(keep, keys=...,
-            values=...)`` makes the chosen rows, or replacements ``[B, H_kv, K, D]``, the new
-            contents; ``rows.rotate(keys, by)``: keys as they would be ``by`` positions later.
+        rows: ``keys``, ``values`` and ``positions`` as in `score`. ``rows.keep(keep, keys=...,
+            values=...)`` stores the chosen rows, or replacements ``[B, H_kv, K, D]``;
+            ``rows.rotate(keys, by)`` returns keys moved by ``by`` positions.
         keep: Row indices that stay, ``[B, H_kv, K]``, int64, rising.
-        memory: What this policy remembers of each sequence: ``memory.of(self)[b]``.
+        memory: The policy's own dict for each sequence: ``memory.of(self)[b]``.
 
     Returns:
-        ``True`` when done. Done without having called ``rows.keep``, or with other rows
-        than ``keep``, raises `HookResultError`.
+        ``True`` when done. ``True`` without a call of ``rows.keep`` with ``keep`` raises
+        `HookResultError`.
     """

@@ -1,1 +1,1 @@
-"""SkipKV: whole sentences leave first, thoughts that do not execute are steered away from."""
+"""SkipKV: evict redundant sentences first, and steer away from non-execution thoughts."""

@@ -1,4 +1,4 @@
-"""SkipKV: sentences that are said again leave first, and thoughts that check are steered away."""
+"""SkipKV: evict repeated sentences first, and steer away from non-execution thoughts."""
 
 from collections.abc import Generator
 from typing import Any, ClassVar
@@ -7,29 +7,33 @@ import attrs
 import torch
 from attrs.validators import ge, gt, in_, instance_of, le, min_len, optional
 from torch import Tensor
-from torch.nn import functional as F
 
-from kvpolicy import hookimpl
-from kvpolicy.registers import Registers
-from kvpolicy.state import Memory
-from kvpolicy.toolkit.attention_window import odd, window_importance
-from kvpolicy.toolkit.paragraphs import Paragraphs, steering_change
-from kvpolicy.toolkit.pinned import load_pinned, pin
-from kvpolicy.toolkit.redundancy import key_redundancy
-from kvpolicy.toolkit.steering_vectors import SteeringVector
+from kvpolicy import Memory, Registers, hookimpl
+from kvpolicy.toolkit import (
+    Paragraphs,
+    SteeringVector,
+    key_redundancy,
+    load_hashed,
+    odd,
+    pin_window,
+    steering_change,
+    window_importance,
+    with_hash,
+)
 from skipkv_plugin.redundancy import Pair
-from skipkv_plugin.sequence import SequenceState
+from skipkv_plugin.sentences import Delimiters, Segmenter
+from skipkv_plugin.state import SequenceState
 from skipkv_plugin.steering import KeywordMatch, strength
 
 _number = instance_of((int, float))
 
 
-def _listed(value: Any) -> tuple[Any, ...]:
+def _as_tuple(value: Any) -> tuple[Any, ...]:
     return tuple(value) if isinstance(value, (list, tuple)) else (value,)
 
 
-def _pinned(value: Any) -> Any:
-    return pin(value) if isinstance(value, str) else value
+def _hashed(value: Any) -> Any:
+    return with_hash(value) if isinstance(value, str) else value
 
 
 def _tags(instance: object, attribute: "attrs.Attribute[Any]", value: Any) -> None:
@@ -49,43 +53,43 @@ def _texts_or_ids(instance: object, attribute: "attrs.Attribute[Any]", value: An
 
 @attrs.define(eq=False, kw_only=True)
 class SkipKV:
-    """SkipKV: sentences that are said again leave first, then tokens as in R-KV.
+    """SkipKV: evict repeated sentences first, then tokens as R-KV does.
 
     SkipKV, MLSys 2026 (arXiv 2512.07993), sections 4.1 and 4.2; code at TTTTTTris/SkipKV
     4492840. A sentence is redundant when the mean of its last hidden states is more similar
-    than ``tau`` to that of a later one (eqs. 1-3). Rows score as in R-KV, mixed importance and
-    redundancy of keys (eqs. 4 and 5), less the similarity if their sentence is redundant
-    (eq. 6), so that redundant sentences leave whole before any other token does. Listed after
-    a policy that scores, as in ``["h2o", "skipkv"]``, it takes that score instead of R-KV's.
+    than ``tau`` to that of a later one (eqs. 1-3). Rows score as in R-KV, by importance and
+    redundancy of keys (eqs. 4 and 5), minus the similarity if their sentence is redundant
+    (eq. 6), so that redundant sentences leave before any other token. Listed after a policy
+    that scores, as in ``["h2o", "skipkv"]``, it uses that score instead of R-KV's.
 
     Deviations, with the knob that undoes them where there is one: of several similar later
-    sentences the most similar counts (``pair``); delimiters that follow each other end one
-    sentence (``merge_delimiters``); keywords are matched as text (``keyword_match``); the
-    strength is bounded (``alpha_max``); sentences are found through positions, so there is no
-    span map that could be lost; pads are never stored; a sequence is compacted when its own
-    buffer is full; a base score that is larger than half of ``tau`` is scaled down to it, so
-    that sentences come first under any base. The README of this package tells more.
+    sentences the most similar counts (``pair``); consecutive delimiters end one sentence
+    (``merge_delimiters``); keywords are matched as text (``keyword_match``); the strength is
+    bounded (``alpha_max``); sentences are found by position, so there is no span map to
+    recompute; pads are never stored; a sequence is compacted when its own buffer is full; base
+    scores larger than half of ``tau`` are scaled down to it, so that sentences come first
+    with any base score. The README of this package has details.
 
     Attributes:
         tau: Cosine similarity above which the earlier of two sentences is redundant.
         mix_lambda: Weight of the importance in the token score; the redundancy weighs
             ``1 - mix_lambda``.
-        window_size: Most recent queries that judge; their own rows always stay.
+        window_size: Most recent queries that give the importance; their rows always stay.
         kernel_size: Rows whose importance is pooled together, odd.
         similarity_threshold: Cosine similarity above which two keys count as similar.
-        delimiters: What ends a sentence: texts, or token ids.
-        merge_delimiters: Whether delimiters that follow each other end one sentence.
+        delimiters: Delimiters of sentences: texts, or token ids.
+        merge_delimiters: Whether consecutive delimiters end one sentence.
         pair: Which later sentence's similarity counts, ``"max"`` or ``"last"``.
         protect_prompt: Whether the prompt's rows always stay, as long as they fit.
-        vector: Steering vector, a file or a bundled name, to which a hash of the contents is
-            added; none means no steering.
-        layer: Layer whose input is steered, from 0; the file's default if none.
-        alpha_0: Strength of the steering at first.
-        gamma: What every non-execution sentence adds to it.
-        alpha_max: The most it may become; 0 means no bound.
-        keywords: Words that tell a non-execution sentence.
-        keyword_match: ``"text"``, as words of their own, or ``"ids"``, as the code does.
-        delimiter: Text within the tokens at which the model is steered.
+        vector: Steering vectors, a file or an installed name, to which a hash of the contents is
+            added; ``None`` means no steering.
+        layer: Layer whose input is steered, from 0; ``None``: the file's default.
+        alpha_0: Initial strength of the steering.
+        gamma: Increase of the strength for every non-execution sentence.
+        alpha_max: Upper bound of the strength; 0 means no bound.
+        keywords: Words that mark a non-execution sentence.
+        keyword_match: ``"text"``, as whole words, or ``"ids"``, as the code does.
+        delimiter: Text inside the tokens at which the model is steered.
         think: Tokens between which it is steered; empty for models without such tokens.
     """
 
@@ -98,32 +102,32 @@ class SkipKV:
     similarity_threshold: float = attrs.field(default=0.5, validator=[_number, ge(-1), le(1)])
     delimiters: tuple[str | int, ...] = attrs.field(
         default=("\n", ".\n", ")\n", "\n\n", ".\n\n", ")\n\n", "?\n\n"),
-        converter=_listed,
+        converter=_as_tuple,
         validator=_texts_or_ids,
     )
     merge_delimiters: bool = attrs.field(default=True, validator=instance_of(bool))
     pair: Pair = attrs.field(default="max", validator=in_(["max", "last"]))
     protect_prompt: bool = attrs.field(default=False, validator=instance_of(bool))
     vector: str | None = attrs.field(
-        default=None, validator=optional(instance_of(str)), converter=_pinned
+        default=None, validator=optional(instance_of(str)), converter=_hashed
     )
     layer: int | None = attrs.field(default=None, validator=optional([instance_of(int), ge(0)]))
     alpha_0: float = attrs.field(default=1.0, validator=_number)
     gamma: float = attrs.field(default=0.02, validator=_number)
     alpha_max: float = attrs.field(default=2.0, validator=[_number, ge(0)])
     keywords: tuple[str, ...] = attrs.field(
-        default=("Wait", "Alternatively", "again"), converter=_listed
+        default=("Wait", "Alternatively", "again"), converter=_as_tuple
     )
     keyword_match: KeywordMatch = attrs.field(default="text", validator=in_(["text", "ids"]))
     delimiter: str = attrs.field(default="\n\n", validator=[instance_of(str), min_len(1)])
     think: tuple[str, ...] = attrs.field(
-        default=("<think>", "</think>"), converter=_listed, validator=_tags
+        default=("<think>", "</think>"), converter=_as_tuple, validator=_tags
     )
     _direction: SteeringVector | None = attrs.field(init=False, repr=False)
 
     @_direction.default
     def _load(self) -> SteeringVector | None:
-        return None if self.vector is None else load_pinned(self.vector, self.layer)
+        return None if self.vector is None else load_hashed(self.vector, self.layer)
 
     @property
     def protects(self) -> tuple[int, int]:
@@ -146,19 +150,38 @@ class SkipKV:
         registers: Registers,
         memory: Memory,
     ) -> None:
-        """Find the sentences that have ended, and those that they make redundant."""
-        (notes,) = memory.of(self)
-        if "state" not in notes:
-            notes["state"] = SequenceState.begin(self, tokenizer, prompt_len)
-        state: SequenceState = notes["state"]
+        """Find the sentences that have ended and the earlier ones that they repeat."""
+        (own,) = memory.of(self)
+        if "state" not in own:
+            own["state"] = self._new_state(tokenizer, prompt_len)
+        state: SequenceState = own["state"]
         state.feed(token_ids.tolist(), hidden_states, start)
         if self._direction is None:
             return
-        mine = registers.of(self)
+        register = registers.of(self)
         if start < prompt_len:
-            thinking = self._paragraphs(tokenizer).thinking_after(token_ids, bool(mine["inside"]))
-            mine["inside"].fill_(thinking)
-        mine["strength"].fill_(strength(state.num_non_execution, self))
+            inside = bool(register["inside"])
+            inside = self._paragraphs(tokenizer).thinking_after(token_ids, inside)
+            register["inside"].fill_(inside)
+        alpha = strength(
+            state.num_non_execution,
+            alpha_0=self.alpha_0,
+            gamma=self.gamma,
+            alpha_max=self.alpha_max,
+        )
+        register["strength"].fill_(alpha)
+
+    def _new_state(self, tokenizer: Any, prompt_len: int) -> SequenceState:
+        delimiters = Delimiters.of(self.delimiters, tokenizer)
+        return SequenceState(
+            segmenter=Segmenter(delimiters, self.merge_delimiters),
+            prompt_len=prompt_len,
+            tokenizer=tokenizer,
+            tau=self.tau,
+            pair=self.pair,
+            keywords=self.keywords if self.vector is not None else (),
+            keyword_match=self.keyword_match,
+        )
 
     @hookimpl
     def steer(
@@ -169,10 +192,11 @@ class SkipKV:
         tokenizer: Any,
         registers: Registers,
     ) -> Tensor | None:
-        """At the end of a paragraph of thinking, add the vector (section 4.2)."""
+        """Add the vector at the end of a paragraph of thinking (section 4.2)."""
         if self._direction is None:
             return None
-        vector = self._direction.entering(hidden_states)  # in every layer: is it of this model?
+        # Called in every layer, so a vector of another model is always an error.
+        vector = self._direction.entering(hidden_states)
         if layer_idx != self._direction.layer:
             return None
         return steering_change(
@@ -195,13 +219,13 @@ class SkipKV:
         redundancy = key_redundancy(keys, threshold=self.similarity_threshold)
         redundancy = redundancy[:, :, : importance.shape[2]]
         scores = self.mix_lambda * importance - (1 - self.mix_lambda) * redundancy
-        return F.pad(scores, (0, queries.shape[2]), value=torch.inf)
+        return pin_window(scores, queries.shape[2])
 
     @hookimpl(wrapper=True)
     def score(self, positions: Tensor, memory: Memory) -> Generator[None, Tensor, Tensor]:
-        """Put the rows of redundant sentences below all others (eq. 6); pin the window."""
-        scores = within((yield).float(), self.tau / 2)
-        states = [notes.get("state") for notes in memory.of(self)]
+        """Score the rows of redundant sentences below all others (eq. 6); pin the window."""
+        scores = scale_down((yield).float(), self.tau / 2)
+        states = [own.get("state") for own in memory.of(self)]
         penalty = torch.stack(
             [
                 torch.zeros_like(scores[b]) if state is None else state.penalty_at(positions[b])
@@ -213,13 +237,13 @@ class SkipKV:
             for b, state in enumerate(states):
                 prompt_len = 0 if state is None else state.prompt_len
                 scores[b].masked_fill_(positions[b] < prompt_len, torch.inf)
-        # Promised under any base score: one that comes from elsewhere need not pin them.
+        # `protects` holds for any base score; that of another policy need not pin these rows.
         scores[:, :, -self.window_size :] = torch.inf
         return scores
 
 
-def within(scores: Tensor, bound: float) -> Tensor:
-    """Scale the scores of each head down to a bound, if any finite one is beyond it.
+def scale_down(scores: Tensor, bound: float) -> Tensor:
+    """Scale the scores of each head down to a bound, if a finite one exceeds it.
 
     Args:
         scores: ``[B, H_kv, T]``; infinite ones stay as they are.

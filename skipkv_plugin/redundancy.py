@@ -1,4 +1,4 @@
-"""Redundant sentences: those whose meaning comes again later, by their last hidden states."""
+"""Redundant sentences: those that a later sentence repeats, by their last hidden states."""
 
 from collections.abc import Sequence
 from typing import Literal
@@ -16,8 +16,8 @@ Pair = Literal["max", "last"]
 class SentenceVectors:
     """The unit mean of the last hidden states of every finished sentence of a sequence.
 
-    SkipKV, eq. 2. Kept when the sentence's rows are long gone, so that of a chain of repeats
-    only the latest stays.
+    SkipKV, eq. 2. Vectors stay after the rows of their sentence have been evicted, so that of a
+    chain of repetitions only the latest sentence stays.
 
     Attributes:
         vectors: ``[n, M]``, fp32.
@@ -29,16 +29,16 @@ class SentenceVectors:
     def feed(
         self, hidden_states: Tensor, start: int, finished: Sequence[Sentence], open_begin: int
     ) -> int:
-        """Take in the next tokens.
+        """Process the next tokens.
 
         Args:
             hidden_states: After the final norm, ``[L, M]``.
-            start: Place of the first of them.
-            finished: Sentences that they finish, in order.
-            open_begin: Place at which the sentence after those begins.
+            start: Position of the first of them.
+            finished: Sentences that they complete, in order.
+            open_begin: Position at which the next sentence begins.
 
         Returns:
-            How many vectors were added.
+            Number of new vectors.
         """
         states = hidden_states.float()
         added = []
@@ -60,17 +60,17 @@ class SentenceVectors:
 
 
 def redundant(vectors: Tensor, num_new: int, tau: float, pair: Pair) -> dict[int, float]:
-    """Which sentences are said again by a new one, and how much alike they are.
+    """Sentences that a new one repeats, with their similarity.
 
     SkipKV, eqs. 1, 3 and 7: of two sentences whose cosine similarity is above ``tau``, the
     earlier is redundant. Only pairs with a new sentence are compared.
 
     Args:
         vectors: Unit vectors of all sentences, ``[n, M]``, the new ones last.
-        num_new: How many are new.
+        num_new: Number of new ones.
         tau: Similarity above which an earlier sentence is redundant.
-        pair: Which of several later sentences counts: the one most alike (``"max"``), or the
-            one that came last (``"last"``, as in the authors' code).
+        pair: Which of several later sentences counts: the most similar one (``"max"``) or the
+            latest (``"last"``, as in the authors' code).
 
     Returns:
         Similarity by number of the sentence.

@@ -1,7 +1,7 @@
-"""Sentences: where they begin and end, found token by token on the ids.
+"""Sentences: where they begin and end, found token by token.
 
-A sentence ends with a delimiter token and holds it. Delimiters that follow each other end one
-sentence. What stands after the last delimiter is open: it is no sentence yet.
+A sentence ends with a delimiter token and contains it. Consecutive delimiters end one sentence.
+Tokens after the last delimiter belong to an open sentence, which does not count yet.
 """
 
 from collections.abc import Sequence
@@ -9,24 +9,23 @@ from typing import Any
 
 import attrs
 
-from kvpolicy.errors import KVPolicyError
-from kvpolicy.toolkit.token_text import token_texts
+from kvpolicy import KVPolicyError
+from kvpolicy.toolkit import token_texts
 
-#: What introduces something, as a code block, belongs to it (SkipKV, appendix).
+# Text that introduces something, such as a code block, does not end (SkipKV, appendix).
 NOT_DELIMITERS = (":\n", ":\n\n")
 
 
 @attrs.frozen
 class Delimiters:
-    """What ends a sentence, for one tokenizer.
+    """The delimiters of sentences for one tokenizer.
 
-    A delimiter that is a single token is looked for as that token. One that is not is looked
-    for in the text of the last tokens; the authors take the last token of its encoding, which
-    may mean something else.
+    A delimiter that is a single token is matched by id. Others are matched in the text of the
+    last tokens; the authors match the last token of the encoding, which may be another text.
 
     Attributes:
         ids: Tokens that are delimiters by themselves.
-        texts: Delimiters that no single token is.
+        texts: Delimiters that are not a single token.
         token_texts: Text of every token id; ``None`` if delimiters are given as ids only.
     """
 
@@ -36,14 +35,14 @@ class Delimiters:
 
     @classmethod
     def of(cls, delimiters: Sequence[str | int], tokenizer: Any) -> "Delimiters":
-        """Look delimiters up.
+        """Look up delimiters.
 
         Args:
             delimiters: Texts, or token ids, which need no tokenizer.
             tokenizer: The engine's tokenizer.
 
         Raises:
-            KVPolicyError: If there are texts and no tokenizer.
+            KVPolicyError: There are texts and no tokenizer.
         """
         ids = {one for one in delimiters if isinstance(one, int)}
         texts = [one for one in delimiters if isinstance(one, str)]
@@ -56,20 +55,20 @@ class Delimiters:
             )
             raise KVPolicyError(msg)
         known = token_texts(tokenizer)
-        split = []
+        multi_token = []
         for text in texts:
             encoded = tokenizer.encode(text, add_special_tokens=False)
             if len(encoded) == 1 and known[encoded[0]] == text:
                 ids.add(encoded[0])
             else:
-                split.append(text)
-        return cls(frozenset(ids), tuple(split), known)
+                multi_token.append(text)
+        return cls(frozenset(ids), tuple(multi_token), known)
 
     def end_at(self, recent: Sequence[int]) -> bool:
         """Whether the last of some tokens ends a sentence.
 
         Args:
-            recent: Tokens up to the one in question, at least `reach` of them if there are.
+            recent: The last tokens, at least `reach` of them if there are that many.
         """
         if self.token_texts is None:
             return recent[-1] in self.ids
@@ -82,24 +81,24 @@ class Delimiters:
 
     @property
     def reach(self) -> int:
-        """Tokens that the longest delimiter, or what only looks like one, may be made of."""
+        """The most tokens that a delimiter, or an exception to one, can consist of."""
         return max(map(len, (*self.texts, *NOT_DELIMITERS)))
 
     def _text(self, token: int) -> str:
-        """Text of a token; models have a few ids more than their tokenizers."""
+        """Text of a token; models have a few more ids than their tokenizers."""
         assert self.token_texts is not None
         return self.token_texts[token] if token < len(self.token_texts) else ""
 
 
 @attrs.define
 class Sentence:
-    """A finished sentence: the tokens at places ``[begin, end)``.
+    """A finished sentence: the tokens at positions ``[begin, end)``.
 
     Attributes:
-        begin: Place of its first token.
-        end: Place behind its last token.
-        body_end: Place behind its first delimiter; those that follow it are no part of what
-            the sentence says.
+        begin: Position of its first token.
+        end: Position after its last token.
+        body_end: Position after its first delimiter; further delimiters do not count towards
+            its vector.
     """
 
     begin: int
@@ -109,14 +108,14 @@ class Sentence:
 
 @attrs.define
 class Segmenter:
-    """Cuts one sequence into sentences, as its tokens come in.
+    """Divides one sequence into sentences, token by token.
 
     Attributes:
-        delimiters: What ends a sentence.
-        merge: Whether delimiters that follow each other end one sentence (the paper), or make
-            sentences of one token each (what the code does).
+        delimiters: The delimiters.
+        merge: Whether consecutive delimiters end one sentence (the paper) or are sentences of
+            one token each (the code).
         sentences: The finished sentences, in order.
-        begin: Place at which the open sentence begins.
+        begin: Position at which the open sentence begins.
         open_ids: Tokens of the open sentence so far.
     """
 
@@ -126,36 +125,37 @@ class Segmenter:
     begin: int = 0
     open_ids: list[int] = attrs.field(factory=list)
     _recent: list[int] = attrs.field(factory=list)
-    _place: int = 0
+    _position: int = 0
     _has_words: bool = False  # in the open sentence
 
     def feed(self, token_ids: Sequence[int]) -> list[tuple[Sentence, list[int]]]:
-        """Go on with the next tokens.
+        """Process the next tokens.
 
         Returns:
-            The sentences that they finish, each with all its tokens.
+            The sentences that they complete, each with all its tokens.
         """
         finished = []
         for token in token_ids:
             self._recent = [*self._recent[-self.delimiters.reach :], token]
-            self._place += 1
+            self._position += 1
             self.open_ids.append(token)
             if not self.delimiters.end_at(self._recent):
                 self._has_words = True
             elif self.merge and not self._has_words:
                 self._join()
             else:
-                sentence = Sentence(self.begin, self._place, self._place)
+                sentence = Sentence(self.begin, self._position, self._position)
                 self.sentences.append(sentence)
                 finished.append((sentence, self.open_ids))
                 self._open()
         return finished
 
     def _join(self) -> None:
-        """Give a delimiter that follows another to the sentence before; the first has none."""
+        """Append a delimiter to the previous sentence, if there is one."""
         if self.sentences:
-            self.sentences[-1].end = self._place
+            self.sentences[-1].end = self._position
             self._open()
 
     def _open(self) -> None:
-        self.begin, self.open_ids, self._has_words = self._place, [], False
+        """Begin a new sentence."""
+        self.begin, self.open_ids, self._has_words = self._position, [], False

@@ -1,11 +1,8 @@
-"""Adaptive steering: the more a sequence has checked and doubted, the harder it is steered."""
+"""Adaptive steering: the strength grows with the number of non-execution sentences."""
 
 import re
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Literal
-
-if TYPE_CHECKING:
-    from skipkv_plugin.policy import SkipKV
+from typing import Any, Literal
 
 KeywordMatch = Literal["text", "ids"]
 
@@ -13,15 +10,15 @@ KeywordMatch = Literal["text", "ids"]
 def is_non_execution(
     token_ids: Sequence[int], tokenizer: Any, keywords: Sequence[str], match: KeywordMatch
 ) -> bool:
-    """Whether a sentence checks, doubts or starts over, and so brings nothing forward.
+    """Whether a sentence checks, doubts or starts over instead of advancing the solution.
 
     Args:
         token_ids: All tokens of the sentence.
-        tokenizer: The engine's tokenizer; without one no sentence is.
-        keywords: Words that tell.
-        match: ``"text"``: the text has one as a word of its own, in any case. ``"ids"``: the
-            tokens hold the last token of a keyword's encoding (the authors' code, which so
-            misses a word that has a space before it, or is split elsewhere).
+        tokenizer: The engine's tokenizer; without one the answer is no.
+        keywords: Words of non-execution sentences.
+        match: ``"text"``: the text contains a keyword as a word, in any case. ``"ids"``: the
+            tokens contain the last token of a keyword's encoding, as in the authors' code,
+            which misses a word after a space or with another split.
     """
     if tokenizer is None or not keywords:
         return False
@@ -34,7 +31,7 @@ def is_non_execution(
     return re.search(rf"\b({words})\b", text, re.IGNORECASE) is not None
 
 
-def strength(num_non_execution: int, policy: "SkipKV") -> float:
+def strength(num_non_execution: int, *, alpha_0: float, gamma: float, alpha_max: float) -> float:
     """``alpha_0 + gamma * N_o``, at most ``alpha_max`` (SkipKV, section 4.2)."""
-    alpha = policy.alpha_0 + policy.gamma * num_non_execution
-    return min(alpha, policy.alpha_max) if policy.alpha_max else alpha
+    alpha = alpha_0 + gamma * num_non_execution
+    return min(alpha, alpha_max) if alpha_max else alpha

@@ -13,13 +13,13 @@ from kvpolicy import hookimpl
 class Full:
     """Full cache: every token stays, the reference run.
 
-    The slab is as long as the sequence may become; budget and buffer are not used. Costs
-    ``2 * layers * H_kv * D * bytes`` for every token.
+    The slab is as long as the sequence can become; budget and buffer are not used. Costs
+    ``2 * layers * H_kv * D * bytes`` per token.
     """
 
     bounded: ClassVar[bool] = False
 
     @hookimpl
     def due(self, num_rows: Tensor) -> Tensor:
-        """Never: nothing has to leave."""
+        """Never compact."""
         return torch.zeros_like(num_rows, dtype=torch.bool)

@@ -1,4 +1,4 @@
-"""Random: rows stay by lot, the control that every score has to beat."""
+"""Random: keep random rows, the control that every score has to beat."""
 
 import attrs
 import torch
@@ -12,22 +12,22 @@ _MASK = 2**32 - 1
 
 @attrs.define(eq=False, kw_only=True)
 class Random:
-    """Random: tokens stay by lot, the control that every score has to beat.
+    """Random: keep random tokens, the control that every score has to beat.
 
-    Every token draws one number, once and for all, from a counter: a hash of the seed, the
-    layer, the KV head and the token's position. So what stays is a uniform sample of all tokens
-    so far, not of the recent ones, and does not depend on what else is in the batch, on slots
-    or on when rows are compacted. Sequences with the same seed keep the same positions: for
-    figures, repeat a run with several seeds.
+    The score of a token is a hash of the seed, the layer, the KV head and the position, and
+    never changes. So the rows that stay are a uniform sample of all tokens so far, not of the
+    recent ones, and do not depend on the batch, on slots or on when rows are compacted.
+    Sequences with the same seed keep the same positions: for figures, repeat a run with several
+    seeds.
 
     Nothing is protected. ``["random", "protect"]`` is the control for policies that keep sinks
-    or a recent window: what it lacks, their scores are worth.
+    or a recent window.
 
     The hash is C. Wellons' two-round 32-bit integer hash (hash-prospector, 0x21f0aaad,
-    0x735a2d97), which needs no 64-bit overflow and is the same on every device.
+    0x735a2d97), which needs no 64-bit overflow and gives the same numbers on every device.
 
     Attributes:
-        seed: Another seed is another draw, below 2**32.
+        seed: Seed of the hash, below 2**32.
     """
 
     seed: int = attrs.field(default=0, validator=[instance_of(int), ge(0), le(_MASK)])
@@ -44,7 +44,7 @@ class Random:
 
 
 def _hash(x: Tensor) -> Tensor:
-    """Mix 32 bits, held in int64: both factors are below 2**31, so that nothing overflows."""
+    """Mix 32 bits in int64; both factors are below 2**31, so nothing overflows."""
     x = ((x ^ (x >> 16)) * 0x21F0AAAD) & _MASK
     x = ((x ^ (x >> 15)) * 0x735A2D97) & _MASK
     return x ^ (x >> 15)

@@ -1,4 +1,4 @@
-"""R-KV: importance to the observation window, against redundancy among keys."""
+"""R-KV: importance for the observation window minus redundancy among keys."""
 
 from typing import ClassVar
 
@@ -6,37 +6,42 @@ import attrs
 from attrs.validators import ge, in_, instance_of, le
 from torch import Tensor
 
-from kvpolicy import hookimpl
-from kvpolicy.cache.rows import Tracks
-from kvpolicy.toolkit.attention_window import Pooling, odd, pin_window, window_importance
-from kvpolicy.toolkit.ranking import score_in_rank_order
-from kvpolicy.toolkit.redundancy import Retain, key_redundancy
+from kvpolicy import Tracks, hookimpl
+from kvpolicy.toolkit import (
+    Pooling,
+    Retain,
+    key_redundancy,
+    odd,
+    pin_window,
+    score_in_rank_order,
+    window_importance,
+)
 
 
 @attrs.define(eq=False, kw_only=True)
 class RKV:
-    """R-KV: rows that are attended to and not like many others stay, and the window's own.
+    """R-KV: keep rows that are attended to and not redundant, and those of the window.
 
     Cai et al., "R-KV: Redundancy-aware KV Cache Compression for Reasoning Models", 2025
     (arXiv 2505.24133), eqs. 2-8 and algorithm 1; code at Zefan-Cai/R-KV d15c976,
-    ``R1KV.update_kv`` and ``cal_similarity``. Where they differ we follow the code: for each
-    row its newest similar neighbour is exempted (beta = 1), columns are averaged, all rows
-    including the window's are compared, every KV head chooses for itself, and neighbours and
-    newest rows are those of the authors' cache, which holds rows by descending score.
+    ``R1KV.update_kv`` and ``cal_similarity``. Where they differ, this follows the code: the
+    newest similar row of each row is exempted (beta = 1), columns are averaged, all rows
+    including the window's are compared, every KV head chooses its own rows, and neighbours and
+    newest rows are those of the authors' cache, which is sorted by descending score.
 
-    Deviations: redundancy is computed for every sequence of a batch (the 2025 code takes row
-    0 for all, mended upstream in 2026); all scores in fp32; a sequence is compacted when its
+    Deviations: redundancy is computed for every sequence of a batch (the 2025 code uses row 0
+    for all, fixed upstream in 2026); all scores are in fp32; a sequence is compacted when its
     own buffer is full (the code counts all tokens of the process). ``mix_lambda`` is 0.1 as
     in the paper and the 2026 code (0.07 in the 2025 classes). ``retain_ratio`` of the code
-    changes nothing there and does not exist here.
+    has no effect there and does not exist here.
 
     Attributes:
         mix_lambda: Weight of the importance; the redundancy weighs ``1 - mix_lambda``.
-        window_size: Most recent queries that judge; their own rows always stay.
+        window_size: Most recent queries that give the importance; their rows always stay.
         kernel_size: Rows whose importance is pooled together, odd.
         pooling: ``"maxpool"`` or ``"avgpool"``.
         similarity_threshold: Cosine similarity above which two keys count as similar.
-        retain_direction: Which similar neighbour is exempted: ``"last"``, the newest, or
+        retain_direction: Which similar row is exempted: ``"last"``, the newest, or
             ``"first"``, which in the code means the first row of the cache.
     """
 
@@ -74,7 +79,7 @@ class RKV:
         return score_in_rank_order(mixed, keys, tracks, "rkv_rank", queries.shape[2])
 
     def redundancy(self, keys: Tensor) -> Tensor:
-        """How much each row is like the others, ``[B, H_kv, T]`` (eqs. 5-7)."""
+        """How similar each row is to the others, ``[B, H_kv, T]`` (eqs. 5-7)."""
         return key_redundancy(
             keys, threshold=self.similarity_threshold, retain=self.retain_direction
         )

@@ -1,4 +1,4 @@
-"""SnapKV: attention of the observation window, pooled over neighbours."""
+"""SnapKV: attention of the observation window, pooled over neighbouring rows."""
 
 from typing import ClassVar, Literal
 
@@ -6,47 +6,37 @@ import attrs
 from attrs.validators import ge, in_, instance_of
 from torch import Tensor
 
-from kvpolicy import hookimpl
-from kvpolicy.cache.rows import Tracks
-from kvpolicy.toolkit.attention_window import (
-    GroupReduce,
-    Pooling,
-    observed_weights,
-    odd,
-    pin_window,
-    received_importance,
-    window_importance,
-)
-from kvpolicy.toolkit.ranking import score_in_rank_order
+from kvpolicy import Tracks, hookimpl, observed_weights
+from kvpolicy.toolkit import GroupReduce, Pooling, odd, snapkv_prompt_scores, snapkv_scores
 
 
 @attrs.define(eq=False, kw_only=True)
 class SnapKV:
-    """SnapKV: rows that the most recent queries attend to, and those queries' own rows, stay.
+    """SnapKV: keep the rows that the most recent queries attend to, and those of the window.
 
     Li et al., "SnapKV: LLM Knows What You are Looking for Before Generation", 2024
     (arXiv 2404.14469), section 4 and listing 1; code at FasterDecoding/SnapKV e216ddc. As a
     baseline for decoding: Zefan-Cai/R-KV d15c976, ``SnapKV.update_kv``.
 
-    ``phase="decode"`` (default) is R-KV's: whenever the buffer is full; logits reduced by
-    their maximum over the query heads of a group; softmax over the rows before the window;
-    mean over the window; max-pooled over neighbours in the authors' cache, which holds rows
-    by descending score.
+    ``phase="decode"`` (default) is R-KV's version: compact when the buffer is full; maximum of
+    the logits over the query heads of a group; softmax over the rows before the window; mean
+    over the window; max-pooling over neighbours in the authors' cache, which is sorted by
+    descending score.
 
-    ``phase="prefill"`` is the published one: once, when the prompt is in, and never again,
-    so that the slab grows with the generation; softmax over all rows, causal inside the
-    window; sum over the window; reduced over the query heads of a group; pooled. The authors
-    run it with ``window_size = 32``, ``kernel_size = 5``, ``pooling = "avgpool"``.
+    ``phase="prefill"`` is the published version: compact once, when the prompt has been
+    prefilled, so that the slab grows with the generation; softmax over all rows, causal inside
+    the window; sum over the window; reduction over the query heads of a group; pooling. The
+    authors use ``window_size = 32``, ``kernel_size = 5``, ``pooling = "avgpool"``.
 
-    Deviations: softmax and scores in fp32; one copy of a row per KV head, where the published
-    code stores one per query head (``group_reduce`` is ours); of equal scores, which pooling
-    makes frequent, the newer row stays.
+    Deviations: softmax and scores are in fp32; rows are chosen per KV head, where the published
+    code stores one copy per query head (``group_reduce`` is an addition); of equal scores,
+    which pooling makes frequent, the newer row stays.
 
     Attributes:
         phase: ``"decode"`` or ``"prefill"``, see above.
-        window_size: Most recent queries that judge; their own rows always stay.
+        window_size: Most recent queries that give the importance; their rows always stay.
         kernel_size: Rows that are pooled together, odd.
-        pooling: ``"maxpool"`` or ``"avgpool"`` (beyond the ends counts as zero).
+        pooling: ``"maxpool"`` or ``"avgpool"``, which pads with zeros.
         group_reduce: ``"mean"``, ``"max"`` or ``"sum"`` over the query heads of a KV head;
             only with ``phase="prefill"``.
     """
@@ -63,7 +53,7 @@ class SnapKV:
 
     @property
     def bounded(self) -> bool:
-        """Whether the slab has a fixed size: not if only the prompt is ever compacted."""
+        """Whether the slab has a fixed size: not if only the prompt is compacted."""
         return self.phase == "decode"
 
     @property
@@ -71,32 +61,35 @@ class SnapKV:
         """The rows of the window."""
         return 0, self.window_size
 
+    @property
+    def inactive_hooks(self) -> tuple[str, ...]:
+        """`due`, if compactions happen when the buffer is full."""
+        return () if self.phase == "prefill" else ("due",)
+
     @hookimpl
-    def due(self, seq_len: Tensor, prompt_len: Tensor) -> Tensor | None:
-        """Once, when the prompt is in, if as published."""
-        return seq_len == prompt_len if self.phase == "prefill" else None
+    def due(self, seq_len: Tensor, prompt_len: Tensor) -> Tensor:
+        """Compact once, when the prompt has been prefilled."""
+        return seq_len == prompt_len
 
     @hookimpl
     def score(
         self, queries: Tensor, keys: Tensor, positions: Tensor, seq_len: Tensor, tracks: Tracks
     ) -> Tensor:
-        """Rate rows by the window's attention; pin the window."""
+        """Score rows by the window's attention; pin the window."""
         queries = queries[:, :, -self.window_size :]
-        window = queries.shape[2]
         if self.phase == "prefill":
-            importance = received_importance(
+            return snapkv_prompt_scores(
                 observed_weights(queries, keys, positions, seq_len),
                 keys.shape[1],
                 kernel_size=self.kernel_size,
                 pooling=self.pooling,
                 group_reduce=self.group_reduce,
             )
-            return pin_window(importance, window)
-
-        def score(keys: Tensor) -> Tensor:
-            importance = window_importance(
-                queries, keys, kernel_size=self.kernel_size, pooling=self.pooling
-            )
-            return pin_window(importance, window)
-
-        return score_in_rank_order(score, keys, tracks, "snapkv_rank", window)
+        return snapkv_scores(
+            queries,
+            keys,
+            tracks,
+            "snapkv_rank",
+            kernel_size=self.kernel_size,
+            pooling=self.pooling,
+        )

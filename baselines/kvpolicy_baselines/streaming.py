@@ -1,4 +1,4 @@
-"""StreamingLLM: attention sinks and the most recent tokens."""
+"""StreamingLLM: keep attention sinks and the most recent tokens."""
 
 import attrs
 import torch
@@ -10,15 +10,15 @@ from kvpolicy import hookimpl
 
 @attrs.define(eq=False, kw_only=True)
 class Streaming:
-    """StreamingLLM: the first tokens (attention sinks) and the most recent ones stay.
+    """StreamingLLM: keep the first tokens (attention sinks) and the most recent ones.
 
     Xiao et al., "Efficient Streaming Language Models with Attention Sinks", 2024
     (arXiv 2309.17453), section 3.2; code at mit-han-lab/streaming-llm 2e50426 and, as an
     eviction baseline, Zefan-Cai/R-KV d15c976.
 
     Deviations: keys keep the positions at which they were computed, as in R-KV's code; the
-    original rotates them anew by their place in the cache. The sinks count towards the
-    budget, as in R-KV's code. The sinks are the first real tokens of every sequence, also
+    original rotates them by their index in the cache (see ``rerotate``). The sinks count
+    towards the budget, as in R-KV's code, and are the first real tokens of every sequence, also
     in a batch of unequal prompts.
 
     Attributes:
@@ -34,6 +34,6 @@ class Streaming:
 
     @hookimpl
     def score(self, positions: Tensor) -> Tensor:
-        """Pin the sinks; of the others, newer rows score higher."""
+        """Pin the sinks; score newer rows higher."""
         newer = torch.arange(positions.shape[2], dtype=torch.float32, device=positions.device)
         return newer.expand(positions.shape).masked_fill(positions < self.n_sink, torch.inf)

@@ -1,4 +1,4 @@
-"""TOVA: what the newest query attends to least, leaves."""
+"""TOVA: evict the token that the newest query attends to least."""
 
 import attrs
 import torch
@@ -10,20 +10,20 @@ from kvpolicy import hookimpl
 
 @attrs.define(eq=False, kw_only=True)
 class TOVA:
-    """TOVA: the token that the newest query attends to least leaves, for all heads at once.
+    """TOVA: evict the token that the newest query attends to least, in all heads at once.
 
     Oren et al., "Transformers are Multi-State RNNs", 2024 (arXiv 2401.06104); code
     at schwartz-lab-NLP/TOVA 9c7d09b, ``TOVACache.reduce``: softmax weights of the newest query,
     averaged over all query heads of the layer; the best rows stay, the same ones for every KV
     head; the newest row is not protected. Rows leave after every forward.
 
-    Deviations: softmax and mean in fp32; a prompt longer than the slab enters in chunks, and is
-    compacted in between, where the code reduces it once, when all of it is in.
+    Deviations: softmax and mean are in fp32; a prompt longer than the slab is prefilled in
+    chunks with compactions in between, where the code compacts it once at the end.
 
     Attributes:
-        every: Compact as soon as so many rows are over the budget, 1 for every step, as
-            published; ``None`` means when the buffer is full.
-        n_recent: Newest rows that always stay; kvpress' ``TOVAPress`` has 1.
+        every: Compact when this many rows exceed the budget, 1 for every step, as published;
+            ``None`` means when the buffer is full.
+        n_recent: Newest rows that always stay; 1 in kvpress' ``TOVAPress``.
     """
 
     every: int | None = attrs.field(
@@ -37,14 +37,20 @@ class TOVA:
         """The recent rows, if any."""
         return 0, self.n_recent
 
+    @property
+    def inactive_hooks(self) -> tuple[str, ...]:
+        """`due`, if compactions happen when the buffer is full."""
+        return ("due",) if self.every is None else ()
+
     @hookimpl
-    def due(self, num_rows: Tensor, budget: int) -> Tensor | None:
-        """Every so many rows; by default at every step."""
-        return None if self.every is None else num_rows - budget >= self.every
+    def due(self, num_rows: Tensor, budget: int) -> Tensor:
+        """Compact every ``every`` rows."""
+        assert self.every is not None
+        return num_rows - budget >= self.every
 
     @hookimpl
     def score(self, attn_weights: Tensor, positions: Tensor) -> Tensor:
-        """Rate rows by the newest query's weights, the mean of all query heads."""
+        """Score rows by the newest query's weights, averaged over all query heads."""
         weights = attn_weights[:, :, -1].mean(dim=1, keepdim=True)  # [B, 1, T]
         scores = weights.repeat(1, positions.shape[1], 1)
         scores[:, :, max(positions.shape[2] - self.n_recent, 0) :] = torch.inf

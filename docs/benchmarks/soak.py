@@ -233,7 +233,7 @@ def _kind(error: str) -> str:
     """An error without its policy and its numbers."""
     what = error.partition(" at layer")[0].partition("()")[0].split("' ", 1)[1]
     what = re.sub(r"\d+ of \d+ ", "", what)
-    return re.sub(r" \[[\d, ]+\]; wanted is .*?(?=, in )", "", what)
+    return re.sub(r" \[[\d, ]+\]; expected .*?(?=, in )", "", what)
 
 
 def _request(rng: torch.Generator) -> Request:

@@ -22,8 +22,7 @@ from kvpolicy.engine.feed import Feed, Feeds
 from kvpolicy.engine.observer import Observer
 from kvpolicy.engine.sequence import LiveSequence
 from kvpolicy.hooks.timing import Clock
-from kvpolicy.registers import RegisterFile
-from kvpolicy.state import Memory
+from kvpolicy.state import Memory, RegisterFile
 
 if TYPE_CHECKING:
     from kvpolicy.engine.engine import Engine

@@ -13,7 +13,7 @@ from kvpolicy.hooks.timing import Clock
 from kvpolicy.model.adapter import ModelAdapter
 from kvpolicy.plan.plan import Plan
 from kvpolicy.plan.resolved import LayerPlan, ResolvedPlan
-from kvpolicy.registers import RegisterFile
+from kvpolicy.state import RegisterFile
 
 # Bytes are counted on tensors without memory.
 _META = torch.device("meta")

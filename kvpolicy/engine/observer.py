@@ -18,8 +18,7 @@ from kvpolicy.engine.sequence import LiveSequence
 from kvpolicy.hooks.stack import Stack
 from kvpolicy.hooks.timing import Clock
 from kvpolicy.plan.resolved import LayerPlan
-from kvpolicy.registers import RegisterFile
-from kvpolicy.state import Memory
+from kvpolicy.state import Memory, RegisterFile
 
 
 class Observer:

@@ -132,18 +132,3 @@ class Request:
     sampling: Sampling = attrs.field(default=Sampling(), validator=_is_sampling)
     stop: tuple[str, ...] = attrs.field(default=(), converter=_texts)
     stop_ids: tuple[int, ...] | None = attrs.field(default=None, converter=_ids)
-
-
-@attrs.frozen
-class Waiting:
-    """What `schedule` may know of a request that waits for a slot.
-
-    Attributes:
-        id: Number of the request in its run, in order of arrival.
-        prompt_len: Tokens in the prompt.
-        max_new_tokens: The most tokens it may generate.
-    """
-
-    id: int
-    prompt_len: int
-    max_new_tokens: int

@@ -8,10 +8,10 @@ from typing import Any
 import attrs
 import torch
 
-from kvpolicy.engine.request import Request, Waiting
+from kvpolicy.engine.request import Request
 from kvpolicy.engine.results import FinishReason, Result
 from kvpolicy.errors import RequestError, error_summary
-from kvpolicy.state import SequenceMemory
+from kvpolicy.state import SequenceMemory, WaitingRequest
 
 # Tokens decoded beyond the length of the longest stop string, in case some decode to nothing.
 _STOP_MARGIN = 8
@@ -49,9 +49,9 @@ class LiveSequence:
         return self._generator
 
     @property
-    def waiting(self) -> Waiting:
+    def waiting(self) -> WaitingRequest:
         """What `schedule` may know of it."""
-        return Waiting(self.id, len(self.prompt), self.max_new_tokens)
+        return WaitingRequest(self.id, len(self.prompt), self.max_new_tokens)
 
     @property
     def longest(self) -> int:

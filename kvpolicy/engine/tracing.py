@@ -23,11 +23,11 @@ import torch
 from torch import Tensor
 
 from kvpolicy.engine.engine import Engine
-from kvpolicy.engine.request import Waiting
 from kvpolicy.engine.sequence import LiveSequence
 from kvpolicy.errors import KVPolicyError
 from kvpolicy.hooks.manager import HOOKS
 from kvpolicy.hooks.timing import wait_for
+from kvpolicy.state import WaitingRequest
 
 # `allocate` is called when a plan is resolved, before there is an engine.
 _RECORDED = tuple(hook for hook in HOOKS if hook != "allocate")
@@ -397,7 +397,7 @@ def describe(value: object) -> object:
     if isinstance(value, Tensor):
         dtype = str(value.dtype).removeprefix("torch.")
         return TensorInfo(dtype, tuple(value.shape), str(value.device))
-    if isinstance(value, Waiting):
+    if isinstance(value, WaitingRequest):
         return value.id
     if isinstance(value, list | tuple):
         return [describe(one) for one in value]

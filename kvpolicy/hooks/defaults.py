@@ -1,50 +1,47 @@
-"""What happens when no policy answers, written as hook implementations like any policy.
+"""Default hook implementations: the answers when no policy of a stack answers.
 
-Asked last in every stack, after policies that want to be asked last themselves.
+They are registered in every stack and called last.
 """
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from kvpolicy.cache.rows import LayerRows
 from kvpolicy.markers import hookimpl
-
-if TYPE_CHECKING:
-    from kvpolicy.cache.rows import LayerRows
-    from kvpolicy.engine.request import Waiting
+from kvpolicy.state import WaitingRequest
 
 
 class Defaults:
-    """Arrival order, newest rows first, the best rows stay, the others are forgotten."""
+    """Admit in order of arrival; keep the newest rows; forget the others."""
 
     @hookimpl(trylast=True)
-    def schedule(self, waiting: "Sequence[Waiting]", num_free: int) -> list[list[int]]:
+    def schedule(self, waiting: Sequence[WaitingRequest], num_free: int) -> list[list[int]]:
         """Admit in order of arrival, as one group."""
         return [[request.id for request in waiting[:num_free]]]
 
     @hookimpl(trylast=True)
     def score(self, positions: Tensor) -> Tensor:
-        """Rate newer rows higher."""
+        """Score newer rows higher."""
         num_rows = positions.shape[2]
         newer = torch.arange(num_rows, dtype=torch.float32, device=positions.device)
         return newer.expand(positions.shape)
 
     @hookimpl(trylast=True)
     def select(self, scores: Tensor, budget: int) -> Tensor:
-        """Keep the best rows, the newer one of two equals."""
+        """Keep the rows with the highest scores."""
         return top_rows(scores, budget)
 
     @hookimpl(trylast=True)
-    def evict(self, rows: "LayerRows", keep: Tensor) -> bool:
-        """Forget the rows that leave."""
+    def evict(self, rows: LayerRows, keep: Tensor) -> bool:
+        """Compact the slab in place."""
         rows.keep(keep)
         return True
 
 
 def top_rows(scores: Tensor, budget: int) -> Tensor:
-    """The rows with the highest scores, in order of position.
+    """The rows with the highest scores, sorted by position.
 
     Args:
         scores: ``[B, H_kv, T]``.
@@ -54,6 +51,6 @@ def top_rows(scores: Tensor, budget: int) -> Tensor:
         ``[B, H_kv, min(budget, T)]``, int64, rising. Of equal scores the newer rows stay.
     """
     num_rows = scores.shape[2]
-    # A stable sort of the reversed rows meets the newer of two equals first.
+    # A stable sort of the reversed rows puts the newer of two equal rows first.
     order = scores.flip(2).sort(dim=2, descending=True, stable=True).indices
     return (num_rows - 1 - order[:, :, :budget]).sort(dim=2).values

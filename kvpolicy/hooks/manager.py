@@ -1,8 +1,7 @@
-"""The relay of hooks between the engine and the policies of a stack.
+"""`HookManager`: calls the hooks of one stack and names the policy that fails.
 
-pluggy asks the policy that was registered last first, and a wrapper runs around those
-registered before it. So in ``["h2o", "protect"]`` protect wraps h2o, and the defaults are
-asked when nobody else has answered.
+pluggy calls the plugin registered last first, and a wrapper runs around those registered before
+it. In ``["h2o", "protect"]`` protect wraps h2o; the defaults are called when no policy answered.
 """
 
 import inspect
@@ -14,51 +13,61 @@ from typing import Any, Protocol
 import pluggy
 
 from kvpolicy import hookspecs
-from kvpolicy.errors import HookError, HookResultError, KVPolicyError, PolicyLoadError
+from kvpolicy.errors import (
+    HookError,
+    HookResultError,
+    KVPolicyError,
+    PolicyLoadError,
+    error_summary,
+)
 from kvpolicy.hooks.defaults import Defaults
 from kvpolicy.markers import PROJECT
 
-Problem = Callable[[object], str | None]
+Check = Callable[[object], str | None]
 _REFERENCE = "docs/reference/hooks.md"
 
-# In the order in which the engine asks them.
+# In the order in which the engine calls them.
 HOOKS = tuple(name for name, value in vars(hookspecs).items() if hasattr(value, "kvpolicy_spec"))
 
 
 class HookListener(Protocol):
-    """Whoever wants to see questions and answers go by."""
+    """Receives every hook call of a stack while it listens."""
 
     def question(self, hook: str, arguments: dict[str, Any], ask: Callable[[], Any]) -> Any:
-        """Ask, and hand the answer on."""
+        """Call ``ask`` and return its answer."""
 
     def timed(self, impl: pluggy.HookImpl) -> Callable[..., Any]:
-        """What is to be called instead of an implementation, and calls it."""
+        """A function that replaces an implementation for the time being and calls it."""
 
 
 class HookManager:
-    """Passes a question to the policies, and blames whoever answers wrongly.
+    """Calls hooks, checks the answers and finds the policy to blame for an error.
 
     Attributes:
         names: Names of the policies, in order.
-        owner: What messages add to a name to tell whose part the policy is.
+        owner: Suffix for messages: which policy these policies are parts of.
     """
 
     def __init__(self, policies: Sequence[tuple[str, object]], owner: str = "") -> None:
-        """Register the policies; raises `PolicyLoadError` if one does not fit the hook specs."""
+        """Register the policies.
+
+        Raises:
+            PolicyLoadError: A policy does not fit the hook specs.
+        """
         self.owner = owner
         self.names = [name for name, _ in policies]
-        self._watcher: HookListener | None = None
-        self._manager = _Manager(PROJECT)
+        self._listener: HookListener | None = None
+        self._manager = _PluginManager(PROJECT)
         self._manager.add_hookspecs(hookspecs)
-        for place, (name, policy) in enumerate(policies):
-            taken = self._manager.has_plugin(name)
-            self._register(f"{name}#{place}" if taken else name, policy)
-        # Last of all: of those that want to be asked last, pluggy asks the newest last.
+        for index, (name, policy) in enumerate(policies):
+            is_taken = self._manager.has_plugin(name)
+            self._register(f"{name}#{index}" if is_taken else name, policy)
+        # Registered last: among `trylast` implementations pluggy calls the newest last.
         self._manager.register(Defaults(), "the defaults")
 
     def _register(self, name: str, policy: object) -> None:
         if type(policy).__eq__ is not object.__eq__:
-            # pluggy looks policies up with ==, and tensors have no single truth value.
+            # pluggy looks plugins up with ==, which fails on policies that hold tensors.
             msg = (
                 f"policy '{name}'{self.owner} is compared by value; a policy is compared by "
                 "identity, write @attrs.define(eq=False)"
@@ -68,7 +77,8 @@ class HookManager:
             self._manager.register(policy, name)
             self._manager.check_pending()
         except (pluggy.PluginValidationError, ValueError) as error:
-            msg = f"policy '{name}'{self.owner} does not fit the hook specs: {_one_line(error)}"
+            reason = " ".join(str(error).split())
+            msg = f"policy '{name}'{self.owner} does not fit the hook specs: {reason}"
             raise PolicyLoadError(msg) from error
         if not self._manager.get_hookcallers(policy):
             msg = (
@@ -78,7 +88,7 @@ class HookManager:
             raise PolicyLoadError(msg)
 
     def impls(self, hook: str) -> list[pluggy.HookImpl]:
-        """Implementations of a hook in the order they are called, defaults left out."""
+        """Implementations of a hook in calling order, without the default."""
         impls = getattr(self._manager.hook, hook).get_hookimpls()
         return [impl for impl in reversed(impls) if not isinstance(impl.plugin, Defaults)]
 
@@ -86,98 +96,95 @@ class HookManager:
         self,
         hook: str,
         layer_idx: int | None,
-        problem: Problem,
+        check: Check,
         *,
         optional: bool = False,
         **arguments: Any,
     ) -> Any:
-        """Ask one question.
+        """Call one hook and check the answer.
 
         Args:
             hook: Name of the hook.
-            layer_idx: Layer it is about, if it is about one.
-            problem: Says what is wrong with an answer, if anything is.
-            optional: Whether no answer at all is fine.
-            arguments: What policies may name.
+            layer_idx: The layer, for hooks that are called per layer.
+            check: Returns what is wrong with an answer, or ``None``.
+            optional: Whether ``None`` is a valid answer.
+            arguments: Arguments that policies may name.
 
         Raises:
-            HookError: If a policy raises.
-            HookResultError: If an answer breaks the contract.
+            HookError: A policy raises.
+            HookResultError: An answer violates the contract.
         """
         if layer_idx is not None:
             arguments["layer_idx"] = layer_idx
-        if self._watcher is None:
-            return self._ask(hook, layer_idx, problem, optional, arguments)
-        ask = partial(self._ask, hook, layer_idx, problem, optional, arguments)
-        return self._watcher.question(hook, arguments, ask)
+        if self._listener is None:
+            return self._call(hook, layer_idx, check, optional, arguments)
+        ask = partial(self._call, hook, layer_idx, check, optional, arguments)
+        return self._listener.question(hook, arguments, ask)
 
     @contextmanager
-    def listening(self, watcher: HookListener) -> Iterator[None]:
-        """Let a watcher see all questions and answers in a block.
+    def listening(self, listener: HookListener) -> Iterator[None]:
+        """Pass every hook call to a listener inside a ``with`` block.
 
         Raises:
-            KVPolicyError: Somebody is watching already.
+            KVPolicyError: Another listener is active.
         """
-        if self._watcher is not None:
+        if self._listener is not None:
             msg = "the engine is being recorded already; one recording at a time is possible"
             raise KVPolicyError(msg)
         callers = [getattr(self._manager.hook, hook) for hook in HOOKS]
-        functions = [(impl, impl.function) for one in callers for impl in one.get_hookimpls()]
-        self._watcher = watcher
+        functions = [(impl, impl.function) for caller in callers for impl in caller.get_hookimpls()]
+        self._listener = listener
         try:
             for impl, _ in functions:
-                impl.function = watcher.timed(impl)
+                impl.function = listener.timed(impl)
             yield
         finally:
-            self._watcher = None
+            self._listener = None
             for impl, function in functions:
                 impl.function = function
 
-    def _ask(
+    def _call(
         self,
         hook: str,
         layer_idx: int | None,
-        problem: Problem,
+        check: Check,
         optional: bool,
         arguments: dict[str, Any],
     ) -> Any:
-        where = "" if layer_idx is None else f" at layer {layer_idx}"
+        where = f"{hook}()" if layer_idx is None else f"{hook}() at layer {layer_idx}"
         try:
             answer = getattr(self._manager.hook, hook)(**arguments)
         except KVPolicyError:
             raise
         except (Exception, SystemExit) as error:
-            guilty = self._find_raiser(hook, error)
-            said = f": {_one_line(error)}" if str(error) else ""
-            msg = (
-                f"policy '{guilty}'{self.owner} raised {type(error).__name__} in "
-                f"{hook}(){where}{said}"
-            )
-            raise HookError(msg) from error
+            raiser = self._find_raiser(hook, error)
+            reason = " ".join(str(error).split())
+            msg = f"policy '{raiser}'{self.owner} raised {type(error).__name__} in {where}"
+            raise HookError(f"{msg}: {reason}" if reason else msg) from error
         if optional and answer is None:
             return None
-        wrong = _looked_at(problem, answer)
-        if wrong is None:
+        problem = _validate(check, answer)
+        if problem is None:
             return answer
-        guilty = self._find_offender(hook, problem, arguments)
-        msg = f"policy '{guilty}'{self.owner} {wrong}, in {hook}(){where}. See {_REFERENCE}#{hook}"
+        offender = self._find_offender(hook, check, arguments)
+        msg = f"policy '{offender}'{self.owner} {problem}, in {where}. See {_REFERENCE}#{hook}"
         raise HookResultError(msg)
 
     def _find_raiser(self, hook: str, error: BaseException) -> str:
-        """The policy whose code the error went through."""
+        """The policy whose code is innermost in the traceback."""
         codes = {inspect.unwrap(impl.function).__code__: impl for impl in self.impls(hook)}
-        trace, guilty = error.__traceback__, "/".join(self.names)
+        trace, raiser = error.__traceback__, "/".join(self.names)
         while trace is not None:
             impl = codes.get(trace.tb_frame.f_code)
-            guilty = impl.plugin_name if impl is not None else guilty
+            raiser = impl.plugin_name if impl is not None else raiser
             trace = trace.tb_next
-        return guilty
+        return raiser
 
-    def _find_offender(self, hook: str, problem: Problem, arguments: dict[str, Any]) -> str:
-        """The policy whose own answer is wrong, or else the outermost wrapper.
+    def _find_offender(self, hook: str, check: Check, arguments: dict[str, Any]) -> str:
+        """The policy that returned the invalid answer, else the outermost wrapper.
 
-        Asks the policies once more, one by one: the run is lost already, and only now does
-        it matter who said what. One that raises now is as good a suspect.
+        Calls the policies once more, one by one. The run has failed already, so the second
+        call cannot change a result; a policy that raises now is blamed, too.
         """
         impls = self.impls(hook)
         for impl in impls:
@@ -186,33 +193,34 @@ class HookManager:
                     answer = impl.function(*(arguments[name] for name in impl.argnames))
                 except Exception:
                     return impl.plugin_name
-                if answer is not None and _looked_at(problem, answer) is not None:
+                if answer is not None and _validate(check, answer) is not None:
                     return impl.plugin_name
         wrappers = [impl.plugin_name for impl in impls if impl.wrapper or impl.hookwrapper]
         return wrappers[0] if wrappers else "/".join(self.names)
 
 
-def _looked_at(problem: Problem, answer: object) -> str | None:
-    """What is wrong with an answer, if only that nobody can look at it."""
+def _validate(check: Check, answer: object) -> str | None:
+    """Run a check; an answer on which the check itself fails is invalid."""
     try:
-        return problem(answer)
+        return check(answer)
     except Exception as error:
-        return f"answered with {type(answer).__name__}, which cannot be checked: {_one_line(error)}"
+        return f"returned {type(answer).__name__}, which cannot be checked: {error_summary(error)}"
 
 
-class _Manager(pluggy.PluginManager):
-    """Looks for hooks where they can be: what Python itself gives every object is none.
+class _PluginManager(pluggy.PluginManager):
+    """Registers hook implementations of policies and specs.
 
-    pluggy looks at every attribute of a policy and of the specs, the long way; nine of ten
-    begin with two underscores.
+    Skips names with two leading underscores, which pluggy would inspect at some cost, and the
+    hooks that a policy lists in ``inactive_hooks``.
     """
 
     def parse_hookimpl_opts(self, plugin: object, name: str) -> Any:
-        return None if name.startswith("__") else super().parse_hookimpl_opts(plugin, name)
+        if name.startswith("__"):
+            return None
+        opts = super().parse_hookimpl_opts(plugin, name)
+        if opts is None or (opts.get("specname") or name) in getattr(plugin, "inactive_hooks", ()):
+            return None
+        return opts
 
     def parse_hookspec_opts(self, module_or_class: Any, name: str) -> Any:
         return None if name.startswith("__") else super().parse_hookspec_opts(module_or_class, name)
-
-
-def _one_line(error: BaseException) -> str:
-    return " ".join(str(error).split())

@@ -1,29 +1,160 @@
-"""A stack: the policies of a layer, and what they answer."""
+"""`Stack`: the policies of a layer, what they declare, and their answers to every hook."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from itertools import chain
 from typing import Any
 
 from torch import Tensor
 
 from kvpolicy.cache.rows import LayerRows
-from kvpolicy.engine.request import Waiting
+from kvpolicy.cache.slab import ATTN_SUMS, Slab
+from kvpolicy.errors import PolicyLoadError
 from kvpolicy.hooks import checks
-from kvpolicy.hooks.declared import Declared
-from kvpolicy.hooks.manager import HookListener
-from kvpolicy.hooks.parts import Parts
-from kvpolicy.registers import Registers
-from kvpolicy.state import Memory
+from kvpolicy.hooks.manager import HookListener, HookManager
+from kvpolicy.state import Memory, Parts, Registers, WaitingRequest
+
+_COMPACTION_HOOKS = ("score", "select", "evict")
+
+# Hooks whose one answer is for the whole stack, so a part of a policy cannot give it.
+_NOT_IN_PARTS = ("select", "evict", "schedule")
 
 
-class Stack(Declared):
-    """Policies in listed order: later ones are asked first and wrap earlier ones."""
+class Stack:
+    """Policies in listed order: later ones are called first and wrap earlier ones.
+
+    A policy may combine others, its `parts`. Each part gets a stack of its own, and what it
+    declares counts as if it were listed in this stack.
+
+    Attributes:
+        names: Names of the policies, in order.
+        policies: The policies in order, then the parts.
+        reads: Arguments that some policy names in `score`, `select` or `evict`.
+        observes: Arguments that some policy names in `observe`.
+        tracks: Names of the per-row numbers that move with the rows.
+        window_size: Queries to remember; 0 if no policy reads them.
+        n_first: First tokens of a sequence that the policies protect.
+        n_last: Newest rows that the policies protect.
+        bounded: Whether the slab has a fixed size. False if a policy sets ``bounded = False``
+            or if no policy takes part in compactions.
+        steering: Names of the policies that steer, each with its layers; ``None`` stands for
+            all layers of the stack.
+    """
+
+    def __init__(
+        self, policies: Sequence[tuple[str, object]], *, owner: str = "", prefix: str = ""
+    ) -> None:
+        """Build a stack.
+
+        Args:
+            policies: Names and policies, in order.
+            owner: For the stack of a part: suffix of its name in messages.
+            prefix: For the stack of a part: prefix of the names of its tracks.
+
+        Raises:
+            PolicyLoadError: A policy does not fit the hook specs, or cannot be a part.
+        """
+        self._manager = HookManager(policies, owner)
+        self._prefix = prefix
+        self.names = self._manager.names
+        own = [policy for _, policy in policies]
+        self._parts: dict[int, list[Stack]] = {
+            id(policy): self._part_stacks(name, policy) for name, policy in policies
+        }
+        self._part_list = list(chain.from_iterable(self._parts.values()))
+        self.policies: list[object] = [*own, *chain(*(part.policies for part in self._part_list))]
+        self.reads: frozenset[str] = self._arguments_of(*_COMPACTION_HOOKS).union(
+            *(part.reads for part in self._part_list)
+        )
+        self.observes: frozenset[str] = self._arguments_of("observe").union(
+            *(part.observes for part in self._part_list)
+        )
+        reads_queries = self.reads & {"queries", "attn_weights"}
+        sizes = [getattr(policy, "window_size", 1) for policy in self.policies]
+        self.window_size: int = max(sizes) if reads_queries else 0
+        protected = [getattr(policy, "protects", (0, 0)) for policy in self.policies]
+        self.n_first = max((first for first, _ in protected), default=0)
+        self.n_last = max((last for _, last in protected), default=0)
+        self.tracks = self._declared_tracks(own)
+        chooses = any(self.implements(hook) for hook in ("due", *_COMPACTION_HOOKS))
+        self.bounded = chooses and all(getattr(one, "bounded", True) for one in self.policies)
+        self.steering: list[tuple[str, Sequence[int] | None]] = [
+            *(
+                (impl.plugin_name, getattr(impl.plugin, "steers", None))
+                for impl in self._manager.impls("steer")
+            ),
+            *chain.from_iterable(part.steering for part in self._part_list),
+        ]
+
+    def _part_stacks(self, name: str, policy: object) -> list["Stack"]:
+        """A stack for each part of a policy, with tracks of its own."""
+        stacks = []
+        for index, part in enumerate(getattr(policy, "parts", ())):
+            owner = f" in '{name}'{self._manager.owner}"
+            stack = Stack([part], owner=owner, prefix=f"{self._prefix}{name}.{index}.")
+            problem = stack._part_problem()
+            if problem is not None:
+                msg = f"policy '{part[0]}'{owner} {problem}"
+                raise PolicyLoadError(msg)
+            stacks.append(stack)
+        return stacks
+
+    def _part_problem(self) -> str | None:
+        """Why this policy cannot be a part of another, or ``None``."""
+        for hook in _NOT_IN_PARTS:
+            if self.implements(hook):
+                return f"implements {hook}(), which is not called for parts; list it in the stack"
+        if not self.implements("score"):
+            return "implements no score(), so it cannot be a part of another policy"
+        return None
+
+    def _arguments_of(self, *hooks: str) -> frozenset[str]:
+        impls = (impl for hook in hooks for impl in self._manager.impls(hook))
+        return frozenset(argument for impl in impls for argument in impl.argnames)
+
+    def _declared_tracks(self, own: Sequence[object]) -> tuple[str, ...]:
+        declared = [ATTN_SUMS] if ATTN_SUMS in self.reads else []
+        owned = [
+            (name, self._prefix + track)
+            for name, policy in zip(self.names, own, strict=True)
+            for track in getattr(policy, "tracks", ())
+        ]
+        of_parts = [(part.names[0], track) for part in self._part_list for track in part.tracks]
+        for name, track in owned + [pair for pair in of_parts if pair[1] != ATTN_SUMS]:
+            if track in declared:
+                msg = f"policy '{name}' declares track '{track}', which the stack has already"
+                raise PolicyLoadError(msg)
+            declared.append(track)
+        return tuple(declared)
+
+    def implements(self, hook: str) -> bool:
+        """Whether a policy or part, and not only the defaults, implements a hook."""
+        return bool(self._manager.impls(hook)) or any(
+            part.implements(hook) for part in self._part_list
+        )
+
+    def is_steered(self, layer_idx: int) -> bool:
+        """Whether a policy steers this layer."""
+        return any(layers is None or layer_idx in layers for _, layers in self.steering)
+
+    def slab(self, capacity: int) -> Slab:
+        """What the cache of a layer must hold for the policies of this stack."""
+        return Slab(capacity, self.window_size, self.tracks)
+
+    @contextmanager
+    def listening(self, listener: HookListener) -> Iterator[None]:
+        """Pass every hook call, of parts too, to a listener inside a ``with`` block."""
+        with ExitStack() as listeners:
+            listeners.enter_context(self._manager.listening(listener))
+            for part in self._part_list:
+                listeners.enter_context(part.listening(listener))
+            yield
 
     def allocate(
         self, layer_indices: Sequence[int], budget: int, floors: Sequence[int], num_layers: int
     ) -> list[int]:
-        """Ask how layers share their rows; without an answer each has the budget."""
+        """Rows for each layer; ``budget`` for all of them if no policy answers."""
         total = budget * len(layer_indices)
         answer: Sequence[int] | None = self._manager.ask(
             "allocate",
@@ -38,19 +169,10 @@ class Stack(Declared):
         )
         return [budget] * len(layer_indices) if answer is None else list(answer)
 
-    @contextmanager
-    def listening(self, watcher: HookListener) -> Iterator[None]:
-        """Let a watcher see all questions and answers in a block, those of parts included."""
-        with ExitStack() as watched:
-            watched.enter_context(self._manager.listening(watcher))
-            for part in self._inner:
-                watched.enter_context(part.listening(watcher))
-            yield
-
     def schedule(
-        self, waiting: Sequence[Waiting], num_free: int, num_active: int
+        self, waiting: Sequence[WaitingRequest], num_free: int, num_active: int
     ) -> list[list[int]]:
-        """Ask which requests are admitted next, in groups."""
+        """Groups of request ids to admit next."""
         answer: list[list[int]] = self._manager.ask(
             "schedule",
             None,
@@ -64,7 +186,7 @@ class Stack(Declared):
     def observe(self, **arguments: Any) -> None:
         """Show the policies the newest tokens of one sequence."""
         self._manager.ask("observe", None, checks.observe_problem, **arguments)
-        for part in self._inner:
+        for part in self._part_list:
             part.observe(**arguments)
 
     def steer(
@@ -77,71 +199,66 @@ class Stack(Declared):
         registers: Registers,
         memory: Memory,
     ) -> Tensor | None:
-        """Sum of all changes to the states entering a layer, ``[B, M]``; ``None`` for none."""
+        """Sum of all changes to the states that enter a layer, ``[B, M]``, or ``None``."""
 
-        def problem(answers: object) -> str | None:
+        def check(answers: object) -> str | None:
             listed = answers if isinstance(answers, list) else [answers]
-            found = (checks.steer_problem(answer, hidden_states) for answer in listed)
-            return next(filter(None, found), None)
+            problems = (checks.steer_problem(answer, hidden_states) for answer in listed)
+            return next(filter(None, problems), None)
 
-        changes: list[Tensor] = self._manager.ask(
-            "steer",
-            layer_idx,
-            problem,
-            hidden_states=hidden_states,
-            token_ids=token_ids,
-            tokenizer=tokenizer,
-            registers=registers,
-            memory=memory,
-        )
-        for part in self._inner:
-            change = part.steer(
-                layer_idx,
-                hidden_states,
-                token_ids,
-                tokenizer=tokenizer,
-                registers=registers,
-                memory=memory,
-            )
+        arguments: dict[str, Any] = {
+            "hidden_states": hidden_states,
+            "token_ids": token_ids,
+            "tokenizer": tokenizer,
+            "registers": registers,
+            "memory": memory,
+        }
+        changes: list[Tensor] = self._manager.ask("steer", layer_idx, check, **arguments)
+        for part in self._part_list:
+            change = part.steer(layer_idx, **arguments)
             changes += [] if change is None else [change]
         return sum(changes[1:], changes[0]) if changes else None
 
-    def due(self, layer_idx: int, **state: Any) -> Tensor | None:
-        """Ask which sequences are due, bool ``[B]``; ``None`` if no policy has an opinion."""
-        num_sequences = state["num_rows"].shape[0]
+    def due(self, layer_idx: int, **arguments: Any) -> Tensor | None:
+        """Which sequences are due, bool ``[B]``, or ``None`` if no policy answers."""
+        num_sequences = arguments["num_rows"].shape[0]
         answer: Tensor | None = self._manager.ask(
             "due",
             layer_idx,
             lambda answer: checks.due_problem(answer, num_sequences),
             optional=True,
-            **state,
+            **arguments,
         )
-        parts = (part.due(layer_idx, **state) for part in self._inner)
-        return next((one for one in parts if one is not None), None) if answer is None else answer
+        if answer is not None:
+            return answer
+        answers = (part.due(layer_idx, **arguments) for part in self._part_list)
+        return next((answer for answer in answers if answer is not None), None)
 
     def score(self, rows: LayerRows, layer_idx: int, arguments: dict[str, Any]) -> Tensor:
-        """Ask for scores, ``[B, H_kv, T]``, fp32."""
+        """Scores, ``[B, H_kv, T]``, fp32."""
         shape, device = rows.positions.shape, rows.positions.device
 
-        def ask(part: Stack) -> Callable[[], Tensor]:
+        def caller(part: Stack) -> Callable[[], Tensor]:
             return partial(part.score, rows, layer_idx, arguments)
 
-        own = {
-            "tracks": rows.tracks.within(self._prefix),
-            "parts": Parts({key: list(map(ask, parts)) for key, parts in self._parts.items()}),
-        }
         scores: Tensor = self._manager.ask(
             "score",
             layer_idx,
             lambda answer: checks.scores_problem(answer, shape, device),
-            **(arguments | own),
+            **arguments
+            | {
+                "tracks": rows.tracks.within(self._prefix),
+                "parts": Parts(
+                    {key: [caller(part) for part in parts] for key, parts in self._parts.items()}
+                ),
+            },
         )
         return scores.float()
 
     def select(
         self, scores: Tensor, positions: Tensor, budget: int, layer_idx: int, memory: Memory
     ) -> Tensor:
-        """Ask which rows stay, ``[B, H_kv, K]``, int64, rising."""
+        """Rows that stay, ``[B, H_kv, K]``, int64, rising."""
         keep: Tensor = self._manager.ask(
             "select",
             layer_idx,
@@ -154,13 +271,12 @@ class Stack(Declared):
         return keep
 
     def evict(self, rows: LayerRows, keep: Tensor, layer_idx: int, memory: Memory) -> None:
-        """Have the rows that leave done away with."""
-
-        def problem(answer: object) -> str | None:
-            if answer is not True:
-                return f"answered with {answer!r}; True or None is wanted"
-            if rows.kept is None or rows.kept.shape != keep.shape or (rows.kept != keep).any():
-                return "says it is done, but did not call rows.keep() with the rows that stay"
-            return None
-
-        self._manager.ask("evict", layer_idx, problem, rows=rows, keep=keep, memory=memory)
+        """Remove the rows that do not stay."""
+        self._manager.ask(
+            "evict",
+            layer_idx,
+            lambda answer: checks.evict_problem(answer, rows.kept, keep),
+            rows=rows,
+            keep=keep,
+            memory=memory,
+        )

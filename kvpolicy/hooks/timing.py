@@ -1,4 +1,4 @@
-"""Where the time of policies goes."""
+"""`PolicyTimings`: seconds that policies take, by hook."""
 
 import time
 from collections.abc import Iterator
@@ -9,8 +9,8 @@ import torch
 
 
 @attrs.define
-class Clock:
-    """Seconds spent in each part of the policies' work, and in all of it within decode steps."""
+class PolicyTimings:
+    """Seconds spent in each kind of policy work, and in all of it within decode steps."""
 
     observe_s: float = 0.0
     score_s: float = 0.0
@@ -21,34 +21,37 @@ class Clock:
 
     @property
     def policy_s(self) -> float:
-        """Seconds in all parts."""
-        compacting = self.score_s + self.select_s + self.compaction_s
-        return self.observe_s + compacting + self.steer_s
+        """Seconds of all kinds."""
+        compactions = self.score_s + self.select_s + self.compaction_s
+        return self.observe_s + compactions + self.steer_s
 
     @contextmanager
     def decoding(self) -> Iterator[None]:
-        """Count what policies do in a block as done within a decode step."""
+        """Count the policy work of a ``with`` block as work within a decode step."""
         before = self.policy_s
         yield
         self.decode_policy_s += self.policy_s - before
 
     @contextmanager
     def time(self, part: str, device: torch.device | None) -> Iterator[None]:
-        """Add the seconds of a block to a part.
+        """Add the seconds of a ``with`` block.
 
         Args:
             part: Name of the attribute.
-            device: What to wait for before and after, so that the seconds are real; ``None``
-                counts what the host does, and waits for nothing.
+            device: Device to synchronize before and after; ``None`` measures host time only.
         """
-        wait_for(device)
+        synchronize(device)
         start = time.perf_counter()
         yield
-        wait_for(device)
+        synchronize(device)
         setattr(self, part, getattr(self, part) + time.perf_counter() - start)
 
 
-def wait_for(device: torch.device | None) -> None:
-    """Wait until a device has done what it was asked to; ``None`` and the CPU always have."""
+def synchronize(device: torch.device | None) -> None:
+    """Wait until a device has finished its work; does nothing for ``None`` and the CPU."""
     if device is not None and device.type == "cuda":
         torch.cuda.synchronize(device)
+
+
+Clock = PolicyTimings
+wait_for = synchronize

@@ -34,7 +34,7 @@ from kvpolicy.model.forward import Forward, SlabCache
 from kvpolicy.model.peers import SINGLE, TensorParallelGroup
 from kvpolicy.model.rope import Rotation
 from kvpolicy.model.tensor_parallel import holders_of_heads, peers_of
-from kvpolicy.registers import Registers
+from kvpolicy.state import Registers
 
 ATTENTION = "kvpolicy"
 

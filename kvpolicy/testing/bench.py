@@ -19,8 +19,7 @@ from kvpolicy.hooks.timing import Clock
 from kvpolicy.model.attention import attend
 from kvpolicy.model.rope import rotate_halves
 from kvpolicy.plan.spec import PolicySpec
-from kvpolicy.registers import RegisterFile
-from kvpolicy.state import Memory, SequenceMemory
+from kvpolicy.state import Memory, RegisterFile, SequenceMemory
 
 _LAYER = 0
 

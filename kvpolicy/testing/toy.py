@@ -23,7 +23,7 @@ from kvpolicy.hooks.timing import Clock
 from kvpolicy.model.adapter import ModelAdapter
 from kvpolicy.model.attention import attend
 from kvpolicy.model.rope import rotate_halves
-from kvpolicy.registers import Registers
+from kvpolicy.state import Registers
 
 #: What keys look like: of every length; equal for equal tokens; often zero; all alike; large.
 NUMBERS = ("plain", "equal", "zeros", "alike", "large")

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from kvpolicy.errors import HookError, HookResultError, KVPolicyError
-from kvpolicy.hooks.manager import HookManager, Problem
+from kvpolicy.hooks.manager import Check, HookManager
 from kvpolicy.hooks.stack import Stack
 from kvpolicy.state import Memory, SequenceMemory
 from kvpolicy.testing.clauses import ConformanceError
@@ -87,7 +87,7 @@ class _Watched:
         self,
         hook: str,
         layer_idx: int | None,
-        problem: Problem,
+        problem: Check,
         *,
         optional: bool = False,
         **arguments: Any,
@@ -128,7 +128,7 @@ class _Watched:
         return self._named[hook]
 
     def _answer(
-        self, hook: str, layer_idx: int | None, problem: Problem, optional: bool, arguments: Any
+        self, hook: str, layer_idx: int | None, problem: Check, optional: bool, arguments: Any
     ) -> Any:
         said: list[object] = []
 

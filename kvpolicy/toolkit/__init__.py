@@ -1,1 +1,67 @@
-"""Computations that several policies share. Public: policies import from here."""
+"""Computations that several policies share; policies import them from here."""
+
+from kvpolicy.toolkit.apportion import largest_remainder
+from kvpolicy.toolkit.attention_window import (
+    GroupReduce,
+    Pooling,
+    odd,
+    pin_window,
+    pool,
+    snapkv_prompt_scores,
+    snapkv_scores,
+    window_importance,
+)
+from kvpolicy.toolkit.paragraphs import (
+    PARAGRAPH,
+    THINK_TAGS,
+    Paragraphs,
+    look_up,
+    steering_change,
+    texts_in_context,
+    token_texts,
+    tokens_containing,
+    tokens_equal,
+)
+from kvpolicy.toolkit.ranking import score_in_rank_order, take_rows
+from kvpolicy.toolkit.redundancy import Retain, key_redundancy
+from kvpolicy.toolkit.steering_vectors import (
+    Calibration,
+    SteeringVector,
+    load_hashed,
+    load_steering_vector,
+    load_steering_vectors,
+    save_steering_vectors,
+    with_hash,
+)
+
+__all__ = [
+    "PARAGRAPH",
+    "THINK_TAGS",
+    "Calibration",
+    "GroupReduce",
+    "Paragraphs",
+    "Pooling",
+    "Retain",
+    "SteeringVector",
+    "key_redundancy",
+    "largest_remainder",
+    "load_hashed",
+    "load_steering_vector",
+    "load_steering_vectors",
+    "look_up",
+    "odd",
+    "pin_window",
+    "pool",
+    "save_steering_vectors",
+    "score_in_rank_order",
+    "snapkv_prompt_scores",
+    "snapkv_scores",
+    "steering_change",
+    "take_rows",
+    "texts_in_context",
+    "token_texts",
+    "tokens_containing",
+    "tokens_equal",
+    "window_importance",
+    "with_hash",
+]

@@ -1,4 +1,4 @@
-"""Sharing whole rows by weights: nothing is lost to rounding, and floors are respected."""
+"""Dividing whole rows by weights: the sum is exact, and floors are respected."""
 
 import math
 from collections.abc import Sequence
@@ -7,29 +7,30 @@ from fractions import Fraction
 from kvpolicy.errors import BudgetError
 
 
-def share(total: int, weights: Sequence[float], floors: Sequence[int]) -> list[int]:
-    """Share a total: everyone gets a floor, and of the rest a part by weight.
+def largest_remainder(total: int, weights: Sequence[float], floors: Sequence[int]) -> list[int]:
+    """Divide a total: each recipient gets its floor and a part of the rest by weight.
 
-    The rest is divided by largest remainders (Hamilton's method), computed in whole fractions:
-    everyone gets the whole part of what is due, then those with the largest remainders, the
-    earlier one of two equals, get one more. So of two with equal floors the one with the larger
-    weight never gets less, and a larger weight never makes one's own share smaller.
+    The rest is divided by largest remainders (Hamilton's method) in exact fractions: each
+    recipient gets the integer part of its quota; then those with the largest remainders, the
+    earlier of two equal ones first, get one more. So of two recipients with equal floors the
+    one with the larger weight never gets less, and a larger weight never makes the own part
+    smaller.
 
     Args:
-        total: Rows to share.
-        weights: Finite and not negative, one for each; if all are 0, all count alike.
+        total: Rows to divide.
+        weights: One finite, non-negative weight each; if all are 0, all count the same.
         floors: The least that each may get.
 
     Returns:
-        One number for each, their sum exactly ``total``.
+        One integer each, their sum exactly ``total``.
 
     Raises:
-        BudgetError: If the floors alone exceed the total.
-        ValueError: If there are no weights, not as many as floors, or a weight is negative or
+        BudgetError: The floors alone exceed the total.
+        ValueError: There are no weights, not as many as floors, or a weight is negative or
             not finite.
     """
     if not weights or len(weights) != len(floors):
-        msg = f"{len(weights)} weights are given for {len(floors)} floors; as many are wanted"
+        msg = f"{len(weights)} weights are given for {len(floors)} floors; expected one each"
         raise ValueError(msg)
     if not all(math.isfinite(weight) and weight >= 0 for weight in weights):
         msg = f"weights must be finite and not negative: {list(weights)}"
@@ -37,15 +38,15 @@ def share(total: int, weights: Sequence[float], floors: Sequence[int]) -> list[i
     rest = total - sum(floors)
     if rest < 0:
         msg = (
-            f"{total} rows cannot be shared among {len(floors)} layers whose policies protect "
+            f"{total} rows cannot be divided among {len(floors)} layers whose policies protect "
             f"{sum(floors)} rows together; raise the budget or lower their knobs"
         )
         raise BudgetError(msg)
     if not any(weights):
         weights = [1] * len(weights)
-    parts = [Fraction(weight) for weight in weights]
-    due = [rest * part / sum(parts) for part in parts]
-    whole = [math.floor(one) for one in due]
-    by_remainder = sorted(range(len(due)), key=lambda place: whole[place] - due[place])
-    lucky = set(by_remainder[: rest - sum(whole)])
-    return [floor + whole[place] + (place in lucky) for place, floor in enumerate(floors)]
+    fractions = [Fraction(weight) for weight in weights]
+    quotas = [rest * fraction / sum(fractions) for fraction in fractions]
+    whole = [math.floor(quota) for quota in quotas]
+    by_remainder = sorted(range(len(quotas)), key=lambda index: whole[index] - quotas[index])
+    one_more = set(by_remainder[: rest - sum(whole)])
+    return [floor + whole[index] + (index in one_more) for index, floor in enumerate(floors)]

@@ -1,7 +1,6 @@
-"""The observation window: what the most recent queries say about every row.
+"""Scores from the observation window: attention of the most recent queries to every row.
 
-SnapKV introduced it and many policies build on it, so it is public: policies import it from
-here and not from each other.
+Introduced by SnapKV; R-KV, PyramidKV and SkipKV build on it.
 """
 
 from typing import Literal
@@ -12,13 +11,14 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from kvpolicy.cache.softmax import PLAIN, Softmax
+from kvpolicy.toolkit.ranking import RankTracks, score_in_rank_order
 
 Pooling = Literal["maxpool", "avgpool"]
 GroupReduce = Literal["mean", "max", "sum"]
 
 
 def odd(instance: object, attribute: "attrs.Attribute[int]", value: int) -> None:
-    """Validate a ``kernel_size``: an even one has no middle row to put its result on."""
+    """Validate a ``kernel_size``: an even kernel has no middle row."""
     if value % 2 == 0:
         msg = f"'{attribute.name}' must be odd: {value}"
         raise ValueError(msg)
@@ -65,10 +65,9 @@ def window_importance(
 ) -> Tensor:
     """Importance of the rows before the window, as R-KV's code computes it.
 
-    Logits are reduced by their maximum over the query heads of a group, the softmax runs
-    over the rows before the window only, the window's weights are averaged and pooled over
-    neighbouring rows (R-KV, eqs. 2-4; ``compute_attention_scores`` and ``update_kv`` at
-    commit d15c976).
+    The maximum of the logits over the query heads of a group, softmax over the rows before the
+    window, mean over the window, pooling over neighbouring rows (R-KV, eqs. 2-4;
+    ``compute_attention_scores`` and ``update_kv`` at commit d15c976).
 
     Args:
         queries: Last ``W`` queries after RoPE, ``[B, H_q, W, D]``.
@@ -85,35 +84,69 @@ def window_importance(
     return pool(importance, kernel_size, pooling)
 
 
-def received_importance(
+def snapkv_scores(
+    queries: Tensor,
+    keys: Tensor,
+    tracks: RankTracks,
+    rank: str,
+    *,
+    kernel_size: int,
+    pooling: Pooling,
+) -> Tensor:
+    """SnapKV's scores while decoding, as R-KV's code computes them: the window is pinned.
+
+    Neighbours are pooled in the authors' order of rows, which `score_in_rank_order` restores.
+
+    Args:
+        queries: Last ``W`` queries after RoPE, ``[B, H_q, W, D]``.
+        keys: Keys after RoPE, ``[B, H_kv, T, D]``; the last ``W`` rows are the window's.
+        tracks: The policy's tracks.
+        rank: Name of the policy's track of ranks.
+        kernel_size: Rows that are pooled together, odd.
+        pooling: ``"maxpool"`` or ``"avgpool"``.
+
+    Returns:
+        ``[B, H_kv, T]``, fp32, ``inf`` for the rows of the window.
+    """
+    window = queries.shape[2]
+
+    def score(keys: Tensor) -> Tensor:
+        importance = window_importance(queries, keys, kernel_size=kernel_size, pooling=pooling)
+        return pin_window(importance, window)
+
+    return score_in_rank_order(score, keys, tracks, rank, window)
+
+
+def snapkv_prompt_scores(
     weights: Tensor,
     num_kv_heads: int,
     *,
     kernel_size: int,
-    pooling: Pooling = "avgpool",
-    group_reduce: GroupReduce = "mean",
+    pooling: Pooling,
+    group_reduce: GroupReduce,
 ) -> Tensor:
-    """Importance of the rows before the window, as SnapKV published it.
+    """SnapKV's scores of a prompt, as published: the window is pinned.
 
-    Softmax weights are summed over the window, reduced over the query heads of a group, which
-    is KVCache-Factory's addition (c97f9d7, ``kv_head`` mode), and pooled over neighbouring
+    Softmax weights are summed over the window, reduced over the query heads of a group
+    (an addition of KVCache-Factory, c97f9d7, ``kv_head`` mode), and pooled over neighbouring
     rows (SnapKV, listing 1; ``SnapKVCluster.update_kv`` at commit e216ddc).
 
     Args:
-        weights: What `observed_weights` returns, ``[B, H_q, W, T]``.
+        weights: Softmax weights of the window's queries, ``[B, H_q, W, T]``; the last ``W``
+            rows are the window's. See `kvpolicy.observed_weights`.
         num_kv_heads: KV heads, ``H_kv``.
         kernel_size: Rows that are pooled together, odd.
         pooling: ``"maxpool"`` or ``"avgpool"``.
         group_reduce: ``"mean"``, ``"max"`` or ``"sum"``.
 
     Returns:
-        ``[B, H_kv, T - W]``, fp32.
+        ``[B, H_kv, T]``, fp32, ``inf`` for the rows of the window.
     """
     window, num_rows = weights.shape[2:]
     received = weights.sum(dim=2)[:, :, : num_rows - window]  # [B, H_q, T - W]
     grouped = received.unflatten(1, (num_kv_heads, -1))
-    reduced = {"mean": grouped.mean, "max": grouped.amax, "sum": grouped.sum}
-    return pool(reduced[group_reduce](dim=2), kernel_size, pooling)
+    reduce = {"mean": grouped.mean, "max": grouped.amax, "sum": grouped.sum}[group_reduce]
+    return pin_window(pool(reduce(dim=2), kernel_size, pooling), window)
 
 
 def pin_window(importance: Tensor, window: int) -> Tensor:
@@ -127,8 +160,8 @@ def pool(scores: Tensor, kernel_size: int, pooling: Pooling) -> Tensor:
     Args:
         scores: ``[B, H, T]``.
         kernel_size: Rows that are pooled together, odd.
-        pooling: ``"maxpool"``, which ignores what lies beyond the ends, or ``"avgpool"``,
-            which counts it as zero and so damps the first and last rows, as SnapKV's code.
+        pooling: ``"maxpool"``, or ``"avgpool"``, which pads with zeros and so lowers the first
+            and last rows, as in SnapKV's code.
     """
     if scores.shape[2] == 0:
         return scores

@@ -1,30 +1,41 @@
-r"""Steering while a sequence thinks: the arithmetic of one decode step.
+r"""Token texts, and the tokens at which paragraphs end and thinking begins and ends.
 
-A change is added where the token just read ends a paragraph (its text contains ``"\n\n"``)
-inside the thinking part, as in SEAL (Chen et al., 2025, arXiv 2504.07986) and SkipKV (2026,
-arXiv 2512.07993, section 4.2): ``h <- h + strength * vector``.
+Steering adds a vector where the token just read ends a paragraph (its text contains ``"\n\n"``)
+inside the thinking part: ``h <- h + strength * vector``, as in SEAL (Chen et al., 2025, arXiv
+2504.07986) and SkipKV (2026, arXiv 2512.07993, section 4.2).
+
+Each tokenizer is decoded once; the tables live as long as the tokenizer, one per device.
 """
 
+from collections.abc import Callable, Sequence
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import attrs
 import torch
 from torch import Tensor
 
 from kvpolicy.errors import KVPolicyError
-from kvpolicy.toolkit.token_text import look_up, tokens_containing, tokens_equal
 
 PARAGRAPH = "\n\n"
 THINK_TAGS = ("<think>", "</think>")
 
+# Decoders return this for the bytes of an incomplete character.
+_INCOMPLETE = "\ufffd"
+# A character has up to four bytes, so up to four tokens.
+_MAX_TOKENS_PER_CHARACTER = 4
+
+_texts: WeakKeyDictionary[Any, tuple[str, ...]] = WeakKeyDictionary()
+_tables: WeakKeyDictionary[Any, dict[tuple[str, ...], Tensor]] = WeakKeyDictionary()
+
 
 @attrs.frozen(eq=False)
 class Paragraphs:
-    r"""Where paragraphs end and where thinking begins and ends, in tokens of one tokenizer.
+    r"""Token ids of one tokenizer that end paragraphs and that open and close thinking.
 
     Attributes:
         delimiters: Ids whose text contains the delimiter, bool ``[V]``.
-        opens: Ids that open the thinking part, bool ``[V]``; none if all of a text is one.
+        opens: Ids that open the thinking part, bool ``[V]``; ``None`` if all text is thinking.
         closes: Ids that close it, likewise.
     """
 
@@ -41,14 +52,14 @@ class Paragraphs:
         think: tuple[str, str] | None = THINK_TAGS,
         device: torch.device | None = None,
     ) -> "Paragraphs":
-        """Look into a tokenizer; cheap after the first time.
+        """Build the tables of a tokenizer; they are cached.
 
         Args:
             tokenizer: A Hugging Face tokenizer.
-            delimiter: Text within the tokens that end a paragraph.
-            think: Tokens that open and close the thinking part; ``None`` for a model without
-                such tokens, all of whose text counts as thinking.
-            device: Where the tables are needed; the CPU if not given.
+            delimiter: Text inside the tokens that end a paragraph.
+            think: Tokens that open and close the thinking part; ``None`` if all text is
+                thinking.
+            device: Device of the tables; the CPU by default.
 
         Raises:
             KVPolicyError: There is no tokenizer, or it has no such tokens.
@@ -67,14 +78,14 @@ class Paragraphs:
         return cls(delimiters, opens, closes)
 
     def thinking_after(self, token_ids: Tensor, inside: bool = False) -> bool:
-        """Tell whether thinking is open after some tokens, such as a prompt.
+        """Whether thinking is open after some tokens, such as a prompt.
 
         Args:
             token_ids: ``[N]``, int64, on the device of the tables.
             inside: Whether it was open before them.
 
         Returns:
-            What the last tag among them says, or ``inside`` if there is none.
+            The state after the last tag among them, or ``inside`` if there is no tag.
         """
         if self.opens is None or self.closes is None:
             return True
@@ -83,12 +94,12 @@ class Paragraphs:
         return bool(opens[tags[-1, 0]]) if tags.numel() else inside
 
     def update(self, inside: Tensor, token_ids: Tensor) -> None:
-        """Follow the tokens of one step into and out of the thinking part.
+        """Update the thinking state with the tokens of one step.
 
         Pure tensor work, in place, so that a step can be captured in a graph.
 
         Args:
-            inside: 1 for sequences that were thinking, else 0, ``[B]``, fp32; is changed.
+            inside: 1 for sequences that are thinking, else 0, ``[B]``, fp32; changed in place.
             token_ids: The tokens just read, ``[B]``, int64.
         """
         if self.opens is None or self.closes is None:
@@ -106,15 +117,15 @@ def steering_change(
     inside: Tensor,
     strength: Tensor,
 ) -> Tensor:
-    """The change to add to the hidden states of one step; `inside` is brought up to date first.
+    """The change to add to the hidden states of one step; updates ``inside`` first.
 
     Args:
         vector: Steering vector, ``[M]``, fp32.
         paragraphs: Tables of the tokenizer.
         hidden_states: Residual stream entering the steered layer, ``[B, M]``.
         token_ids: The tokens just read, ``[B]``, int64.
-        inside: 1 for sequences that are thinking, else 0, ``[B]``, fp32; is changed in place.
-        strength: What the vector is multiplied with, ``[B]``, fp32.
+        inside: 1 for sequences that are thinking, else 0, ``[B]``, fp32; changed in place.
+        strength: Factor of the vector, ``[B]``, fp32.
 
     Returns:
         ``inside * strength * is_delimiter(token) * vector``, ``[B, M]``, in the dtype of
@@ -124,3 +135,140 @@ def steering_change(
     at_delimiter = look_up(paragraphs.delimiters, token_ids).float()  # [B]
     factor = inside * strength * at_delimiter
     return (factor[:, None] * vector).to(hidden_states.dtype)
+
+
+def token_texts(tokenizer: Any) -> tuple[str, ...]:
+    """The text of every token id, special tokens included.
+
+    A token that holds only part of a character reads as the replacement character.
+
+    Args:
+        tokenizer: A Hugging Face tokenizer.
+
+    Returns:
+        One text for each id from 0, ``V`` of them.
+
+    Raises:
+        KVPolicyError: There is no tokenizer.
+    """
+    if tokenizer is None:
+        msg = (
+            "token texts need a tokenizer, and there is none; "
+            "give the engine one: Engine(model, tokenizer, plan)"
+        )
+        raise KVPolicyError(msg)
+    if tokenizer not in _texts:
+        ids = [[i] for i in range(len(tokenizer))]
+        _texts[tokenizer] = tuple(tokenizer.batch_decode(ids, skip_special_tokens=False))
+    return _texts[tokenizer]
+
+
+def texts_in_context(tokenizer: Any, token_ids: Sequence[int]) -> list[str]:
+    """The text that each token adds to the tokens before it, special tokens included.
+
+    Some tokenizers add spaces by context. A character of several tokens is the text of the
+    last of them; the others have none.
+
+    Args:
+        tokenizer: A Hugging Face tokenizer.
+        token_ids: The tokens.
+
+    Returns:
+        One text for each token; joined they are the whole text.
+    """
+
+    def decode(ids: Sequence[int]) -> str:
+        text: str = tokenizer.decode(ids, skip_special_tokens=False)
+        return text
+
+    alone = {token: decode([token]) for token in set(token_ids)}
+    texts = [alone[token] for token in token_ids]
+    # Usually no text depends on context, so each distinct token is decoded only once.
+    return texts if "".join(texts) == decode(token_ids) else _one_by_one(decode, token_ids)
+
+
+def _one_by_one(decode: Callable[[Sequence[int]], str], token_ids: Sequence[int]) -> list[str]:
+    """Decode each token together with the tokens before it that decide about spaces."""
+    texts: list[str] = []
+    # First token of the context; number of tokens whose text is known.
+    context = done = 0
+    for end in range(1, len(token_ids) + 1):
+        text = decode(token_ids[context:end])
+        is_last = end == len(token_ids) or end - done == _MAX_TOKENS_PER_CHARACTER
+        if text.endswith(_INCOMPLETE) and not is_last:
+            texts.append("")
+            continue
+        texts.append(text[len(decode(token_ids[context:done])) :])
+        context, done = done, end
+    return texts
+
+
+def tokens_containing(tokenizer: Any, text: str, device: torch.device | None = None) -> Tensor:
+    r"""Ids whose text contains a string, such as ``"\n\n"``.
+
+    Args:
+        tokenizer: A Hugging Face tokenizer.
+        text: The string.
+        device: Device of the table; the CPU by default.
+
+    Returns:
+        Bool ``[V]``.
+
+    Raises:
+        KVPolicyError: There is no tokenizer, or no token contains the string.
+    """
+    problem = f"no token of the tokenizer contains {text!r}; give a text that is within one token"
+    return _table(tokenizer, ("contains", text), lambda token: text in token, problem, device)
+
+
+def tokens_equal(tokenizer: Any, text: str, device: torch.device | None = None) -> Tensor:
+    """Ids whose text is a string, such as ``"</think>"``, up to surrounding white space.
+
+    Args:
+        tokenizer: A Hugging Face tokenizer.
+        text: The string.
+        device: Device of the table; the CPU by default.
+
+    Returns:
+        Bool ``[V]``.
+
+    Raises:
+        KVPolicyError: There is no tokenizer, or no such token.
+    """
+    problem = f"no token of the tokenizer is {text!r}; give a text that is a token of its own"
+    return _table(tokenizer, ("is", text), lambda token: token.strip() == text, problem, device)
+
+
+def look_up(table: Tensor, token_ids: Tensor) -> Tensor:
+    """Index a table with token ids that may exceed the tokenizer's vocabulary.
+
+    Models often have a few more logits than the tokenizer has tokens.
+
+    Args:
+        table: Bool ``[V]``.
+        token_ids: Int64, any shape, on the device of the table.
+
+    Returns:
+        Bool, in the shape of ``token_ids``; false beyond ``V``.
+    """
+    last = table.shape[0] - 1
+    return table[token_ids.clamp(max=last)] & (token_ids <= last)
+
+
+def _table(
+    tokenizer: Any,
+    key: tuple[str, str],
+    matches: Callable[[str], bool],
+    problem: str,
+    device: torch.device | None,
+) -> Tensor:
+    target = torch.device("cpu") if device is None else device
+    texts = token_texts(tokenizer)
+    tables = _tables.setdefault(tokenizer, {})
+    full_key = (*key, str(target))
+    if full_key not in tables:
+        table = torch.tensor([matches(text) for text in texts])
+        if not table.any():
+            raise KVPolicyError(problem)
+        tables[full_key] = table.to(target)
+    return tables[full_key]

@@ -1,45 +1,53 @@
 """Rows in the order in which an earlier top-k left them.
 
-The authors of R-KV gather the rows that stay by descending score, then the window's. Their
-next compaction pools neighbours, and looks for the newest similar row, in that order. Our
-slabs are always in order of position; a track of ranks, which travels with the rows, lets a
-policy see them in its authors' order.
+R-KV's code gathers the rows that stay by descending score, then those of the window. At the next
+compaction it pools neighbours, and looks for the newest similar row, in that order. Slabs here
+are always sorted by position; a track of ranks lets a policy restore the authors' order.
 """
 
 from collections.abc import Callable
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from kvpolicy.cache.rows import Tracks
+
+class RankTracks(Protocol):
+    """Tracks of a policy; `kvpolicy.Tracks` fits."""
+
+    def __getitem__(self, name: str) -> Tensor:
+        """Read a track, ``[B, H_kv, T]``."""
+
+    def __setitem__(self, name: str, values: Tensor) -> None:
+        """Write a track, ``[B, H_kv, T]``."""
 
 
 def score_in_rank_order(
-    score: Callable[[Tensor], Tensor], keys: Tensor, tracks: Tracks, rank: str, window: int
+    score: Callable[[Tensor], Tensor], keys: Tensor, tracks: RankTracks, rank: str, window: int
 ) -> Tensor:
-    """Score rows as their authors' cache holds them, and remember the order this leaves.
+    """Score rows in the authors' order and store the ranks that the new scores give.
 
     Args:
-        score: From keys in that order to their scores, ``[B, H_kv, T]``.
-        keys: Keys in order of position, ``[B, H_kv, T, D]``.
-        tracks: Where the ranks are kept.
+        score: Maps keys in that order to scores, ``[B, H_kv, T]``.
+        keys: Keys sorted by position, ``[B, H_kv, T, D]``.
+        tracks: The policy's tracks.
         rank: Name of the policy's track of ranks.
         window: Rows of the window, the last ones.
 
     Returns:
         The scores by row, ``[B, H_kv, T]``.
     """
-    order = kept_order(tracks[rank])
+    order = rank_order(tracks[rank])
     scores = score(take_rows(keys, order))
     tracks[rank] = by_row(ranks_by_score(scores, window), order)
     return by_row(scores, order)
 
 
-def kept_order(ranks: Tensor) -> Tensor:
-    """The order of rows by rank; rows that joined since, with rank 0, come last.
+def rank_order(ranks: Tensor) -> Tensor:
+    """The order of rows by rank; new rows, with rank 0, come last.
 
     Args:
-        ranks: What `ranks_by_score` returned at the last compaction, ``[B, H_kv, T]``.
+        ranks: Ranks from `ranks_by_score` at the last compaction, ``[B, H_kv, T]``.
 
     Returns:
         Row indices, ``[B, H_kv, T]``, int64.
@@ -53,19 +61,19 @@ def take_rows(rows: Tensor, order: Tensor) -> Tensor:
 
 
 def by_row(values: Tensor, order: Tensor) -> Tensor:
-    """Undo `take_rows`: values ``[B, H_kv, T]`` in the given order, back by row."""
+    """Undo `take_rows`: values ``[B, H_kv, T]`` in the given order, sorted by row again."""
     return torch.empty_like(values).scatter_(2, order, values)
 
 
 def ranks_by_score(scores: Tensor, window: int) -> Tensor:
-    """Ranks that put rows by descending score, then the window's rows as they are.
+    """Ranks that sort rows by descending score, with the window's rows last, in their order.
 
     Args:
         scores: ``[B, H_kv, T]``; the last ``window`` rows are the window's.
         window: Rows of the window.
 
     Returns:
-        ``[B, H_kv, T]``, all below 0, so that rows which join later come last.
+        ``[B, H_kv, T]``, all below 0, so that later rows, with rank 0, come last.
     """
     num_rows = scores.shape[2]
     candidates = scores[:, :, : num_rows - window]

@@ -1,8 +1,4 @@
-"""Redundancy among keys: how much each row is like the other rows.
-
-R-KV introduced it and other policies build on it, so it is public: policies import it from
-here and not from each other.
-"""
+"""Redundancy among keys: how similar each row is to the other rows. Introduced by R-KV."""
 
 from typing import Literal
 
@@ -16,7 +12,7 @@ _TILE_ELEMENTS = 1 << 22
 
 
 def key_redundancy(keys: Tensor, *, threshold: float, retain: Retain = "last") -> Tensor:
-    """How much each row is like the others: mean similarity, softmax over rows.
+    """Softmax over rows of each row's mean cosine similarity to the others.
 
     R-KV, eqs. 5-7; ``cal_similarity`` at Zefan-Cai/R-KV d15c976. Computed in tiles of rows,
     never as a ``T x T`` matrix.
@@ -24,8 +20,8 @@ def key_redundancy(keys: Tensor, *, threshold: float, retain: Retain = "last") -
     Args:
         keys: Keys after RoPE, ``[B, H_kv, T, D]``.
         threshold: Cosine similarity above which two keys count as similar.
-        retain: Which similar neighbour a row does not make redundant: ``"last"``, the newest,
-            or ``"first"``, which in the authors' code means the first row of the cache.
+        retain: Which similar row a row does not make redundant: ``"last"``, the newest, or
+            ``"first"``, which in the authors' code means the first row of the cache.
 
     Returns:
         ``[B, H_kv, T]``, fp32, sums to 1 over the rows.
@@ -46,8 +42,8 @@ def key_redundancy(keys: Tensor, *, threshold: float, retain: Retain = "last") -
 def _exempt(similarity: Tensor, threshold: float, retain: Retain) -> Tensor:
     """For each row of a tile, the column that it does not make redundant, ``[..., 1]``.
 
-    A row without similar rows exempts column 0: so does the code, which looks for a maximum
-    among indices and zeros.
+    A row without similar rows exempts column 0, as in the authors' code, which takes the
+    maximum of indices and zeros.
     """
     columns = torch.arange(similarity.shape[3], device=similarity.device)
     if retain == "first":

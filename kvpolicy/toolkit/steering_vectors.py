@@ -1,14 +1,15 @@
-"""Steering vectors: directions to add to hidden states, with where they come from.
+"""Steering vectors: directions to add to hidden states, and how they were made.
 
 A file holds one vector for each of several layers of one model: safetensors, with tensors
 ``layer.01``, ``layer.02``, ..., and one entry of metadata, ``kvpolicy``, which is JSON::
 
     {"format": 1, "default_layer": 1, "separation": {"1": 2.1}, "calibration": {...}}
 
-An entry point of the group ``kvpolicy.vectors`` gives a name to a package whose folder holds
+An entry point of the group ``kvpolicy.vectors`` maps a name to a package whose folder holds
 ``NAME.safetensors``.
 """
 
+import hashlib
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -21,17 +22,51 @@ import torch
 from safetensors.torch import save
 from torch import Tensor
 
+from kvpolicy.entry_points import installed_file
 from kvpolicy.errors import SteeringError
 from kvpolicy.files import atomic_write
-from kvpolicy.hooks.bundled import bundled_file
-from kvpolicy.toolkit.calibration import Calibration
 
 GROUP = "kvpolicy.vectors"
+SIGN = "execution - non_execution"
 
 _FORMAT = 1
 _KEY = "kvpolicy"
 _SUFFIX = ".safetensors"
-_PICKLES = (b"\x80", b"PK")  # torch.save, before and since it writes zip archives
+_PICKLES = (b"\x80", b"PK")  # first bytes of files of torch.save, old format and zip archive
+_HASH_DIGITS = 8
+
+
+@attrs.frozen(kw_only=True)
+class Calibration:
+    """How steering vectors were made.
+
+    Attributes:
+        model: The model, as the user named it.
+        fingerprint: Hash of its configuration and weights; empty if not known.
+        task: Name of the task.
+        split: Split of the task.
+        seed: Seed that chose the examples.
+        num_right: Number of traces with a correct answer.
+        num_wrong: Number of the other traces.
+        num_thoughts: Number of thoughts of each kind.
+        rules: Name of the rules that classified the thoughts.
+        rules_digest: Hash of these rules.
+        sign: Which mean was subtracted from which.
+        version: Version of kvpolicy.
+    """
+
+    model: str
+    fingerprint: str = ""
+    task: str = ""
+    split: str = ""
+    seed: int = 0
+    num_right: int = 0
+    num_wrong: int = 0
+    num_thoughts: Mapping[str, int] = attrs.field(factory=dict)
+    rules: str = ""
+    rules_digest: str = ""
+    sign: str = SIGN
+    version: str = ""
 
 
 @attrs.frozen(eq=False, kw_only=True)
@@ -40,12 +75,12 @@ class SteeringVector:
 
     Attributes:
         vector: The direction, ``[M]``, fp32: mean of the states before execution thoughts
-            less mean of those before non-execution thoughts.
-        layer: Decoder layer whose input it is, from 0: ``hidden_states[layer]`` of
+            minus mean of those before non-execution thoughts.
+        layer: Decoder layer whose input it is added to, from 0: ``hidden_states[layer]`` of
             transformers.
-        calibration: Where it comes from.
-        separation: Distance of the two means over the pooled standard deviation along the
-            vector, on the thoughts it was made of; ``None`` if not known.
+        calibration: How it was made.
+        separation: Distance of the two means divided by the pooled standard deviation along
+            the vector, on the thoughts it was made from; ``None`` if not known.
     """
 
     vector: Tensor
@@ -61,13 +96,13 @@ class SteeringVector:
             raise SteeringError(msg)
 
     def entering(self, hidden_states: Tensor) -> Tensor:
-        """The vector where some hidden states are, if it is of their size.
+        """The vector on the device of some hidden states.
 
         Args:
             hidden_states: ``[B, M]``.
 
         Returns:
-            The vector, ``[M]``, fp32; copied to a device once.
+            The vector, ``[M]``, fp32. The copy for each device is kept.
 
         Raises:
             SteeringError: The hidden states have another size.
@@ -88,18 +123,19 @@ class SteeringVector:
 def save_steering_vectors(
     path: str | Path, vectors: Sequence[SteeringVector], *, default_layer: int | None = None
 ) -> None:
-    """Write vectors of several layers into one file, which is there whole or not at all.
+    """Write vectors of several layers into one file, atomically.
 
     Args:
         path: The file; its name should end in ``.safetensors``.
         vectors: One for each layer, all of one calibration.
-        default_layer: Layer to take where none is asked for; not needed if there is but one.
+        default_layer: Layer to use by default; not needed for a single vector.
 
     Raises:
-        SteeringError: Two vectors are of one layer, or the default layer is not among them.
+        SteeringError: There is no vector, there are two for one layer, or none for the default
+            layer.
         OutputError: The file cannot be written.
     """
-    layers = [one.layer for one in vectors]
+    layers = [vector.layer for vector in vectors]
     if not layers or len(set(layers)) < len(layers) or default_layer not in (None, *layers):
         msg = (
             f"steering vectors of layers {layers} with default layer {default_layer} make no "
@@ -109,11 +145,11 @@ def save_steering_vectors(
     described = {
         "format": _FORMAT,
         "default_layer": default_layer,
-        "separation": {one.layer: one.separation for one in vectors},
+        "separation": {vector.layer: vector.separation for vector in vectors},
         "calibration": attrs.asdict(vectors[0].calibration),
     }
-    tensors = {f"layer.{one.layer:02}": one.vector.contiguous() for one in vectors}
-    # One entry only: safetensors writes several in no particular order.
+    tensors = {f"layer.{vector.layer:02}": vector.vector.contiguous() for vector in vectors}
+    # A single entry: safetensors writes several in no fixed order.
     content = save(tensors, {_KEY: json.dumps(described, sort_keys=True)})
     atomic_write(Path(path), content)
 
@@ -122,20 +158,20 @@ def load_steering_vector(name_or_path: str | Path, layer: int | None = None) -> 
     """Read the vector of one layer.
 
     Args:
-        name_or_path: Name of a bundled file, or path of one.
-        layer: Which layer; the file's default or only one if not given.
+        name_or_path: Name of an installed file, or a path.
+        layer: The layer; by default the file's default or only one.
 
     Raises:
-        SteeringError: There is no such file, it is no file of vectors, or it has no vector, or
-            a broken one, for the layer.
+        SteeringError: There is no such file, it does not hold steering vectors, or it has no
+            valid vector for the layer.
     """
     vectors, default = load_steering_vectors(name_or_path)
     layer = default if layer is None else layer
-    found = [one for one in vectors if one.layer == layer]
+    found = [vector for vector in vectors if vector.layer == layer]
     if not found:
-        there = ", ".join(str(one.layer) for one in vectors)
-        asked = "names no layer to use by default" if layer is None else f"has no layer {layer}"
-        msg = f"steering vector file '{name_or_path}' {asked}; ask for one of its layers: {there}"
+        layers = ", ".join(str(vector.layer) for vector in vectors)
+        problem = "names no layer to use by default" if layer is None else f"has no layer {layer}"
+        msg = f"steering vector file '{name_or_path}' {problem}; choose one of its layers: {layers}"
         raise SteeringError(msg)
     return found[0]
 
@@ -144,20 +180,20 @@ def load_steering_vectors(name_or_path: str | Path) -> tuple[list[SteeringVector
     """Read all vectors of a file.
 
     Args:
-        name_or_path: Name of a bundled file, or path of one.
+        name_or_path: Name of an installed file, or a path.
 
     Returns:
-        The vectors by rising layer, and the layer to use by default, if there is one.
+        The vectors sorted by layer, and the default layer, if there is one.
 
     Raises:
-        SteeringError: There is no such file, or it is no file of vectors.
+        SteeringError: There is no such file, or it does not hold steering vectors.
     """
-    path = vector_file(name_or_path)
+    path = _vector_file(name_or_path)
     what = f"steering vector file '{name_or_path}'"
     try:
         with path.open("rb") as file:
             if file.read(2).startswith(_PICKLES):
-                raise SteeringError(_refuse_pickle(what))
+                raise SteeringError(_pickle_message(what))
         with safetensors.safe_open(path, framework="pt") as opened:
             tensors = {key: opened.get_tensor(key) for key in opened.keys()}  # noqa: SIM118
             metadata = opened.metadata() or {}
@@ -170,12 +206,50 @@ def load_steering_vectors(name_or_path: str | Path) -> tuple[list[SteeringVector
     return _structure(tensors, metadata, what)
 
 
-def vector_file(name_or_path: str | Path) -> Path:
-    """Where a file of vectors is that is named, or given as a path."""
+def with_hash(reference: str) -> str:
+    """Add the hash of a file of vectors to its name.
+
+    Results are stored under the hash of their plan. With the hash of the vectors in the plan,
+    results with vectors that were calibrated again do not pass for results with the old ones.
+
+    Args:
+        reference: An installed name or a path, with or without ``#HASH`` behind it.
+
+    Returns:
+        The name or path with ``#HASH``.
+
+    Raises:
+        SteeringError: There is no such file, or its hash differs from the given one.
+    """
+    name, _, given = reference.partition("#")
+    try:
+        content = _vector_file(name).read_bytes()
+    except OSError as error:
+        msg = (
+            f"steering vector file '{name}' cannot be read: {error.strerror or error}; "
+            "`kvpolicy steer calibrate` makes one"
+        )
+        raise SteeringError(msg) from error
+    found = hashlib.sha256(content).hexdigest()[:_HASH_DIGITS]
+    if given and given != found:
+        msg = (
+            f"steering vector file '{name}' has hash {found}, and the plan wants {given}: the file "
+            "has changed; restore the old one, or leave '#' and the hash out"
+        )
+        raise SteeringError(msg)
+    return f"{name}#{found}"
+
+
+def load_hashed(reference: str, layer: int | None) -> SteeringVector:
+    """Read the vector of one layer from a file named with its hash, as by `with_hash`."""
+    return load_steering_vector(reference.partition("#")[0], layer)
+
+
+def _vector_file(name_or_path: str | Path) -> Path:
     path = Path(name_or_path)
     if path.suffix or len(path.parts) > 1 or path.is_file():
         return path
-    return bundled_file(GROUP, str(path), suffix=_SUFFIX, what="steering vector")
+    return installed_file(GROUP, str(path), suffix=_SUFFIX, what="steering vector")
 
 
 def _structure(
@@ -192,7 +266,7 @@ def _structure(
         msg = (
             f"{what} was not written by this version of kvpolicy, so that its layers and its "
             "sign are not known; make it with `kvpolicy steer calibrate`, or with "
-            "kvpolicy.toolkit.steering_vectors.save_steering_vectors"
+            "kvpolicy.toolkit.save_steering_vectors"
         )
         raise SteeringError(msg) from error
     vectors = []
@@ -215,15 +289,15 @@ def _structure(
 def _problem(vector: Tensor, layer: int) -> str | None:
     if vector.ndim != 1 or vector.dtype != torch.float32 or not vector.numel():
         kind = str(vector.dtype).removeprefix("torch.")
-        return f"it is {kind} of shape {list(vector.shape)}; float32 of shape [M] is wanted"
+        return f"it is {kind} of shape {list(vector.shape)}; expected float32 of shape [M]"
     if not vector.isfinite().all():
         return f"{int((~vector.isfinite()).sum())} of its numbers are NaN or infinite"
     return None if layer >= 0 else "layers are counted from 0"
 
 
-def _refuse_pickle(what: str) -> str:
+def _pickle_message(what: str) -> str:
     return (
         f"{what} is a pickle, as SEAL writes them, and is refused, because reading one may run "
         "code; convert it where you trust it: torch.load(FILE, weights_only=True), change the "
-        "sign (SEAL stores non-execution - execution), save_steering_vectors"
+        "sign (SEAL stores non-execution - execution), kvpolicy.toolkit.save_steering_vectors"
     )

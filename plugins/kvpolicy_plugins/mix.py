@@ -1,4 +1,4 @@
-"""Mix: several policies rate every row, and the weighted sum of their ratings decides."""
+"""Mix: the weighted sum of the normalised scores of several policies."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -9,29 +9,27 @@ import torch
 from attrs.validators import in_
 from torch import Tensor
 
-from kvpolicy import hookimpl, load_policy
-from kvpolicy.errors import KVPolicyError
-from kvpolicy.hooks.parts import Parts
+from kvpolicy import KVPolicyError, Parts, hookimpl, load_policy
 
 Normalise = Literal["rank", "minmax", "zscore", "sum"]
 
-# What an entry of ``of`` says besides knobs.
-_WORDS = ("policy", "weight")
+# Keys of an entry of ``of`` that are not knobs.
+_KEYS = ("policy", "weight")
 
 
-def _spelled_out(value: Any) -> tuple[dict[str, Any], ...]:
-    """The parts as plain data, with weights and all knobs, so that a plan can be hashed."""
+def _with_all_knobs(value: Any) -> tuple[dict[str, Any], ...]:
+    """The parts as plain data with weights and all knobs, so that the plan can be hashed."""
     if not isinstance(value, (list, tuple)) or not value:
         msg = f"'of' must be a list of policies: {value!r}"
         raise ValueError(msg)
-    listed = tuple(_spell_out(entry, place) for place, entry in enumerate(value))
+    listed = tuple(_entry_with_all_knobs(entry, index) for index, entry in enumerate(value))
     if not any(part["weight"] > 0 for part in listed):
         msg = f"'of' must give a policy a weight above 0: {[part['policy'] for part in listed]}"
         raise ValueError(msg)
     return listed
 
 
-def _spell_out(entry: Any, place: int) -> dict[str, Any]:
+def _entry_with_all_knobs(entry: Any, index: int) -> dict[str, Any]:
     given = {"policy": entry} if isinstance(entry, str) else entry
     if not isinstance(given, Mapping) or not isinstance(given.get("policy"), str):
         msg = f"'of' must list names, or tables with a policy, its weight and knobs: {entry!r}"
@@ -45,51 +43,50 @@ def _spell_out(entry: Any, place: int) -> dict[str, Any]:
     try:
         policy = load_policy(given["policy"], **knobs)
     except KVPolicyError as error:
-        msg = f"policy 'mix' has a wrong part {place}: {error}"
+        msg = f"policy 'mix' has a wrong part {index}: {error}"
         raise type(error)(msg) from error
     return {"policy": given["policy"], "weight": float(weight), **_knobs_of(policy, knobs)}
 
 
 def _knobs_in(entry: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: knob for name, knob in entry.items() if name not in _WORDS}
+    return {name: knob for name, knob in entry.items() if name not in _KEYS}
 
 
 def _knobs_of(policy: object, given: dict[str, Any]) -> dict[str, Any]:
-    """All knobs of a policy; those that are none and by default none cannot be said in TOML."""
+    """All knobs of a policy, without those left at ``None``, which TOML cannot express."""
     kind = type(policy)
     if not attrs.has(kind):
         return given
     fields = [field for field in attrs.fields(kind) if field.init]
     knobs = {field.alias: getattr(policy, field.name) for field in fields}
-    unsaid = {field.alias for field in fields if field.default is None}
-    return {name: knob for name, knob in knobs.items() if knob is not None or name not in unsaid}
+    optional = {field.alias for field in fields if field.default is None}
+    return {name: knob for name, knob in knobs.items() if knob is not None or name not in optional}
 
 
 @attrs.define(eq=False, kw_only=True)
 class Mix:
-    """Mix: several policies rate every row, and the weighted sum of their ratings decides.
+    """Mix: score rows by the weighted sum of the normalised scores of several policies.
 
-    Scores of different policies have nothing in common but their order: sums of attention run
-    into the hundreds, a mean of softmax weights stays below one, a redundancy is negative. So
-    each policy's scores are brought to one scale first, for each sequence and KV head by
-    itself, and over the rows in question only:
+    Scores of different policies have different scales: sums of attention reach hundreds, means
+    of softmax weights stay below one, redundancies are negative. So the scores of each part are
+    normalised first, separately for each sequence and KV head, over the contested rows only:
 
-    * a row that any part pins (``inf``) is pinned, and what the part protects counts as
+    * a row that any part pins (``inf``) is pinned, and the rows that a part protects count as
       protected in the plan;
-    * of the others, a row that any part offers first (``-inf``) is offered first;
-    * the rest are in question: all parts rate them, and ``normalise`` says how.
+    * of the others, a row that any part gives ``-inf`` leaves first;
+    * the rest are contested and normalised as ``normalise`` says.
 
-    ``"rank"``: the share of the other rows in question that score lower, equal ones counting
-    half, as in a Borda count; only the order of scores matters. ``"minmax"``: 0 for the lowest,
-    1 for the highest. ``"zscore"``: less the mean, by the standard deviation. ``"sum"``: by the
-    sum of magnitudes, as CAOTE (Goel et al., 2025, arXiv 2504.14051) does with any policy's
-    scores. Equal scores stay equal, and a part whose scores are all equal says nothing.
+    ``"rank"``: the fraction of the other contested rows with a lower score, equal ones counting
+    half, as in a Borda count; only the order of scores matters. ``"minmax"``: 0 for the lowest
+    score, 1 for the highest. ``"zscore"``: minus the mean, divided by the standard deviation.
+    ``"sum"``: divided by the sum of magnitudes, as CAOTE (Goel et al., 2025, arXiv 2504.14051)
+    does. Equal scores stay equal, and a part whose scores are all equal has no effect.
 
-    Weights are divided by their sum. A part of weight 0 is not asked and costs nothing; a mix
-    of one policy keeps what the policy keeps (with another scale than ``"rank"`` up to rounding
-    of scores that are almost equal). Parts read, remember and are told what they would be in
-    the stack itself, tracks apart from each other's. A policy that selects rows or does away
-    with them cannot be a part: list it after the mix.
+    Weights are divided by their sum. A part of weight 0 is not called. A mix of one policy keeps
+    the same rows as the policy (with a scale other than ``"rank"`` up to rounding of almost
+    equal scores). Parts have tracks, memory and registers of their own and are shown the same
+    tokens as policies of the stack. A policy that implements `select`, `evict` or `schedule`
+    cannot be a part: list it after the mix.
 
     Attributes:
         of: The parts: names of policies, or tables with ``policy``, ``weight`` (default 1) and
@@ -98,7 +95,7 @@ class Mix:
     """
 
     of: tuple[dict[str, Any], ...] = attrs.field(
-        default=({"policy": "h2o", "n_recent": 8}, "rkv"), converter=_spelled_out
+        default=({"policy": "h2o", "n_recent": 8}, "rkv"), converter=_with_all_knobs
     )
     normalise: Normalise = attrs.field(
         default="rank", validator=in_(["rank", "minmax", "zscore", "sum"])
@@ -115,56 +112,56 @@ class Mix:
 
     @property
     def parts(self) -> tuple[tuple[str, object], ...]:
-        """The policies that have a say, by name."""
+        """The policies with a weight above 0, by name."""
         return self._parts
 
     @hookimpl
     def score(self, parts: Parts) -> Tensor:
-        """Bring the parts' scores to one scale and add them up."""
+        """Normalise the scores of the parts and add them up."""
         scores = torch.stack(parts.of(self)).double()  # [P, B, H_kv, T]
-        pinned, offered = (scores == torch.inf).any(dim=0), (scores == -torch.inf).any(dim=0)
+        pinned, first_out = (scores == torch.inf).any(dim=0), (scores == -torch.inf).any(dim=0)
         weights = torch.tensor(
             [part["weight"] for part in self.of if part["weight"] > 0],
             dtype=scores.dtype,
             device=scores.device,
         )
-        alike = _SCALES[self.normalise](scores, ~(pinned | offered))
-        mixed = torch.tensordot(weights / weights.sum(), alike, dims=1)
-        return mixed.masked_fill(offered, -torch.inf).masked_fill(pinned, torch.inf).float()
+        scaled = _SCALES[self.normalise](scores, ~(pinned | first_out))
+        mixed = torch.tensordot(weights / weights.sum(), scaled, dims=1)
+        return mixed.masked_fill(first_out, -torch.inf).masked_fill(pinned, torch.inf).float()
 
 
-# Each scale takes scores, [P, B, H_kv, T], and which rows are in question, [B, H_kv, T]; what
-# it says of the others is not looked at.
+# Each scale takes scores, [P, B, H_kv, T], and the mask of contested rows, [B, H_kv, T]. Its
+# values for other rows are not used.
 
 
-def _rank(scores: Tensor, asked: Tensor) -> Tensor:
-    scores = scores.where(asked, torch.inf)
+def _rank(scores: Tensor, contested: Tensor) -> Tensor:
+    scores = scores.where(contested, torch.inf)
     ordered = scores.sort(dim=-1).values
     lower = torch.searchsorted(ordered, scores)
     not_higher = torch.searchsorted(ordered, scores, right=True)
-    others = (asked.sum(dim=-1, keepdim=True) - 1).clamp(min=1)
+    others = (contested.sum(dim=-1, keepdim=True) - 1).clamp(min=1)
     return (lower + not_higher - 1).double() / (2 * others)
 
 
-def _minmax(scores: Tensor, asked: Tensor) -> Tensor:
-    lowest = scores.where(asked, torch.inf).amin(dim=-1, keepdim=True)
-    highest = scores.where(asked, -torch.inf).amax(dim=-1, keepdim=True)
+def _minmax(scores: Tensor, contested: Tensor) -> Tensor:
+    lowest = scores.where(contested, torch.inf).amin(dim=-1, keepdim=True)
+    highest = scores.where(contested, -torch.inf).amax(dim=-1, keepdim=True)
     return (scores - lowest) / _or_one(highest - lowest)
 
 
-def _zscore(scores: Tensor, asked: Tensor) -> Tensor:
-    num = asked.sum(dim=-1, keepdim=True).clamp(min=1)
-    mean = scores.where(asked, 0).sum(dim=-1, keepdim=True) / num
-    variance = (scores - mean).where(asked, 0).square().sum(dim=-1, keepdim=True) / num
+def _zscore(scores: Tensor, contested: Tensor) -> Tensor:
+    num = contested.sum(dim=-1, keepdim=True).clamp(min=1)
+    mean = scores.where(contested, 0).sum(dim=-1, keepdim=True) / num
+    variance = (scores - mean).where(contested, 0).square().sum(dim=-1, keepdim=True) / num
     return (scores - mean) / _or_one(variance.sqrt())
 
 
-def _sum(scores: Tensor, asked: Tensor) -> Tensor:
-    return scores / _or_one(scores.where(asked, 0).abs().sum(dim=-1, keepdim=True))
+def _sum(scores: Tensor, contested: Tensor) -> Tensor:
+    return scores / _or_one(scores.where(contested, 0).abs().sum(dim=-1, keepdim=True))
 
 
 def _or_one(size: Tensor) -> Tensor:
-    """A size to divide by; 1 where all scores are equal, and any size will do."""
+    """A divisor that is not 0: 1 where all scores are equal."""
     return size.where(size > 0, 1)
 
 

@@ -1,4 +1,4 @@
-"""Protect: the first and the newest tokens stay, whatever the policy underneath says."""
+"""Protect: keep the first and the newest tokens under any policy."""
 
 from collections.abc import Generator
 
@@ -12,11 +12,10 @@ from kvpolicy import hookimpl
 
 @attrs.define(eq=False, kw_only=True)
 class Protect:
-    """Wrapper: attention sinks and recent rows stay under any policy.
+    """Wrapper: keep attention sinks and recent rows under any policy.
 
-    Wraps the score of the policies listed before it: ``["h2o", "protect"]``. Attention sinks
-    after Xiao et al., 2024 (arXiv 2309.17453); a protected recent window is common to H2O,
-    SnapKV and R-KV.
+    Wraps `score` of the policies listed before it: ``["h2o", "protect"]``. Attention sinks are
+    those of Xiao et al., 2024 (arXiv 2309.17453); H2O, SnapKV and R-KV protect recent rows.
 
     Attributes:
         n_sink: First tokens of the sequence that always stay.

@@ -1,4 +1,4 @@
-"""Rerotate: rows that stay close ranks, as if what has left had never been there."""
+"""Rerotate: move the keys that stay to consecutive positions."""
 
 from typing import ClassVar
 
@@ -6,45 +6,44 @@ import attrs
 import torch
 from torch import Tensor
 
-from kvpolicy import hookimpl
-from kvpolicy.cache.rows import LayerRows
-from kvpolicy.toolkit.ranking import take_rows
+from kvpolicy import LayerRows, hookimpl
+from kvpolicy.toolkit import take_rows
 
 _TRACK = "rerotate_moved"
 
 
 @attrs.define(eq=False, kw_only=True)
 class Rerotate:
-    """Rows that stay are rotated to stand side by side, as StreamingLLM does with its cache.
+    """Add-on: rotate the rows that stay to consecutive positions, as StreamingLLM does.
 
     ``["streaming", "rerotate"]`` is StreamingLLM as published: Xiao et al., 2024
     (arXiv 2309.17453), section 3.2, "positions within the cache rather than those in the
     original text"; code at mit-han-lab/streaming-llm 2e50426, which caches keys before RoPE and
-    rotates them, and the query, by their place in the cache in every step. ``["h2o",
+    rotates them, and the query, by their index in the cache in every step. ``["h2o",
     "rerotate"]`` places rows as H2O's ``..._streaming`` classes do (FMInference/H2O ac75c2a);
-    any policy may stand before it. kvpress has it as ``KeyRerotationPress``.
+    it works after any policy. In kvpress it is ``KeyRerotationPress``.
 
-    Attention under RoPE depends on differences of positions only. So nothing has to be rotated
-    at every step: at a compaction the rows that stay are moved up to stand directly before the
-    token to come, and what follows stands where it stands. No distance ever exceeds budget and
-    buffer. Positions that policies see remain those of the sequence.
+    Attention with RoPE depends only on differences of positions, so nothing has to be rotated
+    in every step. At a compaction the rows that stay are moved to the positions directly before
+    the next token, which keeps its own position. No distance exceeds budget plus buffer.
+    Policies still see the positions of the sequence.
 
     Deviations: rows leave when the buffer is full, not before every token. In half precision
     every move rounds a key once more.
 
-    It refuses models whose keys cannot be moved: without a rotary embedding, or with one that
-    changes with the length (dynamic NTK, longrope).
+    Raises `ModelError` for models whose keys cannot be moved: without a rotary embedding, or
+    with one that changes with the length (dynamic NTK, longrope).
     """
 
     tracks: ClassVar[tuple[str, ...]] = (_TRACK,)
 
     @hookimpl
     def evict(self, rows: LayerRows, keep: Tensor) -> bool:
-        """Keep the chosen rows, moved to end directly before the next token."""
+        """Keep the chosen rows at the positions directly before the next token."""
         num_kept = keep.shape[2]
-        last = rows.seq_len.to(keep.device)[:, None, None]  # place of the next token
-        place = last - num_kept + torch.arange(num_kept, device=keep.device)
-        target = place - rows.positions.gather(2, keep)  # how far from its own position
+        end = rows.seq_len.to(keep.device)[:, None, None]  # position of the next token
+        new = end - num_kept + torch.arange(num_kept, device=keep.device)
+        target = new - rows.positions.gather(2, keep)  # distance from the original position
         moved = rows.track(_TRACK).gather(2, keep).long()
         keys = rows.rotate(take_rows(rows.keys, keep), target - moved)
         rows.set_track(_TRACK, rows.track(_TRACK).scatter(2, keep, target.float()))

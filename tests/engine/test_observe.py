@@ -15,8 +15,7 @@ from kvpolicy import Engine, Plan, hookimpl
 from kvpolicy.engine.request import Request
 from kvpolicy.errors import HookResultError, PolicyLoadError
 from kvpolicy.plan.spec import LayerGroup, PolicySpec
-from kvpolicy.registers import Registers
-from kvpolicy.state import Memory
+from kvpolicy.state import Memory, Registers
 
 DOUBLE = {"dtype": torch.float64}
 
@@ -158,7 +157,7 @@ def test_an_answer_is_refused() -> None:
             return 3
 
     engine = Engine(shared_model(), plan=Plan.uniform("full", Talks()))
-    with pytest.raises(HookResultError, match=r"'talks' answered with .*observe\(\)"):
+    with pytest.raises(HookResultError, match=r"'talks' returned .*observe\(\)"):
         engine.generate([[1]]).results()
 
 

@@ -6,8 +6,8 @@ from recorder import Recorder
 from tiny import shared_model
 
 from kvpolicy import Engine, Plan, hookimpl
-from kvpolicy.engine.request import Waiting
 from kvpolicy.errors import HookResultError, PlanError
+from kvpolicy.state import WaitingRequest
 
 
 @attrs.define(eq=False)
@@ -15,7 +15,7 @@ class InPairs:
     """Two at a time, when all slots are free."""
 
     @hookimpl
-    def schedule(self, waiting: list[Waiting], num_active: int) -> list[list[int]]:
+    def schedule(self, waiting: list[WaitingRequest], num_active: int) -> list[list[int]]:
         return [] if num_active else [[request.id for request in waiting[:2]]]
 
 
@@ -74,7 +74,7 @@ def test_waiting_with_nothing_under_way_is_refused() -> None:
             return []
 
     plan = Plan.uniform("full", schedule=[Waits()])
-    with pytest.raises(HookResultError, match="between 1 and 1 are wanted"):
+    with pytest.raises(HookResultError, match="expected between 1 and 1"):
         Engine(shared_model(), plan=plan).generate([[1]]).results()
 
 

@@ -17,9 +17,8 @@ from torch import Tensor
 from kvpolicy import Engine, Plan, hookimpl
 from kvpolicy.engine.tracing import HookCall, TensorInfo, Trace, recording
 from kvpolicy.errors import HookError, KVPolicyError
-from kvpolicy.hooks.parts import Parts
 from kvpolicy.plan.spec import PolicySpec
-from kvpolicy.state import Memory
+from kvpolicy.state import Memory, Parts
 
 NUM_LAYERS = 2
 MODEL = shared_model(num_layers=NUM_LAYERS, dtype=torch.float64)

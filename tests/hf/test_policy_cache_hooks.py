@@ -16,8 +16,7 @@ from torch import Tensor, nn
 
 from kvpolicy import Engine, Plan, PolicyCache, hookimpl
 from kvpolicy.errors import BudgetError, CacheError, HookError, KVPolicyError, ModelError
-from kvpolicy.registers import Registers
-from kvpolicy.state import Memory
+from kvpolicy.state import Memory, Registers
 
 NUM_LAYERS = 2
 DOUBLE = {"dtype": torch.float64}

@@ -317,5 +317,5 @@ class AnswersOnce:
 
 def test_who_raises_when_asked_again_is_the_one_named() -> None:
     plan = Plan.uniform("h2o", AnswersOnce(), budget=8, buffer=4)
-    with pytest.raises(HookResultError, match="'answers_once' answered with shape"):
+    with pytest.raises(HookResultError, match="'answers_once' returned shape"):
         Engine(MODEL, plan=plan).generate([[1]], max_new_tokens=20).results()

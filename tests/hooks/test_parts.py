@@ -12,10 +12,8 @@ from torch import Tensor
 from kvpolicy import Engine, Plan, hookimpl
 from kvpolicy.cache.rows import Tracks
 from kvpolicy.errors import HookError, HookResultError, PolicyLoadError
-from kvpolicy.hooks.parts import Parts
 from kvpolicy.hooks.stack import Stack
-from kvpolicy.registers import Registers
-from kvpolicy.state import Memory
+from kvpolicy.state import Memory, Parts, Registers
 
 HIDDEN = 32
 
@@ -156,7 +154,7 @@ class Raises:
 
 
 def test_a_part_is_blamed_by_its_own_name_and_its_owners() -> None:
-    with pytest.raises(HookResultError, match=r"policy 'breaks' in 'first' answered with shape"):
+    with pytest.raises(HookResultError, match=r"policy 'breaks' in 'first' returned shape"):
         run(first(Scores(newest), Breaks()))
     with pytest.raises(HookError, match=r"policy 'raises' in 'first' raised ValueError in score"):
         run(first(Raises()))

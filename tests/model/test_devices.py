@@ -9,7 +9,7 @@ from tiny import tiny_model
 from torch import Tensor, nn
 
 from kvpolicy import Engine, Plan, Sampling, hookimpl
-from kvpolicy.registers import Registers
+from kvpolicy.state import Registers
 
 PROMPTS = [[5, 9, 40, 2, 2, 7, 11], [1, 2], [3, 8] * 16]
 

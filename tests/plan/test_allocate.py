@@ -13,7 +13,7 @@ from kvpolicy import Engine, Plan, hookimpl
 from kvpolicy.errors import BudgetError, HookError, HookResultError
 from kvpolicy.plan.resolved import ResolvedPlan
 from kvpolicy.plan.spec import LayerGroup, PolicySpec
-from kvpolicy.toolkit.apportion import share
+from kvpolicy.toolkit.apportion import largest_remainder
 
 
 @attrs.define(eq=False)
@@ -40,7 +40,7 @@ class ByDepth:
                 "num_layers": num_layers,
             }
         )
-        return share(total, [1 + layer_idx for layer_idx in layer_indices], floors)
+        return largest_remainder(total, [1 + layer_idx for layer_idx in layer_indices], floors)
 
 
 @attrs.define(eq=False)
@@ -116,13 +116,13 @@ def test_where_everything_stays_there_is_nothing_to_share() -> None:
 
 
 WRONG = {
-    "no list": ("20, 20", "answered with '20, 20'; 2 whole numbers, one for each layer"),
-    "no whole numbers": ([20.0, 20.0], "2 whole numbers, one for each layer, are wanted"),
+    "no list": ("20, 20", "returned '20, 20'; expected 2 integers, one for each layer"),
+    "no whole numbers": ([20.0, 20.0], "expected 2 integers, one for each layer"),
     "truth values": ([True, 39], "2 whole numbers"),
-    "too few": ([40], "answered with 1 budgets; 2 whole numbers"),
-    "too many": ([20, 10, 10], "answered with 3 budgets"),
-    "below the floor": ([37, 3], "gives layer 1 of its group 3 rows; at least 5 are wanted"),
-    "lost rows": ([20, 19], "shares 39 rows among its layers; exactly 40 are wanted"),
+    "too few": ([40], "returned 1 budgets; expected 2 integers"),
+    "too many": ([20, 10, 10], "returned 3 budgets"),
+    "below the floor": ([37, 3], "gives layer 1 of its group 3 rows; expected at least 5"),
+    "lost rows": ([20, 19], "gives 39 rows to its layers; expected exactly 40"),
     "invented rows": ([20, 21], "shares 41 rows"),
 }
 

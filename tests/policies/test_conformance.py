@@ -9,8 +9,7 @@ from strategies import MOST_PROTECTED, SMALL_KNOBS, STEERING, Drawn, budgets, ca
 
 from kvpolicy import installed_policies
 from kvpolicy.testing import check_policy, keep_rows
-from kvpolicy.toolkit.calibration import Calibration
-from kvpolicy.toolkit.steering_vectors import SteeringVector, save_steering_vectors
+from kvpolicy.toolkit.steering_vectors import Calibration, SteeringVector, save_steering_vectors
 
 NAMES = [policy.name for policy in installed_policies()]
 VARIANTS = [(name, knobs) for name in NAMES for knobs in SMALL_KNOBS.get(name, ({},))]

@@ -24,8 +24,8 @@ from tiny import shared_model
 
 from kvpolicy import Engine, Plan, hookimpl, load_policy
 from kvpolicy.errors import BudgetError, KnobError, KVPolicyError, PolicyLoadError
-from kvpolicy.hooks.parts import Parts
 from kvpolicy.hooks.stack import Stack
+from kvpolicy.state import Parts
 from kvpolicy.testing import keep_rows, replay
 
 SCALES = ("rank", "minmax", "zscore", "sum")
@@ -362,7 +362,7 @@ def test_an_unknown_part_is_answered_with_the_nearest() -> None:
 @pytest.mark.parametrize(
     ("part", "said"),
     [
-        ("merge", r"policy 'merge' in 'mix' implements evict\(\), which nobody asks a part"),
+        ("merge", r"policy 'merge' in 'mix' implements evict\(\), which is not called for parts"),
         ("full", r"policy 'full' in 'mix' implements no score\(\)"),
         ("skipkv_batches", r"policy 'skipkv_batches' in 'mix' implements schedule\(\)"),
     ],

@@ -20,9 +20,9 @@ from kvpolicy import Engine, Plan, hookimpl, load_policy
 from kvpolicy.errors import KnobError, KVPolicyError, PlanError, SteeringError
 from kvpolicy.hooks.stack import Stack
 from kvpolicy.model.loading import load_model
-from kvpolicy.registers import RegisterFile
-from kvpolicy.toolkit.calibration import Calibration
+from kvpolicy.state import RegisterFile
 from kvpolicy.toolkit.steering_vectors import (
+    Calibration,
     SteeringVector,
     load_steering_vector,
     save_steering_vectors,
@@ -275,7 +275,7 @@ def test_a_vector_of_another_model_is_named(tmp_path: Path) -> None:
 
 def test_without_a_tokenizer_it_says_what_to_give(tmp_path: Path) -> None:
     plan = Plan.uniform("full", "seal", knobs={"seal": {"vector": saved(tmp_path, 1, size=32)}})
-    with pytest.raises(KVPolicyError, match="no tokenizer; give the engine one"):
+    with pytest.raises(KVPolicyError, match="there is none; give the engine one"):
         Engine(tiny_model(), None, plan).generate([[1, 2, 3]], max_new_tokens=4).results()
 
 

@@ -9,15 +9,15 @@ from policy_checks import assert_knobs_refused
 from tiny import shared_model
 
 from kvpolicy import Engine, Plan
-from kvpolicy.engine.request import Waiting
 from kvpolicy.errors import KnobError
+from kvpolicy.state import WaitingRequest
 from skipkv_plugin.grouping import SkipKVBatches
 
 
 def batches(lengths: list[int], slots: int, **knobs: Any) -> list[list[int]]:
     """All batches, if each ends before the next begins."""
     policy, admitted = SkipKVBatches(**knobs), []
-    waiting = [Waiting(number, length, 10) for number, length in enumerate(lengths)]
+    waiting = [WaitingRequest(number, length, 10) for number, length in enumerate(lengths)]
     while waiting:
         (group,) = policy.schedule(waiting, slots, 0)
         admitted.append(group)
@@ -46,7 +46,7 @@ def test_unsorted_batches_are_in_order_of_arrival(lengths: list[int], batch_size
 
 
 def test_a_batch_waits_for_the_one_before_it() -> None:
-    waiting = [Waiting(0, 4, 10)]
+    waiting = [WaitingRequest(0, 4, 10)]
     assert SkipKVBatches(batch_size=2).schedule(waiting, 3, 1) == []
     assert SkipKVBatches().schedule(waiting, 3, 1) == [[0]]
 

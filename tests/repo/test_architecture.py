@@ -21,7 +21,7 @@ PUBLIC = {
     "kvpolicy.toolkit.pinned": "steering vectors in plans",
     "kvpolicy.toolkit.redundancy": "redundancy among keys",
     "kvpolicy.registers": "Registers, for annotations",
-    "kvpolicy.engine.request": "Waiting, for annotations",
+    "kvpolicy.engine.request": "WaitingRequest, for annotations",
     "kvpolicy.cache.rows": "LayerRows and Tracks, for annotations",
     "kvpolicy.toolkit.apportion": "whole rows shared by weights, for allocate",
     "kvpolicy.toolkit.steering_vectors": "steering vectors",

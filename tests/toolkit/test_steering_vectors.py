@@ -13,8 +13,8 @@ from safetensors.torch import save_file
 from strategies import seeds
 
 from kvpolicy.errors import KVPolicyError, OutputError, SteeringError
-from kvpolicy.toolkit.calibration import Calibration
 from kvpolicy.toolkit.steering_vectors import (
+    Calibration,
     SteeringVector,
     load_steering_vector,
     load_steering_vectors,
@@ -119,7 +119,7 @@ MISTAKES: list[tuple[Callable[[Path], None], str]] = [
     (lambda path: written(path, format=2), "not written by this version"),
     (lambda path: written(path, calibration={"modle": "x"}), "not written by this version"),
     (lambda path: written(path, tensors={"weight": torch.ones(4)}), "not written by this"),
-    (lambda path: written(path), "names no layer to use by default; ask for one of its"),
+    (lambda path: written(path), "names no layer to use by default; choose one of its"),
     (lambda path: written(path, tensors={"layer.02": torch.ones(4, 4)}), "shape [4, 4]"),
     (lambda path: written(path, tensors={"layer.02": torch.ones(4).half()}), "float16"),
     (lambda path: written(path, tensors={"layer.02": torch.zeros(0)}), "shape [0]"),
@@ -153,7 +153,7 @@ def test_a_pickle_is_never_run(tmp_path: Path) -> None:
 
 def test_a_layer_that_is_not_there_is_answered_with_those_that_are(tmp_path: Path) -> None:
     written(tmp_path / "mine.safetensors")
-    with pytest.raises(SteeringError, match="has no layer 7; ask for one of its layers: 1, 2"):
+    with pytest.raises(SteeringError, match="has no layer 7; choose one of its layers: 1, 2"):
         load_steering_vector(tmp_path / "mine.safetensors", 7)
 
 

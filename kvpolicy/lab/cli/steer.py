@@ -2,7 +2,7 @@
 
 With ``--json``, both commands print ``{"file", "calibration", "default_layer", "layers":
 [{"layer", "norm", "separation"}]}``; ``calibration`` has the fields of
-`kvpolicy.toolkit.calibration.Calibration`.
+`kvpolicy.toolkit.steering_vectors.Calibration`.
 """
 
 from collections.abc import Sequence

@@ -24,9 +24,8 @@ from kvpolicy.lab.steer.thoughts import find_thoughts
 from kvpolicy.lab.tasks import chat_template as chat
 from kvpolicy.lab.tasks.task import GradeError, Split, Task, grader_of
 from kvpolicy.plan.plan import Plan
-from kvpolicy.toolkit.calibration import Calibration
 from kvpolicy.toolkit.paragraphs import Paragraphs
-from kvpolicy.toolkit.steering_vectors import SteeringVector
+from kvpolicy.toolkit.steering_vectors import Calibration, SteeringVector
 
 SPLIT: Split = "train"  # a vector must not have seen what it is judged on
 

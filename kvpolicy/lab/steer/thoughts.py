@@ -12,8 +12,7 @@ import attrs
 import torch
 
 from kvpolicy.lab.steer.rules import ThoughtRules
-from kvpolicy.toolkit.paragraphs import Paragraphs
-from kvpolicy.toolkit.token_text import look_up
+from kvpolicy.toolkit.paragraphs import Paragraphs, look_up
 
 
 @attrs.frozen

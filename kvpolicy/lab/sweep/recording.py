@@ -24,7 +24,7 @@ from kvpolicy.cache.rows import LayerRows
 from kvpolicy.engine.results import Result
 from kvpolicy.engine.sequence import LiveSequence
 from kvpolicy.errors import OutputError
-from kvpolicy.toolkit.token_text import texts_in_context
+from kvpolicy.toolkit.paragraphs import texts_in_context
 
 if TYPE_CHECKING:
     from kvpolicy.engine.run import Run

@@ -13,7 +13,7 @@ from lab_samples import CELLS, sample
 from tiny import r1_tokenizer, shared_model, tiny_model, tiny_tokenizer
 
 from kvpolicy import Engine, Plan, hookimpl
-from kvpolicy.engine.request import Request, Sampling, Waiting
+from kvpolicy.engine.request import Request, Sampling
 from kvpolicy.errors import TaskError
 from kvpolicy.lab.tasks.likelihood import (
     FIRST_DIFFERENCE,
@@ -25,6 +25,7 @@ from kvpolicy.lab.tasks.likelihood import (
     Perplexity,
 )
 from kvpolicy.lab.tasks.task import EvalOutcome, EvalRequest, Example, Graded, Metric, load_task
+from kvpolicy.state import WaitingRequest
 
 TOKENIZER = tiny_tokenizer()
 # A loss is a sum over tokens; one forward and many round differently.
@@ -38,7 +39,7 @@ class LastFirst:
     """Requests in the opposite order, one at a time."""
 
     @hookimpl
-    def schedule(self, waiting: list[Waiting]) -> list[list[int]]:
+    def schedule(self, waiting: list[WaitingRequest]) -> list[list[int]]:
         return [[waiting[-1].id]]
 
 

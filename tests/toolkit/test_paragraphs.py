@@ -12,7 +12,7 @@ from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
 
 from kvpolicy.errors import KVPolicyError
-from kvpolicy.toolkit.token_text import (
+from kvpolicy.toolkit.paragraphs import (
     look_up,
     texts_in_context,
     token_texts,

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvpolicy.errors import BudgetError
-from kvpolicy.toolkit.apportion import share
+from kvpolicy.toolkit.apportion import largest_remainder
 
 weights = st.floats(0, 1e6) | st.sampled_from([0.0, 1.0, 1 / 3, 5e-324, 1e300])
 
@@ -24,7 +24,7 @@ def cases(draw: st.DrawFn) -> tuple[int, list[float], list[int]]:
 @given(cases())
 def test_a_share_is_exact_and_within_one_of_what_is_due(case: tuple) -> None:
     total, weights, floors = case
-    shares = share(total, weights, floors)
+    shares = largest_remainder(total, weights, floors)
     assert sum(shares) == total
     parts = [Fraction(weight) for weight in weights]
     if not any(parts):
@@ -39,7 +39,10 @@ def test_a_share_is_exact_and_within_one_of_what_is_due(case: tuple) -> None:
 @given(cases())
 def test_a_larger_weight_never_gets_less_beyond_the_floor(case: tuple) -> None:
     total, weights, floors = case
-    extra = [got - floor for got, floor in zip(share(total, weights, floors), floors, strict=True)]
+    extra = [
+        got - floor
+        for got, floor in zip(largest_remainder(total, weights, floors), floors, strict=True)
+    ]
     ranked = sorted(zip(weights, extra, strict=True), key=lambda pair: pair[0])
     for (less, first), (more, second) in pairwise(ranked):
         assert first <= second or less == more
@@ -55,7 +58,10 @@ def test_raising_a_weight_never_lowers_its_share(
         return  # all alike is a rule of its own
     raised = [*weights]
     raised[place] += rise
-    assert share(total, raised, floors)[place] >= share(total, weights, floors)[place]
+    assert (
+        largest_remainder(total, raised, floors)[place]
+        >= largest_remainder(total, weights, floors)[place]
+    )
 
 
 @given(cases(), st.integers(-3, 3))
@@ -63,13 +69,13 @@ def test_only_ratios_of_weights_matter(case: tuple, power: int) -> None:
     total, weights, floors = case
     weights = [float(round(weight) % 1000) for weight in weights]
     scaled = [weight * 2.0**power for weight in weights]  # exact in binary
-    assert share(total, scaled, floors) == share(total, weights, floors)
+    assert largest_remainder(total, scaled, floors) == largest_remainder(total, weights, floors)
 
 
 def test_the_earlier_one_of_two_equals_gets_the_odd_row() -> None:
-    assert share(7, [1, 1], [0, 0]) == [4, 3]
-    assert share(8, [0, 0, 0], [1, 1, 1]) == [3, 3, 2]
-    assert share(10, [2, 1, 0], [1, 1, 1]) == [6, 3, 1]
+    assert largest_remainder(7, [1, 1], [0, 0]) == [4, 3]
+    assert largest_remainder(8, [0, 0, 0], [1, 1, 1]) == [3, 3, 2]
+    assert largest_remainder(10, [2, 1, 0], [1, 1, 1]) == [6, 3, 1]
 
 
 @given(cases())
@@ -77,7 +83,7 @@ def test_floors_that_exceed_the_total_are_refused_with_both_sums(case: tuple) ->
     _, weights, floors = case
     floors = [floor + 1 for floor in floors]
     with pytest.raises(BudgetError, match=rf"{sum(floors) - 1} rows.* protect {sum(floors)}"):
-        share(sum(floors) - 1, weights, floors)
+        largest_remainder(sum(floors) - 1, weights, floors)
 
 
 @pytest.mark.parametrize(
@@ -86,4 +92,4 @@ def test_floors_that_exceed_the_total_are_refused_with_both_sums(case: tuple) ->
 )
 def test_weights_that_say_nothing_are_refused(weights: list, floors: list) -> None:
     with pytest.raises(ValueError, match="weights"):
-        share(10, weights, floors)
+        largest_remainder(10, weights, floors)
