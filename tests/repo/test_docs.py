@@ -319,11 +319,18 @@ def _slug(heading: str) -> str:
     return kept.replace(" ", "-")
 
 
+_ABSOLUTE = re.compile(
+    r"https://(?:github|raw\.githubusercontent)\.com/kvpolicy/kvpolicy/(?:blob/)?main/"
+)
+
+
 def _links() -> list[tuple[Path, str]]:
     found = []
     for page in LINKING:
         prose = re.sub(r"^```.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.M | re.S)
         found += [(page, link) for link in re.findall(r"\]\(([^)\s]+)\)", prose)]
+    # Absolute, for the package index; the file is in this repository all the same.
+    found = [(page, _ABSOLUTE.sub(f"{ROOT}/", link)) for page, link in found]
     return [(page, link) for page, link in found if "://" not in link]
 
 
