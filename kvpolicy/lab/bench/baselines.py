@@ -1,78 +1,125 @@
-"""Who the engine is measured against in the same process: ``generate``, and the model alone."""
+"""Baselines measured in the same process: ``generate``, the model alone, and kvpress.
 
-from collections.abc import Callable
+A policy is compared with the press of its name: ``x_y`` with ``XYPress``. Knobs of the same name
+get the same values. kvpress compresses while decoding by a ``DecodingPress`` around such a press,
+once every ``compression_interval`` steps.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from importlib.metadata import PackageNotFoundError, requires, version
 from itertools import pairwise
 from typing import Any
 
+import attrs
 import torch
 from transformers import DynamicCache, PreTrainedModel, StoppingCriteria, StoppingCriteriaList
 
-from kvpolicy.lab.bench.contender import Contender, Effort, Prompts, now, pad
+from kvpolicy.errors import error_summary
+from kvpolicy.lab.bench.contender import (
+    Contender,
+    Measurement,
+    Prompts,
+    left_pad,
+    synchronized_time,
+)
+from kvpolicy.lab.sweep.grid import Cell
 
 GENERATE = "generate"
-SINGLE = "model alone"
+MODEL_ALONE = "model alone"
+KVPRESS = "kvpress"
 
-_ALONE_STEPS = 64  # all alike; more would only take time
+_NUM_ALONE_STEPS = 64  # all steps are alike; more would only take time
+_HOW_TO_INSTALL = "in a new environment, from a clone of kvpolicy: pip install -e '.[benchmarks]'"
 
 
 def generate(model: PreTrainedModel) -> Contender:
     """Transformers' own ``generate`` with the full cache."""
-    return Contender(GENERATE, timed_generate(model, nullcontext))
+    return Contender(GENERATE, _timed_generate(model, nullcontext))
 
 
 def model_alone(model: PreTrainedModel) -> Contender:
-    """The model on one token of each sequence, without a cache: faster than this nobody can be.
+    """The model on one token of each sequence, without a cache: an upper bound on speed.
 
-    It attends from each token to itself, so that the work of all other parts is left.
+    Each token attends to itself only, so that everything but attention over a cache is measured.
     """
 
     @torch.inference_mode()
-    def run(prompts: Prompts, new_tokens: int) -> Effort:
-        token_ids = pad([prompt[:1] for prompt in prompts], model.device)[0]
+    def run(prompts: Prompts, new_tokens: int) -> Measurement:
+        token_ids = left_pad([prompt[:1] for prompt in prompts], model.device)[0]
         times = []
-        for _ in range(min(new_tokens, _ALONE_STEPS)):
+        for _ in range(min(new_tokens, _NUM_ALONE_STEPS)):
             logits = model(input_ids=token_ids, use_cache=False).logits
             token_ids = logits[:, -1].argmax(dim=-1, keepdim=True)
-            times.append(now(model.device))
-        return Effort(None, _steps(times), kv_bytes=0, read_bytes=0)
+            times.append(synchronized_time(model.device))
+        return Measurement(None, _step_times(times), kv_bytes=0, read_bytes=0)
 
-    return Contender(SINGLE, run)
+    return Contender(MODEL_ALONE, run)
 
 
-def timed_generate(
-    model: PreTrainedModel, around: Callable[[], AbstractContextManager[None]]
-) -> Callable[[Prompts, int], Effort]:
-    """What runs ``generate`` greedily and notes when each token is out.
+def presses_for(
+    model: PreTrainedModel, cells: Sequence[Cell]
+) -> tuple[dict[str, Contender], str | None]:
+    """Find the press of each cell's policy.
+
+    Args:
+        model: The model.
+        cells: The engine's plans.
+
+    Returns:
+        The presses by digest of the cell with the same policy, and why there are none, if so.
+    """
+    try:
+        import kvpress
+    except ImportError as error:
+        return {}, f"{KVPRESS} cannot be imported ({error_summary(error)}); {_HOW_TO_INSTALL}"
+    requirement = _unmet_requirement(KVPRESS, "transformers")
+    if requirement is not None:
+        return {}, f"{KVPRESS} needs {requirement}; {_HOW_TO_INSTALL}"
+    found = [(cell, _press_for(kvpress, model, cell)) for cell in cells]
+    # Plans that differ in knobs alone have presses of one name.
+    counts = Counter(one.name for _, one in found if one is not None)
+    named = {
+        cell.digest: one
+        if counts[one.name] == 1
+        else attrs.evolve(one, name=f"{one.name} ({cell.series})")
+        for cell, one in found
+        if one is not None
+    }
+    return named, None if named else f"{KVPRESS} has no press of these policies' names"
+
+
+def _timed_generate(
+    model: PreTrainedModel, context: Callable[[], AbstractContextManager[None]]
+) -> Callable[[Prompts, int], Measurement]:
+    """Run ``generate`` greedily within a context and time each token.
 
     Args:
         model: A model without an end-of-sequence token.
-        around: Makes a block in which ``generate`` is called.
-
-    Returns:
-        Continues prompts, padded on the left to the longest, by so many tokens.
+        context: Makes the context.
     """
 
-    def run(prompts: Prompts, new_tokens: int) -> Effort:
-        token_ids, mask = pad(prompts, model.device)
+    def run(prompts: Prompts, new_tokens: int) -> Measurement:
+        token_ids, mask = left_pad(prompts, model.device)
         cache = DynamicCache(config=model.config)
-        ticks = _Ticks(cache, len(prompts), model.device)
+        timer = _TokenTimer(cache, len(prompts), model.device)
         call: Any = model.generate
-        with torch.inference_mode(), around():
-            begun = now(model.device)
+        with torch.inference_mode(), context():
+            start = synchronized_time(model.device)
             call(
                 token_ids,
                 attention_mask=mask,
                 max_new_tokens=new_tokens,
                 do_sample=False,
                 past_key_values=cache,
-                stopping_criteria=StoppingCriteriaList([ticks]),
+                stopping_criteria=StoppingCriteriaList([timer]),
             )
-        # A step attends to what was held before it and to its own row.
-        attended = [held + ticks.row_bytes for held in ticks.held_bytes[:-1]]
-        return Effort(
-            prefill_s=ticks.times[0] - begun,
-            steps_s=_steps(ticks.times),
+        # A step attends to the rows before it and to its own.
+        attended = [held + timer.row_bytes for held in timer.held_bytes[:-1]]
+        return Measurement(
+            prefill_s=timer.times[0] - start,
+            steps_s=_step_times(timer.times),
             kv_bytes=max(attended),
             read_bytes=sum(attended[1:]),
         )
@@ -80,19 +127,19 @@ def timed_generate(
     return run
 
 
-class _Ticks(StoppingCriteria):
-    """Notes when each token is out, and what the cache holds then; never stops anything."""
+class _TokenTimer(StoppingCriteria):
+    """Records when each token is out and how much the cache holds then; never stops anything."""
 
     def __init__(self, cache: DynamicCache, batch: int, device: torch.device) -> None:
         self.times: list[float] = []
         self.held_bytes: list[int] = []
         self._cache = cache
-        self._go_on = torch.zeros(batch, dtype=torch.bool, device=device)
+        self._none_stopped = torch.zeros(batch, dtype=torch.bool, device=device)
 
     def __call__(self, input_ids: Any, scores: Any, **_: Any) -> Any:
-        self.times.append(now(self._go_on.device))
+        self.times.append(synchronized_time(self._none_stopped.device))
         self.held_bytes.append(sum(one.nbytes for one in self._tensors()))
-        return self._go_on
+        return self._none_stopped
 
     @property
     def row_bytes(self) -> int:
@@ -104,6 +151,61 @@ class _Ticks(StoppingCriteria):
         return [tensor for layer in layers for tensor in (layer.keys, layer.values)]
 
 
-def _steps(times: list[float]) -> tuple[float, ...]:
-    """Seconds of each step but the first, from when each token was out."""
+def _step_times(times: list[float]) -> tuple[float, ...]:
+    """Seconds of each step but the first, from the times at which tokens were out."""
     return tuple(after - before for before, after in pairwise(times[1:]))
+
+
+def _unmet_requirement(library: str, package: str) -> str | None:
+    """What an installed library requires of a package that is not met, and the version found."""
+    from packaging.requirements import Requirement  # comes with the extra
+
+    try:
+        requirements = [Requirement(line) for line in requires(library) or ()]
+    except PackageNotFoundError:
+        return None
+    installed = version(package)
+    for one in requirements:
+        if one.name == package and not one.specifier.contains(installed, prereleases=True):
+            return f"{one}, and {installed} is installed"
+    return None
+
+
+def _press_for(library: Any, model: PreTrainedModel, cell: Cell) -> Contender | None:
+    """The press for a plan that has one and the same policy in all layers."""
+    layer = cell.resolved.layers[0]
+    if any(attrs.evolve(one, layer_idx=0) != layer for one in cell.resolved.layers):
+        return None
+    if len(layer.stack) != 1 or layer.budget is None or not layer.bounded:
+        return None
+    (spec,) = layer.stack
+    press = _press_class(library, spec.policy)
+    if press is None:
+        return None
+    shared = {field.name for field in _fields(press)} & spec.knobs.keys()
+    knobs = {name: spec.knobs[name] for name in sorted(shared)}
+    budget, interval = layer.budget, layer.buffer
+
+    def decoding() -> AbstractContextManager[None]:
+        press_while_decoding = library.DecodingPress(
+            base_press=press(**knobs), compression_interval=interval, target_size=budget
+        )
+        context: AbstractContextManager[None] = press_while_decoding(model)
+        return context
+
+    return Contender(f"{KVPRESS} {press.__name__}", _timed_generate(model, decoding), budget)
+
+
+def _press_class(library: Any, policy: str) -> Any:
+    """The scoring press with a policy's name, if there is one."""
+    name = f"{policy.replace('_', '')}press".casefold()
+    for candidate in dir(library):
+        press = getattr(library, candidate)
+        is_scorer = isinstance(press, type) and issubclass(press, library.ScorerPress)
+        if candidate.casefold() == name and is_scorer:
+            return press
+    return None
+
+
+def _fields(press: Any) -> list[Any]:
+    return list(press.__dataclass_fields__.values())

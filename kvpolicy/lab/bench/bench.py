@@ -1,8 +1,8 @@
-"""Speed of the engine under several plans against ``generate`` and against kvpress.
+"""Speed of the engine under several plans, compared with ``generate`` and kvpress.
 
-All contenders run in turns in one process on one model with random weights, which decodes
-as fast as a trained one. Each round begins with another contender, and speeds are compared
-within a round, so that what the machine does meanwhile falls on all alike.
+All contenders run in turns in one process on one model with random weights, which decodes as
+fast as a trained one. Each round begins with another contender, and speeds are compared within a
+round, so that changes of the machine's speed affect all contenders alike.
 """
 
 from collections import Counter
@@ -14,22 +14,23 @@ from transformers import PreTrainedModel
 
 from kvpolicy.engine.engine import Engine
 from kvpolicy.errors import KVPolicyError
-from kvpolicy.lab.bench.baselines import generate, model_alone
-from kvpolicy.lab.bench.contender import Contender, Effort, Prompts, now
-from kvpolicy.lab.bench.press import presses_for
+from kvpolicy.lab.bench.baselines import KVPRESS, generate, model_alone, presses_for
+from kvpolicy.lab.bench.contender import Contender, Measurement, Prompts, synchronized_time
 from kvpolicy.lab.sweep.grid import Cell
+
+_NUM_WARM_UP = 8  # tokens
 
 
 @attrs.frozen
 class Workload:
-    """What every contender has to do.
+    """The work of every contender.
 
     Attributes:
         batch: Sequences decoded together.
         prompt_min: Tokens of the shortest prompt.
         prompt_max: Tokens of the longest prompt.
-        new_tokens: Tokens generated for each, at least 3.
-        seed: Chooses weights and prompts.
+        new_tokens: Tokens generated for each sequence, at least 3.
+        seed: Random seed for weights and prompts.
     """
 
     batch: int
@@ -39,7 +40,7 @@ class Workload:
     seed: int
 
     def prompts(self, vocab_size: int) -> list[list[int]]:
-        """Random prompts, their lengths spread evenly and in no order."""
+        """Random prompts; their lengths are spread evenly and shuffled."""
         rng = torch.Generator().manual_seed(self.seed)
         lengths = torch.linspace(self.prompt_min, self.prompt_max, self.batch).round().long()
         lengths = lengths[torch.randperm(self.batch, generator=rng)]
@@ -55,71 +56,70 @@ class Turn:
     Attributes:
         round: Number of the round.
         name: The contender.
-        effort: What it did.
+        measurement: What was measured.
     """
 
     round: int
     name: str
-    effort: Effort
+    measurement: Measurement
 
 
-def line_up(
+def build_contenders(
     model: PreTrainedModel, cells: Sequence[Cell], *, with_generate: bool = True
 ) -> tuple[list[Contender], dict[str, str]]:
-    """Everybody who takes part.
+    """All contenders of a benchmark.
 
     Args:
         model: The model.
         cells: The engine's plans.
-        with_generate: Whether transformers' ``generate`` takes part.
+        with_generate: Whether to include transformers' ``generate``.
 
     Returns:
-        The contenders, ``generate`` and the model alone first, each plan followed by its rival
-        in kvpress, if there is one; and who is absent, with the reason.
+        The contenders: ``generate`` and the model alone, then each plan followed by its rival in
+        kvpress, if any; and libraries that are absent, with the reason.
 
     Raises:
-        KVPolicyError: Two have one name, by which turns are told apart.
+        KVPolicyError: Two contenders have the same name.
     """
-    presses = presses_for(model, list(cells))
+    presses, absent = presses_for(model, cells)
     contenders = [*([generate(model)] if with_generate else []), model_alone(model)]
     for cell in cells:
-        rival = presses.contenders.get(cell.digest)
+        rival = presses.get(cell.digest)
         contenders.append(_engine(model, cell, rival))
         contenders += [] if rival is None else [rival]
     _check_names(contenders)
-    return contenders, {} if presses.absent is None else {"kvpress": presses.absent}
+    return contenders, {} if absent is None else {KVPRESS: absent}
 
 
 def measure(
     contenders: Sequence[Contender], workload: Workload, vocab_size: int, *, rounds: int
 ) -> Iterator[Turn]:
-    """Run all contenders in turns, after a few tokens of each that do not count.
+    """Run all contenders in turns, after a short warm-up of each.
 
     Args:
-        contenders: Who takes part.
-        workload: What each does.
-        vocab_size: Tokens that prompts are drawn from.
-        rounds: How many times.
+        contenders: The contenders.
+        workload: The work of each.
+        vocab_size: Number of tokens that prompts are sampled from.
+        rounds: Number of rounds.
 
     Yields:
-        Each contender's turn as it ends.
+        Each turn as it ends.
     """
     prompts = workload.prompts(vocab_size)
     for contender in contenders:
-        contender.run(prompts, min(8, workload.new_tokens))
+        contender.run(prompts, min(_NUM_WARM_UP, workload.new_tokens))
     for number in range(rounds):
         first = number % len(contenders)
         for contender in [*contenders[first:], *contenders[:first]]:
-            effort = contender.run(prompts, workload.new_tokens)
-            yield Turn(number, contender.name, effort)
+            yield Turn(number, contender.name, contender.run(prompts, workload.new_tokens))
 
 
 def _check_names(contenders: Sequence[Contender]) -> None:
-    (name, times), *_ = Counter(one.name for one in contenders).most_common(1)
-    if times > 1:
+    (name, count), *_ = Counter(one.name for one in contenders).most_common(1)
+    if count > 1:
         msg = (
-            f"bench was given {times} contenders called {name!r}, whose turns cannot be told "
-            "apart; a plan file is called what stands before its ending: rename one."
+            f"bench was given {count} contenders called {name!r}, which tables could not "
+            "distinguish; the name of a plan file without its suffix is the name: rename one."
         )
         raise KVPolicyError(msg)
 
@@ -127,25 +127,25 @@ def _check_names(contenders: Sequence[Contender]) -> None:
 def _engine(model: PreTrainedModel, cell: Cell, rival: Contender | None) -> Contender:
     """The engine under one plan."""
 
-    def run(prompts: Prompts, new_tokens: int) -> Effort:
+    def run(prompts: Prompts, new_tokens: int) -> Measurement:
         engine = Engine(model, None, cell.resolved, slots=len(prompts))
         run = engine.generate(prompts, max_new_tokens=new_tokens, stop_ids=())
         row_bytes = [layer.shape.row_bytes for layer in run.cache.layers]
         steps, read_bytes = [], 0
         done, after = False, 0.0
         while not done:
-            # A step attends to what was held before it and to its own row.
+            # A step attends to the rows before it and to its own.
             attended = int(row_bytes @ (run.cache.rows.sum(axis=1) + len(prompts)))
             before = after
             results = run.step().results
-            after = now(model.device)
+            after = synchronized_time(model.device)
             assert not any(result.error for result in results), results
             done = run.done
             if before:
                 steps.append(after - before)
                 read_bytes += attended
         report = run.report
-        return Effort(
+        return Measurement(
             prefill_s=report.prefill_s,
             steps_s=tuple(steps),
             kv_bytes=report.peak_kv_bytes,

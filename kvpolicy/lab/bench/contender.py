@@ -1,4 +1,4 @@
-"""What one contender of a benchmark has done, and how long it took."""
+"""What takes part in a benchmark, and what is measured of it."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -11,17 +11,15 @@ Prompts = Sequence[Sequence[int]]
 
 
 @attrs.frozen
-class Effort:
-    """One batch of prompts, continued by so many tokens.
-
-    The first decode step is not among the steps: it warms up what the others use.
+class Measurement:
+    """One batch of prompts, continued by a number of tokens.
 
     Attributes:
-        prefill_s: Seconds until the first token of every sequence; ``None`` if there is none.
-        steps_s: Seconds of each decode step but the first.
-        kv_bytes: Bytes of the cache at its largest.
+        prefill_s: Seconds until the first token of every sequence; ``None`` without a prefill.
+        steps_s: Seconds of each decode step but the first, which warms up the others.
+        kv_bytes: Peak bytes of the cache.
         read_bytes: Bytes of keys and values that those steps attended to.
-        policy_share: Part of the decode time spent on policies; ``None`` if nobody measures it.
+        policy_share: Share of the decode time spent on policies; ``None`` if not measured.
     """
 
     prefill_s: float | None
@@ -30,33 +28,38 @@ class Effort:
     read_bytes: int
     policy_share: float | None = None
 
+    @property
+    def mean_step_s(self) -> float:
+        """Mean seconds of a decode step."""
+        return sum(self.steps_s) / len(self.steps_s)
+
 
 @attrs.frozen
 class Contender:
-    """Somebody who can decode.
+    """An implementation to measure.
 
     Attributes:
-        name: What tables call it.
-        run: Continues prompts by so many tokens.
-        budget: Rows that stay, if any leave.
-        rival: Name of a contender with the same policy from another library, if there is one.
+        name: Its name in tables.
+        run: Continues prompts by a number of tokens.
+        budget: Rows that stay; ``None`` if nothing is evicted.
+        rival: Name of the contender with the same policy from another library, if any.
     """
 
     name: str
-    run: Callable[[Prompts, int], Effort]
+    run: Callable[[Prompts, int], Measurement]
     budget: float | None = None
     rival: str | None = None
 
 
-def now(device: torch.device) -> float:
-    """The time, when a device has done all that it was asked to."""
+def synchronized_time(device: torch.device) -> float:
+    """Seconds on the performance counter, after all work queued on a device is done."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter()
 
 
-def pad(prompts: Prompts, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Prompts beside each other, padded on the left: ids and mask, ``[B, columns]`` each."""
+def left_pad(prompts: Prompts, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Prompts padded on the left: token ids and attention mask, ``[B, columns]`` each."""
     width = max(map(len, prompts))
     token_ids = torch.zeros(len(prompts), width, dtype=torch.int64)
     mask = torch.zeros_like(token_ids)

@@ -1,4 +1,4 @@
-"""Memory over a long text: what the cache and the process hold while one sequence grows."""
+"""Memory over a long text: what cache and process hold while one sequence grows."""
 
 import resource
 import sys
@@ -16,15 +16,15 @@ from kvpolicy.lab.sweep.grid import Cell
 
 @attrs.frozen
 class Reading:
-    """What was held when so many tokens were out.
+    """Memory after a number of generated tokens.
 
     Attributes:
-        name: Whose plan it is.
+        name: Name of the plan.
         new_tokens: Tokens generated so far.
-        kv_bytes: Bytes of the cache at its largest so far.
-        full_bytes: Bytes of the keys and values of all tokens so far, if they had stayed.
-        rss_bytes: Bytes of the process that are in memory, the model's included.
-        step_ms: Median time of a decode step since the reading before.
+        kv_bytes: Peak bytes of the cache so far.
+        full_bytes: Bytes of the keys and values of all tokens so far, had none been evicted.
+        rss_bytes: Resident bytes of the process, the model included.
+        step_ms: Median milliseconds of a decode step since the previous reading.
     """
 
     name: str
@@ -35,16 +35,16 @@ class Reading:
     step_ms: float
 
 
-def watch(
+def measure_memory(
     model: PreTrainedModel, cell: Cell, prompt: Sequence[int], lengths: Sequence[int]
 ) -> Iterator[Reading]:
-    """Generate one long text, and look at the memory on the way.
+    """Generate one long text and measure memory on the way.
 
     Args:
         model: The model, with positions for all tokens.
         cell: The plan.
-        prompt: Where the text begins.
-        lengths: Generated tokens at which to look, rising.
+        prompt: Token ids of the prompt.
+        lengths: Numbers of generated tokens at which to measure, rising.
 
     Yields:
         A reading at each length.
@@ -56,9 +56,9 @@ def watch(
     for length in lengths:
         times = []
         while num_done < length:
-            begun = time.perf_counter()
+            start = time.perf_counter()
             num_done += len(run.step().tokens)
-            times.append(time.perf_counter() - begun)
+            times.append(time.perf_counter() - start)
         yield Reading(
             name=cell.series,
             new_tokens=num_done,
@@ -70,9 +70,9 @@ def watch(
 
 
 def resident_bytes() -> int:
-    """Bytes of this process in memory; the most it ever had where the system tells no more."""
+    """Resident bytes of this process; its peak on systems without ``/proc``."""
     statm = Path("/proc/self/statm")
     if statm.exists():
         return int(statm.read_text(encoding="ascii").split()[1]) * resource.getpagesize()
-    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return most if sys.platform == "darwin" else most * 1024
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024

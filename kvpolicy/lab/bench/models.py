@@ -1,4 +1,4 @@
-"""Models to measure speed on: real shapes, random weights, which decode as fast as trained ones."""
+"""Models to measure speed with: real shapes and random weights, as fast as trained ones."""
 
 import attrs
 import torch
@@ -10,7 +10,7 @@ from kvpolicy.model.loading import as_dtype, move
 
 @attrs.frozen
 class Shape:
-    """How large a decoder of the Llama family is.
+    """Sizes of a decoder of the Llama family.
 
     Attributes:
         num_layers: Decoder layers.
@@ -19,9 +19,9 @@ class Shape:
         num_heads: Query heads.
         num_kv_heads: Key/value heads.
         head_dim: Size of one head.
-        vocab_size: Tokens it knows.
-        tied: Whether the head is the embedding's matrix.
-        words: What it is like.
+        vocab_size: Size of the vocabulary.
+        tied: Whether head and embedding share one matrix.
+        words: Short description.
     """
 
     num_layers: int
@@ -45,7 +45,7 @@ class Shape:
 
 
 SHAPES = {
-    "tiny": Shape(2, 64, 160, 4, 2, 16, 512, True, "for a look at the command"),
+    "tiny": Shape(2, 64, 160, 4, 2, 16, 512, True, "to try the command"),
     "5m": Shape(4, 256, 768, 4, 2, 64, 4096, True, "for long texts in little time"),
     "30m": Shape(8, 512, 1664, 8, 2, 64, 8192, True, "2 KV heads: a small cache"),
     "100m": Shape(12, 768, 2048, 12, 4, 64, 32000, True, "three query heads to a KV head"),
@@ -59,21 +59,21 @@ def random_model(
     """Build a model that never ends a text.
 
     Args:
-        shape: How large it is.
-        seed: Chooses the weights; the global random state is left as it was.
-        max_positions: Tokens a sequence may have.
+        shape: Its sizes.
+        seed: Random seed for the weights; the global random state does not change.
+        max_positions: The most tokens of a sequence.
         dtype: ``"float32"``, ``"bfloat16"`` or ``"float16"``.
-        device: Where it is made, so that a large one never passes through the host's memory.
+        device: Where it is created, so that a large model never passes through host memory.
 
     Returns:
         The model.
 
     Raises:
-        ModelError: There is no such dtype or device.
+        ModelError: The dtype or device does not exist.
     """
-    wanted = as_dtype(dtype)
-    if not isinstance(wanted, torch.dtype):
-        msg = f"a model with random weights has no dtype '{dtype}' to go by; name one: float32"
+    torch_dtype = as_dtype(dtype)
+    if not isinstance(torch_dtype, torch.dtype):
+        msg = f"a model with random weights has no dtype '{dtype}'; name one, such as float32"
         raise ModelError(msg)
     config = LlamaConfig(
         vocab_size=shape.vocab_size,
@@ -89,11 +89,11 @@ def random_model(
         eos_token_id=None,
         pad_token_id=0,
     )
-    where = _device(device)
-    with torch.random.fork_rng(devices=[where] if where.type == "cuda" else []):
+    torch_device = _available_device(device)
+    with torch.random.fork_rng(devices=[torch_device] if torch_device.type == "cuda" else []):
         torch.manual_seed(seed)
-        with where:
-            model = LlamaForCausalLM._from_config(config, dtype=wanted).eval()
+        with torch_device:
+            model = LlamaForCausalLM._from_config(config, dtype=torch_dtype).eval()
     model.set_attn_implementation("sdpa")
     assert model.generation_config is not None, "every decoder has one"
     model.generation_config.eos_token_id = None
@@ -103,7 +103,7 @@ def random_model(
 def weight_bytes(model: PreTrainedModel) -> int:
     """Bytes of weights that one decode step has to read.
 
-    All but an embedding that is not the head as well: of it a step reads a row for each token.
+    An embedding that is not tied to the head does not count: a step reads one row per token.
     """
     embedding = model.get_input_embeddings().weight
     head = model.get_output_embeddings()
@@ -114,15 +114,15 @@ def weight_bytes(model: PreTrainedModel) -> int:
 
 
 def shape_named(name: str) -> Shape:
-    """One of `SHAPES`; raises `ModelError` for another name."""
+    """The entry of `SHAPES`; raises `ModelError` for another name."""
     if name not in SHAPES:
         msg = f"there is no shape '{name}'; choose one of {', '.join(SHAPES)}"
         raise ModelError(msg)
     return SHAPES[name]
 
 
-def _device(name: str) -> torch.device:
-    """A device that is there."""
+def _available_device(name: str) -> torch.device:
+    """A device, after a check that it exists."""
     try:
         device = torch.device(name)
         torch.empty(0, device=device)

@@ -1,4 +1,4 @@
-"""The picture of a benchmark: how long a step takes as texts grow."""
+"""Figure of a benchmark: time of a decode step as texts grow."""
 
 import io
 from collections.abc import Sequence
@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Any
 
 from kvpolicy.files import atomic_write
-from kvpolicy.lab.bench.baselines import GENERATE, SINGLE
+from kvpolicy.lab.bench.baselines import GENERATE, MODEL_ALONE
 from kvpolicy.lab.bench.summary import BenchResult
 
-# Okabe and Ito's colours, told apart with every kind of colour vision.
+# Okabe and Ito's colours, which are distinct with every kind of colour vision.
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#7a5c00")
 _DASHES = ("-", (0, (5, 1.5)), (0, (1.5, 1.2)), (0, (5, 1.5, 1.5, 1.5)))
 _INK, _FAINT = "#333333", "#8a8a8a"
@@ -30,12 +30,12 @@ def save_bench_plot(found: Sequence[BenchResult], path: Path, *, title: str) -> 
     """Draw the time of a decode step against the tokens generated so far.
 
     Args:
-        found: How the contenders did.
-        path: A ``.png``, ``.svg`` or ``.pdf``.
-        title: What was measured.
+        found: The results.
+        path: File name with suffix ``.png``, ``.svg`` or ``.pdf``.
+        title: Title of the figure.
 
     Raises:
-        OutputError: It cannot be written.
+        OutputError: The file cannot be written.
     """
     # Imported here: matplotlib takes a second, and most commands draw nothing.
     import matplotlib as mpl
@@ -47,8 +47,10 @@ def save_bench_plot(found: Sequence[BenchResult], path: Path, *, title: str) -> 
         num_drawn = 0
         for one in found:
             x, y = zip(*one.curve, strict=True)
-            if one.name == SINGLE:  # a few steps stand for all
-                axes.axhline(one.step_ms, color=_FAINT, linewidth=1.2, linestyle=":", label=SINGLE)
+            if one.name == MODEL_ALONE:  # its few steps are all alike
+                axes.axhline(
+                    one.step_ms, color=_FAINT, linewidth=1.2, linestyle=":", label=MODEL_ALONE
+                )
                 continue
             colour = _INK if one.name == GENERATE else _COLOURS[num_drawn % len(_COLOURS)]
             dash = _DASHES[num_drawn // len(_COLOURS) % len(_DASHES)]

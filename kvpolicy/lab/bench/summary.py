@@ -1,54 +1,64 @@
-"""How the contenders of a benchmark did, over all rounds that are complete."""
+"""Results of a benchmark over all complete rounds."""
 
 from collections.abc import Mapping, Sequence
-from itertools import chain, pairwise
 from statistics import median
+from typing import Self
 
 import attrs
 import numpy as np
 
 from kvpolicy.lab.bench.baselines import GENERATE
 from kvpolicy.lab.bench.bench import Turn, Workload
-from kvpolicy.lab.bench.contender import Contender, Effort
+from kvpolicy.lab.bench.contender import Contender, Measurement
 
-_POINTS = 64  # of a curve
+_NUM_POINTS = 64  # of a curve
 
 
 @attrs.frozen
 class Ratio:
-    """A speed by somebody else's in the same round.
+    """A ratio of speeds within a round.
 
     Attributes:
-        median: Over the rounds.
-        low: The least.
-        high: The greatest.
+        median: Median over the rounds.
+        low: Minimum over the rounds.
+        high: Maximum over the rounds.
     """
 
     median: float
     low: float
     high: float
 
+    @classmethod
+    def between(
+        cls, name: str, other: str | None, rounds: Sequence[Mapping[str, Measurement]]
+    ) -> Self | None:
+        """Speed of one contender relative to another; ``None`` if that one was not measured."""
+        if other is None or other not in rounds[0]:
+            return None
+        ratios = [one[other].mean_step_s / one[name].mean_step_s for one in rounds]
+        return cls(median(ratios), min(ratios), max(ratios))
+
 
 @attrs.frozen
 class BenchResult:
-    """How one contender did.
+    """Result of one contender.
 
     Attributes:
         name: The contender.
-        budget: Rows that stay; ``None`` if everything does.
-        decode_tok_s: Tokens per second of all sequences while decoding, median over rounds.
-        prefill_tok_s: Prompt tokens per second, pads not counted; ``None`` without prompts.
-        step_ms: Median time of a decode step.
-        step_p95_ms: What 95 of 100 steps do not exceed; median over rounds, as the one above.
-        ratio: Speed of decoding by ``generate``'s; ``None`` if that took no part.
-        rival: Who has the same policy in another library; ``None``: nobody here.
-        rival_ratio: Speed of decoding by the rival's.
-        policy_share: Part of the decode time spent on policies; ``None`` if not known.
-        kv_bytes: Bytes of the cache at its largest.
-        limit_share: Speed by that at which memory could deliver weights, keys and values;
-            ``None`` if its bandwidth is not known.
+        budget: Rows that stay; ``None`` if nothing is evicted.
+        decode_tok_s: Decoded tokens per second of all sequences, median over rounds.
+        prefill_tok_s: Prompt tokens per second without padding; ``None`` without a prefill.
+        step_ms: Median milliseconds of a decode step, median over rounds.
+        step_p95_ms: 95th percentile of the milliseconds of a decode step, median over rounds.
+        ratio: Decode speed relative to ``generate``; ``None`` if that was not measured.
+        rival: Contender with the same policy in another library; ``None`` if there is none.
+        rival_ratio: Decode speed relative to the rival.
+        policy_share: Share of the decode time spent on policies; ``None`` if not measured.
+        kv_bytes: Peak bytes of the cache.
+        limit_share: Speed relative to reading weights, keys and values at the memory's
+            bandwidth; ``None`` if the bandwidth is not known.
         rounds: Tokens per second in each round.
-        curve: Tokens generated so far, and median time of a step there in milliseconds.
+        curve: Tokens generated so far, and median milliseconds of a step there.
     """
 
     name: str
@@ -68,99 +78,89 @@ class BenchResult:
 
 
 @attrs.frozen
-class Memory:
-    """What the limit of a memory-bound decode step is taken from.
+class MemoryBandwidth:
+    """The limit of a decode step that is bound by memory.
 
     Attributes:
         weight_bytes: Bytes of weights that every step reads.
-        bytes_per_s: What the memory delivers.
+        bytes_per_s: Bandwidth of the memory.
     """
 
     weight_bytes: int
     bytes_per_s: float
 
-    def share(self, effort: Effort) -> float:
-        """How near to the limit steps came: the least time that they could take by theirs."""
-        read = self.weight_bytes * len(effort.steps_s) + effort.read_bytes
-        return read / self.bytes_per_s / sum(effort.steps_s)
+    def share(self, measured: Measurement) -> float:
+        """The least time that the steps could take, divided by the time they took."""
+        read = self.weight_bytes * len(measured.steps_s) + measured.read_bytes
+        return read / self.bytes_per_s / sum(measured.steps_s)
 
 
-def standings(
+def summarize(
     turns: Sequence[Turn],
     contenders: Sequence[Contender],
     workload: Workload,
-    memory: Memory | None = None,
+    bandwidth: MemoryBandwidth | None = None,
 ) -> list[BenchResult]:
-    """Sum up all complete rounds.
+    """Summarize all complete rounds.
 
     Args:
         turns: What was measured.
-        contenders: Who takes part.
-        workload: What each did.
-        memory: What the limit is taken from, if it is wanted.
+        contenders: The contenders.
+        workload: The work of each.
+        bandwidth: The limit to compare with, if wanted.
 
     Returns:
-        One standing for each contender, in order; none if no round is complete.
+        One result for each contender, in order; none if no round is complete.
     """
-    rounds: dict[int, dict[str, Effort]] = {}
+    rounds: dict[int, dict[str, Measurement]] = {}
     for turn in turns:
-        rounds.setdefault(turn.round, {})[turn.name] = turn.effort
+        rounds.setdefault(turn.round, {})[turn.name] = turn.measurement
     complete = [found for found in rounds.values() if len(found) == len(contenders)]
-    return [_standing(one, complete, workload, memory) for one in (contenders if complete else [])]
+    if not complete:
+        return []
+    return [_result(one, complete, workload, bandwidth) for one in contenders]
 
 
-def _standing(
+def _result(
     contender: Contender,
-    rounds: Sequence[Mapping[str, Effort]],
+    rounds: Sequence[Mapping[str, Measurement]],
     workload: Workload,
-    memory: Memory | None,
+    bandwidth: MemoryBandwidth | None,
 ) -> BenchResult:
-    mine = [found[contender.name] for found in rounds]
-    speeds = tuple(workload.batch / _mean_s(effort) for effort in mine)
+    measured = [found[contender.name] for found in rounds]
+    speeds = tuple(workload.batch / one.mean_step_s for one in measured)
     prompt_tokens = sum(map(len, workload.prompts(vocab_size=1)))
-    prefills = [prompt_tokens / one.prefill_s for one in mine if one.prefill_s is not None]
-    shares = [one.policy_share for one in mine if one.policy_share is not None]
-    rival = contender.rival
+    prefills = [prompt_tokens / one.prefill_s for one in measured if one.prefill_s is not None]
+    shares = [one.policy_share for one in measured if one.policy_share is not None]
     return BenchResult(
         name=contender.name,
         budget=contender.budget,
         decode_tok_s=median(speeds),
         prefill_tok_s=median(prefills) if prefills else None,
-        step_ms=median(_percentile_ms(one, 50) for one in mine),
-        step_p95_ms=median(_percentile_ms(one, 95) for one in mine),
-        ratio=_ratio(contender.name, GENERATE, rounds),
-        rival=rival,
-        rival_ratio=_ratio(contender.name, rival, rounds),
+        step_ms=median(_percentile_ms(one, 50) for one in measured),
+        step_p95_ms=median(_percentile_ms(one, 95) for one in measured),
+        ratio=Ratio.between(contender.name, GENERATE, rounds),
+        rival=contender.rival,
+        rival_ratio=Ratio.between(contender.name, contender.rival, rounds),
         policy_share=median(shares) if shares else None,
-        kv_bytes=max(one.kv_bytes for one in mine),
-        limit_share=None if memory is None else median(memory.share(one) for one in mine),
+        kv_bytes=max(one.kv_bytes for one in measured),
+        limit_share=bandwidth and median(bandwidth.share(one) for one in measured),
         rounds=speeds,
-        curve=_curve(mine),
+        curve=_curve(measured),
     )
 
 
-def _mean_s(effort: Effort) -> float:
-    return sum(effort.steps_s) / len(effort.steps_s)
+def _percentile_ms(measured: Measurement, percent: int) -> float:
+    return float(np.percentile(measured.steps_s, percent)) * 1e3
 
 
-def _percentile_ms(effort: Effort, percent: int) -> float:
-    return float(np.percentile(effort.steps_s, percent)) * 1e3
-
-
-def _ratio(name: str, other: str | None, rounds: Sequence[Mapping[str, Effort]]) -> Ratio | None:
-    if other is None or other not in rounds[0]:
-        return None
-    ratios = [_mean_s(found[other]) / _mean_s(found[name]) for found in rounds]
-    return Ratio(median(ratios), min(ratios), max(ratios))
-
-
-def _curve(efforts: Sequence[Effort]) -> tuple[tuple[float, float], ...]:
-    """Times of steps in equal parts of the text, over all rounds."""
-    num_steps = len(efforts[0].steps_s)
-    edges = np.linspace(0, num_steps, min(_POINTS, num_steps) + 1).round().astype(int).tolist()
-    points = []
-    for first, last in pairwise(edges):
-        times = chain.from_iterable(effort.steps_s[first:last] for effort in efforts)
-        # The first step that counts brings the third token.
-        points.append(((first + last - 1) / 2 + 3, median(times) * 1e3))
-    return tuple(points)
+def _curve(measured: Sequence[Measurement]) -> tuple[tuple[float, float], ...]:
+    """Median step times in equal parts of the text, over all rounds."""
+    times = np.array([one.steps_s for one in measured])  # [rounds, steps]
+    num_steps = times.shape[1]
+    edges = np.linspace(0, num_steps, min(_NUM_POINTS, num_steps) + 1).round().astype(int)
+    return tuple(
+        # The first measured step gives the third token.
+        ((first + last - 1) / 2 + 3, float(np.median(times[:, first:last])) * 1e3)
+        for first, last in zip(edges[:-1].tolist(), edges[1:].tolist(), strict=True)
+    )

@@ -1,10 +1,9 @@
-"""``kvpolicy bench``: the engine's speed under each policy beside ``generate`` and kvpress.
+"""``kvpolicy bench``: the engine's speed under each policy, compared with ``generate`` and kvpress.
 
-With ``--json`` on stdout, with ``--output`` in a file: ``{"workload", "shape", "dtype", "device",
-"session", "num_parameters", "weight_bytes", "bandwidth_gb_s", "absent", "standings"}``, the
-fields of a standing as in `kvpolicy.lab.bench.summary.Standing`; the first is ``generate``'s, if it
-takes part, and ratios are paired by round. With ``--memory`` it is ``readings`` in place of
-``standings``, with the fields of `kvpolicy.lab.bench.memory.Reading`.
+``--json`` prints and ``--output`` writes ``{"workload", "shape", "dtype", "device", "session",
+"num_parameters", "weight_bytes", "bandwidth_gb_s", "absent", "standings"}``, with the fields of
+`kvpolicy.lab.bench.summary.BenchResult` in ``standings``. With ``--memory`` there is ``readings``
+in place of ``standings``, with the fields of `kvpolicy.lab.bench.memory.Reading`.
 """
 
 from pathlib import Path
@@ -23,9 +22,8 @@ from kvpolicy.cli.options import (
     split_list,
 )
 from kvpolicy.errors import KVPolicyError
-from kvpolicy.lab.cli.benchsizes import sizes
 
-PICTURES = (".png", ".svg", ".pdf")
+_FIGURE_SUFFIXES = (".png", ".svg", ".pdf")
 
 app = typer.Typer(
     help="Measure the engine's speed against generate().",
@@ -34,8 +32,8 @@ app = typer.Typer(
 )
 
 
-def _size(help_: str, least: int = 1) -> Any:
-    return typer.Option(min=least, help=help_)
+def _size(help_: str, minimum: int = 1) -> Any:
+    return typer.Option(min=minimum, help=help_)
 
 
 @app.command(
@@ -47,7 +45,7 @@ def _size(help_: str, least: int = 1) -> Any:
 def bench(
     preset: Annotated[
         str | None,
-        typer.Option(metavar="NAME|FILE", help="Whose policies to run. [default: baselines]"),
+        typer.Option(metavar="NAME|FILE", help="Sweep whose policies to run. [default: baselines]"),
     ] = None,
     policies: Annotated[
         str | None,
@@ -79,42 +77,40 @@ def bench(
     ] = None,
     budget: Annotated[int | None, _size("Rows that stay. [default: 512; --quick: 48]")] = None,
     buffer: Annotated[int | None, _size("Rows that may join. [default: 128; --quick: 16]")] = None,
-    rounds: Annotated[
-        int | None, _size("Times everybody takes a turn. [default: 5; --quick: 3]")
-    ] = None,
-    quick: Annotated[bool, typer.Option("--quick", help="A small run, in seconds.")] = False,
+    rounds: Annotated[int | None, _size("Number of rounds. [default: 5; --quick: 3]")] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="A small run of a few seconds.")] = False,
     memory: Annotated[
-        bool, typer.Option("--memory", help="Watch the memory over one long text instead.")
+        bool, typer.Option("--memory", help="Measure memory over one long text instead.")
     ] = False,
     no_generate: Annotated[
         bool,
         typer.Option(
-            "--no-generate", help="Leave generate() out, which may take most of the time."
+            "--no-generate", help="Leave out generate(), which may take most of the time."
         ),
     ] = False,
     lengths: Annotated[
         str | None,
         typer.Option(
             metavar="N,...",
-            help="Tokens at which --memory looks. [default: 1000,2000,5000,10000,20000]",
+            help="Tokens at which --memory measures. [default: 1000,2000,5000,10000,20000]",
         ),
     ] = None,
     bandwidth: Annotated[
         float | None,
         typer.Option(
-            metavar="GB/S", min=1e-3, help="What the memory delivers: shows how near speeds come."
+            metavar="GB/S", min=1e-3, help="Bandwidth of the memory, to compare speeds with."
         ),
     ] = None,
-    seed: Annotated[int, typer.Option(min=0, help="Of weights and prompts.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Random seed for weights and prompts.")] = 0,
     threads: Annotated[
         int | None, typer.Option(min=1, help="Threads of torch. [default: torch's choice]")
     ] = None,
     output: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Keep the figures as JSON.")
+        Path | None, typer.Option(metavar="FILE", help="Write the results as JSON.")
     ] = None,
     plot: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="Draw time per step against length: .png, .svg, .pdf."),
+        typer.Option(metavar="FILE", help="Plot time per step against length: .png, .svg, .pdf."),
     ] = None,
     overrides: Overrides = None,
     plugin: Plugins = None,
@@ -128,11 +124,16 @@ def bench(
 ) -> None:
     """Measure the engine's speed against transformers' generate() with the full cache.
 
-    On a model with random weights, of about 100 M parameters if nothing else is said;
-    everybody takes turns in one process, and speeds are compared within a round. Where kvpress
-    is installed, its presses of the policies' names take part.
+    The model has random weights, about 100 M parameters by default. All contenders take turns in
+    one process, and speeds are compared within a round. If kvpress is installed, its presses with
+    the policies' names take part.
     """
-    wanted = sizes(
+    _check_outputs(output, plot, memory=memory)
+    register_plugins(plugin)
+    # Imported here: torch takes a second to import, which --help need not wait for.
+    from kvpolicy.lab.cli.bench_run import choose_sizes, compare_speed, prepare, track_memory
+
+    sizes = choose_sizes(
         quick=quick,
         memory=memory,
         shape=shape,
@@ -143,20 +144,15 @@ def bench(
         budget=budget,
         buffer=buffer,
         rounds=rounds,
-        lengths=tuple(positive_ints("--lengths", lengths)),
+        lengths=tuple(sorted(set(positive_ints("--lengths", lengths)))) or None,
     )
-    _check_outputs(output, plot, memory=memory)
-    register_plugins(plugin)
-    # Imported here: torch takes a second, and help is wanted at once.
-    from kvpolicy.lab.cli.benchrun import prepare, race, watch_memory
-
-    made = prepare(
-        wanted,
+    benchmark = prepare(
+        sizes,
         preset=preset,
         policies=split_list(policies),
         plans=plan or [],
         overrides=overrides or [],
-        longest=wanted.prompt_max + (max(wanted.lengths) if memory else wanted.new_tokens) + 1,
+        max_positions=sizes.prompt_max + (max(sizes.lengths) if memory else sizes.new_tokens) + 1,
         seed=seed,
         threads=threads,
         dtype=dtype,
@@ -164,13 +160,13 @@ def bench(
         bandwidth_gb_s=bandwidth,
     )
     if memory:
-        watch_memory(made, output=output, json=json)
+        track_memory(benchmark, output=output, json=json)
     else:
-        race(made, with_generate=not no_generate, output=output, plot=plot, json=json)
+        compare_speed(benchmark, with_generate=not no_generate, output=output, plot=plot, json=json)
 
 
 def _check_outputs(output: Path | None, plot: Path | None, *, memory: bool) -> None:
-    """Before minutes of work, not after."""
+    """Refuse wrong file names before minutes of work."""
     if output is not None:
         check_new_file(output)
     if plot is None:
@@ -178,7 +174,7 @@ def _check_outputs(output: Path | None, plot: Path | None, *, memory: bool) -> N
     if memory:
         msg = "--plot draws the time of steps, which --memory does not compare; leave one out."
         raise KVPolicyError(msg)
-    if plot.suffix not in PICTURES:
-        msg = f"--plot was given {plot}; a name that ends in {', '.join(PICTURES)} is wanted."
+    if plot.suffix not in _FIGURE_SUFFIXES:
+        msg = f"--plot was given {plot}; give a name that ends in {', '.join(_FIGURE_SUFFIXES)}."
         raise KVPolicyError(msg)
     check_new_file(plot, option="--plot")

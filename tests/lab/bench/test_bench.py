@@ -1,4 +1,4 @@
-"""The benchmark: fair turns, ratios within a round, and rivals that do the same work."""
+"""The benchmark: fair turns, ratios within a round, and baselines that do the same work."""
 
 import mmap
 import sys
@@ -18,15 +18,20 @@ from shell import Shell, refusal
 from tiny import greedy_tokens, tiny_model
 
 from kvpolicy.engine.engine import Engine
-from kvpolicy.lab.bench import press
-from kvpolicy.lab.bench.baselines import GENERATE, SINGLE, generate, model_alone
-from kvpolicy.lab.bench.bench import Turn, Workload, line_up, measure
-from kvpolicy.lab.bench.contender import Contender, Effort, pad
-from kvpolicy.lab.bench.memory import resident_bytes, watch
+from kvpolicy.lab.bench import baselines
+from kvpolicy.lab.bench.baselines import (
+    GENERATE,
+    MODEL_ALONE,
+    generate,
+    model_alone,
+    presses_for,
+)
+from kvpolicy.lab.bench.bench import Turn, Workload, build_contenders, measure
+from kvpolicy.lab.bench.contender import Contender, Measurement, left_pad
+from kvpolicy.lab.bench.memory import measure_memory, resident_bytes
 from kvpolicy.lab.bench.models import SHAPES, random_model, weight_bytes
-from kvpolicy.lab.bench.press import presses_for
-from kvpolicy.lab.bench.summary import Memory, standings
-from kvpolicy.lab.cli import benchrun
+from kvpolicy.lab.bench.summary import MemoryBandwidth, summarize
+from kvpolicy.lab.cli import bench_run
 from kvpolicy.lab.sweep.grid import Cell, build_cells
 from kvpolicy.lab.sweep.sweep_file import Series, series_of_stack
 
@@ -35,14 +40,16 @@ PROMPTS = [[5, 9, 1, 7], [3, 2]]
 IN_FP32 = 4
 
 
-def effort(step_s: float | list[float], share: float | None = None, **changes: Any) -> Effort:
+def measurement(
+    step_s: float | list[float], share: float | None = None, **changes: Any
+) -> Measurement:
     steps = step_s if isinstance(step_s, list) else [step_s] * 3
     plain: dict[str, Any] = {"prefill_s": 2.0, "kv_bytes": 1, "read_bytes": 0}
-    return Effort(steps_s=tuple(steps), policy_share=share, **(plain | changes))
+    return Measurement(steps_s=tuple(steps), policy_share=share, **(plain | changes))
 
 
-def named(name: str, run: Callable[..., Effort] | None = None, **fields: Any) -> Contender:
-    return Contender(name, run or (lambda *_: effort(1.0)), **fields)
+def named(name: str, run: Callable[..., Measurement] | None = None, **fields: Any) -> Contender:
+    return Contender(name, run or (lambda *_: measurement(1.0)), **fields)
 
 
 def cells(*stacks: str, budget: int = 8, buffer: int = 4, num_layers: int = 2) -> list[Cell]:
@@ -69,13 +76,13 @@ def test_prompts_span_the_lengths_asked_for(batch: int, low: int, more: int, see
     assert all(0 <= token < 61 for prompt in prompts for token in prompt)
 
 
-def test_everybody_takes_a_turn_in_every_round_and_nobody_is_always_first() -> None:
+def test_all_contenders_run_in_every_round_in_rotating_order() -> None:
     ran: list[tuple[str, int, int]] = []
 
     def runs(name: str) -> Contender:
-        def run(prompts: Any, new_tokens: int) -> Effort:
+        def run(prompts: Any, new_tokens: int) -> Measurement:
             ran.append((name, len(prompts), new_tokens))
-            return effort(1.0)
+            return measurement(1.0)
 
         return named(name, run)
 
@@ -86,7 +93,7 @@ def test_everybody_takes_a_turn_in_every_round_and_nobody_is_always_first() -> N
     assert ran[3:] == [(name, 2, 5) for order in orders for name in order]
 
 
-# Standings
+# Results
 
 
 def test_ratios_are_paired_by_round() -> None:
@@ -95,12 +102,14 @@ def test_ratios_are_paired_by_round() -> None:
     turns = []
     for number, step_s in enumerate([0.5, 1.0, 5.0]):
         turns += [
-            Turn(number, GENERATE, effort(step_s)),
-            Turn(number, "full", effort(step_s / 2, 0.0)),
-            Turn(number, "small", effort(step_s / (3 + number), 0.1 * number, kv_bytes=number)),
-            Turn(number, "other", effort(2 * step_s)),
+            Turn(number, GENERATE, measurement(step_s)),
+            Turn(number, "full", measurement(step_s / 2, 0.0)),
+            Turn(
+                number, "small", measurement(step_s / (3 + number), 0.1 * number, kv_bytes=number)
+            ),
+            Turn(number, "other", measurement(2 * step_s)),
         ]
-    generate, full, small, other = standings(turns, who, WORK)
+    generate, full, small, other = summarize(turns, who, WORK)
     assert (generate.ratio.median, generate.ratio.low, generate.ratio.high) == (1, 1, 1)
     assert (full.ratio.median, full.ratio.low, full.ratio.high) == (2, 2, 2)
     found = (small.ratio.median, small.ratio.low, small.ratio.high)
@@ -117,12 +126,12 @@ def test_ratios_are_paired_by_round() -> None:
     assert (full.step_ms, full.step_p95_ms) == pytest.approx((500, 500))
 
 
-def test_a_round_that_was_broken_off_does_not_count() -> None:
+def test_an_incomplete_round_does_not_count() -> None:
     who = [named(GENERATE), named("full")]
-    whole = [Turn(0, GENERATE, effort(0.25)), Turn(0, "full", effort(0.25))]
-    more = standings([*whole, Turn(1, GENERATE, effort(9.0))], who, WORK)
+    whole = [Turn(0, GENERATE, measurement(0.25)), Turn(0, "full", measurement(0.25))]
+    more = summarize([*whole, Turn(1, GENERATE, measurement(9.0))], who, WORK)
     assert [one.rounds for one in more] == [(8.0,), (8.0,)]
-    assert standings(whole[:1], who, WORK) == []
+    assert summarize(whole[:1], who, WORK) == []
 
 
 def percentile(values: list[float], percent: float) -> float:
@@ -143,8 +152,8 @@ STEPS = st.lists(st.floats(1e-4, 10), min_size=1, max_size=200)
 
 @given(STEPS)
 def test_latencies_equal_a_plain_oracle(steps: list[float]) -> None:
-    who, turns = [named(GENERATE)], [Turn(0, GENERATE, effort(steps))]
-    (found,) = standings(turns, who, WORK)
+    who, turns = [named(GENERATE)], [Turn(0, GENERATE, measurement(steps))]
+    (found,) = summarize(turns, who, WORK)
     assert found.step_ms == pytest.approx(1e3 * percentile(steps, 50))
     assert found.step_p95_ms == pytest.approx(1e3 * percentile(steps, 95))
     assert found.decode_tok_s == pytest.approx(2 * len(steps) / sum(steps))
@@ -152,7 +161,7 @@ def test_latencies_equal_a_plain_oracle(steps: list[float]) -> None:
 
 @given(STEPS)
 def test_a_curve_goes_through_all_steps(steps: list[float]) -> None:
-    (found,) = standings([Turn(0, GENERATE, effort(steps))], [named(GENERATE)], WORK)
+    (found,) = summarize([Turn(0, GENERATE, measurement(steps))], [named(GENERATE)], WORK)
     places = [place for place, _ in found.curve]
     assert places == sorted(places)
     if len(steps) <= 64:
@@ -169,16 +178,16 @@ def test_a_curve_goes_through_all_steps(steps: list[float]) -> None:
 
 def test_the_share_of_the_limit_is_bytes_by_bandwidth_by_time() -> None:
     """Three steps of half a second, 100 bytes of weights each, and 60 of the cache in all."""
-    turns = [Turn(0, GENERATE, effort(0.5, read_bytes=60))]
-    (found,) = standings(turns, [named(GENERATE)], WORK, Memory(100, bytes_per_s=1000))
+    turns = [Turn(0, GENERATE, measurement(0.5, read_bytes=60))]
+    (found,) = summarize(turns, [named(GENERATE)], WORK, MemoryBandwidth(100, bytes_per_s=1000))
     assert found.limit_share == pytest.approx(((3 * 100 + 60) / 1000) / 1.5)
-    assert standings(turns, [named(GENERATE)], WORK)[0].limit_share is None
+    assert summarize(turns, [named(GENERATE)], WORK)[0].limit_share is None
 
 
 # Contenders
 
 
-def test_generate_does_what_the_full_cache_does() -> None:
+def test_generate_measures_the_full_cache() -> None:
     """Left-padded generate gives the tokens of the engine, and the bytes of a full cache."""
     model = tiny_model("qwen2", seed=3)
     assert model.generation_config is not None
@@ -203,7 +212,7 @@ def test_generate_does_what_the_full_cache_does() -> None:
 def test_the_engine_reads_what_a_plain_count_says(stack: str, new_tokens: int) -> None:
     model = tiny_model()
     budget, buffer = 8, 4
-    contenders, _ = line_up(model, cells(stack, budget=budget, buffer=buffer))
+    contenders, _ = build_contenders(model, cells(stack, budget=budget, buffer=buffer))
     done = contenders[2].run(PROMPTS, new_tokens)
     layers, heads, head_dim = 2, 2, 8
     rows_read = 0
@@ -229,7 +238,7 @@ def test_the_engine_reads_what_a_plain_count_says(stack: str, new_tokens: int) -
 
 def test_policies_take_no_more_than_all_of_the_decode_time() -> None:
     """Long prompts and few tokens: nearly all compactions are before the first decode step."""
-    contenders, _ = line_up(tiny_model(), cells("knorm"))
+    contenders, _ = build_contenders(tiny_model(), cells("knorm"))
     done = contenders[2].run([[1 + i % 50 for i in range(120)]] * 2, 3)
     assert done.policy_share is not None
     assert 0 <= done.policy_share <= 1
@@ -242,7 +251,7 @@ def test_the_model_alone_has_no_cache() -> None:
 
 
 def test_prompts_are_padded_on_the_left() -> None:
-    token_ids, mask = pad([[1, 2, 3], [4]], torch.device("cpu"))
+    token_ids, mask = left_pad([[1, 2, 3], [4]], torch.device("cpu"))
     assert token_ids.tolist() == [[1, 2, 3], [0, 0, 4]]
     assert mask.tolist() == [[1, 1, 1], [0, 0, 1]]
 
@@ -284,10 +293,10 @@ def test_a_press_gets_the_budget_the_interval_and_the_knobs_of_its_namesake(
     library, made = fake_kvpress()
     monkeypatch.setitem(sys.modules, "kvpress", library)
     mine = cells("snapkv", "knorm", "h2o", "snapkv+protect", budget=24, buffer=6)
-    contenders, absent = line_up(tiny_model(), mine)
+    contenders, absent = build_contenders(tiny_model(), mine)
     assert absent == {}
     names = [one.name for one in contenders]
-    assert names[:4] == [GENERATE, SINGLE, "snapkv", "kvpress SnapKVPress"]
+    assert names[:4] == [GENERATE, MODEL_ALONE, "snapkv", "kvpress SnapKVPress"]
     assert names[4:] == ["knorm", "h2o", "snapkv+protect"]
     assert [one.rival for one in contenders[2:4]] == ["kvpress SnapKVPress", None]
     contenders[3].run(PROMPTS, 4)
@@ -296,7 +305,7 @@ def test_a_press_gets_the_budget_the_interval_and_the_knobs_of_its_namesake(
     assert given["base_press"].window_size == 8, "the engine's, not 64"
 
 
-def test_plans_that_differ_in_knobs_alone_have_each_a_rival_of_their_own(
+def test_plans_that_differ_in_knobs_alone_have_separate_rivals(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     library, made = fake_kvpress()
@@ -307,12 +316,12 @@ def test_plans_that_differ_in_knobs_alone_have_each_a_rival_of_their_own(
     }
     series = [Series(label, plan) for label, plan in plans.items()]
     mine = build_cells(series, num_layers=2, budgets=[24], buffer=6)
-    contenders, _ = line_up(tiny_model(), mine)
+    contenders, _ = build_contenders(tiny_model(), mine)
     rivals = ["kvpress SnapKVPress (wide)", "kvpress SnapKVPress (narrow)"]
-    names = [GENERATE, SINGLE, "wide", rivals[0], "narrow", rivals[1]]
+    names = [GENERATE, MODEL_ALONE, "wide", rivals[0], "narrow", rivals[1]]
     assert [one.name for one in contenders] == names
     turns = list(measure(contenders, WORK, 61, rounds=1))
-    found = {one.name: one for one in standings(turns, contenders, WORK)}
+    found = {one.name: one for one in summarize(turns, contenders, WORK)}
     assert list(found) == names, "the round is complete"
     assert [found[name].rival for name in ("wide", "narrow")] == rivals
     assert found["wide"].rival_ratio is not None
@@ -335,32 +344,34 @@ def test_contenders_of_one_name_are_refused(kvpolicy: Shell, tmp_path: Path) -> 
 
 def test_without_kvpress_it_is_said_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "kvpress", None)
-    contenders, absent = line_up(tiny_model(), cells("knorm"))
-    assert [one.name for one in contenders] == [GENERATE, SINGLE, "knorm"]
+    contenders, absent = build_contenders(tiny_model(), cells("knorm"))
+    assert [one.name for one in contenders] == [GENERATE, MODEL_ALONE, "knorm"]
     assert "cannot be imported" in absent["kvpress"]
     assert "from a clone of kvpolicy: pip install -e '.[benchmarks]'" in absent["kvpress"]
 
 
-def test_a_kvpress_that_wants_other_transformers_sits_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_kvpress_that_needs_other_transformers_is_left_out(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """It can be imported beside any, and fails once it decodes."""
     library, _ = fake_kvpress()
     monkeypatch.setitem(sys.modules, "kvpress", library)
     lines = ["torch>=2", "transformers<4,>=3; python_version > '3'"]
-    monkeypatch.setattr(press, "requires", lambda _: lines)
-    absent = presses_for(tiny_model(), cells("snapkv")).absent
+    monkeypatch.setattr(baselines, "requires", lambda _: lines)
+    absent = presses_for(tiny_model(), cells("snapkv"))[1]
     assert absent is not None
     assert "transformers<4,>=3" in absent
-    monkeypatch.setattr(press, "requires", lambda _: ["transformers>=3"])
-    assert presses_for(tiny_model(), cells("snapkv")).absent is None
+    monkeypatch.setattr(baselines, "requires", lambda _: ["transformers>=3"])
+    assert presses_for(tiny_model(), cells("snapkv"))[1] is None
 
 
 @pytest.mark.filterwarnings("ignore")  # of its imports, and of nothing of ours
 def test_kvpress_itself_stays_within_budget_and_interval() -> None:
     model = tiny_model()
-    found = presses_for(model, cells("knorm", budget=12, buffer=4))
-    if found.absent is not None:
-        pytest.skip(found.absent)
-    (mine,) = found.contenders.values()
+    presses, absent = presses_for(model, cells("knorm", budget=12, buffer=4))
+    if absent is not None:
+        pytest.skip(absent)
+    (mine,) = presses.values()
     done = mine.run(PROMPTS, 40)
     row = 2 * 2 * len(PROMPTS) * 2 * 8 * IN_FP32
     assert len(done.steps_s) == 38
@@ -409,21 +420,21 @@ def test_weights_are_drawn_from_the_seed_alone() -> None:
 # Memory
 
 
-def test_memory_stays_what_it_is_while_a_text_grows() -> None:
+def test_memory_is_constant_while_a_text_grows() -> None:
     model = tiny_model()
     small, full = cells("knorm", "full")
-    readings = list(watch(model, small, [1, 2, 3], [20, 40, 80]))
+    readings = list(measure_memory(model, small, [1, 2, 3], [20, 40, 80]))
     assert [one.new_tokens for one in readings] == [20, 40, 80]
     assert len({one.kv_bytes for one in readings}) == 1
     row = 2 * 2 * 2 * 8 * IN_FP32
     assert [one.full_bytes for one in readings] == [row * (3 + n) for n in (20, 40, 80)]
     assert all(one.rss_bytes > 1e7 and one.step_ms > 0 for one in readings)
-    (reading,) = watch(model, full, [1, 2, 3], [80])
+    (reading,) = measure_memory(model, full, [1, 2, 3], [80])
     positions = 2 * 2 * 8
     assert reading.kv_bytes == (row + positions) * (3 + 80 + 1)
 
 
-def test_what_a_process_holds_grows_with_what_it_holds() -> None:
+def test_resident_bytes_grow_with_touched_pages() -> None:
     # Not a tensor: that might find its place in what the process has freed, but not given back.
     before, size = resident_bytes(), 64 * 2**20
     with mmap.mmap(-1, size) as held:
@@ -445,7 +456,7 @@ def test_the_command_prints_ratios_and_keeps_them(kvpolicy: Shell, tmp_path: Pat
     assert found.status == 0, found.err
     assert found.out == output.read_text(encoding="utf-8")
     names = [one["name"] for one in found.json["standings"]]
-    assert names == [GENERATE, SINGLE, "full cache", "StreamingLLM"]
+    assert names == [GENERATE, MODEL_ALONE, "full cache", "StreamingLLM"]
     for one in found.json["standings"]:
         assert one["ratio"]["low"] <= one["ratio"]["median"] <= one["ratio"]["high"]
         assert len(one["rounds"]) == 2
@@ -460,10 +471,10 @@ def test_the_command_prints_ratios_and_keeps_them(kvpolicy: Shell, tmp_path: Pat
     assert drawing.startswith("<?xml")
 
 
-def test_the_table_names_everybody_and_memory_has_one_of_its_own(kvpolicy: Shell) -> None:
+def test_speed_and_memory_have_tables(kvpolicy: Shell) -> None:
     plain = kvpolicy("bench", *WORDS, "--rounds", 1, "--policies", "knorm", "--bandwidth", 10)
     assert plain.status == 0, plain.err
-    for word in ("x generate", "p95", "of limit", "knorm", SINGLE, "least - most"):
+    for word in ("x generate", "p95", "of limit", "knorm", MODEL_ALONE, "least - most"):
         assert word in plain.out
     found = kvpolicy("bench", *WORDS, "--memory", "--lengths", "9,30", "--policies", "knorm")
     assert found.status == 0, found.err
@@ -477,23 +488,23 @@ def test_without_generate_nothing_is_compared_with_it(kvpolicy: Shell) -> None:
     plain, found = (kvpolicy("bench", *WORDS, *words, *more) for more in ((), ("--json",)))
     assert plain.status == found.status == 0, plain.err
     assert "x generate" not in plain.out
-    assert [one["name"] for one in found.json["standings"]] == [SINGLE, "knorm"]
+    assert [one["name"] for one in found.json["standings"]] == [MODEL_ALONE, "knorm"]
     assert [one["ratio"] for one in found.json["standings"]] == [None, None]
 
 
-def test_complete_rounds_count_when_the_user_has_had_enough(
+def test_complete_rounds_count_after_an_interrupt(
     kvpolicy: Shell, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    turns = [Turn(n, name, effort(1.0)) for n in (0, 1) for name in (GENERATE, "mine")]
+    turns = [Turn(n, name, measurement(1.0)) for n in (0, 1) for name in (GENERATE, "mine")]
 
     def measure(*_: object, **__: object) -> Iterator[Turn]:
         yield from turns[:3]
         raise KeyboardInterrupt
 
     monkeypatch.setattr(
-        benchrun, "line_up", lambda *_, **__: ([named(GENERATE), named("mine")], {})
+        bench_run, "build_contenders", lambda *_, **__: ([named(GENERATE), named("mine")], {})
     )
-    monkeypatch.setattr(benchrun, "measure", measure)
+    monkeypatch.setattr(bench_run, "measure", measure)
     output = tmp_path / "bench.json"
     found = kvpolicy("bench", *SIZES, "--rounds", 2, "--output", output)
     assert found.status == 130
@@ -514,7 +525,7 @@ def test_complete_rounds_count_when_the_user_has_had_enough(
         (("--lengths", "1,x", "--memory"), ("--lengths", "'x'")),
     ],
 )
-def test_wrong_input_is_answered_with_a_sentence(
+def test_wrong_input_is_refused_with_a_sentence(
     kvpolicy: Shell, words: tuple[str, ...], said: tuple[str, ...]
 ) -> None:
     sentence = refusal(kvpolicy("bench", "--quick", *words))
