@@ -201,7 +201,7 @@ def test_generate_measures_the_full_cache() -> None:
     assert done.read_bytes == sum(row * (4 + new) for new in (2, 3, 4, 5))
     assert done.prefill_s is not None
     assert done.prefill_s > 0
-    run = Engine(model, None, CELLS[0].plan, slots=2).generate(
+    run = Engine(model, None, CELLS[0].resolved, slots=2).generate(
         PROMPTS, max_new_tokens=6, stop_ids=()
     )
     for result, prompt in zip(run.results(), PROMPTS, strict=True):
