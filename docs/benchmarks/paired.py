@@ -13,7 +13,7 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
-from kvpolicy.lab.statistics import Estimate, mean
+from kvpolicy.lab.statistics import Interval, mean
 
 Samples = dict[int, dict[str, Any]]  # by item
 
@@ -27,7 +27,7 @@ def read(folder: Path) -> dict[str, dict[float | None, Samples]]:
     return found
 
 
-def difference(one: Samples, other: Samples, field: str) -> Estimate:
+def difference(one: Samples, other: Samples, field: str) -> Interval:
     """Of what both have done."""
     items = sorted(one.keys() & other.keys())
     return mean([float(one[i][field]) - float(other[i][field]) for i in items])

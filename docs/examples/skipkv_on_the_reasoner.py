@@ -11,8 +11,7 @@ from statistics import fmean
 from tempfile import TemporaryDirectory
 
 from kvpolicy import Engine, Plan
-from kvpolicy.lab.analysis.paired import bootstrap_mean
-from kvpolicy.lab.statistics import wilson
+from kvpolicy.lab.statistics import bootstrap_mean, wilson
 from kvpolicy.lab.tasks.task import load_task
 from kvpolicy.model.loading import load_model
 

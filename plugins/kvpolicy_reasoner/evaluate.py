@@ -7,7 +7,7 @@ import attrs
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from kvpolicy.lab.statistics import Estimate, wilson
+from kvpolicy.lab.statistics import Interval, wilson
 from kvpolicy_reasoner.task import Problem, grade
 
 
@@ -51,7 +51,7 @@ class Score:
         return self.right / self.total
 
     @property
-    def estimate(self) -> Estimate:
+    def estimate(self) -> Interval:
         """The same with Wilson's 95 % interval."""
         return wilson(self.right, self.total)
 

@@ -7,16 +7,16 @@ import attrs
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from lab_samples import CELLS, sample
+from lab_samples import CELLS, MeasuredCell, measured, sample
 
 from kvpolicy.lab.analysis.table import Row, tabulate
 from kvpolicy.lab.plots.drawing import apart
 from kvpolicy.lab.plots.plots import save_plots
 
-FULL, SMALL = tabulate(CELLS, [sample(cell, 0, num_tokens=9) for cell in CELLS], {})
+FULL, SMALL = tabulate(measured([sample(cell, 0, num_tokens=9) for cell in CELLS]))
 
 
-def at(budget: float, series: str = "small", **changes: object) -> Row:
+def at(budget: float, series: str = "small", **changes: object) -> Row[MeasuredCell]:
     return attrs.evolve(SMALL, budget=budget, series=series, **changes)
 
 
@@ -33,7 +33,7 @@ def at(budget: float, series: str = "small", **changes: object) -> Row:
     ],
     ids=["reference only", "one point", "line", "far apart", "no length", "many", "nothing"],
 )
-def test_any_rows_can_be_drawn(tmp_path: Path, rows: list[Row]) -> None:
+def test_any_rows_can_be_drawn(tmp_path: Path, rows: list[Row[MeasuredCell]]) -> None:
     png, svg = save_plots(rows, tmp_path, title="a title")
     assert png.read_bytes().startswith(b"\x89PNG")
     assert svg.read_text(encoding="utf-8").rstrip().endswith("</svg>")

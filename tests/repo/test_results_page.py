@@ -10,10 +10,10 @@ import pytest
 from pages import run_command
 from run_folders import write_run
 
-from kvpolicy.lab.analysis.compare import contrast, to_json
+from kvpolicy.lab.analysis.compare import compare_cells
 from kvpolicy.lab.analysis.export import fixed_columns
-from kvpolicy.lab.analysis.pooledtable import break_down_pooled, tabulate_pooled, to_plain
 from kvpolicy.lab.analysis.pooling import pool
+from kvpolicy.lab.analysis.table import tabulate_runs, to_run_records
 from kvpolicy.lab.store.read import read_run
 from kvpolicy.lab.store.records import (
     CellRecord,
@@ -69,10 +69,7 @@ def _names(heading: str) -> list[str]:
 
 def test_every_field_of_a_table_is_documented(tmp_path: Path) -> None:
     cells = pool([read_run(write_run(tmp_path))])
-    whole, part = (
-        to_plain(tabulate_pooled(cells))[0],
-        to_plain(break_down_pooled(cells, "depth"))[0],
-    )
+    whole, part = (to_run_records(tabulate_runs(cells, by))[0] for by in (None, "depth"))
     documented = _names("The table")
     facet = ("facet", "facet_value")
     assert list(whole) == [name for name in documented if name not in facet]
@@ -81,7 +78,7 @@ def test_every_field_of_a_table_is_documented(tmp_path: Path) -> None:
 
 def test_every_field_of_a_comparison_is_documented(tmp_path: Path) -> None:
     a, b, _ = pool([read_run(write_run(tmp_path))])
-    found = to_json(contrast(a, b, ACCURACY))
+    found = compare_cells(a, b, ACCURACY).to_json()
     assert _names("Comparisons") == list(found)
     (row,) = re.findall(r"^\| `a` \| .*$", _section("Comparisons"), re.M)
     assert re.findall(r"`(\w+)`", row)[1:] == list(found["a"])

@@ -1,8 +1,11 @@
-"""Cells and samples made up for tests."""
+"""Cells and samples for tests."""
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from kvpolicy.lab.store.records import Sample
+import attrs
+
+from kvpolicy.lab.store.records import CellTiming, Sample
 from kvpolicy.lab.sweep.grid import Cell, build_cells
 from kvpolicy.lab.sweep.sweep_file import Series, series_of_stack
 
@@ -15,7 +18,7 @@ CELLS = build_cells(
 
 
 def sample(cell: Cell, item: int, **changes: Any) -> Sample:
-    """A sample of a cell; what is not said is nought."""
+    """A sample of a cell; fields not given are zero or empty."""
     plain: dict[str, Any] = {
         "key": f"{cell.id}-{item}",
         "cell": cell.id,
@@ -46,3 +49,34 @@ def sample(cell: Cell, item: int, **changes: Any) -> Sample:
         "decode_s": 0.0,
     }
     return Sample(**(plain | changes))
+
+
+@attrs.frozen
+class MeasuredCell:
+    """A cell with its samples, as tables read it."""
+
+    series: str
+    budget: float | None
+    buffer: float | None
+    digest: str
+    samples: Sequence[Sample]
+    timing: CellTiming | None
+
+
+def measured(
+    samples: Sequence[Sample],
+    timings: Mapping[str, CellTiming] | None = None,
+    cells: Sequence[Cell] = CELLS,
+) -> list[MeasuredCell]:
+    """Cells with those of the samples that are theirs."""
+    return [
+        MeasuredCell(
+            series=cell.series,
+            budget=cell.budget,
+            buffer=cell.buffer,
+            digest=cell.digest,
+            samples=[one for one in samples if one.cell == cell.id],
+            timing=(timings or {}).get(cell.id),
+        )
+        for cell in cells
+    ]

@@ -1,47 +1,66 @@
-"""Samples as one flat table, for pandas, duckdb, spreadsheets and statistics programs.
+"""Export samples as one flat table, as CSV or Parquet.
 
-The fixed columns are always there, each with its type, also where all of it is empty. Facets,
-values and knobs follow, as the runs have them.
+The fixed columns are always present with the same types, even where they are empty. Columns for
+facets, values and knobs follow, as the runs have them.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, get_args, get_type_hints
+import io
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from types import UnionType
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import attrs
 
-from kvpolicy.lab.analysis.flattable import Kind, Table, in_kind
+from kvpolicy.errors import ResultsError
+from kvpolicy.files import atomic_write
+from kvpolicy.lab.analysis.pooling import Keep
+from kvpolicy.lab.analysis.table import csv_line
 from kvpolicy.lab.store.read import RunFolder
-from kvpolicy.lab.store.records import CellRecord, EvalSettingRecord, Sample
+from kvpolicy.lab.store.records import EvalSettingRecord, Sample
 
-_NESTED = ("facets", "values")
-_OF_GROUP = (
+Kind = Literal["text", "whole", "number", "truth"]
+
+_KINDS: dict[type, Kind] = {str: "text", int: "whole", float: "number", bool: "truth"}
+_SETTING_COLUMNS = (
     *("model_fingerprint", "device", "dtype", "split", "sampling", "temperature", "top_p"),
     *("max_new_tokens", "slots", "measure"),
 )
-_OF_ITEM = ("prompt", "answer", "reference")
-_KINDS: dict[type, Kind] = {str: "text", int: "whole", float: "number", bool: "truth"}
-_MOST = 2**63  # whole numbers of a column lie below, and not below the negative
+_ITEM_COLUMNS = ("prompt", "answer", "reference")
+_INT64_LIMIT = 2**63
 
 
-def flatten(
+@attrs.frozen
+class SampleTable:
+    """One row for each sample, in typed columns.
+
+    Attributes:
+        kinds: Type of each column, by name, in order; any column may contain ``None``.
+        rows: Values in the order of the columns.
+    """
+
+    kinds: dict[str, Kind]
+    rows: list[list[Any]]
+
+
+def flatten_samples(
     runs: Sequence[RunFolder],
-    keep: Callable[[EvalSettingRecord, CellRecord], bool] = lambda group, cell: True,
+    keep: Keep = lambda group, cell: True,
     *,
     items: bool = False,
-) -> Table:
-    """Lay out every sample as one row.
+) -> SampleTable:
+    """Build a table with one row for each sample.
 
     Args:
-        runs: The runs, in order. A sample that is in two of them is there twice, with the
-            names of both.
-        keep: Which cells are wanted.
-        items: Whether prompt, answer and reference of its item stand beside each sample.
+        runs: The runs, in order. A sample of two runs has a row for each.
+        keep: Selects cells.
+        items: Add prompt, answer and reference of the item.
 
     Returns:
-        The columns are ``run`` and ``version``; the fields of `Sample` but for ``facets`` and
-        ``values``; settings of the group; ``prompt``, ``answer`` and ``reference`` if wanted;
-        then ``facet_NAME``, ``value_NAME`` and ``knob_POLICY__KNOB``, each in the order of
-        the alphabet.
+        Columns ``run`` and ``version``; the fields of `Sample` except ``facets`` and ``values``;
+        settings; ``prompt``, ``answer`` and ``reference`` on request; then ``facet_NAME``,
+        ``value_NAME`` and ``knob_POLICY__KNOB``, each in alphabetical order.
     """
     records = [
         _record(run, sample)
@@ -51,24 +70,54 @@ def flatten(
         for sample in run.samples_of[cell.cell]
     ]
     kinds = {**fixed_columns(items=items), **_open_columns(runs)}
-    rows = [[in_kind(one.get(name), kind) for name, kind in kinds.items()] for one in records]
-    return Table(kinds, rows)
+    rows = [[_convert(one.get(name), kind) for name, kind in kinds.items()] for one in records]
+    return SampleTable(kinds, rows)
 
 
 def fixed_columns(*, items: bool = False) -> dict[str, Kind]:
-    """The columns of every export, with what they hold.
+    """The columns of every export, with their types.
 
     Args:
-        items: Whether what was asked stands beside each sample.
+        items: Whether prompt, answer and reference are included.
     """
-    sample, group = _kinds_of(Sample), _kinds_of(EvalSettingRecord)
+    sample, setting = _kinds_of(Sample), _kinds_of(EvalSettingRecord)
     return {
         "run": "text",
         "version": "text",
-        **{name: kind for name, kind in sample.items() if name not in _NESTED},
-        **{name: group[name] for name in _OF_GROUP},
-        **(dict.fromkeys(_OF_ITEM, "text") if items else {}),
+        **sample,
+        **{name: setting[name] for name in _SETTING_COLUMNS},
+        **(dict.fromkeys(_ITEM_COLUMNS, "text") if items else {}),
     }
+
+
+def check_can_write(path: Path) -> None:
+    """Refuse a file name that ends in neither .csv nor .parquet, or Parquet without pyarrow.
+
+    Args:
+        path: The file to write.
+
+    Raises:
+        ResultsError: It cannot be written.
+    """
+    if path.suffix not in (".csv", ".parquet"):
+        msg = f"--to was given {str(path)!r}; expected a file name that ends in .csv or .parquet."
+        raise ResultsError(msg)
+    if path.suffix == ".parquet":
+        _import_pyarrow()
+
+
+def write_table(table: SampleTable, path: Path) -> None:
+    """Write a table to a file, completely or not at all.
+
+    Args:
+        table: The table.
+        path: The file; its suffix selects CSV or Parquet.
+
+    Raises:
+        OutputError: The file cannot be written.
+        ResultsError: Parquet was selected and pyarrow is not installed.
+    """
+    atomic_write(path, _parquet(table) if path.suffix == ".parquet" else _csv(table))
 
 
 def _record(run: RunFolder, sample: Sample) -> dict[str, Any]:
@@ -78,74 +127,106 @@ def _record(run: RunFolder, sample: Sample) -> dict[str, Any]:
         "run": run.path.name,
         "version": run.version,
         **attrs.asdict(sample, recurse=False),
-        **{name: getattr(group, name) for name in _OF_GROUP},
-        **{name: getattr(item, name) for name in _OF_ITEM if item is not None},
-        **{_facet(name): value for name, value in sample.facets.items()},
-        **{_value(name): value for name, value in sample.values.items()},
-        **{_knob(name): value for name, value in cell.knobs.items()},
+        **{name: getattr(group, name) for name in _SETTING_COLUMNS},
+        **({name: getattr(item, name) for name in _ITEM_COLUMNS} if item is not None else {}),
+        **_facets(sample.facets),
+        **{f"value_{name}": value for name, value in sample.values.items()},
+        **_knobs(cell.knobs),
     }
 
 
-def _facet(name: str) -> str:
-    return f"facet_{name}"
+def _facets(facets: Mapping[str, Any]) -> dict[str, Any]:
+    return {f"facet_{name}": value for name, value in facets.items()}
 
 
-def _value(name: str) -> str:
-    return f"value_{name}"
-
-
-def _knob(name: str) -> str:
-    """Without the dot, which would have to be quoted in SQL."""
-    return f"knob_{name.replace('.', '__')}"
+def _knobs(knobs: Mapping[str, Any]) -> dict[str, Any]:
+    """Without the dot, which SQL would need quoted."""
+    return {f"knob_{name.replace('.', '__')}": value for name, value in knobs.items()}
 
 
 def _open_columns(runs: Sequence[RunFolder]) -> dict[str, Kind]:
-    """The columns that depend on what was asked, measured and varied."""
-    facets, values, knobs = _Seen(), _Seen(), _Seen()
-    for run in runs:
-        for item in run.items.values():
-            facets.see(_facet, item.facets)
-        for sample in run.samples.values():
-            facets.see(_facet, sample.facets)
-            values.see(_value, {name: float(value) for name, value in sample.values.items()})
-        for cell in run.cells.values():
-            knobs.see(_knob, cell.knobs)
-    return {**facets.kinds(), **values.kinds(), **knobs.kinds()}
+    """Columns for facets, values and knobs; all items of the runs count, not only finished ones."""
+    facets = [_facets(item.facets) for run in runs for item in run.items.values()]
+    facets += [_facets(sample.facets) for run in runs for sample in run.samples.values()]
+    names = {name for run in runs for sample in run.samples.values() for name in sample.values}
+    values: dict[str, Kind] = {f"value_{name}": "number" for name in sorted(names)}
+    knobs = [_knobs(cell.knobs) for run in runs for cell in run.cells.values()]
+    return {**_common_kinds(facets), **values, **_common_kinds(knobs)}
 
 
-class _Seen:
-    """What stands under names, to find one type for each."""
-
-    def __init__(self) -> None:
-        self._values: dict[str, set[Kind]] = {}
-
-    def see(self, column: Callable[[str], str], found: Mapping[str, Any]) -> None:
-        for name, value in found.items():
-            self._values.setdefault(column(name), set()).add(_kind_of_value(value))
-
-    def kinds(self) -> dict[str, Kind]:
-        """One type for each column, in the order of the alphabet: text where they differ."""
-        return {name: _common(self._values[name]) for name in sorted(self._values)}
+def _common_kinds(records: Iterable[Mapping[str, Any]]) -> dict[str, Kind]:
+    """One type for each name, in alphabetical order; text where the types differ."""
+    found: dict[str, set[Kind]] = {}
+    for record in records:
+        for name, value in record.items():
+            found.setdefault(name, set()).add(_kind_of_value(value))
+    return {name: _common_kind(found[name]) for name in sorted(found)}
 
 
 def _kind_of_value(value: object) -> Kind:
     kind = _KINDS.get(type(value), "text")
-    if kind == "whole" and isinstance(value, int) and not -_MOST <= value < _MOST:
-        return "text"
-    return kind
+    is_large = type(value) is int and not -_INT64_LIMIT <= value < _INT64_LIMIT
+    return "text" if is_large else kind
 
 
-def _common(kinds: set[Kind]) -> Kind:
+def _common_kind(kinds: set[Kind]) -> Kind:
     if kinds == {"whole", "number"}:
         return "number"
     return kinds.pop() if len(kinds) == 1 else "text"
 
 
 def _kinds_of(cls: Any) -> dict[str, Kind]:
-    """What the fields of a record hold, by its annotations; ``None`` may stand in any."""
+    """Types of the plain fields of a record class; its other fields are left out."""
     found: dict[str, Kind] = {}
     for name, hint in get_type_hints(cls).items():
-        kinds = [_KINDS[part] for part in (hint, *get_args(hint)) if part in _KINDS]
-        if kinds:
+        if get_origin(hint) in (None, UnionType):
+            kinds = [_KINDS[part] for part in (hint, *get_args(hint)) if part in _KINDS]
             found[name] = kinds[0]
     return found
+
+
+def _convert(value: Any, kind: Kind) -> Any:
+    """A value for a column; in a column of texts, other values become JSON."""
+    if value is None:
+        return None
+    if kind == "text":
+        return value if isinstance(value, str) else json.dumps(value)
+    return float(value) if kind == "number" else value
+
+
+def _csv(table: SampleTable) -> str:
+    # pandas, duckdb and spreadsheets read `true` as a truth.
+    truths = {True: "true", False: "false"}
+    rows = ([truths[v] if isinstance(v, bool) else v for v in row] for row in table.rows)
+    return "".join(map(csv_line, [list(table.kinds), *rows]))
+
+
+def _parquet(table: SampleTable) -> bytes:
+    pyarrow, parquet = _import_pyarrow()
+    types = {
+        "text": pyarrow.string(),
+        "whole": pyarrow.int64(),
+        "number": pyarrow.float64(),
+        "truth": pyarrow.bool_(),
+    }
+    columns = list(zip(*table.rows, strict=True)) or [()] * len(table.kinds)
+    arrays = {
+        name: pyarrow.array(column, types[kind])
+        for (name, kind), column in zip(table.kinds.items(), columns, strict=True)
+    }
+    out = io.BytesIO()
+    parquet.write_table(pyarrow.table(arrays), out)
+    return out.getvalue()
+
+
+def _import_pyarrow() -> tuple[Any, Any]:
+    try:
+        import pyarrow
+        import pyarrow.parquet
+    except ImportError as error:
+        msg = (
+            "Parquet is written by pyarrow, which cannot be imported here; "
+            "pip install 'kvpolicy[results]', or choose a file that ends in .csv."
+        )
+        raise ResultsError(msg) from error
+    return pyarrow, pyarrow.parquet

@@ -1,38 +1,48 @@
-"""Cells of one or several runs, with seeds taken together.
+"""Pool the cells of one or several runs over seeds.
 
-Two seeds of a task may ask the same question, and a set of thirty questions is asked whole by
-every seed. So samples are told apart by their *question*, not by the number that an item has in
-its seed: intervals count questions, and two cells are compared on the questions that both
-were asked.
+Two seeds of a task may contain the same question, and every seed of a small question set contains
+the whole set. So pooled samples are identified by their *question*, not by the number of the item
+in its seed: intervals count questions, and two cells are compared on the questions of both.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import attrs
 
+from kvpolicy.entry_points import nearest
+from kvpolicy.errors import ResultsError
 from kvpolicy.lab.store.read import RunFolder
 from kvpolicy.lab.store.records import CellRecord, CellTiming, EvalSettingRecord, ItemRecord, Sample
+from kvpolicy.lab.tasks.likelihood import Agreement, Perplexity
+from kvpolicy.lab.tasks.task import ACCURACY, LENGTH, Column, mean_of
 
-# What may differ between groups that are taken together: the seed, and what follows from it.
-_OF_ONE_SEED = ("group", "seed", "n", "prompt_hash")
+# Fields in which pooled evaluation settings may differ: the seed, and what follows from it.
+_SEED_FIELDS = ("group", "seed", "n", "prompt_hash")
+
+# Columns with their own estimate; a column of an unknown task is the mean of its values.
+_KNOWN_COLUMNS = {
+    column.name: column for column in (ACCURACY, *Perplexity().columns, *Agreement().columns)
+}
+
+Keep = Callable[[EvalSettingRecord, CellRecord], bool]
 
 
 @attrs.frozen(eq=False)
 class PooledCell:
-    """Cells that differ in nothing but the seed and the number of items.
+    """Cells that differ only in the seed and the number of items.
 
     Attributes:
-        id: Id of the first of them; what `samples` call their cell.
-        cell: The first of them.
-        group: Its group.
-        version: Version of kvpolicy that computed them.
-        cells: Ids of all.
-        runs: Names of the folders that they are from.
+        id: Id of the first cell, which is the ``cell`` of all `samples`.
+        cell: The first cell.
+        group: Its evaluation setting.
+        version: Version of kvpolicy that computed the cells.
+        cells: Ids of all cells.
+        runs: Names of the folders they come from.
         seeds: Their seeds.
         samples: Their samples, each once; ``item`` is the number of the question.
-        items: What was asked, by number of the question.
-        timing: What all of them cost; ``None`` if one of them was interrupted.
-        num_expected: Samples when they are complete.
+        items: Items by number of the question.
+        timing: Summed timings; ``None`` if one of the cells was interrupted.
+        num_expected: Samples when all cells are complete.
     """
 
     id: str
@@ -49,17 +59,17 @@ class PooledCell:
 
     @property
     def series(self) -> str:
-        """Which line of a plot it is a point of."""
+        """Name of the plan in tables and plots, without its budget."""
         return self.cell.series
 
     @property
     def budget(self) -> float | None:
-        """Rows that stay after a compaction; ``None`` if everything stays."""
+        """Rows kept by a compaction; ``None`` if nothing is evicted."""
         return self.cell.budget
 
     @property
     def buffer(self) -> float | None:
-        """Rows that may join before the next compaction; ``None`` likewise."""
+        """Rows added between compactions; ``None`` if nothing is evicted."""
         return self.cell.buffer
 
     @property
@@ -74,11 +84,11 @@ class PooledCell:
 
     @property
     def block(self) -> object:
-        """Equal for cells that were asked the same in the same way."""
+        """Equal for cells of the same version and evaluation setting, whatever the seed."""
         return self.version, _settings(self.group)
 
     def counts(self) -> dict[str, int]:
-        """How many samples there are, and how many of them have no plain answer."""
+        """Numbers of samples: finished, expected, truncated, failed and ungraded."""
         return {
             "num_samples": len(self.samples),
             "num_expected": self.num_expected,
@@ -88,81 +98,115 @@ class PooledCell:
         }
 
 
-_Place = tuple[RunFolder, EvalSettingRecord, CellRecord]
+_StoredCell = tuple[RunFolder, EvalSettingRecord, CellRecord]
 
 
-def pool(
-    runs: Sequence[RunFolder],
-    keep: Callable[[EvalSettingRecord, CellRecord], bool] = lambda group, cell: True,
-) -> list[PooledCell]:
-    """Take cells together that differ in nothing but their seed, whatever plans are called.
+def pool(runs: Sequence[RunFolder], keep: Keep = lambda group, cell: True) -> list[PooledCell]:
+    """Pool cells that differ only in their seed, whatever their plans are called.
 
     Args:
         runs: The runs; a cell that is in several of them counts once.
-        keep: Which cells are wanted.
+        keep: Selects cells.
 
     Returns:
-        The pooled cells; those of one model and task stand together, in the order of the runs.
+        The pooled cells in the order of the runs; those of one block are adjacent.
     """
-    questions = _Questions(runs)
-    places: dict[object, dict[object, list[_Place]]] = {}
+    questions = _QuestionNumbers(runs)
+    blocks: dict[object, dict[str, list[_StoredCell]]] = {}
     for run in runs:
         for cell in run.cells.values():
             group = run.groups[cell.group]
             if keep(group, cell):
-                block = places.setdefault((run.version, _settings(group)), {})
+                block = blocks.setdefault((run.version, _settings(group)), {})
                 block.setdefault(cell.plan, []).append((run, group, cell))
-    return [_pooled(one, questions) for block in places.values() for one in block.values()]
+    return [_pooled(stored, questions) for block in blocks.values() for stored in block.values()]
+
+
+def blocks_of(cells: Iterable[PooledCell]) -> list[list[PooledCell]]:
+    """Group cells by `PooledCell.block`, in the order of the cells."""
+    blocks: dict[object, list[PooledCell]] = {}
+    for cell in cells:
+        blocks.setdefault(cell.block, []).append(cell)
+    return list(blocks.values())
+
+
+def columns_of(group: EvalSettingRecord) -> Sequence[Column]:
+    """The columns of an evaluation setting; the first one is compared between cells.
+
+    Args:
+        group: The evaluation setting. A column of a task that kvpolicy does not know is the mean
+            of the values of its name.
+    """
+    return [
+        _KNOWN_COLUMNS.get(one.name)
+        or mean_of(one.name, one.title, one.heading, is_share=one.is_share)
+        for one in group.columns
+    ]
+
+
+def column_of(group: EvalSettingRecord, name: str | None) -> Column:
+    """One column of an evaluation setting, or ``length``, which every setting has.
+
+    Args:
+        group: The evaluation setting.
+        name: Name of the column; the first column if not given.
+
+    Raises:
+        ResultsError: The setting has no such column.
+    """
+    columns = columns_of(group)
+    if name is None:
+        return columns[0]
+    known = {column.name: column for column in (*columns, LENGTH)}
+    if name not in known:
+        msg = f"task '{group.task}' was not measured by {name!r}{nearest(name, known)}"
+        raise ResultsError(msg)
+    return known[name]
 
 
 def _settings(group: EvalSettingRecord) -> object:
-    plain = attrs.asdict(group, recurse=False, filter=lambda f, _: f.name not in _OF_ONE_SEED)
+    plain = attrs.asdict(group, recurse=False, filter=lambda f, _: f.name not in _SEED_FIELDS)
     return tuple(plain.items())
 
 
-def _pooled(places: Sequence[_Place], questions: "_Questions") -> PooledCell:
-    run, group, cell = places[0]
+def _pooled(stored: Sequence[_StoredCell], questions: "_QuestionNumbers") -> PooledCell:
+    first_run, first_group, first_cell = stored[0]
     samples: dict[str, Sample] = {}
     items: dict[int, ItemRecord] = {}
-    for its_run, its_group, its_cell in places:
-        for sample in its_run.samples_of[its_cell.cell]:
-            number = questions.number(its_group, sample.item)
-            samples[sample.key] = attrs.evolve(sample, cell=cell.cell, item=number)
-            found = its_run.items.get((its_group.group, sample.item))
-            if found is not None:
-                items.setdefault(number, found)
     expected: dict[int, int] = {}
-    for _, one, _ in places:
-        expected[one.seed] = max(expected.get(one.seed, 0), one.n * one.attempts)
+    for run, group, cell in stored:
+        expected[group.seed] = max(expected.get(group.seed, 0), group.n * group.attempts)
+        for sample in run.samples_of[cell.cell]:
+            number = questions.number(group, sample.item)
+            samples[sample.key] = attrs.evolve(sample, cell=first_cell.cell, item=number)
+            item = run.items.get((group.group, sample.item))
+            if item is not None:
+                items.setdefault(number, item)
     return PooledCell(
-        id=cell.cell,
-        cell=cell,
-        group=group,
-        version=run.version,
-        cells=_once(one.cell for _, _, one in places),
-        runs=_once(one.path.name for one, _, _ in places),
+        id=first_cell.cell,
+        cell=first_cell,
+        group=first_group,
+        version=first_run.version,
+        cells=tuple(dict.fromkeys(cell.cell for _, _, cell in stored)),
+        runs=tuple(dict.fromkeys(run.path.name for run, _, _ in stored)),
         seeds=tuple(sorted(expected)),
         samples=tuple(samples.values()),
         items=items,
-        timing=_sum_timings(places),
+        timing=_sum_timings(stored),
         num_expected=sum(expected.values()),
     )
 
 
-def _once(names: Iterable[str]) -> tuple[str, ...]:
-    return tuple(dict.fromkeys(names))
-
-
-def _sum_timings(places: Sequence[_Place]) -> CellTiming | None:
-    """What several cells cost one after the other, each counted once."""
+def _sum_timings(stored: Sequence[_StoredCell]) -> CellTiming | None:
+    """Timing of several cells run one after the other, each counted once."""
     found: dict[str, CellTiming | None] = {}
-    for run, _, cell in places:
+    for run, _, cell in stored:
         found[cell.cell] = found.get(cell.cell) or run.timings.get(cell.cell)
     timings = [one for one in found.values() if one is not None]
     if len(timings) < len(found):
         return None
     return CellTiming(
-        cell=places[0][2].cell,
+        cell=stored[0][2].cell,
         num_requests=sum(one.num_requests for one in timings),
         new_tokens=sum(one.new_tokens for one in timings),
         elapsed_s=sum(one.elapsed_s for one in timings),
@@ -172,20 +216,20 @@ def _sum_timings(places: Sequence[_Place]) -> CellTiming | None:
     )
 
 
-class _Questions:
-    """Numbers questions, across seeds, models and runs.
+class _QuestionNumbers:
+    """Numbers questions across seeds, models and runs.
 
-    Items of one model are the same question if their texts are. Items of two models, whose
-    chat templates word the same question differently, are if task, split, seed and number are,
-    and what no template words: answer and reference.
+    Items of one model are the same question if their texts are equal. Items of two models, whose
+    chat templates give the same question different prompts, are the same question if task, split,
+    seed, number, answer and reference are equal.
     """
 
     def __init__(self, runs: Sequence[RunFolder]) -> None:
         self._of_text: dict[object, int] = {}
-        self._of_said: dict[object, int] = {}
+        self._of_answer: dict[object, int] = {}
         self._of_place: dict[object, int] = {}
         self._of_item: dict[tuple[str, int], int] = {}
-        self._worded: set[object] = set()
+        self._seen: set[object] = set()
         self._num = 0
         for run in runs:
             for (group_id, item), record in run.items.items():
@@ -193,7 +237,7 @@ class _Questions:
                     self._of_item[group_id, item] = self._find(run.groups[group_id], record)
 
     def number(self, group: EvalSettingRecord, item: int) -> int:
-        """The question that an item of a group is; one of its own if nobody wrote it down."""
+        """Number of an item's question; items without a record are told apart by their number."""
         found = self._of_item.get((group.group, item))
         if found is None:
             found = self._of_place.get(_place(group, item))
@@ -204,16 +248,16 @@ class _Questions:
     def _find(self, group: EvalSettingRecord, record: ItemRecord) -> int:
         text = (group.model, group.task, record.prompt, record.answer, record.reference)
         place = _place(group, record.item)
-        said = (place, record.answer, record.reference)
+        answer = (place, record.answer, record.reference)
         number = self._of_text.get(text)
-        if number is None and (group.model, said) not in self._worded:
-            number = self._of_said.get(said)
+        if number is None and (group.model, answer) not in self._seen:
+            number = self._of_answer.get(answer)
         if number is None:
             number = self._next()
         self._of_text[text] = number
-        self._of_said.setdefault(said, number)
+        self._of_answer.setdefault(answer, number)
         self._of_place.setdefault(place, number)
-        self._worded.add((group.model, said))
+        self._seen.add((group.model, answer))
         return number
 
     def _next(self) -> int:

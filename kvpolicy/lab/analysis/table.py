@@ -1,70 +1,85 @@
-"""From samples to the comparison: one row for each cell."""
+"""Result tables: one row for each cell, or for each cell and value of a facet."""
 
-from collections.abc import Collection, Mapping, Sequence
-from typing import Any, Protocol
+import csv
+import io
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Generic, Protocol, TypeVar
 
 import attrs
 
-from kvpolicy.lab.analysis.csvtext import csv_text
-from kvpolicy.lab.analysis.paired_difference import paired_difference
-from kvpolicy.lab.statistics import Estimate
+from kvpolicy.lab.analysis.compare import facet_order, paired_difference
+from kvpolicy.lab.analysis.pooling import PooledCell, blocks_of, columns_of
+from kvpolicy.lab.statistics import Interval
 from kvpolicy.lab.store.records import CellTiming, Sample
-from kvpolicy.lab.tasks.measures import ACCURACY, LENGTH, Column
+from kvpolicy.lab.tasks.task import ACCURACY, LENGTH, Column
 
 
-class Compared(Protocol):
-    """What a table has to know of a cell, whether it is run now or was long ago."""
-
-    @property
-    def id(self) -> str:
-        """What its samples call it."""
+class CellWithSamples(Protocol):
+    """What a table reads of a cell."""
 
     @property
     def series(self) -> str:
-        """Which line of the plot it is a point of."""
+        """Name of the plan in tables and plots, without its budget."""
 
     @property
     def budget(self) -> float | None:
-        """Rows that stay after a compaction; ``None`` if everything stays."""
+        """Rows kept by a compaction; ``None`` if nothing is evicted."""
 
     @property
     def buffer(self) -> float | None:
-        """Rows that may join before the next compaction; ``None`` likewise."""
+        """Rows added between compactions; ``None`` if nothing is evicted."""
 
     @property
     def digest(self) -> str:
         """Digest of the resolved plan."""
 
+    @property
+    def samples(self) -> Sequence[Sample]:
+        """Its finished samples."""
+
+    @property
+    def timing(self) -> CellTiming | None:
+        """Its timing; ``None`` if it was interrupted."""
+
+
+AnyCell = TypeVar("AnyCell", bound=CellWithSamples)
+
 
 @attrs.frozen
-class Row:
-    """One cell of the comparison, measured.
+class Row(Generic[AnyCell]):
+    """The results of one cell, or of its samples with one value of a facet.
 
     Attributes:
-        series: Which line of the plot the cell is a point of.
-        budget: Rows that stay after a compaction (the mean over the layers); ``None`` if
-            everything stays.
-        buffer: Rows that may join before the next compaction; ``None`` likewise.
+        cell: The cell.
+        columns: What its task measures.
+        facet: Facet that the samples have in common; ``None`` for the whole cell.
+        facet_value: Its value; empty for the whole cell.
+        series: Name of the plan, without its budget.
+        budget: Rows kept by a compaction, averaged over layers; ``None`` if nothing is evicted.
+        buffer: Rows added between compactions; ``None`` if nothing is evicted.
         plan: Digest of the resolved plan.
-        n: Samples, failed ones included.
-        num_items: Items they are samples of; fewer where each is asked several times.
-        num_correct: How many of them were right; ``None`` where nothing is graded.
-        num_errors: How many failed; they count as not right.
-        num_ungraded: On how many the grader had no verdict; they count as not right.
-        measured: What the task measures, by name of the column: the share of right answers as
-            ``accuracy``, for example; ``None`` where no sample has a value.
-        difference: The first of these less that of the first cell, paired by item, as
-            `paired_difference` says; ``None`` for that cell itself, and where the two have no
-            item in common.
+        n: Samples, including failed ones.
+        num_items: Items of these samples; fewer if each has several attempts.
+        num_correct: Correct samples; ``None`` where nothing is graded.
+        num_errors: Failed samples; they count as wrong.
+        num_ungraded: Samples without a verdict of the grader; they count as wrong.
+        measured: What the task measures, by name of the column, such as ``accuracy``; ``None``
+            where no sample has a value.
+        difference: The first of these minus that of the first cell, see `paired_difference`;
+            ``None`` for the first cell, and without an item in common.
         length: Mean number of generated tokens, over items, of samples that did not fail.
-        truncated: Share that was cut off at the most tokens allowed.
+        truncated: Share of samples truncated at the generation limit.
         compactions: Mean number of compactions of a sample.
-        peak_bytes: Bytes of keys and values of the sample that held most.
-        peak_kv_bytes: Bytes of the cache of all slots; ``None`` if the cell was interrupted.
-        throughput_tok_s: Generated tokens per second; ``None`` likewise.
-        policy_share: Part of the decode time spent on policies; ``None`` likewise.
+        peak_bytes: Largest peak of KV bytes of a sample.
+        peak_kv_bytes: Peak KV bytes of the whole batch; ``None`` without a timing.
+        throughput_tok_s: Generated tokens per second; ``None`` without a timing.
+        policy_share: Share of the decode time spent on policies; ``None`` without a timing.
     """
 
+    cell: AnyCell = attrs.field(repr=False)
+    columns: Sequence[Column] = attrs.field(repr=False)
+    facet: str | None
+    facet_value: int | str
     series: str
     budget: float | None
     buffer: float | None
@@ -74,9 +89,9 @@ class Row:
     num_correct: int | None
     num_errors: int
     num_ungraded: int
-    measured: dict[str, Estimate | None]
-    difference: Estimate | None
-    length: Estimate | None
+    measured: dict[str, Interval | None]
+    difference: Interval | None
+    length: Interval | None
     truncated: float
     compactions: float
     peak_bytes: int
@@ -86,92 +101,154 @@ class Row:
 
 
 def tabulate(
-    cells: Sequence[Compared],
-    samples: Collection[Sample],
-    timings: Mapping[str, CellTiming],
-    columns: Sequence[Column] = (ACCURACY,),
-) -> list[Row]:
-    """Summarise the samples of every cell that has any.
+    cells: Sequence[AnyCell], columns: Sequence[Column] = (ACCURACY,)
+) -> list[Row[AnyCell]]:
+    """Summarise cells of one model and task.
 
     Args:
-        cells: The cells, in the order of the table.
-        samples: What is done.
-        timings: What the cells cost, by id, of those that were run in one go.
+        cells: The cells; `Row.difference` is from the first one.
         columns: What the task measures.
 
     Returns:
         A row for each cell with at least one sample.
     """
-    of_cell: dict[str, list[Sample]] = {}
-    for sample in samples:
-        of_cell.setdefault(sample.cell, []).append(sample)
-    reference = of_cell.get(cells[0].id, []) if cells else []
+    first = cells[0].samples if cells else ()
     return [
-        _row(cell, of_cell[cell.id], timings.get(cell.id), reference, columns)
+        _row(cell, cell.samples, first, columns, timing=cell.timing)
         for cell in cells
-        if cell.id in of_cell
+        if cell.samples
     ]
 
 
-def to_json(rows: Sequence[Row]) -> list[dict[str, Any]]:
-    """Rows as plain data: the fields of `Row`, estimates as ``{"value", "low", "high"}``.
+def break_down(
+    cells: Sequence[AnyCell],
+    columns: Sequence[Column] = (ACCURACY,),
+    *,
+    facets: Collection[str] | None = None,
+) -> list[Row[AnyCell]]:
+    """Summarise cells of one model and task by the values of facets.
 
-    What the task measures stands among the fields, in the place of ``measured``.
+    Args:
+        cells: The cells; `Row.difference` is from the first one.
+        columns: What the task measures.
+        facets: Names of the facets; all if not given.
+
+    Returns:
+        Rows in the order of facets, values and cells, without timings. A facet's rows contain
+        every sample that has the facet once.
+    """
+    groups: dict[tuple[str, int | str], list[list[Sample]]] = {}
+    for i, cell in enumerate(cells):
+        for sample in cell.samples:
+            for facet, value in sample.facets.items():
+                if facets is None or facet in facets:
+                    groups.setdefault((facet, value), [[] for _ in cells])[i].append(sample)
+    return [
+        _row(cell, samples, by_cell[0], columns, facet=facet, facet_value=value)
+        for (facet, value), by_cell in sorted(
+            groups.items(), key=lambda group: (group[0][0], facet_order(group[0][1]))
+        )
+        for cell, samples in zip(cells, by_cell, strict=True)
+        if samples
+    ]
+
+
+def tabulate_runs(cells: Iterable[PooledCell], facet: str | None = None) -> list[Row[PooledCell]]:
+    """Summarise cells of any models and tasks.
+
+    Args:
+        cells: The cells; `Row.difference` is from the first cell of the same model and task.
+        facet: Break down by this facet, if given.
+    """
+    rows: list[Row[PooledCell]] = []
+    for block in blocks_of(cells):
+        columns = columns_of(block[0].group)
+        if facet is None:
+            rows += tabulate(block, columns)
+        else:
+            rows += break_down(block, columns, facets=(facet,))
+    return rows
+
+
+def to_records(rows: Sequence[Row[Any]], *, flat: bool = False) -> list[dict[str, Any]]:
+    """Rows as plain data: the fields of `Row` from ``series`` on.
+
+    Args:
+        rows: The rows.
+        flat: Give an interval as three entries ``NAME``, ``NAME_low`` and ``NAME_high``, for CSV,
+            instead of ``{"value", "low", "high"}``.
+
+    Returns:
+        Records, with the columns of the task in place of ``measured``.
+    """
+    return [dict(_entries(row, flat)) for row in rows]
+
+
+def to_run_records(rows: Sequence[Row[PooledCell]], *, flat: bool = False) -> list[dict[str, Any]]:
+    """Rows of `tabulate_runs` as plain data: what was evaluated, then as `to_records`.
+
+    Args:
+        rows: The rows.
+        flat: As in `to_records`; lists become texts with spaces.
     """
     records = []
-    for row in rows:
-        record: dict[str, Any] = {}
-        for name, value in attrs.asdict(row).items():
-            record |= value if name == "measured" else {name: value}
-        records.append(record)
+    for row, record in zip(rows, to_records(rows, flat=flat), strict=True):
+        cell = row.cell
+        lists = {"runs": cell.runs, "seeds": cell.seeds, "cells": cell.cells}
+        runs, seeds, cells = (
+            " ".join(map(str, one)) if flat else list(one) for one in lists.values()
+        )
+        facet = {} if row.facet is None else {"facet": row.facet, "facet_value": row.facet_value}
+        records.append(
+            {
+                "runs": runs,
+                "version": cell.version,
+                "model": cell.group.model,
+                "task": cell.group.task,
+                "split": cell.group.split,
+                "seeds": seeds,
+                "cells": cells,
+                **facet,
+                **record,
+                **({"num_expected": cell.num_expected} if row.facet is None else {}),
+            }
+        )
     return records
 
 
-def to_csv(rows: Sequence[Row]) -> str:
-    """Rows as CSV: as `to_json`, estimates as three columns."""
-    names = estimates_of(rows)
-    return write_csv([flat(record, names) for record in to_json(rows)])
-
-
-def estimates_of(rows: Sequence[Row]) -> set[str]:
-    """Names of what has an interval, in the records of rows."""
-    return {"difference", "length", *(name for row in rows for name in row.measured)}
-
-
-def write_csv(records: Sequence[Mapping[str, Any]]) -> str:
-    """Records as CSV, with a column for every name that occurs."""
+def csv_text(records: Sequence[Mapping[str, Any]]) -> str:
+    """Records as CSV, with a column for every name that occurs; ``None`` is an empty field."""
     names = list(dict.fromkeys(name for record in records for name in record))
-    return csv_text(names, ([record.get(name) for name in names] for record in records))
+    lines = [[record.get(name) for name in names] for record in records]
+    return "".join(map(csv_line, [names, *lines]))
 
 
-def flat(record: Mapping[str, Any], estimates: Collection[str]) -> dict[str, Any]:
-    """A record whose estimates are three columns each: ``NAME``, ``NAME_low``, ``NAME_high``.
-
-    Args:
-        record: The record.
-        estimates: Names of those, which may be ``None``.
-    """
-    flat: dict[str, Any] = {}
-    for name, value in record.items():
-        if name in estimates:
-            ends = value or {"value": None, "low": None, "high": None}
-            flat |= {name: ends["value"], f"{name}_low": ends["low"]}
-            flat[f"{name}_high"] = ends["high"]
-        else:
-            flat[name] = value
-    return flat
+def csv_line(fields: Iterable[Any]) -> str:
+    r"""One line of CSV, which ends in ``\n``."""
+    line = io.StringIO()
+    # csv quotes the characters of its line terminator; readers end a line at either of these.
+    csv.writer(line, lineterminator="\r\n").writerow(fields)
+    return line.getvalue().removesuffix("\r\n") + "\n"
 
 
 def _row(
-    cell: Compared,
+    cell: AnyCell,
     samples: Sequence[Sample],
-    timing: CellTiming | None,
-    reference: Sequence[Sample],
+    first: Sequence[Sample],
     columns: Sequence[Column],
-) -> Row:
+    *,
+    timing: CellTiming | None = None,
+    facet: str | None = None,
+    facet_value: int | str = "",
+) -> Row[AnyCell]:
     n = len(samples)
-    served = [sample for sample in samples if sample.finish_reason != "error"]
+    finished = [sample for sample in samples if sample.finish_reason != "error"]
+    is_first = samples is first
     return Row(
+        cell=cell,
+        columns=columns,
+        facet=facet,
+        facet_value=facet_value,
         series=cell.series,
         budget=cell.budget,
         buffer=cell.buffer,
@@ -179,16 +256,14 @@ def _row(
         n=n,
         num_items=len({sample.item for sample in samples}),
         num_correct=_num_correct(samples),
-        num_errors=n - len(served),
-        num_ungraded=sum(sample.ungraded is not None for sample in served),
+        num_errors=n - len(finished),
+        num_ungraded=sum(sample.ungraded is not None for sample in finished),
         measured={column.name: column.estimate(samples) for column in columns},
-        difference=None
-        if samples is reference
-        else paired_difference(columns[0], samples, reference),
+        difference=None if is_first else paired_difference(columns[0], samples, first),
         length=LENGTH.estimate(samples),
-        truncated=sum(sample.finish_reason == "length" for sample in served) / n,
-        compactions=sum(sample.compactions for sample in served) / max(len(served), 1),
-        peak_bytes=max((sample.peak_bytes for sample in served), default=0),
+        truncated=sum(sample.finish_reason == "length" for sample in finished) / n,
+        compactions=sum(sample.compactions for sample in finished) / max(len(finished), 1),
+        peak_bytes=max((sample.peak_bytes for sample in finished), default=0),
         peak_kv_bytes=timing.peak_kv_bytes if timing else None,
         throughput_tok_s=timing.new_tokens / timing.elapsed_s if timing else None,
         policy_share=timing.policy_s / timing.decode_s if timing and timing.decode_s else None,
@@ -198,3 +273,26 @@ def _row(
 def _num_correct(samples: Sequence[Sample]) -> int | None:
     is_graded = any(s.correct is not None or s.ungraded is not None for s in samples)
     return sum(bool(sample.correct) for sample in samples) if is_graded else None
+
+
+def _entries(row: Row[Any], flat: bool) -> Iterator[tuple[str, Any]]:
+    fields = [field.name for field in attrs.fields(Row)]
+    for name in fields[fields.index("series") :]:
+        value = getattr(row, name)
+        if name == "measured":
+            for column, interval in value.items():
+                yield from _interval_entries(column, interval, flat)
+        elif name in ("difference", "length"):
+            yield from _interval_entries(name, value, flat)
+        else:
+            yield name, value
+
+
+def _interval_entries(
+    name: str, interval: Interval | None, flat: bool
+) -> Iterator[tuple[str, Any]]:
+    if not flat:
+        yield name, interval and attrs.asdict(interval)
+    else:
+        ends = (None, None, None) if interval is None else attrs.astuple(interval)
+        yield from zip((name, f"{name}_low", f"{name}_high"), ends, strict=True)

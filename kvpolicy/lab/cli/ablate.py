@@ -198,7 +198,7 @@ def _publish(comparison: "Comparison", store: "Store", by: str | None, *, json: 
 
 
 def _show(panels: "list[Panel]", by: str | None) -> None:
-    from kvpolicy.lab.cli.rows import facet_table, table
+    from kvpolicy.lab.cli.tables import facet_table, table
 
     width = terminal_width()
     for number, panel in enumerate(panels):

@@ -1,9 +1,9 @@
-"""``kvpolicy results``: what finished and running ablations have found.
+"""``kvpolicy results``: list, tabulate, compare and export results, also of running sweeps.
 
 `compare` is in `kvpolicy.lab.cli.compare`. With ``--json``, `list` prints a list of
 ``{"folder", "name", "version", "started", "models", "tasks", "seeds", "num_cells",
-"num_samples", "num_expected", "num_errors", "problem"}``, of a folder that cannot be read
-``folder`` and ``problem`` only; `table` prints the list that docs/reference/results.md describes.
+"num_samples", "num_expected", "num_errors", "problem"}``, for an unreadable folder only ``folder``
+and ``problem``; `table` prints the list that docs/reference/results.md describes.
 """
 
 from pathlib import Path
@@ -15,10 +15,10 @@ from kvpolicy.cli.options import Json, check_new_file, examples
 from kvpolicy.cli.output import format_table, info, print_json, print_text, terminal_width
 from kvpolicy.errors import KVPolicyError, ResultsError
 from kvpolicy.lab.cli.compare import compare
-from kvpolicy.lab.cli.resultsoptions import Budgets, Models, Runs, Seeds, Series, Tasks
+from kvpolicy.lab.cli.results_options import Budgets, Models, Runs, Seeds, SeriesNames, Tasks
 
 if TYPE_CHECKING:
-    from kvpolicy.lab.analysis.pooledtable import PooledRow
+    from kvpolicy.lab.analysis.table import Row
     from kvpolicy.lab.store.read import RunFolder
 
 app = typer.Typer(
@@ -31,7 +31,7 @@ app = typer.Typer(
 
 @app.command(
     "list",
-    short_help="Show the runs below a folder.",
+    short_help="Show the runs in a folder.",
     epilog=examples(
         "kvpolicy results list",
         "kvpolicy results list runs --json",
@@ -39,11 +39,11 @@ app = typer.Typer(
 )
 def listing(
     folder: Annotated[
-        Path, typer.Argument(metavar="FOLDER", help="Where runs are, at any depth.")
+        Path, typer.Argument(metavar="FOLDER", help="A folder with runs, at any depth.")
     ] = Path("kvpolicy-ablate"),
     json: Json = False,
 ) -> None:
-    """Show the runs below a folder: what they ask of whom, and how far they are."""
+    """Show the runs in a folder: models, tasks, seeds and progress."""
     from kvpolicy.lab.store.read import find_runs
 
     found = [_summary(path) for path in find_runs(folder)]
@@ -51,18 +51,18 @@ def listing(
         print_json(found, indent=2)
         return
     for one in found:
-        if one.get("problem"):
+        if one["problem"]:
             info(one["problem"])
-    rows = [_listed(one) for one in found if not one.get("problem")]
-    if rows:
+    lines = [_list_line(one) for one in found if not one["problem"]]
+    if lines:
         headers = ["run", "begun", "models", "tasks", "seeds", "cells", "samples", "failed"]
-        print_text(format_table(headers, rows, right=(4, 5, 6, 7)) + "\n")
+        print_text(format_table(headers, lines, right=(4, 5, 6, 7)) + "\n")
     elif not found:
-        info(f"there is no run below {folder}; `kvpolicy ablate` makes one.")
+        info(f"there is no run in {folder}; `kvpolicy ablate` makes one.")
 
 
 @app.command(
-    short_help="Show what runs found: one row for each plan.",
+    short_help="Show the results of runs: one row for each plan.",
     epilog=examples(
         "kvpolicy results table kvpolicy-ablate/baselines",
         "kvpolicy results table runs --by depth --csv",
@@ -71,9 +71,9 @@ def listing(
 def table(
     runs: Runs,
     by: Annotated[
-        str | None, typer.Option(metavar="FACET", help="Break down by difficulty, or the like.")
+        str | None, typer.Option(metavar="FACET", help="Break down by a facet, such as depth.")
     ] = None,
-    series: Series = None,
+    series: SeriesNames = None,
     budget: Budgets = None,
     model: Models = None,
     task: Tasks = None,
@@ -81,40 +81,35 @@ def table(
     csv: Annotated[bool, typer.Option("--csv", help="Print CSV instead of text.")] = False,
     json: Json = False,
 ) -> None:
-    """Show what runs found: accuracy or what else was measured, length, memory and speed.
+    """Show the results of runs: accuracy or what else was measured, length, memory and speed.
 
-    Seeds are taken together; intervals count questions, not samples. Samples that were cut
-    off, failed or could not be graded are counted, and are not right.
+    Seeds are pooled; intervals count questions, not samples. Truncated, failed and ungraded
+    samples count, as wrong ones.
     """
     if csv and json:
-        msg = "--csv and --json were given; one of them is wanted."
+        msg = "--csv and --json were given; give one of them."
         raise KVPolicyError(msg)
-    from kvpolicy.lab.analysis.pooledtable import (
-        break_down_pooled,
-        tabulate_pooled,
-        to_csv,
-        to_plain,
-    )
     from kvpolicy.lab.analysis.pooling import pool
     from kvpolicy.lab.analysis.select import check_facet, open_runs, select
-    from kvpolicy.lab.cli.gaps import say_what_lacks
+    from kvpolicy.lab.analysis.table import csv_text, tabulate_runs, to_run_records
+    from kvpolicy.lab.cli.tables import warn_incomplete
 
     opened = open_runs(runs)
-    wanted = select(opened, series=series, budgets=budget, models=model, tasks=task, seeds=seed)
-    cells = pool(opened, wanted.keeps)
+    selection = select(opened, series=series, budgets=budget, models=model, tasks=task, seeds=seed)
+    cells = pool(opened, selection.keeps)
     check_facet(cells, by)
-    rows = tabulate_pooled(cells) if by is None else break_down_pooled(cells, by)
+    rows = tabulate_runs(cells, by)
     if json:
-        print_json(to_plain(rows), indent=2)
+        print_json(to_run_records(rows), indent=2)
     elif csv:
-        print_text(to_csv(rows))
+        print_text(csv_text(to_run_records(rows, flat=True)))
     else:
-        say_what_lacks(cells)
-        print_text(_text(rows))
+        warn_incomplete(cells)
+        print_text(_tables_text(rows))
 
 
 app.command(
-    short_help="Compare two cells item by item, or all with one.",
+    short_help="Compare two cells item by item, or all with a baseline.",
     epilog=examples(
         "kvpolicy results compare runs H2O@128 R-KV@128",
         "kvpolicy results compare runs --with 'full cache'",
@@ -135,42 +130,41 @@ def export(
         Path, typer.Option(metavar="FILE", help="A new file whose name ends in .csv or .parquet.")
     ],
     items: Annotated[
-        bool, typer.Option("--items", help="With the prompt and the answer of each item.")
+        bool, typer.Option("--items", help="Include the prompt and the answer of each item.")
     ] = False,
     overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Replace the file if it is there.")
+        bool, typer.Option("--overwrite", help="Replace the file if it exists.")
     ] = False,
-    series: Series = None,
+    series: SeriesNames = None,
     budget: Budgets = None,
     model: Models = None,
     task: Tasks = None,
     seed: Seeds = None,
 ) -> None:
     """Write samples as one flat table, one row for each: CSV, or Parquet with pyarrow."""
-    from kvpolicy.lab.analysis.export import flatten
-    from kvpolicy.lab.analysis.flattable import check_can_write, write_table
+    from kvpolicy.lab.analysis.export import check_can_write, flatten_samples, write_table
     from kvpolicy.lab.analysis.select import open_runs, select
 
     check_can_write(to)
     if not (overwrite and to.is_file()):
         check_new_file(to, option="--to, or give --overwrite")
     opened = open_runs(runs)
-    wanted = select(opened, series=series, budgets=budget, models=model, tasks=task, seeds=seed)
-    flat = flatten(opened, wanted.keeps, items=items)
+    selection = select(opened, series=series, budgets=budget, models=model, tasks=task, seeds=seed)
+    flat = flatten_samples(opened, selection.keeps, items=items)
     write_table(flat, to)
-    info(f"{len(flat.rows):,} samples of {len(flat.kinds)} columns are in {to}.")
+    info(f"{to} has {len(flat.rows):,} samples in {len(flat.kinds)} columns.")
 
 
 def _summary(path: Path) -> dict[str, Any]:
     from kvpolicy.lab.store.read import read_run
 
     try:
-        return _about(read_run(path))
+        return _describe(read_run(path))
     except ResultsError as error:
         return {"folder": str(path), "problem": str(error)}
 
 
-def _about(run: "RunFolder") -> dict[str, Any]:
+def _describe(run: "RunFolder") -> dict[str, Any]:
     groups = run.groups.values()
     return {
         "folder": str(run.path),
@@ -188,39 +182,33 @@ def _about(run: "RunFolder") -> dict[str, Any]:
     }
 
 
-def _listed(about: dict[str, Any]) -> list[str]:
-    done, expected = about["num_samples"], about["num_expected"]
+def _list_line(summary: dict[str, Any]) -> list[str]:
+    done, expected = summary["num_samples"], summary["num_expected"]
     return [
-        about["folder"],
-        (about["started"] or "-").replace("T", " ")[:16],
-        ", ".join(about["models"]),
-        ", ".join(about["tasks"]),
-        ",".join(map(str, about["seeds"])),
-        f"{about['num_cells']:,}",
+        summary["folder"],
+        (summary["started"] or "-").replace("T", " ")[:16],
+        ", ".join(summary["models"]),
+        ", ".join(summary["tasks"]),
+        ",".join(map(str, summary["seeds"])),
+        f"{summary['num_cells']:,}",
         f"{done:,}" if done == expected else f"{done:,} of {expected:,}",
-        f"{about['num_errors']:,}",
+        f"{summary['num_errors']:,}",
     ]
 
 
-def _text(rows: "list[PooledRow]") -> str:
-    """One table for everything that is measured in the same columns."""
-    from kvpolicy.lab.analysis.facets import FacetRow
-    from kvpolicy.lab.analysis.naming import differing, setting
-    from kvpolicy.lab.cli.rows import facet_table
-    from kvpolicy.lab.cli.rows import table as plain_table
+def _tables_text(rows: "list[Row[Any]]") -> str:
+    """One table for each set of measured columns."""
+    from kvpolicy.lab.analysis.select import differing_settings, format_setting
+    from kvpolicy.lab.cli.tables import facet_table
+    from kvpolicy.lab.cli.tables import table as plain_table
 
-    tables: dict[object, list[PooledRow]] = {}
+    by_columns: dict[object, list[Row[Any]]] = {}
     for row in rows:
-        tables.setdefault(tuple(column.name for column in row.columns), []).append(row)
-    names, width = differing([row.cell for row in rows]), terminal_width()
+        by_columns.setdefault(tuple(column.name for column in row.columns), []).append(row)
+    names = differing_settings([row.cell for row in rows])
     texts = []
-    for some in tables.values():
-        measured = some[0].columns
-        labels = {name: [setting(row.cell, name) for row in some] for name in names}
-        if some[0].facet is None:
-            text = plain_table([row.row for row in some], measured, labels=labels, width=width)
-        else:
-            parts = [FacetRow(some[0].facet, row.value, row.row) for row in some]
-            text = facet_table(parts, measured, labels=labels, width=width)
-        texts.append(text + "\n")
+    for some in by_columns.values():
+        lay_out = plain_table if some[0].facet is None else facet_table
+        labels = {name: [format_setting(row.cell, name) for row in some] for name in names}
+        texts.append(lay_out(some, some[0].columns, labels=labels, width=terminal_width()) + "\n")
     return "\n".join(texts)

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar, cast
 
 import attrs
 
-from kvpolicy.lab.statistics import Estimate
+from kvpolicy.lab.statistics import Interval
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -64,7 +64,7 @@ class Line(Generic[Cell]):
 def panel(
     axes: "Axes",
     cells: Sequence[Cell],
-    measure: Callable[[Cell], Estimate | None],
+    measure: Callable[[Cell], Interval | None],
     *,
     is_share: bool = False,
 ) -> None:
@@ -93,7 +93,7 @@ def share_axis(axes: "Axes") -> None:
     axes.set_ylim(-0.02, 1.04)
 
 
-def top(values: Iterable[Estimate | None]) -> float:
+def top(values: Iterable[Interval | None]) -> float:
     """Where an axis ends that begins at 0 and has room for all intervals."""
     return 1.06 * max((value.high for value in values if value), default=0.0) or 1.0
 
@@ -143,7 +143,7 @@ class _Label:
     height: float
 
 
-def _reference(axes: "Axes", cell: Drawn, value: Estimate | None) -> _Label | None:
+def _reference(axes: "Axes", cell: Drawn, value: Interval | None) -> _Label | None:
     if value is None:
         return None
     axes.axhline(value.value, color=INK, linewidth=1.2, linestyle=(0, (5, 3)), zorder=1)
@@ -152,7 +152,7 @@ def _reference(axes: "Axes", cell: Drawn, value: Estimate | None) -> _Label | No
 
 
 def _line(
-    axes: "Axes", line: Line[Cell], measure: Callable[[Cell], Estimate | None]
+    axes: "Axes", line: Line[Cell], measure: Callable[[Cell], Interval | None]
 ) -> _Label | None:
     points = [(_budget(cell), value) for cell in line.cells if (value := measure(cell))]
     if not points:

@@ -13,7 +13,7 @@ from kvpolicy.files import atomic_write
 from kvpolicy.lab.plots.drawing import INK, STYLE, Line, lines_of, panel, share_axis, top
 from kvpolicy.lab.report.gather import CellView
 from kvpolicy.lab.report.metrics import Quantity
-from kvpolicy.lab.statistics import Estimate
+from kvpolicy.lab.statistics import Interval
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -108,7 +108,7 @@ def save_frontier(
 
 
 def _points(
-    axes: "Axes", cells: Sequence[CellView], points: dict[str, tuple[float, Estimate]]
+    axes: "Axes", cells: Sequence[CellView], points: dict[str, tuple[float, Interval]]
 ) -> None:
     references = tuple(cell for cell in cells if cell.budget is None)
     names = dict.fromkeys(cell.series for cell in references)
@@ -164,15 +164,15 @@ def _is(quantity: Quantity) -> bool:
     return quantity.kind == "share"
 
 
-def _over(estimate: Estimate | float | None, unit: float) -> Estimate | None:
+def _over(estimate: Interval | float | None, unit: float) -> Interval | None:
     """An estimate in a unit; without an interval where nothing is known of one."""
     if estimate is None:
         return None
-    if not isinstance(estimate, Estimate):
-        estimate = Estimate(estimate, estimate, estimate)
+    if not isinstance(estimate, Interval):
+        estimate = Interval(estimate, estimate, estimate)
     if not all(map(math.isfinite, (estimate.value, estimate.low, estimate.high))):
         return None
-    return Estimate(estimate.value / unit, estimate.low / unit, estimate.high / unit)
+    return Interval(estimate.value / unit, estimate.low / unit, estimate.high / unit)
 
 
 def _unit(quantity: Quantity, cells: Sequence[CellView]) -> tuple[float, str]:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from kvpolicy.files import atomic_write
 from kvpolicy.lab.analysis.table import Row
 from kvpolicy.lab.plots.drawing import FAINT, STYLE, panel
-from kvpolicy.lab.tasks.measures import ACCURACY, Column
+from kvpolicy.lab.tasks.task import ACCURACY, Column
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

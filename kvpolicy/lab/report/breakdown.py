@@ -4,8 +4,8 @@ from typing import Any
 
 import attrs
 
-from kvpolicy.lab.analysis.facets import break_down
-from kvpolicy.lab.analysis.storedcolumns import columns_of
+from kvpolicy.lab.analysis.pooling import columns_of
+from kvpolicy.lab.analysis.table import break_down
 from kvpolicy.lab.report.gather import GroupView
 from kvpolicy.lab.report.metrics import plain
 
@@ -51,12 +51,9 @@ def breakdown(view: GroupView, facets: Facets) -> Breakdown:
         cell.digest: {name: [None] * len(values) for name, values in facets.shown.items()}
         for cell in view.cells
     }
-    samples = [
-        attrs.evolve(one, facets={k: v for k, v in one.facets.items() if k in facets.shown})
-        for one in view.samples
-    ]
-    for one in break_down(view.cells, samples, columns):
-        place = facets.shown[one.facet].index(one.value)
-        estimate = plain(one.row.measured[columns[0].name])
-        found[one.row.plan][one.facet][place] = {"n": one.row.n, "estimate": estimate}
+    for row in break_down(view.cells, columns, facets=facets.shown):
+        assert row.facet is not None
+        place = facets.shown[row.facet].index(row.facet_value)
+        estimate = plain(row.measured[columns[0].name])
+        found[row.plan][row.facet][place] = {"n": row.n, "estimate": estimate}
     return found

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from kvpolicy.lab.analysis.storedcolumns import columns_of
+from kvpolicy.lab.analysis.pooling import columns_of
 from kvpolicy.lab.analysis.table import Row, tabulate
 from kvpolicy.lab.report.breakdown import Facets, breakdown, facets_of
 from kvpolicy.lab.report.gather import CellView, GroupView
@@ -147,8 +147,7 @@ def _item(view: GroupView, number: int, facets: Facets) -> dict[str, Any]:
 
 
 def _cells(view: GroupView, facets: Facets) -> list[dict[str, Any]]:
-    timings = {cell.id: cell.timing for cell in view.cells if cell.timing}
-    rows = tabulate(view.cells, view.samples, timings, columns_of(view.group))
+    rows = tabulate(view.cells, columns_of(view.group))
     by_facet = breakdown(view, facets)
     places = {number: place for place, number in enumerate(view.numbers)}
     return [

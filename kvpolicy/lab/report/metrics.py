@@ -6,10 +6,10 @@ from statistics import fmean
 
 import attrs
 
-from kvpolicy.lab.analysis.storedcolumns import columns_of
+from kvpolicy.lab.analysis.pooling import columns_of
 from kvpolicy.lab.report.gather import CellView
 from kvpolicy.lab.report.throughput import throughput
-from kvpolicy.lab.statistics import Estimate, mean, ratio
+from kvpolicy.lab.statistics import Interval, mean, ratio
 from kvpolicy.lab.store.records import EvalSettingRecord, Sample
 from kvpolicy.lab.tasks.measures import LENGTH, Column, by_item
 
@@ -35,7 +35,7 @@ class Quantity:
     title: str
     heading: str
     kind: str
-    estimate: Callable[[CellView], Estimate | float | None]
+    estimate: Callable[[CellView], Interval | float | None]
     note: str = ""
     charted: bool = True
 
@@ -53,11 +53,11 @@ def quantities(group: EvalSettingRecord) -> list[Quantity]:
     return [*map(_measured, columns_of(group)), *_COSTS]
 
 
-def plain(estimate: Estimate | float | None) -> list[float | None] | None:
+def plain(estimate: Interval | float | None) -> list[float | None] | None:
     """An estimate for the page: value and interval, whose ends may be unknown."""
     if estimate is None:
         return None
-    if not isinstance(estimate, Estimate):
+    if not isinstance(estimate, Interval):
         return [estimate, None, None] if math.isfinite(estimate) else None
     if not math.isfinite(estimate.value):
         return None
@@ -67,14 +67,14 @@ def plain(estimate: Estimate | float | None) -> list[float | None] | None:
 
 
 def _measured(column: Column) -> Quantity:
-    def estimate(view: CellView) -> Estimate | None:
+    def estimate(view: CellView) -> Interval | None:
         return column.estimate(view.samples)
 
     kind = "share" if column.is_share else "number"
     return Quantity(column.name, column.title, column.heading, kind, estimate)
 
 
-def _memory(view: CellView) -> Estimate | None:
+def _memory(view: CellView) -> Interval | None:
     """The mean over items, as attempts at one are alike."""
     held = by_item(view.samples, lambda one: one.peak_bytes if _is_served(one) else None)
     return mean([fmean(values) for values in held]) if held else None
@@ -84,7 +84,7 @@ def _is_served(sample: Sample) -> bool:
     return sample.finish_reason != "error"
 
 
-def _speed(view: CellView) -> Estimate | None:
+def _speed(view: CellView) -> Interval | None:
     timed = by_item(view.samples, _tokens_and_seconds)
     if not timed:
         return None

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from kvpolicy.lab.statistics import Z_95, Estimate, ratio
+from kvpolicy.lab.statistics import Z_95, Interval, ratio
 from kvpolicy.lab.store.records import CellTiming
 
 # Student's t, of which 95 % lies within, for 1 to 10 degrees of freedom: seeds are few, and the
@@ -10,7 +10,7 @@ from kvpolicy.lab.store.records import CellTiming
 _STUDENT = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
 
 
-def throughput(timings: Sequence[CellTiming]) -> Estimate | float | None:
+def throughput(timings: Sequence[CellTiming]) -> Interval | float | None:
     """Tokens per second of all slots.
 
     Args:
@@ -27,7 +27,7 @@ def throughput(timings: Sequence[CellTiming]) -> Estimate | float | None:
     if len(timed) == 1:
         return found.value
     half = (found.high - found.value) * student(len(timed) - 1) / Z_95
-    return Estimate(found.value, max(found.value - half, 0.0), found.value + half)
+    return Interval(found.value, max(found.value - half, 0.0), found.value + half)
 
 
 def student(degrees: int) -> float:

@@ -310,9 +310,13 @@ def _exactly(*types: type) -> Any:
     return check
 
 
+def _is_dict(cls: Any) -> bool:
+    return get_origin(cls) is dict
+
+
 _converter = cattrs.Converter(forbid_extra_keys=True)
 for _type in (str, int, bool):
     _converter.register_structure_hook(_type, _exactly(_type))
 _converter.register_structure_hook(float, _exactly(float, int))  # JSON has whole floats as integers
 # Facets, knobs and plans are free-form: their contents are not checked.
-_converter.register_structure_hook_func(lambda cls: get_origin(cls) is dict, _exactly(dict))
+_converter.register_structure_hook_func(_is_dict, _exactly(dict))

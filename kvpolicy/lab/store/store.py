@@ -243,10 +243,15 @@ def _differences(stored: dict[str, Any], requested: dict[str, Any]) -> list[str]
 
 
 def _settings(run: dict[str, Any]) -> dict[str, Any]:
-    """The settings that decide a run's samples; those of a single group are listed one by one."""
-    run = {key: value for key, value in run.items() if key != "name"}
-    groups = run.get("groups", [])
+    """The settings that decide a run's samples; those of a single group are listed one by one.
+
+    The name of the run and the headings of tables decide nothing.
+    """
+    groups = [
+        {key: value for key, value in group.items() if key != "columns"}
+        for group in run.get("groups", [])
+    ]
+    run = {key: value for key, value in run.items() if key not in ("name", "groups")}
     if len(groups) != 1:
-        return run
-    (group,) = groups
-    return {k: v for k, v in {**run, **group}.items() if k not in ("groups", "group")}
+        return {**run, "groups": groups}
+    return {key: value for key, value in {**run, **groups[0]}.items() if key != "group"}

@@ -8,10 +8,8 @@ from typing import Any
 import attrs
 
 from kvpolicy.files import atomic_write
-from kvpolicy.lab.analysis.facets import FacetRow, break_down, facet_records
-from kvpolicy.lab.analysis.pooling import PooledCell, pool
-from kvpolicy.lab.analysis.table import Row, estimates_of, flat, tabulate, write_csv
-from kvpolicy.lab.analysis.table import to_json as rows_to_json
+from kvpolicy.lab.analysis.pooling import PooledCell, blocks_of, pool
+from kvpolicy.lab.analysis.table import Row, break_down, csv_text, tabulate, to_records
 from kvpolicy.lab.plots.plots import save_plots
 from kvpolicy.lab.store.read import read_run
 from kvpolicy.lab.store.store import Store
@@ -38,8 +36,8 @@ class Panel:
     task: str
     seeds: Sequence[int]
     columns: Sequence[Column]
-    rows: Sequence[Row]
-    facets: Sequence[FacetRow]
+    rows: Sequence[Row[PooledCell]]
+    facets: Sequence[Row[PooledCell]]
     settings: str
 
     @property
@@ -62,9 +60,8 @@ def publish(comparison: Comparison, store: Store) -> list[Panel]:
     """
     panels = _panels(comparison, store.folder)
     atomic_write(store.folder / "table.json", json.dumps(to_json(panels), indent=2) + "\n")
-    atomic_write(store.folder / "table.csv", write_csv(_flat(panels)))
-    facets = [{**_of(one), **record} for one in panels for record in facet_records(one.facets)]
-    atomic_write(store.folder / "facets.csv", write_csv(facets))
+    atomic_write(store.folder / "table.csv", csv_text(_csv_records(panels)))
+    atomic_write(store.folder / "facets.csv", csv_text(_facet_records(panels)))
     for number, panel in enumerate(panels, 1):
         name = "plot" if len(panels) == 1 else f"plot-{number}"
         title = f"{panel.title}: {panel.settings}"
@@ -77,16 +74,21 @@ def to_json(panels: Sequence[Panel]) -> list[dict[str, Any]]:
     return [
         {"model": panel.model, "task": panel.task, "seeds": list(panel.seeds), **record}
         for panel in panels
-        for record in rows_to_json(panel.rows)
+        for record in to_records(panel.rows)
     ]
 
 
-def _flat(panels: Sequence[Panel]) -> list[dict[str, Any]]:
-    names = estimates_of([row for panel in panels for row in panel.rows])
+def _csv_records(panels: Sequence[Panel]) -> list[dict[str, Any]]:
     return [
-        {**_of(panel), **flat(record, names)}
+        {**_of(panel), **record} for panel in panels for record in to_records(panel.rows, flat=True)
+    ]
+
+
+def _facet_records(panels: Sequence[Panel]) -> list[dict[str, Any]]:
+    return [
+        {**_of(panel), "facet": row.facet, "value": row.facet_value, **record}
         for panel in panels
-        for record in rows_to_json(panel.rows)
+        for row, record in zip(panel.facets, to_records(panel.facets, flat=True), strict=True)
     ]
 
 
@@ -96,25 +98,20 @@ def _of(panel: Panel) -> dict[str, Any]:
 
 
 def _panels(comparison: Comparison, folder: Path) -> list[Panel]:
-    blocks: dict[object, list[PooledCell]] = {}
-    for cell in pool([read_run(folder)]):
-        blocks.setdefault(cell.block, []).append(cell)
-    return [_panel(comparison, cells) for cells in blocks.values()]
+    return [_panel(comparison, cells) for cells in blocks_of(pool([read_run(folder)]))]
 
 
 def _panel(comparison: Comparison, cells: Sequence[PooledCell]) -> Panel:
     group = comparison.group_of(comparison.cell(cells[0].id))
     seeds = sorted({seed for cell in cells for seed in cell.seeds})
-    samples = [sample for cell in cells for sample in cell.samples]
-    timings = {cell.id: cell.timing for cell in cells if cell.timing is not None}
     columns = group.task.measure.columns
     return Panel(
         model=group.model.name,
         task=group.task.name,
         seeds=seeds,
         columns=columns,
-        rows=tabulate(cells, samples, timings, columns),
-        facets=break_down(cells, samples, columns),
+        rows=tabulate(cells, columns),
+        facets=break_down(cells, columns),
         settings=_settings(group, seeds),
     )
 

@@ -17,7 +17,7 @@ import attrs
 from kvpolicy.engine.results import Result
 from kvpolicy.entry_points import default_name
 from kvpolicy.errors import TaskError
-from kvpolicy.lab.statistics import Estimate, ratio
+from kvpolicy.lab.statistics import Interval, ratio
 from kvpolicy.lab.store.records import Sample
 from kvpolicy.lab.tasks.task import (
     Column,
@@ -118,7 +118,7 @@ def _nll_of(sample: Sample) -> float | None:
     return scored and scored[0] / scored[1]
 
 
-def _nll(samples: Sequence[Sample]) -> Estimate | None:
+def _nll(samples: Sequence[Sample]) -> Interval | None:
     texts = by_item(samples, _scored)
     if not texts:
         return None
@@ -131,9 +131,9 @@ def _perplexity_of(sample: Sample) -> float | None:
     return None if nll is None else math.exp(nll)
 
 
-def _perplexity(samples: Sequence[Sample]) -> Estimate | None:
+def _perplexity(samples: Sequence[Sample]) -> Interval | None:
     nll = _nll(samples)
-    return nll and Estimate(math.exp(nll.value), math.exp(nll.low), math.exp(nll.high))
+    return nll and Interval(math.exp(nll.value), math.exp(nll.low), math.exp(nll.high))
 
 
 @attrs.frozen

@@ -21,7 +21,7 @@ import attrs
 from kvpolicy.engine.results import Result
 from kvpolicy.entry_points import distribution, installed, load_installed, nearest
 from kvpolicy.errors import KVPolicyError, TaskError
-from kvpolicy.lab.statistics import Estimate, mean, pass_at_1
+from kvpolicy.lab.statistics import Interval, mean, pass_at_1
 from kvpolicy.lab.store.records import Sample
 
 if TYPE_CHECKING:
@@ -114,7 +114,7 @@ class Column:
     title: str
     heading: str
     value: Callable[[Sample], float | None]
-    estimate: Callable[[Sequence[Sample]], Estimate | None]
+    estimate: Callable[[Sequence[Sample]], Interval | None]
     is_share: bool = False
     parts: Callable[[Sample], tuple[float, float] | None] | None = None
     of_ratio: Callable[[float], float] = float
@@ -284,14 +284,14 @@ def _mean_column(
     value: Callable[[Sample], float | None],
     is_share: bool = False,
 ) -> Column:
-    def estimate(samples: Sequence[Sample]) -> Estimate | None:
+    def estimate(samples: Sequence[Sample]) -> Interval | None:
         groups = by_item(samples, value)
         return mean([fmean(values) for values in groups]) if groups else None
 
     return Column(name, title, heading, value, estimate, is_share)
 
 
-def _accuracy(samples: Sequence[Sample]) -> Estimate | None:
+def _accuracy(samples: Sequence[Sample]) -> Interval | None:
     attempts = by_item(samples, lambda sample: bool(sample.correct))
     return pass_at_1(attempts) if attempts else None
 

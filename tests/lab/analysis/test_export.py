@@ -1,4 +1,4 @@
-"""Exports: every sample once, in typed columns that do not depend on what is in them."""
+"""Exports: every sample once, in typed columns that do not depend on their contents."""
 
 import csv
 import io
@@ -13,10 +13,14 @@ from hypothesis import strategies as st
 from run_folders import write_run
 
 from kvpolicy.errors import ResultsError
-from kvpolicy.lab.analysis.csvtext import csv_text
-from kvpolicy.lab.analysis.export import fixed_columns, flatten
-from kvpolicy.lab.analysis.flattable import Table, check_can_write, write_table
-from kvpolicy.lab.analysis.table import write_csv
+from kvpolicy.lab.analysis.export import (
+    SampleTable,
+    check_can_write,
+    fixed_columns,
+    flatten_samples,
+    write_table,
+)
+from kvpolicy.lab.analysis.table import csv_line, csv_text
 from kvpolicy.lab.store.read import RunFolder, read_run
 
 # Each by itself: what one of them needs must not hide what another one needs.
@@ -28,13 +32,13 @@ def _run(folder: Path, **how: Any) -> RunFolder:
     return read_run(write_run(folder, **how))
 
 
-def _records(table: Table) -> list[dict[str, Any]]:
+def _records(table: SampleTable) -> list[dict[str, Any]]:
     return [dict(zip(table.kinds, row, strict=True)) for row in table.rows]
 
 
-def test_every_sample_is_a_row_and_says_what_it_said(tmp_path: Path) -> None:
+def test_every_sample_is_a_row_with_its_values(tmp_path: Path) -> None:
     run = _run(tmp_path, seeds=(0, 1), says=lambda *_: {"values": {"loss": 2, "kl": 0.5}})
-    rows = _records(flatten([run], items=True))
+    rows = _records(flatten_samples([run], items=True))
     assert [row["key"] for row in rows] == list(run.samples)
     for row, sample in zip(rows, run.samples.values(), strict=True):
         for name in ("item", "correct", "error", "text", "decode_s", "budget"):
@@ -47,16 +51,16 @@ def test_every_sample_is_a_row_and_says_what_it_said(tmp_path: Path) -> None:
         assert row["run"] == tmp_path.name
 
 
-def test_the_columns_are_the_same_whatever_is_done(tmp_path: Path) -> None:
+def test_the_columns_do_not_depend_on_the_finished_samples(tmp_path: Path) -> None:
     done, begun = _run(tmp_path / "a"), _run(tmp_path / "b", only_first=0)
-    assert flatten([done]).kinds == flatten([begun]).kinds
-    assert flatten([begun]).rows == []
-    assert list(flatten([done]).kinds)[: len(fixed_columns())] == list(fixed_columns())
+    assert flatten_samples([done]).kinds == flatten_samples([begun]).kinds
+    assert flatten_samples([begun]).rows == []
+    assert list(flatten_samples([done]).kinds)[: len(fixed_columns())] == list(fixed_columns())
 
 
-def test_only_what_is_wanted_is_exported(tmp_path: Path) -> None:
+def test_only_selected_cells_are_exported(tmp_path: Path) -> None:
     run = _run(tmp_path)
-    rows = _records(flatten([run], lambda group, cell: cell.budget == 64))
+    rows = _records(flatten_samples([run], lambda group, cell: cell.budget == 64))
     assert [row["series"] for row in rows] == ["H2O"] * 8
 
 
@@ -64,7 +68,7 @@ def test_a_column_holds_one_kind_of_value(tmp_path: Path) -> None:
     facets = [{"depth": 3}, {"depth": "deep"}, {"depth": 3, "big": 2**70}, {"share": 0.5}]
     run = _run(tmp_path, n=4, says=lambda cell, item, attempt: {"facets": facets[item]})
     (tmp_path / "items.jsonl").unlink()
-    table = flatten([run])
+    table = flatten_samples([run])
     assert [table.kinds[f"facet_{name}"] for name in ("depth", "big", "share")] == [
         "text",
         "text",
@@ -81,7 +85,7 @@ def test_knobs_are_columns_without_dots(tmp_path: Path) -> None:
     cells = manifest["run"]["cells"]
     cells[1]["knobs"] = {"h2o.n_recent": 4, "h2o.kind": "sum", "mix.share": 0.5, "mix.on": True}
     (folder / "manifest.json").write_text(json.dumps(manifest))
-    table = flatten([read_run(folder)])
+    table = flatten_samples([read_run(folder)])
     kinds = {name: kind for name, kind in table.kinds.items() if name.startswith("knob_")}
     assert kinds == {
         "knob_h2o__kind": "text",
@@ -97,7 +101,8 @@ def test_knobs_are_columns_without_dots(tmp_path: Path) -> None:
 @given(st.lists(st.sampled_from(HOSTILES) | st.text(max_size=5), min_size=1, max_size=4))
 @example(list(HOSTILES))
 def test_csv_gives_every_field_back(fields: list[str]) -> None:
-    text = csv_text(["a,\r", *fields], [[None, *fields], fields[:1] + [None] * len(fields)])
+    lines = [["a,\r", *fields], [None, *fields], fields[:1] + [None] * len(fields)]
+    text = "".join(map(csv_line, lines))
     read = list(csv.reader(io.StringIO(text, newline="")))
     assert read == [["a,\r", *fields], ["", *fields], fields[:1] + [""] * len(fields)]
     assert text.endswith("\n")
@@ -105,14 +110,14 @@ def test_csv_gives_every_field_back(fields: list[str]) -> None:
 
 
 def test_csv_carries_a_bare_carriage_return_in_both_tables(tmp_path: Path) -> None:
-    table = Table({"text": "text", "whole": "whole"}, [["b\rc", 1], [None, None]])
+    table = SampleTable({"text": "text", "whole": "whole"}, [["b\rc", 1], [None, None]])
     write_table(table, tmp_path / "out.csv")
     assert (tmp_path / "out.csv").read_bytes() == b'text,whole\n"b\rc",1\n,\n'
-    assert write_csv([{"text": "b\rc"}, {"whole": 1}]) == 'text,whole\n"b\rc",\n,1\n'
+    assert csv_text([{"text": "b\rc"}, {"whole": 1}]) == 'text,whole\n"b\rc",\n,1\n'
 
 
 def test_csv_carries_any_text(tmp_path: Path) -> None:
-    table = flatten([_run(tmp_path, says=lambda *_: {"text": HOSTILE, "error": "x"})])
+    table = flatten_samples([_run(tmp_path, says=lambda *_: {"text": HOSTILE, "error": "x"})])
     write_table(table, tmp_path / "out.csv")
     with (tmp_path / "out.csv").open(encoding="utf-8", newline="") as file:
         read = list(csv.DictReader(file))
@@ -124,8 +129,8 @@ def test_csv_carries_any_text(tmp_path: Path) -> None:
 
 def test_parquet_carries_values_and_types_also_of_empty_columns(tmp_path: Path) -> None:
     parquet = pytest.importorskip("pyarrow.parquet", reason="pyarrow is not installed")
-    whole = flatten([_run(tmp_path / "a", says=lambda *_: {"text": HOSTILE})], items=True)
-    empty = flatten([_run(tmp_path / "b", only_first=0)], items=True)
+    whole = flatten_samples([_run(tmp_path / "a", says=lambda *_: {"text": HOSTILE})], items=True)
+    empty = flatten_samples([_run(tmp_path / "b", only_first=0)], items=True)
     for table in (whole, empty):
         write_table(table, tmp_path / "out.parquet")
         read = parquet.read_table(tmp_path / "out.parquet")

@@ -10,8 +10,7 @@ import pytest
 from run_folders import write_run
 from shell import Shell, refusal
 
-from kvpolicy.lab.analysis.paired import bootstrap_mean
-from kvpolicy.lab.statistics import wilson
+from kvpolicy.lab.statistics import paired_proportions, wilson
 
 
 @pytest.fixture(autouse=True)
@@ -20,7 +19,7 @@ def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _worse(cell: dict[str, Any], item: int, attempt: int) -> dict[str, Any]:
-    """The full cache is always right; of the others the first half is, one of them cut off."""
+    """The full cache is always right; of the others the first half is, one of them truncated."""
     if cell["budget"] is None:
         return {"correct": True}
     fails = {"correct": False, "finish_reason": "error", "error": "too long", "num_tokens": 0}
@@ -32,7 +31,7 @@ def _worse(cell: dict[str, Any], item: int, attempt: int) -> dict[str, Any]:
 # list
 
 
-def test_runs_are_listed_with_how_far_they_are(kvpolicy: Shell) -> None:
+def test_runs_are_listed_with_their_progress(kvpolicy: Shell) -> None:
     write_run(Path("kvpolicy-ablate/a"), says=_worse, seeds=(0, 1))
     write_run(Path("kvpolicy-ablate/b"), models=("x", "y"), only_first=5)
     answer = kvpolicy("results", "list")
@@ -47,7 +46,7 @@ def test_runs_are_listed_with_how_far_they_are(kvpolicy: Shell) -> None:
     assert (second["models"], second["num_cells"]) == (["x", "y"], 6)
 
 
-def test_a_damaged_run_is_told_and_hides_no_other(kvpolicy: Shell) -> None:
+def test_a_damaged_run_is_reported_and_hides_no_other(kvpolicy: Shell) -> None:
     write_run(Path("kvpolicy-ablate/a"))
     write_run(Path("kvpolicy-ablate/b"))
     Path("kvpolicy-ablate/a/samples.jsonl").write_text("nonsense\n")
@@ -61,10 +60,10 @@ def test_a_damaged_run_is_told_and_hides_no_other(kvpolicy: Shell) -> None:
     ]
 
 
-def test_where_no_run_is_a_sentence_says_so(kvpolicy: Shell, tmp_path: Path) -> None:
+def test_a_folder_without_runs_is_reported(kvpolicy: Shell, tmp_path: Path) -> None:
     answer = kvpolicy("results", "list", tmp_path)
     assert (answer.status, answer.out) == (0, "")
-    assert "no run below" in answer.err
+    assert "no run in" in answer.err
     assert kvpolicy("results", "list", tmp_path, "--json").json == []
     assert "there is no folder nowhere" in refusal(kvpolicy("results", "list", "nowhere"))
 
@@ -72,7 +71,7 @@ def test_where_no_run_is_a_sentence_says_so(kvpolicy: Shell, tmp_path: Path) -> 
 # table
 
 
-def test_a_table_counts_apart_what_has_no_plain_answer(kvpolicy: Shell) -> None:
+def test_a_table_counts_failed_and_ungraded_samples(kvpolicy: Shell) -> None:
     write_run(Path("run"), says=_worse, seeds=(0, 1))
     full, small, _ = kvpolicy("results", "table", "run", "--json").json
     assert (full["n"], full["num_correct"]) == (16, 16)
@@ -89,7 +88,7 @@ def test_a_table_counts_apart_what_has_no_plain_answer(kvpolicy: Shell) -> None:
     assert "0,1" in text
 
 
-def test_csv_says_what_json_says(kvpolicy: Shell) -> None:
+def test_csv_and_json_have_the_same_values(kvpolicy: Shell) -> None:
     write_run(Path("a"), says=_worse)
     write_run(Path("b"), models=("other",), only_first=8)
     records = kvpolicy("results", "table", "a", "b", "--json").json
@@ -127,7 +126,7 @@ def test_a_table_by_difficulty_holds_every_sample(kvpolicy: Shell) -> None:
     assert " depth " in kvpolicy("results", "table", "run", "--by", "depth").out
 
 
-def test_what_differs_between_runs_is_told_in_a_column(kvpolicy: Shell) -> None:
+def test_settings_that_differ_between_runs_become_columns(kvpolicy: Shell) -> None:
     write_run(Path("a"))
     write_run(Path("b"), max_new_tokens=50, models=("m",))
     header = kvpolicy("results", "table", "a", "b").out.splitlines()[0]
@@ -135,7 +134,7 @@ def test_what_differs_between_runs_is_told_in_a_column(kvpolicy: Shell) -> None:
     assert "seeds" not in header
 
 
-def test_tasks_that_are_measured_otherwise_have_a_table_of_their_own(kvpolicy: Shell) -> None:
+def test_tasks_with_other_columns_have_a_table_of_their_own(kvpolicy: Shell) -> None:
     kl = {"name": "kl", "title": "KL, nats", "heading": "KL", "is_share": False}
     own = {"name": "own", "title": "my own", "heading": "Own", "is_share": True}
     write_run(Path("a"))
@@ -155,7 +154,7 @@ def test_tasks_that_are_measured_otherwise_have_a_table_of_their_own(kvpolicy: S
     assert "was not measured by 'kl'" in refusal(answer)
 
 
-def test_a_run_that_goes_on_says_what_lacks(kvpolicy: Shell) -> None:
+def test_a_running_run_is_reported_as_incomplete(kvpolicy: Shell) -> None:
     write_run(Path("run"), only_first=10)
     answer = kvpolicy("results", "table", "run")
     assert "H2O@64 is not complete: 2 of 8 samples are done." in answer.err
@@ -171,30 +170,32 @@ def test_two_cells_are_compared_item_by_item(kvpolicy: Shell) -> None:
     write_run(Path("run"), says=_worse)
     words = ("results", "compare", "run", "H2O@64", "full cache")
     answer = kvpolicy(*words)
-    assert "A less B: -50.0 points" in answer.out
-    assert "both right 4, only A 0, only B 4, neither 0" in answer.out
+    assert "A - B: -50.0 points" in answer.out
+    assert "both correct 4, only A 0, only B 4, neither 0" in answer.out
     assert "McNemar's exact test: p = 0.12" in answer.out
     found = kvpolicy(*words, "--json").json
     (one,) = found["comparisons"]
-    expected = bootstrap_mean([0.0] * 4 + [-1.0] * 4)
+    expected = paired_proportions(4, 0, 4, 0)
     assert one["difference"] == {
         "value": expected.value,
         "low": expected.low,
         "high": expected.high,
     }
-    assert one["p_value"] == 0.125
+    assert one["p_value"] == pytest.approx(0.125)
     assert (one["a"]["num_errors"], one["a"]["num_ungraded"], one["a"]["num_truncated"]) == (
         1,
         1,
         1,
     )
-    assert "BCa bootstrap over items, 10,000 resamples, seed 0" in found["interval"]
-    assert kvpolicy(*words, "--json").out == kvpolicy(*words, "--json").out
-    other = kvpolicy(*words, "--json", "--bootstrap-seed", 5).json
-    assert other["interval"].endswith("seed 5")
+    assert found["interval"] == "95 %, Newcombe's for paired proportions"
+    lengths = (*words, "--column", "length", "--json")
+    found = kvpolicy(*lengths).json
+    assert found["interval"] == "95 %, BCa bootstrap over items, 10,000 resamples, seed 0"
+    assert kvpolicy(*lengths).out == kvpolicy(*lengths).out
+    assert kvpolicy(*lengths, "--bootstrap-seed", 5).json["interval"].endswith("seed 5")
 
 
-def test_items_on_which_cells_part_are_shown_without_control_characters(kvpolicy: Shell) -> None:
+def test_items_on_which_cells_differ_are_shown_without_control_characters(kvpolicy: Shell) -> None:
     def says(cell: dict[str, Any], item: int, attempt: int) -> dict[str, Any]:
         return {**_worse(cell, item, attempt), "text": "\x1b[2Jgone\n\n" + "x" * 999 + " end"}
 
@@ -222,24 +223,25 @@ def test_all_cells_are_compared_with_one_of_their_model(kvpolicy: Shell) -> None
     ]
     assert pairs == [(m, b, m, "full cache") for m in ("m", "n") for b in (64, 96)]
     for one in found["comparisons"]:
-        assert one["p_value"] == 2 / 2**8
-        assert one["p_holm"] == 4 * 2 / 2**8
+        assert one["p_value"] == pytest.approx(2 / 2**8)
+        assert one["p_holm"] == pytest.approx(4 * 2 / 2**8)
     some = kvpolicy("results", "compare", "run", "--with", "full cache", "--budget", 64, "--json")
-    assert [one["p_holm"] for one in some.json["comparisons"]] == [2 * 2 / 2**8] * 2
+    holm = [one["p_holm"] for one in some.json["comparisons"]]
+    assert holm == pytest.approx([2 * 2 / 2**8] * 2)
     text = kvpolicy("results", "compare", "run", "--with", "full cache").out
     assert "Holm" in text
     assert text.count("0.031") == 4
 
 
-def test_comparing_with_one_drops_no_count(kvpolicy: Shell) -> None:
+def test_comparing_with_a_baseline_drops_no_count(kvpolicy: Shell) -> None:
     """The second cell has four of its samples, and of those that are done some have no answer."""
     write_run(Path("run"), says=_worse, plans=(("H2O", 64), ("full cache", None)), only_first=12)
     answer = kvpolicy("results", "compare", "run", "--with", "full cache")
     head, _, row, blank, *gaps = answer.out.splitlines()
-    assert head.split()[:4] == ["cell", "less", "items", "unpaired"]
+    assert head.split()[:4] == ["cell", "baseline", "items", "unpaired"]
     assert row.split()[:5] == ["H2O@64", "full", "cache", "4", "4"]
     assert blank == ""
-    assert gaps == ["H2O@64: of 8 samples 1 cut off, 1 failed, 1 ungraded"]
+    assert gaps == ["H2O@64: of 8 samples 1 truncated, 1 failed, 1 ungraded"]
     assert "full cache is not complete: 4 of 8 samples are done." in answer.err
     two = kvpolicy("results", "compare", "run", "H2O@64", "full cache")
     assert "full cache is not complete: 4 of 8 samples are done." in two.err
@@ -249,17 +251,17 @@ def test_comparing_with_one_drops_no_count(kvpolicy: Shell) -> None:
     assert sums.split()[3:6] == ["sums", "4", "0"]
 
 
-def test_what_lacks_is_told_of_cells_that_are_told_apart(kvpolicy: Shell) -> None:
+def test_incomplete_cells_have_unique_labels(kvpolicy: Shell) -> None:
     write_run(Path("run"), says=_worse, models=("m", "n"), plans=(("H2O", 64),))
     write_run(Path("full"), models=("m", "n"), plans=(("full cache", None),), only_first=10)
     answer = kvpolicy("results", "compare", "run", "full", "--with", "full cache")
-    gaps = "of 8 samples 1 cut off, 1 failed, 1 ungraded"
+    gaps = "of 8 samples 1 truncated, 1 failed, 1 ungraded"
     assert answer.out.splitlines()[-2:] == [f"H2O@64, model {model}: {gaps}" for model in "mn"]
     assert "full cache, model n is not complete: 2 of 8 samples are done." in answer.err
     assert "model m is not complete" not in answer.err
 
 
-def test_the_table_says_that_bytes_are_of_the_sample_that_held_most(kvpolicy: Shell) -> None:
+def test_the_bytes_of_a_table_are_those_of_the_largest_sample(kvpolicy: Shell) -> None:
     write_run(Path("run"))
     assert "KV/sample, most" in kvpolicy("results", "table", "run").out
     row, *_ = kvpolicy("results", "table", "run", "--json").json
@@ -281,8 +283,8 @@ def test_a_comparison_can_be_broken_down(kvpolicy: Shell) -> None:
 def test_lengths_can_be_compared_too(kvpolicy: Shell) -> None:
     write_run(Path("run"), says=_worse)
     text = kvpolicy("results", "compare", "run", "H2O@64", "full", "--column", "length").out
-    assert "A less B: +0, 95 % CI +0..+0, over 7 items" in text
-    assert "A more 0, B more 0, the same 7" in text
+    assert "A - B: +0, 95 % CI +0..+0, over 7 items" in text
+    assert "A more 0, B more 0, equal 7" in text
     assert "Exact sign test: p = 1" in text
 
 
@@ -310,7 +312,7 @@ REFUSED = {
     "an unknown budget": (["table", "run", "--budget", "65"], "no budget '65'"),
     "an unknown seed": (["export", "run", "--to", "a.csv", "--seed", "4"], "no seed 4"),
     "an unknown facet": (["table", "run", "--by", "dept"], "did you mean depth?"),
-    "csv and json": (["table", "run", "--csv", "--json"], "one of them"),
+    "csv and json": (["table", "run", "--csv", "--json"], "give one of them"),
     "no cells": (["compare", "run", "H2O@64"], "was given no run"),
     "an unknown cell": (["compare", "run", "H2O@65", "full"], "did you mean"),
     "several cells": (["compare", "run", "H2O", "full"], "may be any of 2 cells: H2O@64; H2O@96"),
@@ -326,7 +328,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize(("words", "sentence"), REFUSED.values(), ids=REFUSED)
-def test_wrong_input_is_told_in_a_sentence(
+def test_wrong_input_is_reported_in_a_sentence(
     kvpolicy: Shell, words: list[str], sentence: str
 ) -> None:
     write_run(Path("run"))
@@ -345,7 +347,7 @@ def test_samples_are_exported_and_only_replaced_on_demand(kvpolicy: Shell) -> No
     words = ("results", "export", "run", "--to", "out.csv", "--items")
     answer = kvpolicy(*words)
     assert answer.status == 0
-    assert "24 samples of" in answer.err
+    assert "out.csv has 24 samples in" in answer.err
     with Path("out.csv").open(newline="") as file:
         assert [row["prompt"] for row in csv.DictReader(file)][:1] == ["reasoner 0: what is 0?"]
     assert "exists" in refusal(kvpolicy(*words))
@@ -357,7 +359,7 @@ def test_samples_are_exported_and_only_replaced_on_demand(kvpolicy: Shell) -> No
 # what ablate writes
 
 
-def test_what_ablate_wrote_is_read_and_says_the_same(kvpolicy: Shell, model_folder: Path) -> None:
+def test_tables_of_results_equal_those_of_ablate(kvpolicy: Shell, model_folder: Path) -> None:
     small = ("--n", 3, "--slots", 3, "--max-new-tokens", 20, "--budgets", "12", "--buffer", 6)
     words = ("--model", model_folder, *small, "--policies", "full,h2o", "--workers", 1)
     table = kvpolicy("ablate", *words, "--output", "kvpolicy-ablate/out", "--json").json["table"]

@@ -12,7 +12,7 @@ from run_folders import write_lines, write_run
 from kvpolicy.lab.report.gather import gather, pooled
 from kvpolicy.lab.report.metrics import quantities
 from kvpolicy.lab.report.throughput import student, throughput
-from kvpolicy.lab.statistics import Estimate
+from kvpolicy.lab.statistics import Interval
 from kvpolicy.lab.store.read import read_run
 from kvpolicy.lab.store.records import CellTiming
 
@@ -41,7 +41,7 @@ def timing(new_tokens: int, elapsed_s: float) -> CellTiming:
 def test_seeds_of_one_size_have_the_interval_of_their_mean(speeds: list[float]) -> None:
     """If all take as long, the speed of all is the mean of their speeds."""
     found = throughput([timing(round(1000 * speed), 1000.0) for speed in speeds])
-    assert isinstance(found, Estimate)
+    assert isinstance(found, Interval)
     n, rounded = len(speeds), [round(1000 * speed) / 1000 for speed in speeds]
     mean = sum(rounded) / n
     error = math.sqrt(sum((one - mean) ** 2 for one in rounded) / (n - 1) / n)
@@ -52,7 +52,7 @@ def test_seeds_of_one_size_have_the_interval_of_their_mean(speeds: list[float]) 
 
 def test_seeds_that_are_the_same_leave_nothing_open() -> None:
     found = throughput([timing(600, 3.0), timing(200, 1.0)])
-    assert found == Estimate(200.0, pytest.approx(200.0), pytest.approx(200.0))
+    assert found == Interval(200.0, pytest.approx(200.0), pytest.approx(200.0))
 
 
 def test_a_report_has_the_interval_where_seeds_are_taken_together(tmp_path: Path) -> None:
@@ -68,14 +68,14 @@ def test_a_report_has_the_interval_where_seeds_are_taken_together(tmp_path: Path
         assert isinstance(of_name["throughput"].estimate(cell), float)
     for number, cell in enumerate(together.cells):
         found = of_name["throughput"].estimate(cell)
-        assert isinstance(found, Estimate)
+        assert isinstance(found, Interval)
         assert found.value == pytest.approx(120 + 10 * number)
         half = 4.303 * 20 / math.sqrt(3)  # seeds differ by 20
         assert (found.low, found.high) == pytest.approx((found.value - half, found.value + half))
     (drawn,) = pooled([run])
-    assert isinstance(of_name["throughput"].estimate(drawn.cells[0]), Estimate)
+    assert isinstance(of_name["throughput"].estimate(drawn.cells[0]), Interval)
     # A seed that was interrupted leaves the cell without a throughput.
     write_lines(folder / "timings.jsonl", lines[1:])
     first, other = gather([read_run(folder)])[0].cells
     assert of_name["throughput"].estimate(first) is None
-    assert isinstance(of_name["throughput"].estimate(other), Estimate)
+    assert isinstance(of_name["throughput"].estimate(other), Interval)

@@ -225,8 +225,9 @@ def test_a_forked_child_that_ends_does_not_release_the_parents_lock(tmp_path: Pa
             Store(tmp_path, RUN)
 
 
-def test_a_run_by_another_name_is_the_same_run(tmp_path: Path) -> None:
-    Store(tmp_path, RUN).close()
+def test_a_run_with_another_name_or_other_headings_is_the_same_run(tmp_path: Path) -> None:
+    Store(tmp_path, RUN | of_group({"columns": [{"title": "right"}]})).close()
+    Store(tmp_path, RUN | of_group({"columns": [{"title": "accuracy"}]})).close()
     Store(tmp_path, RUN | {"name": "other"}).close()
 
 

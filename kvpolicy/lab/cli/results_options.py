@@ -1,14 +1,15 @@
-"""Options that the commands of ``kvpolicy results`` share: which runs, which cells of them."""
+"""Options shared by the commands of ``kvpolicy results``: runs, and the cells to show."""
 
 from typing import Annotated
 
 import typer
 
 Runs = Annotated[
-    list[str], typer.Argument(metavar="RUN...", help="Folders of runs, or that runs lie below.")
+    list[str], typer.Argument(metavar="RUN...", help="Folders of runs, or folders that hold some.")
 ]
-Series = Annotated[
-    list[str] | None, typer.Option(metavar="NAME", help="Only this series; may be repeated.")
+SeriesNames = Annotated[
+    list[str] | None,
+    typer.Option("--series", metavar="NAME", help="Only this series; may be repeated."),
 ]
 Budgets = Annotated[
     list[str] | None, typer.Option(metavar="N|all", help="Only this budget; may be repeated.")

@@ -1,4 +1,4 @@
-"""Seeds taken together: no sample lost or doubled, questions told apart by what they ask."""
+"""Pooling over seeds: no sample lost or doubled, questions identified by their text."""
 
 import json
 from collections import Counter
@@ -13,7 +13,7 @@ from run_folders import write_lines, write_run
 from kvpolicy.lab.analysis.pooling import PooledCell, pool
 from kvpolicy.lab.statistics import wilson
 from kvpolicy.lab.store.read import RunFolder, read_run
-from kvpolicy.lab.tasks.measures import ACCURACY
+from kvpolicy.lab.tasks.task import ACCURACY
 
 
 def _run(folder: Path, **how: Any) -> RunFolder:
@@ -29,7 +29,7 @@ def _change_items(folder: Path, **changes: Any) -> None:
     write_lines(path, records)
 
 
-def test_seeds_are_taken_together_and_nothing_else(tmp_path: Path) -> None:
+def test_only_seeds_are_pooled(tmp_path: Path) -> None:
     run = _run(tmp_path, seeds=(0, 1, 2), models=("a", "b"), tasks=("t", "u"))
     pooled = pool([run])
     assert [(c.group.model, c.group.task, c.name) for c in pooled] == [
@@ -57,7 +57,7 @@ def test_seeds_are_taken_together_and_nothing_else(tmp_path: Path) -> None:
     ],
     ids=lambda other: next(iter(other)),
 )
-def test_groups_that_differ_in_anything_else_are_kept_apart(
+def test_settings_that_differ_in_anything_else_are_not_pooled(
     other: dict[str, Any], tmp_path: Path
 ) -> None:
     first = _run(tmp_path / "1", seeds=(0,))
@@ -66,7 +66,7 @@ def test_groups_that_differ_in_anything_else_are_kept_apart(
     assert [cell.seeds for cell in pool([first, second])] == [(0,)] * 3 + [(1,)] * 3
 
 
-def test_seeds_of_several_runs_are_taken_together(tmp_path: Path) -> None:
+def test_seeds_of_several_runs_are_pooled(tmp_path: Path) -> None:
     runs = [_run(tmp_path / f"{seed}", seeds=(seed,)) for seed in (3, 1)]
     pooled = pool(runs)
     assert [(cell.seeds, cell.runs, len(cell.samples)) for cell in pooled] == [
@@ -88,7 +88,7 @@ def test_a_sample_that_is_in_several_runs_counts_once(tmp_path: Path) -> None:
     assert timing.num_requests == 8
 
 
-def test_a_plan_that_two_runs_call_differently_is_one_plan(tmp_path: Path) -> None:
+def test_a_plan_with_two_names_is_one_plan(tmp_path: Path) -> None:
     runs = [
         _run(tmp_path / series, plans=[(series, 64)], seeds=(seed,))
         for seed, series in enumerate(("H2O", "H2O as published"))
@@ -97,12 +97,12 @@ def test_a_plan_that_two_runs_call_differently_is_one_plan(tmp_path: Path) -> No
     assert (cell.name, cell.seeds, len(cell.samples)) == ("H2O@64", (0, 1), 16)
 
 
-def test_speed_is_told_only_if_no_cell_was_interrupted(tmp_path: Path) -> None:
+def test_there_is_a_timing_only_if_no_cell_was_interrupted(tmp_path: Path) -> None:
     runs = [_run(tmp_path / "a"), _run(tmp_path / "b", seeds=(1,), timed=False)]
     assert pool(runs)[0].timing is None
 
 
-def test_a_question_that_two_seeds_ask_is_one_question(tmp_path: Path) -> None:
+def test_a_question_of_two_seeds_is_one_question(tmp_path: Path) -> None:
     """Each seed asks the same eight questions in another order."""
     folder = write_run(
         tmp_path, seeds=(0, 1), says=lambda cell, item, attempt: {"correct": item < 4}
@@ -125,7 +125,7 @@ def test_questions_of_different_seeds_are_different(tmp_path: Path) -> None:
     assert Counter(sample.item for sample in first.samples) == dict.fromkeys(range(16), 1)
 
 
-def test_two_models_are_asked_the_same_question_in_their_own_words(tmp_path: Path) -> None:
+def test_a_question_with_the_prompts_of_two_models_is_one_question(tmp_path: Path) -> None:
     folder = write_run(tmp_path, models=("a", "b"), seeds=(0, 1))
     _change_items(folder, prompt=lambda r: f"<{r['model']}>{r['prompt']}")
     cells = pool([read_run(folder)])
@@ -133,7 +133,7 @@ def test_two_models_are_asked_the_same_question_in_their_own_words(tmp_path: Pat
     assert numbers == [set(range(16))] * 6
 
 
-def test_two_models_were_not_asked_the_same_if_the_task_has_changed_between(tmp_path: Path) -> None:
+def test_questions_of_two_models_differ_if_the_task_has_changed_in_between(tmp_path: Path) -> None:
     """Somebody edited the file of questions, and asked another model what stands there now."""
     runs = [write_run(tmp_path / model, models=(model,)) for model in ("a", "b")]
     _change_items(
@@ -148,7 +148,7 @@ def test_two_models_were_not_asked_the_same_if_the_task_has_changed_between(tmp_
     assert len({sample.item for sample in b.samples}) == 8
 
 
-def test_a_task_that_has_changed_between_two_runs_asks_other_questions(tmp_path: Path) -> None:
+def test_a_task_changed_between_two_runs_has_other_questions(tmp_path: Path) -> None:
     runs = [write_run(tmp_path / "old"), write_run(tmp_path / "new", prompt_hash="0" * 16, slots=9)]
     _change_items(runs[1], prompt=lambda r: r["prompt"] + " Now!" * (r["item"] > 2))
     old, *_, new = pool([read_run(folder) for folder in runs])
@@ -156,7 +156,7 @@ def test_a_task_that_has_changed_between_two_runs_asks_other_questions(tmp_path:
     assert {old.items[number].item for number in shared} == {0, 1, 2}
 
 
-def test_items_that_nobody_wrote_down_are_told_apart_by_their_number(tmp_path: Path) -> None:
+def test_items_without_a_record_are_identified_by_their_number(tmp_path: Path) -> None:
     folder = write_run(tmp_path, seeds=(0, 1), models=("a", "b"))
     (folder / "items.jsonl").unlink()
     numbers = [{sample.item for sample in cell.samples} for cell in pool([read_run(folder)])]
@@ -168,7 +168,7 @@ def test_items_that_nobody_wrote_down_are_told_apart_by_their_number(tmp_path: P
     done=st.integers(0, 60),
     attempts=st.integers(1, 3),
 )
-def test_no_sample_is_lost_or_doubled_whatever_is_done(
+def test_no_sample_is_lost_or_doubled_whatever_is_finished(
     seeds: list[int], done: int, attempts: int, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     folder = tmp_path_factory.mktemp("run")
@@ -188,7 +188,7 @@ def _check_adds_up(run: RunFolder, pooled: list[PooledCell]) -> None:
             assert cell.items[sample.item].item == original.item
 
 
-def test_only_the_cells_that_are_wanted_are_read(tmp_path: Path) -> None:
+def test_only_selected_cells_are_pooled(tmp_path: Path) -> None:
     run = _run(tmp_path, seeds=(0, 1))
     wanted = pool([run], lambda group, cell: group.seed == 1 and cell.budget == 96)
     assert [(cell.name, cell.seeds, len(cell.samples)) for cell in wanted] == [("H2O@96", (1,), 8)]
