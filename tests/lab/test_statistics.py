@@ -335,16 +335,16 @@ def test_a_ratio_minus_itself_is_zero() -> None:
 
 
 def test_the_interval_of_a_difference_of_ratios_covers_the_truth() -> None:
-    """200 times 60 texts of different lengths; the second plan loses 0.1 nats a token more."""
+    """80 times 60 texts of different lengths; the second plan loses 0.1 nats a token more."""
     rng, covered = random.Random(5), 0
-    for time in range(200):
+    for time in range(80):
         sizes = [rng.randint(10, 1000) for _ in range(60)]
         hard = [rng.uniform(0.5, 1.5) for _ in sizes]
         ours = [(n * (h + rng.gauss(0, 0.1)), n) for n, h in zip(sizes, hard, strict=True)]
         theirs = [(n * (h + 0.1 + rng.gauss(0, 0.1)), n) for n, h in zip(sizes, hard, strict=True)]
         found = bootstrap_ratio_difference(ours, theirs, seed=time)
         covered += found.low <= -0.1 <= found.high
-    assert 0.9 <= covered / 200 <= 0.99
+    assert 0.88 <= covered / 80 <= 1
 
 
 NUMBERS = st.lists(st.integers(-50, 50).map(float), min_size=1, max_size=30)

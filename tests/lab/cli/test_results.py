@@ -322,7 +322,7 @@ REFUSED = {
     "items of many": (["compare", "run", "--with", "full", "--items"], "RUN A B"),
     "an ending": (["export", "run", "--to", "a.xlsx"], "ends in .csv or .parquet"),
     "a file that is there": (["export", "run", "--to", "there.csv"], "exists; choose another"),
-    "a folder that is not": (["export", "run", "--to", "no/a.csv"], "has no folder"),
+    "a folder that is not": (["export", "run", "--to", "no/a.csv"], "there is no folder no"),
     "a folder": (["export", "run", "--to", "dir.csv", "--overwrite"], "exists; choose another"),
 }
 
