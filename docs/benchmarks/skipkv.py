@@ -28,7 +28,7 @@ from torch import Tensor
 
 from kvpolicy import Engine, Plan, hookimpl
 from kvpolicy.lab.statistics import mean
-from kvpolicy.lab.steer.rules import load_rules
+from kvpolicy.lab.steer.thoughts import load_rules
 from kvpolicy.lab.tasks.task import load_task
 from kvpolicy.model.loading import load_model
 from kvpolicy.state import Memory

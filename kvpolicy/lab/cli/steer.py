@@ -28,8 +28,8 @@ from kvpolicy.entry_points import default_name
 from kvpolicy.errors import KVPolicyError
 
 if TYPE_CHECKING:
-    from kvpolicy.lab.steer.calibrate import Source, Trace
-    from kvpolicy.lab.steer.rules import ThoughtRules
+    from kvpolicy.lab.steer.calibrate import CalibrationSource, Trace
+    from kvpolicy.lab.steer.thoughts import ThoughtRules
     from kvpolicy.toolkit.steering_vectors import SteeringVector
 
 # The default of --task; ``None`` if no installed package sets one.
@@ -97,8 +97,8 @@ def calibrate(
     if task is None:
         msg = "no task was named, and no installed package sets a default: give --task NAME."
         raise KVPolicyError(msg)
-    from kvpolicy.lab.steer.calibrate import Source, choose_layers
-    from kvpolicy.lab.steer.rules import default_rules, load_rules
+    from kvpolicy.lab.steer.calibrate import CalibrationSource, choose_layers
+    from kvpolicy.lab.steer.thoughts import default_rules, load_rules
     from kvpolicy.lab.tasks.task import load_task
     from kvpolicy.model.loading import load_model
     from kvpolicy.toolkit.steering_vectors import save_steering_vectors
@@ -111,7 +111,7 @@ def calibrate(
     if default_layer is not None and default_layer not in chosen:
         msg = f"--default-layer got {default_layer}; it is to be one of --layers: {chosen}"
         raise KVPolicyError(msg)
-    source = Source(loaded, tokenizer, model, chosen_task, n, seed)
+    source = CalibrationSource(loaded, tokenizer, model, chosen_task, n, seed)
     most = max_new_tokens or getattr(loaded.generation_config, "max_new_tokens", None)
     try:
         traces = _solve(source, max_new_tokens=most or _MAX_NEW_TOKENS, slots=slots)
@@ -141,7 +141,7 @@ def show(
     _show(file, vectors, default_layer, json=json)
 
 
-def _solve(source: "Source", *, max_new_tokens: int, slots: int) -> "list[Trace]":
+def _solve(source: "CalibrationSource", *, max_new_tokens: int, slots: int) -> "list[Trace]":
     from kvpolicy.cli.output import Progress
     from kvpolicy.lab.steer.calibrate import write_traces
 
@@ -151,13 +151,13 @@ def _solve(source: "Source", *, max_new_tokens: int, slots: int) -> "list[Trace]
         progress.update("solving problems", 0)
         for trace in write_traces(source, max_new_tokens=max_new_tokens, slots=slots):
             traces.append(trace)
-            num_right += trace.is_right
+            num_right += trace.is_correct
             progress.update(f"problems solved, {num_right} right", len(traces))
     return traces
 
 
 def _compare(
-    source: "Source",
+    source: "CalibrationSource",
     traces: "Sequence[Trace]",
     rules: "ThoughtRules",
     layers: Sequence[int],
@@ -166,9 +166,9 @@ def _compare(
 ) -> "list[SteeringVector]":
     from kvpolicy.cli.output import Progress
     from kvpolicy.lab.steer.calibrate import contrast_layers, describe, mark, pick
-    from kvpolicy.lab.steer.rules import EXECUTION
+    from kvpolicy.lab.steer.thoughts import EXECUTION
 
-    used = pick(traces, max_right=max_right, max_wrong=max_wrong)
+    used = pick(traces, max_correct=max_right, max_incorrect=max_wrong)
     marked = mark(used, source.tokenizer, rules)
     calibration = describe(source, used, marked, rules)
     counts = calibration.num_thoughts

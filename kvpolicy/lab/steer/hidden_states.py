@@ -1,4 +1,4 @@
-"""Hidden states before thoughts, from one forward over each trace."""
+"""Hidden states before thoughts, from one forward pass over each trace."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
@@ -16,7 +16,7 @@ _TOKENS_PER_FORWARD = 16_384  # padding included
 
 @attrs.frozen
 class MarkedTrace:
-    """A trace whose thoughts are known.
+    """A trace with its thoughts.
 
     Attributes:
         token_ids: Prompt and generation.
@@ -29,13 +29,13 @@ class MarkedTrace:
 
 @attrs.frozen(eq=False)
 class States:
-    """What one forward tells.
+    """Hidden states from one forward pass.
 
     Attributes:
         kinds: Kind of each thought, ``N`` of them.
-        by_layer: States entering each layer at the delimiters before them, ``[N, M]``, fp32,
-            on the CPU.
-        num_traces: Traces that the forward went over.
+        by_layer: Input of each layer at the delimiters before the thoughts, ``[N, M]``, fp32, on
+            the CPU.
+        num_traces: Traces in the forward pass.
     """
 
     kinds: Sequence[str]
@@ -46,45 +46,45 @@ class States:
 def states_before_thoughts(
     model: PreTrainedModel, traces: Sequence[MarkedTrace], layers: Sequence[int]
 ) -> Iterator[States]:
-    """Run a model over traces as they are, and look at what enters some of its layers.
+    """Run a model over traces and collect the inputs of some layers.
 
     Args:
         model: The model.
-        traces: What it once generated.
-        layers: Decoder layers to look at, from 0.
+        traces: Texts that it has generated.
+        layers: Decoder layers, from 0.
 
     Yields:
-        The states of a few traces at a time; all traces, the shortest first.
+        The states of one batch of traces at a time, the shortest traces first.
     """
     decoder = model.get_decoder()
-    seen: dict[int, Tensor] = {}
+    inputs: dict[int, Tensor] = {}
     with ExitStack() as hooks:
         for layer in layers:
-            handle = decoder.layers[layer].register_forward_pre_hook(_watch(seen, layer))
+            handle = decoder.layers[layer].register_forward_pre_hook(_recorder(inputs, layer))
             hooks.callback(handle.remove)
         for batch in _batches(traces):
             _forward(decoder, batch, model.device)
             rows = torch.tensor([b for b, trace in enumerate(batch) for _ in trace.thoughts])
-            places = torch.tensor([t.place for trace in batch for t in trace.thoughts])
+            positions = torch.tensor([t.position for trace in batch for t in trace.thoughts])
             yield States(
                 kinds=[thought.kind for trace in batch for thought in trace.thoughts],
                 by_layer={
-                    layer: states[rows.to(states.device), places.to(states.device)].float().cpu()
-                    for layer, states in seen.items()
+                    layer: states[rows.to(states.device), positions.to(states.device)].float().cpu()
+                    for layer, states in inputs.items()
                 },
                 num_traces=len(batch),
             )
 
 
-def _watch(seen: dict[int, Tensor], layer: int) -> Any:
-    def watch(_: nn.Module, arguments: tuple[Any, ...]) -> None:
-        seen[layer] = arguments[0]  # [B, T, M]
+def _recorder(inputs: dict[int, Tensor], layer: int) -> Any:
+    def record(_: nn.Module, arguments: tuple[Any, ...]) -> None:
+        inputs[layer] = arguments[0]  # [B, T, M]
 
-    return watch
+    return record
 
 
 def _batches(traces: Sequence[MarkedTrace]) -> Iterator[list[MarkedTrace]]:
-    """Traces of similar length together, as many as a forward takes."""
+    """Batches of traces of similar length, up to the size of a forward pass."""
     batch: list[MarkedTrace] = []
     for trace in sorted(traces, key=lambda trace: len(trace.token_ids)):
         if batch and (len(batch) + 1) * len(trace.token_ids) > _TOKENS_PER_FORWARD:
@@ -97,7 +97,7 @@ def _batches(traces: Sequence[MarkedTrace]) -> Iterator[list[MarkedTrace]]:
 
 @torch.inference_mode()
 def _forward(decoder: nn.Module, batch: Sequence[MarkedTrace], device: torch.device) -> None:
-    """Padded on the right: no token sees what comes after it."""
+    """Run the decoder on right-padded rows; causal attention never reaches the padding."""
     longest = max(len(trace.token_ids) for trace in batch)
     input_ids = torch.zeros(len(batch), longest, dtype=torch.int64)
     mask = torch.zeros(len(batch), longest, dtype=torch.int64)

@@ -16,7 +16,7 @@ from kvpolicy.lab.report.content import group_content, labels_of
 from kvpolicy.lab.report.gather import gather
 from kvpolicy.lab.report.layers import alike, ranges, rest_of
 from kvpolicy.lab.report.texts import lengths, places_of
-from kvpolicy.lab.steer.rules import load_rules
+from kvpolicy.lab.steer.thoughts import load_rules
 from kvpolicy.lab.store.read import read_run
 
 PLANS = [("full cache", None), ("H2O", 64)]

@@ -6,8 +6,7 @@ from hypothesis import strategies as st
 from kvpolicy_reasoner.task import make_problems
 
 from kvpolicy.lab.report.sentences import ANSWER, PLAIN, TAG, cut, kinds_of, rules_for
-from kvpolicy.lab.steer.rules import Rule, ThoughtRules, load_rules
-from kvpolicy.lab.steer.thoughts import find_thoughts
+from kvpolicy.lab.steer.thoughts import Rule, ThoughtRules, find_thoughts, load_rules
 from kvpolicy.model.loading import load_model
 from kvpolicy.toolkit.paragraphs import Paragraphs
 

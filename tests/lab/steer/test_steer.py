@@ -15,7 +15,7 @@ from tiny import bpe_tokenizer
 from kvpolicy.errors import KVPolicyError, TaskError
 from kvpolicy.lab.steer import hidden_states as states_module
 from kvpolicy.lab.steer.calibrate import (
-    Source,
+    CalibrationSource,
     Trace,
     choose_layers,
     contrast_layers,
@@ -26,8 +26,7 @@ from kvpolicy.lab.steer.calibrate import (
     write_traces,
 )
 from kvpolicy.lab.steer.hidden_states import MarkedTrace, states_before_thoughts
-from kvpolicy.lab.steer.rules import default_rules, load_rules
-from kvpolicy.lab.steer.thoughts import find_thoughts
+from kvpolicy.lab.steer.thoughts import default_rules, find_thoughts, load_rules
 from kvpolicy.lab.tasks.task import Example, Graded, GradeError, Split, load_task
 from kvpolicy.model.loading import load_model
 from kvpolicy.toolkit.paragraphs import Paragraphs
@@ -137,7 +136,7 @@ def thoughts_of(
     paragraphs = Paragraphs.of(tokenizer, think=think)
     token_ids = [*ids[0], *ids[1]]
     found = find_thoughts(token_ids, len(ids[0]), tokenizer, paragraphs, EVERYTHING)
-    return [(tokenizer.decode([token_ids[one.place]]), one.text) for one in found]
+    return [(tokenizer.decode([token_ids[one.position]]), one.text) for one in found]
 
 
 TAGS = ("<think>", "</think>")
@@ -178,22 +177,24 @@ def test_the_thoughts_of_a_reference_trace_are_its_sentences() -> None:
 
 
 @pytest.fixture(scope="module")
-def reasoner() -> Source:
+def reasoner() -> CalibrationSource:
     model, tokenizer = load_model("reasoner")
-    return Source(model, tokenizer, "reasoner", load_task("reasoner"), n=12, seed=2)
+    return CalibrationSource(model, tokenizer, "reasoner", load_task("reasoner"), n=12, seed=2)
 
 
 @pytest.fixture(scope="module")
-def traces(reasoner: Source) -> list[Trace]:
+def traces(reasoner: CalibrationSource) -> list[Trace]:
     return list(write_traces(reasoner, max_new_tokens=450, slots=6))
 
 
 @pytest.fixture(scope="module")
-def marked(reasoner: Source, traces: list[Trace]) -> list[MarkedTrace]:
+def marked(reasoner: CalibrationSource, traces: list[Trace]) -> list[MarkedTrace]:
     return mark(traces, reasoner.tokenizer, load_rules("reasoner"))
 
 
-def test_traces_answer_the_training_problems(reasoner: Source, traces: list[Trace]) -> None:
+def test_traces_answer_the_training_problems(
+    reasoner: CalibrationSource, traces: list[Trace]
+) -> None:
     in_order = sorted(traces, key=lambda trace: trace.item)
     problems = make_problems(12, seed=2, split="train")
     for trace, problem in zip(in_order, problems, strict=True):
@@ -201,7 +202,7 @@ def test_traces_answer_the_training_problems(reasoner: Source, traces: list[Trac
         assert prompt == problem.prompt
         assert split_of(prompt) == "train"
         text = reasoner.tokenizer.decode(trace.token_ids[trace.prompt_len :])
-        assert trace.is_right == (f"\\boxed{{{problem.answer}}}" in text)
+        assert trace.is_correct == (f"\\boxed{{{problem.answer}}}" in text)
 
 
 @attrs.frozen
@@ -223,13 +224,13 @@ class Undecided:
         return True
 
 
-def test_a_trace_without_a_verdict_is_left_out(reasoner: Source) -> None:
+def test_a_trace_without_a_verdict_is_left_out(reasoner: CalibrationSource) -> None:
     source = attrs.evolve(reasoner, task=Undecided(), n=3)
     found = list(write_traces(source, max_new_tokens=4, slots=3))
     assert sorted(trace.item for trace in found) == [0, 2]
 
 
-def test_a_task_that_is_not_graded_has_no_traces(reasoner: Source) -> None:
+def test_a_task_that_is_not_graded_has_no_traces(reasoner: CalibrationSource) -> None:
     source = attrs.evolve(reasoner, task=load_task("perplexity"))
     with pytest.raises(TaskError, match="no grader"):
         list(write_traces(source, max_new_tokens=4, slots=3))
@@ -248,7 +249,7 @@ def test_a_test_problem_is_never_among_them() -> None:
 
 @pytest.mark.parametrize("tokens_per_forward", [1, 700, 100_000])
 def test_states_are_those_that_transformers_shows_for_each_trace_alone(
-    reasoner: Source,
+    reasoner: CalibrationSource,
     marked: list[MarkedTrace],
     tokens_per_forward: int,
     monkeypatch: pytest.MonkeyPatch,
@@ -264,7 +265,7 @@ def test_states_are_those_that_transformers_shows_for_each_trace_alone(
         for thought in trace.thoughts:
             kinds.append(thought.kind)
             for layer, states in expected.items():
-                states.append(shown[layer][0, thought.place])
+                states.append(shown[layer][0, thought.position])
     assert [kind for states in found for kind in states.kinds] == kinds
     assert sum(states.num_traces for states in found) == 5
     for layer, states in expected.items():
@@ -275,7 +276,7 @@ def test_states_are_those_that_transformers_shows_for_each_trace_alone(
 
 
 def test_a_vector_is_the_difference_of_two_means(
-    reasoner: Source, traces: list[Trace], marked: list[MarkedTrace]
+    reasoner: CalibrationSource, traces: list[Trace], marked: list[MarkedTrace]
 ) -> None:
     calibration = describe(reasoner, traces, marked, load_rules("reasoner"))
     (one,) = contrast_layers(reasoner.model, marked, [2], calibration)
@@ -303,7 +304,7 @@ def separation(sides: dict[bool, list[list[float]]], vector: Sequence[float]) ->
 
 
 def test_what_a_calibration_was_is_put_down(
-    reasoner: Source, traces: list[Trace], marked: list[MarkedTrace]
+    reasoner: CalibrationSource, traces: list[Trace], marked: list[MarkedTrace]
 ) -> None:
     found = describe(reasoner, traces, marked, load_rules("reasoner"))
     assert (found.model, found.task, found.split, found.seed) == (
@@ -321,11 +322,13 @@ def test_the_same_seed_makes_the_same_bytes(tmp_path: Path) -> None:
     contents = []
     for run in range(2):
         model, tokenizer = load_model("reasoner")
-        source = Source(model, tokenizer, "reasoner", load_task("reasoner"), n=5, seed=1)
+        source = CalibrationSource(model, tokenizer, "reasoner", load_task("reasoner"), n=5, seed=1)
         rules = load_rules("reasoner")
         # In the order in which they are finished.
         traces = pick(
-            list(write_traces(source, max_new_tokens=450, slots=3)), max_right=500, max_wrong=500
+            list(write_traces(source, max_new_tokens=450, slots=3)),
+            max_correct=500,
+            max_incorrect=500,
         )
         marked = mark(traces, tokenizer, rules)
         calibration = describe(source, traces, marked, rules)
@@ -344,17 +347,19 @@ def test_the_first_right_and_the_first_wrong_traces_are_used(
     flags: list[bool], right: int, wrong: int
 ) -> None:
     traces = [Trace(i, 1, (i,), flag) for i, flag in enumerate(flags)]
-    used = pick(traces[::-1], max_right=right, max_wrong=wrong)
+    used = pick(traces[::-1], max_correct=right, max_incorrect=wrong)
     expected = [i for i, flag in enumerate(flags) if flag][:right]
     expected += [i for i, flag in enumerate(flags) if not flag][:wrong]
     assert [trace.item for trace in used] == sorted(expected)
 
 
-def test_one_side_without_a_thought_is_an_error(reasoner: Source, traces: list[Trace]) -> None:
+def test_one_side_without_a_thought_is_an_error(
+    reasoner: CalibrationSource, traces: list[Trace]
+) -> None:
     with pytest.raises(KVPolicyError, match=r"0 execution and 0 non-execution .* --n, or rules"):
         mark([], reasoner.tokenizer, load_rules("reasoner"))
     only_plans = [
-        Trace(t.item, t.prompt_len, t.token_ids[: t.prompt_len + 12], t.is_right) for t in traces
+        Trace(t.item, t.prompt_len, t.token_ids[: t.prompt_len + 12], t.is_correct) for t in traces
     ]
     with pytest.raises(KVPolicyError, match="and 0 non-execution"):
         mark(only_plans, reasoner.tokenizer, EVERYTHING)
@@ -383,7 +388,7 @@ def test_layers_that_are_none_are_refused(words: str) -> None:
 # The bundled vectors
 
 
-def test_the_bundled_vectors_are_the_bundled_reasoners(reasoner: Source) -> None:
+def test_the_bundled_vectors_are_the_bundled_reasoners(reasoner: CalibrationSource) -> None:
     vectors, default = load_steering_vectors("reasoner")
     assert [one.layer for one in vectors] == [0, 1, 2, 3]
     assert default is not None
@@ -398,11 +403,13 @@ def test_the_bundled_vectors_can_be_made_again() -> None:
     model, tokenizer = load_model("reasoner")
     vectors, _ = load_steering_vectors("reasoner")
     calibration = vectors[0].calibration
-    source = Source(
+    source = CalibrationSource(
         model, tokenizer, "reasoner", load_task("reasoner"), n=1000, seed=calibration.seed
     )
     traces = pick(
-        list(write_traces(source, max_new_tokens=700, slots=100)), max_right=500, max_wrong=500
+        list(write_traces(source, max_new_tokens=700, slots=100)),
+        max_correct=500,
+        max_incorrect=500,
     )
     marked = mark(traces, tokenizer, load_rules("reasoner"))
     again = contrast_layers(model, marked, [1, 2, 3], calibration)
