@@ -14,7 +14,8 @@ PACKAGES = ["kvpolicy", "kvpolicy_baselines", "kvpolicy_plugins", "skipkv_plugin
 
 def _rows() -> list[list[str]]:
     lines = re.findall(r"^\| (.*) \|$", PAGE.read_text(encoding="utf-8"), re.M)
-    return [[cell.strip() for cell in line.split("|")] for line in lines[1:]]
+    rows = [[cell.strip() for cell in line.split("|")] for line in lines]
+    return [row for row in rows if row[0] != "term"]
 
 
 def _trees() -> Iterator[ast.Module]:
