@@ -8,8 +8,11 @@ os.environ["TRANSFORMERS_OFFLINE"] = "1"
 os.environ["HF_DATASETS_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
+import importlib.util
 import signal
 import socket
+import sys
+from importlib.abc import MetaPathFinder
 
 import hypothesis
 import pytest
@@ -31,6 +34,26 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # As whoever starts us in the background of a script has it, and processes that tests start
     # and interrupt would inherit it.
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+REASON = "needs the bundled reasoners, which are not installed"
+
+
+class _SkipImporters(MetaPathFinder):
+    """Skips a test, or a module of tests, that imports the bundled reasoners."""
+
+    def find_spec(self, name: str, *_: object) -> None:
+        if name.partition(".")[0] == "kvpolicy_reasoner":
+            pytest.skip(REASON, allow_module_level=True)
+
+
+if importlib.util.find_spec("kvpolicy_reasoner") is None:
+    sys.meta_path.insert(0, _SkipImporters())
+
+
+@pytest.fixture
+def needs_reasoner() -> None:
+    """For tests that use the bundled reasoners by name, without importing them."""
+    pytest.importorskip("kvpolicy_reasoner", reason=REASON)
 
 
 @pytest.fixture(autouse=True)

@@ -54,7 +54,7 @@ app = typer.Typer(
     short_help="Show what each layer does, and the bytes it allocates.",
     epilog=examples(
         "kvpolicy plan show plan.toml",
-        "kvpolicy plan show reasoner-layers --set budget=64 --toml",
+        "kvpolicy plan show skipkv --set budget=64 --toml",
     ),
 )
 def show(

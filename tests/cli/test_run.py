@@ -9,11 +9,10 @@ from shell import Shell
 
 from kvpolicy.engine.engine import Engine
 from kvpolicy.engine.request import Sampling
-from kvpolicy.lab.tasks.task import load_task
 from kvpolicy.model.loading import load_model
 from kvpolicy.plan.plan import Plan
 
-PROMPTS = [item.prompt for item in load_task("reasoner").items(3, seed=0)]
+PROMPTS = [f"{n} + {n} = ?" for n in range(3)]
 H2O = ("--policy", "h2o", "--budget", "16", "--buffer", "8", "--max-new-tokens", "30")
 
 

@@ -2,7 +2,6 @@
 
 from pathlib import Path
 
-from kvpolicy_reasoner.tokenizer import build_tokenizer
 from tiny import tiny_model
 
 NUM_LAYERS = 2
@@ -10,6 +9,8 @@ NUM_LAYERS = 2
 
 def save_tiny_model(folder: Path) -> Path:
     """A random model with the reasoner's tokenizer, as transformers saves it."""
+    from kvpolicy_reasoner.tokenizer import build_tokenizer  # not in all installations
+
     tokenizer = build_tokenizer()
     model = tiny_model(
         "qwen2",

@@ -49,7 +49,7 @@ _FEW_THOUGHTS = 200  # of a side; below, the mean of a few hundred numbers is mo
 @app.command(
     short_help="Make steering vectors from traces of a model.",
     epilog=examples(
-        "kvpolicy steer calibrate --output reasoner.safetensors",
+        "kvpolicy steer calibrate --output vectors.safetensors",
         "kvpolicy steer calibrate --model ./m --task gsm8k --output m.safetensors",
     ),
 )
@@ -126,7 +126,7 @@ def calibrate(
 @app.command(
     short_help="Show what steering vectors are made of.",
     epilog=examples(
-        "kvpolicy steer show reasoner",
+        "kvpolicy steer show vectors.safetensors",
         "kvpolicy steer show my-vectors.safetensors --json",
     ),
 )

@@ -63,7 +63,7 @@ def listing(json: Json = False) -> None:
 @app.command(
     short_help="Show problems and their answers.",
     epilog=examples(
-        "kvpolicy tasks show reasoner --n 3",
+        "kvpolicy tasks show gsm8k --n 3",
         "kvpolicy tasks show needle:length=200",
     ),
 )

@@ -1,0 +1,86 @@
+"""Without the package of the bundled reasoners: every command works that is given a model."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import kvpolicy
+
+# Hides the package in a process of its own, and runs commands there.
+CODE = """
+import contextlib, importlib.metadata, io, json, sys
+
+visible = importlib.metadata.entry_points
+def others(**chosen):
+    return [point for point in visible(**chosen) if not point.value.startswith("kvpolicy_reasoner")]
+importlib.metadata.entry_points = others
+sys.modules["kvpolicy_reasoner"] = None
+
+from kvpolicy.cli.app import run
+answers = {}
+for words in json.loads(sys.argv[1]):
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        status = run(words.split())
+    answers[words] = [status, out.getvalue(), err.getvalue()]
+print(json.dumps(answers))
+"""
+
+REFUSED = {
+    "plan show skipkv": "--model",
+    "run hi": "--model",
+    "trace hi": "--model",
+    "lm-eval --tasks gsm8k": "--model",
+    "steer calibrate --output made.safetensors": "--model",
+    "steer calibrate --output made.safetensors --model any": "--task",
+    "ablate": "--preset",
+    "tasks show perplexity": "perplexity:of=TASK",
+    "reasoner sample": "no command is named 'reasoner'",
+}
+WORKING = ("--help", "list", "tasks list", "plan show --help", "ablate --help", "plan schema")
+
+
+@pytest.fixture(scope="module")
+def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    words = json.dumps([*REFUSED, *WORKING])
+    done = subprocess.run(
+        [sys.executable, "-c", CODE, words],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=tmp_path_factory.mktemp("empty"),
+    )
+    assert done.returncode == 0, done.stderr
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
+
+
+@pytest.mark.parametrize(("words", "advice"), REFUSED.items())
+def test_a_command_asks_for_what_has_no_default(
+    words: str, advice: str, answers: dict[str, Any]
+) -> None:
+    status, out, err = answers[words]
+    assert (status, out) == (2, ""), err
+    assert err.startswith("kvpolicy: ")
+    assert err.count("\n") == 1
+    assert advice in err
+
+
+@pytest.mark.parametrize("words", WORKING)
+def test_other_commands_work_and_do_not_name_the_reasoners(
+    words: str, answers: dict[str, Any]
+) -> None:
+    status, out, err = answers[words]
+    assert (status, err) == (0, "")
+    if words != "list":  # a policy may use a vector of the reasoners by default
+        assert "reasoner" not in out.lower()
+
+
+def test_the_package_does_not_name_the_reasoners() -> None:
+    folder = Path(kvpolicy.__file__).parent
+    files = [file for file in folder.rglob("*") if file.suffix in (".py", ".toml", ".js", ".html")]
+    assert [str(file) for file in files if "reasoner" in file.read_text("utf-8").lower()] == []
