@@ -11,7 +11,8 @@ TOP_LEVEL = {
     "skipkv_plugin",
 }
 INSIDE = [
-    "kvpolicy/py.typed",
+    "kvpolicy/__init__.pyi",
+    *(f"{package}/py.typed" for package in sorted(TOP_LEVEL)),
     "kvpolicy_reasoner/weights/config.json",
     "kvpolicy_reasoner/weights/model.safetensors",
     "kvpolicy_reasoner/weights/tokenizer.json",

@@ -95,14 +95,14 @@ def installed_file(
     return Path(str(folder / f"{name}{suffix}"))
 
 
-def default_name(kind: Literal["model", "task", "sweep"]) -> str | None:
-    """The model, task or sweep of commands that name none; ``None`` if no package sets one.
+def default_name(kind: Literal["model", "policy", "task", "sweep"]) -> str | None:
+    """The name that commands use when none is given; ``None`` if no package sets a default.
 
-    An entry point of the group ``kvpolicy.defaults``, named ``model``, ``task`` or ``sweep``,
-    points to a text: ``model = "package.module:DEFAULT_MODEL"``.
+    An entry point of the group ``kvpolicy.defaults`` points to a string:
+    ``model = "package.module:DEFAULT_MODEL"``.
 
     Args:
-        kind: What is named.
+        kind: ``"policy"`` is the one of the full cache.
     """
     point = installed(DEFAULTS).get(kind)
     try:

@@ -1,1 +1,3 @@
 """Published eviction policies, one file each."""
+
+DEFAULT_POLICY = "full"

@@ -365,7 +365,7 @@ def choose_plan(
             msg = f"--{given[0].partition('=')[0]} needs --policy NAME or --plan FILE."
             raise KVPolicyError(msg)
         info("no policy was given: full cache.")
-        return Plan.from_dict({"stack": ["full"]}, overrides, name="plan 'full cache'")
+        return Plan.full_cache(overrides)
     stack = [name.strip() for policy in policies for name in policy.split("+")]
     return Plan.from_dict({"stack": stack}, [*given, *overrides], name="the command line")
 

@@ -7,6 +7,7 @@ from typing import Any
 import attrs
 
 from kvpolicy.errors import KVPolicyError
+from kvpolicy.validators import MAX_COUNT, positive_int
 
 
 def _at_least(bound: float) -> Callable[[object, Any, float], None]:
@@ -21,25 +22,18 @@ def _at_least(bound: float) -> Callable[[object, Any, float], None]:
     return check
 
 
-def _at_most(bound: int) -> Callable[[object, Any, int], None]:
-    def check(instance: object, attribute: "attrs.Attribute[Any]", value: int) -> None:
-        if value > bound:
+def _integer(least: int, most: int = MAX_COUNT) -> Callable[[object, Any, int], None]:
+    def check(instance: object, attribute: "attrs.Attribute[int]", value: int) -> None:
+        try:
+            positive_int(value, least=least, most=most)
+        except TypeError as error:
             msg = (
                 f"{type(instance).__name__} was given {attribute.name}={value!r:.60}; "
-                f"a number of up to {bound} is needed"
+                f"a whole number from {least} to {most:,} is needed"
             )
-            raise KVPolicyError(msg)
+            raise KVPolicyError(msg) from error
 
     return check
-
-
-def _whole(instance: object, attribute: "attrs.Attribute[int]", value: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int):
-        msg = (
-            f"{type(instance).__name__} was given {attribute.name}={value!r}; "
-            "a whole number is needed"
-        )
-        raise KVPolicyError(msg)
 
 
 def _probability(instance: object, attribute: "attrs.Attribute[Any]", value: float) -> None:
@@ -64,9 +58,9 @@ class Sampling:
     """
 
     temperature: float = attrs.field(default=0.0, validator=_at_least(0))
-    top_k: int = attrs.field(default=0, validator=[_whole, _at_least(0)])
+    top_k: int = attrs.field(default=0, validator=_integer(0))
     top_p: float = attrs.field(default=1.0, validator=_probability)
-    seed: int = attrs.field(default=0, validator=[_whole, _at_least(0), _at_most(2**63 - 1)])
+    seed: int = attrs.field(default=0, validator=_integer(0, 2**63 - 1))
 
     @property
     def greedy(self) -> bool:
@@ -128,7 +122,7 @@ class Request:
     """
 
     prompt: str | Sequence[int]
-    max_new_tokens: int = attrs.field(default=256, validator=[_whole, _at_least(1)])
+    max_new_tokens: int = attrs.field(default=256, validator=_integer(1))
     sampling: Sampling = attrs.field(default=Sampling(), validator=_is_sampling)
     stop: tuple[str, ...] = attrs.field(default=(), converter=_texts)
     stop_ids: tuple[int, ...] | None = attrs.field(default=None, converter=_ids)

@@ -11,6 +11,7 @@ from typing import Any
 import attrs
 import cattrs
 
+from kvpolicy.entry_points import default_name
 from kvpolicy.errors import BudgetError, CoverageError, KVPolicyError, PlanError
 from kvpolicy.hooks.discovery import policy_names
 from kvpolicy.hooks.stack import Stack
@@ -62,6 +63,22 @@ class Plan:
     padding: Padding = plan_field(PADDING, "none")
     length: int | None = plan_field(COUNT, None)
     name: str = attrs.field(default="the plan", eq=False)
+
+    @classmethod
+    def full_cache(cls, overrides: Sequence[str] = ()) -> "Plan":
+        """The plan in which no row is evicted.
+
+        Args:
+            overrides: ``KEY=VALUE``, as for `from_dict`.
+
+        Raises:
+            PlanError: No installed package names a policy for it.
+        """
+        policy = default_name("policy")
+        if policy is None:
+            msg = "no installed package names the policy of a full cache; name a policy"
+            raise PlanError(msg)
+        return cls.from_dict({"stack": [policy]}, overrides, name="plan 'full cache'")
 
     @classmethod
     def uniform(

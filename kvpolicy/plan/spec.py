@@ -22,12 +22,10 @@ from cattrs.gen import make_dict_structure_fn, override
 from kvpolicy.entry_points import nearest
 from kvpolicy.errors import BudgetError, PlanError
 from kvpolicy.hooks.discovery import load_policy, load_policy_class, snake_case
+from kvpolicy.validators import MAX_COUNT, positive_int
 
 Budget = int | str
 Padding = Literal["none", "stored"]
-
-#: The largest number of rows or tokens in a plan: more than any memory holds.
-MAX_COUNT = 2**31 - 1
 
 #: Top-level sections that plans do not have, with what to use instead.
 RESERVED = {
@@ -84,16 +82,6 @@ def plan_field(rule: Rule, default: Any) -> Any:
 # Rules of single values
 
 
-def _read_count(value: object) -> int:
-    if isinstance(value, bool) or not isinstance(value, int):
-        msg = f"{value!r:.60} is not a count; write a whole number"
-        raise TypeError(msg)
-    if not 1 <= value <= MAX_COUNT:
-        msg = f"{value} is out of range; write a whole number from 1 to {MAX_COUNT:,}"
-        raise TypeError(msg)
-    return value
-
-
 def _read_budget(value: object) -> Budget:
     if isinstance(value, str) and re.fullmatch(SHARE, value):
         return value
@@ -103,7 +91,7 @@ def _read_budget(value: object) -> Budget:
             '"25%" with length = TOKENS'
         )
         raise TypeError(msg)
-    return _read_count(value)
+    return positive_int(value)
 
 
 def _read_where(value: object) -> str | tuple[int, ...]:
@@ -255,7 +243,7 @@ def hash_of_code(policy: type) -> str | None:
 _COUNT = {"type": "integer", "minimum": 1, "maximum": MAX_COUNT}
 _LAYER = {"type": "integer", "minimum": -MAX_COUNT, "maximum": MAX_COUNT}
 
-COUNT = Rule(_read_count, _COUNT)
+COUNT = Rule(positive_int, _COUNT)
 BUDGET = Rule(_read_budget, {"oneOf": [_COUNT, {"type": "string", "pattern": SHARE}]})
 PADDING = Rule(_read_padding, {"enum": list(get_args(Padding))})
 WHERE = Rule(

@@ -221,7 +221,11 @@ CASES: dict[str, Case] = {
         KVPolicyError,
         "0.7 is no sampling; write Sampling(temperature=0.7)",
     ),
-    "no new tokens": (generate(["a"], max_new_tokens=0), KVPolicyError, "max_new_tokens=0; a num"),
+    "no new tokens": (
+        generate(["a"], max_new_tokens=0),
+        KVPolicyError,
+        "=0; a whole number",
+    ),
     "half a token": (generate(["a"], max_new_tokens=1.5), KVPolicyError, "=1.5; a whole number"),
     "an empty stop string": (generate(["a"], stop=""), KVPolicyError, "stop strings were given"),
     "a stop string that is none": (generate(["a"], stop=[3]), KVPolicyError, "texts that are not"),
@@ -237,13 +241,13 @@ CASES: dict[str, Case] = {
     "a temperature in words": (lambda: Sampling("hot"), KVPolicyError, "temperature='hot'"),
     "half a top_k": (lambda: Sampling(top_k=0.5), KVPolicyError, "top_k=0.5; a whole number"),
     "a top_p above 1": (lambda: Sampling(top_p=2), KVPolicyError, "top_p=2; a probability"),
-    "a seed below 0": (lambda: Sampling(seed=-1), KVPolicyError, "seed=-1; a number of at least"),
-    "a seed beyond a generator's": (lambda: Sampling(seed=2**64), KVPolicyError, "of up to"),
+    "a seed below 0": (lambda: Sampling(seed=-1), KVPolicyError, "seed=-1; a whole number from 0"),
+    "a seed beyond a generator's": (lambda: Sampling(seed=2**64), KVPolicyError, "from 0 to"),
     # models, vectors, files
     "a model nobody has": (
         lambda: load_model("/nowhere/at/all"),
         ModelError,
-        "model '/nowhere/at/all' cannot be loaded",
+        "model '/nowhere/at/all' is no folder",
     ),
     "a dtype nobody has": (lambda: load_model("x", dtype="int3"), ModelError, "dtype 'int3' is"),
     "a vector nobody has": (

@@ -295,3 +295,25 @@ def test_a_policy_that_does_not_fit_the_specs_is_refused_before_the_run(
 ) -> None:
     with pytest.raises(PolicyLoadError, match=says):
         Engine(shared_model(), plan=Plan.uniform(policy, budget=BUDGET))
+
+
+def test_a_hook_that_a_policy_lists_as_inactive_is_not_called() -> None:
+    @attrs.define(eq=False)
+    class Sometimes:
+        inactive_hooks: tuple[str, ...] = ()
+
+        @hookimpl(specname="due")
+        def at_every_row(self, num_rows: Tensor) -> Tensor:
+            return num_rows > 6
+
+        @hookimpl
+        def score(self, positions: Tensor) -> Tensor:
+            return positions.float()
+
+    def peak_rows(policy: object) -> int:
+        plan = Plan.uniform(policy, budget=6, buffer=4)
+        run = Engine(shared_model(), plan=plan).generate([[1] * 6], max_new_tokens=12)
+        return run.results()[0].peak_rows
+
+    assert peak_rows(Sometimes()) == 7
+    assert peak_rows(Sometimes(inactive_hooks=("due",))) == 10

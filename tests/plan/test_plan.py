@@ -6,8 +6,8 @@ import attrs
 import pytest
 
 from kvpolicy import Plan, hookimpl, load_policy
+from kvpolicy.entry_points import installed, installed_file
 from kvpolicy.errors import KVPolicyError, PlanError
-from kvpolicy.hooks.bundled import bundled_file, bundled_names
 from kvpolicy.plan.spec import LayerGroup, PolicySpec
 
 MIXED = """
@@ -244,7 +244,7 @@ def test_knobs_of_a_policy_outside_the_stack_are_refused():
 
 # Plans that packages bring along
 
-BUNDLED = bundled_names("kvpolicy.plans")
+BUNDLED = installed("kvpolicy.plans")
 
 
 @pytest.mark.parametrize("name", BUNDLED)
@@ -253,7 +253,7 @@ def test_a_bundled_plan_resolves_and_says_where_it_comes_from(name: str) -> None
     resolved = plan.resolve(4)
     assert all(layer.budget and layer.bounded for layer in resolved.layers)
     assert name in plan.name
-    path = bundled_file("kvpolicy.plans", name, suffix=".toml", what="plan")
+    path = installed_file("kvpolicy.plans", name, suffix=".toml", what="plan")
     assert path.read_text(encoding="utf-8").startswith("# ")
 
 

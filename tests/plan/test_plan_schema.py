@@ -12,8 +12,8 @@ from hypothesis import given
 from plandata import mutated, plan_data, tables
 
 from kvpolicy import Plan
+from kvpolicy.entry_points import installed, installed_file
 from kvpolicy.errors import KVPolicyError
-from kvpolicy.hooks.bundled import bundled_file, bundled_names
 from kvpolicy.plan.schema import plan_schema
 from kvpolicy.plan.spec import LayerGroup
 
@@ -46,9 +46,9 @@ def test_every_key_is_described(cls: type) -> None:
         assert "`" not in form["description"]
 
 
-@pytest.mark.parametrize("name", bundled_names("kvpolicy.plans"))
+@pytest.mark.parametrize("name", installed("kvpolicy.plans"))
 def test_an_installed_plan_is_valid(name: str) -> None:
-    path = bundled_file("kvpolicy.plans", name, suffix=".toml", what="plan")
+    path = installed_file("kvpolicy.plans", name, suffix=".toml", what="plan")
     CHECK.validate(tomllib.loads(path.read_text(encoding="utf-8")))
 
 

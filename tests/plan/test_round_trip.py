@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from plandata import plan_data
 
 from kvpolicy import Plan, hookimpl
+from kvpolicy.entry_points import installed
 from kvpolicy.errors import PlanError
-from kvpolicy.hooks.bundled import bundled_names
 from kvpolicy.plan.dump import to_plan_data, to_toml
 from kvpolicy.plan.resolved import LayerPlan, ResolvedPlan
 from kvpolicy.plan.spec import PolicySpec
@@ -36,7 +36,7 @@ def test_a_resolved_plan_comes_back_from_toml_and_json(data: dict[str, Any]) -> 
         assert to_plan_data(again) == to_plan_data(resolved), "writing is idempotent"
 
 
-@pytest.mark.parametrize("name", bundled_names("kvpolicy.plans"))
+@pytest.mark.parametrize("name", installed("kvpolicy.plans"))
 def test_an_installed_plan_comes_back(name: str) -> None:
     num_layers = 4 if "reasoner" in name else 28  # plans for a model name its layers
     resolved = Plan.load(name).resolve(num_layers)

@@ -1,80 +1,141 @@
-"""The arrows between the parts, and the size of a file."""
+"""Packages import in one direction, without circles; policies use the public surface only."""
 
 import ast
 import re
 from collections.abc import Iterator
+from functools import cache
+from graphlib import CycleError, TopologicalSorter
 from importlib.metadata import entry_points
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
-# What a policy may import of kvpolicy. Everything else is the engine's own business.
-PUBLIC = {
-    "kvpolicy": "hookimpl and the other public names",
-    "kvpolicy.hooks.defaults": "top_rows",
-    "kvpolicy.errors": "KVPolicyError, for what a user can put right",
-    "kvpolicy.toolkit.ranking": "rows in the order an earlier top-k left them",
-    "kvpolicy.state": "Memory, for annotations",
-    "kvpolicy.toolkit.attention_window": "the observation window",
-    "kvpolicy.hooks.parts": "Parts, for annotations",
-    "kvpolicy.toolkit.pinned": "steering vectors in plans",
-    "kvpolicy.toolkit.redundancy": "redundancy among keys",
-    "kvpolicy.registers": "Registers, for annotations",
-    "kvpolicy.engine.request": "WaitingRequest, for annotations",
-    "kvpolicy.cache.rows": "LayerRows and Tracks, for annotations",
-    "kvpolicy.toolkit.apportion": "whole rows shared by weights, for allocate",
-    "kvpolicy.toolkit.steering_vectors": "steering vectors",
-    "kvpolicy.toolkit.paragraphs": "where paragraphs end and thinking begins",
-    "kvpolicy.toolkit.token_text": "what tokens say",
+# Packages of kvpolicy and the packages that each may import. A module at the top counts as a
+# package of its own.
+BASE = {"entry_points", "errors", "files", "markers", "validators"}
+STATE = BASE | {"state"}
+CACHE = STATE | {"cache"}
+HOOKS = CACHE | {"hookspecs", "hooks"}
+ENGINE = HOOKS | {"engine", "model", "plan", "toolkit"}
+ALLOWED = {
+    **dict.fromkeys(BASE, BASE),
+    "state": BASE,
+    "toolkit": BASE | {"toolkit"},
+    "cache": CACHE,
+    "hookspecs": CACHE,
+    "hooks": HOOKS,
+    "model": HOOKS | {"model"},
+    "plan": HOOKS | {"plan"},
+    "engine": ENGINE,
+    "hf": ENGINE | {"hf"},
+    "testing": ENGINE | {"testing"},
+    "cli": ENGINE | {"cli", "hf", "testing"},
+    "lab": ENGINE | {"cli", "hf", "lab"},
+    "__main__": {"cli"},
 }
-WALL = 250
+POLICY_PACKAGES = ["kvpolicy_baselines", "kvpolicy_plugins", "skipkv_plugin"]
+PLUGIN_PACKAGES = [*POLICY_PACKAGES, "kvpolicy_reasoner"]
+PUBLIC = {"kvpolicy", "kvpolicy.toolkit"}
+PAGE = Path(__file__).parents[2] / "docs/explanation/architecture.md"
 
 
-def _folder(package: str) -> Path:
+@cache
+def modules(package: str) -> dict[str, ast.Module]:
+    """Every module of an installed package, by its dotted name."""
     spec = find_spec(package)
     assert spec is not None
     assert spec.submodule_search_locations
-    return Path(spec.submodule_search_locations[0])
-
-
-def _files(package: str) -> dict[str, Path]:
-    """Every module of an installed package, by its dotted name."""
-    folder = _folder(package)
+    folder = Path(spec.submodule_search_locations[0])
     found = {}
     for file in sorted(folder.rglob("*.py")):
         parts = file.relative_to(folder).with_suffix("").parts
         parts = parts[:-1] if parts[-1] == "__init__" else parts
-        found[".".join([package, *parts])] = file
+        found[".".join([package, *parts])] = ast.parse(file.read_text(encoding="utf-8"))
     return found
 
 
-CORE = _files("kvpolicy")
-GUEST_PACKAGES = ["kvpolicy_baselines", "kvpolicy_plugins", "skipkv_plugin"]
-WHOLE_PACKAGES = ["skipkv_plugin"]
-GUESTS = {name: file for package in GUEST_PACKAGES for name, file in _files(package).items()}
-POINTS = [
-    p for p in entry_points(group="kvpolicy.policies") if p.dist and p.dist.name == "kvpolicy"
-]
+@cache
+def every_module() -> dict[str, ast.Module]:
+    packages = ["kvpolicy", *PLUGIN_PACKAGES]
+    return {name: tree for package in packages for name, tree in modules(package).items()}
 
 
-def _imports(module: str, file: Path) -> Iterator[str]:
-    """Modules that a file imports, anywhere in it, type checking included."""
-    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+def imports(tree: ast.Module) -> Iterator[str]:
+    """Modules that a file imports anywhere, also in functions and for type checking."""
+    for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{module} imports relatively; write the whole name"
+            assert node.level == 0, "relative import; write the whole name"
             assert node.module is not None
-            yield node.module
-            # `from kvpolicy import cache` imports a module as well.
-            inner = (f"{node.module}.{alias.name}" for alias in node.names)
-            yield from (name for name in inner if name in CORE or name in GUESTS)
+            inner = [f"{node.module}.{alias.name}" for alias in node.names]
+            found = [name for name in inner if name in every_module()]
+            yield from found or [node.module]
 
 
-def _texts(file: Path) -> Iterator[tuple[int, str]]:
-    """String constants of a file, docstrings left out."""
-    tree = ast.parse(file.read_text(encoding="utf-8"))
+def package_of(module: str) -> str:
+    """``cache`` for ``kvpolicy.cache.rows``; empty for ``kvpolicy`` itself."""
+    return ".".join(module.split(".")[1:2])
+
+
+def test_packages_import_only_what_the_list_allows() -> None:
+    found = modules("kvpolicy")
+    assert {package_of(module) for module in found} - {""} == ALLOWED.keys()
+    forbidden = [
+        f"{module} -> {name}"
+        for module, tree in found.items()
+        for name in imports(tree)
+        if module != "kvpolicy" and name.startswith("kvpolicy.")
+        if package_of(name) not in ALLOWED[package_of(module)]
+    ]
+    assert forbidden == []
+
+
+def test_no_module_imports_itself_through_others() -> None:
+    known = every_module()
+    graph = {
+        module: {name for name in imports(tree) if name in known and name != "kvpolicy"}
+        for module, tree in known.items()
+    }
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        pytest.fail(" -> ".join(reversed(error.args[1])))
+
+
+@pytest.mark.parametrize("package", POLICY_PACKAGES)
+def test_policies_import_the_public_surface_and_no_other_policy(package: str) -> None:
+    # A policy is one file; skipkv_plugin as a whole is one.
+    own = {name for name in modules(package) if package == "skipkv_plugin"}
+    plugins = tuple(PLUGIN_PACKAGES)
+    forbidden = [
+        f"{module} -> {name}"
+        for module, tree in modules(package).items()
+        for name in imports(tree)
+        if name.startswith(("kvpolicy", *plugins)) and name not in PUBLIC | own
+    ]
+    assert forbidden == []
+
+
+@pytest.mark.parametrize("module", modules("kvpolicy"))
+def test_kvpolicy_imports_and_names_no_plugin(module: str) -> None:
+    """Names in docstrings are fine, and so are the words `full` and `random` in a sentence."""
+    tree = modules("kvpolicy")[module]
+    assert [name for name in imports(tree) if name.startswith(tuple(PLUGIN_PACKAGES))] == []
+    points = [
+        point.name
+        for group in ("kvpolicy.policies", "kvpolicy.models")
+        for point in entry_points(group=group)
+        if point.dist and point.dist.name == "kvpolicy"
+    ]
+    names = "|".join(points)
+    pattern = rf"""^({names})$|["'`]({names})["'`]|\b({names})\.\w+="""
+    assert [text for text in _strings(tree) if re.search(pattern, text)] == []
+
+
+def _strings(tree: ast.Module) -> list[str]:
+    """String constants of a module, without docstrings."""
     docstrings = {
         id(node.body[0].value)
         for node in ast.walk(tree)
@@ -82,89 +143,19 @@ def _texts(file: Path) -> Iterator[tuple[int, str]]:
         and node.body
         and isinstance(node.body[0], ast.Expr)
     }
-    for node in ast.walk(tree):
-        is_text = isinstance(node, ast.Constant) and isinstance(node.value, str)
-        if is_text and id(node) not in docstrings:
-            yield node.lineno, node.value
-
-
-def _home(module: str) -> str:
-    """A policy is one file, or a package of its own."""
-    package = module.partition(".")[0]
-    return package if package in WHOLE_PACKAGES else module
-
-
-def _within(name: str, package: str) -> bool:
-    return name == package or name.startswith(f"{package}.")
-
-
-@pytest.mark.parametrize("module", GUESTS)
-def test_a_policy_imports_only_public_modules(module: str) -> None:
-    ours = {name for name in _imports(module, GUESTS[module]) if _within(name, "kvpolicy")}
-    assert ours <= PUBLIC.keys()
-
-
-@pytest.mark.parametrize("module", GUESTS)
-def test_no_policy_imports_another(module: str) -> None:
-    others = [
-        name
-        for name in _imports(module, GUESTS[module])
-        if any(_within(name, package) for package in GUEST_PACKAGES)
-        and not _within(name, _home(module))
+    return [
+        node.value
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Constant)
+        and isinstance(node.value, str)
+        and id(node) not in docstrings
     ]
-    assert others == []
 
 
-@pytest.mark.parametrize("module", CORE)
-def test_the_host_imports_no_guest(module: str) -> None:
-    guests = [
-        name
-        for name in _imports(module, CORE[module])
-        if any(_within(name, package) for package in GUEST_PACKAGES)
-    ]
-    assert guests == []
-
-
-@pytest.mark.parametrize("module", CORE)
-def test_the_host_names_no_guest(module: str) -> None:
-    """A name alone, or in quotes: `full` and `streaming` are also words of English."""
-    names = "|".join(point.name for point in POINTS)
-    named = [
-        (line, text)
-        for line, text in _texts(CORE[module])
-        if re.search(rf"""^({names})$|["'`]({names})["'`]|\b({names})\.\w+=""", text)
-    ]
-    assert named == []
-
-
-@pytest.mark.parametrize("module", CORE)
-def test_the_engine_knows_no_lab_and_no_command_line(module: str) -> None:
-    layers = {"kvpolicy.cli": [], "kvpolicy.lab": ["kvpolicy.cli"]}
-    home = next((package for package in layers if _within(module, package)), None)
-    forbidden = layers[home] if home else [*layers]
-    if module == "kvpolicy.__main__":
-        forbidden = ["kvpolicy.lab"]
-    found = [
-        name
-        for name in _imports(module, CORE[module])
-        if any(_within(name, package) for package in forbidden)
-    ]
-    assert found == []
-
-
-@pytest.mark.parametrize("module", [*CORE, *GUESTS])
-def test_a_file_is_no_longer_than_the_wall(module: str) -> None:
-    file = (CORE | GUESTS)[module]
-    assert len(file.read_text(encoding="utf-8").splitlines()) <= WALL
-
-
-def test_every_public_module_exists() -> None:
-    assert PUBLIC.keys() <= CORE.keys()
-
-
-def test_the_page_shows_where_every_file_has_its_place() -> None:
-    page = Path(__file__).parents[2] / "docs/explanation/architecture.md"
-    told = set(re.findall(r"`(\w+)\.py`", page.read_text(encoding="utf-8")))
-    root = _folder("kvpolicy")
-    files = {file.stem for folder in (root, root / "lab") for file in folder.glob("*.py")}
-    assert files - {"__init__", "__main__"} - told == set()
+def test_the_page_has_one_row_for_each_package() -> None:
+    names = modules("kvpolicy")
+    packages = {name.split(".")[1] for name in names if name.count(".") == 2}
+    table = re.findall(r"^\| (`[^|]*) \|", PAGE.read_text(encoding="utf-8"), re.M)
+    rows = [name for cell in table for name in re.findall(r"`(\w+)/`", cell)]
+    assert len(set(rows)) == len(rows)
+    assert set(rows) - {"baselines", "plugins", "skipkv_plugin"} == packages

@@ -94,23 +94,31 @@ def test_the_version_is_told_once() -> None:
     assert distribution("kvpolicy").version == kvpolicy.__version__
 
 
+PACKAGES = [
+    "kvpolicy",
+    "kvpolicy_baselines",
+    "kvpolicy_plugins",
+    "kvpolicy_reasoner",
+    "skipkv_plugin",
+]
+
+
 @pytest.mark.parametrize(
-    "file",
+    ("package", "file"),
     [
-        "py.typed",
-        "lab/reasoner/weights/config.json",
-        "lab/reasoner/weights/model.safetensors",
-        "lab/reasoner/weights/tokenizer.json",
-        "lab/steer/keywords/published.toml",
-        "lab/steer/keywords/reasoner.toml",
-        "lab/steer/vectors/reasoner.safetensors",
-        "lab/reasoner/verbose/weights/config.json",
-        "lab/reasoner/verbose/weights/model.safetensors",
-        "lab/reasoner/verbose/weights/tokenizer.json",
+        *((package, "py.typed") for package in PACKAGES),
+        ("kvpolicy", "lab/steer/keywords/published.toml"),
+        ("kvpolicy_reasoner", "rules/reasoner.toml"),
+        ("kvpolicy_reasoner", "vectors/reasoner.safetensors"),
+        *(
+            ("kvpolicy_reasoner", f"{folder}/{file}")
+            for folder in ("weights", "verbose/weights")
+            for file in ("config.json", "model.safetensors", "tokenizer.json")
+        ),
     ],
 )
-def test_a_file_travels_with_the_package(file: str) -> None:
-    assert (files("kvpolicy") / file).is_file()
+def test_a_file_travels_with_its_package(package: str, file: str) -> None:
+    assert (files(package) / file).is_file()
 
 
 @pytest.mark.parametrize("container", ["baselines", "plugins"])

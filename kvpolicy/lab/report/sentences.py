@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from kvpolicy.hooks.bundled import bundled_names
+from kvpolicy.entry_points import installed
 from kvpolicy.lab.steer.rules import EXECUTION, GROUP, PUBLISHED, ThoughtRules
 from kvpolicy.toolkit.paragraphs import PARAGRAPH, THINK_TAGS
 
@@ -66,7 +66,7 @@ def rules_for(*names: str) -> str:
     Args:
         names: Names as typed, the more telling first; options after a colon do not count.
     """
-    known = bundled_names(GROUP)
+    known = installed(GROUP)
     plain = [name.partition(":")[0] for name in names]
     return next((name for name in plain if name in known), PUBLISHED)
 

@@ -87,7 +87,7 @@ def write_traces(source: CalibrationSource, *, max_new_tokens: int, slots: int) 
         KVPolicyError: A request failed.
     """
     grade = grader_of(source.task)
-    engine = Engine(source.model, source.tokenizer, Plan.uniform("full"), slots=slots)
+    engine = Engine(source.model, source.tokenizer, Plan.full_cache(), slots=slots)
     drawn = source.task.items(source.n, seed=source.seed, split=SPLIT)
     examples = chat.wrap(drawn, source.tokenizer)
     texts = [chat.encode(example, source.tokenizer) for example in examples]

@@ -7,8 +7,8 @@ from typing import Any
 import attrs
 
 from kvpolicy.engine.request import Sampling
+from kvpolicy.entry_points import nearest
 from kvpolicy.errors import TaskError
-from kvpolicy.hooks.discovery import nearest
 from kvpolicy.lab.models import ModelProvider
 from kvpolicy.lab.sweep.comparison import Comparison
 from kvpolicy.lab.sweep.grid import Cell, cells_at

@@ -13,9 +13,8 @@ import attrs
 import cattrs
 from attrs.validators import deep_iterable, ge, min_len
 
-from kvpolicy.entry_points import default_name
+from kvpolicy.entry_points import default_name, installed_file
 from kvpolicy.errors import KVPolicyError
-from kvpolicy.hooks.bundled import bundled_file
 from kvpolicy.lab.tasks.task import Split
 from kvpolicy.plan.plan import Plan
 from kvpolicy.plan.spec import problems_of
@@ -154,7 +153,7 @@ def load_preset(name_or_path: str) -> Preset:
     path = Path(name_or_path)
     if path.suffix == ".toml":
         return _structure(_read(path), path.parent, path.stem)
-    path = bundled_file(GROUP, name_or_path, suffix=".toml", what="preset")
+    path = installed_file(GROUP, name_or_path, suffix=".toml", what="preset")
     return _structure(_read(path), path.parent, name_or_path)
 
 

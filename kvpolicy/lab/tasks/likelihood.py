@@ -267,7 +267,7 @@ class Agreement:
 
         requests = [attrs.evolve(one.request, sampling=Sampling()) for one in asked]
         model, tokenizer = engine.adapter.model, engine.tokenizer
-        full = Engine(model, tokenizer, Plan.uniform("full"), slots=engine.num_slots)
+        full = Engine(model, tokenizer, Plan.full_cache(), slots=engine.num_slots)
         guide = _Guide(full, requests)
         return _AgreementEvaluation(Run(engine, requests, guide.sample), guide)
 

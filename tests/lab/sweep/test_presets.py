@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
+from kvpolicy.entry_points import installed
 from kvpolicy.errors import KVPolicyError
-from kvpolicy.hooks.bundled import bundled_names
 from kvpolicy.lab.sweep.grid import build_cells
 from kvpolicy.lab.sweep.sweep_file import GROUP, default_preset, load_preset
 from kvpolicy.lab.tasks.task import load_task
@@ -43,7 +43,7 @@ def test_the_default_preset_compares_a_full_cache_and_four_policies_at_four_budg
     assert all(cell.budget is not None for cell in cells[1:])
 
 
-@pytest.mark.parametrize("name", bundled_names(GROUP))
+@pytest.mark.parametrize("name", installed(GROUP))
 def test_an_installed_preset_fits_the_bundled_reasoners(name: str) -> None:
     preset = load_preset(name)
     cells = build_cells(preset.series, num_layers=4, budgets=preset.budgets, buffer=preset.buffer)
