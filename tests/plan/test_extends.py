@@ -7,7 +7,7 @@ import pytest
 from kvpolicy import Plan
 from kvpolicy.errors import PlanError
 from kvpolicy.lab.sweep.grid import build_cells
-from kvpolicy.lab.sweep.sweep_file import series_of_file
+from kvpolicy.lab.sweep.sweep_file import Series
 
 BASE = """
 budget = 64
@@ -109,7 +109,7 @@ def test_what_is_inherited_comes_to_the_same_as_what_is_written_out(write) -> No
 
 def test_a_comparison_takes_inherited_plans(write) -> None:
     write("base.toml", BASE)
-    series = series_of_file(write("child.toml", 'extends = "base.toml"\nbuffer = 4\n'))
+    series = Series.from_file(write("child.toml", 'extends = "base.toml"\nbuffer = 4\n'))
     (cell,) = build_cells([series], num_layers=2, budgets=[99], buffer=None)
     assert (cell.budget, cell.buffer) == (64, 4)
 

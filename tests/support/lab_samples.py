@@ -7,10 +7,10 @@ import attrs
 
 from kvpolicy.lab.store.records import CellTiming, Sample
 from kvpolicy.lab.sweep.grid import Cell, build_cells
-from kvpolicy.lab.sweep.sweep_file import Series, series_of_stack
+from kvpolicy.lab.sweep.sweep_file import Series
 
 CELLS = build_cells(
-    [Series("full", {"stack": ["full"]}), Series("small", series_of_stack("h2o").plan)],
+    [Series("full", {"stack": ["full"]}), Series("small", Series.from_stack("h2o").plan)],
     num_layers=2,
     budgets=[16],
     buffer=8,

@@ -1,16 +1,21 @@
-"""``kvpolicy ablate``: policies at several budgets, on models and tasks, resumable at every sample.
+"""``kvpolicy ablate``: run a sweep, resumable at every sample.
 
-With ``--json``, on stdout: ``{"folder", "run", "table"}``, where ``run`` is the manifest's
-and ``table`` the list that is also in ``table.json``; with ``--dry-run``, the fields of
-`kvpolicy.lab.sweep.estimate.Estimate`.
+With ``--json``, on stdout: ``{"folder", "run", "table"}``, where ``run`` is the manifest's and
+``table`` is the list that is also in ``table.json``. With ``--dry-run``: ``run``, ``folder``, the
+counts ``cells``, ``samples``, ``left`` and ``workers``, the same by setting in ``groups``, and
+``table`` with one row for each cell.
 """
 
+import sys
+from collections import Counter
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from statistics import fmean
+from typing import TYPE_CHECKING, Any
 
 import attrs
 import typer
 
+from kvpolicy.cli.app import Interrupted
 from kvpolicy.cli.options import (
     Device,
     Dtype,
@@ -23,23 +28,21 @@ from kvpolicy.cli.options import (
     register_plugins,
     split_list,
 )
-from kvpolicy.cli.output import info, print_json, print_text, terminal_width
-from kvpolicy.lab.cli import options as sweepoptions
-from kvpolicy.lab.cli.dryrun import tell
-from kvpolicy.lab.cli.following import follow
-from kvpolicy.lab.cli.options import changed, grid_of, numbers
-from kvpolicy.lab.cli.place import (
-    CpusPerWorker,
-    GpusPerWorker,
-    On,
-    RayAddress,
-    Where,
-    open_executor,
+from kvpolicy.cli.output import (
+    Progress,
+    format_table,
+    info,
+    print_json,
+    print_text,
+    terminal_width,
 )
+from kvpolicy.lab.cli import options
 
 if TYPE_CHECKING:
+    from kvpolicy.lab.store.records import Sample
     from kvpolicy.lab.store.store import Store
-    from kvpolicy.lab.sweep.comparison import Comparison
+    from kvpolicy.lab.sweep.grid import Cell, Sweep
+    from kvpolicy.lab.sweep.jobs import Executor
     from kvpolicy.lab.sweep.publish import Panel
 
 app = typer.Typer(
@@ -58,66 +61,33 @@ SOME_FAILED = 1
     )
 )
 def ablate(
-    preset: sweepoptions.PresetName = None,
-    policies: sweepoptions.Stacks = None,
-    plan: sweepoptions.Plans = None,
-    budgets: sweepoptions.Budgets = None,
-    grid: sweepoptions.Grid = None,
-    side_by_side: sweepoptions.Zip = False,
-    buffer: Annotated[
-        int | None,
-        typer.Option(min=1, help="Rows that may join before a compaction. [default: the preset's]"),
-    ] = None,
-    model: sweepoptions.Models = None,
-    task: sweepoptions.Tasks = None,
-    n: sweepoptions.NumItems = None,
-    seeds: sweepoptions.Seeds = None,
-    split: sweepoptions.Split = None,
-    attempts: sweepoptions.Attempts = None,
-    temperature: Annotated[
-        float | None, typer.Option(min=0, help="0 takes the likeliest token. [default: 0]")
-    ] = None,
-    top_p: Annotated[
-        float | None, typer.Option(help="Draw from the likeliest tokens up to this. [default: 1]")
-    ] = None,
-    execute_code: Annotated[
-        bool, typer.Option("--execute-code", help="Let a grader run programs the model wrote.")
-    ] = False,
-    slots: Annotated[
-        int | None,
-        typer.Option(min=1, help="Samples decoded together. [default: the preset's]"),
-    ] = None,
-    max_new_tokens: Annotated[
-        int | None,
-        typer.Option(min=1, help="The most tokens a sample may generate. [default: the preset's]"),
-    ] = None,
-    workers: Annotated[
-        int | None,
-        typer.Option(min=1, help="Cells run side by side. [default: small models: one per core]"),
-    ] = None,
-    on: On = Where.here,
-    ray_address: RayAddress = None,
-    cpus_per_worker: CpusPerWorker = None,
-    gpus_per_worker: GpusPerWorker = None,
-    output: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FOLDER",
-            help="Results folder. [default: kvpolicy-ablate/NAME, one for the same settings]",
-        ),
-    ] = None,
-    by: Annotated[
-        str | None, typer.Option(metavar="FACET", help="Show the table by difficulty, too.")
-    ] = None,
-    record: Annotated[
-        int,
-        typer.Option(
-            min=0, help="Items of each cell, from the first, whose kept tokens are recorded."
-        ),
-    ] = 2,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Tell what there is to do and how long it may take.")
-    ] = False,
+    preset: options.PresetName = None,
+    policies: options.Stacks = None,
+    plan: options.Plans = None,
+    budgets: options.Budgets = None,
+    grid: options.Grid = None,
+    zip_lists: options.Zip = False,
+    buffer: options.Buffer = None,
+    model: options.Models = None,
+    task: options.Tasks = None,
+    n: options.NumItems = None,
+    seeds: options.Seeds = None,
+    split: options.Split = None,
+    attempts: options.Attempts = None,
+    temperature: options.Temperature = None,
+    top_p: options.TopP = None,
+    execute_code: options.ExecuteCode = False,
+    slots: options.SlotCount = None,
+    max_new_tokens: options.MaxNewTokens = None,
+    workers: options.Workers = None,
+    on: options.On = options.Where.here,
+    ray_address: options.RayAddress = None,
+    cpus_per_worker: options.CpusPerWorker = None,
+    gpus_per_worker: options.GpusPerWorker = None,
+    output: options.Output = None,
+    by: options.By = None,
+    record: options.Record = 2,
+    dry_run: options.DryRun = False,
     overrides: Overrides = None,
     plugin: Plugins = None,
     dtype: Dtype = "auto",
@@ -127,77 +97,240 @@ def ablate(
 ) -> None:
     """Compare policies at several budgets: accuracy, length, memory and speed.
 
-    `kvpolicy tasks list` shows what can be asked, and measured otherwise than by accuracy.
-    Without arguments: the full cache against published policies. Unset options come from the
-    preset; docs/reference/sweeps.md has those of the default one.
-    Interrupted, the same command goes on where it stopped.
+    Without arguments: the default sweep. Unset options come from the preset; see
+    docs/reference/sweeps.md. `kvpolicy tasks list` shows the tasks. If interrupted, run the same
+    command again: it continues after the last finished sample.
     """
     budget_list, stacks = positive_ints("--budgets", budgets), split_list(policies)
-    seed_list, knobs = numbers("--seeds", seeds), grid_of(grid or [])
+    seed_list, knobs = options.parse_ints("--seeds", seeds), options.parse_grid(grid or [])
     register_plugins(plugin)
-    # Imported here: all this brings torch along.
+    # Imported here because these import torch.
+    from kvpolicy.lab.executors.executor import open_executor
     from kvpolicy.lab.models import ModelCache
     from kvpolicy.lab.store.store import Store
-    from kvpolicy.lab.sweep import prepare as setup
+    from kvpolicy.lab.sweep.prepare import build_sweep, check_facet, default_folder, load_sweep
 
-    chosen = setup.choose(
+    config = load_sweep(
         preset, policies=stacks, plans=plan or [], budgets=budget_list, buffer=buffer
     )
-    chosen = changed(
-        chosen,
-        models=tuple(model or ()),
-        tasks=tuple(task or ()),
-        seeds=tuple(seed_list),
-        knobs=chosen.knobs | knobs,
-        combine="zip" if side_by_side else None,
-        n=n,
-        split=split.value if split else None,
-        attempts=attempts,
-        temperature=temperature,
-        top_p=top_p,
-        slots=slots,
-        max_new_tokens=max_new_tokens,
-    )
+    given: dict[str, Any] = {
+        "models": tuple(model or ()) or None,
+        "tasks": tuple(task or ()) or None,
+        "seeds": tuple(seed_list) or None,
+        "knobs": config.knobs | knobs,
+        "combine": "zip" if zip_lists else None,
+        "n": n,
+        "split": split.value if split else None,
+        "attempts": attempts,
+        "temperature": temperature,
+        "top_p": top_p,
+        "slots": slots,
+        "max_new_tokens": max_new_tokens,
+    }
+    config = attrs.evolve(config, **{key: v for key, v in given.items() if v is not None})
     with open_executor(
-        on,
+        on.value,
         ModelCache(dtype=dtype, device=device, trust_remote_code=trust_remote_code),
         address=ray_address,
         workers=workers,
         cpus=cpus_per_worker,
         gpus=gpus_per_worker,
-    ) as place:
-        comparison = setup.prepare(
-            chosen, place, overrides=overrides or [], execute_code=execute_code
-        )
-        setup.check_facet(comparison, by)
-        comparison = attrs.evolve(comparison, record=record)
-        num_workers = place.num_workers(comparison)
-        folder = output or setup.default_folder(comparison)
+        info=info,
+    ) as executor:
+        sweep = build_sweep(config, executor, overrides=overrides or [], execute_code=execute_code)
+        check_facet(sweep, by)
+        sweep = attrs.evolve(sweep, record=record)
+        folder = output or default_folder(sweep)
         if dry_run:
-            tell(comparison, folder, place, workers=num_workers, json=json)
+            _dry_run(sweep, folder, executor.num_workers(sweep), json=json)
             return
-        with Store(folder, comparison.to_dict()) as store:
-            follow(comparison, store, place, workers=num_workers)
-            failed = _publish(comparison, store, by, json=json)
+        with Store(folder, sweep.to_dict()) as store:
+            _run(sweep, store, executor)
+            failed = _publish(sweep, store, by, json=json)
     if failed:
         raise typer.Exit(SOME_FAILED)
 
 
-def _publish(comparison: "Comparison", store: "Store", by: str | None, *, json: bool) -> bool:
-    """Show what came out; whether samples failed."""
+def _dry_run(sweep: "Sweep", folder: Path, workers: int, *, json: bool) -> None:
+    """List the cells and the samples that are left to do; write nothing to disk."""
+    from kvpolicy.lab.store.store import done_keys
+
+    done = done_keys(folder, sweep.to_dict())
+    table, groups = [], {}
+    for cell in sweep.cells:
+        setting = sweep.setting_of(cell)
+        names = {"model": setting.model.name, "task": setting.task.name, "seed": setting.seed}
+        sizes = Counter(samples=len(setting.items), left=len(sweep.remaining(cell, done)))
+        table.append({**names, "series": cell.series, "budget": cell.budget, **sizes})
+        groups.setdefault(setting.id, (names, Counter()))[1].update(cells=1, **sizes)
+    total = Counter[str]()
+    for _, sizes in groups.values():
+        total.update(sizes)
+    if json:
+        counts = {key: total[key] for key in ("cells", "samples", "left")}
+        by_group = [{**names, **sizes} for names, sizes in groups.values()]
+        place = {"run": sweep.name, "folder": str(folder), "workers": workers}
+        print_json({**place, **counts, "groups": by_group, "table": table})
+        return
+    rows = [
+        [
+            Path(row["model"]).name,
+            row["task"],
+            str(row["seed"]),
+            row["series"],
+            "all" if row["budget"] is None else f"{row['budget']:g}",
+            str(row["samples"]),
+            str(row["left"]),
+        ]
+        for row in table
+    ]
+    headers = ["model", "task", "seed", "policy", "budget", "samples", "left"]
+    print_text(format_table(headers, rows, right=(2, 4, 5, 6), width=terminal_width()) + "\n\n")
+    num_done = total["samples"] - total["left"]
+    where = f"{num_done} of them done in {folder}" if num_done else f"into {folder}"
+    side_by_side = f", with {workers} workers" if workers > 1 else ""
+    print_text(f"{total['cells']} cells, {total['samples']} samples, {where}{side_by_side}.\n")
+    print_text("Nothing was written.\n")
+
+
+def _run(sweep: "Sweep", store: "Store", executor: "Executor") -> None:
+    """Run what is left of a sweep and show the progress on stderr.
+
+    Raises:
+        Interrupted: By Ctrl-C; the message says what is kept.
+    """
+    from kvpolicy.lab.store.session import describe_session
+
+    try:
+        num_left = sweep.num_remaining(store.samples)
+        if num_left:
+            command = ["kvpolicy", *sys.argv[1:]]
+            workers, machine = executor.num_workers(sweep), executor.machine(sweep)
+            store.begin(describe_session(command, workers=workers, machine=machine))
+        for note in store.notes:
+            info(note)
+        _print_start(sweep, store, num_left)
+        if num_left:
+            _run_jobs(sweep, store, executor)
+    except KeyboardInterrupt:
+        num_done = sweep.num_samples - sweep.num_remaining(store.samples)
+        msg = (
+            f"interrupted; {num_done} of {sweep.num_samples} samples are kept in "
+            f"{store.folder}; run the same command again to continue."
+        )
+        raise Interrupted(msg) from None
+
+
+def _print_start(sweep: "Sweep", store: "Store", num_left: int) -> None:
+    total = sweep.num_samples
+    if not num_left:
+        info(f"all {total} samples are in {store.folder} already; nothing is computed again.")
+    elif num_left < total:
+        info(f"continuing in {store.folder}: {total - num_left} of {total} samples are done.")
+    else:
+        info(f"{len(sweep.cells)} cells, {total} samples, into {store.folder}.")
+    unrecorded = sweep.num_unrecorded(store.samples, store.recorded)
+    if unrecorded:
+        info(
+            f"{unrecorded} samples of --record {sweep.record} were done without a record of "
+            "kept tokens, and have none; use another --output to run them again."
+        )
+
+
+def _run_jobs(sweep: "Sweep", store: "Store", executor: "Executor") -> None:
+    from kvpolicy.lab.sweep.runner import SampleDone, run
+
+    status = _Status(sweep, store)
+    with Progress(sweep.num_samples, status.num_done) as progress:
+        for event in run(sweep, store, executor):
+            if isinstance(event, SampleDone):
+                status.add(event.sample)
+            else:
+                progress.log(status.cell_line(event.cell, event.elapsed_s))
+            progress.update(status.line(), status.num_done)
+
+
+class _Status:
+    """The number of finished samples of each cell, and their mean value so far."""
+
+    def __init__(self, sweep: "Sweep", store: "Store") -> None:
+        self._sweep = sweep
+        self._sizes = {cell.id: len(sweep.setting_of(cell).items) for cell in sweep.cells}
+        self._done = dict.fromkeys(self._sizes, 0)
+        self._values: dict[str, list[float]] = {id: [] for id in self._sizes}
+        for sample in store.samples.values():
+            self.add(sample)
+
+    @property
+    def num_done(self) -> int:
+        """Finished samples of all cells."""
+        return sum(self._done.values())
+
+    def add(self, sample: "Sample") -> None:
+        """Count a finished sample."""
+        if sample.cell in self._done:
+            self._done[sample.cell] += 1
+            setting = self._sweep.setting_of(self._sweep.cell(sample.cell))
+            value = setting.task.measure.columns[0].value(sample)
+            self._values[sample.cell] += [] if value is None else [value]
+
+    def cell_line(self, cell: "Cell", elapsed_s: float) -> str:
+        """Describe a finished cell."""
+        return f"{self._cells_done()}  {self._describe(cell)} in {elapsed_s:.1f} s"
+
+    def line(self) -> str:
+        """Describe the cells that are running."""
+        running = [c for c in self._sweep.cells if 0 < self._done[c.id] < self._sizes[c.id]]
+        cells = "; ".join(self._describe(cell) for cell in running)
+        return f"{self._cells_done().strip()} cells{', ' if cells else ''}{cells}"
+
+    def _cells_done(self) -> str:
+        total = len(self._sizes)
+        num_done = sum(self._done[id] == size for id, size in self._sizes.items())
+        return f"{num_done:>{len(str(total))}}/{total}"
+
+    def _describe(self, cell: "Cell") -> str:
+        done, size, budget = self._done[cell.id], self._sizes[cell.id], cell.budget
+        at = "" if budget is None else f" at {budget:g}"
+        part = f"{done}" if done == size else f"{done}/{size}"
+        return f"{self._where(cell)}{cell.series}{at}: {self._value(cell, part)}"
+
+    def _where(self, cell: "Cell") -> str:
+        """Model, task and seed, as far as the settings of the sweep differ in them."""
+        mine, settings = self._sweep.setting_of(cell), self._sweep.settings
+        names = [
+            (Path(one.model.name).name, one.task.name, f"seed {one.seed}")
+            for one in [mine, *settings]
+        ]
+        differing = [column[0] for column in zip(*names, strict=True) if len(set(column)) > 1]
+        return f"{', '.join(differing)}: " if differing else ""
+
+    def _value(self, cell: "Cell", part: str) -> str:
+        values = self._values[cell.id]
+        column = self._sweep.setting_of(cell).task.measure.columns[0]
+        if not values:
+            return f"{part} failed"
+        mean = column.words(fmean(values))
+        if column.is_share:
+            return f"{mean} of {part} {column.title}"
+        return f"{column.title} {mean} over {part}"
+
+
+def _publish(sweep: "Sweep", store: "Store", by: str | None, *, json: bool) -> bool:
+    """Write and print the tables; return whether any sample failed."""
     from kvpolicy.lab.sweep.publish import publish, to_json
 
-    panels = publish(comparison, store)
+    panels = publish(sweep, store)
     if json:
-        run = comparison.to_dict()
+        run = sweep.to_dict()
         print_json({"folder": str(store.folder), "run": run, "table": to_json(panels)})
     else:
-        _show(panels, by)
+        _print_tables(panels, by)
         info(f"table, plots, samples and manifest are in {store.folder}.")
     return any(row.num_errors for panel in panels for row in panel.rows)
 
 
-def _show(panels: "list[Panel]", by: str | None) -> None:
+def _print_tables(panels: "list[Panel]", by: str | None) -> None:
     from kvpolicy.lab.cli.tables import facet_table, table
 
     width = terminal_width()

@@ -1,82 +1,236 @@
-"""The pool of one machine: model after model, each with this process or with several."""
+"""The executor of one machine: this process, or forked worker processes with one thread each.
 
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+A small model leaves most of a processor idle when two threads share one matrix product; two
+processes with a cell each are nearly twice as fast.
+
+Why not `concurrent.futures`: results stream from the middle of a job, a worker may be killed in
+the middle of a message, and workers must end when this process is killed. A pipe for each worker
+does all three; the shared queues of a process pool block in the last two.
+"""
+
+import multiprocessing
+import signal
+import sys
+import traceback
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
 from itertools import groupby
+from multiprocessing.connection import Connection, wait
+from typing import Any, Self
 
 import attrs
 import torch
 
 from kvpolicy.errors import KVPolicyError
-from kvpolicy.lab.executors.processes import CAN_FORK, Processes
-from kvpolicy.lab.models import ModelCache
-from kvpolicy.lab.store.session import num_cpus
-from kvpolicy.lab.sweep.comparison import Comparison
-from kvpolicy.lab.sweep.jobs import Job, News, Pool, ThisProcess
-from kvpolicy.lab.sweep.serve import Server
+from kvpolicy.lab.models import ModelCache, ModelInfo
+from kvpolicy.lab.store.session import describe_machine, num_cpus
+from kvpolicy.lab.sweep.grid import Sweep
+from kvpolicy.lab.sweep.jobs import Event, Job, JobFinished, run_job
+
+# On other systems a process cannot be forked safely once torch is loaded.
+CAN_FORK = sys.platform == "linux"
 
 _SMALL = 100_000_000  # parameters; a larger model keeps all cores busy by itself
 
-
-@attrs.frozen
-class Local:
-    """Does the jobs of all models on this machine.
-
-    With several workers, nothing may have been computed with more than one thread before:
-    torch's pool of threads does not survive forking.
-
-    Attributes:
-        comparison: What the jobs are parts of.
-        shelf: Where the models come from.
-        workers: Processes side by side, of one thread each; 1 means this one.
-        threads: Threads of this process, if it works alone.
-    """
-
-    comparison: Comparison
-    shelf: ModelCache
-    workers: int
-    threads: int
-
-    def serve(self, jobs: Sequence[Job]) -> Iterator[News]:
-        """Do jobs; those of one model stand side by side, so that it is loaded once."""
-        for name, mine in groupby(jobs, self._model):
-            yield from self._serve(name, list(mine))
-
-    def _serve(self, name: str, jobs: Sequence[Job]) -> Iterator[News]:
-        """Do the jobs of one model; when this ends nothing but the shelf holds it any more."""
-        model, tokenizer = self.shelf.open(name)
-        with self._pool(Server(model, tokenizer, self.comparison)) as pool:
-            yield from pool.serve(jobs)
-
-    def _model(self, job: Job) -> str:
-        return self.comparison.group_of(self.comparison.cell(job.cell)).model.name
-
-    def _pool(self, server: Server) -> AbstractContextManager[Pool]:
-        if self.workers > 1:
-            return Processes(server.serve, self.workers)
-        torch.set_num_threads(self.threads)
-        return nullcontext(ThisProcess(server.serve))
+RunJob = Callable[[Job], Iterator[Event]]
 
 
-def num_workers(comparison: Comparison, wanted: int | None) -> int:
-    """Decide how many processes run cells side by side.
+def limit_threads() -> int:
+    """Compute with one thread from now on; call this before anything is computed.
 
-    Args:
-        comparison: What is run.
-        wanted: What the user asks for, if anything.
+    torch creates its thread pool when it first uses a second thread, and the pool does not
+    survive forking.
 
     Returns:
-        The number; 1 means this process.
-
-    Raises:
-        KVPolicyError: More than one is wanted where this is not possible.
+        The number of threads before, for a process that will not fork.
     """
-    models = [group.model for group in comparison.groups]
-    can = CAN_FORK and all(model.device == "cpu" for model in models)
-    if wanted is not None:
-        if wanted > 1 and not can:
-            msg = f"{wanted} workers need Linux and a model on the CPU; leave --workers out."
-            raise KVPolicyError(msg)
-        return wanted
-    is_small = all(model.num_parameters < _SMALL for model in models)
-    return min(num_cpus(), len(comparison.cells)) if can and is_small else 1
+    before = torch.get_num_threads()
+    if CAN_FORK:
+        torch.set_num_threads(1)
+    return before
+
+
+@attrs.frozen
+class LocalExecutor:
+    """Runs jobs on this machine, model after model.
+
+    Attributes:
+        models: Loads the models.
+        workers: Worker processes, if the user set a number.
+        threads: Threads to compute with in this process, without worker processes.
+    """
+
+    models: ModelCache
+    workers: int | None
+    threads: int
+
+    def describe(self, name: str) -> tuple[ModelInfo, Any]:
+        """Describe a model; see `ModelCache.describe`."""
+        return self.models.describe(name)
+
+    def num_workers(self, sweep: Sweep) -> int:
+        """Return the number of worker processes; 1 means this process.
+
+        Raises:
+            KVPolicyError: More than one is wanted where that is not possible.
+        """
+        models = [setting.model for setting in sweep.settings]
+        can = CAN_FORK and all(model.device == "cpu" for model in models)
+        if self.workers is not None:
+            if self.workers > 1 and not can:
+                msg = f"{self.workers} workers need Linux and a model on the CPU; omit --workers."
+                raise KVPolicyError(msg)
+            return self.workers
+        is_small = all(model.num_parameters < _SMALL for model in models)
+        return min(num_cpus(), len(sweep.cells)) if can and is_small else 1
+
+    def machine(self, sweep: Sweep) -> dict[str, Any]:
+        """Describe this machine, with the threads of one worker."""
+        return describe_machine(threads=self.threads if self.num_workers(sweep) == 1 else 1)
+
+    def run_jobs(self, sweep: Sweep, jobs: Sequence[Job]) -> Iterator[Event]:
+        """Run jobs. Jobs of one model must be adjacent, so that it is loaded once.
+
+        Raises:
+            KVPolicyError: A job failed, or a worker process was killed.
+        """
+        num = self.num_workers(sweep)
+        for name, group in groupby(jobs, lambda job: _model_name(sweep, job)):
+            yield from self._run_model(sweep, name, list(group), num)
+
+    def _run_model(
+        self, sweep: Sweep, name: str, jobs: Sequence[Job], num_workers: int
+    ) -> Iterator[Event]:
+        """Run the jobs of one model. Nothing but the model cache refers to the model afterwards."""
+        model, tokenizer = self.models.open(name)
+        run = partial(run_job, sweep, model=model, tokenizer=tokenizer)
+        if num_workers > 1:
+            with WorkerProcesses(run, num_workers) as workers:
+                yield from workers.run_jobs(jobs)
+            return
+        torch.set_num_threads(self.threads)
+        for job in jobs:
+            yield from run(job)
+
+
+def _model_name(sweep: Sweep, job: Job) -> str:
+    return sweep.setting_of(sweep.cell(job.cell)).model.name
+
+
+class WorkerProcesses:
+    """Forked processes that run jobs side by side; a context manager.
+
+    They share the model's memory with this process, and nothing may have been computed with more
+    than one thread before they are forked. Of the open results folder they inherit nothing: its
+    lock is released in them (`kvpolicy.lab.store.jsonl`). When this process ends, however it
+    does, their pipes close and they end too.
+    """
+
+    def __init__(self, run_job: RunJob, num: int) -> None:
+        """Fork the processes.
+
+        Args:
+            run_job: Runs one job; need not be picklable.
+            num: Number of processes.
+        """
+        fork = multiprocessing.get_context("fork")
+        pipes = [fork.Pipe() for _ in range(num)]
+        self._pipes = [pipe[0] for pipe in pipes]
+        worker_ends = [pipe[1] for pipe in pipes]
+        self._processes = [
+            fork.Process(target=_work, args=(run_job, end, self._pipes, worker_ends), daemon=True)
+            for end in worker_ends
+        ]
+        with warnings.catch_warnings():
+            # Python warns about forking a process with threads. torch has at most one idle
+            # thread here, and the children use none of its locks.
+            warnings.simplefilter("ignore", DeprecationWarning)
+            for process in self._processes:
+                process.start()
+        for end in worker_ends:
+            end.close()
+
+    def run_jobs(self, jobs: Sequence[Job]) -> Iterator[Event]:
+        """Run jobs, each as soon as a process is free.
+
+        Args:
+            jobs: The jobs, in the order in which they start.
+
+        Yields:
+            Events.
+
+        Raises:
+            KVPolicyError: A job failed, or a process was killed.
+        """
+        waiting = list(reversed(jobs))
+        busy = set()
+        for pipe in self._pipes[: len(waiting)]:
+            with _killed_worker_is_an_error():
+                pipe.send(waiting.pop())
+            busy.add(pipe)
+        while busy:
+            for pipe in [one for one in wait(list(busy)) if isinstance(one, Connection)]:
+                with _killed_worker_is_an_error():
+                    event = pipe.recv()
+                if isinstance(event, Exception):
+                    raise event
+                if isinstance(event, JobFinished):
+                    busy.remove(pipe)
+                    if waiting:
+                        with _killed_worker_is_an_error():
+                            pipe.send(waiting.pop())
+                        busy.add(pipe)
+                yield event
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for process in self._processes:
+            process.terminate()
+        for process in self._processes:
+            process.join()
+
+
+@contextmanager
+def _killed_worker_is_an_error() -> Iterator[None]:
+    """A worker may be gone between two messages (`EOFError`) or in the middle of one."""
+    try:
+        yield
+    except (EOFError, OSError) as error:
+        msg = (
+            "a worker process was killed, perhaps for lack of memory; finished samples are kept: "
+            "try again with --workers 1 or fewer --slots."
+        )
+        raise KVPolicyError(msg) from error
+
+
+def _work(
+    run_job: RunJob,
+    pipe: Connection,
+    parent_ends: Sequence[Connection],
+    worker_ends: Sequence[Connection],
+) -> None:
+    # Ctrl-C reaches the whole process group; the parent ends the workers when it is ready.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for end in [*parent_ends, *(end for end in worker_ends if end is not pipe)]:
+        end.close()
+    torch.set_num_threads(1)
+    try:
+        while True:
+            job = pipe.recv()
+            for event in _events(run_job, job):
+                pipe.send(event)
+    except (EOFError, BrokenPipeError, ConnectionResetError):
+        return  # the parent is gone
+
+
+def _events(run_job: RunJob, job: Job) -> Iterator[Event | Exception]:
+    try:
+        yield from run_job(job)
+    except KVPolicyError as error:
+        yield error
+    except Exception:
+        yield RuntimeError(f"in a worker process:\n{traceback.format_exc()}")

@@ -12,7 +12,7 @@ import attrs
 import numpy as np
 
 from kvpolicy.lab.report.packing import AROUND, pack
-from kvpolicy.lab.sweep.recording import NEVER, Kept
+from kvpolicy.lab.sweep.recording import NEVER, KeptRecord
 
 # Of the letter for -1: the first ones need no escape in JSON, but for the backslash.
 _FIRST_LETTER = 0x23
@@ -22,8 +22,8 @@ _SURROGATES, _NUM_SURROGATES = 0xD800, 0x800
 _MOST = 0xFFFF - _NUM_SURROGATES - _FIRST_LETTER + NEVER
 
 
-def compact(kept: Kept) -> dict[str, Any]:
-    """A record as `Kept.to_dict` makes it, but ``left_at`` of each layer is one text.
+def compact(kept: KeptRecord) -> dict[str, Any]:
+    """A record as `KeptRecord.to_dict` makes it, but ``left_at`` of each layer is one text.
 
     Args:
         kept: The record.
@@ -57,7 +57,7 @@ class PackedKept:
     num_left_out: int
 
 
-def pack_kept(bundles: Iterable[Sequence[Kept]], most_bytes: int) -> PackedKept:
+def pack_kept(bundles: Iterable[Sequence[KeptRecord]], most_bytes: int) -> PackedKept:
     """Pack records, bundle by bundle, until there is no more room.
 
     Args:

@@ -8,7 +8,7 @@ from kvpolicy.errors import OutputError, ResultsError
 from kvpolicy.lab.report.gather import GroupView
 from kvpolicy.lab.report.kept_rows import PackedKept, pack_kept
 from kvpolicy.lab.store.read import RunFolder
-from kvpolicy.lab.sweep.recording import Kept
+from kvpolicy.lab.sweep.recording import KeptRecord
 
 _FILE = "kept.jsonl"
 
@@ -35,7 +35,7 @@ def pack_recorded(
     found = {kept.key: kept for run in runs for kept in _read(run) if kept.key in of_key}
     # What the cells of one group did with one item is compared; every group's first items are
     # better than all items of the first group.
-    bundles: dict[tuple[int, int, int], list[Kept]] = {}
+    bundles: dict[tuple[int, int, int], list[KeptRecord]] = {}
     for key, kept in found.items():
         bundles.setdefault(of_key[key], []).append(kept)
     return pack_kept([bundles[place] for place in sorted(bundles)], most_bytes)
@@ -70,14 +70,14 @@ def name_records(
     return list(packed.blocks.values())
 
 
-def _read(run: RunFolder) -> Iterator[Kept]:
+def _read(run: RunFolder) -> Iterator[KeptRecord]:
     """The records of a run; a last line without its end is one that is being written."""
     path = run.path / _FILE
     if not path.exists():
         return
     for number, line in enumerate(path.read_bytes().split(b"\n")[:-1], 1):
         try:
-            yield Kept.from_dict(json.loads(line))
+            yield KeptRecord.from_dict(json.loads(line))
         except (ValueError, OutputError) as error:
             msg = f"{path}, line {number}, is damaged ({error}); delete that line."
             raise ResultsError(msg) from error

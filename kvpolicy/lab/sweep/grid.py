@@ -1,33 +1,156 @@
-"""The cells of a comparison: every series at every budget, each with its resolved plan."""
+"""The grid of a sweep: settings, and the cells that run each setting under every plan.
+
+A *setting* is a model, a task and a seed. A *cell* is a setting under one resolved plan. A
+*sample* is one attempt at one example in a cell. In result files, the id of a setting is called
+``group``.
+"""
 
 import hashlib
-from collections.abc import Iterable, Mapping, Sequence
+import json
+from collections.abc import Container, Iterable, Mapping, Sequence
 from statistics import fmean
 from typing import Any
 
 import attrs
 
+import kvpolicy
+from kvpolicy.engine.request import Sampling
 from kvpolicy.errors import PlanError
-from kvpolicy.lab.sweep.sweep import Setting, in_words
-from kvpolicy.lab.sweep.sweep_file import Series
+from kvpolicy.lab.models import ModelInfo, fingerprint_texts
+from kvpolicy.lab.store.records import ItemRecord, sample_key
+from kvpolicy.lab.sweep.sweep_file import Series, Variant
+from kvpolicy.lab.tasks.task import Example, Split, Task
 from kvpolicy.plan.plan import Plan
 from kvpolicy.plan.resolved import ResolvedPlan
 from kvpolicy.plan.toml import policies_named, read_tables, set_entry
 
+# Names and titles do not change the samples, so they are not part of a setting's id.
+_NOT_IN_ID = ("model", "columns")
+
+
+@attrs.frozen
+class EvalSetting:
+    """Everything that samples depend on, except the plan.
+
+    Attributes:
+        model: The model.
+        task: Provides the examples and measures the samples.
+        items: The examples, each once per attempt.
+        seed: Selects the examples.
+        max_new_tokens: Generation limit of a sample.
+        slots: Samples decoded together.
+        split: The task's split that the examples are from.
+        sampling: How tokens are sampled.
+        id: 16 hexadecimal digits: a hash of everything that the samples depend on.
+    """
+
+    model: ModelInfo
+    task: Task
+    items: Sequence[Example]
+    seed: int
+    max_new_tokens: int
+    slots: int
+    split: Split = "test"
+    sampling: Sampling = attrs.field(factory=Sampling)
+    id: str = attrs.field(init=False)
+
+    @id.default
+    def _hash(self) -> str:
+        return digest({k: v for k, v in self._to_dict().items() if k not in _NOT_IN_ID})
+
+    @property
+    def num_attempts(self) -> int:
+        """Samples per example."""
+        return 1 + max((item.attempt for item in self.items), default=0)
+
+    @property
+    def num_items(self) -> int:
+        """Distinct examples."""
+        return len({item.index for item in self.items})
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data for the manifest."""
+        return {"group": self.id, **self._to_dict()}
+
+    def item_records(self) -> list[ItemRecord]:
+        """The examples, each once, as stored in the results folder."""
+        return [
+            ItemRecord(
+                group=self.id,
+                model=self.model.name,
+                task=self.task.name,
+                seed=self.seed,
+                item=item.index,
+                prompt=item.prompt,
+                answer=item.answer,
+                reference=item.reference,
+                facets=dict(item.facets),
+            )
+            for item in self.items
+            if item.attempt == 0
+        ]
+
+    def key(self, plan: str, item: Example) -> str:
+        """Return the key of a sample: a hash of everything that it depends on.
+
+        Args:
+            plan: Digest of the resolved plan.
+            item: One attempt at one example of this setting.
+        """
+        return sample_key(
+            plan=plan,
+            model=self.model.fingerprint,
+            task=self.task.name,
+            measure=self.task.measure.name,
+            item=item.index,
+            prompt=self._text(item),
+            attempt=item.attempt,
+            seed=self.seed,
+            sampling=describe_sampling(self.sampling),
+            max_new_tokens=self.max_new_tokens,
+            version=kvpolicy.__version__,
+        )
+
+    def _to_dict(self) -> dict[str, Any]:
+        return {
+            "model": self.model.name,
+            "model_fingerprint": self.model.fingerprint,
+            "device": self.model.device,
+            "dtype": self.model.dtype,
+            "task": self.task.name,
+            "seed": self.seed,
+            "split": self.split,
+            "n": self.num_items,
+            "attempts": self.num_attempts,
+            "prompt_hash": fingerprint_texts([self._text(item) for item in self.items]),
+            "sampling": describe_sampling(self.sampling),
+            "temperature": self.sampling.temperature,
+            "top_p": self.sampling.top_p,
+            "max_new_tokens": self.max_new_tokens,
+            "slots": self.slots,
+            "measure": self.task.measure.name,
+            "columns": [column.to_dict() for column in self.task.measure.columns],
+        }
+
+    def _text(self, item: Example) -> str:
+        """Return all texts of an example that its metric reads."""
+        reference = item.reference if self.task.measure.reads_reference else None
+        return json.dumps([item.prompt, item.answer, reference])
+
 
 @attrs.frozen
 class Cell:
-    """One plan to be measured.
+    """A setting under one plan.
 
     Attributes:
-        series: Which line of the plot it is a point of.
+        series: Label of the series, with the knobs that the sweep varies.
         budget: Rows that stay after a compaction, the mean over the layers that compact;
-            ``None`` if nothing ever leaves.
-        buffer: Rows that may join before the next compaction; ``None`` likewise.
-        resolved: The plan to run, resolved for the model.
+            ``None`` if nothing is evicted.
+        buffer: Rows that may join before the next compaction, likewise.
+        resolved: The plan, resolved for the model.
         digest: Digest of the resolved plan.
-        group: Id of the group that is run under this plan; empty outside of runs.
-        knobs: What a grid of knobs sets in this plan, by ``POLICY.KNOB``.
+        setting: Id of the setting; empty if the cell is not part of a sweep.
+        knobs: The values that the sweep sets in this plan, by ``POLICY.KNOB``.
     """
 
     series: str
@@ -35,19 +158,19 @@ class Cell:
     buffer: float | None
     resolved: ResolvedPlan
     digest: str
-    group: str = ""
+    setting: str = ""
     knobs: Mapping[str, Any] = attrs.field(factory=dict)
 
     @property
     def id(self) -> str:
         """The cell's name in all files, 16 hexadecimal digits."""
-        return hashlib.sha256(f"{self.group} {self.digest}".encode()).hexdigest()[:16]
+        return hashlib.sha256(f"{self.setting} {self.digest}".encode()).hexdigest()[:16]
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for the manifest."""
         return {
             "cell": self.id,
-            "group": self.group,
+            "group": self.setting,
             "series": self.series,
             "budget": self.budget,
             "buffer": self.buffer,
@@ -57,110 +180,166 @@ class Cell:
         }
 
 
+@attrs.frozen
+class Sweep:
+    """All settings and cells of a sweep, as values: no model is loaded.
+
+    Attributes:
+        name: Name of the sweep.
+        settings: The settings, in the order of the tables.
+        cells: Every setting under each of its plans, in the order of the settings.
+        record: Examples of each cell, from the first, whose kept rows are recorded. Samples do
+            not depend on it.
+    """
+
+    name: str
+    settings: Sequence[EvalSetting]
+    cells: Sequence[Cell]
+    record: int = 0
+    _settings: dict[str, EvalSetting] = attrs.field(init=False, repr=False, eq=False)
+    _cells: dict[str, Cell] = attrs.field(init=False, repr=False, eq=False)
+
+    def __attrs_post_init__(self) -> None:
+        object.__setattr__(self, "_settings", {setting.id: setting for setting in self.settings})
+        object.__setattr__(self, "_cells", {cell.id: cell for cell in self.cells})
+        assert len(self._settings) == len(self.settings), "ids of settings are unique"
+        assert len(self._cells) == len(self.cells), "ids of cells are unique"
+
+    @property
+    def num_samples(self) -> int:
+        """Samples of all cells."""
+        return sum(len(self.setting_of(cell).items) for cell in self.cells)
+
+    def cell(self, id: str) -> Cell:
+        """Return a cell by its id."""
+        return self._cells[id]
+
+    def setting_of(self, cell: Cell) -> EvalSetting:
+        """Return the setting of a cell."""
+        return self._settings[cell.setting]
+
+    def key(self, cell: Cell, item: Example) -> str:
+        """Return the key of one sample of a cell."""
+        return self.setting_of(cell).key(cell.digest, item)
+
+    def remaining(self, cell: Cell, done: Container[str]) -> list[int]:
+        """Return the indices, in the setting's ``items``, of the samples still to do.
+
+        Args:
+            cell: The cell.
+            done: Keys of the finished samples.
+        """
+        items = self.setting_of(cell).items
+        return [index for index, item in enumerate(items) if self.key(cell, item) not in done]
+
+    def num_remaining(self, done: Container[str]) -> int:
+        """Count the samples still to do.
+
+        Args:
+            done: Keys of the finished samples.
+        """
+        return sum(len(self.remaining(cell, done)) for cell in self.cells)
+
+    def recorded(self, cell: Cell) -> list[int]:
+        """Return the indices of the recorded samples: first attempts at the first examples."""
+        items = self.setting_of(cell).items
+        return [index for index, item in enumerate(items) if item.attempt == 0][: self.record]
+
+    def num_unrecorded(self, done: Container[str], recorded: Container[str]) -> int:
+        """Count the finished samples that should have a record of kept rows but have none.
+
+        Args:
+            done: Keys of the finished samples.
+            recorded: Keys of the recorded ones.
+        """
+        keys = [
+            self.key(cell, self.setting_of(cell).items[index])
+            for cell in self.cells
+            for index in self.recorded(cell)
+        ]
+        return sum(key in done and key not in recorded for key in keys)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data for the manifest; it differs between any two sweeps."""
+        return {
+            "name": self.name,
+            "version": kvpolicy.__version__,
+            "groups": [setting.to_dict() for setting in self.settings],
+            "cells": [cell.to_dict() for cell in self.cells],
+        }
+
+
 def build_cells(
     series: Sequence[Series],
     *,
     num_layers: int,
-    budgets: Sequence[int],
+    budgets: Sequence[int] = (),
+    variants: Sequence[Variant] = (),
     buffer: int | None,
     overrides: Sequence[str] = (),
 ) -> list[Cell]:
-    """Resolve every series at every budget, as `cells_at` does.
+    """Resolve every series at every budget and variant.
 
     Args:
-        series: What is compared.
+        series: The plans to compare.
         num_layers: Layers of the model.
-        budgets: Budgets for the series whose plan leaves it open.
-        buffer: Buffer for the plans that leave it open.
-        overrides: ``--set`` strings.
+        budgets: Budgets of the plans that have none of their own. A plan that evicts nothing
+            gives one cell.
+        variants: Budgets with knobs; a knob applies to the plans that use its policy.
+        buffer: Buffer of the plans that have none of their own.
+        overrides: ``--set`` strings; ``POLICY.KNOB=VALUE`` applies to the plans that use the
+            policy.
 
     Returns:
-        The cells in order, each resolved plan once.
-    """
-    settings = [Setting(budget) for budget in budgets]
-    return cells_at(series, settings, num_layers=num_layers, buffer=buffer, overrides=overrides)
-
-
-def cells_at(
-    series: Sequence[Series],
-    settings: Sequence[Setting],
-    *,
-    num_layers: int,
-    buffer: int | None,
-    overrides: Sequence[str] = (),
-    group: str = "",
-) -> list[Cell]:
-    """Resolve every series at every setting.
-
-    Args:
-        series: What is compared.
-        settings: Budgets for the series whose plan leaves it open, and knobs for those that
-            name the policy. A plan that nothing ever leaves, like the full cache, gives one
-            cell.
-        num_layers: Layers of the model.
-        buffer: Buffer for the plans that leave it open.
-        overrides: ``--set`` strings; ``POLICY.KNOB=VALUE`` goes to the plans that name it.
-        group: Id of the group that the cells belong to.
-
-    Returns:
-        The cells in order, each resolved plan once.
+        The cells in order, each resolved plan once, without a setting.
 
     Raises:
-        KVPolicyError: A plan is wrong or does not fit the model, or an override or a knob fits
-            none.
+        KVPolicyError: A plan is invalid or does not fit the model, or an override or knob
+            applies to none of the plans.
     """
+    variants = [*map(Variant, budgets), *variants]
     _check_overrides(series, overrides)
-    _check_knobs(series, settings, overrides)
+    _check_knobs(series, variants, overrides)
     cells: dict[str, Cell] = {}
     for one in series:
-        mine = [override for override in overrides if _concerns(one, override)]
-        fixed: list[Mapping[str, Any]] = []  # knobs under which no budget of a setting is used
-        for setting in settings:
-            knobs = {key: v for key, v in setting.knobs.items() if _concerns(one, key)}
-            if knobs in fixed:
+        mine = [override for override in overrides if _applies(override, one)]
+        without_budget: list[Mapping[str, Any]] = []  # knobs with which the plan uses no budget
+        for variant in variants:
+            knobs = {key: v for key, v in variant.knobs.items() if _applies(key, one)}
+            if knobs in without_budget:
                 continue
-            cell = _cell(one, Setting(setting.budget, knobs), num_layers, buffer, mine)
-            cells.setdefault(cell.digest, attrs.evolve(cell, group=group))
+            cell = _build_cell(one, Variant(variant.budget, knobs), num_layers, buffer, mine)
+            cells.setdefault(cell.digest, cell)
             if not cell.resolved.uses_default_budget:
-                fixed.append(knobs)
+                without_budget.append(knobs)
     return list(cells.values())
 
 
-def _cell(
+def _build_cell(
     series: Series,
-    setting: Setting,
+    variant: Variant,
     num_layers: int,
     buffer: int | None,
     overrides: Sequence[str],
 ) -> Cell:
-    plan = _plan(series, setting.knobs, buffer, overrides)
-    resolved = plan.resolve(num_layers, default_budget=setting.budget)
+    name = f"plan '{series.label}'"
+    raw = read_tables(({} if buffer is None else {"buffer": buffer}) | series.plan, name)
+    for key, value in variant.knobs.items():
+        set_entry(raw, key, value, name, source=f"knob '{key}'")
+    plan = Plan.from_dict(raw, overrides, name=name)
+    resolved = plan.resolve(num_layers, default_budget=variant.budget)
     compacting = resolved.compacting_layers()
     is_bounded = any(layer.bounded for layer in resolved.layers)
-    # A cache that grows has no buffer: whatever is said of one changes nothing.
-    knobs = {key: v for key, v in setting.knobs.items() if key != "buffer" or is_bounded}
+    # A plan without bounded layers ignores its buffer.
+    knobs = {key: v for key, v in variant.knobs.items() if key != "buffer" or is_bounded}
     return Cell(
-        series=", ".join([series.label, *in_words(knobs)]),
+        series=", ".join([series.label, *format_knobs(knobs)]),
         budget=_mean(layer.budget for layer in compacting),
         buffer=_mean(layer.buffer for layer in compacting),
         resolved=resolved,
         digest=resolved.digest(),
         knobs=knobs,
     )
-
-
-def _plan(
-    series: Series,
-    knobs: Mapping[str, Any],
-    buffer: int | None,
-    overrides: Sequence[str],
-) -> Plan:
-    given = {} if buffer is None else {"buffer": buffer}
-    name = f"plan '{series.label}'"
-    raw = read_tables(given | series.plan, name)
-    for key, value in knobs.items():
-        set_entry(raw, key, value, name, source=f"knob '{key}'")
-    return Plan.from_dict(raw, overrides, name=name)
 
 
 def _mean(values: Iterable[int | None]) -> float | None:
@@ -171,39 +350,75 @@ def _mean(values: Iterable[int | None]) -> float | None:
 def _check_overrides(series: Sequence[Series], overrides: Sequence[str]) -> None:
     for override in overrides:
         if override.partition("=")[0].strip() == "budget":
-            msg = f"--set {override!r} would give every cell one budget; use --budgets for that."
+            msg = f"--set {override!r} would set one budget in every cell; use --budgets instead."
             raise PlanError(msg)
-        if not any(_concerns(one, override) for one in series):
-            # The plan's own message names the policies it knows.
-            Plan.from_dict(_all_stacks(series), [override], name="the comparison")
+        if not any(_applies(override, one) for one in series):
+            # Raises with the names of the policies that the series use.
+            Plan.from_dict(_all_policies(series), [override], name="the sweep")
 
 
 def _check_knobs(
-    series: Sequence[Series], settings: Sequence[Setting], overrides: Sequence[str]
+    series: Sequence[Series], variants: Sequence[Variant], overrides: Sequence[str]
 ) -> None:
-    fixed = {_key(override) for override in overrides}
-    for key, value in {key: v for one in settings for key, v in one.knobs.items()}.items():
+    fixed = {_path(override) for override in overrides}
+    for key, value in {key: v for one in variants for key, v in one.knobs.items()}.items():
         if key == "budget":
-            msg = "knob 'budget' is no knob of a policy; list the budgets with --budgets"
+            msg = "'budget' is not a knob; list budgets with --budgets"
             raise PlanError(msg)
         if key in fixed:
-            msg = f"knob '{key}' is given values to try and is fixed by --set; take one out"
+            msg = f"knob '{key}' is varied by the sweep and fixed by --set; remove one of them"
             raise PlanError(msg)
-        if not any(_concerns(one, key) for one in series):
-            set_entry(_all_stacks(series), key, value, "the comparison", source=f"knob '{key}'")
+        if not any(_applies(key, one) for one in series):
+            set_entry(_all_policies(series), key, value, "the sweep", source=f"knob '{key}'")
 
 
-def _key(override: str) -> str:
+def _path(override: str) -> str:
     return ".".join(key.strip() for key in override.partition("=")[0].split("."))
 
 
-def _concerns(series: Series, override: str) -> bool:
-    """Whether an override says something about this series: it does unless it names a policy."""
-    keys = _key(override).split(".")
+def _applies(override: str, series: Series) -> bool:
+    """Whether an override applies to a series: ``POLICY.KNOB`` needs the policy in the plan."""
+    keys = _path(override).split(".")
     return len(keys) != 2 or keys[0] in policies_named(series.plan)
 
 
-def _all_stacks(series: Sequence[Series]) -> dict[str, Any]:
-    return {
-        "stack": list(dict.fromkeys(name for one in series for name in policies_named(one.plan)))
-    }
+def _all_policies(series: Sequence[Series]) -> dict[str, Any]:
+    names = dict.fromkeys(name for one in series for name in policies_named(one.plan))
+    return {"stack": list(names)}
+
+
+def format_knobs(knobs: Mapping[str, Any]) -> list[str]:
+    """Format knob values for a label, such as ``mix_lambda=0.1``.
+
+    Args:
+        knobs: Values by ``POLICY.KNOB`` or entry name. The policy is left out where the knob's
+            name is unique.
+    """
+    names = [key.rpartition(".")[2] for key in knobs]
+    return [
+        f"{name if names.count(name) == 1 else key}={_format(value)}"
+        for name, (key, value) in zip(names, knobs.items(), strict=True)
+    ]
+
+
+def _format(value: object) -> str:
+    if isinstance(value, str):
+        return value
+    return f"{value:g}" if isinstance(value, float) else json.dumps(value, default=str)
+
+
+def digest(data: object) -> str:
+    """Hash plain data to 16 hexadecimal digits.
+
+    Args:
+        data: Anything that `json.dumps` accepts.
+    """
+    return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def describe_sampling(sampling: Sampling) -> str:
+    """Describe how tokens are sampled, such as ``temperature 0.6, top-p 0.95``."""
+    if sampling.greedy:
+        return "greedy"
+    top_p = "" if sampling.top_p == 1 else f", top-p {sampling.top_p:g}"
+    return f"temperature {sampling.temperature:g}{top_p}"

@@ -1,26 +1,30 @@
-"""Who runs the cells of a comparison: this process, or several with one thread each.
+"""Jobs: samples of one cell, decoded together, and the executors that run them."""
 
-A small model leaves most of a processor idle when two threads share one matrix product;
-two processes with a cell each are nearly twice as fast.
-"""
-
-from collections.abc import Callable, Iterator, Sequence
-from typing import Protocol
+import hashlib
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any, Protocol
 
 import attrs
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from kvpolicy.engine.engine import Engine
+from kvpolicy.engine.request import Request
 from kvpolicy.engine.results import RunReport
-from kvpolicy.lab.sweep.recording import KeptRows
-from kvpolicy.lab.tasks.measures import Outcome
+from kvpolicy.lab.models import ModelProvider
+from kvpolicy.lab.sweep.grid import EvalSetting, Sweep
+from kvpolicy.lab.sweep.recording import KeptRows, record_kept_rows
+from kvpolicy.lab.tasks.chat_template import encode
+from kvpolicy.lab.tasks.task import EvalOutcome, EvalRequest, Example
 
 
 @attrs.frozen
 class Job:
-    """Part of a comparison.
+    """Samples of one cell for one worker.
 
     Attributes:
         cell: Id of the cell.
-        items: Places of the items to be done in it, among those of its group.
+        items: Indices of the samples in the ``items`` of the cell's setting.
     """
 
     cell: str
@@ -29,30 +33,29 @@ class Job:
 
 @attrs.frozen
 class ItemDone:
-    """One item of a job is measured.
+    """One sample of a job is measured.
 
     Attributes:
         job: The job.
-        item: Place of the item.
-        outcome: What came of it.
-        kept: What compactions kept of it, if that was to be recorded.
+        item: Index of the sample.
+        outcome: Its result and values.
+        kept: The rows that compactions kept, if they are recorded.
     """
 
     job: Job
     item: int
-    outcome: Outcome
+    outcome: EvalOutcome
     kept: KeptRows | None = None
 
 
 @attrs.frozen
-class JobDone:
-    """All items of a job are measured.
+class JobFinished:
+    """All samples of a job are measured.
 
     Attributes:
-        job: The job.
-        report: What it cost, if one worker did it in one go: the costs of parts that were done
-            side by side, or twice because a worker was lost, do not add up to a speed.
-        elapsed_s: Seconds from its first item begun to its last one measured.
+        job: The job, as it was run: an executor may have split it.
+        report: Costs of the job; ``None`` if its worker was lost before it could report them.
+        elapsed_s: Wall time of the job in seconds.
     """
 
     job: Job
@@ -60,28 +63,67 @@ class JobDone:
     elapsed_s: float
 
 
-News = ItemDone | JobDone
-Serve = Callable[[Job], Iterator[News]]
+Event = ItemDone | JobFinished
 
 
-class Pool(Protocol):
-    """Something that can do jobs."""
+class Executor(ModelProvider, Protocol):
+    """Provides models, and workers that run jobs with them."""
 
-    def serve(self, jobs: Sequence[Job]) -> Iterator[News]:
-        """Do jobs, not necessarily in order, and tell what happens as it happens."""
+    def num_workers(self, sweep: Sweep) -> int:
+        """Return how many workers run side by side."""
+
+    def machine(self, sweep: Sweep) -> dict[str, Any]:
+        """Describe a worker; see `kvpolicy.lab.store.session.describe_machine`."""
+
+    def run_jobs(self, sweep: Sweep, jobs: Sequence[Job]) -> Iterator[Event]:
+        """Run jobs, in any order, and yield events as they happen.
+
+        A job may be split, and repeated in part after a loss. Every sample is in one `ItemDone`,
+        and after that in one `JobFinished`.
+        """
 
 
-@attrs.frozen
-class ThisProcess:
-    """Does one job after the other.
+def run_job(
+    sweep: Sweep, job: Job, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
+) -> Iterator[Event]:
+    """Run one job in this process.
 
-    Attributes:
-        serve_job: Does one job.
+    Args:
+        sweep: The sweep.
+        job: The job.
+        model: The model of the job's setting.
+        tokenizer: Its tokenizer.
+
+    Yields:
+        `ItemDone` for each sample as it finishes, then `JobFinished`.
     """
+    begin = time.perf_counter()
+    cell = sweep.cell(job.cell)
+    setting = sweep.setting_of(cell)
+    engine = Engine(model, tokenizer, cell.resolved, slots=min(setting.slots, len(job.items)))
+    items = [setting.items[index] for index in job.items]
+    requests = [EvalRequest(item, _request(setting, item, tokenizer)) for item in items]
+    evaluation = setting.task.measure.begin(engine, requests)
+    indices = sweep.recorded(cell)
+    recorded = [number for number, index in enumerate(job.items) if index in indices]
+    with record_kept_rows(evaluation.run, recorded) as recorder:
+        for result in evaluation.run:
+            kept = recorder.pop(result) if result.id in recorder.requests else None
+            yield ItemDone(job, job.items[result.id], evaluation.outcome(result), kept)
+    yield JobFinished(job, evaluation.run.report, time.perf_counter() - begin)
 
-    serve_job: Serve
 
-    def serve(self, jobs: Sequence[Job]) -> Iterator[News]:
-        """Do jobs in order."""
-        for job in jobs:
-            yield from self.serve_job(job)
+def _request(setting: EvalSetting, item: Example, tokenizer: PreTrainedTokenizerBase) -> Request:
+    sampling = attrs.evolve(setting.sampling, seed=attempt_seed(setting.sampling.seed, item))
+    return Request(encode(item, tokenizer), setting.max_new_tokens, sampling)
+
+
+def attempt_seed(seed: int, item: Example) -> int:
+    """Return the sampling seed of one attempt, different for every attempt and example.
+
+    Args:
+        seed: Seed of the setting.
+        item: The attempt.
+    """
+    text = f"{seed} {item.index} {item.attempt}"
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=6).digest())

@@ -1,8 +1,7 @@
-"""From what a user asks for to a comparison that can be run."""
+"""From command-line options to a sweep that is ready to run: `load_sweep`, then `build_sweep`."""
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import attrs
 
@@ -10,56 +9,49 @@ from kvpolicy.engine.request import Sampling
 from kvpolicy.entry_points import nearest
 from kvpolicy.errors import TaskError
 from kvpolicy.lab.models import ModelProvider
-from kvpolicy.lab.sweep.comparison import Comparison
-from kvpolicy.lab.sweep.grid import Cell, cells_at
-from kvpolicy.lab.sweep.group import Group, digest
-from kvpolicy.lab.sweep.sweep import Setting, points
+from kvpolicy.lab.sweep.grid import Cell, EvalSetting, Sweep, build_cells, digest
 from kvpolicy.lab.sweep.sweep_file import (
-    Preset,
     Series,
+    SweepConfig,
+    Variant,
     default_preset,
     load_preset,
-    series_of_file,
-    series_of_stack,
 )
 from kvpolicy.lab.tasks.chat_template import wrap
-from kvpolicy.lab.tasks.task import Item, Task, load_task
+from kvpolicy.lab.tasks.task import Example, Task, load_task
 
 # A model, a task and a seed, as typed.
-Whom = tuple[str, str, int]
+_Names = tuple[str, str, int]
 
 
-def choose(
+def load_sweep(
     preset: str | None,
     *,
     policies: Sequence[str] = (),
     plans: Sequence[Path] = (),
     budgets: Sequence[int] = (),
     buffer: int | None = None,
-) -> Preset:
-    """Put a comparison together.
+) -> SweepConfig:
+    """Read a sweep file and replace what it compares.
 
     Args:
-        preset: Name or file of a preset; the default one if not given.
-        policies: Stacks to compare instead of the preset's series. One that a series of the
-            preset consists of is that series, with its label and knobs.
-        plans: Plan files to compare; instead of the preset's series if no preset is named.
-        budgets: Budgets, also for the plans that have one of their own.
+        preset: Name or file of the sweep; the default one if not given.
+        policies: Stacks to compare instead of the file's series. A stack that one of these
+            series consists of stands for that series, with its label and knobs.
+        plans: Plan files to compare too; instead of the file's series if no preset is named.
+        budgets: Budgets, also for plans that have one of their own.
         buffer: Buffer, likewise.
 
-    Returns:
-        The preset with other series, budgets and buffer.
-
     Raises:
-        KVPolicyError: The preset or a plan cannot be read.
+        KVPolicyError: The sweep or a plan cannot be read.
     """
     base = load_preset(preset or default_preset())
     if policies:
         known = {_stack(series): series for series in base.series}
-        series = [known.get(stack) or series_of_stack(stack) for stack in policies]
+        series = [known.get(stack) or Series.from_stack(stack) for stack in policies]
     else:
         series = [] if plans and preset is None else list(base.series)
-    series += [series_of_file(path) for path in plans]
+    series += [Series.from_file(path) for path in plans]
     given = {"budget": bool(budgets), "buffer": buffer is not None}
     series = [_without(one, [key for key, is_given in given.items() if is_given]) for one in series]
     name = base.name if not policies and not plans else "-".join(one.label for one in series)
@@ -72,99 +64,100 @@ def choose(
     )
 
 
-def prepare(
-    preset: Preset,
+def build_sweep(
+    config: SweepConfig,
     models: ModelProvider,
     *,
     overrides: Sequence[str] = (),
     execute_code: bool = False,
-) -> Comparison:
-    """Draw the items, look at every model, resolve the plans.
+) -> Sweep:
+    """Select the examples, inspect every model and resolve the plans.
 
     Args:
-        preset: What to compare.
-        models: Describes them and gives their tokenizers.
+        config: The sweep.
+        models: Describes the models and provides their tokenizers.
         overrides: ``--set`` strings.
-        execute_code: Whether programs may be run that a model writes.
+        execute_code: Whether metrics may run programs that a model writes.
 
     Returns:
-        The comparison. A group or cell that comes up twice under different names, such as one
-        model by name and by folder, is in it once.
+        The sweep. A setting or cell that occurs under two names, such as a model by name and by
+        folder, is in it once.
 
     Raises:
-        KVPolicyError: Something does not exist, or does not fit.
+        KVPolicyError: A name is unknown, or a plan or option does not fit.
     """
-    settings: dict[Whom, list[Setting]] = {}
-    for point in points(preset):
-        settings.setdefault((point.model, point.task, point.seed), []).append(point.setting)
-    groups = _groups(preset, list(settings), models, execute_code=execute_code)
-    distinct: dict[str, Group] = {}
+    variants: dict[_Names, list[Variant]] = {}
+    for point in config.points():
+        names = (point.model, point.task, point.seed)
+        variants.setdefault(names, []).append(point.variant)
+    settings: dict[str, EvalSetting] = {}
     cells: dict[str, Cell] = {}
-    for whom, group in groups.items():
-        group = distinct.setdefault(group.id, group)
-        found = cells_at(
-            preset.series,
-            settings[whom],
-            num_layers=group.model.num_layers,
-            buffer=preset.buffer,
-            overrides=overrides,
-            group=group.id,
-        )
-        cells.update((cell.id, cell) for cell in found if cell.id not in cells)
-    return Comparison(preset.name, list(distinct.values()), list(cells.values()))
+    # Settings that share the plans and the number of layers share the resolved plans.
+    resolved: dict[str, list[Cell]] = {}
+    for names, setting in _settings(config, list(variants), models, execute_code).items():
+        setting = settings.setdefault(setting.id, setting)
+        key = repr((setting.model.num_layers, variants[names]))
+        if key not in resolved:
+            resolved[key] = build_cells(
+                config.series,
+                num_layers=setting.model.num_layers,
+                variants=variants[names],
+                buffer=config.buffer,
+                overrides=overrides,
+            )
+        for cell in resolved[key]:
+            cell = attrs.evolve(cell, setting=setting.id)
+            cells.setdefault(cell.id, cell)
+    return Sweep(config.name, list(settings.values()), list(cells.values()))
 
 
-def check_facet(comparison: Comparison, facet: str | None) -> None:
-    """Refuse a facet that no item has, before anything is computed.
+def check_facet(sweep: Sweep, facet: str | None) -> None:
+    """Refuse a facet that no example has, before anything is computed.
 
     Args:
-        comparison: What is to be run.
-        facet: What the table is to be broken down by, if by anything.
+        sweep: The sweep.
+        facet: The facet to break the table down by, if any.
 
     Raises:
-        TaskError: No item has it.
+        TaskError: No example has the facet.
     """
-    known = {name for group in comparison.groups for item in group.items for name in item.facets}
+    known = {name for setting in sweep.settings for item in setting.items for name in item.facets}
     if facet is not None and facet not in known:
-        msg = f"no item that is asked has a '{facet}'"
+        msg = f"no example of this sweep has a facet '{facet}'"
         raise TaskError(msg + nearest(facet, sorted(known)))
 
 
-def default_folder(comparison: Comparison) -> Path:
-    """A results folder whose name is the same for the same run, and for no other.
-
-    Args:
-        comparison: Gives the name and the digest.
-    """
-    name = "".join(c if c.isalnum() or c in "-_." else "-" for c in comparison.name)[:60]
-    return Path("kvpolicy-ablate") / f"{name}-{digest(comparison.to_dict())[:8]}"
+def default_folder(sweep: Sweep) -> Path:
+    """Return a results folder whose name is unique to this sweep."""
+    name = "".join(c if c.isalnum() or c in "-_." else "-" for c in sweep.name)[:60]
+    return Path("kvpolicy-ablate") / f"{name}-{digest(sweep.to_dict())[:8]}"
 
 
-def _groups(
-    preset: Preset, asked_of: Sequence[Whom], models: ModelProvider, *, execute_code: bool
-) -> dict[Whom, Group]:
-    tasks = {name: _task(name, execute_code=execute_code) for name in preset.tasks}
-    asked = {pair: _items(preset, tasks[pair[0]], *pair) for pair in {one[1:] for one in asked_of}}
-    groups = {}
-    # The first model comes last: it is run first, and need not be loaded again then.
-    for name in reversed(dict.fromkeys(preset.models)):
-        card, tokenizer = models.describe(name)
-        for task, seed in [one[1:] for one in asked_of if one[0] == name]:
-            groups[name, task, seed] = Group(
-                model=card,
+def _settings(
+    config: SweepConfig, names: Sequence[_Names], models: ModelProvider, execute_code: bool
+) -> dict[_Names, EvalSetting]:
+    tasks = {name: _task(name, execute_code) for name in config.tasks}
+    drawn = {pair: _items(config, tasks[pair[0]], *pair) for pair in {one[1:] for one in names}}
+    settings = {}
+    # The first model is described last: it runs first, and is then still loaded.
+    for model in reversed(dict.fromkeys(config.models)):
+        info, tokenizer = models.describe(model)
+        for task, seed in [one[1:] for one in names if one[0] == model]:
+            settings[model, task, seed] = EvalSetting(
+                model=info,
                 task=tasks[task],
-                items=wrap(asked[task, seed], tokenizer),
-                split=preset.split,
-                sampling=Sampling(preset.temperature, top_p=preset.top_p, seed=seed),
+                items=wrap(drawn[task, seed], tokenizer),
+                split=config.split,
+                sampling=Sampling(config.temperature, top_p=config.top_p, seed=seed),
                 seed=seed,
-                max_new_tokens=preset.max_new_tokens,
-                slots=preset.slots,
+                max_new_tokens=config.max_new_tokens,
+                slots=config.slots,
             )
-    return {whom: groups[whom] for whom in asked_of}
+    return {one: settings[one] for one in names}
 
 
-def _task(name: str, *, execute_code: bool) -> Any:
-    task = load_task(name)
+def _task(name: str, execute_code: bool) -> Task:
+    task: Task = load_task(name)
     if task.measure.runs_code and not execute_code:
         msg = (
             f"task '{name}' is graded by running the programs that the model writes; "
@@ -175,19 +168,19 @@ def _task(name: str, *, execute_code: bool) -> Any:
     return task
 
 
-def _items(preset: Preset, task: Task, name: str, seed: int) -> list[Item]:
-    """Each item of a task and a seed, as often as it is to be asked."""
-    items = task.items(preset.n, seed=seed, split=preset.split)
+def _items(config: SweepConfig, task: Task, name: str, seed: int) -> list[Example]:
+    """Select the examples of a task and a seed, each once per attempt."""
+    items = task.items(config.n, seed=seed, split=config.split)
     if not items:
-        msg = f"task '{name}' has no items in its {preset.split} split"
+        msg = f"task '{name}' has no examples in its {config.split} split"
         raise TaskError(msg)
-    if preset.attempts > 1 and preset.temperature == 0:
+    if config.attempts > 1 and config.temperature == 0:
         msg = (
-            f"{preset.attempts} attempts at each item would be all alike at temperature 0; "
+            f"{config.attempts} attempts at each example would be identical at temperature 0; "
             "give for example --temperature 0.6 --top-p 0.95"
         )
         raise TaskError(msg)
-    numbers = range(preset.attempts)
+    numbers = range(config.attempts)
     return [attrs.evolve(item, attempt=number) for item in items for number in numbers]
 
 

@@ -1,4 +1,4 @@
-"""A comparison for readers: the tables and the plots in the results folder."""
+"""A sweep for readers: the tables and the plots in the results folder."""
 
 import json
 from collections.abc import Sequence
@@ -13,9 +13,8 @@ from kvpolicy.lab.analysis.table import Row, break_down, csv_text, tabulate, to_
 from kvpolicy.lab.plots.plots import save_plots
 from kvpolicy.lab.store.read import read_run
 from kvpolicy.lab.store.store import Store
-from kvpolicy.lab.sweep.comparison import Comparison
-from kvpolicy.lab.sweep.group import Group, describe_sampling
-from kvpolicy.lab.tasks.measures import Column
+from kvpolicy.lab.sweep.grid import EvalSetting, Sweep, describe_sampling
+from kvpolicy.lab.tasks.task import Column
 
 
 @attrs.frozen
@@ -27,7 +26,7 @@ class Panel:
         task: The task, with its options.
         seeds: Each chose items.
         columns: What was measured.
-        rows: The comparison.
+        rows: The sweep.
         facets: The same by difficulty, or whatever else the items differ in.
         settings: What else there is to be said of it, in words.
     """
@@ -47,18 +46,18 @@ class Panel:
         return model if model == self.task else f"{model} on {self.task}"
 
 
-def publish(comparison: Comparison, store: Store) -> list[Panel]:
+def publish(sweep: Sweep, store: Store) -> list[Panel]:
     """Write table.json, table.csv, facets.csv, plot.png and plot.svg.
 
     Args:
-        comparison: What was compared.
+        sweep: What was compared.
         store: What is done.
 
     Returns:
         What was measured, a panel for each model and task. With several, the pictures are called
         plot-1, plot-2 and so on, in that order.
     """
-    panels = _panels(comparison, store.folder)
+    panels = _panels(sweep, store.folder)
     atomic_write(store.folder / "table.json", json.dumps(to_json(panels), indent=2) + "\n")
     atomic_write(store.folder / "table.csv", csv_text(_csv_records(panels)))
     atomic_write(store.folder / "facets.csv", csv_text(_facet_records(panels)))
@@ -97,31 +96,31 @@ def _of(panel: Panel) -> dict[str, Any]:
     return {"model": panel.model, "task": panel.task, "seeds": " ".join(map(str, panel.seeds))}
 
 
-def _panels(comparison: Comparison, folder: Path) -> list[Panel]:
-    return [_panel(comparison, cells) for cells in blocks_of(pool([read_run(folder)]))]
+def _panels(sweep: Sweep, folder: Path) -> list[Panel]:
+    return [_panel(sweep, cells) for cells in blocks_of(pool([read_run(folder)]))]
 
 
-def _panel(comparison: Comparison, cells: Sequence[PooledCell]) -> Panel:
-    group = comparison.group_of(comparison.cell(cells[0].id))
+def _panel(sweep: Sweep, cells: Sequence[PooledCell]) -> Panel:
+    setting = sweep.setting_of(sweep.cell(cells[0].id))
     seeds = sorted({seed for cell in cells for seed in cell.seeds})
-    columns = group.task.measure.columns
+    columns = setting.task.measure.columns
     return Panel(
-        model=group.model.name,
-        task=group.task.name,
+        model=setting.model.name,
+        task=setting.task.name,
         seeds=seeds,
         columns=columns,
         rows=tabulate(cells, columns),
         facets=break_down(cells, columns),
-        settings=_settings(group, seeds),
+        settings=_settings(setting, seeds),
     )
 
 
-def _settings(group: Group, seeds: Sequence[int]) -> str:
-    num, tries = group.num_items, group.num_attempts
+def _settings(setting: EvalSetting, seeds: Sequence[int]) -> str:
+    num, tries = setting.num_items, setting.num_attempts
     asked = f"{num} problems" if tries == 1 else f"{num} problems, {tries} attempts at each"
-    drawn = describe_sampling(group.sampling)
+    drawn = describe_sampling(setting.sampling)
     numbers = f"seed{'s' if len(seeds) > 1 else ''} {', '.join(map(str, seeds))}"
     return (
         f"{asked} for each point{' and seed' if len(seeds) > 1 else ''}, {numbers}, {drawn}, "
-        f"at most {group.max_new_tokens:,} tokens; bars and band: 95 % intervals"
+        f"at most {setting.max_new_tokens:,} tokens; bars and band: 95 % intervals"
     )

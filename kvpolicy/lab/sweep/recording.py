@@ -1,14 +1,13 @@
-"""Which rows each compaction kept of chosen requests, noted while they are served in a batch.
+"""Recording which rows each compaction keeps of selected requests, while a batch is decoded.
 
     run = engine.generate(prompts)
-    with keeping(run, [0, 3]) as keeper:
+    with record_kept_rows(run, [0, 3]) as recorder:
         for result in run:
-            if result.id in keeper.requests:
-                rows = keeper.taken(result)
+            if result.id in recorder.requests:
+                rows = recorder.pop(result)
 
-What is noted is what the cache holds after each compaction, whoever chose it. Outside of such a
-block nothing of this is in a run's way; inside of it, requests that were not chosen pay for one
-look at their number.
+The record is read from the cache after each eviction, so it is what the cache holds, whichever
+policy decided it. Runs that are not recorded do not pay for this.
 """
 
 from collections.abc import Callable, Collection, Iterator
@@ -38,13 +37,13 @@ class KeptLayer:
 
     Attributes:
         layer: Decoder layer, counted from 0.
-        window: Tokens that a query of this layer sees, its own included; ``None``: all. A row
-            leaves as soon as no later query sees it; that is no compaction.
-        at: Tokens that the sequence had at each of the layer's compactions, rising.
-        left_at: For each KV head, for each position: number of the first compaction after which
-            its row was gone, -1 if it was there after all of them. A row that left never comes
-            back: head ``h`` holds position ``p`` after compaction ``s`` exactly if ``p < at[s]``
-            and ``left_at[h][p]`` is -1 or above ``s``.
+        window: Tokens that a query of this layer sees, itself included; ``None``: all. Rows that
+            leave a sliding window are not counted as evicted.
+        at: Number of tokens of the sequence at each compaction of the layer, ascending.
+        left_at: ``left_at[h][p]``: index of the first compaction after which KV head ``h`` had
+            no row for position ``p``; -1 if it was kept by all. An evicted row never comes back:
+            head ``h`` holds position ``p`` after compaction ``s`` exactly if ``p < at[s]`` and
+            ``left_at[h][p]`` is -1 or greater than ``s``.
     """
 
     layer: int
@@ -59,10 +58,9 @@ class KeptRows:
 
     Attributes:
         num_prompt: Tokens of the prompt.
-        tokens: Text of each token, those of the prompt and the generated ones; one after
-            another they are the text, special tokens included. The last token of an answer
-            is drawn and never enters the cache. None at all if the request was refused.
-        layers: All decoder layers, those included that were never compacted.
+        tokens: Text of each token of the prompt and the answer, special tokens included. The
+            last token of an answer never enters the cache. Empty if the request was refused.
+        layers: All decoder layers, also those that were never compacted.
     """
 
     num_prompt: int
@@ -71,14 +69,14 @@ class KeptRows:
 
 
 @attrs.frozen
-class Kept(KeptRows):
-    """The rows of a sample, as they are stored.
+class KeptRecord(KeptRows):
+    """The kept rows of a sample, as stored.
 
     Attributes:
-        key: The sample's.
-        cell: Of the sample's cell.
-        item: Number of the item in its task and seed.
-        attempt: Which attempt at the item it is.
+        key: Key of the sample.
+        cell: Id of the sample's cell.
+        item: Number of the example in its task and seed.
+        attempt: Number of the attempt at the example.
     """
 
     key: str
@@ -88,12 +86,13 @@ class Kept(KeptRows):
 
     @classmethod
     def of(cls, rows: KeptRows, *, key: str, cell: str, item: int, attempt: int) -> Self:
-        """Say whose rows these are."""
+        """Make the record of a sample."""
         return cls(rows.num_prompt, rows.tokens, rows.layers, key, cell, item, attempt)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data, ready for JSON: names first, rows last."""
-        record = attrs.asdict(self, recurse=False)  # millions of numbers are left as they are
+        """Plain data, ready for JSON: the sample first, its rows last."""
+        # Not recursive: attrs would copy millions of numbers.
+        record = attrs.asdict(self, recurse=False)
         record["layers"] = [attrs.asdict(layer, recurse=False) for layer in self.layers]
         names = ("key", "cell", "item", "attempt")
         return {name: record.pop(name) for name in names} | record
@@ -103,7 +102,7 @@ class Kept(KeptRows):
         """Read a record back.
 
         Args:
-            record: What `to_dict` made of it.
+            record: The output of `to_dict`.
 
         Raises:
             OutputError: The record has other fields.
@@ -112,9 +111,8 @@ class Kept(KeptRows):
             return _converter.structure(record, cls)
         except cattrs.BaseValidationError as error:
             msg = (
-                "a stored record of what was kept does not have the fields of Kept "
-                f"({'; '.join(cattrs.transform_error(error))}); it comes from another version of "
-                "kvpolicy: choose another output folder."
+                "a stored record of kept rows has other fields than this version of kvpolicy "
+                f"reads ({'; '.join(cattrs.transform_error(error))}); choose another output folder."
             )
             raise OutputError(msg) from error
 
@@ -123,32 +121,32 @@ _converter = cattrs.Converter(forbid_extra_keys=True)
 
 
 @contextmanager
-def keeping(run: "Run", requests: Collection[int]) -> "Iterator[Keeper]":
-    """Note what compactions keep of some requests of a run that is served in a block.
+def record_kept_rows(run: "Run", requests: Collection[int]) -> "Iterator[KeptRowsRecorder]":
+    """Record what compactions keep of some requests, while the block runs them.
 
     Args:
-        run: The run, of which nothing is served yet.
+        run: The run, not begun yet.
         requests: Numbers of the requests.
 
     Yields:
-        Whoever notes it.
+        The recorder.
 
     Raises:
         KVPolicyError: The run's engine is being recorded already.
     """
-    keeper = Keeper(run, requests)
-    with ExitStack() as watched:
-        if keeper.requests:
+    recorder = KeptRowsRecorder(run, requests)
+    with ExitStack() as listening:
+        if recorder.requests:
             for stack in dict.fromkeys([*run.engine.stacks, run.engine.scheduling]):
-                watched.enter_context(stack.listening(keeper))
-        yield keeper
+                listening.enter_context(stack.listening(recorder))
+        yield recorder
 
 
-class Keeper:
-    """Notes what compactions keep; see `keeping`.
+class KeptRowsRecorder:
+    """Listens to the hook calls of a run; see `record_kept_rows`.
 
     Attributes:
-        requests: Numbers of the requests it is about.
+        requests: Numbers of the recorded requests.
     """
 
     def __init__(self, run: "Run", requests: Collection[int]) -> None:
@@ -156,18 +154,18 @@ class Keeper:
         self._run = run
         self._asking = run.engine.asking
         self._shapes = run.engine.adapter.layer_shapes()
-        self._served: dict[int, _Served] = {}
+        self._recorded: dict[int, _SequenceRecord] = {}
 
-    def taken(self, result: Result) -> KeptRows:
-        """What was kept of a request that has ended, however it has; forgotten here then.
+    def pop(self, result: Result) -> KeptRows:
+        """Return the rows of a finished request and forget them.
 
         Args:
             result: Its result; the request is one of `requests`.
         """
-        served = self._served.pop(result.id, None)
-        if served is None:  # refused before there was anything to serve
+        recorded = self._recorded.pop(result.id, None)
+        if recorded is None:  # refused before it was scheduled
             return KeptRows(0, [], [])
-        sequence, tokenizer = served.sequence, self._run.tokenizer
+        sequence, tokenizer = recorded.sequence, self._run.tokenizer
         ids = [*sequence.prompt, *sequence.tokens]
         texts = (
             [f"<{token}>" for token in ids]
@@ -175,67 +173,67 @@ class Keeper:
             else texts_in_context(tokenizer, ids)
         )
         layers = [
-            KeptLayer(number, shape.sliding_window, layer.at, layer.upto(len(ids)).tolist())
-            for number, (shape, layer) in enumerate(zip(self._shapes, served.layers, strict=True))
+            KeptLayer(idx, shape.sliding_window, layer.at, layer.padded(len(ids)).tolist())
+            for idx, (shape, layer) in enumerate(zip(self._shapes, recorded.layers, strict=True))
         ]
         return KeptRows(len(sequence.prompt), texts, layers)
 
-    # What relays call
+    # Called by the hook manager
 
     def question(self, hook: str, arguments: dict[str, Any], ask: Callable[[], Any]) -> Any:
-        """Pass a question on to the policies; see who waits, and what is left by evictions."""
+        """Call the policies; note new sequences before, and the rows left by an eviction after."""
         if hook == "schedule":
-            self._meet(self._asking.sequences)
+            self._add_sequences(self._asking.sequences)
         answer = ask()
         if hook == "evict":
             self._note(arguments["layer_idx"], arguments["rows"], arguments["keep"].shape[2])
         return answer
 
     def timed(self, impl: pluggy.HookImpl) -> Callable[..., Any]:
-        """The implementation itself."""
+        """Return the implementation unchanged."""
         function: Callable[..., Any] = impl.function
         return function
 
-    def _meet(self, waiting: Collection[LiveSequence]) -> None:
+    def _add_sequences(self, waiting: Collection[LiveSequence]) -> None:
         for sequence in waiting:
-            if self._is_chosen(sequence) and sequence.id not in self._served:
-                layers = [_Layer(shape.num_kv_heads) for shape in self._shapes]
-                self._served[sequence.id] = _Served(sequence, layers)
+            if self._is_recorded(sequence) and sequence.id not in self._recorded:
+                layers = [_LayerRecord(shape.num_kv_heads) for shape in self._shapes]
+                self._recorded[sequence.id] = _SequenceRecord(sequence, layers)
 
-    def _is_chosen(self, sequence: LiveSequence) -> bool:
-        """Whether it is one of our requests; the engine may serve other runs beside ours."""
+    def _is_recorded(self, sequence: LiveSequence) -> bool:
+        """Compare the request as well: the engine may run other requests with the same number."""
         number = sequence.id
         return number in self.requests and sequence.request is self._run.requests[number]
 
     def _note(self, layer_idx: int, rows: LayerRows, num_kept: int) -> None:
-        for place, sequence in enumerate(self._asking.sequences):
-            served = self._served.get(sequence.id)
-            if served is not None and served.sequence is sequence:
-                held = rows.positions[place, :, :num_kept].cpu().numpy()
-                served.layers[layer_idx].note(int(rows.seq_len[place]), held)
+        for slot, sequence in enumerate(self._asking.sequences):
+            recorded = self._recorded.get(sequence.id)
+            if recorded is not None and recorded.sequence is sequence:
+                held = rows.positions[slot, :, :num_kept].cpu().numpy()
+                recorded.layers[layer_idx].note(int(rows.seq_len[slot]), held)
 
 
 @attrs.frozen
-class _Served:
+class _SequenceRecord:
     sequence: LiveSequence
-    layers: "list[_Layer]"
+    layers: "list[_LayerRecord]"
 
 
-class _Layer:
-    """The compactions of one layer of one sequence, so far."""
+class _LayerRecord:
+    """The compactions of one layer of one sequence so far."""
 
     def __init__(self, num_kv_heads: int) -> None:
         self.at: list[int] = []
         self._left_at = np.empty((num_kv_heads, 0), dtype=np.int32)
 
-    def upto(self, num_tokens: int) -> np.ndarray:
-        """When each position left, ``[H_kv, num_tokens]``."""
+    def padded(self, num_tokens: int) -> np.ndarray:
+        """Return ``left_at`` for all tokens, ``[H_kv, num_tokens]``."""
         more = num_tokens - self._left_at.shape[1]
         return np.pad(self._left_at, ((0, 0), (0, more)), constant_values=NEVER)
 
     def note(self, seq_len: int, held: np.ndarray) -> None:
-        """Note what one compaction left of ``seq_len`` tokens: positions ``[H_kv, K]``."""
-        left_at = self.upto(seq_len)
+        """Add a compaction at ``seq_len`` tokens that kept positions ``[H_kv, K]``."""
+        left_at = self.padded(seq_len)
         is_held = np.zeros(left_at.shape, dtype=bool)
         np.put_along_axis(is_held, held, values=True, axis=1)
         left_at[(left_at == NEVER) & ~is_held] = len(self.at)

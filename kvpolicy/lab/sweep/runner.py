@@ -1,4 +1,4 @@
-"""Running a comparison: what is not yet done goes to the pool, what is done is kept at once."""
+"""Running a sweep: run what is not stored yet, store every sample as soon as it is finished."""
 
 from collections.abc import Container, Iterator
 
@@ -7,16 +7,14 @@ import attrs
 from kvpolicy.engine.results import RunReport
 from kvpolicy.lab.store.records import CellTiming, Sample
 from kvpolicy.lab.store.store import Store
-from kvpolicy.lab.sweep.comparison import Comparison
-from kvpolicy.lab.sweep.grid import Cell
-from kvpolicy.lab.sweep.jobs import Job, JobDone, Pool
-from kvpolicy.lab.sweep.recording import Kept, KeptRows
-from kvpolicy.lab.tasks.measures import Outcome
+from kvpolicy.lab.sweep.grid import Cell, Sweep
+from kvpolicy.lab.sweep.jobs import Executor, ItemDone, Job
+from kvpolicy.lab.sweep.recording import KeptRecord
 
 
 @attrs.frozen
 class SampleDone:
-    """A sample is finished and kept."""
+    """A sample is finished and stored."""
 
     cell: Cell
     sample: Sample
@@ -24,73 +22,92 @@ class SampleDone:
 
 @attrs.frozen
 class CellDone:
-    """The last sample of a cell is finished and kept."""
+    """The last sample of a cell is finished and stored.
+
+    Attributes:
+        cell: The cell.
+        elapsed_s: Seconds that workers spent on the jobs of the cell in this run.
+    """
 
     cell: Cell
     elapsed_s: float
 
 
-Event = SampleDone | CellDone
-
-
-def run(comparison: Comparison, store: Store, pool: Pool) -> Iterator[Event]:
-    """Do what is not yet done; may be left at any moment and called again.
+def run(sweep: Sweep, store: Store, executor: Executor) -> Iterator[SampleDone | CellDone]:
+    """Run what is not stored yet. May be stopped at any moment and called again.
 
     Args:
-        comparison: What to run.
-        store: What is done, and where it is kept.
-        pool: Who does it.
+        sweep: The sweep.
+        store: Its results.
+        executor: Runs the jobs.
 
     Yields:
-        What happens, as it happens. A sample is on disk before it is reported.
+        Events. A sample is on disk before it is reported.
     """
-    for group in comparison.groups:
-        store.add_items(group.item_records())
-    for news in pool.serve(jobs(comparison, store.samples)):
-        cell = comparison.cell(news.job.cell)
-        if isinstance(news, JobDone):
-            is_whole = len(news.job.items) == len(comparison.group_of(cell).items)
-            if news.report is not None and is_whole:
-                store.add_timing(_timing(cell, len(news.job.items), news.report))
-            yield CellDone(cell, news.elapsed_s)
-        else:
-            sample = _sample(comparison, cell, news.item, news.outcome)
-            if news.kept is not None:
-                store.add_kept(_kept(sample, news.kept).to_dict())
-            store.add(sample)
-            yield SampleDone(cell, sample)
+    for setting in sweep.settings:
+        store.add_items(setting.item_records())
+    jobs = remaining_jobs(sweep, store.samples)
+    unfinished = {job.cell: set(job.items) for job in jobs}
+    elapsed = dict.fromkeys(unfinished, 0.0)
+    for event in executor.run_jobs(sweep, jobs):
+        cell = sweep.cell(event.job.cell)
+        if isinstance(event, ItemDone):
+            yield SampleDone(cell, _store_sample(sweep, store, cell, event))
+            continue
+        if event.report is not None and len(event.job.items) == len(sweep.setting_of(cell).items):
+            store.add_timing(_timing(cell, len(event.job.items), event.report))
+        elapsed[cell.id] += event.elapsed_s
+        unfinished[cell.id] -= set(event.job.items)
+        if not unfinished[cell.id]:
+            yield CellDone(cell, elapsed[cell.id])
 
 
-def jobs(comparison: Comparison, done: Container[str]) -> list[Job]:
-    """What is left to do, model after model, and the costliest cells of each first.
+def remaining_jobs(sweep: Sweep, done: Container[str]) -> list[Job]:
+    """List what is left to do: model after model, the costliest cells of each first.
 
-    So a model is loaded once, and no cell is waited for alone at the end.
+    A model is then loaded once, and no expensive cell runs alone at the end.
 
     Args:
-        comparison: What is run.
-        done: Keys of the samples that are done.
+        sweep: The sweep.
+        done: Keys of the finished samples.
     """
-    models = list(dict.fromkeys(group.model.name for group in comparison.groups))
+    models = list(dict.fromkeys(setting.model.name for setting in sweep.settings))
     found = []
-    for cell in comparison.cells:
-        left = comparison.left(cell, done)
+    for cell in sweep.cells:
+        left = sweep.remaining(cell, done)
         if left:
-            model = models.index(comparison.group_of(cell).model.name)
+            model = models.index(sweep.setting_of(cell).model.name)
             cost = cell.budget or float("inf")
             found.append((model, -cost, Job(cell.id, tuple(left))))
     return [job for *_, job in sorted(found, key=lambda one: one[:2])]
 
 
-def _sample(comparison: Comparison, cell: Cell, place: int, outcome: Outcome) -> Sample:
-    group, result = comparison.group_of(cell), outcome.result
-    item = group.items[place]
+def _store_sample(sweep: Sweep, store: Store, cell: Cell, event: ItemDone) -> Sample:
+    sample = _sample(sweep, cell, event)
+    if event.kept is not None:
+        # First, so that no stored sample lacks its record.
+        record = KeptRecord.of(
+            event.kept,
+            key=sample.key,
+            cell=sample.cell,
+            item=sample.item,
+            attempt=sample.attempt,
+        )
+        store.add_kept(record.to_dict())
+    store.add(sample)
+    return sample
+
+
+def _sample(sweep: Sweep, cell: Cell, event: ItemDone) -> Sample:
+    setting, outcome = sweep.setting_of(cell), event.outcome
+    item, result = setting.items[event.item], outcome.result
     return Sample(
-        key=group.key(cell.digest, item),
+        key=setting.key(cell.digest, item),
         cell=cell.id,
-        group=group.id,
-        model=group.model.name,
-        task=group.task.name,
-        seed=group.seed,
+        group=setting.id,
+        model=setting.model.name,
+        task=setting.task.name,
+        seed=setting.seed,
         series=cell.series,
         budget=cell.budget,
         buffer=cell.buffer,
@@ -115,11 +132,8 @@ def _sample(comparison: Comparison, cell: Cell, place: int, outcome: Outcome) ->
     )
 
 
-def _kept(sample: Sample, rows: KeptRows) -> Kept:
-    return Kept.of(rows, key=sample.key, cell=sample.cell, item=sample.item, attempt=sample.attempt)
-
-
 def _timing(cell: Cell, num_requests: int, report: RunReport) -> CellTiming:
+    """Costs of a cell that one worker ran in one go; those of parts do not add up to a speed."""
     return CellTiming(
         cell=cell.id,
         num_requests=num_requests,

@@ -1,11 +1,13 @@
-"""Comparisons in TOML files: a user's own, or brought along by packages and found by entry point.
+"""Sweep files: what to compare, on which models, tasks, seeds and budgets.
 
-An entry point of the group ``kvpolicy.presets`` gives a name to a package, whose folder holds
-``NAME.toml``. The file says what `Preset` says; docs/reference/sweeps.md lists its keys.
+A sweep is a TOML file: a user's own, or one that an installed package provides under a name. An
+entry point of the group ``kvpolicy.presets`` maps the name to the package whose folder holds
+``NAME.toml``. `SweepConfig` has the keys; docs/reference/sweeps.md lists them for users.
 """
 
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any, Literal
 
@@ -14,7 +16,7 @@ import cattrs
 from attrs.validators import deep_iterable, ge, min_len
 
 from kvpolicy.entry_points import default_name, installed_file
-from kvpolicy.errors import KVPolicyError
+from kvpolicy.errors import KVPolicyError, PlanError
 from kvpolicy.lab.tasks.task import Split
 from kvpolicy.plan.plan import Plan
 from kvpolicy.plan.spec import problems_of
@@ -29,14 +31,15 @@ _PLURALS = {"model": "models", "task": "tasks", "seed": "seeds", "budget": "budg
 
 @attrs.frozen
 class Series:
-    """One line of a comparison: a plan, run at every budget.
+    """One plan to compare, run at every budget.
 
     Attributes:
-        label: What tables and plots call it.
-        plan: What a plan file would say, without the budget; what it extends is read in.
+        label: Its name in tables and plots.
+        plan: The content of a plan file, usually without a budget. A plan that it extends is
+            already merged in.
 
     Raises:
-        PlanError: What it says makes no plan.
+        PlanError: The content is not a valid plan.
     """
 
     label: str
@@ -47,64 +50,59 @@ class Series:
         object.__setattr__(self, "plan", read_tables(self.plan, name))
         Plan.from_dict(self.plan, name=name)
 
+    @classmethod
+    def from_stack(cls, stack: str) -> "Series":
+        """Make a series of policy names.
 
-def series_of_stack(stack: str) -> Series:
-    """Make a series of what the user typed.
+        Args:
+            stack: Names of policies joined by ``+``; a later policy wraps the earlier ones. It
+                is also the label.
+        """
+        return cls(label=stack, plan={"stack": [name.strip() for name in stack.split("+")]})
 
-    Args:
-        stack: Names of policies joined by ``+``, the later ones wrapping the earlier ones.
+    @classmethod
+    def from_file(cls, path: Path) -> "Series":
+        """Make a series of a plan file, labelled by the file's name.
 
-    Returns:
-        A series labelled as typed.
-    """
-    return Series(label=stack, plan={"stack": [name.strip() for name in stack.split("+")]})
+        Args:
+            path: A TOML plan, or the name of an installed one.
 
-
-def series_of_file(path: Path) -> Series:
-    """Make a series of a plan file, labelled by the name of the file.
-
-    Args:
-        path: A TOML plan, or the name of an installed one.
-
-    Returns:
-        The series.
-
-    Raises:
-        PlanError: The file cannot be read or is no TOML.
-    """
-    return Series(label=path.stem, plan=read_file(path))
+        Raises:
+            PlanError: The file cannot be read or is not a valid plan.
+        """
+        return cls(label=path.stem, plan=read_file(path))
 
 
-def _knob_lists(instance: object, attribute: object, knobs: Mapping[str, tuple[Any, ...]]) -> None:
+def _check_knobs(instance: object, attribute: object, knobs: Mapping[str, Sequence[Any]]) -> None:
     for knob, values in knobs.items():
         if not values:
-            msg = f"'{knob}' has no value to be tried; write for example [0.1, 0.2]"
+            msg = f"'{knob}' has an empty list of values; write for example [0.1, 0.2]"
             raise ValueError(msg)
 
 
 @attrs.frozen
-class Preset:
-    """A sweep, ready to be prepared: every series on every model, task and seed.
+class SweepConfig:
+    """The content of a sweep file, with the command line's changes.
 
     Attributes:
         models: Names of installed models, hub ids or local folders.
         tasks: Names of tasks, files or hub ids, with their options.
-        n: Items of the task for each cell.
-        max_new_tokens: The most tokens a sample may generate.
+        n: Examples of the task in each setting.
+        max_new_tokens: Generation limit of a sample.
         slots: Samples decoded together.
-        budgets: Budgets at which every series is run.
+        budgets: Budgets at which to run every series.
         buffer: Rows that may join before the next compaction.
-        series: What is compared, the reference first.
-        seeds: Each chooses items, and how tokens are drawn.
-        knobs: Values to be tried, by what ``--set`` would call them: ``POLICY.KNOB``, ``buffer``.
-        combine: ``"product"``: every model with every task, seed, budget and value of each
-            knob; ``"zip"``: the first with the first, the second with the second, and so on,
-            where a list of one entry stands for as many as the others have.
-        split: Which items: ``"test"`` to report on, ``"tune"`` to choose settings on.
-        attempts: How often each item is asked; their mean is pass@1.
-        temperature: Of the drawing of tokens; 0 takes the likeliest.
-        top_p: Tokens are drawn from the likeliest up to this probability.
-        name: What the user typed.
+        series: The plans to compare; the first one is the reference.
+        seeds: Each selects examples and seeds the sampling of tokens.
+        knobs: Values to try, by the path that ``--set`` takes: ``POLICY.KNOB`` or ``buffer``.
+        combine: ``"product"``: all combinations of models, tasks, seeds, budgets and knob
+            values. ``"zip"``: the first of each list, then the second of each, and so on; a list
+            with one entry is repeated.
+        split: ``"test"`` to report on, ``"tune"`` to choose settings on, ``"train"``.
+        attempts: Samples per example; their mean is pass@1.
+        temperature: Sampling temperature; 0 is greedy.
+        top_p: Sample from the likeliest tokens up to this total probability.
+        name: Name of the sweep, as typed.
     """
 
     models: tuple[str, ...] = attrs.field(validator=min_len(1))
@@ -116,7 +114,7 @@ class Preset:
     buffer: int = attrs.field(validator=ge(1))
     series: tuple[Series, ...] = attrs.field(validator=min_len(1))
     seeds: tuple[int, ...] = attrs.field(default=(0,), validator=[min_len(1), deep_iterable(ge(0))])
-    knobs: dict[str, tuple[Any, ...]] = attrs.field(factory=dict, validator=_knob_lists)
+    knobs: dict[str, tuple[Any, ...]] = attrs.field(factory=dict, validator=_check_knobs)
     combine: Combine = "product"
     split: Split = "test"
     attempts: int = attrs.field(default=1, validator=ge(1))
@@ -124,12 +122,69 @@ class Preset:
     top_p: float = 1.0
     name: str = ""
 
+    def points(self) -> "list[Point]":
+        """List all points, in order: models outermost, then tasks, seeds, knobs, budgets.
+
+        Raises:
+            PlanError: ``combine`` is ``"zip"`` and the lists differ in length.
+        """
+        axes: list[Sequence[Any]] = [self.models, self.tasks, self.seeds]
+        axes += [*self.knobs.values(), self.budgets]
+        rows = product(*axes) if self.combine == "product" else self._zip(axes)
+        return [
+            Point(model, task, seed, Variant(budget, dict(zip(self.knobs, values, strict=True))))
+            for model, task, seed, *values, budget in rows
+        ]
+
+    def _zip(self, axes: Sequence[Sequence[Any]]) -> "zip[tuple[Any, ...]]":
+        names = ["models", "tasks", "seeds", *self.knobs, "budgets"]
+        lengths = {name: len(axis) for name, axis in zip(names, axes, strict=True) if len(axis) > 1}
+        if len(set(lengths.values())) > 1:
+            counts = ", ".join(f"{length} of {name}" for name, length in lengths.items())
+            msg = (
+                f"preset '{self.name}' zips its lists, but they differ in length ({counts}); "
+                'make them equally long, or use combine = "product"'
+            )
+            raise PlanError(msg)
+        longest = max(lengths.values(), default=1)
+        return zip(*(axis if len(axis) > 1 else [*axis] * longest for axis in axes), strict=True)
+
+
+@attrs.frozen
+class Variant:
+    """What a sweep changes in the plans.
+
+    Attributes:
+        budget: The budget of plans that have none of their own.
+        knobs: Values by ``POLICY.KNOB``, or by the name of a top-level entry such as ``buffer``.
+    """
+
+    budget: int
+    knobs: Mapping[str, Any] = attrs.field(factory=dict)
+
+
+@attrs.frozen
+class Point:
+    """One value of everything that a sweep varies, except the series.
+
+    Attributes:
+        model: The model, as typed.
+        task: The task, as typed.
+        seed: Selects the examples.
+        variant: What changes in the plans.
+    """
+
+    model: str
+    task: str
+    seed: int
+    variant: Variant
+
 
 def default_preset() -> str:
-    """Name of the preset that an installed package makes the default.
+    """Return the name of the default sweep, which an installed package sets.
 
     Raises:
-        KVPolicyError: No installed package does.
+        KVPolicyError: No installed package sets one.
     """
     name = default_name("sweep")
     if name is None:
@@ -138,17 +193,14 @@ def default_preset() -> str:
     return name
 
 
-def load_preset(name_or_path: str) -> Preset:
-    """Read a preset.
+def load_preset(name_or_path: str) -> SweepConfig:
+    """Read a sweep file.
 
     Args:
-        name_or_path: Name of an installed preset, or path of a TOML file.
-
-    Returns:
-        The preset.
+        name_or_path: Name of an installed sweep, or path of a TOML file.
 
     Raises:
-        KVPolicyError: There is no such preset, or it cannot be read or makes no sense.
+        KVPolicyError: No such sweep exists, or the file cannot be read or is invalid.
     """
     path = Path(name_or_path)
     if path.suffix == ".toml":
@@ -168,12 +220,12 @@ def _read(path: Path) -> dict[str, Any]:
         raise KVPolicyError(msg) from error
 
 
-def _structure(data: dict[str, Any], folder: Path, name: str) -> Preset:
+def _structure(data: dict[str, Any], folder: Path, name: str) -> SweepConfig:
     converter = cattrs.Converter(forbid_extra_keys=True)
-    converter.register_structure_hook(int, lambda value, _: _whole(value))
+    converter.register_structure_hook(int, lambda value, _: _integer(value))
     try:
-        listed = _with_series(_with_lists(data), folder)
-        return attrs.evolve(converter.structure(listed, Preset), name=name)
+        normalized = _with_series(_with_lists(data), folder)
+        return attrs.evolve(converter.structure(normalized, SweepConfig), name=name)
     except cattrs.BaseValidationError as error:
         msg = f"preset '{name}': {problems_of(error)[0]}."
         raise KVPolicyError(msg) from error
@@ -183,11 +235,14 @@ def _structure(data: dict[str, Any], folder: Path, name: str) -> Preset:
 
 
 def _with_lists(data: Mapping[str, Any]) -> dict[str, Any]:
-    """What a file says, with a list wherever one may stand: ``seed = 0`` is ``seeds = [0]``."""
+    """Return the file's content with lists in place of single values: ``seed = 0``, ``seeds = 0``.
+
+    Knobs become lists by ``POLICY.KNOB``, which TOML reads as a table unless it is quoted.
+    """
     listed = dict(data)
     for singular, plural in _PLURALS.items():
         if singular in data and plural in data:
-            msg = f"it has both '{singular}' and '{plural}'; take one out"
+            msg = f"it has both '{singular}' and '{plural}'; remove one of them"
             raise ValueError(msg)
         if singular in data:
             listed[plural] = listed.pop(singular)
@@ -195,12 +250,11 @@ def _with_lists(data: Mapping[str, Any]) -> dict[str, Any]:
             listed[plural] = _as_list(listed[plural])
     knobs = listed.get("knobs")
     if isinstance(knobs, dict):
-        listed["knobs"] = dict(_knobs(knobs))
+        listed["knobs"] = dict(_flat_knobs(knobs))
     return listed
 
 
-def _knobs(table: Mapping[str, Any]) -> Iterator[tuple[str, list[Any]]]:
-    """Lists of values by ``POLICY.KNOB``, which TOML takes for a table unless it is quoted."""
+def _flat_knobs(table: Mapping[str, Any]) -> Iterator[tuple[str, list[Any]]]:
     for key, values in table.items():
         if isinstance(values, dict):
             yield from ((f"{key}.{knob}", _as_list(inner)) for knob, inner in values.items())
@@ -209,27 +263,27 @@ def _knobs(table: Mapping[str, Any]) -> Iterator[tuple[str, list[Any]]]:
 
 
 def _with_series(data: Mapping[str, Any], folder: Path) -> dict[str, Any]:
-    """What a file says, with what it lists by name among its series."""
-    named = [series_of_stack(stack) for stack in _texts(data, "policies")]
-    for plan in _texts(data, "plans"):
-        is_here = (folder / plan).is_file()
-        named.append(series_of_file(folder / plan if is_here else Path(plan)))
+    """Append the file's ``policies`` and ``plans`` to its ``series``."""
+    named = [Series.from_stack(stack) for stack in _names(data, "policies")]
+    for plan in _names(data, "plans"):
+        in_folder = folder / plan
+        named.append(Series.from_file(in_folder if in_folder.is_file() else Path(plan)))
     rest = {key: value for key, value in data.items() if key not in ("policies", "plans")}
     if named:
-        series = rest.get("series", [])
-        rest["series"] = [*series, *(attrs.asdict(one) for one in named)]
+        rest["series"] = [*rest.get("series", []), *(attrs.asdict(one) for one in named)]
     return rest
 
 
-def _texts(data: Mapping[str, Any], key: str) -> list[str]:
-    texts = _as_list(data.get(key, []))
-    if not all(isinstance(text, str) for text in texts):
-        msg = f"'{key}' is {data[key]!r:.60}; a list of names is wanted"
+def _names(data: Mapping[str, Any], key: str) -> list[str]:
+    names = _as_list(data.get(key, []))
+    if not all(isinstance(name, str) for name in names):
+        msg = f"'{key}' is {data[key]!r:.60}; expected a list of names"
         raise ValueError(msg)
-    return texts
+    return names
 
 
-def _whole(value: object) -> int:
+def _integer(value: object) -> int:
+    """Accept integers only; cattrs would convert ``1.5`` and ``true``."""
     if isinstance(value, bool) or not isinstance(value, int):
         msg = f"{value!r:.60} is not a whole number"
         raise TypeError(msg)

@@ -33,7 +33,7 @@ from kvpolicy.lab.bench.models import SHAPES, random_model, weight_bytes
 from kvpolicy.lab.bench.summary import MemoryBandwidth, summarize
 from kvpolicy.lab.cli import bench_run
 from kvpolicy.lab.sweep.grid import Cell, build_cells
-from kvpolicy.lab.sweep.sweep_file import Series, series_of_stack
+from kvpolicy.lab.sweep.sweep_file import Series
 
 WORK = Workload(batch=2, prompt_min=3, prompt_max=5, new_tokens=5, seed=0)
 PROMPTS = [[5, 9, 1, 7], [3, 2]]
@@ -54,7 +54,7 @@ def named(name: str, run: Callable[..., Measurement] | None = None, **fields: An
 
 def cells(*stacks: str, budget: int = 8, buffer: int = 4, num_layers: int = 2) -> list[Cell]:
     return build_cells(
-        [series_of_stack(stack) for stack in stacks],
+        [Series.from_stack(stack) for stack in stacks],
         num_layers=num_layers,
         budgets=[budget],
         buffer=buffer,

@@ -1,4 +1,4 @@
-"""``kvpolicy ablate``: what it writes, what it prints, and the folder it chooses."""
+"""``kvpolicy ablate``: its files, its output and its default folder."""
 
 import csv
 import json
@@ -20,7 +20,7 @@ def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
-def test_the_folder_holds_all_that_is_promised(
+def test_the_folder_holds_all_documented_files(
     kvpolicy: Shell, model_folder: Path, tmp_path: Path
 ) -> None:
     words = ("--model", model_folder, *SMALL, "--policies", "full,h2o", "--output", "out")
@@ -49,11 +49,11 @@ def test_the_folder_holds_all_that_is_promised(
         assert label in answer.out
 
 
-def test_a_session_has_the_threads_that_the_work_is_done_with(
+def test_a_session_records_the_threads_that_are_used(
     kvpolicy: Shell, model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     used: list[int] = []
-    monkeypatch.setattr("kvpolicy.lab.executors.processes.stay_forkable", lambda: 3)
+    monkeypatch.setattr("kvpolicy.lab.executors.local.limit_threads", lambda: 3)
     monkeypatch.setattr("torch.set_num_threads", used.append)
     words = ("ablate", "--model", model_folder, *SMALL, "--policies", "full", "--output", "out")
     assert kvpolicy(*words).status == 0
@@ -117,7 +117,7 @@ def test_plans_and_policies_are_compared_side_by_side(
     (tmp_path / "mine.toml").write_text('budget = 15\nstack = ["streaming"]', encoding="utf-8")
     words = ("--model", model_folder, *SMALL, "--policies", "h2o+protect", "--plan", "mine.toml")
     table = kvpolicy("ablate", *words, "--set", "protect.n_recent=2", "--json").json["table"]
-    # --budgets is for all, the plan's own budget gives way.
+    # --budgets replaces the plan's own budget.
     assert [(row["series"], row["budget"]) for row in table] == [
         ("h2o+protect", 12),
         ("h2o+protect", 20),
@@ -135,7 +135,7 @@ def test_a_plan_alone_is_run_at_its_own_budget(
     assert [(row["series"], row["budget"]) for row in table] == [("mine", 15)]
 
 
-def test_samples_that_fail_are_counted_and_the_status_tells(
+def test_samples_that_fail_are_counted_and_the_status_is_1(
     kvpolicy: Shell, model_folder: Path, tmp_path: Path
 ) -> None:
     """A model with fewer positions than the prompts have tokens cannot answer them."""

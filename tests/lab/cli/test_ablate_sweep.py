@@ -1,4 +1,4 @@
-"""``kvpolicy ablate`` as a sweep: lists on the command line, what it would take, what it says."""
+"""``kvpolicy ablate`` with lists on the command line, and with ``--dry-run``."""
 
 import csv
 import json
@@ -18,7 +18,7 @@ def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
-def test_tasks_of_two_measures_have_a_table_and_a_plot_each_and_seeds_are_taken_together(
+def test_each_task_has_a_table_and_a_plot_and_seeds_are_pooled(
     kvpolicy: Shell, model_folder: Path, tmp_path: Path
 ) -> None:
     words = ("ablate", "--model", model_folder, *SMALL, "--policies", "full,h2o")
@@ -57,37 +57,45 @@ def test_tasks_of_two_measures_have_a_table_and_a_plot_each_and_seeds_are_taken_
     assert any(line.startswith("20/20  perplexity:of=reasoner, seed ") for line in said)
 
 
-def test_what_it_would_take_is_told_and_nothing_is_written(
+def test_a_dry_run_lists_the_cells_and_writes_nothing(
     kvpolicy: Shell, model_folder: Path, tmp_path: Path
 ) -> None:
     words = ("ablate", "--model", model_folder, *SMALL, "--policies", "full,h2o")
     plain = kvpolicy(*words, "--dry-run")
     assert plain.status == 0, plain.err
+    assert [line.split()[-3:] for line in plain.out.splitlines()[2:5]] == [
+        ["all", "2", "2"],
+        ["12", "2", "2"],
+        ["20", "2", "2"],
+    ]
     assert "3 cells, 6 samples, into kvpolicy-ablate/" in plain.out
     assert "Nothing was written." in plain.out
     found = kvpolicy(*words, "--dry-run", "--json", "--output", "out").json
     assert (found["cells"], found["samples"], found["left"]) == (3, 6, 6)
-    assert found["folder"] == "out"
-    assert [one["budget"] for one in found["probes"]] == [None, 12, 20]
-    assert 0 < found["minutes"]["low"] <= found["minutes"]["high"]
+    assert (found["folder"], found["workers"]) == ("out", 1)
+    (group,) = found["groups"]
+    assert (group["task"], group["cells"], group["left"]) == ("reasoner", 3, 6)
+    assert [(row["series"], row["budget"], row["left"]) for row in found["table"]] == [
+        ("full cache", None, 2),
+        ("H2O", 12, 2),
+        ("H2O", 20, 2),
+    ]
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_is_there_is_not_counted_again(kvpolicy: Shell, model_folder: Path) -> None:
+def test_a_dry_run_counts_finished_samples(kvpolicy: Shell, model_folder: Path) -> None:
     words = ("ablate", "--model", model_folder, *SMALL, "--policies", "h2o", "--output", "out")
     kvpolicy(*words)
     before = {p.name: p.read_bytes() for p in Path("out").iterdir()}
     found = kvpolicy(*words, "--dry-run", "--json").json
-    assert (found["samples"], found["left"], found["probes"]) == (4, 0, [])
+    assert (found["samples"], found["left"]) == (4, 0)
     assert "4 of them done in out" in kvpolicy(*words, "--dry-run").out
     assert {p.name: p.read_bytes() for p in Path("out").iterdir()} == before
     other = kvpolicy(*words, "--n", 3, "--dry-run")
     assert "n is 2 there and 3 here" in refusal(other)
 
 
-def test_a_damaged_folder_is_told_of_before_anything_is_tried(
-    kvpolicy: Shell, model_folder: Path
-) -> None:
+def test_a_dry_run_refuses_a_damaged_folder(kvpolicy: Shell, model_folder: Path) -> None:
     words = ("ablate", "--model", model_folder, *SMALL, "--policies", "h2o", "--output", "out")
     kvpolicy(*words)
     samples = Path("out", "samples.jsonl")
@@ -111,7 +119,7 @@ def test_a_damaged_folder_is_told_of_before_anything_is_tried(
     ],
     ids=str,
 )
-def test_lists_that_make_no_sense_are_refused(
+def test_malformed_lists_are_refused(
     kvpolicy: Shell, model_folder: Path, words: tuple[str, ...], said: str
 ) -> None:
     fixed = ("ablate", "--model", model_folder, *SMALL, "--policies", "h2o")

@@ -73,7 +73,7 @@ def test_ctrl_c_keeps_what_is_done_leaves_no_worker_and_can_be_gone_on_from(
     sweep.start("--workers", 1)
     status, _, err = sweep.end()
     assert status == 0, err
-    assert f"{done} of {NUM} samples are there" in err, "the same run, wherever it is run"
+    assert f"{done} of {NUM} samples are done" in err, "the same run, wherever it is run"
     assert len(sweep.samples()) == len(untimed(sweep.samples())) == NUM
 
 

@@ -1,4 +1,4 @@
-"""One machine: models come one at a time, and every sample is by the model it says."""
+"""One machine: models are loaded one at a time, and every sample is by its own model."""
 
 import sys
 import weakref
@@ -6,33 +6,32 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from lab_comparisons import prepared
+from lab_sweeps import built
 from tiny import tiny_model, tiny_tokenizer
 
 from kvpolicy.lab import models as models_module
-from kvpolicy.lab.executors.local import Local
+from kvpolicy.lab.executors.local import LocalExecutor
 from kvpolicy.lab.models import ModelCache
 from kvpolicy.lab.store.store import Store
 from kvpolicy.lab.sweep.runner import run
 
+forks = pytest.mark.skipif(sys.platform != "linux", reason="forks its workers")
 
-@pytest.mark.parametrize(
-    "workers",
-    [
-        1,
-        pytest.param(
-            2, marks=pytest.mark.skipif(sys.platform != "linux", reason="forks its workers")
-        ),
-    ],
-)
-def test_models_are_loaded_one_after_the_other_and_each_serves_its_own(
+
+@pytest.mark.parametrize(("workers", "threads"), [(1, 7), pytest.param(2, 1, marks=forks)])
+def test_the_machine_is_described_with_the_threads_of_a_worker(workers: int, threads: int) -> None:
+    assert LocalExecutor(ModelCache(), workers, threads=7).machine(built())["threads"] == threads
+
+
+@pytest.mark.parametrize("workers", [1, pytest.param(2, marks=forks)])
+def test_models_are_loaded_one_after_the_other_and_each_runs_its_own_samples(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, workers: int
 ) -> None:
     loaded: list[str] = []
     models: list[weakref.ref[Any]] = []
 
     def load(name: str, **_: object) -> tuple[Any, Any]:
-        assert not any(one() is not None for one in models), "the one before is gone"
+        assert not any(one() is not None for one in models), "the previous model is freed"
         model = tiny_model(seed=ord(name))
         loaded.append(name)
         models.append(weakref.ref(model))
@@ -41,17 +40,17 @@ def test_models_are_loaded_one_after_the_other_and_each_serves_its_own(
     monkeypatch.setattr(models_module, "load_model", load)
     texts = {}
     for names in ("ab", "b", "a"):
-        comparison = prepared(models=tuple(names), max_new_tokens=20)
+        sweep = built(models=tuple(names), max_new_tokens=20)
         loaded.clear()
-        with Store(tmp_path / names, comparison.to_dict()) as store:
-            list(run(comparison, store, Local(comparison, ModelCache(), workers, threads=1)))
+        with Store(tmp_path / names, sweep.to_dict()) as store:
+            list(run(sweep, store, LocalExecutor(ModelCache(), workers, threads=1)))
             texts[names] = {key: one.text for key, one in store.samples.items()}
         assert loaded == list(names)
     assert texts["ab"] == texts["a"] | texts["b"]
     assert set(texts["a"].values()) != set(texts["b"].values())
 
 
-def test_a_shelf_gives_what_it_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_loaded_model_is_not_loaded_again(monkeypatch: pytest.MonkeyPatch) -> None:
     loaded: list[str] = []
 
     def load(name: str, **_: object) -> tuple[Any, Any]:
@@ -59,6 +58,6 @@ def test_a_shelf_gives_what_it_holds(monkeypatch: pytest.MonkeyPatch) -> None:
         return name, None
 
     monkeypatch.setattr(models_module, "load_model", load)
-    shelf = ModelCache()
-    assert [shelf.open(name)[0] for name in "aabba"] == list("aabba")
+    models = ModelCache()
+    assert [models.open(name)[0] for name in "aabba"] == list("aabba")
     assert loaded == ["a", "b", "a"]

@@ -10,118 +10,118 @@ import pytest
 
 from kvpolicy.engine.results import Result, RunReport
 from kvpolicy.errors import KVPolicyError
-from kvpolicy.lab.executors.processes import Processes
-from kvpolicy.lab.sweep.jobs import ItemDone, Job, JobDone, News, ThisProcess
-from kvpolicy.lab.tasks.measures import Outcome
+from kvpolicy.lab.executors.local import WorkerProcesses
+from kvpolicy.lab.sweep.jobs import Event, ItemDone, Job, JobFinished
+from kvpolicy.lab.tasks.task import EvalOutcome
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="forks its workers")
 
 JOBS = [Job(f"cell {cell}", tuple(range(cell % 4))) for cell in range(11)]
 
 
-def echo(job: Job) -> Iterator[News]:
+def echo(job: Job) -> Iterator[Event]:
     for item in job.items:
         result = Result(item, text=f"{job.cell} by {os.getpid()}")
-        yield ItemDone(job, item, Outcome(result))
-    yield JobDone(job, RunReport(), 0.0)
+        yield ItemDone(job, item, EvalOutcome(result))
+    yield JobFinished(job, RunReport(), 0.0)
 
 
-def told(news: list[News]) -> list[tuple[str, int | None]]:
-    return [(n.job.cell, n.item if isinstance(n, ItemDone) else None) for n in news]
+def summary(events: list[Event]) -> list[tuple[str, int | None]]:
+    return [(n.job.cell, n.item if isinstance(n, ItemDone) else None) for n in events]
 
 
 @pytest.mark.parametrize("num", [1, 2, 3, 20])
 def test_workers_do_every_job_once_and_each_in_order(num: int) -> None:
-    expected = told(list(ThisProcess(echo).serve(JOBS)))
-    with Processes(echo, num) as pool:
-        found = told(list(pool.serve(JOBS)))
+    expected = summary([event for job in JOBS for event in echo(job)])
+    with WorkerProcesses(echo, num) as pool:
+        found = summary(list(pool.run_jobs(JOBS)))
         assert sorted(found, key=str) == sorted(expected, key=str)
         for job in JOBS:
             assert [n for n in found if n[0] == job.cell] == [
                 n for n in expected if n[0] == job.cell
             ]
-        assert told(list(pool.serve(JOBS[:2]))), "a pool can be used again"
+        assert summary(list(pool.run_jobs(JOBS[:2]))), "a pool can be used again"
 
 
 def test_work_is_done_elsewhere() -> None:
-    with Processes(echo, 2) as pool:
-        texts = [n.outcome.result.text for n in pool.serve(JOBS) if isinstance(n, ItemDone)]
+    with WorkerProcesses(echo, 2) as pool:
+        texts = [n.outcome.result.text for n in pool.run_jobs(JOBS) if isinstance(n, ItemDone)]
     workers = {str(text).split()[-1] for text in texts}
     assert str(os.getpid()) not in workers
     assert len(workers) <= 2
 
 
-def test_no_jobs_bring_no_news() -> None:
-    with Processes(echo, 2) as pool:
-        assert list(pool.serve([])) == []
+def test_no_jobs_bring_no_events() -> None:
+    with WorkerProcesses(echo, 2) as pool:
+        assert list(pool.run_jobs([])) == []
 
 
 def test_a_mistake_of_the_users_is_raised_as_it_was() -> None:
-    def refuse(job: Job) -> Iterator[News]:
+    def refuse(job: Job) -> Iterator[Event]:
         msg = f"{job.cell} cannot be"
         raise KVPolicyError(msg)
         yield
 
     with (
-        Processes(refuse, 2) as pool,
+        WorkerProcesses(refuse, 2) as pool,
         pytest.raises(KVPolicyError, match="cell 0 cannot be"),
     ):
-        list(pool.serve(JOBS[:1]))
+        list(pool.run_jobs(JOBS[:1]))
 
 
 def test_a_defect_comes_with_its_traceback() -> None:
-    def stumble(job: Job) -> Iterator[News]:
-        yield ItemDone(job, 0, Outcome(Result(0)))
+    def stumble(job: Job) -> Iterator[Event]:
+        yield ItemDone(job, 0, EvalOutcome(Result(0)))
         raise ZeroDivisionError
 
     with (
-        Processes(stumble, 2) as pool,
+        WorkerProcesses(stumble, 2) as pool,
         pytest.raises(RuntimeError, match=r"in stumble\n.*\nZeroDivisionError"),
     ):
-        list(pool.serve(JOBS))
+        list(pool.run_jobs(JOBS))
     assert not multiprocessing.active_children()
 
 
 def test_a_worker_that_vanishes_is_told_of() -> None:
-    def vanish(job: Job) -> Iterator[News]:
+    def vanish(job: Job) -> Iterator[Event]:
         os._exit(9)
         yield
 
-    with Processes(vanish, 2) as pool, pytest.raises(KVPolicyError, match="was killed"):
-        list(pool.serve(JOBS))
+    with WorkerProcesses(vanish, 2) as pool, pytest.raises(KVPolicyError, match="was killed"):
+        list(pool.run_jobs(JOBS))
 
 
 def test_a_worker_that_vanishes_between_two_jobs_is_told_of() -> None:
-    def vanish(job: Job) -> Iterator[News]:
-        yield ItemDone(job, 0, Outcome(Result(0)))
-        yield JobDone(job, RunReport(), 0.0)
+    def vanish(job: Job) -> Iterator[Event]:
+        yield ItemDone(job, 0, EvalOutcome(Result(0)))
+        yield JobFinished(job, RunReport(), 0.0)
         os._exit(9)
 
-    with Processes(vanish, 1) as pool:
-        news = pool.serve(JOBS)
-        assert isinstance(next(news), ItemDone)
+    with WorkerProcesses(vanish, 1) as pool:
+        events = pool.run_jobs(JOBS)
+        assert isinstance(next(events), ItemDone)
         # It tells of its whole first job, and will not be there for the second one.
         pool._processes[0].join()
         with pytest.raises(KVPolicyError, match="was killed"):
-            list(news)
+            list(events)
 
 
 def test_a_worker_that_vanishes_before_its_first_job_is_told_of() -> None:
-    with Processes(echo, 1) as pool:
+    with WorkerProcesses(echo, 1) as pool:
         pool._processes[0].kill()
         pool._processes[0].join()
         with pytest.raises(KVPolicyError, match="was killed"):
-            list(pool.serve(JOBS))
+            list(pool.run_jobs(JOBS))
 
 
 def test_a_worker_that_is_killed_in_the_middle_of_a_message_is_told_of() -> None:
-    def talk(job: Job) -> Iterator[News]:
-        yield ItemDone(job, 0, Outcome(Result(0)))
-        yield ItemDone(job, 1, Outcome(Result(1, text="x" * 50_000_000)))
+    def talk(job: Job) -> Iterator[Event]:
+        yield ItemDone(job, 0, EvalOutcome(Result(0)))
+        yield ItemDone(job, 1, EvalOutcome(Result(1, text="x" * 50_000_000)))
 
-    with Processes(talk, 1) as pool:
-        news = pool.serve(JOBS[:1])
-        assert isinstance(next(news), ItemDone)
+    with WorkerProcesses(talk, 1) as pool:
+        events = pool.run_jobs(JOBS[:1])
+        assert isinstance(next(events), ItemDone)
         with socket.socket(fileno=os.dup(pool._pipes[0].fileno())) as pipe:
             # Its length takes four bytes; when what follows has begun, no pipe holds all of it.
             while len(pipe.recv(5, socket.MSG_PEEK)) < 5:
@@ -129,11 +129,11 @@ def test_a_worker_that_is_killed_in_the_middle_of_a_message_is_told_of() -> None
         pool._processes[0].kill()
         pool._processes[0].join()
         with pytest.raises(KVPolicyError, match="was killed"):
-            list(news)
+            list(events)
 
 
 def test_workers_are_gone_when_the_block_ends() -> None:
-    with Processes(echo, 3) as pool:
+    with WorkerProcesses(echo, 3) as pool:
         pids = [process.pid for process in pool._processes]
     for pid in pids:
         assert pid is not None

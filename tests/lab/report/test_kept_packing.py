@@ -15,15 +15,17 @@ from kvpolicy.lab.report.kept_rows import PackedKept, compact, pack_kept
 from kvpolicy.lab.report.packing import AROUND
 from kvpolicy.lab.report.recorded import pack_recorded
 from kvpolicy.lab.store.read import read_run
-from kvpolicy.lab.sweep.recording import Kept, KeptLayer, KeptRows
+from kvpolicy.lab.sweep.recording import KeptLayer, KeptRecord, KeptRows
 
 
-def record(item: int, cell: str, num_tokens: int = 40, attempt: int = 0) -> Kept:
+def record(item: int, cell: str, num_tokens: int = 40, attempt: int = 0) -> KeptRecord:
     rng = np.random.default_rng(item)
     left_at = rng.integers(-1, 3, (2, num_tokens)).tolist()
     tokens = [f"w{p} " for p in range(num_tokens)]
     rows = KeptRows(3, tokens, [KeptLayer(0, None, [9, 19, 29], left_at)])
-    return Kept.of(rows, key=f"{cell}-{item}-{attempt}", cell=cell, item=item, attempt=attempt)
+    return KeptRecord.of(
+        rows, key=f"{cell}-{item}-{attempt}", cell=cell, item=item, attempt=attempt
+    )
 
 
 BUNDLES = [[record(item, cell) for cell in "ab"] for item in (2, 4)]
@@ -87,7 +89,7 @@ def test_letters_take_less_room_than_numbers() -> None:
     heads = [stays, np.where(rng.random(3000) < 0.7, stays, rng.geometric(0.3, 3000) - 1)]
     left_at = [(np.arange(3000) // 50 + stays).tolist() for stays in heads]
     rows = KeptRows(1, ["w"] * 3000, [KeptLayer(0, None, list(range(200)), left_at)])
-    kept = Kept.of(rows, key="key", cell="a", item=0, attempt=0)
+    kept = KeptRecord.of(rows, key="key", cell="a", item=0, attempt=0)
     plain = len(zlib.compress(json.dumps(kept.to_dict()).encode()))
     packed = len(base64.b64decode(pack_kept([[kept]], 10**6).blocks["key"]))
     assert packed < plain

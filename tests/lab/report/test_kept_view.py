@@ -15,23 +15,23 @@ from tiny import shared_model, tiny_tokenizer
 
 from kvpolicy import Engine, Plan
 from kvpolicy.lab.report.kept_rows import compact
-from kvpolicy.lab.sweep.recording import Kept, KeptLayer, KeptRows, keeping
+from kvpolicy.lab.sweep.recording import KeptLayer, KeptRecord, KeptRows, record_kept_rows
 
 CONTRAST = 4.5  # WCAG 2, level AA, for text
 
 
-def recorded(plan: Plan, model: Any = None, max_new_tokens: int = 40) -> Kept:
+def recorded(plan: Plan, model: Any = None, max_new_tokens: int = 40) -> KeptRecord:
     engine = Engine(model or shared_model(num_layers=2), tiny_tokenizer(), plan)
     run = engine.generate(["one two.\nthree\n\n+ 4"], max_new_tokens=max_new_tokens)
-    with keeping(run, [0]) as keeper:
+    with record_kept_rows(run, [0]) as recorder:
         (result,) = run.results()
-        rows = keeper.taken(result)
-    return Kept.of(rows, key="key", cell="cell", item=0, attempt=0)
+        rows = recorder.pop(result)
+    return KeptRecord.of(rows, key="key", cell="cell", item=0, attempt=0)
 
 
-def handmade(tokens: list[str], left_at: list[list[int]], at: list[int], **more: Any) -> Kept:
+def handmade(tokens: list[str], left_at: list[list[int]], at: list[int], **more: Any) -> KeptRecord:
     layers = [KeptLayer(0, more.get("window"), at, left_at)]
-    return Kept.of(
+    return KeptRecord.of(
         KeptRows(more.get("num_prompt", 1), tokens, layers), key="", cell="", item=0, attempt=0
     )
 
@@ -50,7 +50,7 @@ def shown(browser: Any, tmp_path: Path) -> Iterator[Shown]:
 
 
 @pytest.fixture(scope="module")
-def records() -> list[Kept]:
+def records() -> list[KeptRecord]:
     """Heads that disagree, layers of different budgets, layers that are never compacted."""
     whole = Plan.uniform("full")
     h2o = Plan.uniform("h2o", budget=14, buffer=4)
@@ -64,7 +64,7 @@ def records() -> list[Kept]:
 
 @pytest.mark.parametrize("pair", [(0, 1), (2, 3), (3,), (1,)])
 def test_the_shades_are_the_heads_that_hold_a_token(
-    shown: Shown, records: list[Kept], pair: tuple[int, ...]
+    shown: Shown, records: list[KeptRecord], pair: tuple[int, ...]
 ) -> None:
     """At every step, for every layer and head, of the plain record and of the compact one."""
     chosen = [records[i].to_dict() for i in pair]
@@ -132,7 +132,7 @@ def _page(browser: Any) -> Any:
 
 
 @st.composite
-def any_record(draw: st.DrawFn) -> Kept:
+def any_record(draw: st.DrawFn) -> KeptRecord:
     """A record as the engine could have made it, windows included."""
     num_tokens = draw(st.integers(0, 12))
     layers = []
@@ -146,7 +146,7 @@ def any_record(draw: st.DrawFn) -> Kept:
         window = draw(st.sampled_from([None, 2, 5]))
         layers.append(KeptLayer(number, window, at, heads))
     rows = KeptRows(min(1, num_tokens), ["a"] * num_tokens, layers)
-    return Kept.of(rows, key="", cell="", item=0, attempt=0)
+    return KeptRecord.of(rows, key="", cell="", item=0, attempt=0)
 
 
 @given(st.lists(st.lists(st.integers(-1, 61_000), min_size=3, max_size=3), min_size=1, max_size=4))
@@ -237,14 +237,14 @@ def test_hostile_text_stays_text(shown: Shown) -> None:
 
 
 @pytest.mark.parametrize("kept", [handmade([], [[]], []), handmade(["a"], [[-1]], [])])
-def test_records_with_nothing_in_them_are_shown(shown: Shown, kept: Kept) -> None:
+def test_records_with_nothing_in_them_are_shown(shown: Shown, kept: KeptRecord) -> None:
     shown.show([kept.to_dict()])
     assert shown.state()["steps"] == 1
     assert len(shown.tokens(0)) == len(kept.tokens)
 
 
 def test_a_request_that_was_refused_has_no_say_in_the_legend(shown: Shown) -> None:
-    refused = Kept.of(KeptRows(0, [], []), key="", cell="", item=0, attempt=0).to_dict()
+    refused = KeptRecord.of(KeptRows(0, [], []), key="", cell="", item=0, attempt=0).to_dict()
     kept = handmade(["a", "b", "c"], [[-1] * 3, [0, -1, -1]], [2]).to_dict()
     legend = shown.page.locator(".kept-legend")
     for records in ([refused, kept], [kept, refused]):
@@ -258,7 +258,7 @@ def test_a_request_that_was_refused_has_no_say_in_the_legend(shown: Shown) -> No
 
 def test_a_head_that_a_layer_lacks_holds_nothing_there(shown: Shown) -> None:
     layers = [KeptLayer(0, None, [2], [[-1] * 4] * 2), KeptLayer(1, None, [2], [[-1] * 4])]
-    kept = Kept.of(KeptRows(1, list("abcd"), layers), key="", cell="", item=0, attempt=0)
+    kept = KeptRecord.of(KeptRows(1, list("abcd"), layers), key="", cell="", item=0, attempt=0)
     shown.show([kept.to_dict()])
     shown.choose(layer=1, head=1, step=0)
     levels = [level for _, level, _ in shown.tokens(0)]
@@ -270,7 +270,7 @@ def test_a_head_that_a_layer_lacks_holds_nothing_there(shown: Shown) -> None:
 # --- doing things -----------------------------------------------------------------------------
 
 
-def test_steps_go_by_slider_buttons_and_keys(shown: Shown, records: list[Kept]) -> None:
+def test_steps_go_by_slider_buttons_and_keys(shown: Shown, records: list[KeptRecord]) -> None:
     shown.show([records[0].to_dict(), records[2].to_dict()])
     steps = shown.state()["steps"]
     assert shown.state()["step"] == steps - 2  # the last compaction
@@ -289,7 +289,7 @@ def test_steps_go_by_slider_buttons_and_keys(shown: Shown, records: list[Kept]) 
     assert "compaction" in shown.page.locator(".kept-where").first.text_content()
 
 
-def test_a_choice_of_layer_keeps_the_time(shown: Shown, records: list[Kept]) -> None:
+def test_a_choice_of_layer_keeps_the_time(shown: Shown, records: list[KeptRecord]) -> None:
     shown.show([records[2].to_dict()])
     time = shown.choose(step=3)["time"]
     shown.page.get_by_label("Layer").select_option("1")
@@ -333,7 +333,7 @@ def test_a_row_that_slid_out_of_its_window_says_so(shown: Shown) -> None:
     assert "compaction 1" in shown.page.locator(".kept-tip").text_content()
 
 
-def test_a_press_on_the_map_goes_there(shown: Shown, records: list[Kept]) -> None:
+def test_a_press_on_the_map_goes_there(shown: Shown, records: list[KeptRecord]) -> None:
     shown.show([records[0].to_dict()])
     canvas = shown.page.locator(".kept-map canvas").bounding_box()
     shown.page.mouse.click(canvas["x"] + 2, canvas["y"] + 1)
@@ -342,7 +342,7 @@ def test_a_press_on_the_map_goes_there(shown: Shown, records: list[Kept]) -> Non
 
 
 def test_playing_goes_through_the_steps_unless_less_motion_is_wanted(
-    browser: Any, tmp_path: Path, records: list[Kept]
+    browser: Any, tmp_path: Path, records: list[KeptRecord]
 ) -> None:
     for motion, seen in [("no-preference", True), ("reduce", False)]:
         shown = Shown(browser, tmp_path, reduced_motion=motion)
@@ -361,7 +361,7 @@ def test_playing_goes_through_the_steps_unless_less_motion_is_wanted(
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_every_shade_can_be_read_and_they_rise_in_lightness(
-    browser: Any, tmp_path: Path, scheme: str, records: list[Kept]
+    browser: Any, tmp_path: Path, scheme: str, records: list[KeptRecord]
 ) -> None:
     for options, theme in [({"color_scheme": scheme}, None), ({}, scheme)]:
         shown = Shown(browser, tmp_path, **options)
@@ -392,7 +392,7 @@ def luminance(rgb: list[float]) -> float:
     return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
 
 
-def test_the_map_follows_the_theme(shown: Shown, records: list[Kept]) -> None:
+def test_the_map_follows_the_theme(shown: Shown, records: list[KeptRecord]) -> None:
     shown.show([records[0].to_dict()])
     picture = "() => document.querySelector('.kept-map canvas').toDataURL()"
     before = shown.page.evaluate(picture)
@@ -400,7 +400,9 @@ def test_the_map_follows_the_theme(shown: Shown, records: list[Kept]) -> None:
     shown.page.wait_for_function(f"before => ({picture})() !== before", arg=before)
 
 
-def test_nothing_is_wider_than_a_phone(browser: Any, tmp_path: Path, records: list[Kept]) -> None:
+def test_nothing_is_wider_than_a_phone(
+    browser: Any, tmp_path: Path, records: list[KeptRecord]
+) -> None:
     shown = Shown(browser, tmp_path, viewport={"width": 360, "height": 700})
     shown.show([records[0].to_dict(), records[3].to_dict()])
     assert shown.page.evaluate("document.documentElement.scrollWidth") <= 360
@@ -419,7 +421,7 @@ def test_long_records_of_large_models_are_quick(shown: Shown) -> None:
         left_at = np.where(first + lasts < len(at), first + lasts, -1)
         layers.append(KeptLayer(number, None, at, left_at.tolist()))
     tokens = [f" w{p}" for p in range(num_tokens)]
-    kept = Kept.of(KeptRows(200, tokens, layers), key="", cell="", item=0, attempt=0)
+    kept = KeptRecord.of(KeptRows(200, tokens, layers), key="", cell="", item=0, attempt=0)
     shown.page.evaluate("([one, two]) => { window.records = [one, two] }", [compact(kept)] * 2)
     script = """() => {
         const begun = performance.now(), place = document.querySelector('#view');

@@ -7,7 +7,7 @@ import pytest
 
 from kvpolicy.errors import BudgetError, PlanError, UnknownPolicyError
 from kvpolicy.lab.sweep.grid import Cell, build_cells
-from kvpolicy.lab.sweep.sweep_file import Series, series_of_file, series_of_stack
+from kvpolicy.lab.sweep.sweep_file import Series
 
 
 def cells(*series: Series, budgets: list[int], overrides: list[str] | None = None) -> list[Cell]:
@@ -19,14 +19,14 @@ def points(found: list[Cell]) -> list[tuple[str, float | None]]:
 
 
 def test_every_series_meets_every_budget() -> None:
-    found = cells(series_of_stack("h2o"), series_of_stack("rkv"), budgets=[32, 16])
+    found = cells(Series.from_stack("h2o"), Series.from_stack("rkv"), budgets=[32, 16])
     assert points(found) == [("h2o", 32), ("h2o", 16), ("rkv", 32), ("rkv", 16)]
     assert len({cell.digest for cell in found}) == 4
 
 
 def test_a_cache_that_keeps_everything_is_one_cell_whatever_the_budgets() -> None:
-    found = cells(series_of_stack("full"), budgets=[32, 16])
-    other = cells(series_of_stack("full"), budgets=[99])
+    found = cells(Series.from_stack("full"), budgets=[32, 16])
+    other = cells(Series.from_stack("full"), budgets=[99])
     assert points(found) == [("full", None)]
     assert found[0].digest == other[0].digest
 
@@ -37,14 +37,14 @@ def test_a_policy_that_compacts_the_prompt_only_still_has_a_budget() -> None:
 
 
 def test_a_stack_is_typed_with_plus_signs() -> None:
-    found = cells(series_of_stack("h2o + protect"), budgets=[32])[0]
+    found = cells(Series.from_stack("h2o + protect"), budgets=[32])[0]
     assert [spec.policy for spec in found.resolved.layers[0].stack] == ["h2o", "protect"]
 
 
 def test_a_plan_with_its_own_budget_is_run_at_that(tmp_path: Path) -> None:
     path = tmp_path / "mine.toml"
     path.write_text('budget = 24\nstack = ["h2o"]\n', encoding="utf-8")
-    assert points(cells(series_of_file(path), budgets=[32, 16])) == [("mine", 24)]
+    assert points(cells(Series.from_file(path), budgets=[32, 16])) == [("mine", 24)]
 
 
 def test_a_plan_of_several_groups_stands_at_its_mean_budget(tmp_path: Path) -> None:
@@ -55,16 +55,16 @@ def test_a_plan_of_several_groups_stands_at_its_mean_budget(tmp_path: Path) -> N
         '[[layers]]\nwhere = [2]\nstack = ["rkv"]\nbudget = 30\n',
         encoding="utf-8",
     )
-    assert points(cells(series_of_file(path), budgets=[32, 16])) == [("mine", 25)]
+    assert points(cells(Series.from_file(path), budgets=[32, 16])) == [("mine", 25)]
 
 
 def test_the_same_plan_under_two_names_is_run_once() -> None:
-    found = cells(series_of_stack("h2o"), Series("other", {"stack": ["h2o"]}), budgets=[32])
+    found = cells(Series.from_stack("h2o"), Series("other", {"stack": ["h2o"]}), budgets=[32])
     assert points(found) == [("h2o", 32)]
 
 
 def test_an_override_goes_to_the_series_that_name_its_policy() -> None:
-    series = [series_of_stack("h2o"), series_of_stack("rkv")]
+    series = [Series.from_stack("h2o"), Series.from_stack("rkv")]
     before = cells(*series, budgets=[32])
     after = cells(*series, budgets=[32], overrides=["rkv.mix_lambda=0.5"])
     assert after[0].digest == before[0].digest
@@ -73,15 +73,15 @@ def test_an_override_goes_to_the_series_that_name_its_policy() -> None:
 
 def test_an_override_goes_to_the_series_that_mix_its_policy() -> None:
     mixed = Series("mixed", {"stack": [{"policy": "mix", "of": ["streaming", "rkv"]}]})
-    before = cells(mixed, series_of_stack("h2o"), budgets=[32])
-    after = cells(mixed, series_of_stack("h2o"), budgets=[32], overrides=["rkv.mix_lambda=0.5"])
+    before = cells(mixed, Series.from_stack("h2o"), budgets=[32])
+    after = cells(mixed, Series.from_stack("h2o"), budgets=[32], overrides=["rkv.mix_lambda=0.5"])
     assert after[0].resolved.layers[0].stack[0].knobs["of"][1]["mix_lambda"] == 0.5
     assert before[0].digest != after[0].digest
     assert before[1].digest == after[1].digest
 
 
 def test_an_override_of_the_buffer_goes_to_all() -> None:
-    found = cells(series_of_stack("h2o"), budgets=[32], overrides=["buffer=5"])
+    found = cells(Series.from_stack("h2o"), budgets=[32], overrides=["buffer=5"])
     assert found[0].buffer == 5
 
 
@@ -100,4 +100,4 @@ def test_what_fits_nothing_is_refused(
     stack: str, overrides: list[str], error: type[Exception], said: str
 ) -> None:
     with pytest.raises(error, match=re.escape(said)):
-        cells(series_of_stack(stack), budgets=[32], overrides=overrides)
+        cells(Series.from_stack(stack), budgets=[32], overrides=overrides)

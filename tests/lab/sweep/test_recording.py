@@ -10,7 +10,7 @@ from shell import Shell
 from kvpolicy import Engine, Plan
 from kvpolicy.errors import OutputError
 from kvpolicy.lab.store.store import Store
-from kvpolicy.lab.sweep.recording import Kept, keeping
+from kvpolicy.lab.sweep.recording import KeptRecord, record_kept_rows
 from kvpolicy.lab.tasks.task import load_task
 from kvpolicy.model.loading import load_model
 
@@ -35,7 +35,7 @@ def test_a_record_is_what_the_engine_keeps_of_that_item(
 ) -> None:
     assert kvpolicy(*SMALL, "--model", model_folder).status == 0
     samples = {sample["key"]: sample for sample in lines("samples.jsonl")}
-    records = [Kept.from_dict(record) for record in lines("kept.jsonl")]
+    records = [KeptRecord.from_dict(record) for record in lines("kept.jsonl")]
     told = [(samples[one.key]["series"], one.item, one.attempt) for one in records]
     assert sorted(told) == [(name, item, 0) for name in ("H2O", "full cache") for item in (0, 1)]
     model, tokenizer = load_model(str(model_folder))
@@ -49,9 +49,9 @@ def test_a_record_is_what_the_engine_keeps_of_that_item(
         assert "".join(one.tokens[: one.num_prompt]) == prompts[one.item]
         if sample["series"] == "H2O":
             run = Engine(model, tokenizer, plan).generate([prompts[one.item]], max_new_tokens=40)
-            with keeping(run, [0]) as keeper:
-                rows = keeper.taken(*run.results())
-            assert one == Kept.of(
+            with record_kept_rows(run, [0]) as recorder:
+                rows = recorder.pop(*run.results())
+            assert one == KeptRecord.of(
                 rows, key=one.key, cell=one.cell, item=one.item, attempt=one.attempt
             )
             assert rows.layers[0].at

@@ -49,7 +49,7 @@ def test_killed_again_and_again_it_ends_with_the_same_samples(
     bench.fuse.light(10**9, signal.SIGKILL)
     last = bench("--workers", workers)
     assert last.status == 0, last.err
-    assert f"{done[-1]} of {NUM_CELLS * N} samples are there" in last.err
+    assert f"{done[-1]} of {NUM_CELLS * N} samples are done" in last.err
     assert untimed(bench.samples()) == untimed(undisturbed.samples())
     assert bench.kept() == undisturbed.kept()
     for row, whole in zip(bench.table(), undisturbed.table(), strict=True):
@@ -76,7 +76,7 @@ def test_ctrl_c_says_what_is_kept_and_how_to_go_on(bench: Bench, workers: int) -
     assert ended.status == 130, ended.err
     num_done = len(bench.samples())
     assert f"interrupted; {num_done} of {NUM_CELLS * N} samples are kept" in ended.err
-    assert "the same command goes on" in ended.err
+    assert "run the same command again" in ended.err
     assert "Traceback" not in ended.err
     assert ended.out == ""
     assert bench("--workers", workers).status == 0

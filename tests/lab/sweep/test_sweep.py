@@ -10,29 +10,28 @@ import attrs
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from lab_comparisons import BASE, Catalogue, prepared
+from lab_sweeps import BASE, Catalogue, built
 
 from kvpolicy.engine.results import Result, RunReport
 from kvpolicy.errors import KVPolicyError, PlanError
 from kvpolicy.lab.store.read import read_run
 from kvpolicy.lab.store.store import Store
-from kvpolicy.lab.sweep.comparison import Comparison
-from kvpolicy.lab.sweep.jobs import ItemDone, Job, JobDone, News
-from kvpolicy.lab.sweep.prepare import prepare
+from kvpolicy.lab.sweep.grid import Sweep
+from kvpolicy.lab.sweep.jobs import Event, ItemDone, Job, JobFinished
+from kvpolicy.lab.sweep.prepare import build_sweep
 from kvpolicy.lab.sweep.runner import SampleDone, run
-from kvpolicy.lab.sweep.sweep import points
-from kvpolicy.lab.sweep.sweep_file import load_preset, series_of_stack
-from kvpolicy.lab.tasks.measures import Outcome
+from kvpolicy.lab.sweep.sweep_file import Series, load_preset
+from kvpolicy.lab.tasks.task import EvalOutcome
 
 MIX, WINDOW = "rkv.mix_lambda", "rkv.window_size"
 
 
-def described(comparison: Comparison) -> list[tuple[object, ...]]:
+def described(sweep: Sweep) -> list[tuple[object, ...]]:
     """Model, task, seed, series and budget of each cell."""
     found = []
-    for cell in comparison.cells:
-        group = comparison.group_of(cell)
-        where = (group.model.name, group.task.name, group.seed)
+    for cell in sweep.cells:
+        setting = sweep.setting_of(cell)
+        where = (setting.model.name, setting.task.name, setting.seed)
         found.append((*where, cell.series, cell.budget))
     return found
 
@@ -42,7 +41,7 @@ counts = st.lists(st.integers(1, 99), min_size=1, max_size=3, unique=True).map(t
 
 
 @given(names, names, counts, counts, counts, counts)
-def test_a_product_has_every_setting_once_and_in_order(
+def test_a_product_has_every_point_once_and_in_order(
     models: tuple[str, ...],
     tasks: tuple[str, ...],
     seeds: tuple[int, ...],
@@ -62,12 +61,12 @@ def test_a_product_has_every_setting_once_and_in_order(
                     for y in second:
                         for budget in budgets:
                             expected.append((model, task, seed, {"x": x, "y": y}, budget))
-    found = points(preset)
-    assert [(p.model, p.task, p.seed, p.setting.knobs, p.setting.budget) for p in found] == expected
+    found = preset.points()
+    assert [(p.model, p.task, p.seed, p.variant.knobs, p.variant.budget) for p in found] == expected
 
 
 @given(st.integers(2, 4), st.lists(st.booleans(), min_size=5, max_size=5), st.randoms())
-def test_side_by_side_lists_are_gone_through_together_and_single_entries_stay(
+def test_lists_are_zipped_and_single_entries_repeated(
     length: int, are_long: list[bool], rng: random.Random
 ) -> None:
     lists = [[rng.randint(1, 99) for _ in range(length if long else 1)] for long in are_long]
@@ -81,23 +80,23 @@ def test_side_by_side_lists_are_gone_through_together_and_single_entries_stay(
         knobs={"x": knob},
         combine="zip",
     )
-    found = points(preset)
+    found = preset.points()
     assert len(found) == (length if any(are_long) else 1)
     for i, point in enumerate(found):
         wanted = [one[i] if long else one[0] for one, long in zip(lists, are_long, strict=True)]
-        seen = (point.model, point.task, point.seed, point.setting.knobs["x"], point.setting.budget)
+        seen = (point.model, point.task, point.seed, point.variant.knobs["x"], point.variant.budget)
         assert list(seen) == [str(wanted[0]), str(wanted[1]), *wanted[2:]]
 
 
-def test_lists_of_unequal_length_cannot_be_gone_through_side_by_side() -> None:
+def test_lists_of_unequal_length_cannot_be_zipped() -> None:
     preset = attrs.evolve(BASE, seeds=(0, 1), budgets=(16, 32, 48), combine="zip")
     with pytest.raises(PlanError, match="2 of seeds, 3 of budgets"):
-        points(preset)
+        preset.points()
 
 
 def test_every_series_is_run_with_its_own_knobs_on_every_model_task_and_seed() -> None:
     tasks = ("reasoner", "needle:length=60")
-    comparison = prepared(
+    sweep = built(
         models=("a", "b"), tasks=tasks, seeds=(0, 3), budgets=(48, 64), knobs={MIX: (0.1, 0.25)}
     )
     expected = []
@@ -107,8 +106,8 @@ def test_every_series_is_run_with_its_own_knobs_on_every_model_task_and_seed() -
             expected.append((*where, f"rkv, mix_lambda={mix}", budget))
         for budget in (48, 64):
             expected.append((*where, "streaming", budget))
-    assert described(comparison) == expected
-    for cell in comparison.cells:
+    assert described(sweep) == expected
+    for cell in sweep.cells:
         stack = cell.resolved.layers[0].stack[0]
         if stack.policy == "rkv":
             assert cell.knobs == {MIX: stack.knobs["mix_lambda"]}
@@ -116,8 +115,8 @@ def test_every_series_is_run_with_its_own_knobs_on_every_model_task_and_seed() -
             assert cell.knobs == {}
 
 
-def test_names_of_samples_and_cells_are_unique() -> None:
-    comparison = prepared(
+def test_ids_of_samples_cells_and_settings_are_unique() -> None:
+    sweep = built(
         models=("a", "b"),
         # Two tasks whose questions are the same, and graded otherwise.
         tasks=("reasoner", "agreement:of=reasoner", "needle:length=60"),
@@ -127,25 +126,21 @@ def test_names_of_samples_and_cells_are_unique() -> None:
         budgets=(48, 64),
         knobs={MIX: (0.1, 0.2)},
     )
-    keys = [
-        comparison.key(cell, item)
-        for cell in comparison.cells
-        for item in comparison.group_of(cell).items
-    ]
-    assert len(keys) == comparison.num_samples == len(set(keys))
-    assert len({cell.id for cell in comparison.cells}) == 2 * 3 * 2 * (1 + 2 * 2 + 2)
-    assert len({group.id for group in comparison.groups}) == 2 * 3 * 2
+    keys = [sweep.key(cell, item) for cell in sweep.cells for item in sweep.setting_of(cell).items]
+    assert len(keys) == sweep.num_samples == len(set(keys))
+    assert len({cell.id for cell in sweep.cells}) == 2 * 3 * 2 * (1 + 2 * 2 + 2)
+    assert len({setting.id for setting in sweep.settings}) == 2 * 3 * 2
 
 
 def test_another_answer_to_a_question_makes_another_sample() -> None:
-    comparison = prepared(budgets=(48,))
-    (group,), plan = comparison.groups, comparison.cells[0].digest
-    items = [attrs.evolve(group.items[0], answer="not this"), *group.items[1:]]
-    mended = attrs.evolve(group, items=items)
-    assert mended.id != group.id
+    sweep = built(budgets=(48,))
+    (setting,), plan = sweep.settings, sweep.cells[0].digest
+    items = [attrs.evolve(setting.items[0], answer="not this"), *setting.items[1:]]
+    mended = attrs.evolve(setting, items=items)
+    assert mended.id != setting.id
     same = [
-        group.key(plan, old) == mended.key(plan, new)
-        for old, new in zip(group.items, items, strict=True)
+        setting.key(plan, old) == mended.key(plan, new)
+        for old, new in zip(setting.items, items, strict=True)
     ]
     assert same == [False, *[True] * (len(items) - 1)]
 
@@ -165,17 +160,19 @@ def test_another_answer_to_a_question_makes_another_sample() -> None:
     ],
     ids=str,
 )
-def test_the_name_of_a_group_depends_on_all_that_its_samples_do(change: dict[str, Any]) -> None:
-    (one,), (other,) = prepared().groups, prepared(**change).groups
+def test_the_id_of_a_setting_depends_on_everything_its_samples_depend_on(
+    change: dict[str, Any],
+) -> None:
+    (one,), (other,) = built().settings, built(**change).settings
     assert one.id != other.id
-    assert prepared().groups[0].id == one.id
+    assert built().settings[0].id == one.id
 
 
 def test_one_model_under_two_names_is_run_once() -> None:
-    twice = prepared(models=("a", "a'"), budgets=(48, 64))
-    assert described(twice) == described(prepared(budgets=(48, 64)))
-    # Side by side each brings another budget, and both belong to the one group.
-    aside = prepared(models=("a", "a'"), budgets=(48, 64), combine="zip")
+    twice = built(models=("a", "a'"), budgets=(48, 64))
+    assert described(twice) == described(built(budgets=(48, 64)))
+    # Zipped, each name has another budget, and both cells are in one setting.
+    aside = built(models=("a", "a'"), budgets=(48, 64), combine="zip")
     assert described(aside) == [
         ("a", "reasoner", 0, series, budget)
         for series, budget in [
@@ -190,28 +187,32 @@ def test_one_model_under_two_names_is_run_once() -> None:
 
 def test_every_model_is_described_once_and_the_first_one_last() -> None:
     models = Catalogue()
-    prepare(attrs.evolve(BASE, models=("a", "b", "c"), seeds=(0, 1)), models)
-    assert models.asked == ["c", "b", "a"]
+    build_sweep(attrs.evolve(BASE, models=("a", "b", "c"), seeds=(0, 1)), models)
+    assert models.described == ["c", "b", "a"]
 
 
-def test_two_knobs_of_one_name_are_told_apart() -> None:
-    series = (series_of_stack("rkv"), series_of_stack("snapkv"), series_of_stack("rkv+protect"))
-    both = prepared(series=series, knobs={WINDOW: (4,), "snapkv.window_size": (4,)})
+def test_two_knobs_of_one_name_have_different_labels() -> None:
+    series = (
+        Series.from_stack("rkv"),
+        Series.from_stack("snapkv"),
+        Series.from_stack("rkv+protect"),
+    )
+    both = built(series=series, knobs={WINDOW: (4,), "snapkv.window_size": (4,)})
     assert [one[3] for one in described(both)] == [
         "rkv, window_size=4",
         "snapkv, window_size=4",
         "rkv+protect, window_size=4",
     ]
-    stacked = prepared(
-        series=(series_of_stack("streaming+protect"),),
+    stacked = built(
+        series=(Series.from_stack("streaming+protect"),),
         knobs={"streaming.n_sink": (2,), "protect.n_sink": (3,)},
     )
     assert described(stacked)[0][3] == "streaming+protect, streaming.n_sink=2, protect.n_sink=3"
 
 
-def test_buffers_are_tried_like_knobs_where_there_is_one() -> None:
-    comparison = prepared(knobs={"buffer": (4, 8)})
-    assert [(cell.series, cell.buffer) for cell in comparison.cells] == [
+def test_buffers_are_varied_where_a_plan_has_one() -> None:
+    sweep = built(knobs={"buffer": (4, 8)})
+    assert [(cell.series, cell.buffer) for cell in sweep.cells] == [
         ("full", None),
         ("rkv, buffer=4", 4),
         ("rkv, buffer=8", 8),
@@ -229,42 +230,47 @@ def test_buffers_are_tried_like_knobs_where_there_is_one() -> None:
         ({"knobs": {"bufer": (1, 2)}}, [], "buffer"),
         ({"knobs": {MIX: (0.1, 0.2)}}, [f"{MIX}=0.3"], "--set"),
         ({"tasks": ("reasoner", "reasonr")}, [], "did you mean reasoner"),
-        ({"series": (series_of_stack("ful"),)}, [], "did you mean full"),
+        ({"series": (Series.from_stack("ful"),)}, [], "did you mean full"),
     ],
 )
 def test_what_fits_nothing_is_refused(
     changes: dict[str, Any], overrides: list[str], said: str
 ) -> None:
     with pytest.raises(KVPolicyError, match=said) as caught:
-        prepare(attrs.evolve(BASE, **changes), Catalogue(), overrides=overrides)
+        build_sweep(attrs.evolve(BASE, **changes), Catalogue(), overrides=overrides)
     assert "\n" not in str(caught.value)
 
 
-class Shuffled:
-    """A pool whose news of all jobs come in any order."""
+class Shuffled(Catalogue):
+    """An executor whose events of all jobs come in any order."""
 
     def __init__(self, seed: int, report: RunReport | None = None) -> None:
+        super().__init__()
         self._rng = random.Random(seed)
         self._report = report or RunReport()
-        self.served: list[Job] = []
+        self.jobs: list[Job] = []
 
-    def serve(self, jobs: Sequence[Job]) -> Iterator[News]:
-        self.served += jobs
+    def num_workers(self, sweep: Sweep) -> int:
+        return 1
+
+    def machine(self, sweep: Sweep) -> dict[str, Any]:
+        return {}
+
+    def run_jobs(self, sweep: Sweep, jobs: Sequence[Job]) -> Iterator[Event]:
+        self.jobs += jobs
         left = [list(job.items) for job in jobs]
         order = [number for number, items in enumerate(left) for _ in items]
         self._rng.shuffle(order)
         for number in order:
             job, place = jobs[number], left[number].pop()
-            yield ItemDone(job, place, Outcome(Result(0, text=f"{job.cell} {place}")))
+            yield ItemDone(job, place, EvalOutcome(Result(0, text=f"{job.cell} {place}")))
             if not left[number]:
-                yield JobDone(job, self._report, 0.0)
+                yield JobFinished(job, self._report, 0.0)
 
 
-@given(st.integers(0, 99), st.integers(0, 40))
-def test_samples_of_two_groups_never_mix(seed: int, stop: int) -> None:
-    import tempfile
-
-    comparison = prepared(
+@pytest.fixture(scope="module")
+def several_settings() -> Sweep:
+    return built(
         models=("a", "b"),
         tasks=("reasoner", "needle:length=60"),
         seeds=(0, 1),
@@ -272,49 +278,56 @@ def test_samples_of_two_groups_never_mix(seed: int, stop: int) -> None:
         temperature=1.0,
         series=BASE.series[:2],
     )
+
+
+@given(st.integers(0, 99), st.integers(0, 40))
+def test_samples_of_two_settings_never_mix(several_settings: Sweep, seed: int, stop: int) -> None:
+    import tempfile
+
+    sweep = several_settings
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name) / "out"
-        for most in (stop, None):  # left somewhere, and gone on with
-            with Store(folder, comparison.to_dict()) as store:
-                events = run(comparison, store, Shuffled(seed))
+        for most in (stop, None):  # stop somewhere, then continue
+            with Store(folder, sweep.to_dict()) as store:
+                events = run(sweep, store, Shuffled(seed))
                 done = [e for e in itertools.islice(events, most) if isinstance(e, SampleDone)]
                 events.close()
-        assert stop or len(done) == comparison.num_samples
-        with Store(folder, comparison.to_dict()) as store:
+        assert stop or len(done) == sweep.num_samples
+        with Store(folder, sweep.to_dict()) as store:
             samples = list(store.samples.values())
-    assert len(samples) == comparison.num_samples
+    assert len(samples) == sweep.num_samples
     for sample in samples:
-        cell = comparison.cell(sample.cell)
-        group = comparison.group_of(cell)
-        assert (sample.group, sample.plan, sample.series) == (group.id, cell.digest, cell.series)
-        assert (sample.model, sample.task) == (group.model.name, group.task.name)
-        assert sample.seed == group.seed
-        wanted, place = sample.text.split()
-        item = group.items[int(place)]
+        cell = sweep.cell(sample.cell)
+        setting = sweep.setting_of(cell)
+        assert (sample.group, sample.plan, sample.series) == (setting.id, cell.digest, cell.series)
+        assert (sample.model, sample.task) == (setting.model.name, setting.task.name)
+        assert sample.seed == setting.seed
+        wanted, index = sample.text.split()
+        item = setting.items[int(index)]
         assert (wanted, item.index, item.attempt) == (cell.id, sample.item, sample.attempt)
-        assert sample.key == comparison.key(cell, item)
+        assert sample.key == sweep.key(cell, item)
 
 
-def test_a_timing_tells_what_policies_took_of_decoding(tmp_path: Path) -> None:
+def test_a_timing_has_the_policies_share_of_decoding(tmp_path: Path) -> None:
     """Five seconds of scoring, most of them while prompts entered."""
-    comparison = prepared()
+    sweep = built()
     report = RunReport(decode_s=2.0, prefill_s=6.0, score_s=5.0, decode_policy_s=0.5)
-    with Store(tmp_path, comparison.to_dict()) as store:
-        list(run(comparison, store, Shuffled(0, report)))
+    with Store(tmp_path, sweep.to_dict()) as store:
+        list(run(sweep, store, Shuffled(0, report)))
     timings = read_run(tmp_path).timings
-    assert timings.keys() == {cell.id for cell in comparison.cells}
+    assert timings.keys() == {cell.id for cell in sweep.cells}
     assert {(one.policy_s, one.decode_s) for one in timings.values()} == {(0.5, 2.0)}
 
 
 def test_jobs_come_model_after_model_and_the_costliest_cells_first(tmp_path: Path) -> None:
-    comparison = prepared(models=("b", "a"), seeds=(0, 1), budgets=(48, 64))
-    pool = Shuffled(0)
-    with Store(tmp_path, comparison.to_dict()) as store:
-        list(run(comparison, store, pool))
-    cells = [comparison.cell(job.cell) for job in pool.served]
-    models = [comparison.group_of(cell).model.name for cell in cells]
+    sweep = built(models=("b", "a"), seeds=(0, 1), budgets=(48, 64))
+    executor = Shuffled(0)
+    with Store(tmp_path, sweep.to_dict()) as store:
+        list(run(sweep, store, executor))
+    cells = [sweep.cell(job.cell) for job in executor.jobs]
+    models = [sweep.setting_of(cell).model.name for cell in cells]
     assert models == sorted(models, reverse=True)
-    for _, mine in itertools.groupby(cells, lambda cell: comparison.group_of(cell).model.name):
+    for _, mine in itertools.groupby(cells, lambda cell: sweep.setting_of(cell).model.name):
         costs = [cell.budget or float("inf") for cell in mine]
         assert costs == sorted(costs, reverse=True)
 
@@ -382,14 +395,14 @@ def test_a_knob_need_not_be_quoted(tmp_path: Path) -> None:
         (('models = ["a", "b"]', "models = []"), "models"),
         (("seeds = [0, 1]", "seeds = [0, -1]"), "seeds"),
         (("seeds = [0, 1]", "seeds = [0, 1.5]"), "1.5 is not a whole number"),
-        (("[0.1, 0.2]", "[]"), "'rkv.mix_lambda' has no value"),
+        (("[0.1, 0.2]", "[]"), "'rkv.mix_lambda' has an empty list"),
         (('"zip"', '"cross"'), "combine"),
         (('["full", "rkv+protect"]', "[1]"), "policies"),
         (('"mine.toml"', '"yours.toml"'), "yours.toml"),
         (("combine", "combin"), "did you mean combine"),
     ],
 )
-def test_a_wrong_sweep_is_answered_with_what_is_wrong(
+def test_an_invalid_sweep_file_is_refused_with_the_reason(
     tmp_path: Path, change: tuple[str, str], said: str
 ) -> None:
     assert change[0] in SWEEP

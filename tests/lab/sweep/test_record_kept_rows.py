@@ -20,7 +20,7 @@ from kvpolicy.engine.run import Run
 from kvpolicy.engine.sequence import LiveSequence
 from kvpolicy.engine.tracing import recording
 from kvpolicy.errors import KVPolicyError, OutputError
-from kvpolicy.lab.sweep.recording import Kept, KeptLayer, KeptRows, keeping
+from kvpolicy.lab.sweep.recording import KeptLayer, KeptRecord, KeptRows, record_kept_rows
 
 chunks = st.sampled_from([1, 3, 7, 512])
 
@@ -75,8 +75,8 @@ def record(engine: Engine, chosen: Any, *arguments: Any, **options: Any) -> dict
 
 
 def taken(run: Run, chosen: Any) -> dict[int, KeptRows]:
-    with keeping(run, chosen) as keeper:
-        return {result.id: keeper.taken(result) for result in run if result.id in keeper.requests}
+    with record_kept_rows(run, chosen) as recorder:
+        return {result.id: recorder.pop(result) for result in run if result.id in recorder.requests}
 
 
 def check_is_what_was_seen(request: int, rows: KeptRows, seen: Seen, num_layers: int) -> None:
@@ -163,12 +163,12 @@ PLAN = Plan.uniform("h2o", budget=14, buffer=4)
 def test_a_request_that_is_cancelled_has_its_rows_until_then(seen: Seen) -> None:
     engine = Engine(shared_model(), plan=PLAN, slots=2)
     run = engine.generate(PROMPTS, max_new_tokens=30)
-    with keeping(run, range(3)) as keeper:
+    with record_kept_rows(run, range(3)) as recorder:
         for _ in range(12):
             run.step()
         run.cancel(0)  # being served
         run.cancel(2)  # waiting
-        records = {result.id: (result, keeper.taken(result)) for result in run}
+        records = {result.id: (result, recorder.pop(result)) for result in run}
     served, rows = records[0]
     assert len(rows.tokens) == 27 + len(served.tokens) < 27 + 30
     check_is_what_was_seen(0, rows, seen, num_layers=2)
@@ -220,13 +220,13 @@ def test_other_runs_of_the_engine_are_none_of_its_business() -> None:
     engine = Engine(shared_model(), plan=PLAN, slots=2)
     alone = record(engine, [0], PROMPTS[:2], max_new_tokens=20)
     run, other = (engine.generate(one, max_new_tokens=20) for one in (PROMPTS[:2], PROMPTS[::-1]))
-    with keeping(run, [0]) as keeper:
+    with record_kept_rows(run, [0]) as recorder:
         records = {}
         while not run.done:
             other.step()
             for result in run.step().results:
                 if result.id == 0:
-                    records[0] = keeper.taken(result)
+                    records[0] = recorder.pop(result)
     assert records == alone
 
 
@@ -255,7 +255,7 @@ def test_tokens_are_the_same_with_and_without_a_record(
     engine = Engine(shared_model(), plan=plan, slots=2)
     plain = engine.generate(prompts, max_new_tokens=20).results()
     run = engine.generate(prompts, max_new_tokens=20)
-    with keeping(run, [0, 2]):
+    with record_kept_rows(run, [0, 2]):
         kept = run.results()
     assert [result.tokens for result in kept] == [result.tokens for result in plain]
 
@@ -263,7 +263,7 @@ def test_tokens_are_the_same_with_and_without_a_record(
 def test_where_nobody_is_chosen_nothing_is_in_the_way() -> None:
     engine = Engine(shared_model(), plan=PLAN)
     run = engine.generate(PROMPTS, max_new_tokens=3)
-    with keeping(run, []), recording(engine) as trace:  # two watchers would be refused
+    with record_kept_rows(run, []), recording(engine) as trace:  # two watchers would be refused
         run.results()
     assert trace.num_calls
 
@@ -273,7 +273,7 @@ def test_one_recording_at_a_time() -> None:
     with (
         recording(engine),
         pytest.raises(KVPolicyError, match="being recorded already"),
-        keeping(engine.generate(PROMPTS), [0]),
+        record_kept_rows(engine.generate(PROMPTS), [0]),
     ):
         pass
 
@@ -281,10 +281,10 @@ def test_one_recording_at_a_time() -> None:
 def test_what_was_taken_is_forgotten() -> None:
     engine = Engine(shared_model(), plan=PLAN)
     run = engine.generate([[1]], max_new_tokens=2)
-    with keeping(run, [0]) as keeper:
+    with record_kept_rows(run, [0]) as recorder:
         (result,) = run.results()
-        assert keeper.taken(result).tokens
-        assert keeper.taken(Result(0)).tokens == []
+        assert recorder.pop(result).tokens
+        assert recorder.pop(Result(0)).tokens == []
 
 
 # --- on disk ----------------------------------------------------------------------------------
@@ -292,14 +292,14 @@ def test_what_was_taken_is_forgotten() -> None:
 
 def test_a_record_comes_back_as_it_was() -> None:
     rows = KeptRows(1, ["a", "\ufffd"], [KeptLayer(0, None, [1], [[0, -1]])])
-    kept = Kept.of(rows, key="k", cell="c", item=3, attempt=1)
+    kept = KeptRecord.of(rows, key="k", cell="c", item=3, attempt=1)
     record = kept.to_dict()
     assert list(record) == ["key", "cell", "item", "attempt", "num_prompt", "tokens", "layers"]
-    assert Kept.from_dict(record) == kept
+    assert KeptRecord.from_dict(record) == kept
 
 
 @pytest.mark.parametrize("change", [{"more": 1}, {"layers": [{"layer": 0}]}, {"tokens": 3}])
 def test_a_record_with_other_fields_is_refused(change: dict[str, Any]) -> None:
-    kept = Kept.of(KeptRows(0, [], []), key="k", cell="c", item=3, attempt=1)
+    kept = KeptRecord.of(KeptRows(0, [], []), key="k", cell="c", item=3, attempt=1)
     with pytest.raises(OutputError, match="choose another output folder"):
-        Kept.from_dict(kept.to_dict() | change)
+        KeptRecord.from_dict(kept.to_dict() | change)

@@ -1,0 +1,132 @@
+"""Work on Ray: what workers take, how jobs are split, and what is run again after a loss."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvpolicy.errors import KVPolicyError
+from kvpolicy.lab.executors.ray import RunningJob, WorkerResources, split_jobs
+from kvpolicy.lab.sweep.jobs import Job, JobFinished
+
+CPUS = [{"CPU": 8.0, "memory": 1e9}, {"CPU": 3.0}, {}]
+GPUS = [{"CPU": 8.0, "GPU": 4.0}, {"CPU": 2.0, "GPU": 4.0}, {"CPU": 16.0}]
+
+
+@pytest.mark.parametrize(
+    ("resources", "nodes", "device", "gpus", "workers"),
+    [
+        (WorkerResources(), CPUS, None, 0, 11),
+        (WorkerResources(cpus=4), CPUS, None, 0, 2),
+        (WorkerResources(), GPUS, None, 1, 6),
+        (WorkerResources(gpus=0.5), GPUS, None, 0.5, 10),
+        (WorkerResources(gpus=2), GPUS, None, 2, 4),
+        (WorkerResources(), GPUS, "cpu", 0, 26),
+        (WorkerResources(), GPUS, "cuda", 1, 6),
+        (WorkerResources(gpus=0), GPUS, None, 0, 26),
+        (WorkerResources(workers=7), CPUS, None, 0, 7),
+        (WorkerResources(workers=7, gpus=1), CPUS, None, 1, 7),
+    ],
+)
+def test_as_many_workers_as_the_nodes_have_resources_for(
+    resources: WorkerResources,
+    nodes: list[dict[str, float]],
+    device: str | None,
+    gpus: float,
+    workers: int,
+) -> None:
+    assert resources.of_each(nodes, device)["GPU"] == gpus
+    assert resources.num_workers(nodes, device) == workers
+
+
+@pytest.mark.parametrize(
+    ("resources", "device", "takes"),
+    [
+        (WorkerResources(cpus=9), None, "9 CPU and 0 GPU"),
+        (WorkerResources(), "cuda:0", "1 CPU and 1 GPU"),
+    ],
+)
+def test_a_cluster_without_the_resources_is_refused(
+    resources: WorkerResources, device: str | None, takes: str
+) -> None:
+    with pytest.raises(KVPolicyError) as caught:
+        resources.num_workers(CPUS, device)
+    assert f"a worker, {takes}; there are 11 CPU and 0 GPU on 3 nodes" in str(caught.value)
+
+
+@pytest.mark.parametrize("gpus", [1.5, 0.00001, -1.0, float("inf"), float("nan")])
+def test_gpus_are_whole_or_a_fraction_of_one(gpus: float) -> None:
+    with pytest.raises(KVPolicyError, match=r"--gpus-per-worker was given \S+; .* 0\.5, 1 or 2"):
+        WorkerResources(gpus=gpus)
+
+
+def jobs_of(sizes: list[int]) -> list[Job]:
+    """Jobs with gaps between their samples, as an interrupted run leaves them."""
+    return [Job(f"c{c}", tuple(range(0, 2 * size, 2))) for c, size in enumerate(sizes)]
+
+
+@given(
+    sizes=st.lists(st.integers(1, 40), min_size=1, max_size=4),
+    workers=st.integers(1, 6),
+    slots=st.integers(1, 20),
+)
+def test_a_batch_stays_whole_and_no_part_is_less_than_half_a_batch(
+    sizes: list[int], workers: int, slots: int
+) -> None:
+    jobs = jobs_of(sizes)
+    parts = split_jobs(jobs, workers=workers, slots=lambda _: slots)
+    for job in jobs:
+        mine = [part for part in parts if part.cell == job.cell]
+        assert tuple(item for part in mine for item in part.items) == job.items
+        lengths = [len(part.items) for part in mine]
+        assert max(lengths) - min(lengths) <= 1
+        if workers == 1 or len(job.items) <= slots:
+            assert mine == [job]
+        assert len(mine) == 1 or 2 * min(lengths) >= slots
+
+
+def test_a_single_job_keeps_all_workers_busy() -> None:
+    job = Job("a", tuple(range(20)))
+    parts = split_jobs([job], workers=4, slots=lambda _: 2)
+    assert [len(part.items) for part in parts] == [2] * 10
+    parts = split_jobs([job], workers=4, slots=lambda _: 8)
+    assert [len(part.items) for part in parts] == [7, 6, 7]
+
+
+def test_many_jobs_stay_whole() -> None:
+    jobs = [Job(f"c{c}", tuple(range(10))) for c in range(40)]
+    assert split_jobs(jobs, workers=4, slots=lambda _: 2) == jobs
+
+
+def test_after_a_loss_only_the_missing_samples_run_again() -> None:
+    running = RunningJob(Job("a", (3, 4, 5)), done=[4])
+    (event,), rest = running.lost_worker()
+    assert isinstance(event, JobFinished)
+    assert (event.job, event.report) == (Job("a", (4,)), None)
+    assert rest is not None
+    assert rest.job == Job("a", (3, 5))
+
+
+def test_a_worker_lost_after_its_last_sample_leaves_nothing_to_run() -> None:
+    (event,), rest = RunningJob(Job("a", (0, 1)), done=[1, 0]).lost_worker()
+    assert set(event.job.items) == {0, 1}
+    assert rest is None
+
+
+def test_work_that_kills_every_worker_is_given_up() -> None:
+    running = RunningJob(Job("a", (0, 1)))
+    for _ in range(2):
+        events, rest = running.lost_worker()
+        assert events == []
+        assert rest is not None
+        running = rest
+    with pytest.raises(KVPolicyError, match=r"3 workers in a row .* same 2 samples"):
+        running.lost_worker()
+
+
+def test_losses_with_progress_in_between_are_survived() -> None:
+    running = RunningJob(Job("a", tuple(range(10))))
+    for item in range(9):
+        running.done.append(item)
+        _, rest = running.lost_worker()
+        assert rest is not None
+        running = rest

@@ -1,0 +1,178 @@
+"""A worker of a cluster does what this process would do, or says why it cannot."""
+
+import os
+import pickle
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import attrs
+import pytest
+import torch
+
+from kvpolicy.errors import KVPolicyError
+from kvpolicy.hooks import discovery
+from kvpolicy.hooks.discovery import register_file
+from kvpolicy.lab.executors import ray_worker
+from kvpolicy.lab.executors.ray_worker import Worker, WorkerConfig
+from kvpolicy.lab.models import ModelCache
+from kvpolicy.lab.sweep.grid import Sweep
+from kvpolicy.lab.sweep.jobs import ItemDone, Job, JobFinished, run_job
+from kvpolicy.lab.sweep.prepare import build_sweep, load_sweep
+
+HERE = f"on {socket.gethostname()}: "
+
+PLUGIN = """
+from kvpolicy import hookimpl
+
+class Sent:
+    @hookimpl
+    def score(self, positions):
+        return positions.float()
+"""
+
+
+def sweep_of(model: Path, policies: str = "full", task: str = "reasoner") -> Sweep:
+    config = load_sweep(None, policies=policies.split(","), budgets=[12], buffer=6)
+    config = attrs.evolve(
+        config, models=(str(model),), tasks=(task,), n=3, slots=2, max_new_tokens=20
+    )
+    return build_sweep(config, ModelCache())
+
+
+def this_config() -> WorkerConfig:
+    return WorkerConfig.of_this_process(ModelCache(), threads=1)
+
+
+def begun(config: WorkerConfig | None = None) -> Worker:
+    worker = Worker(config or this_config())
+    assert worker.begin() == socket.gethostname()
+    return worker
+
+
+def sent(thing: object) -> object:
+    """What arrives on another machine."""
+    return pickle.loads(pickle.dumps(thing))
+
+
+@pytest.fixture(autouse=True)
+def _restore_this_process() -> Iterator[None]:
+    before = os.getcwd(), torch.get_num_threads()
+    yield
+    os.chdir(before[0])
+    torch.set_num_threads(before[1])
+
+
+def test_a_worker_gives_the_events_of_a_local_run(model_folder: Path) -> None:
+    sweep = sweep_of(model_folder, "full,h2o")
+    model, tokenizer = ModelCache().open(str(model_folder))
+    worker = begun()
+    for cell in sweep.cells:
+        job = Job(cell.id, (0, 2))
+        local = list(run_job(sweep, job, model, tokenizer))
+        remote = list(worker.run_job(sent(sweep), job))
+        assert [type(one) for one in remote] == [ItemDone, ItemDone, JobFinished]
+        for ours, theirs in zip(local[:2], remote[:2], strict=True):
+            assert isinstance(ours, ItemDone)
+            assert isinstance(theirs, ItemDone)
+            assert theirs.item == ours.item
+            assert theirs.outcome.result.tokens == ours.outcome.result.tokens
+            assert theirs.outcome.correct == ours.outcome.correct
+
+
+def test_a_policy_with_other_code_is_refused(
+    model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(discovery, "_from_files", {})
+    plugin = tmp_path / "sent.py"
+    plugin.write_text(PLUGIN, encoding="utf-8")
+    register_file(plugin)
+    sweep = sweep_of(model_folder, "sent")
+    same, job = this_config(), Job(sweep.cells[0].id, (0,))
+    plugin.write_text(PLUGIN.replace("float()", "double()"), encoding="utf-8")
+    other = this_config()
+    assert isinstance(list(begun(same).run_job(sent(sweep), job))[-1], JobFinished)
+    with pytest.raises(KVPolicyError, match="a policy of 'sent' has different code") as caught:
+        list(begun(other).run_job(sent(sweep), job))
+    assert str(caught.value).startswith(HERE)
+
+
+def test_a_worker_describes_its_machine() -> None:
+    found = begun(attrs.evolve(this_config(), threads=3)).machine()
+    assert (found["threads"], found["device"]) == (3, "cpu")
+    assert torch.get_num_threads() == 3
+    assert found["versions"]["torch"] == torch.__version__
+    assert found["cpus"] >= 1
+
+
+def test_another_version_is_refused() -> None:
+    with pytest.raises(KVPolicyError, match=r"9\.9 here; install the same version") as caught:
+        Worker(attrs.evolve(this_config(), version="9.9")).begin()
+    assert str(caught.value).startswith(HERE)
+
+
+@pytest.mark.parametrize("task", ["agreement", "perplexity", "needle", "reasoner-verbose"])
+def test_every_kind_of_task_can_be_sent(model_folder: Path, task: str) -> None:
+    sweep = sweep_of(model_folder, "full", task)
+    (cell,) = sweep.cells
+    *_, last = begun().run_job(sent(sweep), Job(cell.id, (0,)))
+    assert isinstance(last, JobFinished), last
+
+
+def test_a_policy_from_a_file_is_sent_along(
+    tmp_path: Path, model_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plugin = tmp_path / "sent.py"
+    plugin.write_text(PLUGIN, encoding="utf-8")
+    register_file(plugin)
+    sweep, config = sweep_of(model_folder, "sent"), this_config()
+    # On another machine the file does not exist and the policy is unknown.
+    plugin.unlink()
+    monkeypatch.setattr(discovery, "_from_files", {})
+    (cell,) = sweep.cells
+    *_, last = begun(sent(config)).run_job(sent(sweep), Job(cell.id, (0,)))
+    assert isinstance(last, JobFinished), last
+
+
+def test_relative_paths_mean_the_same(
+    model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(model_folder.parent)
+    config = this_config()
+    monkeypatch.chdir(tmp_path)
+    info, tokenizer = begun(config).describe(model_folder.name)
+    assert info.num_layers == 2
+    assert tokenizer.encode("1")
+
+
+def test_an_unknown_model_is_named() -> None:
+    with pytest.raises(KVPolicyError, match="/no/such/model") as caught:
+        begun().describe("/no/such/model")
+    assert str(caught.value).startswith(HERE)
+
+
+def test_another_model_of_the_same_name_is_refused(model_folder: Path) -> None:
+    sweep = sweep_of(model_folder)
+    (setting,) = sweep.settings
+    other = attrs.evolve(setting.model, fingerprint="0" * 16, device="cuda:0", dtype="float16")
+    changed = attrs.evolve(setting, model=other)
+    (cell,) = sweep.cells
+    cell = attrs.evolve(cell, setting=changed.id)
+    with pytest.raises(KVPolicyError) as caught:
+        list(begun().run_job(Sweep("", (changed,), (cell,)), Job(cell.id, (0,))))
+    message = str(caught.value)
+    found = setting.model.fingerprint
+    assert message.startswith(HERE)
+    assert f"its fingerprint is {found} there and {'0' * 16} in this run" in message
+    assert "its device is cpu there and cuda:0 in this run" in message
+    assert "its dtype is float32 there and float16 in this run" in message
+
+
+def test_a_defect_has_its_traceback(model_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def stumble(*_: object) -> None:
+        raise ZeroDivisionError
+
+    sweep = sweep_of(model_folder)
+    monkeypatch.setattr(ray_worker, "run_job", stumble)
+    with pytest.raises(RuntimeError, match=r"in stumble\n"):
+        list(begun().run_job(sweep, Job(sweep.cells[0].id, (0,))))

@@ -1,0 +1,39 @@
+"""Sweeps for tests, over models that exist only as descriptions."""
+
+from typing import Any
+
+import attrs
+
+from kvpolicy.lab.models import ModelInfo
+from kvpolicy.lab.sweep.grid import Sweep
+from kvpolicy.lab.sweep.prepare import build_sweep
+from kvpolicy.lab.sweep.sweep_file import Series, SweepConfig
+
+BASE = SweepConfig(
+    models=("a",),
+    tasks=("reasoner",),
+    n=2,
+    max_new_tokens=9,
+    slots=2,
+    budgets=(48,),
+    buffer=8,
+    series=(Series.from_stack("full"), Series.from_stack("rkv"), Series.from_stack("streaming")),
+    name="mine",
+)
+
+
+class Catalogue:
+    """Describes models; ``a`` and ``a'`` are two names of one model."""
+
+    def __init__(self) -> None:
+        self.described: list[str] = []
+
+    def describe(self, name: str) -> tuple[ModelInfo, Any]:
+        self.described.append(name)
+        same = name.rstrip("'")
+        return ModelInfo(name, f"weights of {same}", "cpu", "float32", 2, 1000), None
+
+
+def built(**changes: Any) -> Sweep:
+    """Build the base sweep with changes; nothing is loaded."""
+    return build_sweep(attrs.evolve(BASE, **changes), Catalogue())
