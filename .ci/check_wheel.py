@@ -1,4 +1,4 @@
-"""Look into a wheel: the names it makes importable, and what must be inside."""
+"""Check a wheel: its import packages, the files it must and must not contain, its size."""
 
 import sys
 from zipfile import ZipFile
@@ -28,23 +28,27 @@ INSIDE = [
     "kvpolicy/lab/report/assets/kept.css",
     "kvpolicy_reasoner/vectors/reasoner-verbose.safetensors",
 ]
-MOST_BYTES = 14 << 20  # of which weights take 12 MiB at most
+NOT_INSIDE = ["kvpolicy_reasoner/train/"]
+MAX_BYTES = 14 << 20  # the weights take up to 12 MiB of it
 
 
 def main(path: str) -> None:
-    """Exit with a sentence if the wheel at ``path`` is not as it should be."""
+    """Exit with a message if the wheel at ``path`` has other contents than expected."""
     with ZipFile(path) as wheel:
         names = wheel.namelist()
         size = sum(info.compress_size for info in wheel.infolist())
     folders = {name.partition("/")[0] for name in names}
     top_level = {folder for folder in folders if not folder.endswith(".dist-info")}
     if top_level != TOP_LEVEL:
-        sys.exit(f"{path} installs {sorted(top_level)}; wanted is {sorted(TOP_LEVEL)}")
+        sys.exit(f"{path} installs {sorted(top_level)}; expected {sorted(TOP_LEVEL)}")
     missing = [name for name in INSIDE if name not in names]
     if missing:
-        sys.exit(f"{path} lacks {', '.join(missing)}")
-    if size > MOST_BYTES:
-        sys.exit(f"{path} takes {size:,} bytes; at most {MOST_BYTES:,} are wanted")
+        sys.exit(f"{path} does not contain {', '.join(missing)}")
+    extra = [name for name in names if name.startswith(tuple(NOT_INSIDE))]
+    if extra:
+        sys.exit(f"{path} contains {', '.join(extra)}, which must stay out of it")
+    if size > MAX_BYTES:
+        sys.exit(f"{path} has {size:,} bytes; the limit is {MAX_BYTES:,}")
     sys.stdout.write(f"{len(names)} files, {size:,} bytes, {', '.join(sorted(top_level))}\n")
 
 

@@ -1,4 +1,4 @@
-"""Write the package that the tutorial ends with, from the tutorial's own text."""
+"""Write the package that the tutorial builds, from the tutorial's code blocks."""
 
 import re
 import sys
@@ -9,7 +9,7 @@ FILES = {"key_norm.py": "key_norm.py", "kvpolicy-key-norm/pyproject.toml": "pypr
 
 
 def main(folder: Path) -> None:
-    """Write its files into ``folder``; of a file shown twice, the later version counts."""
+    """Write its files to ``folder``; of a file shown twice, the later version is used."""
     folder.mkdir()
     text = TUTORIAL.read_text(encoding="utf-8")
     shown = dict(re.findall(r'^```\w+ title="([^"]+)"\n(.*?)^```$', text, re.M | re.S))
