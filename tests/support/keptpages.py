@@ -4,7 +4,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from kvpolicy.lab.report.bundle import bundle
+from kvpolicy.lab.report.page import bundle
 
 _ASSETS = files("kvpolicy.lab.report") / "assets"
 _MAIN = """import { keptView } from "./kept.js";

@@ -68,7 +68,7 @@ def report(
     from kvpolicy.lab.report.gather import gather
 
     found = read_runs(runs)
-    page = build(found, rules=rules, most_bytes=round(max_megabytes * 1e6))
+    page = build(found, rules=rules, max_bytes=round(max_megabytes * 1e6))
     atomic_write(output, page)
     num_bytes = len(page.encode())
     views = gather(found)

@@ -1,37 +1,56 @@
-"""What the page shows of runs, as plain data: figures of cells and samples, without the texts."""
+"""Content of the page as plain data: numbers of cells and samples, without their texts."""
 
+import json
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import attrs
+
 from kvpolicy.lab.analysis.pooling import columns_of
-from kvpolicy.lab.analysis.table import Row, tabulate
-from kvpolicy.lab.report.breakdown import Facets, breakdown, facets_of
+from kvpolicy.lab.analysis.table import Row, break_down, tabulate
 from kvpolicy.lab.report.gather import CellView, GroupView
-from kvpolicy.lab.report.layers import alike, rest_of
 from kvpolicy.lab.report.metrics import MEMORY, plain, quantities
-from kvpolicy.lab.report.sentences import kinds_of
-from kvpolicy.lab.steer.rules import ThoughtRules
+from kvpolicy.lab.report.texts import kinds_of
+from kvpolicy.lab.steer.thoughts import ThoughtRules
 from kvpolicy.lab.store.read import RunFolder
 from kvpolicy.lab.store.records import Sample
 
-_HEAD = 90  # characters of a prompt that the list of samples shows
+_PROMPT_CHARS = 90  # of a prompt in the list of samples
 _DOT = " \N{MIDDLE DOT} "
-_MOST_MESSAGES = 20  # of a cell
-_OF_ONE_SEED = ("n", "prompt_hash")  # settings that seeds taken together do not share
+_MAX_MESSAGES = 20  # of a cell
+_PER_SEED = ("n", "prompt_hash")  # settings that differ between pooled seeds
+_MAX_VALUES = 32  # a facet with more values identifies items rather than groups of them
+
+Value = int | str
+# By plan of the cell and name of the facet: the first quantity for each value of the facet.
+Breakdown = dict[str, dict[str, list[dict[str, Any] | None]]]
+
+
+@attrs.frozen
+class Facets:
+    """Facets in which the items of a group differ.
+
+    Attributes:
+        shown: Facets with their values, numbers before strings.
+        left_out: Facets with too many values for a table, with their number of values.
+    """
+
+    shown: dict[str, list[Value]]
+    left_out: dict[str, int]
 
 
 def group_content(
     view: GroupView, rules: ThoughtRules, series: Sequence[str], label: str
 ) -> dict[str, Any]:
-    """A group.
+    """Content of a group.
 
     Args:
         view: The group.
-        rules: What its thoughts are called by.
-        series: All series of the report; cells name theirs by its place.
-        label: What the group is called.
+        rules: Rules that classify its thoughts.
+        series: All series of the report; cells refer to theirs by index.
+        label: Name of the group.
     """
     group, facets = view.group, facets_of(view)
     return {
@@ -59,34 +78,116 @@ def group_content(
 
 
 def run_content(run: RunFolder) -> dict[str, Any]:
-    """Where a run's figures come from."""
+    """Manifest of a run."""
     return {
         "name": run.name,
         "folder": str(run.path),
         "version": run.version,
         "groups": list(run.groups),
         "sessions": [
-            [[name, _words(value)] for name, value in session.items()] for session in run.sessions
+            [[name, _format(value)] for name, value in session.items()] for session in run.sessions
         ],
     }
 
 
 def labels_of(views: Sequence[GroupView]) -> list[str]:
-    """A name for each group: model, task and seeds, and what else tells them apart."""
+    """A name for each group: model, task, seeds, and what distinguishes groups equal in these."""
     names = [_label(view) for view in views]
-    names = _told_apart(names, [f"kvpolicy {view.version}" for view in views])
-    names = _told_apart(names, [view.group.model for view in views])
-    return _told_apart(names, [view.group.group for view in views])
+    names = _distinguish(names, [f"kvpolicy {view.version}" for view in views])
+    names = _distinguish(names, [view.group.model for view in views])
+    return _distinguish(names, [view.group.group for view in views])
 
 
-def _told_apart(names: Sequence[str], more: Sequence[str]) -> list[str]:
-    """Names, those of several with what tells some of them apart."""
-    said: dict[str, set[str]] = {}
-    for name, one in zip(names, more, strict=True):
-        said.setdefault(name, set()).add(one)
+def facets_of(view: GroupView) -> Facets:
+    """Facets of a group's items, by name."""
+    found: dict[str, set[Value]] = {}
+    for sample in view.samples:
+        for name, value in sample.facets.items():
+            found.setdefault(name, set()).add(value)
+    facets = Facets({}, {})
+    for name, values in sorted(found.items()):
+        if len(values) > _MAX_VALUES:
+            facets.left_out[name] = len(values)
+        else:
+            facets.shown[name] = sorted(values, key=lambda value: (isinstance(value, str), value))
+    return facets
+
+
+def breakdown(view: GroupView, facets: Facets) -> Breakdown:
+    """First quantity of each cell for each value of each shown facet."""
+    columns = columns_of(view.group)[:1]
+    found: Breakdown = {
+        cell.digest: {name: [None] * len(values) for name, values in facets.shown.items()}
+        for cell in view.cells
+    }
+    for row in break_down(view.cells, columns, facets=facets.shown):
+        assert row.facet is not None
+        index = facets.shown[row.facet].index(row.facet_value)
+        estimate = plain(row.measured[columns[0].name])
+        found[row.plan][row.facet][index] = {"n": row.n, "estimate": estimate}
+    return found
+
+
+def grouped_layers(resolved: dict[str, Any]) -> list[dict[str, Any]]:
+    """Layers of a plan, equal ones in one entry.
+
+    Args:
+        resolved: A resolved plan as plain data, see `ResolvedPlan.to_dict`.
+
+    Returns:
+        In the order of first layers: ``layers`` such as ``"0 to 3, 7"``, ``budget``, ``buffer``,
+        ``stack`` as ``{"policy", "knobs"}``, and ``more``, all other entries.
+    """
+    kinds: dict[str, tuple[dict[str, Any], list[int]]] = {}
+    for number, layer in enumerate(resolved.get("layers", [])):
+        entries = {name: value for name, value in layer.items() if name != "layer"}
+        key = json.dumps(entries, sort_keys=True)
+        kinds.setdefault(key, (entries, []))[1].append(layer.get("layer", number))
+    return [_layer_entry(entries, numbers) for entries, numbers in kinds.values()]
+
+
+def plan_without_layers(resolved: dict[str, Any]) -> dict[str, Any]:
+    """Entries of a plan besides its layers that have a value."""
+    return {name: value for name, value in resolved.items() if name != "layers" and value}
+
+
+def _layer_entry(entries: dict[str, Any], numbers: list[int]) -> dict[str, Any]:
+    known = ("stack", "budget", "buffer")
+    stack = [
+        {
+            "policy": spec.get("policy", ""),
+            "knobs": {name: value for name, value in spec.items() if name != "policy"},
+        }
+        for spec in entries.get("stack", [])
+    ]
+    return {
+        "layers": ranges(numbers),
+        "budget": entries.get("budget"),
+        "buffer": entries.get("buffer"),
+        "stack": stack,
+        "more": {name: value for name, value in entries.items() if name not in known},
+    }
+
+
+def ranges(numbers: Sequence[int]) -> str:
+    """Format rising numbers, such as ``"0 to 3, 7"``."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1][1:] = [number]
+        else:
+            runs.append([number])
+    return ", ".join(" to ".join(map(str, run)) for run in runs)
+
+
+def _distinguish(names: Sequence[str], details: Sequence[str]) -> list[str]:
+    """Add a detail to equal names that differ in it."""
+    found: dict[str, set[str]] = {}
+    for name, detail in zip(names, details, strict=True):
+        found.setdefault(name, set()).add(detail)
     return [
-        name if len(said[name]) == 1 else f"{name}{_DOT}{one}"
-        for name, one in zip(names, more, strict=True)
+        name if len(found[name]) == 1 else f"{name}{_DOT}{detail}"
+        for name, detail in zip(names, details, strict=True)
     ]
 
 
@@ -116,46 +217,46 @@ def _settings(view: GroupView) -> list[list[str]]:
         "prompt_hash",
     )
     seeds = ["seeds" if view.is_pooled else "seed", ", ".join(map(str, view.seeds))]
-    shared = [name for name in names if not (view.is_pooled and name in _OF_ONE_SEED)]
-    settings = [[name.replace("_", " "), _words(getattr(view.group, name))] for name in shared]
+    shared = [name for name in names if not (view.is_pooled and name in _PER_SEED)]
+    settings = [[name.replace("_", " "), _format(getattr(view.group, name))] for name in shared]
     return [seeds, *settings, ["kvpolicy", view.version]]
 
 
-def _words(value: Any) -> str:
-    """Plain data in words."""
+def _format(value: Any) -> str:
+    """Plain data as text."""
     if isinstance(value, dict):
-        return ", ".join(f"{name} {_words(one)}" for name, one in value.items())
+        return ", ".join(f"{name} {_format(one)}" for name, one in value.items())
     if isinstance(value, list):
-        return " ".join(map(_words, value))
+        return " ".join(map(_format, value))
     return "none" if value is None else str(value)
 
 
 def _item(view: GroupView, number: int, facets: Facets) -> dict[str, Any]:
     item = view.items.get(number)
-    said = next(cell.by_item[number][0] for cell in view.cells if number in cell.by_item).facets
-    prompt = " ".join(item.prompt[: 4 * _HEAD].split()) if item else ""
+    values = next(cell.by_item[number][0] for cell in view.cells if number in cell.by_item).facets
+    prompt = " ".join(item.prompt[: 4 * _PROMPT_CHARS].split()) if item else ""
     return {
         "item": number,
         "facets": {
             name: facets.shown[name].index(value)
-            for name, value in said.items()
+            for name, value in values.items()
             if name in facets.shown
         },
-        "others": [f"{name} {value}" for name, value in said.items() if name in facets.left_out],
-        "head": prompt[:_HEAD],
+        "others": [f"{name} {value}" for name, value in values.items() if name in facets.left_out],
+        "head": prompt[:_PROMPT_CHARS],
     }
 
 
 def _cells(view: GroupView, facets: Facets) -> list[dict[str, Any]]:
     rows = tabulate(view.cells, columns_of(view.group))
     by_facet = breakdown(view, facets)
-    places = {number: place for place, number in enumerate(view.numbers)}
+    indices = {item: index for index, item in enumerate(view.numbers)}
     return [
         {
             **_cell(view, cell),
             "row": _row(row),
             "facets": by_facet[cell.digest],
-            "samples": _samples(() if view.is_pooled else cell.samples, places),
+            "samples": _samples(() if view.is_pooled else cell.samples, indices),
         }
         for cell, row in zip(view.cells, rows, strict=True)
     ]
@@ -169,8 +270,8 @@ def _cell(view: GroupView, cell: CellView) -> dict[str, Any]:
         "buffer": cell.cell.buffer,
         "knobs": cell.cell.knobs,
         "plan": cell.cell.plan,
-        "layers": alike(resolved),
-        "more": rest_of(resolved),
+        "layers": grouped_layers(resolved),
+        "more": plan_without_layers(resolved),
         "estimates": {one.name: plain(one.estimate(cell)) for one in quantities(view.group)},
         "problems": _problems(cell),
         "kept": {},
@@ -190,20 +291,20 @@ def _row(row: Row) -> dict[str, Any]:
 
 
 def _problems(cell: CellView) -> list[tuple[str, int]]:
-    """What was said of samples that failed or could not be graded, the most frequent first."""
-    said = Counter(
+    """Messages of samples that failed or could not be graded, with counts, most frequent first."""
+    messages = Counter(
         text
         for sample in cell.samples
         for text in (sample.error, sample.ungraded)
         if text is not None
     )
-    return said.most_common(_MOST_MESSAGES)
+    return messages.most_common(_MAX_MESSAGES)
 
 
-def _samples(samples: Sequence[Sample], places: dict[int, int]) -> dict[str, Any]:
-    """Samples column by column: a list of 10,000 objects would be slow to read."""
+def _samples(samples: Sequence[Sample], indices: dict[int, int]) -> dict[str, Any]:
+    """Samples as columns: a list of 10,000 objects would be slow to read."""
     return {
-        "place": [places[sample.item] for sample in samples],
+        "place": [indices[sample.item] for sample in samples],
         "attempt": [sample.attempt for sample in samples],
         "verdict": "".join(map(_verdict, samples)),
         "finish": "".join(sample.finish_reason[:1] for sample in samples),

@@ -1,4 +1,4 @@
-"""Runs put together: groups that occur in several of them are one group."""
+"""Merging runs: groups that occur in several runs become one group."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
@@ -13,14 +13,14 @@ from kvpolicy.lab.store.records import CellRecord, CellTiming, EvalSettingRecord
 
 @attrs.frozen
 class CellView:
-    """A cell and all that is known of it.
+    """A cell with its samples.
 
     Attributes:
         cell: The cell.
-        samples: What is done of it, by item and attempt, in their order.
-        timing: What it cost; ``None`` if it was not run in one go.
-        timings: The same of each seed.
-        label: Its name: no other cell of the group has the same.
+        samples: Its samples so far, in order of item and attempt.
+        timing: Its timing; ``None`` if it was interrupted.
+        timings: The timing of each seed.
+        label: Its name, unique within the group.
     """
 
     cell: CellRecord
@@ -31,22 +31,22 @@ class CellView:
 
     @property
     def id(self) -> str:
-        """What its samples call it."""
+        """Its id in samples."""
         return self.cell.cell
 
     @property
     def series(self) -> str:
-        """Which line of a plot it is a point of."""
+        """Line of a plot that it belongs to."""
         return self.cell.series
 
     @property
     def budget(self) -> float | None:
-        """Rows that stay after a compaction; ``None`` if everything stays."""
+        """Rows that stay after a compaction; ``None`` if nothing is evicted."""
         return self.cell.budget
 
     @property
     def buffer(self) -> float | None:
-        """Rows that may join before the next compaction; ``None`` likewise."""
+        """Rows that may join before the next compaction; ``None`` if nothing is evicted."""
         return self.cell.buffer
 
     @property
@@ -56,7 +56,7 @@ class CellView:
 
     @cached_property
     def by_item(self) -> dict[int, list[Sample]]:
-        """The samples of each item, rising."""
+        """Samples of each item, in order of items."""
         found: dict[int, list[Sample]] = {}
         for sample in self.samples:
             found.setdefault(sample.item, []).append(sample)
@@ -65,16 +65,16 @@ class CellView:
 
 @attrs.frozen
 class GroupView:
-    """A group with its cells, from whichever run they come.
+    """A group with its cells from all runs.
 
     Attributes:
-        group: The group, or the first of several that differ in their seed.
-        groups: Its id, or theirs.
+        group: The group, or the first of several that differ in their seed only.
+        groups: Ids of these groups.
         version: Version of kvpolicy that computed it.
-        seeds: Its seed, or theirs.
-        cells: Those of its cells that have samples.
-        items: What they are asked, by number.
-        num_expected: Samples there will be when all runs are complete.
+        seeds: Seeds of these groups.
+        cells: Its cells that have samples.
+        items: Its items, by number.
+        num_expected: Number of samples once all runs are complete.
     """
 
     group: EvalSettingRecord
@@ -87,30 +87,30 @@ class GroupView:
 
     @property
     def is_pooled(self) -> bool:
-        """Whether several seeds are taken together."""
+        """Whether several seeds are pooled."""
         return len(self.seeds) > 1
 
     @cached_property
     def numbers(self) -> list[int]:
-        """The items that any cell has a sample of, rising."""
+        """Numbers of the items that have samples, rising."""
         return sorted({item for cell in self.cells for item in cell.by_item})
 
     @cached_property
     def samples(self) -> list[Sample]:
-        """The samples of all cells."""
+        """Samples of all cells."""
         return [sample for cell in self.cells for sample in cell.samples]
 
 
 def gather(runs: Sequence[RunFolder]) -> list[GroupView]:
-    """Put runs together.
+    """Merge runs.
 
     Args:
-        runs: The runs. A cell that several have has the samples of all of them; what other
-            versions of kvpolicy made of it is a cell of its own.
+        runs: The runs. A cell that occurs in several runs has the samples of all; cells of
+            different versions of kvpolicy stay separate.
 
     Returns:
         The groups with at least one sample, each once, in the order of the runs. Groups that
-        differ in nothing but their seed come after one that takes them together.
+        differ in their seed only follow one that pools them.
 
     Raises:
         ResultsError: No run has a sample, or one is damaged.
@@ -121,30 +121,30 @@ def gather(runs: Sequence[RunFolder]) -> list[GroupView]:
         together = _pooled(block, runs)
         if together.is_pooled:
             found.append(together)
-        # A group is in two blocks if its model was typed in two ways.
+        # A group is in two blocks if its model was given under two names.
         keys = [(together.version, name) for name in together.groups]
         found += [single.pop(key) for key in keys if key in single]
     if not found:
         names = ", ".join(str(run.path) for run in runs)
-        msg = f"{names}: no sample is done yet; there is something to show when the first one is."
+        msg = f"{names}: no sample is done yet; try again when the first one is."
         raise ResultsError(msg)
     return found
 
 
 def pooled(runs: Sequence[RunFolder]) -> list[GroupView]:
-    """Put runs together, and seeds as well.
+    """Merge runs and pool seeds.
 
     Args:
         runs: The runs.
 
     Returns:
-        A group for each model and task, asked in the same way; without samples, none.
+        A group for each model, task and settings with samples.
     """
     return [_pooled(block, runs) for block in _blocks(runs)]
 
 
 def _blocks(runs: Sequence[RunFolder]) -> list[list[PooledCell]]:
-    """Pooled cells that were asked the same in the same way; only where one has samples."""
+    """Pooled cells by equal task and settings, where at least one has samples."""
     blocks: dict[object, list[PooledCell]] = {}
     for cell in pool(runs):
         blocks.setdefault(cell.block, []).append(cell)
@@ -159,7 +159,7 @@ def _pooled(block: Sequence[PooledCell], runs: Sequence[RunFolder]) -> GroupView
     views = [
         CellView(
             cell=one.cell,
-            samples=tuple(sorted(one.samples, key=_place)),
+            samples=tuple(sorted(one.samples, key=_item_and_attempt)),
             timing=one.timing,
             timings=tuple(timings[name] for name in one.cells) if one.timing else (),
             label=label,
@@ -179,17 +179,19 @@ def _pooled(block: Sequence[PooledCell], runs: Sequence[RunFolder]) -> GroupView
 
 
 def _single(runs: Sequence[RunFolder]) -> dict[tuple[str, str], GroupView]:
-    """The groups with samples, by version and id: ids know nothing of versions."""
+    """The groups with samples, by version and id; ids do not depend on the version."""
     sharing: dict[tuple[str, str], list[RunFolder]] = {}
     for run in runs:
         for name in run.groups:
             sharing.setdefault((run.version, name), []).append(run)
-    views = {key: _group(its_runs[0].groups[key[1]], its_runs) for key, its_runs in sharing.items()}
+    views = {
+        key: _group(group_runs[0].groups[key[1]], group_runs) for key, group_runs in sharing.items()
+    }
     return {key: view for key, view in views.items() if view.cells}
 
 
 def _group(group: EvalSettingRecord, runs: Sequence[RunFolder]) -> GroupView:
-    """A group, from runs of one version that all have it."""
+    """A group from all runs of one version that have it."""
     cells: dict[str, CellRecord] = {}
     samples: dict[str, dict[str, Sample]] = {}
     items: dict[int, ItemRecord] = {}
@@ -198,15 +200,15 @@ def _group(group: EvalSettingRecord, runs: Sequence[RunFolder]) -> GroupView:
         mine = {name: cell for name, cell in run.cells.items() if cell.group == group.group}
         cells |= mine
         for name in mine:
-            its_samples = {sample.key: sample for sample in run.samples_of[name]}
-            samples[name] = samples.get(name, {}) | its_samples
+            cell_samples = {sample.key: sample for sample in run.samples_of[name]}
+            samples[name] = samples.get(name, {}) | cell_samples
         items |= {one.item: one for one in run.items.values() if one.group == group.group}
         timings |= run.timings
     done = [cell for name, cell in cells.items() if samples[name]]
     views = [
         CellView(
             cell=cell,
-            samples=tuple(sorted(samples[cell.cell].values(), key=_place)),
+            samples=tuple(sorted(samples[cell.cell].values(), key=_item_and_attempt)),
             timing=timings.get(cell.cell),
             timings=(timings[cell.cell],) if cell.cell in timings else (),
             label=label,
@@ -224,19 +226,19 @@ def _group(group: EvalSettingRecord, runs: Sequence[RunFolder]) -> GroupView:
     )
 
 
-def _place(sample: Sample) -> tuple[int, int]:
+def _item_and_attempt(sample: Sample) -> tuple[int, int]:
     return sample.item, sample.attempt
 
 
 def _labels(cells: Sequence[CellRecord]) -> list[str]:
-    """A name for each cell: as much as is needed to tell them apart."""
-    ways = [
+    """A short unique name for each cell."""
+    candidates = [
         [_short(cell) for cell in cells],
         [" ".join([_short(cell), *_knobs(cell)]) for cell in cells],
         [f"{_short(cell)} buffer {cell.buffer}" for cell in cells],
         [f"{_short(cell)} {cell.plan}" for cell in cells],
     ]
-    return next((names for names in ways if len(set(names)) == len(names)), ways[-1])
+    return next((names for names in candidates if len(set(names)) == len(names)), candidates[-1])
 
 
 def _short(cell: CellRecord) -> str:

@@ -1,16 +1,15 @@
-"""What a report says of a cell: the task's columns, then length, memory and speed."""
+"""Quantities of a cell: the task's metrics, then length, memory and speed."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from statistics import fmean
 
 import attrs
 
 from kvpolicy.lab.analysis.pooling import columns_of
 from kvpolicy.lab.report.gather import CellView
-from kvpolicy.lab.report.throughput import throughput
-from kvpolicy.lab.statistics import Interval, mean, ratio
-from kvpolicy.lab.store.records import EvalSettingRecord, Sample
+from kvpolicy.lab.statistics import Z_95, Interval, mean, ratio
+from kvpolicy.lab.store.records import CellTiming, EvalSettingRecord, Sample
 from kvpolicy.lab.tasks.measures import LENGTH, Column, by_item
 
 MEMORY = "peak_bytes"
@@ -21,14 +20,14 @@ class Quantity:
     """One quantity of a cell.
 
     Attributes:
-        name: Its name in the page.
-        title: What tables call it.
-        heading: What charts call it, with its unit.
-        kind: How its values read: ``share``, ``number``, ``tokens``, ``bytes`` or ``rate``.
-        estimate: Its value with an interval, or alone where nothing is known of how it varies;
-            ``None`` if the cell has none.
-        note: What a reader has to know about it.
-        charted: Whether it is drawn against the budget; in the table it always is.
+        name: Its name in the data of the page.
+        title: Heading of its table column.
+        heading: Heading of its chart, with the unit.
+        kind: Format of its values: ``share``, ``number``, ``tokens``, ``bytes`` or ``rate``.
+        estimate: Its value, with an interval if its variation is known; ``None`` if the cell
+            has no value.
+        note: Explanation for the reader.
+        charted: Whether it has a chart; every quantity has a table column.
     """
 
     name: str
@@ -45,16 +44,12 @@ class Quantity:
 
 
 def quantities(group: EvalSettingRecord) -> list[Quantity]:
-    """All quantities of a group's cells, the one that is compared first.
-
-    Args:
-        group: The group.
-    """
+    """All quantities of a group's cells; the first is the one that is compared."""
     return [*map(_measured, columns_of(group)), *_COSTS]
 
 
 def plain(estimate: Interval | float | None) -> list[float | None] | None:
-    """An estimate for the page: value and interval, whose ends may be unknown."""
+    """An estimate as plain data: value and ends of the interval, ``None`` where unknown."""
     if estimate is None:
         return None
     if not isinstance(estimate, Interval):
@@ -66,6 +61,28 @@ def plain(estimate: Interval | float | None) -> list[float | None] | None:
     return [estimate.value, *(ends if is_known else (None, None))]
 
 
+def throughput(timings: Sequence[CellTiming]) -> Interval | float | None:
+    """Tokens per second of all slots.
+
+    Args:
+        timings: Timings of a cell's uninterrupted runs, one for each seed.
+
+    Returns:
+        All tokens divided by all seconds, with a 95 % confidence interval over seeds (Student's
+        t, as seeds are few); the number alone for one seed; ``None`` without timings.
+    """
+    timed = [one for one in timings if one.elapsed_s > 0]
+    if not timed:
+        return None
+    found = ratio([one.new_tokens for one in timed], [one.elapsed_s for one in timed])
+    if len(timed) == 1:
+        return found.value
+    from scipy.stats import t as student  # imported here: it takes a moment
+
+    half = (found.high - found.value) * float(student.ppf(0.975, len(timed) - 1)) / Z_95
+    return Interval(found.value, max(found.value - half, 0.0), found.value + half)
+
+
 def _measured(column: Column) -> Quantity:
     def estimate(view: CellView) -> Interval | None:
         return column.estimate(view.samples)
@@ -75,12 +92,12 @@ def _measured(column: Column) -> Quantity:
 
 
 def _memory(view: CellView) -> Interval | None:
-    """The mean over items, as attempts at one are alike."""
-    held = by_item(view.samples, lambda one: one.peak_bytes if _is_served(one) else None)
+    """Mean over items: attempts at one item are not independent."""
+    held = by_item(view.samples, lambda one: one.peak_bytes if _is_complete(one) else None)
     return mean([fmean(values) for values in held]) if held else None
 
 
-def _is_served(sample: Sample) -> bool:
+def _is_complete(sample: Sample) -> bool:
     return sample.finish_reason != "error"
 
 
@@ -93,12 +110,12 @@ def _speed(view: CellView) -> Interval | None:
 
 
 def _tokens_and_seconds(sample: Sample) -> tuple[float, float] | None:
-    """The steps between a sample's first token and its last, and what they took."""
-    is_timed = _is_served(sample) and sample.num_tokens > 1 and sample.decode_s > 0
+    """Decode steps after a sample's first token, and their seconds."""
+    is_timed = _is_complete(sample) and sample.num_tokens > 1 and sample.decode_s > 0
     return (sample.num_tokens - 1, sample.decode_s) if is_timed else None
 
 
-_ONCE = "Measured once for each cell that was run in one go"
+_ONCE = "Measured once for each cell that was run without interruption"
 _COSTS = (
     Quantity(
         "length",
@@ -120,7 +137,7 @@ _COSTS = (
         "Throughput of all slots, tokens/s",
         "rate",
         lambda view: throughput(view.timings),
-        f"{_ONCE}; the interval is that of several seeds.",
+        f"{_ONCE}; the interval is over seeds.",
     ),
     Quantity(
         "speed",
@@ -128,7 +145,7 @@ _COSTS = (
         "Speed of a sample, tokens/s",
         "rate",
         _speed,
-        "Tokens after a sample's first one over the seconds that they took, other slots at work.",
+        "Decoded tokens of a sample per second, while other slots decode, too.",
     ),
     Quantity(
         "peak_kv_bytes",
@@ -136,7 +153,7 @@ _COSTS = (
         "Peak KV bytes of all slots",
         "bytes",
         lambda view: view.timing.peak_kv_bytes if view.timing else None,
-        f"{_ONCE}, and so without an interval.",
+        f"{_ONCE}, so it has no interval.",
         charted=False,
     ),
 )

@@ -1,35 +1,40 @@
-"""The page itself: markup, style and program in one file that asks nobody for anything.
+"""The page: markup, style and program in one HTML file that loads nothing.
 
-What models wrote is data and stays data: texts of the page are escaped by the template, texts of
-samples lie in blocks that no HTML parser looks into and become text nodes, and a
-Content-Security-Policy lets nothing run or load but the one style sheet and the one program
-whose hashes it names.
+Texts that models wrote are never interpreted: the template escapes texts of the page; texts of
+samples are in compressed blocks, which no HTML parser reads, and become text nodes; and a
+Content-Security-Policy allows only the one style sheet and the one program whose hashes it names.
+
+The program is made of JavaScript modules. Browsers do not load modules for a page that is opened as
+a file, so `bundle` turns each module into a function that returns what the module exports.
 """
 
 import base64
 import hashlib
 import re
+from collections.abc import Callable
 from importlib.resources import files
 from typing import Any
 
 from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 
-from kvpolicy.lab.report.bundle import bundle
 from kvpolicy.lab.report.encoding import to_json
 
 _ASSETS = files("kvpolicy.lab.report") / "assets"
 
 _STYLE = ("page", "charts", "samples", "kept")
 
+_IMPORT = re.compile(r'^import (\{[^}]*\}) from "\./(\w+)\.js";$', re.MULTILINE)
+_EXPORT = re.compile(r"^export ((?:async )?function|const) (\w+)", re.MULTILINE)
+
 
 def render(*, title: str, data: dict[str, Any], blocks: list[str]) -> str:
-    """Make the page.
+    """Render the page.
 
     Args:
-        title: What it is called.
-        data: What ``assets/data.js`` reads.
-        blocks: What it opens later, packed.
+        title: Its title.
+        data: Plain data for ``assets/data.js``.
+        blocks: Packed texts and records, which the page opens on demand.
 
     Returns:
         The HTML.
@@ -40,7 +45,7 @@ def render(*, title: str, data: dict[str, Any], blocks: list[str]) -> str:
     template = environment.from_string(_read("page.html"))
     return template.render(
         title=printable(title),
-        policy=_policy(style, program),
+        policy=_security_policy(style, program),
         style=Markup(style),
         program=Markup(program),
         data=Markup(as_json(data)),
@@ -52,7 +57,7 @@ def render(*, title: str, data: dict[str, Any], blocks: list[str]) -> str:
 
 
 def as_json(value: Any) -> str:
-    """Plain data as JSON that may stand in a script element, and that any browser can read."""
+    """Plain data as JSON that is safe within a script element."""
     text = to_json(value)
     for letter in "<>&":
         text = text.replace(letter, f"\\u{ord(letter):04x}")
@@ -65,11 +70,42 @@ def printable(text: object) -> str:
     return re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", "\N{REPLACEMENT CHARACTER}", encoded)
 
 
+def bundle(main: str, read: Callable[[str], str]) -> str:
+    """Bundle a JavaScript module with everything it imports.
+
+    Supported are ``import { a, b } from "./name.js";`` at the beginning of a line,
+    ``export function``, ``export async function`` and ``export const``.
+
+    Args:
+        main: Name of the module.
+        read: Returns the text of a module by its name.
+
+    Returns:
+        A program without imports; each module occurs once, after those it imports.
+    """
+    done: dict[str, str] = {}
+    _add_module(main, read, done, [])
+    return "\n".join(done.values())
+
+
+def _add_module(
+    name: str, read: Callable[[str], str], done: dict[str, str], importers: list[str]
+) -> None:
+    assert name not in importers, " imports ".join([*importers, name])
+    text = read(name)
+    for imported in _IMPORT.finditer(text):
+        if imported[2] not in done:
+            _add_module(imported[2], read, done, [*importers, name])
+    exported = ", ".join(found[2] for found in _EXPORT.finditer(text))
+    body = _EXPORT.sub(r"\1 \2", _IMPORT.sub(r"const \1 = module_\2;", text))
+    done[name] = f"const module_{name} = (() => {{\n{body}return {{ {exported} }};\n}})();"
+
+
 def _read(name: str) -> str:
     return (_ASSETS / name).read_text(encoding="utf-8")
 
 
-def _policy(style: str, program: str) -> str:
+def _security_policy(style: str, program: str) -> str:
     return "; ".join(
         [
             "default-src 'none'",

@@ -1,72 +1,204 @@
-"""The texts of samples in blocks: all cells' answers to one item stand together.
+r"""Texts of samples in a page: cut into thoughts of a kind for colouring, shortened, packed.
 
-They are read side by side, and they resemble each other, which compresses well.
+All cells' answers to one item are in one block: they are read side by side, and they resemble
+each other, which compresses well.
+
+A *thought* is the text between two blank lines within the thinking part, as in `find_thoughts`;
+rules assign its kind. `find_thoughts` reads tokens; here only the text is left, so ``"\n\n"``
+itself ends a thought.
 """
 
-from typing import Any
+import re
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import attrs
 
+from kvpolicy.entry_points import installed
+from kvpolicy.lab.report.encoding import BLOCK_OVERHEAD, pack
 from kvpolicy.lab.report.gather import GroupView
-from kvpolicy.lab.report.packing import shorten
-from kvpolicy.lab.report.sentences import PLAIN, Piece, cut
-from kvpolicy.lab.steer.rules import ThoughtRules
+from kvpolicy.lab.steer.thoughts import EXECUTION, GROUP, PUBLISHED, ThoughtRules
+from kvpolicy.toolkit.paragraphs import PARAGRAPH, THINK_TAGS
 
-_BLOCK = 1 << 19  # characters: opened in a few milliseconds
+PLAIN, TAG, ANSWER, GAP = "", "tag", "answer", "cut"
+
+_OPENS, _CLOSES = THINK_TAGS
+_TAGS = re.compile("|".join(map(re.escape, THINK_TAGS)))
+_THOUGHT = re.compile(f".*?(?:{PARAGRAPH}\\s*|\\Z)", re.DOTALL)
+
+_BLOCK_CHARS = 1 << 19  # opened in a few milliseconds
+_MAX_DENSITY = 24  # characters per byte of a block: no prose compresses better
+# Lengths to which texts are shortened if all of them are too long for the page.
+_CAPS = (None, *(2**power for power in range(17, 8, -1)))
+
+
+class Piece(NamedTuple):
+    """A part of a text with one kind.
+
+    Attributes:
+        kind: Kind of the thought by the rules; ``"answer"`` outside the thinking part, ``"tag"``
+            for its opening or closing tag, ``""`` for white space, ``"cut"`` for a gap.
+        text: The part.
+    """
+
+    kind: str
+    text: str
 
 
 @attrs.frozen
-class Place:
-    """Where the texts of some items begin.
+class ItemRange:
+    """Consecutive items of a group, by index.
 
     Attributes:
-        first: Place of the first of them among the group's items.
-        end: Place behind the last.
+        first: The first item.
+        end: The item after the last.
     """
 
     first: int
     end: int
 
 
-def places_of(view: GroupView) -> list[Place]:
-    """Share the items of a group out among blocks of about the same size."""
+@attrs.frozen
+class Packed:
+    """Blocks of texts.
+
+    Attributes:
+        blocks: The blocks, as made by `pack`.
+        cap: The most characters of a text; ``None`` if all texts are whole.
+    """
+
+    blocks: list[str]
+    cap: int | None
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that the blocks take in a page, rounded up."""
+        return sum(len(block) + BLOCK_OVERHEAD for block in self.blocks)
+
+
+def item_ranges(view: GroupView) -> list[ItemRange]:
+    """Divide the items of a group into blocks of about equal size."""
     if view.is_pooled:
-        return []  # its seeds have them
+        return []  # the groups of its seeds have them
     found, first, size = [], 0, 0
-    for place, number in enumerate(view.numbers):
+    for index, number in enumerate(view.numbers):
         size += sum(map(len, _texts_of(view, number)))
-        if size >= _BLOCK or place == len(view.numbers) - 1:
-            found.append(Place(first, place + 1))
-            first, size = place + 1, 0
+        if size >= _BLOCK_CHARS or index == len(view.numbers) - 1:
+            found.append(ItemRange(first, index + 1))
+            first, size = index + 1, 0
     return found
 
 
-def block(view: GroupView, place: Place, rules: ThoughtRules, cap: int | None) -> list[Any]:
-    """The texts of some items.
+def text_block(
+    view: GroupView, items: ItemRange, rules: ThoughtRules, cap: int | None
+) -> list[Any]:
+    """Texts of some items.
 
     Args:
         view: The group.
-        place: Which items.
-        rules: What thoughts are called by.
-        cap: Characters that a text may keep.
+        items: The items.
+        rules: Rules that classify thoughts.
+        cap: The most characters of a text.
 
     Returns:
         For each item ``{"prompt", "answer", "reference", "cells": {CELL: {ATTEMPT: {...}}}}``.
     """
-    numbers = view.numbers[place.first : place.end]
+    numbers = view.numbers[items.first : items.end]
     return [_item(view, number, rules, cap) for number in numbers]
 
 
-def lengths(view: GroupView) -> list[int]:
-    """Characters of every text in the blocks of a group."""
+def text_lengths(view: GroupView) -> list[int]:
+    """Number of characters of every text in the blocks of a group."""
     return [len(text) for number in view.numbers for text in _texts_of(view, number)]
 
 
+def cut(text: str, prompt: str, rules: ThoughtRules) -> list[Piece]:
+    """Cut a generated text into thoughts with their kinds.
+
+    Args:
+        text: The generated text.
+        prompt: The prompt, which may have opened the thinking part.
+        rules: Rules that classify thoughts.
+
+    Returns:
+        Pieces whose texts together are ``text``, in order.
+    """
+    pieces: list[Piece] = []
+    for part, is_thinking in _parts(text, prompt):
+        if _TAGS.fullmatch(part):
+            pieces.append(Piece(TAG, part))
+        elif is_thinking:
+            pieces += [_thought(found, rules) for found in _THOUGHT.findall(part) if found]
+        else:
+            pieces.append(Piece(ANSWER if part.strip() else PLAIN, part))
+    return pieces
+
+
+def kinds_of(rules: ThoughtRules) -> list[str]:
+    """Kinds of thoughts, ``"execution"`` first."""
+    return list(dict.fromkeys([EXECUTION, *(rule.kind for rule in rules.rules)]))
+
+
+def rules_for(*names: str) -> str:
+    """Name of the rules for a task or a model: those of its own name if there are any.
+
+    Args:
+        names: Names as typed, the more telling first; options after a colon do not count.
+    """
+    available = installed(GROUP)
+    plain = [name.partition(":")[0] for name in names]
+    return next((name for name in plain if name in available), PUBLISHED)
+
+
+def pack_within(
+    blocks: Callable[[int | None], Sequence[Any]], lengths: Sequence[int], max_bytes: int
+) -> Packed:
+    """Pack blocks so that they fit; if necessary, without the middles of the longest texts.
+
+    Args:
+        blocks: Makes the values for a maximum of characters per text, ``None`` for no maximum.
+        lengths: Characters of the texts in them.
+        max_bytes: The most bytes they may take.
+
+    Returns:
+        The blocks with the largest maximum that fits, or with the smallest one.
+    """
+    for cap in _CAPS:
+        num_chars = sum(length if cap is None else min(length, cap) for length in lengths)
+        if num_chars > _MAX_DENSITY * max_bytes and cap != _CAPS[-1]:
+            continue  # cannot fit, and long texts take long to compress
+        packed = Packed([pack(block) for block in blocks(cap)], cap)
+        if packed.num_bytes <= max_bytes:
+            break
+    return packed
+
+
+def shorten(pieces: Sequence[Piece], cap: int | None) -> list[Piece]:
+    """Leave out the middle of a long text.
+
+    Args:
+        pieces: The text.
+        cap: The most characters to keep; ``None`` for all.
+
+    Returns:
+        Pieces of at most ``cap`` characters, two thirds of them from the beginning, with a piece
+        of kind ``"cut"`` in the gap that holds the number of missing characters.
+    """
+    length = sum(len(piece.text) for piece in pieces)
+    if cap is None or length <= cap:
+        return list(pieces)
+    tail = cap // 3
+    head = _first(pieces, cap - tail)
+    end = [Piece(kind, text[::-1]) for kind, text in pieces]
+    last = [Piece(kind, text[::-1]) for kind, text in _first(end[::-1], tail)]
+    return [*head, Piece(GAP, f"{length - cap:,}"), *last[::-1]]
+
+
 def _texts_of(view: GroupView, number: int) -> list[str]:
-    """What there is to read of an item: what is asked, and what came of it."""
+    """Prompt, answer and reference of an item, and the texts of all cells."""
     item = view.items.get(number)
-    asked = [item.prompt, item.answer, item.reference or ""] if item else []
-    return asked + [one.text for cell in view.cells for one in cell.by_item.get(number, [])]
+    given = [item.prompt, item.answer, item.reference or ""] if item else []
+    return given + [one.text for cell in view.cells for one in cell.by_item.get(number, [])]
 
 
 def _item(view: GroupView, number: int, rules: ThoughtRules, cap: int | None) -> dict[str, Any]:
@@ -90,3 +222,45 @@ def _item(view: GroupView, number: int, rules: ThoughtRules, cap: int | None) ->
             for i, cell in enumerate(view.cells)
         },
     }
+
+
+def _thought(text: str, rules: ThoughtRules) -> Piece:
+    return Piece(rules.kind_of(text) if text.strip() else PLAIN, text)
+
+
+def _parts(text: str, prompt: str) -> Iterator[tuple[str, bool]]:
+    """The text split at its tags, each part with whether it is thinking."""
+    is_thinking = _begins_thinking(text, prompt)
+    for part in _split(text):
+        yield part, is_thinking
+        if part in THINK_TAGS:
+            is_thinking = part == _OPENS
+
+
+def _begins_thinking(text: str, prompt: str) -> bool:
+    """By the last tag of the prompt; without one, by the first tag of the text."""
+    before, after = _TAGS.findall(prompt), _TAGS.findall(text)
+    if before:
+        return before[-1] == _OPENS
+    return not after or after[0] == _CLOSES
+
+
+def _split(text: str) -> Iterator[str]:
+    position = 0
+    for tag in _TAGS.finditer(text):
+        if tag.start() > position:
+            yield text[position : tag.start()]
+        yield tag[0]
+        position = tag.end()
+    if position < len(text):
+        yield text[position:]
+
+
+def _first(pieces: Sequence[Piece], num_chars: int) -> list[Piece]:
+    found = []
+    for kind, text in pieces:
+        if num_chars <= 0:
+            break
+        found.append(Piece(kind, text[:num_chars]))
+        num_chars -= len(text)
+    return found

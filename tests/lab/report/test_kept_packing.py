@@ -10,10 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from run_folders import write_run
 
+from kvpolicy.lab.report.encoding import BLOCK_OVERHEAD
 from kvpolicy.lab.report.gather import gather
-from kvpolicy.lab.report.kept_rows import PackedKept, compact, pack_kept
-from kvpolicy.lab.report.packing import AROUND
-from kvpolicy.lab.report.recorded import pack_recorded
+from kvpolicy.lab.report.kept_rows import PackedKept, compact, pack_kept, pack_recorded
 from kvpolicy.lab.store.read import read_run
 from kvpolicy.lab.sweep.recording import KeptLayer, KeptRecord, KeptRows
 
@@ -37,7 +36,7 @@ def opened(block: str) -> object:
 
 
 def size_of(packed: PackedKept) -> int:
-    return sum(len(block) + AROUND for block in packed.blocks.values())
+    return sum(len(block) + BLOCK_OVERHEAD for block in packed.blocks.values())
 
 
 def test_all_records_that_fit_are_packed_whole() -> None:
@@ -49,9 +48,9 @@ def test_all_records_that_fit_are_packed_whole() -> None:
 
 
 @given(st.integers(0, 6000))
-def test_what_is_packed_fits_and_can_be_compared(most_bytes: int) -> None:
-    packed = pack_kept([[record(1, "a", num_tokens=2000)], *BUNDLES], most_bytes)
-    assert size_of(packed) <= most_bytes
+def test_what_is_packed_fits_and_can_be_compared(max_bytes: int) -> None:
+    packed = pack_kept([[record(1, "a", num_tokens=2000)], *BUNDLES], max_bytes)
+    assert size_of(packed) <= max_bytes
     assert len(packed.blocks) + packed.num_left_out == 5
     for item in (2, 4):  # both cells' or nobody's
         assert (f"a-{item}-0" in packed.blocks) == (f"b-{item}-0" in packed.blocks)
@@ -73,7 +72,7 @@ def test_first_items_of_every_group_go_before_second_ones_of_any(tmp_path: Path)
     assert len(whole.blocks) == len(places)
     sizes: dict[tuple[int, str], int] = {}
     for key, block in whole.blocks.items():
-        sizes[places[key]] = sizes.get(places[key], 0) + len(block) + AROUND
+        sizes[places[key]] = sizes.get(places[key], 0) + len(block) + BLOCK_OVERHEAD
     order = [(item, group) for item in (0, 1) for group in run.groups]
     for num in range(len(order) + 1):
         packed = pack_recorded([run], views, sum(sizes[place] for place in order[:num]))

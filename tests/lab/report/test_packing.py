@@ -9,8 +9,8 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvpolicy.lab.report.packing import CUT, pack, pack_within, shorten
-from kvpolicy.lab.report.sentences import Piece
+from kvpolicy.lab.report.encoding import pack
+from kvpolicy.lab.report.texts import GAP, Piece, pack_within, shorten
 
 anything = st.text(st.characters(), max_size=20)
 pieces = st.lists(st.builds(Piece, st.sampled_from(["a", "b"]), st.text(min_size=1)), max_size=8)
@@ -55,7 +55,7 @@ def test_a_shortened_text_keeps_its_beginning_and_its_end(found: list[Piece], ca
     if len(whole) <= cap:
         assert kept == found
         return
-    (place,) = [i for i, piece in enumerate(kept) if piece.kind == CUT]
+    (place,) = [i for i, piece in enumerate(kept) if piece.kind == GAP]
     head, tail = plain(kept[:place]), plain(kept[place + 1 :])
     assert len(head) + len(tail) == cap
     assert whole.startswith(head)

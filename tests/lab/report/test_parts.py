@@ -11,11 +11,16 @@ from run_folders import write_lines, write_run
 
 from kvpolicy.errors import ResultsError
 from kvpolicy.lab.report.build import build
-from kvpolicy.lab.report.bundle import bundle
-from kvpolicy.lab.report.content import group_content, labels_of
+from kvpolicy.lab.report.content import (
+    group_content,
+    grouped_layers,
+    labels_of,
+    plan_without_layers,
+    ranges,
+)
 from kvpolicy.lab.report.gather import gather
-from kvpolicy.lab.report.layers import alike, ranges, rest_of
-from kvpolicy.lab.report.texts import lengths, places_of
+from kvpolicy.lab.report.page import bundle
+from kvpolicy.lab.report.texts import item_ranges, text_lengths
 from kvpolicy.lab.steer.thoughts import load_rules
 from kvpolicy.lab.store.read import read_run
 
@@ -130,11 +135,11 @@ def test_blocks_of_texts_are_of_a_size_whatever_is_long(tmp_path: Path, long: st
         items = [json.loads(line) for line in (folder / "items.jsonl").read_text().splitlines()]
         write_lines(folder / "items.jsonl", [item | {long: "x" * size} for item in items])
     (view,) = gather([read_run(folder)])
-    places = places_of(view)
+    places = item_ranges(view)
     assert [place.first for place in places] == [0, *(place.end for place in places[:-1])]
     assert places[-1].end == 30
     assert all(size * (place.end - place.first) < 1_000_000 for place in places)
-    assert sum(lengths(view)) >= 30 * size
+    assert sum(text_lengths(view)) >= 30 * size
 
 
 def test_seeds_come_together_and_one_by_one(tmp_path: Path) -> None:
@@ -181,7 +186,9 @@ def test_alike_layers_stand_together() -> None:
         {"layer": i, "stack": [{"policy": "p", "knob": i % 2}], "budget": 8, "buffer": 4}
         for i in range(5)
     ]
-    even, odd = alike({"layers": layers})
+    even, odd = grouped_layers({"layers": layers})
     assert (even["layers"], odd["layers"]) == ("0, 2, 4", "1, 3")
     assert even["stack"] == [{"policy": "p", "knobs": {"knob": 0}}]
-    assert rest_of({"layers": layers, "schedule": [], "padding": "stored"}) == {"padding": "stored"}
+    assert plan_without_layers({"layers": layers, "schedule": [], "padding": "stored"}) == {
+        "padding": "stored"
+    }

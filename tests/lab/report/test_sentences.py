@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from kvpolicy_reasoner.task import make_problems
 
-from kvpolicy.lab.report.sentences import ANSWER, PLAIN, TAG, cut, kinds_of, rules_for
+from kvpolicy.lab.report.texts import ANSWER, PLAIN, TAG, cut, kinds_of, rules_for
 from kvpolicy.lab.steer.thoughts import Rule, ThoughtRules, find_thoughts, load_rules
 from kvpolicy.model.loading import load_model
 from kvpolicy.toolkit.paragraphs import Paragraphs

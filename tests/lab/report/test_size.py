@@ -49,8 +49,8 @@ def test_20_cells_of_500_samples_take_less_than_20_megabytes_and_2_seconds(
     assert len(PLANS) == 20
     folder = write_run(tmp_path / "run", plans=PLANS, n=500, says=says, recorded=2, num_layers=28)
     page = build([read_run(folder)])
-    assert "the middle is left out" not in page
-    assert "found no room" not in page
+    assert "The middle of texts" not in page
+    assert "did not fit" not in page
     assert len(page.encode()) < MOST_BYTES
     file = tmp_path / "report.html"
     file.write_text(page, encoding="utf-8")
@@ -82,9 +82,9 @@ def test_traces_of_a_large_model_are_cut_to_fit(tmp_path: Path) -> None:
         return {"text": "\n\n".join(" ".join(own.choices(WORDS, k=40)) for _ in range(300))}
 
     folder = write_run(tmp_path / "run", plans=PLANS[:5], n=120, says=long)
-    page = build([read_run(folder)], most_bytes=5_000_000)
+    page = build([read_run(folder)], max_bytes=5_000_000)
     assert len(page.encode()) <= 5_000_000
-    assert "the middle is left out" in page
+    assert "The middle of texts" in page
 
 
 def test_a_page_takes_what_it_may_take(tmp_path: Path) -> None:
@@ -92,20 +92,20 @@ def test_a_page_takes_what_it_may_take(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run", plans=PLANS[:5], n=40, says=says, recorded=10)
     run = read_run(folder)
     whole = len(build([run]).encode())
-    for most_bytes, lacks_records, is_cut in [
+    for max_bytes, lacks_records, is_cut in [
         (whole + 10_000, False, False),
         (whole - 10_000, True, False),
         (whole // 2, True, True),
     ]:
-        page = build([run], most_bytes=most_bytes)
-        assert len(page.encode()) <= most_bytes
-        assert "larger than it was to be" not in page
-        assert ("found no room" in page) == lacks_records
-        assert ("the middle is left out" in page) == is_cut
+        page = build([run], max_bytes=max_bytes)
+        assert len(page.encode()) <= max_bytes
+        assert "larger than its limit" not in page
+        assert ("did not fit" in page) == lacks_records
+        assert ("The middle of texts" in page) == is_cut
 
 
 def test_a_page_that_cannot_be_as_small_as_it_should_says_so(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run", plans=PLANS[:5], n=40, says=says)
-    page = build([read_run(folder)], most_bytes=100_000)
+    page = build([read_run(folder)], max_bytes=100_000)
     assert len(page.encode()) > 100_000
-    assert "larger than it was to be" in page
+    assert "larger than its limit" in page

@@ -9,9 +9,8 @@ from chromium import browser_of_tests
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvpolicy.lab.report.bundle import bundle
-from kvpolicy.lab.report.packing import shorten
-from kvpolicy.lab.report.sentences import Piece
+from kvpolicy.lab.report.page import bundle
+from kvpolicy.lab.report.texts import Piece, shorten
 
 _MAIN = 'import { parting } from "./trace.js";\nwindow.parting = parting;\n'
 _ASSETS = files("kvpolicy.lab.report") / "assets"
