@@ -1,12 +1,12 @@
-"""Every exception kvpolicy raises on purpose.
+"""Every exception that kvpolicy raises on purpose.
 
-A message says who, what came, what was wanted and what to try. The command line prints it
-as one sentence and exits with status 2; anything else that escapes is a defect of ours.
+A message states what failed, what was given, what is valid and what to try. The command line
+prints it as one sentence and exits with status 2; any other exception is a defect of kvpolicy.
 """
 
 
 class KVPolicyError(Exception):
-    """Something the caller can put right; the message says how."""
+    """A mistake that the caller can correct; the message says how."""
 
 
 class UnknownPolicyError(KVPolicyError):
@@ -18,7 +18,7 @@ class PolicyLoadError(KVPolicyError):
 
 
 class KnobError(KVPolicyError):
-    """A policy was given a knob it does not have, or a value it cannot take."""
+    """A policy was given a knob that it does not have, or an invalid value."""
 
 
 class PlanError(KVPolicyError):
@@ -34,15 +34,15 @@ class BudgetError(PlanError):
 
 
 class HookError(KVPolicyError):
-    """A policy raised while answering a hook; the original error is the cause."""
+    """A policy raised an exception in a hook; the original error is the cause."""
 
 
 class HookResultError(HookError):
-    """A policy answered a hook with something the contract forbids."""
+    """A policy returned a result that violates the contract."""
 
 
 class ModelError(KVPolicyError):
-    """A model cannot be loaded or cannot be run by the engine."""
+    """A model cannot be loaded, or the engine cannot run it."""
 
 
 class SteeringError(KVPolicyError):
@@ -50,7 +50,7 @@ class SteeringError(KVPolicyError):
 
 
 class TaskError(KVPolicyError):
-    """A task does not exist, cannot be loaded, or has not what is asked of it."""
+    """A task does not exist, cannot be loaded, or lacks what was requested."""
 
 
 class RequestError(KVPolicyError):
@@ -58,15 +58,15 @@ class RequestError(KVPolicyError):
 
 
 class CacheError(KVPolicyError):
-    """A `PolicyCache` is asked for what it cannot do, or given what does not continue it."""
+    """A `PolicyCache` was given unsupported arguments, or input that does not continue it."""
 
 
 class OutputError(KVPolicyError):
-    """An output folder or file cannot be used without losing something."""
+    """An output folder or file cannot be written without losing data."""
 
 
 class ResultsError(KVPolicyError):
-    """A results folder cannot be read, or has not what is asked of it."""
+    """A results folder cannot be read, or lacks what was requested."""
 
 
 def error_summary(error: BaseException) -> str:
