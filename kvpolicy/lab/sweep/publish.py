@@ -1,4 +1,4 @@
-"""A sweep for readers: the tables and the plots in the results folder."""
+"""Publishing a sweep: the tables and plots in its results folder."""
 
 import json
 from collections.abc import Sequence
@@ -19,16 +19,16 @@ from kvpolicy.lab.tasks.task import Column
 
 @attrs.frozen
 class Panel:
-    """What belongs in one table and one picture: a model on a task, all seeds together.
+    """One table and one plot: a model on a task, all seeds pooled.
 
     Attributes:
         model: The model, as typed.
         task: The task, with its options.
-        seeds: Each chose items.
-        columns: What was measured.
-        rows: The sweep.
-        facets: The same by difficulty, or whatever else the items differ in.
-        settings: What else there is to be said of it, in words.
+        seeds: The seeds.
+        columns: The columns of the task's metric.
+        rows: One row for each plan.
+        facets: The same by difficulty, or by another facet of the examples.
+        settings: The other settings, as text.
     """
 
     model: str
@@ -41,7 +41,7 @@ class Panel:
 
     @property
     def title(self) -> str:
-        """What was asked of whom, in words."""
+        """Model and task, as a heading."""
         model = Path(self.model).name
         return model if model == self.task else f"{model} on {self.task}"
 
@@ -50,12 +50,12 @@ def publish(sweep: Sweep, store: Store) -> list[Panel]:
     """Write table.json, table.csv, facets.csv, plot.png and plot.svg.
 
     Args:
-        sweep: What was compared.
-        store: What is done.
+        sweep: The sweep.
+        store: Its results.
 
     Returns:
-        What was measured, a panel for each model and task. With several, the pictures are called
-        plot-1, plot-2 and so on, in that order.
+        A panel for each model and task. With several, the plots are named plot-1, plot-2 and so
+        on, in this order.
     """
     panels = _panels(sweep, store.folder)
     atomic_write(store.folder / "table.json", json.dumps(to_json(panels), indent=2) + "\n")
@@ -69,7 +69,7 @@ def publish(sweep: Sweep, store: Store) -> list[Panel]:
 
 
 def to_json(panels: Sequence[Panel]) -> list[dict[str, Any]]:
-    """All rows as plain data, each with its model, task and seeds."""
+    """Return all rows as plain data, each with its model, task and seeds."""
     return [
         {"model": panel.model, "task": panel.task, "seeds": list(panel.seeds), **record}
         for panel in panels
@@ -79,20 +79,22 @@ def to_json(panels: Sequence[Panel]) -> list[dict[str, Any]]:
 
 def _csv_records(panels: Sequence[Panel]) -> list[dict[str, Any]]:
     return [
-        {**_of(panel), **record} for panel in panels for record in to_records(panel.rows, flat=True)
+        {**_names(panel), **record}
+        for panel in panels
+        for record in to_records(panel.rows, flat=True)
     ]
 
 
 def _facet_records(panels: Sequence[Panel]) -> list[dict[str, Any]]:
     return [
-        {**_of(panel), "facet": row.facet, "value": row.facet_value, **record}
+        {**_names(panel), "facet": row.facet, "value": row.facet_value, **record}
         for panel in panels
         for row, record in zip(panel.facets, to_records(panel.facets, flat=True), strict=True)
     ]
 
 
-def _of(panel: Panel) -> dict[str, Any]:
-    """What a line of CSV is of; seeds stand side by side."""
+def _names(panel: Panel) -> dict[str, Any]:
+    """Return the first columns of a CSV line."""
     return {"model": panel.model, "task": panel.task, "seeds": " ".join(map(str, panel.seeds))}
 
 
@@ -111,16 +113,16 @@ def _panel(sweep: Sweep, cells: Sequence[PooledCell]) -> Panel:
         columns=columns,
         rows=tabulate(cells, columns),
         facets=break_down(cells, columns),
-        settings=_settings(setting, seeds),
+        settings=_describe(setting, seeds),
     )
 
 
-def _settings(setting: EvalSetting, seeds: Sequence[int]) -> str:
+def _describe(setting: EvalSetting, seeds: Sequence[int]) -> str:
     num, tries = setting.num_items, setting.num_attempts
     asked = f"{num} problems" if tries == 1 else f"{num} problems, {tries} attempts at each"
-    drawn = describe_sampling(setting.sampling)
+    sampling = describe_sampling(setting.sampling)
     numbers = f"seed{'s' if len(seeds) > 1 else ''} {', '.join(map(str, seeds))}"
     return (
-        f"{asked} for each point{' and seed' if len(seeds) > 1 else ''}, {numbers}, {drawn}, "
+        f"{asked} for each point{' and seed' if len(seeds) > 1 else ''}, {numbers}, {sampling}, "
         f"at most {setting.max_new_tokens:,} tokens; bars and band: 95 % intervals"
     )

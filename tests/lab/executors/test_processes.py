@@ -1,4 +1,4 @@
-"""Forked workers: every job once, errors passed on, nothing left behind."""
+"""Worker processes: every job once, errors passed on, no process left."""
 
 import multiprocessing
 import os
@@ -43,7 +43,7 @@ def test_workers_do_every_job_once_and_each_in_order(num: int) -> None:
         assert summary(list(pool.run_jobs(JOBS[:2]))), "a pool can be used again"
 
 
-def test_work_is_done_elsewhere() -> None:
+def test_jobs_run_in_the_workers() -> None:
     with WorkerProcesses(echo, 2) as pool:
         texts = [n.outcome.result.text for n in pool.run_jobs(JOBS) if isinstance(n, ItemDone)]
     workers = {str(text).split()[-1] for text in texts}
@@ -56,7 +56,7 @@ def test_no_jobs_bring_no_events() -> None:
         assert list(pool.run_jobs([])) == []
 
 
-def test_a_mistake_of_the_users_is_raised_as_it_was() -> None:
+def test_a_user_error_is_raised_unchanged() -> None:
     def refuse(job: Job) -> Iterator[Event]:
         msg = f"{job.cell} cannot be"
         raise KVPolicyError(msg)
@@ -69,7 +69,7 @@ def test_a_mistake_of_the_users_is_raised_as_it_was() -> None:
         list(pool.run_jobs(JOBS[:1]))
 
 
-def test_a_defect_comes_with_its_traceback() -> None:
+def test_a_defect_has_its_traceback() -> None:
     def stumble(job: Job) -> Iterator[Event]:
         yield ItemDone(job, 0, EvalOutcome(Result(0)))
         raise ZeroDivisionError
@@ -82,7 +82,7 @@ def test_a_defect_comes_with_its_traceback() -> None:
     assert not multiprocessing.active_children()
 
 
-def test_a_worker_that_vanishes_is_told_of() -> None:
+def test_a_killed_worker_is_reported() -> None:
     def vanish(job: Job) -> Iterator[Event]:
         os._exit(9)
         yield
@@ -91,7 +91,7 @@ def test_a_worker_that_vanishes_is_told_of() -> None:
         list(pool.run_jobs(JOBS))
 
 
-def test_a_worker_that_vanishes_between_two_jobs_is_told_of() -> None:
+def test_a_worker_killed_between_two_jobs_is_reported() -> None:
     def vanish(job: Job) -> Iterator[Event]:
         yield ItemDone(job, 0, EvalOutcome(Result(0)))
         yield JobFinished(job, RunReport(), 0.0)
@@ -100,13 +100,13 @@ def test_a_worker_that_vanishes_between_two_jobs_is_told_of() -> None:
     with WorkerProcesses(vanish, 1) as pool:
         events = pool.run_jobs(JOBS)
         assert isinstance(next(events), ItemDone)
-        # It tells of its whole first job, and will not be there for the second one.
+        # It finishes its first job and is gone before the second.
         pool._processes[0].join()
         with pytest.raises(KVPolicyError, match="was killed"):
             list(events)
 
 
-def test_a_worker_that_vanishes_before_its_first_job_is_told_of() -> None:
+def test_a_worker_killed_before_its_first_job_is_reported() -> None:
     with WorkerProcesses(echo, 1) as pool:
         pool._processes[0].kill()
         pool._processes[0].join()
@@ -114,7 +114,7 @@ def test_a_worker_that_vanishes_before_its_first_job_is_told_of() -> None:
             list(pool.run_jobs(JOBS))
 
 
-def test_a_worker_that_is_killed_in_the_middle_of_a_message_is_told_of() -> None:
+def test_a_worker_killed_in_the_middle_of_a_message_is_reported() -> None:
     def talk(job: Job) -> Iterator[Event]:
         yield ItemDone(job, 0, EvalOutcome(Result(0)))
         yield ItemDone(job, 1, EvalOutcome(Result(1, text="x" * 50_000_000)))

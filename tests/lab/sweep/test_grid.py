@@ -1,4 +1,4 @@
-"""Cells: which series meets which budget, and what an override changes."""
+"""Cells: every series at every budget, and what an override changes."""
 
 import re
 from pathlib import Path
@@ -18,13 +18,13 @@ def points(found: list[Cell]) -> list[tuple[str, float | None]]:
     return [(cell.series, cell.budget) for cell in found]
 
 
-def test_every_series_meets_every_budget() -> None:
+def test_every_series_runs_at_every_budget() -> None:
     found = cells(Series.from_stack("h2o"), Series.from_stack("rkv"), budgets=[32, 16])
     assert points(found) == [("h2o", 32), ("h2o", 16), ("rkv", 32), ("rkv", 16)]
     assert len({cell.digest for cell in found}) == 4
 
 
-def test_a_cache_that_keeps_everything_is_one_cell_whatever_the_budgets() -> None:
+def test_a_plan_without_evictions_is_one_cell_at_any_budgets() -> None:
     found = cells(Series.from_stack("full"), budgets=[32, 16])
     other = cells(Series.from_stack("full"), budgets=[99])
     assert points(found) == [("full", None)]
@@ -36,7 +36,7 @@ def test_a_policy_that_compacts_the_prompt_only_still_has_a_budget() -> None:
     assert points(cells(series, budgets=[32, 16])) == [("once", 32), ("once", 16)]
 
 
-def test_a_stack_is_typed_with_plus_signs() -> None:
+def test_a_stack_is_written_with_plus_signs() -> None:
     found = cells(Series.from_stack("h2o + protect"), budgets=[32])[0]
     assert [spec.policy for spec in found.resolved.layers[0].stack] == ["h2o", "protect"]
 
@@ -47,7 +47,7 @@ def test_a_plan_with_its_own_budget_is_run_at_that(tmp_path: Path) -> None:
     assert points(cells(Series.from_file(path), budgets=[32, 16])) == [("mine", 24)]
 
 
-def test_a_plan_of_several_groups_stands_at_its_mean_budget(tmp_path: Path) -> None:
+def test_a_plan_with_several_groups_has_their_mean_budget(tmp_path: Path) -> None:
     path = tmp_path / "mine.toml"
     path.write_text(
         '[[layers]]\nwhere = [0]\nstack = ["full"]\n'
@@ -63,7 +63,7 @@ def test_the_same_plan_under_two_names_is_run_once() -> None:
     assert points(found) == [("h2o", 32)]
 
 
-def test_an_override_goes_to_the_series_that_name_its_policy() -> None:
+def test_an_override_applies_to_the_series_that_use_its_policy() -> None:
     series = [Series.from_stack("h2o"), Series.from_stack("rkv")]
     before = cells(*series, budgets=[32])
     after = cells(*series, budgets=[32], overrides=["rkv.mix_lambda=0.5"])
@@ -71,7 +71,7 @@ def test_an_override_goes_to_the_series_that_name_its_policy() -> None:
     assert after[1].resolved.layers[0].stack[0].knobs["mix_lambda"] == 0.5
 
 
-def test_an_override_goes_to_the_series_that_mix_its_policy() -> None:
+def test_an_override_applies_to_the_series_that_mix_its_policy() -> None:
     mixed = Series("mixed", {"stack": [{"policy": "mix", "of": ["streaming", "rkv"]}]})
     before = cells(mixed, Series.from_stack("h2o"), budgets=[32])
     after = cells(mixed, Series.from_stack("h2o"), budgets=[32], overrides=["rkv.mix_lambda=0.5"])
@@ -80,7 +80,7 @@ def test_an_override_goes_to_the_series_that_mix_its_policy() -> None:
     assert before[1].digest == after[1].digest
 
 
-def test_an_override_of_the_buffer_goes_to_all() -> None:
+def test_an_override_of_the_buffer_applies_to_all() -> None:
     found = cells(Series.from_stack("h2o"), budgets=[32], overrides=["buffer=5"])
     assert found[0].buffer == 5
 
@@ -96,7 +96,7 @@ def test_an_override_of_the_buffer_goes_to_all() -> None:
         ("snapkv", ["snapkv.window_size=64"], BudgetError, "64"),
     ],
 )
-def test_what_fits_nothing_is_refused(
+def test_overrides_and_policies_that_do_not_fit_are_refused(
     stack: str, overrides: list[str], error: type[Exception], said: str
 ) -> None:
     with pytest.raises(error, match=re.escape(said)):

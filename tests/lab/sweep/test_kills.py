@@ -1,4 +1,4 @@
-"""A comparison killed at random moments, again and again: none lost, none doubled."""
+"""A sweep killed at random moments, again and again: no sample lost, none doubled."""
 
 import os
 import random

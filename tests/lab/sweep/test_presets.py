@@ -1,4 +1,4 @@
-"""Presets: the one that ships, and every way to write one wrong."""
+"""Sweep files: the installed ones, and invalid ones."""
 
 from pathlib import Path
 
@@ -72,7 +72,7 @@ def test_a_preset_can_be_a_file(tmp_path: Path) -> None:
         (('label = "a"', 'label = "a"\nlabl = "b"'), "labl"),
     ],
 )
-def test_a_wrong_preset_is_answered_with_what_is_wrong(
+def test_an_invalid_preset_is_refused_with_the_reason(
     tmp_path: Path, change: tuple[str, str], said: str
 ) -> None:
     with pytest.raises(KVPolicyError, match="mine") as caught:
@@ -81,11 +81,11 @@ def test_a_wrong_preset_is_answered_with_what_is_wrong(
     assert "\n" not in str(caught.value)
 
 
-def test_an_unknown_preset_is_answered_with_the_nearest() -> None:
+def test_an_unknown_preset_is_refused_with_the_nearest_name() -> None:
     with pytest.raises(KVPolicyError, match="did you mean baselines"):
         load_preset("baseline")
 
 
-def test_a_preset_file_that_is_not_there_is_named(tmp_path: Path) -> None:
+def test_a_missing_preset_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(KVPolicyError, match=r"none\.toml cannot be read"):
         load_preset(str(tmp_path / "none.toml"))

@@ -1,4 +1,4 @@
-"""A comparison records what compactions keep of its first items, and of no others."""
+"""A sweep records the kept rows of its first examples, and of no others."""
 
 import json
 from pathlib import Path
@@ -36,8 +36,8 @@ def test_a_record_is_what_the_engine_keeps_of_that_item(
     assert kvpolicy(*SMALL, "--model", model_folder).status == 0
     samples = {sample["key"]: sample for sample in lines("samples.jsonl")}
     records = [KeptRecord.from_dict(record) for record in lines("kept.jsonl")]
-    told = [(samples[one.key]["series"], one.item, one.attempt) for one in records]
-    assert sorted(told) == [(name, item, 0) for name in ("H2O", "full cache") for item in (0, 1)]
+    found = [(samples[one.key]["series"], one.item, one.attempt) for one in records]
+    assert sorted(found) == [(name, item, 0) for name in ("H2O", "full cache") for item in (0, 1)]
     model, tokenizer = load_model(str(model_folder))
     plan = Plan.uniform("h2o", budget=16, buffer=6)
     prompts = [item.prompt for item in load_task("reasoner").items(4, seed=0)]
@@ -67,10 +67,10 @@ def test_of_several_attempts_the_first_is_recorded(kvpolicy: Shell, model_folder
 
 
 @pytest.mark.parametrize("task", ["agreement", "perplexity"])
-def test_what_is_measured_otherwise_is_recorded_too(
+def test_samples_of_other_metrics_are_recorded_too(
     kvpolicy: Shell, model_folder: Path, task: str
 ) -> None:
-    """The full cache beside it is another engine's, and none of it is recorded."""
+    """The reference with a full cache runs in another engine, and is not recorded."""
     words = (*SMALL, "--model", model_folder, "--task", task, "--record", 4)
     answer = kvpolicy(*words)
     assert answer.status == 0, answer.err
@@ -81,7 +81,9 @@ def test_what_is_measured_otherwise_is_recorded_too(
         assert len(compactions) == samples[one["key"]]["compactions"]
 
 
-def test_nothing_is_recorded_that_is_not_asked_for(kvpolicy: Shell, model_folder: Path) -> None:
+def test_record_0_records_nothing_and_finished_samples_stay_unrecorded(
+    kvpolicy: Shell, model_folder: Path
+) -> None:
     assert kvpolicy(*SMALL, "--model", model_folder, "--record", 0).status == 0
     assert lines("kept.jsonl") == []
     again = kvpolicy(*SMALL, "--model", model_folder, "--record", 1)
@@ -89,7 +91,7 @@ def test_nothing_is_recorded_that_is_not_asked_for(kvpolicy: Shell, model_folder
     assert lines("kept.jsonl") == []
 
 
-def test_samples_do_not_depend_on_what_is_recorded(kvpolicy: Shell, model_folder: Path) -> None:
+def test_samples_do_not_depend_on_record(kvpolicy: Shell, model_folder: Path) -> None:
     texts = []
     for record in (0, 4):
         words = (*SMALL[:-1], f"out{record}", "--model", model_folder, "--record", record)
@@ -99,7 +101,7 @@ def test_samples_do_not_depend_on_what_is_recorded(kvpolicy: Shell, model_folder
     assert texts[0] == texts[1]
 
 
-def test_a_sample_that_could_not_be_stored_finds_its_record_there(
+def test_a_record_whose_sample_could_not_be_stored_is_not_doubled(
     kvpolicy: Shell, model_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     add = Store.add

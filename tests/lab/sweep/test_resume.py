@@ -1,4 +1,4 @@
-"""An ablation can be ended at any moment, and the same command goes on from there."""
+"""A sweep can be stopped at any moment, and the same command continues it."""
 
 import signal
 import sys
@@ -70,7 +70,7 @@ def test_a_cell_that_was_interrupted_has_no_speed(bench: Bench) -> None:
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-def test_ctrl_c_says_what_is_kept_and_how_to_go_on(bench: Bench, workers: int) -> None:
+def test_ctrl_c_reports_what_is_kept_and_how_to_continue(bench: Bench, workers: int) -> None:
     bench.fuse.light(9, signal.SIGINT, "self" if workers == 1 else "parent")
     ended = bench("--workers", workers)
     assert ended.status == 130, ended.err
@@ -82,7 +82,7 @@ def test_ctrl_c_says_what_is_kept_and_how_to_go_on(bench: Bench, workers: int) -
     assert bench("--workers", workers).status == 0
 
 
-def test_a_worker_that_is_killed_is_told_of_and_what_is_done_is_kept(bench: Bench) -> None:
+def test_a_killed_worker_is_reported_and_finished_samples_are_kept(bench: Bench) -> None:
     bench.fuse.light(9, signal.SIGKILL, "self")
     ended = bench("--workers", 2)
     assert ended.status == 2
@@ -92,7 +92,7 @@ def test_a_worker_that_is_killed_is_told_of_and_what_is_done_is_kept(bench: Benc
     assert len(untimed(bench.samples())) == NUM_CELLS * N
 
 
-def test_a_torn_last_line_is_mended_and_its_sample_done_again(
+def test_a_torn_last_line_is_removed_and_its_sample_run_again(
     bench: Bench, undisturbed: Bench
 ) -> None:
     bench("--workers", 1)

@@ -1,4 +1,4 @@
-"""Sweeps: every setting once, whoever wrote it down; samples of two settings never mix."""
+"""Sweeps: every setting and cell once; samples of two settings never mix."""
 
 import itertools
 import random
@@ -94,7 +94,7 @@ def test_lists_of_unequal_length_cannot_be_zipped() -> None:
         preset.points()
 
 
-def test_every_series_is_run_with_its_own_knobs_on_every_model_task_and_seed() -> None:
+def test_every_series_runs_with_its_own_knobs_in_every_setting() -> None:
     tasks = ("reasoner", "needle:length=60")
     sweep = built(
         models=("a", "b"), tasks=tasks, seeds=(0, 3), budgets=(48, 64), knobs={MIX: (0.1, 0.25)}
@@ -233,7 +233,7 @@ def test_buffers_are_varied_where_a_plan_has_one() -> None:
         ({"series": (Series.from_stack("ful"),)}, [], "did you mean full"),
     ],
 )
-def test_what_fits_nothing_is_refused(
+def test_names_and_knobs_that_do_not_fit_are_refused(
     changes: dict[str, Any], overrides: list[str], said: str
 ) -> None:
     with pytest.raises(KVPolicyError, match=said) as caught:
@@ -360,7 +360,7 @@ def written(folder: Path, text: str) -> str:
 
 
 def test_a_sweep_can_be_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir("/")  # plans are found beside the file that names them
+    monkeypatch.chdir("/")  # plans are found in the folder of the sweep file
     found = load_preset(written(tmp_path, SWEEP))
     assert (found.models, found.tasks) == (("a", "b"), ("reasoner", "needle:length=60"))
     assert (found.seeds, found.budgets, found.buffer) == ((0, 1), (16, 32), 8)
@@ -372,7 +372,7 @@ def test_a_sweep_can_be_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert found.series[3].plan == {"stack": ["h2o"]}
 
 
-def test_a_list_of_one_entry_is_written_as_the_entry(tmp_path: Path) -> None:
+def test_a_single_entry_needs_no_list(tmp_path: Path) -> None:
     single = SWEEP.replace('["a", "b"]', '["a"]').replace(
         '["reasoner", "needle:length=60"]', '["t"]'
     )
