@@ -156,7 +156,7 @@ def bootstrap_mean(values: Sequence[float], *, seed: int = 0) -> Interval:
     if not np.isfinite(ordered).all():
         return Interval(sum(values) / len(values), math.nan, math.nan)
     largest = float(np.abs(ordered).max()) or 1.0
-    decimals = 12 - math.ceil(math.log10(largest))
+    decimals = 14 - math.ceil(math.log10(largest))
 
     def statistic(sample: np.ndarray, axis: int) -> np.ndarray:
         # Rounded, so that equal means are equal whatever the order of summation: BCa counts ties.

@@ -1,9 +1,11 @@
 """``kvpolicy plot``: one quantity of runs as a figure for a paper."""
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
+import attrs
 import typer
 
 from kvpolicy.cli.options import examples
@@ -12,7 +14,10 @@ from kvpolicy.errors import KVPolicyError, ResultsError
 from kvpolicy.lab.cli.report import Runs, read_runs
 
 if TYPE_CHECKING:
+    from kvpolicy.lab.plots import Point
     from kvpolicy.lab.report.gather import CellView, GroupView
+    from kvpolicy.lab.report.metrics import Quantity
+    from kvpolicy.lab.statistics import Interval
 
 app = typer.Typer(
     help="Draw a figure of runs for a paper.",
@@ -33,7 +38,7 @@ def plot(
     runs: Runs,
     to: Annotated[
         Path,
-        typer.Option(metavar="FILE", help="The figure: .svg, .pdf or .png; it is replaced."),
+        typer.Option(metavar="FILE", help="A .svg, .pdf or .png; an existing file is replaced."),
     ],
     quantity: Annotated[
         str | None,
@@ -56,22 +61,26 @@ def plot(
     ] = None,
     width: Annotated[
         str,
-        typer.Option(metavar="column|page|INCHES", help="3.3 or 6.9 inches, or as many as given."),
+        typer.Option(metavar="column|page|INCHES", help="3.3 or 6.9 inches, or a number."),
     ] = "column",
     height: Annotated[
         float | None,
-        typer.Option(min=0.5, metavar="INCHES", help="[default: 0.7 of the width, 2.6 at most]"),
+        typer.Option(
+            min=0.5,
+            metavar="INCHES",
+            help="A large legend adds to it. [default: 0.7 of the width, 2.6 at most]",
+        ),
     ] = None,
     font_size: Annotated[float, typer.Option(min=1, metavar="POINTS")] = 8.0,
 ) -> None:
     """Draw one quantity against the budget, or the frontier of quality and memory, for a paper.
 
-    Without a title, for captions have one. Seeds are taken together. The same runs give the
+    The figure has no title, since captions have one. Seeds are pooled. The same runs give the
     same file.
     """
     inches = _inches(width)
-    # Imported here: all this brings torch along.
-    from kvpolicy.lab.plots import paper
+    # Imported here: these modules import torch.
+    from kvpolicy.lab.plots import Size, save_curve, save_frontier
     from kvpolicy.lab.report.gather import pooled
     from kvpolicy.lab.report.metrics import MEMORY, quantities
 
@@ -80,55 +89,95 @@ def plot(
     first = next(iter(known))
     name = quantity or first
     if name not in (*known, FRONTIER):
-        msg = f"--quantity was given {name!r}; here are {', '.join([*known, FRONTIER])}."
+        msg = f"--quantity was given {name!r}; expected {', '.join([*known, FRONTIER])}."
         raise KVPolicyError(msg)
     cells = _of_series(view, series or [])
-    size = paper.Size(inches, height or min(0.7 * inches, 2.6), font_size)
+    size = Size(inches, height or min(0.7 * inches, 2.6), font_size)
+    drawn = known[first if name == FRONTIER else name]
+    is_share = drawn.kind == "share"
+    points, label = _points(drawn, cells)
     if name == FRONTIER:
-        paper.save_frontier(to, cells, known[first], known[MEMORY], size)
+        costs, cost_label = _points(known[MEMORY], cells)
+        points = [
+            attrs.evolve(point, memory=cost.value.value if cost.value else None)
+            for point, cost in zip(points, costs, strict=True)
+        ]
+        save_frontier(to, points, (cost_label, label), is_share=is_share, size=size)
     else:
-        paper.save_curve(to, cells, known[name], size)
+        save_curve(to, points, label, is_share=is_share, size=size)
     info(f"{len(cells)} cells are drawn in {to}, {size.width:g} x {size.height:g} inches.")
 
 
+def _points(quantity: "Quantity", cells: "Sequence[CellView]") -> "tuple[list[Point], str]":
+    """Points of a quantity, in a unit that suits them, and the axis label with this unit."""
+    from kvpolicy.lab.plots import Point
+
+    values = [_finite(quantity.estimate(cell)) for cell in cells]
+    unit, label = 1.0, quantity.heading
+    if quantity.kind == "bytes":
+        largest = max([1.0, *(value.value for value in values if value)])
+        power = min(int(math.log(largest, 1024)), 3)
+        unit = 1024.0**power
+        label = label.replace("bytes", ("bytes", "KiB", "MiB", "GiB")[power])
+    points = []
+    for cell, value in zip(cells, values, strict=True):
+        if value is not None:
+            value = attrs.evolve(
+                value, value=value.value / unit, low=value.low / unit, high=value.high / unit
+            )
+        points.append(Point(cell.series, cell.budget, value))
+    return points, label
+
+
+def _finite(estimate: "Interval | float | None") -> "Interval | None":
+    """An estimate as an interval, without width if none is known; ``None`` if it is infinite."""
+    from kvpolicy.lab.statistics import Interval
+
+    if estimate is None:
+        return None
+    if not isinstance(estimate, Interval):
+        estimate = Interval(estimate, estimate, estimate)
+    return estimate if all(map(math.isfinite, attrs.astuple(estimate))) else None
+
+
 def _inches(width: str) -> float:
-    from kvpolicy.lab.plots.paper import WIDTHS
+    from kvpolicy.lab.plots import WIDTHS
 
     try:
         inches = WIDTHS[width] if width in WIDTHS else float(width)
     except ValueError:
         inches = 0.0
     if not 0.5 <= inches <= 50:
-        msg = f"--width was given {width!r}; wanted is column, page, or inches such as 3.25."
+        msg = f"--width was given {width!r}; expected column, page, or inches such as 3.25."
         raise KVPolicyError(msg)
     return inches
 
 
 def _choose(views: "Sequence[GroupView]", model: str | None, task: str | None) -> "GroupView":
-    """The one comparison that is meant."""
+    """The one model and task that the figure shows."""
     if not views:
-        msg = "no sample is done yet; there is something to draw when the first one is."
+        msg = "the runs have no finished sample yet."
         raise ResultsError(msg)
-    meant = [
+    found = [
         view
         for view in views
         if model in (None, view.group.model) and task in (None, view.group.task)
     ]
-    if len(meant) == 1:
-        return meant[0]
-    names = [f"--model {v.group.model} --task {v.group.task}" for v in meant or views]
+    if len(found) == 1:
+        return found[0]
+    names = [f"--model {v.group.model} --task {v.group.task}" for v in found or views]
     advice = f"choose from: {'; '.join(dict.fromkeys(names))}."
-    if meant and len(set(names)) == 1:
-        advice = f"these were asked in {len(meant)} ways: give runs of one way only."
-    msg = f"one figure shows one model and one task, and {len(meant)} comparisons fit; {advice}"
+    if found and len(set(names)) == 1:
+        advice = f"these have {len(found)} different settings: give runs of one setting only."
+    msg = f"a figure shows one model and one task, but {len(found)} fit; {advice}"
     raise ResultsError(msg)
 
 
 def _of_series(view: "GroupView", names: Sequence[str]) -> "list[CellView]":
-    """The cells of some series, in their order; of all if none is named."""
+    """The cells of the named series in this order; all cells if none is named."""
     known = list(dict.fromkeys(cell.series for cell in view.cells))
     missing = [name for name in names if name not in known]
     if missing:
-        msg = f"--series was given {missing[0]!r}; here are {', '.join(known)}."
+        msg = f"--series was given {missing[0]!r}; expected {', '.join(known)}."
         raise ResultsError(msg)
     return [cell for name in names or known for cell in view.cells if cell.series == name]

@@ -10,7 +10,7 @@ import attrs
 from kvpolicy.files import atomic_write
 from kvpolicy.lab.analysis.pooling import PooledCell, blocks_of, pool
 from kvpolicy.lab.analysis.table import Row, break_down, csv_text, tabulate, to_records
-from kvpolicy.lab.plots.plots import save_plots
+from kvpolicy.lab.plots import save_sweep_plots
 from kvpolicy.lab.store.read import read_run
 from kvpolicy.lab.store.store import Store
 from kvpolicy.lab.sweep.grid import EvalSetting, Sweep, describe_sampling
@@ -64,7 +64,7 @@ def publish(sweep: Sweep, store: Store) -> list[Panel]:
     for number, panel in enumerate(panels, 1):
         name = "plot" if len(panels) == 1 else f"plot-{number}"
         title = f"{panel.title}: {panel.settings}"
-        save_plots(panel.rows, store.folder, panel.columns[0], title=title, name=name)
+        save_sweep_plots(panel.rows, store.folder, panel.columns[0], title=title, name=name)
     return panels
 
 

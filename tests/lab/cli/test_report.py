@@ -121,7 +121,7 @@ def test_a_figure_that_cannot_be_is_told(kvpolicy: Shell, run: Path, tmp_path: P
     assert "end it in .svg, .pdf, .png" in said("--to", "a.gif")
     assert "--width was given 'wide'" in said("--to", "a.svg", "--width", "wide")
     assert "--width was given '-3'" in said("--to", "a.svg", "--width", "-3")
-    assert "here are full cache, H2O, R-KV" in said("--to", "a.svg", "--series", "h2o")
+    assert "expected full cache, H2O, R-KV" in said("--to", "a.svg", "--series", "h2o")
     write_run(tmp_path / "runs" / "two", plans=PLANS, tasks=("needle",))
     both = refusal(kvpolicy("plot", run.parent, "--to", "a.svg"))
     assert "--model reasoner --task needle" in both
