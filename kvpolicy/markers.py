@@ -1,4 +1,4 @@
-"""The two decorators of the contract, importable without torch."""
+"""The decorators `hookspec` and `hookimpl`, importable without torch."""
 
 import pluggy
 
