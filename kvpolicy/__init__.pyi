@@ -1,5 +1,6 @@
 from kvpolicy.cache.rows import LayerRows as LayerRows
 from kvpolicy.cache.rows import Tracks as Tracks
+from kvpolicy.cache.softmax import observed_weights as observed_weights
 from kvpolicy.engine.engine import Engine as Engine
 from kvpolicy.engine.request import Request as Request
 from kvpolicy.engine.request import Sampling as Sampling
@@ -18,6 +19,5 @@ from kvpolicy.state import Memory as Memory
 from kvpolicy.state import Parts as Parts
 from kvpolicy.state import Registers as Registers
 from kvpolicy.state import WaitingRequest as WaitingRequest
-from kvpolicy.toolkit.attention_window import observed_weights as observed_weights
 
 __version__: str

@@ -31,7 +31,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from kvpolicy import Engine, Plan, Request, Result, hookimpl
 from kvpolicy.cli.output import Progress
-from kvpolicy.engine.run import Run
+from kvpolicy.engine.engine import Run
 from kvpolicy.state import Memory
 
 VOCAB = 61
@@ -248,8 +248,8 @@ def _request(rng: torch.Generator) -> Request:
 
 def assert_empty(run: Run) -> None:
     """Every slot is free and holds nothing."""
-    cache = run._slots.cache
-    assert run._slots.num_free == cache.num_slots, "a slot is lost"
+    cache = run.batch.cache
+    assert run.batch.num_free == cache.num_slots, "a slot is lost"
     assert not cache.rows.any(), "rows are left"
     assert not cache.seq_len.any(), "a sequence is left"
     assert all((layer.positions == -1).all() for layer in cache.layers), "positions are left"

@@ -1,11 +1,11 @@
-"""One forward of the model: which slots it serves, and where its new rows go.
+"""The layout of one forward: where its new rows are stored and what its queries may see.
 
-A forward serves the slots ``[first, last)``. Each brings some new tokens; where they bring
-different numbers, token columns are padded on the left, so that the last column is always
-the newest token. Pads are computed and thrown away: they are never stored or attended to.
+A forward serves the slots ``[first, last)``. Each has some new tokens; if the numbers differ,
+token columns are padded on the left, so that the last column is always the newest token. Pads
+are computed and dropped: they are never stored or attended to.
 
-A layer with a sliding window may be brought more than its slab can take. Its new rows are then
-attended to beside the old ones, and those that the newest token still sees are stored.
+A layer with a sliding window may get more new rows than its slab can take. The new rows are then
+attended to together with the old ones, and those that the newest token still sees are stored.
 """
 
 from collections.abc import Sequence
@@ -15,22 +15,22 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvpolicy.cache.slab import Cache, LayerCache
+from kvpolicy.cache.slab import KVCache, LayerCache
 from kvpolicy.cache.sliding_window import concat_rows, drop_oldest, seen_in_window
 
 
-@attrs.frozen(eq=False)
+@attrs.define(eq=False)
 class LayerLayout:
     """Where the new rows of a forward go in one layer, and what its queries may see.
 
     Attributes:
         slots: Slot of each new row, ``[N]``.
         rows: Row of each new row in its slab, ``[N]``.
-        positions: Place of each new row's token in its sequence, ``[N]``.
+        positions: Position of each new row's token in its sequence, ``[N]``.
         num_rows: Rows to attend to: those of the fullest slot.
-        mask: Rows each query may see, bool ``[B, 1 or H_kv, L, T]``; ``None`` if all see all.
-        kept: Rows of those attended to that the slabs hold afterwards, ``[B, K]``, where a
-            window slides on; ``None``: all, in place.
+        mask: Rows each query may see, bool ``[B, 1 or H_kv, L, T]``; ``None``: all.
+        kept: Of the rows attended to, those that the slabs hold afterwards, ``[B, K]``, if the
+            slab is a window that slides on; ``None``: all, in place.
     """
 
     slots: Tensor
@@ -42,88 +42,100 @@ class LayerLayout:
 
 
 class StepLayout:
-    """The new tokens of one forward, before they are stored."""
+    """The new tokens of one forward, and where each layer stores them.
 
-    def __init__(self, cache: Cache, first: int, lengths: Sequence[int]) -> None:
+    Attributes:
+        cache: The KV cache.
+        first: First slot of the forward.
+        last: Slot after its last one.
+        lengths: New tokens of each slot, ``[B]``.
+        width: Token columns, ``L``.
+        position_ids: Position of every column's token in its sequence, ``[B, L]``, 0 for pads.
+        has_pads: Whether some column is a pad.
+        layers: Layout of each layer that has stored its new rows.
+        attended: Layers whose attention was computed.
+    """
+
+    def __init__(self, cache: KVCache, first: int, lengths: Sequence[int]) -> None:
         """Serve the slots from ``first`` on, with so many new tokens each (at least 1)."""
         self.cache = cache
         self.first, self.last = first, first + len(lengths)
         self.lengths = np.asarray(lengths, dtype=np.int64)
         self.width = int(self.lengths.max())
         self.seq_len = cache.seq_len[first : self.last].copy()
-        column = np.arange(self.width)[None, :]
-        # Number of each column's token among the new ones of its slot, negative for pads.
-        self.token = column - (self.width - self.lengths[:, None])  # [B, L]
+        # Index of each column's token among the new ones of its slot, negative for pads.
+        self.token = np.arange(self.width) - (self.width - self.lengths[:, None])  # [B, L]
         self.is_real = self.token >= 0
         self.has_pads = not self.is_real.all()
-        self.attended: set[int] = set()  # layers whose attention was computed by us
-        self._of_layer: dict[int, LayerLayout] = {}
-        self._layouts: dict[tuple[object, ...], LayerLayout] = {}
+        self.position_ids: np.ndarray = np.maximum(self.seq_len[:, None] + self.token, 0)
+        self.layers: dict[int, LayerLayout] = {}
+        self.attended: set[int] = set()
+        # Layers that hold the same rows share their layout.
+        self._shared: dict[tuple[object, ...], LayerLayout] = {}
         self._window_index: dict[tuple[torch.device, int], tuple[Tensor, Tensor, Tensor]] = {}
 
-    @property
-    def position_ids(self) -> np.ndarray:
-        """Place of every column's token in its sequence, ``[B, L]``, 0 for pads."""
-        return np.maximum(self.seq_len[:, None] + self.token, 0)
-
-    def layout(self, layer_idx: int) -> LayerLayout:
-        """Where the new rows go in this layer; computed once for layers that hold the same."""
-        if layer_idx not in self._of_layer:
-            layer = self.cache.layers[layer_idx]
-            before = self.cache.rows[layer_idx, self.first : self.last]
-            window = self._window(layer)
-            if window is not None and self._gapped(layer_idx):
-                window = None
-            most = layer.slab.capacity
-            overflows = layer.slides and bool((before + self.lengths > most).any())
-            key = (layer.shape.device, before.tobytes(), window, most if overflows else None)
-            if key not in self._layouts:
-                layout = self._layer_layout(before, layer.shape.device, window)
-                if overflows:
-                    layout = attrs.evolve(layout, kept=self._kept(before, layer))
-                self._layouts[key] = layout
-            self._of_layer[layer_idx] = self._layouts[key]
-        return self._of_layer[layer_idx]
-
-    def _window(self, layer: LayerCache) -> int | None:
-        """A layer's sliding window, if it hides anything from the new tokens."""
+    def store(self, layer_idx: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Write the new rows of one layer, ``[B, H_kv, L, D]``; return all rows to attend to."""
+        layer = self.cache.layers[layer_idx]
+        if self.width == 1 and layer.slides:
+            self._drop_oldest_if_full(layer_idx)
+        layout = self.layers[layer_idx] = self._layer_layout(layer_idx, layer)
+        served = slice(self.first, self.last)
+        new = (self._real(keys), self._real(values), layout.positions[:, None])
+        slabs = (layer.keys, layer.values, layer.positions)
+        if layout.kept is None:
+            for slab, rows in zip(slabs, new, strict=True):
+                slab[layout.slots, :, layout.rows] = rows
+            held = (served, slice(None), slice(layout.num_rows))
+            all_keys, all_values, positions = layer.keys[held], layer.values[held], None
+        else:
+            all_keys, all_values, positions = self._slide(layer_idx, layout, slabs, new)
         window = layer.shape.sliding_window
-        hides = window is not None and (self.seq_len + self.lengths).max() > window
-        return window if hides else None
+        if window is not None and self._hides(window) and self._has_gaps(layer_idx):
+            positions = layer.positions[held] if positions is None else positions
+            recent = seen_in_window(positions, self._query_positions(), window)
+            mask = recent if layout.mask is None else layout.mask & recent
+            self.layers[layer_idx] = attrs.evolve(layout, mask=mask)
+        return all_keys, all_values
 
-    def _gapped(self, layer_idx: int) -> bool:
-        return bool(self.cache.has_gaps[layer_idx, self.first : self.last].any())
+    def _layer_layout(self, layer_idx: int, layer: LayerCache) -> LayerLayout:
+        """Where the new rows go in this layer; computed once for layers that hold the same."""
+        before = self.cache.rows[layer_idx, self.first : self.last]
+        window, capacity = layer.shape.sliding_window, layer.slab.capacity
+        # With gaps a row further is not a position further: `store` masks by position then.
+        if window is not None and (not self._hides(window) or self._has_gaps(layer_idx)):
+            window = None
+        overflows = layer.slides and bool((before + self.lengths > capacity).any())
+        key = (layer.shape.device, before.tobytes(), window, capacity if overflows else None)
+        if key not in self._shared:
+            layout = self._compute_layout(before, layer.shape.device, window)
+            if overflows:
+                layout.kept = self._kept(before, layer)
+            self._shared[key] = layout
+        return self._shared[key]
 
-    def _layer_layout(
+    def _compute_layout(
         self, before: np.ndarray, device: torch.device, window: int | None
     ) -> LayerLayout:
         slots, _ = np.nonzero(self.is_real)
         token = self.token[self.is_real]
         after = before + self.lengths
         num_rows = int(after.max())
-        # A query sees the old rows and the new ones up to its own; a pad sees the first row,
-        # so that its softmax has something to normalise.
-        newest = np.maximum(before[:, None] + self.token, 0)[..., None]  # [B, L, 1]
         mask = None
         if self.width > 1 or not (after == num_rows).all():
+            # A query sees the old rows and the new ones up to its own; a pad sees the first
+            # row, so that its softmax has something to normalise.
+            newest = np.maximum(before[:, None] + self.token, 0)[..., None]  # [B, L, 1]
             visible = np.arange(num_rows) <= newest
             if window is not None:  # rows without gaps: a row further is a position further
                 visible &= np.arange(num_rows) > newest - window
             mask = torch.from_numpy(visible)[:, None].to(device)
-
-        def there(array: np.ndarray) -> Tensor:
-            return torch.from_numpy(array).to(device)
-
-        return LayerLayout(
-            slots=there(slots + self.first),
-            rows=there(before[slots] + token),
-            positions=there(self.seq_len[slots] + token),
-            num_rows=num_rows,
-            mask=mask,
-        )
+        index = np.stack((slots + self.first, before[slots] + token, self.seq_len[slots] + token))
+        to_slots, to_rows, positions = torch.from_numpy(index).to(device)
+        return LayerLayout(to_slots, to_rows, positions, num_rows, mask)
 
     def _kept(self, before: np.ndarray, layer: LayerCache) -> Tensor:
-        """Of old and new rows side by side, the newest that a slab can hold, ``[B, K]``."""
+        """Of old and new rows together, the newest that a slab can hold, ``[B, K]``."""
         after = before + self.lengths
         most = layer.slab.capacity
         num_kept = int(np.minimum(after, most).max())
@@ -131,28 +143,12 @@ class StepLayout:
         kept = leaving[:, None] + np.arange(num_kept)
         return torch.from_numpy(kept).to(layer.shape.device)
 
-    def store(self, layer_idx: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Write the new rows of one layer, ``[B, H_kv, L, D]``; return all rows to attend to."""
-        layer = self.cache.layers[layer_idx]
-        if self.width == 1 and layer.slides:
-            self._drop_oldest_if_full(layer_idx)
-        layout = self.layout(layer_idx)
-        served = slice(self.first, self.last)
-        new = (self.real(keys), self.real(values), layout.positions[:, None])
-        slabs = (layer.keys, layer.values, layer.positions)
-        if layout.kept is None:
-            for slab, rows in zip(slabs, new, strict=True):
-                slab[layout.slots, :, layout.rows] = rows
-            held = (served, slice(None), slice(layout.num_rows))
-            all_rows = [slab[held] for slab in slabs]
-        else:
-            all_rows = self._slide(layer_idx, layout, slabs, new)
-        window = self._window(layer)
-        if window is not None and self._gapped(layer_idx):
-            recent = seen_in_window(all_rows[2], self._query_positions(), window)
-            mask = recent if layout.mask is None else layout.mask & recent
-            self._of_layer[layer_idx] = attrs.evolve(layout, mask=mask)
-        return all_rows[0], all_rows[1]
+    def _hides(self, window: int) -> bool:
+        """Whether a sliding window hides any row from the new tokens."""
+        return bool((self.seq_len + self.lengths).max() > window)
+
+    def _has_gaps(self, layer_idx: int) -> bool:
+        return bool(self.cache.has_gaps[layer_idx, self.first : self.last].any())
 
     def _drop_oldest_if_full(self, layer_idx: int) -> None:
         """Drop the row that a new token cannot see from slabs that hold a whole window."""
@@ -168,7 +164,7 @@ class StepLayout:
         slabs: Sequence[Tensor],
         new: Sequence[Tensor],
     ) -> list[Tensor]:
-        """Put old and new rows side by side, and store the newest; return all of them."""
+        """Concatenate old and new rows, store the newest, and return all of them."""
         layer, served = self.cache.layers[layer_idx], slice(self.first, self.last)
         assert layout.kept is not None
         where = (layout.slots - self.first, layout.rows)
@@ -184,18 +180,18 @@ class StepLayout:
             index = layout.kept[:, None, :, *[None] * (rows.dim() - 3)]
             stored = rows.gather(2, index.expand(-1, rows.shape[1], -1, *rows.shape[3:]))
             slab[served, :, : stored.shape[2]] = stored
-            self.cache.needed_copy(num_bytes + stored.nbytes)
-        # Until the step is committed, only what is left of the old rows counts.
+            self.cache.note_copy(num_bytes + stored.nbytes)
+        # Until `commit`, only the remaining old rows are counted.
         rows_held = self.cache.rows[layer_idx, served]
         after = np.minimum(rows_held + self.lengths, layer.slab.capacity)
         self.cache.rows[layer_idx, served] = np.maximum(after - self.lengths, 0)
         return all_rows
 
     def _query_positions(self) -> np.ndarray:
-        """Position of each query, ``[B, L]``; of pads one that hides nothing."""
+        """Position of each query, ``[B, L]``; -1 for pads, from which nothing is hidden."""
         return np.where(self.is_real, self.position_ids, -1)
 
-    def real(self, columns: Tensor) -> Tensor:
+    def _real(self, columns: Tensor) -> Tensor:
         """The entries of ``[B, H, L, D]`` that belong to tokens, ``[N, H, D]``."""
         by_token = columns.transpose(1, 2)
         if not self.has_pads:
@@ -203,7 +199,7 @@ class StepLayout:
         return by_token[torch.from_numpy(self.is_real).to(columns.device)]
 
     def remember_queries(self, layer: LayerCache, queries: Tensor) -> None:
-        """Put the newest queries, ``[B, H_q, L, D]``, into the layer's window."""
+        """Put the newest queries, ``[B, H_q, L, D]``, into the layer's query window."""
         if layer.window is None:
             return
         size, device = layer.slab.window_size, layer.shape.device

@@ -1,13 +1,13 @@
-"""Sliding windows: which rows of a layer nobody will look at again, and how they leave.
+"""Sliding windows: which rows of a layer no later query can see, and how they are dropped.
 
-A query at position p sees the rows at positions above ``p - window``. The positions of a slab
-are distinct; so of so many rows that they exceed the window, the first ones are out of it in
-every KV head, whatever policies have kept there. Windows slide by counting rows: no position
-has to be read from the device.
+A query at position p sees the rows at positions above ``p - window``. The positions in a slab
+are distinct, so if it holds more rows than the window is long, its first rows are outside the
+window in every KV head, whatever policies have kept there. Between compactions windows therefore
+slide by counting rows: no position is read from the device.
 
-Only at compactions are positions looked at: what has left the window in all heads is dropped
-then. What has left it in some heads only stays in its place, hidden from attention, and is the
-first to be offered.
+A compaction reads positions. It first drops the rows that are outside the window in all heads.
+Rows that are outside it in some heads only stay stored, are hidden from attention, and get the
+lowest score.
 """
 
 from collections.abc import Sequence
@@ -16,62 +16,54 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvpolicy.cache.slab import Cache
+from kvpolicy.cache.rows import LayerRows
+from kvpolicy.cache.slab import KVCache
 
 
-def drop_oldest(cache: Cache, layer_idx: int, slots: Sequence[int], num: int) -> None:
+def drop_oldest(cache: KVCache, layer_idx: int, slots: Sequence[int], num: int) -> None:
     """Drop the first rows of slots of one layer; the others move up.
 
     Args:
-        cache: The slabs; changed in place.
+        cache: The KV cache; changed in place.
         layer_idx: Decoder layer, counted from 0.
-        slots: Slots that hold equally many rows.
+        slots: Slots that hold equally many rows, in rising order.
         num: Rows to drop in every KV head.
     """
     layer = cache.layers[layer_idx]
     num_rows = int(cache.rows[layer_idx, slots[0]])
     first, last = slots[0], slots[-1] + 1
     target = slice(first, last) if len(slots) == last - first else list(slots)
-    staying, left = slice(num, num_rows), slice(num_rows - num, num_rows)
+    staying, freed = slice(num, num_rows), slice(num_rows - num, num_rows)
     for slab in (layer.keys, layer.values, layer.positions, *layer.tracks.values()):
         moved = slab[target, :, staying]
-        if isinstance(target, slice):  # of a list it is a copy already
+        if isinstance(target, slice):  # a slice is a view, a list of slots already a copy
             moved = moved.clone()
         slab[target, :, : num_rows - num] = moved
-        cache.needed_copy(moved.nbytes)
-        del moved  # before the next one is made
-    layer.positions[target, :, left] = -1
+        cache.note_copy(moved.nbytes)
+        del moved  # free it before the next copy is made
+    layer.positions[target, :, freed] = -1
     for track in layer.tracks.values():
-        track[target, :, left] = 0
+        track[target, :, freed] = 0
     cache.rows[layer_idx, slots] -= num
 
 
-def drop_expired(cache: Cache, layer_idx: int, slots: Sequence[int]) -> None:
-    """Drop what no later query of some slots can see in any head of one layer, wherever it is."""
-    layer = cache.layers[layer_idx]
-    window = layer.shape.sliding_window
-    if window is None:
-        return
-    positions = layer.positions[list(slots)]
-    oldest = torch.from_numpy(cache.seq_len[list(slots)] - window).to(positions.device)
-    expired = (positions >= 0) & (positions <= oldest[:, None, None])
-    by_head = layer.shape.peers.all_gather(expired.sum(dim=2))  # [B, H_kv]
-    for slot, num in zip(slots, by_head.amin(dim=1).tolist(), strict=True):
-        if num:
-            drop_oldest(cache, layer_idx, [slot], num)
+def num_expired(rows: LayerRows) -> int:
+    """Rows of one sequence that no later query can see in any KV head; they come first."""
+    expired = rows.out_of_sight
+    return 0 if expired is None else int(expired.sum(dim=2).amin())
 
 
 def concat_rows(
     slab: Tensor, new: Tensor | int, where: tuple[Tensor, Tensor], num_rows: int, empty: int
 ) -> Tensor:
-    """The rows of a slab and new ones after them, in a tensor of their own.
+    """The rows of a slab followed by new rows, as a new tensor.
 
     Args:
         slab: ``[B, H_kv, capacity, ...]``.
         new: Contents of the new rows, ``[N, H_kv, ...]``.
         where: Slot and row of each new row, ``[N]`` each.
         num_rows: Rows of the fullest slot.
-        empty: What empty rows hold.
+        empty: Value of empty rows.
 
     Returns:
         ``[B, H_kv, num_rows, ...]``.
@@ -84,13 +76,13 @@ def concat_rows(
     return rows
 
 
-def seen_in_window(positions: Tensor, asked_at: np.ndarray, window: int) -> Tensor:
-    """Rows that lie within the window of each query, bool ``[B, H_kv, L, T]``.
+def seen_in_window(positions: Tensor, query_positions: np.ndarray, window: int) -> Tensor:
+    """Rows inside the window of each query, bool ``[B, H_kv, L, T]``.
 
     Args:
-        positions: Place of each row's token, ``[B, H_kv, T]``.
-        asked_at: Position of each query, ``[B, L]``.
+        positions: Position of each row's token, ``[B, H_kv, T]``.
+        query_positions: Position of each query, ``[B, L]``.
         window: Tokens a query sees, its own included.
     """
-    oldest = torch.from_numpy(asked_at - window).to(positions.device)
+    oldest = torch.from_numpy(query_positions - window).to(positions.device)
     return positions[:, :, None, :] > oldest[:, None, :, None]

@@ -1,7 +1,7 @@
-"""How a layer turns logits into weights: plainly, capped, or with learned sinks.
+"""How a layer turns logits into attention weights: plain softmax, soft cap, learned sinks.
 
-What attention uses and what policies are told about it come from here, so that they cannot
-differ. Everything is computed in fp32.
+Attention and the weights that policies read are both computed here, so they cannot differ.
+Everything is computed in fp32.
 """
 
 import attrs
@@ -11,34 +11,33 @@ from torch import Tensor
 
 @attrs.frozen(eq=False)
 class Softmax:
-    """A layer's softmax over the rows that a query may see.
+    """The softmax of one layer.
 
     Attributes:
-        softcap: Logits become ``softcap * tanh(logits / softcap)`` (Gemma-2); ``None``: they
-            stay what they are.
-        sinks: A learned logit of each query head, ``[H_q]``, that takes its share of the
-            weights and brings no value (GPT-OSS); ``None``: the weights of the rows sum to 1.
+        softcap: Logits become ``softcap * tanh(logits / softcap)`` (Gemma-2); ``None``: no cap.
+        sinks: A learned logit of each query head, ``[H_q]``, that takes a share of the weights
+            and adds no value (GPT-OSS); ``None``: the weights of the rows sum to 1.
+        is_plain: Whether there is neither cap nor sinks, so that fused kernels can compute it.
     """
 
     softcap: float | None = None
     sinks: Tensor | None = None
+    is_plain: bool = attrs.field(init=False)
 
-    @property
-    def is_plain(self) -> bool:
-        """Whether it is a softmax and nothing else, as fused kernels compute it."""
+    @is_plain.default
+    def _has_neither(self) -> bool:
         return self.softcap is None and self.sinks is None
 
     def weights(self, logits: Tensor, visible: Tensor | None) -> Tensor:
-        """Weights of the rows for each query.
+        """Attention weights of the rows for each query.
 
         Args:
             logits: Scaled dot products, ``[B, H_kv, G, L, T]``, fp32.
-            visible: Rows each query may see, bool, broadcastable to ``logits``; ``None`` if
-                all see all.
+            visible: Rows each query may see, bool, broadcastable to ``logits``; ``None``: all.
 
         Returns:
-            ``[B, H_kv, G, L, T]``, fp32, exactly 0 for what is not visible; without sinks,
-            NaN for a query that sees nothing.
+            ``[B, H_kv, G, L, T]``, fp32, exactly 0 for invisible rows; without sinks, NaN for a
+            query that sees no row.
         """
         if self.softcap is not None:
             logits = self.softcap * torch.tanh(logits / self.softcap)
@@ -52,3 +51,38 @@ class Softmax:
 
 
 PLAIN = Softmax()
+
+
+def observed_weights(
+    queries: Tensor,
+    keys: Tensor,
+    positions: Tensor,
+    seq_len: Tensor,
+    *,
+    softmax: Softmax = PLAIN,
+    sliding_window: int | None = None,
+) -> Tensor:
+    """Attention weights of the newest queries over the rows that each of them may see.
+
+    Args:
+        queries: The last ``W`` queries after RoPE, ``[B, H_q, W, D]``, oldest first.
+        keys: Keys after RoPE, ``[B, H_kv, T, D]``.
+        positions: Position of each row's token in its sequence, ``[B, H_kv, T]``.
+        seq_len: Tokens each sequence has seen, ``[B]``.
+        softmax: The layer's softmax.
+        sliding_window: Tokens each query sees, its own included; ``None`` for all.
+
+    Returns:
+        ``[B, H_q, W, T]``, fp32; zeros for a query that sees none of the rows.
+    """
+    num_queries = queries.shape[2]
+    newest = torch.arange(-num_queries, 0, device=positions.device)
+    query_positions = (seq_len.to(positions.device)[:, None] + newest)[:, None, None, :, None]
+    rows = positions[:, :, None, None, :]
+    visible = rows <= query_positions
+    if sliding_window is not None:
+        visible = visible & (rows > query_positions - sliding_window)
+    grouped = queries.float().unflatten(1, (keys.shape[1], -1))
+    logits = grouped @ keys.float()[:, :, None].transpose(-1, -2) * keys.shape[-1] ** -0.5
+    # A query all of whose rows were evicted has no weights; its softmax is NaN.
+    return softmax.weights(logits, visible).masked_fill(~visible, 0).flatten(1, 2)

@@ -1,34 +1,33 @@
-"""The slots of a run: sequences side by side in one cache, fed, decoded and compacted together.
+"""The running batch: sequences in their slots, prefilled, decoded and compacted together.
 
-The sequences being served always stand in the first slots: when one ends, the last one takes
-over its slot. So no forward computes anything for an empty slot.
+The sequences being served always occupy the first slots: when one ends, the last one moves to its
+slot. So no forward computes anything for an empty slot.
 
-What is done between the forwards stands here; who runs them is left open. The engine runs
-each as it comes, `PolicyCache` lets the last one be run by whoever called the model.
+A batch runs no forward itself. ``begin_prefill_chunk`` and ``begin_decode`` give the input of one;
+``finish_prefill_chunk`` and ``finish_decode`` take its output; ``compact`` evicts what is due. The
+engine calls them in a loop, and so does `kvpolicy.hf.PolicyCache` within ``model.generate``.
 """
 
-from collections.abc import Callable, Sequence
-from contextlib import closing
-from itertools import pairwise
-from typing import TYPE_CHECKING
+from collections import abc
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from kvpolicy.cache.layout import StepLayout
-from kvpolicy.cache.slab import Cache
-from kvpolicy.engine.compactor import Compactor
-from kvpolicy.engine.feed import Feed, Feeds
+from kvpolicy.engine.compaction import Compactor
+from kvpolicy.engine.isolation import ErrorScope
 from kvpolicy.engine.observer import Observer
-from kvpolicy.engine.sequence import LiveSequence
-from kvpolicy.hooks.timing import Clock
+from kvpolicy.engine.sequence import Sequence
+from kvpolicy.hooks.stack import Stack
+from kvpolicy.hooks.timing import PolicyTimings
+from kvpolicy.model.adapter import ForwardInput, ModelAdapter
+from kvpolicy.plan.resolved import ResolvedPlan
 from kvpolicy.state import Memory, RegisterFile
 
-if TYPE_CHECKING:
-    from kvpolicy.engine.engine import Engine
-
-# Takes the logits after the newest token of each sequence, ``[B, V]``: draws the next one.
-OnTokens = Callable[[Sequence[LiveSequence], Tensor], None]
+# Receives the logits after the newest token of some sequences, ``[B, V]``.
+OnLogits = abc.Callable[[abc.Sequence[Sequence], Tensor], None]
 
 
 class RunningBatch:
@@ -37,200 +36,199 @@ class RunningBatch:
     Attributes:
         active: The sequences being served, in the order of their slots.
         cache: Their rows.
-        clock: Seconds that policies took.
-        compactor: Brings them within their budgets.
+        timings: Seconds that policies took.
+        compactor: Evicts rows.
     """
 
-    def __init__(self, engine: "Engine", num_slots: int, longest: int) -> None:
-        """Allocate everything for sequences of at most ``longest`` tokens."""
-        self.active: list[LiveSequence] = []
-        self.clock = Clock()
-        self._plan, self._stacks, self._adapter = engine.plan, engine.stacks, engine.adapter
-        self._tokenizer, self._chunk = engine.tokenizer, engine.chunk
-        self._asking = engine.asking
-        self._departed: list[LiveSequence] = []
-        pairs = list(zip(engine.stacks, engine.plan.layers, strict=True))
+    def __init__(
+        self,
+        adapter: ModelAdapter,
+        plan: ResolvedPlan,
+        stacks: abc.Sequence[Stack],
+        errors: ErrorScope,
+        *,
+        tokenizer: Any,
+        chunk: int,
+        num_slots: int,
+        longest: int,
+    ) -> None:
+        """Allocate everything for sequences of at most ``longest`` tokens.
+
+        Args:
+            adapter: The model.
+            plan: The plan.
+            stacks: The policies of each layer.
+            errors: Isolates errors of hooks.
+            tokenizer: The model's, if there is one.
+            chunk: The most prompt tokens of one sequence in one forward.
+            num_slots: The most sequences.
+            longest: Tokens of the longest sequence.
+        """
+        self.active: list[Sequence] = []
+        self.timings = PolicyTimings()
+        self._plan, self._stacks, self._errors = plan, stacks, errors
+        self._tokenizer, self._chunk = tokenizer, chunk
+        self._steers = any(stack.is_steered(i) for i, stack in enumerate(stacks))
+        self._forward: ForwardInput  # the last one begun
+        pairs = list(zip(stacks, plan.layers, strict=True))
         slabs = [stack.slab(layer.capacity(longest)) for stack, layer in pairs]
-        self.cache = Cache(engine.adapter.layer_shapes(), slabs, num_slots)
-        self.cache.rotate = engine.adapter.rotation()
-        policies = [policy for stack in engine.stacks for policy in stack.policies]
-        self._registers = RegisterFile(policies, num_slots, engine.adapter.model.device)
+        self.cache = adapter.new_cache(slabs, num_slots)
+        policies = [policy for stack in stacks for policy in stack.policies]
+        self._registers = RegisterFile(policies, num_slots, adapter.model.device)
         self.cache.slot_tensors += self._registers.all
         self._observer = Observer(
-            engine.plan.layers,
-            engine.stacks,
-            self._registers,
-            engine.tokenizer,
-            self.clock,
-            engine.asking,
+            plan.layers, stacks, self._registers, tokenizer, self.timings, errors
         )
         self._observer.attach(
-            self.cache,
-            engine.adapter.hidden_size,
-            engine.adapter.model.dtype,
-            engine.adapter.last_device,
+            self.cache, adapter.hidden_size, adapter.model.dtype, adapter.last_device
         )
         self.compactor = Compactor(
             self.cache,
-            engine.plan.layers,
-            engine.stacks,
+            plan.layers,
+            stacks,
             self._observer,
-            self.clock,
-            engine.asking,
+            self.timings,
+            errors,
+            adapter.processes.layer_rows,
         )
 
     @property
     def num_free(self) -> int:
-        """Slots that nobody uses."""
+        """Free slots."""
         return self.cache.num_slots - len(self.active)
 
-    @property
-    def num_unfed(self) -> int:
-        """Tokens of prompts that are not in yet."""
-        return sum(self._num_left(slot) for slot in range(len(self.active)))
-
-    @property
-    def wants_states(self) -> bool:
-        """Whether the hidden states of a forward are wanted."""
-        return self._observer.wants_states
-
-    def reserve(self, longest: int) -> None:
-        """Make room for sequences of ``longest`` tokens; what is held stays."""
+    def grow(self, longest: int) -> None:
+        """Make room for sequences of ``longest`` tokens; rows stay."""
         pairs = zip(self._stacks, self._plan.layers, strict=True)
         self.cache.grow([stack.slab(layer.capacity(longest)) for stack, layer in pairs])
 
-    def prefill(self, group: Sequence[LiveSequence], take: OnTokens) -> None:
-        """Bring the prompts of a group into free slots, in chunks that their slabs can take."""
-        self.admit(group)
-        self._run(self.feeds(take))
-
-    def decode(self, take: OnTokens) -> None:
-        """Give every sequence its next token."""
-        with self.clock.decoding(), self._asking.about(self.active):
-            self._run(self.decode_feeds(take))
-
-    def admit(self, group: Sequence[LiveSequence]) -> None:
+    def admit(self, group: abc.Sequence[Sequence]) -> None:
         """Give the sequences of a group free slots."""
-        # In order of length, so that those still being fed always stand in the last slots.
-        group = sorted(group, key=lambda served: len(served.prompt))
+        # In order of length, so that those whose prompt is not all in have the last slots.
+        group = sorted(group, key=lambda seq: len(seq.prompt))
         self.active.extend(group)
-        self._pad(group)
+        if self._plan.padding == "stored":
+            self._count_pads(group)
 
-    def feeds(self, take: OnTokens) -> Feeds:
-        """Forwards that bring in what is left of the prompts, with compactions in between."""
-        left = [self._num_left(slot) for slot in range(len(self.active))]
-        # Slots are fed together as long as none has less left than the one before it.
-        falls = [slot for slot, (one, next_) in enumerate(pairwise(left), 1) if next_ < one]
-        num_dropped = 0
-        for begin, end in pairwise([0, *falls, len(left)]):
-            first, last = begin - num_dropped, end - num_dropped
-            while first < last:
-                if not self._num_left(first):
-                    first += 1
-                    continue
-                yield from self._chunk_feeds(first, last, take)
-                num_failed = self._drop_failed(first, last)
-                last -= num_failed
-                num_dropped += num_failed
+    def begin_prefill_chunk(self) -> ForwardInput | None:
+        """The next chunk of prompts that are not all in; ``None`` if all are."""
+        num_left = [self._num_left(slot) for slot in range(len(self.active))]
+        first = next((slot for slot, num in enumerate(num_left) if num), None)
+        if first is None:
+            return None
+        # Slots are prefilled together while none has less left than the one before it: then
+        # those that complete first come first.
+        last = first + 1
+        while last < len(num_left) and num_left[last] >= num_left[last - 1]:
+            last += 1
+        width = min(self._chunk, self.cache.num_free_rows(first, last))
+        chunks = []
+        for slot in range(first, last):
+            # Tokens generated before another turn may not all have been observed.
+            self._observer.flush(self.active[slot], slot)
+            start = int(self.cache.seq_len[slot])
+            chunks.append(self.active[slot].prompt[start : start + width])
+        step = StepLayout(self.cache, first, [len(chunk) for chunk in chunks])
+        token_ids = torch.zeros(len(chunks), step.width, dtype=torch.int64)
+        for row, chunk in enumerate(chunks):
+            token_ids[row, step.width - len(chunk) :] = torch.tensor(chunk)
+        self._forward = ForwardInput(token_ids, step, None, self._observer.wants_states)
+        return self._forward
 
-    def decode_feeds(self, take: OnTokens) -> Feeds:
-        """The one forward that gives every sequence its newest token."""
-        token_ids = torch.tensor([served.tokens[-1] for served in self.active])
-        step = StepLayout(self.cache, 0, [1] * len(self.active))
-        with self._adapter.steered(
-            self._stacks,
-            token_ids,
-            self.clock,
-            tokenizer=self._tokenizer,
-            registers=self._registers.of_slots(0, len(self.active)),
-            memory=Memory([served.memory for served in self.active]),
-        ):
-            logits, states = yield Feed(token_ids[:, None], step)
-        take(self.active, logits)
-        self._observer.note(self.active, None if states is None else states[:, -1])
-        self.compactor.compact(self.active, 0, len(self.active))
+    def finish_prefill_chunk(
+        self, logits: Tensor, states: Tensor | None, on_logits: OnLogits
+    ) -> None:
+        """Take the output of a prefill chunk.
 
-    def release(self) -> list[LiveSequence]:
-        """Take finished sequences out of their slots; the last slots move into the gaps."""
-        finished, self._departed = self._departed, []
-        for slot in reversed(range(len(self.active))):
+        Args:
+            logits: Logits after the newest token of each sequence, ``[B, V]``.
+            states: Last hidden states, ``[B, L, M]``, if wanted.
+            on_logits: Receives the logits of the sequences whose whole prompt is in.
+        """
+        step = self._forward.step
+        sequences = self.active[step.first : step.last]
+        complete = [row for row in range(len(sequences)) if not self._num_left(step.first + row)]
+        if complete:
+            on_logits([sequences[row] for row in complete], logits[complete])
+        self._observer.show_prompt(sequences, step.first, states)
+
+    def begin_decode(self) -> ForwardInput:
+        """The forward of the newest token of every sequence."""
+        active = self.active
+        token_ids = torch.tensor([seq.tokens[-1] for seq in active])
+        step = StepLayout(self.cache, 0, [1] * len(active))
+        steer = partial(self._steer, token_ids) if self._steers else None
+        self._forward = ForwardInput(token_ids[:, None], step, steer, self._observer.wants_states)
+        return self._forward
+
+    def finish_decode(self, logits: Tensor, states: Tensor | None, on_logits: OnLogits) -> None:
+        """Take the output of a decode step.
+
+        Args:
+            logits: Logits after the newest token of each sequence, ``[B, V]``.
+            states: Last hidden states, ``[B, 1, M]``, if wanted.
+            on_logits: Receives the logits.
+        """
+        if self.active[0].error is not None:  # a failed `steer` affects all of them
+            return
+        on_logits(self.active, logits)
+        if self._observer.stacks:
+            self._observer.note(self.active, None if states is None else states[:, -1])
+
+    def compact(self) -> None:
+        """Evict rows of the slots of the last forward, where that is due."""
+        step = self._forward.step
+        self.compactor.compact(self.active, step.first, step.last)
+
+    def release(self) -> list[Sequence]:
+        """Take ended sequences out of their slots; the last slots move into the gaps."""
+        ended = []
+        for slot in range(len(self.active) - 1, -1, -1):
             if self.active[slot].finish_reason is None:
                 continue
-            served, last = self.active[slot], len(self.active) - 1
-            self.compactor.note_peak(served, slot)
-            finished.append(served)
+            seq, last = self.active[slot], len(self.active) - 1
+            self.compactor.note_peak(seq, slot)
+            ended.append(seq)
             if slot == last:
                 self.cache.clear(slot)
             else:
                 self.cache.move(last, slot)
                 self.active[slot] = self.active[last]
             self.active.pop()
-        return finished
-
-    def _drop_failed(self, first: int, last: int) -> int:
-        """Take out of the slots ``[first, last)`` those for which a policy has failed.
-
-        Those behind them move up one by one, so that they stay in order.
-
-        Returns:
-            How many.
-        """
-        failed = [served for served in self.active[first:last] if served.error is not None]
-        for served in failed:
-            slot = self.active.index(served)
-            self.compactor.note_peak(served, slot)
-            self.cache.clear(slot)
-            for behind in range(slot + 1, len(self.active)):
-                self.cache.move(behind, behind - 1)
-            del self.active[slot]
-            self._departed.append(served)
-        return len(failed)
-
-    def _run(self, feeds: Feeds) -> None:
-        """Run forwards as they come."""
-        # A model has parameters, and what policies remember must not hold on to a graph.
-        with closing(feeds), torch.no_grad():
-            feed = next(feeds, None)
-            while feed is not None:
-                done = self._adapter.forward(
-                    feed.token_ids, feed.step, wants_states=self.wants_states
-                )
-                try:
-                    feed = feeds.send(done)
-                except StopIteration:
-                    return
+        return ended
 
     def _num_left(self, slot: int) -> int:
-        return max(len(self.active[slot].prompt) - int(self.cache.seq_len[slot]), 0)
+        """Prompt tokens that are not in yet."""
+        seq = self.active[slot]
+        if seq.error is not None:
+            return 0
+        return max(len(seq.prompt) - int(self.cache.seq_len[slot]), 0)
 
-    def _chunk_feeds(self, first: int, last: int, take: OnTokens) -> Feeds:
-        """The forward of the next chunk of each prompt in the slots ``[first, last)``."""
-        feeding = self.active[first:last]
-        for slot, served in enumerate(feeding, start=first):
-            # What was generated before another turn may not all have been shown.
-            self._observer.flush(served, slot)
-        fed = self.cache.seq_len[first:last].tolist()
-        width = min(self._chunk, self.cache.num_free_rows(first, last))
-        chunks = [
-            served.prompt[start : start + width] for served, start in zip(feeding, fed, strict=True)
-        ]
-        step = StepLayout(self.cache, first, [len(chunk) for chunk in chunks])
-        token_ids = torch.zeros(len(chunks), step.width, dtype=torch.int64)
-        for row, chunk in enumerate(chunks):
-            token_ids[row, step.width - len(chunk) :] = torch.tensor(chunk)
-        logits, states = yield Feed(token_ids, step)
-        complete = [row for row in range(len(feeding)) if not self._num_left(first + row)]
-        if complete:
-            take([feeding[row] for row in complete], logits[complete])
-        self._observer.show_prompt(feeding, first, states)
-        self.compactor.compact(self.active, first, last)
+    def _steer(self, token_ids: Tensor, layer_idx: int, states: Tensor) -> Tensor | None:
+        """Ask the policies of a layer for a change to the states entering it, ``[B, M]``."""
+        change, active = None, self.active
+        if active[0].error is not None or not self._stacks[layer_idx].is_steered(layer_idx):
+            return None
+        registers = self._registers.of_slots(0, len(active))
+        with (
+            self._errors.covering(active),
+            self.timings.time("steer_s", None),
+            registers.on(states.device) as registers,
+        ):
+            change = self._stacks[layer_idx].steer(
+                layer_idx,
+                states,
+                token_ids.to(states.device),
+                tokenizer=self._tokenizer,
+                registers=registers,
+                memory=Memory([seq.memory for seq in active]),
+            )
+        return change
 
-    def _pad(self, group: Sequence[LiveSequence]) -> None:
-        """Take rows away for the pads of a batch, in plans that study what they do."""
-        if self._plan.padding != "stored":
-            return
+    def _count_pads(self, group: abc.Sequence[Sequence]) -> None:
+        """Subtract rows for the pads of a group, for plans that study stored padding."""
         first = len(self.active) - len(group)
-        for slot, served in enumerate(group, start=first):
-            num_pads = len(group[-1].prompt) - len(served.prompt)
+        for slot, seq in enumerate(group, start=first):
+            num_pads = len(group[-1].prompt) - len(seq.prompt)
             spare = [layer.num_spare_rows for layer in self._plan.layers]
             self.cache.num_pads[:, slot] = [min(num_pads, most) for most in spare]

@@ -1,77 +1,226 @@
-"""Compaction: score, select and evict, for the sequences of one layer that are due."""
+"""Compaction: which sequences are due in each layer; score, select and evict their rows."""
 
-from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections import abc, defaultdict
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+import numpy as np
+import torch
+from torch import Tensor
+
 from kvpolicy.cache.rows import LayerRows
-from kvpolicy.cache.slab import ATTN_SUMS, Cache
+from kvpolicy.cache.slab import ATTN_SUMS, KVCache
+from kvpolicy.cache.sliding_window import drop_oldest, num_expired
+from kvpolicy.engine.isolation import ErrorScope
+from kvpolicy.engine.observer import Observer
+from kvpolicy.engine.sequence import Sequence
 from kvpolicy.hooks.stack import Stack
-from kvpolicy.hooks.timing import Clock
+from kvpolicy.hooks.timing import PolicyTimings
+from kvpolicy.plan.resolved import LayerPlan
 from kvpolicy.state import Memory, SequenceMemory
+
+# Makes the rows of some slots in one layer.
+MakeRows = abc.Callable[[KVCache, int, abc.Sequence[int]], LayerRows]
+
+
+class Compactor:
+    """Compacts what is due after each forward.
+
+    Attributes:
+        num_compactions: Compactions of one sequence in one layer, so far.
+    """
+
+    def __init__(
+        self,
+        cache: KVCache,
+        layers: abc.Sequence[LayerPlan],
+        stacks: abc.Sequence[Stack],
+        observer: Observer,
+        timings: PolicyTimings,
+        errors: ErrorScope,
+        make_rows: MakeRows = LayerRows,
+    ) -> None:
+        self.num_compactions = 0
+        self._cache = cache
+        self._layers = layers
+        self._stacks = stacks
+        self._observer = observer
+        self._timings = timings
+        self._errors = errors
+        self._make_rows = make_rows
+        self._due_layers = [
+            layer_idx
+            for layer_idx, (layer, stack) in enumerate(zip(layers, stacks, strict=True))
+            if layer.budget is not None and stack.implements("due")
+        ]
+        self._budgets = np.array([layer.budget or np.inf for layer in layers])[:, None]
+        windows = [layer.shape.sliding_window for layer in cache.layers]
+        self._has_window = np.array([window is not None for window in windows])[:, None]
+
+    def compact(self, active: abc.Sequence[Sequence], first: int, last: int) -> None:
+        """Compact what is due in the slots ``[first, last)``, unless the sequence has ended.
+
+        In layers with a sliding window, rows that have left it are dropped first, and hooks
+        are called only if more than the budget remain.
+
+        Args:
+            active: The sequences being served, in the order of their slots.
+            first: First slot of the forward just done.
+            last: Slot after its last one.
+        """
+        cache = self._cache
+        due = cache.full(first, last)  # [layers, slots]
+        if not (self._due_layers or due.any()):
+            return
+        sequences = active[first:last]
+        for layer_idx in self._due_layers:
+            due[layer_idx] |= self._ask_due(layer_idx, sequences, first, last)
+        over_budget = self._budgets - cache.num_pads[:, first:last]
+        due &= cache.rows[:, first:last] > over_budget
+        due &= np.array([seq.finish_reason is None for seq in sequences])
+        for place in np.flatnonzero(due.any(axis=0)).tolist():
+            self.note_peak(sequences[place], first + place)
+        for layer_idx, place in np.argwhere(due & self._has_window).tolist():
+            self._drop_expired(layer_idx, first + place)
+        due &= cache.rows[:, first:last] > over_budget
+        for place in np.flatnonzero(due.any(axis=0)).tolist():
+            self._observer.flush(sequences[place], first + place)
+            sequences[place].compactions += 1
+        for layer_idx in np.flatnonzero(due.any(axis=1)).tolist():
+            slots = (first + np.flatnonzero(due[layer_idx])).tolist()
+            # A policy may have failed for some of them in a layer before, or in `observe`.
+            slots = [slot for slot in slots if active[slot].finish_reason is None]
+            if slots:
+                self._compact_layer(layer_idx, slots, active)
+
+    def note_peak(self, seq: Sequence, slot: int) -> None:
+        """Update the peaks of a sequence.
+
+        Rows only grow between compactions: this is needed before each, and at the end.
+        """
+        rows = self._cache.rows[:, slot]
+        seq.peak_rows = max(seq.peak_rows, int(rows.max()))
+        seq.peak_bytes = max(seq.peak_bytes, int(rows @ self._cache.row_bytes))
+
+    def _ask_due(
+        self, layer_idx: int, sequences: abc.Sequence[Sequence], first: int, last: int
+    ) -> np.ndarray:
+        """Sequences that a layer's policies want compacted; none whose prompt is not all in."""
+        layer = self._layers[layer_idx]
+        prompt_len = np.array([len(seq.prompt) for seq in sequences])
+        seq_len = self._cache.seq_len[first:last]
+        answer: Tensor | None = None
+        with self._errors.covering(sequences):
+            answer = self._stacks[layer_idx].due(
+                layer_idx,
+                num_rows=torch.from_numpy(self._cache.rows[layer_idx, first:last].copy()),
+                seq_len=torch.from_numpy(seq_len.copy()),
+                prompt_len=torch.from_numpy(prompt_len),
+                budget=layer.budget,
+                buffer=layer.buffer,
+            )
+        if answer is None:
+            return np.zeros(last - first, dtype=bool)
+        wanted: np.ndarray = answer.numpy() & (seq_len >= prompt_len)
+        return wanted
+
+    def _drop_expired(self, layer_idx: int, slot: int) -> None:
+        num = num_expired(self._make_rows(self._cache, layer_idx, [slot]))
+        if num:
+            drop_oldest(self._cache, layer_idx, [slot], num)
+
+    def _compact_layer(
+        self, layer_idx: int, slots: list[int], active: abc.Sequence[Sequence]
+    ) -> None:
+        budget = self._layers[layer_idx].budget
+        assert budget is not None
+        rows = self._cache.rows[layer_idx]
+        before = rows[slots].copy()
+        compact(
+            self._cache,
+            layer_idx,
+            slots,
+            self._stacks[layer_idx],
+            budgets=(budget - self._cache.num_pads[layer_idx, slots]).tolist(),
+            memories=[active[slot].memory for slot in slots],
+            timings=self._timings,
+            scope=lambda chosen: self._errors.covering([active[slot] for slot in chosen]),
+            make_rows=self._make_rows,
+        )
+        num_evicted = before - rows[slots]
+        for slot, num in zip(slots, num_evicted.tolist(), strict=True):
+            active[slot].rows_evicted += num
+        self.num_compactions += int(np.count_nonzero(num_evicted))
 
 
 def compact(
-    cache: Cache,
+    cache: KVCache,
     layer_idx: int,
-    slots: Sequence[int],
+    slots: abc.Sequence[int],
     stack: Stack,
-    budgets: Sequence[int],
-    memories: Sequence[SequenceMemory],
-    clock: Clock,
-    asking: Callable[[Sequence[int]], AbstractContextManager[None]] = lambda _: nullcontext(),
+    budgets: abc.Sequence[int],
+    memories: abc.Sequence[SequenceMemory],
+    timings: PolicyTimings,
+    scope: abc.Callable[[list[int]], AbstractContextManager[None]] = lambda _: nullcontext(),
+    make_rows: MakeRows = LayerRows,
 ) -> None:
     """Bring the given slots of one layer within their budget.
 
     Args:
-        cache: The slabs; changed in place.
+        cache: The KV cache; changed in place.
         layer_idx: Decoder layer, counted from 0.
         slots: Slots that are due. Those within the budget already are left alone.
         stack: The layer's policies.
         budgets: Rows that stay in each of them.
-        memories: What policies remember of the sequence in each of the slots.
-        clock: Where the seconds go.
-        asking: Makes the block in which some of the slots, given by their places in
-            ``slots``, are asked about.
+        memories: What policies remember of the sequence in each of them.
+        timings: Measures the time of policies.
+        scope: Makes the block in which hooks are called for some of the slots.
+        make_rows: Makes the rows that hooks see.
 
     Raises:
         HookError: If a policy raises.
         HookResultError: If a policy's answer breaks the contract.
     """
+    memory_of = dict(zip(slots, memories, strict=True))
     groups: dict[tuple[int, int, int], list[int]] = defaultdict(list)
-    for place, (slot, budget) in enumerate(zip(slots, budgets, strict=True)):
+    for slot, budget in zip(slots, budgets, strict=True):
         num_rows = int(cache.rows[layer_idx, slot])
         if num_rows > budget:
-            # Hooks see no padding: sequences with as many rows, and as many remembered
-            # queries, are asked about together.
+            # Hooks see no padding: sequences with equally many rows and stored queries are
+            # compacted together.
             window = min(int(cache.seq_len[slot]), stack.window_size)
-            groups[budget, num_rows, window].append(place)
-    for (budget, _, _), places in groups.items():
-        rows = LayerRows(cache, layer_idx, [slots[place] for place in places])
-        memory = Memory([memories[place] for place in places])
-        with asking(places):
-            _compact_rows(rows, layer_idx, stack, budget, memory, clock)
+            groups[budget, num_rows, window].append(slot)
+    for (budget, _, _), chosen in groups.items():
+        rows = make_rows(cache, layer_idx, chosen)
+        memory = Memory([memory_of[slot] for slot in chosen])
+        with scope(chosen):
+            _compact_rows(rows, layer_idx, stack, budget, memory, timings)
 
 
 def _compact_rows(
-    rows: LayerRows, layer_idx: int, stack: Stack, budget: int, memory: Memory, clock: Clock
+    rows: LayerRows,
+    layer_idx: int,
+    stack: Stack,
+    budget: int,
+    memory: Memory,
+    timings: PolicyTimings,
 ) -> None:
+    """Score the rows, select those that stay, and evict the others."""
     positions = rows.positions
     device = positions.device
-    with clock.time("score_s", device):
+    with timings.time("score_s", device):
         scores = stack.score(rows, layer_idx, _score_arguments(rows, stack, budget, memory))
-        unseen = rows.out_of_sight
-        if unseen is not None:  # in some heads; what all heads have lost sight of is gone
-            scores = scores.masked_fill(unseen, float("-inf"))
-    with clock.time("select_s", device):
+        out_of_sight = rows.out_of_sight
+        if out_of_sight is not None:  # in some heads; what all heads cannot see was dropped
+            scores = scores.masked_fill(out_of_sight, float("-inf"))
+    with timings.time("select_s", device):
         keep = stack.select(scores, positions, budget, layer_idx, memory)
-    with clock.time("compaction_s", device):
+    with timings.time("compaction_s", device):
         stack.evict(rows, keep, layer_idx, memory)
 
 
 def _score_arguments(rows: LayerRows, stack: Stack, budget: int, memory: Memory) -> dict[str, Any]:
-    """What `score` may name; what nobody names is not computed and passed as ``None``."""
+    """Arguments of `score`; tensors that no policy names are not computed."""
     reads = stack.reads
     return {
         "keys": rows.keys if "keys" in reads else None,

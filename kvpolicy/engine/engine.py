@@ -1,20 +1,28 @@
-"""The engine: continuous batching over slots, with compactions between forwards.
+"""The engine: continuous batching, with compactions between forwards.
 
-A run goes round a small circle: admit waiting requests into free slots and prefill them,
-decode one token for every sequence, compact the slabs that are full, hand out what is done.
+`Engine.step` is the loop: schedule, prefill, decode, compact, finish. A `Run` holds the requests of
+one call of `Engine.generate` and is what the caller iterates over.
 """
 
-from collections.abc import Iterable, Sequence
-from pathlib import Path
+import time
+from collections import abc
+from contextlib import contextmanager
 from typing import Any
 
+import attrs
+import torch
+from torch import Tensor
 from transformers import PreTrainedModel
 
+from kvpolicy.cache.slab import KVCache
+from kvpolicy.engine.batch import RunningBatch
 from kvpolicy.engine.isolation import ErrorScope, OnHookError
 from kvpolicy.engine.request import Request, Sampling, samplings_of
-from kvpolicy.engine.run import Run
-from kvpolicy.engine.stream import Stream
-from kvpolicy.errors import KVPolicyError, ModelError
+from kvpolicy.engine.results import Events, FinishReason, Result, RunReport
+from kvpolicy.engine.sampler import Sampler, sample_next
+from kvpolicy.engine.sequence import Sequence, encode
+from kvpolicy.engine.stream import TextPieces
+from kvpolicy.errors import KVPolicyError, RequestError
 from kvpolicy.hooks.discovery import policy_names
 from kvpolicy.model.adapter import ModelAdapter
 from kvpolicy.plan.plan import Plan
@@ -25,12 +33,17 @@ DEFAULT_CHUNK = 512
 
 
 class Engine:
-    """A model, a plan, and so many slots.
+    """Serves requests with a model, a plan, and a number of slots.
 
     Attributes:
-        plan: The plan, spelled out for this model.
+        adapter: The model.
+        tokenizer: Its tokenizer, if there is one.
+        plan: The plan, resolved for this model.
         stacks: The policies of each layer.
-        asking: Whom the hook call under way is about.
+        scheduling: The policies of `schedule`.
+        errors: Isolates errors of hooks.
+        num_slots: Sequences that are decoded together.
+        chunk: The most prompt tokens of one sequence in one forward.
     """
 
     def __init__(
@@ -43,43 +56,36 @@ class Engine:
         chunk: int = DEFAULT_CHUNK,
         on_hook_error: OnHookError = "raise",
     ) -> None:
-        """Bind a plan to a model; the model is not changed.
+        """Bind a plan to a model, which is left as it is.
 
         Args:
-            model: A decoder-only transformers model, or a seam that stands for one.
+            model: A decoder-only transformers model, or an adapter.
             tokenizer: Its tokenizer; without one, prompts are token ids.
-            plan: What each layer does with its cache.
+            plan: The plan: policies, budgets and buffers of each layer.
             slots: Sequences that are decoded together.
-            chunk: The most prompt tokens of one sequence in one forward. A forward never
-                brings more than the slabs can take, whatever this says.
-            on_hook_error: What happens when a policy raises, or answers a hook wrongly.
-                ``"raise"``: the run raises `HookError` and is over. ``"answer"``: the requests
-                that this call was about are answered with the error, and the others go on as
-                if these had been cancelled. What concerns the whole run, as a lack of memory
-                does, is raised in either case.
+            chunk: The most prompt tokens of one sequence in one forward. A forward never has
+                more tokens than the slabs can take.
+            on_hook_error: What happens if a policy raises or its answer breaks the contract.
+                ``"raise"``: the run ends with a `HookError`. ``"answer"``: the requests of the
+                failing call end with the error, and the others go on as if these had been
+                cancelled. Errors of the whole run, such as a lack of memory, are always raised.
 
         Raises:
             ModelError: If the engine cannot run the model.
             PlanError: If the plan does not fit the model.
         """
-        for what, value in (("slots", slots), ("chunk", chunk)):
+        for name, value in (("slots", slots), ("chunk", chunk)):
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                msg = f"the engine was given {what}={value!r}; at least 1 is needed"
+                msg = f"the engine was given {name}={value!r}; expected an integer of at least 1"
                 raise KVPolicyError(msg)
         if not isinstance(plan, (Plan, ResolvedPlan)):
             given = "no plan" if plan is None else f"{plan!r:.60} for a plan"
             msg = (
                 f"the engine was given {given}; write Plan.load(FILE) or Plan.uniform(NAME, "
-                f"budget=128), NAME being one of {', '.join(policy_names())}"
+                f"budget=128), where NAME is one of {', '.join(policy_names())}"
             )
             raise KVPolicyError(msg)
-        if model is None or isinstance(model, (str, Path, tuple)):
-            msg = (
-                f"the engine was given {model!r:.60} for a model; load it first: "
-                "model, tokenizer = load_model(NAME)"
-            )
-            raise ModelError(msg)
-        self.asking = ErrorScope(on_hook_error)
+        self.errors = ErrorScope(on_hook_error)
         self.adapter = model if isinstance(model, ModelAdapter) else ModelAdapter(model)
         self.tokenizer = tokenizer
         self.plan = plan.resolve(self.adapter.num_layers)
@@ -87,50 +93,339 @@ class Engine:
         self.scheduling = self.plan.scheduling_stack()
         self.num_slots = slots
         self.chunk = chunk
+        self.adapter.add_hooks(
+            steered=[i for i, stack in enumerate(self.stacks) if stack.is_steered(i)],
+            states=any("hidden_states" in stack.observes for stack in self.stacks),
+        )
 
     def generate(
         self,
-        prompts: Iterable[str | Sequence[int] | Request],
+        prompts: abc.Iterable[str | abc.Sequence[int] | Request],
         *,
         max_new_tokens: int = 256,
-        sampling: Sampling | Sequence[Sampling] = Sampling(),  # noqa: B008 - frozen
-        stop: str | Iterable[str] = (),
-        stop_ids: Iterable[int] | None = None,
-    ) -> Run:
-        """Continue prompts; iterate over the answer for results as they finish.
+        sampling: Sampling | abc.Sequence[Sampling] = Sampling(),  # noqa: B008 - frozen
+        stop: str | abc.Iterable[str] = (),
+        stop_ids: abc.Iterable[int] | None = None,
+    ) -> "Run":
+        """Continue prompts.
 
         Args:
-            prompts: Texts, token ids, or whole requests, to which the other arguments do
-                not apply.
+            prompts: Texts, token ids, or requests, to which the other arguments do not apply.
             max_new_tokens: The most tokens to generate for each.
-            sampling: How tokens are drawn, for all prompts or one for each.
+            sampling: How tokens are sampled, for all prompts or one for each.
             stop: Texts that end a generation.
             stop_ids: Tokens that end a generation; ``None`` means the model's own.
 
         Returns:
-            A run. Nothing is computed before it is iterated over.
+            A run: iterate over it for results as they finish. Nothing is computed before.
         """
         if isinstance(prompts, (str, Request)):
             msg = f"generate() was given one prompt, {prompts!r:.60}; give a list of prompts"
             raise KVPolicyError(msg)
-        if not isinstance(prompts, Iterable):
+        if not isinstance(prompts, abc.Iterable):
             msg = f"prompts were given as {prompts!r:.60}; give a list of prompts"
             raise KVPolicyError(msg)
         prompts = list(prompts)
-        drawing = samplings_of(sampling, len(prompts))
+        samplings = samplings_of(sampling, len(prompts))
         requests = [
             prompt
             if isinstance(prompt, Request)
-            else Request(prompt, max_new_tokens, how, stop, stop_ids)
-            for prompt, how in zip(prompts, drawing, strict=True)
+            else Request(prompt, max_new_tokens, one, stop, stop_ids)
+            for prompt, one in zip(prompts, samplings, strict=True)
         ]
         return Run(self, requests)
 
-    def stream(self, prompt: str | Sequence[int] | Request, **options: Any) -> Stream:
-        """Continue one prompt; iterate over the answer for its text, piece by piece.
+    def stream(self, prompt: str | abc.Sequence[int] | Request, **options: Any) -> "Stream":
+        """Continue one prompt; iterate over the stream for its text, piece by piece.
 
         Args:
-            prompt: Text, token ids, or a whole request.
+            prompt: Text, token ids, or a request.
             options: As for `generate`.
         """
         return Stream(self.generate([prompt], **options))
+
+    @torch.no_grad()
+    def step(self, run: "Run") -> None:
+        """One step of the loop: schedule, prefill, decode, compact, finish."""
+        batch, forward = run.batch, self.adapter.forward
+        run.finish_cancelled()
+        while groups := run.schedule():
+            for group in groups:
+                with run.prefill_time(group):
+                    batch.admit(group)
+                    while (chunk := batch.begin_prefill_chunk()) is not None:
+                        batch.finish_prefill_chunk(*forward(chunk), run.append_tokens)
+                        batch.compact()
+            run.finish_ended()
+        if batch.active:
+            with run.decode_time():
+                batch.finish_decode(*forward(batch.begin_decode()), run.append_tokens)
+                batch.compact()
+                run.finish_ended()
+
+    def new_batch(self, num_slots: int, longest: int) -> RunningBatch:
+        """An empty batch for so many sequences of at most ``longest`` tokens."""
+        return RunningBatch(
+            self.adapter,
+            self.plan,
+            self.stacks,
+            self.errors,
+            tokenizer=self.tokenizer,
+            chunk=self.chunk,
+            num_slots=num_slots,
+            longest=longest,
+        )
+
+
+class Run:
+    """Requests being served; iterate over it for their results as they finish.
+
+    Attributes:
+        engine: Serves them.
+        requests: The requests, in order of arrival.
+        tokenizer: The engine's.
+        batch: The sequences in their slots, with their cache.
+    """
+
+    def __init__(
+        self, engine: Engine, requests: abc.Sequence[Request], sampler: Sampler = sample_next
+    ) -> None:
+        """Validate and enqueue requests; `Engine.generate` is the usual way to make a run.
+
+        Args:
+            engine: Serves them.
+            requests: The requests.
+            sampler: Chooses the next tokens; another one can force sequences along given
+                tokens, to measure the model there.
+        """
+        self.engine = engine
+        self.requests = tuple(requests)
+        self.tokenizer = engine.tokenizer
+        self._sampler = engine.adapter.processes.sampler(sampler)
+        self._waiting: dict[int, Sequence] = {}  # in order of arrival
+        self._cancelled: set[int] = set()
+        self._new_tokens: list[tuple[int, int]] = []
+        self._results: list[Result] = []
+        self._report = RunReport()
+        self._broken_by: BaseException | None = None
+        self._started: float | None = None
+        for number, request in enumerate(requests):
+            self._validate_and_enqueue(number, request)
+        longest = max((seq.max_len for seq in self._waiting.values()), default=1)
+        num_slots = min(engine.num_slots, max(len(self._waiting), 1))
+        self.batch = engine.new_batch(num_slots, longest)
+
+    def __iter__(self) -> abc.Iterator[Result]:
+        """Yield results as requests finish, in no particular order.
+
+        Raises:
+            HookError: A policy has failed, and the engine raises errors. The run is over then:
+                results that were ready before are still yielded if it is iterated over again,
+                followed by a `KVPolicyError`.
+        """
+        while not self.done:
+            if not self._results:
+                self._step()
+            # One at a time: the rest is kept if the caller stops iterating and comes back.
+            while self._results:
+                yield self._results.pop(0)
+
+    @property
+    def done(self) -> bool:
+        """Whether every request has its result, and every result was yielded."""
+        return not (self.batch.active or self._waiting or self._results)
+
+    @property
+    def cache(self) -> KVCache:
+        """The KV cache: what each slot holds, and in how many bytes."""
+        return self.batch.cache
+
+    @property
+    def report(self) -> RunReport:
+        """What the run has cost so far."""
+        return attrs.evolve(
+            self._report,
+            peak_kv_bytes=self.batch.cache.peak_bytes,
+            num_processes=self.engine.adapter.processes.num_processes,
+            compactions=self.batch.compactor.num_compactions,
+            **attrs.asdict(self.batch.timings),
+        )
+
+    def results(self) -> list[Result]:
+        """Serve all remaining requests; results in the order of the prompts."""
+        return sorted(self, key=lambda result: result.id)
+
+    def cancel(self, request_id: int) -> None:
+        """End a request before its next token; no effect if it has ended already.
+
+        Raises:
+            KVPolicyError: If the run has no such request.
+        """
+        if request_id not in range(len(self.requests)):
+            msg = (
+                f"there is no request {request_id!r} to cancel; the run has "
+                f"{len(self.requests)}, counted from 0"
+            )
+            raise KVPolicyError(msg)
+        self._cancelled.add(request_id)
+
+    def step(self) -> Events:
+        """Do one step; return its tokens and all results that were not returned before.
+
+        Raises:
+            HookError: As for iterating.
+        """
+        self._step()
+        events = Events(self._new_tokens, self._results)
+        self._results = []
+        return events
+
+    def _step(self) -> None:
+        if self._broken_by is not None:
+            msg = (
+                f"this run ended in the middle of a step with {type(self._broken_by).__name__} "
+                "and cannot go on; start another with engine.generate()"
+            )
+            raise KVPolicyError(msg) from self._broken_by
+        start = time.perf_counter()
+        self._started = start if self._started is None else self._started
+        self._new_tokens = []
+        try:
+            self.engine.step(self)
+        except BaseException as error:
+            # Also if interrupted: some layers may have stored tokens that others have not.
+            self._broken_by = error
+            raise
+        self._report.elapsed_s = time.perf_counter() - self._started
+
+    # What `Engine.step` calls
+
+    def schedule(self) -> list[list[Sequence]]:
+        """Take the sequences to admit next from the queue, in groups that are prefilled together.
+
+        Empty if no slot is free, no request waits, or the policies wait.
+        """
+        batch, everybody = self.batch, list(self._waiting.values())
+        if not everybody or not batch.num_free:
+            return []
+        groups: list[list[int]] = []
+        with self.engine.errors.covering(everybody):
+            groups = self.engine.scheduling.schedule(
+                [seq.waiting for seq in everybody], batch.num_free, len(batch.active)
+            )
+        for seq in everybody:
+            if seq.error is not None:
+                self._finish(self._waiting.pop(seq.id))
+        return [[self._waiting.pop(number) for number in group] for group in groups]
+
+    def append_tokens(self, sequences: abc.Sequence[Sequence], logits: Tensor) -> None:
+        """Sample the next token of each sequence."""
+        for seq, token in zip(sequences, self._sampler(sequences, logits), strict=True):
+            seq.append(token)
+            self._new_tokens.append((seq.id, token))
+        self._report.new_tokens += len(sequences)
+
+    def finish_cancelled(self) -> None:
+        """End the requests that were cancelled since the last step."""
+        if not self._cancelled:
+            return
+        for number in sorted(self._cancelled & self._waiting.keys()):
+            self._finish(self._waiting.pop(number), "cancelled")
+        for seq in self.batch.active:
+            if seq.id in self._cancelled:
+                seq.finish_reason = "cancelled"
+        self._cancelled.clear()
+        self.finish_ended()
+
+    def finish_ended(self) -> None:
+        """Release the slots of sequences that have ended, and emit their results."""
+        for seq in self.batch.release():
+            self._finish(seq)
+
+    @contextmanager
+    def prefill_time(self, group: abc.Sequence[Sequence]) -> abc.Iterator[None]:
+        """Count the seconds of a block as prefill of a group."""
+        start = time.perf_counter()
+        yield
+        elapsed = time.perf_counter() - start
+        for seq in group:
+            seq.prefill_s = elapsed
+        self._report.prompt_tokens += sum(len(seq.prompt) for seq in group)
+        self._report.prefill_s += elapsed
+
+    @contextmanager
+    def decode_time(self) -> abc.Iterator[None]:
+        """Count the seconds of a block as decode."""
+        start = time.perf_counter()
+        with self.batch.timings.decoding():
+            yield
+        self._report.decode_s += time.perf_counter() - start
+
+    # Arrival and results
+
+    def _validate_and_enqueue(self, number: int, request: Request) -> None:
+        adapter = self.engine.adapter
+        try:
+            prompt = encode(request.prompt, self.tokenizer, adapter.vocab_size)
+            if len(prompt) >= adapter.max_positions:
+                msg = (
+                    f"the prompt has {len(prompt)} tokens; the model has positions for "
+                    f"{adapter.max_positions}, the generation included"
+                )
+                raise RequestError(msg)
+            if request.stop and self.tokenizer is None:
+                msg = "stop strings need a tokenizer, and the engine has none; use stop_ids"
+                raise RequestError(msg)
+        except RequestError as error:
+            self._emit(Result(number, finish_reason="error", error=str(error)))
+            return
+        stop_ids = adapter.stop_ids if request.stop_ids is None else request.stop_ids
+        max_new_tokens = min(request.max_new_tokens, adapter.max_positions - len(prompt))
+        self._waiting[number] = Sequence(
+            number, request, prompt, max_new_tokens, frozenset(stop_ids), self.tokenizer
+        )
+
+    def _finish(self, seq: Sequence, reason: FinishReason | None = None) -> None:
+        seq.finish_reason = reason or seq.finish_reason
+        self._emit(seq.result())
+
+    def _emit(self, result: Result) -> None:
+        self._results.append(result)
+        self._report.num_requests += 1
+        self._report.num_errors += result.finish_reason == "error"
+
+
+class Stream:
+    """The pieces of one generation: text, or token ids if the engine has no tokenizer.
+
+    Attributes:
+        result: The result; ``None`` until the generation ends.
+    """
+
+    def __init__(self, run: Run) -> None:
+        self.result: Result | None = None
+        self._run = run
+
+    @property
+    def report(self) -> RunReport:
+        """What the generation has cost so far."""
+        return self._run.report
+
+    def cancel(self) -> None:
+        """End the generation before its next token."""
+        self._run.cancel(0)
+
+    def __iter__(self) -> abc.Iterator[Any]:
+        """Yield what each token adds; the pieces together are the text of the result."""
+        pieces = TextPieces(self._run.tokenizer, self._run.requests[0].stop)
+        while self.result is None:
+            events = self._run.step()
+            self.result = next(iter(events.results), None)
+            tokens = [token for _, token in events.tokens]
+            if self._run.tokenizer is None:
+                yield from tokens
+            else:
+                text = "" if self.result is None else self.result.text or ""
+                piece = pieces.add(tokens) if self.result is None else pieces.rest_of(text)
+                if piece:
+                    yield piece

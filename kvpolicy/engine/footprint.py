@@ -6,10 +6,10 @@ import attrs
 import torch
 from transformers import PreTrainedModel
 
-from kvpolicy.cache.slab import Cache, LayerCache, LayerShape, Slab
+from kvpolicy.cache.slab import KVCache, LayerCache, LayerShape, Slab
 from kvpolicy.engine.isolation import ErrorScope
 from kvpolicy.engine.observer import Observer
-from kvpolicy.hooks.timing import Clock
+from kvpolicy.hooks.timing import PolicyTimings
 from kvpolicy.model.adapter import ModelAdapter
 from kvpolicy.plan.plan import Plan
 from kvpolicy.plan.resolved import LayerPlan, ResolvedPlan
@@ -157,7 +157,7 @@ def _shared_bytes(plan: ResolvedPlan, adapter: ModelAdapter) -> int:
     stacks = plan.stacks()
     policies = [policy for stack in stacks for policy in stack.policies]
     registers = RegisterFile(policies, 1, _META)
-    empty = Cache([], [], num_slots=1)
-    observer = Observer(plan.layers, stacks, registers, None, Clock(), ErrorScope("raise"))
+    empty = KVCache([], [], num_slots=1)
+    observer = Observer(plan.layers, stacks, registers, None, PolicyTimings(), ErrorScope("raise"))
     observer.attach(empty, adapter.hidden_size, adapter.model.dtype, _META)
     return sum(tensor.nbytes for tensor in [*registers.all, *empty.slot_tensors])

@@ -1,56 +1,56 @@
-"""Whom a hook call is about, and what becomes of them if it fails.
+"""Error isolation: which sequences a failing hook call affects.
 
-A hook is asked about one or several sequences at once. If a policy raises, or answers wrongly,
-there is no answer for these sequences; what the others hold is untouched.
+A hook is called for one or several sequences at once. If a policy raises, or its answer breaks
+the contract, these sequences have no answer; the others are not affected.
 """
 
-from collections.abc import Iterator, Sequence
+from collections import abc
 from contextlib import contextmanager
 from typing import Literal
 
 import torch
 
-from kvpolicy.engine.sequence import LiveSequence
+from kvpolicy.engine.sequence import Sequence
 from kvpolicy.errors import HookError, KVPolicyError
 
 OnHookError = Literal["raise", "answer"]
 
-# A policy may meet these without being to blame: not a sequence, but the device is in trouble.
+# Errors of the device or the machine, for which no policy is to blame.
 _FATAL = (MemoryError, torch.OutOfMemoryError, torch.AcceleratorError)
 
 
 class ErrorScope:
-    """Knows whom the hook call under way is about.
+    """The sequences of the hook call under way.
 
     Attributes:
-        on_hook_error: ``"raise"`` passes a `HookError` on. ``"answer"`` answers the requests
-            that the failing call was about with the error.
-        sequences: Whom the call under way is about; nobody outside of hook calls.
+        on_hook_error: ``"raise"`` raises a `HookError`. ``"answer"`` ends the requests of the
+            failing call with the error.
+        sequences: The sequences of the hook call under way; empty outside of hook calls.
     """
 
     def __init__(self, on_hook_error: OnHookError) -> None:
         if on_hook_error not in ("raise", "answer"):
             msg = (
-                f"the engine was given on_hook_error={on_hook_error!r}; 'raise' or 'answer' "
-                "is wanted"
+                f"the engine was given on_hook_error={on_hook_error!r}; expected 'raise' or "
+                "'answer'"
             )
             raise KVPolicyError(msg)
         self.on_hook_error = on_hook_error
-        self.sequences: Sequence[LiveSequence] = ()
+        self.sequences: abc.Sequence[Sequence] = ()
 
     @contextmanager
-    def about(self, sequences: Sequence[LiveSequence]) -> Iterator[None]:
-        """Ask policies about some sequences in a block, which is left where a hook fails.
+    def covering(self, sequences: abc.Sequence[Sequence]) -> abc.Iterator[None]:
+        """Call hooks for some sequences in a block, which ends where a hook fails.
 
-        What a policy raises as a `KVPolicyError` of its own, for want of a tokenizer for
-        example, is no failed hook: it concerns the run, and passes.
+        A policy may raise a `KVPolicyError` of its own, for lack of a tokenizer for example:
+        it concerns the whole run and is always raised.
 
         Args:
-            sequences: Whom the hook calls of the block are about.
+            sequences: The sequences of the hook calls in the block.
 
         Raises:
-            HookError: A hook has failed and errors are raised; or there was no memory left, or
-                the device failed, which is no reason to end these sequences and no others.
+            HookError: A hook has failed, and errors are raised; or memory ran out or the device
+                failed, which concerns the whole run.
         """
         before, self.sequences = self.sequences, sequences
         try:
@@ -58,7 +58,7 @@ class ErrorScope:
         except HookError as error:
             if self.on_hook_error == "raise" or isinstance(error.__cause__, _FATAL):
                 raise
-            for sequence in sequences:
-                sequence.fail(str(error))
+            for seq in sequences:
+                seq.fail(str(error))
         finally:
             self.sequences = before

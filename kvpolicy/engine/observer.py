@@ -1,57 +1,58 @@
-"""Shows policies the tokens of each sequence, many at a time.
+"""Calls `observe`: shows policies the tokens of each sequence, many at a time.
 
-Prompts are shown as they come in. In decode, hidden states are written in place into a slab
-of as many rows as the smallest buffer, and shown when it is full or something is about to be
-compacted: no policy runs in a decode step that does neither.
+Prompts are shown chunk by chunk. In decode, hidden states are collected in a tensor with as many
+rows as the smallest buffer, and shown when it is full or before a compaction: a decode step that
+does neither calls no policy.
 """
 
-from collections.abc import Sequence
+from collections import abc
 from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from kvpolicy.cache.slab import Cache
+from kvpolicy.cache.slab import KVCache
 from kvpolicy.engine.isolation import ErrorScope
-from kvpolicy.engine.sequence import LiveSequence
+from kvpolicy.engine.sequence import Sequence
 from kvpolicy.hooks.stack import Stack
-from kvpolicy.hooks.timing import Clock
+from kvpolicy.hooks.timing import PolicyTimings
 from kvpolicy.plan.resolved import LayerPlan
 from kvpolicy.state import Memory, RegisterFile
 
 
 class Observer:
-    """Keeps what was not shown yet, and shows it.
+    """Collects what was not observed yet, and calls `observe`.
 
     Attributes:
+        stacks: The stacks that observe, each once.
         wants_states: Whether some policy reads hidden states.
     """
 
     def __init__(
         self,
-        layers: Sequence[LayerPlan],
-        stacks: Sequence[Stack],
+        layers: abc.Sequence[LayerPlan],
+        stacks: abc.Sequence[Stack],
         registers: RegisterFile,
         tokenizer: Any,
-        clock: Clock,
-        asking: ErrorScope | None = None,
+        timings: PolicyTimings,
+        errors: ErrorScope,
     ) -> None:
         pairs = zip(stacks, layers, strict=True)
-        watching = [pair for pair in pairs if pair[0].implements("observe")]
-        # Layers with the same stack share it, and it is shown everything once.
-        self._stacks = list(dict.fromkeys(stack for stack, _ in watching))
-        self._interval = min((layer.buffer for _, layer in watching), default=0)
+        observing = [pair for pair in pairs if pair[0].implements("observe")]
+        # Layers with the same policies share a stack, which is shown everything once.
+        self.stacks = list(dict.fromkeys(stack for stack, _ in observing))
+        self._interval = min((layer.buffer for _, layer in observing), default=0)
         self._registers = registers
         self._tokenizer = tokenizer
-        self._clock = clock
-        self._asking = asking or ErrorScope("raise")
-        self._cache: Cache
+        self._timings = timings
+        self._errors = errors
+        self._cache: KVCache
         self._states: Tensor | None = None
-        self.wants_states = any("hidden_states" in stack.observes for stack in self._stacks)
+        self.wants_states = any("hidden_states" in stack.observes for stack in self.stacks)
 
-    def attach(self, cache: Cache, hidden_size: int, dtype: torch.dtype, device: Any) -> None:
-        """Watch over the sequences of a cache, with room for the hidden states of its slots."""
+    def attach(self, cache: KVCache, hidden_size: int, dtype: torch.dtype, device: Any) -> None:
+        """Observe the sequences of a cache; allocates the hidden states of its slots."""
         self._cache = cache
         if self.wants_states:
             size = (cache.num_slots, self._interval, hidden_size)
@@ -59,69 +60,63 @@ class Observer:
             cache.slot_tensors.append(self._states)
 
     def show_prompt(
-        self, sequences: Sequence[LiveSequence], first: int, states: Tensor | None
+        self, sequences: abc.Sequence[Sequence], first: int, states: Tensor | None
     ) -> None:
         """Show a chunk of each prompt.
 
         Args:
-            sequences: Sequences just fed, in the order of their slots.
+            sequences: The sequences of the chunk, in the order of their slots.
             first: Slot of the first of them.
             states: Last hidden states of the chunk, ``[B, L, M]``, padded on the left.
         """
-        if not self._stacks:
+        if not self.stacks:
             return
-        for place, sequence in enumerate(sequences):
-            num_new = self._num_pending(sequence, first + place)
-            self._show(
-                sequence, first + place, None if states is None else states[place, -num_new:]
-            )
+        for row, seq in enumerate(sequences):
+            num_new = self._num_pending(seq, first + row)
+            self._show(seq, first + row, None if states is None else states[row, -num_new:])
 
-    def note(self, sequences: Sequence[LiveSequence], states: Tensor | None) -> None:
-        """Keep what a decode step has brought, and show what fills the slab.
+    def note(self, sequences: abc.Sequence[Sequence], states: Tensor | None) -> None:
+        """Collect the tokens of a decode step, and show those that fill the interval.
 
         Args:
             sequences: All active sequences, in the order of their slots.
             states: Last hidden states of their newest tokens, ``[B, M]``.
         """
-        if not self._stacks:
-            return
-        pending = [self._num_pending(sequence, slot) for slot, sequence in enumerate(sequences)]
+        pending = [self._num_pending(seq, slot) for slot, seq in enumerate(sequences)]
         if self._states is not None:
             assert states is not None
-            place = torch.tensor(pending, device=states.device) - 1
-            self._states[torch.arange(len(pending), device=states.device), place] = states
-        for slot, sequence in enumerate(sequences):
+            newest = torch.tensor(pending, device=states.device) - 1
+            self._states[torch.arange(len(pending), device=states.device), newest] = states
+        for slot, seq in enumerate(sequences):
             if pending[slot] >= self._interval:
-                self.flush(sequence, slot)
+                self.flush(seq, slot)
 
-    def flush(self, sequence: LiveSequence, slot: int) -> None:
-        """Show what was kept of a sequence."""
-        num_new = self._num_pending(sequence, slot) if self._stacks else 0
+    def flush(self, seq: Sequence, slot: int) -> None:
+        """Show all tokens of a sequence that were not shown yet."""
+        num_new = self._num_pending(seq, slot) if self.stacks else 0
         if num_new:
-            self._show(
-                sequence, slot, None if self._states is None else self._states[slot, :num_new]
-            )
+            self._show(seq, slot, None if self._states is None else self._states[slot, :num_new])
 
-    def _num_pending(self, sequence: LiveSequence, slot: int) -> int:
-        return int(self._cache.seq_len[slot]) - sequence.num_observed
+    def _num_pending(self, seq: Sequence, slot: int) -> int:
+        return int(self._cache.seq_len[slot]) - seq.num_observed
 
-    def _show(self, sequence: LiveSequence, slot: int, states: Tensor | None) -> None:
-        start, end = sequence.num_observed, int(self._cache.seq_len[slot])
-        token_ids = torch.tensor(sequence.token_ids(start, end))
-        sequence.num_observed = end
-        mine = self._registers.of_slots(slot, slot + 1)
+    def _show(self, seq: Sequence, slot: int, states: Tensor | None) -> None:
+        start, end = seq.num_observed, int(self._cache.seq_len[slot])
+        token_ids = torch.tensor(seq.token_ids(start, end))
+        seq.num_observed = end
+        own = self._registers.of_slots(slot, slot + 1)
         with (
-            self._asking.about([sequence]),
-            self._clock.time("observe_s", None if states is None else states.device),
-            nullcontext(mine) if states is None else mine.on(states.device) as registers,
+            self._errors.covering([seq]),
+            self._timings.time("observe_s", None if states is None else states.device),
+            nullcontext(own) if states is None else own.on(states.device) as registers,
         ):
-            for stack in self._stacks:
+            for stack in self.stacks:
                 stack.observe(
                     token_ids=token_ids,
                     hidden_states=states if "hidden_states" in stack.observes else None,
                     start=start,
-                    prompt_len=len(sequence.prompt),
+                    prompt_len=len(seq.prompt),
                     tokenizer=self._tokenizer,
                     registers=registers,
-                    memory=Memory([sequence.memory]),
+                    memory=Memory([seq.memory]),
                 )

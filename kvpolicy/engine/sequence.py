@@ -1,8 +1,8 @@
-"""One request while it is being served: its tokens, its slot, what it has cost so far."""
+"""One request while it is served: its tokens, the notes of policies, what it has cost so far."""
 
 import operator
 import time
-from collections.abc import Iterable, Sequence
+from collections import abc
 from typing import Any
 
 import attrs
@@ -13,13 +13,33 @@ from kvpolicy.engine.results import FinishReason, Result
 from kvpolicy.errors import RequestError, error_summary
 from kvpolicy.state import SequenceMemory, WaitingRequest
 
-# Tokens decoded beyond the length of the longest stop string, in case some decode to nothing.
+# Tokens decoded beyond the length of the longest stop string, as some decode to nothing.
 _STOP_MARGIN = 8
 
 
 @attrs.define(eq=False)
-class LiveSequence:
-    """A request with a valid prompt, from arrival to its result."""
+class Sequence:
+    """A request with a valid prompt, from arrival to its result.
+
+    Attributes:
+        id: Number of the request in its run.
+        request: The request.
+        prompt: Token ids of the prompt.
+        max_new_tokens: The most tokens to generate, within the model's positions.
+        stop_ids: Tokens that end the generation.
+        tokenizer: The engine's, if there is one.
+        tokens: Tokens generated so far.
+        memory: What policies remember of it.
+        num_observed: Tokens that policies were shown by `observe`.
+        compactions: Times at which at least one layer was compacted.
+        rows_evicted: Rows evicted, summed over layers and counted per KV head.
+        peak_rows: The most rows any layer held.
+        peak_bytes: Bytes of keys and values in its rows at most, summed over layers.
+        prefill_s: Seconds in the prefill of its group.
+        decode_from: Time of its first token.
+        finish_reason: Why it has ended; ``None`` while it is served.
+        error: What was wrong, if it has ended with an error.
+    """
 
     id: int
     request: Request
@@ -38,49 +58,50 @@ class LiveSequence:
     decode_from: float = 0.0
     finish_reason: FinishReason | None = None
     error: str | None = None
-    _cut: int | None = None
+    _text_end: int | None = None
     _generator: torch.Generator | None = None
 
     @property
     def generator(self) -> torch.Generator:
-        """Where its randomness comes from; made when it is served, for it takes kilobytes."""
+        """Random number generator of this sequence; made when first used, as it takes kilobytes."""
         if self._generator is None:
             self._generator = torch.Generator().manual_seed(self.request.sampling.seed)
         return self._generator
 
     @property
     def waiting(self) -> WaitingRequest:
-        """What `schedule` may know of it."""
+        """What `schedule` receives about it."""
         return WaitingRequest(self.id, len(self.prompt), self.max_new_tokens)
 
     @property
-    def longest(self) -> int:
-        """Tokens it may have in all."""
+    def max_len(self) -> int:
+        """The most tokens it may have, prompt and generation together."""
         return len(self.prompt) + self.max_new_tokens
 
     def token_ids(self, start: int, end: int) -> list[int]:
-        """The tokens at places ``[start, end)`` of the prompt and what was generated."""
-        from_prompt = len(self.prompt)
-        generated = self.tokens[max(start - from_prompt, 0) : max(end - from_prompt, 0)]
+        """The tokens at positions ``[start, end)``, of the prompt and the generation."""
+        num_prompt = len(self.prompt)
+        generated = self.tokens[max(start - num_prompt, 0) : max(end - num_prompt, 0)]
         return [*self.prompt[start:end], *generated]
 
-    def take(self, token: int) -> None:
-        """Add a generated token, and see whether it ends the generation."""
+    def append(self, token: int) -> None:
+        """Add a generated token, and check whether it ends the generation."""
         if not self.tokens:
             self.decode_from = time.perf_counter()
         self.tokens.append(token)
-        if token in self.stop_ids or self._meets_stop_string():
+        stops = token in self.stop_ids or (self.request.stop and self._has_stop_string())
+        if stops:
             self.finish_reason = "stop"
         elif len(self.tokens) >= self.max_new_tokens:
             self.finish_reason = "length"
 
     def fail(self, error: str) -> None:
-        """End it, because a policy has failed for it; what has ended already stays as it is."""
+        """End it with an error; no effect if it has ended already."""
         if self.finish_reason is None:
             self.finish_reason, self.error = "error", error
 
-    def _meets_stop_string(self) -> bool:
-        if not self.request.stop or self.tokenizer is None:
+    def _has_stop_string(self) -> bool:
+        if self.tokenizer is None:
             return False
         tail = max(map(len, self.request.stop)) + _STOP_MARGIN
         recent = self.tokenizer.decode(self.tokens[-tail:], skip_special_tokens=True)
@@ -88,19 +109,19 @@ class LiveSequence:
             return False
         text = self.text()
         assert text is not None
-        found = [text.find(stop) for stop in self.request.stop]
-        self._cut = min((place for place in found if place >= 0), default=None)
-        return self._cut is not None
+        starts = [text.find(stop) for stop in self.request.stop]
+        self._text_end = min((start for start in starts if start >= 0), default=None)
+        return self._text_end is not None
 
     def text(self) -> str | None:
-        """The text generated so far, without special tokens, cut before a stop string."""
+        """The text generated so far, without special tokens, up to a stop string."""
         if self.tokenizer is None:
             return None
         text: str = self.tokenizer.decode(self.tokens, skip_special_tokens=True)
-        return text[: self._cut]
+        return text[: self._text_end]
 
     def result(self) -> Result:
-        """How it ended."""
+        """The result of a sequence that has ended."""
         assert self.finish_reason is not None
         return Result(
             id=self.id,
@@ -118,28 +139,28 @@ class LiveSequence:
         )
 
 
-def encode(prompt: str | Sequence[int], tokenizer: Any, vocab_size: int) -> tuple[int, ...]:
+def encode(prompt: str | abc.Sequence[int], tokenizer: Any, vocab_size: int) -> tuple[int, ...]:
     """The token ids of a prompt.
 
     Raises:
-        RequestError: If it is empty, is text without a tokenizer, or is no token id.
+        RequestError: If it is empty, is text and there is no tokenizer, or has no valid token ids.
     """
     if isinstance(prompt, str):
         if tokenizer is None:
             msg = "the prompt is text, but the engine has no tokenizer; give token ids"
             raise RequestError(msg)
         ids = tuple(_tokens_of(prompt, tokenizer))
-    elif isinstance(prompt, Iterable) and not isinstance(prompt, bytes):
+    elif isinstance(prompt, abc.Iterable) and not isinstance(prompt, bytes):
         ids = tuple(_token_id(token) for token in prompt)
     else:
-        msg = f"the prompt is {prompt!r:.60}; text or a list of token ids is wanted"
+        msg = f"the prompt is {prompt!r:.60}; expected text or a list of token ids"
         raise RequestError(msg)
     if not ids:
         msg = "the prompt is empty; at least one token is needed"
         raise RequestError(msg)
     outside = [token for token in ids if not 0 <= token < vocab_size]
     if outside:
-        msg = f"the prompt holds token id {outside[0]}; the model knows 0 to {vocab_size - 1}"
+        msg = f"the prompt holds token id {outside[0]}; expected 0 to {vocab_size - 1}"
         raise RequestError(msg)
     return ids
 
@@ -149,12 +170,15 @@ def _tokens_of(text: str, tokenizer: Any) -> list[int]:
         text.encode()
     except UnicodeEncodeError as error:
         letter = text[error.start].encode("unicode_escape").decode()
-        msg = f"the prompt holds {letter} at letter {error.start}, which is no text; give UTF-8"
+        msg = (
+            f"the prompt holds {letter} at character {error.start}, which is not valid text; "
+            "give UTF-8"
+        )
         raise RequestError(msg) from error
     try:
         return list(tokenizer(text)["input_ids"])
     except Exception as error:
-        msg = f"the tokenizer cannot take the prompt: {error_summary(error)}; give token ids"
+        msg = f"the tokenizer cannot encode the prompt: {error_summary(error)}; give token ids"
         raise RequestError(msg) from error
 
 
@@ -162,5 +186,5 @@ def _token_id(token: object) -> int:
     try:
         return operator.index(token)  # type: ignore[arg-type]
     except TypeError:
-        msg = f"the prompt holds {token!r:.60}; text or whole token ids are wanted"
+        msg = f"the prompt holds {token!r:.60}; expected text or integer token ids"
         raise RequestError(msg) from None

@@ -1,86 +1,47 @@
-"""One generation, piece by piece."""
+"""Text of a generation, piece by piece."""
 
-from collections.abc import Iterator, Sequence
+from collections import abc
 from typing import Any
 
-from kvpolicy.engine.results import Result, RunReport
-from kvpolicy.engine.run import Run
-
-# What a tokenizer shows for a character whose bytes are not all there yet.
-_UNFINISHED = "\ufffd"
+# What a tokenizer decodes a character to whose bytes are incomplete.
+_INCOMPLETE = "\ufffd"
 
 
-class Stream:
-    """The pieces of one generation: text, or token ids if the engine has no tokenizer.
-
-    Attributes:
-        result: How it ended; ``None`` until then.
-    """
-
-    def __init__(self, run: Run) -> None:
-        self.result: Result | None = None
-        self._run = run
-
-    @property
-    def report(self) -> RunReport:
-        """What the generation has cost so far."""
-        return self._run.report
-
-    def cancel(self) -> None:
-        """End the generation before its next token."""
-        self._run.cancel(0)
-
-    def __iter__(self) -> Iterator[Any]:
-        """Yield what each token adds; the pieces together are the text of the result."""
-        pieces = Pieces(self._run.tokenizer, self._run.requests[0].stop)
-        while self.result is None:
-            events = self._run.step()
-            self.result = next(iter(events.results), None)
-            tokens = [token for _, token in events.tokens]
-            if self._run.tokenizer is None:
-                yield from tokens
-            else:
-                text = "" if self.result is None else self.result.text or ""
-                piece = pieces.add(tokens) if self.result is None else pieces.rest_of(text)
-                if piece:
-                    yield piece
-
-
-class Pieces:
+class TextPieces:
     """Turns tokens into text, holding back what a later token may still change.
 
-    Decodes only the last few tokens: the tokenizer sees each token with those before it, as
-    some put spaces by context.
+    Decodes the last few tokens only, together with those before them: some tokenizers put spaces
+    by context.
     """
 
-    def __init__(self, tokenizer: Any, stop: Sequence[str]) -> None:
+    def __init__(self, tokenizer: Any, stop: abc.Sequence[str]) -> None:
         self._tokenizer = tokenizer
         self._stop = stop
         self._tokens: list[int] = []
-        self._context = 0  # where the context of the undecoded tokens begins
-        self._decoded = 0  # tokens whose text is known
+        self._context = 0  # index at which the context of the undecoded tokens begins
+        self._num_decoded = 0  # tokens whose text is known
         self._held = ""  # known text that may be the start of a stop string
-        self._sent = 0
+        self._num_sent = 0
 
-    def add(self, tokens: Sequence[int]) -> str:
-        """The text that these tokens settle."""
+    def add(self, tokens: abc.Sequence[int]) -> str:
+        """The text that is final with these tokens."""
         self._tokens.extend(tokens)
-        known = self._decode(self._tokens[self._context : self._decoded])
+        known = self._decode(self._tokens[self._context : self._num_decoded])
         text = self._decode(self._tokens[self._context :])
-        if text.endswith(_UNFINISHED):
+        if text.endswith(_INCOMPLETE):
             return ""
-        self._context, self._decoded = self._decoded, len(self._tokens)
+        self._context, self._num_decoded = self._num_decoded, len(self._tokens)
         self._held += text[len(known) :]
-        cut = len(self._held) - self._stop_prefix(self._held)
-        piece, self._held = self._held[:cut], self._held[cut:]
-        self._sent += len(piece)
+        end = len(self._held) - self._stop_prefix(self._held)
+        piece, self._held = self._held[:end], self._held[end:]
+        self._num_sent += len(piece)
         return piece
 
     def rest_of(self, text: str) -> str:
-        """What is missing of the final text."""
-        return text[self._sent :]
+        """The part of the final text that was not returned yet."""
+        return text[self._num_sent :]
 
-    def _decode(self, tokens: Sequence[int]) -> str:
+    def _decode(self, tokens: abc.Sequence[int]) -> str:
         text: str = self._tokenizer.decode(tokens, skip_special_tokens=True)
         return text
 

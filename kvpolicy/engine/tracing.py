@@ -9,8 +9,7 @@ A recording does not change the tokens, and a run that is not recorded does not 
 """
 
 import time
-from collections import deque
-from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
+from collections import abc, deque
 from contextlib import ExitStack, contextmanager
 from functools import partial, wraps
 from types import TracebackType
@@ -23,7 +22,7 @@ import torch
 from torch import Tensor
 
 from kvpolicy.engine.engine import Engine
-from kvpolicy.engine.sequence import LiveSequence
+from kvpolicy.engine.sequence import Sequence
 from kvpolicy.errors import KVPolicyError
 from kvpolicy.hooks.manager import HOOKS
 from kvpolicy.hooks.timing import wait_for
@@ -115,7 +114,7 @@ class HookCall:
     layer: int | None
     requests: tuple[int, ...]
     tokens: tuple[int, ...]
-    arguments: Mapping[str, object]
+    arguments: abc.Mapping[str, object]
     answered_by: str | None
     answer: object
     us: float
@@ -158,12 +157,12 @@ class Total:
 def recording(
     engine: Engine,
     *,
-    hooks: Collection[str] | None = None,
-    layers: Collection[int] | None = None,
+    hooks: abc.Collection[str] | None = None,
+    layers: abc.Collection[int] | None = None,
     kept: bool = False,
     last: int | None = None,
-    on_call: Callable[[HookCall], None] | None = None,
-) -> "Iterator[Trace]":
+    on_call: abc.Callable[[HookCall], None] | None = None,
+) -> "abc.Iterator[Trace]":
     """Record the hook calls of an engine's runs within a block.
 
     Args:
@@ -211,12 +210,12 @@ class Trace:
     def __init__(
         self,
         engine: Engine,
-        hooks: Collection[str],
-        layers: Collection[int] | None,
+        hooks: abc.Collection[str],
+        layers: abc.Collection[int] | None,
         *,
         kept: bool,
         last: int | None,
-        on_call: Callable[[HookCall], None] | None,
+        on_call: abc.Callable[[HookCall], None] | None,
     ) -> None:
         self.calls: deque[HookCall] = deque(maxlen=last)
         self.num_calls = 0
@@ -242,7 +241,7 @@ class Trace:
             totals.append(Total(hook, policy, len(us), total / 1e3, p50, p95, total / elapsed_us))
         return totals
 
-    def question(self, hook: str, arguments: dict[str, Any], ask: Callable[[], Any]) -> Any:
+    def question(self, hook: str, arguments: dict[str, Any], ask: abc.Callable[[], Any]) -> Any:
         """Call a hook and record it; called by the hook manager."""
         layer = arguments.get("layer_idx")
         if hook not in self._hooks or (self._layers is not None and layer not in self._layers):
@@ -266,9 +265,9 @@ class Trace:
             self._record(hook, arguments, timers, answer, us, error)
         return answer
 
-    def timed(self, impl: pluggy.HookImpl) -> Callable[..., Any]:
+    def timed(self, impl: pluggy.HookImpl) -> abc.Callable[..., Any]:
         """Wrap an implementation so that its calls are timed; called by the hook manager."""
-        function: Callable[..., Any] = impl.function
+        function: abc.Callable[..., Any] = impl.function
 
         def call(*arguments: Any, **others: Any) -> Any:
             timer = self._timer(impl)
@@ -276,7 +275,7 @@ class Trace:
                 timer.answer = function(*arguments, **others)
             return timer.answer
 
-        def call_wrapper(*arguments: Any, **others: Any) -> Generator[None, Any, Any]:
+        def call_wrapper(*arguments: Any, **others: Any) -> abc.Generator[None, Any, Any]:
             timer, generator = self._timer(impl), function(*arguments, **others)
             with timer:
                 next(generator)
@@ -309,12 +308,12 @@ class Trace:
         self,
         hook: str,
         arguments: dict[str, Any],
-        timers: Sequence["ImplTimer"],
+        timers: abc.Sequence["ImplTimer"],
         answer: object,
         us: float,
         error: str | None,
     ) -> None:
-        sequences = self._engine.asking.sequences
+        sequences = self._engine.errors.sequences
         named = {name for timer in timers for name in timer.impl.argnames}
         described = {name: describe(arguments[name]) for name in arguments if name in named}
         parts = tuple(timer.to_record() for timer in timers)
@@ -405,7 +404,7 @@ def describe(value: object) -> object:
 
 
 def evicted_rows(
-    positions: Tensor, keep: Tensor, sequences: Sequence[LiveSequence], tokenizer: Any
+    positions: Tensor, keep: Tensor, sequences: abc.Sequence[Sequence], tokenizer: Any
 ) -> tuple[EvictedRows, ...]:
     """The rows that an answer to `select` removes; heads with equal rows are in one record.
 
@@ -432,7 +431,7 @@ def evicted_rows(
     return tuple(found)
 
 
-def _ranges(rising: Sequence[int]) -> tuple[tuple[int, int], ...]:
+def _ranges(rising: abc.Sequence[int]) -> tuple[tuple[int, int], ...]:
     """First and last number of each range of consecutive numbers."""
     rows = np.asarray(rising, dtype=np.int64)
     ranges = np.split(rows, np.flatnonzero(np.diff(rows) > 1) + 1)

@@ -1,4 +1,4 @@
-"""kvpolicy for people who live in transformers: a cache for `generate`, and what stands on it.
+"""kvpolicy within transformers: a cache for `generate`, and what is built on it.
 
 * ``model.generate(..., past_key_values=PolicyCache(model, plan))``;
 * ``model.generate(..., custom_generate=kvpolicy.hf.generate, plan=plan)``;
@@ -6,7 +6,6 @@
 """
 
 from kvpolicy.hf.generate import PolicyPipeline, generate, pipeline
-from kvpolicy.hf.policy_cache import PolicyCache
-from kvpolicy.hf.report import CacheReport
+from kvpolicy.hf.policy_cache import CacheReport, PolicyCache
 
 __all__ = ["CacheReport", "PolicyCache", "PolicyPipeline", "generate", "pipeline"]

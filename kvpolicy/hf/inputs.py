@@ -1,7 +1,7 @@
-"""The columns of a padded batch: from what `generate` passes to the new tokens of each row.
+"""The inputs of `generate`: from the columns of a padded batch to the new tokens of each row.
 
-`generate` counts columns, pads included, and the engine counts tokens. A column that the
-attention mask leaves out is a pad in that row: it is never stored, and has no position.
+`generate` counts columns, pads included; the engine counts tokens. A column that is 0 in the
+attention mask is a pad in that row: it is never stored and has no position.
 """
 
 import numpy as np
@@ -20,8 +20,8 @@ class Columns:
     """The columns seen so far.
 
     Attributes:
-        count: How many, pads included.
-        num_tokens: How many of them hold a token, ``[B]``; ``[1]`` before the first.
+        count: Number of columns, pads included.
+        num_tokens: Columns of each row that hold a token, ``[B]``; ``[1]`` before the first.
     """
 
     def __init__(self) -> None:
@@ -38,30 +38,30 @@ class Columns:
             token_ids: The new columns, ``[B, L]``.
             attention_mask: 0 for pads, over all columns, ``[B, count + L]``; ``None`` if there
                 are none.
-            position_ids: Places of the tokens of the new columns, ``[B, L]`` or ``[1, L]``, if
-                known: compared with the places they will be given.
+            position_ids: Positions of the tokens of the new columns, ``[B, L]`` or ``[1, L]``,
+                if known: compared with the positions they will get.
 
         Raises:
-            CacheError: If they are no continuation of the columns before them.
+            CacheError: If they do not continue the columns before them.
         """
         num_rows, width = token_ids.shape
         mask = _mask(attention_mask, num_rows, self.count + width)
         self._check_old(mask[:, : self.count], num_rows, width)
         is_real = mask[:, self.count :]
         _check_new(is_real)
-        self._check_places(is_real, position_ids)
+        self._check_positions(is_real, position_ids)
         rows = token_ids.cpu().numpy()
         return [row[real].tolist() for row, real in zip(rows, is_real, strict=True)]
 
     def add(self, new: list[list[int]], width: int, attention_mask: Tensor | None) -> None:
-        """Count columns whose tokens, as told by `read`, have been taken over."""
+        """Count columns after their tokens, as returned by `read`, have been stored."""
         self.num_tokens = self.num_tokens + [len(tokens) for tokens in new]
         self.count += width
         if self._is_real is None or width > 1:
             self._is_real = _mask(attention_mask, len(new), self.count)
 
     def _check_old(self, mask: np.ndarray, num_rows: int, width: int) -> None:
-        """Whether the columns seen before are what they were; a single new one is trusted."""
+        """Check that earlier columns are unchanged; not checked for a single new column."""
         if self._is_real is None:
             return
         if num_rows != len(self._is_real):
@@ -70,7 +70,7 @@ class Columns:
                 f"{_CONTINUE}"
             )
             raise CacheError(msg)
-        # Columns of single tokens, as `generate` adds them, are never pads.
+        # Single columns, as `generate` adds them, are never pads.
         old = np.ones_like(mask)
         old[:, : self._is_real.shape[1]] = self._is_real
         if width > 1 and (old != mask).any():
@@ -82,7 +82,7 @@ class Columns:
             )
             raise CacheError(msg)
 
-    def _check_places(self, is_real: np.ndarray, position_ids: Tensor | None) -> None:
+    def _check_positions(self, is_real: np.ndarray, position_ids: Tensor | None) -> None:
         if position_ids is None or position_ids.dim() != 2:
             return
         given = np.broadcast_to(position_ids.cpu().numpy(), is_real.shape)
@@ -104,7 +104,7 @@ def _mask(attention_mask: Tensor | None, num_rows: int, width: int) -> np.ndarra
     if attention_mask.shape != (num_rows, width):
         msg = (
             f"a PolicyCache was given an attention mask of shape {list(attention_mask.shape)}; "
-            f"{[num_rows, width]} is wanted, one entry for each column seen so far and now; "
+            f"expected {[num_rows, width]}, one entry for each column so far; "
             f"{_CONTINUE}"
         )
         raise CacheError(msg)

@@ -1,48 +1,94 @@
-"""A cache for ``model.generate(past_key_values=...)``: the engine's slots, one for each row.
+"""`PolicyCache`: a cache for ``model.generate(past_key_values=...)``, kept within a plan.
 
-`generate` calls the model, not us. Before a forward, the cache works out which tokens are new,
-brings in all of a long prompt but its last chunk by forwards of its own, and lets the caller's
-forward do that last chunk, with the engine's attention and slabs. After it, the cache counts,
-observes and compacts. What is done is done by `RunningBatch`, as in a run of the engine.
+`generate` calls the model, not the engine. While a `PolicyCache` exists, the ``forward`` of its
+model looks at ``past_key_values``: a call with a `PolicyCache` is served by that cache, every other
+call by the model as before. To serve a call, the cache finds the new tokens of each row and brings
+them in with a `RunningBatch`, as the engine does.
 """
 
-from collections.abc import Generator, Iterator, Sequence
-from contextlib import closing, contextmanager, suppress
-from typing import Any
+import inspect
+import threading
+import weakref
+from collections.abc import Mapping, Sequence
+from functools import wraps
+from types import MethodType
+from typing import Any, NoReturn
 
+import attrs
 import torch
-from torch import Tensor, nn
-from transformers import PreTrainedModel
+from torch import Tensor
+from transformers import Cache, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from kvpolicy.engine.batch import RunningBatch
 from kvpolicy.engine.engine import DEFAULT_CHUNK, Engine
-from kvpolicy.engine.sequence import LiveSequence
-from kvpolicy.hf.hooks import attach
+from kvpolicy.engine.request import Request
+from kvpolicy.engine.sequence import Sequence as EngineSequence
+from kvpolicy.errors import CacheError
 from kvpolicy.hf.inputs import Columns
-from kvpolicy.hf.refusals import NoOtherCache, check_arguments, refuse
-from kvpolicy.hf.report import CacheReport
-from kvpolicy.hf.turns import turn_feeds
+from kvpolicy.model.adapter import ModelAdapter
 from kvpolicy.plan.plan import Plan
 
 # Slabs grow by so many rows at a time.
 GROWTH = 256
 
-# Yields what the model is to be called with, is sent its output, returns what the caller gets.
-Serving = Generator[dict[str, Any], CausalLMOutputWithPast, CausalLMOutputWithPast]
+# Arguments of a forward that a cache serves; others must be empty.
+_KNOWN = {
+    "attention_mask",
+    "cache_position",  # of older releases of transformers
+    "input_ids",
+    "logits_to_keep",
+    "past_key_values",
+    "position_ids",
+    "return_dict",
+    "tokenizer",  # for stop strings: generate passes it on to the model
+    "use_cache",
+}
 
 
-class PolicyCache(NoOtherCache):
+@attrs.frozen
+class CacheReport:
+    """What a cache holds and has cost since it was made or reset; valid at any moment.
+
+    Attributes:
+        tokens: Tokens each row of the batch has seen, without pads.
+        rows: The most rows any layer holds for each of them now.
+        peak_rows: The most rows any layer ever held for one of them.
+        peak_kv_bytes: Bytes of the cache at its largest, as in `RunReport`.
+        compactions: Compactions of one sequence in one layer.
+        rows_evicted: Rows evicted, summed over layers and sequences, counted per KV head.
+        policy_s: Seconds of policy work.
+    """
+
+    tokens: tuple[int, ...] = ()
+    rows: tuple[int, ...] = ()
+    peak_rows: int = 0
+    peak_kv_bytes: int = 0
+    compactions: int = 0
+    rows_evicted: int = 0
+    policy_s: float = 0.0
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data, ready for JSON."""
+        return attrs.asdict(self)
+
+
+def _refuse(reason: str) -> NoReturn:
+    msg = f"a PolicyCache {reason}"
+    raise CacheError(msg)
+
+
+class PolicyCache(Cache):
     """Keys and values of one batch, kept within a plan, for a model's own `generate`.
 
     Greedy tokens equal those of `Engine.generate` with the same plan. Rows may be padded on the
     left; pads are never stored. The same cache continues the same conversation: give it the
     whole text again, or the new tokens with the whole attention mask. `reset` makes it ready
-    for another. A row that has ended keeps receiving the pads that `generate` gives it, as
-    tokens; they take room in its own slot and touch no other row.
+    for another. A row that has ended still receives the pads that `generate` gives it, as
+    tokens; they take room in its own slot and do not affect other rows.
 
-    Policies for the order of admission (``schedule``) have no say: rows are fed as they come.
-    Beam search, assisted decoding and gradients are refused with a `CacheError`.
+    Policies of `schedule` are not asked: rows are served as they come. Beam search, assisted
+    decoding and gradients raise a `CacheError`.
     """
 
     def __init__(
@@ -54,67 +100,66 @@ class PolicyCache(NoOtherCache):
         max_length: int | None = None,
         chunk: int = DEFAULT_CHUNK,
     ) -> None:
-        """Bind a plan to a model, which is left as it is; slabs come with the first forward.
+        """Bind a plan to a model; slabs are allocated by the first forward.
 
         Args:
             model: A decoder-only transformers model.
-            plan: What each layer does with its cache.
+            plan: The plan.
             tokenizer: Its tokenizer, for policies that read text.
-            max_length: Tokens for which to make room at once. Without it, and beyond it, slabs
-                grow as they are needed, `GROWTH` rows at a time, up to budget and buffer.
+            max_length: Tokens for which to allocate slabs at once. Without it, and beyond it,
+                slabs grow as needed, `GROWTH` rows at a time, up to budget and buffer.
             chunk: The most prompt tokens of one row in one forward.
 
         Raises:
             ModelError: If the engine cannot run the model.
             PlanError: If the plan does not fit the model.
-            CacheError: If the plan is to store pads.
+            CacheError: If the plan stores pads.
         """
-        super().__init__()
+        super().__init__(layers=[])
         if max_length is not None and (not isinstance(max_length, int) or max_length < 1):
-            refuse(f"was given max_length={max_length!r}; a number of tokens is wanted")
-        self._engine = Engine(model, tokenizer, plan, chunk=chunk)
+            _refuse(f"was given max_length={max_length!r}; expected a number of tokens")
+        # The hooks of the model run around each call of it: once, and not again in the engine.
+        adapter = ModelAdapter(model, run_own_hooks=False)
+        self._engine = Engine(adapter, tokenizer, plan, chunk=chunk)
         if self._engine.plan.padding != "none":
-            refuse('stores no pads; run plans with padding = "stored" in an Engine')
+            _refuse('stores no pads; run plans with padding = "stored" in an Engine')
         self._max_length = max_length
-        self._under_way: Serving | None = None
         self.reset()
-        attach(self, model)
+        _attach(self, model)
 
     def reset(self) -> None:
         """Forget everything, and be ready for another prompt."""
-        self.abandon()
         self._is_whole = True
         self._columns = Columns()
         self._longest = self._max_length or 0
-        self._slots: RunningBatch | None = None
+        self.batch: RunningBatch | None = None
 
     @property
     def report(self) -> CacheReport:
         """What the cache holds and has cost so far."""
-        slots = self._slots
-        if slots is None:
+        batch = self.batch
+        if batch is None:
             return CacheReport()
-        for slot, served in enumerate(slots.active):
-            slots.compactor.note_peak(served, slot)
+        for slot, seq in enumerate(batch.active):
+            batch.compactor.note_peak(seq, slot)
         rows = {
-            served.id: int(slots.cache.rows[:, slot].max())
-            for slot, served in enumerate(slots.active)
+            seq.id: int(batch.cache.rows[:, slot].max()) for slot, seq in enumerate(batch.active)
         }
         return CacheReport(
             tokens=tuple(self._columns.num_tokens.tolist()),
             rows=tuple(rows[row] for row in range(len(rows))),
-            peak_rows=max(served.peak_rows for served in slots.active),
-            peak_kv_bytes=slots.cache.peak_bytes,
-            compactions=slots.compactor.num_compactions,
-            rows_evicted=sum(served.rows_evicted for served in slots.active),
-            policy_s=slots.clock.policy_s,
+            peak_rows=max(seq.peak_rows for seq in batch.active),
+            peak_kv_bytes=batch.cache.peak_bytes,
+            compactions=batch.compactor.num_compactions,
+            rows_evicted=sum(seq.rows_evicted for seq in batch.active),
+            policy_s=batch.timings.policy_s,
         )
 
     def check_prompt(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> None:
-        """Make sure that a prompt continues what the cache has seen.
+        """Check that a prompt continues the tokens that the cache has seen.
 
-        `generate` shows a cache only the columns after those it has seen, so that a longer
-        prompt that begins otherwise would pass for a second turn.
+        `generate` passes only the columns after those, so a longer prompt that begins with other
+        tokens would otherwise be taken for a second turn.
 
         Args:
             input_ids: The whole prompt, ``[B, columns]``.
@@ -125,107 +170,209 @@ class PolicyCache(NoOtherCache):
         """
         mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
         if mask.shape != input_ids.shape:
-            refuse("is checked against a whole prompt and its mask; give both, of one shape")
-        for served in self._slots.active if self._slots else ():
-            seen = [*served.prompt, *served.tokens]
-            given = input_ids[served.id][mask[served.id] != 0].tolist()
+            _refuse("is checked against a whole prompt and its mask; give both, of one shape")
+        for seq in self.batch.active if self.batch else ():
+            seen = [*seq.prompt, *seq.tokens]
+            given = input_ids[seq.id][mask[seq.id] != 0].tolist()
             if len(given) <= len(seen) or given[: len(seen)] != seen:
-                refuse(
-                    f"that has seen {len(seen)} tokens in row {served.id} was given a prompt that "
+                _refuse(
+                    f"that has seen {len(seen)} tokens in row {seq.id} was given a prompt that "
                     "does not begin with them and go on; call reset() first"
                 )
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Columns seen, pads included: by this `generate` tells old columns from new ones."""
+        """Columns seen, pads included: `generate` passes the columns after these."""
         return self._columns.count
 
-    # One forward, as the hooks see it
+    def serve(self, model: PreTrainedModel, given: Mapping[str, Any]) -> CausalLMOutputWithPast:
+        """Serve one forward of the model.
 
-    def begin(self, module: nn.Module, given: dict[str, Any]) -> dict[str, Any]:
-        """Prepare a forward of the model; what it is to be called with instead."""
-        if module is not self._engine.adapter.model:
-            refuse("was made for another model; make one for each")
+        Args:
+            model: The model that was called.
+            given: Arguments of the call, by name.
+
+        Returns:
+            Logits after the newest token of each row, ``[B, 1, V]``.
+
+        Raises:
+            CacheError: If a cache cannot serve such a forward.
+            HookError: If a policy fails.
+        """
+        if model is not self._engine.adapter.model:
+            _refuse("was made for another model; make one for each")
         if not self._is_whole:
-            refuse("lost its place: a forward did not end; call reset() and start again")
-        check_arguments(given)
+            _refuse("is incomplete: a forward did not end; call reset() and start again")
+        _check_arguments(given)
         token_ids, mask = given["input_ids"], given.get("attention_mask")
         new = self._columns.read(token_ids, mask, given.get("position_ids"))
-        slots = self._drop_oldest_if_full(new)
-        self._is_whole = False
-        under_way = self._serve(slots, new)
-        with _as_in_the_engine():
-            arguments = next(under_way)
+        # Slabs and the notes of policies outlive the caller's inference mode.
+        with torch.inference_mode(False), torch.no_grad():
+            batch = self._batch_for(new)
+            self._is_whole = False
+            logits = self._logits(batch, new)
         self._columns.add(new, token_ids.shape[1], mask)
-        self._under_way = under_way
-        return arguments
+        self._is_whole = True
+        stacked = torch.stack([logits[row] for row in range(len(new))])[:, None]
+        return CausalLMOutputWithPast(logits=stacked, past_key_values=self)
 
-    def end(self, output: CausalLMOutputWithPast | None) -> CausalLMOutputWithPast | None:
-        """Finish the forward under way; ``None`` for an output means that it raised."""
-        under_way = self._under_way
-        if under_way is None or output is None:
-            self.abandon()
-            return None
-        self._under_way = None
-        try:
-            with _as_in_the_engine():
-                under_way.send(output)
-        except StopIteration as done:
-            self._is_whole = True
-            return done.value
-        msg = "a forward was to be the last, and another came"
-        raise AssertionError(msg)
-
-    def abandon(self) -> None:
-        """Give up the forward under way, if any, and give the model back its attention."""
-        if self._under_way is not None:
-            self._under_way.close()
-            self._under_way = None
-
-    def _drop_oldest_if_full(self, new: list[list[int]]) -> RunningBatch:
-        """Slabs that can take the new tokens, and one more."""
+    def _batch_for(self, new: list[list[int]]) -> RunningBatch:
+        """A batch whose slabs can take the new tokens, and one more."""
         needed = int(max(self._columns.num_tokens + [len(tokens) for tokens in new]))
         most = self._engine.adapter.max_positions
         if needed > most:
-            refuse(
+            _refuse(
                 f"was given {needed} tokens; the model has positions for {most}: generate with "
                 f"max_length={most}"
             )
-        with _as_in_the_engine():
-            if needed >= self._longest:
-                rounded = (needed // GROWTH + 1) * GROWTH
-                self._longest = max(needed + 1, min(rounded, most + 1))
-                if self._slots is not None:
-                    self._slots.reserve(self._longest)
-            if self._slots is None:
-                self._slots = RunningBatch(self._engine, len(new), self._longest)
-        return self._slots
+        if needed >= self._longest:
+            rounded = (needed // GROWTH + 1) * GROWTH
+            self._longest = max(needed + 1, min(rounded, most + 1))
+            if self.batch is not None:
+                self.batch.grow(self._longest)
+        if self.batch is None:
+            self.batch = self._engine.new_batch(len(new), self._longest)
+        return self.batch
 
-    def _serve(self, slots: RunningBatch, new: list[list[int]]) -> Serving:
-        """Run all forwards but the last; yields what to call the model with for that one."""
-        adapter = self._engine.adapter
+    def _logits(self, batch: RunningBatch, new: list[list[int]]) -> dict[int, Tensor]:
+        """Bring in new tokens: a prompt, one more token of each row, or another turn.
+
+        Returns:
+            The logits after the newest token of each row, ``[V]``.
+        """
+        forward = self._engine.adapter.forward
         logits: dict[int, Tensor] = {}
 
-        def take(sequences: Sequence[LiveSequence], newest: Tensor) -> None:
-            logits.update(zip((served.id for served in sequences), newest, strict=True))
+        def note(sequences: Sequence[EngineSequence], newest: Tensor) -> None:
+            logits.update(zip((seq.id for seq in sequences), newest, strict=True))
 
-        with closing(turn_feeds(slots, new, take)) as feeds:
-            feed = next(feeds)
-            while int(feed.step.lengths.sum()) < slots.num_unfed:
-                feed = feeds.send(
-                    adapter.forward(feed.token_ids, feed.step, wants_states=slots.wants_states)
-                )
-            with adapter.running(feed.token_ids, feed.step, slots.wants_states) as forward:
-                output = yield forward.arguments
-            assert output.logits is not None
-            with suppress(StopIteration):
-                feeds.send((output.logits[:, -1], forward.last_states))
-        output.logits = torch.stack([logits[row] for row in range(len(new))])[:, None]
-        output.past_key_values = self
-        return output
+        if not batch.active:
+            # `generate` samples the tokens and ends the rows.
+            batch.admit(
+                [
+                    EngineSequence(row, Request(tokens), tuple(tokens), 0, frozenset())
+                    for row, tokens in enumerate(new)
+                ]
+            )
+        elif all(len(tokens) == 1 for tokens in new):
+            for seq in batch.active:
+                seq.tokens.append(*new[seq.id])
+            batch.finish_decode(*forward(batch.begin_decode()), note)
+            batch.compact()
+        else:
+            for seq in batch.active:
+                # All that came before a turn is its prompt: policies that are asked when the
+                # prompt is in are asked again.
+                seq.prompt = (*seq.prompt, *seq.tokens, *new[seq.id])
+                seq.tokens = []
+        while (chunk := batch.begin_prefill_chunk()) is not None:
+            batch.finish_prefill_chunk(*forward(chunk), note)
+            batch.compact()
+        return logits
+
+    # Methods of other caches that this one refuses
+
+    def _other_model(self, *_: Any, **__: Any) -> NoReturn:
+        _refuse("was given to a model that it was not made for; make one for each model")
+
+    update = get_mask_sizes = get_query_offset = early_initialization = _other_model
+
+    def reorder_cache(self, *_: Any, **__: Any) -> NoReturn:
+        """Refused: rows that one beam has evicted cannot be given to another."""
+        _refuse("does no beam search yet; leave out num_beams")
+
+    def batch_repeat_interleave(self, *_: Any, **__: Any) -> NoReturn:
+        """Refused: slots are allocated once."""
+        _refuse("does no contrastive search yet, or whatever copies rows; use greedy or sampling")
+
+    batch_select_indices = batch_repeat_interleave
+
+    def crop(self, *_: Any, **__: Any) -> NoReturn:
+        """Refused: rows that were evicted for tokens that are taken back do not return."""
+        _refuse(
+            "cannot take back tokens, as assisted decoding does; leave out assistant_model and "
+            "prompt_lookup_num_tokens"
+        )
+
+    activate_past_recording = crop
+
+    def __len__(self) -> int:
+        return 0
+
+    @property
+    def is_compileable(self) -> bool:
+        """Never: shapes change with the rows held."""
+        return False
+
+    @property
+    def is_croppable(self) -> bool:
+        """Never."""
+        return False
 
 
-@contextmanager
-def _as_in_the_engine() -> Iterator[None]:
-    """Slabs and what policies remember outlive the caller's inference mode, and need no graph."""
-    with torch.inference_mode(False), torch.no_grad():
-        yield
+def _check_arguments(given: Mapping[str, Any]) -> None:
+    """Check that a cache can serve a forward; raises `CacheError` if not."""
+    if given.get("input_ids") is None:
+        _refuse("was given no input_ids; policies need token ids, not embeddings")
+    if given.get("use_cache") is False:
+        _refuse("was given use_cache=False; leave it out")
+    if isinstance(given.get("logits_to_keep"), Tensor) or given.get("logits_to_keep", 0) > 1:
+        _refuse("gives the logits of the newest token only, and assisted decoding asks for more")
+    if torch.is_grad_enabled():
+        _refuse("computes no gradients; call the model under torch.no_grad(), as generate does")
+    unknown = [
+        name
+        for name, value in given.items()
+        if name not in _KNOWN and value is not None and value is not False
+    ]
+    if unknown:
+        _refuse(f"was given {min(unknown)} for a forward, which it does not support; leave it out")
+
+
+# The forward of a model that has caches
+
+_NUM_CACHES, _REPLACED = "_kvpolicy_num_caches", "_kvpolicy_replaced_forward"
+_attaching = threading.RLock()
+
+
+def _attach(cache: PolicyCache, model: PreTrainedModel) -> None:
+    """Have a model serve forwards with a `PolicyCache` for as long as one of its caches lives."""
+    attributes = vars(model)
+    with _attaching:
+        if not attributes.get(_NUM_CACHES):
+            if "forward" in attributes:  # replaced on the instance already, as by accelerate
+                attributes[_REPLACED] = attributes["forward"]
+            attributes["forward"] = MethodType(_dispatching(type(model)), model)
+        attributes[_NUM_CACHES] = attributes.get(_NUM_CACHES, 0) + 1
+    weakref.finalize(cache, _detach, model)
+
+
+def _detach(model: PreTrainedModel) -> None:
+    attributes = vars(model)
+    with _attaching:
+        attributes[_NUM_CACHES] -= 1
+        current = attributes.get("forward")
+        # If another library has replaced it since, ours stays below and passes every call on.
+        if attributes[_NUM_CACHES] or not hasattr(getattr(current, "__func__", None), "kvpolicy"):
+            return
+        del attributes["forward"], attributes[_NUM_CACHES]
+        if _REPLACED in attributes:
+            attributes["forward"] = attributes.pop(_REPLACED)
+
+
+def _dispatching(model_class: type[PreTrainedModel]) -> Any:
+    """A forward that calls the `PolicyCache` it is given, and otherwise the model's own."""
+    names = list(inspect.signature(model_class.forward).parameters)[1:]
+
+    @wraps(model_class.forward)
+    def forward(self: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
+        given = dict(zip(names, args, strict=False)) | kwargs
+        cache = given.get("past_key_values")
+        if isinstance(cache, PolicyCache):
+            return cache.serve(self, given)
+        replaced = vars(self).get(_REPLACED)
+        if replaced is not None:
+            return replaced(*args, **kwargs)
+        return model_class.forward(self, *args, **kwargs)
+
+    forward.kvpolicy = True  # type: ignore[attr-defined]
+    return forward

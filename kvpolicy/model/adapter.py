@@ -1,27 +1,26 @@
-"""The seam to transformers: all that depends on its releases, 5.2 to 5.23.
+"""The adapter to transformers: everything that depends on its releases, 5.2 to 5.23.
 
-A model runs unmodified. It is told to call our attention function, gets our cache as
-``past_key_values``, and logical ``position_ids``. What differs between 5.2 and 5.23:
+The engine does not call a model but its twin, which shares all parameters and calls our attention
+function (see `kvpolicy.model.twin`). It gets our cache as ``past_key_values`` and the positions
+of the tokens as ``position_ids``. What differs between 5.2 and 5.23:
 
 * models call ``Cache.update(k, v, layer_idx, cache_kwargs)``, later without the last argument;
 * models make ``cache_position`` from ``get_seq_length()`` and build masks with it, later not;
   either way they build no mask for an attention function without a mask function of its name.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from functools import partial
+from collections.abc import Callable, Collection, Sequence
+from pathlib import Path
 from typing import Any
 
+import attrs
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, PreTrainedModel
+from transformers import AttentionInterface, Cache, PreTrainedModel
 
 from kvpolicy.cache.layout import StepLayout
-from kvpolicy.cache.slab import LayerShape, Rotate
+from kvpolicy.cache.slab import KVCache, LayerShape, Rotate, Slab
 from kvpolicy.errors import ModelError
-from kvpolicy.hooks.stack import Stack
-from kvpolicy.hooks.timing import Clock
 from kvpolicy.model.attention import attention_function
 from kvpolicy.model.config import (
     check_runs,
@@ -30,13 +29,34 @@ from kvpolicy.model.config import (
     sliding_windows,
     stop_ids,
 )
-from kvpolicy.model.forward import Forward, SlabCache
-from kvpolicy.model.peers import SINGLE, TensorParallelGroup
 from kvpolicy.model.rope import Rotation
-from kvpolicy.model.tensor_parallel import holders_of_heads, peers_of
-from kvpolicy.state import Registers
+from kvpolicy.model.tensor_parallel import SingleProcess, processes_of
+from kvpolicy.model.twin import Copies, Twin
 
 ATTENTION = "kvpolicy"
+
+# Steers a layer: layer index and the states entering it, [B, M] -> a change to add, or None.
+Steer = Callable[[int, Tensor], Tensor | None]
+
+
+@attrs.define(eq=False)
+class ForwardInput:
+    """What one forward of the model is called with.
+
+    Attributes:
+        token_ids: New tokens of the slots that the step serves, ``[B, L]``, int64, padded on
+            the left.
+        step: Where their rows go; `ModelAdapter.forward` commits it.
+        steer: Changes the states entering the layers named in `ModelAdapter.add_hooks`.
+        wants_states: Whether the last hidden states are wanted.
+        states: Hidden states after the final norm, ``[B, L, M]``, after the forward.
+    """
+
+    token_ids: Tensor
+    step: StepLayout
+    steer: Steer | None = None
+    wants_states: bool = False
+    states: Tensor | None = None
 
 
 class ModelAdapter:
@@ -44,91 +64,109 @@ class ModelAdapter:
 
     Attributes:
         num_layers: Decoder layers.
-        vocab_size: Token ids run from 0 to below this.
+        vocab_size: Token ids are below this.
         max_positions: Tokens a sequence may have, prompt and generation together.
-        stop_ids: Tokens that end a generation, by the model's own configuration.
+        stop_ids: Tokens that end a generation, from the model's own configuration.
         hidden_size: Size of the hidden state, ``M``.
-        peers: The processes that hold the model together.
+        processes: The processes that hold the model.
     """
 
-    peers: TensorParallelGroup = SINGLE
+    processes: SingleProcess = SingleProcess()
 
-    def __init__(self, model: PreTrainedModel) -> None:
-        """Look at a model; raises `ModelError` if the engine cannot run it."""
+    def __init__(self, model: PreTrainedModel, *, run_own_hooks: bool = True) -> None:
+        """Inspect a model, which is left as it is.
+
+        Args:
+            model: The model.
+            run_own_hooks: Whether `forward` runs the hooks of the model itself; those of its
+                submodules always run. Not wanted within a call of the model, which runs them.
+
+        Raises:
+            ModelError: If the engine cannot run the model.
+        """
+        if model is None or isinstance(model, (str, Path, tuple)):
+            msg = (
+                f"the engine was given {model!r:.60} for a model; load it first: "
+                "model, tokenizer = load_model(NAME)"
+            )
+            raise ModelError(msg)
         self.model = model
         self._config = model.config.get_text_config(decoder=True)
         check_runs(model, self._config)
         AttentionInterface.register(ATTENTION, attention_function)
-        self._layers = decoder_layers(model)
         self._windows = sliding_windows(self._config)
         self.num_layers: int = self._config.num_hidden_layers
         self.vocab_size: int = self._config.vocab_size
         self.hidden_size: int = self._config.hidden_size
         self.max_positions: int = self._config.max_position_embeddings
         self.stop_ids = stop_ids(model)
-        self.peers = peers_of(model)
-        self._heads = holders_of_heads(model, self._config, self.peers)
+        self.processes = processes_of(model, self._config)
+        self._run_own_hooks = run_own_hooks
+        self._steered: frozenset[int] = frozenset()
+        self._reads_states = False
+        self._twin = Twin(model, ATTENTION, self._register)
+        decoder_layers(model)
+
+    def add_hooks(self, *, steered: Collection[int], states: bool) -> None:
+        """Say what forwards may ask for beyond logits.
+
+        Args:
+            steered: Layers whose input may be steered.
+            states: Whether the last hidden states may be wanted.
+        """
+        self._steered |= frozenset(steered)
+        self._reads_states |= states
+        self._twin = Twin(self.model, ATTENTION, self._register)
 
     def layer_shapes(self) -> list[LayerShape]:
-        """What each layer's keys and values look like, and on which device they live."""
-        devices = [next(layer.parameters()).device for layer in self._layers]
+        """Shape and device of each layer's keys and values."""
+        devices = [next(layer.parameters()).device for layer in decoder_layers(self.model)]
+        shards = self.processes.num_shards
         return [
-            layer_shape(self._config, self.model.dtype, device, window, self._heads)
+            layer_shape(self._config, self.model.dtype, device, window, shards)
             for device, window in zip(devices, self._windows, strict=True)
         ]
 
+    def new_cache(self, slabs: Sequence[Slab], num_slots: int) -> KVCache:
+        """An empty KV cache for this model."""
+        cache = KVCache(self.layer_shapes(), slabs, num_slots)
+        cache.row_bytes *= self.processes.num_shards
+        cache.rotate = self.rotation()
+        return cache
+
     def rotation(self) -> Rotate:
-        """What moves keys of a layer to other positions, as this model turns them."""
-        return Rotation(self)
+        """Moves keys of a layer to other positions, with this model's rotary embedding."""
+        return Rotation(self.model, self._keys_at, self.max_positions)
 
     @property
     def last_device(self) -> torch.device:
-        """Where the last layer's states live."""
-        return next(self._layers[-1].parameters()).device
+        """Device of the last layer's states."""
+        return next(decoder_layers(self.model)[-1].parameters()).device
 
-    def forward(
-        self, token_ids: Tensor, step: StepLayout, *, wants_states: bool = False
-    ) -> tuple[Tensor, Tensor | None]:
-        """Run the model over the new tokens of a step.
+    @torch.inference_mode()
+    def forward(self, given: ForwardInput) -> tuple[Tensor, Tensor | None]:
+        """Run the model over the new tokens of a step, and commit their rows.
 
         Args:
-            token_ids: ``[B, L]``, int64, padded on the left.
-            step: Where their rows go; counted when all layers have stored theirs.
-            wants_states: Whether the last hidden states are wanted.
+            given: Tokens, and where their rows go.
 
         Returns:
             Logits after the newest token of each sequence, ``[B, V]``, and, if wanted, the
             hidden states after the final norm, ``[B, L, M]``.
+
+        Raises:
+            ModelError: If the model does not use the cache or the attention function.
         """
-        with torch.inference_mode(), self.running(token_ids, step, wants_states) as forward:
-            output = self.model(**forward.arguments)
-        return output.logits[:, -1], forward.last_states
-
-    @contextmanager
-    def running(self, token_ids: Tensor, step: StepLayout, wants_states: bool) -> Iterator[Forward]:
-        """Have the model serve a step when it is called in the block, which it must be once.
-
-        Args:
-            token_ids: As for `forward`.
-            step: As for `forward`.
-            wants_states: As for `forward`.
-
-        Yields:
-            What to call the model with, and where its last states will be found.
-        """
+        twin, step, cache = self._twin.current(), given.step, StepCache(given.step)
         device = self.model.device
-        cache = SlabCache(step)
-        with attending(self.model.config), ExitStack() as block:
-            states = block.enter_context(_last_states(self.model)) if wants_states else []
-            arguments = {
-                "input_ids": token_ids.to(device),
-                "position_ids": torch.from_numpy(step.position_ids).to(device),
-                "past_key_values": cache,
-                "use_cache": True,
-                "logits_to_keep": 1,
-                "kvpolicy_step": step,
-            }
-            yield Forward(arguments, states)
+        output = (twin if self._run_own_hooks else twin.forward)(
+            input_ids=given.token_ids.to(device),
+            position_ids=torch.from_numpy(step.position_ids).to(device),
+            past_key_values=cache,
+            use_cache=True,
+            logits_to_keep=1,
+            kvpolicy_forward=given,
+        )
         done = len(cache.stored & step.attended)
         if done != self.num_layers:
             msg = (
@@ -137,68 +175,73 @@ class ModelAdapter:
             )
             raise ModelError(msg)
         step.commit()
+        return output.logits[:, -1], given.states
 
-    @contextmanager
-    def steered(
-        self,
-        stacks: Sequence[Stack],
-        token_ids: Tensor,
-        clock: Clock,
-        registers: Registers,
-        **arguments: Any,
-    ) -> Iterator[None]:
-        """Add what policies answer to `steer` to the states entering their layers.
+    def _register(self, copies: Copies) -> None:
+        """Register the hooks of a new twin; they read the forward under way from its arguments."""
+        if self._reads_states:
+            decoder = copies.hookable(self.model.get_decoder())
+            decoder.register_forward_hook(_receive_states, with_kwargs=True)
+        layers = decoder_layers(self.model)
+        for layer_idx in self._steered:
+            layer = copies.hookable(layers[layer_idx])
+            layer.register_forward_pre_hook(_steering_hook(layer_idx), with_kwargs=True)
 
-        Args:
-            stacks: Policies of each layer.
-            token_ids: Tokens of the decode step to come, ``[B]``.
-            clock: Where the seconds go.
-            registers: Numbers of the policies; given to them where the states are.
-            arguments: What else `Stack.steer` takes.
-        """
-        with ExitStack() as hooks:
-            for layer_idx, stack in enumerate(stacks):
-                if stack.is_steered(layer_idx):
-                    ask = partial(stack.steer, layer_idx, **arguments)
-                    hook = _steering_hook(ask, token_ids, registers, clock)
-                    handle = self._layers[layer_idx].register_forward_pre_hook(hook)
-                    hooks.callback(handle.remove)
-            yield
+    def _keys_at(self, position: int) -> list[Tensor]:
+        """Keys of every layer, in all heads, for one token that stands alone at a position."""
+        shapes = self.layer_shapes()
+        cache = KVCache(shapes, [Slab(1)] * len(shapes), 1)
+        cache.seq_len[0] = position
+        # Not the padding token: its state, and so its keys, may be zero.
+        token = torch.tensor([[1 if self._config.pad_token_id == 0 else 0]])
+        self.forward(ForwardInput(token, StepLayout(cache, 0, [1])))
+        return [self.processes.all_gather(layer.keys) for layer in cache.layers]
 
 
-def _steering_hook(
-    ask: Callable[..., Tensor | None], token_ids: Tensor, registers: Registers, clock: Clock
-) -> Any:
-    def steer(_: nn.Module, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
-        states = arguments[0]  # [B, 1, M]
-        with clock.time("steer_s", None), registers.on(states.device) as there:
-            change = ask(states[:, -1], token_ids.to(states.device), registers=there)
-        return arguments if change is None else (states + change[:, None], *arguments[1:])
+def _receive_states(_: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
+    """Note what the decoder passes to the head: ``[B, L, M]``, after the final norm."""
+    given: ForwardInput = kwargs["kvpolicy_forward"]
+    if given.wants_states:
+        given.states = output.last_hidden_state
+
+
+def _steering_hook(layer_idx: int) -> Any:
+    def steer(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        given: ForwardInput = kwargs["kvpolicy_forward"]
+        if given.steer is None:
+            return None
+        states = args[0]  # [B, 1, M]
+        change = given.steer(layer_idx, states[:, -1])
+        return None if change is None else ((states + change[:, None], *args[1:]), kwargs)
 
     return steer
 
 
-@contextmanager
-def _last_states(model: PreTrainedModel) -> Iterator[list[Tensor]]:
-    """Receive what the decoder gives to the head: ``[B, L, M]``, after the final norm."""
-    received: list[Tensor] = []
+class StepCache(Cache):
+    """The ``past_key_values`` of one forward: stores new rows in the slabs."""
 
-    def receive(_: nn.Module, arguments: tuple[Any, ...], output: Any) -> None:
-        received.append(output.last_hidden_state)
+    def __init__(self, step: StepLayout) -> None:
+        super().__init__(layers=[])
+        self._step = step
+        self.stored: set[int] = set()
 
-    handle = model.get_decoder().register_forward_hook(receive)
-    try:
-        yield received
-    finally:
-        handle.remove()
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Store the new rows of a layer; return all rows to attend to, ``[B, H_kv, T, D]``."""
+        self.stored.add(layer_idx)
+        shape = self._step.cache.layers[layer_idx].shape
+        expected = (shape.num_kv_heads, shape.head_dim)
+        for states in (key_states, value_states):
+            if states.shape[1::2] != expected:
+                heads, width = states.shape[1::2]
+                msg = (
+                    f"the model cannot be run: it stores {heads} heads of size {width} in layer "
+                    f"{layer_idx}; its configuration says {expected[0]} of size {expected[1]}"
+                )
+                raise ModelError(msg)
+        return self._step.store(layer_idx, key_states, value_states)
 
-
-@contextmanager
-def attending(config: Any) -> Iterator[None]:
-    """Have a model call our attention function for the length of a block, and no longer."""
-    before = config._attn_implementation
-    config._attn_implementation = ATTENTION
-    try:
-        yield
-    finally:
-        config._attn_implementation = before
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Tokens seen before this forward."""
+        return int(self._step.seq_len.max())

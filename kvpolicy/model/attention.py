@@ -1,15 +1,17 @@
-"""Attention over the slabs: the function that Hugging Face models call in every layer.
+"""Attention over the slabs: the attention function that the model calls in every layer.
 
-It sees queries after RoPE, stores nothing of its own, and leaves behind what policies asked
-for: the most recent queries, and the attention each row has received.
+Its queries are after RoPE. It records what policies read: the most recent queries, and the
+attention that each row has received.
 """
+
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from kvpolicy.cache.layout import LayerLayout, StepLayout
-from kvpolicy.cache.slab import ATTN_SUMS, LayerCache, LayerShape
+from kvpolicy.cache.slab import ATTN_SUMS, LayerCache
 from kvpolicy.cache.softmax import PLAIN, Softmax
 from kvpolicy.errors import ModelError
 from kvpolicy.model.config import hiding_window
@@ -27,21 +29,24 @@ def attend(
     """Attend from the new tokens of a step to all rows of their slots.
 
     Args:
-        step: The forward; it has stored the new rows of this layer already.
+        step: The layout of the forward; it has stored the new rows of this layer already.
         layer_idx: Decoder layer, counted from 0.
         queries: Queries after RoPE, ``[B, H_q, L, D]``.
-        keys: All rows that `StepLayout.store` gave for this layer, ``[B, H_kv, T, D]``.
-        values: The same of the values.
+        keys: What `StepLayout.store` returned for this layer, ``[B, H_kv, T, D]``.
+        values: Values of the same rows.
         scaling: Factor on the logits.
-        softmax: How the layer turns logits into weights.
+        softmax: The layer's softmax.
 
     Returns:
         Attention output, ``[B, H_q, L, D]``.
     """
-    layer, layout = step.cache.layers[layer_idx], step.layout(layer_idx)
+    layer, layout = step.cache.layers[layer_idx], step.layers[layer_idx]
     step.attended.add(layer_idx)
     layer.softmax = softmax
-    _remember(step, layer, queries, scaling)
+    if layer.window is not None:
+        # Any other scaling is folded into the queries that policies read.
+        factor = scaling * queries.shape[-1] ** 0.5
+        step.remember_queries(layer, queries if abs(factor - 1) < 1e-6 else queries * factor)
     if softmax.is_plain and ATTN_SUMS not in layer.tracks:
         return _fused(queries, keys, values, layout.mask, scaling)
     weights = softmax_weights(queries, keys, layout.mask, scaling, softmax)
@@ -54,11 +59,11 @@ def attend(
 def _fused(
     queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scaling: float
 ) -> Tensor:
-    """A plain softmax by torch's kernels, ``[B, H_q, L, D]``; no weights are to be had."""
+    """Attention with a plain softmax by torch's kernels, ``[B, H_q, L, D]``, without weights."""
     num_kv_heads = keys.shape[1]
     if queries.shape[2] == 1:
-        # The heads of a group stand in for a length: so the kernel reads a key once for all of
-        # them, and takes the mask as it is.
+        # The heads of a group take the place of the length: the kernel then reads a key once
+        # for all of them, and takes the mask as it is.
         grouped = queries.view(-1, num_kv_heads, queries.shape[1] // num_kv_heads, keys.shape[3])
         output = F.scaled_dot_product_attention(
             grouped, keys, values, attn_mask=mask, scale=scaling
@@ -85,7 +90,7 @@ def softmax_weights(
         keys: ``[B, H_kv, T, D]``.
         mask: Rows each query may see, bool, broadcastable to ``[B, H_kv, L, T]``.
         scaling: Factor on the logits.
-        softmax: How the layer turns logits into weights.
+        softmax: The layer's softmax.
     """
     num_kv_heads, length = keys.shape[1], queries.shape[2]
     grouped = queries.unflatten(1, (num_kv_heads, -1)).flatten(2, 3)  # [B, H_kv, G * L, D]
@@ -97,16 +102,8 @@ def softmax_weights(
     return softmax.weights(logits, None if mask is None else mask[:, :, None])
 
 
-def _remember(step: StepLayout, layer: LayerCache, queries: Tensor, scaling: float) -> None:
-    """Keep the newest queries for those who ask, with any unusual scaling folded in."""
-    if layer.window is None:
-        return
-    factor = scaling * queries.shape[-1] ** 0.5
-    step.remember_queries(layer, queries if abs(factor - 1) < 1e-6 else queries * factor)
-
-
 def _accumulate(layer: LayerCache, step: StepLayout, layout: LayerLayout, weights: Tensor) -> None:
-    """Add what each row received from the new queries; fp32, summed over the group."""
+    """Add the attention each row received from the new queries; fp32, summed over the group."""
     if step.has_pads:
         is_real = torch.from_numpy(step.is_real).to(weights.device)
         weights = weights * is_real[:, None, None, :, None]
@@ -117,6 +114,12 @@ def _accumulate(layer: LayerCache, step: StepLayout, layout: LayerLayout, weight
     layer.tracks[ATTN_SUMS][step.first : step.last, :, : received.shape[2]] += received
 
 
+class HasStep(Protocol):
+    """The forward under way, as `ModelAdapter.forward` passes it through the model."""
+
+    step: StepLayout
+
+
 def attention_function(
     module: nn.Module,
     query: Tensor,
@@ -124,54 +127,52 @@ def attention_function(
     value: Tensor,
     attention_mask: Tensor | None,
     scaling: float | None = None,
-    kvpolicy_step: StepLayout | None = None,
-    **kwargs: object,
+    kvpolicy_forward: HasStep | None = None,
+    **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Adapt `attend` to transformers' ``AttentionInterface``.
 
     Args:
-        module: The attention module; knows its ``layer_idx``.
+        module: The attention module, with its ``layer_idx``.
         query: ``[B, H_q, L, D]`` after RoPE.
         key: What the cache returned for this layer, ``[B, H_kv, T, D]``.
-        value: The same of the values.
-        attention_mask: Must be ``None``: the step knows which rows are real.
+        value: Values of the same rows.
+        attention_mask: Must be ``None``: the layout has the mask.
         scaling: Factor on the logits; default ``D ** -0.5``.
-        kvpolicy_step: The forward under way.
+        kvpolicy_forward: The forward under way.
         kwargs: What the model passes to every attention function; ``softcap``, ``s_aux`` and
-            ``sliding_window`` are heeded.
+            ``sliding_window`` are used.
 
     Returns:
         ``[B, L, H_q, D]`` and no weights.
 
     Raises:
-        ModelError: If the model wants attention that is not computed here.
+        ModelError: If the model needs attention that is not computed here.
     """
     layer_idx: int = module.layer_idx  # type: ignore[assignment]
     reason = None
-    if kvpolicy_step is None:
-        reason = "it keeps the arguments of a forward from its attention"
+    if kvpolicy_forward is None:
+        reason = "it does not pass the arguments of a forward to its attention"
     elif attention_mask is not None:
-        reason = "it masks its attention in a way of its own"
+        reason = "it masks its attention in its own way"
     else:
-        window = hiding_window(kwargs.get("sliding_window"), getattr(module, "config", None))  # type: ignore[arg-type]
-        shape = kvpolicy_step.cache.layers[layer_idx].shape
-        reason = _refusal(shape, layer_idx, key, window)
-    if kvpolicy_step is None or reason is not None:
+        step = kvpolicy_forward.step
+        shape = step.cache.layers[layer_idx].shape
+        window = kwargs.get("sliding_window")
+        if window is not None:
+            window = hiding_window(window, getattr(module, "config", None))
+        if key.shape[1] != shape.num_kv_heads:
+            reason = f"it attends with {key.shape[1]} key heads, more than it stores"
+        elif window != shape.sliding_window:
+            reason = (
+                f"its layer {layer_idx} attends to a window of {window}, "
+                f"its configuration says {shape.sliding_window}"
+            )
+    if reason is not None:
         msg = f"a model with {type(module).__name__} cannot be run: {reason}"
         raise ModelError(msg)
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
-    softmax = Softmax(kwargs.get("softcap"), kwargs.get("s_aux"))  # type: ignore[arg-type]
-    output = attend(kvpolicy_step, layer_idx, query, key, value, scaling, softmax)
+    softcap, sinks = kwargs.get("softcap"), kwargs.get("s_aux")
+    softmax = PLAIN if softcap is None and sinks is None else Softmax(softcap, sinks)
+    output = attend(step, layer_idx, query, key, value, scaling, softmax)
     return output.transpose(1, 2).contiguous(), None
-
-
-def _refusal(shape: LayerShape, layer_idx: int, key: Tensor, window: int | None) -> str | None:
-    """Why a layer's attention cannot be computed here, if it cannot."""
-    if key.shape[1] != shape.num_kv_heads:
-        return f"it attends with {key.shape[1]} key heads, more than it stores"
-    if window != shape.sliding_window:
-        return (
-            f"its layer {layer_idx} attends to a window of {window}, "
-            f"its configuration says {shape.sliding_window}"
-        )
-    return None

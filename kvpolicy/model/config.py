@@ -1,4 +1,4 @@
-"""What a model's configuration says of its layers, and which models cannot be run."""
+"""What a model's configuration says about its layers, and which models cannot be run."""
 
 from typing import Any
 
@@ -8,20 +8,19 @@ from transformers import PreTrainedModel
 
 from kvpolicy.cache.slab import LayerShape
 from kvpolicy.errors import ModelError
-from kvpolicy.model.peers import SINGLE, TensorParallelGroup
 
 _SLIDING = "sliding_attention"
 
 
 def check_runs(model: PreTrainedModel, config: Any) -> None:
-    """Look for what the engine cannot run.
+    """Check that the engine can run a model.
 
     Args:
         model: The model.
         config: The configuration of its decoder.
 
     Raises:
-        ModelError: With the reason.
+        ModelError: If it cannot, with the reason.
     """
     reason = None
     if getattr(model.config, "is_encoder_decoder", False):
@@ -31,7 +30,7 @@ def check_runs(model: PreTrainedModel, config: Any) -> None:
     elif getattr(config, "kv_lora_rank", None):
         reason = "its attention is multi-head latent, which keeps no keys and values per head"
     elif not isinstance(getattr(config, "max_position_embeddings", None), int):
-        reason = "its configuration does not say how many positions a sequence may have"
+        reason = "its configuration does not give the number of positions of a sequence"
     else:
         reason = _unknown_attention(config)
     if reason is not None:
@@ -40,15 +39,15 @@ def check_runs(model: PreTrainedModel, config: Any) -> None:
 
 
 def _unknown_attention(config: Any) -> str | None:
-    """Why layers of a model see something else than the tokens before them, if they do."""
+    """Why some layers see other tokens than those before them; ``None`` if none does."""
     kinds = set(getattr(config, "layer_types", None) or ()) - {"full_attention", _SLIDING}
     if kinds:
         return (
             f"it has {' and '.join(sorted(kinds))} layers; only full and sliding attention over "
-            "keys and values is run"
+            "keys and values is supported"
         )
     if getattr(config, "use_bidirectional_attention", None):
-        return "its tokens attend to later ones, too"
+        return "its tokens also attend to later tokens"
     return None
 
 
@@ -57,29 +56,29 @@ def layer_shape(
     dtype: torch.dtype,
     device: torch.device,
     sliding_window: int | None = None,
-    peers: TensorParallelGroup = SINGLE,
+    num_shards: int = 1,
 ) -> LayerShape:
-    """What the keys and values of a layer look like, by the model's configuration.
+    """Shape of the keys and values of a layer, from the model's configuration.
 
     Args:
         config: The configuration of its decoder.
         dtype: Precision of keys and values.
-        device: Where they live.
+        device: Device of keys and values.
         sliding_window: Tokens that a query sees; ``None`` for all.
-        peers: The processes that share its heads.
+        num_shards: Processes that share its heads.
     """
     num_heads: int = config.num_attention_heads
     num_kv_heads = getattr(config, "num_key_value_heads", None) or num_heads
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // num_heads
-    num_heads, num_kv_heads = num_heads // peers.size, num_kv_heads // peers.size
-    return LayerShape(num_heads, num_kv_heads, head_dim, dtype, device, sliding_window, peers)
+    num_heads, num_kv_heads = num_heads // num_shards, num_kv_heads // num_shards
+    return LayerShape(num_heads, num_kv_heads, head_dim, dtype, device, sliding_window)
 
 
 def sliding_windows(config: Any) -> list[int | None]:
     """Tokens that the queries of each layer see, their own included; ``None`` for all.
 
     Configurations without ``layer_types`` (Mistral, Phi-3, Starcoder2) pass their window to
-    every layer. A layer that asks its attention for anything else is refused when it does.
+    every layer. A layer that asks its attention function for another window is refused then.
     """
     num_layers: int = config.num_hidden_layers
     window = hiding_window(getattr(config, "sliding_window", None), config)
@@ -90,15 +89,15 @@ def sliding_windows(config: Any) -> list[int | None]:
 
 
 def hiding_window(window: int | None, config: Any) -> int | None:
-    """A window, if it hides anything from a sequence as long as the model has positions."""
-    if not window:  # most layers of most models, asked in every forward
+    """A window, or ``None`` if it hides nothing from the longest sequence of the model."""
+    if not window:
         return None
     most = getattr(config, "max_position_embeddings", None)
     return None if most is not None and window >= most else window
 
 
 def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
-    """The layers of a model's decoder; raises `ModelError` if it has no list of them."""
+    """The layers of a model's decoder; raises `ModelError` if it has no list of layers."""
     layers = getattr(model.get_decoder(), "layers", None)
     if not isinstance(layers, nn.ModuleList):
         msg = f"model {type(model).__name__} cannot be run: it has no list of decoder layers"
@@ -107,7 +106,7 @@ def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
 
 
 def stop_ids(model: PreTrainedModel) -> tuple[int, ...]:
-    """Tokens that end a generation, by the model's own configuration."""
+    """Tokens that end a generation, from the model's own configuration."""
     generation = getattr(model, "generation_config", None)
     ids = getattr(generation, "eos_token_id", None)
     ids = model.config.eos_token_id if ids is None else ids

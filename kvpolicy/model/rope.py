@@ -1,36 +1,45 @@
-"""Turning keys to other positions: RoPE depends on differences only, so a key can be moved.
+"""Moving keys to other positions by rotary position embedding (RoPE).
 
 A key stored after RoPE at position p, rotated by d, is the key of the same token at p + d. The
-rotation is the model's own: its rotary embedding gives the angles, its modelling file applies
-them, so that partial and interleaved embeddings are turned as the model turns them.
+rotation is the model's own: its rotary embedding gives the angles and its modelling file applies
+them, so partial and interleaved embeddings are rotated as in the model.
 """
 
 import inspect
 import sys
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
-from kvpolicy.cache.layout import StepLayout
-from kvpolicy.cache.slab import Cache, Slab
 from kvpolicy.errors import ModelError
 
-if TYPE_CHECKING:
-    from kvpolicy.model.adapter import ModelAdapter
-
-# Where a token stands when the rotation is tried, and how far it is moved.
-_STANDS, _MOVES = 3, 100
+# Position of the token with which a rotation is tested, and how far it is moved.
+_POSITION, _DISTANCE = 3, 100
 
 
 class Rotation:
-    """A model's own rotation of keys, tried on the model itself before it is used."""
+    """A model's own rotation of keys, tested on the model itself before it is used."""
 
-    def __init__(self, adapter: "ModelAdapter") -> None:
-        """Note the model; nothing is looked at before the first key is to be moved."""
-        self._adapter = adapter
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        keys_at: Callable[[int], list[Tensor]],
+        max_positions: int,
+    ) -> None:
+        """Note the model; it is inspected when the first key is moved.
+
+        Args:
+            model: The model.
+            keys_at: Keys of every layer for one token that stands alone at a position.
+            max_positions: Positions of the model.
+        """
+        self._model = model
+        self._keys_at = keys_at
+        self._max_positions = max_positions
         self._layers: list[Callable[[Tensor, Tensor], Tensor]] | None = None
 
     def __call__(self, layer_idx: int, keys: Tensor, by: Tensor) -> Tensor:
@@ -48,55 +57,43 @@ class Rotation:
             ModelError: If the model's keys cannot be moved.
         """
         if self._layers is None:
-            self._layers = self._tried_layers()
+            self._layers = self._find_layers()
         return self._layers[layer_idx](keys, by)
 
-    def _tried_layers(self) -> list[Callable[[Tensor, Tensor], Tensor]]:
-        """For each layer the first way of rotating that moves a real token as the model does.
+    def _find_layers(self) -> list[Callable[[Tensor, Tensor], Tensor]]:
+        """For each layer the first candidate that moves a real token as the model does.
 
-        A sequence of one token attends to itself only. Whatever its position, it enters every
-        layer with the same state, and its keys differ by the rotation alone.
+        A sequence of one token attends to itself only. At any position it enters every layer
+        with the same state, and its keys differ by the rotation alone.
         """
-        model = self._adapter.model
-        rotary = _rotary_embedding(model)
-        moves = min(_MOVES, self._adapter.max_positions - _STANDS - 1)
-        here, there = (self._keys_at(position) for position in (_STANDS, _STANDS + moves))
+        rotary = _rotary_embedding(self._model)
+        distance = min(_DISTANCE, self._max_positions - _POSITION - 1)
+        positions = (_POSITION, _POSITION + distance)
+        before, after = (self._keys_at(position) for position in positions)
         found = []
-        for layer_idx, (before, after) in enumerate(zip(here, there, strict=True)):
-            ways = _candidates(model, rotary, layer_idx)
-            way = next((way for way in ways if _is_right(way, before, after, moves)), None)
-            if way is None:
+        for layer_idx, keys in enumerate(zip(before, after, strict=True)):
+            candidates = _candidates(self._model, rotary, layer_idx)
+            rotate = next((one for one in candidates if _is_correct(one, *keys, distance)), None)
+            if rotate is None:
                 reason = f"those of layer {layer_idx} do not change as its rotary embedding says"
-                raise _refusal(model, reason)
-            found.append(way)
+                raise _refusal(self._model, reason)
+            found.append(rotate)
         return found
-
-    def _keys_at(self, position: int) -> list[Tensor]:
-        """Keys of every layer for one token that stands alone at a position."""
-        shapes = self._adapter.layer_shapes()
-        cache = Cache(shapes, [Slab(1)] * len(shapes), 1)
-        cache.seq_len[0] = position
-        # Not the padding, whose state may be zero, and so its keys.
-        padding = self._adapter.model.config.get_text_config(decoder=True).pad_token_id
-        token = torch.tensor([[1 if padding == 0 else 0]])
-        self._adapter.forward(token, StepLayout(cache, 0, [1]))
-        # All processes that hold the model are to find the same way.
-        return [layer.shape.peers.all_gather(layer.keys) for layer in cache.layers]
 
 
 def rotate_halves(layer_idx: int, keys: Tensor, by: Tensor, theta: float = 10_000.0) -> Tensor:
-    """Plain RoPE as Llama has it, for keys that belong to no model; see `Rotation.__call__`.
+    """Plain RoPE as in Llama, for keys without a model; see `Rotation.__call__`.
 
     Number i of the first half of a head is paired with number i of the second half; the last
-    number of an odd head is left alone.
+    number of an odd head is not rotated.
     """
     half = keys.shape[3] // 2
     frequencies = theta ** (-torch.arange(half, device=keys.device) / half)
     angles = by[..., None].float() * frequencies  # [B, H_kv, K, D / 2]
     first, second, rest = keys.float().split([half, half, keys.shape[3] - 2 * half], dim=3)
     cos, sin = angles.cos(), angles.sin()
-    turned = [first * cos - second * sin, second * cos + first * sin, rest]
-    return torch.cat(turned, dim=3).to(keys.dtype)
+    rotated = [first * cos - second * sin, second * cos + first * sin, rest]
+    return torch.cat(rotated, dim=3).to(keys.dtype)
 
 
 def _refusal(model: Any, reason: str) -> ModelError:
@@ -126,7 +123,7 @@ def _modelling_file(model: Any) -> Any:
 def _candidates(
     model: Any, rotary: Any, layer_idx: int
 ) -> Iterator[Callable[[Tensor, Tensor], Tensor]]:
-    """Ways in which models rotate: the whole head, its first numbers only, or not this layer."""
+    """How models rotate: the whole head, its first numbers only, or not in this layer."""
     kinds = getattr(model.config.get_text_config(decoder=True), "layer_types", None)
     takes_kind = "layer_type" in inspect.signature(type(rotary).forward).parameters
     options = {"layer_type": kinds[layer_idx]} if takes_kind and kinds else {}
@@ -144,16 +141,16 @@ def _rotate(
     keys: Tensor,
     by: Tensor,
 ) -> Tensor:
-    """Rotate in fp32: what is rounded to the dtype of the keys is the outcome only."""
+    """Rotate in fp32: only the result is rounded to the dtype of the keys."""
     with torch.inference_mode():
         flat = keys.float().flatten(0, 1)[:, None]  # [B * H_kv, 1, K, D]
         cos, sin = rotary(flat, by.flatten(0, 1), **options)  # [B * H_kv, K, R]
-        # Some embeddings scale attention by scaling both; a moved key is scaled already.
+        # Some embeddings scale attention through cos and sin; a stored key is scaled already.
         scale = _scale(rotary, options)
         width = cos.shape[-1] if is_partial else keys.shape[3]
-        turned, left = flat[..., :width], flat[..., width:]
-        _, turned = apply(turned, turned, cos / scale, sin / scale)
-        return torch.cat([turned, left], dim=-1)[:, 0].view(keys.shape).to(keys.dtype)
+        rotated, rest = flat[..., :width], flat[..., width:]
+        _, rotated = apply(rotated, rotated, cos / scale, sin / scale)
+        return torch.cat([rotated, rest], dim=-1)[:, 0].view(keys.shape).to(keys.dtype)
 
 
 def _scale(rotary: Any, options: dict[str, Any]) -> float:
@@ -163,17 +160,17 @@ def _scale(rotary: Any, options: dict[str, Any]) -> float:
     return float(getattr(rotary, name, 1.0))
 
 
-def _is_right(
-    way: Callable[[Tensor, Tensor], Tensor], before: Tensor, after: Tensor, moves: int
+def _is_correct(
+    rotate: Callable[[Tensor, Tensor], Tensor], before: Tensor, after: Tensor, distance: int
 ) -> bool:
-    """Whether a way of rotating moves the keys of a token as the model does."""
+    """Whether a candidate moves the keys of a token as the model does."""
     try:
-        moved = way(before, torch.full(before.shape[:3], moves, device=before.device))
+        moved = rotate(before, torch.full(before.shape[:3], distance, device=before.device))
     except (RuntimeError, TypeError, ValueError):
         return False  # not made for heads of this shape
     error, change = (float((keys.float() - after.float()).norm()) for keys in (moved, before))
     size = float(after.float().norm())
-    # Rounding, of angles in fp32 and of keys in their own dtype; and much less than the change
-    # itself, which in half precision drowns where few numbers are large.
+    # Rounding of angles in fp32 and of keys in their own dtype; and much less than the change
+    # itself, which in half precision is lost where few numbers are large.
     noise = max(8 * torch.finfo(after.dtype).eps, 1e-5) * size
     return size > 0 and error <= min(noise, change / 4)

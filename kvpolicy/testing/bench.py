@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from kvpolicy.cache.layout import StepLayout
-from kvpolicy.cache.slab import ATTN_SUMS, Cache, LayerShape
+from kvpolicy.cache.slab import ATTN_SUMS, KVCache, LayerShape
 from kvpolicy.engine.compaction import compact
 from kvpolicy.errors import BudgetError
 from kvpolicy.hooks.stack import Stack
-from kvpolicy.hooks.timing import Clock
+from kvpolicy.hooks.timing import PolicyTimings
 from kvpolicy.model.attention import attend
 from kvpolicy.model.rope import rotate_halves
 from kvpolicy.plan.spec import PolicySpec
@@ -145,7 +145,7 @@ class _Bench:
         shape = LayerShape(queries.shape[1], num_kv_heads, head_dim, keys.dtype, keys.device)
         slab = self.stack.slab(num_rows)
         slab = attrs.evolve(slab, window_size=min(slab.window_size, queries.shape[2]))
-        self.cache = Cache([shape], [slab], num_sequences)
+        self.cache = KVCache([shape], [slab], num_sequences)
         self.cache.rotate = rotate_halves  # keys of no model: taken for Llama's
         self.budget = budget
         self.prompt_len = num_rows if prompt_len is None else prompt_len
@@ -176,7 +176,7 @@ class _Bench:
             self.num_observed = int(self.cache.seq_len[0])
         if self.stack.bounded or self._is_due():
             budgets = [self.budget] * len(slots)
-            compact(self.cache, _LAYER, slots, self.stack, budgets, self.memories, Clock())
+            compact(self.cache, _LAYER, slots, self.stack, budgets, self.memories, PolicyTimings())
         num_rows = int(self.cache.rows[_LAYER, 0])
         return self.cache.layers[_LAYER].positions[:, :, :num_rows].clone()
 

@@ -6,7 +6,7 @@ import attrs
 import torch
 from torch import Tensor
 
-from kvpolicy.cache.slab import Cache
+from kvpolicy.cache.slab import KVCache
 from kvpolicy.testing.clauses import ConformanceError
 from kvpolicy.testing.watch import Kept
 
@@ -79,7 +79,7 @@ def _is_noise(came: Kept, expected: Kept) -> bool:
     return bool(((a - b).abs() <= _NOISE * largest).all())
 
 
-def check_cache(cache: Cache, active: Sequence[object]) -> None:
+def check_cache(cache: KVCache, active: Sequence[object]) -> None:
     """See that the slabs hold what they say, in order of position."""
     for layer_idx, layer in enumerate(cache.layers):
         for slot in range(len(active)):

@@ -4,8 +4,7 @@ Two layers of real attention over the engine's own slabs, with random weights. I
 transformers, so that a step takes a fraction of a millisecond and many can be checked.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection
 from functools import lru_cache, partial
 from types import SimpleNamespace
 from typing import Any
@@ -16,14 +15,10 @@ from tokenizers.models import BPE
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
-from kvpolicy.cache.layout import StepLayout
 from kvpolicy.cache.slab import LayerShape, Rotate
-from kvpolicy.hooks.stack import Stack
-from kvpolicy.hooks.timing import Clock
-from kvpolicy.model.adapter import ModelAdapter
+from kvpolicy.model.adapter import ForwardInput, ModelAdapter
 from kvpolicy.model.attention import attend
 from kvpolicy.model.rope import rotate_halves
-from kvpolicy.state import Registers
 
 #: What keys look like: of every length; equal for equal tokens; often zero; all alike; large.
 NUMBERS = ("plain", "equal", "zeros", "alike", "large")
@@ -73,7 +68,6 @@ class Toy(ModelAdapter):
         self._unembedding = normal(hidden_size, len(lively))
         self._colour(numbers)
         self._cast(dtype)
-        self._steer: dict[int, Callable[[Tensor], Tensor | None]] = {}
 
     def _colour(self, numbers: str) -> None:
         """Make keys difficult in one of the ways of `NUMBERS`."""
@@ -107,14 +101,17 @@ class Toy(ModelAdapter):
         """The CPU."""
         return self._device
 
-    def forward(
-        self, token_ids: Tensor, step: StepLayout, *, wants_states: bool = False
-    ) -> tuple[Tensor, Tensor | None]:
+    def add_hooks(self, *, steered: Collection[int], states: bool) -> None:
+        """Nothing to do: `forward` steers and returns states itself."""
+
+    def forward(self, given: ForwardInput) -> tuple[Tensor, Tensor | None]:
         """Run over the new tokens of a step, as `ModelAdapter.forward` does."""
-        states = self._embedding[token_ids] + self._places[torch.from_numpy(step.position_ids)]
+        step = given.step
+        places = self._places[torch.from_numpy(step.position_ids)]
+        states = self._embedding[given.token_ids] + places
         for layer_idx, (into, out) in enumerate(zip(self._into, self._out, strict=True)):
-            if layer_idx in self._steer:
-                change = self._steer[layer_idx](states[:, -1])
+            if given.steer is not None:
+                change = given.steer(layer_idx, states[:, -1])
                 states = states if change is None else states + change[:, None]
             heads = (states @ into).unflatten(2, (-1, self._shape.head_dim)).transpose(1, 2)
             queries, keys, values = heads.split(self._num_heads, dim=1)
@@ -123,33 +120,12 @@ class Toy(ModelAdapter):
             found = attend(step, layer_idx, queries, all_keys, all_values, scaling)
             states = states + found.transpose(1, 2).flatten(2) @ out
         step.commit()
-        states = states if wants_states else states[:, -1:]
+        states = states if given.wants_states else states[:, -1:]
         size = (states.float().square().mean(dim=-1, keepdim=True) + 1e-6).sqrt()
         states = (states / size).to(self._shape.dtype)
         logits = torch.full((len(states), self.vocab_size), -torch.inf, dtype=states.dtype)
         logits[:, self._lively] = states[:, -1] @ self._unembedding
-        return logits, states if wants_states else None
-
-    @contextmanager
-    def steered(
-        self,
-        stacks: Sequence[Stack],
-        token_ids: Tensor,
-        clock: Clock,
-        registers: Registers,
-        **arguments: Any,
-    ) -> Iterator[None]:
-        """Add what policies answer to `steer` to the states entering their layers."""
-        arguments |= {"token_ids": token_ids, "registers": registers}
-        self._steer = {
-            layer_idx: partial(stack.steer, layer_idx, **arguments)
-            for layer_idx, stack in enumerate(stacks)
-            if stack.is_steered(layer_idx)
-        }
-        try:
-            yield
-        finally:
-            self._steer = {}
+        return logits, states if given.wants_states else None
 
 
 @lru_cache(maxsize=1)

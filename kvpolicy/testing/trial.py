@@ -8,9 +8,9 @@ from typing import Any
 
 import attrs
 
+from kvpolicy.engine.engine import Run
 from kvpolicy.engine.request import Request
 from kvpolicy.engine.results import Result
-from kvpolicy.engine.run import Run
 from kvpolicy.testing.clauses import ConformanceError
 from kvpolicy.testing.maker import Maker
 from kvpolicy.testing.setup import Setup, World
@@ -183,7 +183,7 @@ class Trial:
         events = self._run.step()
         for result in events.results:
             self._note(result)
-        check_cache(self._run._slots.cache, self._run._slots.active)
+        check_cache(self._run.batch.cache, self._run.batch.active)
         if self._watch.chooses:
             self.checked.update(["budget", "order"])
         if self._run.done:

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from kvpolicy.cache.softmax import PLAIN, Softmax
 from kvpolicy.toolkit.ranking import RankTracks, score_in_rank_order
 
 Pooling = Literal["maxpool", "avgpool"]
@@ -22,42 +21,6 @@ def odd(instance: object, attribute: "attrs.Attribute[int]", value: int) -> None
     if value % 2 == 0:
         msg = f"'{attribute.name}' must be odd: {value}"
         raise ValueError(msg)
-
-
-def observed_weights(
-    queries: Tensor,
-    keys: Tensor,
-    positions: Tensor,
-    seq_len: Tensor,
-    *,
-    softmax: Softmax = PLAIN,
-    sliding_window: int | None = None,
-) -> Tensor:
-    """Softmax weights of the window's queries over the rows that each of them may see.
-
-    Args:
-        queries: Last ``W`` queries after RoPE, ``[B, H_q, W, D]``, oldest first.
-        keys: Keys after RoPE, ``[B, H_kv, T, D]``.
-        positions: Place of each row's token, ``[B, H_kv, T]``.
-        seq_len: Tokens each sequence has seen, ``[B]``.
-        softmax: How the layer turns logits into weights.
-        sliding_window: Tokens each query looks back on, its own included; ``None`` for all.
-
-    Returns:
-        ``[B, H_q, W, T]``, fp32; zeros for a query that may see none of the rows.
-    """
-    num = queries.shape[2]
-    asked_at = (
-        seq_len.to(positions.device)[:, None] - num + torch.arange(num, device=positions.device)
-    )  # [B, W]
-    asked = asked_at[:, None, None, :, None]
-    rows = positions[:, :, None, None, :]
-    visible = rows <= asked
-    if sliding_window is not None:
-        visible = visible & (rows > asked - sliding_window)
-    weights = softmax.weights(_logits(queries, keys), visible)
-    # A query all of whose rows have left weighs nothing; its softmax is NaN.
-    return weights.masked_fill(~visible, 0).flatten(1, 2)
 
 
 def window_importance(

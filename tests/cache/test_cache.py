@@ -10,7 +10,7 @@ from reference import SlabModel
 
 from kvpolicy.cache.layout import StepLayout
 from kvpolicy.cache.rows import LayerRows
-from kvpolicy.cache.slab import Cache, LayerShape, Slab
+from kvpolicy.cache.slab import KVCache, LayerShape, Slab
 
 NUM_SLOTS = 3
 HEADS, KV_HEADS, HEAD_DIM = 4, 2, 2
@@ -30,7 +30,7 @@ class CacheMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.cache = Cache(SHAPES, SLABS, NUM_SLOTS)
+        self.cache = KVCache(SHAPES, SLABS, NUM_SLOTS)
         self.models = [SlabModel(NUM_SLOTS, KV_HEADS) for _ in SLABS]
         self.queries: list[list[int]] = [[] for _ in range(NUM_SLOTS)]
         self.marks: dict[tuple[int, int, int], float] = {}  # slot, head, token -> mark
@@ -187,7 +187,7 @@ TestCache.settings = settings(max_examples=25, stateful_step_count=20)
 
 
 def test_bytes_count_every_tensor_of_every_layer() -> None:
-    cache = Cache([SHAPE] * len(SLABS), SLABS, NUM_SLOTS)
+    cache = KVCache([SHAPE] * len(SLABS), SLABS, NUM_SLOTS)
     row = KV_HEADS * (2 * HEAD_DIM * 4 + 8)  # keys and values in fp32, one int64 position
     expected = sum(NUM_SLOTS * slab.capacity * row for slab in SLABS)
     expected += NUM_SLOTS * (SLABS[0].capacity + SLABS[-1].capacity) * KV_HEADS * 4  # tracks

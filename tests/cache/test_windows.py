@@ -15,8 +15,8 @@ from tiny import greedy_tokens
 from torch import Tensor
 
 from kvpolicy import Engine, Plan, Request, hookimpl
-from kvpolicy.cache.slab import Cache
-from kvpolicy.engine.compactor import Compactor
+from kvpolicy.cache.slab import KVCache
+from kvpolicy.engine.compaction import Compactor
 from kvpolicy.plan.spec import LayerGroup, PolicySpec
 
 chunks = st.sampled_from([1, 2, 5, 11, 512])
@@ -35,7 +35,7 @@ def _rows_never_exceed_the_window(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Compactor, "compact", then_check)
 
 
-def check(cache: Cache) -> None:
+def check(cache: KVCache) -> None:
     for layer, rows in zip(cache.layers, cache.rows, strict=True):
         window = layer.shape.sliding_window
         for slot, num in enumerate(rows.tolist()):

@@ -308,7 +308,7 @@ def test_it_is_answered_with_one_sentence(
         ("mega.txt", "tokens; the model has positions for 512"),
         ("mega.jsonl", "1000000 tokens; the model has positions for 512"),
         ("nul.txt", "the prompt is empty; at least one token is needed"),
-        ("half.jsonl", "the prompt holds \\ud83d at letter 2, which is no text"),
+        ("half.jsonl", "the prompt holds \\ud83d at character 2, which is not valid text"),
     ],
 )
 def test_a_prompt_that_cannot_be_served_is_told_and_the_others_are(

@@ -9,7 +9,7 @@ from torch.profiler import ProfilerActivity, profile
 from kvpolicy import Engine, Plan
 from kvpolicy.cache.layout import StepLayout
 from kvpolicy.cache.rows import LayerRows
-from kvpolicy.cache.slab import Cache, LayerShape, Slab
+from kvpolicy.cache.slab import KVCache, LayerShape, Slab
 from kvpolicy.cache.sliding_window import drop_oldest
 
 SHAPE = LayerShape(8, 4, 32, torch.float32, torch.device("cpu"))
@@ -33,13 +33,13 @@ def peak_allocated(work) -> int:
 def test_a_cache_reports_the_bytes_that_the_allocator_handed_out(window_size, tracks):
     slab = Slab(320, window_size, tracks)
     made = []
-    peak = peak_allocated(lambda: made.append(Cache([SHAPE] * 6, [slab] * 6, 8)))
+    peak = peak_allocated(lambda: made.append(KVCache([SHAPE] * 6, [slab] * 6, 8)))
     assert peak == pytest.approx(made[0].num_bytes, rel=0.02)
 
 
 @pytest.mark.parametrize("slots", [[0], [0, 1, 2], [0, 2, 3]])
 def test_a_compaction_reports_the_copy_that_it_needed(slots):
-    cache = Cache([SHAPE], [Slab(320)], 4)
+    cache = KVCache([SHAPE], [Slab(320)], 4)
     cache.rows[:] = 320
     keep = torch.arange(64, 320).expand(len(slots), SHAPE.num_kv_heads, -1).contiguous()
     peak = peak_allocated(lambda: LayerRows(cache, 0, slots).keep(keep))
@@ -53,7 +53,7 @@ def test_a_compaction_reports_the_copy_that_it_needed(slots):
 @pytest.mark.parametrize("num_tracks", [0, 100])
 def test_a_window_that_slides_reports_the_copy_that_it_needed(length, num_tracks):
     shape = attrs.evolve(SHAPE, sliding_window=320)
-    cache = Cache([shape], [Slab(320, tracks=tuple(map(str, range(num_tracks))))], 4)
+    cache = KVCache([shape], [Slab(320, tracks=tuple(map(str, range(num_tracks))))], 4)
     cache.rows[:] = cache.seq_len[:] = 320
     new = torch.zeros(4, SHAPE.num_kv_heads, length, SHAPE.head_dim)
     peak = peak_allocated(lambda: StepLayout(cache, 0, [length] * 4).store(0, new, new))
@@ -61,7 +61,7 @@ def test_a_window_that_slides_reports_the_copy_that_it_needed(length, num_tracks
 
 
 def test_rows_dropped_from_slots_apart_report_the_copy_that_they_needed():
-    cache = Cache([SHAPE], [Slab(320)], 4)
+    cache = KVCache([SHAPE], [Slab(320)], 4)
     cache.rows[:] = 320
     peak = peak_allocated(lambda: drop_oldest(cache, 0, [0, 2, 3], 1))
     assert cache.transient_bytes <= peak <= 1.05 * cache.transient_bytes
@@ -73,7 +73,7 @@ def test_a_run_reports_all_that_its_cache_holds():
     run = engine.generate([[1, 2, 3]] * 5, max_new_tokens=60)
     results = run.results()
     held = sum(
-        t.untyped_storage().nbytes() for layer in run._slots.cache.layers for t in layer.tensors
+        t.untyped_storage().nbytes() for layer in run.batch.cache.layers for t in layer.tensors
     )
-    assert run.report.peak_kv_bytes == held + run._slots.cache.transient_bytes
+    assert run.report.peak_kv_bytes == held + run.batch.cache.transient_bytes
     assert max(result.peak_bytes for result in results) * 3 <= held

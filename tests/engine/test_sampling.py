@@ -1,5 +1,8 @@
 """Sampling against a loop-written filter, against transformers' own, and against itself."""
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given
@@ -15,7 +18,7 @@ from transformers.generation.logits_process import (
 )
 
 from kvpolicy import Sampling
-from kvpolicy.engine.sampler import probabilities, sample
+from kvpolicy.engine.sampler import probabilities, sample_next
 from kvpolicy.errors import KVPolicyError
 
 samplings = st.builds(
@@ -68,13 +71,23 @@ def test_the_nucleus_is_the_smallest_set_that_reaches_top_p(top_p: float, num: i
     assert int((likely > 0).sum()) == num
 
 
+def sample(
+    logits: Tensor, samplings: list[Sampling], generators: list[torch.Generator]
+) -> list[int]:
+    sequences: list[Any] = [
+        SimpleNamespace(request=SimpleNamespace(sampling=sampling), generator=generator)
+        for sampling, generator in zip(samplings, generators, strict=True)
+    ]
+    return sample_next(sequences, logits)
+
+
 @given(seeds, seeds)
 def test_greedy_takes_the_likeliest_token_and_no_randomness(seed: int, draw_seed: int) -> None:
     logits = logits_of(seed, 3)
     generators = [torch.Generator().manual_seed(draw_seed) for _ in range(3)]
     before = generators[0].get_state()
     tokens = sample(logits, [Sampling()] * 3, generators)
-    assert tokens.tolist() == logits.argmax(dim=1).tolist()
+    assert tokens == logits.argmax(dim=1).tolist()
     assert torch.equal(generators[0].get_state(), before)
 
 
@@ -97,7 +110,7 @@ def test_frequencies_are_the_probabilities() -> None:
     how = Sampling(temperature=0.9, top_k=5, top_p=0.95)
     generator = torch.Generator().manual_seed(0)
     num = 4000
-    drawn = [int(sample(logits, [how], [generator])) for _ in range(num)]
+    drawn = [sample(logits, [how], [generator])[0] for _ in range(num)]
     frequencies = torch.bincount(torch.tensor(drawn), minlength=6) / num
     expected = by_token(logits, [how])[0]
     assert ((frequencies - expected).abs() <= 4 * (expected * (1 - expected) / num).sqrt()).all()

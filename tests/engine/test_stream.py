@@ -10,7 +10,7 @@ from strategies import prompts, seeds
 from tiny import byte_tokenizer, greedy_tokens, shared_model, tiny_model, tiny_tokenizer
 
 from kvpolicy import Engine, Plan, Sampling
-from kvpolicy.engine.stream import Pieces
+from kvpolicy.engine.stream import TextPieces
 
 TOKENIZER = tiny_tokenizer()
 BYTES = byte_tokenizer()
@@ -79,7 +79,7 @@ def test_a_stream_of_a_bad_prompt_ends_with_its_error() -> None:
 
 @given(st.text(max_size=12))
 def test_no_piece_shows_half_a_character(text: str) -> None:
-    pieces, shown = Pieces(BYTES, []), []
+    pieces, shown = TextPieces(BYTES, []), []
     for token in BYTES(text)["input_ids"]:
         shown.append(pieces.add([token]))
         assert text.startswith("".join(shown))
@@ -88,7 +88,7 @@ def test_no_piece_shows_half_a_character(text: str) -> None:
 
 @given(st.text(min_size=1, max_size=12), st.data())
 def test_whatever_comes_at_once_the_pieces_are_the_text(text: str, data: st.DataObject) -> None:
-    pieces, shown = Pieces(BYTES, [text[-1] + "never"]), ""
+    pieces, shown = TextPieces(BYTES, [text[-1] + "never"]), ""
     tokens = BYTES(text)["input_ids"]
     while tokens:
         num = data.draw(st.integers(1, len(tokens)))

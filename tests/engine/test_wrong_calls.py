@@ -192,17 +192,17 @@ CASES: dict[str, Case] = {
     "no slots": (
         lambda: Engine(shared_model(), None, Plan.uniform("full"), slots=0),
         KVPolicyError,
-        "slots=0; at least 1",
+        "slots=0; expected an integer of at least 1",
     ),
     "slots in words": (
         lambda: Engine(shared_model(), None, Plan.uniform("full"), slots="2"),
         KVPolicyError,
-        "slots='2'; at least 1",
+        "slots='2'; expected an integer of at least 1",
     ),
     "no chunk": (
         lambda: Engine(shared_model(), None, Plan.uniform("full"), chunk=0),
         KVPolicyError,
-        "chunk=0; at least 1",
+        "chunk=0; expected an integer of at least 1",
     ),
     "one prompt": (generate("hello"), KVPolicyError, "one prompt, 'hello'; give a list"),
     "no list of prompts": (generate(3), KVPolicyError, "prompts were given as 3; give a list of"),
@@ -278,16 +278,22 @@ PROMPTS: dict[str, tuple[Any, str]] = {
     "no tokens": ([], "the prompt is empty; at least one token"),
     "a text of megabytes": ("ab " * 700_000, "tokens; the model has positions for 512"),
     "a list of megabytes": ([3] * 1_000_000, "1000000 tokens; the model has positions for"),
-    "half a letter": ("a \ud83d b", "the prompt holds \\ud83d at letter 2, which is no text"),
-    "bytes": (b"hello", "the prompt is b'hello'; text or a list of token ids is wanted"),
-    "a number": (3, "the prompt is 3; text or a list"),
-    "nothing": (None, "the prompt is None; text or a list"),
-    "an id beyond the vocabulary": ([1, 61], "token id 61; the model knows 0 to 60"),
-    "an id below 0": ([1, -1], "token id -1; the model knows 0 to 60"),
-    "half an id": ([1, 2.5], "the prompt holds 2.5; text or whole token ids"),
-    "ids in words": (["1"], "the prompt holds '1'; text or whole token ids"),
-    "ids in lists": ([[1, 2]], "the prompt holds [1, 2]; text or whole token ids"),
-    "a batch of tensors": (torch.ones(2, 3, dtype=torch.int64), "text or whole token ids"),
+    "half a letter": (
+        "a \ud83d b",
+        "the prompt holds \\ud83d at character 2, which is not valid text",
+    ),
+    "bytes": (b"hello", "the prompt is b'hello'; expected text or a list of token ids"),
+    "a number": (3, "the prompt is 3; expected text or a list"),
+    "nothing": (None, "the prompt is None; expected text or a list"),
+    "an id beyond the vocabulary": ([1, 61], "token id 61; expected 0 to 60"),
+    "an id below 0": ([1, -1], "token id -1; expected 0 to 60"),
+    "half an id": ([1, 2.5], "the prompt holds 2.5; expected text or integer token ids"),
+    "ids in words": (["1"], "the prompt holds '1'; expected text or integer token ids"),
+    "ids in lists": ([[1, 2]], "the prompt holds [1, 2]; expected text or integer token ids"),
+    "a batch of tensors": (
+        torch.ones(2, 3, dtype=torch.int64),
+        "expected text or integer token ids",
+    ),
 }
 
 
@@ -316,7 +322,7 @@ def test_a_tokenizer_that_fails_is_told() -> None:
     broken = Engine(shared_model(), Broken(), Plan.uniform("full"))
     (result,) = broken.generate(["a"]).results()
     assert result.error == (
-        "the tokenizer cannot take the prompt: RuntimeError: no vocabulary; give token ids"
+        "the tokenizer cannot encode the prompt: RuntimeError: no vocabulary; give token ids"
     )
 
 

@@ -56,8 +56,8 @@ def test_custom_generate_knows_the_length_and_allocates_once() -> None:
     )
     cache = answer.past_key_values
     assert cache.report.tokens == (314,)
-    assert {layer.slab.capacity for layer in cache._slots.cache.layers} == {315}
-    assert cache._slots.cache.transient_bytes == 0
+    assert {layer.slab.capacity for layer in cache.batch.cache.layers} == {315}
+    assert cache.batch.cache.transient_bytes == 0
 
 
 def test_custom_generate_goes_on_with_a_conversation_and_nothing_else() -> None:

@@ -128,7 +128,7 @@ def test_a_cache_is_not_kept_alive_by_its_model() -> None:
     try:
         cache = PolicyCache(model, FULL)
         written(model, [[1, 2, 3]], 4, past_key_values=cache)
-        slabs = cache._slots.cache.layers[0].keys
+        slabs = cache.batch.cache.layers[0].keys
         del cache
         assert len(gc.get_referrers(slabs)) <= 1
     finally:

@@ -14,7 +14,7 @@ from tiny import shared_model
 from torch import Tensor
 
 from kvpolicy import Engine, Plan, Request, hookimpl
-from kvpolicy.engine.run import Run
+from kvpolicy.engine.engine import Run
 from kvpolicy.errors import HookError, HookResultError, KVPolicyError
 from kvpolicy.plan.spec import PolicySpec
 from kvpolicy.state import Memory
@@ -83,8 +83,8 @@ def with_last(plan: Plan, policy: object) -> Plan:
 
 
 def assert_no_slot_is_lost(run: Run) -> None:
-    cache = run._slots.cache
-    assert run._slots.num_free == cache.num_slots
+    cache = run.batch.cache
+    assert run.batch.num_free == cache.num_slots
     assert not cache.rows.any()
     assert not cache.seq_len.any()
     for layer in cache.layers:

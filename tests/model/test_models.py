@@ -8,7 +8,7 @@ from tiny import greedy_tokens, tiny_model
 
 from kvpolicy import Engine, Plan
 from kvpolicy.cache.layout import StepLayout
-from kvpolicy.cache.slab import Cache, LayerShape, Slab
+from kvpolicy.cache.slab import KVCache, LayerShape, Slab
 from kvpolicy.errors import ModelError
 from kvpolicy.model.attention import attention_function
 
@@ -70,7 +70,7 @@ def test_a_configuration_that_says_the_impossible_is_refused(
 def test_a_window_that_the_configuration_does_not_tell_is_refused() -> None:
     model = tiny_model()
     shape = LayerShape(4, 2, 8, model.dtype, model.device)
-    step = StepLayout(Cache([shape], [Slab(4)], 1), 0, [1])
+    step = StepLayout(KVCache([shape], [Slab(4)], 1), 0, [1])
     keys, attention = model.lm_head.weight.new_zeros(1, 2, 1, 8), model.model.layers[0].self_attn
     keys, values = step.store(0, keys, keys)
     queries = keys.repeat(1, 2, 1, 1)

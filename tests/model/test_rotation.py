@@ -13,10 +13,10 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from kvpolicy import Engine, Plan, hookimpl
 from kvpolicy.cache.rows import LayerRows
-from kvpolicy.cache.slab import Cache, LayerShape, Slab
+from kvpolicy.cache.slab import KVCache, LayerShape, Slab
 from kvpolicy.errors import ModelError
 from kvpolicy.model.adapter import ModelAdapter
-from kvpolicy.model.rope import Rotation, rotate_halves
+from kvpolicy.model.rope import rotate_halves
 
 _SMALL = {
     "vocab_size": 61,
@@ -79,7 +79,7 @@ def test_a_moved_key_is_the_key_at_its_new_position(
     if not hasattr(transformers, f"{family}Config"):
         pytest.skip(f"this release has no {family}")
     model = model_of(family, **changes).to(dtype)
-    rotation = Rotation(ModelAdapter(model))
+    rotation = ModelAdapter(model).rotation()
     for start, by in ((0, 1), (5, 300), (9, 0)):
         for layer_idx, (here, there) in enumerate(
             zip(keys_at(model, start), keys_at(model, start + by), strict=True)
@@ -94,7 +94,7 @@ def test_a_moved_key_is_the_key_at_its_new_position(
 
 def test_keys_of_a_trained_model_move_as_well() -> None:
     model, _ = load_reasoner()
-    rotation = Rotation(ModelAdapter(model))
+    rotation = ModelAdapter(model).rotation()
     for layer_idx, (here, there) in enumerate(
         zip(keys_at(model, 4), keys_at(model, 90), strict=True)
     ):
@@ -151,7 +151,7 @@ def test_a_model_that_rotates_in_another_way_than_its_embedding_adds_up_to_is_re
     rotary.forward = lambda x, position_ids: forward(x, position_ids.clamp(max=50))
     keys = torch.zeros(1, 2, 1, 8)
     with pytest.raises(ModelError, match="those of layer 0 do not change as its rotary"):
-        Rotation(ModelAdapter(model))(0, keys, torch.ones(keys.shape[:3], dtype=torch.int64))
+        ModelAdapter(model).rotation()(0, keys, torch.ones(keys.shape[:3], dtype=torch.int64))
 
 
 def test_a_model_is_not_looked_at_before_a_key_is_to_be_moved() -> None:
@@ -163,7 +163,7 @@ def test_a_model_is_not_looked_at_before_a_key_is_to_be_moved() -> None:
 
 def test_rows_of_no_model_are_not_moved() -> None:
     shape = LayerShape(2, 1, 4, torch.float32, torch.device("cpu"))
-    rows = LayerRows(Cache([shape], [Slab(4)], 1), 0, [0])
+    rows = LayerRows(KVCache([shape], [Slab(4)], 1), 0, [0])
     with pytest.raises(ModelError, match="belong to no model"):
         rows.rotate(torch.zeros(1, 1, 2, 4), torch.ones(1, 1, 2, dtype=torch.int64))
 
@@ -181,7 +181,7 @@ def test_plain_rotations_add_up(head_dim: int, first: int, second: int) -> None:
 
 def test_the_plain_rotation_is_that_of_llama() -> None:
     model = tiny.shared_model()
-    rotation = Rotation(ModelAdapter(model))
+    rotation = ModelAdapter(model).rotation()
     keys = torch.randn(2, 2, 5, 8, generator=torch.Generator().manual_seed(1))
     by = torch.arange(20).view(2, 2, 5)
     torch.testing.assert_close(rotation(0, keys, by), rotate_halves(0, keys, by))

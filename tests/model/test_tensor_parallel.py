@@ -25,8 +25,7 @@ from torch import nn
 
 from kvpolicy.errors import ModelError
 from kvpolicy.model.loading import load_model
-from kvpolicy.model.peers import SINGLE, TensorParallelGroup
-from kvpolicy.model.tensor_parallel import holders_of_heads, peers_of
+from kvpolicy.model.tensor_parallel import SingleProcess, processes_of
 
 pytest.importorskip("accelerate", reason="transformers splits models with the help of accelerate")
 
@@ -150,23 +149,28 @@ def test_a_plan_that_is_none_is_refused(models: Path, monkeypatch: pytest.Monkey
 
 
 def fake(plan: dict[str, str], mesh_size: int = 2) -> Any:
-    mesh = SimpleNamespace(size=lambda: mesh_size)
-    return SimpleNamespace(tp_size=2, tp_plan=plan, _device_mesh=mesh)
+    mesh = SimpleNamespace(size=lambda: mesh_size, ndim=1, get_group=lambda _: None)
+    return SimpleNamespace(tp_size=2, tp_plan=plan, _device_mesh=mesh, device=None)
 
 
-def test_where_keys_are_gathered_each_process_has_all_heads() -> None:
+def test_where_keys_are_gathered_each_process_has_all_heads(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("torch.distributed.get_rank", lambda _: 1)
     config = SimpleNamespace(num_attention_heads=6, num_key_value_heads=3)
     gathering = fake({"model.layers.*.self_attn.qkv_proj": "colwise_gather_output"})
-    assert holders_of_heads(gathering, config, TensorParallelGroup(0, 2)) is SINGLE
+    found = processes_of(gathering, config)
+    assert (found.num_processes, found.num_shards) == (2, 1)
     giving = fake({"model.layers.*.self_attn.qkv_proj": "colwise"})
     with pytest.raises(ModelError, match="3 KV heads cannot be shared evenly by 2"):
-        holders_of_heads(giving, config, TensorParallelGroup(0, 2))
+        processes_of(giving, config)
     config.num_key_value_heads = config.num_attention_heads = 4
-    peers = TensorParallelGroup(1, 2)
-    assert holders_of_heads(giving, config, peers) is peers
+    found = processes_of(giving, config)
+    assert (found.num_processes, found.num_shards) == (2, 2)
 
 
-def test_a_model_that_is_split_otherwise_too_is_refused() -> None:
+def test_a_model_that_is_also_split_in_another_way_is_refused() -> None:
+    config = SimpleNamespace(num_attention_heads=4, num_key_value_heads=4)
     with pytest.raises(ModelError, match="4 processes hold it, and only 2 of them"):
-        peers_of(fake({}, mesh_size=4))
-    assert peers_of(nn.Linear(1, 1)) is SINGLE  # type: ignore[arg-type]
+        processes_of(fake({}, mesh_size=4), config)
+    assert type(processes_of(nn.Linear(1, 1), config)) is SingleProcess  # type: ignore[arg-type]

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from kvpolicy import Engine, Plan, load_policy
 from kvpolicy.cache.rows import LayerRows
-from kvpolicy.cache.slab import Cache, LayerShape, Slab
+from kvpolicy.cache.slab import KVCache, LayerShape, Slab
 from kvpolicy.errors import KnobError
 from kvpolicy.state import Memory, SequenceMemory
 from kvpolicy.testing import Trial
@@ -50,7 +50,7 @@ class Bench:
         self.policy = load_policy("merge", **knobs)
         batch, heads, num_rows, size = drawn.keys.shape
         shape = LayerShape(heads, heads, size, drawn.keys.dtype, drawn.keys.device)
-        self.cache = Cache([shape], [Slab(num_rows + extra, tracks=("mark",))], batch)
+        self.cache = KVCache([shape], [Slab(num_rows + extra, tracks=("mark",))], batch)
         self.memories = [SequenceMemory() for _ in range(batch)]
         self.append(drawn.keys, drawn.values)
 
@@ -286,7 +286,7 @@ def test_bad_knobs_are_refused(knobs: dict) -> None:
 def test_rows_that_left_a_sliding_window_are_folded_into_nothing() -> None:
     """Their content would be seen again, in a host that is still in the window."""
     shape = LayerShape(1, 1, 4, torch.float32, torch.device("cpu"), sliding_window=10)
-    cache, keys = Cache([shape], [Slab(4)], 1), torch.ones(1, 1, 4, 4)
+    cache, keys = KVCache([shape], [Slab(4)], 1), torch.ones(1, 1, 4, 4)
     values = torch.eye(4)[None, None]
     layer = cache.layers[0]
     layer.keys[:], layer.values[:] = keys, values

@@ -26,7 +26,7 @@ from kvpolicy.errors import ModelError
 from kvpolicy.hf import PolicyCache
 from kvpolicy.lab.tasks.task import load_task
 from kvpolicy.model.loading import load_model
-from kvpolicy.model.peers import TensorParallelGroup
+from kvpolicy.model.tensor_parallel import TensorParallelGroup
 
 NAMES = [policy.name for policy in installed_policies() if policy.name not in STEERING]
 _PATIENCE_S = 900
@@ -120,7 +120,7 @@ def answer(folder: Path, model_name: str, plan: dict[str, Any]) -> dict[str, Any
     results, rows = [], []
     while not run.done:
         results += run.step().results
-        rows.append([_by_head(layer.positions) for layer in run._slots.cache.layers])
+        rows.append([_by_head(layer.positions) for layer in run.batch.cache.layers])
     return {
         "results": [_plain(result) for result in sorted(results, key=lambda one: one.id)],
         "rows": rows,
@@ -193,7 +193,7 @@ def main(folder: Path, what: str) -> None:
         found |= {name: other(folder) for name, other in OTHERS.items()}
         found |= {f"refused {name}": refusal(folder, name) for name in REFUSED}
         rank = dist.get_rank()
-        found["agreed"] = TensorParallelGroup(rank, 2).broadcast([40 + rank, 7])
+        found["agreed"] = TensorParallelGroup(rank, 2, 2).broadcast([40 + rank, 7])
     for name, case in (cases() if what == "policies" else family_cases()).items():
         try:
             found[name] = answer(folder, *case)

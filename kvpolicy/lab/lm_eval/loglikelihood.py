@@ -6,16 +6,15 @@ they would happen if the model had generated the text. A single forward over con
 continuation would evict nothing before its end, so every plan would score alike.
 """
 
-from collections.abc import Iterable, Sequence
+from collections import abc
 from typing import NamedTuple
 
 import attrs
 from torch import Tensor
 
-from kvpolicy.engine.engine import Engine
+from kvpolicy.engine.engine import Engine, Run
 from kvpolicy.engine.request import Request
-from kvpolicy.engine.run import Run
-from kvpolicy.engine.sequence import LiveSequence
+from kvpolicy.engine.sequence import Sequence
 
 
 @attrs.frozen
@@ -70,7 +69,7 @@ class Branch:
         return self.shared[position] if position < len(self.shared) else self.ends[0][1]
 
 
-def branches_of(continuations: Iterable[Continuation]) -> list[Branch]:
+def branches_of(continuations: abc.Iterable[Continuation]) -> list[Branch]:
     """Group continuations that one sequence can score; empty ones need no sequence."""
     found: dict[object, Branch] = {}
     for index, one in enumerate(continuations):
@@ -90,13 +89,13 @@ class Scoring:
             been yielded; an empty continuation has log-likelihood 0.
     """
 
-    def __init__(self, engine: Engine, continuations: Sequence[Continuation]) -> None:
+    def __init__(self, engine: Engine, continuations: abc.Sequence[Continuation]) -> None:
         """Group the continuations; nothing is computed yet."""
         self.scores = [Score(0.0, True)] * len(continuations)
         self.branches = branches_of(continuations)
         self.run = Run(engine, [branch.request for branch in self.branches], self._next_tokens)
 
-    def _next_tokens(self, sequences: Sequence[LiveSequence], logits: Tensor) -> list[int]:
+    def _next_tokens(self, sequences: abc.Sequence[Sequence], logits: Tensor) -> list[int]:
         log_probs = logits.float().log_softmax(dim=-1)
         branches = [self.branches[seq.id] for seq in sequences]
         tokens = [

@@ -21,12 +21,12 @@ import pluggy
 
 from kvpolicy.cache.rows import LayerRows
 from kvpolicy.engine.results import Result
-from kvpolicy.engine.sequence import LiveSequence
+from kvpolicy.engine.sequence import Sequence
 from kvpolicy.errors import OutputError
 from kvpolicy.toolkit.paragraphs import texts_in_context
 
 if TYPE_CHECKING:
-    from kvpolicy.engine.run import Run
+    from kvpolicy.engine.engine import Run
 
 NEVER = -1
 
@@ -152,7 +152,7 @@ class KeptRowsRecorder:
     def __init__(self, run: "Run", requests: Collection[int]) -> None:
         self.requests = frozenset(requests) & frozenset(range(len(run.requests)))
         self._run = run
-        self._asking = run.engine.asking
+        self._asking = run.engine.errors
         self._shapes = run.engine.adapter.layer_shapes()
         self._recorded: dict[int, _SequenceRecord] = {}
 
@@ -194,13 +194,13 @@ class KeptRowsRecorder:
         function: Callable[..., Any] = impl.function
         return function
 
-    def _add_sequences(self, waiting: Collection[LiveSequence]) -> None:
+    def _add_sequences(self, waiting: Collection[Sequence]) -> None:
         for sequence in waiting:
             if self._is_recorded(sequence) and sequence.id not in self._recorded:
                 layers = [_LayerRecord(shape.num_kv_heads) for shape in self._shapes]
                 self._recorded[sequence.id] = _SequenceRecord(sequence, layers)
 
-    def _is_recorded(self, sequence: LiveSequence) -> bool:
+    def _is_recorded(self, sequence: Sequence) -> bool:
         """Compare the request as well: the engine may run other requests with the same number."""
         number = sequence.id
         return number in self.requests and sequence.request is self._run.requests[number]
@@ -215,7 +215,7 @@ class KeptRowsRecorder:
 
 @attrs.frozen
 class _SequenceRecord:
-    sequence: LiveSequence
+    sequence: Sequence
     layers: "list[_LayerRecord]"
 
 

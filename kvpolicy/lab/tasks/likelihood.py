@@ -8,8 +8,7 @@ nothing would be evicted before the end.
 """
 
 import math
-from collections import defaultdict, deque
-from collections.abc import Sequence
+from collections import abc, defaultdict, deque
 from typing import TYPE_CHECKING, Any
 
 import attrs
@@ -36,10 +35,9 @@ from kvpolicy.lab.tasks.task import (
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from kvpolicy.engine.engine import Engine
+    from kvpolicy.engine.engine import Engine, Run
     from kvpolicy.engine.request import Request
-    from kvpolicy.engine.run import Run
-    from kvpolicy.engine.sequence import LiveSequence
+    from kvpolicy.engine.sequence import Sequence
 
 # Values of an outcome of `Perplexity`: the summed loss in nats, and the number of tokens.
 LOSS = "loss"
@@ -73,9 +71,9 @@ class LikelihoodTask:
         """What the user types."""
         return spell(self.family, {"of": self.of}, {})
 
-    def items(self, n: int, *, seed: int, split: Split = "test") -> Sequence[Example]:
+    def items(self, n: int, *, seed: int, split: Split = "test") -> abc.Sequence[Example]:
         """Draw ``n`` examples of the other task."""
-        examples: Sequence[Example] = load_task(self.of).items(n, seed=seed, split=split)
+        examples: abc.Sequence[Example] = load_task(self.of).items(n, seed=seed, split=split)
         if not self.measure.reads_reference:
             return [_with_prompt(example) for example in examples]
         if any(example.reference is None for example in examples):
@@ -118,7 +116,7 @@ def _nll_of(sample: Sample) -> float | None:
     return scored and scored[0] / scored[1]
 
 
-def _nll(samples: Sequence[Sample]) -> Interval | None:
+def _nll(samples: abc.Sequence[Sample]) -> Interval | None:
     texts = by_item(samples, _scored)
     if not texts:
         return None
@@ -131,7 +129,7 @@ def _perplexity_of(sample: Sample) -> float | None:
     return None if nll is None else math.exp(nll)
 
 
-def _perplexity(samples: Sequence[Sample]) -> Interval | None:
+def _perplexity(samples: abc.Sequence[Sample]) -> Interval | None:
     nll = _nll(samples)
     return nll and Interval(math.exp(nll.value), math.exp(nll.low), math.exp(nll.high))
 
@@ -149,7 +147,7 @@ class Perplexity:
     runs_code: bool = attrs.field(default=False, init=False)
 
     @property
-    def columns(self) -> Sequence[Column]:
+    def columns(self) -> abc.Sequence[Column]:
         """Mean negative log-likelihood of a token in nats, and its exponential."""
         heading = "Negative log-likelihood, nats per token"
         return (
@@ -165,9 +163,9 @@ class Perplexity:
             ),
         )
 
-    def begin(self, engine: "Engine", asked: Sequence[EvalRequest]) -> Evaluation:
+    def begin(self, engine: "Engine", asked: abc.Sequence[EvalRequest]) -> Evaluation:
         """Lead every sequence along its reference."""
-        from kvpolicy.engine.run import Run
+        from kvpolicy.engine.engine import Run
 
         texts = [_given_and_scored(engine.tokenizer, one) for one in asked]
         for one, (_, scored) in zip(asked, texts, strict=True):
@@ -191,11 +189,11 @@ class Perplexity:
 class _Teacher:
     """Samples the tokens of given texts and sums their losses."""
 
-    def __init__(self, texts: Sequence[Sequence[int]]) -> None:
+    def __init__(self, texts: abc.Sequence[abc.Sequence[int]]) -> None:
         self.texts = texts
         self.loss: dict[int, float] = defaultdict(float)
 
-    def sample(self, sequences: "Sequence[LiveSequence]", logits: "Tensor") -> list[int]:
+    def sample(self, sequences: "abc.Sequence[Sequence]", logits: "Tensor") -> list[int]:
         tokens = [self.texts[seq.id][len(seq.tokens)] for seq in sequences]
         losses = -_log_probs(logits)[range(len(tokens)), tokens]
         for seq, loss in zip(sequences, losses.tolist(), strict=True):
@@ -250,7 +248,7 @@ class Agreement:
     runs_code: bool = attrs.field(default=False, init=False)
 
     @property
-    def columns(self) -> Sequence[Column]:
+    def columns(self) -> abc.Sequence[Column]:
         """Matching tokens, divergence, and tokens before the first difference."""
         return (
             mean_of(MATCH, "same token", "Tokens that match the full cache's", is_share=True),
@@ -258,11 +256,10 @@ class Agreement:
             mean_of(FIRST_DIFFERENCE, "parts after", "Tokens before the first difference"),
         )
 
-    def begin(self, engine: "Engine", asked: Sequence[EvalRequest]) -> Evaluation:
+    def begin(self, engine: "Engine", asked: abc.Sequence[EvalRequest]) -> Evaluation:
         """Lead every sequence along the full cache's answer."""
-        from kvpolicy.engine.engine import Engine
+        from kvpolicy.engine.engine import Engine, Run
         from kvpolicy.engine.request import Sampling
-        from kvpolicy.engine.run import Run
         from kvpolicy.plan.plan import Plan
 
         requests = [attrs.evolve(one.request, sampling=Sampling()) for one in asked]
@@ -275,8 +272,8 @@ class Agreement:
 class _Guide:
     """Leads sequences along the greedy answers of the full cache and compares predictions."""
 
-    def __init__(self, full: "Engine", requests: "Sequence[Request]") -> None:
-        from kvpolicy.engine.run import Run
+    def __init__(self, full: "Engine", requests: "abc.Sequence[Request]") -> None:
+        from kvpolicy.engine.engine import Run
 
         # Per sequence, tokens of the full cache with the log-probabilities they came from.
         self._pending: dict[int, deque[tuple[int, Tensor]]] = defaultdict(deque)
@@ -284,7 +281,7 @@ class _Guide:
         self.matches: dict[int, list[bool]] = defaultdict(list)
         self.kl: dict[int, float] = defaultdict(float)
 
-    def sample(self, sequences: "Sequence[LiveSequence]", logits: "Tensor") -> list[int]:
+    def sample(self, sequences: "abc.Sequence[Sequence]", logits: "Tensor") -> list[int]:
         tokens = []
         for seq, log_probs in zip(sequences, _log_probs(logits), strict=True):
             token, full_log_probs = self._next(seq.id)
@@ -302,7 +299,7 @@ class _Guide:
             self._full.step()
         return self._pending[number].popleft()
 
-    def _sample_full(self, sequences: "Sequence[LiveSequence]", logits: "Tensor") -> list[int]:
+    def _sample_full(self, sequences: "abc.Sequence[Sequence]", logits: "Tensor") -> list[int]:
         log_probs = _log_probs(logits)
         tokens: list[int] = log_probs.argmax(dim=-1).tolist()
         for seq, token, row in zip(sequences, tokens, log_probs, strict=True):

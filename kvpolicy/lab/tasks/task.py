@@ -25,9 +25,8 @@ from kvpolicy.lab.statistics import Interval, mean, pass_at_1
 from kvpolicy.lab.store.records import Sample
 
 if TYPE_CHECKING:
-    from kvpolicy.engine.engine import Engine
+    from kvpolicy.engine.engine import Engine, Run
     from kvpolicy.engine.request import Request
-    from kvpolicy.engine.run import Run
 
 GROUP = "kvpolicy.tasks"
 

@@ -1,6 +1,6 @@
 """A record of what was kept says of every row, at every moment, whether it was in the cache."""
 
-from collections.abc import Sequence
+from collections import abc
 from typing import Any
 
 import attrs
@@ -14,10 +14,10 @@ from tiny import shared_model, tiny_tokenizer
 from torch import Tensor
 
 from kvpolicy import Engine, Plan, Sampling, hookimpl
-from kvpolicy.engine.compactor import Compactor
+from kvpolicy.engine.compaction import Compactor
+from kvpolicy.engine.engine import Run
 from kvpolicy.engine.results import Result
-from kvpolicy.engine.run import Run
-from kvpolicy.engine.sequence import LiveSequence
+from kvpolicy.engine.sequence import Sequence
 from kvpolicy.engine.tracing import recording
 from kvpolicy.errors import KVPolicyError, OutputError
 from kvpolicy.lab.sweep.recording import KeptLayer, KeptRecord, KeptRows, record_kept_rows
@@ -34,7 +34,7 @@ class Seen:
     #: (request, layer, tokens): positions that each KV head held, compactions done.
     held: dict[tuple[int, int, int], list[set[int]]] = attrs.field(factory=dict)
 
-    def look(self, compactor: Compactor, active: Sequence[LiveSequence]) -> None:
+    def look(self, compactor: Compactor, active: abc.Sequence[Sequence]) -> None:
         cache = compactor._cache
         for slot, sequence in enumerate(active):
             for number, layer in enumerate(cache.layers):
@@ -51,12 +51,12 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> Seen:
 def watch(patch: pytest.MonkeyPatch) -> Seen:
     seen, compact, compact_layer = Seen(), Compactor.compact, Compactor._compact_layer
 
-    def and_look(self: Compactor, active: Sequence[LiveSequence], first: int, last: int) -> None:
+    def and_look(self: Compactor, active: abc.Sequence[Sequence], first: int, last: int) -> None:
         compact(self, active, first, last)
         seen.look(self, active)
 
     def and_count(
-        self: Compactor, layer_idx: int, slots: list[int], active: Sequence[LiveSequence]
+        self: Compactor, layer_idx: int, slots: list[int], active: abc.Sequence[Sequence]
     ) -> None:
         before = self._cache.rows[layer_idx].copy()
         compact_layer(self, layer_idx, slots, active)

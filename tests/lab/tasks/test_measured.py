@@ -212,7 +212,7 @@ def test_texts_part_where_free_running_texts_part(policy: str) -> None:
 
 def test_the_divergence_is_that_of_the_distributions_one_by_one() -> None:
     """Two runs led by hand along one text, their logits written down and summed in loops."""
-    from kvpolicy.engine.run import Run
+    from kvpolicy.engine.engine import Run
 
     plan = Plan.uniform("streaming", budget=8, buffer=4)
     item = Example(0, "abcdefgh", "")
