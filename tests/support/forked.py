@@ -13,7 +13,7 @@ import attrs
 
 @attrs.frozen
 class Ended:
-    """How a child ended: its status (negative: the signal that ended it) and what it said.
+    """How a child ended: its status (negative: the signal that ended it) and its output.
 
     All processes it started belong to its session.
     """
@@ -31,16 +31,15 @@ def run_in_child(
     stdout: Path | None = None,
     kill_after_s: float | None = None,
 ) -> Ended:
-    """Run one command to its end, whatever that is.
+    """Run one command to its end.
 
-    `most_bytes` is the most a file may take, as on a disk that is full; `stdout` is where
-    results go instead, and is not read; `kill_after_s` is how long it may live at most, before
-    it is killed as by `kill -9`.
+    `most_bytes` limits the size of files, as on a full disk; `stdout` is a file for the results,
+    which is not read then; after `kill_after_s` the child is killed as by `kill -9`.
     """
     out, err = stdout or folder / "child.out", folder / "child.err"
     for path in (out, err):
         if path.parent == folder:
-            path.write_text("", encoding="utf-8")  # it may be killed before it says a word
+            path.write_text("", encoding="utf-8")  # it may be killed before it prints
     fork = multiprocessing.get_context("fork")
     child = fork.Process(target=_child, args=([str(word) for word in words], out, err, most_bytes))
     with warnings.catch_warnings():
@@ -60,7 +59,7 @@ def _child(words: list[str], out: Path, err: Path, most_bytes: int | None) -> No
     from kvpolicy.cli.app import run
 
     os.setsid()  # a process group of its own, as a shell would give it
-    # Whoever runs the tests in the background has interrupts ignored, and children inherit that.
+    # Tests that run in the background ignore interrupts, and children inherit that.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     if most_bytes is not None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (most_bytes, most_bytes))

@@ -1,8 +1,8 @@
-"""A policy that ends its process at a chosen compaction: an accident that can be repeated.
+"""A policy that kills its process at a given compaction.
 
-Every process counts its own compactions. At the number in the file, the file is gone and the
-process (or the one that loaded the plugin, which forked it) gets the signal. Without the file
-nothing happens, so that the same command can be given again and goes through.
+Every process counts its compactions. At the number in the file, the file is deleted and the process
+(or its parent, which loaded the plugin) gets the signal. Without the file nothing happens, so that
+the same command can run again to its end.
 """
 
 from pathlib import Path
@@ -23,7 +23,7 @@ COUNTED = []
 
 @attrs.define(eq=False)
 class Fused:
-    """Keep the newest rows, and burn down."""
+    """Keep the newest rows; send the signal at the given compaction."""
 
     @hookimpl
     def score(self, positions: Tensor) -> Tensor:
@@ -38,7 +38,7 @@ class Fused:
 
 
 class Fuse:
-    """The plugin file, and the file that says when."""
+    """The plugin file, and the file that arms it."""
 
     def __init__(self, folder: Path) -> None:
         self._file = folder / "fuse"
@@ -46,7 +46,7 @@ class Fuse:
         self.plugin.write_text(_PLUGIN, encoding="utf-8")
 
     def light(self, compactions: int, signal: int, victim: str = "self") -> None:
-        """At this compaction from now on, ``"self"`` or its ``"parent"`` gets the signal."""
+        """Send the signal to ``"self"`` or the ``"parent"`` at this compaction."""
         self._file.write_text(f"{compactions} {int(signal)} {victim}", encoding="utf-8")
 
     @property

@@ -1,8 +1,8 @@
 """A Ray cluster of two nodes on this machine, in a process of its own: a program for tests.
 
-It says ``{"address": ..., "nodes": [pid of a raylet, ...]}`` on stdout, and again after each line
+It prints ``{"address": ..., "nodes": [pid of a raylet, ...]}`` on stdout, and again after each line
 on stdin: ``kill N`` ends node N and all its workers at once, as a power cut would, and puts a
-new one in its place. It ends with its stdin.
+new one in its place. It ends when its stdin closes.
 """
 
 import json
@@ -29,7 +29,7 @@ def raylet_of(node: Any) -> int:
 
 
 def kill(cluster: Cluster, node: Any) -> None:
-    """End a node and its workers with nobody being told."""
+    """End a node and its workers without notice."""
     raylet = raylet_of(node)
     for pid in [raylet, *children_of(raylet)]:
         os.kill(pid, signal.SIGKILL)

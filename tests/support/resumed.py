@@ -1,4 +1,4 @@
-"""One comparison to be interrupted and given again, and what is left of it each time."""
+"""One sweep to interrupt and run again, and its samples after each time."""
 
 import json
 import time
@@ -12,7 +12,7 @@ NUM_CELLS, N = 3, 6
 
 
 class Bench:
-    """One command, to be given again and again."""
+    """One command, to run again and again."""
 
     def __init__(self, folder: Path, model: Path, name: str = "out") -> None:
         self.folder = folder
@@ -32,7 +32,7 @@ class Bench:
         return [json.loads(line) for line in text.splitlines()]
 
     def kept(self) -> dict[str, dict[str, Any]]:
-        """What is recorded of kept rows, by the key of its sample; each is there once."""
+        """The records of kept rows by the key of their sample; each occurs once."""
         text = (self.output / "kept.jsonl").read_text(encoding="utf-8")
         whole = text[: text.rfind("\n") + 1]  # the run may have been killed in the last line
         records = [json.loads(line) for line in whole.splitlines()]
@@ -45,13 +45,13 @@ class Bench:
 
 
 def untimed(samples: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Samples by key, without what a clock said."""
+    """Samples by key, without their times."""
     timed = ("prefill_s", "decode_s")
     return {s["key"]: {k: v for k, v in s.items() if k not in timed} for s in samples}
 
 
 def wait_for_orphans(ended: Ended) -> None:
-    """Workers whose parent was killed end when they next have something to tell."""
+    """Workers whose parent was killed end at their next message."""
     deadline = time.monotonic() + 20
     while _lives(ended.session) and time.monotonic() < deadline:
         time.sleep(0.01)

@@ -1,4 +1,4 @@
-"""Run folders as a sweep leaves them, made up: no model is run."""
+"""Run folders of format 2 with invented samples: no model is run."""
 
 import hashlib
 import itertools
@@ -12,7 +12,7 @@ ACCURACY = {"name": "accuracy", "title": "right", "heading": "Accuracy", "is_sha
 NLL = {"name": "nll", "title": "nats/token", "heading": "Loss", "is_share": False}
 FULL = ("full cache", None)
 
-# What is said of a sample beyond its place: given cell, item and attempt, fields to change.
+# Fields of a sample to change, given its cell, item and attempt.
 Says = Callable[[dict[str, Any], int, int], dict[str, Any]]
 
 
@@ -41,20 +41,20 @@ def write_run(
     """Write a run folder of format 2, with a sample for every item of every cell.
 
     Args:
-        folder: Where it goes; it is made.
-        name: The run's name.
-        models: What is asked, by name.
-        tasks: What is asked of it.
-        seeds: With which seeds; there is a group for each model, task and seed.
-        plans: Series and budget of the plans; each gives a cell in every group.
+        folder: The folder; it is created.
+        name: Name of the run.
+        models: Names of the models.
+        tasks: Names of the tasks.
+        seeds: The seeds; each model, task and seed is a group.
+        plans: Series and budget of the plans; each is a cell in every group.
         n: Items of a group.
         attempts: Attempts at each.
-        says: What a sample says, if not that it is right for even items.
+        says: Changes of samples, which are correct for even items.
         timed: Whether cells have a timing.
-        only_first: How many samples are done; all if not given.
-        recorded: Of how many items the rows that were kept are recorded, at their first attempt.
-        num_layers: Layers that a record tells of.
-        version: Version of kvpolicy that computed it.
+        only_first: Number of finished samples; all if not given.
+        recorded: Number of items whose first attempt has a record of kept rows.
+        num_layers: Layers of a record.
+        version: Version of kvpolicy in the manifest.
         group_changes: Other values of fields of the groups.
     """
     folder.mkdir(parents=True, exist_ok=True)
@@ -142,7 +142,7 @@ def _cell(group: dict[str, Any], series: str, budget: float | None) -> dict[str,
 
 
 def item(group: dict[str, Any], number: int) -> dict[str, Any]:
-    """Item ``number`` of a group, with a prompt of its own and two facets."""
+    """Item ``number`` of a group, with its own prompt and two facets."""
     return {
         **{name: group[name] for name in ("group", "model", "task", "seed")},
         "item": number,
@@ -165,7 +165,7 @@ def sample(
     changes: dict[str, Any] | None = None,
     version: str = "0.1.0",
 ) -> dict[str, Any]:
-    """A finished sample, right if ``number`` is even."""
+    """A finished sample, correct if ``number`` is even."""
     num_tokens = 20 + number
     of_group = ("model_fingerprint", "task", "measure", "seed", "sampling", "max_new_tokens")
     decisive = [group[name] for name in of_group]
@@ -196,7 +196,7 @@ def sample(
 
 
 def kept(sample: dict[str, Any], num_layers: int = 2, num_heads: int = 2) -> dict[str, Any]:
-    """A record of a sample's rows: some leave with each of three compactions, or with none."""
+    """A record of a sample's rows: each is evicted by one of three compactions, or kept."""
     num_tokens = sample["prompt_len"] + sample["num_tokens"]
     at = [num_tokens * i // 4 for i in (1, 2, 3)] if sample["compactions"] else []
     rng = random.Random(sample["key"])

@@ -14,7 +14,7 @@ from typing import Any
 import attrs
 import pytest
 
-# What a busy machine may take for things that take seconds.
+# Time limit of steps that take seconds on an idle machine.
 PATIENCE_S = 900
 
 needs_ray = pytest.mark.skipif(
@@ -40,7 +40,7 @@ COUNTED = []
 
 @attrs.define(eq=False)
 class Held:
-    """Keep the newest rows; stop in the middle, or for good, while there is a file that says so."""
+    """Keep the newest rows; stop in the middle while ``hold`` exists, die while ``die`` exists."""
 
     @hookimpl
     def score(self, positions: Tensor) -> Tensor:
@@ -56,16 +56,16 @@ class Held:
 
 
 def wait_until(what: Callable[[], object]) -> None:
-    """Wait for something to come true."""
+    """Wait until a condition holds."""
     deadline = time.monotonic() + PATIENCE_S
     while not what():
-        assert time.monotonic() < deadline, "it did not come true"
+        assert time.monotonic() < deadline, "the condition did not hold in time"
         time.sleep(0.05)
 
 
 @attrs.define
 class Nodes:
-    """The cluster, seen from here."""
+    """The cluster."""
 
     process: "subprocess.Popen[str]"
     env: dict[str, str]
@@ -81,7 +81,7 @@ class Nodes:
         return self.state["nodes"].index(parent)
 
     def kill(self, node: int) -> None:
-        """End a node as a power cut would, and put another one in its place."""
+        """End a node as a power cut would, and start another one."""
         assert self.process.stdin is not None
         self.process.stdin.write(f"kill {node}\n")
         self.process.stdin.flush()
@@ -99,7 +99,7 @@ def read_state(process: "subprocess.Popen[str]") -> dict[str, Any]:
 
 @attrs.define
 class Sweep:
-    """One sweep, run in a process of its own, and what it leaves."""
+    """One sweep, run in its own process, and its results."""
 
     folder: Path
     model: Path
@@ -107,7 +107,7 @@ class Sweep:
     process: "subprocess.Popen[str] | None" = None
 
     def start(self, *more: object, name: str = "out") -> None:
-        """Begin; `end` tells how it ended."""
+        """Start the command; `end` waits for it."""
         plugin = self.folder / "held.py"
         plugin.write_text(HOLD.format(folder=str(self.folder)), encoding="utf-8")
         words = [
@@ -141,13 +141,13 @@ class Sweep:
         return [json.loads(line) for line in lines]
 
     def held(self) -> list[int]:
-        """Workers that stand still in the middle of something."""
+        """Workers that are stopped in the middle."""
         return [int(path.name.partition("-")[2]) for path in self.folder.glob("held-*")]
 
     def hold(self) -> None:
-        """From now on workers stop in the middle."""
+        """Make workers stop in the middle."""
         (self.folder / "hold").touch()
 
     def let_go(self) -> None:
-        """Let them go on."""
+        """Let the workers continue."""
         (self.folder / "hold").unlink()

@@ -1,4 +1,4 @@
-"""A sweep on a cluster: nothing lost, nothing doubled, whoever is killed."""
+"""A sweep on a cluster: no sample lost, none doubled, whatever is killed."""
 
 import json
 import os
@@ -14,7 +14,7 @@ NUM = 24  # samples
 
 
 def untimed(samples: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Samples by key, without what a clock said."""
+    """Samples by key, without their times."""
     timed = ("prefill_s", "decode_s")
     return {s["key"]: {k: v for k, v in s.items() if k not in timed} for s in samples}
 
@@ -27,7 +27,7 @@ def lives(pid: int) -> bool:
         return False
 
 
-def test_a_node_is_killed_in_the_middle_and_every_sample_is_there_once(
+def test_with_a_node_killed_in_the_middle_every_sample_is_stored_once(
     sweep: Sweep, nodes: Nodes
 ) -> None:
     sweep.start("--workers", 1, name="undisturbed")
@@ -55,9 +55,7 @@ def test_a_node_is_killed_in_the_middle_and_every_sample_is_there_once(
     assert all(row["throughput_tok_s"] is None for row in table), "nobody did a cell in one go"
 
 
-def test_ctrl_c_keeps_what_is_done_leaves_no_worker_and_can_be_gone_on_from(
-    sweep: Sweep, nodes: Nodes
-) -> None:
+def test_ctrl_c_keeps_samples_ends_workers_and_can_be_continued(sweep: Sweep, nodes: Nodes) -> None:
     sweep.hold()
     sweep.start("--on", "ray", "--ray-address", nodes.address)
     wait_until(lambda: len(sweep.held()) == 2 and sweep.samples())
@@ -90,13 +88,13 @@ def test_work_that_kills_every_worker_is_given_up_and_the_rest_is_kept(
     assert len(sweep.samples()) == NUM // 2, "the full cache never compacts"
 
 
-def test_without_an_address_a_cluster_is_started_and_gone_again(sweep: Sweep) -> None:
+def test_without_an_address_a_cluster_is_started_and_ended(sweep: Sweep) -> None:
     env = {k: v for k, v in sweep.env.items() if not k.startswith("RAY_AUTH")}
     sweep.env = env | {"HOME": str(sweep.folder)}
     sweep.start("--on", "ray", "--workers", 1, "--cpus-per-worker", 2)
     status, out, err = sweep.end()
     assert status == 0, err
-    assert "one is started on this machine" in err
+    assert "starting a cluster on this machine" in err
     table = json.loads(out)["table"]
     assert all(row["throughput_tok_s"] > 0 for row in table), "one worker does cells in one go"
     assert not (sweep.folder / ".ray").exists(), "nothing is left in the user's home"
@@ -114,11 +112,10 @@ def test_a_cluster_that_does_not_answer_is_named(sweep: Sweep) -> None:
     assert "Traceback" not in err
 
 
-def test_a_dry_run_tries_cells_on_a_worker_and_writes_nothing(sweep: Sweep, nodes: Nodes) -> None:
+def test_a_dry_run_lists_the_cells_and_writes_nothing(sweep: Sweep, nodes: Nodes) -> None:
     sweep.start("--on", "ray", "--ray-address", nodes.address, "--dry-run")
     status, out, err = sweep.end()
     assert status == 0, err
     found = json.loads(out)
-    assert (found["samples"], found["workers"]) == (NUM, 2)
-    assert [one["problem"] for one in found["probes"]] == [None, None]
+    assert (found["samples"], found["left"], found["workers"]) == (NUM, NUM, 2)
     assert not (sweep.folder / "out").exists()

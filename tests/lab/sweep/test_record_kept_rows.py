@@ -216,7 +216,7 @@ def test_attempts_at_one_prompt_have_rows_of_their_own(seen: Seen) -> None:
         check_is_what_was_seen(request, rows, seen, num_layers=2)
 
 
-def test_other_runs_of_the_engine_are_none_of_its_business() -> None:
+def test_other_runs_of_the_engine_are_not_recorded() -> None:
     engine = Engine(shared_model(), plan=PLAN, slots=2)
     alone = record(engine, [0], PROMPTS[:2], max_new_tokens=20)
     run, other = (engine.generate(one, max_new_tokens=20) for one in (PROMPTS[:2], PROMPTS[::-1]))
@@ -260,10 +260,13 @@ def test_tokens_are_the_same_with_and_without_a_record(
     assert [result.tokens for result in kept] == [result.tokens for result in plain]
 
 
-def test_where_nobody_is_chosen_nothing_is_in_the_way() -> None:
+def test_without_requests_the_recorder_does_not_listen() -> None:
     engine = Engine(shared_model(), plan=PLAN)
     run = engine.generate(PROMPTS, max_new_tokens=3)
-    with record_kept_rows(run, []), recording(engine) as trace:  # two watchers would be refused
+    with (
+        record_kept_rows(run, []),
+        recording(engine) as trace,
+    ):  # a second listener would be refused
         run.results()
     assert trace.num_calls
 
@@ -278,7 +281,7 @@ def test_one_recording_at_a_time() -> None:
         pass
 
 
-def test_what_was_taken_is_forgotten() -> None:
+def test_popped_rows_are_forgotten() -> None:
     engine = Engine(shared_model(), plan=PLAN)
     run = engine.generate([[1]], max_new_tokens=2)
     with record_kept_rows(run, [0]) as recorder:
@@ -290,7 +293,7 @@ def test_what_was_taken_is_forgotten() -> None:
 # --- on disk ----------------------------------------------------------------------------------
 
 
-def test_a_record_comes_back_as_it_was() -> None:
+def test_a_record_can_be_read_back() -> None:
     rows = KeptRows(1, ["a", "\ufffd"], [KeptLayer(0, None, [1], [[0, -1]])])
     kept = KeptRecord.of(rows, key="k", cell="c", item=3, attempt=1)
     record = kept.to_dict()
