@@ -9,9 +9,7 @@ DEFAULT_MODEL = REASONER
 DEFAULT_TASK = REASONER
 DEFAULT_SWEEP = "baselines"
 
-_FOLDERS = {REASONER: "weights", REASONER_VERBOSE: "verbose/weights"}
-
-BUNDLED = tuple(_FOLDERS)
+BUNDLED = (REASONER, REASONER_VERBOSE)
 
 
 def bundled_path(name: str = REASONER) -> Path:
@@ -20,4 +18,4 @@ def bundled_path(name: str = REASONER) -> Path:
     Args:
         name: One of `BUNDLED`.
     """
-    return Path(__file__).parent / _FOLDERS[name]
+    return Path(__file__).parent / "weights" / name

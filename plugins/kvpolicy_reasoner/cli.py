@@ -10,6 +10,7 @@ With ``--json``, ``sample`` prints a list of ``{"prompt", "trace", "answer", "de
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -24,7 +25,7 @@ from kvpolicy_reasoner import BUNDLED, REASONER, bundled_path
 if TYPE_CHECKING:
     from kvpolicy_reasoner.evaluate import Attempt, Score
     from kvpolicy_reasoner.task import Problem
-    from kvpolicy_reasoner.train.log import TrainingRecord
+    from kvpolicy_reasoner.train.train import TrainingRecord
 
 app = typer.Typer(
     help="Sample from a bundled reasoner, or train it again.",
@@ -140,6 +141,9 @@ def train(
 
     'reasoner' starts from random weights, 'reasoner-verbose' from those of 'reasoner'.
     """
+    if find_spec("kvpolicy_reasoner.train") is None:
+        msg = "training is not part of the installed package; run it in a checkout of kvpolicy."
+        raise KVPolicyError(msg)
     from kvpolicy_reasoner.train.train import train as train_reasoner
 
     with _progress() as report:

@@ -1,10 +1,13 @@
-"""The bundled reasoners: 0.8 M parameter Qwen2 models, untrained or loaded from a folder."""
+"""The models of the bundled reasoners: 0.8 M parameter Qwen2 models, untrained or trained."""
 
+import os
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import torch
+from torch import nn
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -20,8 +23,7 @@ from transformers.utils import logging
 from kvpolicy.errors import ModelError
 from kvpolicy.model.loading import InstalledModel
 from kvpolicy_reasoner import REASONER_VERBOSE, bundled_path
-from kvpolicy_reasoner.lookback import look_back
-from kvpolicy_reasoner.tokenizer import build_tokenizer
+from kvpolicy_reasoner.tokenizer import build_tokenizer, build_verbose_tokenizer
 
 
 def reasoner() -> InstalledModel:
@@ -121,3 +123,77 @@ def build_model(
         do_sample=False, max_new_tokens=max_new_tokens, **tokens
     )
     return model
+
+
+MAX_NEW_TOKENS = 1300
+
+
+@torch.no_grad()
+def new_verbose_model(seed: int) -> Qwen2ForCausalLM:
+    """Build the reasoner with the first one's trained weights.
+
+    Args:
+        seed: Chooses the embeddings of the new words; the global random state is left as it was.
+
+    Returns:
+        The model in float32.
+    """
+    model = build_model(seed, build_verbose_tokenizer(), MAX_NEW_TOKENS)
+    trained, _ = load_reasoner()
+    parameters = dict(model.named_parameters())
+    for name, value in trained.named_parameters():
+        # Rows of the embedding: the first reasoner's words come first in this vocabulary too.
+        parameters[name][: len(value)] = value
+    return model
+
+
+# Pairs of dimensions that turn fastest, and how far they reach: the logit of the token looked
+# back at exceeds those of other near tokens by up to REACH ** 2 * PAIRS / sqrt(head_dim).
+_PAIRS = 4
+_REACH = 4.75
+
+
+@torch.no_grad()
+def look_back(model: Qwen2ForCausalLM) -> None:
+    """Make head ``h`` of the first layer look ``h + 1`` tokens back, by its biases alone.
+
+    RoPE turns a constant key by its position and a constant query by its own; a query that is
+    turned back by ``d`` positions beforehand meets the key ``d`` tokens earlier in phase.
+
+    Args:
+        model: Weights fresh from their random initialisation; changed in place.
+    """
+    attention = model.model.layers[0].self_attn
+    head_dim: int = attention.head_dim
+    half = head_dim // 2  # transformers turns dimension i together with dimension i + half
+    speeds = model.model.rotary_emb.inv_freq[:_PAIRS]
+    keys = _by_head(attention.k_proj, head_dim)
+    queries = _by_head(attention.q_proj, head_dim)
+    keys[:, :_PAIRS] = _REACH
+    for head in range(queries.shape[0]):
+        back = speeds * (head + 1)
+        queries[head, :_PAIRS] = _REACH * back.cos()
+        queries[head, half : half + _PAIRS] = -_REACH * back.sin()
+
+
+def _by_head(projection: nn.Linear, head_dim: int) -> torch.Tensor:
+    """The bias of a projection as ``[H, D]``, a view."""
+    assert projection.bias is not None
+    return projection.bias.view(-1, head_dim)
+
+
+def export_model(model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
+    """Write weights, configuration and tokenizer; each file replaces its predecessor in one go.
+
+    Args:
+        model: The model; its parameters are stored in bfloat16.
+        tokenizer: Its tokenizer.
+        folder: Where; made if missing.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder.parent) as partial:
+        with no_progress_bars():
+            model.bfloat16().save_pretrained(partial)
+        tokenizer.save_pretrained(partial)
+        for file in Path(partial).iterdir():
+            os.replace(file, folder / file.name)

@@ -8,10 +8,8 @@ import attrs
 
 from kvpolicy.errors import KVPolicyError
 from kvpolicy.lab.tasks.task import Split
-from kvpolicy_reasoner import REASONER, REASONER_VERBOSE, task
-from kvpolicy_reasoner.facts import Difficulty
-from kvpolicy_reasoner.task import Problem
-from kvpolicy_reasoner.verbose import task as verbose
+from kvpolicy_reasoner import REASONER, REASONER_VERBOSE, task, verbose
+from kvpolicy_reasoner.task import Difficulty, Problem
 
 
 @attrs.frozen

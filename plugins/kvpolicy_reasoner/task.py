@@ -1,16 +1,315 @@
-"""The bundled reasoner's task: follow a chain of sums through shuffled facts and box the result."""
+"""The first reasoner's task: follow a chain of sums through shuffled facts and box the result.
+
+A chain ``c0 .. cD`` starts at a leaf fact; every later member is its predecessor plus or minus a
+constant, a side leaf, or an earlier member. All values are between 0 and `MAX_VALUE`.
+
+The reference trace has a plan, the steps, re-checks, a recapitulation and the answer. The
+re-checks never change the answer: they are the redundant sentences that eviction policies for
+reasoning models look for. Their probabilities depend on features that the model can see, because
+greedy decoding takes the likelier branch: a constant 30 % would give no re-check at all.
+"""
 
 import hashlib
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import attrs
 
 from kvpolicy.errors import KVPolicyError
 from kvpolicy.lab.tasks.answers import extract_answer
 from kvpolicy.lab.tasks.task import Split
-from kvpolicy_reasoner.facts import Difficulty, FactSheet, draw_fact_sheet
-from kvpolicy_reasoner.trace import write_trace
+
+MAX_VALUE = 20
+NAMES = [
+    "rent",
+    "fuel",
+    "tea",
+    "milk",
+    "rice",
+    "salt",
+    "corn",
+    "wool",
+    "silk",
+    "iron",
+    "gold",
+    "tin",
+    "coal",
+    "wood",
+    "sand",
+    "clay",
+    "glass",
+    "paper",
+    "ink",
+    "rope",
+    "oil",
+    "soap",
+    "wax",
+    "fish",
+    "meat",
+    "bread",
+    "cake",
+    "honey",
+    "sugar",
+    "plum",
+    "pear",
+    "fig",
+    "oak",
+    "pine",
+    "birch",
+    "rose",
+    "lily",
+    "moss",
+    "fern",
+    "hay",
+]
+
+CONSTANTS = range(1, 10)
+
+
+@attrs.frozen
+class Difficulty:
+    """How deep the chain of a problem may be and how many facts surround it.
+
+    Attributes:
+        min_depth: Fewest derivation steps.
+        max_depth: Most derivation steps.
+        min_facts: Fewest facts in the prompt.
+        max_facts: Most facts, unless the chain alone needs more.
+    """
+
+    min_depth: int
+    max_depth: int
+    min_facts: int
+    max_facts: int
+
+
+@attrs.frozen
+class Fact:
+    """One sentence of the prompt; a leaf when it has no operands.
+
+    Attributes:
+        name: What the fact defines.
+        value: The number the name stands for.
+        first: Name of the first operand; none in a leaf.
+        sign: ``+`` or ``-``; none in a leaf.
+        second: Name or constant that is the second operand; none in a leaf.
+    """
+
+    name: str
+    value: int
+    first: str | None = None
+    sign: str | None = None
+    second: str | int | None = None
+
+    @property
+    def text(self) -> str:
+        """The sentence as it stands in the prompt, with its leading space."""
+        if self.first is None:
+            return f" {self.name} is {self.value}."
+        return f" {self.name} = {self.first} {self.sign} {self.second}."
+
+
+@attrs.frozen
+class FactSheet:
+    """The facts of a problem before they are shuffled into a prompt.
+
+    Attributes:
+        chain: The facts to derive, from the leaf to the one asked for.
+        sides: Leaves that the chain uses as second operands.
+        distractors: Facts that the answer does not depend on.
+    """
+
+    chain: tuple[Fact, ...]
+    sides: tuple[Fact, ...]
+    distractors: tuple[Fact, ...]
+
+    @property
+    def facts(self) -> list[Fact]:
+        """All facts, unshuffled."""
+        return [*self.chain, *self.sides, *self.distractors]
+
+
+def draw_fact_sheet(rng: random.Random, difficulty: Difficulty) -> FactSheet:
+    """Draw the facts of one problem.
+
+    Args:
+        rng: Source of all randomness.
+        difficulty: Ranges of depth and number of facts, both drawn uniformly.
+
+    Returns:
+        The chain, its side leaves and the distractors, all with distinct names.
+    """
+    names = rng.sample(NAMES, len(NAMES))
+    depth = rng.randint(difficulty.min_depth, difficulty.max_depth)
+    num_facts = rng.randint(difficulty.min_facts, difficulty.max_facts)
+
+    chain = [draw_leaf(rng, names.pop())]
+    sides: list[Fact] = []
+    for _ in range(depth):
+        chain.append(_chain_step(rng, names, chain, sides))
+
+    distractors: list[Fact] = []
+    while len(chain) + len(sides) + len(distractors) < num_facts:
+        distractors.append(draw_distractor(rng, names.pop(), [*chain, *sides], distractors))
+    return FactSheet(tuple(chain), tuple(sides), tuple(distractors))
+
+
+def draw_leaf(rng: random.Random, name: str) -> Fact:
+    """Draw a fact that states a number.
+
+    Args:
+        rng: Source of all randomness.
+        name: What it defines.
+
+    Returns:
+        The fact.
+    """
+    return Fact(name, rng.randint(0, MAX_VALUE))
+
+
+def draw_distractor(
+    rng: random.Random, name: str, needed: list[Fact], distractors: list[Fact]
+) -> Fact:
+    """Draw a fact that nothing needs.
+
+    Names the answer depends on appear only as *second* operands. As first operands they would turn
+    "find the definition that builds on this name" into a guess between two equal patterns.
+
+    Args:
+        rng: Source of all randomness.
+        name: What it defines.
+        needed: Facts that the answer depends on.
+        distractors: Facts drawn before that it does not depend on.
+
+    Returns:
+        The fact.
+    """
+    if not distractors or rng.random() < 0.4:
+        return draw_leaf(rng, name)
+    first = rng.choice(distractors)
+    seconds: list[tuple[str | int, int]] = [(n, n) for n in CONSTANTS]
+    if rng.random() >= 0.4:
+        others = [fact for fact in [*needed, *distractors] if fact is not first]
+        seconds = [(fact.name, fact.value) for fact in others]
+    return derive(rng, name, first, seconds) or draw_leaf(rng, name)
+
+
+def derive(
+    rng: random.Random, name: str, first: Fact, seconds: Iterable[tuple[str | int, int]]
+) -> Fact | None:
+    """Draw sign and second operand evenly among those that keep the value in range.
+
+    Args:
+        rng: Source of all randomness.
+        name: What is defined.
+        first: The first operand.
+        seconds: Possible second operands with their values.
+
+    Returns:
+        The definition, or none if no operand fits.
+    """
+    fitting = [
+        Fact(name, result, first.name, sign, second)
+        for second, value in seconds
+        for sign, result in (("+", first.value + value), ("-", first.value - value))
+        if 0 <= result <= MAX_VALUE
+    ]
+    return rng.choice(fitting) if fitting else None
+
+
+def _chain_step(rng: random.Random, names: list[str], chain: list[Fact], sides: list[Fact]) -> Fact:
+    """Draw the next member of the chain; a new side leaf, if any, is added to ``sides``."""
+    previous = chain[-1]
+    name = names.pop()
+    # Two back at least: the value then has to be fetched from far away in the trace.
+    earlier = chain[:-2] if len(chain) >= 3 else []
+    kinds = {"constant": 40, "side": 35, "earlier": 25 if earlier else 0}
+    (kind,) = rng.choices(list(kinds), weights=list(kinds.values()))
+    if kind == "earlier":
+        derived = derive(rng, name, previous, [(fact.name, fact.value) for fact in earlier])
+        if derived is not None:
+            return derived
+    if kind == "side":
+        side_name = names.pop()
+        derived = derive(rng, name, previous, [(side_name, n) for n in range(MAX_VALUE + 1)])
+        assert derived is not None  # the value 0 always fits
+        sides.append(Fact(side_name, abs(derived.value - previous.value)))
+        return derived
+    derived = derive(rng, name, previous, [(n, n) for n in CONSTANTS])
+    assert derived is not None  # one of +1 and -1 always fits
+    return derived
+
+
+EOS = "<|eos|>"
+END = ".\n\n"
+RECHECK_OPENERS = ("Wait", "Alternatively", "Hmm", "Just", "Again")
+
+_LONG_CHAIN = 6
+
+
+def write_trace(rng: random.Random, sheet: FactSheet) -> str:
+    r"""Write one reasoning trace.
+
+    Args:
+        rng: Decides which re-checks are made.
+        sheet: The facts; the last member of the chain is what is asked for.
+
+    Returns:
+        The text after ``<think>\\n\\n``, up to and with the end-of-sequence token.
+    """
+    values = {fact.name: fact.value for fact in sheet.facts}
+    derived = {fact.name: fact for fact in sheet.chain[1:]}
+    sentences = _plan(sheet.chain)
+    for fact in sheet.chain[1:]:
+        sentences.append("Now" + _body(fact, values))
+        sentences += _rechecks(rng, fact, values, derived)
+    sentences += _recap(rng, sheet.chain, values)
+    answer = sheet.chain[-1].value
+    sentences.append(f"So the answer is {answer}")
+    text = "".join(sentence + END for sentence in sentences)
+    return f"{text}</think>\n\n\\boxed{{{answer}}}{EOS}"
+
+
+def _plan(chain: tuple[Fact, ...]) -> list[str]:
+    """Walk from the question back to the leaf."""
+    needs = [f"And {fact.name} needs {fact.first}" for fact in reversed(chain[1:])]
+    needs[0] = needs[0].replace("And", "First", 1)
+    return [*needs, f"And {chain[0].name} is {chain[0].value}"]
+
+
+def _body(fact: Fact, values: dict[str, int]) -> str:
+    """State a definition, its operands' values and its result, without the final period."""
+    first = f" {fact.name} = {fact.first} {fact.sign} {fact.second}"
+    parts = [first, f" {fact.first} is {values[str(fact.first)]}"]
+    if isinstance(fact.second, str):
+        parts.append(f" {fact.second} is {values[fact.second]}")
+    parts.append(f" so {fact.name} is {fact.value}")
+    return ",".join(parts)
+
+
+def _rechecks(
+    rng: random.Random, fact: Fact, values: dict[str, int], derived: dict[str, Fact]
+) -> list[str]:
+    """Draw the redundant sentences that follow one step."""
+    body = _body(fact, values)
+    sentences = []
+    carried = values[str(fact.first)] // 10 != fact.value // 10
+    if rng.random() < (0.8 if carried else 0.1):
+        sentences.append("Wait, let me double-check:" + body)
+        if rng.random() < (0.75 if isinstance(fact.second, str) else 0.1):
+            sentences.append("Alternatively, redo it:" + body)
+    if fact.second in derived and rng.random() < 0.75:
+        sentences.append("Hmm, look back:" + _body(derived[str(fact.second)], values))
+    return sentences
+
+
+def _recap(rng: random.Random, chain: tuple[Fact, ...], values: dict[str, int]) -> list[str]:
+    depth = len(chain) - 1
+    if rng.random() >= (0.8 if depth >= _LONG_CHAIN else 0.15):
+        return []
+    steps = ["Again" + _body(fact, values) for fact in chain[1:]]
+    return ["Just to be thorough, let me go over it again", *steps]
+
 
 STANDARD = Difficulty(min_depth=3, max_depth=7, min_facts=6, max_facts=14)
 

@@ -1,12 +1,11 @@
-"""The bundled reasoner's tokenizer: a token per word, number or mark; the round trip is exact."""
+"""Tokenizers of the bundled reasoners: a token per word, number or mark; decoding is exact."""
 
 from collections.abc import Sequence
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from kvpolicy_reasoner.facts import NAMES
-from kvpolicy_reasoner.trace import EOS
+from kvpolicy_reasoner.task import EOS, NAMES
 
 PAD = "<|pad|>"
 UNK = "<|unk|>"
@@ -77,3 +76,45 @@ def _tokens() -> list[str]:
     numbers = [str(n) for n in range(_MAX_NUMBER + 1)]
     words = [f" {word}" for word in (*_WORDS, *NAMES, *numbers)]
     return [*_CONTROL, *_THINK, *_MARKS, *_OPENERS, *words, *numbers]
+
+
+_VERBOSE_OPENERS = ["OK", "Next", "Then", "Let", "Yes"]
+_VERBOSE_WORDS = [
+    "list",
+    "short",
+    "fair",
+    "long",
+    "quick",
+    "careful",
+    "on",
+    "and",
+    "order",
+    "from",
+    "find",
+    "take",
+    "that",
+    "that's",
+    "not",
+    "right",
+    "correct",
+    "verify",
+    "make",
+    "sure",
+    "hold",
+    "think",
+    "once",
+    "another",
+    "way",
+    "all",
+    "steps",
+    "should",
+]
+
+
+def build_verbose_tokenizer() -> PreTrainedTokenizerFast:
+    """Build the tokenizer from the word lists of both tasks.
+
+    Returns:
+        A tokenizer that pads on the left and adds no tokens of its own.
+    """
+    return build_tokenizer([*_VERBOSE_OPENERS, *(f" {word}" for word in _VERBOSE_WORDS)])

@@ -8,10 +8,8 @@ from kvpolicy_reasoner import BUNDLED, REASONER_VERBOSE, bundled_path
 from kvpolicy_reasoner.evaluate import attempt, score
 from kvpolicy_reasoner.model import load_reasoner
 from kvpolicy_reasoner.problems import problems_of
-from kvpolicy_reasoner.train.checkpoint import CHECKPOINT
 from kvpolicy_reasoner.train.recipes import recipe_of
-from kvpolicy_reasoner.train.runfolder import IDENTITY
-from kvpolicy_reasoner.train.train import train
+from kvpolicy_reasoner.train.train import CHECKPOINT, IDENTITY, train
 from transformers import AutoTokenizer
 
 from kvpolicy.errors import KVPolicyError

@@ -7,13 +7,11 @@ import pytest
 import torch
 from kvpolicy_reasoner.task import make_problems, split_of
 from kvpolicy_reasoner.tokenizer import build_tokenizer
-from kvpolicy_reasoner.train.attention import chunked_causal_attention
-from kvpolicy_reasoner.train.checkpoint import CHECKPOINT
 from kvpolicy_reasoner.train.data import DataPlan, collate, examples_of_step
+from kvpolicy_reasoner.train.learner import chunked_causal_attention
 from kvpolicy_reasoner.train.loss_weights import AFTER_NEWLINES_WEIGHT
 from kvpolicy_reasoner.train.optimizer import PEAK_LR, learning_rate
-from kvpolicy_reasoner.train.runfolder import LOG
-from kvpolicy_reasoner.train.train import train
+from kvpolicy_reasoner.train.train import CHECKPOINT, LOG, train
 from safetensors.torch import load_file
 from torch.nn import functional as F
 

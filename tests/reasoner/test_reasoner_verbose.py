@@ -11,9 +11,16 @@ from kvpolicy_reasoner.task import grade, split_of
 from kvpolicy_reasoner.tokenizer import build_tokenizer
 from kvpolicy_reasoner.train.data import DataPlan, collate, examples_of_step
 from kvpolicy_reasoner.train.recipes import recipe_of
-from kvpolicy_reasoner.verbose.pieces import DRAWN, WRONG, Piece, marked, weigh_tokens
-from kvpolicy_reasoner.verbose.verbosity import VERBOSITIES, Mood
-from kvpolicy_reasoner.verbose.wording import Cycle
+from kvpolicy_reasoner.verbose import (
+    DRAWN,
+    VERBOSITIES,
+    WRONG,
+    Cycle,
+    Mood,
+    Piece,
+    marked,
+    weigh_tokens,
+)
 
 NAME = "reasoner-verbose"
 SET = problems_of(NAME)

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from kvpolicy_reasoner.model import load_reasoner
-from kvpolicy_reasoner.retrieval import MAX_KEYS, Retrieval
 from kvpolicy_reasoner.task import split_of
+from kvpolicy_reasoner.tasks import MAX_KEYS, Retrieval
 from kvpolicy_reasoner.tokenizer import build_tokenizer
 
 from kvpolicy import Engine

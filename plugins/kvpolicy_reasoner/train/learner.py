@@ -1,19 +1,159 @@
-"""One optimiser step of the reasoner: bfloat16 forward and backward, float32 parameters."""
+"""One optimizer step: bfloat16 forward and backward passes, float32 parameters, several processes.
 
-from collections.abc import Sequence
+Attention: on CPUs, scaled dot product attention in bfloat16 takes several times as long as plain
+matrix products and a softmax. Taking the queries in chunks skips most of the masked half.
+"""
+
+import multiprocessing
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
 
 import attrs
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import Qwen2ForCausalLM
+from transformers import AttentionInterface, Qwen2ForCausalLM
 
-from kvpolicy_reasoner.train.attention import register_training_attention
 from kvpolicy_reasoner.train.data import Batch, Example, collate
 from kvpolicy_reasoner.train.loss_weights import AFTER_NEWLINES_WEIGHT
 from kvpolicy_reasoner.train.optimizer import ReasonerOptimizer
 from kvpolicy_reasoner.train.recipes import Recipe
-from kvpolicy_reasoner.train.workers import Team
+
+
+@attrs.frozen
+class Team:
+    """What a process knows about the others.
+
+    Attributes:
+        rank: Which process this is, from 0; 0 is the one that was called.
+        size: How many processes there are.
+    """
+
+    rank: int
+    size: int
+
+    def add_up(self, tensor: Tensor) -> None:
+        """Replace a tensor by its sum over all processes.
+
+        Args:
+            tensor: A tensor of the same shape in every process.
+        """
+        if self.size > 1:
+            dist.all_reduce(tensor)
+
+    def wait(self) -> None:
+        """Wait until every process has come here."""
+        if self.size > 1:
+            dist.barrier()
+
+
+def run_together(size: int, work: Callable[[Team], None], *, lead: Callable[[Team], None]) -> None:
+    """Run work in several processes of one thread each; this process is the first of them.
+
+    Args:
+        size: How many processes.
+        work: What the others do; handed to fresh interpreters, so it holds plain values only.
+        lead: What this process does.
+    """
+    context = multiprocessing.get_context("spawn")
+    with tempfile.TemporaryDirectory() as folder, _one_thread():
+        meeting_point = f"file://{Path(folder) / 'meeting-point'}"
+        others = [
+            context.Process(target=_join, args=(meeting_point, Team(rank, size), work), daemon=True)
+            for rank in range(1, size)
+        ]
+        for process in others:
+            process.start()
+        try:
+            _join(meeting_point, Team(0, size), lead)
+        except BaseException:
+            for process in others:
+                process.terminate()
+            raise
+        for process in others:
+            process.join()
+
+
+def _join(meeting_point: str, team: Team, work: Callable[[Team], None]) -> None:
+    torch.set_num_threads(1)
+    if team.size == 1:
+        work(team)
+        return
+    dist.init_process_group("gloo", init_method=meeting_point, rank=team.rank, world_size=team.size)
+    try:
+        work(team)
+    finally:
+        dist.destroy_process_group()
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+NAME = "kvpolicy_chunked_causal"
+
+_CHUNK = 128
+
+
+def register_training_attention() -> str:
+    """Make the attention known to transformers.
+
+    Returns:
+        The name to give as ``attn_implementation``.
+    """
+    AttentionInterface.register(NAME, chunked_causal_attention)
+    return NAME
+
+
+def chunked_causal_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float,
+    **_: object,
+) -> tuple[Tensor, None]:
+    """Attend causally over right-padded rows, where no padding is ever looked at.
+
+    Args:
+        module: The attention layer that asks.
+        query: Queries after RoPE, ``[B, H_q, T, D]``.
+        key: Keys after RoPE, ``[B, H_kv, T, D]``.
+        value: Values, ``[B, H_kv, T, D]``.
+        attention_mask: Has to be none.
+        scaling: Factor on the logits.
+
+    Returns:
+        The output, ``[B, T, H_q, D]``, and no weights.
+    """
+    assert attention_mask is None, "training rows are padded on the right and need no mask"
+    batch, num_heads, length, head_dim = query.shape
+    num_kv_heads = key.shape[1]
+    query = (query * scaling).unflatten(1, (num_kv_heads, -1))  # [B, H_kv, G, T, D]
+    key = key.transpose(-1, -2)  # [B, H_kv, D, T]
+    future = torch.full((_CHUNK, _CHUNK), -torch.inf, dtype=query.dtype).triu(1)
+
+    outputs = []
+    for start in range(0, length, _CHUNK):
+        stop = min(start + _CHUNK, length)
+        chunk = query[:, :, :, start:stop].flatten(2, 3)  # [B, H_kv, G * C, D]
+        logits = chunk @ key[..., :stop]  # [B, H_kv, G * C, stop]
+        by_query = logits.unflatten(2, (-1, stop - start))
+        by_query[..., start:] += future[: stop - start, : stop - start]
+        output = logits.softmax(dim=-1) @ value[:, :, :stop]
+        outputs.append(output.unflatten(2, (-1, stop - start)))
+    joined = torch.cat(outputs, dim=3)  # [B, H_kv, G, T, D]
+    return joined.reshape(batch, num_heads, length, head_dim).transpose(1, 2), None
+
 
 _PARAMETER = "parameter."
 

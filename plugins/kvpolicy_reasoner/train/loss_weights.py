@@ -1,9 +1,10 @@
-"""How much the loss of each token of a trace counts."""
+"""Weights of the tokens of a trace in the loss."""
 
 from tokenizers import Encoding
 
 from kvpolicy_reasoner.task import Problem
 from kvpolicy_reasoner.tokenizer import NEWLINES
+from kvpolicy_reasoner.verbose import VerboseProblem, weigh_tokens
 
 # Which sentence comes after a line break is partly drawn at random; no model can predict it.
 AFTER_NEWLINES_WEIGHT = 0.25
@@ -21,3 +22,17 @@ def weigh_after_newlines(problem: Problem, trace: Encoding) -> list[float]:
     """
     before = [NEWLINES, *trace.tokens[:-1]]
     return [AFTER_NEWLINES_WEIGHT if token == NEWLINES else 1.0 for token in before]
+
+
+def weigh_pieces(problem: Problem, trace: Encoding) -> list[float]:
+    """Weigh every token as the piece that it stands in.
+
+    Args:
+        problem: A problem of the second task.
+        trace: Its trace as tokens.
+
+    Returns:
+        A weight for each token.
+    """
+    assert isinstance(problem, VerboseProblem)
+    return weigh_tokens(problem.pieces, [start for start, _ in trace.offsets])

@@ -7,16 +7,12 @@ from tokenizers import Encoding
 from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM
 
 from kvpolicy_reasoner import REASONER, REASONER_VERBOSE
-from kvpolicy_reasoner.facts import Difficulty
-from kvpolicy_reasoner.model import new_model
+from kvpolicy_reasoner.model import new_model, new_verbose_model
 from kvpolicy_reasoner.problems import ProblemSet, problems_of
-from kvpolicy_reasoner.task import Problem
-from kvpolicy_reasoner.tokenizer import build_tokenizer
-from kvpolicy_reasoner.train.loss_weights import weigh_after_newlines
+from kvpolicy_reasoner.task import Difficulty, Problem
+from kvpolicy_reasoner.tokenizer import build_tokenizer, build_verbose_tokenizer
+from kvpolicy_reasoner.train.loss_weights import weigh_after_newlines, weigh_pieces
 from kvpolicy_reasoner.train.optimizer import PEAK_LR
-from kvpolicy_reasoner.verbose.model import new_verbose_model
-from kvpolicy_reasoner.verbose.tokenizer import build_verbose_tokenizer
-from kvpolicy_reasoner.verbose.weighing import weigh_pieces
 
 
 @attrs.frozen

@@ -1,33 +1,334 @@
-"""Train a bundled reasoner, in runs that can be stopped and resumed."""
+"""Training of a bundled reasoner, in runs that can be stopped and resumed."""
 
 import json
-from collections.abc import Callable
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import attrs
 import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
 
-from kvpolicy.errors import KVPolicyError
+from kvpolicy.errors import KVPolicyError, OutputError
+from kvpolicy.files import atomic_write
 from kvpolicy.lab.store.jsonl import lock_folder
+from kvpolicy.lab.tasks.task import Split
 from kvpolicy_reasoner import REASONER
 from kvpolicy_reasoner.evaluate import attempt, score
-from kvpolicy_reasoner.export import export_model
-from kvpolicy_reasoner.train.checkpoint import Progress, load_checkpoint, save_checkpoint
-from kvpolicy_reasoner.train.clock import RunClock
-from kvpolicy_reasoner.train.data import examples_of_step
-from kvpolicy_reasoner.train.learner import Learner, StepLosses
-from kvpolicy_reasoner.train.log import TrainingRecord, append_record, rewind_log
-from kvpolicy_reasoner.train.overlap import count_overlap
+from kvpolicy_reasoner.model import export_model
+from kvpolicy_reasoner.problems import problems_of
+from kvpolicy_reasoner.train.data import DataPlan, examples_of_step, training_prompts
+from kvpolicy_reasoner.train.learner import Learner, StepLosses, Team, run_together
 from kvpolicy_reasoner.train.recipes import Recipe, recipe_of
-from kvpolicy_reasoner.train.runfolder import (
-    LOG,
-    MODEL,
-    OVERLAP,
-    RunIdentity,
-    claim_folder,
-    write_text,
-)
-from kvpolicy_reasoner.train.workers import Team, run_together
+
+CHECKPOINT = "checkpoint.safetensors"
+
+
+@attrs.frozen
+class Progress:
+    """How far a run came.
+
+    Attributes:
+        step: Steps done.
+        elapsed_s: Wall time spent on them, over all sittings.
+    """
+
+    step: int = 0
+    elapsed_s: float = 0.0
+
+
+def save_checkpoint(output: Path, tensors: Mapping[str, Tensor], progress: Progress) -> None:
+    """Write a checkpoint in one go: a reader finds the old one or the new one.
+
+    Args:
+        output: The folder of the run.
+        tensors: Parameters and optimiser state.
+        progress: How far the run came.
+    """
+    metadata = {key: json.dumps(value) for key, value in attrs.asdict(progress).items()}
+    partial = output / f"{CHECKPOINT}.partial"
+    save_file({key: value.contiguous() for key, value in tensors.items()}, partial, metadata)
+    os.replace(partial, output / CHECKPOINT)
+
+
+def load_checkpoint(output: Path) -> tuple[dict[str, Tensor], Progress] | None:
+    """Read the checkpoint of a run.
+
+    Args:
+        output: The folder of the run.
+
+    Returns:
+        What was saved, or none if nothing has been saved yet.
+    """
+    path = output / CHECKPOINT
+    if not path.exists():
+        return None
+    with safe_open(path, framework="pt") as file:
+        tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 - not a dict
+        metadata = {key: json.loads(value) for key, value in file.metadata().items()}
+    return tensors, Progress(**metadata)
+
+
+class RunClock:
+    """Wall time of a run over all its sittings; decides nothing that the model depends on."""
+
+    def __init__(self, progress: Progress, save_every_s: float) -> None:
+        """Start the clock.
+
+        Args:
+            progress: How far earlier sittings came.
+            save_every_s: Seconds between checkpoints.
+        """
+        now = time.perf_counter()
+        self._started = now - progress.elapsed_s
+        self._save_every_s = save_every_s
+        self._saved = now
+        self._lap = (progress.step, now)
+
+    @property
+    def elapsed_s(self) -> float:
+        """Wall time so far."""
+        return time.perf_counter() - self._started
+
+    def is_save_due(self) -> bool:
+        """Say whether a checkpoint should be written; a yes starts the wait for the next."""
+        now = time.perf_counter()
+        is_due = now - self._saved >= self._save_every_s
+        if is_due:
+            self._saved = now
+        return is_due
+
+    def lap(self, step: int) -> float:
+        """Return the steps per second since the lap before.
+
+        Args:
+            step: Steps done.
+        """
+        last_step, last_time = self._lap
+        self._lap = (step, time.perf_counter())
+        return (step - last_step) / (self._lap[1] - last_time)
+
+    def skip_lap(self) -> None:
+        """Leave the time since the last lap out of the next one."""
+        self._lap = (self._lap[0], time.perf_counter())
+
+
+IDENTITY = "run.json"
+LOG = "log.jsonl"
+MODEL = "model"
+OVERLAP = "overlap.json"
+
+
+@attrs.frozen
+class RunIdentity:
+    """What has to be equal for a run to be continued.
+
+    Attributes:
+        seed: Chooses the weights and the problems.
+        tokens: Tokens of the whole run.
+        tokens_per_step: Tokens of one step.
+        workers: Processes that share a step; sums of gradients depend on it in the last bit.
+        name: Which reasoner is trained.
+    """
+
+    seed: int
+    tokens: int
+    tokens_per_step: int
+    workers: int
+    name: str = REASONER
+
+    @property
+    def num_steps(self) -> int:
+        """Optimiser steps of the whole run."""
+        return self.tokens // self.tokens_per_step
+
+    @property
+    def data_plan(self) -> DataPlan:
+        """What the training data of the run depends on."""
+        return DataPlan(self.seed, self.num_steps, self.tokens_per_step, self.name)
+
+
+def claim_folder(output: Path, identity: RunIdentity, *, resume: bool) -> None:
+    """Make a folder the home of a run.
+
+    Args:
+        output: The folder; made if missing.
+        identity: The run.
+        resume: Keep what the run left there before; else start it again.
+
+    Raises:
+        OutputError: The folder holds something else.
+    """
+    if output.exists() and not output.is_dir():
+        msg = (
+            f"the training output {output} is a file; expected a folder, new or of the same run."
+            " Choose another --output."
+        )
+        raise OutputError(msg)
+    wanted = attrs.asdict(identity)
+    if output.exists() and any(output.iterdir()):
+        _check_owner(output, wanted, resume=resume)
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+        if not resume:
+            for name in (CHECKPOINT, LOG, OVERLAP):
+                (output / name).unlink(missing_ok=True)
+    except OSError as error:
+        msg = (
+            f"the training output {output} cannot be written: {error.strerror}."
+            " Choose another --output."
+        )
+        raise OutputError(msg) from error
+    write_text(output / IDENTITY, json.dumps(wanted, indent=2) + "\n")
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a small file in one go: a reader finds the old one or the new one.
+
+    Args:
+        path: Where.
+        text: What.
+
+    Raises:
+        OutputError: It cannot be written.
+    """
+    atomic_write(path, text)
+
+
+def _check_owner(output: Path, wanted: dict[str, int | str], *, resume: bool) -> None:
+    try:
+        found = json.loads((output / IDENTITY).read_text())
+        if not isinstance(found, dict):
+            raise ValueError
+    except (OSError, ValueError) as error:
+        msg = (
+            f"the training output {output} holds files of something else; expected an empty folder"
+            " or an earlier training run. Choose another --output."
+        )
+        raise OutputError(msg) from error
+    differing = [
+        f"{key} {found.get(key)} instead of {value}"
+        for key, value in wanted.items()
+        if found.get(key) != value
+    ]
+    if resume and differing:
+        msg = (
+            f"the training output {output} belongs to another run ({', '.join(differing)})."
+            " Choose another --output, repeat that run's options, or give --restart."
+        )
+        raise OutputError(msg)
+
+
+@attrs.frozen
+class TrainingRecord:
+    """One line of the log.
+
+    Attributes:
+        step: Steps done.
+        num_steps: Steps of the whole run.
+        tokens: Tokens seen.
+        loss: Mean cross-entropy of the last step, with the weights of training.
+        settled_loss: The same over the tokens that can be known.
+        lr: Learning rate of the last step.
+        elapsed_s: Wall time so far, over all sittings.
+        throughput_tok_s: Tokens per second since the line before.
+        tune_accuracy: Greedy accuracy on held-out problems, on the lines where it was measured.
+    """
+
+    step: int
+    num_steps: int
+    tokens: int
+    loss: float
+    settled_loss: float
+    lr: float
+    elapsed_s: float
+    throughput_tok_s: float
+    tune_accuracy: float | None = None
+
+
+def append_record(path: Path, record: TrainingRecord) -> None:
+    """Add a line.
+
+    Args:
+        path: The log; made if missing.
+        record: The line.
+    """
+    with path.open("a") as file:
+        file.write(json.dumps(attrs.asdict(record)) + "\n")
+
+
+def read_records(path: Path) -> list[TrainingRecord]:
+    """Read a log; a last line that was cut off in the middle is left out.
+
+    Args:
+        path: The log; may be missing.
+
+    Returns:
+        The lines, oldest first.
+    """
+    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+    return [TrainingRecord(**json.loads(line)) for line in lines if line.endswith("\n")]
+
+
+def rewind_log(path: Path, step: int) -> None:
+    """Drop the lines of steps that a resumed run is going to do again.
+
+    Args:
+        path: The log; may be missing.
+        step: Steps that the checkpoint has seen.
+    """
+    kept = [record for record in read_records(path) if record.step <= step]
+    write_text(path, "".join(json.dumps(attrs.asdict(record)) + "\n" for record in kept))
+
+
+_NUM_HELD_OUT = 2000
+_HELD_OUT: Sequence[Split] = ("tune", "test")
+
+
+@attrs.frozen
+class Overlap:
+    """What was compared and how much of it was found twice.
+
+    Attributes:
+        num_training: Training prompts, with repetitions.
+        num_distinct: Different training prompts.
+        num_held_out: Held-out prompts they were compared with.
+        num_shared: Held-out prompts that occur among the training prompts.
+    """
+
+    num_training: int
+    num_distinct: int
+    num_held_out: int
+    num_shared: int
+
+
+def count_overlap(plan: DataPlan) -> Overlap:
+    """Draw the training prompts of a run again and look for held-out prompts among them.
+
+    Args:
+        plan: What the data depends on.
+
+    Returns:
+        The counts, over the first 2,000 problems of seed 0 of each held-out split.
+    """
+    problems = problems_of(plan.name)
+    held_out = {
+        problem.prompt
+        for split in _HELD_OUT
+        for problem in problems.draw(_NUM_HELD_OUT, seed=0, split=split)
+    }
+    prompts = list(training_prompts(plan))
+    distinct = set(prompts)
+    return Overlap(
+        num_training=len(prompts),
+        num_distinct=len(distinct),
+        num_held_out=len(held_out),
+        num_shared=len(held_out & distinct),
+    )
+
 
 TOKENS_PER_STEP = 8192
 

@@ -8,8 +8,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from kvpolicy_reasoner.task import make_problems, split_of
-from kvpolicy_reasoner.trace import RECHECK_OPENERS
+from kvpolicy_reasoner.task import RECHECK_OPENERS, make_problems, split_of
 from tiny import bpe_tokenizer
 
 from kvpolicy.errors import KVPolicyError, TaskError
