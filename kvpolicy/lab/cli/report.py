@@ -27,7 +27,7 @@ DEFAULT = "kvpolicy-report.html"
 
 Runs = Annotated[
     list[Path],
-    typer.Argument(metavar="RUN...", help="Folders of runs, or folders that hold some."),
+    typer.Argument(metavar="RUN...", help="Folders of runs, or folders that contain some."),
 ]
 
 
@@ -40,29 +40,29 @@ Runs = Annotated[
 def report(
     runs: Runs,
     output: Annotated[
-        Path, typer.Option(metavar="FILE", help="The page; an earlier report is replaced.")
+        Path, typer.Option(metavar="FILE", help="The HTML file; an earlier report is replaced.")
     ] = Path(DEFAULT),
     show: Annotated[bool, typer.Option("--open", help="Open it in a browser.")] = False,
     rules: Annotated[
         str | None,
         typer.Option(
             metavar="NAME|FILE",
-            help="Rules that tell kinds of thoughts apart, for colours. [default: the task's own, "
-            "the model's own, or published]",
+            help="Rules that classify thoughts, for colours. [default: those named like the task "
+            "or the model, otherwise published]",
         ),
     ] = None,
     max_megabytes: Annotated[
         float,
-        typer.Option(min=1, help="Size of the page: the longest texts lose their middles for it."),
+        typer.Option(min=1, help="Size limit; the longest texts lose their middles."),
     ] = 20.0,
     json: Json = False,
 ) -> None:
     """Write runs as one HTML file: curves, tables, samples side by side, layers, manifest.
 
-    The file opens offline and loads nothing. A run that goes on can be shown as far as it is.
+    The file opens offline and loads nothing. A run that is still running can be shown, too.
     """
-    _check_is_ours_or_new(output)
-    # Imported here: all this brings torch along.
+    _check_output(output)
+    # Imported here: these modules import torch.
     from kvpolicy.files import atomic_write
     from kvpolicy.lab.report.build import build
     from kvpolicy.lab.report.gather import gather
@@ -97,10 +97,10 @@ def read_runs(folders: list[Path]) -> "list[RunFolder]":
     """Read runs, or all runs below folders that hold some.
 
     Args:
-        folders: What the user typed.
+        folders: Folders of runs, or folders that contain some.
 
     Raises:
-        ResultsError: Nothing is there, or a run is damaged.
+        ResultsError: There is no run, or a run is damaged.
     """
     from kvpolicy.lab.store.read import find_runs, read_run
 
@@ -108,16 +108,16 @@ def read_runs(folders: list[Path]) -> "list[RunFolder]":
     return [read_run(path) for path in dict.fromkeys(paths)]
 
 
-def _check_is_ours_or_new(path: Path) -> None:
-    """Nothing but an earlier report is replaced."""
+def _check_output(path: Path) -> None:
+    """Refuse to replace anything but an earlier report."""
     try:
         with path.open("rb") as file:
-            is_ours = b'name="generator" content="kvpolicy' in file.read(4096)
+            is_report = b'name="generator" content="kvpolicy' in file.read(4096)
     except FileNotFoundError:
         return
     except OSError as error:
-        msg = f"{path} cannot be written: {error.strerror}; choose another place with --output."
+        msg = f"{path} cannot be written: {error.strerror}; choose another file with --output."
         raise OutputError(msg) from error
-    if not is_ours:
-        msg = f"{path} is there and is no report; choose another name with --output."
+    if not is_report:
+        msg = f"{path} exists and is no report; choose another name with --output."
         raise OutputError(msg)

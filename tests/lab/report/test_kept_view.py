@@ -250,7 +250,7 @@ def test_a_request_that_was_refused_has_no_say_in_the_legend(shown: Shown) -> No
     for records in ([refused, kept], [kept, refused]):
         shown.show(records)
         shades = legend.locator(".kept-shade").all_text_contents()
-        assert shades == ["0", "1", "2", "abcnot there yet"]
+        assert shades == ["0", "1", "2", "abcnot generated yet"]
         assert "1 layer \N{MULTIPLICATION SIGN} 2 KV heads" in legend.text_content()
     shown.show([refused])
     assert legend.text_content() == ""

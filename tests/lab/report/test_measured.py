@@ -46,14 +46,14 @@ def test_samples_can_be_read_whatever_was_measured(opened: Opened) -> None:
 
 def test_nothing_is_called_right_or_wrong(opened: Opened) -> None:
     chips = opened.page.locator(".chip input").evaluate_all("all => all.map(one => one.value)")
-    assert chips == ["all", "cut off", "failed"]
+    assert chips == ["all", "truncated", "failed"]
     tiles = dict(
         zip(opened.texts(".tile dt"), opened.texts(".tile dd.note"), strict=True),
     )
     assert tiles["failed"] == "left out of what is measured"
     assert "ungraded" not in tiles
     shown = " ".join(opened.texts("#summary-body, #failures-body, #samples-body"))
-    assert "not right" not in shown
+    assert "counted as wrong" not in shown
     assert "verdict" not in shown
     opened.page.locator("#failures tbody button").first.click()
     opened.page.wait_for_selector(".problem")

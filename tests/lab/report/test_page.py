@@ -171,7 +171,7 @@ def test_the_table_counts_what_failed_was_cut_off_and_ungraded(opened: Opened) -
     ]
     assert [row["n"] for row in table] == ["12"] * 5
     assert [row["failed"] for row in table] == ["0", "0", "1", "0", "0"]
-    assert [row["cut off"][0] for row in table] == ["0", "1", "0", "0", "1"]
+    assert [row["truncated"][0] for row in table] == ["0", "1", "0", "0", "1"]
     assert [row["ungraded"] for row in table] == ["0", "0", "0", "1", "0"]
 
 

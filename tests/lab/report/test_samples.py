@@ -66,12 +66,12 @@ def shows(opened: Opened, item: int) -> None:
 
 FILTERS = {
     "all": lambda a, b: True,
-    "right": lambda a, b: a["correct"] is True,
+    "correct": lambda a, b: a["correct"] is True,
     "wrong": lambda a, b: a["correct"] is not True,
     "differs": lambda a, b: (a["correct"], a["ungraded"]) != (b["correct"], b["ungraded"]),
     "better": lambda a, b: bool(a["correct"]) and not b["correct"],
     "worse": lambda a, b: bool(b["correct"]) and not a["correct"],
-    "cut off": lambda a, b: "length" in (a["finish_reason"], b["finish_reason"]),
+    "truncated": lambda a, b: "length" in (a["finish_reason"], b["finish_reason"]),
     "failed": lambda a, b: "error" in (a["finish_reason"], b["finish_reason"]),
     "ungraded": lambda a, b: bool(a["ungraded"] or b["ungraded"]),
 }
@@ -118,7 +118,7 @@ def test_what_the_facts_of_a_sample_are(opened: Opened, folder: Path) -> None:
     words = (f"{b['num_tokens']} new tokens", "2 compactions", "32 rows evicted", "10 prompt")
     for word in (*words, speed):
         assert word in facts
-    assert "Right answer: 0" in opened.texts(".expected")[0]
+    assert "Correct answer: 0" in opened.texts(".expected")[0]
     assert "what is 0?" in opened.texts(".asked .text")[0]
 
 

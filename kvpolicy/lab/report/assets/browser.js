@@ -1,8 +1,8 @@
-// The sample browser: two cells side by side, what to show of them, and the list to choose from.
+// The sample browser: two cells side by side, what to show of them, and the list of samples.
 
 import { fill, h, select, visible } from "./dom.js";
 import { number, plural } from "./figures.js";
-import { facetOf, facetWords, openBlock, sampleOf, textsOf } from "./data.js";
+import { facetOf, formatFacets, openBlock, sampleOf, textsOf } from "./data.js";
 import { picker } from "./picker.js";
 import { detail } from "./detail.js";
 import { forget } from "./keptpart.js";
@@ -10,20 +10,20 @@ import { verdict } from "./verdict.js";
 
 const NONE = "none";
 
-/** Filters by name: the words, and whether a pair of samples passes. */
+/** Filters by name: label, and whether a pair of samples passes. */
 const FILTERS = {
   all: ["all", () => true],
-  right: ["A right", (a) => a?.verdict === "1"],
-  wrong: ["A not right", (a) => a && a.verdict !== "1"],
+  correct: ["A correct", (a) => a?.verdict === "1"],
+  wrong: ["A wrong", (a) => a && a.verdict !== "1"],
   differs: ["A and B differ", (a, b) => a && b && a.verdict !== b.verdict],
-  better: ["only A right", (a, b) => a && b && a.verdict === "1" && b.verdict !== "1"],
-  worse: ["only B right", (a, b) => a && b && a.verdict !== "1" && b.verdict === "1"],
-  "cut off": ["cut off", (a, b) => a?.finish === "l" || b?.finish === "l"],
+  better: ["only A correct", (a, b) => a && b && a.verdict === "1" && b.verdict !== "1"],
+  worse: ["only B correct", (a, b) => a && b && a.verdict !== "1" && b.verdict === "1"],
+  truncated: ["truncated", (a, b) => a?.finish === "l" || b?.finish === "l"],
   failed: ["failed", (a, b) => a?.finish === "e" || b?.finish === "e"],
   ungraded: ["ungraded", (a, b) => a?.verdict === "?" || b?.verdict === "?"],
 };
 const OF_TWO = ["differs", "better", "worse"];
-const OF_VERDICTS = ["right", "wrong", "ungraded", ...OF_TWO];
+const OF_VERDICTS = ["correct", "wrong", "ungraded", ...OF_TWO];
 
 /** The browser of a group; `pick(cell, filter)` shows a cell's samples: all, or those that pass. */
 export function browser(group) {
@@ -53,7 +53,7 @@ export function browser(group) {
 
   async function choose(entry) {
     state.entry = entry;
-    if (entry === null) return tell("No sample passes. Loosen the filter or the search.");
+    if (entry === null) return message("No sample passes. Loosen the filter or the search.");
     try {
       const texts = await textsOf(group, Math.floor(entry / group.attempts));
       if (entry === state.entry) await detail(place.detail, group, state, entry, texts, list.step);
@@ -62,12 +62,12 @@ export function browser(group) {
     }
   }
 
-  function tell(words, role = null) {
+  function message(text, role = null) {
     forget();
-    fill(place.detail, h("p", { class: "empty", role }, words));
+    fill(place.detail, h("p", { class: "empty", role }, text));
   }
 
-  const complain = (error) => tell(error.message, "alert");
+  const complain = (error) => message(error.message, "alert");
 
   const change = (name, value) => {
     const { id } = document.activeElement;
@@ -98,7 +98,7 @@ function choices(group, state, change) {
   group.facets.forEach((facet, f) => facet.values.forEach((value, i) => facets.push([`${f} ${i}`, visible(`${facet.name} ${value}`)])));
   return h("div", { class: "fields" },
     select("A", cells, String(state.a), (value) => change("a", cellOf(value)), { id: "cell-a" }),
-    select("B", [[NONE, "nothing beside"], ...cells], state.b === null ? NONE : String(state.b), (value) => change("b", cellOf(value)), { id: "cell-b" }),
+    select("B", [[NONE, "no second cell"], ...cells], state.b === null ? NONE : String(state.b), (value) => change("b", cellOf(value)), { id: "cell-b" }),
     facets.length > 1 ? select("Difficulty", facets, state.facet, (value) => change("facet", value), { id: "only" }) : null);
 }
 
@@ -155,11 +155,11 @@ function rowOf(group, state, entry) {
   const attempt = group.attempts > 1 ? ` try ${(entry % group.attempts) + 1}` : "";
   const cells = [state.a, state.b].filter((cell) => cell !== null);
   const marks = cells.map((cell) => {
-    const { mark, words, kind } = verdict(sampleOf(group.cells[cell], entry));
-    return h("span", { class: `verdict ${kind}`, title: words, role: "img", "aria-label": words }, mark);
+    const { mark, text, kind } = verdict(sampleOf(group.cells[cell], entry));
+    return h("span", { class: `verdict ${kind}`, title: text, role: "img", "aria-label": text }, mark);
   });
   return [
     h("span", { class: "marks" }, marks),
-    h("span", { class: "what" }, h("strong", {}, `#${item.item}${attempt}`), h("small", {}, visible(` ${facetWords(group, item).join(", ")}`)), h("bdi", { class: "snippet" }, visible(item.head))),
+    h("span", { class: "what" }, h("strong", {}, `#${item.item}${attempt}`), h("small", {}, visible(` ${formatFacets(group, item).join(", ")}`)), h("bdi", { class: "snippet" }, visible(item.head))),
   ];
 }

@@ -75,7 +75,7 @@ function axes(spec, x, y, { left, right, top, bottom }) {
   return svg("g", { "aria-hidden": "true" }, parts);
 }
 
-/** As much of a title as there is room for; the chart's heading has all of it. */
+/** A title shortened to the space it has; the chart's heading has all of it. */
 function fitted(title, room) {
   const most = Math.floor(room / LETTER);
   const text = visible(title);
@@ -111,11 +111,11 @@ function seriesMark(spec, points, x, y) {
   return svg("g", { class: points[0].look, "data-series": points[0].series }, line, spots);
 }
 
-/** Something that can be pointed at. */
+/** A mark that reacts to pointer and keys. */
 function spot(point, x, y, parts) {
-  const words = [point.label, ...point.lines].map(visible).join("; ");
+  const description = [point.label, ...point.lines].map(visible).join("; ");
   const place = { "data-cell": point.cell, "data-x": point.x, "data-y": point.y, "data-low": point.low, "data-high": point.high };
-  const role = { role: "button", tabindex: -1, "aria-label": `${words}. Opens its samples.` };
+  const role = { role: "button", tabindex: -1, "aria-label": `${description}. Opens its samples.` };
   const mark = svg("g", { class: "spot", ...role, ...place }, parts);
   mark.tip = { x, y, title: visible(point.label), lines: point.lines.map(visible) };
   return mark;

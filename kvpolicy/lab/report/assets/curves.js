@@ -1,8 +1,8 @@
-// What is measured against the budget, and the frontier of quality and memory.
+// Charts of quantities against the budget, and the frontier of quality and memory.
 
 import { button, fill, h, visible } from "./dom.js";
 import { chart } from "./chart.js";
-import { estimate, words } from "./figures.js";
+import { estimate, format } from "./figures.js";
 import { classOf, glyph } from "./marks.js";
 import { budgetAxis, logTicks, ticks, valueAxis } from "./scales.js";
 import { table } from "./table.js";
@@ -55,7 +55,7 @@ function budgetPanel(group, cells, quantity, onpick) {
   const spec = {
     name: quantity.name,
     title: quantity.heading,
-    x: { title: "budget, rows kept per layer and KV head", ticks: budgets.map((b) => [b, words({}, b)]), ...budgetAxis(budgets) },
+    x: { title: "budget, rows kept per layer and KV head", ticks: budgets.map((b) => [b, format({}, b)]), ...budgetAxis(budgets) },
     y: measureAxis(quantity, [...points, ...bands]),
     points,
     bands,
@@ -76,12 +76,12 @@ function point(cell, quantity) {
 function measureAxis(quantity, points) {
   const title = quantity.heading;
   if (quantity.kind === "share") {
-    return { title, low: -0.02, high: 1.04, log: false, ticks: [0, 0.25, 0.5, 0.75, 1].map((v) => [v, words(quantity, v)]) };
+    return { title, low: -0.02, high: 1.04, log: false, ticks: [0, 0.25, 0.5, 0.75, 1].map((v) => [v, format(quantity, v)]) };
   }
   const high = Math.max(...points.map((one) => one.high ?? one.y), 0) || 1;
   const low = Math.min(0, ...points.map((one) => one.low ?? one.y));
   const found = ticks(high, 6, quantity.kind === "bytes");
-  return { title, low, high: 1.06 * high, log: false, ticks: found.map((v) => [v, words(quantity, v)]) };
+  return { title, low, high: 1.06 * high, log: false, ticks: found.map((v) => [v, format(quantity, v)]) };
 }
 
 function frontierPanel(group, cells, onpick) {
@@ -100,7 +100,7 @@ function frontierPanel(group, cells, onpick) {
   const spec = {
     name: "frontier",
     title: `${quality.heading} against memory`,
-    x: { title: memory.heading, ticks: found.map((v) => [v, words(memory, v)]), ...axis },
+    x: { title: memory.heading, ticks: found.map((v) => [v, format(memory, v)]), ...axis },
     y: measureAxis(quality, points),
     points: points.sort((a, b) => a.series - b.series || a.x - b.x),
     bands: [],
@@ -108,11 +108,17 @@ function frontierPanel(group, cells, onpick) {
     joined: false,
     onpick,
   };
-  const note = `The steps join the cells that no other beats: ${best} ${quality.title} for their memory.`;
+  const note = `The steps join the cells that no other beats: ${best} ${nameOf(quality)} for their memory.`;
   const names = new Set(stairs.map((one) => one.cell));
   const rows = () => figures(measured, [quality, memory], ["on the frontier", (cell) => (names.has(cell.number) ? "yes" : "no")]);
   const picture = points.length ? chart(spec) : h("p", { class: "empty" }, "Not measured in this group.");
-  return panel("frontier", `Frontier: ${quality.title} and memory`, note, picture, rows);
+  return panel("frontier", `Frontier: ${nameOf(quality)} and memory`, note, picture, rows);
+}
+
+/** Name of a quantity within a sentence, without its unit. */
+function nameOf(quantity) {
+  const name = quantity.heading.split(",")[0];
+  return /^[A-Z][a-z]/.test(name) ? name[0].toLowerCase() + name.slice(1) : name;
 }
 
 /** The points that no other beats in quality with as little memory, from small to large. */
@@ -129,7 +135,7 @@ export function frontier(points, sign) {
 function figures(cells, quantities, more = null) {
   const columns = [
     { title: "cell", value: (cell) => cell.label, head: true },
-    { title: "budget", value: (cell) => cell.budget, text: (cell) => (cell.budget === null ? "all" : words({}, cell.budget)), right: true },
+    { title: "budget", value: (cell) => cell.budget, text: (cell) => (cell.budget === null ? "all" : format({}, cell.budget)), right: true },
     ...quantities.map((quantity) => ({
       title: quantity.title,
       value: (cell) => cell.estimates[quantity.name]?.[0] ?? null,

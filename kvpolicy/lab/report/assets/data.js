@@ -1,13 +1,13 @@
-// What the page holds: one JSON text, and blocks of traces that are opened when they are asked for.
+// Data of the page: one JSON text, and blocks of texts that are opened on demand.
 
 const opened = new Map();
 
-/** The data of the report, read once. */
+/** The data of the report, parsed once. */
 export function readData() {
   return JSON.parse(document.getElementById("report-data").textContent);
 }
 
-/** A block of texts: compressed JSON, inflated at most once. Gives a promise. */
+/** A block of texts: compressed JSON, inflated at most once. Returns a promise. */
 export function openBlock(number) {
   if (!opened.has(number)) opened.set(number, inflate(`block-${number}`));
   return opened.get(number);
@@ -23,7 +23,7 @@ async function inflate(id) {
   return JSON.parse(await new Response(stream).text());
 }
 
-/** A group with what is looked up often. */
+/** A group with lookup tables. */
 export function prepare(group, series) {
   const attempts = group.attempts;
   for (const [number, cell] of group.cells.entries()) {
@@ -36,7 +36,7 @@ export function prepare(group, series) {
   return group;
 }
 
-/** One sample of a cell as an object, or null. `entry`: place of the item * attempts + attempt. */
+/** One sample of a cell as an object, or null. `entry`: index of the item * attempts + attempt. */
 export function sampleOf(cell, entry) {
   const row = cell.rows.get(entry);
   if (row === undefined) return null;
@@ -54,15 +54,15 @@ export function sampleOf(cell, entry) {
   };
 }
 
-/** Which of its values a facet has for an item; undefined if the item says nothing of it. */
+/** Index of the value of a facet for an item; undefined if the item has none. */
 export function facetOf(item, facet) {
   return Object.hasOwn(item.facets, facet.name) ? item.facets[facet.name] : undefined;
 }
 
-/** The facets of an item in words, those included that are left out of tables. */
-export function facetWords(group, item) {
-  const said = group.facets.filter((facet) => facetOf(item, facet) !== undefined);
-  return [...said.map((facet) => `${facet.name} ${facet.values[facetOf(item, facet)]}`), ...item.others];
+/** The facets of an item as text, including those left out of tables. */
+export function formatFacets(group, item) {
+  const known = group.facets.filter((facet) => facetOf(item, facet) !== undefined);
+  return [...known.map((facet) => `${facet.name} ${facet.values[facetOf(item, facet)]}`), ...item.others];
 }
 
 /** The texts of an item: {prompt, answer, reference, cells: {cell: {attempt: {...}}}}. */

@@ -1,14 +1,14 @@
-// One sample: what was asked, and what one or two cells made of it.
+// One sample: its prompt, and the answers of one or two cells.
 
 import { button, fill, h, visible } from "./dom.js";
-import { bytes, number, plural, words } from "./figures.js";
-import { facetWords, sampleOf } from "./data.js";
+import { bytes, format, number, plural } from "./figures.js";
+import { formatFacets, sampleOf } from "./data.js";
 import { glyph } from "./marks.js";
 import { legend, parting, trace } from "./trace.js";
 import { verdict } from "./verdict.js";
 import { kept } from "./keptpart.js";
 
-/** Show an entry of a group in a place. `step(by)` goes to a neighbour. */
+/** Show an entry of a group in an element. `step(by)` goes to a neighbour. */
 export async function detail(place, group, state, entry, texts, step) {
   const attempt = entry % group.attempts;
   const item = group.items[Math.floor(entry / group.attempts)];
@@ -24,8 +24,8 @@ export async function detail(place, group, state, entry, texts, step) {
 
 function head(group, item, attempt, texts, step) {
   const attempts = group.attempts > 1 ? `, attempt ${attempt + 1} of ${group.attempts}` : "";
-  const facets = facetWords(group, item).map((words_) => h("span", { class: "pill" }, visible(words_)));
-  const answer = texts.answer ? h("p", { class: "expected" }, "Right answer: ", h("bdi", {}, visible(texts.answer))) : null;
+  const facets = formatFacets(group, item).map((facet) => h("span", { class: "pill" }, visible(facet)));
+  const answer = texts.answer ? h("p", { class: "expected" }, "Correct answer: ", h("bdi", {}, visible(texts.answer))) : null;
   const steps = h("span", { class: "steps" }, button("\u2191 before", () => step(-1), { class: "quiet", "aria-label": "Sample before" }), button("\u2193 next", () => step(1), { class: "quiet", "aria-label": "Next sample" }));
   return h("header", {}, h("h3", {}, `Item ${number(item.item)}${attempts} `, facets), steps, answer);
 }
@@ -38,16 +38,16 @@ function asked(texts, query) {
 
 function column(group, cell, entry, answer, query, parted) {
   const sample = sampleOf(cell, entry);
-  const { mark, words: said, kind } = verdict(sample);
+  const { mark, text, kind } = verdict(sample);
   const title = h("h4", {}, glyph(cell), h("bdi", {}, visible(cell.label)));
-  const badge = h("p", { class: "badge" }, h("span", { class: `verdict ${kind}`, "aria-hidden": "true" }, mark), ` ${said}`);
+  const badge = h("p", { class: "badge" }, h("span", { class: `verdict ${kind}`, "aria-hidden": "true" }, mark), ` ${text}`);
   if (!sample || !answer) return h("article", { class: "trace-column" }, title, h("p", { class: "empty" }, "This cell has no such sample."));
   const problems = [answer.error, answer.ungraded].filter(Boolean).map((text) => h("p", { class: "problem" }, visible(text)));
   return h("article", { class: "trace-column", "aria-label": `Trace of ${visible(cell.label)}` }, title, badge, facts(group, sample, answer), problems, trace(answer.pieces, query, parted));
 }
 
 function facts(group, sample, answer) {
-  const values = Object.entries(answer.values).map(([name, value]) => `${visible(name)} ${words({}, value)}`);
+  const values = Object.entries(answer.values).map(([name, value]) => `${visible(name)} ${format({}, value)}`);
   const steps = sample.tokens - 1; // seconds are counted from the first token
   const speed = steps > 0 && sample.seconds > 0 ? [`${number(Math.round(steps / sample.seconds))} tokens/s`] : [];
   const parts = [

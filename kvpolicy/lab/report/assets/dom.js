@@ -1,5 +1,5 @@
-// Elements are made here and nowhere else. Text goes in as text, never as markup, so that what a
-// model wrote stays what it is: letters.
+// The only module that creates elements. Text becomes text nodes, never markup, so texts that
+// models wrote are not interpreted.
 
 const SVG = "http://www.w3.org/2000/svg";
 
@@ -23,7 +23,7 @@ function furnish(element, props, children) {
   return element;
 }
 
-/** Put other children in the place of those there are. */
+/** Replace all children. */
 export function fill(element, ...children) {
   element.replaceChildren(...children.flat(Infinity).filter((c) => c !== null && c !== undefined));
   return element;

@@ -1,8 +1,8 @@
-// Numbers in words.
+// Formatting of numbers.
 
 const NONE = "\u2013";
 
-/** A number with four telling digits and thin groups of thousands. */
+/** A number with four significant digits and thin groups of thousands. */
 export function number(value) {
   if (value === null || value === undefined) return NONE;
   if (Number.isInteger(value)) return value.toLocaleString("en-US");
@@ -23,27 +23,27 @@ export function bytes(value) {
   return `${scaled.toLocaleString("en-US", { maximumSignificantDigits: power ? 3 : 4 })} ${units[power]}`;
 }
 
-const WORDS = { share, bytes, tokens: tokens, rate: tokens, number };
+const FORMATS = { share, bytes, tokens: tokens, rate: tokens, number };
 
 function tokens(value) {
   if (value === null || value === undefined) return NONE;
   return value >= 100 ? Math.round(value).toLocaleString("en-US") : number(value);
 }
 
-/** A value of a quantity, such as {kind: "share"}, in words. */
-export const words = (quantity, value) => (WORDS[quantity.kind] || number)(value);
+/** A value of a quantity, such as {kind: "share"}, as text. */
+export const format = (quantity, value) => (FORMATS[quantity.kind] || number)(value);
 
-/** An estimate [value, low, high] in words; low and high are null where nothing is known of them. */
+/** An estimate [value, low, high] as text; low and high are null where unknown. */
 export function estimate(quantity, found) {
   if (!found) return NONE;
-  const value = words(quantity, found[0]);
+  const value = format(quantity, found[0]);
   return found[1] === null ? value : `${value} [${interval(quantity, found)}]`;
 }
 
-/** Its interval alone. */
+/** The interval of an estimate as text. */
 export function interval(quantity, found) {
   if (!found || found[1] === null) return NONE;
-  return `${words(quantity, found[1])} \u2013 ${words(quantity, found[2])}`;
+  return `${format(quantity, found[1])} \u2013 ${format(quantity, found[2])}`;
 }
 
 export const plural = (n, one, many = `${one}s`) => `${number(n)} ${n === 1 ? one : many}`;

@@ -2,11 +2,11 @@
 //
 //   const view = keptView(element, records, { labels, layer, head, step });
 //
-// element: is filled; nothing outside of it is touched but for a tooltip that stands in it.
+// element: is filled, with a tooltip; nothing outside of it changes.
 // records: one or two records, side by side: objects as in kept.jsonl, or the compact form that
 //   kvpolicy/lab/report/kept_rows.py makes of them (then unpacked by `readKept`).
-// options: labels: what each record is called; layer, head: what is chosen first, null for all;
-//   step: which step is shown first, counted from 0, the last compaction if left out.
+// options: labels: name of each record; layer, head: the first choice, null for all;
+//   step: the first step shown, from 0; by default the last compaction.
 // Returns { show({ layer, head, step }), state(), destroy() }.
 //
 // A step is a compaction of the chosen layers in one of the records; the last step is the end of
@@ -17,7 +17,7 @@ import { button, fill, h, select } from "./dom.js";
 import { chosen, countsAt, readKept, timesOf } from "./keptdata.js";
 import { keptMap } from "./keptmap.js";
 import { keptText } from "./kepttext.js";
-import { describe, moment, scope, summary } from "./keptwords.js";
+import { describe, moment, scope, summary } from "./keptdescription.js";
 
 const PLAY_MS = 8000; // a whole generation, at least a tenth of a second for each step
 const LEVELS = 8;
@@ -77,8 +77,8 @@ export function keptView(element, records, options = {}) {
   function go(step) {
     state.step = Math.min(Math.max(step, 0), times.length - 1);
     slider.value = state.step;
-    const words = panels.map((panel) => panel.show(times[state.step]));
-    slider.setAttribute("aria-valuetext", `${state.step + 1} of ${times.length}: ${words.join("; ")}`);
+    const states = panels.map((panel) => panel.show(times[state.step]));
+    slider.setAttribute("aria-valuetext", `${state.step + 1} of ${times.length}: ${states.join("; ")}`);
     if (!tip.hidden) tip.hidden = true;
   }
 
@@ -95,7 +95,7 @@ export function keptView(element, records, options = {}) {
     tip.hidden = p === null;
     if (p === null) return;
     fill(tip, panel.describe(p).map((line) => h("div", {}, line)));
-    putBeside(tip, (anchor ?? span).getBoundingClientRect());
+    placeTooltip(tip, (anchor ?? span).getBoundingClientRect());
   }
 
   function start() {
@@ -146,7 +146,7 @@ export function keptView(element, records, options = {}) {
   };
 }
 
-/** One record: its text, its map, and what they say in words. */
+/** One record: its text, its map, and their description. */
 function makePanel(kept, label, widest, point, pick) {
   const panel = { kept, choice: null };
   let [state, times, time, counts, marked] = [null, [], 0, null, null];
@@ -204,7 +204,7 @@ function choiceOf(label, all, numbers, value, onchange) {
   return { element, set: (one) => (element.querySelector("select").value = key(one)) };
 }
 
-/** What the shades stand for, in the record that has most heads: one may have none. */
+/** Legend of the shades, for the record with the most heads: one may have none. */
 function legendOf(choices, state) {
   const choice = choices.reduce((one, other) => (other.total > one.total ? other : one));
   if (!choice.total) return [];
@@ -218,12 +218,12 @@ function legendOf(choices, state) {
     h("span", {}, "Held by"),
     ...shades,
     h("span", {}, `of ${scope(choice, state)}`),
-    h("span", { class: "kept-shade kept-later" }, h("span", { class: "kept-token", "data-level": "later" }, "abc"), "not there yet"),
+    h("span", { class: "kept-shade kept-later" }, h("span", { class: "kept-token", "data-level": "later" }, "abc"), "not generated yet"),
   ];
 }
 
-/** Below what it is about, or above where there is no room; within the window. */
-function putBeside(tip, box) {
+/** Below the token, or above it if there is no space; within the window. */
+function placeTooltip(tip, box) {
   const { width, height } = tip.getBoundingClientRect();
   const below = box.bottom + 6;
   const top = below + height > innerHeight ? Math.max(box.top - height - 6, 4) : below;

@@ -1,8 +1,8 @@
-// What a record of kept rows says: which KV heads held which token, and when.
+// A record of kept rows: which KV heads held which token, and when.
 //
 // Time is counted in tokens of the sequence. A row of position p joins when there are p + 1 tokens
-// and leaves with the compaction that let go of it, or with the window that slid past it; so each
-// row is known by one number, the time at which it left.
+// and leaves with the compaction that evicts it, or when the sliding window has passed it; so one
+// number describes each row: the time at which it left.
 
 const STAYED = 2 ** 31 - 1;
 // As kvpolicy/lab/report/kept_rows.py: one letter for each KV head of each position.

@@ -6,7 +6,7 @@ import { keptView } from "./kept.js";
 
 let shown = null;
 
-/** Show what is recorded of an entry under some cells; nothing if nothing is. */
+/** Show the records of an entry for some cells, if there are any. */
 export async function kept(place, cells, entry) {
   forget();
   const found = cells.filter((cell) => entry in cell.kept);

@@ -1,4 +1,4 @@
-// What tells series apart: colours after Okabe and Ito, and shapes, for those who see no colours.
+// Colours after Okabe and Ito for series, and shapes for readers without colour vision.
 
 import { svg } from "./dom.js";
 
@@ -21,7 +21,7 @@ export function seriesClass(number) {
 /** The same for a cell; cells without a budget are no line of the plots, and have no colour. */
 export const classOf = (cell) => (cell.budget === null ? "series no-budget" : seriesClass(cell.series));
 
-/** The marker of a series at a place. */
+/** The marker of a series at a position. */
 export function marker(number, x = 0, y = 0) {
   const round = Math.floor(number / NUM_COLOURS);
   return svg("path", { class: "marker", d: SHAPES[(number + round) % SHAPES.length], transform: `translate(${x},${y})` });

@@ -1,21 +1,21 @@
-// What a reader wants first: how much was run, the table, the breakdown, what went wrong.
+// Overview: how much was run, the table, the breakdown, failures.
 
 import { button, fill, h, select, visible } from "./dom.js";
-import { estimate, interval, number, plural, share, words } from "./figures.js";
+import { estimate, format, interval, number, plural, share } from "./figures.js";
 import { glyph } from "./marks.js";
 import { table } from "./table.js";
 
-/** The figures that stand on top. */
+/** The numbers at the top. */
 export function summary(group) {
   const sum = (name) => group.cells.reduce((total, cell) => total + cell.row[name], 0);
   const done = sum("n");
   const tiles = [
     ["cells", number(group.cells.length), plural(new Set(group.cells.map((c) => c.series)).size, "series", "series")],
     ["samples", number(done), done < group.num_expected ? `of ${number(group.num_expected)}: not complete` : sizes(group.cells)],
-    ["cut off", number(sum("num_truncated")), `at ${plural(group.max_new_tokens, "token")}`],
-    ["failed", number(sum("num_errors")), group.graded ? "counted as not right" : "left out of what is measured"],
+    ["truncated", number(sum("num_truncated")), `at ${plural(group.max_new_tokens, "token")}`],
+    ["failed", number(sum("num_errors")), group.graded ? "counted as wrong" : "not counted in the metric"],
   ];
-  if (group.graded) tiles.push(["ungraded", number(sum("num_ungraded")), "the grader had no verdict"]);
+  if (group.graded) tiles.push(["ungraded", number(sum("num_ungraded")), "the grader gave no verdict"]);
   const list = tiles.map(([name, value, note]) => h("div", { class: "tile" }, h("dt", {}, name), h("dd", {}, value), h("dd", { class: "note" }, note)));
   return h("dl", { class: "tiles" }, list);
 }
@@ -42,7 +42,7 @@ export function results(group, onpick) {
     ...measured,
     { title: "difference", value: (cell) => cell.row.difference?.[0] ?? null, node: (cell) => figure(points, cell.row.difference), right: true },
     { title: "n", value: (cell) => cell.row.n, text: (cell) => number(cell.row.n), right: true },
-    { title: "cut off", value: (cell) => cell.row.num_truncated, text: (cell) => `${number(cell.row.num_truncated)} (${share(cell.row.num_truncated / cell.row.n)})`, right: true },
+    { title: "truncated", value: (cell) => cell.row.num_truncated, text: (cell) => `${number(cell.row.num_truncated)} (${share(cell.row.num_truncated / cell.row.n)})`, right: true },
     { title: "failed", value: (cell) => cell.row.num_errors, text: (cell) => number(cell.row.num_errors), right: true },
     { title: "ungraded", value: (cell) => cell.row.num_ungraded, text: (cell) => number(cell.row.num_ungraded), right: true },
     { title: "compactions", value: (cell) => cell.row.compactions, text: (cell) => number(cell.row.compactions), right: true },
@@ -62,12 +62,12 @@ function named(cell, onpick) {
 function figure(quantity, found) {
   if (!found) return "\u2013";
   if (quantity.kind === "points") return [signed(found[0]), h("small", {}, ` ${signed(found[1])} \u2013 ${signed(found[2])}`)];
-  return [words(quantity, found[0]), found[1] === null ? null : h("small", {}, ` ${interval(quantity, found)}`)];
+  return [format(quantity, found[0]), found[1] === null ? null : h("small", {}, ` ${interval(quantity, found)}`)];
 }
 
 const signed = (value) => `${value < 0 ? "\u2212" : "+"}${Math.abs(100 * value).toFixed(0)}`;
 
-/** The first quantity by difficulty, or by whatever else the items differ in. */
+/** The first quantity by difficulty, or by other facets of the items. */
 export function breakdown(group) {
   const left = group.left_out.map(({ name, num }) => `${visible(name)} (${number(num)})`);
   const note = left.length ? h("p", { class: "note" }, `Not shown, as they have too many values for a table: ${left.join(", ")}.`) : null;
@@ -95,11 +95,11 @@ function facetTable(group, facet) {
 function shade(quantity, found) {
   if (!found || !found.estimate) return "\u2013";
   const level = quantity.kind === "share" ? `level-${Math.round(5 * found.estimate[0])}` : "";
-  const words_ = h("strong", {}, words(quantity, found.estimate[0]));
-  return h("span", { class: `shade ${level}`, title: estimate(quantity, found.estimate) }, words_, h("small", {}, `${interval(quantity, found.estimate)} n ${found.n}`));
+  const value = h("strong", {}, format(quantity, found.estimate[0]));
+  return h("span", { class: `shade ${level}`, title: estimate(quantity, found.estimate) }, value, h("small", {}, `${interval(quantity, found.estimate)} n ${found.n}`));
 }
 
-/** What failed, was cut off or could not be graded, by cell; a press shows the samples. */
+/** What failed, was truncated or could not be graded, by cell; a click shows the samples. */
 export function failures(group, onfilter) {
   const cells = group.cells.filter((cell) => cell.row.num_errors + cell.row.num_truncated + cell.row.num_ungraded);
   if (!cells.length) return [h("p", {}, `Every sample ended by itself${group.graded ? " and has a verdict" : ""}.`)];
@@ -112,7 +112,7 @@ export function failures(group, onfilter) {
   const columns = [
     { title: "cell", value: (cell) => cell.label, head: true },
     count("num_errors", "failed"),
-    count("num_truncated", "cut off"),
+    count("num_truncated", "truncated"),
     count("num_ungraded", "ungraded"),
   ];
   return [table("Failures", columns, cells), messages(cells)];
@@ -124,7 +124,7 @@ function messages(cells) {
   const columns = [
     { title: "cell", value: (one) => one.cell, head: true },
     { title: "samples", value: (one) => one.n, right: true },
-    { title: "what was said", value: (one) => one.text },
+    { title: "message", value: (one) => one.text },
   ];
   return table("Messages", columns, found);
 }

@@ -5,7 +5,7 @@ import { h } from "./dom.js";
 const ROW = 52;
 const SPARE = 6; // rows beyond both edges
 
-/** `choose(entry)` is told of every choice; `row(entry)` makes what a row shows. */
+/** `choose(entry)` is called on every choice; `row(entry)` makes the content of a row. */
 export function picker(choose, row) {
   const sheet = h("div", { class: "sheet", role: "presentation" });
   const element = h("div", { class: "picker", role: "listbox", id: "samples-list", tabindex: 0, "aria-label": "Samples" }, sheet);

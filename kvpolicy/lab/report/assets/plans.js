@@ -1,10 +1,10 @@
-// What each layer did, and where the figures come from.
+// Plans of the layers, and the manifest.
 
 import { h, visible } from "./dom.js";
 import { number, plural } from "./figures.js";
 import { glyph } from "./marks.js";
 
-/** The resolved plan of every cell, alike layers together. */
+/** The resolved plan of every cell, equal layers together. */
 export function plans(group) {
   return group.cells.map((cell) => {
     const kinds = cell.layers.length === 1 ? "all layers alike" : plural(cell.layers.length, "kind of layers", "kinds of layers");
@@ -26,13 +26,13 @@ function budget(layer, most) {
 }
 
 function stack(policies) {
-  return h("ol", { class: "stack" }, policies.map(({ policy, knobs }) => h("li", {}, h("strong", {}, visible(policy)), Object.entries(knobs).map(([name, value]) => h("code", {}, visible(`${name}=${said(value)}`))))));
+  return h("ol", { class: "stack" }, policies.map(({ policy, knobs }) => h("li", {}, h("strong", {}, visible(policy)), Object.entries(knobs).map(([name, value]) => h("code", {}, visible(`${name}=${asText(value)}`))))));
 }
 
-const said = (value) => (typeof value === "string" ? value : JSON.stringify(value));
+const asText = (value) => (typeof value === "string" ? value : JSON.stringify(value));
 
 function more(pairs) {
-  return Object.entries(pairs).map(([name, value]) => h("code", {}, visible(`${name}=${said(value)}`)));
+  return Object.entries(pairs).map(([name, value]) => h("code", {}, visible(`${name}=${asText(value)}`)));
 }
 
 /** Settings of the group, and of each run: versions, commands, sessions. */

@@ -1,4 +1,4 @@
-// From values to places: scales, and where their ticks go.
+// Scales from values to positions, and their ticks.
 
 /** A scale from [low, high] to pixels [from, to]; `log`: equal ratios are equally far apart. */
 export function scale(low, high, from, to, log = false) {

@@ -1,4 +1,4 @@
-// Light, dark, or as the system says: a button goes round.
+// Light, dark, or the system's theme: a button cycles through them.
 
 import { button } from "./dom.js";
 

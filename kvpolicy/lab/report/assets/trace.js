@@ -1,4 +1,4 @@
-// A text in pieces: coloured by kind, what was searched for marked, and where two texts part.
+// A text in pieces: coloured by kind, search hits marked, and the position where two texts differ.
 
 import { h, visible } from "./dom.js";
 
@@ -54,7 +54,7 @@ export function nameKinds(group) {
   kinds.set("tag", "kind kind-tag");
 }
 
-/** What the colours are. */
+/** Legend of the colours. */
 export function legend(group) {
   const names = [...group.kinds, "answer"].map((kind) => h("span", { class: className(kind) }, visible(kind)));
   const source = group.rules.source ? ` (${visible(group.rules.source)})` : "";

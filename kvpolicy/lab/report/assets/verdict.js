@@ -1,12 +1,12 @@
-// What became of a sample, in a mark and in words.
+// Verdict of a sample as a mark and as text.
 
-const VERDICTS = { 1: ["\u2713", "right"], 0: ["\u2717", "not right"], "?": ["?", "ungraded"], "-": ["\u00b7", "measured"] };
+const VERDICTS = { 1: ["\u2713", "correct"], 0: ["\u2717", "wrong"], "?": ["?", "ungraded"], "-": ["\u00b7", "measured"] };
 
-/** Mark and words of a sample: how it ended, and what it is worth. */
+/** Mark, text and kind of a sample: how it ended, and its grade. */
 export function verdict(sample) {
-  if (!sample) return { mark: " ", words: "not run", kind: "none" };
-  const [mark, words] = VERDICTS[sample.verdict];
-  if (sample.finish === "e") return { mark: "!", words: "failed", kind: "failed" };
-  const kind = { 1: "right", 0: "wrong" }[sample.verdict] || "other";
-  return { mark, words: sample.finish === "l" ? `${words}, cut off` : words, kind };
+  if (!sample) return { mark: " ", text: "not run", kind: "none" };
+  const [mark, text] = VERDICTS[sample.verdict];
+  if (sample.finish === "e") return { mark: "!", text: "failed", kind: "failed" };
+  const kind = { 1: "correct", 0: "wrong" }[sample.verdict] || "other";
+  return { mark, text: sample.finish === "l" ? `${text}, truncated` : text, kind };
 }

@@ -1,4 +1,4 @@
-// The kept-token view in words: for those who do not see shades, and for figures.
+// The kept-token view as text: for readers who do not see shades, and for numbers.
 
 import { visible } from "./dom.js";
 import { fates } from "./keptdata.js";
@@ -7,7 +7,7 @@ const MOST_FATES = 16;
 const number = (value) => value.toLocaleString("en");
 const plural = (count, one) => `${number(count)} ${one}${count === 1 ? "" : "s"}`;
 
-/** What is counted: "2 KV heads", "KV head 1", "4 layers × 2 KV heads". */
+/** The heads that are counted: "2 KV heads", "KV head 1", "4 layers × 2 KV heads". */
 export function scope({ parts, total }, { layer, head }) {
   if (layer !== null) return head === null ? plural(total, "KV head") : `KV head ${head}`;
   const layers = plural(parts.length, "layer");
@@ -15,7 +15,7 @@ export function scope({ parts, total }, { layer, head }) {
   return parts.length && total % parts.length === 0 ? `${layers} \u00d7 ${plural(total / parts.length, "KV head")}` : `${total} KV heads of ${layers}`;
 }
 
-/** Where in the generation a record stands. */
+/** The state of the generation at a time. */
 export function moment(kept, steps, time) {
   if (!kept.tokens.length) return "nothing was generated";
   const before = steps.filter((one) => one < kept.end);
@@ -25,7 +25,7 @@ export function moment(kept, steps, time) {
   return done ? `after compaction ${number(done)} of ${number(before.length)}: ${now}` : `${now}, not compacted yet`;
 }
 
-/** How much is held. */
+/** How many rows are held. */
 export function summary(kept, counts, total, time) {
   const joined = Math.min(time, kept.end);
   let [rows, all, none] = [0, 0, 0];
@@ -41,13 +41,13 @@ export function summary(kept, counts, total, time) {
   return `${share}% of the rows held: ${number(all)} tokens by ${total > 1 ? "all heads" : "the head"}${partly}, ${number(none)} by none`;
 }
 
-/** One token: lines of text. */
+/** Description of one token, as lines. */
 export function describe(kept, choice, counts, p, time) {
   const where = p < kept.numPrompt ? "prompt" : `answer, token ${number(p - kept.numPrompt + 1)}`;
   const lines = [`${quoted(kept.tokens[p])} \u00b7 position ${number(p)} (${where})`];
   if (p >= Math.min(time, kept.end)) {
     const never = p === kept.end;
-    return [...lines, never ? "the last token: drawn, and never in the cache" : "not in the sequence yet at this step"];
+    return [...lines, never ? "the last token: sampled, and never in the cache" : "not in the sequence yet at this step"];
   }
   lines.push(`held by ${number(counts[p])} of ${number(choice.total)} KV heads`);
   const found = fates(choice, p);
