@@ -5,8 +5,9 @@ for each call as it is made, then ``{"kind": "total", ...}`` with those of `Tota
 and policy. ``--output`` writes the calls to a file in the same form.
 """
 
+import json as json_module
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -25,6 +26,7 @@ from kvpolicy.cli.options import (
 )
 from kvpolicy.cli.output import format_table, info, print_json, print_text, terminal_width
 from kvpolicy.cli.run import format_report
+from kvpolicy.errors import OutputError
 
 if TYPE_CHECKING:
     from kvpolicy.engine.tracing import EvictedRows, HookCall, Total, Trace
@@ -115,10 +117,26 @@ def _open_output(path: Path | None) -> "Iterator[Callable[[dict[str, Any]], None
     if path is None:
         yield lambda _: None
         return
-    from kvpolicy.lab.store.jsonl import JsonLines
+    try:
+        file = path.open("xb", buffering=0)  # unbuffered: a kill loses one record at most
+    except FileExistsError as error:
+        msg = f"{path} exists and is not replaced; choose another name, or delete it first."
+        raise OutputError(msg) from error
+    except OSError as error:
+        msg = f"{path} cannot be opened: {error.strerror}."
+        raise OutputError(msg) from error
 
-    with closing(JsonLines(path, new=True)) as lines:
-        yield lines.append
+    def write(record: dict[str, Any]) -> None:
+        try:
+            # `backslashreplace` writes lone surrogates as JSON escapes.
+            line = json_module.dumps(record, ensure_ascii=False) + "\n"
+            file.write(line.encode(errors="backslashreplace"))
+        except OSError as error:
+            msg = f"{path} cannot be written: {error.strerror}; earlier lines are intact."
+            raise OutputError(msg) from error
+
+    with file:
+        yield write
 
 
 def _run(task: Generation) -> bool:

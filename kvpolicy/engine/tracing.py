@@ -25,7 +25,7 @@ from kvpolicy.engine.engine import Engine
 from kvpolicy.engine.sequence import Sequence
 from kvpolicy.errors import KVPolicyError
 from kvpolicy.hooks.manager import HOOKS
-from kvpolicy.hooks.timing import wait_for
+from kvpolicy.hooks.timing import synchronize
 from kvpolicy.state import WaitingRequest
 
 # `allocate` is called when a plan is resolved, before there is an engine.
@@ -367,14 +367,14 @@ class ImplTimer:
     _start: float = 0.0
 
     def __enter__(self) -> None:
-        wait_for(self.device)
+        synchronize(self.device)
         self._start = time.perf_counter()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
     ) -> None:
         if error is None:
-            wait_for(self.device)
+            synchronize(self.device)
         self.us += (time.perf_counter() - self._start) * 1e6
         # The generator of a wrapper ends with StopIteration.
         if error is not None and error is not self.passes_on and kind is not StopIteration:

@@ -51,7 +51,3 @@ def synchronize(device: torch.device | None) -> None:
     """Wait until a device has finished its work; does nothing for ``None`` and the CPU."""
     if device is not None and device.type == "cuda":
         torch.cuda.synchronize(device)
-
-
-Clock = PolicyTimings
-wait_for = synchronize
