@@ -68,7 +68,7 @@ def check(
     given = _knobs(knobs or [], names)
 
     from kvpolicy.testing import ConformanceError, check_policy
-    from kvpolicy.testing.check import PROFILES
+    from kvpolicy.testing.conformance import PROFILES
 
     # A profile that does not exist is told by check_policy.
     num = PROFILES.get(profile, 1) if cases is None else -(-cases // len(names))

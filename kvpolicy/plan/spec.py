@@ -75,7 +75,7 @@ def plan_field(rule: Rule, default: Any) -> Any:
             msg = f"the plan: {attrs.evolve(first, path=(field.name, *first.path))}"
             raise PlanError(msg) from error
 
-    converter = attrs.Converter(convert, takes_field=True)  # type: ignore[call-overload]
+    converter = attrs.Converter(convert, takes_field=True)
     return attrs.field(default=default, converter=converter, metadata={"rule": rule})
 
 
@@ -97,9 +97,9 @@ def _read_budget(value: object) -> Budget:
 def _read_where(value: object) -> str | tuple[int, ...]:
     if isinstance(value, str) and re.fullmatch(_WHERE, value):
         return value
-    is_list = isinstance(value, (list, tuple)) and len(value) > 0
-    if is_list and all(type(layer) is int and abs(layer) <= MAX_COUNT for layer in value):
-        return tuple(value)
+    layers = tuple(value) if isinstance(value, (list, tuple)) else ()
+    if layers and all(type(layer) is int and abs(layer) <= MAX_COUNT for layer in layers):
+        return layers
     msg = (
         f'{value!r:.60} is not a set of layers; write "all", a slice such as "0:2" or "-2:", or '
         "a list such as [0, 5]"

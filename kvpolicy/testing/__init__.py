@@ -1,28 +1,27 @@
-"""Testing a policy: on tensors of one's own, and against the whole contract.
+"""Testing a policy: single calls on tensors of your own, and `check_policy` for the contract.
 
-Each name is fetched from its home when first used: `keep_rows` needs no transformers, and
-only `check_policy` needs Hypothesis.
+Names are imported on first use: `keep_rows` does not need transformers, and only `check_policy`
+needs Hypothesis.
 """
 
 from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from kvpolicy.testing.bench import Shown, keep_rows, replay
-    from kvpolicy.testing.check import check_policy
-    from kvpolicy.testing.clauses import CLAUSES, ConformanceError
-    from kvpolicy.testing.report import Report
+    from kvpolicy.testing.clauses import CLAUSES, ConformanceError, Report
+    from kvpolicy.testing.conformance import check_policy
+    from kvpolicy.testing.single_call import Shown, keep_rows, replay
     from kvpolicy.testing.trial import Trial
 
-_HOMES = {
+_MODULES = {
     "CLAUSES": "clauses",
     "ConformanceError": "clauses",
-    "Report": "report",
-    "Shown": "bench",
+    "Report": "clauses",
+    "Shown": "single_call",
     "Trial": "trial",
-    "check_policy": "check",
-    "keep_rows": "bench",
-    "replay": "bench",
+    "check_policy": "conformance",
+    "keep_rows": "single_call",
+    "replay": "single_call",
 }
 
 __all__ = [
@@ -38,8 +37,8 @@ __all__ = [
 
 
 def __getattr__(name: str) -> object:
-    """Fetch a public name from its home (PEP 562)."""
-    if name not in _HOMES:
+    """Import a public name on first use (PEP 562)."""
+    if name not in _MODULES:
         msg = f"module 'kvpolicy.testing' has no attribute '{name}'"
         raise AttributeError(msg)
-    return getattr(import_module(f"kvpolicy.testing.{_HOMES[name]}"), name)
+    return getattr(import_module(f"kvpolicy.testing.{_MODULES[name]}"), name)

@@ -1,31 +1,48 @@
-"""The clauses of the contract that `check_policy` checks, and what a broken one raises."""
+"""The clauses of the contract that `check_policy` checks, and its result: an error or a report."""
+
+from collections import Counter
+from typing import Any
 
 import attrs
 
 from kvpolicy.errors import KVPolicyError
 
-#: What every policy promises, by name, in the order in which it is blamed.
+#: What every policy promises, by name.
 CLAUSES = {
     "building": "The factory builds a new policy each time, and the policy fits the hook specs.",
     "answers": "Every hook answers without an exception, in the type, shape and dtype of its spec.",
-    "sizes": "That holds at odd sizes, too: few rows, one token, one head, one slot.",
+    "sizes": "That holds at small sizes, too: few rows, one token, one head, one slot.",
     "grouped_queries": "That holds when several query heads share a KV head, too.",
     "precision": "That holds in bfloat16, float16, float32 and float64.",
     "nan": "No score and no change is NaN, also for keys that are zero, equal or large.",
-    "read_only": "The tensors that a hook receives are read and never written.",
+    "read_only": "The tensors that a hook receives are not modified.",
     "budget": "At most `budget` rows stay after a compaction, and the slab never overflows.",
     "order": "Rows that stay are named once and in rising order of position.",
     "protected": "Rows that are promised in `protects`, or pinned with `inf`, stay.",
     "eviction": "`evict` leaves the chosen rows in place, each with its position.",
     "tracks": "Tracks move with their rows, and are assigned to, not changed in place.",
-    "determinism": "Asked the same again, a new policy with the same knobs answers the same.",
-    "memory": "What a policy remembers of a sequence ends with the sequence.",
-    "cancellation": "A request that is cancelled leaves no trace in those that come after it.",
-    "chunks": "It does not matter in what chunks a prompt comes in.",
-    "slots": "It does not matter which slot a sequence has.",
-    "neighbours": "It does not matter what stands in the other slots.",
-    "schedule": "Waiting requests are admitted as `schedule` must, until none is left.",
-    "knobs": "Knobs survive a plan: written to it and read again, they make the same policy.",
+    "determinism": "A new policy with the same knobs gives the same answers to the same calls.",
+    "memory": "State that a policy keeps for a sequence ends with the sequence.",
+    "cancellation": "A cancelled request does not affect later requests.",
+    "chunks": "Answers do not depend on the chunks in which a prompt is prefilled.",
+    "slots": "Answers do not depend on the slot of a sequence.",
+    "neighbours": "Answers do not depend on the sequences in the other slots.",
+    "schedule": "`schedule` admits waiting requests as its spec says, until none is left.",
+    "knobs": "Knobs written to a plan and read again make the same policy.",
+}
+
+_NOT_CHOOSING = "it does not choose which rows stay"
+_SKIPPED = {
+    "answers": "none of its hooks was called",
+    "nan": "it implements neither score nor steer",
+    "read_only": "none of its hooks was called",
+    "budget": _NOT_CHOOSING,
+    "order": _NOT_CHOOSING,
+    "protected": _NOT_CHOOSING,
+    "eviction": "it does not implement evict",
+    "tracks": "it has no tracks and does not implement evict",
+    "schedule": "it does not implement schedule",
+    "knobs": "it is not an attrs class, so that its knobs cannot be read",
 }
 
 
@@ -35,7 +52,7 @@ class Example:
 
     Attributes:
         setup: Its sizes and its seed.
-        code: A few lines that show the failure again.
+        code: Lines of Python that show the failure again.
     """
 
     setup: str
@@ -47,8 +64,8 @@ class ConformanceError(KVPolicyError, AssertionError):
 
     Attributes:
         clause: Name of the clause, a key of `CLAUSES`.
-        expected: What was expected, in words.
-        came: What came, in words.
+        expected: What was expected, as text.
+        came: What happened instead, as text.
         policy: Name of the policy, once it is known.
         example: A minimal example, once there is one.
     """
@@ -67,12 +84,65 @@ class ConformanceError(KVPolicyError, AssertionError):
 
     def __str__(self) -> str:
         """The clause, what was expected, what came, and the example."""
-        who = f"policy '{self.policy}'" if self.policy else "a policy"
+        policy = f"policy '{self.policy}'" if self.policy else "a policy"
         lines = [
-            f"{who} breaks the clause '{self.clause}': {CLAUSES[self.clause]}",
+            f"{policy} breaks the clause '{self.clause}': {CLAUSES[self.clause]}",
             f"expected: {self.expected}",
             f"came: {self.came}",
         ]
         if self.example is not None:
             lines += [f"minimal example: {self.example.setup}", "", self.example.code]
+        return "\n".join(lines)
+
+
+@attrs.frozen
+class Report:
+    """The clauses that a policy keeps, and how often each was checked.
+
+    Attributes:
+        policy: Its name.
+        cases: Drawn cases. In each, an engine completes at least one request, and every
+            request is generated once more alone.
+        elapsed_s: Seconds it took.
+        checked: How often each clause was checked.
+    """
+
+    policy: str
+    cases: int
+    elapsed_s: float
+    checked: Counter[str]
+
+    @property
+    def clauses(self) -> list[str]:
+        """Clauses that were checked."""
+        return [name for name in CLAUSES if self.checked[name]]
+
+    @property
+    def skipped(self) -> dict[str, str]:
+        """Clauses that were not checked, and why."""
+        return {
+            name: _SKIPPED.get(name, "no such case was drawn; ask for more")
+            for name in CLAUSES
+            if not self.checked[name]
+        }
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data, ready for JSON."""
+        return {
+            "policy": self.policy,
+            "cases": self.cases,
+            "elapsed_s": round(self.elapsed_s, 3),
+            "checked": {name: self.checked[name] for name in self.clauses},
+            "skipped": self.skipped,
+        }
+
+    def __str__(self) -> str:
+        """A summary, and a line for each clause."""
+        checked, width = self.clauses, max(map(len, CLAUSES))
+        lines = [
+            f"policy '{self.policy}' keeps the contract: {len(checked)} clauses, "
+            f"{self.cases:,} cases, {self.elapsed_s:.1f} s"
+        ]
+        lines += [f"  {name:<{width}}  {self.checked[name]:>9,} checks" for name in checked]
+        lines += [f"  {name:<{width}}  skipped: {why}" for name, why in self.skipped.items()]
         return "\n".join(lines)

@@ -1,33 +1,70 @@
-"""A trial: requests served with a policy by the engine, watched, and served again alone."""
+"""A trial: an engine with the policy completes requests, and each is repeated alone."""
 
 import gc
 import weakref
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import attrs
+import torch
+from torch import Tensor
 
-from kvpolicy.engine.engine import Run
+from kvpolicy.cache.slab import KVCache
+from kvpolicy.engine.engine import Engine, Run
 from kvpolicy.engine.request import Request
 from kvpolicy.engine.results import Result
-from kvpolicy.testing.clauses import ConformanceError
-from kvpolicy.testing.maker import Maker
-from kvpolicy.testing.setup import Setup, World
-from kvpolicy.testing.story import Arrival, BatchDependenceError, Story, check_cache, differs
-from kvpolicy.testing.watch import Kept, Watch
+from kvpolicy.testing.cases import Environment, PolicyFactory, Setup, plan_of
+from kvpolicy.testing.clauses import ConformanceError, Example
+from kvpolicy.testing.monitor import CompactedRows, Monitor
 
-_LONGEST_CHUNK = 512
+_MAX_CHUNK = 512
 
-# Looking for leaks may take a collection of all garbage, and so is done now and then.
+# Looking for leaks may need a garbage collection, and is done in some trials only.
 _LEAKS_EVERY = 16
+
+# Rows whose scores differ by less, relative to the largest score, may change places: batches of
+# different shapes sum in different orders.
+_ROUNDING = 1e-4
+
+Actions = list[tuple[str, dict[str, int]]]
+
+
+@attrs.frozen
+class Arrival:
+    """A request: the number of its prompt, prompt tokens, and new tokens at most."""
+
+    number: int
+    prompt: int
+    new: int
+
+
+@attrs.frozen(eq=False)
+class RequestTrace:
+    """What a request became: its tokens, and the rows that stayed at each compaction."""
+
+    tokens: tuple[int, ...]
+    compactions: Sequence[CompactedRows]
+    cancelled: bool = False
+
+
+class BatchDependenceError(ConformanceError):
+    """A request has other tokens or rows than alone; `classify` finds the clause.
+
+    Attributes:
+        arrival: The request.
+    """
+
+    def __init__(self, arrival: Arrival, expected: str, came: str) -> None:
+        super().__init__("neighbours", expected, came)
+        self.arrival = arrival
 
 
 class Trial:
-    """One policy in one engine: requests arrive, go on for some steps, and are cancelled.
+    """One policy in one engine: requests arrive, are decoded for some steps, and cancelled.
 
-    ``finish`` serves what is left and holds every request against itself served alone, by a
-    new policy. Whatever breaks the contract on the way raises `ConformanceError`.
+    ``finish`` completes the requests that are left and compares each with the same request alone,
+    with a new policy. Whatever breaks the contract raises `ConformanceError`.
 
         trial = Trial(MyPolicy, budget=4, buffer=2, slots=2)
         trial.arrive(prompt=9, new=5)
@@ -36,8 +73,8 @@ class Trial:
 
     Attributes:
         setup: Its sizes.
-        actions: What was done so far, as calls of its methods.
-        checked: How often each clause was checked.
+        actions: The calls of its methods so far.
+        checked: Counts the checks of each clause.
     """
 
     def __init__(
@@ -45,7 +82,7 @@ class Trial:
         policy: Any,
         knobs: dict[str, Any] | None = None,
         *,
-        world: World | None = None,
+        environment: Environment | None = None,
         checked: Counter[str] | None = None,
         hooks: frozenset[str] | None = None,
         **setup: Any,
@@ -54,169 +91,331 @@ class Trial:
 
         Args:
             policy: A policy class, a function that builds one, or the name of a policy.
-            knobs: Knobs, with a name.
-            world: Tokenizer and model sizes that no trial changes.
-            checked: Where to count clauses.
+            knobs: Knobs of a policy given by name.
+            environment: Tokenizer and model sizes.
+            checked: Counts the checks of each clause.
             hooks: The hooks that the policy implements, if they are known.
             setup: The fields of `Setup`.
         """
-        self.maker = Maker.of(policy, knobs)
-        self.world = World.of() if world is None else world
+        self.factory = PolicyFactory.of(policy, knobs)
+        self.environment = Environment.of() if environment is None else environment
         self.setup = Setup(**setup)
-        self.actions: list[tuple[str, dict[str, int]]] = []
+        self.actions: Actions = []
         self.checked: Counter[str] = Counter() if checked is None else checked
-        self._hooks = self.maker.hooks() if hooks is None else hooks
-        self._toy = self.world.toy(self.setup)
-        self._watch = self._new_watch(self.checked)
-        self._engine = self.world.engine(self._watch, self.setup, self._toy)
+        self._hooks = self.factory.hooks() if hooks is None else hooks
+        self._model = self.environment.model(self.setup)
+        self._monitor, self._engine = self._new_engine(self.setup, self.checked)
         self._run: Run | None = None
         self._queue: list[Arrival] = []
-        self._served: list[Arrival] = []
+        self._requests: list[Arrival] = []  # of the current run
         self._open: set[int] = set()
-        self._stories: list[tuple[Arrival, Story]] = []
-        self._traces: list[list[Kept]] = []
+        self._finished: list[tuple[Arrival, RequestTrace]] = []
+        self._compactions: list[list[CompactedRows]] = []
         self._memories: list[weakref.ref[Any]] = []
         self._num_arrived = 0
 
     @property
     def policy(self) -> object:
-        """The policy that serves."""
-        return self._watch.policy
+        """The policy of the engine."""
+        return self._monitor.policy
 
     @property
     def unanswered(self) -> list[int]:
-        """Requests of the run under way that have not ended, in order of arrival."""
+        """Requests of the current run without a result, in order of arrival."""
         return sorted(self._open)
 
     def arrive(self, *, prompt: int, new: int) -> None:
-        """Let a request of so many prompt tokens arrive, for at most so many new ones.
+        """Add a request with ``prompt`` tokens, for at most ``new`` new ones.
 
-        It is served in the run that begins with the next ``go``, with all others that wait.
+        It is part of the run that starts with the next ``go``, with all other waiting requests.
         """
         self.actions.append(("arrive", {"prompt": prompt, "new": new}))
         self._queue.append(Arrival(self._num_arrived, prompt, new))
         self._num_arrived += 1
 
     def go(self, steps: int) -> None:
-        """Go round so many times: admit, prefill, decode, compact, release."""
+        """Run so many engine steps."""
         self.actions.append(("go", {"steps": steps}))
-        self._begin()
+        self._start()
         for _ in range(steps):
             if self._run is not None:
                 self._step()
 
     def cancel(self, request: int) -> None:
-        """Cancel a request of the run under way, counted from 0."""
+        """Cancel a request of the current run, counted from 0."""
         self.actions.append(("cancel", {"request": request}))
         if request in self.unanswered:
             assert self._run is not None
             self._run.cancel(request)
 
     def finish(self) -> None:
-        """Serve what is left, and hold every request against itself alone."""
+        """Complete the requests that are left, and compare each with itself alone."""
         self.actions.append(("finish", {}))
         while self._queue or self._run is not None:
-            self._begin()
+            self._start()
             self._step()
         self.checked.update(self._sizes())
-        if self.setup.dtype == "float64":  # else noise decides: batches add up in another order
-            # The last one first, so that one policy after the other does not see the same.
-            alone = self.alone([arrival for arrival, _ in reversed(self._stories)])
-            for (arrival, story), twin in zip(self._stories, reversed(alone), strict=True):
-                self._compare(arrival, story, twin)
+        if self.setup.dtype == "float64":  # with less precision, rounding would decide
+            # In reversed order, so that a policy with state does not see the same sequence.
+            alone = self.alone([arrival for arrival, _ in reversed(self._finished)])
+            for (arrival, trace), other in zip(self._finished, reversed(alone), strict=True):
+                self._compare(arrival, trace, other)
 
     def alone(
-        self, arrivals: Sequence[Arrival], *, copies: int = 1, chunk: int = _LONGEST_CHUNK
-    ) -> list[Story]:
-        """Serve requests by a new policy, one after the other with nobody else around.
+        self, arrivals: Sequence[Arrival], *, copies: int = 1, chunk: int = _MAX_CHUNK
+    ) -> list[RequestTrace]:
+        """Run requests one after the other with a new policy.
 
         Args:
             arrivals: The requests.
-            copies: How many of each at once, each in a slot of its own.
-            chunk: In which chunks of their prompts.
+            copies: Copies of each request in a batch.
+            chunk: The most tokens of a prompt in one forward.
         """
         setup = attrs.evolve(self.setup, slots=copies, chunk=chunk)
-        watch = self._new_watch(Counter())
-        engine = self.world.engine(watch, setup, self._toy)
-        stories = []
+        monitor, engine = self._new_engine(setup, Counter())
+        traces = []
         for arrival in arrivals:
             run = engine.generate([self._request(arrival)] * copies)
-            traces = [watch.follow(served.memory) for served in run._waiting.values()]
-            results = run.results()
-            stories += [Story(r.tokens, t, False) for r, t in zip(results, traces, strict=True)]
-        return stories
+            compactions = [monitor.follow(memory) for memory in _memories_of(run)]
+            results = zip(run.results(), compactions, strict=True)
+            traces += [RequestTrace(result.tokens, kept) for result, kept in results]
+        return traces
 
-    def _sizes(self) -> list[str]:
-        """The clauses about sizes that this trial is an example of."""
-        setup = self.setup
-        edges = {1, setup.budget, setup.budget + 1}
-        is_odd = 1 in (setup.kv_heads, setup.slots)
-        is_odd |= any(arrival.prompt in edges for arrival, _ in self._stories)
-        found = {
-            "sizes": is_odd,
-            "grouped_queries": setup.group > 1,
-            "precision": setup.dtype != "float32",
-        }
-        return [clause for clause, holds in found.items() if holds]
+    def repeat(
+        self, change: Callable[[Actions], Actions] = list, **sizes: Any
+    ) -> ConformanceError | None:
+        """Run the same actions in a new trial, and return its error.
 
-    def _new_watch(self, checked: Counter[str]) -> Watch:
-        return Watch(self.maker.build(), self._hooks, checked)
+        Args:
+            change: Applied to the actions before.
+            sizes: Fields of `Setup` that differ.
+        """
+        setup = attrs.asdict(self.setup) | sizes
+        trial = Trial(self.factory, environment=self.environment, hooks=self._hooks, **setup)
+        try:
+            for name, arguments in change(self.actions):
+                if name != "finish":
+                    getattr(trial, name)(**arguments)
+            trial.finish()
+        except ConformanceError as error:
+            return error
+        return None
+
+    def source(self) -> str:
+        """Lines of Python that run this trial to its end."""
+        lines = ["from kvpolicy.testing import Trial", ""]
+        lines.append(f"trial = Trial({self.factory.source}, {self.setup.source()})")
+        for name, arguments in self.actions:
+            values = ", ".join(f"{key}={value}" for key, value in arguments.items())
+            lines.append(f"trial.{name}({values})")
+        if not self.actions or self.actions[-1][0] != "finish":
+            lines.append("trial.finish()")
+        return "\n".join(lines)
+
+    def _new_engine(self, setup: Setup, checked: Counter[str]) -> tuple[Monitor, Engine]:
+        """An engine with a new policy, and its monitor."""
+        monitor = Monitor(self.factory.build(), self._hooks, checked)
+        plan = plan_of(monitor.policy, self._hooks, setup, self.environment.num_layers)
+        tokenizer = self.environment.tokenizer
+        engine = Engine(self._model, tokenizer, plan, slots=setup.slots, chunk=setup.chunk)
+        for stack in dict.fromkeys([*engine.stacks, engine.scheduling]):
+            monitor.attach(stack)
+        return monitor, engine
 
     def _request(self, arrival: Arrival) -> Request:
-        prompt = self.world.prompt(self.setup, arrival.number, arrival.prompt)
+        prompt = self.environment.prompt(self.setup, arrival.number, arrival.prompt)
         return Request(prompt, max_new_tokens=arrival.new, stop_ids=())
 
-    def _begin(self) -> None:
+    def _start(self) -> None:
+        """Start a run with the waiting requests, if none is in progress."""
         if self._run is not None or not self._queue:
             return
-        self._served, self._queue = self._queue, []
-        self._open = set(range(len(self._served)))
-        self._run = self._engine.generate([self._request(one) for one in self._served])
-        memories = [served.memory for served in self._run._waiting.values()]
-        self._traces = [self._watch.follow(memory) for memory in memories]
+        self._requests, self._queue = self._queue, []
+        self._open = set(range(len(self._requests)))
+        self._run = self._engine.generate([self._request(one) for one in self._requests])
+        memories = _memories_of(self._run)
+        self._compactions = [self._monitor.follow(memory) for memory in memories]
         self._memories = [weakref.ref(memory) for memory in memories]
-        if self._stories:
+        if self._finished:
             self.checked["memory"] += 1
 
     def _step(self) -> None:
         assert self._run is not None
-        events = self._run.step()
-        for result in events.results:
-            self._note(result)
-        check_cache(self._run.batch.cache, self._run.batch.active)
-        if self._watch.chooses:
+        for result in self._run.step().results:
+            self._collect(result)
+        _check_cache(self._run.batch.cache, len(self._run.batch.active))
+        if self._monitor.chooses:
             self.checked.update(["budget", "order"])
         if self._run.done:
             self._run = None
             if self.setup.seed % _LEAKS_EVERY == 0:
                 self._check_leaks()
 
-    def _note(self, result: Result) -> None:
-        story = Story(
-            result.tokens, self._traces[result.id], cancelled=result.finish_reason == "cancelled"
-        )
-        self._stories.append((self._served[result.id], story))
+    def _collect(self, result: Result) -> None:
+        is_cancelled = result.finish_reason == "cancelled"
+        trace = RequestTrace(result.tokens, self._compactions[result.id], is_cancelled)
+        self._finished.append((self._requests[result.id], trace))
         self._open.remove(result.id)
-        self.checked["cancellation"] += story.cancelled
+        self.checked["cancellation"] += is_cancelled
 
     def _check_leaks(self) -> None:
-        """See that nothing holds the memory of sequences that have ended."""
+        """Check that nothing holds the memory of sequences that have ended."""
         self.checked["memory"] += 1
         if any(memory() is not None for memory in self._memories):
             gc.collect()
         held = sum(memory() is not None for memory in self._memories)
         if held:
-            came = f"the memory of {held} sequences that have ended is still held by someone"
-            raise ConformanceError(
-                clause="memory", expected="no reference to the memory of a sequence", came=came
-            )
+            expected = "no reference to the memory of a sequence that has ended"
+            came = f"references to the memory of {held} such sequences"
+            raise ConformanceError(clause="memory", expected=expected, came=came)
 
-    def _compare(self, arrival: Arrival, story: Story, alone: Story) -> None:
-        """Hold a request against itself, served alone by a new policy."""
+    def _sizes(self) -> list[str]:
+        """The clauses about sizes and dtypes that this trial checks."""
+        setup = self.setup
+        edges = {1, setup.budget, setup.budget + 1}
+        is_small = 1 in (setup.kv_heads, setup.slots)
+        is_small |= any(arrival.prompt in edges for arrival, _ in self._finished)
+        found = {
+            "sizes": is_small,
+            "grouped_queries": setup.group > 1,
+            "precision": setup.dtype != "float32",
+        }
+        return [clause for clause, holds in found.items() if holds]
+
+    def _compare(self, arrival: Arrival, trace: RequestTrace, alone: RequestTrace) -> None:
         compared = ["determinism", "neighbours"]
         compared += ["chunks"] if self.setup.chunk < arrival.prompt else []
         compared += ["slots"] if self.setup.slots > 1 else []
         self.checked.update(compared)
-        difference = differs(story, alone)
+        difference = find_difference(trace, alone)
         if difference is not None:
             raise BatchDependenceError(arrival, *difference)
+
+
+def _memories_of(run: Run) -> list[Any]:
+    return [sequence.memory for sequence in run._waiting.values()]
+
+
+def find_difference(trace: RequestTrace, alone: RequestTrace) -> tuple[str, str] | None:
+    """The first difference to the same request alone: what was expected, and what came."""
+    for came, expected in zip(trace.compactions, alone.compactions, strict=False):
+        place = f"in layer {expected.layer_idx} after {expected.seq_len} tokens"
+        if (came.layer_idx, came.seq_len) != (expected.layer_idx, expected.seq_len):
+            other = f"in layer {came.layer_idx} after {came.seq_len} tokens"
+            return f"a compaction {place}", f"one {other}"
+        if not torch.equal(came.positions, expected.positions):
+            if _is_rounding(came, expected):
+                return None
+            kept = f"the positions {expected.positions.tolist()} stay {place}"
+            return f"{kept}, as when it is run alone", f"{came.positions.tolist()}"
+    num, num_alone = len(trace.compactions), len(alone.compactions)
+    if not trace.cancelled and num != num_alone:
+        return f"{num_alone} compactions, as when it is run alone", f"{num}"
+    expected_tokens = alone.tokens[: len(trace.tokens)] if trace.cancelled else alone.tokens
+    if trace.tokens != expected_tokens:
+        return f"tokens {list(alone.tokens)}, as when it is run alone", f"{list(trace.tokens)}"
+    return None
+
+
+def _is_rounding(came: CompactedRows, expected: CompactedRows) -> bool:
+    """Whether only rows of almost equal scores changed places."""
+    if not torch.equal(came.before, expected.before):
+        return False
+    a, b = came.scores.double(), expected.scores.double()
+    if torch.equal(a, b) or not torch.equal(a.isinf(), b.isinf()):
+        return False
+    a, b = a.masked_fill(a.isinf(), 0), b.masked_fill(b.isinf(), 0)
+    largest = float(torch.maximum(a.abs().max(), b.abs().max()))
+    return bool(((a - b).abs() <= _ROUNDING * largest).all())
+
+
+def _check_cache(cache: KVCache, num_active: int) -> None:
+    """Check that slabs are not over capacity, and that their rows are in order of position."""
+    for layer_idx, layer in enumerate(cache.layers):
+        for slot in range(num_active):
+            num = int(cache.rows[layer_idx, slot])
+            if num > cache.capacity[layer_idx]:
+                expected = f"at most {cache.capacity[layer_idx]} rows in layer {layer_idx}"
+                raise ConformanceError(clause="budget", expected=expected, came=f"{num} rows")
+            positions = layer.positions[slot]
+            if not _is_ordered(positions, num):
+                expected = f"{num} positions that rise in layer {layer_idx}, then -1"
+                raise ConformanceError(
+                    clause="order", expected=expected, came=f"{positions.tolist()}"
+                )
+
+
+def _is_ordered(positions: Tensor, num: int) -> bool:
+    filled, empty = positions[:, :num], positions[:, num:]
+    return bool((filled.diff(dim=1) > 0).all() and (filled >= 0).all() and (empty == -1).all())
+
+
+# The clause of a failed trial
+
+
+def explain(trial: Trial, error: ConformanceError) -> ConformanceError:
+    """The same error with its clause, the policy, and the trial as an example."""
+    clause = classify(trial, error)
+    example = Example(trial.setup.source(), trial.source())
+    return ConformanceError(clause, error.expected, error.came, trial.factory.name, example)
+
+
+def classify(trial: Trial, error: ConformanceError) -> str:
+    """The clause that a failed trial breaks: what has to change so that it does not fail."""
+    if isinstance(error, BatchDependenceError):
+        return _classify_dependence(trial, error.arrival)
+    setup = trial.setup
+    if error.clause not in ("answers", "nan"):
+        return error.clause
+    if setup.dtype != "float32" and trial.repeat(dtype="float32") is None:
+        return "precision"
+    if setup.group > 1 and trial.repeat(group=1) is None:
+        return "grouped_queries"
+    larger = {
+        "budget": setup.budget + 8,
+        "buffer": setup.buffer + 4,
+        "kv_heads": setup.kv_heads + 1,
+        "head_dim": 8,
+        "slots": 2 * setup.slots,
+    }
+    if error.clause == "answers" and trial.repeat(_with_long_pairs, **larger) is None:
+        return "sizes"
+    return error.clause
+
+
+def _classify_dependence(trial: Trial, arrival: Arrival) -> str:
+    """The clause of a request that differs from itself alone."""
+    (first,) = trial.alone([arrival])
+
+    def differs(times: int = 1, **options: int) -> bool:
+        again = trial.alone([arrival] * times, **options)
+        return any(find_difference(trace, first) for trace in again)
+
+    if differs():
+        return "determinism"
+    if differs(times=3):
+        return "memory"
+    if differs(chunk=trial.setup.chunk):
+        return "chunks"
+    if differs(copies=trial.setup.slots):
+        return "slots"
+    is_cancelled = any(name == "cancel" for name, _ in trial.actions)
+    if is_cancelled and trial.repeat(_without_cancelling) is None:
+        return "cancellation"
+    return "neighbours" if trial.repeat(slots=1) is None else "memory"
+
+
+def _without_cancelling(actions: Actions) -> Actions:
+    return [action for action in actions if action[0] != "cancel"]
+
+
+def _with_long_pairs(actions: Actions) -> Actions:
+    """Two long prompts for each prompt, so that no batch has one row or one sequence."""
+    changed: Actions = []
+    for name, arguments in actions:
+        if name == "arrive":
+            longer = {**arguments, "prompt": arguments["prompt"] + 16}
+            changed += [(name, longer), (name, longer)]
+        else:
+            changed.append((name, arguments))
+    return changed

@@ -1,7 +1,7 @@
-"""A decoder in plain tensors: all that the engine asks of a model, and nothing else.
+"""A small random decoder with the interface of `ModelAdapter`, and a small tokenizer.
 
-Two layers of real attention over the engine's own slabs, with random weights. It knows no
-transformers, so that a step takes a fraction of a millisecond and many can be checked.
+It runs real attention over the engine's slabs without transformers: a step takes a fraction of a
+millisecond, so that many cases can be checked.
 """
 
 from collections.abc import Collection
@@ -20,14 +20,14 @@ from kvpolicy.model.adapter import ForwardInput, ModelAdapter
 from kvpolicy.model.attention import attend
 from kvpolicy.model.rope import rotate_halves
 
-#: What keys look like: of every length; equal for equal tokens; often zero; all alike; large.
+#: Kinds of keys: of all lengths; equal for equal tokens; often zero; nearly equal; large.
 NUMBERS = ("plain", "equal", "zeros", "alike", "large")
 
-_MOST_POSITIONS = 1024
-_NUM_LIVELY = 24
+_MAX_POSITIONS = 1024
+_NUM_TOKENS = 24
 
 
-class Toy(ModelAdapter):
+class ToyModel(ModelAdapter):
     """A random decoder that is cheap to run; equal arguments give equal weights."""
 
     def __init__(
@@ -41,59 +41,62 @@ class Toy(ModelAdapter):
         dtype: torch.dtype,
         numbers: str,
         vocab_size: int,
-        lively: tuple[int, ...],
+        token_ids: tuple[int, ...],
         seed: int,
     ) -> None:
         self.num_layers, self.hidden_size = num_layers, hidden_size
-        self.vocab_size, self.max_positions = vocab_size, _MOST_POSITIONS
+        self.vocab_size, self.max_positions = vocab_size, _MAX_POSITIONS
         self.stop_ids = ()
         self._device = torch.device("cpu")
         self.model = SimpleNamespace(device=self._device, dtype=dtype)  # type: ignore[assignment]
         self._shape = LayerShape(kv_heads * group, kv_heads, head_dim, dtype, self._device)
-        self._lively = torch.tensor(lively)
+        self._active_ids = torch.tensor(token_ids)
         rng = torch.Generator().manual_seed(seed)
         normal = partial(torch.randn, generator=rng, dtype=torch.float64)
         self._embedding = normal(vocab_size, hidden_size)
-        self._places = normal(_MOST_POSITIONS, hidden_size) * 0.7
+        self._positions = normal(_MAX_POSITIONS, hidden_size) * 0.7
         width = 1 / hidden_size**0.5
         # Queries, keys and values, side by side.
         self._num_heads = (kv_heads * group, kv_heads, kv_heads)
-        self._into = [
+        self._in = [
             normal(hidden_size, sum(self._num_heads) * head_dim) * width * 2
             for _ in range(num_layers)
         ]
         self._out = [
             normal(kv_heads * group * head_dim, hidden_size) * width for _ in range(num_layers)
         ]
-        self._unembedding = normal(hidden_size, len(lively))
-        self._colour(numbers)
+        self._unembedding = normal(hidden_size, len(token_ids))
+        self._shape_keys(numbers)
         self._cast(dtype)
 
-    def _colour(self, numbers: str) -> None:
-        """Make keys difficult in one of the ways of `NUMBERS`."""
+    def _shape_keys(self, numbers: str) -> None:
+        """Change the weights so that keys are of one kind of `NUMBERS`."""
         if numbers in ("equal", "zeros"):
-            self._places.zero_()
+            self._positions.zero_()
         if numbers == "zeros":
-            self._embedding[self._lively[::3]] = 0
+            self._embedding[self._active_ids[::3]] = 0
         if numbers == "alike":
             self._embedding.mul_(0.2).add_(1)
         if numbers == "large":
             first, num = self._num_heads[0] * self._shape.head_dim, self._shape.head_dim
-            for weight in self._into:
+            for weight in self._in:
                 weight[:, first : first + self._num_heads[1] * num] *= 100
 
     def _cast(self, dtype: torch.dtype) -> None:
-        self._embedding, self._places = self._embedding.to(dtype), self._places.to(dtype)
-        self._into = [weight.to(dtype) for weight in self._into]
+        self._embedding, self._positions = (
+            self._embedding.to(dtype),
+            self._positions.to(dtype),
+        )
+        self._in = [weight.to(dtype) for weight in self._in]
         self._out = [weight.to(dtype) for weight in self._out]
         self._unembedding = self._unembedding.to(dtype)
 
     def layer_shapes(self) -> list[LayerShape]:
-        """The same in every layer."""
+        """Equal shapes in every layer."""
         return [self._shape] * self.num_layers
 
     def rotation(self) -> Rotate:
-        """Plain RoPE: the toy has none of its own, and no policy can tell."""
+        """Plain RoPE; the model itself does not rotate keys."""
         return rotate_halves
 
     @property
@@ -102,14 +105,14 @@ class Toy(ModelAdapter):
         return self._device
 
     def add_hooks(self, *, steered: Collection[int], states: bool) -> None:
-        """Nothing to do: `forward` steers and returns states itself."""
+        """Do nothing: `forward` itself steers and returns hidden states."""
 
     def forward(self, given: ForwardInput) -> tuple[Tensor, Tensor | None]:
-        """Run over the new tokens of a step, as `ModelAdapter.forward` does."""
+        """Forward pass over the new tokens of a step, see `ModelAdapter.forward`."""
         step = given.step
-        places = self._places[torch.from_numpy(step.position_ids)]
-        states = self._embedding[given.token_ids] + places
-        for layer_idx, (into, out) in enumerate(zip(self._into, self._out, strict=True)):
+        positions = self._positions[torch.from_numpy(step.position_ids)]
+        states = self._embedding[given.token_ids] + positions
+        for layer_idx, (into, out) in enumerate(zip(self._in, self._out, strict=True)):
             if given.steer is not None:
                 change = given.steer(layer_idx, states[:, -1])
                 states = states if change is None else states + change[:, None]
@@ -124,36 +127,36 @@ class Toy(ModelAdapter):
         size = (states.float().square().mean(dim=-1, keepdim=True) + 1e-6).sqrt()
         states = (states / size).to(self._shape.dtype)
         logits = torch.full((len(states), self.vocab_size), -torch.inf, dtype=states.dtype)
-        logits[:, self._lively] = states[:, -1] @ self._unembedding
+        logits[:, self._active_ids] = states[:, -1] @ self._unembedding
         return logits, states if given.wants_states else None
 
 
 @lru_cache(maxsize=1)
 def toy_tokenizer() -> PreTrainedTokenizerFast:
-    """One byte a token, as reasoning models have it: line breaks merge with marks, think tags."""
+    """A byte-level tokenizer whose line breaks merge with punctuation, with think tags."""
     merges = [("Ċ", "Ċ"), (".", "Ċ"), (".", "ĊĊ"), (")", "ĊĊ"), ("?", "ĊĊ")]
-    words = {letter: i for i, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    vocabulary = {letter: i for i, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
     for left, right in merges:
-        words[left + right] = len(words)
-    tokenizer = Tokenizer(BPE(words, merges))
+        vocabulary[left + right] = len(vocabulary)
+    tokenizer = Tokenizer(BPE(vocabulary, merges))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_tokens(["<think>", "</think>"])
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, clean_up_tokenization_spaces=False)
 
 
-def lively_ids(tokenizer: Any) -> tuple[int, ...]:
-    """The few token ids that toys read and write: some that end lines, some special, some others.
+def active_token_ids(tokenizer: Any) -> tuple[int, ...]:
+    """The token ids of prompts and answers: some with line breaks, some special, some others.
 
-    Few, so that tokens come again and sentences end within a dozen of them.
+    They are few, so that tokens repeat and sentences end within a dozen tokens.
     """
     size = len(tokenizer)
     texts = tokenizer.batch_decode([[i] for i in range(size)], skip_special_tokens=False)
     breaks = [i for i, text in enumerate(texts) if "\n" in text]
     added = sorted(i for i in getattr(tokenizer, "added_tokens_decoder", {}) if i < size)
     chosen = dict.fromkeys([*breaks[:6], *added[:6]])
-    step = max(size // _NUM_LIVELY, 1)
+    step = max(size // _NUM_TOKENS, 1)
     for i in range(0, size, step):
-        if len(chosen) < _NUM_LIVELY:
+        if len(chosen) < _NUM_TOKENS:
             chosen[i] = None
     return tuple(chosen)

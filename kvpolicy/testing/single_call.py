@@ -1,6 +1,6 @@
-"""Running a policy on tensors of one's own, through the code that the engine runs.
+"""Running a policy on given tensors, with the engine's own cache, attention and compaction.
 
-For comparing a policy with its authors' code, with an oracle, or with one's expectation.
+Used to compare a policy with a reference implementation or an oracle.
 """
 
 from collections.abc import Sequence
@@ -26,12 +26,12 @@ _LAYER = 0
 
 @attrs.frozen(eq=False)
 class Shown:
-    """What policies that implement `observe` are shown of each sequence, before a compaction.
+    """Tokens and hidden states for policies that implement `observe`, of each sequence.
 
     Attributes:
         token_ids: ``[B, T]``, int64.
         hidden_states: Last hidden states after the final norm, ``[B, T, M]``.
-        tokenizer: The engine's tokenizer, if there is one.
+        tokenizer: The tokenizer that policies receive.
     """
 
     token_ids: Tensor
@@ -52,29 +52,29 @@ def keep_rows(
     """The rows that stay when a cache is compacted once.
 
     Args:
-        policy: Name of a policy, a policy object, or a list of such, which is a stack;
-            knobs are for a single name.
+        policy: Name of a policy, a policy object, or a list of them, which is a stack;
+            knobs apply to a single name.
         keys: Keys after RoPE, ``[B, H_kv, T, D]``: row t is token t. A policy that moves
-            keys to other positions finds them rotated as Llama rotates.
+            keys to other positions assumes the RoPE of Llama.
         values: Values, ``[B, H_kv, T, D]``.
         queries: Queries of the last ``W`` tokens after RoPE, ``[B, H_q, W, D]``. Policies
-            that accumulate attention see these queries only; a policy whose window is larger
-            than ``W`` makes do with ``W``.
+            that accumulate attention see these queries only; the window of a policy is at
+            most ``W``.
         budget: Rows that stay.
-        shown: What policies that implement `observe` are shown; without, they see nothing.
+        shown: What policies that implement `observe` receive; by default nothing.
         knobs: Knobs of the policy.
 
     Returns:
         Rows that stay, ``[B, H_kv, K]``, int64, rising; all of them if ``T <= budget``.
     """
     num_rows, window = keys.shape[2], queries.shape[2]
-    bench = _Bench(policy, knobs, keys, queries, budget, shown=shown)
+    layer = _Layer(policy, knobs, keys, queries, budget, shown=shown)
     if window < num_rows:
         old = slice(0, num_rows - window)
-        bench.feed(keys[:, :, old], values[:, :, old], None)
+        layer.feed(keys[:, :, old], values[:, :, old], None)
     new = slice(num_rows - window, None)
-    bench.feed(keys[:, :, new], values[:, :, new], queries)
-    return bench.compact()
+    layer.feed(keys[:, :, new], values[:, :, new], queries)
+    return layer.compact()
 
 
 def replay(
@@ -95,33 +95,33 @@ def replay(
     and compaction code.
 
     Args:
-        policy: Name of a policy, a policy object, or a list of such, which is a stack;
-            knobs are for a single name.
+        policy: Name of a policy, a policy object, or a list of them, which is a stack;
+            knobs apply to a single name.
         keys: Keys after RoPE of all tokens, ``[B, H_kv, T, D]``; see `keep_rows`.
         values: Values of all tokens, ``[B, H_kv, T, D]``.
         queries: Queries after RoPE of all tokens, ``[B, H_q, T, D]``.
         budget: Rows that stay.
         prompt: Tokens fed at once.
         compact_at: Numbers of tokens after which to compact, rising, none below ``prompt``.
-        shown: What policies that implement `observe` are shown; without, they see nothing.
+        shown: What policies that implement `observe` receive; by default nothing.
         knobs: Knobs of the policy.
 
     Returns:
         For each compaction the original positions that stay, ``[B, H_kv, K]``, int64.
     """
-    bench = _Bench(policy, knobs, keys, queries, budget, prompt_len=prompt, shown=shown)
-    bench.feed(keys[:, :, :prompt], values[:, :, :prompt], queries[:, :, :prompt])
-    kept = [bench.compact()] if prompt in compact_at else []
+    layer = _Layer(policy, knobs, keys, queries, budget, prompt_len=prompt, shown=shown)
+    layer.feed(keys[:, :, :prompt], values[:, :, :prompt], queries[:, :, :prompt])
+    kept = [layer.compact()] if prompt in compact_at else []
     for token in range(prompt, keys.shape[2]):
         one = slice(token, token + 1)
-        bench.feed(keys[:, :, one], values[:, :, one], queries[:, :, one])
+        layer.feed(keys[:, :, one], values[:, :, one], queries[:, :, one])
         if token + 1 in compact_at:
-            kept.append(bench.compact())
+            kept.append(layer.compact())
     return kept
 
 
-class _Bench:
-    """One layer of the engine's cache, all sequences in lockstep."""
+class _Layer:
+    """One layer of the engine's cache; all sequences have equally many tokens."""
 
     def __init__(
         self,
@@ -146,7 +146,7 @@ class _Bench:
         slab = self.stack.slab(num_rows)
         slab = attrs.evolve(slab, window_size=min(slab.window_size, queries.shape[2]))
         self.cache = KVCache([shape], [slab], num_sequences)
-        self.cache.rotate = rotate_halves  # keys of no model: taken for Llama's
+        self.cache.rotate = rotate_halves  # there is no model: assume Llama's
         self.budget = budget
         self.prompt_len = num_rows if prompt_len is None else prompt_len
         self.memories = [SequenceMemory() for _ in range(num_sequences)]

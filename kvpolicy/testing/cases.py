@@ -1,0 +1,228 @@
+"""One test case: how the policy is built, the sizes around it, and the policies beside it."""
+
+import inspect
+from collections.abc import Callable, Generator
+from typing import Any, ClassVar
+
+import attrs
+import torch
+from torch import Tensor
+
+from kvpolicy.errors import KVPolicyError, PolicyLoadError
+from kvpolicy.hooks.discovery import load_policy, policy_names, snake_case
+from kvpolicy.hooks.manager import HOOKS
+from kvpolicy.hooks.stack import Stack
+from kvpolicy.markers import hookimpl
+from kvpolicy.plan.plan import Plan
+from kvpolicy.plan.spec import LayerGroup, PolicySpec
+from kvpolicy.testing.toy_model import ToyModel, active_token_ids, toy_tokenizer
+
+WHERE = ("all", "first", "last")
+DTYPES = ("float64", "float32", "bfloat16", "float16")
+
+
+@attrs.frozen
+class PolicyFactory:
+    """Builds new policies from a class, a function, or the name of an installed policy.
+
+    Attributes:
+        name: Name of the policy in messages.
+        source: Arguments that name the factory in a line of code.
+        build: Builds a policy.
+    """
+
+    name: str
+    source: str
+    build: Callable[[], object]
+
+    @classmethod
+    def of(cls, factory: Any, knobs: dict[str, Any] | None = None) -> "PolicyFactory":
+        """Convert what the caller gave.
+
+        Args:
+            factory: The policy's class, a function that builds one, or a name.
+            knobs: Knobs of a policy given by name.
+
+        Raises:
+            KVPolicyError: If it is none of these, or knobs are given without a name.
+        """
+        if isinstance(factory, PolicyFactory):
+            return factory
+        if isinstance(factory, str):
+            given = dict(knobs or {})
+            source = f"{factory!r}, {given!r}" if given else repr(factory)
+            policy_class = type(load_policy(factory, **given))  # looked up and checked once
+            return cls(factory, source, lambda: policy_class(**given))
+        if not callable(factory):
+            msg = (
+                f"check_policy was given {factory!r:.60}; give the policy's class, a function "
+                f"that builds one, or a name: {', '.join(policy_names())}"
+            )
+            raise KVPolicyError(msg)
+        if knobs:
+            msg = (
+                f"check_policy was given the knobs {knobs} and no name; write "
+                "check_policy(lambda: MyPolicy(...))"
+            )
+            raise KVPolicyError(msg)
+        function_name = getattr(factory, "__name__", "<lambda>")
+        source = "factory" if function_name == "<lambda>" else function_name
+        policy_class = factory if inspect.isclass(factory) else type(factory())
+        return cls(snake_case(policy_class.__name__), source, lambda: _call(factory))
+
+    def hooks(self) -> frozenset[str]:
+        """The hooks that the policy implements."""
+        stack = Stack([(self.name, self.build())])
+        return frozenset(hook for hook in HOOKS if stack.implements(hook))
+
+
+def _call(factory: Callable[[], object]) -> object:
+    try:
+        return factory()
+    except TypeError as error:
+        msg = f"{factory!r:.80} cannot be called without arguments: {error}"
+        raise PolicyLoadError(msg) from error
+
+
+@attrs.define(eq=False)
+class LongKeys:
+    """Keeps rows with long keys: scores for a policy that has none, and for other layers."""
+
+    @hookimpl
+    def score(self, keys: Tensor) -> Tensor:
+        """Rate rows by the Euclidean length of their keys."""
+        return keys.float().norm(dim=-1)
+
+
+@attrs.define(eq=False)
+class PinEnds:
+    """A wrapper that keeps the first row and the two newest rows."""
+
+    protects: ClassVar[tuple[int, int]] = (1, 2)
+
+    @hookimpl(wrapper=True)
+    def score(self, positions: Tensor) -> Generator[None, Tensor, Tensor]:
+        """Pin the first row and the two newest."""
+        scores = yield
+        num_rows = positions.shape[2]
+        newest = torch.arange(num_rows, device=positions.device) >= num_rows - 2
+        return scores.masked_fill((positions < 1) | newest, torch.inf)
+
+
+@attrs.frozen(kw_only=True)
+class Setup:
+    """Sizes of the engine and the model, and the policies beside the one under test.
+
+    The defaults are the simplest values, so that a minimal example names what matters.
+
+    Attributes:
+        budget: Rows that stay after a compaction.
+        buffer: Rows that may join before the next compaction.
+        slots: Sequences decoded together.
+        chunk: The most tokens of a prompt in one forward.
+        kv_heads: KV heads.
+        group: Query heads of each KV head.
+        head_dim: Size of a head.
+        dtype: Dtype of the model, a name in torch.
+        numbers: Kind of keys, one of `NUMBERS`.
+        where: Layers that have the policy: ``"all"``, ``"first"``, or ``"last"``; the others
+            have `LongKeys`.
+        beneath: Whether `LongKeys` is listed before it.
+        pinned: Whether the wrapper `PinEnds` is listed after it.
+        seed: Seed of weights and prompts.
+    """
+
+    budget: int
+    buffer: int = 1
+    slots: int = 1
+    chunk: int = 512
+    kv_heads: int = 1
+    group: int = 1
+    head_dim: int = 2
+    dtype: str = "float64"
+    numbers: str = "plain"
+    where: str = "all"
+    beneath: bool = False
+    pinned: bool = False
+    seed: int = 0
+
+    def source(self) -> str:
+        """The values that differ from the defaults, as arguments."""
+        values = ((field, getattr(self, field.name)) for field in attrs.fields(Setup))
+        changed = [f"{field.name}={value!r}" for field, value in values if value != field.default]
+        return ", ".join(changed)
+
+
+@attrs.frozen(eq=False)
+class Environment:
+    """What is the same in all cases of a check.
+
+    Attributes:
+        tokenizer: The engine's tokenizer.
+        hidden_size: Size of the hidden state.
+        num_layers: Decoder layers.
+        token_ids: Token ids that prompts and answers consist of.
+    """
+
+    tokenizer: Any
+    hidden_size: int
+    num_layers: int
+    token_ids: tuple[int, ...]
+
+    @classmethod
+    def of(cls, tokenizer: Any = None, hidden_size: int = 16, num_layers: int = 2) -> "Environment":
+        """An environment; without a tokenizer, with a small one of the kit."""
+        tokenizer = toy_tokenizer() if tokenizer is None else tokenizer
+        return cls(tokenizer, hidden_size, num_layers, active_token_ids(tokenizer))
+
+    def model(self, setup: Setup) -> ToyModel:
+        """The model of a setup."""
+        return ToyModel(
+            num_layers=self.num_layers,
+            hidden_size=self.hidden_size,
+            kv_heads=setup.kv_heads,
+            group=setup.group,
+            head_dim=setup.head_dim,
+            dtype=getattr(torch, setup.dtype),
+            numbers=setup.numbers,
+            vocab_size=len(self.tokenizer),
+            token_ids=self.token_ids,
+            seed=setup.seed,
+        )
+
+    def prompt(self, setup: Setup, number: int, length: int) -> list[int]:
+        """The prompt of a request; prompts of one number are prefixes of each other."""
+        rng = torch.Generator().manual_seed(1000 * setup.seed + number)
+        chosen = torch.randint(len(self.token_ids), (length,), generator=rng)
+        return [self.token_ids[i] for i in chosen.tolist()]
+
+
+def plan_of(policy: object, hooks: frozenset[str], setup: Setup, num_layers: int) -> Plan:
+    """The plan of a setup.
+
+    Args:
+        policy: The policy under test.
+        hooks: The hooks that it implements.
+        setup: Says where it is listed.
+        num_layers: Decoder layers.
+    """
+    spec, long_keys = PolicySpec.of(policy), PolicySpec.of(LongKeys())
+    if hooks == {"schedule"}:
+        return Plan((long_keys,), setup.budget, setup.buffer, schedule=(spec,))
+    before = [long_keys] if setup.beneath else []
+    after = [PolicySpec.of(PinEnds())] if setup.pinned else []
+    layers = list(range(num_layers))
+    chosen = {"all": layers, "first": layers[:1], "last": layers[-1:]}[setup.where]
+    # A plan is refused if the policy is not in the stack of a layer that it steers.
+    members = tuple(sorted({*chosen, *(getattr(policy, "steers", None) or ())}))
+    rest = tuple(layer for layer in layers if layer not in members)
+    groups = [LayerGroup(members, (*before, spec, *after))]
+    groups += [LayerGroup(rest, (PolicySpec.of(LongKeys()),))] if rest else []
+    schedule = (spec,) if "schedule" in hooks else ()
+    return Plan(budget=setup.budget, buffer=setup.buffer, layers=tuple(groups), schedule=schedule)
+
+
+def least_budget(policy: object) -> int:
+    """The smallest budget with which a policy can be tested, with and without `PinEnds`."""
+    stack = Stack([("policy", policy), ("pin_ends", PinEnds())])
+    return max(stack.n_first + stack.n_last, 1)

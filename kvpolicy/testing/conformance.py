@@ -1,0 +1,171 @@
+"""`check_policy`: one line in a plugin author's test."""
+
+import json
+import time
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import attrs
+
+from kvpolicy.errors import KVPolicyError, PolicyLoadError
+from kvpolicy.hooks.stack import Stack
+from kvpolicy.plan.spec import PolicySpec
+from kvpolicy.testing.cases import Environment, PolicyFactory, Setup, least_budget
+from kvpolicy.testing.clauses import ConformanceError, Example, Report
+from kvpolicy.testing.trial import Arrival, Trial, find_difference
+
+#: Cases of one policy.
+PROFILES = {"quick": 100, "ci": 1_000, "thorough": 10_000}
+
+# Hypothesis remembers all cases of one test: several short tests are faster.
+_CASES_AT_ONCE = 500
+
+# Called with the cases done, and their total number.
+Progress = Callable[[int, int], None]
+
+
+def check_policy(
+    factory: Any,
+    *,
+    knobs: dict[str, Any] | None = None,
+    profile: str = "quick",
+    max_examples: int | None = None,
+    seed: int = 0,
+    tokenizer: Any = None,
+    hidden_size: int = 16,
+    num_layers: int = 2,
+    progress: Progress | None = None,
+) -> Report:
+    """Check a policy against the whole contract, in cases drawn by Hypothesis.
+
+    In a case, requests of drawn lengths arrive in an engine of drawn sizes and are prefilled,
+    decoded, compacted, released and cancelled, with the policy alone, under a wrapper, and next
+    to another policy in other layers. Every hook call is checked, and every request is repeated
+    alone. The model is a small random decoder; prompts and answers consist of a few tokens of the
+    tokenizer, including line breaks and think tags.
+
+    Args:
+        factory: The policy's class, a function that builds one, or the name of an installed
+            policy.
+        knobs: Knobs of a policy given by name.
+        profile: Number of cases: ``"quick"`` 100, ``"ci"`` 1,000, ``"thorough"`` 10,000.
+        max_examples: Number of cases, instead of a profile.
+        seed: Equal seeds draw equal cases.
+        tokenizer: The tokenizer that policies receive; a small one with line breaks and
+            ``<think>`` tags if not given.
+        hidden_size: Size of the hidden states, for policies with a steering vector.
+        num_layers: Decoder layers, for policies that name one.
+        progress: Called with the cases done and their total number, now and then.
+
+    Returns:
+        What was checked; it prints well.
+
+    Raises:
+        ConformanceError: If a clause is broken, with a minimal example.
+        KVPolicyError: If Hypothesis is not installed, or an argument is wrong.
+    """
+    try:
+        from kvpolicy.testing.state_machine import run_cases
+    except ModuleNotFoundError as error:
+        if error.name != "hypothesis":
+            raise
+        msg = "check_policy needs Hypothesis; install it: pip install 'kvpolicy[testing]'"
+        raise KVPolicyError(msg) from error
+    if profile not in PROFILES:
+        msg = f"there is no profile {profile!r}; known are {', '.join(PROFILES)}"
+        raise KVPolicyError(msg)
+    num_cases = PROFILES[profile] if max_examples is None else max_examples
+    for what, value in (("max_examples", num_cases), ("num_layers", num_layers)):
+        if not isinstance(value, int) or value < 1:
+            msg = f"check_policy was given {what}={value!r}; at least 1 is needed"
+            raise KVPolicyError(msg)
+    start = time.perf_counter()
+    policy_factory = PolicyFactory.of(factory, knobs)
+    environment = Environment.of(tokenizer, hidden_size, num_layers)
+    checked: Counter[str] = Counter()
+    _check_building(policy_factory)
+    checked["building"] += 1
+    for done in range(0, num_cases, _CASES_AT_ONCE):
+        num = min(_CASES_AT_ONCE, num_cases - done)
+        run_cases(policy_factory, environment, num_cases=num, seed=seed + done, checked=checked)
+        if progress is not None:
+            progress(done + num, num_cases)
+    checked["knobs"] += _check_knobs(policy_factory, environment)
+    return Report(policy_factory.name, num_cases, time.perf_counter() - start, checked)
+
+
+def _check_building(factory: PolicyFactory) -> None:
+    """Check that a factory builds new policies that fit the hook specs."""
+    code = f"from kvpolicy.testing import Trial\n\nTrial({factory.source}, budget=8)"
+    example = Example("one policy", code)
+    try:
+        first, second = factory.build(), factory.build()
+        Stack([(factory.name, first)])
+    except PolicyLoadError as error:
+        expected = "a policy that fits the hook specs"
+        broken = ("building", expected, str(error))
+        raise ConformanceError(*broken, factory.name, example) from error
+    if first is second:
+        broken = ("building", "a new policy each time", f"{first!r:.80} twice")
+        raise ConformanceError(*broken, factory.name, example)
+
+
+def _check_knobs(factory: PolicyFactory, environment: Environment) -> bool:
+    """Check that knobs written as a plan writes them, and read again, make the same policy.
+
+    Returns:
+        Whether it was checked: only the knobs of attrs classes can be read.
+    """
+    policy = factory.build()
+    policy_class: Any = type(policy)
+    if not hasattr(policy_class, "__attrs_attrs__"):
+        return False
+
+    def fail(expected: str, came: str) -> ConformanceError:
+        code = [
+            "import attrs",
+            "from kvpolicy.testing import Trial",
+            "",
+            f"policy = Trial({factory.source}, budget=64).policy",
+            "fields = attrs.fields(type(policy))",
+            "print({field.name: getattr(policy, field.name) for field in fields if field.init})",
+        ]
+        example = Example("one policy and its knobs", "\n".join(code))
+        return ConformanceError("knobs", expected, came, factory.name, example)
+
+    def write(policy: object) -> str:
+        knobs = PolicySpec(factory.name).spell_out(policy).knobs
+        for name, value in knobs.items():
+            try:
+                json.dumps(value)
+            except TypeError as error:
+                expected = f"'{name}' is a number, a text, true or false, or a list of such"
+                raise fail(expected, f"{value!r:.80}, and {error}") from error
+        return json.dumps(knobs)
+
+    def read(text: str) -> object:
+        try:
+            return policy_class(**json.loads(text))
+        except (TypeError, ValueError, KVPolicyError) as error:
+            expected = f"a policy with the knobs {text}"
+            raise fail(expected, str(error)) from error
+
+    written = write(policy)
+    for times in ("", " twice"):
+        policy = read(write(policy))
+        if write(policy) != written:
+            expected = f"the knobs {written}"
+            raise fail(expected, f"{write(policy)} after writing and reading them{times}")
+    loaded = attrs.evolve(factory, build=lambda: read(written))
+    budget = least_budget(factory.build()) + 2
+    setup = attrs.asdict(Setup(budget=budget, buffer=2, kv_heads=2, group=2, head_dim=8))
+    arrival = Arrival(0, prompt=budget + 9, new=8)
+    (given_trace,), (loaded_trace,) = (
+        Trial(one, environment=environment, **setup).alone([arrival]) for one in (factory, loaded)
+    )
+    difference = find_difference(loaded_trace, given_trace)
+    if difference is not None:
+        expected = f"{difference[0]} (the policy as given)"
+        raise fail(expected, f"{difference[1]} after writing and reading it")
+    return True

@@ -1,0 +1,312 @@
+"""Checks every hook call of an engine: arguments, answers, and what was modified.
+
+A `Monitor` replaces the hook manager of a stack. It calls the hooks in the manager's place, checks
+the contract, and records which rows of each sequence stay.
+"""
+
+from collections import Counter
+from typing import Any
+
+import attrs
+import torch
+from torch import Tensor
+
+from kvpolicy.cache.rows import LayerRows, Tracks
+from kvpolicy.errors import HookError, HookResultError, KVPolicyError
+from kvpolicy.hooks.manager import Check, HookManager
+from kvpolicy.hooks.stack import Stack
+from kvpolicy.state import Memory, SequenceMemory
+from kvpolicy.testing.clauses import ConformanceError
+
+_HINT = "if the policy needs it, give check_policy a tokenizer, hidden_size or num_layers"
+
+# What was expected and what came; None if nothing is wrong.
+Problem = tuple[str, str] | None
+
+
+@attrs.frozen(eq=False)
+class CompactedRows:
+    """The rows that stay of one sequence in one compaction of one layer.
+
+    Attributes:
+        layer_idx: Decoder layer, counted from 0.
+        seq_len: Tokens of the sequence so far.
+        positions: Positions of the rows that stay, ``[H_kv, K]``.
+        scores: Final scores of all rows, ``[H_kv, T]``, fp32.
+        before: Positions of all rows, ``[H_kv, T]``.
+    """
+
+    layer_idx: int
+    seq_len: int
+    positions: Tensor
+    scores: Tensor
+    before: Tensor
+
+
+class Monitor:
+    """Monitors the stacks of one engine.
+
+    Attributes:
+        policy: The policy under test; hook calls of others are checked, but not counted.
+        hooks: The hooks that it implements.
+        checked: Counts the checks of each clause.
+    """
+
+    def __init__(self, policy: object, hooks: frozenset[str], checked: Counter[str]) -> None:
+        self.policy, self.hooks, self.checked = policy, hooks, checked
+
+    @property
+    def chooses(self) -> bool:
+        """Whether the policy chooses which rows stay."""
+        return not self.hooks.isdisjoint(("due", "score", "select", "evict"))
+
+    def attach(self, stack: Stack) -> None:
+        """Monitor all hook calls of a stack."""
+        stack._manager = _MonitoredManager(stack._manager, stack, self)  # type: ignore[assignment]
+
+    def follow(self, memory: SequenceMemory) -> list[CompactedRows]:
+        """The compactions of one sequence; the list grows with the sequence."""
+        compactions: list[CompactedRows] = memory.of(self).setdefault("compactions", [])
+        return compactions
+
+
+class _MonitoredManager:
+    """Has the interface of the `HookManager` that it calls."""
+
+    def __init__(self, manager: HookManager, stack: Stack, monitor: Monitor) -> None:
+        self._manager, self._stack, self._monitor = manager, stack, monitor
+        self.names = manager.names
+        self._argument_names: dict[str, frozenset[str]] = {}
+        self._seq_len = torch.zeros(0)
+        is_under_test = any(policy is monitor.policy for policy in stack.policies)
+        self._hooks = monitor.hooks if is_under_test else frozenset()
+        self._chooses = is_under_test and monitor.chooses
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._manager, name)
+
+    def ask(
+        self,
+        hook: str,
+        layer_idx: int | None,
+        check: Check,
+        *,
+        optional: bool = False,
+        **arguments: Any,
+    ) -> Any:
+        """Call a hook and check what it did; see `HookManager.ask`."""
+        counts = hook in self._hooks
+        if hook == "score":
+            self._seq_len = arguments["seq_len"]
+        named = self._arguments_of(hook)
+        tracks = CopyingTracks(arguments["tracks"]) if "tracks" in named else None
+        if tracks is not None:
+            arguments["tracks"] = tracks
+        tensors = {
+            name: (value, value.clone())
+            for name, value in arguments.items()
+            if name in named and isinstance(value, Tensor)
+        }
+        is_evicting = hook == "evict" and bool(named)
+        rows = RowsSnapshot(arguments["rows"], arguments["keep"]) if is_evicting else None
+        answer = self._call(hook, layer_idx, check, optional, arguments)
+        if named:
+            self._report("read_only", _modified(hook, tensors), counts)
+        if tracks is not None:
+            self._report("tracks", tracks.problem(), counts)
+        if hook == "select":
+            self._record(layer_idx, answer, **arguments)
+        if hook == "steer":
+            self._report("nan", _nan_in(answer), counts)
+        if rows is not None:
+            for clause, problem in rows.problems().items():
+                self._report(clause, problem, counts)
+        return answer
+
+    def _arguments_of(self, hook: str) -> frozenset[str]:
+        """The arguments that implementations of a hook name."""
+        if hook not in self._argument_names:
+            impls = self._manager.impls(hook)
+            names = frozenset(name for impl in impls for name in impl.argnames)
+            self._argument_names[hook] = names
+        return self._argument_names[hook]
+
+    def _call(
+        self, hook: str, layer_idx: int | None, check: Check, optional: bool, arguments: Any
+    ) -> Any:
+        answers: list[object] = []
+
+        def noting_check(answer: object) -> str | None:
+            answers.append(answer)
+            return check(answer)
+
+        expected = "an answer"
+        try:
+            answer = self._manager.ask(
+                hook, layer_idx, noting_check, optional=optional, **arguments
+            )
+        except HookResultError as error:
+            clause = _clause_of(hook, answers[0], arguments)
+            expected = f"an answer as in docs/reference/hooks.md#{hook}"
+            raise ConformanceError(clause, expected, str(error)) from error
+        except HookError as error:
+            raise ConformanceError(clause="answers", expected=expected, came=str(error)) from error
+        except ConformanceError:
+            raise
+        except KVPolicyError as error:
+            came = f"{type(error).__name__} in {hook}(): {error}"
+            expected = f"{expected}; {_HINT}"
+            raise ConformanceError(clause="answers", expected=expected, came=came) from error
+        if hook in self._hooks:
+            more = {"score": ["nan"], "schedule": ["schedule"]}
+            self._monitor.checked.update(["answers", *more.get(hook, [])])
+        return answer
+
+    def _report(self, clause: str, problem: Problem, counts: bool) -> None:
+        self._monitor.checked[clause] += counts
+        if problem is not None:
+            raise ConformanceError(clause, *problem)
+
+    def _record(
+        self,
+        layer_idx: int | None,
+        keep: Tensor,
+        *,
+        scores: Tensor,
+        positions: Tensor,
+        budget: int,
+        memory: Memory,
+        **_: Any,
+    ) -> None:
+        """Check and record an answer to `select`."""
+        assert layer_idx is not None
+        kept = positions.gather(2, keep)
+        if self._chooses:
+            self._monitor.checked.update(["budget", "order"])
+        must = _must_stay(self._stack, scores, positions, budget)
+        if must.any():
+            problem = _lost(must, keep, kept, scores, positions)
+            self._report("protected", problem, self._chooses)
+        for b, notes in enumerate(memory.of(self._monitor)):
+            if "compactions" in notes:
+                of_one = (kept[b].clone(), scores[b].clone(), positions[b].clone())
+                seq_len = int(self._seq_len[b])
+                notes["compactions"].append(CompactedRows(layer_idx, seq_len, *of_one))
+
+
+def _must_stay(stack: Stack, scores: Tensor, positions: Tensor, budget: int) -> Tensor:
+    """Rows that are promised in `protects` or pinned with inf, bool ``[B, H_kv, T]``."""
+    num_rows = positions.shape[2]
+    newest = torch.arange(num_rows) >= num_rows - stack.n_last
+    pinned = scores.isposinf()
+    # No answer keeps more pinned rows than the budget.
+    pinned &= pinned.sum(dim=2, keepdim=True) <= budget
+    return (positions < stack.n_first) | newest | pinned
+
+
+def _lost(must: Tensor, keep: Tensor, kept: Tensor, scores: Tensor, positions: Tensor) -> Problem:
+    missing = must & ~torch.zeros_like(must).scatter(2, keep, True)
+    if not missing.any():
+        return None
+    b, head, row = missing.nonzero()[0].tolist()
+    reason = "pinned with inf" if scores[b, head, row].isposinf() else "promised in protects"
+    expected = f"the row of position {int(positions[b, head, row])} stays; it is {reason}"
+    return expected, f"KV head {head} kept the positions {kept[b, head].tolist()}"
+
+
+def _modified(hook: str, tensors: dict[str, tuple[Tensor, Tensor]]) -> Problem:
+    for name, (now, before) in tensors.items():
+        if not torch.equal(now, before):
+            num = int((now != before).sum())
+            came = f"{hook}() changed {num} of {now.numel()} numbers of '{name}'"
+            return f"'{name}' as it was", came
+    return None
+
+
+def _nan_in(change: Tensor | list[Tensor] | None) -> Problem:
+    changes = change if isinstance(change, list) else [change]
+    has_nan = any(one is not None and bool(one.isnan().any()) for one in changes)
+    return ("a change without NaN", "NaN in the answer to steer()") if has_nan else None
+
+
+def _clause_of(hook: str, answer: object, arguments: dict[str, Any]) -> str:
+    """The clause that a wrong answer breaks."""
+    if hook == "schedule":
+        return "schedule"
+    if hook == "evict":
+        return "eviction"
+    if hook == "score" and isinstance(answer, Tensor) and answer.is_floating_point():
+        has_shape = answer.shape == arguments["positions"].shape
+        return "nan" if has_shape and bool(answer.isnan().any()) else "answers"
+    if hook == "select" and isinstance(answer, Tensor) and answer.dtype == torch.int64:
+        scores = arguments["scores"]
+        if answer.ndim == 3 and answer.shape[:2] == scores.shape[:2]:
+            if answer.shape[2] > min(arguments["budget"], scores.shape[2]):
+                return "budget"
+            is_rising = bool((answer.diff(dim=2) > 0).all())
+            return "answers" if is_rising else "order"
+    return "answers"
+
+
+class CopyingTracks:
+    """Tracks that return copies, so that changes in place are detected."""
+
+    def __init__(self, tracks: Tracks) -> None:
+        self._tracks = tracks
+        self._copies: list[tuple[str, Tensor, Tensor]] = []
+        self._assigned: set[str] = set()
+
+    def __getitem__(self, name: str) -> Tensor:
+        numbers = self._tracks[name].clone()
+        self._copies.append((name, numbers, numbers.clone()))
+        return numbers
+
+    def __setitem__(self, name: str, values: Tensor) -> None:
+        self._assigned.add(name)
+        self._tracks[name] = values
+
+    def problem(self) -> Problem:
+        """A track that was changed in place and not assigned to."""
+        for name, now, before in self._copies:
+            if name not in self._assigned and not torch.equal(now, before):
+                came = f'tracks["{name}"] was changed in place, which is lost for some batches'
+                return f'tracks["{name}"] = NEW', came
+        return None
+
+
+class RowsSnapshot:
+    """The rows of a compaction before `evict`.
+
+    Tracks are copied when the policy calls `LayerRows.keep`: before that, it may change them.
+    """
+
+    def __init__(self, rows: LayerRows, keep: Tensor) -> None:
+        self._rows, self._keep = rows, keep
+        self._positions = rows.positions.gather(2, keep)
+        self._tracks: dict[str, Tensor] = {}
+        self._keep_rows = rows.keep
+        rows.keep = self._copy_tracks_and_keep  # type: ignore[method-assign]
+
+    def _copy_tracks_and_keep(self, keep: Tensor, **replaced: Tensor | None) -> None:
+        names = self._rows._layer.tracks
+        self._tracks = {name: self._rows.track(name).gather(2, keep).clone() for name in names}
+        self._keep_rows(keep, **replaced)
+
+    def problems(self) -> dict[str, Problem]:
+        """What is wrong after `evict`, by clause."""
+        rows, num = self._rows, self._keep.shape[2]
+        problems: dict[str, Problem] = {"eviction": None}
+        now = rows.positions[:, :, :num]
+        if not torch.equal(now, self._positions):
+            expected = f"positions {self._positions[0].tolist()} after evict()"
+            problems["eviction"] = (expected, f"{now[0].tolist()}")
+        elif not (rows.keys.isfinite().all() and rows.values.isfinite().all()):
+            problems["nan"] = ("finite keys and values after evict()", "NaN or inf among them")
+        for name, before in self._tracks.items():
+            now = rows.track(name)[:, :, :num]
+            problem = None
+            if not torch.equal(now, before):
+                expected = f"track '{name}' {before[0].tolist()} after evict(), as before keep()"
+                problem = (expected, f"{now[0].tolist()}")
+            problems["tracks"] = problems.get("tracks") or problem
+        return problems

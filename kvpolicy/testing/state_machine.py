@@ -1,0 +1,165 @@
+"""The state machine from which Hypothesis draws and shrinks cases."""
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import lru_cache
+from typing import Any
+
+import hypothesis
+import torch
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    rule,
+    run_state_machine_as_test,
+)
+
+from kvpolicy.testing.cases import DTYPES, WHERE, Environment, PolicyFactory, least_budget
+from kvpolicy.testing.clauses import ConformanceError
+from kvpolicy.testing.toy_model import NUMBERS
+from kvpolicy.testing.trial import Trial, explain
+
+_MAX_STEPS = 6  # rules in one case
+
+_few = st.integers(0, 4)
+_setups = st.fixed_dictionaries(
+    {
+        "slots": st.integers(1, 3),
+        "buffer": st.integers(1, 4),
+        "kv_heads": st.integers(1, 3),
+        "group": st.integers(1, 3),
+        "head_dim": st.sampled_from([2, 3, 8]),
+        "chunk": st.sampled_from([512, 1, 3, 5]),
+        # Often float64: only there is every request compared with itself alone.
+        "dtype": st.sampled_from(DTYPES[:1] * 5 + DTYPES),
+        "numbers": st.sampled_from(NUMBERS),
+        "where": st.sampled_from(WHERE),
+        "beneath": st.booleans(),
+        "pinned": st.booleans(),
+        "seed": st.integers(0, 9999),
+    }
+)
+# Prompts as long as the slab, as the budget, or of one token, and a few tokens more.
+_prompts = st.tuples(st.sampled_from(["slab", "budget", "one", "slab"]), _few)
+_new = st.integers(1, 10)
+
+
+class _ClauseBroken(Exception):  # noqa: N818 - a signal to Hypothesis
+    """A trial failed. Each clause has a subclass: Hypothesis shrinks within one type of error."""
+
+
+@lru_cache
+def _broken(clause: str) -> type[_ClauseBroken]:
+    return type(clause, (_ClauseBroken,), {})
+
+
+def run_cases(
+    factory: PolicyFactory,
+    environment: Environment,
+    *,
+    num_cases: int,
+    seed: int,
+    checked: Counter[str],
+) -> None:
+    """Draw and run cases.
+
+    Args:
+        factory: Builds the policy.
+        environment: What is the same in all cases.
+        num_cases: How many cases.
+        seed: Equal seeds draw equal cases.
+        checked: Counts the checks of each clause.
+
+    Raises:
+        ConformanceError: With a minimal example.
+    """
+    least, hooks = least_budget(factory.build()), factory.hooks()
+    options: dict[str, Any] = {"environment": environment, "checked": checked, "hooks": hooks}
+    failures: list[tuple[Trial, ConformanceError]] = []
+
+    class Case(RuleBasedStateMachine):
+        """One case: requests arrive in an engine, are decoded, and cancelled."""
+
+        trial: Trial
+        _has_failed = False
+
+        @initialize(more=_few, setup=_setups, prompt=_prompts, new=_new)
+        def begin(
+            self, more: int, setup: dict[str, Any], prompt: tuple[str, int], new: int
+        ) -> None:
+            # Numbers that a policy draws from the global generator differ between requests,
+            # but not when the case is run again.
+            torch.manual_seed(setup["seed"])
+            self.trial = Trial(factory, budget=least + more, **setup, **options)
+            self.arrive(prompt, new)
+
+        @rule(prompt=_prompts, new=_new)
+        def arrive(self, prompt: tuple[str, int], new: int) -> None:
+            base, more = prompt
+            setup = self.trial.setup
+            length = {"one": 1, "budget": setup.budget, "slab": setup.budget + setup.buffer}
+            self._run("arrive", prompt=length[base] + more, new=new)
+
+        @rule(steps=st.integers(1, 5))
+        def go(self, steps: int) -> None:
+            self._run("go", steps=steps)
+
+        @rule(request=st.integers(0, 2), prompt=_prompts, new=_new)
+        def cancel(self, request: int, prompt: tuple[str, int], new: int) -> None:
+            if not self.trial.unanswered:
+                self._run("go", steps=1)
+            if self.trial.unanswered:
+                unanswered = self.trial.unanswered
+                self._run("cancel", request=unanswered[request % len(unanswered)])
+                self.arrive(prompt, new)  # a later request, which must not be affected
+
+        def teardown(self) -> None:
+            if not self._has_failed and hasattr(self, "trial"):
+                self._run("finish")
+
+        def _run(self, action: str, **arguments: int) -> None:
+            try:
+                getattr(self.trial, action)(**arguments)
+            except ConformanceError as error:
+                self._has_failed = True
+                failures.append((self.trial, error))
+                raise _broken(error.clause) from error
+
+    settings = hypothesis.settings(
+        max_examples=num_cases,
+        stateful_step_count=_MAX_STEPS,
+        deadline=None,
+        database=None,
+        print_blob=False,
+        report_multiple_bugs=False,
+        phases=(hypothesis.Phase.generate, hypothesis.Phase.shrink),
+        suppress_health_check=list(hypothesis.HealthCheck),
+        verbosity=hypothesis.Verbosity.quiet,
+    )
+    with torch.random.fork_rng(devices=[]), _one_thread():
+        try:
+            run_state_machine_as_test(hypothesis.seed(seed)(Case), settings=settings)
+        except _ClauseBroken:
+            # Hypothesis runs the minimal case last.
+            raise explain(*failures[-1]) from failures[-1][1]
+        except hypothesis.errors.Flaky:
+            raise _not_reproducible(explain(*failures[-1])) from failures[-1][1]
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """Use one thread: for tiny tensors, more of them are slower."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def _not_reproducible(error: ConformanceError) -> ConformanceError:
+    """The error of a case that fails in some runs only: the policy is not deterministic."""
+    came = f"once: {error.came}; and when the same was run again: no failure"
+    return ConformanceError("determinism", error.expected, came, error.policy, error.example)
