@@ -10,7 +10,7 @@ from kvpolicy.lab.analysis.pooling import columns_of
 from kvpolicy.lab.report.gather import CellView
 from kvpolicy.lab.statistics import Z_95, Interval, mean, ratio
 from kvpolicy.lab.store.records import CellTiming, EvalSettingRecord, Sample
-from kvpolicy.lab.tasks.measures import LENGTH, Column, by_item
+from kvpolicy.lab.tasks.task import LENGTH, Column, by_item
 
 MEMORY = "peak_bytes"
 

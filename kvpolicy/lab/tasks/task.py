@@ -67,9 +67,6 @@ class Example:
     attempt: int = 0
 
 
-Item = Example  # earlier name
-
-
 class Task(Protocol):
     """Examples, and the metric of a cell."""
 
