@@ -22,7 +22,7 @@ def sample(cell: Cell, item: int, **changes: Any) -> Sample:
     plain: dict[str, Any] = {
         "key": f"{cell.id}-{item}",
         "cell": cell.id,
-        "group": cell.group,
+        "group": cell.setting,
         "model": "m",
         "task": "t",
         "seed": 0,

@@ -301,7 +301,7 @@ def _num_tokens(sample: Sample) -> float | None:
 
 
 LENGTH = _mean_column("length", "tokens", "Generated tokens", _num_tokens)
-ACCURACY = Column("accuracy", "right", "Accuracy", _is_correct, _accuracy, is_share=True)
+ACCURACY = Column("accuracy", "accuracy", "Accuracy", _is_correct, _accuracy, is_share=True)
 
 
 @attrs.frozen

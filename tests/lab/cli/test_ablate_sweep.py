@@ -29,7 +29,7 @@ def test_each_task_has_a_table_and_a_plot_and_seeds_are_pooled(
     first, second = answer.out.split("\n\n")
     assert first.startswith("tiny on reasoner\n")
     assert second.startswith("tiny on perplexity:of=reasoner\n")
-    assert "right" in first
+    assert "accuracy" in first
     assert "perplexity" in second
     out = tmp_path / "out"
     plots = sorted(path.name for path in out.glob("plot*"))

@@ -145,7 +145,7 @@ def test_tasks_with_other_columns_have_a_table_of_their_own(kvpolicy: Shell) -> 
         says=lambda *_: {"correct": None, "values": {"kl": 0.25, "own": 0.5}},
     )
     first, second = kvpolicy("results", "table", "a", "b").out.split("\n\n")
-    assert "right" in first
+    assert "accuracy" in first
     assert "KL" not in first
     assert "KL, nats" in second
     assert "0.25..0.25" in second
