@@ -12,7 +12,7 @@ policy decided it. Runs that are not recorded do not pay for this.
 
 from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 import attrs
 import cattrs
@@ -20,13 +20,11 @@ import numpy as np
 import pluggy
 
 from kvpolicy.cache.rows import LayerRows
+from kvpolicy.engine.engine import Run
 from kvpolicy.engine.results import Result
 from kvpolicy.engine.sequence import Sequence
 from kvpolicy.errors import OutputError
 from kvpolicy.toolkit.paragraphs import texts_in_context
-
-if TYPE_CHECKING:
-    from kvpolicy.engine.engine import Run
 
 NEVER = -1
 
@@ -121,7 +119,7 @@ _converter = cattrs.Converter(forbid_extra_keys=True)
 
 
 @contextmanager
-def record_kept_rows(run: "Run", requests: Collection[int]) -> "Iterator[KeptRowsRecorder]":
+def record_kept_rows(run: Run, requests: Collection[int]) -> "Iterator[KeptRowsRecorder]":
     """Record what compactions keep of some requests, while the block runs them.
 
     Args:
@@ -149,10 +147,10 @@ class KeptRowsRecorder:
         requests: Numbers of the recorded requests.
     """
 
-    def __init__(self, run: "Run", requests: Collection[int]) -> None:
+    def __init__(self, run: Run, requests: Collection[int]) -> None:
         self.requests = frozenset(requests) & frozenset(range(len(run.requests)))
         self._run = run
-        self._asking = run.engine.errors
+        self._errors = run.engine.errors
         self._shapes = run.engine.adapter.layer_shapes()
         self._recorded: dict[int, _SequenceRecord] = {}
 
@@ -183,7 +181,7 @@ class KeptRowsRecorder:
     def question(self, hook: str, arguments: dict[str, Any], ask: Callable[[], Any]) -> Any:
         """Call the policies; note new sequences before, and the rows left by an eviction after."""
         if hook == "schedule":
-            self._add_sequences(self._asking.sequences)
+            self._add_sequences(self._errors.sequences)
         answer = ask()
         if hook == "evict":
             self._note(arguments["layer_idx"], arguments["rows"], arguments["keep"].shape[2])
@@ -206,7 +204,7 @@ class KeptRowsRecorder:
         return number in self.requests and sequence.request is self._run.requests[number]
 
     def _note(self, layer_idx: int, rows: LayerRows, num_kept: int) -> None:
-        for slot, sequence in enumerate(self._asking.sequences):
+        for slot, sequence in enumerate(self._errors.sequences):
             recorded = self._recorded.get(sequence.id)
             if recorded is not None and recorded.sequence is sequence:
                 held = rows.positions[slot, :, :num_kept].cpu().numpy()
