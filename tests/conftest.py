@@ -1,4 +1,4 @@
-"""What every test stands on: no network, no warnings of libraries we cannot mend, one thread."""
+"""Settings of all tests: no network, one thread per process, reproducible Hypothesis draws."""
 
 import os
 
@@ -7,6 +7,8 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TRANSFORMERS_OFFLINE"] = "1"
 os.environ["HF_DATASETS_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
+# Tests run in one process per core; commands that they start inherit this.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import importlib.util
 import re
@@ -29,11 +31,11 @@ hypothesis.settings.register_profile("few", max_examples=4, **_COMMON)
 hypothesis.settings.register_profile("many", max_examples=40, print_blob=True, **_COMMON)
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "dev"))
 
-torch.set_num_threads(1)  # the tensors are tiny: a second thread costs more than it brings
+torch.set_num_threads(1)  # the tensors are tiny: a second thread costs more than it saves
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-    # As whoever starts us in the background of a script has it, and processes that tests start
-    # and interrupt would inherit it.
+    # A shell script that runs pytest in the background ignores SIGINT, and processes that tests
+    # start and interrupt would inherit that.
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 REASON = "needs the bundled reasoners, which are not installed"
@@ -67,7 +69,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(autouse=True)
 def _no_network(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A test that opens a connection fails where it does so."""
+    """Make a test fail that opens a connection."""
 
     def refuse(_self: socket.socket, address: object) -> None:
         msg = f"a test tried to connect to {address!r}; tests run without a network"
