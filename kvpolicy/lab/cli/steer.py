@@ -76,7 +76,7 @@ def calibrate(
             help="Tell kinds of thoughts apart. [default: the task's, or published]",
         ),
     ] = None,
-    max_right: Annotated[int, typer.Option(min=0, help="The most right traces to use.")] = 500,
+    max_right: Annotated[int, typer.Option(min=0, help="The most correct traces to use.")] = 500,
     max_wrong: Annotated[int, typer.Option(min=0, help="The most wrong traces to use.")] = 500,
     max_new_tokens: Annotated[
         int | None,
@@ -152,7 +152,7 @@ def _solve(source: "CalibrationSource", *, max_new_tokens: int, slots: int) -> "
         for trace in write_traces(source, max_new_tokens=max_new_tokens, slots=slots):
             traces.append(trace)
             num_right += trace.is_correct
-            progress.update(f"problems solved, {num_right} right", len(traces))
+            progress.update(f"problems solved, {num_right} correct", len(traces))
     return traces
 
 
@@ -202,7 +202,7 @@ def _show(
     facts = [
         ["model", f"{calibration.model} {calibration.fingerprint}".strip()],
         ["task", f"{calibration.task}, split {calibration.split}, seed {calibration.seed}"],
-        ["traces", f"{calibration.num_right} right, {calibration.num_wrong} wrong"],
+        ["traces", f"{calibration.num_right} correct, {calibration.num_wrong} wrong"],
         ["thoughts", thoughts],
         ["rules", f"{calibration.rules} {calibration.rules_digest}".strip()],
         ["vector", f"{calibration.sign}, {len(vectors[0].vector)} numbers"],
