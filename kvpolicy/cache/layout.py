@@ -130,9 +130,13 @@ class StepLayout:
             if window is not None:  # rows without gaps: a row further is a position further
                 visible &= np.arange(num_rows) > newest - window
             mask = torch.from_numpy(visible)[:, None].to(device)
-        index = np.stack((slots + self.first, before[slots] + token, self.seq_len[slots] + token))
-        to_slots, to_rows, positions = torch.from_numpy(index).to(device)
-        return LayerLayout(to_slots, to_rows, positions, num_rows, mask)
+        return LayerLayout(
+            slots=torch.from_numpy(slots + self.first).to(device),
+            rows=torch.from_numpy(before[slots] + token).to(device),
+            positions=torch.from_numpy(self.seq_len[slots] + token).to(device),
+            num_rows=num_rows,
+            mask=mask,
+        )
 
     def _kept(self, before: np.ndarray, layer: LayerCache) -> Tensor:
         """Of old and new rows together, the newest that a slab can hold, ``[B, K]``."""

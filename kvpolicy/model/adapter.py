@@ -143,7 +143,6 @@ class ModelAdapter:
         """Device of the last layer's states."""
         return next(decoder_layers(self.model)[-1].parameters()).device
 
-    @torch.inference_mode()
     def forward(self, given: ForwardInput) -> tuple[Tensor, Tensor | None]:
         """Run the model over the new tokens of a step, and commit their rows.
 
@@ -159,14 +158,15 @@ class ModelAdapter:
         """
         twin, step, cache = self._twin.current(), given.step, StepCache(given.step)
         device = self.model.device
-        output = (twin if self._run_own_hooks else twin.forward)(
-            input_ids=given.token_ids.to(device),
-            position_ids=torch.from_numpy(step.position_ids).to(device),
-            past_key_values=cache,
-            use_cache=True,
-            logits_to_keep=1,
-            kvpolicy_forward=given,
-        )
+        with torch.inference_mode():
+            output = (twin if self._run_own_hooks else twin.forward)(
+                input_ids=given.token_ids.to(device),
+                position_ids=torch.from_numpy(step.position_ids).to(device),
+                past_key_values=cache,
+                use_cache=True,
+                logits_to_keep=1,
+                kvpolicy_forward=given,
+            )
         done = len(cache.stored & step.attended)
         if done != self.num_layers:
             msg = (
