@@ -77,8 +77,8 @@ def test_custom_generate_goes_on_with_a_conversation_and_nothing_else() -> None:
 @pytest.mark.parametrize(
     ("options", "error", "sentence"),
     [
-        ({"num_beams": 2, "plan": PLAN}, CacheError, "asked for beam search"),
-        ({"prompt_lookup_num_tokens": 3, "plan": PLAN}, CacheError, "asked for assisted"),
+        ({"num_beams": 2, "plan": PLAN}, CacheError, "does not support beam search"),
+        ({"prompt_lookup_num_tokens": 3, "plan": PLAN}, CacheError, "does not support assisted"),
         ({}, KVPolicyError, "no plan"),
         ({"plan": Plan.uniform("rkv")}, PlanError, "no budget"),
     ],

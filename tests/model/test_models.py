@@ -3,6 +3,7 @@
 from typing import Any
 
 import pytest
+import torch
 from families import REFUSED, model_of
 from tiny import greedy_tokens, tiny_model
 
@@ -10,6 +11,7 @@ from kvpolicy import Engine, Plan
 from kvpolicy.cache.layout import StepLayout
 from kvpolicy.cache.slab import KVCache, LayerShape, Slab
 from kvpolicy.errors import ModelError
+from kvpolicy.model.adapter import ForwardInput
 from kvpolicy.model.attention import attention_function
 
 PROMPTS = [[5, 9, 40, 2, 2, 7, 11], [1, 2], [3, 8] * 6]
@@ -54,7 +56,7 @@ def test_a_model_that_bypasses_the_attention_interface_is_refused() -> None:
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"use_bidirectional_attention": True}, "later ones"),
+        ({"use_bidirectional_attention": True}, "later tokens"),
         ({"max_position_embeddings": None}, "positions"),
     ],
 )
@@ -76,7 +78,13 @@ def test_a_window_that_the_configuration_does_not_tell_is_refused() -> None:
     queries = keys.repeat(1, 2, 1, 1)
     with pytest.raises(ModelError, match="a window of 7"):
         attention_function(
-            attention, queries, keys, values, None, kvpolicy_step=step, sliding_window=7
+            attention,
+            queries,
+            keys,
+            values,
+            None,
+            kvpolicy_forward=ForwardInput(torch.zeros(1, 1), step),
+            sliding_window=7,
         )
 
 

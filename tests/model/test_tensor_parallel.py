@@ -144,7 +144,7 @@ def test_a_single_process_and_a_device_of_ones_own_are_refused(models: Path) -> 
 def test_a_plan_that_is_none_is_refused(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(ModelError, match="given as 'atuo'; 'auto' or a style"):
+    with pytest.raises(ModelError, match="given as 'atuo'; give 'auto' or a style"):
         load_model(models / "llama", tp_plan="atuo")
 
 
