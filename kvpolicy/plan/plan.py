@@ -115,7 +115,7 @@ class Plan:
             msg = f'knobs were given as {knobs!r:.60}; write {{"POLICY": {{"KNOB": VALUE}}}}'
             raise PlanError(msg)
         plan = cls(
-            stack,  # type: ignore[arg-type] - converted by its rule
+            stack,  # type: ignore[arg-type] # converted by its rule
             budget,
             buffer,
             schedule=schedule,  # type: ignore[arg-type]

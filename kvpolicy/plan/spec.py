@@ -411,7 +411,7 @@ def structure(cls: type[T], table: Mapping[str, Any]) -> T:
     Raises:
         cattrs.BaseValidationError: With the errors of all fields, see `problems_of`.
     """
-    read: T = _reader(cls)(table, cls)
+    read: T = _reader(cls)(table, cls)  # type: ignore[arg-type] # a class is hashable
     return read
 
 

@@ -219,8 +219,8 @@ def to_run_records(rows: Sequence[Row[PooledCell]], *, flat: bool = False) -> li
 def csv_text(records: Sequence[Mapping[str, Any]]) -> str:
     """Records as CSV, with a column for every name that occurs; ``None`` is an empty field."""
     names = list(dict.fromkeys(name for record in records for name in record))
-    lines = [[record.get(name) for name in names] for record in records]
-    return "".join(csv_line(line) for line in [names, *lines])
+    lines: list[list[Any]] = [[record.get(name) for name in names] for record in records]
+    return "".join(map(csv_line, [names, *lines]))
 
 
 def csv_line(fields: Iterable[Any]) -> str:

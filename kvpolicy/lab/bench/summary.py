@@ -144,7 +144,9 @@ def _result(
         rival_ratio=Ratio.between(contender.name, contender.rival, rounds),
         policy_share=median(shares) if shares else None,
         kv_bytes=max(one.kv_bytes for one in measured),
-        limit_share=bandwidth and median(bandwidth.share(one) for one in measured),
+        limit_share=(
+            None if bandwidth is None else median(bandwidth.share(one) for one in measured)
+        ),
         rounds=speeds,
         curve=_curve(measured),
     )

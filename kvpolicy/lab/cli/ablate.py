@@ -156,7 +156,8 @@ def _dry_run(sweep: "Sweep", folder: Path, workers: int, *, json: bool) -> None:
     from kvpolicy.lab.store.store import done_keys
 
     done = done_keys(folder, sweep.to_dict())
-    table, groups = [], {}
+    table: list[dict[str, Any]] = []
+    groups: dict[str, tuple[dict[str, Any], Counter[str]]] = {}
     for cell in sweep.cells:
         setting = sweep.setting_of(cell)
         names = {"model": setting.model.name, "task": setting.task.name, "seed": setting.seed}

@@ -436,8 +436,9 @@ class RayExecutor:
     def _raise_unless_lost(self, error: Exception) -> None:
         """Raise an error of the worker's code, which every worker would have; return for a loss."""
         is_raised = isinstance(error, self._ray.exceptions.RayTaskError)
-        if is_raised and isinstance(error.cause, (KVPolicyError, RuntimeError)):
-            raise error.cause from None
+        cause = getattr(error, "cause", None)
+        if is_raised and isinstance(cause, (KVPolicyError, RuntimeError)):
+            raise cause from None
         if is_raised or getattr(error, "actor_init_failed", False):
             raise _cannot_begin(error) from error
 

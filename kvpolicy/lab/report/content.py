@@ -278,7 +278,7 @@ def _cell(view: GroupView, cell: CellView) -> dict[str, Any]:
     }
 
 
-def _row(row: Row) -> dict[str, Any]:
+def _row(row: Row[Any]) -> dict[str, Any]:
     return {
         "n": row.n,
         "num_errors": row.num_errors,
