@@ -112,7 +112,7 @@ PACKAGES = [
         ("kvpolicy_reasoner", "vectors/reasoner.safetensors"),
         *(
             ("kvpolicy_reasoner", f"{folder}/{file}")
-            for folder in ("weights", "verbose/weights")
+            for folder in ("weights/reasoner", "weights/reasoner-verbose")
             for file in ("config.json", "model.safetensors", "tokenizer.json")
         ),
     ],
