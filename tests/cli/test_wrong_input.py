@@ -1,4 +1,4 @@
-"""Whatever is wrong with the input: one sentence on stderr, status 2, nothing on stdout."""
+"""Wrong input: one sentence on stderr, status 2, nothing on stdout."""
 
 import io
 from pathlib import Path
@@ -12,7 +12,7 @@ PLAN = 'budget = 16\nbuffer = 8\nstack = ["h2o"]\n'
 
 @attrs.frozen
 class Case:
-    """A command, and what its answer must contain.
+    """A command, and what its error message must contain.
 
     ``{m}`` stands for a model folder, ``{d}`` for a folder with the files of `files`.
     """
@@ -89,7 +89,11 @@ CASES = [
     case("run hi --length 99 --model {m}", "--length", "--policy"),
     case("run hi --policy h2o --budget 16 --buffer 0 --model {m}", "in buffer: 0"),
     case("run hi --policy h2o+ --budget 16 --model {m}", "no policy is named ''"),
-    case("run hi --seed 99999999999999999999 --model {m}", "seed", "up to"),
+    case(
+        "run hi --seed 99999999999999999999 --model {m}",
+        "seed=9999",
+        "from 0 to 9,223,372,036,854,775,807",
+    ),
     # models
     case("run hi --model reasonr", "'reasonr'", "reasoner"),
     case("run hi --model nobody/nothing", "nobody/nothing"),
@@ -173,7 +177,7 @@ CASES = [
     case("run --file - --model {m}", "standard input", "UTF-8", "byte 2"),
     case("run --file {d}/torn.jsonl --model {m}", "line 2", "torn.jsonl"),
     case("run --file {d}/promptless.jsonl --model {m}", "line 1", "prompt"),
-    case("run \udcff --model {m}", "\\udcff", "no text", "UTF-8"),
+    case("run \udcff --model {m}", "\\udcff", "not valid text", "UTF-8"),
     case("run --file {d}/list.jsonl --model {m}", "line 1", "prompt"),
     case("run --file {d} --model {m}", "cannot be read"),
     case("run hi --chat --model {m}", "chat template", "--chat"),
@@ -279,7 +283,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_it_is_answered_with_one_sentence(
+def test_wrong_input_gives_one_sentence(
     kvpolicy: Shell,
     case: Case,
     files: Path,
@@ -311,7 +315,7 @@ def test_it_is_answered_with_one_sentence(
         ("half.jsonl", "the prompt holds \\ud83d at character 2, which is not valid text"),
     ],
 )
-def test_a_prompt_that_cannot_be_served_is_told_and_the_others_are(
+def test_a_prompt_that_fails_is_reported_and_the_others_are_served(
     kvpolicy: Shell, files: Path, model_folder: Path, tmp_path: Path, file: str, says: str
 ) -> None:
     wrong = (files / file).read_bytes().splitlines()[0]
@@ -326,7 +330,7 @@ def test_a_prompt_that_cannot_be_served_is_told_and_the_others_are(
     assert f"kvpolicy: prompt 1: {lines[1]['error']}." in kvpolicy(*words).err
 
 
-def test_a_defect_of_ours_is_not_dressed_up_as_a_mistake_of_the_users(
+def test_an_internal_error_keeps_its_traceback(
     kvpolicy: Shell, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def broken() -> None:

@@ -1,4 +1,4 @@
-"""Policies of a file that go wrong, in whatever way: the command names them and ends."""
+"""Errors in the policies of a plugin file: the command names the policy and exits."""
 
 from pathlib import Path
 
@@ -28,13 +28,13 @@ def select(*lines: str) -> str:
 
 BEST = "best = scores.topk(budget, dim=2).indices.sort(dim=2).values"
 
-#: What a file holds, and what the sentence about it says.
+#: The text of a plugin file, and what the error message about it contains.
 CASES: dict[str, tuple[str, tuple[str, ...]]] = {
     # files that do not give a policy
-    "a slip of syntax": ("def (\n", ("cannot be run: SyntaxError",)),
-    "a module that is missing": ("import nosuch\n", ("ModuleNotFoundError", "nosuch")),
-    "an error at once": ("raise KeyError\n", ("cannot be run: KeyError",)),
-    "an exit at once": ("import sys; sys.exit(3)\n", ("cannot be run: SystemExit: 3",)),
+    "a syntax error": ("def (\n", ("cannot be run: SyntaxError",)),
+    "a missing module": ("import nosuch\n", ("ModuleNotFoundError", "nosuch")),
+    "an error on import": ("raise KeyError\n", ("cannot be run: KeyError",)),
+    "an exit on import": ("import sys; sys.exit(3)\n", ("cannot be run: SystemExit: 3",)),
     "a NUL": ("x = '\0'\n", ("cannot be run",)),
     "no policy": ("class Mine: pass\n", ("holds no policy", "@kvpolicy.hookimpl")),
     "an unknown hook": (hook("scoer(self, keys)", "pass"), ("'mine'", "scoer")),
@@ -66,14 +66,14 @@ CASES: dict[str, tuple[str, tuple[str, ...]]] = {
     "score raises": (score("1 / 0"), ("ZeroDivisionError in score() at layer 0",)),
     "select raises": (select("1 / 0"), ("ZeroDivisionError in select() at layer 0",)),
     "evict raises": (hook("evict(self, keep)", "1 / 0"), ("ZeroDivision", "evict() at layer 0")),
-    "an error of no words": (score("raise IndexError"), ("raised IndexError in score()",)),
+    "an error without a message": (score("raise IndexError"), ("raised IndexError in score()",)),
     "an error of many lines": (score("raise ValueError('a\\nb\\nc')"), ("layer 0: a b c",)),
     "an exit in a hook": (score("sys.exit(0)"), ("raised SystemExit in score() at layer 0: 0",)),
     "a wrapper that does not yield": (
         f"{CLASS}    @hookimpl(wrapper=True)\n    def score(self, keys):\n        return 3\n",
         ("'mine'", "score"),
     ),
-    "endless calls of itself": (
+    "endless recursion": (
         f"{CLASS}    def more(self):\n        return self.more()\n"
         "    @hookimpl\n    def score(self, keys):\n        return self.more()\n",
         ("'mine' raised RecursionError in score()",),
@@ -81,57 +81,69 @@ CASES: dict[str, tuple[str, tuple[str, ...]]] = {
     # scores
     "scores of one row too few": (
         score("return -keys.norm(dim=-1)[:, :, 1:]"),
-        ("shape", "wanted"),
+        ("returned shape [1, 2, 19]; expected [1, 2, 20] = [B, H_kv, T]",),
     ),
-    "scores without heads": (score("return -keys.norm(dim=-1)[:, 0]"), ("shape", "wanted is")),
+    "scores without heads": (
+        score("return -keys.norm(dim=-1)[:, 0]"),
+        ("returned shape [1, 20]; expected [1, 2, 20]",),
+    ),
     "scores of integers": (score("return positions"), ("int64", "floating point")),
     "scores of complex numbers": (score("return positions * 1j"), ("complex64", "floating")),
-    "scores elsewhere": (
+    "scores on another device": (
         score("return positions.float().to('meta')"),
-        ("on meta; it is wanted on cpu", "score()"),
+        ("on meta; expected one on cpu", "score()"),
     ),
     "scores that are sparse": (
         score("return positions.float().to_sparse()"),
-        ("layout torch.sparse_coo; a dense one is wanted",),
+        ("layout torch.sparse_coo; expected a dense one",),
     ),
     "scores with NaN": (
         score("return positions.float().masked_fill(positions == 2, torch.nan)"),
         ("NaN in 2 of",),
     ),
-    "scores that are a list": (score("return positions.tolist()"), ("list; a tensor of shape",)),
+    "scores that are a list": (
+        score("return positions.tolist()"),
+        ("returned list; expected a tensor of shape",),
+    ),
     "wrong once, then an error": (
         HEAD + "calls = []\nclass Mine:\n    @hookimpl\n    def score(self, keys):\n"
         "        calls.append(1)\n"
         "        return 3 if len(calls) == 1 else 1 / 0\n",
-        ("'mine' answered with int", "score()"),
+        ("'mine' returned int; expected a tensor", "score()"),
     ),
     # rows
     "rows unsorted": (select(BEST, "return best.flip(2)"), ("do not strictly rise; sort",)),
     "rows twice": (
         select(BEST, "best[..., 1] = best[..., 0]", "return best"),
-        ("name none twice",),
+        ("sort them, without duplicates",),
     ),
-    "rows beyond the end": (select(BEST, "return best + 99"), ("there are rows 0 to",)),
-    "rows below 0": (select(BEST, "return best - 99"), ("names rows -", "there are rows 0 to")),
+    "rows beyond the end": (
+        select(BEST, "return best + 99"),
+        ("row indices from 99 to 118; rows are 0 to 19",),
+    ),
+    "rows below 0": (select(BEST, "return best - 99"), ("from -99 to -80; rows are 0 to 19",)),
     "too many rows": (
         select("return torch.arange(scores.shape[2]).expand(scores.shape)"),
         ("between 1 and 16 may stay",),
     ),
     "no rows": (select(BEST, "return best[:, :, :0]"), ("keeps 0 rows",)),
     "rows of floats": (select(BEST, "return best.float()"), ("float32; row indices are",)),
-    "rows elsewhere": (select(BEST, "return best.to('meta')"), ("on meta; it is wanted on cpu",)),
+    "rows on another device": (
+        select(BEST, "return best.to('meta')"),
+        ("on meta; expected one on cpu",),
+    ),
     "rows as a mask": (select("return scores > 0"), ("torch.bool; row indices are torch.int64",)),
     # the other hooks
     "allocate one row more": (
         hook(
             "allocate(self, layer_indices, budget)", "return [17, *([16] * len(layer_indices))][:2]"
         ),
-        ("'mine' shares 33 rows among its layers; exactly 32 are wanted", "allocate()"),
+        ("'mine' gives 33 rows to its layers; expected exactly 32", "allocate()"),
     ),
-    "due as numbers": (hook("due(self, num_rows)", "return num_rows"), ("wanted is bool",)),
-    "due elsewhere": (
+    "due as numbers": (hook("due(self, num_rows)", "return num_rows"), ("expected bool",)),
+    "due on another device": (
         hook("due(self, num_rows)", "return (num_rows > 0).to('meta')"),
-        ("on meta; it is wanted on cpu", "due()"),
+        ("on meta; expected one on cpu", "due()"),
     ),
     "steer in another dtype": (
         hook("steer(self, hidden_states)", "return hidden_states.double()"),
@@ -139,34 +151,37 @@ CASES: dict[str, tuple[str, tuple[str, ...]]] = {
     ),
     "steer of another shape": (
         hook("steer(self, hidden_states)", "return hidden_states[:, 1:]"),
-        ("wanted is [1, 32] = [B, M]",),
+        ("expected [1, 32] = [B, M]",),
     ),
-    "steer elsewhere": (
+    "steer on another device": (
         hook("steer(self, hidden_states)", "return hidden_states.to('meta')"),
-        ("on meta; it is wanted on cpu", "steer()"),
+        ("on meta; expected one on cpu", "steer()"),
     ),
-    "observe with an answer": (
+    "observe returns a value": (
         hook("observe(self, token_ids)", "return token_ids"),
-        ("nothing is wanted, in observe()",),
+        ("expected nothing, in observe()",),
     ),
-    "evict with a wrong answer": (hook("evict(self, keep)", "return 3"), ("3; True or None",)),
+    "evict returns a number": (
+        hook("evict(self, keep)", "return 3"),
+        ("returned 3; expected True or None",),
+    ),
     "evict without keeping": (hook("evict(self, keep)", "return True"), ("rows.keep()",)),
-    "schedule nobody": (hook("schedule(self, waiting)", "return []"), ("admits 0 requests",)),
+    "schedule nothing": (hook("schedule(self, waiting)", "return []"), ("admits 0 requests",)),
     "schedule texts": (
         hook("schedule(self, waiting)", "return [['a']]"),
-        ("admits 'a', which is no waiting request",),
+        ("admits 'a', which is not a waiting request",),
     ),
     "schedule lists of lists of lists": (
         hook("schedule(self, waiting)", "return [[[0]]]"),
-        ("admits [0], which is no waiting request",),
+        ("admits [0], which is not a waiting request",),
     ),
 }
 RUN = ("--budget", "16", "--buffer", "4", "--max-new-tokens", "24", "--json")
 
 
-@pytest.mark.parametrize(("text", "says"), CASES.values(), ids=CASES)
-def test_a_policy_that_goes_wrong_is_named(
-    kvpolicy: Shell, model_folder: Path, tmp_path: Path, text: str, says: tuple[str, ...]
+@pytest.mark.parametrize(("text", "expected"), CASES.values(), ids=CASES)
+def test_the_message_names_the_failing_policy(
+    kvpolicy: Shell, model_folder: Path, tmp_path: Path, text: str, expected: tuple[str, ...]
 ) -> None:
     (tmp_path / "mine.py").write_text(text)
     (tmp_path / "ids.jsonl").write_text('{"prompt": [5, 6, 7, 8, 9]}\n')
@@ -180,11 +195,11 @@ def test_a_policy_that_goes_wrong_is_named(
     words = ("run", "--plugin", tmp_path / "mine.py", *files, *RUN, "--model", model_folder)
     sentence = refusal(kvpolicy(*words))
     assert "mine" in sentence
-    for part in says:
+    for part in expected:
         assert part in sentence
 
 
-def test_a_policy_that_is_right_is_served_by_the_same_words(
+def test_the_same_options_serve_a_correct_policy(
     kvpolicy: Shell, model_folder: Path, tmp_path: Path
 ) -> None:
     (tmp_path / "mine.py").write_text(score("return -keys.norm(dim=-1)"))
