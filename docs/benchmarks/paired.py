@@ -1,10 +1,10 @@
-"""Differences between two lines of a comparison, paired by problem, at every budget.
+"""Differences between two series of an ablation at every budget, paired by problem.
 
     kvpolicy ablate --preset merge --output RESULTS
     python docs/benchmarks/paired.py RESULTS "H2O + merge" "H2O"
 
-Of each pair of series, the first less the second: accuracy in points, and length in tokens, with
-normal 95 % intervals. Series that have one budget each are compared as they are.
+For each pair of series, prints the first minus the second: accuracy in points and length in
+tokens, with normal 95 % intervals. A series with one budget only is compared at that budget.
 """
 
 import argparse
@@ -28,7 +28,7 @@ def read(folder: Path) -> dict[str, dict[float | None, Samples]]:
 
 
 def difference(one: Samples, other: Samples, field: str) -> Interval:
-    """Of what both have done."""
+    """Mean difference of a field over the items that both series have."""
     items = sorted(one.keys() & other.keys())
     return mean([float(one[i][field]) - float(other[i][field]) for i in items])
 
@@ -45,10 +45,10 @@ def main() -> None:
         for budget, samples in found[one].items():
             rivals = found[other]
             rival = rivals[budget] if budget in rivals else next(iter(rivals.values()))
-            right = difference(samples, rival, "correct")
+            accuracy = difference(samples, rival, "correct")
             length = difference(samples, rival, "num_tokens")
             points = "{:+.1f} ({:+.1f} {:+.1f})".format(
-                *(100 * x for x in (right.value, right.low, right.high))
+                *(100 * x for x in (accuracy.value, accuracy.low, accuracy.high))
             )
             tokens = f"{length.value:+.0f} ({length.low:+.0f} {length.high:+.0f})"
             print(f"| {one} - {other} | {budget:.0f} | {points} | {tokens} |")

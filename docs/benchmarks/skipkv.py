@@ -1,4 +1,4 @@
-"""What SkipKV says about sentences, measured on the texts that a comparison left.
+"""Test SkipKV's claims about sentences on the results of an ablation.
 
     kvpolicy ablate --preset skipkv --output RESULTS
     python docs/benchmarks/skipkv.py paired RESULTS
@@ -6,13 +6,13 @@
     python docs/benchmarks/skipkv.py fragments RESULTS --budgets 91,181
     python docs/benchmarks/skipkv.py slots RESULTS --budgets 91
 
-`paired`: accuracy of SkipKV less that of each rival at the same budget, on the same problems.
-`sentences`: of every cell, the share of non-execution sentences and of sentences that come
-again (similarity above tau), in right and in wrong answers, and the mean length of both.
-`fragments`: of R-KV and of SkipKV, how many sentences a compaction leaves in pieces.
-`slots`: speed in so many slots as fit into the memory of 4, 8, 16 and 32 of the full cache.
+`paired`: accuracy of SkipKV minus that of each other policy at the same budget, paired by problem.
+`sentences`: per cell, for correct and incorrect answers: the shares of non-execution sentences and
+of repeated sentences (similarity above tau), and the mean length.
+`fragments`: how many sentences a compaction leaves in pieces, for R-KV and SkipKV.
+`slots`: speed with as many slots as fit into the memory of 4, 8, 16 and 32 of the full cache.
 
-All print a table and write JSON into RESULTS.
+Each prints a table and writes JSON into RESULTS.
 """
 
 import argparse
@@ -43,7 +43,7 @@ BUFFER = 16
 
 @attrs.define
 class Cell:
-    """The samples of one point of the comparison."""
+    """The samples of one series at one budget."""
 
     series: str
     budget: float | None
@@ -51,7 +51,7 @@ class Cell:
 
 
 def read_cells(folder: Path, n: int) -> tuple[dict[str, Any], list[Cell]]:
-    """The settings of the run's one group, and of every cell the first ``n`` items."""
+    """Settings of the run, which has one group, and the first ``n`` items of every cell."""
     run = json.loads((folder / "manifest.json").read_text())["run"]
     (group,) = run["groups"]
     cells = {cell["cell"]: Cell(cell["series"], cell["budget"]) for cell in run["cells"]}
@@ -63,7 +63,7 @@ def read_cells(folder: Path, n: int) -> tuple[dict[str, Any], list[Cell]]:
 
 
 class Reader:
-    """Cuts texts into sentences and finds out which of them come again."""
+    """Splits texts into sentences and finds those that are repeated later."""
 
     def __init__(self, model: Any, tokenizer: Any, rules: str) -> None:
         self.model, self.tokenizer = model, tokenizer
@@ -71,7 +71,7 @@ class Reader:
         self.delimiters = Delimiters.of(SkipKV().delimiters, tokenizer)
 
     def read(self, prompts: Sequence[str], texts: Sequence[str]) -> list[dict[str, int]]:
-        """Counts of sentences of each text, the prompt left out."""
+        """Sentence counts of each text, without its prompt."""
         found = []
         for first in range(0, len(texts), BATCH):
             batch = slice(first, first + BATCH)
@@ -122,7 +122,7 @@ def sentences(folder: Path, n: int, rules: str) -> list[dict[str, Any]]:
             [prompts[one["item"]] for one in cell.samples], [one["text"] for one in cell.samples]
         )
         record: dict[str, Any] = {"series": cell.series, "budget": cell.budget}
-        for name, wanted in (("all", None), ("right", True), ("wrong", False)):
+        for name, wanted in (("all", None), ("correct", True), ("incorrect", False)):
             chosen = [
                 (count, one["num_tokens"])
                 for count, one in zip(counts, cell.samples, strict=True)
@@ -134,20 +134,20 @@ def sentences(folder: Path, n: int, rules: str) -> list[dict[str, Any]]:
 
 
 def paired(folder: Path, n: int) -> list[dict[str, Any]]:
-    """One record for each pair of policies, with the difference at every budget in points."""
+    """One record for each pair of policies: the difference at every budget, in points."""
     _, cells = read_cells(folder, n)
-    right = {
+    correct = {
         (cell.series, cell.budget): {one["item"]: float(one["correct"]) for one in cell.samples}
         for cell in cells
     }
-    budgets = sorted({budget for series, budget in right if series == "R-KV" and budget})
+    budgets = sorted({budget for series, budget in correct if series == "R-KV" and budget})
     pairs = [("SkipKV", rival) for rival in ("R-KV", "SnapKV", "H2O", "SkipKV, no steering")]
     pairs.append(("SkipKV, no steering", "R-KV"))
     records = []
     for mine, rival in pairs:
         record: dict[str, Any] = {"difference": f"{mine} - {rival}"}
         for budget in budgets:
-            a, b = right[mine, budget], right[rival, budget]
+            a, b = correct[mine, budget], correct[rival, budget]
             found = mean([a[i] - b[i] for i in a])
             points = [100 * x for x in (found.value, found.low, found.high)]
             record[f"{budget:.0f}"] = "{:+.1f} ({:+.1f} {:+.1f})".format(*points)
@@ -156,7 +156,7 @@ def paired(folder: Path, n: int) -> list[dict[str, Any]]:
 
 
 def summary(chosen: Sequence[tuple[dict[str, int], int]]) -> dict[str, float | int | None]:
-    """Shares are of all sentences together, so that a short text weighs little."""
+    """Mean length, and shares of all sentences pooled, so that short texts have little weight."""
     total = sum(count["sentences"] for count, _ in chosen)
     return {
         "n": len(chosen),
@@ -171,7 +171,7 @@ def summary(chosen: Sequence[tuple[dict[str, int], int]]) -> dict[str, float | i
 
 @attrs.define(eq=False)
 class Fragments:
-    """Wraps any policy: after a compaction, how much of each sentence is left, in every head."""
+    """Wraps any policy and counts how much of each sentence a compaction leaves, per head."""
 
     delimiters: Delimiters
     seen: dict[str, int] = attrs.field(factory=lambda: dict.fromkeys(("whole", "part", "gone"), 0))
@@ -226,7 +226,7 @@ def fragments(folder: Path, n: int, budgets: Sequence[int]) -> list[dict[str, An
 
 
 def slots(folder: Path, n: int, budgets: Sequence[int]) -> list[dict[str, Any]]:
-    """One record for each policy and size of memory; run it on an idle machine."""
+    """One record for each policy and memory size. Run it on an idle machine."""
     run, _ = read_cells(folder, 0)
     model, tokenizer = load_model(run["model"])
     prompts = [item.prompt for item in load_task(run["task"]).items(n, seed=run["seed"])]

@@ -1,15 +1,15 @@
-"""Many short requests, cancellations and failing policies, for long: what stays behind?
+"""Soak test: many short requests, cancellations and failing policies; nothing may leak.
 
     python docs/benchmarks/soak.py                 # 10,000 requests
     python docs/benchmarks/soak.py --requests 1000 --output /tmp/soak
 
-Requests go in waves through engines with different plans, each of which mixes policies by
-layer. Some are cancelled at random, and for some a policy fails on purpose, in every hook and
-in several ways. After each wave every request must have been answered once and every slot must
-be empty; some requests are generated once more, alone and with nothing failing, and must
-have the same tokens.
+Waves of requests run on engines with different plans, each of which has different policies per
+layer. Some requests are cancelled at random; for some, a policy fails on purpose, in every hook
+and in several ways. After each wave, every request must have exactly one result and every slot
+must be empty. Some requests are generated again, alone and without failures, and must have the
+same tokens.
 
-Prints what happened, and with --output writes `soak.json` and `soak.png` there.
+Prints counts as JSON; with --output, writes `soak.json` and `soak.png` into that folder.
 """
 
 import argparse
@@ -36,7 +36,7 @@ from kvpolicy.state import Memory
 
 VOCAB = 61
 NUM_LAYERS = 3
-MARK = VOCAB - 1  # a prompt that begins with it is one that a policy fails for
+MARK = VOCAB - 1  # first token of the prompts for which a policy fails
 SLOTS = 8
 WAVE = 125
 DELIMITERS = [3, 11, 19]
@@ -54,7 +54,7 @@ PLANS: dict[str, list[list[Any]]] = {  # by layer
 
 @attrs.define(eq=False)
 class Failing:
-    """Changes nothing, but fails for marked sequences: in the hook their second token chooses."""
+    """Changes nothing, but fails for marked prompts: their second token selects the hook."""
 
     armed: bool = True
     HOOKS = ("observe", "steer", "score", "select", "evict", "NaN", "shape", "poison")
@@ -95,7 +95,7 @@ class Failing:
         if self._meets("evict", memory):
             rows.keep(keep[:, :, 1:])
             raise RuntimeError
-        if self._meets("poison", memory):  # allowed, and fatal to whom it happens
+        if self._meets("poison", memory):  # no check forbids it; it breaks these sequences only
             marked = torch.tensor([notes["how"] == "poison" for notes in memory.of(self)])
             wide = keep[..., None].expand(-1, -1, -1, rows.values.shape[-1])
             values = rows.values.gather(2, wide)
@@ -110,7 +110,7 @@ class Failing:
 
 @attrs.define(eq=False)
 class FailsAtTheEnd:
-    """Admits in order of arrival, and fails when few requests are left."""
+    """Admits requests in order of arrival, and fails when two are left."""
 
     armed: bool = True
 
@@ -121,7 +121,7 @@ class FailsAtTheEnd:
 
 
 def how_it_fails(prompt: list[int]) -> str | None:
-    """By its first two tokens; ``None`` for most prompts."""
+    """The failure that the first two tokens of a prompt select; ``None`` for most prompts."""
     marked = len(prompt) > 1 and prompt[0] == MARK
     return Failing.HOOKS[prompt[1] % len(Failing.HOOKS)] if marked else None
 
@@ -147,7 +147,7 @@ def small_model() -> LlamaForCausalLM:
 
 
 def engines(model: LlamaForCausalLM, name: str) -> tuple[Engine, Engine]:
-    """The one to be soaked, and one in which nothing fails."""
+    """The engine under test, and one in which nothing fails."""
     built = []
     for armed in (True, False):
         failing, last = Failing(armed), FailsAtTheEnd(armed)
@@ -163,7 +163,7 @@ def engines(model: LlamaForCausalLM, name: str) -> tuple[Engine, Engine]:
 
 @attrs.define
 class Sample:
-    """What the process holds at a moment."""
+    """Memory of the process at one moment."""
 
     requests: int
     rss_bytes: int
@@ -173,7 +173,7 @@ class Sample:
 
 @attrs.define
 class Soak:
-    """Serves waves of requests and checks each of them."""
+    """Runs waves of requests and checks the result of each wave."""
 
     num_requests: int
     wave: int = WAVE
@@ -230,7 +230,7 @@ class Soak:
 
 
 def _kind(error: str) -> str:
-    """An error without its policy and its numbers."""
+    """The kind of an error: its message without the policy and numbers."""
     what = error.partition(" at layer")[0].partition("()")[0].split("' ", 1)[1]
     what = re.sub(r"\d+ of \d+ ", "", what)
     return re.sub(r" \[[\d, ]+\]; expected .*?(?=, in )", "", what)
@@ -247,7 +247,7 @@ def _request(rng: torch.Generator) -> Request:
 
 
 def assert_empty(run: Run) -> None:
-    """Every slot is free and holds nothing."""
+    """Assert that every slot is free and empty."""
     cache = run.batch.cache
     assert run.batch.num_free == cache.num_slots, "a slot is lost"
     assert not cache.rows.any(), "rows are left"
@@ -256,17 +256,17 @@ def assert_empty(run: Run) -> None:
 
 
 def measure(requests: int) -> Sample:
-    """Resident memory, and all tensors that Python knows."""
+    """Resident memory, and all tensors that the garbage collector tracks."""
     gc.collect()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # some objects warn when they are asked for their class
+        warnings.simplefilter("ignore")  # some objects warn when their class is read
         tensors = [one for one in gc.get_objects() if issubclass(type(one), Tensor)]
     size = sum(tensor.nbytes for tensor in tensors)
     return Sample(requests, resident_bytes(), len(tensors), size)
 
 
 def resident_bytes() -> int:
-    """What the process holds of main memory now; the most it ever held where that is unknown."""
+    """Resident memory of this process; its peak where the current value is not available."""
     statm = Path("/proc/self/statm")
     if statm.exists():
         return int(statm.read_text().split()[1]) * resource.getpagesize()
@@ -275,7 +275,7 @@ def resident_bytes() -> int:
 
 
 def draw(soak: Soak, path: Path) -> None:
-    """Memory against requests."""
+    """Plot memory against requests."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8.4, 3.4), layout="constrained")
@@ -303,7 +303,7 @@ def draw(soak: Soak, path: Path) -> None:
 
 
 def figures(soak: Soak) -> dict[str, Any]:
-    """What happened, in numbers; growth is counted after every plan had its first wave."""
+    """Counts and memory of the run; growth is measured after the first wave of every plan."""
     first, last = soak.samples[min(len(PLANS), len(soak.samples)) - 1], soak.samples[-1]
     return {
         "requests": sum(soak.reasons.values()),

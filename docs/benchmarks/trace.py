@@ -1,9 +1,9 @@
-"""What a recording costs: CPU time of runs with one, by that of the same runs without.
+"""Cost of a recording: CPU time of runs with recording, divided by that without.
 
     python docs/benchmarks/trace.py
 
-Runs take turns, and a ratio is of runs in the same round, so that what the machine does
-meanwhile falls on all alike.
+Runs alternate, and ratios are computed within a round, so that other load on the machine affects
+all runs equally.
 """
 
 import time
@@ -34,7 +34,7 @@ def cpu_s(engine: Engine, prompts: list[str], how: str) -> float:
 
 
 def main() -> None:
-    """Measure two stacks: one that is asked in every step, one that is asked at compactions."""
+    """Measure two stacks: one is called in every step, the other at compactions only."""
     torch.set_num_threads(1)
     model, tokenizer = load_reasoner()
     prompts = [problem.prompt for problem in make_problems(8, seed=1)]

@@ -1,10 +1,10 @@
 """SkipKV on the bundled reasoner: calibrate, run, compare. Takes two or three minutes.
 
-Written to be read from top to bottom, or stepped through: editors show the parts between
-``# %%`` as cells. On a model of your own, change MODEL, TASK and RULES, and take more problems.
+Read it from top to bottom, or step through it: editors show the parts between ``# %%`` as cells.
+For a model of your own, change MODEL and TASK, and use more problems.
 """
 
-# %% Settings. Problems for calibrating, for choosing and for reporting never overlap.
+# %% Settings. The problems for calibration and those for reporting never overlap.
 import subprocess
 import sys
 from statistics import fmean
@@ -19,15 +19,15 @@ MODEL = TASK = "reasoner"
 LAYER, BUDGET, BUFFER = 3, 127, 16
 NUM_CALIBRATION, NUM_REPORTED = 100, 50
 
-# %% Calibrate: the model solves training problems with the full cache, and the states before
-# its execution thoughts are compared with those before the others.
+# %% Calibrate: the model solves training problems with the full cache. The vector is the difference
+# of the hidden states before execution thoughts and before other thoughts.
 folder = TemporaryDirectory()
 vector = f"{folder.name}/vectors.safetensors"
 command = f"steer calibrate --model {MODEL} --task {TASK} --layers {LAYER} --slots 50"
 command += f" --n {NUM_CALIBRATION} --output {vector}"
 subprocess.run([sys.executable, "-m", "kvpolicy", *command.split()], check=True)
 
-# %% What is compared. Every plan answers the same problems.
+# %% The plans to compare. All of them answer the same problems.
 steered = {"vector": vector, "layer": LAYER}
 plans = {
     "full cache": Plan.uniform("full"),
@@ -40,28 +40,28 @@ model, tokenizer = load_model(MODEL)
 task = load_task(TASK)
 items = task.items(NUM_REPORTED, seed=0)
 
-# %% Run. `right` with its 95 % interval, and paired with the full cache.
-print(f"{'':20}{'right':>6}{'95 %':>10}{'against full':>19}{'tokens':>8}{'rows':>6}{'tok/s':>7}")
+# %% Run: accuracy with its 95 % interval, and its paired difference from the full cache.
+print(f"{'':20}{'accuracy':>9}{'95 %':>10}{'against full':>19}{'tokens':>8}{'rows':>6}{'tok/s':>7}")
 reference: list[float] = []
 for name, plan in plans.items():
     run = Engine(model, tokenizer, plan, slots=50).generate(
         [item.prompt for item in items], max_new_tokens=700
     )
     results = run.results()
-    right = [
+    correct = [
         float(task.grade(result.text or "", item))
         for result, item in zip(results, items, strict=True)
     ]
-    reference = reference or right
-    share = wilson(int(sum(right)), len(right))
-    paired = bootstrap_mean([mine - full for mine, full in zip(right, reference, strict=True)])
+    reference = reference or correct
+    share = wilson(int(sum(correct)), len(correct))
+    paired = bootstrap_mean([mine - full for mine, full in zip(correct, reference, strict=True)])
     interval = f"{share.low:.0%}-{share.high:.0%}"
     against = f"{paired.value:+.0%} ({paired.low:+.0%} {paired.high:+.0%})"
     length = fmean(len(result.tokens) for result in results)
     rows = max(result.peak_rows for result in results)
     speed = run.report.throughput_tok_s
     print(
-        f"{name:20}{share.value:6.0%}{interval:>10}{against:>19}{length:8.0f}{rows:6}{speed:7,.0f}"
+        f"{name:20}{share.value:9.0%}{interval:>10}{against:>19}{length:8.0f}{rows:6}{speed:7,.0f}"
     )
 
 folder.cleanup()
