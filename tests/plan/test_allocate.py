@@ -1,4 +1,4 @@
-"""Budgets that a policy shares out: asked once a group, exact, and fixed when resolved."""
+"""The `allocate` hook: called once for each group; budgets are fixed at resolution."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -18,9 +18,9 @@ from kvpolicy.toolkit.apportion import largest_remainder
 
 @attrs.define(eq=False)
 class ByDepth:
-    """The deeper a layer, the more room; notes what it was asked."""
+    """Gives deeper layers larger budgets; records the arguments of each call."""
 
-    asked: list[dict[str, Any]] = attrs.field(factory=list)
+    calls: list[dict[str, Any]] = attrs.field(factory=list)
 
     @hookimpl
     def allocate(
@@ -31,7 +31,7 @@ class ByDepth:
         floors: Sequence[int],
         num_layers: int,
     ) -> list[int]:
-        self.asked.append(
+        self.calls.append(
             {
                 "layer_indices": list(layer_indices),
                 "budget": budget,
@@ -45,7 +45,7 @@ class ByDepth:
 
 @attrs.define(eq=False)
 class Answers:
-    """Answer what a test wants answered."""
+    """Returns or raises a given answer."""
 
     answer: object
 
@@ -60,8 +60,8 @@ def budgets(resolved: ResolvedPlan) -> list[int | None]:
     return [layer.budget for layer in resolved.layers]
 
 
-def written_back(resolved: ResolvedPlan) -> Plan:
-    """The plan that says what each layer does, a group for each."""
+def one_group_per_layer(resolved: ResolvedPlan) -> Plan:
+    """A plan with one group for each resolved layer."""
     return Plan(
         layers=tuple(
             LayerGroup((layer.layer_idx,), layer.stack, layer.budget, layer.buffer)
@@ -70,7 +70,7 @@ def written_back(resolved: ResolvedPlan) -> Plan:
     )
 
 
-def test_a_group_is_asked_once_with_all_it_has_to_know() -> None:
+def test_allocate_is_called_once_for_each_group() -> None:
     policy = ByDepth()
     plan = Plan(
         (PolicySpec("streaming"), PolicySpec.of(policy)),
@@ -78,7 +78,7 @@ def test_a_group_is_asked_once_with_all_it_has_to_know() -> None:
         layers=(LayerGroup((3, 0)), LayerGroup("1:3", budget=30), LayerGroup("4:", budget=9)),
     )
     resolved = plan.resolve(5)
-    assert policy.asked == [
+    assert policy.calls == [
         {
             "layer_indices": [0, 3],
             "budget": 20,
@@ -95,45 +95,45 @@ def test_a_group_is_asked_once_with_all_it_has_to_know() -> None:
 def test_the_floor_of_a_layer_that_protects_nothing_is_one_row() -> None:
     policy = ByDepth()
     Plan.uniform("random", policy, budget=3).resolve(2)
-    assert policy.asked[0]["floors"] == [1, 1]
+    assert policy.calls[0]["floors"] == [1, 1]
 
 
-def test_without_an_opinion_every_layer_has_the_budget() -> None:
+def test_none_gives_every_layer_the_budget() -> None:
     assert budgets(Plan.uniform("streaming", Answers(None), budget=9).resolve(3)) == [9, 9, 9]
 
 
-def test_the_last_one_listed_decides() -> None:
+def test_the_last_policy_that_answers_decides() -> None:
     plan = Plan.uniform("streaming", Answers([20, 10]), Answers([9, 21]), budget=15)
     assert budgets(plan.resolve(2)) == [9, 21]
     plan = Plan.uniform("streaming", Answers([20, 10]), Answers(None), budget=15)
     assert budgets(plan.resolve(2)) == [20, 10]
 
 
-def test_where_everything_stays_there_is_nothing_to_share() -> None:
+def test_allocate_is_not_called_without_a_budget() -> None:
     policy = ByDepth()
     assert budgets(Plan.uniform("full", policy).resolve(2)) == [None, None]
-    assert policy.asked == []
+    assert policy.calls == []
 
 
 WRONG = {
-    "no list": ("20, 20", "returned '20, 20'; expected 2 integers, one for each layer"),
-    "no whole numbers": ([20.0, 20.0], "expected 2 integers, one for each layer"),
-    "truth values": ([True, 39], "2 whole numbers"),
+    "not a list": ("20, 20", "returned '20, 20'; expected 2 integers, one for each layer"),
+    "floats": ([20.0, 20.0], "returned [20.0, 20.0]; expected 2 integers, one for each layer"),
+    "booleans": ([True, 39], "returned [True, 39]; expected 2 integers, one for each layer"),
     "too few": ([40], "returned 1 budgets; expected 2 integers"),
     "too many": ([20, 10, 10], "returned 3 budgets"),
     "below the floor": ([37, 3], "gives layer 1 of its group 3 rows; expected at least 5"),
-    "lost rows": ([20, 19], "gives 39 rows to its layers; expected exactly 40"),
-    "invented rows": ([20, 21], "shares 41 rows"),
+    "too few rows": ([20, 19], "gives 39 rows to its layers; expected exactly 40"),
+    "too many rows": ([20, 21], "gives 41 rows to its layers; expected exactly 40"),
 }
 
 
-@pytest.mark.parametrize(("answer", "said"), WRONG.values(), ids=WRONG)
-def test_a_wrong_answer_is_refused_and_its_policy_named(answer: object, said: str) -> None:
+@pytest.mark.parametrize(("answer", "message"), WRONG.values(), ids=WRONG)
+def test_a_wrong_answer_raises_and_names_the_policy(answer: object, message: str) -> None:
     plan = Plan.uniform("streaming", Answers(answer), budget=20)
     with pytest.raises(HookResultError) as caught:
         plan.resolve(2)
     assert str(caught.value).startswith("policy 'answers' ")
-    assert said in str(caught.value)
+    assert message in str(caught.value)
     assert "in allocate(). See docs/reference/hooks.md#allocate" in str(caught.value)
 
 
@@ -143,11 +143,11 @@ def test_a_policy_that_raises_is_named() -> None:
         plan.resolve(2)
 
 
-def test_impossible_floors_are_stated_before_anybody_is_asked() -> None:
+def test_impossible_floors_raise_before_allocate_is_called() -> None:
     policy = ByDepth()
     with pytest.raises(BudgetError, match="protect 12 rows: 4 first and 8 newest"):
         Plan.uniform("pyramidkv", "protect", policy, budget=11).resolve(4)
-    assert policy.asked == []
+    assert policy.calls == []
 
 
 @given(
@@ -156,19 +156,19 @@ def test_impossible_floors_are_stated_before_anybody_is_asked() -> None:
     st.floats(1, 50),
     st.sampled_from([("pyramidkv",), ("pyramidkv", "protect"), ("pyramidkv", "rkv")]),
 )
-def test_a_resolved_plan_written_back_is_the_same_plan(
+def test_a_resolved_plan_as_groups_resolves_to_itself(
     num_layers: int, spare: int, beta: float, stack: tuple[str, ...]
 ) -> None:
     budget = spare + 4
     knobs = {"pyramidkv": {"beta": beta}}
     resolved = Plan.uniform(*stack, budget=budget, knobs=knobs).resolve(num_layers)
     assert sum(budgets(resolved)) == budget * num_layers
-    again = written_back(resolved).resolve(num_layers)
+    again = one_group_per_layer(resolved).resolve(num_layers)
     assert again == resolved
     assert again.digest() == resolved.digest()
 
 
-def test_slabs_are_as_long_as_the_shares_say() -> None:
+def test_slabs_have_the_allocated_length() -> None:
     plan = Plan.uniform("pyramidkv", budget=16, buffer=4, knobs={"pyramidkv": {"window_size": 4}})
     engine = Engine(tiny.shared_model(num_layers=4), None, plan, slots=2)
     wanted = [layer.budget for layer in engine.plan.layers]
