@@ -98,7 +98,7 @@ class RunningBatch:
         return self.cache.num_slots - len(self.active)
 
     def grow(self, longest: int) -> None:
-        """Make room for sequences of ``longest`` tokens; rows stay."""
+        """Enlarge the slabs for sequences of ``longest`` tokens; stored rows are kept."""
         pairs = zip(self._stacks, self._plan.layers, strict=True)
         self.cache.grow([stack.slab(layer.capacity(longest)) for stack, layer in pairs])
 

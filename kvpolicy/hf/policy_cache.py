@@ -85,9 +85,9 @@ class PolicyCache(Cache):
     left; pads are never stored. The same cache continues the same conversation: give it the
     whole text again, or the new tokens with the whole attention mask. `reset` makes it ready
     for another. A row that has ended still receives the pads that `generate` gives it, as
-    tokens; they take room in its own slot and do not affect other rows.
+    tokens; they are stored in its own slot and do not affect other rows.
 
-    Policies of `schedule` are not asked: rows are served as they come. Beam search, assisted
+    `schedule` is not called: all rows are admitted at once, in order. Beam search, assisted
     decoding and gradients raise a `CacheError`.
     """
 
@@ -260,8 +260,8 @@ class PolicyCache(Cache):
             batch.compact()
         else:
             for seq in batch.active:
-                # All that came before a turn is its prompt: policies that are asked when the
-                # prompt is in are asked again.
+                # All tokens so far are the prompt of this turn, so hooks that run at the end of
+                # a prompt run again.
                 seq.prompt = (*seq.prompt, *seq.tokens, *new[seq.id])
                 seq.tokens = []
         while (chunk := batch.begin_prefill_chunk()) is not None:

@@ -1,1 +1,1 @@
-"""How policies are found, stacked, asked and checked."""
+"""Discovery of policies, stacks, hook calls and checks of their answers."""

@@ -86,7 +86,7 @@ class Copies:
         self.twin: PreTrainedModel = self._module(model)  # type: ignore[assignment]
 
     def hookable(self, original: nn.Module) -> nn.Module:
-        """The copy of a module, ready for hooks of its own beside those of the original."""
+        """The copy of a module, with hook tables of its own and the hooks of the original."""
         copied = self._modules[id(original)]
         for name in _HOOKS:
             hooks = vars(original)[name]

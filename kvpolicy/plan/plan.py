@@ -47,7 +47,7 @@ class Plan:
             ``length`` such as ``"25%"``.
         buffer: Rows that may join before the next compaction.
         layers: Groups that cover every layer exactly once; none means one group of all.
-        schedule: Policies that are asked for the order of admission only.
+        schedule: Policies called only for the order of admission.
         padding: ``"none"``: pads are never stored. ``"stored"``, for research: the budget of a
             sequence is reduced by the pads it would have in its prefill group, as in
             implementations that store them (SkipKV, eq. 12: ``B' = B - (N_max - N)``).

@@ -114,7 +114,7 @@ class ResolvedPlan:
         return self._stacks
 
     def scheduling_stack(self) -> Stack:
-        """Build the stack that is asked for the order of admission."""
+        """Build the stack whose `schedule` decides the order of admission."""
         return Stack([(spec.policy, spec.build()) for spec in self.schedule])
 
     def compacting_layers(self) -> list[LayerPlan]:

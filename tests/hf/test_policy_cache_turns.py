@@ -182,13 +182,13 @@ def test_other_pads_are_refused() -> None:
     assert cache.report.tokens == (15, 16)
 
 
-def test_a_mask_of_another_length_is_refused() -> None:
+def test_a_mask_of_the_wrong_length_raises() -> None:
     model, cache, seen = begun()
-    with pytest.raises(CacheError, match=r"mask of shape \[1, 13\]; \[1, 14\] is wanted"):
+    with pytest.raises(CacheError, match=r"mask of shape \[1, 13\]; expected \[1, 14\]"):
         go_on(model, cache, torch.cat([seen, seen[:, :1]], dim=1), torch.ones(1, 13))
 
 
-def test_tokens_for_other_places_are_refused() -> None:
+def test_wrong_positions_raise() -> None:
     model, cache, seen = begun()
     with (
         pytest.raises(CacheError, match="position 0 of row 0, where position 12 comes next"),
@@ -201,7 +201,7 @@ def test_tokens_for_other_places_are_refused() -> None:
         )
 
 
-def test_a_shorter_prompt_is_refused_in_generate() -> None:
+def test_a_shorter_prompt_raises_in_generate() -> None:
     model, cache, seen = begun()
     # Older releases of transformers find nothing left to feed, and fail by themselves.
     with pytest.raises((CacheError, IndexError)):
