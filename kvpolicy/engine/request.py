@@ -1,4 +1,4 @@
-"""What a caller asks for: a prompt, how far to go, how to sample, when to stop."""
+"""Requests: a prompt, its limits, its sampling and its stop conditions."""
 
 import operator
 from collections.abc import Callable, Iterable, Sequence
@@ -15,7 +15,7 @@ def _at_least(bound: float) -> Callable[[object, Any, float], None]:
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not value >= bound:
             msg = (
                 f"{type(instance).__name__} was given {attribute.name}={value!r}; "
-                f"a number of at least {bound:g} is needed"
+                f"expected a number of at least {bound:g}"
             )
             raise KVPolicyError(msg)
 
@@ -29,7 +29,7 @@ def _integer(least: int, most: int = MAX_COUNT) -> Callable[[object, Any, int], 
         except TypeError as error:
             msg = (
                 f"{type(instance).__name__} was given {attribute.name}={value!r:.60}; "
-                f"a whole number from {least} to {most:,} is needed"
+                f"expected an integer from {least} to {most:,}"
             )
             raise KVPolicyError(msg) from error
 
@@ -40,7 +40,7 @@ def _probability(instance: object, attribute: "attrs.Attribute[Any]", value: flo
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= 1:
         msg = (
             f"{type(instance).__name__} was given {attribute.name}={value!r}; "
-            "a probability above 0 and up to 1 is needed"
+            "expected a probability above 0 and up to 1"
         )
         raise KVPolicyError(msg)
 
@@ -50,11 +50,11 @@ class Sampling:
     """How the next token is drawn from the logits.
 
     Attributes:
-        temperature: Divides the logits; 0 means greedy, and the other knobs are idle.
+        temperature: Divides the logits; 0 means greedy, and the other fields have no effect.
         top_k: Only the k likeliest tokens may be drawn; 0 means all.
         top_p: Only the smallest set of tokens with at least this probability may be drawn.
         seed: Seed of this request's own generator: its samples do not depend on what else
-            is in the batch. Two requests with one prompt and one seed are answered alike.
+            is in the batch. Two requests with equal prompts and seeds get equal tokens.
     """
 
     temperature: float = attrs.field(default=0.0, validator=_at_least(0))
@@ -64,21 +64,21 @@ class Sampling:
 
     @property
     def greedy(self) -> bool:
-        """Whether the likeliest token is taken, always."""
+        """Whether the most likely token is always taken."""
         return self.temperature == 0
 
 
 def samplings_of(sampling: object, num_prompts: int) -> list[Sampling]:
-    """How tokens are drawn for each prompt; `KVPolicyError` if that is not said."""
+    """One `Sampling` for each prompt; `KVPolicyError` if they are missing or of another type."""
     one_for_all = isinstance(sampling, (Sampling, str)) or not isinstance(sampling, Iterable)
     given: list[Any] = [sampling] * num_prompts if one_for_all else list(sampling)  # type: ignore[call-overload]
     drawing = [one for one in given if isinstance(one, Sampling)]
     if len(drawing) < len(given):
         strange = next(one for one in given if not isinstance(one, Sampling))
-        msg = f"{strange!r:.60} is no sampling; write Sampling(temperature=0.7)"
+        msg = f"sampling was given as {strange!r:.60}; write Sampling(temperature=0.7)"
         raise KVPolicyError(msg)
     if len(drawing) != num_prompts:
-        msg = f"{len(drawing)} samplings were given for {num_prompts} prompts; one for each"
+        msg = f"{len(drawing)} samplings were given for {num_prompts} prompts; give one for each"
         raise KVPolicyError(msg)
     return drawing
 
@@ -88,7 +88,7 @@ def _texts(stop: str | Iterable[str]) -> tuple[str, ...]:
     texts = tuple(stop) if isinstance(stop, Iterable) and not isinstance(stop, str) else (stop,)
     for text in texts:
         if not isinstance(text, str) or not text:
-            msg = f"stop strings were given as {texts!r:.60}; texts that are not empty are wanted"
+            msg = f"stop strings were given as {texts!r:.60}; expected non-empty texts"
             raise KVPolicyError(msg)
     return texts
 
@@ -101,7 +101,7 @@ def _ids(stop_ids: int | Iterable[int] | None) -> tuple[int, ...] | None:
     try:
         return tuple(operator.index(token) for token in ids)
     except TypeError:
-        msg = f"stop_ids were given as {ids!r:.60}; whole token ids are wanted"
+        msg = f"stop_ids were given as {ids!r:.60}; expected integer token ids"
         raise KVPolicyError(msg) from None
 
 
