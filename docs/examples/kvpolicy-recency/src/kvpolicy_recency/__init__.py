@@ -1,4 +1,4 @@
-"""Recency: old rows fade, rows with long values less."""
+"""Recency: rows with large values stay, and lose score with age."""
 
 from kvpolicy_recency.policy import Recency
 

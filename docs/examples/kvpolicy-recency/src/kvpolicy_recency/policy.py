@@ -1,4 +1,4 @@
-"""Recency: old rows fade, rows with long values less."""
+"""Recency: rows with large values stay, and lose score with age."""
 
 import attrs
 from attrs.validators import ge, gt, instance_of
@@ -9,15 +9,15 @@ from kvpolicy import hookimpl
 
 @attrs.define(eq=False, kw_only=True)
 class Recency:
-    """Recency: old rows fade, rows with long values less.
+    """Recency: rows with large values stay, and lose score with age.
 
-    The score of a row is the length of its value, halved every ``half_life`` tokens:
-    ``|v| * 2 ** (-age / half_life)``, age being the tokens that came after it. Values of
-    little length add little to any attention output, and old rows are attended to less. An
-    example of a policy in a package of its own; no paper.
+    The score of a row is the norm of its value, halved every ``half_life`` tokens:
+    ``|v| * 2 ** (-age / half_life)``, where age is the number of tokens after it. Small values
+    contribute little to any attention output, and old rows get less attention. An example of a
+    policy in a package of its own, without a paper.
 
     Attributes:
-        half_life: Tokens in which a row loses half of its score.
+        half_life: Number of tokens after which a row has lost half of its score.
         n_recent: Newest rows that always stay.
     """
 
@@ -33,7 +33,7 @@ class Recency:
 
     @hookimpl
     def score(self, values: Tensor, positions: Tensor, seq_len: Tensor) -> Tensor:
-        """Rate rows by the length of their values and their age."""
+        """Score rows by the norm of their values and by their age."""
         age = seq_len.to(positions.device)[:, None, None] - 1 - positions
         scores = values.float().norm(dim=-1) * 2.0 ** (-age / self.half_life)
         if self.n_recent:
