@@ -57,20 +57,20 @@ def check(
     plugin: Plugins = None,
     json: Json = False,
 ) -> None:
-    """Hold policies against the contract; exit status 1 if one breaks it.
+    """Check policies against the contract; exit status 1 if one breaks it.
 
-    What is broken is named, with a minimal example to run.
+    Each broken clause is named, with a minimal example to run.
     """
     register_plugins(plugin)
     names = policy or policy_names()
     for name in names:
-        load_policy_class(name)  # an unknown one is told before an hour has gone by
+        load_policy_class(name)  # report an unknown name before the long checks begin
     given = _knobs(knobs or [], names)
 
     from kvpolicy.testing import ConformanceError, check_policy
     from kvpolicy.testing.conformance import PROFILES
 
-    # A profile that does not exist is told by check_policy.
+    # check_policy reports an unknown profile.
     num = PROFILES.get(profile, 1) if cases is None else -(-cases // len(names))
     num_failed = 0
     for name in names:

@@ -70,7 +70,9 @@ def keep_problem(
     if low < 0 or high >= num_rows:
         return f"returned row indices from {low} to {high}; rows are 0 to {num_rows - 1}"
     if not (answer.diff(dim=2) > 0).all():
-        return "returned row indices that do not strictly rise; sort them, without duplicates"
+        return (
+            "returned row indices that are not strictly increasing; sort them, without duplicates"
+        )
     return None
 
 

@@ -1,7 +1,7 @@
 """Installed policies: list them with their knobs, import and build them by name.
 
 The entry points of the group ``kvpolicy.policies`` register policy classes. Only the class
-that is asked for is imported, so a broken policy does not affect the others. `kvpolicy list`
+that is requested is imported, so a broken policy does not affect the others. `kvpolicy list`
 reads knobs and summaries from the source: importing a policy would import torch.
 """
 

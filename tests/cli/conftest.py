@@ -1,4 +1,4 @@
-"""These tests run commands."""
+"""Fixtures that run commands."""
 
 from commands import _plugins_of_one_test, kvpolicy, model_folder
 

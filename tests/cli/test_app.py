@@ -1,4 +1,4 @@
-"""The program: commands of packages, their help, completion."""
+"""The program: commands from packages, help, shell completion."""
 
 import shlex
 from collections.abc import Iterator
@@ -88,7 +88,7 @@ def register(monkeypatch: pytest.MonkeyPatch, name: str, value: str) -> None:
     monkeypatch.setattr("kvpolicy.cli.app.installed", entry_points.installed)
 
 
-def test_a_broken_command_is_one_sentence_and_the_others_go_on(
+def test_a_broken_command_gives_one_sentence_and_the_others_still_work(
     kvpolicy: Shell, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     register(monkeypatch, "broken", "no_such_package.cli:app")

@@ -1,4 +1,4 @@
-"""``kvpolicy check``: what is kept, what is broken, and what makes no sense."""
+"""``kvpolicy check``: correct policies, broken policies and wrong options."""
 
 from pathlib import Path
 
@@ -38,16 +38,14 @@ def plugin(tmp_path: Path) -> Path:
     return path
 
 
-def test_a_sound_policy_is_told_clause_by_clause(kvpolicy: Shell, plugin: Path) -> None:
+def test_a_correct_policy_is_reported_clause_by_clause(kvpolicy: Shell, plugin: Path) -> None:
     answer = kvpolicy("check", "sound", "--plugin", plugin, "--cases", 8, "--set", "sound.order=1")
     assert answer.status == 0
     assert "policy 'sound' keeps the contract: 17 clauses, 8 cases" in answer.out
     assert "tracks           skipped: it has no tracks" in answer.out
 
 
-def test_a_broken_one_does_not_keep_the_others_from_being_checked(
-    kvpolicy: Shell, plugin: Path
-) -> None:
+def test_a_broken_policy_does_not_stop_the_checks_of_others(kvpolicy: Shell, plugin: Path) -> None:
     answer = kvpolicy("check", "writes", "sound", "--plugin", plugin, "--cases", 16, "--json")
     assert answer.status == 1
     broken, kept = answer.json_lines

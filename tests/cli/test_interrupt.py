@@ -1,4 +1,4 @@
-"""Ctrl-C: status 130, and a sentence that says what is kept, never a traceback."""
+"""Ctrl-C: status 130 and a sentence about what is kept, never a traceback."""
 
 import json
 import signal

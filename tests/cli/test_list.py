@@ -65,7 +65,7 @@ def test_a_file_adds_its_policies(kvpolicy: Shell, plugin: Path) -> None:
     assert "step=2" in answer.out
 
 
-def test_a_broken_policy_is_listed_with_the_reason_and_harms_no_other(
+def test_a_broken_policy_is_listed_with_the_reason_and_does_not_affect_others(
     kvpolicy: Shell, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real = metadata.entry_points

@@ -12,7 +12,7 @@ from kvpolicy.cli import output
 from kvpolicy.cli.output import Progress, format_bytes, format_table
 
 
-def test_numbers_are_aligned_right_and_words_left() -> None:
+def test_numbers_are_aligned_right_and_text_left() -> None:
     table = format_table(["name", "n"], [["a", "1"], ["long", "1000"]], right=[1])
     assert table.splitlines() == ["name     n", "────  ────", "a        1", "long  1000"]
 

@@ -37,7 +37,7 @@ def good(tmp_path: Path) -> Path:
     return path
 
 
-def test_a_plan_that_is_right_gets_one_line_with_its_digest(
+def test_a_valid_plan_gets_one_line_with_its_digest(
     kvpolicy: Shell, good: Path, model_folder: Path
 ) -> None:
     answer = kvpolicy("plan", "check", good, "--model", model_folder)
@@ -80,7 +80,7 @@ def test_every_problem_gets_a_sentence(kvpolicy: Shell, tmp_path: Path, model_fo
     assert {"PlanError", "UnknownPolicyError", "BudgetError"} <= errors
 
 
-def test_a_model_that_is_not_there_is_one_problem_more(
+def test_a_missing_model_is_one_more_problem(
     kvpolicy: Shell, tmp_path: Path, model_folder: Path
 ) -> None:
     path = tmp_path / "bad.toml"
@@ -178,7 +178,7 @@ def writable(value: object) -> bool:
     .map(as_toml)
     .map(str.encode)
 )
-def test_no_plan_file_is_answered_with_a_traceback(
+def test_no_plan_file_causes_a_traceback(
     tmp_path: Path, model_folder: Path, content: bytes
 ) -> None:
     path = tmp_path / "plan.toml"

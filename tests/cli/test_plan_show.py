@@ -60,7 +60,7 @@ def test_the_full_cache_of_the_longest_sequence_is_what_shares_are_of(
     assert full.json["tokens"] == 512, "the model's positions"
 
 
-def test_budgets_that_a_policy_shares_out_are_shown_as_they_end_up(
+def test_budgets_allocated_by_a_policy_are_shown_as_allocated(
     kvpolicy: Shell, tmp_path: Path, model_folder: Path
 ) -> None:
     path = written(tmp_path, "pyramid")

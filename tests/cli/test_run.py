@@ -1,4 +1,4 @@
-"""``kvpolicy run``: text to stdout, figures to stderr, every door to the same tokens."""
+"""``kvpolicy run``: text on stdout, figures on stderr, the same tokens from every entry point."""
 
 import io
 import json
@@ -72,7 +72,7 @@ def test_json_lines_in_json_lines_out(
     assert run["new_tokens"] == sum(len(result["tokens"]) for result in results)
 
 
-def test_results_of_a_file_are_told_apart(
+def test_results_of_a_file_have_unique_labels(
     kvpolicy: Shell, model_folder: Path, tmp_path: Path, texts: list[str | None]
 ) -> None:
     path = tmp_path / "prompts.jsonl"
@@ -132,7 +132,7 @@ def test_without_a_policy_everything_stays(kvpolicy: Shell, model_folder: Path) 
     assert "no policy was given" in answer.err
 
 
-def test_one_bad_prompt_is_its_own_result_and_the_status_tells(
+def test_one_bad_prompt_gives_an_error_result_and_exit_status_1(
     kvpolicy: Shell, model_folder: Path, tmp_path: Path, texts: list[str | None]
 ) -> None:
     path = tmp_path / "prompts.jsonl"

@@ -58,7 +58,7 @@ def shell(capsys: pytest.CaptureFixture[str]) -> Shell:
     return Shell(capsys)
 
 
-def test_a_single_process_is_told_how_to_start_several(shell: Shell) -> None:
+def test_a_single_process_gets_a_hint_how_to_start_several(shell: Shell) -> None:
     said = refusal(shell("run", "--tensor-parallel", "hello"))
     assert "torchrun --nproc-per-node N -m kvpolicy run --tensor-parallel" in said
 

@@ -1,4 +1,4 @@
-"""kvpolicy trace: a table for people, lines for machines, a file that is whole whatever happens."""
+"""``kvpolicy trace``: a table, JSON lines, and a file that is complete after any failure."""
 
 import json
 from pathlib import Path
@@ -73,7 +73,7 @@ def test_the_table_and_the_lines_say_the_same(kvpolicy: Shell, model_folder: Pat
         )
 
 
-def test_long_traces_are_cut_with_a_word_about_it(kvpolicy: Shell, model_folder: Path) -> None:
+def test_long_traces_are_truncated_with_a_note(kvpolicy: Shell, model_folder: Path) -> None:
     words = ("trace", PROMPT, "--model", model_folder, *H2O)
     total = sum(line["kind"] == "call" for line in kvpolicy(*words, "--json").json_lines)
     answer = kvpolicy(*words, "--last", 4)
@@ -152,7 +152,7 @@ def test_what_was_recorded_is_shown_and_kept_however_the_run_ends(
     ],
     ids=str,
 )
-def test_wrong_input_is_told_in_a_sentence(
+def test_wrong_input_gives_one_sentence(
     words: tuple[object, ...], says: str, kvpolicy: Shell, model_folder: Path
 ) -> None:
     answer = kvpolicy("trace", PROMPT, "--model", model_folder, *H2O, *words)
@@ -161,7 +161,7 @@ def test_wrong_input_is_told_in_a_sentence(
     assert "Traceback" not in answer.err
 
 
-def test_a_run_that_keeps_going_answers_everybody_and_says_who_failed(
+def test_a_run_with_keep_going_serves_all_requests_and_names_the_failed_one(
     kvpolicy: Shell, model_folder: Path, tmp_path: Path, stops: tuple[object, ...]
 ) -> None:
     path = tmp_path / "prompts.jsonl"

@@ -1,4 +1,4 @@
-"""Without the package of the bundled reasoners: every command works that is given a model."""
+"""Without the package of the bundled reasoners, commands work with an explicit model."""
 
 import json
 import subprocess

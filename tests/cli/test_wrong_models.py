@@ -1,4 +1,4 @@
-"""A model folder that something is wrong with: refused with the reason, never filled in."""
+"""Invalid model folders: refused with the reason, never completed with defaults."""
 
 import json
 import shutil
@@ -88,7 +88,7 @@ SPOILT: dict[str, tuple[Callable[[Path], object], tuple[str, ...]]] = {
 
 
 @pytest.mark.parametrize(("spoil", "says"), SPOILT.values(), ids=SPOILT)
-def test_a_spoilt_folder_is_refused_with_the_reason(
+def test_a_damaged_folder_is_refused_with_the_reason(
     kvpolicy: Shell,
     model_folder: Path,
     tmp_path: Path,
@@ -116,7 +116,7 @@ def test_a_spoilt_folder_is_refused_with_the_reason(
     ],
 )
 @pytest.mark.parametrize("command", ["show", "check"])
-def test_a_configuration_that_nobody_can_build_is_refused_without_weights(
+def test_a_configuration_that_cannot_be_built_is_refused_without_weights(
     kvpolicy: Shell, model_folder: Path, tmp_path: Path, spoil: Any, command: str
 ) -> None:
     folder = tmp_path / "spoilt"

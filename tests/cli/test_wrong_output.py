@@ -1,4 +1,4 @@
-"""Results that have nowhere to go: said in a sentence, with everything kept that was there."""
+"""Output that cannot be written: one sentence, and existing files are kept."""
 
 import json
 import sys
@@ -46,7 +46,7 @@ FULL = Path("/dev/full")
         "run . --policy h2o --budget 16 --max-new-tokens 4 --json",
     ],
 )
-def test_a_full_disk_behind_standard_output_is_told(
+def test_a_full_disk_behind_standard_output_is_reported(
     words: str, tmp_path: Path, model_folder: Path
 ) -> None:
     model = ("--model", model_folder) if "--policy" in words else ()
@@ -113,7 +113,7 @@ def _samples(folder: Path) -> list[dict[str, object]]:
     ],
     ids=lambda words: " ".join(map(str, [*words[:2], words[-1]])),
 )
-def test_a_place_that_cannot_be_is_refused_before_the_work(
+def test_an_invalid_executor_is_refused_before_the_work(
     kvpolicy: Shell, tmp_path: Path, model_folder: Path, words: tuple[object, ...]
 ) -> None:
     file = tmp_path / "file"
@@ -177,7 +177,7 @@ def test_another_run_in_a_folder_with_results_is_refused_and_changes_nothing(
     assert {path: path.read_bytes() for path in (tmp_path / "out").iterdir()} == before
 
 
-def test_a_line_that_was_written_in_part_is_cut_off(
+def test_a_partly_written_line_is_truncated(
     kvpolicy: Shell, tmp_path: Path, model_folder: Path
 ) -> None:
     words = (*ABLATE, "--model", model_folder, "--output", tmp_path / "out")

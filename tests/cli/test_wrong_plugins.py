@@ -112,7 +112,7 @@ CASES: dict[str, tuple[str, tuple[str, ...]]] = {
         ("'mine' returned int; expected a tensor", "score()"),
     ),
     # rows
-    "rows unsorted": (select(BEST, "return best.flip(2)"), ("do not strictly rise; sort",)),
+    "rows unsorted": (select(BEST, "return best.flip(2)"), ("are not strictly increasing; sort",)),
     "rows twice": (
         select(BEST, "best[..., 1] = best[..., 0]", "return best"),
         ("sort them, without duplicates",),

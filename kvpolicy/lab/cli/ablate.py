@@ -311,7 +311,7 @@ class _Status:
         column = self._sweep.setting_of(cell).task.measure.columns[0]
         if not values:
             return f"{part} failed"
-        mean = column.words(fmean(values))
+        mean = column.format(fmean(values))
         if column.is_share:
             return f"{mean} of {part} {column.title}"
         return f"{column.title} {mean} over {part}"

@@ -260,7 +260,7 @@ def _difference(found: "CellComparison") -> list[str]:
 
 
 def _value(column: "Column", estimate: "Interval | None") -> str:
-    return "-" if estimate is None else column.words(estimate.value)
+    return "-" if estimate is None else column.format(estimate.value)
 
 
 def _p_value(value: float | None) -> str:
@@ -273,7 +273,7 @@ def _differing(found: "CellComparison") -> "list[Pair]":
 
 def _item_lines(found: "CellComparison", pair: "Pair") -> list[str]:
     facets = ", ".join(f"{name} {value}" for name, value in pair.facets.items())
-    values = f"A {found.column.words(pair.a)}, B {found.column.words(pair.b)}"
+    values = f"A {found.column.format(pair.a)}, B {found.column.format(pair.b)}"
     item = found.a.cell.items.get(pair.item) or found.b.cell.items.get(pair.item)
     where = f"item {item.item}, seed {item.seed}" if item else f"item {pair.item}"
     lines = [f"── {where}{f': {facets}' if facets else ''}: {values} ──"]

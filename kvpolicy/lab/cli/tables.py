@@ -129,7 +129,7 @@ def _measured(row: Row[Any], measured: Sequence[Column]) -> list[str]:
     texts = []
     for column in measured:
         interval = row.measured[column.name]
-        texts.append("-" if interval is None else column.words(interval.value))
+        texts.append("-" if interval is None else column.format(interval.value))
         texts.append(format_interval(column, interval))
     return texts
 

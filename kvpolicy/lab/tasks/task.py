@@ -124,7 +124,7 @@ class Column:
             "is_share": self.is_share,
         }
 
-    def words(self, value: float) -> str:
+    def format(self, value: float) -> str:
         """Format one value."""
         return f"{value:.0%}" if self.is_share else f"{value:.4g}"
 

@@ -231,7 +231,7 @@ def test_an_interrupted_evaluation_is_resumed(
 
 @needs_harness
 @pytest.mark.parametrize("content", ["mine, and without an end", '{"mine": 1}\n'])
-def test_a_file_of_somebody_else_is_left_as_it_is(
+def test_an_unrelated_file_is_left_unchanged(
     kvpolicy: Shell, folder: Path, model_folder: Path, content: str
 ) -> None:
     Path("a.answers.db").write_text(content, encoding="utf-8")
@@ -278,7 +278,7 @@ def test_without_the_package_the_command_says_how_to_get_it(
 
 
 @needs_harness
-def test_an_unknown_task_is_answered_with_the_nearest(
+def test_an_unknown_task_gives_the_nearest_name(
     kvpolicy: Shell, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # The harness's own tasks lie beside this file: thousands, which take seconds to list.
@@ -312,7 +312,7 @@ def test_a_missing_folder_is_named(kvpolicy: Shell, tmp_path: Path) -> None:
 
 
 @needs_harness
-def test_no_task_at_all_is_told(kvpolicy: Shell, folder: Path) -> None:
+def test_a_missing_task_is_reported(kvpolicy: Shell, folder: Path) -> None:
     assert "names no task" in refused(kvpolicy, folder, tasks=",")
 
 
@@ -324,7 +324,7 @@ def test_an_output_file_that_exists_is_left_alone(kvpolicy: Shell, folder: Path)
 
 
 @needs_harness
-def test_a_missing_data_file_is_told_in_a_sentence(kvpolicy: Shell, folder: Path) -> None:
+def test_a_missing_data_file_gives_one_sentence(kvpolicy: Shell, folder: Path) -> None:
     write_task(folder, "lost", CHOICE, QUESTIONS, data=str(folder / "nowhere.jsonl"))
     assert "task lost cannot be loaded" in refused(kvpolicy, folder, tasks="lost")
 
@@ -354,15 +354,13 @@ def test_without_a_network_a_data_set_of_the_hub_is_refused_at_once(
 
 
 @needs_harness
-def test_a_task_whose_template_is_wrong_is_told_in_a_sentence(
-    kvpolicy: Shell, folder: Path
-) -> None:
+def test_a_task_with_a_wrong_template_gives_one_sentence(kvpolicy: Shell, folder: Path) -> None:
     write_task(folder, "bad", CHOICE.replace("{{choices}}", "{{nothing.at.all}}"), QUESTIONS)
     assert "bad" in refused(kvpolicy, folder, tasks="bad")
 
 
 @needs_harness
-def test_a_model_without_a_chat_template_is_not_asked_in_one(kvpolicy: Shell, folder: Path) -> None:
+def test_a_model_without_a_chat_template_gets_plain_prompts(kvpolicy: Shell, folder: Path) -> None:
     assert "no chat template" in refused(kvpolicy, folder, "--apply-chat-template")
 
 

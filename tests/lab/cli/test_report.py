@@ -1,4 +1,4 @@
-"""``kvpolicy report`` and ``kvpolicy plot``: files, sizes, and what is said when it cannot be."""
+"""``kvpolicy report`` and ``kvpolicy plot``: files, sizes and error messages."""
 
 import struct
 from pathlib import Path
@@ -86,7 +86,7 @@ def test_the_same_runs_give_the_same_figure(kvpolicy: Shell, run: Path, suffix: 
     assert a.startswith(starts[suffix])
 
 
-def test_a_figure_has_the_size_that_is_asked_for(kvpolicy: Shell, run: Path) -> None:
+def test_a_figure_has_the_requested_size(kvpolicy: Shell, run: Path) -> None:
     kvpolicy("plot", run, "--to", "a.png")
     assert size_of(Path("a.png")) == (990, 693)  # 3.3 inches at 300 dots, and 0.7 of that
     kvpolicy("plot", run, "--to", "b.png", "--width", "page", "--height", 2, "--font-size", 9)
@@ -113,7 +113,9 @@ def test_seeds_are_drawn_together(kvpolicy: Shell, tmp_path: Path) -> None:
     assert "5 cells are drawn in a.svg, 3.3 x 2.31 inches" in answer.err
 
 
-def test_a_figure_that_cannot_be_is_told(kvpolicy: Shell, run: Path, tmp_path: Path) -> None:
+def test_a_figure_that_cannot_be_drawn_is_reported(
+    kvpolicy: Shell, run: Path, tmp_path: Path
+) -> None:
     def said(*words: object) -> str:
         return refusal(kvpolicy("plot", run, *words))
 

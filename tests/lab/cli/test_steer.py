@@ -1,4 +1,4 @@
-"""`kvpolicy steer`: vectors are made, shown and used; what is lost by Ctrl-C is said."""
+"""`kvpolicy steer`: vectors are calibrated, shown and used; Ctrl-C reports what is lost."""
 
 from pathlib import Path
 
@@ -60,7 +60,7 @@ def test_ctrl_c_leaves_nothing(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_model_that_thinks_nothing_gets_no_vector(
+def test_a_model_without_thoughts_gets_no_vector(
     kvpolicy: Shell, model_folder: Path, tmp_path: Path
 ) -> None:
     output = tmp_path / "a.safetensors"

@@ -60,7 +60,7 @@ def test_show_prints_problems_as_they_are(kvpolicy: Shell) -> None:
     assert f"answer: {item.answer}" in text
 
 
-def test_a_problem_of_pages_is_cut_in_text_and_whole_in_json(kvpolicy: Shell) -> None:
+def test_a_long_problem_is_truncated_in_text_and_complete_in_json(kvpolicy: Shell) -> None:
     write_jsonl(Path("a.jsonl"), [{"prompt": "x" * 5000, "answer": "1"}])
     assert "3,000 characters more" in kvpolicy("tasks", "show", "a.jsonl").out
     assert len(kvpolicy("tasks", "show", "a.jsonl", "--json").json[0]["prompt"]) == 5000
@@ -107,7 +107,7 @@ def test_a_table_by_difficulty_holds_every_sample(kvpolicy: Shell, model_folder:
 
 
 @needs_math
-def test_gsm8k_is_asked_in_r1s_template_and_graded(kvpolicy: Shell, r1_folder: Path) -> None:
+def test_gsm8k_uses_the_r1_template_and_is_graded(kvpolicy: Shell, r1_folder: Path) -> None:
     write_jsonl(Path("gsm8k.jsonl"), GSM8K)
     words = ("--task", "gsm8k:source=gsm8k.jsonl", "--n", 100, "--attempts", 2)
     ablate(kvpolicy, r1_folder, *words, "--temperature", 0.6, "--top-p", 0.95)

@@ -1,4 +1,4 @@
-"""One machine: models are loaded one at a time, and every sample is by its own model."""
+"""One machine: models are loaded one at a time, and each sample comes from its own model."""
 
 import sys
 import weakref

@@ -1,4 +1,4 @@
-"""A worker of a cluster does what this process would do, or says why it cannot."""
+"""A cluster worker gives the events of a local run, or the reason why it cannot."""
 
 import os
 import pickle

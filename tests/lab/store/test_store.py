@@ -37,7 +37,7 @@ def test_a_sample_is_on_disk_before_the_store_is_closed(tmp_path: Path) -> None:
         assert json.loads(line) == attrs.asdict(SAMPLE)
 
 
-def test_a_store_opened_again_knows_what_was_done(tmp_path: Path) -> None:
+def test_a_reopened_store_lists_finished_samples(tmp_path: Path) -> None:
     with Store(tmp_path, RUN) as store:
         store.begin(SESSION)
         store.add(SAMPLE)
@@ -111,7 +111,7 @@ def test_a_manifest_that_is_not_ours_is_refused(tmp_path: Path, manifest: str) -
     assert content(tmp_path) == {"manifest.json": manifest.encode()}
 
 
-def test_a_folder_that_was_killed_at_birth_is_taken_over(tmp_path: Path) -> None:
+def test_a_folder_of_a_run_killed_at_its_start_is_taken_over(tmp_path: Path) -> None:
     (tmp_path / ".lock").touch()
     (tmp_path / "manifest.json.new").write_text("{", encoding="utf-8")
     with Store(tmp_path, RUN) as store:

@@ -1,4 +1,4 @@
-"""The plans that mix policies: what ships is what was measured, with the same rows in all."""
+"""The plans that mix policies: the shipped plans are the measured ones, with equal row totals."""
 
 import pytest
 
@@ -24,7 +24,7 @@ def test_the_preset_measures_the_plan_that_ships(name: str) -> None:
 
 
 @pytest.mark.parametrize("preset", ["mixing", "mixing-tune"])
-def test_all_that_is_compared_has_the_same_rows_in_all(preset: str) -> None:
+def test_compared_plans_have_the_same_rows_in_total(preset: str) -> None:
     for cell in cells_of(preset).values():
         budgets = [layer.budget for layer in cell.resolved.layers]
         assert sum(budgets) == 364, cell.series

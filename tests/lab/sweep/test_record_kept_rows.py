@@ -1,4 +1,4 @@
-"""A record of what was kept says of every row, at every moment, whether it was in the cache."""
+"""A kept-rows record tells for every row and time whether the row was in the cache."""
 
 from collections import abc
 from typing import Any
@@ -190,7 +190,7 @@ class FailsOnce:
                 raise ValueError(msg)
 
 
-def test_an_eviction_that_fails_is_none(seen: Seen) -> None:
+def test_a_failed_eviction_evicts_nothing(seen: Seen) -> None:
     newest = Scores(lambda positions: positions.double())
     plan = Plan.uniform(newest, FailsOnce(), budget=14, buffer=4)
     engine = Engine(shared_model(), plan=plan, slots=1, on_hook_error="answer")

@@ -132,7 +132,7 @@ def test_ids_of_samples_cells_and_settings_are_unique() -> None:
     assert len({setting.id for setting in sweep.settings}) == 2 * 3 * 2
 
 
-def test_another_answer_to_a_question_makes_another_sample() -> None:
+def test_another_reference_answer_makes_another_sample() -> None:
     sweep = built(budgets=(48,))
     (setting,), plan = sweep.settings, sweep.cells[0].digest
     items = [attrs.evolve(setting.items[0], answer="not this"), *setting.items[1:]]
