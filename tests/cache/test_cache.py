@@ -45,15 +45,15 @@ class CacheMachine(RuleBasedStateMachine):
     @rule(data=st.data(), first=st.integers(0, NUM_SLOTS - 1))
     def store(self, data: st.DataObject, first: int) -> None:
         """One forward: new tokens in neighbouring slots, of different numbers."""
-        room = []
+        free_rows = []
         for slot in range(first, NUM_SLOTS):
             if self.free(slot) == 0:
                 break
-            room.append(self.free(slot))
-        if not room:
+            free_rows.append(self.free(slot))
+        if not free_rows:
             return
-        room = room[: data.draw(st.integers(1, len(room)), label="slots")]
-        lengths = [data.draw(st.integers(1, most), label="tokens") for most in room]
+        free_rows = free_rows[: data.draw(st.integers(1, len(free_rows)), label="slots")]
+        lengths = [data.draw(st.integers(1, most), label="tokens") for most in free_rows]
         step = StepLayout(self.cache, first, lengths)
         tokens = self._number_tokens(lengths)
         for layer_idx, slab in enumerate(SLABS):

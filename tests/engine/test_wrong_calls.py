@@ -1,4 +1,4 @@
-"""Wrong input to the Python doors: the class of the error, and one sentence about it."""
+"""Wrong input to the Python API: the class of the error, and one sentence about it."""
 
 from collections.abc import Callable
 from functools import lru_cache

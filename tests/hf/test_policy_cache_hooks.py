@@ -58,16 +58,16 @@ class Watches:
 
 
 @given(prompts(count=3, max_len=30), st.integers(1, 7), st.sampled_from([3, 512]))
-def test_observing_and_steering_are_as_in_the_engine(
+def test_observe_and_steer_equal_those_of_the_engine(
     prompts: list[list[int]], buffer: int, chunk: int
 ) -> None:
     model, tokenizer = shared_model(num_layers=NUM_LAYERS, **DOUBLE), tiny_tokenizer()
     seen = []
     answers = []
-    for door in ("engine", "cache"):
+    for runner in ("engine", "cache"):
         watches = Watches()
         plan = Plan.uniform("streaming", watches, budget=12, buffer=buffer)
-        if door == "engine":
+        if runner == "engine":
             run = Engine(model, tokenizer, plan, slots=2, chunk=chunk).generate(
                 prompts, max_new_tokens=16
             )

@@ -1,4 +1,4 @@
-"""A `PolicyCache` goes on with a conversation, and with nothing else."""
+"""A `PolicyCache` continues its conversation and refuses other inputs."""
 
 from typing import Any
 
@@ -100,7 +100,7 @@ def test_turns_of_a_padded_batch(
 
 
 @given(models, questions, plans_by_fill(), st.integers(1, 12))
-def test_going_on_without_a_question_equals_one_long_answer(
+def test_two_calls_equal_one_long_call(
     model: nn.Module, question: list[list[int]], plan: Plan, cut: int
 ) -> None:
     cache, prompt = PolicyCache(model, plan), question[0]
@@ -110,7 +110,7 @@ def test_going_on_without_a_question_equals_one_long_answer(
 
 
 @given(models, questions, questions, plans_by_fill(), seeds)
-def test_a_reset_cache_is_a_new_one(
+def test_a_reset_cache_equals_a_new_one(
     model: nn.Module, question: list[list[int]], other: list[list[int]], plan: Plan, seed: int
 ) -> None:
     cache = PolicyCache(model, plan)
@@ -125,7 +125,7 @@ def test_a_reset_cache_is_a_new_one(
     assert told | {"policy_s": 0} == expected | {"policy_s": 0}
 
 
-def test_turns_may_change_the_mode_of_inference() -> None:
+def test_turns_may_differ_in_inference_mode() -> None:
     """What policies keep is made for use in any."""
     model = shared_model(num_layers=NUM_LAYERS, dtype=torch.float64)
     plan = Plan.uniform("h2o", "rkv", budget=16, buffer=3, knobs={"rkv": {"window_size": 4}})
@@ -161,13 +161,13 @@ def go_on(model: Any, cache: PolicyCache, ids: Tensor, mask: Tensor | None = Non
         model(new, attention_mask=mask, past_key_values=cache)
 
 
-def test_a_batch_of_another_size_is_refused() -> None:
+def test_a_batch_of_another_size_raises() -> None:
     model, cache, seen = begun()
     with pytest.raises(CacheError, match=r"1 rows was given a batch of 2; .*reset\(\)"):
         go_on(model, cache, torch.cat([seen, seen]))
 
 
-def test_other_pads_are_refused() -> None:
+def test_other_pads_raise() -> None:
     model, cache, seen = begun(2)
     longer = torch.cat([seen, seen[:, :3]], dim=1)
     with pytest.raises(CacheError, match="column 0 of row 0 is a token; it was a pad before"):
@@ -208,7 +208,7 @@ def test_a_shorter_prompt_raises_in_generate() -> None:
         model.generate(seen[:, :5] + 1, past_key_values=cache, max_new_tokens=3, **OPTIONS)
 
 
-def test_another_prompt_is_told_by_its_tokens() -> None:
+def test_a_prompt_with_other_tokens_raises() -> None:
     _, cache, seen = begun()
     more = torch.cat([seen, seen[:, :3]], dim=1)
     cache.check_prompt(more)
@@ -222,7 +222,7 @@ def test_another_prompt_is_told_by_its_tokens() -> None:
     cache.check_prompt(more + 1)
 
 
-def test_padding_on_the_right_is_refused() -> None:
+def test_padding_on_the_right_raises() -> None:
     model = shared_model(num_layers=NUM_LAYERS)
     ids, mask = torch.tensor([[4, 5, 6], [7, 0, 0]]), torch.tensor([[1, 1, 1], [1, 0, 0]])
     cache = PolicyCache(model, Plan.uniform("full"))
@@ -230,7 +230,7 @@ def test_padding_on_the_right_is_refused() -> None:
         model.generate(ids, attention_mask=mask, past_key_values=cache, max_new_tokens=2, **OPTIONS)
 
 
-def test_a_row_without_a_token_is_refused() -> None:
+def test_a_row_without_a_token_raises() -> None:
     model = shared_model(num_layers=NUM_LAYERS)
     inputs = padded([[1, 2, 3, 4, 5, 6], [7, 8]])
     cache = PolicyCache(model, Plan.uniform("full"))

@@ -1,4 +1,4 @@
-"""`custom_generate` and the pipeline give what a `PolicyCache` gives."""
+"""`custom_generate` and the pipeline return what a `PolicyCache` returns."""
 
 from typing import Any
 
@@ -43,7 +43,7 @@ def test_custom_generate_equals_a_cache(
     assert tokens == written(model, prompts, 12, past_key_values=PolicyCache(model, plan))
 
 
-def test_custom_generate_knows_the_length_and_allocates_once() -> None:
+def test_custom_generate_allocates_its_slabs_once() -> None:
     model, _ = model_and_tokenizer()
     answer = model.generate(
         **padded([[1, 2, 3] * 5]),
@@ -60,7 +60,7 @@ def test_custom_generate_knows_the_length_and_allocates_once() -> None:
     assert cache.batch.cache.transient_bytes == 0
 
 
-def test_custom_generate_goes_on_with_a_conversation_and_nothing_else() -> None:
+def test_custom_generate_continues_only_the_same_conversation() -> None:
     model, _ = model_and_tokenizer()
     caches = [PolicyCache(model, PLAN) for _ in range(2)]
     prompt = [1, 2, 3] * 6
@@ -83,7 +83,7 @@ def test_custom_generate_goes_on_with_a_conversation_and_nothing_else() -> None:
         ({"plan": Plan.uniform("rkv")}, PlanError, "no budget"),
     ],
 )
-def test_custom_generate_refuses_what_it_cannot_do(
+def test_custom_generate_refuses_unsupported_options(
     options: dict[str, Any], error: type[Exception], sentence: str
 ) -> None:
     model, _ = model_and_tokenizer()
@@ -126,7 +126,7 @@ def test_a_pipeline_equals_a_cache_for_each_prompt(batch_size: int) -> None:
     assert pipe.report.peak_rows <= 16
 
 
-def test_a_pipeline_takes_strings_that_stop() -> None:
+def test_a_pipeline_accepts_stop_strings() -> None:
     model, tokenizer = model_and_tokenizer()
     pipe = hf.pipeline(model, tokenizer, PLAN)
     options = {"max_new_tokens": 20, "do_sample": False, "return_full_text": False}
