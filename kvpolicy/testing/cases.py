@@ -1,4 +1,4 @@
-"""One test case: how the policy is built, the sizes around it, and the policies beside it."""
+"""One test case: how the policy is built, the sizes around it, and the other policies."""
 
 import inspect
 from collections.abc import Callable, Generator
@@ -111,7 +111,7 @@ class PinEnds:
 
 @attrs.frozen(kw_only=True)
 class Setup:
-    """Sizes of the engine and the model, and the policies beside the one under test.
+    """Sizes of the engine and the model, and the policies besides the one under test.
 
     The defaults are the simplest values, so that a minimal example names what matters.
 

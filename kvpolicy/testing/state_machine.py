@@ -1,5 +1,7 @@
 """The state machine from which Hypothesis draws and shrinks cases."""
 
+import gc
+import itertools
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,6 +24,7 @@ from kvpolicy.testing.toy_model import NUMBERS
 from kvpolicy.testing.trial import Trial, explain
 
 _MAX_STEPS = 6  # rules in one case
+_MAX_SHRINKS = 100  # cases run to make a failing case smaller
 
 _few = st.integers(0, 4)
 _setups = st.fixed_dictionaries(
@@ -48,6 +51,13 @@ _new = st.integers(1, 10)
 
 class _ClauseBroken(Exception):  # noqa: N818 - a signal to Hypothesis
     """A trial failed. Each clause has a subclass: Hypothesis shrinks within one type of error."""
+
+
+class _ShrinkLimitReached(KeyboardInterrupt):
+    """Ends the search for smaller cases.
+
+    Hypothesis has no setting for its length, and stops at once for a KeyboardInterrupt only.
+    """
 
 
 @lru_cache
@@ -78,6 +88,7 @@ def run_cases(
     least, hooks = least_budget(factory.build()), factory.hooks()
     options: dict[str, Any] = {"environment": environment, "checked": checked, "hooks": hooks}
     failures: list[tuple[Trial, ConformanceError]] = []
+    shrinks = itertools.count()
 
     class Case(RuleBasedStateMachine):
         """One case: requests arrive in an engine, are decoded, and cancelled."""
@@ -89,6 +100,8 @@ def run_cases(
         def begin(
             self, more: int, setup: dict[str, Any], prompt: tuple[str, int], new: int
         ) -> None:
+            if failures and next(shrinks) == _MAX_SHRINKS:
+                raise _ShrinkLimitReached
             # Numbers that a policy draws from the global generator differ between requests,
             # but not when the case is run again.
             torch.manual_seed(setup["seed"])
@@ -138,14 +151,27 @@ def run_cases(
         suppress_health_check=list(hypothesis.HealthCheck),
         verbosity=hypothesis.Verbosity.quiet,
     )
-    with torch.random.fork_rng(devices=[]), _one_thread():
+    with torch.random.fork_rng(devices=[]), _one_thread(), _short_collections():
         try:
             run_state_machine_as_test(hypothesis.seed(seed)(Case), settings=settings)
         except _ClauseBroken:
             # Hypothesis runs the minimal case last.
             raise explain(*failures[-1]) from failures[-1][1]
+        except _ShrinkLimitReached:
+            trial, error = _shortest(failures)
+            torch.manual_seed(trial.setup.seed)
+            reproduced = trial.repeat() is not None
+            explained = explain(trial, error)
+            raise (explained if reproduced else _not_reproducible(explained)) from error
         except hypothesis.errors.Flaky:
             raise _not_reproducible(explain(*failures[-1])) from failures[-1][1]
+
+
+def _shortest(failures: list[tuple[Trial, ConformanceError]]) -> tuple[Trial, ConformanceError]:
+    """The failure with the shortest example, of those that break the same clause as the first."""
+    clause = failures[0][1].clause
+    same_clause = [failure for failure in reversed(failures) if failure[1].clause == clause]
+    return min(same_clause, key=lambda failure: len(failure[0].source()))
 
 
 @contextmanager
@@ -157,6 +183,16 @@ def _one_thread() -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
+
+
+@contextmanager
+def _short_collections() -> Iterator[None]:
+    """Exempt all present objects from garbage collections: a search for leaks collects often."""
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
 
 
 def _not_reproducible(error: ConformanceError) -> ConformanceError:

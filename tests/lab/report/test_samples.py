@@ -201,7 +201,7 @@ def test_marks_of_a_chart_are_walked_by_arrows_and_say_what_they_are(opened: Ope
         assert opened.page.locator("#chart-accuracy .tip").is_visible()
         opened.page.keyboard.press("ArrowRight")
     assert len(set(said)) == len(PLANS)
-    assert all("right:" in one and "n = 40" in one for one in said)
+    assert all("accuracy:" in one and "n = 40" in one for one in said)
     opened.page.keyboard.press("Escape")
     assert not opened.page.locator("#chart-accuracy .tip").is_visible()
 
