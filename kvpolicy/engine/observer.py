@@ -1,8 +1,8 @@
-"""Calls `observe`: shows policies the tokens of each sequence, many at a time.
+"""Calls `observe` with several new tokens of a sequence at a time.
 
-Prompts are shown chunk by chunk. In decode, hidden states are collected in a tensor with as many
-rows as the smallest buffer, and shown when it is full or before a compaction: a decode step that
-does neither calls no policy.
+In prefill, `observe` is called once per chunk. In decode, hidden states are collected in a tensor
+with as many rows as the smallest buffer; `observe` is called when it is full, and before a
+compaction. All other decode steps call no policy.
 """
 
 from collections import abc
@@ -22,11 +22,11 @@ from kvpolicy.state import Memory, RegisterFile
 
 
 class Observer:
-    """Collects what was not observed yet, and calls `observe`.
+    """Collects unobserved tokens and hidden states, and calls `observe`.
 
     Attributes:
-        stacks: The stacks that observe, each once.
-        wants_states: Whether some policy reads hidden states.
+        stacks: The stacks that implement `observe`, without repetitions.
+        wants_states: Whether any policy reads hidden states.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class Observer:
     ) -> None:
         pairs = zip(stacks, layers, strict=True)
         observing = [pair for pair in pairs if pair[0].implements("observe")]
-        # Layers with the same policies share a stack, which is shown everything once.
+        # Layers with the same policies share a stack, which observes each token once.
         self.stacks = list(dict.fromkeys(stack for stack, _ in observing))
         self._interval = min((layer.buffer for _, layer in observing), default=0)
         self._registers = registers
@@ -52,7 +52,7 @@ class Observer:
         self.wants_states = any("hidden_states" in stack.observes for stack in self.stacks)
 
     def attach(self, cache: KVCache, hidden_size: int, dtype: torch.dtype, device: Any) -> None:
-        """Observe the sequences of a cache; allocates the hidden states of its slots."""
+        """Use a cache, and allocate the tensor of unobserved hidden states of its slots."""
         self._cache = cache
         if self.wants_states:
             size = (cache.num_slots, self._interval, hidden_size)
@@ -62,11 +62,11 @@ class Observer:
     def show_prompt(
         self, sequences: abc.Sequence[Sequence], first: int, states: Tensor | None
     ) -> None:
-        """Show a chunk of each prompt.
+        """Call `observe` for a chunk of each prompt.
 
         Args:
             sequences: The sequences of the chunk, in the order of their slots.
-            first: Slot of the first of them.
+            first: Slot of the first sequence.
             states: Last hidden states of the chunk, ``[B, L, M]``, padded on the left.
         """
         if not self.stacks:
@@ -76,7 +76,7 @@ class Observer:
             self._show(seq, first + row, None if states is None else states[row, -num_new:])
 
     def note(self, sequences: abc.Sequence[Sequence], states: Tensor | None) -> None:
-        """Collect the tokens of a decode step, and show those that fill the interval.
+        """Collect the tokens of a decode step, and call `observe` for full intervals.
 
         Args:
             sequences: All active sequences, in the order of their slots.
@@ -92,7 +92,7 @@ class Observer:
                 self.flush(seq, slot)
 
     def flush(self, seq: Sequence, slot: int) -> None:
-        """Show all tokens of a sequence that were not shown yet."""
+        """Call `observe` for all unobserved tokens of a sequence."""
         num_new = self._num_pending(seq, slot) if self.stacks else 0
         if num_new:
             self._show(seq, slot, None if self._states is None else self._states[slot, :num_new])

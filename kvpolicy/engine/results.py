@@ -1,4 +1,4 @@
-"""What a run reports: a record for each request, and one for the run."""
+"""Records of a run: the result of each request, and the report of the whole run."""
 
 from typing import Any, Literal
 
@@ -9,22 +9,22 @@ FinishReason = Literal["stop", "length", "cancelled", "error"]
 
 @attrs.frozen
 class Result:
-    """How one request ended.
+    """Result of one request.
 
     Attributes:
         id: Number of the request in its run, in order of arrival.
         prompt_len: Tokens in the prompt.
-        tokens: Generated token ids, the stop token included.
-        text: Generated text without special tokens, cut before a stop string; ``None``
-            without a tokenizer.
+        tokens: Generated token ids, including the stop token.
+        text: Generated text without special tokens, up to a stop string; ``None`` without a
+            tokenizer.
         finish_reason: ``"stop"`` (a stop token or stop string), ``"length"``
-            (``max_new_tokens``, or the model's positions are used up), ``"cancelled"``, or
+            (``max_new_tokens`` or the model's maximum position was reached), ``"cancelled"``, or
             ``"error"``.
-        error: What was wrong with the request, or which policy failed while it was served and
-            how, if ``finish_reason`` is ``"error"``; tokens are those generated until then.
-        compactions: Times at which at least one layer was compacted.
-        rows_evicted: Rows that left, summed over layers and counted per KV head.
-        peak_rows: The most rows any layer held for this sequence.
+        error: If ``finish_reason`` is ``"error"``: what was wrong with the request, or which
+            policy failed and how; ``tokens`` are those generated before the error.
+        compactions: Number of times that at least one layer was compacted.
+        rows_evicted: Evicted rows, summed over layers and counted per KV head.
+        peak_rows: Maximum number of rows in any layer.
         peak_bytes: Bytes of keys and values in those rows, summed over layers.
         prefill_s: Seconds in forwards of this prompt (shared with its prefill group).
         decode_s: Seconds from the first token to the last.
@@ -44,33 +44,33 @@ class Result:
     decode_s: float = 0.0
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data, ready for JSON."""
+        """Plain data for JSON."""
         return attrs.asdict(self) | {"tokens": list(self.tokens)}
 
 
 @attrs.define
 class RunReport:
-    """What a run cost in all; valid at any moment of the run.
+    """Totals of a run; valid at any time during the run.
 
     Attributes:
-        num_requests: Requests answered so far.
-        num_errors: Those of them whose answer is an error.
+        num_requests: Requests finished so far.
+        num_errors: Requests that ended with an error.
         prompt_tokens: Prompt tokens prefilled.
         new_tokens: Tokens generated.
-        elapsed_s: Seconds since the run began.
+        elapsed_s: Seconds since the start of the run.
         prefill_s: Seconds in prefill, compactions included.
         decode_s: Seconds in decode steps, compactions included.
         observe_s: Seconds in `observe`.
-        score_s: Seconds in `score`, the computing of its arguments included.
+        score_s: Seconds in `score`, including the computation of its arguments.
         select_s: Seconds in `select`.
         compaction_s: Seconds in `evict`: moving the rows that stay.
-        steer_s: Seconds in `steer`, by the host's clock alone.
-        decode_policy_s: Seconds of all policy work within decode steps, of those in `decode_s`.
-        compactions: Compactions of one sequence in one layer, summed over both.
-        peak_kv_bytes: Bytes of the cache at its largest: keys, values, positions, tracks,
-            query windows, registers and unobserved hidden states of all slots, and the copy
-            a compaction needs for a moment; in this process.
-        num_processes: Processes that hold the model, and its cache, together.
+        steer_s: Seconds in `steer`, host time without device synchronization.
+        decode_policy_s: Seconds of policy work within decode steps, part of `decode_s`.
+        compactions: Compactions, summed over sequences and layers.
+        peak_kv_bytes: Peak bytes of the cache in this process: keys, values, positions, tracks,
+            query windows, registers and unobserved hidden states of all slots, and the
+            temporary copy of a compaction.
+        num_processes: Processes that share the model and its cache.
     """
 
     num_requests: int = 0
@@ -92,7 +92,7 @@ class RunReport:
 
     @property
     def peak_kv_bytes_in_all(self) -> int:
-        """Bytes of the caches of all processes, which are alike."""
+        """Peak bytes of the caches of all processes, which have equal sizes."""
         return self.num_processes * self.peak_kv_bytes
 
     @property
@@ -102,17 +102,17 @@ class RunReport:
 
     @property
     def policy_s(self) -> float:
-        """Seconds of policy work: looking, scoring, selecting, compacting, steering."""
+        """Seconds of policy work: observing, scoring, selecting, compacting and steering."""
         compacting = self.score_s + self.select_s + self.compaction_s
         return self.observe_s + compacting + self.steer_s
 
     @property
     def policy_share(self) -> float:
-        """Part of the decode time spent on policies; what they do in prefill is in neither."""
+        """Share of the decode time spent on policies; prefill is not part of either."""
         return self.decode_policy_s / self.decode_s if self.decode_s else 0.0
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data, ready for JSON."""
+        """Plain data for JSON."""
         derived = {
             "throughput_tok_s": self.throughput_tok_s,
             "policy_s": self.policy_s,
@@ -124,7 +124,7 @@ class RunReport:
 
 @attrs.frozen
 class Events:
-    """What one round brought: new tokens as (request id, token), and finished results."""
+    """Results of one step: new tokens as (request id, token), and finished requests."""
 
     tokens: list[tuple[int, int]]
     results: list[Result]

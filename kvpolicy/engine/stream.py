@@ -1,30 +1,30 @@
-"""Text of a generation, piece by piece."""
+"""Streaming text: decodes the tokens of a generation incrementally."""
 
 from collections import abc
 from typing import Any
 
-# What a tokenizer decodes a character to whose bytes are incomplete.
+# Tokenizers decode an incomplete character to the replacement character.
 _INCOMPLETE = "\ufffd"
 
 
 class TextPieces:
-    """Turns tokens into text, holding back what a later token may still change.
+    """Decodes tokens to text, without the end that a later token may still change.
 
-    Decodes the last few tokens only, together with those before them: some tokenizers put spaces
-    by context.
+    Only the last few tokens are decoded, together with those before them, because in some
+    tokenizers spaces depend on the context.
     """
 
     def __init__(self, tokenizer: Any, stop: abc.Sequence[str]) -> None:
         self._tokenizer = tokenizer
         self._stop = stop
         self._tokens: list[int] = []
-        self._context = 0  # index at which the context of the undecoded tokens begins
+        self._context = 0  # start of the context of undecoded tokens
         self._num_decoded = 0  # tokens whose text is known
         self._held = ""  # known text that may be the start of a stop string
         self._num_sent = 0
 
     def add(self, tokens: abc.Sequence[int]) -> str:
-        """The text that is final with these tokens."""
+        """The text that becomes final with these tokens."""
         self._tokens.extend(tokens)
         known = self._decode(self._tokens[self._context : self._num_decoded])
         text = self._decode(self._tokens[self._context :])
@@ -46,7 +46,7 @@ class TextPieces:
         return text
 
     def _stop_prefix(self, text: str) -> int:
-        """Length of the longest end of the text with which a stop string begins."""
+        """Length of the longest suffix of the text that is a prefix of a stop string."""
         longest = max(map(len, self._stop), default=0)
         lengths = range(min(longest, len(text)), 0, -1)
         ends = (size for size in lengths if any(s.startswith(text[-size:]) for s in self._stop))

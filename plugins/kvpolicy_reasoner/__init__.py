@@ -1,4 +1,4 @@
-"""Two small reasoning models with their tasks, vectors, plans and sweeps: the bundled reasoners."""
+"""The bundled reasoners: two small reasoning models with tasks, vectors, plans and presets."""
 
 from pathlib import Path
 

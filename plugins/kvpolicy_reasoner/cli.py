@@ -1,10 +1,11 @@
-"""``kvpolicy reasoner``: sample from a bundled reasoner, measure it, or train it again.
+"""``kvpolicy reasoner``: sample from a bundled reasoner, evaluate it, or train it again.
 
 With ``--json``, ``sample`` prints a list of ``{"prompt", "trace", "answer", "depth",
-"num_facts"}``, and ``"verbosity"`` where problems have one, to which ``--generate`` adds
+"num_facts"}``, with ``"verbosity"`` for ``reasoner-verbose``; ``--generate`` adds
 ``{"generated", "num_tokens", "finished", "right"}``. ``evaluate`` prints ``{"n", "seed", "right",
 "accuracy", "accuracy_low", "accuracy_high", "finished", "mean_tokens", "by_depth": [{"depth",
-"n", "right", "accuracy", "accuracy_low", "accuracy_high"}]}``; accuracy has its 95 % interval.
+"n", "right", "accuracy", "accuracy_low", "accuracy_high"}]}``; ``accuracy_low`` and
+``accuracy_high`` bound the 95 % confidence interval.
 """
 
 import sys
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
     from kvpolicy_reasoner.train.train import TrainingRecord
 
 app = typer.Typer(
-    help="Sample from a bundled reasoner, or train it again.",
+    help="Sample from, evaluate and train the bundled reasoners.",
     rich_help_panel="Models",
     no_args_is_help=True,
     add_completion=False,
@@ -36,16 +37,16 @@ app = typer.Typer(
 
 _PLAIN_LINE_EVERY_STEPS = 50
 
-_Name = Annotated[str, typer.Option(metavar="NAME", help=f"Which one: {' or '.join(BUNDLED)}.")]
-_Seed = Annotated[int, typer.Option(help="Chooses the problems.")]
+_Name = Annotated[str, typer.Option(metavar="NAME", help=f"The reasoner: {' or '.join(BUNDLED)}.")]
+_Seed = Annotated[int, typer.Option(help="Random seed for problems.")]
 _Folder = Annotated[
     Path | None,
-    typer.Option("--model", metavar="FOLDER", help="Its weights, if not the bundled ones."),
+    typer.Option("--model", metavar="FOLDER", help="Weights; bundled if not given."),
 ]
 
 
 @app.command(
-    short_help="Show problems with traces, theirs or the model's.",
+    short_help="Show problems with reference or generated traces.",
     epilog=examples(
         "kvpolicy reasoner sample --n 3",
         "kvpolicy reasoner sample --seed 7 --json",
@@ -56,19 +57,19 @@ def sample(
     n: Annotated[int, typer.Option(help="Problems to show.")] = 1,
     seed: _Seed = 0,
     depth: Annotated[
-        int | None, typer.Option(help="Derivation steps of every problem; mixed if not given.")
+        int | None, typer.Option(help="Derivation steps per problem; mixed if not given.")
     ] = None,
     generate: Annotated[
-        bool, typer.Option("--generate", help="Let the model answer, and mark right and wrong.")
+        bool, typer.Option("--generate", help="Generate answers and grade them.")
     ] = False,
     model: _Folder = None,
     json: Json = False,
 ) -> None:
-    """Show problems with their reference traces, or with the model's own."""
+    """Show problems with their reference traces, or with generated traces."""
     problems = _problems(name, n, seed, depth)
     attempts = _attempts(name, problems, model) if generate else []
     if json:
-        print_json([_plain(*pair) for pair in _pairs(problems, attempts)], indent=2)
+        print_json([_to_dict(*pair) for pair in _pairs(problems, attempts)], indent=2)
         return
     for number, (problem, attempt) in enumerate(_pairs(problems, attempts), start=1):
         head = f"problem {number}: depth {problem.depth}, {problem.num_facts} facts"
@@ -88,7 +89,7 @@ def sample(
 )
 def evaluate(
     name: _Name = REASONER,
-    n: Annotated[int, typer.Option(help="Held-out problems to answer.")] = 200,
+    n: Annotated[int, typer.Option(help="Number of test problems.")] = 200,
     seed: _Seed = 0,
     model: _Folder = None,
     json: Json = False,
@@ -101,18 +102,18 @@ def evaluate(
     finished = sum(attempt.finished for attempt in attempts) / n
     mean_tokens = sum(attempt.num_tokens for attempt in attempts) / n
     if json:
-        rows = [{"depth": depth} | _plain_score(one) for depth, one in by_depth.items()]
-        record = {"n": n, "seed": seed} | _plain_score(overall)
-        lengths = {"finished": finished, "mean_tokens": mean_tokens}
-        print_json(record | lengths | {"by_depth": rows}, indent=2)
+        rows = [{"depth": depth} | _score_to_dict(one) for depth, one in by_depth.items()]
+        record = {"n": n, "seed": seed} | _score_to_dict(overall)
+        generation = {"finished": finished, "mean_tokens": mean_tokens}
+        print_json(record | generation | {"by_depth": rows}, indent=2)
         return
     cells = [
-        [str(depth), str(one.total), str(one.right), f"{one.accuracy:.1%}", _interval(one)]
+        [str(depth), str(one.total), str(one.num_correct), f"{one.accuracy:.1%}", _interval(one)]
         for depth, one in [*by_depth.items(), ("all", overall)]
     ]
     headers = ["depth", "n", "right", "accuracy", "95 % CI"]
     print_text(format_table(headers, cells, right=range(len(headers))) + "\n")
-    print_text(f"{finished:.1%} ended by themselves; {mean_tokens:.0f} tokens on average.\n")
+    print_text(f"{finished:.1%} of traces finished; mean length {mean_tokens:.0f} tokens.\n")
 
 
 @app.command(
@@ -123,26 +124,27 @@ def evaluate(
 )
 def train(
     output: Annotated[
-        Path, typer.Option(metavar="FOLDER", help="Home of the run; the model goes to its model/.")
+        Path, typer.Option(metavar="FOLDER", help="Folder of the run; the model is in model/.")
     ],
     name: _Name = REASONER,
-    seed: Annotated[int, typer.Option(help="Chooses the first weights and the problems.")] = 0,
+    seed: Annotated[int, typer.Option(help="Random seed for weights and problems.")] = 0,
     tokens: Annotated[
-        int | None, typer.Option(help="Tokens of the whole run; the shipped one's if not given.")
+        int | None, typer.Option(help="Training tokens; as for the bundled weights if not given.")
     ] = None,
     workers: Annotated[
-        int, typer.Option(help="Processes of one thread each; at most one per core.")
+        int, typer.Option(help="Single-thread processes, at most one per core.")
     ] = 2,
     resume: Annotated[
-        bool, typer.Option("--resume/--restart", help="Continue the run in FOLDER, or redo it.")
+        bool, typer.Option("--resume/--restart", help="Continue the run in FOLDER, or restart it.")
     ] = True,
 ) -> None:
-    """Train a reasoner again; a stopped run continues where it was.
+    """Train a reasoner again; an interrupted run continues from its last checkpoint.
 
-    'reasoner' starts from random weights, 'reasoner-verbose' from those of 'reasoner'.
+    'reasoner' starts from random weights, and 'reasoner-verbose' from the
+    weights of 'reasoner'.
     """
     if find_spec("kvpolicy_reasoner.train") is None:
-        msg = "training is not part of the installed package; run it in a checkout of kvpolicy."
+        msg = "training is not part of the installed package; run it in a checkout of kvpolicy"
         raise KVPolicyError(msg)
     from kvpolicy_reasoner.train.train import train as train_reasoner
 
@@ -164,14 +166,14 @@ def _problems(name: str, n: int, seed: int, depth: int | None) -> "list[Problem]
 
     problems = problems_of(name)
     if n < 1:
-        msg = f"--n got {n}; expected 1 or more problems."
+        msg = f"--n got {n}; expected 1 or more problems"
         raise KVPolicyError(msg)
     if depth is None:
         return problems.draw(n, seed=seed)
     if not 1 <= depth <= problems.standard.max_depth:
         msg = (
             f"--depth got {depth}; expected 1 to {problems.standard.max_depth}, the depths that the"
-            " reasoner was trained on."
+            " reasoner was trained on"
         )
         raise KVPolicyError(msg)
     difficulty = attrs.evolve(problems.standard, min_depth=depth, max_depth=depth)
@@ -199,20 +201,20 @@ def _pairs(
     return list(zip(problems, attempts, strict=True))
 
 
-def _plain(problem: "Problem", attempt: "Attempt | None") -> dict[str, Any]:
-    # What a problem does not show of itself, such as weights for training, is not printed.
-    plain = attrs.asdict(problem, filter=lambda field, _: bool(field.repr))
+def _to_dict(problem: "Problem", attempt: "Attempt | None") -> dict[str, Any]:
+    # Fields without a repr, such as loss weights, are not printed.
+    fields = attrs.asdict(problem, filter=lambda field, _: bool(field.repr))
     if attempt is not None:
-        plain["generated"] = attempt.text
-        plain |= {"num_tokens": attempt.num_tokens, "finished": attempt.finished}
-        plain["right"] = attempt.is_right
-    return plain
+        fields["generated"] = attempt.text
+        fields |= {"num_tokens": attempt.num_tokens, "finished": attempt.finished}
+        fields["right"] = attempt.is_correct
+    return fields
 
 
-def _plain_score(score: "Score") -> dict[str, Any]:
-    share = score.estimate
-    ends = {"accuracy_low": share.low, "accuracy_high": share.high}
-    return {"n": score.total, "right": score.right, "accuracy": share.value, **ends}
+def _score_to_dict(score: "Score") -> dict[str, Any]:
+    estimate = score.estimate
+    bounds = {"accuracy_low": estimate.low, "accuracy_high": estimate.high}
+    return {"n": score.total, "right": score.num_correct, "accuracy": estimate.value, **bounds}
 
 
 def _interval(score: "Score") -> str:
@@ -222,24 +224,24 @@ def _interval(score: "Score") -> str:
 def _verdict(attempt: "Attempt") -> str:
     from kvpolicy.lab.tasks.answers import extract_answer
 
-    if attempt.is_right:
-        return f"right, {attempt.num_tokens} tokens"
+    if attempt.is_correct:
+        return f"correct; {attempt.num_tokens} tokens"
     found = extract_answer(attempt.text)
-    boxed = "no box instead of" if found is None else f"{found} instead of"
-    return f"wrong: {boxed} {attempt.problem.answer}, {attempt.num_tokens} tokens"
+    given = "no boxed answer" if found is None else found
+    return f"wrong: {given}, expected {attempt.problem.answer}; {attempt.num_tokens} tokens"
 
 
 @contextmanager
 def _progress() -> "Iterator[Callable[[TrainingRecord], None]]":
-    """Yield what shows a line of the training log: a bar on a terminal, plain lines elsewhere."""
+    """Yield a function that shows a training record: a bar on a terminal, else plain lines."""
     if not sys.stderr.isatty():
-        yield _say_record
+        yield _print_record
         return
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-    look = [TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn()]
-    with Progress(*look, console=Console(stderr=True)) as progress:
+    columns = [TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn()]
+    with Progress(*columns, console=Console(stderr=True)) as progress:
         bar = progress.add_task("starting", total=None)
 
         def show(record: "TrainingRecord") -> None:
@@ -253,7 +255,7 @@ def _progress() -> "Iterator[Callable[[TrainingRecord], None]]":
         yield show
 
 
-def _say_record(record: "TrainingRecord") -> None:
+def _print_record(record: "TrainingRecord") -> None:
     is_last = record.step == record.num_steps
     is_due = record.step % _PLAIN_LINE_EVERY_STEPS == 0
     if is_last or is_due or record.tune_accuracy is not None:
@@ -266,5 +268,5 @@ def _describe(record: "TrainingRecord") -> str:
         f" {record.throughput_tok_s:,.0f} tokens/s"
     )
     if record.tune_accuracy is not None:
-        text += f", {record.tune_accuracy:.0%} of held-out problems right"
+        text += f", accuracy {record.tune_accuracy:.0%} on held-out problems"
     return text

@@ -1,4 +1,4 @@
-"""Measure the reasoner: greedy decoding with the full cache, by plain ``model.generate``."""
+"""Evaluation of a reasoner: greedy decoding with the full cache by ``model.generate``."""
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -13,13 +13,13 @@ from kvpolicy_reasoner.task import Problem, grade
 
 @attrs.frozen
 class Attempt:
-    """One problem with what the model made of it.
+    """A problem and the model's answer.
 
     Attributes:
         problem: The problem.
-        text: What was generated after the prompt, with the end-of-sequence token if it came.
-        num_tokens: Tokens of the text.
-        finished: The model ended the text itself.
+        text: Generated text, including the end-of-sequence token if the model generated one.
+        num_tokens: Generated tokens.
+        finished: Whether the model generated the end-of-sequence token.
     """
 
     problem: Problem
@@ -28,32 +28,32 @@ class Attempt:
     finished: bool
 
     @property
-    def is_right(self) -> bool:
-        """Whether the last box holds the answer."""
+    def is_correct(self) -> bool:
+        """Whether the last box contains the expected answer."""
         return grade(self.text, self.problem)
 
 
 @attrs.frozen
 class Score:
-    """How many of a group of problems were solved.
+    """Accuracy over a group of problems.
 
     Attributes:
-        right: Problems solved.
-        total: Problems tried.
+        num_correct: Problems answered correctly.
+        total: All problems.
     """
 
-    right: int
+    num_correct: int
     total: int
 
     @property
     def accuracy(self) -> float:
-        """The share that was solved."""
-        return self.right / self.total
+        """Share of problems answered correctly."""
+        return self.num_correct / self.total
 
     @property
     def estimate(self) -> Interval:
-        """The same with Wilson's 95 % interval."""
-        return wilson(self.right, self.total)
+        """The accuracy with Wilson's 95 % confidence interval."""
+        return wilson(self.num_correct, self.total)
 
 
 def attempt(
@@ -65,15 +65,15 @@ def attempt(
     max_new_tokens: int | None = None,
     report: Callable[[int], None] | None = None,
 ) -> list[Attempt]:
-    """Let the model answer problems greedily.
+    """Answer problems by greedy decoding.
 
     Args:
         model: The reasoner.
         tokenizer: Its tokenizer, which pads on the left.
-        problems: What to answer.
+        problems: The problems.
         batch_size: Problems decoded together.
-        max_new_tokens: Where a generation is cut off; where the model says if not given.
-        report: Called after every batch with the number of problems done.
+        max_new_tokens: Maximum length of a generation; the model's default if not given.
+        report: Called after every batch with the number of problems answered so far.
 
     Returns:
         One attempt per problem, in order.
@@ -88,13 +88,13 @@ def attempt(
 
 
 def score_by_depth(attempts: Sequence[Attempt]) -> dict[int, Score]:
-    """Count right answers by the depth of the problem.
+    """Accuracy by depth of the problem.
 
     Args:
-        attempts: What the model answered.
+        attempts: The answers.
 
     Returns:
-        A score for every depth that occurs, in rising order.
+        A score for each depth that occurs, in ascending order.
     """
     by_depth: dict[int, list[Attempt]] = defaultdict(list)
     for one in attempts:
@@ -103,15 +103,15 @@ def score_by_depth(attempts: Sequence[Attempt]) -> dict[int, Score]:
 
 
 def score(attempts: Sequence[Attempt]) -> Score:
-    """Count right answers.
+    """Accuracy over all attempts.
 
     Args:
-        attempts: What the model answered.
+        attempts: The answers.
 
     Returns:
-        The score over all of them.
+        The score.
     """
-    return Score(right=sum(one.is_right for one in attempts), total=len(attempts))
+    return Score(num_correct=sum(one.is_correct for one in attempts), total=len(attempts))
 
 
 @torch.inference_mode()
@@ -123,7 +123,7 @@ def _attempt_batch(
 ) -> list[Attempt]:
     prompts = [problem.prompt for problem in problems]
     inputs = tokenizer(prompts, return_tensors="pt", padding=True).to(model.device)
-    # transformers types `generate` as a tensor that is callable
+    # The type annotations of transformers make `generate` a tensor.
     limit = {} if max_new_tokens is None else {"max_new_tokens": max_new_tokens}
     output = model.generate(**inputs, do_sample=False, **limit)  # type: ignore[operator]
     attempts = []

@@ -1,4 +1,4 @@
-"""The models of the bundled reasoners: 0.8 M parameter Qwen2 models, untrained or trained."""
+"""Models of the bundled reasoners: Qwen2 with 0.8 M parameters, untrained or trained."""
 
 import os
 import tempfile
@@ -27,12 +27,12 @@ from kvpolicy_reasoner.tokenizer import build_tokenizer, build_verbose_tokenizer
 
 
 def reasoner() -> InstalledModel:
-    """The first reasoner; its weights are stored in bfloat16 to be small, and run in float32."""
+    """The first reasoner. Weights are stored in bfloat16 to save space, and run in float32."""
     return InstalledModel(bundled_path(), dtype="float32")
 
 
 def reasoner_verbose() -> InstalledModel:
-    """The second reasoner, likewise."""
+    """The second reasoner, stored and run in the same dtypes as the first."""
     return InstalledModel(bundled_path(REASONER_VERBOSE), dtype="float32")
 
 
@@ -42,19 +42,19 @@ def load_reasoner(
     """Load a trained reasoner for evaluation, in float32.
 
     Args:
-        folder: A folder that training exported; the bundled one if not given.
+        folder: A folder exported by training; that of the first reasoner if not given.
 
     Returns:
         The model and its tokenizer.
 
     Raises:
-        ModelError: The folder holds no model.
+        ModelError: The folder does not contain a model.
     """
     folder = bundled_path() if folder is None else folder
     if not (folder / "config.json").is_file():
         msg = (
-            f"no trained reasoner in {folder}; expected a folder with config.json,"
-            " model.safetensors and tokenizer.json, as 'kvpolicy reasoner train' writes it."
+            f"there is no trained reasoner in {folder}; expected a folder with config.json,"
+            " model.safetensors and tokenizer.json, as written by 'kvpolicy reasoner train'"
         )
         raise ModelError(msg)
     with no_progress_bars():
@@ -64,7 +64,7 @@ def load_reasoner(
 
 @contextmanager
 def no_progress_bars() -> Iterator[None]:
-    """Silence transformers' progress bars, which outlive a model of this size."""
+    """Disable transformers' progress bars, which only add noise for models of this size."""
     were_on = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
     try:
@@ -75,28 +75,28 @@ def no_progress_bars() -> Iterator[None]:
 
 
 def new_model(seed: int) -> Qwen2ForCausalLM:
-    """Build the reasoner with untrained weights.
+    """Build the first reasoner with untrained weights.
 
     Args:
-        seed: Chooses the weights; the global random state is left as it was.
+        seed: Random seed for the weights; the global random state does not change.
 
     Returns:
         The model in float32.
     """
     model = build_model(seed, build_tokenizer(), max_new_tokens=700)
-    look_back(model)
+    init_previous_token_heads(model)
     return model
 
 
 def build_model(
     seed: int, tokenizer: PreTrainedTokenizerFast, max_new_tokens: int
 ) -> Qwen2ForCausalLM:
-    """Build a model of the reasoners' size with plain random weights.
+    """Build a model of the reasoners' size with random weights.
 
     Args:
-        seed: Chooses the weights; the global random state is left as it was.
-        tokenizer: The tokenizer; its size is the vocabulary's.
-        max_new_tokens: Where its generations are cut off by default.
+        seed: Random seed for the weights; the global random state does not change.
+        tokenizer: The tokenizer, which defines the vocabulary size.
+        max_new_tokens: Default maximum length of a generation.
 
     Returns:
         The model in float32.
@@ -130,10 +130,10 @@ MAX_NEW_TOKENS = 1300
 
 @torch.no_grad()
 def new_verbose_model(seed: int) -> Qwen2ForCausalLM:
-    """Build the reasoner with the first one's trained weights.
+    """Build the second reasoner from the trained weights of the first.
 
     Args:
-        seed: Chooses the embeddings of the new words; the global random state is left as it was.
+        seed: Random seed for embeddings of new words; the global random state does not change.
 
     Returns:
         The model in float32.
@@ -142,38 +142,38 @@ def new_verbose_model(seed: int) -> Qwen2ForCausalLM:
     trained, _ = load_reasoner()
     parameters = dict(model.named_parameters())
     for name, value in trained.named_parameters():
-        # Rows of the embedding: the first reasoner's words come first in this vocabulary too.
+        # This vocabulary starts with that of the first reasoner, so embedding rows match.
         parameters[name][: len(value)] = value
     return model
 
 
-# Pairs of dimensions that turn fastest, and how far they reach: the logit of the token looked
-# back at exceeds those of other near tokens by up to REACH ** 2 * PAIRS / sqrt(head_dim).
-_PAIRS = 4
-_REACH = 4.75
+# The dimension pairs that RoPE rotates fastest, and the size of their biases: the logit of the
+# target token exceeds those of nearby tokens by up to SIZE ** 2 * PAIRS / sqrt(head_dim).
+_NUM_PAIRS = 4
+_BIAS_SIZE = 4.75
 
 
 @torch.no_grad()
-def look_back(model: Qwen2ForCausalLM) -> None:
-    """Make head ``h`` of the first layer look ``h + 1`` tokens back, by its biases alone.
+def init_previous_token_heads(model: Qwen2ForCausalLM) -> None:
+    """Initialise head ``h`` of the first layer to attend ``h + 1`` tokens back, by its biases.
 
-    RoPE turns a constant key by its position and a constant query by its own; a query that is
-    turned back by ``d`` positions beforehand meets the key ``d`` tokens earlier in phase.
+    RoPE rotates a constant key and a constant query by their positions. If the query bias is
+    rotated back by ``d`` positions, the query has the same phase as the key ``d`` tokens earlier.
 
     Args:
-        model: Weights fresh from their random initialisation; changed in place.
+        model: A model with random initial weights; changed in place.
     """
     attention = model.model.layers[0].self_attn
     head_dim: int = attention.head_dim
-    half = head_dim // 2  # transformers turns dimension i together with dimension i + half
-    speeds = model.model.rotary_emb.inv_freq[:_PAIRS]
+    half = head_dim // 2  # transformers rotates dimension i together with dimension i + half
+    frequencies = model.model.rotary_emb.inv_freq[:_NUM_PAIRS]
     keys = _by_head(attention.k_proj, head_dim)
     queries = _by_head(attention.q_proj, head_dim)
-    keys[:, :_PAIRS] = _REACH
+    keys[:, :_NUM_PAIRS] = _BIAS_SIZE
     for head in range(queries.shape[0]):
-        back = speeds * (head + 1)
-        queries[head, :_PAIRS] = _REACH * back.cos()
-        queries[head, half : half + _PAIRS] = -_REACH * back.sin()
+        angle = frequencies * (head + 1)
+        queries[head, :_NUM_PAIRS] = _BIAS_SIZE * angle.cos()
+        queries[head, half : half + _NUM_PAIRS] = -_BIAS_SIZE * angle.sin()
 
 
 def _by_head(projection: nn.Linear, head_dim: int) -> torch.Tensor:
@@ -183,12 +183,12 @@ def _by_head(projection: nn.Linear, head_dim: int) -> torch.Tensor:
 
 
 def export_model(model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
-    """Write weights, configuration and tokenizer; each file replaces its predecessor in one go.
+    """Write weights, configuration and tokenizer; existing files are replaced atomically.
 
     Args:
         model: The model; its parameters are stored in bfloat16.
         tokenizer: Its tokenizer.
-        folder: Where; made if missing.
+        folder: Output folder; created if missing.
     """
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent) as partial:

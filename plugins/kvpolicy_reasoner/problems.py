@@ -1,4 +1,4 @@
-"""The problems of each bundled reasoner, under its name; drawing them takes no model."""
+"""Problem sets of the bundled reasoners by name. Generating problems needs no model."""
 
 import difflib
 import random
@@ -18,8 +18,8 @@ class ProblemSet:
 
     Attributes:
         name: The reasoner's name.
-        make: Draws one problem.
-        standard: Difficulty of the problems that are reported on.
+        make: Generates one problem.
+        standard: Difficulty of the problems used for reported results.
     """
 
     name: str
@@ -29,21 +29,21 @@ class ProblemSet:
     def draw(
         self, n: int, *, seed: int, split: Split = "test", difficulty: Difficulty | None = None
     ) -> list[Problem]:
-        """Draw distinct problems of a split; the same arguments give the same problems.
+        """Generate distinct problems of a split; equal arguments give equal problems.
 
         Args:
-            n: How many problems.
-            seed: Chooses the problems.
-            split: ``"test"`` to report on, ``"tune"`` to choose settings on, ``"train"`` to learn
-                from.
-            difficulty: Ranges of depth and number of facts; the standard ones if not given.
+            n: Number of problems.
+            seed: Random seed for the problems.
+            split: ``"test"`` for reported results, ``"tune"`` for choosing settings, ``"train"``
+                for training.
+            difficulty: Ranges of depth and number of facts; the standard ranges if not given.
 
         Returns:
-            ``n`` problems with ``n`` different prompts. The first ``k`` of them are the answer to
-            ``n=k``.
+            ``n`` problems with ``n`` different prompts. The first ``k`` of them equal those
+            returned for ``n=k``.
 
         Raises:
-            KVPolicyError: ``n`` is negative, or there is no such split.
+            KVPolicyError: ``n`` is negative, or the split does not exist.
         """
         difficulty = self.standard if difficulty is None else difficulty
         return task.make_problems(n, seed=seed, split=split, difficulty=difficulty, make=self.make)
@@ -59,20 +59,20 @@ _SETS = {
 
 
 def problems_of(name: str) -> ProblemSet:
-    """Find the problems of a bundled reasoner.
+    """Look up the problem set of a bundled reasoner.
 
     Args:
         name: Name of the reasoner.
 
     Returns:
-        Its problems.
+        Its problem set.
 
     Raises:
-        KVPolicyError: There is no such reasoner.
+        KVPolicyError: The reasoner does not exist.
     """
     if name not in _SETS:
         near = difflib.get_close_matches(name, _SETS)
         hint = f"did you mean {near[0]}? " if near else ""
-        msg = f"no bundled reasoner named {name!r}; {hint}there are {' and '.join(_SETS)}."
+        msg = f"there is no bundled reasoner {name!r}; {hint}choose {' or '.join(_SETS)}"
         raise KVPolicyError(msg)
     return _SETS[name]

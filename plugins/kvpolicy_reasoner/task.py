@@ -1,12 +1,12 @@
-"""The first reasoner's task: follow a chain of sums through shuffled facts and box the result.
+"""The first reasoner's task: follow a chain of sums through shuffled facts.
 
-A chain ``c0 .. cD`` starts at a leaf fact; every later member is its predecessor plus or minus a
+A chain ``c0 .. cD`` starts at a leaf fact. Each later member is its predecessor plus or minus a
 constant, a side leaf, or an earlier member. All values are between 0 and `MAX_VALUE`.
 
-The reference trace has a plan, the steps, re-checks, a recapitulation and the answer. The
-re-checks never change the answer: they are the redundant sentences that eviction policies for
+The reference trace consists of a plan, the steps, re-checks, a recapitulation and the boxed answer.
+Re-checks never change the answer: they are the redundant sentences that eviction policies for
 reasoning models look for. Their probabilities depend on features that the model can see, because
-greedy decoding takes the likelier branch: a constant 30 % would give no re-check at all.
+greedy decoding takes the likelier branch: with a constant 30 %, it would never re-check.
 """
 
 import hashlib
@@ -68,13 +68,13 @@ CONSTANTS = range(1, 10)
 
 @attrs.frozen
 class Difficulty:
-    """How deep the chain of a problem may be and how many facts surround it.
+    """Ranges of the chain depth and the number of facts of a problem.
 
     Attributes:
-        min_depth: Fewest derivation steps.
-        max_depth: Most derivation steps.
-        min_facts: Fewest facts in the prompt.
-        max_facts: Most facts, unless the chain alone needs more.
+        min_depth: Minimum number of derivation steps.
+        max_depth: Maximum number of derivation steps.
+        min_facts: Minimum number of facts in the prompt.
+        max_facts: Maximum number of facts, unless the chain itself needs more.
     """
 
     min_depth: int
@@ -85,14 +85,14 @@ class Difficulty:
 
 @attrs.frozen
 class Fact:
-    """One sentence of the prompt; a leaf when it has no operands.
+    """One sentence of the prompt: a leaf, which states a number, or a sum of two operands.
 
     Attributes:
-        name: What the fact defines.
-        value: The number the name stands for.
-        first: Name of the first operand; none in a leaf.
-        sign: ``+`` or ``-``; none in a leaf.
-        second: Name or constant that is the second operand; none in a leaf.
+        name: The name that the fact defines.
+        value: The value of the name.
+        first: Name of the first operand; ``None`` in a leaf.
+        sign: ``+`` or ``-``; ``None`` in a leaf.
+        second: Second operand, a name or a constant; ``None`` in a leaf.
     """
 
     name: str
@@ -103,7 +103,7 @@ class Fact:
 
     @property
     def text(self) -> str:
-        """The sentence as it stands in the prompt, with its leading space."""
+        """The sentence in the prompt, with its leading space."""
         if self.first is None:
             return f" {self.name} is {self.value}."
         return f" {self.name} = {self.first} {self.sign} {self.second}."
@@ -114,7 +114,7 @@ class FactSheet:
     """The facts of a problem before they are shuffled into a prompt.
 
     Attributes:
-        chain: The facts to derive, from the leaf to the one asked for.
+        chain: The facts to derive, from the leaf to the one in the question.
         sides: Leaves that the chain uses as second operands.
         distractors: Facts that the answer does not depend on.
     """
@@ -130,11 +130,11 @@ class FactSheet:
 
 
 def draw_fact_sheet(rng: random.Random, difficulty: Difficulty) -> FactSheet:
-    """Draw the facts of one problem.
+    """Generate the facts of one problem.
 
     Args:
-        rng: Source of all randomness.
-        difficulty: Ranges of depth and number of facts, both drawn uniformly.
+        rng: Random number generator.
+        difficulty: Ranges of depth and number of facts, both sampled uniformly.
 
     Returns:
         The chain, its side leaves and the distractors, all with distinct names.
@@ -155,11 +155,11 @@ def draw_fact_sheet(rng: random.Random, difficulty: Difficulty) -> FactSheet:
 
 
 def draw_leaf(rng: random.Random, name: str) -> Fact:
-    """Draw a fact that states a number.
+    """Generate a leaf: a fact that states a number.
 
     Args:
-        rng: Source of all randomness.
-        name: What it defines.
+        rng: Random number generator.
+        name: The name that it defines.
 
     Returns:
         The fact.
@@ -170,16 +170,16 @@ def draw_leaf(rng: random.Random, name: str) -> Fact:
 def draw_distractor(
     rng: random.Random, name: str, needed: list[Fact], distractors: list[Fact]
 ) -> Fact:
-    """Draw a fact that nothing needs.
+    """Generate a fact that the answer does not depend on.
 
-    Names the answer depends on appear only as *second* operands. As first operands they would turn
-    "find the definition that builds on this name" into a guess between two equal patterns.
+    Names that the answer depends on appear only as *second* operands. As first operands they would
+    make "find the definition that builds on this name" ambiguous.
 
     Args:
-        rng: Source of all randomness.
-        name: What it defines.
+        rng: Random number generator.
+        name: The name that it defines.
         needed: Facts that the answer depends on.
-        distractors: Facts drawn before that it does not depend on.
+        distractors: The distractors generated so far.
 
     Returns:
         The fact.
@@ -197,16 +197,16 @@ def draw_distractor(
 def derive(
     rng: random.Random, name: str, first: Fact, seconds: Iterable[tuple[str | int, int]]
 ) -> Fact | None:
-    """Draw sign and second operand evenly among those that keep the value in range.
+    """Sample sign and second operand uniformly among those that keep the value in range.
 
     Args:
-        rng: Source of all randomness.
-        name: What is defined.
+        rng: Random number generator.
+        name: The name that the fact defines.
         first: The first operand.
         seconds: Possible second operands with their values.
 
     Returns:
-        The definition, or none if no operand fits.
+        The fact, or ``None`` if no operand fits.
     """
     fitting = [
         Fact(name, result, first.name, sign, second)
@@ -218,10 +218,10 @@ def derive(
 
 
 def _chain_step(rng: random.Random, names: list[str], chain: list[Fact], sides: list[Fact]) -> Fact:
-    """Draw the next member of the chain; a new side leaf, if any, is added to ``sides``."""
+    """Generate the next member of the chain, and append its side leaf, if any, to ``sides``."""
     previous = chain[-1]
     name = names.pop()
-    # Two back at least: the value then has to be fetched from far away in the trace.
+    # At least two steps back, so that the value must be retrieved from far back in the trace.
     earlier = chain[:-2] if len(chain) >= 3 else []
     kinds = {"constant": 40, "side": 35, "earlier": 25 if earlier else 0}
     (kind,) = rng.choices(list(kinds), weights=list(kinds.values()))
@@ -251,11 +251,11 @@ def write_trace(rng: random.Random, sheet: FactSheet) -> str:
     r"""Write one reasoning trace.
 
     Args:
-        rng: Decides which re-checks are made.
-        sheet: The facts; the last member of the chain is what is asked for.
+        rng: Random number generator, which decides on re-checks.
+        sheet: The facts; the question is about the last member of the chain.
 
     Returns:
-        The text after ``<think>\\n\\n``, up to and with the end-of-sequence token.
+        The text after ``<think>\\n\\n``, including the end-of-sequence token.
     """
     values = {fact.name: fact.value for fact in sheet.facts}
     derived = {fact.name: fact for fact in sheet.chain[1:]}
@@ -271,7 +271,7 @@ def write_trace(rng: random.Random, sheet: FactSheet) -> str:
 
 
 def _plan(chain: tuple[Fact, ...]) -> list[str]:
-    """Walk from the question back to the leaf."""
+    """List the dependencies from the question back to the leaf."""
     needs = [f"And {fact.name} needs {fact.first}" for fact in reversed(chain[1:])]
     needs[0] = needs[0].replace("And", "First", 1)
     return [*needs, f"And {chain[0].name} is {chain[0].value}"]
@@ -290,7 +290,7 @@ def _body(fact: Fact, values: dict[str, int]) -> str:
 def _rechecks(
     rng: random.Random, fact: Fact, values: dict[str, int], derived: dict[str, Fact]
 ) -> list[str]:
-    """Draw the redundant sentences that follow one step."""
+    """Sample the redundant sentences that follow one step."""
     body = _body(fact, values)
     sentences = []
     carried = values[str(fact.first)] // 10 != fact.value // 10
@@ -319,10 +319,10 @@ _HELD_OUT: dict[int, Split] = {0: "test", 1: "tune"}
 
 @attrs.frozen
 class Problem:
-    r"""One question with its reference trace.
+    r"""A question with its reference trace.
 
     Attributes:
-        prompt: The facts and the question, up to and with ``<think>\\n\\n``.
+        prompt: The facts and the question, ending with ``<think>\\n\\n``.
         trace: The reference reasoning, with the final box and the end-of-sequence token.
         answer: The number inside the box.
         depth: Derivation steps from the leaf to the answer.
@@ -337,7 +337,7 @@ class Problem:
 
     @property
     def facets(self) -> dict[str, int | str]:
-        """What a report may group by."""
+        """Properties that reports can group by."""
         return {"depth": self.depth, "num_facts": self.num_facts}
 
 
@@ -345,10 +345,10 @@ Maker = Callable[[random.Random, Difficulty], Problem]
 
 
 def make_problem(rng: random.Random, difficulty: Difficulty = STANDARD) -> Problem:
-    """Draw one problem, whichever split it falls into.
+    """Generate one problem of any split.
 
     Args:
-        rng: Source of all randomness.
+        rng: Random number generator.
         difficulty: Ranges of depth and number of facts.
 
     Returns:
@@ -365,14 +365,14 @@ def make_problem(rng: random.Random, difficulty: Difficulty = STANDARD) -> Probl
 
 
 def write_prompt(rng: random.Random, sheet: FactSheet) -> str:
-    r"""Shuffle the facts and ask for the last member of the chain.
+    r"""Shuffle the facts and append a question about the last member of the chain.
 
     Args:
-        rng: Source of all randomness.
+        rng: Random number generator.
         sheet: The facts.
 
     Returns:
-        The text up to and with ``<think>\\n\\n``.
+        The text, ending with ``<think>\\n\\n``.
     """
     facts = sheet.facts
     rng.shuffle(facts)
@@ -387,16 +387,16 @@ def make_split_problem(
     difficulty: Difficulty = STANDARD,
     make: Maker = make_problem,
 ) -> Problem:
-    """Draw one problem of a split.
+    """Generate one problem of a split.
 
     Args:
-        rng: Source of all randomness.
-        split: Which split the prompt has to fall into.
+        rng: Random number generator.
+        split: The split that the prompt must belong to.
         difficulty: Ranges of depth and number of facts.
-        make: Draws one problem of a task.
+        make: Generates one problem of a task.
 
     Returns:
-        The first problem drawn whose prompt belongs to the split.
+        The first generated problem whose prompt belongs to the split.
     """
     while True:
         problem = make(rng, difficulty)
@@ -412,27 +412,28 @@ def make_problems(
     difficulty: Difficulty = STANDARD,
     make: Maker = make_problem,
 ) -> list[Problem]:
-    """Draw distinct problems of a split; the same arguments give the same problems.
+    """Generate distinct problems of a split; equal arguments give equal problems.
 
     Args:
-        n: How many problems.
-        seed: Chooses the problems.
-        split: ``"test"`` to report on, ``"tune"`` to choose settings on, ``"train"`` to learn from.
+        n: Number of problems.
+        seed: Random seed for the problems.
+        split: ``"test"`` for reported results, ``"tune"`` for choosing settings, ``"train"`` for
+            training.
         difficulty: Ranges of depth and number of facts.
-        make: Draws one problem of a task.
+        make: Generates one problem of a task.
 
     Returns:
-        ``n`` problems with ``n`` different prompts. The first ``k`` of them are the answer to
-        ``n=k``.
+        ``n`` problems with ``n`` different prompts. The first ``k`` of them equal those returned
+        for ``n=k``.
 
     Raises:
-        KVPolicyError: ``n`` is negative, or there is no such split.
+        KVPolicyError: ``n`` is negative, or the split does not exist.
     """
     if n < 0:
-        msg = f"make_problems was asked for {n} problems; expected 0 or more."
+        msg = f"make_problems got n={n}; expected 0 or more"
         raise KVPolicyError(msg)
     if split not in ("train", "tune", "test"):
-        msg = f"no split named {split!r}; choose 'train', 'tune' or 'test'."
+        msg = f"there is no split {split!r}; choose 'train', 'tune' or 'test'"
         raise KVPolicyError(msg)
     rng = random.Random(f"{split} {seed}")
     problems: dict[str, Problem] = {}
@@ -443,16 +444,16 @@ def make_problems(
 
 
 def split_of(prompt: str) -> Split:
-    """Tell which split a prompt belongs to.
+    """The split that a prompt belongs to.
 
-    All facts but the first are sorted before they are hashed, so that a prompt and the same
-    prompt with those facts in another order belong to one split.
+    All facts except the first are sorted before hashing, so that reordering these facts does not
+    change the split.
 
     Args:
         prompt: A prompt of this task.
 
     Returns:
-        The split: an eighth of all prompts each for ``"test"`` and ``"tune"``, else ``"train"``.
+        ``"test"`` or ``"tune"`` for an eighth of all prompts each, else ``"train"``.
     """
     facts = ".".join(sorted(prompt.split(".")))
     digest = hashlib.blake2b(facts.encode(), digest_size=8).digest()
@@ -460,13 +461,10 @@ def split_of(prompt: str) -> Split:
 
 
 def grade(text: str, problem: Problem) -> bool:
-    """Tell whether a generated trace boxes the right answer.
+    """Whether the last balanced box of a generated trace contains the answer.
 
     Args:
-        text: What the model generated after the prompt.
-        problem: The problem it was asked.
-
-    Returns:
-        True if the last balanced box holds the answer.
+        text: The text that the model generated after the prompt.
+        problem: The problem.
     """
     return extract_answer(text) == problem.answer

@@ -1,13 +1,13 @@
-"""The tasks that the bundled reasoners were trained for, and retrieval on their vocabulary.
+"""The training tasks of the bundled reasoners, and retrieval tasks with their vocabulary.
 
 A needle is a pair of sentences, ``wax is 9. tea = wax + 4.``; the haystack around it consists of
-leaf facts with other names, repeated to the given length. The question asks for the second name of
-one needle, in the form that the reasoners were trained on: a chain of one step. They cannot answer
-a question for a number that the prompt states (``What is wax?``), even with the full cache, since
-every question of their training needed at least one step; docs/reference/tasks.md has the figures.
+leaf facts with other names, repeated up to the given length. The question asks for the second name
+of one needle, in the form of the training data: a chain of one step. The reasoners cannot answer a
+question about a number stated in the prompt (``What is wax?``), even with the full cache, because
+every training question needed at least one step; docs/reference/tasks.md has the figures.
 
-With several needles (``keys``), the model has to find the right one among sentences of the same
-form: the multi-key test of RULER (2404.06654, section 3.1).
+With several needles (``keys``), the model must select one among sentences of the same form: the
+multi-key test of RULER (2404.06654, section 3.1).
 """
 
 import random
@@ -24,8 +24,8 @@ from kvpolicy_reasoner.task import NAMES, Difficulty, Fact, derive, draw_leaf, s
 
 STANDARD = "standard"
 
-# Within what the reasoners were trained on: chains of 1 to 7 steps (6 of the second one) among
-# 6 to 14 facts. No problem is in two splits, at whatever level it was drawn.
+# Within the ranges of training: chains of 1 to 7 steps (6 for the second reasoner) among 6 to 14
+# facts. No problem is in two splits, whatever its level.
 LEVELS: Mapping[str, Difficulty | None] = {
     "easy": Difficulty(min_depth=1, max_depth=2, min_facts=6, max_facts=14),
     "medium": Difficulty(min_depth=3, max_depth=4, min_facts=6, max_facts=14),
@@ -36,11 +36,11 @@ LEVELS: Mapping[str, Difficulty | None] = {
 
 @attrs.frozen
 class ReasonerTask:
-    """A reasoner's problems; the last box of a right text holds the answer.
+    """A reasoner's problems; an answer is correct if its last box contains the expected number.
 
     Attributes:
-        reasoner: Which reasoner's problems.
-        level: A name in `LEVELS`; ``"standard"`` mixes those that the reasoner was made for.
+        reasoner: Name of the reasoner.
+        level: A name in `LEVELS`; ``"standard"`` is the reasoner's standard difficulty.
     """
 
     reasoner: str
@@ -49,7 +49,9 @@ class ReasonerTask:
     @level.validator
     def _check_level(self, _: object, level: str) -> None:
         if level not in LEVELS:
-            msg = f"task '{self.reasoner}' has no level '{level}'; there are {', '.join(LEVELS)}"
+            msg = (
+                f"task '{self.reasoner}' has no level '{level}'; choose one of {', '.join(LEVELS)}"
+            )
             raise TaskError(msg)
 
     @property
@@ -59,11 +61,11 @@ class ReasonerTask:
 
     @property
     def measure(self) -> Graded:
-        """Right answers."""
+        """Accuracy."""
         return Graded(self.grade)
 
     def items(self, n: int, *, seed: int, split: Split = "test") -> Sequence[Example]:
-        """Draw ``n`` problems of a split; no problem is in two of them."""
+        """Generate ``n`` problems of a split; no problem is in two splits."""
         difficulty = LEVELS[self.level]
         drawn = problems_of(self.reasoner).draw(n, seed=seed, split=split, difficulty=difficulty)
         return [
@@ -78,41 +80,41 @@ class ReasonerTask:
         ]
 
     def grade(self, text: str, item: Example) -> bool:
-        """Tell whether the last box of ``text`` holds the answer."""
+        """Whether the last box of ``text`` contains the expected answer."""
         return extract_answer(text) == item.answer
 
 
 def reasoner(level: str = STANDARD) -> ReasonerTask:
-    """Follow a chain of sums through shuffled facts: what `reasoner` was trained for."""
+    """Follow a chain of sums through shuffled facts; the training task of `reasoner`."""
     return ReasonerTask(REASONER, level)
 
 
 def reasoner_verbose(level: str = STANDARD) -> ReasonerTask:
-    """The same questions, answered with many doubts: what `reasoner-verbose` was trained for."""
+    """The same questions with many re-checks; the training task of `reasoner-verbose`."""
     return ReasonerTask(REASONER_VERBOSE, level)
 
 
 # Tokens of the reasoners' tokenizer: one per word, number and mark.
-_FRAME = 8  # <|user|>, " What is tea?", <|assistant|><think> and the line break
-_NEEDLE = 10
-_LEAF = 4
+_FRAME_TOKENS = 8  # <|user|>, " What is tea?", <|assistant|><think> and the line break
+_NEEDLE_TOKENS = 10
+_LEAF_TOKENS = 4
 
 LENGTH = 300
 KEYS = 8
-MAX_KEYS = (len(NAMES) - 1) // 2  # two names each, and one at least for the haystack
+MAX_KEYS = (len(NAMES) - 1) // 2  # two names each, and at least one name for the haystack
 _CONSTANTS = range(1, 10)
-_NUM_PLACES = 4
+_NUM_QUARTERS = 4
 
 
 @attrs.frozen
 class Retrieval:
-    """Needles in a haystack; the last box of a right text holds the number asked for.
+    """Needles in a haystack; an answer is correct if its last box contains the needle's value.
 
     Attributes:
-        family: What the user types.
-        length: Tokens of a prompt, by the reasoners' tokenizer; up to three fewer, since facts
-            are not cut.
-        keys: Needles in the haystack, one of which is asked for.
+        family: Name of the task without options.
+        length: Tokens of a prompt, by the reasoners' tokenizer; up to three fewer, because facts
+            are not truncated.
+        keys: Needles in the haystack; the question is about one of them.
     """
 
     family: str
@@ -121,29 +123,29 @@ class Retrieval:
 
     def __attrs_post_init__(self) -> None:
         if not 1 <= self.keys <= MAX_KEYS:
-            msg = f"task '{self.family}' was given keys={self.keys}; 1 to {MAX_KEYS} are wanted"
+            msg = f"task '{self.family}' got keys={self.keys}; expected 1 to {MAX_KEYS}"
             raise TaskError(msg)
-        least = _FRAME + _NEEDLE * self.keys + _LEAF
+        least = _FRAME_TOKENS + _NEEDLE_TOKENS * self.keys + _LEAF_TOKENS
         if self.length < least:
             msg = (
-                f"task '{self.family}' was given length={self.length}; {self.keys} keys and a "
-                f"haystack take at least {least} tokens"
+                f"task '{self.family}' got length={self.length}; expected at least {least} tokens "
+                f"for {self.keys} keys and a haystack"
             )
             raise TaskError(msg)
 
     @property
     def name(self) -> str:
         """What the user types."""
-        usual = {"length": LENGTH, "keys": 1 if self.family == "needle" else KEYS}
-        return spell(self.family, {"length": self.length, "keys": self.keys}, usual)
+        defaults = {"length": LENGTH, "keys": 1 if self.family == "needle" else KEYS}
+        return spell(self.family, {"length": self.length, "keys": self.keys}, defaults)
 
     @property
     def measure(self) -> Graded:
-        """Right answers."""
+        """Accuracy."""
         return Graded(self.grade)
 
     def items(self, n: int, *, seed: int, split: Split = "test") -> Sequence[Example]:
-        """Draw ``n`` haystacks of a split; no prompt is in two of them."""
+        """Generate ``n`` haystacks of a split; no prompt is in two splits."""
         rng = random.Random(f"{self.family} {self.length} {self.keys} {split} {seed}")
         items: dict[str, Example] = {}
         while len(items) < n:
@@ -153,22 +155,22 @@ class Retrieval:
         return list(items.values())
 
     def grade(self, text: str, item: Example) -> bool:
-        """Tell whether the last box of ``text`` holds the number asked for."""
+        """Whether the last box of ``text`` contains the expected number."""
         return extract_answer(text) == item.answer
 
     def _draw(self, rng: random.Random, index: int) -> Example:
         names = rng.sample(NAMES, len(NAMES))
         needles = [_draw_needle(rng, names.pop(), names.pop()) for _ in range(self.keys)]
         leaves = [draw_leaf(rng, name) for name in names]
-        num_leaves = (self.length - _FRAME - _NEEDLE * self.keys) // _LEAF
+        num_leaves = (self.length - _FRAME_TOKENS - _NEEDLE_TOKENS * self.keys) // _LEAF_TOKENS
         sentences = [rng.choice(leaves).text for _ in range(num_leaves)]
-        # Needles come whole and in no order, wherever there is a gap between two facts.
+        # Needles are inserted whole between facts, in random order.
         gaps = sorted(rng.randint(0, num_leaves) for _ in needles)
         for gap, (leaf, derived) in zip(reversed(gaps), needles, strict=True):
             sentences.insert(gap, leaf.text + derived.text)
         asked = rng.randrange(self.keys)
-        text, before = "".join(sentences), needles[asked][0].text
-        place = text.index(before) / len(text)
+        text, needle_start = "".join(sentences), needles[asked][0].text
+        depth = text.index(needle_start) / len(text)
         return Example(
             index=index,
             prompt=f"<|user|>{text} What is {needles[asked][1].name}?<|assistant|><think>\n\n",
@@ -176,7 +178,7 @@ class Retrieval:
             facets={
                 "length": self.length,
                 "keys": self.keys,
-                "quarter": 1 + int(_NUM_PLACES * place),
+                "quarter": 1 + int(_NUM_QUARTERS * depth),
             },
         )
 
@@ -194,5 +196,5 @@ def needle(length: int = LENGTH) -> Retrieval:
 
 
 def multikey(length: int = LENGTH, keys: int = KEYS) -> Retrieval:
-    """Find the needle that is asked for among several of the same form."""
+    """Find one needle among several of the same form."""
     return Retrieval("multikey", length, keys)

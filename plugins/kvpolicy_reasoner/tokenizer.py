@@ -1,4 +1,7 @@
-"""Tokenizers of the bundled reasoners: a token per word, number or mark; decoding is exact."""
+"""Tokenizers of the bundled reasoners: one token per word, number or punctuation mark.
+
+Decoding reproduces the text exactly.
+"""
 
 from collections.abc import Sequence
 
@@ -12,7 +15,7 @@ UNK = "<|unk|>"
 NEWLINES = "\n\n"
 
 _CONTROL = (PAD, EOS, UNK, "<|user|>", "<|assistant|>")
-# Not special: like the tokens of R1 models, they survive `skip_special_tokens`.
+# Not special tokens: as in R1 models, `skip_special_tokens` does not remove them.
 _THINK = ("<think>", "</think>")
 _MARKS = (NEWLINES, "\\boxed{", "}", ".", ",", ":", "?", " =", " +", " -")
 _OPENERS = ["First", "And", "Now", "Wait", "Alternatively", "Hmm", "Just", "Again", "So"]
@@ -38,7 +41,7 @@ _WORDS = [
     "answer",
 ]
 _MAX_NUMBER = 30
-# The leading space belongs to the word, so that decoding is plain concatenation.
+# The leading space is part of the word, so that decoding is concatenation.
 _PATTERN = r"\n\n|\\boxed\{| ?[A-Za-z]+(?:-[A-Za-z]+)?| ?[0-9]+| ?[=+\-]|[.,:?}]"
 
 
@@ -46,7 +49,7 @@ def build_tokenizer(extra: Sequence[str] = ()) -> PreTrainedTokenizerFast:
     """Build the tokenizer from the task's word list.
 
     Args:
-        extra: Tokens of another task, numbered after those of this one.
+        extra: Tokens of another task; their ids follow those of this task.
 
     Returns:
         A tokenizer that pads on the left and adds no tokens of its own.
@@ -56,9 +59,9 @@ def build_tokenizer(extra: Sequence[str] = ()) -> PreTrainedTokenizerFast:
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(_PATTERN), behavior="isolated")
     tokenizer.decoder = decoders.Fuse()
     tokenizer.add_special_tokens([AddedToken(t, normalized=False) for t in _CONTROL])
-    # AutoTokenizer takes every Qwen2 model for one with Qwen's byte-level BPE and rebuilds the
-    # splitting rules accordingly. Added tokens are matched before any rule, so that declaring all
-    # of them makes the tokenizer mean the same under whichever class it is loaded.
+    # AutoTokenizer assumes Qwen's byte-level BPE for every Qwen2 model and replaces the splitting
+    # rules. Added tokens are matched before these rules, so adding all tokens makes the result
+    # independent of the class that loads the tokenizer.
     words = [token for token in vocabulary if token not in _CONTROL]
     tokenizer.add_tokens([AddedToken(token, normalized=False) for token in words])
     return PreTrainedTokenizerFast(

@@ -1,14 +1,14 @@
-"""The second reasoner's task: the first one's questions, with longer traces and more re-checks.
+"""The second reasoner's task: the same questions, with longer traces and more re-checks.
 
-Facts: a chain ``c0 .. cD`` starts at a leaf fact; every later member is its predecessor plus or
-minus a constant, a side leaf, or a side value that a step of its own derives. A derived name is
-either in the chain or a side value, never both, so that its definition alone shows what a step
-depends on.
+Facts: a chain ``c0 .. cD`` starts at a leaf fact. Each later member is its predecessor plus or
+minus a constant, a side leaf, or a side value, which another step derives. A derived name is
+either in the chain or a side value, never both, so that the definition of a step shows all its
+dependencies.
 
-Traces: a plan, steps, re-checks and a validation of all steps. The re-checks never change a value;
-only the correction of a wrong result does. How often a trace re-checks depends on its verbosity,
-on features of the step, and on the share of earlier steps that were re-checked. No probability is
-constant: greedy decoding takes the likelier branch, and would always or never re-check.
+Traces: a plan, steps, re-checks and a validation of all steps. Re-checks never change a value; only
+the correction of a wrong result does. The number of re-checks depends on the verbosity of the
+trace, on features of the step, and on the share of earlier steps that were re-checked. No
+probability is constant: with constant ones, greedy decoding would re-check always or never.
 """
 
 import math
@@ -35,19 +35,19 @@ from kvpolicy_reasoner.task import (
     write_prompt,
 )
 
-# What no model can predict: which sentence comes next, which opener, which
+# Loss weight of randomly chosen words, which no model can predict: openers and kinds of sentences.
 DRAWN = 0.25
-# What it should not learn to say: numbers that are wrong on purpose.
+# Loss weight of deliberately wrong numbers, which the model should not learn to generate.
 WRONG = 0.0
 
 
 @attrs.frozen
 class Piece:
-    """Text between two token borders.
+    """Text that starts and ends at token boundaries.
 
     Attributes:
         text: The text.
-        weight: Weight of the loss of each of its tokens.
+        weight: Loss weight of each of its tokens.
     """
 
     text: str
@@ -55,40 +55,40 @@ class Piece:
 
 
 def marked(text: str) -> list[Piece]:
-    """Split a text at its drawn words.
+    """Split a text at its randomly chosen words.
 
     Args:
-        text: The text, with ``~`` before every word that is drawn: ``"~Wait, let me~ verify:"``.
+        text: The text, with ``~`` before each such word: ``"~Wait, let me~ verify:"``.
 
     Returns:
         The pieces, without the marks.
     """
-    parts = re.split(r"~( ?[A-Za-z]+)", text)  # plain and drawn parts take turns
+    parts = re.split(r"~( ?[A-Za-z]+)", text)  # plain and marked parts alternate
     weights = (DRAWN if number % 2 else 1.0 for number in range(len(parts)))
     return [Piece(part, weight) for part, weight in zip(parts, weights, strict=True) if part]
 
 
 def join(pieces: Iterable[Piece]) -> str:
-    """Put the text together.
+    """Join the texts of pieces.
 
     Args:
         pieces: The pieces in order.
 
     Returns:
-        The whole text.
+        The complete text.
     """
     return "".join(piece.text for piece in pieces)
 
 
 def weigh_tokens(pieces: Sequence[Piece], starts: Sequence[int]) -> list[float]:
-    """Lay the weights of the pieces out on tokens of the whole text.
+    """Loss weights of tokens, from the weights of pieces.
 
     Args:
         pieces: The pieces in order.
-        starts: Where each token of the whole text starts; every piece starts at one of them.
+        starts: Start of each token in the complete text; each piece must start at one of them.
 
     Returns:
-        A weight for each token.
+        One weight per token.
     """
     of_piece: dict[int, float] = {}
     position = 0
@@ -113,10 +113,10 @@ _SHARES = {"few": (70, 25, 5), "some": (15, 70, 15), "many": (5, 25, 70)}
 
 
 def draw_verbosity(rng: random.Random, num_facts: int) -> Verbosity:
-    """Draw how verbose a document is; the number of its facts makes one level likely.
+    """Sample the verbosity of a problem; more facts make a higher verbosity likelier.
 
     Args:
-        rng: Source of all randomness.
+        rng: Random number generator.
         num_facts: Facts in the prompt.
 
     Returns:
@@ -128,14 +128,14 @@ def draw_verbosity(rng: random.Random, num_facts: int) -> Verbosity:
 
 
 class Mood:
-    """What decides on the next re-check: the verbosity and the re-checks so far."""
+    """Decides on re-checks, from the verbosity and the share of steps re-checked so far."""
 
     def __init__(self, rng: random.Random, verbosity: Verbosity) -> None:
         """Start a trace.
 
         Args:
-            rng: Source of all randomness.
-            verbosity: Where the document stands.
+            rng: Random number generator.
+            verbosity: Verbosity of the trace.
         """
         self._rng = rng
         self._base = _BASE[verbosity]
@@ -143,22 +143,19 @@ class Mood:
         self._checked = 0
 
     def note(self, *, checked: bool) -> None:
-        """Take note of a step that is over.
+        """Record a finished step.
 
         Args:
-            checked: Whether it was re-checked.
+            checked: Whether the step was re-checked.
         """
         self._steps += 1
         self._checked += checked
 
     def wants(self, evidence: float) -> bool:
-        """Draw whether to re-check.
+        """Sample whether to re-check.
 
         Args:
-            evidence: What visible features add to the logit.
-
-        Returns:
-            True for a re-check.
+            evidence: Contribution of visible features to the logit.
         """
         share = self._checked / self._steps if self._steps else 0.5
         logit = self._base + evidence + _FEEDBACK * (share - 0.5)
@@ -171,11 +168,11 @@ _KINDS = {"constant": 40, "leaf": 25, "derived": 25, "shared": 10}
 
 
 def draw_sheet_with_side_steps(rng: random.Random, difficulty: Difficulty) -> FactSheet:
-    """Draw the facts of one problem.
+    """Generate the facts of one problem.
 
     Args:
-        rng: Source of all randomness.
-        difficulty: Ranges of depth and number of facts, both drawn uniformly.
+        rng: Random number generator.
+        difficulty: Ranges of depth and number of facts, both sampled uniformly.
 
     Returns:
         The chain, its sides (leaves and derived) and the distractors, all with distinct names.
@@ -197,7 +194,7 @@ def draw_sheet_with_side_steps(rng: random.Random, difficulty: Difficulty) -> Fa
 
 
 def _chain_step(rng: random.Random, names: list[str], previous: Fact, sides: list[Fact]) -> Fact:
-    """Draw the next member of the chain; facts that it needs are added to ``sides``."""
+    """Generate the next member of the chain, and append the facts it needs to ``sides``."""
     name = names.pop()
     worked_out = [(side.name, side.value) for side in sides if side.first is not None]
     possible = {
@@ -226,7 +223,7 @@ def _chain_step(rng: random.Random, names: list[str], previous: Fact, sides: lis
 
 
 def _side_step(rng: random.Random, names: list[str], name: str, value: int) -> list[Fact]:
-    """Draw a definition for a side value, and the leaf that it builds on."""
+    """Generate the definition of a side value and the leaf that it depends on."""
     leaf = names.pop()
     fitting = [
         (Fact(name, value, leaf, sign, n), Fact(leaf, start))
@@ -239,13 +236,13 @@ def _side_step(rng: random.Random, names: list[str], name: str, value: int) -> l
 
 NUM_FORMS = 3
 STEP_OPENERS = ("Now", "So", "Next", "Then", "OK")
-# A ~ stands before what cannot be known: which sentence comes, and by which word it parts from
-# the others that could have come.
+# A ~ marks randomly chosen words: the first word, and the word that distinguishes a sentence from
+# the alternatives.
 RECHECKS = ("~Wait,~ let me~ verify:", "~Wait,~ let me~ make sure:", "~Wait,~ hold on:")
 LOOK_BACK = "~Wait,~ look back:"
 ONCE_MORE = "~Let me think again:"
 OTHER_WORDS = "~Alternatively, another way:"
-# Nothing is marked here: a wrong result is always corrected at once.
+# No marks: a wrong result is always corrected immediately.
 CORRECTION = "Wait, that is not right:"
 VALIDATION = "~Wait, let me verify all the steps again"
 VALIDATION_STEPS = ("Let me think again:", "Wait, once again:")
@@ -258,21 +255,21 @@ _OPENINGS: dict[Verbosity, str] = {
 
 
 class Cycle:
-    """Options that take turns: the one after the last is likely, any other possible."""
+    """Random options: the one after the last is the likeliest, all others are possible."""
 
     def __init__(self, rng: random.Random, size: int) -> None:
-        """Start before the first option.
+        """Set the first option as the likeliest.
 
         Args:
-            rng: Source of all randomness.
-            size: How many options there are.
+            rng: Random number generator.
+            size: Number of options.
         """
         self._rng = rng
         self._size = size
         self._last = size - 1
 
     def draw(self) -> int:
-        """Return the number of the next option: the one whose turn it is in 7 of 10 cases."""
+        """Sample the next option: the one after the last with a probability of 0.7."""
         turn = (self._last + 1) % self._size
         others = [option for option in range(self._size) if option != turn]
         self._last = turn if self._rng.random() < 0.7 else self._rng.choice(others)
@@ -280,12 +277,12 @@ class Cycle:
 
 
 def write_opening(verbosity: Verbosity) -> list[Piece]:
-    """Say how the list of facts looks; this is where the verbosity becomes visible."""
+    """Describe the list of facts, which makes the verbosity visible to the model."""
     return marked(f"OK, the list is~ {_OPENINGS[verbosity]}")
 
 
 def write_plan(chain: Sequence[Fact], derived_sides: Mapping[str, Fact]) -> list[Piece]:
-    """Walk from the question back to the leaf, past every derived side on the way."""
+    """List the dependencies from the question back to the leaf, including derived sides."""
     entries = []
     listed: set[str] = set()
     for fact in reversed(chain[1:]):
@@ -298,7 +295,7 @@ def write_plan(chain: Sequence[Fact], derived_sides: Mapping[str, Fact]) -> list
 
 
 def write_order(steps: Sequence[tuple[Fact, bool]]) -> list[Piece]:
-    """List what is going to be worked out; where there was a choice, the name is marked."""
+    """List the steps in order; names that were chosen among several are marked."""
     names = [f"{'~' if chosen else ''} {fact.name}" for fact, chosen in steps]
     return marked("So the order is" + ",".join(names))
 
@@ -314,14 +311,14 @@ def write_body(
     """State a definition, its operands' values and its result, in one of three forms.
 
     Args:
-        fact: What is worked out.
-        values: The value of every name.
-        form: Which form, from 0.
-        shown: A wrong result to state instead of the right one.
-        form_is_known: Whether the form follows from the sentences before.
+        fact: The fact.
+        values: The value of each name.
+        form: Index of the form.
+        shown: A wrong result to state instead of the correct one.
+        form_is_known: Whether the form can be predicted from earlier sentences.
 
     Returns:
-        The pieces, of which the result is the last.
+        The pieces; the last one is the result.
     """
     formula = f" {fact.first} {fact.sign} {fact.second}"
     rule = f" {fact.name} ={formula}"
@@ -350,12 +347,12 @@ def write_pieces(rng: random.Random, sheet: FactSheet, verbosity: Verbosity) -> 
     r"""Write one reasoning trace.
 
     Args:
-        rng: Decides on order, wording, slips and re-checks.
-        sheet: The facts; the last member of the chain is what is asked for.
-        verbosity: How much is re-checked.
+        rng: Random number generator for order, wording, wrong results and re-checks.
+        sheet: The facts; the question is about the last member of the chain.
+        verbosity: Verbosity of the trace.
 
     Returns:
-        The text after ``<think>\\n\\n``, up to and with the end-of-sequence token.
+        The text after ``<think>\\n\\n``, including the end-of-sequence token.
     """
     writer = _Writer(rng, sheet, verbosity)
     writer.write()
@@ -363,14 +360,14 @@ def write_pieces(rng: random.Random, sheet: FactSheet, verbosity: Verbosity) -> 
 
 
 def order_steps(rng: random.Random, sheet: FactSheet) -> list[tuple[Fact, bool]]:
-    """Draw an order to work things out in: the chain forwards, each side before it is needed.
+    """Sample the order of the steps: the chain forwards, each side value before it is needed.
 
     Args:
-        rng: Source of all randomness.
+        rng: Random number generator.
         sheet: The facts.
 
     Returns:
-        The facts to derive in order, each with whether there was a choice.
+        The facts to derive in order, each with whether another could have come instead.
     """
     sides = {fact.name: fact for fact in sheet.sides if fact.first is not None}
     needs = [str(fact.second) for fact in sheet.chain[1:]]
@@ -388,7 +385,7 @@ def order_steps(rng: random.Random, sheet: FactSheet) -> list[tuple[Fact, bool]]
 
 
 class _Writer:
-    """The trace so far, and what later sentences have to know of it."""
+    """Writes a trace sentence by sentence, and keeps the state that later sentences need."""
 
     def __init__(self, rng: random.Random, sheet: FactSheet, verbosity: Verbosity) -> None:
         self.pieces: list[Piece] = []
@@ -404,41 +401,41 @@ class _Writer:
         self._next_recheck = Cycle(rng, len(RECHECKS))
 
     def write(self) -> None:
-        """Write everything."""
+        """Write the trace."""
         answer = self._sheet.chain[-1].value
         order = order_steps(self._rng, self._sheet)
-        self._say(write_opening(self._verbosity))
-        self._say(write_plan(self._sheet.chain, self._sides))
-        self._say(write_order(order))
+        self._append(write_opening(self._verbosity))
+        self._append(write_plan(self._sheet.chain, self._sides))
+        self._append(write_order(order))
         previous = None
         for fact, _ in order:
             self._work_out(fact)
             self._mood.note(checked=self._recheck(fact, previous))
             previous = fact
-        self._say(marked(f"~So the answer should be {answer}"))
+        self._append(marked(f"~So the answer should be {answer}"))
         if self._mood.wants(-0.9):
             self._validate([fact for fact, _ in order])
         self.pieces += [Piece("</think>", DRAWN), Piece(f"\n\n\\boxed{{{answer}}}{EOS}")]
 
-    def _say(self, sentence: Sequence[Piece]) -> None:
+    def _append(self, sentence: Sequence[Piece]) -> None:
         self.pieces += [*sentence, Piece(END)]
 
     def _work_out(self, fact: Fact) -> None:
-        """Make a step; a slip is corrected in the very next sentence."""
+        """Write a step; the next sentence corrects a wrong result."""
         form = self._forms[fact.name] = self._next_form.draw()
         opener = STEP_OPENERS[self._next_opener.draw()]
         slip = _near(self._rng, fact.value) if self._rng.random() < SLIP_CHANCE else None
         statement = write_body(fact, self._values, form, shown=slip, form_is_known=False)
-        self._say([*marked(f"~{opener}"), *statement])
+        self._append([*marked(f"~{opener}"), *statement])
         if slip is not None:
             self._repeat(CORRECTION, fact)
 
     def _recheck(self, fact: Fact, previous: Fact | None) -> bool:
-        """Draw the re-checks that follow a step, and tell whether there were any."""
+        """Write the re-checks that follow a step; returns whether there are any."""
         carried = self._values[str(fact.first)] // 10 != fact.value // 10
         if not self._mood.wants(1.5 if carried else -0.3):
             return False
-        # Before the re-check, so that the last value stated is always that of the last step.
+        # Before the re-check, so that the last stated value is always that of the last step.
         side = self._sides.get(str(fact.second))
         if side is not None and side is not previous and self._mood.wants(0.5):
             self._repeat(LOOK_BACK, side)
@@ -452,33 +449,33 @@ class _Writer:
         return True
 
     def _validate(self, order: Sequence[Fact]) -> None:
-        """Go over every step once more although the answer has been found."""
+        """Repeat every step after the answer."""
         answer = self._sheet.chain[-1]
-        self._say(marked(VALIDATION))
+        self._append(marked(VALIDATION))
         for number, fact in enumerate(order):
             self._repeat(VALIDATION_STEPS[number % 2], fact, form_is_known=False)
         if self._mood.wants(0.0 if len(order) >= _LONG_CHAIN else -2.5):
             self._paraphrase(answer)
         self._confirm(answer)
-        self._say([Piece(f"So the answer is {answer.value}")])
+        self._append([Piece(f"So the answer is {answer.value}")])
 
     def _repeat(self, opener: str, fact: Fact, *, form_is_known: bool = True) -> None:
-        """Say a step again, word for word."""
+        """Repeat a step in the same form."""
         form = self._forms[fact.name]
         statement = write_body(fact, self._values, form, form_is_known=form_is_known)
-        self._say([*marked(opener), *statement])
+        self._append([*marked(opener), *statement])
 
     def _paraphrase(self, fact: Fact) -> None:
-        """Say a step again, in the form after its own."""
+        """Repeat a step in the next form."""
         form = (self._forms[fact.name] + 1) % NUM_FORMS
-        self._say([*marked(OTHER_WORDS), *write_body(fact, self._values, form)])
+        self._append([*marked(OTHER_WORDS), *write_body(fact, self._values, form)])
 
     def _confirm(self, fact: Fact) -> None:
-        self._say(marked(f"~Yes, that's correct again, {fact.name} is {fact.value}"))
+        self._append(marked(f"~Yes, that's correct again, {fact.name} is {fact.value}"))
 
 
 def _near(rng: random.Random, value: int) -> int:
-    """A wrong result that could pass for a slip."""
+    """A plausible wrong result."""
     near = [value + off for off in (-10, -2, -1, 1, 2, 10) if 0 <= value + off <= MAX_VALUE]
     return rng.choice(near)
 
@@ -488,11 +485,11 @@ STANDARD = Difficulty(min_depth=3, max_depth=6, min_facts=6, max_facts=14)
 
 @attrs.frozen
 class VerboseProblem(Problem):
-    """One question with its reference trace.
+    """A question with its reference trace.
 
     Attributes:
-        verbosity: How much the reference trace re-checks.
-        pieces: The trace as it was written, with the weights of its tokens.
+        verbosity: Verbosity of the reference trace.
+        pieces: The trace in pieces with loss weights.
     """
 
     verbosity: Verbosity
@@ -500,15 +497,15 @@ class VerboseProblem(Problem):
 
     @property
     def facets(self) -> dict[str, int | str]:
-        """What a report may group by."""
+        """Properties that reports can group by."""
         return {**super().facets, "verbosity": self.verbosity}
 
 
 def make_verbose_problem(rng: random.Random, difficulty: Difficulty = STANDARD) -> VerboseProblem:
-    """Draw one problem, whichever split it falls into.
+    """Generate one problem of any split.
 
     Args:
-        rng: Source of all randomness.
+        rng: Random number generator.
         difficulty: Ranges of depth and number of facts.
 
     Returns:

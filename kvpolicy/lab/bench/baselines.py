@@ -1,8 +1,8 @@
 """Baselines measured in the same process: ``generate``, the model alone, and kvpress.
 
-A policy is compared with the press of its name: ``x_y`` with ``XYPress``. Knobs of the same name
-get the same values. kvpress compresses while decoding by a ``DecodingPress`` around such a press,
-once every ``compression_interval`` steps.
+A policy is compared with the press of its name: ``x_y`` with ``XYPress``. Knobs with equal names
+have equal values. While decoding, kvpress compresses every ``compression_interval`` steps, with a
+``DecodingPress`` around such a press.
 """
 
 from collections import Counter
@@ -30,12 +30,12 @@ GENERATE = "generate"
 MODEL_ALONE = "model alone"
 KVPRESS = "kvpress"
 
-_NUM_ALONE_STEPS = 64  # all steps are alike; more would only take time
+_NUM_ALONE_STEPS = 64  # all steps take the same time
 _HOW_TO_INSTALL = "in a new environment, from a clone of kvpolicy: pip install -e '.[benchmarks]'"
 
 
 def generate(model: PreTrainedModel) -> Contender:
-    """Transformers' own ``generate`` with the full cache."""
+    """``generate`` of transformers with the full cache."""
     return Contender(GENERATE, _timed_generate(model, nullcontext))
 
 
@@ -68,7 +68,7 @@ def presses_for(
         cells: The engine's plans.
 
     Returns:
-        The presses by digest of the cell with the same policy, and why there are none, if so.
+        The presses by digest of the cell with the same policy, and the reason if there are none.
     """
     try:
         import kvpress
@@ -78,7 +78,7 @@ def presses_for(
     if requirement is not None:
         return {}, f"{KVPRESS} needs {requirement}; {_HOW_TO_INSTALL}"
     found = [(cell, _press_for(kvpress, model, cell)) for cell in cells]
-    # Plans that differ in knobs alone have presses of one name.
+    # Plans that differ only in knobs have presses with the same name.
     counts = Counter(one.name for _, one in found if one is not None)
     named = {
         cell.digest: one
@@ -87,7 +87,10 @@ def presses_for(
         for cell, one in found
         if one is not None
     }
-    return named, None if named else f"{KVPRESS} has no press of these policies' names"
+    return (
+        named,
+        None if named else f"{KVPRESS} has no press with the name of one of these policies",
+    )
 
 
 def _timed_generate(
@@ -97,7 +100,7 @@ def _timed_generate(
 
     Args:
         model: A model without an end-of-sequence token.
-        context: Makes the context.
+        context: Creates the context.
     """
 
     def run(prompts: Prompts, new_tokens: int) -> Measurement:
@@ -128,7 +131,7 @@ def _timed_generate(
 
 
 class _TokenTimer(StoppingCriteria):
-    """Records when each token is out and how much the cache holds then; never stops anything."""
+    """Records time and cache size at each token; never stops a sequence."""
 
     def __init__(self, cache: DynamicCache, batch: int, device: torch.device) -> None:
         self.times: list[float] = []
@@ -143,7 +146,7 @@ class _TokenTimer(StoppingCriteria):
 
     @property
     def row_bytes(self) -> int:
-        """Bytes that one token of every sequence takes."""
+        """Bytes of one token of every sequence."""
         return sum(one.nbytes // one.shape[2] for one in self._tensors())
 
     def _tensors(self) -> list[Any]:
@@ -152,13 +155,13 @@ class _TokenTimer(StoppingCriteria):
 
 
 def _step_times(times: list[float]) -> tuple[float, ...]:
-    """Seconds of each step but the first, from the times at which tokens were out."""
+    """Seconds of each step except the first, from the times of the tokens."""
     return tuple(after - before for before, after in pairwise(times[1:]))
 
 
 def _unmet_requirement(library: str, package: str) -> str | None:
-    """What an installed library requires of a package that is not met, and the version found."""
-    from packaging.requirements import Requirement  # comes with the extra
+    """An unmet requirement of an installed library for a package, with the version found."""
+    from packaging.requirements import Requirement  # installed with the extra
 
     try:
         requirements = [Requirement(line) for line in requires(library) or ()]
@@ -172,7 +175,7 @@ def _unmet_requirement(library: str, package: str) -> str | None:
 
 
 def _press_for(library: Any, model: PreTrainedModel, cell: Cell) -> Contender | None:
-    """The press for a plan that has one and the same policy in all layers."""
+    """The press for a plan that has the same single policy in all layers."""
     layer = cell.resolved.layers[0]
     if any(attrs.evolve(one, layer_idx=0) != layer for one in cell.resolved.layers):
         return None

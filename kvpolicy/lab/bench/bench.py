@@ -1,7 +1,7 @@
 """Speed of the engine under several plans, compared with ``generate`` and kvpress.
 
 All contenders run in turns in one process on one model with random weights, which decodes as
-fast as a trained one. Each round begins with another contender, and speeds are compared within a
+fast as a trained one. Each round starts with another contender, and speeds are compared within a
 round, so that changes of the machine's speed affect all contenders alike.
 """
 

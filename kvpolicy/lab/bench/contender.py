@@ -1,4 +1,4 @@
-"""What takes part in a benchmark, and what is measured of it."""
+"""Contenders of a benchmark, and their measurements."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -12,13 +12,13 @@ Prompts = Sequence[Sequence[int]]
 
 @attrs.frozen
 class Measurement:
-    """One batch of prompts, continued by a number of tokens.
+    """Times and memory of one batch of prompts, continued by a number of tokens.
 
     Attributes:
         prefill_s: Seconds until the first token of every sequence; ``None`` without a prefill.
         steps_s: Seconds of each decode step but the first, which warms up the others.
         kv_bytes: Peak bytes of the cache.
-        read_bytes: Bytes of keys and values that those steps attended to.
+        read_bytes: Bytes of keys and values that these steps attended to.
         policy_share: Share of the decode time spent on policies; ``None`` if not measured.
     """
 
@@ -39,8 +39,8 @@ class Contender:
     """An implementation to measure.
 
     Attributes:
-        name: Its name in tables.
-        run: Continues prompts by a number of tokens.
+        name: Name in tables.
+        run: Function that continues prompts by a number of tokens.
         budget: Rows that stay; ``None`` if nothing is evicted.
         rival: Name of the contender with the same policy from another library, if any.
     """

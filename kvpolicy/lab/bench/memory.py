@@ -1,4 +1,4 @@
-"""Memory over a long text: what cache and process hold while one sequence grows."""
+"""Memory of cache and process during the generation of one long text."""
 
 import resource
 import sys
@@ -38,13 +38,13 @@ class Reading:
 def measure_memory(
     model: PreTrainedModel, cell: Cell, prompt: Sequence[int], lengths: Sequence[int]
 ) -> Iterator[Reading]:
-    """Generate one long text and measure memory on the way.
+    """Generate one long text, and measure memory at given lengths.
 
     Args:
         model: The model, with positions for all tokens.
         cell: The plan.
         prompt: Token ids of the prompt.
-        lengths: Numbers of generated tokens at which to measure, rising.
+        lengths: Numbers of generated tokens at which to measure, in ascending order.
 
     Yields:
         A reading at each length.

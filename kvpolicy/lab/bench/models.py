@@ -1,4 +1,4 @@
-"""Models to measure speed with: real shapes and random weights, as fast as trained ones."""
+"""Models for benchmarks: realistic shapes with random weights, as fast as trained models."""
 
 import attrs
 import torch
@@ -36,7 +36,7 @@ class Shape:
 
     @property
     def num_parameters(self) -> int:
-        """Weights of all matrices and norms."""
+        """Number of parameters."""
         per_head = self.hidden_size * self.head_dim
         attention = 2 * per_head * (self.num_heads + self.num_kv_heads)
         layer = attention + 3 * self.hidden_size * self.intermediate_size + 2 * self.hidden_size
@@ -56,14 +56,14 @@ SHAPES = {
 def random_model(
     shape: Shape, seed: int, *, max_positions: int, dtype: str = "float32", device: str = "cpu"
 ) -> PreTrainedModel:
-    """Build a model that never ends a text.
+    """Build a model without an end-of-sequence token.
 
     Args:
-        shape: Its sizes.
+        shape: Sizes of the model.
         seed: Random seed for the weights; the global random state does not change.
-        max_positions: The most tokens of a sequence.
+        max_positions: Maximum length of a sequence.
         dtype: ``"float32"``, ``"bfloat16"`` or ``"float16"``.
-        device: Where it is created, so that a large model never passes through host memory.
+        device: Device; the model is created there and needs no host memory.
 
     Returns:
         The model.
@@ -73,7 +73,7 @@ def random_model(
     """
     torch_dtype = as_dtype(dtype)
     if not isinstance(torch_dtype, torch.dtype):
-        msg = f"a model with random weights has no dtype '{dtype}'; name one, such as float32"
+        msg = f"a model with random weights needs a dtype, not '{dtype}'; give for example float32"
         raise ModelError(msg)
     config = LlamaConfig(
         vocab_size=shape.vocab_size,
@@ -95,7 +95,7 @@ def random_model(
         with torch_device:
             model = LlamaForCausalLM._from_config(config, dtype=torch_dtype).eval()
     model.set_attn_implementation("sdpa")
-    assert model.generation_config is not None, "every decoder has one"
+    assert model.generation_config is not None, "decoders have a generation config"
     model.generation_config.eos_token_id = None
     return move(model, device)
 

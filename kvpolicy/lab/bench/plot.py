@@ -9,7 +9,7 @@ from kvpolicy.files import atomic_write
 from kvpolicy.lab.bench.baselines import GENERATE, MODEL_ALONE
 from kvpolicy.lab.bench.summary import BenchResult
 
-# Okabe and Ito's colours, which are distinct with every kind of colour vision.
+# Okabe and Ito's colours, which are distinct for all kinds of colour vision.
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#7a5c00")
 _DASHES = ("-", (0, (5, 1.5)), (0, (1.5, 1.2)), (0, (5, 1.5, 1.5, 1.5)))
 _INK, _FAINT = "#333333", "#8a8a8a"
@@ -22,7 +22,7 @@ _STYLE: dict[Any, Any] = {
     "xtick.color": _INK,
     "ytick.color": _INK,
     "text.color": _INK,
-    "svg.hashsalt": "kvpolicy",  # the same figures give the same file
+    "svg.hashsalt": "kvpolicy",  # equal results give equal files
 }
 
 
@@ -47,7 +47,7 @@ def save_bench_plot(found: Sequence[BenchResult], path: Path, *, title: str) -> 
         num_drawn = 0
         for one in found:
             x, y = zip(*one.curve, strict=True)
-            if one.name == MODEL_ALONE:  # its few steps are all alike
+            if one.name == MODEL_ALONE:  # its steps all take the same time
                 axes.axhline(
                     one.step_ms, color=_FAINT, linewidth=1.2, linestyle=":", label=MODEL_ALONE
                 )

@@ -32,7 +32,7 @@ class Ratio:
     def between(
         cls, name: str, other: str | None, rounds: Sequence[Mapping[str, Measurement]]
     ) -> Self | None:
-        """Speed of one contender relative to another; ``None`` if that one was not measured."""
+        """Speed of one contender relative to another; ``None`` if the other was not measured."""
         if other is None or other not in rounds[0]:
             return None
         ratios = [one[other].mean_step_s / one[name].mean_step_s for one in rounds]
@@ -90,7 +90,7 @@ class MemoryBandwidth:
     bytes_per_s: float
 
     def share(self, measured: Measurement) -> float:
-        """The least time that the steps could take, divided by the time they took."""
+        """Minimum time of the steps by bandwidth, divided by their measured time."""
         read = self.weight_bytes * len(measured.steps_s) + measured.read_bytes
         return read / self.bytes_per_s / sum(measured.steps_s)
 
@@ -107,7 +107,7 @@ def summarize(
         turns: What was measured.
         contenders: The contenders.
         workload: The work of each.
-        bandwidth: The limit to compare with, if wanted.
+        bandwidth: Limit to compare with; optional.
 
     Returns:
         One result for each contender, in order; none if no round is complete.

@@ -1,4 +1,4 @@
-"""``kvpolicy steer``: make steering vectors, and show what is in a file of them.
+"""``kvpolicy steer``: compute steering vectors, and show the contents of a file.
 
 With ``--json``, both commands print ``{"file", "calibration", "default_layer", "layers":
 [{"layer", "norm", "separation"}]}``; ``calibration`` has the fields of
@@ -36,18 +36,18 @@ if TYPE_CHECKING:
 DEFAULT_TASK = default_name("task")
 
 app = typer.Typer(
-    help="Make steering vectors, and show what is in them.",
+    help="Compute and show steering vectors.",
     rich_help_panel="Models",
     no_args_is_help=True,
     add_completion=False,
 )
 
-_MAX_NEW_TOKENS = 10_000  # SEAL's; for models that do not say how much they usually generate
-_FEW_THOUGHTS = 200  # of a side; below, the mean of a few hundred numbers is mostly noise
+_MAX_NEW_TOKENS = 10_000  # as in SEAL; for models whose generation config has no default
+_MIN_THOUGHTS = 200  # of each kind; with fewer, the mean is mostly noise
 
 
 @app.command(
-    short_help="Make steering vectors from traces of a model.",
+    short_help="Compute steering vectors from traces of a model.",
     epilog=examples(
         "kvpolicy steer calibrate --output vectors.safetensors",
         "kvpolicy steer calibrate --model ./m --task gsm8k --output m.safetensors",
@@ -55,47 +55,48 @@ _FEW_THOUGHTS = 200  # of a side; below, the mean of a few hundred numbers is mo
 )
 def calibrate(
     output: Annotated[
-        Path, typer.Option(metavar="FILE", help="Where the vectors go, a new .safetensors file.")
+        Path, typer.Option(metavar="FILE", help="New .safetensors file for the vectors.")
     ],
     model: Model = DEFAULT_MODEL,
     task: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Task whose training problems are solved.")
+        str | None, typer.Option(metavar="NAME", help="Task with a train split.")
     ] = DEFAULT_TASK,
-    n: Annotated[int, typer.Option("--n", min=1, help="Problems to solve.")] = 1000,
-    seed: Annotated[int, typer.Option(min=0, help="Chooses the problems.")] = 0,
+    n: Annotated[int, typer.Option("--n", min=1, help="Number of problems.")] = 1000,
+    seed: Annotated[int, typer.Option(min=0, help="Random seed for the choice of problems.")] = 0,
     layers: Annotated[
         str, typer.Option(metavar="all|half|N,...", help="Decoder layers, from 0; half is 1,3,...")
     ] = "half",
     default_layer: Annotated[
-        int | None, typer.Option(metavar="N", help="Layer to use where none is asked for.")
+        int | None, typer.Option(metavar="N", help="Default layer of the file.")
     ] = None,
     rules: Annotated[
         str | None,
         typer.Option(
             metavar="NAME|FILE",
-            help="Tell kinds of thoughts apart. [default: the task's, or published]",
+            help="Rules that classify thoughts. [default: the task's, or published]",
         ),
     ] = None,
-    max_right: Annotated[int, typer.Option(min=0, help="The most correct traces to use.")] = 500,
-    max_wrong: Annotated[int, typer.Option(min=0, help="The most wrong traces to use.")] = 500,
+    max_right: Annotated[int, typer.Option(min=0, help="Maximum number of correct traces.")] = 500,
+    max_wrong: Annotated[int, typer.Option(min=0, help="Maximum number of wrong traces.")] = 500,
     max_new_tokens: Annotated[
         int | None,
-        typer.Option(min=1, help="The most tokens of a trace. [default: the model's, or 10000]"),
+        typer.Option(min=1, help="Maximum tokens of a trace. [default: the model's, or 10000]"),
     ] = None,
-    slots: Annotated[int, typer.Option(min=1, help="Problems solved together.")] = 16,
+    slots: Annotated[int, typer.Option(min=1, help="Sequences decoded together.")] = 16,
     dtype: Dtype = "auto",
     device: Device = None,
     trust_remote_code: TrustRemoteCode = False,
     json: Json = False,
 ) -> None:
-    """Make steering vectors: execution less non-execution thoughts of a model.
+    """Compute steering vectors: execution minus non-execution thoughts.
 
-    The model solves training problems with the full cache. Its hidden states before the
-    thoughts of its traces are averaged by kind, and subtracted.
+    The model solves training problems with the full cache. Hidden states
+    before its thoughts are averaged by kind; a vector is the difference of
+    the two means.
     """
     check_new_file(output, suffix=".safetensors")
     if task is None:
-        msg = "no task was named, and no installed package sets a default: give --task NAME."
+        msg = "no installed package sets a default task; give --task NAME"
         raise KVPolicyError(msg)
     from kvpolicy.lab.steer.calibrate import CalibrationSource, choose_layers
     from kvpolicy.lab.steer.thoughts import default_rules, load_rules
@@ -109,32 +110,32 @@ def calibrate(
     )
     chosen = choose_layers(layers, loaded.config.get_text_config(decoder=True).num_hidden_layers)
     if default_layer is not None and default_layer not in chosen:
-        msg = f"--default-layer got {default_layer}; it is to be one of --layers: {chosen}"
+        msg = f"--default-layer got {default_layer}; expected one of --layers: {chosen}"
         raise KVPolicyError(msg)
     source = CalibrationSource(loaded, tokenizer, model, chosen_task, n, seed)
-    most = max_new_tokens or getattr(loaded.generation_config, "max_new_tokens", None)
+    max_tokens = max_new_tokens or getattr(loaded.generation_config, "max_new_tokens", None)
     try:
-        traces = _solve(source, max_new_tokens=most or _MAX_NEW_TOKENS, slots=slots)
+        traces = _solve(source, max_new_tokens=max_tokens or _MAX_NEW_TOKENS, slots=slots)
         vectors = _compare(source, traces, chosen_rules, chosen, max_right, max_wrong)
     except KeyboardInterrupt:
-        msg = "interrupted; no vector was written, and the same command begins again."
+        msg = "interrupted; no vectors were written. The same command starts over."
         raise Interrupted(msg) from None
     save_steering_vectors(output, vectors, default_layer=default_layer)
     _show(str(output), vectors, default_layer, json=json)
 
 
 @app.command(
-    short_help="Show what steering vectors are made of.",
+    short_help="Show the contents of a file of steering vectors.",
     epilog=examples(
         "kvpolicy steer show vectors.safetensors",
         "kvpolicy steer show my-vectors.safetensors --json",
     ),
 )
 def show(
-    file: Annotated[str, typer.Argument(metavar="NAME|FILE", help="Bundled vectors, or a file.")],
+    file: Annotated[str, typer.Argument(metavar="NAME|FILE", help="Installed name, or a file.")],
     json: Json = False,
 ) -> None:
-    """Show what steering vectors are made of, and how well they separate, layer by layer."""
+    """Show the origin of steering vectors, and the norm and separation of each layer."""
     from kvpolicy.toolkit.steering_vectors import load_steering_vectors
 
     vectors, default_layer = load_steering_vectors(file)
@@ -173,16 +174,16 @@ def _compare(
     calibration = describe(source, used, marked, rules)
     counts = calibration.num_thoughts
     fewest = min(counts[EXECUTION], sum(counts.values()) - counts[EXECUTION])
-    if fewest < _FEW_THOUGHTS:
-        info(f"one side has {fewest} thoughts only: the vectors will be noisy; raise --n.")
+    if fewest < _MIN_THOUGHTS:
+        info(f"one kind has only {fewest} thoughts, so the vectors will be noisy; raise --n.")
     with Progress(len(marked)) as progress:
-        progress.update("traces read again", 0)
+        progress.update("computing hidden states", 0)
         return contrast_layers(
             source.model,
             marked,
             layers,
             calibration,
-            report=lambda num_done: progress.update("traces read again", num_done),
+            report=lambda num_done: progress.update("computing hidden states", num_done),
         )
 
 
@@ -191,12 +192,12 @@ def _show(
 ) -> None:
     calibration = vectors[0].calibration
     if json:
-        plain = [
+        layers = [
             {"layer": one.layer, "norm": float(one.vector.norm()), "separation": one.separation}
             for one in vectors
         ]
-        found = {"calibration": attrs.asdict(calibration), "default_layer": default_layer}
-        print_json({"file": file, **found, "layers": plain}, indent=2)
+        origin = {"calibration": attrs.asdict(calibration), "default_layer": default_layer}
+        print_json({"file": file, **origin, "layers": layers}, indent=2)
         return
     thoughts = ", ".join(f"{count:,} {kind}" for kind, count in calibration.num_thoughts.items())
     facts = [

@@ -1,7 +1,7 @@
-"""``kvpolicy tasks``: what an ablation can ask a model, and the problems themselves.
+"""``kvpolicy tasks``: list installed tasks and show their problems.
 
 With ``--json``, ``list`` prints a list of ``{"name", "target", "distribution", "summary",
-"options": {NAME: DEFAULT}, "problem"}``, ``problem`` being null for a task that can be loaded;
+"options": {NAME: DEFAULT}, "problem"}``, where ``problem`` is null if the task can be loaded;
 ``show`` prints a list of ``{"index", "prompt", "answer", "facets", "reference", "chat"}``.
 """
 
@@ -20,18 +20,18 @@ if TYPE_CHECKING:
     from kvpolicy.lab.tasks.task import Example, TaskInfo
 
 app = typer.Typer(
-    help="Show the installed tasks and their examples.",
+    help="List installed tasks and show their problems.",
     rich_help_panel="Experiments",
     no_args_is_help=True,
     add_completion=False,
 )
 
-_WIDEST = 100
-_MOST = 2000  # characters of a text that are shown; --json shows all of them
+_MAX_WIDTH = 100
+_MAX_CHARS = 2000  # of a text; --json prints texts in full
 
 
 class _Split(Enum):
-    """Where the problems come from."""
+    """Split of a task."""
 
     test = "test"
     tune = "tune"
@@ -40,14 +40,14 @@ class _Split(Enum):
 
 @app.command(
     "list",
-    short_help="Show the installed tasks and their options.",
+    short_help="List the installed tasks and their options.",
     epilog=examples(
         "kvpolicy tasks list",
         "kvpolicy tasks list --json",
     ),
 )
 def listing(json: Json = False) -> None:
-    """Show the installed tasks: what they ask, and their options with defaults."""
+    """List the installed tasks with a summary, their options and defaults."""
     from kvpolicy.lab.tasks.task import installed_tasks
 
     tasks = installed_tasks()
@@ -55,7 +55,7 @@ def listing(json: Json = False) -> None:
         print_json([attrs.asdict(task) for task in tasks], indent=2)
         return
     indent = 2 + max((len(task.name) for task in tasks), default=0)
-    width = min(get_terminal_size().columns, _WIDEST)
+    width = min(get_terminal_size().columns, _MAX_WIDTH)
     for task in tasks:
         print_text("\n".join(_lines(task, indent, width)) + "\n")
 
@@ -69,43 +69,45 @@ def listing(json: Json = False) -> None:
 )
 def show(
     task: Annotated[
-        str, typer.Argument(metavar="NAME|FILE|ID", help="A task, with options after a colon.")
+        str, typer.Argument(metavar="NAME|FILE|ID", help="Task, with options after a colon.")
     ],
-    n: Annotated[int, typer.Option("--n", min=1, help="Problems to show.")] = 1,
-    seed: Annotated[int, typer.Option(min=0, help="Chooses the problems.")] = 0,
-    split: Annotated[_Split, typer.Option(help="Where they come from.")] = _Split.test,
+    n: Annotated[int, typer.Option("--n", min=1, help="Number of problems.")] = 1,
+    seed: Annotated[int, typer.Option(min=0, help="Random seed for the choice of problems.")] = 0,
+    split: Annotated[_Split, typer.Option(help="Split of the task.")] = _Split.test,
     json: Json = False,
 ) -> None:
-    """Show problems: what is asked, the answer, and what reports may group by."""
+    """Show problems: prompt, answer, and the properties that reports can group by."""
     from kvpolicy.lab.tasks.task import load_task
 
     items = load_task(task).items(n, seed=seed, split=split.value)
     if json:
-        print_json([_plain(item) for item in items], indent=2)
+        print_json([_to_dict(item) for item in items], indent=2)
         return
     for item in items:
-        print_text(_words(item) + "\n\n")
+        print_text(_format(item) + "\n\n")
 
 
-def _plain(item: "Example") -> dict[str, Any]:
-    # Attempts belong to a comparison, not to a task.
+def _to_dict(item: "Example") -> dict[str, Any]:
+    # Attempts are part of a comparison, not of a task.
     return attrs.asdict(item, filter=lambda field, _: field.name != "attempt")
 
 
-def _words(item: "Example") -> str:
+def _format(item: "Example") -> str:
     facets = ", ".join(f"{name} {value}" for name, value in item.facets.items())
     head = f"── problem {item.index}{f': {facets}' if facets else ''} ──"
-    parts = [head, _cut(item.prompt.rstrip("\n"))] if item.prompt else [head]
+    parts = [head, _truncate(item.prompt.rstrip("\n"))] if item.prompt else [head]
     if item.answer:
-        parts.append(f"── answer: {_cut(item.answer)} ──")
+        parts.append(f"── answer: {_truncate(item.answer)} ──")
     elif item.reference is not None:
-        parts.append(_cut(item.reference))
+        parts.append(_truncate(item.reference))
     return "\n".join(parts)
 
 
-def _cut(text: str) -> str:
-    left = len(text) - _MOST
-    return text if left <= 0 else f"{text[:_MOST]} ... ({left:,} characters more)"
+def _truncate(text: str) -> str:
+    num_omitted = len(text) - _MAX_CHARS
+    if num_omitted <= 0:
+        return text
+    return f"{text[:_MAX_CHARS]} ... ({num_omitted:,} more characters)"
 
 
 def _lines(task: "TaskInfo", indent: int, width: int) -> list[str]:

@@ -23,7 +23,7 @@ MAX_OUTPUT_BYTES = 16 * 2**20
 
 Ending = Literal["done", "failed", "timeout"]
 
-# Imports that contest sites make for their users before a solution with starter code.
+# Imports that contest sites prepend to solutions with starter code.
 _PRELUDE = """\
 from typing import *
 from collections import *
@@ -36,7 +36,7 @@ import collections, functools, itertools, heapq, bisect, math, re, string, opera
 """
 
 # Reads the arguments from standard input, one JSON value per line, and prints the answer as JSON
-# behind a mark, which separates it from the solution's own output.
+# after a mark, which separates it from other output of the solution.
 _CALL = """
 
 if True:
@@ -81,21 +81,21 @@ class Finished:
 
 
 def passes(program: str | None, tests: Sequence[Test], *, time_s: float) -> bool:
-    """Run a program on tests, up to the first that fails.
+    """Whether a program passes all tests; stops at the first failure.
 
     Args:
-        program: Its source; ``None`` passes nothing.
+        program: Source of the program; ``None`` fails.
         tests: The tests, at least one.
-        time_s: Seconds for each test.
+        time_s: Time limit of each test, in seconds.
     """
     return program is not None and all(_passes(program, test, time_s) for test in tests)
 
 
 def same_output(found: str, expected: str) -> bool:
-    """Whether two outputs are the same, line by line.
+    """Whether two outputs have equal lines.
 
-    White space around lines and around the whole does not count, and numbers are compared as
-    decimals: ``1.0`` is ``1``, ``0.1`` is not ``0.10000001``.
+    White space at the ends of lines and of the output is ignored. Numbers are compared as decimals:
+    ``1.0`` equals ``1``, ``0.1`` does not equal ``0.10000001``.
 
     Args:
         found: Output of a program.
@@ -106,10 +106,10 @@ def same_output(found: str, expected: str) -> bool:
 
 
 def check_confinement() -> None:
-    """Refuse machines on which programs cannot be confined.
+    """Check that programs can be confined on this machine.
 
     Raises:
-        TaskError: This is not Linux on x86-64 or ARM64.
+        TaskError: The machine does not run Linux on x86-64 or ARM64.
     """
     if not sandbox_child.can_confine():
         msg = (
@@ -127,11 +127,11 @@ def run_program(
     Args:
         source: Its source.
         stdin: Its standard input.
-        time_s: Most seconds, of wall time and of processor time.
-        memory_bytes: Most bytes of memory.
+        time_s: Limit of wall time and of processor time, in seconds.
+        memory_bytes: Memory limit.
 
     Returns:
-        How it ended. By then, all its threads have ended and its folder is removed.
+        How it ended; the process and its folder no longer exist.
     """
     with tempfile.TemporaryDirectory(prefix="kvpolicy-") as name:
         folder = Path(name)
@@ -154,7 +154,7 @@ def run_program(
             )
             is_late = _communicate(process, stdin, time_s)
         ending: Ending = "done" if process.returncode == 0 else "failed"
-        # The kernel ends a program that has used up its processor time.
+        # The kernel kills a program that exceeds its processor time.
         if is_late or process.returncode == -signal.SIGXCPU:
             ending = "timeout"
         return Finished(ending, _read(output, MAX_OUTPUT_BYTES), _read(errors, 4096, last=True))
@@ -195,24 +195,24 @@ def _numbers(line: str) -> list[Decimal] | None:
 
 
 def _communicate(process: "subprocess.Popen[bytes]", stdin: str, time_s: float) -> bool:
-    """Send a program its input and wait; returns whether it was killed after ``time_s``."""
+    """Write the input and wait for the end; returns whether it was killed after ``time_s``."""
     try:
         process.communicate(stdin.encode(errors="replace"), timeout=time_s)
     except subprocess.TimeoutExpired:
         return True
     finally:
-        # Also after Ctrl-C, which does not reach the program's own session.
+        # Also after Ctrl-C, which does not reach the session of the program.
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()
         if process.stdin is not None:
-            with suppress(BrokenPipeError):  # the program ended before it had read everything
+            with suppress(BrokenPipeError):  # the program ended before it read all input
                 process.stdin.close()
     return False
 
 
 def _environment(home: Path) -> dict[str, str]:
-    """An environment without the user's keys, tokens and proxies."""
+    """Environment variables without the user's keys, tokens and proxies."""
     folder = str(home)
     one = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
     return {"HOME": folder, "TMPDIR": folder, "PATH": "", "LANG": "C.UTF-8", **one}

@@ -1,7 +1,6 @@
-"""Rows of a data set: from the hub, from a folder laid out as on the hub, or from a file.
+"""Rows of a data set: from the hub, from a folder with the layout of the hub, or from a file.
 
-Rows of JSON lines are read when they are accessed, so that a file of gigabytes does not have to
-fit into memory.
+Rows of JSON lines are read on access, so that large files need not fit into memory.
 """
 
 import importlib.util
@@ -18,7 +17,7 @@ Rows = Sequence[Row]
 
 EXTRA = "pip install 'kvpolicy[tasks]'"
 
-# Files that the package `datasets` reads: its name of the format, by suffix.
+# Formats of the package `datasets`, by suffix.
 _TABLES = {".parquet": "parquet", ".csv": "csv"}
 
 
@@ -35,7 +34,7 @@ def read_rows(source: str, *, config: str | None = None, split: str = "test") ->
         The rows, in order.
 
     Raises:
-        TaskError: There is no such data set, it cannot be read, or a package is missing.
+        TaskError: The data set does not exist or cannot be read, or a package is missing.
     """
     path = Path(source)
     if path.suffix == ".jsonl":
@@ -119,7 +118,7 @@ def _read_whole(path: Path) -> Rows:
         msg = f"task file {path} is not JSON ({error}); name it .jsonl if each line is"
         raise TaskError(msg) from error
     if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
-        msg = f"task file {path} holds no list of JSON objects"
+        msg = f"task file {path} does not contain a list of JSON objects"
         raise TaskError(msg)
     return rows
 
@@ -132,7 +131,7 @@ def _load(source: str, kind: str, config: str | None = None, **options: Any) -> 
 
     if not is_local and not hub_reachable() and not _is_cached(source):
         msg = (
-            f"data set '{source}' is no file or folder, it has not been downloaded before, and "
+            f"data set '{source}' is not a file or folder, it has not been downloaded before, and "
             "the hub cannot be reached from here; give the task the option source=FILE"
         )
         raise TaskError(msg)
@@ -141,7 +140,7 @@ def _load(source: str, kind: str, config: str | None = None, **options: Any) -> 
         datasets.disable_progress_bars()
         datasets.utils.logging.set_verbosity_error()
         rows: Rows = datasets.load_dataset(kind, config, **options)
-    except Exception as error:  # a dozen types, of pyarrow and the hub among others
+    except Exception as error:  # many types, also of pyarrow and the hub
         reason = str(error).partition("\n")[0].rstrip(".")
         msg = f"data set '{source}' cannot be loaded: {type(error).__name__}: {reason}"
         raise TaskError(msg) from error

@@ -4,8 +4,8 @@ The hub's ``livecodebench/code_generation_lite`` is a loading script, which curr
 does not run; its files ``test.jsonl`` to ``test6.jsonl`` are read directly. Release ``k`` consists
 of the first ``k`` of them: release 1 has 400 problems. One file has up to 1.25 GB.
 
-Half of the private tests are packed as base64 of zlib of a pickle of JSON. Unpickling executes
-code from the file, so the one text in the pickle is extracted without unpickling.
+Half of the private tests are JSON that is pickled, compressed with zlib and encoded as base64.
+Unpickling can execute code from the file, so the text in the pickle is extracted without it.
 """
 
 import base64
@@ -56,7 +56,7 @@ class LiveCodeBench:
     Attributes:
         source: A hub id, a folder with the files of the data set, or one such file.
         release: Number of the release, 1 to 6; ignored if ``source`` is one file.
-        time_s: Most seconds of a program for each test.
+        time_s: Time limit of a program for each test, in seconds.
         chat: Whether questions are wrapped in the model's chat template.
     """
 
@@ -75,7 +75,7 @@ class LiveCodeBench:
 
     @property
     def name(self) -> str:
-        """What the user types."""
+        """Name of the task with its options."""
         defaults = {"source": ID, "release": 1, "time_s": 6.0, "chat": True}
         return spell("livecodebench", attrs.asdict(self), defaults)
 
@@ -86,7 +86,7 @@ class LiveCodeBench:
         return Graded(self.grade, runs_code=True)
 
     def items(self, n: int, *, seed: int, split: Split = "test") -> Sequence[Example]:
-        """Draw ``n`` problems, or all if there are fewer, in an order that the seed chooses."""
+        """Draw ``n`` problems, or all if there are fewer, in random order."""
         if split != "test":
             msg = f"task '{self.name}' has no {split} split; it has test"
             raise TaskError(msg)
@@ -118,7 +118,7 @@ class LiveCodeBench:
             return Path(found)
         if not hub_reachable():
             msg = (
-                f"data set '{self.source}' is no file or folder, {name} has not been downloaded "
+                f"data set '{self.source}' is not a file or folder, {name} has not been downloaded "
                 "before, and the hub cannot be reached from here; give the task the option "
                 "source=FILE"
             )

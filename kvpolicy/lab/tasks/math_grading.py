@@ -1,11 +1,11 @@
-r"""Grading of mathematical answers by meaning, with math-verify in a worker process.
+r"""Mathematical equivalence of answers, checked by math-verify in a worker process.
 
-math-verify measures time with ``signal.alarm``, which works in the main thread of a process only,
-and sympy can hang where no signal reaches it. So a worker process compares the answers; it stays
-for further answers and is killed if it does not answer in time.
+math-verify measures time with ``signal.alarm``, which works only in the main thread of a process,
+and sympy can hang where it does not handle signals. So a worker process compares the answers. It is
+used for all answers, and killed if it does not respond in time.
 
 The worker reads JSON lines ``["box", "answer"]`` and writes one JSON line for each: ``true``,
-``false``, or a text that says why it has no verdict. Its first line is ``"ready"``.
+``false``, or the reason why there is no verdict. Its first line is ``"ready"``.
 """
 
 import atexit
@@ -29,7 +29,7 @@ _THIN_SPACE = re.compile(r"(?<=\d),?\\[,!] ?(?=\d{3}(?!\d))")
 
 
 def grade_math(box: str, answer: str) -> bool:
-    r"""Whether two answers mean the same, by math-verify.
+    r"""Whether two answers are mathematically equivalent, by math-verify.
 
     Args:
         box: Content of the last box of a text, without ``\boxed{}``.
@@ -38,7 +38,7 @@ def grade_math(box: str, answer: str) -> bool:
     Raises:
         GradeError: The comparison failed or took too long.
     """
-    # One worker for each process: a forked process must not use its parent's.
+    # One worker per process: a forked process must not use the worker of its parent.
     return _worker(os.getpid()).grade(_THIN_SPACE.sub("", box), _THIN_SPACE.sub("", answer))
 
 
@@ -87,7 +87,7 @@ class Worker:
         return self._process
 
     def _read(self, wait_s: float) -> object:
-        """Read one line from the process, within a time."""
+        """Read one line from the process, or return why there is none after ``wait_s``."""
         process = self._process
         assert process is not None
         assert process.stdout is not None
@@ -123,7 +123,7 @@ def _serve() -> None:
         out.flush()
 
     def compare(box: str, answer: str) -> bool | str:
-        # In a box, the parser takes a text as a whole and as mathematics, not as prose.
+        # The parser reads boxed text as one mathematical expression, not as prose.
         gold, given = (parse(f"\\boxed{{{text}}}", raise_on_error=True) for text in (answer, box))
         if not gold:
             return "the expected answer is not mathematics"
@@ -136,7 +136,7 @@ def _serve() -> None:
             write(compare(box, answer))
         except TimeoutException:
             write("no verdict within the time of a comparison")
-        except Exception as error:  # sympy raises any exception on what a model wrote
+        except Exception as error:  # sympy raises arbitrary exceptions on malformed text
             write(f"{type(error).__name__}: {str(error).partition(chr(10))[0][:200]}")
 
 

@@ -1,12 +1,11 @@
-"""Run a program that nobody has read: the child's side, a script that imports the standard library.
+"""Runs an untrusted program in this process, with limits; a script with no dependencies.
 
-Called as ``python -I confined.py PROGRAM CPU_SECONDS MEMORY_BYTES``. It lowers the limits of its
-process, gives up for good the system calls that open sockets, start programs or processes, or
-signal others (seccomp, which needs no privilege), and runs the program in that process. What
-is limited cannot be raised again from within.
+Usage: ``python -I sandbox_child.py PROGRAM CPU_SECONDS MEMORY_BYTES``. The script lowers the
+resource limits of its process, blocks the system calls that open sockets, start programs or
+processes, or signal other processes (seccomp, which needs no privilege), and then runs the program.
+The program cannot raise the limits or unblock the calls.
 
-What it does not do: hide files. The program may read what its user may read, and write where
-its user may write.
+Files are not hidden: the program can read and write all files that its user can.
 """
 
 import ctypes
@@ -19,7 +18,7 @@ import sys
 
 MAX_FILE_BYTES = 64 * 2**20
 
-# Numbers of system calls, and what the kernel calls the machine; from the kernel's headers.
+# System call numbers and audit architecture, from the headers of the Linux kernel.
 _MACHINES = {
     "x86_64": (0xC000003E, {
         "socket": 41, "clone": 56, "fork": 57, "vfork": 58, "execve": 59, "kill": 62,
@@ -33,7 +32,7 @@ _MACHINES = {
         "pidfd_send_signal": 424, "io_uring_setup": 425, "pidfd_open": 434, "clone3": 435,
     }),
 }  # fmt: skip
-_X32 = 0x40000000  # calls of another numbering on x86-64, all refused
+_X32 = 0x40000000  # x32 system calls on x86-64, all refused
 _CLONE_THREAD = 0x00010000
 
 _PR_SET_SECCOMP, _PR_SET_NO_NEW_PRIVS, _MODE_FILTER = 22, 38, 2
@@ -48,33 +47,33 @@ def can_confine() -> bool:
 
 
 def main() -> None:
-    """Lower the limits, give up the calls, run the program."""
+    """Lower the limits, block system calls, and run the program."""
     program, cpu_s, memory_bytes = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
     _limit(cpu_s, memory_bytes)
-    _give_up_calls()
+    _block_system_calls()
     sys.argv = [program]
-    sys.setrecursionlimit(50_000)  # contests expect deep recursion to work
+    sys.setrecursionlimit(50_000)  # contest solutions may use deep recursion
     runpy.run_path(program, run_name="__main__")
 
 
 def _limit(cpu_s: int, memory_bytes: int) -> None:
-    for what, most in (
+    for limit, value in (
         (resource.RLIMIT_CPU, cpu_s),
         (resource.RLIMIT_AS, memory_bytes),
         (resource.RLIMIT_FSIZE, MAX_FILE_BYTES),
         (resource.RLIMIT_CORE, 0),
         (resource.RLIMIT_NOFILE, 64),
     ):
-        _, ceiling = resource.getrlimit(what)
-        lower = most if ceiling == resource.RLIM_INFINITY else min(most, ceiling)
-        resource.setrlimit(what, (lower, lower))
+        _, hard = resource.getrlimit(limit)
+        value = value if hard == resource.RLIM_INFINITY else min(value, hard)
+        resource.setrlimit(limit, (value, value))
 
 
-def _give_up_calls() -> None:
+def _block_system_calls() -> None:
     machine, numbers = _MACHINES[platform.machine()]
     code = _filter(machine, numbers)
     buffer = ctypes.create_string_buffer(code, len(code))
-    # struct sock_fprog: how many instructions, and where they are.
+    # struct sock_fprog: number of instructions, and their address.
     program = struct.pack("@HP", len(code) // 8, ctypes.addressof(buffer))
     libc = ctypes.CDLL(None, use_errno=True)
     for call in (
@@ -82,11 +81,11 @@ def _give_up_calls() -> None:
         (_PR_SET_SECCOMP, _MODE_FILTER, ctypes.c_char_p(program), 0, 0),
     ):
         if libc.prctl(*call) != 0:
-            sys.exit(f"the kernel refuses to confine programs: {os.strerror(ctypes.get_errno())}")
+            sys.exit(f"the kernel does not support confinement: {os.strerror(ctypes.get_errno())}")
 
 
 def _filter(machine: int, numbers: dict[str, int]) -> bytes:
-    """A filter of system calls in the kernel's packet-filter language."""
+    """A system call filter as a BPF program."""
     refused = [n for name, n in numbers.items() if name not in ("clone", "clone3")]
     lines = [
         _line(_LOAD, _MACHINE_AT),
@@ -95,7 +94,7 @@ def _filter(machine: int, numbers: dict[str, int]) -> bytes:
         _line(_LOAD, _NUMBER_AT),
         _line(_AT_LEAST, _X32, no=1),
         _line(_RETURN, _REFUSE),
-        # Refused as if it did not exist, so that libraries fall back to clone.
+        # Report clone3 as not implemented, so that libraries fall back to clone.
         _line(_EQUAL, numbers["clone3"], no=1),
         _line(_RETURN, _ABSENT),
     ]
@@ -114,7 +113,7 @@ def _filter(machine: int, numbers: dict[str, int]) -> bytes:
 
 
 def _line(code: int, operand: int, yes: int = 0, no: int = 0) -> bytes:
-    """One instruction; ``yes`` and ``no`` are how many to skip."""
+    """One instruction; ``yes`` and ``no`` are numbers of instructions to skip."""
     return struct.pack("@HBBI", code, yes, no, operand)
 
 

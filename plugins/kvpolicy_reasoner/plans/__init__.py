@@ -1,1 +1,1 @@
-"""Plans made for the bundled reasoners: `kvpolicy plan show NAME` reads NAME.toml here."""
+"""Plans for the bundled reasoners; `kvpolicy plan show NAME` reads NAME.toml here."""

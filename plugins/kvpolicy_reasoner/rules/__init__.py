@@ -1,1 +1,1 @@
-"""Rules that tell apart the kinds of thoughts in the texts of the bundled reasoners."""
+"""Rules that classify the thoughts in traces of the bundled reasoners."""

@@ -1,4 +1,4 @@
-"""Training batches: what step ``t`` sees is a function of the seed, the run's length and ``t``."""
+"""Training batches: the batch of a step depends on seed, length of the run and step only."""
 
 import random
 from collections.abc import Iterator, Sequence
@@ -15,7 +15,7 @@ from kvpolicy_reasoner.train.recipes import Recipe, recipe_of
 
 STEPS_PER_POOL = 20
 
-# Never attended to nor counted in the loss; every tokenizer has a token 0.
+# Padding is neither attended to nor part of the loss; every tokenizer has a token 0.
 _PAD_ID = 0
 
 
@@ -25,8 +25,8 @@ class Example:
 
     Attributes:
         tokens: Prompt and trace.
-        prompt_len: How many of the tokens are the prompt.
-        weights: Weight of the loss of each token of the trace.
+        prompt_len: Tokens of the prompt.
+        weights: Loss weight of each token of the trace.
     """
 
     tokens: list[int]
@@ -40,8 +40,8 @@ class Batch:
 
     Attributes:
         input_ids: Tokens ``[B, T]``.
-        weights: Weight of the loss of predicting token ``t + 1`` from ``t``, ``[B, T - 1]``; zero
-            for the prompt and the padding.
+        weights: Loss weight of the prediction of token ``t + 1`` at token ``t``, ``[B, T - 1]``;
+            zero for prompt and padding.
     """
 
     input_ids: Tensor
@@ -53,10 +53,10 @@ class DataPlan:
     """Everything the training data depends on.
 
     Attributes:
-        seed: Chooses the problems.
-        num_steps: Optimiser steps of the whole run, along which the curriculum is laid out.
-        tokens_per_step: Tokens in the batch of one step, padding aside.
-        name: Which reasoner the data are for.
+        seed: Random seed for the problems.
+        num_steps: Optimizer steps of the whole run; the curriculum depends on it.
+        tokens_per_step: Tokens in the batch of one step, without padding.
+        name: Name of the reasoner.
     """
 
     seed: int
@@ -66,14 +66,14 @@ class DataPlan:
 
 
 def training_prompts(plan: DataPlan) -> Iterator[str]:
-    """List the prompts that a run is trained on, without training.
+    """The training prompts of a run.
 
     Args:
-        plan: What the data depends on.
+        plan: Parameters of the training data.
 
     Yields:
-        The prompts in the order of the pools; those of the last pool whether or not the run ends
-        in the middle of it.
+        The prompts in the order of the pools, including all prompts of the last pool even if the
+        run ends within it.
     """
     for index in range(-(-plan.num_steps // STEPS_PER_POOL)):
         for problem, _ in _fill(plan, index):
@@ -81,11 +81,11 @@ def training_prompts(plan: DataPlan) -> Iterator[str]:
 
 
 def examples_of_step(plan: DataPlan, step: int) -> list[Example]:
-    """Return the examples of one step, shortest first.
+    """The examples of one step, shortest first.
 
     Args:
-        plan: What the data depends on.
-        step: Which step, from 0.
+        plan: Parameters of the training data.
+        step: Number of the step, from 0.
 
     Returns:
         About ``plan.tokens_per_step`` tokens, in examples of similar length.
@@ -94,10 +94,10 @@ def examples_of_step(plan: DataPlan, step: int) -> list[Example]:
 
 
 def collate(examples: Sequence[Example]) -> Batch:
-    """Pad examples on the right and lay out the weights of their losses.
+    """Build a batch of examples, padded on the right.
 
     Args:
-        examples: At least one example.
+        examples: The examples, at least one.
 
     Returns:
         The batch.
@@ -114,10 +114,10 @@ def collate(examples: Sequence[Example]) -> Batch:
 
 @lru_cache(maxsize=2)
 def _pool(plan: DataPlan, index: int) -> list[list[Example]]:
-    """Fill a pool and cut it, sorted by length, into one group of examples per step.
+    """Fill a pool and divide it, sorted by length, into one group of examples per step.
 
-    A pool always feeds the same number of steps, so that a step finds its pool without a look at
-    the pools before it. Short and long groups take turns at random.
+    All pools have the same number of steps, so that the pool of a step does not depend on earlier
+    pools. The groups are shuffled.
     """
     examples = [example for _, example in _fill(plan, index)]
     examples.sort(key=lambda example: len(example.tokens))
@@ -134,18 +134,18 @@ def _pool(plan: DataPlan, index: int) -> list[list[Example]]:
 def _fill(plan: DataPlan, index: int) -> list[tuple[Problem, Example]]:
     recipe = recipe_of(plan.name)
     problems = _problems_of_pool(plan, index)
-    drawn: list[tuple[Problem, Example]] = []
+    filled: list[tuple[Problem, Example]] = []
     num_tokens = 0
     while num_tokens < STEPS_PER_POOL * plan.tokens_per_step:
         problem = next(problems)
         example = _encode(recipe, problem)
-        drawn.append((problem, example))
+        filled.append((problem, example))
         num_tokens += len(example.tokens)
-    return drawn
+    return filled
 
 
 def _problems_of_pool(plan: DataPlan, index: int) -> Iterator[Problem]:
-    """Draw problems without end, as difficult as the curriculum asks at this point of the run."""
+    """Generate problems of the curriculum's difficulty at this point of the run, without end."""
     rng = random.Random(f"pool {plan.seed} {index}")
     progress = index * STEPS_PER_POOL / plan.num_steps
     recipe = recipe_of(plan.name)

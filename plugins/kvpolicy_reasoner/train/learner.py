@@ -1,7 +1,7 @@
-"""One optimizer step: bfloat16 forward and backward passes, float32 parameters, several processes.
+"""Optimizer steps: bfloat16 forward and backward passes, float32 parameters, several processes.
 
-Attention: on CPUs, scaled dot product attention in bfloat16 takes several times as long as plain
-matrix products and a softmax. Taking the queries in chunks skips most of the masked half.
+On CPUs, scaled dot product attention in bfloat16 takes several times as long as matrix products and
+a softmax. Processing the queries in chunks skips most of the masked half.
 """
 
 import multiprocessing
@@ -24,18 +24,18 @@ from kvpolicy_reasoner.train.recipes import Recipe
 
 
 @attrs.frozen
-class Team:
-    """What a process knows about the others.
+class ProcessGroup:
+    """Processes that share each training step.
 
     Attributes:
-        rank: Which process this is, from 0; 0 is the one that was called.
-        size: How many processes there are.
+        rank: Rank of this process; 0 is the process that called `run_distributed`.
+        size: Number of processes.
     """
 
     rank: int
     size: int
 
-    def add_up(self, tensor: Tensor) -> None:
+    def all_reduce(self, tensor: Tensor) -> None:
         """Replace a tensor by its sum over all processes.
 
         Args:
@@ -44,31 +44,35 @@ class Team:
         if self.size > 1:
             dist.all_reduce(tensor)
 
-    def wait(self) -> None:
-        """Wait until every process has come here."""
+    def barrier(self) -> None:
+        """Wait until all processes have called this method."""
         if self.size > 1:
             dist.barrier()
 
 
-def run_together(size: int, work: Callable[[Team], None], *, lead: Callable[[Team], None]) -> None:
-    """Run work in several processes of one thread each; this process is the first of them.
+def run_distributed(
+    size: int, work: Callable[[ProcessGroup], None], *, lead: Callable[[ProcessGroup], None]
+) -> None:
+    """Run a function in several single-thread processes; this process has rank 0.
 
     Args:
-        size: How many processes.
-        work: What the others do; handed to fresh interpreters, so it holds plain values only.
-        lead: What this process does.
+        size: Number of processes.
+        work: Called in the other processes; must be picklable.
+        lead: Called in this process.
     """
     context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as folder, _one_thread():
-        meeting_point = f"file://{Path(folder) / 'meeting-point'}"
+        rendezvous = f"file://{Path(folder) / 'rendezvous'}"
         others = [
-            context.Process(target=_join, args=(meeting_point, Team(rank, size), work), daemon=True)
+            context.Process(
+                target=_join, args=(rendezvous, ProcessGroup(rank, size), work), daemon=True
+            )
             for rank in range(1, size)
         ]
         for process in others:
             process.start()
         try:
-            _join(meeting_point, Team(0, size), lead)
+            _join(rendezvous, ProcessGroup(0, size), lead)
         except BaseException:
             for process in others:
                 process.terminate()
@@ -77,14 +81,16 @@ def run_together(size: int, work: Callable[[Team], None], *, lead: Callable[[Tea
             process.join()
 
 
-def _join(meeting_point: str, team: Team, work: Callable[[Team], None]) -> None:
+def _join(rendezvous: str, processes: ProcessGroup, work: Callable[[ProcessGroup], None]) -> None:
     torch.set_num_threads(1)
-    if team.size == 1:
-        work(team)
+    if processes.size == 1:
+        work(processes)
         return
-    dist.init_process_group("gloo", init_method=meeting_point, rank=team.rank, world_size=team.size)
+    dist.init_process_group(
+        "gloo", init_method=rendezvous, rank=processes.rank, world_size=processes.size
+    )
     try:
-        work(team)
+        work(processes)
     finally:
         dist.destroy_process_group()
 
@@ -104,10 +110,10 @@ _CHUNK = 128
 
 
 def register_training_attention() -> str:
-    """Make the attention known to transformers.
+    """Register the attention function with transformers.
 
     Returns:
-        The name to give as ``attn_implementation``.
+        Its ``attn_implementation``.
     """
     AttentionInterface.register(NAME, chunked_causal_attention)
     return NAME
@@ -122,20 +128,20 @@ def chunked_causal_attention(
     scaling: float,
     **_: object,
 ) -> tuple[Tensor, None]:
-    """Attend causally over right-padded rows, where no padding is ever looked at.
+    """Causal attention over right-padded rows; no token attends to padding.
 
     Args:
-        module: The attention layer that asks.
+        module: The attention layer.
         query: Queries after RoPE, ``[B, H_q, T, D]``.
         key: Keys after RoPE, ``[B, H_kv, T, D]``.
         value: Values, ``[B, H_kv, T, D]``.
-        attention_mask: Has to be none.
+        attention_mask: Must be ``None``.
         scaling: Factor on the logits.
 
     Returns:
-        The output, ``[B, T, H_q, D]``, and no weights.
+        The output, ``[B, T, H_q, D]``, and ``None`` for the weights.
     """
-    assert attention_mask is None, "training rows are padded on the right and need no mask"
+    assert attention_mask is None, "right-padded rows need no mask"
     batch, num_heads, length, head_dim = query.shape
     num_kv_heads = key.shape[1]
     query = (query * scaling).unflatten(1, (num_kv_heads, -1))  # [B, H_kv, G, T, D]
@@ -160,11 +166,11 @@ _PARAMETER = "parameter."
 
 @attrs.frozen
 class StepLosses:
-    """What one step measured before it changed the parameters.
+    """Losses of one step, before its update.
 
     Attributes:
-        loss: Mean cross-entropy over the trace, with the weights of training.
-        settled: Mean over the tokens that the prompt and the trace so far determine.
+        loss: Mean cross-entropy over the trace, with loss weights.
+        settled: Mean cross-entropy over tokens that the text before them determines.
         lr: Learning rate of the step.
     """
 
@@ -174,18 +180,18 @@ class StepLosses:
 
 
 class Learner:
-    """The model in training: a bfloat16 copy that computes, float32 parameters that learn."""
+    """A model in training: float32 parameters, and a bfloat16 copy for the passes."""
 
-    def __init__(self, recipe: Recipe, seed: int, num_steps: int, team: Team) -> None:
-        """Build the model to start from and its optimiser.
+    def __init__(self, recipe: Recipe, seed: int, num_steps: int, processes: ProcessGroup) -> None:
+        """Build the initial model and its optimizers.
 
         Args:
-            recipe: Which reasoner.
-            seed: Chooses the untrained weights.
+            recipe: Training recipe of the reasoner.
+            seed: Random seed for initial weights.
             num_steps: Steps of the whole run.
-            team: The processes that share each step.
+            processes: The processes that share each step.
         """
-        self._team = team
+        self._processes = processes
         self.recipe = recipe
         model = recipe.new_model(seed)
         self.parameters = {
@@ -194,40 +200,40 @@ class Learner:
         self.model = model.bfloat16()
         self.model.set_attn_implementation(register_training_attention())
         self._optimizer = ReasonerOptimizer(self.parameters, num_steps, recipe.peak_lr)
-        self._publish()
+        self._update_copy()
 
     def step(self, step: int, examples: Sequence[Example]) -> StepLosses:
-        """Learn from the examples of one step.
+        """Update the parameters from the examples of one step.
 
         Args:
-            step: Which step, from 0.
-            examples: All examples of the step; this process takes its share of them.
+            step: Number of the step, from 0.
+            examples: All examples of the step; each process uses its share of them.
 
         Returns:
             The losses over all examples.
         """
-        sums = self._accumulate(examples[self._team.rank :: self._team.size])
+        sums = self._accumulate(examples[self._processes.rank :: self._processes.size])
         sizes = [parameter.numel() for parameter in self.parameters.values()]
         gradients = [
             torch.zeros_like(master) if copy.grad is None else copy.grad.float()
             for master, copy in zip(self.parameters.values(), self.model.parameters(), strict=True)
         ]
         flat = torch.cat([sums, *(gradient.flatten() for gradient in gradients)])
-        self._team.add_up(flat)
+        self._processes.all_reduce(flat)
         totals, *pieces = flat.split([len(sums), *sizes])
         loss, weight, settled, num_settled = totals.tolist()
         for parameter, piece in zip(self.parameters.values(), pieces, strict=True):
             parameter.grad = piece.view_as(parameter) / weight
         lr = self._optimizer.step(step)
-        self._publish()
+        self._update_copy()
         return StepLosses(loss=loss / weight, settled=settled / max(num_settled, 1.0), lr=lr)
 
     @torch.no_grad()
     def snapshot(self) -> Qwen2ForCausalLM:
-        """Copy the model as it would be saved.
+        """Copy the model as it would be exported.
 
         Returns:
-            A float32 model with the plain attention and parameters rounded to bfloat16.
+            A float32 model with default attention and parameters rounded to bfloat16.
         """
         snapshot = self.recipe.new_model(0)
         for name, parameter in snapshot.named_parameters():
@@ -235,16 +241,12 @@ class Learner:
         return snapshot.eval()
 
     def state(self) -> dict[str, Tensor]:
-        """Return everything that a resumed run has to take over.
-
-        Returns:
-            Parameters and optimiser state.
-        """
+        """The state that a resumed run needs: parameters and optimizer state."""
         parameters = {_PARAMETER + name: p.detach() for name, p in self.parameters.items()}
         return {**parameters, **self._optimizer.state()}
 
     def load_state(self, tensors: dict[str, Tensor]) -> None:
-        """Take over what `state` returned.
+        """Load a state returned by `state`.
 
         Args:
             tensors: The saved state.
@@ -253,13 +255,13 @@ class Learner:
             for name, parameter in self.parameters.items():
                 parameter.copy_(tensors[_PARAMETER + name])
         self._optimizer.load_state(tensors)
-        self._publish()
+        self._update_copy()
 
     def _accumulate(self, examples: Sequence[Example]) -> Tensor:
-        """Add up losses and their gradients.
+        """Sum losses and compute the gradients of the sum.
 
-        The gradients are those of the sum, not of the mean: how many tokens the other processes
-        saw is known only after the sums have met.
+        Gradients are of the sum, not of the mean, because the total weight is known only after
+        the sums of all processes have been added.
 
         Returns:
             Loss, weight, loss of the determined tokens, and their number, ``[4]``.
@@ -277,7 +279,7 @@ class Learner:
         )
 
     def _losses(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Return the cross-entropy and the weight of every trace token, ``[N]`` each."""
+        """The cross-entropy and the weight of each trace token, ``[N]`` each."""
         hidden = self.model.model(input_ids=batch.input_ids, use_cache=False).last_hidden_state
         counts = batch.weights > 0  # [B, T - 1]
         logits = self.model.lm_head(hidden[:, :-1][counts]).float()  # [N, V]
@@ -285,7 +287,7 @@ class Learner:
         return F.cross_entropy(logits, targets, reduction="none"), batch.weights[counts]
 
     @torch.no_grad()
-    def _publish(self) -> None:
-        """Round the float32 parameters into the copy that computes."""
+    def _update_copy(self) -> None:
+        """Round the float32 parameters into the bfloat16 copy."""
         for parameter, copy in zip(self.parameters.values(), self.model.parameters(), strict=True):
             copy.copy_(parameter)

@@ -1,4 +1,4 @@
-"""Weights of the tokens of a trace in the loss."""
+"""Loss weights of the tokens of a trace."""
 
 from tokenizers import Encoding
 
@@ -6,33 +6,33 @@ from kvpolicy_reasoner.task import Problem
 from kvpolicy_reasoner.tokenizer import NEWLINES
 from kvpolicy_reasoner.verbose import VerboseProblem, weigh_tokens
 
-# Which sentence comes after a line break is partly drawn at random; no model can predict it.
+# The sentence after a line break is partly random, so no model can predict its first token.
 AFTER_NEWLINES_WEIGHT = 0.25
 
 
 def weigh_after_newlines(problem: Problem, trace: Encoding) -> list[float]:
-    """Weigh the first token of every sentence less than the others.
+    """Give the first token of each sentence a lower weight.
 
     Args:
-        problem: Makes no difference.
-        trace: Its trace as tokens; the prompt before it ends with a line break.
+        problem: Not used.
+        trace: Tokens of the trace; the prompt before it ends with a line break.
 
     Returns:
-        A weight for each token.
+        One weight per token.
     """
     before = [NEWLINES, *trace.tokens[:-1]]
     return [AFTER_NEWLINES_WEIGHT if token == NEWLINES else 1.0 for token in before]
 
 
 def weigh_pieces(problem: Problem, trace: Encoding) -> list[float]:
-    """Weigh every token as the piece that it stands in.
+    """Give each token the weight of its piece.
 
     Args:
         problem: A problem of the second task.
-        trace: Its trace as tokens.
+        trace: Tokens of its trace.
 
     Returns:
-        A weight for each token.
+        One weight per token.
     """
     assert isinstance(problem, VerboseProblem)
     return weigh_tokens(problem.pieces, [start for start, _ in trace.offsets])

@@ -1,4 +1,4 @@
-"""Two optimisers and one learning rate: Muon for matrices, AdamW for everything else."""
+"""Optimizers: Muon for matrices, AdamW for all other parameters, with one learning rate."""
 
 import math
 from collections.abc import Mapping
@@ -16,15 +16,15 @@ _STATE_KEYS = ("momentum_buffer", "exp_avg", "exp_avg_sq", "step")
 
 
 def learning_rate(step: int, num_steps: int, peak: float = PEAK_LR) -> float:
-    """Return the learning rate of a step: a short warm-up, a plateau, then a line to zero.
+    """Learning rate of a step: a short warm-up, a plateau, then linear decay to zero.
 
     Args:
-        step: Which step, from 0.
+        step: Number of the step, from 0.
         num_steps: Steps of the whole run.
-        peak: Rate of the plateau.
+        peak: Learning rate of the plateau.
 
     Returns:
-        The rate that both optimisers use.
+        The learning rate of both optimizers.
     """
     warm_up = max(1, math.ceil(_WARM_UP * num_steps))
     rising = (step + 1) / warm_up
@@ -33,17 +33,17 @@ def learning_rate(step: int, num_steps: int, peak: float = PEAK_LR) -> float:
 
 
 class ReasonerOptimizer:
-    """Steps float32 parameters with Muon and AdamW, and can be saved and restored exactly."""
+    """Updates float32 parameters with Muon and AdamW; its state can be saved and restored."""
 
     def __init__(
         self, parameters: Mapping[str, nn.Parameter], num_steps: int, peak: float = PEAK_LR
     ) -> None:
-        """Sort the parameters between the two optimisers.
+        """Assign each parameter to an optimizer.
 
         Args:
             parameters: The float32 parameters by name.
             num_steps: Steps of the whole run.
-            peak: Rate of the plateau.
+            peak: Learning rate of the plateau.
         """
         self._parameters = dict(parameters)
         self._num_steps = num_steps
@@ -61,13 +61,13 @@ class ReasonerOptimizer:
         ]
 
     def step(self, step: int) -> float:
-        """Clip the gradients that lie in the parameters, and update the parameters.
+        """Clip the gradients and update the parameters.
 
         Args:
-            step: Which step, from 0; it decides the learning rate.
+            step: Number of the step, from 0.
 
         Returns:
-            The learning rate that was used.
+            The learning rate of the step.
         """
         nn.utils.clip_grad_norm_(self._parameters.values(), _CLIP_NORM)
         rate = learning_rate(step, self._num_steps, self._peak)
@@ -78,11 +78,7 @@ class ReasonerOptimizer:
         return rate
 
     def state(self) -> dict[str, Tensor]:
-        """Return the running averages of both optimisers.
-
-        Returns:
-            The tensors, under ``<key>.<parameter name>``.
-        """
+        """The running averages of both optimizers, by ``<key>.<parameter name>``."""
         tensors = {}
         for name, parameter in self._parameters.items():
             for optimizer in self._optimizers:
@@ -91,7 +87,7 @@ class ReasonerOptimizer:
         return tensors
 
     def load_state(self, tensors: Mapping[str, Tensor]) -> None:
-        """Take over what `state` returned.
+        """Load a state returned by `state`.
 
         Args:
             tensors: The saved running averages.

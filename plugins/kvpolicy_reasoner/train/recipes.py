@@ -1,4 +1,4 @@
-"""How each bundled reasoner is trained: everything in which the two runs differ."""
+"""Training recipes: the settings in which the training runs of the reasoners differ."""
 
 from collections.abc import Callable
 
@@ -17,18 +17,18 @@ from kvpolicy_reasoner.train.optimizer import PEAK_LR
 
 @attrs.frozen
 class Recipe:
-    """The training of one bundled reasoner.
+    """Training settings of one bundled reasoner.
 
     Attributes:
-        problems: What it learns to solve.
-        curriculum: Difficulties, each with the share of the run at which it ends; after the last
-            comes the standard one.
+        problems: The training problems.
+        curriculum: Difficulties, each with the share of the run at which it ends; the standard
+            difficulty follows the last.
         build_tokenizer: Builds the tokenizer.
-        weigh: Weighs the tokens of a trace in the loss.
-        new_model: Builds the weights that training starts from, from a seed.
-        peak_lr: Highest learning rate.
+        weigh: Computes the loss weights of a trace.
+        new_model: Builds the initial model from a seed.
+        peak_lr: Maximum learning rate.
         tokens: Tokens of a whole run.
-        min_tokens_per_step: Smallest step into which the longest problem fits.
+        min_tokens_per_step: Minimum tokens per step, so that the longest problem fits.
     """
 
     problems: ProblemSet
@@ -42,14 +42,14 @@ class Recipe:
 
     @property
     def name(self) -> str:
-        """What the user types."""
+        """Name of the reasoner."""
         return self.problems.name
 
     def difficulty(self, progress: float) -> Difficulty:
-        """Return how difficult problems are at some point of the run.
+        """Difficulty of the problems at a point of the run.
 
         Args:
-            progress: The share of the run that is over.
+            progress: Share of the run that is done.
 
         Returns:
             Ranges of depth and number of facts.
@@ -89,15 +89,15 @@ _RECIPES = {
 
 
 def recipe_of(name: str) -> Recipe:
-    """Find the training of a bundled reasoner.
+    """Look up the training recipe of a bundled reasoner.
 
     Args:
         name: Name of the reasoner.
 
     Returns:
-        Its training.
+        Its recipe.
 
     Raises:
-        KVPolicyError: There is no such reasoner.
+        KVPolicyError: The reasoner does not exist.
     """
     return _RECIPES[problems_of(name).name]

@@ -1,4 +1,4 @@
-"""Training of a bundled reasoner, in runs that can be stopped and resumed."""
+"""Training of a bundled reasoner, in runs that can be interrupted and resumed."""
 
 import json
 import os
@@ -21,7 +21,7 @@ from kvpolicy_reasoner.evaluate import attempt, score
 from kvpolicy_reasoner.model import export_model
 from kvpolicy_reasoner.problems import problems_of
 from kvpolicy_reasoner.train.data import DataPlan, examples_of_step, training_prompts
-from kvpolicy_reasoner.train.learner import Learner, StepLosses, Team, run_together
+from kvpolicy_reasoner.train.learner import Learner, ProcessGroup, StepLosses, run_distributed
 from kvpolicy_reasoner.train.recipes import Recipe, recipe_of
 
 CHECKPOINT = "checkpoint.safetensors"
@@ -29,11 +29,11 @@ CHECKPOINT = "checkpoint.safetensors"
 
 @attrs.frozen
 class Progress:
-    """How far a run came.
+    """Progress of a run.
 
     Attributes:
         step: Steps done.
-        elapsed_s: Wall time spent on them, over all sittings.
+        elapsed_s: Wall time of these steps, over all sessions.
     """
 
     step: int = 0
@@ -41,12 +41,12 @@ class Progress:
 
 
 def save_checkpoint(output: Path, tensors: Mapping[str, Tensor], progress: Progress) -> None:
-    """Write a checkpoint in one go: a reader finds the old one or the new one.
+    """Write a checkpoint atomically.
 
     Args:
         output: The folder of the run.
-        tensors: Parameters and optimiser state.
-        progress: How far the run came.
+        tensors: Parameters and optimizer state.
+        progress: Progress of the run.
     """
     metadata = {key: json.dumps(value) for key, value in attrs.asdict(progress).items()}
     partial = output / f"{CHECKPOINT}.partial"
@@ -61,7 +61,7 @@ def load_checkpoint(output: Path) -> tuple[dict[str, Tensor], Progress] | None:
         output: The folder of the run.
 
     Returns:
-        What was saved, or none if nothing has been saved yet.
+        The saved state, or ``None`` if there is no checkpoint yet.
     """
     path = output / CHECKPOINT
     if not path.exists():
@@ -73,13 +73,13 @@ def load_checkpoint(output: Path) -> tuple[dict[str, Tensor], Progress] | None:
 
 
 class RunClock:
-    """Wall time of a run over all its sittings; decides nothing that the model depends on."""
+    """Wall time of a run over all its sessions; does not affect the model."""
 
     def __init__(self, progress: Progress, save_every_s: float) -> None:
         """Start the clock.
 
         Args:
-            progress: How far earlier sittings came.
+            progress: Progress of earlier sessions.
             save_every_s: Seconds between checkpoints.
         """
         now = time.perf_counter()
@@ -94,7 +94,7 @@ class RunClock:
         return time.perf_counter() - self._started
 
     def is_save_due(self) -> bool:
-        """Say whether a checkpoint should be written; a yes starts the wait for the next."""
+        """Whether a checkpoint is due; if so, the interval to the next one starts."""
         now = time.perf_counter()
         is_due = now - self._saved >= self._save_every_s
         if is_due:
@@ -102,7 +102,7 @@ class RunClock:
         return is_due
 
     def lap(self, step: int) -> float:
-        """Return the steps per second since the lap before.
+        """Steps per second since the previous lap.
 
         Args:
             step: Steps done.
@@ -112,7 +112,7 @@ class RunClock:
         return (step - last_step) / (self._lap[1] - last_time)
 
     def skip_lap(self) -> None:
-        """Leave the time since the last lap out of the next one."""
+        """Exclude the time since the previous lap from the next one."""
         self._lap = (self._lap[0], time.perf_counter())
 
 
@@ -124,14 +124,14 @@ OVERLAP = "overlap.json"
 
 @attrs.frozen
 class RunIdentity:
-    """What has to be equal for a run to be continued.
+    """Settings that must be equal for a run to be resumed.
 
     Attributes:
-        seed: Chooses the weights and the problems.
+        seed: Random seed for weights and problems.
         tokens: Tokens of the whole run.
         tokens_per_step: Tokens of one step.
-        workers: Processes that share a step; sums of gradients depend on it in the last bit.
-        name: Which reasoner is trained.
+        workers: Processes that share a step; it changes the rounding of summed gradients.
+        name: Name of the reasoner.
     """
 
     seed: int
@@ -142,82 +142,76 @@ class RunIdentity:
 
     @property
     def num_steps(self) -> int:
-        """Optimiser steps of the whole run."""
+        """Optimizer steps of the whole run."""
         return self.tokens // self.tokens_per_step
 
     @property
     def data_plan(self) -> DataPlan:
-        """What the training data of the run depends on."""
+        """Parameters of the training data."""
         return DataPlan(self.seed, self.num_steps, self.tokens_per_step, self.name)
 
 
 def claim_folder(output: Path, identity: RunIdentity, *, resume: bool) -> None:
-    """Make a folder the home of a run.
+    """Prepare the folder of a run.
 
     Args:
-        output: The folder; made if missing.
+        output: The folder; created if missing.
         identity: The run.
-        resume: Keep what the run left there before; else start it again.
+        resume: Whether to keep the checkpoint and log of an earlier session.
 
     Raises:
-        OutputError: The folder holds something else.
+        OutputError: The folder has other contents, or cannot be written.
     """
     if output.exists() and not output.is_dir():
-        msg = (
-            f"the training output {output} is a file; expected a folder, new or of the same run."
-            " Choose another --output."
-        )
+        msg = f"--output {output} is a file; give a new folder, or the folder of the same run"
         raise OutputError(msg)
-    wanted = attrs.asdict(identity)
+    expected = attrs.asdict(identity)
     if output.exists() and any(output.iterdir()):
-        _check_owner(output, wanted, resume=resume)
+        _check_owner(output, expected, resume=resume)
     try:
         output.mkdir(parents=True, exist_ok=True)
         if not resume:
             for name in (CHECKPOINT, LOG, OVERLAP):
                 (output / name).unlink(missing_ok=True)
     except OSError as error:
-        msg = (
-            f"the training output {output} cannot be written: {error.strerror}."
-            " Choose another --output."
-        )
+        msg = f"--output {output} cannot be written: {error.strerror}; give another folder"
         raise OutputError(msg) from error
-    write_text(output / IDENTITY, json.dumps(wanted, indent=2) + "\n")
+    write_text(output / IDENTITY, json.dumps(expected, indent=2) + "\n")
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a small file in one go: a reader finds the old one or the new one.
+    """Write a file atomically.
 
     Args:
-        path: Where.
-        text: What.
+        path: The file.
+        text: Its contents.
 
     Raises:
-        OutputError: It cannot be written.
+        OutputError: The file cannot be written.
     """
     atomic_write(path, text)
 
 
-def _check_owner(output: Path, wanted: dict[str, int | str], *, resume: bool) -> None:
+def _check_owner(output: Path, expected: dict[str, int | str], *, resume: bool) -> None:
     try:
         found = json.loads((output / IDENTITY).read_text())
         if not isinstance(found, dict):
             raise ValueError
     except (OSError, ValueError) as error:
         msg = (
-            f"the training output {output} holds files of something else; expected an empty folder"
-            " or an earlier training run. Choose another --output."
+            f"--output {output} contains other files; give an empty folder, or the folder of a "
+            "training run"
         )
         raise OutputError(msg) from error
     differing = [
         f"{key} {found.get(key)} instead of {value}"
-        for key, value in wanted.items()
+        for key, value in expected.items()
         if found.get(key) != value
     ]
     if resume and differing:
         msg = (
-            f"the training output {output} belongs to another run ({', '.join(differing)})."
-            " Choose another --output, repeat that run's options, or give --restart."
+            f"--output {output} belongs to another run ({', '.join(differing)}); give another "
+            "folder, the options of that run, or --restart"
         )
         raise OutputError(msg)
 
@@ -230,12 +224,12 @@ class TrainingRecord:
         step: Steps done.
         num_steps: Steps of the whole run.
         tokens: Tokens seen.
-        loss: Mean cross-entropy of the last step, with the weights of training.
-        settled_loss: The same over the tokens that can be known.
+        loss: Mean cross-entropy of the last step, with loss weights.
+        settled_loss: Mean cross-entropy over tokens that the text before them determines.
         lr: Learning rate of the last step.
-        elapsed_s: Wall time so far, over all sittings.
-        throughput_tok_s: Tokens per second since the line before.
-        tune_accuracy: Greedy accuracy on held-out problems, on the lines where it was measured.
+        elapsed_s: Wall time so far, over all sessions.
+        throughput_tok_s: Tokens per second since the previous line.
+        tune_accuracy: Greedy accuracy on held-out problems; ``None`` if not measured.
     """
 
     step: int
@@ -250,10 +244,10 @@ class TrainingRecord:
 
 
 def append_record(path: Path, record: TrainingRecord) -> None:
-    """Add a line.
+    """Append a line to the log.
 
     Args:
-        path: The log; made if missing.
+        path: The log; created if missing.
         record: The line.
     """
     with path.open("a") as file:
@@ -261,10 +255,10 @@ def append_record(path: Path, record: TrainingRecord) -> None:
 
 
 def read_records(path: Path) -> list[TrainingRecord]:
-    """Read a log; a last line that was cut off in the middle is left out.
+    """Read a log; an incomplete last line is skipped.
 
     Args:
-        path: The log; may be missing.
+        path: The log, which need not exist.
 
     Returns:
         The lines, oldest first.
@@ -274,11 +268,11 @@ def read_records(path: Path) -> list[TrainingRecord]:
 
 
 def rewind_log(path: Path, step: int) -> None:
-    """Drop the lines of steps that a resumed run is going to do again.
+    """Remove the lines of steps that a resumed run repeats.
 
     Args:
-        path: The log; may be missing.
-        step: Steps that the checkpoint has seen.
+        path: The log, which need not exist.
+        step: Steps done at the checkpoint.
     """
     kept = [record for record in read_records(path) if record.step <= step]
     write_text(path, "".join(json.dumps(attrs.asdict(record)) + "\n" for record in kept))
@@ -290,12 +284,12 @@ _HELD_OUT: Sequence[Split] = ("tune", "test")
 
 @attrs.frozen
 class Overlap:
-    """What was compared and how much of it was found twice.
+    """Overlap between training prompts and held-out prompts.
 
     Attributes:
-        num_training: Training prompts, with repetitions.
-        num_distinct: Different training prompts.
-        num_held_out: Held-out prompts they were compared with.
+        num_training: Training prompts, including repetitions.
+        num_distinct: Distinct training prompts.
+        num_held_out: Held-out prompts compared.
         num_shared: Held-out prompts that occur among the training prompts.
     """
 
@@ -306,10 +300,10 @@ class Overlap:
 
 
 def count_overlap(plan: DataPlan) -> Overlap:
-    """Draw the training prompts of a run again and look for held-out prompts among them.
+    """Generate the training prompts of a run again and count held-out prompts among them.
 
     Args:
-        plan: What the data depends on.
+        plan: Parameters of the training data.
 
     Returns:
         The counts, over the first 2,000 problems of seed 0 of each held-out split.
@@ -350,27 +344,26 @@ def train(
     save_every_s: float = 180.0,
     report: Callable[[TrainingRecord], None] | None = None,
 ) -> Path:
-    """Train a reasoner, or continue to.
+    """Train a reasoner, or resume its training.
 
     Args:
-        output: Folder of the run: checkpoint, log, the model in Hugging Face form, and, when the
-            run is complete, the count of prompts shared with the held-out sets.
-        name: Which of the bundled reasoners to train.
-        seed: Chooses the untrained weights and the problems.
-        tokens: Tokens of the whole run; those of the shipped weights if not given.
-        tokens_per_step: Tokens of one optimiser step.
-        workers: Processes of one thread each that share the work of a step.
-        resume: Continue the run found in ``output``; else start it again.
-        stop_after: Stop when this many steps are done in all; the schedule stays that of the
-            whole run.
+        output: Folder of the run: checkpoint, log, the model in Hugging Face format, and, after
+            the last step, the overlap with held-out prompts.
+        name: Name of the reasoner.
+        seed: Random seed for initial weights and problems.
+        tokens: Tokens of the whole run; as for the bundled weights if not given.
+        tokens_per_step: Tokens of one optimizer step.
+        workers: Single-thread processes that share each step.
+        resume: Whether to resume a run in ``output``, or to restart it.
+        stop_after: Stop after this step; the learning rate is that of the whole run.
         save_every_s: Seconds between checkpoints.
-        report: Called with every line of the log.
+        report: Called with each line of the log.
 
     Returns:
         The folder of the trained model.
 
     Raises:
-        KVPolicyError: A number is out of range, or ``output`` belongs to something else.
+        KVPolicyError: A number is out of range, or ``output`` has other contents.
     """
     recipe = recipe_of(name)
     tokens = recipe.tokens if tokens is None else tokens
@@ -381,7 +374,7 @@ def train(
     try:
         last = identity.num_steps if stop_after is None else min(stop_after, identity.num_steps)
         run = _Run(output, identity, last, save_every_s)
-        run_together(workers, run, lead=attrs.evolve(run, report=report))
+        run_distributed(workers, run, lead=attrs.evolve(run, report=report))
         if last == identity.num_steps:
             overlap = count_overlap(identity.data_plan)
             write_text(output / OVERLAP, json.dumps(attrs.asdict(overlap), indent=2) + "\n")
@@ -392,7 +385,7 @@ def train(
 
 @attrs.frozen
 class _Run:
-    """A run as each of the processes sees it; only the first one writes and reports."""
+    """The work of each process; only rank 0 writes and reports."""
 
     output: Path
     identity: RunIdentity
@@ -400,12 +393,12 @@ class _Run:
     save_every_s: float
     report: Callable[[TrainingRecord], None] | None = None
 
-    def __call__(self, team: Team) -> None:
-        """Do the steps that are left."""
+    def __call__(self, processes: ProcessGroup) -> None:
+        """Do the remaining steps."""
         recipe = recipe_of(self.identity.name)
-        learner = Learner(recipe, self.identity.seed, self.identity.num_steps, team)
+        learner = Learner(recipe, self.identity.seed, self.identity.num_steps, processes)
         progress = self._restore(learner)
-        if team.rank == 0:
+        if processes.rank == 0:
             rewind_log(self.output / LOG, progress.step)
         clock = RunClock(progress, self.save_every_s)
         for step in range(progress.step, self.last_step):
@@ -413,15 +406,15 @@ class _Run:
             done = step + 1
             is_last = done == self.last_step
             if is_last or done % _LOG_EVERY_STEPS == 0:
-                self._log(learner, team, clock, done, losses)
-            if team.rank == 0 and (is_last or clock.is_save_due()):
+                self._log(learner, processes, clock, done, losses)
+            if processes.rank == 0 and (is_last or clock.is_save_due()):
                 save_checkpoint(self.output, learner.state(), Progress(done, clock.elapsed_s))
                 export_model(learner.snapshot(), recipe.build_tokenizer(), self.output / MODEL)
-        # Nobody leaves before the files are there.
-        team.wait()
+        # No process returns before the files are written.
+        processes.barrier()
 
     def _restore(self, learner: Learner) -> Progress:
-        """Go back to the last checkpoint, if there is one."""
+        """Load the last checkpoint, if there is one."""
         found = load_checkpoint(self.output)
         if found is None:
             return Progress()
@@ -430,16 +423,21 @@ class _Run:
         return progress
 
     def _log(
-        self, learner: Learner, team: Team, clock: RunClock, done: int, losses: StepLosses
+        self,
+        learner: Learner,
+        processes: ProcessGroup,
+        clock: RunClock,
+        done: int,
+        losses: StepLosses,
     ) -> None:
-        """Write one line; now and then, measure the accuracy for it."""
+        """Append a line to the log, with the accuracy every `_EVALUATE_EVERY_STEPS` steps."""
         num_steps = self.identity.num_steps
         tokens_per_s = clock.lap(done) * self.identity.tokens_per_step
         accuracy = None
         if done == num_steps or done % _EVALUATE_EVERY_STEPS == 0:
-            accuracy = _tune_accuracy(learner, team)
+            accuracy = _tune_accuracy(learner, processes)
             clock.skip_lap()
-        if team.rank > 0:
+        if processes.rank > 0:
             return
         record = TrainingRecord(
             step=done,
@@ -457,33 +455,33 @@ class _Run:
             self.report(record)
 
 
-def _tune_accuracy(learner: Learner, team: Team) -> float:
-    """Solve held-out problems, each process its share of them."""
+def _tune_accuracy(learner: Learner, processes: ProcessGroup) -> float:
+    """Accuracy on held-out problems, which are divided among the processes."""
     recipe = learner.recipe
     problems = recipe.problems.draw(_NUM_TUNE_PROBLEMS, seed=0, split="tune")[
-        team.rank :: team.size
+        processes.rank :: processes.size
     ]
     model, tokenizer = learner.snapshot(), recipe.build_tokenizer()
-    share = score(attempt(model, tokenizer, problems))
-    counts = torch.tensor([share.right, share.total])
-    team.add_up(counts)
-    right, total = counts.tolist()
-    return right / total
+    own = score(attempt(model, tokenizer, problems))
+    counts = torch.tensor([own.num_correct, own.total])
+    processes.all_reduce(counts)
+    num_correct, total = counts.tolist()
+    return num_correct / total
 
 
 def _check(recipe: Recipe, tokens: int, tokens_per_step: int, workers: int) -> None:
     if tokens_per_step < recipe.min_tokens_per_step:
         msg = (
-            f"training got {tokens_per_step} tokens per step; expected"
-            f" {recipe.min_tokens_per_step} or more, so that the longest problem fits."
+            f"train got tokens_per_step={tokens_per_step}; expected {recipe.min_tokens_per_step} "
+            "or more, so that the longest problem fits"
         )
         raise KVPolicyError(msg)
     if tokens < tokens_per_step:
         msg = (
-            f"training got {tokens} tokens; expected one step of {tokens_per_step} at least"
-            f" (the shipped weights took {recipe.tokens})."
+            f"train got tokens={tokens}; expected at least {tokens_per_step}, which is one step "
+            f"(the bundled weights took {recipe.tokens})"
         )
         raise KVPolicyError(msg)
     if workers < 1:
-        msg = f"training got {workers} workers; expected 1 or more, at most one per core."
+        msg = f"train got workers={workers}; expected 1 or more, at most one per core"
         raise KVPolicyError(msg)

@@ -56,7 +56,7 @@ def test_ctrl_c_leaves_nothing(
     monkeypatch.setattr("kvpolicy.lab.steer.calibrate.write_traces", interrupt)
     answer = kvpolicy("steer", "calibrate", "--output", tmp_path / "a.safetensors")
     assert answer.status == 130
-    assert "no vector was written" in answer.err
+    assert "no vectors were written" in answer.err
     assert list(tmp_path.iterdir()) == []
 
 

@@ -62,7 +62,7 @@ def test_show_prints_problems_as_they_are(kvpolicy: Shell) -> None:
 
 def test_a_long_problem_is_truncated_in_text_and_complete_in_json(kvpolicy: Shell) -> None:
     write_jsonl(Path("a.jsonl"), [{"prompt": "x" * 5000, "answer": "1"}])
-    assert "3,000 characters more" in kvpolicy("tasks", "show", "a.jsonl").out
+    assert "3,000 more characters" in kvpolicy("tasks", "show", "a.jsonl").out
     assert len(kvpolicy("tasks", "show", "a.jsonl", "--json").json[0]["prompt"]) == 5000
 
 

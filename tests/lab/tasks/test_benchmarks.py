@@ -144,7 +144,7 @@ def test_a_text_file_is_a_text_for_each_paragraph(tmp_path: Path) -> None:
         ("a.jsonl", '{"prompt": "a"}\nnothing\n', "line 2 of .*a.jsonl is not a JSON object"),
         ("a.jsonl", "", "holds no questions"),
         ("a.jsonl", '{"what": 1}\n', "columns what; known are: .*GSM8K"),
-        ("a.json", "{}", "no list of JSON objects"),
+        ("a.json", "{}", "not contain a list of JSON objects"),
         ("a.json", '{"prompt": 1}\n{"prompt": 2}', r"name it \.jsonl"),
         ("none.jsonl", None, "cannot be read: No such file"),
         ("none.json", None, "cannot be read: No such file"),
