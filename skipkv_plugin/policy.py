@@ -62,7 +62,7 @@ class SkipKV:
     (eq. 6), so that redundant sentences leave before any other token. Listed after a policy
     that scores, as in ``["h2o", "skipkv"]``, it uses that score instead of R-KV's.
 
-    Deviations, with the knob that undoes them where there is one: of several similar later
+    Deviations, with the knob that reverts each, if any: of several similar later
     sentences the most similar counts (``pair``); consecutive delimiters end one sentence
     (``merge_delimiters``); keywords are matched as text (``keyword_match``); the strength is
     bounded (``alpha_max``); sentences are found by position, so there is no span map to
@@ -83,7 +83,7 @@ class SkipKV:
         protect_prompt: Whether the prompt's rows always stay, as long as they fit.
         vector: Steering vectors, a file or an installed name, to which a hash of the contents is
             added; ``None`` means no steering.
-        layer: Layer whose input is steered, from 0; ``None``: the file's default.
+        layer: Layer whose input is steered, from 0; ``None`` means the default of the file.
         alpha_0: Initial strength of the steering.
         gamma: Increase of the strength for every non-execution sentence.
         alpha_max: Upper bound of the strength; 0 means no bound.

@@ -1,4 +1,4 @@
-"""Redundant sentences: those that a later sentence repeats, by their last hidden states."""
+"""Redundant sentences: sentences that a later one repeats, by last hidden states."""
 
 from collections.abc import Sequence
 from typing import Literal

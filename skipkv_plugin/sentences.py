@@ -1,4 +1,4 @@
-"""Sentences: where they begin and end, found token by token.
+"""Segmentation of a sequence into sentences, token by token.
 
 A sentence ends with a delimiter token and contains it. Consecutive delimiters end one sentence.
 Tokens after the last delimiter belong to an open sentence, which does not count yet.
@@ -12,7 +12,7 @@ import attrs
 from kvpolicy import KVPolicyError
 from kvpolicy.toolkit import token_texts
 
-# Text that introduces something, such as a code block, does not end (SkipKV, appendix).
+# Text that introduces something, such as a code block, is not a sentence (SkipKV, appendix).
 NOT_DELIMITERS = (":\n", ":\n\n")
 
 

@@ -17,7 +17,7 @@ class SequenceState:
     """State of one sequence, shared by all layers and heads.
 
     Attributes:
-        segmenter: Cuts the sequence into sentences.
+        segmenter: Divides the sequence into sentences.
         prompt_len: Tokens of the prompt.
         tokenizer: The engine's tokenizer, or ``None``.
         tau: Cosine similarity above which the earlier of two sentences is redundant.
@@ -25,8 +25,8 @@ class SequenceState:
         keywords: Words of non-execution sentences; empty if they need not be counted.
         keyword_match: How keywords are matched.
         vectors: Mean hidden state of every sentence.
-        similarities: Similarity of the redundant sentences by number; no sentence ever leaves
-            it (SkipKV, eq. 7).
+        similarities: Similarity of the redundant sentences by number; entries are never removed
+            (SkipKV, eq. 7).
         num_non_execution: Number of generated non-execution sentences so far.
     """
 

@@ -47,14 +47,14 @@ def _probability(instance: object, attribute: "attrs.Attribute[Any]", value: flo
 
 @attrs.frozen
 class Sampling:
-    """How the next token is drawn from the logits.
+    """How the next token is sampled from the logits.
 
     Attributes:
         temperature: Divides the logits; 0 means greedy, and the other fields have no effect.
-        top_k: Only the k likeliest tokens may be drawn; 0 means all.
-        top_p: Only the smallest set of tokens with at least this probability may be drawn.
-        seed: Seed of this request's own generator: its samples do not depend on what else
-            is in the batch. Two requests with equal prompts and seeds get equal tokens.
+        top_k: Sample among the k likeliest tokens only; 0 means all.
+        top_p: Sample among the smallest set of tokens with at least this probability only.
+        seed: Seed of a generator for this request: its samples do not depend on the rest of
+            the batch. Two requests with equal prompts and seeds get equal tokens.
     """
 
     temperature: float = attrs.field(default=0.0, validator=_at_least(0))
@@ -72,19 +72,19 @@ def samplings_of(sampling: object, num_prompts: int) -> list[Sampling]:
     """One `Sampling` for each prompt; `KVPolicyError` if they are missing or of another type."""
     one_for_all = isinstance(sampling, (Sampling, str)) or not isinstance(sampling, Iterable)
     given: list[Any] = [sampling] * num_prompts if one_for_all else list(sampling)  # type: ignore[call-overload]
-    drawing = [one for one in given if isinstance(one, Sampling)]
-    if len(drawing) < len(given):
-        strange = next(one for one in given if not isinstance(one, Sampling))
-        msg = f"sampling was given as {strange!r:.60}; write Sampling(temperature=0.7)"
+    samplings = [one for one in given if isinstance(one, Sampling)]
+    if len(samplings) < len(given):
+        wrong = next(one for one in given if not isinstance(one, Sampling))
+        msg = f"sampling was given as {wrong!r:.60}; write Sampling(temperature=0.7)"
         raise KVPolicyError(msg)
-    if len(drawing) != num_prompts:
-        msg = f"{len(drawing)} samplings were given for {num_prompts} prompts; give one for each"
+    if len(samplings) != num_prompts:
+        msg = f"{len(samplings)} samplings were given for {num_prompts} prompts; give one for each"
         raise KVPolicyError(msg)
-    return drawing
+    return samplings
 
 
 def _texts(stop: str | Iterable[str]) -> tuple[str, ...]:
-    """One text or several; an empty one would end every generation at once."""
+    """One text or several; an empty text is an error, it would end every generation."""
     texts = tuple(stop) if isinstance(stop, Iterable) and not isinstance(stop, str) else (stop,)
     for text in texts:
         if not isinstance(text, str) or not text:
@@ -94,7 +94,7 @@ def _texts(stop: str | Iterable[str]) -> tuple[str, ...]:
 
 
 def _ids(stop_ids: int | Iterable[int] | None) -> tuple[int, ...] | None:
-    """One id or several."""
+    """One token id or several."""
     if stop_ids is None:
         return None
     ids = tuple(stop_ids) if isinstance(stop_ids, Iterable) else (stop_ids,)

@@ -1,4 +1,4 @@
-"""Testing a policy: single calls on tensors of your own, and `check_policy` for the contract.
+"""Tests of a policy: single calls on given tensors, and `check_policy` for the contract.
 
 Names are imported on first use: `keep_rows` does not need transformers, and only `check_policy`
 needs Hypothesis.

@@ -127,8 +127,8 @@ class Setup:
         numbers: Kind of keys, one of `NUMBERS`.
         where: Layers that have the policy: ``"all"``, ``"first"``, or ``"last"``; the others
             have `LongKeys`.
-        beneath: Whether `LongKeys` is listed before it.
-        pinned: Whether the wrapper `PinEnds` is listed after it.
+        beneath: Whether `LongKeys` is listed before the policy.
+        pinned: Whether the wrapper `PinEnds` is listed after the policy.
         seed: Seed of weights and prompts.
     """
 
@@ -155,7 +155,7 @@ class Setup:
 
 @attrs.frozen(eq=False)
 class Environment:
-    """What is the same in all cases of a check.
+    """Settings that are equal in all cases of a check.
 
     Attributes:
         tokenizer: The engine's tokenizer.
@@ -171,7 +171,7 @@ class Environment:
 
     @classmethod
     def of(cls, tokenizer: Any = None, hidden_size: int = 16, num_layers: int = 2) -> "Environment":
-        """An environment; without a tokenizer, with a small one of the kit."""
+        """An environment; the default tokenizer is `toy_tokenizer`."""
         tokenizer = toy_tokenizer() if tokenizer is None else tokenizer
         return cls(tokenizer, hidden_size, num_layers, active_token_ids(tokenizer))
 
@@ -203,7 +203,7 @@ def plan_of(policy: object, hooks: frozenset[str], setup: Setup, num_layers: int
     Args:
         policy: The policy under test.
         hooks: The hooks that it implements.
-        setup: Says where it is listed.
+        setup: Sizes, and the position of the policy in the plan.
         num_layers: Decoder layers.
     """
     spec, long_keys = PolicySpec.of(policy), PolicySpec.of(LongKeys())

@@ -66,8 +66,8 @@ class ConformanceError(KVPolicyError, AssertionError):
         clause: Name of the clause, a key of `CLAUSES`.
         expected: What was expected, as text.
         came: What happened instead, as text.
-        policy: Name of the policy, once it is known.
-        example: A minimal example, once there is one.
+        policy: Name of the policy, if known.
+        example: A minimal example, if there is one.
     """
 
     def __init__(

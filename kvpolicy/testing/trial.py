@@ -1,4 +1,4 @@
-"""A trial: an engine with the policy completes requests, and each is repeated alone."""
+"""A trial: an engine completes requests with the policy; each request is repeated alone."""
 
 import gc
 import weakref
@@ -41,7 +41,7 @@ class Arrival:
 
 @attrs.frozen(eq=False)
 class RequestTrace:
-    """What a request became: its tokens, and the rows that stayed at each compaction."""
+    """Results of a request: its tokens, and the rows that stay at each compaction."""
 
     tokens: tuple[int, ...]
     compactions: Sequence[CompactedRows]
@@ -49,7 +49,7 @@ class RequestTrace:
 
 
 class BatchDependenceError(ConformanceError):
-    """A request has other tokens or rows than alone; `classify` finds the clause.
+    """A request has different tokens or rows when run alone; `classify` finds the clause.
 
     Attributes:
         arrival: The request.
@@ -361,7 +361,7 @@ def explain(trial: Trial, error: ConformanceError) -> ConformanceError:
 
 
 def classify(trial: Trial, error: ConformanceError) -> str:
-    """The clause that a failed trial breaks: what has to change so that it does not fail."""
+    """The clause that a failed trial breaks, found by repeating it with other settings."""
     if isinstance(error, BatchDependenceError):
         return _classify_dependence(trial, error.arrival)
     setup = trial.setup
