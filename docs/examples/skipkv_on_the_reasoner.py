@@ -41,7 +41,7 @@ task = load_task(TASK)
 items = task.items(NUM_REPORTED, seed=0)
 
 # %% Run: accuracy with its 95 % interval, and its paired difference from the full cache.
-print(f"{'':20}{'accuracy':>9}{'95 %':>10}{'against full':>19}{'tokens':>8}{'rows':>6}{'tok/s':>7}")
+print(f"{'':20}{'accuracy':>9}{'95 %':>10}{'against full':>21}{'tokens':>8}{'rows':>6}{'tok/s':>7}")
 reference: list[float] = []
 for name, plan in plans.items():
     run = Engine(model, tokenizer, plan, slots=50).generate(
@@ -61,7 +61,7 @@ for name, plan in plans.items():
     rows = max(result.peak_rows for result in results)
     speed = run.report.throughput_tok_s
     print(
-        f"{name:20}{share.value:9.0%}{interval:>10}{against:>19}{length:8.0f}{rows:6}{speed:7,.0f}"
+        f"{name:20}{share.value:9.0%}{interval:>10}{against:>21}{length:8.0f}{rows:6}{speed:7,.0f}"
     )
 
 folder.cleanup()
