@@ -3,22 +3,23 @@
 import builtins
 import json
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import attrs
 import pytest
 import torch
-from broken_policies import BROKEN, Budget
+from broken_policies import BROKEN, Budget, Determinism
 from torch import Tensor
 
 from kvpolicy import hookimpl
 from kvpolicy.errors import KVPolicyError
-from kvpolicy.testing import CLAUSES, ConformanceError, Trial, check_policy
+from kvpolicy.testing import CLAUSES, ConformanceError, Trial, check_policy, state_machine
 
 CASES = [(clause, policy) for clause, policies in BROKEN.items() for policy in policies]
 
 
-def error_of(policy: type) -> ConformanceError:
+def error_of(policy: Callable[[], object]) -> ConformanceError:
     with pytest.raises(AssertionError) as caught:
         check_policy(policy)
     assert isinstance(caught.value, ConformanceError)
@@ -42,6 +43,25 @@ def test_a_broken_clause_is_named_with_an_example_that_fails(clause: str, policy
 
 def test_every_clause_has_a_policy_that_breaks_it() -> None:
     assert set(BROKEN) == set(CLAUSES)
+
+
+@pytest.mark.parametrize("policy", [Budget, Determinism])
+def test_the_search_for_a_smaller_example_is_limited(
+    policy: type, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    built = []
+    for limit in (2, 30):
+        monkeypatch.setattr(state_machine, "_MAX_SHRINKS", limit)
+        count = 0
+
+        def factory() -> object:
+            nonlocal count
+            count += 1
+            return policy()
+
+        assert error_of(factory).clause == policy.__name__.lower()
+        built.append(count)
+    assert built[0] < built[1]
 
 
 def test_an_example_is_minimal() -> None:

@@ -1,1 +1,1 @@
-"""Speed and memory of the engine beside other implementations."""
+"""Speed and memory of the engine, compared with other implementations."""

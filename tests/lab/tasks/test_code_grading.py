@@ -48,7 +48,7 @@ def fenced(program: str) -> str:
         (0, fenced(SUM + "exit(1)\n"), False),
         (0, fenced("def broken(:\n"), False),
         (0, SUM, False),  # no block
-        (0, f"```python\n{SUM}", False),  # cut off
+        (0, f"```python\n{SUM}", False),  # truncated
         (1, fenced(TWO_SUM), True),
         (1, fenced(TWO_SUM.replace("[0], i]", "[0], i + 1]")), False),
         (1, fenced(TWO_SUM.replace("looking", "<<answer>>[7, 7]")), True),  # its own mark is last
