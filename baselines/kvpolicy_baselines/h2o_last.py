@@ -17,7 +17,7 @@ class H2OLast:
     ``h2o``) but accumulates nothing: the maximum of the last query's logits over the query
     heads of a group; softmax over all rows except the newest, which stays; every KV head keeps
     its best rows. It equals ``snapkv`` with ``window_size = 1`` and ``kernel_size = 1``, and is
-    closer to a per-head TOVA than to H2O. It has a name of its own so that figures for that
+    closer to a per-head TOVA than to H2O. It has a separate name so that figures for that
     code are not mistaken for H2O's.
 
     Deviations: the released class raises whenever a row has to leave, because a mean over

@@ -83,7 +83,7 @@ class ConformanceError(KVPolicyError, AssertionError):
         super().__init__(clause, expected, came)
 
     def __str__(self) -> str:
-        """The clause, what was expected, what came, and the example."""
+        """The clause, the expected and the actual behaviour, and the example."""
         policy = f"policy '{self.policy}'" if self.policy else "a policy"
         lines = [
             f"{policy} breaks the clause '{self.clause}': {CLAUSES[self.clause]}",

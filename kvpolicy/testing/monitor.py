@@ -20,7 +20,7 @@ from kvpolicy.testing.clauses import ConformanceError
 
 _HINT = "if the policy needs it, give check_policy a tokenizer, hidden_size or num_layers"
 
-# What was expected and what came; None if nothing is wrong.
+# Expected and actual behaviour; None if they agree.
 Problem = tuple[str, str] | None
 
 

@@ -297,7 +297,7 @@ def _memories_of(run: Run) -> list[Any]:
 
 
 def find_difference(trace: RequestTrace, alone: RequestTrace) -> tuple[str, str] | None:
-    """The first difference to the same request alone: what was expected, and what came."""
+    """The first difference to the same request alone: expected and actual behaviour."""
     for came, expected in zip(trace.compactions, alone.compactions, strict=False):
         place = f"in layer {expected.layer_idx} after {expected.seq_len} tokens"
         if (came.layer_idx, came.seq_len) != (expected.layer_idx, expected.seq_len):

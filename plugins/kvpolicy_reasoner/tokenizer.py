@@ -52,7 +52,7 @@ def build_tokenizer(extra: Sequence[str] = ()) -> PreTrainedTokenizerFast:
         extra: Tokens of another task; their ids follow those of this task.
 
     Returns:
-        A tokenizer that pads on the left and adds no tokens of its own.
+        A tokenizer that pads on the left and adds no special tokens.
     """
     vocabulary = {token: index for index, token in enumerate((*_tokens(), *extra))}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=UNK))
@@ -118,6 +118,6 @@ def build_verbose_tokenizer() -> PreTrainedTokenizerFast:
     """Build the tokenizer from the word lists of both tasks.
 
     Returns:
-        A tokenizer that pads on the left and adds no tokens of its own.
+        A tokenizer that pads on the left and adds no special tokens.
     """
     return build_tokenizer([*_VERBOSE_OPENERS, *(f" {word}" for word in _VERBOSE_WORDS)])

@@ -2,7 +2,7 @@
 
 All contenders run in turns in one process on one model with random weights, which decodes as
 fast as a trained one. Each round starts with another contender, and speeds are compared within a
-round, so that changes of the machine's speed affect all contenders alike.
+round, so that changes of the machine's speed affect all contenders equally.
 """
 
 from collections import Counter

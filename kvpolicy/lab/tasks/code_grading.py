@@ -122,7 +122,7 @@ def check_confinement() -> None:
 def run_program(
     source: str, stdin: str, *, time_s: float, memory_bytes: int = MEMORY_BYTES
 ) -> Finished:
-    """Run a Python program in a confined process and a temporary folder of its own.
+    """Run a Python program in a confined process and a temporary folder.
 
     Args:
         source: Its source.

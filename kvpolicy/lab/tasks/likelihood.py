@@ -1,7 +1,7 @@
 """Perplexity and agreement: metrics that lead the model along a given text.
 
 The engine serves such a sequence like any other: the prompt enters in the same chunks, every
-further token in a decode step of its own, compactions happen where they would happen if the model
+further token in a separate decode step, compactions happen where they would happen if the model
 had written the text, and slots are shared in the same way. So all plans, and the full cache, are
 compared under the same conditions. A single forward pass over the whole text would differ:
 nothing would be evicted before the end.

@@ -5,7 +5,7 @@ entry point of the group ``kvpolicy.tasks`` names a function that is called with
 returns a `Task`. Only the task that is asked for is imported.
 
 A metric turns the results of the engine into numbers. Sweeps, stores, tables and plots treat all
-metrics alike: graded answers, perplexity and agreement with the full cache.
+metrics equally: graded answers, perplexity and agreement with the full cache.
 """
 
 import inspect
