@@ -68,9 +68,9 @@ def best(scores: Tensor, budget: int) -> Tensor:
 BAD_ROWS: dict[str, tuple[Callable[[Tensor, int], Any], str]] = {
     "int32": (lambda s, b: best(s, b).int(), "int32"),
     "floats": (lambda s, b: best(s, b).float(), "float32"),
-    "falling": (lambda s, b: best(s, b).flip(2), "rise"),
-    "two swapped": (lambda s, b: best(s, b)[:, :, [0, 2, 1, 3]], "rise"),
-    "one twice": (lambda s, b: best(s, b)[:, :, [0, 1, 1, 2]], "rise"),
+    "falling": (lambda s, b: best(s, b).flip(2), "strictly increasing"),
+    "two swapped": (lambda s, b: best(s, b)[:, :, [0, 2, 1, 3]], "strictly increasing"),
+    "one twice": (lambda s, b: best(s, b)[:, :, [0, 1, 1, 2]], "strictly increasing"),
     "negative": (lambda s, b: best(s, b) - ROWS, "-"),
     "beyond the end": (lambda s, b: best(s, b) + 1, str(ROWS)),
     "one over the budget": (lambda s, b: best(s, b + 1), str(BUDGET + 1)),

@@ -29,7 +29,7 @@ from kvpolicy.lab.bench.plot import save_bench_plot
 from kvpolicy.lab.bench.summary import BenchResult, MemoryBandwidth, Ratio, summarize
 from kvpolicy.lab.store.session import describe_session
 from kvpolicy.lab.sweep.grid import Cell, build_cells
-from kvpolicy.lab.sweep.prepare import load_sweep
+from kvpolicy.lab.sweep.prepare import load_series
 
 
 @attrs.frozen
@@ -160,11 +160,11 @@ def prepare(
     if threads is not None:
         torch.set_num_threads(threads)
     shape = shape_named(sizes.shape)
-    chosen = load_sweep(
+    series = load_series(
         preset, policies=policies, plans=plans, budgets=[sizes.budget], buffer=sizes.buffer
     )
     cells = build_cells(
-        chosen.series,
+        series,
         num_layers=shape.num_layers,
         budgets=[sizes.budget],
         buffer=sizes.buffer,

@@ -6,7 +6,7 @@ from pathlib import Path
 import attrs
 
 from kvpolicy.engine.request import Sampling
-from kvpolicy.entry_points import nearest
+from kvpolicy.entry_points import default_name, nearest
 from kvpolicy.errors import TaskError
 from kvpolicy.lab.models import ModelProvider
 from kvpolicy.lab.sweep.grid import Cell, EvalSetting, Sweep, build_cells, digest
@@ -46,14 +46,7 @@ def load_sweep(
         KVPolicyError: The sweep or a plan cannot be read.
     """
     base = load_preset(preset or default_preset())
-    if policies:
-        known = {_stack(series): series for series in base.series}
-        series = [known.get(stack) or Series.from_stack(stack) for stack in policies]
-    else:
-        series = [] if plans and preset is None else list(base.series)
-    series += [Series.from_file(path) for path in plans]
-    given = {"budget": bool(budgets), "buffer": buffer is not None}
-    series = [_without(one, [key for key, is_given in given.items() if is_given]) for one in series]
+    series = load_series(preset, policies=policies, plans=plans, budgets=budgets, buffer=buffer)
     name = base.name if not policies and not plans else "-".join(one.label for one in series)
     return attrs.evolve(
         base,
@@ -62,6 +55,39 @@ def load_sweep(
         buffer=buffer or base.buffer,
         name=name,
     )
+
+
+def load_series(
+    preset: str | None,
+    *,
+    policies: Sequence[str] = (),
+    plans: Sequence[Path] = (),
+    budgets: Sequence[int] = (),
+    buffer: int | None = None,
+) -> list[Series]:
+    """Read what a sweep compares; policies and plans need no sweep file.
+
+    Args:
+        preset: As for `load_sweep`.
+        policies: As for `load_sweep`.
+        plans: As for `load_sweep`.
+        budgets: As for `load_sweep`.
+        buffer: As for `load_sweep`.
+
+    Raises:
+        KVPolicyError: The sweep or a plan cannot be read.
+    """
+    file = preset or default_name("sweep")
+    needs_file = preset is not None or not (policies or plans)
+    base = load_preset(file or default_preset()).series if file or needs_file else ()
+    if policies:
+        known = {_stack(series): series for series in base}
+        series = [known.get(stack) or Series.from_stack(stack) for stack in policies]
+    else:
+        series = list(base) if needs_file else []
+    series += [Series.from_file(path) for path in plans]
+    given = {"budget": bool(budgets), "buffer": buffer is not None}
+    return [_without(one, [key for key, is_given in given.items() if is_given]) for one in series]
 
 
 def build_sweep(
