@@ -63,6 +63,7 @@ def test_the_second_reasoner_starts_from_the_first_ones_weights():
         )
 
 
+@pytest.mark.slow
 def test_a_run_of_one_reasoner_is_not_continued_as_the_other(tmp_path, monkeypatch):
     monkeypatch.setattr("kvpolicy_reasoner.train.train._tune_accuracy", lambda learner, team: 0.0)
     toy = {"tokens": 2 * 2048, "tokens_per_step": 2048, "workers": 1}
@@ -76,6 +77,7 @@ def test_a_run_of_one_reasoner_is_not_continued_as_the_other(tmp_path, monkeypat
     assert len(AutoTokenizer.from_pretrained(tmp_path / "model")) == 180
 
 
+@pytest.mark.slow
 def test_the_shipped_verbose_reasoner_solves_held_out_problems():
     problems = problems_of(REASONER_VERBOSE).draw(24, seed=101)
     attempts = attempt(*load_reasoner(bundled_path(REASONER_VERBOSE)), problems)

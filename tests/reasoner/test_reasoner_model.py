@@ -53,6 +53,7 @@ def test_the_shipped_files_are_small_and_hold_no_pickle():
     assert {file.suffix for file in files} <= {".json", ".safetensors", ".md"}
 
 
+@pytest.mark.slow
 def test_the_shipped_model_solves_held_out_problems():
     attempts = attempt(*load_reasoner(), make_problems(40, seed=101))
     assert score(attempts).accuracy >= 0.95

@@ -25,6 +25,7 @@ def few_tune_problems(monkeypatch):
     monkeypatch.setattr("kvpolicy_reasoner.train.train._tune_accuracy", lambda learner, team: 0.0)
 
 
+@pytest.mark.slow
 def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path):
     train(tmp_path / "whole", **TOY)
     train(tmp_path / "parts", **TOY, stop_after=3)
