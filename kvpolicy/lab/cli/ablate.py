@@ -311,10 +311,7 @@ class _Status:
         column = self._sweep.setting_of(cell).task.measure.columns[0]
         if not values:
             return f"{part} failed"
-        mean = column.format(fmean(values))
-        if column.is_share:
-            return f"{mean} of {part} {column.title}"
-        return f"{column.title} {mean} over {part}"
+        return f"{column.title} {column.format(fmean(values))} over {part}"
 
 
 def _publish(sweep: "Sweep", store: "Store", by: str | None, *, json: bool) -> bool:
