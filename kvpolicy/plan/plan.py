@@ -4,7 +4,8 @@ Budget: the rows of a layer and KV head that stay after a compaction, including 
 recent window, not the buffer. A slot never holds more than ``budget + buffer`` rows.
 """
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +30,8 @@ from kvpolicy.plan.spec import (
     Problem,
     plan_field,
     problems_of,
+    read_table,
     rows_of,
-    structure,
 )
 from kvpolicy.plan.toml import apply_override, read_file, read_tables
 
@@ -184,11 +185,14 @@ class Plan:
             PlanError: If something else does not fit, a policy cannot be built, or one steers
                 a layer that is not in its group.
         """
-        resolution = _Resolution(self, num_layers, default_budget=default_budget)
-        if resolution.problems:
+        if isinstance(num_layers, bool) or not isinstance(num_layers, int) or num_layers < 1:
+            msg = f"{self.name} cannot be resolved for {num_layers!r:.60} layers; give at least 1"
+            raise PlanError(msg)
+        resolution = _Resolution(self)
+        resolved = resolution.resolve(num_layers, default_budget)
+        if resolved is None:
             raise resolution.problems[0]
-        assert resolution.resolved is not None
-        return resolution.resolved
+        return resolved
 
 
 @attrs.frozen
@@ -235,229 +239,200 @@ def check_plan(
             problems.append(error)
     plan, malformed = _read_plan(raw, name)
     problems += [PlanError(f"{name}: {problem}") for problem in malformed]
-    resolution = _Resolution(plan, num_layers, malformed=malformed)
+    resolution = _Resolution(plan, malformed)
+    resolved = resolution.resolve(num_layers)
     problems += resolution.problems
     distinct = {str(problem): problem for problem in problems}
-    return PlanCheck(tuple(distinct.values()), None if problems else resolution.resolved)
+    return PlanCheck(tuple(distinct.values()), None if problems else resolved)
 
 
 def _read_plan(raw: Mapping[str, Any], name: str) -> tuple[Plan, list[Problem]]:
     """Read the tables of a plan: the plan without its malformed entries, and all problems."""
     try:
-        return attrs.evolve(structure(Plan, raw), name=name), []
+        return attrs.evolve(read_table(Plan, raw), name=name), []
     except cattrs.BaseValidationError as error:
         problems = problems_of(error)
     sound = read_tables(raw, name)
     for problem in reversed(problems):  # from the last entry of a list to the first
-        _remove(sound, problem)
-    return attrs.evolve(structure(Plan, sound), name=name), problems
+        _remove(sound, problem.location)
+    return attrs.evolve(read_table(Plan, sound), name=name), problems
 
 
-def _remove(tables: Any, problem: Problem) -> None:
-    path = problem.path if problem.key is None else (*problem.path, problem.key)
-    for step in path[:-1]:
+def _remove(tables: Any, location: tuple[str | int, ...]) -> None:
+    for step in location[:-1]:
         tables = tables[step]
-    if len(path) == 2 and path[0] == "layers":
-        tables[path[1]] = {}  # the other groups keep their numbers
+    if len(location) == 2 and location[0] == "layers":
+        tables[location[1]] = {}  # the other groups keep their numbers
     else:
-        del tables[path[-1]]
+        del tables[location[-1]]
 
 
 class _Resolution:
-    """One attempt to resolve a plan; every problem is collected.
+    """One attempt to resolve a plan, which collects every problem once.
+
+    What depends on a malformed value, or on a stack that cannot be built, is not checked.
 
     Attributes:
-        problems: What is wrong with the plan.
-        resolved: The result; ``None`` if there are problems or the model is not known.
+        problems: What is wrong with the plan, besides its malformed values.
     """
 
-    def __init__(
-        self,
-        plan: Plan,
-        num_layers: int | None,
-        *,
-        default_budget: int | None = None,
-        malformed: Sequence[Problem] = (),
-    ) -> None:
-        """Resolve a plan.
+    def __init__(self, plan: Plan, malformed: Sequence[Problem] = ()) -> None:
+        """Begin.
 
         Args:
             plan: The plan.
-            num_layers: Layers of the model; ``None`` to build the policies only.
-            default_budget: See `Plan.resolve`.
-            malformed: Entries that are missing in the plan because they cannot be read.
+            malformed: Its malformed values, which are missing in the plan.
         """
         self.problems: list[KVPolicyError] = []
-        self.resolved: ResolvedPlan | None = None
-        self._plan, self._builder = plan, StackBuilder()
-        # Keys with a problem, as (group or None, key): what depends on them is not checked.
-        self._broken: set[tuple[int | None, str]] = {_key_of(one) for one in malformed}
-        schedule = self._build_policies(None, "schedule", plan.schedule)
-        own = self._build_stack(None, plan.stack)
+        self._plan = plan
         self._groups = plan.layers or (LayerGroup(),)
-        self._stacks = [
+        self._malformed = {_key_of(problem.location) for problem in malformed}
+        self._builder = StackBuilder()
+
+    def resolve(
+        self, num_layers: int | None, default_budget: int | None = None
+    ) -> ResolvedPlan | None:
+        """Build all policies, and work out what each layer does if the model is known.
+
+        Args:
+            num_layers: Layers of the model, if known.
+            default_budget: See `Plan.resolve`.
+
+        Returns:
+            The result; ``None`` if the plan has problems or the model is not known.
+        """
+        plan = self._plan
+        schedule = self._build_policies(plan.schedule)
+        own = self._build_stack(None, plan.stack)
+        stacks = [
             own if group.stack is None else self._build_stack(i, group.stack)
             for i, group in enumerate(self._groups)
         ]
         if num_layers is None:
-            return
-        if isinstance(num_layers, bool) or not isinstance(num_layers, int) or num_layers < 1:
-            msg = f"{plan.name} cannot be resolved for {num_layers!r:.60} layers; give at least 1"
-            self.problems.append(PlanError(msg))
-            return
-        self._num_layers = num_layers
-        members = self._cover()
-        opens = [i for i, stack in enumerate(self._stacks) if self._leaves_budget_open(i, stack)]
-        self._default_budget = default_budget if opens else None
-        layers = [layer for i in members for layer in self._resolve_group(i, members[i])]
-        if not self.problems and not self._broken:
-            self._finish(layers, [spec for spec, _ in schedule])
+            return None
+        members = self._cover(num_layers)
+        is_open = plan.budget is None and any(
+            built is not None and group.budget is None and needs_budget(built.stack)
+            for group, built in zip(self._groups, stacks, strict=True)
+        )
+        default = default_budget if is_open else None
+        layers: list[LayerPlan] = []
+        for i, of_group in members.items():
+            with self._collecting():
+                layers += self._resolve_group(i, of_group, stacks[i], default, num_layers)
+        if self.problems or self._malformed:
+            return None
+        layers.sort(key=lambda layer: layer.layer_idx)
+        resolved = ResolvedPlan(
+            tuple(layers),
+            tuple(spec for spec, _ in schedule),
+            plan.padding,
+            name=plan.name,
+            uses_default_budget=default is not None,
+            stacks=tuple(self._builder.build(layer.stack) for layer in layers),
+        )
+        with self._collecting():
+            _check_steering(resolved)
+        return None if self.problems else resolved
 
-    def _build_policies(
-        self, group: int | None, key: str, specs: Sequence[PolicySpec]
-    ) -> list[tuple[PolicySpec, object]]:
+    @contextmanager
+    def _collecting(self) -> Iterator[None]:
+        try:
+            yield
+        except KVPolicyError as error:
+            self.problems.append(error)
+
+    def _build_policies(self, specs: Sequence[PolicySpec]) -> list[tuple[PolicySpec, object]]:
         """Build policies; each with its spec, all knobs spelled out."""
         built = []
         for spec in specs:
-            try:
+            with self._collecting():
                 policy = spec.build()
                 built.append((spec.spell_out(policy), policy))
-            except KVPolicyError as error:
-                self._report(error, group, key)
         return built
 
     def _build_stack(self, group: int | None, specs: Sequence[PolicySpec]) -> "_BuiltStack | None":
-        built = self._build_policies(group, "stack", specs)
-        if not built or (group, "stack") in self._broken:
+        built = self._build_policies(specs)
+        if not specs or len(built) < len(specs) or (group, "stack") in self._malformed:
             return None
         named = tuple(spec for spec, _ in built)
-        try:
+        with self._collecting():
             return _BuiltStack(named, self._builder.build(named, [policy for _, policy in built]))
-        except KVPolicyError as error:
-            self._report(error, group, "stack")
-            return None
+        return None
 
-    def _report(self, error: KVPolicyError, group: int | None, key: str) -> None:
-        self.problems.append(error)
-        self._broken.add((group, key))
-
-    def _cover(self) -> dict[int, list[int]]:
-        """The layers of each group, and all problems with their coverage.
+    def _cover(self, num_layers: int) -> dict[int, list[int]]:
+        """The layers of each group; collects all problems with their coverage.
 
         Gaps are not reported if a group names layers that do not exist: it may be meant to
         fill them.
         """
+        if (None, "layers") in self._malformed:
+            return {}
+        name = self._plan.name
         members: dict[int, list[int]] = {}
         covered: set[int] = set()
-        name = self._plan.name
-        if (None, "layers") in self._broken:
-            return {}
         for i, group in enumerate(self._groups):
-            if (i, "where") in self._broken:
+            if (i, "where") in self._malformed:
                 continue
-            try:
-                layers = group.layers(self._num_layers, name)
-            except PlanError as error:
-                self._report(error, i, "where")
-                continue
-            twice = [one for k, one in enumerate(layers) if one in covered.union(layers[:k])]
-            if twice:
-                msg = f"{name} covers {format_layers(twice)} twice, again in {group.where!r}"
-                self.problems.append(CoverageError(msg))
-            covered.update(layers)
-            members[i] = layers
+            with self._collecting():
+                layers = members[i] = group.layers(num_layers, name)
+                twice = [one for k, one in enumerate(layers) if one in covered.union(layers[:k])]
+                covered.update(layers)
+                if twice:
+                    msg = f"{name} covers {format_layers(twice)} twice, again in {group.where!r}"
+                    raise CoverageError(msg)
         if len(members) == len(self._groups):
-            for gap in _runs(set(range(self._num_layers)) - covered):
-                last = self._num_layers - 1
-                msg = f"{name} does not cover {format_layers(gap)} of 0 to {last}"
+            for gap in _runs(set(range(num_layers)) - covered):
+                msg = f"{name} does not cover {format_layers(gap)} of 0 to {num_layers - 1}"
                 self.problems.append(CoverageError(msg))
         return members
 
-    def _leaves_budget_open(self, i: int, stack: "_BuiltStack | None") -> bool:
-        has_budget = self._groups[i].budget is not None or self._plan.budget is not None
-        return stack is not None and not has_budget and needs_budget(stack.stack)
-
-    def _resolve_group(self, i: int, members: Sequence[int]) -> list[LayerPlan]:
-        """The layers of one group; none if it has problems."""
-        group, plan, built = self._groups[i], self._plan, self._stacks[i]
+    def _resolve_group(
+        self,
+        i: int,
+        members: Sequence[int],
+        built: "_BuiltStack | None",
+        default_budget: int | None,
+        num_layers: int,
+    ) -> list[LayerPlan]:
+        """The layers of one group; none if it depends on a malformed value."""
+        group, plan = self._groups[i], self._plan
         own = ("stack", "budget", "buffer")
-        depends = {(None if getattr(group, key) is None else i, key) for key in own}
-        depends |= {(i, key) for key in own} | {(None, "length")}
-        if depends & self._broken:
+        inherited = [key for key in own if getattr(group, key) is None]
+        depends = {(i, key) for key in own} | {(None, key) for key in (*inherited, "length")}
+        if depends & self._malformed:
             return []
-        if built is None:
+        if not (plan.stack if group.stack is None else group.stack):
             names = ", ".join(policy_names())
             msg = (
                 f"{plan.name} names no policy for layers {group.where!r}; "
                 f'write stack = ["NAME"], NAME being one of {names}'
             )
-            self.problems.append(PlanError(msg))
-            return []
+            raise PlanError(msg)
+        if built is None:
+            return []  # its policies are reported already
         given = plan.budget if group.budget is None else group.budget
-        given = self._default_budget if given is None else given
-        try:
-            budget, share = (
-                (None, None) if given is None else rows_of(given, plan.length, plan.name)
+        given = default_budget if given is None else given
+        budget, share = (None, None) if given is None else rows_of(given, plan.length, plan.name)
+        protected = _check_budget(plan.name, members[0], built.stack, budget)
+        members = sorted(members)
+        budgets: Sequence[int | None] = [budget] * len(members)
+        if budget is not None:
+            # The policies of a group may distribute its rows among its layers.
+            floors = [max(protected, 1)] * len(members)
+            budgets = built.stack.allocate(members, budget, floors, num_layers)
+        return [
+            LayerPlan(
+                layer_idx,
+                built.specs,
+                rows,
+                plan.buffer if group.buffer is None else group.buffer,
+                bounded=built.stack.bounded,
+                num_protected=protected,
+                budget_from=share,
             )
-            layers = [
-                self._resolve_layer(layer_idx, group, built, budget, share) for layer_idx in members
-            ]
-            return _allocate(layers, built.stack, self._num_layers)
-        except KVPolicyError as error:
-            self.problems.append(error)
-            return []
-
-    def _resolve_layer(
-        self,
-        layer_idx: int,
-        group: LayerGroup,
-        built: "_BuiltStack",
-        budget: int | None,
-        share: str | None,
-    ) -> LayerPlan:
-        stack, name = built.stack, self._plan.name
-        policies = ", ".join(stack.names)
-        protected = stack.n_first + stack.n_last
-        if budget is None and needs_budget(stack):
-            msg = (
-                f"{name} gives layer {layer_idx} ({policies}) no budget; write for example "
-                "budget = 128"
-            )
-            raise BudgetError(msg)
-        if budget is not None and budget < protected:
-            msg = (
-                f"{name} gives layer {layer_idx} a budget of {budget}, but its policies "
-                f"({policies}) protect {protected} rows: {stack.n_first} first and "
-                f"{stack.n_last} newest; raise the budget or lower their knobs"
-            )
-            raise BudgetError(msg)
-        return LayerPlan(
-            layer_idx,
-            built.specs,
-            budget,
-            self._plan.buffer if group.buffer is None else group.buffer,
-            bounded=stack.bounded,
-            num_protected=protected,
-            budget_from=share,
-        )
-
-    def _finish(self, layers: Iterable[LayerPlan], schedule: Iterable[PolicySpec]) -> None:
-        layers = tuple(sorted(layers, key=lambda layer: layer.layer_idx))
-        stacks = tuple(self._builder.build(layer.stack) for layer in layers)
-        plan = self._plan
-        try:
-            _check_steering(stacks, plan.name)
-        except PlanError as error:
-            self.problems.append(error)
-            return
-        self.resolved = ResolvedPlan(
-            layers,
-            tuple(schedule),
-            plan.padding,
-            name=plan.name,
-            uses_default_budget=self._default_budget is not None,
-            stacks=stacks,
-        )
+            for layer_idx, rows in zip(members, budgets, strict=True)
+        ]
 
 
 @attrs.frozen
@@ -468,34 +443,42 @@ class _BuiltStack:
     stack: Stack
 
 
-def _key_of(problem: Problem) -> tuple[int | None, str]:
-    """The group, or None, and the key that a malformed entry belongs to."""
-    path = problem.path if problem.key is None else (*problem.path, problem.key)
-    if path[0] == "layers" and len(path) > 1 and isinstance(path[1], int):
-        return path[1], str(path[2]) if len(path) > 2 else "where"
-    return None, str(path[0])
+def _key_of(location: tuple[str | int, ...]) -> tuple[int | None, str]:
+    """The group, or None, and the key that a malformed value belongs to."""
+    if location[0] == "layers" and len(location) > 1 and isinstance(location[1], int):
+        return location[1], str(location[2]) if len(location) > 2 else "where"
+    return None, str(location[0])
 
 
-def _allocate(group: Sequence[LayerPlan], stack: Stack, num_layers: int) -> list[LayerPlan]:
-    """Let the policies of a group distribute its rows among its layers; the sum is unchanged."""
-    group = sorted(group, key=lambda layer: layer.layer_idx)
-    budget = group[0].budget
-    if budget is None:
-        return group
-    floors = [max(layer.num_protected, 1) for layer in group]
-    budgets = stack.allocate([layer.layer_idx for layer in group], budget, floors, num_layers)
-    return [attrs.evolve(layer, budget=rows) for layer, rows in zip(group, budgets, strict=True)]
+def _check_budget(name: str, layer_idx: int, stack: Stack, budget: int | None) -> int:
+    """Check that a layer has a budget if it needs one; returns the rows that it protects."""
+    policies = ", ".join(stack.names)
+    protected = stack.n_first + stack.n_last
+    if budget is None and needs_budget(stack):
+        msg = (
+            f"{name} gives layer {layer_idx} ({policies}) no budget; write for example budget = 128"
+        )
+        raise BudgetError(msg)
+    if budget is not None and budget < protected:
+        msg = (
+            f"{name} gives layer {layer_idx} a budget of {budget}, but its policies "
+            f"({policies}) protect {protected} rows: {stack.n_first} first and "
+            f"{stack.n_last} newest; raise the budget or lower their knobs"
+        )
+        raise BudgetError(msg)
+    return protected
 
 
-def _check_steering(stacks: Sequence[Stack], name: str) -> None:
+def _check_steering(plan: ResolvedPlan) -> None:
     """Refuse policies that steer layers whose stack they are not in: nothing would happen."""
+    stacks = plan.stacks()
     for stack in dict.fromkeys(stacks):
         own = [layer_idx for layer_idx, other in enumerate(stacks) if other is stack]
         for policy, layers in stack.steering:
             missed = sorted(set(layers or ()) - set(own))
             if missed:
                 msg = (
-                    f"{name}: policy '{policy}' steers layer {missed[0]}, but its stack is "
+                    f"{plan.name}: policy '{policy}' steers layer {missed[0]}, but its stack is "
                     f"that of {format_layers(own)} only, of {len(stacks)} layers counted from 0; "
                     "steer one of those, or list the policy there"
                 )

@@ -47,6 +47,9 @@ _PLAIN = (int, float, str, bytes, list, tuple, set, frozenset, Mapping, date, ti
 
 T = TypeVar("T")
 
+#: Reads the tables of plan files; raises the errors of all their values together.
+CONVERTER = cattrs.Converter()
+
 
 @attrs.frozen
 class Rule:
@@ -115,25 +118,14 @@ def _read_padding(value: object) -> Padding:
     raise TypeError(msg)
 
 
-def _list_of(read: Callable[[Any], T], expected: str) -> Callable[[Any], tuple[T, ...]]:
-    """Read a list entry by entry; the errors of all entries are raised together."""
+def _list_of(cls: type[T], expected: str) -> Callable[[Any], tuple[T, ...]]:
+    """Read a list entry by entry; cattrs raises the errors of all entries together."""
 
     def read_list(value: Any) -> tuple[T, ...]:
         if isinstance(value, (str, bytes, Mapping)) or not isinstance(value, Iterable):
             msg = f"{value!r:.60} is not {expected}"
             raise TypeError(msg)
-        entries: list[T] = []
-        errors: list[Exception] = []
-        for index, entry in enumerate(value):
-            try:
-                entries.append(read(entry))
-            except (TypeError, cattrs.BaseValidationError) as error:
-                error.__notes__ = [cattrs.IterableValidationNote(f"[{index}]", index, Any)]
-                errors.append(error)
-        if errors:
-            msg = f"{len(errors)} entries are malformed"
-            raise cattrs.IterableValidationError(msg, errors, tuple)
-        return tuple(entries)
+        return CONVERTER.structure(value, tuple[cls, ...])  # type: ignore[valid-type]
 
     return read_list
 
@@ -167,7 +159,7 @@ class PolicySpec:
             PlanError: If it is none of these.
         """
         try:
-            spec = _read_policy(policy)
+            spec = _read_policy(policy, PolicySpec)
         except TypeError as error:
             raise PlanError(str(error)) from error
         return attrs.evolve(spec, knobs=knobs) if knobs and isinstance(policy, str) else spec
@@ -194,7 +186,7 @@ class PolicySpec:
         return {"policy": self.policy, **self.knobs}
 
 
-def _read_policy(value: object) -> PolicySpec:
+def _read_policy(value: object, _: object) -> PolicySpec:
     if isinstance(value, PolicySpec):
         return value
     if isinstance(value, str):
@@ -212,6 +204,9 @@ def _read_policy(value: object) -> PolicySpec:
         )
         raise TypeError(msg)
     return PolicySpec(snake_case(type(value).__name__), instance=value)
+
+
+CONVERTER.register_structure_hook(PolicySpec, _read_policy)
 
 
 # Code of these packages is identified by the version of kvpolicy.
@@ -256,7 +251,7 @@ WHERE = Rule(
     },
 )
 STACK = Rule(
-    _list_of(_read_policy, 'a list of policies; write for example ["NAME", "NAME"]'),
+    _list_of(PolicySpec, 'a list of policies; write for example ["NAME", "NAME"]'),
     {"type": "array", "items": {"$ref": "#/definitions/policy"}},
 )
 
@@ -303,11 +298,11 @@ class LayerGroup:
         return found
 
 
-def _read_group(value: object) -> LayerGroup:
+def _read_group(value: object, _: object) -> LayerGroup:
     if isinstance(value, LayerGroup):
         return value
     if isinstance(value, Mapping):
-        return structure(LayerGroup, value)
+        return read_table(LayerGroup, value)
     msg = (
         f'{value!r:.60} is not a group of layers; write [[layers]] with where = "0:2", or '
         'LayerGroup("0:2") in Python'
@@ -315,8 +310,10 @@ def _read_group(value: object) -> LayerGroup:
     raise TypeError(msg)
 
 
+CONVERTER.register_structure_hook(LayerGroup, _read_group)
+
 GROUPS = Rule(
-    _list_of(_read_group, 'a list of groups of layers; write [[layers]] with where = "0:2"'),
+    _list_of(LayerGroup, 'a list of groups of layers; write [[layers]] with where = "0:2"'),
     {"type": "array", "items": {"$ref": "#/definitions/group"}},
 )
 
@@ -373,6 +370,11 @@ class Problem:
     message: str
     key: str | None = None
 
+    @property
+    def location(self) -> tuple[str | int, ...]:
+        """Keys and indices that lead to the malformed value or the unknown key."""
+        return self.path if self.key is None else (*self.path, self.key)
+
     def __str__(self) -> str:
         """The message with its place, as "in layers[0].where: MESSAGE"."""
         steps = [f"[{step}]" if isinstance(step, int) else f".{step}" for step in self.path]
@@ -405,7 +407,7 @@ def _unknown_key(key: str, known: list[str]) -> str:
     return f"unknown key '{key}'{nearest(key, known)}"
 
 
-def structure(cls: type[T], table: Mapping[str, Any]) -> T:
+def read_table(cls: type[T], table: Mapping[str, Any]) -> T:
     """Read a table into an attrs class whose fields have rules.
 
     Raises:
@@ -418,7 +420,7 @@ def structure(cls: type[T], table: Mapping[str, Any]) -> T:
 @lru_cache
 def _reader(cls: type) -> Callable[[Mapping[str, Any], Any], Any]:
     fields = {field.name: _override(field.metadata.get("rule")) for field in attrs.fields(cls)}
-    return make_dict_structure_fn(cls, cattrs.Converter(), _cattrs_forbid_extra_keys=True, **fields)
+    return make_dict_structure_fn(cls, CONVERTER, _cattrs_forbid_extra_keys=True, **fields)
 
 
 def _override(rule: Rule | None) -> Any:
