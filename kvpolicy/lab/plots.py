@@ -87,7 +87,7 @@ class Size:
 
 
 def save_sweep_plots(
-    rows: Sequence[Row[Any]],
+    rows: Sequence[Row],
     folder: Path,
     column: Column = ACCURACY,
     *,
@@ -109,8 +109,8 @@ def save_sweep_plots(
     Raises:
         OutputError: They cannot be written.
     """
-    measured = [Point(row.series, row.budget, row.measured[column.name]) for row in rows]
-    lengths = [Point(row.series, row.budget, row.length) for row in rows]
+    measured = [Point(row.cell.series, row.cell.budget, row.measured[column.name]) for row in rows]
+    lengths = [Point(row.cell.series, row.cell.budget, row.length) for row in rows]
 
     def draw(figure: "Figure") -> None:
         left, right = figure.subplots(1, 2)

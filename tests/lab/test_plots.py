@@ -4,7 +4,7 @@ from pathlib import Path
 
 import attrs
 import pytest
-from lab_samples import CELLS, MeasuredCell, measured, sample
+from lab_samples import CELLS, measured, sample
 from matplotlib.figure import Figure
 
 from kvpolicy.errors import OutputError
@@ -15,8 +15,9 @@ from kvpolicy.lab.statistics import Interval
 FULL, SMALL = tabulate(measured([sample(cell, 0, num_tokens=9) for cell in CELLS]))
 
 
-def at(budget: float, series: str = "small", **changes: object) -> Row[MeasuredCell]:
-    return attrs.evolve(SMALL, budget=budget, series=series, **changes)
+def at(budget: float, series: str = "small", **changes: object) -> Row:
+    record = attrs.evolve(SMALL.cell.record, budget=budget, series=series)
+    return attrs.evolve(SMALL, cell=attrs.evolve(SMALL.cell, record=record), **changes)
 
 
 @pytest.mark.parametrize(
@@ -32,7 +33,7 @@ def at(budget: float, series: str = "small", **changes: object) -> Row[MeasuredC
     ],
     ids=["reference only", "one point", "line", "far apart", "no length", "many", "nothing"],
 )
-def test_any_rows_can_be_drawn(tmp_path: Path, rows: list[Row[MeasuredCell]]) -> None:
+def test_any_rows_can_be_drawn(tmp_path: Path, rows: list[Row]) -> None:
     png, svg = save_sweep_plots(rows, tmp_path, title="a title")
     assert png.read_bytes().startswith(b"\x89PNG")
     assert svg.read_text(encoding="utf-8").rstrip().endswith("</svg>")

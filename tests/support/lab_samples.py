@@ -3,9 +3,8 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import attrs
-
-from kvpolicy.lab.store.records import CellTiming, Sample
+from kvpolicy.lab.analysis.pooling import PooledCell
+from kvpolicy.lab.store.records import CellRecord, CellTiming, EvalSettingRecord, Sample
 from kvpolicy.lab.sweep.grid import Cell, build_cells
 from kvpolicy.lab.sweep.sweep_file import Series
 
@@ -14,6 +13,26 @@ CELLS = build_cells(
     num_layers=2,
     budgets=[16],
     buffer=8,
+)
+SETTING = EvalSettingRecord(
+    group="g",
+    model="m",
+    model_fingerprint="",
+    device="cpu",
+    dtype="float32",
+    task="t",
+    seed=0,
+    split="test",
+    n=1,
+    attempts=1,
+    prompt_hash="",
+    sampling="greedy",
+    temperature=0.0,
+    top_p=1.0,
+    max_new_tokens=100,
+    slots=1,
+    measure="answers",
+    columns=(),
 )
 
 
@@ -51,32 +70,25 @@ def sample(cell: Cell, item: int, **changes: Any) -> Sample:
     return Sample(**(plain | changes))
 
 
-@attrs.frozen
-class MeasuredCell:
-    """A cell with its samples, as tables read it."""
-
-    series: str
-    budget: float | None
-    buffer: float | None
-    digest: str
-    samples: Sequence[Sample]
-    timing: CellTiming | None
-
-
 def measured(
-    samples: Sequence[Sample],
-    timings: Mapping[str, CellTiming] | None = None,
-    cells: Sequence[Cell] = CELLS,
-) -> list[MeasuredCell]:
-    """Cells with those of the samples that are theirs."""
+    samples: Sequence[Sample], timings: Mapping[str, CellTiming] | None = None
+) -> list[PooledCell]:
+    """Each of `CELLS` with those of the samples that are its own."""
+    timings = timings or {}
     return [
-        MeasuredCell(
-            series=cell.series,
-            budget=cell.budget,
-            buffer=cell.buffer,
-            digest=cell.digest,
-            samples=[one for one in samples if one.cell == cell.id],
-            timing=(timings or {}).get(cell.id),
+        PooledCell(
+            record=CellRecord(**cell.to_dict()),
+            group=SETTING,
+            block=None,
+            version="0.1.0",
+            cells=(cell.id,),
+            groups=(SETTING.group,),
+            runs=("run",),
+            seeds=(0,),
+            samples=tuple(one for one in samples if one.cell == cell.id),
+            items={},
+            timings=(timings[cell.id],) if cell.id in timings else (),
+            num_expected=len(samples),
         )
-        for cell in cells
+        for cell in CELLS
     ]

@@ -6,6 +6,7 @@ in its seed: intervals count questions, and two cells are compared on the questi
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cached_property
 
 import attrs
 
@@ -25,6 +26,9 @@ _KNOWN_COLUMNS = {
 }
 
 Keep = Callable[[EvalSettingRecord, CellRecord], bool]
+_BlockKey = Callable[[EvalSettingRecord], object]
+_ItemNumber = Callable[[EvalSettingRecord, int], int]
+_StoredCell = tuple[RunFolder, EvalSettingRecord, CellRecord]
 
 
 @attrs.frozen(eq=False)
@@ -32,60 +36,77 @@ class PooledCell:
     """Cells that differ only in the seed and the number of items.
 
     Attributes:
-        id: Id of the first cell, which is the ``cell`` of all `samples`.
-        cell: The first cell.
+        record: The first cell.
         group: Its evaluation setting.
+        block: Equal for cells that are compared with each other: those of one version of
+            kvpolicy and one evaluation setting.
         version: Version of kvpolicy that computed the cells.
         cells: Ids of all cells.
+        groups: Ids of their evaluation settings.
         runs: Names of the folders they come from.
         seeds: Their seeds.
-        samples: Their samples, each once; ``item`` is the number of the question.
+        samples: Their samples, each once, by item and attempt; ``item`` is the number of the
+            question, and ``cell`` the id of the first cell.
         items: Items by number of the question.
-        timing: Summed timings; ``None`` if one of the cells was interrupted.
+        timings: The timing of each cell; empty if one of them was interrupted.
         num_expected: Samples when all cells are complete.
     """
 
-    id: str
-    cell: CellRecord
+    record: CellRecord
     group: EvalSettingRecord
+    block: object = attrs.field(repr=False)
     version: str
     cells: tuple[str, ...]
+    groups: tuple[str, ...]
     runs: tuple[str, ...]
     seeds: tuple[int, ...]
     samples: tuple[Sample, ...] = attrs.field(repr=False)
     items: Mapping[int, ItemRecord] = attrs.field(repr=False)
-    timing: CellTiming | None
+    timings: tuple[CellTiming, ...]
     num_expected: int
+
+    @property
+    def id(self) -> str:
+        """Id of the first cell, which is the ``cell`` of all `samples`."""
+        return self.record.cell
 
     @property
     def series(self) -> str:
         """Name of the plan in tables and plots, without its budget."""
-        return self.cell.series
+        return self.record.series
 
     @property
     def budget(self) -> float | None:
         """Rows kept by a compaction; ``None`` if nothing is evicted."""
-        return self.cell.budget
-
-    @property
-    def buffer(self) -> float | None:
-        """Rows added between compactions; ``None`` if nothing is evicted."""
-        return self.cell.buffer
-
-    @property
-    def digest(self) -> str:
-        """Digest of the resolved plan."""
-        return self.cell.plan
+        return self.record.budget
 
     @property
     def name(self) -> str:
         """The plan as users write it: ``SERIES@BUDGET``."""
         return self.series if self.budget is None else f"{self.series}@{self.budget:g}"
 
-    @property
-    def block(self) -> object:
-        """Equal for cells of the same version and evaluation setting, whatever the seed."""
-        return self.version, _settings(self.group)
+    @cached_property
+    def by_item(self) -> dict[int, list[Sample]]:
+        """Samples of each item, in order of items and attempts."""
+        found: dict[int, list[Sample]] = {}
+        for sample in self.samples:
+            found.setdefault(sample.item, []).append(sample)
+        return found
+
+    @cached_property
+    def timing(self) -> CellTiming | None:
+        """Timing of all cells, run one after the other; ``None`` if one was interrupted."""
+        if not self.timings:
+            return None
+        return CellTiming(
+            cell=self.id,
+            num_requests=sum(one.num_requests for one in self.timings),
+            new_tokens=sum(one.new_tokens for one in self.timings),
+            elapsed_s=sum(one.elapsed_s for one in self.timings),
+            policy_s=sum(one.policy_s for one in self.timings),
+            decode_s=sum(one.decode_s for one in self.timings),
+            peak_kv_bytes=max(one.peak_kv_bytes for one in self.timings),
+        )
 
     def counts(self) -> dict[str, int]:
         """Numbers of samples: finished, expected, truncated, failed and ungraded."""
@@ -98,9 +119,6 @@ class PooledCell:
         }
 
 
-_StoredCell = tuple[RunFolder, EvalSettingRecord, CellRecord]
-
-
 def pool(runs: Sequence[RunFolder], keep: Keep = lambda group, cell: True) -> list[PooledCell]:
     """Pool cells that differ only in their seed, whatever their plans are called.
 
@@ -111,15 +129,19 @@ def pool(runs: Sequence[RunFolder], keep: Keep = lambda group, cell: True) -> li
     Returns:
         The pooled cells in the order of the runs; those of one block are adjacent.
     """
-    questions = _QuestionNumbers(runs)
-    blocks: dict[object, dict[str, list[_StoredCell]]] = {}
-    for run in runs:
-        for cell in run.cells.values():
-            group = run.groups[cell.group]
-            if keep(group, cell):
-                block = blocks.setdefault((run.version, _settings(group)), {})
-                block.setdefault(cell.plan, []).append((run, group, cell))
-    return [_pooled(stored, questions) for block in blocks.values() for stored in block.values()]
+    return _pool(runs, _settings, _QuestionNumbers(runs).number, keep)
+
+
+def pool_by_seed(runs: Sequence[RunFolder]) -> list[PooledCell]:
+    """Merge the cells of several runs, as `pool` does, but keep seeds apart.
+
+    Args:
+        runs: The runs.
+
+    Returns:
+        Cells of one seed each; ``item`` of their samples is the number in the seed.
+    """
+    return _pool(runs, lambda group: group.group, lambda group, item: item)
 
 
 def blocks_of(cells: Iterable[PooledCell]) -> list[list[PooledCell]]:
@@ -169,50 +191,55 @@ def _settings(group: EvalSettingRecord) -> object:
     return tuple(plain.items())
 
 
-def _pooled(stored: Sequence[_StoredCell], questions: "_QuestionNumbers") -> PooledCell:
+def _pool(
+    runs: Sequence[RunFolder],
+    block_key: _BlockKey,
+    number: _ItemNumber,
+    keep: Keep = lambda group, cell: True,
+) -> list[PooledCell]:
+    """Pool cells with equal version, block key and plan."""
+    blocks: dict[object, dict[str, list[_StoredCell]]] = {}
+    for run in runs:
+        for cell in run.cells.values():
+            group = run.groups[cell.group]
+            if keep(group, cell):
+                block = blocks.setdefault((run.version, block_key(group)), {})
+                block.setdefault(cell.plan, []).append((run, group, cell))
+    return [
+        _pooled(key, stored, number) for key, block in blocks.items() for stored in block.values()
+    ]
+
+
+def _pooled(block: object, stored: Sequence[_StoredCell], number: _ItemNumber) -> PooledCell:
     first_run, first_group, first_cell = stored[0]
     samples: dict[str, Sample] = {}
     items: dict[int, ItemRecord] = {}
     expected: dict[int, int] = {}
+    timings: dict[str, CellTiming] = {}
     for run, group, cell in stored:
         expected[group.seed] = max(expected.get(group.seed, 0), group.n * group.attempts)
+        if cell.cell in run.timings:
+            timings.setdefault(cell.cell, run.timings[cell.cell])
         for sample in run.samples_of[cell.cell]:
-            number = questions.number(group, sample.item)
-            samples[sample.key] = attrs.evolve(sample, cell=first_cell.cell, item=number)
-            item = run.items.get((group.group, sample.item))
-            if item is not None:
-                items.setdefault(number, item)
+            item = number(group, sample.item)
+            samples[sample.key] = attrs.evolve(sample, cell=first_cell.cell, item=item)
+            record = run.items.get((group.group, sample.item))
+            if record is not None:
+                items.setdefault(item, record)
+    ids = dict.fromkeys(cell.cell for _, _, cell in stored)
     return PooledCell(
-        id=first_cell.cell,
-        cell=first_cell,
+        record=first_cell,
         group=first_group,
+        block=block,
         version=first_run.version,
-        cells=tuple(dict.fromkeys(cell.cell for _, _, cell in stored)),
+        cells=tuple(ids),
+        groups=tuple(dict.fromkeys(group.group for _, group, _ in stored)),
         runs=tuple(dict.fromkeys(run.path.name for run, _, _ in stored)),
         seeds=tuple(sorted(expected)),
-        samples=tuple(samples.values()),
+        samples=tuple(sorted(samples.values(), key=lambda one: (one.item, one.attempt))),
         items=items,
-        timing=_sum_timings(stored),
+        timings=tuple(timings[id] for id in ids) if timings.keys() == ids.keys() else (),
         num_expected=sum(expected.values()),
-    )
-
-
-def _sum_timings(stored: Sequence[_StoredCell]) -> CellTiming | None:
-    """Timing of several cells run one after the other, each counted once."""
-    found: dict[str, CellTiming | None] = {}
-    for run, _, cell in stored:
-        found[cell.cell] = found.get(cell.cell) or run.timings.get(cell.cell)
-    timings = [one for one in found.values() if one is not None]
-    if len(timings) < len(found):
-        return None
-    return CellTiming(
-        cell=stored[0][2].cell,
-        num_requests=sum(one.num_requests for one in timings),
-        new_tokens=sum(one.new_tokens for one in timings),
-        elapsed_s=sum(one.elapsed_s for one in timings),
-        policy_s=sum(one.policy_s for one in timings),
-        decode_s=sum(one.decode_s for one in timings),
-        peak_kv_bytes=max(one.peak_kv_bytes for one in timings),
     )
 
 

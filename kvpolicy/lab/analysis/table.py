@@ -2,8 +2,8 @@
 
 import csv
 import io
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Generic, Protocol, TypeVar
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Any
 
 import attrs
 
@@ -14,39 +14,8 @@ from kvpolicy.lab.store.records import CellTiming, Sample
 from kvpolicy.lab.tasks.task import ACCURACY, LENGTH, Column
 
 
-class CellWithSamples(Protocol):
-    """What a table reads of a cell."""
-
-    @property
-    def series(self) -> str:
-        """Name of the plan in tables and plots, without its budget."""
-
-    @property
-    def budget(self) -> float | None:
-        """Rows kept by a compaction; ``None`` if nothing is evicted."""
-
-    @property
-    def buffer(self) -> float | None:
-        """Rows added between compactions; ``None`` if nothing is evicted."""
-
-    @property
-    def digest(self) -> str:
-        """Digest of the resolved plan."""
-
-    @property
-    def samples(self) -> Sequence[Sample]:
-        """Its finished samples."""
-
-    @property
-    def timing(self) -> CellTiming | None:
-        """Its timing; ``None`` if it was interrupted."""
-
-
-AnyCell = TypeVar("AnyCell", bound=CellWithSamples)
-
-
 @attrs.frozen
-class Row(Generic[AnyCell]):
+class Row:
     """The results of one cell, or of its samples with one value of a facet.
 
     Attributes:
@@ -54,10 +23,6 @@ class Row(Generic[AnyCell]):
         columns: What its task measures.
         facet: Facet that the samples have in common; ``None`` for the whole cell.
         facet_value: Its value; empty for the whole cell.
-        series: Name of the plan, without its budget.
-        budget: Rows kept by a compaction, averaged over layers; ``None`` if nothing is evicted.
-        buffer: Rows added between compactions; ``None`` if nothing is evicted.
-        plan: Digest of the resolved plan.
         n: Samples, including failed ones.
         num_items: Items of these samples; fewer if each has several attempts.
         num_correct: Correct samples; ``None`` where nothing is graded.
@@ -76,14 +41,10 @@ class Row(Generic[AnyCell]):
         policy_share: Share of the decode time spent on policies; ``None`` without a timing.
     """
 
-    cell: AnyCell = attrs.field(repr=False)
+    cell: PooledCell = attrs.field(repr=False)
     columns: Sequence[Column] = attrs.field(repr=False)
     facet: str | None
     facet_value: int | str
-    series: str
-    budget: float | None
-    buffer: float | None
-    plan: str
     n: int
     num_items: int
     num_correct: int | None
@@ -100,9 +61,7 @@ class Row(Generic[AnyCell]):
     policy_share: float | None
 
 
-def tabulate(
-    cells: Sequence[AnyCell], columns: Sequence[Column] = (ACCURACY,)
-) -> list[Row[AnyCell]]:
+def tabulate(cells: Sequence[PooledCell], columns: Sequence[Column] = (ACCURACY,)) -> list[Row]:
     """Summarise cells of one model and task.
 
     Args:
@@ -121,11 +80,11 @@ def tabulate(
 
 
 def break_down(
-    cells: Sequence[AnyCell],
+    cells: Sequence[PooledCell],
     columns: Sequence[Column] = (ACCURACY,),
     *,
     facets: Collection[str] | None = None,
-) -> list[Row[AnyCell]]:
+) -> list[Row]:
     """Summarise cells of one model and task by the values of facets.
 
     Args:
@@ -153,14 +112,14 @@ def break_down(
     ]
 
 
-def tabulate_runs(cells: Iterable[PooledCell], facet: str | None = None) -> list[Row[PooledCell]]:
+def tabulate_runs(cells: Iterable[PooledCell], facet: str | None = None) -> list[Row]:
     """Summarise cells of any models and tasks.
 
     Args:
         cells: The cells; `Row.difference` is from the first cell of the same model and task.
         facet: Break down by this facet, if given.
     """
-    rows: list[Row[PooledCell]] = []
+    rows: list[Row] = []
     for block in blocks_of(cells):
         columns = columns_of(block[0].group)
         if facet is None:
@@ -170,8 +129,8 @@ def tabulate_runs(cells: Iterable[PooledCell], facet: str | None = None) -> list
     return rows
 
 
-def to_records(rows: Sequence[Row[Any]], *, flat: bool = False) -> list[dict[str, Any]]:
-    """Rows as plain data: the fields of `Row` from ``series`` on.
+def to_records(rows: Sequence[Row], *, flat: bool = False) -> list[dict[str, Any]]:
+    """Rows as plain data: the plan, then the fields of `Row` from ``n`` on.
 
     Args:
         rows: The rows.
@@ -181,38 +140,34 @@ def to_records(rows: Sequence[Row[Any]], *, flat: bool = False) -> list[dict[str
     Returns:
         Records, with the columns of the task in place of ``measured``.
     """
-    return [dict(_entries(row, flat)) for row in rows]
+    return [_to_record(row, flat) for row in rows]
 
 
-def to_run_records(rows: Sequence[Row[PooledCell]], *, flat: bool = False) -> list[dict[str, Any]]:
+def to_run_records(rows: Sequence[Row], *, flat: bool = False) -> list[dict[str, Any]]:
     """Rows of `tabulate_runs` as plain data: what was evaluated, then as `to_records`.
 
     Args:
         rows: The rows.
         flat: As in `to_records`; lists become texts with spaces.
     """
+    join: Callable[[Sequence[Any]], Any] = _spaced if flat else list
     records = []
     for row, record in zip(rows, to_records(rows, flat=flat), strict=True):
         cell = row.cell
-        lists = {"runs": cell.runs, "seeds": cell.seeds, "cells": cell.cells}
-        runs, seeds, cells = (
-            " ".join(map(str, one)) if flat else list(one) for one in lists.values()
-        )
-        facet = {} if row.facet is None else {"facet": row.facet, "facet_value": row.facet_value}
-        records.append(
-            {
-                "runs": runs,
-                "version": cell.version,
-                "model": cell.group.model,
-                "task": cell.group.task,
-                "split": cell.group.split,
-                "seeds": seeds,
-                "cells": cells,
-                **facet,
-                **record,
-                **({"num_expected": cell.num_expected} if row.facet is None else {}),
-            }
-        )
+        evaluated = {
+            "runs": join(cell.runs),
+            "version": cell.version,
+            "model": cell.group.model,
+            "task": cell.group.task,
+            "split": cell.group.split,
+            "seeds": join(cell.seeds),
+            "cells": join(cell.cells),
+        }
+        if row.facet is None:
+            records.append(evaluated | record | {"num_expected": cell.num_expected})
+        else:
+            facet = {"facet": row.facet, "facet_value": row.facet_value}
+            records.append(evaluated | facet | record)
     return records
 
 
@@ -232,7 +187,7 @@ def csv_line(fields: Iterable[Any]) -> str:
 
 
 def _row(
-    cell: AnyCell,
+    cell: PooledCell,
     samples: Sequence[Sample],
     first: Sequence[Sample],
     columns: Sequence[Column],
@@ -240,7 +195,7 @@ def _row(
     timing: CellTiming | None = None,
     facet: str | None = None,
     facet_value: int | str = "",
-) -> Row[AnyCell]:
+) -> Row:
     n = len(samples)
     finished = [sample for sample in samples if sample.finish_reason != "error"]
     is_first = samples is first
@@ -249,10 +204,6 @@ def _row(
         columns=columns,
         facet=facet,
         facet_value=facet_value,
-        series=cell.series,
-        budget=cell.budget,
-        buffer=cell.buffer,
-        plan=cell.digest,
         n=n,
         num_items=len({sample.item for sample in samples}),
         num_correct=_num_correct(samples),
@@ -275,24 +226,38 @@ def _num_correct(samples: Sequence[Sample]) -> int | None:
     return sum(bool(sample.correct) for sample in samples) if is_graded else None
 
 
-def _entries(row: Row[Any], flat: bool) -> Iterator[tuple[str, Any]]:
-    fields = [field.name for field in attrs.fields(Row)]
-    for name in fields[fields.index("series") :]:
-        value = getattr(row, name)
-        if name == "measured":
-            for column, interval in value.items():
-                yield from _interval_entries(column, interval, flat)
-        elif name in ("difference", "length"):
-            yield from _interval_entries(name, value, flat)
+def _to_record(row: Row, flat: bool) -> dict[str, Any]:
+    plan = row.cell.record
+    intervals = {**row.measured, "difference": row.difference, "length": row.length}
+    entries = {
+        "series": plan.series,
+        "budget": plan.budget,
+        "buffer": plan.buffer,
+        "plan": plan.plan,
+        "n": row.n,
+        "num_items": row.num_items,
+        "num_correct": row.num_correct,
+        "num_errors": row.num_errors,
+        "num_ungraded": row.num_ungraded,
+        **intervals,
+        "truncated": row.truncated,
+        "compactions": row.compactions,
+        "peak_bytes": row.peak_bytes,
+        "peak_kv_bytes": row.peak_kv_bytes,
+        "throughput_tok_s": row.throughput_tok_s,
+        "policy_share": row.policy_share,
+    }
+    record: dict[str, Any] = {}
+    for name, value in entries.items():
+        if name not in intervals:
+            record[name] = value
+        elif not flat:
+            record[name] = value and attrs.asdict(value)
         else:
-            yield name, value
+            ends = (None, None, None) if value is None else attrs.astuple(value)
+            record |= zip((name, f"{name}_low", f"{name}_high"), ends, strict=True)
+    return record
 
 
-def _interval_entries(
-    name: str, interval: Interval | None, flat: bool
-) -> Iterator[tuple[str, Any]]:
-    if not flat:
-        yield name, interval and attrs.asdict(interval)
-    else:
-        ends = (None, None, None) if interval is None else attrs.astuple(interval)
-        yield from zip((name, f"{name}_low", f"{name}_high"), ends, strict=True)
+def _spaced(values: Sequence[object]) -> str:
+    return " ".join(map(str, values))

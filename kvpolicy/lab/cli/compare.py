@@ -87,7 +87,7 @@ def compare(
     if with_ is None:
         pairs = [(find_cell(cells, cell_names[0]), find_cell(cells, cell_names[1]))]
     else:
-        pairs = [(a, b) for a, b in pairs_with(cells, with_) if selection.keeps(a.group, a.cell)]
+        pairs = [(a, b) for a, b in pairs_with(cells, with_) if selection.keeps(a.group, a.record)]
     found = [_compare(a, b, column, bootstrap_seed) for a, b in pairs]
     if with_ is not None:
         found = adjust_p_values(found)

@@ -14,8 +14,9 @@ from kvpolicy.errors import KVPolicyError, ResultsError
 from kvpolicy.lab.cli.report import Runs, read_runs
 
 if TYPE_CHECKING:
+    from kvpolicy.lab.analysis.pooling import PooledCell
     from kvpolicy.lab.plots import Point
-    from kvpolicy.lab.report.gather import CellView, GroupView
+    from kvpolicy.lab.report.gather import GroupView
     from kvpolicy.lab.report.metrics import Quantity
     from kvpolicy.lab.statistics import Interval
 
@@ -108,7 +109,7 @@ def plot(
     info(f"{len(cells)} cells are drawn in {to}, {size.width:g} x {size.height:g} inches.")
 
 
-def _points(quantity: "Quantity", cells: "Sequence[CellView]") -> "tuple[list[Point], str]":
+def _points(quantity: "Quantity", cells: "Sequence[PooledCell]") -> "tuple[list[Point], str]":
     """Points of a quantity, in a unit that suits them, and the axis label with this unit."""
     from kvpolicy.lab.plots import Point
 
@@ -173,7 +174,7 @@ def _choose(views: "Sequence[GroupView]", model: str | None, task: str | None) -
     raise ResultsError(msg)
 
 
-def _of_series(view: "GroupView", names: Sequence[str]) -> "list[CellView]":
+def _of_series(view: "GroupView", names: Sequence[str]) -> "list[PooledCell]":
     """The cells of the named series in this order; all cells if none is named."""
     known = list(dict.fromkeys(cell.series for cell in view.cells))
     missing = [name for name in names if name not in known]

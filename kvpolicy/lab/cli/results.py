@@ -196,13 +196,13 @@ def _list_line(summary: dict[str, Any]) -> list[str]:
     ]
 
 
-def _tables_text(rows: "list[Row[Any]]") -> str:
+def _tables_text(rows: "list[Row]") -> str:
     """One table for each set of measured columns."""
     from kvpolicy.lab.analysis.select import differing_settings, format_setting
     from kvpolicy.lab.cli.tables import facet_table
     from kvpolicy.lab.cli.tables import table as plain_table
 
-    by_columns: dict[object, list[Row[Any]]] = {}
+    by_columns: dict[object, list[Row]] = {}
     for row in rows:
         by_columns.setdefault(tuple(column.name for column in row.columns), []).append(row)
     names = differing_settings([row.cell for row in rows])

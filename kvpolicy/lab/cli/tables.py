@@ -1,7 +1,6 @@
 """Result tables as text, and messages about incomplete cells."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from kvpolicy.cli.output import format_bytes, format_table, info
 from kvpolicy.lab.analysis.pooling import PooledCell
@@ -17,7 +16,7 @@ _PROBLEMS = {"num_truncated": "truncated", "num_errors": "failed", "num_ungraded
 
 
 def table(
-    rows: Sequence[Row[Any]],
+    rows: Sequence[Row],
     measured: Sequence[Column] = (ACCURACY,),
     *,
     labels: Labels | None = None,
@@ -39,8 +38,8 @@ def table(
     headers += ["n", "length", "truncated", "compacted", "KV/sample, most", "tok/s"]
     lines = [
         [
-            row.series,
-            format_budget(row.budget),
+            row.cell.series,
+            format_budget(row.cell.budget),
             *_measured(row, measured),
             _count(row),
             f"{row.length.value:.0f}" if row.length else "-",
@@ -55,7 +54,7 @@ def table(
 
 
 def facet_table(
-    rows: Sequence[Row[Any]],
+    rows: Sequence[Row],
     measured: Sequence[Column],
     *,
     labels: Labels | None = None,
@@ -73,8 +72,8 @@ def facet_table(
     headers = ["policy", "budget", facet, *_measured_headers(measured), "n", "truncated"]
     lines = [
         [
-            row.series,
-            format_budget(row.budget),
+            row.cell.series,
+            format_budget(row.cell.budget),
             str(row.facet_value),
             *_measured(row, measured),
             _count(row),
@@ -125,7 +124,7 @@ def _measured_headers(measured: Sequence[Column]) -> list[str]:
     return [header for column in measured for header in (column.title, "95 % CI")]
 
 
-def _measured(row: Row[Any], measured: Sequence[Column]) -> list[str]:
+def _measured(row: Row, measured: Sequence[Column]) -> list[str]:
     texts = []
     for column in measured:
         interval = row.measured[column.name]
@@ -134,7 +133,7 @@ def _measured(row: Row[Any], measured: Sequence[Column]) -> list[str]:
     return texts
 
 
-def _count(row: Row[Any]) -> str:
+def _count(row: Row) -> str:
     failed = f" ({row.num_errors} failed)" if row.num_errors else ""
     ungraded = f" ({row.num_ungraded} ungraded)" if row.num_ungraded else ""
     return f"{row.n}{failed}{ungraded}"

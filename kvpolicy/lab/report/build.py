@@ -63,7 +63,7 @@ def build(
 
 def _series(views: Sequence[GroupView]) -> list[str]:
     """All series, those with a budget first: they get the same colours as in plots."""
-    cells = [cell.cell for view in views for cell in view.cells]
+    cells = [cell for view in views for cell in view.cells]
     ordered = sorted(cells, key=lambda cell: cell.budget is None)
     return list(dict.fromkeys(cell.series for cell in ordered))
 

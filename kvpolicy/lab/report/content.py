@@ -8,9 +8,9 @@ from typing import Any
 
 import attrs
 
-from kvpolicy.lab.analysis.pooling import columns_of
+from kvpolicy.lab.analysis.pooling import PooledCell, columns_of
 from kvpolicy.lab.analysis.table import Row, break_down, tabulate
-from kvpolicy.lab.report.gather import CellView, GroupView
+from kvpolicy.lab.report.gather import GroupView
 from kvpolicy.lab.report.metrics import MEMORY, plain, quantities
 from kvpolicy.lab.report.texts import kinds_of
 from kvpolicy.lab.steer.thoughts import ThoughtRules
@@ -117,14 +117,14 @@ def breakdown(view: GroupView, facets: Facets) -> Breakdown:
     """First quantity of each cell for each value of each shown facet."""
     columns = columns_of(view.group)[:1]
     found: Breakdown = {
-        cell.digest: {name: [None] * len(values) for name, values in facets.shown.items()}
+        cell.record.plan: {name: [None] * len(values) for name, values in facets.shown.items()}
         for cell in view.cells
     }
     for row in break_down(view.cells, columns, facets=facets.shown):
         assert row.facet is not None
         index = facets.shown[row.facet].index(row.facet_value)
         estimate = plain(row.measured[columns[0].name])
-        found[row.plan][row.facet][index] = {"n": row.n, "estimate": estimate}
+        found[row.cell.record.plan][row.facet][index] = {"n": row.n, "estimate": estimate}
     return found
 
 
@@ -253,32 +253,32 @@ def _cells(view: GroupView, facets: Facets) -> list[dict[str, Any]]:
     indices = {item: index for index, item in enumerate(view.numbers)}
     return [
         {
-            **_cell(view, cell),
+            **_cell(view, cell, label),
             "row": _row(row),
-            "facets": by_facet[cell.digest],
+            "facets": by_facet[cell.record.plan],
             "samples": _samples(() if view.is_pooled else cell.samples, indices),
         }
-        for cell, row in zip(view.cells, rows, strict=True)
+        for cell, label, row in zip(view.cells, view.labels, rows, strict=True)
     ]
 
 
-def _cell(view: GroupView, cell: CellView) -> dict[str, Any]:
-    resolved = cell.cell.resolved
+def _cell(view: GroupView, cell: PooledCell, label: str) -> dict[str, Any]:
+    plan = cell.record
     return {
-        "label": cell.label,
-        "budget": cell.cell.budget,
-        "buffer": cell.cell.buffer,
-        "knobs": cell.cell.knobs,
-        "plan": cell.cell.plan,
-        "layers": grouped_layers(resolved),
-        "more": plan_without_layers(resolved),
+        "label": label,
+        "budget": plan.budget,
+        "buffer": plan.buffer,
+        "knobs": plan.knobs,
+        "plan": plan.plan,
+        "layers": grouped_layers(plan.resolved),
+        "more": plan_without_layers(plan.resolved),
         "estimates": {one.name: plain(one.estimate(cell)) for one in quantities(view.group)},
         "problems": _problems(cell),
         "kept": {},
     }
 
 
-def _row(row: Row[Any]) -> dict[str, Any]:
+def _row(row: Row) -> dict[str, Any]:
     return {
         "n": row.n,
         "num_errors": row.num_errors,
@@ -290,7 +290,7 @@ def _row(row: Row[Any]) -> dict[str, Any]:
     }
 
 
-def _problems(cell: CellView) -> list[tuple[str, int]]:
+def _problems(cell: PooledCell) -> list[tuple[str, int]]:
     """Messages of samples that failed or could not be graded, with counts, most frequent first."""
     messages = Counter(
         text

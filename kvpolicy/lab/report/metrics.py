@@ -6,8 +6,7 @@ from statistics import fmean
 
 import attrs
 
-from kvpolicy.lab.analysis.pooling import columns_of
-from kvpolicy.lab.report.gather import CellView
+from kvpolicy.lab.analysis.pooling import PooledCell, columns_of
 from kvpolicy.lab.statistics import Z_95, Interval, mean, ratio
 from kvpolicy.lab.store.records import CellTiming, EvalSettingRecord, Sample
 from kvpolicy.lab.tasks.task import LENGTH, Column, by_item
@@ -34,7 +33,7 @@ class Quantity:
     title: str
     heading: str
     kind: str
-    estimate: Callable[[CellView], Interval | float | None]
+    estimate: Callable[[PooledCell], Interval | float | None]
     note: str = ""
     charted: bool = True
 
@@ -84,14 +83,14 @@ def throughput(timings: Sequence[CellTiming]) -> Interval | float | None:
 
 
 def _measured(column: Column) -> Quantity:
-    def estimate(view: CellView) -> Interval | None:
+    def estimate(view: PooledCell) -> Interval | None:
         return column.estimate(view.samples)
 
     kind = "share" if column.is_share else "number"
     return Quantity(column.name, column.title, column.heading, kind, estimate)
 
 
-def _memory(view: CellView) -> Interval | None:
+def _memory(view: PooledCell) -> Interval | None:
     """Mean over items: attempts at one item are not independent."""
     held = by_item(view.samples, lambda one: one.peak_bytes if _is_complete(one) else None)
     return mean([fmean(values) for values in held]) if held else None
@@ -101,7 +100,7 @@ def _is_complete(sample: Sample) -> bool:
     return sample.finish_reason != "error"
 
 
-def _speed(view: CellView) -> Interval | None:
+def _speed(view: PooledCell) -> Interval | None:
     timed = by_item(view.samples, _tokens_and_seconds)
     if not timed:
         return None

@@ -35,8 +35,8 @@ class Panel:
     task: str
     seeds: Sequence[int]
     columns: Sequence[Column]
-    rows: Sequence[Row[PooledCell]]
-    facets: Sequence[Row[PooledCell]]
+    rows: Sequence[Row]
+    facets: Sequence[Row]
     settings: str
 
     @property

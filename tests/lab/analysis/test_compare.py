@@ -146,7 +146,7 @@ def test_a_difference_is_the_difference_of_both_estimates(
     texts: list[tuple[Text, Text]], tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     full, small = _losses(tmp_path_factory.mktemp("run"), texts)
-    (row,) = [row for row in _rows(full, small) if row.budget is not None]
+    (row,) = [row for row in _rows(full, small) if row.cell.budget is not None]
     sums = [0, 0, 0, 0]
     for (loss, length), (other, its_length) in texts:
         for place, more in enumerate((loss, length, other, its_length)):
@@ -174,7 +174,7 @@ def test_a_short_text_does_not_reverse_a_difference(tmp_path: Path) -> None:
     assert (found.test, found.num_above, found.num_below) == ("sign", 1, 1), "texts are counted"
 
 
-def _rows(*cells: PooledCell) -> list[Row[PooledCell]]:
+def _rows(*cells: PooledCell) -> list[Row]:
     return tabulate_runs(cells)
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import attrs
 import pytest
-from lab_samples import CELLS, MeasuredCell, measured, sample
+from lab_samples import CELLS, measured, sample
 
 from kvpolicy.lab.analysis.table import Row, break_down, csv_text, tabulate, to_records
 from kvpolicy.lab.statistics import Interval, mean, wilson
@@ -17,11 +17,11 @@ FULL, SMALL = CELLS
 NOT_IN_RECORDS = ("cell", "columns", "facet", "facet_value")
 
 
-def _csv(rows: Sequence[Row[MeasuredCell]]) -> str:
+def _csv(rows: Sequence[Row]) -> str:
     return csv_text(to_records(rows, flat=True))
 
 
-def accuracy(row: Row[MeasuredCell]) -> Interval:
+def accuracy(row: Row) -> Interval:
     found = row.measured["accuracy"]
     assert found is not None
     return found
@@ -34,7 +34,7 @@ def test_a_row_counts_what_its_samples_say() -> None:
         sample(SMALL, 2, correct=True, num_tokens=20, compactions=4, peak_bytes=200),
     ]
     (row,) = tabulate(measured(samples))
-    assert (row.series, row.budget, row.n, row.num_correct) == ("small", 16, 3, 2)
+    assert (row.cell.series, row.cell.budget, row.n, row.num_correct) == ("small", 16, 3, 2)
     assert accuracy(row).value == pytest.approx(2 / 3)
     assert row.length is not None
     assert row.length.value == 20
@@ -64,8 +64,8 @@ def test_a_cell_of_failures_only_has_no_length() -> None:
 
 def test_rows_come_in_the_order_of_the_cells_and_empty_cells_have_none() -> None:
     rows = tabulate(measured([sample(SMALL, 0), sample(FULL, 0)]))
-    assert [row.series for row in rows] == ["full", "small"]
-    assert [row.series for row in tabulate(measured([sample(SMALL, 0)]))] == ["small"]
+    assert [row.cell.series for row in rows] == ["full", "small"]
+    assert [row.cell.series for row in tabulate(measured([sample(SMALL, 0)]))] == ["small"]
 
 
 def test_speed_is_given_only_for_cells_with_a_timing() -> None:
@@ -80,7 +80,8 @@ def test_json_and_csv_have_the_same_values() -> None:
     plain = to_records(rows)
     record = attrs.asdict(rows[0], filter=lambda field, _: field.name not in NOT_IN_RECORDS)
     columns = record.pop("measured")
-    assert plain[0] == record | columns
+    plan = {"series": FULL.series, "budget": None, "buffer": None, "plan": FULL.digest}
+    assert plain[0] == plan | record | columns
     read = list(csv.DictReader(io.StringIO(_csv(rows))))
     for record, line in zip(plain, read, strict=True):
         assert line["series"] == record["series"]
@@ -156,7 +157,7 @@ def test_facets_contain_every_sample_once() -> None:
     rows = break_down(measured(samples), (ACCURACY,))
     for facet in ("depth", "kind"):
         for cell in CELLS:
-            mine = [row for row in rows if row.facet == facet and row.plan == cell.digest]
+            mine = [row for row in rows if (row.facet, row.cell.id) == (facet, cell.id)]
             assert sum(row.n for row in mine) == 9
             assert sum(row.num_correct or 0 for row in mine) == 3
     assert [row.facet_value for row in rows if row.facet == "depth"] == [1, 1, 2, 2]

@@ -53,7 +53,7 @@ def test_runs_that_share_a_group_are_one_group(tmp_path: Path) -> None:
     one = read_run(write_run(tmp_path / "a", plans=PLANS[:1], n=4))
     other = read_run(write_run(tmp_path / "b", plans=PLANS, n=4, only_first=6))
     (view,) = gather([one, other])
-    assert [cell.label for cell in view.cells] == ["full cache", "H2O 64"]
+    assert view.labels == ["full cache", "H2O 64"]
     assert [len(cell.samples) for cell in view.cells] == [4, 2]
     assert view.num_expected == 8
 
@@ -95,7 +95,7 @@ def test_seeds_from_runs_that_go_on_know_what_they_will_be(tmp_path: Path) -> No
     other = read_run(write_run(tmp_path / "b", plans=PLANS, seeds=(1,), n=6, only_first=5))
     together, first, second = gather([one, other])
     assert [view.num_expected for view in (together, first, second)] == [20, 8, 12]
-    assert [cell.label for cell in together.cells] == ["full cache"]
+    assert together.labels == ["full cache"]
     assert together.groups == (*one.groups, *other.groups)
 
 
@@ -158,7 +158,7 @@ def test_cells_of_the_same_series_and_budget_have_names_of_their_own(tmp_path: P
         cell |= {"series": "one", "knobs": {"one.knob": i}}
     (folder / "manifest.json").write_text(json.dumps(manifest))
     (view,) = gather([read_run(folder)])
-    assert [cell.label for cell in view.cells] == ["one 64 one.knob=0", "one 64 one.knob=1"]
+    assert view.labels == ["one 64 one.knob=0", "one 64 one.knob=1"]
 
 
 def test_a_run_without_samples_is_told(tmp_path: Path) -> None:
