@@ -11,7 +11,6 @@ os.environ["TOKENIZERS_PARALLELISM"] = "false"
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import importlib.util
-import re
 import signal
 import socket
 import sys
@@ -55,17 +54,13 @@ HAS_REASONER = importlib.util.find_spec("kvpolicy_reasoner") is not None
 # Last: it is asked for what no other finder has; a wheel has no training code.
 sys.meta_path.append(_SkipImporters())
 
-# Names that only the package of the bundled reasoners registers, as tests write them.
-_ITS_NAMES = re.compile(r"reasoner|needle|multikey|load_preset|\"(ablate|baselines|mixing|merge)\"")
-
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Without the bundled reasoners, skip the modules of tests that use them by name."""
+    """Skip the tests that need the bundled reasoners where these are not installed."""
     if HAS_REASONER:
         return
     for item in items:
-        is_about_absence = item.path.name == "test_without_reasoner.py"
-        if not is_about_absence and _ITS_NAMES.search(item.path.read_text(encoding="utf-8")):
+        if item.get_closest_marker("needs_reasoner"):
             item.add_marker(pytest.mark.skip(reason=REASON))
 
 

@@ -305,15 +305,15 @@ class Run:
 
         Empty if no slot is free, no request waits, or the policies wait.
         """
-        batch, everybody = self.batch, list(self._waiting.values())
-        if not everybody or not batch.num_free:
+        batch, waiting = self.batch, list(self._waiting.values())
+        if not waiting or not batch.num_free:
             return []
         groups: list[list[int]] = []
-        with self.engine.errors.covering(everybody):
+        with self.engine.errors.covering(waiting):
             groups = self.engine.scheduling.schedule(
-                [seq.waiting for seq in everybody], batch.num_free, len(batch.active)
+                [seq.waiting for seq in waiting], batch.num_free, len(batch.active)
             )
-        for seq in everybody:
+        for seq in waiting:
             if seq.error is not None:
                 self._finish(self._waiting.pop(seq.id))
         return [[self._waiting.pop(number) for number in group] for group in groups]

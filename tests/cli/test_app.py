@@ -33,6 +33,7 @@ def test_a_command_has_two_examples_of_itself(name: str) -> None:
         assert len(example) <= 76, "a longer one is wrapped"
 
 
+@pytest.mark.needs_reasoner
 @pytest.mark.parametrize("name", LEAVES)
 def test_the_examples_of_a_command_can_be_parsed(name: str) -> None:
     for example in str(LEAVES[name].epilog).splitlines()[1:]:

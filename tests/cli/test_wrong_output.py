@@ -126,6 +126,7 @@ def test_an_invalid_executor_is_refused_before_the_work(
     assert file.read_text() == "mine"
 
 
+@pytest.mark.needs_reasoner
 @pytest.mark.parametrize("words", ["bench --new-tokens 3", "steer calibrate"])
 def test_a_read_only_folder_is_refused_before_the_work(
     kvpolicy: Shell, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: str

@@ -220,7 +220,7 @@ def test_a_plugin_that_is_no_python_file_is_refused(
     assert f"plugin file '{tmp_path / file}'" in sentence
 
 
-@pytest.mark.usefixtures("needs_reasoner")
+@pytest.mark.needs_reasoner
 def test_a_file_that_failed_leaves_nothing_behind(kvpolicy: Shell, tmp_path: Path) -> None:
     path = tmp_path / "mine.py"
     path.write_text(score("return -keys.norm(dim=-1)") + "\n1 / 0\n")

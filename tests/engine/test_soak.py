@@ -1,5 +1,6 @@
 """Many requests, cancellations and failing policies: `docs/benchmarks/soak.py`, asserted."""
 
+import os
 import runpy
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ SCRIPT = Path(__file__).parents[2] / "docs" / "benchmarks" / "soak.py"
 # Resident memory moves by some pages whatever a program does; a leak of one slot's rows for
 # each of 10,000 requests would be more than 100 MiB.
 MOST_GROWTH = 8 * 2**20
+LONG = int(os.environ.get("KVPOLICY_SOAK", "10000"))  # requests of the long soak
 
 
 def soaked(num_requests: int, **options: Any) -> Any:
@@ -27,18 +29,18 @@ def assert_nothing_piles_up(soak: Any, num_plans: int) -> None:
 
 
 def test_a_soak_answers_every_request_once_and_leaves_nothing_behind() -> None:
-    soak = soaked(300, wave=50)
-    assert sum(soak.reasons.values()) == 300
+    soak = soaked(120, wave=20)
+    assert sum(soak.reasons.values()) == 120
     assert set(soak.reasons) == {"length", "stop", "cancelled", "error"}
-    assert soak.checked >= 12
+    assert soak.checked >= 6
     assert_nothing_piles_up(soak, num_plans=4)
 
 
 @pytest.mark.slow
 def test_a_long_soak_answers_every_request_once_and_leaves_nothing_behind() -> None:
-    soak = soaked(10_000)
-    assert sum(soak.reasons.values()) == 10_000
+    soak = soaked(LONG)
+    assert sum(soak.reasons.values()) == LONG
     hooks = {kind.rpartition(" ")[2] for kind in soak.failures}
     assert hooks == {"schedule", "observe", "steer", "due", "score", "select", "evict"}
-    assert soak.checked >= 500
+    assert soak.checked >= LONG // 20
     assert_nothing_piles_up(soak, num_plans=4)

@@ -58,7 +58,15 @@ def test_skipkv_keeps_the_contract_when_it_steers(vector: str) -> None:
     assert "nan" in check_policy("skipkv", knobs=knobs, max_examples=12).clauses
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if name not in HEADS_TOGETHER])
+@pytest.mark.parametrize(
+    "name",
+    [
+        # seal's default vector is the bundled reasoner's.
+        pytest.param(name, marks=[pytest.mark.needs_reasoner] if name == "seal" else [])
+        for name in NAMES
+        if name not in HEADS_TOGETHER
+    ],
+)
 @given(data=st.data(), drawn=caches(num_kv_heads=3, group=2))
 def test_heads_do_not_influence_each_other(name: str, data: st.DataObject, drawn: Drawn) -> None:
     knobs = data.draw(st.sampled_from(SMALL_KNOBS.get(name, ({},))), label="knobs")

@@ -37,7 +37,15 @@ def _pyproject() -> dict:
     return tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 
 
-@pytest.mark.parametrize("point", POLICIES, ids=lambda point: point.name)
+@pytest.mark.parametrize(
+    "point",
+    [
+        # seal's default vector is the bundled reasoner's.
+        pytest.param(point, marks=[pytest.mark.needs_reasoner] if point.name == "seal" else [])
+        for point in POLICIES
+    ],
+    ids=lambda point: point.name,
+)
 def test_a_policy_loads_without_any_other(point: EntryPoint) -> None:
     others = {other.module for other in POLICIES} - {point.module} - MADE_OF.get(point.name, set())
     code = f"""

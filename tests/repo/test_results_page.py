@@ -100,6 +100,7 @@ def test_every_column_of_an_export_is_documented() -> None:
     assert list(documented)[:3] == list(fixed_columns())[:3]
 
 
+@pytest.mark.needs_reasoner
 def test_the_files_of_a_run_are_documented(tmp_path: Path) -> None:
     small = ["--policies", "full", "--n", "1", "--max-new-tokens", "5"]
     run_command(["ablate", *small, "--output", str(tmp_path)])

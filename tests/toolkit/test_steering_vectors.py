@@ -157,7 +157,7 @@ def test_a_layer_that_is_not_there_is_answered_with_those_that_are(tmp_path: Pat
         load_steering_vector(tmp_path / "mine.safetensors", 7)
 
 
-@pytest.mark.usefixtures("needs_reasoner")
+@pytest.mark.needs_reasoner
 def test_an_unknown_name_is_answered_with_the_nearest() -> None:
     with pytest.raises(KVPolicyError, match="no steering vector is named 'resoner'; did you mean"):
         load_steering_vector("resoner")

@@ -449,7 +449,7 @@ SIZES = ("--shape", "tiny", "--batch", 2, "--prompt-min", 4, "--prompt-max", 9)
 WORDS = (*SIZES, "--new-tokens", 14, "--budget", 8, "--buffer", 4)
 
 
-@pytest.mark.usefixtures("needs_reasoner")
+@pytest.mark.needs_reasoner
 def test_the_command_prints_ratios_and_keeps_them(kvpolicy: Shell, tmp_path: Path) -> None:
     output, plot = tmp_path / "bench.json", tmp_path / "bench.svg"
     more = ("--rounds", 2, "--policies", "full,streaming", "--bandwidth", 10)
@@ -493,7 +493,7 @@ def test_without_generate_nothing_is_compared_with_it(kvpolicy: Shell) -> None:
     assert [one["ratio"] for one in found.json["standings"]] == [None, None]
 
 
-@pytest.mark.usefixtures("needs_reasoner")
+@pytest.mark.needs_reasoner
 def test_complete_rounds_count_after_an_interrupt(
     kvpolicy: Shell, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -527,7 +527,7 @@ def test_complete_rounds_count_after_an_interrupt(
         (("--lengths", "1,x", "--memory"), ("--lengths", "'x'")),
     ],
 )
-@pytest.mark.usefixtures("needs_reasoner")
+@pytest.mark.needs_reasoner
 def test_wrong_input_is_refused_with_a_sentence(
     kvpolicy: Shell, words: tuple[str, ...], said: tuple[str, ...]
 ) -> None:

@@ -13,6 +13,8 @@ from tiny import r1_tokenizer, tiny_model
 from kvpolicy.lab.tasks import sandbox_child
 from kvpolicy.lab.tasks.task import installed_tasks, load_task
 
+pytestmark = pytest.mark.needs_reasoner
+
 SMALL = ("--n", 2, "--slots", 2, "--max-new-tokens", 12, "--buffer", 6, "--workers", 1)
 
 needs_math = pytest.mark.skipif(

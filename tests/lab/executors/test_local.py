@@ -18,13 +18,13 @@ from kvpolicy.lab.sweep.runner import run
 forks = pytest.mark.skipif(sys.platform != "linux", reason="forks its workers")
 
 
-@pytest.mark.usefixtures("needs_reasoner")
+@pytest.mark.needs_reasoner
 @pytest.mark.parametrize(("workers", "threads"), [(1, 7), pytest.param(2, 1, marks=forks)])
 def test_the_machine_is_described_with_the_threads_of_a_worker(workers: int, threads: int) -> None:
     assert LocalExecutor(ModelCache(), workers, threads=7).machine(built())["threads"] == threads
 
 
-@pytest.mark.usefixtures("needs_reasoner")
+@pytest.mark.needs_reasoner
 @pytest.mark.parametrize("workers", [1, pytest.param(2, marks=forks)])
 def test_models_are_loaded_one_after_the_other_and_each_runs_its_own_samples(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, workers: int

@@ -6,6 +6,8 @@ from kvpolicy import Plan
 from kvpolicy.lab.sweep.grid import build_cells
 from kvpolicy.lab.sweep.sweep_file import load_preset
 
+pytestmark = pytest.mark.needs_reasoner
+
 PLANS = ["reasoner-layers", "reasoner-mix", "reasoner-merge"]
 NUM_LAYERS = 4
 

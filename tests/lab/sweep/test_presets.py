@@ -10,6 +10,8 @@ from kvpolicy.lab.sweep.grid import build_cells
 from kvpolicy.lab.sweep.sweep_file import GROUP, default_preset, load_preset
 from kvpolicy.lab.tasks.task import load_task
 
+pytestmark = pytest.mark.needs_reasoner
+
 GOOD = """
 model = "reasoner"
 task = "reasoner"

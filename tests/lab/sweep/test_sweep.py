@@ -23,6 +23,8 @@ from kvpolicy.lab.sweep.runner import SampleDone, run
 from kvpolicy.lab.sweep.sweep_file import Series, load_preset
 from kvpolicy.lab.tasks.task import EvalOutcome
 
+pytestmark = pytest.mark.needs_reasoner
+
 MIX, WINDOW = "rkv.mix_lambda", "rkv.window_size"
 
 

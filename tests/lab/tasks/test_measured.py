@@ -236,6 +236,7 @@ def test_the_divergence_is_that_of_the_distributions_one_by_one() -> None:
     assert found.values[KL] > ROUNDING
 
 
+@pytest.mark.needs_reasoner
 def test_a_task_without_references_has_no_perplexity() -> None:
     with pytest.raises(TaskError, match="no reference texts"):
         load_task("perplexity:of=needle").items(1, seed=0)
