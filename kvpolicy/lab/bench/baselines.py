@@ -5,15 +5,17 @@ have equal values. While decoding, kvpress compresses every ``compression_interv
 ``DecodingPress`` around such a press.
 """
 
+import dataclasses
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from importlib.metadata import PackageNotFoundError, requires, version
-from itertools import pairwise
 from typing import Any
 
 import attrs
 import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from transformers import DynamicCache, PreTrainedModel, StoppingCriteria, StoppingCriteriaList
 
 from kvpolicy.errors import error_summary
@@ -21,7 +23,7 @@ from kvpolicy.lab.bench.contender import (
     Contender,
     Measurement,
     Prompts,
-    left_pad,
+    durations,
     synchronized_time,
 )
 from kvpolicy.lab.sweep.grid import Cell
@@ -31,7 +33,6 @@ MODEL_ALONE = "model alone"
 KVPRESS = "kvpress"
 
 _NUM_ALONE_STEPS = 64  # all steps take the same time
-_HOW_TO_INSTALL = "in a new environment, from a clone of kvpolicy: pip install -e '.[benchmarks]'"
 
 
 def generate(model: PreTrainedModel) -> Contender:
@@ -47,13 +48,13 @@ def model_alone(model: PreTrainedModel) -> Contender:
 
     @torch.inference_mode()
     def run(prompts: Prompts, new_tokens: int) -> Measurement:
-        token_ids = left_pad([prompt[:1] for prompt in prompts], model.device)[0]
+        token_ids = torch.tensor([prompt[:1] for prompt in prompts], device=model.device)
         times = []
         for _ in range(min(new_tokens, _NUM_ALONE_STEPS)):
             logits = model(input_ids=token_ids, use_cache=False).logits
             token_ids = logits[:, -1].argmax(dim=-1, keepdim=True)
             times.append(synchronized_time(model.device))
-        return Measurement(None, _step_times(times), kv_bytes=0, read_bytes=0)
+        return Measurement(None, durations(times[1:]), kv_bytes=0, read_bytes=0)
 
     return Contender(MODEL_ALONE, run)
 
@@ -72,25 +73,37 @@ def presses_for(
     """
     try:
         import kvpress
+
+        _check_transformers()
     except ImportError as error:
-        return {}, f"{KVPRESS} cannot be imported ({error_summary(error)}); {_HOW_TO_INSTALL}"
-    requirement = _unmet_requirement(KVPRESS, "transformers")
-    if requirement is not None:
-        return {}, f"{KVPRESS} needs {requirement}; {_HOW_TO_INSTALL}"
-    found = [(cell, _press_for(kvpress, model, cell)) for cell in cells]
-    # Plans that differ only in knobs have presses with the same name.
-    counts = Counter(one.name for _, one in found if one is not None)
-    named = {
-        cell.digest: one
-        if counts[one.name] == 1
-        else attrs.evolve(one, name=f"{one.name} ({cell.series})")
-        for cell, one in found
-        if one is not None
+        return {}, (
+            f"{KVPRESS} cannot be imported ({error_summary(error)}); in a new environment, from a "
+            "clone of kvpolicy: pip install -e '.[benchmarks]'"
+        )
+    presses = {
+        cell.digest: press
+        for cell in cells
+        if (press := _press_for(kvpress, model, cell)) is not None
     }
-    return (
-        named,
-        None if named else f"{KVPRESS} has no press with the name of one of these policies",
+    if not presses:
+        return {}, f"{KVPRESS} has no press with the name of one of these policies"
+    # Plans that differ only in knobs have presses with the same name.
+    counts = Counter(press.name for press in presses.values())
+    for cell in cells:
+        press = presses.get(cell.digest)
+        if press is not None and counts[press.name] > 1:
+            presses[cell.digest] = attrs.evolve(press, name=f"{press.name} ({cell.series})")
+    return presses, None
+
+
+def left_pad(prompts: Prompts, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Prompts padded on the left: token ids and attention mask, ``[B, columns]`` each."""
+    rows = [torch.tensor(prompt, device=device) for prompt in prompts]
+    token_ids, mask = (
+        pad_sequence(part, batch_first=True, padding_side="left")
+        for part in (rows, [torch.ones_like(row) for row in rows])
     )
+    return token_ids, mask
 
 
 def _timed_generate(
@@ -122,7 +135,7 @@ def _timed_generate(
         attended = [held + timer.row_bytes for held in timer.held_bytes[:-1]]
         return Measurement(
             prefill_s=timer.times[0] - start,
-            steps_s=_step_times(timer.times),
+            steps_s=durations(timer.times[1:]),
             kv_bytes=max(attended),
             read_bytes=sum(attended[1:]),
         )
@@ -154,24 +167,21 @@ class _TokenTimer(StoppingCriteria):
         return [tensor for layer in layers for tensor in (layer.keys, layer.values)]
 
 
-def _step_times(times: list[float]) -> tuple[float, ...]:
-    """Seconds of each step except the first, from the times of the tokens."""
-    return tuple(after - before for before, after in pairwise(times[1:]))
-
-
-def _unmet_requirement(library: str, package: str) -> str | None:
-    """An unmet requirement of an installed library for a package, with the version found."""
-    from packaging.requirements import Requirement  # installed with the extra
+def _check_transformers() -> None:
+    """Raise `ImportError` if the installed kvpress needs another transformers: it fails late."""
+    from packaging.requirements import Requirement  # installed with kvpress
 
     try:
-        requirements = [Requirement(line) for line in requires(library) or ()]
+        lines = requires(KVPRESS) or ()
     except PackageNotFoundError:
-        return None
-    installed = version(package)
-    for one in requirements:
-        if one.name == package and not one.specifier.contains(installed, prereleases=True):
-            return f"{one}, and {installed} is installed"
-    return None
+        return
+    installed = version("transformers")
+    for requirement in map(Requirement, lines):
+        if requirement.name == "transformers" and not requirement.specifier.contains(
+            installed, prereleases=True
+        ):
+            msg = f"it needs {requirement}, and {installed} is installed"
+            raise ImportError(msg)
 
 
 def _press_for(library: Any, model: PreTrainedModel, cell: Cell) -> Contender | None:
@@ -182,11 +192,12 @@ def _press_for(library: Any, model: PreTrainedModel, cell: Cell) -> Contender | 
     if len(layer.stack) != 1 or layer.budget is None or not layer.bounded:
         return None
     (spec,) = layer.stack
-    press = _press_class(library, spec.policy)
-    if press is None:
+    names = {name.casefold(): name for name in dir(library)}
+    press: Any = getattr(library, names.get(f"{spec.policy.replace('_', '')}press", ""), None)
+    if not isinstance(press, type) or not issubclass(press, library.ScorerPress):
         return None
-    shared = {field.name for field in _fields(press)} & spec.knobs.keys()
-    knobs = {name: spec.knobs[name] for name in sorted(shared)}
+    fields = {field.name for field in dataclasses.fields(press)}
+    knobs = {name: value for name, value in spec.knobs.items() if name in fields}
     budget, interval = layer.budget, layer.buffer
 
     def decoding() -> AbstractContextManager[None]:
@@ -197,18 +208,3 @@ def _press_for(library: Any, model: PreTrainedModel, cell: Cell) -> Contender | 
         return context
 
     return Contender(f"{KVPRESS} {press.__name__}", _timed_generate(model, decoding), budget)
-
-
-def _press_class(library: Any, policy: str) -> Any:
-    """The scoring press with a policy's name, if there is one."""
-    name = f"{policy.replace('_', '')}press".casefold()
-    for candidate in dir(library):
-        press = getattr(library, candidate)
-        is_scorer = isinstance(press, type) and issubclass(press, library.ScorerPress)
-        if candidate.casefold() == name and is_scorer:
-            return press
-    return None
-
-
-def _fields(press: Any) -> list[Any]:
-    return list(press.__dataclass_fields__.values())

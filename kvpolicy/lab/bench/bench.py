@@ -15,10 +15,19 @@ from transformers import PreTrainedModel
 from kvpolicy.engine.engine import Engine
 from kvpolicy.errors import KVPolicyError
 from kvpolicy.lab.bench.baselines import KVPRESS, generate, model_alone, presses_for
-from kvpolicy.lab.bench.contender import Contender, Measurement, Prompts, synchronized_time
+from kvpolicy.lab.bench.contender import (
+    Contender,
+    Measurement,
+    Prompts,
+    durations,
+    synchronized_time,
+)
 from kvpolicy.lab.sweep.grid import Cell
 
 _NUM_WARM_UP = 8  # tokens
+
+# One contender's part of one round: its name, and what was measured.
+Turn = tuple[str, Measurement]
 
 
 @attrs.frozen
@@ -49,21 +58,6 @@ class Workload:
         ]
 
 
-@attrs.frozen
-class Turn:
-    """One contender's part of one round.
-
-    Attributes:
-        round: Number of the round.
-        name: The contender.
-        measurement: What was measured.
-    """
-
-    round: int
-    name: str
-    measurement: Measurement
-
-
 def build_contenders(
     model: PreTrainedModel, cells: Sequence[Cell], *, with_generate: bool = True
 ) -> tuple[list[Contender], dict[str, str]]:
@@ -75,8 +69,8 @@ def build_contenders(
         with_generate: Whether to include transformers' ``generate``.
 
     Returns:
-        The contenders: ``generate`` and the model alone, then each plan followed by its rival in
-        kvpress, if any; and libraries that are absent, with the reason.
+        The contenders: ``generate`` and the model alone, then each plan followed by kvpress with
+        the same policy, if it has it; and libraries that are absent, with the reason.
 
     Raises:
         KVPolicyError: Two contenders have the same name.
@@ -84,10 +78,16 @@ def build_contenders(
     presses, absent = presses_for(model, cells)
     contenders = [*([generate(model)] if with_generate else []), model_alone(model)]
     for cell in cells:
-        rival = presses.get(cell.digest)
-        contenders.append(_engine(model, cell, rival))
-        contenders += [] if rival is None else [rival]
-    _check_names(contenders)
+        press = presses.get(cell.digest)
+        contenders.append(_engine(model, cell, press))
+        contenders += [] if press is None else [press]
+    (name, count), *_ = Counter(one.name for one in contenders).most_common(1)
+    if count > 1:
+        msg = (
+            f"bench was given {count} contenders called {name!r}, which tables could not "
+            "distinguish; the name of a plan file without its suffix is the name: rename one."
+        )
+        raise KVPolicyError(msg)
     return contenders, {} if absent is None else {KVPRESS: absent}
 
 
@@ -111,46 +111,31 @@ def measure(
     for number in range(rounds):
         first = number % len(contenders)
         for contender in [*contenders[first:], *contenders[:first]]:
-            yield Turn(number, contender.name, contender.run(prompts, workload.new_tokens))
+            yield contender.name, contender.run(prompts, workload.new_tokens)
 
 
-def _check_names(contenders: Sequence[Contender]) -> None:
-    (name, count), *_ = Counter(one.name for one in contenders).most_common(1)
-    if count > 1:
-        msg = (
-            f"bench was given {count} contenders called {name!r}, which tables could not "
-            "distinguish; the name of a plan file without its suffix is the name: rename one."
-        )
-        raise KVPolicyError(msg)
-
-
-def _engine(model: PreTrainedModel, cell: Cell, rival: Contender | None) -> Contender:
+def _engine(model: PreTrainedModel, cell: Cell, press: Contender | None) -> Contender:
     """The engine under one plan."""
 
     def run(prompts: Prompts, new_tokens: int) -> Measurement:
         engine = Engine(model, None, cell.resolved, slots=len(prompts))
         run = engine.generate(prompts, max_new_tokens=new_tokens, stop_ids=())
         row_bytes = [layer.shape.row_bytes for layer in run.cache.layers]
-        steps, read_bytes = [], 0
-        done, after = False, 0.0
-        while not done:
+        times, attended = [], []
+        while not run.done:
             # A step attends to the rows before it and to its own.
-            attended = int(row_bytes @ (run.cache.rows.sum(axis=1) + len(prompts)))
-            before = after
+            attended.append(int(row_bytes @ (run.cache.rows.sum(axis=1) + len(prompts))))
             results = run.step().results
-            after = synchronized_time(model.device)
+            times.append(synchronized_time(model.device))
             assert not any(result.error for result in results), results
-            done = run.done
-            if before:
-                steps.append(after - before)
-                read_bytes += attended
         report = run.report
+        # The first step of the loop is the prefill and the first decode step.
         return Measurement(
             prefill_s=report.prefill_s,
-            steps_s=tuple(steps),
+            steps_s=durations(times),
             kv_bytes=report.peak_kv_bytes,
-            read_bytes=read_bytes,
+            read_bytes=sum(attended[1:]),
             policy_share=report.policy_share,
         )
 
-    return Contender(cell.series, run, cell.budget, None if rival is None else rival.name)
+    return Contender(cell.series, run, cell.budget, None if press is None else press.name)

@@ -2,10 +2,10 @@
 
 import time
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 
 import attrs
 import torch
-from torch import Tensor
 
 Prompts = Sequence[Sequence[int]]
 
@@ -42,13 +42,13 @@ class Contender:
         name: Name in tables.
         run: Function that continues prompts by a number of tokens.
         budget: Rows that stay; ``None`` if nothing is evicted.
-        rival: Name of the contender with the same policy from another library, if any.
+        baseline: Name of the contender with the same policy from another library, if any.
     """
 
     name: str
     run: Callable[[Prompts, int], Measurement]
     budget: float | None = None
-    rival: str | None = None
+    baseline: str | None = None
 
 
 def synchronized_time(device: torch.device) -> float:
@@ -58,12 +58,6 @@ def synchronized_time(device: torch.device) -> float:
     return time.perf_counter()
 
 
-def left_pad(prompts: Prompts, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Prompts padded on the left: token ids and attention mask, ``[B, columns]`` each."""
-    width = max(map(len, prompts))
-    token_ids = torch.zeros(len(prompts), width, dtype=torch.int64)
-    mask = torch.zeros_like(token_ids)
-    for row, prompt in enumerate(prompts):
-        token_ids[row, width - len(prompt) :] = torch.tensor(prompt)
-        mask[row, width - len(prompt) :] = 1
-    return token_ids.to(device), mask.to(device)
+def durations(times: Sequence[float]) -> tuple[float, ...]:
+    """Seconds between successive times."""
+    return tuple(after - before for before, after in pairwise(times))

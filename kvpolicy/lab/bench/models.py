@@ -4,7 +4,7 @@ import attrs
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
-from kvpolicy.errors import ModelError
+from kvpolicy.errors import ModelError, error_summary
 from kvpolicy.model.loading import as_dtype, move
 
 
@@ -33,15 +33,6 @@ class Shape:
     vocab_size: int
     tied: bool
     words: str
-
-    @property
-    def num_parameters(self) -> int:
-        """Number of parameters."""
-        per_head = self.hidden_size * self.head_dim
-        attention = 2 * per_head * (self.num_heads + self.num_kv_heads)
-        layer = attention + 3 * self.hidden_size * self.intermediate_size + 2 * self.hidden_size
-        embeddings = (1 if self.tied else 2) * self.vocab_size * self.hidden_size
-        return self.num_layers * layer + embeddings + self.hidden_size
 
 
 SHAPES = {
@@ -89,11 +80,13 @@ def random_model(
         eos_token_id=None,
         pad_token_id=0,
     )
-    torch_device = _available_device(device)
-    with torch.random.fork_rng(devices=[torch_device] if torch_device.type == "cuda" else []):
-        torch.manual_seed(seed)
-        with torch_device:
+    try:
+        with torch.random.fork_rng(range(torch.cuda.device_count())), torch.device(device):
+            torch.manual_seed(seed)
             model = LlamaForCausalLM._from_config(config, dtype=torch_dtype).eval()
+    except (RuntimeError, AssertionError) as error:
+        msg = f"the model cannot be built on device '{device}': {error_summary(error)}"
+        raise ModelError(msg) from error
     model.set_attn_implementation("sdpa")
     assert model.generation_config is not None, "decoders have a generation config"
     model.generation_config.eos_token_id = None
@@ -119,14 +112,3 @@ def shape_named(name: str) -> Shape:
         msg = f"there is no shape '{name}'; choose one of {', '.join(SHAPES)}"
         raise ModelError(msg)
     return SHAPES[name]
-
-
-def _available_device(name: str) -> torch.device:
-    """A device, after a check that it exists."""
-    try:
-        device = torch.device(name)
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as error:
-        msg = f"there is no device '{name}': {str(error).splitlines()[0]}"
-        raise ModelError(msg) from error
-    return device

@@ -1,8 +1,7 @@
 """Results of a benchmark over all complete rounds."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from statistics import median
-from typing import Self
 
 import attrs
 import numpy as np
@@ -28,16 +27,6 @@ class Ratio:
     low: float
     high: float
 
-    @classmethod
-    def between(
-        cls, name: str, other: str | None, rounds: Sequence[Mapping[str, Measurement]]
-    ) -> Self | None:
-        """Speed of one contender relative to another; ``None`` if the other was not measured."""
-        if other is None or other not in rounds[0]:
-            return None
-        ratios = [one[other].mean_step_s / one[name].mean_step_s for one in rounds]
-        return cls(median(ratios), min(ratios), max(ratios))
-
 
 @attrs.frozen
 class BenchResult:
@@ -51,8 +40,8 @@ class BenchResult:
         step_ms: Median milliseconds of a decode step, median over rounds.
         step_p95_ms: 95th percentile of the milliseconds of a decode step, median over rounds.
         ratio: Decode speed relative to ``generate``; ``None`` if that was not measured.
-        rival: Contender with the same policy in another library; ``None`` if there is none.
-        rival_ratio: Decode speed relative to the rival.
+        baseline: Contender with the same policy in another library; ``None`` if there is none.
+        baseline_ratio: Decode speed relative to that contender.
         policy_share: Share of the decode time spent on policies; ``None`` if not measured.
         kv_bytes: Peak bytes of the cache.
         limit_share: Speed relative to reading weights, keys and values at the memory's
@@ -68,8 +57,8 @@ class BenchResult:
     step_ms: float
     step_p95_ms: float
     ratio: Ratio | None
-    rival: str | None
-    rival_ratio: Ratio | None
+    baseline: str | None
+    baseline_ratio: Ratio | None
     policy_share: float | None
     kv_bytes: int
     limit_share: float | None
@@ -77,79 +66,77 @@ class BenchResult:
     curve: tuple[tuple[float, float], ...]
 
 
-@attrs.frozen
-class MemoryBandwidth:
-    """The limit of a decode step that is bound by memory.
-
-    Attributes:
-        weight_bytes: Bytes of weights that every step reads.
-        bytes_per_s: Bandwidth of the memory.
-    """
-
-    weight_bytes: int
-    bytes_per_s: float
-
-    def share(self, measured: Measurement) -> float:
-        """Minimum time of the steps by bandwidth, divided by their measured time."""
-        read = self.weight_bytes * len(measured.steps_s) + measured.read_bytes
-        return read / self.bytes_per_s / sum(measured.steps_s)
-
-
 def summarize(
     turns: Sequence[Turn],
     contenders: Sequence[Contender],
     workload: Workload,
-    bandwidth: MemoryBandwidth | None = None,
+    *,
+    weight_bytes: int = 0,
+    bandwidth_gb_s: float | None = None,
 ) -> list[BenchResult]:
     """Summarize all complete rounds.
 
     Args:
-        turns: What was measured.
+        turns: What was measured, in the order of `kvpolicy.lab.bench.bench.measure`.
         contenders: The contenders.
         workload: The work of each.
-        bandwidth: Limit to compare with; optional.
+        weight_bytes: Bytes of weights that every decode step reads.
+        bandwidth_gb_s: Bandwidth of the memory in GB/s, if known.
 
     Returns:
         One result for each contender, in order; none if no round is complete.
     """
-    rounds: dict[int, dict[str, Measurement]] = {}
-    for turn in turns:
-        rounds.setdefault(turn.round, {})[turn.name] = turn.measurement
-    complete = [found for found in rounds.values() if len(found) == len(contenders)]
-    if not complete:
+    size = len(contenders)
+    rounds = [dict(turns[end - size : end]) for end in range(size, len(turns) + 1, size)]
+    if not rounds:
         return []
-    return [_result(one, complete, workload, bandwidth) for one in contenders]
-
-
-def _result(
-    contender: Contender,
-    rounds: Sequence[Mapping[str, Measurement]],
-    workload: Workload,
-    bandwidth: MemoryBandwidth | None,
-) -> BenchResult:
-    measured = [found[contender.name] for found in rounds]
-    speeds = tuple(workload.batch / one.mean_step_s for one in measured)
     prompt_tokens = sum(map(len, workload.prompts(vocab_size=1)))
-    prefills = [prompt_tokens / one.prefill_s for one in measured if one.prefill_s is not None]
-    shares = [one.policy_share for one in measured if one.policy_share is not None]
-    return BenchResult(
-        name=contender.name,
-        budget=contender.budget,
-        decode_tok_s=median(speeds),
-        prefill_tok_s=median(prefills) if prefills else None,
-        step_ms=median(_percentile_ms(one, 50) for one in measured),
-        step_p95_ms=median(_percentile_ms(one, 95) for one in measured),
-        ratio=Ratio.between(contender.name, GENERATE, rounds),
-        rival=contender.rival,
-        rival_ratio=Ratio.between(contender.name, contender.rival, rounds),
-        policy_share=median(shares) if shares else None,
-        kv_bytes=max(one.kv_bytes for one in measured),
-        limit_share=(
-            None if bandwidth is None else median(bandwidth.share(one) for one in measured)
-        ),
-        rounds=speeds,
-        curve=_curve(measured),
-    )
+
+    def limit_share(measured: Measurement) -> float | None:
+        if bandwidth_gb_s is None:
+            return None
+        read_bytes = weight_bytes * len(measured.steps_s) + measured.read_bytes
+        return read_bytes / (bandwidth_gb_s * 1e9) / sum(measured.steps_s)
+
+    def result(contender: Contender) -> BenchResult:
+        measured = [found[contender.name] for found in rounds]
+        speeds = tuple(workload.batch / one.mean_step_s for one in measured)
+        return BenchResult(
+            name=contender.name,
+            budget=contender.budget,
+            decode_tok_s=median(speeds),
+            prefill_tok_s=_median(
+                None if one.prefill_s is None else prompt_tokens / one.prefill_s for one in measured
+            ),
+            step_ms=median(_percentile_ms(one, 50) for one in measured),
+            step_p95_ms=median(_percentile_ms(one, 95) for one in measured),
+            ratio=_ratio(contender.name, GENERATE, rounds),
+            baseline=contender.baseline,
+            baseline_ratio=_ratio(contender.name, contender.baseline, rounds),
+            policy_share=_median(one.policy_share for one in measured),
+            kv_bytes=max(one.kv_bytes for one in measured),
+            limit_share=_median(map(limit_share, measured)),
+            rounds=speeds,
+            curve=_curve(measured),
+        )
+
+    return [result(contender) for contender in contenders]
+
+
+def _ratio(
+    name: str, other: str | None, rounds: Sequence[Mapping[str, Measurement]]
+) -> Ratio | None:
+    """Speed of one contender relative to another; ``None`` if the other was not measured."""
+    if other is None or other not in rounds[0]:
+        return None
+    ratios = [one[other].mean_step_s / one[name].mean_step_s for one in rounds]
+    return Ratio(median(ratios), min(ratios), max(ratios))
+
+
+def _median(values: Iterable[float | None]) -> float | None:
+    """Median of values that are all known or all unknown."""
+    known = [value for value in values if value is not None]
+    return median(known) if known else None
 
 
 def _percentile_ms(measured: Measurement, percent: int) -> float:
