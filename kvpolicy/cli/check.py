@@ -1,11 +1,10 @@
-"""``kvpolicy check``: hold policies against the whole contract, in drawn cases.
+"""``kvpolicy check``: test policies against the whole contract, in generated cases.
 
 With ``--json``, one object per policy and line: ``{"policy", "cases", "elapsed_s", "checked",
 "skipped"}``, or ``{"policy", "clause", "expected", "came", "example": {"setup", "code"}}`` for
 one that breaks a clause.
 """
 
-import tomllib
 from collections import defaultdict
 from functools import partial
 from typing import Annotated, Any
@@ -13,18 +12,17 @@ from typing import Annotated, Any
 import attrs
 import typer
 
-from kvpolicy.cli.options import Json, Plugins, examples, register_plugins
+from kvpolicy.cli.options import SOME_FAILED, Json, Plugins, examples, register_plugins
 from kvpolicy.cli.output import Progress, info, print_json, print_text
 from kvpolicy.errors import KVPolicyError
 from kvpolicy.hooks.discovery import load_policy_class, policy_names
+from kvpolicy.plan.toml import parse_value
 
 app = typer.Typer(
     help="Test policies against the contract, with generated cases.",
     rich_help_panel="Policies and plans",
     add_completion=False,
 )
-
-SOME_FAILED = 1
 
 
 @app.command(
@@ -122,8 +120,5 @@ def _knobs(settings: list[str], names: list[str]) -> dict[str, dict[str, Any]]:
                 f"checked: {', '.join(names)}"
             )
             raise KVPolicyError(msg)
-        try:
-            given[name][knob] = tomllib.loads(f"value = {text}")["value"]
-        except tomllib.TOMLDecodeError:
-            given[name][knob] = text.strip()
+        given[name][knob] = parse_value(text)
     return given

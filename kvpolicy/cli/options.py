@@ -6,7 +6,6 @@ An option is an annotated type, so that it has one name, one help text and one p
 import inspect
 import json
 import os
-import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import wraps
@@ -19,7 +18,6 @@ import typer
 from kvpolicy.cli.output import info
 from kvpolicy.entry_points import default_name, installed, load_installed
 from kvpolicy.errors import KVPolicyError, OutputError, RequestError
-from kvpolicy.plan.spec import SHARE
 
 if TYPE_CHECKING:
     from kvpolicy.engine.engine import Engine
@@ -283,11 +281,7 @@ def prepare(
         raise KVPolicyError(msg)
     prompts = _prompts(options)
     register_plugins(options.plugin)
-    numbers = {
-        "budget": rows_or_share("--budget", options.budget),
-        "buffer": options.buffer,
-        "length": options.length,
-    }
+    numbers = {"budget": options.budget, "buffer": options.buffer, "length": options.length}
     plan = choose_plan(options.plan, options.policy or [], numbers, options.overrides or [])
     from kvpolicy.engine.engine import Engine
     from kvpolicy.engine.request import Sampling
@@ -305,7 +299,7 @@ def prepare(
         tp_plan="auto" if tensor_parallel else None,
     )
     if options.chat:
-        prompts = apply_chat_template(tokenizer, prompts)
+        prompts = _in_chat_template(tokenizer, prompts)
     on_hook_error: Any = "answer" if keep_going else "raise"
     engine = Engine(model, tokenizer, plan, slots=options.slots, on_hook_error=on_hook_error)
     arguments = {
@@ -321,9 +315,11 @@ def _prompts(options: GenerationOptions) -> list[Prompt]:
         if options.prompt is not None:
             msg = "a prompt and --file were given; give one of them."
             raise KVPolicyError(msg)
-        return read_prompts(options.file)
+        return _read_prompts(options.file)
+    if options.prompt == "-":
+        return [_read("-", "standard input").removesuffix("\n")]
     if options.prompt is not None:
-        return [read_stdin() if options.prompt == "-" else options.prompt]
+        return [options.prompt]
     # An installed model may come with a task of the same name.
     if sys.stdin.isatty() and options.model in installed("kvpolicy.tasks"):
         task = load_installed("kvpolicy.tasks", options.model, what="task")()
@@ -375,20 +371,11 @@ def _default_length(model: Any) -> int:
     return getattr(generation, "max_new_tokens", None) or _MAX_NEW_TOKENS
 
 
-def read_prompts(file: str) -> list[Prompt]:
-    """Read prompts from a file, one per line.
+def _read_prompts(file: str) -> list[Prompt]:
+    """Read prompts from a file, or standard input if it is ``-``, one per line.
 
     A file whose first line begins with ``{`` holds JSON lines; each has a ``prompt``, a text
     or a list of token ids. Empty lines are skipped.
-
-    Args:
-        file: Path of the file, or ``-`` for standard input.
-
-    Returns:
-        The prompts, at least one.
-
-    Raises:
-        KVPolicyError: The file cannot be read, has no prompt, or a line is malformed.
     """
     name = "standard input" if file == "-" else f"'{file}'"
     lines = [(i, line) for i, line in enumerate(_read(file, name).splitlines(), 1) if line.strip()]
@@ -400,34 +387,20 @@ def read_prompts(file: str) -> list[Prompt]:
     return [line for _, line in lines]
 
 
-def read_stdin() -> str:
-    """Read standard input as one prompt, without the newline at its end."""
-    return _read("-", "standard input").removesuffix("\n")
-
-
-def apply_chat_template(tokenizer: Any, prompts: Sequence[Prompt]) -> list[Prompt]:
-    """Wrap text prompts in the chat template of a model.
-
-    Args:
-        tokenizer: The model's tokenizer.
-        prompts: Messages of the user; token ids are returned unchanged.
-
-    Returns:
-        Token ids, up to where the model's answer begins.
-
-    Raises:
-        KVPolicyError: The tokenizer has no chat template.
-    """
+def _in_chat_template(tokenizer: Any, prompts: Sequence[Prompt]) -> list[Prompt]:
+    """Texts as token ids of a user's message, up to where the model's answer begins."""
     if not getattr(tokenizer, "chat_template", None):
         msg = "this model's tokenizer has no chat template; omit --chat."
         raise KVPolicyError(msg)
-    return [_chat(tokenizer, p) if isinstance(p, str) else p for p in prompts]
 
+    def token_ids(text: str) -> list[int]:
+        messages = [{"role": "user", "content": text}]
+        encoded = tokenizer.apply_chat_template(
+            messages, add_generation_prompt=True, return_dict=True
+        )
+        return [int(token) for token in encoded["input_ids"]]
 
-def _chat(tokenizer: Any, text: str) -> list[int]:
-    messages = [{"role": "user", "content": text}]
-    encoded = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)
-    return [int(token) for token in encoded["input_ids"]]
+    return [token_ids(one) if isinstance(one, str) else one for one in prompts]
 
 
 def _read(file: str, name: str) -> str:
@@ -497,22 +470,6 @@ def check_new_file(output: Path, suffix: str = "", *, option: str = "--output") 
     if problem is not None:
         msg = f"output file {output} {problem}; choose another one with {option}."
         raise OutputError(msg)
-
-
-def rows_or_share(option: str, text: str | None) -> str | None:
-    """Check a budget: a number of rows, or a share such as ``"25%"``.
-
-    Args:
-        option: Name of the option, for the message.
-        text: The value of the option.
-
-    Raises:
-        KVPolicyError: It is neither.
-    """
-    if text is None or re.fullmatch(r"-?[0-9]+", text) or re.fullmatch(SHARE, text):
-        return text
-    msg = f"{option} was given {text!r}; give a number of rows or a share: 128, 25%."
-    raise KVPolicyError(msg)
 
 
 def split_list(text: str | None) -> list[str]:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from kvpolicy.cli.app import WRONG_INPUT
 from kvpolicy.cli.options import (
     DEFAULT_MODEL,
     Dtype,
@@ -39,8 +40,6 @@ from kvpolicy.errors import KVPolicyError
 if TYPE_CHECKING:
     from kvpolicy.engine.footprint import Footprint, LayerFootprint
     from kvpolicy.plan.plan import PlanCheck
-
-WRONG_INPUT = 2
 
 app = typer.Typer(
     help="Show what a plan does in each layer, or find its errors.",

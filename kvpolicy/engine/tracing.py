@@ -12,7 +12,6 @@ import time
 from collections import abc, deque
 from contextlib import ExitStack, contextmanager
 from functools import partial, wraps
-from types import TracebackType
 from typing import Any
 
 import attrs
@@ -189,7 +188,7 @@ def recording(
     if outside:
         msg = f"there is no layer {outside[0]} to record; the model has layers 0 to {last_layer}"
         raise KVPolicyError(msg)
-    trace = Trace(engine, wanted, layers, kept=kept, last=last, on_call=on_call)
+    trace = Trace(engine, wanted, layers, kept, on_call, deque(maxlen=last))
     with ExitStack() as listening:
         for stack in dict.fromkeys([*engine.stacks, engine.scheduling]):
             listening.enter_context(stack.listening(trace))
@@ -199,6 +198,7 @@ def recording(
             trace.end()
 
 
+@attrs.define(eq=False)
 class Trace:
     """The hook calls of a recording, and the listener that records them.
 
@@ -207,25 +207,18 @@ class Trace:
         num_calls: Number of recorded calls.
     """
 
-    def __init__(
-        self,
-        engine: Engine,
-        hooks: abc.Collection[str],
-        layers: abc.Collection[int] | None,
-        *,
-        kept: bool,
-        last: int | None,
-        on_call: abc.Callable[[HookCall], None] | None,
-    ) -> None:
-        self.calls: deque[HookCall] = deque(maxlen=last)
-        self.num_calls = 0
-        self._engine = engine
-        self._hooks, self._layers, self._kept, self._on_call = hooks, layers, kept, on_call
-        self._timers: list[ImplTimer] | None = None  # of the current call
-        self._device: torch.device | None = None
-        self._us: dict[tuple[str, str], list[float]] = {}
-        self._started = time.perf_counter()
-        self._ended: float | None = None
+    _engine: Engine
+    _hooks: abc.Collection[str]
+    _layers: abc.Collection[int] | None
+    _kept: bool
+    _on_call: abc.Callable[[HookCall], None] | None
+    calls: deque[HookCall]
+    num_calls: int = 0
+    _parts: "list[_Part] | None" = None  # of the current call
+    _device: torch.device | None = None  # of the current call
+    _us: dict[tuple[str, str], list[float]] = attrs.field(factory=dict)
+    _started: float = attrs.field(factory=lambda: time.perf_counter())
+    _ended: float | None = None
 
     def end(self) -> None:
         """End the recording; `Total.share` refers to the time until now."""
@@ -247,11 +240,11 @@ class Trace:
         if hook not in self._hooks or (self._layers is not None and layer not in self._layers):
             return ask()
         # A policy may call its parts from within a hook: calls are nested.
-        outer = self._timers, self._device
+        outer = self._parts, self._device
         tensors = [value for value in arguments.values() if isinstance(value, Tensor)]
         self._device = next((tensor.device for tensor in tensors if tensor.is_cuda), None)
-        timers: list[ImplTimer] = []
-        self._timers = timers
+        parts: list[_Part] = []
+        self._parts = parts
         answer, error = None, None
         start = time.perf_counter()
         try:
@@ -261,8 +254,8 @@ class Trace:
             raise
         finally:
             us = (time.perf_counter() - start) * 1e6
-            self._timers, self._device = outer
-            self._record(hook, arguments, timers, answer, us, error)
+            self._parts, self._device = outer
+            self._record(hook, arguments, parts, answer, us, error)
         return answer
 
     def timed(self, impl: pluggy.HookImpl) -> abc.Callable[..., Any]:
@@ -270,53 +263,74 @@ class Trace:
         function: abc.Callable[..., Any] = impl.function
 
         def call(*arguments: Any, **others: Any) -> Any:
-            timer = self._timer(impl)
-            with timer:
-                timer.answer = function(*arguments, **others)
-            return timer.answer
+            part = self._new_part(impl)
+            part.answer = self._run(part, partial(function, *arguments, **others))
+            return part.answer
 
         def call_wrapper(*arguments: Any, **others: Any) -> abc.Generator[None, Any, Any]:
-            timer, generator = self._timer(impl), function(*arguments, **others)
-            with timer:
-                next(generator)
+            part, generator = self._new_part(impl), function(*arguments, **others)
+            self._run(part, partial(next, generator))
+            passes_on = None
             try:
                 answer = yield
             except BaseException as error:
-                timer.passes_on = error
+                passes_on = error
                 resume = partial(generator.throw, error)
             else:
                 resume = partial(generator.send, answer)
             try:
-                with timer:
-                    resume()
+                self._run(part, resume, passes_on)
             except StopIteration as stop:
-                timer.answer = stop.value
+                part.answer = stop.value
                 return stop.value
             yield  # the wrapper yielded twice: let pluggy report it
 
         return wraps(function)(call_wrapper if _is_wrapper(impl) else call)
 
-    def _timer(self, impl: pluggy.HookImpl) -> "ImplTimer":
-        timer = ImplTimer(impl, self._device)
+    def _new_part(self, impl: pluggy.HookImpl) -> "_Part":
+        part = _Part(impl)
         # Not recorded: hooks that are not selected, and the second calls by which the hook
         # manager finds the policy whose answer is wrong.
-        if self._timers is not None and all(impl is not other.impl for other in self._timers):
-            self._timers.append(timer)
-        return timer
+        if self._parts is not None and all(impl is not other.impl for other in self._parts):
+            self._parts.append(part)
+        return part
+
+    def _run(
+        self,
+        part: "_Part",
+        function: abc.Callable[[], Any],
+        passes_on: BaseException | None = None,
+    ) -> Any:
+        """Run a policy's code; add its time, and note its error.
+
+        ``passes_on`` is the error of another implementation, which a wrapper may let through.
+        """
+        synchronize(self._device)
+        start = time.perf_counter()
+        try:
+            return function()
+        except BaseException as error:
+            # A wrapper ends with StopIteration.
+            if error is not passes_on and not isinstance(error, StopIteration):
+                part.error = f"{type(error).__name__}: {error}"
+            raise
+        finally:
+            synchronize(self._device)
+            part.us += (time.perf_counter() - start) * 1e6
 
     def _record(
         self,
         hook: str,
         arguments: dict[str, Any],
-        timers: abc.Sequence["ImplTimer"],
+        called: abc.Sequence["_Part"],
         answer: object,
         us: float,
         error: str | None,
     ) -> None:
         sequences = self._engine.errors.sequences
-        named = {name for timer in timers for name in timer.impl.argnames}
+        named = {name for part in called for name in part.impl.argnames}
         described = {name: describe(arguments[name]) for name in arguments if name in named}
-        parts = tuple(timer.to_record() for timer in timers)
+        parts = tuple(part.to_record() for part in called)
         answered = [part.policy for part in parts if part.answer is not None and not part.wrapper]
         wrappers = [part.policy for part in parts if part.wrapper]
         left: tuple[EvictedRows, ...] = ()
@@ -346,39 +360,13 @@ class Trace:
 
 
 @attrs.define(eq=False)
-class ImplTimer:
-    """Times one call of an implementation, which runs within one block; a wrapper within two.
-
-    Attributes:
-        impl: The implementation.
-        device: Device to wait for at the ends of a block.
-        us: Microseconds so far.
-        answer: The answer.
-        error: The error it raised, as text.
-        passes_on: An error of another implementation that a wrapper may let through.
-    """
+class _Part:
+    """One call of an implementation while it runs; see `ImplCall`."""
 
     impl: pluggy.HookImpl
-    device: torch.device | None
     us: float = 0.0
     answer: object = None
     error: str | None = None
-    passes_on: BaseException | None = None
-    _start: float = 0.0
-
-    def __enter__(self) -> None:
-        synchronize(self.device)
-        self._start = time.perf_counter()
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
-    ) -> None:
-        if error is None:
-            synchronize(self.device)
-        self.us += (time.perf_counter() - self._start) * 1e6
-        # The generator of a wrapper ends with StopIteration.
-        if error is not None and error is not self.passes_on and kind is not StopIteration:
-            self.error = f"{type(error).__name__}: {error}"
 
     def to_record(self) -> ImplCall:
         """The call as a record."""

@@ -34,7 +34,6 @@ from kvpolicy.cli.options import (
     choose_plan,
     examples,
     register_plugins,
-    rows_or_share,
     split_list,
 )
 from kvpolicy.cli.output import format_bytes, format_table, info, print_text, terminal_width
@@ -162,7 +161,7 @@ def lm_eval(
 
     require("lm_eval", "this command", install=INSTALL)
     register_plugins(plugin)
-    numbers = {"budget": rows_or_share("--budget", budget), "buffer": buffer, "length": length}
+    numbers = {"budget": budget, "buffer": buffer, "length": length}
     chosen = choose_plan(plan, policy or [], numbers, overrides or [])
     from kvpolicy.engine.engine import Engine
     from kvpolicy.lab.lm_eval.evaluate import OURS, AnswerCache, Tasks, evaluate
