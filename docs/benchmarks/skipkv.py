@@ -115,7 +115,7 @@ def sentences(folder: Path, n: int, rules: str) -> list[dict[str, Any]]:
     run, cells = read_cells(folder, n)
     reader = Reader(*load_model(run["model"]), rules)
     task = load_task(run["task"])
-    prompts = [one.prompt for one in task.items(n, seed=run["seed"], split=run["split"])]
+    prompts = [one.prompt for one in task.examples(n, seed=run["seed"], split=run["split"])]
     records = []
     for cell in cells:
         counts = reader.read(
@@ -201,7 +201,7 @@ def fragments(folder: Path, n: int, budgets: Sequence[int]) -> list[dict[str, An
     """One record for each policy and budget."""
     run, _ = read_cells(folder, 0)
     model, tokenizer = load_model(run["model"])
-    items = load_task(run["task"]).items(n, seed=run["seed"])
+    items = load_task(run["task"]).examples(n, seed=run["seed"])
     stacks = {cell["series"]: cell["resolved"]["layers"][0]["stack"] for cell in run["cells"]}
     records = []
     for series in ("R-KV", "SkipKV, no steering"):
@@ -229,7 +229,7 @@ def slots(folder: Path, n: int, budgets: Sequence[int]) -> list[dict[str, Any]]:
     """One record for each policy and memory size. Run it on an idle machine."""
     run, _ = read_cells(folder, 0)
     model, tokenizer = load_model(run["model"])
-    prompts = [item.prompt for item in load_task(run["task"]).items(n, seed=run["seed"])]
+    prompts = [item.prompt for item in load_task(run["task"]).examples(n, seed=run["seed"])]
     longest = max(len(tokenizer(prompt)["input_ids"]) for prompt in prompts)
     longest += run["max_new_tokens"]
     stacks = {cell["series"]: cell["resolved"]["layers"][0]["stack"] for cell in run["cells"]}

@@ -38,7 +38,7 @@ plans = {
 }
 model, tokenizer = load_model(MODEL)
 task = load_task(TASK)
-items = task.items(NUM_REPORTED, seed=0)
+items = task.examples(NUM_REPORTED, seed=0)
 
 # %% Run: accuracy with its 95 % interval, and its paired difference from the full cache.
 print(f"{'':20}{'accuracy':>9}{'95 %':>10}{'against full':>21}{'tokens':>8}{'rows':>6}{'tok/s':>7}")

@@ -323,7 +323,7 @@ def _prompts(options: GenerationOptions) -> list[Prompt]:
     # An installed model may come with a task of the same name.
     if sys.stdin.isatty() and options.model in installed("kvpolicy.tasks"):
         task = load_installed("kvpolicy.tasks", options.model, what="task")()
-        item = task.items(1, seed=options.seed)[0]
+        item = task.examples(1, seed=options.seed)[0]
         info(f"no prompt was given; using held-out problem {options.seed} (answer: {item.answer}):")
         typer.echo(item.prompt.rstrip("\n"), err=True)
         return [item.prompt]

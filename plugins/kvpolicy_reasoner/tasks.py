@@ -60,11 +60,11 @@ class ReasonerTask:
         return spell(self.reasoner, {"level": self.level}, {"level": STANDARD})
 
     @property
-    def measure(self) -> Graded:
+    def metric(self) -> Graded:
         """Accuracy."""
         return Graded(self.grade)
 
-    def items(self, n: int, *, seed: int, split: Split = "test") -> Sequence[Example]:
+    def examples(self, n: int, *, seed: int, split: Split = "test") -> Sequence[Example]:
         """Generate ``n`` problems of a split; no problem is in two splits."""
         difficulty = LEVELS[self.level]
         drawn = problems_of(self.reasoner).draw(n, seed=seed, split=split, difficulty=difficulty)
@@ -140,11 +140,11 @@ class Retrieval:
         return spell(self.family, {"length": self.length, "keys": self.keys}, defaults)
 
     @property
-    def measure(self) -> Graded:
+    def metric(self) -> Graded:
         """Accuracy."""
         return Graded(self.grade)
 
-    def items(self, n: int, *, seed: int, split: Split = "test") -> Sequence[Example]:
+    def examples(self, n: int, *, seed: int, split: Split = "test") -> Sequence[Example]:
         """Generate ``n`` haystacks of a split; no prompt is in two splits."""
         rng = random.Random(f"{self.family} {self.length} {self.keys} {split} {seed}")
         items: dict[str, Example] = {}

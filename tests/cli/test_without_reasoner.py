@@ -38,6 +38,8 @@ REFUSED = {
     "steer calibrate --output made.safetensors": "--model",
     "steer calibrate --output made.safetensors --model any": "--task",
     "ablate": "--preset",
+    "ablate --policies full": "--model and --task",
+    "ablate --policies full --model any --task none.jsonl": "none.jsonl",
     "tasks show perplexity": "perplexity:of=TASK",
     "reasoner sample": "no command is named 'reasoner'",
 }

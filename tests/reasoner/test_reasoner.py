@@ -15,7 +15,7 @@ def test_sample_shows_the_problems_of_the_task_of_that_name(kvpolicy: Shell, nam
     answer = kvpolicy("reasoner", "sample", "--name", name, "--n", 2, "--json")
     assert answer.status == 0, answer.err
     shown = json.loads(answer.out)
-    for problem, item in zip(shown, load_task(name).items(2, seed=0), strict=True):
+    for problem, item in zip(shown, load_task(name).examples(2, seed=0), strict=True):
         assert problem["prompt"] == item.prompt
         assert problem.keys() == {"prompt", "trace", "answer"} | item.facets.keys()
 

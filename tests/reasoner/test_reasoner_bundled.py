@@ -37,13 +37,13 @@ def test_the_shipped_tokenizer_is_the_one_of_the_recipe(name):
 def test_a_reasoner_opens_by_its_name_in_full_precision_and_knows_its_task(name):
     model, tokenizer = load_model(name)
     assert model.dtype == torch.float32
-    item = load_task(name).items(1, seed=0)[0]
+    item = load_task(name).examples(1, seed=0)[0]
     assert tokenizer.unk_token_id not in tokenizer(item.prompt)["input_ids"]
     assert load_task(name).grade(f"\\boxed{{{item.answer}}}", item)
 
 
 def test_the_tasks_ask_different_questions():
-    assert len({load_task(name).items(1, seed=0)[0].prompt for name in BUNDLED}) == len(BUNDLED)
+    assert len({load_task(name).examples(1, seed=0)[0].prompt for name in BUNDLED}) == len(BUNDLED)
 
 
 def test_an_unknown_reasoner_is_refused_with_its_like():

@@ -39,7 +39,7 @@ def test_a_haystack_is_answerable_by_hand_and_as_long_as_was_asked_for(
     seed: int, keys: int, more: int
 ) -> None:
     length = 12 + 10 * keys + more
-    (item,) = Retrieval("multikey", length, keys).items(1, seed=seed)
+    (item,) = Retrieval("multikey", length, keys).examples(1, seed=seed)
     assert by_hand(item.prompt) == item.answer
     ids = build_tokenizer()(item.prompt)["input_ids"]
     assert length - 3 <= len(ids) <= length
@@ -50,12 +50,12 @@ def test_a_haystack_is_answerable_by_hand_and_as_long_as_was_asked_for(
 
 @pytest.mark.parametrize("split", ["train", "tune", "test"])
 def test_a_haystack_belongs_to_the_split_it_was_drawn_for(split: Split) -> None:
-    items = load_task("needle:length=60").items(30, seed=0, split=split)
+    items = load_task("needle:length=60").examples(30, seed=0, split=split)
     assert {split_of(item.prompt) for item in items} == {split}
 
 
 def test_needles_lie_everywhere() -> None:
-    items = load_task("needle").items(60, seed=0)
+    items = load_task("needle").examples(60, seed=0)
     assert {item.facets["quarter"] for item in items} == {1, 2, 3, 4}
 
 
@@ -63,7 +63,7 @@ def test_needles_lie_everywhere() -> None:
 def test_the_reasoner_with_the_full_cache_finds_most_needles(name: str) -> None:
     model, tokenizer = load_reasoner()
     task = load_task(name)
-    items = task.items(20, seed=0)
+    items = task.examples(20, seed=0)
     engine = Engine(model, tokenizer, Plan.uniform("full"), slots=20)
     run = engine.generate([item.prompt for item in items], max_new_tokens=200)
     right = [task.grade(result.text, items[result.id]) for result in run]

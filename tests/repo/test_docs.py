@@ -20,9 +20,10 @@ from pages import Block, Page, blocks_of
 
 from kvpolicy import Engine, Plan, errors, hookspecs
 from kvpolicy.cli.app import command_names, load_command
+from kvpolicy.entry_points import default_name
 from kvpolicy.hooks import discovery
 from kvpolicy.hooks.discovery import describe
-from kvpolicy.lab.sweep.sweep_file import default_preset, load_preset
+from kvpolicy.lab.sweep.sweep_file import load_preset
 from kvpolicy.lab.tasks.likelihood import Agreement, Perplexity
 from kvpolicy.lab.tasks.task import Example, Graded, installed_tasks
 
@@ -117,7 +118,7 @@ def test_an_example_script_runs(script: Path, tmp_path: Path) -> None:
 def test_the_defaults_of_a_sweep_are_those_of_the_default_preset() -> None:
     section = _section(DOCS / "reference" / "sweeps.md", "Defaults")
     stated = tomllib.loads("\n".join(re.findall(r"`(\w+ = [^`]+)`", section)))
-    preset = load_preset(default_preset())
+    preset = load_preset(default_name("sweep") or "")
     assert (stated.pop("model"), stated.pop("task")) == (*preset.models, *preset.tasks)
     assert tuple(stated.pop("budgets")) == preset.budgets
     assert stated == {key: getattr(preset, key) for key in stated}

@@ -142,7 +142,7 @@ def _plain(result: Any) -> dict[str, Any]:
 def steered(folder: Path) -> list[Any]:
     """Texts of the bundled reasoner, steered away from checking, with sentences that leave."""
     model, tokenizer = model_in(folder, "reasoner")
-    items = load_task("reasoner").items(2, seed=1)
+    items = load_task("reasoner").examples(2, seed=1)
     found = []
     for plan in (Plan.load("skipkv-reasoner"), Plan.uniform("h2o", "seal", budget=48, buffer=16)):
         engine = Engine(model, tokenizer, plan, slots=2)

@@ -101,7 +101,7 @@ def ablate(
     docs/reference/sweeps.md. `kvpolicy tasks list` shows the tasks. If interrupted, run the same
     command again: it continues after the last finished sample.
     """
-    budget_list, stacks = positive_ints("--budgets", budgets), split_list(policies)
+    budget_list = positive_ints("--budgets", budgets)
     seed_list, knobs = options.parse_ints("--seeds", seeds), options.parse_grid(grid or [])
     register_plugins(plugin)
     # Imported here because these import torch.
@@ -111,23 +111,24 @@ def ablate(
     from kvpolicy.lab.sweep.prepare import build_sweep, check_facet, default_folder, load_sweep
 
     config = load_sweep(
-        preset, policies=stacks, plans=plan or [], budgets=budget_list, buffer=buffer
+        preset,
+        policies=split_list(policies),
+        plans=plan or [],
+        budgets=tuple(budget_list) or None,
+        buffer=buffer,
+        models=tuple(model or ()) or None,
+        tasks=tuple(task or ()) or None,
+        seeds=tuple(seed_list) or None,
+        knobs=knobs,
+        combine="zip" if zip_lists else None,
+        n=n,
+        split=split.value if split else None,
+        attempts=attempts,
+        temperature=temperature,
+        top_p=top_p,
+        slots=slots,
+        max_new_tokens=max_new_tokens,
     )
-    given: dict[str, Any] = {
-        "models": tuple(model or ()) or None,
-        "tasks": tuple(task or ()) or None,
-        "seeds": tuple(seed_list) or None,
-        "knobs": config.knobs | knobs,
-        "combine": "zip" if zip_lists else None,
-        "n": n,
-        "split": split.value if split else None,
-        "attempts": attempts,
-        "temperature": temperature,
-        "top_p": top_p,
-        "slots": slots,
-        "max_new_tokens": max_new_tokens,
-    }
-    config = attrs.evolve(config, **{key: v for key, v in given.items() if v is not None})
     with open_executor(
         on.value,
         ModelCache(dtype=dtype, device=device, trust_remote_code=trust_remote_code),
@@ -161,7 +162,7 @@ def _dry_run(sweep: "Sweep", folder: Path, workers: int, *, json: bool) -> None:
     for cell in sweep.cells:
         setting = sweep.setting_of(cell)
         names = {"model": setting.model.name, "task": setting.task.name, "seed": setting.seed}
-        sizes = Counter(samples=len(setting.items), left=len(sweep.remaining(cell, done)))
+        sizes = Counter(samples=len(setting.examples), left=len(sweep.remaining(cell, done)))
         table.append({**names, "series": cell.series, "budget": cell.budget, **sizes})
         groups.setdefault(setting.id, (names, Counter()))[1].update(cells=1, **sizes)
     total = Counter[str]()
@@ -256,7 +257,7 @@ class _Status:
 
     def __init__(self, sweep: "Sweep", store: "Store") -> None:
         self._sweep = sweep
-        self._sizes = {cell.id: len(sweep.setting_of(cell).items) for cell in sweep.cells}
+        self._sizes = {cell.id: len(sweep.setting_of(cell).examples) for cell in sweep.cells}
         self._done = dict.fromkeys(self._sizes, 0)
         self._values: dict[str, list[float]] = {id: [] for id in self._sizes}
         for sample in store.samples.values():
@@ -272,7 +273,7 @@ class _Status:
         if sample.cell in self._done:
             self._done[sample.cell] += 1
             setting = self._sweep.setting_of(self._sweep.cell(sample.cell))
-            value = setting.task.measure.columns[0].value(sample)
+            value = setting.task.metric.columns[0].value(sample)
             self._values[sample.cell] += [] if value is None else [value]
 
     def cell_line(self, cell: "Cell", elapsed_s: float) -> str:
@@ -308,7 +309,7 @@ class _Status:
 
     def _value(self, cell: "Cell", part: str) -> str:
         values = self._values[cell.id]
-        column = self._sweep.setting_of(cell).task.measure.columns[0]
+        column = self._sweep.setting_of(cell).task.metric.columns[0]
         if not values:
             return f"{part} failed"
         return f"{column.title} {column.format(fmean(values))} over {part}"

@@ -79,7 +79,7 @@ def show(
     """Show problems: prompt, answer, and the properties that reports can group by."""
     from kvpolicy.lab.tasks.task import load_task
 
-    items = load_task(task).items(n, seed=seed, split=split.value)
+    items = load_task(task).examples(n, seed=seed, split=split.value)
     if json:
         print_json([_to_dict(item) for item in items], indent=2)
         return

@@ -1,10 +1,10 @@
-"""The executor of a Ray cluster, whose workers may be lost and replaced while they run jobs.
+"""The executor of a Ray cluster, whose workers may be lost while they run jobs.
 
 A worker is a Ray actor that holds one model. Jobs are split where there are too few for all
-workers, and results stream back one by one; only this process writes. When a worker is lost, the
-samples of its job that have not arrived are queued again for any worker. Ray's own retries
-(``max_task_retries``) would repeat the whole job, and only on a restart of the same actor, for
-which there may be no node.
+workers, and results stream back one by one; only this process writes. Ray restarts a lost worker
+as soon as a node has the resources. Its job does not wait for that: the samples that have not
+arrived are queued again for any worker. Retries by Ray (``max_task_retries``) would repeat the
+whole job, and on the same worker only.
 """
 
 import importlib
@@ -14,7 +14,7 @@ import os
 import secrets
 import socket
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from math import ceil
@@ -26,15 +26,16 @@ from kvpolicy.errors import KVPolicyError, error_summary
 from kvpolicy.lab.executors.ray_worker import Worker, WorkerConfig
 from kvpolicy.lab.models import ModelCache, ModelInfo
 from kvpolicy.lab.store.session import num_cpus
-from kvpolicy.lab.sweep.grid import EvalSetting, Sweep
-from kvpolicy.lab.sweep.jobs import Event, ItemDone, Job, JobFinished
+from kvpolicy.lab.sweep.grid import Sweep
+from kvpolicy.lab.sweep.jobs import Event, Job, JobFinished, SampleMeasured
 
 Resources = Mapping[str, float]
 
 _MIN_GPUS = 0.0001  # the smallest share that Ray counts
 _JOBS_PER_WORKER = 3  # so that the last ones end at about the same time
 _MAX_LOSSES = 3  # workers lost in a row without a sample from the same job
-_MAX_FAILED_STARTS = 3  # workers in a row that end before they have begun
+_RETRIES = 2  # of calls that run no samples
+_MAX_RESTARTS = 20  # of one worker, so that one that always dies ends the sweep
 _PATIENCE_S = 30.0  # before the user is told that no worker has begun
 _CONNECT_TIMEOUT_S = 10.0
 _OBJECT_STORE_BYTES = 200_000_000  # of a cluster that is started here: no large objects
@@ -139,75 +140,54 @@ def split_jobs(jobs: Sequence[Job], *, workers: int, slots: Callable[[Job], int]
     """
     if workers == 1:
         return list(jobs)
-    share = ceil(sum(len(job.items) for job in jobs) / (workers * _JOBS_PER_WORKER))
+    share = ceil(sum(len(job.samples) for job in jobs) / (workers * _JOBS_PER_WORKER))
     parts = []
     for job in jobs:
-        num = ceil(len(job.items) / max(share, slots(job)))
-        ends = [round(len(job.items) * part / num) for part in range(num + 1)]
-        parts += [Job(job.cell, job.items[begin:end]) for begin, end in pairwise(ends)]
+        num = ceil(len(job.samples) / max(share, slots(job)))
+        ends = [round(len(job.samples) * part / num) for part in range(num + 1)]
+        parts += [Job(job.cell, job.samples[begin:end]) for begin, end in pairwise(ends)]
     return parts
 
 
 @attrs.define(eq=False)
-class RunningJob:
-    """A job that a worker runs or will run.
-
-    Attributes:
-        job: The job.
-        done: Indices of the samples that have arrived.
-        losses: Workers in a row that were lost before a sample of this work arrived.
-        begin: When the worker started, in seconds.
-    """
-
-    job: Job
-    done: list[int] = attrs.field(factory=list)
-    losses: int = 0
-    begin: float = 0.0
-
-    def lost_worker(self) -> "tuple[list[Event], RunningJob | None]":
-        """Handle the loss of the worker.
-
-        Returns:
-            The event for the samples that have arrived, if any, and the rest to run again, if any.
-
-        Raises:
-            KVPolicyError: Too many workers in a row were lost with this work.
-        """
-        losses = 1 if self.done else self.losses + 1
-        rest = tuple(index for index in self.job.items if index not in self.done)
-        if rest and losses >= _MAX_LOSSES:
-            msg = (
-                f"{losses} workers in a row were lost before they finished any of the same "
-                f"{len(rest)} samples, perhaps for lack of memory; finished samples are kept: "
-                "try again with fewer --slots, or more resources for each worker."
-            )
-            raise KVPolicyError(msg)
-        events: list[Event] = []
-        if self.done:
-            part = Job(self.job.cell, tuple(self.done))
-            events.append(JobFinished(part, None, time.perf_counter() - self.begin))
-        return events, RunningJob(Job(self.job.cell, rest), losses=losses) if rest else None
-
-
-@attrs.define(eq=False)
-class RayWorkerHandle:
+class _WorkerHandle:
     """One worker, seen from this process.
 
     Attributes:
         actor: Its Ray handle, of a `Worker`.
-        begun: Reference to its host's name, ready when the worker has resources and has begun.
-        host: The host's name, once known.
-        model: Name of the model that it holds.
-        running: The job that it runs.
-        stream: The events of that job.
+        pending: While it starts, a reference to the name of its host; while it runs a job, the
+            stream of events; else ``None``.
+        host: Name of its host; ``None`` while it starts.
+        job: The job that it runs.
+        left: Indices of the samples of the job that have not arrived.
+        begin: When the job began, in seconds.
     """
 
     actor: Any
-    begun: Any
+    pending: Any
     host: str | None = None
-    model: str | None = None
-    running: RunningJob | None = None
-    stream: Any = None
+    job: Job | None = None
+    left: list[int] = attrs.field(factory=list)
+    begin: float = 0.0
+
+    def assign(self, job: Job, sweep_ref: Any) -> None:
+        """Let the worker run a job."""
+        self.job, self.left, self.begin = job, list(job.samples), time.perf_counter()
+        # If the worker is lost, only the samples that have not arrived are run again.
+        run_job = self.actor.run_job.options(max_task_retries=0)
+        self.pending = run_job.remote(sweep_ref, job)
+
+    def finished_part(self) -> Iterator[JobFinished]:
+        """Yield the event for the samples that arrived before the worker was lost, if any."""
+        assert self.job is not None
+        done = tuple(index for index in self.job.samples if index not in self.left)
+        if done:
+            yield JobFinished(Job(self.job.cell, done), None, time.perf_counter() - self.begin)
+
+    def restart(self) -> None:
+        """Wait for Ray to restart the lost worker."""
+        self.job = self.host = None
+        self.pending = self.actor.begin.remote()
 
 
 class RayExecutor:
@@ -238,8 +218,8 @@ class RayExecutor:
             KVPolicyError: Ray is not installed, the cluster cannot be reached, or it lacks the
                 resources of a worker.
         """
-        self._info, self._workers, self._last_info = info, list[RayWorkerHandle](), ""
-        self._num_failed_starts = 0
+        self._info, self._last_info = info, ""
+        self._workers: list[_WorkerHandle] = []
         if address is None:
             info("no Ray address is given: starting a cluster on this machine.")
             self._ray = _start(cpus=(resources.workers or 1) * resources.cpus)
@@ -252,10 +232,10 @@ class RayExecutor:
         except BaseException:
             self._ray.shutdown()
             raise
-        self._config = self._ray.put(WorkerConfig.of_this_process(models, threads=resources.cpus))
+        self._config = WorkerConfig.of_this_process(models, threads=resources.cpus)
         self._actor = self._ray.remote(
-            max_restarts=0,
-            max_task_retries=0,
+            max_restarts=_MAX_RESTARTS,
+            max_task_retries=-1,  # of `begin`: until a restarted worker has begun
             scheduling_strategy="SPREAD",
             num_cpus=self._each["CPU"],
             num_gpus=self._each["GPU"],
@@ -265,15 +245,13 @@ class RayExecutor:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for worker in list(self._workers):
-            self._stop(worker)
+        for worker in self._workers:
+            self._ray.kill(worker.actor)
         self._ray.shutdown()
 
     def describe(self, name: str) -> tuple[ModelInfo, Any]:
         """Let a worker load and describe a model; see `ModelCache.describe`."""
-        answer = self._call("describe", name)
-        self._workers[0].model = name
-        return answer
+        return self._call("describe", name)
 
     def machine(self, sweep: Sweep) -> dict[str, Any]:
         """Let a worker describe its machine; all workers are alike."""
@@ -297,109 +275,79 @@ class RayExecutor:
             KVPolicyError: A job failed, or worker after worker was lost with the same work.
         """
 
-        def setting_of(job: Job) -> EvalSetting:
-            return sweep.setting_of(sweep.cell(job.cell))
+        def slots(job: Job) -> int:
+            return sweep.setting_of(sweep.cell(job.cell)).slots
 
-        parts = split_jobs(jobs, workers=self._num_workers, slots=lambda j: setting_of(j).slots)
-        waiting = deque(RunningJob(part) for part in parts)
+        waiting = deque(split_jobs(jobs, workers=self._num_workers, slots=slots))
+        losses = Counter[Job]()
         sweep_ref = self._ray.put(sweep)
-        try:
-            while waiting or self._busy():
-                self._start_workers(len(waiting))
-                self._assign(waiting, sweep_ref, lambda job: setting_of(job).model.name)
-                for worker in self._wait():
-                    yield from self._next(worker, waiting)
-        finally:
-            for worker in self._busy():
-                self._stop(worker)
-
-    def _busy(self) -> list[RayWorkerHandle]:
-        return [worker for worker in self._workers if worker.running is not None]
-
-    def _start_workers(self, num_waiting: int) -> None:
-        while len(self._workers) < min(self._num_workers, len(self._busy()) + num_waiting):
+        while len(self._workers) < min(self._num_workers, len(waiting)):
             self._start_worker()
+        while waiting or any(worker.job is not None for worker in self._workers):
+            for worker in self._workers:
+                if waiting and worker.pending is None:
+                    worker.assign(waiting.popleft(), sweep_ref)
+            for worker in self._wait():
+                yield from self._next(worker, waiting, losses)
 
     def _start_worker(self) -> None:
         """Request one more worker; it may have to wait for its resources."""
         actor = self._actor.remote(self._config)
-        self._workers.append(RayWorkerHandle(actor, actor.begin.remote()))
+        self._workers.append(_WorkerHandle(actor, actor.begin.remote()))
 
-    def _stop(self, worker: RayWorkerHandle) -> None:
-        self._workers.remove(worker)
-        self._ray.kill(worker.actor)
-
-    def _assign(
-        self, waiting: deque[RunningJob], sweep_ref: Any, model_of: Callable[[Job], str]
-    ) -> None:
-        """Give a job to each free worker that has begun, of its model if possible."""
-        for worker in self._workers:
-            if not waiting:
-                return
-            if worker.host is None or worker.running is not None:
-                continue
-            mine = (one for one in waiting if model_of(one.job) == worker.model)
-            worker.running = next(mine, waiting[0])
-            waiting.remove(worker.running)
-            worker.running.begin = time.perf_counter()
-            worker.model = model_of(worker.running.job)
-            worker.stream = worker.actor.run_job.remote(sweep_ref, worker.running.job)
-
-    def _next(self, worker: RayWorkerHandle, waiting: deque[RunningJob]) -> Iterator[Event]:
-        """Take the next event of a worker, or handle its loss."""
-        running = worker.running
-        assert running is not None, "only busy workers are waited for"
+    def _next(
+        self, worker: _WorkerHandle, waiting: deque[Job], losses: Counter[Job]
+    ) -> Iterator[Event]:
+        """Take the next event of a worker's job, or queue the rest of the job if it is lost."""
+        assert worker.job is not None, "only events of jobs are waited for"
         try:
-            event = self._ray.get(next(worker.stream))
+            event = self._ray.get(next(worker.pending))
         except (StopIteration, self._ray.exceptions.RayError) as error:
-            self._stop(worker)
             self._raise_unless_lost(error)
-            events, rest = running.lost_worker()
             self._info(
                 f"a worker on {worker.host} was lost ({type(error).__name__}); its "
-                f"{len(rest.job.items) if rest else 0} unfinished samples are done again."
+                f"{len(worker.left)} unfinished samples are done again."
             )
-            if rest:
+            yield from worker.finished_part()
+            if worker.left:
+                rest = Job(worker.job.cell, tuple(worker.left))
+                count_loss(rest, losses)
                 waiting.appendleft(rest)
-            yield from events
+            worker.restart()
             return
-        if isinstance(event, ItemDone):
-            running.done.append(event.item)
+        if isinstance(event, SampleMeasured):
+            worker.left.remove(event.index)
         else:
-            worker.running = worker.stream = None
+            worker.job = worker.pending = None
         yield event
 
-    def _wait(self) -> list[RayWorkerHandle]:
+    def _wait(self) -> list[_WorkerHandle]:
         """Wait until something happens.
 
         Returns:
-            The busy workers with a new event; none, if only other workers have begun or nothing
-            has happened for a while.
+            The workers whose job has a new event; none, if only other workers have begun or
+            nothing has happened for a while.
         """
-        starting = [worker for worker in self._workers if worker.host is None]
-        busy = self._busy()
-        refs = [*(worker.stream for worker in busy), *(worker.begun for worker in starting)]
+        active = [worker for worker in self._workers if worker.pending is not None]
+        refs = [worker.pending for worker in active]
         if not self._ray.wait(refs, timeout=_PATIENCE_S)[0]:
             self._explain_waiting()
             return []
         # Take all that are ready: the first of the list must not starve the others.
         ready, _ = self._ray.wait(refs, num_returns=len(refs), timeout=0)
-        for worker in starting:
-            if any(worker.begun is ref for ref in ready):
+        changed = [worker for worker in active if any(worker.pending is ref for ref in ready)]
+        with_event = [worker for worker in changed if worker.job is not None]
+        for worker in changed:
+            if worker.job is None:
                 self._finish_start(worker)
-        return [worker for worker in busy if any(worker.stream is ref for ref in ready)]
+        return with_event
 
-    def _finish_start(self, worker: RayWorkerHandle) -> None:
+    def _finish_start(self, worker: _WorkerHandle) -> None:
         try:
-            worker.host = self._ray.get(worker.begun)
+            worker.host, worker.pending = self._ray.get(worker.pending), None
         except self._ray.exceptions.RayError as error:
-            self._stop(worker)
-            self._num_failed_starts += 1
             self._raise_unless_lost(error)
-            if self._num_failed_starts >= _MAX_FAILED_STARTS:
-                raise _cannot_begin(error) from error
-            return
-        self._num_failed_starts = 0
+            raise _cannot_begin(error) from error
 
     def _explain_waiting(self) -> None:
         if any(worker.host is not None for worker in self._workers):
@@ -416,20 +364,18 @@ class RayExecutor:
         """Call a method of the first worker, when it has begun."""
         if not self._workers:
             self._start_worker()
-        while self._workers[0].host is None:
-            self._wait()
-            if not self._workers:
-                self._start_worker()
         worker = self._workers[0]
+        while worker.host is None:
+            self._wait()
         try:
-            return self._ray.get(getattr(worker.actor, method).remote(*arguments))
+            call = getattr(worker.actor, method).options(max_task_retries=_RETRIES)
+            return self._ray.get(call.remote(*arguments))
         except self._ray.exceptions.RayError as error:
-            self._stop(worker)
             self._raise_unless_lost(error)
             msg = (
-                f"the worker on {worker.host} was lost before it ran any samples "
-                f"({type(error).__name__}), perhaps for lack of memory; give each worker more "
-                "resources."
+                f"the worker on {worker.host} was lost before it ran any samples, {1 + _RETRIES} "
+                f"times in a row ({type(error).__name__}), perhaps for lack of memory; give each "
+                "worker more resources."
             )
             raise KVPolicyError(msg) from error
 
@@ -444,6 +390,27 @@ class RayExecutor:
 
     def _nodes(self) -> list[dict[str, float]]:
         return [node["Resources"] for node in self._ray.nodes() if node["Alive"]]
+
+
+def count_loss(rest: Job, losses: Counter[Job]) -> None:
+    """Count a worker that was lost before it finished these samples.
+
+    Args:
+        rest: The samples of its job that have not arrived. If the next worker finishes some of
+            them, the rest is another job, and counting starts again.
+        losses: The number of losses of each job.
+
+    Raises:
+        KVPolicyError: Too many workers in a row were lost with these samples.
+    """
+    losses[rest] += 1
+    if losses[rest] >= _MAX_LOSSES:
+        msg = (
+            f"{losses[rest]} workers in a row were lost before they finished any of the same "
+            f"{len(rest.samples)} samples, perhaps for lack of memory; finished samples are kept: "
+            "try again with fewer --slots, or more resources for each worker."
+        )
+        raise KVPolicyError(msg)
 
 
 def _cannot_begin(error: Exception) -> KVPolicyError:

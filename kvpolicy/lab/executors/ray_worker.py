@@ -51,17 +51,41 @@ class WorkerConfig:
             models=models,
         )
 
+    def apply(self) -> None:
+        """Set this process up like the one that the configuration was made in.
+
+        Raises:
+            KVPolicyError: This process has another version of kvpolicy.
+        """
+        if kvpolicy.__version__ != self.version:
+            msg = (
+                f"kvpolicy is {kvpolicy.__version__} there and {self.version} here; "
+                "install the same version on every machine"
+            )
+            raise KVPolicyError(msg)
+        if Path(self.folder).is_dir():
+            os.chdir(self.folder)
+        folder = Path(tempfile.mkdtemp(prefix="kvpolicy-plugins-"))
+        for number, (name, content) in enumerate(self.plugins):
+            path = folder / str(number) / name
+            path.parent.mkdir()
+            path.write_bytes(content)
+            register_file(path)
+        torch.set_num_threads(self.threads)
+
 
 class Worker:
-    """Describes models and runs jobs. Call `begin` first.
+    """Describes models and runs jobs.
 
-    Every method raises a `KVPolicyError` for a user's mistake and a `RuntimeError` with the
-    traceback for a defect; both name the host.
+    Ray may restart it at any time; the first call after that sets the process up again. Every
+    method raises a `KVPolicyError` for a user's mistake and a `RuntimeError` with the traceback
+    for a defect; both name the host.
     """
 
     def __init__(self, config: WorkerConfig) -> None:
         self._config = config
         self._models = config.models
+        self._is_set_up = False
         self._checked: ModelInfo | None = None
 
     def begin(self) -> str:
@@ -73,19 +97,17 @@ class Worker:
         Raises:
             KVPolicyError: It has another version of kvpolicy.
         """
-        with _errors_name_the_host():
-            self._check_version()
-            self._set_up()
-        return socket.gethostname()
+        with self._set_up():
+            return socket.gethostname()
 
     def describe(self, name: str) -> tuple[ModelInfo, Any]:
         """Load a model and describe it; see `ModelCache.describe`."""
-        with _errors_name_the_host():
+        with self._set_up():
             return self._models.describe(name)
 
     def machine(self) -> dict[str, Any]:
         """Describe this machine; see `kvpolicy.lab.store.session.describe_machine`."""
-        with _errors_name_the_host():
+        with self._set_up():
             return describe_machine(threads=self._config.threads)
 
     def run_job(self, sweep: Sweep, job: Job) -> Iterator[Event]:
@@ -94,7 +116,7 @@ class Worker:
         Raises:
             KVPolicyError: The model or a policy differs from the one that the sweep was built with.
         """
-        with _errors_name_the_host():
+        with self._set_up():
             cell = sweep.cell(job.cell)
             _check_code(cell)
             info = sweep.setting_of(cell).model
@@ -102,24 +124,21 @@ class Worker:
             self._check_model(info, model)
             yield from run_job(sweep, job, model, tokenizer)
 
-    def _check_version(self) -> None:
-        if kvpolicy.__version__ != self._config.version:
-            msg = (
-                f"kvpolicy is {kvpolicy.__version__} there and {self._config.version} here; "
-                "install the same version on every machine"
-            )
-            raise KVPolicyError(msg)
-
-    def _set_up(self) -> None:
-        if Path(self._config.folder).is_dir():
-            os.chdir(self._config.folder)
-        folder = Path(tempfile.mkdtemp(prefix="kvpolicy-plugins-"))
-        for number, (name, content) in enumerate(self._config.plugins):
-            path = folder / str(number) / name
-            path.parent.mkdir()
-            path.write_bytes(content)
-            register_file(path)
-        torch.set_num_threads(self._config.threads)
+    @contextmanager
+    def _set_up(self) -> Iterator[None]:
+        """Set this process up, once; errors in the block name the host."""
+        host = socket.gethostname()
+        try:
+            if not self._is_set_up:
+                self._config.apply()
+                self._is_set_up = True
+            yield
+        except KVPolicyError as error:
+            msg = f"on {host}: {error}"
+            raise KVPolicyError(msg) from None
+        except Exception:
+            msg = f"on {host}, in a worker:\n{traceback.format_exc()}"
+            raise RuntimeError(msg) from None
 
     def _check_model(self, info: ModelInfo, model: Any) -> None:
         if self._checked == info:
@@ -146,16 +165,3 @@ def _check_code(cell: Cell) -> None:
             "version of the packages that provide policies"
         )
         raise KVPolicyError(msg)
-
-
-@contextmanager
-def _errors_name_the_host() -> Iterator[None]:
-    host = socket.gethostname()
-    try:
-        yield
-    except KVPolicyError as error:
-        msg = f"on {host}: {error}"
-        raise KVPolicyError(msg) from None
-    except Exception:
-        msg = f"on {host}, in a worker:\n{traceback.format_exc()}"
-        raise RuntimeError(msg) from None

@@ -9,7 +9,7 @@ import attrs
 from kvpolicy.lab.analysis.pooling import PooledCell, columns_of
 from kvpolicy.lab.statistics import Z_95, Interval, mean, ratio
 from kvpolicy.lab.store.records import CellTiming, EvalSettingRecord, Sample
-from kvpolicy.lab.tasks.task import LENGTH, Column, by_item
+from kvpolicy.lab.tasks.task import LENGTH, Column, by_example
 
 MEMORY = "peak_bytes"
 
@@ -92,7 +92,7 @@ def _measured(column: Column) -> Quantity:
 
 def _memory(view: PooledCell) -> Interval | None:
     """Mean over items: attempts at one item are not independent."""
-    held = by_item(view.samples, lambda one: one.peak_bytes if _is_complete(one) else None)
+    held = by_example(view.samples, lambda one: one.peak_bytes if _is_complete(one) else None)
     return mean([fmean(values) for values in held]) if held else None
 
 
@@ -101,7 +101,7 @@ def _is_complete(sample: Sample) -> bool:
 
 
 def _speed(view: PooledCell) -> Interval | None:
-    timed = by_item(view.samples, _tokens_and_seconds)
+    timed = by_example(view.samples, _tokens_and_seconds)
     if not timed:
         return None
     sums = [tuple(map(math.fsum, zip(*values, strict=True))) for values in timed]

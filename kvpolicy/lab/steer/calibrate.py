@@ -88,7 +88,7 @@ def write_traces(source: CalibrationSource, *, max_new_tokens: int, slots: int) 
     """
     grade = grader_of(source.task)
     engine = Engine(source.model, source.tokenizer, Plan.full_cache(), slots=slots)
-    drawn = source.task.items(source.n, seed=source.seed, split=SPLIT)
+    drawn = source.task.examples(source.n, seed=source.seed, split=SPLIT)
     examples = chat.wrap(drawn, source.tokenizer)
     texts = [chat.encode(example, source.tokenizer) for example in examples]
     prompts = [encode(text, source.tokenizer, engine.adapter.vocab_size) for text in texts]

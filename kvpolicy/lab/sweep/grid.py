@@ -35,7 +35,7 @@ class EvalSetting:
     Attributes:
         model: The model.
         task: Provides the examples and measures the samples.
-        items: The examples, each once per attempt.
+        examples: The examples, each once per attempt.
         seed: Selects the examples.
         max_new_tokens: Generation limit of a sample.
         slots: Samples decoded together.
@@ -46,7 +46,7 @@ class EvalSetting:
 
     model: ModelInfo
     task: Task
-    items: Sequence[Example]
+    examples: Sequence[Example]
     seed: int
     max_new_tokens: int
     slots: int
@@ -61,18 +61,18 @@ class EvalSetting:
     @property
     def num_attempts(self) -> int:
         """Samples per example."""
-        return 1 + max((item.attempt for item in self.items), default=0)
+        return 1 + max((example.attempt for example in self.examples), default=0)
 
     @property
-    def num_items(self) -> int:
+    def num_examples(self) -> int:
         """Distinct examples."""
-        return len({item.index for item in self.items})
+        return len({example.index for example in self.examples})
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for the manifest."""
         return {"group": self.id, **self._to_dict()}
 
-    def item_records(self) -> list[ItemRecord]:
+    def example_records(self) -> list[ItemRecord]:
         """The examples, each once, as stored in the results folder."""
         return [
             ItemRecord(
@@ -80,31 +80,31 @@ class EvalSetting:
                 model=self.model.name,
                 task=self.task.name,
                 seed=self.seed,
-                item=item.index,
-                prompt=item.prompt,
-                answer=item.answer,
-                reference=item.reference,
-                facets=dict(item.facets),
+                item=example.index,
+                prompt=example.prompt,
+                answer=example.answer,
+                reference=example.reference,
+                facets=dict(example.facets),
             )
-            for item in self.items
-            if item.attempt == 0
+            for example in self.examples
+            if example.attempt == 0
         ]
 
-    def key(self, plan: str, item: Example) -> str:
+    def key(self, plan: str, example: Example) -> str:
         """Return the key of a sample: a hash of everything that it depends on.
 
         Args:
             plan: Digest of the resolved plan.
-            item: One attempt at one example of this setting.
+            example: One attempt at one example of this setting.
         """
         return sample_key(
             plan=plan,
             model=self.model.fingerprint,
             task=self.task.name,
-            measure=self.task.measure.name,
-            item=item.index,
-            prompt=self._text(item),
-            attempt=item.attempt,
+            measure=self.task.metric.name,
+            item=example.index,
+            prompt=self._text(example),
+            attempt=example.attempt,
             seed=self.seed,
             sampling=describe_sampling(self.sampling),
             max_new_tokens=self.max_new_tokens,
@@ -120,22 +120,22 @@ class EvalSetting:
             "task": self.task.name,
             "seed": self.seed,
             "split": self.split,
-            "n": self.num_items,
+            "n": self.num_examples,
             "attempts": self.num_attempts,
-            "prompt_hash": fingerprint_texts([self._text(item) for item in self.items]),
+            "prompt_hash": fingerprint_texts([self._text(example) for example in self.examples]),
             "sampling": describe_sampling(self.sampling),
             "temperature": self.sampling.temperature,
             "top_p": self.sampling.top_p,
             "max_new_tokens": self.max_new_tokens,
             "slots": self.slots,
-            "measure": self.task.measure.name,
-            "columns": [column.to_dict() for column in self.task.measure.columns],
+            "measure": self.task.metric.name,
+            "columns": [column.to_dict() for column in self.task.metric.columns],
         }
 
-    def _text(self, item: Example) -> str:
+    def _text(self, example: Example) -> str:
         """Return all texts of an example that its metric reads."""
-        reference = item.reference if self.task.measure.reads_reference else None
-        return json.dumps([item.prompt, item.answer, reference])
+        reference = example.reference if self.task.metric.reads_reference else None
+        return json.dumps([example.prompt, example.answer, reference])
 
 
 @attrs.frozen
@@ -208,7 +208,7 @@ class Sweep:
     @property
     def num_samples(self) -> int:
         """Samples of all cells."""
-        return sum(len(self.setting_of(cell).items) for cell in self.cells)
+        return sum(len(self.setting_of(cell).examples) for cell in self.cells)
 
     def cell(self, id: str) -> Cell:
         """Return a cell by its id."""
@@ -218,19 +218,21 @@ class Sweep:
         """Return the setting of a cell."""
         return self._settings[cell.setting]
 
-    def key(self, cell: Cell, item: Example) -> str:
+    def key(self, cell: Cell, example: Example) -> str:
         """Return the key of one sample of a cell."""
-        return self.setting_of(cell).key(cell.digest, item)
+        return self.setting_of(cell).key(cell.digest, example)
 
     def remaining(self, cell: Cell, done: Container[str]) -> list[int]:
-        """Return the indices, in the setting's ``items``, of the samples still to do.
+        """Return the indices, in the setting's ``examples``, of the samples still to do.
 
         Args:
             cell: The cell.
             done: Keys of the finished samples.
         """
-        items = self.setting_of(cell).items
-        return [index for index, item in enumerate(items) if self.key(cell, item) not in done]
+        examples = self.setting_of(cell).examples
+        return [
+            index for index, example in enumerate(examples) if self.key(cell, example) not in done
+        ]
 
     def num_remaining(self, done: Container[str]) -> int:
         """Count the samples still to do.
@@ -242,8 +244,10 @@ class Sweep:
 
     def recorded(self, cell: Cell) -> list[int]:
         """Return the indices of the recorded samples: first attempts at the first examples."""
-        items = self.setting_of(cell).items
-        return [index for index, item in enumerate(items) if item.attempt == 0][: self.record]
+        examples = self.setting_of(cell).examples
+        return [index for index, example in enumerate(examples) if example.attempt == 0][
+            : self.record
+        ]
 
     def num_unrecorded(self, done: Container[str], recorded: Container[str]) -> int:
         """Count the finished samples that should have a record of kept rows but have none.
@@ -253,7 +257,7 @@ class Sweep:
             recorded: Keys of the recorded ones.
         """
         keys = [
-            self.key(cell, self.setting_of(cell).items[index])
+            self.key(cell, self.setting_of(cell).examples[index])
             for cell in self.cells
             for index in self.recorded(cell)
         ]

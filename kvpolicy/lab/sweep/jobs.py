@@ -24,26 +24,26 @@ class Job:
 
     Attributes:
         cell: Id of the cell.
-        items: Indices of the samples in the ``items`` of the cell's setting.
+        samples: Indices of the samples in the ``examples`` of the cell's setting.
     """
 
     cell: str
-    items: tuple[int, ...]
+    samples: tuple[int, ...]
 
 
 @attrs.frozen
-class ItemDone:
+class SampleMeasured:
     """One sample of a job is measured.
 
     Attributes:
         job: The job.
-        item: Index of the sample.
+        index: Index of the sample.
         outcome: Its result and values.
         kept: The rows that compactions kept, if they are recorded.
     """
 
     job: Job
-    item: int
+    index: int
     outcome: EvalOutcome
     kept: KeptRows | None = None
 
@@ -63,7 +63,7 @@ class JobFinished:
     elapsed_s: float
 
 
-Event = ItemDone | JobFinished
+Event = SampleMeasured | JobFinished
 
 
 class Executor(ModelProvider, Protocol):
@@ -78,8 +78,8 @@ class Executor(ModelProvider, Protocol):
     def run_jobs(self, sweep: Sweep, jobs: Sequence[Job]) -> Iterator[Event]:
         """Run jobs, in any order, and yield events as they happen.
 
-        A job may be split, and repeated in part after a loss. Every sample is in one `ItemDone`,
-        and after that in one `JobFinished`.
+        A job may be split, and repeated in part after a loss. Every sample is in one
+        `SampleMeasured`; the last event of each part is its `JobFinished`.
         """
 
 
@@ -95,35 +95,35 @@ def run_job(
         tokenizer: Its tokenizer.
 
     Yields:
-        `ItemDone` for each sample as it finishes, then `JobFinished`.
+        `SampleMeasured` for each sample as it finishes, then `JobFinished`.
     """
     begin = time.perf_counter()
     cell = sweep.cell(job.cell)
     setting = sweep.setting_of(cell)
-    engine = Engine(model, tokenizer, cell.resolved, slots=min(setting.slots, len(job.items)))
-    items = [setting.items[index] for index in job.items]
-    requests = [EvalRequest(item, _request(setting, item, tokenizer)) for item in items]
-    evaluation = setting.task.measure.begin(engine, requests)
+    engine = Engine(model, tokenizer, cell.resolved, slots=min(setting.slots, len(job.samples)))
+    examples = [setting.examples[index] for index in job.samples]
+    requests = [EvalRequest(example, _request(setting, example, tokenizer)) for example in examples]
+    evaluation = setting.task.metric.begin(engine, requests)
     indices = sweep.recorded(cell)
-    recorded = [number for number, index in enumerate(job.items) if index in indices]
+    recorded = [number for number, index in enumerate(job.samples) if index in indices]
     with record_kept_rows(evaluation.run, recorded) as recorder:
         for result in evaluation.run:
             kept = recorder.pop(result) if result.id in recorder.requests else None
-            yield ItemDone(job, job.items[result.id], evaluation.outcome(result), kept)
+            yield SampleMeasured(job, job.samples[result.id], evaluation.outcome(result), kept)
     yield JobFinished(job, evaluation.run.report, time.perf_counter() - begin)
 
 
-def _request(setting: EvalSetting, item: Example, tokenizer: PreTrainedTokenizerBase) -> Request:
-    sampling = attrs.evolve(setting.sampling, seed=attempt_seed(setting.sampling.seed, item))
-    return Request(encode(item, tokenizer), setting.max_new_tokens, sampling)
+def _request(setting: EvalSetting, example: Example, tokenizer: PreTrainedTokenizerBase) -> Request:
+    sampling = attrs.evolve(setting.sampling, seed=attempt_seed(setting.sampling.seed, example))
+    return Request(encode(example, tokenizer), setting.max_new_tokens, sampling)
 
 
-def attempt_seed(seed: int, item: Example) -> int:
+def attempt_seed(seed: int, example: Example) -> int:
     """Return the sampling seed of one attempt, different for every attempt and example.
 
     Args:
         seed: Seed of the setting.
-        item: The attempt.
+        example: The attempt.
     """
-    text = f"{seed} {item.index} {item.attempt}"
+    text = f"{seed} {example.index} {example.attempt}"
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=6).digest())

@@ -1,24 +1,23 @@
 """From command-line options to a sweep that is ready to run: `load_sweep`, then `build_sweep`."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import attrs
 
 from kvpolicy.engine.request import Sampling
 from kvpolicy.entry_points import default_name, nearest
-from kvpolicy.errors import TaskError
+from kvpolicy.errors import KVPolicyError, TaskError
 from kvpolicy.lab.models import ModelProvider
 from kvpolicy.lab.sweep.grid import Cell, EvalSetting, Sweep, build_cells, digest
-from kvpolicy.lab.sweep.sweep_file import (
-    Series,
-    SweepConfig,
-    Variant,
-    default_preset,
-    load_preset,
-)
+from kvpolicy.lab.sweep.sweep_file import Series, SweepConfig, Variant, load_preset
 from kvpolicy.lab.tasks.chat_template import wrap
 from kvpolicy.lab.tasks.task import Example, Task, load_task
+
+_NO_SWEEP = (
+    "no sweep was named, and no installed package sets a default: give --preset FILE, or {}."
+)
 
 # A model, a task and a seed, as typed.
 _Names = tuple[str, str, int]
@@ -29,32 +28,40 @@ def load_sweep(
     *,
     policies: Sequence[str] = (),
     plans: Sequence[Path] = (),
-    budgets: Sequence[int] = (),
-    buffer: int | None = None,
+    knobs: Mapping[str, tuple[Any, ...]] | None = None,
+    **changes: Any,
 ) -> SweepConfig:
-    """Read a sweep file and replace what it compares.
+    """Read a sweep file and change it. Without a file, the changes have all that is required.
 
     Args:
-        preset: Name or file of the sweep; the default one if not given.
-        policies: Stacks to compare instead of the file's series. A stack that one of these
-            series consists of stands for that series, with its label and knobs.
-        plans: Plan files to compare too; instead of the file's series if no preset is named.
-        budgets: Budgets, also for plans that have one of their own.
-        buffer: Buffer, likewise.
+        preset: Name or file of the sweep; if not given, the default one, if there is any.
+        policies: See `load_series`.
+        plans: See `load_series`.
+        knobs: Values of knobs, added to those of the file.
+        changes: Other values of `SweepConfig` by name; ``None`` is no change.
 
     Raises:
-        KVPolicyError: The sweep or a plan cannot be read.
+        KVPolicyError: The sweep or a plan cannot be read, or a required value is missing.
     """
-    base = load_preset(preset or default_preset())
-    series = load_series(preset, policies=policies, plans=plans, budgets=budgets, buffer=buffer)
-    name = base.name if not policies and not plans else "-".join(one.label for one in series)
-    return attrs.evolve(
-        base,
-        series=tuple(series),
-        budgets=tuple(budgets) or base.budgets,
-        buffer=buffer or base.buffer,
-        name=name,
+    given = {key: value for key, value in changes.items() if value is not None}
+    series = load_series(
+        preset,
+        policies=policies,
+        plans=plans,
+        budgets=given.get("budgets", ()),
+        buffer=given.get("buffer"),
     )
+    given["series"] = tuple(series)
+    if policies or plans:
+        given["name"] = "-".join(one.label for one in series)
+    file = preset or default_name("sweep")
+    if file is not None:
+        base = load_preset(file)
+        return attrs.evolve(base, **given, knobs={**base.knobs, **(knobs or {})})
+    if "models" not in given or "tasks" not in given:
+        msg = _NO_SWEEP.format("--model and --task")
+        raise KVPolicyError(msg)
+    return SweepConfig(**given, knobs=dict(knobs or {}))
 
 
 def load_series(
@@ -68,23 +75,28 @@ def load_series(
     """Read what a sweep compares; policies and plans need no sweep file.
 
     Args:
-        preset: As for `load_sweep`.
-        policies: As for `load_sweep`.
-        plans: As for `load_sweep`.
-        budgets: As for `load_sweep`.
-        buffer: As for `load_sweep`.
+        preset: Name or file of the sweep; if not given, the default one, if there is any.
+        policies: Stacks to compare instead of the file's series. A stack that one of these
+            series consists of stands for that series, with its label and knobs.
+        plans: Plan files to compare too; instead of the file's series if no preset is named.
+        budgets: If given, plans lose the budget of their own.
+        buffer: Likewise.
 
     Raises:
         KVPolicyError: The sweep or a plan cannot be read.
     """
     file = preset or default_name("sweep")
-    needs_file = preset is not None or not (policies or plans)
-    base = load_preset(file or default_preset()).series if file or needs_file else ()
+    base = load_preset(file).series if file is not None else ()
     if policies:
         known = {_stack(series): series for series in base}
         series = [known.get(stack) or Series.from_stack(stack) for stack in policies]
+    elif preset is None and plans:
+        series = []
+    elif file is None:
+        msg = _NO_SWEEP.format("--policies or --plan")
+        raise KVPolicyError(msg)
     else:
-        series = list(base) if needs_file else []
+        series = list(base)
     series += [Series.from_file(path) for path in plans]
     given = {"budget": bool(budgets), "buffer": buffer is not None}
     return [_without(one, [key for key, is_given in given.items() if is_given]) for one in series]
@@ -147,7 +159,12 @@ def check_facet(sweep: Sweep, facet: str | None) -> None:
     Raises:
         TaskError: No example has the facet.
     """
-    known = {name for setting in sweep.settings for item in setting.items for name in item.facets}
+    known = {
+        name
+        for setting in sweep.settings
+        for example in setting.examples
+        for name in example.facets
+    }
     if facet is not None and facet not in known:
         msg = f"no example of this sweep has a facet '{facet}'"
         raise TaskError(msg + nearest(facet, sorted(known)))
@@ -163,7 +180,7 @@ def _settings(
     config: SweepConfig, names: Sequence[_Names], models: ModelProvider, execute_code: bool
 ) -> dict[_Names, EvalSetting]:
     tasks = {name: _task(name, execute_code) for name in config.tasks}
-    drawn = {pair: _items(config, tasks[pair[0]], *pair) for pair in {one[1:] for one in names}}
+    drawn = {pair: _draw(config, tasks[pair[0]], *pair) for pair in {one[1:] for one in names}}
     settings = {}
     # The first model is described last: it runs first, and is then still loaded.
     for model in reversed(dict.fromkeys(config.models)):
@@ -172,7 +189,7 @@ def _settings(
             settings[model, task, seed] = EvalSetting(
                 model=info,
                 task=tasks[task],
-                items=wrap(drawn[task, seed], tokenizer),
+                examples=wrap(drawn[task, seed], tokenizer),
                 split=config.split,
                 sampling=Sampling(config.temperature, top_p=config.top_p, seed=seed),
                 seed=seed,
@@ -184,7 +201,7 @@ def _settings(
 
 def _task(name: str, execute_code: bool) -> Task:
     task: Task = load_task(name)
-    if task.measure.runs_code and not execute_code:
+    if task.metric.runs_code and not execute_code:
         msg = (
             f"task '{name}' is graded by running the programs that the model writes; "
             "give --execute-code to allow that (docs/how-to/run-a-benchmark.md says how far "
@@ -194,10 +211,10 @@ def _task(name: str, execute_code: bool) -> Task:
     return task
 
 
-def _items(config: SweepConfig, task: Task, name: str, seed: int) -> list[Example]:
+def _draw(config: SweepConfig, task: Task, name: str, seed: int) -> list[Example]:
     """Select the examples of a task and a seed, each once per attempt."""
-    items = task.items(config.n, seed=seed, split=config.split)
-    if not items:
+    examples = task.examples(config.n, seed=seed, split=config.split)
+    if not examples:
         msg = f"task '{name}' has no examples in its {config.split} split"
         raise TaskError(msg)
     if config.attempts > 1 and config.temperature == 0:
@@ -207,7 +224,7 @@ def _items(config: SweepConfig, task: Task, name: str, seed: int) -> list[Exampl
         )
         raise TaskError(msg)
     numbers = range(config.attempts)
-    return [attrs.evolve(item, attempt=number) for item in items for number in numbers]
+    return [attrs.evolve(example, attempt=number) for example in examples for number in numbers]
 
 
 def _stack(series: Series) -> str:

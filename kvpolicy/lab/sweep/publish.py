@@ -105,7 +105,7 @@ def _panels(sweep: Sweep, folder: Path) -> list[Panel]:
 def _panel(sweep: Sweep, cells: Sequence[PooledCell]) -> Panel:
     setting = sweep.setting_of(sweep.cell(cells[0].id))
     seeds = sorted({seed for cell in cells for seed in cell.seeds})
-    columns = setting.task.measure.columns
+    columns = setting.task.metric.columns
     return Panel(
         model=setting.model.name,
         task=setting.task.name,
@@ -118,7 +118,7 @@ def _panel(sweep: Sweep, cells: Sequence[PooledCell]) -> Panel:
 
 
 def _describe(setting: EvalSetting, seeds: Sequence[int]) -> str:
-    num, tries = setting.num_items, setting.num_attempts
+    num, tries = setting.num_examples, setting.num_attempts
     asked = f"{num} problems" if tries == 1 else f"{num} problems, {tries} attempts at each"
     sampling = describe_sampling(setting.sampling)
     numbers = f"seed{'s' if len(seeds) > 1 else ''} {', '.join(map(str, seeds))}"

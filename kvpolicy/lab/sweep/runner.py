@@ -8,7 +8,7 @@ from kvpolicy.engine.results import RunReport
 from kvpolicy.lab.store.records import CellTiming, Sample
 from kvpolicy.lab.store.store import Store
 from kvpolicy.lab.sweep.grid import Cell, Sweep
-from kvpolicy.lab.sweep.jobs import Executor, ItemDone, Job
+from kvpolicy.lab.sweep.jobs import Executor, Job, SampleMeasured
 from kvpolicy.lab.sweep.recording import KeptRecord
 
 
@@ -45,19 +45,21 @@ def run(sweep: Sweep, store: Store, executor: Executor) -> Iterator[SampleDone |
         Events. A sample is on disk before it is reported.
     """
     for setting in sweep.settings:
-        store.add_items(setting.item_records())
+        store.add_items(setting.example_records())
     jobs = remaining_jobs(sweep, store.samples)
-    unfinished = {job.cell: set(job.items) for job in jobs}
+    unfinished = {job.cell: set(job.samples) for job in jobs}
     elapsed = dict.fromkeys(unfinished, 0.0)
     for event in executor.run_jobs(sweep, jobs):
         cell = sweep.cell(event.job.cell)
-        if isinstance(event, ItemDone):
+        if isinstance(event, SampleMeasured):
             yield SampleDone(cell, _store_sample(sweep, store, cell, event))
             continue
-        if event.report is not None and len(event.job.items) == len(sweep.setting_of(cell).items):
-            store.add_timing(_timing(cell, len(event.job.items), event.report))
+        if event.report is not None and len(event.job.samples) == len(
+            sweep.setting_of(cell).examples
+        ):
+            store.add_timing(_timing(cell, len(event.job.samples), event.report))
         elapsed[cell.id] += event.elapsed_s
-        unfinished[cell.id] -= set(event.job.items)
+        unfinished[cell.id] -= set(event.job.samples)
         if not unfinished[cell.id]:
             yield CellDone(cell, elapsed[cell.id])
 
@@ -82,7 +84,7 @@ def remaining_jobs(sweep: Sweep, done: Container[str]) -> list[Job]:
     return [job for *_, job in sorted(found, key=lambda one: one[:2])]
 
 
-def _store_sample(sweep: Sweep, store: Store, cell: Cell, event: ItemDone) -> Sample:
+def _store_sample(sweep: Sweep, store: Store, cell: Cell, event: SampleMeasured) -> Sample:
     sample = _sample(sweep, cell, event)
     if event.kept is not None:
         # First, so that no stored sample lacks its record.
@@ -98,11 +100,11 @@ def _store_sample(sweep: Sweep, store: Store, cell: Cell, event: ItemDone) -> Sa
     return sample
 
 
-def _sample(sweep: Sweep, cell: Cell, event: ItemDone) -> Sample:
+def _sample(sweep: Sweep, cell: Cell, event: SampleMeasured) -> Sample:
     setting, outcome = sweep.setting_of(cell), event.outcome
-    item, result = setting.items[event.item], outcome.result
+    example, result = setting.examples[event.index], outcome.result
     return Sample(
-        key=setting.key(cell.digest, item),
+        key=setting.key(cell.digest, example),
         cell=cell.id,
         group=setting.id,
         model=setting.model.name,
@@ -112,8 +114,8 @@ def _sample(sweep: Sweep, cell: Cell, event: ItemDone) -> Sample:
         budget=cell.budget,
         buffer=cell.buffer,
         plan=cell.digest,
-        item=item.index,
-        attempt=item.attempt,
+        item=example.index,
+        attempt=example.attempt,
         correct=outcome.correct,
         ungraded=outcome.problem,
         finish_reason=result.finish_reason,
@@ -126,7 +128,7 @@ def _sample(sweep: Sweep, cell: Cell, event: ItemDone) -> Sample:
         peak_bytes=result.peak_bytes,
         prefill_s=round(result.prefill_s, 6),
         decode_s=round(result.decode_s, 6),
-        facets=dict(item.facets),
+        facets=dict(example.facets),
         values=dict(outcome.values),
         text=result.text or "",
     )

@@ -13,9 +13,9 @@ from typing import Any, Literal
 
 import attrs
 import cattrs
-from attrs.validators import deep_iterable, ge, min_len
+from attrs.validators import deep_iterable, ge, min_len, optional
 
-from kvpolicy.entry_points import default_name, installed_file
+from kvpolicy.entry_points import installed_file
 from kvpolicy.errors import KVPolicyError, PlanError
 from kvpolicy.lab.tasks.task import Split
 from kvpolicy.plan.plan import Plan
@@ -90,9 +90,9 @@ class SweepConfig:
         n: Examples of the task in each setting.
         max_new_tokens: Generation limit of a sample.
         slots: Samples decoded together.
-        budgets: Budgets at which to run every series.
-        buffer: Rows that may join before the next compaction.
-        series: The plans to compare; the first one is the reference.
+        budgets: Budgets at which to run every series; needed by plans without one of their own.
+        buffer: Rows that may join before the next compaction; likewise.
+        series: The plans to compare; the first one is the baseline.
         seeds: Each selects examples and seeds the sampling of tokens.
         knobs: Values to try, by the path that ``--set`` takes: ``POLICY.KNOB`` or ``buffer``.
         combine: ``"product"``: all combinations of models, tasks, seeds, budgets and knob
@@ -107,12 +107,12 @@ class SweepConfig:
 
     models: tuple[str, ...] = attrs.field(validator=min_len(1))
     tasks: tuple[str, ...] = attrs.field(validator=min_len(1))
-    n: int = attrs.field(validator=ge(1))
-    max_new_tokens: int = attrs.field(validator=ge(1))
-    slots: int = attrs.field(validator=ge(1))
-    budgets: tuple[int, ...] = attrs.field(validator=[min_len(1), deep_iterable(ge(1))])
-    buffer: int = attrs.field(validator=ge(1))
     series: tuple[Series, ...] = attrs.field(validator=min_len(1))
+    n: int = attrs.field(default=100, validator=ge(1))
+    max_new_tokens: int = attrs.field(default=1024, validator=ge(1))
+    slots: int = attrs.field(default=8, validator=ge(1))
+    budgets: tuple[int, ...] = attrs.field(default=(), validator=deep_iterable(ge(1)))
+    buffer: int | None = attrs.field(default=None, validator=optional(ge(1)))
     seeds: tuple[int, ...] = attrs.field(default=(0,), validator=[min_len(1), deep_iterable(ge(0))])
     knobs: dict[str, tuple[Any, ...]] = attrs.field(factory=dict, validator=_check_knobs)
     combine: Combine = "product"
@@ -129,7 +129,7 @@ class SweepConfig:
             PlanError: ``combine`` is ``"zip"`` and the lists differ in length.
         """
         axes: list[Sequence[Any]] = [self.models, self.tasks, self.seeds]
-        axes += [*self.knobs.values(), self.budgets]
+        axes += [*self.knobs.values(), self.budgets or (None,)]
         rows = product(*axes) if self.combine == "product" else self._zip(axes)
         return [
             Point(model, task, seed, Variant(budget, dict(zip(self.knobs, values, strict=True))))
@@ -155,11 +155,11 @@ class Variant:
     """What a sweep changes in the plans.
 
     Attributes:
-        budget: The budget of plans that have none of their own.
+        budget: The budget of plans that have none of their own, if any needs one.
         knobs: Values by ``POLICY.KNOB``, or by the name of a top-level entry such as ``buffer``.
     """
 
-    budget: int
+    budget: int | None
     knobs: Mapping[str, Any] = attrs.field(factory=dict)
 
 
@@ -178,19 +178,6 @@ class Point:
     task: str
     seed: int
     variant: Variant
-
-
-def default_preset() -> str:
-    """Return the name of the default sweep, which an installed package sets.
-
-    Raises:
-        KVPolicyError: No installed package sets one.
-    """
-    name = default_name("sweep")
-    if name is None:
-        msg = "no sweep was named, and no installed package sets a default: give --preset FILE."
-        raise KVPolicyError(msg)
-    return name
 
 
 def load_preset(name_or_path: str) -> SweepConfig:

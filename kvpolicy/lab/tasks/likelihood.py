@@ -26,7 +26,7 @@ from kvpolicy.lab.tasks.task import (
     Example,
     Metric,
     Split,
-    by_item,
+    by_example,
     load_task,
     mean_of,
     spell,
@@ -59,22 +59,22 @@ class LikelihoodTask:
     Attributes:
         family: Name of this task.
         of: The other task, as a user types it.
-        measure: The metric.
+        metric: The metric.
     """
 
     family: str
     of: str
-    measure: Metric
+    metric: Metric
 
     @property
     def name(self) -> str:
         """What the user types."""
         return spell(self.family, {"of": self.of}, {})
 
-    def items(self, n: int, *, seed: int, split: Split = "test") -> abc.Sequence[Example]:
+    def examples(self, n: int, *, seed: int, split: Split = "test") -> abc.Sequence[Example]:
         """Draw ``n`` examples of the other task."""
-        examples: abc.Sequence[Example] = load_task(self.of).items(n, seed=seed, split=split)
-        if not self.measure.reads_reference:
+        examples: abc.Sequence[Example] = load_task(self.of).examples(n, seed=seed, split=split)
+        if not self.metric.reads_reference:
             return [_with_prompt(example) for example in examples]
         if any(example.reference is None for example in examples):
             msg = f"task '{self.of}' has no reference texts, which {self.family} needs"
@@ -117,7 +117,7 @@ def _nll_of(sample: Sample) -> float | None:
 
 
 def _nll(samples: abc.Sequence[Sample]) -> Interval | None:
-    texts = by_item(samples, _scored)
+    texts = by_example(samples, _scored)
     if not texts:
         return None
     sums = [tuple(map(math.fsum, zip(*values, strict=True))) for values in texts]
@@ -163,14 +163,14 @@ class Perplexity:
             ),
         )
 
-    def begin(self, engine: "Engine", asked: abc.Sequence[EvalRequest]) -> Evaluation:
+    def begin(self, engine: "Engine", requests: abc.Sequence[EvalRequest]) -> Evaluation:
         """Lead every sequence along its reference."""
         from kvpolicy.engine.engine import Run
 
-        texts = [_given_and_scored(engine.tokenizer, one) for one in asked]
-        for one, (_, scored) in zip(asked, texts, strict=True):
+        texts = [_given_and_scored(engine.tokenizer, one) for one in requests]
+        for one, (_, scored) in zip(requests, texts, strict=True):
             if not scored:
-                msg = f"text {one.item.index} of the task has no token that could be scored"
+                msg = f"text {one.example.index} of the task has no token that could be scored"
                 raise TaskError(msg)
         requests = [
             # A stop token in the middle of a text is scored like any other.
@@ -180,7 +180,7 @@ class Perplexity:
                 max_new_tokens=min(one.request.max_new_tokens, len(scored)),
                 stop_ids=(),
             )
-            for one, (given, scored) in zip(asked, texts, strict=True)
+            for one, (given, scored) in zip(requests, texts, strict=True)
         ]
         teacher = _Teacher([scored for _, scored in texts])
         return _PerplexityEvaluation(Run(engine, requests, teacher.sample), teacher)
@@ -218,9 +218,9 @@ class _PerplexityEvaluation:
 
 def _given_and_scored(tokenizer: Any, one: EvalRequest) -> tuple[Any, list[int]]:
     """The prompt, and the token ids that are scored."""
-    reference = one.item.reference
-    assert reference is not None, "LikelihoodTask.items checks it"
-    if one.item.prompt:
+    reference = one.example.reference
+    assert reference is not None, "LikelihoodTask.examples checks it"
+    if one.example.prompt:
         return one.request.prompt, tokenizer(reference, add_special_tokens=False)["input_ids"]
     ids = tokenizer(reference)["input_ids"]
     return ids[:1], ids[1:]
@@ -256,13 +256,13 @@ class Agreement:
             mean_of(FIRST_DIFFERENCE, "parts after", "Tokens before the first difference"),
         )
 
-    def begin(self, engine: "Engine", asked: abc.Sequence[EvalRequest]) -> Evaluation:
+    def begin(self, engine: "Engine", requests: abc.Sequence[EvalRequest]) -> Evaluation:
         """Lead every sequence along the full cache's answer."""
         from kvpolicy.engine.engine import Engine, Run
         from kvpolicy.engine.request import Sampling
         from kvpolicy.plan.plan import Plan
 
-        requests = [attrs.evolve(one.request, sampling=Sampling()) for one in asked]
+        requests = [attrs.evolve(one.request, sampling=Sampling()) for one in requests]
         model, tokenizer = engine.adapter.model, engine.tokenizer
         full = Engine(model, tokenizer, Plan.full_cache(), slots=engine.num_slots)
         guide = _Guide(full, requests)

@@ -80,12 +80,12 @@ class LiveCodeBench:
         return spell("livecodebench", attrs.asdict(self), defaults)
 
     @property
-    def measure(self) -> Graded:
+    def metric(self) -> Graded:
         """Accuracy; raises `TaskError` on machines where programs cannot be confined."""
         check_confinement()
         return Graded(self.grade, runs_code=True)
 
-    def items(self, n: int, *, seed: int, split: Split = "test") -> Sequence[Example]:
+    def examples(self, n: int, *, seed: int, split: Split = "test") -> Sequence[Example]:
         """Draw ``n`` problems, or all if there are fewer, in random order."""
         if split != "test":
             msg = f"task '{self.name}' has no {split} split; it has test"

@@ -147,13 +147,13 @@ class QuestionTask:
         return spell(self.family, options, defaults)
 
     @property
-    def measure(self) -> Graded:
+    def metric(self) -> Graded:
         """Accuracy; raises `TaskError` if the package of the grader is missing."""
         if self.grader == MATH:
             require("math_verify", f"grading {self.family}")
         return Graded(self.grade)
 
-    def items(self, n: int, *, seed: int, split: Split = "test") -> Sequence[Example]:
+    def examples(self, n: int, *, seed: int, split: Split = "test") -> Sequence[Example]:
         """Draw ``n`` questions, or all if there are fewer, in an order that the seed chooses."""
         location = self.source.location
         if split not in self.source.splits:

@@ -2,7 +2,7 @@
 
 A task is named by what a user types: an installed task, a file or a hub id, with options. An
 entry point of the group ``kvpolicy.tasks`` names a function that is called with the options and
-returns a `Task`. Only the task that is asked for is imported.
+returns a `Task`. Only the task that is named is imported.
 
 A metric turns the results of the engine into numbers. Sweeps, stores, tables and plots treat all
 metrics equally: graded answers, perplexity and agreement with the full cache.
@@ -75,10 +75,10 @@ class Task(Protocol):
         """What the user types, with the options that differ from their defaults."""
 
     @property
-    def measure(self) -> "Metric":
+    def metric(self) -> "Metric":
         """How a cell is measured: `Graded` for questions with a grader."""
 
-    def items(self, n: int, *, seed: int, split: Split = "test") -> Sequence[Example]:
+    def examples(self, n: int, *, seed: int, split: Split = "test") -> Sequence[Example]:
         """Draw ``n`` examples of a split, or all if there are fewer.
 
         The same arguments give the same examples, and the first ``k`` of them are those of
@@ -133,7 +133,7 @@ class Column:
 class EvalRequest:
     """An example and the request that the engine is given for it."""
 
-    item: Example
+    example: Example
     request: "Request"
 
 
@@ -184,7 +184,7 @@ class Metric(Protocol):
     def runs_code(self) -> bool:
         """Whether code written by a model is executed, which the user has to allow."""
 
-    def begin(self, engine: "Engine", asked: Sequence[EvalRequest]) -> Evaluation:
+    def begin(self, engine: "Engine", requests: Sequence[EvalRequest]) -> Evaluation:
         """Set up an evaluation; nothing is computed before its run is iterated over."""
 
 
@@ -204,13 +204,13 @@ class Graded:
 
     @property
     def columns(self) -> Sequence[Column]:
-        """Accuracy: pass@1 where each question is asked several times."""
+        """Accuracy: pass@1 where each question has several attempts."""
         return (ACCURACY,)
 
-    def begin(self, engine: "Engine", asked: Sequence[EvalRequest]) -> Evaluation:
+    def begin(self, engine: "Engine", requests: Sequence[EvalRequest]) -> Evaluation:
         """Generate answers."""
-        run = engine.generate([one.request for one in asked])
-        return _GradedEvaluation(run, self.grade, [one.item for one in asked])
+        run = engine.generate([one.request for one in requests])
+        return _GradedEvaluation(run, self.grade, [one.example for one in requests])
 
 
 @attrs.frozen
@@ -238,10 +238,10 @@ def grader_of(task: Task) -> Callable[[str, Example], bool]:
     Raises:
         TaskError: The task has another metric, or its grader would execute code of the model.
     """
-    if not isinstance(task.measure, Graded) or task.measure.runs_code:
+    if not isinstance(task.metric, Graded) or task.metric.runs_code:
         msg = f"task '{task.name}' has no grader that reads the text of an answer only"
         raise TaskError(msg)
-    return task.measure.grade
+    return task.metric.grade
 
 
 def mean_of(name: str, title: str, heading: str, *, is_share: bool = False) -> Column:
@@ -256,7 +256,7 @@ def mean_of(name: str, title: str, heading: str, *, is_share: bool = False) -> C
     return _mean_column(name, title, heading, lambda one: one.values.get(name), is_share)
 
 
-def by_item(
+def by_example(
     samples: Sequence[Sample], value: Callable[[Sample], _Value | None]
 ) -> list[list[_Value]]:
     """Values of samples, grouped by example; samples of one example are its attempts.
@@ -281,14 +281,14 @@ def _mean_column(
     is_share: bool = False,
 ) -> Column:
     def estimate(samples: Sequence[Sample]) -> Interval | None:
-        groups = by_item(samples, value)
+        groups = by_example(samples, value)
         return mean([fmean(values) for values in groups]) if groups else None
 
     return Column(name, title, heading, value, estimate, is_share)
 
 
 def _accuracy(samples: Sequence[Sample]) -> Interval | None:
-    attempts = by_item(samples, lambda sample: bool(sample.correct))
+    attempts = by_example(samples, lambda sample: bool(sample.correct))
     return pass_at_1(attempts) if attempts else None
 
 

@@ -69,7 +69,7 @@ def test_every_sample_carries_the_text_that_was_graded(
     lines = (tmp_path / "out" / "samples.jsonl").read_text(encoding="utf-8").splitlines()
     samples = [json.loads(line) for line in lines]
     task = load_task("reasoner")
-    items = task.items(3, seed=0)
+    items = task.examples(3, seed=0)
     assert sorted(s["item"] for s in samples) == [0, 0, 1, 1, 2, 2]
     for sample in samples:
         assert sample["correct"] == task.grade(sample["text"], items[sample["item"]])

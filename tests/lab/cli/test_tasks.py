@@ -52,7 +52,7 @@ def test_list_shows_every_task_with_its_options(kvpolicy: Shell) -> None:
 
 
 def test_show_prints_problems_as_they_are(kvpolicy: Shell) -> None:
-    item = load_task("needle:length=60").items(2, seed=3)[1]
+    item = load_task("needle:length=60").examples(2, seed=3)[1]
     words = ("tasks", "show", "needle:length=60", "--n", 2, "--seed", 3)
     (_, shown) = kvpolicy(*words, "--json").json
     assert shown["prompt"] == item.prompt
@@ -79,7 +79,7 @@ def ablate(kvpolicy: Shell, model: Path, *words: object) -> Answer:
 def test_what_is_measured_is_in_the_table_the_files_and_the_picture(
     kvpolicy: Shell, model_folder: Path, task: str
 ) -> None:
-    columns = load_task(task).measure.columns
+    columns = load_task(task).metric.columns
     answer = ablate(kvpolicy, model_folder, "--task", task)
     for column in columns:
         assert column.title in answer.out
@@ -123,7 +123,7 @@ def test_gsm8k_uses_the_r1_template_and_is_graded(kvpolicy: Shell, r1_folder: Pa
         len(r1_tokenizer()(item.prompt, add_special_tokens=False)["input_ids"])
         # the first token, user, assistant, <think> and a line break
         + 5
-        for item in load_task("gsm8k:source=gsm8k.jsonl").items(9, seed=0)
+        for item in load_task("gsm8k:source=gsm8k.jsonl").examples(9, seed=0)
     }
     (group,) = json.loads(Path("out/manifest.json").read_text(encoding="utf-8"))["run"]["groups"]
     assert (group["n"], group["attempts"]) == (3, 2)

@@ -11,7 +11,7 @@ import pytest
 from kvpolicy.engine.results import Result, RunReport
 from kvpolicy.errors import KVPolicyError
 from kvpolicy.lab.executors.local import WorkerProcesses
-from kvpolicy.lab.sweep.jobs import Event, ItemDone, Job, JobFinished
+from kvpolicy.lab.sweep.jobs import Event, Job, JobFinished, SampleMeasured
 from kvpolicy.lab.tasks.task import EvalOutcome
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="forks its workers")
@@ -20,14 +20,14 @@ JOBS = [Job(f"cell {cell}", tuple(range(cell % 4))) for cell in range(11)]
 
 
 def echo(job: Job) -> Iterator[Event]:
-    for item in job.items:
+    for item in job.samples:
         result = Result(item, text=f"{job.cell} by {os.getpid()}")
-        yield ItemDone(job, item, EvalOutcome(result))
+        yield SampleMeasured(job, item, EvalOutcome(result))
     yield JobFinished(job, RunReport(), 0.0)
 
 
 def summary(events: list[Event]) -> list[tuple[str, int | None]]:
-    return [(n.job.cell, n.item if isinstance(n, ItemDone) else None) for n in events]
+    return [(n.job.cell, n.index if isinstance(n, SampleMeasured) else None) for n in events]
 
 
 @pytest.mark.parametrize("num", [1, 2, 3, 20])
@@ -45,7 +45,9 @@ def test_workers_do_every_job_once_and_each_in_order(num: int) -> None:
 
 def test_jobs_run_in_the_workers() -> None:
     with WorkerProcesses(echo, 2) as pool:
-        texts = [n.outcome.result.text for n in pool.run_jobs(JOBS) if isinstance(n, ItemDone)]
+        texts = [
+            n.outcome.result.text for n in pool.run_jobs(JOBS) if isinstance(n, SampleMeasured)
+        ]
     workers = {str(text).split()[-1] for text in texts}
     assert str(os.getpid()) not in workers
     assert len(workers) <= 2
@@ -71,7 +73,7 @@ def test_a_user_error_is_raised_unchanged() -> None:
 
 def test_a_defect_has_its_traceback() -> None:
     def stumble(job: Job) -> Iterator[Event]:
-        yield ItemDone(job, 0, EvalOutcome(Result(0)))
+        yield SampleMeasured(job, 0, EvalOutcome(Result(0)))
         raise ZeroDivisionError
 
     with (
@@ -93,13 +95,13 @@ def test_a_killed_worker_is_reported() -> None:
 
 def test_a_worker_killed_between_two_jobs_is_reported() -> None:
     def vanish(job: Job) -> Iterator[Event]:
-        yield ItemDone(job, 0, EvalOutcome(Result(0)))
+        yield SampleMeasured(job, 0, EvalOutcome(Result(0)))
         yield JobFinished(job, RunReport(), 0.0)
         os._exit(9)
 
     with WorkerProcesses(vanish, 1) as pool:
         events = pool.run_jobs(JOBS)
-        assert isinstance(next(events), ItemDone)
+        assert isinstance(next(events), SampleMeasured)
         # It finishes its first job and is gone before the second.
         pool._processes[0].join()
         with pytest.raises(KVPolicyError, match="was killed"):
@@ -116,12 +118,12 @@ def test_a_worker_killed_before_its_first_job_is_reported() -> None:
 
 def test_a_worker_killed_in_the_middle_of_a_message_is_reported() -> None:
     def talk(job: Job) -> Iterator[Event]:
-        yield ItemDone(job, 0, EvalOutcome(Result(0)))
-        yield ItemDone(job, 1, EvalOutcome(Result(1, text="x" * 50_000_000)))
+        yield SampleMeasured(job, 0, EvalOutcome(Result(0)))
+        yield SampleMeasured(job, 1, EvalOutcome(Result(1, text="x" * 50_000_000)))
 
     with WorkerProcesses(talk, 1) as pool:
         events = pool.run_jobs(JOBS[:1])
-        assert isinstance(next(events), ItemDone)
+        assert isinstance(next(events), SampleMeasured)
         with socket.socket(fileno=os.dup(pool._pipes[0].fileno())) as pipe:
             # Its length takes four bytes; when what follows has begun, no pipe holds all of it.
             while len(pipe.recv(5, socket.MSG_PEEK)) < 5:

@@ -1,12 +1,19 @@
 """Work on Ray: what workers take, how jobs are split, and what is run again after a loss."""
 
+from collections import Counter
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from kvpolicy.errors import KVPolicyError
-from kvpolicy.lab.executors.ray import RunningJob, WorkerResources, split_jobs
-from kvpolicy.lab.sweep.jobs import Job, JobFinished
+from kvpolicy.lab.executors.ray import (
+    WorkerResources,
+    _WorkerHandle,
+    count_loss,
+    split_jobs,
+)
+from kvpolicy.lab.sweep.jobs import Job
 
 CPUS = [{"CPU": 8.0, "memory": 1e9}, {"CPU": 3.0}, {}]
 GPUS = [{"CPU": 8.0, "GPU": 4.0}, {"CPU": 2.0, "GPU": 4.0}, {"CPU": 16.0}]
@@ -76,10 +83,10 @@ def test_a_batch_stays_whole_and_no_part_is_less_than_half_a_batch(
     parts = split_jobs(jobs, workers=workers, slots=lambda _: slots)
     for job in jobs:
         mine = [part for part in parts if part.cell == job.cell]
-        assert tuple(item for part in mine for item in part.items) == job.items
-        lengths = [len(part.items) for part in mine]
+        assert tuple(item for part in mine for item in part.samples) == job.samples
+        lengths = [len(part.samples) for part in mine]
         assert max(lengths) - min(lengths) <= 1
-        if workers == 1 or len(job.items) <= slots:
+        if workers == 1 or len(job.samples) <= slots:
             assert mine == [job]
         assert len(mine) == 1 or 2 * min(lengths) >= slots
 
@@ -87,9 +94,9 @@ def test_a_batch_stays_whole_and_no_part_is_less_than_half_a_batch(
 def test_a_single_job_keeps_all_workers_busy() -> None:
     job = Job("a", tuple(range(20)))
     parts = split_jobs([job], workers=4, slots=lambda _: 2)
-    assert [len(part.items) for part in parts] == [2] * 10
+    assert [len(part.samples) for part in parts] == [2] * 10
     parts = split_jobs([job], workers=4, slots=lambda _: 8)
-    assert [len(part.items) for part in parts] == [7, 6, 7]
+    assert [len(part.samples) for part in parts] == [7, 6, 7]
 
 
 def test_many_jobs_stay_whole() -> None:
@@ -97,36 +104,24 @@ def test_many_jobs_stay_whole() -> None:
     assert split_jobs(jobs, workers=4, slots=lambda _: 2) == jobs
 
 
-def test_after_a_loss_only_the_missing_samples_run_again() -> None:
-    running = RunningJob(Job("a", (3, 4, 5)), done=[4])
-    (event,), rest = running.lost_worker()
-    assert isinstance(event, JobFinished)
+def test_after_a_loss_the_samples_that_arrived_are_finished() -> None:
+    worker = _WorkerHandle(actor=None, pending=None, job=Job("a", (3, 4, 5)), left=[3, 5])
+    (event,) = worker.finished_part()
     assert (event.job, event.report) == (Job("a", (4,)), None)
-    assert rest is not None
-    assert rest.job == Job("a", (3, 5))
-
-
-def test_a_worker_lost_after_its_last_sample_leaves_nothing_to_run() -> None:
-    (event,), rest = RunningJob(Job("a", (0, 1)), done=[1, 0]).lost_worker()
-    assert set(event.job.items) == {0, 1}
-    assert rest is None
+    worker.left = [3, 4, 5]
+    assert not list(worker.finished_part())
 
 
 def test_work_that_kills_every_worker_is_given_up() -> None:
-    running = RunningJob(Job("a", (0, 1)))
-    for _ in range(2):
-        events, rest = running.lost_worker()
-        assert events == []
-        assert rest is not None
-        running = rest
+    losses, rest = Counter[Job](), Job("a", (0, 1))
+    count_loss(rest, losses)
+    count_loss(rest, losses)
     with pytest.raises(KVPolicyError, match=r"3 workers in a row .* same 2 samples"):
-        running.lost_worker()
+        count_loss(rest, losses)
 
 
 def test_losses_with_progress_in_between_are_survived() -> None:
-    running = RunningJob(Job("a", tuple(range(10))))
-    for item in range(9):
-        running.done.append(item)
-        _, rest = running.lost_worker()
-        assert rest is not None
-        running = rest
+    losses = Counter[Job]()
+    for begin in range(9):
+        count_loss(Job("a", tuple(range(begin, 10))), losses)
+        count_loss(Job("a", tuple(range(begin, 10))), losses)

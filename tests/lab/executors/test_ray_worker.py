@@ -17,7 +17,7 @@ from kvpolicy.lab.executors import ray_worker
 from kvpolicy.lab.executors.ray_worker import Worker, WorkerConfig
 from kvpolicy.lab.models import ModelCache
 from kvpolicy.lab.sweep.grid import Sweep
-from kvpolicy.lab.sweep.jobs import ItemDone, Job, JobFinished, run_job
+from kvpolicy.lab.sweep.jobs import Job, JobFinished, SampleMeasured, run_job
 from kvpolicy.lab.sweep.prepare import build_sweep, load_sweep
 
 HERE = f"on {socket.gethostname()}: "
@@ -71,11 +71,11 @@ def test_a_worker_gives_the_events_of_a_local_run(model_folder: Path) -> None:
         job = Job(cell.id, (0, 2))
         local = list(run_job(sweep, job, model, tokenizer))
         remote = list(worker.run_job(sent(sweep), job))
-        assert [type(one) for one in remote] == [ItemDone, ItemDone, JobFinished]
+        assert [type(one) for one in remote] == [SampleMeasured, SampleMeasured, JobFinished]
         for ours, theirs in zip(local[:2], remote[:2], strict=True):
-            assert isinstance(ours, ItemDone)
-            assert isinstance(theirs, ItemDone)
-            assert theirs.item == ours.item
+            assert isinstance(ours, SampleMeasured)
+            assert isinstance(theirs, SampleMeasured)
+            assert theirs.index == ours.index
             assert theirs.outcome.result.tokens == ours.outcome.result.tokens
             assert theirs.outcome.correct == ours.outcome.correct
 

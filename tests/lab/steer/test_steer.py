@@ -210,11 +210,11 @@ class Undecided:
 
     name: str = "undecided"
 
-    def items(self, n: int, *, seed: int, split: Split = "test") -> Sequence[Example]:
-        return load_task("reasoner:level=easy").items(n, seed=seed, split=split)
+    def examples(self, n: int, *, seed: int, split: Split = "test") -> Sequence[Example]:
+        return load_task("reasoner:level=easy").examples(n, seed=seed, split=split)
 
     @property
-    def measure(self) -> Graded:
+    def metric(self) -> Graded:
         return Graded(self.grade)
 
     def grade(self, text: str, item: Example) -> bool:
@@ -238,11 +238,11 @@ def test_a_task_that_is_not_graded_has_no_traces(reasoner: CalibrationSource) ->
 def test_a_test_problem_is_never_among_them() -> None:
     task = load_task("reasoner")
     prompts = [
-        {i.prompt for i in task.items(50, seed=0, split=s)} for s in ("train", "tune", "test")
+        {i.prompt for i in task.examples(50, seed=0, split=s)} for s in ("train", "tune", "test")
     ]
     assert not any(a & b for a, b in ((prompts[0], prompts[1]), (prompts[0], prompts[2])))
-    assert [i.prompt for i in task.items(5, seed=0)] == [
-        i.prompt for i in task.items(5, seed=0, split="test")
+    assert [i.prompt for i in task.examples(5, seed=0)] == [
+        i.prompt for i in task.examples(5, seed=0, split="test")
     ]
 
 

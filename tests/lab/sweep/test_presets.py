@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from kvpolicy.entry_points import installed
+from kvpolicy.entry_points import default_name, installed
 from kvpolicy.errors import KVPolicyError
 from kvpolicy.lab.sweep.grid import build_cells
-from kvpolicy.lab.sweep.sweep_file import GROUP, default_preset, load_preset
+from kvpolicy.lab.sweep.sweep_file import GROUP, load_preset
 from kvpolicy.lab.tasks.task import load_task
 
 pytestmark = pytest.mark.needs_reasoner
@@ -35,9 +35,11 @@ def written(tmp_path: Path, text: str) -> str:
 
 
 def test_the_default_preset_compares_a_full_cache_and_four_policies_at_four_budgets() -> None:
-    preset = load_preset(default_preset())
+    name = default_name("sweep")
+    assert name is not None
+    preset = load_preset(name)
     cells = build_cells(preset.series, num_layers=4, budgets=preset.budgets, buffer=preset.buffer)
-    assert preset.name == default_preset()
+    assert preset.name == name
     assert preset.n >= 100
     assert len(preset.budgets) == 4
     assert len(cells) == 1 + 4 * len(preset.budgets)
@@ -51,7 +53,7 @@ def test_an_installed_preset_fits_the_bundled_reasoners(name: str) -> None:
     cells = build_cells(preset.series, num_layers=4, budgets=preset.budgets, buffer=preset.buffer)
     assert preset.split == ("tune" if name.endswith("tune") else "test")
     assert {cell.series for cell in cells} == {series.label for series in preset.series}
-    assert load_task(preset.tasks[0]).items(1, seed=preset.seeds[0], split=preset.split)
+    assert load_task(preset.tasks[0]).examples(1, seed=preset.seeds[0], split=preset.split)
 
 
 def test_a_preset_can_be_a_file(tmp_path: Path) -> None:
@@ -64,10 +66,9 @@ def test_a_preset_can_be_a_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (("n = 10\n", ""), "n"),
+        (('task = "reasoner"\n', ""), "tasks"),
         (("n = 10", "n = 0"), "n"),
         (("n = 10", 'n = "ten"'), "n"),
-        (("budgets = [16]", "budgets = []"), "budgets"),
         (("budgets = [16]", "budgets = [0]"), "budgets"),
         (("slots = 4", "slots = 4\nslotz = 4"), "slotz"),
         (("model = ", "model : "), "TOML"),

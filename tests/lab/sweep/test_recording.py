@@ -40,7 +40,7 @@ def test_a_record_is_what_the_engine_keeps_of_that_item(
     assert sorted(found) == [(name, item, 0) for name in ("H2O", "full cache") for item in (0, 1)]
     model, tokenizer = load_model(str(model_folder))
     plan = Plan.uniform("h2o", budget=16, buffer=6)
-    prompts = [item.prompt for item in load_task("reasoner").items(4, seed=0)]
+    prompts = [item.prompt for item in load_task("reasoner").examples(4, seed=0)]
     for one in records:
         sample = samples[one.key]
         assert one.cell == sample["cell"]

@@ -17,7 +17,7 @@ from kvpolicy.errors import KVPolicyError, PlanError
 from kvpolicy.lab.store.read import read_run
 from kvpolicy.lab.store.store import Store
 from kvpolicy.lab.sweep.grid import Sweep
-from kvpolicy.lab.sweep.jobs import Event, ItemDone, Job, JobFinished
+from kvpolicy.lab.sweep.jobs import Event, Job, JobFinished, SampleMeasured
 from kvpolicy.lab.sweep.prepare import build_sweep
 from kvpolicy.lab.sweep.runner import SampleDone, run
 from kvpolicy.lab.sweep.sweep_file import Series, load_preset
@@ -128,7 +128,9 @@ def test_ids_of_samples_cells_and_settings_are_unique() -> None:
         budgets=(48, 64),
         knobs={MIX: (0.1, 0.2)},
     )
-    keys = [sweep.key(cell, item) for cell in sweep.cells for item in sweep.setting_of(cell).items]
+    keys = [
+        sweep.key(cell, item) for cell in sweep.cells for item in sweep.setting_of(cell).examples
+    ]
     assert len(keys) == sweep.num_samples == len(set(keys))
     assert len({cell.id for cell in sweep.cells}) == 2 * 3 * 2 * (1 + 2 * 2 + 2)
     assert len({setting.id for setting in sweep.settings}) == 2 * 3 * 2
@@ -137,12 +139,12 @@ def test_ids_of_samples_cells_and_settings_are_unique() -> None:
 def test_another_reference_answer_makes_another_sample() -> None:
     sweep = built(budgets=(48,))
     (setting,), plan = sweep.settings, sweep.cells[0].digest
-    items = [attrs.evolve(setting.items[0], answer="not this"), *setting.items[1:]]
-    mended = attrs.evolve(setting, items=items)
+    items = [attrs.evolve(setting.examples[0], answer="not this"), *setting.examples[1:]]
+    mended = attrs.evolve(setting, examples=items)
     assert mended.id != setting.id
     same = [
         setting.key(plan, old) == mended.key(plan, new)
-        for old, new in zip(setting.items, items, strict=True)
+        for old, new in zip(setting.examples, items, strict=True)
     ]
     assert same == [False, *[True] * (len(items) - 1)]
 
@@ -260,12 +262,12 @@ class Shuffled(Catalogue):
 
     def run_jobs(self, sweep: Sweep, jobs: Sequence[Job]) -> Iterator[Event]:
         self.jobs += jobs
-        left = [list(job.items) for job in jobs]
+        left = [list(job.samples) for job in jobs]
         order = [number for number, items in enumerate(left) for _ in items]
         self._rng.shuffle(order)
         for number in order:
             job, place = jobs[number], left[number].pop()
-            yield ItemDone(job, place, EvalOutcome(Result(0, text=f"{job.cell} {place}")))
+            yield SampleMeasured(job, place, EvalOutcome(Result(0, text=f"{job.cell} {place}")))
             if not left[number]:
                 yield JobFinished(job, self._report, 0.0)
 
@@ -305,7 +307,7 @@ def test_samples_of_two_settings_never_mix(several_settings: Sweep, seed: int, s
         assert (sample.model, sample.task) == (setting.model.name, setting.task.name)
         assert sample.seed == setting.seed
         wanted, index = sample.text.split()
-        item = setting.items[int(index)]
+        item = setting.examples[int(index)]
         assert (wanted, item.index, item.attempt) == (cell.id, sample.item, sample.attempt)
         assert sample.key == sweep.key(cell, item)
 

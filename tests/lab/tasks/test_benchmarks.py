@@ -38,7 +38,7 @@ def by_prompt(items: list[Example]) -> dict[str, Example]:
 
 def test_gsm8k_is_read_as_it_is_on_the_hub(tmp_path: Path) -> None:
     file = write_jsonl(tmp_path / "gsm8k.jsonl", GSM8K)
-    items = by_prompt(load_task(f"gsm8k:source={file}").items(10, seed=0))
+    items = by_prompt(load_task(f"gsm8k:source={file}").examples(10, seed=0))
     answers = {row["question"]: items[row["question"]].answer for row in GSM8K}
     assert list(answers.values()) == ["10", "1234", "25"]
     item = items[GSM8K[0]["question"]]
@@ -50,7 +50,7 @@ def test_gsm8k_is_read_as_it_is_on_the_hub(tmp_path: Path) -> None:
 
 def test_math_500_is_read_as_it_is_on_the_hub(tmp_path: Path) -> None:
     file = write_jsonl(tmp_path / "test.jsonl", MATH_500)
-    items = by_prompt(load_task(f"math-500:source={file}").items(10, seed=0))
+    items = by_prompt(load_task(f"math-500:source={file}").examples(10, seed=0))
     polar = items[MATH_500[0]["problem"]]
     assert polar.answer == MATH_500[0]["answer"]
     assert polar.facets == {"level": 2, "subject": "Precalculus"}
@@ -62,7 +62,7 @@ def test_aime_is_read_from_parquet_numbers_and_all(tmp_path: Path) -> None:
 
     file = tmp_path / "aime.parquet"
     datasets.Dataset.from_list(AIME_24).to_parquet(str(file))
-    items = by_prompt(load_task(f"aime-24:source={file}").items(30, seed=0))
+    items = by_prompt(load_task(f"aime-24:source={file}").examples(30, seed=0))
     assert items["Find the least $p$."].answer == "110"
     assert items["Find $m+n$."].facets == {"paper": "II", "number": 4}
 
@@ -80,16 +80,16 @@ def test_a_clone_of_the_hubs_repository_is_read_by_the_same_call(
     tmp_path: Path, task: str, rows: list[dict[str, object]], split: str, config: str
 ) -> None:
     folder = write_hub_folder(tmp_path / "clone", rows, split=split, config=config)
-    assert len(load_task(f"{task}:source={folder}").items(100, seed=0)) == len(rows)
+    assert len(load_task(f"{task}:source={folder}").examples(100, seed=0)) == len(rows)
 
 
 @needs_datasets
 @pytest.mark.usefixtures("_hub_beside_us")
 def test_a_hub_id_goes_through_the_same_call() -> None:
     """`datasets` takes a folder of that name, if there is one, for the repository."""
-    assert len(load_task("gsm8k").items(100, seed=0)) == len(GSM8K)
+    assert len(load_task("gsm8k").examples(100, seed=0)) == len(GSM8K)
     task = load_task("openai/gsm8k:config=main")
-    assert sorted(item.answer for item in task.items(9, seed=1)) == ["10", "1234", "25"]
+    assert sorted(item.answer for item in task.examples(9, seed=1)) == ["10", "1234", "25"]
 
 
 @pytest.fixture
@@ -101,12 +101,12 @@ def _hub_beside_us(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["gsm8k", "aime-24", "somebody/something"])
 def test_a_hub_that_cannot_be_reached_is_told_of_at_once(name: str) -> None:
     with pytest.raises(TaskError, match=r"hub cannot be reached.*source=FILE"):
-        load_task(name).items(1, seed=0)
+        load_task(name).examples(1, seed=0)
 
 
 def test_livecodebench_off_the_hub_is_told_of_at_once() -> None:
     with pytest.raises(TaskError, match=r"test\.jsonl has not been.*hub cannot be reached"):
-        load_task("livecodebench").items(1, seed=0)
+        load_task("livecodebench").examples(1, seed=0)
 
 
 def test_reading_tables_without_the_package_says_what_to_install(
@@ -114,27 +114,27 @@ def test_reading_tables_without_the_package_says_what_to_install(
 ) -> None:
     monkeypatch.setattr(rows_module.importlib.util, "find_spec", lambda _: None)
     with pytest.raises(TaskError, match=r"datasets; pip install 'kvpolicy\[tasks\]'"):
-        load_task("gsm8k").items(1, seed=0)
+        load_task("gsm8k").examples(1, seed=0)
 
 
 @pytest.mark.parametrize("task", ["math-500", "aime-24", "livecodebench"])
 def test_a_set_without_a_tuning_split_says_so(task: str) -> None:
     with pytest.raises(TaskError, match=f"'{task}' has no tune split; it has test"):
-        load_task(task).items(1, seed=0, split="tune")
+        load_task(task).examples(1, seed=0, split="tune")
 
 
 def test_questions_of_ones_own_need_a_prompt_and_an_answer(tmp_path: Path) -> None:
     rows = [{"prompt": "1+1?", "answer": 2, "hard": 1, "kind": "sum", "note": "x" * 99}]
-    (item,) = load_task(str(write_jsonl(tmp_path / "mine.jsonl", rows))).items(5, seed=0)
+    (item,) = load_task(str(write_jsonl(tmp_path / "mine.jsonl", rows))).examples(5, seed=0)
     assert (item.prompt, item.answer, item.facets) == ("1+1?", "2", {"hard": 1, "kind": "sum"})
 
 
 def test_a_text_file_is_a_text_for_each_paragraph(tmp_path: Path) -> None:
     (tmp_path / "book.txt").write_text("One.\nStill one.\n\n\nTwo.\n", encoding="utf-8")
-    items = load_task("perplexity:of=book.txt").items(5, seed=0)
+    items = load_task("perplexity:of=book.txt").examples(5, seed=0)
     assert {item.reference for item in items} == {"One.\nStill one.", "Two."}
     assert {item.prompt for item in items} == {""}
-    prompts = [item.prompt for item in load_task("agreement:of=book.txt").items(5, seed=0)]
+    prompts = [item.prompt for item in load_task("agreement:of=book.txt").examples(5, seed=0)]
     assert sorted(prompts) == ["One.\nStill one.", "Two."]
 
 
@@ -157,18 +157,18 @@ def test_a_file_that_is_no_question_set_is_told_of(
     if text is not None:
         (tmp_path / name).write_text(text, encoding="utf-8")
     with pytest.raises(TaskError, match=said):
-        load_task(str(tmp_path / name)).items(2, seed=0)
+        load_task(str(tmp_path / name)).examples(2, seed=0)
 
 
 def test_a_set_in_the_wrong_form_is_told_of(tmp_path: Path) -> None:
     file = write_jsonl(tmp_path / "a.jsonl", MATH_500)
     with pytest.raises(TaskError, match="no column question, which GSM8K has"):
-        load_task(f"gsm8k:source={file}").items(1, seed=0)
+        load_task(f"gsm8k:source={file}").examples(1, seed=0)
     file = write_jsonl(tmp_path / "b.jsonl", [{"question": "1?", "answer": "one"}])
     with pytest.raises(TaskError, match="####"):
-        load_task(f"gsm8k:source={file}").items(1, seed=0)
+        load_task(f"gsm8k:source={file}").examples(1, seed=0)
     with pytest.raises(TaskError, match="no column question_content"):
-        load_task(f"livecodebench:source={file}").items(1, seed=0)
+        load_task(f"livecodebench:source={file}").examples(1, seed=0)
 
 
 @given(st.integers(0, 30), st.integers(0, 40), st.integers(0, 9))
@@ -213,7 +213,7 @@ def test_a_model_without_a_chat_template_is_told_how_to_be_asked() -> None:
 
 def test_livecodebench_asks_in_the_benchmarks_words(tmp_path: Path) -> None:
     file = write_jsonl(tmp_path / "test.jsonl", LIVECODEBENCH)
-    items = load_task(f"livecodebench:source={file}").items(9, seed=0)
+    items = load_task(f"livecodebench:source={file}").examples(9, seed=0)
     stdin, functional = sorted(items, key=lambda item: str(item.facets["platform"]))
     assert "# YOUR CODE HERE" in stdin.prompt
     assert "def twoSum" in functional.prompt
@@ -227,6 +227,6 @@ def test_a_release_of_livecodebench_is_its_first_files(tmp_path: Path) -> None:
     write_jsonl(tmp_path / "test2.jsonl", LIVECODEBENCH[:1])
     for release, num in ((1, 2), (2, 3)):
         task = load_task(f"livecodebench:source={tmp_path},release={release}")
-        assert len(task.items(9, seed=0)) == num
+        assert len(task.examples(9, seed=0)) == num
     with pytest.raises(TaskError, match=r"test3\.jsonl cannot be read"):
-        load_task(f"livecodebench:source={tmp_path},release=3").items(9, seed=0)
+        load_task(f"livecodebench:source={tmp_path},release=3").examples(9, seed=0)

@@ -62,8 +62,8 @@ def test_a_program_is_right_if_it_passes_all_tests(
 ) -> None:
     file = write_jsonl(tmp_path / "test.jsonl", LIVECODEBENCH[number : number + 1])
     task = load_task(f"livecodebench:source={file}")
-    assert task.measure.runs_code
-    (item,) = task.items(1, seed=0)
+    assert task.metric.runs_code
+    (item,) = task.examples(1, seed=0)
     assert task.grade(text, item) is right
 
 
@@ -184,4 +184,4 @@ def test_elsewhere_programs_are_refused(tmp_path: Path, monkeypatch: pytest.Monk
 
     monkeypatch.setattr(sys, "platform", "plan9")
     with pytest.raises(TaskError, match="on Linux"):
-        _ = load_task(f"livecodebench:source={tmp_path}").measure
+        _ = load_task(f"livecodebench:source={tmp_path}").metric

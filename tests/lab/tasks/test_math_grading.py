@@ -135,5 +135,5 @@ def test_without_the_package_the_task_says_what_to_install(
     monkeypatch.setattr(rows.importlib.util, "find_spec", lambda _: None)
     for name in ("gsm8k", "math-500", "aime-24"):
         with pytest.raises(TaskError, match=r"math-verify; pip install 'kvpolicy\[tasks\]'"):
-            _ = load_task(name).measure
-    assert load_task("questions:source=any.jsonl,grader=exact").measure
+            _ = load_task(name).metric
+    assert load_task("questions:source=any.jsonl,grader=exact").metric

@@ -239,7 +239,7 @@ def test_the_divergence_is_that_of_the_distributions_one_by_one() -> None:
 @pytest.mark.needs_reasoner
 def test_a_task_without_references_has_no_perplexity() -> None:
     with pytest.raises(TaskError, match="no reference texts"):
-        load_task("perplexity:of=needle").items(1, seed=0)
+        load_task("perplexity:of=needle").examples(1, seed=0)
 
 
 def test_a_text_that_two_seeds_ask_is_one_text() -> None:

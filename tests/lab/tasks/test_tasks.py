@@ -34,10 +34,10 @@ class Echo:
         return "echo"
 
     @property
-    def measure(self):
+    def metric(self):
         return Graded(lambda text, item: text.strip() == item.answer)
 
-    def items(self, n, *, seed, split="test"):
+    def examples(self, n, *, seed, split="test"):
         return [Example(i, self.word * self.times, self.word, {"loud": int(self.loud)})
                 for i in range(n)]
 '''
@@ -59,7 +59,7 @@ def stranger(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("stranger")
 def test_another_package_brings_a_task_along() -> None:
     task = load_task("echo:word=hi,times=2,loud=true")
-    (item,) = task.items(1, seed=0)
+    (item,) = task.examples(1, seed=0)
     assert (item.prompt, item.facets) == ("hihi", {"loud": 1})
     (info,) = (one for one in installed_tasks() if one.name == "echo")
     assert (info.summary, info.distribution) == ("Say it again.", "echo-tasks 1.0")
@@ -104,16 +104,16 @@ def test_a_file_is_a_task_by_its_path_alone(tmp_path: Path) -> None:
     file = write_jsonl(tmp_path / "my:odd=name.jsonl".replace("=", "-"), GSM8K)
     task = load_task(str(file))
     assert task.name == f"{QUESTIONS}:source={file}"
-    assert len(task.items(10, seed=0)) == len(GSM8K)
-    assert load_task(f"{file}:chat=false,grader=exact").items(1, seed=0)[0].chat is False
+    assert len(task.examples(10, seed=0)) == len(GSM8K)
+    assert load_task(f"{file}:chat=false,grader=exact").examples(1, seed=0)[0].chat is False
 
 
 @pytest.mark.parametrize("name", DRAWN)
 @given(st.integers(0, 5), st.integers(1, 6))
 def test_the_first_items_are_those_of_a_smaller_draw(name: str, seed: int, n: int) -> None:
     task = load_task(name)
-    items = task.items(6, seed=seed)
-    assert task.items(n, seed=seed) == items[:n]
+    items = task.examples(6, seed=seed)
+    assert task.examples(n, seed=seed) == items[:n]
     assert [item.index for item in items] == list(range(6))
     assert len({item.prompt for item in items}) == 6
 
@@ -121,7 +121,7 @@ def test_the_first_items_are_those_of_a_smaller_draw(name: str, seed: int, n: in
 @pytest.mark.parametrize("name", DRAWN)
 def test_no_prompt_is_in_two_splits(name: str) -> None:
     task = load_task(name)
-    drawn = {split: task.items(20, seed=0, split=split) for split in ("train", "tune", "test")}
+    drawn = {split: task.examples(20, seed=0, split=split) for split in ("train", "tune", "test")}
     prompts = [item.prompt for items in drawn.values() for item in items]
     assert len(set(prompts)) == 60
 
@@ -129,7 +129,7 @@ def test_no_prompt_is_in_two_splits(name: str) -> None:
 @pytest.mark.parametrize("name", DRAWN)
 def test_the_answer_in_a_box_is_right_and_others_are_wrong(name: str) -> None:
     task = load_task(name)
-    for item in task.items(5, seed=1):
+    for item in task.examples(5, seed=1):
         wrong = str(int(item.answer) + 1)
         for text, verdict in (
             (f"\\boxed{{{item.answer}}}", True),
@@ -145,14 +145,14 @@ def test_the_answer_in_a_box_is_right_and_others_are_wrong(name: str) -> None:
 @pytest.mark.parametrize(("level", "depths"), [("easy", {1, 2}), ("medium", {3, 4})])
 def test_a_level_has_the_depths_it_promises(level: str, depths: set[int]) -> None:
     for name in ("reasoner", "reasoner-verbose"):
-        items = load_task(f"{name}:level={level}").items(30, seed=0)
+        items = load_task(f"{name}:level={level}").examples(30, seed=0)
         assert {item.facets["depth"] for item in items} == depths
 
 
 def test_levels_without_a_change_are_the_task_as_it_was() -> None:
-    assert load_task("reasoner:level=standard").items(5, seed=0) == load_task("reasoner").items(
-        5, seed=0
-    )
+    assert load_task("reasoner:level=standard").examples(5, seed=0) == load_task(
+        "reasoner"
+    ).examples(5, seed=0)
     assert load_task("reasoner:level=standard").name == "reasoner"
     assert set(LEVELS) == {"easy", "medium", "hard", "standard"}
 
@@ -164,5 +164,5 @@ def test_an_installed_task_says_what_it_is(info) -> None:
 
 
 def test_the_measure_of_a_question_is_its_grader() -> None:
-    assert isinstance(load_task("needle").measure, Graded)
-    assert not load_task("needle").measure.runs_code
+    assert isinstance(load_task("needle").metric, Graded)
+    assert not load_task("needle").metric.runs_code
