@@ -5,9 +5,12 @@ or to a package whose folder holds the file ``NAME`` with the suffix of the grou
 (`installed_file`). Listing the names of a group imports none of the packages.
 """
 
+import ast
 import difflib
 import importlib.metadata
+import sys
 from collections.abc import Iterable
+from importlib.machinery import ModuleSpec
 from importlib.metadata import EntryPoint
 from importlib.resources import files
 from pathlib import Path
@@ -109,6 +112,31 @@ def default_name(kind: Literal["model", "policy", "task", "sweep"]) -> str | Non
         return None if point is None else str(point.load())
     except Exception:  # a broken package must not break every command
         return None
+
+
+def parse_module(module: str) -> ast.Module:
+    """Parse the source of a module without importing it or its parent packages.
+
+    Raises:
+        LookupError: There is no such module.
+        OSError: Its file cannot be read.
+        SyntaxError: It cannot be parsed.
+    """
+    spec: ModuleSpec | None = None
+    path = None
+    parts = module.split(".")
+    for end in range(1, len(parts) + 1):
+        name = ".".join(parts[:end])
+        # `importlib.util.find_spec` would import the parent packages.
+        found = (finder.find_spec(name, path) for finder in sys.meta_path)
+        spec = next(filter(None, found), None)
+        if spec is None:
+            break
+        path = spec.submodule_search_locations
+    if spec is None or spec.origin is None:
+        msg = f"there is no module '{module}'"
+        raise LookupError(msg)
+    return ast.parse(Path(spec.origin).read_text(encoding="utf-8"))
 
 
 def distribution(point: EntryPoint) -> str:

@@ -6,7 +6,6 @@ its source for ``kvpolicy --help``, so that only the command that runs is import
 """
 
 import ast
-import importlib.util
 import os
 import sys
 import threading
@@ -14,7 +13,6 @@ from _thread import interrupt_main
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.metadata import EntryPoint
-from pathlib import Path
 from typing import Any
 
 import typer
@@ -22,7 +20,7 @@ from typer.core import TyperCommand, TyperGroup
 from typer.main import get_command
 
 from kvpolicy.cli.output import as_sentence, info, stdout_error
-from kvpolicy.entry_points import find_installed, installed, load_installed
+from kvpolicy.entry_points import find_installed, installed, load_installed, parse_module
 from kvpolicy.errors import KVPolicyError
 
 WRONG_INPUT = 2
@@ -161,14 +159,9 @@ def _escape_markup(command: Any) -> None:
 
 def _declared_arguments(point: EntryPoint) -> dict[str, str]:
     """String arguments of the assignment ``app = typer.Typer(...)``, read without importing it."""
-    package, *inner = point.module.split(".")
-    spec = importlib.util.find_spec(package)  # of a top-level package: nothing is imported
-    if spec is None or spec.origin is None:
-        return {}
-    file = Path(spec.origin).parent.joinpath(*inner).with_suffix(".py") if inner else spec.origin
     try:
-        tree = ast.parse(Path(file).read_text(encoding="utf-8"))
-    except (OSError, SyntaxError):
+        tree = parse_module(point.module)
+    except (LookupError, SyntaxError, OSError):
         return {}
     for node in tree.body:
         if isinstance(node, ast.Assign) and isinstance(node.value, ast.Call):

@@ -9,17 +9,21 @@ import ast
 import importlib.util
 import inspect
 import itertools
-import re
 import sys
 from collections.abc import Sequence
-from importlib.machinery import ModuleSpec
 from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import Any
 
 import attrs
 
-from kvpolicy.entry_points import distribution, installed, load_installed, nearest
+from kvpolicy.entry_points import (
+    distribution,
+    installed,
+    load_installed,
+    nearest,
+    parse_module,
+)
 from kvpolicy.errors import (
     KnobError,
     KVPolicyError,
@@ -42,14 +46,6 @@ class Knob:
     name: str
     type: str
     default: str
-
-
-@attrs.frozen
-class Description:
-    """Summary and knobs of a policy class, read from its source."""
-
-    summary: str
-    knobs: tuple[Knob, ...]
 
 
 @attrs.frozen
@@ -189,47 +185,29 @@ def snake_case(class_name: str) -> str:
     return out.lower()
 
 
-def describe(module: str, class_name: str) -> Description:
-    """Read summary and knobs of a class from its source, following re-exports.
+def _find_class(module: str, class_name: str) -> ast.ClassDef:
+    """The source of a class, following re-exports.
 
     Raises:
         LookupError: There is no such module, or no such class in it.
         SyntaxError: The module cannot be parsed.
     """
-    spec = _find_spec(module)
-    if spec is None or spec.origin is None:
-        msg = f"there is no module '{module}'"
-        raise LookupError(msg)
-    tree = ast.parse(Path(spec.origin).read_text(encoding="utf-8"))
-    for node in tree.body:
+    for node in parse_module(module).body:
         if isinstance(node, ast.ClassDef) and node.name == class_name:
-            return _describe_class(node)
+            return node
         if isinstance(node, ast.ImportFrom) and not (node.level or 0) > 1:
             for alias in node.names:
                 if (alias.asname or alias.name) == class_name:
                     source = f"{module}.{node.module}" if node.level else str(node.module)
-                    return describe(source, alias.name)
+                    return _find_class(source, alias.name)
     msg = f"there is no class '{class_name}' in module '{module}'"
     raise LookupError(msg)
 
 
-def _find_spec(module: str) -> ModuleSpec | None:
-    """The spec of a module; `importlib.util.find_spec` would import its parent packages."""
-    spec: ModuleSpec | None = None
-    path = None
-    for end in [*(dot.start() for dot in re.finditer(r"\.", module)), len(module)]:
-        found = (finder.find_spec(module[:end], path) for finder in sys.meta_path)
-        spec = next(filter(None, found), None)
-        if spec is None:
-            return None
-        path = spec.submodule_search_locations
-    return spec
-
-
-def _describe_class(node: ast.ClassDef) -> Description:
+def _describe(info: PolicyInfo, node: ast.ClassDef) -> PolicyInfo:
     summary = (ast.get_docstring(node) or "").partition("\n")[0]
     knobs = (_knob(statement) for statement in node.body)
-    return Description(summary, tuple(knob for knob in knobs if knob is not None))
+    return attrs.evolve(info, summary=summary, knobs=tuple(filter(None, knobs)))
 
 
 def _knob(statement: ast.stmt) -> Knob | None:
@@ -273,16 +251,14 @@ def _knob_names(cls: type) -> Sequence[str] | None:
 def _info(point: EntryPoint) -> PolicyInfo:
     info = PolicyInfo(point.name, point.value, distribution(point))
     try:
-        found = describe(point.module, point.attr)
+        return _describe(info, _find_class(point.module, point.attr))
     except (LookupError, SyntaxError, OSError, ValueError) as error:
         return attrs.evolve(info, problem=str(error))
-    return attrs.evolve(info, summary=found.summary, knobs=found.knobs)
 
 
 def _file_info(name: str, path: Path) -> PolicyInfo:
-    tree = ast.parse(path.read_text(encoding="utf-8"))
-    found = Description("", ())
-    for node in tree.body:
+    info = PolicyInfo(name, str(path))
+    for node in ast.parse(path.read_text(encoding="utf-8")).body:
         if isinstance(node, ast.ClassDef) and snake_case(node.name) == name:
-            found = _describe_class(node)
-    return PolicyInfo(name, str(path), summary=found.summary, knobs=found.knobs)
+            info = _describe(info, node)
+    return info

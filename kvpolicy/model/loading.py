@@ -5,7 +5,8 @@ An entry point of the group ``kvpolicy.models`` names a function without argumen
 """
 
 import difflib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from logging import ERROR
 from pathlib import Path
 from typing import Any
@@ -73,9 +74,7 @@ def load_model(
     Raises:
         ModelError: The model or its tokenizer cannot be loaded, or the model cannot be split.
     """
-    as_dtype(dtype)
-    source = _find(name)
-    wanted = as_dtype(source.dtype if dtype == "auto" else dtype)
+    source, wanted = _find(name, dtype)
     remote = {"trust_remote_code": trust_remote_code}
     options: dict[str, Any] = {}
     if tp_plan is not None:
@@ -86,12 +85,12 @@ def load_model(
             )
             raise ModelError(msg)
         options = loading_options(name, _load_config(name, source, trust_remote_code), tp_plan)
-    with _QuietLibraries():
+    with _quiet_libraries():
         try:
             # Weights that do not fit are reported below; transformers would print a table of
             # them, or replace them by random numbers.
             loaded: Any = AutoModelForCausalLM.from_pretrained(
-                source.folder,
+                source,
                 dtype=wanted,
                 use_safetensors=True,
                 ignore_mismatched_sizes=True,
@@ -100,9 +99,9 @@ def load_model(
                 **options,
             )
             model, info = loaded
-            tokenizer = AutoTokenizer.from_pretrained(source.folder, **remote)
+            tokenizer = AutoTokenizer.from_pretrained(source, **remote)
         except Exception as error:
-            reason = _pickle_problem(source.folder) or _first_sentence(error)
+            reason = _pickle_problem(source) or _first_sentence(error)
             raise _cannot_load(name, reason) from error
     problem = _weights_problem(info) or _tokenizer_problem(tokenizer)
     if problem is not None:
@@ -128,10 +127,9 @@ def load_skeleton(
     Raises:
         ModelError: The model cannot be built.
     """
-    source = _find(name)
-    wanted = as_dtype(source.dtype if dtype == "auto" else dtype)
+    source, wanted = _find(name, dtype)
     config = _load_config(name, source, trust_remote_code)
-    with _QuietLibraries():
+    with _quiet_libraries():
         try:
             with torch.device("meta"):
                 model: PreTrainedModel = AutoModelForCausalLM.from_config(
@@ -176,22 +174,17 @@ def as_dtype(dtype: str | torch.dtype) -> str | torch.dtype:
     return DTYPES[dtype]
 
 
-@attrs.frozen
-class _Source:
-    """What transformers is given: a folder or a hub id, and the precision for ``"auto"``."""
+def _find(name: str | Path, dtype: str | torch.dtype) -> tuple[str, str | torch.dtype]:
+    """What transformers is given for a model: a folder or a hub id, and a dtype.
 
-    folder: str
-    dtype: str = "auto"
-
-
-def _find(name: str | Path) -> _Source:
-    """Resolve a name, without network access where it cannot be a hub id."""
-    text = str(name)
+    Asks the network only for names that may be a hub id.
+    """
+    text, wanted = str(name), as_dtype(dtype)
     if Path(text).is_dir() and text:
-        return _Source(text)
+        return text, wanted
     if text in installed(GROUP):
         model: InstalledModel = load_installed(GROUP, text, what="model", error=ModelError)()
-        return _Source(str(model.folder), model.dtype)
+        return str(model.folder), as_dtype(model.dtype) if dtype == "auto" else wanted
     # A hub id is NAME or OWNER/NAME. A path or a misspelt name is refused without asking the hub.
     is_path = len(Path(text).parts) > 2 or text.startswith(("/", ".", "~")) or not text.strip()
     hint = _hint(text)
@@ -205,7 +198,7 @@ def _find(name: str | Path) -> _Source:
             f"reached from here; give {others}a local folder or a downloaded model."
         )
         raise ModelError(msg)
-    return _Source(text)
+    return text, wanted
 
 
 def _is_available(hub_id: str) -> bool:
@@ -220,10 +213,10 @@ def _is_available(hub_id: str) -> bool:
     return constants.HF_HUB_OFFLINE or is_cached or hub_reachable()
 
 
-def _load_config(name: str | Path, source: _Source, trust_remote_code: bool) -> Any:
-    with _QuietLibraries():
+def _load_config(name: str | Path, source: str, trust_remote_code: bool) -> Any:
+    with _quiet_libraries():
         try:
-            return AutoConfig.from_pretrained(source.folder, trust_remote_code=trust_remote_code)
+            return AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code)
         except Exception as error:
             raise _cannot_load(name, _first_sentence(error)) from error
 
@@ -286,24 +279,21 @@ def _first_sentence(error: BaseException) -> str:
     return line if line.endswith((".", "!", "?")) else f"{line}."
 
 
-class _QuietLibraries:
-    """Suppresses progress bars, retries and advice of transformers and the hub's client."""
+@contextmanager
+def _quiet_libraries() -> Iterator[None]:
+    """Suppress progress bars, retries and advice of transformers and the hub's client."""
+    from huggingface_hub.utils import logging as hub
+    from transformers.utils import logging
 
-    def __enter__(self) -> None:
-        from huggingface_hub.utils import logging as hub
-        from transformers.utils import logging
-
-        self._bars, self._level = logging.is_progress_bar_enabled(), logging.get_verbosity()
-        self._hub_level = hub.get_verbosity()
-        logging.disable_progress_bar()
-        logging.set_verbosity(ERROR)
-        hub.set_verbosity(ERROR)
-
-    def __exit__(self, *_: object) -> None:
-        from huggingface_hub.utils import logging as hub
-        from transformers.utils import logging
-
-        hub.set_verbosity(self._hub_level)
-        logging.set_verbosity(self._level)
-        if self._bars:
+    has_bars = logging.is_progress_bar_enabled()
+    level, hub_level = logging.get_verbosity(), hub.get_verbosity()
+    logging.disable_progress_bar()
+    logging.set_verbosity(ERROR)
+    hub.set_verbosity(ERROR)
+    try:
+        yield
+    finally:
+        hub.set_verbosity(hub_level)
+        logging.set_verbosity(level)
+        if has_bars:
             logging.enable_progress_bar()
