@@ -150,6 +150,16 @@ def format_bytes(num_bytes: float) -> str:
     return f"{num_bytes / 1024:.1f} TiB"
 
 
+def format_count(number: int, noun: str) -> str:
+    """A number of things, such as ``1 cell`` or ``1,200 cells``.
+
+    Args:
+        number: The number.
+        noun: What is counted, in the singular; its plural ends in s.
+    """
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
 class Progress:
     """Progress of a long command on stderr: a live line on a terminal, else a line every 10 s.
 

@@ -1,14 +1,13 @@
 """Compare two cells item by item: the paired difference, its interval and an exact test."""
 
-from collections.abc import Callable, Collection, Mapping, Sequence
-from math import fsum
-from statistics import fmean
-from typing import Any, TypeVar
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
 
 import attrs
 
 from kvpolicy.lab.analysis.pooling import PooledCell
 from kvpolicy.lab.statistics import (
+    RESAMPLES,
     Interval,
     bootstrap_mean,
     bootstrap_ratio_difference,
@@ -16,12 +15,10 @@ from kvpolicy.lab.statistics import (
     paired_proportions,
     sign_test,
 )
-from kvpolicy.lab.store.records import Sample
-from kvpolicy.lab.tasks.task import ACCURACY, Column
+from kvpolicy.lab.store.records import ItemRecord, Sample
+from kvpolicy.lab.tasks.task import ACCURACY, Column, mean_by_example, sums_by_example
 
 MCNEMAR, SIGN = "mcnemar", "sign"
-
-Value = TypeVar("Value")
 
 
 @attrs.frozen
@@ -60,6 +57,27 @@ class ComparedCell:
     estimate: Interval | None
     num_unpaired: int
 
+    def texts(self, item: int) -> list[str]:
+        """What the cell generated for an item, or the error of a failed sample."""
+        samples = self.cell.by_item.get(item, [])
+        return [one.text if one.error is None else f"({one.error})" for one in samples]
+
+    def to_json(self) -> dict[str, Any]:
+        """The side as plain data."""
+        cell = self.cell
+        return {
+            "cell": cell.id,
+            "series": cell.series,
+            "budget": cell.budget,
+            "model": cell.group.model,
+            "task": cell.group.task,
+            "seeds": list(cell.seeds),
+            "runs": list(cell.runs),
+            "estimate": self.estimate and attrs.asdict(self.estimate),
+            "num_unpaired": self.num_unpaired,
+            **cell.counts(),
+        }
+
 
 @attrs.frozen
 class CellComparison:
@@ -72,9 +90,6 @@ class CellComparison:
         pairs: The items, by number.
         difference: The first cell's value over these items minus the baseline's, see
             `paired_difference`; ``None`` if the cells have no item in common.
-        test: ``"mcnemar"`` where every value is correct or wrong, else ``"sign"``: both are the
-            exact sign test of the items on which the cells differ.
-        p_value: Its p-value; ``None`` if the cells have no item in common.
         p_holm: The p-value adjusted for all comparisons made together.
     """
 
@@ -83,9 +98,21 @@ class CellComparison:
     b: ComparedCell
     pairs: tuple[Pair, ...]
     difference: Interval | None
-    test: str
-    p_value: float | None
     p_holm: float | None = None
+
+    @property
+    def test(self) -> str:
+        """``"mcnemar"`` where every value is correct or wrong, else ``"sign"``.
+
+        Both are the exact sign test of the items on which the cells differ.
+        """
+        is_graded = _is_graded(self.column, [(pair.a, pair.b) for pair in self.pairs])
+        return MCNEMAR if is_graded else SIGN
+
+    @property
+    def p_value(self) -> float | None:
+        """P-value of the test; ``None`` if the cells have no item in common."""
+        return sign_test(self.num_above, self.num_below) if self.pairs else None
 
     @property
     def num_above(self) -> int:
@@ -110,23 +137,36 @@ class CellComparison:
     @property
     def num_both_right(self) -> int | None:
         """Items on which both are correct; ``None`` unless every value is correct or wrong."""
-        if self.test != MCNEMAR:
-            return None
-        return sum(pair.a == pair.b == 1 for pair in self.pairs)
+        return self._num_both(1)
 
     @property
     def num_neither_right(self) -> int | None:
         """Items on which both are wrong; ``None`` unless every value is correct or wrong."""
-        if self.test != MCNEMAR:
-            return None
-        return sum(pair.a == pair.b == 0 for pair in self.pairs)
+        return self._num_both(0)
 
-    def to_json(self) -> dict[str, Any]:
-        """The comparison as plain data."""
-        return {
+    @property
+    def differing(self) -> list[Pair]:
+        """The items on which the cells differ."""
+        return [pair for pair in self.pairs if pair.difference]
+
+    def item(self, pair: Pair) -> ItemRecord | None:
+        """The record of an item; ``None`` if the runs have none."""
+        return self.a.cell.items.get(pair.item) or self.b.cell.items.get(pair.item)
+
+    def to_json(
+        self, *, by: str | None = None, items: bool = False, seed: int = 0
+    ) -> dict[str, Any]:
+        """The comparison as plain data.
+
+        Args:
+            by: Add the comparisons for each value of this facet.
+            items: Add the items on which the cells differ, with texts.
+            seed: Random seed of the bootstrap.
+        """
+        record = {
             "column": self.column.name,
-            "a": _cell_to_json(self.a),
-            "b": _cell_to_json(self.b),
+            "a": self.a.to_json(),
+            "b": self.b.to_json(),
             "num_items": len(self.pairs),
             "difference": self.difference and attrs.asdict(self.difference),
             "num_above": self.num_above,
@@ -138,18 +178,66 @@ class CellComparison:
             "p_value": self.p_value,
             "p_holm": self.p_holm,
         }
+        if by is not None:
+            record["facets"] = [
+                {"facet": by, "value": value, **part.to_json()}
+                for value, part in compare_by_facet(self, by, seed=seed)
+            ]
+        if items:
+            record["parted"] = [self._pair_to_json(pair) for pair in self.differing]
+        return record
+
+    def _num_both(self, value: int) -> int | None:
+        if self.test != MCNEMAR:
+            return None
+        return sum(pair.a == pair.b == value for pair in self.pairs)
+
+    def _pair_to_json(self, pair: Pair) -> dict[str, Any]:
+        item = self.item(pair)
+        return {
+            "item": item.item if item else None,
+            "seed": item.seed if item else None,
+            "facets": dict(pair.facets),
+            "prompt": item.prompt if item else None,
+            "answer": item.answer if item else None,
+            "a": pair.a,
+            "b": pair.b,
+            "a_texts": self.a.texts(pair.item),
+            "b_texts": self.b.texts(pair.item),
+        }
 
 
-def compare_cells(a: PooledCell, b: PooledCell, column: Column, *, seed: int = 0) -> CellComparison:
+def compare_cells(
+    a: PooledCell,
+    b: PooledCell,
+    column: Column,
+    *,
+    items: Collection[int] | None = None,
+    seed: int = 0,
+) -> CellComparison:
     """Compare two cells on the items for which both have a value.
 
     Args:
         a: The first cell.
         b: The baseline, which is subtracted.
         column: The compared quantity.
+        items: Compare on these items only.
         seed: Random seed of the bootstrap.
     """
-    return _compare(a, b, column, _facets(a, b), seed)
+    facets = _facets(a, b)
+    selected = facets.keys() if items is None else items
+    samples_a, samples_b = _of_items(a, selected), _of_items(b, selected)
+    values_a, values_b = (mean_by_example(s, column.value) for s in (samples_a, samples_b))
+    common = sorted(values_a.keys() & values_b.keys())
+    pairs = tuple(Pair(item, values_a[item], values_b[item], facets[item]) for item in common)
+    paired_a, paired_b = _of_items(a, set(common)), _of_items(b, set(common))
+    return CellComparison(
+        column=column,
+        a=ComparedCell(a, column.estimate(paired_a), len(values_a) - len(common)),
+        b=ComparedCell(b, column.estimate(paired_b), len(values_b) - len(common)),
+        pairs=pairs,
+        difference=paired_difference(column, paired_a, paired_b, seed=seed),
+    )
 
 
 def compare_by_facet(
@@ -166,12 +254,14 @@ def compare_by_facet(
         Value and comparison, sorted by value; empty if no item has the facet.
     """
     a, b = whole.a.cell, whole.b.cell
-    groups: dict[int | str, dict[int, Mapping[str, int | str]]] = {}
+    groups: dict[int | str, set[int]] = {}
     for item, facets in _facets(a, b).items():
         if facet in facets:
-            groups.setdefault(facets[facet], {})[item] = facets
-    ordered = sorted(groups, key=facet_order)
-    return [(value, _compare(a, b, whole.column, groups[value], seed)) for value in ordered]
+            groups.setdefault(facets[facet], set()).add(item)
+    return [
+        (value, compare_cells(a, b, whole.column, items=groups[value], seed=seed))
+        for value in sorted(groups, key=facet_order)
+    ]
 
 
 def adjust_p_values(comparisons: Sequence[CellComparison]) -> list[CellComparison]:
@@ -180,15 +270,31 @@ def adjust_p_values(comparisons: Sequence[CellComparison]) -> list[CellCompariso
     Args:
         comparisons: All comparisons; those without an item in common do not count.
     """
-    tested = {i: one.p_value for i, one in enumerate(comparisons) if one.p_value is not None}
+    p_values = [one.p_value for one in comparisons]
+    tested = {i: p_value for i, p_value in enumerate(p_values) if p_value is not None}
     adjusted = dict(zip(tested, holm(list(tested.values())), strict=True))
     return [attrs.evolve(one, p_holm=adjusted.get(i)) for i, one in enumerate(comparisons)]
+
+
+def interval_method(comparisons: Sequence[CellComparison], *, seed: int) -> str:
+    """How the intervals of comparisons were computed.
+
+    Args:
+        comparisons: The comparisons.
+        seed: Random seed of the bootstrap.
+    """
+    methods = {
+        MCNEMAR: "Newcombe's for paired proportions",
+        SIGN: f"BCa bootstrap over items, {RESAMPLES:,} resamples, seed {seed}",
+    }
+    tests = {one.test for one in comparisons} or {SIGN}
+    return f"95 %, {' or '.join(method for test, method in methods.items() if test in tests)}"
 
 
 def paired_difference(
     column: Column, a: Sequence[Sample], b: Sequence[Sample], *, seed: int = 0
 ) -> Interval | None:
-    """Interval a quantity of one cell minus that of another, over the items of both.
+    """Estimate a quantity of one cell minus that of another, over the items of both.
 
     For a mean over items, this is the mean of the items' differences. For a ratio of sums over
     items, such as the loss per token, it is the difference of the two ratios, in which long texts
@@ -205,13 +311,17 @@ def paired_difference(
         wrong, else a bootstrap over items; ``None`` if the cells have no item in common.
     """
     if column.parts is not None:
-        of_a, of_b = (_by_item(column.parts, samples) for samples in (a, b))
-        common = sorted(of_a.keys() & of_b.keys())
-        sums = [[_sum_parts(of[item]) for item in common] for of in (of_a, of_b)]
+        sums_a, sums_b = sums_by_example(a, column.parts), sums_by_example(b, column.parts)
+        common = sorted(sums_a.keys() & sums_b.keys())
         if not common:
             return None
-        return bootstrap_ratio_difference(*sums, of_ratio=column.of_ratio, seed=seed)
-    values_a, values_b = values_by_item(column, a), values_by_item(column, b)
+        return bootstrap_ratio_difference(
+            [sums_a[item] for item in common],
+            [sums_b[item] for item in common],
+            of_ratio=column.of_ratio,
+            seed=seed,
+        )
+    values_a, values_b = mean_by_example(a, column.value), mean_by_example(b, column.value)
     pairs = [(values_a[i], values_b[i]) for i in sorted(values_a.keys() & values_b.keys())]
     if not pairs:
         return None
@@ -221,43 +331,9 @@ def paired_difference(
     return bootstrap_mean([x - y for x, y in pairs], seed=seed)
 
 
-def values_by_item(column: Column, samples: Sequence[Sample]) -> dict[int, float]:
-    """The value of each item that has one: the mean over its attempts.
-
-    Args:
-        column: The quantity.
-        samples: Samples of a cell.
-    """
-    return {item: fmean(values) for item, values in _by_item(column.value, samples).items()}
-
-
 def facet_order(value: int | str) -> tuple[bool, int | str]:
     """Sort key for the values of a facet: numbers before texts."""
     return isinstance(value, str), value
-
-
-def _compare(
-    a: PooledCell,
-    b: PooledCell,
-    column: Column,
-    facets: Mapping[int, Mapping[str, int | str]],
-    seed: int,
-) -> CellComparison:
-    """Compare two cells on some items, given with their facets."""
-    values_a, values_b = (values_by_item(column, _of_items(cell, facets)) for cell in (a, b))
-    common = sorted(values_a.keys() & values_b.keys())
-    pairs = tuple(Pair(item, values_a[item], values_b[item], facets[item]) for item in common)
-    above, below = (sum(sign * pair.difference > 0 for pair in pairs) for sign in (1, -1))
-    samples_a, samples_b = (_of_items(cell, set(common)) for cell in (a, b))
-    return CellComparison(
-        column=column,
-        a=ComparedCell(a, column.estimate(samples_a), len(values_a) - len(common)),
-        b=ComparedCell(b, column.estimate(samples_b), len(values_b) - len(common)),
-        pairs=pairs,
-        difference=paired_difference(column, samples_a, samples_b, seed=seed),
-        test=MCNEMAR if _is_graded(column, [(pair.a, pair.b) for pair in pairs]) else SIGN,
-        p_value=sign_test(above, below) if pairs else None,
-    )
 
 
 def _is_graded(column: Column, pairs: Sequence[tuple[float, float]]) -> bool:
@@ -272,34 +348,3 @@ def _facets(a: PooledCell, b: PooledCell) -> dict[int, Mapping[str, int | str]]:
 
 def _of_items(cell: PooledCell, items: Collection[int]) -> list[Sample]:
     return [sample for sample in cell.samples if sample.item in items]
-
-
-def _by_item(
-    get: Callable[[Sample], Value | None], samples: Sequence[Sample]
-) -> dict[int, list[Value]]:
-    found: dict[int, list[Value]] = {}
-    for sample in samples:
-        value = get(sample)
-        if value is not None:
-            found.setdefault(sample.item, []).append(value)
-    return found
-
-
-def _sum_parts(parts: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    return fsum(part for part, _ in parts), fsum(whole for _, whole in parts)
-
-
-def _cell_to_json(side: ComparedCell) -> dict[str, Any]:
-    cell = side.cell
-    return {
-        "cell": cell.id,
-        "series": cell.series,
-        "budget": cell.budget,
-        "model": cell.group.model,
-        "task": cell.group.task,
-        "seeds": list(cell.seeds),
-        "runs": list(cell.runs),
-        "estimate": side.estimate and attrs.asdict(side.estimate),
-        "num_unpaired": side.num_unpaired,
-        **cell.counts(),
-    }

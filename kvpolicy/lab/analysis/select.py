@@ -1,19 +1,15 @@
 """Select runs and cells by the names that users type, and label cells unambiguously."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TypeVar
 
 import attrs
 
 from kvpolicy.entry_points import nearest
 from kvpolicy.errors import ResultsError
-from kvpolicy.lab.analysis.pooling import PooledCell, blocks_of
+from kvpolicy.lab.analysis.pooling import Keep, PooledCell, blocks_of
 from kvpolicy.lab.store.read import RunFolder, find_runs, read_run
 from kvpolicy.lab.store.records import CellRecord, EvalSettingRecord
-
-Name = TypeVar("Name", str, int)
-Value = TypeVar("Value")
 
 RUNS = Path("kvpolicy-ablate")  # the default output folder of `kvpolicy ablate`
 
@@ -45,42 +41,6 @@ def open_runs(names: Sequence[str]) -> list[RunFolder]:
     return list(found.values())
 
 
-@attrs.frozen
-class Selection:
-    """Which cells to keep; an empty set keeps all.
-
-    Attributes:
-        series: Names of series.
-        budgets: Budgets; ``None`` for cells that evict nothing.
-        models: Models as the user typed them.
-        tasks: Tasks with their options.
-        seeds: Seeds.
-    """
-
-    series: frozenset[str] = frozenset()
-    budgets: frozenset[float | None] = frozenset()
-    models: frozenset[str] = frozenset()
-    tasks: frozenset[str] = frozenset()
-    seeds: frozenset[int] = frozenset()
-
-    def for_any_plan(self) -> "Selection":
-        """The same models, tasks and seeds, with any plan."""
-        return attrs.evolve(self, series=frozenset(), budgets=frozenset())
-
-    def keeps(self, group: EvalSettingRecord, cell: CellRecord) -> bool:
-        """Whether a cell is selected."""
-        return all(
-            not selected or value in selected
-            for selected, value in (
-                (self.series, cell.series),
-                (self.budgets, cell.budget),
-                (self.models, group.model),
-                (self.tasks, group.task),
-                (self.seeds, group.seed),
-            )
-        )
-
-
 def select(
     runs: Sequence[RunFolder],
     *,
@@ -89,8 +49,8 @@ def select(
     models: Sequence[str] | None = None,
     tasks: Sequence[str] | None = None,
     seeds: Sequence[int] | None = None,
-) -> Selection:
-    """Build a selection from what the user typed; options not given keep all cells.
+) -> Keep:
+    """Build a filter of cells from what the user typed; options not given keep all cells.
 
     Args:
         runs: The runs to select from.
@@ -105,15 +65,23 @@ def select(
     """
     cells = [cell for run in runs for cell in run.cells.values()]
     groups = [group for run in runs for group in run.groups.values()]
-    by_name = {cell.series.casefold(): cell.series for cell in cells}
-    by_budget = {format_budget(cell.budget): cell.budget for cell in cells}
-    return Selection(
-        series=frozenset(_known("series", [name.casefold() for name in series or ()], by_name)),
-        budgets=frozenset(_known("budget", budgets, by_budget)),
-        models=frozenset(_known("model", models, {one.model: one.model for one in groups})),
-        tasks=frozenset(_known("task", tasks, {one.task: one.task for one in groups})),
-        seeds=frozenset(_known("seed", seeds, {one.seed: one.seed for one in groups})),
-    )
+    folded = [name.casefold() for name in series or ()]
+    _check_known("series", folded, [cell.series.casefold() for cell in cells])
+    _check_known("budget", budgets, [format_budget(cell.budget) for cell in cells])
+    _check_known("model", models, [group.model for group in groups])
+    _check_known("task", tasks, [group.task for group in groups])
+    _check_known("seed", seeds, [group.seed for group in groups])
+
+    def keep(group: EvalSettingRecord, cell: CellRecord) -> bool:
+        return (
+            (not folded or cell.series.casefold() in folded)
+            and (not budgets or format_budget(cell.budget) in budgets)
+            and (not models or group.model in models)
+            and (not tasks or group.task in tasks)
+            and (not seeds or group.seed in seeds)
+        )
+
+    return keep
 
 
 def check_facet(cells: Sequence[PooledCell], facet: str | None) -> None:
@@ -234,13 +202,12 @@ def unique_labels(cells: Sequence[PooledCell]) -> list[str]:
     ]
 
 
-def _known(kind: str, selected: Sequence[Name] | None, values: Mapping[Name, Value]) -> list[Value]:
+def _check_known(kind: str, selected: Sequence[object] | None, known: Sequence[object]) -> None:
     for name in selected or ():
-        if name not in values:
-            hint = nearest(str(name), map(str, values))
+        if name not in known:
+            hint = nearest(str(name), map(str, dict.fromkeys(known)))
             msg = f"the runs have no {kind} {name!r}{hint}"
             raise ResultsError(msg)
-    return [values[name] for name in selected or ()]
 
 
 def _matches(cells: Sequence[PooledCell], text: str) -> list[PooledCell]:
@@ -250,18 +217,11 @@ def _matches(cells: Sequence[PooledCell], text: str) -> list[PooledCell]:
     # Without such a run, the colon belongs to the name of a series.
     name, candidates = (rest, in_run) if in_run else (text, list(cells))
     folded = name.casefold()
+    is_id = len(name) >= _MIN_ID_DIGITS
     rules = (
-        lambda cell: (
-            folded
-            in (
-                cell.name.casefold(),
-                f"{cell.series}@{format_budget(cell.budget)}".casefold(),
-            )
-        ),
+        lambda cell: f"{cell.series}@{format_budget(cell.budget)}".casefold() == folded,
         lambda cell: cell.series.casefold() == folded,
-        lambda cell: (
-            len(name) >= _MIN_ID_DIGITS and any(one.startswith(name) for one in cell.cells)
-        ),
+        lambda cell: is_id and any(one.startswith(name) for one in cell.cells),
         lambda cell: bool(name) and cell.name.casefold().startswith(folded),
     )
     for rule in rules:

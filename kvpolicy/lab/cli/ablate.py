@@ -330,7 +330,7 @@ def _publish(sweep: "Sweep", store: "Store", by: str | None, *, json: bool) -> b
 
 
 def _print_tables(panels: "list[Panel]", by: str | None) -> None:
-    from kvpolicy.lab.cli.tables import facet_table, table
+    from kvpolicy.lab.cli.tables import table
 
     width = terminal_width()
     for number, panel in enumerate(panels):
@@ -339,4 +339,4 @@ def _print_tables(panels: "list[Panel]", by: str | None) -> None:
         print_text(table(panel.rows, panel.columns, width=width) + "\n")
         found = [one for one in panel.facets if one.facet == by]
         if found:
-            print_text("\n" + facet_table(found, panel.columns, width=width) + "\n")
+            print_text("\n" + table(found, panel.columns, width=width) + "\n")

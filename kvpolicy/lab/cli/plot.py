@@ -3,22 +3,21 @@
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import attrs
 import typer
 
 from kvpolicy.cli.options import examples
-from kvpolicy.cli.output import info
+from kvpolicy.cli.output import format_count, info
 from kvpolicy.errors import KVPolicyError, ResultsError
-from kvpolicy.lab.cli.report import Runs, read_runs
-
-if TYPE_CHECKING:
-    from kvpolicy.lab.analysis.pooling import PooledCell
-    from kvpolicy.lab.plots import Point
-    from kvpolicy.lab.report.gather import GroupView
-    from kvpolicy.lab.report.metrics import Quantity
-    from kvpolicy.lab.statistics import Interval
+from kvpolicy.lab.analysis.pooling import PooledCell
+from kvpolicy.lab.analysis.select import open_runs
+from kvpolicy.lab.cli.results import Runs
+from kvpolicy.lab.plots import WIDTHS, Point, Size, save_curve, save_frontier
+from kvpolicy.lab.report.gather import GroupView, pooled
+from kvpolicy.lab.report.metrics import MEMORY, Quantity, quantities
+from kvpolicy.lab.statistics import Interval
 
 app = typer.Typer(
     help="Draw a figure of runs for a paper.",
@@ -80,12 +79,8 @@ def plot(
     same file.
     """
     inches = _inches(width)
-    # Imported here: these modules import torch.
-    from kvpolicy.lab.plots import Size, save_curve, save_frontier
-    from kvpolicy.lab.report.gather import pooled
-    from kvpolicy.lab.report.metrics import MEMORY, quantities
-
-    view = _choose(pooled(read_runs(runs)), model, task)
+    size = Size(inches, height or min(0.7 * inches, 2.6), font_size)
+    view = _choose(pooled(open_runs(runs)), model, task)
     known = {one.name: one for one in quantities(view.group)}
     first = next(iter(known))
     name = quantity or first
@@ -93,7 +88,6 @@ def plot(
         msg = f"--quantity was given {name!r}; expected {', '.join([*known, FRONTIER])}."
         raise KVPolicyError(msg)
     cells = _of_series(view, series or [])
-    size = Size(inches, height or min(0.7 * inches, 2.6), font_size)
     drawn = known[first if name == FRONTIER else name]
     is_share = drawn.kind == "share"
     points, label = _points(drawn, cells)
@@ -106,13 +100,12 @@ def plot(
         save_frontier(to, points, (cost_label, label), is_share=is_share, size=size)
     else:
         save_curve(to, points, label, is_share=is_share, size=size)
-    info(f"{len(cells)} cells are drawn in {to}, {size.width:g} x {size.height:g} inches.")
+    shown = format_count(len(cells), "cell")
+    info(f"{to} shows {shown}, {size.width:g} x {size.height:g} inches.")
 
 
-def _points(quantity: "Quantity", cells: "Sequence[PooledCell]") -> "tuple[list[Point], str]":
+def _points(quantity: Quantity, cells: Sequence[PooledCell]) -> tuple[list[Point], str]:
     """Points of a quantity, in a unit that suits them, and the axis label with this unit."""
-    from kvpolicy.lab.plots import Point
-
     values = [_finite(quantity.estimate(cell)) for cell in cells]
     unit, label = 1.0, quantity.heading
     if quantity.kind == "bytes":
@@ -130,10 +123,8 @@ def _points(quantity: "Quantity", cells: "Sequence[PooledCell]") -> "tuple[list[
     return points, label
 
 
-def _finite(estimate: "Interval | float | None") -> "Interval | None":
+def _finite(estimate: Interval | float | None) -> Interval | None:
     """An estimate as an interval, without width if none is known; ``None`` if it is infinite."""
-    from kvpolicy.lab.statistics import Interval
-
     if estimate is None:
         return None
     if not isinstance(estimate, Interval):
@@ -142,8 +133,6 @@ def _finite(estimate: "Interval | float | None") -> "Interval | None":
 
 
 def _inches(width: str) -> float:
-    from kvpolicy.lab.plots import WIDTHS
-
     try:
         inches = WIDTHS[width] if width in WIDTHS else float(width)
     except ValueError:
@@ -154,7 +143,7 @@ def _inches(width: str) -> float:
     return inches
 
 
-def _choose(views: "Sequence[GroupView]", model: str | None, task: str | None) -> "GroupView":
+def _choose(views: Sequence[GroupView], model: str | None, task: str | None) -> GroupView:
     """The one model and task that the figure shows."""
     if not views:
         msg = "the runs have no finished sample yet."
@@ -174,7 +163,7 @@ def _choose(views: "Sequence[GroupView]", model: str | None, task: str | None) -
     raise ResultsError(msg)
 
 
-def _of_series(view: "GroupView", names: Sequence[str]) -> "list[PooledCell]":
+def _of_series(view: GroupView, names: Sequence[str]) -> list[PooledCell]:
     """The cells of the named series in this order; all cells if none is named."""
     known = list(dict.fromkeys(cell.series for cell in view.cells))
     missing = [name for name in names if name not in known]

@@ -6,16 +6,17 @@ group as ``{"label", "cells", "samples"}``.
 
 import webbrowser
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from kvpolicy.cli.options import Json, examples
-from kvpolicy.cli.output import format_bytes, info, print_json
+from kvpolicy.cli.output import format_bytes, format_count, info, print_json
 from kvpolicy.errors import OutputError
-
-if TYPE_CHECKING:
-    from kvpolicy.lab.store.read import RunFolder
+from kvpolicy.files import atomic_write
+from kvpolicy.lab.analysis.select import open_runs
+from kvpolicy.lab.cli.results import Runs
+from kvpolicy.lab.report.gather import gather
 
 app = typer.Typer(
     help="Show runs as one page that opens anywhere.",
@@ -24,11 +25,6 @@ app = typer.Typer(
 )
 
 DEFAULT = "kvpolicy-report.html"
-
-Runs = Annotated[
-    list[Path],
-    typer.Argument(metavar="RUN...", help="Folders of runs, or folders that contain some."),
-]
 
 
 @app.command(
@@ -63,18 +59,15 @@ def report(
     """
     _check_output(output)
     # Imported here: these modules import torch.
-    from kvpolicy.files import atomic_write
     from kvpolicy.lab.report.build import build
-    from kvpolicy.lab.report.gather import gather
+    from kvpolicy.lab.report.content import labels_of
 
-    found = read_runs(runs)
+    found = open_runs(runs)
     page = build(found, rules=rules, max_bytes=round(max_megabytes * 1e6))
     atomic_write(output, page)
     num_bytes = len(page.encode())
     views = gather(found)
     if json:
-        from kvpolicy.lab.report.content import labels_of
-
         groups = [
             {"label": label, "cells": len(view.cells), "samples": len(view.samples)}
             for label, view in zip(labels_of(views), views, strict=True)
@@ -86,26 +79,11 @@ def report(
         num_samples = sum(len(view.samples) for view in single)
         num_cells = sum(len(view.cells) for view in single)
         info(
-            f"{num_samples:,} samples of {num_cells} cells are in {output} "
-            f"({format_bytes(num_bytes)}); open it in a browser."
+            f"{output} shows {format_count(num_samples, 'sample')} of "
+            f"{format_count(num_cells, 'cell')} ({format_bytes(num_bytes)}); open it in a browser."
         )
     if show and not webbrowser.open(output.resolve().as_uri()):
         info(f"no browser could be started; open {output} in one.")
-
-
-def read_runs(folders: list[Path]) -> "list[RunFolder]":
-    """Read runs, or all runs below folders that hold some.
-
-    Args:
-        folders: Folders of runs, or folders that contain some.
-
-    Raises:
-        ResultsError: There is no run, or a run is damaged.
-    """
-    from kvpolicy.lab.store.read import find_runs, read_run
-
-    paths = [path for folder in folders for path in (find_runs(folder) or [folder])]
-    return [read_run(path) for path in dict.fromkeys(paths)]
 
 
 def _check_output(path: Path) -> None:

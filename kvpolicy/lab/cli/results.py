@@ -1,25 +1,33 @@
 """``kvpolicy results``: list, tabulate, compare and export results, also of running sweeps.
 
-`compare` is in `kvpolicy.lab.cli.compare`. With ``--json``, `list` prints a list of
-``{"folder", "name", "version", "started", "models", "tasks", "seeds", "num_cells",
-"num_samples", "num_expected", "num_errors", "problem"}``, for an unreadable folder only ``folder``
-and ``problem``; `table` prints the list that docs/reference/results.md describes.
+With ``--json``, `list` prints a list of ``{"folder", "name", "version", "started", "models",
+"tasks", "seeds", "num_cells", "num_samples", "num_expected", "num_errors", "problem"}``, for an
+unreadable folder only ``folder`` and ``problem``. `table` prints a list, and `compare`
+``{"interval": ..., "comparisons": [...]}``; docs/reference/results.md lists their fields.
 """
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
 from kvpolicy.cli.options import Json, check_new_file, examples
 from kvpolicy.cli.output import format_table, info, print_json, print_text, terminal_width
 from kvpolicy.errors import KVPolicyError, ResultsError
-from kvpolicy.lab.cli.compare import compare
-from kvpolicy.lab.cli.results_options import Budgets, Models, Runs, Seeds, SeriesNames, Tasks
-
-if TYPE_CHECKING:
-    from kvpolicy.lab.analysis.table import Row
-    from kvpolicy.lab.store.read import RunFolder
+from kvpolicy.lab.analysis.compare import adjust_p_values, compare_cells, interval_method
+from kvpolicy.lab.analysis.export import check_can_write, flatten_samples, write_table
+from kvpolicy.lab.analysis.pooling import column_of, pool
+from kvpolicy.lab.analysis.select import check_facet, find_cell, open_runs, pairs_with, select
+from kvpolicy.lab.analysis.table import csv_text, tabulate_runs, to_run_records
+from kvpolicy.lab.cli.tables import (
+    comparisons_by_facet,
+    format_progress,
+    many_cells,
+    tables_of_runs,
+    two_cells,
+    warn_incomplete,
+)
+from kvpolicy.lab.store.read import RunFolder, find_runs, read_run
 
 app = typer.Typer(
     help="List, show, compare and export the results of runs.",
@@ -27,6 +35,24 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
 )
+
+Runs = Annotated[
+    list[str], typer.Argument(metavar="RUN...", help="Folders of runs, or folders that hold some.")
+]
+SeriesNames = Annotated[
+    list[str] | None,
+    typer.Option("--series", metavar="NAME", help="Only this series; may be repeated."),
+]
+Budgets = Annotated[
+    list[str] | None, typer.Option(metavar="N|all", help="Only this budget; may be repeated.")
+]
+Models = Annotated[
+    list[str] | None, typer.Option(metavar="NAME", help="Only this model; may be repeated.")
+]
+Tasks = Annotated[
+    list[str] | None, typer.Option(metavar="NAME", help="Only this task; may be repeated.")
+]
+Seeds = Annotated[list[int] | None, typer.Option(help="Only this seed; may be repeated.")]
 
 
 @app.command(
@@ -44,8 +70,6 @@ def listing(
     json: Json = False,
 ) -> None:
     """Show the runs in a folder: models, tasks, seeds and progress."""
-    from kvpolicy.lab.store.read import find_runs
-
     found = [_summary(path) for path in find_runs(folder)]
     if json:
         print_json(found, indent=2)
@@ -89,14 +113,9 @@ def table(
     if csv and json:
         msg = "--csv and --json were given; give one of them."
         raise KVPolicyError(msg)
-    from kvpolicy.lab.analysis.pooling import pool
-    from kvpolicy.lab.analysis.select import check_facet, open_runs, select
-    from kvpolicy.lab.analysis.table import csv_text, tabulate_runs, to_run_records
-    from kvpolicy.lab.cli.tables import warn_incomplete
-
     opened = open_runs(runs)
-    selection = select(opened, series=series, budgets=budget, models=model, tasks=task, seeds=seed)
-    cells = pool(opened, selection.keeps)
+    keep = select(opened, series=series, budgets=budget, models=model, tasks=task, seeds=seed)
+    cells = pool(opened, keep)
     check_facet(cells, by)
     rows = tabulate_runs(cells, by)
     if json:
@@ -105,16 +124,88 @@ def table(
         print_text(csv_text(to_run_records(rows, flat=True)))
     else:
         warn_incomplete(cells)
-        print_text(_tables_text(rows))
+        print_text(tables_of_runs(rows, terminal_width()))
 
 
-app.command(
+@app.command(
     short_help="Compare two cells item by item, or all with a baseline.",
     epilog=examples(
         "kvpolicy results compare runs H2O@128 R-KV@128",
         "kvpolicy results compare runs --with 'full cache'",
     ),
-)(compare)
+)
+def compare(
+    names: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="RUN... A B", help="Runs, then two cells: SERIES@BUDGET, or digits of an id."
+        ),
+    ],
+    with_: Annotated[
+        str | None,
+        typer.Option("--with", metavar="CELL", help="Compare every cell with this baseline."),
+    ] = None,
+    column: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME", help="Quantity to compare, or length. [default: the first column]"
+        ),
+    ] = None,
+    by: Annotated[
+        str | None, typer.Option(metavar="FACET", help="Break down by a facet, such as depth.")
+    ] = None,
+    items: Annotated[
+        bool, typer.Option("--items", help="Show the items on which A and B differ.")
+    ] = False,
+    bootstrap_seed: Annotated[int, typer.Option(min=0, help="Random seed of the bootstrap.")] = 0,
+    series: SeriesNames = None,
+    budget: Budgets = None,
+    model: Models = None,
+    task: Tasks = None,
+    seed: Seeds = None,
+    json: Json = False,
+) -> None:
+    """Compare cells item by item: paired difference, its interval, and an exact test.
+
+    A minus B, on the items of both. With --with, every other cell minus that baseline, with
+    Holm's correction for the number of comparisons.
+    """
+    run_names, cell_names = (names, []) if with_ is not None else (names[:-2], names[-2:])
+    if not run_names:
+        msg = "compare was given no run; write RUN A B, or RUN --with CELL."
+        raise KVPolicyError(msg)
+    if items and with_ is not None:
+        msg = "--items and --with were given; items are shown for two cells: RUN A B."
+        raise KVPolicyError(msg)
+    runs = open_runs(run_names)
+    cells = pool(runs, select(runs, models=model, tasks=task, seeds=seed))
+    check_facet(cells, by)
+    # --series and --budget select what --with is compared with, not A and B or the baseline.
+    is_compared = select(runs, series=series, budgets=budget)
+    if with_ is None:
+        pairs = [(find_cell(cells, cell_names[0]), find_cell(cells, cell_names[1]))]
+    else:
+        pairs = [(a, b) for a, b in pairs_with(cells, with_) if is_compared(a.group, a.record)]
+    found = []
+    for a, b in pairs:
+        measured = column_of(b.group, column)
+        column_of(a.group, measured.name)  # raises if the first cell has no such column
+        found.append(compare_cells(a, b, measured, seed=bootstrap_seed))
+    if with_ is not None:
+        found = adjust_p_values(found)
+    method = interval_method(found, seed=bootstrap_seed)
+    if json:
+        records = [one.to_json(by=by, items=items, seed=bootstrap_seed) for one in found]
+        print_json({"interval": method, "comparisons": records}, indent=2)
+        return
+    warn_incomplete(list(dict.fromkeys(cell for pair in pairs for cell in pair)))
+    if with_ is None:
+        print_text(two_cells(found[0], items=items, width=terminal_width()))
+    else:
+        print_text(many_cells(found))
+    if by is not None:
+        print_text(comparisons_by_facet(found, by, seed=bootstrap_seed))
+    info(f"intervals: {method}.")
 
 
 @app.command(
@@ -142,29 +233,24 @@ def export(
     seed: Seeds = None,
 ) -> None:
     """Write samples as one flat table, one row for each: CSV, or Parquet with pyarrow."""
-    from kvpolicy.lab.analysis.export import check_can_write, flatten_samples, write_table
-    from kvpolicy.lab.analysis.select import open_runs, select
-
     check_can_write(to)
     if not (overwrite and to.is_file()):
         check_new_file(to, option="--to, or give --overwrite")
     opened = open_runs(runs)
-    selection = select(opened, series=series, budgets=budget, models=model, tasks=task, seeds=seed)
-    flat = flatten_samples(opened, selection.keeps, items=items)
+    keep = select(opened, series=series, budgets=budget, models=model, tasks=task, seeds=seed)
+    flat = flatten_samples(opened, keep, items=items)
     write_table(flat, to)
     info(f"{to} has {len(flat.rows):,} samples in {len(flat.kinds)} columns.")
 
 
 def _summary(path: Path) -> dict[str, Any]:
-    from kvpolicy.lab.store.read import read_run
-
     try:
         return _describe(read_run(path))
     except ResultsError as error:
         return {"folder": str(path), "problem": str(error)}
 
 
-def _describe(run: "RunFolder") -> dict[str, Any]:
+def _describe(run: RunFolder) -> dict[str, Any]:
     groups = run.groups.values()
     return {
         "folder": str(run.path),
@@ -183,7 +269,6 @@ def _describe(run: "RunFolder") -> dict[str, Any]:
 
 
 def _list_line(summary: dict[str, Any]) -> list[str]:
-    done, expected = summary["num_samples"], summary["num_expected"]
     return [
         summary["folder"],
         (summary["started"] or "-").replace("T", " ")[:16],
@@ -191,24 +276,6 @@ def _list_line(summary: dict[str, Any]) -> list[str]:
         ", ".join(summary["tasks"]),
         ",".join(map(str, summary["seeds"])),
         f"{summary['num_cells']:,}",
-        f"{done:,}" if done == expected else f"{done:,} of {expected:,}",
+        format_progress(summary["num_samples"], summary["num_expected"]),
         f"{summary['num_errors']:,}",
     ]
-
-
-def _tables_text(rows: "list[Row]") -> str:
-    """One table for each set of measured columns."""
-    from kvpolicy.lab.analysis.select import differing_settings, format_setting
-    from kvpolicy.lab.cli.tables import facet_table
-    from kvpolicy.lab.cli.tables import table as plain_table
-
-    by_columns: dict[object, list[Row]] = {}
-    for row in rows:
-        by_columns.setdefault(tuple(column.name for column in row.columns), []).append(row)
-    names = differing_settings([row.cell for row in rows])
-    texts = []
-    for some in by_columns.values():
-        lay_out = plain_table if some[0].facet is None else facet_table
-        labels = {name: [format_setting(row.cell, name) for row in some] for name in names}
-        texts.append(lay_out(some, some[0].columns, labels=labels, width=terminal_width()) + "\n")
-    return "\n".join(texts)

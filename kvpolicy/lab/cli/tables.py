@@ -1,96 +1,159 @@
-"""Result tables as text, and messages about incomplete cells."""
+"""Results as text: tables of cells, comparisons, and messages about incomplete cells."""
 
 from collections.abc import Mapping, Sequence
 
-from kvpolicy.cli.output import format_bytes, format_table, info
+import attrs
+
+from kvpolicy.cli.output import format_bytes, format_count, format_table, info
+from kvpolicy.lab.analysis.compare import MCNEMAR, CellComparison, Pair, compare_by_facet
 from kvpolicy.lab.analysis.pooling import PooledCell
-from kvpolicy.lab.analysis.select import format_budget, unique_labels
+from kvpolicy.lab.analysis.select import (
+    differing_settings,
+    format_budget,
+    format_setting,
+    unique_labels,
+)
 from kvpolicy.lab.analysis.table import Row
 from kvpolicy.lab.statistics import Interval
 from kvpolicy.lab.tasks.task import ACCURACY, Column
 
-# Heading of a column: its text for each row.
-Labels = Mapping[str, Sequence[str]]
-
 _PROBLEMS = {"num_truncated": "truncated", "num_errors": "failed", "num_ungraded": "ungraded"}
+_MAX_TEXT = 200  # characters of a generated text that are shown; --json has the whole text
 
 
 def table(
     rows: Sequence[Row],
     measured: Sequence[Column] = (ACCURACY,),
     *,
-    labels: Labels | None = None,
+    labels: Mapping[str, Sequence[str]] | None = None,
     width: int | None = None,
 ) -> str:
-    """Lay out rows of cells.
+    """Lay out rows of cells, all of them whole or all broken down by the same facet.
 
     Args:
         rows: The rows.
         measured: What the task measures; each column is followed by its interval.
-        labels: Additional columns before all others.
+        labels: Additional columns before all others: the heading, and the text of each row.
         width: Characters of a line; unlimited if not given.
 
     Returns:
         The lines. ``length`` and ``compacted`` (times) are means, ``KV/sample, most`` is the
         largest peak of a sample, and ``tok/s`` is ``-`` for a cell that was interrupted.
     """
-    headers = ["policy", "budget", *_measured_headers(measured)]
-    headers += ["n", "length", "truncated", "compacted", "KV/sample, most", "tok/s"]
+    labels = labels or {}
+    facet = rows[0].facet if rows else None
+    headers = [*labels, "policy", "budget", *([] if facet is None else [facet])]
+    headers += [header for column in measured for header in (column.title, "95 % CI")]
+    headers += ["n", "truncated"]
+    if facet is None:
+        headers[-1:] = ["length", "truncated", "compacted", "KV/sample, most", "tok/s"]
     lines = [
-        [
-            row.cell.series,
-            format_budget(row.cell.budget),
-            *_measured(row, measured),
-            _count(row),
-            f"{row.length.value:.0f}" if row.length else "-",
-            f"{row.truncated:.0%}",
-            f"{row.compactions:.1f}",
-            format_bytes(row.peak_bytes),
-            "-" if row.throughput_tok_s is None else f"{row.throughput_tok_s:,.0f}",
-        ]
-        for row in rows
+        [*(texts[i] for texts in labels.values()), *_row_texts(row, measured)]
+        for i, row in enumerate(rows)
     ]
-    return _lay_out(headers, lines, labels, width)
+    return format_table(headers, lines, right=range(len(labels) + 1, len(headers)), width=width)
 
 
-def facet_table(
-    rows: Sequence[Row],
-    measured: Sequence[Column],
-    *,
-    labels: Labels | None = None,
-    width: int | None = None,
-) -> str:
-    """Lay out rows of cells broken down by one facet.
+def tables_of_runs(rows: Sequence[Row], width: int | None) -> str:
+    """One table for each set of measured columns, with the settings in which cells differ."""
+    by_columns: dict[object, list[Row]] = {}
+    for row in rows:
+        by_columns.setdefault(tuple(column.name for column in row.columns), []).append(row)
+    names = differing_settings([row.cell for row in rows])
+    texts = []
+    for some in by_columns.values():
+        labels = {name: [format_setting(row.cell, name) for row in some] for name in names}
+        texts.append(table(some, some[0].columns, labels=labels, width=width) + "\n")
+    return "\n".join(texts)
+
+
+def two_cells(found: CellComparison, *, items: bool, width: int | None) -> str:
+    """A comparison of cells A and B.
 
     Args:
-        rows: The rows.
-        measured: What the task measures.
-        labels: Additional columns before all others.
-        width: Characters of a line; unlimited if not given.
+        found: The comparison.
+        items: Show the items on which the cells differ.
+        width: Characters of a line of the table; unlimited if not given.
     """
-    facet = (rows[0].facet or "") if rows else ""
-    headers = ["policy", "budget", facet, *_measured_headers(measured), "n", "truncated"]
+    names = differing_settings([found.a.cell, found.b.cell])
+    headers = ["", "cell", *names, found.column.title, "95 % CI"]
+    headers += ["samples", "truncated", "failed", "ungraded", "unpaired"]
+    lines = []
+    for letter, side in (("A", found.a), ("B", found.b)):
+        counts = side.cell.counts()
+        lines.append(
+            [
+                letter,
+                side.cell.name,
+                *(format_setting(side.cell, name) for name in names),
+                _value(found.column, side.estimate),
+                _interval(found.column, side.estimate),
+                format_progress(counts["num_samples"], counts["num_expected"]),
+                *(f"{counts[key]:,}" for key in _PROBLEMS),
+                f"{side.num_unpaired:,}",
+            ]
+        )
+    right = range(2 + len(names), len(headers))
+    texts = [format_table(headers, lines, right=right, width=width), "", *_summary(found)]
+    if items:
+        for pair in found.differing:
+            texts += ["", *_item_lines(found, pair)]
+    return "\n".join(texts) + "\n"
+
+
+def many_cells(found: Sequence[CellComparison]) -> str:
+    """A line for each comparison, and one for each cell with samples to read with care."""
+    names = differing_settings([one.a.cell for one in found])
+    headers = ["cell", "baseline", *names, "items", "unpaired", "difference", "95 % CI"]
+    headers += ["more", "fewer", "p", "Holm"]
     lines = [
         [
-            row.cell.series,
-            format_budget(row.cell.budget),
-            str(row.facet_value),
-            *_measured(row, measured),
-            _count(row),
-            f"{row.truncated:.0%}",
+            one.a.cell.name,
+            one.b.cell.name,
+            *(format_setting(one.a.cell, name) for name in names),
+            f"{len(one.pairs):,}",
+            f"{one.num_unpaired:,}",
+            *_difference(one),
+            f"{one.num_above:,}",
+            f"{one.num_below:,}",
+            _p_value(one.p_value),
+            _p_value(one.p_holm),
         ]
-        for row in rows
+        for one in found
     ]
-    return _lay_out(headers, lines, labels, width)
+    text = format_table(headers, lines, right=range(2 + len(names), len(headers)))
+    cells = dict.fromkeys(side.cell for one in found for side in (one.a, one.b))
+    problems = _problems(list(cells))
+    return "\n".join([text, *(["", *problems] if problems else [])]) + "\n"
 
 
-def format_interval(column: Column, interval: Interval | None) -> str:
-    """The ends of an interval, in percent for a share."""
-    if interval is None:
-        return "-"
-    if column.is_share:
-        return f"{100 * interval.low:.0f}-{100 * interval.high:.0f}%"
-    return f"{interval.low:.4g}..{interval.high:.4g}"
+def comparisons_by_facet(found: Sequence[CellComparison], facet: str, *, seed: int) -> str:
+    """A line for each comparison and value of a facet.
+
+    Args:
+        found: The comparisons.
+        facet: Name of the facet.
+        seed: Random seed of the bootstrap.
+    """
+    headers = ["cell", "baseline", facet, "items", "unpaired", "A", "B", "difference", "95 % CI"]
+    headers += ["more", "fewer"]
+    lines = [
+        [
+            part.a.cell.name,
+            part.b.cell.name,
+            str(value),
+            f"{len(part.pairs):,}",
+            f"{part.num_unpaired:,}",
+            _value(part.column, part.a.estimate),
+            _value(part.column, part.b.estimate),
+            *_difference(part),
+            f"{part.num_above:,}",
+            f"{part.num_below:,}",
+        ]
+        for one in found
+        for value, part in compare_by_facet(one, facet, seed=seed)
+    ]
+    return "\n" + format_table(headers, lines, right=range(2, len(headers))) + "\n"
 
 
 def warn_incomplete(cells: Sequence[PooledCell]) -> None:
@@ -101,16 +164,63 @@ def warn_incomplete(cells: Sequence[PooledCell]) -> None:
     """
     for cell, label in zip(cells, unique_labels(cells), strict=True):
         if len(cell.samples) < cell.num_expected:
-            done = f"{len(cell.samples):,} of {cell.num_expected:,} samples"
-            info(f"{label} is not complete: {done} are done.")
+            done = format_progress(len(cell.samples), cell.num_expected)
+            info(f"{label} is not complete: {done} samples are done.")
 
 
-def list_problems(cells: Sequence[PooledCell]) -> list[str]:
-    """A line for each cell with truncated, failed or ungraded samples.
+def format_progress(num_done: int, num_expected: int) -> str:
+    """A number of samples, with how many are expected if some are missing."""
+    is_complete = num_done == num_expected
+    return f"{num_done:,}" if is_complete else f"{num_done:,} of {num_expected:,}"
 
-    Args:
-        cells: The cells.
-    """
+
+def _row_texts(row: Row, measured: Sequence[Column]) -> list[str]:
+    facet = [] if row.facet is None else [str(row.facet_value)]
+    texts = [row.cell.series, format_budget(row.cell.budget), *facet]
+    for column in measured:
+        interval = row.measured[column.name]
+        texts += [_value(column, interval), _interval(column, interval)]
+    failed = f" ({row.num_errors} failed)" if row.num_errors else ""
+    ungraded = f" ({row.num_ungraded} ungraded)" if row.num_ungraded else ""
+    texts.append(f"{row.n}{failed}{ungraded}")
+    if row.facet is not None:
+        return [*texts, f"{row.truncated:.0%}"]
+    return [
+        *texts,
+        f"{row.length.value:.0f}" if row.length else "-",
+        f"{row.truncated:.0%}",
+        f"{row.compactions:.1f}",
+        format_bytes(row.peak_bytes),
+        "-" if row.throughput_tok_s is None else f"{row.throughput_tok_s:,.0f}",
+    ]
+
+
+def _summary(found: CellComparison) -> list[str]:
+    if found.p_value is None:
+        return ["A and B have no item in common."]
+    value, interval = _difference(found)
+    unit = " points" if found.column.is_share else ""
+    items = format_count(len(found.pairs), "item")
+    if found.test == MCNEMAR:
+        test = "McNemar's exact test"
+        counts = (
+            f"both correct {found.num_both_right:,}, only A {found.num_above:,}, "
+            f"only B {found.num_below:,}, neither {found.num_neither_right:,}"
+        )
+    else:
+        test = "Exact sign test"
+        counts = (
+            f"A more {found.num_above:,}, B more {found.num_below:,}, equal {found.num_equal:,}"
+        )
+    return [
+        f"A - B: {value}{unit}, 95 % CI {interval}, over {items}",
+        counts,
+        f"{test}: p = {_p_value(found.p_value)}",
+    ]
+
+
+def _problems(cells: Sequence[PooledCell]) -> list[str]:
+    """A line for each cell with truncated, failed or ungraded samples."""
     lines = []
     for cell, label in zip(cells, unique_labels(cells), strict=True):
         counts = cell.counts()
@@ -120,32 +230,46 @@ def list_problems(cells: Sequence[PooledCell]) -> list[str]:
     return lines
 
 
-def _measured_headers(measured: Sequence[Column]) -> list[str]:
-    return [header for column in measured for header in (column.title, "95 % CI")]
+def _item_lines(found: CellComparison, pair: Pair) -> list[str]:
+    facets = ", ".join(f"{name} {value}" for name, value in pair.facets.items())
+    values = f"A {found.column.format(pair.a)}, B {found.column.format(pair.b)}"
+    item = found.item(pair)
+    heading = f"item {item.item}, seed {item.seed}" if item else f"item {pair.item}"
+    lines = [f"── {heading}{f': {facets}' if facets else ''}: {values} ──"]
+    if item is not None:
+        lines += [f"prompt  {_shorten(item.prompt)}", f"answer  {_shorten(item.answer)}"]
+    for letter, side in (("A", found.a), ("B", found.b)):
+        lines += [f"{letter}       {_shorten(text)}" for text in side.texts(pair.item)]
+    return lines
 
 
-def _measured(row: Row, measured: Sequence[Column]) -> list[str]:
-    texts = []
-    for column in measured:
-        interval = row.measured[column.name]
-        texts.append("-" if interval is None else column.format(interval.value))
-        texts.append(format_interval(column, interval))
-    return texts
+def _shorten(text: str) -> str:
+    """The end of a text, where answers are, on one line and without control characters."""
+    line = " ".join("".join(c if c.isprintable() else " " for c in text).split())
+    return line if len(line) <= _MAX_TEXT else f"... {line[-_MAX_TEXT:]}"
 
 
-def _count(row: Row) -> str:
-    failed = f" ({row.num_errors} failed)" if row.num_errors else ""
-    ungraded = f" ({row.num_ungraded} ungraded)" if row.num_ungraded else ""
-    return f"{row.n}{failed}{ungraded}"
+def _value(column: Column, estimate: Interval | None) -> str:
+    return "-" if estimate is None else column.format(estimate.value)
 
 
-def _lay_out(
-    headers: Sequence[str],
-    lines: Sequence[Sequence[str]],
-    labels: Labels | None,
-    width: int | None,
-) -> str:
-    labels = labels or {}
-    labelled = [[*(texts[i] for texts in labels.values()), *line] for i, line in enumerate(lines)]
-    headers = [*labels, *headers]
-    return format_table(headers, labelled, right=range(len(labels) + 1, len(headers)), width=width)
+def _interval(column: Column, interval: Interval | None) -> str:
+    """The ends of an interval, in percent for a share."""
+    if interval is None:
+        return "-"
+    if column.is_share:
+        return f"{100 * interval.low:.0f}-{100 * interval.high:.0f}%"
+    return f"{interval.low:.4g}..{interval.high:.4g}"
+
+
+def _difference(found: CellComparison) -> list[str]:
+    """A difference and its interval, in points for a share."""
+    if found.difference is None:
+        return ["-", "-"]
+    scale, form = (100, "+.1f") if found.column.is_share else (1, "+.4g")
+    value, low, high = (scale * end + 0.0 for end in attrs.astuple(found.difference))
+    return [format(value, form), f"{low:{form}}..{high:{form}}"]
+
+
+def _p_value(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2g}"

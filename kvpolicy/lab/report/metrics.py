@@ -2,14 +2,13 @@
 
 import math
 from collections.abc import Callable, Sequence
-from statistics import fmean
 
 import attrs
 
 from kvpolicy.lab.analysis.pooling import PooledCell, columns_of
 from kvpolicy.lab.statistics import Z_95, Interval, mean, ratio
 from kvpolicy.lab.store.records import CellTiming, EvalSettingRecord, Sample
-from kvpolicy.lab.tasks.task import LENGTH, Column, by_example
+from kvpolicy.lab.tasks.task import LENGTH, Column, mean_by_example, sums_by_example
 
 MEMORY = "peak_bytes"
 
@@ -83,29 +82,26 @@ def throughput(timings: Sequence[CellTiming]) -> Interval | float | None:
 
 
 def _measured(column: Column) -> Quantity:
-    def estimate(view: PooledCell) -> Interval | None:
-        return column.estimate(view.samples)
+    def estimate(cell: PooledCell) -> Interval | None:
+        return column.estimate(cell.samples)
 
     kind = "share" if column.is_share else "number"
     return Quantity(column.name, column.title, column.heading, kind, estimate)
 
 
-def _memory(view: PooledCell) -> Interval | None:
+def _memory(cell: PooledCell) -> Interval | None:
     """Mean over items: attempts at one item are not independent."""
-    held = by_example(view.samples, lambda one: one.peak_bytes if _is_complete(one) else None)
-    return mean([fmean(values) for values in held]) if held else None
+    held = mean_by_example(cell.samples, lambda one: one.peak_bytes if _is_complete(one) else None)
+    return mean(list(held.values())) if held else None
 
 
 def _is_complete(sample: Sample) -> bool:
     return sample.finish_reason != "error"
 
 
-def _speed(view: PooledCell) -> Interval | None:
-    timed = by_example(view.samples, _tokens_and_seconds)
-    if not timed:
-        return None
-    sums = [tuple(map(math.fsum, zip(*values, strict=True))) for values in timed]
-    return ratio(*zip(*sums, strict=True))
+def _speed(cell: PooledCell) -> Interval | None:
+    sums = sums_by_example(cell.samples, _tokens_and_seconds).values()
+    return ratio(*zip(*sums, strict=True)) if sums else None
 
 
 def _tokens_and_seconds(sample: Sample) -> tuple[float, float] | None:
@@ -121,7 +117,7 @@ _COSTS = (
         "tokens",
         "Mean length, tokens",
         "tokens",
-        lambda view: LENGTH.estimate(view.samples),
+        lambda cell: LENGTH.estimate(cell.samples),
     ),
     Quantity(
         MEMORY,
@@ -135,7 +131,7 @@ _COSTS = (
         "tokens/s",
         "Throughput of all slots, tokens/s",
         "rate",
-        lambda view: throughput(view.timings),
+        lambda cell: throughput(cell.timings),
         f"{_ONCE}; the interval is over seeds.",
     ),
     Quantity(
@@ -151,7 +147,7 @@ _COSTS = (
         "cache of all slots",
         "Peak KV bytes of all slots",
         "bytes",
-        lambda view: view.timing.peak_kv_bytes if view.timing else None,
+        lambda cell: cell.timing.peak_kv_bytes if cell.timing else None,
         f"{_ONCE}, so it has no interval.",
         charted=False,
     ),

@@ -26,10 +26,10 @@ from kvpolicy.lab.tasks.task import (
     Example,
     Metric,
     Split,
-    by_example,
     load_task,
     mean_of,
     spell,
+    sums_by_example,
 )
 
 if TYPE_CHECKING:
@@ -117,11 +117,8 @@ def _nll_of(sample: Sample) -> float | None:
 
 
 def _nll(samples: abc.Sequence[Sample]) -> Interval | None:
-    texts = by_example(samples, _scored)
-    if not texts:
-        return None
-    sums = [tuple(map(math.fsum, zip(*values, strict=True))) for values in texts]
-    return ratio(*zip(*sums, strict=True))
+    sums = sums_by_example(samples, _scored).values()
+    return ratio(*zip(*sums, strict=True)) if sums else None
 
 
 def _perplexity_of(sample: Sample) -> float | None:

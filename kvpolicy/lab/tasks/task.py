@@ -9,6 +9,7 @@ metrics equally: graded answers, perplexity and agreement with the full cache.
 """
 
 import inspect
+import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import EntryPoint
@@ -258,8 +259,8 @@ def mean_of(name: str, title: str, heading: str, *, is_share: bool = False) -> C
 
 def by_example(
     samples: Sequence[Sample], value: Callable[[Sample], _Value | None]
-) -> list[list[_Value]]:
-    """Values of samples, grouped by example; samples of one example are its attempts.
+) -> dict[int, list[_Value]]:
+    """Values of samples by example; samples of one example are its attempts.
 
     Args:
         samples: The samples.
@@ -270,7 +271,24 @@ def by_example(
         found = value(sample)
         if found is not None:
             groups.setdefault(sample.item, []).append(found)
-    return list(groups.values())
+    return groups
+
+
+def mean_by_example(
+    samples: Sequence[Sample], value: Callable[[Sample], float | None]
+) -> dict[int, float]:
+    """The value of each example that has one: the mean over its attempts."""
+    return {item: fmean(values) for item, values in by_example(samples, value).items()}
+
+
+def sums_by_example(
+    samples: Sequence[Sample], parts: Callable[[Sample], tuple[float, float] | None]
+) -> dict[int, tuple[float, float]]:
+    """Numerator and denominator of each example that has them, summed over its attempts."""
+    return {
+        item: (math.fsum(part for part, _ in pairs), math.fsum(whole for _, whole in pairs))
+        for item, pairs in by_example(samples, parts).items()
+    }
 
 
 def _mean_column(
@@ -281,15 +299,15 @@ def _mean_column(
     is_share: bool = False,
 ) -> Column:
     def estimate(samples: Sequence[Sample]) -> Interval | None:
-        groups = by_example(samples, value)
-        return mean([fmean(values) for values in groups]) if groups else None
+        means = mean_by_example(samples, value)
+        return mean(list(means.values())) if means else None
 
     return Column(name, title, heading, value, estimate, is_share)
 
 
 def _accuracy(samples: Sequence[Sample]) -> Interval | None:
     attempts = by_example(samples, lambda sample: bool(sample.correct))
-    return pass_at_1(attempts) if attempts else None
+    return pass_at_1(list(attempts.values())) if attempts else None
 
 
 def _is_correct(sample: Sample) -> float:

@@ -24,7 +24,7 @@ def test_a_report_is_one_file_that_names_no_other(kvpolicy: Shell, run: Path) ->
     before = sorted(path.name for path in run.iterdir())
     answer = kvpolicy("report", run)
     assert answer.status == 0, answer.err
-    assert "40 samples of 5 cells are in kvpolicy-report.html" in answer.err
+    assert "kvpolicy-report.html shows 40 samples of 5 cells" in answer.err
     page = Path("kvpolicy-report.html").read_text(encoding="utf-8")
     assert page.startswith("<!doctype html>")
     for word in ("http:", "https:", "src=", "<link", "@import", "url("):
@@ -103,6 +103,9 @@ def test_every_quantity_is_a_figure_of_its_own(kvpolicy: Shell, run: Path) -> No
         assert answer.status == 0, answer.err
         pictures.add(Path(f"{name}.svg").read_bytes())
     assert len(pictures) == len(names)
+    write_run(run.parent / "single", plans=PLANS[:1])
+    answer = kvpolicy("plot", run.parent / "single", "--to", "one.svg")
+    assert "one.svg shows 1 cell, 3.3" in answer.err
     kvpolicy("plot", run, "--to", "one.svg", "--series", "H2O")
     assert Path("one.svg").read_bytes() not in pictures
 
@@ -110,7 +113,7 @@ def test_every_quantity_is_a_figure_of_its_own(kvpolicy: Shell, run: Path) -> No
 def test_seeds_are_drawn_together(kvpolicy: Shell, tmp_path: Path) -> None:
     seeds = write_run(tmp_path / "seeds", plans=PLANS, seeds=(0, 1))
     answer = kvpolicy("plot", seeds, "--to", "a.svg")
-    assert "5 cells are drawn in a.svg, 3.3 x 2.31 inches" in answer.err
+    assert "a.svg shows 5 cells, 3.3 x 2.31 inches" in answer.err
 
 
 def test_a_figure_that_cannot_be_drawn_is_reported(
