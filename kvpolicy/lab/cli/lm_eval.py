@@ -36,7 +36,14 @@ from kvpolicy.cli.options import (
     register_plugins,
     split_list,
 )
-from kvpolicy.cli.output import format_bytes, format_table, info, print_text, terminal_width
+from kvpolicy.cli.output import (
+    Progress,
+    format_bytes,
+    format_table,
+    info,
+    print_text,
+    terminal_width,
+)
 from kvpolicy.engine.results import Result
 from kvpolicy.errors import KVPolicyError
 from kvpolicy.files import atomic_write
@@ -163,12 +170,22 @@ def lm_eval(
     register_plugins(plugin)
     numbers = {"budget": budget, "buffer": buffer, "length": length}
     chosen = choose_plan(plan, policy or [], numbers, overrides or [])
+    from lm_eval.utils import simple_parse_args_string
+
     from kvpolicy.engine.engine import Engine
     from kvpolicy.lab.lm_eval.evaluate import OURS, AnswerCache, Tasks, evaluate
     from kvpolicy.lab.lm_eval.model import PolicyLM
     from kvpolicy.lab.store.session import describe_session
     from kvpolicy.model.loading import load_model
 
+    given = {
+        "max_gen_toks": max_new_tokens,
+        "temperature": temperature,
+        "do_sample": None if temperature is None else temperature > 0,
+        "top_p": top_p,
+        "top_k": top_k,
+    }
+    shortcuts = {name: value for name, value in given.items() if value is not None}
     session = describe_session(["kvpolicy", *sys.argv[1:]], workers=1)
     session["versions"]["lm_eval"] = version("lm_eval")
     found = Tasks(names, include_path or [], execute_code=execute_code)
@@ -187,16 +204,15 @@ def lm_eval(
             cache=cache,
             limit=limit,
             num_fewshot=num_fewshot,
-            generation=_generation(gen_kwargs, max_new_tokens, temperature, top_p, top_k),
+            generation=simple_parse_args_string(gen_kwargs) | shortcuts,
             seed=seed,
             chat=apply_chat_template,
             system_instruction=system_instruction,
             log_samples=log_samples,
         )
     except KeyboardInterrupt:
-        if cache is None:
-            msg = "interrupted; the answers are lost. With --output FILE.json they are kept."
-        else:
+        msg = "interrupted; the answers are lost. With --output FILE.json they are kept."
+        if cache is not None:
             msg = (
                 f"interrupted; {len(cache.dbdict)} answers are in {cache.path}, and the same "
                 "command resumes."
@@ -211,30 +227,7 @@ def lm_eval(
         cache.path.unlink(missing_ok=True)  # the record holds every answer that counts
 
 
-def _generation(
-    gen_kwargs: str | None,
-    max_new_tokens: int | None,
-    temperature: float | None,
-    top_p: float | None,
-    top_k: int | None,
-) -> dict[str, Any]:
-    """What replaces the tasks' own settings, under the harness's names."""
-    from lm_eval.utils import simple_parse_args_string
-
-    given = {
-        "max_gen_toks": max_new_tokens,
-        "temperature": temperature,
-        "do_sample": None if temperature is None else temperature > 0,
-        "top_p": top_p,
-        "top_k": top_k,
-    }
-    options = {key: value for key, value in given.items() if value is not None}
-    return {**simple_parse_args_string(gen_kwargs), **options}
-
-
 def _show_progress(results: Iterable[Result], kind: str, total: int) -> Iterator[Result]:
-    from kvpolicy.cli.output import Progress
-
     with Progress(total) as progress:
         for num_done, result in enumerate(results, 1):
             yield result
@@ -247,7 +240,7 @@ def _print_record(record: dict[str, Any], output: Path | None, *, json: bool) ->
     text = jsonlib.dumps(record, ensure_ascii=False, indent=2, default=handle_non_serializable)
     if output is not None:
         atomic_write(output, text + "\n")
-    print_text((text if json else score_table(record, width=terminal_width())) + "\n")
+    print_text((text if json else _score_table(record)) + "\n")
     for name, cost in record["kvpolicy"]["costs"].items():
         if cost["num_shortened"]:
             info(
@@ -258,20 +251,14 @@ def _print_record(record: dict[str, Any], output: Path | None, *, json: bool) ->
         info(f"the results are in {output}.")
 
 
-def score_table(record: Mapping[str, Any], *, width: int | None = None) -> str:
-    """Format an evaluation as a table.
+def _score_table(record: Mapping[str, Any]) -> str:
+    """One line for each metric of each task or group.
 
-    Args:
-        record: As returned by `kvpolicy.lab.lm_eval.evaluate.evaluate`.
-        width: The most characters of a line; unlimited if not given.
-
-    Returns:
-        One line for each metric of each task or group. ``length`` (new tokens) and
-        ``compacted`` (times) are means over a task's sequences; ``rows`` and ``KV/sequence`` are
-        the most that one sequence held.
+    ``length`` (new tokens) and ``compacted`` (times) are means over a task's sequences; ``rows``
+    and ``KV/sequence`` are the most that one sequence held.
     """
     rows = [row for name in record["results"] for row in _metric_rows(record, name)]
-    return format_table(_HEADERS, rows, right=range(3, len(_HEADERS)), width=width)
+    return format_table(_HEADERS, rows, right=range(3, len(_HEADERS)), width=terminal_width())
 
 
 def _metric_rows(record: Mapping[str, Any], name: str) -> Iterator[list[str]]:

@@ -4,8 +4,9 @@ import difflib
 import fnmatch
 import hashlib
 import logging
+import sqlite3
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from functools import partialmethod
 from importlib.metadata import version
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Any
 
 import attrs
 import datasets
+import huggingface_hub
 import lm_eval
 import tqdm
 from lm_eval.api.model import CachingLM
@@ -26,8 +28,6 @@ from kvpolicy.model.hub import hub_reachable
 
 # The key of the harness's record under which `evaluate` adds its own.
 OURS = "kvpolicy"
-
-_SQLITE_HEADER = b"SQLite format 3\0"
 
 
 class Tasks(TaskManager):
@@ -55,10 +55,11 @@ class Tasks(TaskManager):
                 msg = f"--include-path was given '{folder}', which is no folder"
                 raise TaskError(msg)
         self._execute_code = execute_code
-        # The harness's own tasks are thousands of files, which take seconds to list.
-        self._list(folders, include_defaults=False)
-        if not all(_is_file(name) or name in self.all_subtasks for name in requested):
-            self._list(folders, include_defaults=True)
+        with _task_errors("the tasks cannot be listed"):
+            # The harness's own tasks are thousands of files, which take seconds to list.
+            super().__init__(include_path=list(folders), include_defaults=False)
+            if not all(_is_file(name) or name in self.all_subtasks for name in requested):
+                super().__init__(include_path=list(folders), include_defaults=True)
         self.names = list(dict.fromkeys(name for one in requested for name in self._matching(one)))
 
     def load(self, task_list: Any) -> Any:
@@ -68,33 +69,22 @@ class Tasks(TaskManager):
             TaskError: A task is malformed, its data set cannot be loaded, or the model cannot
                 answer it.
         """
-        try:
+        with _task_errors(f"{_format_names(self.names)} cannot be loaded"):
             loaded = super().load(task_list)
-        except KVPolicyError:
-            raise
-        except Exception as error:  # a task's file and a hundred packages may raise anything
-            reason = error_summary(error).rstrip(".")
-            msg = f"{_format_names(self.names)} cannot be loaded: {reason}"
-            if isinstance(error, ConnectionError) and not hub_reachable():
-                msg += (
-                    "; the hub cannot be reached from here, so data sets must have been "
-                    "downloaded before, or be local files"
-                )
-            raise TaskError(msg) from error
         for name, task in loaded["tasks"].items():
-            self._check(name, task)
+            if getattr(task, "MULTIMODAL", False):
+                msg = f"task '{name}' uses images or audio, and the engine reads text only"
+                raise TaskError(msg)
+            if getattr(task, "UNSAFE_CODE", False) and not self._execute_code:
+                msg = (
+                    f"task '{name}' runs programs that the model writes, without a sandbox; add "
+                    "--execute-code to allow it"
+                )
+                raise TaskError(msg)
         return loaded
 
-    def _list(self, folders: Sequence[Path], *, include_defaults: bool) -> None:
-        try:
-            super().__init__(include_path=list(folders), include_defaults=include_defaults)
-        except Exception as error:
-            where = ", ".join(map(str, folders)) or "the harness"
-            msg = f"the tasks in {where} cannot be listed: {error_summary(error)}"
-            raise TaskError(msg) from error
-
     def _matching(self, name: str) -> list[str]:
-        if _is_file(name) or name in self.task_index:
+        if _is_file(name) or name in self.all_tasks:
             return [name]
         found = fnmatch.filter(self.all_tasks, name)
         if not found:
@@ -104,24 +94,13 @@ class Tasks(TaskManager):
             raise TaskError(msg)
         return found
 
-    def _check(self, name: str, task: Any) -> None:
-        if getattr(task, "MULTIMODAL", False):
-            msg = f"task '{name}' uses images or audio, and the engine reads text only"
-            raise TaskError(msg)
-        if getattr(task, "UNSAFE_CODE", False) and not self._execute_code:
-            msg = (
-                f"task '{name}' runs programs that the model writes, without a sandbox; add "
-                "--execute-code to allow it"
-            )
-            raise TaskError(msg)
-
 
 class AnswerCache(CachingLM):
     """The harness's cache of answers, for an evaluation that is resumed.
 
-    The harness finds answers by the texts of their requests. Here, answers of each plan and
-    model have a table of their own, and so do seeds, with which requests that sample can be
-    cached as well: the harness's own ``--use_cache`` leaves them out.
+    The harness looks answers up by the texts of their requests. Here, each plan and model has a
+    table of its own. Requests that sample are cached too, with their random seed; the harness's
+    own ``--use_cache`` leaves them out.
 
     Attributes:
         path: The file, an SQLite database.
@@ -132,24 +111,26 @@ class AnswerCache(CachingLM):
         """Open the file, or make it.
 
         Raises:
-            OutputError: The file holds something else, or cannot be written.
+            OutputError: The file holds something else, or cannot be opened.
         """
-        self.lm = lm
-        self.path = path
-        self._is_new = _is_new_database(path)
+        self._is_new = not path.exists()
+        try:
+            with closing(sqlite3.connect(path)) as database:
+                database.execute("PRAGMA schema_version")  # reads the file's header
+        except sqlite3.Error as error:
+            msg = f"{path} is no cache of answers: {error}; choose another --output."
+            raise OutputError(msg) from error
         run = (lm.identity, version("kvpolicy"), lm.think_end_token)
         table = hashlib.blake2b(repr(run).encode(), digest_size=8).hexdigest()
-        try:
-            self.dbdict = SqliteDict(str(path), tablename=f"answers_{table}", autocommit=True)
-        except Exception as error:  # of sqlite3, or of the package's own thread
-            msg = f"{path} cannot be written: {error_summary(error)}; choose another --output."
-            raise OutputError(msg) from error
+        self.lm = lm
+        self.path = path
         self.cache_db = str(path)
+        self.dbdict = SqliteDict(self.cache_db, tablename=f"answers_{table}", autocommit=True)
         self.num_found = len(self.dbdict)
         lm.set_cache_hook(self.get_cache_hook())
 
     def __getattr__(self, name: str) -> Any:
-        """As the harness's cache; answers of generations are found by the engine's settings."""
+        """As in the harness; answers of generations are looked up by the engine's settings."""
         answer: Callable[[list[Any]], list[Any]] = super().__getattr__(name)
         if name != "generate_until":
             return answer
@@ -202,11 +183,11 @@ def evaluate(
     if chat and not getattr(lm.tokenizer, "chat_template", None):
         msg = "this model's tokenizer has no chat template; leave --apply-chat-template out"
         raise TaskError(msg)
-    with _quiet(), _offline_if_unreachable():
+    with _harness_settings():
         loaded = tasks.load(tasks.names)
         for task in loaded["tasks"].values():
             _configure(task, num_fewshot, generation or {}, FEWSHOT_SEED if seed is None else seed)
-        try:
+        with _task_errors(f"{_format_names(tasks.names)} cannot be evaluated"):
             record: dict[str, Any] = lm_eval.evaluate(
                 lm if cache is None else cache,
                 loaded,
@@ -217,11 +198,6 @@ def evaluate(
                 log_samples=log_samples,
                 confirm_run_unsafe_code=True,  # `Tasks` has refused them if they may not run
             )
-        except KVPolicyError:
-            raise
-        except Exception as error:  # of a task's own code, or of a package it imports
-            msg = f"the harness failed on {', '.join(tasks.names[:5])}: {error_summary(error)}"
-            raise TaskError(msg) from error
     engine = lm.engine
     return record | {
         OURS: {
@@ -252,54 +228,43 @@ def _configure(
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
-    """Silence the harness's log, its progress bars and those of `datasets`."""
-    logger, init = logging.getLogger("lm_eval"), tqdm.tqdm.__init__
-    level = logger.level
-    logger.setLevel(logging.ERROR)
-    datasets.disable_progress_bars()
-    # The harness's bars have no switch.
-    tqdm.tqdm.__init__ = partialmethod(init, disable=True)
+def _task_errors(problem: str) -> Iterator[None]:
+    """Raise `TaskError` for whatever a task's file, its code or its packages raise."""
     try:
         yield
-    finally:
-        tqdm.tqdm.__init__ = init
-        datasets.enable_progress_bars()
-        logger.setLevel(level)
+    except KVPolicyError:
+        raise
+    except Exception as error:
+        msg = f"{problem}: {error_summary(error).rstrip('.')}"
+        if isinstance(error, ConnectionError) and not hub_reachable():
+            msg += (
+                "; the hub cannot be reached from here, so data sets must have been downloaded "
+                "before, or be local files"
+            )
+        raise TaskError(msg) from error
 
 
 @contextmanager
-def _offline_if_unreachable() -> Iterator[None]:
-    """Without a network, fail at once: `datasets` would try again and again."""
-    import huggingface_hub
-
-    if hub_reachable():
+def _harness_settings() -> Iterator[None]:
+    """Silence the harness and its progress bars, and do not wait for a network that is absent."""
+    logger = logging.getLogger("lm_eval")
+    replaced: list[tuple[Any, str, Any]] = [
+        # The harness's bars have no switch.
+        (tqdm.tqdm, "__init__", partialmethod(tqdm.tqdm.__init__, disable=True)),
+    ]
+    if not hub_reachable():  # otherwise `datasets` tries again and again
+        replaced += [
+            (m, "HF_HUB_OFFLINE", True) for m in (huggingface_hub.constants, datasets.config)
+        ]
+    with ExitStack() as stack:
+        stack.callback(logger.setLevel, logger.level)
+        logger.setLevel(logging.ERROR)
+        stack.callback(datasets.enable_progress_bars)
+        datasets.disable_progress_bars()
+        for holder, name, value in replaced:
+            stack.callback(setattr, holder, name, getattr(holder, name))
+            setattr(holder, name, value)
         yield
-        return
-    modules: tuple[Any, ...] = (huggingface_hub.constants, datasets.config)
-    before = [module.HF_HUB_OFFLINE for module in modules]
-    for module in modules:
-        module.HF_HUB_OFFLINE = True
-    try:
-        yield
-    finally:
-        for module, value in zip(modules, before, strict=True):
-            module.HF_HUB_OFFLINE = value
-
-
-def _is_new_database(path: Path) -> bool:
-    try:
-        with path.open("rb") as file:
-            header = file.read(len(_SQLITE_HEADER))
-    except FileNotFoundError:
-        return True
-    except OSError as error:
-        msg = f"{path} cannot be read: {error.strerror}; choose another --output."
-        raise OutputError(msg) from error
-    if header not in (b"", _SQLITE_HEADER):
-        msg = f"{path} is no cache of answers; choose another --output, or delete that file."
-        raise OutputError(msg)
-    return False
 
 
 def _is_file(name: str) -> bool:

@@ -25,11 +25,13 @@ class Continuation:
         given: Token ids of the context, at least one.
         scored: Token ids of the continuation.
         task: Name of the task it belongs to.
+        shortened: Whether the context has lost its beginning.
     """
 
     given: tuple[int, ...]
     scored: tuple[int, ...]
     task: str = ""
+    shortened: bool = False
 
 
 class Score(NamedTuple):
@@ -46,6 +48,7 @@ class Branch:
     Attributes:
         task: Name of the task they belong to.
         given: Token ids of the context.
+        shortened: Whether the context has lost its beginning.
         shared: Token ids that all continuations begin with.
         ends: Index and last token of each continuation.
         log_likelihood: Sum over the shared tokens scored so far, in nats.
@@ -54,6 +57,7 @@ class Branch:
 
     task: str
     given: tuple[int, ...]
+    shortened: bool
     shared: tuple[int, ...]
     ends: list[tuple[int, int]] = attrs.field(factory=list)
     log_likelihood: float = 0.0
@@ -74,7 +78,7 @@ def branches_of(continuations: abc.Iterable[Continuation]) -> list[Branch]:
     found: dict[object, Branch] = {}
     for index, one in enumerate(continuations):
         if one.scored:
-            key = one.task, one.given, one.scored[:-1]
+            key = one.task, one.given, one.shortened, one.scored[:-1]
             found.setdefault(key, Branch(*key)).ends.append((index, one.scored[-1]))
     return list(found.values())
 

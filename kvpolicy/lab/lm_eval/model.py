@@ -11,7 +11,7 @@ import logging
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Self
+from typing import Any
 
 import attrs
 from lm_eval.api.instance import Instance
@@ -37,8 +37,6 @@ from kvpolicy.plan.plan import Plan
 # results there will be.
 Follow = Callable[[Iterable[Result], str, int], Iterator[Result]]
 
-_LOADING_OPTIONS = ("dtype", "device", "trust_remote_code")
-_PLAN_OPTIONS = ("budget", "buffer", "length")
 # Settings of transformers' generate() whose default changes nothing.
 _WITHOUT_EFFECT = {"num_beams": 1, "num_return_sequences": 1, "use_cache": True}
 
@@ -72,13 +70,7 @@ class Cost:
     peak_bytes: int = 0
 
     def add(self, result: Result, *, truncated: bool = False, shortened: bool = False) -> None:
-        """Count one sequence.
-
-        Args:
-            result: Its result.
-            truncated: Whether the generation reached the maximum of new tokens.
-            shortened: Whether its prompt lost its beginning.
-        """
+        """Count one sequence, and whether it was truncated or its prompt shortened."""
         self.num_sequences += 1
         self.prompt_tokens += result.prompt_len
         self.new_tokens += len(result.tokens)
@@ -90,7 +82,6 @@ class Cost:
         self.peak_bytes = max(self.peak_bytes, result.peak_bytes)
 
 
-@register_model("kvpolicy")
 class PolicyLM(HFLM):
     """A model under a plan.
 
@@ -145,45 +136,6 @@ class PolicyLM(HFLM):
         self._follow = follow or (lambda results, _kind, _total: iter(results))
         self._tasks: list[str] = []
 
-    @classmethod
-    def create_from_arg_string(
-        cls, arg_string: str, additional_config: dict[str, Any] | None = None
-    ) -> Self:
-        """As `create_from_arg_obj`, from ``key=value,...``."""
-        from lm_eval.utils import simple_parse_args_string
-
-        return cls.create_from_arg_obj(simple_parse_args_string(arg_string), additional_config)
-
-    @classmethod
-    def create_from_arg_obj(
-        cls, arg_dict: dict[str, Any], additional_config: dict[str, Any] | None = None
-    ) -> Self:
-        """Build model and engine from what the harness calls ``model_args``.
-
-        Args:
-            arg_dict: ``pretrained``, ``dtype``, ``device`` and ``trust_remote_code`` choose the
-                model; ``plan`` (a file) or ``policy`` (names with ``+`` between them), with
-                ``budget``, ``buffer`` and ``length``, the plan; the rest are arguments of
-                `PolicyLM`.
-            additional_config: ``batch_size`` is the number of slots (``auto``: the engine's
-                default), ``device``.
-
-        Raises:
-            KVPolicyError: The model or the plan cannot be loaded.
-        """
-        given = {k: v for k, v in (additional_config or {}).items() if v is not None}
-        options = {**arg_dict, **given}
-        options.pop("max_batch_size", None)
-        batch_size = str(options.pop("batch_size", "auto"))
-        plan = _plan_of(options)
-        loading = {key: options.pop(key) for key in _LOADING_OPTIONS if key in options}
-        if "pretrained" not in options:
-            msg = "model_args names no model; write for example pretrained=FOLDER"
-            raise ModelError(msg)
-        model, tokenizer = load_model(options.pop("pretrained"), **loading)
-        slots = DEFAULT_SLOTS if batch_size.startswith("auto") else int(batch_size)
-        return cls(Engine(model, tokenizer, plan, slots=slots), **options)
-
     def generate_until(self, requests: Sequence[Instance], disable_tqdm: bool = True) -> list[str]:
         """Continue contexts, each with its own settings.
 
@@ -237,6 +189,26 @@ class PolicyLM(HFLM):
         scores: list[tuple[float, bool]] = super().loglikelihood(requests, disable_tqdm=True)
         return scores
 
+    def _loglikelihood_tokens(
+        self, requests: Sequence[tuple[Any, list[int], list[int]]], **_: Any
+    ) -> list[tuple[float, bool]]:
+        tasks = self._tasks or [""] * len(requests)
+        self._tasks = []
+        continuations = []
+        for (_, given, scored), task in zip(requests, tasks, strict=True):
+            limit = self._prompt_limit(len(scored), task)
+            context = tuple(given or [self.prefix_token_id])  # spaces alone are no context
+            continuations.append(
+                Continuation(context[-limit:], tuple(scored), task, len(context) > limit)
+            )
+        scores: list[tuple[float, bool]] = [Score(0.0, True)] * len(requests)
+        for index, score in self._scores(continuations, "loglikelihood"):
+            scores[index] = score
+            texts = requests[index][0]
+            if texts is not None:
+                self.cache_hook.add_partial("loglikelihood", texts, tuple(score))
+        return scores
+
     def loglikelihood_rolling(
         self, requests: Sequence[Instance], disable_tqdm: bool = True
     ) -> list[float]:
@@ -251,19 +223,18 @@ class PolicyLM(HFLM):
         """
         windows, owners = [], []
         for owner, one in enumerate(requests):
-            ids = self.tok_encode(one.args[0])
             for window in get_rolling_token_windows(
-                ids, self.prefix_token_id, self.max_length, context_len=1
+                self.tok_encode(one.args[0]), self.prefix_token_id, self.max_length, context_len=1
             ):
                 given, scored = make_disjoint_window(window)
                 windows.append(Continuation(tuple(given), tuple(scored), one.task_name or ""))
                 owners.append(owner)
-        missing, totals = Counter(owners), [0.0] * len(requests)
+        num_missing, totals = Counter(owners), [0.0] * len(requests)
         for index, score in self._scores(windows, "loglikelihood_rolling"):
             owner = owners[index]
             totals[owner] += score.log_likelihood
-            missing[owner] -= 1
-            if not missing[owner]:
+            num_missing[owner] -= 1
+            if not num_missing[owner]:
                 text = requests[owner].args
                 self.cache_hook.add_partial("loglikelihood_rolling", text, totals[owner])
         return totals
@@ -284,53 +255,26 @@ class PolicyLM(HFLM):
             settings = read_settings(generation, one.task_name)
             if settings["temperature"]:
                 which = one.task_name, one.doc_id, one.idx
-                seed = _seed_of(self._seed, *which, attempts[which])
-                settings.setdefault("seed", seed)
+                text = f"{self._seed} {(*which, attempts[which])}"
+                seed = hashlib.blake2b(text.encode(), digest_size=6).digest()
+                settings.setdefault("seed", int.from_bytes(seed))
                 attempts[which] += 1
             prepared.append(replace(one, arguments=(context, settings)))
         return prepared
 
-    def _loglikelihood_tokens(
-        self, requests: Sequence[tuple[Any, list[int], list[int]]], **_: Any
-    ) -> list[tuple[float, bool]]:
-        tasks = self._tasks or [""] * len(requests)
-        self._tasks = []
-        continuations = []
-        for (_, given, scored), task in zip(requests, tasks, strict=True):
-            limit = self._prompt_limit(len(scored), task)
-            context = tuple(given or [self.prefix_token_id])  # spaces alone are no context
-            continuations.append(Continuation(context[-limit:], tuple(scored), task))
-        scores: list[tuple[float, bool]] = [Score(0.0, True)] * len(requests)
-        shortened = {
-            index
-            for index, (request, one) in enumerate(zip(requests, continuations, strict=True))
-            if len(request[1]) > len(one.given)
-        }
-        for index, score in self._scores(continuations, "loglikelihood", shortened):
-            scores[index] = score
-            key = requests[index][0]
-            if key is not None:
-                self.cache_hook.add_partial("loglikelihood", key, tuple(score))
-        return scores
-
     def _scores(
-        self,
-        continuations: Sequence[Continuation],
-        kind: str,
-        shortened: "set[int] | frozenset[int]" = frozenset(),
+        self, continuations: Sequence[Continuation], kind: str
     ) -> Iterator[tuple[int, Score]]:
         """Index and score of each continuation that is not empty, as they come."""
         scoring = Scoring(self.engine, continuations)
         for result in self._results(scoring.run, kind):
             branch = scoring.branches[result.id]
-            indices = [index for index, _ in branch.ends]
-            self.costs[branch.task].add(result, shortened=not shortened.isdisjoint(indices))
-            for index in indices:
+            self.costs[branch.task].add(result, shortened=branch.shortened)
+            for index, _ in branch.ends:
                 yield index, scoring.scores[index]
 
     def _results(self, run: Run, kind: str) -> Iterator[Result]:
         for result in self._follow(run, kind, len(run.requests)):
-            self.reports[kind] = run.report
             if result.error is not None:
                 raise RequestError(result.error)
             yield result
@@ -350,16 +294,10 @@ class PolicyLM(HFLM):
     def _request(self, prompt: list[int], settings: Mapping[str, Any]) -> Request:
         until = settings["until"]
         ends = {*self.engine.adapter.stop_ids, *map(self._special_token, until), self.eot_token_id}
-        sampling = Sampling(
-            settings["temperature"],
-            settings["top_k"],
-            settings["top_p"],
-            settings.get("seed", 0),
-        )
         return Request(
             prompt,
             settings["max_gen_toks"],
-            sampling,
+            _sampling(settings),
             # While a model thinks, line breaks and the like do not end its answer.
             () if self.think_end_token is not None else tuple(until),
             tuple(sorted(end for end in ends if end is not None)),
@@ -376,14 +314,74 @@ class PolicyLM(HFLM):
         stop = handle_stop_sequences(list(until), eos)
         if isinstance(think_end, str):
             return str(postprocess_generated_text(text, stop, think_end))
-        text = text if think_end is None else text.lstrip()
-        return str(postprocess_generated_text(text, stop, None))
+        return str(
+            postprocess_generated_text(text if think_end is None else text.lstrip(), stop, None)
+        )
 
     def _special_token(self, text: str) -> int | None:
         """Id of a text that is a special token, which decoded texts do not show."""
         ids = self.tok_encode(text, add_special_tokens=False)
         hidden = len(ids) == 1 and not self.tok_decode(ids)
         return ids[0] if hidden else None
+
+
+@register_model("kvpolicy")
+class LoadedPolicyLM(PolicyLM):
+    """A `PolicyLM` that the harness builds from its ``--model_args``."""
+
+    def __init__(
+        self,
+        pretrained: str | None = None,
+        *,
+        plan: str | None = None,
+        policy: str | None = None,
+        budget: int | str | None = None,
+        buffer: int | None = None,
+        length: int | None = None,
+        dtype: str = "auto",
+        device: str | None = None,
+        trust_remote_code: bool = False,
+        batch_size: int | str = "auto",
+        max_batch_size: object = None,
+        **options: Any,
+    ) -> None:
+        """Load the model and build an engine.
+
+        Args:
+            pretrained: The model, as for `kvpolicy.model.loading.load_model`.
+            plan: A plan file.
+            policy: Names of policies, with ``+`` between them, in place of a plan.
+            budget: Budget of the plan.
+            buffer: Buffer of the plan.
+            length: Length that a budget in percent refers to.
+            dtype: Precision of the model.
+            device: Device of the model.
+            trust_remote_code: Whether to run code that comes with the model.
+            batch_size: Number of slots; ``auto`` is the engine's default.
+            max_batch_size: Ignored; the harness passes it to every model.
+            options: As for `PolicyLM`.
+
+        Raises:
+            KVPolicyError: The model or the plan cannot be loaded.
+        """
+        if pretrained is None:
+            msg = "model_args names no model; write for example pretrained=FOLDER"
+            raise ModelError(msg)
+        if (plan is None) == (policy is None):
+            msg = "model_args needs either policy=NAME or plan=FILE"
+            raise PlanError(msg)
+        given = {"budget": budget, "buffer": buffer, "length": length}
+        overrides = [f"{key}={value}" for key, value in given.items() if value is not None]
+        if plan is not None:
+            chosen = Plan.load(plan, overrides)
+        else:
+            stack = str(policy).split("+")
+            chosen = Plan.from_dict({"stack": stack}, overrides, name="model_args")
+        model, tokenizer = load_model(
+            pretrained, dtype=dtype, device=device, trust_remote_code=trust_remote_code
+        )
+        slots = DEFAULT_SLOTS if str(batch_size).startswith("auto") else int(batch_size)
+        super().__init__(Engine(model, tokenizer, chosen, slots=slots), **options)
 
 
 def read_settings(generation: Mapping[str, Any], task: str | None) -> dict[str, Any]:
@@ -415,7 +413,7 @@ def read_settings(generation: Mapping[str, Any], task: str | None) -> dict[str, 
         }
         if "seed" in given:
             settings["seed"] = given.pop("seed")
-        Sampling(*(settings[key] for key in ("temperature", "top_k", "top_p")))
+        _sampling(settings)
     except (KVPolicyError, TypeError, ValueError) as error:
         msg = f"task '{task}' has generation_kwargs that are not valid: {error}"
         raise TaskError(msg) from error
@@ -429,18 +427,7 @@ def read_settings(generation: Mapping[str, Any], task: str | None) -> dict[str, 
     return settings
 
 
-def _plan_of(options: dict[str, Any]) -> Plan:
-    """Take the plan out of ``model_args``."""
-    numbers = [f"{key}={options.pop(key)}" for key in _PLAN_OPTIONS if key in options]
-    file, policy = options.pop("plan", None), options.pop("policy", None)
-    if (file is None) == (policy is None):
-        msg = "model_args needs either policy=NAME or plan=FILE"
-        raise PlanError(msg)
-    if file is not None:
-        return Plan.load(file, numbers)
-    return Plan.from_dict({"stack": str(policy).split("+")}, numbers, name="model_args")
-
-
-def _seed_of(seed: int, *which: object) -> int:
-    text = f"{seed} {which}"
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=6).digest())
+def _sampling(settings: Mapping[str, Any]) -> Sampling:
+    return Sampling(
+        settings["temperature"], settings["top_k"], settings["top_p"], settings.get("seed", 0)
+    )

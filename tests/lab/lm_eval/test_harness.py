@@ -383,7 +383,7 @@ def test_the_model_is_made_from_model_args(tmp_path: Path) -> None:
 )
 def test_model_args_that_lack_something_are_refused(words: str, message: str) -> None:
     with pytest.raises(KVPolicyError, match=message):
-        PolicyLM.create_from_arg_string(words)
+        get_model("kvpolicy").create_from_arg_string(words)
 
 
 # Chats
