@@ -65,7 +65,7 @@ def cells(*stacks: str, budget: int = 8, buffer: int = 4, num_layers: int = 2) -
 
 
 @given(st.integers(1, 9), st.integers(1, 50), st.integers(0, 50), st.integers(0, 99))
-def test_prompts_span_the_lengths_asked_for(batch: int, low: int, more: int, seed: int) -> None:
+def test_prompts_span_the_requested_lengths(batch: int, low: int, more: int, seed: int) -> None:
     workload = Workload(batch, low, low + more, new_tokens=3, seed=seed)
     prompts = workload.prompts(61)
     lengths = sorted(map(len, prompts))
@@ -214,7 +214,7 @@ def test_generate_measures_the_full_cache() -> None:
 
 
 @pytest.mark.parametrize(("stack", "new_tokens"), [("full", 6), ("knorm", 19)])
-def test_the_engine_reads_what_a_plain_count_says(stack: str, new_tokens: int) -> None:
+def test_the_engine_attends_to_as_many_rows_as_a_plain_count(stack: str, new_tokens: int) -> None:
     model = tiny_model()
     budget, buffer = 8, 4
     contenders, _ = build_contenders(model, cells(stack, budget=budget, buffer=buffer))
@@ -275,7 +275,7 @@ def fake_kvpress() -> tuple[ModuleType, list[Any]]:
         compression_ratio: float = 0.0
         window_size: int = 64
 
-    class KnormPress:  # of the name, but no scorer
+    class KnormPress:  # the right name, but no scorer
         pass
 
     class DecodingPress:
@@ -292,7 +292,7 @@ def fake_kvpress() -> tuple[ModuleType, list[Any]]:
     return module, made
 
 
-def test_a_press_gets_the_budget_the_interval_and_the_knobs_of_its_namesake(
+def test_a_press_gets_budget_interval_and_knobs_of_its_policy(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     library, made = fake_kvpress()
@@ -333,21 +333,23 @@ def test_plans_that_differ_in_knobs_only_have_separate_presses(
     assert {one["base_press"].window_size for one in made} == {8, 4}
 
 
-def test_contenders_of_one_name_are_refused(kvpolicy: Shell, tmp_path: Path) -> None:
-    """Their turns would be taken for one's, and no round would ever be complete."""
+def test_contenders_with_equal_names_are_refused(kvpolicy: Shell, tmp_path: Path) -> None:
+    """Results are looked up by name."""
     for folder, size in (("a", 2), ("b", 4)):
         (tmp_path / folder).mkdir()
         plan = f'stack = [{{policy = "snapkv", window_size = {size}}}]\n'
         (tmp_path / folder / "x.toml").write_text(plan)
     plans = [word for folder in "ab" for word in ("--plan", tmp_path / folder / "x.toml")]
     output = tmp_path / "bench.json"
-    said = refusal(kvpolicy("bench", *WORDS, "--rounds", 1, *plans, "--output", output))
-    assert "2 contenders called 'x'" in said
-    assert "rename one" in said
+    message = refusal(kvpolicy("bench", *OPTIONS, "--rounds", 1, *plans, "--output", output))
+    assert "2 contenders called 'x'" in message
+    assert "rename one" in message
     assert not output.exists()
 
 
-def test_without_kvpress_it_is_said_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_kvpress_is_reported_with_how_to_install_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setitem(sys.modules, "kvpress", None)
     contenders, absent = build_contenders(tiny_model(), cells("knorm"))
     assert [one.name for one in contenders] == [GENERATE, MODEL_ALONE, "knorm"]
@@ -358,7 +360,7 @@ def test_without_kvpress_it_is_said_how_to_get_it(monkeypatch: pytest.MonkeyPatc
 def test_a_kvpress_that_needs_other_transformers_is_left_out(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """It can be imported beside any, and fails once it decodes."""
+    """It can be imported with any transformers, and fails when it decodes."""
     library, _ = fake_kvpress()
     monkeypatch.setitem(sys.modules, "kvpress", library)
     lines = ["torch>=2", "transformers<4,>=3; python_version > '3'"]
@@ -370,7 +372,7 @@ def test_a_kvpress_that_needs_other_transformers_is_left_out(
     assert presses_for(tiny_model(), cells("snapkv"))[1] is None
 
 
-@pytest.mark.filterwarnings("ignore")  # of its imports, and of nothing of ours
+@pytest.mark.filterwarnings("ignore")  # from its imports
 def test_kvpress_itself_stays_within_budget_and_interval() -> None:
     model = tiny_model()
     presses, absent = presses_for(model, cells("knorm", budget=12, buffer=4))
@@ -408,14 +410,14 @@ def test_shapes_are_as_large_as_their_names_say() -> None:
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_an_embedding_that_is_no_head_is_not_read(tied: bool) -> None:
+def test_an_untied_embedding_does_not_count_as_read(tied: bool) -> None:
     vocab, hidden, inner, kv = 61, 32, 64, 16
     model = tiny_model(tie_word_embeddings=tied)
     layer = 2 * hidden * hidden + 2 * hidden * kv + 3 * hidden * inner + 2 * hidden
     assert weight_bytes(model) == 4 * (2 * layer + hidden + vocab * hidden)
 
 
-def test_weights_are_drawn_from_the_seed_alone() -> None:
+def test_weights_depend_on_the_seed_only() -> None:
     before = torch.get_rng_state()
     one, again, other = (random_model(SHAPES["tiny"], s, max_positions=64) for s in (0, 0, 1))
     assert torch.equal(torch.get_rng_state(), before)
@@ -442,7 +444,7 @@ def test_memory_is_constant_while_a_text_grows() -> None:
 
 
 def test_resident_bytes_grow_with_touched_pages() -> None:
-    # Not a tensor: that might find its place in what the process has freed, but not given back.
+    # Not a tensor: that may reuse memory that the process has freed but not returned.
     before, size = resident_bytes(), 64 * 2**20
     with mmap.mmap(-1, size) as held:
         for page in range(0, size, mmap.PAGESIZE):
@@ -453,14 +455,14 @@ def test_resident_bytes_grow_with_touched_pages() -> None:
 # The command
 
 SIZES = ("--shape", "tiny", "--batch", 2, "--prompt-min", 4, "--prompt-max", 9)
-WORDS = (*SIZES, "--new-tokens", 14, "--budget", 8, "--buffer", 4)
+OPTIONS = (*SIZES, "--new-tokens", 14, "--budget", 8, "--buffer", 4)
 
 
 @pytest.mark.needs_reasoner
-def test_the_command_prints_ratios_and_keeps_them(kvpolicy: Shell, tmp_path: Path) -> None:
+def test_the_command_prints_and_writes_ratios(kvpolicy: Shell, tmp_path: Path) -> None:
     output, plot = tmp_path / "bench.json", tmp_path / "bench.svg"
     more = ("--rounds", 2, "--policies", "full,streaming", "--bandwidth", 10)
-    found = kvpolicy("bench", *WORDS, *more, "--output", output, "--plot", plot, "--json")
+    found = kvpolicy("bench", *OPTIONS, *more, "--output", output, "--plot", plot, "--json")
     assert found.status == 0, found.err
     assert found.out == output.read_text(encoding="utf-8")
     names = [one["name"] for one in found.json["standings"]]
@@ -480,11 +482,11 @@ def test_the_command_prints_ratios_and_keeps_them(kvpolicy: Shell, tmp_path: Pat
 
 
 def test_speed_and_memory_have_tables(kvpolicy: Shell) -> None:
-    plain = kvpolicy("bench", *WORDS, "--rounds", 1, "--policies", "knorm", "--bandwidth", 10)
+    plain = kvpolicy("bench", *OPTIONS, "--rounds", 1, "--policies", "knorm", "--bandwidth", 10)
     assert plain.status == 0, plain.err
     for word in ("x generate", "p95", "of limit", "knorm", MODEL_ALONE, "least - most"):
         assert word in plain.out
-    found = kvpolicy("bench", *WORDS, "--memory", "--lengths", "9,30", "--policies", "knorm")
+    found = kvpolicy("bench", *OPTIONS, "--memory", "--lengths", "9,30", "--policies", "knorm")
     assert found.status == 0, found.err
     head, _, *rows = found.out.splitlines()
     assert "if all stayed" in head
@@ -492,8 +494,8 @@ def test_speed_and_memory_have_tables(kvpolicy: Shell) -> None:
 
 
 def test_without_generate_nothing_is_compared_with_it(kvpolicy: Shell) -> None:
-    words = ("--rounds", 1, "--policies", "knorm", "--no-generate")
-    plain, found = (kvpolicy("bench", *WORDS, *words, *more) for more in ((), ("--json",)))
+    arguments = ("--rounds", 1, "--policies", "knorm", "--no-generate")
+    plain, found = (kvpolicy("bench", *OPTIONS, *arguments, *more) for more in ((), ("--json",)))
     assert plain.status == found.status == 0, plain.err
     assert "x generate" not in plain.out
     assert [one["name"] for one in found.json["standings"]] == [MODEL_ALONE, "knorm"]
@@ -523,7 +525,7 @@ def test_complete_rounds_count_after_an_interrupt(
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("arguments", "parts"),
     [
         (("--shape", "9b"), ("'9b'", "100m")),
         (("--dtype", "int8"), ("int8", "float32")),
@@ -536,7 +538,7 @@ def test_complete_rounds_count_after_an_interrupt(
 )
 @pytest.mark.needs_reasoner
 def test_wrong_input_is_refused_with_a_sentence(
-    kvpolicy: Shell, words: tuple[str, ...], said: tuple[str, ...]
+    kvpolicy: Shell, arguments: tuple[str, ...], parts: tuple[str, ...]
 ) -> None:
-    sentence = refusal(kvpolicy("bench", "--quick", *words))
-    assert all(word in sentence for word in said), sentence
+    message = refusal(kvpolicy("bench", "--quick", *arguments))
+    assert all(part in message for part in parts), message

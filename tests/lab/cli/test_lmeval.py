@@ -18,7 +18,7 @@ from kvpolicy.lab.tasks import datasets as rows
 HAS_HARNESS = rows.importlib.util.find_spec("lm_eval") is not None
 needs_harness = pytest.mark.skipif(not HAS_HARNESS, reason="the extra 'lm-eval' is not installed")
 
-# Problems that the reasoner solves and does not solve, with 300 tokens at most.
+# Problems that the reasoner solves and does not solve within 300 tokens.
 PROBLEMS = [problem for i, problem in enumerate(make_problems(8, seed=0)) if i in (2, 4, 6, 7)]
 QUESTIONS = [
     {"question": f"rent is {n}. What is rent?", "choices": ["3", "4", "12 "], "answer": n - 3}
@@ -48,20 +48,22 @@ def folder(tmp_path: Path) -> Iterator[Path]:
 
 
 def run(
-    kvpolicy: Shell, folder: Path, *words: object, tasks: str = "sums", model: object = "reasoner"
+    kvpolicy: Shell,
+    folder: Path,
+    *arguments: object,
+    tasks: str = "sums",
+    model: object = "reasoner",
 ) -> Answer:
     options = ("--tasks", tasks, "--include-path", folder, "--model", model)
-    answer = kvpolicy("lm-eval", *options, *words)
+    answer = kvpolicy("lm-eval", *options, *arguments)
     assert answer.status == 0, answer.err
     return answer
 
 
 @needs_harness
-def test_the_harness_counts_the_same_right_answers_as_our_grader(
-    kvpolicy: Shell, folder: Path
-) -> None:
-    words = ("--policy", "full", "--max-new-tokens", 300, "--log-samples", "--json")
-    record = run(kvpolicy, folder, *words).json
+def test_accuracy_equals_our_grader(kvpolicy: Shell, folder: Path) -> None:
+    arguments = ("--policy", "full", "--max-new-tokens", 300, "--log-samples", "--json")
+    record = run(kvpolicy, folder, *arguments).json
     samples = record["samples"]["sums"]
     assert [sample["doc"]["question"] for sample in samples] == [one.prompt for one in PROBLEMS]
     verdicts = [
@@ -74,9 +76,9 @@ def test_the_harness_counts_the_same_right_answers_as_our_grader(
 
 
 @needs_harness
-def test_the_record_holds_the_plan_and_what_it_cost(kvpolicy: Shell, folder: Path) -> None:
-    words = ("--policy", "streaming", "--budget", 24, "--buffer", 8, "--max-new-tokens", 40)
-    answer = run(kvpolicy, folder, *words, "--output", "a.json", tasks="sums,rents,texts")
+def test_the_record_has_the_plan_and_its_costs(kvpolicy: Shell, folder: Path) -> None:
+    arguments = ("--policy", "streaming", "--budget", 24, "--buffer", 8, "--max-new-tokens", 40)
+    answer = run(kvpolicy, folder, *arguments, "--output", "a.json", tasks="sums,rents,texts")
     assert "the results are in a.json" in answer.err
     record = json.loads(Path("a.json").read_text(encoding="utf-8"))
     ours = record["kvpolicy"]
@@ -98,8 +100,8 @@ def test_the_record_holds_the_plan_and_what_it_cost(kvpolicy: Shell, folder: Pat
 
 @needs_harness
 def test_choices_and_texts_are_scored_under_the_plan(kvpolicy: Shell, folder: Path) -> None:
-    def figures(*words: object) -> dict[str, Any]:
-        found = run(kvpolicy, folder, *words, "--json", tasks="rents,texts").json
+    def figures(*arguments: object) -> dict[str, Any]:
+        found = run(kvpolicy, folder, *arguments, "--json", tasks="rents,texts").json
         return found["results"]
 
     full = figures("--policy", "full")
@@ -111,12 +113,12 @@ def test_choices_and_texts_are_scored_under_the_plan(kvpolicy: Shell, folder: Pa
 
 
 @needs_harness
-def test_questions_are_fewer_with_a_limit_and_longer_with_examples(
+def test_limit_and_few_shot_examples_change_the_questions(
     kvpolicy: Shell, folder: Path, model_folder: Path
 ) -> None:
-    def record(*words: object) -> dict[str, Any]:
-        words = ("--policy", "full", "--json", *words)
-        return run(kvpolicy, folder, *words, tasks="rents", model=model_folder).json
+    def record(*arguments: object) -> dict[str, Any]:
+        arguments = ("--policy", "full", "--json", *arguments)
+        return run(kvpolicy, folder, *arguments, tasks="rents", model=model_folder).json
 
     plain, shots = record("--limit", 2), record("--limit", 0.4, "--num-fewshot", 2)
     for one in (plain, shots):
@@ -127,13 +129,13 @@ def test_questions_are_fewer_with_a_limit_and_longer_with_examples(
 
 
 @needs_harness
-def test_drawn_answers_are_the_same_with_the_same_seed(
+def test_sampled_answers_depend_on_the_seed(
     kvpolicy: Shell, folder: Path, model_folder: Path
 ) -> None:
-    def answers(*words: object) -> list[str]:
+    def answers(*arguments: object) -> list[str]:
         drawing = ("--temperature", 4, "--top-p", 0.95, "--top-k", 40, "--max-new-tokens", 20)
-        words = ("--policy", "full", "--log-samples", "--json", *drawing, *words)
-        samples = run(kvpolicy, folder, *words, model=model_folder).json["samples"]["sums"]
+        arguments = ("--policy", "full", "--log-samples", "--json", *drawing, *arguments)
+        samples = run(kvpolicy, folder, *arguments, model=model_folder).json["samples"]["sums"]
         return [sample["resps"][0][0] for sample in samples]
 
     first = answers("--seed", 3)
@@ -142,9 +144,9 @@ def test_drawn_answers_are_the_same_with_the_same_seed(
 
 
 @needs_harness
-def test_a_file_is_a_task_too(kvpolicy: Shell, folder: Path) -> None:
-    words = ("--policy", "full", "--limit", 1, "--json")
-    answer = kvpolicy("lm-eval", "--tasks", folder / "rents.yaml", *words)
+def test_a_task_can_be_a_file(kvpolicy: Shell, folder: Path) -> None:
+    arguments = ("--policy", "full", "--limit", 1, "--json")
+    answer = kvpolicy("lm-eval", "--tasks", folder / "rents.yaml", *arguments)
     assert list(answer.json["results"]) == ["rents"], answer.err
 
 
@@ -152,13 +154,13 @@ def test_a_file_is_a_task_too(kvpolicy: Shell, folder: Path) -> None:
 def test_a_group_has_a_row_of_its_own(
     kvpolicy: Shell, folder: Path, model_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # The harness's own tasks lie beside this file: thousands, which take seconds to list.
+    # The harness's own tasks are in the folder of this file: it takes seconds to list them.
     monkeypatch.setattr("lm_eval.tasks.manager.__file__", str(folder / "manager.py"))
     write_task(folder, "others", CHOICE, QUESTIONS[:2])
     group = "group: both\ntask: [rents, others]\naggregate_metric_list:\n  - metric: acc\n"
     (folder / "both.yaml").write_text(group, encoding="utf-8")
-    words = ("--policy", "full", "--output", "a.json")
-    answer = run(kvpolicy, folder, *words, tasks="both", model=model_folder)
+    arguments = ("--policy", "full", "--output", "a.json")
+    answer = run(kvpolicy, folder, *arguments, tasks="both", model=model_folder)
     record = json.loads(Path("a.json").read_text(encoding="utf-8"))
     assert set(record["results"]) == {"both", "rents", "others"}
     assert set(record["kvpolicy"]["costs"]) == {"rents", "others"}
@@ -166,9 +168,9 @@ def test_a_group_has_a_row_of_its_own(
 
 
 def interrupted(
-    kvpolicy: Shell, monkeypatch: pytest.MonkeyPatch, after: int, *words: object
+    kvpolicy: Shell, monkeypatch: pytest.MonkeyPatch, after: int, *arguments: object
 ) -> Answer:
-    """Ctrl-C after so many answers."""
+    """Interrupt the command after a number of answers."""
     from lm_eval.api.model import CacheHook
 
     keep, num_kept = CacheHook.add_partial, 0
@@ -182,18 +184,27 @@ def interrupted(
 
     with monkeypatch.context() as patched:
         patched.setattr(CacheHook, "add_partial", keep_some)
-        answer = kvpolicy(*words)
+        answer = kvpolicy(*arguments)
     assert (answer.status, answer.out) == (130, "")
     assert "Traceback" not in answer.err
     return answer
 
 
 @needs_harness
-def test_an_interrupt_says_that_answers_are_lost(
+def test_an_interrupt_without_output_loses_the_answers(
     kvpolicy: Shell, folder: Path, model_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    words = ("--tasks", "rents", "--include-path", folder, "--model", model_folder, "--slots", 1)
-    answer = interrupted(kvpolicy, monkeypatch, 3, "lm-eval", *words, "--policy", "full")
+    arguments = (
+        "--tasks",
+        "rents",
+        "--include-path",
+        folder,
+        "--model",
+        model_folder,
+        "--slots",
+        1,
+    )
+    answer = interrupted(kvpolicy, monkeypatch, 3, "lm-eval", *arguments, "--policy", "full")
     assert "interrupted; the answers are lost. With --output" in answer.err
 
 
@@ -210,14 +221,14 @@ def test_an_interrupted_evaluation_is_resumed(
     task: str,
     sampling: tuple[object, ...],
 ) -> None:
-    words = ["lm-eval", "--tasks", task, "--include-path", folder, "--model", model_folder]
-    words += ["--policy", "streaming", "--budget", 8, "--buffer", 4, "--max-new-tokens", 20]
-    words += sampling
-    whole = kvpolicy(*words, "--json").json
-    words += ["--output", "a.json", "--slots", 1]
-    said = interrupted(kvpolicy, monkeypatch, 2, *words).err
-    (num_kept,) = re.findall(r"interrupted; (\d) answers are in a.answers.db", said)
-    answer = kvpolicy(*words)
+    arguments = ["lm-eval", "--tasks", task, "--include-path", folder, "--model", model_folder]
+    arguments += ["--policy", "streaming", "--budget", 8, "--buffer", 4, "--max-new-tokens", 20]
+    arguments += sampling
+    whole = kvpolicy(*arguments, "--json").json
+    arguments += ["--output", "a.json", "--slots", 1]
+    message = interrupted(kvpolicy, monkeypatch, 2, *arguments).err
+    (num_kept,) = re.findall(r"interrupted; (\d) answers are in a.answers.db", message)
+    answer = kvpolicy(*arguments)
     assert answer.status == 0, answer.err
     assert f"resuming: {num_kept} answers are in a.answers.db" in answer.err
     record = json.loads(Path("a.json").read_text(encoding="utf-8"))
@@ -235,25 +246,25 @@ def test_an_unrelated_file_is_left_unchanged(
     kvpolicy: Shell, folder: Path, model_folder: Path, content: str
 ) -> None:
     Path("a.answers.db").write_text(content, encoding="utf-8")
-    words = ("--model", model_folder, "--output", "a.json")
-    assert "a.answers.db is no cache of answers" in refused(kvpolicy, folder, *words)
+    arguments = ("--model", model_folder, "--output", "a.json")
+    assert "a.answers.db is no cache of answers" in refused(kvpolicy, folder, *arguments)
     assert Path("a.answers.db").read_text(encoding="utf-8") == content
 
 
 @needs_harness
-def test_without_an_answer_nothing_is_left_behind(kvpolicy: Shell, folder: Path) -> None:
+def test_an_evaluation_without_answers_leaves_no_file(kvpolicy: Shell, folder: Path) -> None:
     write_task(folder, "lost", CHOICE, QUESTIONS, data=str(folder / "nowhere.jsonl"))
     refused(kvpolicy, folder, "--output", "a.json", tasks="lost")
     assert not list(Path().glob("a.*"))
 
 
 @needs_harness
-def test_options_of_the_harness_mean_what_they_mean_there(
+def test_options_of_the_harness_are_passed_on(
     kvpolicy: Shell, folder: Path, model_folder: Path
 ) -> None:
-    words = ("--policy", "full", "--log-samples", "--json", "--batch-size", 2)
-    words += ("--gen-kwargs", "max_gen_toks=7,temperature=0.5,do_sample=True,top_k=4")
-    record = run(kvpolicy, folder, *words, model=model_folder).json
+    arguments = ("--policy", "full", "--log-samples", "--json", "--batch-size", 2)
+    arguments += ("--gen-kwargs", "max_gen_toks=7,temperature=0.5,do_sample=True,top_k=4")
+    record = run(kvpolicy, folder, *arguments, model=model_folder).json
     assert record["kvpolicy"]["slots"] == 2
     assert record["kvpolicy"]["costs"]["sums"]["new_tokens"] == 7 * len(PROBLEMS)
     settings = record["configs"]["sums"]["generation_kwargs"]
@@ -261,43 +272,43 @@ def test_options_of_the_harness_mean_what_they_mean_there(
     assert settings["top_k"] == 4
 
 
-# What a user may do wrong
+# Wrong input
 
 
-def refused(kvpolicy: Shell, folder: Path, *words: object, tasks: str = "rents") -> str:
+def refused(kvpolicy: Shell, folder: Path, *arguments: object, tasks: str = "rents") -> str:
     options = ("--include-path", folder, "--policy", "full")
-    return refusal(kvpolicy("lm-eval", "--tasks", tasks, *options, *words))
+    return refusal(kvpolicy("lm-eval", "--tasks", tasks, *options, *arguments))
 
 
-def test_without_the_package_the_command_says_how_to_get_it(
+def test_without_lm_eval_the_command_prints_how_to_install_it(
     kvpolicy: Shell, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(rows.importlib.util, "find_spec", lambda name: None)
-    said = refusal(kvpolicy("lm-eval", "--tasks", "gsm8k", "--policy", "full"))
-    assert "pip install 'kvpolicy[lm-eval]'" in said
+    message = refusal(kvpolicy("lm-eval", "--tasks", "gsm8k", "--policy", "full"))
+    assert "pip install 'kvpolicy[lm-eval]'" in message
 
 
 @needs_harness
 def test_an_unknown_task_gives_the_nearest_name(
     kvpolicy: Shell, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # The harness's own tasks lie beside this file: thousands, which take seconds to list.
+    # The harness's own tasks are in the folder of this file: it takes seconds to list them.
     monkeypatch.setattr("lm_eval.tasks.manager.__file__", str(folder / "manager.py"))
-    said = refused(kvpolicy, folder, tasks="sums,rentss")
-    assert "no task 'rentss'; did you mean rents" in said
+    message = refused(kvpolicy, folder, tasks="sums,rentss")
+    assert "no task 'rentss'; did you mean rents" in message
 
 
 @needs_harness
 @pytest.mark.slow
-def test_tasks_of_the_harness_are_found_and_their_like(kvpolicy: Shell, folder: Path) -> None:
+def test_tasks_of_the_harness_are_found_by_name_and_pattern(kvpolicy: Shell, folder: Path) -> None:
     from kvpolicy.lab.lm_eval.evaluate import Tasks
 
     assert Tasks(["gsm8k", "rents"], [folder]).names == ["gsm8k", "rents"]
     many = Tasks(["mmlu_*"]).names
     assert len(many) > 50
     assert all(name.startswith("mmlu_") for name in many)
-    said = refused(kvpolicy, folder, tasks="rents,gsm8kk")
-    assert "gsm8k" in said.partition("did you mean")[2]
+    message = refused(kvpolicy, folder, tasks="rents,gsm8kk")
+    assert "gsm8k" in message.partition("did you mean")[2]
 
 
 @needs_harness
@@ -349,8 +360,8 @@ def test_without_a_network_a_data_set_of_the_hub_is_refused_at_once(
     file = folder / "far.yaml"
     text = (folder / "rents.yaml").read_text().replace("dataset_path: json", "dataset_path: a/b")
     file.write_text(text.replace("task: rents", "task: far"))
-    said = refused(kvpolicy, folder, tasks="far")
-    assert "the hub cannot be reached from here" in said
+    message = refused(kvpolicy, folder, tasks="far")
+    assert "the hub cannot be reached from here" in message
 
 
 @needs_harness
@@ -368,12 +379,12 @@ def test_a_model_without_a_chat_template_gets_plain_prompts(kvpolicy: Shell, fol
 def test_programs_run_on_request_only(kvpolicy: Shell, folder: Path) -> None:
     write_task(folder, "code", f"unsafe_code: true\n{CHOICE}", QUESTIONS)
     assert "--execute-code" in refused(kvpolicy, folder, tasks="code")
-    words = ("--policy", "full", "--limit", 1, "--execute-code")
-    run(kvpolicy, folder, *words, tasks="code")
+    arguments = ("--policy", "full", "--limit", 1, "--execute-code")
+    run(kvpolicy, folder, *arguments, tasks="code")
 
 
 @needs_harness
-def test_settings_that_the_engine_does_not_have_are_named(kvpolicy: Shell, folder: Path) -> None:
+def test_unsupported_settings_are_named(kvpolicy: Shell, folder: Path) -> None:
     body = BOXED.replace("until: []", "num_beams: 4")
     write_task(folder, "beams", body, [{"question": "a", "answer": "1"}])
     assert "num_beams=4" in refused(kvpolicy, folder, tasks="beams")

@@ -48,7 +48,7 @@ def hf_lm() -> Any:
     pytest.importorskip("accelerate", reason="the harness's own model needs accelerate")
     from lm_eval.models.huggingface import HFLM
 
-    # One fewer than the positions: the engine counts the token it draws last among them.
+    # One fewer than the positions: the engine counts the token that it samples last.
     return HFLM(MODEL, tokenizer=build_tokenizer(), batch_size=3, max_length=POSITIONS - 1)
 
 
@@ -60,7 +60,7 @@ def instances(kind: str, all_arguments: Sequence[tuple[Any, ...]], task: str = "
 
 
 def text(num_tokens: int, seed: int) -> str:
-    """A text of about so many of the reasoner's tokens."""
+    """A random text of about this many tokens."""
     rng = random.Random(seed)
     words = ["rent", "tea", "oak", " is ", " = ", " + ", "3", "7", "12", ". ", "What", "\n"]
     return "".join(rng.choice(words) for _ in range(num_tokens))
@@ -73,7 +73,7 @@ def generation(*contexts: str, **settings: Any) -> list[Any]:
 # Generation
 
 
-def test_texts_are_those_of_the_harness_where_nothing_leaves() -> None:
+def test_texts_equal_the_harness_if_nothing_is_evicted() -> None:
     free = lm().generate_until(generation(text(9, 0), max_gen_toks=30))[0]
     common = max(set(free), key=free.count)
     asked = [
@@ -102,14 +102,14 @@ def test_answers_do_not_depend_on_slots_or_on_each_other() -> None:
 
 
 @pytest.mark.parametrize("until", [[], [""], "", None])
-def test_no_stop_string_stops_nothing(until: Any) -> None:
+def test_empty_stop_strings_are_ignored(until: Any) -> None:
     model = lm()
     (answer,) = model.generate_until(generation(text(9, 0), max_gen_toks=30, until=until))
     assert (answer,) == tuple(lm().generate_until(generation(text(9, 0), max_gen_toks=30)))
     assert model.costs["t"].num_cut_off == 1
 
 
-def test_an_empty_context_is_the_token_that_a_text_begins_with() -> None:
+def test_an_empty_context_becomes_the_first_token_of_a_text() -> None:
     (answer,) = lm().generate_until(generation("", max_gen_toks=15))
     engine = Engine(MODEL, TOKENIZER, FULL)
     prompt = [TOKENIZER.eos_token_id]  # this tokenizer has no token for beginnings
@@ -123,7 +123,7 @@ def test_a_stop_string_that_is_a_special_token_stops() -> None:
     engine = Engine(model, tokenizer, FULL)
     special = "<｜User｜>"
     mark = tokenizer.convert_tokens_to_ids(special)
-    # Make the model say it sooner or later.
+    # Make the model generate it sooner or later.
     model.lm_head.weight.data[mark] = 3 * model.lm_head.weight.data.abs().max()
     free = engine.generate(["ab"], max_new_tokens=200, stop_ids=()).results()[0].tokens
     stopped = PolicyLM(engine)
@@ -132,7 +132,7 @@ def test_a_stop_string_that_is_a_special_token_stops() -> None:
     assert stopped.costs["t"].num_cut_off == 0
 
 
-def test_a_long_context_loses_its_beginning_and_is_counted() -> None:
+def test_a_long_context_is_shortened_at_its_beginning_and_counted() -> None:
     model = lm()
     long = text(2 * POSITIONS, 1)
     ids = TOKENIZER(long)["input_ids"]
@@ -149,7 +149,7 @@ def test_more_new_tokens_than_positions_are_refused() -> None:
         lm().generate_until(generation("tea", max_gen_toks=POSITIONS))
 
 
-def test_attempts_at_a_question_are_drawn_apart_and_again_alike() -> None:
+def test_repeated_attempts_differ_and_are_reproducible() -> None:
     (one,) = generation(text(9, 3), max_gen_toks=30, do_sample=True, temperature=2.0)
     (other,) = generation(text(9, 3), max_gen_toks=30, do_sample=True, temperature=2.0)
     first = lm().generate_until([one, one, one])
@@ -221,7 +221,7 @@ def continuations() -> list[tuple[str, str]]:
     return [*pairs, (text(2 * POSITIONS, 4), text(30, 5))]
 
 
-def test_likelihoods_are_those_of_the_harness_where_nothing_leaves() -> None:
+def test_likelihoods_equal_the_harness_if_nothing_is_evicted() -> None:
     requests = instances("loglikelihood", continuations())
     ours, theirs = lm().loglikelihood(requests), hf_lm().loglikelihood(requests)
     assert [score.log_likelihood for score in ours] == pytest.approx(
@@ -231,7 +231,7 @@ def test_likelihoods_are_those_of_the_harness_where_nothing_leaves() -> None:
     assert {score.is_greedy for score in ours} == {True, False}
 
 
-def test_whole_texts_are_scored_as_by_the_harness_in_windows_too() -> None:
+def test_rolling_likelihoods_equal_the_harness() -> None:
     texts = [(text(30, 1),), (text(3, 2),), (text(3 * POSITIONS, 3),)]
     requests = instances("loglikelihood_rolling", texts)
     ours, theirs = lm().loglikelihood_rolling(requests), hf_lm().loglikelihood_rolling(requests)
@@ -264,17 +264,17 @@ def test_branches_hold_every_continuation_once() -> None:
     assert len(branches) == 2 * 2 * 3
 
 
-def test_a_context_of_spaces_belongs_to_what_follows() -> None:
+def test_a_context_of_spaces_is_scored_with_the_continuation() -> None:
     spaced, together = instances("loglikelihood", [("  ", "tea"), ("", "  tea")])
     assert lm().loglikelihood([spaced]) == lm().loglikelihood([together])
 
 
-def test_a_continuation_of_nothing_is_certain() -> None:
+def test_an_empty_continuation_has_log_likelihood_0() -> None:
     assert lm().loglikelihood(instances("loglikelihood", [("tea", "")])) == [(0.0, True)]
 
 
 @pytest.mark.parametrize("plan", [FULL, SMALL], ids=["full", "small"])
-def test_a_model_finds_its_own_greedy_text_greedy_under_its_plan(plan: Plan) -> None:
+def test_a_greedy_text_is_greedy_under_its_own_plan_only(plan: Plan) -> None:
     contexts = [text(20 + 9 * number, number) for number in range(4)]
     engine = Engine(MODEL, TOKENIZER, plan, slots=3)
     results = engine.generate(contexts, max_new_tokens=30, stop_ids=()).results()
@@ -287,7 +287,7 @@ def test_a_model_finds_its_own_greedy_text_greedy_under_its_plan(plan: Plan) -> 
     assert not all(score.is_greedy for score in lm(other)._loglikelihood_tokens(tokens))
 
 
-def test_likelihoods_under_a_plan_are_those_that_perplexity_measures() -> None:
+def test_likelihoods_under_a_plan_equal_perplexity() -> None:
     pairs = [(text(25, number), text(40, 90 + number)) for number in range(3)]
     model = lm(SMALL)
     encoded = [("", TOKENIZER(a)["input_ids"], TOKENIZER(b)["input_ids"]) for a, b in pairs]
@@ -304,7 +304,7 @@ def test_likelihoods_under_a_plan_are_those_that_perplexity_measures() -> None:
     assert not any(math.isclose(a, b, abs_tol=CLOSE) for a, b in zip(ours, full, strict=True))
 
 
-def test_memory_stays_within_budget_and_buffer_whatever_is_asked() -> None:
+def test_memory_stays_within_budget_and_buffer_for_all_requests() -> None:
     model = lm(SMALL)
     model.generate_until(generation(text(60, 1), text(5, 2), max_gen_toks=50))
     generated = model.costs["t"].compactions
@@ -363,13 +363,15 @@ def test_answers_of_another_plan_are_not_used(tmp_path: Path) -> None:
 # The harness's own command line
 
 
-def test_the_model_is_made_from_model_args(tmp_path: Path) -> None:
+def test_the_model_is_built_from_model_args(tmp_path: Path) -> None:
     MODEL.save_pretrained(tmp_path)
     TOKENIZER.save_pretrained(tmp_path)
     asked = generation(text(30, 1), max_gen_toks=20)
-    words = f"pretrained={tmp_path},policy=streaming,budget=12,buffer=4,dtype=float32,device=cpu"
+    model_args = (
+        f"pretrained={tmp_path},policy=streaming,budget=12,buffer=4,dtype=float32,device=cpu"
+    )
     made = get_model("kvpolicy").create_from_arg_string(
-        words, {"batch_size": 3, "max_batch_size": None, "device": None}
+        model_args, {"batch_size": 3, "max_batch_size": None, "device": None}
     )
     assert made.engine.num_slots == 3
     assert made.identity["plan_digest"] == lm(SMALL).identity["plan_digest"]
@@ -378,18 +380,18 @@ def test_the_model_is_made_from_model_args(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("model_args", "message"),
     [("pretrained=a", "policy=NAME or plan=FILE"), ("policy=full", "pretrained=FOLDER")],
 )
-def test_model_args_that_lack_something_are_refused(words: str, message: str) -> None:
+def test_incomplete_model_args_are_refused(model_args: str, message: str) -> None:
     with pytest.raises(KVPolicyError, match=message):
-        get_model("kvpolicy").create_from_arg_string(words)
+        get_model("kvpolicy").create_from_arg_string(model_args)
 
 
 # Chats
 
 
-def test_a_chat_is_not_given_its_first_token_twice() -> None:
+def test_a_chat_begins_with_one_first_token() -> None:
     tokenizer = r1_tokenizer()
     model = tiny_model("llama", vocab=len(tokenizer))
     ours = PolicyLM(Engine(model, tokenizer, FULL))
