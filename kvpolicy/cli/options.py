@@ -220,27 +220,18 @@ def with_generation_options(command: Callable[..., None]) -> Callable[..., None]
     Args:
         command: A function whose parameter ``generation`` takes all of them together.
     """
-    fields = attrs.fields_dict(GenerationOptions)
+    shared = inspect.signature(GenerationOptions).parameters
     own = inspect.signature(command).parameters
 
     @wraps(command)
     def wrapped(**values: Any) -> None:
-        shared = {name: values.pop(name) for name in fields}
-        command(generation=GenerationOptions(**shared), **values)
+        given = {name: values.pop(name) for name in shared}
+        command(generation=GenerationOptions(**given), **values)
 
-    parameters = []
-    for name, parameter in own.items():
-        if name != "generation":
-            parameters.append(parameter.replace(kind=parameter.KEYWORD_ONLY))
-            continue
-        parameters += [
-            inspect.Parameter(
-                field.name, parameter.KEYWORD_ONLY, default=field.default, annotation=field.type
-            )
-            for field in fields.values()
-        ]
-    signature = inspect.Signature(parameters)
-    wrapped.__signature__ = signature  # type: ignore[attr-defined]
+    options = [*shared.values(), *(one for one in own.values() if one.name != "generation")]
+    parameters = [one.replace(kind=one.KEYWORD_ONLY) for one in options]
+    # typer reads both.
+    wrapped.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     wrapped.__annotations__ = {one.name: one.annotation for one in parameters}
     return wrapped
 

@@ -6,6 +6,7 @@ of its base as a whole; `layers`, `stack` and `schedule` are not merged entry by
 
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
+from os.path import abspath
 from pathlib import Path
 from typing import Any
 
@@ -61,7 +62,7 @@ def _copy(data: Any, name: str) -> Any:
 
 def _read(path: Path, chain: tuple[Path, ...]) -> dict[str, Any]:
     """Read a file; each path of ``chain`` extends the next one, and the last one this file."""
-    if _resolved(path) in map(_resolved, chain):
+    if any(abspath(path) == abspath(one) for one in chain):
         names = " -> ".join(f"'{one}'" for one in (*chain, path))
         msg = f"plan '{chain[0]}' extends itself: {names}; remove one {EXTENDS}"
         raise PlanError(msg)
@@ -109,27 +110,13 @@ def _load(path: Path, name: str) -> dict[str, Any]:
 def _find(path: Path, folder: Path) -> Path:
     """A file relative to the folder of the plan that names it, or an installed plan's file."""
     file = folder / path
-    if path.suffix or len(path.parts) > 1 or _is_file(file):
+    if path.suffix or len(path.parts) > 1 or file.is_file():
         return file
     try:
         return installed_file(ENTRY_POINTS, str(path), suffix=".toml", what="plan", error=PlanError)
     except PlanError as error:
         msg = f"{error}; give the file of a plan with its ending, as in plan.toml"
         raise PlanError(msg) from error
-
-
-def _is_file(path: Path) -> bool:
-    try:
-        return path.is_file()
-    except ValueError:
-        return False
-
-
-def _resolved(path: Path) -> Path:
-    try:
-        return path.resolve()
-    except (OSError, ValueError, RuntimeError):
-        return path
 
 
 # Overrides

@@ -24,7 +24,7 @@ LEAVES = dict(leaves())
 
 
 @pytest.mark.parametrize("name", LEAVES)
-def test_a_command_has_two_examples_of_itself(name: str) -> None:
+def test_a_command_has_two_examples(name: str) -> None:
     title, *examples = str(LEAVES[name].epilog).splitlines()
     assert title == "Examples:"
     assert len(examples) == 2
@@ -42,7 +42,7 @@ def test_the_examples_of_a_command_can_be_parsed(name: str) -> None:
         LEAVES[name].make_context(name, arguments)
 
 
-def test_commands_are_listed_in_panels_with_whole_sentences(
+def test_help_lists_commands_in_panels_with_complete_sentences(
     kvpolicy: Shell, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "80")
@@ -55,7 +55,7 @@ def test_commands_are_listed_in_panels_with_whole_sentences(
 
 
 @pytest.mark.parametrize("words", [(), ("--help",)])
-def test_without_a_command_there_is_help(kvpolicy: Shell, words: tuple[str, ...]) -> None:
+def test_without_a_command_help_is_shown(kvpolicy: Shell, words: tuple[str, ...]) -> None:
     answer = kvpolicy(*words)
     assert answer.status == 0
     assert "Usage: kvpolicy [OPTIONS] COMMAND [ARGS]..." in answer.out
@@ -66,7 +66,7 @@ def test_a_default_in_brackets_is_shown(kvpolicy: Shell) -> None:
     assert "[default: cuda, or cpu]" in kvpolicy("run", "--help").out
 
 
-def test_shell_completion_knows_commands_and_options(
+def test_shell_completion_completes_commands_and_options(
     kvpolicy: Shell, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("_KVPOLICY_COMPLETE", "complete_bash")

@@ -5,6 +5,8 @@ from pathlib import Path
 import pytest
 from shell import Shell
 
+from kvpolicy.testing import state_machine
+
 PLUGIN = '''
 import attrs
 from kvpolicy import hookimpl
@@ -45,7 +47,10 @@ def test_a_correct_policy_is_reported_clause_by_clause(kvpolicy: Shell, plugin: 
     assert "tracks           skipped: it has no tracks" in answer.out
 
 
-def test_a_broken_policy_does_not_stop_the_checks_of_others(kvpolicy: Shell, plugin: Path) -> None:
+def test_a_broken_policy_does_not_stop_the_checks_of_others(
+    kvpolicy: Shell, plugin: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(state_machine, "_MAX_SHRINKS", 3)
     answer = kvpolicy("check", "writes", "sound", "--plugin", plugin, "--cases", 16, "--json")
     assert answer.status == 1
     broken, kept = answer.json_lines
@@ -56,7 +61,7 @@ def test_a_broken_policy_does_not_stop_the_checks_of_others(kvpolicy: Shell, plu
 
 
 @pytest.mark.parametrize(
-    ("words", "says"),
+    ("words", "message"),
     [
         (["no_such"], "no policy is named 'no_such'"),
         (["streaming", "--profile", "slow"], "quick, ci, thorough"),
@@ -66,11 +71,9 @@ def test_a_broken_policy_does_not_stop_the_checks_of_others(kvpolicy: Shell, plu
         (["streaming", "--cases", "0"], "--cases"),
     ],
 )
-def test_what_makes_no_sense_is_answered_with_a_sentence(
-    kvpolicy: Shell, words: list[str], says: str
-) -> None:
+def test_wrong_options_are_refused(kvpolicy: Shell, words: list[str], message: str) -> None:
     answer = kvpolicy("check", *words)
     assert answer.status == 2
-    assert says in answer.err
+    assert message in answer.err
     assert answer.out == ""
     assert "Traceback" not in answer.err

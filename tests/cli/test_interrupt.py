@@ -1,4 +1,4 @@
-"""Ctrl-C: status 130 and a sentence about what is kept, never a traceback."""
+"""Ctrl-C ends a command with status 130 and a message about what is kept, without traceback."""
 
 import json
 import signal
@@ -37,7 +37,7 @@ def impatient(tmp_path: Path) -> tuple[object, ...]:
     return ("--plugin", path, "--policy", "impatient", "--budget", 8, "--buffer", 4)
 
 
-def test_before_there_is_anything_to_keep(kvpolicy: Shell, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupt_before_any_result(kvpolicy: Shell, monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupt() -> None:
         raise KeyboardInterrupt
 
@@ -55,7 +55,9 @@ def heeded() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("heeded")
-def test_where_python_would_forget_it(kvpolicy: Shell, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupt_in_a_finaliser_is_not_lost(
+    kvpolicy: Shell, monkeypatch: pytest.MonkeyPatch
+) -> None:
     class Interrupts:
         def __del__(self) -> None:
             raise KeyboardInterrupt
@@ -72,7 +74,7 @@ def test_where_python_would_forget_it(kvpolicy: Shell, monkeypatch: pytest.Monke
     assert (answer.status, answer.out, answer.err) == (130, "", "kvpolicy: interrupted.\n")
 
 
-def test_while_one_text_is_streamed(
+def test_an_interrupt_while_a_text_is_streamed(
     kvpolicy: Shell, model_folder: Path, impatient: tuple[object, ...]
 ) -> None:
     words = ("--model", model_folder, "--max-new-tokens", 50, "--set", "impatient.after=9")
@@ -84,7 +86,7 @@ def test_while_one_text_is_streamed(
     assert answer.out.endswith("\n")
 
 
-def test_while_a_file_is_worked_on(
+def test_an_interrupt_while_prompts_of_a_file_are_processed(
     kvpolicy: Shell, model_folder: Path, tmp_path: Path, impatient: tuple[object, ...]
 ) -> None:
     """The first prompts are too short for a compaction, the last one is not."""

@@ -1,4 +1,4 @@
-"""``kvpolicy list``: what is installed, broken ones included."""
+"""``kvpolicy list``: installed policies, including broken ones."""
 
 from importlib import metadata
 from importlib.metadata import EntryPoint
@@ -33,7 +33,7 @@ def plugin(tmp_path: Path) -> Path:
     return path
 
 
-def test_every_policy_is_listed_with_its_knobs_and_what_it_does(kvpolicy: Shell) -> None:
+def test_every_policy_is_listed_with_its_summary_and_knobs(kvpolicy: Shell) -> None:
     answer = kvpolicy("list")
     assert answer.status == 0
     text = " ".join(answer.out.split())  # long knobs are wrapped

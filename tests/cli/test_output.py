@@ -54,7 +54,7 @@ def test_bytes_have_the_largest_fitting_unit(num_bytes: int, text: str) -> None:
 
 
 class Clock:
-    """A clock that only moves when told to."""
+    """A clock that a test sets."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 100.0
@@ -80,7 +80,7 @@ def test_a_log_gets_a_line_every_ten_seconds(
 @pytest.mark.parametrize(
     ("each_s", "pace"), [(5, "0.2/s, 0:00:20 left"), (200, "200 s each, 0:13:20 left")]
 )
-def test_the_pace_counts_only_what_was_done_since(
+def test_the_speed_ignores_what_was_done_before(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], each_s: int, pace: str
 ) -> None:
     clock = Clock(monkeypatch)
@@ -108,9 +108,7 @@ def on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> Terminal:
 
 
 @pytest.mark.parametrize("name", ["ours [/w sinks]", "R-KV [ours]", "[bold]R-KV[/bold]"])
-def test_on_a_terminal_names_are_shown_as_they_are(
-    monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
+def test_on_a_terminal_brackets_are_not_markup(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     terminal = on_a_terminal(monkeypatch)
     with Progress(10) as progress:
         progress.update(f"{name}: 80%", 1)
@@ -119,7 +117,7 @@ def test_on_a_terminal_names_are_shown_as_they_are(
     assert f"{name} is done" in terminal.getvalue()
 
 
-def test_on_a_terminal_no_thread_draws(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_on_a_terminal_no_thread_is_started(monkeypatch: pytest.MonkeyPatch) -> None:
     """Processes are forked while progress is shown, and would inherit the locks of a thread."""
     terminal = on_a_terminal(monkeypatch)
     clock = Clock(monkeypatch)

@@ -37,7 +37,7 @@ def good(tmp_path: Path) -> Path:
     return path
 
 
-def test_a_valid_plan_gets_one_line_with_its_digest(
+def test_a_valid_plan_prints_one_line_with_its_digest(
     kvpolicy: Shell, good: Path, model_folder: Path
 ) -> None:
     answer = kvpolicy("plan", "check", good, "--model", model_folder)
@@ -56,7 +56,7 @@ def test_a_valid_plan_gets_one_line_with_its_digest(
     }
 
 
-def test_every_problem_gets_a_sentence(kvpolicy: Shell, tmp_path: Path, model_folder: Path) -> None:
+def test_every_problem_is_one_sentence(kvpolicy: Shell, tmp_path: Path, model_folder: Path) -> None:
     path = tmp_path / "bad.toml"
     path.write_text(BAD)
     words = ("plan", "check", path, "--model", model_folder, "--set", "h3o.n_recent=2")
@@ -92,7 +92,9 @@ def test_a_missing_model_is_one_more_problem(
     assert f"model '{model_folder}x'" in second
 
 
-def test_a_policy_of_a_file_is_known(kvpolicy: Shell, tmp_path: Path, model_folder: Path) -> None:
+def test_a_policy_of_a_plugin_file_is_found(
+    kvpolicy: Shell, tmp_path: Path, model_folder: Path
+) -> None:
     (tmp_path / "mine.py").write_text(
         "from kvpolicy import hookimpl\n\n\nclass Mine:\n    @hookimpl\n"
         "    def score(self, keys):\n        return keys.norm(dim=-1)\n"
@@ -107,7 +109,7 @@ def test_the_schema_is_printed(kvpolicy: Shell) -> None:
     assert kvpolicy("plan", "schema").json == plan_schema()
 
 
-def test_a_resolved_plan_is_printed_as_one_that_loads_again(
+def test_a_resolved_plan_is_printed_as_toml_that_loads_again(
     kvpolicy: Shell, good: Path, tmp_path: Path, model_folder: Path
 ) -> None:
     words = ("--model", model_folder, "--toml")
@@ -124,7 +126,7 @@ def test_a_resolved_plan_is_printed_as_one_that_loads_again(
     )
 
 
-def test_a_share_is_shown_with_where_it_comes_from(
+def test_a_share_is_shown_with_its_calculation(
     kvpolicy: Shell, good: Path, model_folder: Path
 ) -> None:
     shown = kvpolicy("plan", "show", good, "--model", model_folder)
@@ -134,7 +136,7 @@ def test_a_share_is_shown_with_where_it_comes_from(
     assert {layer["budget_from"] for layer in layers} == {"10% of 200 tokens is 20 rows"}
 
 
-def test_a_share_is_taken_on_the_command_line(kvpolicy: Shell, model_folder: Path) -> None:
+def test_a_share_may_be_given_on_the_command_line(kvpolicy: Shell, model_folder: Path) -> None:
     words = ("run", ".", "--policy", "h2o", "--buffer", 4, "--max-new-tokens", 30, "--json")
     for share in (("--budget", "10%", "--length", 90), ("--budget", 9)):
         answer = kvpolicy(*words, *share, "--model", model_folder)
@@ -145,7 +147,7 @@ def test_a_share_is_taken_on_the_command_line(kvpolicy: Shell, model_folder: Pat
         assert report["plan_digest"] == plan.resolve(NUM_LAYERS).digest()
 
 
-def test_the_plan_of_the_reference_is_described_by_the_schema_it_names() -> None:
+def test_the_plan_in_the_reference_conforms_to_its_schema() -> None:
     pages = Path(__file__).parents[2] / "docs" / "reference"
     assert "#:schema ./plan.schema.json" in (pages / "plan.md").read_text(encoding="utf-8")
     assert json.loads((pages / "plan.schema.json").read_text(encoding="utf-8"))["title"]

@@ -1,4 +1,4 @@
-"""``kvpolicy plan show``: what it prints is what the engine allocates."""
+"""``kvpolicy plan show`` prints the bytes that the engine allocates."""
 
 from pathlib import Path
 
@@ -52,7 +52,7 @@ def test_the_bytes_are_those_the_engine_allocates(
     assert shown["digest"] == engine.plan.digest()
 
 
-def test_the_full_cache_of_the_longest_sequence_is_what_shares_are_of(
+def test_percentages_refer_to_a_full_cache_of_the_longest_sequence(
     kvpolicy: Shell, tmp_path: Path, model_folder: Path
 ) -> None:
     full = kvpolicy("plan", "show", written(tmp_path, "full"), "--model", model_folder, "--json")
@@ -71,7 +71,9 @@ def test_budgets_allocated_by_a_policy_are_shown_as_allocated(
     assert any(line.startswith("1 ") and " 5 " in line for line in lines)
 
 
-def test_equal_neighbours_are_folded(kvpolicy: Shell, tmp_path: Path, model_folder: Path) -> None:
+def test_equal_consecutive_layers_are_one_row(
+    kvpolicy: Shell, tmp_path: Path, model_folder: Path
+) -> None:
     uniform = kvpolicy("plan", "show", written(tmp_path, "h2o"), "--model", model_folder).out
     assert "0-1 " in uniform
     mixed = kvpolicy("plan", "show", written(tmp_path, "mixed"), "--model", model_folder).out
@@ -88,7 +90,7 @@ def test_an_override_is_shown(kvpolicy: Shell, tmp_path: Path, model_folder: Pat
     assert shown["layers"][0]["stack"][0]["mix_lambda"] == 0.5
 
 
-def test_the_parts_of_a_policy_are_shown_as_policies(
+def test_policies_inside_others_are_shown_as_policies(
     kvpolicy: Shell, tmp_path: Path, model_folder: Path
 ) -> None:
     shown = kvpolicy("plan", "show", written(tmp_path, "mix"), "--model", model_folder)
@@ -121,7 +123,7 @@ def windowed_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize(("name", "rows"), [("full", [20, 50]), ("h2o", [20, 24])])
-def test_a_layer_with_a_window_is_given_no_more_rows_than_the_window(
+def test_a_layer_with_a_sliding_window_has_at_most_its_rows(
     kvpolicy: Shell, tmp_path: Path, windowed_folder: Path, name: str, rows: list[int]
 ) -> None:
     path = written(tmp_path, name)
@@ -139,7 +141,7 @@ def test_a_layer_with_a_window_is_given_no_more_rows_than_the_window(
     assert second.split()[:1] + second.split()[3:5] == ["1", "-", str(rows[1])]
 
 
-def test_a_model_without_windows_is_shown_without_them(
+def test_a_model_without_sliding_windows_has_no_such_column(
     kvpolicy: Shell, tmp_path: Path, model_folder: Path
 ) -> None:
     shown = kvpolicy("plan", "show", written(tmp_path, "full"), "--model", model_folder)

@@ -27,7 +27,7 @@ def texts(engine: Engine) -> list[str | None]:
     return [result.text for result in engine.generate(PROMPTS, max_new_tokens=30).results()]
 
 
-def test_stdout_is_the_text_and_nothing_else(
+def test_stdout_is_only_the_text(
     kvpolicy: Shell, model_folder: Path, texts: list[str | None]
 ) -> None:
     answer = kvpolicy("run", PROMPTS[0], "--model", model_folder, *H2O)
@@ -37,7 +37,7 @@ def test_stdout_is_the_text_and_nothing_else(
     assert "policies took" in answer.err
 
 
-def test_a_plan_file_is_the_same_as_flags(
+def test_a_plan_file_equals_the_same_options(
     kvpolicy: Shell, model_folder: Path, tmp_path: Path, texts: list[str | None]
 ) -> None:
     path = tmp_path / "plan.toml"
@@ -47,16 +47,14 @@ def test_a_plan_file_is_the_same_as_flags(
     assert answer.out.removesuffix("\n") == texts[0]
 
 
-def test_a_file_holds_a_prompt_per_line(
-    kvpolicy: Shell, model_folder: Path, tmp_path: Path
-) -> None:
+def test_a_file_has_a_prompt_per_line(kvpolicy: Shell, model_folder: Path, tmp_path: Path) -> None:
     path = tmp_path / "prompts.txt"
     path.write_text("first line\n\n  second line\n", encoding="utf-8")
     answer = kvpolicy("run", "--file", path, "--model", model_folder, *H2O, "--json")
     assert [line["kind"] for line in answer.json_lines] == ["result", "result", "run"]
 
 
-def test_json_lines_in_json_lines_out(
+def test_prompts_and_results_as_json_lines(
     kvpolicy: Shell, model_folder: Path, tmp_path: Path, texts: list[str | None], engine: Engine
 ) -> None:
     path = tmp_path / "prompts.jsonl"
@@ -84,7 +82,7 @@ def test_results_of_a_file_have_unique_labels(
 
 
 @pytest.mark.parametrize("words", [("-",), ("--file", "-")])
-def test_standard_input_is_a_door_too(
+def test_prompts_are_read_from_standard_input(
     kvpolicy: Shell,
     model_folder: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -108,7 +106,7 @@ def test_token_ids_are_prompts(
     assert answer.json_lines[0]["tokens"] == list(expected.tokens)
 
 
-def test_sampling_is_passed_on(kvpolicy: Shell, model_folder: Path, engine: Engine) -> None:
+def test_sampling_options_are_used(kvpolicy: Shell, model_folder: Path, engine: Engine) -> None:
     words = ("--temperature", 1.5, "--top-k", 20, "--top-p", 0.9, "--seed", 7, "--json")
     answer = kvpolicy("run", PROMPTS[0], "--model", model_folder, *H2O, *words)
     how = Sampling(temperature=1.5, top_k=20, top_p=0.9, seed=7)
@@ -126,7 +124,7 @@ def test_a_stop_string_ends_the_text(
     assert answer.out.removesuffix("\n") == whole[: whole.index(stop)]
 
 
-def test_without_a_policy_everything_stays(kvpolicy: Shell, model_folder: Path) -> None:
+def test_without_a_policy_no_row_is_evicted(kvpolicy: Shell, model_folder: Path) -> None:
     answer = kvpolicy("run", PROMPTS[0], "--model", model_folder, "--max-new-tokens", 5, "--json")
     assert answer.json_lines[0]["rows_evicted"] == 0
     assert "no policy was given" in answer.err
@@ -149,7 +147,7 @@ def test_one_bad_prompt_gives_an_error_result_and_exit_status_1(
     assert "prompt 1: " in plain.err
 
 
-def test_a_lone_bad_prompt_is_wrong_input(kvpolicy: Shell, model_folder: Path) -> None:
+def test_a_single_bad_prompt_is_wrong_input(kvpolicy: Shell, model_folder: Path) -> None:
     answer = kvpolicy("run", "", "--model", model_folder, *H2O)
     assert answer.status == 2
     assert answer.out == ""

@@ -74,7 +74,7 @@ def test_prompts_on_standard_input_are_refused(shell: Shell, rank: Callable[[int
     [("run", "hello", "--policy", "full"), ("ablate", "--n", "1"), ("trace", "hello")],
     ids=lambda words: words[0],
 )
-def test_what_each_process_would_do_again_is_refused(
+def test_commands_that_every_process_would_repeat_are_refused(
     shell: Shell,
     words: tuple[str, ...],
     tmp_path: Path,
@@ -102,7 +102,7 @@ class Moody:
 
 
 @pytest.mark.slow
-def test_a_policy_that_fails_in_one_process_ends_all_with_one_sentence(tmp_path: Path) -> None:
+def test_a_policy_that_fails_in_one_process_ends_all_processes(tmp_path: Path) -> None:
     pytest.importorskip("accelerate")
     (tmp_path / "moody.py").write_text(_FAILS_IN_ONE)
     (tmp_path / "prompts.txt").write_text("<|user|> rent is 3. What is rent?<|assistant|><think>")

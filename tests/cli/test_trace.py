@@ -36,7 +36,9 @@ def stops(tmp_path: Path) -> tuple[object, ...]:
     return ("--plugin", path, *plan)
 
 
-def test_the_table_and_the_lines_say_the_same(kvpolicy: Shell, model_folder: Path) -> None:
+def test_the_table_and_the_json_lines_have_the_same_calls(
+    kvpolicy: Shell, model_folder: Path
+) -> None:
     words = ("trace", PROMPT, "--model", model_folder, *H2O, "--hook", "score", "--hook", "select")
     lines = kvpolicy(*words, "--json").json_lines
     calls = [line for line in lines if line["kind"] == "call"]
@@ -85,7 +87,7 @@ def test_long_traces_are_truncated_with_a_note(kvpolicy: Shell, model_folder: Pa
     )
 
 
-def test_a_summary_shows_no_single_call(kvpolicy: Shell, model_folder: Path) -> None:
+def test_a_summary_shows_totals_only(kvpolicy: Shell, model_folder: Path) -> None:
     words = ("trace", PROMPT, "--model", model_folder, *H2O, "--summary")
     answer = kvpolicy(*words)
     assert answer.out.startswith("hook ")
@@ -93,9 +95,7 @@ def test_a_summary_shows_no_single_call(kvpolicy: Shell, model_folder: Path) -> 
     assert {line["kind"] for line in kvpolicy(*words, "--json").json_lines} == {"total"}
 
 
-def test_the_rows_that_leave_are_shown_with_their_texts(
-    kvpolicy: Shell, model_folder: Path
-) -> None:
+def test_evicted_rows_are_shown_with_their_texts(kvpolicy: Shell, model_folder: Path) -> None:
     words = ("trace", PROMPT, "--model", model_folder, "--policy", "streaming", "--budget", 10)
     words = (*words, "--buffer", 4, "--max-new-tokens", 12, "--hook", "select", "--layer", 1)
     plain = kvpolicy(*words)
@@ -104,7 +104,7 @@ def test_the_rows_that_leave_are_shown_with_their_texts(
     assert "4 rows leave head 0,1: 2-5 " in answer.out
 
 
-def test_a_file_gets_every_call_and_is_new(
+def test_the_output_file_gets_every_call_and_must_be_new(
     kvpolicy: Shell, model_folder: Path, tmp_path: Path
 ) -> None:
     path = tmp_path / "calls.jsonl"
@@ -121,7 +121,7 @@ def test_a_file_gets_every_call_and_is_new(
 
 
 @pytest.mark.parametrize("interrupts", [False, True])
-def test_what_was_recorded_is_shown_and_kept_however_the_run_ends(
+def test_recorded_calls_are_shown_and_written_if_the_run_fails(
     interrupts: bool,
     kvpolicy: Shell,
     model_folder: Path,
@@ -133,8 +133,8 @@ def test_what_was_recorded_is_shown_and_kept_however_the_run_ends(
     words = ("trace", PROMPT, "--model", model_folder, *stops, *knob, "--output", path)
     answer = kvpolicy(*words)
     assert answer.status == (130 if interrupts else 2)
-    says = "interrupted after 3 calls." if interrupts else "'stops' raised IndexError in score()"
-    assert says in answer.err.splitlines()[-1]
+    message = "interrupted after 3 calls." if interrupts else "'stops' raised IndexError in score()"
+    assert message in answer.err.splitlines()[-1]
     assert "Traceback" not in answer.err
     assert "FAILED" in answer.out
     calls = [json.loads(line) for line in path.read_text().splitlines()]
@@ -142,7 +142,7 @@ def test_what_was_recorded_is_shown_and_kept_however_the_run_ends(
 
 
 @pytest.mark.parametrize(
-    ("words", "says"),
+    ("words", "message"),
     [
         (("--hook", "scroe"), "no hook 'scroe' to record; the hooks are schedule"),
         (("--layer", 7), "no layer 7 to record; the model has layers 0 to 1"),
@@ -153,15 +153,15 @@ def test_what_was_recorded_is_shown_and_kept_however_the_run_ends(
     ids=str,
 )
 def test_wrong_input_gives_one_sentence(
-    words: tuple[object, ...], says: str, kvpolicy: Shell, model_folder: Path
+    words: tuple[object, ...], message: str, kvpolicy: Shell, model_folder: Path
 ) -> None:
     answer = kvpolicy("trace", PROMPT, "--model", model_folder, *H2O, *words)
     assert (answer.status, answer.out) == (2, "")
-    assert says in answer.err
+    assert message in answer.err
     assert "Traceback" not in answer.err
 
 
-def test_a_run_with_keep_going_serves_all_requests_and_names_the_failed_one(
+def test_a_run_with_keep_going_completes_the_other_requests(
     kvpolicy: Shell, model_folder: Path, tmp_path: Path, stops: tuple[object, ...]
 ) -> None:
     path = tmp_path / "prompts.jsonl"

@@ -10,7 +10,7 @@ import pytest
 
 import kvpolicy
 
-# Hides the package in a process of its own, and runs commands there.
+# Runs commands in a new process in which the package is hidden.
 CODE = """
 import contextlib, importlib.metadata, io, json, sys
 
@@ -62,7 +62,7 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(("words", "advice"), REFUSED.items())
-def test_a_command_asks_for_what_has_no_default(
+def test_a_command_names_the_option_that_has_no_default(
     words: str, advice: str, answers: dict[str, Any]
 ) -> None:
     status, out, err = answers[words]

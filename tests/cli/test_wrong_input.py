@@ -315,7 +315,7 @@ def test_wrong_input_gives_one_sentence(
         ("half.jsonl", "the prompt holds \\ud83d at character 2, which is not valid text"),
     ],
 )
-def test_a_prompt_that_fails_is_reported_and_the_others_are_served(
+def test_a_prompt_that_fails_does_not_affect_the_others(
     kvpolicy: Shell, files: Path, model_folder: Path, tmp_path: Path, file: str, says: str
 ) -> None:
     wrong = (files / file).read_bytes().splitlines()[0]

@@ -87,13 +87,13 @@ SPOILT: dict[str, tuple[Callable[[Path], object], tuple[str, ...]]] = {
 }
 
 
-@pytest.mark.parametrize(("spoil", "says"), SPOILT.values(), ids=SPOILT)
+@pytest.mark.parametrize(("spoil", "message"), SPOILT.values(), ids=SPOILT)
 def test_a_damaged_folder_is_refused_with_the_reason(
     kvpolicy: Shell,
     model_folder: Path,
     tmp_path: Path,
     spoil: Callable[[Path], object],
-    says: tuple[str, ...],
+    message: tuple[str, ...],
 ) -> None:
     folder = tmp_path / "spoilt"
     shutil.copytree(model_folder, folder)
@@ -102,7 +102,7 @@ def test_a_damaged_folder_is_refused_with_the_reason(
     assert f"model '{folder}'" in sentence
     assert "Give a hub id or a folder" in sentence
     assert f"Did you mean {folder}" not in sentence
-    for words in says:
+    for words in message:
         assert words in sentence
 
 
@@ -116,7 +116,7 @@ def test_a_damaged_folder_is_refused_with_the_reason(
     ],
 )
 @pytest.mark.parametrize("command", ["show", "check"])
-def test_a_configuration_that_cannot_be_built_is_refused_without_weights(
+def test_a_configuration_that_cannot_be_built_is_refused(
     kvpolicy: Shell, model_folder: Path, tmp_path: Path, spoil: Any, command: str
 ) -> None:
     folder = tmp_path / "spoilt"
@@ -128,6 +128,6 @@ def test_a_configuration_that_cannot_be_built_is_refused_without_weights(
     assert f"model '{folder}'" in sentence
 
 
-def test_a_whole_folder_is_loaded(kvpolicy: Shell, model_folder: Path, tmp_path: Path) -> None:
+def test_an_undamaged_folder_is_loaded(kvpolicy: Shell, model_folder: Path, tmp_path: Path) -> None:
     shutil.copytree(model_folder, tmp_path / "whole")
     assert kvpolicy("run", "tea is 3.", "--model", tmp_path / "whole", *H2O).status == 0

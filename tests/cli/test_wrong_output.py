@@ -22,7 +22,7 @@ ABLATE = (
 
 
 def sentence_of(ended: Ended) -> str:
-    """The last line of a child that was given what it cannot use."""
+    """The error message of a child process that was given wrong input."""
     assert ended.status == 2, ended.err
     assert "Traceback" not in ended.err
     sentence = ended.err.splitlines()[-1]
@@ -46,7 +46,7 @@ FULL = Path("/dev/full")
         "run . --policy h2o --budget 16 --max-new-tokens 4 --json",
     ],
 )
-def test_a_full_disk_behind_standard_output_is_reported(
+def test_a_full_disk_is_reported_for_standard_output(
     words: str, tmp_path: Path, model_folder: Path
 ) -> None:
     model = ("--model", model_folder) if "--policy" in words else ()
@@ -66,7 +66,7 @@ def test_a_full_disk_behind_standard_output_is_reported(
         (20_000, "plot.png"),
     ],
 )
-def test_a_disk_that_fills_up_ends_a_comparison_and_the_same_command_goes_on(
+def test_a_sweep_ended_by_a_full_disk_is_resumed_by_the_same_command(
     tmp_path: Path, model_folder: Path, most_bytes: int, file: str
 ) -> None:
     words = (*ABLATE, "--model", model_folder, "--output", tmp_path / "out")
@@ -76,7 +76,7 @@ def test_a_disk_that_fills_up_ends_a_comparison_and_the_same_command_goes_on(
         words = (*words, "--attempts", 4, "--temperature", 1, "--record", 0)
     sentence = sentence_of(run_in_child(tmp_path, *words, most_bytes=most_bytes))
     assert f"{tmp_path / 'out' / file} cannot be written: File too large" in sentence
-    assert not list((tmp_path / "out").glob("*.new")), "no half of a file is left"
+    assert not list((tmp_path / "out").glob("*.new")), "no partly written file is left"
     before = _samples(tmp_path / "out")
     ended = run_in_child(tmp_path, *words)
     assert ended.status == 0, ended.err
@@ -86,9 +86,9 @@ def test_a_disk_that_fills_up_ends_a_comparison_and_the_same_command_goes_on(
 
 
 def _num_expected(words: tuple[object, ...]) -> int:
-    """Two cells, of as many problems and attempts as was said last."""
-    said: dict[object, Any] = dict(pairwise(words))
-    return 2 * said["--n"] * said.get("--attempts", 1)
+    """Samples of two cells; of repeated options the last one counts."""
+    options: dict[object, Any] = dict(pairwise(words))
+    return 2 * options["--n"] * options.get("--attempts", 1)
 
 
 def _samples(folder: Path) -> list[dict[str, object]]:
@@ -113,7 +113,7 @@ def _samples(folder: Path) -> list[dict[str, object]]:
     ],
     ids=lambda words: " ".join(map(str, [*words[:2], words[-1]])),
 )
-def test_an_invalid_executor_is_refused_before_the_work(
+def test_an_invalid_output_path_is_refused_before_the_work(
     kvpolicy: Shell, tmp_path: Path, model_folder: Path, words: tuple[object, ...]
 ) -> None:
     file = tmp_path / "file"
@@ -131,7 +131,7 @@ def test_an_invalid_executor_is_refused_before_the_work(
 def test_a_read_only_folder_is_refused_before_the_work(
     kvpolicy: Shell, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: str
 ) -> None:
-    # For whoever runs the tests as root, no folder is read-only.
+    # For root, no folder is read-only.
     monkeypatch.setattr(options.os, "access", lambda *_: False)
     sentence = refusal(kvpolicy(*words.split(), "--output", tmp_path / "out.safetensors"))
     assert f"folder {tmp_path} is read-only; choose another one with --output" in sentence
@@ -152,7 +152,7 @@ def test_a_read_only_results_folder_is_refused(
 # Two runs and one folder
 
 
-def test_a_second_run_in_one_folder_is_refused_and_the_first_is_undisturbed(
+def test_a_second_run_in_the_same_folder_is_refused(
     kvpolicy: Shell, tmp_path: Path, model_folder: Path
 ) -> None:
     words = (*ABLATE, "--model", model_folder, "--output", tmp_path / "out")
@@ -166,7 +166,7 @@ def test_a_second_run_in_one_folder_is_refused_and_the_first_is_undisturbed(
     assert kvpolicy(*words).status == 0
 
 
-def test_another_run_in_a_folder_with_results_is_refused_and_changes_nothing(
+def test_a_run_with_other_settings_is_refused_and_changes_nothing(
     kvpolicy: Shell, tmp_path: Path, model_folder: Path
 ) -> None:
     words = (*ABLATE, "--model", model_folder, "--output", tmp_path / "out")

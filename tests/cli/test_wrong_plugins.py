@@ -199,7 +199,7 @@ def test_the_message_names_the_failing_policy(
         assert part in sentence
 
 
-def test_the_same_options_serve_a_correct_policy(
+def test_the_same_options_work_with_a_correct_policy(
     kvpolicy: Shell, model_folder: Path, tmp_path: Path
 ) -> None:
     (tmp_path / "mine.py").write_text(score("return -keys.norm(dim=-1)"))
@@ -221,7 +221,7 @@ def test_a_plugin_that_is_no_python_file_is_refused(
 
 
 @pytest.mark.needs_reasoner
-def test_a_file_that_failed_leaves_nothing_behind(kvpolicy: Shell, tmp_path: Path) -> None:
+def test_a_file_that_fails_registers_no_policy(kvpolicy: Shell, tmp_path: Path) -> None:
     path = tmp_path / "mine.py"
     path.write_text(score("return -keys.norm(dim=-1)") + "\n1 / 0\n")
     refusal(kvpolicy("list", "--plugin", path))

@@ -1,4 +1,4 @@
-"""A trace holds every hook call, tells the truth about it, and changes nothing."""
+"""Recordings of hook calls are complete and correct, and do not change a run."""
 
 import json
 from collections.abc import Generator
@@ -32,14 +32,14 @@ def trace_of(plan: Plan, tokenizer: Any = None, **options: Any) -> tuple[Trace, 
     return trace, results
 
 
-# --- every call -------------------------------------------------------------------------------
+# Every call
 
 
 @given(prompts(count=3), st.integers(1, 3), st.integers(1, 8))
-def test_every_compaction_that_a_policy_sees_is_recorded_with_its_shapes(
+def test_every_compaction_is_recorded_with_its_shapes(
     prompts: list[list[int]], slots: int, buffer: int
 ) -> None:
-    """Held against a policy of its own, which notes what it is asked."""
+    """Compared with a policy that records its own calls."""
     recorder = Recorder()
     plan = Plan.uniform("h2o", "protect", recorder, budget=14, buffer=buffer)
     engine = Engine(MODEL, plan=plan, slots=slots)
@@ -50,10 +50,10 @@ def test_every_compaction_that_a_policy_sees_is_recorded_with_its_shapes(
         calls = [call for call in trace.calls if call.hook == hook]
         assert sum(len(call.requests) for call in calls) == len(seen)
     scored = [call for call in trace.calls if call.hook == "score"]
-    told = sorted(
+    found = sorted(
         (call.layer, *call.arguments["keys"].shape[1:]) for call in scored for _ in call.requests
     )
-    assert told == sorted((one.layer_idx, *one.keys.shape) for one in seen)
+    assert found == sorted((one.layer_idx, *one.keys.shape) for one in seen)
     for call in scored:
         assert call.arguments["keys"].shape[0] == len(call.requests)
         assert call.arguments["budget"] == 14
@@ -62,7 +62,7 @@ def test_every_compaction_that_a_policy_sees_is_recorded_with_its_shapes(
 
 @attrs.define(eq=False)
 class Counts:
-    """Answers nothing, and counts how often it is asked what."""
+    """Has no opinion, and counts the calls of each hook."""
 
     calls: dict[str, int] = attrs.field(factory=dict)
 
@@ -98,7 +98,7 @@ class Counts:
         self._count("evict")
 
 
-def test_every_hook_is_recorded_as_often_as_it_is_asked() -> None:
+def test_every_hook_is_recorded_as_often_as_it_is_called() -> None:
     counts = Counts()
     plan = Plan.uniform("h2o", counts, budget=8, buffer=4, schedule=[counts])
     trace, _ = trace_of(plan)
@@ -110,7 +110,7 @@ def test_every_hook_is_recorded_as_often_as_it_is_asked() -> None:
     assert [call.number for call in trace.calls] == list(range(trace.num_calls))
 
 
-def test_a_call_says_whom_it_was_about_and_who_answered() -> None:
+def test_a_call_has_its_requests_and_the_policies_that_answered() -> None:
     trace, _ = trace_of(Plan.uniform("h2o", "protect", budget=14, buffer=4))
     (first, *_), (select, *_) = (
         [call for call in trace.calls if call.hook == hook] for hook in ("schedule", "select")
@@ -120,12 +120,12 @@ def test_a_call_says_whom_it_was_about_and_who_answered() -> None:
     assert select.requests == (1,)
     assert select.tokens == (1,)  # the first token is drawn when the prompt is in
     assert select.answer == TensorInfo("int64", (1, 2, 14), "cpu")
-    assert "due" not in {call.hook for call in trace.calls}, "h2o without `every` is not asked"
+    assert "due" not in {call.hook for call in trace.calls}, "not implemented"
 
 
 @attrs.define(eq=False)
 class Sleepy:
-    """A wrapper that takes its time before and after what it wraps."""
+    """A wrapper that waits before and after what it wraps."""
 
     waits: Any
 
@@ -137,7 +137,7 @@ class Sleepy:
         return scores
 
 
-def test_a_wrapper_is_not_charged_for_what_it_wraps(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_time_of_a_wrapper_excludes_what_it_wraps(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
     monkeypatch.setattr("kvpolicy.engine.tracing.time.perf_counter", lambda: now[0])
 
@@ -160,7 +160,7 @@ def test_a_wrapper_is_not_charged_for_what_it_wraps(monkeypatch: pytest.MonkeyPa
     assert totals["sleepy"].total_ms == pytest.approx(2e3 * trace.num_calls)
 
 
-# --- nothing changes --------------------------------------------------------------------------
+# A run does not change
 
 
 @given(prompts(count=3), plans(num_layers=NUM_LAYERS), st.booleans())
@@ -174,21 +174,21 @@ def test_tokens_are_the_same_with_and_without_a_trace(
     assert [result.tokens for result in traced] == [result.tokens for result in plain]
 
 
-def test_outside_of_a_recording_the_functions_called_are_the_policies_own() -> None:
+def test_after_a_recording_the_hooks_are_restored() -> None:
     engine = Engine(MODEL, plan=Plan.uniform("h2o", "protect", budget=14, buffer=4))
-    relay = engine.stacks[0]._manager
+    manager = engine.stacks[0]._manager
 
     def functions() -> list[Any]:
-        return [impl.function for hook in ("score", "due") for impl in relay.impls(hook)]
+        return [impl.function for hook in ("score", "due") for impl in manager.impls(hook)]
 
     before = functions()
     with recording(engine):
         assert functions() != before
     assert functions() == before
-    assert relay._listener is None
+    assert manager._listener is None
 
 
-# --- failures ---------------------------------------------------------------------------------
+# Failures
 
 
 class Raises:
@@ -222,10 +222,10 @@ def test_a_call_that_fails_is_recorded_with_its_error(stack: list[object]) -> No
         assert raised == {"raises": "IndexError: no such head", "protect": None}
 
 
-# --- options ----------------------------------------------------------------------------------
+# Options
 
 
-def test_only_what_is_asked_for_is_recorded() -> None:
+def test_only_selected_hooks_and_layers_are_recorded() -> None:
     plan = Plan.uniform("h2o", budget=14, buffer=4)
     everything, _ = trace_of(plan)
     some, _ = trace_of(plan, hooks=["score", "evict"], layers=[1])
@@ -236,17 +236,17 @@ def test_only_what_is_asked_for_is_recorded() -> None:
     assert some.num_calls == len(wanted) > 0
 
 
-def test_the_last_calls_are_kept_and_all_are_counted_and_handed_on() -> None:
-    handed: list[HookCall] = []
-    trace, _ = trace_of(Plan.uniform("h2o", budget=14, buffer=4), last=3, on_call=handed.append)
+def test_the_last_calls_are_kept_and_all_are_passed_on() -> None:
+    passed_on: list[HookCall] = []
+    trace, _ = trace_of(Plan.uniform("h2o", budget=14, buffer=4), last=3, on_call=passed_on.append)
     assert len(trace.calls) == 3
-    assert list(trace.calls) == handed[-3:]
-    assert trace.num_calls == len(handed) == sum(one.calls for one in trace.totals())
+    assert list(trace.calls) == passed_on[-3:]
+    assert trace.num_calls == len(passed_on) == sum(one.calls for one in trace.totals())
 
 
 @attrs.define(eq=False)
-class Notes:
-    """What stays, noted independently."""
+class RecordsEvictions:
+    """Records the evicted rows independently."""
 
     left: list[tuple[int, int, tuple[int, ...]]] = attrs.field(factory=list)
 
@@ -263,11 +263,11 @@ class Notes:
         return keep
 
 
-def test_the_rows_that_leave_are_told_with_their_tokens() -> None:
-    notes, tokenizer = Notes(), tiny_tokenizer()
-    plan = Plan.uniform("h2o", notes, budget=10, buffer=4)
+def test_evicted_rows_are_recorded_with_their_text() -> None:
+    policy, tokenizer = RecordsEvictions(), tiny_tokenizer()
+    plan = Plan.uniform("h2o", policy, budget=10, buffer=4)
     trace, results = trace_of(plan, tokenizer, hooks=["select"], kept=True)
-    told = []
+    found = []
     for call in trace.calls:
         for left in call.left:
             ids = [*PROMPTS[left.request], *results[left.request].tokens]
@@ -275,9 +275,9 @@ def test_the_rows_that_leave_are_told_with_their_tokens() -> None:
                 assert text == tokenizer.decode(ids[first : last + 1])
             gone = tuple(p for first, last in left.ranges for p in range(first, last + 1))
             assert left.num_rows == len(gone)
-            told += [(call.layer, head, gone) for head in left.heads]
-    assert sorted(told) == sorted(notes.left)
-    assert told
+            found += [(call.layer, head, gone) for head in left.heads]
+    assert sorted(found) == sorted(policy.left)
+    assert found
 
 
 def test_calls_are_plain_data() -> None:
@@ -288,11 +288,11 @@ def test_calls_are_plain_data() -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "says"),
+    ("options", "message"),
     [({"hooks": ["scroe"]}, "no hook 'scroe'.*score"), ({"layers": [0, 2]}, "no layer 2.*0 to 1")],
 )
-def test_what_cannot_be_recorded_is_refused(options: dict[str, Any], says: str) -> None:
-    with pytest.raises(KVPolicyError, match=says):
+def test_unknown_hooks_and_layers_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(KVPolicyError, match=message):
         trace_of(Plan.uniform("full"), **options)
 
 
@@ -307,8 +307,8 @@ def test_one_recording_at_a_time() -> None:
 
 
 @attrs.define(eq=False)
-class AsksFirst:
-    """A wrapper that asks its part before the policies it wraps are asked."""
+class CallsPartFirst:
+    """A wrapper that calls its part before the policies that it wraps."""
 
     parts: Any
 
@@ -319,9 +319,9 @@ class AsksFirst:
         return answer + mine
 
 
-def test_who_is_asked_after_the_part_of_another_is_recorded_too() -> None:
-    plan = Plan.uniform("h2o", AsksFirst([("knorm", PolicySpec("knorm").build())]), budget=8)
+def test_calls_after_the_part_of_a_wrapper_are_recorded() -> None:
+    plan = Plan.uniform("h2o", CallsPartFirst([("knorm", PolicySpec("knorm").build())]), budget=8)
     trace, _ = trace_of(attrs.evolve(plan, buffer=4), hooks=["score"])
-    told = {tuple(part.policy for part in call.parts) for call in trace.calls}
-    assert told == {("knorm",), ("asks_first", "h2o")}
-    assert {call.answered_by for call in trace.calls} == {"knorm", "h2o+asks_first"}
+    found = {tuple(part.policy for part in call.parts) for call in trace.calls}
+    assert found == {("knorm",), ("calls_part_first", "h2o")}
+    assert {call.answered_by for call in trace.calls} == {"knorm", "h2o+calls_part_first"}

@@ -1,4 +1,4 @@
-"""Policies are found by name, described without being run, and blamed one by one."""
+"""Finding policies by name, reading their source, and loading them."""
 
 import ast
 import subprocess
@@ -43,7 +43,7 @@ def no_policies_from_files(monkeypatch):
 
 
 @pytest.mark.parametrize("name", INSTALLED)
-def test_what_is_read_from_the_source_is_what_the_class_has(name):
+def test_summary_and_knobs_from_the_source_match_the_class(name):
     info = next(info for info in installed_policies() if info.name == name)
     cls = load_policy_class(name)
     assert info.problem is None
@@ -54,7 +54,7 @@ def test_what_is_read_from_the_source_is_what_the_class_has(name):
         assert ast.literal_eval(knob.default) == fields[knob.name]
 
 
-def test_describing_all_policies_imports_none_of_them():
+def test_listing_policies_imports_none_of_them():
     code = (
         "import sys; from kvpolicy import installed_policies; installed_policies(); "
         "print([n for n in sys.modules if n == 'torch' or n.startswith('kvpolicy_baselines.')])"
@@ -63,12 +63,12 @@ def test_describing_all_policies_imports_none_of_them():
     assert done.stdout.strip() == "[]"
 
 
-def test_an_unknown_name_is_answered_with_the_nearest():
+def test_an_unknown_name_suggests_the_nearest():
     with pytest.raises(UnknownPolicyError, match="'strming'; did you mean streaming"):
         load_policy("strming")
 
 
-def test_an_unknown_knob_is_answered_with_the_nearest():
+def test_an_unknown_knob_suggests_the_nearest():
     with pytest.raises(KnobError, match="'n_snik'; did you mean n_sink"):
         load_policy("streaming", n_snik=3)
 
@@ -78,7 +78,7 @@ def test_a_refused_value_names_policy_and_knob():
         load_policy("streaming", n_sink=-1)
 
 
-def test_a_policy_that_cannot_be_imported_is_named_and_harms_nobody_else(monkeypatch):
+def test_a_policy_that_cannot_be_imported_does_not_affect_others(monkeypatch):
     points = [
         EntryPoint("broken", "no_such_module:Policy", discovery.GROUP),
         *metadata.entry_points(group=discovery.GROUP),

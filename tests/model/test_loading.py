@@ -18,7 +18,7 @@ def install(monkeypatch: pytest.MonkeyPatch, **models: InstalledModel) -> None:
     monkeypatch.setattr(loading, "load_installed", lambda _, name, **__: lambda: models[name])
 
 
-def test_an_installed_model_is_loaded_by_its_name_in_the_precision_it_prefers(
+def test_an_installed_model_is_loaded_in_its_preferred_precision(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = save_tiny_model(tmp_path / "weights")
@@ -28,7 +28,7 @@ def test_an_installed_model_is_loaded_by_its_name_in_the_precision_it_prefers(
     assert load_model(folder)[0].dtype == torch.float32
 
 
-def test_an_installed_model_whose_package_is_broken_is_an_error_of_one_sentence(
+def test_an_installed_model_with_a_broken_package_is_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     point = EntryPoint("tiny", "no_such_package:model", loading.GROUP)
@@ -58,7 +58,7 @@ def test_what_cannot_be_a_hub_id_is_refused_without_asking_the_hub(
         load_model(name)
 
 
-def test_a_hub_that_cannot_be_reached_is_not_asked_again_and_again(
+def test_a_hub_that_cannot_be_reached_is_not_retried(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def no_address(*_: object) -> None:
@@ -71,6 +71,6 @@ def test_a_hub_that_cannot_be_reached_is_not_asked_again_and_again(
         load_model("somebody/something")
 
 
-def test_loading_says_nothing(model_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_loading_prints_nothing(model_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     load_model(str(model_folder))
     assert capsys.readouterr() == ("", "")

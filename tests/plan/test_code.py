@@ -1,4 +1,4 @@
-"""Results are kept by the hash of their plan: it tells one version of a policy from another."""
+"""The digest of a plan depends on the code of its policies."""
 
 from pathlib import Path
 
@@ -42,7 +42,7 @@ def resolved(folder: Path, source: str, *stack: str) -> ResolvedPlan:
     return Plan.uniform(*(stack or ("key_norm", "protect")), budget=16, buffer=4).resolve(2)
 
 
-def test_an_edited_policy_makes_another_plan(tmp_path):
+def test_an_edited_policy_changes_the_digest(tmp_path):
     before = resolved(tmp_path, SOURCE.format(sign="-"))
     digest = before.digest()
     assert list(before.to_dict()["code"]) == ["key_norm"]
@@ -50,15 +50,15 @@ def test_an_edited_policy_makes_another_plan(tmp_path):
     assert edited.to_dict()["layers"] == before.to_dict()["layers"]
     assert edited.digest() != digest
     elsewhere = resolved(tmp_path / "elsewhere", SOURCE.format(sign="-"))
-    assert elsewhere.digest() == digest, "where the file lies decides nothing"
+    assert elsewhere.digest() == digest, "the folder of the file does not matter"
 
 
-def test_plans_without_it_stay_what_they_are(tmp_path):
+def test_a_registered_file_does_not_change_other_plans(tmp_path):
     alone = Plan.uniform("knorm", budget=16, buffer=4).resolve(2).digest()
     assert resolved(tmp_path, SOURCE.format(sign="-"), "knorm").digest() == alone
 
 
-def test_a_policy_made_in_python_is_known_by_its_file():
+def test_a_policy_object_is_identified_by_its_file():
     code = Plan.uniform(Mine(), budget=16).resolve(2).to_dict()["code"]
     assert list(code) == ["mine"]
 
@@ -67,5 +67,5 @@ OURS = [one.name for one in installed_policies() if one.distribution.startswith(
 
 
 @pytest.mark.parametrize("name", OURS)
-def test_our_own_policies_go_by_the_version(name):
+def test_policies_of_this_project_have_no_code_hash(name):
     assert hash_of_code(load_policy_class(name)) is None

@@ -1,4 +1,4 @@
-"""A plan that extends another says what differs; the rest is the other's."""
+"""Plans that extend other plans."""
 
 from pathlib import Path
 
@@ -37,14 +37,14 @@ def write(tmp_path: Path):
     return to
 
 
-def test_keys_replace_those_of_the_base_and_others_are_kept(write) -> None:
+def test_keys_replace_those_of_the_base(write) -> None:
     write("base.toml", BASE)
     plan = Plan.load(write("child.toml", 'extends = "base.toml"\nbudget = 32\n'))
     assert (plan.budget, plan.buffer) == (32, 16)
     assert [spec.policy for spec in plan.stack] == ["h2o", "protect"]
 
 
-def test_a_base_is_looked_for_beside_the_file_that_names_it(write, monkeypatch, tmp_path) -> None:
+def test_a_base_is_relative_to_the_file_that_names_it(write, monkeypatch, tmp_path) -> None:
     write("a/base.toml", BASE)
     write("a/middle/one.toml", 'extends = "../base.toml"\nbuffer = 8\n')
     child = write("b/child.toml", 'extends = "../a/middle/one.toml"\nbudget = 40\n')
@@ -54,14 +54,14 @@ def test_a_base_is_looked_for_beside_the_file_that_names_it(write, monkeypatch, 
         assert (plan.budget, plan.buffer, len(plan.stack)) == (40, 8, 2)
 
 
-def test_an_installed_plan_may_be_extended_by_name(write) -> None:
+def test_an_installed_plan_is_extended_by_name(write) -> None:
     plan = Plan.load(write("mine.toml", 'extends = "skipkv"\nbudget = 96\n'))
     installed = Plan.load("skipkv")
     assert plan.budget == 96 != installed.budget
     assert (plan.stack, plan.buffer) == (installed.stack, installed.buffer)
 
 
-def test_a_plan_in_python_may_extend_one_too(write, monkeypatch, tmp_path) -> None:
+def test_a_plan_given_as_data_extends_a_file(write, monkeypatch, tmp_path) -> None:
     write("base.toml", BASE)
     monkeypatch.chdir(tmp_path)
     assert Plan.from_dict({"extends": "base.toml", "budget": 20}).buffer == 16
@@ -74,23 +74,23 @@ def test_groups_of_layers_are_replaced_as_a_whole(write) -> None:
     plan = Plan.load(write("child.toml", text))
     layers = plan.resolve(4).layers
     assert [layer.stack[0].policy for layer in layers] == ["streaming"] * 4
-    assert [layer.budget for layer in layers] == [48] * 4, "the plan's own budget is inherited"
+    assert [layer.budget for layer in layers] == [48] * 4, "the budget of the base is inherited"
 
 
-def test_no_groups_at_all_is_one_group_of_all_layers(write) -> None:
+def test_an_empty_list_of_groups_removes_those_of_the_base(write) -> None:
     write("base.toml", GROUPS)
     text = 'extends = "base.toml"\nlayers = []\nstack = ["h2o"]\n'
     layers = Plan.load(write("child.toml", text)).resolve(3).layers
     assert [(layer.stack[0].policy, layer.budget) for layer in layers] == [("h2o", 48)] * 3
 
 
-def test_a_group_keeps_its_own_budget_when_the_plans_is_changed(write) -> None:
+def test_a_budget_of_a_group_overrides_that_of_the_extending_plan(write) -> None:
     write("base.toml", GROUPS)
     plan = Plan.load(write("child.toml", 'extends = "base.toml"\nbudget = 99\n'))
     assert [layer.budget for layer in plan.resolve(4).layers] == [99, 99, 32, 32]
 
 
-def test_overrides_reach_what_is_inherited(write) -> None:
+def test_overrides_apply_to_inherited_values(write) -> None:
     write("base.toml", GROUPS)
     child = write("child.toml", 'extends = "base.toml"\nbuffer = 8\n')
     plan = Plan.load(child, ["layers.1.budget=24", "rkv.mix_lambda=0.3", "budget=50"])
@@ -99,7 +99,7 @@ def test_overrides_reach_what_is_inherited(write) -> None:
     assert layers[2].stack[0].knobs["mix_lambda"] == 0.3
 
 
-def test_what_is_inherited_comes_to_the_same_as_what_is_written_out(write) -> None:
+def test_an_extending_plan_equals_the_same_plan_in_one_file(write) -> None:
     write("base.toml", BASE)
     child = Plan.load(write("child.toml", 'extends = "base.toml"\nbudget = 33\n'))
     whole = Plan.load(write("whole.toml", BASE.replace("64", "33")))
@@ -107,7 +107,7 @@ def test_what_is_inherited_comes_to_the_same_as_what_is_written_out(write) -> No
     assert child.resolve(4).digest() == whole.resolve(4).digest()
 
 
-def test_a_comparison_takes_inherited_plans(write) -> None:
+def test_a_sweep_accepts_plans_that_extend_others(write) -> None:
     write("base.toml", BASE)
     series = Series.from_file(write("child.toml", 'extends = "base.toml"\nbuffer = 4\n'))
     (cell,) = build_cells([series], num_layers=2, budgets=[99], buffer=None)
@@ -115,7 +115,7 @@ def test_a_comparison_takes_inherited_plans(write) -> None:
 
 
 @pytest.mark.parametrize(
-    ("chain", "says"),
+    ("chain", "message"),
     [
         ({"a": "a"}, "a.toml' extends itself: '{d}/a.toml' -> '{d}/a.toml'"),
         ({"a": "b", "b": "a"}, "'{d}/a.toml' -> '{d}/b.toml' -> '{d}/a.toml'; remove one"),
@@ -126,17 +126,17 @@ def test_a_comparison_takes_inherited_plans(write) -> None:
         ({"a": "../{f}/a"}, "extends itself"),
     ],
 )
-def test_a_plan_that_extends_itself_is_refused_with_the_chain(write, tmp_path, chain, says) -> None:
+def test_a_plan_that_extends_itself_is_refused(write, tmp_path, chain, message) -> None:
     for name, base in chain.items():
         base = base.replace("{f}", tmp_path.name)
         write(f"{name}.toml", f'extends = "{base}.toml"\n')
     with pytest.raises(PlanError) as caught:
         Plan.load(tmp_path / "a.toml")
-    assert says.replace("{d}", str(tmp_path)) in str(caught.value)
+    assert message.replace("{d}", str(tmp_path)) in str(caught.value)
 
 
 @pytest.mark.parametrize(
-    ("text", "says"),
+    ("text", "message"),
     [
         ('extends = "none.toml"', "none.toml', which '{d}/child.toml' extends, cannot be read"),
         ('extends = "broken.toml"', "broken.toml', which '{d}/child.toml' extends, is not TOML"),
@@ -150,22 +150,22 @@ def test_a_plan_that_extends_itself_is_refused_with_the_chain(write, tmp_path, c
         ('extends = "/"', "no plan is named '/'"),
     ],
 )
-def test_a_base_that_cannot_be_had_is_named_with_who_wants_it(
-    write, tmp_path, text: str, says: str
+def test_a_base_that_cannot_be_read_is_named_with_the_extending_plan(
+    write, tmp_path, text: str, message: str
 ) -> None:
     write("broken.toml", "budget = = 3")
     with pytest.raises(PlanError) as caught:
         Plan.load(write("child.toml", text))
-    assert says.replace("{d}", str(tmp_path)) in str(caught.value)
+    assert message.replace("{d}", str(tmp_path)) in str(caught.value)
 
 
-def test_what_is_wrong_in_a_base_is_wrong_in_the_plan(write) -> None:
+def test_an_error_in_a_base_is_reported(write) -> None:
     write("base.toml", "bugdet = 3\n")
     with pytest.raises(PlanError, match="unknown key 'bugdet'; did you mean budget"):
         Plan.load(write("child.toml", 'extends = "base.toml"\nstack = ["h2o"]\n'))
 
 
-def test_what_a_plan_extends_is_no_matter_of_overrides(write) -> None:
+def test_overrides_cannot_change_the_base(write) -> None:
     write("base.toml", BASE)
     with pytest.raises(PlanError, match="extends can be set in a plan file only"):
         Plan.load(write("child.toml", BASE), ['extends="base.toml"'])

@@ -1,4 +1,4 @@
-"""Groups of layers with stacks, budgets and buffers of their own, in one run."""
+"""Runs whose layers have different stacks, budgets and buffers."""
 
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ GROUPS: list[dict[str, Any]] = [
     {"where": [-1], "stack": [{"policy": "snapkv", "window_size": 5}], "buffer": 7},
     {"where": [2], "stack": ["streaming"], "budget": "6.5%", "buffer": 1},
 ]
-#: What each layer comes to: budget and buffer.
+#: Budget and buffer of each layer.
 EXPECTED = {1: (17, 11), 2: (13, 1), 3: (20, 3), 4: (31, 7)}
 
 
@@ -37,7 +37,7 @@ def plan_of(path: Path, recorders: dict[int, Recorder]) -> Plan:
     return attrs.evolve(plan, layers=tuple(layers))
 
 
-def test_every_layer_compacts_at_its_own_size_to_its_own_size(tmp_path: Path) -> None:
+def test_every_layer_compacts_by_its_own_budget_and_buffer(tmp_path: Path) -> None:
     recorders: dict[int, Recorder] = {}
     plan = plan_of(tmp_path, recorders)
     engine = Engine(shared_model(num_layers=NUM_LAYERS), None, plan, slots=2)
@@ -59,7 +59,7 @@ def test_every_layer_compacts_at_its_own_size_to_its_own_size(tmp_path: Path) ->
         assert {one.kept.shape[1] for one in compactions if one.kept is not None} == {budget}
 
 
-def test_a_sequence_of_a_mixed_run_is_answered_as_it_is_alone(tmp_path: Path) -> None:
+def test_a_sequence_has_the_same_tokens_in_a_batch_and_alone(tmp_path: Path) -> None:
     model, prompts = shared_model(num_layers=NUM_LAYERS), [[7, 3, 9, 1] * 3, [5, 8] * 20, [11]]
     data = {"budget": 31, "buffer": 11, "length": 200, "layers": GROUPS}
 

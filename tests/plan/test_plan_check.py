@@ -1,4 +1,4 @@
-"""`check_plan` finds everything at once, and nothing that is not there."""
+"""`check_plan` reports every problem of a plan once."""
 
 from typing import Any
 
@@ -18,7 +18,7 @@ def problems(data: dict[str, Any], *overrides: str) -> list[str]:
     return [str(one) for one in check_plan(data, overrides, num_layers=NUM_LAYERS).problems]
 
 
-#: Every clause: what is wrong, and what each problem says, in order.
+#: Malformed plans, with a part of the message of each problem, in order.
 CLAUSES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "unknown key": ({"bugdet": 3, "stack": ["full"]}, ("unknown key 'bugdet'; did you mean",)),
     "two unknown keys": ({"a": 3, "b": 4, "stack": ["full"]}, ("key 'a'", "key 'b'")),
@@ -35,12 +35,22 @@ CLAUSES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
         {"steering": {}, "sampling": {}, "stack": ["full"]},
         ("'sampling' is reserved", "'steering' is reserved"),
     ),
-    "budget of no kind": ({"budget": [3], "stack": ["h2o"]}, ("[3] is not a count or a share",)),
-    "buffer of no kind": (
+    "budget of the wrong type": (
+        {"budget": [3], "stack": ["h2o"]},
+        ("[3] is not a count or a share",),
+    ),
+    "budget is text": ({"budget": "64", "stack": ["h2o"]}, ("'64' is not a count or a share",)),
+    "budget is a fraction": ({"budget": 0.5, "stack": ["h2o"]}, ("0.5 is not a count",)),
+    "budget is true": ({"budget": True, "stack": ["h2o"]}, ("True is not a count",)),
+    "knob of the wrong type": (
+        {"budget": 64, "stack": [{"policy": "rkv", "window_size": "8"}]},
+        ("'window_size' must be <class 'int'>",),
+    ),
+    "buffer of the wrong type": (
         {"budget": 9, "buffer": "x", "stack": ["h2o"]},
         ("in buffer: 'x' is not a count",),
     ),
-    "length of no kind": (
+    "length of the wrong type": (
         {"budget": "9%", "length": 1.5, "stack": ["h2o"]},
         ("in length: 1.5 is not a count",),
     ),
@@ -67,8 +77,8 @@ CLAUSES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
         ("budget of 4, but its policies (rkv) protect 8 rows",),
     ),
     "no policy": ({"budget": 4}, ("names no policy for layers 'all'",)),
-    "stack of no kind": ({"budget": 9, "stack": "h2o"}, ("in stack: 'h2o' is not a list",)),
-    "policy of no kind": (
+    "stack of the wrong type": ({"budget": 9, "stack": "h2o"}, ("in stack: 'h2o' is not a list",)),
+    "policy of the wrong type": (
         {"budget": 9, "stack": ["h2o", 3, {"knob": 1}]},
         ("in stack[1]: 3 is not a policy", "in stack[2]: {'knob': 1} is not a policy"),
     ),
@@ -89,17 +99,20 @@ CLAUSES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
             "budget": 9,
             "stack": [{"policy": "rkv", "mix_lambda": 2}, {"policy": "protect", "n_sink": -1}],
         },
-        ("policy 'rkv' refuses its knobs", "policy 'protect' refuses its knobs"),
+        (
+            "policy 'rkv' refuses its knobs: 'mix_lambda' must be <= 1: 2",
+            "policy 'protect' refuses its knobs",
+        ),
     ),
     "padding": (
         {"stack": ["full"], "padding": "left"},
         ("in padding: 'left' is not a padding; write one of none, stored",),
     ),
-    "layers of no kind": (
+    "layers of the wrong type": (
         {"stack": ["full"], "layers": 3},
         ("in layers: 3 is not a list of groups",),
     ),
-    "group of no kind": (
+    "group of the wrong type": (
         {"stack": ["full"], "layers": [3]},
         ("in layers[0]: 3 is not a group of layers",),
     ),
@@ -107,9 +120,13 @@ CLAUSES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
         {"stack": ["full"], "layers": [{"where": "0:2", "stak": 1}, {"where": "2:", "buget": 2}]},
         ("in layers[0]: unknown key 'stak'", "in layers[1]: unknown key 'buget'"),
     ),
-    "where of no kind": (
+    "where of the wrong type": (
         {"stack": ["full"], "layers": [{"where": 3}]},
         ("in layers[0].where: 3 is not a set of layers",),
+    ),
+    "where is empty": (
+        {"stack": ["full"], "layers": [{"where": []}]},
+        ("in layers[0].where: [] is not a set of layers",),
     ),
     "where of no slice": (
         {"stack": ["full"], "layers": [{"where": "first"}]},
@@ -148,28 +165,29 @@ CLAUSES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
             "in layers[1].buffer: -1 is out",
         ),
     ),
-    "extends of no kind": ({"extends": 3}, ("extends is 3; write the name of one plan",)),
+    "extends of the wrong type": ({"extends": 3}, ("extends is 3; write the name of one plan",)),
     "extends nothing": ({"extends": "none.toml"}, ("none.toml' cannot be read",)),
-    "a key of no kind": ({3: 4}, ("has a key 3; keys are texts",)),
+    "a key of the wrong type": ({3: 4}, ("has a key 3; keys are texts",)),
 }
 
 
-@pytest.mark.parametrize(("data", "says"), CLAUSES.values(), ids=CLAUSES)
-def test_every_problem_is_found_once(data: dict[str, Any], says: tuple[str, ...]) -> None:
+@pytest.mark.parametrize(("data", "messages"), CLAUSES.values(), ids=CLAUSES)
+def test_every_problem_is_reported_once(data: dict[str, Any], messages: tuple[str, ...]) -> None:
     found = problems(data)
-    assert len(found) == len(says), found
-    for problem, words in zip(found, says, strict=True):
-        assert words in problem
+    assert len(found) == len(messages), found
+    for problem, message in zip(found, messages, strict=True):
+        assert message in problem
         assert "\n" not in problem
 
 
 @pytest.mark.parametrize("data", [data for data, _ in CLAUSES.values()], ids=CLAUSES)
-def test_what_is_found_is_refused_by_a_run(data: dict[str, Any]) -> None:
-    with pytest.raises(KVPolicyError):
+def test_resolving_raises_the_first_problem(data: dict[str, Any]) -> None:
+    with pytest.raises(KVPolicyError) as caught:
         Plan.from_dict(data).resolve(NUM_LAYERS)
+    assert str(caught.value) == problems(data)[0]
 
 
-def test_all_mistakes_of_a_plan_are_found_in_one_go() -> None:
+def test_all_problems_of_a_plan_are_reported_together() -> None:
     data = {
         "bugdet": 3,
         "budget": 9,
@@ -187,17 +205,17 @@ def test_all_mistakes_of_a_plan_are_found_in_one_go() -> None:
     assert found.count("\n") == 8
 
 
-def test_a_mistake_hides_none_behind_it_and_brings_none_along() -> None:
-    # The budget is malformed: that there is none, or too little, is not said as well.
+def test_values_that_depend_on_a_malformed_one_are_not_checked() -> None:
+    # The budget is malformed: it is not reported as missing or too small as well.
     (problem,) = problems({"budget": "many", "stack": ["rkv"]})
     assert "'many'" in problem
-    # A stack that does not exist is not said to be missing.
+    # A stack with an unknown policy is not reported as missing.
     (problem,) = problems({"budget": 9, "layers": [{"stack": ["h20"]}]})
     assert "'h20'" in problem
 
 
 @given(plan_data(num_layers=NUM_LAYERS))
-def test_a_plan_that_fits_has_no_problem(data: dict[str, Any]) -> None:
+def test_a_valid_plan_has_no_problem(data: dict[str, Any]) -> None:
     found = check_plan(data, num_layers=NUM_LAYERS)
     assert found.problems == ()
     assert found.resolved == Plan.from_dict(data).resolve(NUM_LAYERS)
@@ -207,7 +225,7 @@ def test_a_plan_that_fits_has_no_problem(data: dict[str, Any]) -> None:
     mutated(num_layers=NUM_LAYERS) | tables | anything,
     st.lists(st.text("=.layers0budgt ", max_size=9), max_size=1),
 )
-def test_a_plan_has_a_problem_exactly_if_a_run_refuses_it(data: Any, overrides: list[str]) -> None:
+def test_a_plan_has_problems_exactly_if_resolving_fails(data: Any, overrides: list[str]) -> None:
     found = check_plan(data, overrides, num_layers=NUM_LAYERS)
     try:
         resolved = Plan.from_dict(data, overrides).resolve(NUM_LAYERS)
@@ -221,6 +239,8 @@ def test_a_plan_has_a_problem_exactly_if_a_run_refuses_it(data: Any, overrides: 
 
 
 @given(mutated(num_layers=NUM_LAYERS))
-def test_without_a_model_nothing_is_said_of_it(data: dict[str, Any]) -> None:
+def test_without_a_model_only_the_plan_itself_is_checked(
+    data: dict[str, Any],
+) -> None:
     alone = {str(one) for one in check_plan(data).problems}
     assert alone <= {str(one) for one in check_plan(data, num_layers=NUM_LAYERS).problems}

@@ -1,4 +1,4 @@
-"""The schema that editors use says what the code takes."""
+"""The JSON schema for editors accepts exactly what can be read."""
 
 import json
 import tomllib
@@ -19,20 +19,20 @@ from kvpolicy.plan.spec import LayerGroup
 
 FILE = Path(__file__).parents[2] / "docs" / "reference" / "plan.schema.json"
 SCHEMA = plan_schema()
-# JSON has one kind of numbers, TOML has two: 3.0 is no whole number there.
+# JSON has one type of numbers, TOML has two: 3.0 is not an integer there.
 _TYPES = jsonschema.Draft7Validator.TYPE_CHECKER.redefine(
     "integer", lambda _, value: isinstance(value, int) and not isinstance(value, bool)
 )
 CHECK = jsonschema.validators.extend(jsonschema.Draft7Validator, type_checker=_TYPES)(SCHEMA)
 
 
-def test_the_file_is_what_the_code_says() -> None:
+def test_the_file_in_the_docs_is_up_to_date() -> None:
     assert json.loads(FILE.read_text(encoding="utf-8")) == SCHEMA, (
         "write it again: kvpolicy plan schema > docs/reference/plan.schema.json"
     )
 
 
-def test_the_schema_is_one() -> None:
+def test_the_schema_is_valid() -> None:
     jsonschema.Draft7Validator.check_schema(SCHEMA)
 
 
@@ -47,18 +47,18 @@ def test_every_key_is_described(cls: type) -> None:
 
 
 @pytest.mark.parametrize("name", installed("kvpolicy.plans"))
-def test_an_installed_plan_is_valid(name: str) -> None:
+def test_an_installed_plan_conforms(name: str) -> None:
     path = installed_file("kvpolicy.plans", name, suffix=".toml", what="plan")
     CHECK.validate(tomllib.loads(path.read_text(encoding="utf-8")))
 
 
 @given(plan_data())
-def test_a_plan_that_fits_is_valid(data: dict[str, Any]) -> None:
+def test_a_valid_plan_conforms(data: dict[str, Any]) -> None:
     CHECK.validate(data)
 
 
 @given(mutated() | tables)
-def test_a_plan_is_valid_exactly_if_it_can_be_read(data: dict[str, Any]) -> None:
+def test_a_plan_conforms_exactly_if_it_can_be_read(data: dict[str, Any]) -> None:
     data.pop("extends", None)  # a schema cannot find out whether there is such a file
     try:
         Plan.from_dict(data)
@@ -87,5 +87,5 @@ def test_a_plan_is_valid_exactly_if_it_can_be_read(data: dict[str, Any]) -> None
     ],
     ids=str,
 )
-def test_an_editor_underlines_a_mistake(data: dict[str, Any]) -> None:
+def test_malformed_values_do_not_conform(data: dict[str, Any]) -> None:
     assert not CHECK.is_valid(data)

@@ -1,4 +1,4 @@
-"""Budgets as shares of a stated length come to counts, and say where they come from."""
+"""Budgets given as a share of a length."""
 
 from fractions import Fraction
 
@@ -29,7 +29,7 @@ def resolved_budgets(plan: Plan, num_layers: int = 4) -> list[int | None]:
         ("57%", 100, 57),  # 0.57 * 100 is 56.99999999999999 in floats
     ],
 )
-def test_a_share_is_of_the_length_rounded_down(share: str, length: int, rows: int) -> None:
+def test_a_share_is_rounded_down(share: str, length: int, rows: int) -> None:
     plan = Plan.uniform("streaming", budget=share, length=length)
     assert resolved_budgets(plan) == [rows] * 4
     assert {layer.budget_from for layer in plan.resolve(4).layers} == {
@@ -38,7 +38,7 @@ def test_a_share_is_of_the_length_rounded_down(share: str, length: int, rows: in
 
 
 @given(st.integers(0, 100), st.integers(0, 999), st.integers(1, 10**6))
-def test_the_rows_are_the_most_that_do_not_exceed_the_share(
+def test_the_rows_are_the_largest_number_within_the_share(
     whole: int, thousandths: int, length: int
 ) -> None:
     share = Fraction(whole * 1000 + thousandths, 100_000)
@@ -52,7 +52,7 @@ def test_the_rows_are_the_most_that_do_not_exceed_the_share(
     assert rows <= share * length < rows + 1
 
 
-def test_a_group_has_a_share_of_its_own() -> None:
+def test_groups_may_have_different_shares() -> None:
     data = {
         "length": 1000,
         "budget": "10%",
@@ -65,8 +65,8 @@ def test_a_group_has_a_share_of_its_own() -> None:
     }
     resolved = Plan.from_dict(data).resolve(4)
     assert [layer.budget for layer in resolved.layers] == [100, 500, 77, 77]
-    said = [layer.to_dict().get("budget_from") for layer in resolved.layers]
-    assert said == [
+    sources = [layer.to_dict().get("budget_from") for layer in resolved.layers]
+    assert sources == [
         "10% of 1,000 tokens is 100 rows",
         "50% of 1,000 tokens is 500 rows",
         None,
@@ -74,7 +74,7 @@ def test_a_group_has_a_share_of_its_own() -> None:
     ]
 
 
-def test_a_share_is_the_same_plan_as_its_count() -> None:
+def test_a_share_resolves_to_the_same_plan_as_its_count() -> None:
     share = Plan.uniform("h2o", budget="25%", length=256).resolve(3)
     count = Plan.uniform("h2o", budget=64).resolve(3)
     assert share == count
@@ -88,7 +88,7 @@ def test_overrides_change_share_and_length() -> None:
 
 
 @pytest.mark.parametrize(
-    ("budget", "length", "says"),
+    ("budget", "length", "message"),
     [
         ("25%", None, 'a budget of "25%" and no length; write length = TOKENS'),
         ("25%", 0, "in length: 0 is out of range"),
@@ -106,18 +106,18 @@ def test_overrides_change_share_and_length() -> None:
         ),
     ],
 )
-def test_a_share_that_comes_to_nothing_is_refused(
-    budget: str, length: int | None, says: str
+def test_a_share_out_of_range_or_without_length_is_refused(
+    budget: str, length: int | None, message: str
 ) -> None:
     with pytest.raises(PlanError) as caught:
         Plan.uniform("streaming", budget=budget, length=length).resolve(2)
-    assert says in str(caught.value)
+    assert message in str(caught.value)
 
 
 @pytest.mark.parametrize(
     "budget", ["25", "%", "-5%", "25 %", "1e2%", "\uff12\uff15%", ".5%", "25%\n"]
 )
-def test_what_looks_like_a_share_and_is_none_is_refused(budget: str) -> None:
+def test_malformed_shares_are_refused(budget: str) -> None:
     for make in (
         lambda: Plan.from_dict({"budget": budget, "stack": ["h2o"], "length": 9}),
         lambda: Plan.uniform("h2o", budget=budget, length=9),
@@ -127,6 +127,6 @@ def test_what_looks_like_a_share_and_is_none_is_refused(budget: str) -> None:
             make()
 
 
-def test_a_length_that_no_share_needs_is_no_part_of_what_layers_do() -> None:
+def test_an_unused_length_does_not_change_the_digest() -> None:
     with_length = Plan.uniform("h2o", budget=64, length=4096).resolve(2)
     assert with_length.digest() == Plan.uniform("h2o", budget=64).resolve(2).digest()

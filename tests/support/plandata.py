@@ -1,4 +1,4 @@
-"""What plan files may hold: valid plans, plans with something changed, and anything at all."""
+"""Contents of plan files: valid plans, valid plans with changes, and arbitrary tables."""
 
 import copy
 import itertools
@@ -30,10 +30,10 @@ def wheres(draw: st.DrawFn, num_layers: int) -> list[Any]:
     cuts = draw(st.lists(st.integers(1, num_layers - 1), unique=True, max_size=3))
     edges = [0, *sorted(cuts), num_layers]
     spans = list(itertools.pairwise(edges))
-    return [draw(_spelt(first, end, num_layers)) for first, end in draw(st.permutations(spans))]
+    return [draw(_spelled(first, end, num_layers)) for first, end in draw(st.permutations(spans))]
 
 
-def _spelt(first: int, end: int, num_layers: int) -> st.SearchStrategy[Any]:
+def _spelled(first: int, end: int, num_layers: int) -> st.SearchStrategy[Any]:
     listed = st.permutations(range(first, end)).map(list)
     negative = listed.map(lambda layers: [layer - num_layers for layer in layers])
     slices = [f"{first}:{end}"] + ([f"{first - num_layers}:"] if end == num_layers else [])
@@ -43,7 +43,7 @@ def _spelt(first: int, end: int, num_layers: int) -> st.SearchStrategy[Any]:
 
 @st.composite
 def plan_data(draw: st.DrawFn, *, num_layers: int = 4) -> dict[str, Any]:
-    """A plan that fits a model of so many layers, as its file would hold it."""
+    """A valid plan for a model with ``num_layers`` layers, as the contents of its file."""
     data: dict[str, Any] = {"budget": draw(budgets), "length": draw(lengths)}
     if draw(st.booleans()):
         data["buffer"] = draw(st.integers(1, 64))
@@ -75,13 +75,13 @@ anything = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(texts, inner, max_size=3),
     max_leaves=8,
 )
-#: Tables whose keys are often those of plans, with anything behind them.
+#: Tables whose keys are often those of plans, with arbitrary values.
 tables = st.dictionaries(texts, anything, max_size=5)
 
 
 @st.composite
 def mutated(draw: st.DrawFn, *, num_layers: int = 4) -> dict[str, Any]:
-    """A valid plan in which something was added, replaced or taken out, somewhere."""
+    """A valid plan in which entries were added, replaced or removed."""
     data = draw(plan_data(num_layers=num_layers))
     for _ in range(draw(st.integers(1, 3))):
         spot: Any = data

@@ -11,7 +11,7 @@ from kvpolicy.cli.app import run
 
 @attrs.frozen
 class Answer:
-    """What a command said."""
+    """Exit status and output of a command."""
 
     status: int
     out: str
@@ -27,7 +27,7 @@ class Answer:
 
 
 def refusal(answer: Answer) -> str:
-    """The sentence that wrong input is answered with: status 2, stderr, nothing on stdout."""
+    """The error message for wrong input: status 2, one line on stderr, nothing on stdout."""
     assert answer.status == 2, answer.err
     assert answer.out == ""
     assert "Traceback" not in answer.err
@@ -38,7 +38,7 @@ def refusal(answer: Answer) -> str:
 
 
 class Shell:
-    """Runs commands and collects what they say."""
+    """Runs commands and collects their output."""
 
     def __init__(self, capsys: pytest.CaptureFixture[str]) -> None:
         self._capsys = capsys
@@ -46,5 +46,5 @@ class Shell:
     def __call__(self, *words: object) -> Answer:
         self._capsys.readouterr()
         status = run([str(word) for word in words])
-        said = self._capsys.readouterr()
-        return Answer(status, said.out, said.err)
+        captured = self._capsys.readouterr()
+        return Answer(status, captured.out, captured.err)
