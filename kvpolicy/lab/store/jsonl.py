@@ -18,30 +18,26 @@ class JsonLines:
         was_torn: Whether the last line was incomplete when the file was opened; it was removed.
     """
 
-    def __init__(self, path: Path, *, new: bool = False) -> None:
+    def __init__(self, path: Path) -> None:
         """Open or create the file, and remove an incomplete last line.
 
         Args:
             path: The file; its folder exists.
-            new: Refuse a file that exists.
 
         Raises:
-            OutputError: The file cannot be opened, or exists although it must be new.
+            OutputError: The file cannot be opened.
             ResultsError: The file cannot be read, or a line is not a JSON object.
         """
         self.path = path
-        content = b"" if new else _read(path)
+        content = _read(path)
         complete = _complete_lines(content)
         self.records = _parse_lines(path, complete)
         self.was_torn = len(complete) < len(content)
         try:
             # Unbuffered: one system call per line, so that a kill loses one line at most.
-            self._file = path.open("xb" if new else "ab", buffering=0)
+            self._file = path.open("ab", buffering=0)
             if self.was_torn:
                 self._file.truncate(len(complete))
-        except FileExistsError as error:
-            msg = f"{path} exists and is not replaced; choose another name, or delete it first."
-            raise OutputError(msg) from error
         except OSError as error:
             msg = f"{path} cannot be opened: {error.strerror}."
             raise OutputError(msg) from error
@@ -86,41 +82,25 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 def lock_folder(folder: Path) -> FileLock:
     """Lock a folder against other writers, by a ``.lock`` file in it.
 
+    The lock ends with its ``release`` or with this process. A forked child does not hold it:
+    filelock closes the inherited descriptor in the child.
+
     Args:
         folder: An existing folder.
 
     Returns:
-        The lock; call its ``release``.
+        The lock.
 
     Raises:
         OutputError: Another process holds it.
         OSError: The lock file cannot be written.
     """
-    return lock_file(folder / ".lock", name=f"output folder {folder}")
-
-
-def lock_file(path: Path, *, name: str) -> FileLock:
-    """Lock a file against other writers until the lock is released or this process ends.
-
-    A forked child does not hold the lock: filelock closes the inherited descriptor in the child.
-
-    Args:
-        path: The file, in an existing folder; it is created if missing.
-        name: How error messages refer to it.
-
-    Returns:
-        The lock; call its ``release``.
-
-    Raises:
-        OutputError: Another process holds it.
-        OSError: The file cannot be written.
-    """
-    lock = FileLock(path)
+    lock = FileLock(folder / ".lock")
     try:
         lock.acquire(blocking=False)
     except Timeout as error:
         msg = (
-            f"{name} is being written by another kvpolicy process; "
+            f"output folder {folder} is being written by another kvpolicy process; "
             "wait for it, or choose another place with --output."
         )
         raise OutputError(msg) from error

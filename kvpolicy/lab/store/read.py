@@ -26,6 +26,16 @@ from kvpolicy.lab.store.records import (
 )
 
 
+@attrs.frozen(kw_only=True)
+class _Run:
+    """The entry ``run`` of a manifest."""
+
+    name: str = ""
+    version: str = ""
+    groups: tuple[EvalSettingRecord, ...]
+    cells: tuple[CellRecord, ...]
+
+
 @attrs.frozen
 class RunFolder:
     """One run, read from its folder; samples, items and timings are read on first use.
@@ -95,36 +105,62 @@ def read_run(folder: Path) -> RunFolder:
             the JSON lines files is reported when they are first used.
     """
     path = folder / "manifest.json"
-    manifest = _read_manifest(folder, path)
-    number = manifest.get("format")
+    manifest = read_manifest(folder)
+    if manifest is None:
+        problem = "holds no run (it has no manifest.json)" if folder.exists() else "does not exist"
+        msg = f"{folder} {problem}; `kvpolicy results list FOLDER` shows the runs in a folder."
+        raise ResultsError(msg)
+    run = structure_record(_Run, manifest["run"], str(path))
+    groups = {group.group: group for group in run.groups}
+    for cell in run.cells:
+        _check_known(f"{path}, cell {cell.cell}", "group", cell.group, groups)
+    return RunFolder(
+        path=folder,
+        name=run.name,
+        version=run.version,
+        groups=groups,
+        cells={cell.cell: cell for cell in run.cells},
+        sessions=tuple(manifest["sessions"]),
+    )
+
+
+def read_manifest(folder: Path) -> dict[str, Any] | None:
+    """Read the manifest of a run folder as plain data.
+
+    Args:
+        folder: The folder.
+
+    Returns:
+        ``format``, ``run`` and ``sessions``; ``None`` without a manifest.
+
+    Raises:
+        ResultsError: It cannot be read, or is no manifest of a run of this format.
+    """
+    path = folder / "manifest.json"
+    if not path.is_file():
+        return None
+    try:
+        manifest = json.loads(path.read_bytes())
+    except OSError as error:
+        msg = f"{path} cannot be read: {error.strerror}."
+        raise ResultsError(msg) from error
+    except ValueError as error:
+        msg = f"{path} is damaged ({error}); the lines of {folder / 'samples.jsonl'} are readable."
+        raise ResultsError(msg) from error
+    if not isinstance(manifest, dict) or "format" not in manifest:
+        msg = f"{path} is not the manifest of a run; name a folder that `kvpolicy ablate` wrote."
+        raise ResultsError(msg)
+    number = manifest["format"]
     if number != FORMAT:
         is_older = isinstance(number, int) and number < FORMAT
         advice = "run it again into a new folder" if is_older else "read it with a newer version"
         msg = f"{folder} holds a run of format {number!r}, and this is format {FORMAT}; {advice}."
         raise ResultsError(msg)
-    run = manifest.get("run")
-    lists = [manifest.get("sessions"), *(run.get(k) for k in ("groups", "cells"))] if run else []
-    if not run or not all(isinstance(one, list) for one in lists):
-        msg = f"{path} is damaged: it has no list of sessions, groups or cells."
+    kinds = {"run": dict, "sessions": list}
+    if not all(isinstance(manifest.get(key), kind) for key, kind in kinds.items()):
+        msg = f"{path} is damaged: it has no run, or no list of sessions."
         raise ResultsError(msg)
-    groups = [
-        structure_record(EvalSettingRecord, one, f"{path}, group {i}")
-        for i, one in enumerate(run["groups"])
-    ]
-    cells = [
-        structure_record(CellRecord, one, f"{path}, cell {i}") for i, one in enumerate(run["cells"])
-    ]
-    found = RunFolder(
-        path=folder,
-        name=str(run.get("name", folder.name)),
-        version=str(run.get("version", "")),
-        groups={group.group: group for group in groups},
-        cells={cell.cell: cell for cell in cells},
-        sessions=tuple(manifest["sessions"]),
-    )
-    for i, cell in enumerate(cells):
-        _check_known(f"{path}, cell {i}", "group", cell.group, found.groups)
-    return found
+    return manifest
 
 
 def find_runs(folder: Path) -> list[Path]:
@@ -158,25 +194,6 @@ def _may_be_run(folder: Path) -> bool:
     except (OSError, ValueError):
         return (folder / "samples.jsonl").exists()
     return isinstance(manifest, dict) and {"format", "run"} <= manifest.keys()
-
-
-def _read_manifest(folder: Path, path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        problem = "holds no run (it has no manifest.json)" if folder.exists() else "does not exist"
-        msg = f"{folder} {problem}; `kvpolicy results list FOLDER` shows the runs in a folder."
-        raise ResultsError(msg)
-    try:
-        manifest = json.loads(path.read_bytes())
-    except OSError as error:
-        msg = f"{path} cannot be read: {error.strerror}."
-        raise ResultsError(msg) from error
-    except ValueError as error:
-        msg = f"{path} is damaged ({error}); the lines of {folder / 'samples.jsonl'} are readable."
-        raise ResultsError(msg) from error
-    if not isinstance(manifest, dict) or not isinstance(manifest.get("run", {}), dict):
-        msg = f"{path} is not the manifest of a run; name a folder that `kvpolicy ablate` wrote."
-        raise ResultsError(msg)
-    return manifest
 
 
 def _check_known(where: str, kind: str, name: str, known: Mapping[str, object]) -> None:

@@ -1,7 +1,5 @@
 """Records of a run folder: evaluation settings and cells, samples, items and timings."""
 
-import hashlib
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypeVar, get_origin
@@ -109,7 +107,7 @@ class Sample:
     """One prompt answered under one plan; complete without any other record.
 
     Attributes:
-        key: Hash of everything the sample depends on, see `sample_key`.
+        key: Hash of everything the sample depends on.
         cell: Id of the cell.
         group: Id of the evaluation setting.
         model: Model as the user typed it.
@@ -222,43 +220,6 @@ class CellTiming:
     peak_kv_bytes: int
 
 
-def sample_key(
-    *,
-    plan: str,
-    model: str,
-    task: str,
-    measure: str,
-    item: int,
-    prompt: str,
-    attempt: int,
-    seed: int,
-    sampling: str,
-    max_new_tokens: int,
-    version: str,
-) -> str:
-    """Hash everything that decides the result of a sample.
-
-    Args:
-        plan: Digest of the resolved plan.
-        model: Fingerprint of the model.
-        task: Task with its options, which include the grader.
-        measure: What is measured.
-        item: Number of the item.
-        prompt: Prompt, expected answer, and other text read from the item.
-        attempt: Number of the attempt at the item.
-        seed: Seed of the run.
-        sampling: Sampling method in text form.
-        max_new_tokens: Generation limit.
-        version: Version of kvpolicy.
-
-    Returns:
-        32 hexadecimal digits.
-    """
-    parts = [plan, model, task, measure, item, prompt, attempt, seed, sampling]
-    parts += [max_new_tokens, version]
-    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:32]
-
-
 def structure_records(
     cls: type[Record], lines: Sequence[dict[str, Any]], path: Path
 ) -> list[Record]:
@@ -275,7 +236,7 @@ def structure_records(
     return [structure_record(cls, line, f"{path}, line {i}") for i, line in enumerate(lines, 1)]
 
 
-def structure_record(cls: type[Record], record: Any, where: str) -> Record:
+def structure_record(cls: type[Record], record: dict[str, Any], where: str) -> Record:
     """Build a record from plain data, checking names and types of all fields.
 
     Args:
@@ -286,13 +247,10 @@ def structure_record(cls: type[Record], record: Any, where: str) -> Record:
     Raises:
         ResultsError: The data has missing, additional or wrongly typed fields.
     """
-    if not isinstance(record, dict):
-        problems = [f"expected an object, found {type(record).__name__}"]
-    else:
-        try:
-            return _converter.structure(record, cls)
-        except cattrs.BaseValidationError as error:
-            problems = cattrs.transform_error(error)
+    try:
+        return _converter.structure(record, cls)
+    except cattrs.BaseValidationError as error:
+        problems = cattrs.transform_error(error)
     shown = f"{'; '.join(problems[:3])}{'; ...' if len(problems) > 3 else ''}"
     msg = f"{where}, is damaged or from another version of kvpolicy: {shown}."
     raise ResultsError(msg)

@@ -26,6 +26,7 @@ from filelock import FileLock
 from kvpolicy.errors import OutputError
 from kvpolicy.files import atomic_write
 from kvpolicy.lab.store.jsonl import JsonLines, lock_folder, read_lines
+from kvpolicy.lab.store.read import read_manifest
 from kvpolicy.lab.store.records import (
     FORMAT,
     CellTiming,
@@ -60,7 +61,7 @@ class Store:
         Raises:
             OutputError: The folder holds another run or other files, is in use, or cannot be
                 written. Nothing in it has been changed.
-            ResultsError: A file in it is damaged.
+            ResultsError: A file in it is damaged or of another format.
         """
         self.folder = folder
         self.notes: list[str] = []
@@ -84,7 +85,7 @@ class Store:
         Args:
             session: When, how and with which versions work on this run begins.
         """
-        manifest = _read_manifest(self.folder)
+        manifest = read_manifest(self.folder)
         assert manifest is not None, "written when the store was opened"
         sessions = manifest["sessions"]
         if sessions and sessions[-1]["versions"] != session["versions"]:
@@ -171,7 +172,7 @@ def _claim_folder(folder: Path, run: dict[str, Any]) -> FileLock:
         try:
             # Again: another process may have begun and ended a run since the first check.
             _check_is_ours_or_new(folder, run)
-            if _read_manifest(folder) is None:
+            if read_manifest(folder) is None:
                 _write_manifest(folder, run, [])
         except BaseException:
             lock.release()
@@ -189,7 +190,7 @@ def _check_is_ours_or_new(folder: Path, run: dict[str, Any]) -> None:
     if folder.exists() and not folder.is_dir():
         msg = f"output folder {folder} is a file; choose another one with --output."
         raise OutputError(msg)
-    manifest = _read_manifest(folder)
+    manifest = read_manifest(folder)
     if manifest is None:
         if folder.exists() and {path.name for path in folder.iterdir()} - _LEFT_BY_A_KILL:
             msg = (
@@ -210,24 +211,6 @@ def _check_is_ours_or_new(folder: Path, run: dict[str, Any]) -> None:
 def _write_manifest(folder: Path, run: dict[str, Any], sessions: list[dict[str, Any]]) -> None:
     manifest = {"format": FORMAT, "run": run, "sessions": sessions}
     atomic_write(folder / "manifest.json", json.dumps(manifest, indent=2) + "\n")
-
-
-def _read_manifest(folder: Path) -> dict[str, Any] | None:
-    path = folder / "manifest.json"
-    if not path.exists():
-        return None
-    try:
-        manifest = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        msg = f"{path} cannot be read ({error}); choose another folder with --output."
-        raise OutputError(msg) from error
-    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
-        msg = (
-            f"{path} is not a manifest of this version of kvpolicy; "
-            "choose another folder with --output."
-        )
-        raise OutputError(msg)
-    return manifest
 
 
 def _differences(stored: dict[str, Any], requested: dict[str, Any]) -> list[str]:

@@ -17,7 +17,7 @@ import kvpolicy
 from kvpolicy.engine.request import Sampling
 from kvpolicy.errors import PlanError
 from kvpolicy.lab.models import ModelInfo, fingerprint_texts
-from kvpolicy.lab.store.records import ItemRecord, sample_key
+from kvpolicy.lab.store.records import ItemRecord
 from kvpolicy.lab.sweep.sweep_file import Series, Variant
 from kvpolicy.lab.tasks.task import Example, Split, Task
 from kvpolicy.plan.plan import Plan
@@ -97,19 +97,20 @@ class EvalSetting:
             plan: Digest of the resolved plan.
             example: One attempt at one example of this setting.
         """
-        return sample_key(
-            plan=plan,
-            model=self.model.fingerprint,
-            task=self.task.name,
-            measure=self.task.metric.name,
-            item=example.index,
-            prompt=self._text(example),
-            attempt=example.attempt,
-            seed=self.seed,
-            sampling=describe_sampling(self.sampling),
-            max_new_tokens=self.max_new_tokens,
-            version=kvpolicy.__version__,
-        )
+        parts = [
+            plan,
+            self.model.fingerprint,
+            self.task.name,
+            self.task.metric.name,
+            example.index,
+            self._text(example),
+            example.attempt,
+            self.seed,
+            describe_sampling(self.sampling),
+            self.max_new_tokens,
+            kvpolicy.__version__,
+        ]
+        return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:32]
 
     def _to_dict(self) -> dict[str, Any]:
         return {

@@ -98,15 +98,19 @@ DAMAGE = {
     "another manifest": (_rewrite("manifest.json", lambda _: "[]"), "not the manifest of a run"),
     "format 1": (_rewrite("manifest.json", lambda t: t.replace(": 2,", ": 1,", 1)), "run it again"),
     "format 3": (_rewrite("manifest.json", lambda t: t.replace(": 2,", ": 3,", 1)), "newer"),
-    "no format": (_rewrite("manifest.json", lambda _: '{"run": {}}'), "format None"),
-    "no groups": (_rewrite("manifest.json", lambda t: t.replace('"groups"', '"g"')), "has no list"),
+    "no format": (_rewrite("manifest.json", lambda _: '{"run": {}}'), "not the manifest"),
+    "no sessions": (_rewrite("manifest.json", lambda t: t.replace('"sessions"', '"s"')), "no list"),
+    "no groups": (
+        _rewrite("manifest.json", lambda t: t.replace('"groups"', '"g"')),
+        r"required field missing",
+    ),
     "a missing group": (
         _rewrite("manifest.json", lambda t: t.replace('"group": "', '"group": "x', 1)),
         "has no group",
     ),
     "an additional field": (
         _rewrite("manifest.json", lambda t: t.replace('"seed": 0', '"seed": 0, "shade": 1')),
-        r"group 0, .*extra fields found \(shade\)",
+        r"extra fields found \(shade\) @ \$\.groups\[0\]",
     ),
     "a text for a number": (
         _rewrite("samples.jsonl", lambda t: t.replace('"item": 3', '"item": "3"')),

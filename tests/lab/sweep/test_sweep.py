@@ -170,6 +170,9 @@ def test_the_id_of_a_setting_depends_on_everything_its_samples_depend_on(
     (one,), (other,) = built().settings, built(**change).settings
     assert one.id != other.id
     assert built().settings[0].id == one.id
+    # The keys of samples depend on the same, except for the choice of examples and the batch.
+    keys = {setting.key("plan", one.examples[0]) for setting in (one, other)}
+    assert len(keys) == (1 if change.keys() & {"n", "split", "slots"} else 2)
 
 
 def test_one_model_under_two_names_is_run_once() -> None:
