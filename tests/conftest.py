@@ -64,13 +64,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason=REASON))
 
 
-@pytest.fixture
-def needs_reasoner() -> None:
-    """Skip the test without the bundled reasoners, which a helper of the test uses."""
-    if not HAS_REASONER:
-        pytest.skip(REASON)
-
-
 @pytest.fixture(autouse=True)
 def _no_network(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make a test fail that opens a connection."""

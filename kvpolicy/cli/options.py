@@ -132,7 +132,7 @@ Budget = Annotated[
 ]
 Buffer = Annotated[
     int | None,
-    typer.Option(help="Rows to append between compactions.", rich_help_panel=POLICY),
+    typer.Option(min=1, help="Rows to append between compactions.", rich_help_panel=POLICY),
 ]
 Length = Annotated[
     int | None,
@@ -140,16 +140,14 @@ Length = Annotated[
         min=1, help="Sequence length that a budget of N% refers to.", rich_help_panel=POLICY
     ),
 ]
-Temperature = Annotated[
-    float, typer.Option(min=0, help="0 is greedy decoding.", rich_help_panel=SAMPLING)
-]
-TopP = Annotated[
-    float,
-    typer.Option(
-        help="Sample from the likeliest tokens up to this probability.",
-        rich_help_panel=SAMPLING,
-    ),
-]
+TEMPERATURE = typer.Option(
+    min=0, help="Sampling temperature; 0 is greedy.", rich_help_panel=SAMPLING
+)
+Temperature = Annotated[float, TEMPERATURE]
+TOP_P = typer.Option(
+    help="Sample from the likeliest tokens up to this probability.", rich_help_panel=SAMPLING
+)
+TopP = Annotated[float, TOP_P]
 TopK = Annotated[
     int,
     typer.Option(
@@ -173,9 +171,8 @@ Stop = Annotated[
         metavar="TEXT", help="Text that ends a sequence; may be repeated.", rich_help_panel=SAMPLING
     ),
 ]
-Slots = Annotated[
-    int, typer.Option(min=1, help="Sequences decoded together.", rich_help_panel=MODEL)
-]
+SLOTS = typer.Option(min=1, help="Sequences decoded together.", rich_help_panel=MODEL)
+Slots = Annotated[int, SLOTS]
 
 
 def examples(*commands: str) -> str:
@@ -472,22 +469,24 @@ def split_list(text: str | None) -> list[str]:
     return [value.strip() for value in (text or "").split(",") if value.strip()]
 
 
-def positive_ints(option: str, text: str | None) -> list[int]:
-    """The numbers of a comma-separated option.
+def parse_ints(option: str, text: str | None, *, minimum: int = 1) -> list[int]:
+    """Parse the numbers of a comma-separated option.
 
     Args:
         option: Name of the option, for the message.
         text: Such as ``"96,128"``.
+        minimum: The smallest number allowed.
 
     Raises:
-        KVPolicyError: One of them is not a whole number of at least 1, or there is none.
+        KVPolicyError: One of them is not a whole number of at least ``minimum``, or there is none.
     """
     values = split_list(text)
-    for value in values:
-        if not value.isascii() or not value.isdigit() or int(value) < 1:
-            msg = f"{option} was given {value!r}; give whole numbers of at least 1: 96,128."
-            raise KVPolicyError(msg)
-    if text is not None and not values:
-        msg = f"{option} was given no number; write for example {option} 96,128."
+    wrong = [v for v in values if not (v.isascii() and v.isdigit() and int(v) >= minimum)]
+    if wrong or (text is not None and not values):
+        found = repr(wrong[0]) if wrong else "no number"
+        msg = (
+            f"{option} was given {found}; give whole numbers of at least {minimum}: "
+            f"{option} {minimum},{minimum + 1}."
+        )
         raise KVPolicyError(msg)
     return [int(value) for value in values]

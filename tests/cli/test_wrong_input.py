@@ -87,7 +87,7 @@ CASES = [
     case("run hi --policy h2o --budget -5% --length 99 --model {m}", "'-5%' is not"),
     case("run hi --policy h2o --budget 9% --length 0 --model {m}", "--length"),
     case("run hi --length 99 --model {m}", "--length", "--policy"),
-    case("run hi --policy h2o --budget 16 --buffer 0 --model {m}", "in buffer: 0"),
+    case("run hi --policy h2o --budget 16 --buffer 0 --model {m}", "--buffer"),
     case("run hi --policy h2o+ --budget 16 --model {m}", "no policy is named ''"),
     case(
         "run hi --seed 99999999999999999999 --model {m}",

@@ -17,6 +17,7 @@ import typer
 
 from kvpolicy.cli.app import Interrupted
 from kvpolicy.cli.options import (
+    Buffer,
     Device,
     Dtype,
     Json,
@@ -24,7 +25,7 @@ from kvpolicy.cli.options import (
     Plugins,
     TrustRemoteCode,
     examples,
-    positive_ints,
+    parse_ints,
     register_plugins,
     split_list,
 )
@@ -67,17 +68,17 @@ def ablate(
     budgets: options.Budgets = None,
     grid: options.Grid = None,
     zip_lists: options.Zip = False,
-    buffer: options.Buffer = None,
+    buffer: Buffer = None,
     model: options.Models = None,
     task: options.Tasks = None,
-    n: options.NumItems = None,
+    n: options.NumExamples = None,
     seeds: options.Seeds = None,
     split: options.Split = None,
     attempts: options.Attempts = None,
     temperature: options.Temperature = None,
     top_p: options.TopP = None,
     execute_code: options.ExecuteCode = False,
-    slots: options.SlotCount = None,
+    slots: options.Slots = None,
     max_new_tokens: options.MaxNewTokens = None,
     workers: options.Workers = None,
     on: options.On = options.Where.here,
@@ -101,8 +102,8 @@ def ablate(
     docs/reference/sweeps.md. `kvpolicy tasks list` shows the tasks. If interrupted, run the same
     command again: it continues after the last finished sample.
     """
-    budget_list = positive_ints("--budgets", budgets)
-    seed_list, knobs = options.parse_ints("--seeds", seeds), options.parse_grid(grid or [])
+    budget_list = parse_ints("--budgets", budgets)
+    seed_list, knobs = parse_ints("--seeds", seeds, minimum=0), options.parse_grid(grid or [])
     register_plugins(plugin)
     # Imported here because these import torch.
     from kvpolicy.lab.executors.executor import open_executor

@@ -24,7 +24,7 @@ from kvpolicy.cli.options import (
     Plugins,
     check_new_file,
     examples,
-    positive_ints,
+    parse_ints,
     register_plugins,
     split_list,
 )
@@ -196,7 +196,7 @@ def bench(
         budget=budget,
         buffer=buffer,
         rounds=rounds,
-        lengths=sorted(set(positive_ints("--lengths", lengths))),
+        lengths=sorted(set(parse_ints("--lengths", lengths))),
     )
     # Imported here: torch takes a second to import, which --help need not wait for.
     import torch

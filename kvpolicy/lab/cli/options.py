@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from kvpolicy.cli.options import MODEL, POLICY, SAMPLING, split_list
+from kvpolicy.cli.options import MODEL, POLICY, SAMPLING, SLOTS, TEMPERATURE, TOP_P, split_list
 from kvpolicy.errors import KVPolicyError
 
 # More panels of ``--help``.
@@ -79,14 +79,6 @@ Zip = Annotated[
         "--zip", help="Zip all lists instead of taking all combinations.", rich_help_panel=POLICY
     ),
 ]
-Buffer = Annotated[
-    int | None,
-    typer.Option(
-        min=1,
-        help="Rows that may join before a compaction. [default: the preset's]",
-        rich_help_panel=POLICY,
-    ),
-]
 Models = Annotated[
     list[str] | None,
     typer.Option(
@@ -117,7 +109,7 @@ Seeds = Annotated[
         rich_help_panel=TASKS,
     ),
 ]
-NumItems = Annotated[
+NumExamples = Annotated[
     int | None,
     typer.Option(
         "--n", min=1, help="Examples for each cell. [default: the preset's]", rich_help_panel=TASKS
@@ -132,31 +124,15 @@ Split = Annotated[
 Attempts = Annotated[
     int | None, typer.Option(min=1, help="Samples per example, for pass@1.", rich_help_panel=TASKS)
 ]
-Temperature = Annotated[
-    float | None,
-    typer.Option(
-        min=0, help="Sampling temperature; 0 is greedy. [default: 0]", rich_help_panel=SAMPLING
-    ),
-]
-TopP = Annotated[
-    float | None,
-    typer.Option(
-        help="Sample from the likeliest tokens up to this probability. [default: 1]",
-        rich_help_panel=SAMPLING,
-    ),
-]
+Temperature = Annotated[float | None, TEMPERATURE]
+TopP = Annotated[float | None, TOP_P]
 ExecuteCode = Annotated[
     bool,
     typer.Option(
         "--execute-code", help="Let a grader run programs the model wrote.", rich_help_panel=TASKS
     ),
 ]
-SlotCount = Annotated[
-    int | None,
-    typer.Option(
-        min=1, help="Samples decoded together. [default: the preset's]", rich_help_panel=SAMPLING
-    ),
-]
+Slots = Annotated[int | None, SLOTS]
 MaxNewTokens = Annotated[
     int | None,
     typer.Option(
@@ -228,25 +204,6 @@ DryRun = Annotated[
         rich_help_panel=RESULTS,
     ),
 ]
-
-
-def parse_ints(option: str, text: str | None) -> list[int]:
-    """Parse the comma-separated numbers of an option, each at least 0.
-
-    Args:
-        option: Name of the option, for the message.
-        text: Such as ``"0,1"``.
-
-    Raises:
-        KVPolicyError: One of them is not a whole number.
-    """
-    found = split_list(text)
-    wrong = [word for word in found if not (word.isascii() and word.isdigit())]
-    if wrong or (text is not None and not found):
-        value = repr(wrong[0]) if wrong else "no number"
-        msg = f"{option} was given {value}; expected whole numbers: {option} 0,1."
-        raise KVPolicyError(msg)
-    return [int(word) for word in found]
 
 
 def parse_grid(texts: Sequence[str]) -> dict[str, tuple[Any, ...]]:

@@ -6,7 +6,6 @@ With ``--json``, ``list`` prints a list of ``{"name", "target", "distribution", 
 """
 
 import textwrap
-from enum import Enum
 from shutil import get_terminal_size
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -15,6 +14,7 @@ import typer
 
 from kvpolicy.cli.options import Json, examples
 from kvpolicy.cli.output import print_json, print_text
+from kvpolicy.lab.cli.options import SplitName
 
 if TYPE_CHECKING:
     from kvpolicy.lab.tasks.task import Example, TaskInfo
@@ -28,14 +28,6 @@ app = typer.Typer(
 
 _MAX_WIDTH = 100
 _MAX_CHARS = 2000  # of a text; --json prints texts in full
-
-
-class _Split(Enum):
-    """Split of a task."""
-
-    test = "test"
-    tune = "tune"
-    train = "train"
 
 
 @app.command(
@@ -73,7 +65,7 @@ def show(
     ],
     n: Annotated[int, typer.Option("--n", min=1, help="Number of problems.")] = 1,
     seed: Annotated[int, typer.Option(min=0, help="Random seed for the choice of problems.")] = 0,
-    split: Annotated[_Split, typer.Option(help="Split of the task.")] = _Split.test,
+    split: Annotated[SplitName, typer.Option(help="Split of the task.")] = SplitName.test,
     json: Json = False,
 ) -> None:
     """Show problems: prompt, answer, and the properties that reports can group by."""
