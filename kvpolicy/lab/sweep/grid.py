@@ -8,6 +8,7 @@ A *setting* is a model, a task and a seed. A *cell* is a setting under one resol
 import hashlib
 import json
 from collections.abc import Container, Iterable, Mapping, Sequence
+from functools import cached_property
 from statistics import fmean
 from typing import Any
 
@@ -197,14 +198,14 @@ class Sweep:
     settings: Sequence[EvalSetting]
     cells: Sequence[Cell]
     record: int = 0
-    _settings: dict[str, EvalSetting] = attrs.field(init=False, repr=False, eq=False)
-    _cells: dict[str, Cell] = attrs.field(init=False, repr=False, eq=False)
 
-    def __attrs_post_init__(self) -> None:
-        object.__setattr__(self, "_settings", {setting.id: setting for setting in self.settings})
-        object.__setattr__(self, "_cells", {cell.id: cell for cell in self.cells})
-        assert len(self._settings) == len(self.settings), "ids of settings are unique"
-        assert len(self._cells) == len(self.cells), "ids of cells are unique"
+    @cached_property
+    def _settings(self) -> dict[str, EvalSetting]:
+        return {setting.id: setting for setting in self.settings}
+
+    @cached_property
+    def _cells(self) -> dict[str, Cell]:
+        return {cell.id: cell for cell in self.cells}
 
     @property
     def num_samples(self) -> int:

@@ -16,7 +16,6 @@ import attrs
 from kvpolicy.engine.results import Result
 from kvpolicy.entry_points import default_name
 from kvpolicy.errors import TaskError
-from kvpolicy.lab.statistics import Interval, ratio
 from kvpolicy.lab.store.records import Sample
 from kvpolicy.lab.tasks.task import (
     Column,
@@ -28,8 +27,8 @@ from kvpolicy.lab.tasks.task import (
     Split,
     load_task,
     mean_of,
+    ratio_of,
     spell,
-    sums_by_example,
 )
 
 if TYPE_CHECKING:
@@ -111,26 +110,6 @@ def _scored(sample: Sample) -> tuple[float, float] | None:
     return (values[LOSS], values[NUM_SCORED]) if values.get(NUM_SCORED) else None
 
 
-def _nll_of(sample: Sample) -> float | None:
-    scored = _scored(sample)
-    return scored and scored[0] / scored[1]
-
-
-def _nll(samples: abc.Sequence[Sample]) -> Interval | None:
-    sums = sums_by_example(samples, _scored).values()
-    return ratio(*zip(*sums, strict=True)) if sums else None
-
-
-def _perplexity_of(sample: Sample) -> float | None:
-    nll = _nll_of(sample)
-    return None if nll is None else math.exp(nll)
-
-
-def _perplexity(samples: abc.Sequence[Sample]) -> Interval | None:
-    nll = _nll(samples)
-    return nll and Interval(math.exp(nll.value), math.exp(nll.low), math.exp(nll.high))
-
-
 @attrs.frozen
 class Perplexity:
     """Teacher forcing: the likelihood of each token of the reference text.
@@ -148,16 +127,8 @@ class Perplexity:
         """Mean negative log-likelihood of a token in nats, and its exponential."""
         heading = "Negative log-likelihood, nats per token"
         return (
-            Column("nll", "nats/token", heading, _nll_of, _nll, parts=_scored),
-            Column(
-                "perplexity",
-                "perplexity",
-                "Perplexity",
-                _perplexity_of,
-                _perplexity,
-                parts=_scored,
-                of_ratio=math.exp,
-            ),
+            ratio_of("nll", "nats/token", heading, _scored),
+            ratio_of("perplexity", "perplexity", "Perplexity", _scored, math.exp),
         )
 
     def begin(self, engine: "Engine", requests: abc.Sequence[EvalRequest]) -> Evaluation:

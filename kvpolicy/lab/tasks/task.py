@@ -22,7 +22,7 @@ import attrs
 from kvpolicy.engine.results import Result
 from kvpolicy.entry_points import distribution, installed, load_installed, nearest
 from kvpolicy.errors import KVPolicyError, TaskError
-from kvpolicy.lab.statistics import Interval, mean, pass_at_1
+from kvpolicy.lab.statistics import Interval, mean, pass_at_1, ratio
 from kvpolicy.lab.store.records import Sample
 
 if TYPE_CHECKING:
@@ -245,16 +245,61 @@ def grader_of(task: Task) -> Callable[[str, Example], bool]:
     return task.metric.grade
 
 
-def mean_of(name: str, title: str, heading: str, *, is_share: bool = False) -> Column:
-    """A column for the mean over examples of a measured value.
+def mean_of(
+    name: str,
+    title: str,
+    heading: str,
+    value: Callable[[Sample], float | None] | None = None,
+    *,
+    is_share: bool = False,
+) -> Column:
+    """Make a column for the mean of a quantity over the examples.
 
     Args:
-        name: Its name among the values of an outcome.
+        name: Its name in files.
         title: Its short name in tables.
         heading: Its name in plots.
+        value: The quantity of one sample; by default the value ``name`` of its outcome.
         is_share: Whether it is shown in percent.
     """
-    return _mean_column(name, title, heading, lambda one: one.values.get(name), is_share)
+    of_sample = value or (lambda sample: sample.values.get(name))
+
+    def estimate(samples: Sequence[Sample]) -> Interval | None:
+        means = mean_by_example(samples, of_sample)
+        return mean(list(means.values())) if means else None
+
+    return Column(name, title, heading, of_sample, estimate, is_share)
+
+
+def ratio_of(
+    name: str,
+    title: str,
+    heading: str,
+    parts: Callable[[Sample], tuple[float, float] | None],
+    of_ratio: Callable[[float], float] = float,
+) -> Column:
+    """Make a column for a ratio of sums over the examples, such as the loss of all tokens.
+
+    Args:
+        name: Its name in files.
+        title: Its short name in tables.
+        heading: Its name in plots.
+        parts: Numerator and denominator of one sample; ``None`` if it has none.
+        of_ratio: Rising function of the ratio that is shown.
+    """
+
+    def value(sample: Sample) -> float | None:
+        found = parts(sample)
+        return None if found is None else of_ratio(found[0] / found[1])
+
+    def estimate(samples: Sequence[Sample]) -> Interval | None:
+        sums = sums_by_example(samples, parts).values()
+        if not sums:
+            return None
+        found = ratio(*zip(*sums, strict=True))
+        return Interval(of_ratio(found.value), of_ratio(found.low), of_ratio(found.high))
+
+    return Column(name, title, heading, value, estimate, parts=parts, of_ratio=of_ratio)
 
 
 def by_example(
@@ -291,20 +336,6 @@ def sums_by_example(
     }
 
 
-def _mean_column(
-    name: str,
-    title: str,
-    heading: str,
-    value: Callable[[Sample], float | None],
-    is_share: bool = False,
-) -> Column:
-    def estimate(samples: Sequence[Sample]) -> Interval | None:
-        means = mean_by_example(samples, value)
-        return mean(list(means.values())) if means else None
-
-    return Column(name, title, heading, value, estimate, is_share)
-
-
 def _accuracy(samples: Sequence[Sample]) -> Interval | None:
     attempts = by_example(samples, lambda sample: bool(sample.correct))
     return pass_at_1(list(attempts.values())) if attempts else None
@@ -318,7 +349,7 @@ def _num_tokens(sample: Sample) -> float | None:
     return None if sample.finish_reason == "error" else float(sample.num_tokens)
 
 
-LENGTH = _mean_column("length", "tokens", "Generated tokens", _num_tokens)
+LENGTH = mean_of("length", "tokens", "Generated tokens", _num_tokens)
 ACCURACY = Column("accuracy", "accuracy", "Accuracy", _is_correct, _accuracy, is_share=True)
 
 
