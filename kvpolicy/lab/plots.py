@@ -1,4 +1,4 @@
-"""Plots of sweeps with matplotlib: results against the budget, or against memory."""
+"""Figures with matplotlib in one style: results against the budget, or against memory."""
 
 import io
 import textwrap
@@ -28,23 +28,23 @@ _COLOURS = (
     *("#882255", "#999933", "#8C564B"),
 )
 _MARKERS = ("o", "s", "D", "^", "v", "P", "*", "<")
-_INK, _FAINT, _GRID = "#333333", "#8a8a8a", "#e6e6e6"
-_STYLE: dict[Any, Any] = {
+INK, FAINT = "#333333", "#8a8a8a"
+_STYLE: dict[str, Any] = {
     "font.family": "sans-serif",
     "axes.spines.top": False,
     "axes.spines.right": False,
-    "axes.edgecolor": _FAINT,
-    "axes.labelcolor": _INK,
-    "axes.titlecolor": _INK,
+    "axes.edgecolor": FAINT,
+    "axes.labelcolor": INK,
+    "axes.titlecolor": INK,
     "axes.titlesize": "large",
     "axes.titleweight": "bold",
     "axes.titlelocation": "left",
     "axes.axisbelow": True,
-    "grid.color": _GRID,
+    "grid.color": "#e6e6e6",
     "grid.linewidth": 0.8,
-    "xtick.color": _INK,
-    "ytick.color": _INK,
-    "text.color": _INK,
+    "xtick.color": INK,
+    "ytick.color": INK,
+    "text.color": INK,
     "legend.frameon": False,
     "pdf.fonttype": 42,  # conferences refuse Type 3 fonts
     "svg.hashsalt": "kvpolicy",  # the same points give the same file
@@ -114,14 +114,14 @@ def save_sweep_plots(
 
     def draw(figure: "Figure") -> None:
         left, right = figure.subplots(1, 2)
-        figure.suptitle(title, x=0.012, ha="left", fontsize="medium", color=_FAINT)
+        figure.suptitle(title, x=0.012, ha="left", fontsize="medium", color=FAINT)
         left.set_title(column.heading)
         _draw_against_budget(left, measured, is_share=column.is_share)
         right.set_title("Mean length, tokens")
         _draw_against_budget(right, lengths)
 
     paths = [folder / f"{name}.png", folder / f"{name}.svg"]
-    _save(paths, Size(10.5, 4.6, 9.5, dpi=160), draw)
+    save_figure(paths, Size(10.5, 4.6, 9.5, dpi=160), draw)
     return paths
 
 
@@ -146,7 +146,7 @@ def save_curve(
         _draw_against_budget(axes, points, is_share=is_share)
         axes.set_ylabel(label)
 
-    _save([path], size, draw)
+    save_figure([path], size, draw)
 
 
 def save_frontier(
@@ -186,7 +186,7 @@ def save_frontier(
             [x for x, _ in best],
             [y for _, y in best],
             where="post",
-            color=_FAINT,
+            color=FAINT,
             linewidth=0.9,
             linestyle=":",
             zorder=1,
@@ -200,7 +200,7 @@ def save_frontier(
         axes.set_ylabel(labels[1])
         axes.grid()
 
-    _save([path], size, draw)
+    save_figure([path], size, draw)
 
 
 def frontier(points: Sequence[tuple[float, float]], sign: int) -> list[tuple[float, float]]:
@@ -241,12 +241,12 @@ def _draw_against_budget(axes: "Axes", points: Sequence[Point], *, is_share: boo
             axes.axhline(
                 value.value,
                 label=point.series,
-                color=_INK,
+                color=INK,
                 linewidth=1.2,
                 linestyle=(0, (5, 3)),
                 zorder=1,
             )
-            axes.axhspan(value.low, value.high, color=_INK, alpha=0.07, linewidth=0, zorder=0)
+            axes.axhspan(value.low, value.high, color=INK, alpha=0.07, linewidth=0, zorder=0)
     _set_budget_axis(axes, sorted({p.budget for p in points if p.budget is not None}))
     _set_value_axis(axes, [value for _, value in drawn], is_share=is_share)
     axes.grid(axis="y")
@@ -274,13 +274,16 @@ def _draw_points(axes: "Axes", points: Sequence[tuple[float, Interval]], **look:
 def looks_of(points: Sequence[Point]) -> dict[str, dict[str, str]]:
     """Colour and marker of each series; a reference without eviction is black."""
     with_budget = dict.fromkeys(point.series for point in points if point.budget is not None)
-    looks = {point.series: {"color": _INK, "marker": "X"} for point in points}
-    for i, series in enumerate(with_budget):
-        looks[series] = {
-            "color": _COLOURS[i % len(_COLOURS)],
-            "marker": _MARKERS[i % len(_MARKERS)],
-        }
-    return looks
+    looks = {point.series: {"color": INK, "marker": "X"} for point in points}
+    return looks | {series: look(i) for i, series in enumerate(with_budget)}
+
+
+def look(number: int) -> dict[str, str]:
+    """Colour and marker of a series; those of the first 72 numbers differ."""
+    return {
+        "color": _COLOURS[number % len(_COLOURS)],
+        "marker": _MARKERS[number % len(_MARKERS)],
+    }
 
 
 def _set_budget_axis(axes: "Axes", budgets: Sequence[float]) -> None:
@@ -304,7 +307,17 @@ def _set_value_axis(axes: "Axes", values: Sequence[Interval], *, is_share: bool)
         axes.set_ylim(0, 1.06 * max((value.high for value in values), default=0.0) or 1.0)
 
 
-def _save(paths: Sequence[Path], size: Size, draw: "Callable[[Figure], None]") -> None:
+def save_figure(paths: Sequence[Path], size: Size, draw: "Callable[[Figure], None]") -> None:
+    """Draw a figure and write it to files, with one legend for all of its axes.
+
+    Args:
+        paths: The files; the suffix of each is one of `FORMATS`.
+        size: Size of the figure.
+        draw: Draws the axes.
+
+    Raises:
+        OutputError: A file cannot be written, or has another suffix.
+    """
     for path in paths:
         if path.suffix.lower() not in FORMATS:
             msg = f"{path} cannot be drawn in this format; end it in {', '.join(FORMATS)}."
