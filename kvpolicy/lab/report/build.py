@@ -1,5 +1,6 @@
 """Building the report of some runs."""
 
+import itertools
 from collections.abc import Sequence
 
 from kvpolicy.lab.report.content import group_content, labels_of, run_content
@@ -40,19 +41,31 @@ def build(
         KVPolicyError: No run has a sample, a run is damaged, or the rules do not exist.
     """
     views = gather(runs)
-    chosen = [_rules(view, rules) for view in views]
+    view_rules = [_rules(view, rules) for view in views]
     names = labels_of(views)
     series = _series(views)
     groups = [
-        group_content(view, view_rules, series, name)
-        for view, view_rules, name in zip(views, chosen, names, strict=True)
+        group_content(view, its_rules, series, name)
+        for view, its_rules, name in zip(views, view_rules, names, strict=True)
     ]
-    _number_blocks(views, groups)
+    ranges = [item_ranges(view) for view in views]
+    numbers = itertools.count()
+    for group, items in zip(groups, ranges, strict=True):
+        group["blocks"] = [{"first": one.start, "block": next(numbers)} for one in items]
     data = {"series": series, "groups": groups, "runs": [run_content(run) for run in runs]}
     title = names[0] if len(names) == 1 else ", ".join(dict.fromkeys(run.name for run in runs))
-    bare = render(title=title, data=data, blocks=[])
-    free = max_bytes - len(bare.encode()) - _NOTE_BYTES * len(groups)
-    packed = _pack_texts(views, chosen, free)
+    without_texts = render(title=title, data=data, blocks=[])
+    free = max_bytes - len(without_texts.encode()) - _NOTE_BYTES * len(groups)
+
+    def blocks(cap: int | None) -> list[object]:
+        return [
+            text_block(view, items, its_rules, cap)
+            for view, its_rules, view_ranges in zip(views, view_rules, ranges, strict=True)
+            for items in view_ranges
+        ]
+
+    lengths = [length for view in views if not view.is_pooled for length in text_lengths(view)]
+    packed = pack_within(blocks, lengths, free)
     recorded = pack_recorded(runs, views, free - packed.num_bytes)
     records = number_records(views, groups, recorded, len(packed.blocks))
     notes = _size_notes(packed, recorded, is_larger=packed.num_bytes > free)
@@ -70,33 +83,6 @@ def _series(views: Sequence[GroupView]) -> list[str]:
 
 def _rules(view: GroupView, name: str | None) -> ThoughtRules:
     return load_rules(name or rules_for(view.group.task, view.group.model))
-
-
-def _pack_texts(
-    views: Sequence[GroupView], rules: Sequence[ThoughtRules], max_bytes: int
-) -> Packed:
-    ranges = [item_ranges(view) for view in views]
-
-    def blocks(cap: int | None) -> list[object]:
-        return [
-            text_block(view, items, view_rules, cap)
-            for view, view_rules, view_ranges in zip(views, rules, ranges, strict=True)
-            for items in view_ranges
-        ]
-
-    lengths = [length for view in views if not view.is_pooled for length in text_lengths(view)]
-    return pack_within(blocks, lengths, max_bytes)
-
-
-def _number_blocks(views: Sequence[GroupView], groups: Sequence[dict[str, object]]) -> None:
-    """Add to each group the numbers of its text blocks."""
-    number = 0
-    for view, group in zip(views, groups, strict=True):
-        ranges = item_ranges(view)
-        group["blocks"] = [
-            {"first": items.first, "block": number + i} for i, items in enumerate(ranges)
-        ]
-        number += len(ranges)
 
 
 def _incomplete_notes(view: GroupView) -> list[str]:

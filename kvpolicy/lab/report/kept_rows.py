@@ -5,7 +5,6 @@ adjacent, as heads often agree: compressed, that takes less space than a list of
 browser reads it many times faster. ``assets/keptdata.js`` reads both forms.
 """
 
-import json
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -15,10 +14,9 @@ import numpy as np
 from kvpolicy.errors import OutputError, ResultsError
 from kvpolicy.lab.report.encoding import BLOCK_OVERHEAD, pack
 from kvpolicy.lab.report.gather import GroupView
+from kvpolicy.lab.store.jsonl import read_lines
 from kvpolicy.lab.store.read import RunFolder
 from kvpolicy.lab.sweep.recording import NEVER, KeptRecord
-
-_FILE = "kept.jsonl"
 
 # Letter for -1. The letters from here on need no escape in JSON, except the backslash.
 _FIRST_LETTER = 0x23
@@ -142,13 +140,10 @@ def _letters(left_at: list[list[int]]) -> str:
 
 
 def _read(run: RunFolder) -> Iterator[KeptRecord]:
-    """The records of a run; an incomplete last line is still being written."""
-    path = run.path / _FILE
-    if not path.exists():
-        return
-    for number, line in enumerate(path.read_bytes().split(b"\n")[:-1], 1):
+    path = run.path / "kept.jsonl"
+    for number, line in enumerate(read_lines(path), 1):
         try:
-            yield KeptRecord.from_dict(json.loads(line))
-        except (ValueError, OutputError) as error:
+            yield KeptRecord.from_dict(line)
+        except OutputError as error:
             msg = f"{path}, line {number}, is damaged ({error}); delete that line."
             raise ResultsError(msg) from error

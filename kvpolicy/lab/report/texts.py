@@ -23,7 +23,7 @@ from kvpolicy.toolkit.paragraphs import PARAGRAPH, THINK_TAGS
 PLAIN, TAG, ANSWER, GAP = "", "tag", "answer", "cut"
 
 _OPENS, _CLOSES = THINK_TAGS
-_TAGS = re.compile("|".join(map(re.escape, THINK_TAGS)))
+_TAGS = re.compile(f"({'|'.join(map(re.escape, THINK_TAGS))})")
 _THOUGHT = re.compile(f".*?(?:{PARAGRAPH}\\s*|\\Z)", re.DOTALL)
 
 _BLOCK_CHARS = 1 << 19  # opened in a few milliseconds
@@ -46,19 +46,6 @@ class Piece(NamedTuple):
 
 
 @attrs.frozen
-class ItemRange:
-    """Consecutive items of a group, by index.
-
-    Attributes:
-        first: The first item.
-        end: The item after the last.
-    """
-
-    first: int
-    end: int
-
-
-@attrs.frozen
 class Packed:
     """Blocks of texts.
 
@@ -76,35 +63,32 @@ class Packed:
         return sum(len(block) + BLOCK_OVERHEAD for block in self.blocks)
 
 
-def item_ranges(view: GroupView) -> list[ItemRange]:
-    """Divide the items of a group into blocks of about equal size."""
+def item_ranges(view: GroupView) -> list[range]:
+    """Divide the items of a group, by index, into blocks of about equal size."""
     if view.is_pooled:
         return []  # the groups of its seeds have them
     found, first, size = [], 0, 0
     for index, number in enumerate(view.numbers):
         size += sum(map(len, _texts_of(view, number)))
         if size >= _BLOCK_CHARS or index == len(view.numbers) - 1:
-            found.append(ItemRange(first, index + 1))
+            found.append(range(first, index + 1))
             first, size = index + 1, 0
     return found
 
 
-def text_block(
-    view: GroupView, items: ItemRange, rules: ThoughtRules, cap: int | None
-) -> list[Any]:
+def text_block(view: GroupView, items: range, rules: ThoughtRules, cap: int | None) -> list[Any]:
     """Texts of some items.
 
     Args:
         view: The group.
-        items: The items.
+        items: The items, by index.
         rules: Rules that classify thoughts.
         cap: The most characters of a text.
 
     Returns:
         For each item ``{"prompt", "answer", "reference", "cells": {CELL: {ATTEMPT: {...}}}}``.
     """
-    numbers = view.numbers[items.first : items.end]
-    return [_item(view, number, rules, cap) for number in numbers]
+    return [_item(view, view.numbers[index], rules, cap) for index in items]
 
 
 def text_lengths(view: GroupView) -> list[int]:
@@ -125,7 +109,7 @@ def cut(text: str, prompt: str, rules: ThoughtRules) -> list[Piece]:
     """
     pieces: list[Piece] = []
     for part, is_thinking in _parts(text, prompt):
-        if _TAGS.fullmatch(part):
+        if part in THINK_TAGS:
             pieces.append(Piece(TAG, part))
         elif is_thinking:
             pieces += [_thought(found, rules) for found in _THOUGHT.findall(part) if found]
@@ -231,7 +215,7 @@ def _thought(text: str, rules: ThoughtRules) -> Piece:
 def _parts(text: str, prompt: str) -> Iterator[tuple[str, bool]]:
     """The text split at its tags, each part with whether it is thinking."""
     is_thinking = _begins_thinking(text, prompt)
-    for part in _split(text):
+    for part in filter(None, _TAGS.split(text)):
         yield part, is_thinking
         if part in THINK_TAGS:
             is_thinking = part == _OPENS
@@ -243,17 +227,6 @@ def _begins_thinking(text: str, prompt: str) -> bool:
     if before:
         return before[-1] == _OPENS
     return not after or after[0] == _CLOSES
-
-
-def _split(text: str) -> Iterator[str]:
-    position = 0
-    for tag in _TAGS.finditer(text):
-        if tag.start() > position:
-            yield text[position : tag.start()]
-        yield tag[0]
-        position = tag.end()
-    if position < len(text):
-        yield text[position:]
 
 
 def _first(pieces: Sequence[Piece], num_chars: int) -> list[Piece]:
