@@ -234,7 +234,7 @@ class Trace:
             totals.append(Total(hook, policy, len(us), total / 1e3, p50, p95, total / elapsed_us))
         return totals
 
-    def question(self, hook: str, arguments: dict[str, Any], ask: abc.Callable[[], Any]) -> Any:
+    def call_hook(self, hook: str, arguments: dict[str, Any], ask: abc.Callable[[], Any]) -> Any:
         """Call a hook and record it; called by the hook manager."""
         layer = arguments.get("layer_idx")
         if hook not in self._hooks or (self._layers is not None and layer not in self._layers):

@@ -33,7 +33,7 @@ HOOKS = tuple(name for name, value in vars(hookspecs).items() if hasattr(value, 
 class HookListener(Protocol):
     """Receives every hook call of a stack while it listens."""
 
-    def question(self, hook: str, arguments: dict[str, Any], ask: Callable[[], Any]) -> Any:
+    def call_hook(self, hook: str, arguments: dict[str, Any], ask: Callable[[], Any]) -> Any:
         """Call ``ask`` and return its answer."""
 
     def timed(self, impl: pluggy.HookImpl) -> Callable[..., Any]:
@@ -119,7 +119,7 @@ class HookManager:
         if self._listener is None:
             return self._call(hook, layer_idx, check, optional, arguments)
         ask = partial(self._call, hook, layer_idx, check, optional, arguments)
-        return self._listener.question(hook, arguments, ask)
+        return self._listener.call_hook(hook, arguments, ask)
 
     @contextmanager
     def listening(self, listener: HookListener) -> Iterator[None]:

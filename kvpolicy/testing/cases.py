@@ -2,6 +2,7 @@
 
 import inspect
 from collections.abc import Callable, Generator
+from functools import cached_property
 from typing import Any, ClassVar
 
 import attrs
@@ -70,6 +71,7 @@ class PolicyFactory:
         policy_class = factory if inspect.isclass(factory) else type(factory())
         return cls(snake_case(policy_class.__name__), source, lambda: _call(factory))
 
+    @cached_property
     def hooks(self) -> frozenset[str]:
         """The hooks that the policy implements."""
         stack = Stack([(self.name, self.build())])

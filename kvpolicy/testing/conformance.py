@@ -98,17 +98,18 @@ def check_policy(
 def _check_building(factory: PolicyFactory) -> None:
     """Check that a factory builds new policies that fit the hook specs."""
     code = f"from kvpolicy.testing import Trial\n\nTrial({factory.source}, budget=8)"
-    example = Example("one policy", code)
+
+    def broken(expected: str, came: str) -> ConformanceError:
+        example = Example("one policy", code)
+        return ConformanceError("building", expected, came, factory.name, example)
+
     try:
         first, second = factory.build(), factory.build()
         Stack([(factory.name, first)])
     except PolicyLoadError as error:
-        expected = "a policy that fits the hook specs"
-        broken = ("building", expected, str(error))
-        raise ConformanceError(*broken, factory.name, example) from error
+        raise broken(expected="a policy that fits the hook specs", came=str(error)) from error
     if first is second:
-        broken = ("building", "a new policy each time", f"{first!r:.80} twice")
-        raise ConformanceError(*broken, factory.name, example)
+        raise broken(expected="a new policy each time", came=f"{first!r:.80} twice")
 
 
 def _check_knobs(factory: PolicyFactory, environment: Environment) -> bool:

@@ -85,8 +85,8 @@ def run_cases(
     Raises:
         ConformanceError: With a minimal example.
     """
-    least, hooks = least_budget(factory.build()), factory.hooks()
-    options: dict[str, Any] = {"environment": environment, "checked": checked, "hooks": hooks}
+    least = least_budget(factory.build())
+    options: dict[str, Any] = {"environment": environment, "checked": checked}
     failures: list[tuple[Trial, ConformanceError]] = []
     shrinks = itertools.count()
 

@@ -84,7 +84,6 @@ class Trial:
         *,
         environment: Environment | None = None,
         checked: Counter[str] | None = None,
-        hooks: frozenset[str] | None = None,
         **setup: Any,
     ) -> None:
         """Set up an engine.
@@ -94,7 +93,6 @@ class Trial:
             knobs: Knobs of a policy given by name.
             environment: Tokenizer and model sizes.
             checked: Counts the checks of each clause.
-            hooks: The hooks that the policy implements, if they are known.
             setup: The fields of `Setup`.
         """
         self.factory = PolicyFactory.of(policy, knobs)
@@ -102,7 +100,6 @@ class Trial:
         self.setup = Setup(**setup)
         self.actions: Actions = []
         self.checked: Counter[str] = Counter() if checked is None else checked
-        self._hooks = self.factory.hooks() if hooks is None else hooks
         self._model = self.environment.model(self.setup)
         self._monitor, self._engine = self._new_engine(self.setup, self.checked)
         self._run: Run | None = None
@@ -191,7 +188,7 @@ class Trial:
             sizes: Fields of `Setup` that differ.
         """
         setup = attrs.asdict(self.setup) | sizes
-        trial = Trial(self.factory, environment=self.environment, hooks=self._hooks, **setup)
+        trial = Trial(self.factory, environment=self.environment, **setup)
         try:
             for name, arguments in change(self.actions):
                 if name != "finish":
@@ -214,8 +211,8 @@ class Trial:
 
     def _new_engine(self, setup: Setup, checked: Counter[str]) -> tuple[Monitor, Engine]:
         """An engine with a new policy, and its monitor."""
-        monitor = Monitor(self.factory.build(), self._hooks, checked)
-        plan = plan_of(monitor.policy, self._hooks, setup, self.environment.num_layers)
+        monitor = Monitor(self.factory.build(), self.factory.hooks, checked)
+        plan = plan_of(monitor.policy, self.factory.hooks, setup, self.environment.num_layers)
         tokenizer = self.environment.tokenizer
         engine = Engine(self._model, tokenizer, plan, slots=setup.slots, chunk=setup.chunk)
         for stack in dict.fromkeys([*engine.stacks, engine.scheduling]):

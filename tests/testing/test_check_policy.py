@@ -25,7 +25,7 @@ def short_search(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(state_machine, "_MAX_SHRINKS", 10)
 
 
-def error_of(policy: Callable[[], object], **options: int) -> ConformanceError:
+def error_of(policy: Callable[[], object], **options: Any) -> ConformanceError:
     with pytest.raises(AssertionError) as caught:
         check_policy(policy, **options)
     assert isinstance(caught.value, ConformanceError)

@@ -178,7 +178,7 @@ class KeptRowsRecorder:
 
     # Called by the hook manager
 
-    def question(self, hook: str, arguments: dict[str, Any], ask: Callable[[], Any]) -> Any:
+    def call_hook(self, hook: str, arguments: dict[str, Any], ask: Callable[[], Any]) -> Any:
         """Call the policies; note new sequences before, and the rows left by an eviction after."""
         if hook == "schedule":
             self._add_sequences(self._errors.sequences)
