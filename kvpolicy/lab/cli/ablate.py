@@ -7,7 +7,9 @@ counts ``cells``, ``samples``, ``left`` and ``workers``, the same by setting in 
 """
 
 import sys
-from collections import Counter
+from collections.abc import Container, Mapping, Sequence
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
@@ -157,43 +159,60 @@ def _dry_run(sweep: "Sweep", folder: Path, workers: int, *, json: bool) -> None:
     """List the cells and the samples that are left to do; write nothing to disk."""
     from kvpolicy.lab.store.store import done_keys
 
-    done = done_keys(folder, sweep.to_dict())
-    table: list[dict[str, Any]] = []
-    groups: dict[str, tuple[dict[str, Any], Counter[str]]] = {}
-    for cell in sweep.cells:
-        setting = sweep.setting_of(cell)
-        names = {"model": setting.model.name, "task": setting.task.name, "seed": setting.seed}
-        sizes = Counter(samples=len(setting.examples), left=len(sweep.remaining(cell, done)))
-        table.append({**names, "series": cell.series, "budget": cell.budget, **sizes})
-        groups.setdefault(setting.id, (names, Counter()))[1].update(cells=1, **sizes)
-    total = Counter[str]()
-    for _, sizes in groups.values():
-        total.update(sizes)
+    cells = _list_cells(sweep, done_keys(folder, sweep.to_dict()))
+    totals = _totals(cells)
     if json:
-        counts = {key: total[key] for key in ("cells", "samples", "left")}
-        by_group = [{**names, **sizes} for names, sizes in groups.values()]
+        names = ("model", "task", "seed")
+        by_setting = [
+            {**dict(zip(names, values, strict=True)), **_totals(list(rows))}
+            for values, rows in groupby(cells, key=itemgetter(*names))
+        ]
         place = {"run": sweep.name, "folder": str(folder), "workers": workers}
-        print_json({**place, **counts, "groups": by_group, "table": table})
+        print_json({**place, **totals, "groups": by_setting, "table": cells})
         return
     rows = [
         [
-            Path(row["model"]).name,
-            row["task"],
-            str(row["seed"]),
-            row["series"],
-            "all" if row["budget"] is None else f"{row['budget']:g}",
-            str(row["samples"]),
-            str(row["left"]),
+            Path(cell["model"]).name,
+            cell["task"],
+            str(cell["seed"]),
+            cell["series"],
+            "all" if cell["budget"] is None else f"{cell['budget']:g}",
+            str(cell["samples"]),
+            str(cell["left"]),
         ]
-        for row in table
+        for cell in cells
     ]
     headers = ["model", "task", "seed", "policy", "budget", "samples", "left"]
     print_text(format_table(headers, rows, right=(2, 4, 5, 6), width=terminal_width()) + "\n\n")
-    num_done = total["samples"] - total["left"]
+    num_done = totals["samples"] - totals["left"]
     where = f"{num_done} of them done in {folder}" if num_done else f"into {folder}"
     side_by_side = f", with {workers} workers" if workers > 1 else ""
-    print_text(f"{total['cells']} cells, {total['samples']} samples, {where}{side_by_side}.\n")
+    print_text(f"{totals['cells']} cells, {totals['samples']} samples, {where}{side_by_side}.\n")
     print_text("Nothing was written.\n")
+
+
+def _list_cells(sweep: "Sweep", done: Container[str]) -> list[dict[str, Any]]:
+    """Describe each cell, with the number of its samples and of those left to do."""
+    found = []
+    for cell in sweep.cells:
+        setting = sweep.setting_of(cell)
+        found.append(
+            {
+                "model": setting.model.name,
+                "task": setting.task.name,
+                "seed": setting.seed,
+                "series": cell.series,
+                "budget": cell.budget,
+                "samples": len(setting.examples),
+                "left": len(sweep.remaining(cell, done)),
+            }
+        )
+    return found
+
+
+def _totals(cells: Sequence[Mapping[str, Any]]) -> dict[str, int]:
+    sums = {key: sum(cell[key] for cell in cells) for key in ("samples", "left")}
+    return {"cells": len(cells), **sums}
 
 
 def _run(sweep: "Sweep", store: "Store", executor: "Executor") -> None:

@@ -76,7 +76,7 @@ def ablate(kvpolicy: Shell, model: Path, *words: object) -> Answer:
 
 
 @pytest.mark.parametrize("task", ["perplexity", "agreement"])
-def test_what_is_measured_is_in_the_table_the_files_and_the_picture(
+def test_a_metric_is_in_the_table_the_files_and_the_plot(
     kvpolicy: Shell, model_folder: Path, task: str
 ) -> None:
     columns = load_task(task).metric.columns

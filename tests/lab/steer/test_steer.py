@@ -57,18 +57,18 @@ EVERYTHING = load_rules("published")  # has no scope
         ("So x = 3.", "execution"),
     ],
 )
-def test_the_published_rules_are_seals(text: str, kind: str) -> None:
+def test_the_published_rules_match_those_of_seal(text: str, kind: str) -> None:
     assert EVERYTHING.kind_of(text) == kind
 
 
-def test_the_reasoners_rules_know_every_opener_of_its_rechecks() -> None:
+def test_the_reasoner_rules_match_every_recheck() -> None:
     rules = load_rules("reasoner")
     assert all(rules.kind_of(f"{opener} tea is 3.") != "execution" for opener in RECHECK_OPENERS)
     assert rules.kind_of("Now tea = oak + 3, so tea is 4.") == "execution"
     assert rules.kind_of("So the answer is 4.") == "execution"
 
 
-def test_the_reasoners_thoughts_are_compared_between_its_plan_and_its_recapitulation() -> None:
+def test_the_reasoner_rules_compare_thoughts_between_plan_and_recapitulation() -> None:
     texts = ["First a", "And b", "Now c", "Wait d", "Now e", "Just f", "Again g", "So h"]
     assert [texts[i] for i in load_rules("reasoner").scope.within(texts)] == texts[3:6]
     assert list(load_rules("reasoner").scope.within(texts[:2])) == []
@@ -97,7 +97,7 @@ GOOD = '[[rules]]\nkind = "reflection"\nstarts = ["Wait"]\n'
         ("rules = = 3", "TOML"),
     ],
 )
-def test_wrong_rules_are_answered_with_what_is_wrong(tmp_path: Path, text: str, says: str) -> None:
+def test_invalid_rules_are_refused_with_the_reason(tmp_path: Path, text: str, says: str) -> None:
     path = tmp_path / "mine.toml"
     path.write_text(text, encoding="utf-8")
     with pytest.raises(KVPolicyError, match=r"mine\.toml") as caught:
@@ -106,7 +106,7 @@ def test_wrong_rules_are_answered_with_what_is_wrong(tmp_path: Path, text: str, 
     assert "\n" not in str(caught.value)
 
 
-def test_rules_are_told_apart_by_what_they_decide(tmp_path: Path) -> None:
+def test_the_digest_of_rules_depends_on_what_they_decide(tmp_path: Path) -> None:
     path = tmp_path / "mine.toml"
     digests = set()
     for text in (GOOD, GOOD.replace("Wait", "Hmm"), GOOD + '[scope]\nafter = "x"\n'):
@@ -117,7 +117,7 @@ def test_rules_are_told_apart_by_what_they_decide(tmp_path: Path) -> None:
     assert load_rules(str(path)).digest() in digests
 
 
-def test_rules_that_are_not_there_are_named() -> None:
+def test_unknown_rules_are_named() -> None:
     with pytest.raises(KVPolicyError, match="did you mean published"):
         load_rules("publised")
     with pytest.raises(KVPolicyError, match=r"none\.toml cannot be read"):
@@ -154,7 +154,7 @@ TAGS = ("<think>", "</think>")
         ("a<think>", "a\n\n\n\nb).\n\nc\nd", TAGS, [("\n\n", "b)."), (").\n\n", "c\nd")]),
     ],
 )
-def test_thoughts_stand_between_the_delimiters_of_the_thinking(
+def test_thoughts_are_between_the_delimiters_of_the_thinking(
     prompt: str,
     trace: str,
     think: tuple[str, str] | None,
@@ -235,7 +235,7 @@ def test_a_task_that_is_not_graded_has_no_traces(reasoner: CalibrationSource) ->
         list(write_traces(source, max_new_tokens=4, slots=3))
 
 
-def test_a_test_problem_is_never_among_them() -> None:
+def test_calibration_uses_no_test_problem() -> None:
     task = load_task("reasoner")
     prompts = [
         {i.prompt for i in task.examples(50, seed=0, split=s)} for s in ("train", "tune", "test")
@@ -247,7 +247,7 @@ def test_a_test_problem_is_never_among_them() -> None:
 
 
 @pytest.mark.parametrize("tokens_per_forward", [1, 700, 100_000])
-def test_states_are_those_that_transformers_shows_for_each_trace_alone(
+def test_states_equal_the_hidden_states_of_each_trace_alone(
     reasoner: CalibrationSource,
     marked: list[MarkedTrace],
     tokens_per_forward: int,
@@ -302,7 +302,7 @@ def separation(sides: dict[bool, list[list[float]]], vector: Sequence[float]) ->
     return abs(means[0] - means[1]) / spread
 
 
-def test_what_a_calibration_was_is_put_down(
+def test_a_calibration_records_its_origin(
     reasoner: CalibrationSource, traces: list[Trace], marked: list[MarkedTrace]
 ) -> None:
     found = describe(reasoner, traces, marked, load_rules("reasoner"))
@@ -342,7 +342,7 @@ def test_the_same_seed_makes_the_same_bytes(tmp_path: Path) -> None:
 
 
 @given(flags=st.lists(st.booleans(), max_size=12), right=st.integers(0, 6), wrong=st.integers(0, 6))
-def test_the_first_right_and_the_first_wrong_traces_are_used(
+def test_the_first_correct_and_incorrect_traces_are_used(
     flags: list[bool], right: int, wrong: int
 ) -> None:
     traces = [Trace(i, 1, (i,), flag) for i, flag in enumerate(flags)]
@@ -379,7 +379,7 @@ def test_layers_are_chosen(words: str, num_layers: int, expected: list[int]) -> 
 
 
 @pytest.mark.parametrize("words", ["", "1,", "4", "-1", "some", "1.5", "1:3"])
-def test_layers_that_are_none_are_refused(words: str) -> None:
+def test_invalid_layers_are_refused(words: str) -> None:
     with pytest.raises(KVPolicyError, match="from 0 to 3"):
         choose_layers(words, 4)
 
@@ -387,7 +387,7 @@ def test_layers_that_are_none_are_refused(words: str) -> None:
 # The bundled vectors
 
 
-def test_the_bundled_vectors_are_the_bundled_reasoners(reasoner: CalibrationSource) -> None:
+def test_the_bundled_vectors_belong_to_the_bundled_reasoner(reasoner: CalibrationSource) -> None:
     vectors, default = load_steering_vectors("reasoner")
     assert [one.layer for one in vectors] == [0, 1, 2, 3]
     assert default is not None
@@ -398,7 +398,7 @@ def test_the_bundled_vectors_are_the_bundled_reasoners(reasoner: CalibrationSour
 
 
 @pytest.mark.slow
-def test_the_bundled_vectors_can_be_made_again() -> None:
+def test_the_bundled_vectors_are_reproducible() -> None:
     model, tokenizer = load_model("reasoner")
     vectors, _ = load_steering_vectors("reasoner")
     calibration = vectors[0].calibration

@@ -36,7 +36,7 @@ def by_prompt(items: list[Example]) -> dict[str, Example]:
     return {item.prompt.removesuffix(f"\n\n{INSTRUCTION}"): item for item in items}
 
 
-def test_gsm8k_is_read_as_it_is_on_the_hub(tmp_path: Path) -> None:
+def test_gsm8k_is_read_in_the_format_of_the_hub(tmp_path: Path) -> None:
     file = write_jsonl(tmp_path / "gsm8k.jsonl", GSM8K)
     items = by_prompt(load_task(f"gsm8k:source={file}").examples(10, seed=0))
     answers = {row["question"]: items[row["question"]].answer for row in GSM8K}
@@ -48,7 +48,7 @@ def test_gsm8k_is_read_as_it_is_on_the_hub(tmp_path: Path) -> None:
     assert item.prompt.endswith(INSTRUCTION)
 
 
-def test_math_500_is_read_as_it_is_on_the_hub(tmp_path: Path) -> None:
+def test_math_500_is_read_in_the_format_of_the_hub(tmp_path: Path) -> None:
     file = write_jsonl(tmp_path / "test.jsonl", MATH_500)
     items = by_prompt(load_task(f"math-500:source={file}").examples(10, seed=0))
     polar = items[MATH_500[0]["problem"]]
@@ -57,7 +57,7 @@ def test_math_500_is_read_as_it_is_on_the_hub(tmp_path: Path) -> None:
 
 
 @needs_datasets
-def test_aime_is_read_from_parquet_numbers_and_all(tmp_path: Path) -> None:
+def test_aime_is_read_from_parquet(tmp_path: Path) -> None:
     import datasets
 
     file = tmp_path / "aime.parquet"
@@ -76,7 +76,7 @@ def test_aime_is_read_from_parquet_numbers_and_all(tmp_path: Path) -> None:
         ("aime-24", AIME_24, "train", "default"),
     ],
 )
-def test_a_clone_of_the_hubs_repository_is_read_by_the_same_call(
+def test_a_clone_of_a_hub_repository_is_read(
     tmp_path: Path, task: str, rows: list[dict[str, object]], split: str, config: str
 ) -> None:
     folder = write_hub_folder(tmp_path / "clone", rows, split=split, config=config)
@@ -85,7 +85,7 @@ def test_a_clone_of_the_hubs_repository_is_read_by_the_same_call(
 
 @needs_datasets
 @pytest.mark.usefixtures("_hub_beside_us")
-def test_a_hub_id_goes_through_the_same_call() -> None:
+def test_a_hub_id_is_read() -> None:
     """`datasets` takes a folder of that name, if there is one, for the repository."""
     assert len(load_task("gsm8k").examples(100, seed=0)) == len(GSM8K)
     task = load_task("openai/gsm8k:config=main")
@@ -99,17 +99,17 @@ def _hub_beside_us(tmp_path: Path) -> None:
 
 @needs_datasets
 @pytest.mark.parametrize("name", ["gsm8k", "aime-24", "somebody/something"])
-def test_a_hub_that_cannot_be_reached_is_told_of_at_once(name: str) -> None:
+def test_an_unreachable_hub_is_reported_at_once(name: str) -> None:
     with pytest.raises(TaskError, match=r"hub cannot be reached.*source=FILE"):
         load_task(name).examples(1, seed=0)
 
 
-def test_livecodebench_off_the_hub_is_told_of_at_once() -> None:
+def test_livecodebench_without_the_hub_is_reported_at_once() -> None:
     with pytest.raises(TaskError, match=r"test\.jsonl has not been.*hub cannot be reached"):
         load_task("livecodebench").examples(1, seed=0)
 
 
-def test_reading_tables_without_the_package_says_what_to_install(
+def test_a_missing_package_for_tables_is_named(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(rows_module.importlib.util, "find_spec", lambda _: None)
@@ -118,12 +118,12 @@ def test_reading_tables_without_the_package_says_what_to_install(
 
 
 @pytest.mark.parametrize("task", ["math-500", "aime-24", "livecodebench"])
-def test_a_set_without_a_tuning_split_says_so(task: str) -> None:
+def test_a_missing_split_is_reported(task: str) -> None:
     with pytest.raises(TaskError, match=f"'{task}' has no tune split; it has test"):
         load_task(task).examples(1, seed=0, split="tune")
 
 
-def test_questions_of_ones_own_need_a_prompt_and_an_answer(tmp_path: Path) -> None:
+def test_own_questions_need_a_prompt_and_an_answer(tmp_path: Path) -> None:
     rows = [{"prompt": "1+1?", "answer": 2, "hard": 1, "kind": "sum", "note": "x" * 99}]
     (item,) = load_task(str(write_jsonl(tmp_path / "mine.jsonl", rows))).examples(5, seed=0)
     assert (item.prompt, item.answer, item.facets) == ("1+1?", "2", {"hard": 1, "kind": "sum"})
@@ -151,7 +151,7 @@ def test_a_text_file_is_a_text_for_each_paragraph(tmp_path: Path) -> None:
         ("none.parquet", None, "cannot be read: No such file"),
     ],
 )
-def test_a_file_that_is_no_question_set_is_told_of(
+def test_an_invalid_question_file_is_refused(
     tmp_path: Path, name: str, text: str | None, said: str
 ) -> None:
     if text is not None:
@@ -160,7 +160,7 @@ def test_a_file_that_is_no_question_set_is_told_of(
         load_task(str(tmp_path / name)).examples(2, seed=0)
 
 
-def test_a_set_in_the_wrong_form_is_told_of(tmp_path: Path) -> None:
+def test_a_set_with_other_columns_is_refused(tmp_path: Path) -> None:
     file = write_jsonl(tmp_path / "a.jsonl", MATH_500)
     with pytest.raises(TaskError, match="no column question, which GSM8K has"):
         load_task(f"gsm8k:source={file}").examples(1, seed=0)
@@ -192,7 +192,7 @@ def test_json_lines_are_found_again_in_any_order(tmp_path: Path) -> None:
     assert list(read_rows(str(path))) == first
 
 
-def test_a_question_reaches_an_r1_model_as_its_authors_template_has_it() -> None:
+def test_a_question_is_wrapped_in_the_r1_template() -> None:
     tokenizer = r1_tokenizer()
     (item,) = chat.wrap([Example(0, "1+1?", "2", chat=True)], tokenizer)
     assert item.prompt == "<｜begin▁of▁sentence｜><｜User｜>1+1?<｜Assistant｜><think>\n"
@@ -204,14 +204,14 @@ def test_a_question_reaches_an_r1_model_as_its_authors_template_has_it() -> None
     assert chat.encode(plain, tokenizer) == "1+1?"
 
 
-def test_a_model_without_a_chat_template_is_told_how_to_be_asked() -> None:
+def test_a_model_without_a_chat_template_is_refused() -> None:
     tokenizer = r1_tokenizer()
     tokenizer.chat_template = None
     with pytest.raises(TaskError, match="chat=false"):
         chat.wrap([Example(0, "1+1?", "2", chat=True)], tokenizer)
 
 
-def test_livecodebench_asks_in_the_benchmarks_words(tmp_path: Path) -> None:
+def test_livecodebench_uses_the_prompt_of_the_benchmark(tmp_path: Path) -> None:
     file = write_jsonl(tmp_path / "test.jsonl", LIVECODEBENCH)
     items = load_task(f"livecodebench:source={file}").examples(9, seed=0)
     stdin, functional = sorted(items, key=lambda item: str(item.facets["platform"]))

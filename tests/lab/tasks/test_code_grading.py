@@ -57,7 +57,7 @@ def fenced(program: str) -> str:
         (1, fenced(TWO_SUM.replace("return [", "return {*[").replace(", i]", ", i]}")), False),
     ],
 )
-def test_a_program_is_right_if_it_passes_all_tests(
+def test_a_program_is_correct_if_it_passes_all_tests(
     tmp_path: Path, number: int, text: str, right: bool
 ) -> None:
     file = write_jsonl(tmp_path / "test.jsonl", LIVECODEBENCH[number : number + 1])
@@ -92,7 +92,7 @@ def test_packed_tests_are_read_back_without_unpickling(tests: list[dict[str, str
     assert unpack(json.dumps(tests)) == tests
 
 
-def test_a_pickle_that_would_run_something_runs_nothing(tmp_path: Path) -> None:
+def test_a_malicious_pickle_is_not_executed(tmp_path: Path) -> None:
     import base64
     import zlib
 
@@ -132,7 +132,7 @@ FORBIDDEN = {
 
 @can_confine
 @pytest.mark.parametrize("what", FORBIDDEN)
-def test_a_confined_program_may_not_have(what: str) -> None:
+def test_a_confined_program_is_denied(what: str) -> None:
     source = f"{FORBIDDEN[what]}\nprint('it could')\n"
     finished = run_program(source, "", time_s=20, memory_bytes=2**30)
     assert (finished.ending, finished.stdout) == ("failed", ""), finished
@@ -141,7 +141,7 @@ def test_a_confined_program_may_not_have(what: str) -> None:
 
 
 @can_confine
-def test_a_confined_program_may_do_what_contests_need() -> None:
+def test_a_confined_program_can_do_what_contests_need() -> None:
     source = (
         "import sys, threading, math\n"
         "sys.setrecursionlimit(10**6)\n"
@@ -175,11 +175,13 @@ def test_a_program_sees_nothing_of_our_environment_and_leaves_nothing(
 
 
 @can_confine
-def test_a_program_that_reads_nothing_is_no_trouble() -> None:
+def test_a_program_may_ignore_its_input() -> None:
     assert passes("print(1)", [Test("1\n" * 10**6, "1")], time_s=20)
 
 
-def test_elsewhere_programs_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_programs_are_refused_on_other_systems(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from kvpolicy.errors import TaskError
 
     monkeypatch.setattr(sys, "platform", "plan9")

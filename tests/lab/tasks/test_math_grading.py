@@ -65,7 +65,7 @@ TABLE = [
 
 
 @pytest.mark.parametrize(("box", "answer", "same"), TABLE)
-def test_two_answers_are_compared_by_what_they_mean(box: str, answer: str, same: bool) -> None:
+def test_equivalent_answers_are_equal(box: str, answer: str, same: bool) -> None:
     assert grade_math(box, answer) is same
 
 
@@ -88,7 +88,7 @@ def test_only_the_last_balanced_box_counts(text: str, answer: str, right: bool) 
     assert task.grade(text, Example(0, "", answer)) is right
 
 
-def test_an_exact_grader_asks_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_exact_grader_starts_no_worker(monkeypatch: pytest.MonkeyPatch) -> None:
     def ask(*_: str) -> bool:
         pytest.fail("mathematics was asked")
 
@@ -129,7 +129,7 @@ def test_a_grader_that_was_killed_starts_again() -> None:
         worker.close()
 
 
-def test_without_the_package_the_task_says_what_to_install(
+def test_a_missing_grading_package_is_named(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(rows.importlib.util, "find_spec", lambda _: None)

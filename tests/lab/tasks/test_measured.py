@@ -77,7 +77,7 @@ def loss_by_hand(prompt: str, reference: str) -> float:
 
 
 @given(st.one_of(st.just(""), texts), texts)
-def test_where_nothing_leaves_the_loss_is_that_of_one_forward(prompt: str, reference: str) -> None:
+def test_without_evictions_the_loss_equals_that_of_one_forward(prompt: str, reference: str) -> None:
     (found,) = measured(Perplexity(), Plan.uniform("full"), [text(prompt, reference)])
     assert found.values[LOSS] == pytest.approx(loss_by_hand(prompt, reference), abs=ROUNDING)
     assert found.values[NUM_SCORED] == len(reference) - (not prompt)
@@ -113,7 +113,7 @@ def test_a_text_is_measured_alike_alone_and_among_others(
         assert dict(one.values) == pytest.approx(dict(other.values), abs=ROUNDING)
 
 
-def test_a_text_that_is_cut_off_says_so() -> None:
+def test_a_truncated_text_is_counted_as_truncated() -> None:
     (found,) = measured(
         Perplexity(), Plan.uniform("full"), [text("a", "bcdefgh")], max_new_tokens=3
     )
@@ -147,7 +147,7 @@ def test_a_request_that_fails_is_kept_and_has_no_value() -> None:
         assert fine.values
 
 
-def test_a_request_that_fails_is_not_right_and_is_not_graded() -> None:
+def test_a_request_that_fails_is_incorrect_and_not_graded() -> None:
     items = [text("a" * 600, "b"), text("a", "b", 1)]
     failed, fine = measured(Graded(lambda _text, _item: True), Plan.uniform("full"), items)
     assert failed.result.finish_reason == "error"
@@ -155,7 +155,7 @@ def test_a_request_that_fails_is_not_right_and_is_not_graded() -> None:
     assert fine.correct is True
 
 
-def test_what_a_tokenizer_puts_before_texts_is_not_scored_where_a_prompt_has_it() -> None:
+def test_special_tokens_are_not_scored_after_a_prompt() -> None:
     engine = Engine(tiny_model(vocab=300), r1_tokenizer(), Plan.uniform("full"))
     item = text("abc", "defg")
     trial = Perplexity().begin(engine, [EvalRequest(item, Request("abc", 60, Sampling()))])
@@ -189,7 +189,7 @@ def test_the_full_cache_agrees_with_itself() -> None:
 
 
 @pytest.mark.parametrize("policy", ["streaming", "h2o"])
-def test_texts_part_where_free_running_texts_part(policy: str) -> None:
+def test_the_first_difference_equals_that_of_free_generation(policy: str) -> None:
     knobs = {"h2o": {"n_recent": 4}} if policy == "h2o" else {}
     plan = Plan.uniform(policy, budget=10, buffer=6, knobs=knobs)
     prompts = ["abcdefgh", "hello there", "aa", "dcba abcd abcd"]
@@ -210,7 +210,7 @@ def test_texts_part_where_free_running_texts_part(policy: str) -> None:
     assert parted, "else nothing was tested"
 
 
-def test_the_divergence_is_that_of_the_distributions_one_by_one() -> None:
+def test_the_divergence_is_the_mean_over_single_distributions() -> None:
     """Two runs led by hand along one text, their logits written down and summed in loops."""
     from kvpolicy.engine.engine import Run
 
@@ -242,7 +242,7 @@ def test_a_task_without_references_has_no_perplexity() -> None:
         load_task("perplexity:of=needle").examples(1, seed=0)
 
 
-def test_a_text_that_two_seeds_ask_is_one_text() -> None:
+def test_a_text_drawn_by_two_seeds_is_pooled_as_one() -> None:
     once = [
         sample(CELLS[0], i, values={LOSS: loss, NUM_SCORED: 10.0})
         for i, loss in ((0, 5.0), (1, 9.0))

@@ -57,7 +57,7 @@ def stranger(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("stranger")
-def test_another_package_brings_a_task_along() -> None:
+def test_a_package_can_register_a_task() -> None:
     task = load_task("echo:word=hi,times=2,loud=true")
     (item,) = task.examples(1, seed=0)
     assert (item.prompt, item.facets) == ("hihi", {"loud": 1})
@@ -67,7 +67,7 @@ def test_another_package_brings_a_task_along() -> None:
 
 
 @pytest.mark.usefixtures("stranger")
-def test_a_broken_task_is_named_and_harms_no_other() -> None:
+def test_a_broken_task_is_named_and_hides_no_other() -> None:
     with pytest.raises(TaskError, match=r"task 'broken' .*echo-tasks 1\.0.* cannot be imported"):
         load_task("broken")
     problems = {info.name: info.problem for info in installed_tasks()}
@@ -95,7 +95,7 @@ def test_a_broken_task_is_named_and_harms_no_other() -> None:
         ("", "is named ''"),
     ],
 )
-def test_a_wrong_name_or_option_is_answered_with_what_is_right(text: str, said: str) -> None:
+def test_a_wrong_name_or_option_is_refused_with_the_known_ones(text: str, said: str) -> None:
     with pytest.raises(TaskError, match=said):
         load_task(text)
 
@@ -110,7 +110,7 @@ def test_a_file_is_a_task_by_its_path_alone(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", DRAWN)
 @given(st.integers(0, 5), st.integers(1, 6))
-def test_the_first_items_are_those_of_a_smaller_draw(name: str, seed: int, n: int) -> None:
+def test_a_smaller_draw_is_a_prefix_of_a_larger_one(name: str, seed: int, n: int) -> None:
     task = load_task(name)
     items = task.examples(6, seed=seed)
     assert task.examples(n, seed=seed) == items[:n]
@@ -127,7 +127,7 @@ def test_no_prompt_is_in_two_splits(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", DRAWN)
-def test_the_answer_in_a_box_is_right_and_others_are_wrong(name: str) -> None:
+def test_only_the_expected_answer_in_a_box_is_correct(name: str) -> None:
     task = load_task(name)
     for item in task.examples(5, seed=1):
         wrong = str(int(item.answer) + 1)
@@ -143,13 +143,13 @@ def test_the_answer_in_a_box_is_right_and_others_are_wrong(name: str) -> None:
 
 
 @pytest.mark.parametrize(("level", "depths"), [("easy", {1, 2}), ("medium", {3, 4})])
-def test_a_level_has_the_depths_it_promises(level: str, depths: set[int]) -> None:
+def test_a_level_has_its_documented_depths(level: str, depths: set[int]) -> None:
     for name in ("reasoner", "reasoner-verbose"):
         items = load_task(f"{name}:level={level}").examples(30, seed=0)
         assert {item.facets["depth"] for item in items} == depths
 
 
-def test_levels_without_a_change_are_the_task_as_it_was() -> None:
+def test_the_standard_level_is_the_default() -> None:
     assert load_task("reasoner:level=standard").examples(5, seed=0) == load_task(
         "reasoner"
     ).examples(5, seed=0)
@@ -158,11 +158,11 @@ def test_levels_without_a_change_are_the_task_as_it_was() -> None:
 
 
 @pytest.mark.parametrize("info", installed_tasks(), ids=lambda info: info.name)
-def test_an_installed_task_says_what_it_is(info) -> None:
+def test_an_installed_task_has_a_summary_and_options(info) -> None:
     assert info.problem is None
     assert info.summary.endswith(".")
 
 
-def test_the_measure_of_a_question_is_its_grader() -> None:
+def test_the_metric_of_a_question_is_its_grader() -> None:
     assert isinstance(load_task("needle").metric, Graded)
     assert not load_task("needle").metric.runs_code
