@@ -186,12 +186,12 @@ def bootstrap_ratio_difference(
         infinite or NaN.
     """
     items = [(*of_a, *of_b) for of_a, of_b in zip(a, b, strict=True)]
-    if not np.isfinite(items).all():
-        totals = [sum(column) for column in zip(*items, strict=True)]
-        value = of_ratio(totals[0] / totals[1]) - of_ratio(totals[2] / totals[3])
+    is_finite = np.isfinite(items).all()
+    total = math.fsum if is_finite else sum  # fsum refuses infinite numbers of both signs
+    part_a, whole_a, part_b, whole_b = (total(column) for column in zip(*items, strict=True))
+    value = of_ratio(part_a / whole_a) - of_ratio(part_b / whole_b)
+    if not is_finite:
         return Interval(value, math.nan, math.nan)
-    totals = [math.fsum(column) for column in zip(*items, strict=True)]
-    value = of_ratio(totals[0] / totals[1]) - of_ratio(totals[2] / totals[3])
     convert = np.asarray if of_ratio is float else np.vectorize(of_ratio, otypes=[float])
 
     def statistic(*sums: np.ndarray, axis: int) -> np.ndarray:

@@ -16,7 +16,7 @@ import attrs
 from kvpolicy.errors import ResultsError
 from kvpolicy.files import atomic_write
 from kvpolicy.lab.analysis.pooling import Keep
-from kvpolicy.lab.analysis.table import csv_line
+from kvpolicy.lab.analysis.table import csv_text
 from kvpolicy.lab.store.read import RunFolder
 from kvpolicy.lab.store.records import EvalSettingRecord, Sample
 
@@ -37,11 +37,11 @@ class SampleTable:
 
     Attributes:
         kinds: Type of each column, by name, in order; any column may contain ``None``.
-        rows: Values in the order of the columns.
+        rows: The value of every column, by name.
     """
 
     kinds: dict[str, Kind]
-    rows: list[list[Any]]
+    rows: list[dict[str, Any]]
 
 
 def flatten_samples(
@@ -70,7 +70,10 @@ def flatten_samples(
         for sample in run.samples_of[cell.cell]
     ]
     kinds = {**fixed_columns(items=items), **_open_columns(runs)}
-    rows = [[_convert(one.get(name), kind) for name, kind in kinds.items()] for one in records]
+    rows = [
+        {name: _convert(record.get(name), kind) for name, kind in kinds.items()}
+        for record in records
+    ]
     return SampleTable(kinds, rows)
 
 
@@ -117,7 +120,8 @@ def write_table(table: SampleTable, path: Path) -> None:
         OutputError: The file cannot be written.
         ResultsError: Parquet was selected and pyarrow is not installed.
     """
-    atomic_write(path, _parquet(table) if path.suffix == ".parquet" else _csv(table))
+    is_parquet = path.suffix == ".parquet"
+    atomic_write(path, _parquet(table) if is_parquet else csv_text(table.rows, table.kinds))
 
 
 def _record(run: RunFolder, sample: Sample) -> dict[str, Any]:
@@ -194,13 +198,6 @@ def _convert(value: Any, kind: Kind) -> Any:
     return float(value) if kind == "number" else value
 
 
-def _csv(table: SampleTable) -> str:
-    # pandas, duckdb and spreadsheets read `true` as a truth.
-    truths = {True: "true", False: "false"}
-    rows = ([truths[v] if isinstance(v, bool) else v for v in row] for row in table.rows)
-    return "".join(map(csv_line, [list(table.kinds), *rows]))
-
-
 def _parquet(table: SampleTable) -> bytes:
     pyarrow, parquet = _import_pyarrow()
     types = {
@@ -209,10 +206,9 @@ def _parquet(table: SampleTable) -> bytes:
         "number": pyarrow.float64(),
         "truth": pyarrow.bool_(),
     }
-    columns = list(zip(*table.rows, strict=True)) or [()] * len(table.kinds)
     arrays = {
-        name: pyarrow.array(column, types[kind])
-        for (name, kind), column in zip(table.kinds.items(), columns, strict=True)
+        name: pyarrow.array([row[name] for row in table.rows], types[kind])
+        for name, kind in table.kinds.items()
     }
     out = io.BytesIO()
     parquet.write_table(pyarrow.table(arrays), out)

@@ -171,10 +171,20 @@ def to_run_records(rows: Sequence[Row], *, flat: bool = False) -> list[dict[str,
     return records
 
 
-def csv_text(records: Sequence[Mapping[str, Any]]) -> str:
-    """Records as CSV, with a column for every name that occurs; ``None`` is an empty field."""
-    names = list(dict.fromkeys(name for record in records for name in record))
-    lines: list[list[Any]] = [[record.get(name) for name in names] for record in records]
+def csv_text(records: Sequence[Mapping[str, Any]], names: Iterable[str] | None = None) -> str:
+    """Records as CSV; ``None`` is an empty field, truths are ``true`` and ``false``.
+
+    Args:
+        records: The records.
+        names: Names of the columns; by default every name that occurs.
+    """
+    names = list(names or dict.fromkeys(name for record in records for name in record))
+    # pandas, duckdb and spreadsheets read `true` as a truth.
+    texts = {True: "true", False: "false"}
+    lines = [
+        [texts[value] if isinstance(value, bool) else value for value in map(record.get, names)]
+        for record in records
+    ]
     return "".join(map(csv_line, [names, *lines]))
 
 

@@ -32,13 +32,9 @@ def _run(folder: Path, **how: Any) -> RunFolder:
     return read_run(write_run(folder, **how))
 
 
-def _records(table: SampleTable) -> list[dict[str, Any]]:
-    return [dict(zip(table.kinds, row, strict=True)) for row in table.rows]
-
-
 def test_every_sample_is_a_row_with_its_values(tmp_path: Path) -> None:
     run = _run(tmp_path, seeds=(0, 1), says=lambda *_: {"values": {"loss": 2, "kl": 0.5}})
-    rows = _records(flatten_samples([run], items=True))
+    rows = flatten_samples([run], items=True).rows
     assert [row["key"] for row in rows] == list(run.samples)
     for row, sample in zip(rows, run.samples.values(), strict=True):
         for name in ("item", "correct", "error", "text", "decode_s", "budget"):
@@ -60,7 +56,7 @@ def test_the_columns_do_not_depend_on_the_finished_samples(tmp_path: Path) -> No
 
 def test_only_selected_cells_are_exported(tmp_path: Path) -> None:
     run = _run(tmp_path)
-    rows = _records(flatten_samples([run], lambda group, cell: cell.budget == 64))
+    rows = flatten_samples([run], lambda group, cell: cell.budget == 64).rows
     assert [row["series"] for row in rows] == ["H2O"] * 8
 
 
@@ -74,7 +70,7 @@ def test_a_column_holds_one_kind_of_value(tmp_path: Path) -> None:
         "text",
         "number",
     ]
-    first = _records(table)[:4]
+    first = table.rows[:4]
     assert [row["facet_depth"] for row in first] == ["3", "deep", "3", None]
     assert first[2]["facet_big"] == str(2**70)
 
@@ -93,9 +89,7 @@ def test_knobs_are_columns_without_dots(tmp_path: Path) -> None:
         "knob_mix__on": "truth",
         "knob_mix__share": "number",
     }
-    assert [row["knob_h2o__n_recent"] for row in _records(table)] == [None] * 8 + [4] * 8 + [
-        None
-    ] * 8
+    assert [row["knob_h2o__n_recent"] for row in table.rows] == [None] * 8 + [4] * 8 + [None] * 8
 
 
 @given(st.lists(st.sampled_from(HOSTILES) | st.text(max_size=5), min_size=1, max_size=4))
@@ -110,7 +104,10 @@ def test_csv_gives_every_field_back(fields: list[str]) -> None:
 
 
 def test_csv_carries_a_bare_carriage_return_in_both_tables(tmp_path: Path) -> None:
-    table = SampleTable({"text": "text", "whole": "whole"}, [["b\rc", 1], [None, None]])
+    table = SampleTable(
+        {"text": "text", "whole": "whole"},
+        [{"text": "b\rc", "whole": 1}, {"text": None, "whole": None}],
+    )
     write_table(table, tmp_path / "out.csv")
     assert (tmp_path / "out.csv").read_bytes() == b'text,whole\n"b\rc",1\n,\n'
     assert csv_text([{"text": "b\rc"}, {"whole": 1}]) == 'text,whole\n"b\rc",\n,1\n'
@@ -138,7 +135,7 @@ def test_parquet_carries_values_and_types_also_of_empty_columns(tmp_path: Path) 
         assert {field.name: str(field.type) for field in read.schema} == {
             name: types[kind] for name, kind in table.kinds.items()
         }
-        assert read.to_pylist() == _records(table)
+        assert read.to_pylist() == table.rows
 
 
 def test_without_pyarrow_a_sentence_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
