@@ -140,7 +140,7 @@ class Perplexity:
             if not scored:
                 msg = f"text {one.example.index} of the task has no token that could be scored"
                 raise TaskError(msg)
-        requests = [
+        forced = [
             # A stop token in the middle of a text is scored like any other.
             attrs.evolve(
                 one.request,
@@ -151,7 +151,7 @@ class Perplexity:
             for one, (given, scored) in zip(requests, texts, strict=True)
         ]
         teacher = _Teacher([scored for _, scored in texts])
-        return _PerplexityEvaluation(Run(engine, requests, teacher.sample), teacher)
+        return _PerplexityEvaluation(Run(engine, forced, teacher.sample), teacher)
 
 
 class _Teacher:
@@ -230,11 +230,11 @@ class Agreement:
         from kvpolicy.engine.request import Sampling
         from kvpolicy.plan.plan import Plan
 
-        requests = [attrs.evolve(one.request, sampling=Sampling()) for one in requests]
+        greedy = [attrs.evolve(one.request, sampling=Sampling()) for one in requests]
         model, tokenizer = engine.adapter.model, engine.tokenizer
         full = Engine(model, tokenizer, Plan.full_cache(), slots=engine.num_slots)
-        guide = _Guide(full, requests)
-        return _AgreementEvaluation(Run(engine, requests, guide.sample), guide)
+        guide = _Guide(full, greedy)
+        return _AgreementEvaluation(Run(engine, greedy, guide.sample), guide)
 
 
 class _Guide:
