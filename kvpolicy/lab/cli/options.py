@@ -3,6 +3,7 @@
 import tomllib
 from collections.abc import Sequence
 from enum import Enum
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -13,6 +14,13 @@ from kvpolicy.errors import KVPolicyError
 
 # More panels of ``--help``.
 TASKS, WORKERS, RESULTS = "Tasks", "Workers", "Results"
+
+# Options in one panel.
+_policy = partial(typer.Option, rich_help_panel=POLICY)
+_model = partial(typer.Option, rich_help_panel=MODEL)
+_task = partial(typer.Option, rich_help_panel=TASKS)
+_worker = partial(typer.Option, rich_help_panel=WORKERS)
+_result = partial(typer.Option, rich_help_panel=RESULTS)
 
 
 class SplitName(Enum):
@@ -32,105 +40,68 @@ class Where(Enum):
 
 PresetName = Annotated[
     str | None,
-    typer.Option(
-        "--preset",
-        metavar="NAME|FILE",
-        help="A sweep. [default: baselines]",
-        rich_help_panel=POLICY,
-    ),
+    _policy("--preset", metavar="NAME|FILE", help="A sweep. [default: baselines]"),
 ]
 Stacks = Annotated[
     str | None,
-    typer.Option(
-        metavar="NAME,...",
-        help="Policies to compare instead; in A+B, B wraps A.",
-        rich_help_panel=POLICY,
-    ),
+    _policy(metavar="NAME,...", help="Policies to compare instead; in A+B, B wraps A."),
 ]
 Plans = Annotated[
     list[Path] | None,
-    typer.Option(
-        "--plan",
-        metavar="FILE|NAME",
-        help="A plan to compare; may be repeated.",
-        rich_help_panel=POLICY,
-    ),
+    _policy("--plan", metavar="FILE|NAME", help="A plan to compare; may be repeated."),
 ]
 Budgets = Annotated[
     str | None,
-    typer.Option(
-        metavar="N,...",
-        help="Rows that stay per layer and KV head. [default: the preset's]",
-        rich_help_panel=POLICY,
-    ),
+    _policy(metavar="N,...", help="Rows that stay per layer and KV head. [default: the preset's]"),
 ]
 Grid = Annotated[
     list[str] | None,
-    typer.Option(
+    _policy(
         "--grid",
         metavar="KEY=V1,V2,...",
         help="Values to try of POLICY.KNOB, or of buffer; may be repeated.",
-        rich_help_panel=POLICY,
     ),
 ]
 Zip = Annotated[
     bool,
-    typer.Option(
-        "--zip", help="Zip all lists instead of taking all combinations.", rich_help_panel=POLICY
-    ),
+    _policy("--zip", help="Zip all lists instead of taking all combinations."),
 ]
 Models = Annotated[
     list[str] | None,
-    typer.Option(
+    _model(
         "--model",
         metavar="NAME|FOLDER",
         help="Name of an installed model, hub id or local folder; may be repeated. "
         "[default: the preset's]",
-        rich_help_panel=MODEL,
     ),
 ]
 Tasks = Annotated[
     list[str] | None,
-    typer.Option(
+    _task(
         "--task",
         metavar="NAME|FILE|ID",
         help="A task, a file or a hub id, with options as NAME:KEY=VALUE,...; "
         "may be repeated. [default: the preset's]",
-        rich_help_panel=TASKS,
     ),
 ]
 Seeds = Annotated[
     str | None,
-    typer.Option(
-        "--seeds",
-        "--seed",
-        metavar="N,...",
-        help="Each selects other examples. [default: 0]",
-        rich_help_panel=TASKS,
-    ),
+    _task("--seeds", "--seed", metavar="N,...", help="Each selects other examples. [default: 0]"),
 ]
 NumExamples = Annotated[
     int | None,
-    typer.Option(
-        "--n", min=1, help="Examples for each cell. [default: the preset's]", rich_help_panel=TASKS
-    ),
+    _task("--n", min=1, help="Examples for each cell. [default: the preset's]"),
 ]
 Split = Annotated[
     SplitName | None,
-    typer.Option(
-        help="Examples to report on, or to tune settings on. [default: test]", rich_help_panel=TASKS
-    ),
+    _task(help="Examples to report on, or to tune settings on. [default: test]"),
 ]
-Attempts = Annotated[
-    int | None, typer.Option(min=1, help="Samples per example, for pass@1.", rich_help_panel=TASKS)
-]
+Attempts = Annotated[int | None, _task(min=1, help="Samples per example, for pass@1.")]
 Temperature = Annotated[float | None, TEMPERATURE]
 TopP = Annotated[float | None, TOP_P]
 ExecuteCode = Annotated[
     bool,
-    typer.Option(
-        "--execute-code", help="Let a grader run programs the model wrote.", rich_help_panel=TASKS
-    ),
+    _task("--execute-code", help="Let a grader run programs the model wrote."),
 ]
 Slots = Annotated[int | None, SLOTS]
 MaxNewTokens = Annotated[
@@ -143,66 +114,42 @@ MaxNewTokens = Annotated[
 ]
 Workers = Annotated[
     int | None,
-    typer.Option(
-        min=1,
-        help="Cells run side by side. [default: small models: one per core]",
-        rich_help_panel=WORKERS,
-    ),
+    _worker(min=1, help="Cells run side by side. [default: small models: one per core]"),
 ]
-On = Annotated[
-    Where, typer.Option(help="Run on this machine, or on a Ray cluster.", rich_help_panel=WORKERS)
-]
+On = Annotated[Where, _worker(help="Run on this machine, or on a Ray cluster.")]
 RayAddress = Annotated[
     str | None,
-    typer.Option(
+    _worker(
         metavar="HOST:PORT|auto",
         help="The cluster. [default: RAY_ADDRESS, or a new one on this machine]",
-        rich_help_panel=WORKERS,
     ),
 ]
 CpusPerWorker = Annotated[
     int | None,
-    typer.Option(
-        min=1, help="CPUs and threads of a worker on Ray. [default: 1]", rich_help_panel=WORKERS
-    ),
+    _worker(min=1, help="CPUs and threads of a worker on Ray. [default: 1]"),
 ]
 GpusPerWorker = Annotated[
     float | None,
-    typer.Option(
-        min=0,
-        help="GPUs of a worker on Ray. [default: 1 where there are any]",
-        rich_help_panel=WORKERS,
-    ),
+    _worker(min=0, help="GPUs of a worker on Ray. [default: 1 where there are any]"),
 ]
 Output = Annotated[
     Path | None,
-    typer.Option(
+    _result(
         metavar="FOLDER",
         help="Results folder. [default: kvpolicy-ablate/NAME, the same for the same settings]",
-        rich_help_panel=RESULTS,
     ),
 ]
 By = Annotated[
     str | None,
-    typer.Option(
-        metavar="FACET", help="Break the table down, e.g. by difficulty.", rich_help_panel=RESULTS
-    ),
+    _result(metavar="FACET", help="Break the table down, e.g. by difficulty."),
 ]
 Record = Annotated[
     int,
-    typer.Option(
-        min=0,
-        help="Examples of each cell, from the first, to record kept tokens of.",
-        rich_help_panel=RESULTS,
-    ),
+    _result(min=0, help="Examples of each cell, from the first, to record kept tokens of."),
 ]
 DryRun = Annotated[
     bool,
-    typer.Option(
-        "--dry-run",
-        help="List the cells and what is left to do, and stop.",
-        rich_help_panel=RESULTS,
-    ),
+    _result("--dry-run", help="List the cells and what is left to do, and stop."),
 ]
 
 
