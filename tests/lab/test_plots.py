@@ -1,4 +1,4 @@
-"""Plots: drawn without a display, for any rows, with the same bytes every time."""
+"""Plots: drawn without a display, for any rows, reproducibly."""
 
 from pathlib import Path
 
@@ -39,7 +39,7 @@ def test_any_rows_can_be_drawn(tmp_path: Path, rows: list[Row]) -> None:
     assert svg.read_text(encoding="utf-8").rstrip().endswith("</svg>")
 
 
-def test_the_same_rows_give_the_same_picture(tmp_path: Path) -> None:
+def test_the_same_rows_give_the_same_files(tmp_path: Path) -> None:
     pictures = []
     for name in ("a", "b"):
         (tmp_path / name).mkdir()
@@ -72,7 +72,7 @@ def test_a_legend_of_eight_long_names_overlaps_nothing(
     assert len(legend.get_texts()) == 9
 
 
-def test_series_have_looks_of_their_own() -> None:
+def test_series_have_different_colours_and_markers() -> None:
     looks = looks_of([Point(str(i), 16, None) for i in range(20)])
     assert len({(look["color"], look["marker"]) for look in looks.values()}) == 20
 

@@ -36,9 +36,7 @@ from kvpolicy.lab.statistics import (
         (1, 1, 0.2065, 1.0),
     ],
 )
-def test_wilson_gives_the_values_of_the_tables(
-    num_correct: int, n: int, low: float, high: float
-) -> None:
+def test_wilson_gives_published_values(num_correct: int, n: int, low: float, high: float) -> None:
     found = wilson(num_correct, n)
     assert found.value == num_correct / n
     assert found.low == pytest.approx(low, abs=5e-5)
@@ -57,7 +55,7 @@ def test_the_ends_of_wilsons_interval_solve_its_equation(n: int, data: st.DataOb
 
 
 @given(st.integers(1, 500), st.data())
-def test_wilson_is_the_same_from_the_other_side(n: int, data: st.DataObject) -> None:
+def test_wilson_is_symmetric(n: int, data: st.DataObject) -> None:
     num_correct = data.draw(st.integers(0, n))
     found, mirrored = wilson(num_correct, n), wilson(n - num_correct, n)
     assert found.low == pytest.approx(1 - mirrored.high)
@@ -72,12 +70,12 @@ def test_mean_has_the_textbook_interval() -> None:
     assert found.high == pytest.approx(5 + half)
 
 
-def test_a_single_number_has_no_spread_to_tell() -> None:
+def test_the_mean_of_a_single_number_has_no_width() -> None:
     found = mean([3.5])
     assert (found.low, found.value, found.high) == (3.5, 3.5, 3.5)
 
 
-def test_equal_numbers_have_an_interval_of_no_width() -> None:
+def test_the_mean_of_equal_numbers_has_no_width() -> None:
     found = mean([0.1] * 1000)
     assert found.low == pytest.approx(0.1)
     assert found.high == pytest.approx(0.1)
@@ -103,7 +101,7 @@ def test_pass_at_1_is_the_mean_of_the_questions_within_its_interval(
 
 
 @given(st.lists(outcomes, min_size=1, max_size=10), st.integers(2, 5))
-def test_repeating_attempts_that_are_alike_tells_nothing_new(
+def test_repeating_equal_attempts_adds_no_information(
     attempts: list[list[bool]], times: int
 ) -> None:
     """Questions that are always right or always wrong: as many as there are, however often."""
@@ -112,13 +110,13 @@ def test_repeating_attempts_that_are_alike_tells_nothing_new(
     assert attrs.astuple(often) == pytest.approx(attrs.astuple(once))
 
 
-def test_attempts_that_vary_within_questions_tell_as_much_as_questions_would() -> None:
+def test_attempts_that_vary_within_questions_count_like_questions() -> None:
     """Half of each question's attempts are right: 40 samples, and no variance of questions."""
     found = pass_at_1([[True, False]] * 20)
     assert attrs.astuple(found) == pytest.approx(attrs.astuple(wilson(20, 40)))
 
 
-def test_attempts_at_a_few_questions_are_worth_less_than_as_many_questions() -> None:
+def test_attempts_at_few_questions_count_less_than_as_many_questions() -> None:
     attempts = [[True] * 9 + [False]] * 5 + [[False] * 9 + [True]] * 5
     few, many = pass_at_1(attempts), wilson(50, 100)
     assert few.value == many.value == 0.5
@@ -139,7 +137,7 @@ def test_a_ratio_over_equal_wholes_is_a_mean(parts: list[float], whole: int) -> 
     assert attrs.astuple(found) == pytest.approx(attrs.astuple(plain), abs=1e-9)
 
 
-def test_the_interval_of_a_ratio_covers_the_truth_as_often_as_it_says() -> None:
+def test_the_interval_of_a_ratio_has_its_nominal_coverage() -> None:
     """Texts of unlike length whose losses vary: 1,000 samples of 60 texts."""
     rng, covered, truth = random.Random(0), 0, 0.5
     for _ in range(1000):
@@ -170,7 +168,7 @@ def test_the_sign_test_is_a_sum_of_binomials(above: int, below: int) -> None:
 
 
 @given(st.integers(0, 9), st.integers(0, 9))
-def test_the_sign_test_counts_coins_that_fall_at_least_as_unevenly(above: int, below: int) -> None:
+def test_the_sign_test_counts_splits_at_least_as_uneven(above: int, below: int) -> None:
     n = above + below
     extreme = abs(above - below)
     falls = [abs(2 * sum(coins) - n) >= extreme for coins in itertools.product((0, 1), repeat=n)]
@@ -191,7 +189,7 @@ P_VALUES = st.lists(st.floats(0, 1, allow_subnormal=False), max_size=8)
 
 
 @given(P_VALUES)
-def test_holm_adjusts_as_its_definition_says(p_values: list[float]) -> None:
+def test_holm_agrees_with_its_definition(p_values: list[float]) -> None:
     """Adjusted is the least level at which Holm's steps, taken one by one, reject a test."""
 
     def rejected(level: float) -> set[int]:
@@ -366,14 +364,14 @@ def test_the_bootstrap_moves_and_grows_with_the_values(values: list[float]) -> N
         assert getattr(moved, name) == pytest.approx(4 * getattr(plain, name) + 64)
 
 
-def test_many_unlike_values_are_drawn_in_parts() -> None:
+def test_many_values_are_resampled_in_batches() -> None:
     values = [random.Random(i).gauss(2, 1) for i in range(3000)]
     found, textbook = bootstrap_mean(values), mean(values)
     assert found.low == pytest.approx(textbook.low, abs=0.004)
     assert found.high == pytest.approx(textbook.high, abs=0.004)
 
 
-def test_a_single_value_has_an_interval_of_no_width() -> None:
+def test_the_bootstrap_of_a_single_value_has_no_width() -> None:
     found = bootstrap_mean([0.25])
     assert (found.low, found.value, found.high) == (0.25, 0.25, 0.25)
 
@@ -389,7 +387,7 @@ def test_the_bootstrap_covers_the_true_mean_of_skewed_values() -> None:
 
 
 @pytest.mark.parametrize("values", [[math.inf, 1.0], [math.inf, -math.inf], [math.nan, 2.0]])
-def test_what_is_not_finite_has_no_interval(values: list[float]) -> None:
+def test_values_that_are_not_finite_have_no_interval(values: list[float]) -> None:
     ones = [(1.0, 1.0)] * len(values)
     parts = [(value, 1.0) for value in values]
     for found in (bootstrap_mean(values), bootstrap_ratio_difference(parts, ones)):
@@ -447,6 +445,6 @@ def test_the_paired_interval_covers_the_true_difference(
     assert 0.93 <= covered <= 1
 
 
-def test_values_that_are_equal_but_for_rounding_have_an_interval_of_no_width() -> None:
+def test_values_equal_up_to_rounding_have_an_interval_without_width() -> None:
     found = bootstrap_ratio_difference([(0.1, 1), (0.3, 3)], [(0.7, 7), (0.1, 1)])
     assert found.high - found.low == pytest.approx(0, abs=1e-12)

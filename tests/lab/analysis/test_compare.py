@@ -1,4 +1,4 @@
-"""Comparing two cells: every item counts once, and the counts add up."""
+"""Comparisons of two cells: every item counts once, and the counts add up."""
 
 import math
 from pathlib import Path
@@ -33,7 +33,7 @@ def _verdicts(table: list[list[bool]]) -> Any:
 
 
 @given(verdicts=st.lists(st.tuples(st.booleans(), st.booleans()), min_size=1, max_size=12))
-def test_the_four_counts_are_those_of_a_plain_count(
+def test_counts_equal_a_plain_count(
     verdicts: list[tuple[bool, bool]], tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     a_right, b_right = [list(side) for side in zip(*verdicts, strict=True)]
@@ -59,7 +59,7 @@ def test_the_four_counts_are_those_of_a_plain_count(
     assert plain["difference"]["value"] == pytest.approx((only_a - only_b) / len(verdicts))
 
 
-def test_the_other_way_round_is_the_negative(tmp_path: Path) -> None:
+def test_swapping_the_cells_negates_the_difference(tmp_path: Path) -> None:
     cells = _cells(tmp_path, _verdicts([[True] * 6 + [False] * 2, [True, False] * 4]))
     one, other = (
         compare_cells(cells[0], cells[1], ACCURACY),

@@ -97,7 +97,7 @@ def test_a_plan_with_two_names_is_one_plan(tmp_path: Path) -> None:
     assert (cell.name, cell.seeds, len(cell.samples)) == ("H2O@64", (0, 1), 16)
 
 
-def test_there_is_a_timing_only_if_no_cell_was_interrupted(tmp_path: Path) -> None:
+def test_an_interrupted_cell_leaves_no_timing(tmp_path: Path) -> None:
     runs = [_run(tmp_path / "a"), _run(tmp_path / "b", seeds=(1,), timed=False)]
     assert pool(runs)[0].timing is None
 
@@ -133,7 +133,7 @@ def test_a_question_with_the_prompts_of_two_models_is_one_question(tmp_path: Pat
     assert numbers == [set(range(16))] * 6
 
 
-def test_questions_of_two_models_differ_if_the_task_has_changed_in_between(tmp_path: Path) -> None:
+def test_questions_of_two_models_differ_if_the_task_was_changed(tmp_path: Path) -> None:
     """Somebody edited the file of questions, and asked another model what stands there now."""
     runs = [write_run(tmp_path / model, models=(model,)) for model in ("a", "b")]
     _change_items(

@@ -1,4 +1,4 @@
-"""From samples to rows: no sample dropped, none invented."""
+"""Result tables: every sample counts once."""
 
 import csv
 import io
@@ -27,7 +27,7 @@ def accuracy(row: Row) -> Interval:
     return found
 
 
-def test_a_row_counts_what_its_samples_say() -> None:
+def test_a_row_summarises_its_samples() -> None:
     samples = [
         sample(SMALL, 0, correct=True, num_tokens=10, compactions=2, peak_bytes=100),
         sample(SMALL, 1, correct=False, num_tokens=30, finish_reason="length", peak_bytes=300),
@@ -62,7 +62,7 @@ def test_a_cell_of_failures_only_has_no_length() -> None:
     assert "" in next(csv.DictReader(io.StringIO(_csv([row])))).values()
 
 
-def test_rows_come_in_the_order_of_the_cells_and_empty_cells_have_none() -> None:
+def test_rows_follow_the_order_of_cells_without_empty_ones() -> None:
     rows = tabulate(measured([sample(SMALL, 0), sample(FULL, 0)]))
     assert [row.cell.series for row in rows] == ["full", "small"]
     assert [row.cell.series for row in tabulate(measured([sample(SMALL, 0)]))] == ["small"]
@@ -132,7 +132,7 @@ def test_the_difference_of_two_cells_pairs_questions_not_attempts() -> None:
 MEASURED = (mean_of("kl", "KL", "KL, nats"), mean_of("match", "same", "Same", is_share=True))
 
 
-def test_a_task_may_have_columns_of_its_own() -> None:
+def test_a_task_can_define_its_columns() -> None:
     samples = [
         sample(FULL, 0, correct=None, values={"kl": 0.0, "match": 1.0}),
         sample(SMALL, 0, correct=None, values={"kl": 0.5, "match": 0.5}),

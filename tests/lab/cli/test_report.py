@@ -20,7 +20,7 @@ def run(tmp_path: Path) -> Path:
     return write_run(tmp_path / "runs" / "one", plans=PLANS)
 
 
-def test_a_report_is_one_file_that_names_no_other(kvpolicy: Shell, run: Path) -> None:
+def test_a_report_is_one_file_without_references(kvpolicy: Shell, run: Path) -> None:
     before = sorted(path.name for path in run.iterdir())
     answer = kvpolicy("report", run)
     assert answer.status == 0, answer.err
@@ -32,7 +32,7 @@ def test_a_report_is_one_file_that_names_no_other(kvpolicy: Shell, run: Path) ->
     assert sorted(path.name for path in run.iterdir()) == before, "runs are only read"
 
 
-def test_a_folder_of_runs_stands_for_all_of_them(kvpolicy: Shell, run: Path) -> None:
+def test_a_folder_of_runs_is_reported_whole(kvpolicy: Shell, run: Path) -> None:
     write_run(run.parent / "two", plans=PLANS[:2], tasks=("needle",), seeds=(1, 2))
     answer = kvpolicy("report", run.parent, "--output", "all.html", "--json").json
     assert answer["file"] == "all.html"
@@ -56,7 +56,7 @@ def test_only_an_earlier_report_is_replaced(kvpolicy: Shell, run: Path) -> None:
     assert "cannot be written" in refusal(kvpolicy("report", run, "--output", "no/where.html"))
 
 
-def test_what_is_no_run_is_told(kvpolicy: Shell, run: Path, tmp_path: Path) -> None:
+def test_missing_and_damaged_runs_are_refused(kvpolicy: Shell, run: Path, tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     assert "holds no run" in refusal(kvpolicy("report", "empty"))
     assert "nowhere" in refusal(kvpolicy("report", "nowhere"))
@@ -95,7 +95,7 @@ def test_a_figure_has_the_requested_size(kvpolicy: Shell, run: Path) -> None:
     assert size_of(Path("c.png"))[0] == 1350
 
 
-def test_every_quantity_is_a_figure_of_its_own(kvpolicy: Shell, run: Path) -> None:
+def test_every_quantity_has_a_different_figure(kvpolicy: Shell, run: Path) -> None:
     names = ["accuracy", "length", "peak_bytes", "peak_kv_bytes", "throughput", "speed", "frontier"]
     pictures = set()
     for name in names:
@@ -110,7 +110,7 @@ def test_every_quantity_is_a_figure_of_its_own(kvpolicy: Shell, run: Path) -> No
     assert Path("one.svg").read_bytes() not in pictures
 
 
-def test_seeds_are_drawn_together(kvpolicy: Shell, tmp_path: Path) -> None:
+def test_seeds_are_pooled_in_figures(kvpolicy: Shell, tmp_path: Path) -> None:
     seeds = write_run(tmp_path / "seeds", plans=PLANS, seeds=(0, 1))
     answer = kvpolicy("plot", seeds, "--to", "a.svg")
     assert "a.svg shows 5 cells, 3.3 x 2.31 inches" in answer.err

@@ -46,7 +46,7 @@ def test_runs_are_listed_with_their_progress(kvpolicy: Shell) -> None:
     assert (second["models"], second["num_cells"]) == (["x", "y"], 6)
 
 
-def test_a_damaged_run_is_reported_and_hides_no_other(kvpolicy: Shell) -> None:
+def test_a_damaged_run_does_not_hide_others(kvpolicy: Shell) -> None:
     write_run(Path("kvpolicy-ablate/a"))
     write_run(Path("kvpolicy-ablate/b"))
     Path("kvpolicy-ablate/a/samples.jsonl").write_text("nonsense\n")
@@ -111,7 +111,9 @@ def test_csv_and_json_have_the_same_values(kvpolicy: Shell) -> None:
         (["--task", "reasoner", "--series", "full cache"], ["full cache@None"]),
     ],
 )
-def test_a_table_can_be_narrowed(kvpolicy: Shell, words: list[str], names: list[str]) -> None:
+def test_options_select_rows_of_a_table(
+    kvpolicy: Shell, words: list[str], names: list[str]
+) -> None:
     write_run(Path("run"), seeds=(0, 1))
     rows = kvpolicy("results", "table", "run", "--json", *words).json
     assert [f"{row['series']}@{row['budget']}" for row in rows] == names
@@ -134,7 +136,7 @@ def test_settings_that_differ_between_runs_become_columns(kvpolicy: Shell) -> No
     assert "seeds" not in header
 
 
-def test_tasks_with_other_columns_have_a_table_of_their_own(kvpolicy: Shell) -> None:
+def test_tasks_with_other_columns_have_separate_tables(kvpolicy: Shell) -> None:
     kl = {"name": "kl", "title": "KL, nats", "heading": "KL", "is_share": False}
     own = {"name": "own", "title": "my own", "heading": "Own", "is_share": True}
     write_run(Path("a"))
@@ -261,7 +263,7 @@ def test_incomplete_cells_have_unique_labels(kvpolicy: Shell) -> None:
     assert "model m is not complete" not in answer.err
 
 
-def test_the_bytes_of_a_table_are_those_of_the_largest_sample(kvpolicy: Shell) -> None:
+def test_a_table_shows_the_bytes_of_the_largest_sample(kvpolicy: Shell) -> None:
     write_run(Path("run"))
     assert "KV/sample, most" in kvpolicy("results", "table", "run").out
     row, *_ = kvpolicy("results", "table", "run", "--json").json
@@ -280,7 +282,7 @@ def test_a_comparison_can_be_broken_down(kvpolicy: Shell) -> None:
     ]
 
 
-def test_lengths_can_be_compared_too(kvpolicy: Shell) -> None:
+def test_lengths_can_be_compared(kvpolicy: Shell) -> None:
     write_run(Path("run"), says=_worse)
     text = kvpolicy("results", "compare", "run", "H2O@64", "full", "--column", "length").out
     assert "A - B: +0, 95 % CI +0..+0, over 7 items" in text

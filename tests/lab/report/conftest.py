@@ -1,4 +1,4 @@
-"""A browser for all tests of a file, and pages that say when they complained."""
+"""Fixtures: one browser for each file, and pages that fail on console errors."""
 
 from collections.abc import Iterator
 from pathlib import Path

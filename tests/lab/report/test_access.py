@@ -1,4 +1,4 @@
-"""Everybody can read a report: by keyboard, on a phone, in the dark, with any eyes."""
+"""Accessibility of the report: keyboard, phone, dark theme, colour vision."""
 
 import re
 from importlib.resources import files
@@ -41,7 +41,7 @@ def contrast(one: str, other: str) -> float:
 
 
 @pytest.mark.parametrize("theme", ["light", "dark"])
-def test_colours_can_be_told_from_what_they_stand_on(theme: str) -> None:
+def test_colours_contrast_with_their_background(theme: str) -> None:
     colours = palettes()[theme]
     for ink in ("ink", "soft", "link", "good", "bad"):
         for paper in ("paper", "sheet"):
@@ -64,9 +64,7 @@ def test_series_differ_in_more_than_colour(open_report: Open, folder: Path) -> N
     assert len(set(looks)) == 8
 
 
-def test_a_phone_shows_all_of_it_without_scrolling_sideways(
-    open_report: Open, folder: Path
-) -> None:
+def test_a_phone_needs_no_horizontal_scrolling(open_report: Open, folder: Path) -> None:
     opened = open_report(folder, viewport={"width": 360, "height": 740}, has_touch=True)
     opened.page.select_option("#group", "1")
     opened.page.wait_for_selector(".option")
@@ -87,9 +85,7 @@ def background(opened: Opened) -> str:
     return colour
 
 
-def test_the_theme_follows_the_system_until_somebody_chooses(
-    open_report: Open, folder: Path
-) -> None:
+def test_the_theme_follows_the_system_until_chosen(open_report: Open, folder: Path) -> None:
     opened = open_report(folder, color_scheme="dark")
     dark = background(opened)
     said = []
@@ -103,13 +99,13 @@ def test_the_theme_follows_the_system_until_somebody_chooses(
     assert background(opened) == light
 
 
-def test_nothing_moves_for_those_who_want_it_still(open_report: Open, folder: Path) -> None:
+def test_reduced_motion_stops_animations(open_report: Open, folder: Path) -> None:
     script = "getComputedStyle(document.documentElement).scrollBehavior"
     assert open_report(folder, reduced_motion="reduce").page.evaluate(script) == "auto"
     assert open_report(folder, reduced_motion="no-preference").page.evaluate(script) == "smooth"
 
 
-def test_the_first_key_skips_to_the_figures(open_report: Open, folder: Path) -> None:
+def test_the_skip_link_is_the_first_tab_stop(open_report: Open, folder: Path) -> None:
     opened = open_report(folder)
     opened.page.keyboard.press("Tab")
     assert opened.page.evaluate("document.activeElement.className") == "skip"

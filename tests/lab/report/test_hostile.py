@@ -1,4 +1,4 @@
-"""What models, files and users wrote is text, whatever it looks like."""
+"""Texts of models, files and users are never interpreted."""
 
 import json
 from pathlib import Path
@@ -102,7 +102,7 @@ def nothing_happened(opened: Opened) -> None:
     assert opened.page.evaluate(handlers) == 0
 
 
-def test_hostile_texts_are_shown_and_do_nothing(open_report: Open, folder: Path) -> None:
+def test_hostile_texts_are_shown_as_text(open_report: Open, folder: Path) -> None:
     opened = open_report(folder)
     nothing_happened(opened)
     for place in range(len(HOSTILE)):
@@ -131,7 +131,7 @@ def test_hostile_texts_are_shown_and_do_nothing(open_report: Open, folder: Path)
     nothing_happened(opened)
 
 
-def test_hostile_texts_do_nothing_on_a_phone_or_without_javascript(
+def test_hostile_texts_are_inert_on_a_phone_or_without_javascript(
     browser: Any, open_report: Open, folder: Path, tmp_path: Path
 ) -> None:
     opened = open_report(folder, viewport={"width": 360, "height": 740})
@@ -142,7 +142,7 @@ def test_hostile_texts_do_nothing_on_a_phone_or_without_javascript(
     plain.close()
 
 
-def test_the_policy_stops_a_script_that_gets_in_all_the_same(
+def test_the_content_security_policy_blocks_an_injected_script(
     browser: Any, folder: Path, open_report: Open, tmp_path: Path
 ) -> None:
     """The second wall: were the first one broken, nothing would run or be asked for."""
@@ -184,7 +184,7 @@ def finite(value: Any) -> Any:
 
 
 @given(values)
-def test_data_in_a_script_element_comes_back_and_closes_nothing(value: Any) -> None:
+def test_data_in_a_script_element_round_trips(value: Any) -> None:
     text = as_json(value)
     assert json.loads(text) == finite(value)
     assert text.isascii()
@@ -192,7 +192,7 @@ def test_data_in_a_script_element_comes_back_and_closes_nothing(value: Any) -> N
 
 
 @given(any_text)
-def test_what_is_printed_into_markup_can_be_encoded_and_holds_no_control(text: str) -> None:
+def test_printable_text_is_encodable_without_control_characters(text: str) -> None:
     made = printable(text)
     made.encode()
     assert not any(ord(letter) < 32 and letter not in "\t\n" for letter in made)

@@ -1,4 +1,4 @@
-"""Records of kept rows go into a page as far as they fit, item by item of each group."""
+"""Packing of kept-row records: as many as fit, item by item of each group."""
 
 import base64
 import json
@@ -39,7 +39,7 @@ def size_of(packed: PackedKept) -> int:
     return sum(len(block) + BLOCK_OVERHEAD for block in packed.blocks.values())
 
 
-def test_all_records_that_fit_are_packed_whole() -> None:
+def test_all_records_that_fit_are_packed() -> None:
     packed = pack_kept(BUNDLES, 100_000)
     assert packed.num_left_out == 0
     assert {key: opened(block) for key, block in packed.blocks.items()} == {
@@ -48,7 +48,7 @@ def test_all_records_that_fit_are_packed_whole() -> None:
 
 
 @given(st.integers(0, 6000))
-def test_what_is_packed_fits_and_can_be_compared(max_bytes: int) -> None:
+def test_packed_records_fit_and_are_complete_per_item(max_bytes: int) -> None:
     packed = pack_kept([[record(1, "a", num_tokens=2000)], *BUNDLES], max_bytes)
     assert size_of(packed) <= max_bytes
     assert len(packed.blocks) + packed.num_left_out == 5
@@ -56,13 +56,13 @@ def test_what_is_packed_fits_and_can_be_compared(max_bytes: int) -> None:
         assert (f"a-{item}-0" in packed.blocks) == (f"b-{item}-0" in packed.blocks)
 
 
-def test_what_comes_first_goes_in_first() -> None:
+def test_first_bundles_are_packed_first() -> None:
     packed = pack_kept(BUNDLES, size_of(pack_kept(BUNDLES[:1], 10**6)) + 10)
     assert set(packed.blocks) == {"a-2-0", "b-2-0"}
     assert packed.num_left_out == 2
 
 
-def test_first_items_of_every_group_go_before_second_ones_of_any(tmp_path: Path) -> None:
+def test_first_items_of_all_groups_are_packed_before_second_items(tmp_path: Path) -> None:
     """Cells of one group are compared with each other, and with those of no other group."""
     run = read_run(write_run(tmp_path / "run", seeds=(0, 1, 2), n=2, recorded=2))
     views = gather([run])
@@ -81,7 +81,7 @@ def test_first_items_of_every_group_go_before_second_ones_of_any(tmp_path: Path)
         assert packed.num_left_out == len(places) - 3 * num
 
 
-def test_letters_take_less_room_than_numbers() -> None:
+def test_letters_take_less_space_than_numbers() -> None:
     """Rows that leave sooner or later after they joined, in heads that often agree."""
     rng = np.random.default_rng(0)
     stays = rng.geometric(0.3, 3000) - 1

@@ -1,4 +1,4 @@
-"""The tokens that were kept, in a report: of the samples that were recorded, and of no others."""
+"""Kept tokens in a report, of recorded samples only."""
 
 import json
 from pathlib import Path
@@ -79,7 +79,7 @@ def test_recorded_samples_show_their_tokens_side_by_side(opened: Opened, folder:
         assert heads == held_by(record, None, None, record["layers"][0]["at"][-1])
 
 
-def test_samples_that_were_not_recorded_show_none(opened: Opened) -> None:
+def test_unrecorded_samples_show_no_tokens(opened: Opened) -> None:
     assert opened.count(PANELS) == 2
     go_to(opened, 3, "End")
     opened.page.wait_for_function("() => !document.querySelector('.kept').childElementCount")
@@ -89,9 +89,7 @@ def test_samples_that_were_not_recorded_show_none(opened: Opened) -> None:
     opened.page.wait_for_function("() => document.querySelectorAll('.kept-panel').length === 1")
 
 
-def test_a_record_that_is_opened_too_late_leaves_the_page_alone(
-    opened: Opened, folder: Path
-) -> None:
+def test_a_record_that_opens_late_does_not_change_the_page(opened: Opened, folder: Path) -> None:
     opened.page.evaluate(HOLD)
     go_to(opened, 1, "ArrowDown")
     assert opened.count(PANELS) == 0
@@ -110,7 +108,7 @@ def test_a_record_that_is_opened_too_late_leaves_the_page_alone(
 
 
 @pytest.mark.parametrize("how", ["unrecorded", "no sample"])
-def test_nothing_plays_on_where_nobody_sees_it(opened: Opened, how: str) -> None:
+def test_playback_stops_when_hidden(opened: Opened, how: str) -> None:
     opened.page.evaluate(COUNT)
     opened.page.locator(".kept-controls input[type=range]").press("Home")  # it plays for seconds
     opened.page.get_by_text("Play", exact=True).click()

@@ -1,4 +1,4 @@
-"""The kept-token view shows what a record says: in Chromium, against plain loops."""
+"""The kept-token view in Chromium, checked against plain loops."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -63,7 +63,7 @@ def records() -> list[KeptRecord]:
 
 
 @pytest.mark.parametrize("pair", [(0, 1), (2, 3), (3,), (1,)])
-def test_the_shades_are_the_heads_that_hold_a_token(
+def test_shades_count_the_heads_that_hold_a_token(
     shown: Shown, records: list[KeptRecord], pair: tuple[int, ...]
 ) -> None:
     """At every step, for every layer and head, of the plain record and of the compact one."""
@@ -100,7 +100,7 @@ def check_panel(
 
 @given(st.data())
 @settings(max_examples=20)
-def test_the_map_holds_the_counts_of_all_steps(browser: Any, data: st.DataObject) -> None:
+def test_the_map_has_the_counts_of_all_steps(browser: Any, data: st.DataObject) -> None:
     kept = data.draw(any_record())
     page = _page(browser)
     script = """record => {
@@ -151,7 +151,7 @@ def any_record(draw: st.DrawFn) -> KeptRecord:
 
 @given(st.lists(st.lists(st.integers(-1, 61_000), min_size=3, max_size=3), min_size=1, max_size=4))
 @settings(max_examples=30)
-def test_the_compact_form_says_the_same(browser: Any, left_at: list[list[int]]) -> None:
+def test_the_compact_form_is_equivalent(browser: Any, left_at: list[list[int]]) -> None:
     # Also numbers whose letters would be halves of others.
     left_at[0][0] = 0xD800 - 0x23 - 1
     kept = handmade(["a", "b", "c"], left_at, [1])
@@ -168,7 +168,7 @@ def test_a_record_of_more_compactions_than_letters_keeps_its_numbers() -> None:
     assert compact(kept)["layers"][0]["left_at"] == [[-1]]
 
 
-def test_the_map_is_painted_in_the_shades_of_the_text(shown: Shown) -> None:
+def test_the_map_has_the_shades_of_the_text(shown: Shown) -> None:
     # Four positions, in 0 to 2 heads of two: after the one compaction, and at the end.
     kept = handmade(["a", "b", "c", "d", "e"], [[0, 0, -1, -1, -1], [0, -1, -1, -1, -1]], [3])
     shown.show([kept.to_dict()])
@@ -187,7 +187,7 @@ def test_the_map_is_painted_in_the_shades_of_the_text(shown: Shown) -> None:
     assert shown.page.evaluate(script) == [5, 2, expected]
 
 
-def test_maps_side_by_side_have_one_scale(shown: Shown) -> None:
+def test_maps_side_by_side_share_a_scale(shown: Shown) -> None:
     long, short = (handmade(["a"] * n, [[-1] * n], [n // 2]).to_dict() for n in (40, 10))
     shown.show([long, short])
     boxes = [shown.page.locator(".kept-map canvas").nth(i).bounding_box() for i in range(2)]
@@ -207,7 +207,7 @@ def test_maps_side_by_side_have_one_scale(shown: Shown) -> None:
 # --- the text ---------------------------------------------------------------------------------
 
 
-def test_prompt_and_answer_are_set_apart_and_line_ends_are_seen(shown: Shown) -> None:
+def test_prompt_and_line_ends_are_marked(shown: Shown) -> None:
     kept = handmade(["a\n", "\n", "", "b\n\n", "c\x1b"], [[-1] * 5], [], num_prompt=2)
     shown.show([kept.to_dict()])
     parts = shown.page.locator(".kept-text .kept-part p")
@@ -237,13 +237,13 @@ def test_hostile_text_stays_text(shown: Shown) -> None:
 
 
 @pytest.mark.parametrize("kept", [handmade([], [[]], []), handmade(["a"], [[-1]], [])])
-def test_records_with_nothing_in_them_are_shown(shown: Shown, kept: KeptRecord) -> None:
+def test_empty_records_are_shown(shown: Shown, kept: KeptRecord) -> None:
     shown.show([kept.to_dict()])
     assert shown.state()["steps"] == 1
     assert len(shown.tokens(0)) == len(kept.tokens)
 
 
-def test_a_request_that_was_refused_has_no_say_in_the_legend(shown: Shown) -> None:
+def test_a_refused_request_does_not_change_the_legend(shown: Shown) -> None:
     refused = KeptRecord.of(KeptRows(0, [], []), key="", cell="", item=0, attempt=0).to_dict()
     kept = handmade(["a", "b", "c"], [[-1] * 3, [0, -1, -1]], [2]).to_dict()
     legend = shown.page.locator(".kept-legend")
@@ -256,7 +256,7 @@ def test_a_request_that_was_refused_has_no_say_in_the_legend(shown: Shown) -> No
     assert legend.text_content() == ""
 
 
-def test_a_head_that_a_layer_lacks_holds_nothing_there(shown: Shown) -> None:
+def test_a_missing_head_holds_no_token(shown: Shown) -> None:
     layers = [KeptLayer(0, None, [2], [[-1] * 4] * 2), KeptLayer(1, None, [2], [[-1] * 4])]
     kept = KeptRecord.of(KeptRows(1, list("abcd"), layers), key="", cell="", item=0, attempt=0)
     shown.show([kept.to_dict()])
@@ -270,7 +270,7 @@ def test_a_head_that_a_layer_lacks_holds_nothing_there(shown: Shown) -> None:
 # --- doing things -----------------------------------------------------------------------------
 
 
-def test_steps_go_by_slider_buttons_and_keys(shown: Shown, records: list[KeptRecord]) -> None:
+def test_slider_buttons_and_keys_change_the_step(shown: Shown, records: list[KeptRecord]) -> None:
     shown.show([records[0].to_dict(), records[2].to_dict()])
     steps = shown.state()["steps"]
     assert shown.state()["step"] == steps - 2  # the last compaction
@@ -289,7 +289,7 @@ def test_steps_go_by_slider_buttons_and_keys(shown: Shown, records: list[KeptRec
     assert "compaction" in shown.page.locator(".kept-where").first.text_content()
 
 
-def test_a_choice_of_layer_keeps_the_time(shown: Shown, records: list[KeptRecord]) -> None:
+def test_choosing_a_layer_keeps_the_step(shown: Shown, records: list[KeptRecord]) -> None:
     shown.show([records[2].to_dict()])
     time = shown.choose(step=3)["time"]
     shown.page.get_by_label("Layer").select_option("1")
@@ -300,7 +300,7 @@ def test_a_choice_of_layer_keeps_the_time(shown: Shown, records: list[KeptRecord
     assert "KV head 0" in shown.page.locator(".kept-legend").text_content()
 
 
-def test_a_token_tells_its_story_by_pointer_and_by_key(shown: Shown) -> None:
+def test_a_token_shows_its_history_by_pointer_and_key(shown: Shown) -> None:
     kept = handmade(["a", "b", "c", "d"], [[1, -1, -1, -1], [0, -1, 1, -1]], [2, 3])
     shown.show([kept.to_dict()], step=0)
     tip = shown.page.locator(".kept-tip")
@@ -324,7 +324,7 @@ def test_a_token_tells_its_story_by_pointer_and_by_key(shown: Shown) -> None:
     assert not tip.is_visible()
 
 
-def test_a_row_that_slid_out_of_its_window_says_so(shown: Shown) -> None:
+def test_a_row_that_left_its_window_is_labelled(shown: Shown) -> None:
     kept = handmade(["a", "b", "c", "d", "e"], [[-1, 0, -1, -1, -1]], [2], window=3)
     shown.show([kept.to_dict()], step=1)
     shown.page.locator(".kept-text .kept-token").first.hover()
@@ -333,7 +333,7 @@ def test_a_row_that_slid_out_of_its_window_says_so(shown: Shown) -> None:
     assert "compaction 1" in shown.page.locator(".kept-tip").text_content()
 
 
-def test_a_press_on_the_map_goes_there(shown: Shown, records: list[KeptRecord]) -> None:
+def test_clicking_the_map_moves_to_that_step(shown: Shown, records: list[KeptRecord]) -> None:
     shown.show([records[0].to_dict()])
     canvas = shown.page.locator(".kept-map canvas").bounding_box()
     shown.page.mouse.click(canvas["x"] + 2, canvas["y"] + 1)
@@ -341,7 +341,7 @@ def test_a_press_on_the_map_goes_there(shown: Shown, records: list[KeptRecord]) 
     assert "position 0" in shown.page.locator(".kept-tip").text_content()
 
 
-def test_playing_goes_through_the_steps_unless_less_motion_is_wanted(
+def test_playback_shows_all_steps_unless_motion_is_reduced(
     browser: Any, tmp_path: Path, records: list[KeptRecord]
 ) -> None:
     for motion, seen in [("no-preference", True), ("reduce", False)]:
@@ -360,7 +360,7 @@ def test_playing_goes_through_the_steps_unless_less_motion_is_wanted(
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_every_shade_can_be_read_and_they_rise_in_lightness(
+def test_shades_are_readable_and_rise_in_lightness(
     browser: Any, tmp_path: Path, scheme: str, records: list[KeptRecord]
 ) -> None:
     for options, theme in [({"color_scheme": scheme}, None), ({}, scheme)]:
@@ -400,9 +400,7 @@ def test_the_map_follows_the_theme(shown: Shown, records: list[KeptRecord]) -> N
     shown.page.wait_for_function(f"before => ({picture})() !== before", arg=before)
 
 
-def test_nothing_is_wider_than_a_phone(
-    browser: Any, tmp_path: Path, records: list[KeptRecord]
-) -> None:
+def test_the_view_fits_a_phone(browser: Any, tmp_path: Path, records: list[KeptRecord]) -> None:
     shown = Shown(browser, tmp_path, viewport={"width": 360, "height": 700})
     shown.show([records[0].to_dict(), records[3].to_dict()])
     assert shown.page.evaluate("document.documentElement.scrollWidth") <= 360

@@ -1,4 +1,4 @@
-"""A report of a task that measures and grades nothing, also where a measure is infinite."""
+"""The report of a task without grades, also where a value is infinite."""
 
 import math
 from pathlib import Path
@@ -29,7 +29,7 @@ def opened(open_report: Open, tmp_path: Path) -> Opened:
     )
 
 
-def test_samples_can_be_read_whatever_was_measured(opened: Opened) -> None:
+def test_samples_of_measured_tasks_are_shown(opened: Opened) -> None:
     assert opened.texts(".trace-column .text") == ["thinking about 0\n\\boxed{0}"] * 2
     opened.page.locator("[aria-label='Next sample']").click()
     opened.page.wait_for_function(
@@ -44,7 +44,7 @@ def test_samples_can_be_read_whatever_was_measured(opened: Opened) -> None:
     )
 
 
-def test_nothing_is_called_right_or_wrong(opened: Opened) -> None:
+def test_ungraded_tasks_show_no_verdicts(opened: Opened) -> None:
     chips = opened.page.locator(".chip input").evaluate_all("all => all.map(one => one.value)")
     assert chips == ["all", "truncated", "failed"]
     tiles = dict(

@@ -1,4 +1,4 @@
-"""Texts packed for a page come back, and give way to a limit in their middles only."""
+"""Packing of texts: they round-trip, and lose only their middles to a limit."""
 
 import base64
 import json
@@ -21,7 +21,7 @@ def opened(block: str) -> Any:
 
 
 @given(st.lists(anything | st.none() | st.integers()))
-def test_a_block_comes_back_with_whatever_letters(value: list[Any]) -> None:
+def test_a_block_round_trips_any_text(value: list[Any]) -> None:
     block = pack(value)
     assert opened(block) == value
     assert block.isascii()
@@ -33,7 +33,7 @@ def refuse(constant: str) -> None:
 
 
 @given(st.dictionaries(anything, st.floats() | st.lists(st.floats(), max_size=2)))
-def test_numbers_that_json_has_no_word_for_are_null(value: dict[str, Any]) -> None:
+def test_numbers_that_are_not_finite_become_null(value: dict[str, Any]) -> None:
     def finite(one: Any) -> Any:
         if isinstance(one, list):
             return [finite(each) for each in one]
@@ -66,7 +66,7 @@ def test_a_shortened_text_keeps_its_beginning_and_its_end(found: list[Piece], ca
     assert said == kinds[: len(head)] + kinds[len(kinds) - len(tail) :]
 
 
-def test_without_a_cap_a_text_is_whole() -> None:
+def test_without_a_cap_a_text_is_unchanged() -> None:
     found = [Piece("a", "x" * 10_000)]
     assert shorten(found, None) == found
 
@@ -76,7 +76,7 @@ def noise(num_chars: int, seed: int) -> str:
     return "".join(rng.choices("abcdefghijklmnopqrstuvwxyz ,.", k=num_chars))
 
 
-def test_texts_that_are_too_long_for_a_page_are_cut_until_they_fit() -> None:
+def test_long_texts_are_shortened_until_they_fit() -> None:
     texts = [noise(20_000, seed) for seed in range(20)]
 
     def blocks(cap: int | None) -> list[Any]:

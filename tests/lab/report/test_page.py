@@ -1,4 +1,4 @@
-"""The report in Chromium: what it shows is what the run folder says, counted in plain loops."""
+"""The report in Chromium, checked against plain loops over the run folder."""
 
 import json
 import math
@@ -105,7 +105,7 @@ def marks(opened: Opened, chart: str) -> dict[int, dict[str, str]]:
 
 
 @pytest.mark.parametrize("chart", ORACLES)
-def test_a_chart_has_a_mark_for_each_cell_at_the_value_that_the_folder_says(
+def test_a_chart_has_a_mark_for_each_cell_at_its_value(
     opened: Opened, folder: Path, chart: str
 ) -> None:
     found = marks(opened, chart)
@@ -117,7 +117,7 @@ def test_a_chart_has_a_mark_for_each_cell_at_the_value_that_the_folder_says(
             assert float(found[number]["x"]) == cell["budget"]
 
 
-def test_intervals_of_accuracy_are_wilsons(opened: Opened, folder: Path) -> None:
+def test_accuracy_has_wilson_intervals(opened: Opened, folder: Path) -> None:
     found = marks(opened, "accuracy")
     for number, (_, samples) in enumerate(of_cells(folder)):
         low, high = wilson(sum(bool(s["correct"]) for s in samples), len(samples))
@@ -125,7 +125,7 @@ def test_intervals_of_accuracy_are_wilsons(opened: Opened, folder: Path) -> None
         assert float(found[number]["high"]) == pytest.approx(high, abs=1e-9)
 
 
-def test_marks_stand_where_their_axes_say(opened: Opened, folder: Path) -> None:
+def test_marks_are_placed_by_their_axes(opened: Opened, folder: Path) -> None:
     """Higher values are higher up, in proportion; larger budgets further right."""
     found = opened.page.locator("#chart-accuracy .spot .marker").evaluate_all(
         """all => all.map(one => {
@@ -141,7 +141,7 @@ def test_marks_stand_where_their_axes_say(opened: Opened, folder: Path) -> None:
         assert all(left < other[2] for other in found if other[0] > x)
 
 
-def test_the_frontier_is_what_no_cell_beats(opened: Opened, folder: Path) -> None:
+def test_the_frontier_has_the_cells_that_none_beats(opened: Opened, folder: Path) -> None:
     points = [
         (ORACLES["peak_bytes"](samples), ORACLES["accuracy"](samples))
         for _, samples in of_cells(folder)
@@ -157,13 +157,13 @@ def test_the_frontier_is_what_no_cell_beats(opened: Opened, folder: Path) -> Non
     assert len(marks(opened, "frontier")) == len(points)
 
 
-def test_every_chart_is_a_table_as_well(opened: Opened, folder: Path) -> None:
+def test_every_chart_has_a_table(opened: Opened, folder: Path) -> None:
     opened.unfold(".panel")
     for panel in opened.page.locator(".panel").all():
         assert panel.locator("tbody tr").count() == len(PLANS)
 
 
-def test_the_table_counts_what_failed_was_cut_off_and_ungraded(opened: Opened) -> None:
+def test_the_table_counts_failed_truncated_and_ungraded_samples(opened: Opened) -> None:
     rows = opened.page.locator("#table tbody tr").all()
     heads = [text.strip() for text in opened.texts("#table thead th")]
     table = [
@@ -210,7 +210,7 @@ def test_hiding_a_series_takes_its_marks_away(opened: Opened) -> None:
     assert sorted(marks(opened, "accuracy")) == [0, 1, 2, 3, 4]
 
 
-def test_layers_and_manifest_are_told(opened: Opened) -> None:
+def test_layers_and_manifest_are_shown(opened: Opened) -> None:
     plans = opened.page.locator("#plans")
     assert plans.locator("details").count() == len(PLANS)
     opened.unfold("#plans")

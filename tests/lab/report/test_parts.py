@@ -1,4 +1,4 @@
-"""The parts a report is made of: programs bundled, runs gathered, layers told."""
+"""Parts of a report: bundled programs, merged runs, layers of plans."""
 
 import json
 from pathlib import Path
@@ -27,7 +27,7 @@ from kvpolicy.lab.store.read import read_run
 PLANS = [("full cache", None), ("H2O", 64)]
 
 
-def test_a_bundle_has_every_module_once_after_what_it_needs() -> None:
+def test_a_bundle_has_every_module_once_after_its_imports() -> None:
     modules = {
         "main": 'import { a, b } from "./one.js";\nimport { c } from "./two.js";\na(b, c);\n',
         "one": 'import { c } from "./two.js";\nconst own = 1;\nexport const b = own;\n'
@@ -43,13 +43,13 @@ def test_a_bundle_has_every_module_once_after_what_it_needs() -> None:
     assert "const { c } = module_two;" in program
 
 
-def test_modules_that_import_each_other_are_named() -> None:
+def test_an_import_circle_is_refused() -> None:
     modules = {name: f'import {{ x }} from "./{other}.js";\n' for name, other in ("ab", "ba")}
     with pytest.raises(AssertionError, match="a imports b imports a"):
         bundle("a", modules.__getitem__)
 
 
-def test_runs_that_share_a_group_are_one_group(tmp_path: Path) -> None:
+def test_runs_that_share_a_group_are_merged(tmp_path: Path) -> None:
     one = read_run(write_run(tmp_path / "a", plans=PLANS[:1], n=4))
     other = read_run(write_run(tmp_path / "b", plans=PLANS, n=4, only_first=6))
     (view,) = gather([one, other])
@@ -78,7 +78,7 @@ def test_runs_of_two_versions_are_not_mixed(tmp_path: Path) -> None:
     assert [label.split(" · ")[3] for label in labels] == [f"kvpolicy {v.version}" for v in views]
 
 
-def test_a_model_that_was_typed_in_two_ways_is_shown_once(tmp_path: Path) -> None:
+def test_a_model_under_two_names_is_shown_once(tmp_path: Path) -> None:
     for name in ("reasoner", "models/reasoner"):
         folder = write_run(tmp_path / name.replace("/", "-"), plans=PLANS, n=4)
         manifest = json.loads((folder / "manifest.json").read_text())
@@ -89,7 +89,7 @@ def test_a_model_that_was_typed_in_two_ways_is_shown_once(tmp_path: Path) -> Non
     assert [len(cell.samples) for cell in view.cells] == [4, 4]
 
 
-def test_seeds_from_runs_that_go_on_know_what_they_will_be(tmp_path: Path) -> None:
+def test_expected_samples_count_cells_that_have_not_begun(tmp_path: Path) -> None:
     """One cell has not begun with either seed; the runs differ in how much they ask."""
     one = read_run(write_run(tmp_path / "a", plans=PLANS, n=4, only_first=4))
     other = read_run(write_run(tmp_path / "b", plans=PLANS, seeds=(1,), n=6, only_first=5))
@@ -99,7 +99,7 @@ def test_seeds_from_runs_that_go_on_know_what_they_will_be(tmp_path: Path) -> No
     assert together.groups == (*one.groups, *other.groups)
 
 
-def test_settings_of_one_seed_are_not_told_of_several(tmp_path: Path) -> None:
+def test_settings_of_one_seed_are_not_shown_for_pooled_seeds(tmp_path: Path) -> None:
     run = read_run(write_run(tmp_path / "a", plans=PLANS, seeds=(0, 1), n=4))
     views = gather([run])
     settings = [
@@ -111,7 +111,7 @@ def test_settings_of_one_seed_are_not_told_of_several(tmp_path: Path) -> None:
     assert all(told["kvpolicy"] == "0.1.0" for told in settings)
 
 
-def test_facets_of_too_many_values_have_no_table(tmp_path: Path) -> None:
+def test_facets_with_too_many_values_have_no_table(tmp_path: Path) -> None:
     def says(cell: dict[str, Any], item: int, attempt: int) -> dict[str, Any]:
         return {"facets": {"depth": item % 32, "id": f"problem {item}"}}
 
@@ -127,7 +127,7 @@ def test_facets_of_too_many_values_have_no_table(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("long", ["prompt", "reference", "text"])
-def test_blocks_of_texts_are_of_a_size_whatever_is_long(tmp_path: Path, long: str) -> None:
+def test_blocks_of_texts_have_a_limited_size(tmp_path: Path, long: str) -> None:
     size = 100_000
     says = {"text": "x" * size} if long == "text" else {}
     folder = write_run(tmp_path / "a", plans=PLANS[:1], n=30, says=lambda *_: says)
@@ -141,7 +141,7 @@ def test_blocks_of_texts_are_of_a_size_whatever_is_long(tmp_path: Path, long: st
     assert sum(text_lengths(view)) >= 30 * size
 
 
-def test_seeds_come_together_and_one_by_one(tmp_path: Path) -> None:
+def test_seeds_are_shown_pooled_and_separately(tmp_path: Path) -> None:
     run = read_run(write_run(tmp_path / "a", plans=PLANS, seeds=(3, 5), n=4))
     together, *single = gather([run])
     assert together.is_pooled
@@ -150,7 +150,7 @@ def test_seeds_come_together_and_one_by_one(tmp_path: Path) -> None:
     assert [len(cell.samples) for cell in together.cells] == [8, 8]
 
 
-def test_cells_of_the_same_series_and_budget_have_names_of_their_own(tmp_path: Path) -> None:
+def test_labels_of_cells_are_unique(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "a", plans=[("H2O", 64), ("R-KV", 64)], n=2)
     manifest = json.loads((folder / "manifest.json").read_text())
     for i, cell in enumerate(manifest["run"]["cells"]):
@@ -160,7 +160,7 @@ def test_cells_of_the_same_series_and_budget_have_names_of_their_own(tmp_path: P
     assert view.labels == ["one 64 one.knob=0", "one 64 one.knob=1"]
 
 
-def test_a_run_without_samples_is_told(tmp_path: Path) -> None:
+def test_a_run_without_samples_is_refused(tmp_path: Path) -> None:
     run = read_run(write_run(tmp_path / "a", only_first=0))
     with pytest.raises(ResultsError, match="no sample is done yet"):
         gather([run])
@@ -172,7 +172,7 @@ def test_the_same_runs_give_the_same_page(tmp_path: Path) -> None:
 
 
 @given(st.lists(st.integers(0, 30), unique=True, min_size=1).map(sorted))
-def test_ranges_name_the_numbers_and_no_others(numbers: list[int]) -> None:
+def test_ranges_name_exactly_the_numbers(numbers: list[int]) -> None:
     said: list[int] = []
     for part in ranges(numbers).split(", "):
         first, _, last = part.partition(" to ")
@@ -180,7 +180,7 @@ def test_ranges_name_the_numbers_and_no_others(numbers: list[int]) -> None:
     assert said == numbers
 
 
-def test_alike_layers_stand_together() -> None:
+def test_equal_layers_share_an_entry() -> None:
     layers = [
         {"layer": i, "stack": [{"policy": "p", "knob": i % 2}], "budget": 8, "buffer": 4}
         for i in range(5)

@@ -1,4 +1,4 @@
-"""The sample browser, used as a reader does: filters, search, side by side, keys."""
+"""The sample browser: filters, search, side by side, keys."""
 
 import json
 from pathlib import Path
@@ -77,7 +77,7 @@ FILTERS = {
 }
 
 
-def test_filters_find_the_samples_that_they_name(opened: Opened, folder: Path) -> None:
+def test_filters_select_samples(opened: Opened, folder: Path) -> None:
     for name, passes in FILTERS.items():
         expected = [a["item"] for a, b in pairs(folder) if passes(a, b)]
         chip = opened.page.locator(f"label.chip:has(input[value='{name}'])")
@@ -89,7 +89,7 @@ def test_filters_find_the_samples_that_they_name(opened: Opened, folder: Path) -
         assert shown == expected[: len(shown)]
 
 
-def test_two_cells_stand_side_by_side_with_their_whole_texts(opened: Opened, folder: Path) -> None:
+def test_two_cells_are_shown_side_by_side_with_whole_texts(opened: Opened, folder: Path) -> None:
     a, b = pairs(folder, 1, 2)[0]
     opened.page.select_option("#cell-a", "1")
     opened.page.select_option("#cell-b", "2")
@@ -111,7 +111,7 @@ def test_two_cells_stand_side_by_side_with_their_whole_texts(opened: Opened, fol
     assert opened.count(".trace-column") == 1
 
 
-def test_what_the_facts_of_a_sample_are(opened: Opened, folder: Path) -> None:
+def test_the_facts_of_a_sample_are_shown(opened: Opened, folder: Path) -> None:
     _, b = pairs(folder)[0]
     facts = opened.texts(".trace-column .facts-line")[1]
     speed = f"{(b['num_tokens'] - 1) / b['decode_s']:.0f} tokens/s"
@@ -122,7 +122,7 @@ def test_what_the_facts_of_a_sample_are(opened: Opened, folder: Path) -> None:
     assert "what is 0?" in opened.texts(".asked .text")[0]
 
 
-def test_errors_and_missing_verdicts_are_told(opened: Opened) -> None:
+def test_errors_and_missing_verdicts_are_shown(opened: Opened) -> None:
     opened.page.locator("label.chip:has(input[value='failed'])").click()
     settled(opened, 1)
     assert opened.texts(".problem") == ["the pool ran dry"]
@@ -131,7 +131,7 @@ def test_errors_and_missing_verdicts_are_told(opened: Opened) -> None:
     assert opened.texts(".problem") == ["no box in sight"]
 
 
-def test_search_looks_into_prompts_and_traces(opened: Opened) -> None:
+def test_search_covers_prompts_and_traces(opened: Opened) -> None:
     opened.page.fill("#search", "STEP 17.")
     settled(opened, 1)
     shows(opened, 17)
@@ -144,14 +144,14 @@ def test_search_looks_into_prompts_and_traces(opened: Opened) -> None:
     assert "No sample passes" in opened.texts(".detail")[0]
 
 
-def test_difficulty_narrows_the_list(opened: Opened) -> None:
+def test_the_list_can_be_filtered_by_difficulty(opened: Opened) -> None:
     options = opened.page.locator("#only option")
     value = options.filter(has_text="kind sums").get_attribute("value")
     opened.page.select_option("#only", value)
     settled(opened, 4)
 
 
-def test_the_list_is_walked_by_keys(opened: Opened) -> None:
+def test_keys_move_through_the_list(opened: Opened) -> None:
     opened.page.focus("#samples-list")
     for key, item in [
         ("ArrowDown", 1),
@@ -177,7 +177,7 @@ def test_a_long_list_keeps_few_rows_in_the_page(opened: Opened) -> None:
     assert opened.count("#option-0") == 0
 
 
-def test_a_press_on_a_mark_or_a_count_opens_its_samples(opened: Opened) -> None:
+def test_clicking_a_mark_or_count_opens_its_samples(opened: Opened) -> None:
     spot = opened.page.locator("#chart-accuracy .spot[data-cell='2']")
     spot.focus()
     opened.page.keyboard.press("Enter")
@@ -192,7 +192,7 @@ def test_a_press_on_a_mark_or_a_count_opens_its_samples(opened: Opened) -> None:
     shows(opened, 9)
 
 
-def test_marks_of_a_chart_are_walked_by_arrows_and_say_what_they_are(opened: Opened) -> None:
+def test_arrow_keys_move_through_labelled_marks(opened: Opened) -> None:
     spots = opened.page.locator("#chart-accuracy .spot")
     spots.first.focus()
     said = []
@@ -206,7 +206,7 @@ def test_marks_of_a_chart_are_walked_by_arrows_and_say_what_they_are(opened: Ope
     assert not opened.page.locator("#chart-accuracy .tip").is_visible()
 
 
-def test_attempts_are_samples_of_their_own(open_report: Open, tmp_path: Path) -> None:
+def test_attempts_are_separate_samples(open_report: Open, tmp_path: Path) -> None:
     def two(cell: dict[str, Any], item: int, attempt: int) -> dict[str, Any]:
         return {"text": f"item {item}, attempt {attempt}"}
 
@@ -219,7 +219,7 @@ def test_attempts_are_samples_of_their_own(open_report: Open, tmp_path: Path) ->
     assert opened.texts(".trace-column .text")[0] == "item 0, attempt 1"
 
 
-def test_groups_of_several_runs_are_chosen_among(open_report: Open, tmp_path: Path) -> None:
+def test_a_group_can_be_chosen(open_report: Open, tmp_path: Path) -> None:
     one = write_run(tmp_path / "a", plans=PLANS, n=4, seeds=(0, 1))
     other = write_run(tmp_path / "b", plans=PLANS[:1], n=5, tasks=("needle",), name="other")
     opened = open_report(one, other)
@@ -250,7 +250,7 @@ def tile(opened: Opened, name: str) -> list[str]:
     return found.locator("dd").all_text_contents()
 
 
-def test_seeds_of_several_runs_are_told_as_they_are(open_report: Open, tmp_path: Path) -> None:
+def test_seeds_of_several_runs_are_shown(open_report: Open, tmp_path: Path) -> None:
     one = write_run(tmp_path / "a", name="first", plans=PLANS, n=4)
     other = write_run(tmp_path / "b", name="second", plans=PLANS, n=6, seeds=(1,))
     opened = open_report(one, other)
@@ -264,7 +264,7 @@ def test_seeds_of_several_runs_are_told_as_they_are(open_report: Open, tmp_path:
     assert tile(opened, "samples") == ["18", "6 in each cell"]
 
 
-def test_a_search_that_fails_says_so(open_report: Open, tmp_path: Path) -> None:
+def test_a_failed_search_shows_a_message(open_report: Open, tmp_path: Path) -> None:
     opened = open_report(write_run(tmp_path / "r", plans=PLANS, n=4, seeds=(0, 1)))
     opened.page.evaluate("document.getElementById('block-1').remove()")
     opened.page.select_option("#group", "2")
@@ -275,7 +275,7 @@ def test_a_search_that_fails_says_so(open_report: Open, tmp_path: Path) -> None:
     )
 
 
-def test_a_run_that_goes_on_is_shown_as_far_as_it_is(open_report: Open, tmp_path: Path) -> None:
+def test_an_unfinished_run_shows_its_finished_samples(open_report: Open, tmp_path: Path) -> None:
     opened = open_report(write_run(tmp_path / "r", plans=PLANS, n=10, only_first=14))
     assert "14 of 30 samples are done" in opened.texts(".notice")[0]
     assert tile(opened, "samples") == ["14", "of 30: not complete"]

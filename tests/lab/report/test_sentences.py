@@ -1,4 +1,4 @@
-"""Traces cut into sentences: nothing is lost, and the kinds are those that steering knows."""
+"""Traces cut into thoughts: nothing is lost, and kinds agree with steering."""
 
 import pytest
 from hypothesis import given
@@ -34,7 +34,7 @@ def kinds(text: str, prompt: str = "<think>") -> list[tuple[str, str]]:
     return [(kind, part.strip()) for kind, part in cut(text, prompt, RULES)]
 
 
-def test_what_follows_the_thinking_part_is_answer() -> None:
+def test_text_after_the_thinking_part_is_answer() -> None:
     text = "First a.\n\nWait, b.\n\n</think>\n\nit is 3.\n\nWait"
     said = [
         ("execution", "First a."),
@@ -59,7 +59,7 @@ def test_without_tags_all_of_a_text_is_thinking() -> None:
     ]
 
 
-def test_the_kinds_are_those_of_the_thoughts_that_steering_finds() -> None:
+def test_kinds_agree_with_the_thoughts_of_steering() -> None:
     """On the reasoner's own traces, cut by its tokenizer: the same thoughts, the same kinds."""
     _, tokenizer = load_model("reasoner")
     everywhere = ThoughtRules(RULES.rules, name="everywhere")
@@ -83,10 +83,10 @@ def test_the_kinds_are_those_of_the_thoughts_that_steering_finds() -> None:
         (("gsm8k", "deepseek-ai/some"), "published"),
     ],
 )
-def test_rules_are_those_of_the_task_or_of_the_model(names: tuple[str, ...], found: str) -> None:
+def test_rules_are_found_by_task_or_model(names: tuple[str, ...], found: str) -> None:
     assert rules_for(*names) == found
 
 
-def test_kinds_are_named_once_execution_first() -> None:
+def test_kinds_are_unique_with_execution_first() -> None:
     rules = ThoughtRules((Rule("doubt"), Rule("execution"), Rule("doubt"), Rule("joy")))
     assert kinds_of(rules) == ["execution", "doubt", "joy"]

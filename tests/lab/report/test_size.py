@@ -74,7 +74,7 @@ def test_20_cells_of_500_samples_take_less_than_20_megabytes_and_2_seconds(
 
 
 @pytest.mark.slow
-def test_traces_of_a_large_model_are_cut_to_fit(tmp_path: Path) -> None:
+def test_long_traces_are_shortened_to_fit(tmp_path: Path) -> None:
     """Some 16,000 tokens each: what does not fit loses its middle, and the page says so."""
 
     def long(cell: dict[str, Any], item: int, attempt: int) -> dict[str, Any]:
@@ -87,7 +87,7 @@ def test_traces_of_a_large_model_are_cut_to_fit(tmp_path: Path) -> None:
     assert "The middle of texts" in page
 
 
-def test_a_page_takes_what_it_may_take(tmp_path: Path) -> None:
+def test_a_page_uses_its_size_limit(tmp_path: Path) -> None:
     """With program, style, figures and notes; records give way, then texts."""
     folder = write_run(tmp_path / "run", plans=PLANS[:5], n=40, says=says, recorded=10)
     run = read_run(folder)
@@ -104,7 +104,7 @@ def test_a_page_takes_what_it_may_take(tmp_path: Path) -> None:
         assert ("The middle of texts" in page) == is_cut
 
 
-def test_a_page_that_cannot_be_as_small_as_it_should_says_so(tmp_path: Path) -> None:
+def test_a_page_above_its_size_limit_has_a_note(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run", plans=PLANS[:5], n=40, says=says)
     page = build([read_run(folder)], max_bytes=100_000)
     assert len(page.encode()) > 100_000

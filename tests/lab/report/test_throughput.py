@@ -27,7 +27,7 @@ def timing(new_tokens: int, elapsed_s: float) -> CellTiming:
 
 
 @given(st.lists(st.floats(0.5, 50), min_size=2, max_size=8))
-def test_seeds_of_one_size_have_the_interval_of_their_mean(speeds: list[float]) -> None:
+def test_throughput_has_students_interval_over_equal_seeds(speeds: list[float]) -> None:
     """If all take as long, the speed of all is the mean of their speeds."""
     found = throughput([timing(round(1000 * speed), 1000.0) for speed in speeds])
     assert isinstance(found, Interval)
@@ -40,12 +40,12 @@ def test_seeds_of_one_size_have_the_interval_of_their_mean(speeds: list[float]) 
     assert found.low == pytest.approx(max(0.0, mean - half), rel=1e-4, abs=1e-4 * half)
 
 
-def test_equal_seeds_have_an_interval_of_no_width() -> None:
+def test_equal_seeds_have_an_interval_without_width() -> None:
     found = throughput([timing(600, 3.0), timing(200, 1.0)])
     assert found == Interval(200.0, pytest.approx(200.0), pytest.approx(200.0))
 
 
-def test_a_report_has_the_interval_where_seeds_are_taken_together(tmp_path: Path) -> None:
+def test_a_report_has_the_interval_for_pooled_seeds(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run", plans=PLANS, seeds=(0, 1, 2), n=4)
     lines = [json.loads(line) for line in (folder / "timings.jsonl").read_text().splitlines()]
     for i, line in enumerate(lines):  # two cells of each seed

@@ -1,4 +1,4 @@
-"""Where two texts part, as far as a page that leaves out middles can know."""
+"""The first difference of two texts, of which middles may be left out."""
 
 from collections.abc import Iterator
 from importlib.resources import files
@@ -41,7 +41,7 @@ def parting(page: Any, *texts: str, cap: int | None = None) -> dict[str, Any]:
 
 
 @given(words, words, words, st.none() | st.integers(1, 12))
-def test_texts_part_where_they_do_and_nothing_is_said_of_what_is_left_out(
+def test_the_first_difference_of_two_texts_is_found(
     page: Any, shared: str, one: str, other: str, cap: int | None
 ) -> None:
     a, b = shared + one, shared + other
@@ -63,7 +63,7 @@ def test_texts_part_where_they_do_and_nothing_is_said_of_what_is_left_out(
         assert cap is None or len(a) <= cap
 
 
-def test_texts_that_are_the_same_where_they_are_shown_are_not_called_the_same(page: Any) -> None:
+def test_texts_equal_where_shown_are_not_called_equal(page: Any) -> None:
     texts = ["x" * 9 + middle + "y" * 9 for middle in ("1", "2")]
     assert parting(page, *texts) == {"place": 9, "note": None}
     for cap in (6, 9, 12):
@@ -71,6 +71,6 @@ def test_texts_that_are_the_same_where_they_are_shown_are_not_called_the_same(pa
     assert parting(page, texts[0], texts[0])["note"] == "The two texts are the same."
 
 
-def test_a_letter_is_not_cut_in_two(page: Any) -> None:
+def test_a_surrogate_pair_is_not_split(page: Any) -> None:
     texts = ("a\N{GRINNING FACE}", "a\N{SMILING FACE WITH OPEN MOUTH}")
     assert parting(page, *texts) == {"place": 1, "note": None}
