@@ -303,7 +303,7 @@ def _prompts(options: GenerationOptions) -> list[Prompt]:
         if options.prompt is not None:
             msg = "a prompt and --file were given; give one of them."
             raise KVPolicyError(msg)
-        return _read_prompts(options.file)
+        return read_prompts(options.file)
     if options.prompt == "-":
         return [_read("-", "standard input").removesuffix("\n")]
     if options.prompt is not None:
@@ -359,11 +359,14 @@ def _default_length(model: Any) -> int:
     return getattr(generation, "max_new_tokens", None) or _MAX_NEW_TOKENS
 
 
-def _read_prompts(file: str) -> list[Prompt]:
+def read_prompts(file: str) -> list[Prompt]:
     """Read prompts from a file, or standard input if it is ``-``, one per line.
 
     A file whose first line begins with ``{`` holds JSON lines; each has a ``prompt``, a text
     or a list of token ids. Empty lines are skipped.
+
+    Raises:
+        KVPolicyError: The file cannot be read, has no prompt, or a line is malformed.
     """
     name = "standard input" if file == "-" else f"'{file}'"
     lines = [(i, line) for i, line in enumerate(_read(file, name).splitlines(), 1) if line.strip()]

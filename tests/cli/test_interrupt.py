@@ -17,7 +17,7 @@ from kvpolicy import hookimpl
 
 
 @attrs.define(eq=False)
-class Impatient:
+class Interrupting:
     after: int = 3
     calls = []
 
@@ -31,10 +31,10 @@ class Impatient:
 
 
 @pytest.fixture
-def impatient(tmp_path: Path) -> tuple[object, ...]:
-    path = tmp_path / "impatient.py"
+def interrupting(tmp_path: Path) -> tuple[object, ...]:
+    path = tmp_path / "interrupting.py"
     path.write_text(PLUGIN, encoding="utf-8")
-    return ("--plugin", path, "--policy", "impatient", "--budget", 8, "--buffer", 4)
+    return ("--plugin", path, "--policy", "interrupting", "--budget", 8, "--buffer", 4)
 
 
 def test_an_interrupt_before_any_result(kvpolicy: Shell, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -47,14 +47,14 @@ def test_an_interrupt_before_any_result(kvpolicy: Shell, monkeypatch: pytest.Mon
 
 
 @pytest.fixture
-def heeded() -> Iterator[None]:
-    """Whoever runs the tests in the background has interrupts ignored."""
+def with_interrupts() -> Iterator[None]:
+    """Tests that a shell script runs in the background ignore interrupts."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
 
 
-@pytest.mark.usefixtures("heeded")
+@pytest.mark.usefixtures("with_interrupts")
 def test_an_interrupt_in_a_finaliser_is_not_lost(
     kvpolicy: Shell, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -75,10 +75,10 @@ def test_an_interrupt_in_a_finaliser_is_not_lost(
 
 
 def test_an_interrupt_while_a_text_is_streamed(
-    kvpolicy: Shell, model_folder: Path, impatient: tuple[object, ...]
+    kvpolicy: Shell, model_folder: Path, interrupting: tuple[object, ...]
 ) -> None:
-    words = ("--model", model_folder, "--max-new-tokens", 50, "--set", "impatient.after=9")
-    answer = kvpolicy("run", " tea is 3. What is tea?", *impatient, *words)
+    words = ("--model", model_folder, "--max-new-tokens", 50, "--set", "interrupting.after=9")
+    answer = kvpolicy("run", " tea is 3. What is tea?", *interrupting, *words)
     assert answer.status == 130
     last = answer.err.splitlines()[-1]
     assert last.startswith("kvpolicy: interrupted after ")
@@ -87,14 +87,14 @@ def test_an_interrupt_while_a_text_is_streamed(
 
 
 def test_an_interrupt_while_prompts_of_a_file_are_processed(
-    kvpolicy: Shell, model_folder: Path, tmp_path: Path, impatient: tuple[object, ...]
+    kvpolicy: Shell, model_folder: Path, tmp_path: Path, interrupting: tuple[object, ...]
 ) -> None:
     """The first prompts are too short for a compaction, the last one is not."""
     prompts = [[3, 4, 5], [4, 5, 6], list(range(20))]
     path = tmp_path / "prompts.jsonl"
     path.write_text("\n".join(json.dumps({"prompt": p}) for p in prompts), encoding="utf-8")
     words = ("--model", model_folder, "--max-new-tokens", 2, "--slots", 1, "--json")
-    answer = kvpolicy("run", "--file", path, *impatient, *words)
+    answer = kvpolicy("run", "--file", path, *interrupting, *words)
     assert answer.status == 130
     assert [line["id"] for line in answer.json_lines] == [0, 1]
     assert "2 of 3 results are above" in answer.err

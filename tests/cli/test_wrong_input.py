@@ -18,14 +18,14 @@ class Case:
     """
 
     words: str
-    says: tuple[str, ...]
+    parts: tuple[str, ...]
 
     def __str__(self) -> str:
         return self.words
 
 
-def case(words: str, *says: str) -> Case:
-    return Case(words, says)
+def case(words: str, *parts: str) -> Case:
+    return Case(words, parts)
 
 
 CASES = [
@@ -300,14 +300,14 @@ def test_wrong_input_gives_one_sentence(
 
     answer = kvpolicy(*(fill(word) for word in case.words.split()))
     sentence = refusal(answer)
-    for word in case.says:
+    for word in case.parts:
         assert fill(word) in sentence
-    assert sorted(files.iterdir()) == before, "nothing is left behind"
+    assert sorted(files.iterdir()) == before, "no file is created"
     assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize(
-    ("file", "says"),
+    ("file", "message"),
     [
         ("mega.txt", "tokens; the model has positions for 512"),
         ("mega.jsonl", "1000000 tokens; the model has positions for 512"),
@@ -316,7 +316,7 @@ def test_wrong_input_gives_one_sentence(
     ],
 )
 def test_a_prompt_that_fails_does_not_affect_the_others(
-    kvpolicy: Shell, files: Path, model_folder: Path, tmp_path: Path, file: str, says: str
+    kvpolicy: Shell, files: Path, model_folder: Path, tmp_path: Path, file: str, message: str
 ) -> None:
     wrong = (files / file).read_bytes().splitlines()[0]
     right = b'{"prompt": [5, 6]}' if file.endswith(".jsonl") else b"."
@@ -325,7 +325,7 @@ def test_a_prompt_that_fails_does_not_affect_the_others(
     answer = kvpolicy(*words, "--json")
     assert answer.status == 1
     lines = {line["id"]: line for line in answer.json_lines if line["kind"] == "result"}
-    assert says in lines[1]["error"]
+    assert message in lines[1]["error"]
     assert [len(lines[i]["tokens"]) for i in range(3)] == [2, 0, 2]
     assert f"kvpolicy: prompt 1: {lines[1]['error']}." in kvpolicy(*words).err
 
