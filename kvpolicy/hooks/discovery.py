@@ -71,7 +71,7 @@ class PolicyInfo:
 
 def installed_policies() -> list[PolicyInfo]:
     """All policies that a plan may name, in alphabetical order, without importing them."""
-    found = {name: _info(point) for name, point in installed(GROUP).items()}
+    found = {name: describe_policy(point) for name, point in installed(GROUP).items()}
     found |= {name: _file_info(name, path) for name, (_, path) in _from_files.items()}
     return [found[name] for name in sorted(found)]
 
@@ -248,7 +248,8 @@ def _knob_names(cls: type) -> Sequence[str] | None:
     return [parameter.name for parameter in parameters]
 
 
-def _info(point: EntryPoint) -> PolicyInfo:
+def describe_policy(point: EntryPoint) -> PolicyInfo:
+    """Summary and knobs of an installed policy, read from its source."""
     info = PolicyInfo(point.name, point.value, distribution(point))
     try:
         return _describe(info, _find_class(point.module, point.attr))

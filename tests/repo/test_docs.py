@@ -22,7 +22,7 @@ from kvpolicy import Engine, Plan, errors, hookspecs
 from kvpolicy.cli.app import command_names, load_command
 from kvpolicy.entry_points import default_name
 from kvpolicy.hooks import discovery
-from kvpolicy.hooks.discovery import describe
+from kvpolicy.hooks.discovery import describe_policy
 from kvpolicy.lab.sweep.sweep_file import load_preset
 from kvpolicy.lab.tasks.likelihood import Agreement, Perplexity
 from kvpolicy.lab.tasks.task import Example, Graded, installed_tasks
@@ -301,7 +301,7 @@ def test_the_table_of_policies_is_complete() -> None:
     ids=lambda point: point.name,
 )
 def test_a_policy_is_summed_up_in_its_docstring(point) -> None:
-    assert describe(point.module, point.attr).summary.endswith(".")
+    assert describe_policy(point).summary.endswith(".")
 
 
 def test_set_up_takes_one_line_each() -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from kvpolicy.hooks.discovery import describe
+from kvpolicy.hooks.discovery import GROUP, describe_policy
 
 ROOT = Path(__file__).parents[2]
 OURS = [
@@ -70,9 +70,10 @@ def test_a_policy_is_described_without_running_its_package(
     (package / "__init__.py").write_text("raise RuntimeError('nobody should have imported me')")
     (package / "policy.py").write_text('class Some:\n    """It does something."""\n')
     monkeypatch.syspath_prepend(str(tmp_path))
-    assert describe("broken_at_import.policy", "Some").summary == "It does something."
-    with pytest.raises(LookupError, match=r"no module 'broken_at_import\.other'"):
-        describe("broken_at_import.other", "Some")
+    point = EntryPoint("some", "broken_at_import.policy:Some", GROUP)
+    assert describe_policy(point).summary == "It does something."
+    point = EntryPoint("some", "broken_at_import.other:Some", GROUP)
+    assert describe_policy(point).problem == "there is no module 'broken_at_import.other'"
 
 
 def test_importing_kvpolicy_imports_nothing_heavy() -> None:
