@@ -29,7 +29,7 @@ _COLOURS = (
 )
 _MARKERS = ("o", "s", "D", "^", "v", "P", "*", "<")
 INK, FAINT = "#333333", "#8a8a8a"
-_STYLE: dict[str, Any] = {
+_STYLE: dict[Any, Any] = {
     "font.family": "sans-serif",
     "axes.spines.top": False,
     "axes.spines.right": False,

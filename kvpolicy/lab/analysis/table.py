@@ -178,14 +178,14 @@ def csv_text(records: Sequence[Mapping[str, Any]], names: Iterable[str] | None =
         records: The records.
         names: Names of the columns; by default every name that occurs.
     """
-    names = list(names or dict.fromkeys(name for record in records for name in record))
+    header = list(names or dict.fromkeys(name for record in records for name in record))
     # pandas, duckdb and spreadsheets read `true` as a truth.
     texts = {True: "true", False: "false"}
-    lines = [
-        [texts[value] if isinstance(value, bool) else value for value in map(record.get, names)]
+    lines: list[list[Any]] = [
+        [texts[value] if isinstance(value, bool) else value for value in map(record.get, header)]
         for record in records
     ]
-    return "".join(map(csv_line, [names, *lines]))
+    return "".join(map(csv_line, [header, *lines]))
 
 
 def csv_line(fields: Iterable[Any]) -> str:
@@ -238,8 +238,7 @@ def _num_correct(samples: Sequence[Sample]) -> int | None:
 
 def _to_record(row: Row, flat: bool) -> dict[str, Any]:
     plan = row.cell.record
-    intervals = {**row.measured, "difference": row.difference, "length": row.length}
-    entries = {
+    return {
         "series": plan.series,
         "budget": plan.budget,
         "buffer": plan.buffer,
@@ -249,7 +248,8 @@ def _to_record(row: Row, flat: bool) -> dict[str, Any]:
         "num_correct": row.num_correct,
         "num_errors": row.num_errors,
         "num_ungraded": row.num_ungraded,
-        **intervals,
+        **_intervals(row.measured, flat),
+        **_intervals({"difference": row.difference, "length": row.length}, flat),
         "truncated": row.truncated,
         "compactions": row.compactions,
         "peak_bytes": row.peak_bytes,
@@ -257,16 +257,16 @@ def _to_record(row: Row, flat: bool) -> dict[str, Any]:
         "throughput_tok_s": row.throughput_tok_s,
         "policy_share": row.policy_share,
     }
-    record: dict[str, Any] = {}
-    for name, value in entries.items():
-        if name not in intervals:
-            record[name] = value
-        elif not flat:
-            record[name] = value and attrs.asdict(value)
-        else:
-            ends = (None, None, None) if value is None else attrs.astuple(value)
-            record |= zip((name, f"{name}_low", f"{name}_high"), ends, strict=True)
-    return record
+
+
+def _intervals(found: Mapping[str, Interval | None], flat: bool) -> dict[str, Any]:
+    if not flat:
+        return {name: one and attrs.asdict(one) for name, one in found.items()}
+    entries: dict[str, Any] = {}
+    for name, one in found.items():
+        ends = (None, None, None) if one is None else attrs.astuple(one)
+        entries |= zip((name, f"{name}_low", f"{name}_high"), ends, strict=True)
+    return entries
 
 
 def _spaced(values: Sequence[object]) -> str:

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from kvpolicy.lab.bench.baselines import GENERATE, MODEL_ALONE
 from kvpolicy.lab.bench.summary import BenchResult
@@ -31,7 +31,7 @@ def save_bench_plot(found: Sequence[BenchResult], path: Path, *, title: str) -> 
             if one.name == MODEL_ALONE:  # its steps all take the same time
                 axes.axhline(one.step_ms, color=FAINT, linestyle=":", label=MODEL_ALONE)
                 continue
-            style = {"color": INK} if one.name == GENERATE else look(num_drawn)
+            style: dict[str, Any] = {"color": INK} if one.name == GENERATE else look(num_drawn)
             num_drawn += one.name != GENERATE
             tokens, step_ms = zip(*one.curve, strict=True)
             axes.plot(tokens, step_ms, markevery=8, markersize=5, label=one.name, **style)

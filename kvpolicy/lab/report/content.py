@@ -8,6 +8,7 @@ from typing import Any
 
 import attrs
 
+from kvpolicy.lab.analysis.compare import facet_order
 from kvpolicy.lab.analysis.pooling import PooledCell, columns_of
 from kvpolicy.lab.analysis.table import Row, break_down, tabulate
 from kvpolicy.lab.report.gather import GroupView
@@ -109,7 +110,7 @@ def facets_of(view: GroupView) -> Facets:
         if len(values) > _MAX_VALUES:
             facets.left_out[name] = len(values)
         else:
-            facets.shown[name] = sorted(values, key=lambda value: (isinstance(value, str), value))
+            facets.shown[name] = sorted(values, key=facet_order)
     return facets
 
 

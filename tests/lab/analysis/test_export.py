@@ -95,7 +95,11 @@ def test_knobs_are_columns_without_dots(tmp_path: Path) -> None:
 @given(st.lists(st.sampled_from(HOSTILES) | st.text(max_size=5), min_size=1, max_size=4))
 @example(list(HOSTILES))
 def test_csv_gives_every_field_back(fields: list[str]) -> None:
-    lines = [["a,\r", *fields], [None, *fields], fields[:1] + [None] * len(fields)]
+    lines: list[list[str | None]] = [
+        ["a,\r", *fields],
+        [None, *fields],
+        fields[:1] + [None] * len(fields),
+    ]
     text = "".join(map(csv_line, lines))
     read = list(csv.reader(io.StringIO(text, newline="")))
     assert read == [["a,\r", *fields], ["", *fields], fields[:1] + [""] * len(fields)]

@@ -46,6 +46,12 @@ def test_a_folder_of_runs_is_reported_whole(kvpolicy: Shell, run: Path) -> None:
     ]
 
 
+def test_runs_are_found_by_name(kvpolicy: Shell) -> None:
+    write_run(Path("kvpolicy-ablate/mine"), plans=PLANS[:1])
+    assert "8 samples of 1 cell (" in kvpolicy("report", "mine").err
+    assert "shows 1 cell," in kvpolicy("plot", "mine", "--to", "a.svg").err
+
+
 def test_only_an_earlier_report_is_replaced(kvpolicy: Shell, run: Path) -> None:
     assert kvpolicy("report", run, "--output", "r.html").status == 0
     assert kvpolicy("report", run, "--output", "r.html").status == 0
@@ -103,9 +109,6 @@ def test_every_quantity_has_a_different_figure(kvpolicy: Shell, run: Path) -> No
         assert answer.status == 0, answer.err
         pictures.add(Path(f"{name}.svg").read_bytes())
     assert len(pictures) == len(names)
-    write_run(run.parent / "single", plans=PLANS[:1])
-    answer = kvpolicy("plot", run.parent / "single", "--to", "one.svg")
-    assert "one.svg shows 1 cell, 3.3" in answer.err
     kvpolicy("plot", run, "--to", "one.svg", "--series", "H2O")
     assert Path("one.svg").read_bytes() not in pictures
 
