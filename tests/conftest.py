@@ -10,6 +10,7 @@ os.environ["TOKENIZERS_PARALLELISM"] = "false"
 # Tests run in one process per core; commands that they start inherit this.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+import gc
 import importlib.util
 import signal
 import socket
@@ -25,7 +26,7 @@ _COMMON = {
     "derandomize": True,
     "suppress_health_check": [hypothesis.HealthCheck.too_slow],
 }
-hypothesis.settings.register_profile("dev", max_examples=15, **_COMMON)
+hypothesis.settings.register_profile("dev", max_examples=8, **_COMMON)
 # For other environments: few examples, and no search for smaller ones.
 _NO_SHRINKING = [hypothesis.Phase.explicit, hypothesis.Phase.generate]
 hypothesis.settings.register_profile("few", max_examples=4, phases=_NO_SHRINKING, **_COMMON)
@@ -53,6 +54,11 @@ class _SkipImporters(MetaPathFinder):
 HAS_REASONER = importlib.util.find_spec("kvpolicy_reasoner") is not None
 # Last: it is asked for what no other finder has; a wheel has no training code.
 sys.meta_path.append(_SkipImporters())
+
+
+def pytest_collection_finish() -> None:
+    """Keep the garbage collector from scanning what was imported: tests collect garbage often."""
+    gc.freeze()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -61,6 +61,7 @@ def assert_same(first: dict[str, Any], second: dict[str, Any], alone: dict[str, 
             assert both in (one + other, other)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", NAMES)
 def test_two_processes_do_what_one_does(
     case: str, models: Path, answers: list[dict[str, Any]]

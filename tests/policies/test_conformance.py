@@ -39,7 +39,7 @@ def test_the_policies_of_this_repository_are_installed() -> None:
 
 @pytest.mark.parametrize(("name", "knobs"), VARIANTS, ids=str)
 def test_every_policy_keeps_the_contract(name: str, knobs: dict, vector: str) -> None:
-    report = check_policy(name, knobs=given_vector(name, knobs, vector), max_examples=12)
+    report = check_policy(name, knobs=given_vector(name, knobs, vector), max_examples=6)
     assert {"building", "determinism", "memory", "neighbours", "knobs"} <= set(report.clauses)
 
 

@@ -35,6 +35,8 @@ HOOKS = [
     if inspect.isfunction(value) and hasattr(value, "kvpolicy_spec")
 ]
 PAGES = [ROOT / "README.md", *sorted(DOCS.glob("*/*.md"))]
+# Pages whose commands together take more than a few seconds.
+SLOW_PAGES = ("compare-results.md", "large-models.md", "run-a-benchmark.md", "sweep.md")
 LINKING = [*ROOT.glob("*.md"), *DOCS.rglob("*.md"), *(ROOT / "tests").rglob("*.md")]
 
 
@@ -53,7 +55,14 @@ def _section(page: Path, heading: str) -> str:
 # Examples
 
 
-@pytest.mark.parametrize("page", PAGES, ids=_name)
+@pytest.mark.parametrize(
+    "page",
+    [
+        pytest.param(page, marks=[pytest.mark.slow] if page.name in SLOW_PAGES else [])
+        for page in PAGES
+    ],
+    ids=_name,
+)
 def test_a_page_runs_as_printed(
     page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
