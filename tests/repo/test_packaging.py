@@ -1,5 +1,6 @@
 """What is installed: entry points, package contents, and what importing costs."""
 
+import json
 import re
 import subprocess
 import sys
@@ -20,8 +21,6 @@ OURS = [
     if point.dist and point.dist.name == "kvpolicy"
 ]
 POLICIES = [point for point in OURS if point.group == "kvpolicy.policies"]
-# A policy made of others loads those, and no more.
-MADE_OF = {"mix": {"kvpolicy_baselines.h2o", "kvpolicy_baselines.rkv"}}
 HEAVY = ("torch", "transformers", "numpy", "matplotlib", "rich", "pandas")
 
 
@@ -37,24 +36,20 @@ def _pyproject() -> dict:
     return tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 
 
-@pytest.mark.parametrize(
-    "point",
-    [
-        # seal's default vector is the bundled reasoner's.
-        pytest.param(point, marks=[pytest.mark.needs_reasoner] if point.name == "seal" else [])
-        for point in POLICIES
-    ],
-    ids=lambda point: point.name,
-)
-def test_a_policy_loads_without_any_other(point: EntryPoint) -> None:
-    others = {other.module for other in POLICIES} - {point.module} - MADE_OF.get(point.name, set())
+def test_a_policy_is_imported_without_any_other() -> None:
     code = f"""
-import sys
-from kvpolicy import load_policy
-load_policy({point.name!r})
-print(sorted(set(sys.modules) & {others!r}))
+import json, sys
+from kvpolicy.entry_points import installed
+modules = {[point.module for point in POLICIES]!r}
+loaded = {{}}
+for name, point in installed("kvpolicy.policies").items():
+    for module in modules:
+        sys.modules.pop(module, None)
+    point.load()
+    loaded[name] = sorted(sys.modules.keys() & modules)
+print(json.dumps(loaded))
 """
-    assert _run(code) == "[]"
+    assert json.loads(_run(code)) == {point.name: [point.module] for point in POLICIES}
 
 
 @pytest.mark.parametrize("point", OURS, ids=lambda point: point.name)

@@ -30,7 +30,7 @@ def test_undisturbed_every_sample_is_there_once(undisturbed: Bench) -> None:
     assert undisturbed.kept().keys() == {one["key"] for one in samples if one["item"] < 2}
 
 
-@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("workers", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_killed_again_and_again_it_ends_with_the_same_samples(
     bench: Bench, undisturbed: Bench, workers: int
 ) -> None:
@@ -70,7 +70,7 @@ def test_a_cell_that_was_interrupted_has_no_speed(bench: Bench) -> None:
     assert len(partly | measured) == NUM_CELLS
 
 
-@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("workers", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_ctrl_c_reports_what_is_kept_and_how_to_continue(bench: Bench, workers: int) -> None:
     bench.fuse.light(9, signal.SIGINT, "self" if workers == 1 else "parent")
     ended = bench("--workers", workers)
