@@ -5,6 +5,7 @@ the whole set. So pooled samples are identified by their *question*, not by the 
 in its seed: intervals count questions, and two cells are compared on the questions of both.
 """
 
+import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
 
@@ -254,43 +255,39 @@ class _QuestionNumbers:
     def __init__(self, runs: Sequence[RunFolder]) -> None:
         self._of_text: dict[object, int] = {}
         self._of_answer: dict[object, int] = {}
-        self._of_place: dict[object, int] = {}
+        self._of_position: dict[object, int] = {}
         self._of_item: dict[tuple[str, int], int] = {}
         self._seen: set[object] = set()
-        self._num = 0
+        self._unused = itertools.count()
         for run in runs:
             for (group_id, item), record in run.items.items():
                 if group_id in run.groups:
                     self._of_item[group_id, item] = self._find(run.groups[group_id], record)
 
     def number(self, group: EvalSettingRecord, item: int) -> int:
-        """Number of an item's question; items without a record are told apart by their number."""
+        """Number of an item's question; items without a record are identified by their number."""
         found = self._of_item.get((group.group, item))
         if found is None:
-            found = self._of_place.get(_place(group, item))
+            found = self._of_position.get(_position(group, item))
         if found is None:
-            found = self._of_place[_place(group, item)] = self._next()
+            found = self._of_position[_position(group, item)] = next(self._unused)
         return found
 
     def _find(self, group: EvalSettingRecord, record: ItemRecord) -> int:
         text = (group.model, group.task, record.prompt, record.answer, record.reference)
-        place = _place(group, record.item)
-        answer = (place, record.answer, record.reference)
+        position = _position(group, record.item)
+        answer = (position, record.answer, record.reference)
         number = self._of_text.get(text)
         if number is None and (group.model, answer) not in self._seen:
             number = self._of_answer.get(answer)
         if number is None:
-            number = self._next()
+            number = next(self._unused)
         self._of_text[text] = number
         self._of_answer.setdefault(answer, number)
-        self._of_place.setdefault(place, number)
+        self._of_position.setdefault(position, number)
         self._seen.add((group.model, answer))
         return number
 
-    def _next(self) -> int:
-        self._num += 1
-        return self._num - 1
 
-
-def _place(group: EvalSettingRecord, item: int) -> object:
+def _position(group: EvalSettingRecord, item: int) -> object:
     return group.task, group.split, group.seed, item

@@ -101,7 +101,7 @@ def pack_recorded(
     bundles: dict[tuple[int, int, int], list[KeptRecord]] = {}
     for key, kept in found.items():
         bundles.setdefault(order[key], []).append(kept)
-    return pack_kept([bundles[place] for place in sorted(bundles)], max_bytes)
+    return pack_kept([bundles[key] for key in sorted(bundles)], max_bytes)
 
 
 def number_records(
