@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from kvpolicy.errors import TaskError
+from kvpolicy.errors import TaskError, error_summary
 from kvpolicy.model.hub import hub_reachable
 
 Row = Mapping[str, Any]
@@ -141,8 +141,7 @@ def _load(source: str, kind: str, config: str | None = None, **options: Any) -> 
         datasets.utils.logging.set_verbosity_error()
         rows: Rows = datasets.load_dataset(kind, config, **options)
     except Exception as error:  # many types, also of pyarrow and the hub
-        reason = str(error).partition("\n")[0].rstrip(".")
-        msg = f"data set '{source}' cannot be loaded: {type(error).__name__}: {reason}"
+        msg = f"data set '{source}' cannot be loaded: {error_summary(error)}"
         raise TaskError(msg) from error
     finally:
         datasets.utils.logging.set_verbosity(verbosity)

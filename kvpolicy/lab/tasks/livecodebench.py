@@ -19,7 +19,7 @@ from typing import Any
 
 import attrs
 
-from kvpolicy.errors import TaskError
+from kvpolicy.errors import TaskError, error_summary
 from kvpolicy.lab.tasks.answers import extract_code
 from kvpolicy.lab.tasks.code_grading import Test, check_confinement, passes
 from kvpolicy.lab.tasks.datasets import JsonRows, Rows
@@ -126,10 +126,7 @@ class LiveCodeBench:
         try:
             return Path(hf_hub_download(self.source, name, repo_type="dataset"))
         except Exception as error:  # of the hub's client, or of its HTTP library
-            reason = str(error).partition("\n")[0].rstrip(".")
-            msg = (
-                f"{name} of '{self.source}' cannot be downloaded: {type(error).__name__}: {reason}"
-            )
+            msg = f"{name} of '{self.source}' cannot be downloaded: {error_summary(error)}"
             raise TaskError(msg) from error
 
     def _item(self, index: int, row: Mapping[str, Any]) -> Example:
@@ -174,7 +171,7 @@ def tests_of(row: Mapping[str, Any]) -> list[Test]:
             for one in found
         ]
     except (ValueError, TypeError, KeyError) as error:
-        msg = f"the tests of problem {which} cannot be read: {type(error).__name__}: {error}"
+        msg = f"the tests of problem {which} cannot be read: {error_summary(error)}"
         raise TaskError(msg) from error
 
 
