@@ -1,6 +1,7 @@
 """Plots: drawn without a display, for any rows, reproducibly."""
 
 from pathlib import Path
+from typing import Any
 
 import attrs
 import pytest
@@ -15,7 +16,7 @@ from kvpolicy.lab.statistics import Interval
 FULL, SMALL = tabulate(measured([sample(cell, 0, num_tokens=9) for cell in CELLS]))
 
 
-def at(budget: float, series: str = "small", **changes: object) -> Row:
+def at(budget: float, series: str = "small", **changes: Any) -> Row:
     record = attrs.evolve(SMALL.cell.record, budget=budget, series=series)
     return attrs.evolve(SMALL, cell=attrs.evolve(SMALL.cell, record=record), **changes)
 

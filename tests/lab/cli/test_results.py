@@ -19,13 +19,16 @@ def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _worse(cell: dict[str, Any], item: int, attempt: int) -> dict[str, Any]:
-    """The full cache is always right; of the others the first half is, one of them truncated."""
+    """The full cache is always correct, other plans on items 0 to 3; item 5 is truncated."""
     if cell["budget"] is None:
         return {"correct": True}
-    fails = {"correct": False, "finish_reason": "error", "error": "too long", "num_tokens": 0}
-    ungraded = {"correct": None, "ungraded": "no verdict within 20 s"}
-    cut_off = {"correct": False, "finish_reason": "length"}
-    return {7: fails, 6: ungraded, 5: cut_off}.get(item, {"correct": item < 4})
+    failed = {"correct": False, "finish_reason": "error", "error": "too long", "num_tokens": 0}
+    special: dict[int, dict[str, Any]] = {
+        5: {"correct": False, "finish_reason": "length"},
+        6: {"correct": None, "ungraded": "no verdict within 20 s"},
+        7: failed,
+    }
+    return special.get(item, {"correct": item < 4})
 
 
 # list
