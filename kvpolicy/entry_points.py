@@ -9,7 +9,8 @@ import ast
 import difflib
 import importlib.metadata
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import lru_cache
 from importlib.machinery import ModuleSpec
 from importlib.metadata import EntryPoint
 from importlib.resources import files
@@ -25,8 +26,27 @@ _LONGEST_NAME = 100  # a longer string is not a misspelt name; comparing it take
 
 def installed(group: str) -> dict[str, EntryPoint]:
     """The entry points of a group by name, in alphabetical order."""
-    points = sorted(importlib.metadata.entry_points(group=group), key=lambda point: point.name)
+    folders = tuple((path, _last_change(path)) for path in sys.path)
+    return dict(_read_installed(group, importlib.metadata.entry_points, folders))
+
+
+@lru_cache
+def _read_installed(
+    group: str, entry_points: Callable[..., Iterable[EntryPoint]], _folders: object
+) -> dict[str, EntryPoint]:
+    """Read the metadata of all packages again only after a folder of `sys.path` has changed.
+
+    Reading takes milliseconds, and a plan looks up each of its policies several times.
+    """
+    points = sorted(entry_points(group=group), key=lambda point: point.name)
     return {point.name: point for point in points}
+
+
+def _last_change(path: str) -> int:
+    try:
+        return Path(path).stat().st_mtime_ns
+    except OSError:
+        return 0
 
 
 def find_installed(
