@@ -56,11 +56,6 @@ HAS_REASONER = importlib.util.find_spec("kvpolicy_reasoner") is not None
 sys.meta_path.append(_SkipImporters())
 
 
-def pytest_collection_finish() -> None:
-    """Keep the garbage collector from scanning what was imported: tests collect garbage often."""
-    gc.freeze()
-
-
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Skip the tests that need the bundled reasoners where these are not installed."""
     if HAS_REASONER:
@@ -80,3 +75,10 @@ def _no_network(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(socket.socket, "connect", refuse)
     monkeypatch.setattr(socket.socket, "connect_ex", refuse)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _freeze_garbage_collector() -> None:
+    """Keep the garbage collector from scanning what exists already: tests collect often."""
+    gc.collect()
+    gc.freeze()

@@ -88,6 +88,7 @@ def test_every_family_does_in_two_processes_what_it_does_in_one(tmp_path: Path) 
         assert_same(first[family], second[family], alone)
 
 
+@pytest.mark.slow
 def test_each_process_has_half_of_the_cache(models: Path, answers: list[dict[str, Any]]) -> None:
     alone, (first, second) = answer(models, *cases()["full"]), (found["full"] for found in answers)
     assert alone["num_processes"] == 1
@@ -105,6 +106,7 @@ def test_heads_of_one_layer_keep_rows_of_their_own(models: Path) -> None:
     assert {"h2o", "knorm", "rkv", "random", "snapkv"} <= set(differing)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", sorted(set(OTHERS) - {"logits"}))
 def test_steering_and_generate_do_the_same_in_two_processes(
     what: str, models: Path, answers: list[dict[str, Any]]
@@ -113,6 +115,7 @@ def test_steering_and_generate_do_the_same_in_two_processes(
     assert first == second == OTHERS[what](models)
 
 
+@pytest.mark.slow
 def test_logits_are_the_same_in_all_processes_and_close_to_those_of_one(
     models: Path, answers: list[dict[str, Any]]
 ) -> None:
@@ -123,6 +126,7 @@ def test_logits_are_the_same_in_all_processes_and_close_to_those_of_one(
     torch.testing.assert_close(first, alone, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(REFUSED))
 def test_what_cannot_be_split_is_refused_by_all(name: str, answers: list[dict[str, Any]]) -> None:
     first, second = (found[f"refused {name}"] for found in answers)
@@ -131,6 +135,7 @@ def test_what_cannot_be_split_is_refused_by_all(name: str, answers: list[dict[st
     assert REFUSED[name] in first
 
 
+@pytest.mark.slow
 def test_what_the_first_process_draws_counts(answers: list[dict[str, Any]]) -> None:
     assert [found["agreed"] for found in answers] == [[40, 7], [40, 7]]
 
