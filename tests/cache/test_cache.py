@@ -1,4 +1,4 @@
-"""The slabs, under any sequence of operations, against a dict of lists."""
+"""Slabs under random sequences of operations against a model made of lists."""
 
 import attrs
 import numpy as np
@@ -21,12 +21,12 @@ SLABS = (
     Slab(12, tracks=("unmarked",)),
 )
 SHAPE = LayerShape(HEADS, KV_HEADS, HEAD_DIM, torch.float32, torch.device("cpu"))
-WINDOW = 4  # of the last layer, which takes any number of tokens at once
+WINDOW = 4  # of the last layer, which accepts any number of tokens at once
 SHAPES = (SHAPE, SHAPE, SHAPE, attrs.evolve(SHAPE, sliding_window=WINDOW))
 
 
 class CacheMachine(RuleBasedStateMachine):
-    """Store, keep, mark, clear and move at random; the model does the same with lists."""
+    """Random store, keep, mark, clear and move operations; the model does the same with lists."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -44,7 +44,7 @@ class CacheMachine(RuleBasedStateMachine):
 
     @rule(data=st.data(), first=st.integers(0, NUM_SLOTS - 1))
     def store(self, data: st.DataObject, first: int) -> None:
-        """One forward: new tokens in neighbouring slots, of different numbers."""
+        """One forward: different numbers of new tokens in adjacent slots."""
         free_rows = []
         for slot in range(first, NUM_SLOTS):
             if self.free(slot) == 0:
@@ -85,14 +85,14 @@ class CacheMachine(RuleBasedStateMachine):
 
     @rule(data=st.data(), layer_idx=st.integers(0, len(SLABS) - 1))
     def keep(self, data: st.DataObject, layer_idx: int) -> None:
-        """Compact some slots that hold as many rows; every head keeps rows of its own."""
+        """Compact some slots with equal row counts; every head keeps different rows."""
         model = self.models[layer_idx]
         filled = [slot for slot in range(NUM_SLOTS) if self.rows(layer_idx, slot)]
         if not filled:
             return
         num_rows = self.rows(layer_idx, data.draw(st.sampled_from(filled)))
-        alike = [slot for slot in filled if self.rows(layer_idx, slot) == num_rows]
-        slots = sorted(data.draw(st.sets(st.sampled_from(alike), min_size=1)))
+        equally_full = [slot for slot in filled if self.rows(layer_idx, slot) == num_rows]
+        slots = sorted(data.draw(st.sets(st.sampled_from(equally_full), min_size=1)))
         num_kept = data.draw(st.integers(1, num_rows))
         rng = np.random.default_rng(data.draw(st.integers(0, 2**16)))
         chosen = [
@@ -106,7 +106,7 @@ class CacheMachine(RuleBasedStateMachine):
 
     @rule(data=st.data())
     def mark(self, data: st.DataObject) -> None:
-        """Give the rows of one slot numbers that are to travel with them."""
+        """Write random track values to the rows of one slot."""
         filled = [slot for slot in range(NUM_SLOTS) if self.rows(0, slot)]
         if not filled:
             return
@@ -132,7 +132,7 @@ class CacheMachine(RuleBasedStateMachine):
     @precondition(lambda self: any(self.queries))
     @rule(data=st.data())
     def move(self, data: st.DataObject) -> None:
-        """A sequence takes over another slot; what stood there is gone."""
+        """Move a sequence to another slot, which discards the contents of that slot."""
         source, target = data.draw(st.permutations(range(NUM_SLOTS)))[:2]
         self.cache.move(source, target)
         self._forget(target)
@@ -161,7 +161,7 @@ class CacheMachine(RuleBasedStateMachine):
                 assert set(positions[num:]) <= {-1}
 
     @invariant()
-    def marks_travel_with_their_rows_and_new_rows_have_none(self) -> None:
+    def marks_move_with_their_rows_and_start_at_zero(self) -> None:
         track = self.cache.layers[0].tracks["mark"]
         for (slot, head), rows in self.models[0].rows.items():
             held = [self.marks.get((slot, head, int(token)), 0.0) for _, (token, _) in rows]
@@ -186,7 +186,7 @@ TestCache = CacheMachine.TestCase
 TestCache.settings = settings(max_examples=25, stateful_step_count=20)
 
 
-def test_bytes_count_every_tensor_of_every_layer() -> None:
+def test_num_bytes_counts_every_tensor_of_every_layer() -> None:
     cache = KVCache([SHAPE] * len(SLABS), SLABS, NUM_SLOTS)
     row = KV_HEADS * (2 * HEAD_DIM * 4 + 8)  # keys and values in fp32, one int64 position
     expected = sum(NUM_SLOTS * slab.capacity * row for slab in SLABS)

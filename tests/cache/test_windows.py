@@ -1,4 +1,4 @@
-"""Layers with sliding windows: never more rows than the window, and what the model would say."""
+"""Sliding-window layers: rows never exceed the window, and tokens equal the model's own."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ import torch
 from families import WINDOWED, family_model
 from hypothesis import given
 from hypothesis import strategies as st
-from listed import ListedLayer, listed_tokens
+from list_reference import ListLayer, reference_tokens
 from recorder import Recorder
 from strategies import plans, prompts
 from tiny import greedy_tokens
@@ -20,22 +20,22 @@ from kvpolicy.engine.compaction import Compactor
 from kvpolicy.plan.spec import LayerGroup, PolicySpec
 
 chunks = st.sampled_from([1, 2, 5, 11, 512])
-windows = st.integers(2, 9)  # transformers keeps no window of 1
+windows = st.integers(2, 9)  # transformers does not support a window of 1
 
 
 @pytest.fixture(autouse=True)
 def _rows_never_exceed_the_window(monkeypatch: pytest.MonkeyPatch) -> None:
-    """After every forward of every test here: windows hold, positions rise, the rest is empty."""
+    """Checks the cache after every forward of every test in this file."""
     compact = Compactor.compact
 
-    def then_check(self: Compactor, *arguments: Any) -> None:
+    def compact_and_check(self: Compactor, *arguments: Any) -> None:
         compact(self, *arguments)
-        check(self._cache)
+        assert_valid(self._cache)
 
-    monkeypatch.setattr(Compactor, "compact", then_check)
+    monkeypatch.setattr(Compactor, "compact", compact_and_check)
 
 
-def check(cache: KVCache) -> None:
+def assert_valid(cache: KVCache) -> None:
     for layer, rows in zip(cache.layers, cache.rows, strict=True):
         window = layer.shape.sliding_window
         for slot, num in enumerate(rows.tolist()):
@@ -49,10 +49,10 @@ def check(cache: KVCache) -> None:
 
 
 @given(st.sampled_from(WINDOWED), windows, prompts(count=4, max_len=40), st.integers(1, 4), chunks)
-def test_tokens_equal_generate_for_sequences_of_many_windows(
+def test_tokens_equal_generate_over_many_windows(
     family: str, window: int, prompts: list[list[int]], slots: int, chunk: int
 ) -> None:
-    # More requests than slots, and of different lengths: slots change hands.
+    # More requests than slots, of different lengths, so slots are reused.
     model = family_model(family, window=window)
     requests = [Request(prompt, max_new_tokens=5 + 9 * i) for i, prompt in enumerate(prompts)]
     engine = Engine(model, plan=Plan.uniform("full"), slots=slots, chunk=chunk)
@@ -63,10 +63,10 @@ def test_tokens_equal_generate_for_sequences_of_many_windows(
 
 
 @given(st.data(), st.sampled_from(["mistral", "gpt_oss"]), windows, prompts(count=2, max_len=30))
-def test_a_budget_and_buffer_beyond_the_window_are_a_plain_window(
+def test_budget_above_the_window_equals_generate(
     data: st.DataObject, family: str, window: int, prompts: list[list[int]]
 ) -> None:
-    """Also with queries remembered, attention summed and tracks kept."""
+    """Also with stored queries, attention sums and tracks."""
     recorder = Recorder()
     name = data.draw(st.sampled_from(["h2o", "rkv", "snapkv", "streaming"]))
     full = LayerGroup("1:2", (PolicySpec.of("full"),))
@@ -90,13 +90,13 @@ def test_a_budget_and_buffer_beyond_the_window_are_a_plain_window(
 
 
 def rating(head: int, position: int) -> float:
-    """A different order of preference in every head."""
+    """A score that ranks rows differently in every head."""
     return float((position * 37 + head * 53) % 29)
 
 
 @attrs.define(eq=False)
 class Rated:
-    """Scores by `rating`; wants a compaction every so many tokens, if any."""
+    """Scores by `rating`; is due every ``every`` tokens, or never if 0."""
 
     every: int
 
@@ -117,7 +117,7 @@ class Rated:
     st.tuples(st.integers(2, 7), st.integers(1, 7), st.sampled_from([0, 0, 3, 5])),
     chunks,
 )
-def test_what_policies_evict_in_a_window_equals_plain_lists(
+def test_eviction_in_a_window_equals_the_list_reference(
     family: str, window: int, prompts: list[list[int]], rules: tuple[int, int, int], chunk: int
 ) -> None:
     budget, buffer, every = rules
@@ -127,7 +127,7 @@ def test_what_policies_evict_in_a_window_equals_plain_lists(
     results = engine.generate(prompts, max_new_tokens=25).results()
     for prompt, result in zip(prompts, results, strict=True):
         layers = [
-            ListedLayer(
+            ListLayer(
                 shape.sliding_window,
                 budget,
                 buffer,
@@ -136,17 +136,17 @@ def test_what_policies_evict_in_a_window_equals_plain_lists(
             )
             for shape in engine.adapter.layer_shapes()
         ]
-        assert list(result.tokens) == listed_tokens(model, layers, prompt, 25)
+        assert list(result.tokens) == reference_tokens(model, layers, prompt, 25)
 
 
 @given(st.data(), st.sampled_from(WINDOWED), prompts(count=3, max_len=30), chunks)
-def test_a_row_equals_itself_alone_while_policies_evict(
+def test_batched_sequence_equals_sequence_alone_in_windows(
     data: st.DataObject, family: str, prompts: list[list[int]], chunk: int
 ) -> None:
     model = family_model(family, window=17, dtype=torch.float64)
     plan = data.draw(plans(num_layers=2))
-    together = Engine(model, plan=plan, slots=3, chunk=chunk)
-    results = together.generate(prompts, max_new_tokens=14).results()
+    batched = Engine(model, plan=plan, slots=3, chunk=chunk)
+    results = batched.generate(prompts, max_new_tokens=14).results()
     for prompt, result in zip(prompts, results, strict=True):
         alone = Engine(model, plan=plan, slots=1).generate([prompt], max_new_tokens=14)
         (expected,) = alone.results()
@@ -154,7 +154,7 @@ def test_a_row_equals_itself_alone_while_policies_evict(
 
 
 @pytest.mark.parametrize("stored", ["none", "stored"])
-def test_padded_batches_are_run_in_windows_too(stored: str) -> None:
+def test_padded_batches_run_in_windows(stored: str) -> None:
     model = family_model("gpt_oss", window=10)
     plan = Plan.uniform("h2o", budget=8, buffer=4, knobs={"h2o": {"n_recent": 2}}, padding=stored)
     results = (
@@ -163,11 +163,11 @@ def test_padded_batches_are_run_in_windows_too(stored: str) -> None:
         .results()
     )
     assert [result.finish_reason for result in results] == ["length"] * 3
-    # Full layers have 12 rows, less those of pads; the window its 10, whatever the pads.
+    # Full layers hold 12 rows minus pads; window layers hold 10, with or without pads.
     assert {result.peak_rows for result in results} == ({12} if stored == "none" else {10, 12})
 
 
-def test_memory_of_a_window_does_not_depend_on_the_length() -> None:
+def test_window_memory_does_not_depend_on_length() -> None:
     model = family_model("mistral")
     peaks = []
     for length in (40, 160):
@@ -179,7 +179,7 @@ def test_memory_of_a_window_does_not_depend_on_the_length() -> None:
     assert peaks[0] == peaks[1]
 
 
-def test_a_sequence_may_be_as_long_as_the_model_has_positions() -> None:
+def test_sequence_may_use_all_positions_of_the_model() -> None:
     model = family_model("mistral")
     engine = Engine(model, plan=Plan.uniform("full"), slots=1)
     (result,) = engine.generate([[1, 2, 3] * 80], max_new_tokens=100).results()
@@ -187,7 +187,7 @@ def test_a_sequence_may_be_as_long_as_the_model_has_positions() -> None:
     assert list(result.tokens) == greedy_tokens(model, [1, 2, 3] * 80, 16)
 
 
-def test_a_result_counts_the_rows_of_the_window() -> None:
+def test_result_counts_window_rows() -> None:
     model = family_model("gemma2")
     engine = Engine(model, plan=Plan.uniform("full"), slots=1)
     (result,) = engine.generate([[3] * 20], max_new_tokens=10).results()

@@ -7,7 +7,7 @@ import pytest
 from folders import NUM_LAYERS
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from plandata import mutated, plan_data, tables
+from plan_strategies import mutated, plan_data, tables
 from shell import Shell
 
 from kvpolicy import Plan

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 from shell import Shell, refusal
-from together import start
+from tensor_parallel_runs import start
 
 from kvpolicy.cli.output import info, print_text
 from kvpolicy.cli.run import _first_process_prints

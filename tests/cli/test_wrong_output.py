@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from forked import Ended, run_in_child
+from child_process import Ended, run_in_child
 from shell import Shell, refusal
 
 from kvpolicy.cli import options

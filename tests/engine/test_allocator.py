@@ -1,4 +1,4 @@
-"""The bytes that a run reports against those that torch's allocator hands out."""
+"""Reported bytes equal the bytes that torch's allocator allocates."""
 
 import attrs
 import pytest
@@ -16,7 +16,7 @@ SHAPE = LayerShape(8, 4, 32, torch.float32, torch.device("cpu"))
 
 
 def peak_allocated(work) -> int:
-    """Most bytes that were held at once of those allocated while working."""
+    """Peak of the bytes that ``work`` allocates."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         result = work()
     held = peak = 0
@@ -30,20 +30,20 @@ def peak_allocated(work) -> int:
 
 @pytest.mark.parametrize("window_size", [0, 8])
 @pytest.mark.parametrize("tracks", [(), ("attn_sums",)])
-def test_a_cache_reports_the_bytes_that_the_allocator_handed_out(window_size, tracks):
+def test_cache_num_bytes_equals_allocated_bytes(window_size, tracks):
     slab = Slab(320, window_size, tracks)
-    made = []
-    peak = peak_allocated(lambda: made.append(KVCache([SHAPE] * 6, [slab] * 6, 8)))
-    assert peak == pytest.approx(made[0].num_bytes, rel=0.02)
+    caches = []
+    peak = peak_allocated(lambda: caches.append(KVCache([SHAPE] * 6, [slab] * 6, 8)))
+    assert peak == pytest.approx(caches[0].num_bytes, rel=0.02)
 
 
 @pytest.mark.parametrize("slots", [[0], [0, 1, 2], [0, 2, 3]])
-def test_a_compaction_reports_the_copy_that_it_needed(slots):
+def test_compaction_reports_its_temporary_copy(slots):
     cache = KVCache([SHAPE], [Slab(320)], 4)
     cache.rows[:] = 320
     keep = torch.arange(64, 320).expand(len(slots), SHAPE.num_kv_heads, -1).contiguous()
     peak = peak_allocated(lambda: LayerRows(cache, 0, slots).keep(keep))
-    # Besides the copy there are indices, which are a byte or two for each byte of a head.
+    # The indices are allocated as well: one or two bytes for each byte of a head.
     assert cache.transient_bytes <= peak <= 1.5 * cache.transient_bytes
     one_layer = cache.layers[0].keys.nbytes + cache.layers[0].values.nbytes
     assert cache.transient_bytes <= one_layer
@@ -51,7 +51,7 @@ def test_a_compaction_reports_the_copy_that_it_needed(slots):
 
 @pytest.mark.parametrize("length", [1, 64])
 @pytest.mark.parametrize("num_tracks", [0, 100])
-def test_a_window_that_slides_reports_the_copy_that_it_needed(length, num_tracks):
+def test_sliding_window_reports_its_temporary_copy(length, num_tracks):
     shape = attrs.evolve(SHAPE, sliding_window=320)
     cache = KVCache([shape], [Slab(320, tracks=tuple(map(str, range(num_tracks))))], 4)
     cache.rows[:] = cache.seq_len[:] = 320
@@ -60,14 +60,14 @@ def test_a_window_that_slides_reports_the_copy_that_it_needed(length, num_tracks
     assert cache.transient_bytes <= peak <= 1.5 * cache.transient_bytes
 
 
-def test_rows_dropped_from_slots_apart_report_the_copy_that_they_needed():
+def test_drop_oldest_in_scattered_slots_reports_its_temporary_copy():
     cache = KVCache([SHAPE], [Slab(320)], 4)
     cache.rows[:] = 320
     peak = peak_allocated(lambda: drop_oldest(cache, 0, [0, 2, 3], 1))
     assert cache.transient_bytes <= peak <= 1.05 * cache.transient_bytes
 
 
-def test_a_run_reports_all_that_its_cache_holds():
+def test_peak_kv_bytes_includes_all_cache_tensors_and_temporary_copies():
     model = tiny_model("llama", seed=0)
     engine = Engine(model, None, Plan.uniform("rkv", budget=24, buffer=8), slots=3)
     run = engine.generate([[1, 2, 3]] * 5, max_new_tokens=60)

@@ -1,4 +1,4 @@
-"""Budgets hold at every moment, and what stays is what the tokens really left behind."""
+"""Budgets hold at every step, and kept rows contain the keys of the tokens they came from."""
 
 from collections import Counter
 
@@ -25,10 +25,10 @@ models = st.builds(
 
 
 @given(st.data(), models, st.sampled_from([1, 5, 512]))
-def test_every_compaction_sees_and_keeps_what_the_contract_says(
+def test_every_compaction_follows_the_contract(
     data: st.DataObject, model: torch.nn.Module, chunk: int
 ) -> None:
-    recorder = Recorder()  # itself checks that rows follow from the compaction before
+    recorder = Recorder()  # also checks that the rows follow from the previous compaction
     plan = data.draw(plans(num_layers=NUM_LAYERS, extra=[recorder], verbatim=True))
     batch = data.draw(prompts(count=4, max_len=48))
     engine = Engine(model, plan=plan, slots=3, chunk=chunk)
@@ -39,7 +39,7 @@ def test_every_compaction_sees_and_keeps_what_the_contract_says(
             layer, stack = engine.plan.layers[one.layer_idx], engine.stacks[one.layer_idx]
             num_rows = one.positions.shape[1]
             assert one.budget == layer.budget
-            assert num_rows > layer.budget, "nothing had to leave"
+            assert num_rows > layer.budget, "compaction without need"
             if layer.bounded:
                 assert num_rows <= layer.budget + layer.buffer
             assert one.kept is not None
@@ -47,23 +47,23 @@ def test_every_compaction_sees_and_keeps_what_the_contract_says(
             for kept in one.kept.tolist():
                 assert set(range(stack.n_first)) <= set(kept)
                 assert set(range(one.seq_len - stack.n_last, one.seq_len)) <= set(kept)
-    assert_results_count_what_happened(recorder.records, results, engine)
-    assert_layer_zero_holds_the_keys_of_its_tokens(recorder.records, batch, results, model)
+    assert_results_equal_recorded_compactions(recorder.records, results, engine)
+    assert_first_layer_keys_match_tokens(recorder.records, batch, results, model)
 
 
-def assert_results_count_what_happened(
+def assert_results_equal_recorded_compactions(
     records: list[Record], results: list, engine: Engine
 ) -> None:
-    """Compactions, evicted rows and peaks of the results are those that were recorded."""
-    happened = Counter(
+    """Compactions, evicted rows and peaks in the results equal the recorded ones."""
+    recorded = Counter(
         (
             len({one.seq_len for one in record.compactions}),
             sum(one.positions.shape[1] - one.kept.shape[1] for one in record.compactions),
         )
         for record in records
     )
-    told = Counter((r.compactions, r.rows_evicted) for r in results if r.compactions)
-    assert happened == told
+    reported = Counter((r.compactions, r.rows_evicted) for r in results if r.compactions)
+    assert recorded == reported
     assert all(result.rows_evicted == 0 for result in results if not result.compactions)
     for result in results:
         held = result.prompt_len + len(result.tokens) - 1  # the last token is never fed back
@@ -77,17 +77,17 @@ def assert_results_count_what_happened(
     assert max(peaks, default=0) <= max(result.peak_rows for result in results)
 
 
-def assert_layer_zero_holds_the_keys_of_its_tokens(
+def assert_first_layer_keys_match_tokens(
     records: list[Record], batch: list[list[int]], results: list, model: torch.nn.Module
 ) -> None:
-    """In the first layer a key depends on its token and position alone: look each one up."""
+    """In the first layer a key depends only on its token and position, so compare each one."""
     all_keys = [
         first_layer_keys(model, [*prompt, *result.tokens])
         for prompt, result in zip(batch, results, strict=True)
     ]
     for record in records:
         seen = record.of_layer(0)
-        assert not seen or any(holds(seen, keys) for keys in all_keys)
+        assert not seen or any(is_subset_of(seen, keys) for keys in all_keys)
 
 
 def first_layer_keys(model: torch.nn.Module, tokens: list[int]) -> torch.Tensor:
@@ -97,7 +97,7 @@ def first_layer_keys(model: torch.nn.Module, tokens: list[int]) -> torch.Tensor:
     return cache.layers[0].keys[0]
 
 
-def holds(seen: list, keys: torch.Tensor) -> bool:
+def is_subset_of(seen: list, keys: torch.Tensor) -> bool:
     if seen[-1].seq_len > keys.shape[1]:
         return False
     return all(
@@ -110,7 +110,7 @@ def holds(seen: list, keys: torch.Tensor) -> bool:
     )
 
 
-def test_memory_is_bounded_by_the_plan_and_not_by_the_length() -> None:
+def test_peak_memory_does_not_depend_on_length() -> None:
     model = shared_model()
     plan = Plan.uniform("streaming", budget=12, buffer=4)
     peaks = []
@@ -125,7 +125,7 @@ def test_memory_is_bounded_by_the_plan_and_not_by_the_length() -> None:
     assert allocated < peaks[0] <= allocated + 2 * one_layer
 
 
-def test_a_full_cache_holds_prompt_and_continuation() -> None:
+def test_full_cache_keeps_prompt_and_continuation() -> None:
     run = Engine(shared_model(), plan=Plan.uniform("full"), slots=1).generate(
         [[3] * 20], max_new_tokens=10
     )
@@ -134,7 +134,7 @@ def test_a_full_cache_holds_prompt_and_continuation() -> None:
     assert result.peak_bytes == 29 * NUM_LAYERS * NUM_KV_HEADS * 2 * HEAD_DIM * 4
 
 
-def test_a_buffer_of_one_compacts_after_every_token() -> None:
+def test_buffer_of_one_compacts_after_every_token() -> None:
     plan = Plan.uniform("streaming", budget=8, buffer=1)
     (result,) = Engine(shared_model(), plan=plan).generate([[3] * 9], max_new_tokens=11).results()
     # Nine prompt tokens fill the slab, and so does each of the ten that are fed back; after
@@ -143,7 +143,7 @@ def test_a_buffer_of_one_compacts_after_every_token() -> None:
     assert result.rows_evicted == 10 * NUM_LAYERS
 
 
-def test_a_full_buffer_is_what_starts_a_compaction() -> None:
+def test_full_buffer_triggers_compaction() -> None:
     recorder = Recorder()
     plan = Plan.uniform("h2o", recorder, budget=10, buffer=6)
     Engine(shared_model(), plan=plan).generate([[3] * 12], max_new_tokens=30).results()
@@ -152,7 +152,7 @@ def test_a_full_buffer_is_what_starts_a_compaction() -> None:
     assert {one.positions.shape[1] for one in record.of_layer(0)} == {16}
 
 
-def test_h2o_compacts_as_often_as_it_is_told() -> None:
+def test_h2o_compacts_every_n_tokens() -> None:
     recorder = Recorder()
     plan = Plan.uniform("h2o", recorder, budget=10, buffer=6, knobs={"h2o": {"every": 2}})
     Engine(shared_model(), plan=plan).generate([[3] * 11], max_new_tokens=8).results()
@@ -160,7 +160,7 @@ def test_h2o_compacts_as_often_as_it_is_told() -> None:
     assert [one.seq_len for one in record.of_layer(0)] == [12, 14, 16]
 
 
-def test_snapkv_as_published_compacts_once_when_the_prompt_is_in() -> None:
+def test_published_snapkv_compacts_once_after_prefill() -> None:
     recorder = Recorder()
     plan = Plan.uniform(
         "snapkv", recorder, budget=10, buffer=2, knobs={"snapkv": {"phase": "prefill"}}
@@ -174,7 +174,7 @@ def test_snapkv_as_published_compacts_once_when_the_prompt_is_in() -> None:
 
 @attrs.define(eq=False)
 class Due:
-    """Always of the same opinion."""
+    """Returns the same answer for every sequence."""
 
     answer: bool
 
@@ -185,21 +185,21 @@ class Due:
 
 def compacted_at(due: bool, *, prompt_len: int, new_tokens: int, chunk: int) -> list[int]:
     """Tokens seen at each compaction, with a budget of 6 and a buffer of 10."""
-    recorder = Recorder()  # itself checks that something has to leave
+    recorder = Recorder()  # also checks that every compaction evicts rows
     plan = Plan.uniform("streaming", Due(due), recorder, budget=6, buffer=10)
     engine = Engine(shared_model(num_layers=1), plan=plan, chunk=chunk)
     engine.generate([[3] * prompt_len], max_new_tokens=new_tokens).results()
     return [one.seq_len for record in recorder.records for one in record.compactions]
 
 
-def test_a_sequence_within_its_budget_is_not_compacted_however_due() -> None:
+def test_sequence_within_budget_is_not_compacted_even_if_due() -> None:
     assert compacted_at(True, prompt_len=3, new_tokens=8, chunk=512) == [7, 8, 9]
 
 
-def test_a_prompt_that_is_not_in_yet_is_not_due_unless_its_slab_is_full() -> None:
+def test_compaction_during_prefill_only_when_slab_is_full() -> None:
     assert compacted_at(True, prompt_len=14, new_tokens=3, chunk=4) == [14, 15]
     assert compacted_at(True, prompt_len=20, new_tokens=2, chunk=4) == [16, 20]
 
 
-def test_a_full_slab_is_compacted_although_no_policy_thinks_so() -> None:
+def test_full_slab_is_compacted_even_if_not_due() -> None:
     assert compacted_at(False, prompt_len=3, new_tokens=40, chunk=512) == [16, 26, 36]

@@ -1,4 +1,4 @@
-"""Where nothing is evicted the engine writes exactly what ``model.generate`` writes."""
+"""Without eviction, the engine generates exactly the tokens of ``model.generate``."""
 
 import pytest
 import torch
@@ -25,7 +25,7 @@ chunks = st.sampled_from([1, 2, 3, 7, 512])
 
 
 @given(models, prompts(), roomy_plans(num_layers=NUM_LAYERS, rows=ROOMY), slots, chunks)
-def test_a_budget_that_nothing_exceeds_equals_generate(
+def test_unexceeded_budget_equals_generate(
     model: torch.nn.Module, prompts: list[list[int]], plan: Plan, slots: int, chunk: int
 ) -> None:
     results = (
@@ -40,7 +40,7 @@ def test_a_budget_that_nothing_exceeds_equals_generate(
 
 
 @given(models, prompts(min_len=4, max_len=40), chunks)
-def test_a_full_cache_equals_generate_whatever_the_chunk(
+def test_full_cache_equals_generate_for_any_chunk_size(
     model: torch.nn.Module, prompts: list[list[int]], chunk: int
 ) -> None:
     engine = Engine(model, plan=Plan.uniform("full"), slots=2, chunk=chunk)
@@ -51,7 +51,7 @@ def test_a_full_cache_equals_generate_whatever_the_chunk(
 
 
 @given(models, prompts(count=4), st.permutations(range(4)), slots)
-def test_requests_of_different_lengths_are_each_answered_in_full(
+def test_requests_of_different_lengths_all_complete(
     model: torch.nn.Module, prompts: list[list[int]], lengths: list[int], slots: int
 ) -> None:
     requests = [
@@ -65,20 +65,20 @@ def test_requests_of_different_lengths_are_each_answered_in_full(
 
 
 @given(models, prompts(count=3), seeds, slots)
-def test_sampled_tokens_do_not_depend_on_a_roomy_plan(
+def test_sampled_tokens_are_equal_under_any_unexceeded_budget(
     model: torch.nn.Module, prompts: list[list[int]], seed: int, slots: int
 ) -> None:
-    how = Sampling(temperature=0.8, top_k=20, top_p=0.9, seed=seed)
+    sampling = Sampling(temperature=0.8, top_k=20, top_p=0.9, seed=seed)
     answers = [
         Engine(model, plan=plan, slots=slots)
-        .generate(prompts, max_new_tokens=10, sampling=how)
+        .generate(prompts, max_new_tokens=10, sampling=sampling)
         .results()
         for plan in (Plan.uniform("full"), Plan.uniform("rkv", "protect", budget=64, buffer=3))
     ]
     assert [one.tokens for one in answers[0]] == [one.tokens for one in answers[1]]
 
 
-def test_the_model_is_the_same_before_and_after_a_run() -> None:
+def test_run_leaves_model_unchanged() -> None:
     model = shared_model("qwen3")
     before = (model.config.to_dict(), {k: v.clone() for k, v in model.state_dict().items()})
     Engine(model, plan=Plan.uniform("rkv", budget=12, buffer=2)).generate(
@@ -91,7 +91,7 @@ def test_the_model_is_the_same_before_and_after_a_run() -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_half_precision_equals_generate(family: str) -> None:
-    # bf16 logits are coarse, and the order of additions differs: one run, no draws.
+    # bf16 logits are coarse and sums are ordered differently: one fixed example.
     model = tiny_model(family, dtype=torch.bfloat16, seed=1)
     prompt = [5, 9, 40, 2, 2, 7, 11]
     plan = Plan.uniform("streaming", budget=64)

@@ -1,11 +1,11 @@
-"""A sequence is answered as if it were alone, whatever stands beside, before or after it.
+"""The result of a sequence does not depend on the other sequences of its batch.
 
-In double precision: batches of another shape add up in another order, and in fp32 that noise
-may tip an eviction between two rows of almost equal score.
+In double precision: batches of different shapes sum in different orders, and in fp32 that
+rounding can change which of two rows of nearly equal score is evicted.
 """
 
 import torch
-from compare import told
+from compare import result_values
 from hypothesis import given
 from hypothesis import strategies as st
 from strategies import plans, prompts, seeds
@@ -28,18 +28,18 @@ evicting = plans(num_layers=NUM_LAYERS)
 
 
 @given(models, long_prompts, evicting, slots, chunks)
-def test_a_row_in_a_batch_equals_the_same_row_alone(
+def test_batched_sequence_equals_sequence_alone(
     model: torch.nn.Module, prompts: list[list[int]], plan: Plan, slots: int, chunk: int
 ) -> None:
     engine = Engine(model, plan=plan, slots=slots, chunk=chunk)
     batch = engine.generate(prompts, max_new_tokens=20).results()
     for prompt, result in zip(prompts, batch, strict=True):
         (alone,) = engine.generate([prompt], max_new_tokens=20).results()
-        assert told(result) == told(alone)
+        assert result_values(result) == result_values(alone)
 
 
 @given(models, long_prompts, evicting, slots, st.permutations(range(4)))
-def test_the_order_of_arrival_does_not_matter(
+def test_results_do_not_depend_on_request_order(
     model: torch.nn.Module,
     prompts: list[list[int]],
     plan: Plan,
@@ -49,21 +49,23 @@ def test_the_order_of_arrival_does_not_matter(
     engine = Engine(model, plan=plan, slots=slots)
     first = engine.generate(prompts, max_new_tokens=14).results()
     second = engine.generate([prompts[i] for i in order], max_new_tokens=14).results()
-    assert [told(first[i]) for i in order] == [told(result) for result in second]
+    assert [result_values(first[i]) for i in order] == [result_values(result) for result in second]
 
 
 @given(models, long_prompts, evicting, slots)
-def test_a_second_run_equals_the_first(
+def test_second_run_equals_first(
     model: torch.nn.Module, prompts: list[list[int]], plan: Plan, slots: int
 ) -> None:
     engine = Engine(model, plan=plan, slots=slots)
     first = engine.generate(prompts, max_new_tokens=14).results()
     second = engine.generate(prompts, max_new_tokens=14).results()
-    assert [told(result) for result in first] == [told(result) for result in second]
+    assert [result_values(result) for result in first] == [
+        result_values(result) for result in second
+    ]
 
 
 @given(models, long_prompts, evicting, st.lists(st.integers(1, 16), min_size=4, max_size=4))
-def test_neighbours_that_end_early_leave_no_trace(
+def test_sequences_that_end_early_do_not_affect_others(
     model: torch.nn.Module, prompts: list[list[int]], plan: Plan, lengths: list[int]
 ) -> None:
     requests = [
@@ -73,28 +75,28 @@ def test_neighbours_that_end_early_leave_no_trace(
     engine = Engine(model, plan=plan, slots=3)
     for request, result in zip(requests, engine.generate(requests).results(), strict=True):
         (alone,) = engine.generate([request]).results()
-        assert told(result) == told(alone)
+        assert result_values(result) == result_values(alone)
 
 
 @given(models, long_prompts, evicting, seeds)
-def test_samples_of_a_row_do_not_depend_on_its_neighbours(
+def test_samples_do_not_depend_on_other_sequences(
     model: torch.nn.Module, prompts: list[list[int]], plan: Plan, seed: int
 ) -> None:
-    how = [Sampling(temperature=t, top_p=0.9, seed=seed) for t in (0.0, 0.7, 1.0, 1.3)]
+    samplings = [Sampling(temperature=t, top_p=0.9, seed=seed) for t in (0.0, 0.7, 1.0, 1.3)]
     engine = Engine(model, plan=plan, slots=3)
-    batch = engine.generate(prompts, max_new_tokens=12, sampling=how).results()
-    for prompt, sampling, result in zip(prompts, how, batch, strict=True):
+    batch = engine.generate(prompts, max_new_tokens=12, sampling=samplings).results()
+    for prompt, sampling, result in zip(prompts, samplings, batch, strict=True):
         (alone,) = engine.generate([prompt], max_new_tokens=12, sampling=sampling).results()
-        assert told(result) == told(alone)
+        assert result_values(result) == result_values(alone)
 
 
 @given(models, long_prompts, evicting, st.integers(1, 20))
-def test_the_size_of_a_chunk_does_not_matter(
+def test_results_do_not_depend_on_chunk_size(
     model: torch.nn.Module, prompts: list[list[int]], plan: Plan, chunk: int
 ) -> None:
-    # Also where something leaves: a slab is compacted when it is full, however it filled.
+    # Also with eviction: a slab is compacted when it is full, for any chunk size.
     answers = [
         Engine(model, plan=plan, slots=3, chunk=size).generate(prompts, max_new_tokens=8).results()
         for size in (chunk, 512)
     ]
-    assert [told(one) for one in answers[0]] == [told(one) for one in answers[1]]
+    assert [result_values(one) for one in answers[0]] == [result_values(one) for one in answers[1]]

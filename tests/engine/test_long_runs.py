@@ -1,4 +1,4 @@
-"""Many requests through few slots, for long: what short draws might miss."""
+"""Long runs of many requests through few slots."""
 
 import pytest
 import torch
@@ -31,12 +31,10 @@ def requests_of(seed: int, num: int) -> list[Request]:
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("name", NAMES)
-def test_every_request_of_a_long_run_is_answered_as_if_it_were_alone(
-    name: str, family: str
-) -> None:
+def test_long_run_equals_each_request_alone(name: str, family: str) -> None:
     recorder = Recorder(follows=name not in REWRITING)
     stack = (name, recorder) if name == "protect" else (name, "protect", recorder)
-    # The engine has no tokenizer here: sentences end at token ids, and many of them are alike.
+    # The engine has no tokenizer here: sentences end at token ids, and many are similar.
     knobs = {"skipkv": {"delimiters": list(range(0, 61, 7)), "tau": 0.3}}
     chosen = {policy: knobs[policy] for policy in knobs if policy in stack}
     plan = Plan.uniform(*stack, budget=24, buffer=9, knobs=chosen)
@@ -48,13 +46,13 @@ def test_every_request_of_a_long_run_is_answered_as_if_it_were_alone(
         assert result.tokens == alone.tokens
         assert result.compactions == alone.compactions
         if name != "full":
-            # Some layers may have more than 24 rows, if others have less.
+            # Some layers may hold more than 24 rows if others hold fewer.
             assert result.peak_rows <= max(layer.budget for layer in engine.plan.layers) + 9
     assert recorder.records or name == "full"
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_long_run_without_evictions_equals_generate(family: str) -> None:
+def test_long_run_without_eviction_equals_generate(family: str) -> None:
     model = shared_model(family, seed=2, num_layers=3)
     plan = Plan.uniform("h2o", "protect", budget=400, buffer=5)
     prompts = [list(request.prompt) for request in requests_of(5, 8)]

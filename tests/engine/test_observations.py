@@ -1,4 +1,4 @@
-"""What hooks are told about attention equals what the model's own eager attention computes."""
+"""Attention arguments of hooks equal the model's own eager attention."""
 
 from collections.abc import Generator
 
@@ -18,7 +18,7 @@ PROMPTS = [[5, 9, 40, 2, 2, 7, 11, 30, 1], [8, 1], [3] * 13, [17, 4, 4, 59, 21]]
 
 @attrs.define(eq=False)
 class Watch:
-    """Note the arguments of every sequence's first compaction in every layer."""
+    """Records the arguments of every sequence's first compaction in every layer."""
 
     window_size: int = WINDOW
     seen: list[dict] = attrs.field(factory=list)
@@ -57,8 +57,8 @@ def test_queries_weights_and_sums_equal_eager_attention(family: str, chunk: int)
     engine = Engine(tiny_model(family, seed=2), plan=plan, slots=3, chunk=chunk)
     results = engine.generate(PROMPTS, max_new_tokens=14).results()
     eager = tiny_model(family, seed=2, attn_implementation="eager")
-    # Nothing has left before the first compaction, so a plain forward shows the truth.
-    truth = [
+    # Nothing is evicted before the first compaction, so a plain forward is the reference.
+    reference = [
         eager_attention(eager, [*prompt, *result.tokens][: BUDGET + BUFFER])
         for prompt, result in zip(PROMPTS, results, strict=True)
     ]
@@ -67,7 +67,7 @@ def test_queries_weights_and_sums_equal_eager_attention(family: str, chunk: int)
         assert row["seq_len"] == BUDGET + BUFFER
         assert row["queries"].shape == (NUM_HEADS, WINDOW, 8)
         assert row["attn_weights"].dtype == row["attn_sums"].dtype == torch.float32
-        matches = [agrees(row, attentions[row["layer_idx"]]) for attentions in truth]
+        matches = [agrees(row, attentions[row["layer_idx"]]) for attentions in reference]
         assert sum(matches) == 1
 
 
@@ -96,8 +96,8 @@ def agrees(row: dict, attention: Tensor) -> bool:
 
 
 @attrs.define(eq=False)
-class WeighsEverything:
-    """Reads the weights of a window that is longer than the budget."""
+class ChecksFinite:
+    """ReadsKeys the attention weights of a query window that is longer than the budget."""
 
     window_size: int = 8
     finite: list[bool] = attrs.field(factory=list)
@@ -108,8 +108,8 @@ class WeighsEverything:
         return positions.float()
 
 
-def test_weights_are_finite_when_all_that_a_query_saw_has_left() -> None:
-    policy = WeighsEverything()
+def test_weights_are_finite_when_all_rows_of_a_query_are_evicted() -> None:
+    policy = ChecksFinite()
     plan = Plan.uniform(policy, budget=2, buffer=3)
     Engine(tiny_model(seed=2), plan=plan).generate([[1, 2, 3]], max_new_tokens=20).results()
     assert policy.finite
@@ -117,8 +117,8 @@ def test_weights_are_finite_when_all_that_a_query_saw_has_left() -> None:
 
 
 @attrs.define(eq=False)
-class Reads:
-    """Names one argument, to see what its absence from a stack saves."""
+class ReadsKeys:
+    """Declares only ``keys``, so no track or query window is needed."""
 
     @hookimpl
     def score(self, keys: Tensor, budget: int) -> Tensor:
@@ -127,15 +127,15 @@ class Reads:
 
 @pytest.mark.parametrize(
     ("stack", "num_tracks", "window"),
-    [((Reads(),), 0, 0), (("h2o",), 1, 0), (("snapkv",), 1, 8), (("h2o", "rkv"), 2, 8)],
-    ids=["keys only", "sums", "ranks and queries", "all of them"],
+    [((ReadsKeys(),), 0, 0), (("h2o",), 1, 0), (("snapkv",), 1, 8), (("h2o", "rkv"), 2, 8)],
+    ids=["keys only", "sums", "ranks and queries", "sums and queries"],
 )
-def test_what_nobody_names_is_not_stored(stack: tuple, num_tracks: int, window: int) -> None:
+def test_undeclared_tracks_are_not_stored(stack: tuple, num_tracks: int, window: int) -> None:
     plan = Plan.uniform(*stack, budget=9, buffer=4)
     run = Engine(tiny_model(num_layers=1), plan=plan, slots=1).generate(
         [[1, 2, 3]], max_new_tokens=7
     )
     run.results()
-    rows = 3 + 7  # the slab is no longer than the sequence may become
+    rows = 3 + 7  # the slab is as long as the longest possible sequence
     row = NUM_KV_HEADS * (2 * 8 * 4 + 8 + 4 * num_tracks)  # keys, values, position, tracks
     assert run.report.peak_kv_bytes == rows * row + window * NUM_HEADS * 8 * 4

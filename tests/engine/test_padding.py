@@ -1,4 +1,4 @@
-"""Pads are never stored, but for plans that ask to study what they do."""
+"""Pads are stored only by plans with ``padding="stored"``."""
 
 import attrs
 import pytest
@@ -12,7 +12,7 @@ from kvpolicy.state import WaitingRequest
 
 @attrs.define(eq=False)
 class InPairs:
-    """Two at a time, when all slots are free."""
+    """Admits two requests at a time, when all slots are free."""
 
     @hookimpl
     def schedule(self, waiting: list[WaitingRequest], num_active: int) -> list[list[int]]:
@@ -41,13 +41,13 @@ def test_pads_are_not_stored() -> None:
     assert budgets_seen("none") == [{16}] * 4
 
 
-def test_stored_pads_take_their_part_of_the_budget() -> None:
-    # 9 tokens is the longest prompt of the first pair, 7 of the second; who has fewer rows
-    # is compacted first.
+def test_stored_pads_reduce_the_budget() -> None:
+    # The longest prompt of the first pair has 9 tokens, that of the second 7; the sequence
+    # with fewer rows is compacted first.
     assert sorted(map(sorted, budgets_seen("stored"))) == [[11], [16], [16], [16]]
 
 
-def test_pads_leave_the_rows_that_policies_protect() -> None:
+def test_stored_pads_do_not_reduce_protected_rows() -> None:
     recorder = Recorder()
     plan = Plan.uniform(
         "rkv", recorder, budget=10, buffer=4, schedule=[InPairs()], padding="stored"
@@ -58,7 +58,7 @@ def test_pads_leave_the_rows_that_policies_protect() -> None:
     assert kept == {8, 10}
 
 
-def test_the_full_cache_has_no_budget_to_lose() -> None:
+def test_stored_pads_do_not_change_the_full_cache() -> None:
     def tokens(padding: str) -> list[tuple[int, ...]]:
         plan = Plan.uniform("full", schedule=[InPairs()], padding=padding)
         run = Engine(shared_model(), plan=plan, slots=2).generate(PROMPTS, max_new_tokens=12)
@@ -67,7 +67,7 @@ def test_the_full_cache_has_no_budget_to_lose() -> None:
     assert tokens("stored") == tokens("none")
 
 
-def test_waiting_with_nothing_under_way_is_refused() -> None:
+def test_schedule_without_admission_while_idle_raises() -> None:
     class Waits:
         @hookimpl
         def schedule(self) -> list[list[int]]:
@@ -78,12 +78,12 @@ def test_waiting_with_nothing_under_way_is_refused() -> None:
         Engine(shared_model(), plan=plan).generate([[1]]).results()
 
 
-def test_another_word_is_refused() -> None:
+def test_unknown_padding_raises() -> None:
     with pytest.raises(PlanError, match="padding"):
         Plan.from_dict({"stack": ["full"], "padding": "left"})
 
 
-def test_only_plans_that_store_pads_say_so() -> None:
+def test_padding_is_in_the_plan_only_if_stored() -> None:
     plain, stored = (
         Plan.uniform("h2o", budget=16, padding=padding).resolve(2) for padding in ("none", "stored")
     )

@@ -1,4 +1,4 @@
-"""What callers get wrong when they ask: each slip has its sentence, none its own traceback."""
+"""Invalid requests: each mistake gives a one-sentence error."""
 
 from typing import Any
 
@@ -17,56 +17,56 @@ def engine() -> Engine:
     return Engine(shared_model(), TOKENIZER, Plan.uniform("full"), slots=2)
 
 
-def test_one_text_instead_of_a_list_is_refused() -> None:
-    # A list of its characters would be as many prompts.
+def test_single_text_instead_of_a_list_raises() -> None:
+    # Otherwise each character would become a prompt.
     with pytest.raises(KVPolicyError, match="list"):
         engine().generate("hello", max_new_tokens=2)
 
 
-def test_one_request_instead_of_a_list_is_refused() -> None:
+def test_single_request_instead_of_a_list_raises() -> None:
     with pytest.raises(KVPolicyError, match="list"):
         engine().generate(Request([1, 2]), max_new_tokens=2)
 
 
 BAD_PROMPTS: dict[str, tuple[Any, str]] = {
-    "one id, as in a flat list": (7, "7"),
+    "one id from a flat list": (7, "7"),
     "nothing": (None, "None"),
     "a fraction in a tensor": (torch.tensor([1.5]), "1.5"),
     "a batch": ([[1, 2]], "[1, 2]"),
-    "words": (["hello"], "hello"),
+    "texts in a list": (["hello"], "hello"),
     "bytes": (b"hello", "hello"),
 }
 
 
 @pytest.mark.parametrize("case", BAD_PROMPTS)
-def test_what_is_no_prompt_becomes_an_error_of_that_request(case: str) -> None:
-    prompt, says = BAD_PROMPTS[case]
+def test_invalid_prompt_becomes_an_error_result(case: str) -> None:
+    prompt, message = BAD_PROMPTS[case]
     bad, good = engine().generate([prompt, [1, 2]], max_new_tokens=2).results()
     assert bad.finish_reason == "error"
-    assert says in bad.error
+    assert message in bad.error
     assert list(good.tokens) == greedy_tokens(shared_model(), [1, 2], 2)
 
 
 @pytest.mark.parametrize("make", [np.array, torch.tensor, tuple, iter], ids=lambda f: f.__name__)
-def test_token_ids_may_come_in_any_container(make: Any) -> None:
+def test_token_ids_accept_any_container(make: Any) -> None:
     (result,) = engine().generate([make([1, 2])], max_new_tokens=3).results()
     assert list(result.tokens) == greedy_tokens(shared_model(), [1, 2], 3)
 
 
-def test_one_stop_string_is_a_string_and_not_its_characters() -> None:
+def test_single_stop_string_is_not_split_into_characters() -> None:
     prompt = "what is 2+2?"
     (plain,) = engine().generate([prompt], max_new_tokens=12).results()
     stop = plain.text[4:7]
-    for asked in (
+    for run in (
         engine().generate([prompt], max_new_tokens=12, stop=stop),
         engine().generate([Request(prompt, max_new_tokens=12, stop=stop)]),
         engine().generate([prompt], max_new_tokens=12, stop=[stop]),
     ):
-        (result,) = asked.results()
+        (result,) = run.results()
         assert result.text == plain.text[: plain.text.index(stop)]
 
 
-def test_one_stop_id_may_be_given_bare() -> None:
+def test_single_stop_id_needs_no_list() -> None:
     prompt = [4, 8, 15]
     plain = greedy_tokens(shared_model(), prompt, 8)
     (result,) = engine().generate([prompt], max_new_tokens=8, stop_ids=plain[2]).results()
@@ -74,12 +74,12 @@ def test_one_stop_id_may_be_given_bare() -> None:
 
 
 @pytest.mark.parametrize("stop", ["", [""], [3], [None]], ids=repr)
-def test_a_stop_that_is_no_text_is_refused(stop: Any) -> None:
+def test_invalid_stop_string_raises(stop: Any) -> None:
     with pytest.raises(KVPolicyError, match="stop"):
         engine().generate(["hello"], stop=stop)
 
 
 @pytest.mark.parametrize("stop_ids", [["a"], [1.5], [None]], ids=repr)
-def test_a_stop_id_that_is_no_token_is_refused(stop_ids: Any) -> None:
+def test_invalid_stop_id_raises(stop_ids: Any) -> None:
     with pytest.raises(KVPolicyError, match="stop_ids"):
         engine().generate(["hello"], stop_ids=stop_ids)

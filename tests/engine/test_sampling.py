@@ -1,4 +1,4 @@
-"""Sampling against a loop-written filter, against transformers' own, and against itself."""
+"""Sampling against a loop-based filter, against transformers, and for batch independence."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -33,17 +33,19 @@ def logits_of(seed: int, rows: int, vocab: int = 12) -> Tensor:
     return 2 * torch.randn(rows, vocab, generator=torch.Generator().manual_seed(seed))
 
 
-def by_token(logits: Tensor, how: list[Sampling]) -> Tensor:
-    """Our distribution, normalised, in the order of the vocabulary."""
-    likely, tokens = probabilities(logits, how)
-    return torch.zeros_like(logits).scatter_(1, tokens, likely / likely.sum(1, keepdim=True))
+def by_token(logits: Tensor, params: list[Sampling]) -> Tensor:
+    """Our normalised distribution, in vocabulary order."""
+    probs, tokens = probabilities(logits, params)
+    return torch.zeros_like(logits).scatter_(1, tokens, probs / probs.sum(1, keepdim=True))
 
 
 @given(seeds, st.lists(samplings, min_size=1, max_size=4))
-def test_every_row_draws_from_its_own_filtered_distribution(seed: int, how: list[Sampling]) -> None:
-    logits = logits_of(seed, len(how))
-    ours = by_token(logits, how)
-    for row, sampling in enumerate(how):
+def test_each_row_samples_from_its_own_filtered_distribution(
+    seed: int, params: list[Sampling]
+) -> None:
+    logits = logits_of(seed, len(params))
+    ours = by_token(logits, params)
+    for row, sampling in enumerate(params):
         expected = sampling_probs(
             logits[row].tolist(),
             temperature=sampling.temperature,
@@ -54,21 +56,21 @@ def test_every_row_draws_from_its_own_filtered_distribution(seed: int, how: list
 
 
 @given(seeds, samplings)
-def test_the_filters_are_those_of_transformers(seed: int, how: Sampling) -> None:
+def test_filters_equal_transformers(seed: int, params: Sampling) -> None:
     logits = logits_of(seed, 3)
-    processors = LogitsProcessorList([TemperatureLogitsWarper(how.temperature)])
-    if how.top_k:
-        processors.append(TopKLogitsWarper(how.top_k))
-    if how.top_p < 1:
-        processors.append(TopPLogitsWarper(how.top_p))
+    processors = LogitsProcessorList([TemperatureLogitsWarper(params.temperature)])
+    if params.top_k:
+        processors.append(TopKLogitsWarper(params.top_k))
+    if params.top_p < 1:
+        processors.append(TopPLogitsWarper(params.top_p))
     theirs = processors(torch.zeros(3, 1, dtype=torch.int64), logits.clone()).softmax(dim=-1)
-    torch.testing.assert_close(by_token(logits, [how] * 3), theirs)
+    torch.testing.assert_close(by_token(logits, [params] * 3), theirs)
 
 
 @pytest.mark.parametrize(("top_p", "num"), [(0.25, 1), (0.26, 2), (0.5, 2), (0.75, 3), (1.0, 4)])
-def test_the_nucleus_is_the_smallest_set_that_reaches_top_p(top_p: float, num: int) -> None:
-    likely, _ = probabilities(torch.zeros(1, 4), [Sampling(temperature=1.0, top_p=top_p)])
-    assert int((likely > 0).sum()) == num
+def test_nucleus_is_the_smallest_set_reaching_top_p(top_p: float, num: int) -> None:
+    probs, _ = probabilities(torch.zeros(1, 4), [Sampling(temperature=1.0, top_p=top_p)])
+    assert int((probs > 0).sum()) == num
 
 
 def sample(
@@ -82,7 +84,7 @@ def sample(
 
 
 @given(seeds, seeds)
-def test_greedy_takes_the_likeliest_token_and_no_randomness(seed: int, draw_seed: int) -> None:
+def test_greedy_takes_the_most_likely_token_without_randomness(seed: int, draw_seed: int) -> None:
     logits = logits_of(seed, 3)
     generators = [torch.Generator().manual_seed(draw_seed) for _ in range(3)]
     before = generators[0].get_state()
@@ -92,27 +94,29 @@ def test_greedy_takes_the_likeliest_token_and_no_randomness(seed: int, draw_seed
 
 
 @given(seeds, samplings, st.integers(1, 4), st.integers(0, 3))
-def test_what_is_drawn_does_not_depend_on_the_other_rows(
-    seed: int, how: Sampling, rows: int, place: int
+def test_sampled_token_does_not_depend_on_other_rows(
+    seed: int, params: Sampling, rows: int, row_idx: int
 ) -> None:
-    place %= rows
+    row_idx %= rows
     logits = logits_of(seed, rows)
     others = [Sampling(), Sampling(temperature=2.0), Sampling(temperature=0.5, top_k=3)]
-    mixed = [how if row == place else others[row % 3] for row in range(rows)]
-    generators = [torch.Generator().manual_seed(7 if r == place else 100 + r) for r in range(rows)]
-    together = sample(logits, mixed, generators)[place]
-    alone = sample(logits[place : place + 1], [how], [torch.Generator().manual_seed(7)])[0]
-    assert together == alone
+    mixed = [params if row == row_idx else others[row % 3] for row in range(rows)]
+    generators = [
+        torch.Generator().manual_seed(7 if r == row_idx else 100 + r) for r in range(rows)
+    ]
+    batched = sample(logits, mixed, generators)[row_idx]
+    alone = sample(logits[row_idx : row_idx + 1], [params], [torch.Generator().manual_seed(7)])[0]
+    assert batched == alone
 
 
-def test_frequencies_are_the_probabilities() -> None:
+def test_sample_frequencies_match_probabilities() -> None:
     logits = logits_of(3, 1, vocab=6)
-    how = Sampling(temperature=0.9, top_k=5, top_p=0.95)
+    params = Sampling(temperature=0.9, top_k=5, top_p=0.95)
     generator = torch.Generator().manual_seed(0)
     num = 4000
-    drawn = [sample(logits, [how], [generator])[0] for _ in range(num)]
+    drawn = [sample(logits, [params], [generator])[0] for _ in range(num)]
     frequencies = torch.bincount(torch.tensor(drawn), minlength=6) / num
-    expected = by_token(logits, [how])[0]
+    expected = by_token(logits, [params])[0]
     assert ((frequencies - expected).abs() <= 4 * (expected * (1 - expected) / num).sqrt()).all()
     assert (frequencies[expected == 0] == 0).all()
 
@@ -132,7 +136,7 @@ def test_frequencies_are_the_probabilities() -> None:
     ],
     ids=str,
 )
-def test_bad_sampling_is_refused(bad: dict) -> None:
+def test_invalid_sampling_raises(bad: dict) -> None:
     (knob,) = bad
     with pytest.raises(KVPolicyError, match=knob):
         Sampling(**bad)

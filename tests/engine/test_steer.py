@@ -1,4 +1,4 @@
-"""Steering adds the sum of all answers to what enters a layer, in decode steps only."""
+"""Steering adds the sum of all policies' changes to a layer's input, in decode steps only."""
 
 import attrs
 import pytest
@@ -40,21 +40,21 @@ def tokens(model: nn.Module, prompts: list[list[int]], *stack: object) -> list[t
 
 
 @given(prompts(count=3), seeds)
-def test_answers_are_summed_in_any_order(prompts: list[list[int]], seed: int) -> None:
+def test_steering_changes_are_summed_in_any_order(prompts: list[list[int]], seed: int) -> None:
     model = shared_model(**DOUBLE)
     a, b, c = vectors(seed, 3)
-    together = tokens(model, prompts, Push(a + b + c))
-    assert tokens(model, prompts, Push(a), Push(b), Push(c)) == together
-    assert tokens(model, prompts, Push(c), Push(a), Push(b)) == together
+    summed = tokens(model, prompts, Push(a + b + c))
+    assert tokens(model, prompts, Push(a), Push(b), Push(c)) == summed
+    assert tokens(model, prompts, Push(c), Push(a), Push(b)) == summed
 
 
 @given(prompts(count=2))
-def test_a_change_of_zero_changes_nothing(prompts: list[list[int]]) -> None:
+def test_zero_steering_changes_nothing(prompts: list[list[int]]) -> None:
     model = shared_model(**DOUBLE)
     assert tokens(model, prompts, Push(torch.zeros(HIDDEN, **DOUBLE))) == tokens(model, prompts)
 
 
-def test_the_first_token_comes_from_the_prompt_alone() -> None:
+def test_first_token_is_not_steered() -> None:
     model, prompt = shared_model(**DOUBLE), [4, 8, 15, 16, 23]
     (steered,) = tokens(model, [prompt], Push(vectors(0, 1, scale=5.0)[0]))
     plain = greedy_tokens(model, prompt, 12)
@@ -63,8 +63,8 @@ def test_the_first_token_comes_from_the_prompt_alone() -> None:
 
 
 @attrs.define(eq=False)
-class Watches:
-    """Notes what it is told, and pushes."""
+class RecordsAndPushes:
+    """Records the arguments of steer() and adds a vector."""
 
     vector: Tensor
     seen: list[tuple[int, Tensor]] = attrs.field(factory=list)
@@ -75,15 +75,15 @@ class Watches:
     ) -> Tensor:
         assert token_ids.dtype == torch.int64
         assert token_ids.shape == hidden_states.shape[:1]
-        for token, mine in zip(token_ids.tolist(), memory.of(self), strict=True):
-            mine.setdefault("token_ids", []).append(token)
-            self.seen.append((layer_idx, mine["token_ids"]))
+        for token, notes in zip(token_ids.tolist(), memory.of(self), strict=True):
+            notes.setdefault("token_ids", []).append(token)
+            self.seen.append((layer_idx, notes["token_ids"]))
         return self.vector.expand_as(hidden_states)
 
 
 @pytest.mark.parametrize("slots", [1, 2, 4])
-def test_memory_and_token_ids_are_those_of_the_sequence_in_its_slot(slots: int) -> None:
-    policy = Watches(torch.zeros(HIDDEN))
+def test_memory_and_token_ids_match_the_sequence_in_the_slot(slots: int) -> None:
+    policy = RecordsAndPushes(torch.zeros(HIDDEN))
     prompts = [[1, 2, 3], [4] * 9, [5], [6, 7]]
     plan = Plan(
         layers=(
@@ -94,21 +94,21 @@ def test_memory_and_token_ids_are_those_of_the_sequence_in_its_slot(slots: int) 
     engine = Engine(shared_model(), plan=plan, slots=slots)
     results = engine.generate(prompts, max_new_tokens=9, stop_ids=[3, 28, 45]).results()
     assert {layer_idx for layer_idx, _ in policy.seen} == {0}
-    told = {tuple(token_ids) for _, token_ids in policy.seen}
-    assert told == {result.tokens[:-1] for result in results if len(result.tokens) > 1}
+    recorded = {tuple(token_ids) for _, token_ids in policy.seen}
+    assert recorded == {result.tokens[:-1] for result in results if len(result.tokens) > 1}
 
 
-def test_the_layer_receives_its_states_plus_the_change() -> None:
+def test_layer_input_is_hidden_states_plus_change() -> None:
     model = tiny_model(**DOUBLE)
     received: list[Tensor] = []
-    told: list[Tensor] = []
+    recorded: list[Tensor] = []
     vector = vectors(1, 1)[0]
 
     @attrs.define(eq=False)
     class Notes:
         @hookimpl
         def steer(self, layer_idx: int, hidden_states: Tensor) -> Tensor | None:
-            told.append(hidden_states.clone())
+            recorded.append(hidden_states.clone())
             return vector.expand_as(hidden_states)
 
     def note(_: nn.Module, arguments: tuple, output: object) -> None:
@@ -122,23 +122,23 @@ def test_the_layer_receives_its_states_plus_the_change() -> None:
     )
     model.model.layers[1].register_forward_hook(note)
     Engine(model, plan=plan).generate([[1, 2], [3] * 5], max_new_tokens=6).results()
-    assert len(told) == 5
-    for states, entered in zip(told, received[-5:], strict=True):
+    assert len(recorded) == 5
+    for states, entered in zip(recorded, received[-5:], strict=True):
         assert torch.equal(entered, states + vector)
 
 
-def test_a_policy_without_an_opinion_steers_nothing() -> None:
-    class Silent:
+def test_steer_returning_none_changes_nothing() -> None:
+    class ReturnsNone:
         @hookimpl
         def steer(self) -> None:
             return None
 
     model = shared_model(**DOUBLE)
-    assert tokens(model, [[1, 2, 3]], Silent()) == tokens(model, [[1, 2, 3]])
+    assert tokens(model, [[1, 2, 3]], ReturnsNone()) == tokens(model, [[1, 2, 3]])
 
 
 @given(st.integers(1, 3))
-def test_steering_a_row_does_not_depend_on_its_neighbours(slots: int) -> None:
+def test_steering_does_not_depend_on_other_sequences(slots: int) -> None:
     @attrs.define(eq=False)
     class ByLastToken:
         @hookimpl

@@ -1,4 +1,4 @@
-"""Engines, caches and plain `generate` on one model at the same time: tokens as alone."""
+"""Engines, caches and plain `generate` in threads on one model: same tokens as alone."""
 
 import threading
 from collections.abc import Callable
@@ -54,7 +54,7 @@ def repeat(job: Callable[[], Any], num: int, found: list[Any], begin: threading.
 
 
 @pytest.mark.parametrize("num", [2, pytest.param(100, marks=pytest.mark.slow)])
-def test_threads_do_not_disturb_each_other(num: int) -> None:
+def test_concurrent_runs_equal_sequential_runs(num: int) -> None:
     model = tiny_model(dtype=torch.float64)
     jobs = [
         engine_job(model, "h2o"),

@@ -32,14 +32,14 @@ def trace_of(plan: Plan, tokenizer: Any = None, **options: Any) -> tuple[Trace, 
     return trace, results
 
 
-# Every call
+# --- completeness ---------------------------------------------------------------------------
 
 
 @given(prompts(count=3), st.integers(1, 3), st.integers(1, 8))
 def test_every_compaction_is_recorded_with_its_shapes(
     prompts: list[list[int]], slots: int, buffer: int
 ) -> None:
-    """Compared with a policy that records its own calls."""
+    """The reference is a policy that records its own calls."""
     recorder = Recorder()
     plan = Plan.uniform("h2o", "protect", recorder, budget=14, buffer=buffer)
     engine = Engine(MODEL, plan=plan, slots=slots)
@@ -62,7 +62,7 @@ def test_every_compaction_is_recorded_with_its_shapes(
 
 @attrs.define(eq=False)
 class Counts:
-    """Has no opinion, and counts the calls of each hook."""
+    """Counts the calls of each hook and returns None."""
 
     calls: dict[str, int] = attrs.field(factory=dict)
 
@@ -98,7 +98,7 @@ class Counts:
         self._count("evict")
 
 
-def test_every_hook_is_recorded_as_often_as_it_is_called() -> None:
+def test_every_hook_call_is_recorded() -> None:
     counts = Counts()
     plan = Plan.uniform("h2o", counts, budget=8, buffer=4, schedule=[counts])
     trace, _ = trace_of(plan)
@@ -110,7 +110,7 @@ def test_every_hook_is_recorded_as_often_as_it_is_called() -> None:
     assert [call.number for call in trace.calls] == list(range(trace.num_calls))
 
 
-def test_a_call_has_its_requests_and_the_policies_that_answered() -> None:
+def test_call_records_requests_and_answering_policies() -> None:
     trace, _ = trace_of(Plan.uniform("h2o", "protect", budget=14, buffer=4))
     (first, *_), (select, *_) = (
         [call for call in trace.calls if call.hook == hook] for hook in ("schedule", "select")
@@ -118,14 +118,14 @@ def test_a_call_has_its_requests_and_the_policies_that_answered() -> None:
     assert (first.requests, first.tokens, first.answer) == ((0, 1, 2), (0, 0, 0), [[0, 1]])
     assert (first.layer, first.answered_by) == (None, "the defaults")
     assert select.requests == (1,)
-    assert select.tokens == (1,)  # the first token is drawn when the prompt is in
+    assert select.tokens == (1,)  # the first token is sampled after prefill
     assert select.answer == TensorInfo("int64", (1, 2, 14), "cpu")
     assert "due" not in {call.hook for call in trace.calls}, "not implemented"
 
 
 @attrs.define(eq=False)
-class Sleepy:
-    """A wrapper that waits before and after what it wraps."""
+class Waits:
+    """A wrapper that waits before and after the wrapped call."""
 
     waits: Any
 
@@ -137,7 +137,7 @@ class Sleepy:
         return scores
 
 
-def test_the_time_of_a_wrapper_excludes_what_it_wraps(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wrapper_time_excludes_the_wrapped_call(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
     monkeypatch.setattr("kvpolicy.engine.tracing.time.perf_counter", lambda: now[0])
 
@@ -150,23 +150,21 @@ def test_the_time_of_a_wrapper_excludes_what_it_wraps(monkeypatch: pytest.Monkey
     def wait() -> None:
         now[0] += 1.0
 
-    plan = Plan.uniform(Slow(), Sleepy(wait), budget=8, buffer=4)
+    plan = Plan.uniform(Slow(), Waits(wait), budget=8, buffer=4)
     trace, _ = trace_of(plan, hooks=["score"])
     for call in trace.calls:
-        assert {part.policy: part.us for part in call.parts} == {"slow": 5e6, "sleepy": 2e6}
+        assert {part.policy: part.us for part in call.parts} == {"slow": 5e6, "waits": 2e6}
     totals = {one.policy: one for one in trace.totals()}
-    assert totals["slow"].calls == totals["sleepy"].calls == trace.num_calls
+    assert totals["slow"].calls == totals["waits"].calls == trace.num_calls
     assert totals["slow"].p50_us == totals["slow"].p95_us == 5e6
-    assert totals["sleepy"].total_ms == pytest.approx(2e3 * trace.num_calls)
+    assert totals["waits"].total_ms == pytest.approx(2e3 * trace.num_calls)
 
 
-# A run does not change
+# --- no effect on the run -------------------------------------------------------------------
 
 
 @given(prompts(count=3), plans(num_layers=NUM_LAYERS), st.booleans())
-def test_tokens_are_the_same_with_and_without_a_trace(
-    prompts: list[list[int]], plan: Plan, kept: bool
-) -> None:
+def test_recording_does_not_change_tokens(prompts: list[list[int]], plan: Plan, kept: bool) -> None:
     engine = Engine(MODEL, plan=plan, slots=2)
     plain = engine.generate(prompts, max_new_tokens=20).results()
     with recording(engine, kept=kept):
@@ -174,7 +172,7 @@ def test_tokens_are_the_same_with_and_without_a_trace(
     assert [result.tokens for result in traced] == [result.tokens for result in plain]
 
 
-def test_after_a_recording_the_hooks_are_restored() -> None:
+def test_hooks_are_restored_after_recording() -> None:
     engine = Engine(MODEL, plan=Plan.uniform("h2o", "protect", budget=14, buffer=4))
     manager = engine.stacks[0]._manager
 
@@ -188,7 +186,7 @@ def test_after_a_recording_the_hooks_are_restored() -> None:
     assert manager._listener is None
 
 
-# Failures
+# --- failures -------------------------------------------------------------------------------
 
 
 class Raises:
@@ -200,16 +198,14 @@ class Raises:
         return positions.float()
 
 
-class AnswersWrongly:
+class ReturnsKeys:
     @hookimpl
     def score(self, keys: Tensor) -> Tensor:
         return keys
 
 
-@pytest.mark.parametrize(
-    "stack", [[Raises(), "protect"], [AnswersWrongly()]], ids=["raises", "wrong"]
-)
-def test_a_call_that_fails_is_recorded_with_its_error(stack: list[object]) -> None:
+@pytest.mark.parametrize("stack", [[Raises(), "protect"], [ReturnsKeys()]], ids=["raises", "wrong"])
+def test_failing_call_is_recorded_with_its_error(stack: list[object]) -> None:
     engine = Engine(MODEL, plan=Plan.uniform(*stack, budget=14, buffer=4))
     with recording(engine) as trace, pytest.raises(HookError) as caught:
         engine.generate(PROMPTS, max_new_tokens=14).results()
@@ -222,7 +218,7 @@ def test_a_call_that_fails_is_recorded_with_its_error(stack: list[object]) -> No
         assert raised == {"raises": "IndexError: no such head", "protect": None}
 
 
-# Options
+# --- options --------------------------------------------------------------------------------
 
 
 def test_only_selected_hooks_and_layers_are_recorded() -> None:
@@ -236,7 +232,7 @@ def test_only_selected_hooks_and_layers_are_recorded() -> None:
     assert some.num_calls == len(wanted) > 0
 
 
-def test_the_last_calls_are_kept_and_all_are_passed_on() -> None:
+def test_last_limits_kept_calls_but_not_on_call() -> None:
     passed_on: list[HookCall] = []
     trace, _ = trace_of(Plan.uniform("h2o", budget=14, buffer=4), last=3, on_call=passed_on.append)
     assert len(trace.calls) == 3
@@ -246,7 +242,7 @@ def test_the_last_calls_are_kept_and_all_are_passed_on() -> None:
 
 @attrs.define(eq=False)
 class RecordsEvictions:
-    """Records the evicted rows independently."""
+    """Records the evicted rows, independently of the trace."""
 
     left: list[tuple[int, int, tuple[int, ...]]] = attrs.field(factory=list)
 
@@ -257,9 +253,9 @@ class RecordsEvictions:
         keep = yield
         for b in range(len(memory.sequences)):
             for head in range(positions.shape[1]):
-                stays = set(positions[b, head][keep[b, head]].tolist())
-                gone = [p for p in positions[b, head].tolist() if p not in stays]
-                self.left.append((layer_idx, head, tuple(gone)))
+                kept_positions = set(positions[b, head][keep[b, head]].tolist())
+                evicted = [p for p in positions[b, head].tolist() if p not in kept_positions]
+                self.left.append((layer_idx, head, tuple(evicted)))
         return keep
 
 
@@ -273,14 +269,14 @@ def test_evicted_rows_are_recorded_with_their_text() -> None:
             ids = [*PROMPTS[left.request], *results[left.request].tokens]
             for (first, last), text in zip(left.ranges, left.texts, strict=True):
                 assert text == tokenizer.decode(ids[first : last + 1])
-            gone = tuple(p for first, last in left.ranges for p in range(first, last + 1))
-            assert left.num_rows == len(gone)
-            found += [(call.layer, head, gone) for head in left.heads]
+            evicted = tuple(p for first, last in left.ranges for p in range(first, last + 1))
+            assert left.num_rows == len(evicted)
+            found += [(call.layer, head, evicted) for head in left.heads]
     assert sorted(found) == sorted(policy.left)
     assert found
 
 
-def test_calls_are_plain_data() -> None:
+def test_calls_serialize_to_json() -> None:
     trace, _ = trace_of(Plan.uniform("rkv", "protect", budget=14, buffer=4), kept=True)
     for call in trace.calls:
         again = json.loads(json.dumps(call.to_dict()))
@@ -291,12 +287,12 @@ def test_calls_are_plain_data() -> None:
     ("options", "message"),
     [({"hooks": ["scroe"]}, "no hook 'scroe'.*score"), ({"layers": [0, 2]}, "no layer 2.*0 to 1")],
 )
-def test_unknown_hooks_and_layers_are_refused(options: dict[str, Any], message: str) -> None:
+def test_unknown_hooks_and_layers_raise(options: dict[str, Any], message: str) -> None:
     with pytest.raises(KVPolicyError, match=message):
         trace_of(Plan.uniform("full"), **options)
 
 
-def test_one_recording_at_a_time() -> None:
+def test_second_recording_of_an_engine_raises() -> None:
     engine = Engine(MODEL, plan=Plan.uniform("full"))
     first = recording(engine)
     with first, pytest.raises(KVPolicyError, match="recorded already"), recording(engine):
@@ -308,7 +304,7 @@ def test_one_recording_at_a_time() -> None:
 
 @attrs.define(eq=False)
 class CallsPartFirst:
-    """A wrapper that calls its part before the policies that it wraps."""
+    """A wrapper that calls its part before the wrapped policies."""
 
     parts: Any
 
@@ -319,7 +315,7 @@ class CallsPartFirst:
         return answer + mine
 
 
-def test_calls_after_the_part_of_a_wrapper_are_recorded() -> None:
+def test_wrapped_calls_after_a_part_call_are_recorded() -> None:
     plan = Plan.uniform("h2o", CallsPartFirst([("knorm", PolicySpec("knorm").build())]), budget=8)
     trace, _ = trace_of(attrs.evolve(plan, buffer=4), hooks=["score"])
     found = {tuple(part.policy for part in call.parts) for call in trace.calls}

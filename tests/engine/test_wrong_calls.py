@@ -1,4 +1,4 @@
-"""Wrong input to the Python API: the class of the error, and one sentence about it."""
+"""Invalid input to the Python API raises the right class with a one-sentence message."""
 
 from collections.abc import Callable
 from functools import lru_cache
@@ -31,7 +31,7 @@ from kvpolicy.toolkit.steering_vectors import load_steering_vector
 
 
 @attrs.define(eq=False)
-class Mine:
+class InlinePolicy:
     """A policy made in Python."""
 
     strength: int = 3
@@ -59,7 +59,7 @@ Case = tuple[Callable[[], object], type[KVPolicyError], str]
 
 CASES: dict[str, Case] = {
     # plans
-    "a plan of no policy": (plan(budget=9), PlanError, "names no policy for layers 'all'"),
+    "a plan without a policy": (plan(budget=9), PlanError, "names no policy for layers 'all'"),
     "an unknown policy": (plan("h20", budget=9), UnknownPolicyError, "did you mean h2o"),
     "an unknown knob": (
         plan("h2o", budget=9, knobs={"h2o": {"n_recnt": 3}}),
@@ -71,17 +71,21 @@ CASES: dict[str, Case] = {
         KnobError,
         "no knob 'name'",
     ),
-    "knobs for nobody": (plan("h2o", budget=9, knobs={"rkv": {}}), PlanError, "not in the stack"),
-    "knobs that are none": (plan("h2o", budget=9, knobs=3), PlanError, "knobs were given as 3"),
-    "knobs of a policy that are none": (
+    "knobs of a policy not in the stack": (
+        plan("h2o", budget=9, knobs={"rkv": {}}),
+        PlanError,
+        "not in the stack",
+    ),
+    "knobs that are a number": (plan("h2o", budget=9, knobs=3), PlanError, "knobs were given as 3"),
+    "knobs of a policy that are a number": (
         plan("h2o", budget=9, knobs={"h2o": 3}),
         PlanError,
         'write {"POLICY": {"KNOB": VALUE}}',
     ),
     "a class for a policy": (
-        plan(Mine, budget=9),
+        plan(InlinePolicy, budget=9),
         PlanError,
-        "policy Mine was given as a class; give an object, Mine()",
+        "policy InlinePolicy was given as a class; give an object, InlinePolicy()",
     ),
     "a number for a policy": (
         plan(3, budget=9),
@@ -97,21 +101,21 @@ CASES: dict[str, Case] = {
         PlanError,
         "in schedule: 'skipkv_batches' is not a list of policies",
     ),
-    "a budget in words": (plan("h2o", budget="9"), PlanError, "in budget: '9' is not a count or"),
-    "a budget of nothing": (plan("h2o", budget=0), PlanError, "in budget: 0 is out of range"),
+    "a budget as text": (plan("h2o", budget="9"), PlanError, "in budget: '9' is not a count or"),
+    "a budget of 0": (plan("h2o", budget=0), PlanError, "in budget: 0 is out of range"),
     "a budget that is true": (plan("h2o", budget=True), PlanError, "True is not a count"),
     "a budget that is a float": (plan("h2o", budget=9.0), PlanError, "9.0 is not a count"),
-    "a budget beyond all memory": (plan("h2o", budget=2**31), PlanError, "is out of range"),
-    "a buffer in words": (plan("h2o", budget=9, buffer="x"), PlanError, "in buffer: 'x' is not"),
+    "a budget above the maximum": (plan("h2o", budget=2**31), PlanError, "is out of range"),
+    "a buffer as text": (plan("h2o", budget=9, buffer="x"), PlanError, "in buffer: 'x' is not"),
     "a buffer below 1": (plan("h2o", budget=9, buffer=-1), PlanError, "in buffer: -1 is out of"),
-    "a length in words": (plan("h2o", budget=9, length="x"), PlanError, "in length: 'x' is not"),
-    "a padding nobody knows": (plan("full", padding="left"), PlanError, "'left' is not a padding"),
+    "a length as text": (plan("h2o", budget=9, length="x"), PlanError, "in length: 'x' is not"),
+    "an unknown padding": (plan("full", padding="left"), PlanError, "'left' is not a padding"),
     "a stack that is a text": (
         lambda: Plan(stack="h2o"),
         PlanError,
         "in stack: 'h2o' is not a list",
     ),
-    "a stack that is none": (lambda: Plan(stack=3), PlanError, "3 is not a list of policies"),
+    "a stack that is a number": (lambda: Plan(stack=3), PlanError, "3 is not a list of policies"),
     "layers that are numbers": (
         lambda: Plan(stack=("h2o",), budget=9, layers=[3]),
         PlanError,
@@ -137,7 +141,11 @@ CASES: dict[str, Case] = {
         PlanError,
         "in layers[0]: 3 is not a group of layers; write [[layers]]",
     ),
-    "a key that is no text": (lambda: Plan.from_dict({3: 4}), PlanError, "a key 3; keys are texts"),
+    "a key that is a number": (
+        lambda: Plan.from_dict({3: 4}),
+        PlanError,
+        "a key 3; keys are texts",
+    ),
     "overrides that are a text": (
         lambda: Plan.from_dict({"stack": ["full"]}, "budget=9"),
         PlanError,
@@ -148,12 +156,12 @@ CASES: dict[str, Case] = {
         PlanError,
         "3 is not an override; write a text such as 'budget=96'",
     ),
-    "a plan of no model": (
+    "a plan resolved for 0 layers": (
         lambda: Plan.uniform("full").resolve(0),
         PlanError,
         "cannot be resolved for 0 layers; give at least 1",
     ),
-    "a plan of a text's layers": (
+    "a plan resolved for a text": (
         lambda: Plan.uniform("full").resolve("2"),
         PlanError,
         "cannot be resolved for '2' layers",
@@ -166,7 +174,7 @@ CASES: dict[str, Case] = {
     "a name with a NUL": (lambda: Plan.load("a\0"), PlanError, "no plan is named"),
     # policies
     "a file that is a folder": (lambda: register_file("/"), PolicyLoadError, "does not exist"),
-    "a policy of no name": (lambda: load_policy(""), UnknownPolicyError, "no policy is named ''"),
+    "an empty policy name": (lambda: load_policy(""), UnknownPolicyError, "no policy is named ''"),
     "a very long name": (
         lambda: load_policy("h2o" * 10_000),
         UnknownPolicyError,
@@ -194,7 +202,7 @@ CASES: dict[str, Case] = {
         KVPolicyError,
         "slots=0; expected an integer of at least 1",
     ),
-    "slots in words": (
+    "slots as text": (
         lambda: Engine(shared_model(), None, Plan.uniform("full"), slots="2"),
         KVPolicyError,
         "slots='2'; expected an integer of at least 1",
@@ -211,12 +219,12 @@ CASES: dict[str, Case] = {
         KVPolicyError,
         "1 samplings were given for 2 prompts; give one for each",
     ),
-    "a sampling that is none": (
+    "a sampling that is a number": (
         generate(["a"], sampling=0.7),
         KVPolicyError,
         "sampling was given as 0.7; write Sampling(temperature=0.7)",
     ),
-    "samplings that are none": (
+    "samplings that are numbers": (
         generate(["a"], sampling=[0.7]),
         KVPolicyError,
         "sampling was given as 0.7; write Sampling(temperature=0.7)",
@@ -226,24 +234,28 @@ CASES: dict[str, Case] = {
         KVPolicyError,
         "=0; expected an integer",
     ),
-    "half a token": (
+    "fractional max_new_tokens": (
         generate(["a"], max_new_tokens=1.5),
         KVPolicyError,
         "=1.5; expected an integer",
     ),
     "an empty stop string": (generate(["a"], stop=""), KVPolicyError, "stop strings were given"),
-    "a stop string that is none": (
+    "a stop string that is a number": (
         generate(["a"], stop=[3]),
         KVPolicyError,
         "expected non-empty texts",
     ),
-    "stop strings that are none": (generate(["a"], stop=3), KVPolicyError, "stop strings were"),
-    "stop ids in words": (
+    "stop strings that are one number": (
+        generate(["a"], stop=3),
+        KVPolicyError,
+        "stop strings were",
+    ),
+    "stop ids as text": (
         generate(["a"], stop_ids=["a"]),
         KVPolicyError,
         "expected integer token ids",
     ),
-    "somebody to cancel who is not there": (
+    "cancelling an unknown request": (
         lambda: engine().generate(["a"]).cancel(7),
         KVPolicyError,
         "there is no request 7 to cancel",
@@ -253,9 +265,13 @@ CASES: dict[str, Case] = {
         KVPolicyError,
         "temperature=-1; expected a number",
     ),
-    "no temperature": (lambda: Sampling(float("nan")), KVPolicyError, "temperature=nan"),
-    "a temperature in words": (lambda: Sampling("hot"), KVPolicyError, "temperature='hot'"),
-    "half a top_k": (lambda: Sampling(top_k=0.5), KVPolicyError, "top_k=0.5; expected an integer"),
+    "a temperature of NaN": (lambda: Sampling(float("nan")), KVPolicyError, "temperature=nan"),
+    "a temperature as text": (lambda: Sampling("hot"), KVPolicyError, "temperature='hot'"),
+    "a fractional top_k": (
+        lambda: Sampling(top_k=0.5),
+        KVPolicyError,
+        "top_k=0.5; expected an integer",
+    ),
     "a top_p above 1": (
         lambda: Sampling(top_p=2),
         KVPolicyError,
@@ -266,20 +282,20 @@ CASES: dict[str, Case] = {
         KVPolicyError,
         "seed=-1; expected an integer from 0",
     ),
-    "a seed beyond a generator's": (lambda: Sampling(seed=2**64), KVPolicyError, "from 0 to"),
+    "a seed above the maximum": (lambda: Sampling(seed=2**64), KVPolicyError, "from 0 to"),
     # models, vectors, files
-    "a model nobody has": (
+    "an unknown model": (
         lambda: load_model("/nowhere/at/all"),
         ModelError,
         "model '/nowhere/at/all' is no folder",
     ),
-    "a dtype nobody has": (lambda: load_model("x", dtype="int3"), ModelError, "dtype 'int3' is"),
-    "a vector nobody has": (
+    "an unknown dtype": (lambda: load_model("x", dtype="int3"), ModelError, "dtype 'int3' is"),
+    "a missing steering vector": (
         lambda: load_steering_vector("nowhere.safetensors"),
         SteeringError,
         "nowhere.safetensors' cannot be read",
     ),
-    "a file without a folder": (
+    "a file in a missing folder": (
         lambda: atomic_write(Path("/nowhere/at/all.json"), "{}"),
         OutputError,
         "/nowhere/at/all.json cannot be written: No such file or directory",
@@ -287,13 +303,13 @@ CASES: dict[str, Case] = {
 }
 
 
-@pytest.mark.parametrize(("call", "kind", "says"), CASES.values(), ids=CASES)
-def test_a_wrong_call_is_answered_with_one_sentence(
-    call: Callable[[], object], kind: type[KVPolicyError], says: str
+@pytest.mark.parametrize(("call", "kind", "message"), CASES.values(), ids=CASES)
+def test_wrong_call_raises_a_one_sentence_error(
+    call: Callable[[], object], kind: type[KVPolicyError], message: str
 ) -> None:
     with pytest.raises(kind) as caught:
         call()
-    assert says in str(caught.value)
+    assert message in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
@@ -302,7 +318,7 @@ PROMPTS: dict[str, tuple[Any, str]] = {
     "no tokens": ([], "the prompt is empty; at least one token"),
     "a text of megabytes": ("ab " * 700_000, "tokens; the model has positions for 512"),
     "a list of megabytes": ([3] * 1_000_000, "1000000 tokens; the model has positions for"),
-    "half a letter": (
+    "half a surrogate pair": (
         "a \ud83d b",
         "the prompt holds \\ud83d at character 2, which is not valid text",
     ),
@@ -311,9 +327,9 @@ PROMPTS: dict[str, tuple[Any, str]] = {
     "nothing": (None, "the prompt is None; expected text or a list"),
     "an id beyond the vocabulary": ([1, 61], "token id 61; expected 0 to 60"),
     "an id below 0": ([1, -1], "token id -1; expected 0 to 60"),
-    "half an id": ([1, 2.5], "the prompt holds 2.5; expected text or integer token ids"),
-    "ids in words": (["1"], "the prompt holds '1'; expected text or integer token ids"),
-    "ids in lists": ([[1, 2]], "the prompt holds [1, 2]; expected text or integer token ids"),
+    "a fractional id": ([1, 2.5], "the prompt holds 2.5; expected text or integer token ids"),
+    "ids as text": (["1"], "the prompt holds '1'; expected text or integer token ids"),
+    "nested ids": ([[1, 2]], "the prompt holds [1, 2]; expected text or integer token ids"),
     "a batch of tensors": (
         torch.ones(2, 3, dtype=torch.int64),
         "expected text or integer token ids",
@@ -321,24 +337,24 @@ PROMPTS: dict[str, tuple[Any, str]] = {
 }
 
 
-@pytest.mark.parametrize(("prompt", "says"), PROMPTS.values(), ids=PROMPTS)
-def test_a_wrong_prompt_is_its_own_result_and_stops_no_other(prompt: Any, says: str) -> None:
-    wrong, right = engine().generate([prompt, [1, 2, 3]], max_new_tokens=3).results()
+@pytest.mark.parametrize(("prompt", "message"), PROMPTS.values(), ids=PROMPTS)
+def test_wrong_prompt_becomes_an_error_result_and_others_finish(prompt: Any, message: str) -> None:
+    wrong, valid = engine().generate([prompt, [1, 2, 3]], max_new_tokens=3).results()
     assert (wrong.finish_reason, wrong.tokens) == ("error", ())
     assert wrong.error is not None
-    assert says in wrong.error
+    assert message in wrong.error
     assert len(wrong.error) < 200
-    assert len(right.tokens) == 3
+    assert len(valid.tokens) == 3
 
 
-def test_a_text_without_a_tokenizer_is_told() -> None:
+def test_text_without_a_tokenizer_gives_an_error_result() -> None:
     (result,) = engine(tokenizer=False).generate(["a"]).results()
     assert result.error == "the prompt is text, but the engine has no tokenizer; give token ids"
     (result,) = engine(tokenizer=False).generate([[1]], stop="x").results()
     assert "stop strings need a tokenizer" in str(result.error)
 
 
-def test_a_tokenizer_that_fails_is_told() -> None:
+def test_failing_tokenizer_gives_an_error_result() -> None:
     class Broken:
         def __call__(self, text: str) -> dict[str, list[int]]:
             raise RuntimeError("no\nvocabulary")
@@ -363,7 +379,7 @@ anything = st.recursive(
 
 
 @given(st.lists(anything | st.lists(st.integers(-2, 63), max_size=30), max_size=4))
-def test_no_prompt_ends_a_run(prompts: list[Any]) -> None:
+def test_any_prompt_gives_a_result(prompts: list[Any]) -> None:
     results = bytes_engine().generate(prompts, max_new_tokens=2).results()
     assert [result.id for result in results] == list(range(len(prompts)))
     for result in results:
@@ -377,7 +393,9 @@ def test_no_prompt_ends_a_run(prompts: list[Any]) -> None:
         st.sampled_from(["max_new_tokens", "sampling", "stop", "stop_ids"]), anything, max_size=2
     ),
 )
-def test_no_request_is_answered_with_a_traceback(prompts: Any, options: dict[str, Any]) -> None:
+def test_any_request_gives_results_or_a_kvpolicy_error(
+    prompts: Any, options: dict[str, Any]
+) -> None:
     options = {"max_new_tokens": 2} | options
     try:
         run = bytes_engine().generate(prompts, **options)
@@ -395,18 +413,18 @@ def bytes_engine() -> Engine:
 
 
 @given(st.sampled_from(["h2o", "rkv", "protect"]), st.dictionaries(st.text(max_size=9), anything))
-def test_no_knob_is_answered_with_a_traceback(policy: str, knobs: dict[str, Any]) -> None:
+def test_any_knob_gives_a_plan_or_a_kvpolicy_error(policy: str, knobs: dict[str, Any]) -> None:
     spec = PolicySpec(policy, knobs)
     try:
         Plan(stack=(spec,), budget=64).resolve(2).digest()
     except KVPolicyError as error:
-        said = str(error)
+        message = str(error)
     else:
-        said = policy
-    assert policy in said
+        message = policy
+    assert policy in message
 
 
-def test_one_prompt_that_fails_ends_a_stream_with_its_error() -> None:
+def test_stream_of_a_failing_prompt_ends_with_an_error_result() -> None:
     stream = engine().stream("")
     assert list(stream) == []
     assert stream.result is not None

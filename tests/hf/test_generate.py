@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from batches import padded, written
+from batches import generated_tokens, padded
 from hypothesis import given
 from hypothesis import strategies as st
 from strategies import plans, prompts
@@ -36,11 +36,11 @@ def model_and_tokenizer() -> tuple[Any, Any]:
 
 
 @given(models, prompts(max_len=40), plans(num_layers=NUM_LAYERS))
-def test_custom_generate_equals_a_cache(
+def test_custom_generate_equals_policy_cache(
     model: nn.Module, prompts: list[list[int]], plan: Plan
 ) -> None:
-    tokens = written(model, prompts, 12, custom_generate=hf.generate, plan=plan)
-    assert tokens == written(model, prompts, 12, past_key_values=PolicyCache(model, plan))
+    tokens = generated_tokens(model, prompts, 12, custom_generate=hf.generate, plan=plan)
+    assert tokens == generated_tokens(model, prompts, 12, past_key_values=PolicyCache(model, plan))
 
 
 def test_custom_generate_allocates_its_slabs_once() -> None:
@@ -64,18 +64,22 @@ def test_custom_generate_continues_only_the_same_conversation() -> None:
     model, _ = model_and_tokenizer()
     caches = [PolicyCache(model, PLAN) for _ in range(2)]
     prompt = [1, 2, 3] * 6
-    (first,) = written(model, [prompt], 9, past_key_values=caches[0], custom_generate=hf.generate)
-    assert [first] == written(model, [prompt], 9, past_key_values=caches[1])
+    (first,) = generated_tokens(
+        model, [prompt], 9, past_key_values=caches[0], custom_generate=hf.generate
+    )
+    assert [first] == generated_tokens(model, [prompt], 9, past_key_values=caches[1])
     text = [*prompt, *first, 7, 7]
-    again = written(model, [text], 9, past_key_values=caches[0], custom_generate=hf.generate)
-    assert again == written(model, [text], 9, past_key_values=caches[1])
+    again = generated_tokens(
+        model, [text], 9, past_key_values=caches[0], custom_generate=hf.generate
+    )
+    assert again == generated_tokens(model, [text], 9, past_key_values=caches[1])
     other = [[5, *[4] * 60]]
     with pytest.raises(CacheError, match="does not begin with them"):
-        written(model, other, 9, past_key_values=caches[0], custom_generate=hf.generate)
+        generated_tokens(model, other, 9, past_key_values=caches[0], custom_generate=hf.generate)
 
 
 @pytest.mark.parametrize(
-    ("options", "error", "sentence"),
+    ("options", "error", "message"),
     [
         ({"num_beams": 2, "plan": PLAN}, CacheError, "does not support beam search"),
         ({"prompt_lookup_num_tokens": 3, "plan": PLAN}, CacheError, "does not support assisted"),
@@ -84,19 +88,19 @@ def test_custom_generate_continues_only_the_same_conversation() -> None:
     ],
 )
 def test_custom_generate_refuses_unsupported_options(
-    options: dict[str, Any], error: type[Exception], sentence: str
+    options: dict[str, Any], error: type[Exception], message: str
 ) -> None:
     model, _ = model_and_tokenizer()
-    with pytest.raises(error, match=sentence):
-        written(model, [[1, 2, 3]], 5, custom_generate=hf.generate, **options)
+    with pytest.raises(error, match=message):
+        generated_tokens(model, [[1, 2, 3]], 5, custom_generate=hf.generate, **options)
 
 
-def test_custom_generate_refuses_the_rows_of_another_cache() -> None:
+def test_custom_generate_refuses_a_non_empty_dynamic_cache() -> None:
     model, _ = model_and_tokenizer()
     other = DynamicCache()
-    written(model, [[1, 2, 3]], 5, past_key_values=other)
+    generated_tokens(model, [[1, 2, 3]], 5, past_key_values=other)
     with pytest.raises(CacheError, match="of transformers that is not empty"):
-        written(
+        generated_tokens(
             model,
             [list(range(12))],
             5,
@@ -110,7 +114,7 @@ def test_custom_generate_refuses_the_rows_of_another_cache() -> None:
 
 
 @pytest.mark.parametrize("batch_size", [1, 2, 3])
-def test_a_pipeline_equals_a_cache_for_each_prompt(batch_size: int) -> None:
+def test_pipeline_equals_policy_cache_for_each_prompt(batch_size: int) -> None:
     model, tokenizer = model_and_tokenizer()
     texts = ["one and two", "nothing (comes) of nothing; and so on, and so on", "x = 7"]
     pipe = hf.pipeline(model, tokenizer, PLAN, batch_size=batch_size)
@@ -118,7 +122,7 @@ def test_a_pipeline_equals_a_cache_for_each_prompt(batch_size: int) -> None:
     answers = [answer[0]["generated_text"] for answer in pipe(texts, **options)]
     for text, answer in zip(texts, answers, strict=True):
         ids = tokenizer(text)["input_ids"]
-        (expected,) = written(model, [ids], 12, past_key_values=PolicyCache(model, PLAN))
+        (expected,) = generated_tokens(model, [ids], 12, past_key_values=PolicyCache(model, PLAN))
         assert answer == tokenizer.decode(expected, skip_special_tokens=True)
     last = texts[-((len(texts) - 1) % batch_size + 1) :]
     assert pipe.report is not None
@@ -126,7 +130,7 @@ def test_a_pipeline_equals_a_cache_for_each_prompt(batch_size: int) -> None:
     assert pipe.report.peak_rows <= 16
 
 
-def test_a_pipeline_accepts_stop_strings() -> None:
+def test_pipeline_accepts_stop_strings() -> None:
     model, tokenizer = model_and_tokenizer()
     pipe = hf.pipeline(model, tokenizer, PLAN)
     options = {"max_new_tokens": 20, "do_sample": False, "return_full_text": False}
@@ -136,7 +140,7 @@ def test_a_pipeline_accepts_stop_strings() -> None:
     assert cut == whole[: whole.index(stop) + 1]
 
 
-def test_a_pipeline_refuses_a_plan_that_does_not_fit() -> None:
+def test_pipeline_refuses_an_invalid_plan() -> None:
     model, tokenizer = model_and_tokenizer()
     with pytest.raises(PlanError, match="no budget"):
         hf.pipeline(model, tokenizer, Plan.uniform("rkv"))

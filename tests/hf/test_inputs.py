@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from batches import PAD, padded, written
+from batches import PAD, generated_tokens, padded
 from hypothesis import given
 from hypothesis import strategies as st
 from strategies import SMALL_KNOBS, prompts, seeds
@@ -30,9 +30,9 @@ questions = prompts(count=1, min_len=1, max_len=30)
 
 @st.composite
 def plans_by_fill(draw: st.DrawFn) -> Plan:
-    """Plans in which a sequence is due when its buffer is full, and never else.
+    """Plans that compact a sequence only when its buffer is full.
 
-    Those are compacted after the same tokens, wherever the prompt ends.
+    Compaction then happens after the same tokens, wherever the prompt ends.
     """
     name = draw(st.sampled_from(["streaming", "rkv", "h2o", "snapkv", "skipkv"]))
     knobs = [
@@ -54,15 +54,15 @@ def engine_tokens(model: nn.Module, prompt: list[int], plan: Plan, num: int) -> 
 def two_turns(
     model: Any, cache: PolicyCache | None, prompt: list[int], more: list[int], **second: Any
 ) -> tuple[list[int], list[int]]:
-    """The whole text after the first turn and the question of the second; and its answer."""
-    (first,) = written(model, [prompt], FIRST, past_key_values=cache)
+    """The whole prompt of the second turn, and the answer to it."""
+    (first,) = generated_tokens(model, [prompt], FIRST, past_key_values=cache)
     text = [*prompt, *first, *more]
-    (answer,) = written(model, [text], SECOND, past_key_values=cache, **second)
+    (answer,) = generated_tokens(model, [text], SECOND, past_key_values=cache, **second)
     return text, answer
 
 
 @given(models, questions, questions, plans_by_fill())
-def test_a_second_turn_equals_an_engine_that_is_given_the_whole_text(
+def test_second_turn_equals_the_engine_on_the_whole_text(
     model: nn.Module, question: list[list[int]], more: list[list[int]], plan: Plan
 ) -> None:
     cache = PolicyCache(model, plan)
@@ -72,26 +72,26 @@ def test_a_second_turn_equals_an_engine_that_is_given_the_whole_text(
 
 
 @given(models, questions, questions)
-def test_a_second_turn_equals_generate_where_nothing_is_evicted(
+def test_second_turn_equals_generate_without_eviction(
     model: nn.Module, question: list[list[int]], more: list[list[int]]
 ) -> None:
     cache = PolicyCache(model, Plan.uniform("full"))
     text, answer = two_turns(model, cache, question[0], more[0])
-    assert answer == written(model, [text], SECOND)[0]
+    assert answer == generated_tokens(model, [text], SECOND)[0]
 
 
 @given(models, prompts(count=3, max_len=30), prompts(count=3, max_len=9), plans_by_fill())
-def test_turns_of_a_padded_batch(
-    model: nn.Module, asked: list[list[int]], more: list[list[int]], plan: Plan
+def test_second_turn_of_a_padded_batch_equals_the_engine(
+    model: nn.Module, questions: list[list[int]], more: list[list[int]], plan: Plan
 ) -> None:
-    """The second questions differ in length, so that pads stand in the middle."""
+    """The second questions differ in length, so there are pads in the middle."""
     cache = PolicyCache(model, plan)
-    first, then = padded(asked), padded(more)
+    first, second = padded(questions), padded(more)
     options = {"past_key_values": cache, **OPTIONS}
     ids = model.generate(**first, max_new_tokens=FIRST, **options)
     ones = torch.ones(3, FIRST, dtype=torch.int64)
-    both = torch.cat([ids, then["input_ids"]], dim=1)
-    mask = torch.cat([first["attention_mask"], ones, then["attention_mask"]], dim=1)
+    both = torch.cat([ids, second["input_ids"]], dim=1)
+    mask = torch.cat([first["attention_mask"], ones, second["attention_mask"]], dim=1)
     answers = model.generate(both, attention_mask=mask, max_new_tokens=SECOND, **options)
     for row in range(3):
         text = both[row][mask[row] == 1].tolist()
@@ -104,44 +104,44 @@ def test_two_calls_equal_one_long_call(
     model: nn.Module, question: list[list[int]], plan: Plan, cut: int
 ) -> None:
     cache, prompt = PolicyCache(model, plan), question[0]
-    (first,) = written(model, [prompt], cut, past_key_values=cache)
-    (rest,) = written(model, [[*prompt, *first]], 12, past_key_values=cache)
+    (first,) = generated_tokens(model, [prompt], cut, past_key_values=cache)
+    (rest,) = generated_tokens(model, [[*prompt, *first]], 12, past_key_values=cache)
     assert [*first, *rest] == engine_tokens(model, prompt, plan, cut + 12)
 
 
 @given(models, questions, questions, plans_by_fill(), seeds)
-def test_a_reset_cache_equals_a_new_one(
+def test_reset_cache_equals_a_new_cache(
     model: nn.Module, question: list[list[int]], other: list[list[int]], plan: Plan, seed: int
 ) -> None:
     cache = PolicyCache(model, plan)
     two_turns(model, cache, question[0], [seed % 61])
     cache.reset()
     assert cache.get_seq_length() == 0
-    (answer,) = written(model, other, SECOND, past_key_values=cache)
+    (answer,) = generated_tokens(model, other, SECOND, past_key_values=cache)
     assert answer == engine_tokens(model, other[0], plan, SECOND)
     fresh = PolicyCache(model, plan)
-    written(model, other, SECOND, past_key_values=fresh)
-    told, expected = cache.report.to_dict(), fresh.report.to_dict()
-    assert told | {"policy_s": 0} == expected | {"policy_s": 0}
+    generated_tokens(model, other, SECOND, past_key_values=fresh)
+    reported, expected = cache.report.to_dict(), fresh.report.to_dict()
+    assert reported | {"policy_s": 0} == expected | {"policy_s": 0}
 
 
 def test_turns_may_differ_in_inference_mode() -> None:
-    """What policies keep is made for use in any."""
+    """Tensors of the cache and of policies are usable in and outside inference mode."""
     model = shared_model(num_layers=NUM_LAYERS, dtype=torch.float64)
     plan = Plan.uniform("h2o", "rkv", budget=16, buffer=3, knobs={"rkv": {"window_size": 4}})
     cache = PolicyCache(model, plan)
     with torch.inference_mode():
-        (first,) = written(model, [[1, 2, 3] * 9], FIRST, past_key_values=cache)
+        (first,) = generated_tokens(model, [[1, 2, 3] * 9], FIRST, past_key_values=cache)
     text = [*[1, 2, 3] * 9, *first, 8, 9]
-    (answer,) = written(model, [text], SECOND, past_key_values=cache)
+    (answer,) = generated_tokens(model, [text], SECOND, past_key_values=cache)
     assert answer == engine_tokens(model, text, plan, SECOND)
 
 
-# What does not go on
+# Invalid continuations
 
 
-def begun(num_rows: int = 1) -> tuple[Any, PolicyCache, Tensor]:
-    """A model, a cache that has seen twelve columns, and those."""
+def started_cache(num_rows: int = 1) -> tuple[Any, PolicyCache, Tensor]:
+    """A model, a cache that has seen 12 columns, and their token ids."""
     model = shared_model(num_layers=NUM_LAYERS)
     cache = PolicyCache(model, Plan.uniform("full"))
     ids = torch.arange(1, 1 + 8 * num_rows).view(num_rows, 8)
@@ -154,42 +154,42 @@ def begun(num_rows: int = 1) -> tuple[Any, PolicyCache, Tensor]:
     return model, cache, seen
 
 
-def go_on(model: Any, cache: PolicyCache, ids: Tensor, mask: Tensor | None = None) -> None:
+def continue_with(model: Any, cache: PolicyCache, ids: Tensor, mask: Tensor | None = None) -> None:
     mask = torch.ones_like(ids) if mask is None else mask
     with torch.no_grad():
         new = ids[:, cache.get_seq_length() :]
         model(new, attention_mask=mask, past_key_values=cache)
 
 
-def test_a_batch_of_another_size_raises() -> None:
-    model, cache, seen = begun()
+def test_changed_batch_size_raises() -> None:
+    model, cache, seen = started_cache()
     with pytest.raises(CacheError, match=r"1 rows was given a batch of 2; .*reset\(\)"):
-        go_on(model, cache, torch.cat([seen, seen]))
+        continue_with(model, cache, torch.cat([seen, seen]))
 
 
-def test_other_pads_raise() -> None:
-    model, cache, seen = begun(2)
+def test_changed_pads_raise() -> None:
+    model, cache, seen = started_cache(2)
     longer = torch.cat([seen, seen[:, :3]], dim=1)
     with pytest.raises(CacheError, match="column 0 of row 0 is a token; it was a pad before"):
-        go_on(model, cache, longer)
+        continue_with(model, cache, longer)
     mask = torch.ones_like(longer)
     mask[0, 0] = 0
     mask[1, 5] = 0
     with pytest.raises(CacheError, match="column 5 of row 1 is a pad; it was a token before"):
-        go_on(model, cache, longer, mask)
+        continue_with(model, cache, longer, mask)
     mask[1, 5] = 1
-    go_on(model, cache, longer, mask)  # none of it has harmed the cache
+    continue_with(model, cache, longer, mask)  # the cache is unchanged by the failed calls
     assert cache.report.tokens == (15, 16)
 
 
-def test_a_mask_of_the_wrong_length_raises() -> None:
-    model, cache, seen = begun()
+def test_mask_of_wrong_length_raises() -> None:
+    model, cache, seen = started_cache()
     with pytest.raises(CacheError, match=r"mask of shape \[1, 13\]; expected \[1, 14\]"):
-        go_on(model, cache, torch.cat([seen, seen[:, :1]], dim=1), torch.ones(1, 13))
+        continue_with(model, cache, torch.cat([seen, seen[:, :1]], dim=1), torch.ones(1, 13))
 
 
 def test_wrong_positions_raise() -> None:
-    model, cache, seen = begun()
+    model, cache, seen = started_cache()
     with (
         pytest.raises(CacheError, match="position 0 of row 0, where position 12 comes next"),
         torch.no_grad(),
@@ -201,15 +201,15 @@ def test_wrong_positions_raise() -> None:
         )
 
 
-def test_a_shorter_prompt_raises_in_generate() -> None:
-    model, cache, seen = begun()
-    # Older releases of transformers find nothing left to feed, and fail by themselves.
+def test_shorter_prompt_raises_in_generate() -> None:
+    model, cache, seen = started_cache()
+    # Older releases of transformers raise an IndexError themselves.
     with pytest.raises((CacheError, IndexError)):
         model.generate(seen[:, :5] + 1, past_key_values=cache, max_new_tokens=3, **OPTIONS)
 
 
-def test_a_prompt_with_other_tokens_raises() -> None:
-    _, cache, seen = begun()
+def test_prompt_with_other_tokens_raises() -> None:
+    _, cache, seen = started_cache()
     more = torch.cat([seen, seen[:, :3]], dim=1)
     cache.check_prompt(more)
     with pytest.raises(CacheError, match=r"has seen 12 tokens in row 0 .* reset\(\)"):
@@ -222,7 +222,7 @@ def test_a_prompt_with_other_tokens_raises() -> None:
     cache.check_prompt(more + 1)
 
 
-def test_padding_on_the_right_raises() -> None:
+def test_right_padding_raises() -> None:
     model = shared_model(num_layers=NUM_LAYERS)
     ids, mask = torch.tensor([[4, 5, 6], [7, 0, 0]]), torch.tensor([[1, 1, 1], [1, 0, 0]])
     cache = PolicyCache(model, Plan.uniform("full"))
@@ -230,7 +230,7 @@ def test_padding_on_the_right_raises() -> None:
         model.generate(ids, attention_mask=mask, past_key_values=cache, max_new_tokens=2, **OPTIONS)
 
 
-def test_a_row_without_a_token_raises() -> None:
+def test_row_without_a_token_raises() -> None:
     model = shared_model(num_layers=NUM_LAYERS)
     inputs = padded([[1, 2, 3, 4, 5, 6], [7, 8]])
     cache = PolicyCache(model, Plan.uniform("full"))

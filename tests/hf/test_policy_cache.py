@@ -5,7 +5,7 @@ from typing import Any
 import families
 import pytest
 import torch
-from batches import padded, written
+from batches import generated_tokens, padded
 from hypothesis import given
 from hypothesis import strategies as st
 from strategies import plans, prompts, roomy_plans, seeds
@@ -22,7 +22,7 @@ NEW_TOKENS = 20
 ROOMY = 80  # rows: more than any prompt and its continuation
 TIGHT = Plan.uniform("rkv", budget=12, buffer=4, knobs={"rkv": {"window_size": 4}})
 
-# As in test_isolation.py: in double precision nothing hangs on the order of additions.
+# As in test_isolation.py: in double precision the order of additions does not matter.
 models = st.builds(
     shared_model,
     st.sampled_from(FAMILIES),
@@ -42,31 +42,33 @@ def engine_tokens(
 
 
 @given(models, batches, plans(num_layers=NUM_LAYERS), chunks, st.integers(1, 5))
-def test_greedy_tokens_equal_those_of_the_engine(
+def test_greedy_tokens_equal_the_engine(
     model: nn.Module, prompts: list[list[int]], plan: Plan, chunk: int, slots: int
 ) -> None:
     cache = PolicyCache(model, plan, chunk=chunk)
-    tokens = written(model, prompts, NEW_TOKENS, past_key_values=cache)
+    tokens = generated_tokens(model, prompts, NEW_TOKENS, past_key_values=cache)
     assert tokens == engine_tokens(model, prompts, plan, NEW_TOKENS, slots=slots, chunk=chunk)
 
 
 @given(prompts(max_len=48), plans(num_layers=NUM_LAYERS), st.integers(0, 3))
-def test_so_they_do_in_single_precision(prompts: list[list[int]], plan: Plan, seed: int) -> None:
-    # The same forwards in the same batches: not even roundings differ.
+def test_greedy_tokens_equal_the_engine_in_single_precision(
+    prompts: list[list[int]], plan: Plan, seed: int
+) -> None:
+    # The same forwards in the same batches, so rounding is equal too.
     model = shared_model("qwen3", seed=seed, num_layers=NUM_LAYERS)
-    tokens = written(model, prompts, NEW_TOKENS, past_key_values=PolicyCache(model, plan))
+    tokens = generated_tokens(model, prompts, NEW_TOKENS, past_key_values=PolicyCache(model, plan))
     assert tokens == engine_tokens(model, prompts, plan, NEW_TOKENS, slots=len(prompts))
 
 
 @pytest.mark.parametrize("name", ["full", "h2o"])
 @pytest.mark.parametrize("family", families.FAMILIES)
-def test_every_family_of_models_is_served(family: str, name: str) -> None:
-    # Windows slide, and slabs without a bound grow, from what the prompt takes.
+def test_every_model_family_equals_the_engine(family: str, name: str) -> None:
+    # Windows slide, and unbounded slabs grow from the size of the prompt.
     model = families.family_model(family)
     plan = Plan.uniform(name, budget=12, buffer=4)
     cache = PolicyCache(model, plan, chunk=5)
     batch = [[7, 3] * 10, [5, 6, 9]]
-    tokens = written(model, batch, NEW_TOKENS, past_key_values=cache)
+    tokens = generated_tokens(model, batch, NEW_TOKENS, past_key_values=cache)
     assert tokens == engine_tokens(model, batch, plan, NEW_TOKENS, slots=2, chunk=5)
     windows = [shape.sliding_window for shape in ModelAdapter(model).layer_shapes()]
     most = max(window or 16 for window in windows) if name == "h2o" else None
@@ -74,30 +76,32 @@ def test_every_family_of_models_is_served(family: str, name: str) -> None:
 
 
 @given(models, prompts(), roomy_plans(num_layers=NUM_LAYERS, rows=ROOMY), chunks)
-def test_a_budget_that_nothing_exceeds_equals_generate(
+def test_unexceeded_budget_equals_generate(
     model: nn.Module, prompts: list[list[int]], plan: Plan, chunk: int
 ) -> None:
     cache = PolicyCache(model, plan, chunk=chunk)
-    tokens = written(model, prompts, NEW_TOKENS, past_key_values=cache)
-    assert tokens == written(model, prompts, NEW_TOKENS)
+    tokens = generated_tokens(model, prompts, NEW_TOKENS, past_key_values=cache)
+    assert tokens == generated_tokens(model, prompts, NEW_TOKENS)
     assert (cache.report.compactions, cache.report.rows_evicted) == (0, 0)
 
 
 @given(models, prompts(), roomy_plans(num_layers=NUM_LAYERS, rows=ROOMY), seeds)
-def test_so_do_sampled_tokens(
+def test_sampled_tokens_equal_generate_with_unexceeded_budget(
     model: nn.Module, prompts: list[list[int]], plan: Plan, seed: int
 ) -> None:
-    drawing = {"do_sample": True, "temperature": 0.9, "top_k": 30, "top_p": 0.95}
+    sampling_options = {"do_sample": True, "temperature": 0.9, "top_k": 30, "top_p": 0.95}
     answers = []
     for cache in (None, PolicyCache(model, plan)):
         with torch.random.fork_rng():
             torch.manual_seed(seed)
-            answers.append(written(model, prompts, 10, past_key_values=cache, **drawing))
+            answers.append(
+                generated_tokens(model, prompts, 10, past_key_values=cache, **sampling_options)
+            )
     assert answers[0] == answers[1]
 
 
 @given(models, batches, plans(num_layers=NUM_LAYERS), seeds)
-def test_sampling_under_a_tight_plan_can_be_repeated(
+def test_sampling_under_eviction_is_reproducible(
     model: nn.Module, prompts: list[list[int]], plan: Plan, seed: int
 ) -> None:
     answers = []
@@ -105,29 +109,33 @@ def test_sampling_under_a_tight_plan_can_be_repeated(
         with torch.random.fork_rng():
             torch.manual_seed(seed)
             cache = PolicyCache(model, plan)
-            answers.append(written(model, prompts, 8, past_key_values=cache, do_sample=True))
+            answers.append(
+                generated_tokens(model, prompts, 8, past_key_values=cache, do_sample=True)
+            )
     assert answers[0] == answers[1]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_half_precision_equals_generate(family: str) -> None:
-    # bf16 logits are coarse, and the order of additions differs: one run, no draws.
+    # bf16 logits are coarse and sums are ordered differently: one fixed example.
     model = tiny_model(family, dtype=torch.bfloat16, seed=1)
     prompts = [[5, 9, 40, 2, 2, 7, 11]]
     cache = PolicyCache(model, Plan.uniform("streaming", budget=64))
-    assert written(model, prompts, 6, past_key_values=cache) == written(model, prompts, 6)
+    assert generated_tokens(model, prompts, 6, past_key_values=cache) == generated_tokens(
+        model, prompts, 6
+    )
 
 
 @given(models, prompts(count=3, max_len=30), plans(num_layers=NUM_LAYERS), st.integers(1, 12))
-def test_a_row_that_ended_early_does_not_touch_the_others(
-    model: nn.Module, prompts: list[list[int]], plan: Plan, place: int
+def test_row_that_ends_early_does_not_affect_others(
+    model: nn.Module, prompts: list[list[int]], plan: Plan, stop_index: int
 ) -> None:
-    """It keeps receiving pads, whatever its neighbours do."""
-    undisturbed = engine_tokens(model, prompts, plan, NEW_TOKENS)
-    stop = undisturbed[0][place]  # ends the first row early, and perhaps others
+    """A finished row keeps receiving pads."""
+    expected = engine_tokens(model, prompts, plan, NEW_TOKENS)
+    stop = expected[0][stop_index]  # ends the first row early, and perhaps others
     cache = PolicyCache(model, plan)
-    tokens = written(model, prompts, NEW_TOKENS, past_key_values=cache, eos_token_id=stop)
-    for row, whole in zip(tokens, undisturbed, strict=True):
+    tokens = generated_tokens(model, prompts, NEW_TOKENS, past_key_values=cache, eos_token_id=stop)
+    for row, whole in zip(tokens, expected, strict=True):
         end = whole.index(stop) + 1 if stop in whole else NEW_TOKENS
         assert row[:end] == whole[:end]
         assert set(row[end:]) <= {0}
@@ -139,26 +147,26 @@ def test_rows_are_bounded_and_reported(
     model: nn.Module, prompts: list[list[int]], plan: Plan, chunk: int
 ) -> None:
     cache = PolicyCache(model, plan, chunk=chunk)
-    written(model, prompts, NEW_TOKENS, past_key_values=cache)
+    generated_tokens(model, prompts, NEW_TOKENS, past_key_values=cache)
     report = cache.report
     longest = max(map(len, prompts)) + NEW_TOKENS
     layers = plan.resolve(NUM_LAYERS).layers
     assert report.tokens == tuple(len(prompt) + NEW_TOKENS - 1 for prompt in prompts)
     assert report.peak_rows <= max(layer.capacity(longest) for layer in layers)
     assert max(report.rows) <= report.peak_rows
-    # One token more, for the engine does not compact a sequence that has ended.
+    # One more token, because the engine does not compact a finished sequence.
     engine = Engine(model, plan=plan, slots=5, chunk=chunk)
     results = engine.generate(prompts, max_new_tokens=NEW_TOKENS + 1).results()
     assert report.rows_evicted == sum(result.rows_evicted for result in results)
 
 
-def test_memory_does_not_grow_with_the_text() -> None:
+def test_peak_memory_does_not_depend_on_length() -> None:
     model = shared_model(num_layers=NUM_LAYERS)
     cache = PolicyCache(model, TIGHT)
-    written(model, [[3, 1, 4] * 7], 30, past_key_values=cache)
+    generated_tokens(model, [[3, 1, 4] * 7], 30, past_key_values=cache)
     early = cache.report
     cache.reset()
-    written(model, [[3, 1, 4] * 40], 300, past_key_values=cache)
+    generated_tokens(model, [[3, 1, 4] * 40], 300, past_key_values=cache)
     late = cache.report
     assert late.peak_kv_bytes == early.peak_kv_bytes
     assert late.peak_rows == early.peak_rows == 16
@@ -166,7 +174,7 @@ def test_memory_does_not_grow_with_the_text() -> None:
 
 
 @pytest.mark.parametrize("names", [("full",), ("streaming", "protect"), ("snapkv",)])
-def test_slabs_grow_when_the_length_is_not_known(
+def test_slabs_grow_when_max_length_is_unknown(
     names: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(policycache, "GROWTH", 8)
@@ -192,14 +200,14 @@ def test_slabs_grow_when_the_length_is_not_known(
     growing_tokens = model.generate(
         **inputs, past_key_values=growing, max_new_tokens=60, do_sample=False, streamer=Watch()
     )[0, 20:].tolist()
-    assert [growing_tokens] == written(model, prompts[:1], 60, past_key_values=whole)
+    assert [growing_tokens] == generated_tokens(model, prompts[:1], 60, past_key_values=whole)
     assert [growing_tokens] == engine_tokens(model, prompts[:1], plan, 60)
     assert sizes == sorted(sizes)
     assert len(set(sizes)) > 3
 
 
 class Collect(BaseStreamer):
-    """Keeps what it is given."""
+    """Collects the streamed tokens."""
 
     def __init__(self) -> None:
         self.tokens: list[int] = []
@@ -212,22 +220,24 @@ class Collect(BaseStreamer):
         self.ended = True
 
 
-def test_streamers_get_every_token() -> None:
+def test_streamers_receive_every_token() -> None:
     model, streamer = shared_model(num_layers=NUM_LAYERS), Collect()
     cache = PolicyCache(model, TIGHT)
-    (tokens,) = written(model, [[1, 2, 3] * 9], 25, past_key_values=cache, streamer=streamer)
+    (tokens,) = generated_tokens(
+        model, [[1, 2, 3] * 9], 25, past_key_values=cache, streamer=streamer
+    )
     assert streamer.tokens == [*[1, 2, 3] * 9, *tokens]
     assert streamer.ended
 
 
-def test_several_answers_to_one_prompt() -> None:
+def test_num_return_sequences_gives_equal_greedy_answers() -> None:
     model = shared_model(num_layers=NUM_LAYERS, dtype=torch.float64)
     prompt = [2, 7, 1, 8, 2, 8] * 5
     expected = engine_tokens(model, [prompt], TIGHT, 12)
     with torch.random.fork_rng():
         torch.manual_seed(0)
         cache = PolicyCache(model, TIGHT)
-        answers = written(
+        answers = generated_tokens(
             model,
             [prompt],
             12,
@@ -239,7 +249,7 @@ def test_several_answers_to_one_prompt() -> None:
     assert answers == expected * 3
 
 
-def test_all_that_generate_can_return_is_there() -> None:
+def test_generate_returns_sequences_logits_and_the_cache() -> None:
     model = shared_model(num_layers=NUM_LAYERS, dtype=torch.float64)
     prompts = [[1, 2, 3, 4], [9, 8]]
     options = {
@@ -258,7 +268,7 @@ def test_all_that_generate_can_return_is_there() -> None:
     torch.testing.assert_close(torch.stack(ours.logits), torch.stack(plain.logits))
 
 
-def test_a_direct_call_of_the_model_gives_the_newest_logits() -> None:
+def test_direct_model_call_returns_the_newest_logits() -> None:
     model = shared_model(num_layers=NUM_LAYERS, dtype=torch.float64)
     inputs = padded([[1, 2, 3, 4, 5], [6, 7]])
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""A `PolicyCache` asks every hook, leaves its model as it was, and says what it cannot do."""
+"""A `PolicyCache` calls all hooks, restores its model and refuses unsupported options."""
 
 import copy
 import gc
@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 import attrs
 import pytest
 import torch
-from batches import PAD, written
+from batches import PAD, generated_tokens
 from hypothesis import given
 from hypothesis import strategies as st
 from strategies import prompts
@@ -24,8 +24,8 @@ FULL = Plan.uniform("full")
 
 
 @attrs.define(eq=False)
-class Watches:
-    """Steers by what it was shown; notes both, for each sequence."""
+class RecordsAndSteers:
+    """Steers by the observed tokens; records tokens and states of each sequence."""
 
     registers: ClassVar[tuple[str, ...]] = ("sum",)
     seen: dict[tuple[int, ...], list[Any]] = attrs.field(factory=dict)
@@ -41,14 +41,14 @@ class Watches:
         registers: Registers,
         memory: Memory,
     ) -> None:
-        (mine,) = memory.of(self)
-        tokens = mine.setdefault("tokens", [])
+        (notes,) = memory.of(self)
+        tokens = notes.setdefault("tokens", [])
         assert start == len(tokens)
         assert len(hidden_states) == len(token_ids)
         tokens += token_ids.tolist()
-        self.seen.setdefault(tuple(tokens[:prompt_len]), mine)
-        mine["text"] = tokenizer.decode(tokens)
-        mine.setdefault("states", []).append(hidden_states.double().norm(dim=-1))
+        self.seen.setdefault(tuple(tokens[:prompt_len]), notes)
+        notes["text"] = tokenizer.decode(tokens)
+        notes.setdefault("states", []).append(hidden_states.double().norm(dim=-1))
         registers.of(self)["sum"][:] = float(sum(tokens) % 7) - 3
 
     @hookimpl
@@ -58,15 +58,15 @@ class Watches:
 
 
 @given(prompts(count=3, max_len=30), st.integers(1, 7), st.sampled_from([3, 512]))
-def test_observe_and_steer_equal_those_of_the_engine(
+def test_observe_and_steer_equal_the_engine(
     prompts: list[list[int]], buffer: int, chunk: int
 ) -> None:
     model, tokenizer = shared_model(num_layers=NUM_LAYERS, **DOUBLE), tiny_tokenizer()
     seen = []
     answers = []
     for runner in ("engine", "cache"):
-        watches = Watches()
-        plan = Plan.uniform("streaming", watches, budget=12, buffer=buffer)
+        recorder = RecordsAndSteers()
+        plan = Plan.uniform("streaming", recorder, budget=12, buffer=buffer)
         if runner == "engine":
             run = Engine(model, tokenizer, plan, slots=2, chunk=chunk).generate(
                 prompts, max_new_tokens=16
@@ -74,8 +74,8 @@ def test_observe_and_steer_equal_those_of_the_engine(
             answers.append([list(result.tokens) for result in run.results()])
         else:
             cache = PolicyCache(model, plan, tokenizer, chunk=chunk)
-            answers.append(written(model, prompts, 16, past_key_values=cache))
-        seen.append(watches.seen)
+            answers.append(generated_tokens(model, prompts, 16, past_key_values=cache))
+        seen.append(recorder.seen)
     assert answers[0] == answers[1]
     assert answers[0] != [greedy_tokens(model, prompt, 16) for prompt in prompts]
     assert seen[0].keys() == seen[1].keys()
@@ -87,18 +87,18 @@ def test_observe_and_steer_equal_those_of_the_engine(
         torch.testing.assert_close(*states)
 
 
-def test_every_token_is_shown_once_over_several_turns() -> None:
-    model, watches = shared_model(num_layers=NUM_LAYERS, **DOUBLE), Watches()
-    plan = Plan.uniform("streaming", watches, budget=12, buffer=6)
+def test_every_token_is_observed_once_over_several_turns() -> None:
+    model, recorder = shared_model(num_layers=NUM_LAYERS, **DOUBLE), RecordsAndSteers()
+    plan = Plan.uniform("streaming", recorder, budget=12, buffer=6)
     cache = PolicyCache(model, plan, tiny_tokenizer())
     text = [1, 2, 3, 4, 5]
     for more in ([7, 8, 9], [11] * 14, [3]):
-        (answer,) = written(model, [text], 10, past_key_values=cache)
+        (answer,) = generated_tokens(model, [text], 10, past_key_values=cache)
         text += [*answer, *more]
-    mine = next(iter(watches.seen.values()))
-    assert all(one is mine for one in watches.seen.values())
-    assert mine["tokens"] == text[: len(mine["tokens"])]
-    assert len(text) - len(mine["tokens"]) <= 6 + 2
+    notes = next(iter(recorder.seen.values()))
+    assert all(one is notes for one in recorder.seen.values())
+    assert notes["tokens"] == text[: len(notes["tokens"])]
+    assert len(text) - len(notes["tokens"]) <= 6 + 2
 
 
 # The model
@@ -111,23 +111,23 @@ def state_of(model: nn.Module) -> tuple[Any, ...]:
     return model.config._attn_implementation, hooks, sorted(vars(model))
 
 
-def test_a_model_is_what_it_was_when_the_cache_is_gone() -> None:
+def test_model_is_restored_when_the_cache_is_deleted() -> None:
     model = tiny_model()
     before = state_of(model)
     caches = [PolicyCache(model, FULL), PolicyCache(model, FULL)]
-    written(model, [[1, 2, 3]], 4, past_key_values=caches[0])
+    generated_tokens(model, [[1, 2, 3]], 4, past_key_values=caches[0])
     assert model.config._attn_implementation == before[0]
     del caches
     assert state_of(model) == before
 
 
-def test_a_cache_is_not_kept_alive_by_its_model() -> None:
-    """Without help from the garbage collector: slabs are large."""
+def test_model_does_not_keep_the_cache_alive() -> None:
+    """Without the garbage collector, because slabs are large."""
     model = tiny_model()
     gc.disable()
     try:
         cache = PolicyCache(model, FULL)
-        written(model, [[1, 2, 3]], 4, past_key_values=cache)
+        generated_tokens(model, [[1, 2, 3]], 4, past_key_values=cache)
         slabs = cache.batch.cache.layers[0].keys
         del cache
         assert len(gc.get_referrers(slabs)) <= 1
@@ -136,11 +136,11 @@ def test_a_cache_is_not_kept_alive_by_its_model() -> None:
     assert not model._forward_hooks
 
 
-def test_other_forwards_of_the_model_are_left_alone() -> None:
+def test_other_forwards_of_the_model_are_unchanged() -> None:
     model = shared_model(num_layers=NUM_LAYERS)
     alone = greedy_tokens(model, [5, 6, 7], 8)
     caches = [PolicyCache(model, Plan.uniform("streaming", budget=8, buffer=1)) for _ in range(2)]
-    ours = [written(model, [[9, 8, 7] * 6], 6, past_key_values=cache) for cache in caches]
+    ours = [generated_tokens(model, [[9, 8, 7] * 6], 6, past_key_values=cache) for cache in caches]
     assert ours[0] == ours[1]
     assert greedy_tokens(model, [5, 6, 7], 8) == alone
     assert {cache.report.tokens for cache in caches} == {(23,)}
@@ -148,7 +148,7 @@ def test_other_forwards_of_the_model_are_left_alone() -> None:
 
 @attrs.define(eq=False)
 class Raises:
-    """Raises what it is told to, at its second compaction."""
+    """Raises ``error`` at its second compaction."""
 
     error: BaseException
     count: int = 0
@@ -160,23 +160,23 @@ class Raises:
             raise self.error
 
 
-def test_a_policy_that_raises_leaves_the_model_usable() -> None:
+def test_model_is_usable_after_a_policy_raised() -> None:
     model = shared_model(num_layers=NUM_LAYERS)
     plan = Plan.uniform(Raises(ValueError("no")), budget=8, buffer=2)
     cache = PolicyCache(model, plan)
     with pytest.raises(HookError, match="no"):
-        written(model, [[1, 2, 3]], 20, past_key_values=cache)
+        generated_tokens(model, [[1, 2, 3]], 20, past_key_values=cache)
     assert model.config._attn_implementation == "sdpa"
     assert len(greedy_tokens(model, [1, 2, 3], 4)) == 4
     with pytest.raises(CacheError, match=r"a forward did not end; call reset\(\)"):
-        written(model, [[1, 2, 3] * 9], 3, past_key_values=cache)
+        generated_tokens(model, [[1, 2, 3] * 9], 3, past_key_values=cache)
     cache.reset()
-    assert len(written(model, [[1, 2, 3]], 4, past_key_values=cache)[0]) == 4
+    assert len(generated_tokens(model, [[1, 2, 3]], 4, past_key_values=cache)[0]) == 4
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), RuntimeError("broken")])
-def test_an_interrupted_forward_is_made_good_by_the_next(error: BaseException) -> None:
-    """A hook of PyTorch hears of an exception, but not of an interrupt."""
+def test_interrupted_forward_is_repaired_by_the_next(error: BaseException) -> None:
+    """PyTorch forward hooks run after an exception, but not after an interrupt."""
     model = shared_model(num_layers=NUM_LAYERS)
     alone = greedy_tokens(model, [5, 6, 7], 8)
     cache = PolicyCache(model, FULL)
@@ -186,13 +186,13 @@ def test_an_interrupted_forward_is_made_good_by_the_next(error: BaseException) -
 
     handle = model.get_decoder().layers[1].register_forward_pre_hook(interrupt)
     with pytest.raises(type(error)):
-        written(model, [[1, 2, 3]], 4, past_key_values=cache)
+        generated_tokens(model, [[1, 2, 3]], 4, past_key_values=cache)
     handle.remove()
     assert greedy_tokens(model, [5, 6, 7], 8) == alone
     assert model.config._attn_implementation == "sdpa"
 
 
-def test_an_interrupted_forward_is_made_good_when_the_cache_goes() -> None:
+def test_interrupted_forward_is_repaired_by_reset() -> None:
     model = tiny_model()
     cache = PolicyCache(model, FULL)
     handle = (
@@ -201,7 +201,7 @@ def test_an_interrupted_forward_is_made_good_when_the_cache_goes() -> None:
         .register_forward_pre_hook(lambda *_: (_ for _ in ()).throw(KeyboardInterrupt()))
     )
     with pytest.raises(KeyboardInterrupt):
-        written(model, [[1, 2, 3]], 4, past_key_values=cache)
+        generated_tokens(model, [[1, 2, 3]], 4, past_key_values=cache)
     handle.remove()
     cache.reset()
     assert model.config._attn_implementation == "sdpa"
@@ -211,7 +211,7 @@ def test_an_interrupted_forward_is_made_good_when_the_cache_goes() -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "sentence"),
+    ("options", "message"),
     [
         ({"num_beams": 2}, "does no beam search yet; leave out num_beams"),
         (
@@ -224,15 +224,13 @@ def test_an_interrupted_forward_is_made_good_when_the_cache_goes() -> None:
         ({"use_cache": False}, "use_cache=False"),
     ],
 )
-def test_what_a_cache_cannot_do_is_said_in_a_sentence(
-    options: dict[str, Any], sentence: str
-) -> None:
+def test_unsupported_generate_options_raise(options: dict[str, Any], message: str) -> None:
     model = tiny_model(attn_implementation="eager")
     if "assistant_model" in options:
         options = {"assistant_model": tiny_model(seed=1)}
     cache = PolicyCache(model, FULL)
-    with pytest.raises(CacheError, match=sentence) as raised:
-        written(model, [[1, 2, 1, 2, 1, 2]], 8, past_key_values=cache, **options)
+    with pytest.raises(CacheError, match=message) as raised:
+        generated_tokens(model, [[1, 2, 1, 2, 1, 2]], 8, past_key_values=cache, **options)
     assert "\n" not in str(raised.value)
     assert model.config._attn_implementation == "eager"
 
@@ -249,13 +247,13 @@ def test_what_a_cache_cannot_do_is_said_in_a_sentence(
         ("get_mask_sizes", [1, 0]),
     ],
 )
-def test_methods_of_other_caches_are_refused(method: str, arguments: list[Any]) -> None:
+def test_unsupported_cache_methods_raise(method: str, arguments: list[Any]) -> None:
     cache = PolicyCache(shared_model(), FULL)
     with pytest.raises(CacheError, match=r"^a PolicyCache .*; "):
         getattr(cache, method)(*arguments)
 
 
-def test_gradients_are_refused() -> None:
+def test_gradients_raise() -> None:
     model = shared_model()
     cache = PolicyCache(model, FULL)
     with pytest.raises(CacheError, match="computes no gradients"):
@@ -265,35 +263,35 @@ def test_gradients_are_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "sentence"),
+    ("arguments", "message"),
     [
         ({"inputs_embeds": torch.zeros(1, 2, 32)}, "token ids, not embeddings"),
         ({"input_ids": torch.ones(1, 2, dtype=int), "labels": torch.ones(1, 2)}, "given labels"),
         ({"input_ids": torch.ones(1, 2, dtype=int), "logits_to_keep": 2}, "newest token only"),
     ],
 )
-def test_forwards_of_another_kind_are_refused(arguments: dict[str, Any], sentence: str) -> None:
+def test_unsupported_forward_arguments_raise(arguments: dict[str, Any], message: str) -> None:
     model = shared_model()
     cache = PolicyCache(model, FULL)
-    with pytest.raises(CacheError, match=sentence), torch.no_grad():
+    with pytest.raises(CacheError, match=message), torch.no_grad():
         model(past_key_values=cache, **arguments)
 
 
-def test_another_model_is_refused() -> None:
+def test_another_model_raises() -> None:
     cache = PolicyCache(tiny_model(), FULL)
     for model in (tiny_model(seed=1), copy.deepcopy(tiny_model())):
         with pytest.raises(CacheError, match="not made for; make one for each model"):
-            written(model, [[1, 2, 3]], 3, past_key_values=cache)
+            generated_tokens(model, [[1, 2, 3]], 3, past_key_values=cache)
     original = tiny_model()
     cache = PolicyCache(original, FULL)
     with pytest.raises(CacheError, match="another model; make one for each"):
-        written(copy.deepcopy(original), [[1, 2, 3]], 3, past_key_values=cache)
+        generated_tokens(copy.deepcopy(original), [[1, 2, 3]], 3, past_key_values=cache)
 
 
-def test_more_tokens_than_positions_are_refused() -> None:
+def test_more_tokens_than_positions_raise() -> None:
     model = tiny_model(max_position_embeddings=16)
     cache = PolicyCache(model, Plan.uniform("streaming", budget=8, buffer=2))
-    assert len(written(model, [[1] * 9], 8, past_key_values=cache)[0]) == 8
+    assert len(generated_tokens(model, [[1] * 9], 8, past_key_values=cache)[0]) == 8
     cache.reset()
     with pytest.raises(CacheError, match="17 tokens; the model has positions for 16"):
         model.generate(
@@ -305,7 +303,7 @@ def test_more_tokens_than_positions_are_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "error", "sentence"),
+    ("arguments", "error", "message"),
     [
         ({"plan": None}, KVPolicyError, "no plan"),
         ({"plan": Plan.uniform("streaming", budget=2)}, BudgetError, "protect"),
@@ -318,23 +316,23 @@ def test_more_tokens_than_positions_are_refused() -> None:
         ),
     ],
 )
-def test_a_cache_that_cannot_be_made_is_refused(
-    arguments: dict[str, Any], error: type[Exception], sentence: str
+def test_invalid_cache_options_raise(
+    arguments: dict[str, Any], error: type[Exception], message: str
 ) -> None:
     model = tiny_model()
-    with pytest.raises(error, match=sentence):
+    with pytest.raises(error, match=message):
         PolicyCache(model, **arguments)
     assert not model._forward_hooks
 
 
-def test_a_model_that_cannot_be_run_is_refused() -> None:
+def test_unsupported_model_raises() -> None:
     model = tiny_model()
     model.config.is_encoder_decoder = True
     with pytest.raises(ModelError, match="encoder-decoder"):
         PolicyCache(model, FULL)
 
 
-def test_an_empty_cache_has_an_empty_report() -> None:
+def test_empty_cache_has_an_empty_report() -> None:
     cache = PolicyCache(shared_model(), FULL)
     assert cache.report.to_dict()["tokens"] == ()
     assert (cache.get_seq_length(), len(cache), cache.is_compileable) == (0, 0, False)

@@ -38,7 +38,7 @@ class KeyNorm:
 
 
 @pytest.fixture(autouse=True)
-def no_policies_from_files(monkeypatch):
+def clear_registered_files(monkeypatch):
     monkeypatch.setattr(discovery, "_from_files", {})
 
 
@@ -63,22 +63,22 @@ def test_listing_policies_imports_none_of_them():
     assert done.stdout.strip() == "[]"
 
 
-def test_an_unknown_name_suggests_the_nearest():
+def test_unknown_policy_suggests_the_nearest_name():
     with pytest.raises(UnknownPolicyError, match="'strming'; did you mean streaming"):
         load_policy("strming")
 
 
-def test_an_unknown_knob_suggests_the_nearest():
+def test_unknown_knob_suggests_the_nearest_name():
     with pytest.raises(KnobError, match="'n_snik'; did you mean n_sink"):
         load_policy("streaming", n_snik=3)
 
 
-def test_a_refused_value_names_policy_and_knob():
+def test_invalid_knob_error_names_policy_and_knob():
     with pytest.raises(KnobError, match="policy 'streaming' refuses its knobs: 'n_sink' must be"):
         load_policy("streaming", n_sink=-1)
 
 
-def test_a_policy_that_cannot_be_imported_does_not_affect_others(monkeypatch):
+def test_policy_with_import_error_does_not_affect_others(monkeypatch):
     points = [
         EntryPoint("broken", "no_such_module:Policy", discovery.GROUP),
         *metadata.entry_points(group=discovery.GROUP),
@@ -92,7 +92,7 @@ def test_a_policy_that_cannot_be_imported_does_not_affect_others(monkeypatch):
     assert listed["streaming"] is None
 
 
-def test_the_policies_of_a_file_are_named_after_their_classes(tmp_path):
+def test_policies_of_a_file_are_named_after_their_classes(tmp_path):
     path = tmp_path / "mine.py"
     path.write_text(ONE_FILE)
     assert register_file(path) == ["key_norm"]
@@ -103,21 +103,21 @@ def test_the_policies_of_a_file_are_named_after_their_classes(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("text", "sentence"),
+    ("text", "message"),
     [
         ("import no_such_module", "cannot be run: ModuleNotFoundError"),
         ("def (", "cannot be run: SyntaxError"),
         ("x = 1", "holds no policy"),
     ],
 )
-def test_a_file_without_a_policy_is_refused(tmp_path, text, sentence):
+def test_file_without_a_policy_raises(tmp_path, text, message):
     path = tmp_path / "mine.py"
     path.write_text(text)
-    with pytest.raises(PolicyLoadError, match=sentence):
+    with pytest.raises(PolicyLoadError, match=message):
         register_file(path)
 
 
-def test_a_missing_file_is_named(tmp_path):
+def test_missing_file_is_named_in_the_error(tmp_path):
     with pytest.raises(PolicyLoadError, match=r"nothing\.py' does not exist"):
         register_file(tmp_path / "nothing.py")
 
@@ -125,5 +125,5 @@ def test_a_missing_file_is_named(tmp_path):
 @pytest.mark.parametrize(
     ("class_name", "name"), [("KeyNorm", "key_norm"), ("H2O", "h2o"), ("RKV", "rkv"), ("A", "a")]
 )
-def test_names_are_class_names_in_lower_case(class_name, name):
+def test_policy_name_is_class_name_in_snake_case(class_name, name):
     assert discovery.snake_case(class_name) == name

@@ -1,4 +1,4 @@
-"""Every answer the contract forbids raises, and the message says who, which hook, what came."""
+"""Every invalid return value raises an error naming policy, hook, layer and value."""
 
 from collections.abc import Callable, Generator
 from typing import Any
@@ -30,10 +30,10 @@ def assert_named(message: str, *parts: str) -> None:
 
 
 BAD_SCORES: dict[str, tuple[Callable[[Tensor], Any], str]] = {
-    "one row too few": (lambda p: p[:, :, 1:].float(), f"[1, {NUM_KV_HEADS}, {ROWS - 1}]"),
+    "one missing row": (lambda p: p[:, :, 1:].float(), f"[1, {NUM_KV_HEADS}, {ROWS - 1}]"),
     "no head axis": (lambda p: p[:, 0].float(), f"[1, {ROWS}]"),
     "broadcastable": (lambda p: p[:, :1].float(), f"[1, 1, {ROWS}]"),
-    "an axis too many": (lambda p: p[..., None].float(), f"[1, {NUM_KV_HEADS}, {ROWS}, 1]"),
+    "an extra axis": (lambda p: p[..., None].float(), f"[1, {NUM_KV_HEADS}, {ROWS}, 1]"),
     "integers": (lambda p: p, "int64"),
     "booleans": (lambda p: p > 3, "bool"),
     "one NaN": (lambda p: p.float().masked_fill(p == 2, torch.nan), "NaN"),
@@ -44,10 +44,10 @@ BAD_SCORES: dict[str, tuple[Callable[[Tensor], Any], str]] = {
 
 @pytest.mark.parametrize("case", BAD_SCORES)
 def test_bad_scores_raise(case: str) -> None:
-    answer, came = BAD_SCORES[case]
+    answer, got = BAD_SCORES[case]
     with pytest.raises(HookResultError) as caught:
         run(Scores(answer))
-    assert_named(str(caught.value), "'scores'", "score()", "layer 0", came)
+    assert_named(str(caught.value), "'scores'", "score()", "layer 0", got)
     if "shape" in str(caught.value):
         assert_named(str(caught.value), SHAPE)
 
@@ -68,9 +68,9 @@ def best(scores: Tensor, budget: int) -> Tensor:
 BAD_ROWS: dict[str, tuple[Callable[[Tensor, int], Any], str]] = {
     "int32": (lambda s, b: best(s, b).int(), "int32"),
     "floats": (lambda s, b: best(s, b).float(), "float32"),
-    "falling": (lambda s, b: best(s, b).flip(2), "strictly increasing"),
+    "decreasing": (lambda s, b: best(s, b).flip(2), "strictly increasing"),
     "two swapped": (lambda s, b: best(s, b)[:, :, [0, 2, 1, 3]], "strictly increasing"),
-    "one twice": (lambda s, b: best(s, b)[:, :, [0, 1, 1, 2]], "strictly increasing"),
+    "one duplicate": (lambda s, b: best(s, b)[:, :, [0, 1, 1, 2]], "strictly increasing"),
     "negative": (lambda s, b: best(s, b) - ROWS, "-"),
     "beyond the end": (lambda s, b: best(s, b) + 1, str(ROWS)),
     "one over the budget": (lambda s, b: best(s, b + 1), str(BUDGET + 1)),
@@ -84,10 +84,10 @@ BAD_ROWS: dict[str, tuple[Callable[[Tensor, int], Any], str]] = {
 
 @pytest.mark.parametrize("case", BAD_ROWS)
 def test_bad_row_indices_raise(case: str) -> None:
-    answer, came = BAD_ROWS[case]
+    answer, got = BAD_ROWS[case]
     with pytest.raises(HookResultError) as caught:
         run("h2o", Selects(answer))
-    assert_named(str(caught.value), "'selects'", "select()", "layer 0", came)
+    assert_named(str(caught.value), "'selects'", "select()", "layer 0", got)
 
 
 def test_fewer_rows_than_the_budget_are_allowed() -> None:
@@ -112,11 +112,11 @@ BAD_DUE: dict[str, tuple[Callable[[Tensor], Any], str]] = {
 
 
 @pytest.mark.parametrize("case", BAD_DUE)
-def test_bad_answers_to_due_raise(case: str) -> None:
-    answer, came = BAD_DUE[case]
+def test_bad_due_answers_raise(case: str) -> None:
+    answer, got = BAD_DUE[case]
     with pytest.raises(HookResultError) as caught:
         run("streaming", Due(answer))
-    assert_named(str(caught.value), "'due'", "due()", "layer 0", came)
+    assert_named(str(caught.value), "'due'", "due()", "layer 0", got)
 
 
 class Steer:
@@ -138,14 +138,14 @@ BAD_STEER: dict[str, tuple[Callable[[Tensor], Any], str]] = {
 
 
 @pytest.mark.parametrize("case", BAD_STEER)
-def test_bad_changes_to_hidden_states_raise(case: str) -> None:
-    answer, came = BAD_STEER[case]
+def test_bad_steering_changes_raise(case: str) -> None:
+    answer, got = BAD_STEER[case]
     with pytest.raises(HookResultError) as caught:
         run("full", Steer(answer))
-    assert_named(str(caught.value), "'steer'", "steer()", "layer 0", came)
+    assert_named(str(caught.value), "'steer'", "steer()", "layer 0", got)
 
 
-def test_the_one_of_two_steering_policies_that_is_wrong_is_named() -> None:
+def test_wrong_one_of_several_steering_policies_is_named() -> None:
     class Correct(Steer):
         pass
 
@@ -163,26 +163,26 @@ class Evict:
 
 
 BAD_EVICT: dict[str, tuple[Callable[[Any, Tensor], Any], str]] = {
-    "done without keeping": (lambda rows, keep: True, "rows.keep"),
+    "True without calling keep": (lambda rows, keep: True, "rows.keep"),
     "other rows kept": (lambda rows, keep: rows.keep(keep[:, :, 1:]) or True, "rows.keep"),
     "other rows of the same number": (
         lambda rows, keep: rows.keep(torch.arange(BUDGET).expand_as(keep)) or True,
         "rows.keep",
     ),
-    "not done but no None": (lambda rows, keep: False, "False"),
+    "False instead of None": (lambda rows, keep: False, "False"),
     "the rows": (lambda rows, keep: keep, "tensor"),
 }
 
 
 @pytest.mark.parametrize("case", BAD_EVICT)
 def test_bad_evictions_raise(case: str) -> None:
-    answer, came = BAD_EVICT[case]
+    answer, got = BAD_EVICT[case]
     with pytest.raises(HookResultError) as caught:
         run("streaming", Evict(answer))
-    assert_named(str(caught.value), "'evict'", "evict()", "layer 0", came)
+    assert_named(str(caught.value), "'evict'", "evict()", "layer 0", got)
 
 
-def test_an_eviction_may_replace_what_stays() -> None:
+def test_evict_may_change_kept_values() -> None:
     run("streaming", Evict(lambda rows, keep: rows.keep(keep, values=halved(rows, keep)) or True))
 
 
@@ -200,28 +200,28 @@ class Schedule:
 
 
 BAD_SCHEDULES: dict[str, tuple[Callable[[list[int], int], Any], str]] = {
-    "nobody": (lambda ids, free: [], "0 requests"),
+    "no request": (lambda ids, free: [], "0 requests"),
     "an empty group": (lambda ids, free: [[ids[0]], []], "group"),
-    "more than are free": (lambda ids, free: [ids[: free + 1]], "3 requests"),
-    "somebody unknown": (lambda ids, free: [[99]], "99"),
-    "somebody twice": (lambda ids, free: [[ids[0]], [ids[0]]], "twice"),
+    "more than free slots": (lambda ids, free: [ids[: free + 1]], "3 requests"),
+    "an unknown request": (lambda ids, free: [[99]], "99"),
+    "a duplicate request": (lambda ids, free: [[ids[0]], [ids[0]]], "twice"),
     "a flat list": (lambda ids, free: ids[:1], "list of lists"),
     "a tuple": (lambda ids, free: ((ids[0],),), "list of lists"),
-    "names": (lambda ids, free: [["first"]], "first"),
+    "names instead of ids": (lambda ids, free: [["first"]], "first"),
 }
 
 
 @pytest.mark.parametrize("case", BAD_SCHEDULES)
 def test_bad_schedules_raise(case: str) -> None:
-    answer, came = BAD_SCHEDULES[case]
+    answer, got = BAD_SCHEDULES[case]
     plan = Plan(stack=(PolicySpec.of("full"),), schedule=(PolicySpec.of(Schedule(answer)),))
     engine = Engine(shared_model(), plan=plan, slots=2)
     with pytest.raises(HookResultError) as caught:
         engine.generate([[1, 2]] * 4, max_new_tokens=2).results()
-    assert_named(str(caught.value), "'schedule'", "schedule()", came)
+    assert_named(str(caught.value), "'schedule'", "schedule()", got)
 
 
-class Fine:
+class PassThrough:
     @hookimpl(wrapper=True)
     def score(self) -> Generator[None, Tensor, Tensor]:
         scores = yield
@@ -235,26 +235,26 @@ class Raises:
         raise IndexError(msg)
 
 
-def test_an_exception_in_a_hook_names_the_policy_and_keeps_its_cause() -> None:
+def test_hook_exception_names_the_policy_and_keeps_its_cause() -> None:
     with pytest.raises(HookError) as caught:
-        run("h2o", Raises(), Fine())
+        run("h2o", Raises(), PassThrough())
     assert_named(str(caught.value), "'raises'", "score()", "layer 0", "IndexError", "no such head")
     assert isinstance(caught.value.__cause__, IndexError)
 
 
-class Spoils:
+class DropsRow:
     @hookimpl(wrapper=True)
     def score(self) -> Generator[None, Tensor, Tensor]:
         scores = yield
         return scores[:, :, 1:]
 
 
-def test_a_wrapper_that_spoils_a_good_answer_is_the_one_named() -> None:
-    with pytest.raises(HookResultError, match="'spoils'"):
-        run("h2o", Spoils())
+def test_wrapper_that_makes_an_answer_invalid_is_named() -> None:
+    with pytest.raises(HookResultError, match="'drops_row'"):
+        run("h2o", DropsRow())
 
 
-def test_a_layer_is_named_by_its_own_number() -> None:
+def test_error_names_the_layer_index() -> None:
     plan = Plan.from_dict(
         {
             "budget": BUDGET,
@@ -286,20 +286,20 @@ class UnknownHook:
 
 
 @pytest.mark.parametrize(
-    ("policy", "says"),
+    ("policy", "message"),
     [(NoHooks(), "no hook"), (UnknownArgument(), "key"), (UnknownHook(), "scores")],
     ids=["no hooks", "unknown argument", "unknown hook"],
 )
-def test_a_policy_that_does_not_fit_the_specs_is_refused_before_the_run(
-    policy: object, says: str
+def test_policy_with_wrong_hook_signatures_is_refused_before_the_run(
+    policy: object, message: str
 ) -> None:
-    with pytest.raises(PolicyLoadError, match=says):
+    with pytest.raises(PolicyLoadError, match=message):
         Engine(shared_model(), plan=Plan.uniform(policy, budget=BUDGET))
 
 
-def test_a_hook_that_a_policy_lists_as_inactive_is_not_called() -> None:
+def test_inactive_hooks_are_not_called() -> None:
     @attrs.define(eq=False)
-    class Sometimes:
+    class WithInactiveHooks:
         inactive_hooks: tuple[str, ...] = ()
 
         @hookimpl(specname="due")
@@ -315,5 +315,5 @@ def test_a_hook_that_a_policy_lists_as_inactive_is_not_called() -> None:
         run = Engine(shared_model(), plan=plan).generate([[1] * 6], max_new_tokens=12)
         return run.results()[0].peak_rows
 
-    assert peak_rows(Sometimes()) == 7
-    assert peak_rows(Sometimes(inactive_hooks=("due",))) == 10
+    assert peak_rows(WithInactiveHooks()) == 7
+    assert peak_rows(WithInactiveHooks(inactive_hooks=("due",))) == 10

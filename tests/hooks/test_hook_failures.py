@@ -1,4 +1,4 @@
-"""A policy that fails: who is told, who ends, and that nobody else notices."""
+"""A failing hook ends exactly the sequences of its call, or the run."""
 
 from collections.abc import Generator
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 import attrs
 import pytest
 import torch
-from compare import told
+from compare import result_values
 from hypothesis import given
 from hypothesis import strategies as st
 from strategies import plans, prompts
@@ -20,25 +20,25 @@ from kvpolicy.plan.spec import PolicySpec
 from kvpolicy.state import Memory
 
 NUM_LAYERS = 2
-MARK = 60  # prompts that begin with this token are those a policy fails for
+MARK = 60  # the policy fails for prompts that begin with this token
 HOOKS = ("observe", "steer", "due", "score", "select", "evict")
 MODEL = shared_model(num_layers=NUM_LAYERS, dtype=torch.float64)
 
 
 @attrs.define(eq=False)
 class Fails:
-    """List it last: changes nothing, but fails in one hook for marked sequences."""
+    """Last in the stack: changes nothing, but fails in one hook for marked sequences."""
 
     hook: str = ""
-    wrongly: bool = False  # answers with nonsense instead of raising
+    invalid_answer: bool = False  # returns an invalid value instead of raising
     error: BaseException = attrs.field(factory=lambda: IndexError("no such head"))
 
-    def _meet(self, hook: str, memory: Memory) -> object:
+    def _fail_if_marked(self, hook: str, memory: Memory) -> object:
         marked = any(notes["marked"] for notes in memory.of(self))
         if hook != self.hook or not marked:
             return None
-        if self.wrongly:
-            return "nonsense"
+        if self.invalid_answer:
+            return "invalid"
         raise self.error
 
     @hookimpl
@@ -46,34 +46,34 @@ class Fails:
         (notes,) = memory.of(self)
         if start == 0:
             notes["marked"] = int(token_ids[0]) == MARK
-        return self._meet("observe", memory) if start else None
+        return self._fail_if_marked("observe", memory) if start else None
 
     @hookimpl
     def steer(self, memory: Memory) -> object:
-        return self._meet("steer", memory)
+        return self._fail_if_marked("steer", memory)
 
     @hookimpl
     def due(self, seq_len: Tensor) -> object:
         if self.hook != "due" or not (seq_len == 17).any():
             return None
-        if self.wrongly:
+        if self.invalid_answer:
             return seq_len
         raise self.error
 
     @hookimpl(wrapper=True)
     def score(self, memory: Memory) -> Generator[None, Any, Any]:
         answer = yield
-        return self._meet("score", memory) or answer
+        return self._fail_if_marked("score", memory) or answer
 
     @hookimpl
     def select(self, memory: Memory) -> object:
-        return self._meet("select", memory)
+        return self._fail_if_marked("select", memory)
 
     @hookimpl
     def evict(self, rows: Any, keep: Tensor, memory: Memory) -> object:
         if self.hook == "evict" and any(notes["marked"] for notes in memory.of(self)):
-            rows.keep(keep[:, :, 1:])  # leaves a mess behind
-        return self._meet("evict", memory)
+            rows.keep(keep[:, :, 1:])  # corrupts the cache before failing
+        return self._fail_if_marked("evict", memory)
 
 
 def with_last(plan: Plan, policy: object) -> Plan:
@@ -93,10 +93,10 @@ def assert_no_slot_is_lost(run: Run) -> None:
             assert not tensor.any()
 
 
-# --- raised: the default ----------------------------------------------------------------------
+# --- on_hook_error="raise", the default -----------------------------------------------------
 
 
-def test_by_default_a_failure_is_raised_and_the_run_is_over() -> None:
+def test_hook_failure_ends_the_run_by_default() -> None:
     plan = Plan.uniform("h2o", Fails("score"), budget=8, buffer=4)
     run = Engine(MODEL, plan=plan).generate([[1, 2], [MARK, 3]], max_new_tokens=30)
     with pytest.raises(HookError, match=r"'fails' raised IndexError in score\(\) at layer 0"):
@@ -107,18 +107,18 @@ def test_by_default_a_failure_is_raised_and_the_run_is_over() -> None:
         assert isinstance(caught.value.__cause__, HookError)
 
 
-def test_a_result_that_was_ready_survives_the_end_of_the_run() -> None:
+def test_finished_results_are_available_after_a_failure() -> None:
     plan = Plan.uniform("h2o", Fails("score"), budget=8, buffer=4)
     run = Engine(MODEL, plan=plan, slots=1).generate([Request([1, 2], 1), Request([MARK] * 30)])
     with pytest.raises(HookError):
-        run.step()  # answers the first, and fails with the second
+        run.step()  # finishes the first request and fails with the second
     again = iter(run)
     assert next(again).id == 0
     with pytest.raises(KVPolicyError, match="cannot go on"):
         next(again)
 
 
-def test_a_run_that_was_interrupted_in_a_round_is_over_as_well() -> None:
+def test_interrupted_run_cannot_continue() -> None:
     plan = Plan.uniform("h2o", Fails("score", error=KeyboardInterrupt()), budget=8, buffer=4)
     run = Engine(MODEL, plan=plan).generate([[MARK, 2]], max_new_tokens=30)
     with pytest.raises(KeyboardInterrupt):
@@ -127,7 +127,7 @@ def test_a_run_that_was_interrupted_in_a_round_is_over_as_well() -> None:
         run.results()
 
 
-# --- answered ---------------------------------------------------------------------------------
+# --- on_hook_error="answer" -----------------------------------------------------------------
 
 
 @given(
@@ -139,12 +139,12 @@ def test_a_run_that_was_interrupted_in_a_round_is_over_as_well() -> None:
     st.integers(1, 4),
     st.sampled_from([3, 11, 512]),
 )
-def test_a_failure_ends_whom_it_concerns_and_nobody_else_notices(
+def test_failing_hook_ends_only_its_sequences(
     prompts: list[list[int]],
     marked: set[int],
     plan: Plan,
     hook: str,
-    wrongly: bool,
+    invalid_answer: bool,
     slots: int,
     chunk: int,
 ) -> None:
@@ -152,7 +152,7 @@ def test_a_failure_ends_whom_it_concerns_and_nobody_else_notices(
     for number in marked:
         prompts[number][0] = MARK
     options = {"slots": slots, "chunk": chunk}
-    failing, healthy = (with_last(plan, Fails(name, wrongly)) for name in (hook, ""))
+    failing, healthy = (with_last(plan, Fails(name, invalid_answer)) for name in (hook, ""))
     run = Engine(MODEL, plan=failing, on_hook_error="answer", **options).generate(
         prompts, max_new_tokens=20
     )
@@ -162,31 +162,31 @@ def test_a_failure_ends_whom_it_concerns_and_nobody_else_notices(
     for result, plain in zip(results, expected, strict=True):
         if result.finish_reason == "error":
             assert result.error is not None
-            assert f"'fails' {'' if wrongly else 'raised IndexError'}" in result.error
+            assert f"'fails' {'' if invalid_answer else 'raised IndexError'}" in result.error
             assert f"{hook}()" in result.error
             assert result.tokens == plain.tokens[: len(result.tokens)]
         else:
-            assert told(result) == told(plain)
+            assert result_values(result) == result_values(plain)
     failed = {result.id for result in results if result.error is not None}
-    asked = {one.id for one in expected if one.compactions}
+    compacted = {one.id for one in expected if one.compactions}
     if hook in ("score", "select", "evict"):
-        assert failed >= asked & marked
-        assert failed <= asked
-        assert bool(failed) == bool(asked & marked)
+        assert failed >= compacted & marked
+        assert failed <= compacted
+        assert bool(failed) == bool(compacted & marked)
     if hook == "observe":
         assert failed <= marked
     assert run.report.num_errors == len(failed)
     assert_no_slot_is_lost(run)
 
 
-def test_the_sequences_of_a_failing_call_are_told_why_and_keep_their_tokens() -> None:
+def test_failed_sequences_have_an_error_and_keep_their_tokens() -> None:
     plan = Plan.uniform("h2o", Fails("score"), budget=8, buffer=4)
     engine = Engine(MODEL, plan=plan, on_hook_error="answer")
     good, bad = engine.generate([[1, 2, 3], [MARK, 3]], max_new_tokens=30).results()
     assert (good.finish_reason, len(good.tokens)) == ("length", 30)
     assert bad.finish_reason == "error"
     assert bad.error == "policy 'fails' raised IndexError in score() at layer 0: no such head"
-    assert len(bad.tokens) == 12 + 1 - 2  # drawn until the slab of 12 rows was full
+    assert len(bad.tokens) == 12 + 1 - 2  # sampled until the slab of 12 rows was full
 
 
 class FailsAlways:
@@ -198,16 +198,16 @@ class FailsAlways:
         raise LookupError
 
 
-def test_nothing_is_asked_about_a_sequence_that_has_failed() -> None:
+def test_hooks_are_not_called_for_failed_sequences() -> None:
     fails = FailsAlways()
     plan = Plan.uniform(fails, budget=8, buffer=4)
     run = Engine(MODEL, plan=plan, on_hook_error="answer").generate([[1] * 12, [2] * 30])
     assert [result.finish_reason for result in run] == ["error", "error"]
-    assert fails.calls == 1, "once, about both, in the first layer"
+    assert fails.calls == 1, "expected one call for both sequences, in the first layer"
     assert run.report.compactions == 0
 
 
-def test_a_stream_ends_with_the_error() -> None:
+def test_stream_ends_with_the_hook_error() -> None:
     plan = Plan.uniform("h2o", Fails("select"), budget=8, buffer=4)
     stream = Engine(MODEL, plan=plan, on_hook_error="answer").stream([MARK], max_new_tokens=30)
     tokens = list(stream)
@@ -228,7 +228,7 @@ class FailsToSchedule:
         return [[request.id for request in waiting[:num_free]]]
 
 
-def test_a_failing_schedule_ends_those_who_wait_and_not_those_who_are_served() -> None:
+def test_failing_schedule_ends_only_waiting_requests() -> None:
     plan = Plan.uniform("full", schedule=[FailsToSchedule()])
     engine = Engine(MODEL, plan=plan, slots=2, on_hook_error="answer")
     requests = [Request([number + 1], 3 + 5 * number) for number in range(5)]
@@ -242,7 +242,7 @@ FATAL = [MemoryError(), torch.OutOfMemoryError("CUDA out of memory"), torch.Acce
 
 
 @pytest.mark.parametrize("error", FATAL, ids=lambda error: type(error).__name__)
-def test_a_lack_of_memory_is_raised_whatever_was_asked_for(error: BaseException) -> None:
+def test_out_of_memory_is_always_raised(error: BaseException) -> None:
     plan = Plan.uniform("h2o", Fails("score", error=error), budget=8, buffer=4)
     engine = Engine(MODEL, plan=plan, on_hook_error="answer")
     with pytest.raises(HookError, match=type(error).__name__):
@@ -250,19 +250,19 @@ def test_a_lack_of_memory_is_raised_whatever_was_asked_for(error: BaseException)
 
 
 @pytest.mark.parametrize("value", ["ignore", None, True])
-def test_anything_else_to_do_with_a_failure_is_refused(value: object) -> None:
+def test_invalid_on_hook_error_raises(value: object) -> None:
     with pytest.raises(KVPolicyError, match=r"on_hook_error=.*'raise' or 'answer'"):
         Engine(MODEL, plan=Plan.uniform("full"), on_hook_error=value)
 
 
-# --- traces of a failure ----------------------------------------------------------------------
+# --- no effect on later sequences -----------------------------------------------------------
 
 
 @attrs.define(eq=False)
 class Poisons:
-    """Replaces what stays of marked sequences by something that is no number."""
+    """Replaces the kept rows of marked sequences by NaN or infinity."""
 
-    with_what: float
+    poison_value: float
 
     @hookimpl
     def observe(self, token_ids: Tensor, start: int, memory: Memory) -> None:
@@ -274,17 +274,19 @@ class Poisons:
     def evict(self, rows: Any, keep: Tensor, memory: Memory) -> bool | None:
         if not any(notes["marked"] for notes in memory.of(self)):
             return None
-        poison = torch.full((*keep.shape, rows.keys.shape[-1]), self.with_what, dtype=torch.float64)
+        poison = torch.full(
+            (*keep.shape, rows.keys.shape[-1]), self.poison_value, dtype=torch.float64
+        )
         rows.keep(keep, keys=poison, values=poison)
         return True
 
 
 @pytest.mark.parametrize("policy", ["streaming", "h2o"])
 @pytest.mark.parametrize("what", [torch.nan, torch.inf])
-def test_what_a_broken_policy_stored_does_not_reach_who_gets_the_slot_next(
+def test_non_finite_rows_do_not_affect_the_next_sequence_in_the_slot(
     what: float, policy: str
 ) -> None:
-    """Masked rows count with weight 0, and 0 * NaN is NaN: an emptied slot must be empty."""
+    """Masked rows have weight 0 and 0 * NaN is NaN, so a freed slot must be cleared."""
     requests = [
         Request([MARK, 2, 3, 4], 20),  # the longest, so that it gets the last slot
         Request([4] * 3, 40),
@@ -299,11 +301,11 @@ def test_what_a_broken_policy_stored_does_not_reach_who_gets_the_slot_next(
     )
     expected = plain.generate(requests).results()[1:]
     results = poisoned.generate(requests).results()[1:]
-    assert [told(result) for result in results] == [told(one) for one in expected]
+    assert [result_values(result) for result in results] == [result_values(one) for one in expected]
 
 
-class AnswersOnce:
-    """Answers wrongly, and raises when it is asked again who it was."""
+class InvalidThenRaises:
+    """Returns an invalid value, then raises when called again to find the offender."""
 
     calls = 0
 
@@ -315,7 +317,7 @@ class AnswersOnce:
         return keys
 
 
-def test_who_raises_when_asked_again_is_the_one_named() -> None:
-    plan = Plan.uniform("h2o", AnswersOnce(), budget=8, buffer=4)
-    with pytest.raises(HookResultError, match="'answers_once' returned shape"):
+def test_policy_that_raises_during_the_search_for_the_offender_is_named() -> None:
+    plan = Plan.uniform("h2o", InvalidThenRaises(), budget=8, buffer=4)
+    with pytest.raises(HookResultError, match="'invalid_then_raises' returned shape"):
         Engine(MODEL, plan=plan).generate([[1]], max_new_tokens=20).results()

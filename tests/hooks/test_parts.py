@@ -1,4 +1,4 @@
-"""A policy made of policies: its parts are asked, told, remembered and blamed as any policy is."""
+"""Parts of a composite policy get arguments, state and errors like any policy."""
 
 from typing import Any, ClassVar
 
@@ -20,7 +20,7 @@ HIDDEN = 32
 
 @attrs.define(eq=False)
 class First:
-    """Does as its first part says, after all of them were asked."""
+    """Calls all parts and returns the scores of the first."""
 
     parts: Any
 
@@ -43,7 +43,7 @@ def run(*stack: object, num_tokens: int = 24) -> list[tuple[int, ...]]:
 
 @attrs.define(eq=False)
 class Survivors:
-    """Counts in a track and in memory; keeps old rows."""
+    """Counts calls in a track and in memory; keeps old rows."""
 
     tracks: ClassVar[tuple[str, ...]] = ("age",)
     least: float = 0.0
@@ -58,31 +58,31 @@ class Survivors:
         return tracks["age"] + self.least * positions
 
 
-def test_a_part_has_its_tracks_and_memory_to_itself() -> None:
+def test_each_part_has_its_own_tracks_and_memory() -> None:
     alone, other = Survivors(), Survivors()
     assert run(first(alone)) == run(Survivors())
-    assert max(alone.calls) > 1, "memory lasts from one compaction to the next"
-    # The same track in two parts: neither counts for the other.
+    assert max(alone.calls) > 1, "memory must persist between compactions"
+    # Two parts with the same track name do not share it.
     assert run(first(Survivors(), other)) == run(Survivors())
     stack = Stack([("both", first(Survivors(), Survivors()))])
     assert stack.tracks == ("both.0.age", "both.1.age")
 
 
-def test_parts_of_parts_are_kept_apart_too() -> None:
+def test_nested_parts_have_their_own_tracks() -> None:
     inner = first(Survivors())
     stack = Stack([("outer", First([("inner", inner), ("age", Survivors())]))])
     assert stack.tracks == ("outer.0.inner.0.age", "outer.1.age")
     assert run(First([("inner", inner), ("age", Survivors())])) == run(Survivors())
 
 
-def test_two_owners_of_one_name_with_tracks_are_refused() -> None:
+def test_duplicate_track_names_raise() -> None:
     with pytest.raises(PolicyLoadError, match=r"'survivors' declares track 'a.0.age'"):
         Stack([("a", first(Survivors())), ("a", first(Survivors()))])
 
 
 @attrs.define(eq=False)
 class Pushes:
-    """Steers by what it observed; says nothing of rows."""
+    """Steers by the number of observed tokens; scores rows by position."""
 
     registers: ClassVar[tuple[str, ...]] = ("seen",)
 
@@ -101,7 +101,7 @@ class Pushes:
 
 @attrs.define(eq=False)
 class Never(Scores):
-    """Nothing is ever due before the slab is full."""
+    """Never due before the slab is full."""
 
     @hookimpl
     def due(self, num_rows: Tensor) -> Tensor:
@@ -110,7 +110,7 @@ class Never(Scores):
 
 @attrs.define(eq=False)
 class Always(Scores):
-    """Compact after every forward."""
+    """Due after every forward."""
 
     @hookimpl
     def due(self, num_rows: Tensor, budget: int) -> Tensor:
@@ -121,14 +121,14 @@ def newest(positions: Tensor) -> Tensor:
     return positions.float()
 
 
-def test_a_part_observes_and_steers_as_in_the_stack_itself() -> None:
+def test_part_observes_and_steers_like_a_policy_of_the_stack() -> None:
     plain = run(Scores(newest))
     assert run(first(Pushes())) == run(Pushes()) != plain
     assert run(first(Scores(newest), Pushes())) == run(Pushes())
     assert run(Pushes(), first(Pushes())) == run(Pushes(), Pushes())
 
 
-def test_the_first_part_with_an_opinion_says_who_is_due() -> None:
+def test_first_part_that_implements_due_decides() -> None:
     plan = [first(Always(newest), Never(newest)), first(Never(newest), Always(newest))]
     peaks = []
     for policy in plan:
@@ -139,7 +139,7 @@ def test_the_first_part_with_an_opinion_says_who_is_due() -> None:
 
 
 @attrs.define(eq=False)
-class Breaks:
+class DropsRow:
     @hookimpl
     def score(self, positions: Tensor) -> Tensor:
         return positions[:, :, 1:].float()
@@ -153,9 +153,9 @@ class Raises:
         raise ValueError(msg)
 
 
-def test_a_part_is_blamed_by_its_own_name_and_its_owners() -> None:
-    with pytest.raises(HookResultError, match=r"policy 'breaks' in 'first' returned shape"):
-        run(first(Scores(newest), Breaks()))
+def test_error_names_the_part_and_its_owners() -> None:
+    with pytest.raises(HookResultError, match=r"policy 'dropsrow' in 'first' returned shape"):
+        run(first(Scores(newest), DropsRow()))
     with pytest.raises(HookError, match=r"policy 'raises' in 'first' raised ValueError in score"):
         run(first(Raises()))
     nested = First([("inner", first(Raises()))])
@@ -171,13 +171,13 @@ class Misspelt:
 
 
 @pytest.mark.parametrize(
-    ("part", "said"),
+    ("part", "message"),
     [
         (Selects(None), r"policy 'selects' in 'first' implements select\(\)"),
         (Misspelt(), "policy 'misspelt' in 'first' does not fit the hook specs"),
         (object(), "policy 'object' in 'first' implements no hook"),
     ],
 )
-def test_a_policy_that_cannot_be_a_part_is_refused(part: object, said: str) -> None:
-    with pytest.raises(PolicyLoadError, match=said):
+def test_invalid_parts_are_refused(part: object, message: str) -> None:
+    with pytest.raises(PolicyLoadError, match=message):
         Stack([("first", first(part))])

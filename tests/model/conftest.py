@@ -1,4 +1,4 @@
-"""Fixtures of the tests of models."""
+"""Fixtures for tests of models."""
 
 from commands import model_folder
 

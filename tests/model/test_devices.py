@@ -1,4 +1,4 @@
-"""A model on two devices, as with a ``device_map``: no operation mixes their tensors."""
+"""A model split over two devices, as with a ``device_map``, gives the same tokens."""
 
 import attrs
 import pytest
@@ -26,7 +26,7 @@ def model_on_two_devices(**options: object) -> nn.Module:
     return model
 
 
-def test_the_second_device_refuses_what_torch_refuses() -> None:
+def test_mixing_tensors_of_two_devices_raises() -> None:
     with second_device():
         here, there = torch.ones(2), torch.ones(2, device=THERE)
         with pytest.raises(RuntimeError, match="two devices"):
@@ -38,22 +38,22 @@ def test_the_second_device_refuses_what_torch_refuses() -> None:
 
 
 @pytest.mark.parametrize("policy", ["full", "h2o", "rkv", "snapkv", "streaming"])
-def test_tokens_are_those_of_one_device(policy: str) -> None:
+def test_two_devices_give_the_tokens_of_one(policy: str) -> None:
     plan = Plan.uniform(policy, budget=24, buffer=4)
     expected = tokens(tiny_model(num_layers=3), plan)
     with second_device():
         assert tokens(model_on_two_devices(), plan) == expected
 
 
-def test_drawn_tokens_are_those_of_one_device() -> None:
-    plan, how = Plan.uniform("full"), Sampling(temperature=0.9, top_p=0.9, seed=3)
-    expected = tokens(tiny_model(num_layers=3), plan, how)
+def test_two_devices_give_the_sampled_tokens_of_one() -> None:
+    plan, sampling = Plan.uniform("full"), Sampling(temperature=0.9, top_p=0.9, seed=3)
+    expected = tokens(tiny_model(num_layers=3), plan, sampling)
     with second_device():
-        assert tokens(model_on_two_devices(), plan, how) == expected
+        assert tokens(model_on_two_devices(), plan, sampling) == expected
 
 
 @pytest.mark.parametrize("policy", ["full", "h2o"])
-def test_windows_caps_and_sinks_are_computed_where_their_layer_is(policy: str) -> None:
+def test_windows_softcaps_and_sinks_work_on_two_devices(policy: str) -> None:
     plan = Plan.uniform(policy, budget=20, buffer=2)
     for family in ("gpt_oss", "gemma2"):
         expected = tokens(family_model(family, window=9), plan)
@@ -65,7 +65,7 @@ def test_windows_caps_and_sinks_are_computed_where_their_layer_is(policy: str) -
 
 @attrs.define(eq=False)
 class Counts:
-    """Counts its calls in a register, and pushes the states by what it has counted."""
+    """Counts its calls in a register and steers by the count."""
 
     registers: tuple[str, ...] = ("calls",)
     devices: set = attrs.field(factory=set)
@@ -82,7 +82,7 @@ class Counts:
         return hidden_states * 0.01 * calls[:, None]
 
 
-def test_steered_layers_find_registers_beside_their_states() -> None:
+def test_registers_are_on_the_device_of_the_steered_layer() -> None:
     expected = tokens(tiny_model(num_layers=3), Plan.uniform("full", Counts()))
     policy = Counts()
     with second_device():

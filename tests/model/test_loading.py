@@ -18,7 +18,7 @@ def install(monkeypatch: pytest.MonkeyPatch, **models: InstalledModel) -> None:
     monkeypatch.setattr(loading, "load_installed", lambda _, name, **__: lambda: models[name])
 
 
-def test_an_installed_model_is_loaded_in_its_preferred_precision(
+def test_installed_model_is_loaded_in_its_preferred_precision(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = save_tiny_model(tmp_path / "weights")
@@ -28,7 +28,7 @@ def test_an_installed_model_is_loaded_in_its_preferred_precision(
     assert load_model(folder)[0].dtype == torch.float32
 
 
-def test_an_installed_model_with_a_broken_package_is_refused(
+def test_installed_model_with_import_error_raises(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     point = EntryPoint("tiny", "no_such_package:model", loading.GROUP)
@@ -37,7 +37,7 @@ def test_an_installed_model_with_a_broken_package_is_refused(
         load_model("tiny")
 
 
-def test_a_skeleton_has_the_shapes_of_the_model_and_no_memory(model_folder: Path) -> None:
+def test_skeleton_has_the_shapes_of_the_model_on_the_meta_device(model_folder: Path) -> None:
     skeleton, (model, _) = load_skeleton(str(model_folder)), load_model(str(model_folder))
     shapes = {name: tensor.shape for name, tensor in skeleton.named_parameters()}
     assert shapes == {name: tensor.shape for name, tensor in model.named_parameters()}
@@ -46,11 +46,11 @@ def test_a_skeleton_has_the_shapes_of_the_model_and_no_memory(model_folder: Path
 
 
 @pytest.mark.parametrize("name", ["tinny", "Tiny", "./nowhere", "/nowhere", "a/b/c", " "])
-def test_what_cannot_be_a_hub_id_is_refused_without_asking_the_hub(
+def test_invalid_hub_id_raises_without_a_hub_request(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def ask(_: str) -> bool:
-        pytest.fail("the hub was asked")
+        pytest.fail("a hub request was sent")
 
     install(monkeypatch, tiny=InstalledModel(Path()))
     monkeypatch.setattr(loading, "_is_available", ask)
@@ -58,15 +58,15 @@ def test_what_cannot_be_a_hub_id_is_refused_without_asking_the_hub(
         load_model(name)
 
 
-def test_a_hub_that_cannot_be_reached_is_not_retried(
+def test_unreachable_hub_is_not_retried(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def no_address(*_: object) -> None:
+    def fail_to_resolve(*_: object) -> None:
         raise OSError
 
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
     monkeypatch.setattr(hub, "getproxies", dict)
-    monkeypatch.setattr(hub.socket, "getaddrinfo", no_address)
+    monkeypatch.setattr(hub.socket, "getaddrinfo", fail_to_resolve)
     with pytest.raises(ModelError, match="the hub cannot be reached"):
         load_model("somebody/something")
 

@@ -1,4 +1,4 @@
-"""Every family that is run: what ``generate`` says, and what policies are told."""
+"""Every supported family: tokens equal ``generate``, and hooks get the model's attention."""
 
 from typing import ClassVar
 
@@ -25,7 +25,7 @@ ROOMY = 64  # rows: more than any prompt and its continuation
     st.integers(1, 3),
     st.sampled_from([1, 4, 512]),
 )
-def test_a_budget_that_nothing_exceeds_equals_generate(
+def test_unexceeded_budget_equals_generate(
     family: str, prompts: list[list[int]], plan: Plan, slots: int, chunk: int
 ) -> None:
     model = family_model(family)
@@ -52,13 +52,13 @@ def test_every_family_equals_generate(family: str, policy: str) -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("policy", ["h2o", "snapkv"])
-def test_a_row_equals_itself_alone_and_is_bounded(family: str, policy: str) -> None:
+def test_batched_sequence_equals_sequence_alone_and_is_bounded(family: str, policy: str) -> None:
     """In double precision, as in `test_isolation`."""
     model = family_model(family, window=17, dtype=torch.float64)
     knobs = {"h2o": {"n_recent": 3}} if policy == "h2o" else {"snapkv": {"window_size": 3}}
     plan = Plan.uniform(policy, budget=8, buffer=4, knobs=knobs)
-    together = Engine(model, plan=plan, slots=2, chunk=5).generate(PROMPTS, max_new_tokens=20)
-    for prompt, result in zip(PROMPTS, together.results(), strict=True):
+    run = Engine(model, plan=plan, slots=2, chunk=5).generate(PROMPTS, max_new_tokens=20)
+    for prompt, result in zip(PROMPTS, run.results(), strict=True):
         (alone,) = Engine(model, plan=plan).generate([prompt], max_new_tokens=20).results()
         assert result.tokens == alone.tokens
         assert result.peak_rows == 12
@@ -66,11 +66,11 @@ def test_a_row_equals_itself_alone_and_is_bounded(family: str, policy: str) -> N
 
 
 @attrs.define(eq=False)
-class Watches:
-    """Notes what `score` is told at its first compaction, when so many tokens are seen."""
+class RecordsScoreArguments:
+    """Records the arguments of its first `score` call, after ``at`` tokens."""
 
     at: int
-    told: dict[int, tuple[Tensor, Tensor, Tensor]] = attrs.field(factory=dict)
+    recorded: dict[int, tuple[Tensor, Tensor, Tensor]] = attrs.field(factory=dict)
     window_size: int = 4
 
     @hookimpl
@@ -81,37 +81,37 @@ class Watches:
     def score(
         self, layer_idx: int, attn_weights: Tensor, attn_sums: Tensor, positions: Tensor
     ) -> Tensor:
-        now = (attn_weights.clone(), attn_sums.clone(), positions.clone())
-        self.told.setdefault(layer_idx, now)
+        arguments = (attn_weights.clone(), attn_sums.clone(), positions.clone())
+        self.recorded.setdefault(layer_idx, arguments)
         return positions.float()
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_policies_are_told_the_weights_that_the_model_used(family: str) -> None:
-    """Capped, with sinks, scaled as the model scales: as transformers' own weights are."""
+def test_attention_arguments_equal_the_weights_of_the_model(family: str) -> None:
+    """Including soft caps, sinks and scaling: compared with transformers' weights."""
     model, prompt = family_model(family), [5, 9, 40, 2, 2, 7, 11, 30, 31, 6, 17]
-    policy = Watches(at=20)
+    policy = RecordsScoreArguments(at=20)
     plan = Plan.uniform(policy, budget=3, buffer=64)
     (result,) = Engine(model, plan=plan, chunk=4).generate([prompt], max_new_tokens=12).results()
     seen = torch.tensor([[*prompt, *result.tokens][: policy.at]])
     with calling(model, "eager"), torch.no_grad():
         weights = model(seen, output_attentions=True, use_cache=False).attentions
-    for layer_idx, (attn_weights, attn_sums, positions) in policy.told.items():
+    for layer_idx, (attn_weights, attn_sums, positions) in policy.recorded.items():
         rows = positions[0].repeat_interleave(2, dim=0)  # two query heads to a KV head
         used = weights[layer_idx][0]  # [H_q, L, T]
         everything = used.sum(dim=2, keepdim=True)
         used = used.gather(2, rows[:, None].expand(-1, used.shape[1], -1))
-        # What went to rows that have left a window since is shared by those still held.
+        # Weight on rows that have left a window is redistributed over the rows still held.
         held = 1 - (everything - used.sum(dim=2, keepdim=True))
         assert torch.allclose(attn_weights[0] * held[:, -4:], used[:, -4:], atol=1e-5)
         received = used.sum(dim=1).view(2, 2, -1).sum(dim=1)
         assert torch.allclose(attn_sums[0], received, atol=1e-4)
-    assert sorted(policy.told) == [0, 1]
+    assert sorted(policy.recorded) == [0, 1]
 
 
 @attrs.define(eq=False)
-class AddsUp:
-    """Adds the weights of each compaction to what it has of those before."""
+class AccumulatesWeights:
+    """Accumulates the weights of all compactions in a track."""
 
     tracks: ClassVar[tuple[str, ...]] = ("added",)
     held: list[Tensor] = attrs.field(factory=list)
@@ -125,9 +125,9 @@ class AddsUp:
 
 
 @pytest.mark.parametrize("family", sorted(FAMILIES))
-def test_what_policies_remember_holds_on_to_no_graph(family: str) -> None:
-    """Learned sinks are parameters: a track would keep every weight there ever was."""
-    policy = AddsUp()
+def test_tracks_do_not_hold_an_autograd_graph(family: str) -> None:
+    """Learned sinks are parameters, so a track could keep the graph of every step alive."""
+    policy = AccumulatesWeights()
     plan = Plan.uniform(policy, budget=3, buffer=2)
     Engine(family_model(family), plan=plan).generate([[5, 9, 40]], max_new_tokens=9).results()
     assert len(policy.held) > 2

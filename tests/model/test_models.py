@@ -1,4 +1,4 @@
-"""Every model either gives what ``generate`` gives, or is refused with a sentence."""
+"""Every model either gives the tokens of ``generate`` or raises a clear error."""
 
 from typing import Any
 
@@ -16,20 +16,20 @@ from kvpolicy.model.attention import attention_function
 
 PROMPTS = [[5, 9, 40, 2, 2, 7, 11], [1, 2], [3, 8] * 6]
 
-#: Models that are no family of their own in the tests, but are run.
+#: Supported models that are not in the list of families.
 RUN: dict[str, dict[str, Any]] = {
     "gemma": {},
     "granite": {},
     "gpt_neox": {},
     "smollm3": {},
     "starcoder2": {"sliding_window": 5},
-    # It says nothing of its window to its attention, and has no positions to be hidden.
+    # It does not pass its window to attention, and no position is outside the window.
     "phimoe": {"sliding_window": 256},
 }
 
 
 @pytest.mark.parametrize("kind", RUN)
-def test_a_model_that_is_run_equals_generate(kind: str) -> None:
+def test_supported_model_equals_generate(kind: str) -> None:
     model = model_of(kind, **RUN[kind])
     engine = Engine(model, plan=Plan.uniform("h2o", budget=64), slots=2, chunk=5)
     results = engine.generate(PROMPTS, max_new_tokens=10).results()
@@ -38,14 +38,14 @@ def test_a_model_that_is_run_equals_generate(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", REFUSED)
-def test_a_model_that_would_be_run_wrongly_is_refused(kind: str) -> None:
-    changes, says = REFUSED[kind]
+def test_unsupported_model_raises(kind: str) -> None:
+    changes, message = REFUSED[kind]
     model = model_of(kind, **changes)
-    with pytest.raises(ModelError, match=says):
+    with pytest.raises(ModelError, match=message):
         Engine(model, plan=Plan.uniform("h2o", budget=64)).generate([[1, 2]]).results()
 
 
-def test_a_model_that_bypasses_the_attention_interface_is_refused() -> None:
+def test_model_that_bypasses_the_attention_interface_raises() -> None:
     model = tiny_model()
     for layer in model.model.layers:
         layer.self_attn.forward = lambda hidden_states, **_: (hidden_states, None)
@@ -54,22 +54,20 @@ def test_a_model_that_bypasses_the_attention_interface_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "says"),
+    ("changes", "message"),
     [
         ({"use_bidirectional_attention": True}, "later tokens"),
         ({"max_position_embeddings": None}, "positions"),
     ],
 )
-def test_a_configuration_that_says_the_impossible_is_refused(
-    changes: dict[str, Any], says: str
-) -> None:
+def test_unsupported_configuration_raises(changes: dict[str, Any], message: str) -> None:
     model = tiny_model()
-    vars(model.config).update(changes)  # newer configurations check what is assigned
-    with pytest.raises(ModelError, match=says):
+    vars(model.config).update(changes)  # newer configurations validate assignments
+    with pytest.raises(ModelError, match=message):
         Engine(model, plan=Plan.uniform("full"))
 
 
-def test_a_window_that_the_configuration_does_not_tell_is_refused() -> None:
+def test_window_missing_in_the_configuration_raises() -> None:
     model = tiny_model()
     shape = LayerShape(4, 2, 8, model.dtype, model.device)
     step = StepLayout(KVCache([shape], [Slab(4)], 1), 0, [1])
@@ -88,7 +86,7 @@ def test_a_window_that_the_configuration_does_not_tell_is_refused() -> None:
         )
 
 
-def test_a_window_that_only_the_configuration_tells_is_refused() -> None:
+def test_window_only_in_the_configuration_raises() -> None:
     model = model_of("phimoe", sliding_window=6)
-    with pytest.raises(ModelError, match="a window of None, its configuration says 6"):
+    with pytest.raises(ModelError, match="a window of None, its configuration message 6"):
         Engine(model, plan=Plan.uniform("full")).generate([[1, 2]]).results()

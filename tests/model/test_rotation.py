@@ -1,4 +1,4 @@
-"""Keys moved to other positions, as the model itself would have put them there."""
+"""Keys rotated to other positions equal the keys that the model computes there."""
 
 from typing import Any
 
@@ -57,14 +57,14 @@ MOVABLE = {
         "Llama",
         rope("yarn", factor=4.0, original_max_position_embeddings=128),
     ),
-    "stretched": ("Llama", rope("linear", factor=2.0)),
-    "a layer without": ("SmolLM3", {"no_rope_layers": [1, 0]}),
+    "linear scaling": ("Llama", rope("linear", factor=2.0)),
+    "a layer without RoPE": ("SmolLM3", {"no_rope_layers": [1, 0]}),
     "two thetas": ("Gemma3Text", {"head_dim": 8, "layer_types": ["full_attention"] * 2}),
 }
 
 
 def keys_at(model: PreTrainedModel, position: int) -> list[torch.Tensor]:
-    """Keys of every layer of one token that stands alone at a position, by plain transformers."""
+    """Keys in every layer of a single token at ``position``, by plain transformers."""
     ids = torch.tensor([[7]])
     with torch.inference_mode():
         cache = model(ids, position_ids=torch.tensor([[position]]), use_cache=True).past_key_values
@@ -73,7 +73,7 @@ def keys_at(model: PreTrainedModel, position: int) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize(("family", "changes"), MOVABLE.values(), ids=MOVABLE)
-def test_a_moved_key_is_the_key_at_its_new_position(
+def test_rotated_key_equals_the_key_at_its_new_position(
     family: str, changes: dict, dtype: torch.dtype
 ) -> None:
     if not hasattr(transformers, f"{family}Config"):
@@ -81,25 +81,25 @@ def test_a_moved_key_is_the_key_at_its_new_position(
     model = model_of(family, **changes).to(dtype)
     rotation = ModelAdapter(model).rotation()
     for start, by in ((0, 1), (5, 300), (9, 0)):
-        for layer_idx, (here, there) in enumerate(
+        for layer_idx, (source, target) in enumerate(
             zip(keys_at(model, start), keys_at(model, start + by), strict=True)
         ):
-            moved = rotation(layer_idx, here, torch.full(here.shape[:3], by))
+            moved = rotation(layer_idx, source, torch.full(source.shape[:3], by))
             assert moved.dtype == dtype
             if by == 0:
-                assert torch.equal(moved, here)
-            error = (moved.float() - there.float()).norm() / there.float().norm()
+                assert torch.equal(moved, source)
+            error = (moved.float() - target.float()).norm() / target.float().norm()
             assert error < (1e-5 if dtype == torch.float32 else 0.02)
 
 
-def test_keys_of_a_trained_model_move_as_well() -> None:
+def test_rotated_keys_of_a_trained_model_equal_its_own() -> None:
     model, _ = load_reasoner()
     rotation = ModelAdapter(model).rotation()
-    for layer_idx, (here, there) in enumerate(
+    for layer_idx, (source, target) in enumerate(
         zip(keys_at(model, 4), keys_at(model, 90), strict=True)
     ):
-        moved = rotation(layer_idx, here, torch.full(here.shape[:3], 86))
-        torch.testing.assert_close(moved, there, atol=1e-4, rtol=1e-4)
+        moved = rotation(layer_idx, source, torch.full(source.shape[:3], 86))
+        torch.testing.assert_close(moved, target, atol=1e-4, rtol=1e-4)
 
 
 REFUSED = {
@@ -123,8 +123,8 @@ REFUSED = {
 }
 
 
-class Moves:
-    """Move everything that stays by one position."""
+class RotatesKeptKeys:
+    """Rotates all kept keys by one position."""
 
     @hookimpl
     def evict(self, rows: LayerRows, keep: torch.Tensor) -> bool:
@@ -134,17 +134,15 @@ class Moves:
 
 
 @pytest.mark.parametrize(("family", "changes", "reason"), REFUSED.values(), ids=REFUSED)
-def test_where_it_cannot_be_right_the_run_is_refused_with_the_reason(
-    family: str, changes: dict, reason: str
-) -> None:
-    plan = Plan.uniform(Moves(), budget=8, buffer=2)
+def test_unsupported_rope_raises_with_the_reason(family: str, changes: dict, reason: str) -> None:
+    plan = Plan.uniform(RotatesKeptKeys(), budget=8, buffer=2)
     engine = Engine(model_of(family, **changes), None, plan, slots=1)
     with pytest.raises(ModelError, match=reason) as caught:
         engine.generate([[1, 2, 3]], max_new_tokens=20).results()
     assert "leave the policy that moves them out of the plan" in str(caught.value)
 
 
-def test_a_model_that_rotates_in_another_way_than_its_embedding_adds_up_to_is_refused() -> None:
+def test_rotation_that_differs_from_the_embedding_raises() -> None:
     model = model_of("Llama")
     rotary = model.model.rotary_emb
     forward = rotary.forward
@@ -154,14 +152,14 @@ def test_a_model_that_rotates_in_another_way_than_its_embedding_adds_up_to_is_re
         ModelAdapter(model).rotation()(0, keys, torch.ones(keys.shape[:3], dtype=torch.int64))
 
 
-def test_a_model_is_not_looked_at_before_a_key_is_to_be_moved() -> None:
+def test_rope_is_not_checked_before_a_key_is_rotated() -> None:
     model = model_of("Llama", **rope("dynamic", factor=2.0))
     plan = Plan.uniform("streaming", budget=8, buffer=2)
     (result,) = Engine(model, None, plan, slots=1).generate([[1, 2]], max_new_tokens=20).results()
     assert result.compactions
 
 
-def test_rows_of_no_model_are_not_moved() -> None:
+def test_rotating_rows_without_a_model_raises() -> None:
     shape = LayerShape(2, 1, 4, torch.float32, torch.device("cpu"))
     rows = LayerRows(KVCache([shape], [Slab(4)], 1), 0, [0])
     with pytest.raises(ModelError, match="belong to no model"):
@@ -169,7 +167,7 @@ def test_rows_of_no_model_are_not_moved() -> None:
 
 
 @given(st.integers(1, 9), st.integers(-500, 500), st.integers(-500, 500))
-def test_plain_rotations_add_up(head_dim: int, first: int, second: int) -> None:
+def test_consecutive_rotations_add_up(head_dim: int, first: int, second: int) -> None:
     keys = torch.randn(1, 2, 3, head_dim, generator=torch.Generator().manual_seed(head_dim))
     by = torch.ones(keys.shape[:3], dtype=torch.int64)
     twice = rotate_halves(0, rotate_halves(0, keys, first * by), second * by)
@@ -179,7 +177,7 @@ def test_plain_rotations_add_up(head_dim: int, first: int, second: int) -> None:
     torch.testing.assert_close(twice.norm(dim=-1), keys.norm(dim=-1))
 
 
-def test_the_plain_rotation_is_that_of_llama() -> None:
+def test_rotate_halves_equals_llama_rotation() -> None:
     model = tiny.shared_model()
     rotation = ModelAdapter(model).rotation()
     keys = torch.randn(2, 2, 5, 8, generator=torch.Generator().manual_seed(1))

@@ -1,4 +1,4 @@
-"""The engine's twin of a model: it sees every later change of the model, and changes nothing."""
+"""The engine's twin of a model follows every later change and changes nothing itself."""
 
 import copy
 from collections.abc import Callable
@@ -38,7 +38,7 @@ def cache_tokens(model: Any) -> list[int]:
 
 
 class Wrapper(nn.Module):
-    """A layer with an adapter, as LoRA puts it in the place of a linear layer."""
+    """A linear layer with an adapter, like LoRA."""
 
     def __init__(self, base_layer: nn.Module) -> None:
         super().__init__()
@@ -52,7 +52,7 @@ class Wrapper(nn.Module):
 
 
 class WrappedAttention(nn.Module):
-    """A whole attention module within another, as adaption prompts wrap it."""
+    """A wrapped attention module, as adaption prompts wrap it."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -119,7 +119,7 @@ def hook_on_model(model: Any) -> Callable[[], None]:
 
 
 def new_forward(model: Any) -> Callable[[], None]:
-    """As accelerate replaces it: bound to the module, and calling what was there before."""
+    """Like accelerate: bound to the module and calling the old forward."""
     layer = first_layer(model)
     layer._old_forward = layer.forward
 
@@ -155,7 +155,7 @@ CHANGES = [
 
 
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
-def test_changes_after_the_engine_was_built_count(change: Any, model: Any) -> None:
+def test_changes_after_building_the_engine_take_effect(change: Any, model: Any) -> None:
     engine = Engine(model, plan=FULL)
     plain = engine_tokens(engine)
     undo = change(model)
@@ -166,7 +166,7 @@ def test_changes_after_the_engine_was_built_count(change: Any, model: Any) -> No
     assert engine_tokens(engine) == cache_tokens(model) == greedy_tokens(model, PROMPT, 10) == plain
 
 
-def test_an_adapter_that_is_switched_off_and_on_counts(model: Any) -> None:
+def test_switching_an_adapter_takes_effect(model: Any) -> None:
     engine = Engine(model, plan=FULL)
     plain = engine_tokens(engine)
     wrap_linear(model)
@@ -178,7 +178,7 @@ def test_an_adapter_that_is_switched_off_and_on_counts(model: Any) -> None:
     assert adapted != plain
 
 
-def test_a_model_is_left_as_it_is(model: Any) -> None:
+def test_model_is_unchanged(model: Any) -> None:
     before = state_of(model)
     engine = Engine(model, plan=Plan.uniform("h2o", budget=8, buffer=2))
     engine_tokens(engine)
@@ -189,7 +189,7 @@ def test_a_model_is_left_as_it_is(model: Any) -> None:
     assert state_of(model) == before
 
 
-def test_parameters_and_buffers_are_those_of_the_model(model: Any) -> None:
+def test_twin_shares_parameters_and_buffers(model: Any) -> None:
     twin = ModelAdapter(model)._twin.current()
     tensors, shared = (one.state_dict(keep_vars=True) for one in (model, twin))
     assert tensors.keys() == shared.keys()
@@ -198,7 +198,7 @@ def test_parameters_and_buffers_are_those_of_the_model(model: Any) -> None:
     assert twin.config._attn_implementation != model.config._attn_implementation
 
 
-def test_a_twin_is_made_once(model: Any) -> None:
+def test_twin_is_built_once(model: Any) -> None:
     adapter = ModelAdapter(model)
     twin = adapter._twin.current()
     greedy_tokens(model, PROMPT, 2)
@@ -208,7 +208,7 @@ def test_a_twin_is_made_once(model: Any) -> None:
 
 
 @pytest.mark.parametrize("move", ["double", "half", "to", "bfloat16"])
-def test_a_model_that_is_moved_later_is_run_in_its_new_precision(move: str, model: Any) -> None:
+def test_dtype_change_after_building_the_engine_takes_effect(move: str, model: Any) -> None:
     engine = Engine(model, plan=FULL)
     engine_tokens(engine)
     model.to(torch.float64) if move == "to" else getattr(model, move)()
@@ -241,7 +241,7 @@ class Quantised(nn.Module):
 
 
 @pytest.mark.parametrize("later", [False, True])
-def test_quantised_layers_are_run(later: bool, model: Any) -> None:
+def test_quantised_layers_equal_generate(later: bool, model: Any) -> None:
     engine = Engine(model, plan=FULL)
     if later:
         engine_tokens(engine)
@@ -267,7 +267,7 @@ def dispatched(request: Any, model: Any) -> Any:
     return engines
 
 
-def test_a_model_with_a_device_map_is_run(dispatched: Any) -> None:
+def test_dispatched_model_equals_generate(dispatched: Any) -> None:
     assert "forward" in vars(dispatched.model.get_decoder())
     expected = greedy_tokens(dispatched.model, PROMPT, 10)
     assert engine_tokens(dispatched.engine) == cache_tokens(dispatched.model) == expected

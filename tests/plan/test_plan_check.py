@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from plandata import anything, mutated, plan_data, tables
+from plan_strategies import anything, mutated, plan_data, tables
 
 from kvpolicy import Plan
 from kvpolicy.errors import KVPolicyError

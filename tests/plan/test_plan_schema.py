@@ -9,7 +9,7 @@ import attrs
 import jsonschema
 import pytest
 from hypothesis import given
-from plandata import mutated, plan_data, tables
+from plan_strategies import mutated, plan_data, tables
 
 from kvpolicy import Plan
 from kvpolicy.entry_points import installed, installed_file

@@ -10,7 +10,7 @@ import attrs
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from plandata import plan_data
+from plan_strategies import plan_data
 
 from kvpolicy import Plan, hookimpl
 from kvpolicy.entry_points import installed

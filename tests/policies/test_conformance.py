@@ -1,4 +1,4 @@
-"""What every installed policy must do, whatever its method: the whole contract, and equal heads."""
+"""Every installed policy passes check_policy, and heads do not influence each other."""
 
 import attrs
 import pytest
@@ -14,8 +14,8 @@ from kvpolicy.toolkit.steering_vectors import Calibration, SteeringVector, save_
 NAMES = [policy.name for policy in installed_policies()]
 VARIANTS = [(name, knobs) for name in NAMES for knobs in SMALL_KNOBS.get(name, ({},))]
 
-# Policies whose heads choose together, or by their number; those of all others choose alone.
-HEADS_TOGETHER = ("tova", "random")
+# Policies whose heads select together or by head index; in all others each head selects alone.
+COUPLED_HEADS = ("tova", "random")
 
 
 @pytest.fixture(scope="module")
@@ -23,37 +23,39 @@ def vector(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A steering vector for the second layer of a model of size 16."""
     file = tmp_path_factory.mktemp("vectors") / "toy.safetensors"
     direction = torch.randn(16, generator=torch.Generator().manual_seed(1))
-    made = SteeringVector(vector=direction, layer=1, calibration=Calibration(model="toy"))
-    save_steering_vectors(file, [made])
+    steering_vector = SteeringVector(
+        vector=direction, layer=1, calibration=Calibration(model="toy")
+    )
+    save_steering_vectors(file, [steering_vector])
     return str(file)
 
 
-def given_vector(name: str, knobs: dict, vector: str) -> dict:
+def with_vector(name: str, knobs: dict, vector: str) -> dict:
     return {"vector": vector, **knobs} if name in STEERING else knobs
 
 
-def test_the_policies_of_this_repository_are_installed() -> None:
+def test_policies_of_this_repository_are_installed() -> None:
     baselines = {"full", "streaming", "h2o", "h2o_last", "tova", "knorm", "random", "snapkv"}
     assert baselines | {"pyramidkv", "rkv", "protect", "mix", "merge", "rerotate"} <= set(NAMES)
 
 
 @pytest.mark.parametrize(("name", "knobs"), VARIANTS, ids=str)
-def test_every_policy_keeps_the_contract(name: str, knobs: dict, vector: str) -> None:
-    report = check_policy(name, knobs=given_vector(name, knobs, vector), max_examples=6)
+def test_every_policy_passes_check_policy(name: str, knobs: dict, vector: str) -> None:
+    report = check_policy(name, knobs=with_vector(name, knobs, vector), max_examples=6)
     assert {"building", "determinism", "memory", "neighbours", "knobs"} <= set(report.clauses)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
-def test_every_policy_keeps_the_contract_in_many_cases(name: str, vector: str) -> None:
+def test_every_policy_passes_check_policy_in_many_cases(name: str, vector: str) -> None:
     variants = SMALL_KNOBS.get(name, ({},))
     for seed, knobs in enumerate(variants):
-        knobs = given_vector(name, knobs, vector)
+        knobs = with_vector(name, knobs, vector)
         report = check_policy(name, knobs=knobs, seed=seed, max_examples=600 // len(variants))
         assert not report.skipped.keys() & {"answers", "cancellation", "slots", "precision"}
 
 
-def test_skipkv_keeps_the_contract_when_it_steers(vector: str) -> None:
+def test_steering_skipkv_passes_check_policy(vector: str) -> None:
     knobs = {"vector": vector, "window_size": 2, "tau": 0.3}
     assert "nan" in check_policy("skipkv", knobs=knobs, max_examples=12).clauses
 
@@ -64,7 +66,7 @@ def test_skipkv_keeps_the_contract_when_it_steers(vector: str) -> None:
         # seal's default vector is the bundled reasoner's.
         pytest.param(name, marks=[pytest.mark.needs_reasoner] if name == "seal" else [])
         for name in NAMES
-        if name not in HEADS_TOGETHER
+        if name not in COUPLED_HEADS
     ],
 )
 @given(data=st.data(), drawn=caches(num_kv_heads=3, group=2))

@@ -1,10 +1,9 @@
-"""The policies against outputs recorded from their authors' own classes.
+"""Policies against outputs recorded from their authors' code.
 
-Exact sets where the method leaves no choice (StreamingLLM, R-KV in fp32, H2O, TOVA, Knorm, the
-"H2O" of R-KV's code). Elsewhere a
-maximum pool gives neighbours equal scores and the authors' top-k chooses among them by
-chance, so the recorded *scores* decide: no row may be rejected whose score exceeds that of a
-kept one by more than the arithmetic's noise.
+Exact sets where the method has no ties (StreamingLLM, R-KV in fp32, H2O, TOVA, Knorm, the
+"H2O" of R-KV's code). Elsewhere maximum pooling gives adjacent rows equal scores and the
+authors' top-k breaks the ties arbitrarily, so the recorded *scores* are compared: no rejected
+row may have a score above that of a kept row by more than rounding.
 """
 
 import json
@@ -29,10 +28,10 @@ def sets(kept: Tensor | np.ndarray) -> list[set[int]]:
     return [set(map(int, rows)) for rows in array.reshape(-1, array.shape[-1])]
 
 
-def assert_scores_decide(
+def assert_rows_match_scores(
     kept: Tensor, scores: np.ndarray, *, window: int, budget: int, atol: float
 ) -> None:
-    """The threshold rule, with the scores ``[B, H_kv, T - window]`` that were recorded."""
+    """Apply the threshold rule to the recorded scores ``[B, H_kv, T - window]``."""
     num_rows = scores.shape[-1] + window
     forced = set(range(num_rows - window, num_rows))
     for rows, row_scores in zip(sets(kept), scores.reshape(-1, scores.shape[-1]), strict=True):
@@ -42,12 +41,12 @@ def assert_scores_decide(
 
 
 def bfloat16_noise(scores: np.ndarray, budget: int) -> float:
-    """Four units in the last place of a bfloat16 score at the cut."""
-    cut = np.abs(np.sort(scores, axis=-1)[..., -min(budget, scores.shape[-1])]).max()
-    return float(4 * 2.0**-8 * cut)
+    """Four units in the last place of a bfloat16 score at the threshold."""
+    threshold = np.abs(np.sort(scores, axis=-1)[..., -min(budget, scores.shape[-1])]).max()
+    return float(4 * 2.0**-8 * threshold)
 
 
-def test_every_listed_vector_is_in_the_folder() -> None:
+def test_manifest_lists_every_file() -> None:
     listed = json.loads((FOLDER / "manifest.json").read_text())["cases"]
     assert {case["file"] for case in listed} == {path.name for path in FOLDER.glob("*.npz")}
 
@@ -73,16 +72,16 @@ def test_rkv_keeps_the_recorded_rows(case: Case) -> None:
         assert sets(kept) == sets(arrays["kept"])
         return
     scores, window = arrays["score_per_row"], args["W"]
-    expected = sets(arrays["kept_per_row"])  # `kept` mixes sequences up where B > 1
+    expected = sets(arrays["kept_per_row"])  # `kept` mixes sequences where B > 1
     if case.is_bfloat16:
         atol = bfloat16_noise(scores, args["budget"] - window)
-        assert_scores_decide(kept, scores, window=window, budget=args["budget"], atol=atol)
+        assert_rows_match_scores(kept, scores, window=window, budget=args["budget"], atol=atol)
         for ours, theirs in zip(sets(kept), expected, strict=True):
             assert len(ours & theirs) >= 0.95 * len(theirs)
     elif args["lam"] < 1:
         assert sets(kept) == expected
-    else:  # no redundancy term: maximum pooling alone, full of ties
-        assert_scores_decide(kept, scores, window=window, budget=args["budget"], atol=ATOL)
+    else:  # no redundancy term: maximum pooling alone has many ties
+        assert_rows_match_scores(kept, scores, window=window, budget=args["budget"], atol=ATOL)
 
 
 def rkv_knobs(args: dict) -> dict:
@@ -95,7 +94,7 @@ def rkv_knobs(args: dict) -> dict:
 
 
 @recorded("rkv.SnapKV")
-def test_snapkv_in_decode_keeps_rows_that_the_recorded_scores_allow(case: Case) -> None:
+def test_snapkv_in_decode_keeps_rows_by_the_recorded_scores(case: Case) -> None:
     arrays, args = case.arrays(), case.args
     keys, values, queries = (case.tensor(arrays[name]) for name in "kvq")
     knobs = {"window_size": args["W"], "kernel_size": args["kernel"], "phase": "decode"}
@@ -105,11 +104,11 @@ def test_snapkv_in_decode_keeps_rows_that_the_recorded_scores_allow(case: Case) 
         return
     scores = arrays["importance"]
     atol = bfloat16_noise(scores, args["budget"] - args["W"]) if case.is_bfloat16 else ATOL
-    assert_scores_decide(kept, scores, window=args["W"], budget=args["budget"], atol=atol)
+    assert_rows_match_scores(kept, scores, window=args["W"], budget=args["budget"], atol=atol)
 
 
 @recorded("rkv.multiround")
-def test_a_stream_keeps_the_recorded_positions(case: Case) -> None:
+def test_streams_keep_the_recorded_positions(case: Case) -> None:
     arrays, args = case.arrays(), case.args
     keys, values, queries = (case.tensor(arrays[f"{name}_all"]) for name in "kvq")
     is_rkv = "lam" in args
@@ -128,12 +127,12 @@ def test_a_stream_keeps_the_recorded_positions(case: Case) -> None:
     assert len(rounds) == len(arrays["kept_orig"])
     for kept, expected in zip(rounds, arrays["kept_orig"], strict=True):
         if sets(kept) != sets(expected):
-            assert not is_rkv, "R-KV leaves no ties"
-            return  # another of two equal rows stayed: from here on the streams differ
+            assert not is_rkv, "R-KV has no ties"
+            return  # a tie was broken differently, so later rounds differ
 
 
 @recorded("SnapKV.SnapKVCluster")
-def test_snapkv_as_published_keeps_the_recorded_rows_of_every_query_head(case: Case) -> None:
+def test_published_snapkv_keeps_the_recorded_rows_of_every_query_head(case: Case) -> None:
     arrays, args = case.arrays(), case.args
     group = args["Hq"] // args["Hkv"]
     keys, values = (case.tensor(arrays[name].repeat(group, axis=1)) for name in "kv")
@@ -167,7 +166,7 @@ def assert_published(
     args: dict,
     group_reduce: str = "mean",
 ) -> None:
-    """Both choices, ours and the recorded one, satisfy the scores of the slow oracle."""
+    """Both our rows and the recorded rows match the scores of the slow oracle."""
     knobs = {
         "window_size": args["W"],
         "kernel_size": args.get("kernel", args.get("snapkv_kernel")),
@@ -231,8 +230,8 @@ def test_pyramidkv_keeps_the_recorded_rows_of_every_layer(case: Case, heads_of: 
             "pyramidkv", keys, values, queries, budget=budget, group_reduce=group_reduce, **knobs
         )
         expected = arrays[f"kept_{heads_of}_L{layer}"]
-        here = args | {"max_capacity_prompt": budget}
-        assert_published(kept, expected, keys, queries, here, group_reduce)
+        layer_args = args | {"max_capacity_prompt": budget}
+        assert_published(kept, expected, keys, queries, layer_args, group_reduce)
 
 
 def budget_tables() -> list[dict]:
@@ -256,7 +255,7 @@ def test_pyramidkv_computes_the_recorded_budgets(table: dict) -> None:
 @recorded("KVCacheFactory.misc")
 @pytest.mark.parametrize("group_reduce", ["mean", "sum"])
 def test_h2o_keeps_the_recorded_rows_of_a_prompt(case: Case, group_reduce: str) -> None:
-    # One rule serves both records: a mean ranks rows as a sum does.
+    # A mean ranks rows as a sum does, so both records have the same rows.
     arrays = case.arrays()
     keys, values, queries = (case.tensor(arrays[name]) for name in "kvq")
     kept = h2o_on_prompt(case, keys, values, queries)
@@ -297,7 +296,7 @@ def test_streaming_keeps_the_recorded_rows_of_a_prompt(case: Case) -> None:
 
 
 @recorded("kvpress")
-def test_streaming_keeps_the_rows_of_another_library(case: Case) -> None:
+def test_streaming_keeps_the_rows_of_kvpress(case: Case) -> None:
     arrays, args = case.arrays(), case.args
     keys, values, queries = (case.tensor(arrays[name]) for name in "kvq")
     kept = keep_rows(
@@ -307,14 +306,14 @@ def test_streaming_keeps_the_rows_of_another_library(case: Case) -> None:
 
 
 @recorded("kvpress")
-def test_snapkv_keeps_the_rows_of_another_library(case: Case) -> None:
+def test_snapkv_keeps_the_rows_of_kvpress(case: Case) -> None:
     arrays, args = case.arrays(), case.args
     keys, values, queries = (case.tensor(arrays[name]) for name in "kvq")
     knobs = published(args["snapkv_window"], args["snapkv_kernel"], "avgpool")
     kept = keep_rows("snapkv", keys, values, queries, budget=args["n_kept"], **knobs)
     window = args["snapkv_window"]
-    scores = arrays["score_snapkv"][..., : args["T"] - window]  # theirs pins the window behind
-    assert_scores_decide(kept, scores, window=window, budget=args["n_kept"], atol=ATOL)
+    scores = arrays["score_snapkv"][..., : args["T"] - window]  # kvpress pins the window at the end
+    assert_rows_match_scores(kept, scores, window=window, budget=args["n_kept"], atol=ATOL)
     assert sets(kept) == sets(arrays["kept_snapkv"])
 
 
@@ -329,9 +328,7 @@ def test_knorm_keeps_the_recorded_rows_of_a_prompt(case: Case) -> None:
 
 @recorded("kvpress")
 @pytest.mark.parametrize(("name", "n_recent"), [("knorm", 0), ("tova", 1)])
-def test_knorm_and_tova_keep_the_rows_of_another_library(
-    case: Case, name: str, n_recent: int
-) -> None:
+def test_knorm_and_tova_keep_the_rows_of_kvpress(case: Case, name: str, n_recent: int) -> None:
     arrays = case.arrays()
     keys, values, queries = (case.tensor(arrays[letter]) for letter in "kvq")
     kept = keep_rows(name, keys, values, queries, budget=case.args["n_kept"], n_recent=n_recent)
@@ -358,7 +355,7 @@ def test_tova_keeps_the_recorded_positions_after_every_token(case: Case) -> None
 
 
 @recorded("rkv.H2O(intended)")
-def test_the_h2o_of_r_kv_keeps_the_rows_that_its_code_intends(case: Case) -> None:
+def test_h2o_last_keeps_the_rows_intended_by_rkv_code(case: Case) -> None:
     arrays, args = case.arrays(), case.args
     keys, values, queries = (case.tensor(arrays[name]) for name in "kvq")
     kept = keep_rows("h2o_last", keys, values, queries, budget=args["budget"])
@@ -386,7 +383,7 @@ def test_h2o_keeps_the_recorded_positions_after_every_token(case: Case) -> None:
 
 
 class Sums:
-    """Keep the recorded positions, whatever they are, and note the sums of those rows."""
+    """Keeps the recorded positions and records the attention sums of those rows."""
 
     def __init__(self, rounds: Sequence[np.ndarray]) -> None:
         self.rounds = iter(rounds)
@@ -394,9 +391,9 @@ class Sums:
 
     @hookimpl
     def score(self, positions: Tensor, attn_sums: Tensor) -> Tensor:
-        stays = torch.from_numpy(next(self.rounds).astype(np.int64))[None]
-        is_kept = (positions[..., None] == stays[:, :, None]).any(-1)
-        self.sums = attn_sums[is_kept].view(stays.shape)
+        recorded_positions = torch.from_numpy(next(self.rounds).astype(np.int64))[None]
+        is_kept = (positions[..., None] == recorded_positions[:, :, None]).any(-1)
+        self.sums = attn_sums[is_kept].view(recorded_positions.shape)
         return is_kept.float()
 
 

@@ -22,9 +22,7 @@ SUM_ATOL = 10 * ATOL
 
 
 @given(st.data(), caches())
-def test_a_prompt_keeps_its_heavy_hitters_and_its_newest_rows(
-    data: st.DataObject, drawn: Drawn
-) -> None:
+def test_prompt_keeps_heavy_hitters_and_recent_rows(data: st.DataObject, drawn: Drawn) -> None:
     n_recent = data.draw(st.integers(1, 6))
     budget = data.draw(budgets(drawn.num_rows, min_budget=n_recent))
     kept = keep_rows(
@@ -44,7 +42,7 @@ def assert_h2o_rows(kept: list[int], scores: list[float], budget: int, n_recent:
 
 
 @given(st.data(), caches(min_rows=2, max_rows=24))
-def test_a_stream_accumulates_over_all_its_queries_and_forgets_what_left(
+def test_stream_accumulates_attention_of_all_queries_over_resident_rows(
     data: st.DataObject, drawn: Drawn
 ) -> None:
     n_recent = data.draw(st.integers(1, 4))
@@ -74,7 +72,7 @@ def follow_stream(
     prompt: int,
     compact_at: list[int],
 ) -> None:
-    """Check every round given the rounds before it, so that one tie cannot spoil the rest."""
+    """Check every round given the previous rounds, so that one tie does not affect the others."""
     hitters = reference.HeavyHitters(len(queries))
     resident: list[int] = []
     rounds_left = dict(zip(compact_at, answer, strict=True))
@@ -94,7 +92,7 @@ def follow_stream(
 
 
 @given(caches(min_rows=9))
-def test_half_of_the_budget_is_recent_by_default(drawn: Drawn) -> None:
+def test_n_recent_defaults_to_half_of_the_budget(drawn: Drawn) -> None:
     kept = keep_rows("h2o", drawn.keys, drawn.values, drawn.queries, budget=8)
     explicit = keep_rows("h2o", drawn.keys, drawn.values, drawn.queries, budget=8, n_recent=4)
     assert (kept == explicit).all()
@@ -102,12 +100,12 @@ def test_half_of_the_budget_is_recent_by_default(drawn: Drawn) -> None:
 
 
 @given(caches(min_rows=6))
-def test_if_all_of_the_budget_is_recent_it_is_a_sliding_window(drawn: Drawn) -> None:
+def test_n_recent_equal_to_budget_is_a_sliding_window(drawn: Drawn) -> None:
     kept = keep_rows("h2o", drawn.keys, drawn.values, drawn.queries, budget=5, n_recent=5)
     assert (kept == torch.arange(drawn.num_rows - 5, drawn.num_rows)).all()
 
 
-def test_a_row_that_every_query_attends_to_outlives_the_rest() -> None:
+def test_row_attended_by_every_query_is_never_evicted() -> None:
     keys = torch.randn(1, 2, 40, 4, generator=torch.Generator().manual_seed(0)) * 0.01
     keys[:, :, 17] = 10.0
     queries = torch.ones(1, 4, 40, 4)
@@ -118,13 +116,13 @@ def test_a_row_that_every_query_attends_to_outlives_the_rest() -> None:
 
 
 @given(st.data(), caches())
-def test_a_batch_equals_its_sequences_alone(data: st.DataObject, drawn: Drawn) -> None:
+def test_batch_equals_single_sequences(data: st.DataObject, drawn: Drawn) -> None:
     budget = data.draw(budgets(drawn.num_rows))
     assert_batch_equals_single_rows("h2o", drawn, budget)
 
 
 @given(caches())
-def test_nothing_leaves_within_the_budget(drawn: Drawn) -> None:
+def test_nothing_is_evicted_within_the_budget(drawn: Drawn) -> None:
     assert_nothing_leaves("h2o", drawn, budget=drawn.num_rows)
 
 
@@ -132,7 +130,7 @@ def test_half_precision_works() -> None:
     assert_half_precision_works("h2o", budget=8)
 
 
-def test_a_budget_below_the_recent_rows_is_refused() -> None:
+def test_budget_below_the_recent_rows_raises() -> None:
     keys = torch.zeros(1, 1, 20, 2)
     with pytest.raises(BudgetError, match="h2o"):
         keep_rows("h2o", keys, keys, keys, budget=3, n_recent=4)
@@ -143,11 +141,11 @@ def test_a_budget_below_the_recent_rows_is_refused() -> None:
     [{"n_recent": 0}, {"n_recent": -2}, {"n_recent": "8"}, {"every": 0}, {"recent_size": 4}],
     ids=str,
 )
-def test_bad_knobs_are_refused(knobs: dict) -> None:
+def test_invalid_knobs_raise(knobs: dict) -> None:
     assert_knobs_refused("h2o", knobs, KnobError)
 
 
-def test_products_beyond_half_precision_are_weights_all_the_same() -> None:
+def test_attention_products_above_the_float16_range_give_valid_weights() -> None:
     sizes = {"kv_heads": 2, "group": 2, "head_dim": 8}
     trial = Trial("h2o", budget=3, **sizes, dtype="float16", numbers="large", seed=7133)
     trial.arrive(prompt=1, new=5)

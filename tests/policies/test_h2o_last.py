@@ -18,7 +18,7 @@ from kvpolicy.testing import keep_rows, replay
 
 
 @given(st.data(), caches())
-def test_what_the_last_query_attends_to_stays_and_its_own_row(
+def test_keeps_rows_attended_by_the_last_query_and_its_own_row(
     data: st.DataObject, drawn: Drawn
 ) -> None:
     budget = data.draw(budgets(drawn.num_rows))
@@ -30,7 +30,7 @@ def test_what_the_last_query_attends_to_stays_and_its_own_row(
 
 
 @given(st.data(), caches(min_rows=2, max_rows=24))
-def test_nothing_is_accumulated_from_round_to_round(data: st.DataObject, drawn: Drawn) -> None:
+def test_scores_do_not_accumulate_between_rounds(data: st.DataObject, drawn: Drawn) -> None:
     budget = data.draw(st.integers(1, drawn.num_rows - 1))
     plan = data.draw(rounds(drawn.num_rows))
     answer = replay("h2o_last", drawn.keys, drawn.values, drawn.queries, budget=budget, **plan)
@@ -48,9 +48,7 @@ def test_nothing_is_accumulated_from_round_to_round(data: st.DataObject, drawn: 
 
 
 @given(st.data(), caches(min_rows=2))
-def test_it_is_snapkv_with_a_window_of_one_and_no_pooling(
-    data: st.DataObject, drawn: Drawn
-) -> None:
+def test_equals_snapkv_with_window_one_and_no_pooling(data: st.DataObject, drawn: Drawn) -> None:
     budget = data.draw(st.integers(1, drawn.num_rows))
     inputs = (drawn.keys, drawn.values, drawn.queries)
     kept = keep_rows("h2o_last", *inputs, budget=budget)
@@ -58,22 +56,22 @@ def test_it_is_snapkv_with_a_window_of_one_and_no_pooling(
     assert (kept == snapkv).all()
 
 
-def test_it_is_not_h2o() -> None:
+def test_differs_from_h2o() -> None:
     keys = torch.zeros(1, 1, 20, 2)
     keys[:, :, 3, 0] = keys[:, :, 5, 1] = 9.0
     queries = torch.zeros(1, 1, 20, 2)
-    queries[:, :, :-1, 0] = queries[:, :, -1, 1] = 9.0  # all look at row 3, the last at row 5
+    queries[:, :, :-1, 0] = queries[:, :, -1, 1] = 9.0  # all attend to row 3, the last to row 5
     assert 5 in keep_rows("h2o_last", keys, keys, queries, budget=2).flatten().tolist()
     assert 3 in keep_rows("h2o", keys, keys, queries, budget=2, n_recent=1).flatten().tolist()
 
 
 @given(st.data(), caches())
-def test_a_batch_equals_its_sequences_alone(data: st.DataObject, drawn: Drawn) -> None:
+def test_batch_equals_single_sequences(data: st.DataObject, drawn: Drawn) -> None:
     assert_batch_equals_single_rows("h2o_last", drawn, data.draw(budgets(drawn.num_rows)))
 
 
 @given(caches())
-def test_nothing_leaves_within_the_budget(drawn: Drawn) -> None:
+def test_nothing_is_evicted_within_the_budget(drawn: Drawn) -> None:
     assert_nothing_leaves("h2o_last", drawn, budget=drawn.num_rows)
 
 
@@ -81,5 +79,5 @@ def test_half_precision_works() -> None:
     assert_half_precision_works("h2o_last", budget=8)
 
 
-def test_it_has_no_knobs() -> None:
+def test_has_no_knobs() -> None:
     assert_knobs_refused("h2o_last", {"window_size": 1}, KnobError)

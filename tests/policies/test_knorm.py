@@ -1,4 +1,4 @@
-"""Knorm against loops over the keys: the shortest stay, with the newest rows."""
+"""Knorm against loops over the keys: it keeps the shortest keys and the newest rows."""
 
 import pytest
 import reference
@@ -20,7 +20,7 @@ from kvpolicy.testing import keep_rows, replay
 
 
 @given(st.data(), caches(num_queries=1))
-def test_the_shortest_keys_and_the_newest_rows_stay(data: st.DataObject, drawn: Drawn) -> None:
+def test_keeps_the_shortest_keys_and_the_newest_rows(data: st.DataObject, drawn: Drawn) -> None:
     n_recent = data.draw(st.integers(0, 6))
     budget = data.draw(budgets(drawn.num_rows, min_budget=max(n_recent, 1)))
     kept = keep_rows(
@@ -34,11 +34,11 @@ def test_the_shortest_keys_and_the_newest_rows_stay(data: st.DataObject, drawn: 
 
 
 @given(st.data(), caches(min_rows=2, max_rows=24))
-def test_without_recent_rows_a_stream_keeps_the_shortest_keys_it_has_seen(
+def test_stream_without_recent_rows_keeps_the_shortest_keys(
     data: st.DataObject, drawn: Drawn
 ) -> None:
-    # A norm never changes, so that rounds in between make no difference: what left was longer
-    # than what stayed, and would have left later, too.
+    # Norms do not change, so intermediate rounds make no difference: an evicted key was longer
+    # than the kept ones and would also be evicted later.
     budget = data.draw(st.integers(1, drawn.num_rows - 1))
     plan = data.draw(rounds(drawn.num_rows))
     plan["compact_at"] = sorted({*plan["compact_at"], drawn.num_rows})
@@ -52,7 +52,7 @@ def score(layer_idx: int, **knobs: object) -> torch.Tensor | None:
     return load_policy("knorm", **knobs).score(layer_idx=layer_idx, keys=keys)
 
 
-def test_it_has_no_opinion_in_skipped_layers_only() -> None:
+def test_score_is_none_only_in_skipped_layers() -> None:
     assert [score(layer, skip_layers=[0, 2]) is None for layer in range(4)] == [
         True,
         False,
@@ -61,24 +61,24 @@ def test_it_has_no_opinion_in_skipped_layers_only() -> None:
     ]
 
 
-def test_in_a_skipped_layer_the_policy_listed_before_it_decides() -> None:
+def test_skipped_layers_use_the_previous_policy() -> None:
     rng = torch.Generator().manual_seed(3)
     keys = torch.randn(1, 2, 30, 4, generator=rng)
-    skipping = load_policy("knorm", skip_layers=(0,))  # the layer of the bench is layer 0
+    skipping = load_policy("knorm", skip_layers=(0,))  # keep_rows uses layer 0
     kept = keep_rows(["streaming", skipping], keys, keys, keys, budget=12)
     assert (kept == keep_rows("streaming", keys, keys, keys, budget=12)).all()
     alone = keep_rows(skipping, keys, keys, keys, budget=12)
-    assert (alone == torch.arange(18, 30)).all(), "else the newest rows stay"
+    assert (alone == torch.arange(18, 30)).all(), "without another policy the newest rows are kept"
 
 
 @given(st.data(), caches())
-def test_a_batch_equals_its_sequences_alone(data: st.DataObject, drawn: Drawn) -> None:
+def test_batch_equals_single_sequences(data: st.DataObject, drawn: Drawn) -> None:
     budget = data.draw(budgets(drawn.num_rows, min_budget=8))
     assert_batch_equals_single_rows("knorm", drawn, budget)
 
 
 @given(caches())
-def test_nothing_leaves_within_the_budget(drawn: Drawn) -> None:
+def test_nothing_is_evicted_within_the_budget(drawn: Drawn) -> None:
     assert_nothing_leaves("knorm", drawn, budget=max(drawn.num_rows, 8))
 
 
@@ -98,5 +98,5 @@ def test_half_precision_works() -> None:
     ],
     ids=str,
 )
-def test_bad_knobs_are_refused(bad: dict) -> None:
+def test_invalid_knobs_raise(bad: dict) -> None:
     assert_knobs_refused("knorm", bad, KnobError)

@@ -1,4 +1,4 @@
-"""Merge folds rows that leave into the nearest row that stays, and changes nothing else."""
+"""Merge averages evicted rows into the nearest kept row and changes nothing else."""
 
 from typing import Any
 
@@ -35,16 +35,16 @@ KNOBS: tuple[dict[str, Any], ...] = (
 )
 knobs = st.sampled_from(KNOBS)
 
-#: fp32 against double precision, of averages of rows that are a few units long.
+#: Tolerance for averages of rows of norm about 1 to 10, fp32 against double precision.
 ATOL = 1e-5
 
-#: Whether a row is merged hangs on a comparison; closer calls than this may fall either way.
-#: (Likeness is compared in steps of 2^-14.)
-CLOSE_CALL = 1e-4
+#: A row is merged if its similarity exceeds a threshold; smaller margins than this are skipped.
+#: (Similarity is compared in steps of 2^-14.)
+MIN_MARGIN = 1e-4
 
 
 class Bench:
-    """Some sequences' rows in one layer, to be evicted from as often as one likes."""
+    """Rows of some sequences in one layer, for repeated evictions."""
 
     def __init__(self, drawn: Drawn, *, extra: int = 0, **knobs: Any) -> None:
         self.policy = load_policy("merge", **knobs)
@@ -73,7 +73,7 @@ class Bench:
 
 @st.composite
 def kept_rows(draw: st.DrawFn, drawn: Drawn, num_rows: int | None = None) -> Tensor:
-    """Which rows stay: as many in every head, but not the same."""
+    """Kept rows: the same number in every head, but different rows."""
     batch, heads = drawn.keys.shape[:2]
     total = drawn.num_rows if num_rows is None else num_rows
     num = draw(st.integers(1, total - 1))
@@ -90,18 +90,18 @@ def some_rows(**more: Any) -> st.SearchStrategy[Drawn]:
 
 
 @given(st.data(), some_rows(), knobs)
-def test_rows_become_what_the_oracle_says(
+def test_merged_rows_equal_the_oracle(
     data: st.DataObject, drawn: Drawn, knobs: dict[str, Any]
 ) -> None:
-    """Two compactions, with rows joining in between: the threshold remembers the first."""
-    joining = data.draw(
+    """Two compactions with new rows in between; the threshold carries over."""
+    new_rows = data.draw(
         some_rows(
             batch=drawn.keys.shape[0],
             num_kv_heads=drawn.keys.shape[1],
             head_dim=drawn.keys.shape[3],
         )
     )
-    bench = Bench(drawn, extra=joining.num_rows, **knobs)
+    bench = Bench(drawn, extra=new_rows.num_rows, **knobs)
     pairs = [(b, h) for b in range(drawn.keys.shape[0]) for h in range(drawn.keys.shape[1])]
     rule = {name: knob for name, knob in knobs.items() if name != "merge_keys"}
     oracles = {pair: reference.Merger(**rule) for pair in pairs}
@@ -113,37 +113,37 @@ def test_rows_become_what_the_oracle_says(
             keys, values = (one[b, h].double().tolist() for one in before)
             kept = keep[b, h].tolist()
             new_keys, new_values, margin = oracles[b, h].merge(keys, values, kept)
-            # One row that leaves first is its own threshold, exactly.
-            is_clear = margin > CLOSE_CALL or (step == 0 and len(keys) - len(kept) == 1)
+            # A single evicted row defines the threshold, so its margin is exactly 0.
+            is_clear = margin > MIN_MARGIN or (step == 0 and len(keys) - len(kept) == 1)
             assume(is_clear)
             if knobs.get("merge_keys") is False:
                 new_keys = [keys[t] for t in kept]
-            assert_rows_are(bench.rows.keys[b, h], new_keys)
-            assert_rows_are(bench.rows.values[b, h], new_values)
+            assert_rows_equal(bench.rows.keys[b, h], new_keys)
+            assert_rows_equal(bench.rows.values[b, h], new_values)
         if step == 0:
-            bench.append(joining.keys, joining.values)
+            bench.append(new_rows.keys, new_rows.values)
 
 
-def assert_rows_are(rows: Tensor, expected: list[list[float]]) -> None:
+def assert_rows_equal(rows: Tensor, expected: list[list[float]]) -> None:
     assert torch.allclose(rows.double(), torch.tensor(expected).double(), atol=ATOL)
 
 
-def test_a_worked_example() -> None:
-    """Two rows leave; one has its double among those that stay, the other is like none."""
+def test_worked_example() -> None:
+    """Two rows are evicted: one has the direction of a kept row, the other of none."""
     keys = torch.tensor([[1.0, 0.0], [0.0, 2.0], [3.0, 0.0], [-1.0, -1.0]])[None, None]
     values = torch.tensor([[10.0], [20.0], [30.0], [40.0]]).expand(4, 2)[None, None]
     bench = Bench(Drawn(keys, values, keys, "by hand", 0))
     bench.evict(torch.tensor([[[0, 1]]]))
-    # Row 2 is row 0's double (u = 1): half and half. Row 3 (u = -0.7) is below the mean, 0.15.
+    # Row 2 is parallel to row 0 (u = 1): equal weights. Row 3 (u = -0.7) is below the mean, 0.15.
     assert torch.allclose(bench.rows.keys, torch.tensor([[[[2.0, 0.0], [0.0, 2.0]]]]))
     assert torch.allclose(bench.rows.values[0, 0, :, 0], torch.tensor([20.0, 20.0]))
 
 
-# What merging never does
+# Invariants
 
 
 @given(some_rows())
-def test_nothing_leaves_and_nothing_changes(drawn: Drawn) -> None:
+def test_keeping_all_rows_changes_nothing(drawn: Drawn) -> None:
     bench = Bench(drawn)
     everything = torch.arange(drawn.num_rows).expand(*drawn.keys.shape[:2], -1)
     before = bench.rows.keys.clone(), bench.rows.values.clone()
@@ -154,7 +154,7 @@ def test_nothing_leaves_and_nothing_changes(drawn: Drawn) -> None:
 
 
 @given(st.data(), some_rows(), knobs)
-def test_positions_and_tracks_are_those_of_the_rows_that_stay(
+def test_positions_and_tracks_follow_the_kept_rows(
     data: st.DataObject, drawn: Drawn, knobs: dict[str, Any]
 ) -> None:
     bench = Bench(drawn, **knobs)
@@ -165,8 +165,8 @@ def test_positions_and_tracks_are_those_of_the_rows_that_stay(
 
 
 @given(st.data(), some_rows())
-def test_rows_become_averages_of_rows_that_were_there(data: st.DataObject, drawn: Drawn) -> None:
-    """With the paper's weights: no number grows beyond what it was made of."""
+def test_merged_rows_are_averages_of_existing_rows(data: st.DataObject, drawn: Drawn) -> None:
+    """With the paper's weights, no merged value exceeds the range of its inputs."""
     bench = Bench(drawn)
     bench.evict(data.draw(kept_rows(drawn)))
     for new, old in ((bench.rows.keys, drawn.keys), (bench.rows.values, drawn.values)):
@@ -177,7 +177,7 @@ def test_rows_become_averages_of_rows_that_were_there(data: st.DataObject, drawn
 
 
 @given(st.data(), some_rows(), knobs)
-def test_rows_into_which_nothing_is_merged_stay_bit_for_bit(
+def test_rows_without_merges_are_bit_identical(
     data: st.DataObject, drawn: Drawn, knobs: dict[str, Any]
 ) -> None:
     bench = Bench(drawn, **knobs)
@@ -186,7 +186,7 @@ def test_rows_into_which_nothing_is_merged_stay_bit_for_bit(
     bench.evict(keep)
     changed = (bench.rows.values != drawn.values.gather(2, wide)).any(dim=3)
     num_leaving = drawn.num_rows - keep.shape[2]
-    assert (changed.sum(dim=2) <= num_leaving).all(), "a row that leaves has one host"
+    assert (changed.sum(dim=2) <= num_leaving).all(), "an evicted row is merged into one row only"
     keys_changed = (bench.rows.keys != drawn.keys.gather(2, wide)).any(dim=3)
     assert not (keys_changed & ~changed).any()
     if knobs.get("merge_keys") is False:
@@ -194,22 +194,22 @@ def test_rows_into_which_nothing_is_merged_stay_bit_for_bit(
 
 
 @given(st.data(), some_rows(batch=3), knobs)
-def test_a_sequence_is_merged_as_if_it_were_alone(
+def test_merging_does_not_depend_on_other_sequences(
     data: st.DataObject, drawn: Drawn, knobs: dict[str, Any]
 ) -> None:
     keep = data.draw(kept_rows(drawn))
-    together = Bench(drawn, **knobs)
-    together.evict(keep)
+    batched = Bench(drawn, **knobs)
+    batched.evict(keep)
     for b in range(3):
         alone = Bench(drawn.row(b), **knobs)
         alone.evict(keep[b : b + 1])
-        assert torch.allclose(together.rows.keys[b], alone.rows.keys[0], atol=ATOL)
-        assert torch.allclose(together.rows.values[b], alone.rows.values[0], atol=ATOL)
+        assert torch.allclose(batched.rows.keys[b], alone.rows.keys[0], atol=ATOL)
+        assert torch.allclose(batched.rows.values[b], alone.rows.values[0], atol=ATOL)
     assert_batch_equals_single_rows("merge", drawn, 4)
 
 
-def test_what_is_equally_like_two_hosts_joins_the_same_in_any_batch() -> None:
-    """Zero keys, and keys that repeat: all hangs on comparisons of equals, and on their noise."""
+def test_ties_between_rows_are_broken_equally_in_any_batch() -> None:
+    """Zero and repeated keys: every decision is a tie, up to rounding."""
     sizes = {"budget": 7, "chunk": 1, "kv_heads": 3, "group": 3, "head_dim": 8, "seed": 128}
     trial = Trial("merge", {"beta": 0.3}, numbers="zeros", where="last", **sizes)
     for prompt in (1, 1, 1, 1, 10):
@@ -218,7 +218,7 @@ def test_what_is_equally_like_two_hosts_joins_the_same_in_any_batch() -> None:
 
 
 @given(st.data(), some_rows())
-def test_rows_are_read_and_only_the_new_ones_written(data: st.DataObject, drawn: Drawn) -> None:
+def test_evict_writes_only_the_kept_rows(data: st.DataObject, drawn: Drawn) -> None:
     keep = data.draw(kept_rows(drawn))
     bench = Bench(drawn)
     bench.evict(keep)
@@ -228,13 +228,13 @@ def test_rows_are_read_and_only_the_new_ones_written(data: st.DataObject, drawn:
 
 
 @given(st.data(), some_rows(batch=2))
-def test_leaving_rows_are_the_rest(data: st.DataObject, drawn: Drawn) -> None:
+def test_leaving_rows_are_the_complement_of_keep(data: st.DataObject, drawn: Drawn) -> None:
     keep = data.draw(kept_rows(drawn))
     both = torch.cat([keep, leaving_rows(keep, drawn.num_rows)], dim=2).sort(dim=2).values
     assert (both == torch.arange(drawn.num_rows)).all()
 
 
-def test_half_precision() -> None:
+def test_half_precision_works() -> None:
     assert_half_precision_works("merge", 12)
     drawn = Drawn(*(torch.randn(1, 2, 9, 4).bfloat16() for _ in range(3)), "gauss", 0)
     bench = Bench(drawn)
@@ -246,10 +246,10 @@ def test_half_precision() -> None:
 
 
 @given(prompts(count=3, max_len=40), st.sampled_from(["h2o", "snapkv", "rkv"]))
-def test_layer_zero_holds_the_same_tokens_with_and_without(
+def test_first_compaction_keeps_the_same_tokens_with_and_without_merge(
     prompts: list[list[int]], name: str
 ) -> None:
-    """The first compaction chooses before anything was merged; what follows differs."""
+    """The first compaction selects rows before any merge; later ones may differ."""
     kept = []
     for stack in ([name], [name, "merge"]):
         recorder = Recorder(follows=False)
@@ -260,11 +260,11 @@ def test_layer_zero_holds_the_same_tokens_with_and_without(
 
 
 @given(st.data(), some_rows(batch=2))
-def test_each_sequence_layer_and_head_has_a_threshold(data: st.DataObject, drawn: Drawn) -> None:
+def test_threshold_is_per_sequence_layer_and_head(data: st.DataObject, drawn: Drawn) -> None:
     keep = data.draw(kept_rows(drawn))
     first, second = Bench(drawn), Bench(drawn)
     first.evict(keep)
-    # Another layer of the same sequences starts from nothing, as the first did.
+    # Another layer of the same sequences starts without a threshold, as the first did.
     memory = Memory(first.memories)
     first.policy.evict(1, second.rows, keep, memory)
     for notes in memory.of(first.policy):
@@ -279,12 +279,12 @@ def test_each_sequence_layer_and_head_has_a_threshold(data: st.DataObject, drawn
     [{"beta": -0.1}, {"beta": 1.5}, {"beta": "half"}, {"weights": "max"}, {"merge_keys": 1}],
     ids=str,
 )
-def test_bad_knobs_are_refused(knobs: dict) -> None:
+def test_invalid_knobs_raise(knobs: dict) -> None:
     assert_knobs_refused("merge", knobs, KnobError)
 
 
-def test_rows_that_left_a_sliding_window_are_folded_into_nothing() -> None:
-    """Their content would be seen again, in a host that is still in the window."""
+def test_rows_outside_the_sliding_window_are_not_merged() -> None:
+    """Otherwise their content would be visible again in a row inside the window."""
     shape = LayerShape(1, 1, 4, torch.float32, torch.device("cpu"), sliding_window=10)
     cache, keys = KVCache([shape], [Slab(4)], 1), torch.ones(1, 1, 4, 4)
     values = torch.eye(4)[None, None]

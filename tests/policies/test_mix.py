@@ -1,4 +1,4 @@
-"""A mix keeps the rows that the weighted sum of its parts' scores, on one scale, puts first."""
+"""A mix ranks rows by the weighted sum of its parts' normalised scores."""
 
 import json
 import math
@@ -53,11 +53,11 @@ def drawn_cache() -> st.SearchStrategy[Drawn]:
     return caches(min_rows=2, max_rows=28)
 
 
-# The sum itself, against an oracle
+# The weighted sum, against an oracle
 
 
-class Says:
-    """A part in a test of the sum alone: scores as given, ``[P][T]`` for one head."""
+class FixedParts:
+    """Parts with given scores, ``[P][T]`` for one head."""
 
     def __init__(self, ratings: list[list[float]]) -> None:
         self.ratings = ratings
@@ -80,40 +80,40 @@ def ratings(draw: st.DrawFn) -> list[list[float]]:
 
 
 @given(ratings(), st.data(), scales)
-def test_the_sum_equals_the_oracle(
-    said: list[list[float]], data: st.DataObject, normalise: str
+def test_weighted_sum_equals_the_oracle(
+    part_scores: list[list[float]], data: st.DataObject, normalise: str
 ) -> None:
-    weights = [data.draw(st.sampled_from([0.25, 1.0, 3.0])) for _ in said]
+    weights = [data.draw(st.sampled_from([0.25, 1.0, 3.0])) for _ in part_scores]
     of = [{"policy": "streaming", "weight": weight} for weight in weights]
-    answer = Mix(of=of, normalise=normalise).score(Says(said))
-    expected = reference.mix(said, weights, normalise)
+    answer = Mix(of=of, normalise=normalise).score(FixedParts(part_scores))
+    expected = reference.mix(part_scores, weights, normalise)
     assert answer.dtype == torch.float32
     assert torch.allclose(answer[0, 0].double(), torch.tensor(expected).double(), atol=1e-5)
 
 
 @given(ratings(), scales)
-def test_a_part_that_says_the_same_of_all_rows_says_nothing(
-    said: list[list[float]], normalise: str
+def test_constant_scores_of_a_part_do_not_change_the_ranking(
+    part_scores: list[list[float]], normalise: str
 ) -> None:
-    of = ["streaming"] * len(said)
-    without = Mix(of=of, normalise=normalise).score(Says(said))
-    said = [*said, [7.0] * len(said[0])]
-    with_it = Mix(of=[*of, "streaming"], normalise=normalise).score(Says(said))
-    # Half of the others' say, or two thirds, and for all rows the same on top of it.
-    share = (len(said) - 1) / len(said)
+    of = ["streaming"] * len(part_scores)
+    without = Mix(of=of, normalise=normalise).score(FixedParts(part_scores))
+    part_scores = [*part_scores, [7.0] * len(part_scores[0])]
+    with_it = Mix(of=[*of, "streaming"], normalise=normalise).score(FixedParts(part_scores))
+    # The other parts are scaled by their share, and all rows get the same constant.
+    share = (len(part_scores) - 1) / len(part_scores)
     difference = (with_it - share * without)[0, 0]
     assert torch.allclose(difference[difference.isfinite()].diff(), torch.zeros(1), atol=1e-5)
 
 
 @given(ratings(), scales)
-def test_pinned_rows_stay_pinned_and_offered_ones_offered(
-    said: list[list[float]], normalise: str
-) -> None:
-    answer = Mix(of=["streaming"] * len(said), normalise=normalise).score(Says(said))[0, 0]
-    for t in range(len(said[0])):
-        if any(part[t] == math.inf for part in said):
+def test_infinite_scores_stay_infinite(part_scores: list[list[float]], normalise: str) -> None:
+    answer = Mix(of=["streaming"] * len(part_scores), normalise=normalise).score(
+        FixedParts(part_scores)
+    )[0, 0]
+    for t in range(len(part_scores[0])):
+        if any(part[t] == math.inf for part in part_scores):
             assert answer[t] == math.inf
-        elif any(part[t] == -math.inf for part in said):
+        elif any(part[t] == -math.inf for part in part_scores):
             assert answer[t] == -math.inf
         else:
             assert answer[t].isfinite()
@@ -123,7 +123,7 @@ def test_pinned_rows_stay_pinned_and_offered_ones_offered(
 
 
 @given(st.data(), drawn_cache(), parts, scales)
-def test_a_mix_of_one_keeps_what_the_one_keeps(
+def test_mix_of_one_part_equals_the_part(
     data: st.DataObject, drawn: Drawn, part: dict[str, Any], normalise: str
 ) -> None:
     budget = data.draw(budgets(drawn.num_rows, min_budget=MOST_PROTECTED))
@@ -135,7 +135,7 @@ def test_a_mix_of_one_keeps_what_the_one_keeps(
 
 
 @given(st.data(), drawn_cache(), parts, mixtures)
-def test_a_part_of_weight_0_has_no_say(
+def test_part_with_weight_zero_has_no_effect(
     data: st.DataObject, drawn: Drawn, part: dict[str, Any], others: list[dict[str, Any]]
 ) -> None:
     budget = data.draw(budgets(drawn.num_rows, min_budget=MOST_PROTECTED))
@@ -148,7 +148,7 @@ def test_a_part_of_weight_0_has_no_say(
 
 
 @given(st.data(), drawn_cache(), mixtures, scales, st.sampled_from([0.01, 0.5, 3.0, 700.0]))
-def test_weights_count_relative_to_each_other(
+def test_only_ratios_of_weights_matter(
     data: st.DataObject,
     drawn: Drawn,
     mixture: list[dict[str, Any]],
@@ -172,62 +172,64 @@ def test_weights_count_relative_to_each_other(
 
 
 @given(st.data(), caches(batch=2, min_rows=MOST_PROTECTED + 1), mixtures, scales)
-def test_its_rows_are_those_of_the_oracles_sum(
+def test_kept_rows_equal_the_oracle(
     data: st.DataObject, drawn: Drawn, mixture: list[dict[str, Any]], normalise: str
 ) -> None:
-    """The parts' scores are read off the policies themselves, which have oracles of their own."""
+    """The scores of the parts come from the policies, which have their own oracle tests."""
     budget = data.draw(st.integers(MOST_PROTECTED, drawn.num_rows))
     weights = [data.draw(st.sampled_from([0.5, 1.0, 4.0])) for _ in mixture]
     of = [part | {"weight": w} for part, w in zip(mixture, weights, strict=True)]
     inputs = (drawn.keys, drawn.values, drawn.queries)
-    noted: list[torch.Tensor] = []
+    recorded: list[torch.Tensor] = []
     for part in mixture:
         keep_rows(
-            [load_policy(part["policy"], **knobs_of(part)), Notes(noted)], *inputs, budget=budget
+            [load_policy(part["policy"], **knobs_of(part)), RecordsScores(recorded)],
+            *inputs,
+            budget=budget,
         )
     kept = keep_rows("mix", *inputs, budget=budget, of=of, normalise=normalise)
     if drawn.num_rows == budget:
-        assert not noted
+        assert not recorded
         return
     for b in range(2):
         for head in range(drawn.keys.shape[1]):
-            said = [scores[b, head].tolist() for scores in noted]
-            mixed = reference.mix(said, weights, normalise)
+            part_scores = [scores[b, head].tolist() for scores in recorded]
+            mixed = reference.mix(part_scores, weights, normalise)
             assert_best_rows(kept[b, head].tolist(), mixed, budget=budget, atol=1e-5)
 
 
-class Notes:
-    """A wrapper that notes the scores underneath."""
+class RecordsScores:
+    """A wrapper that records the wrapped scores."""
 
-    def __init__(self, noted: list[torch.Tensor]) -> None:
-        self.noted = noted
+    def __init__(self, recorded: list[torch.Tensor]) -> None:
+        self.recorded = recorded
 
     @hookimpl(wrapper=True)
     def score(self) -> Generator[None, torch.Tensor, torch.Tensor]:
         scores = yield
-        self.noted.append(scores.clone())
+        self.recorded.append(scores.clone())
         return scores
 
 
 @given(drawn_cache(), mixtures, scales)
-def test_a_sequence_is_mixed_as_if_it_were_alone(
+def test_mixing_does_not_depend_on_other_sequences(
     drawn: Drawn, mixture: list[dict[str, Any]], normalise: str
 ) -> None:
     assert_batch_equals_single_rows("mix", drawn, MOST_PROTECTED, of=mixture, normalise=normalise)
 
 
 @given(drawn_cache(), mixtures)
-def test_nothing_leaves_below_the_budget(drawn: Drawn, mixture: list[dict[str, Any]]) -> None:
+def test_nothing_is_evicted_within_the_budget(drawn: Drawn, mixture: list[dict[str, Any]]) -> None:
     assert_nothing_leaves("mix", drawn, drawn.num_rows + MOST_PROTECTED, of=mixture)
 
 
 @pytest.mark.parametrize("normalise", SCALES)
-def test_half_precision(normalise: str) -> None:
+def test_half_precision_works(normalise: str) -> None:
     assert_half_precision_works("mix", 12, normalise=normalise)
 
 
 @given(drawn_cache(), seeds)
-def test_a_mix_of_a_mix_is_a_mix(drawn: Drawn, seed: int) -> None:
+def test_nested_mix_equals_its_part(drawn: Drawn, seed: int) -> None:
     inner = {"policy": "mix", "of": [PARTS[seed % 5]], "normalise": "rank"}
     outer = PARTS[(seed // 5) % 5]
     kept = [
@@ -237,14 +239,14 @@ def test_a_mix_of_a_mix_is_a_mix(drawn: Drawn, seed: int) -> None:
     assert torch.equal(*kept)
 
 
-# What it costs
+# Cost
 
 
 def stack_of(*of: Any) -> Stack:
     return Stack([("mix", load_policy("mix", of=list(of)))])
 
 
-def test_the_engine_computes_what_the_parts_name_and_nothing_else() -> None:
+def test_stack_reads_only_the_arguments_of_the_parts() -> None:
     cheap = stack_of("streaming", {"policy": "streaming", "n_sink": 2})
     assert cheap.reads == {"parts", "positions"}
     assert (cheap.window_size, cheap.tracks) == (0, ())
@@ -255,13 +257,13 @@ def test_the_engine_computes_what_the_parts_name_and_nothing_else() -> None:
     assert costly.tracks == ("attn_sums", "mix.0.rkv_rank", "mix.2.snapkv_rank")
 
 
-def test_what_a_part_of_weight_0_names_is_not_computed() -> None:
+def test_arguments_of_parts_with_weight_zero_are_not_computed() -> None:
     stack = stack_of("streaming", {"policy": "h2o", "weight": 0})
     assert "attn_sums" not in stack.reads
     assert stack.tracks == ()
 
 
-def test_what_parts_protect_the_plan_protects() -> None:
+def test_plan_protects_the_rows_that_parts_protect() -> None:
     stack = stack_of("streaming", {"policy": "rkv", "window_size": 5})
     assert (stack.n_first, stack.n_last) == (4, 5)
     plan = Plan.uniform("mix", budget=8, knobs={"mix": {"of": ["streaming", "rkv"]}})
@@ -269,12 +271,12 @@ def test_what_parts_protect_the_plan_protects() -> None:
         plan.resolve(2)
 
 
-def test_one_unbounded_part_makes_slabs_grow() -> None:
+def test_one_unbounded_part_makes_the_stack_unbounded() -> None:
     assert stack_of("streaming", "rkv").bounded
     assert not stack_of("streaming", {"policy": "snapkv", "phase": "prefill"}).bounded
 
 
-def test_a_part_says_when_to_compact() -> None:
+def test_part_decides_when_to_compact() -> None:
     plan = Plan.uniform(
         "mix",
         budget=12,
@@ -296,7 +298,7 @@ stack = [
 """
 
 
-def test_a_resolved_plan_spells_out_the_knobs_of_parts(tmp_path) -> None:
+def test_resolved_plan_contains_all_knobs_of_parts(tmp_path) -> None:
     file = tmp_path / "plan.toml"
     file.write_text(TOML)
     (spec,) = Plan.load(file).resolve(2).layers[0].stack
@@ -306,11 +308,11 @@ def test_a_resolved_plan_spells_out_the_knobs_of_parts(tmp_path) -> None:
     assert (second["weight"], second["mix_lambda"], second["window_size"]) == (1.0, 0.2, 8)
 
 
-def test_a_resolved_plan_goes_to_toml_and_back_to_the_same_digest() -> None:
+def test_resolved_plan_survives_a_json_round_trip() -> None:
     plan = Plan.uniform("mix", budget=24, knobs={"mix": {"of": ["h2o", "snapkv", "mix"]}})
     resolved = plan.resolve(2)
     spec = resolved.layers[0].stack[0]
-    # What TOML can say, JSON can, and both hold lists where Python holds tuples.
+    # TOML and JSON hold lists where Python holds tuples.
     of = json.loads(json.dumps(spec.knobs["of"]))
     assert None not in [knob for part in of for knob in part.values()]
     again = Plan.from_dict({"budget": 24, "stack": [{"policy": "mix", "of": of}]})
@@ -333,18 +335,18 @@ def test_a_resolved_plan_goes_to_toml_and_back_to_the_same_digest() -> None:
         {"of": [{"policy": "h2o", "weight": math.inf}]},
         {"of": [{"policy": "h2o", "weight": math.nan}]},
         {"of": [{"policy": "h2o", "weight": True}]},
-        {"of": [{"policy": "h2o", "weight": "much"}]},
+        {"of": [{"policy": "h2o", "weight": "text"}]},
         {"of": [{"policy": "h2o", "weight": 0}]},
         {"normalise": "borda"},
     ],
     ids=str,
 )
-def test_bad_knobs_are_refused(knobs: dict) -> None:
+def test_invalid_knobs_raise(knobs: dict) -> None:
     assert_knobs_refused("mix", knobs, KnobError)
 
 
 @pytest.mark.parametrize("knobs", [{"mixlambda": 0.2}, {"mix_lambda": 2}], ids=str)
-def test_a_part_refuses_its_knobs_in_its_own_words(knobs: dict) -> None:
+def test_invalid_knobs_of_a_part_give_the_message_of_the_part(knobs: dict) -> None:
     with pytest.raises(KnobError, match="policy 'mix' has a wrong part 0: policy 'rkv'") as caught:
         load_policy("mix", of=[{"policy": "rkv", **knobs}])
     assert "'mix_lambda' must be <= 1" in str(caught.value) or "mean mix_lambda" in str(
@@ -352,7 +354,7 @@ def test_a_part_refuses_its_knobs_in_its_own_words(knobs: dict) -> None:
     )
 
 
-def test_an_unknown_part_is_answered_with_the_nearest() -> None:
+def test_unknown_part_suggests_the_nearest_policy() -> None:
     with pytest.raises(
         KVPolicyError, match="wrong part 1: no policy is named 'h20'; did you mean h2o"
     ):
@@ -360,19 +362,19 @@ def test_an_unknown_part_is_answered_with_the_nearest() -> None:
 
 
 @pytest.mark.parametrize(
-    ("part", "said"),
+    ("part", "part_scores"),
     [
         ("merge", r"policy 'merge' in 'mix' implements evict\(\), which is not called for parts"),
         ("full", r"policy 'full' in 'mix' implements no score\(\)"),
         ("skipkv_batches", r"policy 'skipkv_batches' in 'mix' implements schedule\(\)"),
     ],
 )
-def test_what_cannot_be_mixed_is_refused(part: str, said: str) -> None:
+def test_unsupported_parts_raise(part: str, part_scores: str) -> None:
     plan = Plan.uniform("mix", budget=24, knobs={"mix": {"of": ["streaming", part]}})
-    with pytest.raises(PolicyLoadError, match=said):
+    with pytest.raises(PolicyLoadError, match=part_scores):
         plan.resolve(2)
 
 
-def test_only_who_declares_parts_may_ask_them() -> None:
+def test_undeclared_parts_raise() -> None:
     with pytest.raises(PolicyLoadError, match="asks its parts and declares none"):
         Parts({}).of(Scores(None))

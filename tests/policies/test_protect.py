@@ -17,7 +17,7 @@ from kvpolicy.testing import keep_rows
 
 
 @given(st.data(), caches(num_queries=1))
-def test_alone_it_keeps_sinks_and_then_the_newest_rows(data: st.DataObject, drawn: Drawn) -> None:
+def test_protect_alone_keeps_sinks_and_newest_rows(data: st.DataObject, drawn: Drawn) -> None:
     n_sink, n_recent = data.draw(st.integers(0, 5)), data.draw(st.integers(0, 5))
     budget = data.draw(budgets(drawn.num_rows, min_budget=max(n_sink + n_recent, 1)))
     kept = keep_rows(
@@ -34,7 +34,7 @@ def test_alone_it_keeps_sinks_and_then_the_newest_rows(data: st.DataObject, draw
 
 
 def oldest_first(positions: Tensor) -> Tensor:
-    """The worst case for recent rows: older ones score higher, the newest is offered first."""
+    """The worst case for recent rows: older rows score higher, the newest has -inf."""
     scores = -positions.float()
     scores[:, :, -1] = -torch.inf
     return scores
@@ -60,7 +60,9 @@ def compactions_of(*stack: object, budget: int, **knobs: int) -> list[Compaction
 
 
 @given(st.sampled_from([oldest_first, newest_first]), st.integers(0, 5), st.integers(0, 5))
-def test_protected_tokens_stay_under_any_score(score: object, n_sink: int, n_recent: int) -> None:
+def test_protected_tokens_are_kept_under_any_score(
+    score: object, n_sink: int, n_recent: int
+) -> None:
     budget = n_sink + n_recent + 2
     for one in compactions_of(Scores(score), budget=budget, n_sink=n_sink, n_recent=n_recent):
         for kept in one.kept.tolist():
@@ -69,25 +71,25 @@ def test_protected_tokens_stay_under_any_score(score: object, n_sink: int, n_rec
 
 
 @given(st.sampled_from(["h2o", "streaming"]))
-def test_sinks_are_first_tokens_and_not_first_rows(name: str) -> None:
+def test_sinks_are_the_first_tokens_after_several_compactions(name: str) -> None:
     for one in compactions_of(name, budget=8, n_sink=3, n_recent=2):
         for kept in one.kept.tolist():
             assert {0, 1, 2, one.seq_len - 2, one.seq_len - 1} <= set(kept)
 
 
-def test_what_is_not_protected_is_ranked_by_the_score_underneath() -> None:
+def test_unprotected_rows_are_ranked_by_the_wrapped_score() -> None:
     for one in compactions_of(Scores(oldest_first), budget=9, n_sink=2, n_recent=3):
         between = one.positions[0].tolist()[2:-3]
         expected = [0, 1, *between[:4], *range(one.seq_len - 3, one.seq_len)]
         assert one.kept.tolist() == [expected] * 2
 
 
-def test_a_budget_below_what_is_protected_is_refused() -> None:
+def test_budget_below_the_protected_rows_raises() -> None:
     keys = torch.zeros(1, 1, 20, 2)
     with pytest.raises(BudgetError, match="protect"):
         keep_rows("protect", keys, keys, keys[:, :, :1], budget=11)
 
 
 @pytest.mark.parametrize("knobs", [{"n_sink": -1}, {"n_recent": -1}, {"n_recent": 1.5}], ids=str)
-def test_bad_knobs_are_refused(knobs: dict) -> None:
+def test_invalid_knobs_raise(knobs: dict) -> None:
     assert_knobs_refused("protect", knobs, KnobError)

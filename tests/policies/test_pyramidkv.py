@@ -1,4 +1,4 @@
-"""PyramidKV: SnapKV's rows, and budgets that fall with depth and add up."""
+"""PyramidKV: SnapKV's rows, with budgets that decrease with depth and sum to the total."""
 
 from functools import partial
 
@@ -23,7 +23,7 @@ from kvpolicy.plan.spec import LayerGroup, PolicySpec
 from kvpolicy.testing import keep_rows, replay
 
 
-def shares(plan: Plan, num_layers: int) -> list[int]:
+def layer_budgets(plan: Plan, num_layers: int) -> list[int]:
     found = [layer.budget for layer in plan.resolve(num_layers).layers]
     assert None not in found
     return found
@@ -35,46 +35,46 @@ def shares(plan: Plan, num_layers: int) -> list[int]:
     st.integers(1, 64),
     st.floats(1, 40) | st.sampled_from([1, 20]),
 )
-def test_budgets_fall_in_even_steps_around_a_mean_that_is_exact(
+def test_budgets_decrease_in_even_steps_with_an_exact_mean(
     num_layers: int, spare: int, window: int, beta: float
 ) -> None:
     budget = window + spare
     knobs = {"pyramidkv": {"window_size": window, "beta": beta}}
-    found = shares(Plan.uniform("pyramidkv", budget=budget, knobs=knobs), num_layers)
+    found = layer_budgets(Plan.uniform("pyramidkv", budget=budget, knobs=knobs), num_layers)
     assert sum(found) == budget * num_layers
     assert found == sorted(found, reverse=True)
     if num_layers > 1:
-        for rows, due in zip(
+        for rows, expected in zip(
             found, reference.pyramid(num_layers, budget, window, beta), strict=True
         ):
-            assert abs(rows - due) < 1 + 1e-6
+            assert abs(rows - expected) < 1 + 1e-6
 
 
-def test_half_of_the_layers_have_the_same_steps_and_a_mean_of_their_own() -> None:
+def test_layer_groups_have_pyramid_steps_around_their_own_mean() -> None:
     stack = (PolicySpec("pyramidkv", {"window_size": 8}),)
     plan = Plan(
         stack, layers=(LayerGroup("0:4", budget=108), LayerGroup("4:", budget=208)), buffer=8
     )
-    lower, upper = shares(plan, 8)[:4], shares(plan, 8)[4:]
+    lower, upper = layer_budgets(plan, 8)[:4], layer_budgets(plan, 8)[4:]
     assert sum(lower) == 4 * 108
     assert sum(upper) == 4 * 208
     assert lower == sorted(lower, reverse=True)
     assert upper == sorted(upper, reverse=True)
-    # Rows beyond the window, as shares of the whole model's mean, are those of the pyramid.
+    # Rows beyond the window have the proportions of the pyramid of the whole model.
     steps = [rows - 8 for rows in reference.pyramid(8, 108, 8, 20)]
     for rows, step in zip(lower, steps[:4], strict=True):
         assert abs(rows - 8 - 400 * step / sum(steps[:4])) < 1
 
 
-def test_with_beta_one_it_is_snapkv() -> None:
+def test_beta_one_gives_equal_budgets() -> None:
     assert (
-        shares(Plan.uniform("pyramidkv", budget=64, knobs={"pyramidkv": {"beta": 1}}), 6)
+        layer_budgets(Plan.uniform("pyramidkv", budget=64, knobs={"pyramidkv": {"beta": 1}}), 6)
         == [64] * 6
     )
 
 
 @given(st.integers(2, 40), st.integers(0, 400), st.integers(1, 32), st.integers(0, 9000))
-def test_the_published_budgets_aim_at_the_capacity_and_never_fall_short(
+def test_published_budgets_sum_to_at_least_the_capacity(
     num_layers: int, spare: int, window: int, num_rows: int
 ) -> None:
     capacity = window + spare
@@ -86,20 +86,18 @@ def test_the_published_budgets_aim_at_the_capacity_and_never_fall_short(
 
 
 @pytest.mark.parametrize("num_layers", [28, 32])
-def test_for_long_prompts_ours_differ_from_the_published_budgets_by_their_floors_only(
+def test_budgets_for_long_prompts_differ_from_published_ones_by_rounding(
     num_layers: int,
 ) -> None:
-    ours = shares(Plan.uniform("pyramidkv", budget=1024), num_layers)
+    ours = layer_budgets(Plan.uniform("pyramidkv", budget=1024), num_layers)
     theirs = published_budgets(1024, 8, 100_000, num_layers)
-    # A floor takes less than a row off every step, and the last layer has all of them.
+    # Rounding down removes less than one row per step, and these add up in the last layer.
     assert all(0 <= b - a + 1 < num_layers for a, b in zip(ours, theirs, strict=True))
     assert abs(ours[0] - theirs[0]) <= 1
 
 
 @given(st.data(), caches(min_rows=5))
-def test_decoding_keeps_the_rows_of_the_loop_written_reference(
-    data: st.DataObject, drawn: Drawn
-) -> None:
+def test_decode_phase_keeps_the_rows_of_the_reference(data: st.DataObject, drawn: Drawn) -> None:
     budget = data.draw(budgets(drawn.num_rows, min_budget=4))
     inputs = (drawn.keys, drawn.values, drawn.queries)
     kept = keep_rows("pyramidkv", *inputs, budget=budget, window_size=4)
@@ -110,7 +108,7 @@ def test_decoding_keeps_the_rows_of_the_loop_written_reference(
 
 
 @given(st.data(), caches(min_rows=5), st.sampled_from(["mean", "max", "sum"]))
-def test_as_published_it_keeps_the_rows_of_the_loop_written_reference(
+def test_published_form_keeps_the_rows_of_the_reference(
     data: st.DataObject, drawn: Drawn, group_reduce: str
 ) -> None:
     budget = data.draw(budgets(drawn.num_rows, min_budget=4))
@@ -123,9 +121,7 @@ def test_as_published_it_keeps_the_rows_of_the_loop_written_reference(
 
 
 @given(st.data(), caches(min_rows=5, max_rows=28))
-def test_a_stream_is_judged_by_its_newest_queries_round_after_round(
-    data: st.DataObject, drawn: Drawn
-) -> None:
+def test_every_round_of_a_stream_uses_the_newest_queries(data: st.DataObject, drawn: Drawn) -> None:
     budget = data.draw(st.integers(4, drawn.num_rows - 1))
     plan = data.draw(rounds(drawn.num_rows))
     inputs = (drawn.keys, drawn.values, drawn.queries)
@@ -136,22 +132,22 @@ def test_a_stream_is_judged_by_its_newest_queries_round_after_round(
         follow_stream(keys, queries, ours, plan["compact_at"], score, window=4, budget=budget)
 
 
-def test_before_another_policy_it_only_shares_out_the_budgets() -> None:
-    alone = shares(Plan.uniform("pyramidkv", budget=64), 4)
-    assert shares(Plan.uniform("pyramidkv", "rkv", budget=64), 4) == alone
+def test_before_another_policy_only_sets_budgets() -> None:
+    alone = layer_budgets(Plan.uniform("pyramidkv", budget=64), 4)
+    assert layer_budgets(Plan.uniform("pyramidkv", "rkv", budget=64), 4) == alone
     keys = torch.randn(1, 2, 40, 4, generator=torch.Generator().manual_seed(1))
     kept = keep_rows(["pyramidkv", "rkv"], keys, keys, keys, budget=20)
     assert (kept == keep_rows("rkv", keys, keys, keys, budget=20)).all()
 
 
 @given(st.data(), caches(min_rows=9), st.sampled_from(["decode", "prefill"]))
-def test_a_batch_equals_its_sequences_alone(data: st.DataObject, drawn: Drawn, phase: str) -> None:
+def test_batch_equals_single_sequences(data: st.DataObject, drawn: Drawn, phase: str) -> None:
     budget = data.draw(budgets(drawn.num_rows, min_budget=8))
     assert_batch_equals_single_rows("pyramidkv", drawn, budget, phase=phase)
 
 
 @given(caches(), st.sampled_from(["decode", "prefill"]))
-def test_nothing_leaves_within_the_budget(drawn: Drawn, phase: str) -> None:
+def test_nothing_is_evicted_within_the_budget(drawn: Drawn, phase: str) -> None:
     assert_nothing_leaves("pyramidkv", drawn, budget=max(drawn.num_rows, 8), phase=phase)
 
 
@@ -164,5 +160,5 @@ def test_half_precision_works() -> None:
     [{"beta": 0.5}, {"beta": "20"}, {"window_size": 0}, {"kernel_size": 4}, {"phase": "both"}],
     ids=str,
 )
-def test_bad_knobs_are_refused(bad: dict) -> None:
+def test_invalid_knobs_raise(bad: dict) -> None:
     assert_knobs_refused("pyramidkv", bad, KnobError)

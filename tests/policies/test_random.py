@@ -1,4 +1,4 @@
-"""Random against loops over whole numbers, and against what a fair lot looks like."""
+"""Random against integer loops, and statistical tests of its scores."""
 
 import pytest
 import reference
@@ -23,9 +23,7 @@ seeds = st.integers(0, 2**32 - 1)
 
 
 @given(seeds, st.integers(0, 200), st.integers(0, 2**20))
-def test_scores_equal_those_of_the_loop_written_reference(
-    seed: int, layer_idx: int, first: int
-) -> None:
+def test_scores_equal_the_reference(seed: int, layer_idx: int, first: int) -> None:
     positions = torch.arange(first, first + 9).expand(2, 3, -1)
     scores = load_policy("random", seed=seed).score(layer_idx=layer_idx, positions=positions)
     expected = [
@@ -36,17 +34,17 @@ def test_scores_equal_those_of_the_loop_written_reference(
 
 
 @given(st.data(), seeds, caches(num_queries=1))
-def test_the_highest_lots_stay(data: st.DataObject, seed: int, drawn: Drawn) -> None:
+def test_keeps_the_highest_scores(data: st.DataObject, seed: int, drawn: Drawn) -> None:
     budget = data.draw(budgets(drawn.num_rows))
     kept = keep_rows("random", drawn.keys, drawn.values, drawn.queries, budget=budget, seed=seed)
     assert_rows_shape(kept, drawn.keys, budget)
     for head in range(drawn.keys.shape[1]):
-        lots = [reference.lot(seed, 0, head, t) for t in range(drawn.num_rows)]
-        assert_best_rows(kept[0, head].tolist(), lots, budget=budget, atol=0)
+        scores = [reference.lot(seed, 0, head, t) for t in range(drawn.num_rows)]
+        assert_best_rows(kept[0, head].tolist(), scores, budget=budget, atol=0)
 
 
 @given(st.data(), caches(min_rows=2, max_rows=24))
-def test_what_stays_is_a_sample_of_all_tokens_whenever_rows_are_compacted(
+def test_kept_rows_do_not_depend_on_the_compaction_schedule(
     data: st.DataObject, drawn: Drawn
 ) -> None:
     budget = data.draw(st.integers(1, drawn.num_rows - 1))
@@ -57,7 +55,7 @@ def test_what_stays_is_a_sample_of_all_tokens_whenever_rows_are_compacted(
     assert (answer[-1] == keep_rows("random", *inputs, budget=budget)).all()
 
 
-def test_lots_are_fair_and_differ_between_seeds_layers_and_heads() -> None:
+def test_scores_are_uniform_and_uncorrelated_between_seeds_layers_and_heads() -> None:
     positions = torch.arange(20_000).expand(1, 4, -1)
     drawn = torch.cat(
         [
@@ -66,36 +64,36 @@ def test_lots_are_fair_and_differ_between_seeds_layers_and_heads() -> None:
             for layer in (0, 1)
         ]
     )  # 16 streams
-    # 5 standard deviations of a mean, of a tenth's count and of a correlation.
+    # Limits: 5 standard deviations of the mean, of a decile count and of a correlation.
     n = positions.shape[2]
     assert ((drawn.mean(dim=1) - 0.5).abs() < 5 / (12 * n) ** 0.5).all()
     counts = torch.stack([stream.histc(10, 0, 1) for stream in drawn])
     assert ((counts - n / 10).abs() < 5 * (0.09 * n) ** 0.5).all()
     correlation = drawn.double().corrcoef() - torch.eye(len(drawn))
     assert (correlation.abs() < 5 / n**0.5).all()
-    follow = torch.stack([drawn[0, :-1], drawn[0, 1:]]).corrcoef()[0, 1]
-    assert abs(float(follow)) < 5 / n**0.5, "neighbours draw independently"
+    autocorrelation = torch.stack([drawn[0, :-1], drawn[0, 1:]]).corrcoef()[0, 1]
+    assert abs(float(autocorrelation)) < 5 / n**0.5, "adjacent positions are correlated"
 
 
-def test_a_sequence_draws_the_same_lots_in_any_company() -> None:
+def test_tokens_do_not_depend_on_the_number_of_slots() -> None:
     plan = Plan.uniform("random", "protect", budget=16, buffer=4)
     prompts = [[1, 2, 3] * 6, [4, 5, 6, 7] * 3, [8, 9] * 10]
-    together = Engine(tiny.shared_model(), None, plan, slots=3)
+    batched = Engine(tiny.shared_model(), None, plan, slots=3)
     alone = Engine(tiny.shared_model(), None, plan, slots=1)
     tokens = [
         {one.id: one.tokens for one in engine.generate(prompts, max_new_tokens=30).results()}
-        for engine in (together, alone)
+        for engine in (batched, alone)
     ]
     assert tokens[0] == tokens[1]
 
 
 @given(st.data(), caches())
-def test_a_batch_equals_its_sequences_alone(data: st.DataObject, drawn: Drawn) -> None:
+def test_batch_equals_single_sequences(data: st.DataObject, drawn: Drawn) -> None:
     assert_batch_equals_single_rows("random", drawn, data.draw(budgets(drawn.num_rows)))
 
 
 @given(caches())
-def test_nothing_leaves_within_the_budget(drawn: Drawn) -> None:
+def test_nothing_is_evicted_within_the_budget(drawn: Drawn) -> None:
     assert_nothing_leaves("random", drawn, budget=drawn.num_rows)
 
 
@@ -104,5 +102,5 @@ def test_half_precision_works() -> None:
 
 
 @pytest.mark.parametrize("bad", [{"seed": -1}, {"seed": 2**32}, {"seed": 0.5}], ids=str)
-def test_bad_knobs_are_refused(bad: dict) -> None:
+def test_invalid_knobs_raise(bad: dict) -> None:
     assert_knobs_refused("random", bad, KnobError)

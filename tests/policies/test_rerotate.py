@@ -1,4 +1,4 @@
-"""Rerotate against a Llama in plain loops that rotates by place in its cache at every step."""
+"""Rerotate against a plain-loop Llama that rotates by cache index at every step."""
 
 from collections.abc import Generator, Sequence
 
@@ -38,7 +38,7 @@ def streaming_llama(model: torch.nn.Module) -> reference.StreamingLlama:
     )
 
 
-def written(prompts: Sequence[list[int]], num_tokens: int, *stack: str) -> list[list[int]]:
+def generated_tokens(prompts: Sequence[list[int]], num_tokens: int, *stack: str) -> list[list[int]]:
     knobs = {"streaming": {"n_sink": N_SINK}}
     plan = Plan.uniform(*stack, budget=BUDGET, buffer=BUFFER, knobs=knobs)
     engine = Engine(tiny.shared_model(), None, plan, slots=2)
@@ -47,32 +47,34 @@ def written(prompts: Sequence[list[int]], num_tokens: int, *stack: str) -> list[
     return [list(one.tokens) for one in sorted(results, key=lambda one: one.id)]
 
 
-def test_with_streaming_it_writes_what_streaming_llm_writes() -> None:
+def test_tokens_with_streaming_equal_the_streaming_llm_reference() -> None:
     rng = torch.Generator().manual_seed(5)
-    lengths = (4, 17, 29, 1)  # shorter than the slab, as long, longer, and a single token
+    lengths = (4, 17, 29, 1)  # shorter than the slab, equal, longer, and a single token
     prompts = [torch.randint(61, (length,), generator=rng).tolist() for length in lengths]
     expected = [streaming_llama(tiny.shared_model()).greedy(prompt, 40) for prompt in prompts]
-    assert written(prompts, 40, "streaming", "rerotate") == expected
-    assert written(prompts, 40, "streaming") != expected, "without, positions make a difference"
+    assert generated_tokens(prompts, 40, "streaming", "rerotate") == expected
+    assert generated_tokens(prompts, 40, "streaming") != expected, (
+        "the reference must differ without rerotate"
+    )
 
 
-def test_without_sinks_there_is_nothing_to_move() -> None:
+def test_rerotate_alone_equals_streaming_without_sinks() -> None:
     prompts = [[1, 2, 3, 4], [5] * 20]
     plans = [Plan.uniform(*stack, budget=8, buffer=3) for stack in (("random",), ("rerotate",))]
     engines = [Engine(tiny.shared_model(), None, plan, slots=2) for plan in plans]
     window = Plan.uniform("streaming", budget=8, buffer=3, knobs={"streaming": {"n_sink": 0}})
     engines.append(Engine(tiny.shared_model(), None, window, slots=2))
-    lots, alone, sliding = (
+    random_tokens, alone, sliding = (
         {one.id: one.tokens for one in engine.generate(prompts, max_new_tokens=30).results()}
         for engine in engines
     )
     assert alone == sliding
-    assert alone != lots
+    assert alone != random_tokens
 
 
 @attrs.define(eq=False)
-class Keys:
-    """Note the keys and positions that every compaction sees."""
+class RecordsKeys:
+    """Records the keys and positions of every compaction."""
 
     seen: list[tuple[Tensor, Tensor]] = attrs.field(factory=list)
 
@@ -87,28 +89,28 @@ class Keys:
     caches(min_rows=3, max_rows=20, batch=2),
     st.sampled_from(["streaming", "h2o", "tova", "random", "knorm"]),
 )
-def test_under_any_policy_rows_stand_side_by_side_before_the_next_token(
+def test_kept_keys_are_rotated_to_contiguous_positions(
     data: st.DataObject, drawn: Drawn, name: str
 ) -> None:
     least = {"streaming": 5, "knorm": 8}.get(name, 1)
     budget = data.draw(st.integers(least, max(least, drawn.num_rows - 1)))
     plan = data.draw(rounds(drawn.num_rows))
     plan["compact_at"] = sorted({*plan["compact_at"], drawn.num_rows})
-    spy = Keys()
+    recorder = RecordsKeys()
     kept = replay(
-        [name, "rerotate", spy], drawn.keys, drawn.values, drawn.queries, budget=budget, **plan
+        [name, "rerotate", recorder], drawn.keys, drawn.values, drawn.queries, budget=budget, **plan
     )
     counts = [count for count in plan["compact_at"] if count > budget]
-    assert len(spy.seen) == len(counts)
+    assert len(recorder.seen) == len(counts)
     stayed, at = None, 0
-    for (keys, positions), count in zip(spy.seen, counts, strict=True):
+    for (keys, positions), count in zip(recorder.seen, counts, strict=True):
         for b, h in ((b, h) for b in range(2) for h in range(drawn.keys.shape[1])):
             for row, position in enumerate(positions[b, h].tolist()):
-                place = position
+                index = position
                 if stayed is not None and row < budget:
                     assert stayed[b, h, row] == position
-                    place = at - budget + row
-                expected = reference.turned(drawn.keys[b, h, position], place - position)
+                    index = at - budget + row
+                expected = reference.turned(drawn.keys[b, h, position], index - position)
                 torch.testing.assert_close(
                     keys[b, h, row].double(), torch.tensor(expected).double(), atol=1e-4, rtol=1e-4
                 )
@@ -116,15 +118,15 @@ def test_under_any_policy_rows_stand_side_by_side_before_the_next_token(
 
 
 @given(st.data(), caches())
-def test_which_rows_stay_is_up_to_the_policy_before_it(data: st.DataObject, drawn: Drawn) -> None:
+def test_kept_rows_are_those_of_the_previous_policy(data: st.DataObject, drawn: Drawn) -> None:
     budget = data.draw(budgets(drawn.num_rows, min_budget=5))
     inputs = (drawn.keys, drawn.values, drawn.queries)
     kept = keep_rows(["streaming", "rerotate"], *inputs, budget=budget)
     assert (kept == keep_rows("streaming", *inputs, budget=budget)).all()
 
 
-def test_moves_in_half_precision_do_not_add_up_to_much() -> None:
-    # Sinks of a sequence of 10,000 tokens are moved 78 times; each move rounds them once.
+def test_rounding_of_repeated_rotations_in_bfloat16_is_small() -> None:
+    # Sinks of a sequence of 10,000 tokens are rotated 78 times and rounded each time.
     keys = torch.randn(1, 8, 4, 128, generator=torch.Generator().manual_seed(0)).bfloat16()
     by = torch.full(keys.shape[:3], 128)
     moved = keys
@@ -136,12 +138,12 @@ def test_moves_in_half_precision_do_not_add_up_to_much() -> None:
 
 
 @given(st.data(), caches())
-def test_a_batch_equals_its_sequences_alone(data: st.DataObject, drawn: Drawn) -> None:
+def test_batch_equals_single_sequences(data: st.DataObject, drawn: Drawn) -> None:
     assert_batch_equals_single_rows("rerotate", drawn, data.draw(budgets(drawn.num_rows)))
 
 
 @given(caches())
-def test_nothing_leaves_within_the_budget(drawn: Drawn) -> None:
+def test_nothing_is_evicted_within_the_budget(drawn: Drawn) -> None:
     assert_nothing_leaves("rerotate", drawn, budget=drawn.num_rows)
 
 
@@ -149,5 +151,5 @@ def test_half_precision_works() -> None:
     assert_half_precision_works("rerotate", budget=8)
 
 
-def test_it_has_no_knobs() -> None:
+def test_has_no_knobs() -> None:
     assert_knobs_refused("rerotate", {"n_sink": 1}, KnobError)

@@ -35,7 +35,7 @@ def knobs(draw: st.DrawFn, *, max_window: int = 8) -> dict[str, Any]:
 
 
 @given(st.data(), knobs())
-def test_it_keeps_the_rows_of_the_loop_written_reference(data: st.DataObject, knobs: dict) -> None:
+def test_keeps_the_rows_of_the_reference(data: st.DataObject, knobs: dict) -> None:
     window = knobs["window_size"]
     drawn = data.draw(caches(min_rows=window + 1))
     budget = data.draw(budgets(drawn.num_rows, min_budget=window))
@@ -47,10 +47,10 @@ def test_it_keeps_the_rows_of_the_loop_written_reference(data: st.DataObject, kn
 
 
 @given(st.data(), knobs())
-def test_scores_equal_those_of_the_loop_written_reference(data: st.DataObject, knobs: dict) -> None:
+def test_scores_equal_the_reference(data: st.DataObject, knobs: dict) -> None:
     drawn = data.draw(caches(min_rows=knobs["window_size"] + 1))
     ranks = torch.zeros(drawn.keys.shape[:3])
-    # More queries than its window may be there, if another policy of the stack reads more.
+    # There may be more queries than its window if another policy of the stack needs more.
     scores = load_policy("rkv", **knobs).score(drawn.queries, drawn.keys, {"rkv_rank": ranks})
     for b, h, keys, queries in heads(drawn.keys, drawn.queries):
         expected = [*reference.rkv(keys, queries, **knobs), *[torch.inf] * knobs["window_size"]]
@@ -60,7 +60,7 @@ def test_scores_equal_those_of_the_loop_written_reference(data: st.DataObject, k
 
 
 @given(st.data(), knobs(max_window=4))
-def test_a_stream_is_judged_by_what_is_left_of_it(data: st.DataObject, knobs: dict) -> None:
+def test_every_round_of_a_stream_scores_the_resident_rows(data: st.DataObject, knobs: dict) -> None:
     window = knobs["window_size"]
     drawn = data.draw(caches(min_rows=window + 1, max_rows=28))
     budget = data.draw(st.integers(window, drawn.num_rows - 1))
@@ -87,7 +87,7 @@ def test_redundancy_equals_the_quadratic_definition(
         )
 
 
-def test_redundancy_in_tiles_equals_redundancy_in_one_piece(
+def test_tiled_redundancy_equals_untiled_redundancy(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     keys = torch.randn(2, 2, 37, 8, generator=torch.Generator().manual_seed(5))
@@ -99,14 +99,14 @@ def test_redundancy_in_tiles_equals_redundancy_in_one_piece(
 
 
 @given(caches(min_rows=13))
-def test_only_importance_counts_with_lambda_one(drawn: Drawn) -> None:
+def test_lambda_one_uses_importance_only(drawn: Drawn) -> None:
     inputs = (drawn.keys, drawn.values, drawn.queries)
     kept = keep_rows("rkv", *inputs, budget=12, mix_lambda=1.0)
     assert (kept == keep_rows("snapkv", *inputs, budget=12)).all()
 
 
 @given(caches(min_rows=13))
-def test_queries_do_not_count_with_lambda_zero(drawn: Drawn) -> None:
+def test_lambda_zero_ignores_queries(drawn: Drawn) -> None:
     kept = keep_rows("rkv", drawn.keys, drawn.values, drawn.queries, budget=12, mix_lambda=0)
     others = torch.zeros_like(drawn.queries)
     assert (
@@ -114,9 +114,9 @@ def test_queries_do_not_count_with_lambda_zero(drawn: Drawn) -> None:
     ).all()
 
 
-def test_of_equal_keys_the_newest_stays() -> None:
-    # Twelve distinct directions; row 5, 9 and 14 say the same. Without attention to tell
-    # them apart, the newest of the three is the one that is not redundant.
+def test_newest_of_equal_keys_is_kept() -> None:
+    # Rows 5, 9 and 14 have equal keys, all others are orthogonal. With uniform attention, only
+    # the newest of the three is not redundant.
     keys = torch.eye(24)[None, None].clone()
     keys[:, :, 9] = keys[:, :, 14] = keys[:, :, 5]
     queries = torch.zeros(1, 1, 8, 24)
@@ -125,25 +125,25 @@ def test_of_equal_keys_the_newest_stays() -> None:
 
 
 @given(caches(min_rows=13))
-def test_the_window_stays(drawn: Drawn) -> None:
+def test_window_is_kept(drawn: Drawn) -> None:
     kept = keep_rows("rkv", drawn.keys, drawn.values, drawn.queries, budget=12)
     assert (kept[:, :, -8:] == torch.arange(drawn.num_rows - 8, drawn.num_rows)).all()
 
 
 @given(caches(min_rows=9))
-def test_a_budget_of_one_window_is_a_sliding_window(drawn: Drawn) -> None:
+def test_budget_of_one_window_is_a_sliding_window(drawn: Drawn) -> None:
     kept = keep_rows("rkv", drawn.keys, drawn.values, drawn.queries, budget=8)
     assert (kept == torch.arange(drawn.num_rows - 8, drawn.num_rows)).all()
 
 
 @given(st.data(), caches(min_rows=9))
-def test_a_batch_equals_its_sequences_alone(data: st.DataObject, drawn: Drawn) -> None:
+def test_batch_equals_single_sequences(data: st.DataObject, drawn: Drawn) -> None:
     budget = data.draw(budgets(drawn.num_rows, min_budget=8))
     assert_batch_equals_single_rows("rkv", drawn, budget)
 
 
 @given(caches())
-def test_nothing_leaves_within_the_budget(drawn: Drawn) -> None:
+def test_nothing_is_evicted_within_the_budget(drawn: Drawn) -> None:
     assert_nothing_leaves("rkv", drawn, budget=max(drawn.num_rows, 8))
 
 
@@ -158,7 +158,7 @@ def test_half_precision_works() -> None:
     assert_half_precision_works("rkv", budget=12)
 
 
-def test_a_budget_below_the_window_is_refused() -> None:
+def test_budget_below_the_window_raises() -> None:
     keys = torch.zeros(1, 1, 20, 2)
     with pytest.raises(BudgetError, match="rkv"):
         keep_rows("rkv", keys, keys, keys, budget=7)
@@ -179,5 +179,5 @@ def test_a_budget_below_the_window_is_refused() -> None:
     ],
     ids=str,
 )
-def test_bad_knobs_are_refused(bad: dict) -> None:
+def test_invalid_knobs_raise(bad: dict) -> None:
     assert_knobs_refused("rkv", bad, KnobError)

@@ -1,4 +1,4 @@
-"""SEAL changes the states at paragraph ends inside the thinking part, and nothing else."""
+"""SEAL changes the hidden states at paragraph ends inside the thinking part only."""
 
 from pathlib import Path
 from typing import Any
@@ -37,7 +37,7 @@ TEXTS = {i: TOKENIZER.decode([i]) for i in IDS}
 texts = st.lists(st.sampled_from(IDS), min_size=1, max_size=12)
 
 
-def saved(folder: Path, *layers: int, size: int = SIZE, scale: float = 1.0) -> str:
+def save_vectors(folder: Path, *layers: int, size: int = SIZE, scale: float = 1.0) -> str:
     rng = torch.Generator().manual_seed(len(layers))
     vectors = [
         SteeringVector(
@@ -53,12 +53,12 @@ def saved(folder: Path, *layers: int, size: int = SIZE, scale: float = 1.0) -> s
 
 @pytest.fixture(scope="module")
 def vectors(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return saved(tmp_path_factory.mktemp("vectors"), 1, 3)
+    return save_vectors(tmp_path_factory.mktemp("vectors"), 1, 3)
 
 
 @attrs.define(eq=False)
 class Bench:
-    """A policy with sequences of its own, shown tokens as the engine would show them."""
+    """Calls the hooks of a policy as the engine would, for ``num_sequences`` sequences."""
 
     policy: Any
     num_sequences: int
@@ -99,7 +99,7 @@ class Bench:
     think=st.sampled_from([("<think>", "</think>"), None]),
     dtype=st.sampled_from([torch.float32, torch.bfloat16]),
 )
-def test_it_equals_the_loop_written_reference(
+def test_steering_equals_the_reference(
     vectors: str,
     pairs: list[tuple[list[int], list[int]]],
     chunk: int,
@@ -108,7 +108,7 @@ def test_it_equals_the_loop_written_reference(
     think: tuple[str, str] | None,
     dtype: torch.dtype,
 ) -> None:
-    """Sequences with different prompts side by side; prompts in chunks of any size."""
+    """Sequences with different prompts in one batch; prompts in chunks of any size."""
     knobs = {"strength": strength, "delimiter": delimiter, "think": think}
     policy = load_policy("seal", vector=vectors, layer=1, **knobs)
     bench = Bench(policy, len(pairs))
@@ -127,15 +127,15 @@ def test_it_equals_the_loop_written_reference(
         change = bench.steer(states, [generated[step] for _, generated in pairs])
         assert change.dtype == dtype
         for b in range(len(pairs)):
-            wanted = (strength * vector).to(dtype) * expected[b][step]
-            assert torch.equal(change[b], wanted)
+            expected_change = (strength * vector).to(dtype) * expected[b][step]
+            assert torch.equal(change[b], expected_change)
         for b, (prompt, generated) in enumerate(pairs):
-            # What the engine shows of generated tokens must not undo what the steps found.
+            # observe() of generated tokens must not change the state that steer() has set.
             bench.observe(b, [generated[step]], len(prompt) + step, len(prompt))
 
 
 @pytest.mark.parametrize(
-    ("layers", "says"),
+    ("layers", "message"),
     [
         ([{"stack": ["full", {"policy": "seal", "layer": 3}]}], "layers 0 to 1 only"),
         (
@@ -147,22 +147,22 @@ def test_it_equals_the_loop_written_reference(
         ),
     ],
 )
-def test_a_plan_that_would_steer_nothing_is_refused(
-    vectors: str, layers: list[dict[str, Any]], says: str
+def test_plan_without_the_layer_of_the_vector_raises(
+    vectors: str, layers: list[dict[str, Any]], message: str
 ) -> None:
     for group in layers:
         for policy in group["stack"][1:]:
             policy["vector"] = vectors
-    with pytest.raises(PlanError, match=rf"'seal' steers layer \d, but .* {says}"):
+    with pytest.raises(PlanError, match=rf"'seal' steers layer \d, but .* {message}"):
         Plan.from_dict({"layers": layers}).resolve(2)
 
 
-def test_only_the_layer_of_the_vector_is_asked(vectors: str) -> None:
+def test_only_the_layer_of_the_vector_is_steered(vectors: str) -> None:
     stack = Stack([("seal", load_policy("seal", vector=vectors, layer=1))])
     assert [stack.is_steered(layer) for layer in range(3)] == [False, True, False]
 
 
-def test_other_layers_are_left_alone(vectors: str) -> None:
+def test_steer_returns_none_in_other_layers(vectors: str) -> None:
     bench = Bench(load_policy("seal", vector=vectors, layer=3), 1)
     bench.prompt(0, IDS[:1], 1)
     changes = [bench.steer(torch.zeros(1, SIZE), [IDS[2]], layer) for layer in range(5)]
@@ -173,8 +173,8 @@ def test_other_layers_are_left_alone(vectors: str) -> None:
 
 
 @attrs.define(eq=False)
-class Notes:
-    """What stands before and what enters a layer, in every decode step."""
+class RecordsLayerInput:
+    """Records the states before steering and the layer input of every decode step."""
 
     layer: int
     before: list[Tensor] = attrs.field(factory=list)
@@ -193,10 +193,10 @@ class Notes:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_reasoner_is_pushed_at_every_paragraph_of_its_thinking(dtype: str) -> None:
+def test_reasoner_is_steered_at_every_paragraph_of_its_thinking(dtype: str) -> None:
     model, tokenizer = load_model("reasoner", dtype=dtype)
     vector = load_steering_vector("reasoner")
-    notes = Notes(vector.layer)
+    notes = RecordsLayerInput(vector.layer)
     handle = model.model.layers[vector.layer].register_forward_hook(notes.watch)
     plan = Plan.uniform("full", "seal", notes, knobs={"seal": {"strength": 2.0}})
     problems = make_problems(2, seed=3, split="tune")
@@ -210,11 +210,11 @@ def test_a_reasoner_is_pushed_at_every_paragraph_of_its_thinking(dtype: str) -> 
     expected = [
         flag for text in texts for flag in reference.steered_tokens(["<think>"], text, "\n\n", tags)
     ]
-    pushed = (2.0 * vector.vector).to(model.dtype)
+    steered_by = (2.0 * vector.vector).to(model.dtype)
     assert any("</think>" in text for text in texts)
     assert sum(expected) > 10
     for flag, before, entered in zip(expected, notes.before, notes.entered, strict=True):
-        assert torch.equal(entered[0], before[0] + pushed if flag else before[0])
+        assert torch.equal(entered[0], before[0] + steered_by if flag else before[0])
 
 
 def generated(model: Any, tokenizer: Any, *stack: object, **options: Any) -> list[Any]:
@@ -224,7 +224,7 @@ def generated(model: Any, tokenizer: Any, *stack: object, **options: Any) -> lis
     return Engine(model, tokenizer, plan, slots=3).generate(prompts, max_new_tokens=150).results()
 
 
-def test_without_strength_it_is_not_there() -> None:
+def test_strength_zero_changes_nothing() -> None:
     model, tokenizer = load_model("reasoner")
     none = {"strength": 0}
     for plan in ({"stack": ("full",)}, {"stack": ("rkv",), "budget": 96, "buffer": 16}):
@@ -232,11 +232,11 @@ def test_without_strength_it_is_not_there() -> None:
         plain = generated(model, tokenizer, *stack, **options)
         steered = generated(model, tokenizer, *stack, "seal", knobs=none, **options)
         assert [r.tokens for r in steered] == [r.tokens for r in plain]
-        pushed = generated(model, tokenizer, *stack, "seal", knobs={"strength": 4}, **options)
-        assert [r.tokens for r in pushed] != [r.tokens for r in plain]
+        steered_by = generated(model, tokenizer, *stack, "seal", knobs={"strength": 4}, **options)
+        assert [r.tokens for r in steered_by] != [r.tokens for r in plain]
 
 
-def test_alone_it_is_the_full_cache_and_under_a_budget_it_changes_none() -> None:
+def test_seal_alone_is_the_full_cache_and_keeps_budgets() -> None:
     model, tokenizer = load_model("reasoner")
     alone = generated(model, tokenizer, "seal")
     assert [r.tokens for r in alone] == [
@@ -251,14 +251,14 @@ def test_alone_it_is_the_full_cache_and_under_a_budget_it_changes_none() -> None
 
 
 @pytest.mark.parametrize("slots", [1, 2, 4])
-def test_a_sequence_is_steered_as_if_it_were_alone(slots: int) -> None:
+def test_steering_does_not_depend_on_other_sequences(slots: int) -> None:
     model, tokenizer = load_model("reasoner")
     plan = Plan.uniform("full", "seal", knobs={"seal": {"strength": 3.0}})
     prompts = [problem.prompt for problem in make_problems(4, seed=6, split="tune")]
-    prompts[1] += "</think>"  # not thinking any more
+    prompts[1] += "</think>"  # the thinking part has ended
     engine = Engine(model.double(), tokenizer, plan, slots=slots, chunk=11)
-    together = engine.generate(prompts, max_new_tokens=60).results()
-    for prompt, result in zip(prompts, together, strict=True):
+    batched = engine.generate(prompts, max_new_tokens=60).results()
+    for prompt, result in zip(prompts, batched, strict=True):
         (alone,) = engine.generate([prompt], max_new_tokens=60).results()
         assert result.tokens == alone.tokens
 
@@ -266,36 +266,38 @@ def test_a_sequence_is_steered_as_if_it_were_alone(slots: int) -> None:
 # Mistakes
 
 
-def test_a_vector_of_another_model_is_named(tmp_path: Path) -> None:
+def test_vector_of_another_model_raises(tmp_path: Path) -> None:
     model, tokenizer = load_model(str(save_tiny_model(tmp_path / "tiny")))
     plan = Plan.uniform("full", "seal", knobs={"seal": {"layer": 1}})
     with pytest.raises(SteeringError, match=r"128 numbers .* 32: it was made for reasoner"):
         Engine(model, tokenizer, plan).generate([" tea"], max_new_tokens=4).results()
 
 
-def test_without_a_tokenizer_it_says_what_to_give(tmp_path: Path) -> None:
-    plan = Plan.uniform("full", "seal", knobs={"seal": {"vector": saved(tmp_path, 1, size=32)}})
+def test_missing_tokenizer_raises(tmp_path: Path) -> None:
+    plan = Plan.uniform(
+        "full", "seal", knobs={"seal": {"vector": save_vectors(tmp_path, 1, size=32)}}
+    )
     with pytest.raises(KVPolicyError, match="there is none; give the engine one"):
         Engine(tiny_model(), None, plan).generate([[1, 2, 3]], max_new_tokens=4).results()
 
 
 @pytest.mark.parametrize(
-    ("knobs", "says"),
+    ("knobs", "message"),
     [
         ({"think": ("<t>", "</t>")}, "is '<t>'"),
         ({"delimiter": "a\n\n"}, "contains 'a\\n\\n'"),
     ],
 )
-def test_tokens_that_a_tokenizer_does_not_have_are_named(
-    vectors: str, knobs: dict, says: str
+def test_tokens_missing_in_the_tokenizer_are_named_in_the_error(
+    vectors: str, knobs: dict, message: str
 ) -> None:
     bench = Bench(load_policy("seal", vector=vectors, layer=1, **knobs), 1)
     with pytest.raises(KVPolicyError, match=r"the knobs are delimiter = .* and think = ") as caught:
         bench.prompt(0, IDS[:1], 1)
-    assert says in str(caught.value)
+    assert message in str(caught.value)
 
 
-def test_a_plan_file_says_no_tags_with_an_empty_list() -> None:
+def test_empty_think_list_means_no_tags() -> None:
     assert load_policy("seal", think=[]).think == load_policy("seal", think=None).think == ()
     assert load_policy("seal", think=["<t>", "</t>"]).think == ("<t>", "</t>")
 
@@ -303,7 +305,7 @@ def test_a_plan_file_says_no_tags_with_an_empty_list() -> None:
 @pytest.mark.parametrize(
     "knobs",
     [
-        {"strength": "much"},
+        {"strength": "text"},
         {"strength": float("nan")},
         {"layer": -1},
         {"layer": 1.5},
@@ -315,5 +317,5 @@ def test_a_plan_file_says_no_tags_with_an_empty_list() -> None:
     ],
     ids=str,
 )
-def test_bad_knobs_are_refused(knobs: dict) -> None:
+def test_invalid_knobs_raise(knobs: dict) -> None:
     assert_knobs_refused("seal", knobs, KnobError)

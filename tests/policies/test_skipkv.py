@@ -1,4 +1,4 @@
-"""SkipKV against its definition, written in loops: eq. 6 and what stays by it."""
+"""SkipKV against its definition in plain loops: eq. 6 and the rows it keeps."""
 
 import re
 from importlib.resources import files
@@ -31,12 +31,12 @@ IDS: dict[str, Any] = {"delimiters": [END]}
 
 
 def show(drawn: Drawn, seed: int, num_kinds: int = 3) -> Shown:
-    """Tokens with a delimiter now and then; hidden states of a few kinds, so that some repeat."""
+    """Tokens with some delimiters, and hidden states of few kinds, so that some repeat."""
     rng = torch.Generator().manual_seed(seed)
     size = (drawn.keys.shape[0], drawn.num_rows)
     token_ids = torch.randint(5, size, generator=rng)
     kinds = torch.randn(num_kinds, 6, generator=rng)
-    # One kind for every stretch between delimiters: a sentence is of one kind.
+    # All tokens of a sentence have the same kind.
     stretch = (token_ids == END).cumsum(1) - (token_ids == END).long()
     kind = torch.randint(num_kinds, size, generator=rng).gather(1, stretch)
     noise = 0.02 * torch.randn(*size, 6, generator=rng)
@@ -65,11 +65,9 @@ def knobs(draw: st.DrawFn) -> dict[str, Any]:
 
 
 @given(st.data(), knobs())
-def test_it_keeps_the_rows_of_the_loop_written_reference(
-    data: st.DataObject, knobs: dict[str, Any]
-) -> None:
+def test_keeps_the_rows_of_the_reference(data: st.DataObject, knobs: dict[str, Any]) -> None:
     window = knobs["window_size"]
-    # With a hundred rows and more no token score is near half of tau, and none is scaled.
+    # Token scores are far below tau / 2 here, so none is scaled.
     drawn = data.draw(caches(min_rows=window + 8))
     shown = show(drawn, data.draw(st.integers(0, 99)))
     budget = data.draw(budgets(drawn.num_rows, min_budget=window))
@@ -84,8 +82,8 @@ def test_it_keeps_the_rows_of_the_loop_written_reference(
         assert_best_rows(kept[b, h].tolist(), scores, window=window, budget=budget, atol=1e-5)
 
 
-def test_the_slides_example() -> None:
-    """S1 leaves whole; S2 and S3 lose single tokens, each head its own."""
+def test_published_example() -> None:
+    """S1 is evicted completely; S2 and S3 lose single tokens, different ones in each head."""
     gram = torch.tensor([[1, 0.37, 0.96], [0.37, 1, 0.50], [0.96, 0.50, 1]], dtype=torch.float64)
     vectors = torch.linalg.cholesky(gram).float()
     token_ids = torch.tensor([[0] * 9 + [END]] * 3 + [[0] * 4 + [0] * 6]).reshape(1, -1)
@@ -96,14 +94,14 @@ def test_the_slides_example() -> None:
     kept = keep_rows("skipkv", keys, keys, queries, budget=26, shown=shown, **IDS)
     assert int(kept.min()) == 10
     assert len({tuple(head) for head in kept[0].tolist()}) == 3
-    # Fewer rows leave than the sentence has: it is thinned out, and nothing else is touched.
+    # Fewer rows are evicted than the sentence has: only rows of that sentence are evicted.
     kept = keep_rows("skipkv", keys, keys, queries, budget=34, shown=shown, **IDS)
     assert torch.equal(kept[:, :, 4:], torch.arange(10, 40).expand(1, 3, 30))
 
 
 @attrs.define(eq=False)
-class Loud:
-    """Scores of both signs, far beyond any similarity; the newest rows are pinned."""
+class LargeScores:
+    """Scores of both signs, far larger than any similarity; the newest rows are pinned."""
 
     @hookimpl
     def score(self, keys: Tensor) -> Tensor:
@@ -113,7 +111,7 @@ class Loud:
 
 
 BASES = {
-    "loud": (Loud(), 0),
+    "large": (LargeScores(), 0),
     "h2o": (load_policy("h2o", n_recent=4), 0),
     "snapkv": (load_policy("snapkv", window_size=4), 0),
     "streaming": (load_policy("streaming", n_sink=4), 4),
@@ -122,7 +120,7 @@ BASES = {
 
 @pytest.mark.parametrize("base", BASES)
 @given(drawn=caches(min_rows=20, max_rows=32), seed=st.integers(0, 99))
-def test_redundant_sentences_leave_before_all_other_rows_under_any_base(
+def test_redundant_sentences_are_evicted_first_under_any_base(
     base: str, drawn: Drawn, seed: int
 ) -> None:
     policy, n_sink = BASES[base]
@@ -140,15 +138,15 @@ def test_redundant_sentences_leave_before_all_other_rows_under_any_base(
             assert len(marked - set(head)) == min(len(marked), num_leaving)
 
 
-def test_nothing_shown_is_the_token_score_alone() -> None:
+def test_without_observed_tokens_only_the_token_score_counts() -> None:
     keys, queries = fill((2, 2, 40, 8), "dup", 0), fill((2, 4, 40, 8), "gauss", 1)
     kept = keep_rows("skipkv", keys, keys, queries, budget=20, **IDS)
     assert torch.equal(kept, keep_rows("rkv", keys, keys, queries, budget=20))
 
 
 @given(caches(min_rows=24, max_rows=32, batch=2), st.integers(0, 99))
-def test_what_is_redundant_stays_so_until_it_has_left(drawn: Drawn, seed: int) -> None:
-    """Overfill: the rows that a compaction spares are the first to leave at the next."""
+def test_redundant_rows_stay_redundant_until_evicted(drawn: Drawn, seed: int) -> None:
+    """Redundant rows that a compaction keeps are the first to be evicted at the next."""
     shown, window = show(drawn, seed, num_kinds=2), 2
     rounds = {"prompt": 16, "compact_at": [16, 20, drawn.num_rows]}
     inputs = (drawn.keys, drawn.values, drawn.queries)
@@ -168,7 +166,7 @@ def test_what_is_redundant_stays_so_until_it_has_left(drawn: Drawn, seed: int) -
         seen = count
 
 
-def test_one_tokens_sentences_are_spared_if_delimiters_are_not_merged() -> None:
+def test_one_token_sentences_are_never_redundant_without_merging() -> None:
     token_ids = torch.tensor([[0, END, END, 0, END, END, 0, 0, 0, 0]])
     keys, queries = fill((1, 1, 10, 4), "gauss", 0), fill((1, 1, 10, 4), "gauss", 1)
     shown = Shown(token_ids, torch.ones(1, 10, 3))
@@ -177,7 +175,7 @@ def test_one_tokens_sentences_are_spared_if_delimiters_are_not_merged() -> None:
     assert kept.tolist() == [[[2, 5, 6, 7, 8, 9]]]
 
 
-def test_the_prompt_can_be_protected() -> None:
+def test_protect_prompt_keeps_the_prompt() -> None:
     drawn = Drawn(*(fill((2, 2, 30, 8), "gauss", n) for n in range(3)), kind="gauss", seed=0)
     shown = Shown(torch.full((2, 30), END), torch.ones(2, 30, 4))
     inputs = (drawn.keys, drawn.values, fill((2, 4, 30, 8), "gauss", 4))
@@ -188,14 +186,12 @@ def test_the_prompt_can_be_protected() -> None:
 
 
 @given(st.data(), caches(min_rows=12))
-def test_a_sequence_keeps_the_same_rows_whatever_stands_beside_it(
-    data: st.DataObject, drawn: Drawn
-) -> None:
+def test_batch_equals_single_sequences(data: st.DataObject, drawn: Drawn) -> None:
     assert_batch_equals_single_rows("skipkv", drawn, 9, **IDS)
 
 
 @given(st.data(), caches(max_rows=20))
-def test_nothing_leaves_while_all_fits(data: st.DataObject, drawn: Drawn) -> None:
+def test_nothing_is_evicted_within_the_budget(data: st.DataObject, drawn: Drawn) -> None:
     assert_nothing_leaves("skipkv", drawn, 20, **IDS)
 
 
@@ -204,9 +200,7 @@ def test_half_precision_works() -> None:
 
 
 @given(prompts(count=4, min_len=6), st.integers(1, 3))
-def test_an_engine_serves_every_sequence_as_if_it_were_alone(
-    prompts: list[list[int]], slots: int
-) -> None:
+def test_batched_sequences_equal_sequences_alone(prompts: list[list[int]], slots: int) -> None:
     model = shared_model(dtype=torch.float64)
     knobs = {"skipkv": {"delimiters": list(range(9)), "tau": 0.2}}
     plan = Plan.uniform("skipkv", budget=12, buffer=5, knobs=knobs)
@@ -219,7 +213,7 @@ def test_an_engine_serves_every_sequence_as_if_it_were_alone(
         assert result.peak_rows <= 17
 
 
-def test_an_engine_without_a_tokenizer_is_told_what_to_give() -> None:
+def test_missing_tokenizer_raises() -> None:
     plan = Plan.uniform("skipkv", budget=16)
     with pytest.raises(KVPolicyError, match="skipkv finds sentences by their text"):
         Engine(shared_model(), plan=plan).generate([[1, 2]]).results()
@@ -243,19 +237,19 @@ BAD_KNOBS = [
 
 
 @pytest.mark.parametrize("knobs", BAD_KNOBS, ids=str)
-def test_knobs_that_make_no_sense_are_refused(knobs: dict[str, Any]) -> None:
+def test_invalid_knobs_raise(knobs: dict[str, Any]) -> None:
     assert_knobs_refused("skipkv", knobs, KnobError)
 
 
-def test_a_budget_below_the_window_is_refused() -> None:
+def test_budget_below_the_window_raises() -> None:
     with pytest.raises(BudgetError, match="protect"):
         Plan.uniform("skipkv", budget=7).resolve(2)
 
 
 @pytest.mark.parametrize("name", ["skipkv", "skipkv_batches"])
-def test_the_readme_tells_every_knob_with_its_default(name: str) -> None:
+def test_readme_lists_every_knob_with_its_default(name: str) -> None:
     text = files("skipkv_plugin").joinpath("README.md").read_text(encoding="utf-8")
     section = text.partition(f"## Knobs of `{name}`\n")[2].partition("\n## ")[0]
-    told = dict(re.findall(r"^\| `(\w+)` \| `(.*?)` \|", section, re.M))
+    documented = dict(re.findall(r"^\| `(\w+)` \| `(.*?)` \|", section, re.M))
     fields = [field for field in attrs.fields(load_policy_class(name)) if field.init]
-    assert told == {field.name: repr(field.default) for field in fields}
+    assert documented == {field.name: repr(field.default) for field in fields}

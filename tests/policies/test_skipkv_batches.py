@@ -1,4 +1,4 @@
-"""Batch grouping: who is served with whom."""
+"""Batch grouping by prompt length."""
 
 from typing import Any
 
@@ -15,7 +15,7 @@ from skipkv_plugin.grouping import SkipKVBatches
 
 
 def batches(lengths: list[int], slots: int, **knobs: Any) -> list[list[int]]:
-    """All batches, if each ends before the next begins."""
+    """All batches, when each one ends before the next begins."""
     policy, admitted = SkipKVBatches(**knobs), []
     waiting = [WaitingRequest(number, length, 10) for number, length in enumerate(lengths)]
     while waiting:
@@ -29,7 +29,7 @@ lengths = st.lists(st.integers(1, 30), min_size=1, max_size=25)
 
 
 @given(lengths, st.integers(1, 6), st.integers(0, 8))
-def test_batches_are_a_sorted_list_cut_in_pieces(
+def test_batches_are_slices_of_the_requests_sorted_by_length(
     lengths: list[int], slots: int, batch_size: int
 ) -> None:
     size = min(batch_size or slots, slots)
@@ -40,19 +40,21 @@ def test_batches_are_a_sorted_list_cut_in_pieces(
 
 
 @given(lengths, st.integers(1, 8))
-def test_unsorted_batches_are_in_order_of_arrival(lengths: list[int], batch_size: int) -> None:
+def test_unsorted_batches_are_in_arrival_order(lengths: list[int], batch_size: int) -> None:
     admitted = batches(lengths, 8, batch_size=batch_size, by_length=False)
     assert [number for group in admitted for number in group] == list(range(len(lengths)))
 
 
-def test_a_batch_waits_for_the_one_before_it() -> None:
+def test_batch_waits_for_the_previous_one() -> None:
     waiting = [WaitingRequest(0, 4, 10)]
     assert SkipKVBatches(batch_size=2).schedule(waiting, 3, 1) == []
     assert SkipKVBatches().schedule(waiting, 3, 1) == [[0]]
 
 
 @given(lengths, st.sampled_from([0, 2, 5]), st.booleans())
-def test_grouping_changes_no_answer(lengths: list[int], batch_size: int, by_length: bool) -> None:
+def test_grouping_does_not_change_tokens(
+    lengths: list[int], batch_size: int, by_length: bool
+) -> None:
     prompts = [[n % 50 + 1] * length for n, length in enumerate(lengths)]
 
     def tokens(*schedule: object) -> list[tuple[int, ...]]:
@@ -64,19 +66,19 @@ def test_grouping_changes_no_answer(lengths: list[int], batch_size: int, by_leng
 
 
 @given(lengths)
-def test_sorted_batches_never_store_more_pads(lengths: list[int]) -> None:
-    """Eq. 12: what padded batches of four would lose to pads in all."""
+def test_sorted_batches_need_no_more_pads(lengths: list[int]) -> None:
+    """Eq. 12: total number of pads in padded batches of four."""
 
     def num_pads(by_length: bool) -> int:
         groups = batches(lengths, 4, batch_size=4, by_length=by_length)
         longest = (max(lengths[n] for n in group) for group in groups)
         return sum(most * len(group) for most, group in zip(longest, groups, strict=True))
 
-    # The last batch may be a short one, so whole batches only.
+    # Only full batches, because a short last batch can need more pads.
     if len(lengths) % 4 == 0:
         assert num_pads(True) <= num_pads(False)
 
 
 @pytest.mark.parametrize("knobs", [{"batch_size": -1}, {"batch_size": 2.5}, {"by_length": 1}])
-def test_knobs_that_make_no_sense_are_refused(knobs: dict[str, Any]) -> None:
+def test_invalid_knobs_raise(knobs: dict[str, Any]) -> None:
     assert_knobs_refused("skipkv_batches", knobs, KnobError)

@@ -1,4 +1,4 @@
-"""Sentences, their vectors and which are redundant, against oracles that see the whole text."""
+"""Sentence splitting, sentence vectors and redundancy against oracles on the whole text."""
 
 from itertools import pairwise
 
@@ -15,7 +15,7 @@ from skipkv_plugin.policy import SkipKV
 from skipkv_plugin.redundancy import SentenceVectors, redundant
 from skipkv_plugin.sentences import Delimiters, Segmenter
 
-# The marks of R1's tokenizers that matter here: each is one token there, too.
+# The delimiters of R1's tokenizers: each is a single token there as well.
 WORDS = ["a", "b", "Wait", ".", ":", ")", "?", "\n", ".\n", ")\n", "\n\n", ".\n\n", ")\n\n"]
 WORDS += ["?\n\n", ":\n", ":\n\n", ";\n"]
 DELIMITERS = SkipKV().delimiters
@@ -29,14 +29,14 @@ def spans_of(segmenter: Segmenter) -> list[tuple[int, int, int]]:
 
 @st.composite
 def chunks(draw: st.DrawFn, length: int) -> list[slice]:
-    """A text cut into pieces of any size."""
+    """A text split into chunks of any size."""
     places = sorted(draw(st.sets(st.integers(1, max(length - 1, 1)), max_size=4)))
     edges = [0, *[place for place in places if place < length], length]
     return [slice(a, b) for a, b in pairwise(edges)]
 
 
 @given(st.data(), st.lists(st.integers(0, 4), max_size=40), st.booleans())
-def test_sentences_equal_those_of_the_oracle_however_the_text_comes(
+def test_sentences_equal_the_oracle_for_any_chunks(
     data: st.DataObject, ids: list[int], merge: bool
 ) -> None:
     delimiters = Delimiters(frozenset({3, 4}))
@@ -52,7 +52,7 @@ def test_sentences_equal_those_of_the_oracle_however_the_text_comes(
     assert segmenter.open_ids == ids[open_from:]
 
 
-def test_every_delimiter_of_the_authors_ends_a_sentence() -> None:
+def test_published_delimiters_end_a_sentence() -> None:
     tokenizer = TOKENIZER
     delimiters = Delimiters.of(DELIMITERS, tokenizer)
     assert delimiters.ids == {R1_LIKE[word] for word in DELIMITERS}
@@ -62,7 +62,7 @@ def test_every_delimiter_of_the_authors_ends_a_sentence() -> None:
         assert ends == (word in DELIMITERS), repr(word)
 
 
-def test_what_introduces_something_ends_no_sentence_even_in_two_tokens() -> None:
+def test_colon_before_a_newline_does_not_end_a_sentence() -> None:
     delimiters = Delimiters.of(DELIMITERS, TOKENIZER)
     colon, a = R1_LIKE[":"], R1_LIKE["a"]
     for newline in ("\n", "\n\n"):
@@ -70,7 +70,7 @@ def test_what_introduces_something_ends_no_sentence_even_in_two_tokens() -> None
         assert delimiters.end_at([colon, a, R1_LIKE[newline]])
 
 
-def test_a_delimiter_that_is_no_token_is_found_by_the_text_of_the_last_ones() -> None:
+def test_delimiter_of_several_tokens_is_found_by_text() -> None:
     # This tokenizer has no "\n\n" and no ".\n": one character a token.
     tokenizer = tiny_tokenizer()
     delimiters = Delimiters.of([".\n", "?\n\n"], tokenizer)
@@ -86,7 +86,7 @@ def test_a_delimiter_that_is_no_token_is_found_by_the_text_of_the_last_ones() ->
     assert not ends("so.\n\n")
 
 
-def test_a_delimiter_the_tokenizer_does_not_know_is_not_its_unknown_token() -> None:
+def test_unknown_delimiter_does_not_match_the_unknown_token() -> None:
     words = {"a": 0, "b": 1, ".": 2, "\n\n": 3}
     delimiters = Delimiters.of(DELIMITERS, word_tokenizer(words, "a"))
     assert delimiters.ids == {3}
@@ -94,7 +94,7 @@ def test_a_delimiter_the_tokenizer_does_not_know_is_not_its_unknown_token() -> N
     assert delimiters.end_at([1, 2, 3])
 
 
-def test_text_without_a_tokenizer_is_refused_in_a_sentence() -> None:
+def test_text_delimiter_without_tokenizer_raises() -> None:
     with pytest.raises(KVPolicyError, match="no tokenizer; give it one, or name token ids"):
         Delimiters.of(["\n"], None)
     assert Delimiters.of([7], None).end_at([7])
@@ -108,7 +108,7 @@ def test_text_without_a_tokenizer_is_refused_in_a_sentence() -> None:
     st.booleans(),
     seeds,
 )
-def test_redundant_sentences_equal_those_of_the_oracle_however_the_text_comes(
+def test_redundant_sentences_equal_the_oracle_for_any_chunks(
     data: st.DataObject, ids: list[int], tau: float, pair: str, merge: bool, seed: int
 ) -> None:
     rng = torch.Generator().manual_seed(seed)
@@ -122,7 +122,7 @@ def test_redundant_sentences_equal_those_of_the_oracle_however_the_text_comes(
         abs(reference.dot(a, b) - tau) < 1e-5 for i, a in enumerate(vectors) for b in vectors[:i]
     ]
     if any(near):
-        return  # which side of tau a pair falls on is a matter of rounding
+        return  # rounding decides whether such a pair is above tau
 
     segmenter, found, ours = Segmenter(Delimiters(frozenset({3, 4})), merge), {}, SentenceVectors()
     for piece in data.draw(chunks(len(ids))):
@@ -137,14 +137,14 @@ def test_redundant_sentences_equal_those_of_the_oracle_however_the_text_comes(
         torch.testing.assert_close(ours.vectors, torch.tensor(vectors), atol=1e-5, rtol=0)
 
 
-def test_the_slides_example() -> None:
+def test_published_example() -> None:
     """Similarities .37, .96 and .50 at tau .95: the first sentence is redundant."""
     gram = torch.tensor([[1, 0.37, 0.96], [0.37, 1, 0.50], [0.96, 0.50, 1]], dtype=torch.float64)
     vectors = torch.linalg.cholesky(gram).float()
     assert redundant(vectors, 3, 0.95, "max") == {0: pytest.approx(0.96)}
 
 
-def test_a_similarity_of_exactly_tau_is_not_above_it() -> None:
+def test_similarity_equal_to_tau_is_not_redundant() -> None:
     vectors = torch.tensor([[1.0, 0.0], [1.0, 0.0]])
     assert redundant(vectors, 2, 1.0, "max") == {}
     assert redundant(vectors, 1, 0.99, "max") == {0: 1.0}

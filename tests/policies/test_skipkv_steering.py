@@ -1,4 +1,4 @@
-"""Adaptive steering against a loop over a plain cache that looks at the whole text each time."""
+"""Adaptive steering against an oracle that processes the whole text at every step."""
 
 import re
 from pathlib import Path
@@ -48,7 +48,7 @@ def model_of_words(seed: int) -> PreTrainedModel:
 
 
 class Oracle:
-    """Greedy decoding with transformers' own cache; the whole text decides at every step."""
+    """Greedy decoding with transformers' cache; steering is computed from the whole text."""
 
     def __init__(self, model: PreTrainedModel, vector: Tensor, **knobs: float) -> None:
         self.model, self.vector, self.knobs = model, vector.double(), knobs
@@ -72,13 +72,13 @@ class Oracle:
         return tokens[len(prompt) :]
 
     def change(self, tokens: list[int], prompt_len: int) -> Tensor | float:
-        """What is added at the last of these tokens, which is being read now."""
+        """The change of the hidden state at the last token."""
         inside = False
         for token in tokens:
             inside = token == THINK or (inside and WORDS[token] != "</think>")
         if not inside or "\n\n" not in WORDS[tokens[-1]]:
             return 0.0
-        # The strength is what was known when the buffer was last full.
+        # The strength was computed when the buffer was last full.
         num_read = len(tokens) - 1 - prompt_len
         shown = tokens[: prompt_len + num_read // BUFFER * BUFFER]
         return self.alpha(shown, prompt_len) * self.vector
@@ -104,7 +104,7 @@ class Oracle:
     st.sampled_from([1.5, 9.0]),
     st.integers(1, 3),
 )
-def test_tokens_equal_those_of_the_oracle(
+def test_tokens_equal_the_oracle(
     vector_file: Path,
     prompts: list[list[int]],
     seed: int,
@@ -124,8 +124,8 @@ def test_tokens_equal_those_of_the_oracle(
         assert list(result.tokens) == oracle.generate(prompt, 24)
 
 
-def test_steering_changes_what_is_said(vector_file: Path) -> None:
-    """Else the test above would show nothing."""
+def test_steering_changes_tokens(vector_file: Path) -> None:
+    """Otherwise the test above would be vacuous."""
 
     def tokens(**knobs: Any) -> list[tuple[int, ...]]:
         plan = Plan.uniform("skipkv", budget=200, buffer=BUFFER, knobs={"skipkv": knobs})
@@ -146,15 +146,15 @@ def test_steering_changes_what_is_said(vector_file: Path) -> None:
     ("text", "by_text", "by_ids"),
     [
         ("Wait a b", True, True),
-        (" a Wait", True, False),  # with a space before it, it is another token
+        (" a Wait", True, False),  # a different token with a leading space
         (" a again", True, False),
         (" waiting a", False, False),
         ("Alternatively x", True, True),
-        (" xnatively", False, True),  # only the last piece is looked for
+        (" xnatively", False, True),  # only the last piece is matched
         (" a b", False, False),
     ],
 )
-def test_what_counts_as_non_execution(text: str, by_text: bool, by_ids: bool) -> None:
+def test_non_execution_is_found_by_text_or_ids(text: str, by_text: bool, by_ids: bool) -> None:
     ids = TOKENIZER.encode(text, add_special_tokens=False)
     assert TOKENIZER.decode(ids) == text
     assert is_non_execution(ids, TOKENIZER, ["Wait", "Alternatively"], "ids") == by_ids
@@ -162,7 +162,7 @@ def test_what_counts_as_non_execution(text: str, by_text: bool, by_ids: bool) ->
     assert is_non_execution(ids, TOKENIZER, keywords, "text") == by_text
 
 
-def test_the_strength_grows_up_to_its_bound() -> None:
+def test_strength_grows_up_to_alpha_max() -> None:
     knobs = {"alpha_0": 1.25, "gamma": 0.02, "alpha_max": 2.0}
     assert strength(0, **knobs) == 1.25
     assert strength(10, **knobs) == pytest.approx(1.45)
@@ -170,19 +170,19 @@ def test_the_strength_grows_up_to_its_bound() -> None:
     assert strength(100, alpha_0=1.0, gamma=0.02, alpha_max=0.0) == pytest.approx(3.0)
 
 
-def test_a_vector_of_another_model_is_refused(vector_file: Path) -> None:
+def test_vector_of_another_model_raises(vector_file: Path) -> None:
     model = tiny_model(vocab=len(WORDS), num_heads=8, num_kv_heads=2)
     plan = Plan.uniform("skipkv", budget=16, knobs={"skipkv": {"vector": str(vector_file)}})
     with pytest.raises(SteeringError, match=r"32 numbers .* 64"):
         Engine(model, TOKENIZER, plan).generate([[THINK, 1]], max_new_tokens=3).results()
 
 
-def test_a_vector_that_is_not_there_is_refused() -> None:
+def test_unknown_vector_raises() -> None:
     with pytest.raises(KVPolicyError, match="no steering vector is named 'nobody'"):
         Plan.uniform("skipkv", budget=16, knobs={"skipkv": {"vector": "nobody"}}).resolve(2)
 
 
-def test_a_tokenizer_without_tags_is_told_of(vector_file: Path) -> None:
+def test_tokenizer_without_think_tags_raises(vector_file: Path) -> None:
     fast = word_tokenizer({"a": 0, "\n\n": 1}, "a")
     knobs: dict[str, Any] = {"vector": str(vector_file)}
 
@@ -196,7 +196,7 @@ def test_a_tokenizer_without_tags_is_told_of(vector_file: Path) -> None:
     run()
 
 
-def test_a_plan_names_its_vector_with_a_hash_of_it(vector_file: Path, tmp_path: Path) -> None:
+def test_resolved_plan_names_its_vector_with_a_hash(vector_file: Path, tmp_path: Path) -> None:
     copy = tmp_path / "copy.safetensors"
     copy.write_bytes(vector_file.read_bytes())
 
@@ -205,16 +205,16 @@ def test_a_plan_names_its_vector_with_a_hash_of_it(vector_file: Path, tmp_path: 
         return Plan.uniform("skipkv", budget=16, knobs=knobs).resolve(2)
 
     before = resolved(str(copy))
-    (pinned,) = {spec["vector"] for spec in before.to_dict()["layers"][0]["stack"]}
-    assert pinned.startswith(f"{copy}#")
-    assert resolved(pinned).digest() == before.digest()
+    (hashed,) = {spec["vector"] for spec in before.to_dict()["layers"][0]["stack"]}
+    assert hashed.startswith(f"{copy}#")
+    assert resolved(hashed).digest() == before.digest()
     other = SteeringVector(
         vector=torch.ones(HIDDEN), layer=LAYER, calibration=Calibration(model="tiny")
     )
     save_steering_vectors(copy, [other])
     assert resolved(str(copy)).digest() != before.digest()
     with pytest.raises(SteeringError, match="the file has changed"):
-        resolved(pinned)
+        resolved(hashed)
     copy.unlink()
     with pytest.raises(SteeringError, match="kvpolicy steer calibrate"):
-        resolved(pinned)
+        resolved(hashed)

@@ -32,9 +32,7 @@ def knobs(draw: st.DrawFn, *, max_window: int = 8) -> dict[str, Any]:
 
 
 @given(st.data(), knobs())
-def test_decoding_keeps_the_rows_of_the_loop_written_reference(
-    data: st.DataObject, knobs: dict
-) -> None:
+def test_decode_phase_keeps_the_rows_of_the_reference(data: st.DataObject, knobs: dict) -> None:
     window = knobs["window_size"]
     drawn = data.draw(caches(min_rows=window + 1))
     budget = data.draw(budgets(drawn.num_rows, min_budget=window))
@@ -46,7 +44,7 @@ def test_decoding_keeps_the_rows_of_the_loop_written_reference(
 
 
 @given(st.data(), knobs(), st.sampled_from(["mean", "max", "sum"]))
-def test_as_published_it_keeps_the_rows_of_the_loop_written_reference(
+def test_published_form_keeps_the_rows_of_the_reference(
     data: st.DataObject, knobs: dict, group_reduce: str
 ) -> None:
     window = knobs["window_size"]
@@ -69,9 +67,7 @@ def test_as_published_it_keeps_the_rows_of_the_loop_written_reference(
 
 
 @given(st.data(), knobs(), st.sampled_from(["decode", "mean", "max", "sum"]))
-def test_scores_equal_those_of_the_loop_written_reference(
-    data: st.DataObject, knobs: dict, form: str
-) -> None:
+def test_scores_equal_the_reference(data: st.DataObject, knobs: dict, form: str) -> None:
     window = knobs["window_size"]
     drawn = data.draw(caches(min_rows=window + 1))
     score = partial(reference.snapkv, **knobs)
@@ -79,7 +75,7 @@ def test_scores_equal_those_of_the_loop_written_reference(
         knobs |= {"phase": "prefill", "group_reduce": form}
         published = {name: knob for name, knob in knobs.items() if name != "phase"}
         score = partial(reference.snapkv_published, **published)
-    # More queries than its window may be there, if another policy of the stack reads more.
+    # There may be more queries than its window if another policy of the stack needs more.
     scores = load_policy("snapkv", **knobs).score(
         queries=drawn.queries,
         keys=drawn.keys,
@@ -95,9 +91,7 @@ def test_scores_equal_those_of_the_loop_written_reference(
 
 
 @given(st.data(), knobs(max_window=4))
-def test_a_stream_is_judged_by_its_newest_queries_round_after_round(
-    data: st.DataObject, knobs: dict
-) -> None:
+def test_every_round_of_a_stream_uses_the_newest_queries(data: st.DataObject, knobs: dict) -> None:
     window = knobs["window_size"]
     drawn = data.draw(caches(min_rows=window + 1, max_rows=28))
     budget = data.draw(st.integers(window, drawn.num_rows - 1))
@@ -112,26 +106,26 @@ def test_a_stream_is_judged_by_its_newest_queries_round_after_round(
 
 
 @given(caches(min_rows=13), st.sampled_from(["decode", "prefill"]))
-def test_the_window_stays(drawn: Drawn, phase: str) -> None:
+def test_window_is_kept(drawn: Drawn, phase: str) -> None:
     kept = keep_rows("snapkv", drawn.keys, drawn.values, drawn.queries, budget=12, phase=phase)
     assert (kept[:, :, -8:] == torch.arange(drawn.num_rows - 8, drawn.num_rows)).all()
 
 
 @given(caches(min_rows=9), st.sampled_from(["decode", "prefill"]))
-def test_a_budget_of_one_window_is_a_sliding_window(drawn: Drawn, phase: str) -> None:
+def test_budget_of_one_window_is_a_sliding_window(drawn: Drawn, phase: str) -> None:
     kept = keep_rows("snapkv", drawn.keys, drawn.values, drawn.queries, budget=8, phase=phase)
     assert (kept == torch.arange(drawn.num_rows - 8, drawn.num_rows)).all()
 
 
 @given(caches(min_rows=14))
-def test_older_queries_than_the_window_do_not_matter(drawn: Drawn) -> None:
+def test_queries_before_the_window_do_not_matter(drawn: Drawn) -> None:
     last = drawn.queries[:, :, -8:]
     kept = keep_rows("snapkv", drawn.keys, drawn.values, drawn.queries, budget=12)
     assert (kept == keep_rows("snapkv", drawn.keys, drawn.values, last, budget=12)).all()
 
 
 @given(caches(min_rows=14, num_kv_heads=2, group=1))
-def test_without_groups_and_pooling_both_phases_rank_a_single_query_alike(drawn: Drawn) -> None:
+def test_phases_agree_on_one_query_without_groups_and_pooling(drawn: Drawn) -> None:
     plain = {"window_size": 1, "kernel_size": 1, "budget": 6}
     decode, prefill = (
         keep_rows("snapkv", drawn.keys, drawn.values, drawn.queries, phase=phase, **plain)
@@ -140,8 +134,8 @@ def test_without_groups_and_pooling_both_phases_rank_a_single_query_alike(drawn:
     assert (decode == prefill).all()
 
 
-def test_of_a_plateau_the_newer_rows_stay() -> None:
-    # One peak, spread over seven rows by the pooling; the budget has room for three of them.
+def test_newest_rows_of_a_plateau_are_kept() -> None:
+    # One peak, spread over seven rows by pooling; the budget keeps three of them.
     keys = torch.zeros(1, 1, 30, 4)
     keys[:, :, 10] = 5.0
     queries = torch.ones(1, 1, 8, 4)
@@ -150,13 +144,13 @@ def test_of_a_plateau_the_newer_rows_stay() -> None:
 
 
 @given(st.data(), caches(min_rows=9), st.sampled_from(["decode", "prefill"]))
-def test_a_batch_equals_its_sequences_alone(data: st.DataObject, drawn: Drawn, phase: str) -> None:
+def test_batch_equals_single_sequences(data: st.DataObject, drawn: Drawn, phase: str) -> None:
     budget = data.draw(budgets(drawn.num_rows, min_budget=8))
     assert_batch_equals_single_rows("snapkv", drawn, budget, phase=phase)
 
 
 @given(caches(), st.sampled_from(["decode", "prefill"]))
-def test_nothing_leaves_within_the_budget(drawn: Drawn, phase: str) -> None:
+def test_nothing_is_evicted_within_the_budget(drawn: Drawn, phase: str) -> None:
     assert_nothing_leaves("snapkv", drawn, budget=max(drawn.num_rows, 8), phase=phase)
 
 
@@ -165,7 +159,7 @@ def test_half_precision_works(phase: str) -> None:
     assert_half_precision_works("snapkv", budget=12, phase=phase)
 
 
-def test_a_budget_below_the_window_is_refused() -> None:
+def test_budget_below_the_window_raises() -> None:
     keys = torch.zeros(1, 1, 20, 2)
     with pytest.raises(BudgetError, match="snapkv"):
         keep_rows("snapkv", keys, keys, keys, budget=7)
@@ -185,5 +179,5 @@ def test_a_budget_below_the_window_is_refused() -> None:
     ],
     ids=str,
 )
-def test_bad_knobs_are_refused(bad: dict) -> None:
+def test_invalid_knobs_raise(bad: dict) -> None:
     assert_knobs_refused("snapkv", bad, KnobError)

@@ -19,7 +19,7 @@ from kvpolicy.testing import keep_rows, replay
 
 
 @given(st.data(), caches(num_queries=1))
-def test_the_first_rows_and_the_newest_ones_stay(data: st.DataObject, drawn: Drawn) -> None:
+def test_keeps_the_first_and_the_newest_rows(data: st.DataObject, drawn: Drawn) -> None:
     n_sink = data.draw(st.integers(0, 6))
     budget = data.draw(budgets(drawn.num_rows, min_budget=n_sink + 1))
     kept = keep_rows(
@@ -31,17 +31,15 @@ def test_the_first_rows_and_the_newest_ones_stay(data: st.DataObject, drawn: Dra
 
 
 @given(st.data(), caches(min_rows=2))
-def test_a_stream_keeps_its_first_tokens_and_its_newest_ones(
-    data: st.DataObject, drawn: Drawn
-) -> None:
+def test_stream_keeps_the_first_and_the_newest_tokens(data: st.DataObject, drawn: Drawn) -> None:
     n_sink = data.draw(st.integers(0, 5))
     budget = data.draw(budgets(drawn.num_rows, min_budget=n_sink + 1))
     plan = data.draw(rounds(drawn.num_rows))
     answer = replay(
         "streaming", drawn.keys, drawn.values, drawn.queries, budget=budget, n_sink=n_sink, **plan
     )
-    # The tokens between have left for ever; what stays is what one compaction would keep,
-    # as long as no round is skipped because the sequence is within its budget.
+    # Evicted tokens do not return; the result equals one compaction, as long as no round is
+    # skipped because the sequence is within its budget.
     resident: list[int] = []
     seen = 0
     for kept, count in zip(answer, plan["compact_at"], strict=True):
@@ -52,7 +50,7 @@ def test_a_stream_keeps_its_first_tokens_and_its_newest_ones(
 
 
 @given(caches(num_queries=1, min_rows=6))
-def test_without_sinks_only_the_newest_rows_stay(drawn: Drawn) -> None:
+def test_without_sinks_only_the_newest_rows_are_kept(drawn: Drawn) -> None:
     kept = keep_rows("streaming", drawn.keys, drawn.values, drawn.queries, budget=5, n_sink=0)
     newest = torch.arange(drawn.num_rows - 5, drawn.num_rows)
     assert (kept == newest).all()
@@ -65,7 +63,7 @@ def test_four_sinks_are_the_default() -> None:
 
 
 @given(st.data(), caches(num_queries=1))
-def test_values_and_keys_are_not_looked_at(data: st.DataObject, drawn: Drawn) -> None:
+def test_keys_and_values_do_not_matter(data: st.DataObject, drawn: Drawn) -> None:
     budget = data.draw(budgets(drawn.num_rows, min_budget=5))
     kept = keep_rows("streaming", drawn.keys, drawn.values, drawn.queries, budget=budget)
     blank = torch.zeros_like(drawn.keys)
@@ -73,13 +71,13 @@ def test_values_and_keys_are_not_looked_at(data: st.DataObject, drawn: Drawn) ->
 
 
 @given(st.data(), caches())
-def test_a_batch_equals_its_sequences_alone(data: st.DataObject, drawn: Drawn) -> None:
+def test_batch_equals_single_sequences(data: st.DataObject, drawn: Drawn) -> None:
     budget = data.draw(budgets(drawn.num_rows, min_budget=5))
     assert_batch_equals_single_rows("streaming", drawn, budget)
 
 
 @given(caches())
-def test_nothing_leaves_within_the_budget(drawn: Drawn) -> None:
+def test_nothing_is_evicted_within_the_budget(drawn: Drawn) -> None:
     assert_nothing_leaves("streaming", drawn, budget=max(drawn.num_rows, 5))
 
 
@@ -87,12 +85,12 @@ def test_half_precision_works() -> None:
     assert_half_precision_works("streaming", budget=6)
 
 
-def test_a_budget_below_the_sinks_is_refused() -> None:
+def test_budget_below_the_sinks_raises() -> None:
     keys = torch.zeros(1, 1, 20, 2)
     with pytest.raises(BudgetError, match="streaming"):
         keep_rows("streaming", keys, keys, keys[:, :, :1], budget=3, n_sink=4)
 
 
 @pytest.mark.parametrize("knobs", [{"n_sink": -1}, {"n_sink": 2.5}, {"n_sinks": 4}], ids=str)
-def test_bad_knobs_are_refused(knobs: dict) -> None:
+def test_invalid_knobs_raise(knobs: dict) -> None:
     assert_knobs_refused("streaming", knobs, KnobError)

@@ -31,14 +31,16 @@ def layers(drawn: Drawn) -> list[tuple[int, list, list]]:
 
 
 @given(st.data(), caches())
-def test_all_heads_keep_what_the_newest_query_attends_to(data: st.DataObject, drawn: Drawn) -> None:
+def test_all_heads_keep_the_rows_attended_by_the_newest_query(
+    data: st.DataObject, drawn: Drawn
+) -> None:
     n_recent = data.draw(st.integers(0, 3))
     budget = data.draw(budgets(drawn.num_rows, min_budget=max(n_recent, 1)))
     kept = keep_rows(
         "tova", drawn.keys, drawn.values, drawn.queries, budget=budget, n_recent=n_recent
     )
     assert_rows_shape(kept, drawn.keys, budget)
-    assert (kept == kept[:, :1]).all(), "the same rows in every KV head"
+    assert (kept == kept[:, :1]).all(), "KV heads keep different rows"
     window = min(n_recent, drawn.num_rows)
     for b, keys, queries in layers(drawn):
         scores = reference.tova(keys, queries)[: drawn.num_rows - window]
@@ -46,9 +48,7 @@ def test_all_heads_keep_what_the_newest_query_attends_to(data: st.DataObject, dr
 
 
 @given(st.data(), caches(min_rows=2, max_rows=20))
-def test_a_stream_is_judged_by_its_newest_query_round_after_round(
-    data: st.DataObject, drawn: Drawn
-) -> None:
+def test_every_round_of_a_stream_uses_the_newest_query(data: st.DataObject, drawn: Drawn) -> None:
     budget = data.draw(st.integers(1, drawn.num_rows - 1))
     plan = data.draw(rounds(drawn.num_rows))
     inputs = (drawn.keys, drawn.values, drawn.queries)
@@ -76,7 +76,7 @@ def test_older_queries_do_not_matter(drawn: Drawn) -> None:
     assert (kept == keep_rows("tova", drawn.keys, drawn.values, last, budget=12)).all()
 
 
-def test_the_newest_row_may_leave_unless_it_is_protected() -> None:
+def test_newest_row_may_be_evicted_unless_protected() -> None:
     keys = torch.ones(1, 2, 10, 4)
     keys[:, :, -1] = -5.0
     queries = torch.ones(1, 4, 1, 4)
@@ -87,7 +87,7 @@ def test_the_newest_row_may_leave_unless_it_is_protected() -> None:
 
 
 @pytest.mark.parametrize(("every", "most"), [(1, 13), (3, 15), (None, 20)])
-def test_rows_leave_as_often_as_it_says(every: int | None, most: int) -> None:
+def test_compaction_happens_every_n_tokens(every: int | None, most: int) -> None:
     plan = Plan.uniform("tova", budget=12, buffer=8, knobs={"tova": {"every": every}})
     engine = Engine(tiny.shared_model(), None, plan, slots=1)
     (result,) = engine.generate([[1, 2, 3]], max_new_tokens=40).results()
@@ -96,13 +96,13 @@ def test_rows_leave_as_often_as_it_says(every: int | None, most: int) -> None:
 
 
 @given(st.data(), caches())
-def test_a_batch_equals_its_sequences_alone(data: st.DataObject, drawn: Drawn) -> None:
+def test_batch_equals_single_sequences(data: st.DataObject, drawn: Drawn) -> None:
     budget = data.draw(budgets(drawn.num_rows))
     assert_batch_equals_single_rows("tova", drawn, budget)
 
 
 @given(caches())
-def test_nothing_leaves_within_the_budget(drawn: Drawn) -> None:
+def test_nothing_is_evicted_within_the_budget(drawn: Drawn) -> None:
     assert_nothing_leaves("tova", drawn, budget=drawn.num_rows)
 
 
@@ -113,5 +113,5 @@ def test_half_precision_works() -> None:
 @pytest.mark.parametrize(
     "bad", [{"every": 0}, {"every": "1"}, {"n_recent": -1}, {"cache_size": 8}], ids=str
 )
-def test_bad_knobs_are_refused(bad: dict) -> None:
+def test_invalid_knobs_raise(bad: dict) -> None:
     assert_knobs_refused("tova", bad, KnobError)

@@ -1,4 +1,4 @@
-"""Fixtures of the tests that run commands."""
+"""Fixtures for tests that run commands."""
 
 from commands import kvpolicy, model_folder
 

@@ -1,4 +1,4 @@
-"""``kvpolicy reasoner``: one command for each of the bundled reasoners."""
+"""``kvpolicy reasoner``: sampling problems and evaluating the bundled reasoners."""
 
 import json
 
@@ -11,7 +11,7 @@ from kvpolicy.lab.tasks.task import load_task
 
 
 @pytest.mark.parametrize("name", BUNDLED)
-def test_sample_shows_the_problems_of_the_task_of_that_name(kvpolicy: Shell, name: str) -> None:
+def test_sample_prints_the_problems_of_the_named_task(kvpolicy: Shell, name: str) -> None:
     answer = kvpolicy("reasoner", "sample", "--name", name, "--n", 2, "--json")
     assert answer.status == 0, answer.err
     shown = json.loads(answer.out)
@@ -20,13 +20,13 @@ def test_sample_shows_the_problems_of_the_task_of_that_name(kvpolicy: Shell, nam
         assert problem.keys() == {"prompt", "trace", "answer"} | item.facets.keys()
 
 
-def test_the_first_reasoner_is_meant_if_none_is_named(kvpolicy: Shell) -> None:
+def test_sample_defaults_to_the_first_reasoner(kvpolicy: Shell) -> None:
     named = kvpolicy("reasoner", "sample", "--name", "reasoner")
     assert kvpolicy("reasoner", "sample").out == named.out
 
 
 @pytest.mark.parametrize("name", BUNDLED)
-def test_evaluate_answers_with_the_weights_of_that_name(kvpolicy: Shell, name: str) -> None:
+def test_evaluate_uses_the_named_weights(kvpolicy: Shell, name: str) -> None:
     answer = kvpolicy("reasoner", "evaluate", "--name", name, "--n", 4, "--json")
     assert answer.status == 0, answer.err
     found = json.loads(answer.out)
@@ -38,7 +38,7 @@ def test_evaluate_answers_with_the_weights_of_that_name(kvpolicy: Shell, name: s
         assert ends == [share.value, share.low, share.high]
 
 
-def test_evaluate_says_how_sure_it_is(kvpolicy: Shell) -> None:
+def test_evaluate_prints_confidence_intervals(kvpolicy: Shell) -> None:
     head, _, *rows, last, _ = kvpolicy("reasoner", "evaluate", "--n", 4).out.splitlines()
     assert head.split() == ["depth", "n", "right", "accuracy", "95", "%", "CI"]
     assert rows
@@ -50,9 +50,9 @@ def test_evaluate_says_how_sure_it_is(kvpolicy: Shell) -> None:
 
 
 @pytest.mark.parametrize(
-    "words", [("--name", "reasonr"), ("--name", "reasoner-verbose", "--depth", 7)]
+    "args", [("--name", "reasonr"), ("--name", "reasoner-verbose", "--depth", 7)]
 )
-def test_what_there_is_not_is_refused_with_one_sentence(kvpolicy: Shell, words) -> None:
-    answer = kvpolicy("reasoner", "sample", *words)
+def test_unknown_name_or_depth_gives_a_one_line_error(kvpolicy: Shell, args) -> None:
+    answer = kvpolicy("reasoner", "sample", *args)
     assert answer.status == 2
     assert len(answer.err.splitlines()) == 1

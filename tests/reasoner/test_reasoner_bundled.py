@@ -1,4 +1,4 @@
-"""What holds for each of the bundled reasoners, and how the second one's training starts."""
+"""Every bundled reasoner, and the initial weights of the second one."""
 
 import json
 
@@ -18,14 +18,14 @@ from kvpolicy.model.loading import load_model
 
 
 @pytest.mark.parametrize("name", BUNDLED)
-def test_the_shipped_files_are_small_and_hold_no_pickle(name):
+def test_bundled_files_are_small_and_contain_no_pickle(name):
     files = list(bundled_path(name).iterdir())
     assert sum(file.stat().st_size for file in files) < 6e6
     assert {file.suffix for file in files} == {".json", ".safetensors", ".md"}
 
 
 @pytest.mark.parametrize("name", BUNDLED)
-def test_the_shipped_tokenizer_is_the_one_of_the_recipe(name):
+def test_bundled_tokenizer_equals_the_recipe(name):
     shipped, built = AutoTokenizer.from_pretrained(bundled_path(name)), recipe_of(name)
     for problem in problems_of(name).draw(20, seed=0):
         ids = built.build_tokenizer()(problem.prompt + problem.trace)["input_ids"]
@@ -34,7 +34,7 @@ def test_the_shipped_tokenizer_is_the_one_of_the_recipe(name):
 
 
 @pytest.mark.parametrize("name", BUNDLED)
-def test_a_reasoner_opens_by_its_name_in_full_precision_and_knows_its_task(name):
+def test_reasoner_loads_by_name_in_float32_with_its_task(name):
     model, tokenizer = load_model(name)
     assert model.dtype == torch.float32
     item = load_task(name).examples(1, seed=0)[0]
@@ -42,16 +42,16 @@ def test_a_reasoner_opens_by_its_name_in_full_precision_and_knows_its_task(name)
     assert load_task(name).grade(f"\\boxed{{{item.answer}}}", item)
 
 
-def test_the_tasks_ask_different_questions():
+def test_reasoner_tasks_have_different_prompts():
     assert len({load_task(name).examples(1, seed=0)[0].prompt for name in BUNDLED}) == len(BUNDLED)
 
 
-def test_an_unknown_reasoner_is_refused_with_its_like():
+def test_unknown_reasoner_suggests_the_nearest():
     with pytest.raises(KVPolicyError, match="did you mean reasoner-verbose"):
         problems_of("reasoner-verbos")
 
 
-def test_the_second_reasoner_starts_from_the_first_ones_weights():
+def test_second_reasoner_starts_from_the_weights_of_the_first():
     state = torch.get_rng_state()
     start = dict(recipe_of(REASONER_VERBOSE).new_model(0).named_parameters())
     other = dict(recipe_of(REASONER_VERBOSE).new_model(1).named_parameters())
@@ -64,7 +64,7 @@ def test_the_second_reasoner_starts_from_the_first_ones_weights():
 
 
 @pytest.mark.slow
-def test_a_run_of_one_reasoner_is_not_continued_as_the_other(tmp_path, monkeypatch):
+def test_training_run_of_another_reasoner_is_not_continued(tmp_path, monkeypatch):
     monkeypatch.setattr("kvpolicy_reasoner.train.train._tune_accuracy", lambda learner, team: 0.0)
     toy = {"tokens": 2 * 2048, "tokens_per_step": 2048, "workers": 1}
     train(tmp_path, name=REASONER_VERBOSE, **toy, stop_after=1)
@@ -78,7 +78,7 @@ def test_a_run_of_one_reasoner_is_not_continued_as_the_other(tmp_path, monkeypat
 
 
 @pytest.mark.slow
-def test_the_shipped_verbose_reasoner_solves_held_out_problems():
+def test_bundled_verbose_reasoner_solves_held_out_problems():
     problems = problems_of(REASONER_VERBOSE).draw(24, seed=101)
     attempts = attempt(*load_reasoner(bundled_path(REASONER_VERBOSE)), problems)
     assert score(attempts).accuracy >= 0.85

@@ -1,4 +1,4 @@
-"""The reasoner's tokenizer, its untrained weights, and the trained ones that ship."""
+"""The reasoner's tokenizer, its initial weights, and its bundled trained weights."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ PROBLEMS = make_problems(60, seed=11, split="tune")
 
 
 @pytest.mark.parametrize("source", ["built", "bundled"])
-def test_the_round_trip_is_exact_and_nothing_is_unknown(source):
+def test_tokenizer_round_trip_is_exact_without_unknown_tokens(source):
     built = build_tokenizer()
     tokenizer = built if source == "built" else AutoTokenizer.from_pretrained(bundled_path())
     for problem in PROBLEMS:
@@ -24,13 +24,13 @@ def test_the_round_trip_is_exact_and_nothing_is_unknown(source):
             assert tokenizer.unk_token_id not in ids
 
 
-def test_a_sentence_ends_with_tokens_of_its_own():
+def test_sentence_end_is_tokenized_separately():
     tokenizer = build_tokenizer()
     assert tokenizer.convert_tokens_to_ids(NEWLINES) != tokenizer.unk_token_id
     assert tokenizer.tokenize(" so tea is 12.\n\n")[-3:] == [" 12", ".", "\n\n"]
 
 
-def test_the_first_layer_of_untrained_weights_looks_back():
+def test_initial_first_layer_heads_attend_to_previous_tokens():
     model = new_model(seed=0)
     model.set_attn_implementation("eager")
     ids = torch.randint(5, 140, (1, 60), generator=torch.Generator().manual_seed(0))
@@ -39,7 +39,7 @@ def test_the_first_layer_of_untrained_weights_looks_back():
         assert weights[head, 50].argmax() == 50 - (head + 1)
 
 
-def test_untrained_weights_depend_on_the_seed_alone():
+def test_initial_weights_depend_only_on_the_seed():
     state = torch.get_rng_state()
     first, again, other = (new_model(seed).state_dict() for seed in (0, 0, 1))
     assert torch.equal(torch.get_rng_state(), state)
@@ -47,20 +47,20 @@ def test_untrained_weights_depend_on_the_seed_alone():
     assert any(not torch.equal(first[name], other[name]) for name in first)
 
 
-def test_the_shipped_files_are_small_and_hold_no_pickle():
+def test_bundled_files_are_small_and_contain_no_pickle():
     files = list(bundled_path().iterdir())
     assert sum(file.stat().st_size for file in files) < 12e6
     assert {file.suffix for file in files} <= {".json", ".safetensors", ".md"}
 
 
 @pytest.mark.slow
-def test_the_shipped_model_solves_held_out_problems():
+def test_bundled_model_solves_held_out_problems():
     attempts = attempt(*load_reasoner(), make_problems(40, seed=101))
     assert score(attempts).accuracy >= 0.95
 
 
 @pytest.mark.slow
-def test_the_shipped_model_solves_500_held_out_problems():
+def test_bundled_model_solves_500_held_out_problems():
     attempts = attempt(*load_reasoner(), make_problems(500, seed=0))
     assert score(attempts).accuracy >= 0.95
     assert sum(one.finished for one in attempts) >= 0.98 * len(attempts)

@@ -1,4 +1,4 @@
-"""Problems of the reasoner's task, held against a solver that shares nothing with the source."""
+"""Problems of the reasoner's task against an independent solver."""
 
 import random
 import re
@@ -25,22 +25,22 @@ def read_facts(prompt: str) -> dict[str, list[str]]:
 
 
 def solve(facts: dict[str, list[str]], name: str) -> int:
-    """Work a name out from the facts."""
+    """Compute the value of a name from the facts."""
     words = facts[name]
     if len(words) == 1:
         return int(words[0])
     first, sign, second = words
-    right = int(second) if second.isdigit() else solve(facts, second)
-    return solve(facts, first) + (right if sign == "+" else -right)
+    operand = int(second) if second.isdigit() else solve(facts, second)
+    return solve(facts, first) + (operand if sign == "+" else -operand)
 
 
-def asked(prompt: str) -> str:
+def question_of(prompt: str) -> str:
     return re.search(r"What is ([a-z]+)\?", prompt).group(1)
 
 
-def test_the_answer_is_the_one_a_solver_finds():
+def test_answer_equals_the_solver():
     for problem in PROBLEMS:
-        assert int(problem.answer) == solve(read_facts(problem.prompt), asked(problem.prompt))
+        assert int(problem.answer) == solve(read_facts(problem.prompt), question_of(problem.prompt))
 
 
 def test_every_statement_of_a_trace_is_true():
@@ -60,24 +60,24 @@ def test_every_value_stays_in_range():
         assert all(0 <= solve(facts, name) <= 20 for name in facts)
 
 
-def test_the_trace_derives_the_answer_and_ends_with_its_box():
+def test_trace_has_one_step_per_depth_and_ends_with_the_boxed_answer():
     for problem in PROBLEMS:
         assert problem.trace.endswith(f"</think>\n\n\\boxed{{{problem.answer}}}<|eos|>")
         steps = re.findall(r"^Now", problem.trace, flags=re.MULTILINE)
         assert len(steps) == problem.depth
 
 
-def test_names_of_the_chain_are_first_operands_of_the_chain_alone():
+def test_chain_names_are_first_operands_only_in_the_chain():
     for problem in PROBLEMS:
         facts = read_facts(problem.prompt)
-        chain = [asked(problem.prompt)]
+        chain = [question_of(problem.prompt)]
         while len(facts[chain[-1]]) == 3:
             chain.append(facts[chain[-1]][0])
         firsts = [words[0] for words in facts.values() if len(words) == 3]
         assert all(firsts.count(name) == 1 for name in chain[1:])
 
 
-def test_there_are_redundant_sentences_and_they_can_be_left_out():
+def test_traces_contain_redundant_sentences():
     openers = ("Wait", "Alternatively", "Hmm", "Just", "Again")
     redundant = [
         sum(line.startswith(openers) for line in problem.trace.splitlines()) for problem in PROBLEMS
@@ -85,13 +85,13 @@ def test_there_are_redundant_sentences_and_they_can_be_left_out():
     assert 3 < sum(redundant) / len(redundant) < 10
 
 
-def test_the_same_seed_gives_the_same_problems_and_prefixes():
+def test_equal_seeds_give_equal_problems_and_prefixes():
     assert make_problems(20, seed=5) == make_problems(20, seed=5)
     assert make_problems(20, seed=5)[:7] == make_problems(7, seed=5)
     assert make_problems(20, seed=5) != make_problems(20, seed=6)
 
 
-def test_splits_share_no_prompt_nor_one_whose_later_facts_are_reordered():
+def test_prompts_with_reordered_facts_belong_to_the_same_split():
     rng = random.Random(0)
     for split in ("train", "tune", "test"):
         for problem in make_problems(40, seed=1, split=split):
@@ -119,11 +119,11 @@ def test_problems_are_distinct():
         ("", None),
     ],
 )
-def test_the_answer_is_in_the_last_closed_box(text, answer):
+def test_answer_is_in_the_last_closed_box(text, answer):
     assert extract_answer(text) == answer
 
 
-def test_a_trace_is_right_and_a_wrong_box_is_wrong():
+def test_trace_is_graded_correct_and_a_wrong_box_incorrect():
     problem = PROBLEMS[0]
     assert grade(problem.trace, problem)
     wrong = (int(problem.answer) + 1) % 21
@@ -132,6 +132,6 @@ def test_a_trace_is_right_and_a_wrong_box_is_wrong():
 
 
 @pytest.mark.parametrize("arguments", [{"n": -1, "seed": 0}, {"n": 1, "seed": 0, "split": "dev"}])
-def test_impossible_requests_are_refused(arguments):
+def test_invalid_arguments_raise(arguments):
     with pytest.raises(KVPolicyError):
         make_problems(**arguments)

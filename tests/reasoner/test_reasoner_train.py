@@ -1,4 +1,4 @@
-"""Training the reasoner: resumable to the bit, its schedule, its data, its attention."""
+"""Training the reasoner: bit-exact resuming, learning rate, data, loss weights, attention."""
 
 import itertools
 import json
@@ -21,12 +21,12 @@ TOY = {"tokens": 6 * 1024, "tokens_per_step": 1024, "workers": 1}
 
 
 @pytest.fixture(autouse=True)
-def few_tune_problems(monkeypatch):
+def skip_tune_evaluation(monkeypatch):
     monkeypatch.setattr("kvpolicy_reasoner.train.train._tune_accuracy", lambda learner, team: 0.0)
 
 
 @pytest.mark.slow
-def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path):
+def test_resumed_training_equals_uninterrupted_training(tmp_path):
     train(tmp_path / "whole", **TOY)
     train(tmp_path / "parts", **TOY, stop_after=3)
     train(tmp_path / "parts", **TOY)
@@ -37,7 +37,7 @@ def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path):
     assert [record["step"] for record in log] == sorted({record["step"] for record in log})
 
 
-def test_a_folder_of_another_run_is_refused_and_left_alone(tmp_path):
+def test_folder_of_another_run_raises_and_is_unchanged(tmp_path):
     train(tmp_path / "run", **TOY, stop_after=1)
     before = (tmp_path / "run" / CHECKPOINT).read_bytes()
     with pytest.raises(KVPolicyError):
@@ -48,12 +48,12 @@ def test_a_folder_of_another_run_is_refused_and_left_alone(tmp_path):
 @pytest.mark.parametrize(
     "bad", [{"tokens": 10}, {"workers": 0}, {"tokens_per_step": 8}, {"tokens": -1}]
 )
-def test_numbers_out_of_range_are_refused(tmp_path, bad):
+def test_invalid_options_raise(tmp_path, bad):
     with pytest.raises(KVPolicyError):
         train(tmp_path / "run", **(TOY | bad))
 
 
-def test_the_rate_rises_stays_and_falls_to_zero():
+def test_learning_rate_warms_up_stays_and_decays_to_zero():
     rates = [learning_rate(step, 1000) for step in range(1001)]
     assert rates[0] < rates[10] < rates[20] == PEAK_LR
     assert set(rates[20:450]) == {PEAK_LR}
@@ -61,7 +61,7 @@ def test_the_rate_rises_stays_and_falls_to_zero():
     assert rates[1000] == 0
 
 
-def test_training_sees_training_problems_only_and_the_same_ones_again():
+def test_training_data_is_deterministic_and_from_the_train_split():
     plan = DataPlan(seed=0, num_steps=40, tokens_per_step=2048)
     tokenizer = build_tokenizer()
     for example in examples_of_step(plan, 21):
@@ -70,22 +70,22 @@ def test_training_sees_training_problems_only_and_the_same_ones_again():
     assert examples_of_step(plan, 21) != examples_of_step(plan, 22)
 
 
-def test_the_loss_counts_the_trace_and_little_of_what_follows_line_breaks():
+def test_loss_weights_cover_the_trace_and_are_low_after_newlines():
     plan = DataPlan(seed=0, num_steps=40, tokens_per_step=1024)
     examples = examples_of_step(plan, 0)
     batch = collate(examples)
     newlines = build_tokenizer().convert_tokens_to_ids("\n\n")
     for row, example in enumerate(examples):
-        for place, target in enumerate(example.tokens[1:]):
-            weight = batch.weights[row, place].item()
-            after_newlines = example.tokens[place] == newlines
-            in_trace = place + 1 >= example.prompt_len
+        for position, target in enumerate(example.tokens[1:]):
+            weight = batch.weights[row, position].item()
+            after_newlines = example.tokens[position] == newlines
+            in_trace = position + 1 >= example.prompt_len
             assert weight == (in_trace * (AFTER_NEWLINES_WEIGHT if after_newlines else 1.0)), target
         assert (batch.weights[row, len(example.tokens) - 1 :] == 0).all()
 
 
 @pytest.mark.parametrize("length", [1, 127, 128, 129, 300])
-def test_the_training_attention_is_causal_attention(length):
+def test_chunked_attention_equals_causal_attention(length):
     generator = torch.Generator().manual_seed(length)
     query = torch.randn(2, 4, length, 8, generator=generator)
     key, value = (torch.randn(2, 2, length, 8, generator=generator) for _ in range(2))
@@ -96,6 +96,6 @@ def test_the_training_attention_is_causal_attention(length):
     torch.testing.assert_close(got.transpose(1, 2), expected, atol=1e-5, rtol=1e-5)
 
 
-def test_held_out_problems_differ_from_seed_to_seed():
+def test_held_out_problems_differ_between_seeds():
     prompts = [{p.prompt for p in make_problems(50, seed=seed)} for seed in (0, 1)]
     assert not prompts[0] & prompts[1]

@@ -1,4 +1,4 @@
-"""The second reasoner's data, held against a solver and the published keyword rules."""
+"""The second reasoner's data against a solver and the published keyword rules."""
 
 import itertools
 import random
@@ -27,7 +27,7 @@ SET = problems_of(NAME)
 PROBLEMS = SET.draw(300, seed=3, split="tune")
 TOKENIZER = recipe_of(NAME).build_tokenizer()
 
-# As SEAL and SkipKV's calibration label thoughts, and the words of SkipKV's online counter.
+# The keyword rules of SEAL's and SkipKV's calibration, and of SkipKV's online counter.
 REFLECTION = re.compile(
     r"^Wait|verify|make sure|hold on|think again|'s correct|'s incorrect|let me check|seems right",
     re.IGNORECASE,
@@ -50,7 +50,7 @@ def facts_of(prompt: str) -> dict[str, list[str]]:
 
 
 def solve(facts: dict[str, list[str]], word: str) -> int:
-    """Work a name or a number out."""
+    """Compute the value of a name or a number."""
     if word.isdigit():
         return int(word)
     first, *rest = facts[word]
@@ -71,13 +71,13 @@ def is_execution(sentence: str) -> bool:
 
 
 def body_of(sentence: str) -> str | None:
-    """What a step says after its opener."""
+    """The text of a step after its opener."""
     found = re.search(r"( [a-z]+ = | find | to find )", sentence)
     return sentence[found.start() :] if found else None
 
 
 @pytest.mark.parametrize("problem", PROBLEMS[:60], ids=range(60))
-def test_tokens_of_the_pieces_are_those_of_the_text(problem):
+def test_tokens_of_the_pieces_equal_tokens_of_the_text(problem):
     whole = TOKENIZER(problem.trace)["input_ids"]
     parts = [TOKENIZER(piece.text)["input_ids"] for piece in problem.pieces]
     assert list(itertools.chain(*parts)) == whole
@@ -85,13 +85,13 @@ def test_tokens_of_the_pieces_are_those_of_the_text(problem):
     assert TOKENIZER.decode(whole) == problem.trace
 
 
-def test_the_first_reasoners_tokens_come_first():
+def test_vocabulary_starts_with_that_of_the_first_reasoner():
     first = build_tokenizer().get_vocab()
     assert {token: TOKENIZER.get_vocab()[token] for token in first} == first
     assert sorted(TOKENIZER.get_vocab().values()) == list(range(len(TOKENIZER)))
 
 
-def test_the_answer_is_the_one_a_solver_finds_and_is_graded_as_right():
+def test_answer_equals_the_solver_and_is_graded_correct():
     for problem in PROBLEMS:
         facts = facts_of(problem.prompt)
         asked = re.search(r"What is ([a-z]+)\?", problem.prompt).group(1)
@@ -102,7 +102,7 @@ def test_the_answer_is_the_one_a_solver_finds_and_is_graded_as_right():
         assert not grade(problem.trace.replace("\\boxed{", "\\boxed{2"), problem)
 
 
-def test_every_statement_is_true_but_for_slips_and_these_are_corrected_at_once():
+def test_every_statement_is_true_or_an_immediately_corrected_slip():
     slips = steps = 0
     for problem in PROBLEMS:
         facts = facts_of(problem.prompt)
@@ -128,7 +128,7 @@ def test_every_statement_is_true_but_for_slips_and_these_are_corrected_at_once()
     assert 0.10 < slips / steps < 0.20
 
 
-def test_nothing_is_used_before_it_is_worked_out():
+def test_every_value_is_derived_before_it_is_used():
     for problem in PROBLEMS:
         facts = facts_of(problem.prompt)
         known = {name for name, words in facts.items() if len(words) == 1}
@@ -137,11 +137,11 @@ def test_nothing_is_used_before_it_is_worked_out():
             if result:
                 first, _, second = facts[result[1]]
                 assert {first, second} - {second if second.isdigit() else ""} <= known
-                assert result[1] not in known, "worked out twice"
+                assert result[1] not in known, "derived twice"
                 known.add(result[1])
 
 
-def test_the_announced_order_is_kept_and_sides_come_early_as_well_as_late():
+def test_steps_follow_the_announced_order_with_side_values_early_and_late():
     late = early = 0
     for problem in PROBLEMS:
         facts = facts_of(problem.prompt)
@@ -160,7 +160,7 @@ def test_the_announced_order_is_kept_and_sides_come_early_as_well_as_late():
     assert early > 20
 
 
-def test_sentences_are_told_apart_by_the_published_keywords():
+def test_published_keywords_separate_execution_from_other_sentences():
     for problem in PROBLEMS:
         for sentence in sentences_of(problem.trace):
             doubts = sentence.startswith(DOUBTING)
@@ -168,7 +168,7 @@ def test_sentences_are_told_apart_by_the_published_keywords():
             assert doubts == bool(ONLINE.search(sentence)), sentence
 
 
-def test_about_half_of_the_sentences_are_non_execution_and_many_repeat_a_step_word_for_word():
+def test_half_of_the_sentences_are_non_execution_and_many_repeat_a_step():
     doubting = total = repeated = 0
     for problem in PROBLEMS:
         seen = set()
@@ -183,7 +183,7 @@ def test_about_half_of_the_sentences_are_non_execution_and_many_repeat_a_step_wo
     assert repeated / doubting > 0.5
 
 
-def test_the_more_verbose_the_longer():
+def test_traces_get_longer_with_verbosity():
     lengths = {verbosity: [] for verbosity in VERBOSITIES}
     for problem in PROBLEMS:
         lengths[problem.verbosity].append(len(TOKENIZER(problem.trace)["input_ids"]))
@@ -192,7 +192,7 @@ def test_the_more_verbose_the_longer():
     assert max(map(max, lengths.values())) < 1300
 
 
-def test_rechecks_feed_on_themselves():
+def test_recheck_makes_further_rechecks_more_likely():
     def wanted(checked: bool) -> int:
         mood = Mood(random.Random(0), "normal")
         mood.note(checked=checked)
@@ -201,7 +201,7 @@ def test_rechecks_feed_on_themselves():
     assert wanted(checked=False) < 0.4 * 400 < 0.6 * 400 < wanted(checked=True)
 
 
-def test_options_take_turns_but_not_always():
+def test_cycle_mostly_alternates_between_options():
     cycle = Cycle(random.Random(0), 3)
     drawn = [cycle.draw() for _ in range(600)]
     steps = Counter((after - before) % 3 for before, after in itertools.pairwise(drawn))
@@ -209,7 +209,7 @@ def test_options_take_turns_but_not_always():
     assert min(steps[0], steps[2]) > 40
 
 
-def test_drawn_words_weigh_little_and_wrong_numbers_nothing():
+def test_loss_weights_are_low_for_drawn_words_and_zero_for_wrong_numbers():
     plan = DataPlan(seed=0, num_steps=200, tokens_per_step=4096, name=NAME)
     wrong = drawn = 0
     examples = examples_of_step(plan, 190)
@@ -226,12 +226,12 @@ def test_drawn_words_weigh_little_and_wrong_numbers_nothing():
     assert collate(examples).weights.sum() == sum(sum(example.weights) for example in examples)
 
 
-def test_a_piece_that_starts_inside_a_token_is_refused():
+def test_piece_that_starts_inside_a_token_raises():
     with pytest.raises(AssertionError):
         weigh_tokens([Piece("Wa"), Piece("it")], [0])
 
 
-def test_marks_split_a_text_at_its_drawn_words():
+def test_marked_splits_a_text_at_drawn_words():
     assert marked("~Wait,~ let me") == [
         Piece("Wait", DRAWN),
         Piece(","),
@@ -241,7 +241,7 @@ def test_marks_split_a_text_at_its_drawn_words():
     assert marked("plain") == [Piece("plain")]
 
 
-def test_the_same_arguments_give_the_same_problems_of_their_split():
+def test_equal_arguments_give_equal_problems_of_the_split():
     assert SET.draw(20, seed=5) == SET.draw(20, seed=5)
     assert SET.draw(20, seed=5)[:7] == SET.draw(7, seed=5)
     prompts = {}
@@ -252,5 +252,5 @@ def test_the_same_arguments_give_the_same_problems_of_their_split():
     assert not prompts["train"] & prompts["tune"] | prompts["tune"] & prompts["test"]
 
 
-def test_a_problem_can_be_grouped_by_its_verbosity():
+def test_problem_facets_include_verbosity():
     assert PROBLEMS[0].facets.keys() == {"depth", "num_facts", "verbosity"}

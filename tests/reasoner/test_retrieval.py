@@ -1,4 +1,4 @@
-"""Needles: as long as was asked for, answerable by hand, and answered by the full cache."""
+"""Needle tasks: prompt length, a solver, and accuracy with the full cache."""
 
 import re
 
@@ -14,11 +14,11 @@ from kvpolicy import Engine
 from kvpolicy.lab.tasks.task import Split, load_task
 from kvpolicy.plan.plan import Plan
 
-SHARE_RIGHT = 0.9  # measured: 97 to 100 % of 100 at these lengths, see docs/reference/tasks.md
+MIN_ACCURACY = 0.9  # measured: 97 to 100 % of 100 at these lengths, see docs/reference/tasks.md
 
 
-def by_hand(prompt: str) -> str:
-    """Follow the one step of a question through the facts, in plain loops."""
+def solve(prompt: str) -> str:
+    """Solve the question from the facts, in plain loops."""
     *facts, question = prompt.removeprefix("<|user|>").split("<|assistant|>")[0].split(". ")
     asked = question.removesuffix("?").split()[-1]
     values: dict[str, set[str]] = {}
@@ -35,12 +35,12 @@ def by_hand(prompt: str) -> str:
 
 
 @given(st.integers(0, 99), st.integers(1, MAX_KEYS), st.integers(0, 300))
-def test_a_haystack_is_answerable_by_hand_and_as_long_as_was_asked_for(
+def test_haystack_has_the_requested_length_and_the_answer_of_the_solver(
     seed: int, keys: int, more: int
 ) -> None:
     length = 12 + 10 * keys + more
     (item,) = Retrieval("multikey", length, keys).examples(1, seed=seed)
-    assert by_hand(item.prompt) == item.answer
+    assert solve(item.prompt) == item.answer
     ids = build_tokenizer()(item.prompt)["input_ids"]
     assert length - 3 <= len(ids) <= length
     assert build_tokenizer().unk_token_id not in ids
@@ -49,22 +49,22 @@ def test_a_haystack_is_answerable_by_hand_and_as_long_as_was_asked_for(
 
 
 @pytest.mark.parametrize("split", ["train", "tune", "test"])
-def test_a_haystack_belongs_to_the_split_it_was_drawn_for(split: Split) -> None:
+def test_haystack_belongs_to_its_split(split: Split) -> None:
     items = load_task("needle:length=60").examples(30, seed=0, split=split)
     assert {split_of(item.prompt) for item in items} == {split}
 
 
-def test_needles_lie_everywhere() -> None:
+def test_needles_are_in_every_quarter() -> None:
     items = load_task("needle").examples(60, seed=0)
     assert {item.facets["quarter"] for item in items} == {1, 2, 3, 4}
 
 
 @pytest.mark.parametrize("name", ["needle:length=150", "multikey:length=200"])
-def test_the_reasoner_with_the_full_cache_finds_most_needles(name: str) -> None:
+def test_reasoner_with_full_cache_finds_most_needles(name: str) -> None:
     model, tokenizer = load_reasoner()
     task = load_task(name)
     items = task.examples(20, seed=0)
     engine = Engine(model, tokenizer, Plan.uniform("full"), slots=20)
     run = engine.generate([item.prompt for item in items], max_new_tokens=200)
     right = [task.grade(result.text, items[result.id]) for result in run]
-    assert sum(right) >= SHARE_RIGHT * len(items)
+    assert sum(right) >= MIN_ACCURACY * len(items)

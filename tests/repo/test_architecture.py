@@ -92,7 +92,7 @@ def test_packages_import_only_what_the_list_allows() -> None:
     assert forbidden == []
 
 
-def test_no_module_imports_itself_through_others() -> None:
+def test_there_are_no_import_cycles() -> None:
     known = every_module()
     graph = {
         module: {name for name in imports(tree) if name in known and name != "kvpolicy"}
@@ -105,7 +105,7 @@ def test_no_module_imports_itself_through_others() -> None:
 
 
 @pytest.mark.parametrize("package", POLICY_PACKAGES)
-def test_policies_import_the_public_surface_and_no_other_policy(package: str) -> None:
+def test_policies_import_only_the_public_api(package: str) -> None:
     # A policy is one file; skipkv_plugin as a whole is one.
     own = {name for name in modules(package) if package == "skipkv_plugin"}
     plugins = tuple(PLUGIN_PACKAGES)
@@ -120,7 +120,7 @@ def test_policies_import_the_public_surface_and_no_other_policy(package: str) ->
 
 @pytest.mark.parametrize("module", modules("kvpolicy"))
 def test_kvpolicy_imports_and_names_no_plugin(module: str) -> None:
-    """Names in docstrings are fine, and so are the words `full` and `random` in a sentence."""
+    """Names in docstrings and the words `full` and `random` in sentences are allowed."""
     tree = modules("kvpolicy")[module]
     assert [name for name in imports(tree) if name.startswith(tuple(PLUGIN_PACKAGES))] == []
     points = [
@@ -152,7 +152,7 @@ def _strings(tree: ast.Module) -> list[str]:
     ]
 
 
-def test_the_page_has_one_row_for_each_package() -> None:
+def test_architecture_page_lists_every_package_once() -> None:
     names = modules("kvpolicy")
     packages = {name.split(".")[1] for name in names if name.count(".") == 2}
     table = re.findall(r"^\| (`[^|]*) \|", PAGE.read_text(encoding="utf-8"), re.M)

@@ -1,4 +1,4 @@
-"""What the pages promise: examples run as printed, hooks are documented, links resolve."""
+"""Docs: examples run as printed, references are complete, and links resolve."""
 
 import inspect
 import json
@@ -63,15 +63,13 @@ def _section(page: Path, heading: str) -> str:
     ],
     ids=_name,
 )
-def test_a_page_runs_as_printed(
-    page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_page_runs_as_printed(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     Page(page, tmp_path, monkeypatch).follow()
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("page", PAGES, ids=_name)
-def test_a_page_runs_as_printed_with_its_slow_commands(
+def test_page_runs_as_printed_with_slow_commands(
     page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not any(block.language == "sh" and "slow" in block.options for block in blocks_of(page)):
@@ -85,9 +83,7 @@ def _example_policies() -> list[Block]:
 
 
 @pytest.mark.parametrize("block", _example_policies(), ids=lambda block: block.title)
-def test_an_example_policy_serves_a_model(
-    block: Block, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_example_policy_runs(block: Block, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(discovery, "_from_files", {})
     assert block.title is not None
     file = tmp_path / block.title
@@ -112,19 +108,19 @@ def test_an_example_policy_serves_a_model(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("script", sorted((DOCS / "examples").glob("*.py")), ids=_name)
-def test_an_example_script_runs(script: Path, tmp_path: Path) -> None:
+def test_example_script_runs(script: Path, tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, script], cwd=tmp_path, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
     assert "right" in done.stdout
-    assert not list(tmp_path.iterdir()), "an example leaves nothing behind"
+    assert not list(tmp_path.iterdir()), "the example left files behind"
 
 
 # The reference of sweeps
 
 
-def test_the_defaults_of_a_sweep_are_those_of_the_default_preset() -> None:
+def test_sweep_defaults_equal_the_default_preset() -> None:
     section = _section(DOCS / "reference" / "sweeps.md", "Defaults")
     stated = tomllib.loads("\n".join(re.findall(r"`(\w+ = [^`]+)`", section)))
     preset = load_preset(default_name("sweep") or "")
@@ -138,7 +134,7 @@ def test_the_defaults_of_a_sweep_are_those_of_the_default_preset() -> None:
 
 
 @pytest.mark.parametrize("hook", HOOKS)
-def test_a_hook_is_documented_with_its_exact_signature(hook: str) -> None:
+def test_hook_is_documented_with_its_signature(hook: str) -> None:
     section = _section(DOCS / "reference" / "hooks.md", hook)
     arguments = list(inspect.signature(getattr(hookspecs, hook)).parameters)
     first_block = re.search(r"```text signature\n(.*?)\n```", section)
@@ -150,13 +146,13 @@ def test_a_hook_is_documented_with_its_exact_signature(hook: str) -> None:
     assert f"def {hook}(" in section, "the section has no example"
 
 
-def test_no_hook_is_documented_that_does_not_exist() -> None:
+def test_documented_hooks_exist() -> None:
     text = (DOCS / "reference" / "hooks.md").read_text(encoding="utf-8")
     signatures = re.findall(r"```text signature\n(\w+)\(", text)
     assert signatures == HOOKS
 
 
-def test_the_letters_of_shapes_are_those_of_the_contract() -> None:
+def test_shape_letters_match_the_hookspecs() -> None:
     letters = set(re.findall(r"^ {4}(\w+) {2,}|  (\w+) {4,}", hookspecs.__doc__ or "", re.M))
     known = {letter for pair in letters for letter in pair if letter}
     documented = set(re.findall(r"\| `(\w+)` \|", _section(DOCS / "reference/hooks.md", "Shapes")))
@@ -169,22 +165,22 @@ def test_the_letters_of_shapes_are_those_of_the_contract() -> None:
 OURS = [p for p in entry_points(group=discovery.GROUP) if p.dist and p.dist.name == "kvpolicy"]
 
 
-def _in_words(hint: Any) -> str:
-    """A knob's type as the page says it."""
+def _format_type(hint: Any) -> str:
+    """The type of a knob as the page writes it."""
     if get_origin(hint) is Literal:
         return ", ".join(f'`"{word}"`' for word in get_args(hint))
     if get_origin(hint) is dict:
         return "tables"
     if get_origin(hint) is tuple:
-        return f"list of {_in_words(get_args(hint)[0])}"
+        return f"list of {_format_type(get_args(hint)[0])}"
     if get_origin(hint) in (Union, UnionType):
-        kinds = [_in_words(kind) for kind in get_args(hint) if kind is not NoneType]
+        kinds = [_format_type(kind) for kind in get_args(hint) if kind is not NoneType]
         return " or ".join([*kinds, "none"] if NoneType in get_args(hint) else kinds)
     return {int: "count", float: "number", str: "text", bool: "`true` or `false`"}[hint]
 
 
 @pytest.mark.parametrize("point", OURS, ids=lambda point: point.name)
-def test_a_policy_is_documented_with_its_knobs_types_and_defaults(point: EntryPoint) -> None:
+def test_policy_is_documented_with_knobs_types_and_defaults(point: EntryPoint) -> None:
     section = _section(DOCS / "reference" / "policies.md", point.name)
     assert "**Source.** " in section
     assert "**Differs.** " in section
@@ -192,7 +188,7 @@ def test_a_policy_is_documented_with_its_knobs_types_and_defaults(point: EntryPo
     hints = get_type_hints(policy)
     expected = {
         knob.name: (
-            _in_words(hints[knob.name]),
+            _format_type(hints[knob.name]),
             "none" if knob.default is None else f"`{json.dumps(knob.default)}`",
         )
         for knob in attrs.fields(policy)
@@ -200,11 +196,11 @@ def test_a_policy_is_documented_with_its_knobs_types_and_defaults(point: EntryPo
     }
     rows = re.findall(r"^\| `(\w+)` \| (.*?) \| (.*?) \| .+ \|$", section, re.M)
     assert {name: (kind, default) for name, kind, default in rows} == expected
-    assert [name for name, _, _ in rows] == list(expected), "in the order of the class"
+    assert [name for name, _, _ in rows] == list(expected), "the order differs from the class"
     assert expected or "No knobs." in section
 
 
-def test_no_policy_is_documented_that_does_not_exist() -> None:
+def test_documented_policies_exist() -> None:
     text = (DOCS / "reference" / "policies.md").read_text(encoding="utf-8")
     assert sorted(re.findall(r"^## (\w+)$", text, re.M)) == sorted(point.name for point in OURS)
 
@@ -212,7 +208,7 @@ def test_no_policy_is_documented_that_does_not_exist() -> None:
 # The reference of plans
 
 
-def test_every_key_of_a_plan_is_documented() -> None:
+def test_plan_keys_are_documented() -> None:
     section = _section(DOCS / "reference" / "plan.md", "Keys")
     plan_keys, _, group_keys = section.partition("### Groups of layers")
     for text, cls in ((plan_keys, Plan), (group_keys, Plan.__annotations__["layers"].__args__[0])):
@@ -224,7 +220,7 @@ def test_every_key_of_a_plan_is_documented() -> None:
 # The reference of errors
 
 
-def test_every_error_is_documented_with_its_parent_and_its_meaning() -> None:
+def test_errors_are_documented_with_parent_and_docstring() -> None:
     classes = [one for one in vars(errors).values() if inspect.isclass(one)]
     page = DOCS / "reference" / "errors.md"
     rows = re.findall(r"^\| `(\w+)` \| `(\w+)` \| (.*) \|$", page.read_text("utf-8"), re.M)
@@ -233,8 +229,8 @@ def test_every_error_is_documented_with_its_parent_and_its_meaning() -> None:
     ]
 
 
-def test_every_error_has_an_example_of_its_message() -> None:
-    # That the messages are what the code says is tested where pages run.
+def test_errors_have_an_example_message() -> None:
+    # test_page_runs_as_printed checks the messages themselves.
     section = _section(DOCS / "reference" / "errors.md", "An example of each")
     shown = re.findall(r"^(\w+Error): \S+ .{20,}$", section, re.M)
     assert shown == [name for name, one in vars(errors).items() if inspect.isclass(one)]
@@ -244,8 +240,8 @@ def test_every_error_has_an_example_of_its_message() -> None:
 
 
 @pytest.mark.parametrize("name", command_names())
-def test_a_command_is_documented_with_all_its_options(name: str) -> None:
-    """The page shows what ``--help`` prints; that it is true is tested where pages run."""
+def test_command_help_is_documented(name: str) -> None:
+    """The page shows ``--help`` output; test_page_runs_as_printed checks that it is current."""
     command = load_command(name)
     commands = [f"kvpolicy {name} {sub}" for sub in getattr(command, "commands", ())]
     text = (DOCS / "reference" / "cli.md").read_text(encoding="utf-8")
@@ -258,7 +254,7 @@ def test_a_command_is_documented_with_all_its_options(name: str) -> None:
 TASKS = DOCS / "reference" / "tasks.md"
 
 
-def test_every_task_is_documented_with_its_options() -> None:
+def test_tasks_are_documented_with_their_options() -> None:
     rows = re.findall(r"^\| `([\w-]+)` \| (.*?) \| ", _section(TASKS, "Names"), re.M)
     documented = {name: re.findall(r"`(\w+=[^`]*)`", options) for name, options in rows}
     assert documented == {
@@ -268,13 +264,13 @@ def test_every_task_is_documented_with_its_options() -> None:
     }
 
 
-def test_every_column_of_a_measure_is_documented() -> None:
+def test_metric_columns_are_documented() -> None:
     rows = re.findall(r"^\| (\w+) \| `(\w+)` \| ", _section(TASKS, "Columns"), re.M)
-    measures = (Graded(lambda *_: True), Perplexity(), Agreement())
-    assert rows == [(one.name, column.name) for one in measures for column in one.columns]
+    metrics = (Graded(lambda *_: True), Perplexity(), Agreement())
+    assert rows == [(one.name, column.name) for one in metrics for column in one.columns]
 
 
-def test_every_level_is_documented_with_its_ranges() -> None:
+def test_levels_are_documented_with_their_ranges() -> None:
     rows = re.findall(r"^\| `(\w+)` \| (.*?) \| (.*?) \|$", _section(TASKS, "Levels"), re.M)
     documented = {name: (steps, facts) for name, steps, facts in rows}
     assert documented.keys() == LEVELS.keys()
@@ -284,7 +280,7 @@ def test_every_level_is_documented_with_its_ranges() -> None:
             assert documented[name] == (steps, f"{level.min_facts} to {level.max_facts}")
 
 
-def test_the_fields_of_an_item_are_documented() -> None:
+def test_example_fields_are_documented() -> None:
     row = re.search(
         r"^\| `kvpolicy.lab.tasks.task.Example` \| .*?: (.*) \|$", TASKS.read_text(), re.M
     )
@@ -295,7 +291,7 @@ def test_the_fields_of_an_item_are_documented() -> None:
 # The README
 
 
-def test_the_table_of_policies_is_complete() -> None:
+def test_readme_lists_every_policy() -> None:
     rows = re.findall(r"^\| `(\w+)` \|", _section(ROOT / "README.md", "The policies"), re.M)
     assert sorted(rows) == sorted(
         point.name
@@ -309,11 +305,11 @@ def test_the_table_of_policies_is_complete() -> None:
     [p for p in entry_points(group=discovery.GROUP) if p.dist and p.dist.name == "kvpolicy"],
     ids=lambda point: point.name,
 )
-def test_a_policy_is_summed_up_in_its_docstring(point) -> None:
+def test_policy_docstring_has_a_summary(point) -> None:
     assert describe_policy(point).summary.endswith(".")
 
 
-def test_set_up_takes_one_line_each() -> None:
+def test_readme_setup_commands_are_one_line() -> None:
     lines = [block.text for block in blocks_of(ROOT / "README.md") if "venv" in block.text]
     assert [line.count("\n") for line in lines] == [1, 1]
     assert lines[0].strip().endswith("kvpolicy ablate")
@@ -339,7 +335,7 @@ def _links() -> list[tuple[Path, str]]:
     for page in LINKING:
         prose = re.sub(r"^```.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.M | re.S)
         found += [(page, link) for link in re.findall(r"\]\(([^)\s]+)\)", prose)]
-    # Absolute, for the package index; the file is in this repository all the same.
+    # Absolute links are for the package index; the files are in this repository.
     found = [(page, _ABSOLUTE.sub(f"{ROOT}/", link)) for page, link in found]
     return [(page, link) for page, link in found if "://" not in link]
 
@@ -347,7 +343,7 @@ def _links() -> list[tuple[Path, str]]:
 @pytest.mark.parametrize(
     ("page", "link"), _links(), ids=lambda x: _name(x) if isinstance(x, Path) else x
 )
-def test_a_link_leads_somewhere(page: Path, link: str) -> None:
+def test_link_resolves(page: Path, link: str) -> None:
     file, _, anchor = link.partition("#")
     target = (page.parent / file).resolve() if file else page
     assert target.exists(), f"{_name(page)} links to {link}"
@@ -360,7 +356,7 @@ def test_a_link_leads_somewhere(page: Path, link: str) -> None:
 
 
 @pytest.mark.parametrize(("heading", "tested"), [("Run", FAMILIES), ("Refused", REFUSED)])
-def test_the_models_of_the_table_are_those_that_are_tested(heading: str, tested: dict) -> None:
+def test_models_table_equals_the_tested_models(heading: str, tested: dict) -> None:
     table = _section(DOCS / "reference" / "models.md", heading)
     rows = re.findall(r"^\| (?:[^|`]* \| )?`(\w+)` \|", table, re.M)
     assert rows == list(tested)

@@ -1,4 +1,4 @@
-"""The glossary: its words stand where it says, and the words that it avoids are not used."""
+"""The glossary: its terms exist in the code, and avoided terms are not used."""
 
 import ast
 import re
@@ -28,7 +28,7 @@ def _trees() -> Iterator[ast.Module]:
 
 
 def _members(node: ast.ClassDef) -> Iterator[str]:
-    """Fields, methods and properties, and what ``self.NAME = ...`` adds."""
+    """Fields, methods, properties and attributes set by ``self.NAME = ...``."""
     for inner in ast.walk(node):
         if isinstance(inner, (ast.FunctionDef, ast.ClassDef)):
             yield inner.name
@@ -52,7 +52,7 @@ def _defined() -> set[str]:
 
 
 def _public_names() -> set[str]:
-    """What a user of the packages reads: names of functions, classes and their parameters."""
+    """Public names of functions, classes and parameters."""
     names = set()
     for tree in _trees():
         for node in ast.walk(tree):
@@ -68,21 +68,21 @@ def _public_names() -> set[str]:
 DEFINED, PUBLIC_NAMES = _defined(), _public_names()
 
 
-def test_every_word_is_defined_once() -> None:
-    words = [word.strip() for row in _rows() for word in row[0].split(",")]
-    assert len(words) > 30
-    assert len(set(words)) == len(words)
+def test_every_term_is_defined_once() -> None:
+    terms = [term.strip() for row in _rows() for term in row[0].split(",")]
+    assert len(terms) > 30
+    assert len(set(terms)) == len(terms)
     assert all(len(row) == 4 and row[1] for row in _rows())
 
 
 @pytest.mark.parametrize(
     "name", sorted({n for row in _rows() for n in re.findall(r"`(.+?)`", row[2])})
 )
-def test_a_word_stands_in_the_code_where_the_glossary_says(name: str) -> None:
+def test_term_names_something_in_the_code(name: str) -> None:
     assert name in DEFINED
 
 
-@pytest.mark.parametrize("word", sorted({w for row in _rows() for w in row[3].split(", ") if w}))
-def test_a_word_that_is_avoided_names_nothing(word: str) -> None:
-    as_part = re.compile(rf"(^|_){word}(_|$)")
+@pytest.mark.parametrize("term", sorted({w for row in _rows() for w in row[3].split(", ") if w}))
+def test_avoided_term_is_not_used(term: str) -> None:
+    as_part = re.compile(rf"(^|_){term}(_|$)")
     assert not [name for name in PUBLIC_NAMES if as_part.search(name.lower())]

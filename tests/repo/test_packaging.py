@@ -1,4 +1,4 @@
-"""What is installed: entry points, package contents, and what importing costs."""
+"""Installed packages: entry points, package contents, and import costs."""
 
 import json
 import re
@@ -36,7 +36,7 @@ def _pyproject() -> dict:
     return tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 
 
-def test_a_policy_is_imported_without_any_other() -> None:
+def test_policy_is_imported_without_other_policies() -> None:
     code = f"""
 import json, sys
 from kvpolicy.entry_points import installed
@@ -53,16 +53,16 @@ print(json.dumps(loaded))
 
 
 @pytest.mark.parametrize("point", OURS, ids=lambda point: point.name)
-def test_an_entry_point_leads_somewhere(point: EntryPoint) -> None:
+def test_entry_point_loads(point: EntryPoint) -> None:
     assert point.load() is not None
 
 
-def test_a_policy_is_described_without_running_its_package(
+def test_policy_is_described_without_importing_its_package(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     package = tmp_path / "broken_at_import"
     package.mkdir()
-    (package / "__init__.py").write_text("raise RuntimeError('nobody should have imported me')")
+    (package / "__init__.py").write_text("raise RuntimeError('imported')")
     (package / "policy.py").write_text('class Some:\n    """It does something."""\n')
     monkeypatch.syspath_prepend(str(tmp_path))
     point = EntryPoint("some", "broken_at_import.policy:Some", GROUP)
@@ -84,7 +84,7 @@ def test_importing_kvpolicy_loads_no_policy() -> None:
     assert _run(code) == "[]"
 
 
-def test_every_public_name_can_be_fetched() -> None:
+def test_every_public_name_is_importable() -> None:
     import kvpolicy
 
     assert all(getattr(kvpolicy, name) is not None for name in kvpolicy.__all__)
@@ -92,7 +92,7 @@ def test_every_public_name_can_be_fetched() -> None:
         _ = kvpolicy.Engin
 
 
-def test_the_version_is_told_once() -> None:
+def test_distribution_version_equals_dunder_version() -> None:
     import kvpolicy
 
     assert distribution("kvpolicy").version == kvpolicy.__version__
@@ -121,13 +121,13 @@ PACKAGES = [
         ),
     ],
 )
-def test_a_file_travels_with_its_package(package: str, file: str) -> None:
+def test_data_file_is_in_its_package(package: str, file: str) -> None:
     assert (files(package) / file).is_file()
 
 
 @pytest.mark.parametrize("container", ["baselines", "plugins"])
 def test_every_package_in_a_container_is_listed(container: str) -> None:
-    """A package that is not listed would be missing from the wheel, and nobody would notice."""
+    """An unlisted package would be missing from the wheel without an error."""
     listed = _pyproject()["tool"]["hatch"]["build"]["targets"]["wheel"]["packages"]
     assert not (ROOT / container / "__init__.py").exists(), "a container is no package"
     inside = [init.parent for init in (ROOT / container).glob("*/__init__.py")]
@@ -140,7 +140,7 @@ def test_every_listed_package_exists() -> None:
     assert all((ROOT / package / "__init__.py").is_file() for package in listed)
 
 
-def test_containers_and_tests_cannot_be_imported(tmp_path: Path) -> None:
+def test_containers_and_tests_are_not_importable(tmp_path: Path) -> None:
     code = f"""
 import os; os.chdir({str(tmp_path)!r})
 from importlib.util import find_spec
@@ -152,9 +152,9 @@ print([name for name in ("baselines", "plugins", "tests", "docs") if find_spec(n
 def test_every_dependency_is_constrained() -> None:
     project = _pyproject()["project"]
     extras = project["optional-dependencies"].values()
-    wanted = [*project["dependencies"], *(line for extra in extras for line in extra)]
-    # An extra may consist of another one of ours.
-    names = {re.split(r"[\[>=]", line)[0].strip() for line in wanted} - {project["name"]}
+    required = [*project["dependencies"], *(line for extra in extras for line in extra)]
+    # An extra may refer to another extra of this package.
+    names = {re.split(r"[\[>=]", line)[0].strip() for line in required} - {project["name"]}
     lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
     constrained = {line.split("==")[0] for line in lines if "==" in line}
     assert names <= constrained

@@ -1,4 +1,4 @@
-"""The reference of results: every field that is written, read or printed is on the page."""
+"""docs/reference/results.md documents every field that is written, read or printed."""
 
 import re
 from pathlib import Path
@@ -42,23 +42,23 @@ def _section(heading: str) -> str:
     return found[1]
 
 
-def _in_words(hint: Any) -> str:
+def _format_type(hint: Any) -> str:
     if get_origin(hint) is UnionType:
         (kind,) = [part for part in get_args(hint) if part is not NoneType]
-        return f"{_in_words(kind)} or null"
+        return f"{_format_type(kind)} or null"
     words = {str: "text", int: "whole", float: "number", bool: "truth"}
     return words.get(hint) or {dict: "object", tuple: "list"}[get_origin(hint)]
 
 
 @pytest.mark.parametrize("heading", RECORDS)
-def test_every_field_of_a_record_is_documented_with_its_type(heading: str) -> None:
+def test_record_fields_are_documented_with_types(heading: str) -> None:
     cls = RECORDS[heading]
     hints = get_type_hints(cls)
     rows = re.findall(r"^\| `(\w+)` \| ([\w ]+) \| .+ \|$", _section(heading), re.M)
-    assert rows == [(field.name, _in_words(hints[field.name])) for field in attrs.fields(cls)]
+    assert rows == [(field.name, _format_type(hints[field.name])) for field in attrs.fields(cls)]
 
 
-def test_the_fields_of_a_column_are_documented() -> None:
+def test_column_fields_are_documented() -> None:
     (row,) = re.findall(r"^\| `columns` \| .*$", _section("Groups"), re.M)
     assert re.findall(r"`(\w+)`", row)[1:] == [field.name for field in attrs.fields(ColumnInfo)]
 
@@ -67,7 +67,7 @@ def _names(heading: str) -> list[str]:
     return re.findall(r"^\| `(\w+)` \| .+ \|$", _section(heading), re.M)
 
 
-def test_every_field_of_a_table_is_documented(tmp_path: Path) -> None:
+def test_table_fields_are_documented(tmp_path: Path) -> None:
     cells = pool([read_run(write_run(tmp_path))])
     whole, part = (to_run_records(tabulate_runs(cells, by))[0] for by in (None, "depth"))
     documented = _names("The table")
@@ -76,7 +76,7 @@ def test_every_field_of_a_table_is_documented(tmp_path: Path) -> None:
     assert list(part) == [name for name in documented if name != "num_expected"]
 
 
-def test_every_field_of_a_comparison_is_documented(tmp_path: Path) -> None:
+def test_comparison_fields_are_documented(tmp_path: Path) -> None:
     a, b, _ = pool([read_run(write_run(tmp_path))])
     found = compare_cells(a, b, ACCURACY).to_json()
     assert _names("Comparisons") == list(found)
@@ -84,7 +84,7 @@ def test_every_field_of_a_comparison_is_documented(tmp_path: Path) -> None:
     assert re.findall(r"`(\w+)`", row)[1:] == list(found["a"])
 
 
-def test_every_column_of_an_export_is_documented() -> None:
+def test_export_columns_are_documented() -> None:
     rows = re.findall(r"^\| (`.*?) \| (\w[\w ]*) \| ", _section("The export"), re.M)
     documented: dict[str, str] = {}
     for names, kind in rows:
@@ -101,7 +101,7 @@ def test_every_column_of_an_export_is_documented() -> None:
 
 
 @pytest.mark.needs_reasoner
-def test_the_files_of_a_run_are_documented(tmp_path: Path) -> None:
+def test_run_files_are_documented(tmp_path: Path) -> None:
     small = ["--policies", "full", "--n", "1", "--max-new-tokens", "5"]
     run_command(["ablate", *small, "--output", str(tmp_path)])
     text = PAGE.read_text(encoding="utf-8").partition("## samples.jsonl")[0]

@@ -1,4 +1,4 @@
-"""The first answer comes at once: commands that need no model import nothing of one."""
+"""Startup time: commands that need no model do not import heavy packages."""
 
 import subprocess
 import sys
@@ -8,12 +8,12 @@ import pytest
 HEAVY = ("torch", "transformers", "numpy", "pandas", "scipy", "matplotlib", "safetensors")
 
 
-@pytest.mark.parametrize("words", [["--help"], ["--version"], ["list"], ["list", "--json"]])
-def test_a_light_command_imports_nothing_heavy(words: list[str]) -> None:
+@pytest.mark.parametrize("args", [["--help"], ["--version"], ["list"], ["list", "--json"]])
+def test_light_command_imports_nothing_heavy(args: list[str]) -> None:
     code = f"""
 import sys
 from kvpolicy.cli.app import run
-status = run({words!r})
+status = run({args!r})
 heavy = [name for name in {HEAVY!r} if name in sys.modules]
 packages = ("kvpolicy_baselines", "kvpolicy_plugins", "kvpolicy_reasoner.", "kvpolicy.lab")
 policies = [name for name in sys.modules if name.startswith(packages)]

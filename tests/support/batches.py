@@ -21,7 +21,9 @@ def padded(prompts: list[list[int]]) -> dict[str, Tensor]:
     }
 
 
-def written(model: Any, prompts: list[list[int]], num: int, **options: Any) -> list[list[int]]:
+def generated_tokens(
+    model: Any, prompts: list[list[int]], num: int, **options: Any
+) -> list[list[int]]:
     """The tokens that ``model.generate`` adds to each of several prompts."""
     inputs = padded(prompts)
     settings = {"do_sample": False, "max_new_tokens": num, "pad_token_id": PAD}

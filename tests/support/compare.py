@@ -117,7 +117,7 @@ def assert_rows_shape(kept: Tensor, keys: Tensor, budget: int) -> None:
     assert kept.max() < num_rows
 
 
-def told(result: Result) -> tuple[Any, ...]:
+def result_values(result: Result) -> tuple[Any, ...]:
     """All of a result that does not measure time or count requests."""
     return (
         result.tokens,

@@ -1,4 +1,4 @@
-"""Shares by weight: exact, fair, never below a floor."""
+"""Largest-remainder shares: exact sums, within one of the quota, never below a floor."""
 
 from fractions import Fraction
 from itertools import pairwise
@@ -22,7 +22,7 @@ def cases(draw: st.DrawFn) -> tuple[int, list[float], list[int]]:
 
 
 @given(cases())
-def test_a_share_is_exact_and_within_one_of_what_is_due(case: tuple) -> None:
+def test_shares_sum_to_the_total_and_are_within_one_of_the_quota(case: tuple) -> None:
     total, weights, floors = case
     shares = largest_remainder(total, weights, floors)
     assert sum(shares) == total
@@ -30,22 +30,22 @@ def test_a_share_is_exact_and_within_one_of_what_is_due(case: tuple) -> None:
     if not any(parts):
         parts = [Fraction(1)] * len(weights)
     for got, part, floor in zip(shares, parts, floors, strict=True):
-        due = (total - sum(floors)) * part / sum(parts)
+        quota = (total - sum(floors)) * part / sum(parts)
         assert type(got) is int
         assert got >= floor
-        assert abs(got - floor - due) < 1
+        assert abs(got - floor - quota) < 1
 
 
 @given(cases())
-def test_a_larger_weight_never_gets_less_beyond_the_floor(case: tuple) -> None:
+def test_larger_weight_never_gets_a_smaller_share_above_the_floor(case: tuple) -> None:
     total, weights, floors = case
     extra = [
         got - floor
         for got, floor in zip(largest_remainder(total, weights, floors), floors, strict=True)
     ]
     ranked = sorted(zip(weights, extra, strict=True), key=lambda pair: pair[0])
-    for (less, first), (more, second) in pairwise(ranked):
-        assert first <= second or less == more
+    for (smaller, first), (larger, second) in pairwise(ranked):
+        assert first <= second or smaller == larger
 
 
 @given(cases(), st.data(), st.floats(0, 1e6))
@@ -53,14 +53,14 @@ def test_raising_a_weight_never_lowers_its_share(
     case: tuple, data: st.DataObject, rise: float
 ) -> None:
     total, weights, floors = case
-    place = data.draw(st.integers(0, len(weights) - 1))
+    index = data.draw(st.integers(0, len(weights) - 1))
     if not any(weights):
-        return  # all alike is a rule of its own
+        return  # equal shares are a separate rule
     raised = [*weights]
-    raised[place] += rise
+    raised[index] += rise
     assert (
-        largest_remainder(total, raised, floors)[place]
-        >= largest_remainder(total, weights, floors)[place]
+        largest_remainder(total, raised, floors)[index]
+        >= largest_remainder(total, weights, floors)[index]
     )
 
 
@@ -72,14 +72,14 @@ def test_only_ratios_of_weights_matter(case: tuple, power: int) -> None:
     assert largest_remainder(total, scaled, floors) == largest_remainder(total, weights, floors)
 
 
-def test_the_earlier_one_of_two_equals_gets_the_odd_row() -> None:
+def test_ties_go_to_the_earlier_entry() -> None:
     assert largest_remainder(7, [1, 1], [0, 0]) == [4, 3]
     assert largest_remainder(8, [0, 0, 0], [1, 1, 1]) == [3, 3, 2]
     assert largest_remainder(10, [2, 1, 0], [1, 1, 1]) == [6, 3, 1]
 
 
 @given(cases())
-def test_floors_that_exceed_the_total_are_refused_with_both_sums(case: tuple) -> None:
+def test_floors_above_the_total_raise_with_both_sums(case: tuple) -> None:
     _, weights, floors = case
     floors = [floor + 1 for floor in floors]
     with pytest.raises(BudgetError, match=rf"{sum(floors) - 1} rows.* protect {sum(floors)}"):
@@ -90,6 +90,6 @@ def test_floors_that_exceed_the_total_are_refused_with_both_sums(case: tuple) ->
     ("weights", "floors"),
     [([], []), ([1.0], [1, 1]), ([-1.0], [1]), ([float("nan")], [1]), ([float("inf")], [1])],
 )
-def test_weights_that_say_nothing_are_refused(weights: list, floors: list) -> None:
+def test_invalid_weights_raise(weights: list, floors: list) -> None:
     with pytest.raises(ValueError, match="weights"):
         largest_remainder(10, weights, floors)

@@ -1,4 +1,4 @@
-"""The text of tokens, and tables of those that hold a text."""
+"""Token texts, and tables of the tokens that contain a text."""
 
 import gc
 import weakref
@@ -21,8 +21,8 @@ from kvpolicy.toolkit.paragraphs import (
 )
 
 
-def test_paragraph_tokens_are_those_whose_vocabulary_string_has_two_line_breaks() -> None:
-    """SEAL's rule, in its authors' words."""
+def test_paragraph_tokens_contain_two_line_breaks() -> None:
+    """The rule of SEAL's authors."""
     tokenizer = bpe_tokenizer()
     table = tokens_containing(tokenizer, "\n\n")
     seals = ["ĊĊ" in word for word in tokenizer.convert_ids_to_tokens(range(len(tokenizer)))]
@@ -30,7 +30,7 @@ def test_paragraph_tokens_are_those_whose_vocabulary_string_has_two_line_breaks(
     assert sum(seals) == 4
 
 
-def test_every_id_has_its_text() -> None:
+def test_token_texts_has_a_text_for_every_id() -> None:
     tokenizer = bpe_tokenizer()
     texts = token_texts(tokenizer)
     assert len(texts) == len(tokenizer)
@@ -40,7 +40,7 @@ def test_every_id_has_its_text() -> None:
 
 
 @pytest.mark.parametrize("text", ["a b\n", "größer als €", "3 of 🙂🙂 ok", "\ufffd é", ""])
-def test_texts_in_context_are_the_text_and_characters_are_said_once_they_are_whole(
+def test_texts_in_context_join_to_the_text_without_partial_characters(
     text: str,
 ) -> None:
     for tokenizer in (byte_tokenizer(), bpe_tokenizer()):
@@ -52,7 +52,7 @@ def test_texts_in_context_are_the_text_and_characters_are_said_once_they_are_who
         assert all(len(one) <= 1 or "\ufffd" in one for one in texts if is_bytes)
 
 
-def test_texts_in_context_have_the_spaces_that_a_token_alone_has_not() -> None:
+def test_texts_in_context_include_leading_spaces() -> None:
     tokenizer = Tokenizer(WordLevel({"▁two": 0, "▁three": 1, "s": 2}, unk_token="s"))
     tokenizer.decoder = decoders.Metaspace()
     tokenizer = PreTrainedTokenizerFast(
@@ -62,7 +62,7 @@ def test_texts_in_context_have_the_spaces_that_a_token_alone_has_not() -> None:
     assert texts_in_context(tokenizer, [0, 2, 1]) == ["two", "s", " three"]
 
 
-def test_bytes_that_are_no_text_hold_nothing_up() -> None:
+def test_texts_in_context_replace_invalid_utf8() -> None:
     tokenizer = byte_tokenizer()
     half = tokenizer("é")["input_ids"][:1]
     a = tokenizer("a")["input_ids"]
@@ -72,19 +72,21 @@ def test_bytes_that_are_no_text_hold_nothing_up() -> None:
 
 
 @pytest.mark.parametrize("text", ["<think>", "</think>"])
-def test_a_tag_is_one_token(text: str) -> None:
+def test_think_tag_is_one_token(text: str) -> None:
     tokenizer = build_tokenizer()
     assert tokens_equal(tokenizer, text).nonzero().flatten().tolist() == [
         tokenizer.convert_tokens_to_ids(text)
     ]
 
 
-def test_ids_beyond_the_vocabulary_are_nothing() -> None:
+def test_look_up_is_false_beyond_the_vocabulary() -> None:
     table = torch.tensor([False, True])
     assert look_up(table, torch.tensor([0, 1, 2, 900])).tolist() == [False, True, False, False]
 
 
-def test_a_tokenizer_is_asked_once_and_not_kept_alive(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_token_tables_are_cached_without_keeping_the_tokenizer_alive(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     tokenizer = bpe_tokenizer()
     first = tokens_containing(tokenizer, "\n\n")
     monkeypatch.setattr(type(tokenizer), "batch_decode", lambda *_, **__: pytest.fail("again"))
@@ -97,7 +99,7 @@ def test_a_tokenizer_is_asked_once_and_not_kept_alive(monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize(
-    ("tokenizer", "says"),
+    ("tokenizer", "message"),
     [
         (None, "Engine(model, tokenizer, plan)"),
         (byte_tokenizer(), "no token"),
@@ -105,9 +107,9 @@ def test_a_tokenizer_is_asked_once_and_not_kept_alive(monkeypatch: pytest.Monkey
     ],
     ids=["none", "bytes", "characters"],
 )
-def test_what_cannot_be_told_is_said(tokenizer: object, says: str) -> None:
+def test_missing_or_unsuitable_tokenizer_raises(tokenizer: object, message: str) -> None:
     with pytest.raises(KVPolicyError) as caught:
         tokens_containing(tokenizer, "\n\n")
-    assert says in str(caught.value)
+    assert message in str(caught.value)
     with pytest.raises(KVPolicyError):
         tokens_equal(tokenizer, "<think>")

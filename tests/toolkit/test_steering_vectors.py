@@ -1,4 +1,4 @@
-"""Files of steering vectors: what is saved is loaded, and every mistake has its sentence."""
+"""Steering vector files: saved vectors load again, and invalid files raise clear errors."""
 
 import json
 from collections.abc import Callable
@@ -36,20 +36,20 @@ ORIGIN = Calibration(
 )
 
 
-def made(layer: int, seed: int = 0, size: int = 8) -> SteeringVector:
+def make_vector(layer: int, seed: int = 0, size: int = 8) -> SteeringVector:
     rng = torch.Generator().manual_seed(seed + layer)
     vector = torch.randn(size, generator=rng)
     return SteeringVector(vector=vector, layer=layer, calibration=ORIGIN, separation=1.5 + layer)
 
 
 @given(layers=st.sets(st.integers(0, 130), min_size=1, max_size=5), seed=seeds, data=st.data())
-def test_what_is_saved_is_loaded(
+def test_saved_vectors_load_equal(
     tmp_path_factory: pytest.TempPathFactory, layers: set[int], seed: int, data: st.DataObject
 ) -> None:
     path = tmp_path_factory.mktemp("saved") / "some.safetensors"
     order = data.draw(st.permutations(sorted(layers)))
     default = data.draw(st.sampled_from([None, *order]))
-    vectors = {layer: made(layer, seed) for layer in order}
+    vectors = {layer: make_vector(layer, seed) for layer in order}
     save_steering_vectors(path, list(vectors.values()), default_layer=default)
     found, found_default = load_steering_vectors(path)
     assert [one.layer for one in found] == sorted(layers)
@@ -61,26 +61,26 @@ def test_what_is_saved_is_loaded(
         assert torch.equal(load_steering_vector(path, one.layer).vector, one.vector)
 
 
-def test_the_same_vectors_make_the_same_bytes(tmp_path: Path) -> None:
+def test_saving_is_deterministic(tmp_path: Path) -> None:
     contents = set()
     for name in "abcde":
         path = tmp_path / f"{name}.safetensors"
-        save_steering_vectors(path, [made(layer) for layer in range(12)], default_layer=3)
+        save_steering_vectors(path, [make_vector(layer) for layer in range(12)], default_layer=3)
         contents.add(path.read_bytes())
     assert len(contents) == 1
     assert sorted(p.suffix for p in tmp_path.iterdir()) == [".safetensors"] * 5
 
 
-def test_a_vector_follows_the_hidden_states() -> None:
-    one = made(2)
+def test_vector_takes_the_device_of_hidden_states_and_checks_their_size() -> None:
+    one = make_vector(2)
     states = torch.zeros(3, 8, dtype=torch.bfloat16)
     assert torch.equal(one.entering(states), one.vector)
     with pytest.raises(SteeringError, match=r"8 numbers .* 9.*kvpolicy steer calibrate"):
         one.entering(torch.zeros(3, 9))
 
 
-def written(path: Path, *, tensors: dict | None = None, **changes: object) -> None:
-    """A file with something wrong in it."""
+def write_vectors(path: Path, *, tensors: dict | None = None, **changes: object) -> None:
+    """Write a vector file with some fields replaced."""
     described = {
         "format": 1,
         "default_layer": None,
@@ -92,73 +92,79 @@ def written(path: Path, *, tensors: dict | None = None, **changes: object) -> No
     save_file(tensors, path, {"kvpolicy": json.dumps(described)})
 
 
-def a_pickle(path: Path) -> None:
+def write_pickle(path: Path) -> None:
     torch.save(torch.ones(4), path)
 
 
-def an_old_pickle(path: Path) -> None:
+def write_old_pickle(path: Path) -> None:
     torch.save(torch.ones(4), path, _use_new_zipfile_serialization=False)
 
 
-def some_text(path: Path) -> None:
-    path.write_text("nothing of the kind")
+def write_text(path: Path) -> None:
+    path.write_text("plain text")
 
 
-def strange_safetensors(path: Path) -> None:
+def write_other_safetensors(path: Path) -> None:
     save_file({"weight": torch.ones(4)}, path)
 
 
 MISTAKES: list[tuple[Callable[[Path], None], str]] = [
     (lambda path: None, "No such file"),
     (Path.mkdir, "directory"),
-    (a_pickle, "pickle"),
-    (an_old_pickle, "pickle"),
-    (some_text, "not safetensors"),
+    (write_pickle, "pickle"),
+    (write_old_pickle, "pickle"),
+    (write_text, "not safetensors"),
     (lambda path: path.write_bytes(b""), "not safetensors"),
-    (strange_safetensors, "not written by this version"),
-    (lambda path: written(path, format=2), "not written by this version"),
-    (lambda path: written(path, calibration={"modle": "x"}), "not written by this version"),
-    (lambda path: written(path, tensors={"weight": torch.ones(4)}), "not written by this"),
-    (lambda path: written(path), "names no layer to use by default; choose one of its"),
-    (lambda path: written(path, tensors={"layer.02": torch.ones(4, 4)}), "shape [4, 4]"),
-    (lambda path: written(path, tensors={"layer.02": torch.ones(4).half()}), "float16"),
-    (lambda path: written(path, tensors={"layer.02": torch.zeros(0)}), "shape [0]"),
-    (lambda path: written(path, tensors={"layer.02": torch.tensor([1, torch.nan])}), "NaN"),
+    (write_other_safetensors, "not write_vectors by this version"),
+    (lambda path: write_vectors(path, format=2), "not write_vectors by this version"),
+    (
+        lambda path: write_vectors(path, calibration={"modle": "x"}),
+        "not write_vectors by this version",
+    ),
+    (
+        lambda path: write_vectors(path, tensors={"weight": torch.ones(4)}),
+        "not write_vectors by this",
+    ),
+    (lambda path: write_vectors(path), "names no layer to use by default; choose one of its"),
+    (lambda path: write_vectors(path, tensors={"layer.02": torch.ones(4, 4)}), "shape [4, 4]"),
+    (lambda path: write_vectors(path, tensors={"layer.02": torch.ones(4).half()}), "float16"),
+    (lambda path: write_vectors(path, tensors={"layer.02": torch.zeros(0)}), "shape [0]"),
+    (lambda path: write_vectors(path, tensors={"layer.02": torch.tensor([1, torch.nan])}), "NaN"),
 ]
 
 
-@pytest.mark.parametrize(("make", "says"), MISTAKES, ids=lambda x: x if type(x) is str else "")
-def test_a_mistake_is_told_in_one_sentence(
-    make: Callable[[Path], None], says: str, tmp_path: Path
+@pytest.mark.parametrize(("make", "message"), MISTAKES, ids=lambda x: x if type(x) is str else "")
+def test_invalid_file_raises_a_one_sentence_error(
+    make: Callable[[Path], None], message: str, tmp_path: Path
 ) -> None:
     path = tmp_path / "mine.safetensors"
     make(path)
     with pytest.raises(SteeringError) as caught:
         load_steering_vector(path)
     assert str(path) in str(caught.value)
-    assert says in str(caught.value)
+    assert message in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
-def test_a_pickle_is_never_run(tmp_path: Path) -> None:
-    class Bomb:
+def test_pickle_is_never_executed(tmp_path: Path) -> None:
+    class FailsWhenUnpickled:
         def __reduce__(self) -> tuple:
-            return (pytest.fail, ("a pickle was run",))
+            return (pytest.fail, ("a pickle was executed",))
 
     path = tmp_path / "layer_20_transition_reflection_steervec.pt"
-    torch.save(Bomb(), path)
+    torch.save(FailsWhenUnpickled(), path)
     with pytest.raises(SteeringError, match="SEAL stores non-execution - execution"):
         load_steering_vector(path)
 
 
-def test_a_layer_that_is_not_there_is_answered_with_those_that_are(tmp_path: Path) -> None:
-    written(tmp_path / "mine.safetensors")
+def test_missing_layer_error_lists_the_available_layers(tmp_path: Path) -> None:
+    write_vectors(tmp_path / "mine.safetensors")
     with pytest.raises(SteeringError, match="has no layer 7; choose one of its layers: 1, 2"):
         load_steering_vector(tmp_path / "mine.safetensors", 7)
 
 
 @pytest.mark.needs_reasoner
-def test_an_unknown_name_is_answered_with_the_nearest() -> None:
+def test_unknown_name_suggests_the_nearest() -> None:
     with pytest.raises(KVPolicyError, match="no steering vector is named 'resoner'; did you mean"):
         load_steering_vector("resoner")
 
@@ -166,22 +172,24 @@ def test_an_unknown_name_is_answered_with_the_nearest() -> None:
 @pytest.mark.parametrize(
     ("layers", "default"), [((), None), ((1, 1), None), ((1, 2), 3)], ids=["none", "twice", "other"]
 )
-def test_what_makes_no_file_is_refused(
+def test_invalid_vector_lists_are_not_saved(
     layers: tuple[int, ...], default: int | None, tmp_path: Path
 ) -> None:
     with pytest.raises(SteeringError, match="make no file"):
         save_steering_vectors(
-            tmp_path / "a.safetensors", [made(layer) for layer in layers], default_layer=default
+            tmp_path / "a.safetensors",
+            [make_vector(layer) for layer in layers],
+            default_layer=default,
         )
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_place_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+def test_unwritable_path_is_named_in_the_error(tmp_path: Path) -> None:
     with pytest.raises(OutputError, match="nowhere"):
-        save_steering_vectors(tmp_path / "nowhere" / "a.safetensors", [made(1)])
+        save_steering_vectors(tmp_path / "nowhere" / "a.safetensors", [make_vector(1)])
 
 
-def test_a_broken_vector_is_refused_where_it_is_made() -> None:
+def test_invalid_vector_raises_on_construction() -> None:
     for vector in (torch.tensor([1.0, torch.inf]), torch.ones(2, 2), torch.ones(2).double()):
         with pytest.raises(SteeringError, match="some-model, layer 1"):
             SteeringVector(vector=vector, layer=1, calibration=ORIGIN)

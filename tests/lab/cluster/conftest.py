@@ -14,7 +14,7 @@ from sweeps_on_ray import Nodes, Sweep, read_state
 
 __all__ = ["model_folder"]
 
-_PROGRAM = Path(__file__).parents[2] / "support" / "raynodes.py"
+_PROGRAM = Path(__file__).parents[2] / "support" / "ray_nodes.py"
 
 
 @pytest.fixture(scope="session")

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from chromium import Opened
-from keptpages import held_by
+from kept_pages import held_by
 from report_pages import Open
 from run_folders import write_run
 

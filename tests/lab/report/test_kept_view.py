@@ -10,7 +10,7 @@ from chromium import browser_of_tests
 from families import family_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from keptpages import Shown, empty_page, held_by, times_of
+from kept_pages import Shown, empty_page, held_by, times_of
 from tiny import shared_model, tiny_tokenizer
 
 from kvpolicy import Engine, Plan

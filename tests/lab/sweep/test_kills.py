@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
-from resumed import NUM_CELLS, Bench, N, untimed, wait_for_orphans
+from resumable_sweep import NUM_CELLS, Bench, N, untimed, wait_for_orphans
 
 from kvpolicy.lab.store.read import read_run
 

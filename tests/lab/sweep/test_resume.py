@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from resumed import NUM_CELLS, Bench, N, untimed, wait_for_orphans
+from resumable_sweep import NUM_CELLS, Bench, N, untimed, wait_for_orphans
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="forks its children")
 

@@ -1,6 +1,6 @@
 """What requests come to, in this process or in several that hold the model together.
 
-Run by torchrun, it writes what each process found, ``answers-RANK.json``; imported, it answers
+Run by torchrun, it writes what each process found, ``rank_results-RANK.json``; imported, it answers
 one case at a time. `start` runs torchrun.
 """
 
@@ -199,7 +199,7 @@ def main(folder: Path, what: str) -> None:
             found[name] = answer(folder, *case)
         except ModelError as error:
             found[name] = str(error)
-    (folder / f"answers-{dist.get_rank()}.json").write_text(json.dumps(found), "utf-8")
+    (folder / f"rank_results-{dist.get_rank()}.json").write_text(json.dumps(found), "utf-8")
     dist.destroy_process_group()
 
 

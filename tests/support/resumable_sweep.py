@@ -5,8 +5,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from forked import Ended, run_in_child
-from fuse import Fuse
+from child_process import Ended, run_in_child
+from kill_plugin import Fuse
 
 NUM_CELLS, N = 3, 6
 

@@ -19,7 +19,7 @@ Due = Callable[[int], bool]
 
 
 @attrs.define(eq=False)
-class ListedLayer:
+class ListLayer:
     """One layer: its rules, and the rows of each KV head as (position, key, value)."""
 
     window: int | None
@@ -67,13 +67,13 @@ class ListedLayer:
 class _Lists(Cache):
     """What the model takes for its cache."""
 
-    def __init__(self, layers: list[ListedLayer]) -> None:
+    def __init__(self, layers: list[ListLayer]) -> None:
         super().__init__(layers=[])
-        self.listed = layers
+        self.layers_ = layers
         self.seen = 0
 
     def update(self, keys: Tensor, values: Tensor, layer_idx: int, *_: Any, **__: Any) -> Any:
-        self.listed[layer_idx].store(self.seen, keys[0, :, 0], values[0, :, 0])
+        self.layers_[layer_idx].store(self.seen, keys[0, :, 0], values[0, :, 0])
         return keys, values
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
@@ -87,18 +87,18 @@ def _attend(
     value: Tensor,
     mask: Tensor | None,
     scaling: float | None = None,
-    listed_cache: Any = None,
+    list_cache: Any = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    layer = listed_cache.listed[module.layer_idx]
+    layer = list_cache.layers_[module.layer_idx]
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     group = query.shape[1] // key.shape[1]
     answer = torch.zeros(1, 1, query.shape[1], query.shape[-1], dtype=query.dtype)
     for head in range(query.shape[1]):
         asking = query[0, head, 0].tolist()
-        rows = [r for r in layer.heads[head // group] if layer.sees(listed_cache.seen, r[0])]
+        rows = [r for r in layer.heads[head // group] if layer.sees(list_cache.seen, r[0])]
         logits = [scaling * sum(map(float.__mul__, asking, row[1])) for row in rows]
         if softcap is not None:
             logits = [softcap * math.tanh(logit / softcap) for logit in logits]
@@ -111,20 +111,20 @@ def _attend(
     return answer, None
 
 
-def listed_tokens(
-    model: PreTrainedModel, layers: list[ListedLayer], prompt: list[int], max_new_tokens: int
+def reference_tokens(
+    model: PreTrainedModel, layers: list[ListLayer], prompt: list[int], max_new_tokens: int
 ) -> list[int]:
     """Greedy tokens, each layer keeping what its rules say."""
-    AttentionInterface.register("listed", _attend)
+    AttentionInterface.register("list_reference", _attend)
     cache, tokens = _Lists(layers), list(prompt)
-    with torch.no_grad(), calling(model, "listed"):
+    with torch.no_grad(), calling(model, "list_reference"):
         while True:
             logits = model(
                 input_ids=torch.tensor([[tokens[cache.seen]]]),
                 position_ids=torch.tensor([[cache.seen]]),
                 past_key_values=cache,
                 use_cache=True,
-                listed_cache=cache,
+                list_cache=cache,
             ).logits
             cache.seen += 1
             if cache.seen == len(tokens):
