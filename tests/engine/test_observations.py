@@ -97,7 +97,7 @@ def agrees(row: dict, attention: Tensor) -> bool:
 
 @attrs.define(eq=False)
 class ChecksFinite:
-    """ReadsKeys the attention weights of a query window that is longer than the budget."""
+    """Reads the attention weights of a query window that is longer than the budget."""
 
     window_size: int = 8
     finite: list[bool] = attrs.field(factory=list)

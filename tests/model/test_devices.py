@@ -4,7 +4,7 @@ import attrs
 import pytest
 import torch
 from families import family_model
-from second_device import THERE, There, second_device, spread
+from second_device import SECOND_DEVICE, SecondDeviceTensor, second_device, spread
 from tiny import tiny_model
 from torch import Tensor, nn
 
@@ -22,19 +22,19 @@ def tokens(model: nn.Module, plan: Plan, sampling: Sampling = Sampling()) -> lis
 
 def model_on_two_devices(**options: object) -> nn.Module:
     model = tiny_model(num_layers=3, **options)
-    spread(model, first_there=1)
+    spread(model, first_moved=1)
     return model
 
 
 def test_mixing_tensors_of_two_devices_raises() -> None:
     with second_device():
-        here, there = torch.ones(2), torch.ones(2, device=THERE)
+        cpu_tensor, other_tensor = torch.ones(2), torch.ones(2, device=SECOND_DEVICE)
         with pytest.raises(RuntimeError, match="two devices"):
-            here + there
+            cpu_tensor + other_tensor
         with pytest.raises(RuntimeError, match="two devices"):
-            there[:1] = here[:1] * there[:1]
-        assert isinstance(there * 2 + torch.tensor(1.0), There)
-        assert there.cpu().tolist() == [1, 1]
+            other_tensor[:1] = cpu_tensor[:1] * other_tensor[:1]
+        assert isinstance(other_tensor * 2 + torch.tensor(1.0), SecondDeviceTensor)
+        assert other_tensor.cpu().tolist() == [1, 1]
 
 
 @pytest.mark.parametrize("policy", ["full", "h2o", "rkv", "snapkv", "streaming"])
@@ -58,7 +58,7 @@ def test_windows_softcaps_and_sinks_work_on_two_devices(policy: str) -> None:
     for family in ("gpt_oss", "gemma2"):
         expected = tokens(family_model(family, window=9), plan)
         model = family_model.__wrapped__(family, window=9)  # not the cached one: `spread` moves it
-        spread(model, first_there=1)
+        spread(model, first_moved=1)
         with second_device():
             assert tokens(model, plan) == expected
 
@@ -87,5 +87,5 @@ def test_registers_are_on_the_device_of_the_steered_layer() -> None:
     policy = Counts()
     with second_device():
         assert tokens(model_on_two_devices(), Plan.uniform("full", policy)) == expected
-    assert policy.devices == {torch.device("cpu"), THERE}
+    assert policy.devices == {torch.device("cpu"), SECOND_DEVICE}
     assert expected != tokens(tiny_model(num_layers=3), Plan.uniform("full"))

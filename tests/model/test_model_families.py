@@ -5,7 +5,7 @@ from typing import ClassVar
 import attrs
 import pytest
 import torch
-from families import FAMILIES, calling, family_model
+from families import FAMILIES, attention_implementation, family_model
 from hypothesis import given
 from hypothesis import strategies as st
 from strategies import prompts, roomy_plans
@@ -94,7 +94,7 @@ def test_attention_arguments_equal_the_weights_of_the_model(family: str) -> None
     plan = Plan.uniform(policy, budget=3, buffer=64)
     (result,) = Engine(model, plan=plan, chunk=4).generate([prompt], max_new_tokens=12).results()
     seen = torch.tensor([[*prompt, *result.tokens][: policy.at]])
-    with calling(model, "eager"), torch.no_grad():
+    with attention_implementation(model, "eager"), torch.no_grad():
         weights = model(seen, output_attentions=True, use_cache=False).attentions
     for layer_idx, (attn_weights, attn_sums, positions) in policy.recorded.items():
         rows = positions[0].repeat_interleave(2, dim=0)  # two query heads to a KV head

@@ -88,5 +88,5 @@ def test_window_missing_in_the_configuration_raises() -> None:
 
 def test_window_only_in_the_configuration_raises() -> None:
     model = model_of("phimoe", sliding_window=6)
-    with pytest.raises(ModelError, match="a window of None, its configuration message 6"):
+    with pytest.raises(ModelError, match="a window of None, its configuration says 6"):
         Engine(model, plan=Plan.uniform("full")).generate([[1, 2]]).results()

@@ -110,7 +110,7 @@ def test_kept_keys_are_rotated_to_contiguous_positions(
                 if stayed is not None and row < budget:
                     assert stayed[b, h, row] == position
                     index = at - budget + row
-                expected = reference.turned(drawn.keys[b, h, position], index - position)
+                expected = reference.rotated(drawn.keys[b, h, position], index - position)
                 torch.testing.assert_close(
                     keys[b, h, row].double(), torch.tensor(expected).double(), atol=1e-4, rtol=1e-4
                 )

@@ -1,4 +1,4 @@
-"""Padded batches, as transformers wants them, and what `generate` makes of them."""
+"""Left-padded batches for transformers, and the tokens that `generate` adds to them."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ PAD = 0
 
 
 def padded(prompts: list[list[int]]) -> dict[str, Tensor]:
-    """Prompts side by side, padded on the left."""
+    """Prompts in one batch, padded on the left."""
     width = max(map(len, prompts))
     pads = [width - len(prompt) for prompt in prompts]
     rows = zip(prompts, pads, strict=True)

@@ -1,6 +1,6 @@
-"""Policies that break one clause of the contract each, as real ones have, or might.
+"""Policies that each break one clause of the contract, with realistic bugs.
 
-`BROKEN` maps the clause to a class; nothing else is wrong with it.
+`BROKEN` maps each clause to its classes, which satisfy all other clauses.
 """
 
 from collections import defaultdict
@@ -31,7 +31,7 @@ class Building:
 
 @attrs.define(eq=False)
 class Answers:
-    """Answers per sequence and forgets the heads."""
+    """Returns one score per row and sequence, without the head axis."""
 
     @hookimpl
     def score(self, keys: Tensor) -> Tensor:
@@ -40,7 +40,7 @@ class Answers:
 
 @attrs.define(eq=False)
 class Sizes:
-    """Takes the ten best rows, however few there are."""
+    """Takes the ten best rows, even if there are fewer."""
 
     @hookimpl
     def score(self, keys: Tensor) -> Tensor:
@@ -51,7 +51,7 @@ class Sizes:
 
 @attrs.define(eq=False)
 class GroupedQueries:
-    """Takes query heads for KV heads."""
+    """Returns scores per query head instead of per KV head."""
 
     @hookimpl
     def score(self, attn_weights: Tensor) -> Tensor:
@@ -69,7 +69,7 @@ class Precision:
 
 @attrs.define(eq=False)
 class Nan:
-    """Compares directions, and divides by the length of a key that is zero."""
+    """Divides by the norm of a key, which may be zero."""
 
     @hookimpl
     def score(self, keys: Tensor) -> Tensor:
@@ -80,7 +80,7 @@ class Nan:
 
 @attrs.define(eq=False)
 class ReadOnly:
-    """Normalises the keys where they are."""
+    """Changes the keys in place."""
 
     @hookimpl
     def score(self, keys: Tensor) -> Tensor:
@@ -90,7 +90,7 @@ class ReadOnly:
 
 @attrs.define(eq=False)
 class Budget:
-    """Keeps one row more, for luck."""
+    """Keeps one row more than the budget."""
 
     @hookimpl
     def select(self, scores: Tensor, budget: int) -> Tensor:
@@ -99,7 +99,7 @@ class Budget:
 
 @attrs.define(eq=False)
 class Order:
-    """Answers in order of score."""
+    """Returns rows ordered by score."""
 
     @hookimpl
     def select(self, scores: Tensor, budget: int) -> Tensor:
@@ -108,7 +108,7 @@ class Order:
 
 @attrs.define(eq=False)
 class Protected:
-    """Promises the newest row and lets it go."""
+    """Declares the newest row as protected and evicts it."""
 
     protects: ClassVar[tuple[int, int]] = (0, 1)
 
@@ -119,7 +119,7 @@ class Protected:
 
 @attrs.define(eq=False)
 class Eviction:
-    """Says it is done, having kept the last rows instead of the chosen ones."""
+    """Keeps the last rows instead of the selected ones."""
 
     @hookimpl
     def score(self, positions: Tensor) -> Tensor:
@@ -135,7 +135,7 @@ class Eviction:
 
 @attrs.define(eq=False)
 class TracksInPlace:
-    """Counts compactions in a track, in place: lost where the tensor is a copy."""
+    """Counts compactions in a track in place, which is lost if the tensor is a copy."""
 
     tracks: ClassVar[tuple[str, ...]] = ("age",)
 
@@ -148,7 +148,7 @@ class TracksInPlace:
 
 @attrs.define(eq=False)
 class TracksLeftBehind:
-    """Replaces the rows in an eviction of its own, and forgets what travels with them."""
+    """Evicts rows itself and restores the track of the rows before."""
 
     tracks: ClassVar[tuple[str, ...]] = ("first_score",)
 
@@ -168,7 +168,7 @@ class TracksLeftBehind:
 
 @attrs.define(eq=False)
 class Determinism:
-    """Draws from the global generator."""
+    """Draws from torch's global generator."""
 
     @hookimpl
     def score(self, positions: Tensor) -> Tensor:
@@ -176,8 +176,8 @@ class Determinism:
 
 
 @attrs.define(eq=False)
-class OnItself:
-    """Remembers on itself what it should in `memory`."""
+class StateOnPolicy:
+    """Stores state on the policy instead of in `memory`."""
 
     _seen: dict[int, Tensor] = attrs.field(factory=dict, init=False)
 
@@ -189,8 +189,8 @@ class OnItself:
 
 
 @attrs.define(eq=False)
-class Hoards:
-    """Keeps a list of every memory it was ever given."""
+class KeepsMemories:
+    """Keeps a reference to the memory of every sequence."""
 
     _all: list[Any] = attrs.field(factory=list, init=False)
 
@@ -202,9 +202,9 @@ class Hoards:
 
 @attrs.define(eq=False)
 class Cancellation:
-    """Clears what it holds on itself when a sequence has all its tokens, if it ever has.
+    """Clears its state only when a sequence has all its tokens.
 
-    `schedule` tells how many there will be; a request that is cancelled has fewer.
+    `schedule` gives the expected number; a cancelled request has fewer.
     """
 
     _open: list[int] = attrs.field(factory=list, init=False)
@@ -231,7 +231,7 @@ class Cancellation:
 
 @attrs.define(eq=False)
 class Chunks:
-    """Judges rows by the chunk of the prompt they came in."""
+    """Scores rows by the prompt chunk they came in."""
 
     @hookimpl
     def observe(self, start: int, token_ids: Tensor, memory: Memory) -> None:
@@ -249,7 +249,7 @@ class Chunks:
 
 @attrs.define(eq=False)
 class RunningBatch:
-    """Gives every sequence of the batch a little noise of its own, by its place."""
+    """Adds noise that depends on the index of the sequence in the batch."""
 
     @hookimpl
     def score(self, positions: Tensor) -> Tensor:
@@ -271,7 +271,7 @@ class Neighbours:
 
 @attrs.define(eq=False)
 class Schedule:
-    """Admits whoever waits, free slot or not."""
+    """Admits all waiting requests, even without free slots."""
 
     @hookimpl
     def schedule(self, waiting: Any) -> list[list[int]]:
@@ -280,7 +280,7 @@ class Schedule:
 
 @attrs.define(eq=False, kw_only=True)
 class Knobs:
-    """Takes a share in percent, and keeps it as a fraction."""
+    """Stores a knob given in percent as a fraction, so that it does not round-trip."""
 
     recent: float = attrs.field(default=50, converter=lambda percent: percent / 100)
 
@@ -308,7 +308,7 @@ BROKEN: dict[str, list[type]] = defaultdict(
         "eviction": [Eviction],
         "tracks": [TracksInPlace, TracksLeftBehind],
         "determinism": [Determinism],
-        "memory": [OnItself, Hoards],
+        "memory": [StateOnPolicy, KeepsMemories],
         "cancellation": [Cancellation],
         "chunks": [Chunks],
         "slots": [RunningBatch],

@@ -1,4 +1,4 @@
-"""Chromium for tests of pages: without a window, and without a network."""
+"""Headless Chromium without network access, for tests of HTML pages."""
 
 import os
 import shutil
@@ -10,33 +10,33 @@ from typing import Any
 import pytest
 
 NAMES = ("chromium", "chromium-browser", "google-chrome")
-NEEDED = "KVPOLICY_NEEDS_CHROMIUM"  # set to 1 where a missing browser is a failure: in CI
+NEEDED = "KVPOLICY_NEEDS_CHROMIUM"  # 1: a missing browser is a failure, as in CI
 
 
 @contextmanager
 def browser_of_tests() -> Iterator[Any]:
-    """A browser; who asks for one is skipped where there is none, unless it is needed."""
+    """A browser; the test is skipped if there is none, or fails if `NEEDED` is set."""
     try:
         from playwright.sync_api import sync_playwright
     except ImportError:
-        _lacking("playwright is not installed")
+        _skip_or_fail("playwright is not installed")
     found = next(filter(None, map(shutil.which, NAMES)), None)
     if found is None:
-        _lacking("there is no Chromium on this machine")
+        _skip_or_fail("there is no Chromium on this machine")
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=found, args=["--no-sandbox"])
         yield browser
         browser.close()
 
 
-def _lacking(reason: str) -> None:
+def _skip_or_fail(reason: str) -> None:
     if os.environ.get(NEEDED) == "1":
-        pytest.fail(f"{reason}, and {NEEDED}=1 says that it has to be there")
+        pytest.fail(f"{reason}, and {NEEDED}=1 requires it")
     pytest.skip(reason)
 
 
 class Opened:
-    """A page from a file, with all that it complained about or asked the network for."""
+    """A page opened from a file, with its console messages and network requests."""
 
     def __init__(self, browser: Any, file: Path, *, ready: bool = True, **options: Any) -> None:
         self.complaints: list[str] = []
@@ -57,17 +57,17 @@ class Opened:
         dialog.dismiss()
 
     def count(self, selector: str) -> int:
-        """How many elements there are."""
+        """Number of matching elements."""
         found: int = self.page.locator(selector).count()
         return found
 
     def texts(self, selector: str) -> list[str]:
-        """What elements say."""
+        """Texts of the matching elements."""
         found: list[str] = self.page.locator(selector).all_text_contents()
         return found
 
     def unfold(self, selector: str = "") -> None:
-        """Open everything folded within, and wait until what fills it on opening has done so."""
+        """Open all closed ``details`` elements and wait until their contents are rendered."""
         folded = self.page.locator(f"{selector} details:not([open]) > summary")
         for _ in range(folded.count()):
             folded.first.click()
@@ -75,8 +75,8 @@ class Opened:
         self.page.evaluate(f"() => {later}")
 
     def close(self) -> None:
-        """Close it. It fails if anything was complained about or asked for."""
+        """Close the page. Fails if there were console messages or network requests."""
         self._context.close()
         assert self.complaints == []
         assert [url for url in self.requests if not url.startswith("file:")] == []
-        assert len(self.requests) == 1, "nothing but the file itself is loaded"
+        assert len(self.requests) == 1, "the page loaded more than its file"

@@ -1,4 +1,4 @@
-"""Fixtures of all tests that run commands: a shell, and a model folder that they share."""
+"""Fixtures for tests that run commands: a shell and a shared model folder."""
 
 from pathlib import Path
 
@@ -11,7 +11,7 @@ from kvpolicy.hooks import discovery
 
 @pytest.fixture(autouse=True)
 def _plugins_of_one_test(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Forget the files given with --plugin after each test."""
+    """Unregister the files given with --plugin after each test."""
     monkeypatch.setattr(discovery, "_from_files", dict(discovery._from_files))
 
 

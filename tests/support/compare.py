@@ -1,6 +1,6 @@
-"""When two choices of rows, or two results, count as equal.
+"""Whether two selections of rows, or two results, are equal.
 
-Of rows a score decides, up to the noise of its arithmetic.
+Rows are compared by their scores, up to rounding.
 """
 
 from collections.abc import Callable, Sequence
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from kvpolicy import Result
 
-#: How far two computations of one score may lie apart: fp32 against double precision.
+#: Tolerance between two computations of one score: fp32 against double precision.
 ATOL = 2e-6
 
 
@@ -27,8 +27,8 @@ def assert_best_rows(
 ) -> None:
     """Check that ``kept`` are the ``window`` newest rows and the best of the rest.
 
-    ``scores`` rates the rows before the window. Exactly equal scores (plateaus of a maximum
-    pool) go to the newer row; scores closer than ``atol`` may fall either way.
+    ``scores`` are those of the rows before the window. Of exactly equal scores (plateaus of
+    maximum pooling) the newer row is kept; scores closer than ``atol`` may be in any order.
     """
     num_rows = len(scores) + window
     if num_rows <= budget:
@@ -37,13 +37,15 @@ def assert_best_rows(
     expected = reference.with_window(scores, window, budget)
     if list(kept) == expected:
         return
-    assert list(kept) == sorted(set(kept)), f"not rising: {kept}"
+    assert list(kept) == sorted(set(kept)), f"not increasing: {kept}"
     assert len(kept) == budget
     extra, missing = set(kept) - set(expected), set(expected) - set(kept)
     assert max(missing) < len(scores), f"rows of the window are missing: {sorted(missing)}"
     assert_threshold(kept, scores, atol=atol)
     values = {scores[t] for t in extra | missing}
-    assert len(values) > 1, f"equal scores, but {sorted(extra)} stayed for {sorted(missing)}"
+    assert len(values) > 1, (
+        f"equal scores, but {sorted(extra)} were kept instead of {sorted(missing)}"
+    )
 
 
 def assert_threshold(kept: Sequence[int], scores: Sequence[float], *, atol: float) -> None:
@@ -64,11 +66,11 @@ def follow_stream(
     window: int,
     budget: int,
 ) -> None:
-    """Check what a stream of one head kept, for methods that score from the cache alone.
+    """Check the rows kept for a stream of one head, for methods that score from the cache alone.
 
-    The authors' cache holds, after a compaction, the rows that stayed by descending score and
-    then the window; what neighbours are, and which row is newest, follows that order. Every
-    round is checked given the rounds before it, so that one tie cannot spoil the rest.
+    After a compaction, the authors' cache holds the kept rows by descending score and then the
+    window, so pooling neighbours and the newest row follow that order. Every round is checked
+    given the previous rounds, so that one tie does not affect the others.
     """
     cache: list[int] = []  # positions, in the authors' order
     seen = 0
@@ -79,25 +81,25 @@ def follow_stream(
             assert list(kept) == sorted(cache)
             continue
         scores = score([keys[t] for t in cache], [head[:count] for head in queries])
-        rated = dict(zip(cache, scores, strict=False))
+        score_of = dict(zip(cache, scores, strict=False))
         newest = cache[len(scores) :]
         in_order = sorted(cache)
         assert_best_rows(
             [in_order.index(position) for position in kept],
-            [rated[position] for position in in_order[: len(scores)]],
+            [score_of[position] for position in in_order[: len(scores)]],
             window=window,
             budget=budget,
         )
-        stayed = [position for position in cache[: len(scores)] if position in kept]
-        stayed.sort(key=lambda position: -rated[position])
-        gaps = [rated[a] - rated[b] for a, b in pairwise(stayed)]
+        kept_rows = [position for position in cache[: len(scores)] if position in kept]
+        kept_rows.sort(key=lambda position: -score_of[position])
+        gaps = [score_of[a] - score_of[b] for a, b in pairwise(kept_rows)]
         if any(0 < gap < ATOL for gap in gaps):
-            return  # noise may have ordered these two the other way round
-        cache = stayed + newest
+            return  # rounding may have swapped these two
+        cache = kept_rows + newest
 
 
 def heads(keys: Tensor, queries: Tensor) -> list[tuple[int, int, list, list]]:
-    """Every ``(b, h, keys, queries)`` of a batch as lists, in the shape the oracles take."""
+    """Every ``(b, h, keys, queries)`` of a batch as lists, in the shape that oracles expect."""
     batch, num_kv_heads = keys.shape[:2]
     grouped = queries.double().unflatten(1, (num_kv_heads, -1))
     return [
@@ -108,7 +110,7 @@ def heads(keys: Tensor, queries: Tensor) -> list[tuple[int, int, list, list]]:
 
 
 def assert_rows_shape(kept: Tensor, keys: Tensor, budget: int) -> None:
-    """Check that ``keep_rows`` answered ``[B, H_kv, min(budget, T)]``, int64, rising."""
+    """Check that ``keep_rows`` returned ``[B, H_kv, min(budget, T)]``, int64, increasing."""
     batch, num_kv_heads, num_rows = keys.shape[:3]
     assert kept.dtype == torch.int64
     assert kept.shape == (batch, num_kv_heads, min(budget, num_rows))
@@ -118,7 +120,7 @@ def assert_rows_shape(kept: Tensor, keys: Tensor, budget: int) -> None:
 
 
 def result_values(result: Result) -> tuple[Any, ...]:
-    """All of a result that does not measure time or count requests."""
+    """The fields of a result that do not depend on time or on other requests."""
     return (
         result.tokens,
         result.finish_reason,

@@ -1,4 +1,4 @@
-"""Question sets as the hub has them, a few rows each, written in the true formats."""
+"""Question sets in the formats of the hub, with a few rows each."""
 
 import base64
 import json
@@ -49,21 +49,21 @@ AIME_24 = [
 
 
 def pack(tests: Sequence[Mapping[str, str]]) -> str:
-    """As the private tests of LiveCodeBench come: base64 of zlib of a pickled text of JSON."""
+    """The format of LiveCodeBench's private tests: base64 of zlib of a pickled JSON text."""
     text = json.dumps(tests).encode()
     pickled = b"\x80\x04X" + struct.pack("<I", len(text)) + text + b"\x94."
     return base64.b64encode(zlib.compress(pickled)).decode()
 
 
-def _stdin(given: str, wanted: str) -> dict[str, str]:
-    return {"input": given, "output": wanted, "testtype": "stdin"}
+def _stdin(given: str, expected: str) -> dict[str, str]:
+    return {"input": given, "output": expected, "testtype": "stdin"}
 
 
-def _call(given: str, wanted: str) -> dict[str, str]:
-    return {"input": given, "output": wanted, "testtype": "functional"}
+def _call(given: str, expected: str) -> dict[str, str]:
+    return {"input": given, "output": expected, "testtype": "functional"}
 
 
-# `livecodebench/code_generation_lite`, test.jsonl: columns hold JSON as texts.
+# `livecodebench/code_generation_lite`, test.jsonl: columns contain JSON texts.
 LIVECODEBENCH = [
     {
         "question_title": "Sum",
@@ -102,15 +102,15 @@ def write_jsonl(path: Path, rows: Sequence[Mapping[str, Any]]) -> Path:
 def write_hub_folder(
     folder: Path, rows: Sequence[Mapping[str, Any]], *, split: str, config: str = "default"
 ) -> Path:
-    """A data set as a clone of its repository on the hub: a card and Parquet files."""
+    """A data set like a clone of its hub repository: a card and Parquet files."""
     import datasets
 
     (folder / config).mkdir(parents=True)
-    place = f"{config}/{split}-00000-of-00001.parquet"
-    datasets.Dataset.from_list([dict(row) for row in rows]).to_parquet(str(folder / place))
+    path_in_repo = f"{config}/{split}-00000-of-00001.parquet"
+    datasets.Dataset.from_list([dict(row) for row in rows]).to_parquet(str(folder / path_in_repo))
     card = (
         f"---\nconfigs:\n- config_name: {config}\n  data_files:\n"
-        f"  - split: {split}\n    path: {place}\n---\n"
+        f"  - split: {split}\n    path: {path_in_repo}\n---\n"
     )
     (folder / "README.md").write_text(card, encoding="utf-8")
     return folder

@@ -1,4 +1,4 @@
-"""A tiny random model of every family that is run, with windows of a few tokens."""
+"""A tiny random model of every supported family, with windows of a few tokens."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,14 +12,14 @@ WINDOW = 6
 
 _ALTERNATING = {"sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention"]}
 
-#: Name of a family, and what its configuration says beside the sizes.
+#: Names of the families and the fields of their configurations other than sizes.
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {},
     "qwen2": {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 1},
     "qwen3": {},
     "mistral": {"sliding_window": WINDOW},
     "phi3": {"sliding_window": WINDOW},
-    # The factor on the logits is not that of the head size, and the cap is felt.
+    # The scale of the logits differs from that of the head size, and the soft cap has an effect.
     "gemma2": _ALTERNATING | {"query_pre_attn_scalar": 3, "attn_logit_softcapping": 4.0},
     "gemma3_text": _ALTERNATING | {"query_pre_attn_scalar": 20},
     "olmo2": {},
@@ -29,11 +29,11 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gpt_oss": _ALTERNATING,
 }
 
-#: Models that would be run wrongly: what their configuration says, a word of the reason.
+#: Unsupported models: changes of their configuration and a part of the error message.
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "t5": ({}, "encoder-decoder"),
     "mamba": ({"num_hidden_layers": 1}, "attention heads"),
-    # transformers 5.2 does not name its kinds of layers: it is found out when it is run.
+    # transformers 5.2 does not name its layer types, so the error comes from the first forward.
     "jamba": ({}, "linear_attention|mamba|0 of its 2 layers use the cache"),
     "llama4_text": ({}, "chunked_attention"),
     "deepseek_v3": ({"n_group": 1, "topk_group": 1}, "latent"),
@@ -43,7 +43,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "doge": ({"keep_window_size": 4}, "masks"),
 }
 
-#: Families some of whose layers have a window.
+#: Families with sliding windows.
 WINDOWED = [name for name, changes in FAMILIES.items() if "sliding_window" in changes]
 
 SIZES = {
@@ -70,13 +70,13 @@ SIZES = {
 
 
 def model_of(kind: str, **changes: Any) -> PreTrainedModel:
-    """A tiny random model of a family, which attends as transformers' eager code does."""
+    """A tiny random model of a family with transformers' eager attention."""
     known = AutoConfig.for_model(kind).to_dict()
     sizes = {name: value for name, value in SIZES.items() if name in known}
     config = AutoConfig.for_model(kind, **(sizes | changes))
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        # Eager: releases before 5.23 give Gemma-2 to a kernel that leaves its cap out.
+        # Eager, because releases before 5.23 run Gemma-2 with a kernel that omits its soft cap.
         auto = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
         return auto.from_config(config, attn_implementation="eager").float().eval()
 
@@ -89,10 +89,12 @@ def family_model(
     changes = FAMILIES[family]
     model = model_of(family, **(changes | ({"sliding_window": window} if changes else {})))
     if hasattr(model, "set_experts_implementation"):
-        model.set_experts_implementation("eager")  # grouped products know no double precision
+        model.set_experts_implementation(
+            "eager"
+        )  # grouped products do not support double precision
     for name, weight in model.named_parameters():
         if name.endswith(("q_norm.weight", "k_norm.weight")):
-            # Normed heads would attend almost evenly, and every prompt would end the same way.
+            # Normalised heads attend almost uniformly, so every prompt would get the same tokens.
             weight.data.add_(1.0)
         if name.endswith("embed_tokens.weight") and "gemma" in family:
             weight.data.div_(model.config.hidden_size**0.5)
@@ -102,8 +104,8 @@ def family_model(
 
 
 @contextmanager
-def calling(model: PreTrainedModel, attention: str) -> Iterator[None]:
-    """Have a model call an attention function of transformers by its name."""
+def attention_implementation(model: PreTrainedModel, attention: str) -> Iterator[None]:
+    """Switch a model to a registered attention function of transformers."""
     before = model.config._attn_implementation
     model.config._attn_implementation = attention
     try:

@@ -1,4 +1,4 @@
-"""Model folders as a user has them, small enough for a test."""
+"""Small model folders in the format of transformers."""
 
 from pathlib import Path
 
@@ -8,8 +8,8 @@ NUM_LAYERS = 2
 
 
 def save_tiny_model(folder: Path) -> Path:
-    """A random model with the reasoner's tokenizer, as transformers saves it."""
-    from kvpolicy_reasoner.tokenizer import build_tokenizer  # not in all installations
+    """Save a random model with the reasoner's tokenizer."""
+    from kvpolicy_reasoner.tokenizer import build_tokenizer  # not installed everywhere
 
     tokenizer = build_tokenizer()
     model = tiny_model(

@@ -1,4 +1,4 @@
-"""The recorded cases: what the manifest lists, and the arrays of each."""
+"""The recorded cases of the manifest, with their arrays."""
 
 import json
 import os
@@ -25,7 +25,7 @@ class Case:
     def arrays(self) -> dict[str, np.ndarray]:
         path = FOLDER / self.file
         if not path.exists():
-            pytest.skip(f"{path} is listed but not here")
+            pytest.skip(f"{path} is listed but missing")
         with np.load(path) as stored:
             return dict(stored)
 
@@ -34,7 +34,7 @@ class Case:
         return self.args.get("dtype") == "bfloat16"
 
     def tensor(self, array: np.ndarray) -> Tensor:
-        """A recorded array in the dtype the authors' class was given."""
+        """A recorded array in the dtype of the recording."""
         return torch.from_numpy(array).to(torch.bfloat16 if self.is_bfloat16 else torch.float32)
 
 

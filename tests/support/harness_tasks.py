@@ -1,4 +1,4 @@
-"""Tasks of lm-evaluation-harness in files of one's own: YAML and a few questions, no network."""
+"""Tasks of lm-evaluation-harness in local files: YAML and a few questions, no network."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -55,7 +55,7 @@ metric_list:
 def write_task(
     folder: Path, name: str, body: str, rows: Sequence[Mapping[str, object]], *, data: str = ""
 ) -> Path:
-    """Write a task and its questions; ``data`` is another file to look for them in."""
+    """Write a task and its questions; ``data`` replaces the path of the questions."""
     folder.mkdir(exist_ok=True)
     questions = folder / f"{name}.jsonl"
     questions.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")

@@ -1,4 +1,4 @@
-"""Pages that hold the kept-token view and nothing else, and what it should say, in plain loops."""
+"""Pages that contain only the kept-token view, and a plain-loop reference for it."""
 
 from importlib.resources import files
 from pathlib import Path
@@ -20,14 +20,14 @@ _PAGE = """<!doctype html>
 
 
 def empty_page() -> str:
-    """The program and its style; nothing is shown yet."""
+    """The scripts and styles without any record."""
     style = "\n".join((_ASSETS / f"{name}.css").read_text() for name in ("page", "kept"))
     read = lambda name: _MAIN if name == "dev" else (_ASSETS / f"{name}.js").read_text()  # noqa: E731
     return _PAGE.format(style=style, program=bundle("dev", read))
 
 
 class Shown:
-    """A page with records in it."""
+    """An open page that shows records."""
 
     def __init__(self, browser: Any, folder: Path, **options: Any) -> None:
         self.complaints: list[str] = []
@@ -65,7 +65,7 @@ class Shown:
 
 
 def held_by(record: dict[str, Any], layer: int | None, head: int | None, time: int) -> list[int]:
-    """For each token the heads that hold it when there are so many tokens: the format's rule."""
+    """For each token, the number of heads that hold it after ``time`` tokens."""
     counts = [0] * len(record["tokens"])
     for one in record["layers"]:
         if layer is not None and one["layer"] != layer:
@@ -80,7 +80,7 @@ def held_by(record: dict[str, Any], layer: int | None, head: int | None, time: i
 
 
 def times_of(records: list[dict[str, Any]], layer: int | None) -> list[int]:
-    """The steps: compactions of the chosen layers, and the ends."""
+    """The time steps: compactions of the chosen layers, and the ends of the records."""
     found = {max(len(record["tokens"]) - 1, 0) for record in records}
     for record in records:
         for one in record["layers"]:

@@ -1,8 +1,8 @@
 """A policy that kills its process at a given compaction.
 
-Every process counts its compactions. At the number in the file, the file is deleted and the process
-(or its parent, which loaded the plugin) gets the signal. Without the file nothing happens, so that
-the same command can run again to its end.
+Every process counts its compactions. At the number in the file, the plugin deletes the file and
+sends the signal to the process (or to its parent, which loaded the plugin). Without the file
+nothing happens, so the same command can run again to completion.
 """
 
 from pathlib import Path
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from kvpolicy import hookimpl
 
-FUSE = Path(__file__).with_name("fuse")  # so that its code is the same in every folder
+FUSE = Path(__file__).with_name("fuse")  # relative: equal code in every folder
 PARENT = os.getpid()
 COUNTED = []
 
@@ -38,7 +38,7 @@ class Fused:
 
 
 class Fuse:
-    """The plugin file, and the file that arms it."""
+    """The plugin file and the file that activates it."""
 
     def __init__(self, folder: Path) -> None:
         self._file = folder / "fuse"

@@ -1,4 +1,4 @@
-"""Sweeps for tests, over models that exist only as descriptions."""
+"""Sweeps for tests, with models that are only described."""
 
 from typing import Any
 
@@ -23,7 +23,7 @@ BASE = SweepConfig(
 
 
 class Catalogue:
-    """Describes models; ``a`` and ``a'`` are two names of one model."""
+    """Provides model descriptions; ``a`` and ``a'`` are two names of one model."""
 
     def __init__(self) -> None:
         self.described: list[str] = []

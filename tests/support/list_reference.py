@@ -1,7 +1,7 @@
-"""Greedy decoding over plain lists: the oracle where policies evict in layers with windows.
+"""Oracle of greedy decoding with eviction in sliding-window layers, in plain lists.
 
 One sequence, one token at a time; keys and values are lists of numbers, attention is a loop.
-The model itself computes everything else. Nothing here imports kvpolicy.
+The model computes everything else. Nothing here imports kvpolicy.
 """
 
 import math
@@ -10,22 +10,22 @@ from typing import Any
 
 import attrs
 import torch
-from families import calling
+from families import attention_implementation
 from torch import Tensor
 from transformers import AttentionInterface, Cache, PreTrainedModel
 
-#: Whether a layer wants a compaction at this many tokens, by itself.
+#: Whether a layer is due for a compaction at this number of tokens.
 Due = Callable[[int], bool]
 
 
 @attrs.define(eq=False)
 class ListLayer:
-    """One layer: its rules, and the rows of each KV head as (position, key, value)."""
+    """One layer: its settings, and the rows of each KV head as (position, key, value)."""
 
     window: int | None
     budget: int
     buffer: int
-    rate: Callable[[int, int], float]  # head, position -> score
+    rate: Callable[[int, int], float]  # (head, position) -> score
     due: Due
     heads: list[list[tuple[int, list[float], list[float]]]] = attrs.field(factory=list)
     num_compactions: int = 0
@@ -36,19 +36,19 @@ class ListLayer:
                 self.heads.append([])
             self.heads[head].append((position, keys[head].tolist(), values[head].tolist()))
 
-    def sees(self, asked_at: int, position: int) -> bool:
-        return self.window is None or asked_at - position < self.window
+    def sees(self, query_position: int, position: int) -> bool:
+        return self.window is None or query_position - position < self.window
 
-    def compact(self, seq_len: int, *, prompt_is_in: bool) -> None:
-        """After a token: full slabs are compacted, and those that want to be."""
+    def compact(self, seq_len: int, *, prefill_done: bool) -> None:
+        """After a token: compact the layer if it is full or due."""
         slides = self.window is not None and self.budget + self.buffer >= self.window
         full = not slides and len(self.heads[0]) >= self.budget + self.buffer
-        wanted = prompt_is_in and self.due(seq_len)
-        if not (full or wanted) or len(self.heads[0]) <= self.budget:
+        is_due = prefill_done and self.due(seq_len)
+        if not (full or is_due) or len(self.heads[0]) <= self.budget:
             return
-        lost = [[not self.sees(seq_len, row[0]) for row in rows] for rows in self.heads]
-        num_lost = min(sum(flags) for flags in lost)
-        self.heads = [rows[num_lost:] for rows in self.heads]
+        outside = [[not self.sees(seq_len, row[0]) for row in rows] for rows in self.heads]
+        num_outside = min(sum(flags) for flags in outside)
+        self.heads = [rows[num_outside:] for rows in self.heads]
         if len(self.heads[0]) <= self.budget:
             return
         self.num_compactions += 1
@@ -64,16 +64,16 @@ class ListLayer:
             self.heads[head] = sorted(ranked[: self.budget])
 
 
-class _Lists(Cache):
-    """What the model takes for its cache."""
+class _ListCache(Cache):
+    """The cache object that is passed to the model."""
 
     def __init__(self, layers: list[ListLayer]) -> None:
         super().__init__(layers=[])
-        self.layers_ = layers
+        self.lists = layers
         self.seen = 0
 
     def update(self, keys: Tensor, values: Tensor, layer_idx: int, *_: Any, **__: Any) -> Any:
-        self.layers_[layer_idx].store(self.seen, keys[0, :, 0], values[0, :, 0])
+        self.lists[layer_idx].store(self.seen, keys[0, :, 0], values[0, :, 0])
         return keys, values
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
@@ -92,21 +92,21 @@ def _attend(
     s_aux: Tensor | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    layer = list_cache.layers_[module.layer_idx]
+    layer = list_cache.lists[module.layer_idx]
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     group = query.shape[1] // key.shape[1]
     answer = torch.zeros(1, 1, query.shape[1], query.shape[-1], dtype=query.dtype)
     for head in range(query.shape[1]):
-        asking = query[0, head, 0].tolist()
+        query_vector = query[0, head, 0].tolist()
         rows = [r for r in layer.heads[head // group] if layer.sees(list_cache.seen, r[0])]
-        logits = [scaling * sum(map(float.__mul__, asking, row[1])) for row in rows]
+        logits = [scaling * sum(map(float.__mul__, query_vector, row[1])) for row in rows]
         if softcap is not None:
             logits = [softcap * math.tanh(logit / softcap) for logit in logits]
         sink = [] if s_aux is None else [float(s_aux[head])]
-        most = max(logits + sink)
-        shares = [math.exp(logit - most) for logit in logits + sink]
-        for share, (_, _, brought) in zip(shares, rows, strict=False):
-            for d, number in enumerate(brought):
+        peak = max(logits + sink)
+        shares = [math.exp(logit - peak) for logit in logits + sink]
+        for share, (_, _, value_vector) in zip(shares, rows, strict=False):
+            for d, number in enumerate(value_vector):
                 answer[0, 0, head, d] += share / sum(shares) * number
     return answer, None
 
@@ -114,10 +114,10 @@ def _attend(
 def reference_tokens(
     model: PreTrainedModel, layers: list[ListLayer], prompt: list[int], max_new_tokens: int
 ) -> list[int]:
-    """Greedy tokens, each layer keeping what its rules say."""
+    """Greedy tokens, with eviction in each layer by its settings."""
     AttentionInterface.register("list_reference", _attend)
-    cache, tokens = _Lists(layers), list(prompt)
-    with torch.no_grad(), calling(model, "list_reference"):
+    cache, tokens = _ListCache(layers), list(prompt)
+    with torch.no_grad(), attention_implementation(model, "list_reference"):
         while True:
             logits = model(
                 input_ids=torch.tensor([[tokens[cache.seen]]]),
@@ -132,4 +132,4 @@ def reference_tokens(
                 if len(tokens) == len(prompt) + max_new_tokens:
                     return tokens[len(prompt) :]
             for layer in layers:
-                layer.compact(cache.seen, prompt_is_in=cache.seen >= len(prompt))
+                layer.compact(cache.seen, prefill_done=cache.seen >= len(prompt))

@@ -1,4 +1,4 @@
-"""What a model is like, to compare before and after."""
+"""The state of a model, to compare before and after."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ from torch import nn
 
 
 def state_of(model: nn.Module) -> list[Any]:
-    """Everything of a model that a forward could have changed."""
+    """All attributes of a model that a forward could change."""
     found: list[Any] = []
     for module in model.modules():
         attributes = {name: value for name, value in vars(module).items() if name != "_modules"}

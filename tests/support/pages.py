@@ -1,19 +1,19 @@
-"""Markdown pages as programs: their blocks run as printed, and print what is printed.
+"""Markdown pages as programs: code blocks run as printed, and their output is compared.
 
-The info string of a block tells what it is:
+The info string of a block states its kind:
 
-    ```python                   runs; a ``text`` block right after it is what it prints
-    ```python continued         the same, and knows the names of the block before it
+    ```python                   runs; a ``text`` block right after it is its output
+    ```python continued         the same, with the names of the previous block
     ```python title="NAME"      is saved as NAME first (``test_*`` is saved only)
-    ```text signature           is prose
-    ```toml title="NAME"        is saved as NAME; a plan must resolve, a sweep be well-formed
+    ```text signature           is not compared
+    ```toml title="NAME"        is saved as NAME; a plan must resolve, a sweep must be valid
     ```sh                       each line runs if it is a command named in `Page._run_line`
-    ```sh slow                  runs only if asked for
+    ```sh slow                  runs only with ``slow=True``
     ```sh tasks                 runs only if the extra ``tasks`` is installed
-    ```python results           runs only if pandas, duckdb and pyarrow are
-    ```sh tensor-parallel       the same, of another extra
+    ```python results           runs only if pandas, duckdb and pyarrow are installed
+    ```sh tensor-parallel       the same for another extra
 
-``...`` in a ``text`` block stands for anything, also for lines.
+``...`` in a ``text`` block matches anything, including lines.
 """
 
 import contextlib
@@ -40,14 +40,14 @@ from kvpolicy.lab.sweep.sweep_file import load_preset
 
 _FENCE = re.compile(r"^```(\w+)?[ ]*(.*?)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _ELLIPSIS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
-# What a block may need beside what the tests need: an extra, and the packages it brings.
+# Extras that a block may require, and the packages to look for.
 _EXTRAS = {
     "tasks": ("math_verify",),
     "results": ("pandas", "duckdb", "pyarrow"),
     "tensor-parallel": ("accelerate",),
     "lm-eval": ("lm_eval",),
 }
-_NUM_LAYERS = 4  # of the bundled reasoner, on which the plans of the pages are used
+_NUM_LAYERS = 4  # of the bundled reasoner, which the plans of the pages are for
 
 
 @attrs.frozen
@@ -74,7 +74,7 @@ def blocks_of(path: Path) -> list[Block]:
 
 
 class Page:
-    """A page that is followed to the letter, in a folder of its own."""
+    """Runs the blocks of a page in a folder."""
 
     def __init__(self, path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.path, self.folder = path, folder
@@ -83,10 +83,10 @@ class Page:
         monkeypatch.chdir(folder)
         monkeypatch.syspath_prepend(str(folder))
         monkeypatch.setattr(discovery, "_from_files", {})
-        monkeypatch.setenv("COLUMNS", "80")  # help texts are wrapped
+        monkeypatch.setenv("COLUMNS", "80")  # the width of help texts
 
     def follow(self, *, slow: bool = False) -> None:
-        """Run every block, and compare what is printed with what the page says."""
+        """Run every block and compare its output with the page."""
         printed: str | None = None
         for block in blocks_of(self.path):
             if block.language == "text":
@@ -105,7 +105,7 @@ class Page:
 
     def _compare(self, block: Block, printed: str) -> None:
         if not doctest.OutputChecker().check_output(block.text, printed, _ELLIPSIS):
-            pytest.fail(f"{self._place(block)} says\n{block.text}\nbut what came is\n{printed}")
+            pytest.fail(f"{self._place(block)} expects\n{block.text}\nbut the output is\n{printed}")
 
     def _run(self, block: Block, slow: bool) -> str | None:
         if block.title is not None:
@@ -129,7 +129,7 @@ class Page:
         file = self.folder / title
         file.parent.mkdir(exist_ok=True)
         file.write_text(text, encoding="utf-8")
-        # A page may improve a file it has shown before.
+        # A page may replace a file that it has shown before.
         sys.modules.pop(file.stem, None)
 
     def _run_python(self, block: Block) -> str | None:
@@ -147,24 +147,24 @@ class Page:
         return out.getvalue()
 
     def _run_line(self, line: str) -> str:
-        words = shlex.split(line)
-        if words[0] == "kvpolicy":
-            return run_command(words[1:])
-        if words[0] == "pytest":
-            return _run_pytest(words[1:])
-        if words[0] == "torchrun":
-            return _run_torchrun(words[1:])
-        if words[0] in ("mkdir", "cp"):
-            return subprocess.run(words, check=True, capture_output=True, text=True).stdout
-        if words[:2] == ["pip", "install"] and words[2].startswith("./"):
-            self._install(self.folder / words[2])
+        args = shlex.split(line)
+        if args[0] == "kvpolicy":
+            return run_command(args[1:])
+        if args[0] == "pytest":
+            return _run_pytest(args[1:])
+        if args[0] == "torchrun":
+            return _run_torchrun(args[1:])
+        if args[0] in ("mkdir", "cp"):
+            return subprocess.run(args, check=True, capture_output=True, text=True).stdout
+        if args[:2] == ["pip", "install"] and args[2].startswith("./"):
+            self._install(self.folder / args[2])
             return ""
-        # Set-up lines run in CI, from a fresh clone.
-        assert words[0] in ("python3", ".venv/bin/pytest", ".venv/bin/ruff", ".venv/bin/mypy"), line
+        # CI runs the set-up lines from a fresh clone.
+        assert args[0] in ("python3", ".venv/bin/pytest", ".venv/bin/ruff", ".venv/bin/mypy"), line
         return ""
 
     def _install(self, package: Path) -> None:
-        """Do what pip does, without the network: put modules and metadata on the path."""
+        """Like pip without the network: put modules and metadata on the path."""
         project = tomllib.loads((package / "pyproject.toml").read_text())["project"]
         site = self.folder / "site-packages"
         info = site / f"{project['name'].replace('-', '_')}-{project['version']}.dist-info"
@@ -179,33 +179,33 @@ class Page:
             shutil.copy(module, site)
             sys.modules.pop(module.stem, None)
         self._monkeypatch.syspath_prepend(str(site))
-        # From here on only what is installed counts, not what --plugin was given.
+        # From here on, only installed policies are available, not those of --plugin.
         self._monkeypatch.setattr(discovery, "_from_files", {})
 
 
-def run_command(words: list[str]) -> str:
-    """Run ``kvpolicy`` in this process; what it prints. It must succeed."""
+def run_command(args: list[str]) -> str:
+    """Run ``kvpolicy`` in this process and return its output. It must succeed."""
     from kvpolicy.cli.app import run
 
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-        status = run(words)
-    assert status == 0, f"kvpolicy {shlex.join(words)} exited with {status}: {err.getvalue()}"
+        status = run(args)
+    assert status == 0, f"kvpolicy {shlex.join(args)} exited with {status}: {err.getvalue()}"
     return out.getvalue()
 
 
-def _run_torchrun(words: list[str]) -> str:
-    """By the loopback alone, as the options of the page have it."""
-    here = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    command = [sys.executable, "-m", "torch.distributed.run", "--local-addr", "127.0.0.1", *words]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=here)
+def _run_torchrun(args: list[str]) -> str:
+    """Run torchrun over the loopback interface only."""
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    command = [sys.executable, "-m", "torch.distributed.run", "--local-addr", "127.0.0.1", *args]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
 
-def _run_pytest(words: list[str]) -> str:
-    # Away from this project's own configuration, which belongs to its own tests.
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--rootdir=.", *words]
+def _run_pytest(args: list[str]) -> str:
+    # Without this project's pytest configuration.
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--rootdir=.", *args]
     outer = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=outer)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -221,7 +221,7 @@ def _command_lines(text: str) -> Iterator[str]:
 def _check_toml(block: Block) -> None:
     data = tomllib.loads(block.text)
     if "slots" in data:
-        assert block.title is not None, "a sweep is read from its file"
+        assert block.title is not None, "a sweep block needs a title"
         load_preset(block.title)
     elif "project" not in data:
         Plan.from_dict(data).resolve(_NUM_LAYERS)

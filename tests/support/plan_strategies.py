@@ -26,14 +26,16 @@ stacks = st.sampled_from(STACKS).map(copy.deepcopy)
 
 @st.composite
 def wheres(draw: st.DrawFn, num_layers: int) -> list[Any]:
-    """Ways to cover every layer of a model exactly once."""
+    """Lists of ``where`` values that cover every layer exactly once."""
     cuts = draw(st.lists(st.integers(1, num_layers - 1), unique=True, max_size=3))
     edges = [0, *sorted(cuts), num_layers]
     spans = list(itertools.pairwise(edges))
-    return [draw(_spelled(first, end, num_layers)) for first, end in draw(st.permutations(spans))]
+    return [
+        draw(_where_of_span(first, end, num_layers)) for first, end in draw(st.permutations(spans))
+    ]
 
 
-def _spelled(first: int, end: int, num_layers: int) -> st.SearchStrategy[Any]:
+def _where_of_span(first: int, end: int, num_layers: int) -> st.SearchStrategy[Any]:
     listed = st.permutations(range(first, end)).map(list)
     negative = listed.map(lambda layers: [layer - num_layers for layer in layers])
     slices = [f"{first}:{end}"] + ([f"{first - num_layers}:"] if end == num_layers else [])
@@ -84,31 +86,33 @@ def mutated(draw: st.DrawFn, *, num_layers: int = 4) -> dict[str, Any]:
     """A valid plan in which entries were added, replaced or removed."""
     data = draw(plan_data(num_layers=num_layers))
     for _ in range(draw(st.integers(1, 3))):
-        spot: Any = data
+        container: Any = data
         while True:
-            inner = [one for one in _values(spot) if isinstance(one, (dict, list)) and one]
+            inner = [one for one in _values(container) if isinstance(one, (dict, list)) and one]
             if not inner or draw(st.booleans()):
                 break
-            spot = draw(st.sampled_from(inner))
-        _change(draw, spot)
+            container = draw(st.sampled_from(inner))
+        _change(draw, container)
     return data
 
 
-def _values(spot: Any) -> list[Any]:
-    return list(spot.values()) if isinstance(spot, dict) else spot
+def _values(container: Any) -> list[Any]:
+    return list(container.values()) if isinstance(container, dict) else container
 
 
-def _change(draw: st.DrawFn, spot: Any) -> None:
-    keys: list[Any] = list(spot) if isinstance(spot, dict) else list(range(len(spot)))
+def _change(draw: st.DrawFn, container: Any) -> None:
+    keys: list[Any] = (
+        list(container) if isinstance(container, dict) else list(range(len(container)))
+    )
     kind = draw(st.sampled_from(["add", "replace", "remove"]))
     if kind == "add" or not keys:
-        if isinstance(spot, dict):
-            spot[draw(texts)] = draw(anything)
+        if isinstance(container, dict):
+            container[draw(texts)] = draw(anything)
         else:
-            spot.append(draw(anything))
+            container.append(draw(anything))
         return
     key = draw(st.sampled_from(keys))
     if kind == "replace":
-        spot[key] = draw(anything)
+        container[key] = draw(anything)
     else:
-        del spot[key]
+        del container[key]

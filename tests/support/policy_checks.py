@@ -1,4 +1,4 @@
-"""What holds for every policy, to be called from the tests of each."""
+"""Checks for every policy, called from the tests of each."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ from kvpolicy.testing import keep_rows
 
 
 def assert_batch_equals_single_rows(name: str, drawn: Drawn, budget: int, **knobs: Any) -> None:
-    """A sequence keeps the same rows whatever stands beside it in the batch."""
+    """A sequence keeps the same rows in any batch."""
     kept = keep_rows(name, drawn.keys, drawn.values, drawn.queries, budget=budget, **knobs)
     for b in range(len(drawn.keys)):
         one = drawn.row(b)
@@ -27,7 +27,7 @@ def assert_nothing_leaves(name: str, drawn: Drawn, budget: int, **knobs: Any) ->
 
 
 def assert_half_precision_works(name: str, budget: int, **knobs: Any) -> None:
-    """bf16 rows are judged by fp32 scores: the same rows stay as for their exact fp32 copies."""
+    """bf16 rows have fp32 scores: the kept rows equal those of exact fp32 copies."""
     keys, values = (fill((2, 2, 24, 8), "gauss", seed).bfloat16() for seed in (1, 2))
     queries = fill((2, 4, 24, 8), "gauss", 3).bfloat16()
     kept = keep_rows(name, keys, values, queries, budget=budget, **knobs)
@@ -37,7 +37,7 @@ def assert_half_precision_works(name: str, budget: int, **knobs: Any) -> None:
 
 
 def assert_knobs_refused(name: str, knobs: dict[str, Any], error: type[Exception]) -> None:
-    """The message names the policy and the knob, or the value that was given."""
+    """Check that the knobs raise ``error`` with the policy and a knob in the message."""
     with pytest.raises(error, match=name) as caught:
         load_policy(name, **knobs)
     assert any(knob in str(caught.value) for knob in knobs)

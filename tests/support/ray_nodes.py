@@ -1,8 +1,8 @@
-"""A Ray cluster of two nodes on this machine, in a process of its own: a program for tests.
+"""A program that runs a Ray cluster of two nodes on this machine, for tests.
 
 It prints ``{"address": ..., "nodes": [pid of a raylet, ...]}`` on stdout, and again after each line
-on stdin: ``kill N`` ends node N and all its workers at once, as a power cut would, and puts a
-new one in its place. It ends when its stdin closes.
+on stdin: ``kill N`` kills node N and all its workers at once, like a power failure, and starts
+a replacement. The program exits when its stdin closes.
 """
 
 import json
@@ -18,7 +18,7 @@ _SMALL = {"object_store_memory": 80_000_000, "include_dashboard": False}
 
 
 def children_of(pid: int) -> list[int]:
-    """Processes that a process has started."""
+    """The child processes of a process."""
     found = Path(f"/proc/{pid}/task").glob("*/children")
     return [int(child) for path in found for child in path.read_text("utf-8").split()]
 
@@ -29,7 +29,7 @@ def raylet_of(node: Any) -> int:
 
 
 def kill(cluster: Cluster, node: Any) -> None:
-    """End a node and its workers without notice."""
+    """Kill a node and its workers."""
     raylet = raylet_of(node)
     for pid in [raylet, *children_of(raylet)]:
         os.kill(pid, signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""Policies for tests: one notes and checks what the hooks see, others misbehave on request."""
+"""Policies for tests: one records and checks hook arguments, others return given answers."""
 
 from collections.abc import Generator
 
@@ -35,14 +35,14 @@ class Record:
 
 @attrs.define(eq=False)
 class Recorder:
-    """List it last in a stack: it wraps all others and changes nothing.
+    """Records all compactions. Last in a stack, it wraps all other policies and changes nothing.
 
-    Every sequence gets a `Record`, in the order of their first compactions. At each
-    compaction it checks what must hold between this one and the one before it.
+    Every sequence gets a `Record`, in the order of first compactions. Each compaction is checked
+    against the previous one of its sequence and layer.
     """
 
     records: list[Record] = attrs.field(factory=list)
-    follows: bool = True  # whether rows stay what they were, which some policies see to
+    follows: bool = True  # whether to check that rows are unchanged; some policies rewrite them
 
     @hookimpl(wrapper=True)
     def score(
@@ -88,22 +88,22 @@ class Recorder:
 
 
 def check_follows(before: Compaction | None, now: Compaction) -> None:
-    """Rows are those that stayed, unchanged, and every token since: no more and no less."""
-    joined = torch.arange(0 if before is None else before.seq_len, now.seq_len)
-    joined = joined.expand(len(now.positions), -1)
-    expected = joined if before is None else torch.cat([before.kept, joined], dim=1)
+    """Check that the rows are the kept ones, unchanged, and every token since, and no others."""
+    new_positions = torch.arange(0 if before is None else before.seq_len, now.seq_len)
+    new_positions = new_positions.expand(len(now.positions), -1)
+    expected = new_positions if before is None else torch.cat([before.kept, new_positions], dim=1)
     assert torch.equal(now.positions, expected)
     if before is not None:
-        stayed = torch.searchsorted(before.positions, before.kept)[..., None]
-        stayed = stayed.expand(-1, -1, before.keys.shape[-1])
-        num = stayed.shape[1]
-        assert torch.equal(now.keys[:, :num], before.keys.gather(1, stayed))
-        assert torch.equal(now.values[:, :num], before.values.gather(1, stayed))
+        kept_index = torch.searchsorted(before.positions, before.kept)[..., None]
+        kept_index = kept_index.expand(-1, -1, before.keys.shape[-1])
+        num = kept_index.shape[1]
+        assert torch.equal(now.keys[:, :num], before.keys.gather(1, kept_index))
+        assert torch.equal(now.values[:, :num], before.values.gather(1, kept_index))
 
 
 @attrs.define(eq=False)
 class Scores:
-    """Answer `score` with what a function of the positions says."""
+    """Implements `score` by a function of the positions."""
 
     of: object
 
@@ -114,7 +114,7 @@ class Scores:
 
 @attrs.define(eq=False)
 class Selects:
-    """Answer `select` with what a function of the scores and the budget says."""
+    """Implements `select` by a function of the scores and the budget."""
 
     of: object
 

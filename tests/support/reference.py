@@ -1,13 +1,13 @@
-"""Slow oracles: what each method keeps, written from the published formulas in plain loops.
+"""Slow oracles: the rows that each method keeps, from the published formulas in plain loops.
 
-Nothing here imports kvpolicy, and nothing is vectorised: an oracle that shared an idea with
-the sources would share its mistakes. One oracle sees one KV head of one sequence:
+Nothing here imports kvpolicy, and nothing is vectorised: an oracle that shares an idea with
+the sources would share its mistakes. An oracle takes one KV head of one sequence:
 
     keys      [T][D]       rows of the cache, oldest first
     queries   [G][W][D]    the last queries of the query heads that share this KV head
 
-and all arithmetic is in double precision. A score list rates the *candidates*, the rows
-before the forced window; `with_window` adds the window and returns row indices, rising.
+and all arithmetic is in double precision. A score list is for the *candidates*, the rows
+before the forced window; `with_window` adds the window and returns increasing row indices.
 """
 
 import math
@@ -19,13 +19,13 @@ Matrix = Sequence[Vector]
 
 
 def top_rows(scores: Sequence[float], budget: int) -> list[int]:
-    """The rows with the highest scores, of two equals the newer, rising."""
+    """The rows with the highest scores, of equal ones the newer, in increasing order."""
     best_first = sorted(range(len(scores)), key=lambda t: (-scores[t], -t))
     return sorted(best_first[:budget])
 
 
 def with_window(scores: Sequence[float], window: int, budget: int) -> list[int]:
-    """The best ``budget - window`` candidates and the ``window`` rows behind them."""
+    """The best ``budget - window`` candidates and the ``window`` rows after them."""
     newest = [len(scores) + i for i in range(window)]
     return top_rows(scores, budget - window) + newest
 
@@ -49,8 +49,8 @@ def attention(query: Vector, keys: Matrix) -> list[float]:
 def pool(values: Sequence[float], kernel: int, kind: str) -> list[float]:
     """1-D pooling, stride 1, ``kernel // 2`` on both sides.
 
-    The maximum ignores what lies outside; the mean counts it as zeros, as torch does by
-    default, so that values at the edges are damped.
+    The maximum ignores values outside; the mean counts them as zeros, as torch does by
+    default, so values at the edges are reduced.
     """
     half = kernel // 2
     pooled = []
@@ -70,8 +70,8 @@ def streaming(num_rows: int, budget: int, n_sink: int) -> list[int]:
     return [t for t in range(num_rows) if t < n_sink or t >= num_rows - (budget - n_sink)]
 
 
-def turned(key: Vector, by: int, theta: float = 10_000.0) -> list[float]:
-    """RoPE: number i of the first half of a head and number i of the second are a point."""
+def rotated(key: Vector, by: int, theta: float = 10_000.0) -> list[float]:
+    """RoPE: element i of the first half of a head and element i of the second are a 2-D point."""
     half = len(key) // 2
     out = [float(x) for x in key]
     for i in range(half):
@@ -83,10 +83,10 @@ def turned(key: Vector, by: int, theta: float = 10_000.0) -> list[float]:
 
 
 class StreamingLlama:
-    """A Llama that reads one token at a time, and rotates by place in its cache, as published.
+    """A Llama that reads one token at a time and rotates by cache index, as published.
 
-    Keys are kept as they are before RoPE. In every step they are rotated by their row, and the
-    query by the last one. When the cache is full, sinks and the newest rows stay.
+    Keys are stored before RoPE. In every step they are rotated by their row index, and the query
+    by the last one. When the cache is full, it keeps the sinks and the newest rows.
     """
 
     def __init__(
@@ -111,17 +111,17 @@ class StreamingLlama:
         ]
 
     def greedy(self, prompt: Sequence[int], num_tokens: int) -> list[int]:
-        """The tokens it writes after a prompt."""
+        """Greedy tokens after a prompt."""
         for token in prompt:
             logits = self.read(token)
-        written = [max(range(len(logits)), key=lambda i: logits[i])]
-        while len(written) < num_tokens:
-            logits = self.read(written[-1])
-            written.append(max(range(len(logits)), key=lambda i: logits[i]))
-        return written
+        tokens = [max(range(len(logits)), key=lambda i: logits[i])]
+        while len(tokens) < num_tokens:
+            logits = self.read(tokens[-1])
+            tokens.append(max(range(len(logits)), key=lambda i: logits[i]))
+        return tokens
 
     def read(self, token: int) -> list[float]:
-        """Logits after one more token."""
+        """Read one token and return the logits."""
         state = [float(x) for x in self.weights["model.embed_tokens.weight"][token]]
         for layer in range(self.num_layers):
             name = f"model.layers.{layer}."
@@ -150,8 +150,8 @@ class StreamingLlama:
         group = len(queries) // len(keys)
         mixed: list[float] = []
         for h, query in enumerate(queries):
-            seen = [turned(row[0][h // group], t, self.theta) for t, row in enumerate(rows)]
-            weights = attention(turned(query, len(rows) - 1, self.theta), seen)
+            seen = [rotated(row[0][h // group], t, self.theta) for t, row in enumerate(rows)]
+            weights = attention(rotated(query, len(rows) - 1, self.theta), seen)
             mixed += [
                 math.fsum(w * row[1][h // group][d] for w, row in zip(weights, rows, strict=True))
                 for d in range(self.head_dim)
@@ -173,13 +173,13 @@ class StreamingLlama:
 
 
 class HeavyHitters:
-    """H2O of one KV head: sums of the attention each resident row has ever received."""
+    """H2O of one KV head: the attention that each resident row has received in total."""
 
     def __init__(self, num_query_heads: int) -> None:
         self.sums: list[list[float]] = [[] for _ in range(num_query_heads)]
 
     def forward(self, keys: Matrix, queries: Sequence[Matrix]) -> None:
-        """Let ``m`` new queries see the resident rows, the last ``m`` of which are their own."""
+        """Attend with ``m`` new queries over the resident rows, the last ``m`` of which are new."""
         for head, head_queries in enumerate(queries):
             sums, num_new = self.sums[head], len(head_queries)
             sums += [0.0] * (len(keys) - len(sums))
@@ -192,7 +192,7 @@ class HeavyHitters:
         return [reduce_group(column, group_reduce) for column in zip(*self.sums, strict=True)]
 
     def keep(self, rows: Iterable[int]) -> None:
-        """Evicted rows stop existing, and their sums with them."""
+        """Drop the sums of evicted rows."""
         rows = list(rows)
         self.sums = [[sums[t] for t in rows] for sums in self.sums]
 
@@ -236,7 +236,7 @@ def knorm(keys: Matrix) -> list[float]:
 
 
 def lot(seed: int, layer: int, head: int, position: int) -> float:
-    """A number in [0, 1): three counters, mixed in one after another."""
+    """A number in [0, 1) from a hash of layer, head and position."""
 
     def mix(x: int) -> int:
         for shift, factor in ((16, 0x21F0AAAD), (15, 0x735A2D97)):
@@ -261,7 +261,7 @@ def snapkv(
     kernel_size: int = 7,
     pooling: str = "maxpool",
 ) -> list[float]:
-    """Decode form, also R-KV's importance: heads meet before the softmax, no window columns."""
+    """Decode form, also R-KV's importance: heads are reduced before the softmax."""
     candidates = keys[: len(keys) - window_size]
     scale = math.sqrt(len(keys[0]))
     totals = [0.0] * len(candidates)
@@ -302,7 +302,7 @@ def snapkv_published(
 
 
 def pyramid(num_layers: int, budget: int, window: int, beta: float) -> list[float]:
-    """Rows of every layer before rounding: even steps around the budget, the window on top."""
+    """Rows of every layer before rounding: even steps around the budget, plus the window."""
     mean = budget - window
     last = mean / beta
     first = 2 * mean - last
@@ -318,7 +318,7 @@ def redundancy(
 ) -> list[float]:
     """Softmax over all rows of the mean similarity a row *receives*.
 
-    Each row spares one row it is similar to: the newest ("last"), or the smallest index when
+    Each row exempts one row it is similar to: the newest ("last"), or the smallest index where
     rows that are not similar count as index 0 ("first", which is always row 0).
     """
     num_rows = len(keys)
@@ -330,9 +330,9 @@ def redundancy(
     for i in range(num_rows):
         similar = [0.0 if j == i else dot(unit[i], unit[j]) for j in range(num_rows)]
         index = [j if similar[j] > similarity_threshold else 0 for j in range(num_rows)]
-        spared = max(index) if retain_direction == "last" else min(index)
+        exempt = max(index) if retain_direction == "last" else min(index)
         for j in range(num_rows):
-            if j != spared:
+            if j != exempt:
                 received[j] += similar[j]
     return softmax([total / num_rows for total in received])
 
@@ -366,28 +366,29 @@ def rkv(
 def mix(
     ratings: Sequence[Sequence[float]], weights: Sequence[float], normalise: str = "rank"
 ) -> list[float]:
-    """Scores of one KV head: what each part says of each row, on one scale, weighted.
+    """Scores of one KV head: the weighted sum of the normalised scores of the parts.
 
-    A row that a part pins is pinned, one that a part offers is offered, and neither is looked
-    at when the others are brought to one scale.
+    A row with +inf or -inf in a part keeps that score, and is excluded from the normalisation.
     """
     num_rows = len(ratings[0])
-    asked = [t for t in range(num_rows) if all(math.isfinite(part[t]) for part in ratings)]
+    finite_rows = [t for t in range(num_rows) if all(math.isfinite(part[t]) for part in ratings)]
     total = math.fsum(weights)
     mixed = []
     for t in range(num_rows):
-        if t in asked:
-            said = [on_scale(part, asked, t, normalise) for part in ratings]
-            mixed.append(math.fsum(w * x / total for w, x in zip(weights, said, strict=True)))
+        if t in finite_rows:
+            part_scores = [normalised(part, finite_rows, t, normalise) for part in ratings]
+            mixed.append(
+                math.fsum(w * x / total for w, x in zip(weights, part_scores, strict=True))
+            )
         else:
             is_pinned = any(part[t] == math.inf for part in ratings)
             mixed.append(math.inf if is_pinned else -math.inf)
     return mixed
 
 
-def on_scale(part: Sequence[float], asked: Sequence[int], t: int, normalise: str) -> float:
-    """One score among those of the rows in question."""
-    scores = [part[i] for i in asked]
+def normalised(part: Sequence[float], finite_rows: Sequence[int], t: int, normalise: str) -> float:
+    """One score, normalised among the rows with finite scores."""
+    scores = [part[i] for i in finite_rows]
     if normalise == "rank":
         lower = sum(score < part[t] for score in scores)
         equal = sum(score == part[t] for score in scores) - 1
@@ -408,7 +409,7 @@ def on_scale(part: Sequence[float], asked: Sequence[int], t: int, normalise: str
 
 
 class Merger:
-    """D2O's merging for one KV head: rows that leave go into the nearest row that stays."""
+    """D2O's merging for one KV head: evicted rows are averaged into the nearest kept row."""
 
     def __init__(self, beta: float = 0.5, weights: str = "exp") -> None:
         self.beta, self.weights = beta, weights
@@ -417,7 +418,7 @@ class Merger:
     def merge(
         self, keys: Matrix, values: Matrix, keep: Sequence[int]
     ) -> tuple[list[list[float]], list[list[float]], float]:
-        """The new contents, and how far the closest call was from the threshold."""
+        """The new keys and values, and the smallest distance of a similarity from the threshold."""
         nearest = {}
         for i in range(len(keys)):
             if i not in keep:
@@ -440,13 +441,13 @@ class Merger:
         ]
         return new[0], new[1], margin
 
-    def _row(self, rows: Matrix, j: int, joining: Sequence[tuple[int, float]]) -> list[float]:
+    def _row(self, rows: Matrix, j: int, evicted: Sequence[tuple[int, float]]) -> list[float]:
         exponential = self.weights == "exp"
         own = math.exp(cosine([1.0], [1.0])) if exponential else 1.0
-        pulls = [(i, math.exp(u) if exponential else u) for i, u in joining]
-        total = own + (math.fsum(w for _, w in pulls) if exponential else len(pulls))
+        parts = [(i, math.exp(u) if exponential else u) for i, u in evicted]
+        total = own + (math.fsum(w for _, w in parts) if exponential else len(parts))
         return [
-            math.fsum([own * float(rows[j][d]), *(w * float(rows[i][d]) for i, w in pulls)]) / total
+            math.fsum([own * float(rows[j][d]), *(w * float(rows[i][d]) for i, w in parts)]) / total
             for d in range(len(rows[j]))
         ]
 
@@ -464,8 +465,8 @@ def sampling_probs(
 ) -> list[float]:
     """Probabilities after temperature, then top-k, then top-p (the order of transformers).
 
-    Top-k keeps every token not below the k-th best. Top-p drops, least likely first, tokens
-    as long as what is dropped has a probability of at most ``1 - top_p``; one always stays.
+    Top-k keeps every token not below the k-th best. Top-p drops the least likely tokens as long
+    as their total probability is at most ``1 - top_p``; at least one token is kept.
     """
     scaled = [x / temperature for x in logits]
     if top_k is not None:
@@ -486,10 +487,10 @@ def sampling_probs(
 
 
 class SlabModel:
-    """What a cache of slots holds: for each slot and KV head a list of rows.
+    """The contents of a cache: a list of rows for each slot and KV head.
 
-    A row is whatever the test appended; its position is the number of tokens the slot had
-    seen before. Slots know nothing of each other.
+    A row is any object that the test appends; its position is the number of tokens that the
+    slot had seen before.
     """
 
     def __init__(self, num_slots: int, num_kv_heads: int) -> None:
@@ -500,7 +501,7 @@ class SlabModel:
         }
 
     def append(self, slot: int, token: Callable[[int], object]) -> None:
-        """Add one token; ``token(head)`` is what that KV head stores of it."""
+        """Add one token; ``token(head)`` is the row of that KV head."""
         for head in range(self.num_kv_heads):
             self.rows[slot, head].append((self.seen[slot], token(head)))
         self.seen[slot] += 1
@@ -527,7 +528,7 @@ def steered_tokens(
     delimiter: str,
     think: tuple[str, str] | None,
 ) -> list[bool]:
-    """SEAL: for every generated token, whether the state at it is changed."""
+    """SEAL: for every generated token, whether its hidden state is steered."""
     inside = think is None
     answer = []
     for place, token in enumerate([*prompt, *generated]):
@@ -543,17 +544,17 @@ def steered_tokens(
 def sentences(ends: Sequence[bool], merge: bool) -> list[tuple[int, int, int]]:
     """SkipKV's sentences in a whole text: (begin, end, end of the first delimiter).
 
-    ``ends[t]`` tells whether token t is a delimiter. Written as a regular expression over one
-    letter a token, which sees the text as a whole and not token by token.
+    ``ends[t]`` is true if token t is a delimiter. A regular expression over one letter per token
+    splits the whole text at once.
     """
     letters = "".join("d" if end else "w" for end in ends)
-    # Delimiters at the very start belong to the first sentence: there is none before it.
+    # Delimiters at the start belong to the first sentence.
     pattern = r"((?:\Ad*)?w+d)d*" if merge else r"(w*d)"
     return [(m.start(), m.end(), m.end(1)) for m in re.finditer(pattern, letters)]
 
 
 def sentence_vectors(states: Matrix, spans: Sequence[tuple[int, int, int]]) -> list[Vector]:
-    """Unit means of the hidden states of each sentence, without the delimiters merged into it."""
+    """Unit mean of the hidden states of each sentence, without merged delimiters."""
     vectors = []
     for begin, _, body_end in spans:
         rows = states[begin:body_end]
@@ -564,7 +565,7 @@ def sentence_vectors(states: Matrix, spans: Sequence[tuple[int, int, int]]) -> l
 
 
 def redundant_sentences(vectors: Sequence[Vector], tau: float, pair: str) -> dict[int, float]:
-    """Which sentences come again, with the similarity that counts (eqs. 1, 3 and 7)."""
+    """Sentences repeated later, with the similarity that is subtracted (eqs. 1, 3 and 7)."""
     found: dict[int, float] = {}
     for i, earlier in enumerate(vectors):
         for later in vectors[i + 1 :]:
@@ -581,7 +582,7 @@ def skipkv(
     spans: Sequence[tuple[int, int, int]],
     similarities: dict[int, float],
 ) -> list[float]:
-    """Eq. 6: the token score, less the similarity of the redundant sentence the token is in."""
+    """Eq. 6: the token score minus the similarity of the redundant sentence with the token."""
     scores = []
     for score, position in zip(base, positions, strict=True):
         for number, (begin, end, _) in enumerate(spans):

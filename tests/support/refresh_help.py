@@ -1,6 +1,6 @@
-"""Bring `docs/reference/cli.md` up to date: ``python tests/support/refresh_help.py``.
+"""Update `docs/reference/cli.md`: ``python tests/support/refresh_help.py``.
 
-The block after every ``kvpolicy ... --help`` of the page is replaced by what the command prints.
+Replaces the block after every ``kvpolicy ... --help`` by the output of the command.
 """
 
 import os

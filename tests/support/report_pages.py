@@ -1,4 +1,4 @@
-"""What tests of reports have in common."""
+"""Shared types and sizes for tests of reports."""
 
 from collections.abc import Callable
 

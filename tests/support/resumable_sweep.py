@@ -1,4 +1,4 @@
-"""One sweep to interrupt and run again, and its samples after each time."""
+"""A sweep command that tests interrupt and run again, and its samples."""
 
 import json
 import time
@@ -12,7 +12,7 @@ NUM_CELLS, N = 3, 6
 
 
 class Bench:
-    """One command, to run again and again."""
+    """One command that can run several times on the same output folder."""
 
     def __init__(self, folder: Path, model: Path, name: str = "out") -> None:
         self.folder = folder
@@ -34,7 +34,9 @@ class Bench:
     def kept(self) -> dict[str, dict[str, Any]]:
         """The records of kept rows by the key of their sample; each occurs once."""
         text = (self.output / "kept.jsonl").read_text(encoding="utf-8")
-        whole = text[: text.rfind("\n") + 1]  # the run may have been killed in the last line
+        whole = text[
+            : text.rfind("\n") + 1
+        ]  # the run may have been killed while writing the last line
         records = [json.loads(line) for line in whole.splitlines()]
         found = {record["key"]: record for record in records}
         assert len(found) == len(records)
@@ -53,12 +55,12 @@ def untimed(samples: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
 def wait_for_orphans(ended: Ended) -> None:
     """Workers whose parent was killed end at their next message."""
     deadline = time.monotonic() + 20
-    while _lives(ended.session) and time.monotonic() < deadline:
+    while _is_running(ended.session) and time.monotonic() < deadline:
         time.sleep(0.01)
-    assert not _lives(ended.session), "a worker outlived its parent"
+    assert not _is_running(ended.session), "a worker outlived its parent"
 
 
-def _lives(session: int) -> bool:
+def _is_running(session: int) -> bool:
     """Whether a process of a session is running."""
     for path in Path("/proc").glob("[0-9]*/stat"):
         try:

@@ -1,4 +1,4 @@
-"""Run folders of format 2 with invented samples: no model is run."""
+"""Run folders of format 2 with synthetic samples: no model is run."""
 
 import hashlib
 import itertools

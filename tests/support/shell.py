@@ -1,4 +1,4 @@
-"""The command line as a user sees it, in this process: status, stdout, stderr."""
+"""The command line in this process: status, stdout, stderr."""
 
 import json
 from typing import Any
@@ -31,10 +31,10 @@ def refusal(answer: Answer) -> str:
     assert answer.status == 2, answer.err
     assert answer.out == ""
     assert "Traceback" not in answer.err
-    sentence = answer.err.splitlines()[-1]
-    assert sentence.startswith("kvpolicy: ")
-    assert sentence.endswith((".", "?")), sentence
-    return sentence
+    message = answer.err.splitlines()[-1]
+    assert message.startswith("kvpolicy: ")
+    assert message.endswith((".", "?")), message
+    return message
 
 
 class Shell:
@@ -43,8 +43,8 @@ class Shell:
     def __init__(self, capsys: pytest.CaptureFixture[str]) -> None:
         self._capsys = capsys
 
-    def __call__(self, *words: object) -> Answer:
+    def __call__(self, *args: object) -> Answer:
         self._capsys.readouterr()
-        status = run([str(word) for word in words])
+        status = run([str(word) for word in args])
         captured = self._capsys.readouterr()
         return Answer(status, captured.out, captured.err)

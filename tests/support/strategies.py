@@ -1,7 +1,7 @@
-"""Hypothesis building blocks: draw shapes and a seed, fill tensors from a generator.
+"""Hypothesis strategies: shapes and seeds are drawn, tensors are filled from a generator.
 
-Hypothesis shrinks what matters (sizes, knobs) and never looks at single floats. Every knob is
-a keyword argument where ``None`` means "draw".
+Hypothesis shrinks sizes and knobs, and never single floats. Options are keyword arguments;
+``None`` means that the value is drawn.
 """
 
 from collections.abc import Sequence
@@ -44,7 +44,7 @@ class Drawn:
 
 
 def fill(shape: tuple[int, ...], kind: str, seed: int, scale: float = 1.0) -> Tensor:
-    """Gaussian rows; ``dup``: most copy an earlier one with noise; ``mean``: all lean one way."""
+    """Gaussian rows; ``dup``: most are noisy copies of earlier ones; ``mean``: shifted mean."""
     rng = torch.Generator().manual_seed(seed)
     x = torch.randn(shape, generator=rng) * scale
     if kind == "mean":
@@ -97,14 +97,14 @@ def caches(
 
 
 def budgets(num_rows: int, *, min_budget: int = 1) -> st.SearchStrategy[int]:
-    """Budgets around what a cache holds: often one too few, just enough, one to spare."""
+    """Budgets around the number of rows: often one less, equal or one more."""
     edges = [b for b in (min_budget, num_rows - 1, num_rows, num_rows + 1) if b >= min_budget]
     return st.sampled_from(edges) | st.integers(min_budget, max(min_budget, num_rows))
 
 
 @st.composite
 def rounds(draw: st.DrawFn, num_rows: int, *, prompt: int | None = None) -> dict[str, Any]:
-    """A prompt length and the token counts after which a stream is compacted."""
+    """A prompt length and the token counts at which a stream is compacted."""
     prompt = draw(st.integers(1, num_rows)) if prompt is None else prompt
     counts = st.lists(st.integers(prompt, num_rows), min_size=1, max_size=4, unique=True)
     return {"prompt": prompt, "compact_at": sorted(draw(counts))}
@@ -126,7 +126,7 @@ def prompts(
     return [torch.randint(vocab, (n,), generator=rng).tolist() for n in lengths]
 
 
-#: Knobs that let a policy live in small budgets; every other policy takes its defaults.
+#: Knobs for small budgets; other policies use their defaults.
 SMALL_KNOBS: dict[str, tuple[dict[str, Any], ...]] = {
     "streaming": ({"n_sink": 0}, {"n_sink": 2}, {"n_sink": 4}),
     "h2o": ({}, {"n_recent": 3}, {"n_recent": 2, "every": 1}, {"every": 3}),
@@ -162,10 +162,10 @@ SMALL_KNOBS: dict[str, tuple[dict[str, Any], ...]] = {
     "merge": ({}, {"beta": 0.3}, {"weights": "mean"}),
 }
 
-#: Policies that steer only, and need a tokenizer and a vector of the model's size.
+#: Policies that only steer and need a tokenizer and a vector of the model's size.
 STEERING = ("seal",)
 
-#: Policies that store something else than what a token left behind.
+#: Policies that change the keys or values of kept rows.
 REWRITING = ("merge", "rerotate")
 
 #: No stack of `stacks` protects more rows than this.
@@ -176,12 +176,12 @@ MOST_PROTECTED = 12
 def stacks(
     draw: st.DrawFn, *, extra: Sequence[object] = (), verbatim: bool = False
 ) -> tuple[PolicySpec, ...]:
-    """Any policy that has a say in what stays, sometimes protected, and the ``extra`` ones.
+    """Any policy that selects rows, sometimes with ``protect``, and the ``extra`` ones.
 
-    If ``verbatim``, rows that stay are not changed by any of them.
+    If ``verbatim``, no policy changes kept rows.
     """
-    left_out = (*STEERING, *REWRITING) if verbatim else STEERING
-    names = [policy.name for policy in installed_policies() if policy.name not in left_out]
+    excluded = (*STEERING, *REWRITING) if verbatim else STEERING
+    names = [policy.name for policy in installed_policies() if policy.name not in excluded]
     chosen = [draw(st.sampled_from(names))]
     if draw(st.booleans()) and "protect" not in chosen:
         chosen.append("protect")
@@ -201,7 +201,7 @@ def plans(
     extra: Sequence[object] = (),
     verbatim: bool = False,
 ) -> Plan:
-    """A stack, a budget and a buffer of its own for every layer, or the same for all."""
+    """A stack, a budget and a buffer per layer, or one for all layers."""
     groups = [f"{i}:{i + 1}" for i in range(num_layers)] if draw(st.booleans()) else ["all"]
     return Plan(
         layers=tuple(
@@ -218,9 +218,9 @@ def plans(
 
 @st.composite
 def roomy_plans(draw: st.DrawFn, *, num_layers: int, rows: int) -> Plan:
-    """A plan that gives every layer at least so many rows."""
+    """A plan that gives every layer at least ``rows`` rows."""
     plan = draw(plans(num_layers=num_layers, min_budget=rows, max_budget=rows + 16))
-    # Policies that share rows among layers give some of them less.
+    # Policies that distribute rows among layers give some layers fewer.
     budgets = [layer.budget for layer in plan.resolve(num_layers).layers]
     assume(min(budget for budget in budgets if budget is not None) >= rows)
     return plan

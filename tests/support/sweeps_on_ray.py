@@ -1,4 +1,4 @@
-"""Sweeps in processes of their own on a cluster whose nodes can be killed, for tests."""
+"""Sweeps in separate processes on a cluster whose nodes can be killed, for tests."""
 
 import importlib.util
 import json
@@ -76,12 +76,12 @@ class Nodes:
         return self.state["address"]
 
     def node_of(self, worker: int) -> int:
-        """Number of the node that a worker is on."""
+        """Index of the node of a worker."""
         parent = int(Path(f"/proc/{worker}/stat").read_text("utf-8").rpartition(")")[2].split()[1])
         return self.state["nodes"].index(parent)
 
     def kill(self, node: int) -> None:
-        """End a node as a power cut would, and start another one."""
+        """Kill a node, like a power failure, and start another one."""
         assert self.process.stdin is not None
         self.process.stdin.write(f"kill {node}\n")
         self.process.stdin.flush()
@@ -125,7 +125,7 @@ class Sweep:
         )
 
     def end(self) -> tuple[int, str, str]:
-        """Wait for the end: status, stdout and stderr."""
+        """Wait for the process: status, stdout and stderr."""
         assert self.process is not None
         out, err = self.process.communicate(timeout=PATIENCE_S)
         return self.process.returncode, out, err
@@ -141,11 +141,11 @@ class Sweep:
         return [json.loads(line) for line in lines]
 
     def held(self) -> list[int]:
-        """Workers that are stopped in the middle."""
+        """Process ids of workers that wait in the middle of a sample."""
         return [int(path.name.partition("-")[2]) for path in self.folder.glob("held-*")]
 
     def hold(self) -> None:
-        """Make workers stop in the middle."""
+        """Make workers wait in the middle of a sample."""
         (self.folder / "hold").touch()
 
     def let_go(self) -> None:

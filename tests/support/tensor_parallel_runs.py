@@ -1,6 +1,6 @@
-"""What requests come to, in this process or in several that hold the model together.
+"""Results of requests in one process or on several tensor-parallel ranks.
 
-Run by torchrun, it writes what each process found, ``rank_results-RANK.json``; imported, it answers
+Run by torchrun, each rank writes its results to ``rank_results-RANK.json``; imported, it computes
 one case at a time. `start` runs torchrun.
 """
 
@@ -30,13 +30,13 @@ from kvpolicy.model.tensor_parallel import TensorParallelGroup
 
 NAMES = [policy.name for policy in installed_policies() if policy.name not in STEERING]
 _PATIENCE_S = 900
-PROMPT_LENGTHS = (3, 29, 17, 8)  # one is longer than its slab, and two wait
-#: What cannot be split, by name: why.
+PROMPT_LENGTHS = (3, 29, 17, 8)  # one is longer than its slab, and two requests wait
+#: Models that cannot be split, and a part of the error message.
 REFUSED = {"three": "its 3 KV heads cannot be shared evenly by 2", "gpt2": "has no plan"}
 
 
 def save_models(folder: Path) -> None:
-    """Small models with a tokenizer each, as `load_model` finds them."""
+    """Save small models with tokenizers."""
     models = {
         "llama": tiny_model("llama", num_heads=8, num_kv_heads=4),
         "qwen3": tiny_model("qwen3", num_heads=4, num_kv_heads=2, seed=1),
@@ -49,20 +49,20 @@ def save_models(folder: Path) -> None:
 
 
 def save_families(folder: Path) -> None:
-    """A model of every family that is run, with windows that are longer than the slabs."""
+    """Save a model of every supported family, with windows longer than the slabs."""
     for name in FAMILIES:
         family_model(name, window=14).save_pretrained(folder / name)
         tiny_tokenizer().save_pretrained(folder / name)
 
 
-def start(folder: Path, *words: object) -> "subprocess.CompletedProcess[str]":
-    """Run a script or ``-m MODULE`` in two processes of this machine, by the loopback alone."""
+def start(folder: Path, *args: object) -> "subprocess.CompletedProcess[str]":
+    """Run a script or ``-m MODULE`` in two local processes, over the loopback interface only."""
     launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
     launcher += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0"]
     launcher += ["--local-addr", "127.0.0.1"]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     return subprocess.run(
-        [*launcher, *map(str, words)],
+        [*launcher, *map(str, args)],
         cwd=folder,
         env=environment | {"CUDA_VISIBLE_DEVICES": ""},
         capture_output=True,
@@ -73,11 +73,11 @@ def start(folder: Path, *words: object) -> "subprocess.CompletedProcess[str]":
 
 
 def cases() -> dict[str, tuple[str, dict[str, Any]]]:
-    """By name of a policy: a model, and the plan that it is run with."""
+    """By policy name: a model and a plan."""
     found = {}
     for name in NAMES:
         knobs = SMALL_KNOBS.get(name, ({},))[0]
-        first = ["h2o"] if name == "skipkv_batches" else []  # which chooses no rows
+        first = ["h2o"] if name == "skipkv_batches" else []  # it selects no rows
         stack = [*first, {"policy": name, **knobs}]
         plan = {"stack": stack} if name == "full" else {"stack": stack, "budget": 12, "buffer": 5}
         found[name] = ("llama", plan)
@@ -85,7 +85,7 @@ def cases() -> dict[str, tuple[str, dict[str, Any]]]:
 
 
 def family_cases() -> dict[str, tuple[str, dict[str, Any]]]:
-    """By name of a family: its model, and a plan that needs all heads for all that there is."""
+    """By family name: its model and a plan whose policies combine all heads."""
     layers = [{"where": [0], "stack": ["h2o", "rerotate"]}, {"where": [1], "stack": ["tova"]}]
     return {name: (name, {"budget": 8, "buffer": 4, "layers": layers}) for name in FAMILIES}
 
@@ -96,14 +96,16 @@ def model_in(folder: Path, name: str, dtype: torch.dtype = torch.float64) -> Any
     path = bundled_path(name) if name == "reasoner" else folder / name
     model, tokenizer = load_model(path, dtype=dtype, tp_plan=together)
     if hasattr(model, "set_experts_implementation"):
-        model.set_experts_implementation("eager")  # grouped products know no double precision
+        model.set_experts_implementation(
+            "eager"
+        )  # grouped products do not support double precision
     return model, tokenizer
 
 
 def answer(folder: Path, model_name: str, plan: dict[str, Any]) -> dict[str, Any]:
-    """Serve four requests, of which two draw their tokens, in two slots.
+    """Run four requests in two slots; two of them sample their tokens.
 
-    After every round: where the rows of every head of this process come from.
+    ``rows`` has hashes of the positions of every local head after every step.
     """
     model, _ = model_in(folder, model_name)
     engine = Engine(model, plan=Plan.from_dict(plan), slots=2, chunk=16)
@@ -111,10 +113,10 @@ def answer(folder: Path, model_name: str, plan: dict[str, Any]) -> dict[str, Any
     requests = [
         Request(
             torch.randint(61, (length,), generator=rng).tolist(),
-            max_new_tokens=9 + place,
-            sampling=Sampling(temperature=place % 2 * 0.9, seed=place),
+            max_new_tokens=9 + index,
+            sampling=Sampling(temperature=index % 2 * 0.9, seed=index),
         )
-        for place, length in enumerate(PROMPT_LENGTHS)
+        for index, length in enumerate(PROMPT_LENGTHS)
     ]
     run = engine.generate(requests)
     results, rows = [], []
@@ -140,7 +142,7 @@ def _plain(result: Any) -> dict[str, Any]:
 
 
 def steered(folder: Path) -> list[Any]:
-    """Texts of the bundled reasoner, steered away from checking, with sentences that leave."""
+    """Texts of the bundled reasoner with steering and sentence eviction."""
     model, tokenizer = model_in(folder, "reasoner")
     items = load_task("reasoner").examples(2, seed=1)
     found = []
@@ -152,14 +154,14 @@ def steered(folder: Path) -> list[Any]:
 
 
 def logits(folder: Path) -> list[float]:
-    """In single precision, after one prompt."""
+    """Logits after one prompt, in single precision."""
     model, _ = model_in(folder, "llama", torch.float32)
     with torch.no_grad():
         return model(torch.arange(20)[None]).logits[0, -1].tolist()
 
 
 def generated(folder: Path, name: str) -> list[int]:
-    """What ``model.generate`` answers with a `PolicyCache`."""
+    """Tokens of ``model.generate`` with a `PolicyCache`."""
     model, _ = model_in(folder, name)
     cache = PolicyCache(model, Plan.uniform("tova", budget=12, buffer=5))
     ids = torch.arange(1, 30)[None]
@@ -187,7 +189,7 @@ OTHERS: dict[str, Callable[[Path], Any]] = {
 
 
 def main(folder: Path, what: str) -> None:
-    """Answer all cases of policies, and the others, or all of families."""
+    """Run all policy cases and `OTHERS`, or all family cases."""
     found: dict[str, Any] = {}
     if what == "policies":
         found |= {name: other(folder) for name, other in OTHERS.items()}

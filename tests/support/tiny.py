@@ -1,7 +1,7 @@
-"""Models and a tokenizer small enough for a test, built from nothing: no download, no file.
+"""Tiny models and tokenizers for tests, without downloads or files.
 
 The weights are random and large, so that greedy tokens vary and depend on the whole prompt:
-a model that repeats itself would hide most defects of a cache.
+a model that repeats itself would hide most cache bugs.
 """
 
 import copy
@@ -67,7 +67,7 @@ def tiny_model(
         model = model_class(config)
     for name, weight in model.named_parameters():
         if name.endswith("q_norm.weight"):
-            # Normed heads would attend almost evenly, and every prompt would end the same way.
+            # Normalised heads attend almost uniformly, so every prompt would get the same tokens.
             weight.data.mul_(3.0)
     return model.to(dtype).eval()
 
@@ -81,15 +81,15 @@ def shared_model(
     num_kv_heads: int = 2,
     dtype: torch.dtype = torch.float32,
 ) -> PreTrainedModel:
-    """As `tiny_model`, built once a session: for tests that never change the weights."""
+    """Like `tiny_model`, but cached: for tests that never change the weights."""
     return tiny_model(
         family, seed=seed, num_layers=num_layers, num_kv_heads=num_kv_heads, dtype=dtype
     )
 
 
 def greedy_tokens(model: PreTrainedModel, prompt: list[int], max_new_tokens: int) -> list[int]:
-    """What ``model.generate`` answers to this prompt alone: the truth where nothing leaves."""
-    # A copy of the options: generate() writes into the model's own.
+    """Tokens of ``model.generate`` for one prompt: the reference without eviction."""
+    # A copy, because generate() changes the options of the model.
     options = copy.deepcopy(model.generation_config)
     options.update(do_sample=False, max_new_tokens=max_new_tokens, use_cache=True)
     ids = torch.tensor([prompt])
@@ -98,7 +98,7 @@ def greedy_tokens(model: PreTrainedModel, prompt: list[int], max_new_tokens: int
 
 
 def tiny_tokenizer(vocab: int = 61) -> PreTrainedTokenizerFast:
-    """One character a token: letters, digits, a few marks; ids beyond them are ``<i>``."""
+    """One token per character: letters, digits, punctuation; further ids are ``<i>``."""
     characters = [*"abcdefghijklmnopqrstuvwxyz0123456789 .,:;!?+-*/=()\n"]
     words = {character: i for i, character in enumerate(characters[:vocab])}
     words |= {f"<{i}>": i for i in range(len(words), vocab)}
@@ -111,7 +111,7 @@ def tiny_tokenizer(vocab: int = 61) -> PreTrainedTokenizerFast:
 
 
 def word_tokenizer(words: dict[str, int], unknown: str) -> PreTrainedTokenizerFast:
-    """The given texts as tokens, the longest that fits first."""
+    """The given texts as tokens, matched longest first."""
     tokenizer = Tokenizer(WordLevel(words, unk_token=unknown))
     pattern = "|".join(re.escape(word) for word in sorted(words, key=len, reverse=True))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(pattern), "isolated")
@@ -120,7 +120,7 @@ def word_tokenizer(words: dict[str, int], unknown: str) -> PreTrainedTokenizerFa
 
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:
-    """One byte a token, 256 of them: characters beyond ASCII come in pieces."""
+    """One token per byte, 256 in total: non-ASCII characters take several tokens."""
     words = {character: i for i, character in enumerate(sorted(ByteLevel.alphabet()))}
     tokenizer = Tokenizer(BPE(words, []))
     tokenizer.pre_tokenizer = ByteLevel(add_prefix_space=False, use_regex=False)
@@ -129,7 +129,7 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def bpe_tokenizer() -> PreTrainedTokenizerFast:
-    """As R1 models have it: line breaks are the letter Ċ and merge with marks; think tags."""
+    """Like R1 models: line breaks are Ċ and merge with punctuation; with think tags."""
     merges = [("Ċ", "Ċ"), (".", "Ċ"), (".", "ĊĊ"), ("ĊĊ", "Ċ"), ("Ġ", "a"), (")", ".ĊĊ")]
     words = {letter: i for i, letter in enumerate(sorted(ByteLevel.alphabet()))}
     for left, right in merges:
@@ -150,7 +150,7 @@ R1_TEMPLATE = (
 
 
 def r1_tokenizer() -> PreTrainedTokenizerFast:
-    """Bytes, R1's marks and its chat template; like R1's it puts its first token before texts."""
+    """Bytes with R1's special tokens and chat template; texts start with its BOS token."""
     words = {letter: i for i, letter in enumerate(sorted(ByteLevel.alphabet()))}
     tokenizer = Tokenizer(BPE(words, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
