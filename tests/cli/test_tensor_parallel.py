@@ -59,8 +59,8 @@ def shell(capsys: pytest.CaptureFixture[str]) -> Shell:
 
 
 def test_a_single_process_gets_a_hint_how_to_start_several(shell: Shell) -> None:
-    said = refusal(shell("run", "--tensor-parallel", "hello"))
-    assert "torchrun --nproc-per-node N -m kvpolicy run --tensor-parallel" in said
+    actual = refusal(shell("run", "--tensor-parallel", "hello"))
+    assert "torchrun --nproc-per-node N -m kvpolicy run --tensor-parallel" in actual
 
 
 def test_prompts_on_standard_input_are_refused(shell: Shell, rank: Callable[[int], None]) -> None:
@@ -114,8 +114,8 @@ def test_a_policy_that_fails_in_one_process_ends_all_processes(tmp_path: Path) -
     assert done.returncode != 0
     assert done.stdout == ""
     assert done.stderr.count("Traceback (most recent") == 1, "that of torchrun itself"
-    said = [line for line in done.stderr.splitlines() if line.startswith("kvpolicy: ")]
-    assert [line for line in said if "lost its connection" not in line] == [
+    actual = [line for line in done.stderr.splitlines() if line.startswith("kvpolicy: ")]
+    assert [line for line in actual if "lost its connection" not in line] == [
         "kvpolicy: process 1 of 2 (counted from 0): policy 'moody' raised OSError in score() at "
         "layer 0: no space left."
     ]

@@ -13,7 +13,7 @@ NLL = {"name": "nll", "title": "nats/token", "heading": "Loss", "is_share": Fals
 FULL = ("full cache", None)
 
 # Fields of a sample to change, given its cell, item and attempt.
-Says = Callable[[dict[str, Any], int, int], dict[str, Any]]
+MakeOutcome = Callable[[dict[str, Any], int, int], dict[str, Any]]
 
 
 def digest(*parts: object, length: int = 16) -> str:
@@ -30,7 +30,7 @@ def write_run(
     plans: Sequence[tuple[str, float | None]] = (FULL, ("H2O", 64), ("H2O", 96)),
     n: int = 8,
     attempts: int = 1,
-    says: Says = lambda cell, item, attempt: {},
+    outcome: MakeOutcome = lambda cell, item, attempt: {},
     timed: bool = True,
     only_first: int | None = None,
     recorded: int = 0,
@@ -49,7 +49,7 @@ def write_run(
         plans: Series and budget of the plans; each is a cell in every group.
         n: Items of a group.
         attempts: Attempts at each.
-        says: Changes of samples, which are correct for even items.
+        outcome: Changes of samples, which are correct for even items.
         timed: Whether cells have a timing.
         only_first: Number of finished samples; all if not given.
         recorded: Number of items whose first attempt has a record of kept rows.
@@ -75,7 +75,7 @@ def write_run(
     manifest = {"format": 2, "run": run, "sessions": [session]}
     (folder / "manifest.json").write_text(json.dumps(manifest, indent=2), encoding="utf-8")
     samples = [
-        sample(by_id[cell["group"]], cell, item, attempt, says(cell, item, attempt), version)
+        sample(by_id[cell["group"]], cell, item, attempt, outcome(cell, item, attempt), version)
         for cell in cells
         for item in range(n)
         for attempt in range(attempts)

@@ -19,17 +19,17 @@ from kvpolicy.lab.tasks.likelihood import Perplexity
 from kvpolicy.lab.tasks.task import ACCURACY, LENGTH
 
 
-def _cells(folder: Path, says: Any, **how: Any) -> list[PooledCell]:
-    return pool([read_run(write_run(folder, says=says, **how))])
+def _cells(folder: Path, outcome: Any, **how: Any) -> list[PooledCell]:
+    return pool([read_run(write_run(folder, outcome=outcome, **how))])
 
 
 def _verdicts(table: list[list[bool]]) -> Any:
-    """Says for each item what the first plan and the others get right."""
+    """Samples in which the first plan and the others are correct as given, item by item."""
 
-    def says(cell: dict[str, Any], item: int, attempt: int) -> dict[str, Any]:
+    def outcome(cell: dict[str, Any], item: int, attempt: int) -> dict[str, Any]:
         return {"correct": table[0 if cell["budget"] is None else 1][item]}
 
-    return says
+    return outcome
 
 
 @given(verdicts=st.lists(st.tuples(st.booleans(), st.booleans()), min_size=1, max_size=12))
@@ -95,14 +95,14 @@ def test_a_single_item_can_be_compared(tmp_path: Path) -> None:
 
 
 def test_failed_and_ungraded_samples_are_compared_as_wrong(tmp_path: Path) -> None:
-    def says(cell: dict[str, Any], item: int, attempt: int) -> dict[str, Any]:
+    def outcome(cell: dict[str, Any], item: int, attempt: int) -> dict[str, Any]:
         if cell["budget"] is None:
             return {"correct": True}
         if item == 0:
             return {"correct": False, "finish_reason": "error", "error": "too long"}
         return {"correct": None, "ungraded": "no verdict"} if item == 1 else {"correct": True}
 
-    full, small, _ = _cells(tmp_path, says)
+    full, small, _ = _cells(tmp_path, outcome)
     found = compare_cells(full, small, ACCURACY)
     assert (found.num_above, found.num_below, len(found.pairs)) == (2, 0, 8)
     plain = found.to_json()["b"]
@@ -112,10 +112,10 @@ def test_failed_and_ungraded_samples_are_compared_as_wrong(tmp_path: Path) -> No
 
 
 def test_attempts_are_averaged_and_tested_by_their_sign(tmp_path: Path) -> None:
-    def says(cell: dict[str, Any], item: int, attempt: int) -> dict[str, Any]:
+    def outcome(cell: dict[str, Any], item: int, attempt: int) -> dict[str, Any]:
         return {"correct": cell["budget"] is None or attempt <= item % 2}
 
-    full, small, _ = _cells(tmp_path, says, attempts=4)
+    full, small, _ = _cells(tmp_path, outcome, attempts=4)
     found = compare_cells(full, small, ACCURACY)
     assert [pair.difference for pair in found.pairs] == [0.75, 0.5] * 4
     assert (found.test, found.num_above) == ("sign", 8)
@@ -129,13 +129,13 @@ Text = tuple[int, int]  # summed loss, and of how many tokens
 def _losses(folder: Path, texts: list[tuple[Text, Text]]) -> list[PooledCell]:
     """A run of two plans over texts: losses under the full cache, and under the other plan."""
 
-    def says(cell: dict[str, Any], item: int, attempt: int) -> dict[str, Any]:
+    def outcome(cell: dict[str, Any], item: int, attempt: int) -> dict[str, Any]:
         loss, length = texts[item][0 if cell["budget"] is None else 1]
         return {"correct": None, "values": {"loss": float(loss), "num_scored": float(length)}}
 
     plans = (FULL, ("H2O", 64))
     how = {"measure": "perplexity", "columns": [NLL]}
-    return _cells(folder, says, plans=plans, n=len(texts), **how)
+    return _cells(folder, outcome, plans=plans, n=len(texts), **how)
 
 
 LOSSES = st.tuples(st.integers(0, 50), st.integers(1, 100))
@@ -216,11 +216,11 @@ def test_facets_count_all_unpaired_items(tmp_path: Path) -> None:
 
 
 def test_several_comparisons_are_corrected_for_their_number(tmp_path: Path) -> None:
-    def says(cell: dict[str, Any], item: int, attempt: int) -> dict[str, Any]:
+    def outcome(cell: dict[str, Any], item: int, attempt: int) -> dict[str, Any]:
         return {"correct": cell["budget"] is None or (cell["budget"] == 64 and item < 2)}
 
     plans = (("full cache", None), ("H2O", 32), ("H2O", 64), ("H2O", 96))
-    full, *others = _cells(tmp_path, says, plans=plans, only_first=24)
+    full, *others = _cells(tmp_path, outcome, plans=plans, only_first=24)
     found = adjust_p_values([compare_cells(cell, full, ACCURACY) for cell in others])
     assert [one.p_value for one in found[:2]] == pytest.approx([2 / 2**8, 2 / 2**6])
     assert [one.p_holm for one in found[:2]] == pytest.approx([2 * 2 / 2**8, 2 / 2**6])

@@ -33,7 +33,7 @@ def _run(folder: Path, **how: Any) -> RunFolder:
 
 
 def test_every_sample_is_a_row_with_its_values(tmp_path: Path) -> None:
-    run = _run(tmp_path, seeds=(0, 1), says=lambda *_: {"values": {"loss": 2, "kl": 0.5}})
+    run = _run(tmp_path, seeds=(0, 1), outcome=lambda *_: {"values": {"loss": 2, "kl": 0.5}})
     rows = flatten_samples([run], items=True).rows
     assert [row["key"] for row in rows] == list(run.samples)
     for row, sample in zip(rows, run.samples.values(), strict=True):
@@ -62,7 +62,7 @@ def test_only_selected_cells_are_exported(tmp_path: Path) -> None:
 
 def test_a_column_holds_one_kind_of_value(tmp_path: Path) -> None:
     facets = [{"depth": 3}, {"depth": "deep"}, {"depth": 3, "big": 2**70}, {"share": 0.5}]
-    run = _run(tmp_path, n=4, says=lambda cell, item, attempt: {"facets": facets[item]})
+    run = _run(tmp_path, n=4, outcome=lambda cell, item, attempt: {"facets": facets[item]})
     (tmp_path / "items.jsonl").unlink()
     table = flatten_samples([run])
     assert [table.kinds[f"facet_{name}"] for name in ("depth", "big", "share")] == [
@@ -118,7 +118,7 @@ def test_csv_carries_a_bare_carriage_return_in_both_tables(tmp_path: Path) -> No
 
 
 def test_csv_carries_any_text(tmp_path: Path) -> None:
-    table = flatten_samples([_run(tmp_path, says=lambda *_: {"text": HOSTILE, "error": "x"})])
+    table = flatten_samples([_run(tmp_path, outcome=lambda *_: {"text": HOSTILE, "error": "x"})])
     write_table(table, tmp_path / "out.csv")
     with (tmp_path / "out.csv").open(encoding="utf-8", newline="") as file:
         read = list(csv.DictReader(file))
@@ -130,7 +130,9 @@ def test_csv_carries_any_text(tmp_path: Path) -> None:
 
 def test_parquet_carries_values_and_types_also_of_empty_columns(tmp_path: Path) -> None:
     parquet = pytest.importorskip("pyarrow.parquet", reason="pyarrow is not installed")
-    whole = flatten_samples([_run(tmp_path / "a", says=lambda *_: {"text": HOSTILE})], items=True)
+    whole = flatten_samples(
+        [_run(tmp_path / "a", outcome=lambda *_: {"text": HOSTILE})], items=True
+    )
     empty = flatten_samples([_run(tmp_path / "b", only_first=0)], items=True)
     for table in (whole, empty):
         write_table(table, tmp_path / "out.parquet")

@@ -105,7 +105,7 @@ def test_an_interrupted_cell_leaves_no_timing(tmp_path: Path) -> None:
 def test_a_question_of_two_seeds_is_one_question(tmp_path: Path) -> None:
     """Each seed asks the same eight questions in another order."""
     folder = write_run(
-        tmp_path, seeds=(0, 1), says=lambda cell, item, attempt: {"correct": item < 4}
+        tmp_path, seeds=(0, 1), outcome=lambda cell, item, attempt: {"correct": item < 4}
     )
     _change_items(
         folder,

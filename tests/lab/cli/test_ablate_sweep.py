@@ -52,9 +52,9 @@ def test_each_task_has_a_table_and_a_plot_and_seeds_are_pooled(
     assert [line["seeds"] for line in lines] == ["0 1"] * 10
     assert lines[0]["accuracy"] != "" == lines[0]["perplexity"]
     assert lines[9]["perplexity"] != "" == lines[9]["accuracy"]
-    said = answer.err.splitlines()
-    assert said[0] == "kvpolicy: 20 cells, 40 samples, into out."
-    assert any(line.startswith("20/20  perplexity:of=reasoner, seed ") for line in said)
+    message = answer.err.splitlines()
+    assert message[0] == "kvpolicy: 20 cells, 40 samples, into out."
+    assert any(line.startswith("20/20  perplexity:of=reasoner, seed ") for line in message)
 
 
 def test_a_dry_run_lists_the_cells_and_writes_nothing(
@@ -106,7 +106,7 @@ def test_a_dry_run_refuses_a_damaged_folder(kvpolicy: Shell, model_folder: Path)
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         (("--grid", "h2o.n_recent"), "--grid 'h2o.n_recent' is not KEY=V1,V2"),
         (("--grid", "h2o.n_recent="), "is not KEY=V1,V2"),
@@ -120,8 +120,8 @@ def test_a_dry_run_refuses_a_damaged_folder(kvpolicy: Shell, model_folder: Path)
     ids=str,
 )
 def test_malformed_lists_are_refused(
-    kvpolicy: Shell, model_folder: Path, words: tuple[str, ...], said: str
+    kvpolicy: Shell, model_folder: Path, words: tuple[str, ...], message: str
 ) -> None:
     fixed = ("ablate", "--model", model_folder, *SMALL, "--policies", "h2o")
-    assert said in refusal(kvpolicy(*fixed, *words, "--output", "out"))
+    assert message in refusal(kvpolicy(*fixed, *words, "--output", "out"))
     assert not Path("out").exists()

@@ -122,14 +122,14 @@ def test_seeds_are_pooled_in_figures(kvpolicy: Shell, tmp_path: Path) -> None:
 def test_a_figure_that_cannot_be_drawn_is_reported(
     kvpolicy: Shell, run: Path, tmp_path: Path
 ) -> None:
-    def said(*words: object) -> str:
+    def actual(*words: object) -> str:
         return refusal(kvpolicy("plot", run, *words))
 
-    assert "accuracy, length" in said("--to", "a.svg", "--quantity", "beauty")
-    assert "end it in .svg, .pdf, .png" in said("--to", "a.gif")
-    assert "--width was given 'wide'" in said("--to", "a.svg", "--width", "wide")
-    assert "--width was given '-3'" in said("--to", "a.svg", "--width", "-3")
-    assert "expected full cache, H2O, R-KV" in said("--to", "a.svg", "--series", "h2o")
+    assert "accuracy, length" in actual("--to", "a.svg", "--quantity", "beauty")
+    assert "end it in .svg, .pdf, .png" in actual("--to", "a.gif")
+    assert "--width was given 'wide'" in actual("--to", "a.svg", "--width", "wide")
+    assert "--width was given '-3'" in actual("--to", "a.svg", "--width", "-3")
+    assert "expected full cache, H2O, R-KV" in actual("--to", "a.svg", "--series", "h2o")
     write_run(tmp_path / "runs" / "two", plans=PLANS, tasks=("needle",))
     both = refusal(kvpolicy("plot", run.parent, "--to", "a.svg"))
     assert "--model reasoner --task needle" in both

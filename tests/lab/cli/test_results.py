@@ -35,7 +35,7 @@ def _worse(cell: dict[str, Any], item: int, attempt: int) -> dict[str, Any]:
 
 
 def test_runs_are_listed_with_their_progress(kvpolicy: Shell) -> None:
-    write_run(Path("kvpolicy-ablate/a"), says=_worse, seeds=(0, 1))
+    write_run(Path("kvpolicy-ablate/a"), outcome=_worse, seeds=(0, 1))
     write_run(Path("kvpolicy-ablate/b"), models=("x", "y"), only_first=5)
     answer = kvpolicy("results", "list")
     _, _, a, b = answer.out.splitlines()
@@ -75,7 +75,7 @@ def test_a_folder_without_runs_is_reported(kvpolicy: Shell, tmp_path: Path) -> N
 
 
 def test_a_table_counts_failed_and_ungraded_samples(kvpolicy: Shell) -> None:
-    write_run(Path("run"), says=_worse, seeds=(0, 1))
+    write_run(Path("run"), outcome=_worse, seeds=(0, 1))
     full, small, _ = kvpolicy("results", "table", "run", "--json").json
     assert (full["n"], full["num_correct"]) == (16, 16)
     assert (small["n"], small["num_correct"], small["num_errors"]) == (16, 8, 2)
@@ -92,7 +92,7 @@ def test_a_table_counts_failed_and_ungraded_samples(kvpolicy: Shell) -> None:
 
 
 def test_csv_and_json_have_the_same_values(kvpolicy: Shell) -> None:
-    write_run(Path("a"), says=_worse)
+    write_run(Path("a"), outcome=_worse)
     write_run(Path("b"), models=("other",), only_first=8)
     records = kvpolicy("results", "table", "a", "b", "--json").json
     lines = list(csv.DictReader(io.StringIO(kvpolicy("results", "table", "a", "b", "--csv").out)))
@@ -124,7 +124,7 @@ def test_options_select_rows_of_a_table(
 
 
 def test_a_table_by_difficulty_holds_every_sample(kvpolicy: Shell) -> None:
-    write_run(Path("run"), says=_worse, seeds=(0, 1))
+    write_run(Path("run"), outcome=_worse, seeds=(0, 1))
     rows = kvpolicy("results", "table", "run", "--by", "depth", "--json").json
     assert [row["facet_value"] for row in rows] == [3, 3, 3, 4, 4, 4]
     assert sum(row["n"] for row in rows) == 48
@@ -147,7 +147,7 @@ def test_tasks_with_other_columns_have_separate_tables(kvpolicy: Shell) -> None:
         Path("b"),
         measure="agreement",
         columns=[kl, own],
-        says=lambda *_: {"correct": None, "values": {"kl": 0.25, "own": 0.5}},
+        outcome=lambda *_: {"correct": None, "values": {"kl": 0.25, "own": 0.5}},
     )
     first, second = kvpolicy("results", "table", "a", "b").out.split("\n\n")
     assert "accuracy" in first
@@ -172,7 +172,7 @@ def test_a_running_run_is_reported_as_incomplete(kvpolicy: Shell) -> None:
 
 
 def test_two_cells_are_compared_item_by_item(kvpolicy: Shell) -> None:
-    write_run(Path("run"), says=_worse)
+    write_run(Path("run"), outcome=_worse)
     words = ("results", "compare", "run", "H2O@64", "full cache")
     answer = kvpolicy(*words)
     assert "A - B: -50.0 points" in answer.out
@@ -201,10 +201,10 @@ def test_two_cells_are_compared_item_by_item(kvpolicy: Shell) -> None:
 
 
 def test_items_on_which_cells_differ_are_shown_without_control_characters(kvpolicy: Shell) -> None:
-    def says(cell: dict[str, Any], item: int, attempt: int) -> dict[str, Any]:
+    def outcome(cell: dict[str, Any], item: int, attempt: int) -> dict[str, Any]:
         return {**_worse(cell, item, attempt), "text": "\x1b[2Jgone\n\n" + "x" * 999 + " end"}
 
-    write_run(Path("run"), says=says)
+    write_run(Path("run"), outcome=outcome)
     words = ("results", "compare", "run", "h2o@64", "full", "--items")
     text = kvpolicy(*words).out
     assert "\x1b" not in text
@@ -220,7 +220,7 @@ def test_items_on_which_cells_differ_are_shown_without_control_characters(kvpoli
 
 
 def test_all_cells_are_compared_with_one_of_their_model(kvpolicy: Shell) -> None:
-    write_run(Path("run"), says=_worse, models=("m", "n"), seeds=(0, 1))
+    write_run(Path("run"), outcome=_worse, models=("m", "n"), seeds=(0, 1))
     found = kvpolicy("results", "compare", "run", "--with", "full cache", "--json").json
     pairs = [
         (one["a"]["model"], one["a"]["budget"], one["b"]["model"], one["b"]["series"])
@@ -240,7 +240,7 @@ def test_all_cells_are_compared_with_one_of_their_model(kvpolicy: Shell) -> None
 
 def test_comparing_with_a_baseline_drops_no_count(kvpolicy: Shell) -> None:
     """The second cell has four of its samples, and of those that are done some have no answer."""
-    write_run(Path("run"), says=_worse, plans=(("H2O", 64), ("full cache", None)), only_first=12)
+    write_run(Path("run"), outcome=_worse, plans=(("H2O", 64), ("full cache", None)), only_first=12)
     answer = kvpolicy("results", "compare", "run", "--with", "full cache")
     head, _, row, blank, *gaps = answer.out.splitlines()
     assert head.split()[:4] == ["cell", "baseline", "items", "unpaired"]
@@ -257,7 +257,7 @@ def test_comparing_with_a_baseline_drops_no_count(kvpolicy: Shell) -> None:
 
 
 def test_incomplete_cells_have_unique_labels(kvpolicy: Shell) -> None:
-    write_run(Path("run"), says=_worse, models=("m", "n"), plans=(("H2O", 64),))
+    write_run(Path("run"), outcome=_worse, models=("m", "n"), plans=(("H2O", 64),))
     write_run(Path("full"), models=("m", "n"), plans=(("full cache", None),), only_first=10)
     answer = kvpolicy("results", "compare", "run", "full", "--with", "full cache")
     gaps = "of 8 samples 1 truncated, 1 failed, 1 ungraded"
@@ -274,7 +274,7 @@ def test_a_table_shows_the_bytes_of_the_largest_sample(kvpolicy: Shell) -> None:
 
 
 def test_a_comparison_can_be_broken_down(kvpolicy: Shell) -> None:
-    write_run(Path("run"), says=_worse)
+    write_run(Path("run"), outcome=_worse)
     words = ("results", "compare", "run", "H2O@64", "full", "--by", "kind")
     lines = kvpolicy(*words).out.splitlines()[-2:]
     assert [line.split()[3] for line in lines] == ["chains", "sums"]
@@ -286,7 +286,7 @@ def test_a_comparison_can_be_broken_down(kvpolicy: Shell) -> None:
 
 
 def test_lengths_can_be_compared(kvpolicy: Shell) -> None:
-    write_run(Path("run"), says=_worse)
+    write_run(Path("run"), outcome=_worse)
     text = kvpolicy("results", "compare", "run", "H2O@64", "full", "--column", "length").out
     assert "A - B: +0, 95 % CI +0..+0, over 7 items" in text
     assert "A more 0, B more 0, equal 7" in text
@@ -294,7 +294,7 @@ def test_lengths_can_be_compared(kvpolicy: Shell) -> None:
 
 
 def test_cells_of_two_runs_are_compared(kvpolicy: Shell) -> None:
-    write_run(Path("a"), says=_worse, slots=2)
+    write_run(Path("a"), outcome=_worse, slots=2)
     write_run(Path("b"), models=("other",))
     answer = kvpolicy("results", "compare", "a", "b", "a:H2O@64", "b:h2o@64")
     assert "over 8 items" in answer.out

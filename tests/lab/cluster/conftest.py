@@ -26,12 +26,12 @@ def nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nodes]:
         "RAY_AUTH_TOKEN": secrets.token_hex(32),
     }
     with (
-        (tmp_path_factory.mktemp("ray") / "nodes.err").open("w") as said,
+        (tmp_path_factory.mktemp("ray") / "nodes.err").open("w") as actual,
         subprocess.Popen(
             [sys.executable, str(_PROGRAM)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            stderr=said,
+            stderr=actual,
             env=env,
             text=True,
         ) as process,

@@ -40,7 +40,7 @@ def submit(script: str, folder: Path, model: Path, *words: object, **slurm: obje
     for name, text in texts.items():
         (commands / name).write_text(text, encoding="utf-8")
         (commands / name).chmod(0o755)
-    told = {f"SLURM_{key.upper()}": str(value) for key, value in slurm.items()}
+    stated = {f"SLURM_{key.upper()}": str(value) for key, value in slurm.items()}
     path = f"{commands}:{Path(python).parent}:{os.environ['PATH']}"
     asked = ["--model", model, "--n", 6, "--slots", 2, "--max-new-tokens", 20, *words]
     done = subprocess.run(
@@ -49,7 +49,7 @@ def submit(script: str, folder: Path, model: Path, *words: object, **slurm: obje
         text=True,
         check=False,
         cwd=folder,
-        env=os.environ | told | {"PATH": path, "RAY_worker_niceness": "0"},
+        env=os.environ | stated | {"PATH": path, "RAY_worker_niceness": "0"},
         timeout=PATIENCE_S,
     )
     assert done.returncode == 0, done.stderr
@@ -74,8 +74,8 @@ def test_a_cluster_is_started_on_the_nodes_of_a_job_and_ends_with_it(
 ) -> None:
     words = ("--policies", "full,h2o", "--budgets", 12, "--buffer", 6, "--output", "out")
     job = {"job_id": os.getpid(), "job_nodelist": "node[1-2]", "cpus_per_task": 1}
-    said = submit("ray.sbatch", tmp_path, model_folder, *words, **job)
-    assert "Traceback" not in said
+    actual = submit("ray.sbatch", tmp_path, model_folder, *words, **job)
+    assert "Traceback" not in actual
     samples = samples_in(tmp_path / "out")
     assert len({sample["key"] for sample in samples}) == len(samples) == 12
     manifest = json.loads((tmp_path / "out" / "manifest.json").read_text(encoding="utf-8"))

@@ -88,12 +88,12 @@ def background(opened: Opened) -> str:
 def test_the_theme_follows_the_system_until_chosen(open_report: Open, folder: Path) -> None:
     opened = open_report(folder, color_scheme="dark")
     dark = background(opened)
-    said = []
+    actual = []
     for _ in range(3):
         opened.page.click("#theme")
-        said.append((opened.texts("#theme")[0], background(opened)))
-    light = said[0][1]
-    assert said == [("Theme: light", light), ("Theme: dark", dark), ("Theme: system", dark)]
+        actual.append((opened.texts("#theme")[0], background(opened)))
+    light = actual[0][1]
+    assert actual == [("Theme: light", light), ("Theme: dark", dark), ("Theme: system", dark)]
     assert light != dark
     opened.page.emulate_media(color_scheme="light")
     assert background(opened) == light

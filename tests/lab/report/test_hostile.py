@@ -37,7 +37,7 @@ HOSTILE = [
 ALL = " | ".join(HOSTILE)
 
 
-def says(cell: dict[str, Any], item: int, attempt: int) -> dict[str, Any]:
+def outcome(cell: dict[str, Any], item: int, attempt: int) -> dict[str, Any]:
     word = HOSTILE[item % len(HOSTILE)]
     facets = {word[:40]: word[:40], "__proto__": 1, "depth": item % 2}
     changes: dict[str, Any] = {
@@ -71,7 +71,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     rewritten(
         folder, "items.jsonl", lambda item: item | {"prompt": ALL, "answer": ALL, "reference": ALL}
     )
-    rewritten(folder, "samples.jsonl", lambda s: s | says(s, s["item"], 0))
+    rewritten(folder, "samples.jsonl", lambda s: s | outcome(s, s["item"], 0))
     manifest = json.loads((folder / "manifest.json").read_text())
     run = manifest["run"]
     run["name"] = run["version"] = ALL

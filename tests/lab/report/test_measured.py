@@ -13,7 +13,7 @@ PLANS = [("full cache", None), ("H2O", 64)]
 KL = {"name": "kl", "title": "KL", "heading": "KL divergence, nats", "is_share": False}
 
 
-def says(cell: dict[str, Any], item: int, attempt: int) -> dict[str, Any]:
+def outcome(cell: dict[str, Any], item: int, attempt: int) -> dict[str, Any]:
     """The second plan rules out what the full cache says next, of item 1; its item 3 failed."""
     is_compacted = cell["budget"] is not None
     divergence = math.inf if (is_compacted, item) == (True, 1) else 0.25 * item * is_compacted
@@ -25,7 +25,9 @@ def says(cell: dict[str, Any], item: int, attempt: int) -> dict[str, Any]:
 @pytest.fixture
 def opened(open_report: Open, tmp_path: Path) -> Opened:
     return open_report(
-        write_run(tmp_path / "run", plans=PLANS, n=6, says=says, columns=[KL], measure="agreement")
+        write_run(
+            tmp_path / "run", plans=PLANS, n=6, outcome=outcome, columns=[KL], measure="agreement"
+        )
     )
 
 

@@ -62,8 +62,8 @@ def test_a_shortened_text_keeps_its_beginning_and_its_end(found: list[Piece], ca
     assert whole.endswith(tail)
     assert kept[place].text == f"{len(whole) - cap:,}"
     kinds = [kind for kind, text in found for _ in text]
-    said = [kind for kind, text in kept[:place] + kept[place + 1 :] for _ in text]
-    assert said == kinds[: len(head)] + kinds[len(kinds) - len(tail) :]
+    actual = [kind for kind, text in kept[:place] + kept[place + 1 :] for _ in text]
+    assert actual == kinds[: len(head)] + kinds[len(kinds) - len(tail) :]
 
 
 def test_without_a_cap_a_text_is_unchanged() -> None:

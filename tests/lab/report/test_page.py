@@ -17,18 +17,18 @@ from kvpolicy.lab.store.read import read_run
 PLANS = [("full cache", None), ("H2O", 64), ("H2O", 96), ("R-KV", 64), ("R-KV", 96)]
 
 
-def says(cell: dict[str, Any], item: int, attempt: int) -> dict[str, Any]:
+def outcome(cell: dict[str, Any], item: int, attempt: int) -> dict[str, Any]:
     """Samples that differ in everything a page counts."""
     place = PLANS.index((cell["series"], cell["budget"]))
     is_cut, is_failed, is_open = (place, item) in {(1, 3), (4, 3)}, (place, item) == (2, 5), False
     is_open = (place, item) == (3, 7)
-    said = f"Now {item} so.\n\nWait, {cell['series']} {place}.\n\n</think>\n\nit is {item}"
+    actual = f"Now {item} so.\n\nWait, {cell['series']} {place}.\n\n</think>\n\nit is {item}"
     changes: dict[str, Any] = {
         "correct": (item * 7 + place * 3 + attempt) % (2 + place) != 0,
         "num_tokens": 20 + 3 * item + 11 * place,
         "peak_bytes": 1000 * (1 + place) + 17 * item,
         "decode_s": 0.1 + 0.01 * item,
-        "text": said,
+        "text": actual,
     }
     if item == 0:
         changes |= {"num_tokens": 1, "decode_s": 0.001}
@@ -43,7 +43,7 @@ def says(cell: dict[str, Any], item: int, attempt: int) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_run(tmp_path_factory.mktemp("runs") / "one", plans=PLANS, n=12, says=says)
+    return write_run(tmp_path_factory.mktemp("runs") / "one", plans=PLANS, n=12, outcome=outcome)
 
 
 @pytest.fixture
@@ -152,8 +152,8 @@ def test_the_frontier_has_the_cells_that_none_beats(opened: Opened, folder: Path
     ]
     opened.unfold("[data-chart=frontier]")
     rows = opened.page.locator("[data-chart=frontier] tbody tr")
-    said = rows.evaluate_all("all => all.map(r => r.lastChild.textContent)")
-    assert said == ["yes" if one else "no" for one in best]
+    actual = rows.evaluate_all("all => all.map(r => r.lastChild.textContent)")
+    assert actual == ["yes" if one else "no" for one in best]
     assert len(marks(opened, "frontier")) == len(points)
 
 
@@ -194,8 +194,8 @@ def test_the_breakdown_has_the_share_of_each_value(opened: Opened, folder: Path)
             average([float(bool(s["correct"])) for s in samples if s["facets"]["depth"] == depth])
             for depth in (3, 4)
         ]
-        said = row.locator("td strong").all_text_contents()
-        assert said == [f"{round(100 * share + 1e-9)}%" for share in shares]
+        actual = row.locator("td strong").all_text_contents()
+        assert actual == [f"{round(100 * share + 1e-9)}%" for share in shares]
     opened.page.select_option("#facet", "1")
     assert [text.strip() for text in opened.texts("#difficulty thead th")][1:] == ["chains", "sums"]
 

@@ -62,9 +62,13 @@ def test_runs_of_two_versions_are_not_mixed(tmp_path: Path) -> None:
     """Ids of groups and cells know nothing of versions; the keys of samples do."""
     wrong = {"correct": False}
     runs = [
-        read_run(write_run(tmp_path / "a", plans=PLANS, n=4, says=lambda *_: {"correct": True})),
-        read_run(write_run(tmp_path / "b", plans=PLANS, n=6, version="9", says=lambda *_: wrong)),
-        read_run(write_run(tmp_path / "c", plans=PLANS, n=4, version="9", says=lambda *_: wrong)),
+        read_run(write_run(tmp_path / "a", plans=PLANS, n=4, outcome=lambda *_: {"correct": True})),
+        read_run(
+            write_run(tmp_path / "b", plans=PLANS, n=6, version="9", outcome=lambda *_: wrong)
+        ),
+        read_run(
+            write_run(tmp_path / "c", plans=PLANS, n=4, version="9", outcome=lambda *_: wrong)
+        ),
     ]
     assert list(runs[0].groups) == list(runs[2].groups)
     views = gather(runs)
@@ -106,16 +110,16 @@ def test_settings_of_one_seed_are_not_shown_for_pooled_seeds(tmp_path: Path) -> 
         dict(group_content(view, load_rules("published"), ["full cache", "H2O"], "")["settings"])
         for view in views
     ]
-    assert [{"n", "prompt hash"} <= told.keys() for told in settings] == [False, True, True]
+    assert [{"n", "prompt hash"} <= stated.keys() for stated in settings] == [False, True, True]
     assert {"n", "prompt hash"} & settings[0].keys() == set()
-    assert all(told["kvpolicy"] == "0.1.0" for told in settings)
+    assert all(stated["kvpolicy"] == "0.1.0" for stated in settings)
 
 
 def test_facets_with_too_many_values_have_no_table(tmp_path: Path) -> None:
-    def says(cell: dict[str, Any], item: int, attempt: int) -> dict[str, Any]:
+    def outcome(cell: dict[str, Any], item: int, attempt: int) -> dict[str, Any]:
         return {"facets": {"depth": item % 32, "id": f"problem {item}"}}
 
-    run = read_run(write_run(tmp_path / "a", plans=PLANS, n=33, says=says))
+    run = read_run(write_run(tmp_path / "a", plans=PLANS, n=33, outcome=outcome))
     (view,) = gather([run])
     content = group_content(view, load_rules("published"), ["full cache", "H2O"], "")
     assert [(one["name"], len(one["values"])) for one in content["facets"]] == [("depth", 32)]
@@ -129,8 +133,8 @@ def test_facets_with_too_many_values_have_no_table(tmp_path: Path) -> None:
 @pytest.mark.parametrize("long", ["prompt", "reference", "text"])
 def test_blocks_of_texts_have_a_limited_size(tmp_path: Path, long: str) -> None:
     size = 100_000
-    says = {"text": "x" * size} if long == "text" else {}
-    folder = write_run(tmp_path / "a", plans=PLANS[:1], n=30, says=lambda *_: says)
+    outcome = {"text": "x" * size} if long == "text" else {}
+    folder = write_run(tmp_path / "a", plans=PLANS[:1], n=30, outcome=lambda *_: outcome)
     if long != "text":
         items = [json.loads(line) for line in (folder / "items.jsonl").read_text().splitlines()]
         write_lines(folder / "items.jsonl", [item | {long: "x" * size} for item in items])
@@ -173,11 +177,11 @@ def test_the_same_runs_give_the_same_page(tmp_path: Path) -> None:
 
 @given(st.lists(st.integers(0, 30), unique=True, min_size=1).map(sorted))
 def test_ranges_name_exactly_the_numbers(numbers: list[int]) -> None:
-    said: list[int] = []
+    actual: list[int] = []
     for part in ranges(numbers).split(", "):
         first, _, last = part.partition(" to ")
-        said += range(int(first), int(last or first) + 1)
-    assert said == numbers
+        actual += range(int(first), int(last or first) + 1)
+    assert actual == numbers
 
 
 def test_equal_layers_share_an_entry() -> None:

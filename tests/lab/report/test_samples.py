@@ -13,7 +13,7 @@ PLANS = [("full cache", None), ("H2O", 64), ("H2O", 96)]
 N = 40
 
 
-def says(cell: dict[str, Any], item: int, attempt: int) -> dict[str, Any]:
+def outcome(cell: dict[str, Any], item: int, attempt: int) -> dict[str, Any]:
     place = PLANS.index((cell["series"], cell["budget"]))
     right = item % (3 + place) != 0
     text = f"Now, step {item}.\n\nWait, is it {'the same' if item == 4 else place}?\n\n</think>\n\n"
@@ -29,7 +29,7 @@ def says(cell: dict[str, Any], item: int, attempt: int) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_run(tmp_path_factory.mktemp("runs") / "one", plans=PLANS, n=N, says=says)
+    return write_run(tmp_path_factory.mktemp("runs") / "one", plans=PLANS, n=N, outcome=outcome)
 
 
 @pytest.fixture
@@ -103,9 +103,9 @@ def test_two_cells_are_shown_side_by_side_with_whole_texts(opened: Opened, folde
     assert texts == [a["text"], b["text"]]
     assert opened.count(".trace-column .parting") == 2
     kinds = opened.page.locator(".trace-column .text").first.locator("[data-kind]")
-    said = kinds.evaluate_all("all => all.map(one => one.dataset.kind)")
+    actual = kinds.evaluate_all("all => all.map(one => one.dataset.kind)")
     # The thought in which the texts part is in two pieces.
-    assert list(dict.fromkeys(said)) == ["execution", "reflection", "tag", "answer"]
+    assert list(dict.fromkeys(actual)) == ["execution", "reflection", "tag", "answer"]
     opened.page.select_option("#cell-b", "none")
     opened.page.wait_for_selector(".traces.of-1")
     assert opened.count(".trace-column") == 1
@@ -195,13 +195,13 @@ def test_clicking_a_mark_or_count_opens_its_samples(opened: Opened) -> None:
 def test_arrow_keys_move_through_labelled_marks(opened: Opened) -> None:
     spots = opened.page.locator("#chart-accuracy .spot")
     spots.first.focus()
-    said = []
+    actual = []
     for _ in range(spots.count()):
-        said.append(opened.page.evaluate("document.activeElement.getAttribute('aria-label')"))
+        actual.append(opened.page.evaluate("document.activeElement.getAttribute('aria-label')"))
         assert opened.page.locator("#chart-accuracy .tip").is_visible()
         opened.page.keyboard.press("ArrowRight")
-    assert len(set(said)) == len(PLANS)
-    assert all("accuracy:" in one and "n = 40" in one for one in said)
+    assert len(set(actual)) == len(PLANS)
+    assert all("accuracy:" in one and "n = 40" in one for one in actual)
     opened.page.keyboard.press("Escape")
     assert not opened.page.locator("#chart-accuracy .tip").is_visible()
 
@@ -210,7 +210,7 @@ def test_attempts_are_separate_samples(open_report: Open, tmp_path: Path) -> Non
     def two(cell: dict[str, Any], item: int, attempt: int) -> dict[str, Any]:
         return {"text": f"item {item}, attempt {attempt}"}
 
-    opened = open_report(write_run(tmp_path / "two", plans=PLANS, n=3, attempts=2, says=two))
+    opened = open_report(write_run(tmp_path / "two", plans=PLANS, n=3, attempts=2, outcome=two))
     assert listed(opened) == 6
     opened.page.locator("[aria-label='Next sample']").click()
     opened.page.wait_for_function(

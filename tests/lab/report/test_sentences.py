@@ -36,14 +36,14 @@ def kinds(text: str, prompt: str = "<think>") -> list[tuple[str, str]]:
 
 def test_text_after_the_thinking_part_is_answer() -> None:
     text = "First a.\n\nWait, b.\n\n</think>\n\nit is 3.\n\nWait"
-    said = [
+    actual = [
         ("execution", "First a."),
         ("reflection", "Wait, b."),
         (TAG, "</think>"),
         (ANSWER, "it is 3.\n\nWait"),
     ]
-    assert kinds(text) == said
-    assert kinds(text, prompt="no tag") == said  # what a tag closes was open
+    assert kinds(text) == actual
+    assert kinds(text, prompt="no tag") == actual  # what a tag closes was open
     assert kinds("it is 3.", prompt="<think></think>") == [(ANSWER, "it is 3.")]
 
 

@@ -24,7 +24,7 @@ PLANS = [("full cache", None), *((f"policy{i}", 64 * b) for i in range(1, 5) for
 PLANS += [(f"policy{i}", 512) for i in range(1, 4)]
 
 
-def says(cell: dict[str, Any], item: int, attempt: int) -> dict[str, Any]:
+def outcome(cell: dict[str, Any], item: int, attempt: int) -> dict[str, Any]:
     """A trace of some 500 words: one beginning for all cells, then each goes its own way."""
     shared, own = random.Random(item), random.Random(f"{item} {cell['plan']}")
     thoughts = [
@@ -47,7 +47,9 @@ def test_20_cells_of_500_samples_take_less_than_20_megabytes_and_2_seconds(
     browser: Any, tmp_path: Path, record_testsuite_property: Callable[[str, object], None]
 ) -> None:
     assert len(PLANS) == 20
-    folder = write_run(tmp_path / "run", plans=PLANS, n=500, says=says, recorded=2, num_layers=28)
+    folder = write_run(
+        tmp_path / "run", plans=PLANS, n=500, outcome=outcome, recorded=2, num_layers=28
+    )
     page = build([read_run(folder)])
     assert "The middle of texts" not in page
     assert "did not fit" not in page
@@ -66,11 +68,13 @@ def test_20_cells_of_500_samples_take_less_than_20_megabytes_and_2_seconds(
         assert opened.texts(".count")[0] == "500 samples of 500"
         assert opened.count(".kept-panel") == 2, "it is ready when the records are shown, too"
         opened.close()
-    said = f"{len(page):,} bytes; ready after {clock} s, {processor} s of a processor"
-    record_testsuite_property("report of 20 x 500", said)  # in --junit-xml, also where all is well
+    actual = f"{len(page):,} bytes; ready after {clock} s, {processor} s of a processor"
+    record_testsuite_property(
+        "report of 20 x 500", actual
+    )  # in --junit-xml, also where all is well
     # Where others are at work on the same processors, the clock counts their time as well.
     is_busy = os.getloadavg()[0] > (os.cpu_count() or 1)
-    assert min(clock) < MOST_SECONDS or (is_busy and min(processor) < MOST_SECONDS), said
+    assert min(clock) < MOST_SECONDS or (is_busy and min(processor) < MOST_SECONDS), actual
 
 
 @pytest.mark.slow
@@ -81,7 +85,7 @@ def test_long_traces_are_shortened_to_fit(tmp_path: Path) -> None:
         own = random.Random(f"{item} {cell['plan']}")
         return {"text": "\n\n".join(" ".join(own.choices(WORDS, k=40)) for _ in range(300))}
 
-    folder = write_run(tmp_path / "run", plans=PLANS[:5], n=120, says=long)
+    folder = write_run(tmp_path / "run", plans=PLANS[:5], n=120, outcome=long)
     page = build([read_run(folder)], max_bytes=5_000_000)
     assert len(page.encode()) <= 5_000_000
     assert "The middle of texts" in page
@@ -89,7 +93,7 @@ def test_long_traces_are_shortened_to_fit(tmp_path: Path) -> None:
 
 def test_a_page_uses_its_size_limit(tmp_path: Path) -> None:
     """With program, style, figures and notes; records give way, then texts."""
-    folder = write_run(tmp_path / "run", plans=PLANS[:5], n=40, says=says, recorded=10)
+    folder = write_run(tmp_path / "run", plans=PLANS[:5], n=40, outcome=outcome, recorded=10)
     run = read_run(folder)
     whole = len(build([run]).encode())
     for max_bytes, lacks_records, is_cut in [
@@ -105,7 +109,7 @@ def test_a_page_uses_its_size_limit(tmp_path: Path) -> None:
 
 
 def test_a_page_above_its_size_limit_has_a_note(tmp_path: Path) -> None:
-    folder = write_run(tmp_path / "run", plans=PLANS[:5], n=40, says=says)
+    folder = write_run(tmp_path / "run", plans=PLANS[:5], n=40, outcome=outcome)
     page = build([read_run(folder)], max_bytes=100_000)
     assert len(page.encode()) > 100_000
     assert "larger than its limit" in page

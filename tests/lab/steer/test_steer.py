@@ -84,7 +84,7 @@ GOOD = '[[rules]]\nkind = "reflection"\nstarts = ["Wait"]\n'
 
 
 @pytest.mark.parametrize(
-    ("text", "says"),
+    ("text", "message"),
     [
         ("", "rules"),
         ("rules = 3", "rules"),
@@ -97,12 +97,12 @@ GOOD = '[[rules]]\nkind = "reflection"\nstarts = ["Wait"]\n'
         ("rules = = 3", "TOML"),
     ],
 )
-def test_invalid_rules_are_refused_with_the_reason(tmp_path: Path, text: str, says: str) -> None:
+def test_invalid_rules_are_refused_with_the_reason(tmp_path: Path, text: str, message: str) -> None:
     path = tmp_path / "mine.toml"
     path.write_text(text, encoding="utf-8")
     with pytest.raises(KVPolicyError, match=r"mine\.toml") as caught:
         load_rules(str(path))
-    assert says in str(caught.value)
+    assert message in str(caught.value)
     assert "\n" not in str(caught.value)
 
 

@@ -62,7 +62,7 @@ def test_a_run_without_its_lines_files_is_empty(tmp_path: Path) -> None:
 
 def test_unicode_line_separators_do_not_end_a_line(tmp_path: Path) -> None:
     text = "one\u2028two\x85three\x0cfour"
-    folder = write_run(tmp_path, says=lambda *_: {"text": text})
+    folder = write_run(tmp_path, outcome=lambda *_: {"text": text})
     assert {sample.text for sample in read_run(folder).samples.values()} == {text}
 
 

@@ -66,7 +66,7 @@ def test_other_versions_are_noted(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "message"),
     [
         (of_group({"n": 4}), "n is 3 there and 4 here"),
         (of_group({"n": 4, "seed": 1}), "n is 3 there and 4 here; seed is 0 there and 1 here"),
@@ -77,14 +77,14 @@ def test_other_versions_are_noted(tmp_path: Path) -> None:
     ],
 )
 def test_the_folder_of_another_run_is_refused_and_left_alone(
-    tmp_path: Path, change: dict[str, object], said: str
+    tmp_path: Path, change: dict[str, object], message: str
 ) -> None:
     with Store(tmp_path, RUN) as store:
         store.add(SAMPLE)
     before = content(tmp_path)
     with pytest.raises(OutputError, match="another run") as caught:
         Store(tmp_path, RUN | change)
-    assert said in str(caught.value)
+    assert message in str(caught.value)
     assert content(tmp_path) == before
 
 

@@ -86,7 +86,7 @@ def test_an_override_of_the_buffer_applies_to_all() -> None:
 
 
 @pytest.mark.parametrize(
-    ("stack", "overrides", "error", "said"),
+    ("stack", "overrides", "error", "message"),
     [
         ("h2o", ["snapkv.window_size=4"], PlanError, "snapkv"),
         ("h2o", ["budget=9"], PlanError, "--budgets"),
@@ -97,7 +97,7 @@ def test_an_override_of_the_buffer_applies_to_all() -> None:
     ],
 )
 def test_overrides_and_policies_that_do_not_fit_are_refused(
-    stack: str, overrides: list[str], error: type[Exception], said: str
+    stack: str, overrides: list[str], error: type[Exception], message: str
 ) -> None:
-    with pytest.raises(error, match=re.escape(said)):
+    with pytest.raises(error, match=re.escape(message)):
         cells(Series.from_stack(stack), budgets=[32], overrides=overrides)

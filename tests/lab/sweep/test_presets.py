@@ -64,7 +64,7 @@ def test_a_preset_can_be_a_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "message"),
     [
         (('task = "reasoner"\n', ""), "tasks"),
         (("n = 10", "n = 0"), "n"),
@@ -76,11 +76,11 @@ def test_a_preset_can_be_a_file(tmp_path: Path) -> None:
     ],
 )
 def test_an_invalid_preset_is_refused_with_the_reason(
-    tmp_path: Path, change: tuple[str, str], said: str
+    tmp_path: Path, change: tuple[str, str], message: str
 ) -> None:
     with pytest.raises(KVPolicyError, match="mine") as caught:
         load_preset(written(tmp_path, GOOD.replace(*change)))
-    assert said in str(caught.value)
+    assert message in str(caught.value)
     assert "\n" not in str(caught.value)
 
 

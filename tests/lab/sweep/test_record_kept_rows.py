@@ -91,11 +91,11 @@ def check_is_what_was_seen(request: int, rows: KeptRows, seen: Seen, num_layers:
         oldest = 0 if layer.window is None else num_tokens - layer.window + 1
         for left_at, positions in zip(layer.left_at, held, strict=True):
             assert len(left_at) == len(rows.tokens)
-            told = {p for p in range(num_tokens) if left_at[p] == -1 or left_at[p] >= done}
-            assert {p for p in told if p >= oldest} == {p for p in positions if p >= oldest}
+            stated = {p for p in range(num_tokens) if left_at[p] == -1 or left_at[p] >= done}
+            assert {p for p in stated if p >= oldest} == {p for p in positions if p >= oldest}
             if layer.window is None or num_tokens in layer.at:
                 # Right after a compaction, hidden rows that stayed are told as well.
-                assert told == positions
+                assert stated == positions
 
 
 # --- the oracle -------------------------------------------------------------------------------

@@ -229,7 +229,7 @@ def test_buffers_are_varied_where_a_plan_has_one() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "overrides", "said"),
+    ("changes", "overrides", "message"),
     [
         ({"knobs": {"h2o.n_recent": (1,)}}, [], "no policy 'h2o'"),
         ({"knobs": {"rkv.mix_lamda": (1,)}}, [], "mix_lambda"),
@@ -241,9 +241,9 @@ def test_buffers_are_varied_where_a_plan_has_one() -> None:
     ],
 )
 def test_names_and_knobs_that_do_not_fit_are_refused(
-    changes: dict[str, Any], overrides: list[str], said: str
+    changes: dict[str, Any], overrides: list[str], message: str
 ) -> None:
-    with pytest.raises(KVPolicyError, match=said) as caught:
+    with pytest.raises(KVPolicyError, match=message) as caught:
         build_sweep(attrs.evolve(BASE, **changes), Catalogue(), overrides=overrides)
     assert "\n" not in str(caught.value)
 
@@ -396,7 +396,7 @@ def test_a_knob_need_not_be_quoted(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "message"),
     [
         (('models = ["a", "b"]', 'models = ["a"]\nmodel = "b"'), "both 'model' and 'models'"),
         (('models = ["a", "b"]', "models = []"), "models"),
@@ -410,9 +410,9 @@ def test_a_knob_need_not_be_quoted(tmp_path: Path) -> None:
     ],
 )
 def test_an_invalid_sweep_file_is_refused_with_the_reason(
-    tmp_path: Path, change: tuple[str, str], said: str
+    tmp_path: Path, change: tuple[str, str], message: str
 ) -> None:
     assert change[0] in SWEEP
-    with pytest.raises(KVPolicyError, match=said) as caught:
+    with pytest.raises(KVPolicyError, match=message) as caught:
         load_preset(written(tmp_path, SWEEP.replace(*change)))
     assert "\n" not in str(caught.value)

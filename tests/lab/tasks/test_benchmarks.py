@@ -139,7 +139,7 @@ def test_a_text_file_is_a_text_for_each_paragraph(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "text", "said"),
+    ("name", "text", "message"),
     [
         ("a.jsonl", '{"prompt": "a"}\nnothing\n', "line 2 of .*a.jsonl is not a JSON object"),
         ("a.jsonl", "", "holds no questions"),
@@ -152,11 +152,11 @@ def test_a_text_file_is_a_text_for_each_paragraph(tmp_path: Path) -> None:
     ],
 )
 def test_an_invalid_question_file_is_refused(
-    tmp_path: Path, name: str, text: str | None, said: str
+    tmp_path: Path, name: str, text: str | None, message: str
 ) -> None:
     if text is not None:
         (tmp_path / name).write_text(text, encoding="utf-8")
-    with pytest.raises(TaskError, match=said):
+    with pytest.raises(TaskError, match=message):
         load_task(str(tmp_path / name)).examples(2, seed=0)
 
 

@@ -195,12 +195,12 @@ def test_the_first_difference_equals_that_of_free_generation(policy: str) -> Non
     prompts = ["abcdefgh", "hello there", "aa", "dcba abcd abcd"]
     items = [Example(i, prompt, "") for i, prompt in enumerate(prompts)]
     found = measured(Agreement(), plan, items)
-    said = {}
+    actual = {}
     for name, one in (("full", Plan.uniform("full")), ("plan", plan)):
         engine = Engine(shared_model(), TOKENIZER, one)
-        said[name] = engine.generate(prompts, max_new_tokens=60).results()
+        actual[name] = engine.generate(prompts, max_new_tokens=60).results()
     parted = 0
-    for outcome, full, ours in zip(found, said["full"], said["plan"], strict=True):
+    for outcome, full, ours in zip(found, actual["full"], actual["plan"], strict=True):
         assert outcome.result.tokens == full.tokens, "led along the full cache's answer"
         pairs = zip(full.tokens, ours.tokens, strict=True)
         same = next((i for i, (a, b) in enumerate(pairs) if a != b), len(full.tokens))

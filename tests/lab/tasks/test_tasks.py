@@ -77,7 +77,7 @@ def test_a_broken_task_is_named_and_hides_no_other() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ("resoner", "did you mean reasoner"),
         ("reasoner:lvl=easy", "no option 'lvl'; did you mean level"),
@@ -95,8 +95,8 @@ def test_a_broken_task_is_named_and_hides_no_other() -> None:
         ("", "is named ''"),
     ],
 )
-def test_a_wrong_name_or_option_is_refused_with_the_known_ones(text: str, said: str) -> None:
-    with pytest.raises(TaskError, match=said):
+def test_a_wrong_name_or_option_is_refused_with_the_known_ones(text: str, message: str) -> None:
+    with pytest.raises(TaskError, match=message):
         load_task(text)
 
 
