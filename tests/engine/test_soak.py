@@ -1,17 +1,17 @@
 """Many requests, cancellations and failing policies: `docs/benchmarks/soak.py`, asserted."""
 
-import os
 import runpy
 from pathlib import Path
 from typing import Any
 
 import pytest
+from slow_share import share_of
 
 SCRIPT = Path(__file__).parents[2] / "docs" / "benchmarks" / "soak.py"
 # Resident memory fluctuates by some pages in any program; leaking one slot's rows for each of
 # 10,000 requests would exceed 100 MiB.
 MAX_GROWTH = 8 * 2**20
-NUM_LONG = int(os.environ.get("KVPOLICY_SOAK", "10000"))  # requests of the long soak
+NUM_LONG = share_of(10_000)  # requests of the long soak: ten thousand take ten minutes
 
 
 def run_soak(num_requests: int, **options: Any) -> Any:

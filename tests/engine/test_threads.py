@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from model_state import state_of
+from slow_share import share_of
 from tiny import greedy_tokens, tiny_model
 
 from kvpolicy import Engine, Plan, PolicyCache
@@ -53,7 +54,7 @@ def repeat(job: Callable[[], Any], num: int, found: list[Any], begin: threading.
         found.append(job())
 
 
-@pytest.mark.parametrize("num", [2, pytest.param(100, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("num", [2, pytest.param(share_of(100), marks=pytest.mark.slow)])
 def test_concurrent_runs_equal_sequential_runs(num: int) -> None:
     model = tiny_model(dtype=torch.float64)
     jobs = [

@@ -5,6 +5,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from slow_share import share_of
 from strategies import MOST_PROTECTED, SMALL_KNOBS, STEERING, Drawn, budgets, caches
 
 from kvpolicy import installed_policies
@@ -48,10 +49,10 @@ def test_every_policy_passes_check_policy(name: str, knobs: dict, vector: str) -
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_every_policy_passes_check_policy_in_many_cases(name: str, vector: str) -> None:
-    variants = SMALL_KNOBS.get(name, ({},))
+    variants, num = SMALL_KNOBS.get(name, ({},)), share_of(600)
     for seed, knobs in enumerate(variants):
         knobs = with_vector(name, knobs, vector)
-        report = check_policy(name, knobs=knobs, seed=seed, max_examples=600 // len(variants))
+        report = check_policy(name, knobs=knobs, seed=seed, max_examples=num // len(variants))
         assert not report.skipped.keys() & {"answers", "cancellation", "slots", "precision"}
 
 

@@ -1,6 +1,5 @@
 """A sweep killed at random moments, again and again: no sample lost, none doubled."""
 
-import os
 import random
 import signal
 import sys
@@ -9,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from resumable_sweep import NUM_CELLS, Bench, N, untimed, wait_for_orphans
+from slow_share import share_of
 
 from kvpolicy.lab.store.read import read_run
 
@@ -17,7 +17,7 @@ pytestmark = [
     pytest.mark.slow,
 ]
 
-NUM_KILLS = int(os.environ.get("KVPOLICY_KILLS", "100"))  # a hundred take a quarter of an hour
+NUM_KILLS = share_of(100)  # a hundred take a quarter of an hour
 
 
 @pytest.mark.parametrize("workers", [1, 2])
