@@ -417,14 +417,19 @@ class Merger:
 
     def merge(
         self, keys: Matrix, values: Matrix, keep: Sequence[int]
-    ) -> tuple[list[list[float]], list[list[float]], float]:
-        """The new keys and values, and the smallest distance of a similarity from the threshold."""
-        nearest = {}
+    ) -> tuple[list[list[float]], list[list[float]], float, float]:
+        """The new keys and values, and two margins.
+
+        The first is the smallest distance of a similarity from the threshold; the second is the
+        smallest lead of a nearest row over the next one.
+        """
+        nearest, leads = {}, [math.inf]
         for i in range(len(keys)):
             if i not in keep:
                 similar = [cosine(keys[i], keys[j]) for j in keep]
                 best = max(range(len(keep)), key=lambda place: similar[place])
                 nearest[i] = (keep[best], similar[best])
+                leads += [similar[best] - u for u in similar[:best] + similar[best + 1 :]]
         mean = math.fsum(u for _, u in nearest.values()) / len(nearest)
         if self.threshold is None:
             self.threshold = mean
@@ -439,7 +444,7 @@ class Merger:
             [self._row(rows, j, merged[j]) if merged[j] else list(rows[j]) for j in keep]
             for rows in (keys, values)
         ]
-        return new[0], new[1], margin
+        return new[0], new[1], margin, min(leads)
 
     def _row(self, rows: Matrix, j: int, evicted: Sequence[tuple[int, float]]) -> list[float]:
         exponential = self.weights == "exp"
