@@ -15,6 +15,7 @@ from kvpolicy.hooks.discovery import (
     installed_policies,
     load_policy,
     load_policy_class,
+    policy_names,
     register_file,
 )
 
@@ -90,6 +91,16 @@ def test_policy_with_import_error_does_not_affect_others(monkeypatch):
     listed = {info.name: info.problem for info in installed_policies()}
     assert "no module 'no_such_module'" in listed["broken"]
     assert listed["streaming"] is None
+
+
+def test_policy_of_a_package_installed_meanwhile_is_found(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert "later" not in policy_names()
+    info = tmp_path / "later-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: later\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text(f"[{discovery.GROUP}]\nlater = later:Later\n")
+    assert "later" in policy_names()
 
 
 def test_policies_of_a_file_are_named_after_their_classes(tmp_path):
