@@ -1,10 +1,155 @@
-"""Atomic writes."""
+"""Files of users: text, TOML and JSON are read with limits; writes are atomic.
 
+Every file that somebody else may have written is read here, so that one that is missing, damaged,
+nested too deeply or far too large is answered by one sentence that names it.
+"""
+
+import json
 import os
+import tomllib
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
+from typing import Any, NoReturn
 
-from kvpolicy.errors import OutputError
+from kvpolicy.errors import KVPolicyError, OutputError
+
+MAX_BYTES = 2**28  # of a file that is read as a whole, or of a line of JSON lines
+MAX_TOML_BYTES = 2**20  # tomllib takes seconds for a MiB
+MAX_NESTING = 100  # levels; reading and copying data calls functions level by level
+
+
+def read_text(
+    path: Path, name: str, *, most: int = MAX_BYTES, error: type[KVPolicyError] = KVPolicyError
+) -> str:
+    """Read a file of UTF-8 text; a byte order mark is left out.
+
+    Args:
+        path: The file.
+        name: What it is, for messages, such as ``"plan 'a.toml'"``.
+        most: Largest size, in bytes.
+        error: Exception to raise.
+
+    Raises:
+        KVPolicyError: It cannot be read, is larger, or is not UTF-8.
+    """
+    try:
+        with path.open("rb") as file:
+            content = file.read(most + 1)  # also of a device without an end
+    except OSError as caught:
+        _refuse(f"{name} cannot be read: {caught.strerror or caught}", error, caught)
+    except ValueError as caught:  # a path with a NUL or a lone surrogate
+        _refuse(f"{name} cannot be read: {caught}", error, caught)
+    if len(content) > most:
+        _refuse(f"{name} cannot be read: it is larger than {most >> 20} MiB", error)
+    return decode(content, name, error=error)
+
+
+def decode(content: bytes, name: str, *, error: type[KVPolicyError] = KVPolicyError) -> str:
+    """UTF-8 text without its byte order mark.
+
+    Args:
+        content: What was read.
+        name: What it is, for messages.
+        error: Exception to raise.
+
+    Raises:
+        KVPolicyError: It is not UTF-8.
+    """
+    try:
+        return content.decode("utf-8-sig")
+    except UnicodeDecodeError as caught:
+        _refuse(f"{name} is not UTF-8 text (byte {caught.start})", error, caught)
+
+
+def read_toml(
+    path: Path, name: str, *, error: type[KVPolicyError] = KVPolicyError
+) -> dict[str, Any]:
+    """Read a TOML file; arguments as for `read_text`.
+
+    Raises:
+        KVPolicyError: It cannot be read, is not TOML, or exceeds a limit.
+    """
+    text = read_text(path, name, most=MAX_TOML_BYTES, error=error)
+    try:
+        return parse_toml(text)
+    except ValueError as caught:
+        _refuse(f"{name} is not TOML: {caught}", error, caught)
+
+
+def read_json(path: Path, name: str, *, error: type[KVPolicyError] = KVPolicyError) -> Any:
+    """Read a JSON file; arguments as for `read_text`.
+
+    Raises:
+        KVPolicyError: It cannot be read, is not JSON, or exceeds a limit.
+    """
+    text = read_text(path, name, error=error)
+    try:
+        return parse_json(text)
+    except ValueError as caught:
+        _refuse(f"{name} is not JSON: {caught}", error, caught)
+
+
+def numbered_lines(text: str) -> Iterator[tuple[int, str]]:
+    r"""The lines of a text that are not blank, with their numbers from 1.
+
+    Lines end with ``\n`` or ``\r\n`` only: other separators, such as U+2028, may stand in JSON.
+
+    Args:
+        text: The content of a file.
+    """
+    for number, line in enumerate(text.split("\n"), 1):
+        if line.strip():
+            yield number, line.removesuffix("\r")
+
+
+def parse_toml(text: str) -> dict[str, Any]:
+    """Parse TOML.
+
+    Args:
+        text: The text.
+
+    Raises:
+        ValueError: It is not TOML, or exceeds a limit; the message says which.
+    """
+    try:
+        found = tomllib.loads(text)
+    except RecursionError:
+        raise _too_deep() from None
+    except ValueError as error:
+        raise _plain(error) from None
+    _check_nesting(found)
+    return found
+
+
+def parse_json(text: str | bytes) -> Any:
+    """Parse one JSON value.
+
+    ``NaN`` and ``Infinity`` are numbers, as Python's json writes them. A key that an object has
+    twice is refused, as in TOML: readers differ in which of the values they take.
+
+    Args:
+        text: The text; bytes are UTF-8.
+
+    Raises:
+        ValueError: It is not JSON, or exceeds a limit; the message says which.
+    """
+    if len(text) > MAX_BYTES:
+        msg = f"it is larger than {MAX_BYTES >> 20} MiB"
+        raise ValueError(msg)
+    try:
+        decoded = text.decode("utf-8-sig") if isinstance(text, bytes) else text
+        found = json.loads(decoded, object_pairs_hook=_without_duplicates)
+    except UnicodeDecodeError as error:
+        msg = f"it is not UTF-8 text (byte {error.start})"
+        raise ValueError(msg) from None
+    except RecursionError:
+        raise _too_deep() from None
+    except ValueError as error:
+        raise _plain(error) from None
+    if decoded.count("[") + decoded.count("{") > MAX_NESTING:  # else it cannot be nested deeper
+        _check_nesting(found)
+    return found
 
 
 def atomic_write(path: Path, content: str | bytes) -> None:
@@ -26,3 +171,42 @@ def atomic_write(path: Path, content: str | bytes) -> None:
             temporary.unlink(missing_ok=True)
         msg = f"{path} cannot be written: {error.strerror or error}; choose another place"
         raise OutputError(msg) from error
+
+
+def _refuse(msg: str, error: type[KVPolicyError], cause: Exception | None = None) -> NoReturn:
+    raise error(msg) from cause
+
+
+def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        keys = [key for key, _ in pairs]
+        twice = next(key for key in keys if keys.count(key) > 1)
+        msg = f"an object has the key {twice!r:.60} twice"
+        raise ValueError(msg)
+    return found
+
+
+def _check_nesting(data: Any) -> None:
+    """Refuse data nested too deeply, such as the TOML ``a.a.a.a = 1``, which has no brackets."""
+    level: list[Any] = [[data]]
+    for _ in range(MAX_NESTING + 1):
+        level = [
+            inner
+            for outer in level
+            for inner in (outer.values() if isinstance(outer, dict) else outer)
+            if isinstance(inner, (dict, list))
+        ]
+        if not level:
+            return
+    raise _too_deep()
+
+
+def _too_deep() -> ValueError:
+    return ValueError(f"it is nested more than {MAX_NESTING} levels deep")
+
+
+def _plain(error: ValueError) -> ValueError:
+    """The reason of a parser; Python's own for long numbers names a function of Python."""
+    reason = str(error)
+    return ValueError("a number has too many digits" if "int_max_str_digits" in reason else reason)

@@ -4,7 +4,6 @@ An option is an annotated type, so that it has one name, one help text and one p
 """
 
 import inspect
-import json
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -18,6 +17,7 @@ import typer
 from kvpolicy.cli.output import info
 from kvpolicy.entry_points import default_name, installed, load_installed
 from kvpolicy.errors import KVPolicyError, OutputError, RequestError
+from kvpolicy.files import decode, numbered_lines, parse_json, read_text
 
 if TYPE_CHECKING:
     from kvpolicy.engine.engine import Engine
@@ -369,7 +369,7 @@ def read_prompts(file: str) -> list[Prompt]:
         KVPolicyError: The file cannot be read, has no prompt, or a line is malformed.
     """
     name = "standard input" if file == "-" else f"'{file}'"
-    lines = [(i, line) for i, line in enumerate(_read(file, name).splitlines(), 1) if line.strip()]
+    lines = list(numbered_lines(_read(file, name)))
     if not lines:
         msg = f"{name} has no prompt; write one per line."
         raise KVPolicyError(msg)
@@ -395,21 +395,12 @@ def _in_chat_template(tokenizer: Any, prompts: Sequence[Prompt]) -> list[Prompt]
 
 
 def _read(file: str, name: str) -> str:
-    try:
-        if file == "-":
-            return sys.stdin.buffer.read().decode("utf-8")
-        return Path(file).read_text(encoding="utf-8")
-    except OSError as error:
-        msg = f"{name} cannot be read: {error.strerror}."
-        raise KVPolicyError(msg) from error
-    except UnicodeDecodeError as error:
-        msg = f"{name} is not UTF-8 text (byte {error.start})."
-        raise KVPolicyError(msg) from error
+    return decode(sys.stdin.buffer.read(), name) if file == "-" else read_text(Path(file), name)
 
 
 def _json_prompt(line: str, where: str) -> Prompt:
     try:
-        record = json.loads(line)
+        record = parse_json(line)
     except ValueError as error:
         msg = f"{where} is not JSON ({error}), though the file begins with '{{'."
         raise RequestError(msg) from error

@@ -4,7 +4,6 @@ A plan may extend another one: ``extends = "base.toml"``. A key of the plan repl
 of its base as a whole; `layers`, `stack` and `schedule` are not merged entry by entry.
 """
 
-import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from os.path import abspath
 from pathlib import Path
@@ -14,6 +13,7 @@ import attrs
 
 from kvpolicy.entry_points import installed_file, nearest
 from kvpolicy.errors import PlanError
+from kvpolicy.files import parse_toml, read_toml
 
 ENTRY_POINTS = "kvpolicy.plans"
 EXTENDS = "extends"
@@ -67,7 +67,8 @@ def _read(path: Path, chain: tuple[Path, ...]) -> dict[str, Any]:
         msg = f"plan '{chain[0]}' extends itself: {names}; remove one {EXTENDS}"
         raise PlanError(msg)
     name = f"plan '{path}'"
-    data = _load(path, f"{name}, which '{chain[-1]}' extends," if chain else name)
+    what = f"{name}, which '{chain[-1]}' extends," if chain else name
+    data = read_toml(path, what, error=PlanError)
     return _merge(data, path.parent, (*chain, path), name)
 
 
@@ -90,21 +91,6 @@ def _merge(
         msg = f"{name} extends '{base}', but {error}"
         raise PlanError(msg) from error
     return _read(path, chain) | own
-
-
-def _load(path: Path, name: str) -> dict[str, Any]:
-    try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        msg = f"{name} cannot be read: {error.strerror or error}"
-    except UnicodeDecodeError:
-        msg = f"{name} is not UTF-8 text"
-    except tomllib.TOMLDecodeError as error:
-        msg = f"{name} is not TOML: {error}"
-    except (ValueError, RecursionError) as error:
-        # A path with a NUL, a number of thousands of digits, deeply nested brackets.
-        msg = f"{name} cannot be read: {error}"
-    raise PlanError(msg)
 
 
 def _find(path: Path, folder: Path) -> Path:
@@ -191,8 +177,8 @@ def parse_value(text: str) -> object:
         text: Such as ``"0.5"``, ``"true"``, ``"[1, 2]"`` or ``"mean"``.
     """
     try:
-        return tomllib.loads(f"value = {text}")["value"]
-    except (ValueError, RecursionError):
+        return parse_toml(f"value = {text}")["value"]
+    except ValueError:
         return text.strip()
 
 

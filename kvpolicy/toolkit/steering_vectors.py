@@ -24,7 +24,7 @@ from torch import Tensor
 
 from kvpolicy.entry_points import installed_file
 from kvpolicy.errors import SteeringError
-from kvpolicy.files import atomic_write
+from kvpolicy.files import atomic_write, parse_json
 
 GROUP = "kvpolicy.vectors"
 SIGN = "execution - non_execution"
@@ -256,7 +256,7 @@ def _structure(
     tensors: Mapping[str, Tensor], metadata: Mapping[str, str], what: str
 ) -> tuple[list[SteeringVector], int | None]:
     try:
-        described: dict[str, Any] = json.loads(metadata[_KEY])
+        described: dict[str, Any] = parse_json(metadata[_KEY])
         if described["format"] != _FORMAT:
             raise ValueError
         calibration = Calibration(**described["calibration"])

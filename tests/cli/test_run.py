@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from shell import Shell
 
+from kvpolicy.cli.options import read_prompts
 from kvpolicy.engine.engine import Engine
 from kvpolicy.engine.request import Sampling
 from kvpolicy.model.loading import load_model
@@ -169,3 +170,8 @@ def test_a_chat_template_wraps_the_prompt(
     wrapped = kvpolicy("run", " tea is 3.", "--chat", "--model", chatty, *H2O, "--json")
     by_hand = kvpolicy("run", "<|user|> tea is 3.<|assistant|>", "--model", chatty, *H2O, "--json")
     assert wrapped.json_lines[0]["tokens"] == by_hand.json_lines[0]["tokens"]
+
+
+def test_a_prompt_in_json_lines_may_contain_line_separators(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"prompt": "a\u2028b\x85c"}\n', encoding="utf-8")
+    assert read_prompts(str(tmp_path / "a.jsonl")) == ["a\u2028b\x85c"]

@@ -1,6 +1,5 @@
 """The options of ``kvpolicy ablate``: what a sweep compares, and where it runs."""
 
-import tomllib
 from collections.abc import Sequence
 from enum import Enum
 from functools import partial
@@ -11,6 +10,7 @@ import typer
 
 from kvpolicy.cli.options import MODEL, POLICY, SAMPLING, SLOTS, TEMPERATURE, TOP_P, split_list
 from kvpolicy.errors import KVPolicyError
+from kvpolicy.files import parse_toml
 
 # More panels of ``--help``.
 TASKS, WORKERS, RESULTS = "Tasks", "Workers", "Results"
@@ -180,6 +180,6 @@ def parse_grid(texts: Sequence[str]) -> dict[str, tuple[Any, ...]]:
 
 def _parse_values(text: str) -> list[Any]:
     try:
-        return list(tomllib.loads(f"values = [{text}]")["values"])
-    except (ValueError, RecursionError):
+        return list(parse_toml(f"values = [{text}]")["values"])
+    except ValueError:
         return split_list(text)

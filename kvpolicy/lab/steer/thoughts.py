@@ -11,7 +11,6 @@ names a package whose folder holds ``NAME.toml`` with the fields of `ThoughtRule
 import hashlib
 import json
 import re
-import tomllib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,6 +21,7 @@ from attrs.validators import min_len
 
 from kvpolicy.entry_points import installed, installed_file
 from kvpolicy.errors import KVPolicyError
+from kvpolicy.files import read_toml
 from kvpolicy.plan.spec import problems_of
 
 if TYPE_CHECKING:
@@ -134,14 +134,7 @@ def load_rules(name_or_path: str) -> ThoughtRules:
     path = Path(name_or_path)
     if path.suffix != ".toml":
         path = installed_file(GROUP, name_or_path, suffix=".toml", what="set of rules")
-    try:
-        data = tomllib.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        msg = f"rules {name_or_path} cannot be read: {error.strerror}"
-        raise KVPolicyError(msg) from error
-    except ValueError as error:
-        msg = f"rules {name_or_path} are not valid TOML: {error}"
-        raise KVPolicyError(msg) from error
+    data = read_toml(path, f"file of rules {name_or_path}")
     return _structure(data, path.stem, name_or_path)
 
 

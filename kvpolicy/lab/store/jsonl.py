@@ -7,6 +7,7 @@ from typing import Any
 from filelock import FileLock, Timeout
 
 from kvpolicy.errors import OutputError, ResultsError
+from kvpolicy.files import parse_json
 
 
 class JsonLines:
@@ -127,7 +128,7 @@ def _parse_lines(path: Path, complete: bytes) -> list[dict[str, Any]]:
 
 def _parse(path: Path, number: int, line: bytes) -> dict[str, Any]:
     try:
-        record = json.loads(line)
+        record = parse_json(line)
     except ValueError:
         record = None
     if not isinstance(record, dict):

@@ -3,7 +3,6 @@
 `docs/reference/results.md` documents every file and field.
 """
 
-import json
 import os
 from collections.abc import Mapping
 from functools import cached_property
@@ -12,7 +11,8 @@ from typing import Any
 
 import attrs
 
-from kvpolicy.errors import ResultsError
+from kvpolicy.errors import KVPolicyError, ResultsError
+from kvpolicy.files import parse_json, read_json, read_text
 from kvpolicy.lab.store.jsonl import read_lines
 from kvpolicy.lab.store.records import (
     FORMAT,
@@ -140,10 +140,7 @@ def read_manifest(folder: Path) -> dict[str, Any] | None:
     if not path.is_file():
         return None
     try:
-        manifest = json.loads(path.read_bytes())
-    except OSError as error:
-        msg = f"{path} cannot be read: {error.strerror}."
-        raise ResultsError(msg) from error
+        manifest = parse_json(read_text(path, str(path), error=ResultsError))
     except ValueError as error:
         msg = f"{path} is damaged ({error}); the lines of {folder / 'samples.jsonl'} are readable."
         raise ResultsError(msg) from error
@@ -190,8 +187,8 @@ def find_runs(folder: Path) -> list[Path]:
 
 def _may_be_run(folder: Path) -> bool:
     try:
-        manifest = json.loads((folder / "manifest.json").read_bytes())
-    except (OSError, ValueError):
+        manifest = read_json(folder / "manifest.json", "it")
+    except KVPolicyError:
         return (folder / "samples.jsonl").exists()
     return isinstance(manifest, dict) and {"format", "run"} <= manifest.keys()
 

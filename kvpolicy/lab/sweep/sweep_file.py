@@ -5,7 +5,6 @@ entry point of the group ``kvpolicy.presets`` maps the name to the package whose
 ``NAME.toml``. `SweepConfig` has the keys; docs/reference/sweeps.md lists them for users.
 """
 
-import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import product
 from pathlib import Path
@@ -17,6 +16,7 @@ from attrs.validators import deep_iterable, ge, min_len, optional
 
 from kvpolicy.entry_points import installed_file
 from kvpolicy.errors import KVPolicyError, PlanError
+from kvpolicy.files import read_toml
 from kvpolicy.lab.tasks.task import Split
 from kvpolicy.plan.plan import Plan
 from kvpolicy.plan.spec import problems_of
@@ -190,21 +190,11 @@ def load_preset(name_or_path: str) -> SweepConfig:
         KVPolicyError: No such sweep exists, or the file cannot be read or is invalid.
     """
     path = Path(name_or_path)
-    if path.suffix == ".toml":
-        return _structure(_read(path), path.parent, path.stem)
-    path = installed_file(GROUP, name_or_path, suffix=".toml", what="preset")
-    return _structure(_read(path), path.parent, name_or_path)
-
-
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        msg = f"preset {path} cannot be read: {error.strerror}."
-        raise KVPolicyError(msg) from error
-    except ValueError as error:
-        msg = f"preset {path} is not valid TOML: {error}."
-        raise KVPolicyError(msg) from error
+    name = path.stem
+    if path.suffix != ".toml":
+        path = installed_file(GROUP, name_or_path, suffix=".toml", what="preset")
+        name = name_or_path
+    return _structure(read_toml(path, f"preset {path}"), path.parent, name)
 
 
 def _structure(data: dict[str, Any], folder: Path, name: str) -> SweepConfig:

@@ -4,12 +4,12 @@ Rows of JSON lines are read on access, so that large files need not fit into mem
 """
 
 import importlib.util
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from kvpolicy.errors import TaskError, error_summary
+from kvpolicy.files import parse_json, read_text
 from kvpolicy.model.hub import hub_reachable
 
 Row = Mapping[str, Any]
@@ -86,12 +86,14 @@ class JsonRows(Sequence[Row]):
         with path.open("rb") as file:
             file.seek(start)
             line = file.readline()
+        where = f"line {number} of {path}"
         try:
-            row = json.loads(line)
-        except ValueError:
-            row = None
+            row = parse_json(line)
+        except ValueError as error:
+            msg = f"{where} is not a JSON object ({error}); expected one on each line"
+            raise TaskError(msg) from error
         if not isinstance(row, dict):
-            msg = f"line {number} of {path} is not a JSON object; expected one on each line"
+            msg = f"{where} is not a JSON object; expected one on each line"
             raise TaskError(msg)
         return row
 
@@ -105,17 +107,14 @@ def _check_file(path: Path) -> None:
 
 
 def _read_whole(path: Path) -> Rows:
-    _check_file(path)
+    name = f"task file {path}"
+    if path.suffix == ".txt":
+        paragraphs = read_text(path, name, error=TaskError).split("\n\n")
+        return [{"text": part.strip("\n")} for part in paragraphs if part.strip()]
     try:
-        text = path.read_text(encoding="utf-8")
-        if path.suffix == ".txt":
-            return [{"text": part.strip("\n")} for part in text.split("\n\n") if part.strip()]
-        rows = json.loads(text)
-    except UnicodeDecodeError as error:
-        msg = f"task file {path} is not UTF-8 text (byte {error.start})"
-        raise TaskError(msg) from error
+        rows = parse_json(read_text(path, name, error=TaskError))
     except ValueError as error:
-        msg = f"task file {path} is not JSON ({error}); name it .jsonl if each line is"
+        msg = f"{name} is not JSON ({error}); name it .jsonl if each line is"
         raise TaskError(msg) from error
     if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
         msg = f"task file {path} does not contain a list of JSON objects"

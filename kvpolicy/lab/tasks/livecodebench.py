@@ -20,6 +20,7 @@ from typing import Any
 import attrs
 
 from kvpolicy.errors import TaskError, error_summary
+from kvpolicy.files import parse_json
 from kvpolicy.lab.tasks.answers import extract_code
 from kvpolicy.lab.tasks.code_grading import Test, check_confinement, passes
 from kvpolicy.lab.tasks.datasets import JsonRows, Rows
@@ -164,8 +165,8 @@ def tests_of(row: Mapping[str, Any]) -> list[Test]:
     """
     which = row.get("question_id", "?")
     try:
-        found = json.loads(row["public_test_cases"]) + unpack(row["private_test_cases"])
-        name = json.loads(row.get("metadata") or "{}").get("func_name")
+        found = parse_json(row["public_test_cases"]) + unpack(row["private_test_cases"])
+        name = parse_json(row.get("metadata") or "{}").get("func_name")
         return [
             Test(one["input"], one["output"], name if one["testtype"] == "functional" else None)
             for one in found
@@ -185,7 +186,7 @@ def unpack(text: str) -> list[dict[str, str]]:
         ValueError: It is neither.
     """
     if text.lstrip().startswith("["):
-        found: list[dict[str, str]] = json.loads(text)
+        found: list[dict[str, str]] = parse_json(text)
         return found
     try:
         pickled = zlib.decompress(base64.b64decode(text, validate=True))
@@ -197,5 +198,5 @@ def unpack(text: str) -> list[dict[str, str]]:
     if len(texts) != 1:
         msg = f"a pickle of {len(texts)} texts; expected one"
         raise ValueError(msg)
-    found = json.loads(texts[0])
+    found = parse_json(texts[0])
     return found
