@@ -2,7 +2,6 @@
 
 import json
 import sys
-from collections.abc import Collection, Sequence
 from datetime import timedelta
 from shutil import get_terminal_size
 from time import monotonic
@@ -12,8 +11,6 @@ import typer
 
 from kvpolicy.errors import OutputError
 
-_UNLIMITED_WIDTH = 100_000
-_NARROWEST_COLUMN = 20  # a wrapped column below this many characters is worse than a long line
 _LOG_EVERY_S = 10.0
 _REDRAW_EVERY_S = 0.1
 
@@ -83,56 +80,6 @@ def stdout_error(error: OSError) -> OutputError:
 def terminal_width() -> int | None:
     """Characters in a line of the terminal; ``None`` if stdout is not a terminal."""
     return get_terminal_size().columns if sys.stdout.isatty() else None
-
-
-def format_table(
-    headers: Sequence[str],
-    rows: Sequence[Sequence[str]],
-    *,
-    right: Collection[int] = (),
-    width: int | None = None,
-) -> str:
-    """Lay out a table as plain text.
-
-    Args:
-        headers: Names of the columns.
-        rows: Cells, as many in each row as there are headers.
-        right: Columns to align right, by index.
-        width: Characters of a line. Columns move closer and the last one is wrapped to fit;
-            lines may still be longer if that is not enough. No limit by default.
-
-    Returns:
-        The lines, with a newline after each but the last.
-    """
-    from rich.console import Console
-    from rich.rule import Rule
-    from rich.table import Table
-
-    last = len(headers) - 1
-    console = Console(
-        width=_UNLIMITED_WIDTH, color_system=None, markup=False, highlight=False, emoji=False
-    )
-    for gap in (2, 1):
-        table = Table.grid(padding=(0, gap, 0, 0))
-        for i, header in enumerate(headers):
-            longest = max(len(cell) for cell in (header, *(row[i] for row in rows)))
-            table.add_column(
-                justify="right" if i in right else "left",
-                no_wrap=i != last,
-                min_width=min(longest, _NARROWEST_COLUMN) if i == last else longest,
-            )
-        table.add_row(*headers)
-        table.add_row(*(Rule(style="none") for _ in headers))
-        for row in rows:
-            table.add_row(*row)
-        size = console.measure(table)
-        if width is None or size.maximum <= width:
-            break
-    if width is not None:
-        console.width = max(width, size.minimum)
-    with console.capture() as captured:
-        console.print(table)
-    return "\n".join(line.rstrip() for line in captured.get().splitlines())
 
 
 def format_bytes(num_bytes: float) -> str:

@@ -29,12 +29,12 @@ from kvpolicy.cli.options import (
 from kvpolicy.cli.output import (
     as_sentence,
     format_bytes,
-    format_table,
     info,
     print_json,
     print_text,
     terminal_width,
 )
+from kvpolicy.cli.text_table import format_table
 from kvpolicy.errors import KVPolicyError
 
 if TYPE_CHECKING:

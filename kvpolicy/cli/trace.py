@@ -24,8 +24,9 @@ from kvpolicy.cli.options import (
     prepare,
     with_generation_options,
 )
-from kvpolicy.cli.output import format_table, info, print_json, print_text, terminal_width
+from kvpolicy.cli.output import info, print_json, print_text, terminal_width
 from kvpolicy.cli.run import format_report
+from kvpolicy.cli.text_table import format_table
 from kvpolicy.errors import OutputError
 
 if TYPE_CHECKING:

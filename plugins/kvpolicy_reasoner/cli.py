@@ -19,7 +19,8 @@ import attrs
 import typer
 
 from kvpolicy.cli.options import Json, examples
-from kvpolicy.cli.output import format_table, info, print_json, print_text
+from kvpolicy.cli.output import info, print_json, print_text
+from kvpolicy.cli.text_table import format_table
 from kvpolicy.errors import KVPolicyError
 from kvpolicy_reasoner import BUNDLED, REASONER, bundled_path
 

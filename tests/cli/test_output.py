@@ -1,40 +1,13 @@
-"""Output: tables, units, progress."""
+"""Output: units, progress."""
 
 import io
 import sys
 import threading
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from kvpolicy.cli import output
-from kvpolicy.cli.output import Progress, format_bytes, format_table
-
-
-def test_numbers_are_aligned_right_and_text_left() -> None:
-    table = format_table(["name", "n"], [["a", "1"], ["long", "1000"]], right=[1])
-    assert table.splitlines() == ["name     n", "────  ────", "a        1", "long  1000"]
-
-
-def test_columns_move_closer_before_a_line_is_too_long() -> None:
-    rows = [["a" * 10, "b" * 10]]
-    assert format_table(["x", "y"], rows, width=22).splitlines()[2] == f"{'a' * 10}  {'b' * 10}"
-    assert format_table(["x", "y"], rows, width=21).splitlines()[2] == f"{'a' * 10} {'b' * 10}"
-    assert format_table(["x", "y"], rows, width=5).splitlines()[2] == f"{'a' * 10} {'b' * 10}"
-
-
-@given(
-    st.lists(st.tuples(st.text("ab[]", max_size=9), st.text("cd ", max_size=80)), max_size=5),
-    st.integers(40, 90),
-)
-def test_the_last_column_is_wrapped_to_fit(rows: list[tuple[str, str]], width: int) -> None:
-    table = format_table(["name", "words"], rows, width=width)
-    words = [word for _, text in rows for word in text.split()]
-    if all(len(word) <= 20 for word in words):
-        assert max(map(len, table.splitlines())) <= width
-        assert [w for w in table.split() if set(w) <= set("cd")] == words
-    assert all(name in table for name, _ in rows)
+from kvpolicy.cli.output import Progress, format_bytes
 
 
 @pytest.mark.parametrize(

@@ -135,6 +135,11 @@ class CellComparison:
         return self.a.num_unpaired + self.b.num_unpaired
 
     @property
+    def num_compacted(self) -> int:
+        """Items for which a cache was compacted, in either cell."""
+        return len(_compacted(self) & {pair.item for pair in self.pairs})
+
+    @property
     def num_both_right(self) -> int | None:
         """Items on which both are correct; ``None`` unless every value is correct or wrong."""
         return self._num_both(1)
@@ -177,6 +182,7 @@ class CellComparison:
             "test": self.test,
             "p_value": self.p_value,
             "p_holm": self.p_holm,
+            "compacted": _over_compacted(compare_compacted(self, seed=seed)),
         }
         if by is not None:
             record["facets"] = [
@@ -264,6 +270,19 @@ def compare_by_facet(
     ]
 
 
+def compare_compacted(whole: CellComparison, *, seed: int = 0) -> CellComparison:
+    """Repeat a comparison for the items for which a cache was compacted, in either cell.
+
+    Eviction changes no others.
+
+    Args:
+        whole: The comparison.
+        seed: Random seed of the bootstrap.
+    """
+    a, b = whole.a.cell, whole.b.cell
+    return compare_cells(a, b, whole.column, items=_compacted(whole), seed=seed)
+
+
 def adjust_p_values(comparisons: Sequence[CellComparison]) -> list[CellComparison]:
     """Correct comparisons that are made together for their number, after Holm.
 
@@ -339,6 +358,19 @@ def facet_order(value: int | str) -> tuple[bool, int | str]:
 def _is_graded(column: Column, pairs: Sequence[tuple[float, float]]) -> bool:
     """Whether every value is correct or wrong, and not the mean of several attempts."""
     return column is ACCURACY and all({x, y} <= {0.0, 1.0} for x, y in pairs)
+
+
+def _compacted(found: CellComparison) -> set[int]:
+    samples = (*found.a.cell.samples, *found.b.cell.samples)
+    return {sample.item for sample in samples if sample.compactions}
+
+
+def _over_compacted(found: CellComparison) -> dict[str, Any]:
+    estimates = {"a": found.a.estimate, "b": found.b.estimate, "difference": found.difference}
+    return {
+        "num_items": len(found.pairs),
+        **{name: one and attrs.asdict(one) for name, one in estimates.items()},
+    }
 
 
 def _facets(a: PooledCell, b: PooledCell) -> dict[int, Mapping[str, int | str]]:

@@ -30,6 +30,9 @@ class Row:
         num_ungraded: Samples without a verdict of the grader; they count as wrong.
         measured: What the task measures, by name of the column, such as ``accuracy``; ``None``
             where no sample has a value.
+        compacted: The first of these over the samples whose cache was compacted, which are all
+            that eviction can have changed; ``None`` where there is none.
+        num_compacted: Number of these samples.
         difference: The first of these minus that of the first cell, see `paired_difference`;
             ``None`` for the first cell, and without an item in common.
         length: Mean number of generated tokens, over items, of samples that did not fail.
@@ -51,6 +54,8 @@ class Row:
     num_errors: int
     num_ungraded: int
     measured: dict[str, Interval | None]
+    compacted: Interval | None
+    num_compacted: int
     difference: Interval | None
     length: Interval | None
     truncated: float
@@ -208,6 +213,7 @@ def _row(
 ) -> Row:
     n = len(samples)
     finished = [sample for sample in samples if sample.finish_reason != "error"]
+    compacted = [sample for sample in samples if sample.compactions]
     is_first = samples is first
     return Row(
         cell=cell,
@@ -220,6 +226,8 @@ def _row(
         num_errors=n - len(finished),
         num_ungraded=sum(sample.ungraded is not None for sample in finished),
         measured={column.name: column.estimate(samples) for column in columns},
+        compacted=columns[0].estimate(compacted),
+        num_compacted=len(compacted),
         difference=None if is_first else paired_difference(columns[0], samples, first),
         length=LENGTH.estimate(samples),
         truncated=sum(sample.finish_reason == "length" for sample in finished) / n,
@@ -249,6 +257,8 @@ def _to_record(row: Row, flat: bool) -> dict[str, Any]:
         "num_errors": row.num_errors,
         "num_ungraded": row.num_ungraded,
         **_intervals(row.measured, flat),
+        **_intervals({"compacted": row.compacted}, flat),
+        "num_compacted": row.num_compacted,
         **_intervals({"difference": row.difference, "length": row.length}, flat),
         "truncated": row.truncated,
         "compactions": row.compactions,

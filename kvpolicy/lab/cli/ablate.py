@@ -33,12 +33,12 @@ from kvpolicy.cli.options import (
 )
 from kvpolicy.cli.output import (
     Progress,
-    format_table,
     info,
     print_json,
     print_text,
     terminal_width,
 )
+from kvpolicy.cli.text_table import format_table
 from kvpolicy.lab.cli import options
 
 if TYPE_CHECKING:

@@ -39,11 +39,11 @@ from kvpolicy.cli.options import (
 from kvpolicy.cli.output import (
     Progress,
     format_bytes,
-    format_table,
     info,
     print_text,
     terminal_width,
 )
+from kvpolicy.cli.text_table import format_table
 from kvpolicy.engine.results import Result
 from kvpolicy.errors import KVPolicyError
 from kvpolicy.files import atomic_write
@@ -57,7 +57,7 @@ app = typer.Typer(
 INSTALL = "pip install 'kvpolicy[lm-eval]'"
 _HEADERS = (
     *("task", "metric", "filter", "value", "± error", "shots", "n"),
-    *("length", "truncated", "compacted", "rows", "KV/sequence"),
+    *("length", "truncated", "compactions", "rows", "KV/sequence"),
 )
 _STDERR = "_stderr"
 _MISSING = "-"
@@ -254,8 +254,8 @@ def _print_record(record: dict[str, Any], output: Path | None, *, json: bool) ->
 def _score_table(record: Mapping[str, Any]) -> str:
     """One line for each metric of each task or group.
 
-    ``length`` (new tokens) and ``compacted`` (times) are means over a task's sequences; ``rows``
-    and ``KV/sequence`` are the most that one sequence held.
+    ``length`` (new tokens) and ``compactions`` are means over a task's sequences; ``rows`` and
+    ``KV/sequence`` are the most that one sequence held.
     """
     rows = [row for name in record["results"] for row in _metric_rows(record, name)]
     return format_table(_HEADERS, rows, right=range(3, len(_HEADERS)), width=terminal_width())

@@ -12,7 +12,8 @@ from typing import Annotated, Any
 import typer
 
 from kvpolicy.cli.options import Json, check_new_file, examples
-from kvpolicy.cli.output import format_table, info, print_json, print_text, terminal_width
+from kvpolicy.cli.output import info, print_json, print_text, terminal_width
+from kvpolicy.cli.text_table import format_table
 from kvpolicy.errors import KVPolicyError, ResultsError
 from kvpolicy.lab.analysis.compare import adjust_p_values, compare_cells, interval_method
 from kvpolicy.lab.analysis.export import check_can_write, flatten_samples, write_table
@@ -80,7 +81,7 @@ def listing(
     lines = [_list_line(one) for one in found if not one["problem"]]
     if lines:
         headers = ["run", "begun", "models", "tasks", "seeds", "cells", "samples", "failed"]
-        print_text(format_table(headers, lines, right=(4, 5, 6, 7)) + "\n")
+        print_text(format_table(headers, lines, right=(4, 5, 6, 7), width=terminal_width()) + "\n")
     elif not found:
         info(f"there is no run in {folder}; `kvpolicy ablate` makes one.")
 
@@ -200,11 +201,13 @@ def compare(
         return
     warn_incomplete(list(dict.fromkeys(cell for pair in pairs for cell in pair)))
     if with_ is None:
-        print_text(two_cells(found[0], items=items, width=terminal_width()))
+        width = terminal_width()
+        print_text(two_cells(found[0], items=items, width=width, seed=bootstrap_seed))
     else:
-        print_text(many_cells(found))
+        print_text(many_cells(found, width=terminal_width()))
     if by is not None:
-        print_text(comparisons_by_facet(found, by, seed=bootstrap_seed))
+        width = terminal_width()
+        print_text(comparisons_by_facet(found, by, seed=bootstrap_seed, width=width))
     info(f"intervals: {method}.")
 
 

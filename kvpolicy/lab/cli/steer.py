@@ -23,7 +23,8 @@ from kvpolicy.cli.options import (
     check_new_file,
     examples,
 )
-from kvpolicy.cli.output import format_table, info, print_json, print_text
+from kvpolicy.cli.output import info, print_json, print_text
+from kvpolicy.cli.text_table import format_table
 from kvpolicy.entry_points import default_name
 from kvpolicy.errors import KVPolicyError
 

@@ -4,8 +4,15 @@ from collections.abc import Mapping, Sequence
 
 import attrs
 
-from kvpolicy.cli.output import format_bytes, format_count, format_table, info
-from kvpolicy.lab.analysis.compare import MCNEMAR, CellComparison, Pair, compare_by_facet
+from kvpolicy.cli.output import format_bytes, format_count, info
+from kvpolicy.cli.text_table import format_table
+from kvpolicy.lab.analysis.compare import (
+    MCNEMAR,
+    CellComparison,
+    Pair,
+    compare_by_facet,
+    compare_compacted,
+)
 from kvpolicy.lab.analysis.pooling import PooledCell
 from kvpolicy.lab.analysis.select import (
     differing_settings,
@@ -37,21 +44,30 @@ def table(
         width: Characters of a line; unlimited if not given.
 
     Returns:
-        The lines. ``length`` and ``compacted`` (times) are means, ``KV/sample, most`` is the
-        largest peak of a sample, and ``tok/s`` is ``-`` for a cell that was interrupted.
+        The lines. ``compacted (n)`` is the first quantity over the samples whose cache was
+        compacted, and their number; ``length`` is a mean; ``max KV/sample`` is the largest peak
+        of a sample; ``tok/s`` is ``-`` for a cell that was interrupted.
     """
     labels = labels or {}
     facet = rows[0].facet if rows else None
-    headers = [*labels, "policy", "budget", *([] if facet is None else [facet])]
-    headers += [header for column in measured for header in (column.title, "95 % CI")]
-    headers += ["n", "truncated"]
+    names = [*labels, "policy", "budget", *([] if facet is None else [facet])]
+    columns = {
+        **{f"{one.title}, 95 % CI": _estimates(rows, one) for one in measured},
+        "compacted (n)": [_compacted(measured[0], r.compacted, r.num_compacted) for r in rows],
+        "n": [_num_samples(row) for row in rows],
+        "truncated": [f"{row.truncated:.0%}" for row in rows],
+    }
     if facet is None:
-        headers[-1:] = ["length", "truncated", "compacted", "KV/sample, most", "tok/s"]
-    lines = [
-        [*(texts[i] for texts in labels.values()), *_row_texts(row, measured)]
-        for i, row in enumerate(rows)
-    ]
-    return format_table(headers, lines, right=range(len(labels) + 1, len(headers)), width=width)
+        columns |= {
+            "length": [f"{row.length.value:.0f}" if row.length else "-" for row in rows],
+            "max KV/sample": [format_bytes(row.peak_bytes) for row in rows],
+            "tok/s": [_throughput(row) for row in rows],
+        }
+    texts = [*labels.values(), *zip(*map(_names, rows), strict=True), *columns.values()]
+    lines = list(zip(*texts, strict=True))
+    headers = [*names, *columns]
+    right = range(len(labels) + 1, len(headers))
+    return format_table(headers, lines, right=right, keys=len(names), width=width)
 
 
 def tables_of_runs(rows: Sequence[Row], width: int | None) -> str:
@@ -67,13 +83,14 @@ def tables_of_runs(rows: Sequence[Row], width: int | None) -> str:
     return "\n".join(texts)
 
 
-def two_cells(found: CellComparison, *, items: bool, width: int | None) -> str:
+def two_cells(found: CellComparison, *, items: bool, width: int | None, seed: int = 0) -> str:
     """A comparison of cells A and B.
 
     Args:
         found: The comparison.
         items: Show the items on which the cells differ.
         width: Characters of a line of the table; unlimited if not given.
+        seed: Random seed of the bootstrap.
     """
     names = differing_settings([found.a.cell, found.b.cell])
     headers = ["", "cell", *names, found.column.title, "95 % CI"]
@@ -95,17 +112,23 @@ def two_cells(found: CellComparison, *, items: bool, width: int | None) -> str:
         )
     right = range(2 + len(names), len(headers))
     texts = [format_table(headers, lines, right=right, width=width), "", *_summary(found)]
+    texts += _of_compacted(compare_compacted(found, seed=seed))
     if items:
         for pair in found.differing:
             texts += ["", *_item_lines(found, pair)]
     return "\n".join(texts) + "\n"
 
 
-def many_cells(found: Sequence[CellComparison]) -> str:
-    """A line for each comparison, and one for each cell with samples to read with care."""
+def many_cells(found: Sequence[CellComparison], *, width: int | None) -> str:
+    """A line for each comparison, and one for each cell with samples to read with care.
+
+    Args:
+        found: The comparisons.
+        width: Characters of a line of the table; unlimited if not given.
+    """
     names = differing_settings([one.a.cell for one in found])
-    headers = ["cell", "baseline", *names, "items", "unpaired", "difference", "95 % CI"]
-    headers += ["more", "fewer", "p", "Holm"]
+    headers = ["cell", "baseline", *names, "items", "unpaired", "compacted", "difference"]
+    headers += ["95 % CI", "more", "fewer", "p", "Holm"]
     lines = [
         [
             one.a.cell.name,
@@ -113,6 +136,7 @@ def many_cells(found: Sequence[CellComparison]) -> str:
             *(format_setting(one.a.cell, name) for name in names),
             f"{len(one.pairs):,}",
             f"{one.num_unpaired:,}",
+            f"{one.num_compacted:,}",
             *_difference(one),
             f"{one.num_above:,}",
             f"{one.num_below:,}",
@@ -121,19 +145,22 @@ def many_cells(found: Sequence[CellComparison]) -> str:
         ]
         for one in found
     ]
-    text = format_table(headers, lines, right=range(2 + len(names), len(headers)))
+    text = format_table(headers, lines, right=range(2 + len(names), len(headers)), width=width)
     cells = dict.fromkeys(side.cell for one in found for side in (one.a, one.b))
     problems = _problems(list(cells))
     return "\n".join([text, *(["", *problems] if problems else [])]) + "\n"
 
 
-def comparisons_by_facet(found: Sequence[CellComparison], facet: str, *, seed: int) -> str:
+def comparisons_by_facet(
+    found: Sequence[CellComparison], facet: str, *, seed: int, width: int | None
+) -> str:
     """A line for each comparison and value of a facet.
 
     Args:
         found: The comparisons.
         facet: Name of the facet.
         seed: Random seed of the bootstrap.
+        width: Characters of a line of the table; unlimited if not given.
     """
     headers = ["cell", "baseline", facet, "items", "unpaired", "A", "B", "difference", "95 % CI"]
     headers += ["more", "fewer"]
@@ -153,7 +180,8 @@ def comparisons_by_facet(found: Sequence[CellComparison], facet: str, *, seed: i
         for one in found
         for value, part in compare_by_facet(one, facet, seed=seed)
     ]
-    return "\n" + format_table(headers, lines, right=range(2, len(headers))) + "\n"
+    right = range(2, len(headers))
+    return "\n" + format_table(headers, lines, right=right, keys=3, width=width) + "\n"
 
 
 def warn_incomplete(cells: Sequence[PooledCell]) -> None:
@@ -174,25 +202,34 @@ def format_progress(num_done: int, num_expected: int) -> str:
     return f"{num_done:,}" if is_complete else f"{num_done:,} of {num_expected:,}"
 
 
-def _row_texts(row: Row, measured: Sequence[Column]) -> list[str]:
+def _names(row: Row) -> list[str]:
     facet = [] if row.facet is None else [str(row.facet_value)]
-    texts = [row.cell.series, format_budget(row.cell.budget), *facet]
-    for column in measured:
-        interval = row.measured[column.name]
-        texts += [_value(column, interval), _interval(column, interval)]
+    return [row.cell.series, format_budget(row.cell.budget), *facet]
+
+
+def _estimates(rows: Sequence[Row], column: Column) -> list[str]:
+    """Values, and behind them their intervals, aligned left."""
+    found = [row.measured[column.name] for row in rows]
+    intervals = ["" if one is None else _interval(column, one) for one in found]
+    longest = max(map(len, intervals), default=0)
+    return [
+        f"{_value(column, one)} {interval:<{longest}}"
+        for one, interval in zip(found, intervals, strict=True)
+    ]
+
+
+def _compacted(column: Column, estimate: Interval | None, number: int) -> str:
+    return f"{_value(column, estimate)} ({number:,})" if number else "-"
+
+
+def _num_samples(row: Row) -> str:
     failed = f" ({row.num_errors} failed)" if row.num_errors else ""
     ungraded = f" ({row.num_ungraded} ungraded)" if row.num_ungraded else ""
-    texts.append(f"{row.n}{failed}{ungraded}")
-    if row.facet is not None:
-        return [*texts, f"{row.truncated:.0%}"]
-    return [
-        *texts,
-        f"{row.length.value:.0f}" if row.length else "-",
-        f"{row.truncated:.0%}",
-        f"{row.compactions:.1f}",
-        format_bytes(row.peak_bytes),
-        "-" if row.throughput_tok_s is None else f"{row.throughput_tok_s:,.0f}",
-    ]
+    return f"{row.n}{failed}{ungraded}"
+
+
+def _throughput(row: Row) -> str:
+    return "-" if row.throughput_tok_s is None else f"{row.throughput_tok_s:,.0f}"
 
 
 def _summary(found: CellComparison) -> list[str]:
@@ -216,6 +253,19 @@ def _summary(found: CellComparison) -> list[str]:
         f"A - B: {value}{unit}, 95 % CI {interval}, over {items}",
         counts,
         f"{test}: p = {_p_value(found.p_value)}",
+    ]
+
+
+def _of_compacted(found: CellComparison) -> list[str]:
+    """The same over the items whose cache was compacted: eviction changes no others."""
+    items = format_count(len(found.pairs), "item")
+    if not found.pairs:
+        return [f"{items} with a compacted cache"]
+    value, interval = _difference(found)
+    unit = " points" if found.column.is_share else ""
+    a, b = (_value(found.column, side.estimate) for side in (found.a, found.b))
+    return [
+        f"{items} with a compacted cache: A {a}, B {b}, A - B: {value}{unit}, 95 % CI {interval}"
     ]
 
 

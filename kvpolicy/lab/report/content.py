@@ -288,6 +288,8 @@ def _row(row: Row) -> dict[str, Any]:
         "compactions": row.compactions,
         "policy_share": row.policy_share,
         "difference": plain(row.difference),
+        "compacted": plain(row.compacted),
+        "num_compacted": row.num_compacted,
     }
 
 

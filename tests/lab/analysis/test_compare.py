@@ -10,7 +10,12 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from run_folders import FULL, NLL, write_run
 
-from kvpolicy.lab.analysis.compare import adjust_p_values, compare_by_facet, compare_cells
+from kvpolicy.lab.analysis.compare import (
+    adjust_p_values,
+    compare_by_facet,
+    compare_cells,
+    compare_compacted,
+)
 from kvpolicy.lab.analysis.pooling import PooledCell, pool
 from kvpolicy.lab.analysis.table import Row, tabulate_runs
 from kvpolicy.lab.statistics import paired_proportions
@@ -213,6 +218,25 @@ def test_facets_count_all_unpaired_items(tmp_path: Path) -> None:
         assert [len(part.pairs) for part in parts] == pairs
         assert [part.a.num_unpaired for part in parts] == unpaired
         assert sum(part.num_unpaired for part in parts) == whole.num_unpaired == 5
+
+
+def test_items_with_a_compacted_cache_are_compared_by_themselves(tmp_path: Path) -> None:
+    def outcome(cell: dict[str, Any], item: int, attempt: int) -> dict[str, Any]:
+        if cell["budget"] is None:
+            return {"correct": True, "compactions": 0}
+        return {"correct": item != 5, "compactions": int(item >= 4)}
+
+    full, small, _ = _cells(tmp_path, outcome)
+    found = compare_cells(small, full, ACCURACY)
+    part = compare_compacted(found)
+    assert [pair.item for pair in part.pairs] == [4, 5, 6, 7]
+    assert part.difference == paired_proportions(3, 0, 1, 0)
+    assert (found.num_compacted, len(found.pairs)) == (4, 8)
+    plain = found.to_json()["compacted"]
+    assert (plain["num_items"], plain["a"]["value"], plain["b"]["value"]) == (4, 0.75, 1.0)
+    assert plain["difference"]["value"] == -0.25
+    never = compare_cells(full, full, ACCURACY).to_json()["compacted"]
+    assert never == {"num_items": 0, "a": None, "b": None, "difference": None}
 
 
 def test_several_comparisons_are_corrected_for_their_number(tmp_path: Path) -> None:

@@ -108,6 +108,24 @@ def test_ungraded_samples_are_counted_separately_and_as_wrong() -> None:
     assert accuracy(row).value == pytest.approx(1 / 3)
 
 
+def test_samples_whose_cache_was_compacted_are_shown_besides_all() -> None:
+    samples = [
+        sample(FULL, 0, correct=True),
+        *(sample(SMALL, i, correct=i != 3, compactions=i // 2) for i in range(6)),
+        sample(SMALL, 6, finish_reason="error", error="too long"),
+    ]
+    full, small = tabulate(measured(samples))
+    assert accuracy(small) == wilson(5, 7)
+    assert (small.compacted, small.num_compacted) == (wilson(3, 4), 4)
+    assert (full.compacted, full.num_compacted) == (None, 0)
+    record = to_records([small])[0]
+    assert record["compacted"] == attrs.asdict(wilson(3, 4))
+    assert record["num_compacted"] == 4
+    line, other = csv.DictReader(io.StringIO(_csv([full, small])))
+    assert (line["compacted"], line["compacted_low"], line["num_compacted"]) == ("", "", "0")
+    assert float(other["compacted_high"]) == wilson(3, 4).high
+
+
 def test_attempts_are_counted_by_question() -> None:
     samples = [
         sample(SMALL, item, key=f"{item} {attempt}", attempt=attempt, correct=item == 0)

@@ -268,9 +268,32 @@ def test_incomplete_cells_have_unique_labels(kvpolicy: Shell) -> None:
 
 def test_a_table_shows_the_bytes_of_the_largest_sample(kvpolicy: Shell) -> None:
     write_run(Path("run"))
-    assert "KV/sample, most" in kvpolicy("results", "table", "run").out
+    assert "max KV/sample" in kvpolicy("results", "table", "run").out
     row, *_ = kvpolicy("results", "table", "run", "--json").json
     assert row["peak_bytes"] == 1024 * (10 + 20 + 7)
+
+
+def _compacted(cell: dict[str, Any], item: int, attempt: int) -> dict[str, Any]:
+    """The first five items are compacted; every policy is wrong on the first."""
+    is_compacted = cell["budget"] is not None and item < 5
+    return {"correct": not (is_compacted and item == 0), "compactions": int(is_compacted)}
+
+
+def test_accuracies_are_shown_for_the_samples_whose_cache_was_compacted(kvpolicy: Shell) -> None:
+    write_run(Path("run"), outcome=_compacted)
+    lines = kvpolicy("results", "table", "run").out.splitlines()
+    assert "compacted (n)" in lines[0]
+    assert [line.split()[-7:-5] for line in lines[2:]] == [["-", "8"]] + [["(5)", "8"]] * 2
+    assert "88% 53-98%         80% (5)" in lines[3]
+    full, small, _ = kvpolicy("results", "table", "run", "--json").json
+    assert (full["compacted"], full["num_compacted"]) == (None, 0)
+    assert (small["compacted"]["value"], small["num_compacted"]) == (0.8, 5)
+    broken_down = kvpolicy("results", "table", "run", "--by", "kind", "--json").json
+    assert [row["num_compacted"] for row in broken_down] == [0, 1, 1, 0, 4, 4]
+    text = kvpolicy("results", "compare", "run", "H2O@64", "full").out
+    assert "5 items with a compacted cache: A 80%, B 100%, A - B: -20.0 points" in text
+    several = kvpolicy("results", "compare", "run", "--with", "full").out.splitlines()
+    assert several[2].split()[3:6] == ["8", "0", "5"], "items, unpaired, compacted"
 
 
 def test_a_comparison_can_be_broken_down(kvpolicy: Shell) -> None:

@@ -28,6 +28,7 @@ def outcome(cell: dict[str, Any], item: int, attempt: int) -> dict[str, Any]:
         "num_tokens": 20 + 3 * item + 11 * place,
         "peak_bytes": 1000 * (1 + place) + 17 * item,
         "decode_s": 0.1 + 0.01 * item,
+        "compactions": item // 3 if place else 0,
         "text": actual,
     }
     if item == 0:
@@ -77,6 +78,10 @@ def fine(samples: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def several(samples: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Those between whose first token and last there is a time."""
     return [s for s in fine(samples) if s["num_tokens"] > 1]
+
+
+def of_compacted(samples: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [s for s in samples if s["compactions"]]
 
 
 def average(values: list[float]) -> float:
@@ -163,7 +168,9 @@ def test_every_chart_has_a_table(opened: Opened, folder: Path) -> None:
         assert panel.locator("tbody tr").count() == len(PLANS)
 
 
-def test_the_table_counts_failed_truncated_and_ungraded_samples(opened: Opened) -> None:
+def test_the_table_counts_failed_truncated_and_ungraded_samples(
+    opened: Opened, folder: Path
+) -> None:
     rows = opened.page.locator("#table tbody tr").all()
     heads = [text.strip() for text in opened.texts("#table thead th")]
     table = [
@@ -173,6 +180,12 @@ def test_the_table_counts_failed_truncated_and_ungraded_samples(opened: Opened) 
     assert [row["failed"] for row in table] == ["0", "0", "1", "0", "0"]
     assert [row["truncated"][0] for row in table] == ["0", "1", "0", "0", "1"]
     assert [row["ungraded"] for row in table] == ["0", "0", "0", "1", "0"]
+    for row, (_, samples) in zip(table, of_cells(folder), strict=True):
+        if expected := of_compacted(samples):
+            share = f"{100 * ORACLES['accuracy'](expected):.0f}%"
+            assert row["compacted (n)"].startswith(f"{share} ({len(expected)})")
+        else:
+            assert row["compacted (n)"] == "\N{EN DASH}"
 
 
 def test_a_heading_sorts_the_table_up_and_down(opened: Opened, folder: Path) -> None:
@@ -229,8 +242,13 @@ def test_without_javascript_there_is_a_table(browser: Any, folder: Path, tmp_pat
     assert rows.count() == len(PLANS)
     for number, (cell, samples) in enumerate(of_cells(folder)):
         assert rows.nth(number).is_visible()
-        name, *figures, n = rows.nth(number).locator("th, td").all_text_contents()
+        name, *figures, n, compacted, num_compacted = (
+            rows.nth(number).locator("th, td").all_text_contents()
+        )
         assert cell["series"] in name
         assert figures[0].startswith(f"{ORACLES['accuracy'](samples):.4g} (")
         assert n == "12"
+        expected = of_compacted(samples)
+        assert num_compacted == str(len(expected))
+        assert compacted == (f"{ORACLES['accuracy'](expected):.4g}" if expected else "")
     opened.close()

@@ -2,7 +2,7 @@
 
 import { button, fill, h, visible } from "./dom.js";
 import { chart } from "./chart.js";
-import { estimate, format } from "./figures.js";
+import { estimate, format, number } from "./figures.js";
 import { classOf, glyph } from "./marks.js";
 import { budgetAxis, logTicks, ticks, valueAxis } from "./scales.js";
 import { table } from "./table.js";
@@ -48,9 +48,9 @@ function panel(name, heading, note, picture, rows) {
 
 function budgetPanel(group, cells, quantity, onpick) {
   const measured = cells.filter((cell) => cell.estimates[quantity.name]);
-  const points = measured.filter((cell) => cell.budget !== null).map((cell) => point(cell, quantity));
+  const points = measured.filter((cell) => cell.budget !== null).map((cell) => point(group, cell, quantity));
   points.sort((a, b) => a.series - b.series || a.x - b.x);
-  const bands = measured.filter((cell) => cell.budget === null).map((cell) => point(cell, quantity));
+  const bands = measured.filter((cell) => cell.budget === null).map((cell) => point(group, cell, quantity));
   const budgets = [...new Set(points.map((one) => one.x))].sort((a, b) => a - b);
   const spec = {
     name: quantity.name,
@@ -67,9 +67,11 @@ function budgetPanel(group, cells, quantity, onpick) {
   return panel(quantity.name, quantity.heading, quantity.note, picture, rows);
 }
 
-function point(cell, quantity) {
+function point(group, cell, quantity) {
   const [y, low, high] = cell.estimates[quantity.name];
   const lines = [`${quantity.title}: ${estimate(quantity, cell.estimates[quantity.name])}`, `n = ${cell.row.n}`];
+  const { compacted, num_compacted } = cell.row;
+  if (quantity === group.quantities[0] && num_compacted) lines.push(`cache compacted: ${estimate(quantity, compacted)}, n = ${number(num_compacted)}`);
   return { series: cell.series, look: classOf(cell), label: cell.label, x: cell.budget, y, low, high, lines, cell: cell.number };
 }
 
@@ -89,7 +91,7 @@ function frontierPanel(group, cells, onpick) {
   const memory = group.quantities.find((one) => one.name === group.memory);
   const measured = cells.filter((cell) => cell.estimates[quality.name] && cell.estimates[memory.name]);
   const points = measured.map((cell) => {
-    const { y, low, high, ...rest } = point(cell, quality);
+    const { y, low, high, ...rest } = point(group, cell, quality);
     const lines = [...rest.lines, `${memory.title}: ${estimate(memory, cell.estimates[memory.name])}`];
     return { ...rest, x: cell.estimates[memory.name][0], y, low, high, lines };
   });

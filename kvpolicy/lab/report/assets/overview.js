@@ -39,7 +39,9 @@ export function results(group, onpick) {
     { title: "series", value: (cell) => cell.seriesLabel, head: true, node: (cell) => named(cell, onpick) },
     { title: "budget", value: (cell) => cell.budget ?? Infinity, text: (cell) => (cell.budget === null ? "all" : number(cell.budget)), right: true },
     { title: "buffer", value: (cell) => cell.buffer, text: (cell) => number(cell.buffer), right: true },
-    ...measured,
+    measured[0],
+    { title: "compacted (n)", value: (cell) => cell.row.compacted?.[0] ?? null, node: (cell) => compacted(first, cell.row), right: true },
+    ...measured.slice(1),
     { title: "difference", value: (cell) => cell.row.difference?.[0] ?? null, node: (cell) => figure(points, cell.row.difference), right: true },
     { title: "n", value: (cell) => cell.row.n, text: (cell) => number(cell.row.n), right: true },
     { title: "truncated", value: (cell) => cell.row.num_truncated, text: (cell) => `${number(cell.row.num_truncated)} (${share(cell.row.num_truncated / cell.row.n)})`, right: true },
@@ -63,6 +65,13 @@ function figure(quantity, found) {
   if (!found) return "\u2013";
   if (quantity.kind === "points") return [signed(found[0]), h("small", {}, ` ${signed(found[1])} \u2013 ${signed(found[2])}`)];
   return [format(quantity, found[0]), found[1] === null ? null : h("small", {}, ` ${interval(quantity, found)}`)];
+}
+
+/** The first quantity over the samples whose cache was compacted, and their number. */
+function compacted(quantity, row) {
+  if (!row.num_compacted) return "\u2013";
+  const [value, ...rest] = [figure(quantity, row.compacted)].flat();
+  return [value, ` (${number(row.num_compacted)})`, ...rest];
 }
 
 const signed = (value) => `${value < 0 ? "\u2212" : "+"}${Math.abs(100 * value).toFixed(0)}`;
