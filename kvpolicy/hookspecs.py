@@ -168,7 +168,10 @@ def score(
     attn_weights: Tensor,
     attn_sums: Tensor,
     seq_len: Tensor,
+    prompt_len: Tensor,
+    num_new: Tensor,
     budget: int,
+    buffer: int,
     tracks: Tracks,
     memory: Memory,
     parts: Parts,
@@ -193,7 +196,14 @@ def score(
         attn_sums: Softmax weights each row has received from all past queries, summed over the
             queries and over the query heads of the group, ``[B, H_kv, T]``, fp32.
         seq_len: Tokens of each sequence so far, ``[B]``, int64, on the CPU.
+        prompt_len: Tokens of each prompt, ``[B]``, int64, on the CPU; at a compaction within
+            the prefill it exceeds ``seq_len``. In a conversation, the tokens before the answer
+            being generated, earlier turns included.
+        num_new: Tokens of each sequence since its last compaction in this layer, all of them
+            at the first, ``[B]``, int64, on the CPU. Each is one query that has added to
+            ``attn_sums`` since.
         budget: Rows that stay.
+        buffer: Rows that may be added before the slab is full.
         tracks: The policy's own numbers per row, which move with the rows: ``tracks["name"]``
             is ``[B, H_kv, T]``, fp32, 0 for new rows. Assign to it; a change in place may be
             lost.
@@ -209,7 +219,12 @@ def score(
 
 @hookspec(firstresult=True)
 def select(
-    layer_idx: int, scores: Tensor, positions: Tensor, budget: int, memory: Memory
+    layer_idx: int,
+    scores: Tensor,
+    positions: Tensor,
+    prompt_len: Tensor,
+    budget: int,
+    memory: Memory,
 ) -> Tensor | None:
     """Choose the rows that stay.
 
@@ -220,6 +235,7 @@ def select(
         layer_idx: Decoder layer, counted from 0.
         scores: Final scores, ``[B, H_kv, T]``, fp32.
         positions: Position of each row's token in the full sequence, ``[B, H_kv, T]``, int64.
+        prompt_len: Tokens of each prompt, ``[B]``, int64, on the CPU; see `score`.
         budget: The most rows that may stay.
         memory: The policy's own dict for each sequence: ``memory.of(self)[b]``.
 

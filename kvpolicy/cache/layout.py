@@ -152,7 +152,7 @@ class StepLayout:
         return bool((self.seq_len + self.lengths).max() > window)
 
     def _has_gaps(self, layer_idx: int) -> bool:
-        return bool(self.cache.has_gaps[layer_idx, self.first : self.last].any())
+        return bool(self.cache.compacted_at[layer_idx, self.first : self.last].any())
 
     def _drop_oldest_if_full(self, layer_idx: int) -> None:
         """Drop the row that a new token cannot see from slabs that hold a whole window."""

@@ -51,6 +51,12 @@ class LayerRows:
         return self._held(self._layer.positions)
 
     @property
+    def num_new(self) -> Tensor:
+        """Tokens of each sequence since its last compaction in this layer, ``[B]``, int64."""
+        before = self._cache.compacted_at[self._layer_idx, self._slots]
+        return self.seq_len - torch.from_numpy(before)
+
+    @property
     def tracks(self) -> "Tracks":
         """The tracks of these rows, by name."""
         return Tracks(self)
@@ -127,7 +133,7 @@ class LayerRows:
         for track in layer.tracks.values():
             self._store(track, self._held(track).gather(2, keep), empty=0)
         self._cache.rows[self._layer_idx, self._slots] = keep.shape[2]
-        self._cache.has_gaps[self._layer_idx, self._slots] = True
+        self._cache.compacted_at[self._layer_idx, self._slots] = self._cache.seq_len[self._slots]
         self.kept = keep
 
     def rotate(self, keys: Tensor, by: Tensor) -> Tensor:

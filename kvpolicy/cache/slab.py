@@ -151,8 +151,9 @@ class KVCache:
         capacity: Rows allocated for each slot in each layer, ``[layers]``.
         slides: Whether a layer's slabs hold a whole sliding window, ``[layers]``: they need no
             compaction when full, because with every token one row leaves the window.
-        has_gaps: Whether a slot was ever compacted in a layer, ``[layers, S]``; if not, its
-            rows are its newest tokens without gaps.
+        compacted_at: Tokens that each slot's sequence had seen at its last compaction in a
+            layer, ``[layers, S]``; 0 before the first: its rows are its newest tokens without
+            gaps.
         seq_len: Tokens each slot's sequence has seen, ``[S]``.
         num_pads: Rows of each slot in each layer that stored padding takes up,
             ``[layers, S]``; 0 unless the plan says ``padding = "stored"``.
@@ -171,7 +172,7 @@ class KVCache:
         self.capacity = np.array([layer.slab.capacity for layer in self.layers], dtype=np.int64)
         self.slides = np.array([layer.slides for layer in self.layers], dtype=bool)
         self.rows = np.zeros((len(self.layers), num_slots), dtype=np.int64)
-        self.has_gaps = np.zeros(self.rows.shape, dtype=bool)
+        self.compacted_at = np.zeros_like(self.rows)
         self.seq_len = np.zeros(num_slots, dtype=np.int64)
         self.num_pads = np.zeros_like(self.rows)
         self.slot_tensors: list[Tensor] = []
@@ -207,7 +208,7 @@ class KVCache:
         for tensor in self.slot_tensors:
             tensor[slot] = 0
         self.rows[:, slot] = 0
-        self.has_gaps[:, slot] = False
+        self.compacted_at[:, slot] = 0
         self.num_pads[:, slot] = 0
         self.seq_len[slot] = 0
 
@@ -218,7 +219,7 @@ class KVCache:
         for tensor in self.slot_tensors:
             tensor[target] = tensor[source]
         self.rows[:, target] = self.rows[:, source]
-        self.has_gaps[:, target] = self.has_gaps[:, source]
+        self.compacted_at[:, target] = self.compacted_at[:, source]
         self.num_pads[:, target] = self.num_pads[:, source]
         self.seq_len[target] = self.seq_len[source]
         self.clear(source)

@@ -4,6 +4,7 @@ from collections import abc, defaultdict
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+import attrs
 import numpy as np
 import torch
 from torch import Tensor
@@ -136,13 +137,16 @@ class Compactor:
         assert budget is not None
         rows = self._cache.rows[layer_idx]
         before = rows[slots].copy()
+        budgets = (budget - self._cache.num_pads[layer_idx, slots]).tolist()
         compact(
             self._cache,
             layer_idx,
-            slots,
+            [
+                DueSlot(slot, rows_that_stay, len(active[slot].prompt), active[slot].memory)
+                for slot, rows_that_stay in zip(slots, budgets, strict=True)
+            ],
             self._stacks[layer_idx],
-            budgets=(budget - self._cache.num_pads[layer_idx, slots]).tolist(),
-            memories=[active[slot].memory for slot in slots],
+            buffer=self._layers[layer_idx].buffer,
             timings=self._timings,
             scope=lambda chosen: self._errors.covering([active[slot] for slot in chosen]),
             make_rows=self._make_rows,
@@ -153,13 +157,29 @@ class Compactor:
         self.num_compactions += int(np.count_nonzero(num_evicted))
 
 
+@attrs.frozen(eq=False)
+class DueSlot:
+    """A slot to compact.
+
+    Attributes:
+        slot: Its number.
+        budget: Rows that stay.
+        prompt_len: Tokens of the prompt of its sequence.
+        memory: What policies remember of its sequence.
+    """
+
+    slot: int
+    budget: int
+    prompt_len: int
+    memory: SequenceMemory
+
+
 def compact(
     cache: KVCache,
     layer_idx: int,
-    slots: abc.Sequence[int],
+    due: abc.Sequence[DueSlot],
     stack: Stack,
-    budgets: abc.Sequence[int],
-    memories: abc.Sequence[SequenceMemory],
+    buffer: int,
     timings: PolicyTimings,
     scope: abc.Callable[[list[int]], AbstractContextManager[None]] = lambda _: nullcontext(),
     make_rows: MakeRows = LayerRows,
@@ -169,10 +189,9 @@ def compact(
     Args:
         cache: The KV cache; changed in place.
         layer_idx: Decoder layer, counted from 0.
-        slots: Slots that are due. Those within the budget already are left alone.
+        due: Slots that are due. Those within the budget already are left alone.
         stack: The layer's policies.
-        budgets: Rows that stay in each of them.
-        memories: What policies remember of the sequence in each of them.
+        buffer: Rows that may be added to the budget.
         timings: Measures the time of policies.
         scope: Makes the block in which hooks are called for some of the slots.
         make_rows: Makes the rows that hooks see.
@@ -181,56 +200,62 @@ def compact(
         HookError: If a policy raises.
         HookResultError: If a policy's answer breaks the contract.
     """
-    memory_of = dict(zip(slots, memories, strict=True))
-    groups: dict[tuple[int, int, int], list[int]] = defaultdict(list)
-    for slot, budget in zip(slots, budgets, strict=True):
-        num_rows = int(cache.rows[layer_idx, slot])
-        if num_rows > budget:
+    groups: dict[tuple[int, int, int], list[DueSlot]] = defaultdict(list)
+    for one in due:
+        num_rows = int(cache.rows[layer_idx, one.slot])
+        if num_rows > one.budget:
             # Hooks see no padding: sequences with equally many rows and stored queries are
             # compacted together.
-            window = min(int(cache.seq_len[slot]), stack.window_size)
-            groups[budget, num_rows, window].append(slot)
+            window = min(int(cache.seq_len[one.slot]), stack.window_size)
+            groups[one.budget, num_rows, window].append(one)
     for (budget, _, _), chosen in groups.items():
-        rows = make_rows(cache, layer_idx, chosen)
-        memory = Memory([memory_of[slot] for slot in chosen])
-        with scope(chosen):
-            _compact_rows(rows, layer_idx, stack, budget, memory, timings)
+        slots = [one.slot for one in chosen]
+        rows = make_rows(cache, layer_idx, slots)
+        with scope(slots):
+            _compact_rows(rows, layer_idx, stack, chosen, budget, buffer, timings)
 
 
 def _compact_rows(
     rows: LayerRows,
     layer_idx: int,
     stack: Stack,
+    due: abc.Sequence[DueSlot],
     budget: int,
-    memory: Memory,
+    buffer: int,
     timings: PolicyTimings,
 ) -> None:
     """Score the rows, select those that stay, and evict the others."""
-    positions = rows.positions
+    memory, positions = Memory([one.memory for one in due]), rows.positions
+    named = "prompt_len" in stack.reads
+    shared: dict[str, Any] = {
+        "positions": positions,
+        "prompt_len": torch.tensor([one.prompt_len for one in due]) if named else None,
+        "budget": budget,
+        "memory": memory,
+    }
     device = positions.device
     with timings.time("score_s", device):
-        scores = stack.score(rows, layer_idx, _score_arguments(rows, stack, budget, memory))
+        scores = stack.score(rows, layer_idx, shared | _score_arguments(rows, stack, buffer))
         out_of_sight = rows.out_of_sight
         if out_of_sight is not None:  # in some heads; what all heads cannot see was dropped
             scores = scores.masked_fill(out_of_sight, float("-inf"))
     with timings.time("select_s", device):
-        keep = stack.select(scores, positions, budget, layer_idx, memory)
+        keep = stack.select(layer_idx, scores=scores, **shared)
     with timings.time("compaction_s", device):
         stack.evict(rows, keep, layer_idx, memory)
 
 
-def _score_arguments(rows: LayerRows, stack: Stack, budget: int, memory: Memory) -> dict[str, Any]:
-    """Arguments of `score`; tensors that no policy names are not computed."""
+def _score_arguments(rows: LayerRows, stack: Stack, buffer: int) -> dict[str, Any]:
+    """Arguments of `score` only; tensors that no policy names are not computed."""
     reads = stack.reads
     return {
         "keys": rows.keys if "keys" in reads else None,
         "values": rows.values if "values" in reads else None,
-        "positions": rows.positions,
         "queries": rows.queries if "queries" in reads else None,
         "attn_weights": rows.attn_weights if "attn_weights" in reads else None,
         "attn_sums": rows.track(ATTN_SUMS) if ATTN_SUMS in reads else None,
         "seq_len": rows.seq_len,
-        "budget": budget,
+        "num_new": rows.num_new if "num_new" in reads else None,
+        "buffer": buffer,
         "tracks": rows.tracks,
-        "memory": memory,
     }

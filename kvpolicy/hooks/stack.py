@@ -255,18 +255,14 @@ class Stack:
         )
         return scores.float()
 
-    def select(
-        self, scores: Tensor, positions: Tensor, budget: int, layer_idx: int, memory: Memory
-    ) -> Tensor:
+    def select(self, layer_idx: int, **arguments: Any) -> Tensor:
         """Rows that stay, ``[B, H_kv, K]``, int64, rising."""
+        scores, budget = arguments["scores"], arguments["budget"]
         keep: Tensor = self._manager.ask(
             "select",
             layer_idx,
             lambda answer: checks.keep_problem(answer, scores.shape, budget, scores.device),
-            scores=scores,
-            positions=positions,
-            budget=budget,
-            memory=memory,
+            **arguments,
         )
         return keep
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kvpolicy.cache.layout import StepLayout
 from kvpolicy.cache.slab import ATTN_SUMS, KVCache, LayerShape
-from kvpolicy.engine.compaction import compact
+from kvpolicy.engine.compaction import DueSlot, compact
 from kvpolicy.errors import BudgetError
 from kvpolicy.hooks.stack import Stack
 from kvpolicy.hooks.timing import PolicyTimings
@@ -46,6 +46,8 @@ def keep_rows(
     queries: Tensor,
     *,
     budget: int,
+    buffer: int = 1,
+    prompt: int | None = None,
     shown: Shown | None = None,
     **knobs: Any,
 ) -> Tensor:
@@ -61,6 +63,8 @@ def keep_rows(
             that accumulate attention see these queries only; the window of a policy is at
             most ``W``.
         budget: Rows that stay.
+        buffer: The argument `buffer` of `score`.
+        prompt: Tokens of the prompt; all ``T`` if not given.
         shown: What policies that implement `observe` receive; by default nothing.
         knobs: Knobs of the policy.
 
@@ -68,7 +72,7 @@ def keep_rows(
         Rows that stay, ``[B, H_kv, K]``, int64, rising; all of them if ``T <= budget``.
     """
     num_rows, window = keys.shape[2], queries.shape[2]
-    layer = _Layer(policy, knobs, keys, queries, budget, shown=shown)
+    layer = _Layer(policy, knobs, keys, queries, budget, buffer, prompt, shown)
     if window < num_rows:
         old = slice(0, num_rows - window)
         layer.feed(keys[:, :, old], values[:, :, old], None)
@@ -86,6 +90,7 @@ def replay(
     budget: int,
     prompt: int,
     compact_at: Sequence[int],
+    buffer: int = 1,
     shown: Shown | None = None,
     **knobs: Any,
 ) -> list[Tensor]:
@@ -103,13 +108,14 @@ def replay(
         budget: Rows that stay.
         prompt: Tokens fed at once.
         compact_at: Numbers of tokens after which to compact, rising, none below ``prompt``.
+        buffer: The argument `buffer` of `score` and `due`.
         shown: What policies that implement `observe` receive; by default nothing.
         knobs: Knobs of the policy.
 
     Returns:
         For each compaction the original positions that stay, ``[B, H_kv, K]``, int64.
     """
-    layer = _Layer(policy, knobs, keys, queries, budget, prompt_len=prompt, shown=shown)
+    layer = _Layer(policy, knobs, keys, queries, budget, buffer, prompt, shown)
     layer.feed(keys[:, :, :prompt], values[:, :, :prompt], queries[:, :, :prompt])
     kept = [layer.compact()] if prompt in compact_at else []
     for token in range(prompt, keys.shape[2]):
@@ -130,8 +136,9 @@ class _Layer:
         keys: Tensor,
         queries: Tensor,
         budget: int,
-        prompt_len: int | None = None,
-        shown: Shown | None = None,
+        buffer: int,
+        prompt_len: int | None,
+        shown: Shown | None,
     ) -> None:
         listed = policy if isinstance(policy, (list, tuple)) else [policy]
         specs = [PolicySpec.of(one, knobs) for one in listed]
@@ -147,7 +154,7 @@ class _Layer:
         slab = attrs.evolve(slab, window_size=min(slab.window_size, queries.shape[2]))
         self.cache = KVCache([shape], [slab], num_sequences)
         self.cache.rotate = rotate_halves  # there is no model: assume Llama's
-        self.budget = budget
+        self.budget, self.buffer = budget, buffer
         self.prompt_len = num_rows if prompt_len is None else prompt_len
         self.memories = [SequenceMemory() for _ in range(num_sequences)]
         self.shown = shown
@@ -175,8 +182,11 @@ class _Layer:
                 self._observe(slot, self.shown)
             self.num_observed = int(self.cache.seq_len[0])
         if self.stack.bounded or self._is_due():
-            budgets = [self.budget] * len(slots)
-            compact(self.cache, _LAYER, slots, self.stack, budgets, self.memories, PolicyTimings())
+            due = [
+                DueSlot(slot, self.budget, self.prompt_len, memory)
+                for slot, memory in zip(slots, self.memories, strict=True)
+            ]
+            compact(self.cache, _LAYER, due, self.stack, self.buffer, PolicyTimings())
         num_rows = int(self.cache.rows[_LAYER, 0])
         return self.cache.layers[_LAYER].positions[:, :, :num_rows].clone()
 
@@ -200,6 +210,6 @@ class _Layer:
             seq_len=torch.from_numpy(seq_len),
             prompt_len=torch.from_numpy(seq_len * 0 + self.prompt_len),
             budget=self.budget,
-            buffer=1,
+            buffer=self.buffer,
         )
         return due is not None and bool(due.all())
