@@ -6,15 +6,16 @@ policies have no equality, and the stack that holds them outlives every sequence
 never reused.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from copy import deepcopy
 from typing import Any
 
 import attrs
 import torch
 from torch import Tensor
 
-from kvpolicy.errors import PolicyLoadError
+from kvpolicy.errors import CacheError, PolicyLoadError, error_summary
 
 
 @attrs.frozen
@@ -41,6 +42,29 @@ class SequenceMemory:
     def of(self, policy: object) -> dict[str, Any]:
         """The dict of one policy, empty when the sequence was admitted."""
         return self._dicts.setdefault(id(policy), {})
+
+    def copied(self, shared: Iterable[object]) -> "SequenceMemory":
+        """A deep copy.
+
+        Args:
+            shared: Objects that the copy refers to as well: policies, the tokenizer.
+
+        Raises:
+            CacheError: If something that a policy has stored cannot be copied.
+        """
+        memo = {id(one): one for one in shared}
+        copy = SequenceMemory()
+        for key, notes in self._dicts.items():
+            try:
+                copy._dicts[key] = deepcopy(notes, memo)
+            except Exception as error:
+                msg = (
+                    f"the memory of {type(memo.get(key)).__name__} cannot be copied: "
+                    f"{error_summary(error).rstrip('.')}; policies should store tensors and plain "
+                    "data"
+                )
+                raise CacheError(msg) from error
+        return copy
 
 
 @attrs.frozen

@@ -18,6 +18,9 @@ from kvpolicy.cache.softmax import PLAIN
 # The track that attention fills, allocated if a policy names it as an argument.
 ATTN_SUMS = "attn_sums"
 
+# Counts of `KVCache` for each slot; the last axis is the slot.
+_PER_SLOT = ("rows", "compacted_at", "num_pads", "seq_len")
+
 # Moves keys: layer index, keys [B, H_kv, K, D], positions to add [B, H_kv, K] -> moved keys.
 Rotate = Callable[[int, Tensor, Tensor], Tensor]
 
@@ -207,10 +210,29 @@ class KVCache:
             layer.clear(slot)
         for tensor in self.slot_tensors:
             tensor[slot] = 0
-        self.rows[:, slot] = 0
-        self.compacted_at[:, slot] = 0
-        self.num_pads[:, slot] = 0
-        self.seq_len[slot] = 0
+        for name in _PER_SLOT:
+            getattr(self, name)[..., slot] = 0
+
+    def take(self, source: "KVCache", slots: Sequence[int]) -> None:
+        """Fill all slots with copies of slots of another cache for the same layers, or of this one.
+
+        Args:
+            source: The other cache; it has the same capacity in every layer.
+            slots: Which of its slots goes to each slot here.
+        """
+        chosen = list(slots)
+        copied: list[tuple[Tensor, Tensor]] = []
+        for layer, other in zip(self.layers, source.layers, strict=True):
+            layer.softmax = other.softmax
+            copied += zip(layer.tensors, other.tensors, strict=True)
+        copied += zip(self.slot_tensors, source.slot_tensors, strict=True)
+        self.transient_bytes = source.transient_bytes
+        for target, tensor in copied:
+            contents = tensor[chosen]  # a copy, so a slot may go to several
+            self.note_copy(contents.nbytes)
+            target.copy_(contents)
+        for name in _PER_SLOT:
+            setattr(self, name, getattr(source, name)[..., chosen])
 
     def move(self, source: int, target: int) -> None:
         """Move the sequence in slot ``source`` to slot ``target``, and empty ``source``."""
@@ -218,10 +240,9 @@ class KVCache:
             layer.copy_slot(source, target)
         for tensor in self.slot_tensors:
             tensor[target] = tensor[source]
-        self.rows[:, target] = self.rows[:, source]
-        self.compacted_at[:, target] = self.compacted_at[:, source]
-        self.num_pads[:, target] = self.num_pads[:, source]
-        self.seq_len[target] = self.seq_len[source]
+        for name in _PER_SLOT:
+            array = getattr(self, name)
+            array[..., target] = array[..., source]
         self.clear(source)
 
     def num_free_rows(self, first: int, last: int) -> int:

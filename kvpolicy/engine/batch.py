@@ -12,6 +12,7 @@ from collections import abc
 from functools import partial
 from typing import Any
 
+import attrs
 import torch
 from torch import Tensor
 
@@ -101,6 +102,30 @@ class RunningBatch:
         """Enlarge the slabs for sequences of ``longest`` tokens; stored rows are kept."""
         pairs = zip(self._stacks, self._plan.layers, strict=True)
         self.cache.grow([stack.slab(layer.capacity(longest)) for stack, layer in pairs])
+
+    def take(self, source: "RunningBatch", numbers: abc.Sequence[int]) -> None:
+        """Fill all slots with copies of sequences of another batch, or of this one.
+
+        Slots, memory and registers are copied; the model, the plan and the policies are shared.
+
+        Args:
+            source: The other batch; it has the same engine, and slabs of the same size.
+            numbers: Numbers of its sequences, one for each slot here. They are renumbered.
+
+        Raises:
+            CacheError: If a policy remembers something that cannot be copied.
+        """
+        slot_of = {seq.id: slot for slot, seq in enumerate(source.active)}
+        slots = [slot_of[number] for number in numbers]
+        shared = [policy for stack in self._stacks for policy in stack.policies]
+        active = [
+            source.active[slot].copied(number, [*shared, self._tokenizer])
+            for number, slot in enumerate(slots)
+        ]
+        self.cache.take(source.cache, slots)
+        self.active = active
+        self.timings = attrs.evolve(source.timings)
+        self.compactor.num_compactions = source.compactor.num_compactions
 
     def admit(self, group: abc.Sequence[Sequence]) -> None:
         """Give the sequences of a group free slots."""

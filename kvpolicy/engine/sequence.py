@@ -78,6 +78,16 @@ class Sequence:
         """The most tokens it may have, prompt and generation together."""
         return len(self.prompt) + self.max_new_tokens
 
+    def copied(self, number: int, shared: abc.Iterable[object]) -> "Sequence":
+        """A copy with another number, for a sequence that continues on its own.
+
+        Args:
+            number: Its number.
+            shared: What policies remember by reference, as for `SequenceMemory.copied`.
+        """
+        memory = self.memory.copied(shared)
+        return attrs.evolve(self, id=number, tokens=[*self.tokens], memory=memory, generator=None)
+
     def token_ids(self, start: int, end: int) -> list[int]:
         """The tokens at positions ``[start, end)``, of the prompt and the generation."""
         num_prompt = len(self.prompt)

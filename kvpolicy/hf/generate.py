@@ -10,7 +10,13 @@ from kvpolicy.errors import CacheError
 from kvpolicy.hf.policy_cache import CacheReport, PolicyCache
 from kvpolicy.plan.plan import Plan
 
-_MODES = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
+# The loops of transformers for each mode; they have no public names.
+_LOOPS = {
+    GenerationMode.GREEDY_SEARCH: "_sample",
+    GenerationMode.SAMPLE: "_sample",
+    GenerationMode.BEAM_SEARCH: "_beam_search",
+    GenerationMode.BEAM_SAMPLE: "_beam_search",
+}
 
 
 def generate(
@@ -24,13 +30,13 @@ def generate(
     """Generate within a plan: for ``model.generate(..., custom_generate=generate, plan=plan)``.
 
     `generate` prepares inputs, logits processors and stopping criteria as usual, and its own
-    loop samples the tokens. It passes no ``streamer`` and no ``tokenizer`` to functions of this
+    loop chooses the tokens. It passes no ``streamer`` and no ``tokenizer`` to functions of this
     kind: to use those, pass a `PolicyCache` to `generate`.
 
     Args:
         model: The model.
         input_ids: Prompts, ``[B, columns]``, padded on the left.
-        generation_config: How to generate; greedy or sampling.
+        generation_config: How to generate: greedy, sampling, or with beams.
         plan: The plan; not needed with a `PolicyCache`.
         arguments: What `generate` passes to every function of this kind. Its
             ``past_key_values`` is a `PolicyCache` to continue, or the empty cache that
@@ -43,10 +49,10 @@ def generate(
         CacheError: For other modes of generation, or if prompts do not continue the cache.
     """
     mode = generation_config.get_generation_mode()
-    if mode not in _MODES:
+    if mode not in _LOOPS:
         msg = (
             f"kvpolicy.hf.generate does not support {mode.value.replace('_', ' ')}; use greedy "
-            "search or sampling"
+            "search, sampling or beam search"
         )
         raise CacheError(msg)
     # Not a parameter: generate would pass it on without preparing it.
@@ -62,9 +68,8 @@ def generate(
             raise CacheError(msg)
         length = generation_config.max_length
         arguments["past_key_values"] = PolicyCache(model, plan, max_length=length)
-    # The loop of transformers for both modes; it has no public name.
-    sample: Any = model._sample
-    return sample(input_ids, generation_config=generation_config, **arguments)
+    loop = getattr(model, _LOOPS[mode])
+    return loop(input_ids, generation_config=generation_config, **arguments)
 
 
 class PolicyPipeline(TextGenerationPipeline):

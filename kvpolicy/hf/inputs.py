@@ -45,6 +45,9 @@ class Columns:
             CacheError: If they do not continue the columns before them.
         """
         num_rows, width = token_ids.shape
+        if not width:
+            msg = f"a PolicyCache was given no token after those it has seen; {_CONTINUE}"
+            raise CacheError(msg)
         mask = _mask(attention_mask, num_rows, self.count + width)
         self._check_old(mask[:, : self.count], num_rows, width)
         is_real = mask[:, self.count :]
@@ -59,6 +62,12 @@ class Columns:
         self.count += width
         if self._is_real is None or width > 1:
             self._is_real = _mask(attention_mask, len(new), self.count)
+
+    def take(self, rows: list[int]) -> None:
+        """Continue with copies of some rows, in another order; a row may be taken twice."""
+        self.num_tokens = self.num_tokens[rows]
+        if self._is_real is not None:
+            self._is_real = self._is_real[rows]
 
     def _check_old(self, mask: np.ndarray, num_rows: int, width: int) -> None:
         """Check that earlier columns are unchanged; not checked for a single new column."""

@@ -10,6 +10,7 @@ import inspect
 import threading
 import weakref
 from collections.abc import Mapping, Sequence
+from copy import deepcopy
 from functools import wraps
 from types import MethodType
 from typing import Any, NoReturn
@@ -44,6 +45,9 @@ _KNOWN = {
     "tokenizer",  # for stop strings: generate passes it on to the model
     "use_cache",
 }
+
+
+_INCOMPLETE = "is incomplete: a forward did not end; call reset() and start again"
 
 
 @attrs.frozen
@@ -87,8 +91,9 @@ class PolicyCache(Cache):
     for another. A row that has ended still receives the pads that `generate` gives it, as
     tokens; they are stored in its own slot and do not affect other rows.
 
-    `schedule` is not called: all rows are admitted at once, in order. Beam search, assisted
-    decoding and gradients raise a `CacheError`.
+    `copy.deepcopy` gives a cache that continues on its own, and beam search reorders rows: what
+    policies remember of a row goes with it. `schedule` is not called: all rows are admitted at
+    once, in order. Assisted decoding and gradients raise a `CacheError`.
     """
 
     def __init__(
@@ -115,7 +120,7 @@ class PolicyCache(Cache):
             PlanError: If the plan does not fit the model.
             CacheError: If the plan stores pads.
         """
-        super().__init__(layers=[])
+        super().__init__(layers=_NoLayers())
         if max_length is not None and (not isinstance(max_length, int) or max_length < 1):
             _refuse(f"was given max_length={max_length!r}; expected a number of tokens")
         # The hooks of the model run around each call of it: once, and not again in the engine.
@@ -201,7 +206,7 @@ class PolicyCache(Cache):
         if model is not self._engine.adapter.model:
             _refuse("was made for another model; make one for each")
         if not self._is_whole:
-            _refuse("is incomplete: a forward did not end; call reset() and start again")
+            _refuse(_INCOMPLETE)
         _check_arguments(given)
         token_ids, mask = given["input_ids"], given.get("attention_mask")
         new = self._columns.read(token_ids, mask, given.get("position_ids"))
@@ -269,34 +274,100 @@ class PolicyCache(Cache):
             batch.compact()
         return logits
 
-    # Methods of other caches that this one refuses
+    # Copies
 
-    def _other_model(self, *_: Any, **__: Any) -> NoReturn:
-        _refuse("was given to a model that it was not made for; make one for each model")
+    def __deepcopy__(self, memo: dict[int, Any]) -> "PolicyCache":
+        """A copy that continues on its own; model, plan and policies are shared."""
+        copy = object.__new__(type(self))
+        memo[id(self)] = copy
+        vars(copy).update(vars(self))
+        copy._columns = deepcopy(self._columns, memo)
+        if self.batch is not None:
+            copy.batch = None
+            copy._fill(self.batch, range(self.batch_size))
+        _attach(copy, self._engine.adapter.model)
+        return copy
 
-    update = get_mask_sizes = get_query_offset = early_initialization = _other_model
+    def __copy__(self) -> NoReturn:
+        _refuse("cannot share its rows with a shallow copy; use copy.deepcopy()")
 
-    def reorder_cache(self, *_: Any, **__: Any) -> NoReturn:
-        """Refused: rows that one beam has evicted cannot be given to another."""
-        _refuse("does no beam search yet; leave out num_beams")
-
-    def batch_repeat_interleave(self, *_: Any, **__: Any) -> NoReturn:
-        """Refused: slots are allocated once."""
-        _refuse("does no contrastive search yet, or whatever copies rows; use greedy or sampling")
-
-    batch_select_indices = batch_repeat_interleave
-
-    def crop(self, *_: Any, **__: Any) -> NoReturn:
-        """Refused: rows that were evicted for tokens that are taken back do not return."""
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
         _refuse(
-            "cannot take back tokens, as assisted decoding does; leave out assistant_model and "
-            "prompt_lookup_num_tokens"
+            "belongs to a model in memory and cannot be written to a file; keep the tokens and "
+            "prefill them again, or use copy.deepcopy() within the process"
         )
 
-    activate_past_recording = crop
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Continue with some rows of the batch only.
+
+        Args:
+            indices: Indices of rows, or a mask of them.
+
+        Raises:
+            CacheError: If there is no such row, or a policy's memory cannot be copied.
+        """
+        if self.batch is None:
+            return
+        try:
+            rows = torch.arange(self.batch_size)[torch.as_tensor(indices).cpu()].tolist()
+        except IndexError:
+            _refuse(f"of {self.batch_size} rows was asked for rows {indices!r:.60}")
+        self._fill(self.batch, rows)
+        self._columns.take(rows)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Continue with each row several times: copies that go on separately."""
+        self.batch_select_indices(torch.arange(max(self.batch_size, 0)).repeat_interleave(repeats))
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Continue each row from the row of a beam, as beam search does after every step."""
+        self.batch_select_indices(beam_idx)
+
+    def _fill(self, source: RunningBatch, rows: Sequence[int]) -> None:
+        """Fill the batch with copies of rows of a batch, which may be this one."""
+        if not self._is_whole:
+            _refuse(_INCOMPLETE)
+        with torch.inference_mode(False), torch.no_grad():
+            batch = self.batch
+            if batch is None or batch.cache.num_slots != len(rows):
+                batch = self._engine.new_batch(len(rows), self._longest)
+            batch.take(source, rows)
+        self.batch = batch
+
+    # What caches of transformers tell about themselves
+
+    def __repr__(self) -> str:
+        report = self.report
+        return f"{type(self).__name__}(tokens={report.tokens}, rows={report.rows})"
 
     def __len__(self) -> int:
-        return 0
+        """Layers of the model."""
+        return self._engine.adapter.num_layers
+
+    @property
+    def batch_size(self) -> int:
+        """Rows of the batch; -1 before the first forward."""
+        return -1 if self.batch is None else self.batch.cache.num_slots
+
+    max_batch_size = batch_size  # of older releases of transformers
+
+    @property
+    def is_initialized(self) -> bool:
+        """Whether slabs are allocated."""
+        return self.batch is not None
+
+    @property
+    def is_sliding(self) -> list[bool]:
+        """Whether each layer has a sliding window."""
+        shapes = self._engine.adapter.layer_shapes()
+        return [shape.sliding_window is not None for shape in shapes]
+
+    @property
+    def is_linear(self) -> list[bool]:
+        """False for every layer."""
+        return [False] * len(self)
+
+    is_dummy = is_linear
 
     @property
     def is_compileable(self) -> bool:
@@ -307,6 +378,56 @@ class PolicyCache(Cache):
     def is_croppable(self) -> bool:
         """Never."""
         return False
+
+    def is_recording_past(self, layer_idx: int) -> bool:
+        """Never."""
+        return False
+
+    def get_max_length(self, layer_idx: int | None = None) -> int:
+        """-1: there is no limit other than the model's positions."""
+        return -1
+
+    get_max_cache_shape = get_max_length  # of older releases of transformers
+    max_cache_len = -1
+
+    # What this cache refuses
+
+    def _other_model(self, *_: Any, **__: Any) -> NoReturn:
+        _refuse("was given to a model that it was not made for; make one for each model")
+
+    update = get_mask_sizes = get_query_offset = early_initialization = _other_model
+    get_conv_state = update_conv_state = _other_model
+    get_recurrent_state = update_recurrent_state = _other_model
+    has_previous_state = update_indexer = _other_model
+
+    def crop(self, *_: Any, **__: Any) -> NoReturn:
+        """Refused: rows that were evicted for tokens that are taken back do not return."""
+        _refuse(
+            "cannot take back tokens, as assisted decoding does; leave out assistant_model and "
+            "prompt_lookup_num_tokens"
+        )
+
+    activate_past_recording = crop
+
+    def offload(self, *_: Any, **__: Any) -> NoReturn:
+        """Refused: a slab stays on the device of its layer."""
+        _refuse("keeps its rows on the devices of the model; set a smaller budget instead")
+
+    prefetch = offload
+
+    def _no_layers(self, *_: Any) -> NoReturn:
+        _refuse(
+            "has no layers of keys and values to read: sequences hold different rows; "
+            ".report says how many, and 'kvpolicy trace' which"
+        )
+
+    __iter__ = __getitem__ = _no_layers
+
+
+class _NoLayers(list[Any]):
+    """The empty ``layers`` of a cache whose rows are in slabs; its items are refused."""
+
+    __getitem__ = PolicyCache._no_layers
 
 
 def _check_arguments(given: Mapping[str, Any]) -> None:

@@ -117,6 +117,8 @@ class Copies:
             {name: self._attribute(value, original, twin) for name, value in attributes.items()}
         )
         vars(twin)["_modules"] = type(original._modules)(children)
+        if "gradient_checkpointing" in attributes:  # drops the cache, and there are no gradients
+            vars(twin)["gradient_checkpointing"] = False
         vars(twin)["_compiled_call_impl"] = None  # compiled code calls the modules of the original
         return twin
 

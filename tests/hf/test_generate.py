@@ -81,7 +81,6 @@ def test_custom_generate_continues_only_the_same_conversation() -> None:
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({"num_beams": 2, "plan": PLAN}, CacheError, "does not support beam search"),
         ({"prompt_lookup_num_tokens": 3, "plan": PLAN}, CacheError, "does not support assisted"),
         ({}, KVPolicyError, "no plan"),
         ({"plan": Plan.uniform("rkv")}, PlanError, "no budget"),
@@ -93,6 +92,19 @@ def test_custom_generate_refuses_unsupported_options(
     model, _ = model_and_tokenizer()
     with pytest.raises(error, match=message):
         generated_tokens(model, [[1, 2, 3]], 5, custom_generate=hf.generate, **options)
+
+
+@pytest.mark.parametrize("do_sample", [False, True])
+def test_custom_generate_searches_with_beams(do_sample: bool) -> None:
+    model, _ = model_and_tokenizer()
+    options = {"num_beams": 3, "do_sample": do_sample, "num_return_sequences": 2}
+    answers = []
+    for own in ({"custom_generate": hf.generate, "plan": PLAN}, {}):
+        with torch.random.fork_rng():
+            torch.manual_seed(1)
+            own = own or {"past_key_values": PolicyCache(model, PLAN)}
+            answers.append(generated_tokens(model, [[1, 2, 3] * 6], 9, **options, **own))
+    assert answers[0] == answers[1]
 
 
 def test_custom_generate_refuses_a_non_empty_dynamic_cache() -> None:

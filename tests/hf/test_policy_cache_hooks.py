@@ -2,7 +2,7 @@
 
 import copy
 import gc
-from typing import Any, ClassVar
+from typing import Any
 
 import attrs
 import pytest
@@ -10,51 +10,17 @@ import torch
 from batches import PAD, generated_tokens
 from hypothesis import given
 from hypothesis import strategies as st
+from recorder import RecordsAndSteers
 from strategies import prompts
 from tiny import greedy_tokens, shared_model, tiny_model, tiny_tokenizer
-from torch import Tensor, nn
+from torch import nn
 
 from kvpolicy import Engine, Plan, PolicyCache, hookimpl
 from kvpolicy.errors import BudgetError, CacheError, HookError, KVPolicyError, ModelError
-from kvpolicy.state import Memory, Registers
 
 NUM_LAYERS = 2
 DOUBLE = {"dtype": torch.float64}
 FULL = Plan.uniform("full")
-
-
-@attrs.define(eq=False)
-class RecordsAndSteers:
-    """Steers by the observed tokens; records tokens and states of each sequence."""
-
-    registers: ClassVar[tuple[str, ...]] = ("sum",)
-    seen: dict[tuple[int, ...], list[Any]] = attrs.field(factory=dict)
-
-    @hookimpl
-    def observe(
-        self,
-        token_ids: Tensor,
-        hidden_states: Tensor,
-        start: int,
-        prompt_len: int,
-        tokenizer: Any,
-        registers: Registers,
-        memory: Memory,
-    ) -> None:
-        (notes,) = memory.of(self)
-        tokens = notes.setdefault("tokens", [])
-        assert start == len(tokens)
-        assert len(hidden_states) == len(token_ids)
-        tokens += token_ids.tolist()
-        self.seen.setdefault(tuple(tokens[:prompt_len]), notes)
-        notes["text"] = tokenizer.decode(tokens)
-        notes.setdefault("states", []).append(hidden_states.double().norm(dim=-1))
-        registers.of(self)["sum"][:] = float(sum(tokens) % 7) - 3
-
-    @hookimpl
-    def steer(self, hidden_states: Tensor, token_ids: Tensor, registers: Registers) -> Tensor:
-        strength = registers.of(self)["sum"] + token_ids % 2
-        return 0.3 * strength[:, None].to(hidden_states.dtype) * hidden_states.sin()
 
 
 @given(prompts(count=3, max_len=30), st.integers(1, 7), st.sampled_from([3, 512]))
@@ -213,7 +179,6 @@ def test_interrupted_forward_is_repaired_by_reset() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"num_beams": 2}, "does no beam search yet; leave out num_beams"),
         (
             {"prompt_lookup_num_tokens": 2, "eos_token_id": 60},
             "cannot take back tokens|gives the logits of the newest",
@@ -238,13 +203,19 @@ def test_unsupported_generate_options_raise(options: dict[str, Any], message: st
 @pytest.mark.parametrize(
     ("method", "arguments"),
     [
-        ("reorder_cache", [torch.tensor([0])]),
         ("crop", [-1]),
         ("activate_past_recording", []),
-        ("batch_repeat_interleave", [2]),
-        ("batch_select_indices", [torch.tensor([0])]),
+        ("offload", [0]),
+        ("prefetch", [0]),
+        ("__iter__", []),
+        ("__getitem__", [0]),
+        ("__copy__", []),
+        ("__reduce_ex__", [2]),
         ("update", [torch.zeros(1), torch.zeros(1), 0]),
         ("get_mask_sizes", [1, 0]),
+        ("has_previous_state", []),
+        ("update_conv_state", [torch.zeros(1), 0]),
+        ("update_recurrent_state", [torch.zeros(1), 0]),
     ],
 )
 def test_unsupported_cache_methods_raise(method: str, arguments: list[Any]) -> None:
@@ -335,4 +306,4 @@ def test_unsupported_model_raises() -> None:
 def test_empty_cache_has_an_empty_report() -> None:
     cache = PolicyCache(shared_model(), FULL)
     assert cache.report.to_dict()["tokens"] == ()
-    assert (cache.get_seq_length(), len(cache), cache.is_compileable) == (0, 0, False)
+    assert cache.get_seq_length() == 0

@@ -1,13 +1,14 @@
 """Policies for tests: one records and checks hook arguments, others return given answers."""
 
 from collections.abc import Generator
+from typing import Any, ClassVar
 
 import attrs
 import torch
 from torch import Tensor
 
 from kvpolicy import hookimpl
-from kvpolicy.state import Memory
+from kvpolicy.state import Memory, Registers
 
 
 @attrs.define(eq=False)
@@ -121,3 +122,37 @@ class Selects:
     @hookimpl
     def select(self, scores: Tensor, budget: int) -> object:
         return self.of(scores, budget)
+
+
+@attrs.define(eq=False)
+class RecordsAndSteers:
+    """Steers by the observed tokens; records tokens and states of each sequence."""
+
+    registers: ClassVar[tuple[str, ...]] = ("sum",)
+    seen: dict[tuple[int, ...], list[Any]] = attrs.field(factory=dict)
+
+    @hookimpl
+    def observe(
+        self,
+        token_ids: Tensor,
+        hidden_states: Tensor,
+        start: int,
+        prompt_len: int,
+        tokenizer: Any,
+        registers: Registers,
+        memory: Memory,
+    ) -> None:
+        (notes,) = memory.of(self)
+        tokens = notes.setdefault("tokens", [])
+        assert start == len(tokens)
+        assert len(hidden_states) == len(token_ids)
+        tokens += token_ids.tolist()
+        self.seen.setdefault(tuple(tokens[:prompt_len]), notes)
+        notes["text"] = tokenizer.decode(tokens)
+        notes.setdefault("states", []).append(hidden_states.double().norm(dim=-1))
+        registers.of(self)["sum"][:] = float(sum(tokens) % 7) - 3
+
+    @hookimpl
+    def steer(self, hidden_states: Tensor, token_ids: Tensor, registers: Registers) -> Tensor:
+        strength = registers.of(self)["sum"] + token_ids % 2
+        return 0.3 * strength[:, None].to(hidden_states.dtype) * hidden_states.sin()
