@@ -5,14 +5,11 @@ With ``--json``: a list of ``{"name", "target", "distribution", "summary", "knob
 that can be read.
 """
 
-import textwrap
-from shutil import get_terminal_size
-
 import attrs
 import typer
 
 from kvpolicy.cli.options import Json, Plugins, examples, register_plugins
-from kvpolicy.cli.output import info, print_json, print_text
+from kvpolicy.cli.output import info, print_entries, print_json
 from kvpolicy.hooks.discovery import PolicyInfo, installed_policies
 
 app = typer.Typer(
@@ -20,8 +17,6 @@ app = typer.Typer(
     rich_help_panel="Policies and plans",
     add_completion=False,
 )
-
-_WIDEST = 100
 
 
 @app.command(epilog=examples("kvpolicy list", "kvpolicy list --plugin my_policy.py --json"))
@@ -32,29 +27,12 @@ def list_policies(plugin: Plugins = None, json: Json = False) -> None:
     if json:
         print_json([attrs.asdict(policy) for policy in policies], indent=2)
         return
-    indent = 2 + max((len(policy.name) for policy in policies), default=0)
-    width = min(get_terminal_size().columns, _WIDEST)
-    for policy in policies:
-        print_text("\n".join(_lines(policy, indent, width)) + "\n")
+    print_entries([_entry(policy) for policy in policies])
     if not policies:
         info("no policies are installed; install a package that has some.")
 
 
-def _lines(policy: PolicyInfo, indent: int, width: int) -> list[str]:
+def _entry(policy: PolicyInfo) -> tuple[str, str, str]:
     knobs = "  ".join(f"{knob.name}={knob.default}" for knob in policy.knobs)
     broken = policy.problem and f"broken: {policy.problem} ({policy.target})"
-    lines = _wrap(broken or policy.summary or policy.target, indent, width)
-    lines += _wrap(knobs, indent + 2, width) if knobs else []
-    lines[0] = policy.name.ljust(indent) + lines[0].lstrip()
-    return lines
-
-
-def _wrap(text: str, indent: int, width: int) -> list[str]:
-    return textwrap.wrap(
-        text,
-        width,
-        initial_indent=" " * indent,
-        subsequent_indent=" " * indent,
-        break_on_hyphens=False,
-        break_long_words=False,
-    )
+    return policy.name, broken or policy.summary or policy.target, knobs

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import attrs
 import typer
 
-from kvpolicy.cli.output import info
+from kvpolicy.cli.output import info, info_text
 from kvpolicy.entry_points import default_name, installed, load_installed
 from kvpolicy.errors import KVPolicyError, OutputError, RequestError
 from kvpolicy.files import decode, numbered_lines, parse_json, read_text
@@ -313,7 +313,7 @@ def _prompts(options: GenerationOptions) -> list[Prompt]:
         task = load_installed("kvpolicy.tasks", options.model, what="task")()
         item = task.examples(1, seed=options.seed)[0]
         info(f"no prompt was given; using held-out problem {options.seed} (answer: {item.answer}):")
-        typer.echo(item.prompt.rstrip("\n"), err=True)
+        info_text(item.prompt.rstrip("\n"))
         return [item.prompt]
     msg = "no prompt: give one, '-' to read one from standard input, or --file FILE."
     raise KVPolicyError(msg)

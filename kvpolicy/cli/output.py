@@ -1,7 +1,12 @@
-"""Output: results on stdout; messages, figures and progress on stderr."""
+"""Output: results on stdout; messages, figures and progress on stderr.
+
+Control characters in text of others are made visible here, so that no command can forget it.
+"""
 
 import json
 import sys
+import textwrap
+from collections.abc import Iterable, Sequence
 from datetime import timedelta
 from shutil import get_terminal_size
 from time import monotonic
@@ -10,7 +15,10 @@ from typing import Any
 import typer
 
 from kvpolicy.errors import OutputError
+from kvpolicy.text import visible, visible_json, visible_lines
 
+_NARROWEST = 20  # characters of the text in a line
+_WIDEST_TEXT = 100
 _LOG_EVERY_S = 10.0
 _REDRAW_EVERY_S = 0.1
 
@@ -19,9 +27,18 @@ def info(message: str) -> None:
     """Print a message that is not a result, to stderr.
 
     Args:
-        message: One or more sentences.
+        message: One or more sentences; line breaks are shown as escapes.
     """
-    typer.echo(f"kvpolicy: {message}", err=True)
+    typer.echo(f"kvpolicy: {visible(message)}", err=True)
+
+
+def info_text(text: str) -> None:
+    """Print a text of several lines that is not a result, to stderr.
+
+    Args:
+        text: The text, without its last line feed.
+    """
+    typer.echo(visible_lines(text), err=True)
 
 
 def as_sentence(message: str) -> str:
@@ -39,22 +56,36 @@ def print_text(text: str) -> None:
     """Write a part of a result to stdout at once.
 
     Args:
-        text: The text; no newline is added.
+        text: Lines, in which control characters are made visible; no line feed is added.
 
     Raises:
         OutputError: It cannot be written, because the disk is full for example.
     """
-    try:
-        sys.stdout.write(text)
-        sys.stdout.flush()
-    except UnicodeEncodeError:
-        # The terminal lacks some characters, or the text has lone surrogates: escape them.
-        encoding = sys.stdout.encoding or "utf-8"
-        print_text(text.encode(encoding, "backslashreplace").decode(encoding))
-    except BrokenPipeError:
-        raise  # the reader has closed the pipe, which is no error
-    except OSError as error:
-        raise stdout_error(error) from error
+    _write(visible_lines(text))
+
+
+def print_lines(lines: Iterable[str]) -> None:
+    """Write lines with text of others in them to stdout.
+
+    Args:
+        lines: The lines; line breaks within one are shown as escapes.
+
+    Raises:
+        OutputError: It cannot be written.
+    """
+    _write("".join(f"{visible(line)}\n" for line in lines))
+
+
+def print_exact(text: str) -> None:
+    """Write text to stdout as it is, for programs that read it, such as what a model generated.
+
+    Args:
+        text: The text; on a terminal, control characters are made visible.
+
+    Raises:
+        OutputError: It cannot be written.
+    """
+    _write(visible_lines(text.replace("\r\n", "\n")) if sys.stdout.isatty() else text)
 
 
 def print_json(value: Any, *, indent: int | None = None) -> None:
@@ -64,7 +95,17 @@ def print_json(value: Any, *, indent: int | None = None) -> None:
         value: Plain data.
         indent: Spaces per level; everything on one line by default.
     """
-    print_text(json.dumps(value, ensure_ascii=False, indent=indent) + "\n")
+    _write(visible_json(json.dumps(value, ensure_ascii=False, indent=indent)) + "\n")
+
+
+def _write(text: str) -> None:
+    try:
+        sys.stdout.write(text)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        raise  # the reader has closed the pipe, which is no error
+    except OSError as error:
+        raise stdout_error(error) from error
 
 
 def stdout_error(error: OSError) -> OutputError:
@@ -79,7 +120,37 @@ def stdout_error(error: OSError) -> OutputError:
 
 def terminal_width() -> int | None:
     """Characters in a line of the terminal; ``None`` if stdout is not a terminal."""
-    return get_terminal_size().columns if sys.stdout.isatty() else None
+    return max(get_terminal_size().columns, _NARROWEST) if sys.stdout.isatty() else None
+
+
+def print_entries(entries: Sequence[tuple[str, str, str]]) -> None:
+    """Write named things to stdout, each with a summary beside its name and details below.
+
+    Args:
+        entries: Name, summary and details of each; details may be empty.
+
+    Raises:
+        OutputError: It cannot be written.
+    """
+    shown = [tuple(map(visible, entry)) for entry in entries]
+    indent = 2 + max((len(name) for name, *_ in shown), default=0)
+    width = max(min(get_terminal_size().columns, _WIDEST_TEXT), indent + _NARROWEST)
+    for name, summary, details in shown:
+        lines = _wrap(summary, indent, width) or [""]
+        lines[0] = (name.ljust(indent) + lines[0].lstrip()).rstrip()
+        print_lines(lines + _wrap(details, indent + 2, width))
+
+
+def _wrap(text: str, indent: int, width: int) -> list[str]:
+    blank = " " * indent
+    return textwrap.wrap(
+        text,
+        width,
+        initial_indent=blank,
+        subsequent_indent=blank,
+        break_on_hyphens=False,
+        break_long_words=False,
+    )
 
 
 def format_bytes(num_bytes: float) -> str:
@@ -158,6 +229,7 @@ class Progress:
             description: What is being done.
             num_done: How many things are done.
         """
+        description = visible(description)
         self._bar.update(self._task, description=description, completed=num_done)
         task = self._bar.tasks[0]
         self._bar.update(self._task, pace=_pace(task))
@@ -173,7 +245,7 @@ class Progress:
     def log(self, line: str) -> None:
         """Print a line that stays."""
         self._shown_at = monotonic()
-        self._console.print(line, soft_wrap=True)
+        self._console.print(visible(line), soft_wrap=True)
 
 
 def _pace(task: Any) -> str:

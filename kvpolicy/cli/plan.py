@@ -30,8 +30,9 @@ from kvpolicy.cli.output import (
     as_sentence,
     format_bytes,
     info,
+    print_exact,
     print_json,
-    print_text,
+    print_lines,
     terminal_width,
 )
 from kvpolicy.cli.text_table import format_table
@@ -92,11 +93,11 @@ def show(
     if toml:
         from kvpolicy.plan.dump import to_toml
 
-        print_text(to_toml(found.plan))
+        print_exact(to_toml(found.plan))
     elif json:
         print_json({"model": model, **found.to_dict()}, indent=2)
     else:
-        print_text(_text(found, file, model))
+        print_lines(_lines(found, file, model))
 
 
 @app.command(
@@ -133,7 +134,7 @@ def check(
     if not json:
         assert found.resolved is not None, "a plan without problems is resolved"
         num_layers = len(found.resolved.layers)
-        print_text(f"{file}: OK on the {num_layers} layers of {model}, digest {digest}\n")
+        print_lines([f"{file}: OK on the {num_layers} layers of {model}, digest {digest}"])
 
 
 @app.command(
@@ -173,7 +174,7 @@ def _check(file: Path, model: str, overrides: list[str], trust_remote_code: bool
     return PlanCheck((*found.problems, *problems), found.resolved)
 
 
-def _text(found: "Footprint", file: Path, model: str) -> str:
+def _lines(found: "Footprint", file: Path, model: str) -> list[str]:
     windows = any(layer.sliding_window for layer in found.layers)
     rows = [_row(group, windows=windows) for group in _fold(found.layers)]
     window = ["window"] if windows else []
@@ -181,18 +182,18 @@ def _text(found: "Footprint", file: Path, model: str) -> str:
     shared = found.shared_bytes_per_slot
     rest = f", {format_bytes(shared)} of it shared by all layers" if shared else ""
     share = found.bytes_per_slot / found.full_bytes_per_slot
-    lines = [
+    table = format_table(headers, rows, right=range(1, len(headers) - 1), width=terminal_width())
+    return [
         f"{file} on {model}: {len(found.layers)} layers, {found.dtype}, "
         f"sequences of up to {found.tokens:,} tokens",
         "",
-        format_table(headers, rows, right=range(1, len(headers) - 1), width=terminal_width()),
+        *table.split("\n"),
         "",
         f"per slot    {format_bytes(found.bytes_per_slot)}, {share:.1%} of the full cache{rest}",
         f"{found.slots} slots".ljust(12) + format_bytes(found.num_bytes),
         f"digest      {found.plan.digest()}",
         *_shares(found.layers),
     ]
-    return "\n".join(lines) + "\n"
 
 
 def _shares(layers: "tuple[LayerFootprint, ...]") -> list[str]:

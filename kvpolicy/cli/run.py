@@ -23,7 +23,14 @@ from kvpolicy.cli.options import (
     prepare,
     with_generation_options,
 )
-from kvpolicy.cli.output import format_bytes, info, print_json, print_text
+from kvpolicy.cli.output import (
+    format_bytes,
+    info,
+    print_exact,
+    print_json,
+    print_lines,
+    print_text,
+)
 from kvpolicy.errors import KVPolicyError, RequestError
 
 if TYPE_CHECKING:
@@ -123,7 +130,7 @@ def _stream(task: Generation) -> bool:
     last = ""
     try:
         for piece in stream:
-            print_text(piece)
+            print_exact(piece)
             last = piece or last
     except KeyboardInterrupt:
         print_text("\n")
@@ -147,9 +154,8 @@ def _print_texts(task: Generation) -> bool:
             failed = True
             info(f"prompt {result.id}: {result.error}.")
             continue
-        print_text(
-            f"[{result.id}] {result.finish_reason}, {len(result.tokens)} tokens\n{result.text}\n\n"
-        )
+        print_lines([f"[{result.id}] {result.finish_reason}, {len(result.tokens)} tokens"])
+        print_exact(f"{result.text}\n\n")
     info(format_report(results.report))
     return failed
 

@@ -6,6 +6,8 @@ from itertools import zip_longest
 import attrs
 from rich.cells import cell_len
 
+from kvpolicy.text import visible
+
 _NARROWEST_TEXT = 20  # a wrapped column below this many characters is worse than a long line
 _NARROWEST_NAME = 12  # a name folded to fewer characters cannot be read
 
@@ -29,7 +31,8 @@ def format_table(
 
     Args:
         headers: Names of the columns.
-        rows: Cells, as many in each row as there are headers.
+        rows: Cells, as many in each row as there are headers. Control characters and line breaks
+            are shown as escapes.
         right: Columns to align right, by index. They hold numbers, which are never folded.
         keys: Number of first columns that name a row; by default those before the first one in
             ``right``, and one if that is empty.
@@ -41,8 +44,8 @@ def format_table(
     """
     columns = [
         _Column(
-            header,
-            [row[i] for row in rows],
+            visible(header),
+            [visible(row[i]) for row in rows],
             is_right=i in right,
             is_text=i == len(headers) - 1 and i not in right,
         )

@@ -19,7 +19,7 @@ import attrs
 import typer
 
 from kvpolicy.cli.options import Json, examples
-from kvpolicy.cli.output import info, print_json, print_text
+from kvpolicy.cli.output import info, print_exact, print_json, print_lines, print_text
 from kvpolicy.cli.text_table import format_table
 from kvpolicy.errors import KVPolicyError
 from kvpolicy_reasoner import BUNDLED, REASONER, bundled_path
@@ -75,10 +75,10 @@ def sample(
     for number, (problem, attempt) in enumerate(_pairs(problems, attempts), start=1):
         head = f"problem {number}: depth {problem.depth}, {problem.num_facts} facts"
         print_text(f"── {head} ──\n{problem.prompt}")
-        print_text(f"{problem.trace if attempt is None else attempt.text}\n")
+        print_exact(f"{problem.trace if attempt is None else attempt.text}\n")
         if attempt is not None:
-            print_text(f"── {_verdict(attempt)} ──\n")
-        print_text("\n")
+            print_lines([f"── {_verdict(attempt)} ──"])
+        print_lines([""])
 
 
 @app.command(
@@ -159,7 +159,7 @@ def train(
             resume=resume,
             report=report,
         )
-    print_text(f"{folder}\n")
+    print_lines([f"{folder}"])
 
 
 def _problems(name: str, n: int, seed: int, depth: int | None) -> "list[Problem]":

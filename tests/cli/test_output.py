@@ -1,6 +1,7 @@
 """Output: units, progress."""
 
 import io
+import json
 import sys
 import threading
 
@@ -8,6 +9,7 @@ import pytest
 
 from kvpolicy.cli import output
 from kvpolicy.cli.output import Progress, format_bytes
+from kvpolicy.cli.text_table import format_table
 
 
 @pytest.mark.parametrize(
@@ -106,3 +108,60 @@ def test_on_a_terminal_no_thread_is_started(monkeypatch: pytest.MonkeyPatch) -> 
     assert "0.5/s, 0:00:02 left" in drawn
     assert "accuracy 80%" in drawn
     assert "a line that stays" in drawn
+
+
+HOSTILE = "a\x1b]52;c;aGk=\x07\u202eb\nc\u200b[red]"
+SHOWN = r"a\u001b]52;c;aGk=\u0007\u202eb\nc\u200b[red]"
+
+
+def test_text_of_others_has_no_effect_on_the_terminal(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output.info(HOSTILE)
+    output.print_lines([HOSTILE])
+    output.print_entries([(HOSTILE, HOSTILE, "")])
+    output.print_text(format_table([HOSTILE], [[HOSTILE]]) + "\n")
+    captured = capsys.readouterr()
+    assert captured.err == f"kvpolicy: {SHOWN}\n"
+    line = "─" * len(SHOWN)
+    assert captured.out.splitlines() == [SHOWN, f"{SHOWN}  {SHOWN}", SHOWN, line, SHOWN]
+    terminal = on_a_terminal(monkeypatch)
+    with Progress(10) as progress:
+        progress.update(HOSTILE, 1)
+        progress.log(HOSTILE)
+    assert terminal.getvalue().count(SHOWN) == 2
+
+
+def test_a_text_of_several_lines_keeps_its_line_breaks(capsys: pytest.CaptureFixture[str]) -> None:
+    output.print_text("a\n\tb\r\x1bc\n")
+    output.info_text("a\n\tb\r\x1bc")
+    captured = capsys.readouterr()
+    assert captured.out == captured.err == "a\n\tb\\r\\u001bc\n"
+
+
+def test_what_programs_read_is_exact_and_safe_on_a_terminal(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output.print_exact(HOSTILE)
+    assert capsys.readouterr().out == HOSTILE
+    output.print_json({"text": HOSTILE})
+    shown = capsys.readouterr().out
+    assert json.loads(shown) == {"text": HOSTILE}
+    assert shown.strip().isprintable()
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stdout", terminal)
+    output.print_exact("a\x1bb\r\nc\n")
+    assert terminal.getvalue() == "a\\u001bb\nc\n"
+
+
+def test_entries_are_readable_on_the_narrowest_terminal(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "1")
+    output.print_entries([("name", "a summary of some words", "knob=1"), ("other", " ", "")])
+    assert capsys.readouterr().out.splitlines() == [
+        "name   a summary of some",
+        "       words",
+        "         knob=1",
+        "other",
+    ]

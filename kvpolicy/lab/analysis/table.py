@@ -2,6 +2,7 @@
 
 import csv
 import io
+import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -12,6 +13,9 @@ from kvpolicy.lab.analysis.pooling import PooledCell, blocks_of, columns_of
 from kvpolicy.lab.statistics import Interval
 from kvpolicy.lab.store.records import CellTiming, Sample
 from kvpolicy.lab.tasks.task import ACCURACY, LENGTH, Column
+
+# First characters of what a spreadsheet takes for a formula, or skips before one.
+_FORMULA = ("=", "+", "-", "@", "\t", "\r", "\n", "\uff1d", "\uff0b", "\uff0d", "\uff20")
 
 
 @attrs.frozen
@@ -194,11 +198,27 @@ def csv_text(records: Sequence[Mapping[str, Any]], names: Iterable[str] | None =
 
 
 def csv_line(fields: Iterable[Any]) -> str:
-    r"""One line of CSV, which ends in ``\n``."""
+    r"""One line of CSV, which ends in ``\n``; texts that spreadsheets would compute are guarded."""
     line = io.StringIO()
     # csv quotes the characters of its line terminator; readers end a line at either of these.
-    csv.writer(line, lineterminator="\r\n").writerow(fields)
+    csv.writer(line, lineterminator="\r\n").writerow(map(_guarded, fields))
     return line.getvalue().removesuffix("\r\n") + "\n"
+
+
+def _guarded(field: Any) -> Any:
+    """A text with an apostrophe before it if a spreadsheet would take it for a formula.
+
+    A number in a column of texts, such as ``-0.5``, stays as it is.
+
+    Source: https://owasp.org/www-community/attacks/CSV_Injection.
+    """
+    if not isinstance(field, str) or not field.startswith(_FORMULA) or _is_number(field):
+        return field
+    return f"'{field}"
+
+
+def _is_number(text: str) -> bool:
+    return re.fullmatch(r"[-+]?(\d+(\.\d*)?|\.\d+)([eE][-+]?\d+)?", text, re.ASCII) is not None
 
 
 def _row(

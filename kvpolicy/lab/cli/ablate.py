@@ -35,6 +35,7 @@ from kvpolicy.cli.output import (
     Progress,
     info,
     print_json,
+    print_lines,
     print_text,
     terminal_width,
 )
@@ -355,7 +356,7 @@ def _print_tables(panels: "list[Panel]", by: str | None) -> None:
     width = terminal_width()
     for number, panel in enumerate(panels):
         if len(panels) > 1:
-            print_text(("\n" if number else "") + panel.title + "\n")
+            print_lines([*([""] if number else []), panel.title])
         print_text(table(panel.rows, panel.columns, width=width) + "\n")
         found = [one for one in panel.facets if one.facet == by]
         if found:

@@ -40,6 +40,7 @@ from kvpolicy.cli.output import (
     Progress,
     format_bytes,
     info,
+    print_exact,
     print_text,
     terminal_width,
 )
@@ -240,7 +241,10 @@ def _print_record(record: dict[str, Any], output: Path | None, *, json: bool) ->
     text = jsonlib.dumps(record, ensure_ascii=False, indent=2, default=handle_non_serializable)
     if output is not None:
         atomic_write(output, text + "\n")
-    print_text((text if json else _score_table(record)) + "\n")
+    if json:
+        print_exact(text + "\n")
+    else:
+        print_text(_score_table(record) + "\n")
     for name, cost in record["kvpolicy"]["costs"].items():
         if cost["num_shortened"]:
             info(

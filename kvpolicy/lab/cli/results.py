@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from kvpolicy.cli.options import Json, check_new_file, examples
-from kvpolicy.cli.output import info, print_json, print_text, terminal_width
+from kvpolicy.cli.output import info, print_exact, print_json, print_text, terminal_width
 from kvpolicy.cli.text_table import format_table
 from kvpolicy.errors import KVPolicyError, ResultsError
 from kvpolicy.lab.analysis.compare import adjust_p_values, compare_cells, interval_method
@@ -122,7 +122,7 @@ def table(
     if json:
         print_json(to_run_records(rows), indent=2)
     elif csv:
-        print_text(csv_text(to_run_records(rows, flat=True)))
+        print_exact(csv_text(to_run_records(rows, flat=True)))
     else:
         warn_incomplete(cells)
         print_text(tables_of_runs(rows, terminal_width()))

@@ -23,7 +23,7 @@ from kvpolicy.cli.options import (
     check_new_file,
     examples,
 )
-from kvpolicy.cli.output import info, print_json, print_text
+from kvpolicy.cli.output import info, print_json, print_lines, print_text
 from kvpolicy.cli.text_table import format_table
 from kvpolicy.entry_points import default_name
 from kvpolicy.errors import KVPolicyError
@@ -210,7 +210,7 @@ def _show(
         ["vector", f"{calibration.sign}, {len(vectors[0].vector)} numbers"],
         ["made by", f"kvpolicy {calibration.version}".strip()],
     ]
-    print_text("".join(f"{name:<10}{fact}\n" for name, fact in facts) + "\n")
+    print_lines([*(f"{name:<10}{fact}" for name, fact in facts), ""])
     rows = [_row(one, default_layer) for one in vectors]
     print_text(
         format_table(["layer", "norm", "separation", "default"], rows, right=(0, 1, 2)) + "\n"

@@ -23,6 +23,7 @@ from kvpolicy.lab.analysis.select import (
 from kvpolicy.lab.analysis.table import Row
 from kvpolicy.lab.statistics import Interval
 from kvpolicy.lab.tasks.task import ACCURACY, Column
+from kvpolicy.text import visible
 
 _PROBLEMS = {"num_truncated": "truncated", "num_errors": "failed", "num_ungraded": "ungraded"}
 _MAX_TEXT = 200  # characters of a generated text that are shown; --json has the whole text
@@ -115,7 +116,7 @@ def two_cells(found: CellComparison, *, items: bool, width: int | None, seed: in
     texts += _of_compacted(compare_compacted(found, seed=seed))
     if items:
         for pair in found.differing:
-            texts += ["", *_item_lines(found, pair)]
+            texts += ["", *map(visible, _item_lines(found, pair))]
     return "\n".join(texts) + "\n"
 
 
@@ -276,7 +277,8 @@ def _problems(cells: Sequence[PooledCell]) -> list[str]:
         counts = cell.counts()
         problems = [f"{counts[key]:,} {name}" for key, name in _PROBLEMS.items() if counts[key]]
         if problems:
-            lines.append(f"{label}: of {counts['num_samples']:,} samples {', '.join(problems)}")
+            samples = f"{counts['num_samples']:,} samples"
+            lines.append(f"{visible(label)}: of {samples} {', '.join(problems)}")
     return lines
 
 
@@ -294,8 +296,8 @@ def _item_lines(found: CellComparison, pair: Pair) -> list[str]:
 
 
 def _shorten(text: str) -> str:
-    """The end of a text, where answers are, on one line and without control characters."""
-    line = " ".join("".join(c if c.isprintable() else " " for c in text).split())
+    """The end of a text, where answers are, on one line."""
+    line = " ".join(text.split())
     return line if len(line) <= _MAX_TEXT else f"... {line[-_MAX_TEXT:]}"
 
 

@@ -5,16 +5,15 @@ With ``--json``, ``list`` prints a list of ``{"name", "target", "distribution", 
 ``show`` prints a list of ``{"index", "prompt", "answer", "facets", "reference", "chat"}``.
 """
 
-import textwrap
-from shutil import get_terminal_size
 from typing import TYPE_CHECKING, Annotated, Any
 
 import attrs
 import typer
 
 from kvpolicy.cli.options import Json, examples
-from kvpolicy.cli.output import print_json, print_text
+from kvpolicy.cli.output import print_entries, print_json, print_text
 from kvpolicy.lab.cli.options import SplitName
+from kvpolicy.text import visible
 
 if TYPE_CHECKING:
     from kvpolicy.lab.tasks.task import Example, TaskInfo
@@ -26,7 +25,6 @@ app = typer.Typer(
     add_completion=False,
 )
 
-_MAX_WIDTH = 100
 _MAX_CHARS = 2000  # of a text; --json prints texts in full
 
 
@@ -46,10 +44,7 @@ def listing(json: Json = False) -> None:
     if json:
         print_json([attrs.asdict(task) for task in tasks], indent=2)
         return
-    indent = 2 + max((len(task.name) for task in tasks), default=0)
-    width = min(get_terminal_size().columns, _MAX_WIDTH)
-    for task in tasks:
-        print_text("\n".join(_lines(task, indent, width)) + "\n")
+    print_entries([_entry(task) for task in tasks])
 
 
 @app.command(
@@ -86,10 +81,10 @@ def _to_dict(item: "Example") -> dict[str, Any]:
 
 def _format(item: "Example") -> str:
     facets = ", ".join(f"{name} {value}" for name, value in item.facets.items())
-    head = f"── problem {item.index}{f': {facets}' if facets else ''} ──"
+    head = visible(f"── problem {item.index}{f': {facets}' if facets else ''} ──")
     parts = [head, _truncate(item.prompt.rstrip("\n"))] if item.prompt else [head]
     if item.answer:
-        parts.append(f"── answer: {_truncate(item.answer)} ──")
+        parts.append(f"── answer: {visible(_truncate(item.answer))} ──")
     elif item.reference is not None:
         parts.append(_truncate(item.reference))
     return "\n".join(parts)
@@ -102,21 +97,6 @@ def _truncate(text: str) -> str:
     return f"{text[:_MAX_CHARS]} ... ({num_omitted:,} more characters)"
 
 
-def _lines(task: "TaskInfo", indent: int, width: int) -> list[str]:
+def _entry(task: "TaskInfo") -> tuple[str, str, str]:
     options = "  ".join(f"{name}={default}" for name, default in task.options.items())
-    lines = _wrap(task.problem or task.summary or task.target, indent, width)
-    lines += _wrap(options, indent + 2, width) if options else []
-    lines[0] = task.name.ljust(indent) + lines[0].lstrip()
-    return lines
-
-
-def _wrap(text: str, indent: int, width: int) -> list[str]:
-    blank = " " * indent
-    return textwrap.wrap(
-        text,
-        width,
-        initial_indent=blank,
-        subsequent_indent=blank,
-        break_on_hyphens=False,
-        break_long_words=False,
-    )
+    return task.name, task.problem or task.summary or task.target, options

@@ -102,9 +102,40 @@ def test_csv_gives_every_field_back(fields: list[str]) -> None:
     ]
     text = "".join(map(csv_line, lines))
     read = list(csv.reader(io.StringIO(text, newline="")))
-    assert read == [["a,\r", *fields], ["", *fields], fields[:1] + [""] * len(fields)]
+    # A text that could be a formula has an apostrophe before it.
+    found = [[field.removeprefix("'") for field in line] for line in read]
+    given = [field.removeprefix("'") for field in fields]
+    assert found == [["a,\r", *given], ["", *given], given[:1] + [""] * len(fields)]
     assert text.endswith("\n")
     assert not text.endswith("\r\n")
+
+
+@pytest.mark.parametrize(
+    ("field", "written"),
+    [
+        ("=1+1", "'=1+1"),
+        ("+1+1", "'+1+1"),
+        ("-1+1", "'-1+1"),
+        ("@SUM(A1)", "'@SUM(A1)"),
+        ("\t=1", "'\t=1"),
+        ("\r=1", "'\r=1"),
+        ("\n=1", "'\n=1"),
+        ("\uff1d1", "'\uff1d1"),
+        ("-", "'-"),
+        ("-inf", "'-inf"),
+        ("-0.5", "-0.5"),
+        ("+3", "+3"),
+        ("-1e-5", "-1e-5"),
+        (-0.5, "-0.5"),
+        (-3, "-3"),
+        ("a=1", "a=1"),
+        ("", ""),
+    ],
+)
+def test_csv_has_no_formulas(field: object, written: str) -> None:
+    text = csv_text([{"=name": field, "b": 1}])
+    ((name, _), (found, _)) = csv.reader(io.StringIO(text, newline=""))
+    assert (name, found) == ("'=name", written)
 
 
 def test_csv_carries_a_bare_carriage_return_in_both_tables(tmp_path: Path) -> None:
