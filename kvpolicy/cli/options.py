@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import wraps
 from pathlib import Path
+from shlex import quote
 from typing import TYPE_CHECKING, Annotated, Any
 
 import attrs
@@ -22,6 +23,7 @@ from kvpolicy.files import decode, numbered_lines, parse_json, read_text
 if TYPE_CHECKING:
     from kvpolicy.engine.engine import Engine
     from kvpolicy.plan.plan import Plan
+    from kvpolicy.plan.toml import Override
 
 Prompt = str | list[int]
 
@@ -132,7 +134,12 @@ Budget = Annotated[
 ]
 Buffer = Annotated[
     int | None,
-    typer.Option(min=1, help="Rows to append between compactions.", rich_help_panel=POLICY),
+    typer.Option(
+        min=1,
+        help="Rows to append between compactions. [default: the plan's, or an eighth of the "
+        "budget, from 32 to 128]",
+        rich_help_panel=POLICY,
+    ),
 ]
 Length = Annotated[
     int | None,
@@ -337,21 +344,32 @@ def choose_plan(
         KVPolicyError: The options contradict each other, or the plan is wrong.
     """
     from kvpolicy.plan.plan import Plan
+    from kvpolicy.plan.toml import Override
 
-    given = [f"{key}={value}" for key, value in numbers.items() if value is not None]
+    given = [_typed(key, str(value)) for key, value in numbers.items() if value is not None]
+    options = {key: f"--{key}" for key in numbers}
     if file is not None:
         if policies:
             msg = "--plan and --policy were given; give one of them."
             raise KVPolicyError(msg)
-        return Plan.load(file, [*given, *overrides])
+        return Plan.load(file, [*given, *overrides], options=options)
     if not policies:
         if given:
-            msg = f"--{given[0].partition('=')[0]} needs --policy NAME or --plan FILE."
+            msg = f"{given[0].source} needs --policy NAME or --plan FILE."
             raise KVPolicyError(msg)
         info("no policy was given: full cache.")
         return Plan.full_cache(overrides)
     stack = [name.strip() for policy in policies for name in policy.split("+")]
-    return Plan.from_dict({"stack": stack}, [*given, *overrides], name="the command line")
+    typed = " ".join(f"--policy {quote(policy)}" for policy in policies)
+    changes = [Override("stack", stack, source=typed), *given, *overrides]
+    return Plan.from_dict({}, changes, name="the command line", options=options)
+
+
+def _typed(key: str, value: str) -> "Override":
+    """The override that an option of the command line stands for."""
+    from kvpolicy.plan.toml import Override, parse_value
+
+    return Override(key, parse_value(value), source=f"--{key} {quote(value)}")
 
 
 def _default_length(model: Any) -> int:

@@ -25,6 +25,7 @@ from kvpolicy.plan.spec import (
     STACK,
     Budget,
     LayerGroup,
+    Location,
     Padding,
     PolicySpec,
     Problem,
@@ -33,9 +34,25 @@ from kvpolicy.plan.spec import (
     read_table,
     rows_of,
 )
-from kvpolicy.plan.toml import apply_override, read_file, read_tables
+from kvpolicy.plan.toml import Override, apply_override, read_file, read_tables
 
-DEFAULT_BUFFER = 128
+LARGEST_DEFAULT_BUFFER = 128  # that of R-KV and SkipKV, whose budgets begin at 1,024
+_USUAL_BUFFER = 32
+_BUDGET_PER_BUFFER = 8
+
+
+def default_buffer(budget: int | None) -> int:
+    """The buffer of a plan that names none.
+
+    An eighth of the budget, at least 32 rows but no more than the budget, and at most 128.
+
+    Args:
+        budget: Rows that stay after a compaction; ``None`` if all stay.
+    """
+    if budget is None:
+        return LARGEST_DEFAULT_BUFFER
+    least = min(_USUAL_BUFFER, budget)
+    return min(max(budget // _BUDGET_PER_BUFFER, least), LARGEST_DEFAULT_BUFFER)
 
 
 @attrs.frozen
@@ -46,7 +63,8 @@ class Plan:
         stack: Policies of all layers whose group names none.
         budget: Rows that stay after a compaction, per layer and KV head, or a share of
             ``length`` such as ``"25%"``.
-        buffer: Rows that may join before the next compaction.
+        buffer: Rows that may join before the next compaction; by default an eighth of the
+            budget, from 32 to 128 and no more than the budget.
         layers: Groups that cover every layer exactly once; none means one group of all.
         schedule: Policies called only for the order of admission.
         padding: ``"none"``: pads are never stored. ``"stored"``, for research: the budget of a
@@ -54,19 +72,25 @@ class Plan:
             implementations that store them (SkipKV, eq. 12: ``B' = B - (N_max - N)``).
         length: Tokens that budgets given as shares refer to.
         name: Where the plan came from, for messages.
+        sources: How the user gave entries that are not in the plan's file, by their keys and
+            indices, for messages: ``{("budget",): "--budget 96"}``.
+        options: Options of the command line that give an entry, by its key, for messages:
+            ``{"budget": "--budget"}``.
     """
 
     stack: tuple[PolicySpec, ...] = plan_field(STACK, ())
     budget: Budget | None = plan_field(BUDGET, None)
-    buffer: int = plan_field(COUNT, DEFAULT_BUFFER)
+    buffer: int | None = plan_field(COUNT, None)
     layers: tuple[LayerGroup, ...] = plan_field(GROUPS, ())
     schedule: tuple[PolicySpec, ...] = plan_field(STACK, ())
     padding: Padding = plan_field(PADDING, "none")
     length: int | None = plan_field(COUNT, None)
     name: str = attrs.field(default="the plan", eq=False)
+    sources: Mapping[Location, str] = attrs.field(factory=dict, eq=False, repr=False)
+    options: Mapping[str, str] = attrs.field(factory=dict, eq=False, repr=False)
 
     @classmethod
-    def full_cache(cls, overrides: Sequence[str] = ()) -> "Plan":
+    def full_cache(cls, overrides: Sequence[str | Override] = ()) -> "Plan":
         """The plan in which no row is evicted.
 
         Args:
@@ -86,7 +110,7 @@ class Plan:
         cls,
         *stack: object,
         budget: Budget | None = None,
-        buffer: int = DEFAULT_BUFFER,
+        buffer: int | None = None,
         knobs: Mapping[str, Mapping[str, Any]] | None = None,
         schedule: Iterable[object] = (),
         padding: Padding = "none",
@@ -98,7 +122,8 @@ class Plan:
             stack: Names of policies, or policy objects, the later wrapping the earlier.
             budget: Rows that stay after a compaction, per layer and KV head, or a share of
                 ``length`` such as ``"25%"``.
-            buffer: Rows that may join before the next compaction.
+            buffer: Rows that may join before the next compaction; by default an eighth of the
+                budget, see `default_buffer`.
             knobs: Knobs by policy name and knob name.
             schedule: Policies for the order of admission.
             padding: ``"none"``, or ``"stored"`` to study padded batches.
@@ -139,7 +164,13 @@ class Plan:
         return attrs.evolve(plan, stack=with_knobs(plan.stack), schedule=with_knobs(plan.schedule))
 
     @classmethod
-    def load(cls, path: str | Path, overrides: Sequence[str] = ()) -> "Plan":
+    def load(
+        cls,
+        path: str | Path,
+        overrides: Sequence[str | Override] = (),
+        *,
+        options: Mapping[str, str] | None = None,
+    ) -> "Plan":
         """Read a TOML plan.
 
         Args:
@@ -147,28 +178,34 @@ class Plan:
             overrides: Changes such as ``"budget=96"``, ``"layers.0.buffer=8"`` or
                 ``"rkv.mix_lambda=0.5"`` (wherever the plan names the policy), applied after
                 the plan is merged with the plans that it extends.
+            options: Options of the command line that give an entry, for messages.
 
         Raises:
             PlanError: If the file cannot be read, is not TOML, or is not a plan.
         """
-        return cls.from_dict(read_file(path), overrides, name=f"plan '{path}'")
+        return cls.from_dict(read_file(path), overrides, name=f"plan '{path}'", options=options)
 
     @classmethod
     def from_dict(
-        cls, data: Mapping[str, Any], overrides: Sequence[str] = (), *, name: str = "the plan"
+        cls,
+        data: Mapping[str, Any],
+        overrides: Sequence[str | Override] = (),
+        *,
+        name: str = "the plan",
+        options: Mapping[str, str] | None = None,
     ) -> "Plan":
         """Build a plan from the contents of its TOML file; see `load`."""
         if isinstance(overrides, str):
             msg = f"overrides of {name} were given as one text, {overrides!r:.60}; give a list"
             raise PlanError(msg)
         raw = read_tables(data, name)
-        for override in overrides:
+        read = [Override.read(override) for override in overrides]
+        for override in read:
             apply_override(raw, override, name)
-        plan, problems = _read_plan(raw, name)
+        plan, problems = _read_plan(raw, name, read)
         if problems:
-            msg = f"{name}: {problems[0]}"
-            raise PlanError(msg)
-        return plan
+            raise _plan_error(problems[0], name)
+        return attrs.evolve(plan, options=options or {})
 
     def resolve(self, num_layers: int, *, default_budget: int | None = None) -> ResolvedPlan:
         """Work out what each layer of a model does.
@@ -210,7 +247,7 @@ class PlanCheck:
 
 def check_plan(
     data: Mapping[str, Any],
-    overrides: Sequence[str] = (),
+    overrides: Sequence[str | Override] = (),
     *,
     num_layers: int | None = None,
     name: str = "the plan",
@@ -232,13 +269,15 @@ def check_plan(
         raw = read_tables(data, name)
     except KVPolicyError as error:
         return PlanCheck((error,))
+    applied = []
     for override in overrides:
         try:
-            apply_override(raw, override, name)
+            applied.append(Override.read(override))
+            apply_override(raw, applied[-1], name)
         except KVPolicyError as error:
             problems.append(error)
-    plan, malformed = _read_plan(raw, name)
-    problems += [PlanError(f"{name}: {problem}") for problem in malformed]
+    plan, malformed = _read_plan(raw, name, applied)
+    problems += [_plan_error(problem, name) for problem in malformed]
     resolution = _Resolution(plan, malformed)
     resolved = resolution.resolve(num_layers)
     problems += resolution.problems
@@ -246,19 +285,33 @@ def check_plan(
     return PlanCheck(tuple(distinct.values()), None if problems else resolved)
 
 
-def _read_plan(raw: Mapping[str, Any], name: str) -> tuple[Plan, list[Problem]]:
+def _read_plan(
+    raw: Mapping[str, Any], name: str, overrides: Sequence[Override]
+) -> tuple[Plan, list[Problem]]:
     """Read the tables of a plan: the plan without its malformed entries, and all problems."""
+    sources = {override.keys: override.source for override in overrides}
     try:
-        return attrs.evolve(read_table(Plan, raw), name=name), []
+        return attrs.evolve(read_table(Plan, raw), name=name, sources=sources), []
     except cattrs.BaseValidationError as error:
         problems = problems_of(error)
     sound = read_tables(raw, name)
     for problem in reversed(problems):  # from the last entry of a list to the first
         _remove(sound, problem.location)
-    return attrs.evolve(read_table(Plan, sound), name=name), problems
+    plan = attrs.evolve(read_table(Plan, sound), name=name, sources=sources)
+    return plan, [attrs.evolve(one, source=_source(sources, one.location)) for one in problems]
 
 
-def _remove(tables: Any, location: tuple[str | int, ...]) -> None:
+def _source(sources: Mapping[Location, str], location: Location) -> str | None:
+    """How the user gave an entry, or a table that the entry is in."""
+    given = (sources.get(location[:length]) for length in range(len(location), 0, -1))
+    return next((source for source in given if source is not None), None)
+
+
+def _plan_error(problem: Problem, name: str) -> PlanError:
+    return PlanError(str(problem) if problem.source else f"{name}: {problem}")
+
+
+def _remove(tables: Any, location: Location) -> None:
     for step in location[:-1]:
         tables = tables[step]
     if len(location) == 2 and location[0] == "layers":
@@ -302,7 +355,7 @@ class _Resolution:
             The result; ``None`` if the plan has problems or the model is not known.
         """
         plan = self._plan
-        schedule = self._build_policies(plan.schedule)
+        schedule = self._build_policies(plan.schedule, ("schedule",))
         own = self._build_stack(None, plan.stack)
         stacks = [
             own if group.stack is None else self._build_stack(i, group.stack)
@@ -342,17 +395,35 @@ class _Resolution:
         except KVPolicyError as error:
             self.problems.append(error)
 
-    def _build_policies(self, specs: Sequence[PolicySpec]) -> list[tuple[PolicySpec, object]]:
+    def _build_policies(
+        self, specs: Sequence[PolicySpec], location: Location
+    ) -> list[tuple[PolicySpec, object]]:
         """Build policies; each with its spec, all knobs spelled out."""
         built = []
         for spec in specs:
-            with self._collecting():
+            with self._collecting(), self._naming_source(spec, location):
                 policy = spec.build()
                 built.append((spec.spell_out(policy), policy))
         return built
 
+    @contextmanager
+    def _naming_source(self, spec: PolicySpec, location: Location) -> Iterator[None]:
+        """Name the option that an error of a policy comes from, if it comes from one."""
+        try:
+            yield
+        except KVPolicyError as error:
+            sources = self._plan.sources
+            typed = [knob for knob in spec.knobs if (spec.policy, knob) in sources]
+            wrong = next((knob for knob in typed if _builds_without(spec, knob)), None)
+            source = _source(sources, location) if wrong is None else sources[spec.policy, wrong]
+            if source is None:
+                raise
+            msg = f"{source}: {error}"
+            raise type(error)(msg) from error
+
     def _build_stack(self, group: int | None, specs: Sequence[PolicySpec]) -> "_BuiltStack | None":
-        built = self._build_policies(specs)
+        location = ("stack",) if group is None else ("layers", group, "stack")
+        built = self._build_policies(specs, location)
         if not specs or len(built) < len(specs) or (group, "stack") in self._malformed:
             return None
         named = tuple(spec for spec, _ in built)
@@ -412,9 +483,16 @@ class _Resolution:
         if built is None:
             return []  # its policies are reported already
         given = plan.budget if group.budget is None else group.budget
+        location = ("budget",) if group.budget is None else ("layers", i, "budget")
+        giver = _source(plan.sources, location) or plan.name
         given = default_budget if given is None else given
-        budget, share = (None, None) if given is None else rows_of(given, plan.length, plan.name)
-        protected = _check_budget(plan.name, members[0], built.stack, budget)
+        budget, share = None, None
+        if given is not None:
+            budget, share = rows_of(
+                given, plan.length, giver, to_give_a_length=_to_give_a_length(plan.options)
+            )
+        protected = _check_budget(giver, members[0], built.stack, budget, plan.options)
+        buffer = plan.buffer if group.buffer is None else group.buffer
         members = sorted(members)
         budgets: Sequence[int | None] = [budget] * len(members)
         if budget is not None:
@@ -426,7 +504,7 @@ class _Resolution:
                 layer_idx,
                 built.specs,
                 rows,
-                plan.buffer if group.buffer is None else group.buffer,
+                default_buffer(budget) if buffer is None else buffer,
                 bounded=built.stack.bounded,
                 num_protected=protected,
                 budget_from=share,
@@ -443,21 +521,38 @@ class _BuiltStack:
     stack: Stack
 
 
-def _key_of(location: tuple[str | int, ...]) -> tuple[int | None, str]:
+def _key_of(location: Location) -> tuple[int | None, str]:
     """The group, or None, and the key that a malformed value belongs to."""
     if location[0] == "layers" and len(location) > 1 and isinstance(location[1], int):
         return location[1], str(location[2]) if len(location) > 2 else "where"
     return None, str(location[0])
 
 
-def _check_budget(name: str, layer_idx: int, stack: Stack, budget: int | None) -> int:
+def _builds_without(spec: PolicySpec, knob: str) -> bool:
+    knobs = {name: value for name, value in spec.knobs.items() if name != knob}
+    try:
+        attrs.evolve(spec, knobs=knobs).build()
+    except KVPolicyError:
+        return False
+    return True
+
+
+def _to_give_a_length(options: Mapping[str, str]) -> str:
+    if "length" in options:
+        return f"give {options['length']} TOKENS"
+    return "write length = TOKENS into the plan, or --set length=TOKENS"
+
+
+def _check_budget(
+    name: str, layer_idx: int, stack: Stack, budget: int | None, options: Mapping[str, str]
+) -> int:
     """Check that a layer has a budget if it needs one; returns the rows that it protects."""
     policies = ", ".join(stack.names)
     protected = stack.n_first + stack.n_last
     if budget is None and needs_budget(stack):
-        msg = (
-            f"{name} gives layer {layer_idx} ({policies}) no budget; write for example budget = 128"
-        )
+        option = options.get("budget")
+        hint = f"give for example {option} 128" if option else "write for example budget = 128"
+        msg = f"{name} gives layer {layer_idx} ({policies}) no budget; {hint}"
         raise BudgetError(msg)
     if budget is not None and budget < protected:
         msg = (

@@ -25,6 +25,8 @@ from kvpolicy.hooks.discovery import load_policy, load_policy_class, snake_case
 from kvpolicy.validators import MAX_COUNT, positive_int
 
 Budget = int | str
+# Keys and indices that lead to an entry of a plan.
+Location = tuple[str | int, ...]
 Padding = Literal["none", "stored"]
 
 #: Top-level sections that plans do not have, with what to use instead.
@@ -41,6 +43,9 @@ SHARE = r"^[0-9]+(\.[0-9]+)?%$"
 _END = r" *(-?[0-9]{1,9})? *"
 # A slice as in Python whose step is not 0.
 _WHERE = rf"^(all|{_END}:{_END}(: *(-?0{{0,8}}[1-9][0-9]{{0,8}})? *)?)$"
+
+# Fields of plans and sweeps that are no keys of their files.
+_FOR_MESSAGES = ("name", "sources", "options")
 
 # Values of TOML and JSON that are no policy objects.
 _PLAIN = (int, float, str, bytes, list, tuple, set, frozenset, Mapping, date, time, type(None))
@@ -90,8 +95,8 @@ def _read_budget(value: object) -> Budget:
         return value
     if isinstance(value, bool) or not isinstance(value, int):
         msg = (
-            f"{value!r:.60} is not a count or a share; write a number of rows such as 128, or "
-            '"25%" with length = TOKENS'
+            f"{value!r:.60} is not a count or a share; write a number of rows such as 128, or a "
+            'share of a stated length such as "25%"'
         )
         raise TypeError(msg)
     return positive_int(value)
@@ -318,13 +323,16 @@ GROUPS = Rule(
 )
 
 
-def rows_of(budget: Budget, length: int | None, name: str) -> tuple[int, str | None]:
+def rows_of(
+    budget: Budget, length: int | None, name: str, *, to_give_a_length: str
+) -> tuple[int, str | None]:
     """The number of rows of a budget.
 
     Args:
         budget: Rows, or a share of ``length``.
         length: Tokens that shares refer to, if the plan names them.
-        name: Name of the plan, for messages.
+        name: Name of the plan, or how the user gave the budget, for messages.
+        to_give_a_length: What to do if there is no length, for messages.
 
     Returns:
         The rows, a share being rounded down, and the calculation as text (``None`` for a
@@ -338,15 +346,15 @@ def rows_of(budget: Budget, length: int | None, name: str) -> tuple[int, str | N
         return budget, None
     if length is None:
         msg = (
-            f'{name} has a budget of "{budget}" and no length; write length = TOKENS into the '
-            "plan, or --set length=TOKENS, or the budget as a number of rows"
+            f'{name}: the budget "{budget}" has no length to refer to; {to_give_a_length}, or '
+            "the budget as a number of rows"
         )
         raise PlanError(msg)
     share = Fraction(budget.removesuffix("%")) / 100
     rows = int(share * length)
     if share > 1 or rows < 1:
         msg = (
-            f'{name} has a budget of "{budget}" of {length:,} tokens, which is {rows:,} rows; '
+            f'{name}: the budget "{budget}" of {length:,} tokens is {rows:,} rows; '
             "it must be at least 1 row and at most all of them"
         )
         raise BudgetError(msg)
@@ -364,19 +372,23 @@ class Problem:
         path: Keys and indices that lead to the value, or to the table with an unknown key.
         message: What is wrong, as a sentence.
         key: The unknown key, if that is the problem.
+        source: How the user gave the value, if it is not in a file.
     """
 
-    path: tuple[str | int, ...]
+    path: Location
     message: str
     key: str | None = None
+    source: str | None = None
 
     @property
-    def location(self) -> tuple[str | int, ...]:
+    def location(self) -> Location:
         """Keys and indices that lead to the malformed value or the unknown key."""
         return self.path if self.key is None else (*self.path, self.key)
 
     def __str__(self) -> str:
-        """The message with its place, as "in layers[0].where: MESSAGE"."""
+        """The message with its place, as "in layers[0].where: MESSAGE", or with its source."""
+        if self.source is not None:
+            return f"{self.source}: {self.message}"
         steps = [f"[{step}]" if isinstance(step, int) else f".{step}" for step in self.path]
         place = "".join(steps).removeprefix(".")
         return f"in {place}: {self.message}" if place else self.message
@@ -385,7 +397,8 @@ class Problem:
 def problems_of(error: BaseException) -> list[Problem]:
     """All problems in an error raised by cattrs."""
     if isinstance(error, cattrs.ForbiddenExtraKeysError):
-        known = [field.name for field in attrs.fields(error.cl) if field.name != "name"]
+        names = [field.name for field in attrs.fields(error.cl)]
+        known = [name for name in names if name not in _FOR_MESSAGES]
         keys = sorted(error.extra_fields)
         return [Problem((), _unknown_key(key, known), key) for key in keys]
     if not isinstance(error, cattrs.BaseValidationError):

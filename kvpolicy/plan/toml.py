@@ -108,56 +108,77 @@ def _find(path: Path, folder: Path) -> Path:
 # Overrides
 
 
-def apply_override(raw: dict[str, Any], override: str, name: str) -> None:
-    """Apply one ``--set`` string to the tables of a plan, in place.
+@attrs.frozen
+class Override:
+    """A change to one entry of a plan.
 
-    Args:
-        raw: Tables of the plan.
-        override: ``KEY=VALUE``, ``layers.N.KEY=VALUE`` or ``POLICY.KNOB=VALUE``; see
-            `parse_value` for the value.
-        name: Name of the plan, for messages.
-
-    Raises:
-        PlanError: If it changes nothing that the plan has.
-    """
-    if not isinstance(override, str):
-        msg = f"{override!r:.60} is not an override; write a text such as 'budget=96'"
-        raise PlanError(msg)
-    path, equals, text = override.partition("=")
-    if not equals or not all(key.strip() for key in path.split(".")):
-        msg = f"--set {override!r} is not KEY=VALUE; write for example budget=96"
-        raise PlanError(msg)
-    set_entry(raw, path, parse_value(text), name, source=f"--set {override!r}")
-
-
-def set_entry(raw: dict[str, Any], path: str, value: object, name: str, *, source: str) -> None:
-    """Set one entry of the tables of a plan, in place.
-
-    Args:
-        raw: Tables of the plan.
+    Attributes:
         path: ``KEY``, ``layers.N.KEY`` or ``POLICY.KNOB``.
         value: Its new value.
+        source: How the user asked for it, for messages: ``--budget 96``.
+    """
+
+    path: str
+    value: object
+    source: str
+
+    @classmethod
+    def read(cls, given: "str | Override") -> "Override":
+        """An override, or the text of one as ``--set`` takes it.
+
+        Args:
+            given: ``KEY=VALUE``, ``layers.N.KEY=VALUE`` or ``POLICY.KNOB=VALUE``; see
+                `parse_value` for the value.
+
+        Raises:
+            PlanError: If it is none of these.
+        """
+        if isinstance(given, Override):
+            return given
+        if not isinstance(given, str):
+            msg = f"{given!r:.60} is not an override; write a text such as 'budget=96'"
+            raise PlanError(msg)
+        path, equals, text = given.partition("=")
+        if not equals or not all(key.strip() for key in path.split(".")):
+            msg = f"--set {given!r} is not KEY=VALUE; write for example budget=96"
+            raise PlanError(msg)
+        return cls(path, parse_value(text), source=f"--set {given!r}")
+
+    @property
+    def keys(self) -> tuple[str | int, ...]:
+        """The path as keys and indices, as in the location of a `Problem`."""
+        keys = [key.strip() for key in self.path.split(".")]
+        if keys[0] == "layers" and len(keys) == 3 and keys[1].isdecimal() and len(keys[1]) < 9:
+            return keys[0], int(keys[1]), keys[2]
+        return tuple(keys)
+
+
+def apply_override(raw: dict[str, Any], override: Override, name: str) -> None:
+    """Change one entry of the tables of a plan, in place.
+
+    Args:
+        raw: Tables of the plan.
+        override: The change.
         name: Name of the plan, for messages.
-        source: How the user asked for it, for messages.
 
     Raises:
         PlanError: If it changes nothing that the plan has.
     """
-    keys = [key.strip() for key in path.split(".")]
-    if keys == [EXTENDS]:
+    value, source, keys = override.value, override.source, override.keys
+    if keys == (EXTENDS,):
         msg = f"{source}: {EXTENDS} can be set in a plan file only; override other keys"
         raise PlanError(msg)
     if len(keys) == 1:
-        raw[keys[0]] = value
+        raw[str(keys[0])] = value
     elif keys[0] == "layers" and len(keys) == 3:
         groups = _groups(raw)
-        index = int(keys[1]) if keys[1].isdecimal() and len(keys[1]) < 9 else len(groups)
-        if index >= len(groups):
+        index = keys[1]
+        if not isinstance(index, int) or index >= len(groups):
             msg = f"{source}: {name} has {len(groups)} [[layers]] groups, counted from 0"
             raise PlanError(msg)
-        groups[index][keys[2]] = value
+        groups[index][str(keys[2])] = value
     elif len(keys) == 2:
-        policy, knob = keys
+        policy, knob = map(str, keys)
         found = [entry for entry in _entries(raw) if entry.name == policy]
         if not found:
             hint = nearest(policy, sorted(set(policies_named(raw))))

@@ -1,13 +1,16 @@
 """Reading plans, overriding their entries, and resolving them."""
 
+import tomllib
 from pathlib import Path
 
 import attrs
 import pytest
 
 from kvpolicy import Plan, hookimpl, load_policy
-from kvpolicy.entry_points import installed, installed_file
+from kvpolicy.entry_points import default_name, installed, installed_file
 from kvpolicy.errors import KVPolicyError, PlanError
+from kvpolicy.lab.sweep.sweep_file import load_preset
+from kvpolicy.plan.plan import check_plan, default_buffer
 from kvpolicy.plan.spec import LayerGroup, PolicySpec
 
 MIXED = """
@@ -183,6 +186,77 @@ def test_files_that_cannot_be_read_are_named(tmp_path):
 def test_knobs_of_a_policy_outside_the_stack_are_refused():
     with pytest.raises(KVPolicyError, match="'h2o', which is not in the stack"):
         Plan.uniform("rkv", budget=64, knobs={"h2o": {"n_recent": 3}})
+
+
+# The buffer of a plan that names none
+
+
+@pytest.mark.parametrize(
+    ("budget", "buffer"),
+    [(1, 1), (16, 16), (32, 32), (96, 32), (256, 32), (512, 64), (1024, 128), (10**6, 128)],
+)
+def test_the_default_buffer_fits_the_budget(budget: int, buffer: int) -> None:
+    plans = [
+        Plan.uniform("h2o", budget=budget),
+        Plan.from_dict({"stack": ["h2o"], "layers": [{"budget": budget}]}),
+        Plan.from_dict({"stack": ["h2o"]}, [f"budget={budget}"]),
+        Plan.uniform("h2o", budget="50%", length=2 * budget),
+    ]
+    resolved = [plan.resolve(2) for plan in plans]
+    resolved.append(Plan.uniform("h2o").resolve(2, default_budget=budget))
+    assert {layer.buffer for plan in resolved for layer in plan.layers} == {buffer}
+    assert len({plan.digest() for plan in resolved}) == 1
+    assert (
+        resolved[0].digest()
+        == Plan.uniform("h2o", budget=budget, buffer=buffer).resolve(2).digest()
+    ), "a default that is written out is the same plan"
+
+
+def test_the_default_buffer_is_that_of_the_default_sweep() -> None:
+    sweep = load_preset(default_name("sweep") or "")
+    assert {default_buffer(budget) for budget in sweep.budgets} == {sweep.buffer}
+
+
+def test_a_group_may_name_a_buffer_where_the_plan_has_none() -> None:
+    groups = [{"where": "0:1", "buffer": 3}, {"where": "1:2", "budget": 8}, {"where": "2:"}]
+    layers = Plan.from_dict({"stack": ["h2o"], "budget": 64, "layers": groups}).resolve(3).layers
+    assert [layer.buffer for layer in layers] == [3, 8, 32]
+
+
+# How the user gave an entry is named in errors
+
+
+@pytest.mark.parametrize(
+    ("override", "sentence"),
+    [
+        ("budget=0", "--set 'budget=0': 0 is out of range"),
+        ("layers.1.buffer=0", "--set 'layers.1.buffer=0': 0 is out of range"),
+        ("layers.1.stack=[3]", "--set 'layers.1.stack=[3]': 3 is not a policy"),
+        ('layers.1.stack=["rkvv"]', """--set 'layers.1.stack=["rkvv"]': no policy is named"""),
+        ("layers.1.budget=3", "--set 'layers.1.budget=3' gives layer 2 a budget of 3"),
+        ("rkv.mix_lambda=3", "--set 'rkv.mix_lambda=3': policy 'rkv' refuses its knobs"),
+        ("rkv.mixlambda=3", "--set 'rkv.mixlambda=3': policy 'rkv' has no knob"),
+        ("bugdet=3", "--set 'bugdet=3': unknown key 'bugdet'"),
+        ("layers.1.bugdet=3", "--set 'layers.1.bugdet=3': unknown key"),
+        ("layers.1.budget=9%", "--set 'layers.1.budget=9%': the budget \"9%\" has no length"),
+    ],
+)
+def test_an_error_names_the_override_that_it_comes_from(
+    tmp_path: Path, override: str, sentence: str
+) -> None:
+    with pytest.raises(KVPolicyError) as caught:
+        load(tmp_path, MIXED, [override]).resolve(4)
+    assert str(caught.value).startswith(sentence)
+    data = tomllib.loads(MIXED)
+    (problem,) = check_plan(data, [override], num_layers=4).problems
+    assert str(problem).startswith(sentence)
+
+
+def test_an_error_of_the_file_is_not_blamed_on_an_override(tmp_path: Path) -> None:
+    text = MIXED.replace("mix_lambda = 0.5", "mix_lambda = 5")
+    with pytest.raises(KVPolicyError) as caught:
+        load(tmp_path, text, ["rkv.window_size=8", "budget=65"]).resolve(4)
+    assert str(caught.value).startswith("policy 'rkv' refuses its knobs: 'mix_lambda'")
 
 
 # Plans that packages install

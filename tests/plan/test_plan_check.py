@@ -54,10 +54,10 @@ CLAUSES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
         {"budget": "9%", "length": 1.5, "stack": ["h2o"]},
         ("in length: 1.5 is not a count",),
     ),
-    "no length": ({"budget": "9%", "stack": ["h2o"]}, ("and no length; write length",)),
+    "no length": ({"budget": "9%", "stack": ["h2o"]}, ("has no length to refer to; write length",)),
     "a share of nothing": (
         {"budget": "0%", "length": 9, "stack": ["h2o"]},
-        ("which is 0 rows; it must be at least 1",),
+        ("is 0 rows; it must be at least 1",),
     ),
     "budget 0": (
         {"budget": 0, "stack": ["h2o"]},

@@ -60,7 +60,7 @@ def test_equal_layers_are_one_group_and_shares_are_comments() -> None:
 
 def test_equal_layers_stay_separate_if_a_policy_distributes_rows() -> None:
     groups = [{"where": "::2", "budget": 9}, {"where": "1::2", "budget": 15}]
-    resolved = Plan.from_dict({"stack": ["pyramidkv"], "layers": groups}).resolve(4)
+    resolved = Plan.from_dict({"stack": ["pyramidkv"], "buffer": 8, "layers": groups}).resolve(4)
     assert [layer.budget for layer in resolved.layers] == [9, 21, 9, 9]
     again = Plan.from_dict(tomllib.loads(to_toml(resolved)))
     assert [group.where for group in again.layers] == [(0,), (1,), (2,), (3,)]

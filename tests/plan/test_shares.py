@@ -90,19 +90,19 @@ def test_overrides_change_share_and_length() -> None:
 @pytest.mark.parametrize(
     ("budget", "length", "message"),
     [
-        ("25%", None, 'a budget of "25%" and no length; write length = TOKENS'),
+        ("25%", None, 'the budget "25%" has no length to refer to; write length = TOKENS'),
         ("25%", 0, "in length: 0 is out of range"),
         ("25%", -8, "in length: -8 is out of range"),
         (
             "0%",
             100,
-            '"0%" of 100 tokens, which is 0 rows; it must be at least 1 row and at most all',
+            '"0%" of 100 tokens is 0 rows; it must be at least 1 row and at most all',
         ),
-        ("1%", 50, '"1%" of 50 tokens, which is 0 rows; it must be at least 1 row and at most all'),
+        ("1%", 50, '"1%" of 50 tokens is 0 rows; it must be at least 1 row and at most all'),
         (
             "101%",
             100,
-            '"101%" of 100 tokens, which is 101 rows; it must be at least 1 row and at most all',
+            '"101%" of 100 tokens is 101 rows; it must be at least 1 row and at most all',
         ),
     ],
 )

@@ -173,7 +173,12 @@ def compare(
     """
     run_names, cell_names = (names, []) if with_ is not None else (names[:-2], names[-2:])
     if not run_names:
-        msg = "compare was given no run; write RUN A B, or RUN --with CELL."
+        run = names[0] if len(names) == 1 else "RUN"
+        msg = (
+            f"compare was given {' '.join(names)}, which is not a run and two of its cells; write "
+            f"{run} A B, cells being SERIES@BUDGET, or {run} --with CELL; `kvpolicy results table "
+            f"{run}` shows the cells."
+        )
         raise KVPolicyError(msg)
     if items and with_ is not None:
         msg = "--items and --with were given; items are shown for two cells: RUN A B."

@@ -32,6 +32,7 @@ from kvpolicy.lab.lm_eval.loglikelihood import Continuation, Score, Scoring
 from kvpolicy.lab.models import fingerprint
 from kvpolicy.model.loading import load_model
 from kvpolicy.plan.plan import Plan
+from kvpolicy.plan.toml import Override, parse_value
 
 # Passes results on as they come, to show progress; also given: the kind of request, and how many
 # results there will be.
@@ -371,7 +372,11 @@ class LoadedPolicyLM(PolicyLM):
             msg = "model_args needs either policy=NAME or plan=FILE"
             raise PlanError(msg)
         given = {"budget": budget, "buffer": buffer, "length": length}
-        overrides = [f"{key}={value}" for key, value in given.items() if value is not None]
+        overrides = [
+            Override(key, parse_value(str(value)), source=f"{key}={value} of model_args")
+            for key, value in given.items()
+            if value is not None
+        ]
         if plan is not None:
             chosen = Plan.load(plan, overrides)
         else:

@@ -23,7 +23,7 @@ from kvpolicy.lab.sweep.sweep_file import Series, Variant
 from kvpolicy.lab.tasks.task import Example, Split, Task
 from kvpolicy.plan.plan import Plan
 from kvpolicy.plan.resolved import ResolvedPlan
-from kvpolicy.plan.toml import policies_named, read_tables, set_entry
+from kvpolicy.plan.toml import Override, apply_override, policies_named, read_tables
 
 # Names and titles do not change the samples, so they are not part of a setting's id.
 _NOT_IN_ID = ("model", "columns")
@@ -330,9 +330,8 @@ def _build_cell(
 ) -> Cell:
     name = f"plan '{series.label}'"
     raw = read_tables(({} if buffer is None else {"buffer": buffer}) | series.plan, name)
-    for key, value in variant.knobs.items():
-        set_entry(raw, key, value, name, source=f"knob '{key}'")
-    plan = Plan.from_dict(raw, overrides, name=name)
+    tried = [_override(key, value) for key, value in variant.knobs.items()]
+    plan = Plan.from_dict(raw, [*tried, *overrides], name=name, options={"budget": "--budgets"})
     resolved = plan.resolve(num_layers, default_budget=variant.budget)
     compacting = resolved.compacting_layers()
     is_bounded = any(layer.bounded for layer in resolved.layers)
@@ -375,7 +374,11 @@ def _check_knobs(
             msg = f"knob '{key}' is varied by the sweep and fixed by --set; remove one of them"
             raise PlanError(msg)
         if not any(_applies(key, one) for one in series):
-            set_entry(_all_policies(series), key, value, "the sweep", source=f"knob '{key}'")
+            apply_override(_all_policies(series), _override(key, value), "the sweep")
+
+
+def _override(knob: str, value: Any) -> Override:
+    return Override(knob, value, source=f"knob '{knob}'")
 
 
 def _path(override: str) -> str:
