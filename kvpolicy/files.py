@@ -6,6 +6,7 @@ nested too deeply or far too large is answered by one sentence that names it.
 
 import json
 import os
+import secrets
 import tomllib
 from collections.abc import Iterator
 from contextlib import suppress
@@ -155,20 +156,38 @@ def parse_json(text: str | bytes) -> Any:
 def atomic_write(path: Path, content: str | bytes) -> None:
     """Write a file so that readers see the old content or the new one, never a part of it.
 
+    The content is on the disk before it replaces the file, so that a power failure leaves one of
+    the two. A symbolic link stays, and the file it names is replaced.
+
     Args:
         path: The file.
         content: Its new content; text is written as UTF-8.
 
     Raises:
-        OutputError: It cannot be written; an existing file is unchanged.
+        OutputError: It cannot be written, or is no regular file; an existing file is unchanged.
     """
-    temporary = path.with_name(path.name + ".new")
+    data = content.encode() if isinstance(content, str) else content
+    temporary = None
     try:
-        temporary.write_bytes(content.encode() if isinstance(content, str) else content)
-        os.replace(temporary, path)
+        target = path.resolve()
+        if target.exists() and not target.is_file():
+            msg = f"{path} cannot be written: it is no regular file; choose another place"
+            raise OutputError(msg)
+        # A new name, so that no file of the user is overwritten.
+        temporary = target.with_name(f".kvpolicy-{secrets.token_hex(4)}.new")
+        with temporary.open("xb") as file:
+            if target.exists():
+                with suppress(OSError):  # some file systems have no modes
+                    temporary.chmod(target.stat().st_mode)
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, target)
+        _sync_folder(target.parent)
     except OSError as error:
-        with suppress(OSError):
-            temporary.unlink(missing_ok=True)
+        if temporary is not None:
+            with suppress(OSError):
+                temporary.unlink(missing_ok=True)
         msg = f"{path} cannot be written: {error.strerror or error}; choose another place"
         raise OutputError(msg) from error
 
@@ -210,3 +229,18 @@ def _plain(error: ValueError) -> ValueError:
     """The reason of a parser; Python's own for long numbers names a function of Python."""
     reason = str(error)
     return ValueError("a number has too many digits" if "int_max_str_digits" in reason else reason)
+
+
+def is_unfinished_write(path: Path) -> bool:
+    """Whether a killed `atomic_write` has left this file."""
+    return path.name.startswith(".kvpolicy-") and path.suffix == ".new"
+
+
+def _sync_folder(folder: Path) -> None:
+    """Write the entries of a folder to the disk, where it can be opened: not on Windows."""
+    with suppress(OSError):
+        descriptor = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)

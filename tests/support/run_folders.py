@@ -58,16 +58,15 @@ def write_run(
         group_changes: Other values of fields of the groups.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    places = itertools.product(models, tasks, seeds)
-    groups = [_group(*place, n, attempts, **group_changes) for place in places]
-    cells = [_cell(group, series, budget) for group in groups for series, budget in plans]
+    run = make_run(name, models, tasks, seeds, plans, n, attempts, version, **group_changes)
+    groups, cells = run["groups"], run["cells"]
     by_id = {group["group"]: group for group in groups}
-    run = {"name": name, "version": version, "groups": groups, "cells": cells}
     session = {
         "started": "2026-01-02T03:04:05+00:00",
         "command": "kvpolicy ablate",
         "versions": {"python": "3.11.0", "kvpolicy": version},
         "workers": 1,
+        "record": recorded,
         "threads": 1,
         "cpus": 2,
         "device": "cpu",
@@ -83,12 +82,31 @@ def write_run(
     items = [item(group, i) for group in groups for i in range(n)]
     write_lines(folder / "samples.jsonl", samples[:only_first])
     write_lines(folder / "items.jsonl", items)
-    timings = [timing(cell, n * attempts) for cell in cells] if timed else []
+    done = [one["cell"] for one in samples[:only_first]]
+    complete = [cell for cell in cells if done.count(cell["cell"]) == n * attempts]
+    timings = [timing(cell, n * attempts) for cell in complete] if timed else []
     write_lines(folder / "timings.jsonl", timings)
-    if recorded:
-        chosen = [s for s in samples[:only_first] if s["item"] < recorded and s["attempt"] == 0]
-        write_lines(folder / "kept.jsonl", [kept(one, num_layers) for one in chosen])
+    chosen = [s for s in samples[:only_first] if s["item"] < recorded and s["attempt"] == 0]
+    write_lines(folder / "kept.jsonl", [kept(one, num_layers) for one in chosen])
     return folder
+
+
+def make_run(
+    name: str = "made-up",
+    models: Sequence[str] = ("reasoner",),
+    tasks: Sequence[str] = ("reasoner",),
+    seeds: Sequence[int] = (0,),
+    plans: Sequence[tuple[str, float | None]] = (FULL, ("H2O", 64), ("H2O", 96)),
+    n: int = 8,
+    attempts: int = 1,
+    version: str = "0.1.0",
+    **group_changes: Any,
+) -> dict[str, Any]:
+    """The entry ``run`` of a manifest; see `write_run`."""
+    places = itertools.product(models, tasks, seeds)
+    groups = [_group(*place, n, attempts, **group_changes) for place in places]
+    cells = [_cell(group, series, budget) for group in groups for series, budget in plans]
+    return {"name": name, "version": version, "groups": groups, "cells": cells}
 
 
 def write_lines(path: Path, records: Sequence[dict[str, Any]]) -> None:
@@ -167,10 +185,8 @@ def sample(
 ) -> dict[str, Any]:
     """A finished sample, correct if ``number`` is even."""
     num_tokens = 20 + number
-    of_group = ("model_fingerprint", "task", "measure", "seed", "sampling", "max_new_tokens")
-    decisive = [group[name] for name in of_group]
     return {
-        "key": digest(cell["plan"], *decisive, number, attempt, version, length=32),
+        "key": key_of(group, cell, item(group, number), attempt, version),
         "cell": cell["cell"],
         **{name: group[name] for name in ("group", "model", "task", "seed")},
         **{name: cell[name] for name in ("series", "budget", "buffer", "plan")},
@@ -193,6 +209,46 @@ def sample(
         "text": f"thinking about {number}\n\\boxed{{{number}}}",
         **(changes or {}),
     }
+
+
+def key_of(
+    group: dict[str, Any],
+    cell: dict[str, Any],
+    item: dict[str, Any],
+    attempt: int = 0,
+    version: str = "0.1.0",
+) -> str:
+    """The key of a sample of this item."""
+    return digest(
+        cell["plan"],
+        *(group[name] for name in ("model_fingerprint", "task", "measure")),
+        item["item"],
+        json.dumps([item["prompt"], item["answer"], item["reference"]]),
+        attempt,
+        *(group[name] for name in ("seed", "sampling", "max_new_tokens")),
+        version,
+        length=32,
+    )
+
+
+def complete_edit(folder: Path) -> None:
+    """Give the samples of an edited folder the keys and names that its other files imply."""
+    run = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))["run"]
+    groups = {group["group"]: group for group in run["groups"]}
+    cells = {cell["cell"]: cell for cell in run["cells"]}
+    samples, items = (
+        [json.loads(line) for line in (folder / name).read_bytes().split(b"\n")[:-1]]
+        for name in ("samples.jsonl", "items.jsonl")
+    )
+    by_number = {(item["group"], item["item"]): item for item in items}
+    for sample in samples:
+        group, cell = groups[sample["group"]], cells[sample["cell"]]
+        item = by_number[sample["group"], sample["item"]]
+        sample |= {name: group[name] for name in ("model", "task", "seed")}
+        sample |= {name: cell[name] for name in ("series", "budget", "buffer", "plan")}
+        sample["key"] = key_of(group, cell, item, sample["attempt"], run["version"])
+    lines = (json.dumps(sample) + "\n" for sample in samples)
+    (folder / "samples.jsonl").write_text("".join(lines), encoding="utf-8")
 
 
 def kept(sample: dict[str, Any], num_layers: int = 2, num_heads: int = 2) -> dict[str, Any]:

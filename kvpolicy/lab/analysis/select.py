@@ -1,6 +1,6 @@
 """Select runs and cells by the names that users type, and label cells unambiguously."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import attrs
@@ -20,12 +20,13 @@ _IGNORED_SETTINGS = frozenset(
 _MIN_ID_DIGITS = 4  # fewer may be the beginning of a name
 
 
-def open_runs(names: Sequence[str]) -> list[RunFolder]:
+def open_runs(names: Sequence[str], *, warn: Callable[[str], None]) -> list[RunFolder]:
     """Read runs.
 
     Args:
         names: Folders of runs, folders that contain some, or names of folders in
             ``kvpolicy-ablate``.
+        warn: Is called with a sentence for everything that is missing in a run folder.
 
     Raises:
         ResultsError: One of them has no run, or a run cannot be read.
@@ -38,6 +39,9 @@ def open_runs(names: Sequence[str]) -> list[RunFolder]:
         inside = find_runs(folder) if folder.is_dir() else []
         for path in inside or [folder]:
             found.setdefault(path.resolve(), read_run(path))
+    for run in found.values():
+        for problem in run.problems:
+            warn(problem)
     return list(found.values())
 
 

@@ -254,8 +254,8 @@ def _row(
         compactions=sum(sample.compactions for sample in finished) / max(len(finished), 1),
         peak_bytes=max((sample.peak_bytes for sample in finished), default=0),
         peak_kv_bytes=timing.peak_kv_bytes if timing else None,
-        throughput_tok_s=timing.new_tokens / timing.elapsed_s if timing else None,
-        policy_share=timing.policy_s / timing.decode_s if timing and timing.decode_s else None,
+        throughput_tok_s=timing.throughput_tok_s if timing else None,
+        policy_share=timing.policy_share if timing else None,
     )
 
 

@@ -7,7 +7,7 @@ counts ``cells``, ``samples``, ``left`` and ``workers``, the same by setting in 
 """
 
 import sys
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
@@ -33,6 +33,7 @@ from kvpolicy.cli.options import (
 )
 from kvpolicy.cli.output import (
     Progress,
+    format_count,
     info,
     print_json,
     print_lines,
@@ -149,7 +150,7 @@ def ablate(
         if dry_run:
             _dry_run(sweep, folder, executor.num_workers(sweep), json=json)
             return
-        with Store(folder, sweep.to_dict()) as store:
+        with Store(folder, sweep.to_dict(), sweep.example_records()) as store:
             _run(sweep, store, executor)
             failed = _publish(sweep, store, by, json=json)
     if failed:
@@ -158,9 +159,11 @@ def ablate(
 
 def _dry_run(sweep: "Sweep", folder: Path, workers: int, *, json: bool) -> None:
     """List the cells and the samples that are left to do; write nothing to disk."""
-    from kvpolicy.lab.store.store import done_keys
+    from kvpolicy.lab.store.store import finished
+    from kvpolicy.lab.sweep.runner import finished_keys
 
-    cells = _list_cells(sweep, done_keys(folder, sweep.to_dict()))
+    samples, recorded = finished(folder, sweep.to_dict(), sweep.example_records())
+    cells = _list_cells(sweep, finished_keys(sweep, samples, recorded))
     totals = _totals(cells)
     if json:
         names = ("model", "task", "seed")
@@ -223,18 +226,23 @@ def _run(sweep: "Sweep", store: "Store", executor: "Executor") -> None:
         Interrupted: By Ctrl-C; the message says what is kept.
     """
     from kvpolicy.lab.store.session import describe_session
+    from kvpolicy.lab.sweep.runner import finished_keys
 
+    done = finished_keys(sweep, store.samples, store.recorded)
     try:
-        num_left = sweep.num_remaining(store.samples)
+        num_left = sweep.num_remaining(done)
         if num_left:
             command = ["kvpolicy", *sys.argv[1:]]
             workers, machine = executor.num_workers(sweep), executor.machine(sweep)
-            store.begin(describe_session(command, workers=workers, machine=machine))
+            session = describe_session(
+                command, workers=workers, record=sweep.record, machine=machine
+            )
+            store.begin(session)
         for note in store.notes:
             info(note)
         _print_start(sweep, store, num_left)
         if num_left:
-            _run_jobs(sweep, store, executor)
+            _run_jobs(sweep, store, executor, done)
     except KeyboardInterrupt:
         num_done = sweep.num_samples - sweep.num_remaining(store.samples)
         msg = (
@@ -252,18 +260,18 @@ def _print_start(sweep: "Sweep", store: "Store", num_left: int) -> None:
         info(f"continuing in {store.folder}: {total - num_left} of {total} samples are done.")
     else:
         info(f"{len(sweep.cells)} cells, {total} samples, into {store.folder}.")
-    unrecorded = sweep.num_unrecorded(store.samples, store.recorded)
+    unrecorded = sweep.unrecorded(store.recorded) & store.samples.keys()
     if unrecorded:
         info(
-            f"{unrecorded} samples of --record {sweep.record} were done without a record of "
-            "kept tokens, and have none; use another --output to run them again."
+            f"{len(unrecorded)} samples of --record {sweep.record} have no record of kept tokens; "
+            "they are run again to make it."
         )
 
 
-def _run_jobs(sweep: "Sweep", store: "Store", executor: "Executor") -> None:
+def _run_jobs(sweep: "Sweep", store: "Store", executor: "Executor", done: Container[str]) -> None:
     from kvpolicy.lab.sweep.runner import SampleDone, run
 
-    status = _Status(sweep, store)
+    status = _Status(sweep, [one for key, one in store.samples.items() if key in done])
     with Progress(sweep.num_samples, status.num_done) as progress:
         for event in run(sweep, store, executor):
             if isinstance(event, SampleDone):
@@ -276,12 +284,12 @@ def _run_jobs(sweep: "Sweep", store: "Store", executor: "Executor") -> None:
 class _Status:
     """The number of finished samples of each cell, and their mean value so far."""
 
-    def __init__(self, sweep: "Sweep", store: "Store") -> None:
+    def __init__(self, sweep: "Sweep", done: Iterable["Sample"]) -> None:
         self._sweep = sweep
         self._sizes = {cell.id: len(sweep.setting_of(cell).examples) for cell in sweep.cells}
         self._done = dict.fromkeys(self._sizes, 0)
         self._values: dict[str, list[float]] = {id: [] for id in self._sizes}
-        for sample in store.samples.values():
+        for sample in done:
             self.add(sample)
 
     @property
@@ -347,7 +355,10 @@ def _publish(sweep: "Sweep", store: "Store", by: str | None, *, json: bool) -> b
     else:
         _print_tables(panels, by)
         info(f"table, plots, samples and manifest are in {store.folder}.")
-    return any(row.num_errors for panel in panels for row in panel.rows)
+    failed = [one for one in store.samples.values() if one.finish_reason == "error"]
+    if failed:
+        info(f"{format_count(len(failed), 'sample')} failed; the first: {failed[0].error}")
+    return bool(failed)
 
 
 def _print_tables(panels: "list[Panel]", by: str | None) -> None:

@@ -80,7 +80,7 @@ def plot(
     """
     inches = _inches(width)
     size = Size(inches, height or min(0.7 * inches, 2.6), font_size)
-    view = _choose(pooled(open_runs(runs)), model, task)
+    view = _choose(pooled(open_runs(runs, warn=info)), model, task)
     known = {one.name: one for one in quantities(view.group)}
     first = next(iter(known))
     name = quantity or first

@@ -62,7 +62,7 @@ def report(
     from kvpolicy.lab.report.build import build
     from kvpolicy.lab.report.content import labels_of
 
-    found = open_runs(runs)
+    found = open_runs(runs, warn=info)
     page = build(found, rules=rules, max_bytes=round(max_megabytes * 1e6))
     atomic_write(output, page)
     num_bytes = len(page.encode())

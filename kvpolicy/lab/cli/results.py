@@ -76,8 +76,8 @@ def listing(
         print_json(found, indent=2)
         return
     for one in found:
-        if one["problem"]:
-            info(one["problem"])
+        for problem in [one["problem"]] if one["problem"] else one["missing"]:
+            info(problem)
     lines = [_list_line(one) for one in found if not one["problem"]]
     if lines:
         headers = ["run", "begun", "models", "tasks", "seeds", "cells", "samples", "failed"]
@@ -114,7 +114,7 @@ def table(
     if csv and json:
         msg = "--csv and --json were given; give one of them."
         raise KVPolicyError(msg)
-    opened = open_runs(runs)
+    opened = open_runs(runs, warn=info)
     keep = select(opened, series=series, budgets=budget, models=model, tasks=task, seeds=seed)
     cells = pool(opened, keep)
     check_facet(cells, by)
@@ -183,7 +183,7 @@ def compare(
     if items and with_ is not None:
         msg = "--items and --with were given; items are shown for two cells: RUN A B."
         raise KVPolicyError(msg)
-    runs = open_runs(run_names)
+    runs = open_runs(run_names, warn=info)
     cells = pool(runs, select(runs, models=model, tasks=task, seeds=seed))
     check_facet(cells, by)
     # --series and --budget select what --with is compared with, not A and B or the baseline.
@@ -244,7 +244,7 @@ def export(
     check_can_write(to)
     if not (overwrite and to.is_file()):
         check_new_file(to, option="--to, or give --overwrite")
-    opened = open_runs(runs)
+    opened = open_runs(runs, warn=info)
     keep = select(opened, series=series, budgets=budget, models=model, tasks=task, seeds=seed)
     flat = flatten_samples(opened, keep, items=items)
     write_table(flat, to)
@@ -255,7 +255,7 @@ def _summary(path: Path) -> dict[str, Any]:
     try:
         return _describe(read_run(path))
     except ResultsError as error:
-        return {"folder": str(path), "problem": str(error)}
+        return {"folder": str(path), "problem": str(error), "missing": []}
 
 
 def _describe(run: RunFolder) -> dict[str, Any]:
@@ -273,6 +273,7 @@ def _describe(run: RunFolder) -> dict[str, Any]:
         "num_expected": run.num_expected,
         "num_errors": sum(one.finish_reason == "error" for one in run.samples.values()),
         "problem": None,
+        "missing": run.problems,
     }
 
 

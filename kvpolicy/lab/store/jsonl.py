@@ -1,6 +1,7 @@
 """Append-only JSON lines that survive a kill in the middle of a line, and locks against writers."""
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -43,19 +44,21 @@ class JsonLines:
             msg = f"{path} cannot be opened: {error.strerror}."
             raise OutputError(msg) from error
 
-    def append(self, record: dict[str, Any]) -> None:
-        """Add one object. When this returns, the object survives the end of this process.
+    def append(self, *records: dict[str, Any]) -> None:
+        """Add objects. When this returns, they survive the end of this process and of the machine.
 
         Args:
-            record: Plain data that JSON can hold.
+            records: Plain data that JSON can hold.
 
         Raises:
             OutputError: The file cannot be written, for example because the disk is full.
         """
         try:
-            line = _encode(record) + b"\n"
-            while line:  # on an almost full disk, a write may take only a part
-                line = line[self._file.write(line) :]
+            for record in records:
+                line = _encode(record) + b"\n"
+                while line:  # on an almost full disk, a write may take only a part
+                    line = line[self._file.write(line) :]
+            os.fsync(self._file.fileno())
         except OSError as error:
             msg = f"{self.path} cannot be written: {error.strerror}; earlier lines are intact."
             raise OutputError(msg) from error

@@ -4,7 +4,7 @@
 """
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -21,9 +21,15 @@ from kvpolicy.lab.store.records import (
     EvalSettingRecord,
     ItemRecord,
     Sample,
+    sample_key,
     structure_record,
     structure_records,
 )
+
+# The files of lines of a run folder; all of them exist once work on the run has begun.
+LINES_FILES = ("samples.jsonl", "items.jsonl", "timings.jsonl", "kept.jsonl")
+
+_SAME_COMMAND = "the `kvpolicy ablate` command of the run, with --output,"
 
 
 @attrs.frozen(kw_only=True)
@@ -58,12 +64,74 @@ class RunFolder:
 
     @cached_property
     def samples(self) -> dict[str, Sample]:
-        """Finished samples by `Sample.key`, in the order in which they finished."""
+        """Finished samples by `Sample.key`, in the order in which they finished.
+
+        Raises:
+            ResultsError: A line is damaged, or was changed so that it is not the sample of its key.
+        """
+        found, changed = self.check_samples(self.items.values())
+        if changed:
+            msg = f"{changed[0]}; {_SAME_COMMAND} computes that sample again."
+            raise ResultsError(msg)
+        return found
+
+    def check_samples(self, items: Iterable[ItemRecord]) -> tuple[dict[str, Sample], list[str]]:
+        """Read the samples, and check that each is the one that its key stands for.
+
+        Args:
+            items: The items; a sample without its item is checked against the manifest only.
+
+        Returns:
+            Samples by key in the order of the file, a later line instead of an earlier one of the
+            same key, and a message for each sample that was changed, which is left out.
+
+        Raises:
+            ResultsError: A line is damaged.
+        """
         path = self.path / "samples.jsonl"
         samples = structure_records(Sample, read_lines(path), path)
+        lines: dict[str, tuple[int, Sample]] = {}
         for number, sample in enumerate(samples, 1):
             _check_known(f"{path}, line {number}", "cell", sample.cell, self.cells)
-        return {sample.key: sample for sample in samples}
+            lines[sample.key] = number, sample
+        known = {(item.group, item.item): item for item in items}
+        changed = {
+            key: f"{path}, line {number}, was changed: {problem}"
+            for key, (number, sample) in lines.items()
+            if (problem := self._find_change(sample, known))
+        }
+        found = {key: sample for key, (_, sample) in lines.items() if key not in changed}
+        return found, list(changed.values())
+
+    def _find_change(self, sample: Sample, items: Mapping[tuple[str, int], ItemRecord]) -> str:
+        """Say how a sample differs from the one that its key stands for; empty if it does not."""
+        cell = self.cells[sample.cell]
+        group = self.groups[cell.group]
+        copies = [
+            *((name, group) for name in ("group", "model", "task", "seed")),
+            *((name, cell) for name in ("series", "budget", "buffer", "plan")),
+        ]
+        for name, record in copies:
+            if getattr(sample, name) != getattr(record, name):
+                return f"its {name} is not that of its cell"
+        item = items.get((sample.group, sample.item))
+        if item is None:
+            return ""
+        keys = [
+            sample_key(
+                group,
+                cell.plan,
+                (item.prompt, item.answer, reference),
+                item=sample.item,
+                attempt=sample.attempt,
+                version=self.version,
+            )
+            # The manifest does not say whether the metric reads the reference.
+            for reference in dict.fromkeys((None, item.reference))
+        ]
+        if sample.key not in keys:
+            return "cell, item, attempt, or the record in items.jsonl do not belong to its key"
+        return ""
 
     @cached_property
     def samples_of(self) -> dict[str, list[Sample]]:
@@ -87,6 +155,56 @@ class RunFolder:
         timings = structure_records(CellTiming, read_lines(path), path)
         return {timing.cell: timing for timing in timings}
 
+    @cached_property
+    def problems(self) -> list[str]:
+        """What is missing in the folder though it has been written, as sentences.
+
+        Raises:
+            ResultsError: A file is damaged.
+        """
+        missing = missing_files(self.path, self.sessions)
+        lost = [self._lost_items(), self._lost_samples(), self._lost_records()]
+        return [
+            *(f"{self.path / name} is missing." for name in missing),
+            *(f"{one}; {_SAME_COMMAND} makes up for it." for one in lost if one),
+        ]
+
+    def _lost_items(self) -> str:
+        begun = [id for id in self.groups if any(s.group == id for s in self.samples.values())]
+        expected = sum(self.groups[id].n for id in begun)
+        num_lost = expected - sum(group in begun for group, _ in self.items)
+        if num_lost <= 0:
+            return ""
+        return f"{self.path / 'items.jsonl'} lacks {num_lost} of {expected} items"
+
+    def _lost_samples(self) -> str:
+        num_lost = 0
+        for id in self.timings.keys() & self.cells.keys():  # written after all samples of a cell
+            group = self.groups[self.cells[id].group]
+            num_lost += max(group.n * group.attempts - len(self.samples_of[id]), 0)
+        if not num_lost:
+            return ""
+        return f"{self.path / 'samples.jsonl'} lacks {num_lost} samples of finished cells"
+
+    def _lost_records(self) -> str:
+        """Records of kept rows, of as many items as a session asked for."""
+        num = max((one.get("record") or 0 for one in self.sessions), default=0)
+        if not num:
+            return ""
+        path = self.path / "kept.jsonl"
+        recorded = {record.get("key") for record in read_lines(path)}
+        first: dict[str, list[int]] = {id: [] for id in self.groups}
+        for group, item in self.items:
+            if group in first:
+                first[group].append(item)
+        keys = [
+            key
+            for key, one in self.samples.items()
+            if one.attempt == 0 and one.item in first[one.group][:num]
+        ]
+        num_lost = sum(key not in recorded for key in keys)
+        return f"{path} lacks {num_lost} of {len(keys)} records" if num_lost else ""
+
     @property
     def num_expected(self) -> int:
         """Samples of the complete run."""
@@ -104,24 +222,54 @@ def read_run(folder: Path) -> RunFolder:
         ResultsError: The folder holds no run, one of another format, or a damaged one. Damage in
             the JSON lines files is reported when they are first used.
     """
-    path = folder / "manifest.json"
     manifest = read_manifest(folder)
     if manifest is None:
-        problem = "holds no run (it has no manifest.json)" if folder.exists() else "does not exist"
-        msg = f"{folder} {problem}; `kvpolicy results list FOLDER` shows the runs in a folder."
+        msg = f"{folder} does not exist; `kvpolicy results list FOLDER` shows the runs in a folder."
+        if folder.exists():
+            msg = f"{folder} holds no run (it has no manifest.json); "
+            msg += (
+                f"{_SAME_COMMAND} writes it again."
+                if (folder / "samples.jsonl").exists()
+                else "`kvpolicy results list FOLDER` shows the runs in a folder."
+            )
         raise ResultsError(msg)
-    run = structure_record(_Run, manifest["run"], str(path))
-    groups = {group.group: group for group in run.groups}
-    for cell in run.cells:
+    return run_folder(folder, manifest["run"], manifest["sessions"])
+
+
+def run_folder(folder: Path, run: dict[str, Any], sessions: Iterable[dict[str, Any]]) -> RunFolder:
+    """Build a run folder from what its manifest holds.
+
+    Args:
+        folder: The folder.
+        run: The entry ``run``, as plain data.
+        sessions: The entry ``sessions``.
+
+    Raises:
+        ResultsError: The run has missing, additional or wrongly typed fields.
+    """
+    path = folder / "manifest.json"
+    read = structure_record(_Run, run, str(path))
+    groups = {group.group: group for group in read.groups}
+    for cell in read.cells:
         _check_known(f"{path}, cell {cell.cell}", "group", cell.group, groups)
     return RunFolder(
         path=folder,
-        name=run.name,
-        version=run.version,
+        name=read.name,
+        version=read.version,
         groups=groups,
-        cells={cell.cell: cell for cell in run.cells},
-        sessions=tuple(manifest["sessions"]),
+        cells={cell.cell: cell for cell in read.cells},
+        sessions=tuple(sessions),
     )
+
+
+def missing_files(folder: Path, sessions: Sequence[object]) -> list[str]:
+    """Names of the files of lines that are missing though work on the run has begun.
+
+    Args:
+        folder: The run's folder.
+        sessions: Sessions of its manifest.
+    """
+    return [name for name in LINES_FILES if sessions and not (folder / name).exists()]
 
 
 def read_manifest(folder: Path) -> dict[str, Any] | None:
@@ -142,7 +290,10 @@ def read_manifest(folder: Path) -> dict[str, Any] | None:
     try:
         manifest = parse_json(read_text(path, str(path), error=ResultsError))
     except ValueError as error:
-        msg = f"{path} is damaged ({error}); the lines of {folder / 'samples.jsonl'} are readable."
+        msg = (
+            f"{path} is damaged ({error}); delete it, and {_SAME_COMMAND} writes it again and "
+            "keeps the samples."
+        )
         raise ResultsError(msg) from error
     if not isinstance(manifest, dict) or "format" not in manifest:
         msg = f"{path} is not the manifest of a run; name a folder that `kvpolicy ablate` wrote."

@@ -1,5 +1,7 @@
 """Records of a run folder: evaluation settings and cells, samples, items and timings."""
 
+import hashlib
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypeVar, get_origin
@@ -218,6 +220,54 @@ class CellTiming:
     policy_s: float
     decode_s: float
     peak_kv_bytes: int
+
+    @property
+    def throughput_tok_s(self) -> float | None:
+        """Generated tokens per second; ``None`` if nothing was computed: every request failed."""
+        return self.new_tokens / self.elapsed_s if self.elapsed_s else None
+
+    @property
+    def policy_share(self) -> float | None:
+        """Share of the decode time spent on policies; ``None`` without decode steps."""
+        return self.policy_s / self.decode_s if self.decode_s else None
+
+
+def sample_key(
+    group: EvalSettingRecord,
+    plan: str,
+    example: Sequence[str | None],
+    *,
+    item: int,
+    attempt: int,
+    version: str,
+) -> str:
+    """The key of a sample: a hash of everything that it depends on.
+
+    Args:
+        group: The evaluation setting.
+        plan: Digest of the resolved plan.
+        example: Prompt, answer and reference; the reference is ``None`` if it is not read.
+        item: Number of the item.
+        attempt: Number of the attempt at it.
+        version: Version of kvpolicy.
+
+    Returns:
+        32 hexadecimal digits.
+    """
+    parts = [
+        plan,
+        group.model_fingerprint,
+        group.task,
+        group.measure,
+        item,
+        json.dumps(list(example)),
+        attempt,
+        group.seed,
+        group.sampling,
+        group.max_new_tokens,
+        version,
+    ]
+    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:32]
 
 
 def structure_records(

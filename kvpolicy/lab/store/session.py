@@ -15,24 +15,30 @@ _PACKAGES = ("torch", "transformers", "tokenizers", "numpy")
 
 
 def describe_session(
-    command: list[str], *, workers: int, machine: dict[str, Any] | None = None
+    command: list[str],
+    *,
+    workers: int,
+    record: int = 0,
+    machine: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Describe the session that begins now.
 
     Args:
         command: Arguments of the command line.
         workers: Number of workers.
+        record: Items of each cell whose kept rows are recorded.
         machine: What `describe_machine` returned on a worker's machine; this process if not
             given.
 
     Returns:
-        Plain data for a manifest: ``started`` (UTC), ``command``, ``workers``, and the entries of
-        `describe_machine`.
+        Plain data for a manifest: ``started`` (UTC), ``command``, ``workers``, ``record``, and
+        the entries of `describe_machine`.
     """
     return {
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
         "command": shlex.join(command),
         "workers": workers,
+        "record": record,
         **(machine or describe_machine(threads=torch.get_num_threads())),
     }
 

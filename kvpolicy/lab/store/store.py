@@ -7,7 +7,7 @@ in the files) and cells (an evaluation setting under a plan). The folder holds::
                     run: everything the samples depend on; another run is refused
                     sessions: when, and with which command and versions, the run was worked on
     samples.jsonl   one `Sample` per line, in the order in which they finished
-    items.jsonl     one `ItemRecord` per line, once for each evaluation setting
+    items.jsonl     one `ItemRecord` per line, of all evaluation settings
     timings.jsonl   one `CellTiming` per line, for each cell that was run without interruption
     kept.jsonl      one record per line of the rows that compactions kept of a sample; written
                     before the sample, so that no finished sample lacks its record
@@ -23,10 +23,10 @@ from typing import Any, Self
 import attrs
 from filelock import FileLock
 
-from kvpolicy.errors import OutputError
-from kvpolicy.files import atomic_write
+from kvpolicy.errors import OutputError, ResultsError
+from kvpolicy.files import atomic_write, is_unfinished_write
 from kvpolicy.lab.store.jsonl import JsonLines, lock_folder, read_lines
-from kvpolicy.lab.store.read import read_manifest
+from kvpolicy.lab.store.read import LINES_FILES, missing_files, read_manifest, run_folder
 from kvpolicy.lab.store.records import (
     FORMAT,
     CellTiming,
@@ -36,8 +36,7 @@ from kvpolicy.lab.store.records import (
     structure_records,
 )
 
-# All that a folder can hold whose run was killed before it had a manifest.
-_LEFT_BY_A_KILL = {".lock", "manifest.json.new"}
+_LOCK = ".lock"
 
 
 class Store:
@@ -51,12 +50,16 @@ class Store:
         notes: Messages for the user about the state in which the folder was found.
     """
 
-    def __init__(self, folder: Path, run: dict[str, Any]) -> None:
+    def __init__(self, folder: Path, run: dict[str, Any], items: Iterable[ItemRecord] = ()) -> None:
         """Open the folder of a run, or create it.
+
+        What is missing in the folder, or was changed, and follows from the arguments is written
+        again. Samples that were changed are left out, so that they are computed again.
 
         Args:
             folder: Where the results go; created if missing.
             run: Everything the samples depend on, as plain data.
+            items: The items of all evaluation settings.
 
         Raises:
             OutputError: The folder holds another run or other files, is in use, or cannot be
@@ -65,18 +68,24 @@ class Store:
         """
         self.folder = folder
         self.notes: list[str] = []
+        items = list(items)
         with ExitStack() as undo:
-            lock = _claim_folder(folder, run)
+            lock = self._claim(run, items)
             undo.callback(lock.release)
+            self._note_missing_files()
             self._samples, self._items, self._timings, self._kept = (
-                self._open(undo, name) for name in ("samples", "items", "timings", "kept")
+                self._open(undo, name) for name in LINES_FILES
             )
             self.recorded = {str(record.get("key")) for record in self._kept.records}
             self._kept.records.clear()  # large, and not needed here
-            self.samples = {one.key: one for one in _structured(Sample, self._samples)}
             self.timings = {one.cell: one for one in _structured(CellTiming, self._timings)}
-            items = _structured(ItemRecord, self._items)
-            self._known_items = {(item.group, item.item) for item in items}
+            self._known_items = {
+                (item.group, item.item): item for item in _structured(ItemRecord, self._items)
+            }
+            self.add_items(items)
+            opened = run_folder(folder, run, ())
+            self.samples, changed = opened.check_samples(self._known_items.values())
+            self._note_changed(changed)
             self._undo = undo.pop_all()
 
     def begin(self, session: dict[str, Any]) -> None:
@@ -96,7 +105,7 @@ class Store:
         _write_manifest(self.folder, manifest["run"], [*sessions, session])
 
     def add(self, sample: Sample) -> None:
-        """Store a finished sample."""
+        """Store a finished sample; one that replaces a stored one of its key is stored, too."""
         self._samples.append(attrs.asdict(sample))
         self.samples[sample.key] = sample
 
@@ -111,11 +120,17 @@ class Store:
             self.recorded.add(record["key"])
 
     def add_items(self, items: Iterable[ItemRecord]) -> None:
-        """Store the items of an evaluation setting, except those stored already."""
-        for item in items:
-            if (item.group, item.item) not in self._known_items:
-                self._items.append(attrs.asdict(item))
-                self._known_items.add((item.group, item.item))
+        """Store items, except those stored already. A later line replaces an earlier one."""
+        new = {(item.group, item.item): item for item in items}
+        new = {key: item for key, item in new.items() if self._known_items.get(key) != item}
+        num_changed = len(new.keys() & self._known_items.keys())
+        if num_changed:
+            self.notes.append(
+                f"{num_changed} items in {self._items.path} were changed; they have been written "
+                "again, as they are in the task"
+            )
+        self._items.append(*map(attrs.asdict, new.values()))
+        self._known_items |= new
 
     def add_timing(self, timing: CellTiming) -> None:
         """Store the timing of a whole cell."""
@@ -132,8 +147,51 @@ class Store:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    def _claim(self, run: dict[str, Any], items: Iterable[ItemRecord]) -> FileLock:
+        """Lock the folder, write a missing manifest; leave the folder of another run unchanged."""
+        folder = self.folder
+        _check_is_ours_or_new(folder, run, items)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            lock = lock_folder(folder)
+            try:
+                # Again: another process may have begun and ended a run since the first check.
+                _check_is_ours_or_new(folder, run, items)
+                if read_manifest(folder) is None:
+                    if (folder / "samples.jsonl").exists():
+                        self.notes.append(
+                            f"{folder / 'manifest.json'} was missing; it has been written again, "
+                            "without the sessions before this one"
+                        )
+                    _write_manifest(folder, run, [])
+            except BaseException:
+                lock.release()
+                raise
+        except OSError as error:
+            msg = (
+                f"output folder {folder} cannot be written: {error.strerror}; "
+                "choose another one with --output."
+            )
+            raise OutputError(msg) from error
+        return lock
+
+    def _note_missing_files(self) -> None:
+        manifest = read_manifest(self.folder)
+        assert manifest is not None, "written when the folder was claimed"
+        missing = missing_files(self.folder, manifest["sessions"])
+        if missing:
+            self.notes.append(
+                f"{', '.join(missing)} in {self.folder} had been deleted; what can be written "
+                "again is"
+            )
+
+    def _note_changed(self, changed: list[str]) -> None:
+        if changed:
+            more = f", and {len(changed) - 1} other lines" if len(changed) > 1 else ""
+            self.notes.append(f"{changed[0]}{more}; these samples are computed again")
+
     def _open(self, undo: ExitStack, name: str) -> JsonLines:
-        lines = JsonLines(self.folder / f"{name}.jsonl")
+        lines = JsonLines(self.folder / name)
         undo.callback(lines.close)
         if lines.was_torn:
             self.notes.append(
@@ -143,56 +201,40 @@ class Store:
         return lines
 
 
-def done_keys(folder: Path, run: dict[str, Any]) -> set[str]:
-    """Keys of the finished samples, read without changing anything.
+def finished(
+    folder: Path, run: dict[str, Any], items: Iterable[ItemRecord] = ()
+) -> tuple[dict[str, Sample], set[str]]:
+    """Read what is finished, without changing anything.
 
     Args:
         folder: Where the results of a run are, or will be.
         run: Everything its samples depend on.
+        items: The items of all evaluation settings.
+
+    Returns:
+        Finished samples by key, and the keys of the samples whose kept rows are recorded.
 
     Raises:
         OutputError: The folder holds another run or other files.
         ResultsError: A line is damaged.
     """
-    _check_is_ours_or_new(folder, run)
-    path = folder / "samples.jsonl"
-    return {sample.key for sample in structure_records(Sample, read_lines(path), path)}
+    items = list(items)
+    _check_is_ours_or_new(folder, run, items)
+    samples, _ = run_folder(folder, run, ()).check_samples(items)
+    return samples, {str(record.get("key")) for record in read_lines(folder / "kept.jsonl")}
 
 
 def _structured(cls: type[Record], lines: JsonLines) -> list[Record]:
     return structure_records(cls, lines.records, lines.path)
 
 
-def _claim_folder(folder: Path, run: dict[str, Any]) -> FileLock:
-    """Lock the folder and write the manifest of a new run; leave other folders unchanged."""
-    _check_is_ours_or_new(folder, run)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        lock = lock_folder(folder)
-        try:
-            # Again: another process may have begun and ended a run since the first check.
-            _check_is_ours_or_new(folder, run)
-            if read_manifest(folder) is None:
-                _write_manifest(folder, run, [])
-        except BaseException:
-            lock.release()
-            raise
-    except OSError as error:
-        msg = (
-            f"output folder {folder} cannot be written: {error.strerror}; "
-            "choose another one with --output."
-        )
-        raise OutputError(msg) from error
-    return lock
-
-
-def _check_is_ours_or_new(folder: Path, run: dict[str, Any]) -> None:
+def _check_is_ours_or_new(folder: Path, run: dict[str, Any], items: Iterable[ItemRecord]) -> None:
     if folder.exists() and not folder.is_dir():
         msg = f"output folder {folder} is a file; choose another one with --output."
         raise OutputError(msg)
     manifest = read_manifest(folder)
     if manifest is None:
-        if folder.exists() and {path.name for path in folder.iterdir()} - _LEFT_BY_A_KILL:
+        if not _is_empty(folder) and not _lost_its_manifest(folder, run, items):
             msg = (
                 f"output folder {folder} is not empty and holds no kvpolicy run; "
                 "choose an empty or new one with --output."
@@ -206,6 +248,22 @@ def _check_is_ours_or_new(folder: Path, run: dict[str, Any]) -> None:
             "it was changed; choose another folder with --output, or give the same settings."
         )
         raise OutputError(msg)
+
+
+def _is_empty(folder: Path) -> bool:
+    """Whether there is nothing but what a run leaves that is killed before it has a manifest."""
+    return not folder.exists() or all(
+        path.name == _LOCK or is_unfinished_write(path) for path in folder.iterdir()
+    )
+
+
+def _lost_its_manifest(folder: Path, run: dict[str, Any], items: Iterable[ItemRecord]) -> bool:
+    """Whether the folder has samples, all of this run, but no manifest."""
+    try:
+        samples, changed = run_folder(folder, run, ()).check_samples(items)
+    except ResultsError:  # a sample of another run, or a damaged one
+        return False
+    return bool(samples) and not changed
 
 
 def _write_manifest(folder: Path, run: dict[str, Any], sessions: list[dict[str, Any]]) -> None:

@@ -18,7 +18,12 @@ import kvpolicy
 from kvpolicy.engine.request import Sampling
 from kvpolicy.errors import PlanError
 from kvpolicy.lab.models import ModelInfo, fingerprint_texts
-from kvpolicy.lab.store.records import ItemRecord
+from kvpolicy.lab.store.records import (
+    EvalSettingRecord,
+    ItemRecord,
+    sample_key,
+    structure_record,
+)
 from kvpolicy.lab.sweep.sweep_file import Series, Variant
 from kvpolicy.lab.tasks.task import Example, Split, Task
 from kvpolicy.plan.plan import Plan
@@ -98,20 +103,18 @@ class EvalSetting:
             plan: Digest of the resolved plan.
             example: One attempt at one example of this setting.
         """
-        parts = [
+        return sample_key(
+            self._record,
             plan,
-            self.model.fingerprint,
-            self.task.name,
-            self.task.metric.name,
-            example.index,
-            self._text(example),
-            example.attempt,
-            self.seed,
-            describe_sampling(self.sampling),
-            self.max_new_tokens,
-            kvpolicy.__version__,
-        ]
-        return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:32]
+            self._texts(example),
+            item=example.index,
+            attempt=example.attempt,
+            version=kvpolicy.__version__,
+        )
+
+    @cached_property
+    def _record(self) -> EvalSettingRecord:
+        return structure_record(EvalSettingRecord, self.to_dict(), "this setting")
 
     def _to_dict(self) -> dict[str, Any]:
         return {
@@ -124,7 +127,9 @@ class EvalSetting:
             "split": self.split,
             "n": self.num_examples,
             "attempts": self.num_attempts,
-            "prompt_hash": fingerprint_texts([self._text(example) for example in self.examples]),
+            "prompt_hash": fingerprint_texts(
+                [json.dumps(self._texts(example)) for example in self.examples]
+            ),
             "sampling": describe_sampling(self.sampling),
             "temperature": self.sampling.temperature,
             "top_p": self.sampling.top_p,
@@ -134,10 +139,10 @@ class EvalSetting:
             "columns": [column.to_dict() for column in self.task.metric.columns],
         }
 
-    def _text(self, example: Example) -> str:
+    def _texts(self, example: Example) -> list[str | None]:
         """Return all texts of an example that its metric reads."""
         reference = example.reference if self.task.metric.reads_reference else None
-        return json.dumps([example.prompt, example.answer, reference])
+        return [example.prompt, example.answer, reference]
 
 
 @attrs.frozen
@@ -251,19 +256,22 @@ class Sweep:
             : self.record
         ]
 
-    def num_unrecorded(self, done: Container[str], recorded: Container[str]) -> int:
-        """Count the finished samples that should have a record of kept rows but have none.
+    def unrecorded(self, recorded: Container[str]) -> set[str]:
+        """Return the keys of the samples that should have a record of kept rows but have none.
 
         Args:
-            done: Keys of the finished samples.
-            recorded: Keys of the recorded ones.
+            recorded: Keys of the recorded samples.
         """
-        keys = [
+        keys = (
             self.key(cell, self.setting_of(cell).examples[index])
             for cell in self.cells
             for index in self.recorded(cell)
-        ]
-        return sum(key in done and key not in recorded for key in keys)
+        )
+        return {key for key in keys if key not in recorded}
+
+    def example_records(self) -> list[ItemRecord]:
+        """The examples of all settings, as stored in the results folder."""
+        return [record for setting in self.settings for record in setting.example_records()]
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for the manifest; it differs between any two sweeps."""

@@ -1,6 +1,6 @@
 """Running a sweep: run what is not stored yet, store every sample as soon as it is finished."""
 
-from collections.abc import Container, Iterator
+from collections.abc import Collection, Container, Iterator
 
 import attrs
 
@@ -44,9 +44,7 @@ def run(sweep: Sweep, store: Store, executor: Executor) -> Iterator[SampleDone |
     Yields:
         Events. A sample is on disk before it is reported.
     """
-    for setting in sweep.settings:
-        store.add_items(setting.example_records())
-    jobs = remaining_jobs(sweep, store.samples)
+    jobs = remaining_jobs(sweep, finished_keys(sweep, store.samples, store.recorded))
     unfinished = {job.cell: set(job.samples) for job in jobs}
     elapsed = dict.fromkeys(unfinished, 0.0)
     for event in executor.run_jobs(sweep, jobs):
@@ -62,6 +60,21 @@ def run(sweep: Sweep, store: Store, executor: Executor) -> Iterator[SampleDone |
         unfinished[cell.id] -= set(event.job.samples)
         if not unfinished[cell.id]:
             yield CellDone(cell, elapsed[cell.id])
+
+
+def finished_keys(
+    sweep: Sweep, samples: Collection[str], recorded: Container[str]
+) -> Collection[str]:
+    """Return the keys of the samples that need not be run.
+
+    A sample without the record that `Sweep.record` asks for is run again, to make the record.
+
+    Args:
+        sweep: The sweep.
+        samples: Keys of the stored samples.
+        recorded: Keys of the samples whose kept rows are recorded.
+    """
+    return set(samples) - sweep.unrecorded(recorded)
 
 
 def remaining_jobs(sweep: Sweep, done: Container[str]) -> list[Job]:
@@ -96,8 +109,15 @@ def _store_sample(sweep: Sweep, store: Store, cell: Cell, event: SampleMeasured)
             attempt=sample.attempt,
         )
         store.add_kept(record.to_dict())
+    stored = store.samples.get(sample.key)
+    if stored is not None and _untimed(stored) == _untimed(sample):
+        return stored  # run again for its record
     store.add(sample)
     return sample
+
+
+def _untimed(sample: Sample) -> Sample:
+    return attrs.evolve(sample, prefill_s=0.0, decode_s=0.0)
 
 
 def _sample(sweep: Sweep, cell: Cell, event: SampleMeasured) -> Sample:

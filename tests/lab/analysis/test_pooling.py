@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from run_folders import write_lines, write_run
+from run_folders import complete_edit, write_lines, write_run
 
 from kvpolicy.lab.analysis.pooling import PooledCell, pool
 from kvpolicy.lab.statistics import wilson
@@ -27,6 +27,7 @@ def _change_items(folder: Path, **changes: Any) -> None:
     for record in records:
         record |= {name: change(record) for name, change in changes.items()}
     write_lines(path, records)
+    complete_edit(folder)
 
 
 def test_only_seeds_are_pooled(tmp_path: Path) -> None:

@@ -153,3 +153,26 @@ def test_samples_that_fail_are_counted_and_the_status_is_1(
     assert 0 < row["num_errors"] < 10
     plain = kvpolicy("ablate", *words, "--workers", 1)
     assert f"10 ({row['num_errors']} failed)" in plain.out
+    assert f"{row['num_errors']} samples failed; the first: the prompt has" in plain.err
+
+
+@pytest.mark.parametrize("prompt", ["1 " * 9000, "a\0b", "a\ud800b"], ids=["long", "nul", "half"])
+def test_a_cell_in_which_every_request_fails_is_reported(
+    kvpolicy: Shell, model_folder: Path, tmp_path: Path, prompt: str
+) -> None:
+    example = json.dumps({"prompt": prompt, "answer": "1"})
+    (tmp_path / "hard.jsonl").write_text(f"{example}\n", encoding="utf-8")
+    words = ("--model", model_folder, "--task", "hard.jsonl:chat=false,grader=exact")
+    more = ("--policies", "full,h2o", "--budgets", 16, "--buffer", 8, "--output", "out")
+    for _ in range(2):  # the stored run, too
+        answer = kvpolicy("ablate", *words, *more, "--workers", 1, "--json")
+        assert answer.status == 1
+        assert "2 samples failed; the first: " in answer.err
+        assert [(row["num_errors"], row["throughput_tok_s"]) for row in answer.json["table"]] == [
+            (1, None),
+            (1, None),
+        ]
+    assert kvpolicy("results", "table", "out").status == 0
+    assert kvpolicy("report", "out").status == 0
+    assert kvpolicy("plot", "out", "--to", "out.png").status == 0
+    assert kvpolicy("results", "compare", "out", "--with", "full cache").status == 0

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from markupsafe import Markup
 from report_pages import Open
-from run_folders import ACCURACY, write_run
+from run_folders import ACCURACY, complete_edit, write_run
 
 from kvpolicy.lab.report.page import as_json, printable
 
@@ -88,6 +88,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         }
     manifest["sessions"][0] |= {"command": ALL, ALL: {ALL: [ALL]}}
     (folder / "manifest.json").write_text(json.dumps(manifest))
+    complete_edit(folder)
     return folder
 
 

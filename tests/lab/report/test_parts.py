@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from run_folders import write_lines, write_run
+from run_folders import complete_edit, write_lines, write_run
 
 from kvpolicy.errors import ResultsError
 from kvpolicy.lab.report.build import build
@@ -88,6 +88,7 @@ def test_a_model_under_two_names_is_shown_once(tmp_path: Path) -> None:
         manifest = json.loads((folder / "manifest.json").read_text())
         manifest["run"]["groups"][0]["model"] = name
         (folder / "manifest.json").write_text(json.dumps(manifest))
+        complete_edit(folder)
     runs = [read_run(tmp_path / name) for name in ("reasoner", "models-reasoner")]
     (view,) = gather(runs)
     assert [len(cell.samples) for cell in view.cells] == [4, 4]
@@ -138,6 +139,7 @@ def test_blocks_of_texts_have_a_limited_size(tmp_path: Path, long: str) -> None:
     if long != "text":
         items = [json.loads(line) for line in (folder / "items.jsonl").read_text().splitlines()]
         write_lines(folder / "items.jsonl", [item | {long: "x" * size} for item in items])
+        complete_edit(folder)
     (view,) = gather([read_run(folder)])
     blocks = item_ranges(view)
     assert [index for items in blocks for index in items] == list(range(30))
@@ -160,6 +162,7 @@ def test_labels_of_cells_are_unique(tmp_path: Path) -> None:
     for i, cell in enumerate(manifest["run"]["cells"]):
         cell |= {"series": "one", "knobs": {"one.knob": i}}
     (folder / "manifest.json").write_text(json.dumps(manifest))
+    complete_edit(folder)
     (view,) = gather([read_run(folder)])
     assert view.labels == ["one 64 one.knob=0", "one 64 one.knob=1"]
 

@@ -8,17 +8,20 @@ from pathlib import Path
 
 import attrs
 import pytest
-from lab_samples import CELLS, sample
+from run_folders import ACCURACY, item, make_run, sample
 
 from kvpolicy.errors import OutputError, ResultsError
-from kvpolicy.lab.store.records import CellTiming, ItemRecord
-from kvpolicy.lab.store.store import Store, done_keys
+from kvpolicy.lab.store.read import LINES_FILES, read_run
+from kvpolicy.lab.store.records import CellTiming, ItemRecord, Sample, structure_record
+from kvpolicy.lab.store.store import Store, finished
 
-GROUP = {"group": "g", "model": "m", "n": 3, "seed": 0}
-RUN = {"name": "r", "version": "1", "groups": [GROUP], "cells": [{"cell": "c"}]}
+RUN = make_run(n=3)
+GROUP, CELL = RUN["groups"][0], RUN["cells"][1]
 SESSION = {"versions": {"torch": "2"}, "command": "kvpolicy ablate"}
-SAMPLE = sample(CELLS[1], 0, text="\\boxed{3}", facets={"depth": 2}, values={"loss": 0.5})
-TIMING = CellTiming("c", 3, 30, 1.5, 0.25, 1.0, 1024)
+PLAIN = sample(GROUP, CELL, 0, changes={"text": "\\boxed{3}", "values": {"loss": 0.5}})
+SAMPLE = structure_record(Sample, PLAIN, "a sample")
+TIMING = CellTiming(CELL["cell"], 3, 30, 1.5, 0.25, 1.0, 1024)
+ITEMS = [structure_record(ItemRecord, item(GROUP, number), "an item") for number in range(3)]
 
 
 def of_group(change: dict[str, object]) -> dict[str, object]:
@@ -44,7 +47,7 @@ def test_a_reopened_store_lists_finished_samples(tmp_path: Path) -> None:
         store.add_timing(TIMING)
     with Store(tmp_path, RUN) as store:
         assert store.samples == {SAMPLE.key: SAMPLE}
-        assert store.timings == {"c": TIMING}
+        assert store.timings == {CELL["cell"]: TIMING}
         assert store.notes == []
 
 
@@ -71,8 +74,8 @@ def test_other_versions_are_noted(tmp_path: Path) -> None:
         (of_group({"n": 4}), "n is 3 there and 4 here"),
         (of_group({"n": 4, "seed": 1}), "n is 3 there and 4 here; seed is 0 there and 1 here"),
         ({"groups": [GROUP, GROUP]}, "groups differ"),
-        ({"version": "2"}, "version is 1 there and 2 here"),
-        ({"cells": []}, "cells differ"),
+        ({"version": "2"}, "version is 0.1.0 there and 2 here"),
+        ({"cells": RUN["cells"][:1]}, "cells differ"),
         ({"extra": 1}, "extra"),
     ],
 )
@@ -113,7 +116,7 @@ def test_a_manifest_that_is_not_ours_is_refused(tmp_path: Path, manifest: str) -
 
 def test_a_folder_of_a_run_killed_at_its_start_is_taken_over(tmp_path: Path) -> None:
     (tmp_path / ".lock").touch()
-    (tmp_path / "manifest.json.new").write_text("{", encoding="utf-8")
+    (tmp_path / ".kvpolicy-1234abcd.new").write_text("{", encoding="utf-8")
     with Store(tmp_path, RUN) as store:
         assert store.samples == {}
 
@@ -144,13 +147,13 @@ def test_samples_of_another_version_are_refused(tmp_path: Path) -> None:
 
 
 def test_finished_samples_are_looked_up_without_changing_anything(tmp_path: Path) -> None:
-    assert done_keys(tmp_path / "new", RUN) == set()
+    assert finished(tmp_path / "new", RUN) == ({}, set())
     with Store(tmp_path / "out", RUN) as store:
         store.add(SAMPLE)
     path = tmp_path / "out" / "samples.jsonl"
     path.write_bytes(path.read_bytes() + b'{"key": "half')
     before = content(tmp_path / "out")
-    assert done_keys(tmp_path / "out", RUN) == {SAMPLE.key}
+    assert finished(tmp_path / "out", RUN) == ({SAMPLE.key: SAMPLE}, set())
     assert content(tmp_path / "out") == before
     assert not (tmp_path / "new").exists()
 
@@ -162,22 +165,101 @@ def test_looking_up_finished_samples_reports_a_damaged_line(tmp_path: Path, line
     path = tmp_path / "samples.jsonl"
     path.write_bytes(line + b"\n" + path.read_bytes())
     with pytest.raises(ResultsError):
-        done_keys(tmp_path, RUN)
+        finished(tmp_path, RUN)
 
 
 def test_items_are_stored_once(tmp_path: Path) -> None:
-    items = [
-        ItemRecord(group, "m", "t", 0, number, "p", "a", None, {})
-        for group in "gh"
-        for number in range(3)
-    ]
     with Store(tmp_path, RUN) as store:
-        store.add_items(items[:2])  # as far as it came before it was killed
-        store.add_items(items)
-    with Store(tmp_path, RUN) as store:
-        store.add_items(items)
-    lines = (tmp_path / "items.jsonl").read_text(encoding="utf-8").splitlines()
-    assert [json.loads(line) for line in lines] == [attrs.asdict(item) for item in items]
+        store.add_items(ITEMS[:2])  # as far as it came before it was killed
+        store.add_items(ITEMS)
+    with Store(tmp_path, RUN, ITEMS) as store:
+        assert store.notes == []
+    assert stored_items(tmp_path) == ITEMS
+
+
+@pytest.mark.parametrize("change", ["deleted", "torn", "edited"])
+def test_items_that_were_deleted_or_changed_are_written_again(tmp_path: Path, change: str) -> None:
+    with Store(tmp_path, RUN, ITEMS) as store:
+        store.begin(SESSION)
+        store.add(SAMPLE)
+    path = tmp_path / "items.jsonl"
+    if change == "deleted":
+        path.unlink()
+    elif change == "torn":
+        path.write_bytes(path.read_bytes()[:-20])
+    else:
+        path.write_bytes(path.read_bytes().replace(b"what is 0?", b"what is 9?"))
+        assert not finished(tmp_path, RUN, stored_items(tmp_path))[0]
+    assert finished(tmp_path, RUN, ITEMS)[0].keys() == {SAMPLE.key}
+    with Store(tmp_path, RUN, ITEMS) as store:
+        assert len(store.notes) == 1
+        assert "items" in store.notes[0]
+        assert store.samples == {SAMPLE.key: SAMPLE}
+    assert {one.item: one for one in stored_items(tmp_path)} == dict(enumerate(ITEMS))
+    assert read_run(tmp_path).problems == []
+
+
+def stored_items(folder: Path) -> list[ItemRecord]:
+    lines = (folder / "items.jsonl").read_bytes().split(b"\n")[:-1]
+    return [structure_record(ItemRecord, json.loads(line), "an item") for line in lines]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"item": 1},
+        {"attempt": 1},
+        {"seed": 5},
+        {"series": "R-KV"},
+        {"plan": "0" * 16},
+        {"cell": RUN["cells"][2]["cell"]},
+        {"cell": RUN["cells"][2]["cell"], "budget": 96},
+    ],
+    ids=str,
+)
+def test_a_sample_that_was_edited_to_be_another_one_is_left_out(
+    tmp_path: Path, change: dict[str, object]
+) -> None:
+    with Store(tmp_path, RUN, ITEMS) as store:
+        store.begin(SESSION)
+        store.add(attrs.evolve(SAMPLE, **change))
+    with pytest.raises(ResultsError, match=r"samples\.jsonl, line 1, was changed: .*again\.$"):
+        assert read_run(tmp_path).samples
+    assert finished(tmp_path, RUN, ITEMS)[0] == {}
+    with Store(tmp_path, RUN, ITEMS) as store:
+        assert "line 1, was changed" in store.notes[0]
+        assert store.samples == {}
+        store.add(SAMPLE)
+    assert read_run(tmp_path).samples == {SAMPLE.key: SAMPLE}, "the later line counts"
+
+
+def test_a_deleted_manifest_is_written_again_if_all_samples_are_of_the_run(tmp_path: Path) -> None:
+    with Store(tmp_path, RUN, ITEMS) as store:
+        store.begin(SESSION)
+        store.add(SAMPLE)
+    (tmp_path / "manifest.json").unlink()
+    before = content(tmp_path)
+    other = make_run(n=3, seeds=(1,))
+    with pytest.raises(OutputError, match="holds no kvpolicy run"):
+        Store(tmp_path, other)
+    assert content(tmp_path) == before
+    with pytest.raises(ResultsError, match="writes it again"):
+        read_run(tmp_path)
+    with Store(tmp_path, RUN, ITEMS) as store:
+        assert "manifest.json was missing" in store.notes[0]
+        assert store.samples == {SAMPLE.key: SAMPLE}
+    assert read_run(tmp_path).samples == {SAMPLE.key: SAMPLE}
+
+
+@pytest.mark.parametrize("name", LINES_FILES)
+def test_a_deleted_file_is_noted(tmp_path: Path, name: str) -> None:
+    with Store(tmp_path, RUN, ITEMS) as store:
+        assert store.notes == []
+        store.begin(SESSION)
+    (tmp_path / name).unlink()
+    with Store(tmp_path, RUN, ITEMS) as store:
+        assert len(store.notes) == 1
+        assert name in store.notes[0]
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="the system has no fork")
@@ -226,6 +308,6 @@ def test_a_forked_child_that_ends_does_not_release_the_parents_lock(tmp_path: Pa
 
 
 def test_a_run_with_another_name_or_other_headings_is_the_same_run(tmp_path: Path) -> None:
-    Store(tmp_path, RUN | of_group({"columns": [{"title": "right"}]})).close()
-    Store(tmp_path, RUN | of_group({"columns": [{"title": "accuracy"}]})).close()
+    Store(tmp_path, RUN | of_group({"columns": [ACCURACY | {"title": "right"}]})).close()
+    Store(tmp_path, RUN).close()
     Store(tmp_path, RUN | {"name": "other"}).close()

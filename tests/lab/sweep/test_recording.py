@@ -81,14 +81,26 @@ def test_samples_of_other_metrics_are_recorded_too(
         assert len(compactions) == samples[one["key"]]["compactions"]
 
 
-def test_record_0_records_nothing_and_finished_samples_stay_unrecorded(
+def test_samples_without_a_record_are_run_again_to_make_it(
     kvpolicy: Shell, model_folder: Path
 ) -> None:
     assert kvpolicy(*SMALL, "--model", model_folder, "--record", 0).status == 0
     assert lines("kept.jsonl") == []
-    again = kvpolicy(*SMALL, "--model", model_folder, "--record", 1)
-    assert "2 samples of --record 1 were done without a record" in again.err
-    assert lines("kept.jsonl") == []
+    samples = lines("samples.jsonl")
+    for num, left in ((1, 2), (2, 2)):
+        dry = kvpolicy(*SMALL, "--model", model_folder, "--record", num, "--dry-run", "--json")
+        assert dry.json["left"] == left
+        again = kvpolicy(*SMALL, "--model", model_folder, "--record", num)
+        assert f"{left} samples of --record {num} have no record" in again.err
+        assert [(one["item"], one["attempt"]) for one in lines("kept.jsonl")] == [
+            (item, 0) for item in range(num) for _ in range(2)
+        ]
+        assert lines("samples.jsonl") == samples, "equal samples are not stored twice"
+    Path("out/kept.jsonl").write_bytes(b"")
+    assert "kept.jsonl lacks 4 of 4 records" in kvpolicy("results", "table", "out").err
+    assert kvpolicy(*SMALL, "--model", model_folder, "--record", 2).status == 0
+    assert len(lines("kept.jsonl")) == 4
+    assert kvpolicy("results", "table", "out").err == ""
 
 
 def test_samples_do_not_depend_on_record(kvpolicy: Shell, model_folder: Path) -> None:
