@@ -116,7 +116,8 @@ class RunFolder:
                 return f"its {name} is not that of its cell"
         item = items.get((sample.group, sample.item))
         if item is None:
-            return ""
+            num_known = sum(id == group.group for id, _ in items)
+            return "its item is not one of its task" if num_known >= group.n else ""
         keys = [
             sample_key(
                 group,

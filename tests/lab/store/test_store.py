@@ -208,6 +208,7 @@ def stored_items(folder: Path) -> list[ItemRecord]:
     "change",
     [
         {"item": 1},
+        {"item": 7},
         {"attempt": 1},
         {"seed": 5},
         {"series": "R-KV"},
