@@ -81,7 +81,8 @@ class StepLayout:
             self._drop_oldest_if_full(layer_idx)
         layout = self.layers[layer_idx] = self._layer_layout(layer_idx, layer)
         served = slice(self.first, self.last)
-        new = (self._real(keys), self._real(values), layout.positions[:, None])
+        keys, values = (self._real(new).to(layer.shape.dtype) for new in (keys, values))
+        new = (keys, values, layout.positions[:, None])
         slabs = (layer.keys, layer.values, layer.positions)
         if layout.kept is None:
             for slab, rows in zip(slabs, new, strict=True):

@@ -75,7 +75,7 @@ class RunningBatch:
         slabs = [stack.slab(layer.capacity(longest)) for stack, layer in pairs]
         self.cache = adapter.new_cache(slabs, num_slots)
         policies = [policy for stack in stacks for policy in stack.policies]
-        self._registers = RegisterFile(policies, num_slots, adapter.model.device)
+        self._registers = RegisterFile(policies, num_slots, adapter.device)
         self.cache.slot_tensors += self._registers.all
         self._observer = Observer(
             plan.layers, stacks, self._registers, tokenizer, self.timings, errors

@@ -97,6 +97,7 @@ class Engine:
             steered=[i for i, stack in enumerate(self.stacks) if stack.is_steered(i)],
             states=any("hidden_states" in stack.observes for stack in self.stacks),
         )
+        self.adapter.check_forward()
 
     def generate(
         self,

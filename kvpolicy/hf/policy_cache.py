@@ -130,7 +130,7 @@ class PolicyCache(Cache):
             _refuse('stores no pads; run plans with padding = "stored" in an Engine')
         self._max_length = max_length
         self.reset()
-        _attach(self, model)
+        _attach(self, adapter.model)
 
     def reset(self) -> None:
         """Forget everything, and be ready for another prompt."""
@@ -189,6 +189,7 @@ class PolicyCache(Cache):
         """Columns seen, pads included: `generate` passes the columns after these."""
         return self._columns.count
 
+    @torch.compiler.disable
     def serve(self, model: PreTrainedModel, given: Mapping[str, Any]) -> CausalLMOutputWithPast:
         """Serve one forward of the model.
 

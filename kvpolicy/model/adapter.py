@@ -10,7 +10,6 @@ of the tokens as ``position_ids``. What differs between 5.2 and 5.23:
 """
 
 from collections.abc import Callable, Collection, Sequence
-from pathlib import Path
 from typing import Any
 
 import attrs
@@ -20,11 +19,14 @@ from transformers import AttentionInterface, Cache, PreTrainedModel
 
 from kvpolicy.cache.layout import StepLayout
 from kvpolicy.cache.slab import KVCache, LayerShape, Rotate, Slab
-from kvpolicy.errors import ModelError
+from kvpolicy.errors import KVPolicyError, ModelError, error_summary
 from kvpolicy.model.attention import attention_function
 from kvpolicy.model.config import (
+    check_loaded,
     check_runs,
     decoder_layers,
+    device_of,
+    layer_configs,
     layer_shape,
     sliding_windows,
     stop_ids,
@@ -32,6 +34,7 @@ from kvpolicy.model.config import (
 from kvpolicy.model.rope import Rotation
 from kvpolicy.model.tensor_parallel import SingleProcess, processes_of
 from kvpolicy.model.twin import Copies, Twin
+from kvpolicy.model.wrappers import unwrapped
 
 ATTENTION = "kvpolicy"
 
@@ -84,13 +87,7 @@ class ModelAdapter:
         Raises:
             ModelError: If the engine cannot run the model.
         """
-        if model is None or isinstance(model, (str, Path, tuple)):
-            msg = (
-                f"the engine was given {model!r:.60} for a model; load it first: "
-                "model, tokenizer = load_model(NAME)"
-            )
-            raise ModelError(msg)
-        self.model = model
+        self.model = model = unwrapped(model)
         self._config = model.config.get_text_config(decoder=True)
         check_runs(model, self._config)
         AttentionInterface.register(ATTENTION, attention_function)
@@ -118,13 +115,33 @@ class ModelAdapter:
         self._reads_states |= states
         self._twin = Twin(self.model, ATTENTION, self._register)
 
+    def check_forward(self) -> None:
+        """Run two tokens through the model, so that it is refused now or not at all.
+
+        Raises:
+            ModelError: If the engine cannot run the model.
+        """
+        check_loaded(self.model)
+        try:
+            self._run_alone([self._any_token] * 2, position=0)
+        except KVPolicyError:
+            raise
+        except Exception as error:  # whatever code of the model may raise
+            msg = (
+                f"model {type(self.model).__name__} cannot be run: a forward of two tokens fails "
+                f"with {error_summary(error)}"
+            )
+            raise ModelError(msg) from error
+
     def layer_shapes(self) -> list[LayerShape]:
         """Shape and device of each layer's keys and values."""
-        devices = [next(layer.parameters()).device for layer in decoder_layers(self.model)]
+        devices = map(device_of, decoder_layers(self.model))
         shards = self.processes.num_shards
         return [
-            layer_shape(self._config, self.model.dtype, device, window, shards)
-            for device, window in zip(devices, self._windows, strict=True)
+            layer_shape(config, self.model.dtype, device, window, shards)
+            for config, device, window in zip(
+                layer_configs(self._config), devices, self._windows, strict=True
+            )
         ]
 
     def new_cache(self, slabs: Sequence[Slab], num_slots: int) -> KVCache:
@@ -139,9 +156,14 @@ class ModelAdapter:
         return Rotation(self.model, self._keys_at, self.max_positions)
 
     @property
+    def device(self) -> torch.device:
+        """Device of the model's inputs."""
+        return device_of(self.model)
+
+    @property
     def last_device(self) -> torch.device:
         """Device of the last layer's states."""
-        return next(decoder_layers(self.model)[-1].parameters()).device
+        return device_of(decoder_layers(self.model)[-1])
 
     def forward(self, given: ForwardInput) -> tuple[Tensor, Tensor | None]:
         """Run the model over the new tokens of a step, and commit their rows.
@@ -157,7 +179,7 @@ class ModelAdapter:
             ModelError: If the model does not use the cache or the attention function.
         """
         twin, step, cache = self._twin.current(), given.step, StepCache(given.step)
-        device = self.model.device
+        device = self.device
         with torch.inference_mode():
             output = (twin if self._run_own_hooks else twin.forward)(
                 input_ids=given.token_ids.to(device),
@@ -174,8 +196,11 @@ class ModelAdapter:
                 f"{self.num_layers} layers use the cache and the attention they are given"
             )
             raise ModelError(msg)
+        if (logits := getattr(output, "logits", None)) is None or logits.dim() != 3:
+            msg = f"model {type(self.model).__name__} cannot be run: it gives no logits of tokens"
+            raise ModelError(msg)
         step.commit()
-        return output.logits[:, -1], given.states
+        return logits[:, -1], given.states
 
     def _register(self, copies: Copies) -> None:
         """Register the hooks of a new twin; they read the forward under way from its arguments."""
@@ -189,13 +214,21 @@ class ModelAdapter:
 
     def _keys_at(self, position: int) -> list[Tensor]:
         """Keys of every layer, in all heads, for one token that stands alone at a position."""
-        shapes = self.layer_shapes()
-        cache = KVCache(shapes, [Slab(1)] * len(shapes), 1)
-        cache.seq_len[0] = position
-        # Not the padding token: its state, and so its keys, may be zero.
-        token = torch.tensor([[1 if self._config.pad_token_id == 0 else 0]])
-        self.forward(ForwardInput(token, StepLayout(cache, 0, [1])))
+        cache = self._run_alone([self._any_token], position)
         return [self.processes.all_gather(layer.keys) for layer in cache.layers]
+
+    def _run_alone(self, tokens: list[int], position: int) -> KVCache:
+        """The cache after a forward of some tokens, the first of them at a position."""
+        shapes = self.layer_shapes()
+        cache = KVCache(shapes, [Slab(len(tokens))] * len(shapes), 1)
+        cache.seq_len[0] = position
+        self.forward(ForwardInput(torch.tensor([tokens]), StepLayout(cache, 0, [len(tokens)])))
+        return cache
+
+    @property
+    def _any_token(self) -> int:
+        """Not the padding token: its state, and so its keys, may be zero."""
+        return 1 if self._config.pad_token_id == 0 else 0
 
 
 def _receive_states(_: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
@@ -238,6 +271,14 @@ class StepCache(Cache):
                 msg = (
                     f"the model cannot be run: it stores {heads} heads of size {width} in layer "
                     f"{layer_idx}; its configuration says {expected[0]} of size {expected[1]}"
+                )
+                raise ModelError(msg)
+            # Autocast may compute in half precision what is stored in full.
+            if torch.promote_types(states.dtype, shape.dtype) != shape.dtype:
+                msg = (
+                    f"the model cannot be run: it computes keys and values in {states.dtype} that "
+                    f"are stored as {shape.dtype}, like its weights; leave out torch.autocast, or "
+                    "load the model with another dtype"
                 )
                 raise ModelError(msg)
         return self._step.store(layer_idx, key_states, value_states)

@@ -12,6 +12,13 @@ from kvpolicy.errors import ModelError
 _SLIDING = "sliding_attention"
 
 
+def layer_configs(config: Any) -> list[Any]:
+    """The configuration of each layer of a decoder; they differ in some models."""
+    if getattr(config, "is_heterogeneous", False):  # transformers 5.23
+        return list(config.per_layer_config)
+    return [config] * config.num_hidden_layers
+
+
 def check_runs(model: PreTrainedModel, config: Any) -> None:
     """Check that the engine can run a model.
 
@@ -25,12 +32,19 @@ def check_runs(model: PreTrainedModel, config: Any) -> None:
     reason = None
     if getattr(model.config, "is_encoder_decoder", False):
         reason = "it is an encoder-decoder; the engine runs decoder-only models"
-    elif not isinstance(getattr(config, "num_attention_heads", None), int):
+    elif not all(
+        isinstance(getattr(layer, "num_attention_heads", None), int)
+        for layer in layer_configs(config)
+    ):
         reason = "its configuration names no attention heads; the engine evicts keys and values"
     elif getattr(config, "kv_lora_rank", None):
         reason = "its attention is multi-head latent, which keeps no keys and values per head"
     elif not isinstance(getattr(config, "max_position_embeddings", None), int):
         reason = "its configuration does not give the number of positions of a sequence"
+    elif model.get_output_embeddings() is None:
+        reason = "it has no head that gives logits of tokens; load it with AutoModelForCausalLM"
+    elif shared := getattr(config, "num_kv_shared_layers", None):
+        reason = f"its last {shared} layers attend to keys and values of other layers"
     else:
         reason = _unknown_attention(config)
     if reason is not None:
@@ -61,7 +75,7 @@ def layer_shape(
     """Shape of the keys and values of a layer, from the model's configuration.
 
     Args:
-        config: The configuration of its decoder.
+        config: The configuration of the layer.
         dtype: Precision of keys and values.
         device: Device of keys and values.
         sliding_window: Tokens that a query sees; ``None`` for all.
@@ -80,12 +94,16 @@ def sliding_windows(config: Any) -> list[int | None]:
     Configurations without ``layer_types`` (Mistral, Phi-3, Starcoder2) pass their window to
     every layer. A layer that asks its attention function for another window is refused then.
     """
-    num_layers: int = config.num_hidden_layers
-    window = hiding_window(getattr(config, "sliding_window", None), config)
+    windows = [
+        hiding_window(getattr(layer, "sliding_window", None), layer)
+        for layer in layer_configs(config)
+    ]
     kinds = getattr(config, "layer_types", None)
     if kinds is None:
-        return [window if getattr(config, "use_sliding_window", True) else None] * num_layers
-    return [window if kind == _SLIDING else None for kind in kinds]
+        return windows if getattr(config, "use_sliding_window", True) else [None] * len(windows)
+    return [
+        window if kind == _SLIDING else None for window, kind in zip(windows, kinds, strict=True)
+    ]
 
 
 def hiding_window(window: int | None, config: Any) -> int | None:
@@ -103,6 +121,42 @@ def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
         msg = f"model {type(model).__name__} cannot be run: it has no list of decoder layers"
         raise ModelError(msg)
     return layers
+
+
+def check_loaded(model: PreTrainedModel) -> None:
+    """Check that a model has its weights, or that accelerate's hooks bring them.
+
+    torch computes with weights on ``meta``, on some devices without an error, and what comes out
+    is whatever was in memory.
+
+    Raises:
+        ModelError: If it has not.
+    """
+    missing = [
+        name
+        for name, weight in model.named_parameters()
+        if weight.is_meta and type(weight) is nn.Parameter  # subclasses may store data elsewhere
+    ]
+    if missing and not any(hasattr(module, "_hf_hook") for module in model.modules()):
+        msg = (
+            f"model {type(model).__name__} cannot be run: {len(missing)} of its weights, "
+            f"{missing[0]} first, are not loaded: they are on the device 'meta'; load them with "
+            "load_model(NAME)"
+        )
+        raise ModelError(msg)
+
+
+def device_of(module: nn.Module) -> torch.device:
+    """The device on which a module computes: that of its weights.
+
+    Weights that accelerate has offloaded are on ``meta`` until its hooks bring them.
+    """
+    device = next(module.parameters()).device
+    if device.type != "meta":
+        return device
+    hooks = (getattr(part, "_hf_hook", None) for part in module.modules())
+    brought = (getattr(hook, "execution_device", None) for hook in hooks)
+    return torch.device(next((one for one in brought if one is not None), device))
 
 
 def stop_ids(model: PreTrainedModel) -> tuple[int, ...]:

@@ -8,6 +8,7 @@ twin is a second tree of modules:
   the twin has the same dictionaries of parameters, buffers and hooks. So ``.to()``, ``.half()``,
   tied weights, offloading and hooks registered later take effect in both.
 * All other modules (linear layers, norms, quantised layers, adapters) are the very same objects.
+* What `torch.compile` has wrapped is copied as it was before.
 * A ``forward`` that was replaced on an instance, as accelerate does for a ``device_map``, is
   bound to the twin instead of the model.
 
@@ -24,6 +25,8 @@ from typing import Any
 
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
+
+from kvpolicy.model.wrappers import uncompiled
 
 _HOOKS = (
     "_forward_pre_hooks",
@@ -87,6 +90,7 @@ class Copies:
 
     def hookable(self, original: nn.Module) -> nn.Module:
         """The copy of a module, with hook tables of its own and the hooks of the original."""
+        original = uncompiled(original)
         copied = self._modules[id(original)]
         for name in _HOOKS:
             hooks = vars(original)[name]
@@ -98,6 +102,7 @@ class Copies:
         self.seen.append((live, list(live.values())))
 
     def _module(self, original: nn.Module) -> nn.Module:
+        original = uncompiled(original)
         if id(original) in self._modules:  # a module that stands in several places of the tree
             return self._modules[id(original)]
         children = {
@@ -119,10 +124,11 @@ class Copies:
         vars(twin)["_modules"] = type(original._modules)(children)
         if "gradient_checkpointing" in attributes:  # drops the cache, and there are no gradients
             vars(twin)["gradient_checkpointing"] = False
-        vars(twin)["_compiled_call_impl"] = None  # compiled code calls the modules of the original
+        vars(twin)["_compiled_call_impl"] = None  # see `uncompiled`
         return twin
 
     def _attribute(self, value: Any, original: nn.Module, twin: nn.Module) -> Any:
+        value = uncompiled(value)
         if isinstance(value, PreTrainedConfig):
             return self._config(value)
         if isinstance(value, MethodType) and value.__self__ is original:

@@ -100,9 +100,14 @@ class ToyModel(ModelAdapter):
         return rotate_halves
 
     @property
-    def last_device(self) -> torch.device:
+    def device(self) -> torch.device:
         """The CPU."""
         return self._device
+
+    last_device = device
+
+    def check_forward(self) -> None:
+        """Do nothing: it can be run."""
 
     def add_hooks(self, *, steered: Collection[int], states: bool) -> None:
         """Do nothing: `forward` itself steers and returns hidden states."""

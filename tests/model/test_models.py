@@ -6,8 +6,9 @@ import pytest
 import torch
 from families import REFUSED, model_of
 from tiny import greedy_tokens, tiny_model
+from transformers import CONFIG_MAPPING
 
-from kvpolicy import Engine, Plan
+from kvpolicy import Engine, Plan, PolicyCache
 from kvpolicy.cache.layout import StepLayout
 from kvpolicy.cache.slab import KVCache, LayerShape, Slab
 from kvpolicy.errors import ModelError
@@ -26,6 +27,14 @@ RUN: dict[str, dict[str, Any]] = {
     # It does not pass its window to attention, and no position is outside the window.
     "phimoe": {"sliding_window": 256},
 }
+if "gemma4_text" in CONFIG_MAPPING:
+    # Its layers differ in the size of their heads.
+    RUN["gemma4_text"] = {
+        "layer_types": ["sliding_attention", "full_attention"],
+        "sliding_window": 6,
+        "global_head_dim": 16,
+        "hidden_size_per_layer_input": 0,
+    }
 
 
 @pytest.mark.parametrize("kind", RUN)
@@ -42,7 +51,9 @@ def test_unsupported_model_raises(kind: str) -> None:
     changes, message = REFUSED[kind]
     model = model_of(kind, **changes)
     with pytest.raises(ModelError, match=message):
-        Engine(model, plan=Plan.uniform("h2o", budget=64)).generate([[1, 2]]).results()
+        Engine(model, plan=Plan.uniform("h2o", budget=64))
+    with pytest.raises(ModelError, match=message):
+        PolicyCache(model, Plan.uniform("full"))
 
 
 def test_model_that_bypasses_the_attention_interface_raises() -> None:
@@ -50,7 +61,7 @@ def test_model_that_bypasses_the_attention_interface_raises() -> None:
     for layer in model.model.layers:
         layer.self_attn.forward = lambda hidden_states, **_: (hidden_states, None)
     with pytest.raises(ModelError, match="0 of its 2 layers use the cache and the attention"):
-        Engine(model, plan=Plan.uniform("full")).generate([[1, 2]]).results()
+        Engine(model, plan=Plan.uniform("full"))
 
 
 @pytest.mark.parametrize(
@@ -89,4 +100,4 @@ def test_window_missing_in_the_configuration_raises() -> None:
 def test_window_only_in_the_configuration_raises() -> None:
     model = model_of("phimoe", sliding_window=6)
     with pytest.raises(ModelError, match="a window of None, its configuration says 6"):
-        Engine(model, plan=Plan.uniform("full")).generate([[1, 2]]).results()
+        Engine(model, plan=Plan.uniform("full"))

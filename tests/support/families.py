@@ -33,12 +33,24 @@ FAMILIES: dict[str, dict[str, Any]] = {
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "t5": ({}, "encoder-decoder"),
     "mamba": ({"num_hidden_layers": 1}, "attention heads"),
-    # transformers 5.2 does not name its layer types, so the error comes from the first forward.
+    # transformers 5.2 does not name its layer types, so the error comes from a forward.
     "jamba": ({}, "linear_attention|mamba|0 of its 2 layers use the cache"),
     "llama4_text": ({}, "chunked_attention"),
     "deepseek_v3": ({"n_group": 1, "topk_group": 1}, "latent"),
     "gpt2": ({"n_embd": 32, "n_layer": 1, "n_head": 4}, "decoder layers"),
     "stablelm": ({}, "arguments"),
+    "nemotron": ({}, "arguments"),
+    "gemma3n_text": (
+        {
+            "num_hidden_layers": 4,
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
+            "num_kv_shared_layers": 2,
+            "intermediate_size": 64,
+            "activation_sparsity_pattern": None,
+            "vocab_size_per_layer_input": 61,
+        },
+        "last 2 layers attend to keys and values of other layers",
+    ),
     "jetmoe": ({}, "key heads"),
     "doge": ({"keep_window_size": 4}, "masks"),
 }
