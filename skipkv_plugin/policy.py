@@ -21,9 +21,9 @@ from kvpolicy.toolkit import (
     with_hash,
 )
 from skipkv_plugin.redundancy import Pair
-from skipkv_plugin.sentences import Delimiters, Segmenter
+from skipkv_plugin.sentences import Delimiters, Match, Segmenter
 from skipkv_plugin.state import SequenceState
-from skipkv_plugin.steering import KeywordMatch, strength
+from skipkv_plugin.steering import ThinkInPrompt, strength, thinking_after_prompt
 
 _number = instance_of((int, float))
 
@@ -64,11 +64,15 @@ class SkipKV:
 
     Deviations, with the knob that reverts each, if any: of several similar later
     sentences the most similar counts (``pair``); consecutive delimiters end one sentence
-    (``merge_delimiters``); keywords are matched as text (``keyword_match``); the strength is
-    bounded (``alpha_max``); sentences are found by position, so there is no span map to
-    recompute; pads are never stored; a sequence is compacted when its own buffer is full; base
-    scores larger than half of ``tau`` are scaled down to it, so that sentences come first
-    with any base score. The README of this package has details.
+    (``merge_delimiters``); delimiters and keywords are matched as text (``delimiter_match``,
+    ``keyword_match``); the strength is bounded (``alpha_max``) and counts generated sentences
+    only (``count_prompt``); a sentence counts as soon as it has ended
+    (``late_similarities``); thinking is open if the prompt's last tag says so
+    (``think_in_prompt``); the prompt is not steered; sentences are found by position, so there
+    is no span map to recompute; pads are never stored; a sequence is compacted when its own
+    buffer is full; base scores larger than half of ``tau`` are scaled down to it, so that
+    sentences come first with any base score. The plan ``skipkv-code`` sets all of these knobs
+    as in the code; the README of this package has details.
 
     Attributes:
         tau: Cosine similarity above which the earlier of two sentences is redundant.
@@ -78,8 +82,12 @@ class SkipKV:
         kernel_size: Rows whose importance is pooled together, odd.
         similarity_threshold: Cosine similarity above which two keys count as similar.
         delimiters: Delimiters of sentences: texts, or token ids.
+        delimiter_match: ``"text"``, or ``"ids"``: the last token of each delimiter's encoding,
+            whatever stands before it, as the code does.
         merge_delimiters: Whether consecutive delimiters end one sentence.
         pair: Which later sentence's similarity counts, ``"max"`` or ``"last"``.
+        late_similarities: Whether a sentence that ends with the newest token is compared at the
+            next compaction only, as in the code.
         protect_prompt: Whether the prompt's rows always stay, as long as they fit.
         vector: Steering vectors, a file or an installed name, to which a hash of the contents is
             added; ``None`` means no steering.
@@ -89,8 +97,12 @@ class SkipKV:
         alpha_max: Upper bound of the strength; 0 means no bound.
         keywords: Words that mark a non-execution sentence.
         keyword_match: ``"text"``, as whole words, or ``"ids"``, as the code does.
+        count_prompt: Whether the first keyword of the prompt counts as a non-execution sentence,
+            as in the code.
         delimiter: Text inside the tokens at which the model is steered.
         think: Tokens between which it is steered; empty for models without such tokens.
+        think_in_prompt: ``"last"``: the last of these tokens in the prompt decides whether
+            thinking is open; ``"any"``: any opening one opens it, as in the code.
     """
 
     registers: ClassVar[tuple[str, ...]] = ("inside", "strength")
@@ -105,8 +117,10 @@ class SkipKV:
         converter=_as_tuple,
         validator=_texts_or_ids,
     )
+    delimiter_match: Match = attrs.field(default="text", validator=in_(["text", "ids"]))
     merge_delimiters: bool = attrs.field(default=True, validator=instance_of(bool))
     pair: Pair = attrs.field(default="max", validator=in_(["max", "last"]))
+    late_similarities: bool = attrs.field(default=False, validator=instance_of(bool))
     protect_prompt: bool = attrs.field(default=False, validator=instance_of(bool))
     vector: str | None = attrs.field(
         default=None, validator=optional(instance_of(str)), converter=_hashed
@@ -118,11 +132,13 @@ class SkipKV:
     keywords: tuple[str, ...] = attrs.field(
         default=("Wait", "Alternatively", "again"), converter=_as_tuple
     )
-    keyword_match: KeywordMatch = attrs.field(default="text", validator=in_(["text", "ids"]))
+    keyword_match: Match = attrs.field(default="text", validator=in_(["text", "ids"]))
+    count_prompt: bool = attrs.field(default=False, validator=instance_of(bool))
     delimiter: str = attrs.field(default="\n\n", validator=[instance_of(str), min_len(1)])
     think: tuple[str, ...] = attrs.field(
         default=("<think>", "</think>"), converter=_as_tuple, validator=_tags
     )
+    think_in_prompt: ThinkInPrompt = attrs.field(default="last", validator=in_(["last", "any"]))
     _direction: SteeringVector | None = attrs.field(init=False, repr=False)
 
     @_direction.default
@@ -160,8 +176,13 @@ class SkipKV:
             return
         register = registers.of(self)
         if start < prompt_len:
-            inside = bool(register["inside"])
-            inside = self._paragraphs(tokenizer).thinking_after(token_ids, inside)
+            inside = thinking_after_prompt(
+                self._paragraphs(tokenizer),
+                token_ids,
+                bool(register["inside"]),
+                which=self.think_in_prompt,
+                is_end=start + len(token_ids) >= prompt_len,
+            )
             register["inside"].fill_(inside)
         alpha = strength(
             state.num_non_execution,
@@ -172,7 +193,7 @@ class SkipKV:
         register["strength"].fill_(alpha)
 
     def _new_state(self, tokenizer: Any, prompt_len: int) -> SequenceState:
-        delimiters = Delimiters.of(self.delimiters, tokenizer)
+        delimiters = Delimiters.of(self.delimiters, tokenizer, self.delimiter_match)
         return SequenceState(
             segmenter=Segmenter(delimiters, self.merge_delimiters),
             prompt_len=prompt_len,
@@ -181,6 +202,8 @@ class SkipKV:
             pair=self.pair,
             keywords=self.keywords if self.vector is not None else (),
             keyword_match=self.keyword_match,
+            count_prompt=self.count_prompt,
+            late_similarities=self.late_similarities,
         )
 
     @hookimpl

@@ -5,12 +5,14 @@ Tokens after the last delimiter belong to an open sentence, which does not count
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import attrs
 
 from kvpolicy import KVPolicyError
 from kvpolicy.toolkit import token_texts
+
+Match = Literal["text", "ids"]
 
 # Text that introduces something, such as a code block, is not a sentence (SkipKV, appendix).
 NOT_DELIMITERS = (":\n", ":\n\n")
@@ -21,12 +23,12 @@ class Delimiters:
     """The delimiters of sentences for one tokenizer.
 
     A delimiter that is a single token is matched by id. Others are matched in the text of the
-    last tokens; the authors match the last token of the encoding, which may be another text.
+    last tokens, unless ids only are compared.
 
     Attributes:
         ids: Tokens that are delimiters by themselves.
         texts: Delimiters that are not a single token.
-        token_texts: Text of every token id; ``None`` if delimiters are given as ids only.
+        token_texts: Text of every token id; ``None`` if ids only are compared.
     """
 
     ids: frozenset[int]
@@ -34,12 +36,16 @@ class Delimiters:
     token_texts: Sequence[str] | None = None
 
     @classmethod
-    def of(cls, delimiters: Sequence[str | int], tokenizer: Any) -> "Delimiters":
+    def of(
+        cls, delimiters: Sequence[str | int], tokenizer: Any, match: Match = "text"
+    ) -> "Delimiters":
         """Look up delimiters.
 
         Args:
             delimiters: Texts, or token ids, which need no tokenizer.
             tokenizer: The engine's tokenizer.
+            match: ``"text"``, or ``"ids"``: the last token of the encoding of each text, as in
+                the authors' code, whatever the text before it.
 
         Raises:
             KVPolicyError: There are texts and no tokenizer.
@@ -54,10 +60,12 @@ class Delimiters:
                 "one, or name token ids: delimiters = [198, 271]"
             )
             raise KVPolicyError(msg)
+        encodings = [tokenizer.encode(text, add_special_tokens=False) for text in texts]
+        if match == "ids":
+            return cls(frozenset(ids | {encoded[-1] for encoded in encodings}))
         known = token_texts(tokenizer)
         multi_token = []
-        for text in texts:
-            encoded = tokenizer.encode(text, add_special_tokens=False)
+        for text, encoded in zip(texts, encodings, strict=True):
             if len(encoded) == 1 and known[encoded[0]] == text:
                 ids.add(encoded[0])
             else:

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from skipkv_plugin.redundancy import Pair, SentenceVectors, redundant
-from skipkv_plugin.sentences import Segmenter
-from skipkv_plugin.steering import KeywordMatch, is_non_execution
+from skipkv_plugin.sentences import Match, Segmenter, Sentence
+from skipkv_plugin.steering import is_non_execution
 
 
 @attrs.define(kw_only=True)
@@ -24,10 +24,12 @@ class SequenceState:
         pair: Which later sentence's similarity counts.
         keywords: Words of non-execution sentences; empty if they need not be counted.
         keyword_match: How keywords are matched.
+        count_prompt: Whether sentences of the prompt count: the first with a keyword.
+        late_similarities: Whether a sentence that the newest token ends is compared later.
         vectors: Mean hidden state of every sentence.
         similarities: Similarity of the redundant sentences by number; entries are never removed
             (SkipKV, eq. 7).
-        num_non_execution: Number of generated non-execution sentences so far.
+        num_non_execution: Number of non-execution sentences so far.
     """
 
     segmenter: Segmenter
@@ -36,25 +38,25 @@ class SequenceState:
     tau: float
     pair: Pair
     keywords: Sequence[str]
-    keyword_match: KeywordMatch
+    keyword_match: Match
+    count_prompt: bool = False
+    late_similarities: bool = False
     vectors: SentenceVectors = attrs.field(factory=SentenceVectors)
     similarities: dict[int, float] = attrs.field(factory=dict)
     num_non_execution: int = 0
+    _num_compared: int = 0  # sentences that have been compared with all before them
+    _prompt_is_labelled: bool = False  # a keyword has been found in the prompt
     _penalty: Tensor | None = None  # by position, [seq_len so far + 1], 0 at the end
 
     def feed(self, token_ids: Sequence[int], hidden_states: Tensor, start: int) -> None:
         """Process the next tokens, ``[L]``, and their last hidden states, ``[L, M]``."""
         finished = self.segmenter.feed(token_ids)
         sentences = [sentence for sentence, _ in finished]
-        num_new = self.vectors.feed(hidden_states, start, sentences, self.segmenter.begin)
-        if num_new and self.vectors.vectors is not None:
-            found = redundant(self.vectors.vectors, num_new, self.tau, self.pair)
-            self._add_similarities(found)
+        self.vectors.feed(hidden_states, start, sentences, self.segmenter.begin)
+        self._compare(seq_len=start + len(token_ids))
         self._penalty = self._penalties(hidden_states.device)
         self.num_non_execution += sum(
-            is_non_execution(ids, self.tokenizer, self.keywords, self.keyword_match)
-            for sentence, ids in finished
-            if sentence.begin >= self.prompt_len
+            self._is_non_execution(sentence, ids) for sentence, ids in finished
         )
 
     def penalty_at(self, positions: Tensor) -> Tensor:
@@ -70,6 +72,32 @@ class SequenceState:
             return torch.zeros(positions.shape, device=positions.device)
         penalty = self._penalty.to(positions.device)
         return penalty[positions.clamp(max=len(penalty) - 1)]
+
+    def _compare(self, seq_len: int) -> None:
+        """Compare the new sentences with those before them."""
+        num = len(self.segmenter.sentences)
+        if self.late_similarities and num and self.segmenter.sentences[-1].end == seq_len:
+            num -= 1
+        if num > self._num_compared and self.vectors.vectors is not None:
+            num_new = num - self._num_compared
+            found = redundant(self.vectors.vectors[:num], num_new, self.tau, self.pair)
+            self._add_similarities(found)
+            self._num_compared = num
+
+    def _is_non_execution(self, sentence: Sentence, token_ids: Sequence[int]) -> bool:
+        num_of_prompt = max(self.prompt_len - sentence.begin, 0)
+        if num_of_prompt and not self.count_prompt:
+            return False
+        if self._has_keyword(token_ids[num_of_prompt:]):
+            return True
+        # The code labels the first keyword that it meets in the prompt, and no other there.
+        if self._prompt_is_labelled or not self._has_keyword(token_ids[:num_of_prompt]):
+            return False
+        self._prompt_is_labelled = True
+        return True
+
+    def _has_keyword(self, token_ids: Sequence[int]) -> bool:
+        return is_non_execution(token_ids, self.tokenizer, self.keywords, self.keyword_match)
 
     def _add_similarities(self, found: dict[int, float]) -> None:
         for number, similarity in found.items():

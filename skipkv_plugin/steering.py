@@ -4,11 +4,16 @@ import re
 from collections.abc import Sequence
 from typing import Any, Literal
 
-KeywordMatch = Literal["text", "ids"]
+from torch import Tensor
+
+from kvpolicy.toolkit import Paragraphs, look_up
+from skipkv_plugin.sentences import Match
+
+ThinkInPrompt = Literal["last", "any"]
 
 
 def is_non_execution(
-    token_ids: Sequence[int], tokenizer: Any, keywords: Sequence[str], match: KeywordMatch
+    token_ids: Sequence[int], tokenizer: Any, keywords: Sequence[str], match: Match
 ) -> bool:
     """Whether a sentence checks, doubts or starts over instead of advancing the solution.
 
@@ -35,3 +40,23 @@ def strength(num_non_execution: int, *, alpha_0: float, gamma: float, alpha_max:
     """``alpha_0 + gamma * N_o``, at most ``alpha_max`` (SkipKV, section 4.2)."""
     alpha = alpha_0 + gamma * num_non_execution
     return min(alpha, alpha_max) if alpha_max else alpha
+
+
+def thinking_after_prompt(
+    paragraphs: Paragraphs, token_ids: Tensor, inside: bool, *, which: ThinkInPrompt, is_end: bool
+) -> bool:
+    """Whether thinking is open after a chunk of the prompt.
+
+    Args:
+        paragraphs: The tokens that open and close thinking.
+        token_ids: The chunk, ``[L]``.
+        inside: The answer for the chunk before it.
+        which: ``"last"``: the last tag decides. ``"any"``: any opening tag of the prompt opens
+            it and only its last token closes it, as in the authors' code.
+        is_end: Whether the prompt ends with this chunk.
+    """
+    if which == "last" or paragraphs.opens is None or paragraphs.closes is None:
+        return paragraphs.thinking_after(token_ids, inside)
+    if is_end and look_up(paragraphs.closes, token_ids[-1]):
+        return False
+    return inside or bool(look_up(paragraphs.opens, token_ids).any())

@@ -1,12 +1,10 @@
 """Test SkipKV's claims about sentences on the results of an ablation.
 
     kvpolicy ablate --preset skipkv --output RESULTS
-    python docs/benchmarks/skipkv.py paired RESULTS
     python docs/benchmarks/skipkv.py sentences RESULTS --rules reasoner
     python docs/benchmarks/skipkv.py fragments RESULTS --budgets 91,181
     python docs/benchmarks/skipkv.py slots RESULTS --budgets 91
 
-`paired`: accuracy of SkipKV minus that of each other policy at the same budget, paired by problem.
 `sentences`: per cell, for correct and incorrect answers: the shares of non-execution sentences and
 of repeated sentences (similarity above tau), and the mean length.
 `fragments`: how many sentences a compaction leaves in pieces, for R-KV and SkipKV.
@@ -27,7 +25,6 @@ import torch
 from torch import Tensor
 
 from kvpolicy import Engine, Plan, hookimpl
-from kvpolicy.lab.statistics import mean
 from kvpolicy.lab.steer.thoughts import load_rules
 from kvpolicy.lab.tasks.task import load_task
 from kvpolicy.model.loading import load_model
@@ -129,28 +126,6 @@ def sentences(folder: Path, n: int, rules: str) -> list[dict[str, Any]]:
                 if wanted is None or one["correct"] == wanted
             ]
             record[name] = summary(chosen)
-        records.append(record)
-    return records
-
-
-def paired(folder: Path, n: int) -> list[dict[str, Any]]:
-    """One record for each pair of policies: the difference at every budget, in points."""
-    _, cells = read_cells(folder, n)
-    correct = {
-        (cell.series, cell.budget): {one["item"]: float(one["correct"]) for one in cell.samples}
-        for cell in cells
-    }
-    budgets = sorted({budget for series, budget in correct if series == "R-KV" and budget})
-    pairs = [("SkipKV", rival) for rival in ("R-KV", "SnapKV", "H2O", "SkipKV, no steering")]
-    pairs.append(("SkipKV, no steering", "R-KV"))
-    records = []
-    for mine, rival in pairs:
-        record: dict[str, Any] = {"difference": f"{mine} - {rival}"}
-        for budget in budgets:
-            a, b = correct[mine, budget], correct[rival, budget]
-            found = mean([a[i] - b[i] for i in a])
-            points = [100 * x for x in (found.value, found.low, found.high)]
-            record[f"{budget:.0f}"] = "{:+.1f} ({:+.1f} {:+.1f})".format(*points)
         records.append(record)
     return records
 
@@ -284,15 +259,13 @@ def show(records: Sequence[dict[str, Any]]) -> None:
 def main() -> None:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("what", choices=["paired", "sentences", "fragments", "slots"])
+    parser.add_argument("what", choices=["sentences", "fragments", "slots"])
     parser.add_argument("results", type=Path)
     parser.add_argument("--n", type=int, default=100, help="items of each cell")
     parser.add_argument("--rules", default="published", help="keyword rules, a name or a file")
     parser.add_argument("--budgets", default="91,181")
     given = parser.parse_args()
-    if given.what == "paired":
-        records = paired(given.results, given.n)
-    elif given.what == "sentences":
+    if given.what == "sentences":
         records = sentences(given.results, given.n, given.rules)
     else:
         budgets = [int(budget) for budget in given.budgets.split(",")]

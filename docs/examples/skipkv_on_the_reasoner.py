@@ -11,7 +11,7 @@ from statistics import fmean
 from tempfile import TemporaryDirectory
 
 from kvpolicy import Engine, Plan
-from kvpolicy.lab.statistics import bootstrap_mean, wilson
+from kvpolicy.lab.statistics import paired_proportions, wilson
 from kvpolicy.lab.tasks.task import load_task
 from kvpolicy.model.loading import load_model
 
@@ -42,19 +42,20 @@ items = task.examples(NUM_REPORTED, seed=0)
 
 # %% Run: accuracy with its 95 % interval, and its paired difference from the full cache.
 print(f"{'':20}{'accuracy':>9}{'95 %':>10}{'against full':>21}{'tokens':>8}{'rows':>6}{'tok/s':>7}")
-reference: list[float] = []
+reference: list[bool] = []
 for name, plan in plans.items():
     run = Engine(model, tokenizer, plan, slots=50).generate(
         [item.prompt for item in items], max_new_tokens=700
     )
     results = run.results()
     correct = [
-        float(task.grade(result.text or "", item))
-        for result, item in zip(results, items, strict=True)
+        task.grade(result.text or "", item) for result, item in zip(results, items, strict=True)
     ]
     reference = reference or correct
-    share = wilson(int(sum(correct)), len(correct))
-    paired = bootstrap_mean([mine - full for mine, full in zip(correct, reference, strict=True)])
+    share = wilson(sum(correct), len(correct))
+    pairs = list(zip(correct, reference, strict=True))
+    outcomes = [(True, True), (True, False), (False, True), (False, False)]
+    paired = paired_proportions(*map(pairs.count, outcomes))
     interval = f"{share.low:.0%}-{share.high:.0%}"
     against = f"{paired.value:+.0%} ({paired.low:+.0%} {paired.high:+.0%})"
     length = fmean(len(result.tokens) for result in results)

@@ -10,6 +10,7 @@ import attrs
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from scipy import stats
 
 from kvpolicy.lab.statistics import (
     Z_95,
@@ -41,6 +42,14 @@ def test_wilson_gives_published_values(num_correct: int, n: int, low: float, hig
     assert found.value == num_correct / n
     assert found.low == pytest.approx(low, abs=5e-5)
     assert found.high == pytest.approx(high, abs=5e-5)
+
+
+@given(st.integers(1, 2000), st.data())
+def test_wilson_equals_scipy(n: int, data: st.DataObject) -> None:
+    num_correct = data.draw(st.integers(0, n))
+    expected = stats.binomtest(num_correct, n).proportion_ci(method="wilson")
+    found = wilson(num_correct, n)
+    assert (found.low, found.high) == pytest.approx((expected.low, expected.high), abs=1e-12)
 
 
 @given(st.integers(1, 2000), st.data())
@@ -207,6 +216,24 @@ def test_holm_agrees_with_its_definition(p_values: list[float]) -> None:
             assert i in rejected(adjusted)
         if adjusted > 0:
             assert i not in rejected(adjusted * (1 - 1e-9) if adjusted < 1 else 1 - 1e-9)
+
+
+def test_holm_gives_the_values_of_statsmodels() -> None:
+    """``multipletests(p, method="holm")`` of statsmodels 0.15.0."""
+    p_values = [0.0004, 0.0311, 0.012, 0.6, 0.012, 0.2, 0.049]
+    expected = [0.0028, 0.1244, 0.072, 0.6, 0.072, 0.4, 0.147]
+    assert holm(p_values) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    ("only_a", "only_b", "expected"),
+    [(1, 7, 0.0703125), (12, 2, 0.012939453125), (50, 8, 1.5702617754687068e-08), (0, 3, 0.25)],
+)
+def test_mcnemars_exact_test_gives_the_values_of_statsmodels(
+    only_a: int, only_b: int, expected: float
+) -> None:
+    """``mcnemar(..., exact=True)`` of statsmodels 0.15.0; the first is Fagerland's example."""
+    assert sign_test(only_a, only_b) == pytest.approx(expected)
 
 
 def test_holm_of_one_test_changes_nothing() -> None:
@@ -399,11 +426,28 @@ def test_values_that_are_not_finite_have_no_interval(values: list[float]) -> Non
 COUNTS = st.tuples(*[st.integers(0, 30)] * 4).filter(any)
 
 
-def test_the_paired_interval_gives_published_values() -> None:
-    """Airway hyper-responsiveness before and after a transplantation (Fagerland et al. 2014)."""
-    found = paired_proportions(1, 1, 7, 12)
-    assert found.value == pytest.approx(-6 / 21)
-    assert (found.low, found.high) == pytest.approx((-0.507, -0.026), abs=5e-4)
+@pytest.mark.parametrize(
+    ("counts", "low", "high"),
+    [
+        # Airway hyper-responsiveness before and after a transplantation (Fagerland et al. 2014).
+        ((1, 1, 7, 12), -0.507, -0.026),
+        # Newcombe 1998, method 10, his first example.
+        ((36, 12, 2, 0), 0.0569, 0.3404),
+    ],
+)
+def test_the_paired_interval_gives_published_values(
+    counts: tuple[int, int, int, int], low: float, high: float
+) -> None:
+    found = paired_proportions(*counts)
+    assert found.value == pytest.approx((counts[1] - counts[2]) / sum(counts))
+    assert (found.low, found.high) == pytest.approx((low, high), abs=5e-4)
+
+
+def test_the_paired_interval_agrees_with_the_test_where_few_items_differ() -> None:
+    """A bootstrap gives +1 to +8 points for three items of a hundred that all favour one side."""
+    found = paired_proportions(95, 3, 0, 2)
+    assert sign_test(3, 0) == 0.25
+    assert found.low < 0 < found.high
 
 
 @given(COUNTS)

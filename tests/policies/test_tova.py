@@ -4,7 +4,7 @@ import pytest
 import reference
 import tiny
 import torch
-from compare import assert_best_rows, assert_rows_shape, heads
+from compare import assert_best_rows, assert_rows_shape, layers
 from hypothesis import given
 from hypothesis import strategies as st
 from policy_checks import (
@@ -20,16 +20,6 @@ from kvpolicy.errors import KnobError
 from kvpolicy.testing import keep_rows, replay
 
 
-def layers(drawn: Drawn) -> list[tuple[int, list, list]]:
-    """Every ``(b, keys of all KV heads, queries of all groups)`` as lists."""
-    found: dict[int, tuple[list, list]] = {}
-    for b, _, keys, queries in heads(drawn.keys, drawn.queries):
-        of_keys, of_queries = found.setdefault(b, ([], []))
-        of_keys.append(keys)
-        of_queries.append(queries)
-    return [(b, keys, queries) for b, (keys, queries) in found.items()]
-
-
 @given(st.data(), caches())
 def test_all_heads_keep_the_rows_attended_by_the_newest_query(
     data: st.DataObject, drawn: Drawn
@@ -42,7 +32,7 @@ def test_all_heads_keep_the_rows_attended_by_the_newest_query(
     assert_rows_shape(kept, drawn.keys, budget)
     assert (kept == kept[:, :1]).all(), "KV heads keep different rows"
     window = min(n_recent, drawn.num_rows)
-    for b, keys, queries in layers(drawn):
+    for b, keys, queries in layers(drawn.keys, drawn.queries):
         scores = reference.tova(keys, queries)[: drawn.num_rows - window]
         assert_best_rows(kept[b, 0].tolist(), scores, window=window, budget=budget)
 
@@ -53,7 +43,7 @@ def test_every_round_of_a_stream_uses_the_newest_query(data: st.DataObject, draw
     plan = data.draw(rounds(drawn.num_rows))
     inputs = (drawn.keys, drawn.values, drawn.queries)
     answer = replay("tova", *inputs, budget=budget, **plan)
-    for b, keys, queries in layers(drawn):
+    for b, keys, queries in layers(drawn.keys, drawn.queries):
         resident: list[int] = []
         seen = 0
         for kept, count in zip(answer, plan["compact_at"], strict=True):

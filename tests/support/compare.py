@@ -109,6 +109,16 @@ def heads(keys: Tensor, queries: Tensor) -> list[tuple[int, int, list, list]]:
     ]
 
 
+def layers(keys: Tensor, queries: Tensor) -> list[tuple[int, list, list]]:
+    """Every ``(b, keys of all KV heads, queries of all groups)`` of a batch as lists."""
+    found: dict[int, tuple[list, list]] = {}
+    for b, _, of_keys, of_queries in heads(keys, queries):
+        all_keys, all_queries = found.setdefault(b, ([], []))
+        all_keys.append(of_keys)
+        all_queries.append(of_queries)
+    return [(b, all_keys, all_queries) for b, (all_keys, all_queries) in found.items()]
+
+
 def assert_rows_shape(kept: Tensor, keys: Tensor, budget: int) -> None:
     """Check that ``keep_rows`` returned ``[B, H_kv, min(budget, T)]``, int64, increasing."""
     batch, num_kv_heads, num_rows = keys.shape[:3]

@@ -212,6 +212,24 @@ def last_query(keys: Matrix, queries: Sequence[Matrix]) -> list[float]:
     return softmax(logits) if logits else []
 
 
+def last_query_of_all_heads(
+    keys: Sequence[Matrix], queries: Sequence[Sequence[Matrix]]
+) -> list[float]:
+    """The "H2O" of SkipKV's code: the same weights, averaged over the KV heads."""
+    weights = [last_query(*head) for head in zip(keys, queries, strict=True)]
+    return [math.fsum(column) / len(column) for column in zip(*weights, strict=True)]
+
+
+def sums_and_redundancy(
+    sums: Sequence[float], similar: Sequence[float], weight: float
+) -> list[float]:
+    """Sums over all queries minus R-KV's redundancy, each as shares of the candidates'."""
+    return [
+        weight * received / math.fsum(sums) - (1 - weight) * surplus / math.fsum(similar)
+        for received, surplus in zip(sums, similar, strict=True)
+    ]
+
+
 # --- TOVA -----------------------------------------------------------------------------------
 
 

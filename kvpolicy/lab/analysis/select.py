@@ -132,24 +132,42 @@ def find_cell(cells: Sequence[PooledCell], text: str) -> PooledCell:
     raise ResultsError(msg)
 
 
-def pairs_with(cells: Sequence[PooledCell], text: str) -> list[tuple[PooledCell, PooledCell]]:
-    """Pair every cell with the baseline of the same model and task.
+def pairs_with(
+    cells: Sequence[PooledCell],
+    texts: Sequence[str],
+    is_compared: Keep,
+) -> list[tuple[PooledCell, PooledCell]]:
+    """Pair every cell with the baselines of the same model and task.
 
     Args:
         cells: The cells.
-        text: The baseline as in `find_cell`; each model and task has its own.
+        texts: The baselines. Each is a cell, as in `find_cell`, or a series: a cell is then
+            compared with that series at its own budget. Each model and task has its own.
+        is_compared: Which cells are compared with a baseline, see `select`.
 
     Returns:
-        Pairs of a cell and its baseline. A model and task without a baseline has no pairs.
+        Pairs of a cell and its baseline, no two cells twice. A cell without a baseline has none.
 
     Raises:
-        ResultsError: No model and task has the baseline, or one of them has several.
+        ResultsError: No model and task has a baseline, one of them has several at a budget, or
+            no cell has a baseline.
     """
-    blocks = [block for block in blocks_of(cells) if _matches(block, text)]
-    if not blocks:
-        find_cell(cells, text)  # raises
-    found = [(block, find_cell(block, text)) for block in blocks]
-    return [(cell, baseline) for block, baseline in found for cell in block if cell is not baseline]
+    found: dict[frozenset[PooledCell], tuple[PooledCell, PooledCell]] = {}
+    for text in texts:
+        blocks = [block for block in blocks_of(cells) if _matches(block, text)]
+        if not blocks:
+            find_cell(cells, text)  # raises
+        for block in blocks:
+            for cell, baseline in _with_baseline(block, text):
+                if is_compared(cell.group, cell.record):
+                    found.setdefault(frozenset({cell, baseline}), (cell, baseline))
+    if not found:
+        msg = (
+            f"no other cell can be compared with {' or '.join(map(repr, texts))}: a series is "
+            "compared at its own budgets; name one cell, SERIES@BUDGET, or select more cells."
+        )
+        raise ResultsError(msg)
+    return list(found.values())
 
 
 def format_budget(budget: float | None) -> str:
@@ -204,6 +222,19 @@ def unique_labels(cells: Sequence[PooledCell]) -> list[str]:
         ", ".join([cell.name, *(f"{name} {format_setting(cell, name)}" for name in names)])
         for cell in cells
     ]
+
+
+def _with_baseline(block: Sequence[PooledCell], text: str) -> list[tuple[PooledCell, PooledCell]]:
+    """The other cells of a model and task, each with its baseline."""
+    baselines = _matches(block, text)
+    if len(baselines) == 1:
+        return [(cell, baselines[0]) for cell in block if cell is not baselines[0]]
+    by_budget = {cell.budget: cell for cell in baselines}
+    is_series = len({cell.series for cell in baselines}) == 1
+    if not is_series or len(by_budget) < len(baselines):
+        find_cell(block, text)  # raises: the name is ambiguous
+    others = [cell for cell in block if cell not in baselines]
+    return [(cell, by_budget[cell.budget]) for cell in others if cell.budget in by_budget]
 
 
 def _check_known(kind: str, selected: Sequence[object] | None, known: Sequence[object]) -> None:

@@ -133,6 +133,7 @@ def table(
     epilog=examples(
         "kvpolicy results compare runs H2O@128 R-KV@128",
         "kvpolicy results compare runs --with 'full cache'",
+        "kvpolicy results compare runs --with R-KV --with SnapKV --series H2O",
     ),
 )
 def compare(
@@ -143,8 +144,13 @@ def compare(
         ),
     ],
     with_: Annotated[
-        str | None,
-        typer.Option("--with", metavar="CELL", help="Compare every cell with this baseline."),
+        list[str] | None,
+        typer.Option(
+            "--with",
+            metavar="CELL|SERIES",
+            help="Compare every cell with this baseline, or with a series at the same budget; "
+            "may be repeated.",
+        ),
     ] = None,
     column: Annotated[
         str | None,
@@ -168,10 +174,10 @@ def compare(
 ) -> None:
     """Compare cells item by item: paired difference, its interval, and an exact test.
 
-    A minus B, on the items of both. With --with, every other cell minus that baseline, with
+    A minus B, on the items of both. With --with, every other cell minus each baseline, with
     Holm's correction for the number of comparisons.
     """
-    run_names, cell_names = (names, []) if with_ is not None else (names[:-2], names[-2:])
+    run_names, cell_names = (names, []) if with_ else (names[:-2], names[-2:])
     if not run_names:
         run = names[0] if len(names) == 1 else "RUN"
         msg = (
@@ -180,7 +186,7 @@ def compare(
             f"{run}` shows the cells."
         )
         raise KVPolicyError(msg)
-    if items and with_ is not None:
+    if items and with_:
         msg = "--items and --with were given; items are shown for two cells: RUN A B."
         raise KVPolicyError(msg)
     runs = open_runs(run_names, warn=info)
@@ -188,16 +194,16 @@ def compare(
     check_facet(cells, by)
     # --series and --budget select what --with is compared with, not A and B or the baseline.
     is_compared = select(runs, series=series, budgets=budget)
-    if with_ is None:
+    if not with_:
         pairs = [(find_cell(cells, cell_names[0]), find_cell(cells, cell_names[1]))]
     else:
-        pairs = [(a, b) for a, b in pairs_with(cells, with_) if is_compared(a.group, a.record)]
+        pairs = pairs_with(cells, with_, is_compared)
     found = []
     for a, b in pairs:
         measured = column_of(b.group, column)
         column_of(a.group, measured.name)  # raises if the first cell has no such column
         found.append(compare_cells(a, b, measured, seed=bootstrap_seed))
-    if with_ is not None:
+    if with_:
         found = adjust_p_values(found)
     method = interval_method(found, seed=bootstrap_seed)
     if json:
@@ -205,7 +211,7 @@ def compare(
         print_json({"interval": method, "comparisons": records}, indent=2)
         return
     warn_incomplete(list(dict.fromkeys(cell for pair in pairs for cell in pair)))
-    if with_ is None:
+    if not with_:
         width = terminal_width()
         print_text(two_cells(found[0], items=items, width=width, seed=bootstrap_seed))
     else:

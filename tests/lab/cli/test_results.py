@@ -238,6 +238,41 @@ def test_all_cells_are_compared_with_one_of_their_model(kvpolicy: Shell) -> None
     assert text.count("0.031") == 4
 
 
+SERIES = (("H2O", 64), ("H2O", 96), ("R-KV", 64), ("R-KV", 96), ("full cache", None))
+
+
+def _pairs(answer: Any) -> list[tuple[str, str]]:
+    sides = [(one["a"], one["b"]) for one in answer.json["comparisons"]]
+    return [(f"{a['series']}@{a['budget']}", f"{b['series']}@{b['budget']}") for a, b in sides]
+
+
+def test_cells_are_compared_with_a_series_at_their_own_budget(kvpolicy: Shell) -> None:
+    write_run(Path("run"), outcome=_worse, plans=SERIES)
+    compare = ("results", "compare", "run", "--json", "--with")
+    assert _pairs(kvpolicy(*compare, "H2O")) == [
+        ("R-KV@64", "H2O@64"),
+        ("R-KV@96", "H2O@96"),
+    ]
+    answer = kvpolicy("results", "compare", "run", "--with", "H2O")
+    assert [line.split()[:2] for line in answer.out.splitlines()[2:4]] == [
+        ["R-KV@64", "H2O@64"],
+        ["R-KV@96", "H2O@96"],
+    ]
+
+
+def test_several_baselines_are_corrected_together(kvpolicy: Shell) -> None:
+    write_run(Path("run"), outcome=_worse, plans=SERIES)
+    several = ("results", "compare", "run", "--with", "R-KV", "--with", "H2O", "--with", "full")
+    only_h2o = kvpolicy(*several, "--series", "H2O", "--json")
+    rivals = [("H2O@64", "R-KV@64"), ("H2O@96", "R-KV@96")]
+    with_full = [("H2O@64", "full cache@None"), ("H2O@96", "full cache@None")]
+    assert _pairs(only_h2o) == rivals + with_full
+    found = only_h2o.json["comparisons"]
+    assert [one["p_holm"] for one in found] == pytest.approx([1, 1, *[4 * 2 / 2**4] * 2])
+    pairs = _pairs(kvpolicy(*several, "--json"))
+    assert len({frozenset(pair) for pair in pairs}) == len(pairs) == 6, "no pair twice"
+
+
 def test_comparing_with_a_baseline_drops_no_count(kvpolicy: Shell) -> None:
     """The second cell has four of its samples, and of those that are done some have no answer."""
     write_run(Path("run"), outcome=_worse, plans=(("H2O", 64), ("full cache", None)), only_first=12)
@@ -346,7 +381,10 @@ REFUSED = {
     "an unknown cell": (["compare", "run", "H2O@65", "full"], "did you mean"),
     "several cells": (["compare", "run", "H2O", "full"], "may be any of 2 cells: H2O@64; H2O@96"),
     "a base nobody has": (["compare", "run", "--with", "rkv"], "no cell 'rkv'"),
-    "several bases": (["compare", "run", "--with", "h2o"], "may be any of 2 cells"),
+    "no other cell at its budgets": (
+        ["compare", "run", "--with", "h2o"],
+        "no other cell can be compared with 'h2o'",
+    ),
     "an unknown column": (["compare", "run", "h2o@64", "full", "--column", "x"], "not measured"),
     "items of many": (["compare", "run", "--with", "full", "--items"], "RUN A B"),
     "an ending": (["export", "run", "--to", "a.xlsx"], "ends in .csv or .parquet"),

@@ -1,0 +1,1 @@
+"""Plans that use several of the policies in this package."""
