@@ -1,4 +1,4 @@
-"""The ``kvpolicy`` program: finds commands by entry point and turns errors into exit statuses.
+"""The ``kvpolicy`` program: finds commands by entry point and runs one.
 
 Any package can add a command. An entry point of the group ``kvpolicy.commands`` names a
 `typer.Typer` object; the arguments ``help`` and ``rich_help_panel`` of that object are read from
@@ -6,7 +6,6 @@ its source for ``kvpolicy --help``, so that only the command that runs is import
 """
 
 import ast
-import os
 import sys
 import threading
 from _thread import interrupt_main
@@ -19,12 +18,9 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 from typer.main import get_command
 
-from kvpolicy.cli.output import as_sentence, info, stdout_error
+from kvpolicy.cli.failures import INTERRUPTED, answer, check_working_folder, standard_streams
+from kvpolicy.cli.output import info
 from kvpolicy.entry_points import find_installed, installed, load_installed, parse_module
-from kvpolicy.errors import KVPolicyError
-
-WRONG_INPUT = 2
-INTERRUPTED = 130
 
 GROUP = "kvpolicy.commands"
 HELP = "KV-cache eviction policies as plugins: run them, mix them per layer, compare them."
@@ -32,10 +28,6 @@ HELP = "KV-cache eviction policies as plugins: run them, mix them per layer, com
 PANELS = ("Generate text", "Policies and plans", "Experiments", "Results", "Models")
 
 _RESEND_AFTER_S = 0.05
-
-
-class Interrupted(Exception):  # noqa: N818 - not an error
-    """The user pressed Ctrl-C; the message says what is kept and how to go on."""
 
 
 def run(args: list[str]) -> int:
@@ -47,37 +39,17 @@ def run(args: list[str]) -> int:
     Returns:
         The exit status.
     """
-    try:
-        with _no_lost_interrupts():
-            status = build().main(args, prog_name="kvpolicy", standalone_mode=False)
-        sys.stdout.flush()
-    except KVPolicyError as error:
-        _stdout_is_broken()
-        return _refuse(str(error))
-    except (Interrupted, KeyboardInterrupt, typer.Abort) as interrupt:
-        info(str(interrupt) or "interrupted.")
-        return INTERRUPTED
-    except BrokenPipeError:
-        # The reader of our output (`| head`) has closed it.
-        _discard_stdout()
-        return 0
-    except OSError as error:
-        if not _stdout_is_broken():
-            raise
-        return _refuse(str(stdout_error(error)))
-    except Exception as error:
-        # Usage errors derive from a click class that typer has moved between releases; all of
-        # them have this method.
-        format_message = getattr(error, "format_message", None)
-        if format_message is None:
-            raise
-        if type(error).__name__ == "NoArgsIsHelpError":
-            typer.echo(format_message(), nl=False)  # rich has printed the help already
-            return 0
-        return _refuse(format_message())
-    if status == INTERRUPTED:  # typer caught Ctrl-C
-        info("interrupted.")
-    return status if isinstance(status, int) else 0
+    with standard_streams():
+        try:
+            check_working_folder()
+            with _no_lost_interrupts():
+                status = build().main(args, prog_name="kvpolicy", standalone_mode=False)
+            sys.stdout.flush()
+        except (Exception, KeyboardInterrupt) as error:
+            return answer(error)
+        if status == INTERRUPTED:  # typer caught Ctrl-C
+            info("interrupted.")
+        return status if isinstance(status, int) else 0
 
 
 def build() -> Any:
@@ -187,26 +159,6 @@ def _root(
         raise typer.Exit
     if ctx.invoked_subcommand is None:
         typer.echo(ctx.get_help(), nl=False)
-
-
-def _stdout_is_broken() -> bool:
-    """Whether stdout cannot be written, because the disk is full for example."""
-    try:
-        sys.stdout.flush()
-    except OSError:
-        _discard_stdout()
-        return True
-    return False
-
-
-def _discard_stdout() -> None:
-    """Python would write the rest of the buffer once more at exit, with a traceback."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-
-
-def _refuse(message: str) -> int:
-    info(as_sentence(message))
-    return WRONG_INPUT
 
 
 @contextmanager

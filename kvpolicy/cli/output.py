@@ -12,8 +12,6 @@ from shutil import get_terminal_size
 from time import monotonic
 from typing import Any
 
-import typer
-
 from kvpolicy.errors import OutputError
 from kvpolicy.text import visible, visible_json, visible_lines
 
@@ -23,13 +21,17 @@ _LOG_EVERY_S = 10.0
 _REDRAW_EVERY_S = 0.1
 
 
+class StdoutClosed(Exception):  # noqa: N818 - not an error
+    """The reader of stdout, such as ``head``, has closed it. typer would exit with status 1."""
+
+
 def info(message: str) -> None:
     """Print a message that is not a result, to stderr.
 
     Args:
         message: One or more sentences; line breaks are shown as escapes.
     """
-    typer.echo(f"kvpolicy: {visible(message)}", err=True)
+    info_text(f"kvpolicy: {visible(message)}")
 
 
 def info_text(text: str) -> None:
@@ -38,7 +40,8 @@ def info_text(text: str) -> None:
     Args:
         text: The text, without its last line feed.
     """
-    typer.echo(visible_lines(text), err=True)
+    sys.stderr.write(visible_lines(text) + "\n")
+    sys.stderr.flush()
 
 
 def as_sentence(message: str) -> str:
@@ -102,8 +105,8 @@ def _write(text: str) -> None:
     try:
         sys.stdout.write(text)
         sys.stdout.flush()
-    except BrokenPipeError:
-        raise  # the reader has closed the pipe, which is no error
+    except BrokenPipeError as error:
+        raise StdoutClosed from error
     except OSError as error:
         raise stdout_error(error) from error
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kvpolicy.cli.app import WRONG_INPUT
+from kvpolicy.cli.failures import WRONG_INPUT
 from kvpolicy.cli.options import (
     DEFAULT_MODEL,
     Dtype,

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import attrs
 import typer
 
-from kvpolicy.cli.app import Interrupted
+from kvpolicy.cli.failures import Interrupted
 from kvpolicy.cli.options import (
     Buffer,
     Device,

@@ -15,7 +15,7 @@ from typing import Annotated, Any
 
 import typer
 
-from kvpolicy.cli.app import Interrupted
+from kvpolicy.cli.failures import Interrupted
 from kvpolicy.cli.options import (
     DEFAULT_MODEL,
     Budget,

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import attrs
 import typer
 
-from kvpolicy.cli.app import Interrupted
+from kvpolicy.cli.failures import Interrupted
 from kvpolicy.cli.options import (
     DEFAULT_MODEL,
     Device,

@@ -1,0 +1,158 @@
+"""Exceptions at the command line: a sentence for what a user can change, else a traceback."""
+
+import errno
+import io
+import os
+import subprocess
+import sys
+from importlib.metadata import metadata
+from pathlib import Path
+from typing import Any, NoReturn
+
+import attrs
+import pytest
+from shell import Answer, Shell, refusal
+
+from kvpolicy.cli.failures import DEFECT, ISSUES, standard_streams
+from kvpolicy.cli.output import print_text
+from kvpolicy.errors import KVPolicyError
+from kvpolicy.files import MAX_BYTES
+
+
+@attrs.frozen
+class Raises:
+    """A command line whose command raises an exception."""
+
+    error: BaseException
+
+    def main(self, *_: object, **__: object) -> NoReturn:
+        raise self.error
+
+
+@pytest.fixture
+def raising(kvpolicy: Shell, monkeypatch: pytest.MonkeyPatch) -> Any:
+    def answer(error: BaseException) -> Answer:
+        monkeypatch.setattr("kvpolicy.cli.app.build", lambda: Raises(error))
+        return kvpolicy()
+
+    return answer
+
+
+@pytest.mark.parametrize(
+    ("error", "part"),
+    [
+        (KVPolicyError("no budget"), "kvpolicy: no budget."),
+        (OSError(errno.ENAMETOOLONG, "File name too long", "a" * 999), "aaa... cannot be used: "),
+        (PermissionError(errno.EACCES, "Permission denied", b"/a"), "/a cannot be used: Permis"),
+        (IsADirectoryError(errno.EISDIR, "Is a directory", Path("a")), "a cannot be used: Is a"),
+        (OSError(errno.EIO, "", 3), "3 cannot be used: Input/output error"),
+        (OSError(errno.ENOSPC, "No space left on device"), "refuses to go on: No space left"),
+        (OSError(errno.EMFILE, "Too many open files"), "refuses to go on: Too many open files"),
+        (MemoryError(), "not enough memory; give a smaller --budget"),
+        (RuntimeError("DefaultCPUAllocator: not enough memory"), "there is not enough memory"),
+    ],
+)
+def test_what_a_user_can_change_is_one_sentence(
+    raising: Any, error: BaseException, part: str
+) -> None:
+    assert part in refusal(raising(error))
+
+
+OUR_FILE = Path(__file__).parents[2] / "kvpolicy/lab/report/assets/none.css"
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        AssertionError("we were wrong\x1b[31m"),
+        RecursionError("maximum recursion depth exceeded"),
+        FileNotFoundError(errno.ENOENT, "No such file or directory", str(OUR_FILE)),
+        OSError("a library has raised this, not the system"),
+        OSError(errno.EBADF, "Bad file descriptor"),
+    ],
+)
+def test_a_defect_shows_its_traceback_and_where_to_report_it(
+    raising: Any, error: BaseException
+) -> None:
+    answer = raising(error)
+    assert answer.status == DEFECT
+    first, *_, last = answer.err.splitlines()
+    assert first == "Traceback (most recent call last):"
+    assert ISSUES in last
+    assert "\x1b" not in answer.err
+    assert answer.out == ""
+
+
+def test_defects_are_reported_to_this_project() -> None:
+    urls = dict(url.split(", ") for url in metadata("kvpolicy").get_all("Project-URL") or [])
+    assert f"{urls['Source']}/issues" == ISSUES
+
+
+def test_a_deleted_working_folder_is_named(
+    kvpolicy: Shell, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    folder.rmdir()
+    assert "the working folder cannot be used: No such file" in refusal(kvpolicy("list"))
+    os.chdir(tmp_path)  # where monkeypatch can go back from
+
+
+@pytest.mark.parametrize("closed", [{"stdin"}, {"stdout"}, {"stderr"}, {"stdin", "stdout"}])
+def test_closed_streams_do_not_matter(
+    kvpolicy: Shell, monkeypatch: pytest.MonkeyPatch, closed: set[str]
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO()))
+        for name in closed:
+            patch.setattr(sys, name, None)
+        assert kvpolicy("list").status == 0
+        assert kvpolicy("lst").status == 2
+        assert kvpolicy("run", "--file", "-", "--model", "none").status == 2
+
+
+class Failing(io.StringIO):
+    """A stream on a full disk."""
+
+    def write(self, text: str) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def test_messages_that_cannot_be_written_are_dropped(
+    kvpolicy: Shell, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "stderr", Failing())
+        assert kvpolicy("lst").status == 2
+
+
+def test_characters_that_stdout_lacks_are_escaped(
+    kvpolicy: Shell, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stdout = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "stdout", stdout)
+        assert kvpolicy("run", "--help").status == 0
+        with standard_streams():
+            print_text("café ─")
+    assert stdout.buffer.getvalue().endswith(b"caf\\xe9 \\u2500")  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("script", "status", "part"),
+    [
+        ("{k} list | head -c 1; exit ${PIPESTATUS[0]}", 0, ""),
+        ("{k} list <&- >&- 2>&-", 0, ""),
+        ("{k} list >/dev/full", 2, "kvpolicy: standard output cannot be written: No space left"),
+        ("{k} lst 2>/dev/full", 2, ""),
+        ("{k} lst 2>&1 | head -c 0; exit ${PIPESTATUS[0]}", 2, ""),
+        ("{k} run --file /dev/zero --model none", 2, f"larger than {MAX_BYTES >> 20} MiB"),
+    ],
+)
+def test_a_shell_may_close_what_it_likes(script: str, status: int, part: str) -> None:
+    command = script.replace("{k}", f"'{sys.executable}' -m kvpolicy")
+    ended = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False)
+    assert ended.returncode == status
+    assert part in ended.stderr
+    assert "Traceback" not in ended.stderr
