@@ -61,7 +61,7 @@ def answer(error: BaseException) -> int:
     if isinstance(error, (Interrupted, KeyboardInterrupt, typer.Abort)):
         info(str(error) or "interrupted.")
         return INTERRUPTED
-    if isinstance(error, (StdoutClosed, BrokenPipeError)) and isinstance(problem, BrokenPipeError):
+    if isinstance(error, StdoutClosed):
         return 0
     # Usage errors derive from a click class that typer has moved between releases; all of them
     # have this method.
