@@ -180,6 +180,8 @@ class KVCache:
         self.num_pads = np.zeros_like(self.rows)
         self.slot_tensors: list[Tensor] = []
         self.row_bytes = np.array([shape.row_bytes for shape in shapes], dtype=np.int64)
+        windows = [shape.sliding_window or sys.maxsize for shape in shapes]
+        self._windows = np.array(windows, dtype=np.int64)
         self.transient_bytes = 0
         self.rotate: Rotate | None = None
 
@@ -193,6 +195,10 @@ class KVCache:
     def peak_bytes(self) -> int:
         """Bytes allocated plus the largest temporary copy so far."""
         return self.num_bytes + self.transient_bytes
+
+    def full_bytes(self, slot: int) -> int:
+        """Bytes of keys and values that a full cache holds for the tokens of a slot."""
+        return int(np.minimum(self.seq_len[slot], self._windows) @ self.row_bytes)
 
     def grow(self, slabs: Sequence[Slab]) -> None:
         """Grow layers to the capacity of their new slab, one at a time; none ever shrinks."""

@@ -142,7 +142,7 @@ def _stream(task: Generation) -> bool:
         raise RequestError(result.error)
     print_text("" if last.endswith("\n") else "\n")
     info(format_result(result, task.engine.plan))
-    info(format_report(stream.report))
+    _print_report(stream.report, task)
     return False
 
 
@@ -156,8 +156,20 @@ def _print_texts(task: Generation) -> bool:
             continue
         print_lines([f"[{result.id}] {result.finish_reason}, {len(result.tokens)} tokens"])
         print_exact(f"{result.text}\n\n")
-    info(format_report(results.report))
+    _print_report(results.report, task)
     return failed
+
+
+def _print_report(report: "RunReport", task: Generation) -> None:
+    from kvpolicy.engine.savings import nothing_evicted
+
+    info(format_report(report))
+    plan, evicted, longest = task.engine.plan, report.rows_evicted, report.peak_rows
+    note = nothing_evicted(plan, evicted, longest, lambda key, value: f"--{key} {value}")
+    if note is not None:
+        info(f"{note}.")
+    elif report.full_bytes > report.held_bytes:
+        info(format_savings(report))
 
 
 def _print_json_lines(task: Generation) -> bool:
@@ -201,6 +213,19 @@ def format_result(result: "Result", plan: "ResolvedPlan") -> str:
         f"{len(result.tokens)} tokens ({result.finish_reason}) after a prompt of "
         f"{result.prompt_len}; {evicted}; at most {result.peak_rows:,} rows in a layer, "
         f"{format_bytes(result.peak_bytes)} of keys and values in all."
+    )
+
+
+def format_savings(report: "RunReport") -> str:
+    """One sentence about the memory that a run did not need.
+
+    Args:
+        report: Its report.
+    """
+    held, full = report.held_bytes, report.full_bytes
+    return (
+        f"saved {report.saved_share:.1%} of a full cache: at most {format_bytes(held)} of keys and "
+        f"values instead of {format_bytes(full)}, {format_bytes(full - held)} less."
     )
 
 

@@ -102,6 +102,7 @@ class Compactor:
         rows = self._cache.rows[:, slot]
         seq.peak_rows = max(seq.peak_rows, int(rows.max()))
         seq.peak_bytes = max(seq.peak_bytes, int(rows @ self._cache.row_bytes))
+        seq.full_bytes = self._cache.full_bytes(slot)
 
     def _ask_due(
         self, layer_idx: int, sequences: abc.Sequence[Sequence], first: int, last: int

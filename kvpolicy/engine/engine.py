@@ -20,6 +20,7 @@ from kvpolicy.engine.isolation import ErrorScope, OnHookError
 from kvpolicy.engine.request import Request, Sampling, samplings_of
 from kvpolicy.engine.results import Events, FinishReason, Result, RunReport
 from kvpolicy.engine.sampler import Sampler, sample_next
+from kvpolicy.engine.savings import nothing_evicted
 from kvpolicy.engine.sequence import Sequence, encode
 from kvpolicy.engine.stream import TextPieces
 from kvpolicy.errors import KVPolicyError, RequestError
@@ -244,8 +245,10 @@ class Run:
     @property
     def report(self) -> RunReport:
         """What the run has cost so far."""
+        so_far = self._report
         return attrs.evolve(
-            self._report,
+            so_far,
+            note=nothing_evicted(self.engine.plan, so_far.rows_evicted, so_far.peak_rows),
             peak_kv_bytes=self.batch.cache.peak_bytes,
             num_processes=self.engine.adapter.processes.num_processes,
             compactions=self.batch.compactor.num_compactions,
@@ -392,8 +395,7 @@ class Run:
 
     def _emit(self, result: Result) -> None:
         self._results.append(result)
-        self._report.num_requests += 1
-        self._report.num_errors += result.finish_reason == "error"
+        self._report.add(result)
 
 
 class Stream:

@@ -4,6 +4,8 @@ from typing import Any, Literal
 
 import attrs
 
+from kvpolicy.engine.savings import saved_share
+
 FinishReason = Literal["stop", "length", "cancelled", "error"]
 
 
@@ -26,6 +28,8 @@ class Result:
         rows_evicted: Evicted rows, summed over layers and counted per KV head.
         peak_rows: Maximum number of rows in any layer.
         peak_bytes: Bytes of keys and values in those rows, summed over layers.
+        full_bytes: Bytes of keys and values that a full cache holds for the same tokens: of all
+            rows that some query can still attend to.
         prefill_s: Seconds in forwards of this prompt (shared with its prefill group).
         decode_s: Seconds from the first token to the last.
     """
@@ -40,12 +44,19 @@ class Result:
     rows_evicted: int = 0
     peak_rows: int = 0
     peak_bytes: int = 0
+    full_bytes: int = 0
     prefill_s: float = 0.0
     decode_s: float = 0.0
 
+    @property
+    def saved_share(self) -> float:
+        """Share of a full cache's bytes that this sequence did not need."""
+        return saved_share(self.peak_bytes, self.full_bytes)
+
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON."""
-        return attrs.asdict(self) | {"tokens": list(self.tokens)}
+        derived = {"tokens": list(self.tokens), "saved_share": self.saved_share}
+        return attrs.asdict(self) | derived
 
 
 @attrs.define
@@ -67,6 +78,11 @@ class RunReport:
         steer_s: Seconds in `steer`, host time without device synchronization.
         decode_policy_s: Seconds of policy work within decode steps, part of `decode_s`.
         compactions: Compactions, summed over sequences and layers.
+        rows_evicted: Evicted rows of finished requests, as in `Result`.
+        peak_rows: Maximum number of rows in any layer, of finished requests.
+        held_bytes: `peak_bytes` of the finished requests, summed.
+        full_bytes: What a full cache holds for them, likewise.
+        note: A sentence if no row was evicted although the plan has a budget; else ``None``.
         peak_kv_bytes: Peak bytes of the cache in this process: keys, values, positions, tracks,
             query windows, registers and unobserved hidden states of all slots, and the
             temporary copy of a compaction.
@@ -87,8 +103,27 @@ class RunReport:
     steer_s: float = 0.0
     decode_policy_s: float = 0.0
     compactions: int = 0
+    rows_evicted: int = 0
+    peak_rows: int = 0
+    held_bytes: int = 0
+    full_bytes: int = 0
+    note: str | None = None
     peak_kv_bytes: int = 0
     num_processes: int = 1
+
+    def add(self, result: Result) -> None:
+        """Count a finished request."""
+        self.num_requests += 1
+        self.num_errors += result.finish_reason == "error"
+        self.rows_evicted += result.rows_evicted
+        self.peak_rows = max(self.peak_rows, result.peak_rows)
+        self.held_bytes += result.peak_bytes
+        self.full_bytes += result.full_bytes
+
+    @property
+    def saved_share(self) -> float:
+        """Share of the full cache's bytes that the finished requests did not need."""
+        return saved_share(self.held_bytes, self.full_bytes)
 
     @property
     def peak_kv_bytes_in_all(self) -> int:
@@ -117,6 +152,7 @@ class RunReport:
             "throughput_tok_s": self.throughput_tok_s,
             "policy_s": self.policy_s,
             "policy_share": self.policy_share,
+            "saved_share": self.saved_share,
             "peak_kv_bytes_in_all": self.peak_kv_bytes_in_all,
         }
         return attrs.asdict(self) | derived

@@ -35,6 +35,7 @@ class Sequence:
         rows_evicted: Rows evicted, summed over layers and counted per KV head.
         peak_rows: The most rows any layer held.
         peak_bytes: Bytes of keys and values in its rows at most, summed over layers.
+        full_bytes: Those of a full cache of the same tokens, when it was last looked at.
         prefill_s: Seconds in the prefill of its group.
         decode_from: Time of its first token.
         finish_reason: Why it has ended; ``None`` while it is served.
@@ -54,6 +55,7 @@ class Sequence:
     rows_evicted: int = 0
     peak_rows: int = 0
     peak_bytes: int = 0
+    full_bytes: int = 0
     prefill_s: float = 0.0
     decode_from: float = 0.0
     finish_reason: FinishReason | None = None
@@ -144,6 +146,7 @@ class Sequence:
             rows_evicted=self.rows_evicted,
             peak_rows=self.peak_rows,
             peak_bytes=self.peak_bytes,
+            full_bytes=self.full_bytes,
             prefill_s=self.prefill_s,
             decode_s=time.perf_counter() - self.decode_from if self.tokens else 0.0,
         )

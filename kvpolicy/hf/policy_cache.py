@@ -24,6 +24,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from kvpolicy.engine.batch import RunningBatch
 from kvpolicy.engine.engine import DEFAULT_CHUNK, Engine
 from kvpolicy.engine.request import Request
+from kvpolicy.engine.savings import nothing_evicted, saved_share
 from kvpolicy.engine.sequence import Sequence as EngineSequence
 from kvpolicy.errors import CacheError
 from kvpolicy.hf.inputs import Columns
@@ -61,6 +62,9 @@ class CacheReport:
         peak_kv_bytes: Bytes of the cache at its largest, as in `RunReport`.
         compactions: Compactions of one sequence in one layer.
         rows_evicted: Rows evicted, summed over layers and sequences, counted per KV head.
+        held_bytes: Bytes of keys and values that each sequence held at most, summed.
+        full_bytes: What a full cache holds for the same tokens.
+        note: A sentence if no row was evicted although the plan has a budget; else ``None``.
         policy_s: Seconds of policy work.
     """
 
@@ -70,11 +74,19 @@ class CacheReport:
     peak_kv_bytes: int = 0
     compactions: int = 0
     rows_evicted: int = 0
+    held_bytes: int = 0
+    full_bytes: int = 0
+    note: str | None = None
     policy_s: float = 0.0
+
+    @property
+    def saved_share(self) -> float:
+        """Share of a full cache's bytes that the sequences did not need."""
+        return saved_share(self.held_bytes, self.full_bytes)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data, ready for JSON."""
-        return attrs.asdict(self)
+        return attrs.asdict(self) | {"saved_share": self.saved_share}
 
 
 def _refuse(reason: str) -> NoReturn:
@@ -150,13 +162,18 @@ class PolicyCache(Cache):
         rows = {
             seq.id: int(batch.cache.rows[:, slot].max()) for slot, seq in enumerate(batch.active)
         }
+        peak_rows = max(seq.peak_rows for seq in batch.active)
+        rows_evicted = sum(seq.rows_evicted for seq in batch.active)
         return CacheReport(
             tokens=tuple(self._columns.num_tokens.tolist()),
             rows=tuple(rows[row] for row in range(len(rows))),
-            peak_rows=max(seq.peak_rows for seq in batch.active),
+            peak_rows=peak_rows,
             peak_kv_bytes=batch.cache.peak_bytes,
             compactions=batch.compactor.num_compactions,
-            rows_evicted=sum(seq.rows_evicted for seq in batch.active),
+            rows_evicted=rows_evicted,
+            held_bytes=sum(seq.peak_bytes for seq in batch.active),
+            full_bytes=sum(seq.full_bytes for seq in batch.active),
+            note=nothing_evicted(self._engine.plan, rows_evicted, peak_rows),
             policy_s=batch.timings.policy_s,
         )
 

@@ -38,6 +38,30 @@ def test_stdout_is_only_the_text(
     assert "policies took" in answer.err
 
 
+def test_the_share_of_a_full_cache_that_was_saved_is_printed(
+    kvpolicy: Shell, model_folder: Path, tmp_path: Path
+) -> None:
+    answer = kvpolicy("run", PROMPTS[0], "--model", model_folder, *H2O, "--json")
+    result, run = answer.json_lines
+    assert 0 < result["saved_share"] == 1 - result["peak_bytes"] / result["full_bytes"]
+    assert run["saved_share"] == result["saved_share"]
+    assert run["note"] is None
+    shown = kvpolicy("run", PROMPTS[0], "--model", model_folder, *H2O)
+    assert f"saved {run['saved_share']:.1%} of a full cache: at most " in shown.err
+    assert "nothing was evicted" not in shown.err
+
+
+def test_a_run_that_evicts_nothing_says_so(kvpolicy: Shell, model_folder: Path) -> None:
+    words = ("run", PROMPTS[0], "--model", model_folder, "--policy", "h2o", "--budget", 500)
+    limit = ("--max-new-tokens", 5)
+    shown = kvpolicy(*words, *limit)
+    assert "nothing was evicted: the longest sequence had " in shown.err
+    assert "budget and buffer are 500 + 62; try --budget " in shown.err
+    assert "saved" not in shown.err
+    note = kvpolicy(*words, *limit, "--json").json_lines[-1]["note"]
+    assert "; try budget=" in note
+
+
 def test_a_plan_file_equals_the_same_options(
     kvpolicy: Shell, model_folder: Path, tmp_path: Path, texts: list[str | None]
 ) -> None:

@@ -1,0 +1,59 @@
+"""What a plan saves against a full cache, and why it evicted nothing if it did not."""
+
+from collections.abc import Callable
+
+from kvpolicy.plan.plan import default_buffer
+from kvpolicy.plan.resolved import ResolvedPlan
+
+
+def saved_share(held_bytes: int, full_bytes: int) -> float:
+    """The share of a full cache that was not needed, from 0 to 1.
+
+    Args:
+        held_bytes: Bytes of keys and values that were held at most.
+        full_bytes: Those of a full cache of the same tokens.
+    """
+    return 1 - held_bytes / full_bytes if full_bytes else 0.0
+
+
+def _as_argument(key: str, value: int) -> str:
+    return f"{key}={value}"
+
+
+def nothing_evicted(
+    plan: ResolvedPlan,
+    rows_evicted: int,
+    longest: int,
+    setting: Callable[[str, int], str] = _as_argument,
+) -> str | None:
+    """A sentence for a run in which policies had nothing to evict.
+
+    Args:
+        plan: The plan of the run.
+        rows_evicted: Rows that were evicted.
+        longest: Rows of the longest sequence in any layer, 0 if there was none.
+        setting: Writes a setting to try, such as ``budget=64``.
+
+    Returns:
+        The sentence; ``None`` if rows were evicted, or the plan never evicts.
+    """
+    layers = plan.compacting_layers()
+    if rows_evicted or not layers or not longest:
+        return None
+    sizes = sorted({(layer.budget or 0, layer.buffer) for layer in layers})
+    ends = dict.fromkeys((sizes[0], sizes[-1]))
+    told = " to ".join(f"{budget:,} + {buffer:,}" for budget, buffer in ends)
+    sentence = (
+        f"nothing was evicted: the longest sequence had {longest:,} rows, and budget and buffer "
+        f"are {told}"
+    )
+    if len(sizes) > 1 or not all(layer.bounded for layer in layers):
+        return sentence
+    # Half of the sequence: the default buffer of that budget fits into the other half.
+    (_, buffer), most = sizes[0], max(layer.num_protected for layer in layers)
+    budget = max((longest - 1) // 2, most, 1)
+    to_try = [setting("budget", budget)]
+    if budget + buffer >= longest:
+        buffer = default_buffer(budget)
+        to_try.append(setting("buffer", buffer))
+    return f"{sentence}; try {' '.join(to_try)}" if budget + buffer < longest else sentence
