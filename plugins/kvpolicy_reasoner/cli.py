@@ -184,10 +184,12 @@ def _problems(name: str, n: int, seed: int, depth: int | None) -> "list[Problem]
 def _attempts(name: str, problems: "Sequence[Problem]", folder: Path | None) -> "list[Attempt]":
     from kvpolicy_reasoner.evaluate import attempt
     from kvpolicy_reasoner.model import load_reasoner
+    from kvpolicy_reasoner.problems import problems_of
 
     model, tokenizer = load_reasoner(bundled_path(name) if folder is None else folder)
     report = _count(len(problems)) if sys.stderr.isatty() else None
-    return attempt(model, tokenizer, problems, report=report)
+    limit = problems_of(name).max_new_tokens
+    return attempt(model, tokenizer, problems, max_new_tokens=limit, report=report)
 
 
 def _count(total: int) -> Callable[[int], None]:

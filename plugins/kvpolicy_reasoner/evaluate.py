@@ -61,8 +61,8 @@ def attempt(
     tokenizer: PreTrainedTokenizerBase,
     problems: Sequence[Problem],
     *,
+    max_new_tokens: int,
     batch_size: int = 64,
-    max_new_tokens: int | None = None,
     report: Callable[[int], None] | None = None,
 ) -> list[Attempt]:
     """Answer problems by greedy decoding.
@@ -71,8 +71,8 @@ def attempt(
         model: The reasoner.
         tokenizer: Its tokenizer, which pads on the left.
         problems: The problems.
+        max_new_tokens: Generation limit, as in `ProblemSet`.
         batch_size: Problems decoded together.
-        max_new_tokens: Maximum length of a generation; the model's default if not given.
         report: Called after every batch with the number of problems answered so far.
 
     Returns:
@@ -119,13 +119,13 @@ def _attempt_batch(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     problems: Sequence[Problem],
-    max_new_tokens: int | None,
+    max_new_tokens: int,
 ) -> list[Attempt]:
     prompts = [problem.prompt for problem in problems]
     inputs = tokenizer(prompts, return_tensors="pt", padding=True).to(model.device)
     # The type annotations of transformers make `generate` a tensor.
-    limit = {} if max_new_tokens is None else {"max_new_tokens": max_new_tokens}
-    output = model.generate(**inputs, do_sample=False, **limit)  # type: ignore[operator]
+    options = {"do_sample": False, "max_new_tokens": max_new_tokens}
+    output = model.generate(**inputs, **options)  # type: ignore[operator]
     attempts = []
     for problem, row in zip(problems, output[:, inputs.input_ids.shape[1] :], strict=True):
         tokens = row[row != tokenizer.pad_token_id]

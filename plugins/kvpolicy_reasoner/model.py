@@ -83,20 +83,17 @@ def new_model(seed: int) -> Qwen2ForCausalLM:
     Returns:
         The model in float32.
     """
-    model = build_model(seed, build_tokenizer(), max_new_tokens=700)
+    model = build_model(seed, build_tokenizer())
     init_previous_token_heads(model)
     return model
 
 
-def build_model(
-    seed: int, tokenizer: PreTrainedTokenizerFast, max_new_tokens: int
-) -> Qwen2ForCausalLM:
+def build_model(seed: int, tokenizer: PreTrainedTokenizerFast) -> Qwen2ForCausalLM:
     """Build a model of the reasoners' size with random weights.
 
     Args:
         seed: Random seed for the weights; the global random state does not change.
         tokenizer: The tokenizer, which defines the vocabulary size.
-        max_new_tokens: Default maximum length of a generation.
 
     Returns:
         The model in float32.
@@ -119,13 +116,9 @@ def build_model(
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = Qwen2ForCausalLM(config)
-    model.generation_config = GenerationConfig(
-        do_sample=False, max_new_tokens=max_new_tokens, **tokens
-    )
+    # No maximum length: it would take precedence over the one that an evaluation harness gives.
+    model.generation_config = GenerationConfig(do_sample=False, **tokens)
     return model
-
-
-MAX_NEW_TOKENS = 1300
 
 
 @torch.no_grad()
@@ -138,7 +131,7 @@ def new_verbose_model(seed: int) -> Qwen2ForCausalLM:
     Returns:
         The model in float32.
     """
-    model = build_model(seed, build_verbose_tokenizer(), MAX_NEW_TOKENS)
+    model = build_model(seed, build_verbose_tokenizer())
     trained, _ = load_reasoner()
     parameters = dict(model.named_parameters())
     for name, value in trained.named_parameters():

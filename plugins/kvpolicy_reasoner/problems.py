@@ -20,11 +20,13 @@ class ProblemSet:
         name: The reasoner's name.
         make: Generates one problem.
         standard: Difficulty of the problems used for reported results.
+        max_new_tokens: Generation limit with which the reasoner is evaluated; no trace is as long.
     """
 
     name: str
     make: Callable[[random.Random, Difficulty], Problem]
     standard: Difficulty
+    max_new_tokens: int
 
     def draw(
         self, n: int, *, seed: int, split: Split = "test", difficulty: Difficulty | None = None
@@ -52,8 +54,8 @@ class ProblemSet:
 _SETS = {
     problems.name: problems
     for problems in (
-        ProblemSet(REASONER, task.make_problem, task.STANDARD),
-        ProblemSet(REASONER_VERBOSE, verbose.make_verbose_problem, verbose.STANDARD),
+        ProblemSet(REASONER, task.make_problem, task.STANDARD, 700),
+        ProblemSet(REASONER_VERBOSE, verbose.make_verbose_problem, verbose.STANDARD, 1300),
     )
 }
 

@@ -79,6 +79,10 @@ def test_training_run_of_another_reasoner_is_not_continued(tmp_path, monkeypatch
 
 @pytest.mark.slow
 def test_bundled_verbose_reasoner_solves_held_out_problems():
-    problems = problems_of(REASONER_VERBOSE).draw(24, seed=101)
-    attempts = attempt(*load_reasoner(bundled_path(REASONER_VERBOSE)), problems)
+    verbose = problems_of(REASONER_VERBOSE)
+    attempts = attempt(
+        *load_reasoner(bundled_path(REASONER_VERBOSE)),
+        verbose.draw(24, seed=101),
+        max_new_tokens=verbose.max_new_tokens,
+    )
     assert score(attempts).accuracy >= 0.85

@@ -2,12 +2,13 @@
 
 import pytest
 import torch
-from kvpolicy_reasoner import bundled_path
+from kvpolicy_reasoner import BUNDLED, bundled_path
 from kvpolicy_reasoner.evaluate import attempt, score
 from kvpolicy_reasoner.model import load_reasoner, new_model
 from kvpolicy_reasoner.task import make_problems
 from kvpolicy_reasoner.tokenizer import NEWLINES, build_tokenizer
-from transformers import AutoTokenizer
+from kvpolicy_reasoner.train.recipes import recipe_of
+from transformers import AutoTokenizer, GenerationConfig
 
 PROBLEMS = make_problems(60, seed=11, split="tune")
 
@@ -53,14 +54,22 @@ def test_bundled_files_are_small_and_contain_no_pickle():
     assert {file.suffix for file in files} <= {".json", ".safetensors", ".md"}
 
 
+@pytest.mark.parametrize("name", BUNDLED)
+def test_generation_configs_leave_the_length_to_the_caller(name):
+    """A length there takes precedence over the ``max_length`` of an evaluation harness."""
+    for model in (load_reasoner(bundled_path(name))[0], recipe_of(name).new_model(0)):
+        config = model.generation_config
+        assert (config.max_new_tokens, config.max_length) == (None, GenerationConfig().max_length)
+
+
 @pytest.mark.slow
 def test_bundled_model_solves_held_out_problems():
-    attempts = attempt(*load_reasoner(), make_problems(40, seed=101))
+    attempts = attempt(*load_reasoner(), make_problems(40, seed=101), max_new_tokens=700)
     assert score(attempts).accuracy >= 0.95
 
 
 @pytest.mark.slow
 def test_bundled_model_solves_500_held_out_problems():
-    attempts = attempt(*load_reasoner(), make_problems(500, seed=0))
+    attempts = attempt(*load_reasoner(), make_problems(500, seed=0), max_new_tokens=700)
     assert score(attempts).accuracy >= 0.95
     assert sum(one.finished for one in attempts) >= 0.98 * len(attempts)

@@ -462,7 +462,8 @@ def _tune_accuracy(learner: Learner, processes: ProcessGroup) -> float:
         processes.rank :: processes.size
     ]
     model, tokenizer = learner.snapshot(), recipe.build_tokenizer()
-    own = score(attempt(model, tokenizer, problems))
+    limit = recipe.problems.max_new_tokens
+    own = score(attempt(model, tokenizer, problems, max_new_tokens=limit))
     counts = torch.tensor([own.num_correct, own.total])
     processes.all_reduce(counts)
     num_correct, total = counts.tolist()

@@ -11,6 +11,7 @@ from tiny import r1_tokenizer, tiny_model
 
 pytest.importorskip("lm_eval", reason="the extra 'lm-eval' is not installed")
 
+from kvpolicy_reasoner import bundled_path
 from kvpolicy_reasoner.tokenizer import build_tokenizer
 from lm_eval.api.instance import Instance
 from lm_eval.api.registry import get_model
@@ -22,7 +23,8 @@ from kvpolicy.lab.lm_eval.evaluate import AnswerCache
 from kvpolicy.lab.lm_eval.loglikelihood import Continuation, branches_of
 from kvpolicy.lab.lm_eval.model import PolicyLM, read_settings
 from kvpolicy.lab.tasks.likelihood import LOSS, Perplexity
-from kvpolicy.lab.tasks.task import EvalRequest, Example
+from kvpolicy.lab.tasks.task import EvalRequest, Example, load_task
+from kvpolicy.model.loading import load_model
 
 # fp32, 500 tokens summed, two orders of adding: rounding only.
 CLOSE = 2e-3
@@ -91,6 +93,21 @@ def test_texts_equal_the_harness_if_nothing_is_evicted() -> None:
     assert ours == theirs
     assert len(set(ours)) > len(asked) / 3, "texts differ, so that their order matters"
     assert any(len(one) < len(other) for one, other in zip(ours[2::4], ours[0::4], strict=True))
+
+
+@pytest.mark.needs_reasoner
+@pytest.mark.parametrize("name", ["reasoner", "reasoner-verbose"])
+def test_texts_of_bundled_models_equal_the_harness_if_nothing_is_evicted(name: str) -> None:
+    """Loaded by the harness itself, from the folder and with its generation config."""
+    pytest.importorskip("accelerate", reason="the harness's own model needs accelerate")
+    model, tokenizer = load_model(name)
+    prompts = [item.prompt for item in load_task(name).examples(12, seed=0)]
+    settings = {"until": [], "max_gen_toks": 60}
+    requests = instances("generate_until", [(prompt, settings) for prompt in prompts])
+    theirs = get_model("hf")(str(bundled_path(name)), dtype="float32", device="cpu", batch_size=12)
+    texts = theirs.generate_until(requests, disable_tqdm=True)
+    assert PolicyLM(Engine(model, tokenizer, FULL, slots=12)).generate_until(requests) == texts
+    assert {len(tokenizer(text)["input_ids"]) for text in texts} == {60}
 
 
 def test_answers_do_not_depend_on_slots_or_on_each_other() -> None:
