@@ -8,6 +8,7 @@ or to a package whose folder holds the file ``NAME`` with the suffix of the grou
 import ast
 import difflib
 import importlib.metadata
+import re
 import sys
 from collections.abc import Callable, Iterable
 from functools import lru_cache
@@ -18,6 +19,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from kvpolicy.errors import KVPolicyError, error_summary
+from kvpolicy.plugin_code import plugin_code
 
 DEFAULTS = "kvpolicy.defaults"
 
@@ -25,21 +27,39 @@ _LONGEST_NAME = 100  # a longer string is not a misspelt name; comparing it take
 
 
 def installed(group: str) -> dict[str, EntryPoint]:
-    """The entry points of a group by name, in alphabetical order."""
+    """The entry points of a group by name, in alphabetical order.
+
+    Of several with one name it has the first; `conflict` tells.
+    """
+    return {name: points[0] for name, points in _points(group).items()}
+
+
+def conflict(group: str, name: str) -> str | None:
+    """Which packages register different objects under one name, or ``None``."""
+    points = _points(group).get(name, ())
+    if len(points) < 2:
+        return None
+    owners = " and ".join(f"{distribution(point)} ({point.value})" for point in points)
+    return f"is registered by {owners}; uninstall one of them"
+
+
+def _points(group: str) -> dict[str, tuple[EntryPoint, ...]]:
     folders = tuple((path, _last_change(path)) for path in sys.path)
-    return dict(_read_installed(group, importlib.metadata.entry_points, folders))
+    return _read_installed(group, importlib.metadata.entry_points, folders)
 
 
 @lru_cache
 def _read_installed(
     group: str, entry_points: Callable[..., Iterable[EntryPoint]], _folders: object
-) -> dict[str, EntryPoint]:
+) -> dict[str, tuple[EntryPoint, ...]]:
     """Read the metadata of all packages again only after a folder of `sys.path` has changed.
 
     Reading takes milliseconds, and a plan looks up each of its policies several times.
     """
-    points = sorted(entry_points(group=group), key=lambda point: point.name)
-    return {point.name: point for point in points}
+    found: dict[str, dict[str, EntryPoint]] = {}
+    for point in sorted(entry_points(group=group), key=lambda point: (point.name, point.value)):
+        found.setdefault(point.name, {}).setdefault(point.value, point)
+    return {name: tuple(by_value.values()) for name, by_value in found.items()}
 
 
 def _last_change(path: str) -> int:
@@ -61,11 +81,16 @@ def find_installed(
         error: Exception to raise.
 
     Raises:
-        KVPolicyError: No entry point has this name; the message lists the nearest ones.
+        KVPolicyError: No entry point has this name, and the message lists the nearest ones; or
+            several packages register it.
     """
     points = installed(group)
     if name not in points:
         msg = f"no {what} is named '{name}'{nearest(name, points)}"
+        raise error(msg)
+    several = conflict(group, name)
+    if several is not None:
+        msg = f"{what} '{name}' {several}"
         raise error(msg)
     return points[name]
 
@@ -79,14 +104,9 @@ def load_installed(
         KVPolicyError: No entry point has this name, or its object cannot be imported.
     """
     point = find_installed(group, name, what=what, error=error)
-    try:
+    where = f"{what} '{name}' ({point.value}, {distribution(point)})"
+    with plugin_code(f"{where} cannot be imported", error):
         return point.load()
-    except (Exception, SystemExit) as cause:
-        msg = (
-            f"{what} '{name}' ({point.value}, {distribution(point)}) cannot be imported: "
-            f"{error_summary(cause)}"
-        )
-        raise error(msg) from cause
 
 
 def installed_file(
@@ -110,11 +130,9 @@ def installed_file(
         KVPolicyError: No entry point has this name, or its package cannot be imported.
     """
     point = find_installed(group, name, what=what, error=error)
-    try:
+    problem = f"{what} '{name}' is broken: its package {point.value} cannot be imported"
+    with plugin_code(problem, error):
         folder = files(point.value)
-    except (ImportError, TypeError) as cause:
-        msg = f"{what} '{name}' is broken: its package {point.value} cannot be imported"
-        raise error(msg) from cause
     return Path(str(folder / f"{name}{suffix}"))
 
 
@@ -127,21 +145,42 @@ def default_name(kind: Literal["model", "policy", "task", "sweep"]) -> str | Non
     Args:
         kind: ``"policy"`` is the one of the full cache.
     """
-    point = installed(DEFAULTS).get(kind)
-    try:
-        return None if point is None else str(point.load())
-    except Exception:  # a broken package must not break every command
+    if kind not in installed(DEFAULTS):
         return None
+    try:
+        name = load_installed(DEFAULTS, kind, what="default")
+    except KVPolicyError:  # a broken package must not break every command
+        return None
+    return name if isinstance(name, str) else None
+
+
+def module_and_name(point: EntryPoint) -> tuple[str, str]:
+    """The module of an entry point's object, and its name there.
+
+    Raises:
+        LookupError: The entry point is not of the form ``MODULE:NAME``.
+    """
+    found = re.fullmatch(r"([\w.]+)\s*:\s*([\w.]+)", point.value)
+    if found is None:
+        msg = f"its entry point is '{point.value}'; it should be MODULE:NAME"
+        raise LookupError(msg)
+    return found[1], found[2]
 
 
 def parse_module(module: str) -> ast.Module:
     """Parse the source of a module without importing it or its parent packages.
 
     Raises:
-        LookupError: There is no such module.
-        OSError: Its file cannot be read.
-        SyntaxError: It cannot be parsed.
+        LookupError: There is no such module, or its file cannot be read or parsed.
     """
+    try:
+        return _parse_module(module)
+    except (OSError, SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        msg = f"module '{module}' cannot be read: {error_summary(error)}"
+        raise LookupError(msg) from error
+
+
+def _parse_module(module: str) -> ast.Module:
     spec: ModuleSpec | None = None
     path = None
     parts = module.split(".")
@@ -156,7 +195,7 @@ def parse_module(module: str) -> ast.Module:
     if spec is None or spec.origin is None:
         msg = f"there is no module '{module}'"
         raise LookupError(msg)
-    return ast.parse(Path(spec.origin).read_text(encoding="utf-8"))
+    return ast.parse(Path(spec.origin).read_bytes())
 
 
 def distribution(point: EntryPoint) -> str:

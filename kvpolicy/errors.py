@@ -4,6 +4,9 @@ A message states what failed, what was given, what is valid and what to try. The
 prints it as one sentence and exits with status 2; any other exception is a defect of kvpolicy.
 """
 
+from collections import abc
+from opcode import opname
+
 
 class KVPolicyError(Exception):
     """A mistake that the caller can correct; the message says how."""
@@ -14,7 +17,7 @@ class UnknownPolicyError(KVPolicyError):
 
 
 class PolicyLoadError(KVPolicyError):
-    """A policy is installed, or given as a file, but cannot be imported."""
+    """A policy cannot be imported or built, or declares what the contract does not have."""
 
 
 class KnobError(KVPolicyError):
@@ -69,7 +72,68 @@ class ResultsError(KVPolicyError):
     """A results folder cannot be read, or lacks what was requested."""
 
 
+# Texts of exceptions and objects of other packages. Their ``__str__`` and ``__repr__`` may raise,
+# return many lines, or return megabytes.
+
+_LONGEST_TEXT = 500
+
+
 def error_summary(error: BaseException) -> str:
     """Another library's error on one line: its class and its message."""
-    text = " ".join(str(error).split())
-    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+    text = error_text(error)
+    return f"{type_name(error)}: {text}" if text else type_name(error)
+
+
+def error_text(error: BaseException) -> str:
+    """The message of another library's error on one line; empty if it has none."""
+    return _one_line(str, error, _LONGEST_TEXT, instead="(its message cannot be read)")
+
+
+def refusal_reason(error: BaseException) -> str:
+    """Why a constructor refused its arguments: the message alone if it is meant for users.
+
+    Validators of attrs raise with the message as first argument and objects behind it.
+    """
+    is_message = isinstance(error, (TypeError, ValueError)) and error.args
+    if not (is_message and isinstance(error.args[0], str)):
+        return error_summary(error)
+    return _one_line(str, error.args[0], _LONGEST_TEXT, instead="") or error_summary(error)
+
+
+def shown(value: object, longest: int = 60) -> str:
+    """An object of a plugin in a message: its ``repr`` on one line, cut off if it is long."""
+    return _one_line(repr, value, longest, instead=f"an object of {type_name(value)}")
+
+
+def type_name(value: object) -> str:
+    """Name of the class of an object."""
+    # Not ``type(value).__name__``, which a metaclass may replace.
+    name: str = type.__dict__["__name__"].__get__(type(value))
+    return name
+
+
+def _one_line(
+    read: abc.Callable[[object], str], value: object, longest: int, *, instead: str
+) -> str:
+    try:
+        words = " ".join(str.split(read(value)))
+    except BaseException as error:
+        if is_interrupt(error):
+            raise
+        return instead
+    return words if len(words) <= longest else f"{words[: longest - 1]}…"
+
+
+def is_interrupt(error: BaseException) -> bool:
+    """Whether the user pressed Ctrl-C; code that raises `KeyboardInterrupt` itself does not count.
+
+    Python raises a real one between two instructions, never at a ``raise``.
+    """
+    if type(error) is not KeyboardInterrupt:
+        return False
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    if trace is None:
+        return True
+    return opname[trace.tb_frame.f_code.co_code[trace.tb_lasti]] != "RAISE_VARARGS"

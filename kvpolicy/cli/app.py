@@ -20,7 +20,15 @@ from typer.main import get_command
 
 from kvpolicy.cli.failures import INTERRUPTED, answer, check_working_folder, standard_streams
 from kvpolicy.cli.output import info
-from kvpolicy.entry_points import find_installed, installed, load_installed, parse_module
+from kvpolicy.entry_points import (
+    find_installed,
+    installed,
+    load_installed,
+    module_and_name,
+    parse_module,
+)
+from kvpolicy.errors import KVPolicyError, shown
+from kvpolicy.plugin_code import plugin_code
 
 GROUP = "kvpolicy.commands"
 HELP = "KV-cache eviction policies as plugins: run them, mix them per layer, compare them."
@@ -80,9 +88,12 @@ class CommandGroup(TyperGroup):
         Raises:
             KVPolicyError: No package registers it.
         """
-        if ctx.resilient_parsing and cmd_name not in installed(GROUP):  # shell completion
+        points = installed(GROUP)
+        if cmd_name in points:
+            return LazyCommand(points[cmd_name])
+        if ctx.resilient_parsing:  # shell completion
             return None
-        return LazyCommand(find_installed(GROUP, cmd_name, what="command"))
+        return find_installed(GROUP, cmd_name, what="command")  # raises
 
 
 class LazyCommand(TyperCommand):
@@ -113,10 +124,14 @@ def load_command(name: str) -> Any:
         KVPolicyError: No package registers it, or it cannot be imported.
     """
     app = load_installed(GROUP, name, what="command")
-    app.rich_markup_mode = "rich"
-    command = get_command(app)
-    for one in (command, *getattr(command, "commands", {}).values()):
-        _escape_markup(one)
+    if not isinstance(app, typer.Typer):
+        msg = f"command '{name}' is {shown(app)}; its package should name a typer.Typer object"
+        raise KVPolicyError(msg)
+    with plugin_code(f"command '{name}' cannot be built", KVPolicyError):
+        app.rich_markup_mode = "rich"
+        command = get_command(app)
+        for one in (command, *getattr(command, "commands", {}).values()):
+            _escape_markup(one)
     return command
 
 
@@ -132,13 +147,14 @@ def _escape_markup(command: Any) -> None:
 def _declared_arguments(point: EntryPoint) -> dict[str, str]:
     """String arguments of the assignment ``app = typer.Typer(...)``, read without importing it."""
     try:
-        tree = parse_module(point.module)
-    except (LookupError, SyntaxError, OSError):
+        module, name = module_and_name(point)
+        tree = parse_module(module)
+    except LookupError:
         return {}
     for node in tree.body:
         if isinstance(node, ast.Assign) and isinstance(node.value, ast.Call):
             targets = [one.id for one in node.targets if isinstance(one, ast.Name)]
-            if point.attr in targets:
+            if name in targets:
                 return {
                     str(keyword.arg): keyword.value.value
                     for keyword in node.value.keywords

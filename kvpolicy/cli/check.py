@@ -2,7 +2,7 @@
 
 With ``--json``, one object per policy and line: ``{"policy", "cases", "elapsed_s", "checked",
 "skipped"}``, or ``{"policy", "clause", "expected", "came", "example": {"setup", "code"}}`` for
-one that breaks a clause.
+one that breaks a clause, or ``{"policy", "problem"}`` for an installed one that cannot be loaded.
 """
 
 from collections import defaultdict
@@ -61,7 +61,7 @@ def check(
     """
     register_plugins(plugin)
     names = policy or policy_names()
-    for name in names:
+    for name in policy or ():
         load_policy_class(name)  # report an unknown name before the long checks begin
     given = _knobs(knobs or [], names)
 
@@ -87,6 +87,14 @@ def check(
             except ConformanceError as error:
                 num_failed += 1
                 print_json(_broken(error)) if json else print_text(f"{error}\n\n")
+                continue
+            except KVPolicyError as error:
+                if policy:
+                    raise
+                # One of all that are installed: the others are checked nevertheless.
+                num_failed += 1
+                problem = {"policy": name, "problem": str(error)}
+                print_json(problem) if json else print_text(f"{error}\n\n")
                 continue
         print_json(report.to_dict()) if json else print_text(f"{report}\n\n")
     if num_failed:

@@ -19,6 +19,7 @@ from kvpolicy.cli.output import info, info_text
 from kvpolicy.entry_points import default_name, installed, load_installed
 from kvpolicy.errors import KVPolicyError, OutputError, RequestError
 from kvpolicy.files import decode, numbered_lines, parse_json, read_text
+from kvpolicy.plugin_code import plugin_code
 
 if TYPE_CHECKING:
     from kvpolicy.engine.engine import Engine
@@ -317,8 +318,9 @@ def _prompts(options: GenerationOptions) -> list[Prompt]:
         return [options.prompt]
     # An installed model may come with a task of the same name.
     if sys.stdin.isatty() and options.model in installed("kvpolicy.tasks"):
-        task = load_installed("kvpolicy.tasks", options.model, what="task")()
-        item = task.examples(1, seed=options.seed)[0]
+        make_task = load_installed("kvpolicy.tasks", options.model, what="task")
+        with plugin_code(f"task '{options.model}' is broken", KVPolicyError):
+            item = make_task().examples(1, seed=options.seed)[0]
         info(f"no prompt was given; using held-out problem {options.seed} (answer: {item.answer}):")
         info_text(item.prompt.rstrip("\n"))
         return [item.prompt]

@@ -22,8 +22,8 @@ from torch import Tensor
 
 from kvpolicy.engine.engine import Engine
 from kvpolicy.engine.sequence import Sequence
-from kvpolicy.errors import KVPolicyError
-from kvpolicy.hooks.manager import HOOKS
+from kvpolicy.errors import KVPolicyError, error_summary
+from kvpolicy.hooks.declarations import HOOKS
 from kvpolicy.hooks.timing import synchronize
 from kvpolicy.state import WaitingRequest
 
@@ -312,7 +312,7 @@ class Trace:
         except BaseException as error:
             # A wrapper ends with StopIteration.
             if error is not passes_on and not isinstance(error, StopIteration):
-                part.error = f"{type(error).__name__}: {error}"
+                part.error = error_summary(error)
             raise
         finally:
             synchronize(self._device)

@@ -18,9 +18,11 @@ from typing import Any
 import attrs
 
 from kvpolicy.entry_points import (
+    conflict,
     distribution,
     installed,
     load_installed,
+    module_and_name,
     nearest,
     parse_module,
 )
@@ -29,13 +31,16 @@ from kvpolicy.errors import (
     KVPolicyError,
     PolicyLoadError,
     UnknownPolicyError,
-    error_summary,
+    error_text,
+    refusal_reason,
+    shown,
 )
+from kvpolicy.markers import hook_options
+from kvpolicy.plugin_code import plugin_code
 
 GROUP = "kvpolicy.policies"
 
-# Policies of files given with --plugin: name -> (class, file). They take precedence over
-# installed policies of the same name.
+# Policies of files given with --plugin: name -> (class, file).
 _from_files: dict[str, tuple[type, Path]] = {}
 
 
@@ -71,7 +76,12 @@ class PolicyInfo:
 
 def installed_policies() -> list[PolicyInfo]:
     """All policies that a plan may name, in alphabetical order, without importing them."""
-    found = {name: describe_policy(point) for name, point in installed(GROUP).items()}
+    found = {}
+    for name, point in installed(GROUP).items():
+        found[name] = describe_policy(point)
+        several = conflict(GROUP, name)
+        if several is not None:
+            found[name] = attrs.evolve(found[name], problem=several)
     found |= {name: _file_info(name, path) for name, (_, path) in _from_files.items()}
     return [found[name] for name in sorted(found)]
 
@@ -94,21 +104,20 @@ def load_policy(name: str, /, **knobs: Any) -> object:
         KnobError: It has no such knob, or rejects a value.
     """
     cls = load_policy_class(name)
-    known = _knob_names(cls)
+    with plugin_code(f"policy '{name}' has no readable signature", PolicyLoadError):
+        known = _knob_names(cls)
     for knob in knobs:
         if known is not None and knob not in known:
             msg = f"policy '{name}' has no knob '{knob}'{nearest(knob, known)}"
             raise KnobError(msg)
-    try:
+    with plugin_code(
+        f"policy '{name}' refuses its knobs",
+        KnobError,
+        hint=". See `kvpolicy list`",
+        describe=refusal_reason,
+        passes=(KVPolicyError,),
+    ):
         return cls(**knobs)
-    except KVPolicyError:
-        raise
-    except Exception as error:
-        # Validators of attrs raise with the message as first argument and objects behind it.
-        has_message = isinstance(error, (TypeError, ValueError)) and error.args
-        reason = error.args[0] if has_message else error_summary(error)
-        msg = f"policy '{name}' refuses its knobs: {reason}. See `kvpolicy list`"
-        raise KnobError(msg) from error
 
 
 def load_policy_class(name: str) -> type:
@@ -119,10 +128,11 @@ def load_policy_class(name: str) -> type:
         msg = f"no policy is named '{name}'{nearest(name, policy_names())}"
         raise UnknownPolicyError(msg)
     loaded = load_installed(GROUP, name, what="policy", error=PolicyLoadError)
-    if not inspect.isclass(loaded):
-        msg = f"policy '{name}' ({installed(GROUP)[name].value}) is not a class but {loaded!r}"
+    if not _is_class(loaded):
+        msg = f"policy '{name}' ({installed(GROUP)[name].value}) is not a class but {shown(loaded)}"
         raise PolicyLoadError(msg)
-    return loaded
+    cls: type = loaded
+    return cls
 
 
 def register_file(path: str | Path) -> list[str]:
@@ -135,7 +145,8 @@ def register_file(path: str | Path) -> list[str]:
         The names.
 
     Raises:
-        PolicyLoadError: The file cannot be read or run, or holds no policy.
+        PolicyLoadError: The file cannot be read or run, holds no policy, or one whose name is
+            taken.
     """
     path = Path(path)
     if not path.is_file():
@@ -149,27 +160,47 @@ def register_file(path: str | Path) -> list[str]:
     module = importlib.util.module_from_spec(spec)
     sys.modules[module_name] = module
     try:
-        spec.loader.exec_module(module)
-    except (Exception, SystemExit) as error:
-        del sys.modules[module_name]
-        msg = f"plugin file '{path}' cannot be run: {error_summary(error)}"
-        raise PolicyLoadError(msg) from error
-    classes = [
-        value
-        for value in vars(module).values()
-        if inspect.isclass(value) and value.__module__ == module_name and _implements_hook(value)
-    ]
-    if not classes:
+        with plugin_code(f"plugin file '{path}' cannot be run", PolicyLoadError):
+            spec.loader.exec_module(module)
+            classes = [
+                value
+                for value in vars(module).values()
+                if _is_class(value) and value.__module__ == module_name and _implements_hook(value)
+            ]
+            named = [(snake_case(cls.__name__), cls) for cls in classes]
+        policies = _check_names(named, path)
+    except BaseException:
+        sys.modules.pop(module_name, None)
+        raise
+    _from_files.update({name: (cls, path.resolve()) for name, cls in policies.items()})
+    return list(policies)
+
+
+def _check_names(named: Sequence[tuple[str, type]], path: Path) -> dict[str, type]:
+    """The policies of a file by name; raises `PolicyLoadError` if there are none, or one twice."""
+    if not named:
         msg = (
             f"plugin file '{path}' holds no policy: no class of it has a method decorated "
             "with @kvpolicy.hookimpl"
         )
         raise PolicyLoadError(msg)
-    names = [snake_case(cls.__name__) for cls in classes]
-    _from_files.update(
-        {name: (cls, path.resolve()) for name, cls in zip(names, classes, strict=True)}
-    )
-    return names
+    policies: dict[str, type] = {}
+    for name, cls in named:
+        other = None
+        if policies.get(name, cls) is not cls:
+            other = f"class {policies[name].__name__} of the same file"
+        elif name in _from_files and _from_files[name][1] != path.resolve():
+            other = f"plugin file '{_from_files[name][1]}'"
+        elif name in (points := installed(GROUP)):
+            other = f"the installed {distribution(points[name])} ({points[name].value})"
+        if other is not None:
+            msg = (
+                f"class {cls.__name__} of plugin file '{path}' is the policy '{name}', and so is "
+                f"that of {other}; rename the class"
+            )
+            raise PolicyLoadError(msg)
+        policies[name] = cls
+    return policies
 
 
 def registered_files() -> list[Path]:
@@ -179,7 +210,7 @@ def registered_files() -> list[Path]:
 
 def snake_case(class_name: str) -> str:
     """``KeyNorm`` as ``key_norm``, ``H2O`` as ``h2o``."""
-    out = class_name[0]
+    out = class_name[:1]
     for before, letter in itertools.pairwise(class_name):
         out += f"_{letter}" if letter.isupper() and before.islower() else letter
     return out.lower()
@@ -189,8 +220,8 @@ def _find_class(module: str, class_name: str) -> ast.ClassDef:
     """The source of a class, following re-exports.
 
     Raises:
-        LookupError: There is no such module, or no such class in it.
-        SyntaxError: The module cannot be parsed.
+        LookupError: There is no such module, it cannot be read, or has no such class.
+        RecursionError: Modules import the class from each other in a circle.
     """
     for node in parse_module(module).body:
         if isinstance(node, ast.ClassDef) and node.name == class_name:
@@ -233,8 +264,13 @@ def _default(value: ast.expr | None) -> str:
     return ast.unparse(value)
 
 
+def _is_class(value: object) -> bool:
+    """Whether an object is a class; unlike `isinstance`, does not ask the object."""
+    return issubclass(type(value), type)
+
+
 def _implements_hook(cls: type) -> bool:
-    return any(hasattr(value, "kvpolicy_impl") for value in vars(cls).values())
+    return any(hook_options(value) is not None for value in vars(cls).values())
 
 
 def _knob_names(cls: type) -> Sequence[str] | None:
@@ -252,9 +288,9 @@ def describe_policy(point: EntryPoint) -> PolicyInfo:
     """Summary and knobs of an installed policy, read from its source."""
     info = PolicyInfo(point.name, point.value, distribution(point))
     try:
-        return _describe(info, _find_class(point.module, point.attr))
-    except (LookupError, SyntaxError, OSError, ValueError) as error:
-        return attrs.evolve(info, problem=str(error))
+        return _describe(info, _find_class(*module_and_name(point)))
+    except (LookupError, RecursionError) as error:
+        return attrs.evolve(info, problem=error_text(error))
 
 
 def _file_info(name: str, path: Path) -> PolicyInfo:

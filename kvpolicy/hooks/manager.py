@@ -19,15 +19,21 @@ from kvpolicy.errors import (
     KVPolicyError,
     PolicyLoadError,
     error_summary,
+    error_text,
+    type_name,
+)
+from kvpolicy.hooks.declarations import (
+    HOOKS,
+    REFERENCE,
+    Declarations,
+    check_hooks,
+    read_declarations,
 )
 from kvpolicy.hooks.defaults import Defaults
-from kvpolicy.markers import PROJECT
+from kvpolicy.markers import PROJECT, hook_options
+from kvpolicy.plugin_code import plugin_code
 
 Check = Callable[[object], str | None]
-_REFERENCE = "docs/reference/hooks.md"
-
-# In the order in which the engine calls them.
-HOOKS = tuple(name for name, value in vars(hookspecs).items() if hasattr(value, "kvpolicy_spec"))
 
 
 class HookListener(Protocol):
@@ -46,6 +52,7 @@ class HookManager:
     Attributes:
         names: Names of the policies, in order.
         owner: Suffix for messages: which policy these policies are parts of.
+        declared: What each policy declares, by its id.
     """
 
     def __init__(self, policies: Sequence[tuple[str, object]], owner: str = "") -> None:
@@ -57,35 +64,33 @@ class HookManager:
         self.owner = owner
         self.names = [name for name, _ in policies]
         self._listener: HookListener | None = None
+        self.declared: dict[int, Declarations] = {}
         self._manager = _PluginManager(PROJECT)
         self._manager.add_hookspecs(hookspecs)
         for index, (name, policy) in enumerate(policies):
             is_taken = self._manager.has_plugin(name)
             self._register(f"{name}#{index}" if is_taken else name, policy)
         # Registered last: among `trylast` implementations pluggy calls the newest last.
+        self._manager.inactive_hooks = ()
         self._manager.register(Defaults(), "the defaults")
 
     def _register(self, name: str, policy: object) -> None:
-        if type(policy).__eq__ is not object.__eq__:
+        who = f"policy '{name}'{self.owner}"
+        with plugin_code(f"{who} cannot be used", PolicyLoadError):
+            has_equality = type(policy).__eq__ is not object.__eq__
+        if has_equality:
             # pluggy looks plugins up with ==, which fails on policies that hold tensors.
             msg = (
-                f"policy '{name}'{self.owner} is compared by value; a policy is compared by "
+                f"{who} is compared by value; a policy is compared by "
                 "identity, write @attrs.define(eq=False)"
             )
             raise PolicyLoadError(msg)
-        try:
+        self.declared[id(policy)] = read_declarations(who, policy)
+        check_hooks(who, policy)
+        self._manager.inactive_hooks = self.declared[id(policy)].inactive_hooks
+        with plugin_code(f"{who} does not fit the hook specs", PolicyLoadError):
             self._manager.register(policy, name)
             self._manager.check_pending()
-        except (pluggy.PluginValidationError, ValueError) as error:
-            reason = " ".join(str(error).split())
-            msg = f"policy '{name}'{self.owner} does not fit the hook specs: {reason}"
-            raise PolicyLoadError(msg) from error
-        if not self._manager.get_hookcallers(policy):
-            msg = (
-                f"policy '{name}'{self.owner} implements no hook; decorate at least one method "
-                f"with @kvpolicy.hookimpl, see {_REFERENCE}"
-            )
-            raise PolicyLoadError(msg)
 
     def impls(self, hook: str) -> list[pluggy.HookImpl]:
         """Implementations of a hook in calling order, without the default."""
@@ -154,12 +159,12 @@ class HookManager:
         where = f"{hook}()" if layer_idx is None else f"{hook}() at layer {layer_idx}"
         try:
             answer = getattr(self._manager.hook, hook)(**arguments)
-        except KVPolicyError:
+        except (KVPolicyError, KeyboardInterrupt):
             raise
-        except (Exception, SystemExit) as error:
+        except BaseException as error:
             raiser = self._find_raiser(hook, error)
-            reason = " ".join(str(error).split())
-            msg = f"policy '{raiser}'{self.owner} raised {type(error).__name__} in {where}"
+            reason = error_text(error)
+            msg = f"policy '{raiser}'{self.owner} raised {type_name(error)} in {where}"
             raise HookError(f"{msg}: {reason}" if reason else msg) from error
         if optional and answer is None:
             return None
@@ -167,12 +172,13 @@ class HookManager:
         if problem is None:
             return answer
         offender = self._find_offender(hook, check, arguments)
-        msg = f"policy '{offender}'{self.owner} {problem}, in {where}. See {_REFERENCE}#{hook}"
+        msg = f"policy '{offender}'{self.owner} {problem}, in {where}. See {REFERENCE}#{hook}"
         raise HookResultError(msg)
 
     def _find_raiser(self, hook: str, error: BaseException) -> str:
         """The policy whose code is innermost in the traceback."""
-        codes = {inspect.unwrap(impl.function).__code__: impl for impl in self.impls(hook)}
+        functions = [(inspect.unwrap(impl.function), impl) for impl in self.impls(hook)]
+        codes = {getattr(function, "__code__", None): impl for function, impl in functions}
         trace, raiser = error.__traceback__, "/".join(self.names)
         while trace is not None:
             impl = codes.get(trace.tb_frame.f_code)
@@ -191,7 +197,9 @@ class HookManager:
             if not (impl.wrapper or impl.hookwrapper):
                 try:
                     answer = impl.function(*(arguments[name] for name in impl.argnames))
-                except Exception:
+                except KeyboardInterrupt:
+                    raise
+                except BaseException:
                     return impl.plugin_name
                 if answer is not None and _validate(check, answer) is not None:
                     return impl.plugin_name
@@ -203,8 +211,10 @@ def _validate(check: Check, answer: object) -> str | None:
     """Run a check; an answer on which the check itself fails is invalid."""
     try:
         return check(answer)
-    except Exception as error:
-        return f"returned {type(answer).__name__}, which cannot be checked: {error_summary(error)}"
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
+        return f"returned {type_name(answer)}, which cannot be checked: {error_summary(error)}"
 
 
 class _PluginManager(pluggy.PluginManager):
@@ -212,13 +222,20 @@ class _PluginManager(pluggy.PluginManager):
 
     Skips names with two leading underscores, which pluggy would inspect at some cost, and the
     hooks that a policy lists in ``inactive_hooks``.
+
+    Attributes:
+        inactive_hooks: Those of the policy that is registered next.
     """
+
+    inactive_hooks: Sequence[str] = ()
 
     def parse_hookimpl_opts(self, plugin: object, name: str) -> Any:
         if name.startswith("__"):
             return None
+        if hook_options(inspect.getattr_static(plugin, name, None)) is None:
+            return None  # older releases of pluggy would run properties
         opts = super().parse_hookimpl_opts(plugin, name)
-        if opts is None or (opts.get("specname") or name) in getattr(plugin, "inactive_hooks", ()):
+        if opts is None or (opts.get("specname") or name) in self.inactive_hooks:
             return None
         return opts
 

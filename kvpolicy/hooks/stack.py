@@ -12,6 +12,7 @@ from kvpolicy.cache.rows import LayerRows
 from kvpolicy.cache.slab import ATTN_SUMS, Slab
 from kvpolicy.errors import PolicyLoadError
 from kvpolicy.hooks import checks
+from kvpolicy.hooks.declarations import Declarations
 from kvpolicy.hooks.manager import HookListener, HookManager
 from kvpolicy.state import Memory, Parts, Registers, WaitingRequest
 
@@ -30,6 +31,7 @@ class Stack:
     Attributes:
         names: Names of the policies, in order.
         policies: The policies in order, then the parts.
+        declared: What each of them declares.
         reads: Arguments that some policy names in `score`, `select` or `evict`.
         observes: Arguments that some policy names in `observe`.
         tracks: Names of the per-row numbers that move with the rows.
@@ -56,11 +58,13 @@ class Stack:
             PolicyLoadError: A policy does not fit the hook specs, or cannot be a part.
         """
         self._manager = HookManager(policies, owner)
+        declared = self._manager.declared
         self._prefix = prefix
         self.names = self._manager.names
         own = [policy for _, policy in policies]
         self._parts: dict[int, list[Stack]] = {
-            id(policy): self._part_stacks(name, policy) for name, policy in policies
+            id(policy): self._part_stacks(name, declared[id(policy)].parts)
+            for name, policy in policies
         }
         self._part_list = list(chain.from_iterable(self._parts.values()))
         self.policies: list[object] = [*own, *chain(*(part.policies for part in self._part_list))]
@@ -71,26 +75,29 @@ class Stack:
             *(part.observes for part in self._part_list)
         )
         reads_queries = self.reads & {"queries", "attn_weights"}
-        sizes = [getattr(policy, "window_size", 1) for policy in self.policies]
+        self.declared: list[Declarations] = [
+            *(declared[id(policy)] for policy in own),
+            *chain(*(part.declared for part in self._part_list)),
+        ]
+        sizes = [one.window_size for one in self.declared]
         self.window_size: int = max(sizes) if reads_queries else 0
-        protected = [getattr(policy, "protects", (0, 0)) for policy in self.policies]
-        self.n_first = max((first for first, _ in protected), default=0)
-        self.n_last = max((last for _, last in protected), default=0)
-        self.tracks = self._declared_tracks(own)
+        self.n_first = max((one.protects[0] for one in self.declared), default=0)
+        self.n_last = max((one.protects[1] for one in self.declared), default=0)
+        self.tracks = self._declared_tracks(self.declared[: len(own)])
         chooses = any(self.implements(hook) for hook in ("due", *_COMPACTION_HOOKS))
-        self.bounded = chooses and all(getattr(one, "bounded", True) for one in self.policies)
+        self.bounded = chooses and all(one.bounded for one in self.declared)
         self.steering: list[tuple[str, Sequence[int] | None]] = [
             *(
-                (impl.plugin_name, getattr(impl.plugin, "steers", None))
+                (impl.plugin_name, declared[id(impl.plugin)].steers)
                 for impl in self._manager.impls("steer")
             ),
             *chain.from_iterable(part.steering for part in self._part_list),
         ]
 
-    def _part_stacks(self, name: str, policy: object) -> list["Stack"]:
+    def _part_stacks(self, name: str, parts: Sequence[tuple[str, object]]) -> list["Stack"]:
         """A stack for each part of a policy, with tracks of its own."""
         stacks = []
-        for index, part in enumerate(getattr(policy, "parts", ())):
+        for index, part in enumerate(parts):
             owner = f" in '{name}'{self._manager.owner}"
             stack = Stack([part], owner=owner, prefix=f"{self._prefix}{name}.{index}.")
             problem = stack._part_problem()
@@ -113,12 +120,12 @@ class Stack:
         impls = (impl for hook in hooks for impl in self._manager.impls(hook))
         return frozenset(argument for impl in impls for argument in impl.argnames)
 
-    def _declared_tracks(self, own: Sequence[object]) -> tuple[str, ...]:
+    def _declared_tracks(self, own: Sequence[Declarations]) -> tuple[str, ...]:
         declared = [ATTN_SUMS] if ATTN_SUMS in self.reads else []
         owned = [
             (name, self._prefix + track)
-            for name, policy in zip(self.names, own, strict=True)
-            for track in getattr(policy, "tracks", ())
+            for name, one in zip(self.names, own, strict=True)
+            for track in one.tracks
         ]
         of_parts = [(part.names[0], track) for part in self._part_list for track in part.tracks]
         for name, track in owned + [pair for pair in of_parts if pair[1] != ATTN_SUMS]:

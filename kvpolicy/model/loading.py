@@ -16,9 +16,10 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from kvpolicy.entry_points import installed, load_installed
-from kvpolicy.errors import ModelError, error_summary
+from kvpolicy.errors import KVPolicyError, ModelError, error_summary
 from kvpolicy.model.hub import hub_reachable
 from kvpolicy.model.tensor_parallel import TpPlan, loading_options
+from kvpolicy.plugin_code import plugin_code
 
 GROUP = "kvpolicy.models"
 
@@ -183,8 +184,10 @@ def _find(name: str | Path, dtype: str | torch.dtype) -> tuple[str, str | torch.
     if Path(text).is_dir() and text:
         return text, wanted
     if text in installed(GROUP):
-        model: InstalledModel = load_installed(GROUP, text, what="model", error=ModelError)()
-        return str(model.folder), as_dtype(model.dtype) if dtype == "auto" else wanted
+        describe = load_installed(GROUP, text, what="model", error=ModelError)
+        with plugin_code(f"model '{text}' is broken", ModelError, passes=(KVPolicyError,)):
+            model: InstalledModel = describe()
+            return str(model.folder), as_dtype(model.dtype) if dtype == "auto" else wanted
     # A hub id is NAME or OWNER/NAME. A path or a misspelt name is refused without asking the hub.
     is_path = len(Path(text).parts) > 2 or text.startswith(("/", ".", "~")) or not text.strip()
     hint = _hint(text)

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from kvpolicy.errors import KVPolicyError, PolicyLoadError
+from kvpolicy.hooks.declarations import HOOKS
 from kvpolicy.hooks.discovery import load_policy, policy_names, snake_case
-from kvpolicy.hooks.manager import HOOKS
 from kvpolicy.hooks.stack import Stack
 from kvpolicy.markers import hookimpl
 from kvpolicy.plan.plan import Plan

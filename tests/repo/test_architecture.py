@@ -13,7 +13,7 @@ import pytest
 
 # Packages of kvpolicy and the packages that each may import. A module at the top counts as a
 # package of its own.
-BASE = {"entry_points", "errors", "files", "markers", "text", "validators"}
+BASE = {"entry_points", "errors", "files", "markers", "plugin_code", "text", "validators"}
 STATE = BASE | {"state"}
 CACHE = STATE | {"cache"}
 HOOKS = CACHE | {"hookspecs", "hooks"}

@@ -21,9 +21,10 @@ import attrs
 
 from kvpolicy.engine.results import Result
 from kvpolicy.entry_points import distribution, installed, load_installed, nearest
-from kvpolicy.errors import KVPolicyError, TaskError
+from kvpolicy.errors import KVPolicyError, TaskError, refusal_reason
 from kvpolicy.lab.statistics import Interval, mean, pass_at_1, ratio
 from kvpolicy.lab.store.records import Sample
+from kvpolicy.plugin_code import plugin_code
 
 if TYPE_CHECKING:
     from kvpolicy.engine.engine import Engine, Run
@@ -440,18 +441,22 @@ def _is_hub_id(name: str) -> bool:
 
 
 def _build(name: str, make: Any, given: Mapping[str, str]) -> Any:
-    known = inspect.signature(make).parameters
+    with plugin_code(f"task '{name}' is broken", TaskError):
+        known = inspect.signature(make).parameters
     options: dict[str, object] = {}
     for key, value in given.items():
         if key not in known:
             msg = f"task '{name}' has no option '{key}'{nearest(key, known)}"
             raise TaskError(msg)
         options[key] = _convert(f"task '{name}'", key, value, known[key].annotation)
-    try:
+    with plugin_code(
+        f"task '{name}' rejects its options",
+        TaskError,
+        hint=". See `kvpolicy tasks list`",
+        describe=refusal_reason,
+        passes=(KVPolicyError,),
+    ):
         return make(**options)
-    except (TypeError, ValueError) as error:
-        msg = f"task '{name}' rejects its options: {error}. See `kvpolicy tasks list`"
-        raise TaskError(msg) from error
 
 
 def _convert(owner: str, key: str, value: str, kind: Any) -> object:
@@ -472,11 +477,12 @@ def _describe(point: EntryPoint) -> TaskInfo:
     info = TaskInfo(point.name, point.value, distribution(point))
     try:
         make = load_installed(GROUP, point.name, what="task", error=TaskError)
-        options = {
-            key: "required" if found.default is found.empty else repr(found.default)
-            for key, found in inspect.signature(make).parameters.items()
-        }
-    except (TaskError, TypeError, ValueError) as error:
+        with plugin_code(f"task '{point.name}' is broken", TaskError):
+            options = {
+                key: "required" if found.default is found.empty else repr(found.default)
+                for key, found in inspect.signature(make).parameters.items()
+            }
+            summary = (inspect.getdoc(make) or "").partition("\n")[0]
+    except TaskError as error:
         return attrs.evolve(info, problem=str(error))
-    summary = (inspect.getdoc(make) or "").partition("\n")[0]
     return attrs.evolve(info, summary=summary, options=options)

@@ -1,0 +1,206 @@
+"""What a policy declares, checked when its stack is built: its attributes, and its hooks."""
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import attrs
+
+from kvpolicy import hookspecs
+from kvpolicy.cache.slab import ATTN_SUMS
+from kvpolicy.entry_points import nearest
+from kvpolicy.errors import PolicyLoadError, shown
+from kvpolicy.markers import PROJECT, hook_options
+from kvpolicy.plugin_code import plugin_code
+from kvpolicy.validators import MAX_COUNT
+
+REFERENCE = "docs/reference/hooks.md"
+
+_SPECS = {
+    name: value for name, value in vars(hookspecs).items() if hasattr(value, f"{PROJECT}_spec")
+}
+
+# In the order in which the engine calls them.
+HOOKS = tuple(_SPECS)
+
+ARGUMENTS = {name: tuple(inspect.signature(value).parameters) for name, value in _SPECS.items()}
+
+_MISSING = object()
+
+
+# Attributes
+
+
+def _is_count(value: object, least: int = 0) -> bool:
+    return type(value) is int and least <= value <= MAX_COUNT
+
+
+def _is_window(value: object) -> bool:
+    return _is_count(value, least=1)
+
+
+def _is_bool(value: object) -> bool:
+    return type(value) is bool
+
+
+def _is_list(value: object, check: Callable[[object], bool]) -> bool:
+    return isinstance(value, (tuple, list)) and all(check(one) for one in value)
+
+
+def _are_names(value: object) -> bool:
+    return _is_list(value, lambda one: type(one) is str and one != "") and not _has_twice(value)
+
+
+def _has_twice(value: Any) -> bool:
+    return len(set(value)) < len(value)
+
+
+def _are_tracks(value: object) -> bool:
+    return _are_names(value) and ATTN_SUMS not in value  # type: ignore[operator]
+
+
+def _are_hooks(value: object) -> bool:
+    return _is_list(value, lambda one: type(one) is str and one in HOOKS)
+
+
+def _are_counts(value: object) -> bool:
+    return _is_list(value, _is_count) and len(value) == 2  # type: ignore[arg-type]
+
+
+def _are_layers(value: object) -> bool:
+    return value is None or _is_list(value, _is_count)
+
+
+def _are_parts(value: object) -> bool:
+    def is_pair(one: object) -> bool:
+        return isinstance(one, (tuple, list)) and len(one) == 2 and type(one[0]) is str
+
+    return _is_list(value, is_pair)
+
+
+def _declaration(default: object, check: Callable[[object], bool], expected: str) -> Any:
+    metadata = {"check": check, "expected": expected}
+    return attrs.field(default=default, metadata=metadata)
+
+
+@attrs.frozen(eq=False)
+class Declarations:
+    """The attributes of one policy that the engine reads; docs/reference/hooks.md lists them."""
+
+    window_size: int = _declaration(1, _is_window, "a number of queries, at least 1")
+    tracks: tuple[str, ...] = _declaration(
+        (), _are_tracks, f'different names other than {ATTN_SUMS}, such as ("name",)'
+    )
+    registers: tuple[str, ...] = _declaration((), _are_names, 'different names, such as ("name",)')
+    protects: tuple[int, int] = _declaration(
+        (0, 0), _are_counts, "two numbers of rows (first, newest), such as (4, 0)"
+    )
+    parts: tuple[tuple[str, object], ...] = _declaration(
+        (), _are_parts, 'pairs of a name and a policy, such as [("name", policy)]'
+    )
+    bounded: bool = _declaration(True, _is_bool, "True or False")
+    steers: tuple[int, ...] | None = _declaration(
+        None, _are_layers, "layers counted from 0, such as (2, 3)"
+    )
+    inactive_hooks: tuple[str, ...] = _declaration(
+        (), _are_hooks, f"names of hooks; these are {', '.join(HOOKS)}"
+    )
+
+
+def read_declarations(who: str, policy: object) -> Declarations:
+    """Read and check the attributes of a policy.
+
+    Args:
+        who: The policy in messages, as in ``"policy 'NAME'"``.
+        policy: The policy.
+
+    Raises:
+        PolicyLoadError: An attribute raises, or has a value of another kind.
+    """
+    found = {}
+    for field in attrs.fields(Declarations):
+        with plugin_code(
+            f"{who} cannot be used: its attribute '{field.name}' raises", PolicyLoadError
+        ):
+            # Attributes that `__getattr__` makes up are no declarations.
+            if inspect.getattr_static(policy, field.name, _MISSING) is _MISSING:
+                continue
+            value = getattr(policy, field.name)
+            is_valid = field.metadata["check"](value)
+        if not is_valid:
+            msg = f"{who} declares {field.name} = {shown(value)}; give {field.metadata['expected']}"
+            raise PolicyLoadError(msg)
+        found[field.name] = value
+    return Declarations(**found)
+
+
+# Hooks
+
+
+def check_hooks(who: str, policy: object) -> None:
+    """Check that the hooks of a policy exist and name arguments that exist.
+
+    Args:
+        who: The policy in messages.
+        policy: The policy.
+
+    Raises:
+        PolicyLoadError: A hook cannot be called as its specification says, or there is none.
+    """
+    problem, num_hooks = None, 0
+    with plugin_code(f"{who} cannot be used", PolicyLoadError):
+        for name in dir(policy):
+            attribute = inspect.getattr_static(policy, name, None)
+            options = hook_options(attribute)
+            if options is not None and problem is None:
+                num_hooks += 1
+                problem = _hook_problem(options.get("specname") or name, attribute, options)
+    if problem is not None:
+        msg = f"{who} does not fit the hook specs: {problem}"
+        raise PolicyLoadError(msg)
+    if not num_hooks:
+        msg = (
+            f"{who} implements no hook; decorate at least one method with @kvpolicy.hookimpl, "
+            f"see {REFERENCE}"
+        )
+        raise PolicyLoadError(msg)
+
+
+def _hook_problem(hook: str, attribute: object, options: Mapping[str, Any]) -> str | None:
+    """Why an attribute cannot be the implementation of a hook, or ``None``."""
+    if hook not in HOOKS:
+        return f"there is no hook '{hook}'{nearest(hook, HOOKS)}"
+    is_static = type(attribute) is staticmethod
+    if type(attribute) in (staticmethod, classmethod):
+        attribute = attribute.__func__  # type: ignore[attr-defined]
+    function = inspect.unwrap(attribute)  # type: ignore[arg-type]
+    if not inspect.isfunction(function):
+        return f"{hook}() is {shown(attribute)}, and a hook is a method written with def"
+    if inspect.iscoroutinefunction(function) or inspect.isasyncgenfunction(function):
+        return f"{hook}() is async, and hooks are called without waiting; write a plain def"
+    is_wrapper = bool(options.get("wrapper") or options.get("hookwrapper"))
+    if inspect.isgeneratorfunction(function) != is_wrapper:
+        if is_wrapper:
+            return f"{hook}() is declared as a wrapper and has no yield"
+        return f"{hook}() yields, which only wrappers do; write @hookimpl(wrapper=True)"
+    parameters = list(inspect.signature(function).parameters.values())
+    if not is_static:
+        if not parameters or parameters[0].name in ARGUMENTS[hook]:
+            return f"{hook}() has no 'self' as its first argument"
+        del parameters[0]
+    problems = (_parameter_problem(hook, parameter) for parameter in parameters)
+    return next(filter(None, problems), None)
+
+
+def _parameter_problem(hook: str, parameter: inspect.Parameter) -> str | None:
+    name, known = parameter.name, ARGUMENTS[hook]
+    has_default = parameter.default is not parameter.empty
+    if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
+        return f"{hook}() takes '{parameter}', which receives nothing; name the arguments it reads"
+    if parameter.kind is parameter.KEYWORD_ONLY and not has_default:
+        return f"{hook}() takes '{name}' by keyword only; leave out the *"
+    if has_default:
+        if name not in known:
+            return None
+        return f"{hook}() gives '{name}' a default, and would always get that; leave it out"
+    return None if name in known else f"{hook}() has no argument '{name}'{nearest(name, known)}"

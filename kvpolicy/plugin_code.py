@@ -1,0 +1,80 @@
+"""Code of plugins while it loads: what it raises becomes one sentence that names the plugin.
+
+Importing a plugin, building its objects and reading what they declare runs code of somebody else.
+Whatever that code raises, `sys.exit` included, becomes an error of kvpolicy; what it prints goes
+to stderr, as stdout may be JSON; modules that it replaces are put back. Not caught: ``os._exit``,
+a crash of the interpreter, an endless loop, changes inside objects of other packages.
+"""
+
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext, redirect_stdout
+from types import ModuleType
+
+from kvpolicy.errors import KVPolicyError, error_summary, is_interrupt
+
+
+@contextmanager
+def plugin_code(
+    problem: str,
+    error: type[KVPolicyError],
+    *,
+    hint: str = "",
+    describe: Callable[[BaseException], str] = error_summary,
+    passes: tuple[type[BaseException], ...] = (),
+) -> Iterator[None]:
+    """Run code of a plugin in a ``with`` block.
+
+    Args:
+        problem: Who fails at what, as in ``"policy 'NAME' cannot be imported"``.
+        error: Exception to raise.
+        hint: End of the sentence.
+        describe: Text of an exception.
+        passes: Exceptions of the block that are raised as they are.
+
+    Raises:
+        KVPolicyError: The block has raised anything but an interrupt of the user, or has replaced
+            modules.
+    """
+    modules, before = sys.modules, dict(sys.modules)
+    replaced: list[str] = []
+    try:
+        with _printing_to_stderr():
+            yield
+    except BaseException as cause:
+        if is_interrupt(cause) or (isinstance(cause, passes) and _has_text(cause)):
+            raise
+        msg = f"{problem}: {describe(cause)}{hint}"
+        raise error(msg) from cause
+    finally:
+        sys.modules = modules
+        replaced = _put_back(before)
+    if replaced:
+        msg = f"{problem}: it replaces the module {replaced[0]} in sys.modules, which others use"
+        raise error(msg)
+
+
+def _printing_to_stderr() -> "redirect_stdout[object] | nullcontext[None]":
+    """Have `print` write to stderr.
+
+    In the main thread only: two threads that exchange `sys.stdout` would put back each other's.
+    """
+    in_main_thread = threading.current_thread() is threading.main_thread()
+    return redirect_stdout(sys.stderr) if in_main_thread else nullcontext()
+
+
+def _has_text(error: BaseException) -> bool:
+    """Whether an exception can be printed; some have a broken ``__str__``."""
+    try:
+        return isinstance(str(error), str)
+    except Exception:
+        return False
+
+
+def _put_back(before: Mapping[str, ModuleType]) -> list[str]:
+    """Undo replacements in `sys.modules`; returns the names."""
+    replaced = [name for name, module in before.items() if sys.modules.get(name) is not module]
+    for name in replaced:
+        sys.modules[name] = before[name]
+    return replaced
