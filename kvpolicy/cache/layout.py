@@ -49,6 +49,7 @@ class StepLayout:
         first: First slot of the forward.
         last: Slot after its last one.
         lengths: New tokens of each slot, ``[B]``.
+        totals: Tokens of each slot once its prompt is in, ``[B]``.
         width: Token columns, ``L``.
         position_ids: Position of every column's token in its sequence, ``[B, L]``, 0 for pads.
         has_pads: Whether some column is a pad.
@@ -56,13 +57,23 @@ class StepLayout:
         attended: Layers whose attention was computed.
     """
 
-    def __init__(self, cache: KVCache, first: int, lengths: Sequence[int]) -> None:
-        """Serve the slots from ``first`` on, with so many new tokens each (at least 1)."""
+    def __init__(
+        self,
+        cache: KVCache,
+        first: int,
+        lengths: Sequence[int],
+        totals: Sequence[int] | None = None,
+    ) -> None:
+        """Serve the slots from ``first`` on, with so many new tokens each (at least 1).
+
+        ``totals`` is not needed if no more tokens of their prompts follow.
+        """
         self.cache = cache
         self.first, self.last = first, first + len(lengths)
         self.lengths = np.asarray(lengths, dtype=np.int64)
         self.width = int(self.lengths.max())
         self.seq_len = cache.seq_len[first : self.last].copy()
+        self.totals = self.seq_len + self.lengths if totals is None else np.asarray(totals)
         # Index of each column's token among the new ones of its slot, negative for pads.
         self.token = np.arange(self.width) - (self.width - self.lengths[:, None])  # [B, L]
         self.is_real = self.token >= 0

@@ -153,7 +153,8 @@ class RunningBatch:
             self._observer.flush(self.active[slot], slot)
             start = int(self.cache.seq_len[slot])
             chunks.append(self.active[slot].prompt[start : start + width])
-        step = StepLayout(self.cache, first, [len(chunk) for chunk in chunks])
+        totals = [len(seq.prompt) for seq in self.active[first:last]]
+        step = StepLayout(self.cache, first, [len(chunk) for chunk in chunks], totals)
         token_ids = torch.zeros(len(chunks), step.width, dtype=torch.int64)
         for row, chunk in enumerate(chunks):
             token_ids[row, step.width - len(chunk) :] = torch.tensor(chunk)

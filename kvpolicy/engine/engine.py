@@ -377,6 +377,10 @@ class Run:
                     f"{adapter.max_positions}, the generation included"
                 )
                 raise RequestError(msg)
+            most = min(len(prompt) + request.max_new_tokens, adapter.max_positions)
+            # The last token is not brought in.
+            if problem := adapter.growth_problem(len(prompt), most - 1):
+                raise RequestError(problem)
             if request.stop and self.tokenizer is None:
                 msg = "stop strings need a tokenizer, and the engine has none; use stop_ids"
                 raise RequestError(msg)
@@ -384,7 +388,7 @@ class Run:
             self._emit(Result(number, finish_reason="error", error=str(error)))
             return
         stop_ids = adapter.stop_ids if request.stop_ids is None else request.stop_ids
-        max_new_tokens = min(request.max_new_tokens, adapter.max_positions - len(prompt))
+        max_new_tokens = most - len(prompt)
         self._waiting[number] = Sequence(
             number, request, prompt, max_new_tokens, frozenset(stop_ids), self.tokenizer
         )

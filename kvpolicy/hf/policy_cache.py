@@ -16,6 +16,7 @@ from types import MethodType
 from typing import Any, NoReturn
 
 import attrs
+import numpy as np
 import torch
 from torch import Tensor
 from transformers import Cache, PreTrainedModel
@@ -206,7 +207,7 @@ class PolicyCache(Cache):
         """Columns seen, pads included: `generate` passes the columns after these."""
         return self._columns.count
 
-    @torch.compiler.disable
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def serve(self, model: PreTrainedModel, given: Mapping[str, Any]) -> CausalLMOutputWithPast:
         """Serve one forward of the model.
 
@@ -247,6 +248,7 @@ class PolicyCache(Cache):
                 f"was given {needed} tokens; the model has positions for {most}: generate with "
                 f"max_length={most}"
             )
+        self._check_growth(new)
         if needed >= self._longest:
             rounded = (needed // GROWTH + 1) * GROWTH
             self._longest = max(needed + 1, min(rounded, most + 1))
@@ -255,6 +257,16 @@ class PolicyCache(Cache):
         if self.batch is None:
             self.batch = self._engine.new_batch(len(new), self._longest)
         return self.batch
+
+    def _check_growth(self, new: list[list[int]]) -> None:
+        """Check that rows can grow by the new tokens, and up to `max_length` if it was given."""
+        seen = np.broadcast_to(self._columns.num_tokens, len(new)).tolist()
+        for before, tokens in zip(seen, new, strict=True):
+            after = before + len(tokens)
+            if not before:  # the last token of `max_length` is not brought in
+                before, after = after, max(after, (self._max_length or 0) - 1)
+            if problem := self._engine.adapter.growth_problem(before, after):
+                _refuse(f"cannot go on: {problem}")
 
     def _logits(self, batch: RunningBatch, new: list[list[int]]) -> dict[int, Tensor]:
         """Bring in new tokens: a prompt, one more token of each row, or another turn.
@@ -357,6 +369,10 @@ class PolicyCache(Cache):
     def __repr__(self) -> str:
         report = self.report
         return f"{type(self).__name__}(tokens={report.tokens}, rows={report.rows})"
+
+    def __bool__(self) -> bool:
+        """False: `generate` of some models drops a cache that is true, to compute it anew."""
+        return False
 
     def __len__(self) -> int:
         """Layers of the model."""

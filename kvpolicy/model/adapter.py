@@ -32,6 +32,14 @@ from kvpolicy.model.config import (
     stop_ids,
 )
 from kvpolicy.model.rope import Rotation
+from kvpolicy.model.rope_types import (
+    by_sequence,
+    check_rope,
+    depends_on_length,
+    longrope_length,
+    max_positions,
+    serving,
+)
 from kvpolicy.model.tensor_parallel import SingleProcess, processes_of
 from kvpolicy.model.twin import Copies, Twin
 from kvpolicy.model.wrappers import unwrapped
@@ -69,12 +77,14 @@ class ModelAdapter:
         num_layers: Decoder layers.
         vocab_size: Token ids are below this.
         max_positions: Tokens a sequence may have, prompt and generation together.
+        longrope_length: Tokens that no sequence can cross, if there is such a number.
         stop_ids: Tokens that end a generation, from the model's own configuration.
         hidden_size: Size of the hidden state, ``M``.
         processes: The processes that hold the model.
     """
 
     processes: SingleProcess = SingleProcess()
+    longrope_length: int | None = None
 
     def __init__(self, model: PreTrainedModel, *, run_own_hooks: bool = True) -> None:
         """Inspect a model, which is left as it is.
@@ -90,12 +100,14 @@ class ModelAdapter:
         self.model = model = unwrapped(model)
         self._config = model.config.get_text_config(decoder=True)
         check_runs(model, self._config)
+        check_rope(model)
         AttentionInterface.register(ATTENTION, attention_function)
         self._windows = sliding_windows(self._config)
         self.num_layers: int = self._config.num_hidden_layers
         self.vocab_size: int = self._config.vocab_size
         self.hidden_size: int = self._config.hidden_size
-        self.max_positions: int = self._config.max_position_embeddings
+        self.max_positions = max_positions(self._config)
+        self.longrope_length = longrope_length(self._config)
         self.stop_ids = stop_ids(model)
         self.processes = processes_of(model, self._config)
         self._run_own_hooks = run_own_hooks
@@ -103,6 +115,18 @@ class ModelAdapter:
         self._reads_states = False
         self._twin = Twin(model, ATTENTION, self._register)
         decoder_layers(model)
+
+    def growth_problem(self, before: int, after: int) -> str | None:
+        """Why a sequence of some tokens cannot grow to so many; ``None`` if it can."""
+        most = self.longrope_length
+        if most is None or not before <= most < after:
+            return None
+        return (
+            f"a sequence of {before} tokens would grow to {after}, and beyond {most} the rotary "
+            "embedding 'longrope' of this model changes all keys and values, those stored "
+            f"included; give prompt and generation at most {most + 1} tokens together, or the "
+            f"prompt more than {most}"
+        )
 
     def add_hooks(self, *, steered: Collection[int], states: bool) -> None:
         """Say what forwards may ask for beyond logits.
@@ -180,7 +204,7 @@ class ModelAdapter:
         """
         twin, step, cache = self._twin.current(), given.step, StepCache(given.step)
         device = self.device
-        with torch.inference_mode():
+        with torch.inference_mode(), serving(step.totals.tolist()):
             output = (twin if self._run_own_hooks else twin.forward)(
                 input_ids=given.token_ids.to(device),
                 position_ids=torch.from_numpy(step.position_ids).to(device),
@@ -204,6 +228,9 @@ class ModelAdapter:
 
     def _register(self, copies: Copies) -> None:
         """Register the hooks of a new twin; they read the forward under way from its arguments."""
+        for rotary in filter(depends_on_length, self.model.modules()):
+            copied = copies.hookable(rotary)
+            vars(copied)["forward"] = by_sequence(copied)
         if self._reads_states:
             decoder = copies.hookable(self.model.get_decoder())
             decoder.register_forward_hook(_receive_states, with_kwargs=True)

@@ -8,6 +8,7 @@ from transformers import PreTrainedModel
 
 from kvpolicy.cache.slab import LayerShape
 from kvpolicy.errors import ModelError
+from kvpolicy.model.rope_types import max_positions
 
 _SLIDING = "sliding_attention"
 
@@ -110,8 +111,9 @@ def hiding_window(window: int | None, config: Any) -> int | None:
     """A window, or ``None`` if it hides nothing from the longest sequence of the model."""
     if not window:
         return None
-    most = getattr(config, "max_position_embeddings", None)
-    return None if most is not None and window >= most else window
+    if getattr(config, "max_position_embeddings", None) is None:
+        return window
+    return None if window >= max_positions(config) else window
 
 
 def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:

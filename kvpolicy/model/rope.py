@@ -16,6 +16,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from kvpolicy.errors import ModelError
+from kvpolicy.model.rope_types import depends_on_length, rope_types
 
 # Position of the token with which a rotation is tested, and how far it is moved.
 _POSITION, _DISTANCE = 3, 100
@@ -108,11 +109,9 @@ def _rotary_embedding(model: Any) -> Any:
     rotary = getattr(model.get_decoder(), "rotary_emb", None)
     if rotary is None or not hasattr(_modelling_file(model), "apply_rotary_pos_emb"):
         raise _refusal(model, "it has no rotary embedding")
-    kinds = getattr(rotary, "rope_type", "default")
-    kinds = set(kinds.values()) if isinstance(kinds, dict) else {kinds}
-    changing = sorted(kinds & {"dynamic", "longrope"})
-    if changing:
-        raise _refusal(model, f"its rotary embedding, '{changing[0]}', changes with the length")
+    if depends_on_length(rotary):
+        kind = " and ".join(sorted(rope_types(rotary)))
+        raise _refusal(model, f"its rotary embedding, '{kind}', changes with the length")
     return rotary
 
 
