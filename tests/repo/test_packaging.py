@@ -5,11 +5,13 @@ import re
 import subprocess
 import sys
 import tomllib
+import zipfile
 from importlib.metadata import EntryPoint, distribution, entry_points
 from importlib.resources import files
 from pathlib import Path
 
 import pytest
+from pages import build_wheel
 
 from kvpolicy.hooks.discovery import GROUP, describe_policy
 
@@ -133,6 +135,25 @@ def test_every_package_in_a_container_is_listed(container: str) -> None:
     inside = [init.parent for init in (ROOT / container).glob("*/__init__.py")]
     assert inside
     assert {str(package.relative_to(ROOT)) for package in inside} <= set(listed)
+
+
+def test_package_of_the_tutorial_holds_every_module(tmp_path: Path) -> None:
+    script = ROOT / ".ci" / "write_tutorial.py"
+    if not script.is_file():
+        pytest.skip("the sources are not here: these tests run against a wheel")
+    package = tmp_path / "package"
+    subprocess.run([sys.executable, script, package], check=True)
+    (package / "kvpolicy_key_norm" / "another.py").write_text("X = 1\n")
+    with zipfile.ZipFile(build_wheel(package, tmp_path)) as wheel:
+        names = wheel.namelist()
+        points = wheel.read("kvpolicy_key_norm-0.2.0.dist-info/entry_points.txt").decode()
+    modules = {"__init__", "another", "key_norm", "value_norm"}
+    assert {f"kvpolicy_key_norm/{module}.py" for module in modules} <= set(names)
+    assert {name.split("/")[0] for name in names} == {
+        "kvpolicy_key_norm",
+        "kvpolicy_key_norm-0.2.0.dist-info",
+    }
+    assert re.findall(r"kvpolicy_key_norm\.(\w+):", points) == ["key_norm", "value_norm"]
 
 
 def test_every_listed_package_exists() -> None:

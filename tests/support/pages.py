@@ -28,6 +28,7 @@ import shutil
 import subprocess
 import sys
 import tomllib
+import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -164,23 +165,26 @@ class Page:
         return ""
 
     def _install(self, package: Path) -> None:
-        """Like pip without the network: put modules and metadata on the path."""
-        project = tomllib.loads((package / "pyproject.toml").read_text())["project"]
+        """Like pip without the network: build a wheel, and put its contents on the path."""
         site = self.folder / "site-packages"
-        info = site / f"{project['name'].replace('-', '_')}-{project['version']}.dist-info"
-        info.mkdir(parents=True)
-        header = f"Metadata-Version: 2.1\nName: {project['name']}\nVersion: {project['version']}\n"
-        (info / "METADATA").write_text(header)
-        lines: list[str] = []
-        for group, points in project["entry-points"].items():
-            lines += [f"[{group}]", *(f"{name} = {target}" for name, target in points.items())]
-        (info / "entry_points.txt").write_text("\n".join(lines))
-        for module in package.glob("*.py"):
-            shutil.copy(module, site)
-            sys.modules.pop(module.stem, None)
+        shutil.rmtree(site, ignore_errors=True)
+        with zipfile.ZipFile(build_wheel(package, self.folder / "dist")) as wheel:
+            wheel.extractall(site)
+        for name in {path.stem for path in site.iterdir()} & sys.modules.keys():
+            del sys.modules[name]
         self._monkeypatch.syspath_prepend(str(site))
         # From here on, only installed policies are available, not those of --plugin.
         self._monkeypatch.setattr(discovery, "_from_files", {})
+
+
+def build_wheel(package: Path, folder: Path) -> Path:
+    """Build the wheel of a package with the build backend that it names, without the network."""
+    project = tomllib.loads((package / "pyproject.toml").read_text(encoding="utf-8"))
+    assert project["build-system"]["build-backend"] == "hatchling.build"
+    command = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(folder)]
+    subprocess.run(command, cwd=package, check=True, capture_output=True)
+    (wheel,) = folder.glob(f"*-{project['project']['version']}-*.whl")
+    return wheel
 
 
 def run_command(args: list[str]) -> str:
