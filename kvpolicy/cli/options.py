@@ -16,17 +16,15 @@ import attrs
 import typer
 
 from kvpolicy.cli.output import info, info_text
+from kvpolicy.cli.prompts import Prompt, in_chat_template, read_prompts, read_standard_input
 from kvpolicy.entry_points import default_name, installed, load_installed
-from kvpolicy.errors import KVPolicyError, OutputError, RequestError
-from kvpolicy.files import decode, numbered_lines, parse_json, read_text
+from kvpolicy.errors import KVPolicyError, OutputError
 from kvpolicy.plugin_code import plugin_code
 
 if TYPE_CHECKING:
-    from kvpolicy.engine.engine import Engine
+    from kvpolicy.engine.engine import Engine, Run
     from kvpolicy.plan.plan import Plan
     from kvpolicy.plan.toml import Override
-
-Prompt = str | list[int]
 
 SOME_FAILED = 1  # exit status of commands of which a part failed
 _MAX_NEW_TOKENS = 1024  # for models whose generation config has no length
@@ -104,7 +102,7 @@ PromptFile = Annotated[
     typer.Option(
         "--file",
         metavar="FILE|-",
-        help="Prompts, one per line, or JSON lines.",
+        help="Prompts, one per line, or JSON lines with id, and prompt or messages.",
         rich_help_panel=PROMPTS,
     ),
 ]
@@ -255,6 +253,10 @@ class Generation:
     prompts: list[Prompt]
     options: dict[str, Any]
 
+    def start(self) -> "Run":
+        """Begin to generate for all prompts; results are numbered in their order."""
+        return self.engine.generate([one.content for one in self.prompts], **self.options)
+
 
 def prepare(
     options: GenerationOptions, *, keep_going: bool = False, tensor_parallel: bool = False
@@ -294,8 +296,7 @@ def prepare(
         trust_remote_code=options.trust_remote_code,
         tp_plan="auto" if tensor_parallel else None,
     )
-    if options.chat:
-        prompts = _in_chat_template(tokenizer, prompts)
+    prompts = in_chat_template(prompts, tokenizer, chat=options.chat)
     on_hook_error: Any = "answer" if keep_going else "raise"
     engine = Engine(model, tokenizer, plan, slots=options.slots, on_hook_error=on_hook_error)
     arguments = {
@@ -313,17 +314,18 @@ def _prompts(options: GenerationOptions) -> list[Prompt]:
             raise KVPolicyError(msg)
         return read_prompts(options.file)
     if options.prompt == "-":
-        return [_read("-", "standard input").removesuffix("\n")]
+        return [Prompt(0, read_standard_input().removesuffix("\n"))]
     if options.prompt is not None:
-        return [options.prompt]
+        return [Prompt(0, options.prompt)]
     # An installed model may come with a task of the same name.
     if sys.stdin.isatty() and options.model in installed("kvpolicy.tasks"):
         make_task = load_installed("kvpolicy.tasks", options.model, what="task")
         with plugin_code(f"task '{options.model}' is broken", KVPolicyError):
-            item = make_task().examples(1, seed=options.seed)[0]
-        info(f"no prompt was given; using held-out problem {options.seed} (answer: {item.answer}):")
-        info_text(item.prompt.rstrip("\n"))
-        return [item.prompt]
+            example = make_task().examples(1, seed=options.seed)[0]
+        answer = f"(answer: {example.answer})"
+        info(f"no prompt was given; using held-out problem {options.seed} {answer}:")
+        info_text(example.prompt.rstrip("\n"))
+        return [Prompt(0, example.prompt)]
     msg = "no prompt: give one, '-' to read one from standard input, or --file FILE."
     raise KVPolicyError(msg)
 
@@ -377,60 +379,6 @@ def _typed(key: str, value: str) -> "Override":
 def _default_length(model: Any) -> int:
     generation = getattr(model, "generation_config", None)
     return getattr(generation, "max_new_tokens", None) or _MAX_NEW_TOKENS
-
-
-def read_prompts(file: str) -> list[Prompt]:
-    """Read prompts from a file, or standard input if it is ``-``, one per line.
-
-    A file whose first line begins with ``{`` holds JSON lines; each has a ``prompt``, a text
-    or a list of token ids. Empty lines are skipped.
-
-    Raises:
-        KVPolicyError: The file cannot be read, has no prompt, or a line is malformed.
-    """
-    name = "standard input" if file == "-" else f"'{file}'"
-    lines = list(numbered_lines(_read(file, name)))
-    if not lines:
-        msg = f"{name} has no prompt; write one per line."
-        raise KVPolicyError(msg)
-    if lines[0][1].lstrip().startswith("{"):
-        return [_json_prompt(line, f"line {number} of {name}") for number, line in lines]
-    return [line for _, line in lines]
-
-
-def _in_chat_template(tokenizer: Any, prompts: Sequence[Prompt]) -> list[Prompt]:
-    """Texts as token ids of a user's message, up to where the model's answer begins."""
-    if not getattr(tokenizer, "chat_template", None):
-        msg = "this model's tokenizer has no chat template; omit --chat."
-        raise KVPolicyError(msg)
-
-    def token_ids(text: str) -> list[int]:
-        messages = [{"role": "user", "content": text}]
-        encoded = tokenizer.apply_chat_template(
-            messages, add_generation_prompt=True, return_dict=True
-        )
-        return [int(token) for token in encoded["input_ids"]]
-
-    return [token_ids(one) if isinstance(one, str) else one for one in prompts]
-
-
-def _read(file: str, name: str) -> str:
-    return decode(sys.stdin.buffer.read(), name) if file == "-" else read_text(Path(file), name)
-
-
-def _json_prompt(line: str, where: str) -> Prompt:
-    try:
-        record = parse_json(line)
-    except ValueError as error:
-        msg = f"{where} is not JSON ({error}), though the file begins with '{{'."
-        raise RequestError(msg) from error
-    prompt = record.get("prompt") if isinstance(record, dict) else None
-    if isinstance(prompt, str):
-        return prompt
-    if isinstance(prompt, list) and all(type(token) is int for token in prompt):
-        return prompt
-    msg = f'{where} has no "prompt" that is a text or a list of token ids.'
-    raise RequestError(msg)
 
 
 def register_plugins(plugins: list[Path] | None) -> None:

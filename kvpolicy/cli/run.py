@@ -1,7 +1,8 @@
 """``kvpolicy run``: generate text with a policy at a budget; text to stdout, figures to stderr.
 
 With ``--json``, one object per line: ``{"kind": "result", ...}`` with the fields of `Result`
-for each prompt as it finishes, and a last ``{"kind": "run", "plan_digest", ...}`` with those
+for each prompt as it finishes, its ``id`` that of the JSON line, if any, and its ``index`` the
+number of the prompt from 0, and a last ``{"kind": "run", "plan_digest", ...}`` with those
 of `RunReport`.
 """
 
@@ -15,6 +16,7 @@ import typer
 from kvpolicy.cli.failures import Interrupted
 from kvpolicy.cli.options import (
     MODEL,
+    PROMPTS,
     SOME_FAILED,
     Generation,
     GenerationOptions,
@@ -28,10 +30,10 @@ from kvpolicy.cli.output import (
     info,
     print_exact,
     print_json,
-    print_lines,
     print_text,
 )
 from kvpolicy.errors import KVPolicyError, RequestError
+from kvpolicy.text import visible
 
 if TYPE_CHECKING:
     from kvpolicy.engine.results import Result, RunReport
@@ -61,6 +63,14 @@ def run(
             "with the others.",
         ),
     ] = False,
+    in_order: Annotated[
+        bool,
+        typer.Option(
+            "--in-order",
+            help="Print the results of a file in the order of its prompts.",
+            rich_help_panel=PROMPTS,
+        ),
+    ] = False,
     tensor_parallel: Annotated[
         bool,
         typer.Option(
@@ -74,16 +84,17 @@ def run(
 ) -> None:
     """Generate text with a policy at a budget.
 
-    One prompt is streamed; the results of a file are printed as they finish.
+    One prompt is streamed; the results of a file are printed as they finish, or with --in-order
+    as soon as all before them are out.
     """
     with _first_process_prints() if tensor_parallel else nullcontext():
         task = prepare(generation, keep_going=keep_going, tensor_parallel=tensor_parallel)
         if json:
-            failed = _print_json_lines(task)
+            failed = _print_json_lines(task, in_order=in_order)
         elif generation.file is None:
             failed = _stream(task)
         else:
-            failed = _print_texts(task)
+            failed = _print_texts(task, in_order=in_order)
         if failed:
             raise typer.Exit(SOME_FAILED)
 
@@ -126,7 +137,7 @@ def _first_process_prints() -> Iterator[None]:
 
 
 def _stream(task: Generation) -> bool:
-    stream = task.engine.stream(task.prompts[0], **task.options)
+    stream = task.engine.stream(task.prompts[0].content, **task.options)
     last = ""
     try:
         for piece in stream:
@@ -146,18 +157,62 @@ def _stream(task: Generation) -> bool:
     return False
 
 
-def _print_texts(task: Generation) -> bool:
-    results = task.engine.generate(task.prompts, **task.options)
+def _print_texts(task: Generation, *, in_order: bool) -> bool:
+    run = task.start()
     failed = False
-    for result in _until_interrupted(results, len(task.prompts)):
+    for result in _until_interrupted(run, task, in_order=in_order):
+        name = task.prompts[result.id].id
         if result.error is not None:
             failed = True
-            info(f"prompt {result.id}: {result.error}.")
+            info(f"prompt {name}: {result.error}.")
             continue
-        print_lines([f"[{result.id}] {result.finish_reason}, {len(result.tokens)} tokens"])
-        print_exact(f"{result.text}\n\n")
-    _print_report(results.report, task)
+        head = f"[{visible(str(name))}] {result.finish_reason}, {len(result.tokens)} tokens"
+        print_text(f"{head}\n{result.text}\n\n")
+    _print_report(run.report, task)
     return failed
+
+
+def _print_json_lines(task: Generation, *, in_order: bool) -> bool:
+    run = task.start()
+    failed = False
+    for result in _until_interrupted(run, task, in_order=in_order):
+        failed = failed or result.error is not None
+        named = {"id": task.prompts[result.id].id, "index": result.id}
+        print_json({"kind": "result", **result.to_dict(), **named})
+    digest = task.engine.plan.digest()
+    print_json({"kind": "run", "plan_digest": digest, **run.report.to_dict()})
+    return failed
+
+
+def _until_interrupted(
+    results: "Iterable[Result]", task: Generation, *, in_order: bool
+) -> "Iterator[Result]":
+    done = 0
+    try:
+        for result in _in_order(results) if in_order else results:
+            yield result
+            done += 1
+    except KeyboardInterrupt:
+        msg = f"interrupted; {done} of {len(task.prompts)} results are above, the others are lost."
+        raise Interrupted(msg) from None
+
+
+def _in_order(results: "Iterable[Result]") -> "Iterator[Result]":
+    """Hold back each result until those of all prompts before it are out.
+
+    If the run ends early, what is held back comes out too.
+    """
+    held: dict[int, Result] = {}
+    following = 0
+    try:
+        for result in results:
+            held[result.id] = result
+            while following in held:
+                yield held.pop(following)
+                following += 1
+    except (KeyboardInterrupt, KVPolicyError):
+        yield from (held[number] for number in sorted(held))
+        raise
 
 
 def _print_report(report: "RunReport", task: Generation) -> None:
@@ -170,28 +225,6 @@ def _print_report(report: "RunReport", task: Generation) -> None:
         info(f"{note}.")
     elif report.full_bytes > report.held_bytes:
         info(format_savings(report))
-
-
-def _print_json_lines(task: Generation) -> bool:
-    results = task.engine.generate(task.prompts, **task.options)
-    failed = False
-    for result in _until_interrupted(results, len(task.prompts)):
-        failed = failed or result.error is not None
-        print_json({"kind": "result", **result.to_dict()})
-    digest = task.engine.plan.digest()
-    print_json({"kind": "run", "plan_digest": digest, **results.report.to_dict()})
-    return failed
-
-
-def _until_interrupted(results: "Iterable[Result]", total: int) -> "Iterator[Result]":
-    done = 0
-    try:
-        for result in results:
-            yield result
-            done += 1
-    except KeyboardInterrupt:
-        msg = f"interrupted; {done} of {total} results are above, the others are lost."
-        raise Interrupted(msg) from None
 
 
 def format_result(result: "Result", plan: "ResolvedPlan") -> str:

@@ -142,7 +142,7 @@ def _open_output(path: Path | None) -> "Iterator[Callable[[dict[str, Any]], None
 
 def _run(task: Generation) -> bool:
     """Generate for all prompts; returns whether some failed."""
-    run = task.engine.generate(task.prompts, **task.options)
+    run = task.start()
     for result in run:
         if result.error is not None:
             info(f"prompt {result.id}: {result.error}.")

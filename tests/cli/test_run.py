@@ -2,14 +2,19 @@
 
 import io
 import json
+from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 from shell import Shell
 
-from kvpolicy.cli.options import read_prompts
+from kvpolicy.cli.prompts import read_prompts
+from kvpolicy.cli.run import _in_order
 from kvpolicy.engine.engine import Engine
 from kvpolicy.engine.request import Sampling
+from kvpolicy.engine.results import Result
+from kvpolicy.errors import KVPolicyError
 from kvpolicy.model.loading import load_model
 from kvpolicy.plan.plan import Plan
 
@@ -179,23 +184,173 @@ def test_a_single_bad_prompt_is_wrong_input(kvpolicy: Shell, model_folder: Path)
     assert "empty" in answer.err
 
 
-def test_a_chat_template_wraps_the_prompt(
-    kvpolicy: Shell, model_folder: Path, tmp_path: Path
-) -> None:
+@pytest.fixture(scope="module")
+def chatty(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model with a chat template, which refuses a conversation that begins with an answer."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(model_folder)
     tokenizer.chat_template = (
-        "{% for m in messages %}<|user|>{{ m.content }}{% endfor %}<|assistant|>"
+        "{% if messages[0].role == 'assistant' %}{{ raise_exception('begin with user') }}"
+        "{% endif %}{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% endfor %}<|assistant|>"
     )
-    chatty = tmp_path / "chatty"
-    tokenizer.save_pretrained(chatty)
-    AutoModelForCausalLM.from_pretrained(model_folder).save_pretrained(chatty)
+    folder = tmp_path_factory.mktemp("chatty")
+    tokenizer.save_pretrained(folder)
+    AutoModelForCausalLM.from_pretrained(model_folder).save_pretrained(folder)
+    return folder
+
+
+def test_a_chat_template_wraps_the_prompt(kvpolicy: Shell, chatty: Path) -> None:
     wrapped = kvpolicy("run", " tea is 3.", "--chat", "--model", chatty, *H2O, "--json")
     by_hand = kvpolicy("run", "<|user|> tea is 3.<|assistant|>", "--model", chatty, *H2O, "--json")
     assert wrapped.json_lines[0]["tokens"] == by_hand.json_lines[0]["tokens"]
 
 
+def write_lines(folder: Path, *records: object) -> Path:
+    path = folder / "lines.jsonl"
+    path.write_text("\n".join(map(json.dumps, records)), encoding="utf-8")
+    return path
+
+
+def test_messages_are_put_into_the_chat_template_beside_prompts(
+    kvpolicy: Shell, chatty: Path, tmp_path: Path
+) -> None:
+    system = {"role": "system", "content": "Be short."}
+    user = {"role": "user", "content": " tea is 3."}
+    path = write_lines(
+        tmp_path,
+        {"messages": [system, user]},
+        {"prompt": "<|system|>Be short.<|user|> tea is 3.<|assistant|>"},
+        {"messages": [user]},
+        {"prompt": " tea is 3."},
+    )
+    words = ("run", "--file", path, "--model", chatty, *H2O, "--json", "--in-order")
+    tokens = [line["tokens"] for line in kvpolicy(*words).json_lines[:-1]]
+    assert tokens[0] == tokens[1] != tokens[2] != tokens[3]
+    with_chat = [line["tokens"] for line in kvpolicy(*words, "--chat").json_lines[:-1]]
+    assert with_chat[2] == with_chat[3] == tokens[2], "--chat wraps texts, and nothing twice"
+
+
+def test_ids_of_json_lines_name_the_results(
+    kvpolicy: Shell, model_folder: Path, tmp_path: Path, texts: list[str | None]
+) -> None:
+    ids = ["first", 70, None]
+    records = [{"id": one, "prompt": p} for one, p in zip(ids, PROMPTS, strict=True)]
+    path = write_lines(tmp_path, *records, {"id": "bad\u001b[2J", "prompt": [10**6]})
+    words = ("run", "--file", path, "--model", model_folder, *H2O)
+    *results, _ = kvpolicy(*words, "--json").json_lines
+    assert {one["id"]: one["text"] for one in results if one["text"]} == {
+        "first": texts[0],
+        70: texts[1],
+        2: texts[2],
+    }
+    assert {one["index"]: one["id"] for one in results}[3] == "bad\u001b[2J"
+    shown = kvpolicy(*words)
+    for label, text in zip(("first", "70", "2"), texts, strict=True):
+        assert f"[{label}] " in shown.out
+        assert str(text) in shown.out
+    assert "prompt bad\\u001b[2J: " in shown.err
+
+
+def test_results_in_order_are_the_same_results(
+    kvpolicy: Shell, model_folder: Path, tmp_path: Path
+) -> None:
+    limits = [[5] * 40, [6] * 3, [7] * 20, [10**6], [8] * 2]
+    path = write_lines(tmp_path, *({"prompt": ids} for ids in limits))
+    words = ("run", "--file", path, "--model", model_folder, *H2O, "--slots", 2, "--json")
+    as_they_finish, in_order = kvpolicy(*words), kvpolicy(*words, "--in-order")
+    assert (as_they_finish.status, in_order.status) == (1, 1)
+    indices = [line["index"] for line in as_they_finish.json_lines[:-1]]
+    assert indices != sorted(indices), "one of the prompts is refused before the others run"
+    assert [line["index"] for line in in_order.json_lines[:-1]] == sorted(indices)
+    tokens = {line["index"]: line["tokens"] for line in as_they_finish.json_lines[:-1]}
+    assert {line["index"]: line["tokens"] for line in in_order.json_lines[:-1]} == tokens
+    shown = kvpolicy(*words[:-1], "--in-order").out
+    assert [line[:3] for line in shown.splitlines() if line.startswith("[")] == [
+        "[0]",
+        "[1]",
+        "[2]",
+        "[4]",
+    ]
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, KVPolicyError, None])
+def test_a_result_comes_out_as_soon_as_those_before_it_are_out(
+    error: type[BaseException] | None,
+) -> None:
+    seen: list[int] = []
+
+    def run() -> Iterator[Result]:
+        for number in (2, 0, 1, 4):
+            yield Result(number)
+            seen.append(-number)
+        if error is not None:
+            raise error
+        yield Result(3)
+
+    with nullcontext() if error is None else pytest.raises(error):
+        for result in _in_order(run()):
+            seen.append(result.id)
+    rest = [-4, 4] if error else [-4, 3, 4]
+    assert seen == [-2, 0, -0, 1, 2, -1, *rest], "what is held back is not lost"
+
+
+def test_keys_that_are_not_used_are_named(
+    kvpolicy: Shell, model_folder: Path, tmp_path: Path
+) -> None:
+    path = write_lines(
+        tmp_path, {"prompt": [9], "answer": 3}, {"prompt": [9], "source": 1, "id": 5}
+    )
+    answer = kvpolicy("run", "--file", path, "--model", model_folder, *H2O, "--json")
+    assert answer.status == 0
+    assert "keys that are not used: 'answer', 'source'; used are id, messages, prompt" in answer.err
+
+
+USER = {"role": "user", "content": "hi"}
+ODD_LINES: dict[str, tuple[list[object], str]] = {
+    "misspelt key": ([{"promt": "hi"}], "unknown key 'promt'; did you mean prompt?"),
+    "empty object": ([{}], 'has no "prompt" and no "messages"; write one of them'),
+    "both": ([{"prompt": "hi", "messages": [USER]}], 'a "prompt" and "messages"; write one'),
+    "not an object": ([{"prompt": "hi"}, ["hi"]], "line 2 of "),
+    "id of a list": ([{"id": [1], "prompt": "hi"}], "has the id [1]; write a text or a whole"),
+    "id of truth": ([{"id": True, "prompt": "hi"}], "has the id True"),
+    "id of a share": ([{"id": 1.5, "prompt": "hi"}], "has the id 1.5"),
+    "same ids": ([{"id": "a", "prompt": "x"}] * 2, "and line 2 have the id 'a'"),
+    "ids alike": ([{"id": "1", "prompt": "x"}, {"prompt": "x"}], "have the id 1"),
+    "no messages": ([{"messages": []}], '"messages" is []; write [{"role"'),
+    "messages of texts": ([{"messages": ["hi"]}], "has 'hi' as message 0"),
+    "messages as text": ([{"messages": "hi"}], "\"messages\" is 'hi'"),
+    "a message without role": ([{"messages": [{"content": "hi"}]}], "as message 0"),
+    "a message of more": ([{"messages": [USER, USER | {"name": "a"}]}], "as message 1"),
+    "content of parts": ([{"messages": [USER | {"content": [1]}]}], "no text as role or content"),
+    "truths as tokens": ([{"prompt": [True]}], 'no "prompt" that is a text or a list of token'),
+    "no template": ([{"prompt": "hi"}, {"messages": [USER]}], "line 2 of '{path}' has messages"),
+}
+
+
+@pytest.mark.parametrize("name", ODD_LINES)
+def test_a_json_line_that_is_wrong_is_refused_in_one_sentence(
+    kvpolicy: Shell, model_folder: Path, tmp_path: Path, name: str
+) -> None:
+    records, sentence = ODD_LINES[name]
+    path = write_lines(tmp_path, *records)
+    answer = kvpolicy("run", "--file", path, "--model", model_folder, *H2O)
+    assert (answer.status, answer.out) == (2, "")
+    assert answer.err.count("\n") == 1
+    assert sentence.replace("{path}", str(path)) in answer.err
+
+
+def test_a_template_that_refuses_the_messages_is_quoted(
+    kvpolicy: Shell, chatty: Path, tmp_path: Path
+) -> None:
+    path = write_lines(tmp_path, {"messages": [{"role": "assistant", "content": "hi"}]})
+    answer = kvpolicy("run", "--file", path, "--model", chatty, *H2O)
+    assert answer.status == 2
+    assert "line 1 of " in answer.err
+    assert "the model's chat template refuses it: TemplateError: begin with user" in answer.err
+
+
 def test_a_prompt_in_json_lines_may_contain_line_separators(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"prompt": "a\u2028b\x85c"}\n', encoding="utf-8")
-    assert read_prompts(str(tmp_path / "a.jsonl")) == ["a\u2028b\x85c"]
+    (prompt,) = read_prompts(str(tmp_path / "a.jsonl"))
+    assert prompt.content == "a\u2028b\x85c"
