@@ -1,10 +1,13 @@
 """Test SkipKV's claims about sentences on the results of an ablation.
 
     kvpolicy ablate --preset skipkv --output RESULTS
+    python docs/benchmarks/skipkv.py paired RESULTS MORE_RESULTS
     python docs/benchmarks/skipkv.py sentences RESULTS --rules reasoner
     python docs/benchmarks/skipkv.py fragments RESULTS --budgets 91,181
     python docs/benchmarks/skipkv.py slots RESULTS --budgets 91
 
+`paired`: one policy minus another at every budget, as by ``kvpolicy results compare``, corrected
+for all comparisons of all runs given; in bold where p is below 0.05 after that.
 `sentences`: per cell, for correct and incorrect answers: the shares of non-execution sentences and
 of repeated sentences (similarity above tau), and the mean length.
 `fragments`: how many sentences a compaction leaves in pieces, for R-KV and SkipKV.
@@ -16,6 +19,7 @@ Each prints a table and writes JSON into RESULTS.
 import argparse
 import json
 from collections.abc import Iterable, Sequence
+from itertools import groupby
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -25,14 +29,18 @@ import torch
 from torch import Tensor
 
 from kvpolicy import Engine, Plan, hookimpl
+from kvpolicy.lab.analysis.compare import adjust_p_values, compare_cells
+from kvpolicy.lab.analysis.pooling import pool
+from kvpolicy.lab.analysis.select import open_runs
 from kvpolicy.lab.steer.thoughts import load_rules
-from kvpolicy.lab.tasks.task import load_task
+from kvpolicy.lab.tasks.task import ACCURACY, load_task
 from kvpolicy.model.loading import load_model
 from kvpolicy.state import Memory
 from skipkv_plugin.policy import SkipKV
 from skipkv_plugin.redundancy import SentenceVectors, redundant
 from skipkv_plugin.sentences import Delimiters, Segmenter
 
+SIGNIFICANT = 0.05
 TAU = 0.95
 BATCH = 32
 BUFFER = 16
@@ -128,6 +136,51 @@ def sentences(folder: Path, n: int, rules: str) -> list[dict[str, Any]]:
             record[name] = summary(chosen)
         records.append(record)
     return records
+
+
+# What the page compares; pairs of which a run has only one series are left out.
+PAIRS = [
+    ("SkipKV 0.1", "R-KV 0.1"),
+    ("SkipKV 0.5", "R-KV 0.5"),
+    ("SkipKV 0.1, no steering", "R-KV 0.1"),
+    ("SkipKV 0.5, no steering", "R-KV 0.5"),
+    ("SkipKV 0.1", "R-KV 0.1 + SEAL"),
+    ("SkipKV 0.1", "H2O"),
+    ("SkipKV 0.1", "H2O of the paper's code"),
+    ("R-KV 0.1", "H2O of the paper's code"),
+    ("H2O", "H2O of the paper's code"),
+    ("H2O sums, R-KV redundancy", "H2O"),
+    ("H2O sums, R-KV redundancy", "R-KV 0.1"),
+    # The presets skipkv and skipkv-verbose:
+    ("SkipKV", "R-KV"),
+    ("SkipKV", "SnapKV"),
+    ("SkipKV", "H2O"),
+    ("SkipKV", "SkipKV, no steering"),
+    ("SkipKV, no steering", "R-KV"),
+]
+
+
+def paired(folders: Sequence[Path]) -> list[dict[str, Any]]:
+    """One record for each model and pair of policies: the difference at every budget, in points."""
+    cells = pool(open_runs([str(folder) for folder in folders], warn=print))
+    by_name = {(cell.group.model, cell.series, cell.budget): cell for cell in cells if cell.samples}
+    found = [
+        compare_cells(cell, by_name[model, other, budget], ACCURACY)
+        for one, other in PAIRS
+        for (model, series, budget), cell in by_name.items()
+        if series == one and (model, other, budget) in by_name
+    ]
+    records: dict[tuple[str, str], dict[str, Any]] = {}
+    print(f"{len(found)} comparisons")
+    for one in sorted(adjust_p_values(found), key=lambda one: one.a.cell.budget or 0):
+        assert one.difference is not None
+        assert one.p_holm is not None
+        name = one.a.cell.group.model, f"{one.a.cell.series} - {one.b.cell.series}"
+        record = records.setdefault(name, {"model": name[0], "difference": name[1]})
+        points = [100 * x for x in attrs.astuple(one.difference)]
+        text = "{:+.1f} ({:+.1f} {:+.1f})".format(*points)
+        record[f"{one.a.cell.budget:.0f}"] = f"**{text}**" if one.p_holm < SIGNIFICANT else text
+    return sorted(records.values(), key=lambda record: (record["model"], list(record)))
 
 
 def summary(chosen: Sequence[tuple[dict[str, int], int]]) -> dict[str, float | int | None]:
@@ -240,7 +293,7 @@ def slots(folder: Path, n: int, budgets: Sequence[int]) -> list[dict[str, Any]]:
 
 
 def show(records: Sequence[dict[str, Any]]) -> None:
-    """Print records as a Markdown table."""
+    """Print records as Markdown, one table for those with the same columns."""
     flat = [
         {
             f"{name}.{key}" if isinstance(value, dict) else name: cell
@@ -249,29 +302,34 @@ def show(records: Sequence[dict[str, Any]]) -> None:
         }
         for record in records
     ]
-    names = list(flat[0])
-    print("| " + " | ".join(names) + " |\n|" + "---|" * len(names))
-    for record in flat:
-        cells = [f"{x:.3f}" if isinstance(x, float) else str(x) for x in record.values()]
-        print("| " + " | ".join(cells) + " |")
+    for names, some in groupby(flat, key=list):
+        print("\n| " + " | ".join(names) + " |\n|" + "---|" * len(names))
+        for record in some:
+            cells = [f"{x:.3f}" if isinstance(x, float) else str(x) for x in record.values()]
+            print("| " + " | ".join(cells) + " |")
 
 
 def main() -> None:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("what", choices=["sentences", "fragments", "slots"])
-    parser.add_argument("results", type=Path)
+    parser.add_argument("what", choices=["paired", "sentences", "fragments", "slots"])
+    parser.add_argument("results", type=Path, nargs="+", help="several for `paired` only")
     parser.add_argument("--n", type=int, default=100, help="items of each cell")
     parser.add_argument("--rules", default="published", help="keyword rules, a name or a file")
     parser.add_argument("--budgets", default="91,181")
     given = parser.parse_args()
-    if given.what == "sentences":
-        records = sentences(given.results, given.n, given.rules)
+    (results, *more) = given.results
+    if more and given.what != "paired":
+        parser.error(f"'{given.what}' reads one folder of results.")
+    if given.what == "paired":
+        records = paired(given.results)
+    elif given.what == "sentences":
+        records = sentences(results, given.n, given.rules)
     else:
         budgets = [int(budget) for budget in given.budgets.split(",")]
         measure = fragments if given.what == "fragments" else slots
-        records = measure(given.results, given.n, budgets)
-    (given.results / f"{given.what}.json").write_text(json.dumps(records, indent=1) + "\n")
+        records = measure(results, given.n, budgets)
+    (results / f"{given.what}.json").write_text(json.dumps(records, indent=1) + "\n")
     show(records)
 
 

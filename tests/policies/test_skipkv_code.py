@@ -30,7 +30,12 @@ IDS = {word: number for number, word in enumerate(WORDS)}
 TOKENIZER = word_tokenizer(IDS, " a")
 LINE_BREAK, THINK, CLOSED = IDS["\n"], IDS["<think>"], IDS["</think>"]
 
-texts = st.lists(st.integers(0, len(WORDS) - 1), min_size=1, max_size=40)
+# Half of the tokens end a sentence or are keywords.
+texts = st.lists(
+    st.integers(0, len(WORDS) - 1) | st.sampled_from([LINE_BREAK, IDS["Wait"]]),
+    min_size=1,
+    max_size=40,
+)
 
 
 def knobs_of(plan: str) -> dict[str, Any]:
@@ -127,6 +132,17 @@ def test_late_similarities_leave_out_the_sentence_of_the_newest_token(
         assert state.similarities == pytest.approx(expected, abs=1e-5)
 
 
+def test_a_repetition_that_ends_with_the_newest_token_is_late() -> None:
+    token_ids = [IDS[" a"], LINE_BREAK] * 2
+    late, at_once = new_state(late_similarities=True), new_state()
+    for state in (late, at_once):
+        state.feed(token_ids, torch.ones(4, 3), 0)
+    assert at_once.similarities == {0: pytest.approx(1)}
+    assert late.similarities == {}
+    late.feed([IDS[" a"]], torch.ones(1, 3), 4)
+    assert late.similarities == at_once.similarities
+
+
 def new_state(**values: Any) -> SequenceState:
     defaults: dict[str, Any] = {
         "segmenter": Segmenter(Delimiters(frozenset({LINE_BREAK})), merge=False),
@@ -163,6 +179,14 @@ def test_the_first_keyword_of_the_prompt_counts_as_in_the_code(
     )
 
 
+def test_one_keyword_of_the_prompt_counts() -> None:
+    token_ids = [IDS["Wait"], LINE_BREAK, IDS["Wait"], LINE_BREAK, IDS["Wait"], LINE_BREAK]
+    counted, generated = new_state(prompt_len=4, count_prompt=True), new_state(prompt_len=4)
+    for state in (counted, generated):
+        state.feed(token_ids, torch.ones(6, 3), 0)
+    assert (counted.num_non_execution, generated.num_non_execution) == (2, 1)
+
+
 # Thinking after the prompt
 
 
@@ -180,3 +204,13 @@ def test_any_opening_tag_of_the_prompt_opens_thinking(data: st.DataObject, ids: 
                 is_end=piece.stop == len(ids),
             )
     assert inside == (THINK in ids and ids[-1] != CLOSED)
+
+
+def test_a_closed_thought_in_the_prompt_is_open_as_in_the_code() -> None:
+    prompt = torch.tensor([THINK, CLOSED, IDS[" a"]])
+    paragraphs = Paragraphs.of(TOKENIZER, delimiter="\n")
+    found = {
+        which: thinking_after_prompt(paragraphs, prompt, False, which=which, is_end=True)
+        for which in ("last", "any")
+    }
+    assert found == {"last": False, "any": True}
