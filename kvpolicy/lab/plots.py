@@ -1,16 +1,15 @@
-"""Figures with matplotlib in one style: results against the budget, or against memory."""
+"""Plots of results: a quantity against the budget, or against memory."""
 
-import io
-import textwrap
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import attrs
 
-from kvpolicy.errors import OutputError
-from kvpolicy.files import atomic_write
 from kvpolicy.lab.analysis.table import Row
+from kvpolicy.lab.figure import FAINT, LegendContent, Size, legend_entry, line_look, save_figure
+from kvpolicy.lab.labels import short_labels
+from kvpolicy.lab.looks import Look, looks_of, policy_of
 from kvpolicy.lab.statistics import Interval
 from kvpolicy.lab.tasks.task import ACCURACY, Column
 
@@ -18,38 +17,8 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-FORMATS = (".svg", ".pdf", ".png")
-WIDTHS = {"column": 3.3, "page": 6.9}  # inches, of most two-column paper styles
-
-# Okabe and Ito's colours, distinct with every kind of colour vision, then three more. The numbers
-# of colours and markers have no common divisor, so that 72 series look different.
-_COLOURS = (
-    *("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9"),
-    *("#882255", "#999933", "#8C564B"),
-)
-_MARKERS = ("o", "s", "D", "^", "v", "P", "*", "<")
-INK, FAINT = "#333333", "#8a8a8a"
-_STYLE: dict[Any, Any] = {
-    "font.family": "sans-serif",
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.edgecolor": FAINT,
-    "axes.labelcolor": INK,
-    "axes.titlecolor": INK,
-    "axes.titlesize": "large",
-    "axes.titleweight": "bold",
-    "axes.titlelocation": "left",
-    "axes.axisbelow": True,
-    "grid.color": "#e6e6e6",
-    "grid.linewidth": 0.8,
-    "xtick.color": INK,
-    "ytick.color": INK,
-    "text.color": INK,
-    "legend.frameon": False,
-    "pdf.fonttype": 42,  # conferences refuse Type 3 fonts
-    "svg.hashsalt": "kvpolicy",  # the same points give the same file
-}
-_MAX_LEGEND_SHARE = 0.25  # of the height; a figure with a larger legend grows
+_LARGEST = 1e300  # axes of larger numbers overflow
+_MOST_RATIO = 1e12  # on a logarithmic axis
 
 
 @attrs.frozen
@@ -59,31 +28,16 @@ class Point:
     Attributes:
         series: The line it belongs to.
         budget: Its budget; ``None`` for a reference without eviction.
-        value: The plotted quantity; a point without one is left out.
+        value: The plotted quantity; a point without a finite one is left out.
         memory: Bytes or another cost, for `save_frontier`.
+        policy: The policy that gives the series its colour, see `kvpolicy.lab.looks.policy_of`.
     """
 
     series: str
     budget: float | None
     value: Interval | None
     memory: float | None = None
-
-
-@attrs.frozen
-class Size:
-    """Size of a figure.
-
-    Attributes:
-        width: Inches.
-        height: Inches; the figure is higher if its legend is large.
-        font_size: Points.
-        dpi: Pixels per inch of a PNG.
-    """
-
-    width: float = WIDTHS["column"]
-    height: float = 2.3
-    font_size: float = 8.0
-    dpi: int = 300
+    policy: str = ""
 
 
 def save_sweep_plots(
@@ -109,16 +63,25 @@ def save_sweep_plots(
     Raises:
         OutputError: They cannot be written.
     """
-    measured = [Point(row.cell.series, row.cell.budget, row.measured[column.name]) for row in rows]
-    lengths = [Point(row.cell.series, row.cell.budget, row.length) for row in rows]
 
-    def draw(figure: "Figure") -> None:
+    def points(values: Iterable[Interval | None]) -> list[Point]:
+        cells = [row.cell for row in rows]
+        return [
+            Point(cell.series, cell.budget, value, policy=policy_of(cell.record.resolved))
+            for cell, value in zip(cells, values, strict=True)
+        ]
+
+    measured = points(row.measured[column.name] for row in rows)
+    lengths = points(row.length for row in rows)
+
+    def draw(figure: "Figure") -> LegendContent:
         left, right = figure.subplots(1, 2)
         figure.suptitle(title, x=0.012, ha="left", fontsize="medium", color=FAINT)
         left.set_title(column.heading)
         _draw_against_budget(left, measured, is_share=column.is_share)
         right.set_title("Mean length, tokens")
         _draw_against_budget(right, lengths)
+        return _legend([*measured, *lengths])
 
     paths = [folder / f"{name}.png", folder / f"{name}.svg"]
     save_figure(paths, Size(10.5, 4.6, 9.5, dpi=160), draw)
@@ -138,13 +101,14 @@ def save_curve(
         size: Size of the figure.
 
     Raises:
-        OutputError: The file cannot be written, or has another suffix.
+        OutputError: The file cannot be written, has another suffix, or is too small.
     """
 
-    def draw(figure: "Figure") -> None:
+    def draw(figure: "Figure") -> LegendContent:
         axes = figure.subplots()
-        _draw_against_budget(axes, points, is_share=is_share)
         axes.set_ylabel(label)
+        _draw_against_budget(axes, points, is_share=is_share)
+        return _legend(points)
 
     save_figure([path], size, draw)
 
@@ -171,34 +135,28 @@ def save_frontier(
         OutputError: As in `save_curve`.
     """
 
-    def draw(figure: "Figure") -> None:
+    def draw(figure: "Figure") -> LegendContent:
         axes = figure.subplots()
         found = [
-            (point, point.memory, point.value)
-            for point in points
-            if point.memory is not None and point.value is not None
+            (point, point.memory, value)
+            for point, value in _drawable(points)
+            if point.memory is not None and abs(point.memory) <= _LARGEST
         ]
-        for series, look in looks_of([point for point, _, _ in found]).items():
-            mine = [(x, y) for point, x, y in found if point.series == series]
-            _draw_points(axes, mine, label=series, linestyle="none", **look)
+        for series, look in _looks(points).items():
+            mine = sorted((x, y) for point, x, y in found if point.series == series)
+            _draw_points(axes, mine, **line_look(look) | {"linewidth": 0.7})
         best = frontier([(x, y.value) for _, x, y in found], sign=1 if is_share else -1)
-        axes.step(
-            [x for x, _ in best],
-            [y for _, y in best],
-            where="post",
-            color=FAINT,
-            linewidth=0.9,
-            linestyle=":",
-            zorder=1,
-        )
+        stairs = {"color": FAINT, "linewidth": 1.2, "linestyle": ":", "zorder": 1}
+        axes.step([x for x, _ in best], [y for _, y in best], where="post", **stairs)
         _set_value_axis(axes, [y for _, _, y in found], is_share=is_share)
         costs = [x for _, x, _ in found]
-        if costs and max(costs) > 6 * min(costs) > 0:
+        if costs and _MOST_RATIO * min(costs) > max(costs) > 6 * min(costs) > 0:
             axes.set_xscale("log", base=2)
             axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
         axes.set_xlabel(labels[0])
         axes.set_ylabel(labels[1])
         axes.grid()
+        return _legend([point for point, _, _ in found], with_markers=True)
 
     save_figure([path], size, draw)
 
@@ -217,36 +175,57 @@ def frontier(points: Sequence[tuple[float, float]], sign: int) -> list[tuple[flo
     return found
 
 
+def _looks(points: Sequence[Point]) -> dict[str, Look]:
+    return looks_of({point.series: point.policy for point in points})
+
+
+def _legend(points: Sequence[Point], *, with_markers: bool = False) -> LegendContent:
+    """A legend of the series that have a value; a horizontal line has no marker."""
+    looks = _looks(points)
+    shown = {point.series for point, _ in _drawable(points)}
+    lines = {point.series for point in points if point.budget is not None}
+    title, short = short_labels([series for series in looks if series in lines])
+    labels = dict(zip((series for series in looks if series in lines), short, strict=True))
+    entries = []
+    for series, look in looks.items():
+        if series in shown:
+            plain = {} if with_markers or series in lines else {"marker": ""}
+            entries.append((labels.get(series, series), legend_entry(look, **plain)))
+    return LegendContent(entries, title)
+
+
+def _drawable(points: Iterable[Point]) -> list[tuple[Point, Interval]]:
+    """Points with a finite value, and its interval; an infinite interval has no width."""
+    found = []
+    for point in points:
+        if point.value is None or not abs(point.value.value) <= _LARGEST:
+            continue
+        value, low, high = attrs.astuple(point.value)
+        is_finite = abs(low) <= _LARGEST and abs(high) <= _LARGEST
+        found.append((point, Interval(value, low, high) if is_finite else Interval(*[value] * 3)))
+    return found
+
+
 def _draw_against_budget(axes: "Axes", points: Sequence[Point], *, is_share: bool = False) -> None:
     from matplotlib.transforms import ScaledTranslation
 
-    drawn = [(point, point.value) for point in points if point.value is not None]
-    lines = {
-        series: sorted(
-            (point.budget, value)
-            for point, value in drawn
-            if point.series == series and point.budget is not None
-        )
-        for series in dict.fromkeys(p.series for p in points if p.budget is not None)
-    }
-    looks = looks_of(points)
+    looks, drawn = _looks(points), _drawable(points)
+    lines: dict[str, list[tuple[float, Interval]]] = {}
+    for point, value in drawn:
+        look = line_look(looks[point.series])
+        if point.budget is None:
+            style = {key: look[key] for key in ("color", "linestyle")}
+            axes.axhline(value.value, linewidth=1.2, zorder=1, **style)
+            axes.axhspan(value.low, value.high, color=look["color"], alpha=0.07, lw=0, zorder=0)
+        else:
+            lines.setdefault(point.series, []).append((point.budget, value))
     for i, (series, line) in enumerate(lines.items()):
         # Some points to the side, so that intervals at the same budget do not cover each other.
         offset = min(2.5, 10 / len(lines)) * (i - (len(lines) - 1) / 2)
         scale = axes.figure.dpi_scale_trans
         shifted = axes.transData + ScaledTranslation(offset / 72, 0, scale)
-        _draw_points(axes, line, label=series, transform=shifted, linewidth=1.8, **looks[series])
-    for point, value in drawn:
-        if point.budget is None:
-            axes.axhline(
-                value.value,
-                label=point.series,
-                color=INK,
-                linewidth=1.2,
-                linestyle=(0, (5, 3)),
-                zorder=1,
-            )
-            axes.axhspan(value.low, value.high, color=INK, alpha=0.07, linewidth=0, zorder=0)
+        look = line_look(looks[series]) | {"linewidth": 1.6}
+        _draw_points(axes, sorted(line), transform=shifted, **look)
     _set_budget_axis(axes, sorted({p.budget for p in points if p.budget is not None}))
     _set_value_axis(axes, [value for _, value in drawn], is_share=is_share)
     axes.grid(axis="y")
@@ -262,40 +241,22 @@ def _draw_points(axes: "Axes", points: Sequence[tuple[float, Interval]], **look:
             [max(0.0, y.value - y.low) for _, y in points],
             [max(0.0, y.high - y.value) for _, y in points],
         ],
-        markersize=5.5,
-        markeredgecolor="white",
-        markeredgewidth=0.8,
         elinewidth=1.0,
         zorder=3,
         **look,
     )
 
 
-def looks_of(points: Sequence[Point]) -> dict[str, dict[str, str]]:
-    """Colour and marker of each series; a reference without eviction is black."""
-    with_budget = dict.fromkeys(point.series for point in points if point.budget is not None)
-    looks = {point.series: {"color": INK, "marker": "X"} for point in points}
-    return looks | {series: look(i) for i, series in enumerate(with_budget)}
-
-
-def look(number: int) -> dict[str, str]:
-    """Colour and marker of a series; those of the first 72 numbers differ."""
-    return {
-        "color": _COLOURS[number % len(_COLOURS)],
-        "marker": _MARKERS[number % len(_MARKERS)],
-    }
-
-
 def _set_budget_axis(axes: "Axes", budgets: Sequence[float]) -> None:
     axes.set_xlabel("budget, rows kept per layer and KV head")
     low, high = (budgets[0], budgets[-1]) if budgets else (0.0, 1.0)
-    if low > 0 and high > 6 * low:
+    if low > 0 and 6 * low < high < _MOST_RATIO * low:
         axes.set_xscale("log", base=2)
         axes.set_xlim(low / 1.12, high * 1.12)
     else:
         margin = 0.06 * (high - low) or 0.5
         axes.set_xlim(low - margin, high + margin)
-    axes.set_xticks(budgets, [f"{budget:g}" for budget in budgets])
+    axes.set_xticks(budgets, [f"{budget:.10g}" for budget in budgets])
     axes.minorticks_off()
 
 
@@ -303,60 +264,8 @@ def _set_value_axis(axes: "Axes", values: Sequence[Interval], *, is_share: bool)
     if is_share:
         axes.yaxis.set_major_formatter(lambda share, _: f"{share:.0%}")
         axes.set_ylim(-0.02, 1.04)
-    else:
-        axes.set_ylim(0, 1.06 * max((value.high for value in values), default=0.0) or 1.0)
-
-
-def save_figure(paths: Sequence[Path], size: Size, draw: "Callable[[Figure], None]") -> None:
-    """Draw a figure and write it to files, with one legend for all of its axes.
-
-    Args:
-        paths: The files; the suffix of each is one of `FORMATS`.
-        size: Size of the figure.
-        draw: Draws the axes.
-
-    Raises:
-        OutputError: A file cannot be written, or has another suffix.
-    """
-    for path in paths:
-        if path.suffix.lower() not in FORMATS:
-            msg = f"{path} cannot be drawn in this format; end it in {', '.join(FORMATS)}."
-            raise OutputError(msg)
-    # Imported here: matplotlib takes a second, and most commands draw nothing.
-    import matplotlib as mpl
-    from matplotlib.figure import Figure
-
-    # Without dates, the same points give the same bytes.
-    metadata = {".svg": {"Date": None}, ".pdf": {"CreationDate": None}}
-    with mpl.rc_context(_STYLE | {"font.size": size.font_size}):
-        figure = Figure(figsize=(size.width, size.height), layout="constrained")
-        draw(figure)
-        _add_legend(figure, size)
-        for path in paths:
-            suffix = path.suffix.lower()
-            image = io.BytesIO()
-            figure.savefig(image, format=suffix[1:], dpi=size.dpi, metadata=metadata.get(suffix))
-            atomic_write(path, image.getvalue())
-
-
-def _add_legend(figure: "Figure", size: Size) -> None:
-    """Add one legend for all axes below them, in as many columns as fit."""
-    handles: dict[str, Any] = {}
-    for axes in figure.axes:
-        for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):
-            handles.setdefault(label, handle)
-    if not handles:
         return
-    characters = max(int(size.width * 72 / (0.55 * size.font_size)) - 8, 10)
-    labels = [textwrap.fill(label, characters) for label in handles]
-    for num_columns in range(min(len(labels), 5), 0, -1):
-        legend = figure.legend(
-            list(handles.values()), labels, loc="outside lower center", ncols=num_columns
-        )
-        box = legend.get_window_extent()
-        if box.width <= 0.98 * figure.bbox.width or num_columns == 1:
-            break
-        legend.remove()
-    height = box.height / figure.dpi
-    if height > _MAX_LEGEND_SHARE * size.height:
-        figure.set_figheight((1 - _MAX_LEGEND_SHARE) * size.height + height)
+    low = min(0.0, *(value.low for value in values), *(value.value for value in values), 0.0)
+    high = max(0.0, *(value.high for value in values), *(value.value for value in values), 0.0)
+    margin = 0.06 * (high - low)
+    axes.set_ylim(low - (margin if low < 0 else 0), (high + margin) if high > low else low + 1)

@@ -207,4 +207,6 @@ def _press_for(library: Any, model: PreTrainedModel, cell: Cell) -> Contender | 
         context: AbstractContextManager[None] = press_while_decoding(model)
         return context
 
-    return Contender(f"{KVPRESS} {press.__name__}", _timed_generate(model, decoding), budget)
+    return Contender(
+        f"{KVPRESS} {press.__name__}", _timed_generate(model, decoding), budget, policy=spec.policy
+    )

@@ -22,6 +22,7 @@ from kvpolicy.lab.bench.contender import (
     durations,
     synchronized_time,
 )
+from kvpolicy.lab.looks import policy_of
 from kvpolicy.lab.sweep.grid import Cell
 
 _NUM_WARM_UP = 8  # tokens
@@ -138,4 +139,6 @@ def _engine(model: PreTrainedModel, cell: Cell, press: Contender | None) -> Cont
             policy_share=report.policy_share,
         )
 
-    return Contender(cell.series, run, cell.budget, None if press is None else press.name)
+    baseline = None if press is None else press.name
+    policy = policy_of(cell.resolved.to_dict())
+    return Contender(cell.series, run, cell.budget, baseline, policy)

@@ -43,12 +43,14 @@ class Contender:
         run: Function that continues prompts by a number of tokens.
         budget: Rows that stay; ``None`` if nothing is evicted.
         baseline: Name of the contender with the same policy from another library, if any.
+        policy: Policy that gives it its colour in figures; empty for none.
     """
 
     name: str
     run: Callable[[Prompts, int], Measurement]
     budget: float | None = None
     baseline: str | None = None
+    policy: str = ""
 
 
 def synchronized_time(device: torch.device) -> float:

@@ -34,6 +34,7 @@ class BenchResult:
 
     Attributes:
         name: The contender.
+        policy: Policy that gives it its colour in figures; empty for none.
         budget: Rows that stay; ``None`` if nothing is evicted.
         decode_tok_s: Decoded tokens per second of all sequences, median over rounds.
         prefill_tok_s: Prompt tokens per second without padding; ``None`` without a prefill.
@@ -51,6 +52,7 @@ class BenchResult:
     """
 
     name: str
+    policy: str
     budget: float | None
     decode_tok_s: float
     prefill_tok_s: float | None
@@ -103,6 +105,7 @@ def summarize(
         speeds = tuple(workload.batch / one.mean_step_s for one in measured)
         return BenchResult(
             name=contender.name,
+            policy=contender.policy,
             budget=contender.budget,
             decode_tok_s=median(speeds),
             prefill_tok_s=_median(

@@ -14,7 +14,9 @@ from kvpolicy.errors import KVPolicyError, ResultsError
 from kvpolicy.lab.analysis.pooling import PooledCell
 from kvpolicy.lab.analysis.select import open_runs
 from kvpolicy.lab.cli.results import Runs
-from kvpolicy.lab.plots import WIDTHS, Point, Size, save_curve, save_frontier
+from kvpolicy.lab.figure import LIMITS_INCHES, LIMITS_POINTS, WIDTHS, Size
+from kvpolicy.lab.looks import policy_of
+from kvpolicy.lab.plots import Point, save_curve, save_frontier
 from kvpolicy.lab.report.gather import GroupView, pooled
 from kvpolicy.lab.report.metrics import MEMORY, Quantity, quantities
 from kvpolicy.lab.statistics import Interval
@@ -66,20 +68,18 @@ def plot(
     height: Annotated[
         float | None,
         typer.Option(
-            min=0.5,
             metavar="INCHES",
             help="A large legend adds to it. [default: 0.7 of the width, 2.6 at most]",
         ),
     ] = None,
-    font_size: Annotated[float, typer.Option(min=1, metavar="POINTS")] = 8.0,
+    font_size: Annotated[float, typer.Option(metavar="POINTS")] = 8.0,
 ) -> None:
     """Draw one quantity against the budget, or the frontier of quality and memory, for a paper.
 
     The figure has no title, since captions have one. Seeds are pooled. The same runs give the
     same file.
     """
-    inches = _inches(width)
-    size = Size(inches, height or min(0.7 * inches, 2.6), font_size)
+    size = _size(width, height, font_size)
     view = _choose(pooled(open_runs(runs, warn=info)), model, task)
     known = {one.name: one for one in quantities(view.group)}
     first = next(iter(known))
@@ -91,17 +91,24 @@ def plot(
     drawn = known[first if name == FRONTIER else name]
     is_share = drawn.kind == "share"
     points, label = _points(drawn, cells)
+    costs, cost_label = _points(known[MEMORY], cells)
+    points = [
+        attrs.evolve(point, memory=cost.value.value if cost.value else None)
+        for point, cost in zip(points, costs, strict=True)
+    ]
+    num_shown = sum(_is_shown(point, name) for point in points)
+    if not num_shown:
+        msg = f"no cell has a value of {name!r}, because their runs were interrupted for example."
+        raise ResultsError(msg)
     if name == FRONTIER:
-        costs, cost_label = _points(known[MEMORY], cells)
-        points = [
-            attrs.evolve(point, memory=cost.value.value if cost.value else None)
-            for point, cost in zip(points, costs, strict=True)
-        ]
         save_frontier(to, points, (cost_label, label), is_share=is_share, size=size)
     else:
         save_curve(to, points, label, is_share=is_share, size=size)
-    shown = format_count(len(cells), "cell")
-    info(f"{to} shows {shown}, {size.width:g} x {size.height:g} inches.")
+    info(f"{to} shows {format_count(num_shown, 'cell')}, {size.width:g} inches wide.")
+
+
+def _is_shown(point: Point, quantity: str) -> bool:
+    return point.value is not None and (quantity != FRONTIER or point.memory is not None)
 
 
 def _points(quantity: Quantity, cells: Sequence[PooledCell]) -> tuple[list[Point], str]:
@@ -119,7 +126,8 @@ def _points(quantity: Quantity, cells: Sequence[PooledCell]) -> tuple[list[Point
             value = attrs.evolve(
                 value, value=value.value / unit, low=value.low / unit, high=value.high / unit
             )
-        points.append(Point(cell.series, cell.budget, value))
+        policy = policy_of(cell.record.resolved)
+        points.append(Point(cell.series, cell.budget, value, policy=policy))
     return points, label
 
 
@@ -129,18 +137,29 @@ def _finite(estimate: Interval | float | None) -> Interval | None:
         return None
     if not isinstance(estimate, Interval):
         estimate = Interval(estimate, estimate, estimate)
-    return estimate if all(map(math.isfinite, attrs.astuple(estimate))) else None
+    return estimate if math.isfinite(estimate.value) else None
 
 
-def _inches(width: str) -> float:
+def _size(width: str, height: float | None, font_size: float) -> Size:
     try:
         inches = WIDTHS[width] if width in WIDTHS else float(width)
     except ValueError:
-        inches = 0.0
-    if not 0.5 <= inches <= 50:
-        msg = f"--width was given {width!r}; expected column, page, or inches such as 3.25."
+        inches = math.nan
+    low, high = LIMITS_INCHES
+    if not low <= inches <= high:
+        msg = (
+            f"--width was given {width!r}; expected column, page, or {low:g} to {high:g} inches, "
+            "such as 3.25."
+        )
         raise KVPolicyError(msg)
-    return inches
+    if height is not None and not low <= height <= high:
+        msg = f"--height was given {height:g}; expected {low:g} to {high:g} inches, such as 2.5."
+        raise KVPolicyError(msg)
+    low, high = LIMITS_POINTS
+    if not low <= font_size <= high:
+        msg = f"--font-size was given {font_size:g}; expected {low:g} to {high:g} points."
+        raise KVPolicyError(msg)
+    return Size(inches, height or min(0.7 * inches, 2.6), font_size)
 
 
 def _choose(views: Sequence[GroupView], model: str | None, task: str | None) -> GroupView:

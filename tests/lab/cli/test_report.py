@@ -116,7 +116,7 @@ def test_every_quantity_has_a_different_figure(kvpolicy: Shell, run: Path) -> No
 def test_seeds_are_pooled_in_figures(kvpolicy: Shell, tmp_path: Path) -> None:
     seeds = write_run(tmp_path / "seeds", plans=PLANS, seeds=(0, 1))
     answer = kvpolicy("plot", seeds, "--to", "a.svg")
-    assert "a.svg shows 5 cells, 3.3 x 2.31 inches" in answer.err
+    assert "a.svg shows 5 cells, 3.3 inches wide" in answer.err
 
 
 def test_a_figure_that_cannot_be_drawn_is_reported(
@@ -129,6 +129,15 @@ def test_a_figure_that_cannot_be_drawn_is_reported(
     assert "end it in .svg, .pdf, .png" in actual("--to", "a.gif")
     assert "--width was given 'wide'" in actual("--to", "a.svg", "--width", "wide")
     assert "--width was given '-3'" in actual("--to", "a.svg", "--width", "-3")
+    for number in ("inf", "nan", "0", "51"):
+        assert "0.5 to 50 inches" in actual("--to", "a.svg", "--height", number)
+        assert "0.5 to 50 inches" in actual("--to", "a.svg", "--width", number)
+    for number in ("inf", "nan", "0", "73"):
+        assert "1 to 72 points" in actual("--to", "a.svg", "--font-size", number)
+    assert "no room for its labels" in actual("--to", "a.svg", "--width", "0.5")
+    untimed = write_run(tmp_path / "untimed", plans=PLANS, timed=False)
+    words = ("plot", untimed, "--to", "a.svg", "--quantity", "throughput")
+    assert "no cell has a value of 'throughput'" in refusal(kvpolicy(*words))
     assert "expected full cache, H2O, R-KV" in actual("--to", "a.svg", "--series", "h2o")
     write_run(tmp_path / "runs" / "two", plans=PLANS, tasks=("needle",))
     both = refusal(kvpolicy("plot", run.parent, "--to", "a.svg"))
