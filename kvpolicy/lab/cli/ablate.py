@@ -225,6 +225,7 @@ def _run(sweep: "Sweep", store: "Store", executor: "Executor") -> None:
     Raises:
         Interrupted: By Ctrl-C; the message says what is kept.
     """
+    from kvpolicy.lab.sandbox.run import find_wall
     from kvpolicy.lab.store.session import describe_session
     from kvpolicy.lab.sweep.runner import finished_keys
 
@@ -237,6 +238,9 @@ def _run(sweep: "Sweep", store: "Store", executor: "Executor") -> None:
             session = describe_session(
                 command, workers=workers, record=sweep.record, machine=machine
             )
+            if any(setting.task.metric.runs_code for setting in sweep.settings):
+                session["sandbox"] = find_wall().name
+                info(f"Programs that the model writes run in {session['sandbox']}.")
             store.begin(session)
         for note in store.notes:
             info(note)

@@ -1,8 +1,10 @@
-"""``kvpolicy tasks``: list installed tasks and show their problems.
+"""``kvpolicy tasks``: list installed tasks, show their problems, and name the sandbox of programs.
 
 With ``--json``, ``list`` prints a list of ``{"name", "target", "distribution", "summary",
 "options": {NAME: DEFAULT}, "problem"}``, where ``problem`` is null if the task can be loaded;
-``show`` prints a list of ``{"index", "prompt", "answer", "facets", "reference", "chat"}``.
+``show`` prints a list of ``{"index", "prompt", "answer", "facets", "reference", "chat"}``;
+``sandbox`` prints ``{"sandbox", "readable", "has_folder", "memory_bytes", "folder_bytes", "files",
+"file_bytes", "threads"}``.
 """
 
 from typing import TYPE_CHECKING, Annotated, Any
@@ -72,6 +74,37 @@ def show(
         return
     for item in items:
         print_text(_format(item) + "\n\n")
+
+
+@app.command(
+    short_help="Show the sandbox in which programs of a model run here.",
+    epilog=examples("kvpolicy tasks sandbox", "kvpolicy tasks sandbox --json"),
+)
+def sandbox(json: Json = False) -> None:
+    """Show the sandbox in which --execute-code runs programs here, or what to install for one."""
+    from kvpolicy.lab.sandbox import run
+
+    wall = run.find_wall()
+    if json:
+        found = {
+            "sandbox": wall.name,
+            "readable": wall.readable,
+            "has_folder": wall.has_folder,
+            "memory_bytes": run.MEMORY_BYTES,
+            "folder_bytes": run.MAX_FOLDER_BYTES if wall.has_folder else 0,
+            "files": run.MAX_FILES if wall.has_folder else 0,
+            "file_bytes": run.MAX_FILE_BYTES,
+            "threads": run.MAX_THREADS,
+        }
+        print_json(found, indent=2)
+        return
+    print_text(f"Programs that a model writes run in {wall.name}. They can read:\n")
+    for path in wall.readable:
+        print_text(f"  {path}\n")
+    written = (
+        f"{run.MAX_FOLDER_BYTES >> 20} MiB, which are deleted" if wall.has_folder else "nothing"
+    )
+    print_text(f"and write {written}.\n")
 
 
 def _to_dict(item: "Example") -> dict[str, Any]:

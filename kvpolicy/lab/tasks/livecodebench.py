@@ -21,11 +21,12 @@ import attrs
 
 from kvpolicy.errors import TaskError, error_summary
 from kvpolicy.files import parse_json
+from kvpolicy.lab.sandbox.run import find_wall
 from kvpolicy.lab.tasks.answers import extract_code
-from kvpolicy.lab.tasks.code_grading import Test, check_confinement, passes
+from kvpolicy.lab.tasks.code_grading import Test, passes
 from kvpolicy.lab.tasks.datasets import JsonRows, Rows
 from kvpolicy.lab.tasks.question_sets import draw
-from kvpolicy.lab.tasks.task import Example, Graded, Split, spell
+from kvpolicy.lab.tasks.task import Example, Graded, GradeError, Split, spell
 from kvpolicy.model.hub import hub_reachable
 
 ID = "livecodebench/code_generation_lite"
@@ -82,8 +83,8 @@ class LiveCodeBench:
 
     @property
     def metric(self) -> Graded:
-        """Accuracy; raises `TaskError` on machines where programs cannot be confined."""
-        check_confinement()
+        """Accuracy; raises `TaskError` on machines without a sandbox for programs."""
+        find_wall()
         return Graded(self.grade, runs_code=True)
 
     def examples(self, n: int, *, seed: int, split: Split = "test") -> Sequence[Example]:
@@ -95,12 +96,18 @@ class LiveCodeBench:
         return [self._item(index, rows[row]) for index, row in enumerate(draw(len(rows), n, seed))]
 
     def grade(self, text: str, example: Example) -> bool:
-        """Run the last code block of ``text`` on the tests, each in a confined process.
+        """Run the last code block of ``text`` on the tests, each in a sandbox of its own.
 
         This executes a program that a model wrote.
+
+        Raises:
+            GradeError: The sandbox did not start the program.
         """
         tests = [Test(**one) for one in json.loads(example.answer)]
-        return passes(extract_code(text), tests, time_s=self.time_s)
+        try:
+            return passes(extract_code(text), tests, time_s=self.time_s)
+        except TaskError as error:
+            raise GradeError(str(error)) from error
 
     def _rows(self) -> Rows:
         path = Path(self.source)

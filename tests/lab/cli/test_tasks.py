@@ -10,7 +10,6 @@ from datafiles import GSM8K, LIVECODEBENCH, write_jsonl
 from shell import Answer, Shell
 from tiny import r1_tokenizer, tiny_model
 
-from kvpolicy.lab.tasks import sandbox_child
 from kvpolicy.lab.tasks.task import installed_tasks, load_task
 
 pytestmark = pytest.mark.needs_reasoner
@@ -130,7 +129,7 @@ def test_gsm8k_uses_the_r1_template_and_is_graded(kvpolicy: Shell, r1_folder: Pa
     assert group["sampling"] == "temperature 0.6, top-p 0.95"
 
 
-@pytest.mark.skipif(not sandbox_child.can_confine(), reason="programs are confined on Linux only")
+@pytest.mark.usefixtures("any_wall")
 def test_programs_are_run_on_request_only(kvpolicy: Shell, r1_folder: Path) -> None:
     write_jsonl(Path("test.jsonl"), LIVECODEBENCH)
     words = ("--model", r1_folder, *SMALL, "--policies", "full", "--output", "out")

@@ -1,9 +1,7 @@
-"""Programs that a model wrote: right and wrong, and kept from doing harm."""
+"""Programs that a model wrote: right and wrong."""
 
 import json
-import os
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -11,15 +9,14 @@ from datafiles import LIVECODEBENCH, pack, write_jsonl
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvpolicy.lab.tasks import sandbox_child
+from kvpolicy.errors import TaskError
+from kvpolicy.lab.sandbox import run
 from kvpolicy.lab.tasks.answers import extract_code
-from kvpolicy.lab.tasks.code_grading import Test, passes, run_program, same_output
+from kvpolicy.lab.tasks.code_grading import Test, passes, same_output
 from kvpolicy.lab.tasks.livecodebench import unpack
-from kvpolicy.lab.tasks.task import load_task
+from kvpolicy.lab.tasks.task import GradeError, load_task
 
-can_confine = pytest.mark.skipif(
-    not sandbox_child.can_confine(), reason="programs are confined on Linux (x86-64, ARM64) only"
-)
+in_sandbox = pytest.mark.usefixtures("any_wall")
 
 SUM = "while True:\n    try: print(sum(map(int, input().split())))\n    except EOFError: break\n"
 TWO_SUM = """class Solution:
@@ -37,7 +34,7 @@ def fenced(program: str) -> str:
     return f"<think>hm\n```python\nprint('not this')\n```\n</think>\nSo:\n```python\n{program}```\n"
 
 
-@can_confine
+@in_sandbox
 @pytest.mark.parametrize(
     ("number", "text", "right"),
     [
@@ -118,72 +115,30 @@ def test_the_last_closed_block_counts(text: str, block: str | None) -> None:
     assert extract_code(text) == block
 
 
-FORBIDDEN = {
-    "the network": "import socket; socket.create_connection(('127.0.0.1', 9))",
-    "a socket": "import socket; socket.socket()",
-    "a process": "import os; os.fork()",
-    "a program": "import subprocess; subprocess.run(['/bin/true'])",
-    "a program in its place": "import os; os.execv('/bin/true', ['true'])",
-    "signals": f"import os; os.kill({os.getpid()}, 15)",
-    "more memory": "bytearray(2**31)",
-    "large files": "open('a', 'wb').write(bytes(2**27))",
-}
-
-
-@can_confine
-@pytest.mark.parametrize("what", FORBIDDEN)
-def test_a_confined_program_is_denied(what: str) -> None:
-    source = f"{FORBIDDEN[what]}\nprint('it could')\n"
-    finished = run_program(source, "", time_s=20, memory_bytes=2**30)
-    assert (finished.ending, finished.stdout) == ("failed", ""), finished
-    reasons = ("Operation not permitted", "MemoryError", "File too large")
-    assert any(reason in finished.stderr for reason in reasons), finished.stderr
-
-
-@can_confine
-def test_a_confined_program_can_do_what_contests_need() -> None:
-    source = (
-        "import sys, threading, math\n"
-        "sys.setrecursionlimit(10**6)\n"
-        "def deep(n): return 0 if n == 0 else 1 + deep(n - 1)\n"
-        "thread = threading.Thread(target=lambda: print(deep(20000)))\n"
-        "thread.start(); thread.join()\n"
-        "print(sys.stdin.readline().strip(), input(), __name__)\n"
-    )
-    finished = run_program(source, "one\ntwo\n", time_s=20)
-    assert (finished.ending, finished.stdout) == ("done", "20000\none two __main__\n"), finished
-
-
-@can_confine
-@pytest.mark.parametrize("source", ["while True: pass", "import time; time.sleep(60)"])
-def test_a_program_that_does_not_end_is_ended(source: str) -> None:
-    begun = time.monotonic()
-    assert run_program(source, "", time_s=0.5).ending == "timeout"
-    assert time.monotonic() - begun < 10
-
-
-@can_confine
-def test_a_program_sees_nothing_of_our_environment_and_leaves_nothing(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setenv("HF_TOKEN", "secret")
-    source = "import os; open('x', 'w').close(); print(os.getcwd(), os.environ.get('HF_TOKEN'))"
-    finished = run_program(source, "", time_s=20)
-    folder, token = finished.stdout.split()
-    assert token == "None"
-    assert not Path(folder).exists()
-
-
-@can_confine
+@in_sandbox
 def test_a_program_may_ignore_its_input() -> None:
     assert passes("print(1)", [Test("1\n" * 10**6, "1")], time_s=20)
 
 
-def test_programs_are_refused_on_other_systems(
+def test_programs_are_refused_without_a_sandbox(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from kvpolicy.errors import TaskError
-
+    run.find_wall.cache_clear()
     monkeypatch.setattr(sys, "platform", "plan9")
-    with pytest.raises(TaskError, match="on Linux"):
+    with pytest.raises(TaskError, match="is no Linux"):
         _ = load_task(f"livecodebench:source={tmp_path}").metric
+
+
+def test_a_program_that_cannot_be_started_has_no_verdict(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        msg = "the sandbox did not start a program"
+        raise TaskError(msg)
+
+    monkeypatch.setattr(run, "find_wall", fail)
+    file = write_jsonl(tmp_path / "test.jsonl", LIVECODEBENCH[:1])
+    task = load_task(f"livecodebench:source={file}")
+    (item,) = task.examples(1, seed=0)
+    with pytest.raises(GradeError, match="did not start"):
+        task.grade(fenced(SUM), item)
