@@ -73,8 +73,16 @@ def _has_text(error: BaseException) -> bool:
 
 
 def _put_back(before: Mapping[str, ModuleType]) -> list[str]:
-    """Undo replacements in `sys.modules`; returns the names."""
-    replaced = [name for name, module in before.items() if sys.modules.get(name) is not module]
+    """Undo replacements in `sys.modules`; returns the names.
+
+    A module may be loaded again from its own file, as transformers does with itself.
+    """
+    replaced = [name for name, module in before.items() if _differs(module, sys.modules.get(name))]
     for name in replaced:
         sys.modules[name] = before[name]
     return replaced
+
+
+def _differs(module: ModuleType, now: object) -> bool:
+    file = vars(module).get("__file__") if isinstance(module, ModuleType) else None
+    return now is not module and (file is None or getattr(now, "__file__", None) != file)

@@ -364,3 +364,29 @@ def test_texts_of_objects_that_raise_are_one_short_line() -> None:
     assert shown("a\nb") == r"'a\nb'"
     assert len(shown("x" * 10**6)) == 60
     assert error_summary(ValueError("a\n" * 10**5)).count("\n") == 0
+
+
+RELOADS = """
+import importlib.util
+import sys
+
+spec = importlib.util.find_spec("colorsys")
+sys.modules["colorsys"] = importlib.util.module_from_spec(spec)
+"""
+
+
+def test_a_module_may_be_loaded_again_from_its_own_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import colorsys
+
+    monkeypatch.setitem(sys.modules, "colorsys", colorsys)
+    (tmp_path / "reloads.py").write_text(RELOADS + POLICY)
+    assert register_file(tmp_path / "reloads.py") == ["mine"]
+
+
+def test_the_bundled_model_is_found_in_a_new_process() -> None:
+    # transformers loads itself again while other modules import from it, the first time only.
+    command = [sys.executable, "-m", "kvpolicy", "plan", "show", "skipkv"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
