@@ -162,10 +162,21 @@ def device_of(module: nn.Module) -> torch.device:
 
 
 def stop_ids(model: PreTrainedModel) -> tuple[int, ...]:
-    """Tokens that end a generation, from the model's own configuration."""
+    """Tokens that end a generation, from the model's own configuration.
+
+    Raises:
+        ModelError: If they are no token ids, so that no generation would end.
+    """
     generation = getattr(model, "generation_config", None)
     ids = getattr(generation, "eos_token_id", None)
     ids = model.config.eos_token_id if ids is None else ids
     if ids is None:
         return ()
-    return (ids,) if isinstance(ids, int) else tuple(ids)
+    found = ids if isinstance(ids, (list, tuple)) else (ids,)
+    if not all(isinstance(one, int) for one in found):
+        msg = (
+            f"model {type(model).__name__} cannot be run: its configuration names {ids!r:.60} as "
+            "eos_token_id; expected token ids"
+        )
+        raise ModelError(msg)
+    return tuple(found)

@@ -5,8 +5,8 @@ An entry point of the group ``kvpolicy.models`` names a function without argumen
 """
 
 import difflib
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from logging import ERROR
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 
 from kvpolicy.entry_points import installed, load_installed
 from kvpolicy.errors import KVPolicyError, ModelError, error_summary
+from kvpolicy.files import read_json
 from kvpolicy.model.hub import hub_reachable
 from kvpolicy.model.tensor_parallel import TpPlan, loading_options
 from kvpolicy.plugin_code import plugin_code
@@ -76,6 +77,8 @@ def load_model(
         ModelError: The model or its tokenizer cannot be loaded, or the model cannot be split.
     """
     source, wanted = _find(name, dtype)
+    if _is(Path.is_dir, source):
+        _check_weights(name, Path(source))
     remote = {"trust_remote_code": trust_remote_code}
     options: dict[str, Any] = {}
     if tp_plan is not None:
@@ -102,8 +105,7 @@ def load_model(
             model, info = loaded
             tokenizer = AutoTokenizer.from_pretrained(source, **remote)
         except Exception as error:
-            reason = _pickle_problem(source) or _first_sentence(error)
-            raise _cannot_load(name, reason) from error
+            raise _cannot_load(name, _first_sentence(error)) from error
     problem = _weights_problem(info) or _tokenizer_problem(tokenizer)
     if problem is not None:
         raise _cannot_load(name, problem)
@@ -141,7 +143,7 @@ def load_skeleton(
         except Exception as error:
             msg = (
                 f"model '{name}' is not a decoder-only model that transformers can build: "
-                f"{error_summary(error)}"
+                f"{_first_sentence(error)}"
             )
             raise ModelError(msg) from error
     return model
@@ -169,7 +171,7 @@ def as_dtype(dtype: str | torch.dtype) -> str | torch.dtype:
     """
     if isinstance(dtype, torch.dtype):
         return dtype
-    if dtype not in DTYPES:
+    if not isinstance(dtype, str) or dtype not in DTYPES:
         msg = f"dtype '{dtype}' is unknown; choose one of {', '.join(DTYPES)}"
         raise ModelError(msg)
     return DTYPES[dtype]
@@ -181,13 +183,20 @@ def _find(name: str | Path, dtype: str | torch.dtype) -> tuple[str, str | torch.
     Asks the network only for names that may be a hub id.
     """
     text, wanted = str(name), as_dtype(dtype)
-    if Path(text).is_dir() and text:
+    if text and _is(Path.is_dir, text):
+        _check_folder(name, Path(text))
         return text, wanted
     if text in installed(GROUP):
         describe = load_installed(GROUP, text, what="model", error=ModelError)
         with plugin_code(f"model '{text}' is broken", ModelError, passes=(KVPolicyError,)):
             model: InstalledModel = describe()
             return str(model.folder), as_dtype(model.dtype) if dtype == "auto" else wanted
+    if _is(Path.is_file, text):
+        msg = (
+            f"model '{text}' is a file; give a folder with config.json, safetensors weights and a "
+            "tokenizer"
+        )
+        raise ModelError(msg)
     # A hub id is NAME or OWNER/NAME. A path or a misspelt name is refused without asking the hub.
     is_path = len(Path(text).parts) > 2 or text.startswith(("/", ".", "~")) or not text.strip()
     hint = _hint(text)
@@ -204,6 +213,14 @@ def _find(name: str | Path, dtype: str | torch.dtype) -> tuple[str, str | torch.
     return text, wanted
 
 
+def _is(kind: Callable[[Path], bool], text: str) -> bool:
+    """Whether a path is a file or folder; one that no file can have is neither."""
+    try:
+        return kind(Path(text))
+    except (OSError, ValueError):  # too long, or with a NUL
+        return False
+
+
 def _is_available(hub_id: str) -> bool:
     """Whether a hub id is in the download cache, or the hub can be reached."""
     from huggingface_hub import constants, try_to_load_from_cache
@@ -211,7 +228,7 @@ def _is_available(hub_id: str) -> bool:
 
     try:
         is_cached = try_to_load_from_cache(hub_id, "config.json") is not None
-    except HFValidationError:
+    except (HFValidationError, OSError):  # also of a name too long for a file
         return True  # transformers' own message explains it
     return constants.HF_HUB_OFFLINE or is_cached or hub_reachable()
 
@@ -241,18 +258,52 @@ def _tokenizer_problem(tokenizer: Any) -> str | None:
     return "its tokenizer knows no tokens; tokenizer.json may be missing."
 
 
-def _pickle_problem(name: str) -> str | None:
-    """Report a folder that has its weights as a pickle only."""
-    folder = Path(name)
-    if not folder.is_dir() or list(folder.glob("*.safetensors")):
-        return None
+def _check_folder(name: str | Path, folder: Path) -> None:
+    """Check that a folder has the configuration of a model.
+
+    Raises:
+        ModelError: It has none, with what it has instead.
+    """
+    path = folder / "config.json"
+    if path.is_file():
+        try:
+            found = read_json(path, "its config.json", error=ModelError)
+        except ModelError as error:
+            raise _cannot_load(name, f"{error}.") from error
+        if isinstance(found, dict) and isinstance(found.get("model_type", ""), str):
+            return  # transformers says what else is wrong
+        reason = "its config.json does not describe a model."
+    elif (folder / "adapter_config.json").is_file():
+        reason = (
+            "it is an adapter; load its model with PEFT, merge them by merge_and_unload(), and "
+            "save the result."
+        )
+    elif any(folder.glob("*.gguf")):
+        reason = "it holds GGUF files, which cannot be run here."
+    else:
+        reason = "it has no config.json."
+        inner = next((one.parent for one in sorted(folder.glob("*/config.json"))), None)
+        if inner is not None:
+            reason = f"it has no config.json, but {inner} has one."
+    raise _cannot_load(name, reason)
+
+
+def _check_weights(name: str | Path, folder: Path) -> None:
+    """Check that a folder has safetensors weights.
+
+    Raises:
+        ModelError: It has none, or as a pickle only.
+    """
+    if any(folder.glob("*.safetensors")):
+        return
+    reason = "it has no weights, such as model.safetensors."
     pickles = sorted(path.name for path in folder.glob("*.bin"))
-    if not pickles:
-        return None
-    return (
-        f"its weights are a pickle ({pickles[0]}), which is refused, because reading one may "
-        "run code; convert them to safetensors where you trust them."
-    )
+    if pickles:
+        reason = (
+            f"its weights are a pickle ({pickles[0]}), which is refused, because reading one may "
+            "run code; convert them to safetensors where you trust them."
+        )
+    raise _cannot_load(name, reason)
 
 
 def _cannot_load(name: str | Path, reason: str) -> ModelError:
@@ -266,7 +317,10 @@ def _cannot_load(name: str | Path, reason: str) -> ModelError:
 
 def _hint(name: str) -> str:
     folder = Path(name).parent
-    siblings = [str(p) for p in sorted(folder.iterdir()) if p.is_dir()] if folder.is_dir() else []
+    siblings = []
+    if _is(Path.is_dir, str(folder)):
+        with suppress(OSError):
+            siblings = [str(one) for one in sorted(folder.iterdir()) if one.is_dir()]
     known = [one for one in [*installed_models(), *siblings] if one != name.rstrip("/")]
     near = difflib.get_close_matches(name, known, n=2, cutoff=0.7)
     return f" Did you mean {' or '.join(near)}?" if near else ""

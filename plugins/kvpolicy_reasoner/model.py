@@ -9,8 +9,6 @@ from pathlib import Path
 import torch
 from torch import nn
 from transformers import (
-    AutoModelForCausalLM,
-    AutoTokenizer,
     GenerationConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -20,8 +18,7 @@ from transformers import (
 )
 from transformers.utils import logging
 
-from kvpolicy.errors import ModelError
-from kvpolicy.model.loading import InstalledModel
+from kvpolicy.model.loading import InstalledModel, load_model
 from kvpolicy_reasoner import REASONER_VERBOSE, bundled_path
 from kvpolicy_reasoner.tokenizer import build_tokenizer, build_verbose_tokenizer
 
@@ -48,18 +45,11 @@ def load_reasoner(
         The model and its tokenizer.
 
     Raises:
-        ModelError: The folder does not contain a model.
+        ModelError: The folder does not contain a model, or is damaged.
     """
-    folder = bundled_path() if folder is None else folder
-    if not (folder / "config.json").is_file():
-        msg = (
-            f"there is no trained reasoner in {folder}; expected a folder with config.json,"
-            " model.safetensors and tokenizer.json, as written by 'kvpolicy reasoner train'"
-        )
-        raise ModelError(msg)
-    with no_progress_bars():
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    return model.eval(), AutoTokenizer.from_pretrained(folder)
+    return load_model(
+        bundled_path() if folder is None else folder, dtype=torch.float32, device="cpu"
+    )
 
 
 @contextmanager

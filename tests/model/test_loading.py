@@ -1,11 +1,16 @@
 """Loading models by installed name, folder or hub id."""
 
+import json
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from folders import save_tiny_model
+from tiny import tiny_model
 
+from kvpolicy import Engine, Plan
 from kvpolicy.entry_points import EntryPoint
 from kvpolicy.errors import ModelError
 from kvpolicy.model import hub, loading
@@ -74,3 +79,78 @@ def test_unreachable_hub_is_not_retried(
 def test_loading_prints_nothing(model_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     load_model(str(model_folder))
     assert capsys.readouterr() == ("", "")
+
+
+def change_config(**changes: object) -> Callable[[Path], None]:
+    def change(folder: Path) -> None:
+        path = folder / "config.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+    return change
+
+
+def replaced(name: str, content: str) -> Callable[[Path], None]:
+    return lambda folder: (folder / name).write_text(content) and None
+
+
+def only(name: str, content: str) -> Callable[[Path], None]:
+    """Without all files, and with another one."""
+
+    def change(folder: Path) -> None:
+        for path in folder.iterdir():
+            path.unlink()
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text(content)
+
+    return change
+
+
+#: Further folders are in tests/cli/test_wrong_models.py.
+BROKEN: dict[str, tuple[Callable[[Path], None], str]] = {
+    "empty": (only("README.md", ""), "it has no config.json"),
+    "nested": (only("inner/config.json", "{}"), "no config.json, but .*inner has one"),
+    "adapter": (only("adapter_config.json", "{}"), "it is an adapter; .*PEFT"),
+    "gguf": (only("model.gguf", "GGUF"), "it holds GGUF files"),
+    "deep JSON": (replaced("config.json", "[" * 100_000), "nested more than 100 levels"),
+    "null": (replaced("config.json", "null"), "its config.json does not describe a model"),
+    "encoder": (change_config(model_type="clip"), "CLIPConfig"),
+    "deep tokenizer": (replaced("tokenizer.json", "[" * 100_000), "RecursionError"),
+}
+
+
+@pytest.mark.parametrize(("change", "message"), BROKEN.values(), ids=BROKEN)
+def test_broken_folder_raises_one_sentence(
+    change: Callable[[Path], None], message: str, tmp_path: Path
+) -> None:
+    folder = save_tiny_model(tmp_path / "weights")
+    change(folder)
+    with pytest.raises(ModelError, match=message) as caught:
+        load_model(folder)
+    assert "\n" not in str(caught.value)
+    assert str(folder) in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors"])
+def test_file_raises(name: str, model_folder: Path) -> None:
+    with pytest.raises(ModelError, match="is a file; give a folder with"):
+        load_model(model_folder / name)
+
+
+@pytest.mark.parametrize("name", ["x" * 5000, "a/" + "x" * 300, "a\0b", "~/x", "C:\\model"])
+def test_impossible_name_raises(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hub.socket, "getaddrinfo", lambda *_: pytest.fail("the network was used"))
+    with pytest.raises(ModelError, match=r"^model "):
+        load_model(name)
+
+
+@pytest.mark.parametrize("dtype", [None, 3, []])
+def test_dtype_of_another_type_raises(dtype: Any, model_folder: Path) -> None:
+    with pytest.raises(ModelError, match="is unknown; choose one of auto"):
+        load_model(model_folder, dtype=dtype)
+
+
+def test_end_token_that_is_none_raises() -> None:
+    model = tiny_model()
+    model.generation_config.eos_token_id = [1, "end"]
+    with pytest.raises(ModelError, match=r"'end'.* as eos_token_id; expected token ids"):
+        Engine(model, plan=Plan.uniform("full"))

@@ -1,5 +1,8 @@
 """The reasoner's tokenizer, its initial weights, and its bundled trained weights."""
 
+import shutil
+from pathlib import Path
+
 import pytest
 import torch
 from kvpolicy_reasoner import BUNDLED, bundled_path
@@ -9,6 +12,8 @@ from kvpolicy_reasoner.task import make_problems
 from kvpolicy_reasoner.tokenizer import NEWLINES, build_tokenizer
 from kvpolicy_reasoner.train.recipes import recipe_of
 from transformers import AutoTokenizer, GenerationConfig
+
+from kvpolicy.errors import ModelError
 
 PROBLEMS = make_problems(60, seed=11, split="tune")
 
@@ -73,3 +78,9 @@ def test_bundled_model_solves_500_held_out_problems():
     attempts = attempt(*load_reasoner(), make_problems(500, seed=0), max_new_tokens=700)
     assert score(attempts).accuracy >= 0.95
     assert sum(one.finished for one in attempts) >= 0.98 * len(attempts)
+
+
+def test_folder_without_weights_raises(tmp_path: Path):
+    shutil.copy(bundled_path() / "config.json", tmp_path)
+    with pytest.raises(ModelError, match="it has no weights"):
+        load_reasoner(tmp_path)
