@@ -3,8 +3,8 @@
 With ``--json``, ``list`` prints a list of ``{"name", "target", "distribution", "summary",
 "options": {NAME: DEFAULT}, "problem"}``, where ``problem`` is null if the task can be loaded;
 ``show`` prints a list of ``{"index", "prompt", "answer", "facets", "reference", "chat"}``;
-``sandbox`` prints ``{"sandbox", "readable", "has_folder", "memory_bytes", "folder_bytes", "files",
-"file_bytes", "threads"}``.
+``sandbox`` prints ``{"sandbox", "readable", "hidden", "has_folder", "memory_bytes", "folder_bytes",
+"files", "file_bytes", "threads"}``.
 """
 
 from typing import TYPE_CHECKING, Annotated, Any
@@ -89,6 +89,7 @@ def sandbox(json: Json = False) -> None:
         found = {
             "sandbox": wall.name,
             "readable": wall.readable,
+            "hidden": wall.hidden,
             "has_folder": wall.has_folder,
             "memory_bytes": run.MEMORY_BYTES,
             "folder_bytes": run.MAX_FOLDER_BYTES if wall.has_folder else 0,
@@ -101,6 +102,8 @@ def sandbox(json: Json = False) -> None:
     print_text(f"Programs that a model writes run in {wall.name}. They can read:\n")
     for path in wall.readable:
         print_text(f"  {path}\n")
+    for path in wall.hidden:
+        print_text(f"  but not {path}\n")
     written = (
         f"{run.MAX_FOLDER_BYTES >> 20} MiB, which are deleted" if wall.has_folder else "nothing"
     )

@@ -48,7 +48,7 @@ def main() -> None:
     _set_capabilities(0)
     _limit_threads(job["threads"])
     if not job["has_folder"]:
-        _restrict_files(job["readable"])
+        _restrict_files(job["readable"], job["hidden"])
     _die_with_parent(job["parent"])
     sys.meta_path.append(_Packages(job["packages"]))
     _filter_system_calls(bytes.fromhex(job["filter"]))
@@ -123,7 +123,7 @@ def _limit_threads(most: int) -> None:
     resource.setrlimit(resource.RLIMIT_NPROC, limits)
 
 
-def _restrict_files(readable: list[str]) -> None:
+def _restrict_files(readable: list[str], hidden: list[str]) -> None:
     """Allow to open only what is below some folders, and only to read, by Landlock."""
     version = _libc.syscall(_LANDLOCK_CREATE, None, 0, 1)
     if version < 1:
@@ -132,14 +132,23 @@ def _restrict_files(readable: list[str]) -> None:
     # Access to files; TCP (since version 4); signals and abstract sockets (since version 6).
     rules = struct.pack("=QQQ", handled, 3, 3)[: 8 if version < 4 else 16 if version < 6 else 24]
     ruleset = _checked("syscall", _LANDLOCK_CREATE, rules, len(rules), 0)
+    around = {os.path.dirname(folder) for folder in hidden}
     for path in readable:
-        access = _READ_FILE | (_READ_FOLDER if os.path.isdir(path) else 0)
-        opened = os.open(path, os.O_PATH | os.O_CLOEXEC)
-        rule = struct.pack("=Qi", access, opened)
-        _checked("syscall", _LANDLOCK_ADD, ruleset, 1, rule, 0)
-        os.close(opened)
+        if path in around:  # everything in it but the hidden folders, and its list of names
+            _allow(ruleset, path, _READ_FOLDER)
+            inside = [entry.path for entry in os.scandir(path) if entry.path not in hidden]
+        else:
+            inside = [path]
+        for one in inside:
+            _allow(ruleset, one, _READ_FILE | (_READ_FOLDER if os.path.isdir(one) else 0))
     _checked("syscall", _LANDLOCK_RESTRICT, ruleset, 0)
     os.close(ruleset)
+
+
+def _allow(ruleset: int, path: str, access: int) -> None:
+    opened = os.open(path, os.O_PATH | os.O_CLOEXEC)
+    _checked("syscall", _LANDLOCK_ADD, ruleset, 1, struct.pack("=Qi", access, opened), 0)
+    os.close(opened)
 
 
 def _die_with_parent(parent: int | None) -> None:

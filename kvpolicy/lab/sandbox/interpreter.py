@@ -27,7 +27,7 @@ for file in sorted(glob.glob(os.path.join(sys.path[-1], "*.so"))):
             pass
 with open("/proc/self/maps") as maps:
     mapped = {line.split(maxsplit=5)[-1].strip() for line in maps if "/" in line}
-libraries = {os.path.dirname(path) for path in mapped if ".so" in os.path.basename(path)}
+libraries = {path for path in mapped if ".so" in os.path.basename(path)}
 print(json.dumps([[path for path in sys.path if os.path.isdir(path)], sorted(libraries)]))
 """
 
@@ -38,23 +38,27 @@ class Interpreter:
 
     Attributes:
         executable: Its file, without symbolic links.
-        folders: Its standard library, the shared libraries that it maps, and `PACKAGES`, each
-            with all that is below it.
-        loader: Files outside of them that the dynamic loader is found by.
+        files: Files by which shared libraries are found, and those beside the standard library.
+        folders: The standard library and folders of shared libraries, with all that is below them.
+        hidden: Folders in `folders` that hold other installed packages.
         links: Symbolic links at the root, with their targets, which paths of libraries contain.
-        packages: Folders of `PACKAGES` by name.
+        packages: Folders of `PACKAGES`, by name.
+        beside: Folders of shared libraries that wheels of `PACKAGES` put beside them.
     """
 
     executable: str
+    files: list[str]
     folders: list[str]
-    loader: list[str]
+    hidden: list[str]
     links: dict[str, str]
     packages: dict[str, str]
+    beside: list[str]
 
     @property
     def readable(self) -> list[str]:
-        """All files and folders."""
-        return [self.executable, *self.folders, *self.loader]
+        """All files and folders, packages last, because they may lie in hidden folders."""
+        folders = [*self.folders, *self.packages.values(), *self.beside]
+        return [self.executable, *self.files, *folders]
 
 
 @cache
@@ -64,42 +68,59 @@ def describe_interpreter() -> Interpreter:
     Raises:
         TaskError: It cannot be run.
     """
-    executable = str(Path(getattr(sys, "_base_executable", sys.executable)).resolve())
-    command = [executable, "-I", "-S", "-B", "-c", _PROBE]
-    try:
-        probe = subprocess.run(command, capture_output=True, check=True, timeout=60)
-        modules, libraries = json.loads(probe.stdout)
-    except (OSError, subprocess.SubprocessError, ValueError) as error:
-        msg = f"the interpreter {executable} cannot be run by itself ({error})"
-        raise TaskError(msg) from error
+    executable = Path(getattr(sys, "_base_executable", sys.executable)).resolve()
+    modules, libraries = _probe(executable)
+    # A folder of libraries that holds the standard library, too, holds more than libraries.
+    holding = {parent for folder in modules for parent in folder.parents}
+    beside = {library.parent for library in libraries} & holding
     roots = [Path("/", name) for name in ("lib", "lib32", "lib64", "libx32")]
-    loaders = [file for root in roots for file in root.resolve().glob("ld-*.so*")]
+    files = [
+        *(file for folder in sorted(beside) for file in _named(folder, libraries)),
+        *(file for root in roots for file in sorted(root.resolve().glob("ld-*.so*"))),
+        *(file for file in [Path("/etc/ld.so.cache")] if file.exists()),
+    ]
+    folders = _outermost({*modules, *({one.parent for one in libraries} - beside)})
+    hidden = [one / name for one in folders for name in ("site-packages", "dist-packages")]
     packages = _packages()
+    wheels = [folder.with_name(f"{folder.name}.libs") for folder in packages.values()]
     return Interpreter(
-        executable=executable,
-        folders=_outermost([*modules, *libraries, *_folders_of(packages)]),
-        loader=[*map(str, loaders), *(f for f in ["/etc/ld.so.cache"] if Path(f).exists())],
+        executable=str(executable),
+        files=[str(file) for file in files if file.is_file()],
+        folders=[str(folder) for folder in folders],
+        hidden=[str(folder) for folder in hidden if folder.is_dir()],
         links={str(root): str(root.readlink()) for root in roots if root.is_symlink()},
-        packages=packages,
+        packages={name: str(folder) for name, folder in packages.items()},
+        beside=[str(folder) for folder in wheels if folder.is_dir()],
     )
 
 
-def _packages() -> dict[str, str]:
+def _probe(executable: Path) -> tuple[set[Path], set[Path]]:
+    """Folders of modules, and the shared libraries outside of them."""
+    command = [str(executable), "-I", "-S", "-B", "-c", _PROBE]
+    try:
+        probe = subprocess.run(command, capture_output=True, check=True, timeout=60)
+        found = json.loads(probe.stdout)
+    except (OSError, subprocess.SubprocessError, ValueError) as error:
+        msg = f"the interpreter {executable} cannot be run by itself ({error})"
+        raise TaskError(msg) from error
+    modules, libraries = ({Path(path).resolve() for path in paths} for paths in found)
+    return modules, {one for one in libraries if modules.isdisjoint(one.parents)}
+
+
+def _named(folder: Path, libraries: set[Path]) -> list[Path]:
+    """Libraries in a folder, under all names by which they may be looked up."""
+    return [file for file in sorted(folder.glob("*.so*")) if file.resolve() in libraries]
+
+
+def _packages() -> dict[str, Path]:
     found = {name: find_spec(name) for name in PACKAGES}
     return {
-        name: str(Path(spec.origin).resolve().parent)
+        name: Path(spec.origin).resolve().parent
         for name, spec in found.items()
         if spec is not None and spec.origin is not None
     }
 
 
-def _folders_of(packages: dict[str, str]) -> list[str]:
-    """Folders of packages, and of the shared libraries that their wheels put beside them."""
-    beside = [f"{folder}.libs" for folder in packages.values()]
-    return [*packages.values(), *(folder for folder in beside if Path(folder).is_dir())]
-
-
-def _outermost(folders: list[str]) -> list[str]:
-    """Folders that do not lie in another one, without symbolic links."""
-    resolved = {Path(folder).resolve() for folder in folders}
-    return sorted(str(one) for one in resolved if resolved.isdisjoint(one.parents))
+def _outermost(folders: set[Path]) -> list[Path]:
+    """Folders that do not lie in another one."""
+    return sorted(one for one in folders if folders.isdisjoint(one.parents))

@@ -71,6 +71,7 @@ class Job(TypedDict):
     user: int | None
     namespaces: int
     readable: list[str]
+    hidden: list[str]
     packages: dict[str, str]
     filter: str
     parent: int | None
@@ -157,6 +158,7 @@ def _run(wall: Wall, source: str, stdin: str, *, time_s: float, memory_bytes: in
         user=FIRST_USER + secrets.randbelow(NUM_USERS) if wall.lends_user else None,
         namespaces=wall.namespaces,
         readable=wall.readable,
+        hidden=wall.hidden,
         packages=wall.packages,
         filter=wall.filter.hex(),
         # In a namespace of its own, the child does not see this process.

@@ -15,7 +15,6 @@ from pathlib import Path
 import attrs
 
 from kvpolicy.errors import TaskError
-from kvpolicy.lab.sandbox import child
 from kvpolicy.lab.sandbox.interpreter import Interpreter, describe_interpreter
 from kvpolicy.lab.sandbox.system_calls import filter_code
 
@@ -27,8 +26,8 @@ _NEW_NAMESPACES = 0x02000000 | 0x04000000 | 0x08000000 | _NEW_USER | 0x40000000
 FIRST_USER, NUM_USERS = 61184, 4336
 _LENDING = 1 << 5 | 1 << 6 | 1 << 7  # CAP_KILL, CAP_SETGID and CAP_SETUID
 
-# Where bubblewrap puts the script, because the folder of kvpolicy is not visible there.
-_SCRIPT = "/child.py"
+# Not imported, because it needs Linux. In bubblewrap, its path tells nothing of this machine.
+_SCRIPT, _SCRIPT_INSIDE = str(Path(__file__).with_name("child.py")), "/child.py"
 
 
 @attrs.frozen
@@ -39,6 +38,7 @@ class Wall:
         name: What it is, with version.
         command: Command line that runs ``child.py``, without the script's arguments.
         readable: Files and folders that programs can read.
+        hidden: Folders in these that they cannot read.
         packages: Folders of packages that they can import, by name.
         filter: The filter of system calls, as a BPF program.
         has_folder: Whether there is a file system of its own, with a folder that programs can
@@ -50,6 +50,7 @@ class Wall:
     name: str
     command: list[str]
     readable: list[str]
+    hidden: list[str]
     packages: dict[str, str]
     filter: bytes = attrs.field(repr=False)
     has_folder: bool
@@ -90,9 +91,10 @@ def bubblewrap(*, proc: bool = True) -> Wall:
             *("--proc" if proc else "--dir", "/proc", "--dir", "/home"),
             # In memory, without a limit: nobody may write there.
             *("--remount-ro", "/"),
-            *("--", *_python(interpreter), _SCRIPT),
+            *("--", *_python(interpreter), _SCRIPT_INSIDE),
         ],
         readable=interpreter.readable,
+        hidden=interpreter.hidden,
         packages=interpreter.packages,
         filter=code,
         has_folder=True,
@@ -111,8 +113,9 @@ def landlock() -> Wall:
     code, interpreter = filter_code(writes=False), describe_interpreter()
     return Wall(
         name="seccomp and Landlock",
-        command=[*_python(interpreter), child.__file__],
+        command=[*_python(interpreter), _SCRIPT],
         readable=interpreter.readable,
+        hidden=interpreter.hidden,
         packages=interpreter.packages,
         filter=code,
         has_folder=False,
@@ -161,9 +164,16 @@ def _python(interpreter: Interpreter) -> list[str]:
 
 def _files(interpreter: Interpreter) -> list[str]:
     """Options that put the interpreter, its script and harmless devices into an empty root."""
-    options = ["--ro-bind", child.__file__, _SCRIPT]
+    options = ["--ro-bind", _SCRIPT, _SCRIPT_INSIDE]
+    for folder in interpreter.folders:
+        options += ["--ro-bind", folder, folder]
+    for folder in interpreter.hidden:
+        options += ["--tmpfs", folder]
     for path in interpreter.readable:
-        options += ["--ro-bind", path, path]
+        if path not in interpreter.folders:
+            options += ["--ro-bind", path, path]
+    for folder in interpreter.hidden:
+        options += ["--remount-ro", folder]
     for link, target in interpreter.links.items():
         options += ["--symlink", target, link]
     for device in ("/dev/null", "/dev/zero", "/dev/urandom"):

@@ -5,6 +5,7 @@ import json
 import os
 import re
 import resource
+import shutil
 import socket
 import subprocess
 import sys
@@ -16,6 +17,7 @@ from pathlib import Path
 import attrs
 import pytest
 
+from kvpolicy.lab.sandbox import run
 from kvpolicy.lab.sandbox.run import run_program
 from kvpolicy.lab.sandbox.walls import Wall
 
@@ -258,6 +260,15 @@ FILES = {
         'if not {"boot", "var"} & set(os.listdir("/")): raise OSError("not listed")'
     ),
     "listing a user's folder": Attack("os.listdir(outside)"),
+    "reading installed packages": Attack(
+        "folders = [p for p in sys.path if os.path.isdir(p)]\n"
+        'found = [f"{p}/{name}" for p in folders for name in ("site-packages", "dist-packages")]\n'
+        "names = [f'{p}/{name}' for p in found if os.path.isdir(p) for name in os.listdir(p)]\n"
+        "files = [name for name in names if os.path.isfile(name)]\n"
+        'if not files: raise OSError("no file")\n'
+        "open(files[0]).read()",
+        works=False,  # an interpreter may have none
+    ),
     "reading /sys": Attack('os.listdir("/sys/kernel")'),
     "reading the kernel's settings": Attack('open("/proc/sys/kernel/pid_max").read()'),
     "a disk": Attack('open("/dev/vda", "rb")', works=False),
@@ -410,7 +421,7 @@ def scene(folder: Path) -> Iterator[Scene]:
     (folder / "secret").write_text(SECRET)
     os.utime(folder / "secret", (10**9, 10**9))
     with ExitStack() as stack:
-        command = [sys.executable, "-S", "-c", "import time; time.sleep(300)"]
+        command = [shutil.which("sleep") or "sleep", "300"]
         victim = stack.enter_context(
             subprocess.Popen(command, env={"SECRET": SECRET}, start_new_session=True)
         )
@@ -450,6 +461,24 @@ def test_an_attack_is_refused(
     wall: Wall, outcomes: Callable[[str, str], dict[str, str]], group: str, name: str
 ) -> None:
     assert outcomes(wall.name, group)[name].startswith(("refused: ", "killed: "))
+
+
+@pytest.mark.parametrize("group", ["signals", "other processes", "namespaces", "files"])
+def test_bubblewrap_keeps_programs_from_all_else_without_the_filter(
+    wall: Wall, tmp_path: Path, group: str
+) -> None:
+    if not wall.has_folder:
+        pytest.skip("this way consists of the filter and Landlock")
+    allow_all = bytes.fromhex("060000000000ff7f")
+    with scene(tmp_path / "outside") as aims:
+        before = aims.state()
+        source = program(GROUPS[group], aims.targets)
+        unfiltered = attrs.evolve(wall, filter=allow_all)
+        finished = run._run(unfiltered, source, "", time_s=20, memory_bytes=2**30)
+        assert aims.state() == before
+    assert SECRET not in finished.stdout
+    refused = json.loads(finished.stdout.splitlines()[-1]).values()
+    assert sum(outcome.startswith("refused") for outcome in refused) > len(refused) / 2
 
 
 @pytest.mark.slow
