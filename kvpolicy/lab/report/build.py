@@ -3,6 +3,7 @@
 import itertools
 from collections.abc import Sequence
 
+from kvpolicy.lab.looks import looks_of, policy_of
 from kvpolicy.lab.report.content import group_content, labels_of, run_content
 from kvpolicy.lab.report.gather import GroupView, gather
 from kvpolicy.lab.report.kept_rows import PackedKept, number_records, pack_recorded
@@ -43,7 +44,9 @@ def build(
     views = gather(runs)
     view_rules = [_rules(view, rules) for view in views]
     names = labels_of(views)
-    series = _series(views)
+    policies = _policies(views)
+    series = list(policies)
+    looks = [look.to_dict() for look in looks_of(policies).values()]
     groups = [
         group_content(view, its_rules, series, name)
         for view, its_rules, name in zip(views, view_rules, names, strict=True)
@@ -52,7 +55,12 @@ def build(
     numbers = itertools.count()
     for group, items in zip(groups, ranges, strict=True):
         group["blocks"] = [{"first": one.start, "block": next(numbers)} for one in items]
-    data = {"series": series, "groups": groups, "runs": [run_content(run) for run in runs]}
+    data = {
+        "series": series,
+        "looks": looks,
+        "groups": groups,
+        "runs": [run_content(run) for run in runs],
+    }
     title = names[0] if len(names) == 1 else ", ".join(dict.fromkeys(run.name for run in runs))
     without_texts = render(title=title, data=data, blocks=[])
     free = max_bytes - len(without_texts.encode()) - _NOTE_BYTES * len(groups)
@@ -74,11 +82,12 @@ def build(
     return render(title=title, data=data, blocks=[*packed.blocks, *records])
 
 
-def _series(views: Sequence[GroupView]) -> list[str]:
-    """All series, those with a budget first: they get the same colours as in plots."""
-    cells = [cell for view in views for cell in view.cells]
-    ordered = sorted(cells, key=lambda cell: cell.budget is None)
-    return list(dict.fromkeys(cell.series for cell in ordered))
+def _policies(views: Sequence[GroupView]) -> dict[str, str]:
+    """All series, each with the policy that gives it its colour."""
+    policies: dict[str, str] = {}
+    for record in (cell.record for view in views for cell in view.cells):
+        policies.setdefault(record.series, policy_of(record.resolved))
+    return policies
 
 
 def _rules(view: GroupView, name: str | None) -> ThoughtRules:

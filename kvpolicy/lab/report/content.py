@@ -70,6 +70,7 @@ def group_content(
         "kinds": kinds_of(rules),
         "rules": {"name": rules.name, "source": rules.source},
         "pooled": view.is_pooled,
+        "seeds": list(view.seeds),
         "items": [] if view.is_pooled else [_item(view, one, facets) for one in view.numbers],
         "cells": [
             cell | {"series": series.index(one.series)}

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 import attrs
 
 from kvpolicy.lab.analysis.pooling import PooledCell, columns_of
-from kvpolicy.lab.statistics import Z_95, Interval, mean, ratio
+from kvpolicy.lab.statistics import Interval, mean, ratio
 from kvpolicy.lab.store.records import CellTiming, EvalSettingRecord, Sample
 from kvpolicy.lab.tasks.task import LENGTH, Column, mean_by_example, sums_by_example
 
@@ -66,19 +66,18 @@ def throughput(timings: Sequence[CellTiming]) -> Interval | float | None:
         timings: Timings of a cell's uninterrupted runs, one for each seed.
 
     Returns:
-        All tokens divided by all seconds, with a 95 % confidence interval over seeds (Student's
-        t, as seeds are few); the number alone for one seed; ``None`` without timings.
+        All tokens divided by all seconds, with the range over seeds: a confidence interval from
+        two or three seeds would be many times as wide. The number alone for one seed; ``None``
+        without timings.
     """
     timed = [one for one in timings if one.elapsed_s > 0]
     if not timed:
         return None
-    found = ratio([one.new_tokens for one in timed], [one.elapsed_s for one in timed])
+    total = sum(one.new_tokens for one in timed) / sum(one.elapsed_s for one in timed)
     if len(timed) == 1:
-        return found.value
-    from scipy.stats import t as student  # imported here: it takes a moment
-
-    half = (found.high - found.value) * float(student.ppf(0.975, len(timed) - 1)) / Z_95
-    return Interval(found.value, max(found.value - half, 0.0), found.value + half)
+        return total
+    rates = [one.new_tokens / one.elapsed_s for one in timed]
+    return Interval(total, min(rates), max(rates))
 
 
 def _measured(column: Column) -> Quantity:
@@ -132,7 +131,7 @@ _COSTS = (
         "Throughput of all slots, tokens/s",
         "rate",
         lambda cell: throughput(cell.timings),
-        f"{_ONCE}; the interval is over seeds.",
+        f"{_ONCE}; bars are the range over seeds, not an interval.",
     ),
     Quantity(
         "speed",

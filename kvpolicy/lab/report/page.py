@@ -18,6 +18,7 @@ from typing import Any
 from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 
+from kvpolicy.lab.looks import COLOURS
 from kvpolicy.lab.report.encoding import to_json
 
 _ASSETS = files("kvpolicy.lab.report") / "assets"
@@ -39,7 +40,7 @@ def render(*, title: str, data: dict[str, Any], blocks: list[str]) -> str:
     Returns:
         The HTML.
     """
-    style = "\n".join(_read(f"{name}.css") for name in _STYLE)
+    style = "\n".join([*(_read(f"{name}.css") for name in _STYLE), _colours()])
     program = bundle("main", lambda name: _read(f"{name}.js"))
     environment = Environment(autoescape=True, undefined=StrictUndefined)
     template = environment.from_string(_read("page.html"))
@@ -99,6 +100,21 @@ def _add_module(
     exported = ", ".join(found[2] for found in _EXPORT.finditer(text))
     body = _EXPORT.sub(r"\1 \2", _IMPORT.sub(r"const \1 = module_\2;", text))
     done[name] = f"const module_{name} = (() => {{\n{body}return {{ {exported} }};\n}})();"
+
+
+def _colours() -> str:
+    """Style of the colours of policies: a variable of each for both themes, and its class."""
+    light = "".join(f"--{name}-series: {one.light}; " for name, one in COLOURS.items())
+    dark = "".join(f"--{name}-series: {one.dark}; " for name, one in COLOURS.items())
+    by_system = f':root:not([data-theme="light"]) {{ {dark}}}'
+    return "\n".join(
+        [
+            f":root {{ {light}}}",
+            f"@media (prefers-color-scheme: dark) {{ {by_system} }}",
+            f':root[data-theme="dark"] {{ {dark}}}',
+            *(f".c-{name} {{ --own: var(--{name}-series); }}" for name in COLOURS),
+        ]
+    )
 
 
 def _read(name: str) -> str:

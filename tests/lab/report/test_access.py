@@ -10,6 +10,8 @@ from chromium import Opened
 from report_pages import Open
 from run_folders import write_run
 
+from kvpolicy.lab.looks import COLOURS
+
 PLANS = [("full cache", None), *((f"P{i}", budget) for i in range(8) for budget in (64, 96))]
 TEXT, SHAPES = 4.5, 3.0  # WCAG 2, level AA: contrast of text, and of shapes
 
@@ -48,17 +50,20 @@ def test_colours_contrast_with_their_background(theme: str) -> None:
             assert contrast(colours[ink], colours[paper]) >= TEXT, (ink, paper)
     for kind in ("k1", "k2", "k3", "k4", "k5", "mark"):
         assert contrast(colours["ink"], colours[kind]) >= TEXT, kind
-    series = [colours[f"c{i}"] for i in range(6)]
-    assert all(contrast(one, colours["paper"]) >= SHAPES for one in series)
-    assert all(one != other for one, other in combinations(series, 2))
+    kinds = [colours[f"c{i}"] for i in range(6)]
+    assert all(contrast(one, colours["paper"]) >= SHAPES for one in kinds)
+    assert all(one != other for one, other in combinations(kinds, 2))
+    for colour in COLOURS.values():
+        assert contrast(getattr(colour, theme), colours["paper"]) >= SHAPES
 
 
 def test_series_differ_in_more_than_colour(open_report: Open, folder: Path) -> None:
     opened = open_report(folder)
     opened.page.wait_for_selector("#chart-accuracy .spot", state="attached")
     looks = opened.page.locator("#chart-accuracy g.series").evaluate_all(
-        """all => all.map(one => one.querySelector('.marker').getAttribute('d')
-            + one.classList.contains('again'))"""
+        """all => all.map(one => getComputedStyle(one.querySelector('.line')).stroke
+            + one.querySelector('.marker').getAttribute('d')
+            + one.querySelector('.line').getAttribute('stroke-dasharray'))"""
     )
     assert len(looks) == 8
     assert len(set(looks)) == 8

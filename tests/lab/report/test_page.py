@@ -200,6 +200,26 @@ def test_a_heading_sorts_the_table_up_and_down(opened: Opened, folder: Path) -> 
     assert "full cache" in opened.texts(first)[-1]
 
 
+@pytest.mark.parametrize("width", [390, 1280])
+def test_knobs_are_not_broken_within_words(open_report: Open, tmp_path: Path, width: int) -> None:
+    folder = write_run(tmp_path / "knobs", plans=PLANS)
+    manifest = json.loads((folder / "manifest.json").read_text())
+    for cell in manifest["run"]["cells"]:
+        cell["knobs"] = {"rkv.mix_lambda": 0.1, "skipkv.keyword_match": "text"}
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    opened = open_report(folder, viewport={"width": width, "height": 800})
+    cells = opened.page.locator("#table td.wide")
+    assert cells.count() == len(PLANS)
+    assert opened.texts("#table td.wide div")[:2] == [
+        "rkv.mix_lambda=0.1",
+        'skipkv.keyword_match="text"',
+    ]
+    heights = cells.locator("div").evaluate_all(
+        "all => all.map(one => one.clientHeight / parseFloat(getComputedStyle(one).lineHeight))"
+    )
+    assert max(heights) < 1.5, "a knob takes one line"
+
+
 def test_the_breakdown_has_the_share_of_each_value(opened: Opened, folder: Path) -> None:
     rows = opened.page.locator("#difficulty tbody tr").all()
     for row, (_, samples) in zip(rows, of_cells(folder), strict=True):

@@ -230,7 +230,8 @@ def test_a_group_can_be_chosen(open_report: Open, tmp_path: Path) -> None:
         ["reasoner", "seed 1"],
         ["needle", "seed 0"],
     ]
-    assert "seed by seed" in opened.texts("#samples-body")[0]
+    assert opened.texts("#seed option") == ["0", "1"]
+    assert listed(opened) == 4
     assert opened.texts("#table tbody td.right")[0] == "all"
     opened.page.select_option("#group", "3")
     opened.page.wait_for_selector(".option")
@@ -242,6 +243,28 @@ def test_a_group_can_be_chosen(open_report: Open, tmp_path: Path) -> None:
     opened.page.wait_for_function(
         "() => document.querySelector('.asked .text')?.textContent.startsWith('reasoner 1')"
     )
+
+
+def test_pooled_seeds_have_the_samples_of_each(open_report: Open, tmp_path: Path) -> None:
+    def outcome(cell: dict[str, Any], item: int, attempt: int) -> dict[str, Any]:
+        return {"finish_reason": "length"} if cell["budget"] == 64 and item == 5 else {}
+
+    run = write_run(tmp_path / "a", plans=PLANS, n=4, seeds=(0,))
+    more = write_run(tmp_path / "b", plans=PLANS, n=6, seeds=(1,), outcome=outcome)
+    opened = open_report(run, more)
+    opened.page.wait_for_selector(".option")
+    assert listed(opened) == 4
+    opened.page.select_option("#seed", "1")
+    settled(opened, 6)
+    opened.page.select_option("#seed", "0")
+    settled(opened, 4)
+    # A click in the pooled table shows the seed that has what it counts.
+    opened.page.locator("#failures tbody button").click()
+    settled(opened, 1)
+    assert opened.page.input_value("#seed") == "1"
+    assert "#5" in opened.texts(".option")[0]
+    opened.page.locator("#table tbody .link").nth(2).click()
+    opened.page.wait_for_function("() => document.querySelector('#cell-a').value === '2'")
 
 
 def tile(opened: Opened, name: str) -> list[str]:

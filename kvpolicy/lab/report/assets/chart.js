@@ -1,7 +1,7 @@
 // One chart: axes, intervals, lines, and points that can be pointed at or walked along by keys.
 
 import { h, svg, visible } from "./dom.js";
-import { marker } from "./marks.js";
+import { dashes, marker } from "./marks.js";
 import { scale, sparse } from "./scales.js";
 
 const ROOM = { top: 12, right: 16, bottom: 46 };
@@ -14,9 +14,9 @@ const ASIDE = 3; // pixels, so that the intervals of one budget do not hide each
  *
  * spec: {name, title, x: axis, y: axis, points, bands, stairs, onpick}
  * axis: {title, low, high, log, ticks: [[value, text], ...]}
- * points: [{series, look, label, x, y, low, high, lines: [text, ...], cell}, ...] in the order of lines
- * bands: [{label, y, low, high, lines, cell}, ...], cells without a budget
- * stairs: [[x, y], ...], a frontier; `joined`: whether points of a series are connected
+ * points: [{series, look (a class), mark (a look), label, x, y, low, high, lines: [text, ...], cell}, ...] in the order of lines
+ * bands: [{look, mark, label, y, low, high, lines, cell}, ...], cells without a budget
+ * stairs: [[x, y], ...], a frontier; `joined`: whether points of a series are connected by more than a thin line
  */
 export function chart(spec) {
   const tip = h("div", { class: "tip", hidden: true });
@@ -95,9 +95,9 @@ function bandMark(spec, band, y, { left, right }) {
     const height = Math.max(0, y(band.low) - y(band.high));
     parts.push(svg("rect", { class: "band", x: left, width: right - left, y: y(band.high), height }));
   }
-  parts.push(svg("line", { class: "reference", x1: left, x2: right, y1: y(band.y), y2: y(band.y) }));
+  parts.push(svg("line", { class: "line", x1: left, x2: right, y1: y(band.y), y2: y(band.y), "stroke-dasharray": dashes(band.mark) }));
   parts.push(svg("rect", { class: "hit", x: left, width: right - left, y: y(band.y) - 6, height: 12 }));
-  return spot(band, (left + right) / 2, y(band.y), parts);
+  return svg("g", { class: band.look }, spot(band, (left + right) / 2, y(band.y), parts));
 }
 
 function seriesMark(spec, points, x, y) {
@@ -105,10 +105,10 @@ function seriesMark(spec, points, x, y) {
   const spots = points.map((point) => {
     const [px, py] = [x(point.x), y(point.y)];
     const bar = point.low === null ? null : svg("line", { class: "bar", x1: px, x2: px, y1: y(point.low), y2: y(point.high) });
-    return spot(point, px, py, [bar, svg("circle", { class: "hit", cx: px, cy: py, r: 13 }), marker(point.series, px, py)]);
+    return spot(point, px, py, [bar, svg("circle", { class: "hit", cx: px, cy: py, r: 13 }), marker(point.mark, px, py)]);
   });
-  const line = spec.joined && points.length > 1 ? svg("path", { class: "line", d: `M${path}` }) : null;
-  return svg("g", { class: points[0].look, "data-series": points[0].series }, line, spots);
+  const line = points.length > 1 ? svg("path", { class: spec.joined ? "line" : "line thin", d: `M${path}`, "stroke-dasharray": dashes(points[0].mark) }) : null;
+  return svg("g", { class: `series ${points[0].look}`, "data-series": points[0].series }, line, spots);
 }
 
 /** A mark that reacts to pointer and keys. */

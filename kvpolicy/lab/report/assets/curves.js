@@ -72,7 +72,7 @@ function point(group, cell, quantity) {
   const lines = [`${quantity.title}: ${estimate(quantity, cell.estimates[quantity.name])}`, `n = ${cell.row.n}`];
   const { compacted, num_compacted } = cell.row;
   if (quantity === group.quantities[0] && num_compacted) lines.push(`cache compacted: ${estimate(quantity, compacted)}, n = ${number(num_compacted)}`);
-  return { series: cell.series, look: classOf(cell), label: cell.label, x: cell.budget, y, low, high, lines, cell: cell.number };
+  return { series: cell.series, look: classOf(cell), mark: cell.look, label: cell.label, x: cell.budget, y, low, high, lines, cell: cell.number };
 }
 
 function measureAxis(quantity, points) {

@@ -24,11 +24,12 @@ async function inflate(id) {
 }
 
 /** A group with lookup tables. */
-export function prepare(group, series) {
+export function prepare(group, series, looks) {
   const attempts = group.attempts;
   for (const [number, cell] of group.cells.entries()) {
     cell.number = number;
     cell.seriesLabel = series[cell.series];
+    cell.look = looks[cell.series];
     cell.rows = new Map(cell.samples.place.map((place, row) => [place * attempts + cell.samples.attempt[row], row]));
   }
   const entries = new Set(group.cells.flatMap((cell) => [...cell.rows.keys()]));

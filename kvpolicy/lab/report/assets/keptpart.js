@@ -3,6 +3,7 @@
 import { fill, h, visible } from "./dom.js";
 import { openBlock } from "./data.js";
 import { keptView } from "./kept.js";
+import { glyph } from "./marks.js";
 
 let shown = null;
 
@@ -16,6 +17,7 @@ export async function kept(place, cells, entry) {
   const view = h("div");
   fill(place, h("h4", {}, "Tokens kept by each compaction"), view);
   shown = keptView(view, records, { labels: found.map((cell) => visible(cell.label)) });
+  view.querySelectorAll(".kept-panel h5").forEach((title, i) => title.prepend(glyph(found[i])));
 }
 
 /** Stop whatever plays or listens in the view that is shown: its sample leaves the page. */

@@ -7,16 +7,17 @@ import { browser } from "./browser.js";
 import { forget } from "./keptpart.js";
 import { curves } from "./curves.js";
 import { manifest, plans } from "./plans.js";
+import { seeds } from "./seeds.js";
 import { nameKinds } from "./trace.js";
 import { themeButton } from "./theme.js";
 
 const data = readData();
-const groups = data.groups.map((group) => prepare(group, data.series));
+const groups = data.groups.map((group) => prepare(group, data.series, data.looks));
 
 function show(group) {
   nameKinds(group);
   forget();
-  const samples = group.pooled ? seedBySeed() : browser(group);
+  const samples = group.pooled ? seeds(group, groups) : browser(group);
   const goTo = (cell, filter) => {
     samples.pick(cell, filter);
     byId("samples").scrollIntoView();
@@ -32,11 +33,6 @@ function show(group) {
   fill(byId("plans-body"), plans(group));
   fill(byId("manifest-body"), manifest(group, data.runs));
   return samples.begin();
-}
-
-function seedBySeed() {
-  const note = "Seeds are taken together here, and their items are not the same. Samples are shown seed by seed: choose another group.";
-  return { element: h("p", { class: "empty" }, note), pick: () => {}, begin: async () => {} };
 }
 
 const names = groups.map((group, i) => [String(i), visible(group.label)]);

@@ -51,8 +51,9 @@ export function results(group, onpick) {
     { title: "policy time", value: (cell) => cell.row.policy_share, text: (cell) => share(cell.row.policy_share), right: true },
   ];
   if (!group.cells.some((cell) => Object.keys(cell.knobs).length)) return table("Cells", columns, group.cells);
-  const knobs = (cell) => Object.entries(cell.knobs).map(([name, value]) => `${name}=${value}`).join(", ");
-  columns.splice(3, 0, { title: "knobs", value: knobs });
+  const knobs = (cell) => Object.entries(cell.knobs).map(([name, value]) => `${name}=${JSON.stringify(value)}`);
+  const lines = (cell) => knobs(cell).map((knob) => h("div", {}, visible(knob)));
+  columns.splice(3, 0, { title: "knobs", value: (cell) => knobs(cell).join(", "), node: lines, wide: true });
   return table("Cells", columns, group.cells);
 }
 
@@ -133,7 +134,7 @@ function messages(cells) {
   const columns = [
     { title: "cell", value: (one) => one.cell, head: true },
     { title: "samples", value: (one) => one.n, right: true },
-    { title: "message", value: (one) => one.text },
+    { title: "message", value: (one) => one.text, wide: true },
   ];
   return table("Messages", columns, found);
 }

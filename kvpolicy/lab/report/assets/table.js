@@ -3,7 +3,7 @@
 import { button, fill, h, visible } from "./dom.js";
 
 /**
- * columns: [{title, value(row), text(row)?, right?, head?, node(row)?}, ...]
+ * columns: [{title, value(row), text(row)?, right?, wide?, head?, node(row)?}, ...]
  * `value` is what is sorted by; `text`, or else `node`, is what is shown.
  */
 export function table(caption, columns, rows) {
@@ -26,7 +26,7 @@ export function table(caption, columns, rows) {
 
 function cell(column, row) {
   const content = column.node ? column.node(row) : visible(column.text ? column.text(row) : (column.value(row) ?? "\u2013"));
-  const props = { class: column.right ? "right" : null };
+  const props = { class: column.right ? "right" : column.wide ? "wide" : null };
   return column.head ? h("th", { scope: "row", ...props }, h("bdi", {}, content)) : h("td", props, content);
 }
 
