@@ -107,8 +107,12 @@ def shown(value: object, longest: int = 60) -> str:
 
 def type_name(value: object) -> str:
     """Name of the class of an object."""
-    # Not ``type(value).__name__``, which a metaclass may replace.
-    name: str = type.__dict__["__name__"].__get__(type(value))
+    return class_name(type(value))
+
+
+def class_name(cls: type) -> str:
+    """Name of a class; a metaclass may replace ``cls.__name__``."""
+    name: str = type.__dict__["__name__"].__get__(cls)
     return name
 
 

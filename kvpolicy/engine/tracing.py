@@ -31,6 +31,8 @@ from kvpolicy.state import WaitingRequest
 _RECORDED = tuple(hook for hook in HOOKS if hook != "allocate")
 
 
+_DESCRIBED = (Tensor, WaitingRequest, list, tuple, bool, int, float, str)
+
 # Records
 
 
@@ -381,6 +383,8 @@ def _is_wrapper(impl: pluggy.HookImpl) -> bool:
 
 def describe(value: object) -> object:
     """A short description of an argument or answer; ``None`` if there is none."""
+    if not issubclass(type(value), _DESCRIBED):  # `isinstance` would ask the object
+        return None
     if isinstance(value, Tensor):
         dtype = str(value.dtype).removeprefix("torch.")
         return TensorInfo(dtype, tuple(value.shape), str(value.device))
@@ -388,7 +392,7 @@ def describe(value: object) -> object:
         return value.id
     if isinstance(value, list | tuple):
         return [describe(one) for one in value]
-    return value if isinstance(value, bool | int | float | str) else None
+    return value
 
 
 def evicted_rows(

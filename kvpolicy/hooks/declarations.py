@@ -25,18 +25,20 @@ HOOKS = tuple(_SPECS)
 
 ARGUMENTS = {name: tuple(inspect.signature(value).parameters) for name, value in _SPECS.items()}
 
+MAX_WINDOW = 2**16  # queries; every slot has memory for as many
+
 _MISSING = object()
 
 
 # Attributes
 
 
-def _is_count(value: object, least: int = 0) -> bool:
-    return type(value) is int and least <= value <= MAX_COUNT
+def _is_count(value: object) -> bool:
+    return type(value) is int and 0 <= value <= MAX_COUNT
 
 
 def _is_window(value: object) -> bool:
-    return _is_count(value, least=1)
+    return type(value) is int and 1 <= value <= MAX_WINDOW
 
 
 def _is_bool(value: object) -> bool:
@@ -87,11 +89,13 @@ def _declaration(default: object, check: Callable[[object], bool], expected: str
 class Declarations:
     """The attributes of one policy that the engine reads; docs/reference/hooks.md lists them."""
 
-    window_size: int = _declaration(1, _is_window, "a number of queries, at least 1")
+    window_size: int = _declaration(1, _is_window, f"a number of queries from 1 to {MAX_WINDOW:,}")
     tracks: tuple[str, ...] = _declaration(
-        (), _are_tracks, f'different names other than {ATTN_SUMS}, such as ("name",)'
+        (), _are_tracks, f'a tuple of distinct names other than {ATTN_SUMS}, such as ("name",)'
     )
-    registers: tuple[str, ...] = _declaration((), _are_names, 'different names, such as ("name",)')
+    registers: tuple[str, ...] = _declaration(
+        (), _are_names, 'a tuple of distinct names, such as ("name",)'
+    )
     protects: tuple[int, int] = _declaration(
         (0, 0), _are_counts, "two numbers of rows (first, newest), such as (4, 0)"
     )

@@ -18,6 +18,8 @@ from kvpolicy.state import Memory, Parts, Registers, WaitingRequest
 
 _COMPACTION_HOOKS = ("score", "select", "evict")
 
+_DEEPEST_PART = 4
+
 # Hooks whose one answer is for the whole stack, so a part of a policy cannot give it.
 _NOT_IN_PARTS = ("select", "evict", "schedule")
 
@@ -45,7 +47,12 @@ class Stack:
     """
 
     def __init__(
-        self, policies: Sequence[tuple[str, object]], *, owner: str = "", prefix: str = ""
+        self,
+        policies: Sequence[tuple[str, object]],
+        *,
+        owner: str = "",
+        prefix: str = "",
+        depth: int = 0,
     ) -> None:
         """Build a stack.
 
@@ -53,13 +60,14 @@ class Stack:
             policies: Names and policies, in order.
             owner: For the stack of a part: suffix of its name in messages.
             prefix: For the stack of a part: prefix of the names of its tracks.
+            depth: For the stack of a part: in how many others it is.
 
         Raises:
             PolicyLoadError: A policy does not fit the hook specs, or cannot be a part.
         """
         self._manager = HookManager(policies, owner)
         declared = self._manager.declared
-        self._prefix = prefix
+        self._prefix, self._depth = prefix, depth
         self.names = self._manager.names
         own = [policy for _, policy in policies]
         self._parts: dict[int, list[Stack]] = {
@@ -99,7 +107,14 @@ class Stack:
         stacks = []
         for index, part in enumerate(parts):
             owner = f" in '{name}'{self._manager.owner}"
-            stack = Stack([part], owner=owner, prefix=f"{self._prefix}{name}.{index}.")
+            if self._depth >= _DEEPEST_PART:
+                msg = (
+                    f"policy '{name}'{self._manager.owner} has parts, which may be nested "
+                    f"{_DEEPEST_PART} deep; a policy cannot be a part of itself"
+                )
+                raise PolicyLoadError(msg)
+            prefix = f"{self._prefix}{name}.{index}."
+            stack = Stack([part], owner=owner, prefix=prefix, depth=self._depth + 1)
             problem = stack._part_problem()
             if problem is not None:
                 msg = f"policy '{part[0]}'{owner} {problem}"

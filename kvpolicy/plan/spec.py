@@ -6,6 +6,7 @@ files, overrides and the JSON schema for editors all use it.
 
 import hashlib
 import inspect
+import json
 import re
 import sys
 from collections.abc import Callable, Iterable, Mapping
@@ -20,8 +21,9 @@ import cattrs
 from cattrs.gen import make_dict_structure_fn, override
 
 from kvpolicy.entry_points import nearest
-from kvpolicy.errors import BudgetError, PlanError
+from kvpolicy.errors import BudgetError, PlanError, PolicyLoadError, class_name, type_name
 from kvpolicy.hooks.discovery import load_policy, load_policy_class, snake_case
+from kvpolicy.plugin_code import plugin_code
 from kvpolicy.validators import MAX_COUNT, positive_int
 
 Budget = int | str
@@ -178,7 +180,10 @@ class PolicySpec:
         fields: tuple[attrs.Attribute[object], ...] = getattr(type(policy), "__attrs_attrs__", ())
         if not fields:
             return self
-        knobs = {str(field.alias): getattr(policy, field.name) for field in fields if field.init}
+        kept = [field for field in fields if field.init]
+        with plugin_code(f"the knobs of policy '{self.policy}' cannot be read", PolicyLoadError):
+            knobs = {str(field.alias): getattr(policy, field.name) for field in kept}
+            json.dumps(knobs, default=repr, sort_keys=True)  # as plans are told apart
         return attrs.evolve(self, knobs=knobs)
 
     def code(self) -> str | None:
@@ -200,7 +205,8 @@ def _read_policy(value: object, _: object) -> PolicySpec:
         knobs = {key: knob for key, knob in value.items() if key != "policy"}
         return PolicySpec(value["policy"], knobs)
     if inspect.isclass(value):
-        msg = f"policy {value.__name__} was given as a class; give an object, {value.__name__}()"
+        name = class_name(value)
+        msg = f"policy {name} was given as a class; give an object, {name}()"
         raise TypeError(msg)
     if isinstance(value, _PLAIN):
         msg = (
@@ -208,7 +214,7 @@ def _read_policy(value: object, _: object) -> PolicySpec:
             "or give an object with hooks in Python"
         )
         raise TypeError(msg)
-    return PolicySpec(snake_case(type(value).__name__), instance=value)
+    return PolicySpec(snake_case(type_name(value)), instance=value)
 
 
 CONVERTER.register_structure_hook(PolicySpec, _read_policy)

@@ -2,23 +2,26 @@
 
 import inspect
 from collections.abc import Callable, Generator
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, ClassVar
 
 import attrs
 import torch
 from torch import Tensor
 
-from kvpolicy.errors import KVPolicyError, PolicyLoadError
+from kvpolicy.errors import KVPolicyError, PolicyLoadError, class_name, shown
 from kvpolicy.hooks.declarations import HOOKS
 from kvpolicy.hooks.discovery import load_policy, policy_names, snake_case
 from kvpolicy.hooks.stack import Stack
 from kvpolicy.markers import hookimpl
 from kvpolicy.plan.plan import Plan
 from kvpolicy.plan.spec import LayerGroup, PolicySpec
+from kvpolicy.plugin_code import plugin_code
+from kvpolicy.testing.clauses import ConformanceError, Example
 from kvpolicy.testing.toy_model import ToyModel, active_token_ids, toy_tokenizer
 
 WHERE = ("all", "first", "last")
+_MAX_PROTECTED = 1024
 DTYPES = ("float64", "float32", "bfloat16", "float16")
 
 
@@ -53,10 +56,10 @@ class PolicyFactory:
             given = dict(knobs or {})
             source = f"{factory!r}, {given!r}" if given else repr(factory)
             policy_class = type(load_policy(factory, **given))  # looked up and checked once
-            return cls(factory, source, lambda: policy_class(**given))
+            return cls(factory, source, lambda: _call(partial(policy_class, **given), factory))
         if not callable(factory):
             msg = (
-                f"check_policy was given {factory!r:.60}; give the policy's class, a function "
+                f"check_policy was given {shown(factory)}; give the policy's class, a function "
                 f"that builds one, or a name: {', '.join(policy_names())}"
             )
             raise KVPolicyError(msg)
@@ -66,10 +69,14 @@ class PolicyFactory:
                 "check_policy(lambda: MyPolicy(...))"
             )
             raise KVPolicyError(msg)
-        function_name = getattr(factory, "__name__", "<lambda>")
+        is_class = inspect.isclass(factory)
+        function_name = (
+            class_name(factory) if is_class else getattr(factory, "__name__", "<lambda>")
+        )
         source = "factory" if function_name == "<lambda>" else function_name
-        policy_class = factory if inspect.isclass(factory) else type(factory())
-        return cls(snake_case(policy_class.__name__), source, lambda: _call(factory))
+        policy_class = factory if is_class else type(_call(factory, function_name))
+        name = snake_case(class_name(policy_class))
+        return cls(name, source, lambda: _call(factory, function_name))
 
     @cached_property
     def hooks(self) -> frozenset[str]:
@@ -78,12 +85,17 @@ class PolicyFactory:
         return frozenset(hook for hook in HOOKS if stack.implements(hook))
 
 
-def _call(factory: Callable[[], object]) -> object:
-    try:
+def not_built(factory: PolicyFactory, expected: str, came: str) -> ConformanceError:
+    """The error of a factory that does not build a new policy each time."""
+    code = f"from kvpolicy.testing import Trial\n\nTrial({factory.source}, budget=8)"
+    example = Example("one policy", code)
+    return ConformanceError("building", expected, came, factory.name, example)
+
+
+def _call(factory: Callable[[], object], name: str) -> object:
+    problem = f"{name}(), called without arguments, builds no policy"
+    with plugin_code(problem, PolicyLoadError, passes=(KVPolicyError,)):
         return factory()
-    except TypeError as error:
-        msg = f"{factory!r:.80} cannot be called without arguments: {error}"
-        raise PolicyLoadError(msg) from error
 
 
 @attrs.define(eq=False)
@@ -216,7 +228,14 @@ def plan_of(policy: object, hooks: frozenset[str], setup: Setup, num_layers: int
     layers = list(range(num_layers))
     chosen = {"all": layers, "first": layers[:1], "last": layers[-1:]}[setup.where]
     # A plan is refused if the policy is not in the stack of a layer that it steers.
-    members = tuple(sorted({*chosen, *(getattr(policy, "steers", None) or ())}))
+    steered = getattr(policy, "steers", None) or ()
+    if any(layer >= num_layers for layer in steered):
+        msg = (
+            f"check_policy was given a policy that steers layer {max(steered)}, and its model has "
+            f"{num_layers}; give num_layers={max(steered) + 1}"
+        )
+        raise KVPolicyError(msg)
+    members = tuple(sorted({*chosen, *steered}))
     rest = tuple(layer for layer in layers if layer not in members)
     groups = [LayerGroup(members, (*before, spec, *after))]
     groups += [LayerGroup(rest, (PolicySpec.of(LongKeys()),))] if rest else []
@@ -225,6 +244,17 @@ def plan_of(policy: object, hooks: frozenset[str], setup: Setup, num_layers: int
 
 
 def least_budget(policy: object) -> int:
-    """The smallest budget with which a policy can be tested, with and without `PinEnds`."""
+    """The smallest budget with which a policy can be tested, with and without `PinEnds`.
+
+    Raises:
+        KVPolicyError: Cases with so many rows would take hours.
+    """
     stack = Stack([("policy", policy), ("pin_ends", PinEnds())])
-    return max(stack.n_first + stack.n_last, 1)
+    least = max(stack.n_first + stack.n_last, 1)
+    if least > _MAX_PROTECTED:
+        msg = (
+            f"check_policy was given a policy that protects {least:,} rows, and every prompt is "
+            f"longer; build it with knobs with which it protects at most {_MAX_PROTECTED}"
+        )
+        raise KVPolicyError(msg)
+    return least

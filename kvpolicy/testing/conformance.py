@@ -8,10 +8,10 @@ from typing import Any
 
 import attrs
 
-from kvpolicy.errors import KVPolicyError, PolicyLoadError
+from kvpolicy.errors import KVPolicyError, error_text, shown
 from kvpolicy.hooks.stack import Stack
 from kvpolicy.plan.spec import PolicySpec
-from kvpolicy.testing.cases import Environment, PolicyFactory, Setup, least_budget
+from kvpolicy.testing.cases import Environment, PolicyFactory, Setup, least_budget, not_built
 from kvpolicy.testing.clauses import ConformanceError, Example, Report
 from kvpolicy.testing.trial import Arrival, Trial, find_difference
 
@@ -97,19 +97,15 @@ def check_policy(
 
 def _check_building(factory: PolicyFactory) -> None:
     """Check that a factory builds new policies that fit the hook specs."""
-    code = f"from kvpolicy.testing import Trial\n\nTrial({factory.source}, budget=8)"
-
-    def broken(expected: str, came: str) -> ConformanceError:
-        example = Example("one policy", code)
-        return ConformanceError("building", expected, came, factory.name, example)
-
     try:
         first, second = factory.build(), factory.build()
         Stack([(factory.name, first)])
-    except PolicyLoadError as error:
-        raise broken(expected="a policy that fits the hook specs", came=str(error)) from error
+    except KVPolicyError as error:
+        expected = "a policy that fits the hook specs"
+        raise not_built(factory, expected, came=str(error)) from error
     if first is second:
-        raise broken(expected="a new policy each time", came=f"{first!r:.80} twice")
+        expected = "a new policy each time"
+        raise not_built(factory, expected, came=f"{shown(first, 80)} twice")
 
 
 def _check_knobs(factory: PolicyFactory, environment: Environment) -> bool:
@@ -136,21 +132,25 @@ def _check_knobs(factory: PolicyFactory, environment: Environment) -> bool:
         return ConformanceError("knobs", expected, came, factory.name, example)
 
     def write(policy: object) -> str:
-        knobs = PolicySpec(factory.name).spell_out(policy).knobs
+        try:
+            knobs = PolicySpec(factory.name).spell_out(policy).knobs
+        except KVPolicyError as error:
+            expected = "knobs that can be read again"
+            raise fail(expected, str(error)) from error
         for name, value in knobs.items():
             try:
                 json.dumps(value)
-            except TypeError as error:
+            except (TypeError, ValueError, RecursionError) as error:
                 expected = f"'{name}' is a number, a text, true or false, or a list of such"
-                raise fail(expected, f"{value!r:.80}, and {error}") from error
+                raise fail(expected, f"{shown(value, 80)}, and {error_text(error)}") from error
         return json.dumps(knobs)
 
     def read(text: str) -> object:
         try:
             return policy_class(**json.loads(text))
-        except (TypeError, ValueError, KVPolicyError) as error:
+        except Exception as error:
             expected = f"a policy with the knobs {text}"
-            raise fail(expected, str(error)) from error
+            raise fail(expected, error_text(error)) from error
 
     written = write(policy)
     for times in ("", " twice"):

@@ -235,10 +235,13 @@ def _clause_of(hook: str, answer: object, arguments: dict[str, Any]) -> str:
         return "schedule"
     if hook == "evict":
         return "eviction"
-    if hook == "score" and isinstance(answer, Tensor) and answer.is_floating_point():
+    if not issubclass(type(answer), Tensor):  # `isinstance` would ask the answer
+        return "answers"
+    assert isinstance(answer, Tensor)
+    if hook == "score" and answer.is_floating_point():
         has_shape = answer.shape == arguments["positions"].shape
         return "nan" if has_shape and bool(answer.isnan().any()) else "answers"
-    if hook == "select" and isinstance(answer, Tensor) and answer.dtype == torch.int64:
+    if hook == "select" and answer.dtype == torch.int64:
         scores = arguments["scores"]
         if answer.ndim == 3 and answer.shape[:2] == scores.shape[:2]:
             if answer.shape[2] > min(arguments["budget"], scores.shape[2]):

@@ -18,7 +18,14 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from kvpolicy.testing.cases import DTYPES, WHERE, Environment, PolicyFactory, least_budget
+from kvpolicy.testing.cases import (
+    DTYPES,
+    WHERE,
+    Environment,
+    PolicyFactory,
+    least_budget,
+    not_built,
+)
 from kvpolicy.testing.clauses import ConformanceError
 from kvpolicy.testing.toy_model import NUMBERS
 from kvpolicy.testing.trial import Trial, explain
@@ -88,6 +95,7 @@ def run_cases(
     least = least_budget(factory.build())
     options: dict[str, Any] = {"environment": environment, "checked": checked}
     failures: list[tuple[Trial, ConformanceError]] = []
+    not_begun: list[ConformanceError] = []
     shrinks = itertools.count()
 
     class Case(RuleBasedStateMachine):
@@ -105,7 +113,11 @@ def run_cases(
             # Numbers that a policy draws from the global generator differ between requests,
             # but not when the case is run again.
             torch.manual_seed(setup["seed"])
-            self.trial = Trial(factory, budget=least + more, **setup, **options)
+            try:
+                self.trial = Trial(factory, budget=least + more, **setup, **options)
+            except ConformanceError as error:  # there is no trial to show
+                not_begun.append(not_built(factory, error.expected, error.came))
+                raise
             self.arrive(prompt, new)
 
         @rule(prompt=_prompts, new=_new)
@@ -153,7 +165,12 @@ def run_cases(
     )
     with torch.random.fork_rng(devices=[]), _one_thread(), _short_collections():
         try:
-            run_state_machine_as_test(hypothesis.seed(seed)(Case), settings=settings)
+            try:
+                run_state_machine_as_test(hypothesis.seed(seed)(Case), settings=settings)
+            except (ConformanceError, hypothesis.errors.Flaky):
+                if not_begun:
+                    raise not_begun[0] from None
+                raise
         except _ClauseBroken:
             # Hypothesis runs the minimal case last.
             raise explain(*failures[-1]) from failures[-1][1]

@@ -14,6 +14,7 @@ from kvpolicy.cache.slab import KVCache
 from kvpolicy.engine.engine import Engine, Run
 from kvpolicy.engine.request import Request
 from kvpolicy.engine.results import Result
+from kvpolicy.errors import KVPolicyError
 from kvpolicy.testing.cases import Environment, PolicyFactory, Setup, plan_of
 from kvpolicy.testing.clauses import ConformanceError, Example
 from kvpolicy.testing.monitor import CompactedRows, Monitor
@@ -211,7 +212,12 @@ class Trial:
 
     def _new_engine(self, setup: Setup, checked: Counter[str]) -> tuple[Monitor, Engine]:
         """An engine with a new policy, and its monitor."""
-        monitor = Monitor(self.factory.build(), self.factory.hooks, checked)
+        try:
+            policy = self.factory.build()
+        except KVPolicyError as error:
+            expected = "a new policy each time"
+            raise ConformanceError(clause="building", expected=expected, came=str(error)) from error
+        monitor = Monitor(policy, self.factory.hooks, checked)
         plan = plan_of(monitor.policy, self.factory.hooks, setup, self.environment.num_layers)
         tokenizer = self.environment.tokenizer
         engine = Engine(self._model, tokenizer, plan, slots=setup.slots, chunk=setup.chunk)

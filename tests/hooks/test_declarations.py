@@ -38,8 +38,8 @@ def problem_of(body: str, head: str = HEAD) -> str:
 
 #: Attributes, and what the message says.
 ATTRIBUTES = {
-    "tracks = 'abc'": "declares tracks = 'abc'; give different names",
-    "tracks = (3,)": "declares tracks = (3,); give different names",
+    "tracks = 'abc'": "declares tracks = 'abc'; give a tuple of distinct names",
+    "tracks = (3,)": "declares tracks = (3,); give a tuple of distinct names",
     "tracks = ('',)": "declares tracks",
     "tracks = ('a', 'a')": "declares tracks",
     "tracks = {'a': 1}": "declares tracks",
@@ -51,12 +51,13 @@ ATTRIBUTES = {
     "registers = 'abc'": "declares registers",
     "registers = (1, 2)": "declares registers",
     "registers = ('a', 'a')": "declares registers",
-    "window_size = 0": "declares window_size = 0; give a number of queries, at least 1",
+    "window_size = 0": "declares window_size = 0; give a number of queries from 1 to 65,536",
     "window_size = -3": "declares window_size = -3",
     "window_size = '8'": "declares window_size = '8'",
     "window_size = 2.5": "declares window_size",
     "window_size = True": "declares window_size",
     "window_size = None": "declares window_size",
+    "window_size = 65537": "declares window_size = 65537; give a number of queries from 1",
     "window_size = 10 ** 100": "declares window_size",
     "protects = 4": "declares protects = 4; give two numbers of rows (first, newest)",
     "protects = (1, 2, 3)": "declares protects",

@@ -49,6 +49,117 @@ def test_a_broken_clause_is_named_with_an_example_that_fails(clause: str, policy
             exec(error.example.code, {policy.__name__: policy})
 
 
+class Scores:
+    @hookimpl
+    def score(self, keys: Tensor) -> Tensor:
+        return keys.float().norm(dim=-1)
+
+
+class Evil(BaseException):
+    def __str__(self) -> str:
+        raise ValueError
+
+
+def raising(error: BaseException, *, after: int = 0) -> type:
+    """A policy whose constructor raises, from a number of objects on."""
+
+    class Mine(Scores):
+        built = 0
+
+        def __init__(self) -> None:
+            type(self).built += 1
+            if self.built > after:
+                raise error
+
+    return Mine
+
+
+def answering(error: BaseException) -> type:
+    """A policy whose hook raises."""
+
+    class Mine:
+        @hookimpl
+        def score(self, keys: Tensor) -> Tensor:
+            raise error
+
+    return Mine
+
+
+class Odd:
+    __class__ = property(lambda _: 1 / 0)  # type: ignore[assignment]
+
+
+class AnswersOddly:
+    @hookimpl
+    def score(self, keys: Tensor) -> object:
+        return Odd()
+
+
+def with_knob(value: object) -> type:
+    @attrs.define(eq=False)
+    class Mine(Scores):
+        weight: object = attrs.field(factory=lambda: value)
+
+    return Mine
+
+
+class Unwritable:
+    def __repr__(self) -> str:
+        raise SystemExit
+
+
+def declaring(**attributes: object) -> type:
+    return type("Mine", (Scores,), attributes)
+
+
+circle: list[object] = []
+circle.append(circle)
+
+#: Policies that misbehave, and what the message says.
+MISBEHAVING = {
+    "exits when built": (raising(SystemExit(3)), "building", "SystemExit: 3"),
+    "raises when built": (raising(RuntimeError("no")), "building", "RuntimeError: no"),
+    "a message that raises": (raising(Evil()), "building", "Evil: (its message cannot be read)"),
+    "fails once cases run": (raising(OSError("full"), after=5), "building", "OSError: full"),
+    "exits in a hook": (answering(SystemExit(4)), "answers", "raised SystemExit in score()"),
+    "a BaseException": (answering(Evil()), "answers", "raised Evil in score()"),
+    "GeneratorExit": (answering(GeneratorExit()), "answers", "raised GeneratorExit"),
+    "an answer that raises": (AnswersOddly, "answers", "which cannot be checked: ZeroDivision"),
+    "a text as tracks": (declaring(tracks="abc"), "building", "declares tracks = 'abc'"),
+    "an endless window": (declaring(window_size=10**9), "building", "window_size = 1000000000"),
+    "a part of itself": (
+        declaring(parts=property(lambda self: [("self", self)])),
+        "building",
+        "a policy cannot be a part of itself",
+    ),
+    "returns nothing": (lambda: None, "building", "implements no hook"),
+    "protects too much": (declaring(protects=(10**8, 0)), None, "protects 100,000,002 rows"),
+    "steers too far": (
+        declaring(steers=(99,), steer=hookimpl(lambda self, hidden_states: hidden_states * 0)),
+        None,
+        "give num_layers=100",
+    ),
+    "a knob without text": (with_knob(Unwritable()), None, "knobs of policy 'mine' cannot be read"),
+    "a knob in a circle": (with_knob(circle), None, "knobs of policy 'mine' cannot be read"),
+    "a factory that raises": (lambda: 1 / 0, None, "builds no policy: ZeroDivisionError"),
+}
+
+
+@pytest.mark.usefixtures("short_search")
+@pytest.mark.parametrize(
+    ("policy", "clause", "expected"), MISBEHAVING.values(), ids=list(MISBEHAVING)
+)
+def test_a_policy_that_misbehaves_is_named(
+    policy: Callable[[], object], clause: str | None, expected: str
+) -> None:
+    with pytest.raises(KVPolicyError) as caught:
+        check_policy(policy, max_examples=2)
+    assert getattr(caught.value, "clause", None) == clause
+    assert expected in str(caught.value)
+    if clause is not None:
+        assert caught.value.example is not None  # type: ignore[attr-defined]
+
+
 def test_every_clause_has_a_policy_that_breaks_it() -> None:
     assert set(BROKEN) == set(CLAUSES)
 
