@@ -9,7 +9,7 @@ a crash of the interpreter, an endless loop, changes inside objects of other pac
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext, redirect_stdout
+from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stdout
 from types import ModuleType
 
 from kvpolicy.errors import KVPolicyError, error_summary, is_interrupt
@@ -55,7 +55,7 @@ def plugin_code(
         raise error(msg)
 
 
-def _printing_to_stderr() -> "redirect_stdout[object] | nullcontext[None]":
+def _printing_to_stderr() -> AbstractContextManager[object]:
     """Have `print` write to stderr.
 
     In the main thread only: two threads that exchange `sys.stdout` would put back each other's.

@@ -46,6 +46,7 @@ def this_config() -> WorkerConfig:
 
 def begun(config: WorkerConfig | None = None) -> Worker:
     worker = Worker(config or this_config())
+    discovery._from_files.clear()  # a worker is a process of its own
     assert worker.begin() == socket.gethostname()
     return worker
 
