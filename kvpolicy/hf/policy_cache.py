@@ -226,7 +226,7 @@ class PolicyCache(Cache):
             _refuse("was made for another model; make one for each")
         if not self._is_whole:
             _refuse(_INCOMPLETE)
-        _check_arguments(given)
+        _check_arguments(model, given)
         token_ids, mask = given["input_ids"], given.get("attention_mask")
         new = self._columns.read(token_ids, mask, given.get("position_ids"))
         # Slabs and the notes of policies outlive the caller's inference mode.
@@ -464,11 +464,14 @@ class _NoLayers(list[Any]):
     __getitem__ = PolicyCache._no_layers
 
 
-def _check_arguments(given: Mapping[str, Any]) -> None:
+def _check_arguments(model: PreTrainedModel, given: Mapping[str, Any]) -> None:
     """Check that a cache can serve a forward; raises `CacheError` if not."""
     if given.get("input_ids") is None:
         _refuse("was given no input_ids; policies need token ids, not embeddings")
     if given.get("use_cache") is False:
+        for name in ("generation_config", "config"):
+            if getattr(getattr(model, name, None), "use_cache", None) is False:
+                _refuse(f"needs a model that uses caches; set model.{name}.use_cache = True")
         _refuse("was given use_cache=False; leave it out")
     if isinstance(given.get("logits_to_keep"), Tensor) or given.get("logits_to_keep", 0) > 1:
         _refuse("gives the logits of the newest token only, and assisted decoding asks for more")
