@@ -30,6 +30,7 @@ from kvpolicy.engine.sequence import Sequence as EngineSequence
 from kvpolicy.errors import CacheError
 from kvpolicy.hf.inputs import Columns
 from kvpolicy.model.adapter import ModelAdapter
+from kvpolicy.model.wrappers import row_arguments
 from kvpolicy.plan.plan import Plan
 
 # Slabs grow by so many rows at a time.
@@ -422,8 +423,6 @@ class PolicyCache(Cache):
         return -1
 
     get_max_cache_shape = get_max_length  # of older releases of transformers
-    max_cache_len = -1
-
     # What this cache refuses
 
     def _other_model(self, *_: Any, **__: Any) -> NoReturn:
@@ -442,6 +441,11 @@ class PolicyCache(Cache):
         )
 
     activate_past_recording = crop
+
+    @property
+    def max_cache_len(self) -> NoReturn:
+        """Refused: PEFT asks for it when it puts a cache with learned keys in place of this one."""
+        _refuse("has no fixed length, and takes no learned keys and values, as of prefix tuning")
 
     def offload(self, *_: Any, **__: Any) -> NoReturn:
         """Refused: a slab stays on the device of its layer."""
@@ -466,6 +470,11 @@ class _NoLayers(list[Any]):
 
 def _check_arguments(model: PreTrainedModel, given: Mapping[str, Any]) -> None:
     """Check that a cache can serve a forward; raises `CacheError` if not."""
+    if names := row_arguments(model):
+        _refuse(
+            f"computes rows in its own order, and PEFT was given {' and '.join(names)} for each; "
+            "generate with one adapter at a time"
+        )
     if given.get("input_ids") is None:
         _refuse("was given no input_ids; policies need token ids, not embeddings")
     if given.get("use_cache") is False:

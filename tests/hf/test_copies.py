@@ -279,7 +279,7 @@ def test_caches_tell_what_they_are(is_empty: bool) -> None:
     assert cache.is_sliding == cache.is_linear == cache.is_dummy == [False] * NUM_LAYERS
     assert (cache.is_initialized, cache.batch_size) == ((False, -1) if is_empty else (True, 1))
     assert cache.max_batch_size == cache.batch_size
-    assert cache.get_max_length() == cache.get_max_cache_shape() == cache.max_cache_len == -1
+    assert cache.get_max_length() == cache.get_max_cache_shape() == -1
     assert not any([cache.is_compileable, cache.is_croppable, cache.is_recording_past(0)])
     assert repr(cache) == (
         "PolicyCache(tokens=(), rows=())" if is_empty else "PolicyCache(tokens=(11,), rows=(11,))"
