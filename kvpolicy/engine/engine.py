@@ -65,7 +65,8 @@ class Engine:
             plan: The plan: policies, budgets and buffers of each layer.
             slots: Sequences that are decoded together.
             chunk: The most prompt tokens of one sequence in one forward. A forward never has
-                more tokens than the slabs can take.
+                more tokens than the slabs can take, and slabs are compacted when they are full:
+                another chunk takes other time and memory, and changes results by rounding only.
             on_hook_error: What happens if a policy raises or its answer breaks the contract.
                 ``"raise"``: the run ends with a `HookError`. ``"answer"``: the requests of the
                 failing call end with the error, and the others go on as if these had been

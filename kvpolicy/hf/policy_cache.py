@@ -127,7 +127,7 @@ class PolicyCache(Cache):
             tokenizer: Its tokenizer, for policies that read text.
             max_length: Tokens for which to allocate slabs at once. Without it, and beyond it,
                 slabs grow as needed, `GROWTH` rows at a time, up to budget and buffer.
-            chunk: The most prompt tokens of one row in one forward.
+            chunk: The most prompt tokens of one row in one forward; as in `Engine`.
 
         Raises:
             ModelError: If the engine cannot run the model.
@@ -497,33 +497,38 @@ def _check_arguments(model: PreTrainedModel, given: Mapping[str, Any]) -> None:
 
 # The forward of a model that has caches
 
-_NUM_CACHES, _REPLACED = "_kvpolicy_num_caches", "_kvpolicy_replaced_forward"
+_REPLACED = "_kvpolicy_replaced_forward"
 _attaching = threading.RLock()
+# Not in the model: a copy of it, or one that was pickled, has no caches.
+_num_caches: weakref.WeakKeyDictionary[PreTrainedModel, int] = weakref.WeakKeyDictionary()
 
 
 def _attach(cache: PolicyCache, model: PreTrainedModel) -> None:
     """Have a model serve forwards with a `PolicyCache` for as long as one of its caches lives."""
     attributes = vars(model)
     with _attaching:
-        if not attributes.get(_NUM_CACHES):
+        if model not in _num_caches and not _is_ours(attributes.get("forward")):
             if "forward" in attributes:  # replaced on the instance already, as by accelerate
                 attributes[_REPLACED] = attributes["forward"]
             attributes["forward"] = MethodType(_dispatching(type(model)), model)
-        attributes[_NUM_CACHES] = attributes.get(_NUM_CACHES, 0) + 1
+        _num_caches[model] = _num_caches.get(model, 0) + 1
     weakref.finalize(cache, _detach, model)
 
 
 def _detach(model: PreTrainedModel) -> None:
     attributes = vars(model)
     with _attaching:
-        attributes[_NUM_CACHES] -= 1
-        current = attributes.get("forward")
+        _num_caches[model] -= 1
         # If another library has replaced it since, ours stays below and passes every call on.
-        if attributes[_NUM_CACHES] or not hasattr(getattr(current, "__func__", None), "kvpolicy"):
+        if _num_caches[model] or not _is_ours(attributes.get("forward")):
             return
-        del attributes["forward"], attributes[_NUM_CACHES]
+        del attributes["forward"], _num_caches[model]
         if _REPLACED in attributes:
             attributes["forward"] = attributes.pop(_REPLACED)
+
+
+def _is_ours(forward: object) -> bool:
+    return hasattr(getattr(forward, "__func__", None), "kvpolicy")
 
 
 def _dispatching(model_class: type[PreTrainedModel]) -> Any:

@@ -42,7 +42,7 @@ from kvpolicy.model.rope_types import (
 )
 from kvpolicy.model.tensor_parallel import SingleProcess, processes_of
 from kvpolicy.model.twin import Copies, Twin
-from kvpolicy.model.wrappers import unwrapped
+from kvpolicy.model.wrappers import replaced_forward, unwrapped
 
 ATTENTION = "kvpolicy"
 
@@ -219,6 +219,8 @@ class ModelAdapter:
                 f"model {type(self.model).__name__} cannot be run: {done} of its "
                 f"{self.num_layers} layers use the cache and the attention they are given"
             )
+            if (name := replaced_forward(self.model)) is not None:
+                msg += f"; {name}.forward was replaced by a function that calls the original"
             raise ModelError(msg)
         if (logits := getattr(output, "logits", None)) is None or logits.dim() != 3:
             msg = f"model {type(self.model).__name__} cannot be run: it gives no logits of tokens"

@@ -7,6 +7,7 @@ know which row or which token they compute, because the engine runs rows in its 
 
 import sys
 from functools import partial
+from types import MethodType
 from typing import Any
 
 from torch import nn
@@ -53,6 +54,15 @@ def row_arguments(model: PreTrainedModel) -> list[str]:
             for name in hook.keywords
         }
     )
+
+
+def replaced_forward(model: PreTrainedModel) -> str | None:
+    """The first module whose ``forward`` is a function that no twin can be bound to, if any."""
+    for name, module in model.named_modules():
+        forward = uncompiled(vars(module).get("forward"))
+        if forward is not None and not isinstance(forward, (MethodType, partial)):
+            return f"model.{name}" if name else "model"
+    return None
 
 
 # Types of adapters that run forwards of their own, or need an argument for each row.
