@@ -286,7 +286,11 @@ def _run_jobs(sweep: "Sweep", store: "Store", executor: "Executor", done: Contai
 
 
 class _Status:
-    """The number of finished samples of each cell, and their mean value so far."""
+    """The number of finished samples of each cell, and the mean value of complete cells.
+
+    The mean of a cell that is running would mislead: short answers, which are easier and less
+    often compacted, end first.
+    """
 
     def __init__(self, sweep: "Sweep", done: Iterable["Sample"]) -> None:
         self._sweep = sweep
@@ -327,8 +331,8 @@ class _Status:
     def _describe(self, cell: "Cell") -> str:
         done, size, budget = self._done[cell.id], self._sizes[cell.id], cell.budget
         at = "" if budget is None else f" at {budget:g}"
-        part = f"{done}" if done == size else f"{done}/{size}"
-        return f"{self._where(cell)}{cell.series}{at}: {self._value(cell, part)}"
+        state = self._value(cell) if done == size else f"{done} of {size} done"
+        return f"{self._where(cell)}{cell.series}{at}: {state}"
 
     def _where(self, cell: "Cell") -> str:
         """Model, task and seed, as far as the settings of the sweep differ in them."""
@@ -340,12 +344,12 @@ class _Status:
         differing = [column[0] for column in zip(*names, strict=True) if len(set(column)) > 1]
         return f"{', '.join(differing)}: " if differing else ""
 
-    def _value(self, cell: "Cell", part: str) -> str:
-        values = self._values[cell.id]
+    def _value(self, cell: "Cell") -> str:
+        values, size = self._values[cell.id], self._sizes[cell.id]
         column = self._sweep.setting_of(cell).task.metric.columns[0]
         if not values:
-            return f"{part} failed"
-        return f"{column.title} {column.format(fmean(values))} over {part}"
+            return f"{size} failed"
+        return f"{column.title} {column.format(fmean(values))} over {size}"
 
 
 def _publish(sweep: "Sweep", store: "Store", by: str | None, *, json: bool) -> bool:
