@@ -7,30 +7,30 @@ import pytest
 
 from kvpolicy.errors import TaskError
 from kvpolicy.lab.sandbox import run
-from kvpolicy.lab.sandbox.walls import Wall
+from kvpolicy.lab.sandbox.sandboxes import Sandbox
 
 WAYS = ("bubblewrap", "Landlock")
 NEEDED = "KVPOLICY_NEEDS_SANDBOX"  # 1: a missing way is a failure, as in CI
 
 
 @pytest.fixture
-def any_wall() -> Wall:
+def any_sandbox() -> Sandbox:
     """The way that a user of this machine gets."""
-    return _wall("")
+    return _sandbox("")
 
 
 @pytest.fixture(params=WAYS)
-def wall(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Wall:
+def sandbox(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Sandbox:
     """Each way; programs run in it during the test."""
-    found = _wall(request.param)
-    monkeypatch.setattr(run, "find_wall", lambda: found)
+    found = _sandbox(request.param)
+    monkeypatch.setattr(run, "find_sandbox", lambda: found)
     return found
 
 
-def _wall(way: str) -> Wall:
+def _sandbox(way: str) -> Sandbox:
     found = _found(way)
     reason = found if isinstance(found, str) else f"this machine has no {way}"
-    if isinstance(found, Wall) and way in found.name:
+    if isinstance(found, Sandbox) and way in found.name:
         return found
     if os.environ.get(NEEDED) == "1":
         pytest.fail(f"{reason}, and {NEEDED}=1 requires it")
@@ -38,15 +38,15 @@ def _wall(way: str) -> Wall:
 
 
 @cache
-def _found(way: str) -> Wall | str:
+def _found(way: str) -> Sandbox | str:
     """What a user gets, or why nothing; with bubblewrap hidden, if the way is Landlock."""
     with pytest.MonkeyPatch.context() as patch:
         if way == "Landlock":
             patch.setenv("PATH", "/nonexistent")
-        run.find_wall.cache_clear()
+        run.find_sandbox.cache_clear()
         try:
-            return run.find_wall()
+            return run.find_sandbox()
         except TaskError as error:
             return str(error)
         finally:
-            run.find_wall.cache_clear()
+            run.find_sandbox.cache_clear()

@@ -225,7 +225,7 @@ def _run(sweep: "Sweep", store: "Store", executor: "Executor") -> None:
     Raises:
         Interrupted: By Ctrl-C; the message says what is kept.
     """
-    from kvpolicy.lab.sandbox.run import find_wall
+    from kvpolicy.lab.sandbox.run import find_sandbox
     from kvpolicy.lab.store.session import describe_session
     from kvpolicy.lab.sweep.runner import finished_keys
 
@@ -239,7 +239,7 @@ def _run(sweep: "Sweep", store: "Store", executor: "Executor") -> None:
                 command, workers=workers, record=sweep.record, machine=machine
             )
             if any(setting.task.metric.runs_code for setting in sweep.settings):
-                session["sandbox"] = find_wall().name
+                session["sandbox"] = find_sandbox().name
                 info(f"Programs that the model writes run in {session['sandbox']}.")
             store.begin(session)
         for note in store.notes:

@@ -31,7 +31,7 @@ _SCRIPT, _SCRIPT_INSIDE = str(Path(__file__).with_name("child.py")), "/child.py"
 
 
 @attrs.frozen
-class Wall:
+class Sandbox:
     """One way to confine programs.
 
     Attributes:
@@ -45,6 +45,7 @@ class Wall:
             write to.
         lends_user: Whether programs run as a user of their own, because this process is root.
         namespaces: Flags of the namespaces that ``child.py`` enters if the kernel allows it.
+        rejected: Why each better way is not used here.
     """
 
     name: str
@@ -56,9 +57,10 @@ class Wall:
     has_folder: bool
     lends_user: bool
     namespaces: int
+    rejected: tuple[str, ...] = ()
 
 
-def bubblewrap(*, proc: bool = True) -> Wall:
+def bubblewrap(*, proc: bool = True) -> Sandbox:
     """Namespaces of its own and an empty file system, by bubblewrap.
 
     Args:
@@ -78,7 +80,7 @@ def bubblewrap(*, proc: bool = True) -> Wall:
     # A process of bubblewrap in the namespace ends it with the grader. One of the same user would
     # be in reach of the program, which the kernel then ends directly.
     user = [] if lends_user else ["--unshare-user", "--as-pid-1"]
-    return Wall(
+    return Sandbox(
         name=_version(program) + ("" if proc else ", without /proc"),
         command=[
             *(program, "--die-with-parent", "--new-session", *user),
@@ -103,7 +105,7 @@ def bubblewrap(*, proc: bool = True) -> Wall:
     )
 
 
-def landlock() -> Wall:
+def landlock() -> Sandbox:
     """No writing, and no reading but of the interpreter's files, by seccomp and Landlock.
 
     Raises:
@@ -111,7 +113,7 @@ def landlock() -> Wall:
     """
     _check_platform()
     code, interpreter = filter_code(writes=False), describe_interpreter()
-    return Wall(
+    return Sandbox(
         name="seccomp and Landlock",
         command=[*_python(interpreter), _SCRIPT],
         readable=interpreter.readable,
