@@ -151,6 +151,9 @@ PAIRS = [
     ("H2O", "H2O of the paper's code"),
     ("H2O sums, R-KV redundancy", "H2O"),
     ("H2O sums, R-KV redundancy", "R-KV 0.1"),
+    ("H2O sums, R-KV redundancy, 48 recent", "H2O"),
+    ("H2O sums, R-KV redundancy, 48 recent", "R-KV 0.1"),
+    ("H2O sums, R-KV redundancy", "H2O, 8 recent"),
     # The presets skipkv and skipkv-verbose:
     ("SkipKV", "R-KV"),
     ("SkipKV", "SnapKV"),
