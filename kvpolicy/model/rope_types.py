@@ -124,12 +124,23 @@ def _rotate_alone(
     rotary: nn.Module, length: int, states: Tensor, position_ids: Tensor, *args: Any, **kwargs: Any
 ) -> tuple[Tensor, Tensor]:
     """Cosines and sines of one sequence, ``[1, L, R]`` each."""
-    fresh: Any = object.__new__(type(rotary))
-    vars(fresh).update(vars(rotary))
-    # It stores the frequencies that it has computed last.
-    fresh._buffers = {name: buffer.clone() for name, buffer in rotary.named_buffers()}
-    forward = partial(type(rotary).forward, fresh, states)
-    forward(torch.zeros_like(position_ids), *args, **kwargs)  # forgets what the model has served
+    fresh = _as_new(rotary)
     last = torch.full_like(position_ids[:, :1], length - 1)
-    cos, sin = forward(torch.cat([position_ids, last], dim=1), *args, **kwargs)
+    positions = torch.cat([position_ids, last], dim=1)
+    cos, sin = type(rotary).forward(fresh, states, positions, *args, **kwargs)
     return cos[:, :-1], sin[:, :-1]
+
+
+def _as_new(rotary: nn.Module) -> Any:
+    """A copy of a rotary embedding as it was before it served any sequence."""
+    fresh: Any = object.__new__(type(rotary))
+    buffers = dict(rotary.named_buffers())
+    vars(fresh).update(vars(rotary))
+    # It stores the frequencies that it has computed last in place of the original ones.
+    fresh._buffers = {name: buffer.clone() for name, buffer in buffers.items()}
+    for name, value in (vars(rotary) | buffers).items():
+        if name.endswith("original_inv_freq"):
+            fresh._buffers[name.replace("original_", "")] = value.clone()
+        if name.endswith("max_seq_len_cached"):
+            vars(fresh)[name] = fresh.original_max_seq_len
+    return fresh

@@ -39,7 +39,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "deepseek_v3": ({"n_group": 1, "topk_group": 1}, "latent"),
     "gpt2": ({"n_embd": 32, "n_layer": 1, "n_head": 4}, "decoder layers"),
     "stablelm": ({}, "arguments"),
-    "nemotron": ({}, "arguments"),
+    "nemotron": ({}, "arguments|0 of its 2 layers use the cache"),
     "gemma3n_text": (
         {
             "num_hidden_layers": 4,
