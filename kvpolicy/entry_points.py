@@ -105,7 +105,8 @@ def load_installed(
     """
     point = find_installed(group, name, what=what, error=error)
     where = f"{what} '{name}' ({point.value}, {distribution(point)})"
-    with plugin_code(f"{where} cannot be imported", error):
+    is_imported = point.value.partition(":")[0].strip() in sys.modules
+    with plugin_code(f"{where} cannot be imported", error, imports=not is_imported):
         return point.load()
 
 
@@ -131,7 +132,7 @@ def installed_file(
     """
     point = find_installed(group, name, what=what, error=error)
     problem = f"{what} '{name}' is broken: its package {point.value} cannot be imported"
-    with plugin_code(problem, error):
+    with plugin_code(problem, error, imports=True):
         folder = files(point.value)
     return Path(str(folder / f"{name}{suffix}"))
 

@@ -154,6 +154,8 @@ def check_hooks(who: str, policy: object) -> None:
     problem, num_hooks = None, 0
     with plugin_code(f"{who} cannot be used", PolicyLoadError):
         for name in dir(policy):
+            if name.startswith("__"):
+                continue
             attribute = inspect.getattr_static(policy, name, None)
             options = hook_options(attribute)
             if options is not None and problem is None:

@@ -160,7 +160,7 @@ def register_file(path: str | Path) -> list[str]:
     module = importlib.util.module_from_spec(spec)
     sys.modules[module_name] = module
     try:
-        with plugin_code(f"plugin file '{path}' cannot be run", PolicyLoadError):
+        with plugin_code(f"plugin file '{path}' cannot be run", PolicyLoadError, imports=True):
             spec.loader.exec_module(module)
             classes = [
                 value

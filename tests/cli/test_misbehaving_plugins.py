@@ -204,7 +204,7 @@ def test_check_of_all_policies_names_the_broken_and_checks_the_others(
     install("evil", {discovery.GROUP: {"evil": "evil:Mine"}}, evil="raise SystemExit")
     monkeypatch.setattr("kvpolicy.cli.check.policy_names", lambda: ["evil", "streaming"])
     answer = kvpolicy("check", "--cases", "4", "--json")
-    assert answer.status == 1
+    assert answer.status == 1, answer.err
     broken, checked = answer.json_lines
     assert broken["policy"] == "evil"
     assert "SystemExit" in broken["problem"]
@@ -345,7 +345,7 @@ def test_plugin_code_restores_what_it_replaced() -> None:
     before, out = dict(sys.modules), sys.stdout
 
     def replace() -> None:
-        with plugin_code("it fails", KVPolicyError):
+        with plugin_code("it fails", KVPolicyError, imports=True):
             sys.modules["json"] = None  # type: ignore[assignment]
             assert sys.stdout is sys.stderr
 
