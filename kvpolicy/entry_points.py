@@ -137,14 +137,16 @@ def installed_file(
     return Path(str(folder / f"{name}{suffix}"))
 
 
-def default_name(kind: Literal["model", "policy", "task", "sweep"]) -> str | None:
+def default_name(
+    kind: Literal["model", "policy", "eviction_policy", "task", "sweep"],
+) -> str | None:
     """The name that commands use when none is given; ``None`` if no package sets a default.
 
     An entry point of the group ``kvpolicy.defaults`` points to a string:
     ``model = "package.module:DEFAULT_MODEL"``.
 
     Args:
-        kind: ``"policy"`` is the one of the full cache.
+        kind: ``"policy"`` is the one of the full cache, ``"eviction_policy"`` one that evicts.
     """
     if kind not in installed(DEFAULTS):
         return None

@@ -1,6 +1,7 @@
 """Published eviction policies, one file each."""
 
 DEFAULT_POLICY = "full"
+DEFAULT_EVICTION_POLICY = "rkv"  # made for the long generations of reasoning models
 
 # In figures; names of kvpolicy.lab.looks.COLOURS.
 COLOURS = {

@@ -348,14 +348,13 @@ def choose_plan(
         KVPolicyError: The options contradict each other, or the plan is wrong.
     """
     from kvpolicy.plan.plan import Plan
-    from kvpolicy.plan.toml import Override
 
-    given = [_typed(key, str(value)) for key, value in numbers.items() if value is not None]
-    options = {key: f"--{key}" for key in numbers}
+    given = _typed_numbers(numbers)
     if file is not None:
         if policies:
             msg = "--plan and --policy were given; give one of them."
             raise KVPolicyError(msg)
+        options = {key: f"--{key}" for key in numbers}
         return Plan.load(file, [*given, *overrides], options=options)
     if not policies:
         if given:
@@ -363,10 +362,36 @@ def choose_plan(
             raise KVPolicyError(msg)
         info("no policy was given: full cache.")
         return Plan.full_cache(overrides)
+    return plan_of_policies(policies, numbers, overrides)
+
+
+def plan_of_policies(
+    policies: Sequence[str],
+    numbers: Mapping[str, int | str | None],
+    overrides: Sequence[str],
+) -> "Plan":
+    """The plan with the same policies in every layer.
+
+    Args:
+        policies: ``--policy``.
+        numbers: Values of ``--budget`` and others, ``None`` if not given.
+        overrides: ``--set``.
+
+    Raises:
+        PlanError: The plan is wrong.
+    """
+    from kvpolicy.plan.plan import Plan
+    from kvpolicy.plan.toml import Override
+
     stack = [name.strip() for policy in policies for name in policy.split("+")]
     typed = " ".join(f"--policy {quote(policy)}" for policy in policies)
-    changes = [Override("stack", stack, source=typed), *given, *overrides]
+    changes = [Override("stack", stack, source=typed), *_typed_numbers(numbers), *overrides]
+    options = {key: f"--{key}" for key in numbers}
     return Plan.from_dict({}, changes, name="the command line", options=options)
+
+
+def _typed_numbers(numbers: Mapping[str, int | str | None]) -> "list[Override]":
+    return [_typed(key, str(value)) for key, value in numbers.items() if value is not None]
 
 
 def _typed(key: str, value: str) -> "Override":

@@ -1,4 +1,4 @@
-"""``kvpolicy plan show``, ``plan check`` and ``plan schema``.
+"""``kvpolicy plan show``, ``plan check``, ``plan schema`` and ``plan suggest``.
 
 With ``--json``, `show` prints ``{"model", "dtype", "tokens", "slots", "digest", "bytes_per_slot",
 "bytes", "full_bytes_per_slot", "shared_bytes_per_slot", "layers": [{"layer", "stack", "budget",
@@ -35,6 +35,7 @@ from kvpolicy.cli.output import (
     print_lines,
     terminal_width,
 )
+from kvpolicy.cli.plan_suggest import suggest
 from kvpolicy.cli.text_table import format_table
 from kvpolicy.errors import KVPolicyError
 
@@ -43,7 +44,7 @@ if TYPE_CHECKING:
     from kvpolicy.plan.plan import PlanCheck
 
 app = typer.Typer(
-    help="Show what a plan does in each layer, or find its errors.",
+    help="Show what a plan does in each layer, find its errors, or suggest one.",
     rich_help_panel="Policies and plans",
     no_args_is_help=True,
     add_completion=False,
@@ -153,6 +154,15 @@ def schema() -> None:
     print_json(plan_schema(), indent=2)
 
 
+app.command(
+    short_help="Suggest the budget, buffer and slots that fit into a memory.",
+    epilog=examples(
+        "kvpolicy plan suggest --model Qwen/Qwen3-0.6B --length 8192 --memory 8GiB",
+        "kvpolicy plan suggest --length 1024 --memory 4MB --slots 8 --policy h2o",
+    ),
+)(suggest)
+
+
 def _check(file: Path, model: str, overrides: list[str], trust_remote_code: bool) -> "PlanCheck":
     """Check a plan file; a model that cannot be opened is one more problem."""
     from kvpolicy.model.adapter import ModelAdapter
@@ -176,7 +186,7 @@ def _check(file: Path, model: str, overrides: list[str], trust_remote_code: bool
 
 def _lines(found: "Footprint", file: Path, model: str) -> list[str]:
     windows = any(layer.sliding_window for layer in found.layers)
-    rows = [_row(group, windows=windows) for group in _fold(found.layers)]
+    rows = [_row(group, windows=windows) for group in found.groups]
     window = ["window"] if windows else []
     headers = ["layers", "budget", "buffer", *window, "rows/slot", "KV/slot", "policies"]
     shared = found.shared_bytes_per_slot
@@ -201,17 +211,6 @@ def _shares(layers: "tuple[LayerFootprint, ...]") -> list[str]:
     plans = [layer.plan for layer in layers if layer.plan.budget_from is not None]
     lines = dict.fromkeys(str(plan.budget_from) for plan in plans)
     return [f"{'budget' if i == 0 else '':<12}{line}" for i, line in enumerate(lines)]
-
-
-def _fold(layers: "tuple[LayerFootprint, ...]") -> "list[list[LayerFootprint]]":
-    """Group consecutive equal layers."""
-    groups: list[list[LayerFootprint]] = []
-    for layer in layers:
-        if groups and groups[-1][-1].same_as(layer):
-            groups[-1].append(layer)
-        else:
-            groups.append([layer])
-    return groups
 
 
 def _row(group: "list[LayerFootprint]", *, windows: bool) -> list[str]:

@@ -31,6 +31,9 @@ class LayerFootprint:
             tracks and queries that its policies read.
         full_bytes_per_slot: Bytes of keys, values and positions of a full cache: of all rows
             that some query can still attend to.
+        kv_bytes_per_row: Bytes of the keys and values of one row, in all heads.
+        other_bytes_per_row: Bytes of the positions and tracks of one row.
+        window_bytes_per_slot: Bytes of the stored queries.
     """
 
     plan: LayerPlan
@@ -38,6 +41,9 @@ class LayerFootprint:
     rows_per_slot: int
     bytes_per_slot: int
     full_bytes_per_slot: int
+    kv_bytes_per_row: int
+    other_bytes_per_row: int
+    window_bytes_per_slot: int
 
     @property
     def layer_idx(self) -> int:
@@ -85,6 +91,22 @@ class Footprint:
         """Bytes of all slots."""
         return self.slots * self.bytes_per_slot
 
+    @property
+    def copied_bytes(self) -> int:
+        """The most bytes of a temporary copy: a compaction copies rows of one layer at a time."""
+        return self.slots * max(one.rows_per_slot * one.kv_bytes_per_row for one in self.layers)
+
+    @property
+    def groups(self) -> list[list[LayerFootprint]]:
+        """Consecutive equal layers."""
+        groups: list[list[LayerFootprint]] = []
+        for layer in self.layers:
+            if groups and groups[-1][-1].same_as(layer):
+                groups[-1].append(layer)
+            else:
+                groups.append([layer])
+        return groups
+
     def to_dict(self) -> dict[str, Any]:
         """Plain data, ready for JSON."""
         sizes = ("sliding_window", "rows_per_slot", "bytes_per_slot")
@@ -107,7 +129,7 @@ class Footprint:
 
 def footprint(
     plan: Plan | ResolvedPlan,
-    model: PreTrainedModel,
+    model: PreTrainedModel | ModelAdapter,
     *,
     slots: int,
     longest: int | None = None,
@@ -116,7 +138,7 @@ def footprint(
 
     Args:
         plan: The plan.
-        model: The model; it may be on the device ``meta``.
+        model: The model, or an adapter; it may be on the device ``meta``.
         slots: Sequences decoded together.
         longest: Tokens of the longest sequence; the model's positions if not given.
 
@@ -126,13 +148,14 @@ def footprint(
     Raises:
         KVPolicyError: The engine cannot run the model, or the plan does not fit it.
     """
-    adapter = ModelAdapter(model)
+    adapter = model if isinstance(model, ModelAdapter) else ModelAdapter(model)
     resolved = plan.resolve(adapter.num_layers)
     tokens = min(longest or adapter.max_positions, adapter.max_positions)
     parts = zip(resolved.layers, resolved.stacks(), adapter.layer_shapes(), strict=True)
     layers = []
     for layer, stack, shape in parts:
         cache = _slot(shape, stack.slab(layer.capacity(tokens)))
+        window_bytes = 0 if cache.window is None else cache.window.nbytes
         layers.append(
             LayerFootprint(
                 plan=layer,
@@ -140,9 +163,13 @@ def footprint(
                 rows_per_slot=cache.slab.capacity,
                 bytes_per_slot=cache.num_bytes,
                 full_bytes_per_slot=_slot(shape, Slab(tokens)).num_bytes,
+                kv_bytes_per_row=shape.row_bytes,
+                other_bytes_per_row=(cache.num_bytes - window_bytes) // cache.slab.capacity
+                - shape.row_bytes,
+                window_bytes_per_slot=window_bytes,
             )
         )
-    dtype = str(model.dtype).removeprefix("torch.")
+    dtype = str(adapter.model.dtype).removeprefix("torch.")
     return Footprint(
         resolved, dtype, tokens, slots, _shared_bytes(resolved, adapter), tuple(layers)
     )

@@ -1,0 +1,295 @@
+"""``kvpolicy plan suggest``: the budget, buffer and slots that fit into a memory.
+
+With ``--json``, prints ``{"model", "dtype", "length", "memory", "memory_of_cache", "weights",
+"suggested", "alternatives"}``. ``suggested`` has the fields of ``plan show --json``, and in each
+layer ``"kv_bytes_per_row"``, ``"other_bytes_per_row"`` and ``"window_bytes_per_slot"``;
+alternatives are ``{"slots", "budget", "buffer", "bytes_per_slot", "bytes", "whole"}``, where
+``whole`` says that nothing would be evicted.
+"""
+
+import re
+from fractions import Fraction
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from kvpolicy.cli.options import (
+    DEFAULT_MODEL,
+    POLICY,
+    Dtype,
+    Json,
+    Model,
+    Overrides,
+    Plugins,
+    Policies,
+    TrustRemoteCode,
+    check_new_file,
+    plan_of_policies,
+    register_plugins,
+)
+from kvpolicy.cli.output import format_bytes, info, print_json, print_lines, terminal_width
+from kvpolicy.cli.text_table import format_table
+from kvpolicy.entry_points import default_name
+from kvpolicy.errors import KVPolicyError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from kvpolicy.engine.footprint import Footprint, LayerFootprint
+    from kvpolicy.engine.suggestion import Suggestion
+    from kvpolicy.plan.plan import Plan
+
+_UNITS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
+_BYTES = re.compile(r"(\d{1,15}(?:\.\d{1,9})?) ?(?:([kmgt])(i?))?b?", re.IGNORECASE | re.ASCII)
+
+
+def parse_bytes(option: str, text: str) -> int:
+    """Parse a number of bytes: ``8GiB``, ``500MB``, ``1.5 TiB``, ``4096``.
+
+    Args:
+        option: Name of the option, for the message.
+        text: What was given.
+
+    Raises:
+        KVPolicyError: It is not a number of bytes, or less than one.
+    """
+    found = _BYTES.fullmatch(text.strip())
+    num_bytes = 0
+    # "8G" could be either.
+    if found is not None and not (found[2] and not text.strip().lower().endswith("b")):
+        base = 1024 if found[3] else 1000
+        num_bytes = int(Fraction(found[1]) * base ** _UNITS[(found[2] or "").lower()])
+    if num_bytes < 1:
+        msg = f"{option} was given {text!r:.60}; give bytes with a unit: 8GiB or 8GB."
+        raise KVPolicyError(msg)
+    return num_bytes
+
+
+def suggest(
+    length: Annotated[
+        int, typer.Option(min=1, help="Tokens of the longest sequence, prompt and generation.")
+    ],
+    memory: Annotated[
+        str, typer.Option(metavar="BYTES", help="Memory for the cache: 8GiB, 500MB.")
+    ],
+    model: Model = DEFAULT_MODEL,
+    policy: Policies = None,
+    slots: Annotated[
+        int | None, typer.Option(min=1, help="Sequences decoded together. [default: chosen]")
+    ] = None,
+    budget: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help="Rows to keep. [default: the most that fit]", rich_help_panel=POLICY
+        ),
+    ] = None,
+    buffer: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="Rows to append between compactions. [default: an eighth of the budget, from 32 "
+            "to 128]",
+            rich_help_panel=POLICY,
+        ),
+    ] = None,
+    keep: Annotated[
+        float,
+        typer.Option(
+            min=0, max=100, help="Percent of --length that must stay where slots are chosen."
+        ),
+    ] = 25.0,
+    with_weights: Annotated[
+        bool, typer.Option("--with-weights", help="The memory is for the weights, too.")
+    ] = False,
+    output: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE.toml", help="Write the suggested plan to a new file."),
+    ] = None,
+    overrides: Overrides = None,
+    plugin: Plugins = None,
+    dtype: Dtype = "auto",
+    trust_remote_code: TrustRemoteCode = False,
+    json: Json = False,
+) -> None:
+    """Suggest the budget, buffer and slots that fit into a memory, with the arithmetic.
+
+    Reads the model's configuration only. Activations, and whatever else the device holds, need
+    memory beside the cache.
+    """
+    num_bytes = parse_bytes("--memory", memory)
+    if output is not None:
+        check_new_file(output, ".toml")
+    register_plugins(plugin)
+    policies = policy or [_default_policy()]
+    from kvpolicy.engine.suggestion import suggest as suggest_plan
+    from kvpolicy.model.loading import load_skeleton
+
+    def plan_of(rows: int) -> "Plan":
+        numbers = {"budget": rows, "buffer": buffer}
+        return plan_of_policies(policies, numbers, overrides or [])
+
+    plan_of(length)  # a mistake in the plan is found before the model
+    skeleton = load_skeleton(model, dtype=dtype, trust_remote_code=trust_remote_code)
+    weights = _weight_bytes(skeleton)
+    for_cache = num_bytes - weights if with_weights else num_bytes
+    if for_cache < 1:
+        msg = (
+            f"--memory {memory} is less than the weights of {model}, which take "
+            f"{format_bytes(weights)}; give more."
+        )
+        raise KVPolicyError(msg)
+    found = suggest_plan(
+        plan_of,
+        skeleton,
+        longest=length,
+        memory=for_cache,
+        slots=slots,
+        budget=budget,
+        keep=keep / 100,
+    )
+    if output is not None:
+        _write_plan(found.chosen, output, model)
+    if json:
+        given = {"length": length, "memory": num_bytes, "memory_of_cache": for_cache}
+        head = {"model": model, "dtype": found.chosen.dtype, **given, "weights": weights}
+        print_json({**head, **_to_dict(found)}, indent=2)
+    else:
+        lines = _lines(found, model, for_cache, weights, with_weights=with_weights)
+        print_lines(lines)
+
+
+def _default_policy() -> str:
+    name = default_name("eviction_policy")
+    if name is None:
+        msg = "no policy was named, and no installed package sets a default: give --policy NAME."
+        raise KVPolicyError(msg)
+    return name
+
+
+def _weight_bytes(skeleton: "PreTrainedModel") -> int:
+    """Bytes of the parameters and buffers; weights that are tied count once."""
+    tensors = [*skeleton.parameters(), *skeleton.buffers()]
+    return sum(tensor.nbytes for tensor in tensors)
+
+
+def _write_plan(found: "Footprint", output: Path, model: str) -> None:
+    import attrs
+
+    from kvpolicy.files import atomic_write
+    from kvpolicy.plan.dump import to_toml
+
+    name = f"suggested for {found.slots} slots of {model} and {found.tokens:,} tokens"
+    atomic_write(output, to_toml(attrs.evolve(found.plan, name=name)))
+    info(f"{output} has the suggested plan.")
+
+
+def _to_dict(found: "Suggestion") -> dict[str, Any]:
+    from kvpolicy.engine.suggestion import budget_of, is_whole
+
+    sizes = ("kv_bytes_per_row", "other_bytes_per_row", "window_bytes_per_slot")
+    suggested = found.chosen.to_dict()
+    for shown, layer in zip(suggested["layers"], found.chosen.layers, strict=True):
+        shown |= {size: getattr(layer, size) for size in sizes}
+    return {
+        "suggested": suggested,
+        "alternatives": [
+            {
+                "slots": one.slots,
+                "budget": budget_of(one),
+                "buffer": one.layers[0].plan.buffer,
+                "bytes_per_slot": one.bytes_per_slot,
+                "bytes": one.num_bytes,
+                "whole": is_whole(one),
+            }
+            for one in found.alternatives
+        ],
+    }
+
+
+def _lines(
+    found: "Suggestion", model: str, memory: int, weights: int, *, with_weights: bool
+) -> list[str]:
+    from kvpolicy.engine.suggestion import budget_of, is_whole
+
+    chosen = found.chosen
+    stack = " + ".join(spec.policy for spec in chosen.layers[0].plan.stack)
+    rest = f"; {format_bytes(memory)} are left" if with_weights else ", which --memory is not for"
+    return [
+        f"{stack} on {model}: {len(chosen.layers)} layers, {chosen.dtype}, sequences of up to "
+        f"{chosen.tokens:,} tokens",
+        "",
+        f"budget      {_budget(chosen)}",
+        f"buffer      {chosen.layers[0].plan.buffer:,} rows",
+        f"slots       {chosen.slots:,}",
+        "",
+        *_arithmetic(chosen, memory),
+        f"copies      a compaction copies rows of one layer: up to "
+        f"{format_bytes(chosen.copied_bytes)} more",
+        f"weights     {format_bytes(weights)}{rest}",
+        "",
+        *_alternatives(found),
+        *(
+            []
+            if found.enough is None or is_whole(chosen) or budget_of(chosen) >= found.enough
+            else ["", f"No choice keeps the {found.enough:,} rows that --keep asks for."]
+        ),
+    ]
+
+
+def _budget(one: "Footprint") -> str:
+    from kvpolicy.engine.suggestion import budget_of, is_whole
+
+    if is_whole(one):
+        return "all rows: a full cache fits, and nothing is evicted"
+    rows = budget_of(one)
+    return f"{rows:,} rows, {rows / one.tokens:.1%} of the longest sequence"
+
+
+def _arithmetic(one: "Footprint", memory: int) -> list[str]:
+    headers = ["layers", "rows/slot", "KV/row", "other/row", "queries", "bytes/slot"]
+    rows = [_row(group) for group in one.groups]
+    table = format_table(headers, rows, right=range(1, len(headers)), width=terminal_width())
+    shared = one.shared_bytes_per_slot
+    beside = f" with {shared:,} B that belong to no layer" if shared else ""
+    full = one.slots * one.full_bytes_per_slot
+    saved = 1 - one.num_bytes / full
+    return [
+        *table.split("\n"),
+        "",
+        f"a slot      {one.bytes_per_slot:,} B = {format_bytes(one.bytes_per_slot)}{beside}",
+        f"the cache   {one.slots:,} x {one.bytes_per_slot:,} B = {format_bytes(one.num_bytes)} of "
+        f"{format_bytes(memory)}",
+        f"full cache  {format_bytes(full)} for as many slots; the plan saves {max(saved, 0):.1%}",
+    ]
+
+
+def _row(group: "list[LayerFootprint]") -> list[str]:
+    first, last = group[0], group[-1]
+    each = "" if first is last else f"{len(group)} x "
+    return [
+        f"{first.layer_idx}" if first is last else f"{first.layer_idx}-{last.layer_idx}",
+        f"{first.rows_per_slot:,}",
+        f"{first.kv_bytes_per_row:,}",
+        f"{first.other_bytes_per_row:,}",
+        f"{first.window_bytes_per_slot:,}",
+        f"{each}{first.bytes_per_slot:,}",
+    ]
+
+
+def _alternatives(found: "Suggestion") -> list[str]:
+    from kvpolicy.engine.suggestion import budget_of, is_whole
+
+    rows = [
+        [
+            f"{one.slots:,}",
+            "all" if is_whole(one) else f"{budget_of(one):,}",
+            "-" if is_whole(one) else f"{one.layers[0].plan.buffer:,}",
+            "" if is_whole(one) else f"{budget_of(one) / one.tokens:.1%}",
+            format_bytes(one.num_bytes),
+            "suggested" if one == found.chosen else "",
+        ]
+        for one in found.alternatives
+    ]
+    headers = ["slots", "budget", "buffer", "of length", "cache", ""]
+    return format_table(headers, rows, right=range(5), width=terminal_width()).split("\n")

@@ -1,0 +1,158 @@
+"""``kvpolicy plan suggest``: what is suggested is what the other commands do."""
+
+import json
+import tomllib
+from pathlib import Path
+
+import pytest
+from shell import Shell, refusal
+
+from kvpolicy.cli.plan_suggest import parse_bytes
+from kvpolicy.errors import KVPolicyError
+from kvpolicy.model.loading import load_model
+
+GIVEN = ("--length", 100, "--memory", "60kB")
+
+
+@pytest.fixture
+def bare(model_folder: Path, tmp_path: Path) -> Path:
+    """The model without weights and tokenizer."""
+    folder = tmp_path / "bare"
+    folder.mkdir()
+    (folder / "config.json").write_bytes((model_folder / "config.json").read_bytes())
+    return folder
+
+
+@pytest.mark.parametrize("policy", ["rkv", "h2o+protect", "skipkv", "pyramidkv"])
+def test_the_plan_written_is_the_one_suggested_and_takes_as_many_bytes(
+    kvpolicy: Shell, bare: Path, tmp_path: Path, policy: str
+) -> None:
+    output = tmp_path / "plan.toml"
+    words = ("--model", bare, "--policy", policy, "--slots", 2, "--output", output, "--json")
+    answer = kvpolicy("plan", "suggest", *GIVEN, *words)
+    assert answer.status == 0, answer.err
+    suggested = answer.json["suggested"]
+    assert suggested["bytes"] <= 60_000
+    shown = kvpolicy(
+        *("plan", "show", output, "--model", bare, "--slots", 2, "--tokens", 100, "--json")
+    ).json
+    assert (shown["bytes"], shown["digest"]) == (suggested["bytes"], suggested["digest"])
+    for layer in suggested["layers"]:
+        row = layer["kv_bytes_per_row"] + layer["other_bytes_per_row"]
+        stored = layer["rows_per_slot"] * row + layer["window_bytes_per_slot"]
+        assert stored == layer["bytes_per_slot"], "the arithmetic that is printed"
+    (chosen,) = [one for one in answer.json["alternatives"] if one["slots"] == 2]
+    assert chosen["bytes"] == suggested["bytes"]
+    # The default buffer of the budget suggested: giving both as options is the same plan.
+    again = kvpolicy(
+        *("plan", "suggest", *GIVEN, "--model", bare, "--policy", policy, "--json"),
+        *("--budget", chosen["budget"], "--buffer", chosen["buffer"], "--slots", 2),
+    )
+    assert again.json["suggested"] == suggested
+
+
+def test_the_text_has_the_numbers_of_the_json(kvpolicy: Shell, bare: Path) -> None:
+    found = kvpolicy("plan", "suggest", *GIVEN, "--model", bare, "--json").json
+    lines = kvpolicy("plan", "suggest", *GIVEN, "--model", bare).out.splitlines()
+    suggested = found["suggested"]
+    layer = suggested["layers"][0]
+    assert lines[0].startswith(f"rkv on {bare}: 2 layers, float32, sequences of up to 100 tokens")
+    assert lines[2].startswith(f"budget      {layer['budget']:,} rows")
+    assert lines[3] == f"buffer      {layer['buffer']:,} rows"
+    assert lines[4] == f"slots       {suggested['slots']:,}"
+    assert any(f"{suggested['slots']:,} x {suggested['bytes_per_slot']:,} B" in x for x in lines)
+    assert sum(line.endswith("suggested") for line in lines) == 1
+    assert all(len(line) <= 100 for line in lines[1:])
+
+
+def test_weights_are_counted_if_asked_for(kvpolicy: Shell, bare: Path, model_folder: Path) -> None:
+    model, _ = load_model(str(model_folder))
+    weights = sum(one.nbytes for one in [*model.parameters(), *model.buffers()])
+    words = ("plan", "suggest", "--length", 100, "--model", bare)
+    alone = kvpolicy(*words, "--memory", "60kB", "--json").json
+    assert (alone["weights"], alone["memory_of_cache"]) == (weights, 60_000)
+    memory = f"{60_000 + weights}B"
+    together = kvpolicy(*words, "--memory", memory, "--with-weights", "--json").json
+    assert together["memory_of_cache"] == 60_000
+    assert together["suggested"] == alone["suggested"]
+    too_small = kvpolicy(*words, "--memory", "9kB", "--with-weights")
+    assert "--memory 9kB is less than the weights" in refusal(too_small)
+
+
+def test_a_full_cache_that_fits_is_said(kvpolicy: Shell, bare: Path) -> None:
+    words = ("plan", "suggest", "--length", 50, "--memory", "1GiB", "--model", bare)
+    answer = kvpolicy(*words)
+    assert "budget      all rows: a full cache fits, and nothing is evicted" in answer.out
+    assert kvpolicy(*words, "--json").json["alternatives"][-1]["whole"] is True
+
+
+def test_too_few_rows_are_said(kvpolicy: Shell, bare: Path) -> None:
+    answer = kvpolicy("plan", "suggest", "--length", 500, "--memory", "20kB", "--model", bare)
+    assert "slots       1" in answer.out
+    assert "No choice keeps the 125 rows that --keep asks for." in answer.out
+
+
+@pytest.mark.parametrize(
+    ("text", "num_bytes"),
+    [
+        ("8GiB", 8 * 2**30),
+        ("500MB", 500 * 10**6),
+        ("1.5 TiB", 3 * 2**39),
+        ("2kb", 2000),
+        ("2kib", 2048),
+        ("4096", 4096),
+        ("17 B", 17),
+        ("0.001MB", 1000),
+    ],
+)
+def test_bytes_have_units(text: str, num_bytes: int) -> None:
+    assert parse_bytes("--memory", text) == num_bytes
+
+
+@pytest.mark.parametrize(
+    "text", ["8G", "", "GiB", "-1GB", "1e9", "8 PiB", "0", "0.1B", "8GiBs", "٣GB", "9" * 40, "nan"]
+)
+def test_what_is_no_number_of_bytes_is_refused(text: str) -> None:
+    with pytest.raises(KVPolicyError, match=r"--memory was given .*; give bytes with a unit: 8GiB"):
+        parse_bytes("--memory", text)
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (("--length", 100, "--memory", "10B"), "1 sequence takes "),
+        (("--length", 10**6, "--memory", "1GB"), "the model has positions for 512"),
+        (("--length", 0, "--memory", "1GB"), "--length"),
+        (("--length", 100), "--memory"),
+        (("--memory", "1GB"), "--length"),
+        ((*GIVEN, "--slots", 0), "--slots"),
+        ((*GIVEN, "--keep", 101), "--keep"),
+        ((*GIVEN, "--policy", "rkvv"), "--policy rkvv: no policy is named 'rkvv'"),
+        ((*GIVEN, "--budget", 4), "--budget 4 gives layer 0 a budget of 4"),
+        ((*GIVEN, "--set", "rkv.mix_lambda=3"), "--set 'rkv.mix_lambda=3': policy 'rkv' refuses"),
+        ((*GIVEN, "--output", "plan.json"), "does not end in .toml"),
+    ],
+    ids=str,
+)
+def test_wrong_options_get_one_sentence(
+    kvpolicy: Shell, bare: Path, words: tuple[object, ...], sentence: str
+) -> None:
+    assert sentence in refusal(kvpolicy("plan", "suggest", *words, "--model", bare))
+
+
+def test_an_existing_file_is_kept(kvpolicy: Shell, bare: Path, tmp_path: Path) -> None:
+    output = tmp_path / "plan.toml"
+    output.write_text("mine")
+    answer = kvpolicy("plan", "suggest", *GIVEN, "--model", bare, "--output", output)
+    assert "exists" in refusal(answer)
+    assert output.read_text() == "mine"
+
+
+def test_the_file_says_what_it_was_suggested_for(
+    kvpolicy: Shell, bare: Path, tmp_path: Path
+) -> None:
+    output = tmp_path / "plan.toml"
+    kvpolicy("plan", "suggest", *GIVEN, "--model", bare, "--slots", 3, "--output", output)
+    text = output.read_text()
+    assert text.startswith(f"# suggested for 3 slots of {bare} and 100 tokens")
+    assert json.loads(json.dumps(tomllib.loads(text)))["layers"][0]["where"] == "all"
