@@ -220,6 +220,25 @@ def test_knobs_are_not_broken_within_words(open_report: Open, tmp_path: Path, wi
     assert max(heights) < 1.5, "a knob takes one line"
 
 
+@pytest.mark.parametrize("width", [390, 1280])
+def test_long_names_are_wrapped_within_their_column(
+    open_report: Open, tmp_path: Path, width: int
+) -> None:
+    names = ["x" * 120, "a plan with a long name, tau=0.95, keyword=text, pair=max, alpha=2"]
+    folder = write_run(tmp_path / "long", plans=[("full cache", None), *((n, 64) for n in names)])
+    opened = open_report(folder, viewport={"width": width, "height": 800})
+    boxes = opened.page.locator("#table tbody tr").evaluate_all(
+        """all => all.map(row => [row.querySelector("th .link").getBoundingClientRect().right,
+            row.querySelector("td").getBoundingClientRect().left])"""
+    )
+    assert len(boxes) == 3
+    assert all(name_ends <= budget_begins for name_ends, budget_begins in boxes)
+    widths = opened.page.locator("#table tbody th .link").evaluate_all(
+        "all => all.map(one => one.clientWidth)"
+    )
+    assert min(widths) > 50, "not letter by letter"
+
+
 def test_the_breakdown_has_the_share_of_each_value(opened: Opened, folder: Path) -> None:
     rows = opened.page.locator("#difficulty tbody tr").all()
     for row, (_, samples) in zip(rows, of_cells(folder), strict=True):
