@@ -9,9 +9,9 @@ import os
 import secrets
 import tomllib
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, BinaryIO, NoReturn
 
 from kvpolicy.errors import KVPolicyError, OutputError
 
@@ -34,16 +34,44 @@ def read_text(
     Raises:
         KVPolicyError: It cannot be read, is larger, or is not UTF-8.
     """
+    return decode(read_bytes(path, name, most=most, error=error), name, error=error)
+
+
+def read_bytes(
+    path: Path, name: str, *, most: int = MAX_BYTES, error: type[KVPolicyError] = KVPolicyError
+) -> bytes:
+    """Read a file as a whole; arguments as for `read_text`.
+
+    Raises:
+        KVPolicyError: It cannot be read, or is larger.
+    """
+    with open_binary(path, name, error=error) as file:
+        content = file.read(most + 1)  # also of a device without an end
+    if len(content) > most:
+        _refuse(f"{name} cannot be read: it is larger than {most >> 20} MiB", error)
+    return content
+
+
+@contextmanager
+def open_binary(
+    path: Path, name: str, *, error: type[KVPolicyError] = KVPolicyError
+) -> Iterator[BinaryIO]:
+    """Open a file for reading; arguments as for `read_text`.
+
+    Raises:
+        KVPolicyError: It cannot be opened, or read in the block.
+    """
     try:
-        with path.open("rb") as file:
-            content = file.read(most + 1)  # also of a device without an end
+        file = path.open("rb")
     except OSError as caught:
         _refuse(f"{name} cannot be read: {caught.strerror or caught}", error, caught)
     except ValueError as caught:  # a path with a NUL or a lone surrogate
         _refuse(f"{name} cannot be read: {caught}", error, caught)
-    if len(content) > most:
-        _refuse(f"{name} cannot be read: it is larger than {most >> 20} MiB", error)
-    return decode(content, name, error=error)
+    with file:
+        try:
+            yield file
+        except OSError as caught:
+            _refuse(f"{name} cannot be read: {caught.strerror or caught}", error, caught)
 
 
 def decode(content: bytes, name: str, *, error: type[KVPolicyError] = KVPolicyError) -> str:
@@ -166,10 +194,11 @@ def atomic_write(path: Path, content: str | bytes) -> None:
     Raises:
         OutputError: It cannot be written, or is no regular file; an existing file is unchanged.
     """
-    data = content.encode() if isinstance(content, str) else content
+    # A lone surrogate has no UTF-8 form; in JSON its escape has the same value.
+    data = content.encode(errors="backslashreplace") if isinstance(content, str) else content
     temporary = None
     try:
-        target = path.resolve()
+        target = Path(os.path.realpath(path))  # `resolve` raises no OSError for a loop of links
         if target.exists() and not target.is_file():
             msg = f"{path} cannot be written: it is no regular file; choose another place"
             raise OutputError(msg)

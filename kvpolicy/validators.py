@@ -1,6 +1,7 @@
 """Validation of numbers given in Python, in plans and in sweep files."""
 
 MAX_COUNT = 2**31 - 1  # more rows, tokens or layers than fit into any memory
+MAX_SEED = 2**63 - 1
 
 
 def positive_int(value: object, *, least: int = 1, most: int = MAX_COUNT) -> int:

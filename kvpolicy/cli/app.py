@@ -6,11 +6,13 @@ its source for ``kvpolicy --help``, so that only the command that runs is import
 """
 
 import ast
+import math
 import sys
 import threading
 from _thread import interrupt_main
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import wraps
 from importlib.metadata import EntryPoint
 from typing import Any
 
@@ -18,8 +20,8 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 from typer.main import get_command
 
-from kvpolicy.cli.failures import INTERRUPTED, answer, check_working_folder, standard_streams
-from kvpolicy.cli.output import info
+from kvpolicy.cli.failures import INTERRUPTED, answer, check_surroundings, standard_streams
+from kvpolicy.cli.output import info, plain
 from kvpolicy.entry_points import (
     find_installed,
     installed,
@@ -29,6 +31,7 @@ from kvpolicy.entry_points import (
 )
 from kvpolicy.errors import KVPolicyError, shown
 from kvpolicy.plugin_code import plugin_code
+from kvpolicy.validators import MAX_COUNT, MAX_SEED
 
 GROUP = "kvpolicy.commands"
 HELP = "KV-cache eviction policies as plugins: run them, mix them per layer, compare them."
@@ -49,7 +52,7 @@ def run(args: list[str]) -> int:
     """
     with standard_streams():
         try:
-            check_working_folder()
+            check_surroundings(args)
             with _no_lost_interrupts():
                 status = build().main(args, prog_name="kvpolicy", standalone_mode=False)
             sys.stdout.flush()
@@ -102,10 +105,11 @@ class LazyCommand(TyperCommand):
     def __init__(self, point: EntryPoint) -> None:
         """Read the summary and the panel from the source."""
         declared = _declared_arguments(point)
+        panel = declared.get("rich_help_panel")
         super().__init__(
             point.name,
-            help=declared.get("help", point.value),
-            rich_help_panel=declared.get("rich_help_panel"),
+            help=plain(declared.get("help", point.value)),
+            rich_help_panel=panel and plain(panel),
         )
         self._name = point.name
 
@@ -131,17 +135,45 @@ def load_command(name: str) -> Any:
         app.rich_markup_mode = "rich"
         command = get_command(app)
         for one in (command, *getattr(command, "commands", {}).values()):
-            _escape_markup(one)
+            _show_plainly(one)
+            _check_numbers(one)
     return command
 
 
-def _escape_markup(command: Any) -> None:
+def _show_plainly(command: Any) -> None:
     """Help texts are plain text: ``[default: cpu]`` is no markup of rich."""
     for one in (command, *command.params):
-        for attribute in ("help", "epilog"):
+        for attribute in ("help", "short_help", "epilog"):
             text = getattr(one, attribute, None)
             if text:
-                setattr(one, attribute, text.replace("[", r"\["))
+                setattr(one, attribute, plain(text))
+
+
+def _check_numbers(command: Any) -> None:
+    """Refuse numbers that no command can use: infinities, NaN, and beyond 32 or 64 bits."""
+    callback = command.callback
+    if callback is None:
+        return
+
+    @wraps(callback)
+    def checked(**values: Any) -> Any:
+        for param in command.params:
+            given = values.get(param.name)
+            for value in given if isinstance(given, (list, tuple)) else [given]:
+                _check_number(param.opts[0], value)
+        return callback(**values)
+
+    command.callback = checked
+
+
+def _check_number(option: str, value: object) -> None:
+    if isinstance(value, float) and not math.isfinite(value):
+        msg = f"{option} got {value}; give a finite number"
+        raise KVPolicyError(msg)
+    most = MAX_SEED if "seed" in option else MAX_COUNT
+    if isinstance(value, int) and abs(value) > most:
+        msg = f"{option} got {str(value)[:40]}; give a whole number up to {most:,}"
+        raise KVPolicyError(msg)
 
 
 def _declared_arguments(point: EntryPoint) -> dict[str, str]:

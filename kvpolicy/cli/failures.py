@@ -13,14 +13,21 @@ import errno
 import os
 import sys
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout, suppress
 from pathlib import Path
 from typing import IO, Any, TextIO
 
 import typer
 
-from kvpolicy.cli.output import StdoutClosed, as_sentence, info, info_text, stdout_error
+from kvpolicy.cli.output import (
+    StdoutClosed,
+    as_sentence,
+    info,
+    info_text,
+    shortened,
+    stdout_error,
+)
 from kvpolicy.errors import KVPolicyError
 
 WRONG_INPUT = 2
@@ -41,7 +48,7 @@ _OUT_OF = {
     errno.EROFS,
 }
 _PACKAGE = Path(__file__).parents[1]
-_MOST_CHARS = 200  # of a path in a message
+_MOST_OF_PATH = 200  # characters
 
 
 class Interrupted(Exception):  # noqa: N818 - not an error
@@ -99,12 +106,22 @@ def standard_streams() -> Iterator[None]:
         yield
 
 
-def check_working_folder() -> None:
-    """Check that the working folder exists; without one, torch ends the process as it is loaded.
+def check_surroundings(args: Sequence[str]) -> None:
+    """Check what every command needs: a working folder, and arguments that a system can pass.
+
+    Args:
+        args: Arguments of the command line; one with a NUL can come from Python only.
 
     Raises:
-        KVPolicyError: It has been deleted.
+        KVPolicyError: The folder has been deleted; torch would end the process as it is loaded. Or
+            an argument cannot be a path.
     """
+    for arg in args:
+        with suppress(UnicodeEncodeError):
+            if b"\0" not in os.fsencode(arg):
+                continue
+        msg = f"the argument {arg!r:.60} has a NUL or half a character; leave it out"
+        raise KVPolicyError(msg)
     try:
         Path.cwd()
     except OSError as error:
@@ -173,7 +190,7 @@ def _is_ours(name: Any) -> bool:
 
 def _shown(name: Any) -> str:
     text = os.fsdecode(name) if isinstance(name, (bytes, os.PathLike)) else str(name)
-    return text if len(text) <= _MOST_CHARS else f"{text[:_MOST_CHARS]}..."
+    return shortened(text, _MOST_OF_PATH)
 
 
 def _settle_stdout() -> OSError | None:

@@ -20,6 +20,7 @@ from kvpolicy.cli.prompts import Prompt, in_chat_template, read_prompts, read_st
 from kvpolicy.entry_points import default_name, installed, load_installed
 from kvpolicy.errors import KVPolicyError, OutputError
 from kvpolicy.plugin_code import plugin_code
+from kvpolicy.validators import MAX_SEED
 
 if TYPE_CHECKING:
     from kvpolicy.engine.engine import Engine, Run
@@ -442,9 +443,21 @@ def check_new_file(output: Path, suffix: str = "", *, option: str = "--output") 
         problem = f"cannot be written: there is no folder {output.parent}"
     elif not os.access(output.parent, os.W_OK):
         problem = f"cannot be written: folder {output.parent} is read-only"
+    else:
+        problem = _why_not_created(output)
     if problem is not None:
         msg = f"output file {output} {problem}; choose another one with {option}."
         raise OutputError(msg)
+
+
+def _why_not_created(path: Path) -> str | None:
+    """Create a file and remove it again; its name may be too long, for example."""
+    try:
+        path.open("xb").close()
+        path.unlink()
+    except OSError as error:
+        return f"cannot be written: {error.strerror}"
+    return None
 
 
 def split_list(text: str | None) -> list[str]:
@@ -468,12 +481,18 @@ def parse_ints(option: str, text: str | None, *, minimum: int = 1) -> list[int]:
         KVPolicyError: One of them is not a whole number of at least ``minimum``, or there is none.
     """
     values = split_list(text)
-    wrong = [v for v in values if not (v.isascii() and v.isdigit() and int(v) >= minimum)]
+    wrong = [value for value in values if not _is_whole(value, minimum)]
     if wrong or (text is not None and not values):
-        found = repr(wrong[0]) if wrong else "no number"
+        found = f"{wrong[0]!r:.60}" if wrong else "no number"
         msg = (
             f"{option} was given {found}; give whole numbers of at least {minimum}: "
             f"{option} {minimum},{minimum + 1}."
         )
         raise KVPolicyError(msg)
     return [int(value) for value in values]
+
+
+def _is_whole(text: str, minimum: int) -> bool:
+    # Python refuses to convert thousands of digits.
+    is_number = text.isascii() and text.isdigit() and len(text) <= len(str(MAX_SEED))
+    return is_number and minimum <= int(text) <= MAX_SEED

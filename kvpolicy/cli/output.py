@@ -17,6 +17,7 @@ from kvpolicy.text import visible, visible_json, visible_lines
 
 _NARROWEST = 20  # characters of the text in a line
 _WIDEST_TEXT = 100
+_LONGEST_SENTENCE = 2000
 _LOG_EVERY_S = 10.0
 _REDRAW_EVERY_S = 0.1
 
@@ -45,14 +46,31 @@ def info_text(text: str) -> None:
 
 
 def as_sentence(message: str) -> str:
-    """A message without its capital letter and with a full stop.
+    """A message without its capital letter and with a full stop; the middle of a long one is cut.
 
     Args:
         message: Such as ``"Invalid value"``.
     """
     begins_with_a_word = message[:1].isupper() and message[1:2].islower()
+    message = shortened(message, _LONGEST_SENTENCE)
     sentence = message[:1].lower() + message[1:] if begins_with_a_word else message
     return sentence if sentence.endswith((".", "?", "!")) else f"{sentence}."
+
+
+def shortened(text: str, most: int) -> str:
+    """A text without its middle if it has more than ``most`` characters."""
+    return text if len(text) <= most else f"{text[: most // 2]} ... {text[-most // 2 :]}"
+
+
+def plain(text: str) -> str:
+    """A text for help, which rich prints: without markup and control characters.
+
+    Args:
+        text: Lines of plain text, perhaps of another package.
+    """
+    from rich.markup import escape
+
+    return escape(visible_lines(text))
 
 
 def print_text(text: str) -> None:

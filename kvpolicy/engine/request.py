@@ -7,7 +7,7 @@ from typing import Any
 import attrs
 
 from kvpolicy.errors import KVPolicyError
-from kvpolicy.validators import MAX_COUNT, positive_int
+from kvpolicy.validators import MAX_COUNT, MAX_SEED, positive_int
 
 
 def _at_least(bound: float) -> Callable[[object, Any, float], None]:
@@ -60,7 +60,7 @@ class Sampling:
     temperature: float = attrs.field(default=0.0, validator=_at_least(0))
     top_k: int = attrs.field(default=0, validator=_integer(0))
     top_p: float = attrs.field(default=1.0, validator=_probability)
-    seed: int = attrs.field(default=0, validator=_integer(0, 2**63 - 1))
+    seed: int = attrs.field(default=0, validator=_integer(0, MAX_SEED))
 
     @property
     def greedy(self) -> bool:

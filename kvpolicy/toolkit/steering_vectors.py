@@ -24,7 +24,7 @@ from torch import Tensor
 
 from kvpolicy.entry_points import installed_file
 from kvpolicy.errors import SteeringError
-from kvpolicy.files import atomic_write, parse_json
+from kvpolicy.files import atomic_write, open_binary, parse_json, read_bytes
 
 GROUP = "kvpolicy.vectors"
 SIGN = "execution - non_execution"
@@ -191,7 +191,7 @@ def load_steering_vectors(name_or_path: str | Path) -> tuple[list[SteeringVector
     path = _vector_file(name_or_path)
     what = f"steering vector file '{name_or_path}'"
     try:
-        with path.open("rb") as file:
+        with open_binary(path, what, error=SteeringError) as file:
             if file.read(2).startswith(_PICKLES):
                 raise SteeringError(_pickle_message(what))
         with safetensors.safe_open(path, framework="pt") as opened:
@@ -222,14 +222,8 @@ def with_hash(reference: str) -> str:
         SteeringError: There is no such file, or its hash differs from the given one.
     """
     name, _, given = reference.partition("#")
-    try:
-        content = _vector_file(name).read_bytes()
-    except OSError as error:
-        msg = (
-            f"steering vector file '{name}' cannot be read: {error.strerror or error}; "
-            "`kvpolicy steer calibrate` makes one"
-        )
-        raise SteeringError(msg) from error
+    what = f"steering vector file '{name}'"
+    content = read_bytes(_vector_file(name), what, error=SteeringError)
     found = hashlib.sha256(content).hexdigest()[:_HASH_DIGITS]
     if given and given != found:
         msg = (

@@ -42,7 +42,7 @@ def raising(kvpolicy: Shell, monkeypatch: pytest.MonkeyPatch) -> Any:
     ("error", "part"),
     [
         (KVPolicyError("no budget"), "kvpolicy: no budget."),
-        (OSError(errno.ENAMETOOLONG, "File name too long", "a" * 999), "aaa... cannot be used: "),
+        (OSError(errno.ENAMETOOLONG, "File name too long", "a" * 999), "aaa cannot be used: "),
         (PermissionError(errno.EACCES, "Permission denied", b"/a"), "/a cannot be used: Permis"),
         (IsADirectoryError(errno.EISDIR, "Is a directory", Path("a")), "a cannot be used: Is a"),
         (OSError(errno.EIO, "", 3), "3 cannot be used: Input/output error"),

@@ -99,8 +99,8 @@ CASES = [
     case("run hi --policy h2o+ --budget 16 --model {m}", "no policy is named ''"),
     case(
         "run hi --seed 99999999999999999999 --model {m}",
-        "seed=9999",
-        "from 0 to 9,223,372,036,854,775,807",
+        "--seed got 9999",
+        "up to 9,223,372,036,854,775,807",
     ),
     # models
     case("run hi --model reasonr", "'reasonr'", "reasoner"),

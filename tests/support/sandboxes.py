@@ -7,30 +7,30 @@ import pytest
 
 from kvpolicy.errors import TaskError
 from kvpolicy.lab.sandbox import run
-from kvpolicy.lab.sandbox.sandboxes import Sandbox
+from kvpolicy.lab.sandbox.walls import Wall
 
 WAYS = ("bubblewrap", "Landlock")
 NEEDED = "KVPOLICY_NEEDS_SANDBOX"  # 1: a missing way is a failure, as in CI
 
 
 @pytest.fixture
-def any_sandbox() -> Sandbox:
+def any_wall() -> Wall:
     """The way that a user of this machine gets."""
-    return _sandbox("")
+    return _wall("")
 
 
 @pytest.fixture(params=WAYS)
-def sandbox(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Sandbox:
+def wall(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Wall:
     """Each way; programs run in it during the test."""
-    found = _sandbox(request.param)
-    monkeypatch.setattr(run, "find_sandbox", lambda: found)
+    found = _wall(request.param)
+    monkeypatch.setattr(run, "find_wall", lambda: found)
     return found
 
 
-def _sandbox(way: str) -> Sandbox:
+def _wall(way: str) -> Wall:
     found = _found(way)
     reason = found if isinstance(found, str) else f"this machine has no {way}"
-    if isinstance(found, Sandbox) and way in found.name:
+    if isinstance(found, Wall) and way in found.name:
         return found
     if os.environ.get(NEEDED) == "1":
         pytest.fail(f"{reason}, and {NEEDED}=1 requires it")
@@ -38,15 +38,15 @@ def _sandbox(way: str) -> Sandbox:
 
 
 @cache
-def _found(way: str) -> Sandbox | str:
+def _found(way: str) -> Wall | str:
     """What a user gets, or why nothing; with bubblewrap hidden, if the way is Landlock."""
     with pytest.MonkeyPatch.context() as patch:
         if way == "Landlock":
             patch.setenv("PATH", "/nonexistent")
-        run.find_sandbox.cache_clear()
+        run.find_wall.cache_clear()
         try:
-            return run.find_sandbox()
+            return run.find_wall()
         except TaskError as error:
             return str(error)
         finally:
-            run.find_sandbox.cache_clear()
+            run.find_wall.cache_clear()

@@ -1,6 +1,7 @@
 """Select runs and cells by the names that users type, and label cells unambiguously."""
 
 from collections.abc import Callable, Sequence
+from os.path import realpath
 from pathlib import Path
 
 import attrs
@@ -31,14 +32,14 @@ def open_runs(names: Sequence[str], *, warn: Callable[[str], None]) -> list[RunF
     Raises:
         ResultsError: One of them has no run, or a run cannot be read.
     """
-    found: dict[Path, RunFolder] = {}
+    found: dict[str, RunFolder] = {}
     for name in names:
         folder = Path(name)
         if not folder.exists() and (RUNS / name).exists():
             folder = RUNS / name
         inside = find_runs(folder) if folder.is_dir() else []
         for path in inside or [folder]:
-            found.setdefault(path.resolve(), read_run(path))
+            found.setdefault(realpath(path), read_run(path))
     for run in found.values():
         for problem in run.problems:
             warn(problem)

@@ -225,7 +225,7 @@ def _run(sweep: "Sweep", store: "Store", executor: "Executor") -> None:
     Raises:
         Interrupted: By Ctrl-C; the message says what is kept.
     """
-    from kvpolicy.lab.sandbox.run import find_sandbox
+    from kvpolicy.lab.sandbox.run import find_wall
     from kvpolicy.lab.store.session import describe_session
     from kvpolicy.lab.sweep.runner import finished_keys
 
@@ -239,7 +239,7 @@ def _run(sweep: "Sweep", store: "Store", executor: "Executor") -> None:
                 command, workers=workers, record=sweep.record, machine=machine
             )
             if any(setting.task.metric.runs_code for setting in sweep.settings):
-                session["sandbox"] = find_sandbox().name
+                session["sandbox"] = find_wall().name
                 info(f"Programs that the model writes run in {session['sandbox']}.")
             store.begin(session)
         for note in store.notes:
@@ -286,11 +286,7 @@ def _run_jobs(sweep: "Sweep", store: "Store", executor: "Executor", done: Contai
 
 
 class _Status:
-    """The number of finished samples of each cell, and the mean value of complete cells.
-
-    The mean of a cell that is running would mislead: short answers, which are easier and less
-    often compacted, end first.
-    """
+    """The number of finished samples of each cell, and their mean value so far."""
 
     def __init__(self, sweep: "Sweep", done: Iterable["Sample"]) -> None:
         self._sweep = sweep
@@ -331,8 +327,8 @@ class _Status:
     def _describe(self, cell: "Cell") -> str:
         done, size, budget = self._done[cell.id], self._sizes[cell.id], cell.budget
         at = "" if budget is None else f" at {budget:g}"
-        state = self._value(cell) if done == size else f"{done} of {size} done"
-        return f"{self._where(cell)}{cell.series}{at}: {state}"
+        part = f"{done}" if done == size else f"{done}/{size}"
+        return f"{self._where(cell)}{cell.series}{at}: {self._value(cell, part)}"
 
     def _where(self, cell: "Cell") -> str:
         """Model, task and seed, as far as the settings of the sweep differ in them."""
@@ -344,12 +340,12 @@ class _Status:
         differing = [column[0] for column in zip(*names, strict=True) if len(set(column)) > 1]
         return f"{', '.join(differing)}: " if differing else ""
 
-    def _value(self, cell: "Cell") -> str:
-        values, size = self._values[cell.id], self._sizes[cell.id]
+    def _value(self, cell: "Cell", part: str) -> str:
+        values = self._values[cell.id]
         column = self._sweep.setting_of(cell).task.metric.columns[0]
         if not values:
-            return f"{size} failed"
-        return f"{column.title} {column.format(fmean(values))} over {size}"
+            return f"{part} failed"
+        return f"{column.title} {column.format(fmean(values))} over {part}"
 
 
 def _publish(sweep: "Sweep", store: "Store", by: str | None, *, json: bool) -> bool:

@@ -4,7 +4,7 @@ With ``--json``, ``list`` prints a list of ``{"name", "target", "distribution", 
 "options": {NAME: DEFAULT}, "problem"}``, where ``problem`` is null if the task can be loaded;
 ``show`` prints a list of ``{"index", "prompt", "answer", "facets", "reference", "chat"}``;
 ``sandbox`` prints ``{"sandbox", "readable", "hidden", "has_folder", "memory_bytes", "folder_bytes",
-"files", "file_bytes", "threads", "rejected"}``.
+"files", "file_bytes", "threads"}``.
 """
 
 from typing import TYPE_CHECKING, Annotated, Any
@@ -84,33 +84,30 @@ def sandbox(json: Json = False) -> None:
     """Show the sandbox in which --execute-code runs programs here, or what to install for one."""
     from kvpolicy.lab.sandbox import run
 
-    used = run.find_sandbox()
+    wall = run.find_wall()
     if json:
         found = {
-            "sandbox": used.name,
-            "readable": used.readable,
-            "hidden": used.hidden,
-            "has_folder": used.has_folder,
+            "sandbox": wall.name,
+            "readable": wall.readable,
+            "hidden": wall.hidden,
+            "has_folder": wall.has_folder,
             "memory_bytes": run.MEMORY_BYTES,
-            "folder_bytes": run.MAX_FOLDER_BYTES if used.has_folder else 0,
-            "files": run.MAX_FILES if used.has_folder else 0,
+            "folder_bytes": run.MAX_FOLDER_BYTES if wall.has_folder else 0,
+            "files": run.MAX_FILES if wall.has_folder else 0,
             "file_bytes": run.MAX_FILE_BYTES,
             "threads": run.MAX_THREADS,
-            "rejected": list(used.rejected),
         }
         print_json(found, indent=2)
         return
-    print_text(f"Programs that a model writes run in {used.name}. They can read:\n")
-    for path in used.readable:
+    print_text(f"Programs that a model writes run in {wall.name}. They can read:\n")
+    for path in wall.readable:
         print_text(f"  {path}\n")
-    for path in used.hidden:
+    for path in wall.hidden:
         print_text(f"  but not {path}\n")
     written = (
-        f"{run.MAX_FOLDER_BYTES >> 20} MiB, which are deleted" if used.has_folder else "nothing"
+        f"{run.MAX_FOLDER_BYTES >> 20} MiB, which are deleted" if wall.has_folder else "nothing"
     )
     print_text(f"and write {written}.\n")
-    for problem in used.rejected:
-        print_text(f"A stronger sandbox is not used: {visible(problem)}.\n")
 
 
 def _to_dict(item: "Example") -> dict[str, Any]:

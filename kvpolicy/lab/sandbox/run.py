@@ -18,7 +18,7 @@ from typing import BinaryIO, Literal, TypedDict
 import attrs
 
 from kvpolicy.errors import TaskError
-from kvpolicy.lab.sandbox.sandboxes import FIRST_USER, NUM_USERS, Sandbox, bubblewrap, landlock
+from kvpolicy.lab.sandbox.walls import FIRST_USER, NUM_USERS, Wall, bubblewrap, landlock
 
 MEMORY_BYTES = 4 * 2**30
 MAX_FILE_BYTES = 16 * 2**20  # also of the output
@@ -93,7 +93,7 @@ class Finished:
 
 
 @cache
-def find_sandbox() -> Sandbox:
+def find_wall() -> Wall:
     """The way in which programs are confined on this machine: the first that works.
 
     Raises:
@@ -102,12 +102,12 @@ def find_sandbox() -> Sandbox:
     problems = []
     for make in (bubblewrap, partial(bubblewrap, proc=False), landlock):
         try:
-            sandbox = make()
-            _try(sandbox)
+            wall = make()
+            _try(wall)
         except TaskError as error:
             problems.append(str(error))
         else:
-            return attrs.evolve(sandbox, rejected=tuple(dict.fromkeys(problems)))
+            return wall
     reasons = "; ".join(dict.fromkeys(problems))
     msg = (
         "programs written by a model are only run in a sandbox, and there is none on this machine: "
@@ -134,20 +134,18 @@ def run_program(
     Raises:
         TaskError: There is no sandbox, or it did not start the program.
     """
-    return _run(find_sandbox(), source, stdin, time_s=time_s, memory_bytes=memory_bytes)
+    return _run(find_wall(), source, stdin, time_s=time_s, memory_bytes=memory_bytes)
 
 
-def _try(sandbox: Sandbox) -> None:
-    finished = _run(sandbox, _TRIAL, "works\n", time_s=20.0, memory_bytes=MEMORY_BYTES)
+def _try(wall: Wall) -> None:
+    finished = _run(wall, _TRIAL, "works\n", time_s=20.0, memory_bytes=MEMORY_BYTES)
     if (finished.ending, finished.stdout) != ("done", "works\n"):
         last = finished.stderr.strip().rpartition("\n")[2]
-        msg = f"{sandbox.name} does not hold here ({last or finished.stdout.strip()})"
+        msg = f"{wall.name} does not hold here ({last or finished.stdout.strip()})"
         raise TaskError(msg)
 
 
-def _run(
-    sandbox: Sandbox, source: str, stdin: str, *, time_s: float, memory_bytes: int
-) -> Finished:
+def _run(wall: Wall, source: str, stdin: str, *, time_s: float, memory_bytes: int) -> Finished:
     job = Job(
         program=source,
         cpu_s=int(time_s) + 1,
@@ -156,15 +154,15 @@ def _run(
         file_bytes=MAX_FILE_BYTES,
         folder_bytes=MAX_FOLDER_BYTES,
         folder_files=MAX_FILES,
-        has_folder=sandbox.has_folder,
-        user=FIRST_USER + secrets.randbelow(NUM_USERS) if sandbox.lends_user else None,
-        namespaces=sandbox.namespaces,
-        readable=sandbox.readable,
-        hidden=sandbox.hidden,
-        packages=sandbox.packages,
-        filter=sandbox.filter.hex(),
+        has_folder=wall.has_folder,
+        user=FIRST_USER + secrets.randbelow(NUM_USERS) if wall.lends_user else None,
+        namespaces=wall.namespaces,
+        readable=wall.readable,
+        hidden=wall.hidden,
+        packages=wall.packages,
+        filter=wall.filter.hex(),
         # In a namespace of its own, the child does not see this process.
-        parent=None if sandbox.has_folder else os.getpid(),
+        parent=None if wall.has_folder else os.getpid(),
     )
     with (
         _in_memory(json.dumps(job)) as job_file,
@@ -172,7 +170,7 @@ def _run(
         _in_memory() as output,
         _in_memory() as errors,
     ):
-        with _started(sandbox, job_file, given, output, errors) as process:
+        with _started(wall, job_file, given, output, errors) as process:
             with suppress(subprocess.TimeoutExpired):
                 process.wait(time_s)
             status = process.poll()
@@ -188,7 +186,7 @@ def _ending(status: int | None) -> Ending:
 
 @contextmanager
 def _started(
-    sandbox: Sandbox, job: BinaryIO, stdin: BinaryIO, stdout: BinaryIO, stderr: BinaryIO
+    wall: Wall, job: BinaryIO, stdin: BinaryIO, stdout: BinaryIO, stderr: BinaryIO
 ) -> Iterator["subprocess.Popen[bytes]"]:
     """A program that has started, with everything in force; it is killed on exit."""
     reader, writer = os.pipe()
@@ -197,7 +195,7 @@ def _started(
         with open(writer, "wb", 0):
             try:
                 process = subprocess.Popen(
-                    [*sandbox.command, str(job.fileno()), str(writer)],
+                    [*wall.command, str(job.fileno()), str(writer)],
                     stdin=stdin,
                     stdout=stdout,
                     stderr=stderr,
@@ -207,14 +205,14 @@ def _started(
                     start_new_session=True,
                 )
             except OSError as error:
-                msg = f"{sandbox.name} cannot be started ({error})"
+                msg = f"{wall.name} cannot be started ({error})"
                 raise TaskError(msg) from error
         try:
             if not (_is_ready(held, _START_S) and held.read(1)):
                 process.kill()
                 process.wait()
                 reason = _read(stderr, last=_LAST_ERROR_BYTES).strip().rpartition("\n")[2]
-                msg = f"{sandbox.name} did not start a program ({reason or 'no reason was given'})"
+                msg = f"{wall.name} did not start a program ({reason or 'no reason was given'})"
                 raise TaskError(msg)
             yield process
         finally:
@@ -226,9 +224,7 @@ def _started(
 
 
 def _is_ready(file: BinaryIO, timeout_s: float) -> bool:
-    poll = select.poll()  # `select` cannot wait for descriptors beyond 1024
-    poll.register(file, select.POLLIN)
-    return bool(poll.poll(timeout_s * 1000))
+    return bool(select.select([file], [], [], timeout_s)[0])
 
 
 def _in_memory(text: str = "") -> BinaryIO:

@@ -5,11 +5,12 @@ Rows of JSON lines are read on access, so that large files need not fit into mem
 
 import importlib.util
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from kvpolicy.errors import TaskError, error_summary
-from kvpolicy.files import parse_json, read_text
+from kvpolicy.files import MAX_BYTES, open_binary, parse_json, read_text
 from kvpolicy.model.hub import hub_reachable
 
 Row = Mapping[str, Any]
@@ -42,7 +43,8 @@ def read_rows(source: str, *, config: str | None = None, split: str = "test") ->
     if path.suffix in (".json", ".txt"):
         return _read_whole(path)
     if path.suffix in _TABLES:
-        _check_file(path)
+        with open_binary(path, f"task file {path}", error=TaskError):
+            pass  # it exists
         return _load(source, _TABLES[path.suffix], data_files=source, split="train")
     return _load(source, source, config, split=split)
 
@@ -70,10 +72,12 @@ class JsonRows(Sequence[Row]):
         """Index the lines; raises `TaskError` if a file cannot be read."""
         self._lines: list[tuple[Path, int, int]] = []
         for path in paths:
-            _check_file(path)
-            with path.open("rb") as file:
+            with open_binary(path, f"task file {path}", error=TaskError) as file:
                 start = 0
-                for number, line in enumerate(file, 1):
+                for number, line in enumerate(iter(partial(file.readline, MAX_BYTES + 1), b""), 1):
+                    if len(line) > MAX_BYTES:
+                        msg = f"line {number} of {path} is longer than {MAX_BYTES >> 20} MiB"
+                        raise TaskError(msg)
                     if line.strip():
                         self._lines.append((path, number, start))
                     start += len(line)
@@ -83,7 +87,7 @@ class JsonRows(Sequence[Row]):
 
     def __getitem__(self, index: Any) -> Any:
         path, number, start = self._lines[index]
-        with path.open("rb") as file:
+        with open_binary(path, f"task file {path}", error=TaskError) as file:
             file.seek(start)
             line = file.readline()
         where = f"line {number} of {path}"
@@ -96,14 +100,6 @@ class JsonRows(Sequence[Row]):
             msg = f"{where} is not a JSON object; expected one on each line"
             raise TaskError(msg)
         return row
-
-
-def _check_file(path: Path) -> None:
-    try:
-        path.open("rb").close()
-    except OSError as error:
-        msg = f"task file {path} cannot be read: {error.strerror}"
-        raise TaskError(msg) from error
 
 
 def _read_whole(path: Path) -> Rows:

@@ -21,7 +21,7 @@ import attrs
 
 from kvpolicy.errors import TaskError, error_summary
 from kvpolicy.files import parse_json
-from kvpolicy.lab.sandbox.run import find_sandbox
+from kvpolicy.lab.sandbox.run import find_wall
 from kvpolicy.lab.tasks.answers import extract_code
 from kvpolicy.lab.tasks.code_grading import Test, passes
 from kvpolicy.lab.tasks.datasets import JsonRows, Rows
@@ -84,7 +84,7 @@ class LiveCodeBench:
     @property
     def metric(self) -> Graded:
         """Accuracy; raises `TaskError` on machines without a sandbox for programs."""
-        find_sandbox()
+        find_wall()
         return Graded(self.grade, runs_code=True)
 
     def examples(self, n: int, *, seed: int, split: Split = "test") -> Sequence[Example]:

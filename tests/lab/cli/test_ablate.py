@@ -3,15 +3,11 @@
 import csv
 import json
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
-from lab_samples import CELLS, sample
 from shell import Shell
 
-from kvpolicy.lab.cli.ablate import _Status
-from kvpolicy.lab.tasks.task import Graded, load_task
+from kvpolicy.lab.tasks.task import load_task
 
 SMALL = (
     *("--n", 3, "--slots", 3, "--max-new-tokens", 20),
@@ -75,9 +71,9 @@ def test_every_sample_carries_the_text_that_was_graded(
     task = load_task("reasoner")
     items = task.examples(3, seed=0)
     assert sorted(s["item"] for s in samples) == [0, 0, 1, 1, 2, 2]
-    for one in samples:
-        assert one["correct"] == task.grade(one["text"], items[one["item"]])
-        assert one["peak_rows"] <= 20 + 6
+    for sample in samples:
+        assert sample["correct"] == task.grade(sample["text"], items[sample["item"]])
+        assert sample["peak_rows"] <= 20 + 6
 
 
 def test_json_has_the_documented_shape(kvpolicy: Shell, model_folder: Path) -> None:
@@ -180,26 +176,3 @@ def test_a_cell_in_which_every_request_fails_is_reported(
     assert kvpolicy("report", "out").status == 0
     assert kvpolicy("plot", "out", "--to", "out.png").status == 0
     assert kvpolicy("results", "compare", "out", "--with", "full cache").status == 0
-
-
-def test_a_running_cell_has_no_mean_of_the_answers_that_ended_first() -> None:
-    full, small = CELLS
-    setting: Any = SimpleNamespace(
-        examples=range(4),
-        model=SimpleNamespace(name="m"),
-        task=SimpleNamespace(name="t", metric=Graded(lambda text, example: True)),
-        seed=0,
-    )
-    sweep: Any = SimpleNamespace(
-        cells=CELLS,
-        settings=[setting],
-        setting_of=lambda cell: setting,
-        cell={cell.id: cell for cell in CELLS}.__getitem__,
-    )
-    status = _Status(sweep, [sample(full, i, correct=True) for i in range(4)])
-    for i in range(3):
-        status.add(sample(small, i, correct=True))
-        assert status.line() == f"1/2 cells, small at 16: {i + 1} of 4 done"
-    status.add(sample(small, 3, correct=False))
-    assert status.line() == "2/2 cells"
-    assert status.cell_line(small, 1.5) == "2/2  small at 16: accuracy 75% over 4 in 1.5 s"

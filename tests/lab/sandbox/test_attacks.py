@@ -19,7 +19,7 @@ import pytest
 
 from kvpolicy.lab.sandbox import run
 from kvpolicy.lab.sandbox.run import run_program
-from kvpolicy.lab.sandbox.sandboxes import Sandbox
+from kvpolicy.lab.sandbox.walls import Wall
 
 SECRET = "kvpolicy-test-secret"
 
@@ -458,22 +458,22 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], d
 
 @pytest.mark.parametrize(("group", "name"), ATTACKS, ids=[f"{g}-{n}" for g, n in ATTACKS])
 def test_an_attack_is_refused(
-    sandbox: Sandbox, outcomes: Callable[[str, str], dict[str, str]], group: str, name: str
+    wall: Wall, outcomes: Callable[[str, str], dict[str, str]], group: str, name: str
 ) -> None:
-    assert outcomes(sandbox.name, group)[name].startswith(("refused: ", "killed: "))
+    assert outcomes(wall.name, group)[name].startswith(("refused: ", "killed: "))
 
 
 @pytest.mark.parametrize("group", ["signals", "other processes", "namespaces", "files"])
 def test_bubblewrap_keeps_programs_from_all_else_without_the_filter(
-    sandbox: Sandbox, tmp_path: Path, group: str
+    wall: Wall, tmp_path: Path, group: str
 ) -> None:
-    if not sandbox.has_folder:
+    if not wall.has_folder:
         pytest.skip("this way consists of the filter and Landlock")
     allow_all = bytes.fromhex("060000000000ff7f")
     with scene(tmp_path / "outside") as aims:
         before = aims.state()
         source = program(GROUPS[group], aims.targets)
-        unfiltered = attrs.evolve(sandbox, filter=allow_all)
+        unfiltered = attrs.evolve(wall, filter=allow_all)
         finished = run._run(unfiltered, source, "", time_s=20, memory_bytes=2**30)
         assert aims.state() == before
     assert SECRET not in finished.stdout

@@ -17,8 +17,8 @@ import pytest
 from kvpolicy.errors import TaskError
 from kvpolicy.lab.sandbox import run
 from kvpolicy.lab.sandbox.run import MAX_FILE_BYTES, MAX_FILES, MAX_FOLDER_BYTES, run_program
-from kvpolicy.lab.sandbox.sandboxes import Sandbox, bubblewrap
 from kvpolicy.lab.sandbox.system_calls import filter_code
+from kvpolicy.lab.sandbox.walls import Wall, bubblewrap
 
 WORKING = {
     "a print": ("print(1)", "", "1\n"),
@@ -90,8 +90,8 @@ WORKING = {
 
 
 @pytest.mark.parametrize("what", WORKING)
-def test_programs_of_contests_work(sandbox: Sandbox, what: str) -> None:
-    if what == "/dev/stdin" and "without /proc" in sandbox.name:
+def test_programs_of_contests_work(wall: Wall, what: str) -> None:
+    if what == "/dev/stdin" and "without /proc" in wall.name:
         pytest.skip("a link into /proc")
     source, stdin, output = WORKING[what]
     finished = run_program(source, stdin, time_s=20)
@@ -108,7 +108,7 @@ def test_programs_of_contests_work(sandbox: Sandbox, what: str) -> None:
         ("import os; os.abort()", ""),
     ],
 )
-def test_programs_fail_as_elsewhere(sandbox: Sandbox, source: str, reason: str) -> None:
+def test_programs_fail_as_elsewhere(wall: Wall, source: str, reason: str) -> None:
     finished = run_program(source, "", time_s=20)
     assert finished.ending == "failed"
     assert reason in finished.stderr
@@ -127,7 +127,7 @@ STUBBORN = (
 @pytest.mark.parametrize(
     "source", ["while True: pass", "import time; time.sleep(60)", STUBBORN, "input(input())"]
 )
-def test_a_program_that_does_not_end_is_ended(sandbox: Sandbox, source: str) -> None:
+def test_a_program_that_does_not_end_is_ended(wall: Wall, source: str) -> None:
     begun = time.monotonic()
     finished = run_program(source, "x\n", time_s=0.5)
     assert finished.ending == ("failed" if "input" in source else "timeout")
@@ -135,12 +135,12 @@ def test_a_program_that_does_not_end_is_ended(sandbox: Sandbox, source: str) -> 
     assert confined_below(os.getpid()) == []
 
 
-def test_processor_time_is_limited_by_the_kernel(sandbox: Sandbox) -> None:
+def test_processor_time_is_limited_by_the_kernel(wall: Wall) -> None:
     source = "import resource; print(resource.getrlimit(resource.RLIMIT_CPU))"
     assert run_program(source, "", time_s=1.5).stdout == "(2, 2)\n"
 
 
-def test_what_is_written_is_limited_as_a_whole(sandbox: Sandbox) -> None:
+def test_what_is_written_is_limited_as_a_whole(wall: Wall) -> None:
     source = (
         "total = count = 0\n"
         "try:\n"
@@ -152,12 +152,12 @@ def test_what_is_written_is_limited_as_a_whole(sandbox: Sandbox) -> None:
     )
     finished = run_program(source, "", time_s=20)
     total, count, _ = map(int, finished.stdout.split())
-    assert (count > 0) is sandbox.has_folder
+    assert (count > 0) is wall.has_folder
     assert total <= MAX_FOLDER_BYTES
-    assert total > MAX_FOLDER_BYTES / 2 or not sandbox.has_folder
+    assert total > MAX_FOLDER_BYTES / 2 or not wall.has_folder
 
 
-def test_files_are_limited_in_number(sandbox: Sandbox) -> None:
+def test_files_are_limited_in_number(wall: Wall) -> None:
     source = (
         "import os\n"
         "count = 0\n"
@@ -169,11 +169,11 @@ def test_files_are_limited_in_number(sandbox: Sandbox) -> None:
     )
     count = int(run_program(source, "", time_s=20).stdout)
     assert 0 <= count <= MAX_FILES
-    assert (count > 0) is sandbox.has_folder
+    assert (count > 0) is wall.has_folder
 
 
 @pytest.mark.parametrize("stream", ["stdout", "stderr"])
-def test_output_is_limited(sandbox: Sandbox, stream: str) -> None:
+def test_output_is_limited(wall: Wall, stream: str) -> None:
     source = f"import sys\nwhile True: sys.{stream}.write('x' * 2**20)"
     finished = run_program(source, "", time_s=20)
     assert finished.ending == "failed"
@@ -181,37 +181,35 @@ def test_output_is_limited(sandbox: Sandbox, stream: str) -> None:
     assert len(finished.stderr) <= 4096
 
 
-def test_the_folder_is_empty_for_every_program(sandbox: Sandbox) -> None:
-    if not sandbox.has_folder:
+def test_the_folder_is_empty_for_every_program(wall: Wall) -> None:
+    if not wall.has_folder:
         pytest.skip("this way has no folder to write to")
     source = "import os; print(os.getcwd(), os.listdir()); open('x', 'w').close()"
     for _ in range(2):
         assert run_program(source, "", time_s=20).stdout == "/home []\n"
 
 
-def test_bubblewrap_works_with_an_empty_proc(sandbox: Sandbox) -> None:
-    if not sandbox.has_folder:
+def test_bubblewrap_works_with_an_empty_proc(wall: Wall) -> None:
+    if not wall.has_folder:
         pytest.skip("this way has no file system of its own")
     emptied = bubblewrap(proc=False)
     run._try(emptied)
     assert "without /proc" in emptied.name
 
 
-def test_programs_get_none_of_our_variables(
-    sandbox: Sandbox, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_programs_get_none_of_our_variables(wall: Wall, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_TOKEN", "secret")
     finished = run_program("import os; print(sorted(os.environ))", "", time_s=20)
     assert "HF_TOKEN" not in finished.stdout
     assert "'HOME'" in finished.stdout
 
 
-def test_programs_are_not_root(sandbox: Sandbox) -> None:
+def test_programs_are_not_root(wall: Wall) -> None:
     source = "import os; print(0 in (*os.getresuid(), *os.getresgid(), *os.getgroups()))"
     assert run_program(source, "", time_s=20).stdout == "False\n"
 
 
-def test_programs_may_run_side_by_side(sandbox: Sandbox) -> None:
+def test_programs_may_run_side_by_side(wall: Wall) -> None:
     source = "import threading, time\nthreading.Thread(target=time.sleep, args=(0.2,)).start()"
     with ThreadPoolExecutor(6) as pool:
         found = list(pool.map(lambda _: run_program(source, "", time_s=20).ending, range(6)))
@@ -225,10 +223,10 @@ run_program("import time\\ntime.sleep(300)", "", time_s=300)
 
 
 def test_a_program_ends_with_its_grader(
-    sandbox: Sandbox, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    wall: Wall, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TMPDIR", str(tmp_path))
-    if not sandbox.has_folder:
+    if not wall.has_folder:
         monkeypatch.setenv("PATH", "/nonexistent")
     with subprocess.Popen([sys.executable, "-c", GRADER]) as grader:
         try:
@@ -267,16 +265,16 @@ def confined_below(process: int, *, asleep: bool = False) -> list[int]:
     ]
 
 
-def test_a_sandbox_with_a_hole_is_not_used(sandbox: Sandbox) -> None:
+def test_a_wall_with_a_hole_is_not_used(wall: Wall) -> None:
     allow_all = bytes.fromhex("060000000000ff7f")
-    with pytest.raises(TaskError, match=f"{sandbox.name} does not hold here"):
-        run._try(attrs.evolve(sandbox, filter=allow_all))
+    with pytest.raises(TaskError, match=f"{wall.name} does not hold here"):
+        run._try(attrs.evolve(wall, filter=allow_all))
 
 
-def test_a_sandbox_that_fails_starts_no_program(sandbox: Sandbox) -> None:
+def test_a_wall_that_does_not_stand_starts_no_program(wall: Wall) -> None:
     with pytest.raises(TaskError, match="did not start a program"):
-        run._run(attrs.evolve(sandbox, filter=b""), "print(1)", "", time_s=9, memory_bytes=2**30)
-    broken = attrs.evolve(sandbox, command=["/nonexistent/program"])
+        run._run(attrs.evolve(wall, filter=b""), "print(1)", "", time_s=9, memory_bytes=2**30)
+    broken = attrs.evolve(wall, command=["/nonexistent/program"])
     with pytest.raises(TaskError, match="cannot be started"):
         run._run(broken, "print(1)", "", time_s=9, memory_bytes=2**30)
 
@@ -284,10 +282,10 @@ def test_a_sandbox_that_fails_starts_no_program(sandbox: Sandbox) -> None:
 @pytest.fixture
 def _choice() -> Iterator[None]:
     """The choice of a way is made anew in this test."""
-    run.find_sandbox.cache_clear()
+    run.find_wall.cache_clear()
     filter_code.cache_clear()
     yield
-    run.find_sandbox.cache_clear()
+    run.find_wall.cache_clear()
     filter_code.cache_clear()
 
 
@@ -298,7 +296,7 @@ def test_without_bubblewrap_and_pyseccomp_programs_are_refused(
     monkeypatch.setenv("PATH", "/nonexistent")
     monkeypatch.setitem(sys.modules, "pyseccomp", None)
     with pytest.raises(TaskError, match="none on this machine: bubblewrap is not installed") as why:
-        run.find_sandbox()
+        run.find_wall()
     assert "kvpolicy[tasks]" in str(why.value)
     assert "apt-get install bubblewrap" in str(why.value)
 
@@ -314,14 +312,14 @@ def test_a_missing_library_is_named(monkeypatch: pytest.MonkeyPatch, error: Exce
     monkeypatch.delitem(sys.modules, "pyseccomp", raising=False)
     monkeypatch.setattr(sys, "meta_path", [Broken(), *sys.meta_path])
     with pytest.raises(TaskError, match="the library libseccomp is missing"):
-        run.find_sandbox()
+        run.find_wall()
 
 
 @pytest.mark.usefixtures("_choice")
 def test_other_systems_have_no_sandbox(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "platform", "darwin")
     with pytest.raises(TaskError, match=r"no Linux.*use a virtual machine with Linux"):
-        run.find_sandbox()
+        run.find_wall()
 
 
 @pytest.mark.usefixtures("_choice")

@@ -16,7 +16,7 @@ from kvpolicy.lab.tasks.code_grading import Test, passes, same_output
 from kvpolicy.lab.tasks.livecodebench import unpack
 from kvpolicy.lab.tasks.task import GradeError, load_task
 
-in_sandbox = pytest.mark.usefixtures("any_sandbox")
+in_sandbox = pytest.mark.usefixtures("any_wall")
 
 SUM = "while True:\n    try: print(sum(map(int, input().split())))\n    except EOFError: break\n"
 TWO_SUM = """class Solution:
@@ -123,7 +123,7 @@ def test_a_program_may_ignore_its_input() -> None:
 def test_programs_are_refused_without_a_sandbox(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run.find_sandbox.cache_clear()
+    run.find_wall.cache_clear()
     monkeypatch.setattr(sys, "platform", "plan9")
     with pytest.raises(TaskError, match="is no Linux"):
         _ = load_task(f"livecodebench:source={tmp_path}").metric
@@ -136,7 +136,7 @@ def test_a_program_that_cannot_be_started_has_no_verdict(
         msg = "the sandbox did not start a program"
         raise TaskError(msg)
 
-    monkeypatch.setattr(run, "find_sandbox", fail)
+    monkeypatch.setattr(run, "find_wall", fail)
     file = write_jsonl(tmp_path / "test.jsonl", LIVECODEBENCH[:1])
     task = load_task(f"livecodebench:source={file}")
     (item,) = task.examples(1, seed=0)

@@ -31,7 +31,7 @@ _SCRIPT, _SCRIPT_INSIDE = str(Path(__file__).with_name("child.py")), "/child.py"
 
 
 @attrs.frozen
-class Sandbox:
+class Wall:
     """One way to confine programs.
 
     Attributes:
@@ -45,7 +45,6 @@ class Sandbox:
             write to.
         lends_user: Whether programs run as a user of their own, because this process is root.
         namespaces: Flags of the namespaces that ``child.py`` enters if the kernel allows it.
-        rejected: Why each better way is not used here.
     """
 
     name: str
@@ -57,10 +56,9 @@ class Sandbox:
     has_folder: bool
     lends_user: bool
     namespaces: int
-    rejected: tuple[str, ...] = ()
 
 
-def bubblewrap(*, proc: bool = True) -> Sandbox:
+def bubblewrap(*, proc: bool = True) -> Wall:
     """Namespaces of its own and an empty file system, by bubblewrap.
 
     Args:
@@ -80,7 +78,7 @@ def bubblewrap(*, proc: bool = True) -> Sandbox:
     # A process of bubblewrap in the namespace ends it with the grader. One of the same user would
     # be in reach of the program, which the kernel then ends directly.
     user = [] if lends_user else ["--unshare-user", "--as-pid-1"]
-    return Sandbox(
+    return Wall(
         name=_version(program) + ("" if proc else ", without /proc"),
         command=[
             *(program, "--die-with-parent", "--new-session", *user),
@@ -105,7 +103,7 @@ def bubblewrap(*, proc: bool = True) -> Sandbox:
     )
 
 
-def landlock() -> Sandbox:
+def landlock() -> Wall:
     """No writing, and no reading but of the interpreter's files, by seccomp and Landlock.
 
     Raises:
@@ -113,7 +111,7 @@ def landlock() -> Sandbox:
     """
     _check_platform()
     code, interpreter = filter_code(writes=False), describe_interpreter()
-    return Sandbox(
+    return Wall(
         name="seccomp and Landlock",
         command=[*_python(interpreter), _SCRIPT],
         readable=interpreter.readable,
