@@ -386,7 +386,8 @@ def plan_of_policies(
 
     stack = [name.strip() for policy in policies for name in policy.split("+")]
     typed = " ".join(f"--policy {quote(policy)}" for policy in policies)
-    changes = [Override("stack", stack, source=typed), *_typed_numbers(numbers), *overrides]
+    changes: list[str | Override] = [Override("stack", stack, source=typed)]
+    changes += [*_typed_numbers(numbers), *overrides]
     options = {key: f"--{key}" for key in numbers}
     return Plan.from_dict({}, changes, name="the command line", options=options)
 
