@@ -10,6 +10,7 @@ of the tokens as ``position_ids``. What differs between 5.2 and 5.23:
 """
 
 from collections.abc import Callable, Collection, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import attrs
@@ -25,7 +26,6 @@ from kvpolicy.model.config import (
     check_loaded,
     check_runs,
     decoder_layers,
-    device_of,
     layer_configs,
     layer_shape,
     sliding_windows,
@@ -159,7 +159,7 @@ class ModelAdapter:
 
     def layer_shapes(self) -> list[LayerShape]:
         """Shape and device of each layer's keys and values."""
-        devices = map(device_of, decoder_layers(self.model))
+        devices = map(_device_of, decoder_layers(self.model))
         shards = self.processes.num_shards
         return [
             layer_shape(config, self.model.dtype, device, window, shards)
@@ -182,12 +182,12 @@ class ModelAdapter:
     @property
     def device(self) -> torch.device:
         """Device of the model's inputs."""
-        return device_of(self.model)
+        return _device_of(self.model)
 
     @property
     def last_device(self) -> torch.device:
         """Device of the last layer's states."""
-        return device_of(decoder_layers(self.model)[-1])
+        return _device_of(decoder_layers(self.model)[-1])
 
     def forward(self, given: ForwardInput) -> tuple[Tensor, Tensor | None]:
         """Run the model over the new tokens of a step, and commit their rows.
@@ -204,7 +204,8 @@ class ModelAdapter:
         """
         twin, step, cache = self._twin.current(), given.step, StepCache(given.step)
         device = self.device
-        with torch.inference_mode(), serving(step.totals.tolist()):
+        by_length = serving(step.totals.tolist()) if self._rotates_by_length else nullcontext()
+        with torch.inference_mode(), by_length:
             output = (twin if self._run_own_hooks else twin.forward)(
                 input_ids=given.token_ids.to(device),
                 position_ids=torch.from_numpy(step.position_ids).to(device),
@@ -230,7 +231,9 @@ class ModelAdapter:
 
     def _register(self, copies: Copies) -> None:
         """Register the hooks of a new twin; they read the forward under way from its arguments."""
-        for rotary in filter(depends_on_length, self.model.modules()):
+        rotaries = list(filter(depends_on_length, self.model.modules()))
+        self._rotates_by_length = bool(rotaries)
+        for rotary in rotaries:
             copied = copies.hookable(rotary)
             vars(copied)["forward"] = by_sequence(copied)
         if self._reads_states:
@@ -258,6 +261,19 @@ class ModelAdapter:
     def _any_token(self) -> int:
         """Not the padding token: its state, and so its keys, may be zero."""
         return 1 if self._config.pad_token_id == 0 else 0
+
+
+def _device_of(module: nn.Module) -> torch.device:
+    """The device on which a module computes: that of its weights.
+
+    Weights that accelerate has offloaded are on ``meta`` until its hooks bring them.
+    """
+    device = next(module.parameters()).device
+    if device.type != "meta":
+        return device
+    hooks = (getattr(part, "_hf_hook", None) for part in module.modules())
+    brought = (getattr(hook, "execution_device", None) for hook in hooks)
+    return torch.device(next((one for one in brought if one is not None), device))
 
 
 def _receive_states(_: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:

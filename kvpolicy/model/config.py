@@ -148,19 +148,6 @@ def check_loaded(model: PreTrainedModel) -> None:
         raise ModelError(msg)
 
 
-def device_of(module: nn.Module) -> torch.device:
-    """The device on which a module computes: that of its weights.
-
-    Weights that accelerate has offloaded are on ``meta`` until its hooks bring them.
-    """
-    device = next(module.parameters()).device
-    if device.type != "meta":
-        return device
-    hooks = (getattr(part, "_hf_hook", None) for part in module.modules())
-    brought = (getattr(hook, "execution_device", None) for hook in hooks)
-    return torch.device(next((one for one in brought if one is not None), device))
-
-
 def stop_ids(model: PreTrainedModel) -> tuple[int, ...]:
     """Tokens that end a generation, from the model's own configuration.
 
