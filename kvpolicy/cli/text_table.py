@@ -119,8 +119,8 @@ def _blocks(
     left = list(others)
     while left:
         tried = (_narrowed([*keys, *left[:n]], _FOLD_NAMES, width) for n in range(len(left), 0, -1))
-        block = next((one for one in tried if _fits(one, width)), None)
-        block = block or _narrowed([*keys, left[0]], _FOLD_NAMES, width)
+        one_more = _narrowed([*keys, left[0]], _FOLD_NAMES, width)
+        block = next((one for one in tried if _fits(one, width)), one_more)
         yield block
         left = left[len(block.columns) - len(keys) :]
 

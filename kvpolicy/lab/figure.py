@@ -302,7 +302,7 @@ def _titles(figure: "Figure", size: Size) -> list[_Title]:
         heading = axes.set_title(axes.get_title(loc="left"))
         texts += [(heading, width, False), (axes.xaxis.label, width, False)]
         texts += [(axes.yaxis.label, size.height * figure.dpi, True)]
-    return [_Title(text, drawable(text.get_text()), *how) for text, *how in texts]
+    return [_Title(text, drawable(text.get_text()), room, up) for text, room, up in texts]
 
 
 def _fewer(letters: int) -> int:

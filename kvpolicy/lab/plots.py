@@ -146,7 +146,7 @@ def save_frontier(
             mine = sorted((x, y) for point, x, y in found if point.series == series)
             _draw_points(axes, mine, **line_look(look) | {"linewidth": 0.7})
         best = frontier([(x, y.value) for _, x, y in found], sign=1 if is_share else -1)
-        stairs = {"color": FAINT, "linewidth": 1.2, "linestyle": ":", "zorder": 1}
+        stairs: dict[str, Any] = {"color": FAINT, "linewidth": 1.2, "linestyle": ":", "zorder": 1}
         axes.step([x for x, _ in best], [y for _, y in best], where="post", **stairs)
         _set_value_axis(axes, [y for _, _, y in found], is_share=is_share)
         costs = [x for _, x, _ in found]
