@@ -17,6 +17,8 @@ from run_folders import write_run
 from shell import Answer, Shell
 
 from kvpolicy.cli.app import command_names, load_command
+from kvpolicy.lab.sandbox.run import Finished
+from kvpolicy.lab.tasks import code_grading
 from kvpolicy.text import visible, visible_lines
 
 # Numbers
@@ -345,3 +347,8 @@ def test_docstrings_and_exceptions_of_plugins_are_shown_without_effect(
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_any_text_is_answered_well(kvpolicy: Shell, command: str, text: str) -> None:
     check(kvpolicy(*(word.replace("{text}", text) for word in command.split())))
+
+
+def test_a_program_that_prints_brackets_is_wrong() -> None:
+    finished = Finished("done", code_grading._MARK + DEEP, "")
+    assert not code_grading._returned(finished, "[]")

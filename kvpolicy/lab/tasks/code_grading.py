@@ -1,6 +1,5 @@
 """Grading of programs: a program is run on tests, in the sandbox."""
 
-import json
 import re
 from collections.abc import Sequence
 from decimal import Decimal, InvalidOperation
@@ -8,6 +7,7 @@ from typing import Any
 
 import attrs
 
+from kvpolicy.files import parse_json
 from kvpolicy.lab.sandbox.run import Finished, run_program
 
 # Imports that contest sites prepend to solutions with starter code.
@@ -95,10 +95,10 @@ def _returned(finished: Finished, expected: str) -> bool:
     if finished.ending != "done" or not mark:
         return False
     try:
-        found: Any = json.loads(answer)
-    except ValueError:
+        found: Any = parse_json(answer)
+    except ValueError:  # a program may print anything
         return False
-    return bool(found == json.loads(expected))
+    return bool(found == parse_json(expected))
 
 
 def _same_line(found: str, expected: str) -> bool:
