@@ -30,7 +30,7 @@ function legend(group, hidden, draw) {
   const entries = seriesOf(group.cells).map((cell) => {
     const mark = glyph(cell);
     const props = { class: `legend-entry ${classOf(cell)}`, "aria-pressed": "true" };
-    return button([mark, h("bdi", {}, cell.seriesLabel)], (event) => toggle(event, cell.series), props);
+    return button([mark, h("bdi", {}, visible(cell.seriesLabel))], (event) => toggle(event, cell.series), props);
   });
   return h("div", { class: "legend", role: "group", "aria-label": "Series: press to hide or show" }, entries);
 }

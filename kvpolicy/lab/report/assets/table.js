@@ -10,7 +10,7 @@ export function table(caption, columns, rows) {
   const body = h("tbody");
   const heads = columns.map((column, i) => {
     const head = h("th", { scope: "col", class: column.right ? "right" : null, "aria-sort": "none" });
-    head.append(button([column.title, h("span", { class: "arrow", "aria-hidden": "true" })], () => sort(i)));
+    head.append(button([visible(column.title), h("span", { class: "arrow", "aria-hidden": "true" })], () => sort(i)));
     return head;
   });
   const sort = (number) => {
