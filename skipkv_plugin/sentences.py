@@ -45,7 +45,7 @@ class Delimiters:
             delimiters: Texts, or token ids, which need no tokenizer.
             tokenizer: The engine's tokenizer.
             match: ``"text"``, or ``"ids"``: the last token of the encoding of each text, as in
-                the authors' code, whatever the text before it.
+                the authors' code, whatever the text before it; a text without tokens has none.
 
         Raises:
             KVPolicyError: There are texts and no tokenizer.
@@ -62,7 +62,7 @@ class Delimiters:
             raise KVPolicyError(msg)
         encodings = [tokenizer.encode(text, add_special_tokens=False) for text in texts]
         if match == "ids":
-            return cls(frozenset(ids | {encoded[-1] for encoded in encodings}))
+            return cls(frozenset(ids | {encoded[-1] for encoded in encodings if encoded}))
         known = token_texts(tokenizer)
         multi_token = []
         for text, encoded in zip(texts, encodings, strict=True):

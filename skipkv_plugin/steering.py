@@ -28,9 +28,9 @@ def is_non_execution(
     if tokenizer is None or not keywords:
         return False
     if match == "ids":
-        return not {
-            tokenizer.encode(word, add_special_tokens=False)[-1] for word in keywords
-        }.isdisjoint(token_ids)
+        encodings = [tokenizer.encode(word, add_special_tokens=False) for word in keywords]
+        last_tokens = {encoded[-1] for encoded in encodings if encoded}
+        return not last_tokens.isdisjoint(token_ids)
     words = "|".join(map(re.escape, keywords))
     text = tokenizer.decode(list(token_ids))
     return re.search(rf"\b({words})\b", text, re.IGNORECASE) is not None

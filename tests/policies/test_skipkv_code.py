@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 from strategies import seeds
 from tiny import tiny_tokenizer, word_tokenizer
 
-from kvpolicy import Plan
+from kvpolicy import Engine, Plan
 from kvpolicy.entry_points import installed
+from kvpolicy.model.loading import load_model
 from kvpolicy.plan.toml import parse_value
 from kvpolicy.toolkit import Paragraphs
 from skipkv_plugin.policy import SkipKV
@@ -107,6 +108,21 @@ def test_a_delimiter_of_several_tokens_is_its_last_token_by_id() -> None:
     (line_break,) = tokenizer.encode("\n", add_special_tokens=False)
     assert delimiters.ids == {line_break}
     assert delimiters.end_at([line_break])
+
+
+@pytest.mark.needs_reasoner
+@pytest.mark.parametrize("model", ["reasoner", "reasoner-verbose"])
+def test_texts_that_a_tokenizer_does_not_know_are_no_delimiters_and_keywords(model: str) -> None:
+    """The bundled tokenizers encode a single line break as nothing, and ``.\\n`` as a full stop."""
+    _, tokenizer = load_model(model)
+    assert tokenizer.encode(")\n", add_special_tokens=False) == []
+    knobs = knobs_of("skipkv-code")
+    delimiters = Delimiters.of(knobs["delimiters"], tokenizer, "ids")
+    assert {tokenizer.decode([one]) for one in delimiters.ids} == {".", "\n\n"}
+    plan = Plan.load("skipkv-code", [f"skipkv.vector={model}", "skipkv.layer=3", "budget=40"])
+    prompts = [" tea is 4. What is tea?<|assistant|><think>\n\n"]
+    (result,) = Engine(load_model(model)[0], tokenizer, plan).generate(prompts, max_new_tokens=30)
+    assert result.error is None
 
 
 # Similarities that are one token older
