@@ -102,7 +102,7 @@ def standard_streams() -> Iterator[None]:
             stdout.reconfigure(errors="backslashreplace")
         stack.enter_context(redirect_stdout(stdout))
         stderr = sys.stderr or stack.enter_context(open(os.devnull, "w", encoding="utf-8"))
-        stack.enter_context(redirect_stderr(_Lenient(stderr)))  # type: ignore[type-var]
+        stack.enter_context(redirect_stderr(_Lenient(stderr)))
         yield
 
 
