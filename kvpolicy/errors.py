@@ -97,7 +97,8 @@ def refusal_reason(error: BaseException) -> str:
     is_message = isinstance(error, (TypeError, ValueError)) and error.args
     if not (is_message and isinstance(error.args[0], str)):
         return error_summary(error)
-    return _one_line(str, error.args[0], _LONGEST_TEXT, instead="") or error_summary(error)
+    text = _one_line(str, error.args[0], _LONGEST_TEXT, instead="")
+    return text.removesuffix(".") or error_summary(error)
 
 
 def shown(value: object, longest: int = 60) -> str:

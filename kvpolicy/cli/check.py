@@ -51,7 +51,7 @@ def check(
     hidden_size: Annotated[
         int, typer.Option(min=1, help="Size of the hidden states, for steering vectors.")
     ] = 16,
-    layers: Annotated[int, typer.Option(min=1, help="Decoder layers.")] = 2,
+    layers: Annotated[int, typer.Option(min=1, max=1000, help="Decoder layers.")] = 2,
     plugin: Plugins = None,
     json: Json = False,
 ) -> None:

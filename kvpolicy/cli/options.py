@@ -6,7 +6,7 @@ An option is an annotated type, so that it has one name, one help text and one p
 import inspect
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import wraps
 from pathlib import Path
 from shlex import quote
@@ -358,12 +358,19 @@ def choose_plan(
         options = {key: f"--{key}" for key in numbers}
         return Plan.load(file, [*given, *overrides], options=options)
     if not policies:
-        if given:
-            msg = f"{given[0].source} needs --policy NAME or --plan FILE."
+        sources = [one.source for one in given] or _idle(overrides, numbers)
+        if sources:
+            msg = f"{sources[0]} needs --policy NAME or --plan FILE."
             raise KVPolicyError(msg)
         info("no policy was given: full cache.")
         return Plan.full_cache(overrides)
     return plan_of_policies(policies, numbers, overrides)
+
+
+def _idle(overrides: Sequence[str], numbers: Collection[str]) -> list[str]:
+    """The ``--set`` options if they set numbers only, which mean nothing to a full cache."""
+    keys = {one.partition("=")[0].strip() for one in overrides}
+    return [f"--set {quote(one)}" for one in overrides] if keys <= set(numbers) else []
 
 
 def plan_of_policies(
@@ -468,6 +475,23 @@ def split_list(text: str | None) -> list[str]:
         text: Such as ``"a, b"``.
     """
     return [value.strip() for value in (text or "").split(",") if value.strip()]
+
+
+def parse_names(option: str, text: str | None) -> list[str]:
+    """Parse the names of a comma-separated option.
+
+    Args:
+        option: Name of the option, for the message.
+        text: Such as ``"h2o,rkv"``; ``None`` if the option was not given.
+
+    Raises:
+        KVPolicyError: The option was given without a name.
+    """
+    names = split_list(text)
+    if text is not None and not names:
+        msg = f"{option} was given no name; leave it out, or give names: {option} A,B."
+        raise KVPolicyError(msg)
+    return names
 
 
 def parse_ints(option: str, text: str | None, *, minimum: int = 1) -> list[int]:

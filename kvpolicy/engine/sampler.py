@@ -12,6 +12,10 @@ from kvpolicy.engine.sequence import Sequence
 Sampler = abc.Callable[[abc.Sequence[Sequence], Tensor], abc.Sequence[int]]
 
 
+# Below this, quotients exceed fp32; the likeliest token has the probability 1 long before.
+_LEAST_TEMPERATURE = 1e-30
+
+
 def sample_next(sequences: abc.Sequence[Sequence], logits: Tensor) -> list[int]:
     """Sample the next token of each sequence with the sampling of its request."""
     tokens = logits.argmax(dim=-1)
@@ -41,7 +45,8 @@ def probabilities(logits: Tensor, samplings: abc.Sequence[Sampling]) -> tuple[Te
         return torch.tensor(values, device=logits.device)[:, None]
 
     vocab = logits.shape[1]
-    scaled = logits / column([sampling.temperature for sampling in samplings])
+    temperature = column([sampling.temperature for sampling in samplings])
+    scaled = logits / temperature.clamp(min=_LEAST_TEMPERATURE)
     ranked, tokens = scaled.sort(dim=-1, descending=True, stable=True)
     top_k = column([sampling.top_k or vocab for sampling in samplings])
     ranked = ranked.masked_fill(torch.arange(vocab, device=logits.device) >= top_k, -torch.inf)
@@ -49,6 +54,7 @@ def probabilities(logits: Tensor, samplings: abc.Sequence[Sampling]) -> tuple[Te
     # A token belongs to the nucleus while those before it have less than top_p.
     before = likely.cumsum(dim=-1) - likely
     outside = before >= column([sampling.top_p for sampling in samplings])
+    outside[:, 0] = False  # also if fp32 rounds top_p to 0
     return likely.masked_fill(outside, 0), tokens
 
 

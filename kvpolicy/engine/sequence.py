@@ -169,7 +169,9 @@ def encode(prompt: str | abc.Sequence[int], tokenizer: Any, vocab_size: int) -> 
         msg = f"the prompt is {prompt!r:.60}; expected text or a list of token ids"
         raise RequestError(msg)
     if not ids:
-        msg = "the prompt is empty; at least one token is needed"
+        is_unknown = isinstance(prompt, str) and prompt
+        what = "has no text that the tokenizer knows" if is_unknown else "is empty"
+        msg = f"the prompt {what}; at least one token is needed"
         raise RequestError(msg)
     outside = [token for token in ids if not 0 <= token < vocab_size]
     if outside:

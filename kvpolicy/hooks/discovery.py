@@ -150,7 +150,8 @@ def register_file(path: str | Path) -> list[str]:
     """
     path = Path(path)
     if not path.is_file():
-        msg = f"plugin file '{path}' does not exist; give the path of a Python file"
+        problem = "is no file" if path.exists() else "does not exist"
+        msg = f"plugin file '{path}' {problem}; give the path of a Python file"
         raise PolicyLoadError(msg)
     module_name = f"kvpolicy_file_{path.stem}"
     spec = importlib.util.spec_from_file_location(module_name, path)

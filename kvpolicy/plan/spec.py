@@ -407,6 +407,8 @@ def problems_of(error: BaseException) -> list[Problem]:
         known = [name for name in names if name not in _FOR_MESSAGES]
         keys = sorted(error.extra_fields)
         return [Problem((), _unknown_key(key, known), key) for key in keys]
+    if isinstance(error, KeyError):  # of a required field; its place names it
+        return [Problem((), "it is required, and missing")]
     if not isinstance(error, cattrs.BaseValidationError):
         return [Problem((), str(error))]
     found = []

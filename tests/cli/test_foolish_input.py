@@ -237,6 +237,33 @@ def test_a_path_that_cannot_be_written_is_refused(
         assert file.read_text() == "mine"
 
 
+# Options that together do nothing, or not what was asked for
+
+IDLE = {
+    "run hi --max-new-tokens 1 --set budget=9": "--set budget=9 needs --policy NAME",
+    "run hi --max-new-tokens 1": "the prompt has no text that the tokenizer knows",
+    "ablate --dry-run --policies ,": "--policies was given no name",
+    "bench --quick --policies ,": "--policies was given no name",
+    "results table {run} --series H2O --budget all": "no cell of the runs has all that",
+    "ablate --dry-run --preset {empty}": "in models: it is required, and missing",
+    "steer calibrate --output a.safetensors --rules {empty}": "it is required, and missing",
+    "check h2o --layers 1000000": "--layers",
+    "plan show skipkv --set skipkv.mix_lambda=x": "(got 'x' that is a <class 'str'>). See",
+    "list --plugin {folder}": "is no file; give the path of a Python file",
+}
+
+
+@pytest.mark.needs_reasoner
+@pytest.mark.parametrize(("command", "words"), IDLE.items(), ids=str)
+def test_what_would_have_no_effect_is_refused(
+    kvpolicy: Shell, command: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "empty.toml").touch()
+    places = {"run": write_run(tmp_path / "run"), "empty": "empty.toml", "folder": "."}
+    assert words in sentence_of(kvpolicy(*command.format(**places).split()))
+
+
 # Texts
 
 HOSTILE = "=1\x1b]52;c;aGk=\x07\x1b[31m\u202e\u2066\u200b\u2028\x9b\r\nnext[red]"

@@ -319,7 +319,7 @@ def test_wrong_input_gives_one_sentence(
     [
         ("mega.txt", "tokens; the model has positions for 512"),
         ("mega.jsonl", "1000000 tokens; the model has positions for 512"),
-        ("nul.txt", "the prompt is empty; at least one token is needed"),
+        ("nul.txt", "the prompt has no text that the tokenizer knows; at least one token"),
         ("half.jsonl", "the prompt holds \\ud83d at character 2, which is not valid text"),
     ],
 )

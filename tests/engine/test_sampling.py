@@ -73,6 +73,16 @@ def test_nucleus_is_the_smallest_set_reaching_top_p(top_p: float, num: int) -> N
     assert int((probs > 0).sum()) == num
 
 
+@pytest.mark.parametrize(
+    "params",
+    [{"temperature": 1e-300}, {"temperature": 1e-40}, {"temperature": 1.0, "top_p": 1e-300}],
+)
+def test_numbers_that_fp32_rounds_to_zero_leave_the_likeliest_token(params: dict) -> None:
+    probs, tokens = probabilities(torch.tensor([[1.0, 30.0, -2.0]]), [Sampling(**params)])
+    assert int((probs > 0).sum()) == 1
+    assert int(tokens[0, 0]) == 1
+
+
 def sample(
     logits: Tensor, samplings: list[Sampling], generators: list[torch.Generator]
 ) -> list[int]:

@@ -173,7 +173,7 @@ CASES: dict[str, Case] = {
     ),
     "a name with a NUL": (lambda: Plan.load("a\0"), PlanError, "no plan is named"),
     # policies
-    "a file that is a folder": (lambda: register_file("/"), PolicyLoadError, "does not exist"),
+    "a file that is a folder": (lambda: register_file("/"), PolicyLoadError, "is no file"),
     "an empty policy name": (lambda: load_policy(""), UnknownPolicyError, "no policy is named ''"),
     "a very long name": (
         lambda: load_policy("h2o" * 10_000),

@@ -66,7 +66,7 @@ def select(
         seeds: Seeds.
 
     Raises:
-        ResultsError: The runs have nothing of such a name.
+        ResultsError: The runs have nothing of such a name, or no cell of all these names.
     """
     cells = [cell for run in runs for cell in run.cells.values()]
     groups = [group for run in runs for group in run.groups.values()]
@@ -86,6 +86,11 @@ def select(
             and (not seeds or group.seed in seeds)
         )
 
+    if cells and not any(
+        keep(run.groups[cell.group], cell) for run in runs for cell in run.cells.values()
+    ):
+        msg = "no cell of the runs has all that was selected; leave out one of the options"
+        raise ResultsError(msg)
     return keep
 
 

@@ -28,8 +28,8 @@ from kvpolicy.cli.options import (
     TrustRemoteCode,
     examples,
     parse_ints,
+    parse_names,
     register_plugins,
-    split_list,
 )
 from kvpolicy.cli.output import (
     Progress,
@@ -117,7 +117,7 @@ def ablate(
 
     config = load_sweep(
         preset,
-        policies=split_list(policies),
+        policies=parse_names("--policies", policies),
         plans=plan or [],
         budgets=tuple(budget_list) or None,
         buffer=buffer,

@@ -25,8 +25,8 @@ from kvpolicy.cli.options import (
     check_new_file,
     examples,
     parse_ints,
+    parse_names,
     register_plugins,
-    split_list,
 )
 from kvpolicy.cli.output import (
     Progress,
@@ -216,7 +216,9 @@ def bench(
     model_shape = shape_named(sizes["shape"])
     rows = {"budgets": [sizes["budget"]], "buffer": sizes["buffer"]}
     # Plans are resolved before the model is built, so that their errors show early.
-    series = load_series(preset, policies=split_list(policies), plans=plan or [], **rows)
+    series = load_series(
+        preset, policies=parse_names("--policies", policies), plans=plan or [], **rows
+    )
     cells = build_cells(
         series, num_layers=model_shape.num_layers, overrides=overrides or [], **rows
     )

@@ -249,7 +249,7 @@ def export(
     """Write samples as one flat table, one row for each: CSV, or Parquet with pyarrow."""
     check_can_write(to)
     if not (overwrite and to.is_file()):
-        check_new_file(to, option="--to, or give --overwrite")
+        check_new_file(to, option="--to, or replace a file with --overwrite")
     opened = open_runs(runs, warn=info)
     keep = select(opened, series=series, budgets=budget, models=model, tasks=task, seeds=seed)
     flat = flatten_samples(opened, keep, items=items)

@@ -145,5 +145,5 @@ def _read(run: RunFolder) -> Iterator[KeptRecord]:
         try:
             yield KeptRecord.from_dict(line)
         except OutputError as error:
-            msg = f"{path}, line {number}, is damaged ({error}); delete that line."
+            msg = f"{path}, line {number}, is damaged; delete that line: {error}."
             raise ResultsError(msg) from error

@@ -26,6 +26,9 @@ from kvpolicy.lab.store.records import (
     structure_records,
 )
 
+# Entries of a session that are read, where it has them.
+_SESSION_KINDS = {"started": str, "record": int, "versions": dict}
+
 # The files of lines of a run folder; all of them exist once work on the run has begun.
 LINES_FILES = ("samples.jsonl", "items.jsonl", "timings.jsonl", "kept.jsonl")
 
@@ -309,7 +312,18 @@ def read_manifest(folder: Path) -> dict[str, Any] | None:
     if not all(isinstance(manifest.get(key), kind) for key, kind in kinds.items()):
         msg = f"{path} is damaged: it has no run, or no list of sessions."
         raise ResultsError(msg)
+    for number, session in enumerate(manifest["sessions"]):
+        if not _is_session(session):
+            msg = f"{path} is damaged: session {number}, counted from 0, has wrong entries."
+            raise ResultsError(msg)
     return manifest
+
+
+def _is_session(session: object) -> bool:
+    return isinstance(session, dict) and all(
+        session.get(key) is None or isinstance(session[key], kind)
+        for key, kind in _SESSION_KINDS.items()
+    )
 
 
 def find_runs(folder: Path) -> list[Path]:

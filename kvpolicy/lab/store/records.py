@@ -4,12 +4,15 @@ import hashlib
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, TypeVar, get_origin
+from typing import Any, TypeVar, get_args, get_origin
 
 import attrs
 import cattrs
+from attrs.validators import ge, in_, min_len
+from cattrs.v import format_exception
 
-from kvpolicy.errors import ResultsError
+from kvpolicy.errors import ResultsError, refusal_reason
+from kvpolicy.validators import MAX_SEED
 
 FORMAT = 2  # of run folders
 
@@ -66,8 +69,8 @@ class EvalSettingRecord:
     task: str
     seed: int
     split: str
-    n: int
-    attempts: int
+    n: int = attrs.field(validator=ge(1))
+    attempts: int = attrs.field(validator=ge(1))
     prompt_hash: str
     sampling: str
     temperature: float
@@ -75,7 +78,22 @@ class EvalSettingRecord:
     max_new_tokens: int
     slots: int
     measure: str
-    columns: tuple[ColumnInfo, ...]
+    columns: tuple[ColumnInfo, ...] = attrs.field(validator=min_len(1))
+
+
+def _has_layers(record: object, field: object, resolved: dict[str, Any]) -> None:
+    layers = resolved.get("layers", [])
+    if not (_is_list_of_dicts(layers) and all(_has_stack(layer) for layer in layers)):
+        msg = "'resolved' is not a resolved plan"
+        raise ValueError(msg)
+
+
+def _has_stack(layer: dict[str, Any]) -> bool:
+    return _is_list_of_dicts(layer.get("stack", []))
+
+
+def _is_list_of_dicts(value: object) -> bool:
+    return isinstance(value, list) and all(isinstance(one, dict) for one in value)
 
 
 @attrs.frozen
@@ -101,7 +119,7 @@ class CellRecord:
     buffer: float | None
     knobs: dict[str, Any]
     plan: str
-    resolved: dict[str, Any]
+    resolved: dict[str, Any] = attrs.field(validator=_has_layers)
 
 
 @attrs.frozen
@@ -154,7 +172,7 @@ class Sample:
     attempt: int
     correct: bool | None
     ungraded: str | None
-    finish_reason: str
+    finish_reason: str = attrs.field(validator=in_(("stop", "length", "error")))
     error: str | None
     prompt_len: int
     num_tokens: int
@@ -287,7 +305,7 @@ def structure_records(
 
 
 def structure_record(cls: type[Record], record: dict[str, Any], where: str) -> Record:
-    """Build a record from plain data, checking names and types of all fields.
+    """Build a record from plain data, checking names, types and ranges of all fields.
 
     Args:
         cls: A record class.
@@ -295,12 +313,13 @@ def structure_record(cls: type[Record], record: dict[str, Any], where: str) -> R
         where: File and line, for the message.
 
     Raises:
-        ResultsError: The data has missing, additional or wrongly typed fields.
+        ResultsError: The data has missing, additional or wrongly typed fields, or a number that
+            cannot be one of a run.
     """
     try:
         return _converter.structure(record, cls)
     except cattrs.BaseValidationError as error:
-        problems = cattrs.transform_error(error)
+        problems = cattrs.transform_error(error, format_exception=_describe)
     shown = f"{'; '.join(problems[:3])}{'; ...' if len(problems) > 3 else ''}"
     msg = f"{where}, is damaged or from another version of kvpolicy: {shown}."
     raise ResultsError(msg)
@@ -318,13 +337,42 @@ def _exactly(*types: type) -> Any:
     return check
 
 
+def _number(*types: type) -> Any:
+    """A structure hook for what is counted or measured: nothing of it is negative or NaN."""
+    exactly = _exactly(*types)
+
+    def check(value: Any, cls: Any) -> Any:
+        if not 0 <= exactly(value, cls) <= MAX_SEED:
+            msg = f"{value!r:.40} is out of range"
+            raise ValueError(msg)
+        return value
+
+    return check
+
+
+def _dict(value: Any, cls: Any) -> Any:
+    """A structure hook for free-form entries; of facets and measured values, none is a list."""
+    entries = _exactly(dict)(value, cls)
+    if get_args(cls)[1] is not Any:
+        for entry in entries.values():
+            if isinstance(entry, (list, dict)) or (type(entry) is int and abs(entry) > MAX_SEED):
+                msg = f"{entry!r:.40} is no value to group by or to average"
+                raise ValueError(msg)
+    return entries
+
+
 def _is_dict(cls: Any) -> bool:
     return get_origin(cls) is dict
 
 
+def _describe(error: BaseException, cls: type | None) -> str:
+    is_own = type(error) is ValueError
+    return refusal_reason(error) if is_own else format_exception(error, cls)
+
+
 _converter = cattrs.Converter(forbid_extra_keys=True)
-for _type in (str, int, bool):
+for _type in (str, bool):
     _converter.register_structure_hook(_type, _exactly(_type))
-_converter.register_structure_hook(float, _exactly(float, int))  # JSON has whole floats as integers
-# Facets, knobs and plans are free-form: their contents are not checked.
-_converter.register_structure_hook_func(_is_dict, _exactly(dict))
+_converter.register_structure_hook(int, _number(int))
+_converter.register_structure_hook(float, _number(float, int))  # JSON has whole floats as integers
+_converter.register_structure_hook_func(_is_dict, _dict)

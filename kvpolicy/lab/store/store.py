@@ -97,7 +97,7 @@ class Store:
         manifest = read_manifest(self.folder)
         assert manifest is not None, "written when the store was opened"
         sessions = manifest["sessions"]
-        if sessions and sessions[-1]["versions"] != session["versions"]:
+        if sessions and sessions[-1].get("versions") != session["versions"]:
             self.notes.append(
                 "this run was begun with other versions of Python or its packages; "
                 f"{self.folder / 'manifest.json'} lists them"
@@ -181,8 +181,8 @@ class Store:
         missing = missing_files(self.folder, manifest["sessions"])
         if missing:
             self.notes.append(
-                f"{', '.join(missing)} in {self.folder} had been deleted; what can be written "
-                "again is"
+                f"{', '.join(missing)} in {self.folder} had been deleted; what can still be "
+                "written is written again"
             )
 
     def _note_changed(self, changed: list[str]) -> None:

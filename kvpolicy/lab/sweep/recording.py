@@ -109,8 +109,8 @@ class KeptRecord(KeptRows):
             return _converter.structure(record, cls)
         except cattrs.BaseValidationError as error:
             msg = (
-                "a stored record of kept rows has other fields than this version of kvpolicy "
-                f"reads ({'; '.join(cattrs.transform_error(error))}); choose another output folder."
+                "its record of kept rows has other fields than this version of kvpolicy reads: "
+                + "; ".join(cattrs.transform_error(error)[:3])
             )
             raise OutputError(msg) from error
 

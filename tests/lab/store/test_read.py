@@ -1,6 +1,7 @@
 """Reading run folders: everything written is read back, and damage gives a clear message."""
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -119,6 +120,48 @@ DAMAGE = {
     "true for a number": (
         _rewrite("samples.jsonl", lambda t: t.replace('"item": 3', '"item": true')),
         r"expected int @ \$\.item",
+    ),
+    "a number that no count reaches": (
+        _rewrite("samples.jsonl", lambda t: t.replace('tokens": ', 'tokens": ' + "9" * 400)),
+        r"samples.jsonl, line 1, .* 9{40} is out of range @ \$\.num_tokens",
+    ),
+    "a negative number": (
+        _rewrite("timings.jsonl", lambda t: t.replace('"elapsed_s": ', '"elapsed_s": -')),
+        r"timings.jsonl, line 1, .* is out of range @ \$\.elapsed_s",
+    ),
+    "NaN for seconds": (
+        _rewrite("samples.jsonl", lambda t: t.replace('"decode_s": ', '"decode_s": NaN, "x": ')),
+        r"nan is out of range @ \$\.decode_s",
+    ),
+    "a facet that is a list": (
+        _rewrite("samples.jsonl", lambda t: t.replace('"depth": ', '"list": [1], "depth": ')),
+        r"\[1\] is no value to group by or to average @ \$\.facets",
+    ),
+    "an unknown end": (
+        _rewrite("samples.jsonl", lambda t: t.replace('"stop"', '"bored"', 1)),
+        r"'finish_reason' must be in \('stop', 'length', 'error'\)",
+    ),
+    "no items": (
+        _rewrite("manifest.json", lambda t: t.replace('"n": 8', '"n": 0')),
+        "'n' must be >= 1",
+    ),
+    "no columns": (
+        _rewrite(
+            "manifest.json", lambda t: re.sub(r'"columns": \[.*?\]', '"columns": []', t, flags=re.S)
+        ),
+        "'columns'",
+    ),
+    "a plan without layers": (
+        _rewrite("manifest.json", lambda t: t.replace('"layers": [', '"layers": 7, "a": [')),
+        "'resolved' is not a resolved plan",
+    ),
+    "a session that is a number": (
+        _rewrite("manifest.json", lambda t: t.replace('"sessions": [', '"sessions": [5, ')),
+        "session 0, counted from 0, has wrong entries",
+    ),
+    "a session that began at a number": (
+        _rewrite("manifest.json", lambda t: re.sub('"started": "[^"]*"', '"started": 5', t)),
+        "session 0, counted from 0, has wrong entries",
     ),
     "no JSON": (
         _rewrite("samples.jsonl", lambda t: "{" + t),
