@@ -55,6 +55,7 @@ NUMBERS = {
 # Arguments without which a command is refused before its numbers are read.
 REQUIRED = {
     "plan show": "a.toml",
+    "plan suggest": "--model m --length 9 --memory 1MB",
     "plot": "run --to a.svg",
     "report": "run",
     "results compare": "run",

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from child_process import run_in_child
 from shell import Shell, refusal
 
 from kvpolicy.entry_points import DEFAULTS, default_name
@@ -70,7 +71,6 @@ IMPORTS = {
     "an absent name": ("from json import nosuch", "nosuch"),
     "a replaced module": ("import sys; sys.modules['json'] = None", "replaces the module json"),
     "a removed module": ("import sys; del sys.modules['json']", "replaces the module json"),
-    "no modules": ("import sys; sys.modules.clear()", "sys"),
     "other modules": ("import sys; sys.modules = {}; raise KeyError('x')", "KeyError: 'x'"),
     "hookimpl on a number": ("from kvpolicy import hookimpl\nhookimpl(3)", "AttributeError"),
     "its own module replaced": ("import sys; sys.modules[__name__] = 3", "replaces the module"),
@@ -131,6 +131,16 @@ def test_file_that_misbehaves_on_import_is_named(
     assert all(sys.modules[name] is module for name, module in before.items())
     assert "kvpolicy_file_mine" not in sys.modules
     assert "mine" not in policy_names()
+
+
+def test_file_that_removes_all_modules_is_named(tmp_path: Path) -> None:
+    """In a process of its own, because Python then makes second copies of its built-in modules."""
+    path = tmp_path / "mine.py"
+    path.write_text(f"import sys; sys.modules.clear()\n{POLICY}")
+    ended = run_in_child(tmp_path, "list", "--plugin", path)
+    assert ended.status == 2
+    assert ended.err.startswith("kvpolicy: plugin file")
+    assert is_one_line(ended.err)
 
 
 @pytest.mark.parametrize(
