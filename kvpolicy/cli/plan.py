@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from kvpolicy.plan.plan import PlanCheck
 
 app = typer.Typer(
-    help="Show what a plan does in each layer, find its errors, or suggest one.",
+    help="Show or check what a plan does in each layer, or suggest one.",
     rich_help_panel="Policies and plans",
     no_args_is_help=True,
     add_completion=False,

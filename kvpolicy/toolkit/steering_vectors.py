@@ -11,6 +11,7 @@ An entry point of the group ``kvpolicy.vectors`` maps a name to a package whose 
 
 import hashlib
 import json
+import os
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -242,6 +243,12 @@ def load_hashed(reference: str, layer: int | None) -> SteeringVector:
 def _vector_file(name_or_path: str | Path) -> Path:
     path = Path(name_or_path)
     if path.suffix or len(path.parts) > 1 or path.is_file():
+        if not os.path.lexists(path):
+            msg = (
+                f"steering vector file '{name_or_path}' cannot be read: No such file or directory; "
+                "`kvpolicy steer calibrate` makes one"
+            )
+            raise SteeringError(msg)
         return path
     return installed_file(GROUP, str(path), suffix=_SUFFIX, what="steering vector")
 

@@ -121,6 +121,7 @@ def test_file_that_misbehaves_on_import_is_named(
 ) -> None:
     path = tmp_path / "mine.py"
     path.write_text(f"{text}\n{POLICY}")
+    sys.modules.pop("kvpolicy_file_mine", None)  # of an earlier test
     before = dict(sys.modules)
     sentence = refusal(kvpolicy("list", "--plugin", path))
     assert "plugin file" in sentence

@@ -336,15 +336,3 @@ def test_a_prompt_that_fails_does_not_affect_the_others(
     assert message in lines[1]["error"]
     assert [len(lines[i]["tokens"]) for i in range(3)] == [2, 0, 2]
     assert f"kvpolicy: prompt 1: {lines[1]['error']}." in kvpolicy(*words).err
-
-
-def test_an_internal_error_keeps_its_traceback(
-    kvpolicy: Shell, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def broken() -> None:
-        msg = "a defect"
-        raise LookupError(msg)
-
-    monkeypatch.setattr("kvpolicy.cli.list.installed_policies", broken)
-    with pytest.raises(LookupError, match="a defect"):
-        kvpolicy("list")
