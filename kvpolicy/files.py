@@ -13,11 +13,29 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO, NoReturn
 
-from kvpolicy.errors import KVPolicyError, OutputError
+from kvpolicy.errors import KVPolicyError, OutputError, shown
 
 MAX_BYTES = 2**28  # of a file that is read as a whole, or of a line of JSON lines
 MAX_TOML_BYTES = 2**20  # tomllib takes seconds for a MiB
 MAX_NESTING = 100  # levels; reading and copying data calls functions level by level
+
+
+def path_of(value: object, what: str, *, error: type[KVPolicyError] = KVPolicyError) -> Path:
+    """A path that a caller gave.
+
+    Args:
+        value: What was given.
+        what: What it names, for the message.
+        error: The class to raise.
+
+    Raises:
+        KVPolicyError: If it is neither a text nor a path.
+    """
+    try:
+        return Path(value)  # type: ignore[arg-type]
+    except TypeError as cause:
+        msg = f"{what} was given as {shown(value)}; give its path as a text or a pathlib.Path"
+        raise error(msg) from cause
 
 
 def read_text(

@@ -125,7 +125,7 @@ class Engine:
         if isinstance(prompts, (str, Request)):
             msg = f"generate() was given one prompt, {prompts!r:.60}; give a list of prompts"
             raise KVPolicyError(msg)
-        if not isinstance(prompts, abc.Iterable):
+        if isinstance(prompts, (bytes, abc.Mapping)) or not isinstance(prompts, abc.Iterable):
             msg = f"prompts were given as {prompts!r:.60}; give a list of prompts"
             raise KVPolicyError(msg)
         prompts = list(prompts)
@@ -324,11 +324,17 @@ class Run:
         return [[self._waiting.pop(number) for number in group] for group in groups]
 
     def append_tokens(self, sequences: abc.Sequence[Sequence], logits: Tensor) -> None:
-        """Sample the next token of each sequence."""
+        """Sample the next token of each sequence; one whose logits name none ends with an error."""
+        has_best = logits.amax(dim=-1).isfinite()  # the maximum of numbers and NaN is NaN
+        for seq, is_finite in zip(sequences, has_best.tolist(), strict=True):
+            if not is_finite:
+                seq.fail(_no_token(len(seq.tokens)))
+                logits = logits.masked_fill(~has_best[:, None], 0)
         for seq, token in zip(sequences, self._sampler(sequences, logits), strict=True):
-            seq.append(token)
-            self._new_tokens.append((seq.id, token))
-        self._report.new_tokens += len(sequences)
+            if seq.error is None:
+                seq.append(token)
+                self._new_tokens.append((seq.id, token))
+                self._report.new_tokens += 1
 
     def finish_cancelled(self) -> None:
         """End the requests that were cancelled since the last step."""
@@ -401,6 +407,14 @@ class Run:
     def _emit(self, result: Result) -> None:
         self._results.append(result)
         self._report.add(result)
+
+
+def _no_token(num_tokens: int) -> str:
+    return (
+        f"the logits after {num_tokens} generated tokens hold NaN or infinity, so no token is the "
+        "likeliest; load the model in another precision, such as float32, and check its weights "
+        "and the policies that steer it"
+    )
 
 
 class Stream:

@@ -1,6 +1,7 @@
 """Requests: a prompt, its limits, its sampling and its stop conditions."""
 
 import operator
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -12,9 +13,10 @@ from kvpolicy.validators import MAX_COUNT, MAX_SEED, positive_int
 
 def _at_least(bound: float) -> Callable[[object, Any, float], None]:
     def check(instance: object, attribute: "attrs.Attribute[Any]", value: float) -> None:
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not value >= bound:
+        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if not is_number or not bound <= value <= sys.float_info.max:
             msg = (
-                f"{type(instance).__name__} was given {attribute.name}={value!r}; "
+                f"{type(instance).__name__} was given {attribute.name}={value!r:.60}; "
                 f"expected a number of at least {bound:g}"
             )
             raise KVPolicyError(msg)

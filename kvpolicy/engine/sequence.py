@@ -10,6 +10,7 @@ import torch
 
 from kvpolicy.engine.request import Request
 from kvpolicy.engine.results import FinishReason, Result
+from kvpolicy.engine.stream import decode
 from kvpolicy.errors import RequestError, error_summary
 from kvpolicy.state import SequenceMemory, WaitingRequest
 
@@ -102,6 +103,8 @@ class Sequence:
             self.decode_from = time.perf_counter()
         self.tokens.append(token)
         stops = token in self.stop_ids or (self.request.stop and self._has_stop_string())
+        if self.error is not None:
+            return
         if stops:
             self.finish_reason = "stop"
         elif len(self.tokens) >= self.max_new_tokens:
@@ -116,7 +119,7 @@ class Sequence:
         if self.tokenizer is None:
             return False
         tail = max(map(len, self.request.stop)) + _STOP_MARGIN
-        recent = self.tokenizer.decode(self.tokens[-tail:], skip_special_tokens=True)
+        recent = self._decode(self.tokens[-tail:])
         if not any(stop in recent for stop in self.request.stop):
             return False
         text = self.text()
@@ -129,17 +132,25 @@ class Sequence:
         """The text generated so far, without special tokens, up to a stop string."""
         if self.tokenizer is None:
             return None
-        text: str = self.tokenizer.decode(self.tokens, skip_special_tokens=True)
-        return text[: self._text_end]
+        return self._decode(self.tokens)[: self._text_end]
+
+    def _decode(self, tokens: list[int]) -> str:
+        """The text of tokens; the sequence ends with an error if the tokenizer raises."""
+        try:
+            return decode(self.tokenizer, tokens)
+        except RequestError as error:
+            self.finish_reason, self.error = "error", str(error)
+            return ""
 
     def result(self) -> Result:
         """The result of a sequence that has ended."""
+        text = self.text()  # decoding may fail, and that is the reason then
         assert self.finish_reason is not None
         return Result(
             id=self.id,
             prompt_len=len(self.prompt),
             tokens=tuple(self.tokens),
-            text=self.text(),
+            text=text,
             finish_reason=self.finish_reason,
             error=self.error,
             compactions=self.compactions,
@@ -164,7 +175,7 @@ def encode(prompt: str | abc.Sequence[int], tokenizer: Any, vocab_size: int) -> 
             raise RequestError(msg)
         ids = tuple(_tokens_of(prompt, tokenizer))
     elif isinstance(prompt, abc.Iterable) and not isinstance(prompt, bytes):
-        ids = tuple(_token_id(token) for token in prompt)
+        ids = _token_ids(prompt)
     else:
         msg = f"the prompt is {prompt!r:.60}; expected text or a list of token ids"
         raise RequestError(msg)
@@ -194,6 +205,16 @@ def _tokens_of(text: str, tokenizer: Any) -> list[int]:
         return list(tokenizer(text)["input_ids"])
     except Exception as error:
         msg = f"the tokenizer cannot encode the prompt: {error_summary(error)}; give token ids"
+        raise RequestError(msg) from error
+
+
+def _token_ids(prompt: abc.Iterable[object]) -> tuple[int, ...]:
+    try:
+        return tuple(_token_id(token) for token in prompt)
+    except RequestError:
+        raise
+    except Exception as error:  # a tensor without dimensions or values, a generator that fails
+        msg = f"the prompt cannot be read: {error_summary(error)}; give a list of token ids"
         raise RequestError(msg) from error
 
 

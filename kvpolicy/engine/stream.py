@@ -3,8 +3,27 @@
 from collections import abc
 from typing import Any
 
+from kvpolicy.errors import RequestError, error_summary
+
 # Tokenizers decode an incomplete character to the replacement character.
 _INCOMPLETE = "\ufffd"
+
+
+def decode(tokenizer: Any, tokens: abc.Sequence[int]) -> str:
+    """The text of tokens, without special tokens.
+
+    Raises:
+        RequestError: The tokenizer raises.
+    """
+    try:
+        text: str = tokenizer.decode(tokens, skip_special_tokens=True)
+    except Exception as error:
+        msg = (
+            f"the tokenizer cannot decode the generation: {error_summary(error)}; give the engine "
+            "the tokenizer of load_model(NAME), or none"
+        )
+        raise RequestError(msg) from error
+    return text
 
 
 class TextPieces:
@@ -42,8 +61,7 @@ class TextPieces:
         return text[self._num_sent :]
 
     def _decode(self, tokens: abc.Sequence[int]) -> str:
-        text: str = self._tokenizer.decode(tokens, skip_special_tokens=True)
-        return text
+        return decode(self._tokenizer, tokens)
 
     def _stop_prefix(self, text: str) -> int:
         """Length of the longest suffix of the text that is a prefix of a stop string."""

@@ -6,7 +6,7 @@ from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel, TextGenerationPipeline
 from transformers.generation.configuration_utils import GenerationMode
 
-from kvpolicy.errors import CacheError
+from kvpolicy.errors import CacheError, KVPolicyError, shown
 from kvpolicy.hf.policy_cache import CacheReport, PolicyCache
 from kvpolicy.plan.plan import Plan
 
@@ -116,6 +116,12 @@ def pipeline(model: PreTrainedModel, tokenizer: Any, plan: Plan, **options: Any)
         ModelError: If the engine cannot run the model.
         PlanError: If the plan does not fit the model.
     """
+    if not hasattr(tokenizer, "padding_side"):
+        msg = (
+            f"the pipeline was given {shown(tokenizer)} for a tokenizer; write model, tokenizer = "
+            "load_model(NAME)"
+        )
+        raise KVPolicyError(msg)
     # Newer releases of transformers do this themselves, 5.2 does not.
     tokenizer.padding_side = "left"
     return PolicyPipeline(model=model, tokenizer=tokenizer, plan=plan, **options)

@@ -27,7 +27,8 @@ from kvpolicy.engine.engine import DEFAULT_CHUNK, Engine
 from kvpolicy.engine.request import Request
 from kvpolicy.engine.savings import nothing_evicted, saved_share
 from kvpolicy.engine.sequence import Sequence as EngineSequence
-from kvpolicy.errors import CacheError
+from kvpolicy.engine.sequence import encode
+from kvpolicy.errors import CacheError, RequestError
 from kvpolicy.hf.inputs import Columns
 from kvpolicy.model.adapter import ModelAdapter
 from kvpolicy.model.wrappers import row_arguments
@@ -135,7 +136,8 @@ class PolicyCache(Cache):
             CacheError: If the plan stores pads.
         """
         super().__init__(layers=_NoLayers())
-        if max_length is not None and (not isinstance(max_length, int) or max_length < 1):
+        is_number = isinstance(max_length, int) and not isinstance(max_length, bool)
+        if max_length is not None and (not is_number or max_length < 1):
             _refuse(f"was given max_length={max_length!r}; expected a number of tokens")
         # The hooks of the model run around each call of it: once, and not again in the engine.
         adapter = ModelAdapter(model, run_own_hooks=False)
@@ -230,6 +232,12 @@ class PolicyCache(Cache):
         _check_arguments(model, given)
         token_ids, mask = given["input_ids"], given.get("attention_mask")
         new = self._columns.read(token_ids, mask, given.get("position_ids"))
+        vocab_size = model.config.get_text_config().vocab_size
+        for row, tokens in enumerate(new):
+            try:
+                encode(tokens, None, vocab_size)
+            except RequestError as error:
+                _refuse(f"cannot serve row {row}: {error}")
         # Slabs and the notes of policies outlive the caller's inference mode.
         with torch.inference_mode(False), torch.no_grad():
             batch = self._batch_for(new)
@@ -341,13 +349,15 @@ class PolicyCache(Cache):
             return
         try:
             rows = torch.arange(self.batch_size)[torch.as_tensor(indices).cpu()].tolist()
-        except IndexError:
+        except (IndexError, RuntimeError, TypeError, ValueError):
             _refuse(f"of {self.batch_size} rows was asked for rows {indices!r:.60}")
         self._fill(self.batch, rows)
         self._columns.take(rows)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Continue with each row several times: copies that go on separately."""
+        if isinstance(repeats, bool) or not isinstance(repeats, int) or repeats < 1:
+            _refuse(f"was asked for {repeats!r:.60} copies of each row; expected at least 1")
         self.batch_select_indices(torch.arange(max(self.batch_size, 0)).repeat_interleave(repeats))
 
     def reorder_cache(self, beam_idx: Tensor) -> None:

@@ -35,6 +35,7 @@ from kvpolicy.errors import (
     refusal_reason,
     shown,
 )
+from kvpolicy.files import path_of
 from kvpolicy.markers import hook_options
 from kvpolicy.plugin_code import plugin_code
 
@@ -122,10 +123,13 @@ def load_policy(name: str, /, **knobs: Any) -> object:
 
 def load_policy_class(name: str) -> type:
     """Import the class that a name stands for; raises as `load_policy` does."""
+    if not isinstance(name, str):
+        msg = f"no policy is named {shown(name)}; give a text{nearest('', policy_names())}"
+        raise UnknownPolicyError(msg)
     if name in _from_files:
         return _from_files[name][0]
     if name not in installed(GROUP):
-        msg = f"no policy is named '{name}'{nearest(name, policy_names())}"
+        msg = f"no policy is named {shown(name)}{nearest(name, policy_names())}"
         raise UnknownPolicyError(msg)
     loaded = load_installed(GROUP, name, what="policy", error=PolicyLoadError)
     if not _is_class(loaded):
@@ -148,7 +152,7 @@ def register_file(path: str | Path) -> list[str]:
         PolicyLoadError: The file cannot be read or run, holds no policy, or one whose name is
             taken.
     """
-    path = Path(path)
+    path = path_of(path, "a plugin file", error=PolicyLoadError)
     if not path.is_file():
         problem = "is no file" if path.exists() else "does not exist"
         msg = f"plugin file '{path}' {problem}; give the path of a Python file"

@@ -30,6 +30,7 @@ from kvpolicy.hooks.declarations import (
     read_declarations,
 )
 from kvpolicy.hooks.defaults import Defaults
+from kvpolicy.hooks.side_effects import SideEffects
 from kvpolicy.markers import PROJECT, hook_options
 from kvpolicy.plugin_code import plugin_code
 
@@ -76,6 +77,10 @@ class HookManager:
 
     def _register(self, name: str, policy: object) -> None:
         who = f"policy '{name}'{self.owner}"
+        if id(policy) in self.declared:
+            msg = f"{who} is in the stack twice, as the same object; make an object for each place"
+            raise PolicyLoadError(msg)
+        check_hooks(who, policy)
         with plugin_code(f"{who} cannot be used", PolicyLoadError):
             has_equality = type(policy).__eq__ is not object.__eq__
         if has_equality:
@@ -86,7 +91,6 @@ class HookManager:
             )
             raise PolicyLoadError(msg)
         self.declared[id(policy)] = read_declarations(who, policy)
-        check_hooks(who, policy)
         self._manager.inactive_hooks = self.declared[id(policy)].inactive_hooks
         with plugin_code(f"{who} does not fit the hook specs", PolicyLoadError):
             self._manager.register(policy, name)
@@ -157,18 +161,19 @@ class HookManager:
         arguments: dict[str, Any],
     ) -> Any:
         where = f"{hook}()" if layer_idx is None else f"{hook}() at layer {layer_idx}"
+        effects = SideEffects(arguments)
         try:
             answer = getattr(self._manager.hook, hook)(**arguments)
-        except (KVPolicyError, KeyboardInterrupt):
-            raise
         except BaseException as error:
+            effects.problem()  # puts torch's defaults back
+            if isinstance(error, (KVPolicyError, KeyboardInterrupt)):
+                raise
             raiser = self._find_raiser(hook, error)
             reason = error_text(error)
             msg = f"policy '{raiser}'{self.owner} raised {type_name(error)} in {where}"
             raise HookError(f"{msg}: {reason}" if reason else msg) from error
-        if optional and answer is None:
-            return None
-        problem = _validate(check, answer)
+        is_valid = optional and answer is None
+        problem = (None if is_valid else _validate(check, answer)) or effects.problem()
         if problem is None:
             return answer
         offender = self._find_offender(hook, check, arguments)
@@ -195,13 +200,15 @@ class HookManager:
         impls = self.impls(hook)
         for impl in impls:
             if not (impl.wrapper or impl.hookwrapper):
+                effects = SideEffects(arguments)
                 try:
                     answer = impl.function(*(arguments[name] for name in impl.argnames))
                 except KeyboardInterrupt:
                     raise
                 except BaseException:
                     return impl.plugin_name
-                if answer is not None and _validate(check, answer) is not None:
+                is_invalid = answer is not None and _validate(check, answer) is not None
+                if effects.problem() is not None or is_invalid:
                     return impl.plugin_name
         wrappers = [impl.plugin_name for impl in impls if impl.wrapper or impl.hookwrapper]
         return wrappers[0] if wrappers else "/".join(self.names)

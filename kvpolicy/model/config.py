@@ -42,7 +42,7 @@ def check_runs(model: PreTrainedModel, config: Any) -> None:
         reason = "its attention is multi-head latent, which keeps no keys and values per head"
     elif not isinstance(getattr(config, "max_position_embeddings", None), int):
         reason = "its configuration does not give the number of positions of a sequence"
-    elif model.get_output_embeddings() is None:
+    elif getattr(model, "get_output_embeddings", lambda: None)() is None:
         reason = "it has no head that gives logits of tokens; load it with AutoModelForCausalLM"
     elif shared := getattr(config, "num_kv_shared_layers", None):
         reason = f"its last {shared} layers attend to keys and values of other layers"

@@ -13,7 +13,7 @@ import attrs
 import cattrs
 
 from kvpolicy.entry_points import default_name
-from kvpolicy.errors import BudgetError, CoverageError, KVPolicyError, PlanError
+from kvpolicy.errors import BudgetError, CoverageError, KVPolicyError, PlanError, shown
 from kvpolicy.hooks.discovery import policy_names
 from kvpolicy.hooks.stack import Stack
 from kvpolicy.plan.resolved import LayerPlan, ResolvedPlan, StackBuilder, needs_budget
@@ -195,8 +195,9 @@ class Plan:
         options: Mapping[str, str] | None = None,
     ) -> "Plan":
         """Build a plan from the contents of its TOML file; see `load`."""
-        if isinstance(overrides, str):
-            msg = f"overrides of {name} were given as one text, {overrides!r:.60}; give a list"
+        if isinstance(overrides, str) or not isinstance(overrides, Iterable):
+            kind = "one text, " if isinstance(overrides, str) else ""
+            msg = f"overrides of {name} were given as {kind}{overrides!r:.60}; give a list"
             raise PlanError(msg)
         raw = read_tables(data, name)
         read = [Override.read(override) for override in overrides]
@@ -223,7 +224,7 @@ class Plan:
                 a layer that is not in its group.
         """
         if isinstance(num_layers, bool) or not isinstance(num_layers, int) or num_layers < 1:
-            msg = f"{self.name} cannot be resolved for {num_layers!r:.60} layers; give at least 1"
+            msg = f"{self.name} cannot be resolved for {shown(num_layers)} layers; give at least 1"
             raise PlanError(msg)
         resolution = _Resolution(self)
         resolved = resolution.resolve(num_layers, default_budget)

@@ -140,6 +140,13 @@ def _list_of(cls: type[T], expected: str) -> Callable[[Any], tuple[T, ...]]:
 # Policies
 
 
+def _knobs(given: Any) -> dict[str, Any]:
+    if not isinstance(given, Mapping) or not all(isinstance(knob, str) for knob in given):
+        msg = f'knobs of a policy were given as {given!r:.60}; write {{"KNOB": VALUE}}'
+        raise PlanError(msg)
+    return dict(given)
+
+
 @attrs.frozen
 class PolicySpec:
     """A policy by name, with the knobs that differ from its defaults.
@@ -151,7 +158,7 @@ class PolicySpec:
     """
 
     policy: str
-    knobs: dict[str, Any] = attrs.field(factory=dict, converter=dict)
+    knobs: dict[str, Any] = attrs.field(factory=dict, converter=_knobs)
     instance: object | None = attrs.field(default=None, repr=False)
 
     @classmethod

@@ -13,7 +13,7 @@ import attrs
 
 from kvpolicy.entry_points import installed_file, nearest
 from kvpolicy.errors import PlanError
-from kvpolicy.files import parse_toml, read_toml
+from kvpolicy.files import parse_toml, path_of, read_toml
 
 ENTRY_POINTS = "kvpolicy.plans"
 EXTENDS = "extends"
@@ -28,7 +28,7 @@ def read_file(name_or_path: str | Path) -> dict[str, Any]:
     Raises:
         PlanError: If a file cannot be read, is not TOML, or the plan extends itself.
     """
-    return _read(_find(Path(name_or_path), Path()), ())
+    return _read(_find(path_of(name_or_path, "a plan", error=PlanError), Path()), ())
 
 
 def read_tables(data: Mapping[str, Any], name: str) -> dict[str, Any]:
@@ -46,7 +46,11 @@ def read_tables(data: Mapping[str, Any], name: str) -> dict[str, Any]:
     if not isinstance(data, Mapping):
         msg = f"{name} was given as {data!r:.60}; give a table of its keys"
         raise PlanError(msg)
-    copied: dict[str, Any] = _copy(_merge(data, Path(), (), name), name)
+    try:
+        copied: dict[str, Any] = _copy(_merge(data, Path(), (), name), name)
+    except RecursionError as error:
+        msg = f"{name} is nested too deeply, or a list or a table in it holds itself"
+        raise PlanError(msg) from error
     return copied
 
 

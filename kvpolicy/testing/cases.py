@@ -53,7 +53,7 @@ class PolicyFactory:
         if isinstance(factory, PolicyFactory):
             return factory
         if isinstance(factory, str):
-            given = dict(knobs or {})
+            given = PolicySpec(factory, knobs or {}).knobs
             source = f"{factory!r}, {given!r}" if given else repr(factory)
             policy_class = type(load_policy(factory, **given))  # looked up and checked once
             return cls(factory, source, lambda: _call(partial(policy_class, **given), factory))

@@ -14,6 +14,7 @@ from kvpolicy.plan.spec import PolicySpec
 from kvpolicy.testing.cases import Environment, PolicyFactory, Setup, least_budget, not_built
 from kvpolicy.testing.clauses import ConformanceError, Example, Report
 from kvpolicy.testing.trial import Arrival, Trial, find_difference
+from kvpolicy.validators import MAX_SEED, positive_int
 
 #: Cases of one policy.
 PROFILES = {"quick": 100, "ci": 1_000, "thorough": 10_000}
@@ -72,14 +73,22 @@ def check_policy(
             raise
         msg = "check_policy needs Hypothesis; install it: pip install 'kvpolicy[testing]'"
         raise KVPolicyError(msg) from error
-    if profile not in PROFILES:
+    if not isinstance(profile, str) or profile not in PROFILES:
         msg = f"there is no profile {profile!r}; known are {', '.join(PROFILES)}"
         raise KVPolicyError(msg)
     num_cases = PROFILES[profile] if max_examples is None else max_examples
-    for what, value in (("max_examples", num_cases), ("num_layers", num_layers)):
-        if not isinstance(value, int) or value < 1:
-            msg = f"check_policy was given {what}={value!r}; at least 1 is needed"
-            raise KVPolicyError(msg)
+    numbers: dict[str, tuple[object, int]] = {
+        "max_examples": (num_cases, 1),
+        "num_layers": (num_layers, 1),
+        "hidden_size": (hidden_size, 1),
+        "seed": (seed, 0),
+    }
+    for what, (value, least) in numbers.items():
+        try:
+            positive_int(value, least=least, most=MAX_SEED)
+        except TypeError as error:
+            msg = f"check_policy was given {what}={value!r:.60}; at least {least} is needed"
+            raise KVPolicyError(msg) from error
     start = time.perf_counter()
     policy_factory = PolicyFactory.of(factory, knobs)
     environment = Environment.of(tokenizer, hidden_size, num_layers)

@@ -109,9 +109,11 @@ class _MonitoredManager:
         }
         is_evicting = hook == "evict" and bool(named)
         rows = RowsSnapshot(arguments["rows"], arguments["keep"]) if is_evicting else None
-        answer = self._call(hook, layer_idx, check, optional, arguments)
-        if named:
-            self._report("read_only", _modified(hook, tensors), counts)
+        try:
+            answer = self._call(hook, layer_idx, check, optional, arguments)
+        finally:
+            if named:
+                self._report("read_only", _modified(hook, tensors), counts)
         if tracks is not None:
             self._report("tracks", tracks.problem(), counts)
         if hook == "select":

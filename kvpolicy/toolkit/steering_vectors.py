@@ -24,8 +24,8 @@ from safetensors.torch import save
 from torch import Tensor
 
 from kvpolicy.entry_points import installed_file
-from kvpolicy.errors import SteeringError
-from kvpolicy.files import atomic_write, open_binary, parse_json, read_bytes
+from kvpolicy.errors import SteeringError, shown
+from kvpolicy.files import atomic_write, open_binary, parse_json, path_of, read_bytes
 
 GROUP = "kvpolicy.vectors"
 SIGN = "execution - non_execution"
@@ -136,6 +136,10 @@ def save_steering_vectors(
             layer.
         OutputError: The file cannot be written.
     """
+    for vector in vectors:
+        if not isinstance(vector, SteeringVector):
+            msg = f"{shown(vector)} is not a steering vector; make one with SteeringVector"
+            raise SteeringError(msg)
     layers = [vector.layer for vector in vectors]
     if not layers or len(set(layers)) < len(layers) or default_layer not in (None, *layers):
         msg = (
@@ -241,7 +245,7 @@ def load_hashed(reference: str, layer: int | None) -> SteeringVector:
 
 
 def _vector_file(name_or_path: str | Path) -> Path:
-    path = Path(name_or_path)
+    path = path_of(name_or_path, "a steering vector", error=SteeringError)
     if path.suffix or len(path.parts) > 1 or path.is_file():
         if not os.path.lexists(path):
             msg = (

@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from tiny import byte_tokenizer, shared_model, tiny_tokenizer
+from tiny import byte_tokenizer, shared_model, tiny_model, tiny_tokenizer
 
 from kvpolicy import Engine, Plan, Request, Sampling, hookimpl, load_model, load_policy
 from kvpolicy.errors import (
@@ -27,7 +27,7 @@ from kvpolicy.errors import (
 from kvpolicy.files import atomic_write
 from kvpolicy.hooks.discovery import register_file
 from kvpolicy.plan.spec import LayerGroup, PolicySpec
-from kvpolicy.toolkit.steering_vectors import load_steering_vector
+from kvpolicy.toolkit.steering_vectors import load_steering_vector, save_steering_vectors
 
 
 @attrs.define(eq=False)
@@ -39,6 +39,18 @@ class InlinePolicy:
     @hookimpl
     def score(self, positions):
         return positions.float()
+
+
+def endless() -> dict[str, Any]:
+    data: dict[str, Any] = {}
+    data["stack"] = [data]
+    return data
+
+
+class Wrapper(torch.nn.Module):
+    """A module with the configuration of a model, and nothing else of it."""
+
+    config = shared_model().config
 
 
 @lru_cache
@@ -172,8 +184,65 @@ CASES: dict[str, Case] = {
         "cannot be read: embedded null byte",
     ),
     "a name with a NUL": (lambda: Plan.load("a\0"), PlanError, "no plan is named"),
+    "a plan for a model": (
+        lambda: Plan.uniform("full").resolve(shared_model()),
+        PlanError,
+        "cannot be resolved for LlamaForCausalLM(",
+    ),
+    "overrides that are nothing": (
+        lambda: Plan.from_dict({"stack": ["full"]}, None),
+        PlanError,
+        "overrides of the plan were given as None; give a list",
+    ),
+    "a plan that holds itself": (
+        lambda: Plan.from_dict(endless()),
+        PlanError,
+        "nested too deeply, or a list or a table in it holds itself",
+    ),
+    "a file that is nothing": (
+        lambda: Plan.load(None),
+        PlanError,
+        "a plan was given as None; give its path as a text",
+    ),
+    "a file that is a plan": (
+        lambda: Plan.load(Plan.uniform("full")),
+        PlanError,
+        "a plan was given as Plan(",
+    ),
+    "a knob that is a number": (
+        plan("h2o", budget=9, knobs={"h2o": {3: 3}}),
+        PlanError,
+        'knobs of a policy were given as {3: 3}; write {"KNOB": VALUE}',
+    ),
+    "a path for a policy": (
+        plan(Path("policy.py"), budget=9),
+        PolicyLoadError,
+        "'posix_path' implements no hook",
+    ),
+    "a tensor for a policy": (plan(torch.ones(2), budget=9), PolicyLoadError, "implements no hook"),
+    "one object twice": (
+        plan(*[InlinePolicy()] * 2, budget=9),
+        PolicyLoadError,
+        "is in the stack twice, as the same object; make an object for each",
+    ),
     # policies
     "a file that is a folder": (lambda: register_file("/"), PolicyLoadError, "is no file"),
+    "a policy named by nothing": (
+        lambda: load_policy(None),
+        UnknownPolicyError,
+        "no policy is named None; give a text",
+    ),
+    "a policy named by a list": (lambda: load_policy([]), UnknownPolicyError, "is named []"),
+    "a name with a line break": (
+        lambda: load_policy("h2o\n"),
+        UnknownPolicyError,
+        "no policy is named 'h2o\\n'; did you mean h2o",
+    ),
+    "a plugin file that is a number": (
+        lambda: register_file(3),
+        PolicyLoadError,
+        "a plugin file was given as 3; give its path as a text",
+    ),
     "an empty policy name": (lambda: load_policy(""), UnknownPolicyError, "no policy is named ''"),
     "a very long name": (
         lambda: load_policy("h2o" * 10_000),
@@ -214,6 +283,13 @@ CASES: dict[str, Case] = {
     ),
     "one prompt": (generate("hello"), KVPolicyError, "one prompt, 'hello'; give a list"),
     "no list of prompts": (generate(3), KVPolicyError, "prompts were given as 3; give a list of"),
+    "prompts by name": (generate({"a": 1}), KVPolicyError, "given as {'a': 1}; give a list"),
+    "what a tokenizer returns": (
+        lambda: engine().generate(tiny_tokenizer()(["ab", "cd"])),
+        KVPolicyError,
+        "give a list of prompts",
+    ),
+    "prompts in bytes": (generate(b"ab"), KVPolicyError, "given as b'ab'; give a list of prompts"),
     "too few samplings": (
         generate(["a", "b"], sampling=[Sampling()]),
         KVPolicyError,
@@ -266,6 +342,16 @@ CASES: dict[str, Case] = {
         "temperature=-1; expected a number",
     ),
     "a temperature of NaN": (lambda: Sampling(float("nan")), KVPolicyError, "temperature=nan"),
+    "an infinite temperature": (
+        lambda: Sampling(float("inf")),
+        KVPolicyError,
+        "temperature=inf; expected a number",
+    ),
+    "a temperature beyond floats": (
+        lambda: Sampling(10**400),
+        KVPolicyError,
+        "expected a number of at least 0",
+    ),
     "a temperature as text": (lambda: Sampling("hot"), KVPolicyError, "temperature='hot'"),
     "a fractional top_k": (
         lambda: Sampling(top_k=0.5),
@@ -288,6 +374,21 @@ CASES: dict[str, Case] = {
         lambda: load_model("/nowhere/at/all"),
         ModelError,
         "model '/nowhere/at/all' is no folder",
+    ),
+    "a wrapper with a configuration": (
+        lambda: Engine(Wrapper(), None, Plan.uniform("full")),
+        ModelError,
+        "model Wrapper cannot be run: it has no head",
+    ),
+    "a vector named by nothing": (
+        lambda: load_steering_vector(None),
+        SteeringError,
+        "a steering vector was given as None",
+    ),
+    "vectors that are numbers": (
+        lambda: save_steering_vectors("v.safetensors", [3]),
+        SteeringError,
+        "3 is not a steering vector",
     ),
     "an unknown dtype": (lambda: load_model("x", dtype="int3"), ModelError, "dtype 'int3' is"),
     "a missing steering vector": (
@@ -330,6 +431,12 @@ PROMPTS: dict[str, tuple[Any, str]] = {
     "a fractional id": ([1, 2.5], "the prompt holds 2.5; expected text or integer token ids"),
     "ids as text": (["1"], "the prompt holds '1'; expected text or integer token ids"),
     "nested ids": ([[1, 2]], "the prompt holds [1, 2]; expected text or integer token ids"),
+    "a tensor of no dimension": (torch.tensor(3), "the prompt cannot be read: TypeError"),
+    "a tensor without values": (
+        torch.ones(3, dtype=torch.int64, device="meta"),
+        "the prompt cannot be read: RuntimeError",
+    ),
+    "a generator that fails": ((1 // one for one in [0]), "cannot be read: ZeroDivisionError"),
     "a batch of tensors": (
         torch.ones(2, 3, dtype=torch.int64),
         "expected text or integer token ids",
@@ -352,6 +459,33 @@ def test_text_without_a_tokenizer_gives_an_error_result() -> None:
     assert result.error == "the prompt is text, but the engine has no tokenizer; give token ids"
     (result,) = engine(tokenizer=False).generate([[1]], stop="x").results()
     assert "stop strings need a tokenizer" in str(result.error)
+
+
+@pytest.mark.parametrize("stop", [(), "x"])
+def test_tokenizer_that_cannot_decode_gives_an_error_result(stop: Any) -> None:
+    def encode(text: str) -> dict[str, list[int]]:
+        return {"input_ids": [1, 2]}
+
+    encoder = Engine(shared_model(), encode, Plan.uniform("full"))
+    (result,) = encoder.generate(["a"], max_new_tokens=3, stop=stop).results()
+    assert result.finish_reason == "error"
+    assert "the tokenizer cannot decode the generation: AttributeError" in str(result.error)
+    with pytest.raises(RequestError, match="cannot decode"):
+        list(encoder.stream("a", max_new_tokens=3))
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_logits_that_are_not_finite_give_an_error_result(temperature: float, value: float) -> None:
+    model = tiny_model()
+    model.model.embed_tokens.weight.data[7] = value
+    broken = Engine(model, None, Plan.uniform("full"), slots=2)
+    options: dict[str, Any] = {"max_new_tokens": 4, "sampling": Sampling(temperature)}
+    wrong, valid = broken.generate([[1, 7], [1, 2, 3]], **options).results()
+    assert (wrong.finish_reason, wrong.tokens) == ("error", ())
+    assert "the logits after 0 generated tokens hold NaN or infinity" in str(wrong.error)
+    (alone,) = Engine(shared_model(), None, Plan.uniform("full")).generate([[1, 2, 3]], **options)
+    assert 7 in alone.tokens or valid.tokens == alone.tokens
 
 
 def test_failing_tokenizer_gives_an_error_result() -> None:
@@ -406,8 +540,6 @@ def test_any_request_gives_results_or_a_kvpolicy_error(
 
 @lru_cache
 def bytes_engine() -> Engine:
-    from tiny import tiny_model
-
     model = tiny_model("qwen2", vocab=256)
     return Engine(model, byte_tokenizer(), Plan.uniform("streaming", budget=6, buffer=2), slots=2)
 

@@ -271,6 +271,22 @@ def test_what_cannot_be_done_is_refused_in_one_sentence(attempt: Callable[[Any],
         attempt(cache)
 
 
+@pytest.mark.parametrize(
+    ("method", "argument"),
+    [
+        ("batch_repeat_interleave", 0),
+        ("batch_repeat_interleave", 2.5),
+        ("batch_select_indices", None),
+        ("batch_select_indices", "a"),
+        ("batch_select_indices", [7]),
+    ],
+)
+def test_rows_that_there_cannot_be_are_refused(method: str, argument: Any) -> None:
+    cache, _ = conversation(shared_model(num_layers=NUM_LAYERS), [[1, 2, 3]], TIGHT)
+    with pytest.raises(CacheError, match="was asked for"):
+        getattr(cache, method)(argument)
+
+
 @pytest.mark.parametrize("is_empty", [False, True])
 def test_caches_tell_what_they_are(is_empty: bool) -> None:
     model = shared_model(num_layers=NUM_LAYERS)

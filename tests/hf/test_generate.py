@@ -152,6 +152,11 @@ def test_pipeline_accepts_stop_strings() -> None:
     assert cut == whole[: whole.index(stop) + 1]
 
 
+def test_pipeline_needs_a_tokenizer() -> None:
+    with pytest.raises(KVPolicyError, match="was given None for a tokenizer; write model, tok"):
+        hf.pipeline(shared_model(), None, Plan.uniform("full"))
+
+
 def test_pipeline_refuses_an_invalid_plan() -> None:
     model, tokenizer = model_and_tokenizer()
     with pytest.raises(PlanError, match="no budget"):

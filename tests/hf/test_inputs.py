@@ -222,6 +222,22 @@ def test_prompt_with_other_tokens_raises() -> None:
     cache.check_prompt(more + 1)
 
 
+@pytest.mark.parametrize(
+    ("tokens", "message"),
+    [
+        (torch.tensor([[1, 61]]), "token id 61; expected 0 to 60"),
+        (torch.tensor([[1, -1]]), "token id -1; expected 0 to 60"),
+        (torch.tensor([[1.0, 2.5]]), "holds 1.0; expected text or integer token ids"),
+    ],
+)
+def test_tokens_outside_the_vocabulary_raise(tokens: Tensor, message: str) -> None:
+    model = shared_model()
+    cache = PolicyCache(model, Plan.uniform("full"))
+    with pytest.raises(CacheError, match=message), torch.no_grad():
+        model(input_ids=tokens, past_key_values=cache)
+    assert generated_tokens(model, [[1, 2]], 3, past_key_values=cache)
+
+
 def test_right_padding_raises() -> None:
     model = shared_model(num_layers=NUM_LAYERS)
     ids, mask = torch.tensor([[4, 5, 6], [7, 0, 0]]), torch.tensor([[1, 1, 1], [1, 0, 0]])
