@@ -13,6 +13,11 @@ def main(args: Sequence[str] | None = None) -> None:
     Args:
         args: Arguments after the program name; those of this process by default.
     """
-    from kvpolicy.cli.app import run
+    try:
+        from kvpolicy.cli.app import run
 
-    sys.exit(run(sys.argv[1:] if args is None else list(args)))
+        status = run(sys.argv[1:] if args is None else list(args))
+    except KeyboardInterrupt:  # while modules are imported; `run` answers those after that
+        sys.stderr.write("kvpolicy: interrupted.\n")
+        status = 130
+    sys.exit(status)

@@ -2,12 +2,16 @@
 
 import json
 import signal
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 from shell import Shell
+
+from kvpolicy.cli import main
 
 PLUGIN = """
 from pathlib import Path
@@ -44,6 +48,20 @@ def test_an_interrupt_before_any_result(kvpolicy: Shell, monkeypatch: pytest.Mon
     monkeypatch.setattr("kvpolicy.cli.list.installed_policies", interrupt)
     answer = kvpolicy("list")
     assert (answer.status, answer.out, answer.err) == (130, "", "kvpolicy: interrupted.\n")
+
+
+def test_an_interrupt_while_modules_are_imported(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Interrupting(ModuleType):
+        def __getattr__(self, name: str) -> object:
+            raise KeyboardInterrupt
+
+    monkeypatch.setitem(sys.modules, "kvpolicy.cli.app", Interrupting("kvpolicy.cli.app"))
+    with pytest.raises(SystemExit) as ended:
+        main(["--help"])
+    assert ended.value.code == 130
+    assert capsys.readouterr().err == "kvpolicy: interrupted.\n"
 
 
 @pytest.fixture
