@@ -9,7 +9,8 @@ from kvpolicy.errors import TaskError
 from kvpolicy.lab.sandbox import run
 from kvpolicy.lab.sandbox.walls import Wall
 
-WAYS = ("bubblewrap", "Landlock")
+# The second way runs with the slow tests: each test is a start of the interpreter.
+WAYS = ("bubblewrap", pytest.param("Landlock", marks=pytest.mark.slow))
 NEEDED = "KVPOLICY_NEEDS_SANDBOX"  # 1: a missing way is a failure, as in CI
 
 
