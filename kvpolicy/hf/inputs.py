@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvpolicy.errors import CacheError
+from kvpolicy.errors import CacheError, shown
 
 _CONTINUE = (
     "a cache continues one conversation: give all of its tokens again, with the same pads, and "
@@ -44,6 +44,10 @@ class Columns:
         Raises:
             CacheError: If they do not continue the columns before them.
         """
+        check_tensor("input_ids", token_ids)
+        for name, value in (("attention_mask", attention_mask), ("position_ids", position_ids)):
+            if value is not None:
+                check_tensor(name, value, dims=None)
         num_rows, width = token_ids.shape
         if not width:
             msg = f"a PolicyCache was given no token after those it has seen; {_CONTINUE}"
@@ -104,6 +108,21 @@ class Columns:
                 f"where position {expected[row, column]} comes next; {_CONTINUE}"
             )
             raise CacheError(msg)
+
+
+def check_tensor(name: str, value: object, dims: int | None = 2) -> None:
+    """Check that an argument is a tensor with values, of so many dimensions.
+
+    Raises:
+        CacheError: If it is not.
+    """
+    is_tensor = isinstance(value, Tensor) and not value.is_meta
+    if not is_tensor or (dims is not None and value.dim() != dims):  # type: ignore[attr-defined]
+        msg = (
+            f"a PolicyCache was given {name}={shown(value)}; expected a tensor [B, L], one row for "
+            "each prompt"
+        )
+        raise CacheError(msg)
 
 
 def _mask(attention_mask: Tensor | None, num_rows: int, width: int) -> np.ndarray:

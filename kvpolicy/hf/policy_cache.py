@@ -29,7 +29,7 @@ from kvpolicy.engine.savings import nothing_evicted, saved_share
 from kvpolicy.engine.sequence import Sequence as EngineSequence
 from kvpolicy.engine.sequence import encode
 from kvpolicy.errors import CacheError, RequestError
-from kvpolicy.hf.inputs import Columns
+from kvpolicy.hf.inputs import Columns, check_tensor
 from kvpolicy.model.adapter import ModelAdapter
 from kvpolicy.model.wrappers import row_arguments
 from kvpolicy.plan.plan import Plan
@@ -194,6 +194,7 @@ class PolicyCache(Cache):
         Raises:
             CacheError: If it does not begin with the tokens that the cache has seen.
         """
+        check_tensor("input_ids", input_ids)
         mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
         if mask.shape != input_ids.shape:
             _refuse("is checked against a whole prompt and its mask; give both, of one shape")

@@ -238,6 +238,25 @@ def test_tokens_outside_the_vocabulary_raise(tokens: Tensor, message: str) -> No
     assert generated_tokens(model, [[1, 2]], 3, past_key_values=cache)
 
 
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"input_ids": [[1, 2]]},
+        {"input_ids": torch.ones(2, dtype=torch.int64)},
+        {"input_ids": torch.ones(1, 1, 2, dtype=torch.int64)},
+        {"input_ids": torch.ones(1, 2, dtype=torch.int64, device="meta")},
+        {"attention_mask": [[1, 1]]},
+        {"position_ids": "first"},
+    ],
+)
+def test_arguments_that_are_no_such_tensors_raise(wrong: dict[str, Any]) -> None:
+    model = shared_model()
+    cache = PolicyCache(model, Plan.uniform("full"))
+    given = {"input_ids": torch.tensor([[1, 2]]), "past_key_values": cache} | wrong
+    with pytest.raises(CacheError, match=f"given {next(iter(wrong))}=.*expected a tensor"):
+        torch.no_grad()(model)(**given)
+
+
 def test_right_padding_raises() -> None:
     model = shared_model(num_layers=NUM_LAYERS)
     ids, mask = torch.tensor([[4, 5, 6], [7, 0, 0]]), torch.tensor([[1, 1, 1], [1, 0, 0]])
