@@ -254,6 +254,10 @@ def run_folder(folder: Path, run: dict[str, Any], sessions: Iterable[dict[str, A
     path = folder / "manifest.json"
     read = structure_record(_Run, run, str(path))
     groups = {group.group: group for group in read.groups}
+    for group in read.groups:
+        if not group.columns:
+            msg = f"{path}, group {group.group}, is damaged: it has no 'columns'."
+            raise ResultsError(msg)
     for cell in read.cells:
         _check_known(f"{path}, cell {cell.cell}", "group", cell.group, groups)
     return RunFolder(

@@ -8,7 +8,7 @@ from typing import Any, TypeVar, get_args, get_origin
 
 import attrs
 import cattrs
-from attrs.validators import ge, in_, min_len
+from attrs.validators import ge, in_
 from cattrs.v import format_exception
 
 from kvpolicy.errors import ResultsError, refusal_reason
@@ -78,7 +78,7 @@ class EvalSettingRecord:
     max_new_tokens: int
     slots: int
     measure: str
-    columns: tuple[ColumnInfo, ...] = attrs.field(validator=min_len(1))
+    columns: tuple[ColumnInfo, ...]
 
 
 def _has_layers(record: object, field: object, resolved: dict[str, Any]) -> None:
@@ -353,11 +353,12 @@ def _number(*types: type) -> Any:
 def _dict(value: Any, cls: Any) -> Any:
     """A structure hook for free-form entries; of facets and measured values, none is a list."""
     entries = _exactly(dict)(value, cls)
-    if get_args(cls)[1] is not Any:
-        for entry in entries.values():
-            if isinstance(entry, (list, dict)) or (type(entry) is int and abs(entry) > MAX_SEED):
-                msg = f"{entry!r:.40} is no value to group by or to average"
-                raise ValueError(msg)
+    kind = get_args(cls)[1]
+    for entry in () if kind is Any else entries.values():
+        is_huge = kind is float and type(entry) is int and abs(entry) > MAX_SEED
+        if isinstance(entry, (list, dict)) or is_huge:
+            msg = f"{entry!r:.40} is no value to group by or to average"
+            raise ValueError(msg)
     return entries
 
 
