@@ -49,6 +49,7 @@ _OUT_OF = {
 }
 _PACKAGE = Path(__file__).parents[1]
 _MOST_OF_PATH = 200  # characters
+_NARROWEST, _WIDEST = 20, 1000  # columns
 
 
 class Interrupted(Exception):  # noqa: N818 - not an error
@@ -93,6 +94,7 @@ def standard_streams() -> Iterator[None]:
     disk for example, are dropped: nobody could read them, and the work goes on.
     """
     with ExitStack() as stack:
+        _limit_columns(stack)
         if sys.stdin is None:
             stdin = stack.enter_context(open(os.devnull, encoding="utf-8"))
             stack.callback(setattr, sys, "stdin", sys.stdin)
@@ -104,6 +106,17 @@ def standard_streams() -> Iterator[None]:
         stderr = sys.stderr or stack.enter_context(open(os.devnull, "w", encoding="utf-8"))
         stack.enter_context(redirect_stderr(_Lenient(stderr)))
         yield
+
+
+def _limit_columns(stack: ExitStack) -> None:
+    """Keep COLUMNS within the widths in which help and tables can be drawn."""
+    given = os.environ.get("COLUMNS", "")
+    if not given.isdecimal():
+        return
+    columns = min(max(int(given[:9]), _NARROWEST), _WIDEST)
+    if str(columns) != given:
+        os.environ["COLUMNS"] = str(columns)
+        stack.callback(os.environ.__setitem__, "COLUMNS", given)
 
 
 def check_surroundings(args: Sequence[str]) -> None:

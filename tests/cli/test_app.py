@@ -1,5 +1,6 @@
 """The program: commands from packages, help, shell completion."""
 
+import os
 import shlex
 from collections.abc import Iterator
 from importlib.metadata import EntryPoint, distribution
@@ -97,3 +98,14 @@ def test_a_broken_command_gives_one_sentence_and_the_others_still_work(
     assert "command 'broken' (no_such_package.cli:app, kvpolicy" in sentence
     assert "no_such_package.cli:app" in kvpolicy("--help").out
     assert kvpolicy("list").status == 0
+
+
+@pytest.mark.parametrize("columns", ["0", "1", "99999999", "9" * 5000])
+def test_help_is_shown_in_any_width(
+    kvpolicy: Shell, monkeypatch: pytest.MonkeyPatch, columns: str
+) -> None:
+    monkeypatch.setenv("COLUMNS", columns)
+    shown = kvpolicy("--help").out
+    assert "ablate" in shown
+    assert max(map(len, shown.splitlines())) <= 1000
+    assert os.environ["COLUMNS"] == columns

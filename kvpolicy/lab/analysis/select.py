@@ -27,7 +27,7 @@ def open_runs(names: Sequence[str], *, warn: Callable[[str], None]) -> list[RunF
     Args:
         names: Folders of runs, folders that contain some, or names of folders in
             ``kvpolicy-ablate``.
-        warn: Is called with a sentence for everything that is missing in a run folder.
+        warn: Is called with a sentence for everything that is missing or cannot be read.
 
     Raises:
         ResultsError: One of them has no run, or a run cannot be read.
@@ -37,7 +37,7 @@ def open_runs(names: Sequence[str], *, warn: Callable[[str], None]) -> list[RunF
         folder = Path(name)
         if not folder.exists() and (RUNS / name).exists():
             folder = RUNS / name
-        inside = find_runs(folder) if folder.is_dir() else []
+        inside = find_runs(folder, warn=warn) if folder.is_dir() else []
         for path in inside or [folder]:
             found.setdefault(realpath(path), read_run(path))
     for run in found.values():

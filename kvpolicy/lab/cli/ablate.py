@@ -191,8 +191,13 @@ def _dry_run(sweep: "Sweep", folder: Path, workers: int, *, json: bool) -> None:
     num_done = totals["samples"] - totals["left"]
     where = f"{num_done} of them done in {folder}" if num_done else f"into {folder}"
     side_by_side = f", with {workers} workers" if workers > 1 else ""
-    print_text(f"{totals['cells']} cells, {totals['samples']} samples, {where}{side_by_side}.\n")
+    cells_and_samples = _count(totals["cells"], totals["samples"])
+    print_text(f"{cells_and_samples}, {where}{side_by_side}.\n")
     print_text("Nothing was written.\n")
+
+
+def _count(num_cells: int, num_samples: int) -> str:
+    return f"{format_count(num_cells, 'cell')}, {format_count(num_samples, 'sample')}"
 
 
 def _list_cells(sweep: "Sweep", done: Container[str]) -> list[dict[str, Any]]:
@@ -263,7 +268,7 @@ def _print_start(sweep: "Sweep", store: "Store", num_left: int) -> None:
     elif num_left < total:
         info(f"continuing in {store.folder}: {total - num_left} of {total} samples are done.")
     else:
-        info(f"{len(sweep.cells)} cells, {total} samples, into {store.folder}.")
+        info(f"{_count(len(sweep.cells), total)}, into {store.folder}.")
     unrecorded = sweep.unrecorded(store.recorded) & store.samples.keys()
     if unrecorded:
         info(

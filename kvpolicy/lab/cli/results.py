@@ -12,7 +12,14 @@ from typing import Annotated, Any
 import typer
 
 from kvpolicy.cli.options import Json, check_new_file, examples
-from kvpolicy.cli.output import info, print_exact, print_json, print_text, terminal_width
+from kvpolicy.cli.output import (
+    format_count,
+    info,
+    print_exact,
+    print_json,
+    print_text,
+    terminal_width,
+)
 from kvpolicy.cli.text_table import format_table
 from kvpolicy.errors import KVPolicyError, ResultsError
 from kvpolicy.lab.analysis.compare import adjust_p_values, compare_cells, interval_method
@@ -71,7 +78,7 @@ def listing(
     json: Json = False,
 ) -> None:
     """Show the runs in a folder: models, tasks, seeds and progress."""
-    found = [_summary(path) for path in find_runs(folder)]
+    found = [_summary(path) for path in find_runs(folder, warn=info)]
     if json:
         print_json(found, indent=2)
         return
@@ -254,7 +261,10 @@ def export(
     keep = select(opened, series=series, budgets=budget, models=model, tasks=task, seeds=seed)
     flat = flatten_samples(opened, keep, items=items)
     write_table(flat, to)
-    info(f"{to} has {len(flat.rows):,} samples in {len(flat.kinds)} columns.")
+    info(
+        f"{to} has {format_count(len(flat.rows), 'sample')} in "
+        f"{format_count(len(flat.kinds), 'column')}."
+    )
 
 
 def _summary(path: Path) -> dict[str, Any]:

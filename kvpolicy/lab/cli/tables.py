@@ -277,7 +277,7 @@ def _problems(cells: Sequence[PooledCell]) -> list[str]:
         counts = cell.counts()
         problems = [f"{counts[key]:,} {name}" for key, name in _PROBLEMS.items() if counts[key]]
         if problems:
-            samples = f"{counts['num_samples']:,} samples"
+            samples = format_count(counts["num_samples"], "sample")
             lines.append(f"{visible(label)}: of {samples} {', '.join(problems)}")
     return lines
 

@@ -4,7 +4,7 @@
 """
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -330,11 +330,12 @@ def _is_session(session: object) -> bool:
     )
 
 
-def find_runs(folder: Path) -> list[Path]:
+def find_runs(folder: Path, *, warn: Callable[[str], None]) -> list[Path]:
     """Find the run folders in a folder, which may be one itself, in alphabetical order.
 
     Args:
         folder: Where to search; links are not followed.
+        warn: Is called with a sentence for every folder that cannot be read.
 
     Returns:
         Folders of runs, also of damaged runs and of other formats. A ``manifest.json`` of
@@ -346,8 +347,12 @@ def find_runs(folder: Path) -> list[Path]:
     if not folder.is_dir():
         msg = f"there is no folder {folder}; name one that holds runs, such as kvpolicy-ablate."
         raise ResultsError(msg)
+
+    def report(error: OSError) -> None:
+        warn(f"{error.filename} cannot be read: {error.strerror}; runs in it are left out.")
+
     found = []
-    for path, folders, files in os.walk(folder):
+    for path, folders, files in os.walk(folder, onerror=report):
         folders.sort()
         if "manifest.json" in files and _may_be_run(Path(path)):
             found.append(Path(path))

@@ -1,6 +1,7 @@
 """Reading run folders: everything written is read back, and damage gives a clear message."""
 
 import json
+import os
 import re
 import shutil
 from collections.abc import Callable
@@ -78,10 +79,10 @@ def test_runs_are_found_in_subfolders_but_not_inside_each_other(tmp_path: Path) 
     (broken / "manifest.json").write_text("{")
     (broken / "samples.jsonl").touch()
     names = ["a/deep", "b", "broken", "c/deep"]
-    assert find_runs(tmp_path) == [tmp_path / name for name in names]
-    assert find_runs(tmp_path / "b") == [tmp_path / "b"]
+    assert find_runs(tmp_path, warn=print) == [tmp_path / name for name in names]
+    assert find_runs(tmp_path / "b", warn=print) == [tmp_path / "b"]
     with pytest.raises(ResultsError, match="there is no folder"):
-        find_runs(tmp_path / "nowhere")
+        find_runs(tmp_path / "nowhere", warn=print)
 
 
 def _rewrite(name: str, change: Callable[[str], str]) -> Callable[[Path], None]:
@@ -200,3 +201,23 @@ def test_damage_is_reported_in_one_sentence(
     message = str(caught.value)
     assert message.endswith(".")
     assert "\n" not in message
+
+
+def test_a_folder_that_cannot_be_read_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_run(tmp_path / "a")
+    write_run(tmp_path / "b")
+    scandir = os.scandir
+
+    def refuse(path: str) -> object:
+        if Path(path).name == "b":
+            raise PermissionError(13, "Permission denied", path)
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", refuse)
+    warnings: list[str] = []
+    assert find_runs(tmp_path, warn=warnings.append) == [tmp_path / "a"]
+    assert warnings == [
+        f"{tmp_path / 'b'} cannot be read: Permission denied; runs in it are left out."
+    ]
