@@ -304,5 +304,5 @@ def test_a_record_can_be_read_back() -> None:
 @pytest.mark.parametrize("change", [{"more": 1}, {"layers": [{"layer": 0}]}, {"tokens": 3}])
 def test_a_record_with_other_fields_is_refused(change: dict[str, Any]) -> None:
     kept = KeptRecord.of(KeptRows(0, [], []), key="k", cell="c", item=3, attempt=1)
-    with pytest.raises(OutputError, match="choose another output folder"):
+    with pytest.raises(OutputError, match="other fields than this version"):
         KeptRecord.from_dict(kept.to_dict() | change)
