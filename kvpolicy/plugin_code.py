@@ -79,12 +79,14 @@ def _has_text(error: BaseException) -> bool:
 def _put_back(before: Mapping[str, ModuleType]) -> list[str]:
     """Undo replacements in `sys.modules`; returns the names.
 
-    A module may be loaded again from its own file, as transformers does with itself.
+    A module may be loaded again from its own file, as transformers does with itself; a package
+    that is loaded again may replace the modules in it.
     """
     missing = object()
     now = {name: sys.modules.get(name, missing) for name in before}
     changed = [name for name, module in before.items() if now[name] is not module]
-    replaced = [name for name in changed if _differs(before[name], now[name])]
+    reloaded = {name for name in changed if not _differs(before[name], now[name])}
+    replaced = [name for name in changed if not {name, name.partition(".")[0]} & reloaded]
     if replaced:
         sys.modules.update({name: before[name] for name in changed})
     return replaced

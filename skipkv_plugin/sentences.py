@@ -18,6 +18,14 @@ Match = Literal["text", "ids"]
 NOT_DELIMITERS = (":\n", ":\n\n")
 
 
+def last_tokens(texts: Sequence[str], tokenizer: Any) -> set[int]:
+    """The last token of the encoding of each text that the tokenizer knows, if there is one."""
+    unknown = getattr(tokenizer, "unk_token_id", None)
+    encodings = [tokenizer.encode(text, add_special_tokens=False) for text in texts]
+    known = [[token for token in encoded if token != unknown] for encoded in encodings]
+    return {encoded[-1] for encoded in known if encoded}
+
+
 @attrs.frozen
 class Delimiters:
     """The delimiters of sentences for one tokenizer.
@@ -45,7 +53,7 @@ class Delimiters:
             delimiters: Texts, or token ids, which need no tokenizer.
             tokenizer: The engine's tokenizer.
             match: ``"text"``, or ``"ids"``: the last token of the encoding of each text, as in
-                the authors' code, whatever the text before it; a text without tokens has none.
+                the authors' code, whatever the text before it.
 
         Raises:
             KVPolicyError: There are texts and no tokenizer.
@@ -60,9 +68,9 @@ class Delimiters:
                 "one, or name token ids: delimiters = [198, 271]"
             )
             raise KVPolicyError(msg)
-        encodings = [tokenizer.encode(text, add_special_tokens=False) for text in texts]
         if match == "ids":
-            return cls(frozenset(ids | {encoded[-1] for encoded in encodings if encoded}))
+            return cls(frozenset(ids | last_tokens(texts, tokenizer)))
+        encodings = [tokenizer.encode(text, add_special_tokens=False) for text in texts]
         known = token_texts(tokenizer)
         multi_token = []
         for text, encoded in zip(texts, encodings, strict=True):

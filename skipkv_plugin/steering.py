@@ -7,7 +7,7 @@ from typing import Any, Literal
 from torch import Tensor
 
 from kvpolicy.toolkit import Paragraphs, look_up
-from skipkv_plugin.sentences import Match
+from skipkv_plugin.sentences import Match, last_tokens
 
 ThinkInPrompt = Literal["last", "any"]
 
@@ -28,9 +28,7 @@ def is_non_execution(
     if tokenizer is None or not keywords:
         return False
     if match == "ids":
-        encodings = [tokenizer.encode(word, add_special_tokens=False) for word in keywords]
-        last_tokens = {encoded[-1] for encoded in encodings if encoded}
-        return not last_tokens.isdisjoint(token_ids)
+        return not last_tokens(keywords, tokenizer).isdisjoint(token_ids)
     words = "|".join(map(re.escape, keywords))
     text = tokenizer.decode(list(token_ids))
     return re.search(rf"\b({words})\b", text, re.IGNORECASE) is not None

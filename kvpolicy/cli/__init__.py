@@ -1,7 +1,10 @@
 """The command line of kvpolicy."""
 
+import os
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
+from typing import NoReturn
 
 
 def main(args: Sequence[str] | None = None) -> None:
@@ -20,4 +23,16 @@ def main(args: Sequence[str] | None = None) -> None:
     except KeyboardInterrupt:  # while modules are imported; `run` answers those after that
         sys.stderr.write("kvpolicy: interrupted.\n")
         status = 130
+    _exit(status)
+
+
+def _exit(status: int) -> NoReturn:
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        # A process of torchrun. The threads of its process group may still be releasing tensors,
+        # for which they need the interpreter; one that asks for it while the interpreter shuts
+        # down aborts the process ("terminate called without an active exception").
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(OSError, ValueError):  # closed
+                stream.flush()
+        os._exit(status)
     sys.exit(status)

@@ -13,6 +13,7 @@ import attrs
 import pytest
 from shell import Answer, Shell, refusal
 
+import kvpolicy
 from kvpolicy.cli.failures import DEFECT, ISSUES, standard_streams
 from kvpolicy.cli.output import print_text
 from kvpolicy.errors import KVPolicyError
@@ -58,7 +59,7 @@ def test_what_a_user_can_change_is_one_sentence(
     assert part in refusal(raising(error))
 
 
-OUR_FILE = Path(__file__).parents[2] / "kvpolicy/lab/report/assets/none.css"
+OUR_FILE = Path(kvpolicy.__file__).parent / "lab/report/assets/none.css"
 
 
 @pytest.mark.parametrize(

@@ -73,6 +73,7 @@ def test_every_number_is_found() -> None:
     assert {"--slots", "--temperature", "--height", "--seed", "--n", "--layer"} <= options
 
 
+@pytest.mark.needs_reasoner  # the default model: without one, that comes first
 @pytest.mark.parametrize(("command", "option", "kind"), NUMERIC, ids=str)
 def test_a_foolish_number_names_its_option(
     kvpolicy: Shell, command: str, option: str, kind: str

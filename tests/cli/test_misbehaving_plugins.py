@@ -164,6 +164,7 @@ def test_package_that_misbehaves_on_import_is_named(
     load_policy("streaming")
 
 
+@pytest.mark.needs_reasoner
 def test_list_names_the_broken_and_shows_the_others(install: Install, kvpolicy: Shell) -> None:
     fine = ("mine", "Mine", POLICY)
     kinds = {
@@ -279,6 +280,7 @@ def test_two_classes_of_a_file_with_one_name_are_refused(tmp_path: Path) -> None
     assert discovery._from_files == {}
 
 
+@pytest.mark.needs_reasoner
 def test_two_packages_with_one_name_are_refused(install: Install, kvpolicy: Shell) -> None:
     for package in ("one", "two"):
         points = {
@@ -314,6 +316,7 @@ def test_two_packages_with_one_name_are_refused(install: Install, kvpolicy: Shel
 BROKEN = "class Task:\n    def __init__(self, size: int = 3):\n        raise SystemExit(5)\n"
 
 
+@pytest.mark.needs_reasoner
 def test_misbehaving_tasks_models_and_commands_are_named(install: Install, kvpolicy: Shell) -> None:
     points = {
         "kvpolicy.tasks": {"exits": "t_exit:Task", "builds": "t_build:Task", "odd": "t_odd:task"},
@@ -396,6 +399,7 @@ def test_a_module_may_be_loaded_again_from_its_own_file(
     assert register_file(tmp_path / "reloads.py") == ["mine"]
 
 
+@pytest.mark.needs_reasoner
 def test_the_bundled_model_is_found_in_a_new_process() -> None:
     # transformers loads itself again while other modules import from it, the first time only.
     command = [sys.executable, "-m", "kvpolicy", "plan", "show", "skipkv"]

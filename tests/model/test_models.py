@@ -28,11 +28,13 @@ RUN: dict[str, dict[str, Any]] = {
     "phimoe": {"sliding_window": 256},
 }
 if "gemma4_text" in CONFIG_MAPPING:
-    # Its layers differ in the size of their heads.
+    # Its layers differ in the number and size of their heads.
     RUN["gemma4_text"] = {
         "layer_types": ["sliding_attention", "full_attention"],
         "sliding_window": 6,
         "global_head_dim": 16,
+        "attention_k_eq_v": True,
+        "num_global_key_value_heads": 1,
         "hidden_size_per_layer_input": 0,
     }
 

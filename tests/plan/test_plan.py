@@ -212,6 +212,7 @@ def test_the_default_buffer_fits_the_budget(budget: int, buffer: int) -> None:
     ), "a default that is written out is the same plan"
 
 
+@pytest.mark.needs_reasoner
 def test_the_default_buffer_is_that_of_the_default_sweep() -> None:
     sweep = load_preset(default_name("sweep") or "")
     assert {default_buffer(budget) for budget in sweep.budgets} == {sweep.buffer}

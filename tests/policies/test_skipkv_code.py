@@ -113,9 +113,9 @@ def test_a_delimiter_of_several_tokens_is_its_last_token_by_id() -> None:
 @pytest.mark.needs_reasoner
 @pytest.mark.parametrize("model", ["reasoner", "reasoner-verbose"])
 def test_texts_that_a_tokenizer_does_not_know_are_no_delimiters_and_keywords(model: str) -> None:
-    """The bundled tokenizers encode a single line break as nothing, and ``.\\n`` as a full stop."""
+    """The bundled tokenizers encode ``)\\n`` as nothing, or with older libraries as unknown."""
     _, tokenizer = load_model(model)
-    assert tokenizer.encode(")\n", add_special_tokens=False) == []
+    assert set(tokenizer.encode(")\n", add_special_tokens=False)) <= {tokenizer.unk_token_id}
     knobs = knobs_of("skipkv-code")
     delimiters = Delimiters.of(knobs["delimiters"], tokenizer, "ids")
     assert {tokenizer.decode([one]) for one in delimiters.ids} == {".", "\n\n"}
