@@ -3,7 +3,6 @@
 import os
 import sys
 from collections.abc import Sequence
-from contextlib import suppress
 from typing import NoReturn
 
 
@@ -28,11 +27,9 @@ def main(args: Sequence[str] | None = None) -> None:
 
 def _exit(status: int) -> NoReturn:
     if "TORCHELASTIC_RUN_ID" in os.environ:
-        # A process of torchrun. The threads of its process group may still be releasing tensors,
-        # for which they need the interpreter; one that asks for it while the interpreter shuts
-        # down aborts the process ("terminate called without an active exception").
-        for stream in (sys.stdout, sys.stderr):
-            with suppress(OSError, ValueError):  # closed
-                stream.flush()
+        # A process of torchrun; `run` has flushed its output. The threads of its process group may
+        # still be releasing tensors, for which they need the interpreter; one that asks for it
+        # while the interpreter shuts down aborts the process ("terminate called without an active
+        # exception").
         os._exit(status)
     sys.exit(status)

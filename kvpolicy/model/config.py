@@ -21,7 +21,8 @@ def layer_configs(config: Any) -> list[Any]:
     if getattr(config, "global_head_dim", None):  # Gemma-4 before transformers 5.23
         full = copy(config)
         full.head_dim = config.global_head_dim
-        if config.attention_k_eq_v and config.num_global_key_value_heads:
+        # Configurations without this setting take it for true, as transformers 5.23 does.
+        if getattr(config, "attention_k_eq_v", True) and config.num_global_key_value_heads:
             full.num_key_value_heads = config.num_global_key_value_heads
         return [config if kind == _SLIDING else full for kind in config.layer_types]
     return [config] * config.num_hidden_layers

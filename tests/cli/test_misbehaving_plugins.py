@@ -399,6 +399,27 @@ def test_a_module_may_be_loaded_again_from_its_own_file(
     assert register_file(tmp_path / "reloads.py") == ["mine"]
 
 
+RELOADS_A_PACKAGE = """
+import importlib.util
+import sys
+import types
+
+sys.modules["xml"] = importlib.util.module_from_spec(importlib.util.find_spec("xml"))
+sys.modules["xml.sax"] = types.ModuleType("xml.sax")
+"""
+
+
+def test_a_package_that_is_loaded_again_may_replace_its_modules(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import xml.sax
+
+    for name, module in (("xml", xml), ("xml.sax", xml.sax)):
+        monkeypatch.setitem(sys.modules, name, module)
+    (tmp_path / "reloads.py").write_text(RELOADS_A_PACKAGE + POLICY)
+    assert register_file(tmp_path / "reloads.py") == ["mine"]
+
+
 @pytest.mark.needs_reasoner
 def test_the_bundled_model_is_found_in_a_new_process() -> None:
     # transformers loads itself again while other modules import from it, the first time only.

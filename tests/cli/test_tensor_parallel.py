@@ -1,5 +1,8 @@
 """`kvpolicy run --tensor-parallel`: only the first process prints; all report errors."""
 
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -56,6 +59,30 @@ def test_a_lost_connection_is_one_sentence(rank: Callable[[int], None]) -> None:
 @pytest.fixture
 def shell(capsys: pytest.CaptureFixture[str]) -> Shell:
     return Shell(capsys)
+
+
+@pytest.mark.parametrize(("words", "status"), [(["--help"], 0), (["--wrong"], 2)], ids=str)
+def test_a_process_of_torchrun_ends_with_its_output_and_without_a_shutdown(
+    words: list[str], status: int
+) -> None:
+    """Threads of a process group that still need the interpreter would abort a shutdown."""
+    program = (
+        "import atexit; atexit.register(print, 'shut down')\n"
+        f"from kvpolicy.cli import main; main({words})"
+    )
+    ends = {}
+    for under_torchrun in (False, True):
+        environment = {key: value for key, value in os.environ.items() if "TORCHELASTIC" not in key}
+        if under_torchrun:
+            environment["TORCHELASTIC_RUN_ID"] = "none"
+        ends[under_torchrun] = subprocess.run(
+            [sys.executable, "-c", program], capture_output=True, text=True, env=environment
+        )
+    plain, ours = ends[False], ends[True]
+    assert plain.returncode == ours.returncode == status
+    assert plain.stdout == f"{ours.stdout}shut down\n"
+    assert plain.stderr == ours.stderr
+    assert ours.stdout + ours.stderr
 
 
 def test_a_single_process_gets_a_hint_how_to_start_several(shell: Shell) -> None:
