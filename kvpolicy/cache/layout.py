@@ -1,8 +1,8 @@
 """The layout of one forward: where its new rows are stored and what its queries may see.
 
-A forward serves the slots ``[first, last)``. Each has some new tokens; if the numbers differ,
-token columns are padded on the left, so that the last column is always the newest token. Pads
-are computed and dropped: they are never stored or attended to.
+A forward serves some slots. Each has some new tokens; if the numbers differ, token columns are
+padded on the left, so that the last column is always the newest token. Pads are computed and
+dropped: they are never stored or attended to.
 
 A layer with a sliding window may get more new rows than its slab can take. The new rows are then
 attended to together with the old ones, and those that the newest token still sees are stored.
@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvpolicy.cache.slab import KVCache, LayerCache
+from kvpolicy.cache.slab import KVCache, LayerCache, slot_index
 from kvpolicy.cache.sliding_window import concat_rows, drop_oldest, seen_in_window
 
 
@@ -24,6 +24,7 @@ class LayerLayout:
     """Where the new rows of a forward go in one layer, and what its queries may see.
 
     Attributes:
+        sequences: Which sequence of the forward each new row belongs to, ``[N]``.
         slots: Slot of each new row, ``[N]``.
         rows: Row of each new row in its slab, ``[N]``.
         positions: Position of each new row's token in its sequence, ``[N]``.
@@ -33,6 +34,7 @@ class LayerLayout:
             slab is a window that slides on; ``None``: all, in place.
     """
 
+    sequences: Tensor
     slots: Tensor
     rows: Tensor
     positions: Tensor
@@ -46,8 +48,8 @@ class StepLayout:
 
     Attributes:
         cache: The KV cache.
-        first: First slot of the forward.
-        last: Slot after its last one.
+        slots: Slots of the forward, ``[B]``.
+        served: Index of these slots.
         lengths: New tokens of each slot, ``[B]``.
         totals: Tokens of each slot once its prompt is in, ``[B]``.
         width: Token columns, ``L``.
@@ -60,19 +62,19 @@ class StepLayout:
     def __init__(
         self,
         cache: KVCache,
-        first: int,
+        slots: Sequence[int],
         lengths: Sequence[int],
         totals: Sequence[int] | None = None,
     ) -> None:
-        """Serve the slots from ``first`` on, with so many new tokens each (at least 1).
+        """Serve slots, with so many new tokens each (at least 1).
 
         ``totals`` is not needed if no more tokens of their prompts follow.
         """
         self.cache = cache
-        self.first, self.last = first, first + len(lengths)
+        self.slots, self.served = np.asarray(slots), slot_index(slots)
         self.lengths = np.asarray(lengths, dtype=np.int64)
         self.width = int(self.lengths.max())
-        self.seq_len = cache.seq_len[first : self.last].copy()
+        self.seq_len = cache.seq_len[self.slots]
         self.totals = self.seq_len + self.lengths if totals is None else np.asarray(totals)
         # Index of each column's token among the new ones of its slot, negative for pads.
         self.token = np.arange(self.width) - (self.width - self.lengths[:, None])  # [B, L]
@@ -83,7 +85,7 @@ class StepLayout:
         self.attended: set[int] = set()
         # Layers that hold the same rows share their layout.
         self._shared: dict[tuple[object, ...], LayerLayout] = {}
-        self._window_index: dict[tuple[torch.device, int], tuple[Tensor, Tensor, Tensor]] = {}
+        self._window_index: dict[tuple[torch.device, int], tuple[Tensor, ...]] = {}
 
     def store(self, layer_idx: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Write the new rows of one layer, ``[B, H_kv, L, D]``; return all rows to attend to."""
@@ -91,14 +93,13 @@ class StepLayout:
         if self.width == 1 and layer.slides:
             self._drop_oldest_if_full(layer_idx)
         layout = self.layers[layer_idx] = self._layer_layout(layer_idx, layer)
-        served = slice(self.first, self.last)
         keys, values = (self._real(new).to(layer.shape.dtype) for new in (keys, values))
         new = (keys, values, layout.positions[:, None])
         slabs = (layer.keys, layer.values, layer.positions)
         if layout.kept is None:
             for slab, rows in zip(slabs, new, strict=True):
                 slab[layout.slots, :, layout.rows] = rows
-            held = (served, slice(None), slice(layout.num_rows))
+            held = (self.served, slice(None), slice(layout.num_rows))
             all_keys, all_values, positions = layer.keys[held], layer.values[held], None
         else:
             all_keys, all_values, positions = self._slide(layer_idx, layout, slabs, new)
@@ -112,7 +113,7 @@ class StepLayout:
 
     def _layer_layout(self, layer_idx: int, layer: LayerCache) -> LayerLayout:
         """Where the new rows go in this layer; computed once for layers that hold the same."""
-        before = self.cache.rows[layer_idx, self.first : self.last]
+        before = self.cache.rows[layer_idx, self.slots]
         window, capacity = layer.shape.sliding_window, layer.slab.capacity
         # With gaps a row further is not a position further: `store` masks by position then.
         if window is not None and (not self._hides(window) or self._has_gaps(layer_idx)):
@@ -129,7 +130,7 @@ class StepLayout:
     def _compute_layout(
         self, before: np.ndarray, device: torch.device, window: int | None
     ) -> LayerLayout:
-        slots, _ = np.nonzero(self.is_real)
+        sequences, _ = np.nonzero(self.is_real)
         token = self.token[self.is_real]
         after = before + self.lengths
         num_rows = int(after.max())
@@ -143,9 +144,10 @@ class StepLayout:
                 visible &= np.arange(num_rows) > newest - window
             mask = torch.from_numpy(visible)[:, None].to(device)
         return LayerLayout(
-            slots=torch.from_numpy(slots + self.first).to(device),
-            rows=torch.from_numpy(before[slots] + token).to(device),
-            positions=torch.from_numpy(self.seq_len[slots] + token).to(device),
+            sequences=torch.from_numpy(sequences).to(device),
+            slots=torch.from_numpy(self.slots[sequences]).to(device),
+            rows=torch.from_numpy(before[sequences] + token).to(device),
+            positions=torch.from_numpy(self.seq_len[sequences] + token).to(device),
             num_rows=num_rows,
             mask=mask,
         )
@@ -164,12 +166,12 @@ class StepLayout:
         return bool((self.seq_len + self.lengths).max() > window)
 
     def _has_gaps(self, layer_idx: int) -> bool:
-        return bool(self.cache.compacted_at[layer_idx, self.first : self.last].any())
+        return bool(self.cache.compacted_at[layer_idx, self.slots].any())
 
     def _drop_oldest_if_full(self, layer_idx: int) -> None:
         """Drop the row that a new token cannot see from slabs that hold a whole window."""
-        rows = self.cache.rows[layer_idx, self.first : self.last]
-        full = np.flatnonzero(rows == self.cache.capacity[layer_idx]) + self.first
+        rows = self.cache.rows[layer_idx, self.slots]
+        full = self.slots[rows == self.cache.capacity[layer_idx]]
         if full.size:
             drop_oldest(self.cache, layer_idx, full.tolist(), 1)
 
@@ -181,9 +183,9 @@ class StepLayout:
         new: Sequence[Tensor],
     ) -> list[Tensor]:
         """Concatenate old and new rows, store the newest, and return all of them."""
-        layer, served = self.cache.layers[layer_idx], slice(self.first, self.last)
+        layer, served = self.cache.layers[layer_idx], self.served
         assert layout.kept is not None
-        where = (layout.slots - self.first, layout.rows)
+        where = (layout.sequences, layout.rows)
         empty = (0, 0, -1)
         all_rows = [
             concat_rows(slab[served], rows, where, layout.num_rows, fill)
@@ -198,9 +200,9 @@ class StepLayout:
             slab[served, :, : stored.shape[2]] = stored
             self.cache.note_copy(num_bytes + stored.nbytes)
         # Until `commit`, only the remaining old rows are counted.
-        rows_held = self.cache.rows[layer_idx, served]
+        rows_held = self.cache.rows[layer_idx, self.slots]
         after = np.minimum(rows_held + self.lengths, layer.slab.capacity)
-        self.cache.rows[layer_idx, served] = np.maximum(after - self.lengths, 0)
+        self.cache.rows[layer_idx, self.slots] = np.maximum(after - self.lengths, 0)
         return all_rows
 
     def _query_positions(self) -> np.ndarray:
@@ -221,16 +223,16 @@ class StepLayout:
         size, device = layer.slab.window_size, layer.shape.device
         if (device, size) not in self._window_index:
             recent = self.is_real & (self.token >= self.lengths[:, None] - size)
-            slots, columns = np.nonzero(recent)
-            place = (self.seq_len[slots] + self.token[recent]) % size
-            index = [torch.from_numpy(array).to(device) for array in (slots, columns, place)]
-            self._window_index[device, size] = (index[0], index[1], index[2])
-        slots_, columns_, place_ = self._window_index[device, size]
-        layer.window[slots_ + self.first, :, place_] = queries[slots_, :, columns_]
+            sequences, columns = np.nonzero(recent)
+            place = (self.seq_len[sequences] + self.token[recent]) % size
+            arrays = (sequences, columns, self.slots[sequences], place)
+            index = tuple(torch.from_numpy(array).to(device) for array in arrays)
+            self._window_index[device, size] = index
+        sequences_, columns_, slots_, place_ = self._window_index[device, size]
+        layer.window[slots_, :, place_] = queries[sequences_, :, columns_]
 
     def commit(self) -> None:
         """Count the new rows, after all layers have stored them."""
-        served = slice(self.first, self.last)
-        rows = self.cache.rows[:, served] + self.lengths
-        self.cache.rows[:, served] = np.minimum(rows, self.cache.capacity[:, None])
-        self.cache.seq_len[served] += self.lengths
+        rows = self.cache.rows[:, self.slots] + self.lengths
+        self.cache.rows[:, self.slots] = np.minimum(rows, self.cache.capacity[:, None])
+        self.cache.seq_len[self.slots] += self.lengths

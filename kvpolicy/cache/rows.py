@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from kvpolicy.cache.slab import KVCache
+from kvpolicy.cache.slab import KVCache, slot_index
 from kvpolicy.cache.softmax import observed_weights
 from kvpolicy.errors import ModelError
 
@@ -29,11 +29,7 @@ class LayerRows:
         self.num_rows = int(cache.rows[layer_idx, slots[0]])
         self.seq_len = torch.from_numpy(cache.seq_len[self._slots])
         self.kept: Tensor | None = None
-        # A slice is read as a view, a list of slots as a copy: one due sequence, the common
-        # case, costs nothing.
-        first, last = self._slots[0], self._slots[-1] + 1
-        contiguous = self._slots == list(range(first, last))
-        self._target: slice | list[int] = slice(first, last) if contiguous else self._slots
+        self._target = slot_index(self._slots)
 
     @property
     def keys(self) -> Tensor:

@@ -1,8 +1,7 @@
 """Keys and values of all sequences: slabs of rows, allocated once and compacted in place.
 
 Every sequence owns one slot. In each layer a slot is a slab of ``capacity`` rows; the first
-``rows`` of them hold tokens, in order of position, the rest are empty. The slots in use are
-always the first ones, so every forward works on a plain slice of the slabs.
+``rows`` of them hold tokens, in order of position, the rest are empty.
 """
 
 import sys
@@ -69,6 +68,12 @@ class Slab:
     capacity: int
     window_size: int = 0
     tracks: tuple[str, ...] = ()
+
+
+def slot_index(slots: Sequence[int]) -> slice | list[int]:
+    """An index of slots: adjacent ones as a slice, which is read as a view, not as a copy."""
+    first, last = slots[0], slots[-1] + 1
+    return slice(first, last) if list(slots) == list(range(first, last)) else list(slots)
 
 
 class LayerCache:
@@ -251,18 +256,18 @@ class KVCache:
             array[..., target] = array[..., source]
         self.clear(source)
 
-    def num_free_rows(self, first: int, last: int) -> int:
-        """Tokens that every slot of ``[first, last)`` can still take in every layer.
+    def num_free_rows(self, slots: Sequence[int]) -> int:
+        """Tokens that each of these slots can still take in every layer.
 
         Layers with a whole sliding window take any number.
         """
         free = self.capacity[:, None] - self.num_pads - self.rows
-        return int(free[~self.slides, first:last].min(initial=sys.maxsize))
+        return int(free[~self.slides][:, slots].min(initial=sys.maxsize))
 
-    def full(self, first: int, last: int) -> np.ndarray:
-        """Which slots of ``[first, last)`` cannot take another token, bool ``[layers, B]``."""
-        limit = self.capacity[:, None] - self.num_pads[:, first:last]
-        full: np.ndarray = (self.rows[:, first:last] >= limit) & ~self.slides[:, None]
+    def full(self, slots: Sequence[int]) -> np.ndarray:
+        """Which of these slots cannot take another token, bool ``[layers, B]``."""
+        limit = self.capacity[:, None] - self.num_pads[:, slots]
+        full: np.ndarray = (self.rows[:, slots] >= limit) & ~self.slides[:, None]
         return full
 
     def note_copy(self, num_bytes: int) -> None:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from kvpolicy.cache.rows import LayerRows
-from kvpolicy.cache.slab import KVCache
+from kvpolicy.cache.slab import KVCache, slot_index
 
 
 def drop_oldest(cache: KVCache, layer_idx: int, slots: Sequence[int], num: int) -> None:
@@ -31,8 +31,7 @@ def drop_oldest(cache: KVCache, layer_idx: int, slots: Sequence[int], num: int) 
     """
     layer = cache.layers[layer_idx]
     num_rows = int(cache.rows[layer_idx, slots[0]])
-    first, last = slots[0], slots[-1] + 1
-    target = slice(first, last) if len(slots) == last - first else list(slots)
+    target = slot_index(slots)
     staying, freed = slice(num, num_rows), slice(num_rows - num, num_rows)
     for slab in (layer.keys, layer.values, layer.positions, *layer.tracks.values()):
         moved = slab[target, :, staying]

@@ -1,7 +1,8 @@
 """The running batch: sequences in their slots, prefilled, decoded and compacted together.
 
-The sequences being served always occupy the first slots: when one ends, the last one moves to its
-slot. So no forward computes anything for an empty slot.
+A sequence stays in its slot. When one ends, the next that is admitted takes its slot; only where
+none waits do sequences move to lower slots, so that a decode step, which serves the first slots,
+computes nothing for empty ones.
 
 A batch runs no forward itself. ``begin_prefill_chunk`` and ``begin_decode`` give the input of one;
 ``finish_prefill_chunk`` and ``finish_decode`` take its output; ``compact`` evicts what is due. The
@@ -35,7 +36,7 @@ class RunningBatch:
     """Sequences in their slots, with the cache and what policies keep of them.
 
     Attributes:
-        active: The sequences being served, in the order of their slots.
+        slots: The sequence in each slot; ``None``: it is free.
         cache: Their rows.
         timings: Seconds that policies took.
         compactor: Evicts rows.
@@ -65,12 +66,13 @@ class RunningBatch:
             num_slots: The most sequences.
             longest: Tokens of the longest sequence.
         """
-        self.active: list[Sequence] = []
+        self.slots: list[Sequence | None] = [None] * num_slots
         self.timings = PolicyTimings()
         self._plan, self._stacks, self._errors = plan, stacks, errors
         self._tokenizer, self._chunk = tokenizer, chunk
         self._steers = any(stack.is_steered(i) for i, stack in enumerate(stacks))
-        self._forward: ForwardInput  # the last one begun
+        self._forward: ForwardInput  # the last one begun, and its sequences
+        self._served: list[Sequence] = []
         pairs = list(zip(stacks, plan.layers, strict=True))
         slabs = [stack.slab(layer.capacity(longest)) for stack, layer in pairs]
         self.cache = adapter.new_cache(slabs, num_slots)
@@ -94,9 +96,14 @@ class RunningBatch:
         )
 
     @property
+    def active(self) -> list[Sequence]:
+        """The sequences being served, in the order of their slots."""
+        return [seq for seq in self.slots if seq is not None]
+
+    @property
     def num_free(self) -> int:
         """Free slots."""
-        return self.cache.num_slots - len(self.active)
+        return self.slots.count(None)
 
     def grow(self, longest: int) -> None:
         """Enlarge the slabs for sequences of ``longest`` tokens; stored rows are kept."""
@@ -115,46 +122,42 @@ class RunningBatch:
         Raises:
             CacheError: If a policy remembers something that cannot be copied.
         """
-        slot_of = {seq.id: slot for slot, seq in enumerate(source.active)}
-        slots = [slot_of[number] for number in numbers]
+        by_number = {seq.id: seq for seq in source.active}
+        chosen = [by_number[number] for number in numbers]
         shared = [policy for stack in self._stacks for policy in stack.policies]
-        active = [
-            source.active[slot].copied(number, [*shared, self._tokenizer])
-            for number, slot in enumerate(slots)
+        copies = [
+            seq.copied(number, [*shared, self._tokenizer]) for number, seq in enumerate(chosen)
         ]
-        self.cache.take(source.cache, slots)
-        self.active = active
+        self.cache.take(source.cache, [seq.slot for seq in chosen])
+        self.slots = [None] * len(copies)
+        for seq in copies:
+            self._place(seq, seq.id)
         self.timings = attrs.evolve(source.timings)
         self.compactor.num_compactions = source.compactor.num_compactions
 
     def admit(self, group: abc.Sequence[Sequence]) -> None:
         """Give the sequences of a group free slots."""
-        # In order of length, so that those whose prompt is not all in have the last slots.
-        group = sorted(group, key=lambda seq: len(seq.prompt))
-        self.active.extend(group)
+        free = (slot for slot, seq in enumerate(self.slots) if seq is None)
+        for seq, slot in zip(group, list(free), strict=False):
+            self._place(seq, slot)
         if self._plan.padding == "stored":
             self._count_pads(group)
 
     def begin_prefill_chunk(self) -> ForwardInput | None:
         """The next chunk of prompts that are not all in; ``None`` if all are."""
-        num_left = [self._num_left(slot) for slot in range(len(self.active))]
-        first = next((slot for slot, num in enumerate(num_left) if num), None)
-        if first is None:
+        self._served = served = [seq for seq in self.active if self._num_left(seq)]
+        if not served:
             return None
-        # Slots are prefilled together while none has less left than the one before it: then
-        # those that complete first come first.
-        last = first + 1
-        while last < len(num_left) and num_left[last] >= num_left[last - 1]:
-            last += 1
-        width = min(self._chunk, self.cache.num_free_rows(first, last))
+        slots = [seq.slot for seq in served]
+        width = min(self._chunk, self.cache.num_free_rows(slots))
         chunks = []
-        for slot in range(first, last):
+        for seq in served:
             # Tokens generated before another turn may not all have been observed.
-            self._observer.flush(self.active[slot], slot)
-            start = int(self.cache.seq_len[slot])
-            chunks.append(self.active[slot].prompt[start : start + width])
-        totals = [len(seq.prompt) for seq in self.active[first:last]]
-        step = StepLayout(self.cache, first, [len(chunk) for chunk in chunks], totals)
+            self._observer.flush(seq)
+            start = int(self.cache.seq_len[seq.slot])
+            chunks.append(seq.prompt[start : start + width])
+        totals = [len(seq.prompt) for seq in served]
+        step = StepLayout(self.cache, slots, [len(chunk) for chunk in chunks], totals)
         token_ids = torch.zeros(len(chunks), step.width, dtype=torch.int64)
         for row, chunk in enumerate(chunks):
             token_ids[row, step.width - len(chunk) :] = torch.tensor(chunk)
@@ -171,18 +174,18 @@ class RunningBatch:
             states: Last hidden states, ``[B, L, M]``, if wanted.
             on_logits: Receives the logits of the sequences whose whole prompt is in.
         """
-        step = self._forward.step
-        sequences = self.active[step.first : step.last]
-        complete = [row for row in range(len(sequences)) if not self._num_left(step.first + row)]
+        served = self._served
+        complete = [row for row, seq in enumerate(served) if not self._num_left(seq)]
         if complete:
-            on_logits([sequences[row] for row in complete], logits[complete])
-        self._observer.show_prompt(sequences, step.first, states)
+            on_logits([served[row] for row in complete], logits[complete])
+        self._observer.show_prompt(served, states)
 
     def begin_decode(self) -> ForwardInput:
         """The forward of the newest token of every sequence."""
-        active = self.active
+        self._pack()
+        self._served = active = self.active
         token_ids = torch.tensor([seq.tokens[-1] for seq in active])
-        step = StepLayout(self.cache, 0, [1] * len(active))
+        step = StepLayout(self.cache, range(len(active)), [1] * len(active))
         steer = partial(self._steer, token_ids) if self._steers else None
         self._forward = ForwardInput(token_ids[:, None], step, steer, self._observer.wants_states)
         return self._forward
@@ -195,44 +198,49 @@ class RunningBatch:
             states: Last hidden states, ``[B, 1, M]``, if wanted.
             on_logits: Receives the logits.
         """
-        if self.active[0].error is not None:  # a failed `steer` affects all of them
+        served = self._served
+        if served[0].error is not None:  # a failed `steer` affects all of them
             return
-        on_logits(self.active, logits)
+        on_logits(served, logits)
         if self._observer.stacks:
-            self._observer.note(self.active, None if states is None else states[:, -1])
+            self._observer.note(served, None if states is None else states[:, -1])
 
     def compact(self) -> None:
-        """Evict rows of the slots of the last forward, where that is due."""
-        step = self._forward.step
-        self.compactor.compact(self.active, step.first, step.last)
+        """Evict rows of the sequences of the last forward, where that is due."""
+        self.compactor.compact(self._served)
 
     def release(self) -> list[Sequence]:
-        """Take ended sequences out of their slots; the last slots move into the gaps."""
-        ended = []
-        for slot in range(len(self.active) - 1, -1, -1):
-            if self.active[slot].finish_reason is None:
-                continue
-            seq, last = self.active[slot], len(self.active) - 1
-            self.compactor.note_peak(seq, slot)
-            ended.append(seq)
-            if slot == last:
-                self.cache.clear(slot)
-            else:
-                self.cache.move(last, slot)
-                self.active[slot] = self.active[last]
-            self.active.pop()
+        """Take ended sequences out of their slots."""
+        ended = [seq for seq in self.active if seq.finish_reason is not None]
+        for seq in ended:
+            self.compactor.note_peak(seq)
+            self.cache.clear(seq.slot)
+            self.slots[seq.slot] = None
         return ended
 
-    def _num_left(self, slot: int) -> int:
+    def _place(self, seq: Sequence, slot: int) -> None:
+        seq.slot = slot
+        self.slots[slot] = seq
+
+    def _pack(self) -> None:
+        """Move the last sequences to free slots before them."""
+        num_active = len(self.active)
+        last = [seq for seq in self.slots[num_active:] if seq is not None]
+        for seq in last:
+            source, target = seq.slot, self.slots.index(None)
+            self.cache.move(source, target)
+            self.slots[source] = None
+            self._place(seq, target)
+
+    def _num_left(self, seq: Sequence) -> int:
         """Prompt tokens that are not in yet."""
-        seq = self.active[slot]
         if seq.error is not None:
             return 0
-        return max(len(seq.prompt) - int(self.cache.seq_len[slot]), 0)
+        return max(len(seq.prompt) - int(self.cache.seq_len[seq.slot]), 0)
 
     def _steer(self, token_ids: Tensor, layer_idx: int, states: Tensor) -> Tensor | None:
         """Ask the policies of a layer for a change to the states entering it, ``[B, M]``."""
-        change, active = None, self.active
+        change, active = None, self._served
         if active[0].error is not None or not self._stacks[layer_idx].is_steered(layer_idx):
             return None
         registers = self._registers.of_slots(0, len(active))
@@ -253,8 +261,8 @@ class RunningBatch:
 
     def _count_pads(self, group: abc.Sequence[Sequence]) -> None:
         """Subtract rows for the pads of a group, for plans that study stored padding."""
-        first = len(self.active) - len(group)
-        for slot, seq in enumerate(group, start=first):
-            num_pads = len(group[-1].prompt) - len(seq.prompt)
-            spare = [layer.num_spare_rows for layer in self._plan.layers]
-            self.cache.num_pads[:, slot] = [min(num_pads, most) for most in spare]
+        longest = max(len(seq.prompt) for seq in group)
+        spare = [layer.num_spare_rows for layer in self._plan.layers]
+        for seq in group:
+            num_pads = longest - len(seq.prompt)
+            self.cache.num_pads[:, seq.slot] = [min(num_pads, most) for most in spare]

@@ -58,71 +58,68 @@ class Compactor:
         windows = [layer.shape.sliding_window for layer in cache.layers]
         self._has_window = np.array([window is not None for window in windows])[:, None]
 
-    def compact(self, active: abc.Sequence[Sequence], first: int, last: int) -> None:
-        """Compact what is due in the slots ``[first, last)``, unless the sequence has ended.
+    def compact(self, sequences: abc.Sequence[Sequence]) -> None:
+        """Compact what is due of some sequences, unless they have ended.
 
         In layers with a sliding window, rows that have left it are dropped first, and hooks
         are called only if more than the budget remain.
 
         Args:
-            active: The sequences being served, in the order of their slots.
-            first: First slot of the forward just done.
-            last: Slot after its last one.
+            sequences: The sequences of the forward just done.
         """
-        cache = self._cache
-        due = cache.full(first, last)  # [layers, slots]
+        cache, slots = self._cache, [seq.slot for seq in sequences]
+        due = cache.full(slots)  # [layers, sequences]
         if not (self._due_layers or due.any()):
             return
-        sequences = active[first:last]
         for layer_idx in self._due_layers:
-            due[layer_idx] |= self._ask_due(layer_idx, sequences, first, last)
-        over_budget = self._budgets - cache.num_pads[:, first:last]
-        due &= cache.rows[:, first:last] > over_budget
+            due[layer_idx] |= self._ask_due(layer_idx, sequences, slots)
+        over_budget = self._budgets - cache.num_pads[:, slots]
+        due &= cache.rows[:, slots] > over_budget
         due &= np.array([seq.finish_reason is None for seq in sequences])
-        for place in np.flatnonzero(due.any(axis=0)).tolist():
-            self.note_peak(sequences[place], first + place)
-        for layer_idx, place in np.argwhere(due & self._has_window).tolist():
-            self._drop_expired(layer_idx, first + place)
-        due &= cache.rows[:, first:last] > over_budget
-        for place in np.flatnonzero(due.any(axis=0)).tolist():
-            self._observer.flush(sequences[place], first + place)
-            sequences[place].compactions += 1
+        for index in np.flatnonzero(due.any(axis=0)).tolist():
+            self.note_peak(sequences[index])
+        for layer_idx, index in np.argwhere(due & self._has_window).tolist():
+            self._drop_expired(layer_idx, slots[index])
+        due &= cache.rows[:, slots] > over_budget
+        for index in np.flatnonzero(due.any(axis=0)).tolist():
+            self._observer.flush(sequences[index])
+            sequences[index].compactions += 1
         for layer_idx in np.flatnonzero(due.any(axis=1)).tolist():
-            slots = (first + np.flatnonzero(due[layer_idx])).tolist()
+            chosen = [sequences[index] for index in np.flatnonzero(due[layer_idx])]
             # A policy may have failed for some of them in a layer before, or in `observe`.
-            slots = [slot for slot in slots if active[slot].finish_reason is None]
-            if slots:
-                self._compact_layer(layer_idx, slots, active)
+            chosen = [seq for seq in chosen if seq.finish_reason is None]
+            if chosen:
+                self._compact_layer(layer_idx, chosen)
 
-    def note_peak(self, seq: Sequence, slot: int) -> None:
+    def note_peak(self, seq: Sequence) -> None:
         """Update the peaks of a sequence.
 
         Rows only grow between compactions: this is needed before each, and at the end.
         """
-        rows = self._cache.rows[:, slot]
+        rows = self._cache.rows[:, seq.slot]
         seq.peak_rows = max(seq.peak_rows, int(rows.max()))
         seq.peak_bytes = max(seq.peak_bytes, int(rows @ self._cache.row_bytes))
-        seq.full_bytes = self._cache.full_bytes(slot)
+        seq.full_bytes = self._cache.full_bytes(seq.slot)
 
     def _ask_due(
-        self, layer_idx: int, sequences: abc.Sequence[Sequence], first: int, last: int
+        self, layer_idx: int, sequences: abc.Sequence[Sequence], slots: list[int]
     ) -> np.ndarray:
         """Sequences that a layer's policies want compacted; none whose prompt is not all in."""
         layer = self._layers[layer_idx]
         prompt_len = np.array([len(seq.prompt) for seq in sequences])
-        seq_len = self._cache.seq_len[first:last]
+        seq_len = self._cache.seq_len[slots]
         answer: Tensor | None = None
         with self._errors.covering(sequences):
             answer = self._stacks[layer_idx].due(
                 layer_idx,
-                num_rows=torch.from_numpy(self._cache.rows[layer_idx, first:last].copy()),
-                seq_len=torch.from_numpy(seq_len.copy()),
+                num_rows=torch.from_numpy(self._cache.rows[layer_idx, slots]),
+                seq_len=torch.from_numpy(seq_len),
                 prompt_len=torch.from_numpy(prompt_len),
                 budget=layer.budget,
                 buffer=layer.buffer,
             )
         if answer is None:
-            return np.zeros(last - first, dtype=bool)
+            return np.zeros(len(slots), dtype=bool)
         wanted: np.ndarray = answer.numpy() & (seq_len >= prompt_len)
         return wanted
 
@@ -131,30 +128,30 @@ class Compactor:
         if num:
             drop_oldest(self._cache, layer_idx, [slot], num)
 
-    def _compact_layer(
-        self, layer_idx: int, slots: list[int], active: abc.Sequence[Sequence]
-    ) -> None:
+    def _compact_layer(self, layer_idx: int, sequences: list[Sequence]) -> None:
         budget = self._layers[layer_idx].budget
         assert budget is not None
-        rows = self._cache.rows[layer_idx]
-        before = rows[slots].copy()
+        rows, slots = self._cache.rows[layer_idx], [seq.slot for seq in sequences]
+        before = rows[slots]
         budgets = (budget - self._cache.num_pads[layer_idx, slots]).tolist()
         compact(
             self._cache,
             layer_idx,
             [
-                DueSlot(slot, rows_that_stay, len(active[slot].prompt), active[slot].memory)
-                for slot, rows_that_stay in zip(slots, budgets, strict=True)
+                DueSlot(seq.slot, rows_that_stay, len(seq.prompt), seq.memory)
+                for seq, rows_that_stay in zip(sequences, budgets, strict=True)
             ],
             self._stacks[layer_idx],
             buffer=self._layers[layer_idx].buffer,
             timings=self._timings,
-            scope=lambda chosen: self._errors.covering([active[slot] for slot in chosen]),
+            scope=lambda chosen: self._errors.covering(
+                [seq for seq in sequences if seq.slot in chosen]
+            ),
             make_rows=self._make_rows,
         )
         num_evicted = before - rows[slots]
-        for slot, num in zip(slots, num_evicted.tolist(), strict=True):
-            active[slot].rows_evicted += num
+        for seq, num in zip(sequences, num_evicted.tolist(), strict=True):
+            seq.rows_evicted += num
         self.num_compactions += int(np.count_nonzero(num_evicted))
 
 

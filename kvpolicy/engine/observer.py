@@ -59,52 +59,50 @@ class Observer:
             self._states = torch.zeros(size, dtype=dtype, device=device)
             cache.slot_tensors.append(self._states)
 
-    def show_prompt(
-        self, sequences: abc.Sequence[Sequence], first: int, states: Tensor | None
-    ) -> None:
+    def show_prompt(self, sequences: abc.Sequence[Sequence], states: Tensor | None) -> None:
         """Call `observe` for a chunk of each prompt.
 
         Args:
-            sequences: The sequences of the chunk, in the order of their slots.
-            first: Slot of the first sequence.
+            sequences: The sequences of the chunk.
             states: Last hidden states of the chunk, ``[B, L, M]``, padded on the left.
         """
         if not self.stacks:
             return
         for row, seq in enumerate(sequences):
-            num_new = self._num_pending(seq, first + row)
-            self._show(seq, first + row, None if states is None else states[row, -num_new:])
+            num_new = self._num_pending(seq)
+            self._show(seq, None if states is None else states[row, -num_new:])
 
     def note(self, sequences: abc.Sequence[Sequence], states: Tensor | None) -> None:
         """Collect the tokens of a decode step, and call `observe` for full intervals.
 
         Args:
-            sequences: All active sequences, in the order of their slots.
+            sequences: The sequences of the step.
             states: Last hidden states of their newest tokens, ``[B, M]``.
         """
-        pending = [self._num_pending(seq, slot) for slot, seq in enumerate(sequences)]
+        pending = [self._num_pending(seq) for seq in sequences]
         if self._states is not None:
             assert states is not None
             newest = torch.tensor(pending, device=states.device) - 1
-            self._states[torch.arange(len(pending), device=states.device), newest] = states
-        for slot, seq in enumerate(sequences):
-            if pending[slot] >= self._interval:
-                self.flush(seq, slot)
+            slots = torch.tensor([seq.slot for seq in sequences], device=states.device)
+            self._states[slots, newest] = states
+        for seq, num in zip(sequences, pending, strict=True):
+            if num >= self._interval:
+                self.flush(seq)
 
-    def flush(self, seq: Sequence, slot: int) -> None:
+    def flush(self, seq: Sequence) -> None:
         """Call `observe` for all unobserved tokens of a sequence."""
-        num_new = self._num_pending(seq, slot) if self.stacks else 0
+        num_new = self._num_pending(seq) if self.stacks else 0
         if num_new:
-            self._show(seq, slot, None if self._states is None else self._states[slot, :num_new])
+            self._show(seq, None if self._states is None else self._states[seq.slot, :num_new])
 
-    def _num_pending(self, seq: Sequence, slot: int) -> int:
-        return int(self._cache.seq_len[slot]) - seq.num_observed
+    def _num_pending(self, seq: Sequence) -> int:
+        return int(self._cache.seq_len[seq.slot]) - seq.num_observed
 
-    def _show(self, seq: Sequence, slot: int, states: Tensor | None) -> None:
-        start, end = seq.num_observed, int(self._cache.seq_len[slot])
+    def _show(self, seq: Sequence, states: Tensor | None) -> None:
+        start, end = seq.num_observed, int(self._cache.seq_len[seq.slot])
         token_ids = torch.tensor(seq.token_ids(start, end))
         seq.num_observed = end
-        own = self._registers.of_slots(slot, slot + 1)
+        own = self._registers.of_slots(seq.slot, seq.slot + 1)
         with (
             self._errors.covering([seq]),
             self._timings.time("observe_s", None if states is None else states.device),

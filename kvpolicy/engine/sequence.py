@@ -29,6 +29,7 @@ class Sequence:
         max_new_tokens: The most tokens to generate, within the model's positions.
         stop_ids: Tokens that end the generation.
         tokenizer: The engine's, if there is one.
+        slot: Its slot in the cache, while it is served.
         tokens: Tokens generated so far.
         memory: What policies remember of it.
         num_observed: Tokens that policies were shown by `observe`.
@@ -49,6 +50,7 @@ class Sequence:
     max_new_tokens: int
     stop_ids: frozenset[int]
     tokenizer: Any = None
+    slot: int = -1
     tokens: list[int] = attrs.field(factory=list)
     memory: SequenceMemory = attrs.field(factory=SequenceMemory)
     num_observed: int = 0

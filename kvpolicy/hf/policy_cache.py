@@ -161,11 +161,9 @@ class PolicyCache(Cache):
         batch = self.batch
         if batch is None:
             return CacheReport()
-        for slot, seq in enumerate(batch.active):
-            batch.compactor.note_peak(seq, slot)
-        rows = {
-            seq.id: int(batch.cache.rows[:, slot].max()) for slot, seq in enumerate(batch.active)
-        }
+        for seq in batch.active:
+            batch.compactor.note_peak(seq)
+        rows = {seq.id: int(batch.cache.rows[:, seq.slot].max()) for seq in batch.active}
         peak_rows = max(seq.peak_rows for seq in batch.active)
         rows_evicted = sum(seq.rows_evicted for seq in batch.active)
         return CacheReport(

@@ -254,7 +254,7 @@ class ModelAdapter:
         shapes = self.layer_shapes()
         cache = KVCache(shapes, [Slab(len(tokens))] * len(shapes), 1)
         cache.seq_len[0] = position
-        self.forward(ForwardInput(torch.tensor([tokens]), StepLayout(cache, 0, [len(tokens)])))
+        self.forward(ForwardInput(torch.tensor([tokens]), StepLayout(cache, [0], [len(tokens)])))
         return cache
 
     @property

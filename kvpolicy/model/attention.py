@@ -111,7 +111,7 @@ def _accumulate(layer: LayerCache, step: StepLayout, layout: LayerLayout, weight
     if layout.kept is not None:
         index = layout.kept[:, None].expand(-1, received.shape[1], -1)
         received = received.gather(2, index)
-    layer.tracks[ATTN_SUMS][step.first : step.last, :, : received.shape[2]] += received
+    layer.tracks[ATTN_SUMS][step.served, :, : received.shape[2]] += received
 
 
 class HasStep(Protocol):

@@ -168,7 +168,7 @@ class _Layer:
 
     def feed(self, keys: Tensor, values: Tensor, queries: Tensor | None) -> None:
         """Store tokens, and let their queries, if any, attend."""
-        step = StepLayout(self.cache, 0, [keys.shape[2]] * keys.shape[0])
+        step = StepLayout(self.cache, range(keys.shape[0]), [keys.shape[2]] * keys.shape[0])
         all_keys, all_values = step.store(_LAYER, keys, values)
         if queries is not None:
             attend(step, _LAYER, queries, all_keys, all_values, keys.shape[-1] ** -0.5)

@@ -246,7 +246,7 @@ class Trial:
         assert self._run is not None
         for result in self._run.step().results:
             self._collect(result)
-        _check_cache(self._run.batch.cache, len(self._run.batch.active))
+        _check_cache(self._run.batch.cache)
         if self._monitor.chooses:
             self.checked.update(["budget", "order"])
         if self._run.done:
@@ -332,10 +332,10 @@ def _is_rounding(came: CompactedRows, expected: CompactedRows) -> bool:
     return bool(((a - b).abs() <= _ROUNDING * largest).all())
 
 
-def _check_cache(cache: KVCache, num_active: int) -> None:
+def _check_cache(cache: KVCache) -> None:
     """Check that slabs are not over capacity, and that their rows are in order of position."""
     for layer_idx, layer in enumerate(cache.layers):
-        for slot in range(num_active):
+        for slot in range(cache.num_slots):
             num = int(cache.rows[layer_idx, slot])
             if num > cache.capacity[layer_idx]:
                 expected = f"at most {cache.capacity[layer_idx]} rows in layer {layer_idx}"

@@ -54,7 +54,7 @@ class CacheMachine(RuleBasedStateMachine):
             return
         free_rows = free_rows[: data.draw(st.integers(1, len(free_rows)), label="slots")]
         lengths = [data.draw(st.integers(1, most), label="tokens") for most in free_rows]
-        step = StepLayout(self.cache, first, lengths)
+        step = StepLayout(self.cache, range(first, first + len(lengths)), lengths)
         tokens = self._number_tokens(lengths)
         for layer_idx, slab in enumerate(SLABS):
             content = torch.full((len(lengths), KV_HEADS, step.width, HEAD_DIM), torch.nan)

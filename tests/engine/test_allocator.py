@@ -56,7 +56,7 @@ def test_sliding_window_reports_its_temporary_copy(length, num_tracks):
     cache = KVCache([shape], [Slab(320, tracks=tuple(map(str, range(num_tracks))))], 4)
     cache.rows[:] = cache.seq_len[:] = 320
     new = torch.zeros(4, SHAPE.num_kv_heads, length, SHAPE.head_dim)
-    peak = peak_allocated(lambda: StepLayout(cache, 0, [length] * 4).store(0, new, new))
+    peak = peak_allocated(lambda: StepLayout(cache, range(4), [length] * 4).store(0, new, new))
     assert cache.transient_bytes <= peak <= 1.5 * cache.transient_bytes
 
 
