@@ -71,7 +71,7 @@ class StepLayout:
         ``totals`` is not needed if no more tokens of their prompts follow.
         """
         self.cache = cache
-        self.slots, self.served = np.asarray(slots), slot_index(slots)
+        self.slots, self.served = np.asarray(slots), slot_index(list(slots))
         self.lengths = np.asarray(lengths, dtype=np.int64)
         self.width = int(self.lengths.max())
         self.seq_len = cache.seq_len[self.slots]
@@ -233,6 +233,4 @@ class StepLayout:
 
     def commit(self) -> None:
         """Count the new rows, after all layers have stored them."""
-        rows = self.cache.rows[:, self.slots] + self.lengths
-        self.cache.rows[:, self.slots] = np.minimum(rows, self.cache.capacity[:, None])
-        self.cache.seq_len[self.slots] += self.lengths
+        self.cache.count(self.slots, self.lengths)

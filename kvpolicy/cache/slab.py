@@ -256,6 +256,13 @@ class KVCache:
             array[..., target] = array[..., source]
         self.clear(source)
 
+    def count(self, slots: Sequence[int], num_new: int | np.ndarray) -> None:
+        """Count new tokens of some slots, ``[B]``, and their rows in every layer."""
+        chosen = np.asarray(slots)
+        rows = self.rows[:, chosen] + num_new
+        self.rows[:, chosen] = np.minimum(rows, self.capacity[:, None])
+        self.seq_len[chosen] += num_new
+
     def num_free_rows(self, slots: Sequence[int]) -> int:
         """Tokens that each of these slots can still take in every layer.
 

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from kvpolicy.cache.layout import StepLayout
+from kvpolicy.cache.static_step import StaticStep
 from kvpolicy.engine.compaction import Compactor
 from kvpolicy.engine.isolation import ErrorScope
 from kvpolicy.engine.observer import Observer
@@ -53,6 +54,7 @@ class RunningBatch:
         chunk: int,
         num_slots: int,
         longest: int,
+        static: bool,
     ) -> None:
         """Allocate everything for sequences of at most ``longest`` tokens.
 
@@ -65,6 +67,7 @@ class RunningBatch:
             chunk: The most prompt tokens of one sequence in one forward.
             num_slots: The most sequences.
             longest: Tokens of the longest sequence.
+            static: Whether decode steps are static.
         """
         self.slots: list[Sequence | None] = [None] * num_slots
         self.timings = PolicyTimings()
@@ -76,6 +79,7 @@ class RunningBatch:
         pairs = list(zip(stacks, plan.layers, strict=True))
         slabs = [stack.slab(layer.capacity(longest)) for stack, layer in pairs]
         self.cache = adapter.new_cache(slabs, num_slots)
+        self._static = StaticStep(self.cache) if static else None
         policies = [policy for stack in stacks for policy in stack.policies]
         self._registers = RegisterFile(policies, num_slots, adapter.device)
         self.cache.slot_tensors += self._registers.all
@@ -182,10 +186,15 @@ class RunningBatch:
 
     def begin_decode(self) -> ForwardInput:
         """The forward of the newest token of every sequence."""
-        self._pack()
-        self._served = active = self.active
+        active = self._pack()
+        self._served = active
         token_ids = torch.tensor([seq.tokens[-1] for seq in active])
-        step = StepLayout(self.cache, range(len(active)), [1] * len(active))
+        step: StaticStep | StepLayout
+        if self._static is None:
+            step = StepLayout(self.cache, range(len(active)), [1] * len(active))
+        else:
+            step = self._static
+            step.begin(token_ids)
         steer = partial(self._steer, token_ids) if self._steers else None
         self._forward = ForwardInput(token_ids[:, None], step, steer, self._observer.wants_states)
         return self._forward
@@ -216,21 +225,23 @@ class RunningBatch:
             self.compactor.note_peak(seq)
             self.cache.clear(seq.slot)
             self.slots[seq.slot] = None
+        self._served = [seq for seq in self._served if seq.finish_reason is None]
         return ended
 
     def _place(self, seq: Sequence, slot: int) -> None:
         seq.slot = slot
         self.slots[slot] = seq
 
-    def _pack(self) -> None:
-        """Move the last sequences to free slots before them."""
-        num_active = len(self.active)
-        last = [seq for seq in self.slots[num_active:] if seq is not None]
-        for seq in last:
-            source, target = seq.slot, self.slots.index(None)
-            self.cache.move(source, target)
-            self.slots[source] = None
-            self._place(seq, target)
+    def _pack(self) -> list[Sequence]:
+        """Move the last sequences to free slots before them; returns all, in order of slots."""
+        active = self.active
+        for seq in active:
+            if seq.slot >= len(active):
+                source, target = seq.slot, self.slots.index(None)
+                self.cache.move(source, target)
+                self.slots[source] = None
+                self._place(seq, target)
+        return sorted(active, key=lambda seq: seq.slot)
 
     def _num_left(self, seq: Sequence) -> int:
         """Prompt tokens that are not in yet."""

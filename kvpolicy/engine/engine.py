@@ -45,6 +45,7 @@ class Engine:
         errors: Isolates errors of hooks.
         num_slots: Sequences that are decoded together.
         chunk: The most prompt tokens of one sequence in one forward.
+        eager_reason: Why decode steps take the eager path; ``None``: they are static.
     """
 
     def __init__(
@@ -56,6 +57,7 @@ class Engine:
         slots: int = DEFAULT_SLOTS,
         chunk: int = DEFAULT_CHUNK,
         on_hook_error: OnHookError = "raise",
+        eager: bool = False,
     ) -> None:
         """Bind a plan to a model, which is left as it is.
 
@@ -71,6 +73,8 @@ class Engine:
                 ``"raise"``: the run ends with a `HookError`. ``"answer"``: the requests of the
                 failing call end with the error, and the others go on as if these had been
                 cancelled. Errors of the whole run, such as a lack of memory, are always raised.
+            eager: Whether decode steps take the eager path, which is slower, although they could
+                be static. Results are the same.
 
         Raises:
             ModelError: If the engine cannot run the model.
@@ -100,6 +104,7 @@ class Engine:
             states=any("hidden_states" in stack.observes for stack in self.stacks),
         )
         self.adapter.check_forward()
+        self.eager_reason = "asked for" if eager else self.adapter.eager_reason
 
     def generate(
         self,
@@ -166,7 +171,7 @@ class Engine:
                 batch.compact()
                 run.finish_ended()
 
-    def new_batch(self, num_slots: int, longest: int) -> RunningBatch:
+    def new_batch(self, num_slots: int, longest: int, *, static: bool = False) -> RunningBatch:
         """An empty batch for so many sequences of at most ``longest`` tokens."""
         return RunningBatch(
             self.adapter,
@@ -177,6 +182,7 @@ class Engine:
             chunk=self.chunk,
             num_slots=num_slots,
             longest=longest,
+            static=static,
         )
 
 
@@ -216,7 +222,7 @@ class Run:
             self._validate_and_enqueue(number, request)
         longest = max((seq.max_len for seq in self._waiting.values()), default=1)
         num_slots = min(engine.num_slots, max(len(self._waiting), 1))
-        self.batch = engine.new_batch(num_slots, longest)
+        self.batch = engine.new_batch(num_slots, longest, static=engine.eager_reason is None)
 
     def __iter__(self) -> abc.Iterator[Result]:
         """Yield results as requests finish, in no particular order.
@@ -252,6 +258,7 @@ class Run:
             note=nothing_evicted(self.engine.plan, so_far.rows_evicted, so_far.peak_rows),
             peak_kv_bytes=self.batch.cache.peak_bytes,
             num_processes=self.engine.adapter.processes.num_processes,
+            path=f"eager: {reason}" if (reason := self.engine.eager_reason) else "static",
             compactions=self.batch.compactor.num_compactions,
             **attrs.asdict(self.batch.timings),
         )

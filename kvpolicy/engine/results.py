@@ -87,6 +87,7 @@ class RunReport:
             query windows, registers and unobserved hidden states of all slots, and the
             temporary copy of a compaction.
         num_processes: Processes that share the model and its cache.
+        path: How decode steps were run: ``"static"``, or ``"eager: REASON"``.
     """
 
     num_requests: int = 0
@@ -110,6 +111,7 @@ class RunReport:
     note: str | None = None
     peak_kv_bytes: int = 0
     num_processes: int = 1
+    path: str = "static"
 
     def add(self, result: Result) -> None:
         """Count a finished request."""

@@ -20,6 +20,7 @@ from transformers import AttentionInterface, Cache, PreTrainedModel
 
 from kvpolicy.cache.layout import StepLayout
 from kvpolicy.cache.slab import KVCache, LayerShape, Rotate, Slab
+from kvpolicy.cache.static_step import StaticStep
 from kvpolicy.errors import KVPolicyError, ModelError, error_summary
 from kvpolicy.model.attention import attention_function
 from kvpolicy.model.config import (
@@ -57,14 +58,15 @@ class ForwardInput:
     Attributes:
         token_ids: New tokens of the slots that the step serves, ``[B, L]``, int64, padded on
             the left.
-        step: Where their rows go; `ModelAdapter.forward` commits it.
+        step: Where their rows go; `ModelAdapter.forward` commits it. A `StaticStep` has the new
+            tokens itself.
         steer: Changes the states entering the layers named in `ModelAdapter.add_hooks`.
         wants_states: Whether the last hidden states are wanted.
         states: Hidden states after the final norm, ``[B, L, M]``, after the forward.
     """
 
     token_ids: Tensor
-    step: StepLayout
+    step: StepLayout | StaticStep
     steer: Steer | None = None
     wants_states: bool = False
     states: Tensor | None = None
@@ -115,6 +117,20 @@ class ModelAdapter:
         self._reads_states = False
         self._twin = Twin(model, ATTENTION, self._register)
         decoder_layers(model)
+
+    @property
+    def eager_reason(self) -> str | None:
+        """Why decode steps of this model take the eager path; ``None``: they are static."""
+        if self.processes.num_processes > 1:
+            return "its heads are shared by several processes"
+        if len({shape.device for shape in self.layer_shapes()} | {self.device}) > 1:
+            return "its layers are on several devices"
+        names = {name.rpartition(".")[2] for name, _ in self.model.named_modules()}
+        if "experts" in names:
+            return "its experts are chosen on the host"
+        if any(map(depends_on_length, self.model.modules())):
+            return "its rotary embedding depends on the length"
+        return None
 
     def growth_problem(self, before: int, after: int) -> str | None:
         """Why a sequence of some tokens cannot grow to so many; ``None`` if it can."""
@@ -202,18 +218,17 @@ class ModelAdapter:
         Raises:
             ModelError: If the model does not use the cache or the attention function.
         """
-        twin, step, cache = self._twin.current(), given.step, StepCache(given.step)
-        device = self.device
+        twin, step = self._twin.current(), given.step
+        if isinstance(step, StaticStep):
+            tokens = step.token_ids[: step.width, None]
+            logits = self._run(twin, given, tokens, step.position_ids, _NewRows()).logits
+            step.commit()
+            return logits[:, -1], given.states
+        cache, device = StepCache(step), self.device
+        positions = torch.from_numpy(step.position_ids).to(device)
         by_length = serving(step.totals.tolist()) if self._rotates_by_length else nullcontext()
-        with torch.inference_mode(), by_length:
-            output = (twin if self._run_own_hooks else twin.forward)(
-                input_ids=given.token_ids.to(device),
-                position_ids=torch.from_numpy(step.position_ids).to(device),
-                past_key_values=cache,
-                use_cache=True,
-                logits_to_keep=1,
-                kvpolicy_forward=given,
-            )
+        with by_length:
+            output = self._run(twin, given, given.token_ids.to(device), positions, cache)
         done = len(cache.stored & step.attended)
         if done != self.num_layers:
             msg = (
@@ -228,6 +243,24 @@ class ModelAdapter:
             raise ModelError(msg)
         step.commit()
         return logits[:, -1], given.states
+
+    def _run(
+        self,
+        twin: PreTrainedModel,
+        given: ForwardInput,
+        tokens: Tensor,
+        positions: Tensor,
+        cache: Cache,
+    ) -> Any:
+        with torch.inference_mode():
+            return (twin if self._run_own_hooks else twin.forward)(
+                input_ids=tokens,
+                position_ids=positions,
+                past_key_values=cache,
+                use_cache=True,
+                logits_to_keep=1,
+                kvpolicy_forward=given,
+            )
 
     def _register(self, copies: Copies) -> None:
         """Register the hooks of a new twin; they read the forward under way from its arguments."""
@@ -293,6 +326,23 @@ def _steering_hook(layer_idx: int) -> Any:
         return None if change is None else ((states + change[:, None], *args[1:]), kwargs)
 
     return steer
+
+
+class _NewRows(Cache):
+    """The ``past_key_values`` of a static step: attention itself stores the new rows."""
+
+    def __init__(self) -> None:
+        super().__init__(layers=[])
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any
+    ) -> tuple[Tensor, Tensor]:
+        """The new rows of a layer as they are."""
+        return key_states, value_states
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Nothing depends on it: the positions of tokens are given."""
+        return 0
 
 
 class StepCache(Cache):

@@ -4,6 +4,7 @@ Its queries are after RoPE. It records what policies read: the most recent queri
 attention that each row has received.
 """
 
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -13,6 +14,7 @@ from torch.nn import functional as F
 from kvpolicy.cache.layout import LayerLayout, StepLayout
 from kvpolicy.cache.slab import ATTN_SUMS, LayerCache
 from kvpolicy.cache.softmax import PLAIN, Softmax
+from kvpolicy.cache.static_step import StaticStep
 from kvpolicy.errors import ModelError
 from kvpolicy.model.config import hiding_window
 
@@ -117,7 +119,7 @@ def _accumulate(layer: LayerCache, step: StepLayout, layout: LayerLayout, weight
 class HasStep(Protocol):
     """The forward under way, as `ModelAdapter.forward` passes it through the model."""
 
-    step: StepLayout
+    step: StepLayout | StaticStep
 
 
 def attention_function(
@@ -174,5 +176,6 @@ def attention_function(
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     softcap, sinks = kwargs.get("softcap"), kwargs.get("s_aux")
     softmax = PLAIN if softcap is None and sinks is None else Softmax(softcap, sinks)
-    output = attend(step, layer_idx, query, key, value, scaling, softmax)
+    attend_ = step.attend if isinstance(step, StaticStep) else partial(attend, step)
+    output = attend_(layer_idx, query, key, value, scaling, softmax)
     return output.transpose(1, 2).contiguous(), None

@@ -16,6 +16,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
 from kvpolicy.cache.slab import LayerShape, Rotate
+from kvpolicy.cache.static_step import StaticStep
 from kvpolicy.model.adapter import ForwardInput, ModelAdapter
 from kvpolicy.model.attention import attend
 from kvpolicy.model.rope import rotate_halves
@@ -109,23 +110,29 @@ class ToyModel(ModelAdapter):
     def check_forward(self) -> None:
         """Do nothing: it can be run."""
 
+    eager_reason = None
+
     def add_hooks(self, *, steered: Collection[int], states: bool) -> None:
         """Do nothing: `forward` itself steers and returns hidden states."""
 
     def forward(self, given: ForwardInput) -> tuple[Tensor, Tensor | None]:
         """Forward pass over the new tokens of a step, see `ModelAdapter.forward`."""
         step = given.step
-        positions = self._positions[torch.from_numpy(step.position_ids)]
-        states = self._embedding[given.token_ids] + positions
+        is_static = isinstance(step, StaticStep)
+        positions = step.position_ids if is_static else torch.from_numpy(step.position_ids)
+        states = self._embedding[given.token_ids] + self._positions[positions]
         for layer_idx, (into, out) in enumerate(zip(self._in, self._out, strict=True)):
             if given.steer is not None:
                 change = given.steer(layer_idx, states[:, -1])
                 states = states if change is None else states + change[:, None]
             heads = (states @ into).unflatten(2, (-1, self._shape.head_dim)).transpose(1, 2)
             queries, keys, values = heads.split(self._num_heads, dim=1)
-            all_keys, all_values = step.store(layer_idx, keys, values)
             scaling = self._shape.head_dim**-0.5
-            found = attend(step, layer_idx, queries, all_keys, all_values, scaling)
+            if is_static:
+                found = step.attend(layer_idx, queries, keys, values, scaling)
+            else:
+                all_keys, all_values = step.store(layer_idx, keys, values)
+                found = attend(step, layer_idx, queries, all_keys, all_values, scaling)
             states = states + found.transpose(1, 2).flatten(2) @ out
         step.commit()
         states = states if given.wants_states else states[:, -1:]

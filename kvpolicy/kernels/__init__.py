@@ -1,0 +1,1 @@
+"""Functions over slabs of rows that a decode step consists of."""

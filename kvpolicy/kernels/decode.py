@@ -1,0 +1,206 @@
+"""Decode attention over slabs: store one new row in every slot, and attend to the rows it holds.
+
+The operator ``kvpolicy::decode`` takes tensors of fixed shapes at fixed addresses. How many rows a
+slot holds is one of them and is read where the operator runs, so a model's decode step is one
+graph without breaks. On a CPU reading is free, and only rows that are held are attended to; a
+caller that knows the rows of several layers already passes them as `HeldRows`.
+
+Shapes: ``W`` slots, ``H_q`` query heads, ``H_kv`` KV heads, ``R`` rows of a slab, head size ``D``.
+"""
+
+import attrs
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+
+@attrs.frozen(eq=False)
+class HeldRows:
+    """Which rows of a layer hold tokens in a decode step, as read on the host.
+
+    Attributes:
+        index: Place of each new row in a flattened slab ``[W * H_kv * R]``, ``[N]`` for ``N``
+            slots and heads that take part.
+        chosen: Those slots and heads, of ``[W * H_kv]``; ``None``: all.
+        most: Rows of the fullest slot, the new one included.
+        mask: Rows to attend to, bool ``[W, 1 or H_kv, 1, most]``; ``None``: all.
+    """
+
+    index: Tensor
+    chosen: Tensor | None
+    most: int
+    mask: Tensor | None
+
+
+def held_rows(rows: Tensor, live: Tensor, capacity: int) -> HeldRows:
+    """Read how many rows the slots of a layer hold.
+
+    Args:
+        rows: Rows before the step, ``[W, H_kv]``, int64.
+        live: Slots that take part, bool ``[W]``; the others may be full.
+        capacity: Rows of a slab, ``R``.
+    """
+    newest = rows.clamp(max=capacity - 1)
+    index = newest.flatten() + torch.arange(rows.numel()) * capacity
+    chosen = None
+    if not bool(live.all()):
+        chosen = live[:, None].expand_as(rows).flatten().nonzero()[:, 0]
+        index = index[chosen]
+    counts = newest + 1
+    if bool((counts == counts[:, :1]).all()):  # the heads of a slot share a mask
+        counts = counts[:, :1]
+    fewest, most = (int(count) for count in counts.aminmax())
+    mask = None if fewest == most else (torch.arange(most) < counts[:, :, None])[:, :, None]
+    return HeldRows(index, chosen, most, mask)
+
+
+@attrs.frozen(eq=False)
+class DecodeSlabs:
+    """What a decode step reads and changes in one layer.
+
+    Attributes:
+        keys: ``[W, H_kv, R, D]``.
+        values: ``[W, H_kv, R, D]``.
+        positions: ``[W, H_kv, R]``, int64, -1 where empty.
+        tracks: Numbers of the rows, ``[W, H_kv, R]`` each, which move with them.
+        sums: Receives the weights of each row, summed over the query heads of a KV head,
+            ``[W, H_kv, R]``, fp32; one of the tracks. ``None``: they are not wanted.
+        window: The last queries, ``[W, H_q, N, D]``, that at position p at index ``p % N``;
+            ``None``: they are not wanted.
+    """
+
+    keys: Tensor
+    values: Tensor
+    positions: Tensor
+    tracks: tuple[Tensor, ...] = ()
+    sums: Tensor | None = None
+    window: Tensor | None = None
+
+
+@attrs.frozen(eq=False)
+class Counts:
+    """State of the slots before a step.
+
+    Attributes:
+        rows: Rows held in one layer, ``[W, H_kv]``, int64.
+        seq_len: Tokens seen: the position of the new row, ``[W]``, int64.
+        live: Slots that take part, bool ``[W]``. Nothing is stored for the others, and their
+            output is finite and of no meaning.
+    """
+
+    rows: Tensor
+    seq_len: Tensor
+    live: Tensor
+
+
+def attend_on_cpu(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    slabs: DecodeSlabs,
+    counts: Counts,
+    *,
+    scaling: float,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+    sliding_window: int = 0,
+    held: HeldRows | None = None,
+) -> Tensor:
+    """Store one new row in every slot, and attend to the rows that it holds.
+
+    Args:
+        query: Queries after RoPE, ``[W, H_q, D]``; query head h belongs to KV head ``h // G``.
+        key: Keys of the new rows after RoPE, ``[W, H_kv, D]``.
+        value: Their values, ``[W, H_kv, D]``.
+        slabs: The layer; changed in place.
+        counts: State of the slots.
+        scaling: Factor on the logits.
+        softcap: Logits become ``softcap * tanh(logits / softcap)``; 0: no cap.
+        sinks: A learned logit of each query head, ``[H_q]``, that takes a share of the weights.
+        sliding_window: Tokens that a query sees, its own included; 0: all. A slab that holds as
+            many rows drops the oldest of a slot that is full.
+        held: The rows of this layer, if they are known; only without a sliding window.
+
+    Returns:
+        ``[W, H_q, D]``.
+    """
+    rows, seq_len, live = counts.rows, counts.seq_len, counts.live
+    capacity = slabs.keys.shape[2]
+    if sliding_window == capacity:
+        rows = _drop_oldest(slabs, rows, live)
+    held = held_rows(rows, live, capacity) if held is None else held
+    positions = seq_len[:, None].expand_as(rows)
+    for slab, new in ((slabs.keys, key), (slabs.values, value), (slabs.positions, positions)):
+        flat = new.flatten(0, 1)
+        flat = flat if held.chosen is None else flat[held.chosen]
+        slab.view(-1, *slab.shape[3:]).index_copy_(0, held.index, flat)
+    if slabs.window is not None:
+        _remember(slabs.window, query, seq_len, live, scaling)
+    mask = held.mask
+    if sliding_window:
+        mask = _in_window(slabs.positions[:, :, : held.most], seq_len - sliding_window, mask)
+    keys, values = slabs.keys[:, :, : held.most], slabs.values[:, :, : held.most]
+    grouped = query.view(len(query), keys.shape[1], -1, query.shape[2])  # [W, H_kv, G, D]
+    if slabs.sums is None and not softcap and sinks is None:
+        # The heads of a group take the place of the length: a key is read once for all of them.
+        output = F.scaled_dot_product_attention(
+            grouped, keys, values, attn_mask=mask, scale=scaling
+        )
+        return output.view(query.shape)
+    weights = _weights(grouped, keys, mask, scaling, softcap, sinks)
+    if slabs.sums is not None:
+        received = weights.sum(dim=2)
+        received = received if held.chosen is None else received * live[:, None, None]
+        slabs.sums[:, :, : held.most] += received
+    return (weights.to(values.dtype) @ values).view(query.shape)
+
+
+def _weights(
+    grouped: Tensor,
+    keys: Tensor,
+    mask: Tensor | None,
+    scaling: float,
+    softcap: float,
+    sinks: Tensor | None,
+) -> Tensor:
+    """Softmax weights, ``[W, H_kv, G, T]``, fp32."""
+    if keys.dtype == torch.float16:
+        # A product of large keys and queries may exceed what half precision can hold.
+        grouped, keys = grouped.float(), keys.float()
+    logits = (grouped @ keys.transpose(2, 3)).float() * scaling
+    if softcap:
+        logits = softcap * torch.tanh(logits / softcap)
+    if mask is not None:
+        logits = logits.masked_fill(~mask, float("-inf"))
+    if sinks is None:
+        return logits.softmax(dim=-1)
+    sinks = sinks.float().view(logits.shape[1], -1, 1)
+    total = torch.logaddexp(logits.logsumexp(dim=-1, keepdim=True), sinks)
+    return (logits - total).exp()
+
+
+def _remember(window: Tensor, query: Tensor, seq_len: Tensor, live: Tensor, scaling: float) -> None:
+    """Put the new queries into the window, with any scaling other than ``D ** -0.5``."""
+    factor = scaling * query.shape[-1] ** 0.5
+    if abs(factor - 1) >= 1e-6:
+        query = query * factor
+    slots = live.nonzero()[:, 0]
+    window[slots, :, seq_len[slots] % window.shape[2]] = query[slots]
+
+
+def _in_window(positions: Tensor, oldest: Tensor, mask: Tensor | None) -> Tensor | None:
+    """Leave rows at positions up to ``oldest``, ``[W]``, out of a mask; positions rise."""
+    if bool((positions[:, :, 0] > oldest[:, None]).all()):
+        return mask
+    seen = (positions > oldest[:, None, None])[:, :, None]
+    return seen if mask is None else mask & seen
+
+
+def _drop_oldest(slabs: DecodeSlabs, rows: Tensor, live: Tensor) -> Tensor:
+    """Drop the first row of slots that are full; returns the rows that are left."""
+    full = (rows[:, 0] == slabs.keys.shape[2]) & live
+    if not bool(full.any()):
+        return rows
+    for slab in (slabs.keys, slabs.values, slabs.positions, *slabs.tracks):
+        slab[full, :, :-1] = slab[full, :, 1:]
+    return rows - full[:, None].long()
