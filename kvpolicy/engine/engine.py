@@ -25,6 +25,7 @@ from kvpolicy.engine.sequence import Sequence, encode
 from kvpolicy.engine.stream import TextPieces
 from kvpolicy.errors import KVPolicyError, RequestError
 from kvpolicy.hooks.discovery import policy_names
+from kvpolicy.kernels.draw import NO_TOKEN
 from kvpolicy.model.adapter import ModelAdapter
 from kvpolicy.plan.plan import Plan
 from kvpolicy.plan.resolved import ResolvedPlan
@@ -210,7 +211,7 @@ class Run:
         self.engine = engine
         self.requests = tuple(requests)
         self.tokenizer = engine.tokenizer
-        self._sampler = engine.adapter.processes.sampler(sampler)
+        self._sampler = sampler
         self._waiting: dict[int, Sequence] = {}  # in order of arrival
         self._cancelled: set[int] = set()
         self._new_tokens: list[tuple[int, int]] = []
@@ -332,13 +333,11 @@ class Run:
 
     def append_tokens(self, sequences: abc.Sequence[Sequence], logits: Tensor) -> None:
         """Sample the next token of each sequence; one whose logits name none ends with an error."""
-        has_best = logits.amax(dim=-1).isfinite()  # the maximum of numbers and NaN is NaN
-        for seq, is_finite in zip(sequences, has_best.tolist(), strict=True):
-            if not is_finite:
+        tokens = self.engine.adapter.processes.same_tokens(self._sampler(sequences, logits))
+        for seq, token in zip(sequences, tokens.tolist(), strict=True):
+            if token == NO_TOKEN:
                 seq.fail(_no_token(len(seq.tokens)))
-                logits = logits.masked_fill(~has_best[:, None], 0)
-        for seq, token in zip(sequences, self._sampler(sequences, logits), strict=True):
-            if seq.error is None:
+            elif seq.error is None:
                 seq.append(token)
                 self._new_tokens.append((seq.id, token))
                 self._report.new_tokens += 1

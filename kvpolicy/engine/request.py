@@ -53,10 +53,12 @@ class Sampling:
 
     Attributes:
         temperature: Divides the logits; 0 means greedy, and the other fields have no effect.
-        top_k: Sample among the k likeliest tokens only; 0 means all.
+        top_k: Sample among the k likeliest tokens only; 0 means all. Of tokens with equal logits,
+            those with smaller ids count as likelier.
         top_p: Sample among the smallest set of tokens with at least this probability only.
-        seed: Seed of a generator for this request: its samples do not depend on the rest of
-            the batch. Two requests with equal prompts and seeds get equal tokens.
+        seed: Seed of the random numbers, each of which depends on it and on the position of the
+            token only. So samples do not depend on the rest of the batch, requests with equal
+            prompts and seeds get equal tokens, and a text can be continued from any token.
     """
 
     temperature: float = attrs.field(default=0.0, validator=_at_least(0))

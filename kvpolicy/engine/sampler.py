@@ -1,4 +1,4 @@
-"""Sampling: from logits to the next token, each sequence with its own random generator."""
+"""Sampling: from logits to the next token, as the request of each sequence asks for."""
 
 from collections import abc
 
@@ -7,77 +7,39 @@ from torch import Tensor
 
 from kvpolicy.engine.request import Sampling
 from kvpolicy.engine.sequence import Sequence
+from kvpolicy.kernels.draw import SamplingColumns, draw, flag_missing
 
-# Chooses the next token of each sequence from its logits ``[B, V]``.
-Sampler = abc.Callable[[abc.Sequence[Sequence], Tensor], abc.Sequence[int]]
-
-
-# Below this, quotients exceed fp32; the likeliest token has the probability 1 long before.
-_LEAST_TEMPERATURE = 1e-30
+# Chooses the next tokens ``[B]`` of sequences from their logits ``[B, V]``, on the same device;
+# `NO_TOKEN` where the logits name none.
+Sampler = abc.Callable[[abc.Sequence[Sequence], Tensor], Tensor]
 
 
-def sample_next(sequences: abc.Sequence[Sequence], logits: Tensor) -> list[int]:
+def sample_next(sequences: abc.Sequence[Sequence], logits: Tensor) -> Tensor:
     """Sample the next token of each sequence with the sampling of its request."""
-    tokens = logits.argmax(dim=-1)
-    rows = [row for row, seq in enumerate(sequences) if seq.request.sampling.temperature > 0]
-    if rows:
-        samplings = [sequences[row].request.sampling for row in rows]
-        generators = [sequences[row].generator for row in rows]
-        tokens[rows] = sample(logits[rows].float(), samplings, generators)
-    return tokens.tolist()
+    columns = columns_of([seq.request.sampling for seq in sequences], logits.device)
+    position = _int64([seq.num_tokens for seq in sequences], logits.device)
+    return draw(logits, columns, position)
 
 
-def probabilities(logits: Tensor, samplings: abc.Sequence[Sampling]) -> tuple[Tensor, Tensor]:
-    """The distribution to sample from: temperature, then top-k, then top-p.
-
-    This is the order of transformers' logits processors.
-
-    Args:
-        logits: ``[B, V]``, fp32.
-        samplings: Sampling of each sequence; none of them greedy.
-
-    Returns:
-        Probabilities in falling order ``[B, V]``, 0 for tokens that cannot be sampled, and the
-        token of each, ``[B, V]``. Rows need not sum to 1 exactly.
-    """
-
-    def column(values: list[float]) -> Tensor:
-        return torch.tensor(values, device=logits.device)[:, None]
-
-    vocab = logits.shape[1]
-    temperature = column([sampling.temperature for sampling in samplings])
-    scaled = logits / temperature.clamp(min=_LEAST_TEMPERATURE)
-    ranked, tokens = scaled.sort(dim=-1, descending=True, stable=True)
-    top_k = column([sampling.top_k or vocab for sampling in samplings])
-    ranked = ranked.masked_fill(torch.arange(vocab, device=logits.device) >= top_k, -torch.inf)
-    likely = ranked.softmax(dim=-1)
-    # A token belongs to the nucleus while those before it have less than top_p.
-    before = likely.cumsum(dim=-1) - likely
-    outside = before >= column([sampling.top_p for sampling in samplings])
-    outside[:, 0] = False  # also if fp32 rounds top_p to 0
-    return likely.masked_fill(outside, 0), tokens
+def forced(tokens: abc.Sequence[int], logits: Tensor) -> Tensor:
+    """The answer of a sampler that leads sequences along given tokens."""
+    return flag_missing(_int64(tokens, logits.device), logits)
 
 
-def sample(
-    logits: Tensor,
-    samplings: abc.Sequence[Sampling],
-    generators: abc.Sequence[torch.Generator],
-) -> Tensor:
-    """Sample the next token of every sequence.
+def columns_of(samplings: abc.Sequence[Sampling], device: torch.device | str) -> SamplingColumns:
+    """The samplings as tensors, without those that none of them needs."""
+    if all(sampling.greedy for sampling in samplings):
+        return SamplingColumns()
+    temperatures = [sampling.temperature for sampling in samplings]
+    top_k = [sampling.top_k for sampling in samplings]
+    top_p = [sampling.top_p for sampling in samplings]
+    return SamplingColumns(
+        temperature=torch.tensor(temperatures, dtype=torch.float32, device=device),
+        seed=_int64([sampling.seed for sampling in samplings], device),
+        top_k=_int64(top_k, device) if any(top_k) else None,
+        top_p=torch.tensor(top_p, dtype=torch.float64, device=device) if min(top_p) < 1 else None,
+    )
 
-    Args:
-        logits: ``[B, V]``, fp32.
-        samplings: Sampling of each sequence; none of them greedy.
-        generators: Random generator of each sequence, on the CPU.
 
-    Returns:
-        Token ids ``[B]``, int64.
-    """
-    likely, tokens = probabilities(logits, samplings)
-    uniform = torch.cat([torch.rand(1, generator=generator) for generator in generators])
-    cumulative = likely.cumsum(dim=-1)
-    point = uniform.to(logits.device)[:, None] * cumulative[:, -1:]
-    index = torch.searchsorted(cumulative, point, right=True)
-    # Rounding may put the point past the last token that can be sampled.
-    last = (likely > 0).sum(dim=-1, keepdim=True) - 1
-    return tokens.gather(1, torch.minimum(index, last))[:, 0]
+def _int64(values: abc.Sequence[int], device: torch.device | str) -> Tensor:
+    return torch.tensor(values, dtype=torch.int64, device=device)

@@ -6,7 +6,6 @@ from collections import abc
 from typing import Any
 
 import attrs
-import torch
 
 from kvpolicy.engine.request import Request
 from kvpolicy.engine.results import FinishReason, Result
@@ -64,14 +63,6 @@ class Sequence:
     finish_reason: FinishReason | None = None
     error: str | None = None
     _text_end: int | None = None
-    _generator: torch.Generator | None = None
-
-    @property
-    def generator(self) -> torch.Generator:
-        """Random number generator of this sequence; made when first used, as it takes kilobytes."""
-        if self._generator is None:
-            self._generator = torch.Generator().manual_seed(self.request.sampling.seed)
-        return self._generator
 
     @property
     def waiting(self) -> WaitingRequest:
@@ -83,6 +74,11 @@ class Sequence:
         """The most tokens it may have, prompt and generation together."""
         return len(self.prompt) + self.max_new_tokens
 
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the prompt and the generation, which is the position of the next one."""
+        return len(self.prompt) + len(self.tokens)
+
     def copied(self, number: int, shared: abc.Iterable[object]) -> "Sequence":
         """A copy with another number, for a sequence that continues on its own.
 
@@ -91,7 +87,7 @@ class Sequence:
             shared: What policies remember by reference, as for `SequenceMemory.copied`.
         """
         memory = self.memory.copied(shared)
-        return attrs.evolve(self, id=number, tokens=[*self.tokens], memory=memory, generator=None)
+        return attrs.evolve(self, id=number, tokens=[*self.tokens], memory=memory)
 
     def token_ids(self, start: int, end: int) -> list[int]:
         """The tokens at positions ``[start, end)``, of the prompt and the generation."""

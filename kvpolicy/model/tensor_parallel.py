@@ -15,7 +15,6 @@ from importlib.util import find_spec
 from typing import Any
 
 import attrs
-import torch
 from torch import Tensor
 from torch import distributed as dist
 from transformers import PreTrainedModel
@@ -30,9 +29,6 @@ TpPlan = str | Mapping[str, str]
 
 # Modules that compute keys, alone or with queries and values, in the models of transformers.
 _KEY_PROJECTIONS = ("k_proj", "qkv_proj", "query_key_value")
-
-# Chooses the next token of each sequence from its logits ``[B, V]``.
-Sampler = Callable[[Sequence[Any], Tensor], Sequence[int]]
 
 
 class SingleProcess:
@@ -54,9 +50,9 @@ class SingleProcess:
         """All heads of a tensor, of which ``part`` has those of this process."""
         return part
 
-    def sampler(self, sampler: Sampler) -> Sampler:
-        """A sampler that gives the same tokens in all processes."""
-        return sampler
+    def same_tokens(self, tokens: Tensor) -> Tensor:
+        """Drawn tokens, the same in all processes."""
+        return tokens
 
 
 @attrs.frozen(eq=False)
@@ -71,14 +67,12 @@ class TensorParallelGroup(SingleProcess):
         num_processes: Processes that hold the model.
         num_shards: Processes that share the heads of a layer; 1 if each has all heads.
         group: The process group.
-        device: Device on which tokens are exchanged.
     """
 
     rank: int
     num_processes: int
     num_shards: int
     group: "dist.ProcessGroup | None" = None
-    device: torch.device | None = None
 
     def layer_rows(self, cache: KVCache, layer_idx: int, slots: Sequence[int]) -> LayerRows:
         """The rows of some slots in one layer, in all heads of the model."""
@@ -99,19 +93,15 @@ class TensorParallelGroup(SingleProcess):
         num_heads = whole.shape[1] // self.num_shards
         return whole.narrow(1, self.rank * num_heads, num_heads)
 
-    def broadcast(self, tokens: Sequence[int]) -> list[int]:
-        """The tokens of the first process.
+    def same_tokens(self, tokens: Tensor) -> Tensor:
+        """The tokens ``[B]`` that the first process has drawn.
 
         Logits are equal in all processes, and so should be the tokens drawn from them. If they
         ever differed, in a last bit, the processes would wait for each other forever.
         """
-        shared = torch.tensor(tokens, device=self.device)
+        shared = tokens.clone()
         dist.broadcast(shared, group=self.group, group_src=0)
-        return shared.tolist()
-
-    def sampler(self, sampler: Sampler) -> Sampler:
-        """A sampler whose tokens are those that the first process has drawn."""
-        return lambda sequences, logits: self.broadcast(sampler(sequences, logits))
+        return shared
 
 
 class GatheredRows(LayerRows):
@@ -209,7 +199,7 @@ def processes_of(model: PreTrainedModel, config: Any) -> SingleProcess:
         msg = f"model {type(model).__name__} cannot be run: {problem}"
         raise ModelError(msg)
     group = mesh.get_group("tp" if mesh.ndim > 1 else None)
-    return TensorParallelGroup(dist.get_rank(group), size, num_shards, group, model.device)
+    return TensorParallelGroup(dist.get_rank(group), size, num_shards, group)
 
 
 def loading_options(name: object, config: Any, tp_plan: TpPlan) -> dict[str, Any]:

@@ -331,10 +331,10 @@ def test_policy_share_is_policy_time_in_decode_over_decode_time(
             scored_at.append(num_sampled[0])
             return keys.norm(dim=-1)
 
-    def fake_sample(sequences: Any, logits: Any) -> list[int]:
+    def fake_sample(sequences: Any, logits: Any) -> torch.Tensor:
         now[0] += 3
         num_sampled[0] += 1
-        return [1] * len(sequences)
+        return torch.ones(len(sequences), dtype=torch.int64)
 
     monkeypatch.setattr(time, "perf_counter", lambda: now[0])
     engine = Engine(shared_model(), plan=Plan.uniform(Slow(), budget=6, buffer=2), slots=1)

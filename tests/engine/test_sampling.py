@@ -1,4 +1,4 @@
-"""Sampling against a loop-based filter, against transformers, and for batch independence."""
+"""Sampling of requests: each as if it were alone, from any of its tokens on."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -7,25 +7,21 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from reference import sampling_probs
 from strategies import seeds
+from tiny import shared_model
 from torch import Tensor
-from transformers.generation.logits_process import (
-    LogitsProcessorList,
-    TemperatureLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
-)
 
-from kvpolicy import Sampling
-from kvpolicy.engine.sampler import probabilities, sample_next
+from kvpolicy import Engine, Plan, Sampling
+from kvpolicy.engine.sampler import columns_of, forced, sample_next
 from kvpolicy.errors import KVPolicyError
+from kvpolicy.kernels.draw import NO_TOKEN
 
 samplings = st.builds(
     Sampling,
-    temperature=st.sampled_from([0.3, 0.7, 1.0, 1.7]),
-    top_k=st.sampled_from([0, 1, 2, 5, 100]),
-    top_p=st.sampled_from([0.05, 0.5, 0.9, 0.99, 1.0]),
+    temperature=st.sampled_from([0.0, 0.3, 1.0, 1.7]),
+    top_k=st.sampled_from([0, 1, 5, 100]),
+    top_p=st.sampled_from([0.05, 0.9, 1.0]),
+    seed=st.integers(0, 2**63 - 1),
 )
 
 
@@ -33,102 +29,69 @@ def logits_of(seed: int, rows: int, vocab: int = 12) -> Tensor:
     return 2 * torch.randn(rows, vocab, generator=torch.Generator().manual_seed(seed))
 
 
-def by_token(logits: Tensor, params: list[Sampling]) -> Tensor:
-    """Our normalised distribution, in vocabulary order."""
-    probs, tokens = probabilities(logits, params)
-    return torch.zeros_like(logits).scatter_(1, tokens, probs / probs.sum(1, keepdim=True))
-
-
-@given(seeds, st.lists(samplings, min_size=1, max_size=4))
-def test_each_row_samples_from_its_own_filtered_distribution(
-    seed: int, params: list[Sampling]
-) -> None:
-    logits = logits_of(seed, len(params))
-    ours = by_token(logits, params)
-    for row, sampling in enumerate(params):
-        expected = sampling_probs(
-            logits[row].tolist(),
-            temperature=sampling.temperature,
-            top_k=sampling.top_k or None,
-            top_p=sampling.top_p,
-        )
-        torch.testing.assert_close(ours[row], torch.tensor(expected))
-
-
-@given(seeds, samplings)
-def test_filters_equal_transformers(seed: int, params: Sampling) -> None:
-    logits = logits_of(seed, 3)
-    processors = LogitsProcessorList([TemperatureLogitsWarper(params.temperature)])
-    if params.top_k:
-        processors.append(TopKLogitsWarper(params.top_k))
-    if params.top_p < 1:
-        processors.append(TopPLogitsWarper(params.top_p))
-    theirs = processors(torch.zeros(3, 1, dtype=torch.int64), logits.clone()).softmax(dim=-1)
-    torch.testing.assert_close(by_token(logits, [params] * 3), theirs)
-
-
-@pytest.mark.parametrize(("top_p", "num"), [(0.25, 1), (0.26, 2), (0.5, 2), (0.75, 3), (1.0, 4)])
-def test_nucleus_is_the_smallest_set_reaching_top_p(top_p: float, num: int) -> None:
-    probs, _ = probabilities(torch.zeros(1, 4), [Sampling(temperature=1.0, top_p=top_p)])
-    assert int((probs > 0).sum()) == num
-
-
-@pytest.mark.parametrize(
-    "params",
-    [{"temperature": 1e-300}, {"temperature": 1e-40}, {"temperature": 1.0, "top_p": 1e-300}],
-)
-def test_numbers_that_fp32_rounds_to_zero_leave_the_likeliest_token(params: dict) -> None:
-    probs, tokens = probabilities(torch.tensor([[1.0, 30.0, -2.0]]), [Sampling(**params)])
-    assert int((probs > 0).sum()) == 1
-    assert int(tokens[0, 0]) == 1
-
-
-def sample(
-    logits: Tensor, samplings: list[Sampling], generators: list[torch.Generator]
-) -> list[int]:
+def sample(logits: Tensor, samplings: list[Sampling], positions: list[int]) -> list[int]:
     sequences: list[Any] = [
-        SimpleNamespace(request=SimpleNamespace(sampling=sampling), generator=generator)
-        for sampling, generator in zip(samplings, generators, strict=True)
+        SimpleNamespace(request=SimpleNamespace(sampling=sampling), num_tokens=position)
+        for sampling, position in zip(samplings, positions, strict=True)
     ]
-    return sample_next(sequences, logits)
+    return sample_next(sequences, logits).tolist()
 
 
-@given(seeds, seeds)
-def test_greedy_takes_the_most_likely_token_without_randomness(seed: int, draw_seed: int) -> None:
-    logits = logits_of(seed, 3)
-    generators = [torch.Generator().manual_seed(draw_seed) for _ in range(3)]
-    before = generators[0].get_state()
-    tokens = sample(logits, [Sampling()] * 3, generators)
-    assert tokens == logits.argmax(dim=1).tolist()
-    assert torch.equal(generators[0].get_state(), before)
-
-
-@given(seeds, samplings, st.integers(1, 4), st.integers(0, 3))
-def test_sampled_token_does_not_depend_on_other_rows(
-    seed: int, params: Sampling, rows: int, row_idx: int
+@given(seeds, st.lists(st.tuples(samplings, st.integers(1, 99)), min_size=1, max_size=4))
+def test_every_sequence_samples_as_if_it_were_alone(
+    seed: int, sequences: list[tuple[Sampling, int]]
 ) -> None:
-    row_idx %= rows
-    logits = logits_of(seed, rows)
-    others = [Sampling(), Sampling(temperature=2.0), Sampling(temperature=0.5, top_k=3)]
-    mixed = [params if row == row_idx else others[row % 3] for row in range(rows)]
-    generators = [
-        torch.Generator().manual_seed(7 if r == row_idx else 100 + r) for r in range(rows)
+    logits = logits_of(seed, len(sequences))
+    hows, positions = zip(*sequences, strict=True)
+    batched = sample(logits, [*hows], [*positions])
+    for row, (how, position) in enumerate(sequences):
+        assert sample(logits[row : row + 1], [how], [position]) == batched[row : row + 1]
+        if how.greedy:
+            assert batched[row] == int(logits[row].argmax())
+
+
+def test_columns_hold_the_samplings_and_only_what_some_of_them_need() -> None:
+    greedy, plain = Sampling(seed=5, top_k=9, top_p=0.5), Sampling(temperature=0.6, seed=2**63 - 1)
+    assert columns_of([greedy], "cpu").temperature is None
+    columns = columns_of([plain, plain], "cpu")
+    assert (columns.top_k, columns.top_p) == (None, None)
+    columns = columns_of([plain, Sampling(temperature=2.0, top_k=3, top_p=0.9, seed=1)], "cpu")
+    found = (columns.temperature, columns.seed, columns.top_k, columns.top_p)
+    assert [column.tolist() for column in found if column is not None] == [
+        [pytest.approx(0.6), 2.0],
+        [2**63 - 1, 1],
+        [0, 3],
+        [1.0, 0.9],
     ]
-    batched = sample(logits, mixed, generators)[row_idx]
-    alone = sample(logits[row_idx : row_idx + 1], [params], [torch.Generator().manual_seed(7)])[0]
-    assert batched == alone
 
 
-def test_sample_frequencies_match_probabilities() -> None:
-    logits = logits_of(3, 1, vocab=6)
-    params = Sampling(temperature=0.9, top_k=5, top_p=0.95)
-    generator = torch.Generator().manual_seed(0)
-    num = 4000
-    drawn = [sample(logits, [params], [generator])[0] for _ in range(num)]
-    frequencies = torch.bincount(torch.tensor(drawn), minlength=6) / num
-    expected = by_token(logits, [params])[0]
-    assert ((frequencies - expected).abs() <= 4 * (expected * (1 - expected) / num).sqrt()).all()
-    assert (frequencies[expected == 0] == 0).all()
+@given(seeds, st.integers(1, 11), st.sampled_from([0.7, 1.5]))
+def test_a_text_is_continued_from_any_of_its_tokens(
+    seed: int, num: int, temperature: float
+) -> None:
+    engine = Engine(shared_model(), plan=Plan.uniform("full"), slots=2)
+    options: dict[str, Any] = {
+        "sampling": Sampling(temperature=temperature, top_p=0.95, seed=seed),
+        "stop_ids": (),
+    }
+    prompt = [1 + seed % 50, 2, 3]
+    (whole,) = engine.generate([prompt], max_new_tokens=12, **options).results()
+    begun = [*prompt, *whole.tokens[:num]]
+    _, rest = engine.generate([[4, 5], begun], max_new_tokens=12 - num, **options).results()
+    assert whole.tokens[num:] == rest.tokens
+
+
+def test_equal_prompts_with_other_seeds_are_sampled_apart() -> None:
+    engine = Engine(shared_model(), plan=Plan.uniform("full"), slots=8)
+    hows = [Sampling(temperature=1.5, seed=seed) for seed in range(8)]
+    run = engine.generate([[1, 2, 3]] * 8, max_new_tokens=12, sampling=hows)
+    assert len({result.tokens for result in run.results()}) == 8
+
+
+def test_forced_tokens_are_those_given_where_the_logits_are_numbers() -> None:
+    logits = logits_of(0, 3)
+    logits[1, 4] = torch.nan
+    assert forced([5, 6, 7], logits).tolist() == [5, NO_TOKEN, 7]
 
 
 @pytest.mark.parametrize(

@@ -15,13 +15,14 @@ import pytest
 # package of its own.
 BASE = {"entry_points", "errors", "files", "markers", "plugin_code", "text", "validators"}
 STATE = BASE | {"state"}
-CACHE = STATE | {"cache"}
+CACHE = STATE | {"cache", "kernels"}
 HOOKS = CACHE | {"hookspecs", "hooks"}
 ENGINE = HOOKS | {"engine", "model", "plan", "toolkit"}
 ALLOWED = {
     **dict.fromkeys(BASE, BASE),
     "state": BASE,
     "toolkit": BASE | {"toolkit"},
+    "kernels": {"kernels"},
     "cache": CACHE,
     "hookspecs": CACHE,
     "hooks": HOOKS,

@@ -506,6 +506,38 @@ def sampling_probs(
     return softmax(scaled)
 
 
+def nucleus(
+    logits: Sequence[float], *, temperature: float, top_k: int, top_p: float
+) -> tuple[list[float], float]:
+    """As `sampling_probs`, but of equal tokens those with smaller ids count as likelier.
+
+    Also the smallest distance of a cumulative probability from ``top_p``, as rounding may decide
+    on which side it is.
+    """
+    likeliest_first = sorted(range(len(logits)), key=lambda i: (-logits[i], i))
+    likeliest_first = likeliest_first[: top_k or None]
+    probs = softmax([logits[i] / temperature for i in likeliest_first])
+    before = [math.fsum(probs[:rank]) for rank in range(len(probs))]
+    kept = {
+        i: p for i, p, q in zip(likeliest_first, probs, before, strict=True) if q < top_p or q == 0
+    }
+    total = math.fsum(kept.values())
+    margin = min([abs(q - top_p) for q in before[1:]], default=1.0)
+    return [kept.get(i, 0.0) / total for i in range(len(logits))], margin
+
+
+def splitmix64(state: int, num: int) -> list[int]:
+    """The first numbers of the generator of Steele, Lea and Flood (2014), as published in C."""
+    numbers = []
+    for _ in range(num):
+        state = (state + 0x9E3779B97F4A7C15) % 2**64
+        z = state
+        z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) % 2**64
+        z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) % 2**64
+        numbers.append(z ^ (z >> 31))
+    return numbers
+
+
 # --- The cache ------------------------------------------------------------------------------
 
 

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from kvpolicy.engine.engine import Engine, Run
 from kvpolicy.engine.request import Request
+from kvpolicy.engine.sampler import forced
 from kvpolicy.engine.sequence import Sequence
 
 
@@ -99,7 +100,7 @@ class Scoring:
         self.branches = branches_of(continuations)
         self.run = Run(engine, [branch.request for branch in self.branches], self._next_tokens)
 
-    def _next_tokens(self, sequences: abc.Sequence[Sequence], logits: Tensor) -> list[int]:
+    def _next_tokens(self, sequences: abc.Sequence[Sequence], logits: Tensor) -> Tensor:
         log_probs = logits.float().log_softmax(dim=-1)
         branches = [self.branches[seq.id] for seq in sequences]
         tokens = [
@@ -114,7 +115,7 @@ class Scoring:
             else:
                 branch.log_likelihood += values[row]
                 branch.is_greedy = branch.is_greedy and likeliest[row] == tokens[row]
-        return tokens
+        return forced(tokens, logits)
 
     def _finish(self, branch: Branch, log_probs: Tensor, likeliest: int) -> None:
         for index, token in branch.ends:

@@ -161,12 +161,14 @@ class _Teacher:
         self.texts = texts
         self.loss: dict[int, float] = defaultdict(float)
 
-    def sample(self, sequences: "abc.Sequence[Sequence]", logits: "Tensor") -> list[int]:
+    def sample(self, sequences: "abc.Sequence[Sequence]", logits: "Tensor") -> "Tensor":
+        from kvpolicy.engine.sampler import forced
+
         tokens = [self.texts[seq.id][len(seq.tokens)] for seq in sequences]
         losses = -_log_probs(logits)[range(len(tokens)), tokens]
         for seq, loss in zip(sequences, losses.tolist(), strict=True):
             self.loss[seq.id] += loss
-        return tokens
+        return forced(tokens, logits)
 
 
 @attrs.frozen
@@ -249,7 +251,9 @@ class _Guide:
         self.matches: dict[int, list[bool]] = defaultdict(list)
         self.kl: dict[int, float] = defaultdict(float)
 
-    def sample(self, sequences: "abc.Sequence[Sequence]", logits: "Tensor") -> list[int]:
+    def sample(self, sequences: "abc.Sequence[Sequence]", logits: "Tensor") -> "Tensor":
+        from kvpolicy.engine.sampler import forced
+
         tokens = []
         for seq, log_probs in zip(sequences, _log_probs(logits), strict=True):
             token, full_log_probs = self._next(seq.id)
@@ -258,7 +262,7 @@ class _Guide:
             # A token that the full cache rules out (log-probability -inf) contributes 0.
             terms = full_log_probs.exp() * (full_log_probs - log_probs)
             self.kl[seq.id] += float(terms[full_log_probs > -math.inf].sum())
-        return tokens
+        return forced(tokens, logits)
 
     def _next(self, number: int) -> "tuple[int, Tensor]":
         """The full cache's next token in a sequence; steps its engine as far as needed."""
@@ -267,10 +271,12 @@ class _Guide:
             self._full.step()
         return self._pending[number].popleft()
 
-    def _sample_full(self, sequences: "abc.Sequence[Sequence]", logits: "Tensor") -> list[int]:
+    def _sample_full(self, sequences: "abc.Sequence[Sequence]", logits: "Tensor") -> "Tensor":
+        from kvpolicy.engine.sampler import forced
+
         log_probs = _log_probs(logits)
-        tokens: list[int] = log_probs.argmax(dim=-1).tolist()
-        for seq, token, row in zip(sequences, tokens, log_probs, strict=True):
+        tokens = forced(log_probs.argmax(dim=-1).tolist(), logits)
+        for seq, token, row in zip(sequences, tokens.tolist(), log_probs, strict=True):
             self._pending[seq.id].append((token, row))
         return tokens
 

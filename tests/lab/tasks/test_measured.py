@@ -96,6 +96,20 @@ def test_evicting_changes_the_loss_and_only_after_the_first_compaction() -> None
     assert evicted[1].values[LOSS] == pytest.approx(full[1].values[LOSS], abs=ROUNDING)
 
 
+@pytest.mark.parametrize("measure", [Perplexity(), Agreement()], ids=lambda one: one.name)
+def test_a_text_with_logits_that_are_not_finite_fails_alone(measure: Metric) -> None:
+    model = tiny_model()
+    (token,) = TOKENIZER("q")["input_ids"]
+    model.model.embed_tokens.weight.data[token] = torch.nan
+    plan, valid = Plan.uniform("streaming", budget=8, buffer=4), text("abc", "defgh abcd", 1)
+    first, second = measured(
+        measure, plan, [text("aq", "bc"), valid], max_new_tokens=9, model=model
+    )
+    assert "hold NaN or infinity" in str(first.result.error)
+    (alone,) = measured(measure, plan, [valid], max_new_tokens=9)
+    assert second.values == pytest.approx(alone.values, abs=ROUNDING)
+
+
 MIXED = [text("abc", "defgh abcdefgh hgfedcba", 0), text("a", "hgfe", 1), text("", "bcd dcb", 2)]
 
 
@@ -221,9 +235,9 @@ def test_the_divergence_is_the_mean_over_single_distributions() -> None:
     for one in (Plan.uniform("full"), plan):
         rows: list[list[float]] = []
 
-        def draw(_: object, logits: torch.Tensor, rows: list[list[float]] = rows) -> list[int]:
+        def draw(_: object, logits: torch.Tensor, rows: list[list[float]] = rows) -> torch.Tensor:
             rows.append(logits[0].double().tolist())
-            return [found.result.tokens[len(rows) - 1]]
+            return torch.tensor([found.result.tokens[len(rows) - 1]])
 
         list(Run(Engine(shared_model(), TOKENIZER, one), [Request(item.prompt, 20)], draw))
         written.append(rows)
