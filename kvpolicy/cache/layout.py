@@ -71,7 +71,7 @@ class StepLayout:
         ``totals`` is not needed if no more tokens of their prompts follow.
         """
         self.cache = cache
-        self.slots, self.served = np.asarray(slots), slot_index(list(slots))
+        self.slots, self.served = np.asarray(slots), slot_index(slots)
         self.lengths = np.asarray(lengths, dtype=np.int64)
         self.width = int(self.lengths.max())
         self.seq_len = cache.seq_len[self.slots]

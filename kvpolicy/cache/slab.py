@@ -263,13 +263,14 @@ class KVCache:
         self.rows[:, chosen] = np.minimum(rows, self.capacity[:, None])
         self.seq_len[chosen] += num_new
 
-    def num_free_rows(self, slots: Sequence[int]) -> int:
-        """Tokens that each of these slots can still take in every layer.
+    def num_free_rows(self, slots: Sequence[int]) -> np.ndarray:
+        """Tokens that each of these slots can still take in every layer, ``[B]``.
 
         Layers with a whole sliding window take any number.
         """
-        free = self.capacity[:, None] - self.num_pads - self.rows
-        return int(free[~self.slides][:, slots].min(initial=sys.maxsize))
+        free = self.capacity[:, None] - self.num_pads[:, slots] - self.rows[:, slots]
+        least: np.ndarray = free[~self.slides].min(axis=0, initial=sys.maxsize)
+        return least
 
     def full(self, slots: Sequence[int]) -> np.ndarray:
         """Which of these slots cannot take another token, bool ``[layers, B]``."""

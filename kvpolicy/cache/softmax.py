@@ -32,7 +32,7 @@ class Softmax:
         """Attention weights of the rows for each query.
 
         Args:
-            logits: Scaled dot products, ``[B, H_kv, G, L, T]``, fp32.
+            logits: Scaled dot products, ``[B, H_kv, G, L, T]``, fp32; they are overwritten.
             visible: Rows each query may see, bool, broadcastable to ``logits``; ``None``: all.
 
         Returns:
@@ -40,14 +40,14 @@ class Softmax:
             query that sees no row.
         """
         if self.softcap is not None:
-            logits = self.softcap * torch.tanh(logits / self.softcap)
+            logits = logits.div_(self.softcap).tanh_().mul_(self.softcap)
         if visible is not None:
-            logits = logits.masked_fill(~visible, float("-inf"))
+            logits = logits.masked_fill_(~visible, float("-inf"))
         if self.sinks is None:
             return logits.softmax(dim=-1)
         sinks = self.sinks.float().view(logits.shape[1], -1, 1, 1)
         total = torch.logaddexp(logits.logsumexp(dim=-1, keepdim=True), sinks)
-        return (logits - total).exp()
+        return logits.sub_(total).exp_()
 
 
 PLAIN = Softmax()
@@ -82,7 +82,8 @@ def observed_weights(
     visible = rows <= query_positions
     if sliding_window is not None:
         visible = visible & (rows > query_positions - sliding_window)
-    grouped = queries.float().unflatten(1, (keys.shape[1], -1))
-    logits = grouped @ keys.float()[:, :, None].transpose(-1, -2) * keys.shape[-1] ** -0.5
+    grouped = queries.float().unflatten(1, (keys.shape[1], -1)).flatten(2, 3)
+    logits = (grouped @ keys.float().transpose(2, 3)).mul_(keys.shape[-1] ** -0.5)
+    logits = logits.unflatten(2, (-1, num_queries))
     # A query all of whose rows were evicted has no weights; its softmax is NaN.
-    return softmax.weights(logits, visible).masked_fill(~visible, 0).flatten(1, 2)
+    return softmax.weights(logits, visible).masked_fill_(~visible, 0).flatten(1, 2)

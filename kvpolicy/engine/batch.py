@@ -52,6 +52,7 @@ class RunningBatch:
         *,
         tokenizer: Any,
         chunk: int,
+        max_tokens_per_forward: int,
         num_slots: int,
         longest: int,
         static: bool,
@@ -65,6 +66,8 @@ class RunningBatch:
             errors: Isolates errors of hooks.
             tokenizer: The model's, if there is one.
             chunk: The most prompt tokens of one sequence in one forward.
+            max_tokens_per_forward: The most prompt tokens of all sequences in one forward, pads
+                included.
             num_slots: The most sequences.
             longest: Tokens of the longest sequence.
             static: Whether decode steps are static.
@@ -72,7 +75,9 @@ class RunningBatch:
         self.slots: list[Sequence | None] = [None] * num_slots
         self.timings = PolicyTimings()
         self._plan, self._stacks, self._errors = plan, stacks, errors
-        self._tokenizer, self._chunk = tokenizer, chunk
+        self._tokenizer = tokenizer
+        self._chunk = min(chunk, max_tokens_per_forward)
+        self._max_tokens_per_forward = max_tokens_per_forward
         self._steers = any(stack.is_steered(i) for i, stack in enumerate(stacks))
         self._forward: ForwardInput  # the last one begun, and its sequences
         self._served: list[Sequence] = []
@@ -148,23 +153,21 @@ class RunningBatch:
             self._count_pads(group)
 
     def begin_prefill_chunk(self) -> ForwardInput | None:
-        """The next chunk of prompts that are not all in; ``None`` if all are."""
-        self._served = served = [seq for seq in self.active if self._num_left(seq)]
-        if not served:
+        """The next chunks of prompts that are not all in; ``None`` if all are."""
+        waiting = [seq for seq in self.active if self._num_left(seq)]
+        if not waiting:
             return None
+        lengths = self._chunk_lengths(waiting)
+        self._served = served = waiting[: len(lengths)]
         slots = [seq.slot for seq in served]
-        width = min(self._chunk, self.cache.num_free_rows(slots))
-        chunks = []
-        for seq in served:
+        totals = [len(seq.prompt) for seq in served]
+        step = StepLayout(self.cache, slots, lengths, totals)
+        token_ids = torch.zeros(len(served), step.width, dtype=torch.int64)
+        for row, (seq, length) in enumerate(zip(served, lengths, strict=True)):
             # Tokens generated before another turn may not all have been observed.
             self._observer.flush(seq)
             start = int(self.cache.seq_len[seq.slot])
-            chunks.append(seq.prompt[start : start + width])
-        totals = [len(seq.prompt) for seq in served]
-        step = StepLayout(self.cache, slots, [len(chunk) for chunk in chunks], totals)
-        token_ids = torch.zeros(len(chunks), step.width, dtype=torch.int64)
-        for row, chunk in enumerate(chunks):
-            token_ids[row, step.width - len(chunk) :] = torch.tensor(chunk)
+            token_ids[row, step.width - length :] = torch.tensor(seq.prompt[start : start + length])
         self._forward = ForwardInput(token_ids, step, None, self._observer.wants_states)
         return self._forward
 
@@ -186,8 +189,8 @@ class RunningBatch:
 
     def begin_decode(self) -> ForwardInput:
         """The forward of the newest token of every sequence."""
-        active = self._pack()
-        self._served = active
+        self._pack()
+        self._served = active = self.active
         token_ids = torch.tensor([seq.tokens[-1] for seq in active])
         step: StaticStep | StepLayout
         if self._static is None:
@@ -232,22 +235,37 @@ class RunningBatch:
         seq.slot = slot
         self.slots[slot] = seq
 
-    def _pack(self) -> list[Sequence]:
-        """Move the last sequences to free slots before them; returns all, in order of slots."""
-        active = self.active
-        for seq in active:
-            if seq.slot >= len(active):
-                source, target = seq.slot, self.slots.index(None)
-                self.cache.move(source, target)
-                self.slots[source] = None
-                self._place(seq, target)
-        return sorted(active, key=lambda seq: seq.slot)
+    def _pack(self) -> None:
+        """Move the last sequences to free slots before them."""
+        num_active = len(self.active)
+        last = [seq for seq in self.slots[num_active:] if seq is not None]
+        for seq in last:
+            source, target = seq.slot, self.slots.index(None)
+            self.cache.move(source, target)
+            self.slots[source] = None
+            self._place(seq, target)
 
     def _num_left(self, seq: Sequence) -> int:
         """Prompt tokens that are not in yet."""
         if seq.error is not None:
             return 0
         return max(len(seq.prompt) - int(self.cache.seq_len[seq.slot]), 0)
+
+    def _chunk_lengths(self, sequences: abc.Sequence[Sequence]) -> list[int]:
+        """Prompt tokens of the next forward, of as many of the first sequences as it may have.
+
+        The others wait until the prompts before theirs are in.
+        """
+        free = self.cache.num_free_rows([seq.slot for seq in sequences]).tolist()
+        lengths: list[int] = []
+        width = 0  # of the forward: shorter chunks are padded
+        for seq, num_free in zip(sequences, free, strict=True):
+            length = min(self._num_left(seq), num_free, self._chunk)
+            width = max(width, length)
+            if width * (len(lengths) + 1) > self._max_tokens_per_forward:
+                break
+            lengths.append(length)
+        return lengths
 
     def _steer(self, token_ids: Tensor, layer_idx: int, states: Tensor) -> Tensor | None:
         """Ask the policies of a layer for a change to the states entering it, ``[B, M]``."""

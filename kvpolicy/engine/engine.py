@@ -32,6 +32,7 @@ from kvpolicy.plan.resolved import ResolvedPlan
 
 DEFAULT_SLOTS = 8
 DEFAULT_CHUNK = 512
+DEFAULT_MAX_TOKENS = 8192  # in one forward
 
 
 class Engine:
@@ -47,6 +48,7 @@ class Engine:
         num_slots: Sequences that are decoded together.
         chunk: The most prompt tokens of one sequence in one forward.
         eager_reason: Why decode steps take the eager path; ``None``: they are static.
+        max_tokens_per_forward: The most prompt tokens of all sequences in one forward.
     """
 
     def __init__(
@@ -57,6 +59,7 @@ class Engine:
         *,
         slots: int = DEFAULT_SLOTS,
         chunk: int = DEFAULT_CHUNK,
+        max_tokens_per_forward: int = DEFAULT_MAX_TOKENS,
         on_hook_error: OnHookError = "raise",
         eager: bool = False,
     ) -> None:
@@ -70,6 +73,9 @@ class Engine:
             chunk: The most prompt tokens of one sequence in one forward. A forward never has
                 more tokens than the slabs can take, and slabs are compacted when they are full:
                 another chunk takes other time and memory, and changes results by rounding only.
+            max_tokens_per_forward: The most prompt tokens of all sequences together in one
+                forward, pads included; the other sequences of a group wait for the next forwards.
+                It bounds the memory of activations in prefill.
             on_hook_error: What happens if a policy raises or its answer breaks the contract.
                 ``"raise"``: the run ends with a `HookError`. ``"answer"``: the requests of the
                 failing call end with the error, and the others go on as if these had been
@@ -81,7 +87,8 @@ class Engine:
             ModelError: If the engine cannot run the model.
             PlanError: If the plan does not fit the model.
         """
-        for name, value in (("slots", slots), ("chunk", chunk)):
+        sizes = {"slots": slots, "chunk": chunk, "max_tokens_per_forward": max_tokens_per_forward}
+        for name, value in sizes.items():
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 msg = f"the engine was given {name}={value!r}; expected an integer of at least 1"
                 raise KVPolicyError(msg)
@@ -100,6 +107,7 @@ class Engine:
         self.scheduling = self.plan.scheduling_stack()
         self.num_slots = slots
         self.chunk = chunk
+        self.max_tokens_per_forward = max_tokens_per_forward
         self.adapter.add_hooks(
             steered=[i for i, stack in enumerate(self.stacks) if stack.is_steered(i)],
             states=any("hidden_states" in stack.observes for stack in self.stacks),
@@ -181,6 +189,7 @@ class Engine:
             self.errors,
             tokenizer=self.tokenizer,
             chunk=self.chunk,
+            max_tokens_per_forward=self.max_tokens_per_forward,
             num_slots=num_slots,
             longest=longest,
             static=static,

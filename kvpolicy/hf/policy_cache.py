@@ -23,7 +23,7 @@ from transformers import Cache, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from kvpolicy.engine.batch import RunningBatch
-from kvpolicy.engine.engine import DEFAULT_CHUNK, Engine
+from kvpolicy.engine.engine import DEFAULT_CHUNK, DEFAULT_MAX_TOKENS, Engine
 from kvpolicy.engine.request import Request
 from kvpolicy.engine.savings import nothing_evicted, saved_share
 from kvpolicy.engine.sequence import Sequence as EngineSequence
@@ -119,6 +119,7 @@ class PolicyCache(Cache):
         *,
         max_length: int | None = None,
         chunk: int = DEFAULT_CHUNK,
+        max_tokens_per_forward: int = DEFAULT_MAX_TOKENS,
     ) -> None:
         """Bind a plan to a model; slabs are allocated by the first forward.
 
@@ -129,6 +130,8 @@ class PolicyCache(Cache):
             max_length: Tokens for which to allocate slabs at once. Without it, and beyond it,
                 slabs grow as needed, `GROWTH` rows at a time, up to budget and buffer.
             chunk: The most prompt tokens of one row in one forward; as in `Engine`.
+            max_tokens_per_forward: The most prompt tokens of all rows in one forward; as in
+                `Engine`.
 
         Raises:
             ModelError: If the engine cannot run the model.
@@ -141,7 +144,9 @@ class PolicyCache(Cache):
             _refuse(f"was given max_length={max_length!r}; expected a number of tokens")
         # The hooks of the model run around each call of it: once, and not again in the engine.
         adapter = ModelAdapter(model, run_own_hooks=False)
-        self._engine = Engine(adapter, tokenizer, plan, chunk=chunk)
+        self._engine = Engine(
+            adapter, tokenizer, plan, chunk=chunk, max_tokens_per_forward=max_tokens_per_forward
+        )
         if self._engine.plan.padding != "none":
             _refuse('stores no pads; run plans with padding = "stored" in an Engine')
         self._max_length = max_length

@@ -50,7 +50,6 @@ def top_rows(scores: Tensor, budget: int) -> Tensor:
     Returns:
         ``[B, H_kv, min(budget, T)]``, int64, rising. Of equal scores the newer rows stay.
     """
-    num_rows = scores.shape[2]
-    # A stable sort of the reversed rows puts the newer of two equal rows first.
-    order = scores.flip(2).sort(dim=2, descending=True, stable=True).indices
-    return (num_rows - 1 - order[:, :, :budget]).sort(dim=2).values
+    # A stable sort puts the newer of two equal rows after the older.
+    order = scores.sort(dim=2, stable=True).indices
+    return order[:, :, -budget:].sort(dim=2).values

@@ -203,4 +203,6 @@ def _drop_oldest(slabs: DecodeSlabs, rows: Tensor, live: Tensor) -> Tensor:
         return rows
     for slab in (slabs.keys, slabs.values, slabs.positions, *slabs.tracks):
         slab[full, :, :-1] = slab[full, :, 1:]
+    for track in slabs.tracks:  # the new row takes the last place; keys and values replace it
+        track[full, :, -1] = 0
     return rows - full[:, None].long()

@@ -12,11 +12,17 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from kvpolicy.cache.layout import LayerLayout, StepLayout
-from kvpolicy.cache.slab import ATTN_SUMS, LayerCache
+from kvpolicy.cache.slab import ATTN_SUMS
 from kvpolicy.cache.softmax import PLAIN, Softmax
 from kvpolicy.cache.static_step import StaticStep
 from kvpolicy.errors import ModelError
 from kvpolicy.model.config import hiding_window
+
+# Where weights are computed, queries are taken in blocks whose weights take at most so many bytes,
+# or one by one. Logits and a copy in the model's dtype come on top. On a CPU a block stays in its
+# caches; on a GPU large blocks mean few launches.
+BLOCK_BYTES = 8 << 20
+BLOCK_BYTES_ON_GPU = 256 << 20
 
 
 def attend(
@@ -51,11 +57,16 @@ def attend(
         step.remember_queries(layer, queries if abs(factor - 1) < 1e-6 else queries * factor)
     if softmax.is_plain and ATTN_SUMS not in layer.tracks:
         return _fused(queries, keys, values, layout.mask, scaling)
-    weights = softmax_weights(queries, keys, layout.mask, scaling, softmax)
+    received = None
     if ATTN_SUMS in layer.tracks:
-        _accumulate(layer, step, layout, weights)
-    grouped = weights.to(values.dtype).flatten(2, 3) @ values  # [B, H_kv, G * L, D]
-    return grouped.view(queries.shape)
+        received = keys.new_zeros(keys.shape[:3], dtype=torch.float32)
+    output = _weighted(step, layout, queries, keys, values, scaling, softmax, received)
+    if received is not None:
+        if layout.kept is not None:
+            index = layout.kept[:, None].expand(-1, received.shape[1], -1)
+            received = received.gather(2, index)
+        layer.tracks[ATTN_SUMS][step.served, :, : received.shape[2]] += received
+    return output
 
 
 def _fused(
@@ -78,6 +89,45 @@ def _fused(
     )
 
 
+def _weighted(
+    step: StepLayout,
+    layout: LayerLayout,
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    scaling: float,
+    softmax: Softmax,
+    received: Tensor | None,
+) -> Tensor:
+    """Attention by softmax weights, ``[B, H_q, L, D]``, in blocks of queries.
+
+    Adds to ``received``, ``[B, H_kv, T]``, fp32, if given, the weights that each row receives from
+    the new tokens, summed over them and over the group.
+    """
+    length, num_rows = queries.shape[2], keys.shape[2]
+    if keys.dtype == torch.float16:
+        # A product of large keys and queries may exceed what half precision can hold.
+        queries, keys = queries.float(), keys.float()
+    is_real = torch.from_numpy(step.is_real).to(keys.device) if step.has_pads else None
+    output = torch.empty_like(queries, dtype=values.dtype)
+    num_bytes = BLOCK_BYTES if keys.device.type == "cpu" else BLOCK_BYTES_ON_GPU
+    block = max(1, num_bytes // (4 * num_rows * queries.shape[:2].numel()))
+    for start in range(0, length, block):
+        now = slice(start, min(start + block, length))
+        # The newest token sees all rows, and each token before it one row less.
+        seen = slice(num_rows - length + now.stop)
+        mask = None if layout.mask is None else layout.mask[:, :, now, seen]
+        weights = softmax_weights(queries[:, :, now], keys[:, :, seen], mask, scaling, softmax)
+        if is_real is not None:  # a pad gives no row anything, and nothing reads its output
+            weights *= is_real[:, None, None, now, None]
+        if received is not None:
+            received[:, :, seen] += weights.sum(dim=(2, 3))
+        grouped = weights.to(values.dtype).flatten(2, 3) @ values[:, :, seen]
+        output[:, :, now] = grouped.unflatten(2, (-1, now.stop - start)).flatten(1, 2)
+        del weights  # before the logits of the next block are made
+    return output
+
+
 def softmax_weights(
     queries: Tensor,
     keys: Tensor,
@@ -96,24 +146,9 @@ def softmax_weights(
     """
     num_kv_heads, length = keys.shape[1], queries.shape[2]
     grouped = queries.unflatten(1, (num_kv_heads, -1)).flatten(2, 3)  # [B, H_kv, G * L, D]
-    if keys.dtype == torch.float16:
-        # A product of large keys and queries may exceed what half precision can hold.
-        grouped, keys = grouped.float(), keys.float()
-    logits = (grouped @ keys.transpose(2, 3)).float() * scaling
+    logits = (grouped @ keys.transpose(2, 3)).float().mul_(scaling)
     logits = logits.unflatten(2, (-1, length))
     return softmax.weights(logits, None if mask is None else mask[:, :, None])
-
-
-def _accumulate(layer: LayerCache, step: StepLayout, layout: LayerLayout, weights: Tensor) -> None:
-    """Add the attention each row received from the new queries; fp32, summed over the group."""
-    if step.has_pads:
-        is_real = torch.from_numpy(step.is_real).to(weights.device)
-        weights = weights * is_real[:, None, None, :, None]
-    received = weights.sum(dim=(2, 3))  # [B, H_kv, T]
-    if layout.kept is not None:
-        index = layout.kept[:, None].expand(-1, received.shape[1], -1)
-        received = received.gather(2, index)
-    layer.tracks[ATTN_SUMS][step.served, :, : received.shape[2]] += received
 
 
 class HasStep(Protocol):

@@ -134,6 +134,7 @@ def pool(scores: Tensor, kernel_size: int, pooling: Pooling) -> Tensor:
 
 def _logits(queries: Tensor, keys: Tensor) -> Tensor:
     """Scaled dot products in fp32, ``[B, H_kv, G, W, T]``."""
-    grouped = queries.float().unflatten(1, (keys.shape[1], -1))
-    logits = grouped @ keys.float()[:, :, None].transpose(-1, -2)
-    return logits * keys.shape[-1] ** -0.5
+    num_kv_heads, window = keys.shape[1], queries.shape[2]
+    grouped = queries.float().unflatten(1, (num_kv_heads, -1)).flatten(2, 3)
+    logits = grouped @ keys.float().transpose(2, 3)  # [B, H_kv, G * W, T]
+    return logits.mul_(keys.shape[-1] ** -0.5).unflatten(2, (-1, window))

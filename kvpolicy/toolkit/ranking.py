@@ -56,8 +56,11 @@ def rank_order(ranks: Tensor) -> Tensor:
 
 
 def take_rows(rows: Tensor, order: Tensor) -> Tensor:
-    """Rows ``[B, H_kv, T, D]`` in the given order, ``[B, H_kv, T]``."""
-    return rows.gather(2, order[..., None].expand(-1, -1, -1, rows.shape[3]))
+    """Rows ``[B, H_kv, T, D]`` in the given order, ``[B, H_kv, K]``."""
+    # Copies a row at a time, several times as fast as `gather`, which copies single numbers.
+    first = torch.arange(0, rows.shape[:3].numel(), rows.shape[2], device=rows.device)
+    index = order + first.view(*rows.shape[:2], 1)
+    return rows.flatten(0, 2).index_select(0, index.flatten()).view(*order.shape, rows.shape[3])
 
 
 def by_row(values: Tensor, order: Tensor) -> Tensor:

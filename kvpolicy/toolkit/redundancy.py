@@ -5,17 +5,24 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from kvpolicy.toolkit.ranking import take_rows
+
 Retain = Literal["last", "first"]
 
-# Similarities held at once. The full matrix would be T x T for each KV head and sequence.
-_TILE_ELEMENTS = 1 << 22
+# Rows that are compared at once: a tile of similarities is about as large as the keys.
+_TILE_ROWS = 64
+
+# Similarities are subtracted as integers in this unit, which a float holds exactly.
+_UNITS = 1 << 32
 
 
 def key_redundancy(keys: Tensor, *, threshold: float, retain: Retain = "last") -> Tensor:
     """Softmax over rows of each row's mean cosine similarity to the others.
 
-    R-KV, eqs. 5-7; ``cal_similarity`` at Zefan-Cai/R-KV d15c976. Computed in tiles of rows,
-    never as a ``T x T`` matrix.
+    R-KV, eqs. 5-7; ``cal_similarity`` at Zefan-Cai/R-KV d15c976. Each row exempts one column
+    from its similarities. There is no ``T x T`` matrix: the sum of a column over the other rows
+    is ``u_j . (sum_i u_i - u_j)``, for unit keys ``u``, and exempt columns are found in tiles of
+    rows.
 
     Args:
         keys: Keys after RoPE, ``[B, H_kv, T, D]``.
@@ -28,24 +35,47 @@ def key_redundancy(keys: Tensor, *, threshold: float, retain: Retain = "last") -
     """
     keys = keys.float()
     unit = keys / (keys.norm(dim=-1, keepdim=True) + 1e-8)
-    num_rows = keys.shape[2]
-    total = unit.new_zeros(keys.shape[:3])
-    tile = max(1, _TILE_ELEMENTS // total.numel())
-    for start in range(0, num_rows, tile):
-        similarity = unit[:, :, start : start + tile] @ unit.transpose(2, 3)
-        similarity.diagonal(offset=start, dim1=2, dim2=3).zero_()
-        exempt = _exempt(similarity, threshold, retain)
-        total += similarity.scatter_(3, exempt, 0).sum(dim=2)
-    return (total / num_rows).softmax(dim=-1)
-
-
-def _exempt(similarity: Tensor, threshold: float, retain: Retain) -> Tensor:
-    """For each row of a tile, the column that it does not make redundant, ``[..., 1]``.
-
-    A row without similar rows exempts column 0, as in the authors' code, which takes the
-    maximum of indices and zeros.
-    """
-    columns = torch.arange(similarity.shape[3], device=similarity.device)
+    total = (unit * (unit.sum(dim=2, keepdim=True) - unit)).sum(dim=3)  # [B, H_kv, T]
     if retain == "first":
-        columns = torch.zeros_like(columns)
-    return ((similarity > threshold) * columns).amax(dim=3, keepdim=True)
+        total[:, :, 0] = 0  # every row exempts this one
+    else:
+        total -= _exempted(unit, _newest_similar(unit, threshold))
+    return (total / keys.shape[2]).softmax(dim=-1)
+
+
+def _newest_similar(unit: Tensor, threshold: float) -> Tensor:
+    """The newest similar row of each row, ``[B, H_kv, T]``, int64.
+
+    Row 0 for a row without similar rows, as in the authors' code, which takes the maximum of
+    indices and zeros.
+    """
+    num_rows = unit.shape[2]
+    rows = torch.arange(num_rows, dtype=torch.float32, device=unit.device)
+    newest = unit.new_zeros(unit.shape[:3])
+    for start in range(0, num_rows, _TILE_ROWS):
+        # Similarity is symmetric: the tile shows rows from `start` the rows of the tile, too.
+        tile, rest = slice(start, start + _TILE_ROWS), slice(start, None)
+        similarity = unit[:, :, tile] @ unit[:, :, rest].transpose(2, 3)
+        # A row is not similar to itself, except where even 0 is above the threshold.
+        similarity.diagonal(dim1=2, dim2=3).zero_()
+        above = torch.gt(similarity, threshold, out=similarity)  # 0 or 1
+        of_tile = (above * rows[rest]).amax(dim=3)
+        of_rest = above.mul_(rows[tile, None]).amax(dim=2)
+        newest[:, :, rest] = newest[:, :, rest].maximum(of_rest)
+        newest[:, :, tile] = newest[:, :, tile].maximum(of_tile)
+    return newest.long()
+
+
+def _exempted(unit: Tensor, exempt: Tensor) -> Tensor:
+    """Of each column, the sum of the similarities of rows that exempt it, ``[B, H_kv, T]``.
+
+    Args:
+        unit: Unit keys, ``[B, H_kv, T, D]``.
+        exempt: The column that each row exempts, ``[B, H_kv, T]``.
+    """
+    similarity = (unit * take_rows(unit, exempt)).sum(dim=3)
+    rows = torch.arange(unit.shape[2], device=unit.device)
+    similarity = similarity.masked_fill(exempt == rows, 0)
+    # Integers add up to the same sum in any order, also on a GPU.
+    units = (similarity * _UNITS).long()
+    return torch.zeros_like(exempt).scatter_add_(2, exempt, units).float() / _UNITS

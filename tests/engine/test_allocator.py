@@ -3,8 +3,8 @@
 import attrs
 import pytest
 import torch
+from allocations import peak_allocated
 from tiny import tiny_model
-from torch.profiler import ProfilerActivity, profile
 
 from kvpolicy import Engine, Plan
 from kvpolicy.cache.layout import StepLayout
@@ -13,19 +13,6 @@ from kvpolicy.cache.slab import KVCache, LayerShape, Slab
 from kvpolicy.cache.sliding_window import drop_oldest
 
 SHAPE = LayerShape(8, 4, 32, torch.float32, torch.device("cpu"))
-
-
-def peak_allocated(work) -> int:
-    """Peak of the bytes that ``work`` allocates."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        result = work()
-    held = peak = 0
-    events = (e for e in profiler.profiler.kineto_results.events() if e.name() == "[memory]")
-    for event in sorted(events, key=lambda event: event.start_ns()):
-        held += event.nbytes()
-        peak = max(peak, held)
-    del result
-    return peak
 
 
 @pytest.mark.parametrize("window_size", [0, 8])

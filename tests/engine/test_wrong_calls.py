@@ -281,6 +281,11 @@ CASES: dict[str, Case] = {
         KVPolicyError,
         "chunk=0; expected an integer of at least 1",
     ),
+    "no tokens in a forward": (
+        lambda: Engine(shared_model(), None, Plan.uniform("full"), max_tokens_per_forward=0),
+        KVPolicyError,
+        "max_tokens_per_forward=0; expected an integer of at least 1",
+    ),
     "one prompt": (generate("hello"), KVPolicyError, "one prompt, 'hello'; give a list"),
     "no list of prompts": (generate(3), KVPolicyError, "prompts were given as 3; give a list of"),
     "prompts by name": (generate({"a": 1}), KVPolicyError, "given as {'a': 1}; give a list"),

@@ -72,32 +72,6 @@ def test_every_round_of_a_stream_scores_the_resident_rows(data: st.DataObject, k
         follow_stream(keys, queries, ours, plan["compact_at"], score, window=window, budget=budget)
 
 
-@given(caches(min_rows=2), st.sampled_from(["last", "first"]), st.sampled_from([0.2, 0.5, 0.9]))
-def test_redundancy_equals_the_quadratic_definition(
-    drawn: Drawn, direction: str, threshold: float
-) -> None:
-    policy = load_policy("rkv", retain_direction=direction, similarity_threshold=threshold)
-    ours = policy.redundancy(drawn.keys)
-    for b, h, keys, _ in heads(drawn.keys, drawn.queries):
-        expected = reference.redundancy(
-            keys, similarity_threshold=threshold, retain_direction=direction
-        )
-        torch.testing.assert_close(
-            ours[b, h].double(), torch.tensor(expected).double(), atol=ATOL, rtol=0
-        )
-
-
-def test_tiled_redundancy_equals_untiled_redundancy(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    keys = torch.randn(2, 2, 37, 8, generator=torch.Generator().manual_seed(5))
-    keys[:, :, 20:] = keys[:, :, :17] + 0.1
-    policy = load_policy("rkv")
-    whole = policy.redundancy(keys)
-    monkeypatch.setattr("kvpolicy.toolkit.redundancy._TILE_ELEMENTS", 5 * 2 * 2 * 37)
-    torch.testing.assert_close(policy.redundancy(keys), whole, atol=1e-7, rtol=1e-6)
-
-
 @given(caches(min_rows=13))
 def test_lambda_one_uses_importance_only(drawn: Drawn) -> None:
     inputs = (drawn.keys, drawn.values, drawn.queries)
