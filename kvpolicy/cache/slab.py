@@ -256,7 +256,7 @@ class KVCache:
             array[..., target] = array[..., source]
         self.clear(source)
 
-    def count(self, slots: Sequence[int], num_new: int | np.ndarray) -> None:
+    def count(self, slots: Sequence[int] | np.ndarray, num_new: int | np.ndarray) -> None:
         """Count new tokens of some slots, ``[B]``, and their rows in every layer."""
         chosen = np.asarray(slots)
         rows = self.rows[:, chosen] + num_new

@@ -85,7 +85,7 @@ class Compactor:
             self._observer.flush(sequences[index])
             sequences[index].compactions += 1
         for layer_idx in np.flatnonzero(due.any(axis=1)).tolist():
-            chosen = [sequences[index] for index in np.flatnonzero(due[layer_idx])]
+            chosen = [sequences[index] for index in np.flatnonzero(due[layer_idx]).tolist()]
             # A policy may have failed for some of them in a layer before, or in `observe`.
             chosen = [seq for seq in chosen if seq.finish_reason is None]
             if chosen:

@@ -118,8 +118,8 @@ class ToyModel(ModelAdapter):
     def forward(self, given: ForwardInput) -> tuple[Tensor, Tensor | None]:
         """Forward pass over the new tokens of a step, see `ModelAdapter.forward`."""
         step = given.step
-        is_static = isinstance(step, StaticStep)
-        positions = step.position_ids if is_static else torch.from_numpy(step.position_ids)
+        ids = step.position_ids
+        positions = ids if isinstance(ids, Tensor) else torch.from_numpy(ids)
         states = self._embedding[given.token_ids] + self._positions[positions]
         for layer_idx, (into, out) in enumerate(zip(self._in, self._out, strict=True)):
             if given.steer is not None:
@@ -128,7 +128,7 @@ class ToyModel(ModelAdapter):
             heads = (states @ into).unflatten(2, (-1, self._shape.head_dim)).transpose(1, 2)
             queries, keys, values = heads.split(self._num_heads, dim=1)
             scaling = self._shape.head_dim**-0.5
-            if is_static:
+            if isinstance(step, StaticStep):
                 found = step.attend(layer_idx, queries, keys, values, scaling)
             else:
                 all_keys, all_values = step.store(layer_idx, keys, values)

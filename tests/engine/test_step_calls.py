@@ -5,7 +5,7 @@ from profile_step import profile_step
 
 def test_decode_step_makes_few_calls_in_few_files() -> None:
     profile = profile_step()
-    assert len(profile.calls) <= 62, f"too many calls\n{profile}"
+    assert len(profile.calls) <= 75, f"too many calls\n{profile}"
     assert len(profile.files) <= 12, profile
 
 
