@@ -1,16 +1,62 @@
 """The static decode step: one new token of every sequence, in tensors at fixed addresses.
 
 A step serves the slots ``[0, W)``. From one step to the next only the contents of tensors change:
-newest tokens, row counts, positions, live slots. What the host knows of them is a mirror, the
-counts of `KVCache`, which it advances without reading.
+newest tokens, row counts, positions, live slots. A step reads no value on the host, so several can
+follow each other before their tokens are read. The host has a mirror of what the tensors hold,
+which it advances without reading, and writes what has changed otherwise: at admissions,
+compactions and departures.
 """
 
+from collections.abc import Sequence
+
+import attrs
+import numpy as np
 import torch
 from torch import Tensor
 
 from kvpolicy.cache.slab import ATTN_SUMS, KVCache
 from kvpolicy.cache.softmax import PLAIN, Softmax
 from kvpolicy.kernels.decode import Counts, DecodeSlabs, HeldRows, attend_on_cpu, held_rows
+from kvpolicy.kernels.draw import SamplingColumns, SamplingNumbers, columns_of, draw
+from kvpolicy.kernels.transfer import upload
+
+# In a mirror: what the tensor holds is not known.
+_UNKNOWN = -1
+
+
+@attrs.frozen
+class Continuation:
+    """How the sequence in a slot is continued.
+
+    Attributes:
+        max_len: Tokens it may have, prompt and generation together.
+        stop_ids: Tokens that end it.
+        sampling: How its tokens are drawn.
+    """
+
+    max_len: int
+    stop_ids: frozenset[int]
+    sampling: SamplingNumbers
+
+
+class _Mirrored:
+    """A tensor of numbers of the slots, and what the host knows of it.
+
+    Attributes:
+        tensor: ``[S, ...]``, int64, on the device.
+        known: Its contents, `_UNKNOWN` where they are not known.
+    """
+
+    def __init__(self, device: torch.device, *size: int) -> None:
+        self.tensor = torch.zeros(size, dtype=torch.int64, device=device)
+        self.known = np.full(size, _UNKNOWN, dtype=np.int64)
+
+    def set(self, values: np.ndarray) -> None:
+        """Write the numbers of the first slots, ``[W, ...]``, unless they are there already."""
+        known = self.known[: len(values)]
+        if not np.array_equal(known, values):
+            self.tensor[: len(values)] = upload(values, self.tensor.device)
+            known[...] = values
 
 
 class StaticStep:
@@ -20,21 +66,42 @@ class StaticStep:
         cache: The KV cache.
         width: Slots that a step serves, ``W``.
         token_ids: Newest token of each slot, ``[S]``, int64.
-        seq_len: Tokens seen by each slot, ``[S]``, int64.
-        live: Slots that take part, bool ``[S]``.
-        rows: Rows held, ``[layers, S, H_kv]``, int64.
+        seq_len: Tokens seen by each slot, its newest not included, ``[S]``, int64.
+        live: Slots that take part, bool ``[S]``. A slot that has its last token does not.
+        rows: Rows held, ``[S, layers, H_kv]``, int64.
+        tokens: Tokens of the steps since `begin`, ``[steps, S]``, int64.
+        states: Last hidden states that no policy has observed, ``[S, N, M]``, in order; ``None``:
+            they are not wanted.
     """
 
-    def __init__(self, cache: KVCache) -> None:
+    def __init__(self, cache: KVCache, max_steps: int = 1, states: Tensor | None = None) -> None:
+        """Allocate the state of all slots.
+
+        Args:
+            cache: The KV cache.
+            max_steps: The most steps whose tokens are read together.
+            states: Receives last hidden states.
+        """
         device = cache.layers[0].shape.device
         num_slots = self.width = cache.num_slots
-        self.cache = cache
-        self.token_ids = torch.zeros(num_slots, dtype=torch.int64, device=device)
-        self.seq_len = torch.zeros(num_slots, dtype=torch.int64, device=device)
-        self.live = torch.zeros(num_slots, dtype=torch.bool, device=device)
+        self.cache, self.states = cache, states
         num_heads = max(layer.shape.num_kv_heads for layer in cache.layers)
-        size = (len(cache.layers), num_slots, num_heads)
-        self.rows = torch.zeros(size, dtype=torch.int64, device=device)
+        self._token_ids = _Mirrored(device, num_slots)
+        self._seq_len = _Mirrored(device, num_slots)
+        self._observed = _Mirrored(device, num_slots)
+        self._rows = _Mirrored(device, num_slots, len(cache.layers), num_heads)
+        self.token_ids, self.seq_len = self._token_ids.tensor, self._seq_len.tensor
+        self.rows = self._rows.tensor
+        self.live = torch.zeros(num_slots, dtype=torch.bool, device=device)
+        self.tokens = torch.zeros(max_steps, num_slots, dtype=torch.int64, device=device)
+        self._num_steps = torch.zeros(1, dtype=torch.int64, device=device)
+        capacity = np.where(cache.slides, cache.capacity, np.iinfo(np.int64).max)
+        self._most_rows = upload(capacity, device)[:, None]
+        self._slots = torch.arange(num_slots, device=device)
+        self._continuations: list[Continuation] = []
+        self._columns = SamplingColumns()
+        self._stop_ids = torch.full((num_slots, 1), _UNKNOWN, dtype=torch.int64, device=device)
+        self._max_len = torch.zeros(num_slots, dtype=torch.int64, device=device)
         self._slabs: list[DecodeSlabs] = []
         self._held: list[HeldRows | None] = []
 
@@ -43,21 +110,33 @@ class StaticStep:
         """Position of the new token of each slot, ``[W, 1]``."""
         return self.seq_len[: self.width, None]
 
-    def begin(self, token_ids: Tensor) -> None:
-        """Take over what the host knows.
+    def begin(
+        self,
+        token_ids: Sequence[int],
+        continuations: Sequence[Continuation],
+        num_observed: Sequence[int],
+    ) -> None:
+        """Take over what the host knows of the slots ``[0, W)``.
 
         Args:
-            token_ids: The newest tokens of the slots ``[0, W)``, ``[W]``, int64.
+            token_ids: Their newest tokens.
+            continuations: How they are continued.
+            num_observed: Tokens of each that policies have observed.
         """
         cache, width = self.cache, len(token_ids)
         if width != self.width or not self._slabs:
             self.width = width
             self._slabs = [self._slabs_of(layer_idx) for layer_idx in range(len(cache.layers))]
-        self.token_ids[:width] = token_ids
-        self.seq_len.copy_(torch.from_numpy(cache.seq_len))
-        self.rows.copy_(torch.from_numpy(cache.rows)[..., None].expand_as(self.rows))
-        self.live[:width], self.live[width:] = True, False
-        self._held = self._read_rows()
+        self._token_ids.set(np.array(token_ids, dtype=np.int64))
+        self._seq_len.set(cache.seq_len[:width])
+        self._observed.set(np.array(num_observed, dtype=np.int64))
+        rows = cache.rows.T[:width, :, None]
+        self._rows.set(np.broadcast_to(rows, (*rows.shape[:2], self._rows.known.shape[2])))
+        if self._continuations != continuations:
+            self._continue(list(continuations))
+        self.live.zero_()[:width] = True
+        self._num_steps.zero_()
+        self._held = []
 
     def attend(
         self,
@@ -83,6 +162,7 @@ class StaticStep:
         """
         layer, width = self.cache.layers[layer_idx], self.width
         layer.softmax = softmax
+        self._held = self._held or self._read_rows()
         dtype, num_heads = layer.shape.dtype, layer.shape.num_kv_heads
         output = attend_on_cpu(
             query[:, :, 0],
@@ -90,7 +170,7 @@ class StaticStep:
             value[:, :, 0].to(dtype),
             self._slabs[layer_idx],
             Counts(
-                self.rows[layer_idx, :width, :num_heads], self.seq_len[:width], self.live[:width]
+                self.rows[:width, layer_idx, :num_heads], self.seq_len[:width], self.live[:width]
             ),
             scaling=scaling,
             softcap=softmax.softcap or 0.0,
@@ -100,9 +180,75 @@ class StaticStep:
         )
         return output[:, :, None]
 
-    def commit(self) -> None:
-        """Count the new rows in the host's mirror, after all layers have stored them."""
-        self.cache.count(range(self.width), 1)
+    def finish(
+        self, logits: Tensor, states: Tensor | None = None, drawn: Tensor | None = None
+    ) -> None:
+        """Draw the next tokens, count the new rows, and stop slots that have their last token.
+
+        Args:
+            logits: Logits after the newest tokens, ``[W, V]``.
+            states: Last hidden states, ``[W, 1, M]``, if wanted.
+            drawn: The next tokens, ``[W]``, if they are not to be drawn.
+        """
+        width = self.width
+        live, seq_len, token_ids = (
+            tensor[:width] for tensor in (self.live, self.seq_len, self.token_ids)
+        )
+        if drawn is None:
+            drawn = draw(logits, self._columns, seq_len + 1)
+        if self.states is not None and states is not None:
+            place = (seq_len - self._observed.tensor[:width]).clamp(max=self.states.shape[1] - 1)
+            self.states[self._slots[:width], place] = states[:, -1]
+        self.tokens[:, :width].index_copy_(0, self._num_steps, drawn[None])
+        self._num_steps += 1
+        rows, counted = self.rows[:width], live.long()
+        rows.copy_(torch.minimum(rows + counted[:, None, None], self._most_rows))
+        seq_len += counted
+        token_ids.copy_(torch.where(live, drawn.clamp(min=0), token_ids))
+        stops = (self._stop_ids[:width] == drawn[:, None]).any(dim=1) | (drawn < 0)
+        live &= ~(stops | (seq_len + 1 >= self._max_len[:width]))
+        self._held = []
+
+    def read(self, num_steps: int) -> list[list[int]]:
+        """Tokens of the steps since `begin`, of each slot: the one wait for the device.
+
+        After its last token a slot has tokens of no meaning.
+        """
+        tokens: list[list[int]] = self.tokens[:num_steps, : self.width].tolist()
+        return tokens
+
+    def count(
+        self, num_new: Sequence[int], token_ids: Sequence[int], goes_on: Sequence[bool]
+    ) -> None:
+        """Advance the mirror by what the host has taken over from the steps since `begin`.
+
+        Args:
+            num_new: New tokens of each slot; fewer than there were steps if it has ended.
+            token_ids: The newest token of each slot.
+            goes_on: Whether its sequence goes on. The device may not know that one has ended.
+        """
+        cache, width = self.cache, self.width
+        cache.count(range(width), np.array(num_new, dtype=np.int64))
+        self._token_ids.known[:width] = token_ids
+        self._seq_len.known[:width] = cache.seq_len[:width]
+        self._rows.known[:width] = cache.rows.T[:width, :, None]
+        ended = ~np.array(goes_on)
+        for mirrored in (self._token_ids, self._seq_len, self._rows):
+            mirrored.known[:width][ended] = _UNKNOWN
+
+    def _continue(self, continuations: list[Continuation]) -> None:
+        """Write how the sequences are continued."""
+        self._continuations, width = continuations, len(continuations)
+        most = max(len(one.stop_ids) for one in continuations)
+        if most > self._stop_ids.shape[1]:
+            self._stop_ids = self._stop_ids.new_full((self.cache.num_slots, most), _UNKNOWN)
+        stop_ids = np.full((width, self._stop_ids.shape[1]), _UNKNOWN, dtype=np.int64)
+        for row, one in zip(stop_ids, continuations, strict=True):
+            row[: len(one.stop_ids)] = list(one.stop_ids)
+        device = self.live.device
+        self._stop_ids[:width] = upload(stop_ids, device)
+        self._max_len[:width] = upload(np.array([one.max_len for one in continuations]), device)
+        self._columns = columns_of([one.sampling for one in continuations], device)
 
     def _slabs_of(self, layer_idx: int) -> DecodeSlabs:
         layer, served = self.cache.layers[layer_idx], slice(self.width)
@@ -120,15 +266,16 @@ class StaticStep:
         """The rows of each layer; layers that hold equally many share what was read."""
         known: dict[tuple[object, ...], HeldRows] = {}
         held: list[HeldRows | None] = []
+        rows = self.rows[: self.width].numpy()
         for layer_idx, layer in enumerate(self.cache.layers):
             if layer.shape.sliding_window is not None:
                 held.append(None)
                 continue
             capacity, num_heads = layer.slab.capacity, layer.shape.num_kv_heads
-            rows = self.cache.rows[layer_idx, : self.width]
-            key = (rows.tobytes(), capacity, num_heads)
+            of_layer = rows[:, layer_idx, :num_heads]
+            key = (of_layer.tobytes(), capacity)
             if key not in known:
-                counts = self.rows[layer_idx, : self.width, :num_heads]
+                counts = torch.from_numpy(of_layer)
                 known[key] = held_rows(counts, self.live[: self.width], capacity)
             held.append(known[key])
         return held

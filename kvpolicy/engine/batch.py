@@ -32,6 +32,9 @@ from kvpolicy.state import Memory, RegisterFile
 # Receives the logits after the newest token of some sequences, ``[B, V]``.
 OnLogits = abc.Callable[[abc.Sequence[Sequence], Tensor], None]
 
+# Receives the next token of some sequences.
+OnTokens = abc.Callable[[abc.Sequence[Sequence], abc.Sequence[int]], None]
+
 
 class RunningBatch:
     """Sequences in their slots, with the cache and what policies keep of them.
@@ -41,6 +44,8 @@ class RunningBatch:
         cache: Their rows.
         timings: Seconds that policies took.
         compactor: Evicts rows.
+        max_steps: The most static decode steps whose tokens are read together; 0: decode steps are
+            not static.
     """
 
     def __init__(
@@ -55,7 +60,7 @@ class RunningBatch:
         max_tokens_per_forward: int,
         num_slots: int,
         longest: int,
-        static: bool,
+        max_steps: int,
     ) -> None:
         """Allocate everything for sequences of at most ``longest`` tokens.
 
@@ -70,7 +75,8 @@ class RunningBatch:
                 included.
             num_slots: The most sequences.
             longest: Tokens of the longest sequence.
-            static: Whether decode steps are static.
+            max_steps: The most static decode steps whose tokens are read together; 0: decode
+                steps are not static.
         """
         self.slots: list[Sequence | None] = [None] * num_slots
         self.timings = PolicyTimings()
@@ -84,7 +90,6 @@ class RunningBatch:
         pairs = list(zip(stacks, plan.layers, strict=True))
         slabs = [stack.slab(layer.capacity(longest)) for stack, layer in pairs]
         self.cache = adapter.new_cache(slabs, num_slots)
-        self._static = StaticStep(self.cache) if static else None
         policies = [policy for stack in stacks for policy in stack.policies]
         self._registers = RegisterFile(policies, num_slots, adapter.device)
         self.cache.slot_tensors += self._registers.all
@@ -94,6 +99,10 @@ class RunningBatch:
         self._observer.attach(
             self.cache, adapter.hidden_size, adapter.model.dtype, adapter.last_device
         )
+        self.max_steps = max_steps
+        self._static: StaticStep | None = None
+        if max_steps:
+            self._static = StaticStep(self.cache, max_steps, self._observer.states)
         self.compactor = Compactor(
             self.cache,
             plan.layers,
@@ -191,31 +200,78 @@ class RunningBatch:
         """The forward of the newest token of every sequence."""
         self._pack()
         self._served = active = self.active
-        token_ids = torch.tensor([seq.tokens[-1] for seq in active])
+        newest = [seq.tokens[-1] for seq in active]
         step: StaticStep | StepLayout
         if self._static is None:
+            token_ids = torch.tensor(newest)
             step = StepLayout(self.cache, range(len(active)), [1] * len(active))
         else:
             step = self._static
-            step.begin(token_ids)
+            observed = [seq.num_observed for seq in active]
+            step.begin(newest, [seq.continuation for seq in active], observed)
+            token_ids = step.token_ids[: step.width]
         steer = partial(self._steer, token_ids) if self._steers else None
         self._forward = ForwardInput(token_ids[:, None], step, steer, self._observer.wants_states)
         return self._forward
 
     def finish_decode(self, logits: Tensor, states: Tensor | None, on_logits: OnLogits) -> None:
-        """Take the output of a decode step.
+        """Take the output of a decode step that is not static.
 
         Args:
             logits: Logits after the newest token of each sequence, ``[B, V]``.
             states: Last hidden states, ``[B, 1, M]``, if wanted.
             on_logits: Receives the logits.
         """
-        served = self._served
-        if served[0].error is not None:  # a failed `steer` affects all of them
+        if self.has_failed:
             return
-        on_logits(served, logits)
-        if self._observer.stacks:
-            self._observer.note(served, None if states is None else states[:, -1])
+        on_logits(self._served, logits)
+        if states is not None:
+            self._observer.note(self._served, states[:, -1])
+        self._observer.flush_full(self._served)
+
+    @property
+    def num_steps(self) -> int:
+        """Static steps that can follow each other before their tokens are read.
+
+        Until then nothing is compacted or observed, and no policy is asked what is due.
+        """
+        served, most = self._served, self.max_steps
+        if most == 1 or self.compactor.asks_due:
+            return 1
+        free = int(self.cache.num_free_rows([seq.slot for seq in served]).min())
+        needed = max(seq.max_len - seq.num_tokens for seq in served)
+        return min(most, free, needed, self._observer.num_free(served))
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether a policy failed in the last forward: it affects all of its sequences."""
+        return self._served[0].error is not None
+
+    def finish_static(self, num_steps: int, on_tokens: OnTokens) -> None:
+        """Take the tokens of static decode steps.
+
+        Args:
+            num_steps: Steps since `begin_decode` that have drawn tokens.
+            on_tokens: Receives the tokens of each step, without those of sequences that have
+                ended in a step before.
+        """
+        assert self._static is not None
+        served, failure = self._served, self._served[0].error
+        if failure is not None:  # it came after these steps
+            for seq in served:
+                seq.finish_reason = seq.error = None
+        num_new = [0] * len(served)
+        for tokens in self._static.read(num_steps):
+            going = [index for index, seq in enumerate(served) if seq.finish_reason is None]
+            on_tokens([served[index] for index in going], [tokens[index] for index in going])
+            for index in going:
+                num_new[index] += 1
+        if failure is not None:
+            for seq in served:
+                seq.fail(failure)
+        newest = [seq.tokens[-1] for seq in served]
+        self._static.count(num_new, newest, [seq.finish_reason is None for seq in served])
+        self._observer.flush_full([seq for seq in served if seq.error is None])
 
     def compact(self) -> None:
         """Evict rows of the sequences of the last forward, where that is due."""

@@ -58,6 +58,11 @@ class Compactor:
         windows = [layer.shape.sliding_window for layer in cache.layers]
         self._has_window = np.array([window is not None for window in windows])[:, None]
 
+    @property
+    def asks_due(self) -> bool:
+        """Whether policies say after every token which sequences are due."""
+        return bool(self._due_layers)
+
     def compact(self, sequences: abc.Sequence[Sequence]) -> None:
         """Compact what is due of some sequences, unless they have ended.
 

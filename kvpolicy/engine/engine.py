@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from kvpolicy.cache.slab import KVCache
+from kvpolicy.cache.static_step import StaticStep
 from kvpolicy.engine.batch import RunningBatch
 from kvpolicy.engine.isolation import ErrorScope, OnHookError
 from kvpolicy.engine.request import Request, Sampling, samplings_of
@@ -33,6 +34,7 @@ from kvpolicy.plan.resolved import ResolvedPlan
 DEFAULT_SLOTS = 8
 DEFAULT_CHUNK = 512
 DEFAULT_MAX_TOKENS = 8192  # in one forward
+DEFAULT_STEPS_PER_READ = 8  # on a GPU
 
 
 class Engine:
@@ -49,6 +51,7 @@ class Engine:
         chunk: The most prompt tokens of one sequence in one forward.
         eager_reason: Why decode steps take the eager path; ``None``: they are static.
         max_tokens_per_forward: The most prompt tokens of all sequences in one forward.
+        steps_per_read: The most static decode steps whose tokens are read together.
     """
 
     def __init__(
@@ -62,6 +65,7 @@ class Engine:
         max_tokens_per_forward: int = DEFAULT_MAX_TOKENS,
         on_hook_error: OnHookError = "raise",
         eager: bool = False,
+        steps_per_read: int | None = None,
     ) -> None:
         """Bind a plan to a model, which is left as it is.
 
@@ -82,12 +86,18 @@ class Engine:
                 cancelled. Errors of the whole run, such as a lack of memory, are always raised.
             eager: Whether decode steps take the eager path, which is slower, although they could
                 be static. Results are the same.
+            steps_per_read: The most static decode steps that follow each other before their
+                tokens are read. Stop strings, cancelling and new requests take effect when they
+                are; results are the same. ``None``: 8 on a GPU, where reading is a wait, and 1 on
+                a CPU.
 
         Raises:
             ModelError: If the engine cannot run the model.
             PlanError: If the plan does not fit the model.
         """
         sizes = {"slots": slots, "chunk": chunk, "max_tokens_per_forward": max_tokens_per_forward}
+        if steps_per_read is not None:
+            sizes["steps_per_read"] = steps_per_read
         for name, value in sizes.items():
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 msg = f"the engine was given {name}={value!r}; expected an integer of at least 1"
@@ -114,6 +124,8 @@ class Engine:
         )
         self.adapter.check_forward()
         self.eager_reason = "asked for" if eager else self.adapter.eager_reason
+        on_cpu = self.adapter.device.type == "cpu"
+        self.steps_per_read = steps_per_read or (1 if on_cpu else DEFAULT_STEPS_PER_READ)
 
     def generate(
         self,
@@ -176,12 +188,31 @@ class Engine:
             run.finish_ended()
         if batch.active:
             with run.decode_time():
-                batch.finish_decode(*forward(batch.begin_decode()), run.append_tokens)
+                self._decode(run)
                 batch.compact()
                 run.finish_ended()
 
-    def new_batch(self, num_slots: int, longest: int, *, static: bool = False) -> RunningBatch:
-        """An empty batch for so many sequences of at most ``longest`` tokens."""
+    def _decode(self, run: "Run") -> None:
+        """A decode step, or several static ones whose tokens are read together."""
+        batch, given = run.batch, run.batch.begin_decode()
+        if not isinstance(step := given.step, StaticStep):
+            batch.finish_decode(*self.adapter.forward(given), run.append_tokens)
+            return
+        num_done = 0
+        for _ in range(batch.num_steps):
+            logits, states = self.adapter.forward(given)
+            if batch.has_failed:
+                break
+            step.finish(logits, states, run.sampled(logits))
+            num_done += 1
+        batch.finish_static(num_done, run.take_tokens)
+
+    def new_batch(self, num_slots: int, longest: int, *, max_steps: int = 0) -> RunningBatch:
+        """An empty batch for so many sequences of at most ``longest`` tokens.
+
+        ``max_steps`` is the most static decode steps whose tokens are read together; 0: decode
+        steps are not static.
+        """
         return RunningBatch(
             self.adapter,
             self.plan,
@@ -192,7 +223,7 @@ class Engine:
             max_tokens_per_forward=self.max_tokens_per_forward,
             num_slots=num_slots,
             longest=longest,
-            static=static,
+            max_steps=max_steps,
         )
 
 
@@ -207,15 +238,15 @@ class Run:
     """
 
     def __init__(
-        self, engine: Engine, requests: abc.Sequence[Request], sampler: Sampler = sample_next
+        self, engine: Engine, requests: abc.Sequence[Request], sampler: Sampler | None = None
     ) -> None:
         """Validate and enqueue requests; `Engine.generate` is the usual way to make a run.
 
         Args:
             engine: Serves them.
             requests: The requests.
-            sampler: Chooses the next tokens; another one can force sequences along given
-                tokens, to measure the model there.
+            sampler: Chooses the next tokens in place of the sampling of the requests; it can
+                force sequences along given tokens, to measure the model there.
         """
         self.engine = engine
         self.requests = tuple(requests)
@@ -232,7 +263,10 @@ class Run:
             self._validate_and_enqueue(number, request)
         longest = max((seq.max_len for seq in self._waiting.values()), default=1)
         num_slots = min(engine.num_slots, max(len(self._waiting), 1))
-        self.batch = engine.new_batch(num_slots, longest, static=engine.eager_reason is None)
+        max_steps = engine.steps_per_read if sampler is None else 1
+        self.batch = engine.new_batch(
+            num_slots, longest, max_steps=0 if engine.eager_reason else max_steps
+        )
 
     def __iter__(self) -> abc.Iterator[Result]:
         """Yield results as requests finish, in no particular order.
@@ -341,9 +375,18 @@ class Run:
         return [[self._waiting.pop(number) for number in group] for group in groups]
 
     def append_tokens(self, sequences: abc.Sequence[Sequence], logits: Tensor) -> None:
-        """Sample the next token of each sequence; one whose logits name none ends with an error."""
-        tokens = self.engine.adapter.processes.same_tokens(self._sampler(sequences, logits))
-        for seq, token in zip(sequences, tokens.tolist(), strict=True):
+        """Sample the next token of each sequence."""
+        tokens = (self._sampler or sample_next)(sequences, logits)
+        same = self.engine.adapter.processes.same_tokens(tokens)
+        self.take_tokens(sequences, same.tolist())
+
+    def sampled(self, logits: Tensor) -> Tensor | None:
+        """The next tokens after a static step; ``None``: the step draws them itself."""
+        return None if self._sampler is None else self._sampler(self.batch.active, logits)
+
+    def take_tokens(self, sequences: abc.Sequence[Sequence], tokens: abc.Sequence[int]) -> None:
+        """Append the next token of each sequence; one without a token ends with an error."""
+        for seq, token in zip(sequences, tokens, strict=True):
             if token == NO_TOKEN:
                 seq.fail(_no_token(len(seq.tokens)))
             elif seq.error is None:
@@ -442,6 +485,7 @@ class Stream:
     def __init__(self, run: Run) -> None:
         self.result: Result | None = None
         self._run = run
+        run.batch.max_steps = min(run.batch.max_steps, 1)  # pieces are wanted one by one
 
     @property
     def report(self) -> RunReport:

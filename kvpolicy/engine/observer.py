@@ -5,6 +5,7 @@ with as many rows as the smallest buffer; `observe` is called when it is full, a
 compaction. All other decode steps call no policy.
 """
 
+import sys
 from collections import abc
 from contextlib import nullcontext
 from typing import Any
@@ -27,6 +28,7 @@ class Observer:
     Attributes:
         stacks: The stacks that implement `observe`, without repetitions.
         wants_states: Whether any policy reads hidden states.
+        states: Unobserved hidden states of each slot, ``[S, N, M]``, if any policy reads them.
     """
 
     def __init__(
@@ -48,7 +50,7 @@ class Observer:
         self._timings = timings
         self._errors = errors
         self._cache: KVCache
-        self._states: Tensor | None = None
+        self.states: Tensor | None = None
         self.wants_states = any("hidden_states" in stack.observes for stack in self.stacks)
 
     def attach(self, cache: KVCache, hidden_size: int, dtype: torch.dtype, device: Any) -> None:
@@ -56,8 +58,8 @@ class Observer:
         self._cache = cache
         if self.wants_states:
             size = (cache.num_slots, self._interval, hidden_size)
-            self._states = torch.zeros(size, dtype=dtype, device=device)
-            cache.slot_tensors.append(self._states)
+            self.states = torch.zeros(size, dtype=dtype, device=device)
+            cache.slot_tensors.append(self.states)
 
     def show_prompt(self, sequences: abc.Sequence[Sequence], states: Tensor | None) -> None:
         """Call `observe` for a chunk of each prompt.
@@ -72,28 +74,35 @@ class Observer:
             num_new = self._num_pending(seq)
             self._show(seq, None if states is None else states[row, -num_new:])
 
-    def note(self, sequences: abc.Sequence[Sequence], states: Tensor | None) -> None:
-        """Collect the tokens of a decode step, and call `observe` for full intervals.
+    def note(self, sequences: abc.Sequence[Sequence], states: Tensor) -> None:
+        """Collect the hidden states of a decode step that does not collect them itself.
 
         Args:
             sequences: The sequences of the step.
             states: Last hidden states of their newest tokens, ``[B, M]``.
         """
-        pending = [self._num_pending(seq) for seq in sequences]
-        if self._states is not None:
-            assert states is not None
+        if self.states is not None:
+            pending = [self._num_pending(seq) for seq in sequences]
             newest = torch.tensor(pending, device=states.device) - 1
             slots = torch.tensor([seq.slot for seq in sequences], device=states.device)
-            self._states[slots, newest] = states
-        for seq, num in zip(sequences, pending, strict=True):
-            if num >= self._interval:
+            self.states[slots, newest] = states
+
+    def num_free(self, sequences: abc.Sequence[Sequence]) -> int:
+        """Tokens that each of these sequences can still take before `observe` is called."""
+        most = max(map(self._num_pending, sequences)) if self.stacks else 0
+        return self._interval - most if self.stacks else sys.maxsize
+
+    def flush_full(self, sequences: abc.Sequence[Sequence]) -> None:
+        """Call `observe` for the sequences whose interval is full."""
+        for seq in sequences if self.stacks else ():
+            if self._num_pending(seq) >= self._interval:
                 self.flush(seq)
 
     def flush(self, seq: Sequence) -> None:
         """Call `observe` for all unobserved tokens of a sequence."""
         num_new = self._num_pending(seq) if self.stacks else 0
         if num_new:
-            self._show(seq, None if self._states is None else self._states[seq.slot, :num_new])
+            self._show(seq, None if self.states is None else self.states[seq.slot, :num_new])
 
     def _num_pending(self, seq: Sequence) -> int:
         return int(self._cache.seq_len[seq.slot]) - seq.num_observed

@@ -2,12 +2,13 @@
 
 from collections import abc
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from kvpolicy.engine.request import Sampling
 from kvpolicy.engine.sequence import Sequence
-from kvpolicy.kernels.draw import SamplingColumns, draw, flag_missing
+from kvpolicy.kernels.draw import columns_of, draw, flag_missing
+from kvpolicy.kernels.transfer import upload
 
 # Chooses the next tokens ``[B]`` of sequences from their logits ``[B, V]``, on the same device;
 # `NO_TOKEN` where the logits name none.
@@ -26,20 +27,5 @@ def forced(tokens: abc.Sequence[int], logits: Tensor) -> Tensor:
     return flag_missing(_int64(tokens, logits.device), logits)
 
 
-def columns_of(samplings: abc.Sequence[Sampling], device: torch.device | str) -> SamplingColumns:
-    """The samplings as tensors, without those that none of them needs."""
-    if all(sampling.greedy for sampling in samplings):
-        return SamplingColumns()
-    temperatures = [sampling.temperature for sampling in samplings]
-    top_k = [sampling.top_k for sampling in samplings]
-    top_p = [sampling.top_p for sampling in samplings]
-    return SamplingColumns(
-        temperature=torch.tensor(temperatures, dtype=torch.float32, device=device),
-        seed=_int64([sampling.seed for sampling in samplings], device),
-        top_k=_int64(top_k, device) if any(top_k) else None,
-        top_p=torch.tensor(top_p, dtype=torch.float64, device=device) if min(top_p) < 1 else None,
-    )
-
-
-def _int64(values: abc.Sequence[int], device: torch.device | str) -> Tensor:
-    return torch.tensor(values, dtype=torch.int64, device=device)
+def _int64(values: abc.Sequence[int], device: torch.device) -> Tensor:
+    return upload(np.array(values, dtype=np.int64), device)

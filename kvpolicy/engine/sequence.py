@@ -7,6 +7,7 @@ from typing import Any
 
 import attrs
 
+from kvpolicy.cache.static_step import Continuation
 from kvpolicy.engine.request import Request
 from kvpolicy.engine.results import FinishReason, Result
 from kvpolicy.engine.stream import decode
@@ -41,6 +42,7 @@ class Sequence:
         decode_from: Time of its first token.
         finish_reason: Why it has ended; ``None`` while it is served.
         error: What was wrong, if it has ended with an error.
+        continuation: How decode steps continue it.
     """
 
     id: int
@@ -62,6 +64,7 @@ class Sequence:
     decode_from: float = 0.0
     finish_reason: FinishReason | None = None
     error: str | None = None
+    continuation: Continuation = attrs.field(init=False)
     _text_end: int | None = None
 
     @property
@@ -78,6 +81,10 @@ class Sequence:
     def num_tokens(self) -> int:
         """Tokens of the prompt and the generation, which is the position of the next one."""
         return len(self.prompt) + len(self.tokens)
+
+    @continuation.default
+    def _continuation(self) -> Continuation:
+        return Continuation(self.max_len, self.stop_ids, self.request.sampling)
 
     def copied(self, number: int, shared: abc.Iterable[object]) -> "Sequence":
         """A copy with another number, for a sequence that continues on its own.

@@ -9,9 +9,15 @@ vocabulary. Probabilities are integers, as the sum of integers does not depend o
 a device adds them: a slot draws the same token alone and in any batch.
 """
 
+from collections.abc import Sequence
+from typing import Protocol
+
 import attrs
+import numpy as np
 import torch
 from torch import Tensor
+
+from kvpolicy.kernels.transfer import upload
 
 # Instead of a token, where logits hold NaN or infinity and so name no likeliest one.
 NO_TOKEN = -1
@@ -48,6 +54,34 @@ class SamplingColumns:
     seed: Tensor | None = None
     top_k: Tensor | None = None
     top_p: Tensor | None = None
+
+
+class SamplingNumbers(Protocol):
+    """How the tokens of one slot are chosen, see `SamplingColumns`."""
+
+    @property
+    def temperature(self) -> float: ...  # noqa: D102
+    @property
+    def seed(self) -> int: ...  # noqa: D102
+    @property
+    def top_k(self) -> int: ...  # noqa: D102
+    @property
+    def top_p(self) -> float: ...  # noqa: D102
+
+
+def columns_of(samplings: Sequence[SamplingNumbers], device: torch.device | str) -> SamplingColumns:
+    """The columns of several slots, without those that none of them needs."""
+    temperature = np.array([min(one.temperature, _TEMPERATURES[1]) for one in samplings])
+    if not temperature.any():
+        return SamplingColumns()
+    top_k = np.array([one.top_k for one in samplings], dtype=np.int64)
+    top_p = np.array([one.top_p for one in samplings], dtype=np.float64)
+    return SamplingColumns(
+        temperature=upload(temperature.astype(np.float32), device),
+        seed=upload(np.array([one.seed for one in samplings], dtype=np.int64), device),
+        top_k=upload(top_k, device) if top_k.any() else None,
+        top_p=upload(top_p, device) if top_p.min() < 1 else None,
+    )
 
 
 def draw(logits: Tensor, columns: SamplingColumns, position: Tensor) -> Tensor:

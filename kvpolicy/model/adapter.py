@@ -208,6 +208,8 @@ class ModelAdapter:
     def forward(self, given: ForwardInput) -> tuple[Tensor, Tensor | None]:
         """Run the model over the new tokens of a step, and commit their rows.
 
+        A static step commits its rows itself, see `StaticStep.finish`.
+
         Args:
             given: Tokens, and where their rows go.
 
@@ -222,7 +224,6 @@ class ModelAdapter:
         if isinstance(step, StaticStep):
             tokens = step.token_ids[: step.width, None]
             logits = self._run(twin, given, tokens, step.position_ids, _NewRows()).logits
-            step.commit()
             return logits[:, -1], given.states
         cache, device = StepCache(step), self.device
         positions = torch.from_numpy(step.position_ids).to(device)

@@ -1,0 +1,200 @@
+"""Static decode steps: results do not depend on how many follow each other before a read."""
+
+from typing import Any
+
+import attrs
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from tiny import greedy_tokens, shared_model, tiny_model, tiny_tokenizer
+from torch import Tensor
+
+from kvpolicy import Engine, Plan, Request, hookimpl
+from kvpolicy.cache.slab import KVCache, LayerShape, Slab
+from kvpolicy.cache.static_step import Continuation, StaticStep
+from kvpolicy.engine.request import Sampling
+from kvpolicy.engine.results import Result
+from kvpolicy.errors import HookError, KVPolicyError
+
+DOUBLE = {"dtype": torch.float64}
+PLANS = {
+    "full": Plan.uniform("full"),
+    "streaming": Plan.uniform("streaming", budget=12, buffer=5),
+    "h2o": Plan.uniform("h2o", "protect", budget=12, buffer=5),
+    "rkv": Plan.uniform("rkv", budget=16, buffer=9),
+    "skipkv": Plan.uniform("skipkv", budget=20, buffer=7),
+}
+
+
+def outcome(result: Result) -> dict[str, Any]:
+    """A result without its seconds."""
+    seconds = ("prefill_s", "decode_s")
+    return {name: value for name, value in attrs.asdict(result).items() if name not in seconds}
+
+
+def outcomes(name: str, requests: list[Request], steps_per_read: int) -> list[dict[str, Any]]:
+    engine = Engine(
+        shared_model(**DOUBLE),
+        tiny_tokenizer(),
+        PLANS[name],
+        slots=3,
+        steps_per_read=steps_per_read,
+    )
+    run = engine.generate(requests)
+    found = [outcome(result) for result in run.results()]
+    report = run.report
+    return [*found, {"new": report.new_tokens, "compactions": report.compactions}]
+
+
+@st.composite
+def requests(draw: st.DrawFn) -> Request:
+    prompt = draw(st.lists(st.integers(3, 60), min_size=1, max_size=30))
+    return Request(
+        prompt,
+        draw(st.integers(1, 40)),
+        Sampling(
+            temperature=draw(st.sampled_from([0, 0.7, 2])),
+            top_k=draw(st.sampled_from([0, 5])),
+            top_p=draw(st.sampled_from([1.0, 0.9])),
+            seed=draw(st.integers(0, 99)),
+        ),
+        draw(st.sampled_from([(), ("e",), ("a", "to")])),
+        draw(st.frozensets(st.integers(3, 60), max_size=4)),
+    )
+
+
+@given(
+    st.sampled_from(sorted(PLANS)), st.lists(requests(), min_size=1, max_size=6), st.integers(2, 11)
+)
+def test_results_do_not_depend_on_steps_per_read(
+    name: str, given_requests: list[Request], steps_per_read: int
+) -> None:
+    expected = outcomes(name, given_requests, 1)
+    assert outcomes(name, given_requests, steps_per_read) == expected
+
+
+def test_tokens_are_read_together() -> None:
+    engine = Engine(shared_model(), plan=PLANS["streaming"], slots=2, steps_per_read=8)
+    run = engine.generate([[5, 6, 7], [8, 9, 1]], max_new_tokens=30, stop_ids=())
+    sizes = [len(run.step().tokens) for _ in range(4)]
+    # Two first tokens and eight steps; the slabs of 17 rows have room for 6 tokens more then, and
+    # after a compaction to 12 rows for 5.
+    assert sizes == [2 + 2 * 8, 2 * 6, 2 * 5, 2 * 5]
+
+
+def test_a_stream_reads_every_token() -> None:
+    engine = Engine(shared_model(), plan=PLANS["full"], steps_per_read=8)
+    stream = engine.stream([5, 6, 7], max_new_tokens=12, stop_ids=())
+    expected = greedy_tokens(shared_model(), [5, 6, 7], 12)
+    for number, token in enumerate(stream):
+        assert token == expected[number]
+        # The first step of a run makes two tokens, that after the prompt and the next.
+        assert stream.report.new_tokens <= number + 2
+
+
+@attrs.define(eq=False)
+class FailsLater:
+    """Steers nothing, and fails when it sees a token."""
+
+    token: int
+
+    @hookimpl
+    def steer(self, hidden_states: Tensor, token_ids: Tensor) -> Tensor:
+        if (token_ids == self.token).any():
+            raise ValueError("not this token")
+        return torch.zeros_like(hidden_states)
+
+
+@pytest.mark.parametrize("steps_per_read", [1, 4, 9])
+def test_tokens_before_a_failing_steer_are_kept(steps_per_read: int) -> None:
+    model = shared_model(**DOUBLE)
+    expected = greedy_tokens(model, [5, 6, 7], 12)
+    failing = FailsLater(expected[6])
+    assert expected.index(expected[6]) == 6
+    plan = Plan.uniform("full", failing)
+    engine = Engine(model, plan=plan, on_hook_error="answer", steps_per_read=steps_per_read)
+    (result,) = engine.generate([[5, 6, 7]], max_new_tokens=12, stop_ids=()).results()
+    assert list(result.tokens) == expected[:7]
+    assert "ValueError in steer()" in str(result.error)
+    engine = Engine(model, plan=plan, steps_per_read=steps_per_read)
+    with pytest.raises(HookError, match="not this token"):
+        engine.generate([[5, 6, 7]], max_new_tokens=12, stop_ids=()).results()
+
+
+@pytest.mark.parametrize("steps_per_read", [0, -1, 2.0, True, "8"])
+def test_wrong_steps_per_read_is_refused(steps_per_read: Any) -> None:
+    with pytest.raises(KVPolicyError, match=r"steps_per_read=.*expected an integer of at least 1"):
+        Engine(shared_model(), plan=PLANS["full"], steps_per_read=steps_per_read)
+
+
+@given(st.data())
+def test_the_device_holds_what_the_host_knows(data: st.DataObject) -> None:
+    """After any changes on the host, `begin` makes the tensors equal to them."""
+    shape = LayerShape(2, 2, 4, torch.float32, torch.device("cpu"))
+    cache = KVCache([shape] * 2, [Slab(50)] * 2, 4)
+    step = StaticStep(cache, 3)
+    tokens = [7] * 4
+    continuations = [Continuation(40, frozenset({9}), Sampling())] * 4
+    for _ in range(6):
+        width = data.draw(st.integers(1, 4))
+        if data.draw(st.booleans()):  # an admission, a compaction, a departure
+            slot = data.draw(st.integers(0, 3))
+            cache.seq_len[slot] = data.draw(st.integers(1, 9))
+            cache.rows[:, slot] = data.draw(st.integers(1, 9))
+            tokens[slot] = data.draw(st.integers(0, 8))
+            continuations[slot] = Continuation(40, frozenset({9}), Sampling())
+        step.begin(tokens[:width], continuations[:width], [0] * width)
+        assert step.seq_len[:width].tolist() == cache.seq_len[:width].tolist()
+        assert np.array_equal(step.rows[:width, :, 0].T.numpy(), cache.rows[:, :width])
+        assert step.token_ids[:width].tolist() == tokens[:width]
+        assert step.live.tolist() == [slot < width for slot in range(4)]
+        num_steps = data.draw(st.integers(1, 3))
+        drawn = data.draw(
+            st.lists(
+                st.lists(st.integers(0, 9), min_size=width, max_size=width),
+                min_size=num_steps,
+                max_size=num_steps,
+            )
+        )
+        for one in drawn:
+            step.finish(torch.zeros(width, 10), drawn=torch.tensor(one))
+        read = step.read(num_steps)
+        assert read == drawn
+        num_new, goes_on = [], []
+        for slot in range(width):
+            until = next((i for i, one in enumerate(read) if one[slot] == 9), num_steps - 1)
+            num_new.append(until + 1)
+            tokens[slot] = read[until][slot]
+            goes_on.append(tokens[slot] != 9 and data.draw(st.booleans()))
+        step.count(num_new, tokens[:width], goes_on)
+        for slot in range(width):
+            tokens[slot] = min(tokens[slot], 8)
+            assert step.live[slot] == (read[num_new[slot] - 1][slot] != 9)
+
+
+def states_after(engine: Engine, num_steps: int) -> list[Tensor]:
+    run = engine.generate([[5, 7, 9], [11, 3, 8, 2, 1] * 3], max_new_tokens=60, stop_ids=())
+    for _ in range(num_steps):
+        run.step()
+    return [tensor for layer in run.cache.layers for tensor in layer.tensors]
+
+
+@pytest.mark.parametrize("num_steps", [3, 12, 30])
+@pytest.mark.parametrize("stack", [["h2o"], ["snapkv"], ["h2o_last", "protect"]])
+def test_sliding_slabs_hold_what_the_eager_path_holds(stack: list[str], num_steps: int) -> None:
+    model = tiny_model(
+        "qwen2",
+        num_layers=3,
+        use_sliding_window=True,
+        sliding_window=10,
+        layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+        **DOUBLE,
+    )
+    plan = Plan.uniform(*stack, budget=16, buffer=6)
+    static, eager = (
+        states_after(Engine(model, plan=plan, eager=eager), num_steps) for eager in (False, True)
+    )
+    for ours, theirs in zip(static, eager, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-9)
