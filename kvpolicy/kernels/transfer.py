@@ -12,6 +12,6 @@ def upload(values: np.ndarray, device: torch.device | str) -> Tensor:
     before; one from pinned memory does not.
     """
     tensor = torch.tensor(values)
-    if torch.device(device).type == "cpu":
-        return tensor
-    return tensor.pin_memory().to(device, non_blocking=True)
+    if torch.device(device).type == "cuda":
+        return tensor.pin_memory().to(device, non_blocking=True)
+    return tensor.to(device)
