@@ -98,18 +98,23 @@ def draw(logits: Tensor, columns: SamplingColumns, position: Tensor) -> Tensor:
     Returns:
         Token ids ``[W]``, int64; `NO_TOKEN` where the logits name none.
     """
-    tokens = logits.argmax(dim=-1)
+    tokens = likeliest = logits.argmax(dim=-1)
     if columns.temperature is not None:
         assert columns.seed is not None, "a slot that draws has a seed"
         drawn = _at_share(weights(logits, columns), uniform(columns.seed, position))
         tokens = torch.where(columns.temperature > 0, drawn, tokens)
-    return flag_missing(tokens, logits)
+    return _flag_missing(tokens, logits, likeliest)
 
 
 def flag_missing(tokens: Tensor, logits: Tensor) -> Tensor:
     """Tokens ``[W]``, with `NO_TOKEN` where logits ``[W, V]`` hold NaN or infinity."""
+    return _flag_missing(tokens, logits, logits.argmax(dim=-1))
+
+
+def _flag_missing(tokens: Tensor, logits: Tensor, likeliest: Tensor) -> Tensor:
     # The maximum of numbers and NaN is NaN; -inf rules a token out.
-    return torch.where(logits.amax(dim=-1).isfinite(), tokens, NO_TOKEN)
+    most = logits.gather(1, likeliest[:, None])[:, 0]
+    return torch.where(most.isfinite(), tokens, NO_TOKEN)
 
 
 def weights(logits: Tensor, columns: SamplingColumns) -> Tensor:
