@@ -7,21 +7,28 @@ which it advances without reading, and writes what has changed otherwise: at adm
 compactions and departures.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from operator import is_
 
 import attrs
 import numpy as np
 import torch
 from torch import Tensor
 
-from kvpolicy.cache.slab import ATTN_SUMS, KVCache
-from kvpolicy.cache.softmax import PLAIN, Softmax
+from kvpolicy.cache.slab import ATTN_SUMS, KVCache, LayerCache
 from kvpolicy.kernels.decode import Counts, DecodeSlabs, HeldRows, attend_on_cpu, held_rows
 from kvpolicy.kernels.draw import SamplingColumns, SamplingNumbers, columns_of, draw
+from kvpolicy.kernels.operator import decode
 from kvpolicy.kernels.transfer import upload
 
 # In a mirror: what the tensor holds is not known.
 _UNKNOWN = -1
+
+_COLUMNS = tuple(field.name for field in attrs.fields(SamplingColumns))
+
+# Stop tokens of a slot; more of them need a larger table.
+_NUM_STOP_IDS = 8
 
 
 @attrs.frozen
@@ -59,12 +66,20 @@ class _Mirrored:
             known[...] = values
 
 
+def width_for(num_slots: int, most: int) -> int:
+    """The least power of 2 that serves so many slots, or the most slots that there are."""
+    return min(1 << (num_slots - 1).bit_length(), most)
+
+
 class StaticStep:
     """The decode step of a cache.
 
     Attributes:
         cache: The KV cache.
-        width: Slots that a step serves, ``W``.
+        width: Slots that a step serves, ``W``. On a GPU they may be more than take part, so that
+            there are few widths.
+        num_served: Slots that take part, the first ones.
+        in_graph: Whether a step must not read anything on the host.
         token_ids: Newest token of each slot, ``[S]``, int64.
         seq_len: Tokens seen by each slot, its newest not included, ``[S]``, int64.
         live: Slots that take part, bool ``[S]``. A slot that has its last token does not.
@@ -74,16 +89,27 @@ class StaticStep:
             they are not wanted.
     """
 
-    def __init__(self, cache: KVCache, max_steps: int = 1, states: Tensor | None = None) -> None:
+    def __init__(
+        self,
+        cache: KVCache,
+        max_steps: int = 1,
+        states: Tensor | None = None,
+        *,
+        in_graph: bool = False,
+    ) -> None:
         """Allocate the state of all slots.
 
         Args:
             cache: The KV cache.
             max_steps: The most steps whose tokens are read together.
             states: Receives last hidden states.
+            in_graph: Whether a step must not read anything on the host, because it is compiled;
+                always so on a GPU.
         """
         device = cache.layers[0].shape.device
-        num_slots = self.width = cache.num_slots
+        self._on_gpu = device.type != "cpu"
+        self.in_graph = in_graph or self._on_gpu
+        num_slots = self.width = self.num_served = cache.num_slots
         self.cache, self.states = cache, states
         num_heads = max(layer.shape.num_kv_heads for layer in cache.layers)
         self._token_ids = _Mirrored(device, num_slots)
@@ -99,9 +125,16 @@ class StaticStep:
         self._most_rows = upload(capacity, device)[:, None]
         self._slots = torch.arange(num_slots, device=device)
         self._continuations: list[Continuation] = []
+        self._all_columns = SamplingColumns(
+            temperature=torch.zeros(num_slots, dtype=torch.float32, device=device),
+            seed=torch.zeros(num_slots, dtype=torch.int64, device=device),
+            top_k=torch.zeros(num_slots, dtype=torch.int64, device=device),
+            top_p=torch.ones(num_slots, dtype=torch.float64, device=device),
+        )
         self._columns = SamplingColumns()
-        self._stop_ids = torch.full((num_slots, 1), _UNKNOWN, dtype=torch.int64, device=device)
+        self._stop_ids = self._no_stop_ids(_NUM_STOP_IDS)
         self._max_len = torch.zeros(num_slots, dtype=torch.int64, device=device)
+        self._layers: list[LayerCache] = []
         self._slabs: list[DecodeSlabs] = []
         self._held: list[HeldRows | None] = []
 
@@ -110,31 +143,43 @@ class StaticStep:
         """Position of the new token of each slot, ``[W, 1]``."""
         return self.seq_len[: self.width, None]
 
+    @property
+    def drawn_by(self) -> tuple[str, ...]:
+        """The sampling columns that the slots need: with others a step is another one."""
+        return tuple(name for name in _COLUMNS if getattr(self._columns, name) is not None)
+
+    @property
+    def addresses(self) -> list[int]:
+        """Where the tensors of the cache and of the slots are that may move."""
+        tensors = [tensor for layer in self._layers for tensor in layer.tensors]
+        return [tensor.data_ptr() for tensor in (*tensors, self._stop_ids)]
+
     def begin(
         self,
         token_ids: Sequence[int],
         continuations: Sequence[Continuation],
         num_observed: Sequence[int],
     ) -> None:
-        """Take over what the host knows of the slots ``[0, W)``.
+        """Take over what the host knows of the first slots.
 
         Args:
             token_ids: Their newest tokens.
             continuations: How they are continued.
             num_observed: Tokens of each that policies have observed.
         """
-        cache, width = self.cache, len(token_ids)
-        if width != self.width or not self._slabs:
-            self.width = width
-            self._slabs = [self._slabs_of(layer_idx) for layer_idx in range(len(cache.layers))]
-        self._token_ids.set(np.array(token_ids, dtype=np.int64))
+        cache, served = self.cache, len(token_ids)
+        self.num_served = served
+        width = width_for(served, cache.num_slots) if self._on_gpu else served
+        self._serve(width)
+        empty = [0] * (width - served)
+        self._token_ids.set(np.array([*token_ids, *empty], dtype=np.int64))
         self._seq_len.set(cache.seq_len[:width])
-        self._observed.set(np.array(num_observed, dtype=np.int64))
+        self._observed.set(np.array([*num_observed, *empty], dtype=np.int64))
         rows = cache.rows.T[:width, :, None]
         self._rows.set(np.broadcast_to(rows, (*rows.shape[:2], self._rows.known.shape[2])))
         if self._continuations != continuations:
             self._continue(list(continuations))
-        self.live.zero_()[:width] = True
+        self.live.zero_()[:served] = True
         self._num_steps.zero_()
         self._held = []
 
@@ -145,7 +190,8 @@ class StaticStep:
         key: Tensor,
         value: Tensor,
         scaling: float,
-        softmax: Softmax = PLAIN,
+        softcap: float | None = None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """Store the new rows of a layer, and attend from them.
 
@@ -155,29 +201,47 @@ class StaticStep:
             key: Keys of the new rows, ``[W, H_kv, 1, D]``.
             value: Values of the new rows.
             scaling: Factor on the logits.
-            softmax: The layer's softmax.
+            softcap: Logits become ``softcap * tanh(logits / softcap)``; ``None``: no cap.
+            sinks: A learned logit of each query head that takes a share of the weights, ``[H_q]``.
 
         Returns:
             ``[W, H_q, 1, D]``.
         """
         layer, width = self.cache.layers[layer_idx], self.width
-        layer.softmax = softmax
-        self._held = self._held or self._read_rows()
         dtype, num_heads = layer.shape.dtype, layer.shape.num_kv_heads
-        output = attend_on_cpu(
-            query[:, :, 0],
-            key[:, :, 0].to(dtype),
-            value[:, :, 0].to(dtype),
-            self._slabs[layer_idx],
-            Counts(
-                self.rows[:width, layer_idx, :num_heads], self.seq_len[:width], self.live[:width]
-            ),
-            scaling=scaling,
-            softcap=softmax.softcap or 0.0,
-            sinks=softmax.sinks,
-            sliding_window=layer.shape.sliding_window or 0,
-            held=self._held[layer_idx],
-        )
+        query, key, value = query[:, :, 0], key[:, :, 0].to(dtype), value[:, :, 0].to(dtype)
+        slabs = self._slabs[layer_idx]
+        rows = self.rows[:width, layer_idx, :num_heads]
+        seq_len, live = self.seq_len[:width], self.live[:width]
+        cap, window = softcap or 0.0, layer.shape.sliding_window or 0
+        if self.in_graph:
+            output = decode(
+                query,
+                key,
+                value,
+                slabs,
+                rows,
+                seq_len,
+                live,
+                scaling=scaling,
+                softcap=cap,
+                sinks=sinks,
+                sliding_window=window,
+            )
+        else:
+            self._held = self._held or self._read_rows()
+            output = attend_on_cpu(
+                query,
+                key,
+                value,
+                slabs,
+                Counts(rows, seq_len, live),
+                scaling=scaling,
+                softcap=cap,
+                sinks=sinks,
+                sliding_window=window,
+                held=self._held[layer_idx],
+            )
         return output[:, :, None]
 
     def finish(
@@ -199,7 +263,8 @@ class StaticStep:
         if self.states is not None and states is not None:
             place = (seq_len - self._observed.tensor[:width]).clamp(max=self.states.shape[1] - 1)
             self.states[self._slots[:width], place] = states[:, -1]
-        self.tokens[:, :width].index_copy_(0, self._num_steps, drawn[None])
+        place = self._num_steps % len(self.tokens)
+        self.tokens[:, :width].index_copy_(0, place, drawn[None])
         self._num_steps += 1
         rows, counted = self.rows[:width], live.long()
         rows.copy_(torch.minimum(rows + counted[:, None, None], self._most_rows))
@@ -207,14 +272,15 @@ class StaticStep:
         token_ids.copy_(torch.where(live, drawn.clamp(min=0), token_ids))
         stops = (self._stop_ids[:width] == drawn[:, None]).any(dim=1) | (drawn < 0)
         live &= ~(stops | (seq_len + 1 >= self._max_len[:width]))
-        self._held = []
+        if not self.in_graph:
+            self._held = []
 
     def read(self, num_steps: int) -> list[list[int]]:
         """Tokens of the steps since `begin`, of each slot: the one wait for the device.
 
         After its last token a slot has tokens of no meaning.
         """
-        tokens: list[list[int]] = self.tokens[:num_steps, : self.width].tolist()
+        tokens: list[list[int]] = self.tokens[:num_steps, : self.num_served].tolist()
         return tokens
 
     def count(
@@ -227,7 +293,7 @@ class StaticStep:
             token_ids: The newest token of each slot.
             goes_on: Whether its sequence goes on. The device may not know that one has ended.
         """
-        cache, width = self.cache, self.width
+        cache, width = self.cache, self.num_served
         cache.count(range(width), np.array(num_new, dtype=np.int64))
         self._token_ids.known[:width] = token_ids
         self._seq_len.known[:width] = cache.seq_len[:width]
@@ -241,24 +307,71 @@ class StaticStep:
         self._continuations, width = continuations, len(continuations)
         most = max(len(one.stop_ids) for one in continuations)
         if most > self._stop_ids.shape[1]:
-            self._stop_ids = self._stop_ids.new_full((self.cache.num_slots, most), _UNKNOWN)
+            self._stop_ids = self._no_stop_ids(most)
         stop_ids = np.full((width, self._stop_ids.shape[1]), _UNKNOWN, dtype=np.int64)
         for row, one in zip(stop_ids, continuations, strict=True):
             row[: len(one.stop_ids)] = list(one.stop_ids)
         device = self.live.device
         self._stop_ids[:width] = upload(stop_ids, device)
         self._max_len[:width] = upload(np.array([one.max_len for one in continuations]), device)
-        self._columns = columns_of([one.sampling for one in continuations], device)
+        columns = columns_of([one.sampling for one in continuations], device)
+        for name in _COLUMNS:
+            if (new := getattr(columns, name)) is not None:
+                getattr(self._all_columns, name)[:width] = new
+        self._columns = columns
+        self._cut_columns()
 
-    def _slabs_of(self, layer_idx: int) -> DecodeSlabs:
-        layer, served = self.cache.layers[layer_idx], slice(self.width)
+    def _no_stop_ids(self, most: int) -> Tensor:
+        size = (self.cache.num_slots, most)
+        return torch.full(size, _UNKNOWN, dtype=torch.int64, device=self.live.device)
+
+    def _cut_columns(self) -> None:
+        """Let the columns that are needed be those of the slots served, where they always are."""
+        self._columns = SamplingColumns(
+            *(
+                None
+                if getattr(self._columns, name) is None
+                else getattr(self._all_columns, name)[: self.width]
+                for name in _COLUMNS
+            )
+        )
+
+    @contextmanager
+    def idle(self, width: int) -> Iterator[None]:
+        """Serve so many slots in a ``with`` block, none of which takes part.
+
+        Steps in the block store, count and draw nothing that is read.
+        """
+        before, live = self.width, self.live.clone()
+        num_steps = self._num_steps.clone()
+        self._serve(width)
+        self.live.zero_()
+        try:
+            yield
+        finally:
+            self._serve(before)
+            self.live.copy_(live)
+            self._num_steps.copy_(num_steps)
+
+    def _serve(self, width: int) -> None:
+        """Take the first slots of all tensors that a step is given."""
+        layers = self.cache.layers
+        if width == self.width and self._layers and all(map(is_, layers, self._layers)):
+            return
+        self.width, self._layers = width, list(layers)
+        self._slabs = list(map(self._slabs_of, layers))
+        self._cut_columns()
+
+    def _slabs_of(self, layer: LayerCache) -> DecodeSlabs:
+        served = slice(self.width)
         tracks = {name: track[served] for name, track in layer.tracks.items()}
+        sums = tracks.pop(ATTN_SUMS, None)
         return DecodeSlabs(
             layer.keys[served],
             layer.values[served],
             layer.positions[served],
-            tuple(tracks.values()),
-            tracks.get(ATTN_SUMS),
+            list(tracks.values()),
+            sums,
             None if layer.window is None else layer.window[served],
         )
 

@@ -26,6 +26,8 @@ from kvpolicy.engine.sequence import Sequence
 from kvpolicy.hooks.stack import Stack
 from kvpolicy.hooks.timing import PolicyTimings
 from kvpolicy.model.adapter import ForwardInput, ModelAdapter
+from kvpolicy.model.graphs import GraphRunner
+from kvpolicy.model.static_forward import Compiled, StaticForward, static_forward
 from kvpolicy.plan.resolved import ResolvedPlan
 from kvpolicy.state import Memory, RegisterFile
 
@@ -44,6 +46,7 @@ class RunningBatch:
         cache: Their rows.
         timings: Seconds that policies took.
         compactor: Evicts rows.
+        graphs: Replays decode steps on a GPU.
         max_steps: The most static decode steps whose tokens are read together; 0: decode steps are
             not static.
     """
@@ -60,6 +63,7 @@ class RunningBatch:
         max_tokens_per_forward: int,
         num_slots: int,
         longest: int,
+        compiled: Compiled | None,
         max_steps: int,
     ) -> None:
         """Allocate everything for sequences of at most ``longest`` tokens.
@@ -75,6 +79,7 @@ class RunningBatch:
                 included.
             num_slots: The most sequences.
             longest: Tokens of the longest sequence.
+            compiled: Runs static steps instead of the model as it is.
             max_steps: The most static decode steps whose tokens are read together; 0: decode
                 steps are not static.
         """
@@ -102,7 +107,16 @@ class RunningBatch:
         self.max_steps = max_steps
         self._static: StaticStep | None = None
         if max_steps:
-            self._static = StaticStep(self.cache, max_steps, self._observer.states)
+            self._static = StaticStep(
+                self.cache,
+                max_steps,
+                self._observer.states,
+                in_graph=compiled is not None,
+            )
+        self._run: StaticForward = compiled or static_forward
+        self.graphs: GraphRunner | None = None
+        if adapter.device.type == "cuda" and not self._steers:
+            self.graphs = self._run = GraphRunner(self._run)
         self.compactor = Compactor(
             self.cache,
             plan.layers,
@@ -209,9 +223,15 @@ class RunningBatch:
             step = self._static
             observed = [seq.num_observed for seq in active]
             step.begin(newest, [seq.continuation for seq in active], observed)
-            token_ids = step.token_ids[: step.width]
+            token_ids = step.token_ids[: step.num_served]
         steer = partial(self._steer, token_ids) if self._steers else None
-        self._forward = ForwardInput(token_ids[:, None], step, steer, self._observer.wants_states)
+        self._forward = ForwardInput(
+            token_ids[:, None],
+            step,
+            steer,
+            self._observer.wants_states,
+            run=self._run,
+        )
         return self._forward
 
     def finish_decode(self, logits: Tensor, states: Tensor | None, on_logits: OnLogits) -> None:

@@ -24,10 +24,11 @@ from kvpolicy.engine.sampler import Sampler, sample_next
 from kvpolicy.engine.savings import nothing_evicted
 from kvpolicy.engine.sequence import Sequence, encode
 from kvpolicy.engine.stream import TextPieces
-from kvpolicy.errors import KVPolicyError, RequestError
+from kvpolicy.errors import KVPolicyError, ModelError, RequestError
 from kvpolicy.hooks.discovery import policy_names
 from kvpolicy.kernels.draw import NO_TOKEN
 from kvpolicy.model.adapter import ModelAdapter
+from kvpolicy.model.static_forward import Compiled, compile_problem
 from kvpolicy.plan.plan import Plan
 from kvpolicy.plan.resolved import ResolvedPlan
 
@@ -50,6 +51,7 @@ class Engine:
         num_slots: Sequences that are decoded together.
         chunk: The most prompt tokens of one sequence in one forward.
         eager_reason: Why decode steps take the eager path; ``None``: they are static.
+        compiled: Runs static steps, if they are compiled.
         max_tokens_per_forward: The most prompt tokens of all sequences in one forward.
         steps_per_read: The most static decode steps whose tokens are read together.
     """
@@ -65,6 +67,7 @@ class Engine:
         max_tokens_per_forward: int = DEFAULT_MAX_TOKENS,
         on_hook_error: OnHookError = "raise",
         eager: bool = False,
+        compile: bool = False,
         steps_per_read: int | None = None,
     ) -> None:
         """Bind a plan to a model, which is left as it is.
@@ -86,13 +89,16 @@ class Engine:
                 cancelled. Errors of the whole run, such as a lack of memory, are always raised.
             eager: Whether decode steps take the eager path, which is slower, although they could
                 be static. Results are the same.
+            compile: Whether `torch.compile` compiles the model's forward of a decode step, when
+                the first one runs. It needs a C++ compiler, or Triton on a GPU, and takes a
+                minute or more for a large model; tokens may differ by rounding.
             steps_per_read: The most static decode steps that follow each other before their
                 tokens are read. Stop strings, cancelling and new requests take effect when they
                 are; results are the same. ``None``: 8 on a GPU, where reading is a wait, and 1 on
                 a CPU.
 
         Raises:
-            ModelError: If the engine cannot run the model.
+            ModelError: If the engine cannot run the model, or cannot compile it.
             PlanError: If the plan does not fit the model.
         """
         sizes = {"slots": slots, "chunk": chunk, "max_tokens_per_forward": max_tokens_per_forward}
@@ -124,6 +130,7 @@ class Engine:
         )
         self.adapter.check_forward()
         self.eager_reason = "asked for" if eager else self.adapter.eager_reason
+        self.compiled = self._compiled() if compile else None
         on_cpu = self.adapter.device.type == "cpu"
         self.steps_per_read = steps_per_read or (1 if on_cpu else DEFAULT_STEPS_PER_READ)
 
@@ -173,6 +180,16 @@ class Engine:
         """
         return Stream(self.generate([prompt], **options))
 
+    def _compiled(self) -> Compiled:
+        reason = compile_problem(self.adapter.device)
+        if self.eager_reason is not None:
+            reason = f"its decode steps are not static: {self.eager_reason}"
+        if reason is not None:
+            name = type(self.adapter.model).__name__
+            msg = f"the forward of {name} cannot be compiled: {reason}; leave out compile"
+            raise ModelError(msg)
+        return Compiled()
+
     @torch.no_grad()
     def step(self, run: "Run") -> None:
         """One step of the loop: schedule, prefill, decode, compact, finish."""
@@ -198,12 +215,14 @@ class Engine:
         if not isinstance(step := given.step, StaticStep):
             batch.finish_decode(*self.adapter.forward(given), run.append_tokens)
             return
+        given.draws = draws = not run.has_sampler
         num_done = 0
         for _ in range(batch.num_steps):
             logits, states = self.adapter.forward(given)
             if batch.has_failed:
                 break
-            step.finish(logits, states, run.sampled(logits))
+            if not draws:
+                step.finish(logits, states, run.sampled(logits))
             num_done += 1
         batch.finish_static(num_done, run.take_tokens)
 
@@ -224,6 +243,7 @@ class Engine:
             num_slots=num_slots,
             longest=longest,
             max_steps=max_steps,
+            compiled=self.compiled if max_steps else None,
         )
 
 
@@ -380,9 +400,15 @@ class Run:
         same = self.engine.adapter.processes.same_tokens(tokens)
         self.take_tokens(sequences, same.tolist())
 
-    def sampled(self, logits: Tensor) -> Tensor | None:
-        """The next tokens after a static step; ``None``: the step draws them itself."""
-        return None if self._sampler is None else self._sampler(self.batch.active, logits)
+    @property
+    def has_sampler(self) -> bool:
+        """Whether tokens are chosen by a sampler and not by the static step itself."""
+        return self._sampler is not None
+
+    def sampled(self, logits: Tensor) -> Tensor:
+        """The next tokens after a static step, as the sampler chooses them."""
+        assert self._sampler is not None
+        return self._sampler(self.batch.active, logits)
 
     def take_tokens(self, sequences: abc.Sequence[Sequence], tokens: abc.Sequence[int]) -> None:
         """Append the next token of each sequence; one without a token ends with an error."""

@@ -1,9 +1,9 @@
 """Decode attention over slabs: store one new row in every slot, and attend to the rows it holds.
 
-The operator ``kvpolicy::decode`` takes tensors of fixed shapes at fixed addresses. How many rows a
-slot holds is one of them and is read where the operator runs, so a model's decode step is one
-graph without breaks. On a CPU reading is free, and only rows that are held are attended to; a
-caller that knows the rows of several layers already passes them as `HeldRows`.
+Tensors have fixed shapes and fixed addresses. How many rows a slot holds is one of them and is read
+where the rows are attended to. On a CPU reading is free, and only rows that are held are attended
+to; a caller that knows the rows of several layers already passes them as `HeldRows`.
+`kvpolicy.kernels.operator` has the operator of torch that does the same on any device.
 
 Shapes: ``W`` slots, ``H_q`` query heads, ``H_kv`` KV heads, ``R`` rows of a slab, head size ``D``.
 """
@@ -12,6 +12,10 @@ import attrs
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+
+# What a row is given of the attention weights of its group of query heads: their sum, or the sum
+# of their squares.
+REDUCTIONS = ("sum", "squares")
 
 
 @attrs.frozen(eq=False)
@@ -63,8 +67,10 @@ class DecodeSlabs:
         values: ``[W, H_kv, R, D]``.
         positions: ``[W, H_kv, R]``, int64, -1 where empty.
         tracks: Numbers of the rows, ``[W, H_kv, R]`` each, which move with them.
-        sums: Receives the weights of each row, summed over the query heads of a KV head,
-            ``[W, H_kv, R]``, fp32; one of the tracks. ``None``: they are not wanted.
+        sums: One more track, which receives from the weights of each row, fp32; ``None``: it is
+            not wanted.
+        reduction: What it receives, summed over the query heads of a KV head: the weights,
+            ``"sum"``, or their squares, ``"squares"``.
         window: The last queries, ``[W, H_q, N, D]``, that at position p at index ``p % N``;
             ``None``: they are not wanted.
     """
@@ -72,9 +78,15 @@ class DecodeSlabs:
     keys: Tensor
     values: Tensor
     positions: Tensor
-    tracks: tuple[Tensor, ...] = ()
+    tracks: list[Tensor] = attrs.field(factory=list)
     sums: Tensor | None = None
     window: Tensor | None = None
+    reduction: str = attrs.field(default="sum", validator=attrs.validators.in_(REDUCTIONS))
+
+    @property
+    def all_tracks(self) -> list[Tensor]:
+        """The tracks, with that which receives."""
+        return self.tracks if self.sums is None else [*self.tracks, self.sums]
 
 
 @attrs.frozen(eq=False)
@@ -138,20 +150,62 @@ def attend_on_cpu(
         _remember(slabs.window, query, seq_len, live, scaling)
     mask = held.mask
     if sliding_window:
-        mask = _in_window(slabs.positions[:, :, : held.most], seq_len - sliding_window, mask)
-    keys, values = slabs.keys[:, :, : held.most], slabs.values[:, :, : held.most]
+        mask = _in_window(slabs.positions[:, :, : held.most], seq_len - sliding_window, live, mask)
+    most = held.most
+    return attend_to_rows(
+        query,
+        slabs.keys[:, :, :most],
+        slabs.values[:, :, :most],
+        mask,
+        None if slabs.sums is None else slabs.sums[:, :, :most],
+        slabs.reduction,
+        None if held.chosen is None else live,
+        scaling,
+        softcap,
+        sinks,
+    )
+
+
+def attend_to_rows(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    mask: Tensor | None,
+    sums: Tensor | None,
+    reduction: str,
+    live: Tensor | None,
+    scaling: float,
+    softcap: float,
+    sinks: Tensor | None,
+) -> Tensor:
+    """Attend from one query per slot to the first ``T`` rows.
+
+    Args:
+        query: ``[W, H_q, D]``.
+        keys: ``[W, H_kv, T, D]``.
+        values: ``[W, H_kv, T, D]``.
+        mask: Rows to attend to, bool ``[W, 1 or H_kv, 1, T]``; ``None``: all.
+        sums: See `DecodeSlabs`, ``[W, H_kv, T]``; changed in place.
+        reduction: See `DecodeSlabs`.
+        live: Slots whose rows receive anything, bool ``[W]``; ``None``: all.
+        scaling: Factor on the logits.
+        softcap: See `attend_on_cpu`.
+        sinks: See `attend_on_cpu`.
+
+    Returns:
+        ``[W, H_q, D]``.
+    """
     grouped = query.view(len(query), keys.shape[1], -1, query.shape[2])  # [W, H_kv, G, D]
-    if slabs.sums is None and not softcap and sinks is None:
+    if sums is None and not softcap and sinks is None:
         # The heads of a group take the place of the length: a key is read once for all of them.
         output = F.scaled_dot_product_attention(
             grouped, keys, values, attn_mask=mask, scale=scaling
         )
         return output.view(query.shape)
     weights = _weights(grouped, keys, mask, scaling, softcap, sinks)
-    if slabs.sums is not None:
-        received = weights.sum(dim=2)
-        received = received if held.chosen is None else received * live[:, None, None]
-        slabs.sums[:, :, : held.most] += received
+    if sums is not None:
+        received = (weights.square() if reduction == "squares" else weights).sum(dim=2)
+        sums += received if live is None else received * live[:, None, None]
     return (weights.to(values.dtype) @ values).view(query.shape)
 
 
@@ -179,30 +233,39 @@ def _weights(
     return (logits - total).exp()
 
 
+def window_factor(scaling: float, head_dim: int) -> float:
+    """What queries are multiplied by in a window, so that policies need not know the scaling."""
+    factor = scaling * head_dim**0.5
+    return 1.0 if abs(factor - 1) < 1e-6 else factor
+
+
 def _remember(window: Tensor, query: Tensor, seq_len: Tensor, live: Tensor, scaling: float) -> None:
     """Put the new queries into the window, with any scaling other than ``D ** -0.5``."""
-    factor = scaling * query.shape[-1] ** 0.5
-    if abs(factor - 1) >= 1e-6:
-        query = query * factor
+    factor = window_factor(scaling, query.shape[-1])
+    query = query if factor == 1 else query * factor
     slots = live.nonzero()[:, 0]
     window[slots, :, seq_len[slots] % window.shape[2]] = query[slots]
 
 
-def _in_window(positions: Tensor, oldest: Tensor, mask: Tensor | None) -> Tensor | None:
+def _in_window(
+    positions: Tensor, oldest: Tensor, live: Tensor, mask: Tensor | None
+) -> Tensor | None:
     """Leave rows at positions up to ``oldest``, ``[W]``, out of a mask; positions rise."""
     if bool((positions[:, :, 0] > oldest[:, None]).all()):
         return mask
     seen = (positions > oldest[:, None, None])[:, :, None]
+    seen |= ~live[:, None, None, None]  # a query that saw no row would get NaN
     return seen if mask is None else mask & seen
 
 
 def _drop_oldest(slabs: DecodeSlabs, rows: Tensor, live: Tensor) -> Tensor:
-    """Drop the first row of slots that are full; returns the rows that are left."""
-    full = (rows[:, 0] == slabs.keys.shape[2]) & live
+    """Drop the first row of slots and heads that are full; returns the rows that are left."""
+    full = (rows == slabs.keys.shape[2]) & live[:, None]
     if not bool(full.any()):
         return rows
-    for slab in (slabs.keys, slabs.values, slabs.positions, *slabs.tracks):
-        slab[full, :, :-1] = slab[full, :, 1:]
-    for track in slabs.tracks:  # the new row takes the last place; keys and values replace it
-        track[full, :, -1] = 0
-    return rows - full[:, None].long()
+    tracks = slabs.all_tracks
+    for slab in (slabs.keys, slabs.values, slabs.positions, *tracks):
+        slab[full, :-1] = slab[full, 1:]
+    for track in tracks:  # the new row takes the last place; keys and values replace it
+        track[full, -1] = 0
+    return rows - full.long()

@@ -41,14 +41,13 @@ from kvpolicy.model.rope_types import (
     max_positions,
     serving,
 )
+from kvpolicy.model.static_forward import StaticForward, static_forward
+from kvpolicy.model.steering import Steer, steered, steering
 from kvpolicy.model.tensor_parallel import SingleProcess, processes_of
 from kvpolicy.model.twin import Copies, Twin
 from kvpolicy.model.wrappers import replaced_forward, unwrapped
 
 ATTENTION = "kvpolicy"
-
-# Steers a layer: layer index and the states entering it, [B, M] -> a change to add, or None.
-Steer = Callable[[int, Tensor], Tensor | None]
 
 
 @attrs.define(eq=False)
@@ -63,6 +62,8 @@ class ForwardInput:
         steer: Changes the states entering the layers named in `ModelAdapter.add_hooks`.
         wants_states: Whether the last hidden states are wanted.
         states: Hidden states after the final norm, ``[B, L, M]``, after the forward.
+        run: Runs a static step.
+        draws: Whether a static step draws the next tokens and counts the new rows.
     """
 
     token_ids: Tensor
@@ -70,6 +71,8 @@ class ForwardInput:
     steer: Steer | None = None
     wants_states: bool = False
     states: Tensor | None = None
+    run: StaticForward = static_forward
+    draws: bool = False
 
 
 class ModelAdapter:
@@ -208,7 +211,7 @@ class ModelAdapter:
     def forward(self, given: ForwardInput) -> tuple[Tensor, Tensor | None]:
         """Run the model over the new tokens of a step, and commit their rows.
 
-        A static step commits its rows itself, see `StaticStep.finish`.
+        The rows of a static step are committed if it draws, see `StaticStep.finish`.
 
         Args:
             given: Tokens, and where their rows go.
@@ -222,9 +225,8 @@ class ModelAdapter:
         """
         twin, step = self._twin.current(), given.step
         if isinstance(step, StaticStep):
-            tokens = step.token_ids[: step.width, None]
-            logits = self._run(twin, given, tokens, step.position_ids, _NewRows()).logits
-            return logits[:, -1], given.states
+            logits, given.states = self._run_static(twin, step, given)
+            return logits, given.states
         cache, device = StepCache(step), self.device
         positions = torch.from_numpy(step.position_ids).to(device)
         by_length = serving(step.totals.tolist()) if self._rotates_by_length else nullcontext()
@@ -239,11 +241,11 @@ class ModelAdapter:
             if (name := replaced_forward(self.model)) is not None:
                 msg += f"; {name}.forward was replaced by a function that calls the original"
             raise ModelError(msg)
-        if (logits := getattr(output, "logits", None)) is None or logits.dim() != 3:
+        if getattr(output, "logits", None) is None or output.logits.dim() != 3:
             msg = f"model {type(self.model).__name__} cannot be run: it gives no logits of tokens"
             raise ModelError(msg)
         step.commit()
-        return logits[:, -1], given.states
+        return output.logits[:, -1], given.states
 
     def _run(
         self,
@@ -253,8 +255,8 @@ class ModelAdapter:
         positions: Tensor,
         cache: Cache,
     ) -> Any:
-        with torch.inference_mode():
-            return (twin if self._run_own_hooks else twin.forward)(
+        with torch.inference_mode(), steering(given.steer) if given.steer else nullcontext():
+            return self._called(twin)(
                 input_ids=tokens,
                 position_ids=positions,
                 past_key_values=cache,
@@ -262,6 +264,17 @@ class ModelAdapter:
                 logits_to_keep=1,
                 kvpolicy_forward=given,
             )
+
+    def _run_static(
+        self, twin: PreTrainedModel, step: StaticStep, given: ForwardInput
+    ) -> tuple[Tensor, Tensor | None]:
+        """Logits and states after the new tokens of a static step, of slots that take part."""
+        with torch.inference_mode(), steering(given.steer) if given.steer else nullcontext():
+            logits, states = given.run(self._called(twin), step, given)
+        return logits[: step.num_served], None if states is None else states[: step.num_served]
+
+    def _called(self, twin: PreTrainedModel) -> Callable[..., Any]:
+        return twin if self._run_own_hooks else twin.forward
 
     def _register(self, copies: Copies) -> None:
         """Register the hooks of a new twin; they read the forward under way from its arguments."""
@@ -323,27 +336,9 @@ def _steering_hook(layer_idx: int) -> Any:
         if given.steer is None:
             return None
         states = args[0]  # [B, 1, M]
-        change = given.steer(layer_idx, states[:, -1])
-        return None if change is None else ((states + change[:, None], *args[1:]), kwargs)
+        return (steered(states[:, -1], layer_idx)[:, None], *args[1:]), kwargs
 
     return steer
-
-
-class _NewRows(Cache):
-    """The ``past_key_values`` of a static step: attention itself stores the new rows."""
-
-    def __init__(self) -> None:
-        super().__init__(layers=[])
-
-    def update(
-        self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any
-    ) -> tuple[Tensor, Tensor]:
-        """The new rows of a layer as they are."""
-        return key_states, value_states
-
-    def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Nothing depends on it: the positions of tokens are given."""
-        return 0
 
 
 class StepCache(Cache):

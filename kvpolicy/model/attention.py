@@ -4,7 +4,6 @@ Its queries are after RoPE. It records what policies read: the most recent queri
 attention that each row has received.
 """
 
-from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -210,7 +209,9 @@ def attention_function(
         raise ModelError(msg)
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     softcap, sinks = kwargs.get("softcap"), kwargs.get("s_aux")
-    softmax = PLAIN if softcap is None and sinks is None else Softmax(softcap, sinks)
-    attend_ = step.attend if isinstance(step, StaticStep) else partial(attend, step)
-    output = attend_(layer_idx, query, key, value, scaling, softmax)
+    if isinstance(step, StaticStep):
+        output = step.attend(layer_idx, query, key, value, scaling, softcap, sinks)
+    else:
+        softmax = PLAIN if softcap is None and sinks is None else Softmax(softcap, sinks)
+        output = attend(step, layer_idx, query, key, value, scaling, softmax)
     return output.transpose(1, 2).contiguous(), None

@@ -134,14 +134,17 @@ class ToyModel(ModelAdapter):
                 all_keys, all_values = step.store(layer_idx, keys, values)
                 found = attend(step, layer_idx, queries, all_keys, all_values, scaling)
             states = states + found.transpose(1, 2).flatten(2) @ out
-        if not isinstance(step, StaticStep):
-            step.commit()
         states = states if given.wants_states else states[:, -1:]
         size = (states.float().square().mean(dim=-1, keepdim=True) + 1e-6).sqrt()
         states = (states / size).to(self._shape.dtype)
         logits = torch.full((len(states), self.vocab_size), -torch.inf, dtype=states.dtype)
         logits[:, self._active_ids] = states[:, -1] @ self._unembedding
-        return logits, states if given.wants_states else None
+        wanted = states if given.wants_states else None
+        if not isinstance(step, StaticStep):
+            step.commit()
+        elif given.draws:
+            step.finish(logits, wanted)
+        return logits, wanted
 
 
 @lru_cache(maxsize=1)

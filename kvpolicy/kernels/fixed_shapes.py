@@ -1,0 +1,72 @@
+"""Decode attention in torch's operations that reads nothing on the host, for any device.
+
+What `kvpolicy.kernels.triton_decode` does in one pass over the rows that are held takes several
+passes over whole slabs here. It is what a GPU runs without the extra ``kernels``.
+"""
+
+import torch
+from torch import Tensor
+
+from kvpolicy.kernels.decode import Counts, DecodeSlabs, attend_to_rows, window_factor
+
+
+def attend_in_fixed_shapes(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    slabs: DecodeSlabs,
+    counts: Counts,
+    *,
+    scaling: float,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+    sliding_window: int = 0,
+) -> Tensor:
+    """Store one new row in every slot, and attend to the rows that it holds.
+
+    Arguments and result are those of `kvpolicy.kernels.decode.attend_on_cpu`.
+    """
+    rows, seq_len, live = counts.rows, counts.seq_len, counts.live
+    capacity = slabs.keys.shape[2]
+    if sliding_window == capacity:
+        full = (rows == capacity) & live[:, None]
+        for slab in (slabs.keys, slabs.values, slabs.positions, *slabs.all_tracks):
+            _drop_first(slab, full)
+    newest = rows.clamp(max=capacity - 1)
+    positions = seq_len[:, None].expand_as(rows)
+    for slab, new in ((slabs.keys, key), (slabs.values, value), (slabs.positions, positions)):
+        _put(slab, newest, new, live)
+    if slabs.window is not None:
+        index = (seq_len % slabs.window.shape[2])[:, None].expand(query.shape[:2])
+        factor = window_factor(scaling, query.shape[2])
+        _put(slabs.window, index, query if factor == 1 else query * factor, live)
+    seen = torch.arange(capacity, device=rows.device) <= newest[..., None]
+    if sliding_window:
+        seen &= slabs.positions > (seq_len - sliding_window)[:, None, None]
+    # A query that saw no row would get NaN.
+    seen |= ~live[:, None, None]
+    return attend_to_rows(
+        query,
+        slabs.keys,
+        slabs.values,
+        seen[:, :, None],
+        slabs.sums,
+        slabs.reduction,
+        live,
+        scaling,
+        softcap,
+        sinks,
+    )
+
+
+def _drop_first(slab: Tensor, full: Tensor) -> None:
+    """Drop the first row of slots and heads that are full, ``[W, H_kv]``; empty the last one."""
+    rest = torch.cat([slab[:, :, 1:], torch.zeros_like(slab[:, :, :1])], dim=2)
+    slab.copy_(torch.where(full.view(*full.shape, *[1] * (slab.dim() - 2)), rest, slab))
+
+
+def _put(slab: Tensor, index: Tensor, new: Tensor, live: Tensor) -> None:
+    """Write ``new``, ``[W, H, ...]``, to places ``[W, H]`` along the third axis of live slots."""
+    at = index.view(*index.shape, 1, *[1] * (slab.dim() - 3)).expand(-1, -1, 1, *slab.shape[3:])
+    taken = live.view(-1, *[1] * (slab.dim() - 1))
+    slab.scatter_(2, at, torch.where(taken, new.unsqueeze(2).to(slab.dtype), slab.gather(2, at)))

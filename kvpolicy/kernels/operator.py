@@ -1,0 +1,120 @@
+"""The operator ``kvpolicy::decode`` of torch: one layer of a decode step, on any device.
+
+A graph sees one call with declared effects instead of operations whose shapes depend on how many
+rows are held. So a model's whole decode step can be traced without a break.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvpolicy.kernels.decode import Counts, DecodeSlabs, attend_on_cpu
+from kvpolicy.kernels.fixed_shapes import attend_in_fixed_shapes
+
+# Defined and implemented by hand: `torch.library.custom_op` adds two layers of Python to a call.
+_LIBRARY = torch.library.Library("kvpolicy", "DEF")
+_LIBRARY.define(
+    "decode(Tensor query, Tensor key, Tensor value, Tensor(a!) keys, Tensor(b!) values, "
+    "Tensor(c!) positions, Tensor(d!)[] tracks, Tensor(e!)? sums, Tensor(f!)? window, "
+    "Tensor rows, Tensor seq_len, Tensor live, Tensor? sinks, float scaling, float softcap, "
+    "int sliding_window, str reduction) -> Tensor"
+)
+
+DECODE = torch.ops.kvpolicy.decode.default
+HAS_TRITON = find_spec("triton") is not None
+
+
+def decode(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    slabs: DecodeSlabs,
+    rows: Tensor,
+    seq_len: Tensor,
+    live: Tensor,
+    *,
+    scaling: float,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+    sliding_window: int = 0,
+) -> Tensor:
+    """Store one new row in every slot, and attend to the rows that it holds.
+
+    Arguments and result are those of `kvpolicy.kernels.decode.attend_on_cpu`; ``rows``,
+    ``seq_len`` and ``live`` are the fields of `Counts`.
+    """
+    output: Tensor = DECODE(
+        query,
+        key,
+        value,
+        slabs.keys,
+        slabs.values,
+        slabs.positions,
+        slabs.tracks,
+        slabs.sums,
+        slabs.window,
+        rows,
+        seq_len,
+        live,
+        sinks,
+        scaling,
+        softcap,
+        sliding_window,
+        slabs.reduction,
+    )
+    return output
+
+
+def _on_cuda(*arguments: Any) -> Tensor:
+    attend = attend_in_fixed_shapes
+    if HAS_TRITON:
+        from kvpolicy.kernels.triton_decode import decode as attend
+
+    return _called(attend, *arguments)
+
+
+def _shape(query: Tensor, *_: object) -> Tensor:
+    return query.new_empty(query.shape)
+
+
+def _called(
+    attend: Callable[..., Tensor],
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    positions: Tensor,
+    tracks: list[Tensor],
+    sums: Tensor | None,
+    window: Tensor | None,
+    rows: Tensor,
+    seq_len: Tensor,
+    live: Tensor,
+    sinks: Tensor | None,
+    scaling: float,
+    softcap: float,
+    sliding_window: int,
+    reduction: str,
+) -> Tensor:
+    """Call an implementation with the operator's arguments."""
+    return attend(
+        query,
+        key,
+        value,
+        DecodeSlabs(keys, values, positions, tracks, sums, window, reduction),
+        Counts(rows, seq_len, live),
+        scaling=scaling,
+        softcap=softcap,
+        sinks=sinks,
+        sliding_window=sliding_window,
+    )
+
+
+_LIBRARY.impl("decode", partial(_called, attend_on_cpu), "CPU")
+_LIBRARY.impl("decode", _on_cuda, "CUDA")
+torch.library.register_fake("kvpolicy::decode", _shape, lib=_LIBRARY)

@@ -1,0 +1,413 @@
+"""Attention of one new token per sequence over its slab, for GPUs.
+
+The rows of a slab are cut into chunks, so that few sequences keep a whole GPU busy (split-K). The
+first kernel attends to one chunk: the query heads of a group share the keys and values that it
+reads. The second kernel brings the chunks together and, if policies ask for it, adds to each row
+what it has received; it reads logits that the first one has kept, because recomputing them reads
+all keys again. No atomics: the same input gives the same bits.
+
+How many rows count is read on the device, so that one launch configuration, held in a CUDA graph,
+serves every step.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kvpolicy.kernels.decode import REDUCTIONS, Counts, DecodeSlabs, window_factor
+from kvpolicy.kernels.triton_append import append
+from kvpolicy.kernels.triton_compact import drop_oldest
+from kvpolicy.kernels.triton_rows import (
+    INTERPRETED,
+    held_rows,
+    power_of_2,
+    row_offset,
+    row_strides,
+)
+
+_BLOCK = 64  # rows attended to at once
+_LONGEST_CHUNK = 2048  # so that a long sequence among short ones does not run alone
+_TENSOR_CORE_ROWS = 16  # `tl.dot` takes no fewer
+_DEFAULT_PROCESSORS = 132  # of an H100
+
+
+@triton.jit
+def _attend_chunk(
+    query,
+    keys,
+    values,
+    positions,
+    rows,
+    seq_len,
+    live,
+    chunk_top,
+    chunk_total,
+    chunk_output,
+    logits,
+    scaling,
+    query_slot,
+    query_head,
+    slab_slot,
+    slab_head,
+    slab_row,
+    position_slot,
+    position_head,
+    position_row,
+    rows_slot,
+    HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    GROUP_BLOCK: tl.constexpr,
+    CAPACITY: tl.constexpr,
+    DIM: tl.constexpr,
+    DIM_BLOCK: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    CHUNK: tl.constexpr,
+    BLOCK: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    SLIDING_WINDOW: tl.constexpr,
+    KEEP_LOGITS: tl.constexpr,
+    TENSOR_CORES: tl.constexpr,
+    INTERPRET: tl.constexpr,
+):
+    """Online softmax of one group of query heads over one chunk of rows of one slot."""
+    slot, head, chunk = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    held = held_rows(rows, slot, head, live, rows_slot, CAPACITY)
+    g, d = tl.arange(0, GROUP_BLOCK), tl.arange(0, DIM_BLOCK)
+    is_head, is_dim = g < GROUP, d < DIM
+    entry = (slot * HEADS + head).to(tl.int64)
+    part = (entry * CHUNKS + chunk) * GROUP_BLOCK + g
+    start = chunk * CHUNK
+    stop = tl.minimum(start + CHUNK, held)
+    top = tl.full((GROUP_BLOCK,), float("-inf"), tl.float32)
+    total = tl.zeros((GROUP_BLOCK,), tl.float32)
+    output = tl.zeros((GROUP_BLOCK, DIM_BLOCK), tl.float32)
+    if start < stop:
+        query_at = slot.to(tl.int64) * query_slot + (head * GROUP + g) * query_head
+        q = tl.load(
+            query + query_at[:, None] + d[None, :],
+            mask=is_head[:, None] & is_dim[None, :],
+            other=0.0,
+        )
+        if SLIDING_WINDOW > 0:
+            oldest = tl.load(seq_len + slot) - SLIDING_WINDOW
+        for first in range(start, stop, BLOCK):
+            row = first + tl.arange(0, BLOCK)
+            is_row = row < stop
+            seen = is_row
+            if SLIDING_WINDOW > 0:
+                at = row_offset(slot, head, row, position_slot, position_head, position_row)
+                seen = seen & (tl.load(positions + at, mask=is_row, other=-1) > oldest)
+            at = row_offset(slot, head, row, slab_slot, slab_head, slab_row)
+            at = at[:, None] + d[None, :]
+            stored = is_row[:, None] & is_dim[None, :]
+            k = tl.load(keys + at, mask=stored, other=0.0)
+            if TENSOR_CORES:
+                if INTERPRET:  # the interpreter multiplies the bits of bf16 as integers
+                    x = tl.dot(q.to(tl.float32), tl.trans(k.to(tl.float32)))
+                else:
+                    x = tl.dot(q, tl.trans(k), input_precision="ieee")
+            else:
+                x = tl.sum(q.to(tl.float32)[:, None, :] * k.to(tl.float32)[None, :, :], 2)
+            x = x.to(tl.float32) * scaling
+            if SOFTCAP > 0:  # softcap * tanh(x / softcap)
+                x = SOFTCAP * (2 * tl.sigmoid(2 * x / SOFTCAP) - 1)
+            x = tl.where(seen[None, :], x, float("-inf"))
+            if KEEP_LOGITS:
+                at_logit = (entry * GROUP + g)[:, None] * CAPACITY + row[None, :]
+                tl.store(logits + at_logit, x, mask=is_head[:, None] & is_row[None, :])
+            new_top = tl.maximum(top, tl.max(x, 1))
+            # -inf as long as no row is seen; -inf - -inf would be NaN.
+            shift = tl.where(new_top == float("-inf"), 0.0, new_top)
+            p = tl.exp(x - shift[:, None])
+            fade = tl.exp(top - shift)
+            total = total * fade + tl.sum(p, 1)
+            v = tl.load(values + at, mask=stored, other=0.0)
+            if TENSOR_CORES:
+                if INTERPRET:
+                    added = tl.dot(p.to(v.dtype).to(tl.float32), v.to(tl.float32))
+                else:
+                    added = tl.dot(p.to(v.dtype), v, input_precision="ieee")
+            else:
+                added = tl.sum(p[:, :, None] * v.to(tl.float32)[None, :, :], 1)
+            output = output * fade[:, None] + added.to(tl.float32)
+            top = new_top
+        tl.store(chunk_output + part[:, None] * DIM_BLOCK + d[None, :], output)
+    tl.store(chunk_top + part, top)
+    tl.store(chunk_total + part, total)
+
+
+@triton.jit
+def _join_chunks(
+    chunk_top,
+    chunk_total,
+    chunk_output,
+    logits,
+    sinks,
+    out,
+    sums,
+    rows,
+    live,
+    sums_slot,
+    sums_head,
+    sums_row,
+    rows_slot,
+    HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    GROUP_BLOCK: tl.constexpr,
+    CAPACITY: tl.constexpr,
+    DIM: tl.constexpr,
+    DIM_BLOCK: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    CHUNK: tl.constexpr,
+    BLOCK: tl.constexpr,
+    SINKS: tl.constexpr,
+    SUMS: tl.constexpr,
+    SQUARES: tl.constexpr,
+):
+    """Output of one group of query heads; program c adds what the rows of chunk c receive."""
+    slot, head, chunk = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    held = held_rows(rows, slot, head, live, rows_slot, CAPACITY)
+    g, d = tl.arange(0, GROUP_BLOCK), tl.arange(0, DIM_BLOCK)
+    is_head, is_dim = g < GROUP, d < DIM
+    entry = (slot * HEADS + head).to(tl.int64)
+    top = tl.full((GROUP_BLOCK,), float("-inf"), tl.float32)
+    for c in range(CHUNKS):
+        top = tl.maximum(top, tl.load(chunk_top + (entry * CHUNKS + c) * GROUP_BLOCK + g))
+    sink = tl.full((GROUP_BLOCK,), float("-inf"), tl.float32)
+    if SINKS:
+        sink = tl.load(sinks + head * GROUP + g, mask=is_head, other=float("-inf")).to(tl.float32)
+        top = tl.maximum(top, sink)
+    shift = tl.where(top == float("-inf"), 0.0, top)
+    total = tl.exp(sink - shift)
+    for c in range(CHUNKS):
+        part = (entry * CHUNKS + c) * GROUP_BLOCK + g
+        total += tl.load(chunk_total + part) * tl.exp(tl.load(chunk_top + part) - shift)
+    total = tl.where(total > 0, total, 1.0)  # a query that sees no row gets zeros
+    if chunk == 0:
+        output = tl.zeros((GROUP_BLOCK, DIM_BLOCK), tl.float32)
+        for c in range(CHUNKS):
+            if c * CHUNK < held:
+                part = (entry * CHUNKS + c) * GROUP_BLOCK + g
+                share = tl.exp(tl.load(chunk_top + part) - shift)
+                output += (
+                    tl.load(chunk_output + part[:, None] * DIM_BLOCK + d[None, :]) * share[:, None]
+                )
+        at = ((entry * GROUP + g) * DIM)[:, None] + d[None, :]
+        output = (output / total[:, None]).to(out.dtype.element_ty)
+        tl.store(out + at, output, mask=is_head[:, None] & is_dim[None, :])
+    if SUMS:
+        stop = tl.minimum((chunk + 1) * CHUNK, held)
+        for first in range(chunk * CHUNK, stop, BLOCK):
+            row = first + tl.arange(0, BLOCK)
+            is_row = row < stop
+            x = tl.load(
+                logits + (entry * GROUP + g)[:, None] * CAPACITY + row[None, :],
+                mask=is_head[:, None] & is_row[None, :],
+                other=float("-inf"),
+            )
+            weights = tl.exp(x - shift[:, None]) / total[:, None]
+            if SQUARES:
+                weights = weights * weights
+            at = row_offset(slot, head, row, sums_slot, sums_head, sums_row)
+            before = tl.load(sums + at, mask=is_row)
+            tl.store(sums + at, before + tl.sum(weights, 0), mask=is_row)
+
+
+def attend(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    positions: Tensor,
+    sums: Tensor | None,
+    rows: Tensor,
+    seq_len: Tensor,
+    live: Tensor,
+    scaling: float,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+    sliding_window: int = 0,
+    reduction: str = "sum",
+    *,
+    chunks: int | None = None,
+) -> Tensor:
+    """Attention of one query per slot over the rows it holds and the one just appended.
+
+    Args:
+        query: After RoPE, ``[W, H_q, D]``.
+        keys: Slabs, ``[W, H_kv, R, D]``; rows that are not held are not read.
+        values: Slabs with the strides of ``keys``.
+        positions: int64 ``[W, H_kv, R]``; read if there is a sliding window.
+        sums: fp32 ``[W, H_kv, R]``, given what each row receives. Changed.
+        rows: Rows held without the new one, int64 ``[W, H_kv]``.
+        seq_len: Position of the query, int64 ``[W]``.
+        live: Slots with a sequence, bool ``[W]``; the others get zeros.
+        scaling: Factor on the logits.
+        softcap: Logits become ``softcap * tanh(logits / softcap)``; 0: no cap.
+        sinks: A logit of each query head that takes a share of the weights, ``[H_q]``.
+        sliding_window: The query sees rows at positions above its own less this; 0: all.
+        reduction: What a row receives from its group of query heads, one of `REDUCTIONS`.
+        chunks: Chunks of a slab; ``None``: as many as keep the GPU busy.
+
+    Returns:
+        ``[W, H_q, D]`` in the precision of ``query``.
+
+    Raises:
+        ValueError: If ``reduction`` has no such name.
+    """
+    if reduction not in REDUCTIONS:
+        msg = f"attend was given reduction={reduction!r}; expected one of {', '.join(REDUCTIONS)}"
+        raise ValueError(msg)
+    query = query if query.stride(-1) == 1 else query.contiguous()
+    num_slots, num_heads, capacity, dim = keys.shape
+    group = query.shape[1] // num_heads
+    assert row_strides(keys) == row_strides(values), "keys and values lie alike"
+    assert rows.stride(1) == 1, "the counts of one slot lie side by side"
+    # Tensor cores take 16-bit types; without them the product of query and keys fills registers.
+    tensor_cores = query.dtype.itemsize == 2 and keys.dtype == query.dtype
+    group_block = max(power_of_2(group), _TENSOR_CORE_ROWS if tensor_cores else 1)
+    dim_block = power_of_2(dim)
+    count, length = chunks_of(capacity, num_slots * num_heads, _processors(query.device), chunks)
+    parts = (num_slots, num_heads, count, group_block)
+    chunk_top = query.new_empty(parts, dtype=torch.float32)
+    chunk_total = torch.empty_like(chunk_top)
+    chunk_output = query.new_empty((*parts, dim_block), dtype=torch.float32)
+    logits = chunk_top
+    if sums is not None:
+        logits = query.new_empty((num_slots, num_heads, group, capacity), dtype=torch.float32)
+    out = query.new_empty(query.shape)
+    shape = {
+        "HEADS": num_heads,
+        "GROUP": group,
+        "GROUP_BLOCK": group_block,
+        "CAPACITY": capacity,
+        "DIM": dim,
+        "DIM_BLOCK": dim_block,
+        "CHUNKS": count,
+        "CHUNK": length,
+        "BLOCK": _BLOCK,
+    }
+    live = live.view(torch.uint8)
+    _attend_chunk[num_slots, num_heads, count](
+        query,
+        keys,
+        values,
+        positions,
+        rows,
+        seq_len,
+        live,
+        chunk_top,
+        chunk_total,
+        chunk_output,
+        logits,
+        scaling,
+        *query.stride()[:2],
+        *row_strides(keys),
+        *row_strides(positions),
+        rows.stride(0),
+        SOFTCAP=softcap,
+        SLIDING_WINDOW=sliding_window,
+        KEEP_LOGITS=sums is not None,
+        TENSOR_CORES=tensor_cores,
+        INTERPRET=INTERPRETED,
+        **shape,
+    )
+    _join_chunks[num_slots, num_heads, 1 if sums is None else count](
+        chunk_top,
+        chunk_total,
+        chunk_output,
+        logits,
+        out if sinks is None else sinks,
+        out,
+        out if sums is None else sums,
+        rows,
+        live,
+        *(row_strides(sums) if sums is not None else (0, 0, 0)),
+        rows.stride(0),
+        SINKS=sinks is not None,
+        SUMS=sums is not None,
+        SQUARES=reduction == "squares",
+        **shape,
+    )
+    return out
+
+
+def decode(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    slabs: DecodeSlabs,
+    counts: Counts,
+    *,
+    scaling: float,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+    sliding_window: int = 0,
+) -> Tensor:
+    """Store one new row in every slot, and attend to the rows that it holds.
+
+    Arguments and result are those of `kvpolicy.kernels.decode.attend_on_cpu`. Slots that take no
+    part get zeros.
+    """
+    rows, seq_len, live = counts.rows, counts.seq_len, counts.live
+    keys, values, positions = slabs.keys, slabs.values, slabs.positions
+    slides = sliding_window == keys.shape[2]
+    if slides:
+        for slab in (keys, values, *slabs.all_tracks):
+            drop_oldest(slab, rows, live)
+        drop_oldest(positions, rows, live, fill=-1)
+    append(
+        query,
+        key,
+        value,
+        keys,
+        values,
+        positions,
+        slabs.window,
+        rows,
+        seq_len,
+        live,
+        window_factor(scaling, query.shape[2]),
+        slides,
+    )
+    return attend(
+        query,
+        keys,
+        values,
+        positions,
+        slabs.sums,
+        rows,
+        seq_len,
+        live,
+        scaling,
+        softcap,
+        sinks,
+        sliding_window,
+        slabs.reduction,
+    )
+
+
+def chunks_of(
+    capacity: int, programs: int, processors: int, wanted: int | None = None
+) -> tuple[int, int]:
+    """Chunks that a slab is cut into, and rows of each: enough programs for two per processor.
+
+    Args:
+        capacity: Rows of a slab.
+        programs: Programs of one chunk: slots times KV heads.
+        processors: Multiprocessors of the GPU.
+        wanted: Chunks to cut a slab into; ``None``: chosen.
+    """
+    if wanted is None:
+        most = max(1, capacity // (2 * _BLOCK))
+        wanted = min(most, -(-2 * processors // programs))
+        wanted = max(wanted, -(-capacity // _LONGEST_CHUNK))
+    blocks = -(-capacity // _BLOCK)
+    length = -(-blocks // wanted) * _BLOCK
+    return -(-capacity // length), length
+
+
+def _processors(device: torch.device) -> int:
+    if device.type != "cuda":
+        return _DEFAULT_PROCESSORS
+    return torch.cuda.get_device_properties(device).multi_processor_count

@@ -1,0 +1,36 @@
+"""Where a row lies in a slab: the one place that Triton kernels ask."""
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+# Whether kernels run in Triton's interpreter, on a CPU (TRITON_INTERPRET=1).
+INTERPRETED: bool = triton.knobs.runtime.interpret
+
+
+@triton.jit
+def row_offset(slot, head, row, slot_stride, head_stride, row_stride):
+    """Elements from the start of a tensor to a row of a slot and KV head.
+
+    Kernels address rows through this function only, so that a table of rows needs one change.
+    What lies within one slot is counted in 32 bits, the slots in 64.
+    """
+    return slot.to(tl.int64) * slot_stride + head * head_stride + row * row_stride
+
+
+@triton.jit
+def held_rows(rows, slot, head, live, rows_slot, CAPACITY: tl.constexpr):
+    """Rows of a slot and KV head to attend to, the new one included; 0 where no sequence is."""
+    before = tl.load(rows + slot * rows_slot + head).to(tl.int32)
+    return tl.where(tl.load(live + slot) != 0, tl.minimum(before + 1, CAPACITY), 0)
+
+
+def row_strides(slab: Tensor) -> tuple[int, int, int]:
+    """Strides of slot, KV head and row of a slab ``[S, H_kv, R]`` or ``[S, H_kv, R, D]``."""
+    assert slab.dim() == 3 or slab.stride(3) == 1, "the numbers of one row lie side by side"
+    return slab.stride(0), slab.stride(1), slab.stride(2)
+
+
+def power_of_2(size: int) -> int:
+    """The least power of 2 that is not below a size: blocks of Triton have no other sizes."""
+    return int(triton.next_power_of_2(size))

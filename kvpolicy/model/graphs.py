@@ -1,0 +1,155 @@
+"""Replaying static steps from graphs, which costs the host one launch instead of one per operation.
+
+A graph is captured for each width of a batch when it is first needed, the widest first, so that
+narrower ones find room in its memory. What is captured runs a few times before. No slot takes part
+in these runs, and a step in which none does changes nothing.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import attrs
+import torch
+from torch import Tensor, nn
+
+from kvpolicy.cache.static_step import StaticStep
+from kvpolicy.errors import error_summary
+from kvpolicy.model.static_forward import StaticForward, module_of
+
+# What a step answers: logits ``[W, V]`` and hidden states.
+Output = tuple[Tensor, Tensor | None]
+
+# Libraries allocate and choose kernels in the first runs.
+_WARM_UPS = 3
+
+
+@attrs.frozen(eq=False)
+class Graph:
+    """A captured step.
+
+    Attributes:
+        replay: Runs it again, on what the same addresses hold by then.
+        output: Its output, which every replay overwrites.
+    """
+
+    replay: Callable[[], None]
+    output: Output
+
+
+class CudaGraphs:
+    """Captures CUDA graphs that share one pool of memory."""
+
+    def __init__(self) -> None:
+        self._pool: Any = None
+
+    def __call__(self, run: Callable[[], Output]) -> Graph:
+        """Capture a function of tensors at fixed addresses.
+
+        Args:
+            run: The function; it reads nothing on the host.
+        """
+        if self._pool is None:
+            self._pool = torch.cuda.graph_pool_handle()
+        current, side = torch.cuda.current_stream(), torch.cuda.Stream()
+        side.wait_stream(current)
+        with torch.cuda.stream(side):
+            for _ in range(_WARM_UPS):
+                run()
+        current.wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        # Other threads may go on using the device.
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            output = run()
+        return Graph(graph.replay, output)
+
+
+class GraphRunner:
+    """Runs static steps of one batch from graphs.
+
+    Attributes:
+        problem: Why steps run without graphs; ``None``: they are replayed.
+        num_captured: Graphs captured so far.
+    """
+
+    problem: str | None = None
+
+    def __init__(
+        self, forward: StaticForward, capture: Callable[[Callable[[], Output]], Graph] | None = None
+    ) -> None:
+        """Nothing is captured yet.
+
+        Args:
+            forward: What is captured.
+            capture: Captures a function; default: as a CUDA graph.
+        """
+        self.num_captured = 0
+        self._forward = forward
+        self._capture = capture or CudaGraphs()
+        self._graphs: dict[tuple[object, ...], Graph] = {}
+        self._module: nn.Module | None = None
+        self._weights: list[Mapping[str, Tensor | None]] = []
+        self._addresses: list[int] = []
+
+    def __call__(self, call: Callable[..., Any], step: StaticStep, given: Any) -> Output:
+        """As `static_forward`. The output is overwritten by the next step."""
+        if self.problem is None:
+            self._note_changes(module_of(call), step)
+        kind = (given.draws, *step.drawn_by)
+        for width in (step.cache.num_slots, step.width):
+            if self.problem is None and (width, *kind) not in self._graphs:
+                self._add((width, *kind), call, step, given)
+        if self.problem is not None:
+            return self._forward(call, step, given)
+        graph = self._graphs[step.width, *kind]
+        graph.replay()
+        return graph.output
+
+    def _add(
+        self, key: tuple[Any, ...], call: Callable[..., Any], step: StaticStep, given: Any
+    ) -> None:
+        """Capture a step of some width, which does what the step under way does."""
+        try:
+            with step.idle(key[0]):
+                self._graphs[key] = self._capture(lambda: self._forward(call, step, given))
+        except RuntimeError as error:  # of CUDA, of Triton's compiler, of kernels that wait
+            self.problem = f"a step cannot be captured: {error_summary(error)}"
+            self._graphs.clear()
+        else:
+            self.num_captured += 1
+
+    def _note_changes(self, module: nn.Module, step: StaticStep) -> None:
+        """Forget graphs that speak of other addresses than those of now."""
+        if module is not self._module:
+            self._module = module
+            self._weights = [
+                tensors
+                for part in module.modules()
+                for tensors in (part._parameters, part._buffers)
+                if tensors
+            ]
+            if any(map(_runs_python, module.modules())):
+                self.problem = "modules of the model have hooks, which a graph would leave out"
+        addresses = [
+            *step.addresses,
+            *(
+                tensor.data_ptr()
+                for tensors in self._weights
+                for tensor in tensors.values()
+                if tensor is not None
+            ),
+        ]
+        if addresses != self._addresses:
+            self._addresses = addresses
+            self._graphs.clear()
+
+
+def _runs_python(module: nn.Module) -> bool:
+    """Whether hooks of users or of accelerate run when a module is called."""
+    hooks = (module._forward_pre_hooks, module._forward_hooks)
+    return any(not _is_ours(hook) for table in hooks for hook in table.values()) or hasattr(
+        module, "_hf_hook"
+    )
+
+
+def _is_ours(hook: Any) -> bool:
+    return getattr(hook, "__module__", "").startswith("kvpolicy.")

@@ -1,0 +1,71 @@
+"""Kernels compiled for sm_90 without a GPU: sizes, spills, shared memory, order of accesses."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton", reason="the extra 'kernels' is not installed")
+
+PROGRAM = Path(__file__).parents[1] / "support/compile_kernels.py"
+
+# An H100 has 228 KiB of shared memory and 65,536 registers per multiprocessor.
+SHARED_BYTES = 228 * 1024
+REGISTERS = 65_536
+# Instructions of a kernel without tensor cores, whose products are unrolled, are 500 KB.
+MOST_CODE_BYTES = 250_000
+
+MULTIPLY = {"attend", "attend with sums", "attend in a window", "exempt pairs"}
+IN_PLACE = {"compact", "drop oldest"}
+
+
+@pytest.fixture(scope="module")
+def kernels(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict]:
+    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    env["TRITON_CACHE_DIR"] = str(tmp_path_factory.mktemp("triton"))
+    done = subprocess.run(
+        [sys.executable, str(PROGRAM)], capture_output=True, text=True, check=False, env=env
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def test_every_kernel_is_compiled(kernels) -> None:
+    source = Path(__file__).parents[2] / "kvpolicy/kernels"
+    if not source.is_dir():
+        pytest.skip("the sources are not here: these tests run against a wheel")
+    launched = {
+        name
+        for file in source.glob("triton_*.py")
+        for name in re.findall(r"^    (_\w+)\[", file.read_text(encoding="utf-8"), re.M)
+    }
+    assert {kernel["kernel"] for kernel in kernels.values()} == launched
+
+
+def test_no_kernel_spills_registers(kernels) -> None:
+    assert {name for name, kernel in kernels.items() if kernel["stack"]} == set()
+
+
+def test_three_programs_of_each_kernel_fit_on_a_multiprocessor(kernels) -> None:
+    """One alone would wait for memory most of the time."""
+    for name, kernel in kernels.items():
+        assert 3 * kernel["shared"] <= SHARED_BYTES, name
+        assert 3 * 32 * kernel["warps"] * kernel["registers"] <= REGISTERS, name
+
+
+def test_no_kernel_is_unrolled_into_much_code(kernels) -> None:
+    assert {name for name, kernel in kernels.items() if kernel["cubin"] > MOST_CODE_BYTES} == set()
+
+
+def test_products_of_16_bit_types_are_made_by_tensor_cores(kernels) -> None:
+    assert {name for name, kernel in kernels.items() if kernel["tensor_cores"]} == MULTIPLY
+
+
+@pytest.mark.parametrize("name", sorted(IN_PLACE))
+def test_rows_move_only_after_all_threads_have_read_them(kernels, name) -> None:
+    order = " ".join(kernels[name]["accesses"])
+    assert re.fullmatch(r"(ld\.global )+bar\.sync( st\.global)+", order), order

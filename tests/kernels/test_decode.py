@@ -1,0 +1,66 @@
+"""Storing and attending with torch against loops, and as an operator of torch."""
+
+import pytest
+import torch
+from decode_cases import TOLERANCE, Case, assert_as_expected, cases, expected
+from hypothesis import given
+from torch.library import opcheck
+
+from kvpolicy.kernels.decode import DecodeSlabs, attend_on_cpu
+from kvpolicy.kernels.fixed_shapes import attend_in_fixed_shapes
+from kvpolicy.kernels.operator import DECODE
+
+IMPLEMENTATIONS = {"cpu": attend_on_cpu, "fixed shapes": attend_in_fixed_shapes}
+
+
+def in_place_arguments(case: Case) -> tuple[object, ...]:
+    """The arguments of the operator for a case."""
+    named, slabs, options = case.tensors, case.slabs, case.options
+    return (
+        *(named[name] for name in ("query", "key", "value")),
+        *(slabs.keys, slabs.values, slabs.positions, slabs.tracks, slabs.sums, slabs.window),
+        *(named[name] for name in ("rows", "seq_len", "live", "sinks")),
+        *(options[name] for name in ("scaling", "softcap", "sliding_window")),
+        slabs.reduction,
+    )
+
+
+def check(name: str, case: Case) -> None:
+    wanted = expected(case)
+    output = IMPLEMENTATIONS[name](**case.arguments)
+    # Logits are rounded to the precision of keys.
+    assert_as_expected(case, output, wanted, sums_tolerance=TOLERANCE[case.dtype])
+
+
+@pytest.mark.parametrize("name", IMPLEMENTATIONS)
+@given(case=cases(adjacent=True))
+def test_decode_stores_and_attends_as_loops_do(name, case) -> None:
+    check(name, case)
+
+
+@pytest.mark.parametrize("name", IMPLEMENTATIONS)
+@given(case=cases(slides=True, adjacent=True))
+def test_a_full_sliding_window_drops_its_oldest_row(name, case) -> None:
+    check(name, case)
+
+
+@given(case=cases(adjacent=True))
+def test_the_operator_is_the_function_of_the_device(case) -> None:
+    wanted = expected(case)
+    output = DECODE(*in_place_arguments(case))
+    assert_as_expected(case, output, wanted, sums_tolerance=TOLERANCE[case.dtype])
+
+
+@given(case=cases(adjacent=True))
+def test_the_operator_declares_what_it_changes(case) -> None:
+    opcheck(
+        DECODE,
+        in_place_arguments(case),
+        test_utils=("test_schema", "test_faketensor"),
+    )
+
+
+def test_an_unknown_reduction_is_named() -> None:
+    rows = torch.zeros(1, 1, 1)
+    with pytest.raises(ValueError, match=r"reduction.*mean"):
+        DecodeSlabs(rows, rows, rows, reduction="mean")

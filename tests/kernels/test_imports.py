@@ -1,0 +1,29 @@
+"""Where Triton is not installed, everything but the modules named after it can be imported."""
+
+import ast
+from importlib.util import find_spec
+from pathlib import Path
+
+spec = find_spec("kvpolicy.kernels")
+assert spec is not None
+assert spec.origin is not None
+MODULES = {file.stem: file for file in Path(spec.origin).parent.glob("*.py")}
+OPTIONAL = {name for name in MODULES if name.startswith("triton_")}
+
+
+def imported_at_once(file: Path) -> set[str]:
+    """Modules that importing a file imports."""
+    names = set()
+    for node in ast.parse(file.read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            names |= {str(node.module)} | {f"{node.module}.{alias.name}" for alias in node.names}
+    return names
+
+
+def test_only_modules_named_after_triton_import_it() -> None:
+    with_triton = {"triton", "triton.language", *(f"kvpolicy.kernels.{name}" for name in OPTIONAL)}
+    importing = {name for name, file in MODULES.items() if imported_at_once(file) & with_triton}
+    assert importing == OPTIONAL
+    assert OPTIONAL

@@ -1,0 +1,72 @@
+"""Compaction in place in Triton against lists."""
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from strategies import seeds
+from triton_device import DEVICE
+
+from kvpolicy.kernels.triton_compact import compact, drop_oldest
+
+DTYPES = st.sampled_from([torch.float32, torch.bfloat16, torch.int64])
+DIMS = st.sampled_from([None, 1, 5, 40, 128])
+
+
+def a_slab(rng: torch.Generator, size: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    return (torch.randn(size, generator=rng) * 100).to(dtype)
+
+
+@given(DTYPES, DIMS, st.integers(1, 200), st.integers(1, 3), st.booleans(), seeds, st.data())
+def test_kept_rows_come_first_and_nothing_else_changes(
+    dtype, dim, capacity, layers, by_slot, seed, data
+) -> None:
+    """Several layers are compacted by one call; heads may keep different numbers of rows."""
+    rng = torch.Generator().manual_seed(seed)
+    slots, heads = 3, 2
+    size = (heads, capacity) if dim is None else (heads, capacity, dim)
+    # Layers lie in another order than slots: the folded first axis is a view either way.
+    stack = a_slab(rng, (slots, layers, *size) if by_slot else (layers, slots, *size), dtype)
+    wanted = stack.clone().flatten(0, 1)
+    entries = torch.randperm(layers * slots, generator=rng)[: data.draw(st.integers(1, 3))]
+    absent = torch.rand(len(entries), generator=rng) < 0.2
+    num_rows = torch.randint(1, capacity + 1, (len(entries), heads), generator=rng)
+    most = data.draw(st.integers(1, capacity))
+    num_kept = torch.minimum(num_rows, torch.randint(1, most + 1, num_rows.shape, generator=rng))
+    keep = torch.full((len(entries), heads, most), 10**9)  # what does not count is not read
+    fill = -1 if dtype == torch.int64 else 0
+    for b, entry in enumerate(entries.tolist()):
+        for head in range(heads):
+            num, kept = int(num_rows[b, head]), int(num_kept[b, head])
+            newest = data.draw(st.booleans())  # a shift is the hardest case
+            chosen = torch.arange(num)[-kept:] if newest else torch.randperm(num, generator=rng)
+            chosen = chosen[:kept].sort().values
+            keep[b, head, :kept] = chosen
+            if not absent[b]:
+                before = [row.clone() for row in wanted[entry, head]]
+                for row in range(num):
+                    into = before[int(chosen[row])] if row < kept else fill
+                    wanted[entry, head, row] = into
+    stack = stack.to(DEVICE)
+    named = entries.masked_fill(absent, -1)
+    arguments = (each.to(DEVICE) for each in (keep, named, num_kept, num_rows))
+    compact(stack.flatten(0, 1), *arguments, fill=fill)
+    assert torch.equal(stack.cpu().flatten(0, 1), wanted)
+
+
+@given(DTYPES, DIMS, st.integers(1, 200), seeds)
+def test_full_slabs_of_live_slots_drop_their_first_row(dtype, dim, capacity, seed) -> None:
+    rng = torch.Generator().manual_seed(seed)
+    size = (3, 2, capacity) if dim is None else (3, 2, capacity, dim)
+    slab = a_slab(rng, size, dtype)
+    rows = torch.where(torch.rand(3, 2, generator=rng) < 0.7, capacity, capacity - 1)
+    live = torch.rand(3, generator=rng) < 0.7
+    wanted = slab.clone()
+    for slot in range(3):
+        for head in range(2):
+            if live[slot] and rows[slot, head] == capacity:
+                remaining = [row.clone() for row in slab[slot, head]][1:]
+                for row, content in enumerate([*remaining, -1]):
+                    wanted[slot, head, row] = content
+    slab = slab.to(DEVICE)
+    drop_oldest(slab, rows.to(DEVICE), live.to(DEVICE), fill=-1)
+    assert torch.equal(slab.cpu(), wanted)

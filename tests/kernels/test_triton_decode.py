@@ -1,0 +1,68 @@
+"""Storing and attending in Triton against loops."""
+
+import pytest
+import torch
+from decode_cases import SUMS_TOLERANCE, TOLERANCE, assert_as_expected, cases, expected
+from hypothesis import given
+from hypothesis import strategies as st
+from triton_device import DEVICE
+
+from kvpolicy.kernels.triton_append import append
+from kvpolicy.kernels.triton_decode import attend, chunks_of, decode
+
+# Rows that are not held are not even read.
+CASES = cases(empty=float("nan"), device=DEVICE)
+
+
+@given(CASES)
+def test_decode_stores_and_attends_as_loops_do(case) -> None:
+    wanted = expected(case)
+    output = decode(**case.arguments)
+    assert_as_expected(case, output, wanted)
+
+
+@given(cases(slides=True, empty=float("nan"), device=DEVICE))
+def test_a_full_sliding_window_drops_its_oldest_row(case) -> None:
+    wanted = expected(case)
+    output = decode(**case.arguments)
+    assert_as_expected(case, output, wanted)
+
+
+@given(CASES, st.integers(1, 3))
+def test_output_does_not_depend_on_the_number_of_chunks(case, chunks) -> None:
+    decode(**case.arguments)
+    names = ("query", "keys", "values", "positions", "rows", "seq_len", "live", "sinks")
+    arguments = {name: case.tensors[name] for name in names} | case.options
+    arguments["reduction"] = case.reduction
+    outputs, sums = [], []
+    for count in (1, chunks):
+        received = torch.zeros_like(case.tensors["positions"], dtype=torch.float32)
+        outputs.append(attend(**arguments, sums=received, chunks=count))
+        sums.append(received)
+    torch.testing.assert_close(*outputs, rtol=0, atol=TOLERANCE[case.dtype])
+    torch.testing.assert_close(*sums, rtol=0, atol=SUMS_TOLERANCE)
+
+
+def test_a_slab_without_room_leaves_its_neighbours_alone() -> None:
+    slabs = torch.zeros(2, 1, 2, 3, 4, device=DEVICE)  # keys and values of 2 slots with 3 rows
+    positions = torch.zeros(2, 1, 3, dtype=torch.int64, device=DEVICE)
+    new = torch.ones(2, 1, 4, device=DEVICE)
+    rows = torch.full((2, 1), 3, device=DEVICE)
+    seq_len, live = torch.full((2,), 9, device=DEVICE), torch.ones(2, dtype=torch.bool).to(DEVICE)
+    keys, values = slabs[:, :, 0], slabs[:, :, 1]
+    append(new, new, new, keys, values, positions, None, rows, seq_len, live)
+    assert not slabs.any()
+    assert not positions.any()
+
+
+def test_an_unknown_reduction_is_named() -> None:
+    empty = torch.zeros(0, device=DEVICE)
+    with pytest.raises(ValueError, match="'mean'; expected one of sum, squares"):
+        attend(empty, empty, empty, empty, None, empty, empty, empty, 1.0, reduction="mean")
+
+
+@given(st.integers(1, 20_000), st.integers(1, 5_000), st.integers(1, 200))
+def test_chunks_cover_a_slab_and_none_is_empty(capacity, programs, processors) -> None:
+    count, length = chunks_of(capacity, programs, processors)
+    assert (count - 1) * length < capacity <= count * length
+    assert length % 64 == 0

@@ -1,0 +1,124 @@
+"""Compile kernels for sm_90 (H100) without a GPU, and print what each became, as JSON.
+
+The interpreter lets through what the compiler refuses. A program of its own, because kernels are
+either interpreted or compiled in a process. The shapes are those of Qwen3-8B: 32 query and 8 KV
+heads of 128 in bf16, slabs of 1,152 rows.
+"""
+
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from kvpolicy.kernels import (
+    triton_append,
+    triton_compact,
+    triton_decode,
+    triton_redundancy,
+)
+
+SLAB = {"CAPACITY": 1152, "DIM": 128}
+SHAPE = {**SLAB, "HEADS": 8}
+GROUP = {"GROUP": 4, "GROUP_BLOCK": 16, "DIM_BLOCK": 128}
+CHUNKS = {"CHUNKS": 3, "CHUNK": 384, "BLOCK": 64}
+MOVE = {"FILL": 0, "DIM": 128, "COLUMNS": 32, "BLOCK": 64}
+RKV = {"HEADS": 8, "ROWS": 1152, "DIM": 128, "DIM_BLOCK": 128, "BLOCK": 64}
+SUMS = {"SINKS": False, "SUMS": True, "SQUARES": False}
+GEMMA = {"SOFTCAP": 50.0, "SLIDING_WINDOW": 1024, "KEEP_LOGITS": True}
+PLAIN = {"SOFTCAP": 0.0, "SLIDING_WINDOW": 0, "KEEP_LOGITS": False}
+ON_A_GPU = {"TENSOR_CORES": True, "INTERPRET": False}
+
+# Types of what a kernel is given, by the names of its arguments. All other names are strides.
+TYPES = {
+    "*bf16": "query key value keys values window out sinks slab logits",
+    "*fp32": "sums chunk_top chunk_total chunk_output inverse_norms unit_sums similarity totals",
+    "*i64": "positions rows seq_len keep slots num_kept num_rows",
+    "*i32": "exempt",
+    "*u8": "live",
+    "fp32": "scaling factor threshold",
+}
+TYPE_OF = {name: kind for kind, names in TYPES.items() for name in names.split()}
+
+attend, join = triton_decode._attend_chunk, triton_decode._join_chunks
+KERNELS = {
+    "attend": (attend, {**SHAPE, **GROUP, **CHUNKS, **PLAIN, **ON_A_GPU}),
+    "attend with sums": (
+        attend,
+        {**SHAPE, **GROUP, **CHUNKS, **PLAIN, **ON_A_GPU, "KEEP_LOGITS": True},
+    ),
+    "attend in a window": (attend, {**SHAPE, **GROUP, **CHUNKS, **GEMMA, **ON_A_GPU}),
+    "join": (join, {**SHAPE, **GROUP, **CHUNKS, **SUMS, "SUMS": False}),
+    "join with sums": (join, {**SHAPE, **GROUP, **CHUNKS, **SUMS}),
+    "join with squares and sinks": (
+        join,
+        {**SHAPE, **GROUP, **CHUNKS, "SINKS": True, "SUMS": True, "SQUARES": True},
+    ),
+    "append": (
+        triton_append._append,
+        {**SLAB, **GROUP, "GROUP_BLOCK": 4, "WINDOW_SIZE": 8, "SLIDES": True, "RESCALED": True},
+    ),
+    "compact": (triton_compact._compact, {**MOVE, "HEADS": 8, "MOST_KEPT": 1024}),
+    "drop oldest": (triton_compact._drop_oldest, {**MOVE, "CAPACITY": 1152}),
+    "units": (triton_redundancy._units, {**RKV, "EPSILON": 1e-8}),
+    "exempt pairs": (triton_redundancy._exempt_pairs, {**RKV, "FIRST": False, "INTERPRET": False}),
+    "totals": (triton_redundancy._totals, RKV),
+}
+
+
+def compiled(kernel, constants: dict, warps: int) -> dict:
+    """What a kernel needs of a GPU: bytes of code and shared memory, registers, stack."""
+    names = kernel.arg_names
+    missing = constants.keys() - set(names)
+    assert not missing, f"the kernel has no {missing}"
+    signature = {name: TYPE_OF.get(name, "i32") for name in names}
+    signature |= dict.fromkeys(constants, "constexpr")
+    # Tensors begin at, and strides are, multiples of 16, as Triton finds when it is called.
+    aligned = {
+        (index,): [["tt.divisibility", 16]]
+        for index, name in enumerate(names)
+        if name not in constants and (name not in TYPE_OF or TYPE_OF[name].startswith("*"))
+        if name == "slab_row" or (not name.endswith("_row") and name != "rows_slot")
+    }
+    source = ASTSource(
+        fn=kernel,
+        signature=signature,
+        constexprs={(names.index(name),): value for name, value in constants.items()},
+        attrs=aligned,
+    )
+    options = {"num_warps": warps, "enable_fp_fusion": True}
+    built = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    return {
+        "kernel": kernel.fn.__name__,
+        "warps": warps,
+        "cubin": len(built.asm["cubin"]),
+        "shared": built.metadata.shared,
+        **resources(built.asm["cubin"]),
+        "tensor_cores": len(re.findall(r"\b(?:mma\.sync|wgmma\.mma_async)", built.asm["ptx"])),
+        "accesses": re.findall(r"\b(?:ld\.global|st\.global|bar\.sync)\b", built.asm["ptx"]),
+    }
+
+
+def resources(cubin: bytes) -> dict[str, int]:
+    """Registers of a thread, and bytes of its stack, where registers are spilled."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "kernel.cubin"
+        file.write_bytes(cubin)
+        command = [triton.knobs.nvidia.cuobjdump.path, "--dump-resource-usage", str(file)]
+        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    usage = dict(re.findall(r"\b([A-Z]+):(\d+)", text))
+    return {"registers": int(usage["REG"]), "stack": int(usage["STACK"])}
+
+
+if __name__ == "__main__":
+    assert "TRITON_INTERPRET" not in os.environ, "interpreted kernels cannot be compiled"
+    report = {
+        name: compiled(kernel, constants, warps=4) for name, (kernel, constants) in KERNELS.items()
+    }
+    json.dump(report, sys.stdout)

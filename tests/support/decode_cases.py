@@ -1,0 +1,206 @@
+"""Slabs with a new token each, and what loops make of them: cases for the operator of decoding."""
+
+import attrs
+import slab_reference as reference
+import torch
+from hypothesis import strategies as st
+from strategies import seeds
+from torch import Tensor
+
+from kvpolicy.kernels.decode import REDUCTIONS, Counts, DecodeSlabs
+
+# fp32 sums of up to 150 terms in another order; 16-bit weights and outputs have 8 bits.
+TOLERANCE = {torch.float32: 3e-5, torch.float16: 5e-3, torch.bfloat16: 3e-2}
+SUMS_TOLERANCE = 3e-5
+# Interpreters of some releases cut bf16 off instead of rounding it: queries times a factor.
+WINDOW_TOLERANCE = {torch.bfloat16: 2**-7}
+
+
+@attrs.define(eq=False)
+class Case:
+    """Slabs with gaps in their positions, and a new token each."""
+
+    group: int
+    dtype: torch.dtype
+    tensors: dict[str, Tensor | None] = attrs.field(repr=False)
+    options: dict[str, object]
+    reduction: str
+    tracks: list[Tensor] = attrs.field(repr=False)
+
+    @property
+    def slabs(self) -> DecodeSlabs:
+        named = self.tensors
+        others = [track for track in self.tracks if track is not named["sums"]]
+        slabs = (named["keys"], named["values"], named["positions"])
+        return DecodeSlabs(*slabs, others, named["sums"], named["window"], self.reduction)
+
+    @property
+    def arguments(self) -> dict[str, object]:
+        named = self.tensors
+        counts = Counts(named["rows"], named["seq_len"], named["live"])
+        new = {name: named[name] for name in ("query", "key", "value", "sinks")}
+        return {**new, **self.options, "slabs": self.slabs, "counts": counts}
+
+
+@st.composite
+def cases(
+    draw: st.DrawFn,
+    *,
+    slides: bool | None = None,
+    empty: float = 0.0,
+    adjacent: bool = False,
+    device: torch.device | str = "cpu",
+) -> Case:
+    """Cases on a device, with some number in rows that are not held.
+
+    The slots of a layer may be adjacent, or lie among those of other layers.
+    """
+    slots, heads = draw(st.integers(1, 3)), draw(st.integers(1, 2))
+    group = draw(st.sampled_from([1, 3, 4, 8]))
+    dim, capacity = draw(st.sampled_from([8, 20, 64])), draw(st.sampled_from([1, 9, 70, 150]))
+    dtype = draw(st.sampled_from(list(TOLERANCE)))
+    slides = draw(st.booleans()) if slides is None else slides
+    rng = torch.Generator().manual_seed(draw(seeds))
+
+    def normal(*size: int) -> Tensor:
+        return torch.randn(size, generator=rng)
+
+    def whole(low: int, high: int, *size: int) -> Tensor:
+        return torch.randint(low, high + 1, size, generator=rng)
+
+    # A slab among those of other layers: its slots do not lie side by side.
+    layer, layers = draw(st.integers(0, 1)), 2
+    by_slot = not adjacent and draw(st.booleans())
+
+    def stacked(*size: int, fill: float, dtype: torch.dtype) -> Tensor:
+        shape = (slots, layers, *size) if by_slot else (layers, slots, *size)
+        stack = torch.full(shape, fill, dtype=dtype, device=device)
+        return stack[:, layer] if by_slot else stack[layer]
+
+    most = capacity if slides else capacity - 1
+    rows = whole(0, most, slots, heads)
+    if slides and draw(st.booleans()):
+        rows[:] = capacity  # every slab drops a row
+    seq_len = rows.amax(1) + whole(0, 40, slots)
+    tensors: dict[str, Tensor | None] = {
+        "query": normal(slots, heads * group, dim).to(dtype),
+        "key": normal(slots, heads, dim).to(dtype),
+        # As models make them: heads behind tokens.
+        "value": normal(heads, slots, dim).to(dtype).transpose(0, 1),
+        "keys": stacked(heads, capacity, dim, fill=empty, dtype=dtype),
+        "values": stacked(heads, capacity, dim, fill=empty, dtype=dtype),
+        "positions": stacked(heads, capacity, fill=-1, dtype=torch.int64),
+        "sums": stacked(heads, capacity, fill=0, dtype=torch.float32),
+        "window": None,
+        # Cut from the counts of layers with more heads.
+        "rows": torch.nn.functional.pad(rows, (0, 1), value=10**6)[:, :heads],
+        "seq_len": seq_len,
+        "live": torch.rand(slots, generator=rng) < 0.8,
+        "sinks": normal(heads * group) if draw(st.booleans()) else None,
+    }
+    if draw(st.booleans()):
+        tensors["window"] = stacked(heads * group, 5, dim, fill=0, dtype=dtype)
+    tracks = [stacked(heads, capacity, fill=0, dtype=torch.float32) for _ in range(2)]
+    for slot in range(slots):
+        for head in range(heads):
+            num, length = int(rows[slot, head]), int(seq_len[slot])
+            old = torch.randperm(length, generator=rng)[:num].sort().values
+            tensors["positions"][slot, head, :num] = old.to(device)
+            for slab in (tensors["keys"], tensors["values"]):
+                slab[slot, head, :num] = normal(num, dim).to(device, dtype)
+            for slab in (*tracks, tensors["sums"]):
+                slab[slot, head, :num] = normal(num).to(device)
+    if draw(st.booleans()):
+        tracks.append(tensors["sums"])
+    else:
+        tensors["sums"] = None
+    options = {
+        "scaling": draw(st.sampled_from([dim**-0.5, 0.3])),
+        "softcap": draw(st.sampled_from([0.0, 5.0])),
+        "sliding_window": capacity if slides else draw(st.sampled_from([0, 1, 12])),
+    }
+    if not slides and options["sliding_window"] == capacity:
+        options["sliding_window"] = 0
+    moved = {name: None if one is None else one.to(device) for name, one in tensors.items()}
+    return Case(group, dtype, moved, options, draw(st.sampled_from(REDUCTIONS)), tracks)
+
+
+def expected(case: Case) -> tuple[Tensor, dict[str, Tensor], list[Tensor]]:
+    """Output, slabs and tracks that loops make of a case."""
+    named = {
+        name: None if one is None else one.detach().cpu().clone()
+        for name, one in case.tensors.items()
+    }
+    tracks = [track.cpu().clone() for track in case.tracks]
+    if named["sums"] is not None:
+        named["sums"] = tracks[-1]
+    window = case.options["sliding_window"]
+    capacity, dim = named["keys"].shape[2:]
+    output = torch.zeros(named["query"].shape, dtype=torch.float64)
+    for slot, head in torch.cartesian_prod(*map(torch.arange, named["rows"].shape)).view(-1, 2):
+        if not named["live"][slot]:
+            continue
+        num, now = int(named["rows"][slot, head]), int(named["seq_len"][slot])
+        slabs = [named["keys"], named["values"], *tracks]
+        if num == capacity and window == capacity:
+            for slab, empty in [*((slab, 0) for slab in slabs), (named["positions"], -1)]:
+                rows = list(slab[slot, head].clone())
+                rows = reference.drop_first(rows, torch.full_like(rows[0], empty))
+                slab[slot, head] = torch.stack(rows)
+            num -= 1
+        named["keys"][slot, head, num] = named["key"][slot, head]
+        named["values"][slot, head, num] = named["value"][slot, head]
+        named["positions"][slot, head, num] = now
+        at = named["positions"][slot, head].tolist()
+        seen = [row <= num and (not window or at[row] > now - window) for row in range(capacity)]
+        keys, values = (named[name][slot, head].double().tolist() for name in ("keys", "values"))
+        for q in range(int(head) * case.group, (int(head) + 1) * case.group):
+            query = named["query"][slot, q]
+            if named["window"] is not None:
+                factor = case.options["scaling"] * dim**0.5
+                same = abs(factor - 1) < 1e-6
+                remembered = query if same else query * factor
+                named["window"][slot, q, now % named["window"].shape[2]] = remembered
+            sink = None if named["sinks"] is None else float(named["sinks"][q])
+            result, weights = reference.attention(
+                query.double().tolist(),
+                keys,
+                values,
+                seen,
+                case.options["scaling"],
+                case.options["softcap"],
+                sink,
+            )
+            output[slot, q] = torch.tensor(result, dtype=torch.float64)
+            if named["sums"] is not None:
+                squared = case.reduction == "squares"
+                received = [w * w if squared else w for w in weights]
+                named["sums"][slot, head] += torch.tensor(received)
+    return output, named, tracks
+
+
+def assert_as_expected(
+    case: Case, output: Tensor, wanted: tuple, sums_tolerance: float = SUMS_TOLERANCE
+) -> None:
+    wanted_output, wanted_tensors, wanted_tracks = wanted
+    live = case.tensors["live"].cpu()
+    assert output.isfinite().all()
+    torch.testing.assert_close(
+        output.cpu().double()[live], wanted_output[live], rtol=0, atol=TOLERANCE[case.dtype]
+    )
+    for name in ("keys", "values", "positions"):
+        torch.testing.assert_close(
+            case.tensors[name].cpu(), wanted_tensors[name], rtol=0, atol=0, equal_nan=True
+        )
+    if case.tensors["window"] is not None:
+        torch.testing.assert_close(
+            case.tensors["window"].cpu(),
+            wanted_tensors["window"],
+            rtol=WINDOW_TOLERANCE.get(case.dtype, 0),
+            atol=0,
+        )
+    for track, wanted_track in zip(case.tracks, wanted_tracks, strict=True):
+        received = track is case.tensors["sums"]
+        torch.testing.assert_close(
+            track.cpu(), wanted_track, rtol=0, atol=sums_tolerance if received else 0
+        )
