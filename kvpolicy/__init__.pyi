@@ -14,6 +14,7 @@ from kvpolicy.hooks.discovery import load_policy as load_policy
 from kvpolicy.hooks.discovery import register_file as register_file
 from kvpolicy.markers import hookimpl as hookimpl
 from kvpolicy.model.loading import load_model as load_model
+from kvpolicy.model.packed import packed_model as packed_model
 from kvpolicy.plan.plan import Plan as Plan
 from kvpolicy.state import Memory as Memory
 from kvpolicy.state import Parts as Parts

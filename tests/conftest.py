@@ -15,6 +15,7 @@ import importlib.util
 import signal
 import socket
 import sys
+from collections.abc import Iterator
 from importlib.abc import MetaPathFinder
 
 import hypothesis
@@ -75,6 +76,14 @@ def _no_network(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(socket.socket, "connect", refuse)
     monkeypatch.setattr(socket.socket, "connect_ex", refuse)
+
+
+@pytest.fixture(scope="module")
+def packs_small_products() -> Iterator[None]:
+    """Let the products of tiny models be packed, although that makes them slower."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("kvpolicy.model.packed.MIN_BYTES", 0)
+        yield
 
 
 @pytest.fixture(autouse=True, scope="module")

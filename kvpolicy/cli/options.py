@@ -7,6 +7,7 @@ import inspect
 import os
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
+from enum import Enum
 from functools import wraps
 from pathlib import Path
 from shlex import quote
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import attrs
 import typer
 
-from kvpolicy.cli.output import info, info_text
+from kvpolicy.cli.output import format_bytes, info, info_text
 from kvpolicy.cli.prompts import Prompt, in_chat_template, read_prompts, read_standard_input
 from kvpolicy.entry_points import default_name, installed, load_installed
 from kvpolicy.errors import KVPolicyError, OutputError
@@ -23,6 +24,8 @@ from kvpolicy.plugin_code import plugin_code
 from kvpolicy.validators import MAX_SEED
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
     from kvpolicy.engine.engine import Engine, Run
     from kvpolicy.plan.plan import Plan
     from kvpolicy.plan.toml import Override
@@ -45,6 +48,13 @@ def _model_or_default(model: str | None) -> str:
         )
         raise KVPolicyError(msg)
     return model
+
+
+class WeightOrder(Enum):
+    """Order of the weights of linear layers; the values of `kvpolicy.model.packed.CpuWeights`."""
+
+    plain = "plain"
+    packed = "packed"
 
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
@@ -92,6 +102,14 @@ TrustRemoteCode = Annotated[
     typer.Option(
         "--trust-remote-code",
         help="Run Python code that comes with the model.",
+        rich_help_panel=MODEL,
+    ),
+]
+CpuWeights = Annotated[
+    WeightOrder,
+    typer.Option(
+        "--cpu-weights",
+        help="Packed: faster steps on a CPU; tokens may differ by rounding.",
         rich_help_panel=MODEL,
     ),
 ]
@@ -215,6 +233,7 @@ class GenerationOptions:
     dtype: Dtype = "auto"
     device: Device = None
     trust_remote_code: TrustRemoteCode = False
+    cpu_weights: CpuWeights = WeightOrder.plain
     slots: Slots = 8
 
 
@@ -296,7 +315,9 @@ def prepare(
         device=options.device,
         trust_remote_code=options.trust_remote_code,
         tp_plan="auto" if tensor_parallel else None,
+        cpu_weights=options.cpu_weights.value,
     )
+    tell_packing(model, options.cpu_weights)
     prompts = in_chat_template(prompts, tokenizer, chat=options.chat)
     on_hook_error: Any = "answer" if keep_going else "raise"
     engine = Engine(model, tokenizer, plan, slots=options.slots, on_hook_error=on_hook_error)
@@ -306,6 +327,24 @@ def prepare(
         "stop": tuple(options.stop or ()),
     }
     return Generation(engine, prompts, arguments)
+
+
+def tell_packing(model: "PreTrainedModel", cpu_weights: WeightOrder) -> None:
+    """Say how much memory packed weights take, or that none were packed, if that was asked for."""
+    from kvpolicy.model.packed import MIN_BYTES, packed_weights
+
+    found = packed_weights(model)
+    if found.num_layers:
+        info(
+            f"packed {found.num_layers} linear layers as {found.num_products} products: "
+            f"{format_bytes(found.packed_bytes)} of packed weights, and "
+            f"{format_bytes(found.released_bytes)} of plain ones released."
+        )
+    elif cpu_weights is WeightOrder.packed:
+        info(
+            f"no weights were packed: all products of this model have less than "
+            f"{format_bytes(MIN_BYTES)} of them, and would get slower."
+        )
 
 
 def _prompts(options: GenerationOptions) -> list[Prompt]:

@@ -28,6 +28,7 @@ from kvpolicy.errors import KVPolicyError, ModelError, RequestError
 from kvpolicy.hooks.discovery import policy_names
 from kvpolicy.kernels.draw import NO_TOKEN
 from kvpolicy.model.adapter import ModelAdapter
+from kvpolicy.model.packed import CpuWeights, packed_model, packed_weights, wants_packing
 from kvpolicy.model.static_forward import Compiled, compile_problem
 from kvpolicy.plan.plan import Plan
 from kvpolicy.plan.resolved import ResolvedPlan
@@ -53,6 +54,7 @@ class Engine:
         eager_reason: Why decode steps take the eager path; ``None``: they are static.
         compiled: Runs static steps, if they are compiled.
         max_tokens_per_forward: The most prompt tokens of all sequences in one forward.
+        weights: The packed weights of the model, if it has any.
         steps_per_read: The most static decode steps whose tokens are read together.
     """
 
@@ -68,6 +70,7 @@ class Engine:
         on_hook_error: OnHookError = "raise",
         eager: bool = False,
         compile: bool = False,
+        cpu_weights: CpuWeights = "plain",
         steps_per_read: int | None = None,
     ) -> None:
         """Bind a plan to a model, which is left as it is.
@@ -92,13 +95,17 @@ class Engine:
             compile: Whether `torch.compile` compiles the model's forward of a decode step, when
                 the first one runs. It needs a C++ compiler, or Triton on a GPU, and takes a
                 minute or more for a large model; tokens may differ by rounding.
+            cpu_weights: ``"packed"`` runs `kvpolicy.packed_model` of the model: faster steps on
+                a CPU, with products that differ by rounding. The plain weights stay in memory
+                beside the packed ones, since the model is left as it is; to release them, give
+                ``packed_model(model, release=True)`` for the model instead.
             steps_per_read: The most static decode steps that follow each other before their
                 tokens are read. Stop strings, cancelling and new requests take effect when they
                 are; results are the same. ``None``: 8 on a GPU, where reading is a wait, and 1 on
                 a CPU.
 
         Raises:
-            ModelError: If the engine cannot run the model, or cannot compile it.
+            ModelError: If the engine cannot run the model, pack its weights, or compile it.
             PlanError: If the plan does not fit the model.
         """
         sizes = {"slots": slots, "chunk": chunk, "max_tokens_per_forward": max_tokens_per_forward}
@@ -116,7 +123,16 @@ class Engine:
             )
             raise KVPolicyError(msg)
         self.errors = ErrorScope(on_hook_error)
+        if wants_packing(cpu_weights):
+            if isinstance(model, ModelAdapter):
+                msg = (
+                    "the engine was given cpu_weights='packed' and an adapter, whose model is "
+                    "chosen already; make the adapter of packed_model(model)"
+                )
+                raise KVPolicyError(msg)
+            model = packed_model(model)
         self.adapter = model if isinstance(model, ModelAdapter) else ModelAdapter(model)
+        self.weights = packed_weights(self.adapter.model)
         self.tokenizer = tokenizer
         self.plan = plan.resolve(self.adapter.num_layers)
         self.stacks = self.plan.stacks()
@@ -323,6 +339,8 @@ class Run:
             peak_kv_bytes=self.batch.cache.peak_bytes,
             num_processes=self.engine.adapter.processes.num_processes,
             path=f"eager: {reason}" if (reason := self.engine.eager_reason) else "static",
+            packed_bytes=self.engine.weights.packed_bytes,
+            released_bytes=self.engine.weights.released_bytes,
             compactions=self.batch.compactor.num_compactions,
             **attrs.asdict(self.batch.timings),
         )

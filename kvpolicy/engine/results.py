@@ -88,6 +88,8 @@ class RunReport:
             temporary copy of a compaction.
         num_processes: Processes that share the model and its cache.
         path: How decode steps were run: ``"static"``, or ``"eager: REASON"``.
+        packed_bytes: Bytes of packed weights, which are beside the plain ones.
+        released_bytes: Bytes of plain weights that were freed after packing.
     """
 
     num_requests: int = 0
@@ -112,6 +114,8 @@ class RunReport:
     peak_kv_bytes: int = 0
     num_processes: int = 1
     path: str = "static"
+    packed_bytes: int = 0
+    released_bytes: int = 0
 
     def add(self, result: Result) -> None:
         """Count a finished request."""

@@ -11,6 +11,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from kvpolicy.model.loading import load_model
+from kvpolicy.model.packed import CpuWeights, packed_weights
 from kvpolicy.model.tensor_parallel import refuse_several_processes
 
 # Entries of a configuration that do not change a model's output.
@@ -25,7 +26,7 @@ class ModelInfo:
         name: Its name, hub id or folder, as the user typed it.
         fingerprint: Hash of its configuration and weights.
         device: Its device.
-        dtype: Its precision.
+        dtype: Its precision, and whether its weights are packed.
         num_layers: Number of decoder layers.
         num_parameters: Number of parameters.
     """
@@ -53,11 +54,13 @@ class ModelCache:
         dtype: Precision, as in `kvpolicy.model.loading.load_model`.
         device: Device, as in `load_model`.
         trust_remote_code: Whether to run code that comes with a model.
+        cpu_weights: Order of the weights, as in `load_model`.
     """
 
     dtype: str = "auto"
     device: str | None = None
     trust_remote_code: bool = False
+    cpu_weights: CpuWeights = "plain"
     _name: str | None = attrs.field(default=None, init=False)
     _loaded: tuple[Any, Any] | None = attrs.field(default=None, init=False)
 
@@ -83,6 +86,7 @@ class ModelCache:
                 dtype=self.dtype,
                 device=self.device,
                 trust_remote_code=self.trust_remote_code,
+                cpu_weights=self.cpu_weights,
             )
         return self._loaded
 
@@ -106,11 +110,12 @@ def describe_model(name: str, model: PreTrainedModel) -> ModelInfo:
         name: Its name as the user typed it.
         model: The model.
     """
+    packed = ", packed" if packed_weights(model).num_layers else ""
     return ModelInfo(
         name=name,
         fingerprint=fingerprint(model),
         device=str(model.device),
-        dtype=str(model.dtype).removeprefix("torch."),
+        dtype=str(model.dtype).removeprefix("torch.") + packed,
         num_layers=model.config.get_text_config(decoder=True).num_hidden_layers,
         num_parameters=sum(parameter.numel() for parameter in model.parameters()),
     )
@@ -119,8 +124,8 @@ def describe_model(name: str, model: PreTrainedModel) -> ModelInfo:
 def fingerprint(model: nn.Module) -> str:
     """Hash a model's configuration and all its weights.
 
-    The name and the folder do not count. The precision does: a model in another precision gives
-    other answers.
+    The name and the folder do not count. The precision does, and whether the weights are packed:
+    both change answers.
 
     Args:
         model: A Hugging Face model.
@@ -138,6 +143,8 @@ def fingerprint(model: nn.Module) -> str:
         # An XOR over all values, computed on the model's device: seconds for billions of values.
         value = torch.hash_tensor(tensor.detach()).view(torch.int64).item()
         digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype} {value};".encode())
+    if packed_weights(model).num_layers:
+        digest.update(b"packed")
     return digest.hexdigest()[:16]
 
 

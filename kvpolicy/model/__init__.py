@@ -1,1 +1,1 @@
-"""How transformers models are called: the adapter, attention, RoPE, loading."""
+"""How transformers models are called: the adapter, attention, RoPE, loading, packed weights."""

@@ -19,6 +19,7 @@ from kvpolicy.entry_points import installed, load_installed
 from kvpolicy.errors import KVPolicyError, ModelError, error_summary
 from kvpolicy.files import read_json
 from kvpolicy.model.hub import hub_reachable
+from kvpolicy.model.packed import CpuWeights, packed_model, wants_packing
 from kvpolicy.model.tensor_parallel import TpPlan, loading_options
 from kvpolicy.plugin_code import plugin_code
 
@@ -57,6 +58,7 @@ def load_model(
     device: str | None = None,
     trust_remote_code: bool = False,
     tp_plan: TpPlan | None = None,
+    cpu_weights: CpuWeights = "plain",
 ) -> tuple[PreTrainedModel, Any]:
     """Load a decoder-only model and its tokenizer, ready to generate.
 
@@ -69,13 +71,17 @@ def load_model(
         tp_plan: Splits the model over the processes that torchrun has started, each of which
             calls this: ``"auto"`` for the model's own plan, or a style for each of some modules.
             Each process takes a device of its own.
+        cpu_weights: ``"packed"`` gives the `kvpolicy.packed_model` of the model, with its plain
+            weights released.
 
     Returns:
         The model and its tokenizer.
 
     Raises:
-        ModelError: The model or its tokenizer cannot be loaded, or the model cannot be split.
+        ModelError: The model or its tokenizer cannot be loaded, or the model cannot be split or
+            packed.
     """
+    packing = wants_packing(cpu_weights)
     source, wanted = _find(name, dtype)
     if _is(Path.is_dir, source):
         _check_weights(name, Path(source))
@@ -109,9 +115,12 @@ def load_model(
     problem = _weights_problem(info) or _tokenizer_problem(tokenizer)
     if problem is not None:
         raise _cannot_load(name, problem)
-    if tp_plan is not None:
-        return model.eval(), tokenizer
-    return move(model.eval(), device or ("cuda" if torch.cuda.is_available() else "cpu")), tokenizer
+    model = model.eval()
+    if tp_plan is None:
+        model = move(model, device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    if packing:
+        model = packed_model(model, release=True)
+    return model, tokenizer
 
 
 def load_skeleton(

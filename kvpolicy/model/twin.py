@@ -81,11 +81,23 @@ class Copies:
         seen: Dictionaries of the model, each with the values that it had.
     """
 
-    def __init__(self, model: PreTrainedModel, attention: str) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        attention: str | None,
+        replaced: Mapping[int, nn.Module] | None = None,
+    ) -> None:
+        """Make a twin.
+
+        Args:
+            model: The model.
+            attention: Name of the attention function that the twin calls; ``None`` for its own.
+            replaced: Modules to stand in the place of others, by the ``id`` of these.
+        """
         self.seen: list[tuple[Mapping[str, Any], list[Any]]] = []
         self._attention = attention
         self._configs: dict[int, PreTrainedConfig] = {}
-        self._modules: dict[int, nn.Module] = {}
+        self._modules: dict[int, nn.Module] = dict(replaced or {})
         self.twin: PreTrainedModel = self._module(model)  # type: ignore[assignment]
 
     def hookable(self, original: nn.Module) -> nn.Module:
@@ -149,5 +161,6 @@ class Copies:
                     for name, value in vars(original).items()
                 }
             )
-            config._attn_implementation = self._attention
+            if self._attention is not None:
+                config._attn_implementation = self._attention
         return self._configs[id(original)]

@@ -38,6 +38,11 @@ def unwrapped(model: Any) -> PreTrainedModel:
     raise ModelError(msg)
 
 
+def has_adapters(model: nn.Module) -> bool:
+    """Whether a model has layers of PEFT."""
+    return any(type(module).__module__.startswith("peft.") for module in model.modules())
+
+
 def row_arguments(model: PreTrainedModel) -> list[str]:
     """Arguments for single rows, such as ``adapter_names``, that PEFT has given to its layers.
 

@@ -56,6 +56,37 @@ def test_the_share_of_a_full_cache_that_was_saved_is_printed(
     assert "nothing was evicted" not in shown.err
 
 
+@pytest.mark.usefixtures("packs_small_products")
+def test_packed_weights_are_counted_and_give_the_tokens_of_a_packed_engine(
+    kvpolicy: Shell, model_folder: Path
+) -> None:
+    words = ("run", PROMPTS[0], "--model", model_folder, *H2O, "--cpu-weights")
+    plain, packed = (kvpolicy(*words, order, "--json") for order in ("plain", "packed"))
+    assert packed.status == 0, packed.err
+    assert "packed" not in plain.err
+    (_, without), (result, run) = plain.json_lines, packed.json_lines
+    assert without["packed_bytes"] == without["released_bytes"] == 0
+    assert run["packed_bytes"] >= run["released_bytes"] > 0
+    assert "linear layers as 9 products: " in packed.err
+    model, tokenizer = load_model(str(model_folder), cpu_weights="packed")
+    engine = Engine(model, tokenizer, Plan.uniform("h2o", budget=16, buffer=8))
+    (expected,) = engine.generate(PROMPTS[:1], max_new_tokens=30).results()
+    assert result["tokens"] == list(expected.tokens)
+    assert run["packed_bytes"] == engine.weights.packed_bytes
+    assert run["released_bytes"] == engine.weights.released_bytes
+
+
+def test_a_small_model_stays_plain_and_says_so(
+    kvpolicy: Shell, model_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvpolicy.model.packed.MIN_BYTES", 2**19)
+    words = ("run", PROMPTS[0], "--model", model_folder, *H2O, "--cpu-weights", "packed", "--json")
+    found = kvpolicy(*words)
+    assert found.json_lines[1]["packed_bytes"] == 0
+    assert "no weights were packed: " in found.err
+    assert "less than 512.0 KiB" in found.err
+
+
 def test_a_run_that_evicts_nothing_says_so(kvpolicy: Shell, model_folder: Path) -> None:
     words = ("run", PROMPTS[0], "--model", model_folder, "--policy", "h2o", "--budget", 500)
     limit = ("--max-new-tokens", 5)

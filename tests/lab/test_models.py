@@ -3,12 +3,14 @@
 import copy
 from pathlib import Path
 
+import attrs
 import pytest
 import torch
 from tiny import tiny_model
 
-from kvpolicy.lab.models import fingerprint, fingerprint_texts
+from kvpolicy.lab.models import ModelCache, fingerprint, fingerprint_texts
 from kvpolicy.model.loading import load_model
+from kvpolicy.model.packed import packed_model
 
 
 def test_equal_models_have_equal_fingerprints_and_others_have_others() -> None:
@@ -31,6 +33,18 @@ def test_a_fingerprint_does_not_depend_on_where_a_model_lies(
     model.save_pretrained(tmp_path / "copy")
     tokenizer.save_pretrained(tmp_path / "copy")
     assert fingerprint(load_model(str(tmp_path / "copy"))[0]) == fingerprint(model)
+
+
+@pytest.mark.usefixtures("packs_small_products")
+def test_packed_weights_are_named_and_have_another_fingerprint(model_folder: Path) -> None:
+    plain, _ = ModelCache().describe(str(model_folder))
+    packed, _ = ModelCache(cpu_weights="packed").describe(str(model_folder))
+    assert (plain.dtype, packed.dtype) == ("float32", "float32, packed")
+    assert packed.fingerprint != plain.fingerprint
+    changed = {"dtype": plain.dtype, "fingerprint": plain.fingerprint}
+    assert attrs.evolve(packed, **changed) == plain
+    unreleased = packed_model(load_model(str(model_folder))[0])
+    assert fingerprint(unreleased) == packed.fingerprint
 
 
 def test_a_fingerprint_does_not_depend_on_the_version_that_loads_a_model(

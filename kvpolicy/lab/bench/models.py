@@ -2,7 +2,7 @@
 
 import attrs
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, Qwen3Config
 
 from kvpolicy.errors import ModelError, error_summary
 from kvpolicy.model.loading import as_dtype, move
@@ -22,6 +22,7 @@ class Shape:
         vocab_size: Size of the vocabulary.
         tied: Whether head and embedding share one matrix.
         words: Short description.
+        family: A key of `CONFIGS`; Qwen3 normalises queries and keys.
     """
 
     num_layers: int
@@ -33,14 +34,23 @@ class Shape:
     vocab_size: int
     tied: bool
     words: str
+    family: str = "llama"
 
+
+CONFIGS = {"llama": LlamaConfig, "qwen3": Qwen3Config}
 
 SHAPES = {
-    "tiny": Shape(2, 64, 160, 4, 2, 16, 512, True, "to try the command"),
+    "tiny": Shape(2, 64, 160, 4, 2, 32, 512, True, "to try the command"),
+    "host": Shape(
+        36, 64, 128, 4, 2, 16, 512, True, "36 tiny layers: the time of the host", family="qwen3"
+    ),
     "5m": Shape(4, 256, 768, 4, 2, 64, 4096, True, "for long texts in little time"),
     "30m": Shape(8, 512, 1664, 8, 2, 64, 8192, True, "2 KV heads: a small cache"),
     "100m": Shape(12, 768, 2048, 12, 4, 64, 32000, True, "three query heads to a KV head"),
     "8b": Shape(32, 4096, 14336, 32, 8, 128, 128256, False, "that of Llama-3.1-8B"),
+    "qwen3-8b": Shape(
+        36, 4096, 12288, 32, 8, 128, 151936, False, "that of Qwen3-8B", family="qwen3"
+    ),
 }
 
 
@@ -66,7 +76,7 @@ def random_model(
     if not isinstance(torch_dtype, torch.dtype):
         msg = f"a model with random weights needs a dtype, not '{dtype}'; give for example float32"
         raise ModelError(msg)
-    config = LlamaConfig(
+    config = CONFIGS[shape.family](
         vocab_size=shape.vocab_size,
         hidden_size=shape.hidden_size,
         intermediate_size=shape.intermediate_size,
@@ -83,7 +93,7 @@ def random_model(
     try:
         with torch.random.fork_rng(range(torch.cuda.device_count())), torch.device(device):
             torch.manual_seed(seed)
-            model = LlamaForCausalLM._from_config(config, dtype=torch_dtype).eval()
+            model = AutoModelForCausalLM.from_config(config, dtype=torch_dtype).eval()
     except (RuntimeError, AssertionError) as error:
         msg = f"the model cannot be built on device '{device}': {error_summary(error)}"
         raise ModelError(msg) from error
@@ -104,6 +114,13 @@ def weight_bytes(model: PreTrainedModel) -> int:
     if head is None or head.weight is not embedding:
         read.pop(id(embedding), None)
     return sum(read.values())
+
+
+def kv_row_bytes(model: PreTrainedModel) -> int:
+    """Bytes of keys and values of one token of one sequence in all layers."""
+    config = model.config
+    numbers = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
+    return int(numbers * model.dtype.itemsize)
 
 
 def shape_named(name: str) -> Shape:

@@ -6,16 +6,19 @@ from statistics import median
 import attrs
 import numpy as np
 
-from kvpolicy.lab.bench.baselines import GENERATE
-from kvpolicy.lab.bench.bench import Turn, Workload
-from kvpolicy.lab.bench.contender import Contender, Measurement
+from kvpolicy.lab.bench.contender import STREAMING, Decode, Measurement, Text
+from kvpolicy.lab.bench.limit import LIMIT, ModelSize, least_step_s
+from kvpolicy.lab.bench.turns import Job, Turn
 
 _NUM_POINTS = 64  # of a curve
 
+# What was measured in a round, by the names of contender and work.
+Round = Mapping[tuple[str, str], Measurement]
+
 
 @attrs.frozen
-class Ratio:
-    """A ratio of speeds within a round.
+class Spread:
+    """A quantity over the rounds.
 
     Attributes:
         median: Median over the rounds.
@@ -30,110 +33,188 @@ class Ratio:
 
 @attrs.frozen
 class BenchResult:
-    """Result of one contender.
+    """Result of one contender at one work.
 
     Attributes:
         name: The contender.
+        work: The work.
+        held: Tokens of each text; ``None`` for whole texts.
+        batch: Sequences decoded together.
         policy: Policy that gives it its colour in figures; empty for none.
         budget: Rows that stay; ``None`` if nothing is evicted.
+        mean_ms: Mean milliseconds of a decode step, compactions included.
         decode_tok_s: Decoded tokens per second of all sequences, median over rounds.
         prefill_tok_s: Prompt tokens per second without padding; ``None`` without a prefill.
         step_ms: Median milliseconds of a decode step, median over rounds.
         step_p95_ms: 95th percentile of the milliseconds of a decode step, median over rounds.
-        ratio: Decode speed relative to ``generate``; ``None`` if that was not measured.
-        baseline: Contender with the same policy in another library; ``None`` if there is none.
-        baseline_ratio: Decode speed relative to that contender.
-        policy_share: Share of the decode time spent on policies; ``None`` if not measured.
+        ratios: Decode speed relative to other contenders at this work, by what they are called: to
+            those of `Contender.references` that were measured.
+        policy_cost: Share of a step that the policy takes, by difference to StreamingLLM with as
+            many rows: compactions and what attention sums for it included. ``None`` if that was
+            not measured.
+        policy_share: Share of the decode time spent in policies' own code; ``None`` if not
+            measured.
+        compactions: Compactions of one sequence in one layer during the measured steps of a
+            round, median; ``None`` for contenders that do not count them.
+        compacting_ratio: Milliseconds of a step in which any sequence is compacted, relative to one
+            without, medians of both; ``None`` if there were not both kinds.
+        rows_mean: Rows of keys and values that a sequence attends to, mean over steps.
         kv_bytes: Peak bytes of the cache.
-        limit_share: Speed relative to reading weights, keys and values at the memory's
-            bandwidth; ``None`` if the bandwidth is not known.
+        limit_ms: Least milliseconds of a step over as many rows, by the limit of the machine in the
+            same round; ``None`` if that was not measured.
+        limit_share: These divided by its own milliseconds.
+        path: How steps were run: ``"static"``, or ``"eager: REASON"``; empty if that is not known.
+        device_bytes: Peak bytes allocated on a GPU; ``None`` without one.
         rounds: Tokens per second in each round.
-        curve: Tokens generated so far, and median milliseconds of a step there.
+        curve: Tokens generated so far, and median milliseconds of a step there, of whole texts.
     """
 
     name: str
+    work: str
+    held: int | None
+    batch: int
     policy: str
     budget: float | None
+    mean_ms: Spread
     decode_tok_s: float
     prefill_tok_s: float | None
     step_ms: float
     step_p95_ms: float
-    ratio: Ratio | None
-    baseline: str | None
-    baseline_ratio: Ratio | None
+    ratios: Mapping[str, Spread]
+    policy_cost: Spread | None
     policy_share: float | None
+    compactions: float | None
+    compacting_ratio: Spread | None
+    rows_mean: float
     kv_bytes: int
+    limit_ms: float | None
     limit_share: float | None
+    path: str
+    device_bytes: float | None
     rounds: tuple[float, ...]
     curve: tuple[tuple[float, float], ...]
 
 
-def summarize(
-    turns: Sequence[Turn],
-    contenders: Sequence[Contender],
-    workload: Workload,
-    *,
-    weight_bytes: int = 0,
-    bandwidth_gb_s: float | None = None,
-) -> list[BenchResult]:
+def complete_rounds(turns: Iterable[Turn], jobs: Sequence[Job]) -> list[Round]:
+    """The rounds in which every job was measured."""
+    rounds: dict[int, dict[tuple[str, str], Measurement]] = {}
+    for turn in turns:
+        rounds.setdefault(turn.round, {})[turn.job] = turn.measured
+    names = {job.name for job in jobs}
+    return [found for _, found in sorted(rounds.items()) if names <= found.keys()]
+
+
+def summarize(turns: Iterable[Turn], jobs: Sequence[Job], size: ModelSize) -> list[BenchResult]:
     """Summarize all complete rounds.
 
     Args:
-        turns: What was measured, in the order of `kvpolicy.lab.bench.bench.measure`.
-        contenders: The contenders.
-        workload: The work of each.
-        weight_bytes: Bytes of weights that every decode step reads.
-        bandwidth_gb_s: Bandwidth of the memory in GB/s, if known.
+        turns: What was measured.
+        jobs: The jobs.
+        size: Size of the model.
 
     Returns:
-        One result for each contender, in order; none if no round is complete.
+        One result for each job, in order; none if no round is complete.
     """
-    size = len(contenders)
-    rounds = [dict(turns[end - size : end]) for end in range(size, len(turns) + 1, size)]
+    rounds = complete_rounds(turns, jobs)
+    batch_of = {job.name: job.work.batch for job in jobs}
     if not rounds:
         return []
-    prompt_tokens = sum(map(len, workload.prompts(vocab_size=1)))
 
-    def limit_share(measured: Measurement) -> float | None:
-        if bandwidth_gb_s is None:
-            return None
-        read_bytes = weight_bytes * len(measured.steps_s) + measured.read_bytes
-        return read_bytes / (bandwidth_gb_s * 1e9) / sum(measured.steps_s)
+    def result(job: Job) -> BenchResult:
+        contender, work = job.contender, job.work
+        measured = [found[job.name] for found in rounds]
+        speeds = tuple(work.batch / one.mean_step_s for one in measured)
+        prompt_tokens = sum(map(len, work.prompts(1))) if isinstance(work, Text) else 0
 
-    def result(contender: Contender) -> BenchResult:
-        measured = [found[contender.name] for found in rounds]
-        speeds = tuple(workload.batch / one.mean_step_s for one in measured)
+        def relative_to(other: str) -> Spread:
+            """Speed relative to another contender at this work."""
+            theirs = batch_of[other, work.name]
+            found = [one[other, work.name].mean_step_s / theirs for one in rounds]
+            return _spread(speed * step for speed, step in zip(speeds, found, strict=True))
+
+        present = {
+            called: other
+            for called, other in contender.references.items()
+            if (other, work.name) in rounds[0]
+        }
+        ratios = {called: relative_to(other) for called, other in present.items()}
+        streaming = present.get(STREAMING)
+        is_alike = streaming is not None and batch_of[streaming, work.name] == work.batch
+        least_ms = [
+            _least_ms(found[job.name], work.batch, _limit(found, work.name), size)
+            for found in rounds
+        ]
+
         return BenchResult(
             name=contender.name,
+            work=work.name,
+            held=work.held if isinstance(work, Decode) else None,
+            batch=work.batch,
             policy=contender.policy,
             budget=contender.budget,
+            mean_ms=_spread(one.mean_step_s * 1e3 for one in measured),
             decode_tok_s=median(speeds),
             prefill_tok_s=_median(
                 None if one.prefill_s is None else prompt_tokens / one.prefill_s for one in measured
             ),
             step_ms=median(_percentile_ms(one, 50) for one in measured),
             step_p95_ms=median(_percentile_ms(one, 95) for one in measured),
-            ratio=_ratio(contender.name, GENERATE, rounds),
-            baseline=contender.baseline,
-            baseline_ratio=_ratio(contender.name, contender.baseline, rounds),
+            ratios=ratios,
+            policy_cost=_one_minus(ratios[STREAMING]) if is_alike else None,
             policy_share=_median(one.policy_share for one in measured),
+            compactions=_median(one.compactions for one in measured),
+            compacting_ratio=_spread_or_none(map(_compacting_ratio, measured)),
+            rows_mean=median(one.read_bytes for one in measured) / size.row_bytes / work.batch,
             kv_bytes=max(one.kv_bytes for one in measured),
-            limit_share=_median(map(limit_share, measured)),
+            limit_ms=_median(least_ms),
+            limit_share=_median(
+                None if least is None else least / (one.mean_step_s * 1e3)
+                for least, one in zip(least_ms, measured, strict=True)
+            ),
+            path=measured[0].path,
+            device_bytes=_median(one.device_bytes for one in measured),
             rounds=speeds,
-            curve=_curve(measured),
+            curve=_curve(measured) if isinstance(work, Text) else (),
         )
 
-    return [result(contender) for contender in contenders]
+    return [result(job) for job in jobs]
 
 
-def _ratio(
-    name: str, other: str | None, rounds: Sequence[Mapping[str, Measurement]]
-) -> Ratio | None:
-    """Speed of one contender relative to another; ``None`` if the other was not measured."""
-    if other is None or other not in rounds[0]:
+def _limit(found: Round, work: str) -> Measurement | None:
+    """The limit of the machine in a round: at a work, or at any."""
+    limits = {of_work: one for (name, of_work), one in found.items() if name == LIMIT}
+    return limits.get(work) or next(iter(limits.values()), None)
+
+
+def _least_ms(
+    measured: Measurement, batch: int, limit: Measurement | None, size: ModelSize
+) -> float | None:
+    """Least milliseconds of a step over as many rows."""
+    if limit is None or limit.machine is None:
         return None
-    ratios = [one[other].mean_step_s / one[name].mean_step_s for one in rounds]
-    return Ratio(median(ratios), min(ratios), max(ratios))
+    return least_step_s(limit.machine, size, batch, measured.read_bytes) * 1e3
+
+
+def _compacting_ratio(measured: Measurement) -> float | None:
+    """Time of a step that compacts, relative to one that does not."""
+    pairs = list(zip(measured.steps_s, measured.compacted or (), strict=False))
+    with_any = [step_s for step_s, compacted in pairs if compacted]
+    without = [step_s for step_s, compacted in pairs if not compacted]
+    return median(with_any) / median(without) if with_any and without else None
+
+
+def _one_minus(spread: Spread) -> Spread:
+    return Spread(1 - spread.median, 1 - spread.high, 1 - spread.low)
+
+
+def _spread_or_none(values: Iterable[float | None]) -> Spread | None:
+    known = [value for value in values if value is not None]
+    return _spread(known) if known else None
+
+
+def _spread(values: Iterable[float]) -> Spread:
+    known = list(values)
+    return Spread(median(known), min(known), max(known))
 
 
 def _median(values: Iterable[float | None]) -> float | None:

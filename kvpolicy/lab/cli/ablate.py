@@ -20,12 +20,14 @@ import typer
 from kvpolicy.cli.failures import Interrupted
 from kvpolicy.cli.options import (
     Buffer,
+    CpuWeights,
     Device,
     Dtype,
     Json,
     Overrides,
     Plugins,
     TrustRemoteCode,
+    WeightOrder,
     examples,
     parse_ints,
     parse_names,
@@ -98,6 +100,7 @@ def ablate(
     dtype: Dtype = "auto",
     device: Device = None,
     trust_remote_code: TrustRemoteCode = False,
+    cpu_weights: CpuWeights = WeightOrder.plain,
     json: Json = False,
 ) -> None:
     """Compare policies at several budgets: accuracy, length, memory and speed.
@@ -136,7 +139,12 @@ def ablate(
     )
     with open_executor(
         on.value,
-        ModelCache(dtype=dtype, device=device, trust_remote_code=trust_remote_code),
+        ModelCache(
+            dtype=dtype,
+            device=device,
+            trust_remote_code=trust_remote_code,
+            cpu_weights=cpu_weights.value,
+        ),
         address=ray_address,
         workers=workers,
         cpus=cpus_per_worker,

@@ -1,15 +1,17 @@
-"""``kvpolicy bench``: the engine's speed under each policy, compared with ``generate`` and kvpress.
+"""``kvpolicy bench``: the engine's speed under each policy, beside what else a user could take.
 
-``--json`` prints and ``--output`` writes ``{"workload", "shape", "dtype", "device", "session",
-"num_parameters", "weight_bytes", "bandwidth_gb_s", "absent", "standings"}``, with the fields of
-`kvpolicy.lab.bench.summary.BenchResult` in ``standings``; ``baseline`` is called ``rival`` there.
-With ``--memory`` there is ``readings`` in place of ``standings``, with the fields of
+``--json`` prints and ``bench.json`` in the folder of ``--output`` has ``{"works", "shape", "dtype",
+"device", "session", "num_parameters", "weight_bytes", "absent", "choices", "standings"}``, with
+the fields of `kvpolicy.lab.bench.summary.BenchResult` in ``standings`` and those of
+`kvpolicy.lab.bench.at_accuracy.Choice` in ``choices``. ``turns.jsonl`` beside it has what every
+turn measured. With ``--memory`` there is ``readings`` in place of ``standings``, with the fields of
 `kvpolicy.lab.bench.memory.Reading`.
 """
 
 import json as jsonlib
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -22,32 +24,29 @@ from kvpolicy.cli.options import (
     Json,
     Overrides,
     Plugins,
+    WeightOrder,
     check_new_file,
     examples,
     parse_ints,
     parse_names,
     register_plugins,
+    tell_packing,
 )
-from kvpolicy.cli.output import (
-    Progress,
-    format_bytes,
-    info,
-    print_json,
-    print_text,
-    terminal_width,
-)
-from kvpolicy.cli.text_table import format_table
+from kvpolicy.cli.output import Progress, info, print_json, print_text
 from kvpolicy.errors import KVPolicyError
 from kvpolicy.files import atomic_write
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from kvpolicy.lab.bench.bench import Workload
-    from kvpolicy.lab.bench.contender import Contender
+    from kvpolicy.lab.bench.at_accuracy import Choice
+    from kvpolicy.lab.bench.contender import Contender, Decode, Work
     from kvpolicy.lab.bench.memory import Reading
-    from kvpolicy.lab.bench.summary import BenchResult, Ratio
+    from kvpolicy.lab.bench.turn_file import TurnFile
+    from kvpolicy.lab.bench.turns import Job
     from kvpolicy.lab.sweep.grid import Cell
+
+    _Vllm = AbstractContextManager[Sequence[Contender]]  # starts it, if it takes part
 
 _FIGURE_SUFFIXES = (".png", ".svg", ".pdf")
 
@@ -55,33 +54,33 @@ _FIGURE_SUFFIXES = (".png", ".svg", ".pdf")
 _DEFAULTS: Mapping[str, tuple[Any, Any]] = {
     "shape": ("100m", "tiny"),
     "batch": (8, 4),
+    "steps": (16, 8),
     "prompt_min": (64, 16),
     "prompt_max": (256, 48),
     "new_tokens": (2048, 256),
     "budget": (512, 48),
     "buffer": (128, 16),
     "rounds": (5, 3),
-    "lengths": ([1000, 2000, 5000, 10_000, 20_000], [100, 200, 500]),
+    "lengths": ([512, 2048, 4096, 8192, 16_384], [64, 128]),
+    "memory_limit": (1.0, 0.002),
 }
-_MEMORY_SHAPE = "5m"  # a whole run of the larger model would take hours
-
-# Columns of the table of speeds; those without any value are left out.
-_COLUMNS: "Mapping[str, Callable[[BenchResult], str]]" = {
-    "": lambda one: one.name,
-    "budget": lambda one: "all" if one.budget is None else f"{one.budget:g}",
-    "tok/s": lambda one: f"{one.decode_tok_s:.0f}",
-    "x generate": lambda one: "" if one.ratio is None else f"{one.ratio.median:.2f}",
-    "least - most": lambda one: _span(one.ratio),
-    "ms/step": lambda one: f"{one.step_ms:.1f}",
-    "p95": lambda one: f"{one.step_p95_ms:.1f}",
-    "prefill tok/s": lambda one: _number(one.prefill_tok_s, ".0f"),
-    "policy": lambda one: _number(one.policy_share, ".1%"),
-    "KV cache": lambda one: format_bytes(one.kv_bytes),
-    "of limit": lambda one: _number(one.limit_share, ".0%"),
+# Defaults of other works; those of --gpu take less than ten minutes on a card with 80 GB.
+_OF_MEMORY = {"shape": "5m", "lengths": [1000, 2000, 5000, 10_000, 20_000]}
+_OF_MAX_BATCH = {"lengths": [4096]}
+_OF_GPU = {"shape": "qwen3-8b", "budget": 1024, "lengths": [8704], "steps": 256, "rounds": 1}
+_OF_MODES: Mapping[str, Mapping[str, Any]] = {
+    "memory": _OF_MEMORY,
+    "max_batch": _OF_MAX_BATCH,
+    "gpu": _OF_GPU,
 }
+_GPU_BATCHES = (1, 8, 32)  # besides the best one
+_GPU_POLICIES = "full,streaming,h2o,snapkv,rkv,skipkv"
+_GPU_OVERRIDES = ("skipkv.delimiters=[198,271]",)  # a model with random weights has no tokenizer
+_GPU_WITHOUT = "generate,generate_batch,kvpress"
+_GPU_SHARE = 0.9  # of the memory that the model leaves free
 
 app = typer.Typer(
-    help="Measure the engine's speed against generate().",
+    help="Measure the engine's speed against generate(), vLLM and others.",
     rich_help_panel="Experiments",
     add_completion=False,
 )
@@ -94,7 +93,8 @@ def _size(help_: str, minimum: int = 1) -> Any:
 @app.command(
     epilog=examples(
         "kvpolicy bench --quick",
-        "kvpolicy bench --policies h2o,snapkv --batch 16 --output speed.json",
+        "kvpolicy bench --vllm-python ~/vllm/bin/python --output speed --plot speed.png",
+        "kvpolicy bench --at-accuracy 0.02 --sweep kvpolicy-ablate/default",
     )
 )
 def bench(
@@ -110,86 +110,146 @@ def bench(
         list[Path] | None,
         typer.Option(metavar="FILE|NAME", help="A plan to run; may be repeated."),
     ] = None,
-    shape: Annotated[
+    without: Annotated[
         str | None,
         typer.Option(
-            metavar="NAME",
-            help="Size of the model: tiny, 5m, 30m, 100m or 8b. [default: 100m; --memory: 5m; "
-            "--quick: tiny]",
+            metavar="NAME,...",
+            help="Leave out: generate, generate_batch, kvpress, 'model alone', 'machine limit'. "
+            f"[--gpu: {_GPU_WITHOUT}]",
         ),
     ] = None,
-    batch: Annotated[
-        int | None, _size("Sequences decoded together. [default: 8; --quick: 4]")
+    vllm_python: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Run vLLM, too, with the Python of its environment."),
     ] = None,
-    prompt_min: Annotated[
-        int | None, _size("Tokens of the shortest prompt. [default: 64; --quick: 16]")
+    at_accuracy: Annotated[
+        float | None,
+        typer.Option(
+            metavar="LOSS",
+            min=0,
+            max=1,
+            help="Run each policy of --sweep at its smallest budget whose accuracy is at most so "
+            "far below the full cache's, such as 0.02.",
+        ),
     ] = None,
-    prompt_max: Annotated[
-        int | None, _size("Tokens of the longest prompt. [default: 256; --quick: 48]")
+    sweep: Annotated[
+        Path | None,
+        typer.Option(metavar="FOLDER", help="Results of kvpolicy ablate, for --at-accuracy."),
     ] = None,
-    new_tokens: Annotated[
-        int | None, _size("Tokens generated for each. [default: 2048; --quick: 256]", 3)
-    ] = None,
-    budget: Annotated[int | None, _size("Rows that stay. [default: 512; --quick: 48]")] = None,
-    buffer: Annotated[int | None, _size("Rows that may join. [default: 128; --quick: 16]")] = None,
-    rounds: Annotated[int | None, _size("Number of rounds. [default: 5; --quick: 3]")] = None,
-    quick: Annotated[bool, typer.Option("--quick", help="A small run of a few seconds.")] = False,
+    text: Annotated[
+        bool, typer.Option("--text", help="Generate whole texts instead of steps at --lengths.")
+    ] = False,
+    max_batch: Annotated[
+        bool,
+        typer.Option("--max-batch", help="Run each contender at the batch at which it is fastest."),
+    ] = False,
     memory: Annotated[
         bool, typer.Option("--memory", help="Measure memory over one long text instead.")
     ] = False,
-    no_generate: Annotated[
+    gpu: Annotated[
         bool,
         typer.Option(
-            "--no-generate", help="Leave out generate(), which may take most of the time."
+            "--gpu", help="Check the kernels on the GPU, then run batches of 1, 8, 32 and the best."
         ),
     ] = False,
     lengths: Annotated[
         str | None,
         typer.Option(
             metavar="N,...",
-            help="Tokens at which --memory measures. [default: 1000,2000,5000,10000,20000]",
+            help="Tokens held. [default: 512,2048,4096,8192,16384; --max-batch: 4096; "
+            "--memory: 1000,...,20000; --gpu: 8704; --quick: 64,128]",
         ),
     ] = None,
-    bandwidth: Annotated[
+    steps: Annotated[
+        int | None, _size("Decode steps measured, at least. [default: 16; --gpu: 256; --quick: 8]")
+    ] = None,
+    shape: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="Size of the model: tiny, host, 5m, 30m, 100m, 8b or qwen3-8b. [default: 100m; "
+            "--memory: 5m; --gpu: qwen3-8b; --quick: tiny]",
+        ),
+    ] = None,
+    batch: Annotated[
+        int | None, _size("Sequences decoded together. [default: 8; --quick: 4]")
+    ] = None,
+    memory_limit: Annotated[
         float | None,
         typer.Option(
-            metavar="GB/S", min=1e-3, help="Bandwidth of the memory, to compare speeds with."
+            metavar="GB",
+            min=1e-6,
+            help="Memory for keys and values with --max-batch. [default: 1; --gpu: 90 % of what "
+            "the model leaves free]",
         ),
     ] = None,
+    prompt_min: Annotated[
+        int | None, _size("Tokens of the shortest prompt of a text. [default: 64; --quick: 16]")
+    ] = None,
+    prompt_max: Annotated[
+        int | None, _size("Tokens of the longest prompt of a text. [default: 256; --quick: 48]")
+    ] = None,
+    new_tokens: Annotated[
+        int | None, _size("Tokens generated for each text. [default: 2048; --quick: 256]", 3)
+    ] = None,
+    budget: Annotated[
+        int | None, _size("Rows that stay. [default: 512; --gpu: 1024; --quick: 48]")
+    ] = None,
+    buffer: Annotated[int | None, _size("Rows that may join. [default: 128; --quick: 16]")] = None,
+    rounds: Annotated[
+        int | None, _size("Number of rounds. [default: 5; --gpu: 1; --quick: 3]")
+    ] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="A small run of a few seconds.")] = False,
     seed: Annotated[int, typer.Option(min=0, help="Random seed for weights and prompts.")] = 0,
     threads: Annotated[
         int | None, typer.Option(min=1, help="Threads of torch. [default: torch's choice]")
     ] = None,
     output: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Write the results as JSON.")
+        Path | None,
+        typer.Option(
+            metavar="FOLDER", help="Write every turn as it ends; the same command continues."
+        ),
     ] = None,
     plot: Annotated[
         Path | None,
         typer.Option(metavar="FILE", help="Plot time per step against length: .png, .svg, .pdf."),
     ] = None,
+    packed: Annotated[
+        bool,
+        typer.Option("--packed", help="Measure all with packed weights for CPUs, too."),
+    ] = False,
     overrides: Overrides = None,
     plugin: Plugins = None,
     dtype: Annotated[
-        str, typer.Option(metavar="NAME", help="float32, bfloat16 or float16.")
-    ] = "float32",
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="float32, bfloat16 or float16. [default: float32; --gpu: bfloat16]",
+        ),
+    ] = None,
     device: Annotated[
-        str, typer.Option(metavar="NAME", help="Where to run, such as cuda:0.")
-    ] = "cpu",
+        str | None,
+        typer.Option(
+            metavar="NAME", help="Where to run, such as cuda:0. [default: cpu; --gpu: cuda]"
+        ),
+    ] = None,
     json: Json = False,
 ) -> None:
-    """Measure the engine's speed against transformers' generate() with the full cache.
+    """Measure the engine's speed beside transformers, kvpress and vLLM.
 
-    The model has random weights, about 100 M parameters by default. All contenders take turns in
-    one process, and speeds are compared within a round. If kvpress is installed, its presses with
-    the policies' names take part.
+    Decode steps at several lengths, of caches that are filled directly: tokens held are rows in a
+    full cache, and a policy holds its budget. The model has random weights, about 100 M parameters
+    by default. All contenders take turns, and speeds are compared within a round.
     """
-    _check_outputs(output, plot, memory=memory)
+    mode = _mode(text=text, max_batch=max_batch, memory=memory, gpu=gpu)
+    _check_options(mode, plot, at_accuracy, sweep, preset or policies or plan)
     register_plugins(plugin)
     sizes = _choose_sizes(
+        mode,
         quick=quick,
-        memory=memory,
         shape=shape,
         batch=batch,
+        steps=steps,
         prompt_min=prompt_min,
         prompt_max=prompt_max,
         new_tokens=new_tokens,
@@ -197,78 +257,159 @@ def bench(
         buffer=buffer,
         rounds=rounds,
         lengths=sorted(set(parse_ints("--lengths", lengths))),
+        memory_limit=memory_limit,
     )
+    if gpu and not (preset or policies or plan or sweep):
+        policies, overrides = _GPU_POLICIES, [*_GPU_OVERRIDES, *(overrides or [])]
+    without = without or (_GPU_WITHOUT if gpu else None)
+    device = device or ("cuda" if gpu else "cpu")
+    dtype = dtype or ("bfloat16" if gpu else "float32")
     # Imported here: torch takes a second to import, which --help need not wait for.
     import torch
 
-    from kvpolicy.lab.bench.bench import Workload, build_contenders
-    from kvpolicy.lab.bench.models import random_model, shape_named, weight_bytes
+    from kvpolicy.lab.bench.check import check_compactions, check_tokens
+    from kvpolicy.lab.bench.contender import VLLM
+    from kvpolicy.lab.bench.contenders import build_contenders
+    from kvpolicy.lab.bench.limit import ModelSize
+    from kvpolicy.lab.bench.models import random_model, shape_named
     from kvpolicy.lab.bench.plot import save_bench_plot
+    from kvpolicy.lab.bench.summary import summarize
+    from kvpolicy.lab.bench.turn_file import make_folder, open_turns
+    from kvpolicy.lab.cli.bench_tables import (
+        choices_table,
+        gpu_tables,
+        memory_table,
+        speed_tables,
+    )
     from kvpolicy.lab.store.session import describe_session
-    from kvpolicy.lab.sweep.grid import build_cells
-    from kvpolicy.lab.sweep.prepare import load_series
+    from kvpolicy.model.packed import packed_model
 
+    if output is not None:
+        make_folder(output)
+    if gpu and device.startswith("cuda") and not torch.cuda.is_available():
+        msg = (
+            "--gpu needs a GPU with CUDA, and torch finds none; leave it out to measure a CPU, or "
+            "walk through it with --gpu --device cpu --quick."
+        )
+        raise KVPolicyError(msg)
     if threads is not None:
         torch.set_num_threads(threads)
-    workload = Workload(
-        sizes["batch"], sizes["prompt_min"], sizes["prompt_max"], sizes["new_tokens"], seed
-    )
     model_shape = shape_named(sizes["shape"])
-    rows = {"budgets": [sizes["budget"]], "buffer": sizes["buffer"]}
     # Plans are resolved before the model is built, so that their errors show early.
-    series = load_series(
-        preset, policies=parse_names("--policies", policies), plans=plan or [], **rows
+    choices = [] if at_accuracy is None else _choices(sweep, at_accuracy)
+    cells = _cells(
+        choices,
+        sizes,
+        model_shape.num_layers,
+        preset=preset,
+        policies=parse_names("--policies", policies),
+        plans=plan or [],
+        overrides=overrides or [],
     )
-    cells = build_cells(
-        series, num_layers=model_shape.num_layers, overrides=overrides or [], **rows
+    works = _works(mode, sizes, seed)
+    model = random_model(
+        model_shape, seed, max_positions=_longest(mode, sizes), dtype=dtype, device=device
     )
-    longest = sizes["prompt_max"] + (max(sizes["lengths"]) if memory else sizes["new_tokens"])
-    model = random_model(model_shape, seed, max_positions=longest + 1, dtype=dtype, device=device)
-    record = {
-        "workload": attrs.asdict(workload),
+    size = ModelSize.of(model)
+    record: dict[str, Any] = {
+        "works": [attrs.asdict(work) for work in works],
         "shape": {"name": sizes["shape"], **attrs.asdict(model_shape)},
         "dtype": dtype,
         "device": str(model.device),
         "session": describe_session(["kvpolicy", *sys.argv[1:]], workers=1),
         "num_parameters": model.num_parameters(),
-        "weight_bytes": weight_bytes(model),
-        "bandwidth_gb_s": bandwidth,
+        "weight_bytes": size.weight_bytes,
     }
-
-    if memory:
-        readings, interruption = _track_memory(model, cells, workload, sizes["lengths"])
+    if mode == "memory":
+        readings, interruption = _track_memory(model, cells, sizes, seed)
         if readings:
             record["readings"] = [attrs.asdict(reading) for reading in readings]
-            _print_results(record, _memory_table(readings), output, json=json)
-    else:
-        contenders, absent = build_contenders(model, cells, with_generate=not no_generate)
-        for reason in absent.values():
-            info(f"{reason}; it is left out.")
-        found, interruption = _compare_speed(
-            model, contenders, workload, sizes["rounds"], bandwidth
-        )
+            _print_results(record, memory_table(readings), output, json=json)
+        if interruption is not None:
+            raise Interrupted(interruption)
+        return
+
+    if gpu:
+        info(f"checking tokens and compactions on {device}")
+        check_tokens(model.device, cells)
+        check_compactions(model.device, repeats=10 if quick else 1000)
+    models = {"": model}
+    if packed:
+        in_packed_form = packed_model(model)
+        tell_packing(in_packed_form, WeightOrder.packed)
+        if in_packed_form is not model:
+            models["packed"] = in_packed_form
+    built = build_contenders(models, cells, without=parse_names("--without", without))
+    for reason in built.absent.values():
+        info(f"{reason}; it is left out.")
+    limit_bytes = sizes["memory_limit"] * 1e9
+    if gpu and memory_limit is None and model.device.type == "cuda":
+        limit_bytes = _GPU_SHARE * torch.cuda.mem_get_info(model.device)[0]
+    described = {
+        **{name: record[name] for name in ("works", "shape", "dtype", "device")},
+        "plans": {cell.series: cell.digest for cell in cells},
+        "contenders": [*(one.name for one in built.all), *([VLLM] if vllm_python else [])],
+        "threads": torch.get_num_threads(),
+        "versions": record["session"]["versions"],
+    }
+    with open_turns(output, described) as turns:
+        groups: list[tuple[Sequence[Contender], _Vllm]] = [(built.all, nullcontext(()))]
+        if vllm_python is not None:
+            vllm = _vllm(model, vllm_python, works, limit_bytes, sizes)
+            # On a GPU each has the memory for itself.
+            groups = [(built.all, nullcontext(())), ((), vllm)] if gpu else [(built.all, vllm)]
+        jobs, interruption = _run(mode, groups, works, limit_bytes, turns, sizes["rounds"])
+        found = summarize(turns.turns, jobs, size)
         if found:
-            record |= {"absent": absent, "standings": [_standing(one) for one in found]}
-            _print_results(record, _speed_table(found), output, json=json)
+            record |= {
+                "absent": built.absent,
+                "choices": [_plain(choice) for choice in choices],
+                "standings": [attrs.asdict(one) for one in found],
+            }
+            tables = [gpu_tables(found) if gpu else speed_tables(found)]
+            if at_accuracy is not None:
+                tables.insert(0, choices_table(choices, at_accuracy))
+            _print_results(record, "\n\n".join(tables), output, json=json)
         if found and plot is not None:
             title = (
                 f"{model.num_parameters() / 1e6:.3g} M parameters, {dtype}, "
-                f"batch {workload.batch}, prompts of {workload.prompt_min}-{workload.prompt_max}, "
-                f"budget {sizes['budget']} + {sizes['buffer']}"
+                f"batch {sizes['batch']}, budget {sizes['budget']} + {sizes['buffer']}"
             )
             save_bench_plot(found, plot, title=title)
     if interruption is not None:
         raise Interrupted(interruption)
 
 
-def _check_outputs(output: Path | None, plot: Path | None, *, memory: bool) -> None:
-    """Refuse wrong file names before minutes of work."""
-    if output is not None:
-        check_new_file(output)
+# Options
+
+
+def _mode(**given: bool) -> str:
+    """The kind of work: ``"decode"``, or the name of the one option that was given."""
+    chosen = [name for name, is_given in given.items() if is_given]
+    if len(chosen) > 1:
+        names = " and ".join(f"--{name.replace('_', '-')}" for name in chosen)
+        msg = f"bench was given {names}, which are different works; give one of them."
+        raise KVPolicyError(msg)
+    return next(iter(chosen), "decode")
+
+
+def _check_options(
+    mode: str, plot: Path | None, at_accuracy: float | None, sweep: Path | None, plans: object
+) -> None:
+    """Refuse what does not fit together before minutes of work."""
+    if (at_accuracy is None) != (sweep is None):
+        msg = "--at-accuracy and --sweep need each other: --at-accuracy 0.02 --sweep FOLDER."
+        raise KVPolicyError(msg)
+    if at_accuracy is not None and plans:
+        msg = "--at-accuracy runs the plans of --sweep; leave out --preset, --policies and --plan."
+        raise KVPolicyError(msg)
+    if at_accuracy is not None and mode == "memory":
+        msg = "--memory measures no speed; leave it or --at-accuracy out."
+        raise KVPolicyError(msg)
     if plot is None:
         return
-    if memory:
-        msg = "--plot draws the time of steps, which --memory does not compare; leave one out."
+    if mode not in ("decode", "text"):
+        msg = f"--plot draws steps against lengths, which --{mode.replace('_', '-')} has not."
         raise KVPolicyError(msg)
     if plot.suffix not in _FIGURE_SUFFIXES:
         msg = f"--plot was given {plot}; give a name that ends in {', '.join(_FIGURE_SUFFIXES)}."
@@ -276,145 +417,261 @@ def _check_outputs(output: Path | None, plot: Path | None, *, memory: bool) -> N
     check_new_file(plot, option="--plot")
 
 
-def _choose_sizes(*, quick: bool, memory: bool, **given: Any) -> dict[str, Any]:
+def _choose_sizes(mode: str, *, quick: bool, **given: Any) -> dict[str, Any]:
     """The sizes that the user gave, and defaults for the others."""
-    sizes = {name: given[name] or default[quick] for name, default in _DEFAULTS.items()}
-    if memory and not quick:
-        sizes["shape"] = given["shape"] or _MEMORY_SHAPE
+    of_mode: Mapping[str, Any] = {} if quick else _OF_MODES.get(mode, {})
+    sizes = {
+        name: given[name] or of_mode.get(name, default[quick])
+        for name, default in _DEFAULTS.items()
+    }
+    if quick and mode in ("max_batch", "gpu") and not given["lengths"]:
+        sizes["lengths"] = sizes["lengths"][-1:]
+    if mode in ("max_batch", "gpu") and len(sizes["lengths"]) > 1:
+        msg = f"--{mode.replace('_', '-')} fills caches to one length; give one with --lengths."
+        raise KVPolicyError(msg)
     if sizes["prompt_max"] < sizes["prompt_min"]:
         msg = f"--prompt-max {sizes['prompt_max']} is below --prompt-min {sizes['prompt_min']}."
         raise KVPolicyError(msg)
     return sizes
 
 
-def _compare_speed(
-    model: "PreTrainedModel",
-    contenders: "Sequence[Contender]",
-    workload: "Workload",
-    rounds: int,
-    bandwidth: float | None,
-) -> "tuple[list[BenchResult], str | None]":
-    """Run all contenders in turns; also returns what an interruption has left, if there was one."""
-    from kvpolicy.lab.bench.bench import Turn, measure
-    from kvpolicy.lab.bench.models import weight_bytes
-    from kvpolicy.lab.bench.summary import summarize
+def _choices(sweep: Path | None, margin: float) -> "list[Choice]":
+    from kvpolicy.lab.analysis.pooling import pool
+    from kvpolicy.lab.analysis.select import open_runs
+    from kvpolicy.lab.bench.at_accuracy import choose_budgets
 
-    turns: list[Turn] = []
+    choices = choose_budgets(pool(open_runs([str(sweep)], warn=info)), margin)
+    if all(choice.plan is None for choice in choices):
+        msg = (
+            f"no policy of {sweep} has a budget whose accuracy is at most {margin:g} below the "
+            "full cache's by its interval; run the sweep with larger budgets or more items."
+        )
+        raise KVPolicyError(msg)
+    return choices
+
+
+def _cells(
+    choices: "Sequence[Choice]", sizes: Mapping[str, Any], num_layers: int, **given: Any
+) -> "list[Cell]":
+    """The engine's plans: those of a sweep's choices, or those that the user named."""
+    from kvpolicy.lab.sweep.grid import build_cells
+    from kvpolicy.lab.sweep.prepare import load_series
+
+    overrides = given.pop("overrides")
+    rows = {"budgets": [sizes["budget"]], "buffer": sizes["buffer"]}
+    if choices:
+        series = [choice.plan for choice in choices if choice.plan is not None]
+    else:
+        series = load_series(given.pop("preset"), **given, **rows)
+    return build_cells(series, num_layers=num_layers, overrides=overrides, **rows)
+
+
+# Works and jobs
+
+
+def _works(mode: str, sizes: Mapping[str, Any], seed: int) -> "list[Work]":
+    """The works; those of --max-batch and --gpu get each contender's own batch later."""
+    from kvpolicy.lab.bench.contender import Decode, Text
+
+    batch, lengths, steps = sizes["batch"], sizes["lengths"], sizes["steps"]
+    if mode == "text":
+        prompts = sizes["prompt_min"], sizes["prompt_max"]
+        return [Text(batch, *prompts, sizes["new_tokens"], seed)]
+    if mode == "gpu":
+        batches = [Decode(one, lengths[0], steps, seed, f"batch {one}") for one in _GPU_BATCHES]
+        return [*batches, Decode(1, lengths[0], steps, seed, "best batch")]
+    if mode == "max_batch":
+        return [Decode(1, lengths[0], steps, seed, "best batch")]
+    return [Decode(batch, held, steps, seed) for held in lengths]
+
+
+def _longest(mode: str, sizes: Mapping[str, Any]) -> int:
+    """Positions that the model needs, with room for steps that are rounded up to whole buffers."""
+    generated = {"text": sizes["new_tokens"], "memory": max(sizes["lengths"])}
+    held = 0 if mode in generated else max(sizes["lengths"])
+    rounded = 2 * max(sizes["steps"], sizes["buffer"]) + 256
+    return sizes["prompt_max"] + held + generated.get(mode, rounded) + 64
+
+
+@contextmanager
+def _vllm(
+    model: "PreTrainedModel",
+    python: Path,
+    works: "Sequence[Work]",
+    limit_bytes: float,
+    sizes: Mapping[str, Any],
+) -> "Iterator[Sequence[Contender]]":
+    """Start vLLM with memory for the largest work; it runs until the block ends."""
+    import torch
+
+    from kvpolicy.lab.bench.contender import Text
+    from kvpolicy.lab.bench.models import kv_row_bytes
+    from kvpolicy.lab.bench.vllm import vllm_contender
+
+    info(f"starting vLLM of {python}")
+    if model.device.type == "cuda":
+        torch.cuda.empty_cache()
+    has_own_batch = any(work.name == "best batch" for work in works)
+    longest = model.config.max_position_embeddings
+    rows = max(
+        work.batch * (longest if isinstance(work, Text) else work.held + 2 * sizes["steps"] + 64)
+        for work in works
+    )
+    needed = limit_bytes if has_own_batch else rows * kv_row_bytes(model)
+    with vllm_contender(model, python, kv_bytes=round(needed), most_tokens=longest) as contender:
+        yield [contender]
+
+
+def _jobs(
+    mode: str,
+    contenders: "Sequence[Contender]",
+    works: "Sequence[Work]",
+    limit_bytes: float,
+    turns: "TurnFile",
+) -> "list[Job]":
+    """What to run in each round; searches best batches that are not known yet."""
+    from kvpolicy.lab.bench.turns import Job, jobs_of
+
+    if mode not in ("max_batch", "gpu"):
+        return jobs_of(contenders, works)
+    *fixed, best = works
+    jobs = jobs_of(contenders, fixed)
+    with_cache = [one for one in contenders if one.has_cache and one.does(best)]
+    for contender in with_cache:
+        batch = _best_batch(contender, best, limit_bytes, turns)  # type: ignore[arg-type]
+        if batch is None:
+            info(f"{contender.name} cannot hold one sequence; it is left out.")
+        else:
+            jobs.append(Job(contender, attrs.evolve(best, batch=batch)))
+    if not jobs:
+        msg = "no contender can hold one sequence; raise --memory-limit or lower --lengths."
+        raise KVPolicyError(msg)
+    return jobs
+
+
+def _best_batch(
+    contender: "Contender", work: "Decode", limit_bytes: float, turns: "TurnFile"
+) -> int | None:
+    from kvpolicy.lab.bench.max_batch import best_batch
+
+    if contender.name not in turns.batches:
+        info(f"searching the best batch of {contender.name}")
+        turns.add_batch(contender.name, best_batch(contender, work, limit_bytes))
+    return turns.batches[contender.name]
+
+
+# Running
+
+
+def _run(
+    mode: str,
+    groups: "Sequence[tuple[Sequence[Contender], _Vllm]]",
+    works: "Sequence[Work]",
+    limit_bytes: float,
+    turns: "TurnFile",
+    rounds: int,
+) -> "tuple[list[Job], str | None]":
+    """Run each group of contenders in turns: the jobs, and what an interruption has left."""
+    jobs: list[Job] = []
+    for contenders, starting in groups:
+        with starting as started:
+            of_group = _jobs(mode, [*contenders, *started], works, limit_bytes, turns)
+            jobs += of_group
+            if interruption := _run_turns(of_group, turns, rounds):
+                return jobs, interruption
+    return jobs, None
+
+
+def _run_turns(jobs: "Sequence[Job]", turns: "TurnFile", rounds: int) -> str | None:
+    """Run all jobs in turns; returns what an interruption has left, if there was one."""
+    from kvpolicy.lab.bench.summary import complete_rounds
+    from kvpolicy.lab.bench.turns import Turn, measure
+
+    batch_of = {job.name: job.work.batch for job in jobs}
+    done = {turn.key for turn in turns.turns if turn.job in batch_of}
 
     def format_turn(turn: Turn) -> str:
-        (name, measured), number = turn, len(turns) // len(contenders) + 1
-        return f"round {number}, {name}: {workload.batch / measured.mean_step_s:.0f} tokens/s"
+        name, work = turn.job
+        speed = batch_of[turn.job] / turn.measured.mean_step_s
+        return f"round {turn.round + 1}, {name}, {work}: {speed:.0f} tokens/s"
 
-    measured = measure(contenders, workload, model.config.vocab_size, rounds=rounds)
-    is_complete = _collect(measured, turns, rounds * len(contenders), format_turn)
-    found = summarize(
-        turns,
-        contenders,
-        workload,
-        weight_bytes=weight_bytes(model),
-        bandwidth_gb_s=bandwidth,
-    )
-    if is_complete:
-        return found, None
-    num_complete = len(turns) // len(contenders)
-    return found, f"interrupted; {num_complete} of {rounds} rounds were complete and count."
+    measured = measure(jobs, rounds=rounds, done=done)
+    if _collect(measured, turns.add, rounds * len(jobs), format_turn, num_done=len(done)):
+        return None
+    num_complete = len(complete_rounds(turns.turns, jobs))
+    return f"interrupted; {num_complete} of {rounds} rounds were complete and count."
 
 
 def _track_memory(
-    model: "PreTrainedModel", cells: "Sequence[Cell]", workload: "Workload", lengths: Sequence[int]
+    model: "PreTrainedModel", cells: "Sequence[Cell]", sizes: Mapping[str, Any], seed: int
 ) -> "tuple[list[Reading], str | None]":
     """Generate a long text under each plan; also returns what an interruption has left."""
+    from kvpolicy.lab.bench.contender import Text
     from kvpolicy.lab.bench.memory import measure_memory
 
     readings: list[Reading] = []
-    prompt = workload.prompts(model.config.vocab_size)[0]
+    lengths = sizes["lengths"]
+    text = Text(1, sizes["prompt_min"], sizes["prompt_max"], max(lengths), seed)
+    prompt = text.prompts(model.config.vocab_size)[0]
     measured = chain.from_iterable(measure_memory(model, cell, prompt, lengths) for cell in cells)
     total = len(lengths) * len(cells)
-    if _collect(measured, readings, total, lambda one: f"{one.name}: {one.new_tokens:,} tokens"):
+
+    def format_reading(reading: "Reading") -> str:
+        return f"{reading.name}: {reading.new_tokens:,} tokens"
+
+    if _collect(measured, readings.append, total, format_reading):
         return readings, None
     return readings, f"interrupted; {len(readings)} of {total} readings were taken and are shown."
 
 
 def _collect(
-    measured: Iterable[Any], collected: list[Any], total: int, format_line: Callable[[Any], str]
+    measured: Iterable[Any],
+    keep: Callable[[Any], None],
+    total: int,
+    format_line: Callable[[Any], str],
+    *,
+    num_done: int = 0,
 ) -> bool:
     """Collect measurements and show progress.
 
     Args:
         measured: Measures while it is iterated over.
-        collected: Receives the measurements.
+        keep: Receives each measurement.
         total: Number of measurements.
-        format_line: The line to print for a measurement, before that is collected.
+        format_line: The line to print for a measurement.
+        num_done: How many of them were there before.
 
     Returns:
         Whether all were collected; if not, the user has pressed Ctrl-C.
     """
-    with Progress(total) as progress:
-        progress.update("warming up", 0)
+    with Progress(total, num_done) as progress:
+        progress.update("", num_done)
         try:
-            for one in measured:
+            for number, one in enumerate(measured, num_done + 1):
                 progress.log(format_line(one))
-                collected.append(one)
-                progress.update("", len(collected))
+                keep(one)
+                progress.update("", number)
         except KeyboardInterrupt:
             return False
     return True
 
 
-def _standing(result: "BenchResult") -> dict[str, Any]:
-    """Plain data of a result under the keys of the result file, where a baseline is a rival."""
-    standing = attrs.asdict(result)
-    standing["rival"] = standing.pop("baseline")
-    standing["rival_ratio"] = standing.pop("baseline_ratio")
-    return standing
+# Results
+
+
+def _plain(choice: "Choice") -> dict[str, Any]:
+    plain = attrs.asdict(choice)
+    return plain | {"plan": None if choice.plan is None else choice.plan.plan}
 
 
 def _print_results(
     record: Mapping[str, Any], table: str, output: Path | None, *, json: bool
 ) -> None:
+    from kvpolicy.lab.bench.turn_file import RESULT
+
     if output is not None:
-        atomic_write(output, jsonlib.dumps(record, indent=2) + "\n")
+        atomic_write(output / RESULT, jsonlib.dumps(record, indent=2) + "\n")
     if json:
         print_json(record, indent=2)
     else:
         print_text(table + "\n")
-
-
-def _speed_table(found: "Sequence[BenchResult]") -> str:
-    """One row for each contender, and one line for each comparison with another library."""
-    columns = {
-        header: [format_value(one) for one in found] for header, format_value in _COLUMNS.items()
-    }
-    shown = {header: cells for header, cells in columns.items() if any(cells)}
-    rows = [[cell or "-" for cell in row] for row in zip(*shown.values(), strict=True)]
-    table = format_table(list(shown), rows, right=range(1, len(shown)), width=terminal_width())
-    comparisons = [
-        f"{one.name}: {ratio.median:.2f} x {one.baseline} ({_span(ratio)})"
-        for one in found
-        if (ratio := one.baseline_ratio) is not None
-    ]
-    return "\n".join([table, *comparisons])
-
-
-def _memory_table(readings: "Sequence[Reading]") -> str:
-    headers = ["", "tokens", "KV cache", "if all stayed", "process", "ms/step"]
-    rows = [
-        [
-            one.name,
-            f"{one.new_tokens:,}",
-            format_bytes(one.kv_bytes),
-            format_bytes(one.full_bytes),
-            format_bytes(one.rss_bytes),
-            f"{one.step_ms:.2f}",
-        ]
-        for one in readings
-    ]
-    return format_table(headers, rows, right=range(1, len(headers)), width=terminal_width())
-
-
-def _number(value: float | None, spec: str) -> str:
-    return "" if value is None else format(value, spec)
-
-
-def _span(ratio: "Ratio | None") -> str:
-    return "" if ratio is None else f"{ratio.low:.2f} - {ratio.high:.2f}"

@@ -20,6 +20,7 @@ from kvpolicy.cli.options import (
     DEFAULT_MODEL,
     Budget,
     Buffer,
+    CpuWeights,
     Device,
     Dtype,
     Json,
@@ -30,11 +31,13 @@ from kvpolicy.cli.options import (
     Plugins,
     Policies,
     TrustRemoteCode,
+    WeightOrder,
     check_new_file,
     choose_plan,
     examples,
     register_plugins,
     split_list,
+    tell_packing,
 )
 from kvpolicy.cli.output import (
     Progress,
@@ -150,6 +153,7 @@ def lm_eval(
     dtype: Dtype = "auto",
     device: Device = None,
     trust_remote_code: TrustRemoteCode = False,
+    cpu_weights: CpuWeights = WeightOrder.plain,
     json: Json = False,
 ) -> None:
     """Run tasks of lm-evaluation-harness with a policy at a budget.
@@ -191,8 +195,13 @@ def lm_eval(
     session["versions"]["lm_eval"] = version("lm_eval")
     found = Tasks(names, include_path or [], execute_code=execute_code)
     loaded, tokenizer = load_model(
-        model, dtype=dtype, device=device, trust_remote_code=trust_remote_code
+        model,
+        dtype=dtype,
+        device=device,
+        trust_remote_code=trust_remote_code,
+        cpu_weights=cpu_weights.value,
     )
+    tell_packing(loaded, cpu_weights)
     engine = Engine(loaded, tokenizer, chosen, slots=slots)
     lm = PolicyLM(engine, seed=seed or 0, think_end_token=think_end, follow=_show_progress)
     cache = None if output is None else AnswerCache(lm, output.with_suffix(".answers.db"))

@@ -31,6 +31,7 @@ from kvpolicy.errors import KVPolicyError, ModelError, PlanError, RequestError, 
 from kvpolicy.lab.lm_eval.loglikelihood import Continuation, Score, Scoring
 from kvpolicy.lab.models import fingerprint
 from kvpolicy.model.loading import load_model
+from kvpolicy.model.packed import CpuWeights
 from kvpolicy.plan.plan import Plan
 from kvpolicy.plan.toml import Override, parse_value
 
@@ -342,6 +343,7 @@ class LoadedPolicyLM(PolicyLM):
         dtype: str = "auto",
         device: str | None = None,
         trust_remote_code: bool = False,
+        cpu_weights: CpuWeights = "plain",
         batch_size: int | str = "auto",
         max_batch_size: object = None,
         **options: Any,
@@ -358,6 +360,7 @@ class LoadedPolicyLM(PolicyLM):
             dtype: Precision of the model.
             device: Device of the model.
             trust_remote_code: Whether to run code that comes with the model.
+            cpu_weights: Order of the model's weights, as for `load_model`.
             batch_size: Number of slots; ``auto`` is the engine's default.
             max_batch_size: Ignored; the harness passes it to every model.
             options: As for `PolicyLM`.
@@ -383,7 +386,11 @@ class LoadedPolicyLM(PolicyLM):
             stack = str(policy).split("+")
             chosen = Plan.from_dict({"stack": stack}, overrides, name="model_args")
         model, tokenizer = load_model(
-            pretrained, dtype=dtype, device=device, trust_remote_code=trust_remote_code
+            pretrained,
+            dtype=dtype,
+            device=device,
+            trust_remote_code=trust_remote_code,
+            cpu_weights=cpu_weights,
         )
         slots = DEFAULT_SLOTS if str(batch_size).startswith("auto") else int(batch_size)
         super().__init__(Engine(model, tokenizer, chosen, slots=slots), **options)

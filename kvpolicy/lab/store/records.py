@@ -45,7 +45,7 @@ class EvalSettingRecord:
         model: Model as the user typed it.
         model_fingerprint: Hash of the model's configuration and weights.
         device: Device of the model.
-        dtype: Precision of the weights.
+        dtype: Precision of the weights, and whether they are packed.
         task: Task with its options.
         seed: Random seed for choosing items and sampling tokens.
         split: Split of the task.

@@ -1,5 +1,6 @@
-"""The benchmark: fair turns, ratios within a round, and baselines that do the same work."""
+"""The benchmark: fair turns, ratios within a round, results that continue, and the command."""
 
+import json
 import mmap
 import sys
 from collections.abc import Callable, Iterator
@@ -9,47 +10,61 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import attrs
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from lab_samples import CELLS
 from shell import Shell, refusal
-from tiny import greedy_tokens, tiny_model
+from tiny import tiny_model
 
-from kvpolicy.engine.engine import Engine
-from kvpolicy.lab.bench import baselines, bench
-from kvpolicy.lab.bench.baselines import (
+from kvpolicy.errors import OutputError
+from kvpolicy.lab.bench import kvpress, turns
+from kvpolicy.lab.bench.contender import (
+    FULL,
     GENERATE,
+    KVPRESS,
     MODEL_ALONE,
-    generate,
-    left_pad,
-    model_alone,
-    presses_for,
+    STREAMING,
+    VLLM,
+    Contender,
+    Decode,
+    Machine,
+    Measurement,
+    Text,
 )
-from kvpolicy.lab.bench.bench import Turn, Workload, build_contenders, measure
-from kvpolicy.lab.bench.contender import Contender, Measurement
+from kvpolicy.lab.bench.contenders import build_contenders
+from kvpolicy.lab.bench.continuous import CONTINUOUS
+from kvpolicy.lab.bench.kvpress import presses_for
+from kvpolicy.lab.bench.limit import LIMIT, ModelSize
+from kvpolicy.lab.bench.max_batch import best_batch, largest_batch
 from kvpolicy.lab.bench.memory import measure_memory, resident_bytes
-from kvpolicy.lab.bench.models import SHAPES, random_model, weight_bytes
-from kvpolicy.lab.bench.summary import summarize
+from kvpolicy.lab.bench.models import SHAPES, kv_row_bytes, random_model, weight_bytes
+from kvpolicy.lab.bench.summary import complete_rounds, summarize
+from kvpolicy.lab.bench.turn_file import open_turns
+from kvpolicy.lab.bench.turns import Job, Turn, jobs_of, measure
 from kvpolicy.lab.sweep.grid import Cell, build_cells
 from kvpolicy.lab.sweep.sweep_file import Series
 
-WORK = Workload(batch=2, prompt_min=3, prompt_max=5, new_tokens=5, seed=0)
-PROMPTS = [[5, 9, 1, 7], [3, 2]]
+WORK = Text(batch=2, prompt_min=3, prompt_max=5, new_tokens=5, seed=0)
+STEP = Decode(batch=2, held=30, steps=3)
 IN_FP32 = 4
+SIZE = ModelSize(weight_bytes=1000, num_weights=250, row_bytes=10)
 
 
-def measurement(
-    step_s: float | list[float], share: float | None = None, **changes: Any
-) -> Measurement:
+def measurement(step_s: float | list[float], **changes: Any) -> Measurement:
     steps = step_s if isinstance(step_s, list) else [step_s] * 3
-    plain: dict[str, Any] = {"prefill_s": 2.0, "kv_bytes": 1, "read_bytes": 0}
-    return Measurement(steps_s=tuple(steps), policy_share=share, **(plain | changes))
+    plain: dict[str, Any] = {"kv_bytes": 1, "read_bytes": 0}
+    return Measurement(steps_s=tuple(steps), **(plain | changes))
 
 
 def named(name: str, run: Callable[..., Measurement] | None = None, **fields: Any) -> Contender:
-    return Contender(name, run or (lambda *_: measurement(1.0)), **fields)
+    run = run or (lambda work: measurement(1.0))
+    return Contender(name, run, run, **fields)
+
+
+def one_round(number: int, found: dict[str, Measurement], work: str = WORK.name) -> list[Turn]:
+    return [Turn(number, (name, work), one) for name, one in found.items()]
 
 
 def cells(*stacks: str, budget: int = 8, buffer: int = 4, num_layers: int = 2) -> list[Cell]:
@@ -66,7 +81,7 @@ def cells(*stacks: str, budget: int = 8, buffer: int = 4, num_layers: int = 2) -
 
 @given(st.integers(1, 9), st.integers(1, 50), st.integers(0, 50), st.integers(0, 99))
 def test_prompts_span_the_requested_lengths(batch: int, low: int, more: int, seed: int) -> None:
-    workload = Workload(batch, low, low + more, new_tokens=3, seed=seed)
+    workload = Text(batch, low, low + more, new_tokens=3, seed=seed)
     prompts = workload.prompts(61)
     lengths = sorted(map(len, prompts))
     assert len(prompts) == batch
@@ -76,24 +91,131 @@ def test_prompts_span_the_requested_lengths(batch: int, low: int, more: int, see
     assert all(0 <= token < 61 for prompt in prompts for token in prompt)
 
 
-def test_all_contenders_run_in_every_round_in_rotating_order() -> None:
-    ran: list[tuple[str, int, int]] = []
+@given(st.integers(1, 5), st.integers(1, 40), st.integers(0, 40), st.integers(0, 99))
+def test_held_texts_begin_with_shorter_ones(batch: int, held: int, more: int, seed: int) -> None:
+    """So that a cache of prefixes has most of a text after a shorter one was measured."""
+    short = Decode(batch, held, 1, seed).prompts(61)
+    long = Decode(batch, held + more, 1, seed).prompts(61)
+    assert [len(prompt) for prompt in short] == [held] * batch
+    assert [prompt[:held] for prompt in long] == short
+
+
+def test_all_jobs_run_in_every_round_in_rotating_order() -> None:
+    ran: list[tuple[str, Any]] = []
 
     def runs(name: str) -> Contender:
-        def run(prompts: Any, new_tokens: int) -> Measurement:
-            ran.append((name, len(prompts), new_tokens))
+        def run(work: Any) -> Measurement:
+            ran.append((name, work))
             return measurement(1.0)
 
         return named(name, run)
 
-    turns = list(measure([runs("a"), runs("b"), runs("c")], WORK, 61, rounds=3))
+    jobs = jobs_of([runs("a"), runs("b"), runs("c")], [WORK])
+    found = list(measure(jobs, rounds=3))
     orders = [["a", "b", "c"], ["b", "c", "a"], ["c", "a", "b"]]
-    assert [name for name, _ in turns] == [name for order in orders for name in order]
-    assert [one[0] for one in ran[:3]] == ["a", "b", "c"], "one warm-up each"
-    assert ran[3:] == [(name, 2, 5) for order in orders for name in order]
+    assert [turn.job for turn in found] == [(n, WORK.name) for order in orders for n in order]
+    assert [turn.round for turn in found] == [0, 0, 0, 1, 1, 1, 2, 2, 2]
+    assert ran == [(name, WORK) for order in orders for name in order]
+    ran.clear()
+    done = {turn.key for turn in found[:4]}
+    assert list(measure(jobs, rounds=3, done=done)) == found[4:], "measured turns are left out"
+    assert len(ran) == 5
+
+
+def test_contenders_do_what_they_can() -> None:
+    short, long = Decode(1, 10, 1), Decode(1, 20, 1)
+    few = Contender("few", lambda _: measurement(1.0), most_held=10)
+    jobs = jobs_of([named("all"), few], [short, long, WORK])
+    names = [(job.contender.name, job.work) for job in jobs]
+    assert names == [("all", short), ("few", short), ("all", long), ("all", WORK)]
+
+
+@given(st.integers(1, 60), st.integers(1, 40))
+def test_steps_are_rounded_up_to_whole_periods(steps: int, period: int) -> None:
+    asked: list[int] = []
+
+    def decode(work: Decode) -> Measurement:
+        asked.append(work.steps)
+        return measurement(1.0)
+
+    Contender("x", decode, period=period).run(Decode(1, 5, steps))
+    assert asked[0] % period == 0
+    assert steps <= asked[0] < steps + period
+
+
+# The file of turns
+
+
+def test_a_folder_of_turns_continues(tmp_path: Path) -> None:
+    first = Turn(0, ("a", "w"), measurement([1.0, 2.5], policy_share=0.25, compacted=(3, 0)))
+    second = Turn(0, ("b", "w"), measurement(4.0, machine=Machine(2.0, 3.0)))
+    described = {"shape": {"name": "tiny"}, "threads": 2}
+    with open_turns(tmp_path / "new" / "folder", described) as file:
+        file.add(first)
+        file.add_batch("a", 7)
+        file.add_batch("b", None)
+    lines = tmp_path / "new" / "folder" / "turns.jsonl"
+    with lines.open("a") as torn:
+        torn.write('{"round": 0, "contender": "b", "wo')  # killed in the middle of a line
+    with open_turns(tmp_path / "new" / "folder", described) as file:
+        assert file.turns == [first]
+        assert file.batches == {"a": 7, "b": None}
+        file.add(second)
+    with open_turns(tmp_path / "new" / "folder", described) as file:
+        assert file.turns == [first, second]
+    message = "threads is 2, and here it is 4"
+    with (
+        pytest.raises(OutputError, match=message),
+        open_turns(tmp_path / "new" / "folder", described | {"threads": 4}),
+    ):
+        pass
+
+
+# Best batches
+
+
+@given(st.integers(0, 5000))
+def test_the_largest_batch_fits_and_is_at_most_an_eighth_too_small(most: int) -> None:
+    tried: list[int] = []
+
+    def fits(batch: int) -> bool:
+        tried.append(batch)
+        return batch <= most
+
+    found = largest_batch(fits)
+    assert found <= most
+    assert most - found < max(1, found // 8)
+    assert len(tried) == len(set(tried)), "nothing is measured twice"
+
+
+def test_the_fastest_batch_within_memory_is_chosen() -> None:
+    """Ten bytes a sequence; sixteen sequences are the fastest, and the memory ends at 25."""
+
+    def decode(work: Decode) -> Measurement:
+        if work.batch > 25:
+            msg = "DefaultCPUAllocator: not enough memory: you tried to allocate 9 bytes"
+            raise RuntimeError(msg)
+        seconds = 1.0 if work.batch <= 16 else 2.0
+        return measurement(seconds, kv_bytes=10 * work.batch)
+
+    contender = Contender("x", decode)
+    assert best_batch(contender, STEP, 1e9) == 16
+    assert best_batch(contender, STEP, 45) == 4
+    assert best_batch(contender, STEP, 5) is None
+
+    def broken(work: Decode) -> Measurement:
+        msg = "another error"
+        raise RuntimeError(msg)
+
+    with pytest.raises(RuntimeError, match="another error"):
+        best_batch(Contender("x", broken), STEP, 1e9)
 
 
 # Results
+
+
+def jobs_at(contenders: list[Contender], *works: Any) -> list[Job]:
+    return jobs_of(contenders, works or [WORK])
 
 
 def test_ratios_are_paired_by_round() -> None:
@@ -101,26 +223,29 @@ def test_ratios_are_paired_by_round() -> None:
     who = [
         named(GENERATE),
         named("full"),
-        named("small", budget=16, baseline="other"),
+        named("small", budget=16, references={GENERATE: GENERATE, KVPRESS: "other"}),
         named("other"),
+        named("packed", references={GENERATE: "full", "nobody": "absent"}),
     ]
-    turns: list[Turn] = []
+    found: list[Turn] = []
     for number, step_s in enumerate([0.5, 1.0, 5.0]):
-        small_step = measurement(step_s / (3 + number), 0.1 * number, kv_bytes=number)
-        turns += [
-            (GENERATE, measurement(step_s)),
-            ("full", measurement(step_s / 2, 0.0)),
-            ("small", small_step),
-            ("other", measurement(2 * step_s)),
-        ]
-    generate, full, small, other = summarize(turns, who, WORK)
-    assert (generate.ratio.median, generate.ratio.low, generate.ratio.high) == (1, 1, 1)
-    assert (full.ratio.median, full.ratio.low, full.ratio.high) == (2, 2, 2)
-    found = (small.ratio.median, small.ratio.low, small.ratio.high)
-    assert found == pytest.approx((4, 3, 5))
-    assert small.baseline_ratio is not None
-    assert small.baseline_ratio.median == pytest.approx(8)
-    assert other.baseline_ratio is None
+        small = measurement(step_s / (3 + number), policy_share=0.1 * number, kv_bytes=number)
+        of_round = {
+            GENERATE: measurement(step_s),
+            "full": measurement(step_s / 2, policy_share=0.0, prefill_s=2.0),
+            "small": small,
+            "other": measurement(2 * step_s),
+            "packed": measurement(step_s / 8),
+        }
+        found += one_round(number, of_round)
+    generate, full, small, other, packed = summarize(found, jobs_at(who), SIZE)
+    spreads = [attrs.astuple(one.ratios[GENERATE]) for one in (generate, full, small)]
+    assert spreads[:2] == [(1, 1, 1), (2, 2, 2)]
+    assert spreads[2] == pytest.approx((4, 3, 5))
+    assert packed.ratios[GENERATE].median == pytest.approx(4), "like stands beside like"
+    assert list(packed.ratios) == [GENERATE], "who was not measured is not compared with"
+    assert small.ratios[KVPRESS].median == pytest.approx(8)
+    assert list(other.ratios) == [GENERATE]
     assert full.rounds == pytest.approx((8, 4, 0.8)), "two sequences in half the step's seconds"
     assert full.decode_tok_s == pytest.approx(4)
     assert small.policy_share == pytest.approx(0.1)
@@ -128,14 +253,33 @@ def test_ratios_are_paired_by_round() -> None:
     assert (full.budget, small.budget, small.kv_bytes) == (None, 16, 2)
     assert full.prefill_tok_s == pytest.approx((3 + 5) / 2.0)
     assert (full.step_ms, full.step_p95_ms) == pytest.approx((500, 500))
+    spread = (full.mean_ms.median, full.mean_ms.low, full.mean_ms.high)
+    assert spread == pytest.approx((500, 250, 2500))
+
+
+def test_works_and_batches_have_ratios_of_their_own() -> None:
+    """Speeds are compared at one work; at best batches, tokens count and not steps."""
+    short, long = Decode(2, 10, 3), Decode(4, 20, 3)
+    mine, theirs = named("mine"), named(GENERATE)
+    other_batch = Decode(8, 20, 3)
+    jobs = [Job(theirs, short), Job(mine, short), Job(theirs, long), Job(mine, other_batch)]
+    found = [
+        *one_round(0, {GENERATE: measurement(3.0), "mine": measurement(1.0)}, short.name),
+        *one_round(0, {GENERATE: measurement(1.0), "mine": measurement(1.0)}, long.name),
+    ]
+    results = summarize(found, jobs, SIZE)
+    assert [one.ratios[GENERATE].median for one in results] == pytest.approx([1, 3, 1, 2])
+    assert [one.held for one in results] == [10, 10, 20, 20]
+    assert [one.batch for one in results] == [2, 2, 4, 8]
 
 
 def test_an_incomplete_round_does_not_count() -> None:
-    who = [named(GENERATE), named("full")]
-    whole = [(GENERATE, measurement(0.25)), ("full", measurement(0.25))]
-    more = summarize([*whole, (GENERATE, measurement(9.0))], who, WORK)
+    jobs = jobs_at([named(GENERATE), named("full")])
+    whole = one_round(0, {GENERATE: measurement(0.25), "full": measurement(0.25)})
+    more = summarize([*whole, *one_round(1, {GENERATE: measurement(9.0)})], jobs, SIZE)
     assert [one.rounds for one in more] == [(8.0,), (8.0,)]
-    assert summarize(whole[:1], who, WORK) == []
+    assert summarize(whole[:1], jobs, SIZE) == []
+    assert len(complete_rounds(whole, jobs)) == 1
 
 
 def percentile(values: list[float], percent: float) -> float:
@@ -156,8 +300,8 @@ STEPS = st.lists(st.floats(1e-4, 10), min_size=1, max_size=200)
 
 @given(STEPS)
 def test_latencies_equal_a_plain_oracle(steps: list[float]) -> None:
-    who, turns = [named(GENERATE)], [(GENERATE, measurement(steps))]
-    (found,) = summarize(turns, who, WORK)
+    turns = one_round(0, {GENERATE: measurement(steps)})
+    (found,) = summarize(turns, jobs_at([named(GENERATE)]), SIZE)
     assert found.step_ms == pytest.approx(1e3 * percentile(steps, 50))
     assert found.step_p95_ms == pytest.approx(1e3 * percentile(steps, 95))
     assert found.decode_tok_s == pytest.approx(2 * len(steps) / sum(steps))
@@ -165,7 +309,8 @@ def test_latencies_equal_a_plain_oracle(steps: list[float]) -> None:
 
 @given(STEPS)
 def test_a_curve_goes_through_all_steps(steps: list[float]) -> None:
-    (found,) = summarize([(GENERATE, measurement(steps))], [named(GENERATE)], WORK)
+    turns = one_round(0, {GENERATE: measurement(steps)})
+    (found,) = summarize(turns, jobs_at([named(GENERATE)]), SIZE)
     places = [place for place, _ in found.curve]
     assert places == sorted(places)
     if len(steps) <= 64:
@@ -180,85 +325,57 @@ def test_a_curve_goes_through_all_steps(steps: list[float]) -> None:
         assert ms == pytest.approx(1e3 * percentile(steps[first:last], 50))
 
 
-def test_the_share_of_the_limit_is_bytes_by_bandwidth_by_time() -> None:
-    """Three steps of half a second, 100 bytes of weights each, and 60 of the cache in all."""
-    turns = [(GENERATE, measurement(0.5, read_bytes=60))]
-    who = [named(GENERATE)]
-    (found,) = summarize(turns, who, WORK, weight_bytes=100, bandwidth_gb_s=1e-6)
-    assert found.limit_share == pytest.approx(((3 * 100 + 60) / 1000) / 1.5)
-    assert summarize(turns, who, WORK)[0].limit_share is None
+def test_the_share_of_the_limit_is_the_least_time_by_the_time() -> None:
+    """Reading 1,000 bytes of weights takes 10 s, multiplying 2 x 2 x 250 takes 5 or 20."""
+    mine = measurement(64.0, read_bytes=60)
+    for speed, weights_s in ((200.0, 10), (50.0, 20)):
+        limit = measurement(99.0, read_bytes=300, machine=Machine(100.0, speed))
+        found = summarize(
+            one_round(0, {LIMIT: limit, "mine": mine}), jobs_at([named(LIMIT), named("mine")]), SIZE
+        )[1]
+        assert found.limit_ms == pytest.approx(1e3 * (weights_s + 0.6))
+        assert found.limit_share == pytest.approx((weights_s + 0.6) / 64)
+        assert found.rows_mean == pytest.approx(60 / 10 / 2)
+    # A work at which the limit was not measured has that of another one.
+    other = Job(named("mine"), Decode(4, 10, 3))
+    turns = [
+        *one_round(0, {LIMIT: limit}),
+        *one_round(0, {"mine": mine}, other.work.name),
+    ]
+    (_, alone) = summarize(turns, [*jobs_at([named(LIMIT)]), other], SIZE)
+    assert alone.limit_ms == pytest.approx(1e3 * (2 * 4 * 250 / 50 + 0.6))
 
 
-# Contenders
+def test_a_policy_costs_what_streaming_does_not() -> None:
+    who = [
+        named("oldest", references={STREAMING: "oldest"}),
+        named("mine", references={STREAMING: "oldest"}),
+    ]
+    found: list[Turn] = []
+    for number, step_s in enumerate([4.0, 5.0, 8.0]):
+        of_round = {
+            "oldest": measurement(3.0),
+            "mine": measurement([step_s, step_s, step_s], compacted=(0, 0, 0)),
+        }
+        found += one_round(number, of_round)
+    oldest, mine = summarize(found, jobs_at(who), SIZE)
+    assert mine.policy_cost is not None
+    assert attrs.astuple(mine.policy_cost) == pytest.approx((2 / 5, 1 / 4, 5 / 8))
+    assert oldest.policy_cost is not None
+    assert oldest.policy_cost.median == 0
+    assert mine.compacting_ratio is None, "no step compacts"
+    # At batches of their own, the difference says nothing about the policy.
+    jobs = [Job(who[0], Decode(1, 10, 3)), Job(who[1], Decode(2, 10, 3))]
+    turns = one_round(0, of_round, "10 held")
+    assert [one.policy_cost is None for one in summarize(turns, jobs, SIZE)] == [False, True]
 
 
-def test_generate_measures_the_full_cache() -> None:
-    """Left-padded generate gives the tokens of the engine, and the bytes of a full cache."""
-    model = tiny_model("qwen2", seed=3)
-    assert model.generation_config is not None
-    done = generate(model).run(PROMPTS, 6)
-    layers, heads, head_dim = 2, 2, 8
-    row = 2 * layers * len(PROMPTS) * heads * head_dim * IN_FP32
-    # The last token is never fed back, so that its row is missing.
-    assert done.kv_bytes == row * (4 + 6 - 1)
-    # Five decode steps; the first does not count, and the second sees two rows after the prompt.
-    assert len(done.steps_s) == 4
-    assert done.read_bytes == sum(row * (4 + new) for new in (2, 3, 4, 5))
-    assert done.prefill_s is not None
-    assert done.prefill_s > 0
-    run = Engine(model, None, CELLS[0].resolved, slots=2).generate(
-        PROMPTS, max_new_tokens=6, stop_ids=()
-    )
-    for result, prompt in zip(run.results(), PROMPTS, strict=True):
-        assert list(result.tokens) == greedy_tokens(model, prompt, 6)
-
-
-@pytest.mark.parametrize(("stack", "new_tokens"), [("full", 6), ("knorm", 19)])
-def test_the_engine_attends_to_as_many_rows_as_a_plain_count(stack: str, new_tokens: int) -> None:
-    model = tiny_model()
-    budget, buffer = 8, 4
-    contenders, _ = build_contenders(model, cells(stack, budget=budget, buffer=buffer))
-    done = contenders[2].run(PROMPTS, new_tokens)
-    layers, heads, head_dim = 2, 2, 8
-    rows_read = 0
-    for prompt in PROMPTS:
-        rows = len(prompt)
-        for step in range(1, new_tokens):
-            rows += 1
-            if step > 1:
-                rows_read += rows
-            if stack != "full" and rows == budget + buffer:
-                rows = budget
-    assert done.read_bytes == rows_read * layers * heads * head_dim * 2 * IN_FP32
-    assert len(done.steps_s) == new_tokens - 2
-    # Keys, values, and positions of 8 bytes; a full cache is allocated for the longest sequence.
-    slab = 4 + 6 if stack == "full" else budget + buffer
-    allocated = layers * len(PROMPTS) * heads * slab * (2 * head_dim * IN_FP32 + 8)
-    moved = 0 if stack == "full" else heads * budget * head_dim * IN_FP32
-    assert allocated + moved <= done.kv_bytes <= allocated + 4 * moved
-    assert done.policy_share is not None
-    assert 0 <= done.policy_share < 1
-    assert (done.policy_share > 0) == (stack != "full")
-
-
-def test_policies_take_no_more_than_all_of_the_decode_time() -> None:
-    """Long prompts and few tokens: nearly all compactions are before the first decode step."""
-    contenders, _ = build_contenders(tiny_model(), cells("knorm"))
-    done = contenders[2].run([[1 + i % 50 for i in range(120)]] * 2, 3)
-    assert done.policy_share is not None
-    assert 0 <= done.policy_share <= 1
-
-
-def test_the_model_alone_has_no_cache() -> None:
-    done = model_alone(tiny_model()).run(PROMPTS, 9)
-    assert (done.kv_bytes, done.read_bytes, done.prefill_s) == (0, 0, None)
-    assert len(done.steps_s) == 7
-
-
-def test_prompts_are_padded_on_the_left() -> None:
-    token_ids, mask = left_pad([[1, 2, 3], [4]], torch.device("cpu"))
-    assert token_ids.tolist() == [[1, 2, 3], [0, 0, 4]]
-    assert mask.tolist() == [[1, 1, 1], [0, 0, 1]]
+def test_steps_that_compact_are_compared_with_the_others() -> None:
+    steps = measurement([1.0, 5.0, 2.0, 7.0, 3.0], compacted=(0, 2, 0, 1, 0))
+    (found,) = summarize(one_round(0, {"mine": steps}), jobs_at([named("mine")]), SIZE)
+    assert found.compacting_ratio is not None
+    assert found.compacting_ratio.median == 6.0 / 2.0
+    assert found.compactions == 3
 
 
 # kvpress
@@ -292,19 +409,27 @@ def fake_kvpress() -> tuple[ModuleType, list[Any]]:
     return module, made
 
 
+def contenders_of(mine: list[Cell]) -> tuple[Contender, ...]:
+    found = build_contenders({"": tiny_model()}, mine, without=[LIMIT, CONTINUOUS])
+    assert found.absent == {}
+    return found.all
+
+
 def test_a_press_gets_budget_interval_and_knobs_of_its_policy(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     library, made = fake_kvpress()
     monkeypatch.setitem(sys.modules, "kvpress", library)
     mine = cells("snapkv", "knorm", "h2o", "snapkv+protect", budget=24, buffer=6)
-    contenders, absent = build_contenders(tiny_model(), mine)
-    assert absent == {}
+    contenders = contenders_of(mine)
     names = [one.name for one in contenders]
-    assert names[:4] == [GENERATE, MODEL_ALONE, "snapkv", "kvpress SnapKVPress"]
+    assert names[:4] == [MODEL_ALONE, GENERATE, "snapkv", "kvpress SnapKVPress"]
     assert names[4:] == ["knorm", "h2o", "snapkv+protect"]
-    assert [one.baseline for one in contenders[2:4]] == ["kvpress SnapKVPress", None]
-    contenders[3].run(PROMPTS, 4)
+    assert [one.references.get(KVPRESS) for one in contenders[2:4]] == ["kvpress SnapKVPress", None]
+    assert contenders[3].period == 6
+    done = contenders[3].run(Decode(2, 60, 4))
+    row = kv_row_bytes(tiny_model())
+    assert done.read_bytes == 2 * row * (24 + 1 + 3.5), "its budget is held, not the text"
     (given,) = made
     assert (given["target_size"], given["compression_interval"]) == (24, 6)
     assert given["base_press"].window_size == 8, "the engine's, not 64"
@@ -321,15 +446,15 @@ def test_plans_that_differ_in_knobs_only_have_separate_presses(
     }
     series = [Series(label, plan) for label, plan in plans.items()]
     mine = build_cells(series, num_layers=2, budgets=[24], buffer=6)
-    contenders, _ = build_contenders(tiny_model(), mine)
+    contenders = contenders_of(mine)
     presses = ["kvpress SnapKVPress (wide)", "kvpress SnapKVPress (narrow)"]
-    names = [GENERATE, MODEL_ALONE, "wide", presses[0], "narrow", presses[1]]
+    names = [MODEL_ALONE, GENERATE, "wide", presses[0], "narrow", presses[1]]
     assert [one.name for one in contenders] == names
-    turns = list(measure(contenders, WORK, 61, rounds=1))
-    found = {one.name: one for one in summarize(turns, contenders, WORK)}
+    jobs = jobs_at(list(contenders))
+    found = {one.name: one for one in summarize(measure(jobs, rounds=1), jobs, SIZE)}
     assert list(found) == names, "the round is complete"
-    assert [found[name].baseline for name in ("wide", "narrow")] == presses
-    assert found["wide"].baseline_ratio is not None
+    assert [contender.references[KVPRESS] for contender in contenders[2::2]] == presses
+    assert found["wide"].ratios[KVPRESS].median > 0
     assert {one["base_press"].window_size for one in made} == {8, 4}
 
 
@@ -340,21 +465,21 @@ def test_contenders_with_equal_names_are_refused(kvpolicy: Shell, tmp_path: Path
         plan = f'stack = [{{policy = "snapkv", window_size = {size}}}]\n'
         (tmp_path / folder / "x.toml").write_text(plan)
     plans = [word for folder in "ab" for word in ("--plan", tmp_path / folder / "x.toml")]
-    output = tmp_path / "bench.json"
+    output = tmp_path / "speed"
     message = refusal(kvpolicy("bench", *OPTIONS, "--rounds", 1, *plans, "--output", output))
     assert "2 contenders called 'x'" in message
     assert "rename one" in message
-    assert not output.exists()
+    assert not (output / "bench.json").exists()
 
 
 def test_a_missing_kvpress_is_reported_with_how_to_install_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setitem(sys.modules, "kvpress", None)
-    contenders, absent = build_contenders(tiny_model(), cells("knorm"))
-    assert [one.name for one in contenders] == [GENERATE, MODEL_ALONE, "knorm"]
-    assert "cannot be imported" in absent["kvpress"]
-    assert "from a clone of kvpolicy: pip install -e '.[benchmarks]'" in absent["kvpress"]
+    found = build_contenders({"": tiny_model()}, cells("knorm"), without=[LIMIT, CONTINUOUS])
+    assert [one.name for one in found.all] == [MODEL_ALONE, GENERATE, "knorm"]
+    assert "cannot be imported" in found.absent["kvpress"]
+    assert "from a clone of kvpolicy: pip install -e '.[benchmarks]'" in found.absent["kvpress"]
 
 
 def test_a_kvpress_that_needs_other_transformers_is_left_out(
@@ -364,11 +489,11 @@ def test_a_kvpress_that_needs_other_transformers_is_left_out(
     library, _ = fake_kvpress()
     monkeypatch.setitem(sys.modules, "kvpress", library)
     lines = ["torch>=2", "transformers<4,>=3; python_version > '3'"]
-    monkeypatch.setattr(baselines, "requires", lambda _: lines)
+    monkeypatch.setattr(kvpress, "requires", lambda _: lines)
     absent = presses_for(tiny_model(), cells("snapkv"))[1]
     assert absent is not None
     assert "transformers<4,>=3" in absent
-    monkeypatch.setattr(baselines, "requires", lambda _: ["transformers>=3"])
+    monkeypatch.setattr(kvpress, "requires", lambda _: ["transformers>=3"])
     assert presses_for(tiny_model(), cells("snapkv"))[1] is None
 
 
@@ -379,12 +504,39 @@ def test_kvpress_itself_stays_within_budget_and_interval() -> None:
     if absent is not None:
         pytest.skip(absent)
     (mine,) = presses.values()
-    done = mine.run(PROMPTS, 40)
-    row = 2 * 2 * len(PROMPTS) * 2 * 8 * IN_FP32
+    done = mine.run(Text(2, 2, 4, 40))
+    row = 2 * kv_row_bytes(model)
     assert len(done.steps_s) == 38
     # It counts steps, not rows: a cache may exceed budget and interval by what it began with.
     assert row * 12 < done.kv_bytes <= row * (12 + 4)
-    assert done.read_bytes < 38 * done.kv_bytes
+    assert done.read_bytes < done.kv_bytes
+    held = mine.run(Decode(2, 100, 9))
+    assert len(held.steps_s) == 12, "three intervals"
+    assert row * 12 < held.kv_bytes <= row * (12 + 4 + 1)
+
+
+def test_weights_in_another_form_are_contenders_of_their_own() -> None:
+    model = tiny_model()
+    found = build_contenders({"": model, "packed": model}, cells("knorm"), without=["kvpress"])
+    names = [one.name for one in found.all]
+    mine = [MODEL_ALONE, GENERATE, CONTINUOUS, "knorm"]
+    mine = [name for name in mine if name not in found.absent]
+    assert names == [LIMIT, *mine, *(f"{name}, packed" for name in mine)]
+    of_packed = found.all[-1].references
+    assert of_packed == {
+        GENERATE: "generate, packed",
+        MODEL_ALONE: "model alone, packed",
+        VLLM: "vLLM",  # its weights have one form
+    }
+
+
+def test_plans_are_compared_with_the_full_cache_and_as_many_of_the_newest_rows() -> None:
+    given_cells = [*cells("full", "streaming", "knorm"), *cells("h2o", budget=12)]
+    found = build_contenders({"": tiny_model()}, given_cells, without=["kvpress"])
+    references = {one.name: one.references for one in found.all}
+    assert references["knorm"][STREAMING] == "streaming"
+    assert references["knorm"][FULL] == references["h2o"][FULL] == "full"
+    assert STREAMING not in references["h2o"], "it keeps another number of rows"
 
 
 # Models
@@ -455,73 +607,122 @@ def test_resident_bytes_grow_with_touched_pages() -> None:
 # The command
 
 SIZES = ("--shape", "tiny", "--batch", 2, "--prompt-min", 4, "--prompt-max", 9)
-OPTIONS = (*SIZES, "--new-tokens", 14, "--budget", 8, "--buffer", 4)
+OPTIONS = (*SIZES, "--new-tokens", 14, "--budget", 8, "--buffer", 4, "--steps", 2)
+FEW = ("--without", "generate_batch,kvpress")
 
 
 @pytest.mark.needs_reasoner
-def test_the_command_prints_and_writes_ratios(kvpolicy: Shell, tmp_path: Path) -> None:
-    output, plot = tmp_path / "bench.json", tmp_path / "bench.svg"
-    more = ("--rounds", 2, "--policies", "full,streaming", "--bandwidth", 10)
-    found = kvpolicy("bench", *OPTIONS, *more, "--output", output, "--plot", plot, "--json")
+def test_the_command_prints_writes_and_continues(kvpolicy: Shell, tmp_path: Path) -> None:
+    output, plot = tmp_path / "speed", tmp_path / "bench.svg"
+    more = ("--policies", "full,streaming", "--lengths", "12,20", *FEW, "--output", output)
+    found = kvpolicy("bench", *OPTIONS, *more, "--rounds", 1, "--plot", plot, "--json")
     assert found.status == 0, found.err
-    assert found.out == output.read_text(encoding="utf-8")
-    names = [one["name"] for one in found.json["standings"]]
-    assert names == [GENERATE, MODEL_ALONE, "full cache", "StreamingLLM"]
-    for one in found.json["standings"]:
-        assert one["ratio"]["low"] <= one["ratio"]["median"] <= one["ratio"]["high"]
-        assert len(one["rounds"]) == 2
+    assert found.out == (output / "bench.json").read_text(encoding="utf-8")
+    names = [LIMIT, MODEL_ALONE, GENERATE, "full cache", "StreamingLLM"]
+    works = ["12 held", "20 held"]
+    standings = found.json["standings"]
+    assert [(one["work"], one["name"]) for one in standings] == [
+        (work, name) for work in works for name in names
+    ]
+    for one in standings:
+        for ratio in one["ratios"].values():
+            assert ratio["low"] <= ratio["median"] <= ratio["high"]
         assert 0 < one["step_ms"] <= one["step_p95_ms"]
-        assert len(one["curve"]) == 12
         assert one["limit_share"] > 0
-    assert found.json["workload"]["new_tokens"] == 14
+        assert (one["compactions"] or 0) == (4 if one["name"] == "StreamingLLM" else 0)
     assert found.json["shape"]["name"] == "tiny"
-    assert found.json["num_parameters"] == 119_104
-    assert "round 2" in found.err
-    drawing = plot.read_text(encoding="utf-8")
-    assert drawing.startswith("<?xml")
+    assert plot.read_text(encoding="utf-8").startswith("<?xml")
+    turns = (output / "turns.jsonl").read_text(encoding="utf-8").splitlines()
+    assert len(turns) == 1 + 10
+
+    again = kvpolicy("bench", *OPTIONS, *more, "--rounds", 2)
+    assert again.status == 0, again.err
+    assert "round 2" in again.err
+    assert "round 1" not in again.err, "its turns were kept"
+    for word in (
+        "ms per step",
+        "speed / generate's",
+        "12 held",
+        "20 held",
+        "compactions in",
+        "cost",
+    ):
+        assert word in again.out
+    message = refusal(kvpolicy("bench", *OPTIONS, *more, "--rounds", 2, "--seed", 1))
+    assert "turns of another benchmark" in message
 
 
-def test_speed_and_memory_have_tables(kvpolicy: Shell) -> None:
-    plain = kvpolicy("bench", *OPTIONS, "--rounds", 1, "--policies", "knorm", "--bandwidth", 10)
+def test_texts_and_memory_have_tables(kvpolicy: Shell, tmp_path: Path) -> None:
+    plain = kvpolicy("bench", *OPTIONS, "--text", "--rounds", 1, "--policies", "knorm", *FEW)
     assert plain.status == 0, plain.err
     for word in ("x generate", "p95", "of limit", "knorm", MODEL_ALONE, "least - most"):
         assert word in plain.out
-    found = kvpolicy("bench", *OPTIONS, "--memory", "--lengths", "9,30", "--policies", "knorm")
+    memory = ("--memory", "--lengths", "9,30", "--policies", "knorm", "--output", tmp_path / "new")
+    found = kvpolicy("bench", *OPTIONS, *memory)
     assert found.status == 0, found.err
+    assert len(json.loads((tmp_path / "new" / "bench.json").read_text())["readings"]) == 2
     head, _, *rows = found.out.splitlines()
     assert "if all stayed" in head
     assert [row.split()[:2] for row in rows] == [["knorm", "9"], ["knorm", "30"]]
 
 
-def test_without_generate_nothing_is_compared_with_it(kvpolicy: Shell) -> None:
-    arguments = ("--rounds", 1, "--policies", "knorm", "--no-generate")
-    plain, found = (kvpolicy("bench", *OPTIONS, *arguments, *more) for more in ((), ("--json",)))
+def test_best_batches_are_within_the_memory(kvpolicy: Shell, tmp_path: Path) -> None:
+    arguments = (*OPTIONS, "--max-batch", "--lengths", 40, "--rounds", 1, "--policies", "knorm")
+    limit = ("--memory-limit", 0.0002, "--json", "--output", tmp_path / "best")
+    found = kvpolicy("bench", *arguments, *limit, *FEW)
+    assert found.status == 0, found.err
+    generate, knorm = found.json["standings"]
+    assert (generate["name"], knorm["name"]) == (GENERATE, "knorm")
+    assert all(one["batch"] and one["kv_bytes"] <= 200e3 for one in (generate, knorm))
+    again = kvpolicy("bench", *arguments, *limit, *FEW)
+    assert "searching" not in again.err, "what was found was written"
+    message = refusal(kvpolicy("bench", *arguments, "--memory-limit", 0.000001, *FEW))
+    assert "raise --memory-limit" in message
+
+
+def test_what_is_left_out_is_not_compared_with(kvpolicy: Shell) -> None:
+    arguments = ("--rounds", 1, "--policies", "knorm", "--lengths", 12)
+    without = ("--without", "generate,generate_batch,kvpress,machine limit")
+    plain, found = (
+        kvpolicy("bench", *OPTIONS, *arguments, *without, *m) for m in ((), ("--json",))
+    )
     assert plain.status == found.status == 0, plain.err
     assert "x generate" not in plain.out
     assert [one["name"] for one in found.json["standings"]] == [MODEL_ALONE, "knorm"]
-    assert [one["ratio"] for one in found.json["standings"]] == [None, None]
+    assert [list(one["ratios"]) for one in found.json["standings"]] == [[], [MODEL_ALONE]]
+
+
+@pytest.mark.usefixtures("packs_small_products")
+def test_like_stands_beside_like_with_packed_weights(kvpolicy: Shell) -> None:
+    arguments = ("--rounds", 1, "--policies", "knorm", "--lengths", 12, "--packed", "--json")
+    found = kvpolicy("bench", *OPTIONS, *arguments, *FEW)
+    assert found.status == 0, found.err
+    assert "packed 15 linear layers as 9 products" in found.err
+    ratios = {
+        one["name"]: one["ratios"].get(GENERATE, {}).get("median")
+        for one in found.json["standings"]
+    }
+    plain = [MODEL_ALONE, GENERATE, "knorm"]
+    assert list(ratios) == [LIMIT, *plain, *(f"{name}, packed" for name in plain)]
+    assert [ratios[GENERATE], ratios[f"{GENERATE}, packed"]] == pytest.approx([1, 1])
 
 
 @pytest.mark.needs_reasoner
 def test_complete_rounds_count_after_an_interrupt(
     kvpolicy: Shell, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    turns = [(name, measurement(1.0)) for _ in range(2) for name in (GENERATE, "mine")]
-
-    def measure(*_: object, **__: object) -> Iterator[Turn]:
-        yield from turns[:3]
+    def measure(jobs: Any, **_: object) -> Iterator[Turn]:
+        for number, job in enumerate([*jobs, *jobs][: 2 * len(jobs) - 1]):
+            yield Turn(number // len(jobs), job.name, measurement(1.0))
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(
-        bench, "build_contenders", lambda *_, **__: ([named(GENERATE), named("mine")], {})
-    )
-    monkeypatch.setattr(bench, "measure", measure)
-    output = tmp_path / "bench.json"
+    monkeypatch.setattr(turns, "measure", measure)
+    output = tmp_path / "speed"
     found = kvpolicy("bench", *SIZES, "--rounds", 2, "--output", output)
     assert found.status == 130
     assert "1 of 2 rounds were complete" in found.err
-    assert "mine" in found.out
-    assert '"rounds": [\n        2.0\n      ]' in output.read_text(encoding="utf-8")
+    standings = json.loads((output / "bench.json").read_text(encoding="utf-8"))["standings"]
+    assert {tuple(one["rounds"]) for one in standings} == {(2.0,)}
 
 
 @pytest.mark.parametrize(
@@ -534,6 +735,13 @@ def test_complete_rounds_count_after_an_interrupt(
         (("--plot", "speed.gif"), ("speed.gif", ".png")),
         (("--plot", "speed.png", "--memory"), ("--plot", "--memory")),
         (("--lengths", "1,x", "--memory"), ("--lengths", "'x'")),
+        (("--lengths", "64,128", "--max-batch"), ("--max-batch", "--lengths")),
+        (("--text", "--memory"), ("--text and --memory",)),
+        (("--without", "nobody"), ("'nobody'", "generate_batch")),
+        (("--at-accuracy", "0.02"), ("--sweep FOLDER",)),
+        (("--at-accuracy", "0.02", "--sweep", "x", "--policies", "h2o"), ("--policies",)),
+        (("--output", "/dev/null/speed"), ("/dev/null/speed", "cannot be written")),
+        (("--vllm-python", "no-such-python"), ("no-such-python", "--vllm-python")),
     ],
 )
 @pytest.mark.needs_reasoner
@@ -542,3 +750,25 @@ def test_wrong_input_is_refused_with_a_sentence(
 ) -> None:
     message = refusal(kvpolicy("bench", "--quick", *arguments))
     assert all(part in message for part in parts), message
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the machine has a GPU")
+def test_a_gpu_benchmark_needs_a_gpu(kvpolicy: Shell) -> None:
+    message = refusal(kvpolicy("bench", "--gpu", "--quick", "--policies", "knorm"))
+    assert "--gpu needs a GPU with CUDA" in message
+
+
+def test_the_benchmark_of_a_gpu_can_be_walked_through_on_a_cpu(kvpolicy: Shell) -> None:
+    arguments = ("bench", "--gpu", "--device", "cpu", "--quick", "--dtype", "float32")
+    sizes = ("--lengths", 40, "--budget", 16, "--buffer", 4, "--steps", 2, "--rounds", 1)
+    found = kvpolicy(*arguments, *sizes, "--memory-limit", 0.0005)
+    assert found.status == 0, found.err
+    assert "checking tokens and compactions on cpu" in found.err
+    for work in ("batch 1\n", "batch 8\n", "batch 32\n", "best batch\n"):
+        assert work in found.out
+    for word in ("rows", "limit ms", "of limit", "over streaming", "x full cache", "path"):
+        assert word in found.out
+    best = found.out[found.out.index("best batch") :]
+    names = ("full cache", "StreamingLLM", "H2O", "SnapKV", "R-KV", "skipkv")
+    assert all(name in best for name in names)
+    assert best.count("static") == len(names)

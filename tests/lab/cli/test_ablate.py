@@ -49,6 +49,19 @@ def test_the_folder_holds_all_documented_files(
         assert label in answer.out
 
 
+@pytest.mark.usefixtures("packs_small_products")
+def test_packed_weights_make_another_run(kvpolicy: Shell, model_folder: Path) -> None:
+    words = ("ablate", "--model", model_folder, *SMALL, "--policies", "full")
+    plain = kvpolicy(*words, "--dry-run", "--json").json
+    answer = kvpolicy(*words, "--cpu-weights", "packed", "--json")
+    assert answer.status == 0, answer.err
+    (group,) = answer.json["run"]["groups"]
+    assert group["dtype"] == "float32, packed"
+    assert answer.json["folder"] != plain["folder"]
+    assert kvpolicy(*words, "--dry-run", "--json").json["left"] == 3
+    assert kvpolicy(*words, "--cpu-weights", "packed", "--dry-run", "--json").json["left"] == 0
+
+
 def test_a_session_records_the_threads_that_are_used(
     kvpolicy: Shell, model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -99,6 +99,22 @@ def test_the_record_has_the_plan_and_its_costs(kvpolicy: Shell, folder: Path) ->
 
 
 @needs_harness
+@pytest.mark.usefixtures("packs_small_products")
+def test_packed_weights_are_another_model(
+    kvpolicy: Shell, folder: Path, model_folder: Path
+) -> None:
+    arguments = ("--policy", "full", "--limit", 1, "--json", "--cpu-weights")
+    plain, packed = (
+        run(kvpolicy, folder, *arguments, order, tasks="rents", model=model_folder)
+        for order in ("plain", "packed")
+    )
+    assert "linear layers as 9 products" in packed.err
+    ours, without = (one.json["kvpolicy"] for one in (packed, plain))
+    assert all(one["packed_bytes"] > 0 for one in ours["reports"].values())
+    assert ours["model_fingerprint"] != without["model_fingerprint"]
+
+
+@needs_harness
 def test_choices_and_texts_are_scored_under_the_plan(kvpolicy: Shell, folder: Path) -> None:
     def figures(*arguments: object) -> dict[str, Any]:
         found = run(kvpolicy, folder, *arguments, "--json", tasks="rents,texts").json

@@ -1,0 +1,109 @@
+"""The engine under one plan, as a contender."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from kvpolicy.engine.engine import Engine, Run
+from kvpolicy.lab.bench.contender import (
+    GENERATE,
+    Contender,
+    Decode,
+    Measurement,
+    Text,
+    synchronized_time,
+)
+from kvpolicy.lab.bench.fill import fill_run
+from kvpolicy.lab.looks import policy_of
+from kvpolicy.lab.sweep.grid import Cell
+
+_PROMPT = 4  # tokens that are prefilled before a cache is filled
+
+
+def engine_under(
+    model: PreTrainedModel, cell: Cell, *, references: Mapping[str, str] | None = None
+) -> Contender:
+    """The engine under one plan.
+
+    Args:
+        model: The model.
+        cell: The plan.
+        references: Names of the contenders with which its speed is compared.
+    """
+
+    def decode(work: Decode) -> Measurement:
+        # Nothing is left to the texts' end: the run is dropped in the middle.
+        most = work.held + work.steps + _PROMPT
+        short = [prompt[:_PROMPT] for prompt in work.prompts(model.config.vocab_size)]
+        engine = Engine(model, None, cell.resolved, slots=work.batch)
+        run = engine.generate(short, max_new_tokens=most, stop_ids=())
+        run.step()
+        fill_run(run, work.held, seed=work.seed)
+        run.step()
+        before = run.report
+        measured = _measure_steps(run, lambda taken: taken >= work.steps)
+        after = run.report
+        decode_s = after.decode_s - before.decode_s
+        return Measurement(
+            **measured,
+            kv_bytes=after.peak_kv_bytes,
+            policy_share=(after.decode_policy_s - before.decode_policy_s) / decode_s,
+        )
+
+    def text(work: Text) -> Measurement:
+        engine = Engine(model, None, cell.resolved, slots=work.batch)
+        prompts = work.prompts(model.config.vocab_size)
+        run = engine.generate(prompts, max_new_tokens=work.new_tokens, stop_ids=())
+        run.step()  # the prefill, and the first decode step, which warms up the others
+        measured = _measure_steps(run, lambda _: run.done)
+        report = run.report
+        return Measurement(
+            **measured,
+            kv_bytes=report.peak_kv_bytes,
+            prefill_s=report.prefill_s,
+            policy_share=report.policy_share,
+        )
+
+    buffers = [layer.buffer for layer in cell.resolved.layers if layer.bounded and layer.budget]
+    return Contender(
+        name=cell.series,
+        decode=decode,
+        text=text,
+        budget=cell.budget,
+        references={GENERATE: GENERATE} if references is None else references,
+        policy=policy_of(cell.resolved.to_dict()),
+        period=max(buffers, default=1),
+    )
+
+
+def _measure_steps(run: Run, ends: Callable[[int], bool]) -> dict[str, Any]:
+    """Take steps until the end: their seconds, compactions, and the bytes that they attend to.
+
+    Where the engine reads tokens once in several steps, these have equal parts of their time.
+    """
+    device, cache = run.engine.adapter.device, run.cache
+    row_bytes = [layer.shape.row_bytes for layer in cache.layers]
+    steps_s: list[float] = []
+    compacted: list[int] = []
+    attended: list[int] = []
+    while not ends(len(steps_s)):
+        num_active, before = len(run.batch.active), run.report.compactions
+        held = cache.rows.sum(axis=1)
+        start = synchronized_time(device)
+        events = run.step()
+        elapsed_s = synchronized_time(device) - start
+        assert not any(result.error for result in events.results), events.results
+        num_steps = max(len(events.tokens) // num_active, 1)
+        steps_s += [elapsed_s / num_steps] * num_steps
+        # A step attends to the rows before it and to its own.
+        attended += [
+            int(row_bytes @ (held + number * num_active)) for number in range(1, num_steps + 1)
+        ]
+        compacted += [0] * (num_steps - 1) + [run.report.compactions - before]
+    return {
+        "steps_s": tuple(steps_s),
+        "compacted": tuple(compacted),
+        "read_bytes": sum(attended) / len(attended),
+        "path": run.report.path,
+    }

@@ -1,0 +1,201 @@
+"""Tables of ``kvpolicy bench``."""
+
+from collections.abc import Callable, Mapping, Sequence
+
+from kvpolicy.cli.output import format_bytes, terminal_width
+from kvpolicy.cli.text_table import format_table
+from kvpolicy.lab.bench.at_accuracy import Choice
+from kvpolicy.lab.bench.contender import FULL, GENERATE, KVPRESS, MODEL_ALONE, VLLM
+from kvpolicy.lab.bench.memory import Reading
+from kvpolicy.lab.bench.summary import BenchResult, Spread
+from kvpolicy.lab.statistics import Interval
+
+
+def _share_of_alone(one: BenchResult) -> str:
+    """Milliseconds of the model alone, as a share of this contender's."""
+    return _share(one.ratios.get(MODEL_ALONE))
+
+
+# Columns of the table of one work; those without any value are left out.
+_COLUMNS: Mapping[str, Callable[[BenchResult], str]] = {
+    "": lambda one: one.name,
+    "budget": lambda one: "all" if one.budget is None else f"{one.budget:g}",
+    "batch": lambda one: f"{one.batch:,}",
+    "tok/s": lambda one: f"{one.decode_tok_s:.0f}",
+    f"x {GENERATE}": lambda one: _ratio_to(one, GENERATE),
+    "least - most": lambda one: _span(one.ratios.get(GENERATE)),
+    f"x {VLLM}": lambda one: _ratio_to(one, VLLM),
+    f"x {FULL}": lambda one: _ratio_to(one, FULL),
+    "ms/step": lambda one: f"{one.step_ms:.1f}",
+    "p95": lambda one: f"{one.step_p95_ms:.1f}",
+    f"of {MODEL_ALONE}": _share_of_alone,
+    "prefill tok/s": lambda one: _number(one.prefill_tok_s, ".0f"),
+    "policy": lambda one: _number(one.policy_share, ".1%"),
+    "over streaming": lambda one: _share(one.policy_cost),
+    "compactions": lambda one: _number(one.compactions, ",.0f"),
+    "compacting step": lambda one: _times(one.compacting_ratio),
+    "KV cache": lambda one: format_bytes(one.kv_bytes),
+    "GPU memory": lambda one: "" if one.device_bytes is None else format_bytes(one.device_bytes),
+    "of limit": lambda one: _number(one.limit_share, ".0%"),
+}
+# Those of a GPU: how near to the limit, and what the policy costs.
+_GPU_COLUMNS: Mapping[str, Callable[[BenchResult], str]] = {
+    "": lambda one: one.name,
+    "batch": lambda one: f"{one.batch:,}",
+    "rows": lambda one: f"{one.rows_mean:,.0f}",
+    "ms/step": lambda one: f"{one.step_ms:.1f}",
+    "p95": lambda one: f"{one.step_p95_ms:.1f}",
+    "limit ms": lambda one: _number(one.limit_ms, ".3g"),
+    "of limit": lambda one: _number(one.limit_share, ".0%"),
+    "policy": lambda one: _number(one.policy_share, ".1%"),
+    "over streaming": lambda one: _share(one.policy_cost),
+    "tok/s": lambda one: f"{one.decode_tok_s:,.0f}",
+    f"x {FULL}": lambda one: _ratio_to(one, FULL),
+    f"x {VLLM}": lambda one: _ratio_to(one, VLLM),
+    "peak": lambda one: "" if one.device_bytes is None else format_bytes(one.device_bytes),
+    "path": lambda one: one.path,
+}
+
+# Tables of several works: a title, and the values of their cells.
+_BY_WORK: Mapping[str, Callable[[BenchResult], str]] = {
+    "ms per step: median over rounds, and half of their range": lambda one: _milliseconds(
+        one.mean_ms
+    ),
+    "speed / generate's: median over rounds, least - most": lambda one: _ratio(
+        one.ratios.get(GENERATE)
+    ),
+    "speed / vLLM's, which has the full cache": lambda one: _ratio(one.ratios.get(VLLM)),
+    "share of what the model alone allows: its ms / ms": _share_of_alone,
+    "share of the machine's limit: least ms for the rows that are read / ms": lambda one: _number(
+        one.limit_share, ".0%"
+    ),
+    "cost of the policy: (ms - ms of StreamingLLM with as many rows) / ms": lambda one: _share(
+        one.policy_cost
+    ),
+    "a step that compacts a sequence / one that does not": lambda one: _times(one.compacting_ratio),
+    "compactions in the measured steps, of one sequence in one layer": lambda one: _number(
+        one.compactions, ",.0f"
+    ),
+}
+
+
+def speed_tables(found: Sequence[BenchResult]) -> str:
+    """Milliseconds and ratios of all contenders: a column for each work, or details of one."""
+    works = list(dict.fromkeys(one.work for one in found))
+    if len(works) == 1:
+        parts = [_details(found, _COLUMNS)]
+    else:
+        tables = {
+            title: _by_work(found, works, format_value) for title, format_value in _BY_WORK.items()
+        }
+        parts = [f"{title}\n{table}" for title, table in tables.items() if table]
+    comparisons = [
+        f"{one.name}, {one.work}: {ratio.median:.2f} x the speed of {KVPRESS} ({_span(ratio)})"
+        for one in found
+        if (ratio := one.ratios.get(KVPRESS)) is not None
+    ]
+    return "\n\n".join([*parts, *(["\n".join(comparisons)] if comparisons else [])])
+
+
+def gpu_tables(found: Sequence[BenchResult]) -> str:
+    """How near to the limit each contender is: a table for each batch."""
+    works = dict.fromkeys(one.work for one in found)
+    return "\n\n".join(
+        f"{work}\n{_details([one for one in found if one.work == work], _GPU_COLUMNS)}"
+        for work in works
+    )
+
+
+def choices_table(choices: Sequence[Choice], margin: float) -> str:
+    """What a sweep says about the budget of each policy."""
+    headers = ["", "budget", "accuracy", "- full cache", "compacted"]
+    rows = [
+        [
+            one.series,
+            "none found" if one.budget is None else f"{one.budget:g}",
+            "-" if one.accuracy is None else f"{one.accuracy.value:.1%}",
+            _points(one.difference),
+            f"{one.num_compacted} of {one.num_items}",
+        ]
+        for one in choices
+    ]
+    table = format_table(headers, rows, right=range(1, len(headers)), width=terminal_width())
+    return f"smallest budget at most {margin:.1%} below the full cache, by its interval\n{table}"
+
+
+def memory_table(readings: Sequence[Reading]) -> str:
+    """Sizes of cache and process while texts grow."""
+    headers = ["", "tokens", "KV cache", "if all stayed", "process", "ms/step"]
+    rows = [
+        [
+            one.name,
+            f"{one.new_tokens:,}",
+            format_bytes(one.kv_bytes),
+            format_bytes(one.full_bytes),
+            format_bytes(one.rss_bytes),
+            f"{one.step_ms:.2f}",
+        ]
+        for one in readings
+    ]
+    return format_table(headers, rows, right=range(1, len(headers)), width=terminal_width())
+
+
+def _details(
+    found: Sequence[BenchResult], shown_columns: Mapping[str, Callable[[BenchResult], str]]
+) -> str:
+    columns = {
+        header: [format_value(one) for one in found]
+        for header, format_value in shown_columns.items()
+    }
+    shown = {header: cells for header, cells in columns.items() if any(cells)}
+    rows = [[cell or "-" for cell in row] for row in zip(*shown.values(), strict=True)]
+    return format_table(list(shown), rows, right=range(1, len(shown)), width=terminal_width())
+
+
+def _by_work(
+    found: Sequence[BenchResult], works: Sequence[str], format_value: Callable[[BenchResult], str]
+) -> str:
+    """One row for each contender that has a value, and one column for each work; or nothing."""
+    cells = {(one.name, one.work): format_value(one) for one in found}
+    names = list(dict.fromkeys(one.name for one in found))
+    rows = [[name, *(cells.get((name, work)) or "-" for work in works)] for name in names]
+    shown = [row for row in rows if set(row[1:]) != {"-"}]
+    if not shown:
+        return ""
+    return format_table(["", *works], shown, right=range(1, len(works) + 1), width=terminal_width())
+
+
+def _milliseconds(spread: Spread) -> str:
+    half = (spread.high - spread.low) / 2
+    return f"{spread.median:.4g} ± {half:.2g}"
+
+
+def _ratio(spread: Spread | None) -> str:
+    return "" if spread is None else f"{spread.median:.2f} ({_span(spread)})"
+
+
+def _ratio_to(one: BenchResult, reference: str) -> str:
+    ratio = one.ratios.get(reference)
+    return "" if ratio is None else f"{ratio.median:.2f}"
+
+
+def _share(spread: Spread | None) -> str:
+    return "" if spread is None else f"{spread.median:.1%}"
+
+
+def _times(spread: Spread | None) -> str:
+    return "" if spread is None else f"{spread.median:.2f}"
+
+
+def _points(difference: Interval | None) -> str:
+    if difference is None:
+        return "-"
+    return f"{difference.value:+.1%} [{difference.low:+.1%}, {difference.high:+.1%}]"
+
+
+def _number(value: float | None, spec: str) -> str:
+    return "" if value is None else format(value, spec)
+
+
+def _span(ratio: Spread | None) -> str:
+    return "" if ratio is None else f"{ratio.low:.2f} - {ratio.high:.2f}"
