@@ -28,7 +28,7 @@ from kvpolicy.errors import KVPolicyError, ModelError, RequestError
 from kvpolicy.hooks.discovery import policy_names
 from kvpolicy.kernels.draw import NO_TOKEN
 from kvpolicy.model.adapter import ModelAdapter
-from kvpolicy.model.packed import CpuWeights, packed_model, packed_weights, wants_packing
+from kvpolicy.model.packed import CpuWeights, packed_model, wants_packing
 from kvpolicy.model.static_forward import Compiled, compile_problem
 from kvpolicy.plan.plan import Plan
 from kvpolicy.plan.resolved import ResolvedPlan
@@ -132,7 +132,7 @@ class Engine:
                 raise KVPolicyError(msg)
             model = packed_model(model)
         self.adapter = model if isinstance(model, ModelAdapter) else ModelAdapter(model)
-        self.weights = packed_weights(self.adapter.model)
+        self.weights = self.adapter.weights
         self.tokenizer = tokenizer
         self.plan = plan.resolve(self.adapter.num_layers)
         self.stacks = self.plan.stacks()

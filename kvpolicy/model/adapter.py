@@ -32,6 +32,7 @@ from kvpolicy.model.config import (
     sliding_windows,
     stop_ids,
 )
+from kvpolicy.model.packed import PackedWeights, packed_weights
 from kvpolicy.model.rope import Rotation
 from kvpolicy.model.rope_types import (
     by_sequence,
@@ -120,6 +121,11 @@ class ModelAdapter:
         self._reads_states = False
         self._twin = Twin(model, ATTENTION, self._register)
         decoder_layers(model)
+
+    @property
+    def weights(self) -> PackedWeights:
+        """The packed weights of the model, of which it may have none."""
+        return packed_weights(self.model)
 
     @property
     def eager_reason(self) -> str | None:

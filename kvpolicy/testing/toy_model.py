@@ -19,6 +19,7 @@ from kvpolicy.cache.slab import LayerShape, Rotate
 from kvpolicy.cache.static_step import StaticStep
 from kvpolicy.model.adapter import ForwardInput, ModelAdapter
 from kvpolicy.model.attention import attend
+from kvpolicy.model.packed import PackedWeights
 from kvpolicy.model.rope import rotate_halves
 
 #: Kinds of keys: of all lengths; equal for equal tokens; often zero; nearly equal; large.
@@ -111,6 +112,7 @@ class ToyModel(ModelAdapter):
         """Do nothing: it can be run."""
 
     eager_reason = None
+    weights = PackedWeights(0, 0, 0, 0)
 
     def add_hooks(self, *, steered: Collection[int], states: bool) -> None:
         """Do nothing: `forward` itself steers and returns hidden states."""
