@@ -105,6 +105,7 @@ class SkipKV:
             thinking is open; ``"any"``: any opening one opens it, as in the code.
     """
 
+    layers_alike: ClassVar[bool] = True
     registers: ClassVar[tuple[str, ...]] = ("inside", "strength")
 
     tau: float = attrs.field(default=0.95, validator=[_number, gt(0), le(1)])

@@ -17,6 +17,7 @@ class Full:
     ``2 * layers * H_kv * D * bytes`` per token.
     """
 
+    layers_alike: ClassVar[bool] = True
     bounded: ClassVar[bool] = False
 
     @hookimpl

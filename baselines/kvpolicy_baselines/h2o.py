@@ -1,5 +1,7 @@
 """H2O: keep the tokens with the most accumulated attention and the most recent ones."""
 
+from typing import ClassVar
+
 import attrs
 import torch
 from attrs.validators import ge, instance_of, optional
@@ -29,6 +31,8 @@ class H2O:
         every: Compact when this many rows exceed the budget, 1 for every step; ``None`` means
             when the buffer is full.
     """
+
+    layers_alike: ClassVar[bool] = True
 
     n_recent: int | None = attrs.field(default=None, validator=optional([instance_of(int), ge(1)]))
     every: int | None = attrs.field(default=None, validator=optional([instance_of(int), ge(1)]))

@@ -26,6 +26,7 @@ class H2OLast:
     process).
     """
 
+    layers_alike: ClassVar[bool] = True
     protects: ClassVar[tuple[int, int]] = (0, 1)
 
     @hookimpl

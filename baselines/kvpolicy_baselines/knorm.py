@@ -47,6 +47,11 @@ class Knorm:
         """The recent rows, unless some layers are skipped."""
         return 0, 0 if self.skip_layers else self.n_recent
 
+    @property
+    def layers_alike(self) -> bool:
+        """Whether layers are treated alike: not if some are skipped."""
+        return not self.skip_layers
+
     @hookimpl
     def score(self, layer_idx: int, keys: Tensor) -> Tensor | None:
         """Score shorter keys higher; pin the recent rows."""

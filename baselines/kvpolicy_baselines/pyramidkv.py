@@ -52,6 +52,7 @@ class PyramidKV:
             only with ``phase="prefill"``.
     """
 
+    layers_alike: ClassVar[bool] = True
     tracks: ClassVar[tuple[str, ...]] = ("pyramidkv_rank",)
 
     phase: Literal["decode", "prefill"] = attrs.field(

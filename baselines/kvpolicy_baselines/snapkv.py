@@ -41,6 +41,7 @@ class SnapKV:
             only with ``phase="prefill"``.
     """
 
+    layers_alike: ClassVar[bool] = True
     tracks: ClassVar[tuple[str, ...]] = ("snapkv_rank",)
 
     phase: Literal["decode", "prefill"] = attrs.field(

@@ -1,5 +1,7 @@
 """TOVA: evict the token that the newest query attends to least."""
 
+from typing import ClassVar
+
 import attrs
 import torch
 from attrs.validators import ge, instance_of, optional
@@ -25,6 +27,8 @@ class TOVA:
             ``None`` means when the buffer is full.
         n_recent: Newest rows that always stay; 1 in kvpress' ``TOVAPress``.
     """
+
+    layers_alike: ClassVar[bool] = True
 
     every: int | None = attrs.field(
         default=1,

@@ -2,54 +2,72 @@
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from kvpolicy.cache.slab import KVCache, slot_index
 from kvpolicy.cache.softmax import observed_weights
 from kvpolicy.errors import ModelError
+from kvpolicy.kernels.transfer import upload
 
 
 class LayerRows:
-    """The rows of some slots in one layer, as the hooks of a compaction see them.
+    """The rows of some slots in one layer or in several, as the hooks of a compaction see them.
 
-    All slots hold the same number of rows, so the tensors have no padding.
+    Each entry of the batch axis is a slot in a layer. All of them hold the same number of rows, so
+    the tensors have no padding; layers are of one stack. Nothing here waits for the device.
 
     Attributes:
-        num_rows: Rows that each slot holds, ``T``.
+        layers: Decoder layer of each entry, ``[B]``.
+        num_rows: Rows that each entry holds, ``T``.
         seq_len: Tokens each sequence has seen, ``[B]``, int64, on the CPU.
         kept: Argument of the last `keep`, ``[B, H_kv, K]``; ``None`` before it.
     """
 
-    def __init__(self, cache: KVCache, layer_idx: int, slots: Sequence[int]) -> None:
+    def __init__(self, cache: KVCache, layers: int | Sequence[int], slots: Sequence[int]) -> None:
+        """Take the layer and the slot of each entry; ``layers`` may be one layer for all."""
         self._cache = cache
-        self._layer = cache.layers[layer_idx]
-        self._layer_idx = layer_idx
         self._slots = list(slots)
-        self.num_rows = int(cache.rows[layer_idx, slots[0]])
-        self.seq_len = torch.from_numpy(cache.seq_len[self._slots])
+        self.layers = [layers] * len(self._slots) if isinstance(layers, int) else list(layers)
+        self._layer = cache.layers[self.layers[0]]
+        self._stack = self._layer.stack
+        self.num_rows = int(cache.rows[self.layers[0], self._slots[0]])
+        self._seq_len = cache.seq_len[self._slots]
         self.kept: Tensor | None = None
-        self._target = slot_index(self._slots)
+        pairs = zip(self.layers, self._slots, strict=True)
+        places = slot_index([cache.layers[layer].first + slot for layer, slot in pairs])
+        device = self._stack.shape.device
+        seq_len = torch.from_numpy(self._seq_len)
+        # From pinned memory policies can copy it to the GPU without a wait.
+        self.seq_len = seq_len.pin_memory() if device.type == "cuda" else seq_len
+        self._places: Tensor  # of the entries in the stack, [B]
+        self._view: slice | None = None  # the same, if they are in equal steps
+        if isinstance(places, slice):
+            self._view = places
+            self._places = torch.arange(places.start, places.stop, places.step, device=device)
+        else:
+            self._places = upload(np.array(places), device)
 
     @property
     def keys(self) -> Tensor:
         """Keys after RoPE, ``[B, H_kv, T, D]``."""
-        return self._held(self._layer.keys)
+        return self._held(self._stack.keys)
 
     @property
     def values(self) -> Tensor:
         """Values, ``[B, H_kv, T, D]``."""
-        return self._held(self._layer.values)
+        return self._held(self._stack.values)
 
     @property
     def positions(self) -> Tensor:
         """Position of each row's token in its sequence, ``[B, H_kv, T]``, int64."""
-        return self._held(self._layer.positions)
+        return self._held(self._stack.positions)
 
     @property
     def num_new(self) -> Tensor:
         """Tokens of each sequence since its last compaction in this layer, ``[B]``, int64."""
-        before = self._cache.compacted_at[self._layer_idx, self._slots]
+        before = self._cache.compacted_at[self.layers, self._slots]
         return self.seq_len - torch.from_numpy(before)
 
     @property
@@ -59,16 +77,16 @@ class LayerRows:
 
     def track(self, name: str) -> Tensor:
         """One track of these rows, ``[B, H_kv, T]``, fp32."""
-        return self._held(self._layer.tracks[name])
+        return self._held(self._stack.tracks[name])
 
     def set_track(self, name: str, values: Tensor) -> None:
         """Assign new numbers to one track of these rows, ``[B, H_kv, T]``."""
-        self._layer.tracks[name][self._target, :, : self.num_rows] = values
+        self._write(self._stack.tracks[name], 0, values)
 
     @property
     def sliding_window(self) -> int | None:
         """Tokens that a query of this layer sees, its own included; ``None``: all."""
-        return self._layer.shape.sliding_window
+        return self._stack.shape.sliding_window
 
     @property
     def out_of_sight(self) -> Tensor | None:
@@ -76,7 +94,7 @@ class LayerRows:
         if self.sliding_window is None:
             return None
         positions = self.positions
-        oldest = self.seq_len.to(positions.device) - self.sliding_window
+        oldest = upload(self._seq_len - self.sliding_window, positions.device)
         return positions <= oldest[:, None, None]
 
     @property
@@ -88,13 +106,13 @@ class LayerRows:
 
         Fewer than ``window_size`` if the shortest of the sequences has seen fewer tokens.
         """
-        window = self._layer.window
+        window = self._stack.window
         assert window is not None, "no policy of this layer's stack reads queries"
         size = window.shape[2]
-        num = min(size, int(self.seq_len.min()))
-        order = (self.seq_len[:, None] - num + torch.arange(num)) % size  # [B, W]
-        index = order.to(window.device)[:, None, :, None]
-        queries = window[self._target]
+        num = min(size, int(self._seq_len.min()))
+        order = (self._seq_len[:, None] - num + np.arange(num)) % size  # [B, W]
+        index = upload(order, window.device)[:, None, :, None]
+        queries = self._entries(window)
         return queries.gather(2, index.expand(-1, queries.shape[1], -1, queries.shape[3]))
 
     @property
@@ -119,16 +137,17 @@ class LayerRows:
             keys: Replaces their keys, ``[B, H_kv, K, D]``.
             values: Replaces their values, ``[B, H_kv, K, D]``.
         """
-        layer, index = self._layer, self._row_index(keep)
-        for slab, replacement in ((layer.keys, keys), (layer.values, values)):
+        stack, index = self._stack, self._row_index(keep)
+        for slab, replacement in ((stack.keys, keys), (stack.values, values)):
             rows = _taken(slab, index) if replacement is None else replacement
             self._store(slab, rows)
             del rows  # free them before the next ones are made
-        self._store(layer.positions, _taken(layer.positions, index), empty=-1)
-        for track in layer.tracks.values():
+        self._store(stack.positions, _taken(stack.positions, index), empty=-1)
+        for track in stack.tracks.values():
             self._store(track, _taken(track, index), empty=0)
-        self._cache.rows[self._layer_idx, self._slots] = keep.shape[2]
-        self._cache.compacted_at[self._layer_idx, self._slots] = self._cache.seq_len[self._slots]
+        counts = self.layers, self._slots
+        self._cache.rows[counts] = keep.shape[2]
+        self._cache.compacted_at[counts] = self._cache.seq_len[self._slots]
         self.kept = keep
 
     def rotate(self, keys: Tensor, by: Tensor) -> Tensor:
@@ -150,24 +169,36 @@ class LayerRows:
         if self._cache.rotate is None:
             msg = "these rows belong to no model, so their keys cannot be moved"
             raise ModelError(msg)
-        return self._cache.rotate(self._layer_idx, keys, by)
+        (layer_idx,) = set(self.layers)  # rows are evicted layer by layer where a policy does it
+        return self._cache.rotate(layer_idx, keys, by)
 
     def _held(self, tensor: Tensor) -> Tensor:
         """These rows of a slab."""
-        return tensor[self._target][:, :, : self.num_rows]
+        return self._entries(tensor[:, :, : self.num_rows])
+
+    def _entries(self, tensor: Tensor) -> Tensor:
+        """These entries of a tensor of the stack; a view if they are in equal steps."""
+        return tensor.index_select(0, self._places) if self._view is None else tensor[self._view]
 
     def _row_index(self, keep: Tensor) -> Tensor:
-        """Places of rows among those of all slots and heads of a slab, ``[B, H_kv, K]``."""
-        num_heads, capacity = self._layer.positions.shape[1:]
-        heads = torch.tensor(self._slots)[:, None] * num_heads + torch.arange(num_heads)
-        return keep + (heads * capacity)[..., None].to(keep.device)
+        """Places of rows among those of all entries and heads of a slab, ``[B, H_kv, K]``."""
+        num_heads, capacity = self._stack.positions.shape[1:]
+        heads = torch.arange(num_heads, device=keep.device)
+        first = (self._places[:, None] * num_heads + heads) * capacity
+        # An index that is wrong, which may be known only later, must not reach other slots.
+        return keep.clamp(0, self.num_rows - 1) + first[..., None]
 
     def _store(self, tensor: Tensor, rows: Tensor, empty: int | None = None) -> None:
-        num = rows.shape[2]
-        tensor[self._target, :, :num] = rows
+        self._write(tensor, 0, rows)
         if empty is not None:
-            tensor[self._target, :, num : self.num_rows] = empty
+            self._write(tensor, rows.shape[2], empty)
         self._note_copy(rows.nbytes)
+
+    def _write(self, tensor: Tensor, start: int, rows: Tensor | int) -> None:
+        """Write some of these rows of a slab, those from ``start`` on."""
+        end = self.num_rows if isinstance(rows, int) else start + rows.shape[2]
+        entries = self._places if self._view is None else self._view
+        tensor[entries, :, start:end] = rows
 
     def _note_copy(self, num_bytes: int) -> None:
         self._cache.note_copy(num_bytes)
@@ -191,6 +222,11 @@ class Tracks:
     def __init__(self, rows: LayerRows, prefix: str = "") -> None:
         self._rows = rows
         self._prefix = prefix
+
+    @property
+    def layers(self) -> list[int]:
+        """Decoder layer of each entry of the batch axis, ``[B]``."""
+        return self._rows.layers
 
     def __getitem__(self, name: str) -> Tensor:
         """The numbers of these rows, ``[B, H_kv, T]``, fp32."""

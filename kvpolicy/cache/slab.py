@@ -71,36 +71,43 @@ class Slab:
 
 
 def slot_index(slots: Sequence[int]) -> slice | list[int]:
-    """An index of slots: adjacent ones as a slice, which is read as a view, not as a copy."""
-    first, last = slots[0], slots[-1] + 1
-    return slice(first, last) if list(slots) == list(range(first, last)) else list(slots)
+    """An index of slots: those in equal steps as a slice, which is read as a view."""
+    first, last = slots[0], slots[-1]
+    step = slots[1] - first if len(slots) > 1 else 1
+    evenly = range(first, last + 1, step) if step > 0 else ()
+    return slice(first, last + 1, step) if list(slots) == list(evenly) else list(slots)
 
 
-class LayerCache:
-    """The slabs of one layer.
+class SlabStack:
+    """The slabs of layers of equal shape, in one tensor for all of them.
+
+    Layers and slots share the first axis, so that a compaction can treat the slots of several
+    layers as a batch: layer ``i`` of the stack has its slots at ``[i * S, (i + 1) * S)``.
 
     Attributes:
-        keys: Keys after RoPE, ``[S, H_kv, capacity, D]``.
-        values: Values, ``[S, H_kv, capacity, D]``.
-        positions: Position of each row's token in its sequence, ``[S, H_kv, capacity]``,
+        shape: Shape of each layer.
+        slab: What each layer stores for a slot; with a sliding window, no more rows than that.
+        num_layers: Layers of the stack.
+        num_slots: Slots, ``S``.
+        slides: Whether a slab holds a whole sliding window; such a layer takes any number of
+            tokens without a compaction.
+        keys: Keys after RoPE, ``[layers * S, H_kv, capacity, D]``.
+        values: Values, likewise.
+        positions: Position of each row's token in its sequence, ``[layers * S, H_kv, capacity]``,
             int64, strictly rising along the rows, -1 where empty.
-        tracks: Per-row numbers by name, ``[S, H_kv, capacity]``, fp32, 0 where empty.
-        window: The last queries after RoPE, ``[S, H_q, W, D]``: the query at position p
+        tracks: Per-row numbers by name, ``[layers * S, H_kv, capacity]``, fp32, 0 where empty.
+        window: The last queries after RoPE, ``[layers * S, H_q, W, D]``: the query at position p
             is stored at index ``p % W``. ``None`` if no policy reads queries.
-        softmax: The softmax that the layer used in its last forward.
-        slides: Whether the slab holds a whole sliding window; such a layer takes any number
-            of tokens without a compaction.
     """
 
-    def __init__(self, shape: LayerShape, slab: Slab, num_slots: int) -> None:
-        """Allocate the slabs; with a sliding window, no more rows than the window."""
-        self.shape = shape
+    def __init__(self, shape: LayerShape, slab: Slab, num_layers: int, num_slots: int) -> None:
+        """Allocate the slabs."""
         most = shape.sliding_window or slab.capacity
         slab = attrs.evolve(slab, capacity=min(slab.capacity, most))
-        self.slab = slab
+        self.shape, self.slab = shape, slab
+        self.num_layers, self.num_slots = num_layers, num_slots
         self.slides = slab.capacity == shape.sliding_window
-        self.softmax = PLAIN
-        rows = (num_slots, shape.num_kv_heads, slab.capacity)
+        rows = (num_layers * num_slots, shape.num_kv_heads, slab.capacity)
         self.keys = shape.zeros(*rows, shape.head_dim)
         self.values = shape.zeros(*rows, shape.head_dim)
         self.positions = torch.full(rows, -1, dtype=torch.int64, device=shape.device)
@@ -110,12 +117,70 @@ class LayerCache:
         }
         self.window: Tensor | None = None
         if slab.window_size:
-            queries = (num_slots, shape.num_heads, slab.window_size, shape.head_dim)
-            self.window = shape.zeros(*queries)
+            self.window = shape.zeros(rows[0], shape.num_heads, slab.window_size, shape.head_dim)
 
     @property
     def tensors(self) -> list[Tensor]:
-        """Everything allocated for this layer; the first axis is always the slot."""
+        """Everything allocated; the first axis is always layers and slots."""
+        tensors = [self.keys, self.values, self.positions, *self.tracks.values()]
+        return tensors if self.window is None else [*tensors, self.window]
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes allocated."""
+        return sum(tensor.nbytes for tensor in self.tensors)
+
+    def clear(self, slot: int) -> None:
+        """Empty a slot in all layers.
+
+        Keys and values are zeroed, too: empty rows are masked, but a NaN or an infinity in one
+        would pass any mask, since 0 * NaN is NaN.
+        """
+        for tensor in (self.keys, self.values, *self.tracks.values()):
+            self._of_slot(tensor, slot).zero_()
+        self._of_slot(self.positions, slot).fill_(-1)
+
+    def copy_slot(self, source: int, target: int) -> None:
+        """Copy the contents of slot ``source`` to slot ``target`` in all layers."""
+        for tensor in self.tensors:
+            self._of_slot(tensor, target).copy_(self._of_slot(tensor, source))
+
+    def _of_slot(self, tensor: Tensor, slot: int) -> Tensor:
+        """A slot in all layers, a view."""
+        return tensor[slot :: self.num_slots]
+
+
+class LayerCache:
+    """The slabs of one layer, which are views of those of its stack.
+
+    Attributes:
+        stack: The slabs of this layer and of others of equal shape.
+        first: Place of its first slot in the stack.
+        shape: Its shape.
+        slab: What it stores for a slot.
+        slides: Whether a slab holds a whole sliding window.
+        keys: Keys after RoPE, ``[S, H_kv, capacity, D]``.
+        values: Values, ``[S, H_kv, capacity, D]``.
+        positions: Position of each row's token in its sequence, ``[S, H_kv, capacity]``.
+        tracks: Per-row numbers by name, ``[S, H_kv, capacity]``.
+        window: The last queries after RoPE, ``[S, H_q, W, D]``, or ``None``; see `SlabStack`.
+        softmax: The softmax that the layer used in its last forward.
+    """
+
+    def __init__(self, stack: SlabStack, index: int) -> None:
+        """The layer at an index of a stack."""
+        self.stack, self.first = stack, index * stack.num_slots
+        self.shape, self.slab, self.slides = stack.shape, stack.slab, stack.slides
+        self.softmax = PLAIN
+        own = slice(self.first, self.first + stack.num_slots)
+        self.keys, self.values = stack.keys[own], stack.values[own]
+        self.positions = stack.positions[own]
+        self.tracks = {name: track[own] for name, track in stack.tracks.items()}
+        self.window = None if stack.window is None else stack.window[own]
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """Everything that belongs to this layer; the first axis is always the slot."""
         tensors = [self.keys, self.values, self.positions, *self.tracks.values()]
         return tensors if self.window is None else [*tensors, self.window]
 
@@ -124,30 +189,11 @@ class LayerCache:
         """Bytes allocated for this layer."""
         return sum(tensor.nbytes for tensor in self.tensors)
 
-    def clear(self, slot: int) -> None:
-        """Empty a slot.
-
-        Keys and values are zeroed, too: empty rows are masked, but a NaN or an infinity in one
-        would pass any mask, since 0 * NaN is NaN.
-        """
-        self.keys[slot] = 0
-        self.values[slot] = 0
-        self.positions[slot] = -1
-        for track in self.tracks.values():
-            track[slot] = 0
-
-    def grown(self, slab: Slab) -> "LayerCache":
-        """A copy with the same rows in a larger slab."""
-        larger = LayerCache(self.shape, slab, len(self.keys))
-        larger.softmax = self.softmax
-        for old, new in zip(self.tensors, larger.tensors, strict=True):
+    def copy_rows(self, source: "LayerCache") -> None:
+        """Copy the contents of all slots of a layer whose slabs are not larger."""
+        self.softmax = source.softmax
+        for old, new in zip(source.tensors, self.tensors, strict=True):
             new[:, :, : old.shape[2]] = old
-        return larger
-
-    def copy_slot(self, source: int, target: int) -> None:
-        """Copy the contents of slot ``source`` to slot ``target``."""
-        for tensor in self.tensors:
-            tensor[target] = tensor[source]
 
 
 class KVCache:
@@ -155,6 +201,7 @@ class KVCache:
 
     Attributes:
         layers: One `LayerCache` for each decoder layer.
+        stacks: The slabs of layers of equal shape and slab, which the layers are views of.
         rows: Rows held in each layer by each slot, ``[layers, S]``.
         capacity: Rows allocated for each slot in each layer, ``[layers]``.
         slides: Whether a layer's slabs hold a whole sliding window, ``[layers]``: they need no
@@ -174,11 +221,10 @@ class KVCache:
 
     def __init__(self, shapes: Sequence[LayerShape], slabs: Sequence[Slab], num_slots: int) -> None:
         self.num_slots = num_slots
-        self.layers = [
-            LayerCache(shape, slab, num_slots) for shape, slab in zip(shapes, slabs, strict=True)
-        ]
-        self.capacity = np.array([layer.slab.capacity for layer in self.layers], dtype=np.int64)
-        self.slides = np.array([layer.slides for layer in self.layers], dtype=bool)
+        self.transient_bytes = 0
+        self.layers: list[LayerCache] = []
+        self.stacks: list[SlabStack] = []
+        self._stack_layers(list(zip(shapes, slabs, strict=True)))
         self.rows = np.zeros((len(self.layers), num_slots), dtype=np.int64)
         self.compacted_at = np.zeros_like(self.rows)
         self.seq_len = np.zeros(num_slots, dtype=np.int64)
@@ -187,14 +233,13 @@ class KVCache:
         self.row_bytes = np.array([shape.row_bytes for shape in shapes], dtype=np.int64)
         windows = [shape.sliding_window or sys.maxsize for shape in shapes]
         self._windows = np.array(windows, dtype=np.int64)
-        self.transient_bytes = 0
         self.rotate: Rotate | None = None
 
     @property
     def num_bytes(self) -> int:
         """Bytes allocated: slabs, positions, tracks, query windows, other slot tensors."""
-        of_layers = sum(layer.num_bytes for layer in self.layers)
-        return of_layers + sum(tensor.nbytes for tensor in self.slot_tensors)
+        of_stacks = sum(stack.num_bytes for stack in self.stacks)
+        return of_stacks + sum(tensor.nbytes for tensor in self.slot_tensors)
 
     @property
     def peak_bytes(self) -> int:
@@ -206,19 +251,45 @@ class KVCache:
         return int(np.minimum(self.seq_len[slot], self._windows) @ self.row_bytes)
 
     def grow(self, slabs: Sequence[Slab]) -> None:
-        """Grow layers to the capacity of their new slab, one at a time; none ever shrinks."""
-        for layer_idx, slab in enumerate(slabs):
-            small = self.layers[layer_idx]
-            if slab.capacity > small.slab.capacity and not small.slides:
-                larger = self.layers[layer_idx] = small.grown(slab)
-                self.capacity[layer_idx] = larger.slab.capacity
-                self.slides[layer_idx] = larger.slides
-                self.transient_bytes = max(self.transient_bytes, small.num_bytes)
+        """Grow layers to the capacity of their new slab, stack by stack; none ever shrinks."""
+        grows = [
+            new.capacity > layer.slab.capacity and not layer.slides
+            for layer, new in zip(self.layers, slabs, strict=True)
+        ]
+        if any(grows):
+            wanted = [
+                (layer.shape, new if larger else layer.slab)
+                for layer, new, larger in zip(self.layers, slabs, grows, strict=True)
+            ]
+            self._stack_layers(wanted)
+
+    def _stack_layers(self, wanted: list[tuple[LayerShape, Slab]]) -> None:
+        """Make stacks for layers of such shapes and slabs, with the rows of the layers before."""
+        before: list[LayerCache | None] = [*self.layers]
+        self.layers, self.stacks = [], []
+        layers: dict[int, LayerCache] = {}
+        for shape, slab in dict.fromkeys(wanted):
+            members = [i for i, one in enumerate(wanted) if one == (shape, slab)]
+            old = [one for i in members if before and (one := before[i]) is not None]
+            if old and _is_stack_of(old, slab):
+                self.stacks.append(old[0].stack)
+                layers.update(zip(members, old, strict=True))
+                continue
+            stack = SlabStack(shape, slab, len(members), self.num_slots)
+            self.stacks.append(stack)
+            layers.update((i, LayerCache(stack, index)) for index, i in enumerate(members))
+            for small, i in zip(old, members, strict=False):
+                layers[i].copy_rows(small)
+                before[i] = None  # so that slabs are freed as soon as all their layers are copied
+            self.note_copy(sum(layer.num_bytes for layer in old))
+        self.layers = [layers[layer_idx] for layer_idx in range(len(wanted))]
+        self.capacity = np.array([layer.slab.capacity for layer in self.layers], dtype=np.int64)
+        self.slides = np.array([layer.slides for layer in self.layers], dtype=bool)
 
     def clear(self, slot: int) -> None:
         """Empty a slot in all layers."""
-        for layer in self.layers:
-            layer.clear(slot)
+        for stack in self.stacks:
+            stack.clear(slot)
         for tensor in self.slot_tensors:
             tensor[slot] = 0
         for name in _PER_SLOT:
@@ -247,8 +318,8 @@ class KVCache:
 
     def move(self, source: int, target: int) -> None:
         """Move the sequence in slot ``source`` to slot ``target``, and empty ``source``."""
-        for layer in self.layers:
-            layer.copy_slot(source, target)
+        for stack in self.stacks:
+            stack.copy_slot(source, target)
         for tensor in self.slot_tensors:
             tensor[target] = tensor[source]
         for name in _PER_SLOT:
@@ -281,3 +352,13 @@ class KVCache:
     def note_copy(self, num_bytes: int) -> None:
         """Note the size of a temporary copy."""
         self.transient_bytes = max(self.transient_bytes, num_bytes)
+
+
+def _is_stack_of(layers: Sequence[LayerCache], slab: Slab) -> bool:
+    """Whether layers are exactly those of one stack, and have such slabs."""
+    stack = layers[0].stack
+    return (
+        stack.slab == slab
+        and stack.num_layers == len(layers)
+        and all(layer.stack is stack for layer in layers)
+    )

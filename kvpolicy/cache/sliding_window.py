@@ -46,10 +46,17 @@ def drop_oldest(cache: KVCache, layer_idx: int, slots: Sequence[int], num: int) 
     cache.rows[layer_idx, slots] -= num
 
 
-def num_expired(rows: LayerRows) -> int:
-    """Rows of one sequence that no later query can see in any KV head; they come first."""
-    expired = rows.out_of_sight
-    return 0 if expired is None else int(expired.sum(dim=2).amin())
+def num_expired(of_each: Sequence[LayerRows]) -> list[int]:
+    """Rows of each sequence that no later query can see in any KV head; they come first.
+
+    Reads the positions of all layers at once: between compactions that leave gaps, only the device
+    knows them.
+    """
+    counts = [
+        expired.sum(dim=2).amin() for rows in of_each if (expired := rows.out_of_sight) is not None
+    ]
+    assert len(counts) == len(of_each), "these layers have a sliding window"
+    return torch.stack([count.to(counts[0].device) for count in counts]).tolist()
 
 
 def concat_rows(

@@ -77,7 +77,8 @@ def observed_weights(
     """
     num_queries = queries.shape[2]
     newest = torch.arange(-num_queries, 0, device=positions.device)
-    query_positions = (seq_len.to(positions.device)[:, None] + newest)[:, None, None, :, None]
+    seen = seq_len.to(positions.device, non_blocking=True)
+    query_positions = (seen[:, None] + newest)[:, None, None, :, None]
     rows = positions[:, :, None, None, :]
     visible = rows <= query_positions
     if sliding_window is not None:

@@ -13,7 +13,6 @@ from collections import abc
 from functools import partial
 from typing import Any
 
-import attrs
 import torch
 from torch import Tensor
 
@@ -164,7 +163,7 @@ class RunningBatch:
         self.slots = [None] * len(copies)
         for seq in copies:
             self._place(seq, seq.id)
-        self.timings = attrs.evolve(source.timings)
+        self.timings.take(source.timings)
         self.compactor.num_compactions = source.compactor.num_compactions
 
     def admit(self, group: abc.Sequence[Sequence]) -> None:
@@ -206,6 +205,7 @@ class RunningBatch:
         """
         served = self._served
         complete = [row for row, seq in enumerate(served) if not self._num_left(seq)]
+        self.compactor.settle()
         if complete:
             on_logits([served[row] for row in complete], logits[complete])
         self._observer.show_prompt(served, states)
@@ -244,6 +244,7 @@ class RunningBatch:
         """
         if self.has_failed:
             return
+        self.compactor.settle()
         on_logits(self._served, logits)
         if states is not None:
             self._observer.note(self._served, states[:, -1])
@@ -281,7 +282,9 @@ class RunningBatch:
             for seq in served:
                 seq.finish_reason = seq.error = None
         num_new = [0] * len(served)
-        for tokens in self._static.read(num_steps):
+        read = self._static.read(num_steps)
+        self.compactor.settle()
+        for tokens in read:
             going = [index for index, seq in enumerate(served) if seq.finish_reason is None]
             on_tokens([served[index] for index in going], [tokens[index] for index in going])
             for index in going:

@@ -333,6 +333,7 @@ class Run:
     def report(self) -> RunReport:
         """What the run has cost so far."""
         so_far = self._report
+        timings: dict[str, Any] = {**self.batch.timings.read()}
         return attrs.evolve(
             so_far,
             note=nothing_evicted(self.engine.plan, so_far.rows_evicted, so_far.peak_rows),
@@ -342,7 +343,7 @@ class Run:
             packed_bytes=self.engine.weights.packed_bytes,
             released_bytes=self.engine.weights.released_bytes,
             compactions=self.batch.compactor.num_compactions,
-            **attrs.asdict(self.batch.timings),
+            **timings,
         )
 
     def results(self) -> list[Result]:

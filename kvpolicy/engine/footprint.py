@@ -6,7 +6,7 @@ import attrs
 import torch
 from transformers import PreTrainedModel
 
-from kvpolicy.cache.slab import KVCache, LayerCache, LayerShape, Slab
+from kvpolicy.cache.slab import KVCache, LayerShape, Slab, SlabStack
 from kvpolicy.engine.isolation import ErrorScope
 from kvpolicy.engine.observer import Observer
 from kvpolicy.hooks.timing import PolicyTimings
@@ -175,9 +175,9 @@ def footprint(
     )
 
 
-def _slot(shape: LayerShape, slab: Slab) -> LayerCache:
+def _slot(shape: LayerShape, slab: Slab) -> SlabStack:
     """One slot of a layer."""
-    return LayerCache(attrs.evolve(shape, device=_META), slab, num_slots=1)
+    return SlabStack(attrs.evolve(shape, device=_META), slab, num_layers=1, num_slots=1)
 
 
 def _shared_bytes(plan: ResolvedPlan, adapter: ModelAdapter) -> int:

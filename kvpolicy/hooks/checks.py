@@ -4,12 +4,35 @@ Each check returns what is wrong with an answer, or ``None``. `HookManager` puts
 policy before it and raises `HookResultError`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
+import attrs
 import torch
 from torch import Tensor
 
 from kvpolicy.state import WaitingRequest
+
+
+@attrs.frozen(eq=False)
+class ValueCheck:
+    """A check in two parts: of what the host knows of an answer, and of its values.
+
+    Attributes:
+        structure: What is wrong with type, shape, dtype or device, or ``None``.
+        values: What is wrong with the values of an answer of valid structure, or of some entries
+            of its batch axis, or ``None``; reads them, which is a wait on a GPU.
+        fault: Whether anything is wrong with the values, a bool on the device; ``None``: nothing
+            is, as the host knows.
+    """
+
+    structure: Callable[[object], str | None]
+    values: Callable[[Any], str | None]
+    fault: Callable[[Any], Tensor | None]
+
+    def __call__(self, answer: object) -> str | None:
+        """What is wrong with an answer, or ``None``."""
+        return self.structure(answer) or self.values(answer)
 
 
 def _tensor_problem(
@@ -33,47 +56,63 @@ def _placement_problem(answer: Tensor, device: torch.device | None) -> str | Non
     return None
 
 
-def scores_problem(
-    answer: object, shape: Sequence[int], device: torch.device | None = None
-) -> str | None:
-    """Check the answer to `score`; ``shape`` is ``[B, H_kv, T]``."""
-    problem = _tensor_problem(answer, shape, "[B, H_kv, T]", device)
-    if problem is not None:
-        return problem
-    assert isinstance(answer, Tensor)
-    if not answer.is_floating_point():
-        return f"returned {answer.dtype}; expected floating point"
-    if answer.isnan().any():
-        return f"returned NaN in {int(answer.isnan().sum())} of {answer.numel()} scores"
-    return None
+def scores_check(shape: Sequence[int], device: torch.device | None = None) -> ValueCheck:
+    """The check of the answer to `score`; ``shape`` is ``[B, H_kv, T]``."""
+
+    def structure(answer: object) -> str | None:
+        problem = _tensor_problem(answer, shape, "[B, H_kv, T]", device)
+        if problem is not None:
+            return problem
+        assert isinstance(answer, Tensor)
+        if not answer.is_floating_point():
+            return f"returned {answer.dtype}; expected floating point"
+        return None
+
+    def values(answer: Tensor) -> str | None:
+        if answer.isnan().any():
+            return f"returned NaN in {int(answer.isnan().sum())} of {answer.numel()} scores"
+        return None
+
+    return ValueCheck(structure, values, lambda answer: answer.isnan().any())
 
 
-def keep_problem(
-    answer: object, shape: Sequence[int], budget: int, device: torch.device | None = None
-) -> str | None:
-    """Check the answer to `select`; ``shape`` is that of the scores."""
+def keep_check(shape: Sequence[int], budget: int, device: torch.device | None = None) -> ValueCheck:
+    """The check of the answer to `select`; ``shape`` is that of the scores."""
     num_sequences, num_kv_heads, num_rows = shape
     most = min(budget, num_rows)
-    if not isinstance(answer, Tensor):
-        return f"returned {type(answer).__name__}; expected a tensor [B, H_kv, K]"
-    if answer.dtype != torch.int64:
-        return f"returned {answer.dtype}; row indices are torch.int64"
-    if answer.ndim != 3 or list(answer.shape[:2]) != [num_sequences, num_kv_heads]:
-        expected = f"[{num_sequences}, {num_kv_heads}, K]"
-        return f"returned shape {list(answer.shape)}; expected {expected} = [B, H_kv, K]"
-    problem = _placement_problem(answer, device)
-    if problem is not None:
-        return problem
-    if not 1 <= answer.shape[2] <= most:
-        return f"keeps {answer.shape[2]} rows; between 1 and {most} may stay"
-    low, high = int(answer.min()), int(answer.max())
-    if low < 0 or high >= num_rows:
-        return f"returned row indices from {low} to {high}; rows are 0 to {num_rows - 1}"
-    if not (answer.diff(dim=2) > 0).all():
-        return (
-            "returned row indices that are not strictly increasing; sort them, without duplicates"
-        )
-    return None
+
+    def structure(answer: object) -> str | None:
+        if not isinstance(answer, Tensor):
+            return f"returned {type(answer).__name__}; expected a tensor [B, H_kv, K]"
+        if answer.dtype != torch.int64:
+            return f"returned {answer.dtype}; row indices are torch.int64"
+        if answer.ndim != 3 or list(answer.shape[:2]) != [num_sequences, num_kv_heads]:
+            expected = f"[{num_sequences}, {num_kv_heads}, K]"
+            return f"returned shape {list(answer.shape)}; expected {expected} = [B, H_kv, K]"
+        problem = _placement_problem(answer, device)
+        if problem is not None:
+            return problem
+        if not 1 <= answer.shape[2] <= most:
+            return f"keeps {answer.shape[2]} rows; between 1 and {most} may stay"
+        return None
+
+    def values(answer: Tensor) -> str | None:
+        low, high = int(answer.min()), int(answer.max())
+        if low < 0 or high >= num_rows:
+            return f"returned row indices from {low} to {high}; rows are 0 to {num_rows - 1}"
+        if not (answer.diff(dim=2) > 0).all():
+            return (
+                "returned row indices that are not strictly increasing; sort them, without "
+                "duplicates"
+            )
+        return None
+
+    def fault(answer: Tensor) -> Tensor:
+        # If they rise, the first and the last are the least and the largest.
+        outside = (answer[:, :, 0] < 0) | (answer[:, :, -1] >= num_rows)
+        return outside.any() | (answer.diff(dim=2) <= 0).any()
+
+    return ValueCheck(structure, values, fault)
 
 
 def due_problem(answer: object, num_sequences: int) -> str | None:
@@ -139,10 +178,27 @@ def schedule_problem(
     return None
 
 
-def evict_problem(answer: object, kept: Tensor | None, keep: Tensor) -> str | None:
-    """Check the answer to `evict`; ``kept`` is what `LayerRows.keep` was called with."""
-    if answer is not True:
-        return f"returned {answer!r}; expected True or None"
-    if kept is None or kept.shape != keep.shape or (kept != keep).any():
-        return "returned True without calling rows.keep() with the rows that stay"
-    return None
+def evict_check(kept: Callable[[], Tensor | None], keep: Tensor) -> ValueCheck:
+    """The check of the answer to `evict`.
+
+    Args:
+        kept: What `LayerRows.keep` was called with in the end.
+        keep: The rows that stay.
+    """
+    other = "returned True without calling rows.keep() with the rows that stay"
+
+    def structure(answer: object) -> str | None:
+        if answer is not True:
+            return f"returned {answer!r}; expected True or None"
+        own = kept()
+        return other if own is None or own.shape != keep.shape else None
+
+    def fault(_: object) -> Tensor | None:
+        own = kept()
+        return None if own is None or own is keep else own.ne(keep).any()
+
+    def values(answer: object) -> str | None:
+        flag = fault(answer)
+        return other if flag is not None and bool(flag) else None
+
+    return ValueCheck(structure, values, fault)

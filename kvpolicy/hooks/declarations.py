@@ -103,6 +103,7 @@ class Declarations:
         (), _are_parts, 'pairs of a name and a policy, such as [("name", policy)]'
     )
     bounded: bool = _declaration(True, _is_bool, "True or False")
+    layers_alike: bool = _declaration(False, _is_bool, "True or False")
     steers: tuple[int, ...] | None = _declaration(
         None, _are_layers, "layers counted from 0, such as (2, 3)"
     )

@@ -7,10 +7,11 @@ it. In ``["h2o", "protect"]`` protect wraps h2o; the defaults are called when no
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
+from functools import partial, wraps
 from typing import Any, Protocol
 
 import pluggy
+from torch import Tensor
 
 from kvpolicy import hookspecs
 from kvpolicy.errors import (
@@ -22,6 +23,7 @@ from kvpolicy.errors import (
     error_text,
     type_name,
 )
+from kvpolicy.hooks.checks import ValueCheck
 from kvpolicy.hooks.declarations import (
     HOOKS,
     REFERENCE,
@@ -30,6 +32,7 @@ from kvpolicy.hooks.declarations import (
     read_declarations,
 )
 from kvpolicy.hooks.defaults import Defaults
+from kvpolicy.hooks.late_checks import LateChecks
 from kvpolicy.hooks.side_effects import SideEffects
 from kvpolicy.markers import PROJECT, hook_options
 from kvpolicy.plugin_code import plugin_code
@@ -96,6 +99,11 @@ class HookManager:
             self._manager.register(policy, name)
             self._manager.check_pending()
 
+    @property
+    def is_recorded(self) -> bool:
+        """Whether a listener receives the calls."""
+        return self._listener is not None
+
     def impls(self, hook: str) -> list[pluggy.HookImpl]:
         """Implementations of a hook in calling order, without the default."""
         impls = getattr(self._manager.hook, hook).get_hookimpls()
@@ -108,6 +116,7 @@ class HookManager:
         check: Check,
         *,
         optional: bool = False,
+        late: LateChecks | None = None,
         **arguments: Any,
     ) -> Any:
         """Call one hook and check the answer.
@@ -117,6 +126,7 @@ class HookManager:
             layer_idx: The layer, for hooks that are called per layer.
             check: Returns what is wrong with an answer, or ``None``.
             optional: Whether ``None`` is a valid answer.
+            late: Keeps the answer for a later check of its values; ``None``: they are checked now.
             arguments: Arguments that policies may name.
 
         Raises:
@@ -125,6 +135,9 @@ class HookManager:
         """
         if layer_idx is not None:
             arguments["layer_idx"] = layer_idx
+        if late is not None:
+            assert isinstance(check, ValueCheck)
+            return self._call_and_keep(hook, layer_idx, check, late, arguments)
         if self._listener is None:
             return self._call(hook, layer_idx, check, optional, arguments)
         ask = partial(self._call, hook, layer_idx, check, optional, arguments)
@@ -160,25 +173,94 @@ class HookManager:
         optional: bool,
         arguments: dict[str, Any],
     ) -> Any:
-        where = f"{hook}()" if layer_idx is None else f"{hook}() at layer {layer_idx}"
-        effects = SideEffects(arguments)
+        answer = self._answer(hook, layer_idx, arguments, effects := SideEffects(arguments))
+        is_valid = optional and answer is None
+        problem = (None if is_valid else _validate(check, answer)) or effects.problem()
+        if problem is None:
+            return answer
+        offender = self._find_offender(hook, check, arguments)
+        raise self._result_error(hook, layer_idx, offender, problem)
+
+    def _call_and_keep(
+        self,
+        hook: str,
+        layer_idx: int | None,
+        check: ValueCheck,
+        late: LateChecks,
+        arguments: dict[str, Any],
+    ) -> Any:
+        """Call a hook, and check what the host knows of the answer."""
+        with self._noting_answers(hook) as given:
+            answer = self._call(hook, layer_idx, check.structure, False, arguments)
+
+        def problem_of(answer: object, entries: slice) -> str | None:
+            some = answer[entries] if isinstance(answer, Tensor) else answer
+            return check.structure(answer) or check.values(some)
+
+        def recheck(layer_idx: int, entries: slice) -> None:
+            problem = problem_of(answer, entries)
+            if problem is not None:
+                is_wrong = [impl for impl, own in given if problem_of(own, entries) is not None]
+                offender = is_wrong[0].plugin_name if is_wrong else self._outermost(hook)
+                raise self._result_error(hook, layer_idx, offender, problem)
+
+        flag = check.fault(answer)
+        if flag is not None:
+            late.add(flag, recheck)
+        return answer
+
+    @contextmanager
+    def _noting_answers(self, hook: str) -> Iterator[list[tuple[pluggy.HookImpl, object]]]:
+        """Note what each policy answers to a call of a hook, besides wrappers."""
+        given: list[tuple[pluggy.HookImpl, object]] = []
+        plain: list[Any] = [
+            impl for impl in self.impls(hook) if not (impl.wrapper or impl.hookwrapper)
+        ]
+        functions = [impl.function for impl in plain]
+
+        def noting(impl: pluggy.HookImpl, function: Callable[..., Any]) -> Callable[..., Any]:
+            @wraps(function)
+            def call(*arguments: Any) -> Any:
+                answer = function(*arguments)
+                given.extend([] if answer is None else [(impl, answer)])
+                return answer
+
+            return call
+
         try:
-            answer = getattr(self._manager.hook, hook)(**arguments)
+            for impl, function in zip(plain, functions, strict=True):
+                impl.function = noting(impl, function)
+            yield given
+        finally:
+            for impl, function in zip(plain, functions, strict=True):
+                impl.function = function
+
+    def _answer(
+        self,
+        hook: str,
+        layer_idx: int | None,
+        arguments: dict[str, Any],
+        effects: SideEffects,
+    ) -> Any:
+        """The answer of the policies, not checked."""
+        try:
+            return getattr(self._manager.hook, hook)(**arguments)
         except BaseException as error:
             effects.problem()  # puts torch's defaults back
             if isinstance(error, (KVPolicyError, KeyboardInterrupt)):
                 raise
             raiser = self._find_raiser(hook, error)
             reason = error_text(error)
+            where = _place(hook, layer_idx)
             msg = f"policy '{raiser}'{self.owner} raised {type_name(error)} in {where}"
             raise HookError(f"{msg}: {reason}" if reason else msg) from error
-        is_valid = optional and answer is None
-        problem = (None if is_valid else _validate(check, answer)) or effects.problem()
-        if problem is None:
-            return answer
-        offender = self._find_offender(hook, check, arguments)
+
+    def _result_error(
+        self, hook: str, layer_idx: int | None, offender: str, problem: str
+    ) -> HookResultError:
+        where = _place(hook, layer_idx)
         msg = f"policy '{offender}'{self.owner} {problem}, in {where}. See {REFERENCE}#{hook}"
-        raise HookResultError(msg)
+        return HookResultError(msg)
 
     def _find_raiser(self, hook: str, error: BaseException) -> str:
         """The policy whose code is innermost in the traceback."""
@@ -210,8 +292,17 @@ class HookManager:
                 is_invalid = answer is not None and _validate(check, answer) is not None
                 if effects.problem() is not None or is_invalid:
                     return impl.plugin_name
+        return self._outermost(hook)
+
+    def _outermost(self, hook: str) -> str:
+        """The policy that has the last word on an answer, as far as one has."""
+        impls = self.impls(hook)
         wrappers = [impl.plugin_name for impl in impls if impl.wrapper or impl.hookwrapper]
         return wrappers[0] if wrappers else "/".join(self.names)
+
+
+def _place(hook: str, layer_idx: int | None) -> str:
+    return f"{hook}()" if layer_idx is None else f"{hook}() at layer {layer_idx}"
 
 
 def _validate(check: Check, answer: object) -> str | None:

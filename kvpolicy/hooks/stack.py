@@ -13,10 +13,14 @@ from kvpolicy.cache.slab import ATTN_SUMS, Slab
 from kvpolicy.errors import PolicyLoadError
 from kvpolicy.hooks import checks
 from kvpolicy.hooks.declarations import Declarations
+from kvpolicy.hooks.late_checks import LateChecks
 from kvpolicy.hooks.manager import HookListener, HookManager
 from kvpolicy.state import Memory, Parts, Registers, WaitingRequest
 
 _COMPACTION_HOOKS = ("score", "select", "evict")
+
+# Those that layers may be asked together.
+_FOLDED_HOOKS = ("due", "score", "select")
 
 _DEEPEST_PART = 4
 
@@ -42,6 +46,8 @@ class Stack:
         n_last: Newest rows that the policies protect.
         bounded: Whether the slab has a fixed size. False if a policy sets ``bounded = False``
             or if no policy takes part in compactions.
+        layers_alike: Whether every policy that implements `due`, `score` or `select` declares that
+            it treats layers alike, parts included.
         steering: Names of the policies that steer, each with its layers; ``None`` stands for
             all layers of the stack.
     """
@@ -94,6 +100,11 @@ class Stack:
         self.tracks = self._declared_tracks(self.declared[: len(own)])
         chooses = any(self.implements(hook) for hook in ("due", *_COMPACTION_HOOKS))
         self.bounded = chooses and all(one.bounded for one in self.declared)
+        self.layers_alike: bool = all(part.layers_alike for part in self._part_list) and all(
+            declared[id(impl.plugin)].layers_alike
+            for hook in _FOLDED_HOOKS
+            for impl in self._manager.impls(hook)
+        )
         self.steering: list[tuple[str, Sequence[int] | None]] = [
             *(
                 (impl.plugin_name, declared[id(impl.plugin)].steers)
@@ -155,6 +166,16 @@ class Stack:
         return bool(self._manager.impls(hook)) or any(
             part.implements(hook) for part in self._part_list
         )
+
+    @property
+    def folds(self) -> bool:
+        """Whether layers may be asked together; not while calls are recorded layer by layer."""
+        return self.layers_alike and not self.is_recorded
+
+    @property
+    def is_recorded(self) -> bool:
+        """Whether a listener receives the hook calls."""
+        return self._manager.is_recorded
 
     def is_steered(self, layer_idx: int) -> bool:
         """Whether a policy steers this layer."""
@@ -256,44 +277,58 @@ class Stack:
         answers = (part.due(layer_idx, **arguments) for part in self._part_list)
         return next((answer for answer in answers if answer is not None), None)
 
-    def score(self, rows: LayerRows, layer_idx: int, arguments: dict[str, Any]) -> Tensor:
-        """Scores, ``[B, H_kv, T]``, fp32."""
+    def score(
+        self,
+        rows: LayerRows,
+        layer_idx: int,
+        arguments: dict[str, Any],
+        late: LateChecks | None = None,
+    ) -> Tensor:
+        """Scores, ``[B, H_kv, T]``, fp32.
+
+        Args:
+            rows: The rows.
+            layer_idx: The layer, or the first of several.
+            arguments: The other arguments of the hook.
+            late: Keeps answers whose values are checked later; ``None``: they are now.
+        """
         shape, device = rows.positions.shape, rows.positions.device
 
         def caller(part: Stack) -> Callable[[], Tensor]:
-            return partial(part.score, rows, layer_idx, arguments)
+            return partial(part.score, rows, layer_idx, arguments, late)
 
+        parts = {key: [caller(part) for part in parts] for key, parts in self._parts.items()}
         scores: Tensor = self._manager.ask(
             "score",
             layer_idx,
-            lambda answer: checks.scores_problem(answer, shape, device),
-            **arguments
-            | {
-                "tracks": rows.tracks.within(self._prefix),
-                "parts": Parts(
-                    {key: [caller(part) for part in parts] for key, parts in self._parts.items()}
-                ),
-            },
+            checks.scores_check(shape, device),
+            late=late,
+            **arguments | {"tracks": rows.tracks.within(self._prefix), "parts": Parts(parts)},
         )
         return scores.float()
 
-    def select(self, layer_idx: int, **arguments: Any) -> Tensor:
-        """Rows that stay, ``[B, H_kv, K]``, int64, rising."""
+    def select(self, layer_idx: int, late: LateChecks | None = None, **arguments: Any) -> Tensor:
+        """Rows that stay, ``[B, H_kv, K]``, int64, rising once they are checked."""
         scores, budget = arguments["scores"], arguments["budget"]
-        keep: Tensor = self._manager.ask(
-            "select",
-            layer_idx,
-            lambda answer: checks.keep_problem(answer, scores.shape, budget, scores.device),
-            **arguments,
-        )
-        return keep
+        check = checks.keep_check(scores.shape, budget, scores.device)
+        keep: Tensor = self._manager.ask("select", layer_idx, check, late=late, **arguments)
+        # Until then no index may lead outside of these rows.
+        return keep if late is None else keep.clamp(0, scores.shape[2] - 1)
 
-    def evict(self, rows: LayerRows, keep: Tensor, layer_idx: int, memory: Memory) -> None:
+    def evict(
+        self,
+        rows: LayerRows,
+        keep: Tensor,
+        layer_idx: int,
+        memory: Memory,
+        late: LateChecks | None = None,
+    ) -> None:
         """Remove the rows that do not stay."""
         self._manager.ask(
             "evict",
             layer_idx,
-            lambda answer: checks.evict_problem(answer, rows.kept, keep),
+            checks.evict_check(lambda: rows.kept, keep),
+            late=late,
             rows=rows,
             keep=keep,
             memory=memory,

@@ -7,10 +7,16 @@ from contextlib import contextmanager
 import attrs
 import torch
 
+# Intervals on a GPU that are not read yet, at most; the first half of them is over long since.
+_MOST_PENDING = 4096
+
 
 @attrs.define
 class PolicyTimings:
-    """Seconds spent in each kind of policy work, and in all of it within decode steps."""
+    """Seconds spent in each kind of policy work, and in all of it within decode steps.
+
+    Work on a GPU is timed by events, which are read when the seconds are: nothing waits before.
+    """
 
     observe_s: float = 0.0
     score_s: float = 0.0
@@ -18,19 +24,33 @@ class PolicyTimings:
     compaction_s: float = 0.0
     steer_s: float = 0.0
     decode_policy_s: float = 0.0
+    _pending: "list[_Interval]" = attrs.field(factory=list, init=False, eq=False, repr=False)
+    _is_decoding: bool = attrs.field(default=False, init=False, eq=False, repr=False)
+
+    def read(self) -> dict[str, float]:
+        """All seconds by name."""
+        self._read_pending(len(self._pending))
+        public = attrs.fields(PolicyTimings)[:-2]
+        return {field.name: getattr(self, field.name) for field in public}
 
     @property
     def policy_s(self) -> float:
-        """Seconds of all kinds."""
-        compactions = self.score_s + self.select_s + self.compaction_s
-        return self.observe_s + compactions + self.steer_s
+        """Seconds of all kinds of work."""
+        return sum(seconds for name, seconds in self.read().items() if name != "decode_policy_s")
+
+    def take(self, other: "PolicyTimings") -> None:
+        """Continue from the seconds of another clock."""
+        for name, seconds in other.read().items():
+            setattr(self, name, seconds)
 
     @contextmanager
     def decoding(self) -> Iterator[None]:
         """Count the policy work of a ``with`` block as work within a decode step."""
-        before = self.policy_s
-        yield
-        self.decode_policy_s += self.policy_s - before
+        self._is_decoding = True
+        try:
+            yield
+        finally:
+            self._is_decoding = False
 
     @contextmanager
     def time(self, part: str, device: torch.device | None) -> Iterator[None]:
@@ -38,13 +58,46 @@ class PolicyTimings:
 
         Args:
             part: Name of the attribute.
-            device: Device to synchronize before and after; ``None`` measures host time only.
+            device: Device whose time is measured if it is a GPU; otherwise it is the host's.
         """
-        synchronize(device)
-        start = time.perf_counter()
+        if device is not None and device.type == "cuda":
+            stream = torch.cuda.current_stream(device)
+            start = stream.record_event(torch.cuda.Event(enable_timing=True))
+            yield
+            end = stream.record_event(torch.cuda.Event(enable_timing=True))
+            self._pending.append(_Interval(part, start, end, self._is_decoding))
+            if len(self._pending) > _MOST_PENDING:
+                self._read_pending(_MOST_PENDING // 2)
+            return
+        begun = time.perf_counter()
         yield
-        synchronize(device)
-        setattr(self, part, getattr(self, part) + time.perf_counter() - start)
+        self._add(part, time.perf_counter() - begun, self._is_decoding)
+
+    def _add(self, part: str, seconds: float, in_decode: bool) -> None:
+        setattr(self, part, getattr(self, part) + seconds)
+        if in_decode:
+            self.decode_policy_s += seconds
+
+    def _read_pending(self, num: int) -> None:
+        for one in self._pending[:num]:
+            self._add(one.part, one.seconds, one.in_decode)
+        del self._pending[:num]
+
+
+@attrs.frozen(eq=False)
+class _Interval:
+    """A ``with`` block whose work a GPU may not have done yet."""
+
+    part: str
+    start: torch.cuda.Event
+    end: torch.cuda.Event
+    in_decode: bool
+
+    @property
+    def seconds(self) -> float:
+        """Its length; waits until the work is done."""
+        self.end.synchronize()
+        return self.start.elapsed_time(self.end) / 1e3
 
 
 def synchronize(device: torch.device | None) -> None:

@@ -13,5 +13,5 @@ def upload(values: np.ndarray, device: torch.device | str) -> Tensor:
     """
     tensor = torch.tensor(values)
     if torch.device(device).type == "cuda":
-        return tensor.pin_memory().to(device, non_blocking=True)
-    return tensor.to(device)
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)

@@ -42,9 +42,9 @@ class SingleProcess:
     num_processes = 1
     num_shards = 1
 
-    def layer_rows(self, cache: KVCache, layer_idx: int, slots: Sequence[int]) -> LayerRows:
-        """The rows of some slots in one layer, in all heads of the model."""
-        return LayerRows(cache, layer_idx, slots)
+    def layer_rows(self, cache: KVCache, layers: Sequence[int], slots: Sequence[int]) -> LayerRows:
+        """The rows of some slots, each in a layer, in all heads of the model."""
+        return LayerRows(cache, layers, slots)
 
     def all_gather(self, part: Tensor) -> Tensor:
         """All heads of a tensor, of which ``part`` has those of this process."""
@@ -74,11 +74,11 @@ class TensorParallelGroup(SingleProcess):
     num_shards: int
     group: "dist.ProcessGroup | None" = None
 
-    def layer_rows(self, cache: KVCache, layer_idx: int, slots: Sequence[int]) -> LayerRows:
-        """The rows of some slots in one layer, in all heads of the model."""
+    def layer_rows(self, cache: KVCache, layers: Sequence[int], slots: Sequence[int]) -> LayerRows:
+        """The rows of some slots, each in a layer, in all heads of the model."""
         if self.num_shards == 1:
-            return LayerRows(cache, layer_idx, slots)
-        return GatheredRows(self, cache, layer_idx, slots)
+            return LayerRows(cache, layers, slots)
+        return GatheredRows(self, cache, layers, slots)
 
     def all_gather(self, part: Tensor) -> Tensor:
         """The parts ``[B, H, ...]`` of all processes, ``[B, num_shards * H, ...]``."""
@@ -108,11 +108,15 @@ class GatheredRows(LayerRows):
     """Rows whose heads are spread over several processes; each tensor is gathered once if read."""
 
     def __init__(
-        self, group: TensorParallelGroup, cache: KVCache, layer_idx: int, slots: Sequence[int]
+        self,
+        group: TensorParallelGroup,
+        cache: KVCache,
+        layers: Sequence[int],
+        slots: Sequence[int],
     ) -> None:
-        super().__init__(cache, layer_idx, slots)
+        super().__init__(cache, layers, slots)
         self._group = group
-        self._own = LayerRows(cache, layer_idx, slots)
+        self._own = LayerRows(cache, layers, slots)
         self._gathered: dict[str, Tensor] = {}
 
     @property

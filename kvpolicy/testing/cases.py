@@ -102,6 +102,8 @@ def _call(factory: Callable[[], object], name: str) -> object:
 class LongKeys:
     """Keeps rows with long keys: scores for a policy that has none, and for other layers."""
 
+    layers_alike: ClassVar[bool] = True
+
     @hookimpl
     def score(self, keys: Tensor) -> Tensor:
         """Rate rows by the Euclidean length of their keys."""
@@ -112,6 +114,7 @@ class LongKeys:
 class PinEnds:
     """A wrapper that keeps the first row and the two newest rows."""
 
+    layers_alike: ClassVar[bool] = True
     protects: ClassVar[tuple[int, int]] = (1, 2)
 
     @hookimpl(wrapper=True)

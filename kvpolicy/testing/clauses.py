@@ -27,6 +27,7 @@ CLAUSES = {
     "chunks": "Answers do not depend on the chunks in which a prompt is prefilled.",
     "slots": "Answers do not depend on the slot of a sequence.",
     "neighbours": "Answers do not depend on the sequences in the other slots.",
+    "layers": "With `layers_alike`, answers do not depend on whether layers are asked together.",
     "schedule": "`schedule` admits waiting requests as its spec says, until none is left.",
     "knobs": "Knobs written to a plan and read again make the same policy.",
 }
@@ -41,6 +42,7 @@ _SKIPPED = {
     "protected": _NOT_CHOOSING,
     "eviction": "it does not implement evict",
     "tracks": "it has no tracks and does not implement evict",
+    "layers": "it does not declare layers_alike, or does not choose which rows stay",
     "schedule": "it does not implement schedule",
     "knobs": "it is not an attrs class, so that its knobs cannot be read",
 }

@@ -5,6 +5,7 @@ the contract, and records which rows of each sequence stay.
 """
 
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 import attrs
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from kvpolicy.cache.rows import LayerRows, Tracks
 from kvpolicy.errors import HookError, HookResultError, KVPolicyError
+from kvpolicy.hooks.late_checks import LateChecks
 from kvpolicy.hooks.manager import Check, HookManager
 from kvpolicy.hooks.stack import Stack
 from kvpolicy.state import Memory, SequenceMemory
@@ -50,10 +52,12 @@ class Monitor:
         policy: The policy under test; hook calls of others are checked, but not counted.
         hooks: The hooks that it implements.
         checked: Counts the checks of each clause.
+        has_folded: Whether the policy was asked about several layers together.
     """
 
     def __init__(self, policy: object, hooks: frozenset[str], checked: Counter[str]) -> None:
         self.policy, self.hooks, self.checked = policy, hooks, checked
+        self.has_folded = False
 
     @property
     def chooses(self) -> bool:
@@ -78,6 +82,7 @@ class _MonitoredManager:
         self.names = manager.names
         self._argument_names: dict[str, frozenset[str]] = {}
         self._seq_len = torch.zeros(0)
+        self._layers: Sequence[int] = ()  # of the entries of the batch axis
         is_under_test = any(policy is monitor.policy for policy in stack.policies)
         self._hooks = monitor.hooks if is_under_test else frozenset()
         self._chooses = is_under_test and monitor.chooses
@@ -92,12 +97,15 @@ class _MonitoredManager:
         check: Check,
         *,
         optional: bool = False,
+        late: LateChecks | None = None,
         **arguments: Any,
     ) -> Any:
         """Call a hook and check what it did; see `HookManager.ask`."""
+        assert late is None, "a monitored engine reads every answer at once"
         counts = hook in self._hooks
         if hook == "score":
-            self._seq_len = arguments["seq_len"]
+            self._seq_len, self._layers = arguments["seq_len"], arguments["tracks"].layers
+            self._monitor.has_folded |= counts and len(set(self._layers)) > 1
         named = self._arguments_of(hook)
         tracks = CopyingTracks(arguments["tracks"]) if "tracks" in named else None
         if tracks is not None:
@@ -117,7 +125,7 @@ class _MonitoredManager:
         if tracks is not None:
             self._report("tracks", tracks.problem(), counts)
         if hook == "select":
-            self._record(layer_idx, answer, **arguments)
+            self._record(answer, **arguments)
         if hook == "steer":
             self._report("nan", _nan_in(answer), counts)
         if rows is not None:
@@ -171,7 +179,6 @@ class _MonitoredManager:
 
     def _record(
         self,
-        layer_idx: int | None,
         keep: Tensor,
         *,
         scores: Tensor,
@@ -181,7 +188,6 @@ class _MonitoredManager:
         **_: Any,
     ) -> None:
         """Check and record an answer to `select`."""
-        assert layer_idx is not None
         kept = positions.gather(2, keep)
         if self._chooses:
             self._monitor.checked.update(["budget", "order"])
@@ -193,7 +199,7 @@ class _MonitoredManager:
             if "compactions" in notes:
                 of_one = (kept[b].clone(), scores[b].clone(), positions[b].clone())
                 seq_len = int(self._seq_len[b])
-                notes["compactions"].append(CompactedRows(layer_idx, seq_len, *of_one))
+                notes["compactions"].append(CompactedRows(self._layers[b], seq_len, *of_one))
 
 
 def _must_stay(stack: Stack, scores: Tensor, positions: Tensor, budget: int) -> Tensor:
@@ -261,6 +267,11 @@ class CopyingTracks:
         self._copies: list[tuple[str, Tensor, Tensor]] = []
         self._assigned: set[str] = set()
 
+    @property
+    def layers(self) -> Sequence[int]:
+        """Layers of the entries."""
+        return self._tracks.layers
+
     def __getitem__(self, name: str) -> Tensor:
         numbers = self._tracks[name].clone()
         self._copies.append((name, numbers, numbers.clone()))
@@ -293,7 +304,7 @@ class RowsSnapshot:
         rows.keep = self._copy_tracks_and_keep  # type: ignore[method-assign]
 
     def _copy_tracks_and_keep(self, keep: Tensor, **replaced: Tensor | None) -> None:
-        names = self._rows._layer.tracks
+        names = self._rows._stack.tracks
         self._tracks = {name: self._rows.track(name).gather(2, keep).clone() for name in names}
         self._keep_rows(keep, **replaced)
 

@@ -12,14 +12,17 @@ from torch import Tensor
 
 from kvpolicy.cache.layout import StepLayout
 from kvpolicy.cache.slab import ATTN_SUMS, KVCache, LayerShape
-from kvpolicy.engine.compaction import DueSlot, compact
+from kvpolicy.engine.eviction import DueSlot, Eviction
+from kvpolicy.engine.isolation import ErrorScope
+from kvpolicy.engine.request import Request
+from kvpolicy.engine.sequence import Sequence as ServedSequence
 from kvpolicy.errors import BudgetError
 from kvpolicy.hooks.stack import Stack
 from kvpolicy.hooks.timing import PolicyTimings
 from kvpolicy.model.attention import attend
 from kvpolicy.model.rope import rotate_halves
 from kvpolicy.plan.spec import PolicySpec
-from kvpolicy.state import Memory, RegisterFile, SequenceMemory
+from kvpolicy.state import Memory, RegisterFile
 
 _LAYER = 0
 
@@ -156,7 +159,11 @@ class _Layer:
         self.cache.rotate = rotate_halves  # there is no model: assume Llama's
         self.budget, self.buffer = budget, buffer
         self.prompt_len = num_rows if prompt_len is None else prompt_len
-        self.memories = [SequenceMemory() for _ in range(num_sequences)]
+        prompt = (0,) * self.prompt_len
+        self.sequences = [
+            ServedSequence(slot, Request(prompt), prompt, 1, frozenset(), slot=slot)
+            for slot in range(num_sequences)
+        ]
         self.shown = shown
         self.registers = RegisterFile(self.stack.policies, num_sequences, keys.device)
         self.num_observed = 0
@@ -182,11 +189,11 @@ class _Layer:
                 self._observe(slot, self.shown)
             self.num_observed = int(self.cache.seq_len[0])
         if self.stack.bounded or self._is_due():
-            due = [
-                DueSlot(slot, self.budget, self.prompt_len, memory)
-                for slot, memory in zip(slots, self.memories, strict=True)
-            ]
-            compact(self.cache, _LAYER, due, self.stack, self.buffer, PolicyTimings())
+            eviction = Eviction(self.cache, PolicyTimings(), ErrorScope("raise"))
+            eviction.run(
+                DueSlot(_LAYER, sequence, self.stack, self.budget, self.buffer)
+                for sequence in self.sequences
+            )
         num_rows = int(self.cache.rows[_LAYER, 0])
         return self.cache.layers[_LAYER].positions[:, :, :num_rows].clone()
 
@@ -199,7 +206,7 @@ class _Layer:
             prompt_len=self.prompt_len,
             tokenizer=shown.tokenizer,
             registers=self.registers.of_slots(slot, slot + 1),
-            memory=Memory([self.memories[slot]]),
+            memory=Memory([self.sequences[slot].memory]),
         )
 
     def _is_due(self) -> bool:

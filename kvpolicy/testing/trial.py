@@ -160,7 +160,12 @@ class Trial:
                 self._compare(arrival, trace, other)
 
     def alone(
-        self, arrivals: Sequence[Arrival], *, copies: int = 1, chunk: int = _MAX_CHUNK
+        self,
+        arrivals: Sequence[Arrival],
+        *,
+        copies: int = 1,
+        chunk: int = _MAX_CHUNK,
+        folds: bool = False,
     ) -> list[RequestTrace]:
         """Run requests one after the other with a new policy.
 
@@ -168,9 +173,12 @@ class Trial:
             arrivals: The requests.
             copies: Copies of each request in a batch.
             chunk: The most tokens of a prompt in one forward.
+            folds: Whether layers that the policies treat alike are asked together.
         """
         setup = attrs.evolve(self.setup, slots=copies, chunk=chunk)
         monitor, engine = self._new_engine(setup, Counter())
+        for stack in engine.stacks:
+            stack.layers_alike &= folds
         traces = []
         for arrival in arrivals:
             run = engine.generate([self._request(arrival)] * copies)
@@ -289,6 +297,7 @@ class Trial:
         compared = ["determinism", "neighbours"]
         compared += ["chunks"] if self.setup.chunk < arrival.prompt else []
         compared += ["slots"] if self.setup.slots > 1 else []
+        compared += ["layers"] if self._monitor.has_folded else []
         self.checked.update(compared)
         difference = find_difference(trace, alone)
         if difference is not None:
@@ -301,7 +310,8 @@ def _memories_of(run: Run) -> list[Any]:
 
 def find_difference(trace: RequestTrace, alone: RequestTrace) -> tuple[str, str] | None:
     """The first difference to the same request alone: expected and actual behaviour."""
-    for came, expected in zip(trace.compactions, alone.compactions, strict=False):
+    pairs = zip(_by_layer(trace.compactions), _by_layer(alone.compactions), strict=False)
+    for came, expected in pairs:
         place = f"in layer {expected.layer_idx} after {expected.seq_len} tokens"
         if (came.layer_idx, came.seq_len) != (expected.layer_idx, expected.seq_len):
             other = f"in layer {came.layer_idx} after {came.seq_len} tokens"
@@ -318,6 +328,11 @@ def find_difference(trace: RequestTrace, alone: RequestTrace) -> tuple[str, str]
     if trace.tokens != expected_tokens:
         return f"tokens {list(alone.tokens)}, as when it is run alone", f"{list(trace.tokens)}"
     return None
+
+
+def _by_layer(compactions: Sequence[CompactedRows]) -> list[CompactedRows]:
+    """Compactions of one sequence, those after the same token by layer."""
+    return sorted(compactions, key=lambda one: (one.seq_len, one.layer_idx))
 
 
 def _is_rounding(came: CompactedRows, expected: CompactedRows) -> bool:
@@ -390,7 +405,7 @@ def _classify_dependence(trial: Trial, arrival: Arrival) -> str:
     """The clause of a request that differs from itself alone."""
     (first,) = trial.alone([arrival])
 
-    def differs(times: int = 1, **options: int) -> bool:
+    def differs(times: int = 1, **options: Any) -> bool:
         again = trial.alone([arrival] * times, **options)
         return any(find_difference(trace, first) for trace in again)
 
@@ -398,6 +413,8 @@ def _classify_dependence(trial: Trial, arrival: Arrival) -> str:
         return "determinism"
     if differs(times=3):
         return "memory"
+    if differs(folds=True):
+        return "layers"
     if differs(chunk=trial.setup.chunk):
         return "chunks"
     if differs(copies=trial.setup.slots):

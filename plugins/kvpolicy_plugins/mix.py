@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Mapping
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import attrs
 import torch
@@ -94,6 +94,8 @@ class Mix:
         normalise: ``"rank"``, ``"minmax"``, ``"zscore"`` or ``"sum"``, see above.
     """
 
+    layers_alike: ClassVar[bool] = True
+
     of: tuple[dict[str, Any], ...] = attrs.field(
         default=({"policy": "h2o", "n_recent": 8}, "rkv"), converter=_with_all_knobs
     )
@@ -120,11 +122,8 @@ class Mix:
         """Normalise the scores of the parts and add them up."""
         scores = torch.stack(parts.of(self)).double()  # [P, B, H_kv, T]
         pinned, first_out = (scores == torch.inf).any(dim=0), (scores == -torch.inf).any(dim=0)
-        weights = torch.tensor(
-            [part["weight"] for part in self.of if part["weight"] > 0],
-            dtype=scores.dtype,
-            device=scores.device,
-        )
+        given = [part["weight"] for part in self.of if part["weight"] > 0]
+        weights = torch.tensor(given, dtype=scores.dtype).to(scores.device, non_blocking=True)
         scaled = _SCALES[self.normalise](scores, ~(pinned | first_out))
         mixed = torch.tensordot(weights / weights.sum(), scaled, dims=1)
         return mixed.masked_fill(first_out, -torch.inf).masked_fill(pinned, torch.inf).float()

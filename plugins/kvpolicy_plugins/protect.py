@@ -1,6 +1,7 @@
 """Protect: keep the first and the newest tokens under any policy."""
 
 from collections.abc import Generator
+from typing import ClassVar
 
 import attrs
 import torch
@@ -21,6 +22,8 @@ class Protect:
         n_sink: First tokens of the sequence that always stay.
         n_recent: Newest rows that always stay.
     """
+
+    layers_alike: ClassVar[bool] = True
 
     n_sink: int = attrs.field(default=4, validator=[instance_of(int), ge(0)])
     n_recent: int = attrs.field(default=8, validator=[instance_of(int), ge(0)])

@@ -41,8 +41,8 @@ class Rerotate:
     def evict(self, rows: LayerRows, keep: Tensor) -> bool:
         """Keep the chosen rows at the positions directly before the next token."""
         num_kept = keep.shape[2]
-        end = rows.seq_len.to(keep.device)[:, None, None]  # position of the next token
-        new = end - num_kept + torch.arange(num_kept, device=keep.device)
+        seq_len = rows.seq_len.to(keep.device, non_blocking=True)  # positions of the next tokens
+        new = seq_len[:, None, None] - num_kept + torch.arange(num_kept, device=keep.device)
         target = new - rows.positions.gather(2, keep)  # distance from the original position
         moved = rows.track(_TRACK).gather(2, keep).long()
         keys = rows.rotate(take_rows(rows.keys, keep), target - moved)

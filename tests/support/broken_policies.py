@@ -270,6 +270,32 @@ class Neighbours:
 
 
 @attrs.define(eq=False)
+class LayersByIndex:
+    """Keeps short keys in the first layer, long ones elsewhere, and says that layers are alike."""
+
+    layers_alike: ClassVar[bool] = True
+
+    @hookimpl
+    def score(self, layer_idx: int, keys: Tensor) -> Tensor:
+        return key_lengths(keys) * (-1 if layer_idx == 0 else 1)
+
+
+@attrs.define(eq=False)
+class LayersInMemory:
+    """Compares keys with those of the layer before, and says that layers are alike."""
+
+    layers_alike: ClassVar[bool] = True
+
+    @hookimpl
+    def score(self, keys: Tensor, memory: Memory) -> Tensor:
+        lengths, own = key_lengths(keys), memory.of(self)
+        before = torch.tensor([notes.get("mean", 0.0) for notes in own])
+        for notes, mean in zip(own, lengths.mean(dim=(1, 2)).tolist(), strict=True):
+            notes["mean"] = mean
+        return (lengths - before[:, None, None]).abs()
+
+
+@attrs.define(eq=False)
 class Schedule:
     """Admits all waiting requests, even without free slots."""
 
@@ -313,6 +339,7 @@ BROKEN: dict[str, list[type]] = defaultdict(
         "chunks": [Chunks],
         "slots": [RunningBatch],
         "neighbours": [Neighbours],
+        "layers": [LayersByIndex, LayersInMemory],
         "schedule": [Schedule],
         "knobs": [Knobs],
     },

@@ -1,0 +1,95 @@
+"""Checks of values that are read later: on a GPU a check that reads an answer is a wait.
+
+Type, shape, dtype and device of an answer are known to the host and checked at once. Whether its
+values are valid becomes a flag on the device. Flags are read together, at a point where results
+are read anyway; only where one is raised are the answers checked one by one, so that an error
+names what it would have named at once.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from itertools import islice
+
+import attrs
+import torch
+from torch import Tensor
+
+# Checks the values of some entries of the batch axis of a kept answer, which are those of a layer.
+Recheck = Callable[[int, slice], None]
+
+
+@attrs.frozen(eq=False)
+class Concerned:
+    """The entries of one layer in a hook call.
+
+    Attributes:
+        layer_idx: The layer.
+        entries: Its part of the batch axis.
+        scope: Makes the block in which an error about them is raised.
+    """
+
+    layer_idx: int
+    entries: slice
+    scope: Callable[[], AbstractContextManager[None]]
+
+
+@attrs.define(eq=False)
+class LateChecks:
+    """The answers of one compaction that wait for their check.
+
+    Attributes:
+        concerned: The layers that were asked.
+    """
+
+    concerned: Sequence[Concerned]
+    _flags: list[Tensor] = attrs.field(factory=list, init=False)
+    _rechecks: list[Recheck] = attrs.field(factory=list, init=False)
+
+    def add(self, flag: Tensor, recheck: Recheck) -> None:
+        """Keep an answer.
+
+        Args:
+            flag: Whether a value is invalid, a bool on the device of the answer.
+            recheck: Raises `HookResultError` for the invalid ones.
+        """
+        self._flags.append(flag)
+        self._rechecks.append(recheck)
+
+    @property
+    def flags(self) -> list[Tensor]:
+        """The flags of all answers."""
+        return self._flags
+
+    def blame(self) -> None:
+        """Check the answers one by one, layer by layer as if each had been asked alone.
+
+        Raises:
+            HookResultError: Values are invalid; raised in the scope of their sequences.
+        """
+        for one in self.concerned:
+            with one.scope():
+                for recheck in self._rechecks:
+                    recheck(one.layer_idx, one.entries)
+
+
+def settle(kept: Sequence[LateChecks]) -> None:
+    """Read the flags of all kept answers together, and blame where one is raised.
+
+    Raises:
+        HookResultError: As for `LateChecks.blame`.
+    """
+    for one, raised in zip(kept, _read(kept), strict=True):
+        if raised:
+            one.blame()
+
+
+def _read(kept: Sequence[LateChecks]) -> Iterator[bool]:
+    """Whether a flag of each is raised; one read for all of them on the same device."""
+    flags = [flag for one in kept for flag in one.flags]
+    if not flags:
+        yield from (False for _ in kept)
+        return
+    device = flags[0].device
+    values = iter(torch.stack([flag.to(device) for flag in flags]).tolist())
+    for one in kept:
+        yield any(list(islice(values, len(one.flags))))
