@@ -15,6 +15,7 @@ from torch import Tensor
 
 from kvpolicy import Engine, Plan, Sampling, hookimpl
 from kvpolicy.engine.compaction import Compactor
+from kvpolicy.engine.eviction import DueSlot, Eviction
 from kvpolicy.engine.engine import Run
 from kvpolicy.engine.results import Result
 from kvpolicy.engine.sequence import Sequence
@@ -36,7 +37,8 @@ class Seen:
 
     def look(self, compactor: Compactor, active: abc.Sequence[Sequence]) -> None:
         cache = compactor._cache
-        for slot, sequence in enumerate(active):
+        for sequence in active:
+            slot = sequence.slot
             for number, layer in enumerate(cache.layers):
                 num = int(cache.rows[number, slot])
                 key = (sequence.id, number, int(cache.seq_len[slot]))
@@ -49,24 +51,23 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> Seen:
 
 
 def watch(patch: pytest.MonkeyPatch) -> Seen:
-    seen, compact, compact_layer = Seen(), Compactor.compact, Compactor._compact_layer
+    seen, compact, evict = Seen(), Compactor.compact, Eviction._evict
 
-    def and_look(self: Compactor, active: abc.Sequence[Sequence], first: int, last: int) -> None:
-        compact(self, active, first, last)
-        seen.look(self, active)
+    def and_look(self: Compactor, sequences: abc.Sequence[Sequence]) -> None:
+        compact(self, sequences)
+        seen.look(self, sequences)
 
-    def and_count(
-        self: Compactor, layer_idx: int, slots: list[int], active: abc.Sequence[Sequence]
-    ) -> None:
-        before = self._cache.rows[layer_idx].copy()
-        compact_layer(self, layer_idx, slots, active)
-        for slot in slots:
-            if self._cache.rows[layer_idx, slot] < before[slot]:
-                times = seen.at.setdefault((active[slot].id, layer_idx), [])
-                times.append(int(self._cache.seq_len[slot]))
+    def and_count(self: Eviction, due: list[DueSlot], *arguments: Any) -> None:
+        before = self._cache.rows.copy()
+        evict(self, due, *arguments)
+        for one in due:
+            place = one.layer_idx, one.slot
+            if self._cache.rows[place] < before[place]:
+                times = seen.at.setdefault((one.sequence.id, one.layer_idx), [])
+                times.append(int(self._cache.seq_len[one.slot]))
 
     patch.setattr(Compactor, "compact", and_look)
-    patch.setattr(Compactor, "_compact_layer", and_count)
+    patch.setattr(Eviction, "_evict", and_count)
     return seen
 
 
