@@ -45,7 +45,6 @@ class RunningBatch:
         cache: Their rows.
         timings: Seconds that policies took.
         compactor: Evicts rows.
-        graphs: Replays decode steps on a GPU.
         max_steps: The most static decode steps whose tokens are read together; 0: decode steps are
             not static.
     """
@@ -112,10 +111,13 @@ class RunningBatch:
                 self._observer.states,
                 in_graph=compiled is not None,
             )
+        self._compiled = compiled
         self._run: StaticForward = compiled or static_forward
-        self.graphs: GraphRunner | None = None
-        if adapter.device.type == "cuda" and not self._steers:
-            self.graphs = self._run = GraphRunner(self._run)
+        self._graphs: GraphRunner | None = None
+        if adapter.device.type == "cuda":
+            self._graphs = self._run = GraphRunner(self._run)
+            if self._steers:
+                self._graphs.problem = "policies steer the model in Python"
         self.compactor = Compactor(
             self.cache,
             plan.layers,
@@ -125,6 +127,15 @@ class RunningBatch:
             errors,
             adapter.processes.layer_rows,
         )
+
+    @property
+    def path(self) -> str:
+        """How static steps are run, see `RunReport`."""
+        path = "static, compiled" if self._compiled else "static"
+        if self._graphs is None:
+            return path
+        problem = self._graphs.problem
+        return f"{path}, in graphs" if problem is None else f"{path}, without graphs: {problem}"
 
     @property
     def active(self) -> list[Sequence]:

@@ -339,9 +339,10 @@ class Run:
             note=nothing_evicted(self.engine.plan, so_far.rows_evicted, so_far.peak_rows),
             peak_kv_bytes=self.batch.cache.peak_bytes,
             num_processes=self.engine.adapter.processes.num_processes,
-            path=f"eager: {reason}" if (reason := self.engine.eager_reason) else "static",
             packed_bytes=self.engine.weights.packed_bytes,
             released_bytes=self.engine.weights.released_bytes,
+            path=f"eager: {reason}" if (reason := self.engine.eager_reason) else self.batch.path,
+            compile_s=0.0 if (compiled := self.engine.compiled) is None else compiled.seconds,
             compactions=self.batch.compactor.num_compactions,
             **timings,
         )

@@ -87,7 +87,9 @@ class RunReport:
             query windows, registers and unobserved hidden states of all slots, and the
             temporary copy of a compaction.
         num_processes: Processes that share the model and its cache.
-        path: How decode steps were run: ``"static"``, or ``"eager: REASON"``.
+        path: How decode steps were run: ``"eager: REASON"``, or ``"static"``, followed by
+            ``", compiled"`` and by ``", in graphs"`` or ``", without graphs: REASON"`` on a GPU.
+        compile_s: Seconds in which the engine has compiled decode steps, of all its runs.
         packed_bytes: Bytes of packed weights, which are beside the plain ones.
         released_bytes: Bytes of plain weights that were freed after packing.
     """
@@ -114,6 +116,7 @@ class RunReport:
     peak_kv_bytes: int = 0
     num_processes: int = 1
     path: str = "static"
+    compile_s: float = 0.0
     packed_bytes: int = 0
     released_bytes: int = 0
 

@@ -1,0 +1,194 @@
+"""The forward of a static step is one graph, and a compiled one gives the same tokens."""
+
+from collections.abc import Iterator
+
+import attrs
+import pytest
+import torch
+from families import FAMILIES, family_model
+from tiny import tiny_model
+from torch import Tensor
+from torch._dynamo.utils import counters
+
+from kvpolicy import Engine, Plan, Request, hookimpl
+from kvpolicy.engine.request import Sampling
+from kvpolicy.errors import HookError, ModelError
+from kvpolicy.model import static_forward
+
+PROMPTS = [[5, 9, 40, 2, 2, 7, 11], [1, 2], [3, 8] * 6]
+PLANS = {
+    "h2o": Plan.uniform("h2o", "protect", budget=12, buffer=5),
+    "snapkv": Plan.uniform("snapkv", "protect", budget=16, buffer=4),
+}
+EAGER = {"mixtral", "qwen3_moe", "gpt_oss"}
+QUICK = {"qwen3": "h2o", "gemma2": "snapkv", "olmo3": "h2o"}
+CASES = [
+    pytest.param(family, plan, marks=[] if QUICK.get(family) == plan else pytest.mark.slow)
+    for family in sorted(FAMILIES.keys() - EAGER)
+    for plan in PLANS
+]
+
+
+@pytest.fixture(autouse=True)
+def no_compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Trace as for a compiler, and run the operations as they are."""
+    monkeypatch.setattr(static_forward, "BACKEND", "aot_eager")
+    torch._dynamo.reset()
+    counters.clear()
+    yield
+    torch._dynamo.reset()
+
+
+def requests(*, lengths: tuple[int, int, int] = (40, 40, 40), drawn: bool = False) -> list[Request]:
+    return [
+        Request(prompt, length, Sampling(temperature=0.8, top_p=0.9, top_k=9, seed=seed))
+        if drawn and seed
+        else Request(prompt, length)
+        for seed, (prompt, length) in enumerate(zip(PROMPTS, lengths, strict=True))
+    ]
+
+
+def tokens(model: object, plan: Plan, given: list[Request], **options: object) -> list[tuple]:
+    run = Engine(model, plan=plan, slots=3, **options).generate(given)
+    return [result.tokens for result in run.results()]
+
+
+@pytest.mark.parametrize("family", sorted(EAGER))
+def test_families_with_experts_take_the_eager_path(family: str) -> None:
+    engine = Engine(family_model(family), plan=PLANS["h2o"])
+    assert engine.eager_reason is not None
+
+
+@pytest.mark.parametrize(("family", "plan"), CASES)
+def test_a_family_is_one_graph_through_steps_and_compactions(family: str, plan: str) -> None:
+    model = family_model(family)
+    engine = Engine(model, plan=PLANS[plan], slots=3, compile=True)
+    run = engine.generate(requests())
+    compiled = [result.tokens for result in run.results()]
+    assert run.report.compactions > 6
+    assert counters["stats"]["unique_graphs"] == 1
+    assert not counters["graph_break"]
+    assert compiled == tokens(model, PLANS[plan], requests())
+
+
+def test_tokens_are_drawn_in_the_graph() -> None:
+    model, given = tiny_model(), requests(drawn=True)
+    assert tokens(model, PLANS["h2o"], given, compile=True) == tokens(model, PLANS["h2o"], given)
+    assert counters["stats"]["unique_graphs"] == 1
+
+
+def test_several_steps_are_read_together() -> None:
+    model, given = tiny_model(), requests(drawn=True)
+    several = tokens(model, PLANS["h2o"], given, compile=True, steps_per_read=4)
+    assert several == tokens(model, PLANS["h2o"], given)
+    assert counters["stats"]["unique_graphs"] == 1
+
+
+def test_batches_of_any_width_need_few_graphs_once() -> None:
+    model, given = tiny_model(), requests(lengths=(20, 30, 40))
+    engine = Engine(model, plan=PLANS["h2o"], slots=3, compile=True)
+    for _ in range(2):
+        run = engine.generate(given)
+        assert [result.tokens for result in run.results()] == tokens(model, PLANS["h2o"], given)
+        # The first width, all widths from 2, one sequence.
+        assert counters["stats"]["unique_graphs"] == 3
+    assert engine.compiled is not None
+    assert engine.compiled.seconds > 0
+    assert run.report.path == "static, compiled"
+    assert run.report.compile_s == engine.compiled.seconds
+
+
+@attrs.define(eq=False)
+class Push:
+    """Steers with what it remembers."""
+
+    vector: Tensor
+    fails_after: int = 10**9
+    calls: int = 0
+
+    @hookimpl
+    def steer(self, hidden_states: Tensor, token_ids: Tensor) -> Tensor | None:
+        self.calls += 1
+        if self.calls > self.fails_after:
+            msg = "no more"
+            raise RuntimeError(msg)
+        is_even = (token_ids % 2 == 0).to(hidden_states.dtype)
+        return self.vector * is_even[:, None]
+
+
+def test_policies_steer_within_the_graph() -> None:
+    model, given = tiny_model(), requests()
+    plain = tokens(model, Plan.uniform("full"), given)
+    answers, calls = [], []
+    for compiled in (True, False):
+        push = Push(torch.linspace(-3, 3, 32))
+        plan = Plan.uniform("full", push)
+        answers.append(tokens(model, plan, given, compile=compiled))
+        calls.append(push.calls)
+    assert answers[0] == answers[1] != plain
+    assert calls[0] == calls[1] > 30
+    assert counters["stats"]["unique_graphs"] == 1
+    assert not counters["graph_break"]
+
+
+def test_an_error_of_a_steering_policy_passes_through_the_graph() -> None:
+    plan = Plan.uniform("full", Push(torch.zeros(32), fails_after=5))
+    with pytest.raises(HookError, match="no more"):
+        tokens(tiny_model(), plan, requests(), compile=True)
+    push = Push(torch.zeros(32), fails_after=5)
+    engine = Engine(
+        tiny_model(), plan=Plan.uniform("full", push), on_hook_error="answer", compile=True
+    )
+    assert [one.finish_reason for one in engine.generate(requests()).results()] == ["error"] * 3
+
+
+@attrs.define(eq=False)
+class Watch:
+    """Adds up the hidden states that it observes."""
+
+    seen: list[float] = attrs.field(factory=list)
+
+    @hookimpl
+    def observe(self, hidden_states: Tensor) -> None:
+        self.seen.append(float(hidden_states.double().sum()))
+
+
+def test_hidden_states_leave_the_graph() -> None:
+    model, given, seen = tiny_model(), requests(), []
+    for compiled in (True, False):
+        watch = Watch()
+        tokens(model, Plan.uniform("full", watch), given, compile=compiled)
+        seen.append(watch.seen)
+    assert len(seen[0]) == len(seen[1]) > 3
+    assert seen[0] == pytest.approx(seen[1], abs=1e-4)
+    assert counters["stats"]["unique_graphs"] == 1
+
+
+def test_a_model_on_the_eager_path_cannot_be_compiled() -> None:
+    with pytest.raises(ModelError, match="cannot be compiled: its decode steps are not static"):
+        Engine(family_model("mixtral"), plan=PLANS["h2o"], compile=True)
+    with pytest.raises(ModelError, match="not static: asked for"):
+        Engine(tiny_model(), plan=PLANS["h2o"], compile=True, eager=True)
+
+
+def test_a_missing_compiler_is_answered_in_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(static_forward, "BACKEND", "inductor")
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.setattr(torch._inductor.config.cpp, "cxx", (None, "no-such-compiler"))
+    with pytest.raises(ModelError) as caught:
+        Engine(tiny_model(), plan=PLANS["h2o"], compile=True)
+    message = str(caught.value)
+    assert "torch finds no C++ compiler that it can use" in message
+    assert "\n" not in message
+
+
+def test_a_model_that_breaks_the_graph_is_named() -> None:
+    model = tiny_model()
+
+    def reads(module: object, given: tuple[Tensor]) -> None:
+        float(given[0].sum())
+
+    model.model.norm.register_forward_pre_hook(reads)
+    engine = Engine(model, plan=PLANS["h2o"], compile=True)
+    with pytest.raises(ModelError, match="the forward of Qwen3ForCausalLM cannot be compiled"):
+        engine.generate(requests()).results()
