@@ -33,13 +33,7 @@ def engine_under(
     """
 
     def decode(work: Decode) -> Measurement:
-        # Nothing is left to the texts' end: the run is dropped in the middle.
-        most = work.held + work.steps + _PROMPT
-        short = [prompt[:_PROMPT] for prompt in work.prompts(model.config.vocab_size)]
-        engine = Engine(model, None, cell.resolved, slots=work.batch)
-        run = engine.generate(short, max_new_tokens=most, stop_ids=())
-        run.step()
-        fill_run(run, work.held, seed=work.seed)
+        run = filled_run(model, cell, work, steps=work.steps)
         run.step()
         before = run.report
         measured = _measure_steps(run, lambda taken: taken >= work.steps)
@@ -75,6 +69,18 @@ def engine_under(
         policy=policy_of(cell.resolved.to_dict()),
         period=max(buffers, default=1),
     )
+
+
+def filled_run(model: PreTrainedModel, cell: Cell, work: Decode, *, steps: int) -> Run:
+    """A run in a steady state at which so many steps can be taken, and one more before them."""
+    # Nothing is left to the texts' end: the run is dropped in the middle.
+    most = work.held + steps + _PROMPT
+    short = [prompt[:_PROMPT] for prompt in work.prompts(model.config.vocab_size)]
+    engine = Engine(model, None, cell.resolved, slots=work.batch)
+    run = engine.generate(short, max_new_tokens=most, stop_ids=())
+    run.step()
+    fill_run(run, work.held, seed=work.seed)
+    return run
 
 
 def _measure_steps(run: Run, ends: Callable[[int], bool]) -> dict[str, Any]:

@@ -5,7 +5,8 @@
 the fields of `kvpolicy.lab.bench.summary.BenchResult` in ``standings`` and those of
 `kvpolicy.lab.bench.at_accuracy.Choice` in ``choices``. ``turns.jsonl`` beside it has what every
 turn measured. With ``--memory`` there is ``readings`` in place of ``standings``, with the fields of
-`kvpolicy.lab.bench.memory.Reading`.
+`kvpolicy.lab.bench.memory.Reading`, and with ``--launches`` there is ``launches``, with those of
+`kvpolicy.lab.bench.launches.Launches`.
 """
 
 import json as jsonlib
@@ -66,13 +67,16 @@ _DEFAULTS: Mapping[str, tuple[Any, Any]] = {
 }
 # Defaults of other works; those of --gpu take less than ten minutes on a card with 80 GB.
 _OF_MEMORY = {"shape": "5m", "lengths": [1000, 2000, 5000, 10_000, 20_000]}
+_OF_LAUNCHES = {"shape": "host", "lengths": [2048], "buffer": 16}
 _OF_MAX_BATCH = {"lengths": [4096]}
 _OF_GPU = {"shape": "qwen3-8b", "budget": 1024, "lengths": [8704], "steps": 256, "rounds": 1}
 _OF_MODES: Mapping[str, Mapping[str, Any]] = {
     "memory": _OF_MEMORY,
+    "launches": _OF_LAUNCHES,
     "max_batch": _OF_MAX_BATCH,
     "gpu": _OF_GPU,
 }
+_OF_ONE_LENGTH = ("max_batch", "launches", "gpu")
 _GPU_BATCHES = (1, 8, 32)  # besides the best one
 _GPU_POLICIES = "full,streaming,h2o,snapkv,rkv,skipkv"
 _GPU_OVERRIDES = ("skipkv.delimiters=[198,271]",)  # a model with random weights has no tokenizer
@@ -146,6 +150,13 @@ def bench(
     memory: Annotated[
         bool, typer.Option("--memory", help="Measure memory over one long text instead.")
     ] = False,
+    launches: Annotated[
+        bool,
+        typer.Option(
+            "--launches",
+            help="Count operations of a step and of a compaction, and values that the host reads.",
+        ),
+    ] = False,
     gpu: Annotated[
         bool,
         typer.Option(
@@ -157,7 +168,7 @@ def bench(
         typer.Option(
             metavar="N,...",
             help="Tokens held. [default: 512,2048,4096,8192,16384; --max-batch: 4096; "
-            "--memory: 1000,...,20000; --gpu: 8704; --quick: 64,128]",
+            "--memory: 1000,...,20000; --launches: 2048; --gpu: 8704; --quick: 64,128]",
         ),
     ] = None,
     steps: Annotated[
@@ -168,7 +179,7 @@ def bench(
         typer.Option(
             metavar="NAME",
             help="Size of the model: tiny, host, 5m, 30m, 100m, 8b or qwen3-8b. [default: 100m; "
-            "--memory: 5m; --gpu: qwen3-8b; --quick: tiny]",
+            "--memory: 5m; --launches: host; --gpu: qwen3-8b; --quick: tiny]",
         ),
     ] = None,
     batch: Annotated[
@@ -195,7 +206,9 @@ def bench(
     budget: Annotated[
         int | None, _size("Rows that stay. [default: 512; --gpu: 1024; --quick: 48]")
     ] = None,
-    buffer: Annotated[int | None, _size("Rows that may join. [default: 128; --quick: 16]")] = None,
+    buffer: Annotated[
+        int | None, _size("Rows that may join. [default: 128; --launches and --quick: 16]")
+    ] = None,
     rounds: Annotated[
         int | None, _size("Number of rounds. [default: 5; --gpu: 1; --quick: 3]")
     ] = None,
@@ -241,7 +254,7 @@ def bench(
     full cache, and a policy holds its budget. The model has random weights, about 100 M parameters
     by default. All contenders take turns, and speeds are compared within a round.
     """
-    mode = _mode(text=text, max_batch=max_batch, memory=memory, gpu=gpu)
+    mode = _mode(text=text, max_batch=max_batch, memory=memory, launches=launches, gpu=gpu)
     _check_options(mode, plot, at_accuracy, sweep, preset or policies or plan)
     register_plugins(plugin)
     sizes = _choose_sizes(
@@ -329,6 +342,11 @@ def bench(
             raise Interrupted(interruption)
         return
 
+    if mode == "launches":
+        record["launches"], table = _count_launches(model, cells, works[0])
+        _print_results(record, table, output, json=json)
+        return
+
     if gpu:
         info(f"checking tokens and compactions on {device}")
         check_tokens(model.device, cells)
@@ -403,8 +421,8 @@ def _check_options(
     if at_accuracy is not None and plans:
         msg = "--at-accuracy runs the plans of --sweep; leave out --preset, --policies and --plan."
         raise KVPolicyError(msg)
-    if at_accuracy is not None and mode == "memory":
-        msg = "--memory measures no speed; leave it or --at-accuracy out."
+    if at_accuracy is not None and mode in ("memory", "launches"):
+        msg = f"--{mode} measures no speed; leave it or --at-accuracy out."
         raise KVPolicyError(msg)
     if plot is None:
         return
@@ -424,9 +442,9 @@ def _choose_sizes(mode: str, *, quick: bool, **given: Any) -> dict[str, Any]:
         name: given[name] or of_mode.get(name, default[quick])
         for name, default in _DEFAULTS.items()
     }
-    if quick and mode in ("max_batch", "gpu") and not given["lengths"]:
+    if quick and mode in _OF_ONE_LENGTH and not given["lengths"]:
         sizes["lengths"] = sizes["lengths"][-1:]
-    if mode in ("max_batch", "gpu") and len(sizes["lengths"]) > 1:
+    if mode in _OF_ONE_LENGTH and len(sizes["lengths"]) > 1:
         msg = f"--{mode.replace('_', '-')} fills caches to one length; give one with --lengths."
         raise KVPolicyError(msg)
     if sizes["prompt_max"] < sizes["prompt_min"]:
@@ -600,6 +618,17 @@ def _run_turns(jobs: "Sequence[Job]", turns: "TurnFile", rounds: int) -> str | N
         return None
     num_complete = len(complete_rounds(turns.turns, jobs))
     return f"interrupted; {num_complete} of {rounds} rounds were complete and count."
+
+
+def _count_launches(
+    model: "PreTrainedModel", cells: "Sequence[Cell]", work: "Decode"
+) -> tuple[list[dict[str, Any]], str]:
+    """What a step asks of a device under each plan: plain data, and a table."""
+    from kvpolicy.lab.bench.launches import launches_alone, launches_under
+    from kvpolicy.lab.cli.bench_tables import launches_table
+
+    found = [launches_alone(model, work), *(launches_under(model, cell, work) for cell in cells)]
+    return [attrs.asdict(one) for one in found], launches_table(found)
 
 
 def _track_memory(

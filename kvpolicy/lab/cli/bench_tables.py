@@ -6,6 +6,7 @@ from kvpolicy.cli.output import format_bytes, terminal_width
 from kvpolicy.cli.text_table import format_table
 from kvpolicy.lab.bench.at_accuracy import Choice
 from kvpolicy.lab.bench.contender import FULL, GENERATE, KVPRESS, MODEL_ALONE, VLLM
+from kvpolicy.lab.bench.launches import Launches
 from kvpolicy.lab.bench.memory import Reading
 from kvpolicy.lab.bench.summary import BenchResult, Spread
 from kvpolicy.lab.statistics import Interval
@@ -121,6 +122,48 @@ def choices_table(choices: Sequence[Choice], margin: float) -> str:
     ]
     table = format_table(headers, rows, right=range(1, len(headers)), width=terminal_width())
     return f"smallest budget at most {margin:.1%} below the full cache, by its interval\n{table}"
+
+
+def launches_table(found: Sequence[Launches]) -> str:
+    """What a step asks of a device, and where the host reads values."""
+    headers = [
+        "",
+        "operations",
+        "to compact a sequence",
+        "values read",
+        "to compact a sequence",
+        "rows read",
+        "path",
+    ]
+    rows = [
+        [
+            one.name,
+            f"{one.operations:,}",
+            "-" if one.compacting is None else f"{one.compacting:+,}",
+            f"{sum(one.reads.values())}",
+            "-" if one.compacting is None else f"{sum(one.compacting_reads.values()):+}",
+            format_bytes(one.read_bytes),
+            one.path or "-",
+        ]
+        for one in found
+    ]
+    table = format_table(headers, rows, right=range(1, 6), width=terminal_width())
+    places = list(
+        dict.fromkeys(place for one in found for place in (*one.reads, *one.compacting_reads))
+    )
+    of_places = [[place, *(_reads_at(one, place) for one in found)] for place in places]
+    where = format_table(
+        ["values read in a step + to compact", *(one.name for one in found)],
+        of_places,
+        right=range(1, len(found) + 1),
+        width=terminal_width(),
+    )
+    return "\n\n".join([table, *([where] if places else [])])
+
+
+def _reads_at(one: Launches, place: str) -> str:
+    counts = one.reads.get(place, 0), one.compacting_reads.get(place, 0)
+    return f"{counts[0]} + {counts[1]}" if any(counts) else "-"
 
 
 def memory_table(readings: Sequence[Reading]) -> str:

@@ -666,6 +666,16 @@ def test_texts_and_memory_have_tables(kvpolicy: Shell, tmp_path: Path) -> None:
     assert [row.split()[:2] for row in rows] == [["knorm", "9"], ["knorm", "30"]]
 
 
+def test_counts_have_a_table(kvpolicy: Shell) -> None:
+    arguments = ("bench", "--launches", *OPTIONS, "--policies", "full,knorm", "--lengths", 20)
+    found = kvpolicy(*arguments)
+    assert found.status == 0, found.err
+    for word in (MODEL_ALONE, "full", "knorm", "static_step.py:read", "1 + 0"):
+        assert word in found.out
+    (alone, *mine) = kvpolicy(*arguments, "--json").json["launches"]
+    assert all(one["operations"] > alone["operations"] for one in mine)
+
+
 def test_best_batches_are_within_the_memory(kvpolicy: Shell, tmp_path: Path) -> None:
     arguments = (*OPTIONS, "--max-batch", "--lengths", 40, "--rounds", 1, "--policies", "knorm")
     limit = ("--memory-limit", 0.0002, "--json", "--output", tmp_path / "best")

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from kvpolicy.engine.engine import Engine
 from kvpolicy.errors import KVPolicyError
-from kvpolicy.lab.bench import check, limit
+from kvpolicy.lab.bench import check, launches, limit
 from kvpolicy.lab.bench.check import check_compactions, check_tokens
 from kvpolicy.lab.bench.contender import Contender, Decode, Text
 from kvpolicy.lab.bench.continuous import continuous_batching
@@ -315,6 +315,34 @@ def test_vllm_is_measured_by_the_difference_of_two_lengths(tmp_path: Path) -> No
 def test_a_vllm_that_does_not_start_is_named(tmp_path: Path, source: str, message: str) -> None:
     with pytest.raises(KVPolicyError, match=message), fake_vllm(tmp_path, tiny_model(), source):
         pass
+
+
+# Counts in place of times
+
+
+def test_operations_and_values_read_are_counted() -> None:
+    with launches._counting() as counted:
+        numbers = torch.empty(4).fill_(1.0).view(2, 2).t()  # one: views and allocations are none
+        found = bool((numbers + 1).sum() > 0)  # three, and a value
+        numbers[0].tolist()
+    assert found
+    assert counted.operations == 1 + 3
+    assert counted.reads == {"the model": 2}
+
+
+@pytest.mark.parametrize("stack", ["full", "h2o"])
+def test_steps_are_counted_by_kind(stack: str) -> None:
+    work = Decode(batch=2, held=40, steps=1)
+    found = launches.launches_under(tiny_model(), cell(stack), work)
+    assert found.operations > launches.launches_alone(tiny_model(), work).operations
+    assert found.path == "static"
+    assert found.reads["static_step.py:read"] == 1, "the tokens"
+    if stack == "full":
+        assert found.read_bytes == 2 * ROW * (40 + 2)
+        assert (found.compacting, found.compacting_reads) == (None, {})
+    else:
+        assert found.compacting is not None
+        assert found.compacting > 0
 
 
 # Before a GPU's speed counts
