@@ -21,7 +21,8 @@ before a compaction. Only `steer` runs inside the decode step. What is called pe
 for several layers at once, `due`, `score` and `select` only, if all policies that implement them
 declare ``layers_alike = True``: each entry of the batch axis is a sequence in a layer then, and
 ``layer_idx`` is the first of the layers. A policy whose knobs make one of its hooks unnecessary
-lists the hook in ``inactive_hooks``; it is not called then. """
+lists the hook in ``inactive_hooks``; it is not called then.
+"""
 
 from collections.abc import Sequence
 from typing import Any
