@@ -18,11 +18,13 @@ SLABS = (
     Slab(7, window_size=3, tracks=("mark",)),
     Slab(10),
     Slab(12, window_size=5),
+    Slab(10),  # shares its tensors with the second
+    Slab(10),
     Slab(12, tracks=("unmarked",)),
 )
 SHAPE = LayerShape(HEADS, KV_HEADS, HEAD_DIM, torch.float32, torch.device("cpu"))
 WINDOW = 4  # of the last layer, which accepts any number of tokens at once
-SHAPES = (SHAPE, SHAPE, SHAPE, attrs.evolve(SHAPE, sliding_window=WINDOW))
+SHAPES = (*[SHAPE] * 5, attrs.evolve(SHAPE, sliding_window=WINDOW))
 
 
 class CacheMachine(RuleBasedStateMachine):
@@ -40,7 +42,8 @@ class CacheMachine(RuleBasedStateMachine):
         return len(self.models[layer_idx].rows[slot, 0])
 
     def free(self, slot: int) -> int:
-        return min(slab.capacity - self.rows(i, slot) for i, slab in enumerate(SLABS[:-1]))
+        capacity = self.cache.capacity[:-1].tolist()
+        return min(most - self.rows(i, slot) for i, most in enumerate(capacity))
 
     @rule(data=st.data(), first=st.integers(0, NUM_SLOTS - 1))
     def store(self, data: st.DataObject, first: int) -> None:
@@ -105,6 +108,44 @@ class CacheMachine(RuleBasedStateMachine):
                 model.keep(slot, head, rows)
 
     @rule(data=st.data())
+    def keep_in_several_layers(self, data: st.DataObject) -> None:
+        """Compact slots of layers that share their tensors together."""
+        stacks = [layer.stack for layer in self.cache.layers]
+        members = [i for i, stack in enumerate(stacks) if stack is stacks[1]]
+        places = [(i, slot) for i in members for slot in range(NUM_SLOTS) if self.rows(i, slot)]
+        if not places:
+            return
+        num_rows = self.rows(*data.draw(st.sampled_from(places)))
+        equally_full = [place for place in places if self.rows(*place) == num_rows]
+        chosen = sorted(data.draw(st.sets(st.sampled_from(equally_full), min_size=1)))
+        num_kept = data.draw(st.integers(1, num_rows))
+        rng = np.random.default_rng(data.draw(st.integers(0, 2**16)))
+        keep = [
+            [sorted(rng.permutation(num_rows)[:num_kept].tolist()) for _ in range(KV_HEADS)]
+            for _ in chosen
+        ]
+        layers, slots = zip(*chosen, strict=True)
+        rows = LayerRows(self.cache, layers, slots)
+        for b, (layer_idx, slot) in enumerate(chosen):
+            assert rows.layers[b] == layer_idx
+            for head in range(KV_HEADS):
+                held = self.models[layer_idx].positions(slot, head)
+                assert rows.positions[b, head].tolist() == held
+        rows.keep(torch.tensor(keep))
+        for (layer_idx, slot), per_head in zip(chosen, keep, strict=True):
+            for head, kept in enumerate(per_head):
+                self.models[layer_idx].keep(slot, head, kept)
+
+    @rule(layer_idx=st.integers(0, len(SLABS) - 1), more=st.integers(1, 3))
+    def grow(self, layer_idx: int, more: int) -> None:
+        """Grow one layer, which leaves its stack, or joins another."""
+        if self.cache.capacity[layer_idx] < 16:
+            slabs = [layer.slab for layer in self.cache.layers]
+            larger = slabs[layer_idx].capacity + more
+            slabs[layer_idx] = attrs.evolve(slabs[layer_idx], capacity=larger)
+            self.cache.grow(slabs)
+
+    @rule(data=st.data())
     def mark(self, data: st.DataObject) -> None:
         """Write random track values to the rows of one slot."""
         filled = [slot for slot in range(NUM_SLOTS) if self.rows(0, slot)]
@@ -165,7 +206,7 @@ class CacheMachine(RuleBasedStateMachine):
         track = self.cache.layers[0].tracks["mark"]
         for (slot, head), rows in self.models[0].rows.items():
             held = [self.marks.get((slot, head, int(token)), 0.0) for _, (token, _) in rows]
-            empty = [0.0] * (SLABS[0].capacity - len(held))
+            empty = [0.0] * (track.shape[2] - len(held))
             assert track[slot, head].tolist() == held + empty
 
     @invariant()
@@ -176,6 +217,14 @@ class CacheMachine(RuleBasedStateMachine):
                     window = LayerRows(self.cache, layer_idx, [slot]).queries
                     newest = self.queries[slot][-slab.window_size :]
                     assert window[0, :, :, 0].tolist() == [newest] * HEADS
+
+    @invariant()
+    def layers_of_equal_shape_share_their_tensors(self) -> None:
+        kinds = {(layer.shape, layer.slab) for layer in self.cache.layers}
+        assert len(self.cache.stacks) == len(kinds) == len({id(x.stack) for x in self.cache.layers})
+        for layer in self.cache.layers:
+            assert layer.keys.data_ptr() == layer.stack.keys[layer.first].data_ptr()
+            assert layer.slab.capacity == layer.keys.shape[2]
 
     @invariant()
     def lengths_count_all_tokens_seen(self) -> None:
@@ -193,3 +242,4 @@ def test_num_bytes_counts_every_tensor_of_every_layer() -> None:
     expected += NUM_SLOTS * (SLABS[0].capacity + SLABS[-1].capacity) * KV_HEADS * 4  # tracks
     expected += NUM_SLOTS * (3 + 5) * HEADS * HEAD_DIM * 4  # the query windows
     assert cache.num_bytes == expected
+    assert cache.num_bytes == sum(layer.num_bytes for layer in cache.layers)
