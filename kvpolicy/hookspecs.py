@@ -17,11 +17,11 @@ real token, and all heads are included. They may be views of the cache: do not w
 
 `allocate` is called once, before anything runs; `schedule` at admissions; `due` after every
 forward; `score`, `select` and `evict` at compactions; `observe` for every buffer of tokens and
-before a compaction. Only `steer` runs inside the decode step. What is called per layer is called
-for several layers at once, `due`, `score` and `select` only, if all policies that implement them
-declare ``layers_alike = True``: each entry of the batch axis is a sequence in a layer then, and
-``layer_idx`` is the first of the layers. A policy whose knobs make one of its hooks unnecessary
-lists the hook in ``inactive_hooks``; it is not called then.
+before a compaction. Only `steer` runs inside the decode step. If all policies that implement
+`due`, `score` and `select` declare ``layers_alike = True``, these are called for several layers
+at once: an entry of the batch axis is a sequence in a layer then, and ``layer_idx`` the first
+layer. A policy whose knobs make one of its hooks unnecessary lists the hook in
+``inactive_hooks``; it is not called then.
 """
 
 from collections.abc import Sequence

@@ -76,8 +76,7 @@ class StaticStep:
 
     Attributes:
         cache: The KV cache.
-        width: Slots that a step serves, ``W``. On a GPU they may be more than take part, so that
-            there are few widths.
+        width: Slots that a step serves, ``W``; they may be more than take part.
         num_served: Slots that take part, the first ones.
         in_graph: Whether a step must not read anything on the host.
         token_ids: Newest token of each slot, ``[S]``, int64.
@@ -96,6 +95,7 @@ class StaticStep:
         states: Tensor | None = None,
         *,
         in_graph: bool = False,
+        padded: bool = False,
     ) -> None:
         """Allocate the state of all slots.
 
@@ -105,10 +105,12 @@ class StaticStep:
             states: Receives last hidden states.
             in_graph: Whether a step must not read anything on the host, because it is compiled;
                 always so on a GPU.
+            padded: Whether a step serves a power of 2 of slots, or all, so that there are few
+                widths.
         """
         device = cache.layers[0].shape.device
-        self._on_gpu = device.type != "cpu"
-        self.in_graph = in_graph or self._on_gpu
+        self.in_graph = in_graph or device.type != "cpu"
+        self._padded = padded
         num_slots = self.width = self.num_served = cache.num_slots
         self.cache, self.states = cache, states
         num_heads = max(layer.shape.num_kv_heads for layer in cache.layers)
@@ -169,7 +171,7 @@ class StaticStep:
         """
         cache, served = self.cache, len(token_ids)
         self.num_served = served
-        width = width_for(served, cache.num_slots) if self._on_gpu else served
+        width = width_for(served, cache.num_slots) if self._padded else served
         self._serve(width)
         empty = [0] * (width - served)
         self._token_ids.set(np.array([*token_ids, *empty], dtype=np.int64))

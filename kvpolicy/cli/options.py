@@ -113,6 +113,14 @@ CpuWeights = Annotated[
         rich_help_panel=MODEL,
     ),
 ]
+Compile = Annotated[
+    bool,
+    typer.Option(
+        "--compile",
+        help="Compile decode steps, which takes a minute or more; tokens may differ by rounding.",
+        rich_help_panel=MODEL,
+    ),
+]
 PromptText = Annotated[
     str | None, typer.Argument(help="A prompt; '-' reads one from standard input.")
 ]
@@ -234,6 +242,7 @@ class GenerationOptions:
     device: Device = None
     trust_remote_code: TrustRemoteCode = False
     cpu_weights: CpuWeights = WeightOrder.plain
+    compile: Compile = False
     slots: Slots = 8
 
 
@@ -320,7 +329,14 @@ def prepare(
     tell_packing(model, options.cpu_weights)
     prompts = in_chat_template(prompts, tokenizer, chat=options.chat)
     on_hook_error: Any = "answer" if keep_going else "raise"
-    engine = Engine(model, tokenizer, plan, slots=options.slots, on_hook_error=on_hook_error)
+    engine = Engine(
+        model,
+        tokenizer,
+        plan,
+        slots=options.slots,
+        on_hook_error=on_hook_error,
+        compile=options.compile,
+    )
     arguments = {
         "max_new_tokens": options.max_new_tokens or _default_length(model),
         "sampling": sampling,

@@ -103,6 +103,9 @@ class RunningBatch:
             self.cache, adapter.hidden_size, adapter.model.dtype, adapter.last_device
         )
         self.max_steps = max_steps
+        # Policies that steer run in Python, which a graph would leave out.
+        self._on_gpu = adapter.device.type == "cuda"
+        replays = self._on_gpu and not self._steers
         self._static: StaticStep | None = None
         if max_steps:
             self._static = StaticStep(
@@ -110,14 +113,13 @@ class RunningBatch:
                 max_steps,
                 self._observer.states,
                 in_graph=compiled is not None,
+                padded=replays,
             )
         self._compiled = compiled
         self._run: StaticForward = compiled or static_forward
         self._graphs: GraphRunner | None = None
-        if adapter.device.type == "cuda":
+        if replays:
             self._graphs = self._run = GraphRunner(self._run)
-            if self._steers:
-                self._graphs.problem = "policies steer the model in Python"
         self.compactor = Compactor(
             self.cache,
             plan.layers,
@@ -133,7 +135,7 @@ class RunningBatch:
         """How static steps are run, see `RunReport`."""
         path = "static, compiled" if self._compiled else "static"
         if self._graphs is None:
-            return path
+            return f"{path}, without graphs: policies steer" if self._on_gpu else path
         problem = self._graphs.problem
         return f"{path}, in graphs" if problem is None else f"{path}, without graphs: {problem}"
 

@@ -23,6 +23,8 @@ class Compactor:
 
     Attributes:
         num_compactions: Compactions of one sequence in one layer, so far.
+        settle: Checks answers of policies that were not checked at once, see `Eviction.settle`.
+        eviction: Evicts the rows.
     """
 
     def __init__(
@@ -42,7 +44,8 @@ class Compactor:
         self._observer = observer
         self._errors = errors
         self._make_rows = make_rows
-        self._eviction = Eviction(cache, timings, errors, make_rows)
+        self.eviction = Eviction(cache, timings, errors, make_rows)
+        self.settle = self.eviction.settle
         self._due_layers = [
             layer_idx
             for layer_idx, (layer, stack) in enumerate(zip(layers, stacks, strict=True))
@@ -86,7 +89,7 @@ class Compactor:
             self._observer.flush(sequences[index])
             sequences[index].compactions += 1
         rows, before = cache.rows, cache.rows.copy()
-        self._eviction.run(
+        self.eviction.run(
             DueSlot(
                 layer_idx,
                 sequences[index],
@@ -100,10 +103,6 @@ class Compactor:
         for seq in sequences:
             seq.rows_evicted += int(num_evicted[:, seq.slot].sum())
         self.num_compactions += int(np.count_nonzero(num_evicted))
-
-    def settle(self) -> None:
-        """Check answers of policies that were not checked at once, see `Eviction.settle`."""
-        self._eviction.settle()
 
     def note_peak(self, seq: Sequence) -> None:
         """Update the peaks of a sequence.

@@ -121,8 +121,9 @@ class Eviction:
         Raises:
             HookResultError: If a policy's answer breaks the contract.
         """
-        late, self._late = self._late, []
-        settle(late)
+        if self._late:
+            late, self._late = self._late, []
+            settle(late)
 
     def _asked(self, due: DueSlot) -> object:
         """What the slots have in common that hooks are asked about together."""

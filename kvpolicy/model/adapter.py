@@ -261,7 +261,7 @@ class ModelAdapter:
         positions: Tensor,
         cache: Cache,
     ) -> Any:
-        with torch.inference_mode(), steering(given.steer) if given.steer else nullcontext():
+        with torch.inference_mode():
             return self._called(twin)(
                 input_ids=tokens,
                 position_ids=positions,
@@ -342,7 +342,10 @@ def _steering_hook(layer_idx: int) -> Any:
         if given.steer is None:
             return None
         states = args[0]  # [B, 1, M]
-        return (steered(states[:, -1], layer_idx)[:, None], *args[1:]), kwargs
+        if isinstance(given.step, StaticStep) and given.step.in_graph:
+            return (steered(states[:, -1], layer_idx)[:, None], *args[1:]), kwargs
+        change = given.steer(layer_idx, states[:, -1])
+        return None if change is None else ((states + change[:, None], *args[1:]), kwargs)
 
     return steer
 

@@ -7,6 +7,7 @@ from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
+import torch
 from shell import Shell
 
 from kvpolicy.cli.prompts import read_prompts
@@ -74,6 +75,36 @@ def test_packed_weights_are_counted_and_give_the_tokens_of_a_packed_engine(
     assert result["tokens"] == list(expected.tokens)
     assert run["packed_bytes"] == engine.weights.packed_bytes
     assert run["released_bytes"] == engine.weights.released_bytes
+
+
+def test_compiling_is_said_and_gives_the_same_text(
+    kvpolicy: Shell, model_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Traced as for a compiler; the operations run as they are.
+    monkeypatch.setattr("kvpolicy.model.static_forward.BACKEND", "aot_eager")
+    words = ("run", PROMPTS[0], "--model", model_folder, *H2O)
+    plain, compiled = kvpolicy(*words), kvpolicy(*words, "--compile")
+    assert compiled.status == 0, compiled.err
+    assert compiled.out == plain.out
+    assert "s of them compiling: " in compiled.err
+    assert "compiling" not in plain.err
+    torch._dynamo.reset()
+    report = kvpolicy(*words, "--compile", "--json").json_lines[-1]
+    assert report["path"] == "static, compiled"
+    assert 0 < report["compile_s"] < report["elapsed_s"]
+
+
+def test_a_missing_compiler_is_answered_in_one_sentence(
+    kvpolicy: Shell, model_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse() -> str:
+        raise RuntimeError("no compiler here")
+
+    monkeypatch.setattr("torch._inductor.cpp_builder.get_cpp_compiler", refuse)
+    refused = kvpolicy("run", PROMPTS[0], "--model", model_folder, *H2O, "--compile")
+    assert refused.status == 2
+    assert "cannot be compiled: torch finds no C++ compiler that it can use" in refused.err
+    assert refused.out == ""
 
 
 def test_a_small_model_stays_plain_and_says_so(

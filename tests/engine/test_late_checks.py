@@ -101,7 +101,7 @@ def start(stack: Any, *, defers: bool, alike: bool = True, **options: Any) -> Ru
             for i, length in enumerate(PROMPTS)
         ]
     )
-    run.batch.compactor._eviction.defers = defers
+    run.batch.compactor.eviction.defers = defers
     return run
 
 

@@ -1,5 +1,6 @@
 """No bundled policy makes the host wait in a compaction; waits elsewhere are counted."""
 
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
@@ -33,7 +34,10 @@ CASES = [
 
 
 def compaction(
-    *stack: str | PolicySpec | object, slots: list[int], window: int | None = None
+    *stack: str | PolicySpec | object,
+    slots: list[int],
+    window: int | None = None,
+    prepare: Callable[[Stack, list[Sequence]], None] = lambda *_: None,
 ) -> Waits:
     """Compact slots of all layers of a cache whose tensors are on a device without values."""
     specs = [PolicySpec.of(one) for one in stack]
@@ -54,6 +58,7 @@ def compaction(
         for layer_idx in range(NUM_LAYERS)
         for seq in sequences
     ]
+    prepare(policies, sequences)
     with Waits("meta") as waits:
         eviction.run(due)
     assert (cache.rows[:, slots] == BUDGET).all()
@@ -72,6 +77,18 @@ def test_a_compaction_of_a_bundled_policy_does_not_wait(
 @pytest.mark.parametrize("add_on", ["merge", "rerotate", "protect"])
 def test_a_compaction_with_an_add_on_in_a_sliding_window_does_not_wait(add_on: str) -> None:
     assert compaction("h2o", add_on, slots=[0, 2], window=30).total == 0
+
+
+def test_skipkv_with_sentences_does_not_wait() -> None:
+    def prepare(stack: Stack, sequences: list[Sequence]) -> None:
+        (policy,) = stack.policies
+        for seq in sequences:
+            state = policy._new_state(None, len(seq.prompt))
+            state._penalty = torch.zeros(40, device=META)  # of redundant sentences, by position
+            seq.memory.of(policy)["state"] = state
+
+    knobs = {"delimiters": (3, 7), "window_size": 4, "protect_prompt": True}
+    assert compaction(PolicySpec("skipkv", knobs), slots=[0, 2], prepare=prepare).total == 0
 
 
 class Reads:

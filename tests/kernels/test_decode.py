@@ -2,27 +2,23 @@
 
 import pytest
 import torch
-from decode_cases import TOLERANCE, Case, assert_as_expected, cases, expected
+from decode_cases import (
+    TOLERANCE,
+    Case,
+    assert_as_expected,
+    cases,
+    expected,
+    in_place_arguments,
+)
 from hypothesis import given
 from torch.library import opcheck
 
+from kvpolicy.kernels import operator
 from kvpolicy.kernels.decode import DecodeSlabs, attend_on_cpu
 from kvpolicy.kernels.fixed_shapes import attend_in_fixed_shapes
 from kvpolicy.kernels.operator import DECODE
 
 IMPLEMENTATIONS = {"cpu": attend_on_cpu, "fixed shapes": attend_in_fixed_shapes}
-
-
-def in_place_arguments(case: Case) -> tuple[object, ...]:
-    """The arguments of the operator for a case."""
-    named, slabs, options = case.tensors, case.slabs, case.options
-    return (
-        *(named[name] for name in ("query", "key", "value")),
-        *(slabs.keys, slabs.values, slabs.positions, slabs.tracks, slabs.sums, slabs.window),
-        *(named[name] for name in ("rows", "seq_len", "live", "sinks")),
-        *(options[name] for name in ("scaling", "softcap", "sliding_window")),
-        slabs.reduction,
-    )
 
 
 def check(name: str, case: Case) -> None:
@@ -58,6 +54,15 @@ def test_the_operator_declares_what_it_changes(case) -> None:
         in_place_arguments(case),
         test_utils=("test_schema", "test_faketensor"),
     )
+
+
+@given(case=cases(adjacent=True))
+def test_a_gpu_without_triton_runs_operations_of_torch(case) -> None:
+    wanted = expected(case)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(operator, "HAS_TRITON", False)
+        output = operator._on_cuda(*in_place_arguments(case))
+    assert_as_expected(case, output, wanted, sums_tolerance=TOLERANCE[case.dtype])
 
 
 def test_an_unknown_reduction_is_named() -> None:

@@ -2,11 +2,19 @@
 
 import pytest
 import torch
-from decode_cases import SUMS_TOLERANCE, TOLERANCE, assert_as_expected, cases, expected
+from decode_cases import (
+    SUMS_TOLERANCE,
+    TOLERANCE,
+    assert_as_expected,
+    cases,
+    expected,
+    in_place_arguments,
+)
 from hypothesis import given
 from hypothesis import strategies as st
 from triton_device import DEVICE
 
+from kvpolicy.kernels import operator
 from kvpolicy.kernels.triton_append import append
 from kvpolicy.kernels.triton_decode import attend, chunks_of, decode
 
@@ -25,6 +33,13 @@ def test_decode_stores_and_attends_as_loops_do(case) -> None:
 def test_a_full_sliding_window_drops_its_oldest_row(case) -> None:
     wanted = expected(case)
     output = decode(**case.arguments)
+    assert_as_expected(case, output, wanted)
+
+
+@given(CASES)
+def test_a_gpu_with_triton_runs_its_kernels(case) -> None:
+    wanted = expected(case)
+    output = operator._on_cuda(*in_place_arguments(case))
     assert_as_expected(case, output, wanted)
 
 

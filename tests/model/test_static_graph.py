@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import attrs
 import pytest
 import torch
-from families import FAMILIES, family_model
+from families import FAMILIES, WINDOW, family_model
 from tiny import tiny_model
 from torch import Tensor
 from torch._dynamo.utils import counters
@@ -61,7 +61,8 @@ def test_families_with_experts_take_the_eager_path(family: str) -> None:
 
 @pytest.mark.parametrize(("family", "plan"), CASES)
 def test_a_family_is_one_graph_through_steps_and_compactions(family: str, plan: str) -> None:
-    model = family_model(family)
+    # A layer whose slab holds its whole window is never compacted; these have such layers only.
+    model = family_model(family, window=30 if family in {"mistral", "phi3"} else WINDOW)
     engine = Engine(model, plan=PLANS[plan], slots=3, compile=True)
     run = engine.generate(requests())
     compiled = [result.tokens for result in run.results()]
@@ -157,7 +158,8 @@ def test_hidden_states_leave_the_graph() -> None:
     model, given, seen = tiny_model(), requests(), []
     for compiled in (True, False):
         watch = Watch()
-        tokens(model, Plan.uniform("full", watch), given, compile=compiled)
+        plan = Plan.uniform("streaming", watch, budget=12, buffer=5)
+        tokens(model, plan, given, compile=compiled)
         seen.append(watch.seen)
     assert len(seen[0]) == len(seen[1]) > 3
     assert seen[0] == pytest.approx(seen[1], abs=1e-4)
@@ -173,8 +175,11 @@ def test_a_model_on_the_eager_path_cannot_be_compiled() -> None:
 
 def test_a_missing_compiler_is_answered_in_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(static_forward, "BACKEND", "inductor")
-    monkeypatch.setenv("PATH", "")
-    monkeypatch.setattr(torch._inductor.config.cpp, "cxx", (None, "no-such-compiler"))
+
+    def refuse() -> str:
+        raise RuntimeError("no compiler here")
+
+    monkeypatch.setattr("torch._inductor.cpp_builder.get_cpp_compiler", refuse)
     with pytest.raises(ModelError) as caught:
         Engine(tiny_model(), plan=PLANS["h2o"], compile=True)
     message = str(caught.value)
@@ -186,9 +191,10 @@ def test_a_model_that_breaks_the_graph_is_named() -> None:
     model = tiny_model()
 
     def reads(module: object, given: tuple[Tensor]) -> None:
-        float(given[0].sum())
+        if given[0].sum() > 1e9:
+            raise ValueError
 
     model.model.norm.register_forward_pre_hook(reads)
     engine = Engine(model, plan=PLANS["h2o"], compile=True)
-    with pytest.raises(ModelError, match="the forward of Qwen3ForCausalLM cannot be compiled"):
+    with pytest.raises(ModelError, match="the forward of LlamaForCausalLM cannot be compiled"):
         engine.generate(requests()).results()

@@ -42,6 +42,18 @@ class Case:
         return {**new, **self.options, "slabs": self.slabs, "counts": counts}
 
 
+def in_place_arguments(case: Case) -> tuple[object, ...]:
+    """The arguments of the operator for a case."""
+    named, slabs, options = case.tensors, case.slabs, case.options
+    return (
+        *(named[name] for name in ("query", "key", "value")),
+        *(slabs.keys, slabs.values, slabs.positions, slabs.tracks, slabs.sums, slabs.window),
+        *(named[name] for name in ("rows", "seq_len", "live", "sinks")),
+        *(options[name] for name in ("scaling", "softcap", "sliding_window")),
+        slabs.reduction,
+    )
+
+
 @st.composite
 def cases(
     draw: st.DrawFn,

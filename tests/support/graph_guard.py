@@ -23,6 +23,8 @@ READS = {
     aten.unique_consecutive.default,
     aten.repeat_interleave.Tensor,
 }
+# These count the entries of a mask among their indices.
+INDEXES = {aten.index.Tensor, aten.index_put.default, aten.index_put_.default}
 # Operations that make a tensor from values of the host.
 FROM_HOST = {aten.lift_fresh.default, aten._pin_memory.default}
 
@@ -50,8 +52,11 @@ class OnlyWhatAGraphHolds(TorchDispatchMode):
         self.num_calls += 1
         if func in READS:
             raise GraphError(f"{func} reads a value on the host")
-        if func in FROM_HOST:
+        # A single number is given to a kernel as an argument.
+        if func in FROM_HOST and args[0].dim():
             raise GraphError(f"{func} makes a tensor from values of the host")
+        if func in INDEXES and any(one.dtype == torch.bool for one in _tensors(args[1])):
+            raise GraphError(f"{func} reads a value on the host: how many entries a mask has")
         given = list(_tensors((args, kwargs)))
         output = func(*args, **kwargs)
         made = list(_tensors(output))

@@ -220,11 +220,17 @@ class Steering:
         return hidden_states * (token_ids % 3)[:, None].to(hidden_states.dtype) * 0.1
 
 
+def test_layers_that_are_asked_together_are_compared_with_layers_one_by_one() -> None:
+    assert check_policy("streaming", knobs={"n_sink": 1}, max_examples=30).checked["layers"] > 5
+    report = check_policy("random", max_examples=30)
+    assert "does not declare layers_alike" in report.skipped["layers"]
+
+
 def test_a_correct_policy_passes_and_the_report_counts_its_checks() -> None:
     report = check_policy(Observing, max_examples=30)
     assert (report.policy, report.cases) == ("observing", 30)
     assert {"tracks", "memory", "budget", "order"} <= set(report.clauses)
-    assert set(report.skipped) == {"eviction", "schedule"}
+    assert set(report.skipped) == {"eviction", "layers", "schedule"}
     assert "policy 'observing' keeps the contract: 18 clauses, 30 cases" in str(report)
     assert set(json.loads(json.dumps(report.to_dict()))["checked"]) == set(report.clauses)
 

@@ -16,8 +16,8 @@ from kvpolicy.lab.sweep.grid import Cell, build_cells
 from kvpolicy.lab.sweep.sweep_file import Series
 from kvpolicy.model.loading import move
 
-_TEXT = Text(batch=3, prompt_min=5, prompt_max=60, new_tokens=48)
-_BUDGET, _BUFFER = 24, 8  # rows: every sequence is compacted several times
+_TEXT = Text(batch=2, prompt_min=5, prompt_max=40, new_tokens=32)
+_BUDGET, _BUFFER = 16, 8  # rows: every sequence is compacted several times
 _HEADS, _HEAD_DIM, _ROWS, _KEPT, _SLOTS = 4, 64, 640, 512, 8
 
 

@@ -12,7 +12,7 @@ GENERATE = "generate"
 MODEL_ALONE = "model alone"
 VLLM = "vLLM"
 # What else a contender is compared with, whatever its name is.
-FULL, STREAMING, KVPRESS = "full cache", "streaming", "kvpress"
+FULL, FIRST_PLAN, KVPRESS = "full cache", "first plan", "kvpress"
 
 Prompts = Sequence[Sequence[int]]
 

@@ -8,16 +8,16 @@ from transformers import PreTrainedModel
 
 from kvpolicy.errors import KVPolicyError
 from kvpolicy.lab.bench.contender import (
+    FIRST_PLAN,
     FULL,
     GENERATE,
     KVPRESS,
     MODEL_ALONE,
-    STREAMING,
     VLLM,
     Contender,
 )
 from kvpolicy.lab.bench.continuous import CONTINUOUS, continuous_batching
-from kvpolicy.lab.bench.engine import engine_under
+from kvpolicy.lab.bench.engine import engine_under, evicts
 from kvpolicy.lab.bench.generate import generate, model_alone
 from kvpolicy.lab.bench.kvpress import presses_for
 from kvpolicy.lab.bench.limit import LIMIT, machine_limit
@@ -99,17 +99,18 @@ def _with_weights(
 
 
 def _references(cell: Cell, cells: Sequence[Cell]) -> dict[str, str]:
-    """With whom a plan is compared: among others with the plans that evict nothing and the oldest.
+    """With whom a plan is compared: among others with the full cache, and with the first plan.
 
-    The difference to the latter, which keeps as many rows and asks no policy, is a policy's cost.
+    The difference to the first plan that keeps as many rows is what a policy costs more than that.
     """
     references = {name: name for name in (GENERATE, MODEL_ALONE, VLLM)}
     for other in cells:
-        policies = {spec.policy for layer in other.resolved.layers for spec in layer.stack}
-        if policies == {"full"}:
-            references[FULL] = other.series
-        elif policies == {"streaming"} and _rows(other) == _rows(cell):
-            references[STREAMING] = other.series
+        if not evicts(other):
+            references.setdefault(FULL, other.series)
+        elif evicts(cell) and _rows(other) == _rows(cell):
+            references.setdefault(FIRST_PLAN, other.series)
+    if references.get(FIRST_PLAN) == cell.series:
+        del references[FIRST_PLAN]
     return references
 
 

@@ -17,6 +17,7 @@ from kvpolicy.lab.bench.contender import (
 from kvpolicy.lab.bench.fill import fill_run
 from kvpolicy.lab.looks import policy_of
 from kvpolicy.lab.sweep.grid import Cell
+from kvpolicy.model.static_forward import Compiled
 
 _PROMPT = 4  # tokens that are prefilled before a cache is filled
 
@@ -71,12 +72,28 @@ def engine_under(
     )
 
 
-def filled_run(model: PreTrainedModel, cell: Cell, work: Decode, *, steps: int) -> Run:
-    """A run in a steady state at which so many steps can be taken, and one more before them."""
+def evicts(cell: Cell) -> bool:
+    """Whether a plan ever evicts."""
+    return any(layer.bounded and layer.budget for layer in cell.resolved.layers)
+
+
+def filled_run(
+    model: PreTrainedModel,
+    cell: Cell,
+    work: Decode,
+    *,
+    steps: int,
+    compiled: Compiled | None = None,
+) -> Run:
+    """A run in a steady state at which so many steps can be taken, and one more before them.
+
+    ``compiled`` runs static steps, in which nothing is read on the host then.
+    """
     # Nothing is left to the texts' end: the run is dropped in the middle.
     most = work.held + steps + _PROMPT
     short = [prompt[:_PROMPT] for prompt in work.prompts(model.config.vocab_size)]
     engine = Engine(model, None, cell.resolved, slots=work.batch)
+    engine.compiled = compiled
     run = engine.generate(short, max_new_tokens=most, stop_ids=())
     run.step()
     fill_run(run, work.held, seed=work.seed)

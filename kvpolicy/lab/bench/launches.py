@@ -7,7 +7,7 @@ launch, and every value that the host reads is a wait.
 
 import sys
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
@@ -16,14 +16,17 @@ from typing import Any
 import attrs
 import torch
 from torch import Tensor
+from torch._dynamo.utils import counters
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 
 import kvpolicy
+from kvpolicy.cache.static_step import StaticStep
 from kvpolicy.lab.bench.contender import MODEL_ALONE, Decode
-from kvpolicy.lab.bench.engine import filled_run
+from kvpolicy.lab.bench.engine import evicts, filled_run
 from kvpolicy.lab.sweep.grid import Cell
+from kvpolicy.model.static_forward import Compiled, StaticForward, static_forward
 
 _PACKAGE = Path(kvpolicy.__file__).parent
 _LAB = _PACKAGE / "lab"
@@ -68,6 +71,9 @@ class Launches:
         compacting_reads: Those that it reads more to compact one sequence.
         read_bytes: Bytes of keys and values that a step attends to.
         path: How steps were run: ``"static"``, or ``"eager: REASON"``; empty for the model alone.
+        graphs: Graphs that `torch.compile` makes of the forward of static steps, some of which
+            compact between them; ``None`` if that was not counted.
+        breaks: Places at which it interrupts a graph.
     """
 
     name: str
@@ -77,6 +83,8 @@ class Launches:
     compacting_reads: Mapping[str, int]
     read_bytes: int
     path: str
+    graphs: int | None = None
+    breaks: int | None = None
 
 
 def launches_alone(model: PreTrainedModel, work: Decode) -> Launches:
@@ -91,7 +99,10 @@ def launches_alone(model: PreTrainedModel, work: Decode) -> Launches:
 
 def launches_under(model: PreTrainedModel, cell: Cell, work: Decode) -> Launches:
     """What the engine asks for under one plan."""
-    run = filled_run(model, cell, work, steps=_MOST_STEPS)
+    # As a GPU would run it: kernels and not the host look at the rows that are held, and what
+    # policies answer is checked on the device.
+    run = filled_run(model, cell, work, steps=_MOST_STEPS, compiled=_InGraphForm(static_forward))
+    run.batch.compactor.eviction.defers = True
     run.step()
     row_bytes = [layer.shape.row_bytes for layer in run.cache.layers]
     plain: _Counted | None = None
@@ -107,18 +118,50 @@ def launches_under(model: PreTrainedModel, cell: Cell, work: Decode) -> Launches
             plain, read_bytes = counted, held
         elif num_compacted == len(run.cache.layers):
             compacting = counted
-        if plain and (compacting or not _evicts(cell)):
+        if plain and (compacting or not evicts(cell)):
             break
     assert plain is not None, "every step compacts"
-    more = compacting and compacting.operations - plain.operations
+    more = None if compacting is None else compacting.operations - plain.operations
     more_reads = {} if compacting is None else compacting.reads - plain.reads
+    reason = run.engine.eager_reason
+    graphs, breaks = (None, None) if reason else _graphs_and_breaks(model, cell, work)
     return Launches(
-        cell.series, plain.operations, more, plain.reads, more_reads, read_bytes, run.report.path
+        name=cell.series,
+        operations=plain.operations,
+        compacting=more,
+        reads=plain.reads,
+        compacting_reads=more_reads,
+        read_bytes=read_bytes,
+        path=f"eager: {reason}" if reason else "static",
+        graphs=graphs,
+        breaks=breaks,
     )
 
 
-def _evicts(cell: Cell) -> bool:
-    return any(layer.bounded and layer.budget for layer in cell.resolved.layers)
+def _graphs_and_breaks(model: PreTrainedModel, cell: Cell, work: Decode) -> tuple[int, int]:
+    """What `torch.compile` makes of as many steps as compact every sequence once."""
+    steps = max((layer.buffer for layer in cell.resolved.layers if layer.budget), default=1) + 1
+    torch._dynamo.reset()
+    counters.clear()
+    compiled = _InGraphForm(torch.compile(static_forward, backend="eager"))
+    run = filled_run(model, cell, work, steps=steps, compiled=compiled)
+    for _ in range(steps):
+        run.step()
+    return counters["stats"]["unique_graphs"], sum(counters["graph_break"].values())
+
+
+class _InGraphForm(Compiled):
+    """Runs static steps in the form of those that are compiled, by another function."""
+
+    def __init__(self, forward: StaticForward) -> None:
+        self.seconds = 0.0
+        self._run = forward
+
+    def __call__(
+        self, call: Callable[..., Any], step: StaticStep, given: Any
+    ) -> tuple[Tensor, Tensor | None]:
+        """As `static_forward`."""
+        return self._run(call, step, given)
 
 
 class _Counted:
@@ -139,7 +182,7 @@ def _counting() -> Iterator[_Counted]:
 
 class _Operations(TorchDispatchMode):
     def __init__(self, counted: _Counted) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._counted = counted
 
     def __torch_dispatch__(

@@ -6,7 +6,7 @@ from statistics import median
 import attrs
 import numpy as np
 
-from kvpolicy.lab.bench.contender import STREAMING, Decode, Measurement, Text
+from kvpolicy.lab.bench.contender import FIRST_PLAN, Decode, Measurement, Text
 from kvpolicy.lab.bench.limit import LIMIT, ModelSize, least_step_s
 from kvpolicy.lab.bench.turns import Job, Turn
 
@@ -49,7 +49,7 @@ class BenchResult:
         step_p95_ms: 95th percentile of the milliseconds of a decode step, median over rounds.
         ratios: Decode speed relative to other contenders at this work, by what they are called: to
             those of `Contender.references` that were measured.
-        policy_cost: Share of a step that the policy takes, by difference to StreamingLLM with as
+        policy_cost: Share of a step that the policy takes, by difference to the first plan with as
             many rows: compactions and what attention sums for it included. ``None`` if that was
             not measured.
         policy_share: Share of the decode time spent in policies' own code; ``None`` if not
@@ -138,8 +138,8 @@ def summarize(turns: Iterable[Turn], jobs: Sequence[Job], size: ModelSize) -> li
             if (other, work.name) in rounds[0]
         }
         ratios = {called: relative_to(other) for called, other in present.items()}
-        streaming = present.get(STREAMING)
-        is_alike = streaming is not None and batch_of[streaming, work.name] == work.batch
+        first = present.get(FIRST_PLAN)
+        is_alike = first is not None and batch_of[first, work.name] == work.batch
         least_ms = [
             _least_ms(found[job.name], work.batch, _limit(found, work.name), size)
             for found in rounds
@@ -160,7 +160,7 @@ def summarize(turns: Iterable[Turn], jobs: Sequence[Job], size: ModelSize) -> li
             step_ms=median(_percentile_ms(one, 50) for one in measured),
             step_p95_ms=median(_percentile_ms(one, 95) for one in measured),
             ratios=ratios,
-            policy_cost=_one_minus(ratios[STREAMING]) if is_alike else None,
+            policy_cost=_one_minus(ratios[FIRST_PLAN]) if is_alike else None,
             policy_share=_median(one.policy_share for one in measured),
             compactions=_median(one.compactions for one in measured),
             compacting_ratio=_spread_or_none(map(_compacting_ratio, measured)),

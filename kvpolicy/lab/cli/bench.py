@@ -67,6 +67,7 @@ _DEFAULTS: Mapping[str, tuple[Any, Any]] = {
 }
 # Defaults of other works; those of --gpu take less than ten minutes on a card with 80 GB.
 _OF_MEMORY = {"shape": "5m", "lengths": [1000, 2000, 5000, 10_000, 20_000]}
+_AT_ACCURACY = {"lengths": [4096]}
 _OF_LAUNCHES = {"shape": "host", "lengths": [2048], "buffer": 16}
 _OF_MAX_BATCH = {"lengths": [4096]}
 _OF_GPU = {"shape": "qwen3-8b", "budget": 1024, "lengths": [8704], "steps": 256, "rounds": 1}
@@ -78,8 +79,6 @@ _OF_MODES: Mapping[str, Mapping[str, Any]] = {
 }
 _OF_ONE_LENGTH = ("max_batch", "launches", "gpu")
 _GPU_BATCHES = (1, 8, 32)  # besides the best one
-_GPU_POLICIES = "full,streaming,h2o,snapkv,rkv,skipkv"
-_GPU_OVERRIDES = ("skipkv.delimiters=[198,271]",)  # a model with random weights has no tokenizer
 _GPU_WITHOUT = "generate,generate_batch,kvpress"
 _GPU_SHARE = 0.9  # of the memory that the model leaves free
 
@@ -167,7 +166,8 @@ def bench(
         str | None,
         typer.Option(
             metavar="N,...",
-            help="Tokens held. [default: 512,2048,4096,8192,16384; --max-batch: 4096; "
+            help="Tokens held. [default: 512,2048,4096,8192,16384; --max-batch and "
+            "--at-accuracy: 4096; "
             "--memory: 1000,...,20000; --launches: 2048; --gpu: 8704; --quick: 64,128]",
         ),
     ] = None,
@@ -259,6 +259,7 @@ def bench(
     register_plugins(plugin)
     sizes = _choose_sizes(
         mode,
+        {} if at_accuracy is None else _AT_ACCURACY,
         quick=quick,
         shape=shape,
         batch=batch,
@@ -272,8 +273,6 @@ def bench(
         lengths=sorted(set(parse_ints("--lengths", lengths))),
         memory_limit=memory_limit,
     )
-    if gpu and not (preset or policies or plan or sweep):
-        policies, overrides = _GPU_POLICIES, [*_GPU_OVERRIDES, *(overrides or [])]
     without = without or (_GPU_WITHOUT if gpu else None)
     device = device or ("cuda" if gpu else "cpu")
     dtype = dtype or ("bfloat16" if gpu else "float32")
@@ -435,9 +434,11 @@ def _check_options(
     check_new_file(plot, option="--plot")
 
 
-def _choose_sizes(mode: str, *, quick: bool, **given: Any) -> dict[str, Any]:
+def _choose_sizes(
+    mode: str, preferred: Mapping[str, Any], *, quick: bool, **given: Any
+) -> dict[str, Any]:
     """The sizes that the user gave, and defaults for the others."""
-    of_mode: Mapping[str, Any] = {} if quick else _OF_MODES.get(mode, {})
+    of_mode: Mapping[str, Any] = {} if quick else _OF_MODES.get(mode, preferred)
     sizes = {
         name: given[name] or of_mode.get(name, default[quick])
         for name, default in _DEFAULTS.items()
@@ -460,9 +461,13 @@ def _choices(sweep: Path | None, margin: float) -> "list[Choice]":
 
     choices = choose_budgets(pool(open_runs([str(sweep)], warn=info)), margin)
     if all(choice.plan is None for choice in choices):
+        lows = {one.series: one.difference.low for one in choices if one.difference is not None}
+        nearest = max(lows, key=lambda series: lows[series], default=None)
+        so_far = "" if nearest is None else f"; {nearest} may lose {-lows[nearest]:.1%}"
         msg = (
-            f"no policy of {sweep} has a budget whose accuracy is at most {margin:g} below the "
-            "full cache's by its interval; run the sweep with larger budgets or more items."
+            f"no policy of {sweep} has a budget whose accuracy is at most {margin:.1%} below the "
+            f"full cache's by its interval{so_far}: run the sweep with larger budgets or more "
+            "items."
         )
         raise KVPolicyError(msg)
     return choices
@@ -621,12 +626,14 @@ def _run_turns(jobs: "Sequence[Job]", turns: "TurnFile", rounds: int) -> str | N
 
 
 def _count_launches(
-    model: "PreTrainedModel", cells: "Sequence[Cell]", work: "Decode"
+    model: "PreTrainedModel", cells: "Sequence[Cell]", work: "Work"
 ) -> tuple[list[dict[str, Any]], str]:
     """What a step asks of a device under each plan: plain data, and a table."""
+    from kvpolicy.lab.bench.contender import Decode
     from kvpolicy.lab.bench.launches import launches_alone, launches_under
     from kvpolicy.lab.cli.bench_tables import launches_table
 
+    assert isinstance(work, Decode), "the mode has no texts"
     found = [launches_alone(model, work), *(launches_under(model, cell, work) for cell in cells)]
     return [attrs.asdict(one) for one in found], launches_table(found)
 

@@ -32,7 +32,7 @@ _COLUMNS: Mapping[str, Callable[[BenchResult], str]] = {
     f"of {MODEL_ALONE}": _share_of_alone,
     "prefill tok/s": lambda one: _number(one.prefill_tok_s, ".0f"),
     "policy": lambda one: _number(one.policy_share, ".1%"),
-    "over streaming": lambda one: _share(one.policy_cost),
+    "over first plan": lambda one: _share(one.policy_cost),
     "compactions": lambda one: _number(one.compactions, ",.0f"),
     "compacting step": lambda one: _times(one.compacting_ratio),
     "KV cache": lambda one: format_bytes(one.kv_bytes),
@@ -49,7 +49,7 @@ _GPU_COLUMNS: Mapping[str, Callable[[BenchResult], str]] = {
     "limit ms": lambda one: _number(one.limit_ms, ".3g"),
     "of limit": lambda one: _number(one.limit_share, ".0%"),
     "policy": lambda one: _number(one.policy_share, ".1%"),
-    "over streaming": lambda one: _share(one.policy_cost),
+    "over first plan": lambda one: _share(one.policy_cost),
     "tok/s": lambda one: f"{one.decode_tok_s:,.0f}",
     f"x {FULL}": lambda one: _ratio_to(one, FULL),
     f"x {VLLM}": lambda one: _ratio_to(one, VLLM),
@@ -70,7 +70,7 @@ _BY_WORK: Mapping[str, Callable[[BenchResult], str]] = {
     "share of the machine's limit: least ms for the rows that are read / ms": lambda one: _number(
         one.limit_share, ".0%"
     ),
-    "cost of the policy: (ms - ms of StreamingLLM with as many rows) / ms": lambda one: _share(
+    "cost of the policy: (ms - ms of the first plan with as many rows) / ms": lambda one: _share(
         one.policy_cost
     ),
     "a step that compacts a sequence / one that does not": lambda one: _times(one.compacting_ratio),
@@ -133,6 +133,8 @@ def launches_table(found: Sequence[Launches]) -> str:
         "values read",
         "to compact a sequence",
         "rows read",
+        "graphs",
+        "breaks",
         "path",
     ]
     rows = [
@@ -143,11 +145,13 @@ def launches_table(found: Sequence[Launches]) -> str:
             f"{sum(one.reads.values())}",
             "-" if one.compacting is None else f"{sum(one.compacting_reads.values()):+}",
             format_bytes(one.read_bytes),
+            _number(one.graphs, "d") or "-",
+            _number(one.breaks, "d") or "-",
             one.path or "-",
         ]
         for one in found
     ]
-    table = format_table(headers, rows, right=range(1, 6), width=terminal_width())
+    table = format_table(headers, rows, right=range(1, 8), width=terminal_width())
     places = list(
         dict.fromkeys(place for one in found for place in (*one.reads, *one.compacting_reads))
     )

@@ -93,4 +93,5 @@ def test_the_command_runs_the_chosen_budgets(kvpolicy: Shell, tmp_path: Path) ->
     for word in ("2.0% below the full cache", "none found", "400 of 400", "H2O@24"):
         assert word in plain.out
     message = refusal(kvpolicy("bench", *arguments, "--at-accuracy", 0.0, "--sweep", run))
+    assert "; H2O may lose 1.0%: " in message
     assert "larger budgets or more items" in message

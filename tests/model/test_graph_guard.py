@@ -1,0 +1,152 @@
+"""A static step neither waits for the device, nor leaves it, nor allocates much."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from families import family_model
+from graph_guard import GraphError, OnlyWhatAGraphHolds
+from static_steps import begun_decode
+from tiny import tiny_model
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from kvpolicy import Plan, Request
+from kvpolicy.cache import static_step
+from kvpolicy.cache.slab import KVCache, Slab
+from kvpolicy.cache.static_step import StaticStep
+from kvpolicy.engine.request import Sampling
+from kvpolicy.kernels.decode import Counts, DecodeSlabs
+from kvpolicy.kernels.fixed_shapes import attend_in_fixed_shapes
+from kvpolicy.model import static_forward
+from kvpolicy.model.adapter import ForwardInput, ModelAdapter
+
+PROMPTS = [[5, 9, 40, 2, 2, 7, 11], [1, 2], [3, 8] * 6]
+SAMPLINGS = [Sampling(), Sampling(0.8, seed=3), Sampling(0.7, top_k=5, top_p=0.9, seed=4)]
+# Of a tiny model, without the tables of drawing. The slabs of a layer are larger.
+MOST_BYTES = 16 << 10
+MOST_BYTES_OF_DRAWING = 64 << 10
+
+# Without CUDA, fake tensors take another device of which the host knows no values.
+GPU = "cuda" if torch.cuda.is_available() else "meta"
+
+
+def requests(*, drawn: bool = False) -> list[Request]:
+    samplings = SAMPLINGS if drawn else SAMPLINGS[:1] * 3
+    return [Request(*one) for one in zip(PROMPTS, [200] * 3, samplings, strict=True)]
+
+
+@contextmanager
+def guarded(most_bytes: int = MOST_BYTES) -> Iterator[OnlyWhatAGraphHolds]:
+    with torch.inference_mode(), OnlyWhatAGraphHolds(most_bytes) as mode:
+        yield mode
+
+
+@pytest.mark.parametrize(
+    ("family", "policy", "drawn"),
+    [("qwen3", "snapkv", False), ("qwen3", "h2o", True), ("gemma2", "h2o", False)],
+)
+def test_a_static_step_holds_only_what_a_graph_can(
+    family: str, policy: str, drawn: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(static_forward, "BACKEND", "aot_eager")
+    model = family_model(family, window=100)
+    plan = Plan.uniform(policy, "protect", budget=150, buffer=30)
+    given = begun_decode(model, plan, requests(drawn=drawn), compile=True)
+    step = given.step
+    assert min(layer.keys.nbytes for layer in step.cache.layers) > MOST_BYTES
+    before = step.rows.clone()
+    with guarded(MOST_BYTES_OF_DRAWING if drawn else MOST_BYTES) as mode:
+        static_forward.static_forward(_twin(model), step, given)
+    assert mode.num_calls > 50
+    assert (step.rows - before == 1).all()
+
+
+def _twin(model: Any) -> Any:
+    return ModelAdapter(model)._twin.current()
+
+
+def _copies_to_meta() -> None:
+    torch.ones(2).to("meta").add(1)
+    torch.ones(2).copy_(torch.ones(2, device="meta"))
+
+
+OFFENDERS: dict[str, tuple[Callable[[], object], str]] = {
+    "item": (lambda: torch.ones(1).item(), "reads a value"),
+    "branch": (lambda: bool(torch.ones(1) > 0), "reads a value"),
+    "mask": (lambda: torch.ones(3)[torch.ones(3) > 0], "reads a value"),
+    "index": (lambda: torch.ones(3).nonzero(), "reads a value"),
+    "host tensor": (lambda: torch.tensor([1, 2]), "from values of the host"),
+    "copy": (_copies_to_meta, "copies from one device"),
+    "allocation": (lambda: torch.zeros(MOST_BYTES), "allocates"),
+    "product": (lambda: torch.zeros(4, 256).T @ torch.zeros(4, 256), "allocates"),
+}
+
+
+@pytest.mark.parametrize("name", OFFENDERS)
+def test_the_guard_catches(name: str) -> None:
+    offend, message = OFFENDERS[name]
+    with pytest.raises(GraphError, match=message), guarded():
+        offend()
+
+
+def test_the_guard_catches_a_step_that_reads_its_rows() -> None:
+    given = begun_decode(tiny_model(), Plan.uniform("full"), requests())
+    with pytest.raises(GraphError, match=r"a value|values of the host"), guarded():
+        static_forward.static_forward(_twin(tiny_model()), given.step, given)
+
+
+def test_the_guard_lets_views_of_large_tensors_pass() -> None:
+    large = torch.zeros(MOST_BYTES)
+    with guarded():
+        large[1:].add_(1)
+        large.view(2, -1)[0].mul_(2)
+    assert large.sum() == MOST_BYTES - 1 + MOST_BYTES // 2 - 1
+
+
+@pytest.mark.parametrize("policy_reads", [(), ("attn_sums",)])
+def test_a_step_on_a_gpu_meets_no_tensor_of_the_host(
+    policy_reads: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Fake tensors refuse to meet those of another device, and to be read."""
+    model = tiny_model()
+    if GPU == "meta":  # which older transformers ask whether it has an autocast
+        monkeypatch.setattr(torch, "is_autocast_enabled", lambda *_: False)
+    monkeypatch.setattr(static_step, "upload", lambda values, to: torch.tensor(values).to(to))
+    with FakeTensorMode(allow_non_fake_inputs=False), torch.no_grad():
+        with torch.device(GPU):
+            model = type(model)(model.config).eval()
+        adapter = ModelAdapter(model)
+        shapes = adapter.layer_shapes()
+        assert {shape.device.type for shape in shapes} == {GPU}
+        cache = KVCache(shapes, [Slab(16, 4, policy_reads)] * len(shapes), 4)
+        step = StaticStep(cache, 2)
+        assert step.in_graph
+        step.num_served = 3
+        step._serve(4)
+        step._columns = step._all_columns
+        given = ForwardInput(step.token_ids[:, None], step, draws=True)
+        logits, _ = static_forward.static_forward(adapter._twin.current(), step, given)
+    assert logits.device.type == GPU
+    assert logits.shape == (4, model.config.vocab_size)
+
+
+def test_attention_without_triton_meets_no_tensor_of_the_host() -> None:
+    with FakeTensorMode(allow_non_fake_inputs=False):
+        rows = torch.zeros(2, 2, 8, device=GPU)
+        keys = torch.zeros(2, 2, 8, 4, device=GPU)
+        slabs = DecodeSlabs(
+            keys, keys.clone(), rows.long(), [], rows, torch.zeros(2, 4, 3, 4, device=GPU)
+        )
+        counts = Counts(rows[:, :, 0].long(), rows[:, 0, 0].long(), rows[:, 0, 0].bool())
+        query = torch.zeros(2, 4, 4, device=GPU)
+        output = attend_in_fixed_shapes(
+            query, keys[:, :, 0], keys[:, :, 0], slabs, counts, scaling=0.5, sliding_window=8
+        )
+    assert output.device.type == GPU
+
+
+def test_the_fake_gpu_catches_a_tensor_of_the_host() -> None:
+    with FakeTensorMode(allow_non_fake_inputs=False), pytest.raises(RuntimeError, match="device"):
+        torch.zeros(2, device=GPU) + torch.arange(2)

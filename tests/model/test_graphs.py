@@ -1,0 +1,185 @@
+"""Steps replayed from graphs, with a stand-in for CUDA's that records calls."""
+
+from collections.abc import Callable
+
+import attrs
+import pytest
+import torch
+from tiny import tiny_model
+
+from kvpolicy import Engine, Plan, Request
+from kvpolicy.cache import static_step
+from kvpolicy.cache.static_step import StaticStep, width_for
+from kvpolicy.engine.batch import RunningBatch
+from kvpolicy.engine.request import Sampling
+from kvpolicy.model.graphs import Graph, GraphRunner, Output
+
+PROMPTS = [[5, 9, 40, 2, 2, 7, 11], [1, 2], [3, 8] * 6, [9] * 5, [4, 4]]
+PLAN = Plan.uniform("h2o", "protect", budget=12, buffer=5)
+
+
+def requests(lengths: tuple[int, ...] = (40, 12, 25, 33, 18), *, drawn: bool = False) -> list:
+    samplings = [Sampling(0.8 * (drawn and seed % 2), seed=seed) for seed in range(5)]
+    return [Request(*one) for one in zip(PROMPTS, lengths, samplings, strict=True)]
+
+
+@attrs.define
+class Recorder:
+    """Captures by running what it is given a few times, and runs it again for a replay.
+
+    Like a CUDA graph, a replay writes to the tensors of the capture.
+    """
+
+    step: StaticStep | None = None
+    widths: list[int] = attrs.field(factory=list)
+    num_replays: int = 0
+    fails_at: int | None = None
+
+    def __call__(self, run: Callable[[], Output]) -> Graph:
+        if len(self.widths) == self.fails_at:
+            msg = "operation not permitted when stream is capturing"
+            raise RuntimeError(msg)
+        assert self.step is not None
+        width, drawn_by = self.step.width, self.step.drawn_by
+        self.widths.append(width)
+        assert not self.step.live.any()
+        for _ in range(3):
+            logits, states = run()
+
+        def replay() -> None:
+            assert self.step is not None
+            assert (self.step.width, self.step.drawn_by) == (width, drawn_by)
+            self.num_replays += 1
+            logits.copy_(run()[0])
+
+        return Graph(replay, (logits, states))
+
+
+@pytest.fixture
+def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
+    """Let engines run steps as on a GPU, except for CUDA itself."""
+    recorder, init = Recorder(), RunningBatch.__init__
+
+    def with_graphs(batch: RunningBatch, *args: object, **options: object) -> None:
+        init(batch, *args, **options)
+        if (step := batch._static) is not None:
+            step._padded = step.in_graph = True
+            recorder.step = step
+            batch._graphs = batch._run = GraphRunner(batch._run, recorder)
+
+    monkeypatch.setattr(RunningBatch, "__init__", with_graphs)
+    return recorder
+
+
+def tokens(given: list[Request], model: object = None, **options: object) -> list[tuple]:
+    model = tiny_model() if model is None else model
+    run = Engine(model, plan=PLAN, slots=5, **options).generate(given)
+    return [result.tokens for result in run.results()]
+
+
+@pytest.mark.parametrize("drawn", [False, True])
+@pytest.mark.parametrize("steps_per_read", [1, 4])
+def test_replayed_steps_give_the_same_tokens(
+    drawn: bool, steps_per_read: int, recorder: Recorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    replayed = tokens(requests(drawn=drawn), steps_per_read=steps_per_read)
+    num_replays = recorder.num_replays
+    monkeypatch.undo()
+    assert replayed == tokens(requests(drawn=drawn))
+    assert num_replays >= 39
+    assert recorder.num_replays == num_replays
+
+
+def test_the_widest_graph_is_captured_first_and_each_width_once(recorder: Recorder) -> None:
+    engine = Engine(tiny_model(), plan=PLAN, slots=5)
+    run = engine.generate(requests())
+    while not run.done:
+        run.step()
+    assert recorder.widths == [5, 4, 2, 1]
+    assert run.report.path == "static, in graphs"
+
+
+def test_a_batch_that_is_never_full_captures_its_widest_graph_first(recorder: Recorder) -> None:
+    engine = Engine(tiny_model(), plan=PLAN, slots=5)
+    given = requests()
+    run = engine.generate(given)
+    run.cancel(4)
+    run.results()
+    assert recorder.widths[:2] == [5, 4]
+
+
+def test_slots_that_draw_in_another_way_need_another_graph(recorder: Recorder) -> None:
+    tokens(requests((30,) * 5))
+    assert recorder.widths == [5]
+    given = [Request([3], 5, Sampling(0.5, seed=1)), *requests((30,) * 5)[1:]]
+    recorder.widths.clear()
+    tokens(given)
+    assert recorder.widths == [5, 5, 4]  # greedy alone, once the first has ended
+
+
+def test_weights_at_another_address_are_captured_again(recorder: Recorder) -> None:
+    model = tiny_model()
+    run = Engine(model, plan=PLAN, slots=5).generate(requests((30,) * 5))
+    for _ in range(4):
+        run.step()
+    assert recorder.widths == [5]
+    for _ in range(2):
+        model.lm_head.weight.data = model.lm_head.weight.data.clone()
+        run.step()
+        run.step()
+    assert recorder.widths == [5, 5, 5]
+
+
+def test_a_step_that_cannot_be_captured_runs_without(
+    recorder: Recorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recorder.fails_at = 1
+    run = Engine(tiny_model(), plan=PLAN, slots=5).generate(requests())
+    replayed = [result.tokens for result in run.results()]
+    assert recorder.widths == [5]
+    assert run.report.path == (
+        "static, without graphs: a step cannot be captured: RuntimeError: operation not "
+        "permitted when stream is capturing"
+    )
+    monkeypatch.undo()
+    assert replayed == tokens(requests())
+
+
+def test_a_model_with_hooks_runs_without_graphs(recorder: Recorder) -> None:
+    model, seen = tiny_model(), []
+    model.model.norm.register_forward_hook(lambda *_: seen.append(1))
+    run = Engine(model, plan=PLAN, slots=5).generate(requests((9,) * 5))
+    run.results()
+    assert recorder.widths == []
+    assert run.report.path.startswith("static, without graphs: modules of the model have hooks")
+    assert len(seen) > 8
+
+
+def test_hooks_of_policies_that_observe_are_captured(recorder: Recorder) -> None:
+    run = Engine(tiny_model(), plan=Plan.uniform("skipkv", budget=40, buffer=9)).generate([[3, 4]])
+    assert run.batch._graphs is not None
+
+
+def test_a_step_in_which_no_slot_takes_part_changes_nothing() -> None:
+    engine = Engine(tiny_model(), plan=PLAN, slots=5, steps_per_read=2)
+    run = engine.generate(requests(drawn=True))
+    for _ in range(15):
+        run.step()
+    given = run.batch.begin_decode()
+    given.draws, step = True, given.step
+    step.in_graph = True
+    state = [step.token_ids, step.seq_len, step.rows, step.live, step._num_steps]
+    everything = [*state, *(one for layer in run.cache.layers for one in layer.tensors)]
+    before = [one.clone() for one in everything]
+    with step.idle(2):
+        engine.adapter.forward(given)
+    assert all(map(torch.equal, everything, before))
+    engine.adapter.forward(given)
+    assert not any(map(torch.equal, state[:3], before[:3]))
+
+
+def test_widths_are_powers_of_two_up_to_all_slots() -> None:
+    widths = [width_for(num, 37) for num in range(1, 38)]
+    assert all(width >= num for num, width in enumerate(widths, 1))
+    assert set(widths) == {1, 2, 4, 8, 16, 32, 37}
+    assert static_step.width_for(1, 1) == 1
