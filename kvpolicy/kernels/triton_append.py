@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvpolicy.kernels.triton_rows import power_of_2, row_offset, row_strides
+from kvpolicy.kernels.triton_rows import power_of_2, row_start, row_strides
 
 
 @triton.jit
@@ -53,12 +53,12 @@ def _append(
         position = tl.load(seq_len + slot)
         d = tl.arange(0, DIM_BLOCK)
         ok = d < DIM
-        at = row_offset(slot, head, row, slab_slot, slab_head, slab_row)
+        at = row_start(slot, head, row, slab_slot, slab_head, slab_row)
         new = tl.load(key + slot * key_slot + head * key_head + d, mask=ok)
         tl.store(keys + at + d, new.to(keys.dtype.element_ty), mask=ok)
         new = tl.load(value + slot * value_slot + head * value_head + d, mask=ok)
         tl.store(values + at + d, new.to(values.dtype.element_ty), mask=ok)
-        at = row_offset(slot, head, row, position_slot, position_head, position_row)
+        at = row_start(slot, head, row, position_slot, position_head, position_row)
         tl.store(positions + at, position)
         if WINDOW_SIZE > 0:
             g = tl.arange(0, GROUP_BLOCK)

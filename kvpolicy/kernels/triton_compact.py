@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvpolicy.kernels.triton_rows import power_of_2, row_offset, row_strides
+from kvpolicy.kernels.triton_rows import power_of_2, row_start, row_strides
 
 _BLOCK = 64  # rows moved at once
 _COLUMNS = 32  # columns of one program: 64 bytes in 16-bit types
@@ -23,8 +23,8 @@ _COLUMNS = 32  # columns of one program: 64 bytes in 16-bit types
 @triton.jit
 def _move(slab, slot, head, source, target, columns, mask, slot_stride, head_stride, row_stride):
     """Copy a block of rows to the front, all reads before all writes."""
-    source_at = row_offset(slot, head, source, slot_stride, head_stride, row_stride)
-    target_at = row_offset(slot, head, target, slot_stride, head_stride, row_stride)
+    source_at = row_start(slot, head, source, slot_stride, head_stride, row_stride)
+    target_at = row_start(slot, head, target, slot_stride, head_stride, row_stride)
     moved = tl.load(slab + source_at[:, None] + columns[None, :], mask=mask)
     tl.debug_barrier()
     tl.store(slab + target_at[:, None] + columns[None, :], moved, mask=mask)
@@ -65,7 +65,7 @@ def _compact(
         for first in range(kept, held, BLOCK):
             row = first + tl.arange(0, BLOCK)
             mask = (row < held)[:, None] & (columns < DIM)[None, :]
-            at = row_offset(slot, head, row, slot_stride, head_stride, row_stride)
+            at = row_start(slot, head, row, slot_stride, head_stride, row_stride)
             empty = tl.full((BLOCK, COLUMNS), FILL, tl.float32).to(slab.dtype.element_ty)
             tl.store(slab + at[:, None] + columns[None, :], empty, mask=mask)
 
@@ -135,7 +135,7 @@ def _drop_oldest(
                 slab, slot, head, target + 1, target, columns, mask,
                 slot_stride, head_stride, row_stride,
             )  # fmt: skip
-        at = row_offset(slot, head, CAPACITY - 1, slot_stride, head_stride, row_stride)
+        at = row_start(slot, head, CAPACITY - 1, slot_stride, head_stride, row_stride)
         empty = tl.full((COLUMNS,), FILL, tl.float32).to(slab.dtype.element_ty)
         tl.store(slab + at + columns, empty, mask=columns < DIM)
 

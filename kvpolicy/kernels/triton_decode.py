@@ -22,7 +22,7 @@ from kvpolicy.kernels.triton_rows import (
     INTERPRETED,
     held_rows,
     power_of_2,
-    row_offset,
+    row_start,
     row_strides,
 )
 
@@ -96,9 +96,9 @@ def _attend_chunk(
             is_row = row < stop
             seen = is_row
             if SLIDING_WINDOW > 0:
-                at = row_offset(slot, head, row, position_slot, position_head, position_row)
+                at = row_start(slot, head, row, position_slot, position_head, position_row)
                 seen = seen & (tl.load(positions + at, mask=is_row, other=-1) > oldest)
-            at = row_offset(slot, head, row, slab_slot, slab_head, slab_row)
+            at = row_start(slot, head, row, slab_slot, slab_head, slab_row)
             at = at[:, None] + d[None, :]
             stored = is_row[:, None] & is_dim[None, :]
             k = tl.load(keys + at, mask=stored, other=0.0)
@@ -209,7 +209,7 @@ def _join_chunks(
             weights = tl.exp(x - shift[:, None]) / total[:, None]
             if SQUARES:
                 weights = weights * weights
-            at = row_offset(slot, head, row, sums_slot, sums_head, sums_row)
+            at = row_start(slot, head, row, sums_slot, sums_head, sums_row)
             before = tl.load(sums + at, mask=is_row)
             tl.store(sums + at, before + tl.sum(weights, 0), mask=is_row)
 

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvpolicy.kernels.triton_rows import INTERPRETED, power_of_2, row_offset, row_strides
+from kvpolicy.kernels.triton_rows import INTERPRETED, power_of_2, row_start, row_strides
 
 _BLOCK = 64  # rows compared at once
 _EPSILON = 1e-8  # added to norms, as by the authors
@@ -22,7 +22,7 @@ _EPSILON = 1e-8  # added to norms, as by the authors
 def _load_keys(
     keys, batch, head, row, d, num_rows, slot_stride, head_stride, row_stride, DIM: tl.constexpr
 ):
-    at = row_offset(batch, head, row, slot_stride, head_stride, row_stride)
+    at = row_start(batch, head, row, slot_stride, head_stride, row_stride)
     mask = (row < num_rows)[:, None] & (d < DIM)[None, :]
     return tl.load(keys + at[:, None] + d[None, :], mask=mask, other=0.0)
 

@@ -9,7 +9,7 @@ INTERPRETED: bool = triton.knobs.runtime.interpret
 
 
 @triton.jit
-def row_offset(slot, head, row, slot_stride, head_stride, row_stride):
+def row_start(slot, head, row, slot_stride, head_stride, row_stride):
     """Elements from the start of a tensor to a row of a slot and KV head.
 
     Kernels address rows through this function only, so that a table of rows needs one change.

@@ -103,9 +103,9 @@ def _samples(folder: Path) -> list[dict[str, object]]:
         (*ABLATE, "--output", "{file}/inner"),
         (*ABLATE, "--output", "{file}"),
         (*ABLATE, "--output", "/proc/kvpolicy"),
-        ("bench", "--new-tokens", 3, "--output", "{file}/inner.json"),
-        ("bench", "--new-tokens", 3, "--output", "{file}"),
-        ("bench", "--new-tokens", 3, "--output", "nowhere/bench.json"),
+        ("bench", "--quick", "--output", "{file}/inner"),
+        ("bench", "--quick", "--output", "{file}"),
+        ("bench", "--quick", "--output", "/proc/kvpolicy"),
         ("steer", "calibrate", "--output", "{file}/inner.safetensors"),
         ("reasoner", "train", "--output", "{file}/inner"),
         ("reasoner", "train", "--output", "{file}"),
@@ -127,25 +127,29 @@ def test_an_invalid_output_path_is_refused_before_the_work(
 
 
 @pytest.mark.needs_reasoner
-@pytest.mark.parametrize("words", ["bench --new-tokens 3", "steer calibrate"])
 def test_a_read_only_folder_is_refused_before_the_work(
-    kvpolicy: Shell, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: str
+    kvpolicy: Shell, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # For root, no folder is read-only.
     monkeypatch.setattr(options.os, "access", lambda *_: False)
-    sentence = refusal(kvpolicy(*words.split(), "--output", tmp_path / "out.safetensors"))
+    sentence = refusal(kvpolicy("steer", "calibrate", "--output", tmp_path / "out.safetensors"))
     assert f"folder {tmp_path} is read-only; choose another one with --output" in sentence
 
 
+@pytest.mark.parametrize("command", ["ablate", "bench"])
 def test_a_read_only_results_folder_is_refused(
-    kvpolicy: Shell, tmp_path: Path, model_folder: Path, monkeypatch: pytest.MonkeyPatch
+    kvpolicy: Shell,
+    tmp_path: Path,
+    model_folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    command: str,
 ) -> None:
     def refuse(*_: object, **__: object) -> None:
         raise PermissionError(13, "Permission denied")
 
     monkeypatch.setattr(Path, "mkdir", refuse)
-    words = (*ABLATE, "--model", model_folder, "--output", tmp_path / "out")
-    sentence = refusal(kvpolicy(*words))
+    words = {"ablate": (*ABLATE, "--model", model_folder), "bench": ("bench", "--quick")}
+    sentence = refusal(kvpolicy(*words[command], "--output", tmp_path / "out"))
     assert f"output folder {tmp_path / 'out'} cannot be written: Permission denied" in sentence
 
 

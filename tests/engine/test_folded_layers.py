@@ -54,7 +54,7 @@ class Trace:
 
     @classmethod
     def of(cls, run: Run, *, call_bytes: int = 1 << 30, defers: bool = False) -> "Trace":
-        eviction = run.batch.compactor._eviction
+        eviction = run.batch.compactor.eviction
         eviction.call_bytes, eviction.defers = call_bytes, defers
         found = cls([], [], [], 0)
         while not run.done:

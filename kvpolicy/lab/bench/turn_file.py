@@ -78,7 +78,10 @@ def make_folder(folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         lock_folder(folder).release()
     except OSError as error:
-        msg = f"output folder {folder} cannot be written: {error.strerror}; choose another one."
+        msg = (
+            f"output folder {folder} cannot be written: {error.strerror}; choose another one with "
+            "--output."
+        )
         raise OutputError(msg) from error
 
 

@@ -96,7 +96,7 @@ def _size(help_: str, minimum: int = 1) -> Any:
 @app.command(
     epilog=examples(
         "kvpolicy bench --quick",
-        "kvpolicy bench --vllm-python ~/vllm/bin/python --output speed --plot speed.png",
+        "kvpolicy bench --vllm-python ~/vllm/bin/python --output speed",
         "kvpolicy bench --at-accuracy 0.02 --sweep kvpolicy-ablate/default",
     )
 )
