@@ -768,6 +768,7 @@ def test_a_gpu_benchmark_needs_a_gpu(kvpolicy: Shell) -> None:
     assert "--gpu needs a GPU with CUDA" in message
 
 
+@pytest.mark.needs_reasoner  # it ships the default sweep
 def test_the_benchmark_of_a_gpu_can_be_walked_through_on_a_cpu(
     kvpolicy: Shell, monkeypatch: pytest.MonkeyPatch
 ) -> None:
