@@ -9,6 +9,7 @@ import torch
 from strategies import SMALL_KNOBS
 from tiny import shared_model
 from torch import Tensor
+from waits import Waits
 
 from kvpolicy import Engine, Plan, hookimpl, installed_policies
 from kvpolicy.cache.slab import KVCache, LayerShape
@@ -16,7 +17,6 @@ from kvpolicy.engine.eviction import DueSlot, Eviction
 from kvpolicy.engine.isolation import ErrorScope
 from kvpolicy.engine.request import Request
 from kvpolicy.engine.sequence import Sequence
-from kvpolicy.engine.waits import Waits
 from kvpolicy.hooks.stack import Stack
 from kvpolicy.hooks.timing import PolicyTimings
 from kvpolicy.plan.spec import PolicySpec

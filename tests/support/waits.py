@@ -47,7 +47,7 @@ class Waits(TorchDispatchMode):
     """
 
     def __init__(self, device: str) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.device = device
         self.counted: Counter[str] = Counter()
 
