@@ -11,6 +11,7 @@ from torch import Tensor
 
 from kvpolicy import Engine, Plan, Request, hookimpl
 from kvpolicy.cache.rows import LayerRows
+from kvpolicy.cache.slab import KVCache, LayerShape, Slab
 from kvpolicy.engine.engine import Run
 from kvpolicy.engine.results import Result
 from kvpolicy.errors import HookResultError
@@ -183,3 +184,15 @@ def test_until_then_a_wrong_index_touches_no_other_slot(make: Callable[[], Any])
     expected = start([right], defers=False).results()
     results = start([make()], defers=True, on_hook_error="answer").results()
     assert [results[i].tokens for i in (0, 2)] == [expected[i].tokens for i in (0, 2)]
+
+
+@pytest.mark.parametrize("wrong", [-(10**6), 10**6])
+def test_rows_that_do_not_exist_reach_no_other_slot(wrong: int) -> None:
+    shape = LayerShape(2, 2, 4, torch.float32, torch.device("cpu"))
+    cache = KVCache([shape], [Slab(6)], 3)
+    for slot in range(3):
+        cache.layers[0].keys[slot] = slot
+    cache.rows[:] = 6
+    keep = torch.tensor([0, 1, wrong]).expand(1, 2, 3)
+    LayerRows(cache, 0, [1]).keep(keep)
+    assert [set(keys.flatten().tolist()) for keys in cache.layers[0].keys] == [{0}, {1}, {2}]

@@ -174,6 +174,22 @@ def test_the_device_holds_what_the_host_knows(data: st.DataObject) -> None:
             assert step.live[slot] == (read[num_new[slot] - 1][slot] != 9)
 
 
+def test_a_slot_whose_end_the_device_did_not_know_is_written_again() -> None:
+    shape = LayerShape(2, 2, 4, torch.float32, torch.device("cpu"))
+    cache = KVCache([shape], [Slab(50)], 1)
+    cache.seq_len[0] = cache.rows[:, 0] = 5
+    step = StaticStep(cache, 3)
+    going_on = Continuation(40, frozenset(), Sampling())
+    step.begin([7], [going_on], [0])
+    for token in (3, 4, 4):
+        step.finish(torch.zeros(1, 10), drawn=torch.tensor([token]))
+    step.count([1], [3], [False])  # it ended with token 3, by a stop string for example
+    # The next sequence in the slot happens to be where the host has left it.
+    step.begin([3], [going_on], [0])
+    assert (step.seq_len.item(), step.rows.tolist()) == (6, [[[6, 6]]])
+    assert step.token_ids.item() == 3
+
+
 def states_after(engine: Engine, num_steps: int) -> list[Tensor]:
     run = engine.generate([[5, 7, 9], [11, 3, 8, 2, 1] * 3], max_new_tokens=60, stop_ids=())
     for _ in range(num_steps):
