@@ -9,6 +9,7 @@ compactions and departures.
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from operator import is_
 
 import attrs
@@ -17,8 +18,9 @@ import torch
 from torch import Tensor
 
 from kvpolicy.cache.slab import ATTN_SUMS, KVCache, LayerCache
-from kvpolicy.kernels.decode import Counts, DecodeSlabs, HeldRows, attend_on_cpu, held_rows
+from kvpolicy.kernels.decode import Counts, DecodeSlabs, HeldRows, held_rows
 from kvpolicy.kernels.draw import SamplingColumns, SamplingNumbers, columns_of, draw
+from kvpolicy.kernels.on_cpu import Attend, attention_of
 from kvpolicy.kernels.operator import decode
 from kvpolicy.kernels.transfer import upload
 
@@ -137,7 +139,8 @@ class StaticStep:
         self._stop_ids = self._no_stop_ids(_NUM_STOP_IDS)
         self._max_len = torch.zeros(num_slots, dtype=torch.int64, device=device)
         self._layers: list[LayerCache] = []
-        self._slabs: list[DecodeSlabs] = []
+        self._arguments: list[tuple[DecodeSlabs, Counts, int]] = []
+        self._attention: list[Attend] = []
         self._held: list[HeldRows | None] = []
 
     @property
@@ -209,40 +212,27 @@ class StaticStep:
         Returns:
             ``[W, H_q, 1, D]``.
         """
-        layer, width = self.cache.layers[layer_idx], self.width
-        dtype, num_heads = layer.shape.dtype, layer.shape.num_kv_heads
+        dtype = self.cache.layers[layer_idx].shape.dtype
         query, key, value = query[:, :, 0], key[:, :, 0].to(dtype), value[:, :, 0].to(dtype)
-        slabs = self._slabs[layer_idx]
-        rows = self.rows[:width, layer_idx, :num_heads]
-        seq_len, live = self.seq_len[:width], self.live[:width]
-        cap, window = softcap or 0.0, layer.shape.sliding_window or 0
+        cap = softcap or 0.0
         if self.in_graph:
+            slabs, counts, window = self._arguments[layer_idx]
             output = decode(
                 query,
                 key,
                 value,
                 slabs,
-                rows,
-                seq_len,
-                live,
+                counts.rows,
+                counts.seq_len,
+                counts.live,
                 scaling=scaling,
                 softcap=cap,
                 sinks=sinks,
                 sliding_window=window,
             )
         else:
-            self._held = self._held or self._read_rows()
-            output = attend_on_cpu(
-                query,
-                key,
-                value,
-                slabs,
-                Counts(rows, seq_len, live),
-                scaling=scaling,
-                softcap=cap,
-                sinks=sinks,
-                sliding_window=window,
-                held=self._held[layer_idx],
+            output = self._attention[layer_idx](
+                query, key, value, scaling=scaling, softcap=cap, sinks=sinks
             )
         return output[:, :, None]
 
@@ -361,14 +351,20 @@ class StaticStep:
         if width == self.width and self._layers and all(map(is_, layers, self._layers)):
             return
         self.width, self._layers = width, list(layers)
-        self._slabs = list(map(self._slabs_of, layers))
+        self._arguments = [self._arguments_of(index) for index in range(len(layers))]
+        if not self.in_graph:
+            self._attention = [
+                attention_of(*arguments, held=partial(self._held_rows, index))
+                for index, arguments in enumerate(self._arguments)
+            ]
         self._cut_columns()
 
-    def _slabs_of(self, layer: LayerCache) -> DecodeSlabs:
-        served = slice(self.width)
+    def _arguments_of(self, layer_idx: int) -> tuple[DecodeSlabs, Counts, int]:
+        """What attention in a layer reads and changes, and its sliding window or 0."""
+        layer, served = self.cache.layers[layer_idx], slice(self.width)
         tracks = {name: track[served] for name, track in layer.tracks.items()}
         sums = tracks.pop(ATTN_SUMS, None)
-        return DecodeSlabs(
+        slabs = DecodeSlabs(
             layer.keys[served],
             layer.values[served],
             layer.positions[served],
@@ -376,6 +372,14 @@ class StaticStep:
             sums,
             None if layer.window is None else layer.window[served],
         )
+        rows = self.rows[served, layer_idx, : layer.shape.num_kv_heads]
+        counts = Counts(rows, self.seq_len[served], self.live[served])
+        return slabs, counts, layer.shape.sliding_window or 0
+
+    def _held_rows(self, layer_idx: int) -> HeldRows | None:
+        """The rows of a layer, read once in a step for all layers."""
+        self._held = self._held or self._read_rows()
+        return self._held[layer_idx]
 
     def _read_rows(self) -> list[HeldRows | None]:
         """The rows of each layer; layers that hold equally many share what was read."""

@@ -1,6 +1,7 @@
 """Operations on tensors of fixed shapes that make up a decode step and a compaction.
 
-Modules whose names begin with ``triton_`` are for GPUs and need the extra ``kernels``; importing
-this package imports none of them. Tokens are drawn with torch's operations on every device: what
-Triton would compute rounds ``exp`` in another way, and a seed would mean other tokens there.
+Modules whose names begin with ``triton_`` are for GPUs and need the extra ``kernels``, those with
+``numba_`` are for CPUs and need the extra ``cpu``; importing this package imports none of them.
+Tokens are drawn with torch's operations on every device: what Triton would compute rounds ``exp``
+in another way, and a seed would mean other tokens there.
 """

@@ -105,7 +105,7 @@ class Counts:
     live: Tensor
 
 
-def attend_on_cpu(
+def attend_with_torch(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -139,7 +139,7 @@ def attend_on_cpu(
     rows, seq_len, live = counts.rows, counts.seq_len, counts.live
     capacity = slabs.keys.shape[2]
     if sliding_window == capacity:
-        rows = _drop_oldest(slabs, rows, live)
+        rows = drop_oldest(slabs, rows, live)
     held = held_rows(rows, live, capacity) if held is None else held
     positions = seq_len[:, None].expand_as(rows)
     for slab, new in ((slabs.keys, key), (slabs.values, value), (slabs.positions, positions)):
@@ -189,8 +189,8 @@ def attend_to_rows(
         reduction: See `DecodeSlabs`.
         live: Slots whose rows receive anything, bool ``[W]``; ``None``: all.
         scaling: Factor on the logits.
-        softcap: See `attend_on_cpu`.
-        sinks: See `attend_on_cpu`.
+        softcap: See `attend_with_torch`.
+        sinks: See `attend_with_torch`.
 
     Returns:
         ``[W, H_q, D]``.
@@ -258,7 +258,7 @@ def _in_window(
     return seen if mask is None else mask & seen
 
 
-def _drop_oldest(slabs: DecodeSlabs, rows: Tensor, live: Tensor) -> Tensor:
+def drop_oldest(slabs: DecodeSlabs, rows: Tensor, live: Tensor) -> Tensor:
     """Drop the first row of slots and heads that are full; returns the rows that are left."""
     full = (rows == slabs.keys.shape[2]) & live[:, None]
     if not bool(full.any()):

@@ -24,7 +24,7 @@ def attend_in_fixed_shapes(
 ) -> Tensor:
     """Store one new row in every slot, and attend to the rows that it holds.
 
-    Arguments and result are those of `kvpolicy.kernels.decode.attend_on_cpu`.
+    Arguments and result are those of `kvpolicy.kernels.decode.attend_with_torch`.
     """
     rows, seq_len, live = counts.rows, counts.seq_len, counts.live
     capacity = slabs.keys.shape[2]

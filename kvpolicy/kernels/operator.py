@@ -12,8 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvpolicy.kernels.decode import Counts, DecodeSlabs, attend_on_cpu
+from kvpolicy.kernels.decode import Counts, DecodeSlabs
 from kvpolicy.kernels.fixed_shapes import attend_in_fixed_shapes
+from kvpolicy.kernels.on_cpu import attend_on_cpu
 
 # Defined and implemented by hand: `torch.library.custom_op` adds two layers of Python to a call.
 _LIBRARY = torch.library.Library("kvpolicy", "DEF")
@@ -44,7 +45,7 @@ def decode(
 ) -> Tensor:
     """Store one new row in every slot, and attend to the rows that it holds.
 
-    Arguments and result are those of `kvpolicy.kernels.decode.attend_on_cpu`; ``rows``,
+    Arguments and result are those of `kvpolicy.kernels.decode.attend_with_torch`; ``rows``,
     ``seq_len`` and ``live`` are the fields of `Counts`.
     """
     output: Tensor = DECODE(

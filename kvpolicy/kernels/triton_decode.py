@@ -346,8 +346,8 @@ def decode(
 ) -> Tensor:
     """Store one new row in every slot, and attend to the rows that it holds.
 
-    Arguments and result are those of `kvpolicy.kernels.decode.attend_on_cpu`. Slots that take no
-    part get zeros.
+    Arguments and result are those of `kvpolicy.kernels.decode.attend_with_torch`. Slots that take
+    no part get zeros.
     """
     rows, seq_len, live = counts.rows, counts.seq_len, counts.live
     keys, values, positions = slabs.keys, slabs.values, slabs.positions

@@ -14,11 +14,16 @@ from hypothesis import given
 from torch.library import opcheck
 
 from kvpolicy.kernels import operator
-from kvpolicy.kernels.decode import DecodeSlabs, attend_on_cpu
+from kvpolicy.kernels.decode import DecodeSlabs, attend_with_torch
 from kvpolicy.kernels.fixed_shapes import attend_in_fixed_shapes
+from kvpolicy.kernels.on_cpu import attend_on_cpu
 from kvpolicy.kernels.operator import DECODE
 
-IMPLEMENTATIONS = {"cpu": attend_on_cpu, "fixed shapes": attend_in_fixed_shapes}
+IMPLEMENTATIONS = {
+    "torch": attend_with_torch,
+    "cpu": attend_on_cpu,
+    "fixed shapes": attend_in_fixed_shapes,
+}
 
 
 def check(name: str, case: Case) -> None:

@@ -1,14 +1,19 @@
-"""Where Triton is not installed, everything but the modules named after it can be imported."""
+"""Where Triton or Numba is not installed, all but the modules named after it can be imported."""
 
 import ast
 from importlib.util import find_spec
 from pathlib import Path
 
+import pytest
+
 spec = find_spec("kvpolicy.kernels")
 assert spec is not None
 assert spec.origin is not None
 MODULES = {file.stem: file for file in Path(spec.origin).parent.glob("*.py")}
-OPTIONAL = {name for name in MODULES if name.startswith("triton_")}
+OPTIONAL = {
+    package: {name for name in MODULES if name.startswith(f"{package}_")}
+    for package in ("triton", "numba")
+}
 
 
 def imported_at_once(file: Path) -> set[str]:
@@ -22,8 +27,10 @@ def imported_at_once(file: Path) -> set[str]:
     return names
 
 
-def test_only_modules_named_after_triton_import_it() -> None:
-    with_triton = {"triton", "triton.language", *(f"kvpolicy.kernels.{name}" for name in OPTIONAL)}
-    importing = {name for name, file in MODULES.items() if imported_at_once(file) & with_triton}
-    assert importing == OPTIONAL
-    assert OPTIONAL
+@pytest.mark.parametrize("package", OPTIONAL)
+def test_only_modules_named_after_a_package_import_it(package: str) -> None:
+    ours = OPTIONAL[package]
+    with_it = {package, f"{package}.language", *(f"kvpolicy.kernels.{name}" for name in ours)}
+    importing = {name for name, file in MODULES.items() if imported_at_once(file) & with_it}
+    assert importing == ours
+    assert ours

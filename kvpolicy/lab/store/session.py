@@ -11,7 +11,7 @@ import torch
 
 import kvpolicy
 
-_PACKAGES = ("torch", "transformers", "tokenizers", "numpy")
+_PACKAGES = ("torch", "transformers", "tokenizers", "numpy", "numba")
 
 
 def describe_session(

@@ -1,0 +1,219 @@
+"""Decode attention in Numba: one call for a layer, and each held row is read once.
+
+torch has no operation for one query and several heads of a group that reads memory as fast as it
+can be read, and it takes several operations to store a row. Here every slot and KV head is a task
+of its own: it stores the new row, and attends to the rows that it holds, in an order that does not
+depend on other slots. Tasks are shared among the threads of OpenMP that torch uses.
+
+Installed with the extra ``cpu``. Without it, and for keys in other precisions than fp32,
+`kvpolicy.kernels.decode.attend_with_torch` does the same.
+"""
+
+import os
+
+import numba
+import numpy as np
+import torch
+from numba import njit, prange
+from torch import Tensor
+
+from kvpolicy.kernels.decode import Counts, DecodeSlabs, drop_oldest, window_factor
+
+_NO_WINDOW = np.empty((0, 0, 0, 0), dtype=np.float32)
+_NO_SUMS = np.empty((0, 0, 0), dtype=np.float32)
+_NO_SINKS = np.empty(0, dtype=np.float32)
+
+# Sums may be reordered, which vector instructions need. Infinities and NaN keep their meaning.
+_FASTMATH = {"contract", "reassoc", "arcp", "nsz"}
+
+
+@njit(fastmath=_FASTMATH, error_model="numpy")
+def _exp(numbers, most, powers):
+    """Replace numbers by ``exp(number - most)``, which is at most 1, with vector instructions.
+
+    That of the C library takes one number at a time. The polynomial is that of the Cephes library
+    (Moshier), whose error is below 1e-7.
+    """
+    two = powers.view(np.float32)
+    for i in range(len(numbers)):
+        x = numbers[i] - most
+        # Smaller ones are 0 as well as this one is. NaN is not smaller.
+        x = np.float32(-87) if x < np.float32(-87) else x
+        n = np.floor(x * np.float32(1.44269504) + np.float32(0.5))
+        r = x - n * np.float32(0.693359375) + n * np.float32(2.12194440e-4)
+        y = np.float32(1.9875691500e-4)
+        y = y * r + np.float32(1.3981999507e-3)
+        y = y * r + np.float32(8.3334519073e-3)
+        y = y * r + np.float32(4.1665795894e-2)
+        y = y * r + np.float32(1.6666665459e-1)
+        y = y * r + np.float32(5.0000001201e-1)
+        powers[i] = (np.int32(n) + np.int32(127)) << np.int32(23)
+        numbers[i] = (y * r * r + r + np.float32(1)) * two[i]
+
+
+@njit(fastmath=_FASTMATH, error_model="numpy")
+def _attend(query, keys, values, sums, sinks, scaling, softcap, squares, output):
+    """Attend from the heads of a group, ``[G, D]``, to the rows of their KV head, ``[T, D]``."""
+    (group, dim), num_rows = query.shape, keys.shape[0]
+    weights = np.empty((group, num_rows), np.float32)
+    for row in range(num_rows):
+        for member in range(group):
+            logit = np.float32(0)
+            for i in range(dim):
+                logit += query[member, i] * keys[row, i]
+            weights[member, row] = logit * scaling
+    powers = np.empty(num_rows, np.int32)
+    for member in range(group):
+        logits = weights[member]
+        if softcap:
+            for row in range(num_rows):
+                logits[row] = softcap * np.tanh(logits[row] / softcap)
+        most = sinks[member] if sinks.shape[0] else logits[0]
+        for row in range(num_rows):
+            most = max(most, logits[row])
+        _exp(logits, most, powers)
+        total = np.exp(sinks[member] - most) if sinks.shape[0] else np.float32(0)
+        for row in range(num_rows):
+            total += logits[row]
+        for row in range(num_rows):
+            logits[row] /= total
+        for row in range(sums.shape[0]):
+            weight = logits[row]
+            sums[row] += weight * weight if squares else weight
+    output[:] = 0
+    for row in range(num_rows):
+        for member in range(group):
+            weight = weights[member, row]
+            for i in range(dim):
+                output[member, i] += weight * values[row, i]
+
+
+# One form of the function for all calls: compiling it takes seconds.
+_ROWS, _SLAB, _SLAB_OF_NUMBERS = "f4[:,:,:]", "f4[:,:,:,::1]", "f4[:,:,::1]"
+_SIGNATURE = (
+    f"void({_ROWS}, {_ROWS}, {_ROWS}, {_SLAB}, {_SLAB}, i8[:,:,::1], {_SLAB_OF_NUMBERS}, {_SLAB}, "
+    f"i8[:], b1[:], f4[:], i8[:,:], f4, f4, i8, b1, f4, {_SLAB_OF_NUMBERS})"
+)
+
+
+@njit(_SIGNATURE, parallel=True, cache=True, fastmath=_FASTMATH, error_model="numpy")
+def _decode(
+    query,
+    key,
+    value,
+    keys,
+    values,
+    positions,
+    sums,
+    window,
+    seq_len,
+    live,
+    sinks,
+    rows,
+    scaling,
+    softcap,
+    sliding_window,
+    squares,
+    factor,
+    output,
+):
+    num_slots, num_heads = rows.shape
+    group, dim = query.shape[1] // num_heads, query.shape[2]
+    for task in prange(num_slots * num_heads):
+        slot = task // num_heads
+        head = task - slot * num_heads
+        if live[slot]:
+            newest, position = rows[slot, head], seq_len[slot]
+            keys[slot, head, newest] = key[slot, head]
+            values[slot, head, newest] = value[slot, head]
+            positions[slot, head, newest] = position
+            for member in range(group if window.shape[2] else 0):
+                at = head * group + member
+                for i in range(dim):
+                    window[slot, at, position % window.shape[2], i] = query[slot, at, i] * factor
+            first = 0
+            if sliding_window:
+                while positions[slot, head, first] <= position - sliding_window:
+                    first += 1
+            queries = np.empty((group, dim), np.float32)
+            queries[:] = query[slot, head * group : (head + 1) * group]
+            _attend(
+                queries,
+                keys[slot, head, first : newest + 1],
+                values[slot, head, first : newest + 1],
+                sums[slot, head, first : newest + 1] if sums.shape[0] else sums[:, 0, 0],
+                sinks[head * group : (head + 1) * group],
+                scaling,
+                softcap,
+                squares,
+                output[slot, head * group : (head + 1) * group],
+            )
+        else:
+            output[slot, head * group : (head + 1) * group] = 0
+
+
+_process = os.getpid()
+
+
+def is_forked() -> bool:
+    """Whether this process was forked after it had imported this module.
+
+    The threads of OpenMP do not survive forking: Numba ends a forked process that asks for them.
+    """
+    return os.getpid() != _process
+
+
+class NumbaLayer:
+    """Decode attention in one layer, in fp32; its tensors are turned into arrays once."""
+
+    def __init__(self, slabs: DecodeSlabs, counts: Counts, sliding_window: int) -> None:
+        """Take the tensors of a layer, see `kvpolicy.kernels.decode.attend_with_torch`."""
+        self._slabs, self._counts = slabs, counts
+        self._sliding_window = sliding_window
+        self._slides = sliding_window == slabs.keys.shape[2]
+        self._arrays = [
+            slabs.keys.numpy(),
+            slabs.values.numpy(),
+            slabs.positions.numpy(),
+            _NO_SUMS if slabs.sums is None else slabs.sums.numpy(),
+            _NO_WINDOW if slabs.window is None else slabs.window.numpy(),
+            counts.seq_len.numpy(),
+            counts.live.numpy(),
+        ]
+        self._rows = counts.rows.numpy()
+        self._squares = slabs.reduction == "squares"
+
+    def __call__(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        scaling: float,
+        softcap: float = 0.0,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        """Store one new row in every slot, and attend to the rows that it holds.
+
+        Arguments and result are those of `kvpolicy.kernels.decode.attend_with_torch`.
+        """
+        rows = self._rows
+        if self._slides:
+            rows = drop_oldest(self._slabs, self._counts.rows, self._counts.live).numpy()
+        output = torch.empty(query.shape)
+        numba.set_num_threads(min(torch.get_num_threads(), numba.config.NUMBA_NUM_THREADS))
+        _decode(
+            query.float().numpy(),
+            key.numpy(),
+            value.numpy(),
+            *self._arrays,
+            _NO_SINKS if sinks is None else sinks.detach().float().numpy(),
+            rows,
+            scaling,
+            softcap,
+            self._sliding_window,
+            self._squares,
+            window_factor(scaling, query.shape[2]),
+            output.numpy(),
+        )
+        return output

@@ -1,0 +1,89 @@
+"""Decode attention on a CPU: in Numba where it is installed and can be used, else in torch."""
+
+from collections.abc import Callable
+from functools import cache
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvpolicy.kernels.decode import Counts, DecodeSlabs, HeldRows, attend_with_torch
+
+# Stores the new rows of a layer and attends: the arguments of `attend_with_torch` that change from
+# one step to the next.
+Attend = Callable[..., Tensor]
+
+
+def attend_on_cpu(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    slabs: DecodeSlabs,
+    counts: Counts,
+    *,
+    sliding_window: int = 0,
+    **options: Any,
+) -> Tensor:
+    """Store one new row in every slot, and attend to the rows that it holds.
+
+    Arguments and result are those of `kvpolicy.kernels.decode.attend_with_torch`.
+    """
+    return attention_of(slabs, counts, sliding_window)(query, key, value, **options)
+
+
+def attention_of(
+    slabs: DecodeSlabs,
+    counts: Counts,
+    sliding_window: int = 0,
+    held: Callable[[], HeldRows | None] = lambda: None,
+) -> Attend:
+    """The attention of a layer whose tensors stay where they are.
+
+    Args:
+        slabs: The layer.
+        counts: State of the slots.
+        sliding_window: As for `attend_with_torch`.
+        held: Reads the rows of the layer; called where they are needed.
+    """
+
+    def with_torch(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
+        return attend_with_torch(
+            query,
+            key,
+            value,
+            slabs,
+            counts,
+            sliding_window=sliding_window,
+            held=held(),
+            **options,
+        )
+
+    if slabs.keys.dtype != torch.float32 or not has_numba():
+        return with_torch
+    from kvpolicy.kernels.numba_decode import NumbaLayer, is_forked
+
+    layer = NumbaLayer(slabs, counts, sliding_window)
+
+    def attend(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
+        return (with_torch if is_forked() else layer)(query, key, value, **options)
+
+    return attend
+
+
+@cache
+def has_numba() -> bool:
+    """Whether attention in fp32 runs in Numba, with the threads of OpenMP.
+
+    Its other threading layers would add threads beside those of torch, and the default one ends
+    the process where two threads call it; a process that has started one keeps it.
+    """
+    if find_spec("numba") is None:
+        return False
+    import numba
+
+    try:
+        return bool(numba.threading_layer() == "omp")
+    except ValueError:  # it has not started any
+        numba.config.THREADING_LAYER = "omp"
+        return find_spec("numba.np.ufunc.omppool") is not None
