@@ -50,6 +50,17 @@ def top_rows(scores: Tensor, budget: int) -> Tensor:
     Returns:
         ``[B, H_kv, min(budget, T)]``, int64, rising. Of equal scores the newer rows stay.
     """
-    # A stable sort puts the newer of two equal rows after the older.
-    order = scores.sort(dim=2, stable=True).indices
-    return order[:, :, -budget:].sort(dim=2).values
+    num_rows = scores.shape[2]
+    rows = torch.arange(num_rows, device=scores.device).expand(scores.shape)
+    if budget >= num_rows:
+        return rows.contiguous()
+    # Selecting the least score that stays takes less time than sorting: several times on a CPU.
+    least = scores.topk(budget, dim=2, sorted=False).values.amin(dim=2, keepdim=True)
+    above, equal = scores > least, scores == least
+    num_equal = budget - above.sum(dim=2, keepdim=True)
+    older = equal.sum(dim=2, keepdim=True) - num_equal  # of the equal ones, those that go
+    stays = above | (equal & (equal.cumsum(dim=2) > older))
+    # The n-th row that stays is written to place n, and those that go behind the last place.
+    places = torch.where(stays, stays.cumsum(dim=2) - 1, budget)
+    kept = rows.new_zeros(*scores.shape[:2], budget + 1)
+    return kept.scatter_(2, places, rows)[:, :, :budget]

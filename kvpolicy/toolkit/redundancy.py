@@ -12,6 +12,9 @@ Retain = Literal["last", "first"]
 # Rows that are compared at once: a tile of similarities is about as large as the keys.
 _TILE_ROWS = 64
 
+# Similarities of a tile that a CPU computes at once: they stay in its cache.
+_CPU_TILE_BYTES = 4 << 20
+
 # Similarities are subtracted as integers in this unit, which a float holds exactly.
 _UNITS = 1 << 32
 
@@ -49,21 +52,31 @@ def _newest_similar(unit: Tensor, threshold: float) -> Tensor:
     Row 0 for a row without similar rows, as in the authors' code, which takes the maximum of
     indices and zeros.
     """
-    num_rows = unit.shape[2]
+    heads, num_rows = unit.flatten(0, 1), unit.shape[2]
+    at_once = len(heads)
+    if unit.device.type == "cpu":
+        at_once = max(1, _CPU_TILE_BYTES // (4 * _TILE_ROWS * num_rows))
+    newest = torch.cat([_newest_in_heads(some, threshold) for some in heads.split(at_once)])
+    return newest.view(unit.shape[:3]).long()
+
+
+def _newest_in_heads(unit: Tensor, threshold: float) -> Tensor:
+    """The newest similar row of each row of some heads, ``[N, T, D]``: ``[N, T]``, fp32."""
+    num_rows = unit.shape[1]
     rows = torch.arange(num_rows, dtype=torch.float32, device=unit.device)
-    newest = unit.new_zeros(unit.shape[:3])
+    newest = unit.new_zeros(unit.shape[:2])
     for start in range(0, num_rows, _TILE_ROWS):
         # Similarity is symmetric: the tile shows rows from `start` the rows of the tile, too.
         tile, rest = slice(start, start + _TILE_ROWS), slice(start, None)
-        similarity = unit[:, :, tile] @ unit[:, :, rest].transpose(2, 3)
+        similarity = unit[:, tile] @ unit[:, rest].transpose(1, 2)
         # A row is not similar to itself, except where even 0 is above the threshold.
-        similarity.diagonal(dim1=2, dim2=3).zero_()
+        similarity.diagonal(dim1=1, dim2=2).zero_()
         above = torch.gt(similarity, threshold, out=similarity)  # 0 or 1
-        of_tile = (above * rows[rest]).amax(dim=3)
-        of_rest = above.mul_(rows[tile, None]).amax(dim=2)
-        newest[:, :, rest] = newest[:, :, rest].maximum(of_rest)
-        newest[:, :, tile] = newest[:, :, tile].maximum(of_tile)
-    return newest.long()
+        of_tile = (above * rows[rest]).amax(dim=2)
+        of_rest = above.mul_(rows[tile, None]).amax(dim=1)
+        newest[:, rest] = newest[:, rest].maximum(of_rest)
+        newest[:, tile] = newest[:, tile].maximum(of_tile)
+    return newest
 
 
 def _exempted(unit: Tensor, exempt: Tensor) -> Tensor:

@@ -22,7 +22,9 @@ tile_rows = st.sampled_from([1, 2, 5, 64])
 def assert_equals_the_definition(
     keys: Tensor, threshold: float, retain: Retain, tile_rows: int
 ) -> None:
-    with patch("kvpolicy.toolkit.redundancy._TILE_ROWS", tile_rows):
+    # So few bytes that heads are compared one after the other, as many heads are.
+    few_bytes = patch("kvpolicy.toolkit.redundancy._CPU_TILE_BYTES", 4 * tile_rows * keys.shape[2])
+    with patch("kvpolicy.toolkit.redundancy._TILE_ROWS", tile_rows), few_bytes:
         ours = key_redundancy(keys, threshold=threshold, retain=retain)
     for b, h, rows, _ in heads(keys, keys):
         expected = reference.redundancy(
