@@ -9,6 +9,7 @@ from functools import partial
 from importlib.util import find_spec
 from typing import Any
 
+import attrs
 import torch
 from torch import Tensor
 
@@ -19,11 +20,16 @@ from kvpolicy.kernels.on_cpu import attend_on_cpu
 # Defined and implemented by hand: `torch.library.custom_op` adds two layers of Python to a call.
 _LIBRARY = torch.library.Library("kvpolicy", "DEF")
 _LIBRARY.define(
-    "decode(Tensor query, Tensor key, Tensor value, Tensor(a!) keys, Tensor(b!) values, "
-    "Tensor(c!) positions, Tensor(d!)[] tracks, Tensor(e!)? sums, Tensor(f!)? window, "
-    "Tensor rows, Tensor seq_len, Tensor live, Tensor? sinks, float scaling, float softcap, "
-    "int sliding_window, str reduction) -> Tensor"
+    "decode(Tensor query, Tensor key, Tensor value, "
+    "Tensor(a!) keys, Tensor(b!) values, Tensor(c!) positions, Tensor(d!)[] tracks, "
+    "Tensor(e!)? sums, Tensor(f!)? window, str reduction, "
+    "Tensor rows, Tensor seq_len, Tensor live, "
+    "float scaling, float softcap, Tensor? sinks, int sliding_window) -> Tensor"
 )
+# What follows the new rows in the schema, in its order.
+_SLABS = tuple(field.name for field in attrs.fields(DecodeSlabs))
+_COUNTS = tuple(field.name for field in attrs.fields(Counts))
+_OPTIONS = ("scaling", "softcap", "sinks", "sliding_window")
 
 DECODE = torch.ops.kvpolicy.decode.default
 HAS_TRITON = find_spec("triton") is not None
@@ -34,9 +40,7 @@ def decode(
     key: Tensor,
     value: Tensor,
     slabs: DecodeSlabs,
-    rows: Tensor,
-    seq_len: Tensor,
-    live: Tensor,
+    counts: Counts,
     *,
     scaling: float,
     softcap: float = 0.0,
@@ -45,28 +49,12 @@ def decode(
 ) -> Tensor:
     """Store one new row in every slot, and attend to the rows that it holds.
 
-    Arguments and result are those of `kvpolicy.kernels.decode.attend_with_torch`; ``rows``,
-    ``seq_len`` and ``live`` are the fields of `Counts`.
+    Arguments and result are those of `kvpolicy.kernels.decode.attend_with_torch`.
     """
-    output: Tensor = DECODE(
-        query,
-        key,
-        value,
-        slabs.keys,
-        slabs.values,
-        slabs.positions,
-        slabs.tracks,
-        slabs.sums,
-        slabs.window,
-        rows,
-        seq_len,
-        live,
-        sinks,
-        scaling,
-        softcap,
-        sliding_window,
-        slabs.reduction,
-    )
+    of_layer = [getattr(slabs, name) for name in _SLABS]
+    of_slots = [getattr(counts, name) for name in _COUNTS]
+    options = (scaling, softcap, sinks, sliding_window)
+    output: Tensor = DECODE(query, key, value, *of_layer, *of_slots, *options)
     return output
 
 
@@ -83,37 +71,13 @@ def _shape(query: Tensor, *_: object) -> Tensor:
 
 
 def _called(
-    attend: Callable[..., Tensor],
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    positions: Tensor,
-    tracks: list[Tensor],
-    sums: Tensor | None,
-    window: Tensor | None,
-    rows: Tensor,
-    seq_len: Tensor,
-    live: Tensor,
-    sinks: Tensor | None,
-    scaling: float,
-    softcap: float,
-    sliding_window: int,
-    reduction: str,
+    attend: Callable[..., Tensor], query: Tensor, key: Tensor, value: Tensor, *rest: Any
 ) -> Tensor:
     """Call an implementation with the operator's arguments."""
-    return attend(
-        query,
-        key,
-        value,
-        DecodeSlabs(keys, values, positions, tracks, sums, window, reduction),
-        Counts(rows, seq_len, live),
-        scaling=scaling,
-        softcap=softcap,
-        sinks=sinks,
-        sliding_window=sliding_window,
-    )
+    slabs, rest = rest[: len(_SLABS)], rest[len(_SLABS) :]
+    counts, options = rest[: len(_COUNTS)], rest[len(_COUNTS) :]
+    named = dict(zip(_OPTIONS, options, strict=True))
+    return attend(query, key, value, DecodeSlabs(*slabs), Counts(*counts), **named)
 
 
 _LIBRARY.impl("decode", partial(_called, attend_on_cpu), "CPU")

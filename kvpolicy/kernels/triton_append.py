@@ -5,6 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kvpolicy.kernels.decode import Counts, DecodeSlabs
 from kvpolicy.kernels.triton_rows import power_of_2, row_start, row_strides
 
 
@@ -76,13 +77,9 @@ def append(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    positions: Tensor,
-    window: Tensor | None,
-    rows: Tensor,
-    seq_len: Tensor,
-    live: Tensor,
+    slabs: DecodeSlabs,
+    counts: Counts,
+    *,
     factor: float = 1.0,
     slides: bool = False,
 ) -> None:
@@ -92,17 +89,13 @@ def append(
         query: After RoPE, ``[W, H_q, D]``.
         key: After RoPE, ``[W, H_kv, D]``.
         value: ``[W, H_kv, D]``.
-        keys: Slabs, ``[W, H_kv, R, D]``. Changed.
-        values: Slabs with the strides of ``keys``. Changed.
-        positions: int64 ``[W, H_kv, R]``. Changed.
-        window: Query window, ``[W, H_q, size, D]``: the query at position ``p`` goes to
-            ``p % size``. Changed.
-        rows: Rows held before, int64 ``[W, H_kv]``.
-        seq_len: Position of the new token, int64 ``[W]``.
-        live: Slots with a sequence, bool ``[W]``; the others stay as they are.
+        slabs: The layer, changed but for its tracks; keys and values have equal strides.
+        counts: State of the slots before. Those that take no part stay as they are.
         factor: What queries are multiplied by before they are stored.
         slides: Whether a full slab has dropped its oldest row and takes the new one as its last.
     """
+    keys, values, positions, window = slabs.keys, slabs.values, slabs.positions, slabs.window
+    rows = counts.rows
     query, key, value = (
         new if new.stride(-1) == 1 else new.contiguous() for new in (query, key, value)
     )
@@ -119,8 +112,8 @@ def append(
         positions,
         keys if window is None else window,
         rows,
-        seq_len,
-        live.view(torch.uint8),
+        counts.seq_len,
+        counts.live.view(torch.uint8),
         factor,
         *query.stride()[:2],
         *key.stride()[:2],

@@ -15,16 +15,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvpolicy.kernels.decode import REDUCTIONS, Counts, DecodeSlabs, window_factor
+from kvpolicy.kernels.decode import Counts, DecodeSlabs, window_factor
 from kvpolicy.kernels.triton_append import append
 from kvpolicy.kernels.triton_compact import drop_oldest
-from kvpolicy.kernels.triton_rows import (
-    INTERPRETED,
-    held_rows,
-    power_of_2,
-    row_start,
-    row_strides,
-)
+from kvpolicy.kernels.triton_dot import dot
+from kvpolicy.kernels.triton_rows import held_rows, power_of_2, row_start, row_strides
 
 _BLOCK = 64  # rows attended to at once
 _LONGEST_CHUNK = 2048  # so that a long sequence among short ones does not run alone
@@ -68,7 +63,6 @@ def _attend_chunk(
     SLIDING_WINDOW: tl.constexpr,
     KEEP_LOGITS: tl.constexpr,
     TENSOR_CORES: tl.constexpr,
-    INTERPRET: tl.constexpr,
 ):
     """Online softmax of one group of query heads over one chunk of rows of one slot."""
     slot, head, chunk = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -103,13 +97,10 @@ def _attend_chunk(
             stored = is_row[:, None] & is_dim[None, :]
             k = tl.load(keys + at, mask=stored, other=0.0)
             if TENSOR_CORES:
-                if INTERPRET:  # the interpreter multiplies the bits of bf16 as integers
-                    x = tl.dot(q.to(tl.float32), tl.trans(k.to(tl.float32)))
-                else:
-                    x = tl.dot(q, tl.trans(k), input_precision="ieee")
+                x = dot(q, tl.trans(k))
             else:
                 x = tl.sum(q.to(tl.float32)[:, None, :] * k.to(tl.float32)[None, :, :], 2)
-            x = x.to(tl.float32) * scaling
+            x = x * scaling
             if SOFTCAP > 0:  # softcap * tanh(x / softcap)
                 x = SOFTCAP * (2 * tl.sigmoid(2 * x / SOFTCAP) - 1)
             x = tl.where(seen[None, :], x, float("-inf"))
@@ -124,13 +115,10 @@ def _attend_chunk(
             total = total * fade + tl.sum(p, 1)
             v = tl.load(values + at, mask=stored, other=0.0)
             if TENSOR_CORES:
-                if INTERPRET:
-                    added = tl.dot(p.to(v.dtype).to(tl.float32), v.to(tl.float32))
-                else:
-                    added = tl.dot(p.to(v.dtype), v, input_precision="ieee")
+                added = dot(p.to(v.dtype), v)
             else:
                 added = tl.sum(p[:, :, None] * v.to(tl.float32)[None, :, :], 1)
-            output = output * fade[:, None] + added.to(tl.float32)
+            output = output * fade[:, None] + added
             top = new_top
         tl.store(chunk_output + part[:, None] * DIM_BLOCK + d[None, :], output)
     tl.store(chunk_top + part, top)
@@ -216,48 +204,34 @@ def _join_chunks(
 
 def attend(
     query: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    positions: Tensor,
-    sums: Tensor | None,
-    rows: Tensor,
-    seq_len: Tensor,
-    live: Tensor,
+    slabs: DecodeSlabs,
+    counts: Counts,
+    *,
     scaling: float,
     softcap: float = 0.0,
     sinks: Tensor | None = None,
     sliding_window: int = 0,
-    reduction: str = "sum",
-    *,
     chunks: int | None = None,
 ) -> Tensor:
-    """Attention of one query per slot over the rows it holds and the one just appended.
+    """Attention of one query per slot over the rows it holds and the one just stored.
+
+    Rows that are not held are not read, nor are positions without a sliding window.
 
     Args:
         query: After RoPE, ``[W, H_q, D]``.
-        keys: Slabs, ``[W, H_kv, R, D]``; rows that are not held are not read.
-        values: Slabs with the strides of ``keys``.
-        positions: int64 ``[W, H_kv, R]``; read if there is a sliding window.
-        sums: fp32 ``[W, H_kv, R]``, given what each row receives. Changed.
-        rows: Rows held without the new one, int64 ``[W, H_kv]``.
-        seq_len: Position of the query, int64 ``[W]``.
-        live: Slots with a sequence, bool ``[W]``; the others get zeros.
+        slabs: The layer, of which only ``sums`` changes; keys and values have equal strides.
+        counts: State of the slots before the new rows.
         scaling: Factor on the logits.
-        softcap: Logits become ``softcap * tanh(logits / softcap)``; 0: no cap.
-        sinks: A logit of each query head that takes a share of the weights, ``[H_q]``.
+        softcap: See `kvpolicy.kernels.decode.attend_with_torch`.
+        sinks: See there.
         sliding_window: The query sees rows at positions above its own less this; 0: all.
-        reduction: What a row receives from its group of query heads, one of `REDUCTIONS`.
         chunks: Chunks of a slab; ``None``: as many as keep the GPU busy.
 
     Returns:
-        ``[W, H_q, D]`` in the precision of ``query``.
-
-    Raises:
-        ValueError: If ``reduction`` has no such name.
+        ``[W, H_q, D]`` in the precision of ``query``; zeros for slots that take no part.
     """
-    if reduction not in REDUCTIONS:
-        msg = f"attend was given reduction={reduction!r}; expected one of {', '.join(REDUCTIONS)}"
-        raise ValueError(msg)
+    keys, values, positions, sums = slabs.keys, slabs.values, slabs.positions, slabs.sums
+    rows, live = counts.rows, counts.live.view(torch.uint8)
     query = query if query.stride(-1) == 1 else query.contiguous()
     num_slots, num_heads, capacity, dim = keys.shape
     group = query.shape[1] // num_heads
@@ -287,14 +261,13 @@ def attend(
         "CHUNK": length,
         "BLOCK": _BLOCK,
     }
-    live = live.view(torch.uint8)
     _attend_chunk[num_slots, num_heads, count](
         query,
         keys,
         values,
         positions,
         rows,
-        seq_len,
+        counts.seq_len,
         live,
         chunk_top,
         chunk_total,
@@ -309,7 +282,6 @@ def attend(
         SLIDING_WINDOW=sliding_window,
         KEEP_LOGITS=sums is not None,
         TENSOR_CORES=tensor_cores,
-        INTERPRET=INTERPRETED,
         **shape,
     )
     _join_chunks[num_slots, num_heads, 1 if sums is None else count](
@@ -326,7 +298,7 @@ def attend(
         rows.stride(0),
         SINKS=sinks is not None,
         SUMS=sums is not None,
-        SQUARES=reduction == "squares",
+        SQUARES=slabs.reduction == "squares",
         **shape,
     )
     return out
@@ -349,41 +321,21 @@ def decode(
     Arguments and result are those of `kvpolicy.kernels.decode.attend_with_torch`. Slots that take
     no part get zeros.
     """
-    rows, seq_len, live = counts.rows, counts.seq_len, counts.live
-    keys, values, positions = slabs.keys, slabs.values, slabs.positions
-    slides = sliding_window == keys.shape[2]
+    slides = sliding_window == slabs.keys.shape[2]
     if slides:
-        for slab in (keys, values, *slabs.all_tracks):
-            drop_oldest(slab, rows, live)
-        drop_oldest(positions, rows, live, fill=-1)
-    append(
-        query,
-        key,
-        value,
-        keys,
-        values,
-        positions,
-        slabs.window,
-        rows,
-        seq_len,
-        live,
-        window_factor(scaling, query.shape[2]),
-        slides,
-    )
+        for slab in (slabs.keys, slabs.values, *slabs.all_tracks):
+            drop_oldest(slab, counts.rows, counts.live)
+        drop_oldest(slabs.positions, counts.rows, counts.live, fill=-1)
+    factor = window_factor(scaling, query.shape[2])
+    append(query, key, value, slabs, counts, factor=factor, slides=slides)
     return attend(
         query,
-        keys,
-        values,
-        positions,
-        slabs.sums,
-        rows,
-        seq_len,
-        live,
-        scaling,
-        softcap,
-        sinks,
-        sliding_window,
-        slabs.reduction,
+        slabs,
+        counts,
+        scaling=scaling,
+        softcap=softcap,
+        sinks=sinks,
+        sliding_window=sliding_window,
     )
 
 

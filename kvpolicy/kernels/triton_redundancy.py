@@ -12,7 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvpolicy.kernels.triton_rows import INTERPRETED, power_of_2, row_start, row_strides
+from kvpolicy.kernels.triton_dot import dot
+from kvpolicy.kernels.triton_rows import power_of_2, row_start, row_strides
 
 _BLOCK = 64  # rows compared at once
 _EPSILON = 1e-8  # added to norms, as by the authors
@@ -77,7 +78,6 @@ def _exempt_pairs(
     DIM_BLOCK: tl.constexpr,
     BLOCK: tl.constexpr,
     FIRST: tl.constexpr,
-    INTERPRET: tl.constexpr,
 ):
     """For a block of rows, the row that each does not make redundant, and their similarity."""
     batch, head = tl.program_id(0), tl.program_id(1)
@@ -97,11 +97,7 @@ def _exempt_pairs(
         j = first + tl.arange(0, BLOCK)
         k_j = _load_keys(keys, batch, head, j, d, held, slot_stride, head_stride, row_stride, DIM)
         inverse_j = tl.load(inverse_norms + entry * ROWS + j, mask=j < held, other=0.0)
-        if INTERPRET:  # the interpreter multiplies the bits of bf16 as integers
-            product = tl.dot(k_i.to(tl.float32), tl.trans(k_j.to(tl.float32)))
-        else:
-            product = tl.dot(k_i, tl.trans(k_j), input_precision="ieee")
-        product = product.to(tl.float32) * inverse_i[:, None] * inverse_j[None, :]
+        product = dot(k_i, tl.trans(k_j)) * inverse_i[:, None] * inverse_j[None, :]
         product = tl.where(i[:, None] == j[None, :], 0.0, product)
         taken = tl.zeros((BLOCK,), tl.int32)
         if not FIRST:
@@ -205,7 +201,6 @@ def key_redundancy(
         threshold,
         *strides,
         FIRST=retain == "first",
-        INTERPRET=INTERPRETED,
         **shape,
     )
     _totals[blocks](

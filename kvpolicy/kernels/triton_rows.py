@@ -4,9 +4,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-# Whether kernels run in Triton's interpreter, on a CPU (TRITON_INTERPRET=1).
-INTERPRETED: bool = triton.knobs.runtime.interpret
-
 
 @triton.jit
 def row_start(slot, head, row, slot_stride, head_stride, row_stride):

@@ -1,6 +1,6 @@
 """Storing and attending in Triton against loops."""
 
-import pytest
+import attrs
 import torch
 from decode_cases import (
     SUMS_TOLERANCE,
@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from triton_device import DEVICE
 
 from kvpolicy.kernels import operator
+from kvpolicy.kernels.decode import Counts, DecodeSlabs
 from kvpolicy.kernels.triton_append import append
 from kvpolicy.kernels.triton_decode import attend, chunks_of, decode
 
@@ -46,13 +47,12 @@ def test_a_gpu_with_triton_runs_its_kernels(case) -> None:
 @given(CASES, st.integers(1, 3))
 def test_output_does_not_depend_on_the_number_of_chunks(case, chunks) -> None:
     decode(**case.arguments)
-    names = ("query", "keys", "values", "positions", "rows", "seq_len", "live", "sinks")
-    arguments = {name: case.tensors[name] for name in names} | case.options
-    arguments["reduction"] = case.reduction
+    arguments = {name: one for name, one in case.arguments.items() if name not in ("key", "value")}
     outputs, sums = [], []
     for count in (1, chunks):
         received = torch.zeros_like(case.tensors["positions"], dtype=torch.float32)
-        outputs.append(attend(**arguments, sums=received, chunks=count))
+        arguments["slabs"] = attrs.evolve(case.slabs, sums=received)
+        outputs.append(attend(**arguments, chunks=count))
         sums.append(received)
     torch.testing.assert_close(*outputs, rtol=0, atol=TOLERANCE[case.dtype])
     torch.testing.assert_close(*sums, rtol=0, atol=SUMS_TOLERANCE)
@@ -64,16 +64,10 @@ def test_a_slab_without_room_leaves_its_neighbours_alone() -> None:
     new = torch.ones(2, 1, 4, device=DEVICE)
     rows = torch.full((2, 1), 3, device=DEVICE)
     seq_len, live = torch.full((2,), 9, device=DEVICE), torch.ones(2, dtype=torch.bool).to(DEVICE)
-    keys, values = slabs[:, :, 0], slabs[:, :, 1]
-    append(new, new, new, keys, values, positions, None, rows, seq_len, live)
+    layer = DecodeSlabs(slabs[:, :, 0], slabs[:, :, 1], positions)
+    append(new, new, new, layer, Counts(rows, seq_len, live))
     assert not slabs.any()
     assert not positions.any()
-
-
-def test_an_unknown_reduction_is_named() -> None:
-    empty = torch.zeros(0, device=DEVICE)
-    with pytest.raises(ValueError, match="'mean'; expected one of sum, squares"):
-        attend(empty, empty, empty, empty, None, empty, empty, empty, 1.0, reduction="mean")
 
 
 @given(st.integers(1, 20_000), st.integers(1, 5_000), st.integers(1, 200))

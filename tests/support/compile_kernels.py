@@ -33,7 +33,7 @@ RKV = {"HEADS": 8, "ROWS": 1152, "DIM": 128, "DIM_BLOCK": 128, "BLOCK": 64}
 SUMS = {"SINKS": False, "SUMS": True, "SQUARES": False}
 GEMMA = {"SOFTCAP": 50.0, "SLIDING_WINDOW": 1024, "KEEP_LOGITS": True}
 PLAIN = {"SOFTCAP": 0.0, "SLIDING_WINDOW": 0, "KEEP_LOGITS": False}
-ON_A_GPU = {"TENSOR_CORES": True, "INTERPRET": False}
+ON_A_GPU = {"TENSOR_CORES": True}
 
 # Types of what a kernel is given, by the names of its arguments. All other names are strides.
 TYPES = {
@@ -67,7 +67,7 @@ KERNELS = {
     "compact": (triton_compact._compact, {**MOVE, "HEADS": 8, "MOST_KEPT": 1024}),
     "drop oldest": (triton_compact._drop_oldest, {**MOVE, "CAPACITY": 1152}),
     "units": (triton_redundancy._units, {**RKV, "EPSILON": 1e-8}),
-    "exempt pairs": (triton_redundancy._exempt_pairs, {**RKV, "FIRST": False, "INTERPRET": False}),
+    "exempt pairs": (triton_redundancy._exempt_pairs, {**RKV, "FIRST": False}),
     "totals": (triton_redundancy._totals, RKV),
 }
 

@@ -48,9 +48,9 @@ def in_place_arguments(case: Case) -> tuple[object, ...]:
     return (
         *(named[name] for name in ("query", "key", "value")),
         *(slabs.keys, slabs.values, slabs.positions, slabs.tracks, slabs.sums, slabs.window),
-        *(named[name] for name in ("rows", "seq_len", "live", "sinks")),
-        *(options[name] for name in ("scaling", "softcap", "sliding_window")),
         slabs.reduction,
+        *(named[name] for name in ("rows", "seq_len", "live")),
+        *(options["scaling"], options["softcap"], named["sinks"], options["sliding_window"]),
     )
 
 
