@@ -57,6 +57,13 @@ class WeightOrder(Enum):
     packed = "packed"
 
 
+class GpuAttention(Enum):
+    """What attends on a GPU; the values of `kvpolicy.kernels.flash_attention.GpuAttention`."""
+
+    triton = "triton"
+    flash_attn = "flash-attn"
+
+
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
 Plugins = Annotated[
     list[Path] | None,
@@ -118,6 +125,14 @@ Compile = Annotated[
     typer.Option(
         "--compile",
         help="Compile decode steps, which takes a minute or more; tokens may differ by rounding.",
+        rich_help_panel=MODEL,
+    ),
+]
+Attention = Annotated[
+    GpuAttention,
+    typer.Option(
+        "--gpu-attention",
+        help="Flash-attn: it attends on a GPU where it can; tokens may differ by rounding.",
         rich_help_panel=MODEL,
     ),
 ]
@@ -243,6 +258,7 @@ class GenerationOptions:
     trust_remote_code: TrustRemoteCode = False
     cpu_weights: CpuWeights = WeightOrder.plain
     compile: Compile = False
+    gpu_attention: Attention = GpuAttention.triton
     slots: Slots = 8
 
 
@@ -336,6 +352,7 @@ def prepare(
         slots=options.slots,
         on_hook_error=on_hook_error,
         compile=options.compile,
+        gpu_attention=options.gpu_attention.value,
     )
     arguments = {
         "max_new_tokens": options.max_new_tokens or _default_length(model),

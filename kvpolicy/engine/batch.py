@@ -63,6 +63,7 @@ class RunningBatch:
         longest: int,
         compiled: Compiled | None,
         max_steps: int,
+        flash: bool,
     ) -> None:
         """Allocate everything for sequences of at most ``longest`` tokens.
 
@@ -80,6 +81,7 @@ class RunningBatch:
             compiled: Runs static steps instead of the model as it is.
             max_steps: The most static decode steps whose tokens are read together; 0: decode
                 steps are not static.
+            flash: Whether flash-attn attends in layers that it can run.
         """
         self.slots: list[Sequence | None] = [None] * num_slots
         self.timings = PolicyTimings()
@@ -114,7 +116,9 @@ class RunningBatch:
                 self._observer.states,
                 in_graph=compiled is not None,
                 padded=replays,
+                flash=flash,
             )
+        self._flash = flash
         self._compiled = compiled
         self._run: StaticForward = compiled or static_forward
         self._graphs: GraphRunner | None = None
@@ -134,6 +138,9 @@ class RunningBatch:
     def path(self) -> str:
         """How static steps are run, see `RunReport`."""
         path = "static, compiled" if self._compiled else "static"
+        if self._flash and self._static is not None:
+            num_layers = len(self.cache.layers)
+            path += f", flash-attn in {self._static.num_flash_layers} of {num_layers} layers"
         if self._graphs is None:
             return f"{path}, without graphs: policies steer" if self._on_gpu else path
         problem = self._graphs.problem

@@ -7,7 +7,7 @@ one call of `Engine.generate` and is what the caller iterates over.
 import time
 from collections import abc
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, get_args
 
 import attrs
 import torch
@@ -27,6 +27,7 @@ from kvpolicy.engine.stream import TextPieces
 from kvpolicy.errors import KVPolicyError, ModelError, RequestError
 from kvpolicy.hooks.discovery import policy_names
 from kvpolicy.kernels.draw import NO_TOKEN
+from kvpolicy.kernels.flash_attention import GpuAttention, flash_problem
 from kvpolicy.model.adapter import ModelAdapter
 from kvpolicy.model.packed import CpuWeights, packed_model, wants_packing
 from kvpolicy.model.static_forward import Compiled, compile_problem
@@ -53,6 +54,7 @@ class Engine:
         chunk: The most prompt tokens of one sequence in one forward.
         eager_reason: Why decode steps take the eager path; ``None``: they are static.
         compiled: Runs static steps, if they are compiled.
+        flash: Whether flash-attn attends where it can.
         max_tokens_per_forward: The most prompt tokens of all sequences in one forward.
         weights: The packed weights of the model, if it has any.
         steps_per_read: The most static decode steps whose tokens are read together.
@@ -71,6 +73,7 @@ class Engine:
         eager: bool = False,
         compile: bool = False,
         cpu_weights: CpuWeights = "plain",
+        gpu_attention: GpuAttention = "triton",
         steps_per_read: int | None = None,
     ) -> None:
         """Bind a plan to a model, which is left as it is.
@@ -99,13 +102,18 @@ class Engine:
                 a CPU, with products that differ by rounding. The plain weights stay in memory
                 beside the packed ones, since the model is left as it is; to release them, give
                 ``packed_model(model, release=True)`` for the model instead.
+            gpu_attention: What attends in decode steps on a GPU: ``"triton"``, our kernel, or
+                ``"flash-attn"``, the package, in layers whose policies want no sums of attention
+                and that have neither sinks nor a sliding window, and our kernel in the others.
+                Tokens may differ by rounding; ``kvpolicy bench --gpu`` says which is faster.
             steps_per_read: The most static decode steps that follow each other before their
                 tokens are read. Stop strings, cancelling and new requests take effect when they
                 are; results are the same. ``None``: 8 on a GPU, where reading is a wait, and 1 on
                 a CPU.
 
         Raises:
-            ModelError: If the engine cannot run the model, pack its weights, or compile it.
+            ModelError: If the engine cannot run the model, pack its weights, compile it, or have
+                flash-attn attend.
             PlanError: If the plan does not fit the model.
         """
         sizes = {"slots": slots, "chunk": chunk, "max_tokens_per_forward": max_tokens_per_forward}
@@ -147,6 +155,7 @@ class Engine:
         self.adapter.check_forward()
         self.eager_reason = "asked for" if eager else self.adapter.eager_reason
         self.compiled = self._compiled() if compile else None
+        self.flash = self._wants_flash(gpu_attention)
         on_cpu = self.adapter.device.type == "cpu"
         self.steps_per_read = steps_per_read or (1 if on_cpu else DEFAULT_STEPS_PER_READ)
 
@@ -206,6 +215,22 @@ class Engine:
             raise ModelError(msg)
         return Compiled()
 
+    def _wants_flash(self, gpu_attention: GpuAttention) -> bool:
+        if gpu_attention not in get_args(GpuAttention):
+            msg = (
+                f"gpu_attention was given as {gpu_attention!r:.60}; choose 'triton' or 'flash-attn'"
+            )
+            raise KVPolicyError(msg)
+        if gpu_attention == "triton":
+            return False
+        reason = flash_problem(self.adapter.device, self.adapter.model.dtype)
+        if self.eager_reason is not None:
+            reason = f"decode steps are not static: {self.eager_reason}"
+        if reason is not None:
+            msg = f"flash-attn cannot attend: {reason}; leave out gpu_attention"
+            raise ModelError(msg)
+        return True
+
     @torch.no_grad()
     def step(self, run: "Run") -> None:
         """One step of the loop: schedule, prefill, decode, compact, finish."""
@@ -260,6 +285,7 @@ class Engine:
             longest=longest,
             max_steps=max_steps,
             compiled=self.compiled if max_steps else None,
+            flash=self.flash,
         )
 
 

@@ -88,7 +88,8 @@ class RunReport:
             temporary copy of a compaction.
         num_processes: Processes that share the model and its cache.
         path: How decode steps were run: ``"eager: REASON"``, or ``"static"``, followed by
-            ``", compiled"`` and by ``", in graphs"`` or ``", without graphs: REASON"`` on a GPU.
+            ``", compiled"``, and on a GPU by ``", flash-attn in N of M layers"`` if it was asked
+            for, and by ``", in graphs"`` or ``", without graphs: REASON"``.
         compile_s: Seconds in which the engine has compiled decode steps, of all its runs.
         packed_bytes: Bytes of packed weights, which are beside the plain ones.
         released_bytes: Bytes of plain weights that were freed after packing.

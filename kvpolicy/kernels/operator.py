@@ -24,7 +24,7 @@ _LIBRARY.define(
     "Tensor(a!) keys, Tensor(b!) values, Tensor(c!) positions, Tensor(d!)[] tracks, "
     "Tensor(e!)? sums, Tensor(f!)? window, str reduction, "
     "Tensor rows, Tensor seq_len, Tensor live, "
-    "float scaling, float softcap, Tensor? sinks, int sliding_window) -> Tensor"
+    "float scaling, float softcap, Tensor? sinks, int sliding_window, bool flash) -> Tensor"
 )
 # What follows the new rows in the schema, in its order.
 _SLABS = tuple(field.name for field in attrs.fields(DecodeSlabs))
@@ -46,24 +46,31 @@ def decode(
     softcap: float = 0.0,
     sinks: Tensor | None = None,
     sliding_window: int = 0,
+    flash: bool = False,
 ) -> Tensor:
     """Store one new row in every slot, and attend to the rows that it holds.
 
-    Arguments and result are those of `kvpolicy.kernels.decode.attend_with_torch`.
+    Arguments and result are those of `kvpolicy.kernels.decode.attend_with_torch`, and ``flash``
+    that of `kvpolicy.kernels.triton_decode.decode`, which means nothing on a CPU.
     """
     of_layer = [getattr(slabs, name) for name in _SLABS]
     of_slots = [getattr(counts, name) for name in _COUNTS]
-    options = (scaling, softcap, sinks, sliding_window)
+    options = (scaling, softcap, sinks, sliding_window, flash)
     output: Tensor = DECODE(query, key, value, *of_layer, *of_slots, *options)
     return output
 
 
-def _on_cuda(*arguments: Any) -> Tensor:
-    attend = attend_in_fixed_shapes
-    if HAS_TRITON:
-        from kvpolicy.kernels.triton_decode import decode as attend
+def _on_cpu(*arguments: Any) -> Tensor:
+    return _called(attend_on_cpu, *arguments[:-1])
 
-    return _called(attend, *arguments)
+
+def _on_cuda(*arguments: Any) -> Tensor:
+    attend: Callable[..., Tensor] = attend_in_fixed_shapes
+    if HAS_TRITON:
+        from kvpolicy.kernels.triton_decode import decode
+
+        attend = partial(decode, flash=arguments[-1])
+    return _called(attend, *arguments[:-1])
 
 
 def _shape(query: Tensor, *_: object) -> Tensor:
@@ -73,13 +80,13 @@ def _shape(query: Tensor, *_: object) -> Tensor:
 def _called(
     attend: Callable[..., Tensor], query: Tensor, key: Tensor, value: Tensor, *rest: Any
 ) -> Tensor:
-    """Call an implementation with the operator's arguments."""
+    """Call an implementation with the operator's arguments but the last."""
     slabs, rest = rest[: len(_SLABS)], rest[len(_SLABS) :]
     counts, options = rest[: len(_COUNTS)], rest[len(_COUNTS) :]
     named = dict(zip(_OPTIONS, options, strict=True))
     return attend(query, key, value, DecodeSlabs(*slabs), Counts(*counts), **named)
 
 
-_LIBRARY.impl("decode", partial(_called, attend_on_cpu), "CPU")
+_LIBRARY.impl("decode", _on_cpu, "CPU")
 _LIBRARY.impl("decode", _on_cuda, "CUDA")
 torch.library.register_fake("kvpolicy::decode", _shape, lib=_LIBRARY)

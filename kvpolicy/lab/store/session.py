@@ -11,7 +11,7 @@ import torch
 
 import kvpolicy
 
-_PACKAGES = ("torch", "transformers", "tokenizers", "numpy", "numba")
+_PACKAGES = ("torch", "transformers", "tokenizers", "numpy", "numba", "triton", "flash-attn")
 
 
 def describe_session(
