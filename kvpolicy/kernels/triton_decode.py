@@ -20,7 +20,7 @@ from kvpolicy.kernels.flash_attention import attend_with_flash, can_attend
 from kvpolicy.kernels.triton_append import append
 from kvpolicy.kernels.triton_compact import drop_oldest
 from kvpolicy.kernels.triton_dot import dot
-from kvpolicy.kernels.triton_rows import held_rows, power_of_2, row_start, row_strides
+from kvpolicy.kernels.triton_rows import num_held, power_of_2, row_start, row_strides
 
 _BLOCK = 64  # rows attended to at once
 _LONGEST_CHUNK = 2048  # so that a long sequence among short ones does not run alone
@@ -67,7 +67,7 @@ def _attend_chunk(
 ):
     """Online softmax of one group of query heads over one chunk of rows of one slot."""
     slot, head, chunk = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    held = held_rows(rows, slot, head, live, rows_slot, CAPACITY)
+    held = num_held(rows, slot, head, live, rows_slot, CAPACITY)
     g, d = tl.arange(0, GROUP_BLOCK), tl.arange(0, DIM_BLOCK)
     is_head, is_dim = g < GROUP, d < DIM
     entry = (slot * HEADS + head).to(tl.int64)
@@ -156,7 +156,7 @@ def _join_chunks(
 ):
     """Output of one group of query heads; program c adds what the rows of chunk c receive."""
     slot, head, chunk = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    held = held_rows(rows, slot, head, live, rows_slot, CAPACITY)
+    held = num_held(rows, slot, head, live, rows_slot, CAPACITY)
     g, d = tl.arange(0, GROUP_BLOCK), tl.arange(0, DIM_BLOCK)
     is_head, is_dim = g < GROUP, d < DIM
     entry = (slot * HEADS + head).to(tl.int64)

@@ -16,7 +16,7 @@ def row_start(slot, head, row, slot_stride, head_stride, row_stride):
 
 
 @triton.jit
-def held_rows(rows, slot, head, live, rows_slot, CAPACITY: tl.constexpr):
+def num_held(rows, slot, head, live, rows_slot, CAPACITY: tl.constexpr):
     """Rows of a slot and KV head to attend to, the new one included; 0 where no sequence is."""
     before = tl.load(rows + slot * rows_slot + head).to(tl.int32)
     return tl.where(tl.load(live + slot) != 0, tl.minimum(before + 1, CAPACITY), 0)
