@@ -1,7 +1,8 @@
 """Attention by flash-attn in place of the Triton kernel, in layers where outputs are all it takes.
 
-flash-attn 2 reads how many rows a sequence holds on the device, so a CUDA graph can hold it. It
-answers outputs only, counts rows for all KV heads of a sequence together, and knows no sinks.
+flash-attn 2 reads how many rows a sequence holds on the device, so a CUDA graph can hold it, and
+its forward is deterministic. It answers outputs only, counts rows for all KV heads of a sequence
+together, and knows no sinks.
 
 Source: ``flash_attn_with_kvcache`` of Dao-AILab/flash-attention, 2.6 or newer.
 """
