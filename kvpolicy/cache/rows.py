@@ -1,6 +1,6 @@
 """The rows of a compaction: the part of the cache that hooks read and that `keep` changes."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -9,7 +9,12 @@ from torch import Tensor
 from kvpolicy.cache.slab import KVCache, slot_index
 from kvpolicy.cache.softmax import observed_weights
 from kvpolicy.errors import ModelError
+from kvpolicy.kernels.on_gpu import runs_in_triton
 from kvpolicy.kernels.transfer import upload
+
+# Makes the kept rows of a slab the first of their entries. Those behind them receive a number, if
+# one is given.
+_Move = Callable[[Tensor, int | None], None]
 
 
 class LayerRows:
@@ -137,14 +142,18 @@ class LayerRows:
             keys: Replaces their keys, ``[B, H_kv, K, D]``.
             values: Replaces their values, ``[B, H_kv, K, D]``.
         """
-        stack, index = self._stack, self._row_index(keep)
+        stack = self._stack
+        # An index that is wrong, which may be known only later, must not reach other slots.
+        within = keep.clamp(0, self.num_rows - 1)
+        move = self._in_triton(within) if runs_in_triton(keep) else self._in_torch(within)
         for slab, replacement in ((stack.keys, keys), (stack.values, values)):
-            rows = _taken(slab, index) if replacement is None else replacement
-            self._store(slab, rows)
-            del rows  # free them before the next ones are made
-        self._store(stack.positions, _taken(stack.positions, index), empty=-1)
+            if replacement is None:
+                move(slab, None)
+            else:
+                self._store(slab, replacement)
+        move(stack.positions, -1)
         for track in stack.tracks.values():
-            self._store(track, _taken(track, index), empty=0)
+            move(track, 0)
         counts = self.layers, self._slots
         self._cache.rows[counts] = keep.shape[2]
         self._cache.compacted_at[counts] = self._cache.seq_len[self._slots]
@@ -180,13 +189,35 @@ class LayerRows:
         """These entries of a tensor of the stack; a view if they are in equal steps."""
         return tensor.index_select(0, self._places) if self._view is None else tensor[self._view]
 
+    def _in_triton(self, keep: Tensor) -> _Move:
+        """Moves rows within their slab."""
+        from kvpolicy.kernels.triton_compact import compact
+
+        num_kept = keep.new_full(keep.shape[:2], keep.shape[2])
+        num_rows = torch.full_like(num_kept, self.num_rows)
+
+        def move(slab: Tensor, empty: int | None) -> None:
+            compact(slab, keep, self._places, num_kept, num_rows, empty or 0)
+
+        return move
+
+    def _in_torch(self, keep: Tensor) -> _Move:
+        """Moves rows by way of a copy."""
+        index = self._row_index(keep)
+
+        def move(slab: Tensor, empty: int | None) -> None:
+            # Copies a row at a time, several times as fast as `gather`, which copies numbers.
+            rows = slab.flatten(0, 2).index_select(0, index.flatten())
+            self._store(slab, rows.view(*index.shape, *slab.shape[3:]), empty)
+
+        return move
+
     def _row_index(self, keep: Tensor) -> Tensor:
         """Places of rows among those of all entries and heads of a slab, ``[B, H_kv, K]``."""
         num_heads, capacity = self._stack.positions.shape[1:]
         heads = torch.arange(num_heads, device=keep.device)
         first = (self._places[:, None] * num_heads + heads) * capacity
-        # An index that is wrong, which may be known only later, must not reach other slots.
-        return keep.clamp(0, self.num_rows - 1) + first[..., None]
+        return keep + first[..., None]
 
     def _store(self, tensor: Tensor, rows: Tensor, empty: int | None = None) -> None:
         self._write(tensor, 0, rows)
@@ -202,13 +233,6 @@ class LayerRows:
 
     def _note_copy(self, num_bytes: int) -> None:
         self._cache.note_copy(num_bytes)
-
-
-def _taken(slab: Tensor, index: Tensor) -> Tensor:
-    """Rows of a slab by `LayerRows._row_index`: ``[B, H_kv, K, D]``, or without ``D``."""
-    # Copies a row at a time, several times as fast as `gather`, which copies single numbers.
-    rows = slab.flatten(0, 2).index_select(0, index.flatten())
-    return rows.view(*index.shape, *slab.shape[3:])
 
 
 class Tracks:

@@ -6,7 +6,6 @@ rows are held. So a model's whole decode step can be traced without a break.
 
 from collections.abc import Callable
 from functools import partial
-from importlib.util import find_spec
 from typing import Any
 
 import attrs
@@ -16,6 +15,7 @@ from torch import Tensor
 from kvpolicy.kernels.decode import Counts, DecodeSlabs
 from kvpolicy.kernels.fixed_shapes import attend_in_fixed_shapes
 from kvpolicy.kernels.on_cpu import attend_on_cpu
+from kvpolicy.kernels.on_gpu import HAS_TRITON
 
 # Defined and implemented by hand: `torch.library.custom_op` adds two layers of Python to a call.
 _LIBRARY = torch.library.Library("kvpolicy", "DEF")
@@ -32,7 +32,6 @@ _COUNTS = tuple(field.name for field in attrs.fields(Counts))
 _OPTIONS = ("scaling", "softcap", "sinks", "sliding_window")
 
 DECODE = torch.ops.kvpolicy.decode.default
-HAS_TRITON = find_spec("triton") is not None
 
 
 def decode(

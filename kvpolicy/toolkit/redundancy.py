@@ -5,6 +5,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from kvpolicy.kernels.on_gpu import runs_in_triton
 from kvpolicy.toolkit.ranking import take_rows
 
 Retain = Literal["last", "first"]
@@ -36,6 +37,10 @@ def key_redundancy(keys: Tensor, *, threshold: float, retain: Retain = "last") -
     Returns:
         ``[B, H_kv, T]``, fp32, sums to 1 over the rows.
     """
+    if runs_in_triton(keys):
+        from kvpolicy.kernels import triton_redundancy
+
+        return triton_redundancy.key_redundancy(keys, threshold=threshold, retain=retain)
     keys = keys.float()
     unit = keys / (keys.norm(dim=-1, keepdim=True) + 1e-8)
     total = (unit * (unit.sum(dim=2, keepdim=True) - unit)).sum(dim=3)  # [B, H_kv, T]

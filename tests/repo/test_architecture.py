@@ -21,7 +21,7 @@ ENGINE = HOOKS | {"engine", "model", "plan", "toolkit"}
 ALLOWED = {
     **dict.fromkeys(BASE, BASE),
     "state": BASE,
-    "toolkit": BASE | {"toolkit"},
+    "toolkit": BASE | {"kernels", "toolkit"},
     "kernels": {"kernels"},
     "cache": CACHE,
     "hookspecs": CACHE,

@@ -1,0 +1,46 @@
+"""What Triton does outside of a decode step: compactions and redundancy, in an engine."""
+
+from typing import Any
+
+import pytest
+from tiny import tiny_model
+from triton_device import DEVICE, INTERPRETED
+
+from kvpolicy import Engine, Plan
+from kvpolicy.kernels import triton_compact, triton_redundancy
+
+
+def positions_and_tokens(name: str) -> tuple[list[list[int]], list[list[int]]]:
+    """Tokens and kept positions of two sequences of which rows are evicted several times."""
+    model = tiny_model("qwen3", num_layers=2).to(DEVICE)
+    engine = Engine(model, plan=Plan.uniform(name, budget=16, buffer=4), slots=2)
+    prompts = [list(range(2, 40)), list(range(20, 30))]
+    run = engine.generate(prompts, max_new_tokens=12, stop_ids=())
+    kept = []
+    while not run.done:
+        run.step()
+        kept.append(run.cache.layers[1].positions.flatten().tolist())
+    return [result.token_ids for result in run.results()], kept
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="the same kernels run on both sides on a GPU")
+@pytest.mark.parametrize("name", ["rkv", "h2o"])
+def test_engine_keeps_the_same_rows_with_triton(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = positions_and_tokens(name)
+    calls = []
+
+    def counted(module: Any, function: str) -> None:
+        called = getattr(module, function)
+
+        def call(*args: Any, **options: Any) -> Any:
+            calls.append(function)
+            return called(*args, **options)
+
+        monkeypatch.setattr(module, function, call)
+
+    counted(triton_compact, "compact")
+    counted(triton_redundancy, "key_redundancy")
+    for module in ("kvpolicy.cache.rows", "kvpolicy.toolkit.redundancy"):
+        monkeypatch.setattr(f"{module}.runs_in_triton", lambda _: True)
+    assert positions_and_tokens(name) == expected
+    assert set(calls) == {"compact", "key_redundancy"} if name == "rkv" else {"compact"}
