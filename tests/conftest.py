@@ -86,6 +86,16 @@ def packs_small_products() -> Iterator[None]:
         yield
 
 
+@pytest.fixture
+def no_compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Compile decode steps by tracing them only; the operations run as they are."""
+    monkeypatch.setattr("kvpolicy.model.static_forward.BACKEND", "aot_eager")
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    yield
+    torch._dynamo.reset()
+
+
 @pytest.fixture(autouse=True, scope="module")
 def _freeze_garbage_collector() -> None:
     """Keep the garbage collector from scanning what exists already: tests collect often."""

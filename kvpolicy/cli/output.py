@@ -199,6 +199,16 @@ def format_count(number: int, noun: str) -> str:
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
+def format_seconds(elapsed_s: float, compile_s: float = 0.0) -> str:
+    """Seconds, such as ``12.3 s``, and how many of them went into compiling, if any.
+
+    Args:
+        elapsed_s: All seconds.
+        compile_s: Those in which decode steps were compiled.
+    """
+    return f"{elapsed_s:.1f} s" + (f", {compile_s:.1f} s of them compiling" if compile_s else "")
+
+
 class Progress:
     """Progress of a long command on stderr: a live line on a terminal, else a line every 10 s.
 

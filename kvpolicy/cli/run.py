@@ -27,6 +27,7 @@ from kvpolicy.cli.options import (
 )
 from kvpolicy.cli.output import (
     format_bytes,
+    format_seconds,
     info,
     print_exact,
     print_json,
@@ -270,9 +271,9 @@ def format_report(report: "RunReport") -> str:
     """
     shared = f" in each of {report.num_processes} processes" if report.num_processes > 1 else ""
     failed = f", {report.num_errors} of them failed," if report.num_errors else ""
-    compiling = f", {report.compile_s:.1f} s of them compiling" if report.compile_s else ""
     return (
-        f"{report.num_requests} done{failed} in {report.elapsed_s:.1f} s{compiling}: "
+        f"{report.num_requests} done{failed} in "
+        f"{format_seconds(report.elapsed_s, report.compile_s)}: "
         f"{report.new_tokens:,} tokens, {report.throughput_tok_s:.0f}/s; "
         f"policies took {report.policy_share:.1%} of the decode time; "
         f"peak KV bytes {format_bytes(report.peak_kv_bytes)}{shared}."

@@ -205,6 +205,16 @@ class Engine:
         """
         return Stream(self.generate([prompt], **options))
 
+    @property
+    def compile_s(self) -> float:
+        """Seconds in which decode steps were compiled so far."""
+        return 0.0 if self.compiled is None else self.compiled.seconds
+
+    @property
+    def clock(self) -> abc.Callable[[], float]:
+        """Tells the time in seconds; it stands still while decode steps are compiled."""
+        return time.perf_counter if self.compiled is None else self.compiled.clock
+
     def _compiled(self) -> Compiled:
         reason = compile_problem(self.adapter.device)
         if self.eager_reason is not None:
@@ -313,6 +323,7 @@ class Run:
         self.engine = engine
         self.requests = tuple(requests)
         self.tokenizer = engine.tokenizer
+        self._clock = engine.clock
         self._sampler = sampler
         self._waiting: dict[int, Sequence] = {}  # in order of arrival
         self._cancelled: set[int] = set()
@@ -368,7 +379,7 @@ class Run:
             packed_bytes=self.engine.weights.packed_bytes,
             released_bytes=self.engine.weights.released_bytes,
             path=f"eager: {reason}" if (reason := self.engine.eager_reason) else self.batch.path,
-            compile_s=0.0 if (compiled := self.engine.compiled) is None else compiled.seconds,
+            compile_s=self.engine.compile_s,
             compactions=self.batch.compactor.num_compactions,
             **timings,
         )
@@ -486,9 +497,9 @@ class Run:
     @contextmanager
     def prefill_time(self, group: abc.Sequence[Sequence]) -> abc.Iterator[None]:
         """Count the seconds of a block as prefill of a group."""
-        start = time.perf_counter()
+        start = self._clock()
         yield
-        elapsed = time.perf_counter() - start
+        elapsed = self._clock() - start
         for seq in group:
             seq.prefill_s = elapsed
         self._report.prompt_tokens += sum(len(seq.prompt) for seq in group)
@@ -497,10 +508,10 @@ class Run:
     @contextmanager
     def decode_time(self) -> abc.Iterator[None]:
         """Count the seconds of a block as decode."""
-        start = time.perf_counter()
+        start = self._clock()
         with self.batch.timings.decoding():
             yield
-        self._report.decode_s += time.perf_counter() - start
+        self._report.decode_s += self._clock() - start
 
     # Arrival and results
 
@@ -525,9 +536,14 @@ class Run:
             self._emit(Result(number, finish_reason="error", error=str(error)))
             return
         stop_ids = adapter.stop_ids if request.stop_ids is None else request.stop_ids
-        max_new_tokens = most - len(prompt)
         self._waiting[number] = Sequence(
-            number, request, prompt, max_new_tokens, frozenset(stop_ids), self.tokenizer
+            number,
+            request,
+            prompt,
+            most - len(prompt),
+            frozenset(stop_ids),
+            self.tokenizer,
+            self._clock,
         )
 
     def _finish(self, seq: Sequence, reason: FinishReason | None = None) -> None:

@@ -31,7 +31,7 @@ class Result:
         full_bytes: Bytes of keys and values that a full cache holds for the same tokens: of all
             rows that some query can still attend to.
         prefill_s: Seconds in forwards of this prompt (shared with its prefill group).
-        decode_s: Seconds from the first token to the last.
+        decode_s: Seconds from the first token to the last, without those of compiling.
     """
 
     id: int
@@ -68,9 +68,9 @@ class RunReport:
         num_errors: Requests that ended with an error.
         prompt_tokens: Prompt tokens prefilled.
         new_tokens: Tokens generated.
-        elapsed_s: Seconds since the start of the run.
+        elapsed_s: Seconds since the start of the run, those of compiling included.
         prefill_s: Seconds in prefill, compactions included.
-        decode_s: Seconds in decode steps, compactions included.
+        decode_s: Seconds in decode steps, compactions included and compiling not.
         observe_s: Seconds in `observe`.
         score_s: Seconds in `score`, including the computation of its arguments.
         select_s: Seconds in `select`.

@@ -29,6 +29,7 @@ class Sequence:
         max_new_tokens: The most tokens to generate, within the model's positions.
         stop_ids: Tokens that end the generation.
         tokenizer: The engine's, if there is one.
+        clock: Tells the time in seconds: the engine's, which leaves out compiling.
         slot: Its slot in the cache, while it is served.
         tokens: Tokens generated so far.
         memory: What policies remember of it.
@@ -39,7 +40,7 @@ class Sequence:
         peak_bytes: Bytes of keys and values in its rows at most, summed over layers.
         full_bytes: Those of a full cache of the same tokens, when it was last looked at.
         prefill_s: Seconds in the prefill of its group.
-        decode_from: Time of its first token.
+        decode_from: Time of its first token, by `clock`.
         finish_reason: Why it has ended; ``None`` while it is served.
         error: What was wrong, if it has ended with an error.
         continuation: How decode steps continue it.
@@ -51,6 +52,7 @@ class Sequence:
     max_new_tokens: int
     stop_ids: frozenset[int]
     tokenizer: Any = None
+    clock: abc.Callable[[], float] = time.perf_counter
     slot: int = -1
     tokens: list[int] = attrs.field(factory=list)
     memory: SequenceMemory = attrs.field(factory=SequenceMemory)
@@ -105,7 +107,7 @@ class Sequence:
     def append(self, token: int) -> None:
         """Add a generated token, and check whether it ends the generation."""
         if not self.tokens:
-            self.decode_from = time.perf_counter()
+            self.decode_from = self.clock()
         self.tokens.append(token)
         stops = token in self.stop_ids or (self.request.stop and self._has_stop_string())
         if self.error is not None:
@@ -164,7 +166,7 @@ class Sequence:
             peak_bytes=self.peak_bytes,
             full_bytes=self.full_bytes,
             prefill_s=self.prefill_s,
-            decode_s=time.perf_counter() - self.decode_from if self.tokens else 0.0,
+            decode_s=self.clock() - self.decode_from if self.tokens else 0.0,
         )
 
 

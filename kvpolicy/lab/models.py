@@ -10,9 +10,12 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from kvpolicy.engine.engine import Engine
 from kvpolicy.model.loading import load_model
 from kvpolicy.model.packed import CpuWeights, packed_weights
 from kvpolicy.model.tensor_parallel import refuse_several_processes
+from kvpolicy.plan.plan import Plan
+from kvpolicy.plan.resolved import ResolvedPlan
 
 # Entries of a configuration that do not change a model's output.
 _IGNORED_SETTINGS = ("version", "transformers_version")
@@ -26,7 +29,7 @@ class ModelInfo:
         name: Its name, hub id or folder, as the user typed it.
         fingerprint: Hash of its configuration and weights.
         device: Its device.
-        dtype: Its precision, and whether its weights are packed.
+        dtype: Its precision, and the `forms` in which it is computed: ``"float32, packed"``.
         num_layers: Number of decoder layers.
         num_parameters: Number of parameters.
     """
@@ -46,6 +49,33 @@ class ModelProvider(Protocol):
         """Describe a model and return its tokenizer; see `ModelCache.describe`."""
 
 
+@attrs.frozen
+class LoadedModel:
+    """A model in memory, and how it is computed.
+
+    Attributes:
+        model: The model.
+        tokenizer: Its tokenizer.
+        compile: Whether its decode steps are compiled.
+    """
+
+    model: PreTrainedModel
+    tokenizer: Any
+    compile: bool = False
+
+    def engine(self, plan: Plan | ResolvedPlan, *, slots: int) -> Engine:
+        """An engine that computes the model in this way.
+
+        Args:
+            plan: Its plan.
+            slots: Its number of slots.
+
+        Raises:
+            KVPolicyError: As for `Engine`.
+        """
+        return Engine(self.model, self.tokenizer, plan, slots=slots, compile=self.compile)
+
+
 @attrs.define
 class ModelCache:
     """Loads models with the same options, and keeps the last one in memory.
@@ -55,17 +85,19 @@ class ModelCache:
         device: Device, as in `load_model`.
         trust_remote_code: Whether to run code that comes with a model.
         cpu_weights: Order of the weights, as in `load_model`.
+        compile: Whether decode steps are compiled, as in `Engine`.
     """
 
     dtype: str = "auto"
     device: str | None = None
     trust_remote_code: bool = False
     cpu_weights: CpuWeights = "plain"
+    compile: bool = False
     _name: str | None = attrs.field(default=None, init=False)
-    _loaded: tuple[Any, Any] | None = attrs.field(default=None, init=False)
+    _loaded: LoadedModel | None = attrs.field(default=None, init=False)
 
-    def open(self, name: str) -> tuple[Any, Any]:
-        """Return a model and its tokenizer, loading them if another model is in memory.
+    def open(self, name: str) -> LoadedModel:
+        """Return a model, loading it if another one is in memory.
 
         The other model is released first, so that memory for one is enough.
 
@@ -73,7 +105,7 @@ class ModelCache:
             name: Name of an installed model, hub id or local folder.
 
         Raises:
-            ModelError: The model cannot be loaded.
+            ModelError: The model cannot be loaded, or not be compiled.
         """
         if self._loaded is None or self._name != name:
             refuse_several_processes()
@@ -81,13 +113,18 @@ class ModelCache:
             gc.collect()
             if torch.cuda.is_initialized():
                 torch.cuda.empty_cache()
-            self._loaded = load_model(
+            model, tokenizer = load_model(
                 name,
                 dtype=self.dtype,
                 device=self.device,
                 trust_remote_code=self.trust_remote_code,
                 cpu_weights=self.cpu_weights,
             )
+            loaded = LoadedModel(model, tokenizer, self.compile)
+            if self.compile:
+                # Refuses what cannot be compiled, before a sweep and its workers begin.
+                loaded.engine(Plan.full_cache(), slots=1)
+            self._loaded = loaded
         return self._loaded
 
     def describe(self, name: str) -> tuple[ModelInfo, Any]:
@@ -97,38 +134,54 @@ class ModelCache:
             name: As for `open`.
 
         Raises:
-            ModelError: The model cannot be loaded.
+            ModelError: The model cannot be loaded, or not be compiled.
         """
-        model, tokenizer = self.open(name)
-        return describe_model(name, model), tokenizer
+        loaded = self.open(name)
+        return describe_model(name, loaded), loaded.tokenizer
 
 
-def describe_model(name: str, model: PreTrainedModel) -> ModelInfo:
+def describe_model(name: str, loaded: LoadedModel) -> ModelInfo:
     """Describe a loaded model.
 
     Args:
         name: Its name as the user typed it.
-        model: The model.
+        loaded: The model.
     """
-    packed = ", packed" if packed_weights(model).num_layers else ""
+    model = loaded.model
+    precision = str(model.dtype).removeprefix("torch.")
     return ModelInfo(
         name=name,
-        fingerprint=fingerprint(model),
+        fingerprint=fingerprint(model, compiled=loaded.compile),
         device=str(model.device),
-        dtype=str(model.dtype).removeprefix("torch.") + packed,
+        dtype=", ".join([precision, *forms(model, compiled=loaded.compile)]),
         num_layers=model.config.get_text_config(decoder=True).num_hidden_layers,
         num_parameters=sum(parameter.numel() for parameter in model.parameters()),
     )
 
 
-def fingerprint(model: nn.Module) -> str:
-    """Hash a model's configuration and all its weights.
-
-    The name and the folder do not count. The precision does, and whether the weights are packed:
-    both change answers.
+def forms(model: nn.Module, *, compiled: bool) -> list[str]:
+    """The forms in which a model is computed, which change its answers by rounding.
 
     Args:
         model: A Hugging Face model.
+        compiled: Whether its decode steps are compiled.
+
+    Returns:
+        None, one or both of ``"packed"``, for its weights, and ``"compiled"``.
+    """
+    found = {"packed": packed_weights(model).num_layers > 0, "compiled": compiled}
+    return [form for form, applies in found.items() if applies]
+
+
+def fingerprint(model: nn.Module, *, compiled: bool = False) -> str:
+    """Hash a model's configuration and all its weights.
+
+    The name and the folder do not count. The precision does, and so do the `forms` in which it is
+    computed: they change answers.
+
+    Args:
+        model: A Hugging Face model.
+        compiled: Whether its decode steps are compiled.
 
     Returns:
         16 hexadecimal digits.
@@ -143,8 +196,8 @@ def fingerprint(model: nn.Module) -> str:
         # An XOR over all values, computed on the model's device: seconds for billions of values.
         value = torch.hash_tensor(tensor.detach()).view(torch.int64).item()
         digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype} {value};".encode())
-    if packed_weights(model).num_layers:
-        digest.update(b"packed")
+    for form in forms(model, compiled=compiled):
+        digest.update(form.encode())
     return digest.hexdigest()[:16]
 
 

@@ -114,6 +114,10 @@ class Compiled:
         self.seconds = 0.0
         self._forward = torch.compile(static_forward, fullgraph=True, backend=BACKEND)
 
+    def clock(self) -> float:
+        """Seconds of a clock that stands still while this compiles."""
+        return time.perf_counter() - self.seconds
+
     def __call__(
         self, call: Callable[..., Any], step: StaticStep, given: Any
     ) -> tuple[Tensor, Tensor | None]:

@@ -77,11 +77,8 @@ def test_packed_weights_are_counted_and_give_the_tokens_of_a_packed_engine(
     assert run["released_bytes"] == engine.weights.released_bytes
 
 
-def test_compiling_is_said_and_gives_the_same_text(
-    kvpolicy: Shell, model_folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # Traced as for a compiler; the operations run as they are.
-    monkeypatch.setattr("kvpolicy.model.static_forward.BACKEND", "aot_eager")
+@pytest.mark.usefixtures("no_compiler")
+def test_compiling_is_said_and_gives_the_same_text(kvpolicy: Shell, model_folder: Path) -> None:
     words = ("run", PROMPTS[0], "--model", model_folder, *H2O)
     plain, compiled = kvpolicy(*words), kvpolicy(*words, "--compile")
     assert compiled.status == 0, compiled.err

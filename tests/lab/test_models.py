@@ -1,13 +1,16 @@
 """Telling models from one another: fingerprints of weights and of texts."""
 
 import copy
+import itertools
 from pathlib import Path
 
 import attrs
 import pytest
 import torch
-from tiny import tiny_model
+from families import family_model
+from tiny import tiny_model, tiny_tokenizer
 
+from kvpolicy.errors import ModelError
 from kvpolicy.lab.models import ModelCache, fingerprint, fingerprint_texts
 from kvpolicy.model.loading import load_model
 from kvpolicy.model.packed import packed_model
@@ -45,6 +48,35 @@ def test_packed_weights_are_named_and_have_another_fingerprint(model_folder: Pat
     assert attrs.evolve(packed, **changed) == plain
     unreleased = packed_model(load_model(str(model_folder))[0])
     assert fingerprint(unreleased) == packed.fingerprint
+
+
+def test_each_form_of_computing_is_named_and_has_another_fingerprint(
+    model_folder: Path, packs_small_products: None, no_compiler: None
+) -> None:
+    found = {}
+    for order, compiled in itertools.product(("plain", "packed"), (False, True)):
+        models = ModelCache(cpu_weights=order, compile=compiled)
+        found[order, compiled], _ = models.describe(str(model_folder))
+        assert models.open(str(model_folder)).compile == compiled
+    assert [one.dtype for one in found.values()] == [
+        "float32",
+        "float32, compiled",
+        "float32, packed",
+        "float32, packed, compiled",
+    ]
+    assert len({one.fingerprint for one in found.values()}) == len(found)
+
+
+def test_a_model_that_cannot_be_compiled_is_refused_when_it_is_opened(
+    tmp_path: Path, no_compiler: None
+) -> None:
+    family_model("mixtral").save_pretrained(tmp_path)
+    tiny_tokenizer().save_pretrained(tmp_path)
+    ModelCache().describe(str(tmp_path))
+    models = ModelCache(compile=True)
+    for _ in range(2):
+        with pytest.raises(ModelError, match="cannot be compiled: its decode steps are not static"):
+            models.describe(str(tmp_path))
 
 
 def test_a_fingerprint_does_not_depend_on_the_version_that_loads_a_model(

@@ -1,7 +1,5 @@
 """The forward of a static step is one graph, and a compiled one gives the same tokens."""
 
-from collections.abc import Iterator
-
 import attrs
 import pytest
 import torch
@@ -15,6 +13,8 @@ from kvpolicy.engine.request import Sampling
 from kvpolicy.errors import HookError, ModelError
 from kvpolicy.model import static_forward
 
+pytestmark = pytest.mark.usefixtures("no_compiler")
+
 PROMPTS = [[5, 9, 40, 2, 2, 7, 11], [1, 2], [3, 8] * 6]
 PLANS = {
     "h2o": Plan.uniform("h2o", "protect", budget=12, buffer=5),
@@ -27,16 +27,6 @@ CASES = [
     for family in sorted(FAMILIES.keys() - EAGER)
     for plan in PLANS
 ]
-
-
-@pytest.fixture(autouse=True)
-def no_compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Trace as for a compiler, and run the operations as they are."""
-    monkeypatch.setattr(static_forward, "BACKEND", "aot_eager")
-    torch._dynamo.reset()
-    counters.clear()
-    yield
-    torch._dynamo.reset()
 
 
 def requests(*, lengths: tuple[int, int, int] = (40, 40, 40), drawn: bool = False) -> list[Request]:
@@ -97,6 +87,13 @@ def test_batches_of_any_width_need_few_graphs_once() -> None:
     assert engine.compiled.seconds > 0
     assert run.report.path == "static, compiled"
     assert run.report.compile_s == engine.compiled.seconds
+
+
+def test_only_the_time_of_the_whole_run_includes_compiling() -> None:
+    run = Engine(tiny_model(), plan=PLANS["h2o"], slots=3, compile=True).generate(requests())
+    results, report = run.results(), run.report
+    assert 0 < report.decode_s <= report.elapsed_s - report.prefill_s - report.compile_s
+    assert all(0 < one.decode_s <= report.elapsed_s - report.compile_s for one in results)
 
 
 @attrs.define(eq=False)

@@ -107,6 +107,7 @@ class PooledCell:
             policy_s=sum(one.policy_s for one in self.timings),
             decode_s=sum(one.decode_s for one in self.timings),
             peak_kv_bytes=max(one.peak_kv_bytes for one in self.timings),
+            compile_s=sum(one.compile_s for one in self.timings),
         )
 
     def counts(self) -> dict[str, int]:

@@ -20,6 +20,7 @@ import typer
 from kvpolicy.cli.failures import Interrupted
 from kvpolicy.cli.options import (
     Buffer,
+    Compile,
     CpuWeights,
     Device,
     Dtype,
@@ -36,6 +37,7 @@ from kvpolicy.cli.options import (
 from kvpolicy.cli.output import (
     Progress,
     format_count,
+    format_seconds,
     info,
     print_json,
     print_lines,
@@ -51,6 +53,7 @@ if TYPE_CHECKING:
     from kvpolicy.lab.sweep.grid import Cell, Sweep
     from kvpolicy.lab.sweep.jobs import Executor
     from kvpolicy.lab.sweep.publish import Panel
+    from kvpolicy.lab.sweep.runner import CellDone
 
 app = typer.Typer(
     help="Compare policies at several budgets.",
@@ -101,6 +104,7 @@ def ablate(
     device: Device = None,
     trust_remote_code: TrustRemoteCode = False,
     cpu_weights: CpuWeights = WeightOrder.plain,
+    compile: Compile = False,
     json: Json = False,
 ) -> None:
     """Compare policies at several budgets: accuracy, length, memory and speed.
@@ -144,6 +148,7 @@ def ablate(
             device=device,
             trust_remote_code=trust_remote_code,
             cpu_weights=cpu_weights.value,
+            compile=compile,
         ),
         address=ray_address,
         workers=workers,
@@ -294,7 +299,7 @@ def _run_jobs(sweep: "Sweep", store: "Store", executor: "Executor", done: Contai
             if isinstance(event, SampleDone):
                 status.add(event.sample)
             else:
-                progress.log(status.cell_line(event.cell, event.elapsed_s))
+                progress.log(status.cell_line(event))
             progress.update(status.line(), status.num_done)
 
 
@@ -322,9 +327,10 @@ class _Status:
             value = setting.task.metric.columns[0].value(sample)
             self._values[sample.cell] += [] if value is None else [value]
 
-    def cell_line(self, cell: "Cell", elapsed_s: float) -> str:
+    def cell_line(self, done: "CellDone") -> str:
         """Describe a finished cell."""
-        return f"{self._cells_done()}  {self._describe(cell)} in {elapsed_s:.1f} s"
+        seconds = format_seconds(done.elapsed_s, done.compile_s)
+        return f"{self._cells_done()}  {self._describe(done.cell)} in {seconds}"
 
     def line(self) -> str:
         """Describe the cells that are running."""

@@ -20,6 +20,7 @@ from kvpolicy.cli.options import (
     DEFAULT_MODEL,
     Budget,
     Buffer,
+    Compile,
     CpuWeights,
     Device,
     Dtype,
@@ -154,6 +155,7 @@ def lm_eval(
     device: Device = None,
     trust_remote_code: TrustRemoteCode = False,
     cpu_weights: CpuWeights = WeightOrder.plain,
+    compile: Compile = False,
     json: Json = False,
 ) -> None:
     """Run tasks of lm-evaluation-harness with a policy at a budget.
@@ -202,7 +204,7 @@ def lm_eval(
         cpu_weights=cpu_weights.value,
     )
     tell_packing(loaded, cpu_weights)
-    engine = Engine(loaded, tokenizer, chosen, slots=slots)
+    engine = Engine(loaded, tokenizer, chosen, slots=slots, compile=compile)
     lm = PolicyLM(engine, seed=seed or 0, think_end_token=think_end, follow=_show_progress)
     cache = None if output is None else AnswerCache(lm, output.with_suffix(".answers.db"))
     if cache is not None and cache.num_found:
@@ -231,6 +233,8 @@ def lm_eval(
     finally:
         if cache is not None:
             cache.close()
+    if engine.compile_s:
+        info(f"compiling decode steps took {engine.compile_s:.1f} s.")
     record[OURS] = {"model": model, "session": session, **record[OURS]}
     _print_record(record, output, json=json)
     if cache is not None:

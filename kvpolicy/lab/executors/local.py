@@ -104,8 +104,7 @@ class LocalExecutor:
         self, sweep: Sweep, name: str, jobs: Sequence[Job], num_workers: int
     ) -> Iterator[Event]:
         """Run the jobs of one model. Nothing but the model cache refers to the model afterwards."""
-        model, tokenizer = self.models.open(name)
-        run = partial(run_job, sweep, model=model, tokenizer=tokenizer)
+        run = partial(run_job, sweep, loaded=self.models.open(name))
         if num_workers > 1:
             with WorkerProcesses(run, num_workers) as workers:
                 yield from workers.run_jobs(jobs)

@@ -15,7 +15,7 @@ import torch
 import kvpolicy
 from kvpolicy.errors import KVPolicyError, ModelError
 from kvpolicy.hooks.discovery import register_file, registered_files
-from kvpolicy.lab.models import ModelCache, ModelInfo, describe_model
+from kvpolicy.lab.models import LoadedModel, ModelCache, ModelInfo, describe_model
 from kvpolicy.lab.store.session import describe_machine
 from kvpolicy.lab.sweep.grid import Cell, Sweep
 from kvpolicy.lab.sweep.jobs import Event, Job, run_job
@@ -120,9 +120,9 @@ class Worker:
             cell = sweep.cell(job.cell)
             _check_code(cell)
             info = sweep.setting_of(cell).model
-            model, tokenizer = self._models.open(info.name)
-            self._check_model(info, model)
-            yield from run_job(sweep, job, model, tokenizer)
+            loaded = self._models.open(info.name)
+            self._check_model(info, loaded)
+            yield from run_job(sweep, job, loaded)
 
     @contextmanager
     def _set_up(self) -> Iterator[None]:
@@ -140,10 +140,10 @@ class Worker:
             msg = f"on {host}, in a worker:\n{traceback.format_exc()}"
             raise RuntimeError(msg) from None
 
-    def _check_model(self, info: ModelInfo, model: Any) -> None:
+    def _check_model(self, info: ModelInfo, loaded: LoadedModel) -> None:
         if self._checked == info:
             return
-        found, wanted = attrs.asdict(describe_model(info.name, model)), attrs.asdict(info)
+        found, wanted = attrs.asdict(describe_model(info.name, loaded)), attrs.asdict(info)
         differences = [
             f"its {key} is {found[key]} there and {value} in this run"
             for key, value in wanted.items()

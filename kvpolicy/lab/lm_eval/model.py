@@ -132,7 +132,7 @@ class PolicyLM(HFLM):
         self.reports: dict[str, RunReport] = {}
         self.identity = {
             "plan_digest": engine.plan.digest(),
-            "model_fingerprint": fingerprint(model),
+            "model_fingerprint": fingerprint(model, compiled=engine.compiled is not None),
         }
         self._seed = seed
         self._follow = follow or (lambda results, _kind, _total: iter(results))
@@ -344,6 +344,7 @@ class LoadedPolicyLM(PolicyLM):
         device: str | None = None,
         trust_remote_code: bool = False,
         cpu_weights: CpuWeights = "plain",
+        compile: bool = False,
         batch_size: int | str = "auto",
         max_batch_size: object = None,
         **options: Any,
@@ -361,6 +362,7 @@ class LoadedPolicyLM(PolicyLM):
             device: Device of the model.
             trust_remote_code: Whether to run code that comes with the model.
             cpu_weights: Order of the model's weights, as for `load_model`.
+            compile: Whether decode steps are compiled, as for `Engine`.
             batch_size: Number of slots; ``auto`` is the engine's default.
             max_batch_size: Ignored; the harness passes it to every model.
             options: As for `PolicyLM`.
@@ -393,7 +395,8 @@ class LoadedPolicyLM(PolicyLM):
             cpu_weights=cpu_weights,
         )
         slots = DEFAULT_SLOTS if str(batch_size).startswith("auto") else int(batch_size)
-        super().__init__(Engine(model, tokenizer, chosen, slots=slots), **options)
+        engine = Engine(model, tokenizer, chosen, slots=slots, compile=compile)
+        super().__init__(engine, **options)
 
 
 def read_settings(generation: Mapping[str, Any], task: str | None) -> dict[str, Any]:

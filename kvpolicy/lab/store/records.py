@@ -45,7 +45,7 @@ class EvalSettingRecord:
         model: Model as the user typed it.
         model_fingerprint: Hash of the model's configuration and weights.
         device: Device of the model.
-        dtype: Precision of the weights, and whether they are packed.
+        dtype: Precision of the weights, whether they are packed, and decode steps compiled.
         task: Task with its options.
         seed: Random seed for choosing items and sampling tokens.
         split: Split of the task.
@@ -225,10 +225,12 @@ class CellTiming:
         cell: Id of the cell.
         num_requests: Samples of the cell.
         new_tokens: Generated tokens.
-        elapsed_s: Seconds from the first prompt to the last result.
+        elapsed_s: Seconds from the first prompt to the last result, without those of compiling.
         policy_s: Seconds of policy work in decode steps: observe, score, select, evict, steer.
         decode_s: Seconds in decode steps, compactions included.
         peak_kv_bytes: Peak KV bytes of the whole batch.
+        compile_s: Seconds in which decode steps were compiled. A process compiles once for each
+            shape, so that they depend on what it ran before; no other field includes them.
     """
 
     cell: str
@@ -238,6 +240,7 @@ class CellTiming:
     policy_s: float
     decode_s: float
     peak_kv_bytes: int
+    compile_s: float = 0.0
 
     @property
     def throughput_tok_s(self) -> float | None:

@@ -6,12 +6,11 @@ from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
 import attrs
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
-from kvpolicy.engine.engine import Engine
 from kvpolicy.engine.request import Request
 from kvpolicy.engine.results import RunReport
-from kvpolicy.lab.models import ModelProvider
+from kvpolicy.lab.models import LoadedModel, ModelProvider
 from kvpolicy.lab.sweep.grid import EvalSetting, Sweep
 from kvpolicy.lab.sweep.recording import KeptRows, record_kept_rows
 from kvpolicy.lab.tasks.chat_template import encode
@@ -83,16 +82,13 @@ class Executor(ModelProvider, Protocol):
         """
 
 
-def run_job(
-    sweep: Sweep, job: Job, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
-) -> Iterator[Event]:
+def run_job(sweep: Sweep, job: Job, loaded: LoadedModel) -> Iterator[Event]:
     """Run one job in this process.
 
     Args:
         sweep: The sweep.
         job: The job.
-        model: The model of the job's setting.
-        tokenizer: Its tokenizer.
+        loaded: The model of the job's setting.
 
     Yields:
         `SampleMeasured` for each sample as it finishes, then `JobFinished`.
@@ -100,9 +96,11 @@ def run_job(
     begin = time.perf_counter()
     cell = sweep.cell(job.cell)
     setting = sweep.setting_of(cell)
-    engine = Engine(model, tokenizer, cell.resolved, slots=min(setting.slots, len(job.samples)))
+    engine = loaded.engine(cell.resolved, slots=min(setting.slots, len(job.samples)))
     examples = [setting.examples[index] for index in job.samples]
-    requests = [EvalRequest(example, _request(setting, example, tokenizer)) for example in examples]
+    requests = [
+        EvalRequest(example, _request(setting, example, loaded.tokenizer)) for example in examples
+    ]
     evaluation = setting.task.metric.begin(engine, requests)
     indices = sweep.recorded(cell)
     recorded = [number for number, index in enumerate(job.samples) if index in indices]

@@ -27,10 +27,12 @@ class CellDone:
     Attributes:
         cell: The cell.
         elapsed_s: Seconds that workers spent on the jobs of the cell in this run.
+        compile_s: Those in which they compiled decode steps.
     """
 
     cell: Cell
     elapsed_s: float
+    compile_s: float = 0.0
 
 
 def run(sweep: Sweep, store: Store, executor: Executor) -> Iterator[SampleDone | CellDone]:
@@ -46,20 +48,20 @@ def run(sweep: Sweep, store: Store, executor: Executor) -> Iterator[SampleDone |
     """
     jobs = remaining_jobs(sweep, finished_keys(sweep, store.samples, store.recorded))
     unfinished = {job.cell: set(job.samples) for job in jobs}
-    elapsed = dict.fromkeys(unfinished, 0.0)
+    elapsed, compiling = dict.fromkeys(unfinished, 0.0), dict.fromkeys(unfinished, 0.0)
     for event in executor.run_jobs(sweep, jobs):
         cell = sweep.cell(event.job.cell)
         if isinstance(event, SampleMeasured):
             yield SampleDone(cell, _store_sample(sweep, store, cell, event))
             continue
-        if event.report is not None and len(event.job.samples) == len(
-            sweep.setting_of(cell).examples
-        ):
-            store.add_timing(_timing(cell, len(event.job.samples), event.report))
+        if event.report is not None:
+            compiling[cell.id] += event.report.compile_s
+            if len(event.job.samples) == len(sweep.setting_of(cell).examples):
+                store.add_timing(_timing(cell, len(event.job.samples), event.report))
         elapsed[cell.id] += event.elapsed_s
         unfinished[cell.id] -= set(event.job.samples)
         if not unfinished[cell.id]:
-            yield CellDone(cell, elapsed[cell.id])
+            yield CellDone(cell, elapsed[cell.id], compiling[cell.id])
 
 
 def finished_keys(
@@ -160,8 +162,9 @@ def _timing(cell: Cell, num_requests: int, report: RunReport) -> CellTiming:
         cell=cell.id,
         num_requests=num_requests,
         new_tokens=report.new_tokens,
-        elapsed_s=report.elapsed_s,
+        elapsed_s=report.elapsed_s - report.compile_s,
         policy_s=report.decode_policy_s,
         decode_s=report.decode_s,
         peak_kv_bytes=report.peak_kv_bytes,
+        compile_s=report.compile_s,
     )

@@ -235,6 +235,7 @@ class Agreement:
         greedy = [attrs.evolve(one.request, sampling=Sampling()) for one in requests]
         model, tokenizer = engine.adapter.model, engine.tokenizer
         full = Engine(model, tokenizer, Plan.full_cache(), slots=engine.num_slots)
+        full.compiled = engine.compiled  # computed alike, and timed by one clock
         guide = _Guide(full, greedy)
         return _AgreementEvaluation(Run(engine, greedy, guide.sample), guide)
 

@@ -5,8 +5,9 @@ import json
 from pathlib import Path
 
 import pytest
-from shell import Shell
+from shell import Shell, refusal
 
+from kvpolicy.lab.store.read import read_run
 from kvpolicy.lab.tasks.task import load_task
 
 SMALL = (
@@ -60,6 +61,44 @@ def test_packed_weights_make_another_run(kvpolicy: Shell, model_folder: Path) ->
     assert answer.json["folder"] != plain["folder"]
     assert kvpolicy(*words, "--dry-run", "--json").json["left"] == 3
     assert kvpolicy(*words, "--cpu-weights", "packed", "--dry-run", "--json").json["left"] == 0
+
+
+@pytest.mark.usefixtures("no_compiler")
+def test_compiled_steps_make_another_run_and_compiling_is_said(
+    kvpolicy: Shell, model_folder: Path
+) -> None:
+    words = ("ablate", "--model", model_folder, *SMALL, "--policies", "full")
+    plain = kvpolicy(*words, "--json")
+    answer = kvpolicy(*words, "--compile", "--json")
+    assert answer.status == 0, answer.err
+    (group,) = answer.json["run"]["groups"]
+    assert group["dtype"] == "float32, compiled"
+    assert answer.json["folder"] != plain.json["folder"]
+    assert "s of them compiling\n" in answer.err
+    assert "compiling" not in plain.err
+    texts = [
+        {one.item: one.text for one in read_run(Path(folder)).samples.values()}
+        for folder in (plain.json["folder"], answer.json["folder"])
+    ]
+    assert texts[0] == texts[1]
+    assert kvpolicy(*words, "--compile", "--dry-run", "--json").json["left"] == 0
+    refused = kvpolicy(*words, "--output", answer.json["folder"])
+    assert refused.status == 2
+    assert "dtype is float32, compiled there and float32 here" in refused.err
+
+
+def test_a_missing_compiler_is_answered_before_a_sweep_begins(
+    kvpolicy: Shell, model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse() -> str:
+        raise RuntimeError("no compiler here")
+
+    monkeypatch.setattr("torch._inductor.cpp_builder.get_cpp_compiler", refuse)
+    words = ("ablate", "--model", model_folder, *SMALL, "--policies", "full", "--compile")
+    refused = kvpolicy(*words, "--workers", 2)
+    assert refused.status == 2
+    assert "cannot be compiled: torch finds no C++ compiler that it can use" in refusal(refused)
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_session_records_the_threads_that_are_used(

@@ -115,6 +115,24 @@ def test_packed_weights_are_another_model(
 
 
 @needs_harness
+@pytest.mark.usefixtures("no_compiler")
+def test_compiled_steps_are_another_model(
+    kvpolicy: Shell, folder: Path, model_folder: Path
+) -> None:
+    arguments = ("--policy", "full", "--limit", 1, "--max-new-tokens", 8, "--json")
+    plain, compiled = (
+        run(kvpolicy, folder, *arguments, *more, model=model_folder)
+        for more in ((), ("--compile",))
+    )
+    assert "compiling decode steps took " in compiled.err
+    assert "compiling" not in plain.err
+    ours, without = (one.json["kvpolicy"] for one in (compiled, plain))
+    assert {one["path"] for one in ours["reports"].values()} == {"static, compiled"}
+    assert ours["model_fingerprint"] != without["model_fingerprint"]
+    assert compiled.json["results"] == plain.json["results"]
+
+
+@needs_harness
 def test_choices_and_texts_are_scored_under_the_plan(kvpolicy: Shell, folder: Path) -> None:
     def figures(*arguments: object) -> dict[str, Any]:
         found = run(kvpolicy, folder, *arguments, "--json", tasks="rents,texts").json

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from lab_sweeps import built
+from lab_sweeps import BASE, built
 from tiny import tiny_model, tiny_tokenizer
 
 from kvpolicy.lab import models as models_module
@@ -52,6 +52,33 @@ def test_models_are_loaded_one_after_the_other_and_each_runs_its_own_samples(
     assert set(texts["a"].values()) != set(texts["b"].values())
 
 
+@pytest.mark.needs_reasoner
+@pytest.mark.usefixtures("no_compiler")
+@pytest.mark.parametrize("workers", [1, pytest.param(2, marks=forks)])
+def test_each_process_compiles_for_itself_and_frees_the_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, workers: int
+) -> None:
+    models: list[weakref.ref[Any]] = []
+
+    def load(name: str, **_: object) -> tuple[Any, Any]:
+        assert not any(one() is not None for one in models), "the previous model is freed"
+        model = tiny_model(seed=ord(name))
+        models.append(weakref.ref(model))
+        return model, tiny_tokenizer()
+
+    monkeypatch.setattr(models_module, "load_model", load)
+    sweep = built(models=("a", "b"), series=BASE.series[:1])
+    with Store(tmp_path, sweep.to_dict()) as store:
+        executor = LocalExecutor(ModelCache(compile=True), workers, threads=1)
+        list(run(sweep, store, executor))
+        compiled = [one.cell for one in store.timings.values() if one.compile_s > 0]
+    assert len(store.samples) == sweep.num_samples
+    if workers > 1:
+        assert sorted(compiled) == sorted(cell.id for cell in sweep.cells), "forked for each model"
+    else:
+        assert len(compiled) < len(sweep.cells), "a graph serves later cells"
+
+
 def test_a_loaded_model_is_not_loaded_again(monkeypatch: pytest.MonkeyPatch) -> None:
     loaded: list[str] = []
 
@@ -61,5 +88,5 @@ def test_a_loaded_model_is_not_loaded_again(monkeypatch: pytest.MonkeyPatch) -> 
 
     monkeypatch.setattr(models_module, "load_model", load)
     models = ModelCache()
-    assert [models.open(name)[0] for name in "aabba"] == list("aabba")
+    assert [models.open(name).model for name in "aabba"] == list("aabba")
     assert loaded == ["a", "b", "a"]

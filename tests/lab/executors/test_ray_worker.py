@@ -9,6 +9,7 @@ from pathlib import Path
 import attrs
 import pytest
 import torch
+from lab_sweeps import BASE
 
 from kvpolicy.errors import KVPolicyError
 from kvpolicy.hooks import discovery
@@ -66,11 +67,11 @@ def _restore_this_process() -> Iterator[None]:
 
 def test_a_worker_gives_the_events_of_a_local_run(model_folder: Path) -> None:
     sweep = sweep_of(model_folder, "full,h2o")
-    model, tokenizer = ModelCache().open(str(model_folder))
+    loaded = ModelCache().open(str(model_folder))
     worker = begun()
     for cell in sweep.cells:
         job = Job(cell.id, (0, 2))
-        local = list(run_job(sweep, job, model, tokenizer))
+        local = list(run_job(sweep, job, loaded))
         remote = list(worker.run_job(sent(sweep), job))
         assert [type(one) for one in remote] == [SampleMeasured, SampleMeasured, JobFinished]
         for ours, theirs in zip(local[:2], remote[:2], strict=True):
@@ -167,6 +168,22 @@ def test_another_model_of_the_same_name_is_refused(model_folder: Path) -> None:
     assert f"its fingerprint is {found} there and {'0' * 16} in this run" in message
     assert "its device is cpu there and cuda:0 in this run" in message
     assert "its dtype is float32 there and float16 in this run" in message
+
+
+def test_a_worker_compiles_if_the_run_does(model_folder: Path, no_compiler: None) -> None:
+    models = ModelCache(compile=True)
+    config = attrs.evolve(BASE, models=(str(model_folder),))
+    sweep = build_sweep(config, models)
+    job = Job(sweep.cells[0].id, (0, 1))
+    compiling = attrs.evolve(this_config(), models=ModelCache(compile=True))
+    *_, last = begun(sent(compiling)).run_job(sent(sweep), job)
+    assert isinstance(last, JobFinished)
+    assert last.report is not None
+    assert last.report.path == "static, compiled"
+    assert last.report.compile_s > 0
+    wanted = "its dtype is float32 there and float32, compiled in this run"
+    with pytest.raises(KVPolicyError, match=wanted):
+        list(begun().run_job(sent(sweep), job))
 
 
 def test_a_defect_has_its_traceback(model_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -396,6 +396,17 @@ def test_the_model_is_built_from_model_args(tmp_path: Path) -> None:
     assert made.generate_until(asked) == same.generate_until(asked)
 
 
+def test_model_args_may_ask_for_compiled_steps(tmp_path: Path, no_compiler: None) -> None:
+    MODEL.save_pretrained(tmp_path)
+    TOKENIZER.save_pretrained(tmp_path)
+    plain, compiled = (
+        get_model("kvpolicy").create_from_arg_string(f"pretrained={tmp_path},policy=full{more}")
+        for more in ("", ",compile=True")
+    )
+    assert (plain.engine.compiled, compiled.engine.compiled is None) == (None, False)
+    assert compiled.identity["model_fingerprint"] != plain.identity["model_fingerprint"]
+
+
 @pytest.mark.parametrize(
     ("model_args", "message"),
     [("pretrained=a", "policy=NAME or plan=FILE"), ("policy=full", "pretrained=FOLDER")],

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import attrs
 import pytest
-from run_folders import write_run
+from run_folders import write_lines, write_run
 
 from kvpolicy.errors import ResultsError
 from kvpolicy.lab.store.read import find_runs, read_run
@@ -49,6 +49,16 @@ def test_a_running_run_is_read_up_to_its_last_complete_line(tmp_path: Path) -> N
     for end in range(0, len(content) + 1, 7):
         samples.write_bytes(content[:end])
         assert len(read_run(folder).samples) == content[:end].count(b"\n")
+
+
+def test_timings_of_versions_that_did_not_compile_are_read(tmp_path: Path) -> None:
+    folder = write_run(tmp_path)
+    lines = _lines(folder / "timings.jsonl")
+    for line in lines:
+        assert line.pop("compile_s") == 0
+    write_lines(folder / "timings.jsonl", lines)
+    timings = read_run(folder).timings.values()
+    assert [one.compile_s for one in timings] == [0.0] * len(lines)
 
 
 def test_a_run_without_its_lines_files_is_empty(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from kvpolicy.lab.store.store import Store
 from kvpolicy.lab.sweep.grid import Sweep
 from kvpolicy.lab.sweep.jobs import Event, Job, JobFinished, SampleMeasured
 from kvpolicy.lab.sweep.prepare import build_sweep
-from kvpolicy.lab.sweep.runner import SampleDone, run
+from kvpolicy.lab.sweep.runner import CellDone, SampleDone, run
 from kvpolicy.lab.sweep.sweep_file import Series, load_preset
 from kvpolicy.lab.tasks.task import EvalOutcome
 
@@ -324,6 +324,17 @@ def test_a_timing_has_the_policies_share_of_decoding(tmp_path: Path) -> None:
     timings = read_run(tmp_path).timings
     assert timings.keys() == {cell.id for cell in sweep.cells}
     assert {(one.policy_s, one.decode_s) for one in timings.values()} == {(0.5, 2.0)}
+
+
+def test_compiling_is_no_part_of_the_speed_of_a_cell(tmp_path: Path) -> None:
+    sweep = built()
+    report = RunReport(elapsed_s=12.0, compile_s=8.0, decode_s=3.0, new_tokens=20)
+    with Store(tmp_path, sweep.to_dict()) as store:
+        events = list(run(sweep, store, Shuffled(0, report)))
+    assert {one.compile_s for one in events if isinstance(one, CellDone)} == {8.0}
+    (timing, *_) = read_run(tmp_path).timings.values()
+    assert (timing.elapsed_s, timing.decode_s, timing.compile_s) == (4.0, 3.0, 8.0)
+    assert timing.throughput_tok_s == 5.0
 
 
 def test_jobs_come_model_after_model_and_the_costliest_cells_first(tmp_path: Path) -> None:

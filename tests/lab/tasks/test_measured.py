@@ -25,6 +25,7 @@ from kvpolicy.lab.tasks.likelihood import (
     Perplexity,
 )
 from kvpolicy.lab.tasks.task import EvalOutcome, EvalRequest, Example, Graded, Metric, load_task
+from kvpolicy.model.static_forward import Compiled
 from kvpolicy.state import WaitingRequest
 
 TOKENIZER = tiny_tokenizer()
@@ -200,6 +201,25 @@ def test_the_full_cache_agrees_with_itself() -> None:
         assert one.values[MATCH] == 1
         assert one.values[KL] == pytest.approx(0, abs=1e-6)
         assert one.values[FIRST_DIFFERENCE] == len(one.result.tokens) == 60
+
+
+def test_the_full_cache_is_compiled_where_the_plan_is(
+    monkeypatch: pytest.MonkeyPatch, no_compiler: None
+) -> None:
+    engine = Engine(shared_model(), TOKENIZER, Plan.uniform("full"), slots=2, compile=True)
+    asked = [EvalRequest(item, Request(item.prompt, 30)) for item in MIXED[:2]]
+    trial = Agreement().begin(engine, asked)
+    compiled, steps = Compiled.__call__, set()
+
+    def spy(self: Compiled, call: object, step: object, given: object) -> object:
+        steps.add(step)
+        return compiled(self, call, step, given)
+
+    monkeypatch.setattr(Compiled, "__call__", spy)
+    for result in trial.run:
+        assert trial.outcome(result).values[MATCH] == 1
+    assert len(steps) == 2, "one for each engine"
+    assert trial.run.report.compile_s + trial.run.report.decode_s < trial.run.report.elapsed_s
 
 
 @pytest.mark.parametrize("policy", ["streaming", "h2o"])
