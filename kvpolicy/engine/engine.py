@@ -332,6 +332,7 @@ class Run:
         self._report = RunReport()
         self._broken_by: BaseException | None = None
         self._started: float | None = None
+        self._compiled_before = engine.compile_s
         for number, request in enumerate(requests):
             self._validate_and_enqueue(number, request)
         longest = max((seq.max_len for seq in self._waiting.values()), default=1)
@@ -379,7 +380,7 @@ class Run:
             packed_bytes=self.engine.weights.packed_bytes,
             released_bytes=self.engine.weights.released_bytes,
             path=f"eager: {reason}" if (reason := self.engine.eager_reason) else self.batch.path,
-            compile_s=self.engine.compile_s,
+            compile_s=self.engine.compile_s - self._compiled_before,
             compactions=self.batch.compactor.num_compactions,
             **timings,
         )

@@ -90,7 +90,7 @@ class RunReport:
         path: How decode steps were run: ``"eager: REASON"``, or ``"static"``, followed by
             ``", compiled"``, and on a GPU by ``", flash-attn in N of M layers"`` if it was asked
             for, and by ``", in graphs"`` or ``", without graphs: REASON"``.
-        compile_s: Seconds in which the engine has compiled decode steps, of all its runs.
+        compile_s: Seconds in which decode steps were compiled.
         packed_bytes: Bytes of packed weights, which are beside the plain ones.
         released_bytes: Bytes of plain weights that were freed after packing.
     """
