@@ -1,19 +1,18 @@
 """``kvpolicy bench``: the engine's speed under each policy, beside what else a user could take.
 
 ``--json`` prints and ``bench.json`` in the folder of ``--output`` has ``{"works", "shape", "dtype",
-"device", "session", "num_parameters", "weight_bytes", "absent", "choices", "standings"}``, with
-the fields of `kvpolicy.lab.bench.summary.BenchResult` in ``standings`` and those of
-`kvpolicy.lab.bench.at_accuracy.Choice` in ``choices``. ``turns.jsonl`` beside it has what every
-turn measured. With ``--memory`` there is ``readings`` in place of ``standings``, with the fields of
-`kvpolicy.lab.bench.memory.Reading`, and with ``--launches`` there is ``launches``, with those of
-`kvpolicy.lab.bench.launches.Launches`.
+"device", "session", "num_parameters", "weight_bytes", "absent", "choices", "standings"}``; what
+turns measured is in ``turns.jsonl`` beside it. With ``--memory`` there is ``readings`` in place of
+``standings``, and with ``--launches`` there is ``launches``. Their fields are those of the classes
+in `kvpolicy.lab.bench`: `rounds.summary.BenchResult` in ``standings``,
+`operating_points.at_accuracy.Choice` in ``choices``, `diagnostics.memory.Reading` in ``readings``
+and `diagnostics.launches.Launches` in ``launches``.
 """
 
 import json as jsonlib
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from itertools import chain
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -33,52 +32,17 @@ from kvpolicy.cli.options import (
     register_plugins,
     tell_packing,
 )
-from kvpolicy.cli.output import Progress, info, print_json, print_text
+from kvpolicy.cli.output import info, print_json, print_text
 from kvpolicy.errors import KVPolicyError
 from kvpolicy.files import atomic_write
+from kvpolicy.lab.cli.bench_sizes import choose_sizes, positions_needed
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
-    from kvpolicy.lab.bench.at_accuracy import Choice
-    from kvpolicy.lab.bench.contender import Contender, Decode, Work
-    from kvpolicy.lab.bench.memory import Reading
-    from kvpolicy.lab.bench.turn_file import TurnFile
-    from kvpolicy.lab.bench.turns import Job
+    from kvpolicy.lab.bench.operating_points.at_accuracy import Choice
     from kvpolicy.lab.sweep.grid import Cell
-
-    _Vllm = AbstractContextManager[Sequence[Contender]]  # starts it, if it takes part
 
 _FIGURE_SUFFIXES = (".png", ".svg", ".pdf")
 
-# Sizes of a benchmark by option: the default, and the default with --quick.
-_DEFAULTS: Mapping[str, tuple[Any, Any]] = {
-    "shape": ("100m", "tiny"),
-    "batch": (8, 4),
-    "steps": (16, 8),
-    "prompt_min": (64, 16),
-    "prompt_max": (256, 48),
-    "new_tokens": (2048, 256),
-    "budget": (512, 48),
-    "buffer": (128, 16),
-    "rounds": (5, 3),
-    "lengths": ([512, 2048, 4096, 8192, 16_384], [64, 128]),
-    "memory_limit": (1.0, 0.002),
-}
-# Defaults of other works; those of --gpu take less than ten minutes on a card with 80 GB.
-_OF_MEMORY = {"shape": "5m", "lengths": [1000, 2000, 5000, 10_000, 20_000]}
-_AT_ACCURACY = {"lengths": [4096]}
-_OF_LAUNCHES = {"shape": "host", "lengths": [2048], "buffer": 16}
-_OF_MAX_BATCH = {"lengths": [4096]}
-_OF_GPU = {"shape": "qwen3-8b", "budget": 1024, "lengths": [8704], "steps": 256, "rounds": 1}
-_OF_MODES: Mapping[str, Mapping[str, Any]] = {
-    "memory": _OF_MEMORY,
-    "launches": _OF_LAUNCHES,
-    "max_batch": _OF_MAX_BATCH,
-    "gpu": _OF_GPU,
-}
-_OF_ONE_LENGTH = ("max_batch", "launches", "gpu")
-_GPU_BATCHES = (1, 8, 32)  # besides the best one
 _GPU_WITHOUT = "generate,generate_batch,kvpress"
 _GPU_SHARE = 0.9  # of the memory that the model leaves free
 
@@ -257,9 +221,9 @@ def bench(
     mode = _mode(text=text, max_batch=max_batch, memory=memory, launches=launches, gpu=gpu)
     _check_options(mode, plot, at_accuracy, sweep, preset or policies or plan)
     register_plugins(plugin)
-    sizes = _choose_sizes(
+    sizes = choose_sizes(
         mode,
-        {} if at_accuracy is None else _AT_ACCURACY,
+        at_accuracy=at_accuracy is not None,
         quick=quick,
         shape=shape,
         batch=batch,
@@ -279,17 +243,26 @@ def bench(
     # Imported here: torch takes a second to import, which --help need not wait for.
     import torch
 
-    from kvpolicy.lab.bench.check import check_compactions, check_tokens
-    from kvpolicy.lab.bench.contender import VLLM
-    from kvpolicy.lab.bench.contenders import build_contenders
-    from kvpolicy.lab.bench.limit import ModelSize
+    from kvpolicy.lab.bench.contenders.build import build_contenders
+    from kvpolicy.lab.bench.contenders.contender import VLLM, Contender
+    from kvpolicy.lab.bench.diagnostics.checks import check_compactions, check_tokens
     from kvpolicy.lab.bench.models import random_model, shape_named
-    from kvpolicy.lab.bench.plot import save_bench_plot
-    from kvpolicy.lab.bench.summary import summarize
-    from kvpolicy.lab.bench.turn_file import make_folder, open_turns
+    from kvpolicy.lab.bench.roofline import ModelSize
+    from kvpolicy.lab.bench.rounds.plot import save_bench_plot
+    from kvpolicy.lab.bench.rounds.summary import summarize
+    from kvpolicy.lab.bench.rounds.turn_file import make_folder, open_turns
+    from kvpolicy.lab.cli.bench_run import (
+        Starting,
+        count_launches,
+        run_in_turns,
+        starting_vllm,
+        track_memory,
+        workloads_of,
+    )
     from kvpolicy.lab.cli.bench_tables import (
         choices_table,
         gpu_tables,
+        launches_table,
         memory_table,
         speed_tables,
     )
@@ -318,9 +291,9 @@ def bench(
         plans=plan or [],
         overrides=overrides or [],
     )
-    works = _works(mode, sizes, seed)
+    works = workloads_of(mode, sizes, seed)
     model = random_model(
-        model_shape, seed, max_positions=_longest(mode, sizes), dtype=dtype, device=device
+        model_shape, seed, max_positions=positions_needed(mode, sizes), dtype=dtype, device=device
     )
     size = ModelSize.of(model)
     record: dict[str, Any] = {
@@ -333,7 +306,7 @@ def bench(
         "weight_bytes": size.weight_bytes,
     }
     if mode == "memory":
-        readings, interruption = _track_memory(model, cells, sizes, seed)
+        readings, interruption = track_memory(model, cells, sizes, seed)
         if readings:
             record["readings"] = [attrs.asdict(reading) for reading in readings]
             _print_results(record, memory_table(readings), output, json=json)
@@ -342,8 +315,9 @@ def bench(
         return
 
     if mode == "launches":
-        record["launches"], table = _count_launches(model, cells, works[0])
-        _print_results(record, table, output, json=json)
+        launches_of = count_launches(model, cells, works[0])
+        record["launches"] = [attrs.asdict(one) for one in launches_of]
+        _print_results(record, launches_table(launches_of), output, json=json)
         return
 
     if gpu:
@@ -370,12 +344,12 @@ def bench(
         "versions": record["session"]["versions"],
     }
     with open_turns(output, described) as turns:
-        groups: list[tuple[Sequence[Contender], _Vllm]] = [(built.all, nullcontext(()))]
+        groups: list[tuple[Sequence[Contender], Starting]] = [(built.all, nullcontext(()))]
         if vllm_python is not None:
-            vllm = _vllm(model, vllm_python, works, limit_bytes, sizes)
+            vllm = starting_vllm(model, vllm_python, works, limit_bytes, sizes)
             # On a GPU each has the memory for itself.
             groups = [(built.all, nullcontext(())), ((), vllm)] if gpu else [(built.all, vllm)]
-        jobs, interruption = _run(mode, groups, works, limit_bytes, turns, sizes["rounds"])
+        jobs, interruption = run_in_turns(mode, groups, works, limit_bytes, turns, sizes["rounds"])
         found = summarize(turns.turns, jobs, size)
         if found:
             record |= {
@@ -405,7 +379,7 @@ def _mode(**given: bool) -> str:
     chosen = [name for name, is_given in given.items() if is_given]
     if len(chosen) > 1:
         names = " and ".join(f"--{name.replace('_', '-')}" for name in chosen)
-        msg = f"bench was given {names}, which are different works; give one of them."
+        msg = f"bench was given {names}, which are different workloads; give one of them."
         raise KVPolicyError(msg)
     return next(iter(chosen), "decode")
 
@@ -434,30 +408,10 @@ def _check_options(
     check_new_file(plot, option="--plot")
 
 
-def _choose_sizes(
-    mode: str, preferred: Mapping[str, Any], *, quick: bool, **given: Any
-) -> dict[str, Any]:
-    """The sizes that the user gave, and defaults for the others."""
-    of_mode: Mapping[str, Any] = {} if quick else _OF_MODES.get(mode, preferred)
-    sizes = {
-        name: given[name] or of_mode.get(name, default[quick])
-        for name, default in _DEFAULTS.items()
-    }
-    if quick and mode in _OF_ONE_LENGTH and not given["lengths"]:
-        sizes["lengths"] = sizes["lengths"][-1:]
-    if mode in _OF_ONE_LENGTH and len(sizes["lengths"]) > 1:
-        msg = f"--{mode.replace('_', '-')} fills caches to one length; give one with --lengths."
-        raise KVPolicyError(msg)
-    if sizes["prompt_max"] < sizes["prompt_min"]:
-        msg = f"--prompt-max {sizes['prompt_max']} is below --prompt-min {sizes['prompt_min']}."
-        raise KVPolicyError(msg)
-    return sizes
-
-
 def _choices(sweep: Path | None, margin: float) -> "list[Choice]":
     from kvpolicy.lab.analysis.pooling import pool
     from kvpolicy.lab.analysis.select import open_runs
-    from kvpolicy.lab.bench.at_accuracy import choose_budgets
+    from kvpolicy.lab.bench.operating_points.at_accuracy import choose_budgets
 
     choices = choose_budgets(pool(open_runs([str(sweep)], warn=info)), margin)
     if all(choice.plan is None for choice in choices):
@@ -489,209 +443,6 @@ def _cells(
     return build_cells(series, num_layers=num_layers, overrides=overrides, **rows)
 
 
-# Works and jobs
-
-
-def _works(mode: str, sizes: Mapping[str, Any], seed: int) -> "list[Work]":
-    """The works; those of --max-batch and --gpu get each contender's own batch later."""
-    from kvpolicy.lab.bench.contender import Decode, Text
-
-    batch, lengths, steps = sizes["batch"], sizes["lengths"], sizes["steps"]
-    if mode == "text":
-        prompts = sizes["prompt_min"], sizes["prompt_max"]
-        return [Text(batch, *prompts, sizes["new_tokens"], seed)]
-    if mode == "gpu":
-        batches = [Decode(one, lengths[0], steps, seed, f"batch {one}") for one in _GPU_BATCHES]
-        return [*batches, Decode(1, lengths[0], steps, seed, "best batch")]
-    if mode == "max_batch":
-        return [Decode(1, lengths[0], steps, seed, "best batch")]
-    return [Decode(batch, held, steps, seed) for held in lengths]
-
-
-def _longest(mode: str, sizes: Mapping[str, Any]) -> int:
-    """Positions that the model needs, with room for steps that are rounded up to whole buffers."""
-    generated = {"text": sizes["new_tokens"], "memory": max(sizes["lengths"])}
-    held = 0 if mode in generated else max(sizes["lengths"])
-    rounded = 2 * max(sizes["steps"], sizes["buffer"]) + 256
-    return sizes["prompt_max"] + held + generated.get(mode, rounded) + 64
-
-
-@contextmanager
-def _vllm(
-    model: "PreTrainedModel",
-    python: Path,
-    works: "Sequence[Work]",
-    limit_bytes: float,
-    sizes: Mapping[str, Any],
-) -> "Iterator[Sequence[Contender]]":
-    """Start vLLM with memory for the largest work; it runs until the block ends."""
-    import torch
-
-    from kvpolicy.lab.bench.contender import Text
-    from kvpolicy.lab.bench.models import kv_row_bytes
-    from kvpolicy.lab.bench.vllm import vllm_contender
-
-    info(f"starting vLLM of {python}")
-    if model.device.type == "cuda":
-        torch.cuda.empty_cache()
-    has_own_batch = any(work.name == "best batch" for work in works)
-    longest = model.config.max_position_embeddings
-    rows = max(
-        work.batch * (longest if isinstance(work, Text) else work.held + 2 * sizes["steps"] + 64)
-        for work in works
-    )
-    needed = limit_bytes if has_own_batch else rows * kv_row_bytes(model)
-    with vllm_contender(model, python, kv_bytes=round(needed), most_tokens=longest) as contender:
-        yield [contender]
-
-
-def _jobs(
-    mode: str,
-    contenders: "Sequence[Contender]",
-    works: "Sequence[Work]",
-    limit_bytes: float,
-    turns: "TurnFile",
-) -> "list[Job]":
-    """What to run in each round; searches best batches that are not known yet."""
-    from kvpolicy.lab.bench.turns import Job, jobs_of
-
-    if mode not in ("max_batch", "gpu"):
-        return jobs_of(contenders, works)
-    *fixed, best = works
-    jobs = jobs_of(contenders, fixed)
-    with_cache = [one for one in contenders if one.has_cache and one.does(best)]
-    for contender in with_cache:
-        batch = _best_batch(contender, best, limit_bytes, turns)  # type: ignore[arg-type]
-        if batch is None:
-            info(f"{contender.name} cannot hold one sequence; it is left out.")
-        else:
-            jobs.append(Job(contender, attrs.evolve(best, batch=batch)))
-    if not jobs:
-        msg = "no contender can hold one sequence; raise --memory-limit or lower --lengths."
-        raise KVPolicyError(msg)
-    return jobs
-
-
-def _best_batch(
-    contender: "Contender", work: "Decode", limit_bytes: float, turns: "TurnFile"
-) -> int | None:
-    from kvpolicy.lab.bench.max_batch import best_batch
-
-    if contender.name not in turns.batches:
-        info(f"searching the best batch of {contender.name}")
-        turns.add_batch(contender.name, best_batch(contender, work, limit_bytes))
-    return turns.batches[contender.name]
-
-
-# Running
-
-
-def _run(
-    mode: str,
-    groups: "Sequence[tuple[Sequence[Contender], _Vllm]]",
-    works: "Sequence[Work]",
-    limit_bytes: float,
-    turns: "TurnFile",
-    rounds: int,
-) -> "tuple[list[Job], str | None]":
-    """Run each group of contenders in turns: the jobs, and what an interruption has left."""
-    jobs: list[Job] = []
-    for contenders, starting in groups:
-        with starting as started:
-            of_group = _jobs(mode, [*contenders, *started], works, limit_bytes, turns)
-            jobs += of_group
-            if interruption := _run_turns(of_group, turns, rounds):
-                return jobs, interruption
-    return jobs, None
-
-
-def _run_turns(jobs: "Sequence[Job]", turns: "TurnFile", rounds: int) -> str | None:
-    """Run all jobs in turns; returns what an interruption has left, if there was one."""
-    from kvpolicy.lab.bench.summary import complete_rounds
-    from kvpolicy.lab.bench.turns import Turn, measure
-
-    batch_of = {job.name: job.work.batch for job in jobs}
-    done = {turn.key for turn in turns.turns if turn.job in batch_of}
-
-    def format_turn(turn: Turn) -> str:
-        name, work = turn.job
-        speed = batch_of[turn.job] / turn.measured.mean_step_s
-        return f"round {turn.round + 1}, {name}, {work}: {speed:.0f} tokens/s"
-
-    measured = measure(jobs, rounds=rounds, done=done)
-    if _collect(measured, turns.add, rounds * len(jobs), format_turn, num_done=len(done)):
-        return None
-    num_complete = len(complete_rounds(turns.turns, jobs))
-    return f"interrupted; {num_complete} of {rounds} rounds were complete and count."
-
-
-def _count_launches(
-    model: "PreTrainedModel", cells: "Sequence[Cell]", work: "Work"
-) -> tuple[list[dict[str, Any]], str]:
-    """What a step asks of a device under each plan: plain data, and a table."""
-    from kvpolicy.lab.bench.contender import Decode
-    from kvpolicy.lab.bench.launches import launches_alone, launches_under
-    from kvpolicy.lab.cli.bench_tables import launches_table
-
-    assert isinstance(work, Decode), "the mode has no texts"
-    found = [launches_alone(model, work), *(launches_under(model, cell, work) for cell in cells)]
-    return [attrs.asdict(one) for one in found], launches_table(found)
-
-
-def _track_memory(
-    model: "PreTrainedModel", cells: "Sequence[Cell]", sizes: Mapping[str, Any], seed: int
-) -> "tuple[list[Reading], str | None]":
-    """Generate a long text under each plan; also returns what an interruption has left."""
-    from kvpolicy.lab.bench.contender import Text
-    from kvpolicy.lab.bench.memory import measure_memory
-
-    readings: list[Reading] = []
-    lengths = sizes["lengths"]
-    text = Text(1, sizes["prompt_min"], sizes["prompt_max"], max(lengths), seed)
-    prompt = text.prompts(model.config.vocab_size)[0]
-    measured = chain.from_iterable(measure_memory(model, cell, prompt, lengths) for cell in cells)
-    total = len(lengths) * len(cells)
-
-    def format_reading(reading: "Reading") -> str:
-        return f"{reading.name}: {reading.new_tokens:,} tokens"
-
-    if _collect(measured, readings.append, total, format_reading):
-        return readings, None
-    return readings, f"interrupted; {len(readings)} of {total} readings were taken and are shown."
-
-
-def _collect(
-    measured: Iterable[Any],
-    keep: Callable[[Any], None],
-    total: int,
-    format_line: Callable[[Any], str],
-    *,
-    num_done: int = 0,
-) -> bool:
-    """Collect measurements and show progress.
-
-    Args:
-        measured: Measures while it is iterated over.
-        keep: Receives each measurement.
-        total: Number of measurements.
-        format_line: The line to print for a measurement.
-        num_done: How many of them were there before.
-
-    Returns:
-        Whether all were collected; if not, the user has pressed Ctrl-C.
-    """
-    with Progress(total, num_done) as progress:
-        progress.update("", num_done)
-        try:
-            for number, one in enumerate(measured, num_done + 1):
-                progress.log(format_line(one))
-                keep(one)
-                progress.update("", number)
-        except KeyboardInterrupt:
-            return False
-    return True
-
-
 # Results
 
 
@@ -703,7 +454,7 @@ def _plain(choice: "Choice") -> dict[str, Any]:
 def _print_results(
     record: Mapping[str, Any], table: str, output: Path | None, *, json: bool
 ) -> None:
-    from kvpolicy.lab.bench.turn_file import RESULT
+    from kvpolicy.lab.bench.rounds.turn_file import RESULT
 
     if output is not None:
         atomic_write(output / RESULT, jsonlib.dumps(record, indent=2) + "\n")

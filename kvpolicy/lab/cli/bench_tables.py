@@ -4,11 +4,11 @@ from collections.abc import Callable, Mapping, Sequence
 
 from kvpolicy.cli.output import format_bytes, terminal_width
 from kvpolicy.cli.text_table import format_table
-from kvpolicy.lab.bench.at_accuracy import Choice
-from kvpolicy.lab.bench.contender import FULL, GENERATE, KVPRESS, MODEL_ALONE, VLLM
-from kvpolicy.lab.bench.launches import Launches
-from kvpolicy.lab.bench.memory import Reading
-from kvpolicy.lab.bench.summary import BenchResult, Spread
+from kvpolicy.lab.bench.contenders.contender import FULL, GENERATE, KVPRESS, MODEL_ALONE, VLLM
+from kvpolicy.lab.bench.diagnostics.launches import Launches
+from kvpolicy.lab.bench.diagnostics.memory import Reading
+from kvpolicy.lab.bench.operating_points.at_accuracy import Choice
+from kvpolicy.lab.bench.rounds.summary import BenchResult, Spread
 from kvpolicy.lab.statistics import Interval
 
 

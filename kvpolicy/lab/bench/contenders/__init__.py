@@ -1,0 +1,1 @@
+"""Implementations that are measured: how each is filled, run and timed."""

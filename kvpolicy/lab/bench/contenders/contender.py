@@ -1,0 +1,100 @@
+"""A contender of a benchmark, and what is measured of it."""
+
+from collections.abc import Callable, Mapping
+
+import attrs
+
+from kvpolicy.lab.bench.roofline import Machine
+from kvpolicy.lab.bench.workload import Decode, Text, Workload
+
+# Names of contenders.
+LIMIT = "machine limit"
+MODEL_ALONE = "model alone"
+GENERATE = "generate"
+CONTINUOUS = "generate_batch"
+VLLM = "vLLM"
+# What else a contender is compared with, whatever its name is.
+FULL, FIRST_PLAN, KVPRESS = "full cache", "first plan", "kvpress"
+
+
+@attrs.frozen
+class Measurement:
+    """Times and memory of one contender at one work.
+
+    Attributes:
+        steps_s: Seconds of each measured decode step, or their mean as the only one, from
+            contenders that tell no more.
+        kv_bytes: Peak bytes of the cache.
+        read_bytes: Bytes of keys and values that a step attends to, the mean over the steps.
+        prefill_s: Seconds until the first token of every sequence; ``None`` without a prefill.
+        policy_share: Share of the decode time spent on policies; ``None`` if not measured.
+        compacted: Compactions of one sequence in one layer in each measured step; ``None`` for
+            contenders that do not count them.
+        path: How steps were run: ``"static"``, or ``"eager: REASON"``; empty if that is not known.
+        machine: What the machine can do, of its limit only.
+        device_bytes: Peak bytes allocated on a GPU, the model included; ``None`` without one.
+    """
+
+    steps_s: tuple[float, ...]
+    kv_bytes: int
+    read_bytes: float
+    prefill_s: float | None = None
+    policy_share: float | None = None
+    compacted: tuple[int, ...] | None = None
+    path: str = ""
+    machine: Machine | None = None
+    device_bytes: int | None = None
+
+    @property
+    def compactions(self) -> int | None:
+        """Compactions in all measured steps; ``None`` if they were not counted."""
+        return None if self.compacted is None else sum(self.compacted)
+
+    @property
+    def mean_step_s(self) -> float:
+        """Mean seconds of a decode step."""
+        return sum(self.steps_s) / len(self.steps_s)
+
+
+@attrs.frozen
+class Contender:
+    """An implementation to measure.
+
+    Attributes:
+        name: Name in tables.
+        decode: Builds, fills to as many tokens as are held, steps, and measures.
+        text: Generates whole texts; ``None`` if it cannot.
+        budget: Rows that stay; ``None`` if nothing is evicted.
+        references: Names of the contenders with which its speed is compared, by what they are
+            called in tables, such as `GENERATE` or `KVPRESS`.
+        policy: Policy that gives it its colour in figures; empty for none.
+        period: Steps after which its work repeats: those between two compactions of a sequence.
+        most_held: The most tokens to which it can be filled in reasonable time.
+        has_cache: Whether its speed depends on a cache, and its batch on memory.
+        is_outside: Whether it runs in another process, whose memory is not seen.
+    """
+
+    name: str
+    decode: Callable[[Decode], Measurement]
+    text: Callable[[Text], Measurement] | None = None
+    budget: float | None = None
+    references: Mapping[str, str] = {GENERATE: GENERATE}
+    policy: str = ""
+    period: int = 1
+    most_held: int | None = None
+    has_cache: bool = True
+    is_outside: bool = False
+
+    def does(self, work: Workload) -> bool:
+        """Whether it can do this work."""
+        if isinstance(work, Text):
+            return self.text is not None
+        return self.most_held is None or work.held <= self.most_held
+
+    def run(self, work: Workload) -> Measurement:
+        """Do one work; a multiple of its period is measured, so that compactions count fully."""
+        if isinstance(work, Text):
+            assert self.text is not None, "the caller asks `does` first"
+            return self.text(work)
+        periods = -(-work.steps // self.period)
+        return self.decode(attrs.evolve(work, steps=periods * self.period))

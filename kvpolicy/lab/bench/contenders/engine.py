@@ -1,0 +1,127 @@
+"""The engine under one plan, as a contender."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from kvpolicy.engine.engine import Engine, Run
+from kvpolicy.lab.bench.contenders.contender import GENERATE, Contender, Measurement
+from kvpolicy.lab.bench.contenders.fill import fill_run
+from kvpolicy.lab.bench.timing import synchronized_time
+from kvpolicy.lab.bench.workload import Decode, Text
+from kvpolicy.lab.looks import policy_of
+from kvpolicy.lab.sweep.grid import Cell
+from kvpolicy.model.static_forward import Compiled
+
+_PROMPT = 4  # tokens that are prefilled before a cache is filled
+
+
+def engine_under(
+    model: PreTrainedModel, cell: Cell, *, references: Mapping[str, str] | None = None
+) -> Contender:
+    """The engine under one plan.
+
+    Args:
+        model: The model.
+        cell: The plan.
+        references: Names of the contenders with which its speed is compared.
+    """
+
+    def decode(work: Decode) -> Measurement:
+        run = filled_run(model, cell, work, steps=work.steps)
+        run.step()
+        before = run.report
+        measured = _measure_steps(run, lambda taken: taken >= work.steps)
+        after = run.report
+        decode_s = after.decode_s - before.decode_s
+        return Measurement(
+            **measured,
+            kv_bytes=after.peak_kv_bytes,
+            policy_share=(after.decode_policy_s - before.decode_policy_s) / decode_s,
+        )
+
+    def text(work: Text) -> Measurement:
+        engine = Engine(model, None, cell.resolved, slots=work.batch)
+        prompts = work.prompts(model.config.vocab_size)
+        run = engine.generate(prompts, max_new_tokens=work.new_tokens, stop_ids=())
+        run.step()  # the prefill, and the first decode step, which warms up the others
+        measured = _measure_steps(run, lambda _: run.done)
+        report = run.report
+        return Measurement(
+            **measured,
+            kv_bytes=report.peak_kv_bytes,
+            prefill_s=report.prefill_s,
+            policy_share=report.policy_share,
+        )
+
+    buffers = [layer.buffer for layer in cell.resolved.layers if layer.bounded and layer.budget]
+    return Contender(
+        name=cell.series,
+        decode=decode,
+        text=text,
+        budget=cell.budget,
+        references={GENERATE: GENERATE} if references is None else references,
+        policy=policy_of(cell.resolved.to_dict()),
+        period=max(buffers, default=1),
+    )
+
+
+def evicts(cell: Cell) -> bool:
+    """Whether a plan ever evicts."""
+    return any(layer.bounded and layer.budget for layer in cell.resolved.layers)
+
+
+def filled_run(
+    model: PreTrainedModel,
+    cell: Cell,
+    work: Decode,
+    *,
+    steps: int,
+    compiled: Compiled | None = None,
+) -> Run:
+    """A run in a steady state at which so many steps can be taken, and one more before them.
+
+    ``compiled`` runs static steps, in which nothing is read on the host then.
+    """
+    # Nothing is left to the texts' end: the run is dropped in the middle.
+    most = work.held + steps + _PROMPT
+    short = [prompt[:_PROMPT] for prompt in work.prompts(model.config.vocab_size)]
+    engine = Engine(model, None, cell.resolved, slots=work.batch)
+    engine.compiled = compiled
+    run = engine.generate(short, max_new_tokens=most, stop_ids=())
+    run.step()
+    fill_run(run, work.held, seed=work.seed)
+    return run
+
+
+def _measure_steps(run: Run, ends: Callable[[int], bool]) -> dict[str, Any]:
+    """Take steps until the end: their seconds, compactions, and the bytes that they attend to.
+
+    Where the engine reads tokens once in several steps, these have equal parts of their time.
+    """
+    device, cache = run.engine.adapter.device, run.cache
+    row_bytes = [layer.shape.row_bytes for layer in cache.layers]
+    steps_s: list[float] = []
+    compacted: list[int] = []
+    attended: list[int] = []
+    while not ends(len(steps_s)):
+        num_active, before = len(run.batch.active), run.report.compactions
+        held = cache.rows.sum(axis=1)
+        start = synchronized_time(device)
+        events = run.step()
+        elapsed_s = synchronized_time(device) - start
+        assert not any(result.error for result in events.results), events.results
+        num_steps = max(len(events.tokens) // num_active, 1)
+        steps_s += [elapsed_s / num_steps] * num_steps
+        # A step attends to the rows before it and to its own.
+        attended += [
+            int(row_bytes @ (held + number * num_active)) for number in range(1, num_steps + 1)
+        ]
+        compacted += [0] * (num_steps - 1) + [run.report.compactions - before]
+    return {
+        "steps_s": tuple(steps_s),
+        "compacted": tuple(compacted),
+        "read_bytes": sum(attended) / len(attended),
+        "path": run.report.path,
+    }

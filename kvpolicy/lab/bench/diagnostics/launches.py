@@ -1,0 +1,223 @@
+"""What a decode step asks of a device, counted instead of timed: operations, and values read.
+
+The counts depend on the number of layers and on the policy, and neither on the machine nor on the
+sizes of the model: they tell without a GPU what one would have to do. On a GPU every operation is a
+launch, and every value that the host reads is a wait.
+"""
+
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import attrs
+import torch
+from torch import Tensor
+from torch._dynamo.utils import counters
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import PreTrainedModel
+
+import kvpolicy
+from kvpolicy.cache.static_step import StaticStep
+from kvpolicy.lab.bench.contenders.contender import MODEL_ALONE
+from kvpolicy.lab.bench.contenders.engine import evicts, filled_run
+from kvpolicy.lab.bench.workload import Decode
+from kvpolicy.lab.sweep.grid import Cell
+from kvpolicy.model.static_forward import Compiled, StaticForward, static_forward
+
+_PACKAGE = Path(kvpolicy.__file__).parent
+_LAB = _PACKAGE / "lab"
+_MOST_STEPS = 1024  # in search of a compaction
+
+# Functions that give the host a value of a tensor.
+_READING = {
+    Tensor.item,
+    Tensor.tolist,
+    Tensor.numpy,
+    Tensor.cpu,
+    Tensor.nonzero,
+    torch.nonzero,
+    torch.equal,
+    Tensor.equal,
+    Tensor.__bool__,
+    Tensor.__int__,
+    Tensor.__float__,
+    Tensor.__index__,
+    Tensor.__array__,
+}
+# Operators that compute nothing.
+_NOT_COMPUTING = (
+    "aten::empty",
+    "aten::new_empty",
+    "aten::lift_fresh",
+    "aten::_local_scalar_dense",
+)
+
+
+@attrs.frozen
+class Launches:
+    """What a step of one contender asks of a device.
+
+    Attributes:
+        name: The contender.
+        operations: Operations that compute, in a step that compacts nothing; an operator of
+            kvpolicy is one.
+        compacting: Operations that a step has more if it compacts one sequence in all layers;
+            ``None`` if no step does.
+        reads: Values that the host reads in a step that compacts nothing, by the place in the code.
+        compacting_reads: Those that it reads more to compact one sequence.
+        read_bytes: Bytes of keys and values that a step attends to.
+        path: How steps were run: ``"static"``, or ``"eager: REASON"``; empty for the model alone.
+        graphs: Graphs that `torch.compile` makes of the forward of static steps, some of which
+            compact between them; ``None`` if that was not counted.
+        breaks: Places at which it interrupts a graph.
+    """
+
+    name: str
+    operations: int
+    compacting: int | None
+    reads: Mapping[str, int]
+    compacting_reads: Mapping[str, int]
+    read_bytes: int
+    path: str
+    graphs: int | None = None
+    breaks: int | None = None
+
+
+def launches_alone(model: PreTrainedModel, work: Decode) -> Launches:
+    """What the model asks for, on one token of each sequence and without a cache."""
+    token_ids = torch.zeros(work.batch, 1, dtype=torch.int64, device=model.device)
+    with torch.inference_mode():
+        model(input_ids=token_ids, use_cache=False)
+        with _counting() as counted:
+            model(input_ids=token_ids, use_cache=False)
+    return Launches(MODEL_ALONE, counted.operations, None, counted.reads, {}, 0, "")
+
+
+def launches_under(model: PreTrainedModel, cell: Cell, work: Decode) -> Launches:
+    """What the engine asks for under one plan."""
+    # As a GPU would run it: kernels and not the host look at the rows that are held, and what
+    # policies answer is checked on the device.
+    run = filled_run(model, cell, work, steps=_MOST_STEPS, compiled=_InGraphForm(static_forward))
+    run.batch.compactor.eviction.defers = True
+    run.step()
+    row_bytes = [layer.shape.row_bytes for layer in run.cache.layers]
+    plain: _Counted | None = None
+    compacting: _Counted | None = None
+    read_bytes = 0
+    for _ in range(_MOST_STEPS):
+        before = run.report.compactions
+        held = int(row_bytes @ (run.cache.rows.sum(axis=1) + work.batch))
+        with _counting() as counted:
+            run.step()
+        num_compacted = run.report.compactions - before
+        if not num_compacted and plain is None:
+            plain, read_bytes = counted, held
+        elif num_compacted == len(run.cache.layers):
+            compacting = counted
+        if plain and (compacting or not evicts(cell)):
+            break
+    assert plain is not None, "every step compacts"
+    more = None if compacting is None else compacting.operations - plain.operations
+    more_reads = {} if compacting is None else compacting.reads - plain.reads
+    reason = run.engine.eager_reason
+    graphs, breaks = (None, None) if reason else _graphs_and_breaks(model, cell, work)
+    return Launches(
+        name=cell.series,
+        operations=plain.operations,
+        compacting=more,
+        reads=plain.reads,
+        compacting_reads=more_reads,
+        read_bytes=read_bytes,
+        path=f"eager: {reason}" if reason else "static",
+        graphs=graphs,
+        breaks=breaks,
+    )
+
+
+def _graphs_and_breaks(model: PreTrainedModel, cell: Cell, work: Decode) -> tuple[int, int]:
+    """What `torch.compile` makes of as many steps as compact every sequence once."""
+    steps = max((layer.buffer for layer in cell.resolved.layers if layer.budget), default=1) + 1
+    torch._dynamo.reset()
+    counters.clear()
+    compiled = _InGraphForm(torch.compile(static_forward, backend="eager"))
+    run = filled_run(model, cell, work, steps=steps, compiled=compiled)
+    for _ in range(steps):
+        run.step()
+    return counters["stats"]["unique_graphs"], sum(counters["graph_break"].values())
+
+
+class _InGraphForm(Compiled):
+    """Runs static steps in the form of those that are compiled, by another function."""
+
+    def __init__(self, forward: StaticForward) -> None:
+        self.seconds = 0.0
+        self._run = forward
+
+    def __call__(
+        self, call: Callable[..., Any], step: StaticStep, given: Any
+    ) -> tuple[Tensor, Tensor | None]:
+        """As `static_forward`."""
+        return self._run(call, step, given)
+
+
+class _Counted:
+    """Operations that were run, and values that were read, by file and function."""
+
+    def __init__(self) -> None:
+        self.operations = 0
+        self.reads: Counter[str] = Counter()
+
+
+@contextmanager
+def _counting() -> Iterator[_Counted]:
+    """Count what happens in a ``with`` block; what an operator does inside is not seen."""
+    counted = _Counted()
+    with _Operations(counted), _Reads(counted):
+        yield counted
+
+
+class _Operations(TorchDispatchMode):
+    def __init__(self, counted: _Counted) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._counted = counted
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        schema = func._schema
+        is_view = any(
+            one.alias_info is not None and not one.alias_info.is_write for one in schema.returns
+        )
+        if not is_view and not schema.name.startswith(_NOT_COMPUTING):
+            self._counted.operations += 1
+        return func(*args, **kwargs or {})
+
+
+class _Reads(TorchFunctionMode):
+    def __init__(self, counted: _Counted) -> None:
+        super().__init__()
+        self._counted = counted
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func in _READING:
+            self._counted.reads[_place(sys._getframe(1))] += 1
+        return func(*args, **kwargs or {})
+
+
+def _place(frame: FrameType | None) -> str:
+    """The innermost function of kvpolicy or a policy that is running, as ``file.py:function``."""
+    while frame is not None:
+        path = Path(frame.f_code.co_filename)
+        if any(path.is_relative_to(_LAB / name) for name in ("bench", "cli")):
+            break  # who counts
+        if path.is_relative_to(_PACKAGE) or path.parent.name.startswith("kvpolicy_"):
+            return f"{path.name}:{frame.f_code.co_name}"
+        frame = frame.f_back
+    return "the model"

@@ -1,0 +1,1 @@
+"""Where a contender is measured: its budget at an accuracy, its batch within a memory."""

@@ -1,0 +1,67 @@
+"""The batch at which a contender is fastest, within a limit of memory."""
+
+from collections.abc import Callable
+
+import attrs
+import torch
+
+from kvpolicy.lab.bench.contenders.contender import Contender
+from kvpolicy.lab.bench.workload import Decode
+
+_MOST_STEPS = 16  # of a trial: enough for the copy that a compaction makes
+
+_OUT_OF_MEMORY = "not enough memory"  # of torch on a CPU, which raises a plain `RuntimeError`
+
+
+def best_batch(contender: Contender, work: Decode, limit_bytes: float) -> int | None:
+    """Find the fastest batch whose cache stays within a limit.
+
+    Args:
+        contender: The contender.
+        work: The work; its batch does not count.
+        limit_bytes: The most bytes of keys and values, at their peak.
+
+    Returns:
+        The batch with the most tokens per second of those tried; ``None`` if one sequence is too
+        large.
+    """
+    speeds: dict[int, float] = {}
+
+    def fits(batch: int) -> bool:
+        try:
+            steps = min(work.steps, _MOST_STEPS)
+            measured = contender.decode(attrs.evolve(work, batch=batch, steps=steps))
+        except (RuntimeError, MemoryError) as error:
+            if not _is_out_of_memory(error):
+                raise
+            return False
+        if measured.kv_bytes > limit_bytes:
+            return False
+        speeds[batch] = batch / measured.mean_step_s
+        return True
+
+    largest_batch(fits)
+    return max(speeds, key=lambda batch: speeds[batch], default=None)
+
+
+def largest_batch(fits: Callable[[int], bool]) -> int:
+    """The largest batch that fits, or one at most an eighth smaller.
+
+    Args:
+        fits: Whether a batch fits; if one does, all smaller ones do.
+
+    Returns:
+        The batch; 0 if not even one sequence fits.
+    """
+    low, high = 0, 1
+    while fits(high):
+        low, high = high, 2 * high
+    while high - low > max(1, low // 8):
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low
+
+
+def _is_out_of_memory(error: BaseException) -> bool:
+    is_known = isinstance(error, (torch.OutOfMemoryError, MemoryError))
+    return is_known or _OUT_OF_MEMORY in str(error)

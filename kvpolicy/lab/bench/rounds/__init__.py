@@ -1,0 +1,1 @@
+"""Contenders in turns, round by round, and what the rounds show."""

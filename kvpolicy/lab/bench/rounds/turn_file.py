@@ -1,0 +1,98 @@
+"""The folder of a benchmark: every turn is written as it ends, and the same command continues."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from kvpolicy.errors import OutputError
+from kvpolicy.lab.bench.rounds.turns import Turn
+from kvpolicy.lab.store.jsonl import JsonLines, lock_folder
+
+TURNS, RESULT = "turns.jsonl", "bench.json"
+
+
+class TurnFile:
+    """The turns of a benchmark so far.
+
+    Attributes:
+        turns: Those that the file had when it was opened, and those that were added.
+        batches: The best batch of contenders whose search is over; ``None`` if none fits.
+    """
+
+    def __init__(self, lines: JsonLines | None = None) -> None:
+        records = [] if lines is None else lines.records[1:]
+        self.turns = [Turn.from_dict(one) for one in records if "round" in one]
+        self.batches = {one["contender"]: one["batch"] for one in records if "batch" in one}
+        self._lines = lines
+
+    def add_batch(self, contender: str, batch: int | None) -> None:
+        """Keep the best batch of a contender."""
+        self.batches[contender] = batch
+        if self._lines is not None:
+            self._lines.append({"contender": contender, "batch": batch})
+
+    def add(self, turn: Turn) -> None:
+        """Keep a turn, in the file if there is one."""
+        self.turns.append(turn)
+        if self._lines is not None:
+            self._lines.append(turn.to_dict())
+
+
+@contextmanager
+def open_turns(folder: Path | None, described: Mapping[str, Any]) -> Iterator[TurnFile]:
+    """Open the file of turns in a folder, which is made if there is none.
+
+    Args:
+        folder: The folder; ``None``: turns are kept in memory only.
+        described: What all turns have in common: model, machine, contenders and workloads.
+
+    Raises:
+        OutputError: The folder cannot be written, or has turns of another benchmark.
+    """
+    if folder is None:
+        yield TurnFile()
+        return
+    make_folder(folder)
+    lock = lock_folder(folder)
+    lines = None
+    try:
+        lines = JsonLines(folder / TURNS)
+        if not lines.records:
+            lines.append(dict(described))
+        _check_same(folder, lines.records or [dict(described)], described)
+        yield TurnFile(lines)
+    finally:
+        if lines is not None:
+            lines.close()
+        lock.release()
+
+
+def make_folder(folder: Path) -> None:
+    """Make a folder if there is none, and check that files can be written there.
+
+    Raises:
+        OutputError: They cannot.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock_folder(folder).release()
+    except OSError as error:
+        msg = (
+            f"output folder {folder} cannot be written: {error.strerror}; choose another one with "
+            "--output."
+        )
+        raise OutputError(msg) from error
+
+
+def _check_same(folder: Path, records: list[dict[str, Any]], described: Mapping[str, Any]) -> None:
+    """Refuse to mix turns of two benchmarks."""
+    stored = records[0]
+    for name in dict.fromkeys([*stored, *described]):
+        if stored.get(name) != described.get(name):
+            msg = (
+                f"output folder {folder} has turns of another benchmark: its {name} is "
+                f"{stored.get(name)!r:.120}, and here it is {described.get(name)!r:.120}; choose "
+                "another folder with --output."
+            )
+            raise OutputError(msg)

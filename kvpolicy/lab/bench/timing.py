@@ -1,0 +1,19 @@
+"""Times of steps."""
+
+import time
+from collections.abc import Sequence
+from itertools import pairwise
+
+import torch
+
+
+def synchronized_time(device: torch.device) -> float:
+    """Seconds on the performance counter, after all work queued on a device is done."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
+
+
+def durations(times: Sequence[float]) -> tuple[float, ...]:
+    """Seconds between successive times."""
+    return tuple(after - before for before, after in pairwise(times))

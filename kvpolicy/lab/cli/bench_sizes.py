@@ -1,0 +1,61 @@
+"""Sizes of ``kvpolicy bench``: what the user gave, and defaults that depend on what is measured."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from kvpolicy.errors import KVPolicyError
+
+# By option: the default, and the default with --quick.
+_DEFAULTS: Mapping[str, tuple[Any, Any]] = {
+    "shape": ("100m", "tiny"),
+    "batch": (8, 4),
+    "steps": (16, 8),
+    "prompt_min": (64, 16),
+    "prompt_max": (256, 48),
+    "new_tokens": (2048, 256),
+    "budget": (512, 48),
+    "buffer": (128, 16),
+    "rounds": (5, 3),
+    "lengths": ([512, 2048, 4096, 8192, 16_384], [64, 128]),
+    "memory_limit": (1.0, 0.002),
+}
+# Defaults of other workloads; those of --gpu take less than ten minutes on a card with 80 GB.
+_OF_MEMORY = {"shape": "5m", "lengths": [1000, 2000, 5000, 10_000, 20_000]}
+_AT_ACCURACY = {"lengths": [4096]}
+_OF_LAUNCHES = {"shape": "host", "lengths": [2048], "buffer": 16}
+_OF_MAX_BATCH = {"lengths": [4096]}
+_OF_GPU = {"shape": "qwen3-8b", "budget": 1024, "lengths": [8704], "steps": 256, "rounds": 1}
+_OF_MODES: Mapping[str, Mapping[str, Any]] = {
+    "memory": _OF_MEMORY,
+    "launches": _OF_LAUNCHES,
+    "max_batch": _OF_MAX_BATCH,
+    "gpu": _OF_GPU,
+}
+_OF_ONE_LENGTH = ("max_batch", "launches", "gpu")
+
+
+def choose_sizes(mode: str, *, at_accuracy: bool, quick: bool, **given: Any) -> dict[str, Any]:
+    """The sizes that the user gave, and defaults for the others."""
+    preferred = _AT_ACCURACY if at_accuracy else {}
+    of_mode: Mapping[str, Any] = {} if quick else _OF_MODES.get(mode, preferred)
+    sizes = {
+        name: given[name] or of_mode.get(name, default[quick])
+        for name, default in _DEFAULTS.items()
+    }
+    if quick and mode in _OF_ONE_LENGTH and not given["lengths"]:
+        sizes["lengths"] = sizes["lengths"][-1:]
+    if mode in _OF_ONE_LENGTH and len(sizes["lengths"]) > 1:
+        msg = f"--{mode.replace('_', '-')} fills caches to one length; give one with --lengths."
+        raise KVPolicyError(msg)
+    if sizes["prompt_max"] < sizes["prompt_min"]:
+        msg = f"--prompt-max {sizes['prompt_max']} is below --prompt-min {sizes['prompt_min']}."
+        raise KVPolicyError(msg)
+    return sizes
+
+
+def positions_needed(mode: str, sizes: Mapping[str, Any]) -> int:
+    """Positions that the model needs, with room for steps that are rounded up to whole buffers."""
+    generated = {"text": sizes["new_tokens"], "memory": max(sizes["lengths"])}
+    held = 0 if mode in generated else max(sizes["lengths"])
+    rounded = 2 * max(sizes["steps"], sizes["buffer"]) + 256
+    return sizes["prompt_max"] + held + generated.get(mode, rounded) + 64

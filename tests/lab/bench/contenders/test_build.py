@@ -1,0 +1,40 @@
+"""All contenders: forms of the weights, and what is compared with what."""
+
+from bench_parts import cells
+from tiny import tiny_model
+
+from kvpolicy.lab.bench.contenders.build import build_contenders
+from kvpolicy.lab.bench.contenders.contender import (
+    CONTINUOUS,
+    FIRST_PLAN,
+    FULL,
+    GENERATE,
+    LIMIT,
+    MODEL_ALONE,
+    VLLM,
+)
+
+
+def test_weights_in_another_form_are_contenders_of_their_own() -> None:
+    model = tiny_model()
+    found = build_contenders({"": model, "packed": model}, cells("knorm"), without=["kvpress"])
+    names = [one.name for one in found.all]
+    mine = [MODEL_ALONE, GENERATE, CONTINUOUS, "knorm"]
+    mine = [name for name in mine if name not in found.absent]
+    assert names == [LIMIT, *mine, *(f"{name}, packed" for name in mine)]
+    of_packed = found.all[-1].references
+    assert of_packed == {
+        GENERATE: "generate, packed",
+        MODEL_ALONE: "model alone, packed",
+        VLLM: "vLLM",  # its weights have one form
+    }
+
+
+def test_plans_are_compared_with_the_full_cache_and_as_many_of_the_newest_rows() -> None:
+    given_cells = [*cells("full", "streaming", "knorm"), *cells("h2o", budget=12)]
+    found = build_contenders({"": tiny_model()}, given_cells, without=["kvpress"])
+    references = {one.name: one.references for one in found.all}
+    assert references["knorm"][FIRST_PLAN] == "streaming"
+    assert references["knorm"][FULL] == references["h2o"][FULL] == "full"
+    assert FIRST_PLAN not in references["streaming"], "it is the first"
+    assert FIRST_PLAN not in references["h2o"], "no other keeps as many rows"

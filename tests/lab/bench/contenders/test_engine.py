@@ -1,0 +1,69 @@
+"""The engine does the work that is reported: rows read, compactions, bytes."""
+
+import numpy as np
+import pytest
+from bench_parts import HEAD_DIM, HEADS, IN_FP32, LAYERS, ROW, cell
+from tiny import tiny_model
+
+from kvpolicy.lab.bench.contenders.engine import engine_under
+from kvpolicy.lab.bench.workload import Decode, Text
+
+
+def lengths_of(work: Text) -> list[int]:
+    return [len(prompt) for prompt in work.prompts(61)]
+
+
+@pytest.mark.parametrize(("stack", "new_tokens"), [("full", 6), ("knorm", 19)])
+def test_the_engine_attends_to_as_many_rows_as_a_plain_count(stack: str, new_tokens: int) -> None:
+    budget, buffer = 8, 4
+    contender = engine_under(tiny_model(), cell(stack, budget, buffer))
+    work = Text(batch=2, prompt_min=2, prompt_max=4, new_tokens=new_tokens)
+    assert contender.text is not None
+    done = contender.text(work)
+    rows_read, compactions = 0, 0
+    for rows in lengths_of(work):
+        for step in range(1, new_tokens):
+            rows += 1
+            if step > 1:
+                rows_read += rows
+            if stack != "full" and rows == budget + buffer:
+                rows = budget
+                compactions += 0 if step == new_tokens - 1 else LAYERS  # its text has ended
+    assert done.read_bytes == pytest.approx(rows_read * ROW / (new_tokens - 2))
+    assert done.compactions == compactions
+    assert len(done.steps_s) == new_tokens - 2
+    # Keys, values, and positions of 8 bytes; a full cache is allocated for the longest sequence.
+    slab = 4 + 6 if stack == "full" else budget + buffer
+    allocated = LAYERS * 2 * HEADS * slab * (2 * HEAD_DIM * IN_FP32 + 8)
+    moved = 0 if stack == "full" else HEADS * budget * HEAD_DIM * IN_FP32
+    assert allocated + moved <= done.kv_bytes <= allocated + 4 * moved
+    assert done.policy_share is not None
+    assert 0 <= done.policy_share < 1
+    assert (done.policy_share > 0) == (stack != "full")
+
+
+@pytest.mark.parametrize("stack", ["full", "knorm", "h2o", "skipkv"])
+def test_the_engine_decodes_over_a_filled_cache(stack: str) -> None:
+    """A buffer of steps compacts every sequence once in every layer."""
+    budget, buffer, batch, held = 16, 6, 3, 100
+    contender = engine_under(tiny_model(), cell(stack, budget, buffer))
+    done = contender.run(Decode(batch, held, steps=1))
+    if stack == "full":
+        assert (done.compactions, len(done.steps_s)) == (0, 1)
+        assert done.read_bytes == batch * ROW * (held + 2), "the warm-up's row and its own"
+        return
+    assert len(done.steps_s) == contender.period == buffer
+    assert done.compactions == batch * LAYERS
+    assert done.policy_share is not None
+    assert 0 < done.policy_share < 1
+    # Every sequence passes through all numbers of rows, whatever it began with.
+    assert done.read_bytes == batch * ROW * np.mean(np.arange(budget + 1, budget + buffer + 1))
+
+
+def test_policies_take_no_more_than_all_of_the_decode_time() -> None:
+    """Long prompts and few tokens: nearly all compactions are before the first decode step."""
+    contender = engine_under(tiny_model(), cell("knorm"))
+    assert contender.text is not None
+    done = contender.text(Text(2, 120, 120, 3))
+    assert done.policy_share is not None
+    assert 0 <= done.policy_share <= 1

@@ -1,0 +1,37 @@
+"""Operations of a step and values that the host reads are counted."""
+
+import pytest
+import torch
+from bench_parts import ROW, cell
+from tiny import tiny_model
+
+from kvpolicy.lab.bench.diagnostics import launches
+from kvpolicy.lab.bench.workload import Decode
+
+
+def test_operations_and_values_read_are_counted() -> None:
+    with launches._counting() as counted:
+        numbers = torch.empty(4).fill_(1.0).view(2, 2).t()  # one: views and allocations are none
+        found = bool((numbers + 1).sum() > 0)  # three, and a value
+        numbers[0].tolist()
+    assert found
+    assert counted.operations == 1 + 3
+    assert counted.reads == {"the model": 2}
+
+
+@pytest.mark.parametrize("stack", ["full", "h2o"])
+def test_steps_are_counted_by_kind(stack: str) -> None:
+    work = Decode(batch=2, held=40, steps=1)
+    found = launches.launches_under(tiny_model(), cell(stack), work)
+    assert found.operations > launches.launches_alone(tiny_model(), work).operations
+    assert found.path == "static"
+    assert found.reads.pop("static_step.py:read") == 1, "the tokens"
+    assert set(found.reads) <= {"late_checks.py:_read"}, "of the compactions before"
+    assert sum(found.compacting_reads.values()) == 0
+    assert (found.graphs, found.breaks) == (1, 0)
+    if stack == "full":
+        assert found.read_bytes == 2 * ROW * (40 + 2)
+        assert (found.compacting, found.compacting_reads) == (None, {})
+    else:
+        assert found.compacting is not None
+        assert found.compacting > 0

@@ -1,0 +1,30 @@
+"""Contenders take turns."""
+
+from typing import Any
+
+from bench_parts import WORK, measurement, named
+
+from kvpolicy.lab.bench.contenders.contender import Contender, Measurement
+from kvpolicy.lab.bench.rounds.turns import jobs_of, measure
+
+
+def test_all_jobs_run_in_every_round_in_rotating_order() -> None:
+    ran: list[tuple[str, Any]] = []
+
+    def runs(name: str) -> Contender:
+        def run(work: Any) -> Measurement:
+            ran.append((name, work))
+            return measurement(1.0)
+
+        return named(name, run)
+
+    jobs = jobs_of([runs("a"), runs("b"), runs("c")], [WORK])
+    found = list(measure(jobs, rounds=3))
+    orders = [["a", "b", "c"], ["b", "c", "a"], ["c", "a", "b"]]
+    assert [turn.job for turn in found] == [(n, WORK.name) for order in orders for n in order]
+    assert [turn.round for turn in found] == [0, 0, 0, 1, 1, 1, 2, 2, 2]
+    assert ran == [(name, WORK) for order in orders for name in order]
+    ran.clear()
+    done = {turn.key for turn in found[:4]}
+    assert list(measure(jobs, rounds=3, done=done)) == found[4:], "measured turns are left out"
+    assert len(ran) == 5

@@ -1,0 +1,216 @@
+"""The command: tables, JSON, folders that continue, and refused input."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from bench_parts import measurement
+from shell import Shell, refusal
+
+from kvpolicy.lab.bench.contenders.contender import (
+    GENERATE,
+    LIMIT,
+    MODEL_ALONE,
+)
+from kvpolicy.lab.bench.rounds.turns import Turn
+from kvpolicy.lab.bench.workload import Text
+
+pytestmark = pytest.mark.usefixtures("little_work_for_the_limit")
+
+SIZES = ("--shape", "tiny", "--batch", 2, "--prompt-min", 4, "--prompt-max", 9)
+OPTIONS = (*SIZES, "--new-tokens", 14, "--budget", 8, "--buffer", 4, "--steps", 2)
+FEW = ("--without", "generate_batch,kvpress")
+
+
+@pytest.mark.needs_reasoner
+def test_the_command_prints_writes_and_continues(kvpolicy: Shell, tmp_path: Path) -> None:
+    output, plot = tmp_path / "speed", tmp_path / "bench.svg"
+    more = ("--policies", "full,streaming", "--lengths", "12,20", *FEW, "--output", output)
+    found = kvpolicy("bench", *OPTIONS, *more, "--rounds", 1, "--plot", plot, "--json")
+    assert found.status == 0, found.err
+    assert found.out == (output / "bench.json").read_text(encoding="utf-8")
+    names = [LIMIT, MODEL_ALONE, GENERATE, "full cache", "StreamingLLM"]
+    works = ["12 held", "20 held"]
+    standings = found.json["standings"]
+    assert [(one["work"], one["name"]) for one in standings] == [
+        (work, name) for work in works for name in names
+    ]
+    for one in standings:
+        for ratio in one["ratios"].values():
+            assert ratio["low"] <= ratio["median"] <= ratio["high"]
+        assert 0 < one["step_ms"] <= one["step_p95_ms"]
+        assert one["limit_share"] > 0
+        assert (one["compactions"] or 0) == (4 if one["name"] == "StreamingLLM" else 0)
+    assert found.json["shape"]["name"] == "tiny"
+    assert plot.read_text(encoding="utf-8").startswith("<?xml")
+    turns = (output / "turns.jsonl").read_text(encoding="utf-8").splitlines()
+    assert len(turns) == 1 + 10
+
+    again = kvpolicy("bench", *OPTIONS, *more, "--rounds", 2)
+    assert again.status == 0, again.err
+    assert "round 2" in again.err
+    assert "round 1" not in again.err, "its turns were kept"
+    for word in (
+        "ms per step",
+        "speed / generate's",
+        "12 held",
+        "20 held",
+        "compactions in",
+    ):
+        assert word in again.out
+    message = refusal(kvpolicy("bench", *OPTIONS, *more, "--rounds", 2, "--seed", 1))
+    assert "turns of another benchmark" in message
+
+
+def test_texts_and_memory_have_tables(kvpolicy: Shell, tmp_path: Path) -> None:
+    plain = kvpolicy("bench", *OPTIONS, "--text", "--rounds", 1, "--policies", "knorm", *FEW)
+    assert plain.status == 0, plain.err
+    for word in ("x generate", "p95", "of limit", "knorm", MODEL_ALONE, "least - most"):
+        assert word in plain.out
+    memory = ("--memory", "--lengths", "9,30", "--policies", "knorm", "--output", tmp_path / "new")
+    found = kvpolicy("bench", *OPTIONS, *memory)
+    assert found.status == 0, found.err
+    assert len(json.loads((tmp_path / "new" / "bench.json").read_text())["readings"]) == 2
+    head, _, *rows = found.out.splitlines()
+    assert "if all stayed" in head
+    assert [row.split()[:2] for row in rows] == [["knorm", "9"], ["knorm", "30"]]
+
+
+def test_counts_have_a_table(kvpolicy: Shell) -> None:
+    arguments = ("bench", "--launches", *OPTIONS, "--policies", "full,knorm", "--lengths", 20)
+    found = kvpolicy(*arguments)
+    assert found.status == 0, found.err
+    for word in (MODEL_ALONE, "full", "knorm", "static_step.py:read", "1 + 0"):
+        assert word in found.out
+    (alone, *mine) = kvpolicy(*arguments, "--json").json["launches"]
+    assert all(one["operations"] > alone["operations"] for one in mine)
+
+
+def test_best_batches_are_within_the_memory(kvpolicy: Shell, tmp_path: Path) -> None:
+    arguments = (*OPTIONS, "--max-batch", "--lengths", 40, "--rounds", 1, "--policies", "knorm")
+    limit = ("--memory-limit", 0.0002, "--json", "--output", tmp_path / "best")
+    found = kvpolicy("bench", *arguments, *limit, *FEW)
+    assert found.status == 0, found.err
+    generate, knorm = found.json["standings"]
+    assert (generate["name"], knorm["name"]) == (GENERATE, "knorm")
+    assert all(one["batch"] and one["kv_bytes"] <= 200e3 for one in (generate, knorm))
+    again = kvpolicy("bench", *arguments, *limit, *FEW)
+    assert "searching" not in again.err, "what was found was written"
+    message = refusal(kvpolicy("bench", *arguments, "--memory-limit", 0.000001, *FEW))
+    assert "raise --memory-limit" in message
+
+
+def test_what_is_left_out_is_not_compared_with(kvpolicy: Shell) -> None:
+    arguments = ("--rounds", 1, "--policies", "knorm", "--lengths", 12)
+    without = ("--without", "generate,generate_batch,kvpress,machine limit")
+    plain, found = (
+        kvpolicy("bench", *OPTIONS, *arguments, *without, *m) for m in ((), ("--json",))
+    )
+    assert plain.status == found.status == 0, plain.err
+    assert "x generate" not in plain.out
+    assert [one["name"] for one in found.json["standings"]] == [MODEL_ALONE, "knorm"]
+    assert [list(one["ratios"]) for one in found.json["standings"]] == [[], [MODEL_ALONE]]
+
+
+@pytest.mark.usefixtures("packs_small_products")
+def test_like_stands_beside_like_with_packed_weights(kvpolicy: Shell) -> None:
+    arguments = ("--rounds", 1, "--policies", "knorm", "--lengths", 12, "--packed", "--json")
+    found = kvpolicy("bench", *OPTIONS, *arguments, *FEW)
+    assert found.status == 0, found.err
+    assert "packed 15 linear layers as 9 products" in found.err
+    ratios = {
+        one["name"]: one["ratios"].get(GENERATE, {}).get("median")
+        for one in found.json["standings"]
+    }
+    plain = [MODEL_ALONE, GENERATE, "knorm"]
+    assert list(ratios) == [LIMIT, *plain, *(f"{name}, packed" for name in plain)]
+    assert [ratios[GENERATE], ratios[f"{GENERATE}, packed"]] == pytest.approx([1, 1])
+
+
+def test_contenders_with_equal_names_are_refused(kvpolicy: Shell, tmp_path: Path) -> None:
+    """Results are looked up by name."""
+    for folder, size in (("a", 2), ("b", 4)):
+        (tmp_path / folder).mkdir()
+        plan = f'stack = [{{policy = "snapkv", window_size = {size}}}]\n'
+        (tmp_path / folder / "x.toml").write_text(plan)
+    plans = [word for folder in "ab" for word in ("--plan", tmp_path / folder / "x.toml")]
+    output = tmp_path / "speed"
+    message = refusal(kvpolicy("bench", *OPTIONS, "--rounds", 1, *plans, "--output", output))
+    assert "2 contenders called 'x'" in message
+    assert "rename one" in message
+    assert not (output / "bench.json").exists()
+
+
+@pytest.mark.needs_reasoner
+def test_complete_rounds_count_after_an_interrupt(
+    kvpolicy: Shell, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def measure(jobs: Any, **_: object) -> Iterator[Turn]:
+        for number, job in enumerate([*jobs, *jobs][: 2 * len(jobs) - 1]):
+            yield Turn(number // len(jobs), job.name, measurement(1.0))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("kvpolicy.lab.cli.bench_run.measure", measure)
+    output = tmp_path / "speed"
+    found = kvpolicy("bench", *SIZES, "--rounds", 2, "--output", output)
+    assert found.status == 130
+    assert "1 of 2 rounds were complete" in found.err
+    standings = json.loads((output / "bench.json").read_text(encoding="utf-8"))["standings"]
+    assert {tuple(one["rounds"]) for one in standings} == {(2.0,)}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "parts"),
+    [
+        (("--shape", "9b"), ("'9b'", "100m")),
+        (("--dtype", "int8"), ("int8", "float32")),
+        (("--dtype", "auto"), ("auto", "float32")),
+        (("--device", "nowhere"), ("nowhere",)),
+        (("--plot", "speed.gif"), ("speed.gif", ".png")),
+        (("--plot", "speed.png", "--memory"), ("--plot", "--memory")),
+        (("--lengths", "1,x", "--memory"), ("--lengths", "'x'")),
+        (("--lengths", "64,128", "--max-batch"), ("--max-batch", "--lengths")),
+        (("--text", "--memory"), ("--text and --memory",)),
+        (("--without", "nobody"), ("'nobody'", "generate_batch")),
+        (("--at-accuracy", "0.02"), ("--sweep FOLDER",)),
+        (("--at-accuracy", "0.02", "--sweep", "x", "--policies", "h2o"), ("--policies",)),
+        (("--output", "/dev/null/speed"), ("/dev/null/speed", "cannot be written")),
+        (("--vllm-python", "no-such-python"), ("no-such-python", "--vllm-python")),
+    ],
+)
+@pytest.mark.needs_reasoner
+def test_wrong_input_is_refused_with_a_sentence(
+    kvpolicy: Shell, arguments: tuple[str, ...], parts: tuple[str, ...]
+) -> None:
+    message = refusal(kvpolicy("bench", "--quick", *arguments))
+    assert all(part in message for part in parts), message
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the machine has a GPU")
+def test_a_gpu_benchmark_needs_a_gpu(kvpolicy: Shell) -> None:
+    message = refusal(kvpolicy("bench", "--gpu", "--quick", "--policies", "knorm"))
+    assert "--gpu needs a GPU with CUDA" in message
+
+
+@pytest.mark.needs_reasoner  # it ships the default sweep
+def test_the_benchmark_of_a_gpu_can_be_walked_through_on_a_cpu(
+    kvpolicy: Shell, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvpolicy.lab.cli.bench_run._GPU_BATCHES", (1, 2))
+    monkeypatch.setattr("kvpolicy.lab.bench.diagnostics.checks._TEXT", Text(1, 3, 30, 3))
+    arguments = ("bench", "--gpu", "--device", "cpu", "--quick", "--dtype", "float32")
+    sizes = ("--lengths", 40, "--budget", 16, "--buffer", 4, "--steps", 2, "--rounds", 1)
+    found = kvpolicy(*arguments, *sizes, "--memory-limit", 0.0001)
+    assert found.status == 0, found.err
+    assert "checking tokens and compactions on cpu" in found.err
+    for work in ("batch 1\n", "batch 2\n", "best batch\n"):
+        assert work in found.out
+    for word in ("rows", "limit ms", "of limit", "over first plan", "x full cache", "path"):
+        assert word in found.out
+    best = found.out[found.out.index("best batch") :]
+    names = ("full cache", "StreamingLLM", "H2O", "SnapKV", "R-KV")
+    assert all(name in best for name in names)
+    assert best.count("static") == len(names)
