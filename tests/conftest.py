@@ -88,10 +88,12 @@ def packs_small_products() -> Iterator[None]:
 
 @pytest.fixture
 def no_compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Compile decode steps by tracing them only; the operations run as they are."""
+    """Trace steps as for a compiler, and run their operations as they are."""
+    from torch._dynamo.utils import counters
+
     monkeypatch.setattr("kvpolicy.model.static_forward.BACKEND", "aot_eager")
     torch._dynamo.reset()
-    torch._dynamo.utils.counters.clear()
+    counters.clear()
     yield
     torch._dynamo.reset()
 

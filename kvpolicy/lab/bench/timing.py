@@ -1,10 +1,11 @@
-"""Times of steps."""
+"""Times of steps, and of compiling them."""
 
 import time
 from collections.abc import Sequence
 from itertools import pairwise
 
 import torch
+from torch._dynamo.utils import calculate_time_spent
 
 
 def synchronized_time(device: torch.device) -> float:
@@ -17,3 +18,8 @@ def synchronized_time(device: torch.device) -> float:
 def durations(times: Sequence[float]) -> tuple[float, ...]:
     """Seconds between successive times."""
     return tuple(after - before for before, after in pairwise(times))
+
+
+def compiling_s() -> float:
+    """Seconds in which torch has compiled so far in this process."""
+    return calculate_time_spent()["total_wall_time"]

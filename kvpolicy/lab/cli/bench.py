@@ -195,6 +195,14 @@ def bench(
         bool,
         typer.Option("--packed", help="Measure all with packed weights for CPUs, too."),
     ] = False,
+    compile: Annotated[
+        bool,
+        typer.Option(
+            "--compile",
+            help="Measure the engine, generate and the model alone with compiled decode steps, "
+            "too; compiling takes a minute or more for each plan.",
+        ),
+    ] = False,
     overrides: Overrides = None,
     plugin: Plugins = None,
     dtype: Annotated[
@@ -220,6 +228,7 @@ def bench(
     """
     mode = _mode(text=text, max_batch=max_batch, memory=memory, launches=launches, gpu=gpu)
     _check_options(mode, plot, at_accuracy, sweep, preset or policies or plan)
+    _check_forms(mode, packed=packed, compile=compile)
     register_plugins(plugin)
     sizes = choose_sizes(
         mode,
@@ -245,6 +254,7 @@ def bench(
 
     from kvpolicy.lab.bench.contenders.build import build_contenders
     from kvpolicy.lab.bench.contenders.contender import VLLM, Contender
+    from kvpolicy.lab.bench.contenders.form import Form
     from kvpolicy.lab.bench.diagnostics.checks import check_compactions, check_tokens
     from kvpolicy.lab.bench.models import random_model, shape_named
     from kvpolicy.lab.bench.roofline import ModelSize
@@ -267,7 +277,6 @@ def bench(
         speed_tables,
     )
     from kvpolicy.lab.store.session import describe_session
-    from kvpolicy.model.packed import packed_model
 
     if output is not None:
         make_folder(output)
@@ -324,13 +333,14 @@ def bench(
         info(f"checking tokens and compactions on {device}")
         check_tokens(model.device, cells)
         check_compactions(model.device, repeats=10 if quick else 1000)
-    models = {"": model}
+    forms = [Form.plain(model)]
     if packed:
-        in_packed_form = packed_model(model)
-        tell_packing(in_packed_form, WeightOrder.packed)
-        if in_packed_form is not model:
-            models["packed"] = in_packed_form
-    built = build_contenders(models, cells, without=parse_names("--without", without))
+        in_packed_form = Form.packed(model)
+        tell_packing(in_packed_form.model, WeightOrder.packed)
+        forms += [] if in_packed_form.model is model else [in_packed_form]
+    if compile:
+        forms.append(Form.compiled(model))
+    built = build_contenders(forms, cells, without=parse_names("--without", without))
     for reason in built.absent.values():
         info(f"{reason}; it is left out.")
     limit_bytes = sizes["memory_limit"] * 1e9
@@ -406,6 +416,14 @@ def _check_options(
         msg = f"--plot was given {plot}; give a name that ends in {', '.join(_FIGURE_SUFFIXES)}."
         raise KVPolicyError(msg)
     check_new_file(plot, option="--plot")
+
+
+def _check_forms(mode: str, **given: bool) -> None:
+    """Refuse forms of the model where only the model as it is is measured."""
+    if mode in ("memory", "launches"):
+        for name in (name for name, is_given in given.items() if is_given):
+            msg = f"--{mode} measures the model as it is; leave out --{name}."
+            raise KVPolicyError(msg)
 
 
 def _choices(sweep: Path | None, margin: float) -> "list[Choice]":

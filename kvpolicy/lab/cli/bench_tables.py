@@ -1,6 +1,7 @@
 """Tables of ``kvpolicy bench``."""
 
 from collections.abc import Callable, Mapping, Sequence
+from math import floor, log10
 
 from kvpolicy.cli.output import format_bytes, terminal_width
 from kvpolicy.cli.text_table import format_table
@@ -17,6 +18,11 @@ def _share_of_alone(one: BenchResult) -> str:
     return _share(one.ratios.get(MODEL_ALONE))
 
 
+def _compiling(one: BenchResult) -> str:
+    """How long torch compiled."""
+    return f"{one.compile_s:.0f} s" if one.compile_s else ""
+
+
 # Columns of the table of one work; those without any value are left out.
 _COLUMNS: Mapping[str, Callable[[BenchResult], str]] = {
     "": lambda one: one.name,
@@ -24,17 +30,18 @@ _COLUMNS: Mapping[str, Callable[[BenchResult], str]] = {
     "batch": lambda one: f"{one.batch:,}",
     "tok/s": lambda one: f"{one.decode_tok_s:.0f}",
     f"x {GENERATE}": lambda one: _ratio_to(one, GENERATE),
-    "least - most": lambda one: _span(one.ratios.get(GENERATE)),
+    "range": lambda one: _span(one.ratios.get(GENERATE)),
     f"x {VLLM}": lambda one: _ratio_to(one, VLLM),
     f"x {FULL}": lambda one: _ratio_to(one, FULL),
-    "ms/step": lambda one: f"{one.step_ms:.1f}",
-    "p95": lambda one: f"{one.step_p95_ms:.1f}",
+    "ms/step": lambda one: _ms(one.step_ms),
+    "p95": lambda one: _ms(one.step_p95_ms),
     f"of {MODEL_ALONE}": _share_of_alone,
     "prefill tok/s": lambda one: _number(one.prefill_tok_s, ".0f"),
     "policy": lambda one: _number(one.policy_share, ".1%"),
     "over first plan": lambda one: _share(one.policy_cost),
     "compactions": lambda one: _number(one.compactions, ",.0f"),
     "compacting step": lambda one: _times(one.compacting_ratio),
+    "compiling": _compiling,
     "KV cache": lambda one: format_bytes(one.kv_bytes),
     "GPU memory": lambda one: "" if one.device_bytes is None else format_bytes(one.device_bytes),
     "of limit": lambda one: _number(one.limit_share, ".0%"),
@@ -44,9 +51,9 @@ _GPU_COLUMNS: Mapping[str, Callable[[BenchResult], str]] = {
     "": lambda one: one.name,
     "batch": lambda one: f"{one.batch:,}",
     "rows": lambda one: f"{one.rows_mean:,.0f}",
-    "ms/step": lambda one: f"{one.step_ms:.1f}",
-    "p95": lambda one: f"{one.step_p95_ms:.1f}",
-    "limit ms": lambda one: _number(one.limit_ms, ".3g"),
+    "ms/step": lambda one: _ms(one.step_ms),
+    "p95": lambda one: _ms(one.step_p95_ms),
+    "limit ms": lambda one: "" if one.limit_ms is None else _ms(one.limit_ms),
     "of limit": lambda one: _number(one.limit_share, ".0%"),
     "policy": lambda one: _number(one.policy_share, ".1%"),
     "over first plan": lambda one: _share(one.policy_cost),
@@ -54,6 +61,7 @@ _GPU_COLUMNS: Mapping[str, Callable[[BenchResult], str]] = {
     f"x {FULL}": lambda one: _ratio_to(one, FULL),
     f"x {VLLM}": lambda one: _ratio_to(one, VLLM),
     "peak": lambda one: "" if one.device_bytes is None else format_bytes(one.device_bytes),
+    "compiling": _compiling,
     "path": lambda one: one.path,
 }
 
@@ -74,6 +82,7 @@ _BY_WORK: Mapping[str, Callable[[BenchResult], str]] = {
         one.policy_cost
     ),
     "a step that compacts a sequence / one that does not": lambda one: _times(one.compacting_ratio),
+    "compiling before the steps, in the round with most of it": _compiling,
     "compactions in the measured steps, of one sequence in one layer": lambda one: _number(
         one.compactions, ",.0f"
     ),
@@ -214,7 +223,17 @@ def _by_work(
 
 def _milliseconds(spread: Spread) -> str:
     half = (spread.high - spread.low) / 2
-    return f"{spread.median:.4g} ± {half:.2g}"
+    decimals = _decimals(spread.median, digits=4)
+    return f"{spread.median:.{decimals}f} ± {half:.{decimals}f}"
+
+
+def _ms(value: float) -> str:
+    return f"{value:.{_decimals(value, digits=3)}f}"
+
+
+def _decimals(value: float, digits: int) -> int:
+    """Decimals with which a positive value has at least so many digits that count."""
+    return max(0, digits - 1 - floor(log10(value)))
 
 
 def _ratio(spread: Spread | None) -> str:

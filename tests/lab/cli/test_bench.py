@@ -68,7 +68,7 @@ def test_the_command_prints_writes_and_continues(kvpolicy: Shell, tmp_path: Path
 def test_texts_and_memory_have_tables(kvpolicy: Shell, tmp_path: Path) -> None:
     plain = kvpolicy("bench", *OPTIONS, "--text", "--rounds", 1, "--policies", "knorm", *FEW)
     assert plain.status == 0, plain.err
-    for word in ("x generate", "p95", "of limit", "knorm", MODEL_ALONE, "least - most"):
+    for word in ("x generate", "p95", "of limit", "knorm", MODEL_ALONE, "range"):
         assert word in plain.out
     memory = ("--memory", "--lengths", "9,30", "--policies", "knorm", "--output", tmp_path / "new")
     found = kvpolicy("bench", *OPTIONS, *memory)
@@ -130,6 +130,34 @@ def test_like_stands_beside_like_with_packed_weights(kvpolicy: Shell) -> None:
     assert [ratios[GENERATE], ratios[f"{GENERATE}, packed"]] == pytest.approx([1, 1])
 
 
+@pytest.mark.usefixtures("no_compiler")
+def test_like_stands_beside_like_with_compiled_steps(kvpolicy: Shell) -> None:
+    arguments = ("--rounds", 1, "--policies", "knorm", "--lengths", 12, "--compile")
+    without = ("--without", f"{MODEL_ALONE},generate_batch,kvpress", "--json")
+    found = kvpolicy("bench", *OPTIONS, *arguments, *without)
+    assert found.status == 0, found.err
+    standings = {one["name"]: one for one in found.json["standings"]}
+    plain = [GENERATE, "knorm"]
+    mine = [f"{name}, compiled" for name in plain]
+    assert list(standings) == [LIMIT, *plain, *mine]
+    assert [name for name, one in standings.items() if one["compile_s"]] == mine
+    assert standings[f"{GENERATE}, compiled"]["ratios"][GENERATE]["median"] == pytest.approx(1)
+    assert standings["knorm, compiled"]["path"] == "static, compiled"
+
+
+def test_a_missing_compiler_is_answered_before_anything_is_measured(
+    kvpolicy: Shell, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def refuse() -> None:
+        raise RuntimeError("no compiler here")
+
+    monkeypatch.setattr("torch._inductor.cpp_builder.get_cpp_compiler", refuse)
+    arguments = ("--compile", "--policies", "knorm", *FEW, "--output", tmp_path / "speed")
+    message = refusal(kvpolicy("bench", *OPTIONS, *arguments))
+    assert "cannot be compiled: torch finds no C++ compiler" in message
+    assert not (tmp_path / "speed" / "turns.jsonl").exists()
+
+
 def test_contenders_with_equal_names_are_refused(kvpolicy: Shell, tmp_path: Path) -> None:
     """Results are looked up by name."""
     for folder, size in (("a", 2), ("b", 4)):
@@ -173,6 +201,8 @@ def test_complete_rounds_count_after_an_interrupt(
         (("--plot", "speed.png", "--memory"), ("--plot", "--memory")),
         (("--lengths", "1,x", "--memory"), ("--lengths", "'x'")),
         (("--lengths", "64,128", "--max-batch"), ("--max-batch", "--lengths")),
+        (("--memory", "--packed"), ("--memory", "leave out --packed")),
+        (("--launches", "--compile"), ("--launches", "leave out --compile")),
         (("--text", "--memory"), ("--text and --memory",)),
         (("--without", "nobody"), ("'nobody'", "generate_batch")),
         (("--at-accuracy", "0.02"), ("--sweep FOLDER",)),

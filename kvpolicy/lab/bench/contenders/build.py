@@ -1,10 +1,9 @@
 """All contenders of a benchmark."""
 
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 
 import attrs
-from transformers import PreTrainedModel
 
 from kvpolicy.errors import KVPolicyError
 from kvpolicy.lab.bench.contenders.contender import (
@@ -19,6 +18,7 @@ from kvpolicy.lab.bench.contenders.contender import (
     Contender,
 )
 from kvpolicy.lab.bench.contenders.engine import engine_under, evicts
+from kvpolicy.lab.bench.contenders.form import Form
 from kvpolicy.lab.bench.contenders.generate import generate
 from kvpolicy.lab.bench.contenders.generate_batch import continuous_batching
 from kvpolicy.lab.bench.contenders.kvpress import presses_for
@@ -44,59 +44,63 @@ class Contenders:
 
 
 def build_contenders(
-    models: Mapping[str, PreTrainedModel], cells: Sequence[Cell], *, without: Collection[str] = ()
+    forms: Sequence[Form], cells: Sequence[Cell], *, without: Collection[str] = ()
 ) -> Contenders:
     """All contenders in this process.
 
     Args:
-        models: The model by what its weights are called in names: empty for plain weights. Others
-            are the same model with its weights in another form, and each is compared with
-            ``generate`` of the same form.
+        forms: Forms of the model, the first as it is. Each is compared with ``generate`` of the
+            same form.
         cells: The engine's plans.
         without: Names of `OPTIONAL` to leave out.
 
     Returns:
-        The limit, then for each model: the model alone, ``generate`` and ``generate_batch``, and
-        each plan followed by kvpress with the same policy, if it has it.
+        The limit, then for each form: the model alone, ``generate`` and ``generate_batch``, and
+        each plan followed by kvpress with the same policy, if it has it. ``generate_batch`` and
+        kvpress, which change the model while they run, are not compiled.
 
     Raises:
         KVPolicyError: Two contenders have the same name, or ``without`` has an unknown name.
+        ModelError: The model cannot be compiled here.
     """
     if unknown := sorted(set(without) - set(OPTIONAL)):
         msg = f"--without was given {unknown[0]!r}; give some of {', '.join(OPTIONAL)}"
         raise KVPolicyError(msg)
     contenders: list[Contender] = []
     absent: dict[str, str] = {}
-    for weights, model in models.items():
-        found, missing = _with_weights(model, cells, without)
-        contenders += [_named(one, weights) for one in found]
+    for form in forms:
+        found, missing = _in_form(form, cells, without)
+        contenders += [_named(one, form.name) for one in found]
         absent |= missing
     if LIMIT not in without:
-        contenders.insert(0, machine_limit(models[""]))
+        contenders.insert(0, machine_limit(forms[0].model))
     _check_names(contenders)
     return Contenders(tuple(contenders), absent)
 
 
-def _with_weights(
-    model: PreTrainedModel, cells: Sequence[Cell], without: Collection[str]
+def _in_form(
+    form: Form, cells: Sequence[Cell], without: Collection[str]
 ) -> tuple[list[Contender], dict[str, str]]:
-    """The contenders with one form of the weights, and what is absent."""
+    """The contenders with one form of the model, and what is absent."""
     absent: dict[str, str] = {}
-    contenders = [one for one in (model_alone(model), generate(model)) if one.name not in without]
-    if CONTINUOUS not in without:
-        batching, reason = continuous_batching(model)
+    everywhere = model_alone(form.called), generate(form.called)
+    contenders = [one for one in everywhere if one.name not in without]
+    if CONTINUOUS not in without and not form.is_compiled:
+        batching, reason = continuous_batching(form.model)
         contenders += [] if batching is None else [batching]
         absent |= {} if reason is None else {CONTINUOUS: reason}
     presses: dict[str, Contender] = {}
-    if KVPRESS not in without:
-        presses, reason = presses_for(model, cells)
+    if KVPRESS not in without and not form.is_compiled:
+        presses, reason = presses_for(form.model, cells)
         absent |= {} if reason is None else {KVPRESS: reason}
     for cell in cells:
         references = _references(cell, cells)
         press = presses.get(cell.digest)
         if press is not None:
             references[KVPRESS] = press.name
-        contenders += [engine_under(model, cell, references=references)]
+        contenders += [
+            engine_under(form.model, cell, references=references, compile=form.is_compiled)
+        ]
         contenders += [] if press is None else [press]
     return contenders, absent
 
@@ -122,16 +126,16 @@ def _rows(cell: Cell) -> list[tuple[int | None, int]]:
     return [(layer.budget, layer.buffer) for layer in cell.resolved.layers]
 
 
-def _named(contender: Contender, weights: str) -> Contender:
-    """Name a contender, and those that it is compared with, after its weights."""
-    if not weights:
+def _named(contender: Contender, form: str) -> Contender:
+    """Name a contender, and those that it is compared with, after the form of the model."""
+    if not form:
         return contender
-    # vLLM has one form of the weights, which is packed on a CPU.
+    # vLLM has one form, whose weights are packed on a CPU.
     references = {
-        called: name if name == VLLM else f"{name}, {weights}"
+        called: name if name == VLLM else f"{name}, {form}"
         for called, name in contender.references.items()
     }
-    return attrs.evolve(contender, name=f"{contender.name}, {weights}", references=references)
+    return attrs.evolve(contender, name=f"{contender.name}, {form}", references=references)
 
 
 def _check_names(contenders: Sequence[Contender]) -> None:

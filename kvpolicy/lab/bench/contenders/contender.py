@@ -33,6 +33,7 @@ class Measurement:
         path: How steps were run: ``"static"``, or ``"eager: REASON"``; empty if that is not known.
         machine: What the machine can do, of its limit only.
         device_bytes: Peak bytes allocated on a GPU, the model included; ``None`` without one.
+        compile_s: Seconds in which torch compiled, before the steps.
     """
 
     steps_s: tuple[float, ...]
@@ -44,6 +45,7 @@ class Measurement:
     path: str = ""
     machine: Machine | None = None
     device_bytes: int | None = None
+    compile_s: float = 0.0
 
     @property
     def compactions(self) -> int | None:

@@ -1,5 +1,6 @@
 """The engine under one plan, as a contender."""
 
+import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -12,13 +13,17 @@ from kvpolicy.lab.bench.timing import synchronized_time
 from kvpolicy.lab.bench.workload import Decode, Text
 from kvpolicy.lab.looks import policy_of
 from kvpolicy.lab.sweep.grid import Cell
-from kvpolicy.model.static_forward import Compiled
 
 _PROMPT = 4  # tokens that are prefilled before a cache is filled
+_ANY_BATCH = sys.maxsize  # slots: a run has as many as requests
 
 
 def engine_under(
-    model: PreTrainedModel, cell: Cell, *, references: Mapping[str, str] | None = None
+    model: PreTrainedModel,
+    cell: Cell,
+    *,
+    references: Mapping[str, str] | None = None,
+    compile: bool = False,
 ) -> Contender:
     """The engine under one plan.
 
@@ -26,10 +31,16 @@ def engine_under(
         model: The model.
         cell: The plan.
         references: Names of the contenders with which its speed is compared.
+        compile: Whether decode steps are compiled.
+
+    Raises:
+        ModelError: The model cannot be compiled here.
     """
+    # One for all turns, since an engine compiles its steps for itself.
+    engine = Engine(model, None, cell.resolved, slots=_ANY_BATCH, compile=compile)
 
     def decode(work: Decode) -> Measurement:
-        run = filled_run(model, cell, work, steps=work.steps)
+        run = filled_run(engine, work, steps=work.steps)
         run.step()
         before = run.report
         measured = _measure_steps(run, lambda taken: taken >= work.steps)
@@ -42,7 +53,6 @@ def engine_under(
         )
 
     def text(work: Text) -> Measurement:
-        engine = Engine(model, None, cell.resolved, slots=work.batch)
         prompts = work.prompts(model.config.vocab_size)
         run = engine.generate(prompts, max_new_tokens=work.new_tokens, stop_ids=())
         run.step()  # the prefill, and the first decode step, which warms up the others
@@ -72,23 +82,11 @@ def evicts(cell: Cell) -> bool:
     return any(layer.bounded and layer.budget for layer in cell.resolved.layers)
 
 
-def filled_run(
-    model: PreTrainedModel,
-    cell: Cell,
-    work: Decode,
-    *,
-    steps: int,
-    compiled: Compiled | None = None,
-) -> Run:
-    """A run in a steady state at which so many steps can be taken, and one more before them.
-
-    ``compiled`` runs static steps, in which nothing is read on the host then.
-    """
+def filled_run(engine: Engine, work: Decode, *, steps: int) -> Run:
+    """A run in a steady state at which so many steps can be taken, and one more before them."""
     # Nothing is left to the texts' end: the run is dropped in the middle.
     most = work.held + steps + _PROMPT
-    short = [prompt[:_PROMPT] for prompt in work.prompts(model.config.vocab_size)]
-    engine = Engine(model, None, cell.resolved, slots=work.batch)
-    engine.compiled = compiled
+    short = [prompt[:_PROMPT] for prompt in work.prompts(engine.adapter.vocab_size)]
     run = engine.generate(short, max_new_tokens=most, stop_ids=())
     run.step()
     fill_run(run, work.held, seed=work.seed)

@@ -40,6 +40,8 @@ def generate_within(
         fields: Further fields of the contender.
     """
 
+    # All tensors are made in this mode: a compiled step would be compiled again for others.
+    @torch.inference_mode()
     def decode(work: Decode) -> Measurement:
         rows = work.held if budget is None else min(work.held, budget)
         cache = filled_dynamic_cache(model, batch=work.batch, rows=rows, seed=work.seed)
@@ -49,6 +51,7 @@ def generate_within(
         # The first step is that of the given token, which warms up the others.
         return _timed(model, context, given, torch.ones_like(given), cache, work.steps + 1)
 
+    @torch.inference_mode()
     def text(work: Text) -> Measurement:
         prompts = work.prompts(model.config.vocab_size)
         cache = DynamicCache(config=model.config)
@@ -81,7 +84,7 @@ def _timed(
     """Generate and time each token; after a prefill, the first decode step warms up the others."""
     timer = _TokenTimer(cache, len(token_ids), model.device)
     call: Any = model.generate
-    with torch.inference_mode(), context():
+    with context():
         start = synchronized_time(model.device)
         call(
             token_ids,

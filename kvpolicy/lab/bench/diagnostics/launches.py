@@ -23,6 +23,7 @@ from transformers import PreTrainedModel
 
 import kvpolicy
 from kvpolicy.cache.static_step import StaticStep
+from kvpolicy.engine.engine import Engine
 from kvpolicy.lab.bench.contenders.contender import MODEL_ALONE
 from kvpolicy.lab.bench.contenders.engine import evicts, filled_run
 from kvpolicy.lab.bench.workload import Decode
@@ -102,7 +103,8 @@ def launches_under(model: PreTrainedModel, cell: Cell, work: Decode) -> Launches
     """What the engine asks for under one plan."""
     # As a GPU would run it: kernels and not the host look at the rows that are held, and what
     # policies answer is checked on the device.
-    run = filled_run(model, cell, work, steps=_MOST_STEPS, compiled=_InGraphForm(static_forward))
+    engine = _engine(model, cell, work, static_forward)
+    run = filled_run(engine, work, steps=_MOST_STEPS)
     run.batch.compactor.eviction.defers = True
     run.step()
     row_bytes = [layer.shape.row_bytes for layer in run.cache.layers]
@@ -144,11 +146,18 @@ def _graphs_and_breaks(model: PreTrainedModel, cell: Cell, work: Decode) -> tupl
     steps = max((layer.buffer for layer in cell.resolved.layers if layer.budget), default=1) + 1
     torch._dynamo.reset()
     counters.clear()
-    compiled = _InGraphForm(torch.compile(static_forward, backend="eager"))
-    run = filled_run(model, cell, work, steps=steps, compiled=compiled)
+    engine = _engine(model, cell, work, torch.compile(static_forward, backend="eager"))
+    run = filled_run(engine, work, steps=steps)
     for _ in range(steps):
         run.step()
     return counters["stats"]["unique_graphs"], sum(counters["graph_break"].values())
+
+
+def _engine(model: PreTrainedModel, cell: Cell, work: Decode, forward: StaticForward) -> Engine:
+    """An engine whose static steps are run by another function, in the form of compiled ones."""
+    engine = Engine(model, None, cell.resolved, slots=work.batch)
+    engine.compiled = _InGraphForm(forward)
+    return engine
 
 
 class _InGraphForm(Compiled):

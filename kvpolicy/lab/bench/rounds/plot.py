@@ -2,9 +2,10 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from kvpolicy.lab.bench.contenders.contender import LIMIT, MODEL_ALONE
+from kvpolicy.lab.bench.contenders.form import COMPILED, PACKED
 from kvpolicy.lab.bench.rounds.summary import BenchResult
 from kvpolicy.lab.figure import FAINT, LegendContent, Size, legend_entry, line_look, save_figure
 from kvpolicy.lab.labels import short_labels
@@ -15,7 +16,13 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from matplotlib.lines import Line2D
 
-_BOUNDS = {MODEL_ALONE: ":", LIMIT: "--"}  # what no contender can pass, and its line style
+# What no contender can pass, and its line style.
+_BOUNDS = {
+    LIMIT: "--",
+    MODEL_ALONE: ":",
+    f"{MODEL_ALONE}, {PACKED}": "-.",
+    f"{MODEL_ALONE}, {COMPILED}": (0, (6, 1, 1, 1, 1, 1)),
+}
 
 
 def save_bench_plot(found: Sequence[BenchResult], path: Path, *, title: str) -> None:
@@ -49,6 +56,8 @@ def save_bench_plot(found: Sequence[BenchResult], path: Path, *, title: str) -> 
         axes.set_ylim(bottom=0)
         axes.set_xlabel("tokens generated so far" if of_texts else "tokens held")
         axes.set_title("Time of a decode step, ms")
+        if not of_texts:
+            axes.set_xticks(sorted({one.held or 0 for one in found}))
         axes.xaxis.set_major_formatter("{x:,.0f}")
         axes.grid(axis="y")
         figure.suptitle(title, x=0.012, ha="left", fontsize="medium", color=FAINT)
@@ -57,7 +66,7 @@ def save_bench_plot(found: Sequence[BenchResult], path: Path, *, title: str) -> 
     save_figure([path], Size(8.4, 4.4, 9.5, dpi=160), draw)
 
 
-def _draw_bound(axes: "Axes", curve: Sequence[tuple[float, float]], style: str) -> "Line2D":
+def _draw_bound(axes: "Axes", curve: Sequence[tuple[float, float]], style: Any) -> "Line2D":
     """Draw a line; one that was measured at one place only holds for all."""
     tokens, step_ms = zip(*curve, strict=True)
     if len(curve) == 1:

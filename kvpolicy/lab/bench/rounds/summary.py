@@ -66,6 +66,7 @@ class BenchResult:
         limit_share: These divided by its own milliseconds.
         path: How steps were run: ``"static"``, or ``"eager: REASON"``; empty if that is not known.
         device_bytes: Peak bytes allocated on a GPU; ``None`` without one.
+        compile_s: Seconds in which torch compiled before the steps, in the round with most.
         rounds: Tokens per second in each round.
         curve: Tokens generated so far, and median milliseconds of a step there, of whole texts.
     """
@@ -92,6 +93,7 @@ class BenchResult:
     limit_share: float | None
     path: str
     device_bytes: float | None
+    compile_s: float
     rounds: tuple[float, ...]
     curve: tuple[tuple[float, float], ...]
 
@@ -174,6 +176,7 @@ def summarize(turns: Iterable[Turn], jobs: Sequence[Job], size: ModelSize) -> li
             ),
             path=measured[0].path,
             device_bytes=_median(one.device_bytes for one in measured),
+            compile_s=max(one.compile_s for one in measured),
             rounds=speeds,
             curve=_curve(measured) if isinstance(work, Text) else (),
         )

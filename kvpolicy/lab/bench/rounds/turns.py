@@ -12,6 +12,7 @@ import torch
 
 from kvpolicy.lab.bench.contenders.contender import Contender, Measurement
 from kvpolicy.lab.bench.roofline import Machine
+from kvpolicy.lab.bench.timing import compiling_s
 from kvpolicy.lab.bench.workload import Workload
 
 
@@ -87,14 +88,18 @@ def measure(
             if (number, job.name) in done:
                 continue
             gc.collect()  # the caches of the turn before
-            yield Turn(number, job.name, _with_device_bytes(job))
+            yield Turn(number, job.name, _measure(job))
 
 
-def _with_device_bytes(job: Job) -> Measurement:
-    """Run a job, and note the peak of a GPU's memory if there is one in use."""
-    if job.contender.is_outside or not torch.cuda.is_initialized():
+def _measure(job: Job) -> Measurement:
+    """Run a job; note how long torch compiled, and the peak of a GPU's memory if one is in use."""
+    if job.contender.is_outside:
         return job.contender.run(job.work)
-    torch.cuda.empty_cache()
-    torch.cuda.reset_peak_memory_stats()
+    uses_gpu = torch.cuda.is_initialized()
+    if uses_gpu:
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+    before_s = compiling_s()
     measured = job.contender.run(job.work)
-    return attrs.evolve(measured, device_bytes=torch.cuda.max_memory_allocated())
+    peak = torch.cuda.max_memory_allocated() if uses_gpu else None
+    return attrs.evolve(measured, device_bytes=peak, compile_s=compiling_s() - before_s)

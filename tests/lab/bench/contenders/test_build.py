@@ -13,11 +13,14 @@ from kvpolicy.lab.bench.contenders.contender import (
     MODEL_ALONE,
     VLLM,
 )
+from kvpolicy.lab.bench.contenders.form import PACKED, Form
 
 
 def test_weights_in_another_form_are_contenders_of_their_own() -> None:
     model = tiny_model()
-    found = build_contenders({"": model, "packed": model}, cells("knorm"), without=["kvpress"])
+    found = build_contenders(
+        [Form.plain(model), Form(PACKED, model, model)], cells("knorm"), without=["kvpress"]
+    )
     names = [one.name for one in found.all]
     mine = [MODEL_ALONE, GENERATE, CONTINUOUS, "knorm"]
     mine = [name for name in mine if name not in found.absent]
@@ -32,7 +35,7 @@ def test_weights_in_another_form_are_contenders_of_their_own() -> None:
 
 def test_plans_are_compared_with_the_full_cache_and_as_many_of_the_newest_rows() -> None:
     given_cells = [*cells("full", "streaming", "knorm"), *cells("h2o", budget=12)]
-    found = build_contenders({"": tiny_model()}, given_cells, without=["kvpress"])
+    found = build_contenders([Form.plain(tiny_model())], given_cells, without=["kvpress"])
     references = {one.name: one.references for one in found.all}
     assert references["knorm"][FIRST_PLAN] == "streaming"
     assert references["knorm"][FULL] == references["h2o"][FULL] == "full"

@@ -21,6 +21,7 @@ from kvpolicy.lab.bench.contenders.contender import (
     MODEL_ALONE,
     Contender,
 )
+from kvpolicy.lab.bench.contenders.form import Form
 from kvpolicy.lab.bench.contenders.kvpress import presses_for
 from kvpolicy.lab.bench.models import kv_row_bytes
 from kvpolicy.lab.bench.rounds.summary import summarize
@@ -59,7 +60,7 @@ def fake_kvpress() -> tuple[ModuleType, list[Any]]:
 
 
 def contenders_of(mine: list[Cell]) -> tuple[Contender, ...]:
-    found = build_contenders({"": tiny_model()}, mine, without=[LIMIT, CONTINUOUS])
+    found = build_contenders([Form.plain(tiny_model())], mine, without=[LIMIT, CONTINUOUS])
     assert found.absent == {}
     return found.all
 
@@ -111,7 +112,9 @@ def test_a_missing_kvpress_is_reported_with_how_to_install_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setitem(sys.modules, "kvpress", None)
-    found = build_contenders({"": tiny_model()}, cells("knorm"), without=[LIMIT, CONTINUOUS])
+    found = build_contenders(
+        [Form.plain(tiny_model())], cells("knorm"), without=[LIMIT, CONTINUOUS]
+    )
     assert [one.name for one in found.all] == [MODEL_ALONE, GENERATE, "knorm"]
     assert "cannot be imported" in found.absent["kvpress"]
     assert "from a clone of kvpolicy: pip install -e '.[benchmarks]'" in found.absent["kvpress"]
