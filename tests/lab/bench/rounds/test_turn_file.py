@@ -13,7 +13,7 @@ from kvpolicy.lab.bench.rounds.turns import Turn
 
 def test_a_folder_of_turns_continues(tmp_path: Path) -> None:
     first = Turn(0, ("a", "w"), measurement([1.0, 2.5], policy_share=0.25, compacted=(3, 0)))
-    second = Turn(0, ("b", "w"), measurement(4.0, machine=Machine(2.0, 3.0)))
+    second = Turn(0, ("b", "w"), measurement(4.0, machine=Machine(2.0, 3.0), compile_s=1.5))
     described = {"shape": {"name": "tiny"}, "threads": 2}
     with open_turns(tmp_path / "new" / "folder", described) as file:
         file.add(first)
