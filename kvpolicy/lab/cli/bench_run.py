@@ -24,7 +24,7 @@ from kvpolicy.lab.bench.rounds.turns import Job, Turn, jobs_of, measure
 from kvpolicy.lab.bench.workload import Decode, Text, Workload
 from kvpolicy.lab.sweep.grid import Cell
 
-_GPU_BATCHES = (1, 8, 32)  # besides the best one
+GPU_BATCHES = (1, 8, 32)  # besides the best one
 
 # Starts contenders that run until its block ends.
 Starting = AbstractContextManager[Sequence[Contender]]
@@ -37,7 +37,7 @@ def workloads_of(mode: str, sizes: Mapping[str, Any], seed: int) -> list[Workloa
         prompts = sizes["prompt_min"], sizes["prompt_max"]
         return [Text(batch, *prompts, sizes["new_tokens"], seed)]
     if mode == "gpu":
-        batches = [Decode(one, lengths[0], steps, seed, f"batch {one}") for one in _GPU_BATCHES]
+        batches = [Decode(one, lengths[0], steps, seed, f"batch {one}") for one in GPU_BATCHES]
         return [*batches, Decode(1, lengths[0], steps, seed, "best batch")]
     if mode == "max_batch":
         return [Decode(1, lengths[0], steps, seed, "best batch")]

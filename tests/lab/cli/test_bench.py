@@ -229,13 +229,14 @@ def test_a_gpu_benchmark_needs_a_gpu(kvpolicy: Shell) -> None:
 def test_the_benchmark_of_a_gpu_can_be_walked_through_on_a_cpu(
     kvpolicy: Shell, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvpolicy.lab.cli.bench_run._GPU_BATCHES", (1, 2))
+    monkeypatch.setattr("kvpolicy.lab.cli.bench_run.GPU_BATCHES", (1, 2))
     monkeypatch.setattr("kvpolicy.lab.bench.diagnostics.checks._TEXT", Text(1, 3, 30, 3))
     arguments = ("bench", "--gpu", "--device", "cpu", "--quick", "--dtype", "float32")
     sizes = ("--lengths", 40, "--budget", 16, "--buffer", 4, "--steps", 2, "--rounds", 1)
     found = kvpolicy(*arguments, *sizes, "--memory-limit", 0.0001)
     assert found.status == 0, found.err
     assert "checking tokens and compactions on cpu" in found.err
+    assert found.err.count("attention is not compared with flash-attn: it runs on GPUs only") == 2
     for work in ("batch 1\n", "batch 2\n", "best batch\n"):
         assert work in found.out
     for word in ("rows", "limit ms", "of limit", "over first plan", "x full cache", "path"):
