@@ -216,7 +216,7 @@ class Engine:
         return time.perf_counter if self.compiled is None else self.compiled.clock
 
     def _compiled(self) -> Compiled:
-        reason = compile_problem(self.adapter.device)
+        reason = compile_problem(self.adapter.device, packed=self.weights.packed_bytes > 0)
         if self.eager_reason is not None:
             reason = f"its decode steps are not static: {self.eager_reason}"
         if reason is not None:

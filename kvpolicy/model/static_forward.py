@@ -82,10 +82,17 @@ def module_of(call: Callable[..., Any]) -> nn.Module:
     return module
 
 
-def compile_problem(device: torch.device) -> str | None:
-    """Why a forward on a device cannot be compiled; ``None`` if it can."""
+def compile_problem(device: torch.device, *, packed: bool) -> str | None:
+    """Why a forward on a device cannot be compiled; ``None`` if it can.
+
+    Args:
+        device: The device.
+        packed: Whether linear layers have packed weights.
+    """
     if BACKEND != "inductor":
         return None
+    if packed:
+        return "its weights are packed for the CPU, and Inductor does not know their products"
     if device.type == "cuda":
         if find_spec("triton") is None:
             return "Triton is not installed, which pip install 'kvpolicy[kernels]' brings"

@@ -186,6 +186,13 @@ def test_a_missing_compiler_is_answered_in_one_sentence(monkeypatch: pytest.Monk
     assert "\n" not in message
 
 
+def test_packed_weights_cannot_be_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(static_forward, "BACKEND", "inductor")
+    monkeypatch.setattr("kvpolicy.model.packed.MIN_BYTES", 0)
+    with pytest.raises(ModelError, match="its weights are packed for the CPU"):
+        Engine(tiny_model(), plan=PLANS["h2o"], compile=True, cpu_weights="packed")
+
+
 def test_a_model_that_breaks_the_graph_is_named() -> None:
     model = tiny_model()
 
