@@ -19,6 +19,16 @@ from torch import Tensor
 
 from kvpolicy.kernels.decode import Counts, DecodeSlabs, drop_oldest, window_factor
 
+
+def _start_threads() -> None:
+    """Start Numba's threads, and let torch have as many as before: they share a setting."""
+    num_threads = torch.get_num_threads()
+    numba.set_num_threads(1)
+    torch.set_num_threads(num_threads)
+
+
+_start_threads()
+
 _NO_WINDOW = np.empty((0, 0, 0, 0), dtype=np.float32)
 _NO_SUMS = np.empty((0, 0, 0), dtype=np.float32)
 _NO_SINKS = np.empty(0, dtype=np.float32)

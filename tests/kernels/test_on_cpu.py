@@ -2,6 +2,8 @@
 
 import copy
 import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from importlib.util import find_spec
 from typing import Any
@@ -41,6 +43,17 @@ def test_threads_are_shared_with_torch_or_numba_is_not_used(
 
     monkeypatch.setattr(numba, "threading_layer", lambda: layer)
     assert has_numba() == (layer == "omp")
+
+
+@needs_numba
+def test_torch_keeps_its_number_of_threads() -> None:
+    # In a new process, since Numba starts its threads once.
+    code = (
+        "import torch; torch.set_num_threads(1); import kvpolicy.kernels.numba_decode; "
+        "print(torch.get_num_threads())"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "1\n"
 
 
 @needs_numba
