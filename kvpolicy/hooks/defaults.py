@@ -63,4 +63,4 @@ def top_rows(scores: Tensor, budget: int) -> Tensor:
     # The n-th row that stays is written to place n, and those that go behind the last place.
     places = torch.where(stays, stays.cumsum(dim=2) - 1, budget)
     kept = rows.new_zeros(*scores.shape[:2], budget + 1)
-    return kept.scatter_(2, places, rows)[:, :, :budget]
+    return kept.scatter_(2, places, rows)[:, :, :budget].contiguous()
