@@ -27,10 +27,10 @@ _COMMON = {
     "derandomize": True,
     "suppress_health_check": [hypothesis.HealthCheck.too_slow],
 }
-hypothesis.settings.register_profile("dev", max_examples=8, **_COMMON)
+hypothesis.settings.register_profile("dev", max_examples=5, **_COMMON)
 # For other environments: few examples, and no search for smaller ones.
 _NO_SHRINKING = [hypothesis.Phase.explicit, hypothesis.Phase.generate]
-hypothesis.settings.register_profile("few", max_examples=4, phases=_NO_SHRINKING, **_COMMON)
+hypothesis.settings.register_profile("few", max_examples=3, phases=_NO_SHRINKING, **_COMMON)
 hypothesis.settings.register_profile("many", max_examples=16, print_blob=True, **_COMMON)
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "dev"))
 

@@ -53,17 +53,31 @@ def save_bench_plot(found: Sequence[BenchResult], path: Path, *, title: str) -> 
         for name, style in _BOUNDS.items():
             if name in curves:
                 entries.append((name, _draw_bound(axes, curves[name], style)))
-        axes.set_ylim(bottom=0)
         axes.set_xlabel("tokens generated so far" if of_texts else "tokens held")
         axes.set_title("Time of a decode step, ms")
-        if not of_texts:
-            axes.set_xticks(sorted({one.held or 0 for one in found}))
+        if of_texts:
+            axes.set_ylim(bottom=0)
+        else:
+            _scale_logarithmically(axes, sorted({one.held or 0 for one in found}))
         axes.xaxis.set_major_formatter("{x:,.0f}")
         axes.grid(axis="y")
         figure.suptitle(title, x=0.012, ha="left", fontsize="medium", color=FAINT)
         return LegendContent(entries, prefix)
 
     save_figure([path], Size(8.4, 4.4, 9.5, dpi=160), draw)
+
+
+def _scale_logarithmically(axes: "Axes", lengths: Sequence[int]) -> None:
+    """Lengths and times differ by factors of up to a hundred."""
+    from matplotlib.ticker import LogLocator, NullLocator
+
+    axes.set_xscale("log")
+    axes.set_yscale("log")
+    axes.set_xticks(lengths)
+    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axes.yaxis.set_major_formatter("{x:g}")
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_minor_locator(NullLocator())
 
 
 def _draw_bound(axes: "Axes", curve: Sequence[tuple[float, float]], style: Any) -> "Line2D":
