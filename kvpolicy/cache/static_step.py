@@ -241,8 +241,9 @@ class StaticStep:
                 flash=self._flash,
             )
         else:
+            held = partial(self._held_rows, layer_idx)
             output = self._attention[layer_idx](
-                query, key, value, scaling=scaling, softcap=cap, sinks=sinks
+                query, key, value, held, scaling=scaling, softcap=cap, sinks=sinks
             )
         return output[:, :, None]
 
@@ -363,10 +364,7 @@ class StaticStep:
         self.width, self._layers = width, list(layers)
         self._arguments = [self._arguments_of(index) for index in range(len(layers))]
         if not self.in_graph:
-            self._attention = [
-                attention_of(*arguments, held=partial(self._held_rows, index))
-                for index, arguments in enumerate(self._arguments)
-            ]
+            self._attention = [attention_of(*arguments) for arguments in self._arguments]
         self._cut_columns()
 
     def _arguments_of(self, layer_idx: int) -> tuple[DecodeSlabs, Counts, int]:

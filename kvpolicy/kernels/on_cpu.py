@@ -11,8 +11,13 @@ from torch import Tensor
 from kvpolicy.kernels.decode import Counts, DecodeSlabs, HeldRows, attend_with_torch
 
 # Stores the new rows of a layer and attends: the arguments of `attend_with_torch` that change from
-# one step to the next.
+# one step to the next. `held` is a function, called where the rows of the layer must be read.
 Attend = Callable[..., Tensor]
+ReadRows = Callable[[], HeldRows | None]
+
+
+def _not_known() -> None:
+    """Rows that `attend_with_torch` reads itself."""
 
 
 def attend_on_cpu(
@@ -32,22 +37,18 @@ def attend_on_cpu(
     return attention_of(slabs, counts, sliding_window)(query, key, value, **options)
 
 
-def attention_of(
-    slabs: DecodeSlabs,
-    counts: Counts,
-    sliding_window: int = 0,
-    held: Callable[[], HeldRows | None] = lambda: None,
-) -> Attend:
+def attention_of(slabs: DecodeSlabs, counts: Counts, sliding_window: int = 0) -> Attend:
     """The attention of a layer whose tensors stay where they are.
 
     Args:
         slabs: The layer.
         counts: State of the slots.
         sliding_window: As for `attend_with_torch`.
-        held: Reads the rows of the layer; called where they are needed.
     """
 
-    def with_torch(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
+    def with_torch(
+        query: Tensor, key: Tensor, value: Tensor, held: ReadRows = _not_known, **options: Any
+    ) -> Tensor:
         return attend_with_torch(
             query,
             key,
@@ -65,8 +66,12 @@ def attention_of(
 
     layer = NumbaLayer(slabs, counts, sliding_window)
 
-    def attend(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
-        return (with_torch if is_forked() else layer)(query, key, value, **options)
+    def attend(
+        query: Tensor, key: Tensor, value: Tensor, held: ReadRows = _not_known, **options: Any
+    ) -> Tensor:
+        if is_forked():
+            return with_torch(query, key, value, held, **options)
+        return layer(query, key, value, **options)
 
     return attend
 

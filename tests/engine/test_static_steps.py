@@ -1,5 +1,7 @@
 """Static decode steps: results do not depend on how many follow each other before a read."""
 
+import gc
+import weakref
 from typing import Any
 
 import attrs
@@ -214,3 +216,18 @@ def test_sliding_slabs_hold_what_the_eager_path_holds(stack: list[str], num_step
     )
     for ours, theirs in zip(static, eager, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_a_run_that_is_dropped_frees_its_cache_at_once(name: str) -> None:
+    """Without the garbage collector, because slabs are large."""
+    gc.disable()
+    try:
+        run = Engine(shared_model(), tiny_tokenizer(), PLANS[name]).generate([[1, 2, 3]])
+        for _ in range(3):
+            run.step()
+        cache = weakref.ref(run.cache)
+        del run
+        assert cache() is None
+    finally:
+        gc.enable()
