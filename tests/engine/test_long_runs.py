@@ -3,6 +3,7 @@
 import pytest
 import torch
 from recorder import Recorder
+from slow_share import share_of
 from strategies import REWRITING, STEERING
 from tiny import FAMILIES, greedy_tokens, shared_model
 
@@ -40,7 +41,7 @@ def test_long_run_equals_each_request_alone(name: str, family: str) -> None:
     plan = Plan.uniform(*stack, budget=24, buffer=9, knobs=chosen)
     model = shared_model(family, seed=1, num_layers=3, dtype=torch.float64)
     engine = Engine(model, plan=plan, slots=4, chunk=16)
-    requests = requests_of(len(name), 14)
+    requests = requests_of(len(name), 6 + share_of(8))
     for request, result in zip(requests, engine.generate(requests).results(), strict=True):
         (alone,) = engine.generate([request]).results()
         assert result.tokens == alone.tokens
