@@ -241,9 +241,10 @@ class StaticStep:
                 flash=self._flash,
             )
         else:
-            held = partial(self._held_rows, layer_idx)
+            # Given in each call: functions that hold this step would keep its cache alive.
+            read_rows = partial(self._held_rows, layer_idx)
             output = self._attention[layer_idx](
-                query, key, value, held, scaling=scaling, softcap=cap, sinks=sinks
+                query, key, value, read_rows, scaling=scaling, softcap=cap, sinks=sinks
             )
         return output[:, :, None]
 

@@ -11,13 +11,11 @@ from torch import Tensor
 from kvpolicy.kernels.decode import Counts, DecodeSlabs, HeldRows, attend_with_torch
 
 # Stores the new rows of a layer and attends: the arguments of `attend_with_torch` that change from
-# one step to the next. `held` is a function, called where the rows of the layer must be read.
+# one step to the next, with a function in place of `held`.
 Attend = Callable[..., Tensor]
+
+# Reads the rows of a layer; called only where they are needed.
 ReadRows = Callable[[], HeldRows | None]
-
-
-def _not_known() -> None:
-    """Rows that `attend_with_torch` reads itself."""
 
 
 def attend_on_cpu(
@@ -47,7 +45,7 @@ def attention_of(slabs: DecodeSlabs, counts: Counts, sliding_window: int = 0) ->
     """
 
     def with_torch(
-        query: Tensor, key: Tensor, value: Tensor, held: ReadRows = _not_known, **options: Any
+        query: Tensor, key: Tensor, value: Tensor, read_rows: ReadRows | None = None, **options: Any
     ) -> Tensor:
         return attend_with_torch(
             query,
@@ -56,7 +54,7 @@ def attention_of(slabs: DecodeSlabs, counts: Counts, sliding_window: int = 0) ->
             slabs,
             counts,
             sliding_window=sliding_window,
-            held=held(),
+            held=None if read_rows is None else read_rows(),
             **options,
         )
 
@@ -67,10 +65,10 @@ def attention_of(slabs: DecodeSlabs, counts: Counts, sliding_window: int = 0) ->
     layer = NumbaLayer(slabs, counts, sliding_window)
 
     def attend(
-        query: Tensor, key: Tensor, value: Tensor, held: ReadRows = _not_known, **options: Any
+        query: Tensor, key: Tensor, value: Tensor, read_rows: ReadRows | None = None, **options: Any
     ) -> Tensor:
         if is_forked():
-            return with_torch(query, key, value, held, **options)
+            return with_torch(query, key, value, read_rows, **options)
         return layer(query, key, value, **options)
 
     return attend

@@ -37,7 +37,7 @@ def key_redundancy(keys: Tensor, *, threshold: float, retain: Retain = "last") -
     Returns:
         ``[B, H_kv, T]``, fp32, sums to 1 over the rows.
     """
-    if runs_in_triton(keys) and keys.dtype != torch.float64:  # tensor cores of few GPUs take it
+    if runs_in_triton(keys) and keys.dtype != torch.float64:  # few GPUs multiply fp64 there
         from kvpolicy.kernels import triton_redundancy
 
         return triton_redundancy.key_redundancy(keys, threshold=threshold, retain=retain)
