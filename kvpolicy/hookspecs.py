@@ -16,12 +16,12 @@ Tensors have no padding: all sequences of one call have the same number of rows,
 real token, and all heads are included. They may be views of the cache: do not write to them.
 
 `allocate` is called once, before anything runs; `schedule` at admissions; `due` after every
-forward; `score`, `select` and `evict` at compactions; `observe` for every buffer of tokens and
-before a compaction. Only `steer` runs inside the decode step. If all policies that implement
-`due`, `score` and `select` declare ``layers_alike = True``, these are called for several layers
-at once: an entry of the batch axis is a sequence in a layer then, and ``layer_idx`` the first
-layer. A policy whose knobs make one of its hooks unnecessary lists the hook in
-``inactive_hooks``; it is not called then.
+forward; `protect`, `score`, `select` and `evict` at compactions; `observe` for every buffer of
+tokens and before a compaction. Only `steer` runs inside the decode step. If all policies that
+implement `due`, `protect`, `score` and `select` declare ``layers_alike = True``, these are called
+for several layers at once: an entry of the batch axis is a sequence in a layer then, and
+``layer_idx`` the first layer. A policy whose knobs make one of its hooks unnecessary lists the
+hook in ``inactive_hooks``; it is not called then.
 """
 
 from collections.abc import Sequence
@@ -161,6 +161,35 @@ def due(
     """
 
 
+@hookspec
+def protect(
+    layer_idx: int,
+    positions: Tensor,
+    seq_len: Tensor,
+    prompt_len: Tensor,
+    budget: int,
+    memory: Memory,
+) -> Tensor | None:
+    """Say which rows must stay, whatever they score.
+
+    Called per layer at a compaction, before `score`. A row stays if any policy or part protects
+    it. A number of first or newest rows that does not depend on these arguments is declared in
+    the class attribute ``protects = (first, newest)`` instead, which needs no hook. If more rows
+    of a head are protected than stay, those in ``protects`` come first, then the newest.
+
+    Args:
+        layer_idx: Decoder layer, counted from 0.
+        positions: Position of each row's token in the full sequence, ``[B, H_kv, T]``, int64.
+        seq_len: Tokens of each sequence so far, ``[B]``, int64, on the CPU.
+        prompt_len: Tokens of each prompt, ``[B]``, int64, on the CPU; see `score`.
+        budget: Rows that stay.
+        memory: The policy's own dict for each sequence: ``memory.of(self)[b]``.
+
+    Returns:
+        Bool ``[B, H_kv, T]``. Another shape or dtype raises `HookResultError`.
+    """
+
+
 @hookspec(firstresult=True)
 def score(
     layer_idx: int,
@@ -175,14 +204,17 @@ def score(
     num_new: Tensor,
     budget: int,
     buffer: int,
+    protected: Tensor,
     tracks: Tracks,
     memory: Memory,
     parts: Parts,
 ) -> Tensor | None:
     """Score how important it is to keep each row of one layer.
 
-    Called per layer at a compaction. The first policy to answer wins (the last one of the
-    stack is called first); wrappers adjust the scores. If none answers, newer rows score higher.
+    Called per layer at a compaction, after `protect`. The first policy to answer wins (the last
+    one of the stack is called first); wrappers adjust the scores. If none answers, newer rows
+    score higher. Rows that are protected are scored like all others, so that a wrapper sees what
+    they are worth; the engine lets them stay afterwards.
 
     Args:
         layer_idx: Decoder layer, counted from 0.
@@ -207,6 +239,8 @@ def score(
             ``attn_sums`` since.
         budget: Rows that stay.
         buffer: Rows that may be added before the slab is full.
+        protected: Rows that stay in any case, bool ``[B, H_kv, T]``: those that policies of the
+            stack declare or that `protect` names, as far as they fit into the budget.
         tracks: The policy's own numbers per row, which move with the rows: ``tracks["name"]``
             is ``[B, H_kv, T]``, fp32, 0 for new rows. Assign to it; a change in place may be
             lost.
@@ -215,8 +249,8 @@ def score(
             its attribute ``parts``; a list of ``[B, H_kv, T]``, fp32.
 
     Returns:
-        Scores ``[B, H_kv, T]``, floating point, higher stays. ``inf`` pins a row, ``-inf``
-        makes it leave first. NaN or another shape raises `HookResultError`.
+        Scores ``[B, H_kv, T]``, floating point, higher stays. ``-inf`` makes a row leave first;
+        rows that must stay are for `protect`. NaN or another shape raises `HookResultError`.
     """
 
 
@@ -236,7 +270,7 @@ def select(
 
     Args:
         layer_idx: Decoder layer, counted from 0.
-        scores: Final scores, ``[B, H_kv, T]``, fp32.
+        scores: Final scores, ``[B, H_kv, T]``, fp32; ``inf`` for protected rows.
         positions: Position of each row's token in the full sequence, ``[B, H_kv, T]``, int64.
         prompt_len: Tokens of each prompt, ``[B]``, int64, on the CPU; see `score`.
         budget: The most rows that may stay.

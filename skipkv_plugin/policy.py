@@ -15,9 +15,8 @@ from kvpolicy.toolkit import (
     key_redundancy,
     load_hashed,
     odd,
-    pin_window,
     steering_change,
-    window_importance,
+    window_scores,
     with_hash,
 )
 from skipkv_plugin.redundancy import Pair
@@ -156,6 +155,11 @@ class SkipKV:
         """The layer of the vector, if there is one."""
         return () if self._direction is None else (self._direction.layer,)
 
+    @property
+    def inactive_hooks(self) -> tuple[str, ...]:
+        """`protect`, if the prompt may leave."""
+        return () if self.protect_prompt else ("protect",)
+
     @hookimpl
     def observe(
         self,
@@ -235,20 +239,28 @@ class SkipKV:
         think = (self.think[0], self.think[1]) if self.think else None
         return Paragraphs.of(tokenizer, delimiter=self.delimiter, think=think, device=device)
 
+    @hookimpl
+    def protect(self, positions: Tensor, memory: Memory) -> Tensor:
+        """Protect the prompt."""
+        states = [own.get("state") for own in memory.of(self)]
+        prompt_len = [0 if state is None else state.prompt_len for state in states]
+        ends = torch.tensor(prompt_len).to(positions.device, non_blocking=True)
+        return positions < ends[:, None, None]
+
     @hookimpl(specname="score", trylast=True)
     def token_score(self, queries: Tensor, keys: Tensor) -> Tensor:
-        """Mix importance and redundancy as R-KV does, in order of position; pin the window."""
+        """Mix importance and redundancy as R-KV does, in order of position."""
         queries = queries[:, :, -self.window_size :]
-        importance = window_importance(queries, keys, kernel_size=self.kernel_size)
+        importance = window_scores(queries, keys, kernel_size=self.kernel_size)
         redundancy = key_redundancy(keys, threshold=self.similarity_threshold)
-        redundancy = redundancy[:, :, : importance.shape[2]]
-        scores = self.mix_lambda * importance - (1 - self.mix_lambda) * redundancy
-        return pin_window(scores, queries.shape[2])
+        return self.mix_lambda * importance - (1 - self.mix_lambda) * redundancy
 
     @hookimpl(wrapper=True)
-    def score(self, positions: Tensor, memory: Memory) -> Generator[None, Tensor, Tensor]:
-        """Score the rows of redundant sentences below all others (eq. 6); pin the window."""
-        scores = scale_down((yield).float(), self.tau / 2)
+    def score(
+        self, positions: Tensor, protected: Tensor, memory: Memory
+    ) -> Generator[None, Tensor, Tensor]:
+        """Score the rows of redundant sentences below all others (eq. 6)."""
+        scores = scale_down((yield).float(), self.tau / 2, protected)
         states = [own.get("state") for own in memory.of(self)]
         penalty = torch.stack(
             [
@@ -256,22 +268,16 @@ class SkipKV:
                 for b, state in enumerate(states)
             ]
         )
-        scores = scores - penalty
-        if self.protect_prompt:
-            for b, state in enumerate(states):
-                prompt_len = 0 if state is None else state.prompt_len
-                scores[b].masked_fill_(positions[b] < prompt_len, torch.inf)
-        # `protects` holds for any base score; that of another policy need not pin these rows.
-        scores[:, :, -self.window_size :] = torch.inf
-        return scores
+        return scores - penalty
 
 
-def scale_down(scores: Tensor, bound: float) -> Tensor:
-    """Scale the scores of each head down to a bound, if a finite one exceeds it.
+def scale_down(scores: Tensor, bound: float, protected: Tensor) -> Tensor:
+    """Scale the scores of each head down to a bound, if one of a row that may leave exceeds it.
 
     Args:
         scores: ``[B, H_kv, T]``; infinite ones stay as they are.
         bound: The largest magnitude that a finite score may have.
+        protected: Rows whose scores may exceed it, bool ``[B, H_kv, T]``.
     """
-    largest = scores.abs().masked_fill(scores.isinf(), 0).amax(dim=2, keepdim=True)
+    largest = scores.abs().masked_fill(scores.isinf() | protected, 0).amax(dim=2, keepdim=True)
     return scores * (bound / largest.clamp(min=bound))

@@ -44,8 +44,9 @@ class H2O:
 
     @property
     def inactive_hooks(self) -> tuple[str, ...]:
-        """`due`, if compactions happen when the buffer is full."""
-        return ("due",) if self.every is None else ()
+        """`due`, if the buffer decides; `protect`, if the number of recent rows is given."""
+        unused = {"due": self.every is None, "protect": self.n_recent is not None}
+        return tuple(hook for hook, is_unused in unused.items() if is_unused)
 
     @hookimpl
     def due(self, num_rows: Tensor, budget: int) -> Tensor:
@@ -54,9 +55,13 @@ class H2O:
         return num_rows - budget >= self.every
 
     @hookimpl
-    def score(self, attn_sums: Tensor, budget: int) -> Tensor:
-        """Score rows by the attention they received; pin the recent ones."""
-        n_recent = max(budget // 2, 1) if self.n_recent is None else self.n_recent
-        scores = attn_sums.clone()
-        scores[:, :, -n_recent:] = torch.inf
-        return scores
+    def protect(self, positions: Tensor, budget: int) -> Tensor:
+        """Protect as many recent rows as half of the budget."""
+        num_rows = positions.shape[2]
+        recent = torch.arange(num_rows, device=positions.device) >= num_rows - max(budget // 2, 1)
+        return recent.expand(positions.shape)
+
+    @hookimpl
+    def score(self, attn_sums: Tensor) -> Tensor:
+        """Score rows by the attention they received."""
+        return attn_sums.clone()

@@ -6,7 +6,7 @@ import attrs
 from torch import Tensor
 
 from kvpolicy import hookimpl
-from kvpolicy.toolkit import pin_window, window_importance
+from kvpolicy.toolkit import window_scores
 
 
 @attrs.define(eq=False, kw_only=True)
@@ -31,6 +31,5 @@ class H2OLast:
 
     @hookimpl
     def score(self, queries: Tensor, keys: Tensor) -> Tensor:
-        """Score rows by the last query's attention; pin the newest row."""
-        importance = window_importance(queries[:, :, -1:], keys, kernel_size=1)
-        return pin_window(importance, 1)
+        """Score rows by the last query's attention."""
+        return window_scores(queries[:, :, -1:], keys, kernel_size=1)

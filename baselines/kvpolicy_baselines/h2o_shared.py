@@ -6,7 +6,7 @@ import attrs
 from torch import Tensor
 
 from kvpolicy import hookimpl
-from kvpolicy.toolkit import pin_window, window_importance
+from kvpolicy.toolkit import window_scores
 
 
 @attrs.define(eq=False, kw_only=True)
@@ -33,7 +33,6 @@ class H2OShared:
 
     @hookimpl
     def score(self, queries: Tensor, keys: Tensor) -> Tensor:
-        """Score rows by the last query's attention, averaged over heads; pin the newest row."""
-        importance = window_importance(queries[:, :, -1:], keys, kernel_size=1)
-        shared = importance.mean(dim=1, keepdim=True).expand_as(importance)
-        return pin_window(shared, 1)
+        """Score rows by the last query's attention, averaged over heads."""
+        importance = window_scores(queries[:, :, -1:], keys, kernel_size=1)
+        return importance.mean(dim=1, keepdim=True).repeat(1, keys.shape[1], 1)

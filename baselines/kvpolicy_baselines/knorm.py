@@ -44,7 +44,7 @@ class Knorm:
 
     @property
     def protects(self) -> tuple[int, int]:
-        """The recent rows, unless some layers are skipped."""
+        """The recent rows; if some layers are skipped, `protect` says where."""
         return 0, 0 if self.skip_layers else self.n_recent
 
     @property
@@ -52,11 +52,21 @@ class Knorm:
         """Whether layers are treated alike: not if some are skipped."""
         return not self.skip_layers
 
+    @property
+    def inactive_hooks(self) -> tuple[str, ...]:
+        """`protect`, if all layers are treated alike."""
+        return () if self.skip_layers else ("protect",)
+
     @hookimpl
-    def score(self, layer_idx: int, keys: Tensor) -> Tensor | None:
-        """Score shorter keys higher; pin the recent rows."""
+    def protect(self, layer_idx: int, positions: Tensor) -> Tensor | None:
+        """Protect the recent rows in layers that are not skipped."""
         if layer_idx in self.skip_layers:
             return None
-        scores = -keys.float().norm(dim=-1)
-        scores[:, :, max(keys.shape[2] - self.n_recent, 0) :] = torch.inf
-        return scores
+        num_rows = positions.shape[2]
+        recent = torch.arange(num_rows, device=positions.device) >= num_rows - self.n_recent
+        return recent.expand(positions.shape)
+
+    @hookimpl
+    def score(self, layer_idx: int, keys: Tensor) -> Tensor | None:
+        """Score shorter keys higher."""
+        return None if layer_idx in self.skip_layers else -keys.float().norm(dim=-1)

@@ -97,7 +97,7 @@ class PyramidKV:
     def score(
         self, queries: Tensor, keys: Tensor, positions: Tensor, seq_len: Tensor, tracks: Tracks
     ) -> Tensor:
-        """Score rows by the window's attention, as SnapKV does; pin the window."""
+        """Score rows by the window's attention, as SnapKV does."""
         queries = queries[:, :, -self.window_size :]
         if self.phase == "prefill":
             return snapkv_prompt_scores(

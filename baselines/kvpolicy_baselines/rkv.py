@@ -12,9 +12,8 @@ from kvpolicy.toolkit import (
     Retain,
     key_redundancy,
     odd,
-    pin_window,
     score_in_rank_order,
-    window_importance,
+    window_scores,
 )
 
 
@@ -66,16 +65,14 @@ class RKV:
 
     @hookimpl
     def score(self, queries: Tensor, keys: Tensor, tracks: Tracks) -> Tensor:
-        """Mix importance and redundancy (eq. 8); pin the window."""
+        """Mix importance and redundancy (eq. 8)."""
         queries = queries[:, :, -self.window_size :]
 
         def mixed(keys: Tensor) -> Tensor:
-            importance = window_importance(
+            importance = window_scores(
                 queries, keys, kernel_size=self.kernel_size, pooling=self.pooling
             )
-            redundancy = self.redundancy(keys)[:, :, : importance.shape[2]]
-            scores = self.mix_lambda * importance - (1 - self.mix_lambda) * redundancy
-            return pin_window(scores, queries.shape[2])
+            return self.mix_lambda * importance - (1 - self.mix_lambda) * self.redundancy(keys)
 
         return score_in_rank_order(mixed, keys, tracks, "rkv_rank", queries.shape[2])
 

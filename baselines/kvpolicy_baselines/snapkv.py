@@ -76,7 +76,7 @@ class SnapKV:
     def score(
         self, queries: Tensor, keys: Tensor, positions: Tensor, seq_len: Tensor, tracks: Tracks
     ) -> Tensor:
-        """Score rows by the window's attention; pin the window."""
+        """Score rows by the window's attention."""
         queries = queries[:, :, -self.window_size :]
         if self.phase == "prefill":
             return snapkv_prompt_scores(

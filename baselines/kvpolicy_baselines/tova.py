@@ -3,7 +3,6 @@
 from typing import ClassVar
 
 import attrs
-import torch
 from attrs.validators import ge, instance_of, optional
 from torch import Tensor
 
@@ -56,6 +55,4 @@ class TOVA:
     def score(self, attn_weights: Tensor, positions: Tensor) -> Tensor:
         """Score rows by the newest query's weights, averaged over all query heads."""
         weights = attn_weights[:, :, -1].mean(dim=1, keepdim=True)  # [B, 1, T]
-        scores = weights.repeat(1, positions.shape[1], 1)
-        scores[:, :, max(positions.shape[2] - self.n_recent, 0) :] = torch.inf
-        return scores
+        return weights.repeat(1, positions.shape[1], 1)

@@ -208,8 +208,11 @@ class Eviction:
         first, positions = due[0], rows.positions
         shared = self._shared(due) | {"positions": positions, "budget": first.budget}
         with self._timings.time("score_s", positions.device):
-            arguments = shared | _score_arguments(rows, first.stack, first.buffer)
+            protected = first.stack.protected(first.layer_idx, seq_len=rows.seq_len, **shared)
+            arguments = shared | _score_arguments(rows, first.stack, first.buffer, protected)
             scores = first.stack.score(rows, first.layer_idx, arguments, late)
+            if protected is not None:
+                scores = scores.masked_fill(protected, float("inf"))
             out_of_sight = rows.out_of_sight
             if out_of_sight is not None:  # in some heads; what all heads cannot see was dropped
                 scores = scores.masked_fill(out_of_sight, float("-inf"))
@@ -224,7 +227,7 @@ class Eviction:
             first.stack.evict(rows, keep, first.layer_idx, _memory(due), late)
 
     def _shared(self, due: list[DueSlot]) -> dict[str, Any]:
-        """Arguments of `score` and `select` that come from the sequences."""
+        """Arguments of `protect`, `score` and `select` that come from the sequences."""
         named = "prompt_len" in due[0].stack.reads
         prompt_len = torch.tensor([len(one.sequence.prompt) for one in due]) if named else None
         return {"prompt_len": prompt_len, "memory": _memory(due)}
@@ -243,9 +246,13 @@ def _by_layer(due: abc.Iterable[DueSlot]) -> list[list[DueSlot]]:
     return [list(one) for _, one in groupby(due, key=lambda one: one.layer_idx)]
 
 
-def _score_arguments(rows: LayerRows, stack: Stack, buffer: int) -> dict[str, Any]:
+def _score_arguments(
+    rows: LayerRows, stack: Stack, buffer: int, protected: Tensor | None
+) -> dict[str, Any]:
     """Arguments of `score` only; tensors that no policy names are not computed."""
     reads = stack.reads
+    if protected is None and "protected" in reads:
+        protected = torch.zeros_like(rows.positions, dtype=torch.bool)
     return {
         "keys": rows.keys if "keys" in reads else None,
         "values": rows.values if "values" in reads else None,
@@ -255,5 +262,6 @@ def _score_arguments(rows: LayerRows, stack: Stack, buffer: int) -> dict[str, An
         "seq_len": rows.seq_len,
         "num_new": rows.num_new if "num_new" in reads else None,
         "buffer": buffer,
+        "protected": protected,
         "tracks": rows.tracks,
     }

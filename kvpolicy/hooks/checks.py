@@ -115,6 +115,15 @@ def keep_check(shape: Sequence[int], budget: int, device: torch.device | None = 
     return ValueCheck(structure, values, fault)
 
 
+def protect_problem(answer: object, positions: Tensor) -> str | None:
+    """Check an answer to `protect`."""
+    problem = _tensor_problem(answer, positions.shape, "[B, H_kv, T]", positions.device)
+    if problem is not None:
+        return problem
+    assert isinstance(answer, Tensor)
+    return None if answer.dtype == torch.bool else f"returned {answer.dtype}; expected bool"
+
+
 def due_problem(answer: object, num_sequences: int) -> str | None:
     """Check the answer to `due`."""
     problem = _tensor_problem(answer, [num_sequences], "[B]")

@@ -165,7 +165,9 @@ def check_hooks(who: str, policy: object) -> None:
     if problem is not None:
         msg = f"{who} does not fit the hook specs: {problem}"
         raise PolicyLoadError(msg)
-    if not num_hooks:
+    # What a policy protects is declared, and needs no hook.
+    protects = inspect.getattr_static(policy, "protects", _MISSING) is not _MISSING
+    if not num_hooks and not protects:
         msg = (
             f"{who} implements no hook; decorate at least one method with @kvpolicy.hookimpl, "
             f"see {REFERENCE}"

@@ -15,12 +15,13 @@ from kvpolicy.hooks import checks
 from kvpolicy.hooks.declarations import Declarations
 from kvpolicy.hooks.late_checks import LateChecks
 from kvpolicy.hooks.manager import HookListener, HookManager
+from kvpolicy.hooks.protection import protected_rows
 from kvpolicy.state import Memory, Parts, Registers, WaitingRequest
 
-_COMPACTION_HOOKS = ("score", "select", "evict")
+_COMPACTION_HOOKS = ("protect", "score", "select", "evict")
 
 # Those that layers may be asked together.
-_FOLDED_HOOKS = ("due", "score", "select")
+_FOLDED_HOOKS = ("due", "protect", "score", "select")
 
 _DEEPEST_PART = 4
 
@@ -38,7 +39,7 @@ class Stack:
         names: Names of the policies, in order.
         policies: The policies in order, then the parts.
         declared: What each of them declares.
-        reads: Arguments that some policy names in `score`, `select` or `evict`.
+        reads: Arguments that some policy names in `protect`, `score`, `select` or `evict`.
         observes: Arguments that some policy names in `observe`.
         tracks: Names of the per-row numbers that move with the rows.
         window_size: Queries to remember; 0 if no policy reads them.
@@ -46,8 +47,8 @@ class Stack:
         n_last: Newest rows that the policies protect.
         bounded: Whether the slab has a fixed size. False if a policy sets ``bounded = False``
             or if no policy takes part in compactions.
-        layers_alike: Whether every policy that implements `due`, `score` or `select` declares that
-            it treats layers alike, parts included.
+        layers_alike: Whether every policy that implements `due`, `protect`, `score` or `select`
+            declares that it treats layers alike, parts included.
         steering: Names of the policies that steer, each with its layers; ``None`` stands for
             all layers of the stack.
     """
@@ -98,7 +99,9 @@ class Stack:
         self.n_first = max((one.protects[0] for one in self.declared), default=0)
         self.n_last = max((one.protects[1] for one in self.declared), default=0)
         self.tracks = self._declared_tracks(self.declared[: len(own)])
-        chooses = any(self.implements(hook) for hook in ("due", *_COMPACTION_HOOKS))
+        protects = self.n_first + self.n_last > 0
+        self._asks_protect = self.implements("protect")
+        chooses = protects or any(self.implements(hook) for hook in ("due", *_COMPACTION_HOOKS))
         self.bounded = chooses and all(one.bounded for one in self.declared)
         self.layers_alike: bool = all(part.layers_alike for part in self._part_list) and all(
             declared[id(impl.plugin)].layers_alike
@@ -276,6 +279,34 @@ class Stack:
             return answer
         answers = (part.due(layer_idx, **arguments) for part in self._part_list)
         return next((answer for answer in answers if answer is not None), None)
+
+    def protected(
+        self, layer_idx: int, positions: Tensor, budget: int, **arguments: Any
+    ) -> Tensor | None:
+        """Rows that stay in any case, bool ``[B, H_kv, T]``; ``None``: no row is protected.
+
+        Args:
+            layer_idx: The layer, or the first of several.
+            positions: Position of each row's token, ``[B, H_kv, T]``.
+            budget: Rows that stay.
+            arguments: The other arguments of `protect`.
+        """
+        arguments |= {"positions": positions, "budget": budget}
+        answers = self._protect(layer_idx, arguments) if self._asks_protect else []
+        return protected_rows(positions, self.n_first, self.n_last, answers, budget)
+
+    def _protect(self, layer_idx: int, arguments: dict[str, Any]) -> list[Tensor]:
+        """The answers to `protect` of policies and parts."""
+        positions = arguments["positions"]
+
+        def check(answers: object) -> str | None:
+            listed = answers if isinstance(answers, list) else [answers]
+            problems = (checks.protect_problem(answer, positions) for answer in listed)
+            return next(filter(None, problems), None)
+
+        answers: list[Tensor] = self._manager.ask("protect", layer_idx, check, **arguments)
+        of_parts = (part._protect(layer_idx, arguments) for part in self._part_list)
+        return [*answers, *chain.from_iterable(of_parts)]
 
     def score(
         self,

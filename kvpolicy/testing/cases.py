@@ -1,7 +1,7 @@
 """One test case: how the policy is built, the sizes around it, and the other policies."""
 
 import inspect
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 from functools import cached_property, partial
 from typing import Any, ClassVar
 
@@ -111,19 +111,10 @@ class LongKeys:
 
 
 @attrs.define(eq=False)
-class PinEnds:
-    """A wrapper that keeps the first row and the two newest rows."""
+class ProtectEnds:
+    """Protects the first row and the two newest rows."""
 
-    layers_alike: ClassVar[bool] = True
     protects: ClassVar[tuple[int, int]] = (1, 2)
-
-    @hookimpl(wrapper=True)
-    def score(self, positions: Tensor) -> Generator[None, Tensor, Tensor]:
-        """Pin the first row and the two newest."""
-        scores = yield
-        num_rows = positions.shape[2]
-        newest = torch.arange(num_rows, device=positions.device) >= num_rows - 2
-        return scores.masked_fill((positions < 1) | newest, torch.inf)
 
 
 @attrs.frozen(kw_only=True)
@@ -145,7 +136,7 @@ class Setup:
         where: Layers that have the policy: ``"all"``, ``"first"``, or ``"last"``; the others
             have `LongKeys`.
         beneath: Whether `LongKeys` is listed before the policy.
-        pinned: Whether the wrapper `PinEnds` is listed after the policy.
+        protected: Whether `ProtectEnds` is listed after the policy.
         seed: Seed of weights and prompts.
     """
 
@@ -160,7 +151,7 @@ class Setup:
     numbers: str = "plain"
     where: str = "all"
     beneath: bool = False
-    pinned: bool = False
+    protected: bool = False
     seed: int = 0
 
     def source(self) -> str:
@@ -227,7 +218,7 @@ def plan_of(policy: object, hooks: frozenset[str], setup: Setup, num_layers: int
     if hooks == {"schedule"}:
         return Plan((long_keys,), setup.budget, setup.buffer, schedule=(spec,))
     before = [long_keys] if setup.beneath else []
-    after = [PolicySpec.of(PinEnds())] if setup.pinned else []
+    after = [PolicySpec.of(ProtectEnds())] if setup.protected else []
     layers = list(range(num_layers))
     chosen = {"all": layers, "first": layers[:1], "last": layers[-1:]}[setup.where]
     # A plan is refused if the policy is not in the stack of a layer that it steers.
@@ -247,12 +238,12 @@ def plan_of(policy: object, hooks: frozenset[str], setup: Setup, num_layers: int
 
 
 def least_budget(policy: object) -> int:
-    """The smallest budget with which a policy can be tested, with and without `PinEnds`.
+    """The smallest budget with which a policy can be tested, with and without `ProtectEnds`.
 
     Raises:
         KVPolicyError: Cases with so many rows would take hours.
     """
-    stack = Stack([("policy", policy), ("pin_ends", PinEnds())])
+    stack = Stack([("policy", policy), ("protect_ends", ProtectEnds())])
     least = max(stack.n_first + stack.n_last, 1)
     if least > _MAX_PROTECTED:
         msg = (

@@ -18,7 +18,7 @@ CLAUSES = {
     "read_only": "The tensors that a hook receives are not modified.",
     "budget": "At most `budget` rows stay after a compaction, and the slab never overflows.",
     "order": "Rows that stay are named once and in rising order of position.",
-    "protected": "Rows that are promised in `protects`, or pinned with `inf`, stay.",
+    "protected": "Rows that are protected, declared in `protects` or named by `protect`, stay.",
     "eviction": "`evict` leaves the chosen rows in place, each with its position.",
     "tracks": "Tracks move with their rows, and are assigned to, not changed in place.",
     "determinism": "A new policy with the same knobs gives the same answers to the same calls.",

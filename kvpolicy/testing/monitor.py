@@ -62,7 +62,9 @@ class Monitor:
     @property
     def chooses(self) -> bool:
         """Whether the policy chooses which rows stay."""
-        return not self.hooks.isdisjoint(("due", "score", "select", "evict"))
+        hooks = ("due", "protect", "score", "select", "evict")
+        declares = any(getattr(self.policy, "protects", ()))
+        return declares or not self.hooks.isdisjoint(hooks)
 
     def attach(self, stack: Stack) -> None:
         """Monitor all hook calls of a stack."""
@@ -203,11 +205,11 @@ class _MonitoredManager:
 
 
 def _must_stay(stack: Stack, scores: Tensor, positions: Tensor, budget: int) -> Tensor:
-    """Rows that are promised in `protects` or pinned with inf, bool ``[B, H_kv, T]``."""
+    """Rows that are protected or score inf, bool ``[B, H_kv, T]``."""
     num_rows = positions.shape[2]
     newest = torch.arange(num_rows) >= num_rows - stack.n_last
     pinned = scores.isposinf()
-    # No answer keeps more pinned rows than the budget.
+    # The engine protects no more rows than the budget; a policy may give more of them inf.
     pinned &= pinned.sum(dim=2, keepdim=True) <= budget
     return (positions < stack.n_first) | newest | pinned
 
@@ -217,8 +219,7 @@ def _lost(must: Tensor, keep: Tensor, kept: Tensor, scores: Tensor, positions: T
     if not missing.any():
         return None
     b, head, row = missing.nonzero()[0].tolist()
-    reason = "pinned with inf" if scores[b, head, row].isposinf() else "promised in protects"
-    expected = f"the row of position {int(positions[b, head, row])} stays; it is {reason}"
+    expected = f"the row of position {int(positions[b, head, row])} stays; it is protected"
     return expected, f"KV head {head} kept the positions {kept[b, head].tolist()}"
 
 

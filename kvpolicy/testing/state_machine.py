@@ -47,7 +47,7 @@ _setups = st.fixed_dictionaries(
         "numbers": st.sampled_from(NUMBERS),
         "where": st.sampled_from(WHERE),
         "beneath": st.booleans(),
-        "pinned": st.booleans(),
+        "protected": st.booleans(),
         "seed": st.integers(0, 9999),
     }
 )

@@ -5,11 +5,10 @@ from kvpolicy.toolkit.attention_window import (
     GroupReduce,
     Pooling,
     odd,
-    pin_window,
     pool,
     snapkv_prompt_scores,
     snapkv_scores,
-    window_importance,
+    window_scores,
 )
 from kvpolicy.toolkit.paragraphs import (
     PARAGRAPH,
@@ -50,7 +49,6 @@ __all__ = [
     "load_steering_vectors",
     "look_up",
     "odd",
-    "pin_window",
     "pool",
     "save_steering_vectors",
     "score_in_rank_order",
@@ -62,6 +60,6 @@ __all__ = [
     "token_texts",
     "tokens_containing",
     "tokens_equal",
-    "window_importance",
+    "window_scores",
     "with_hash",
 ]

@@ -23,14 +23,18 @@ def odd(instance: object, attribute: "attrs.Attribute[int]", value: int) -> None
         raise ValueError(msg)
 
 
-def window_importance(
+def window_scores(
     queries: Tensor, keys: Tensor, *, kernel_size: int, pooling: Pooling = "maxpool"
 ) -> Tensor:
-    """Importance of the rows before the window, as R-KV's code computes it.
+    """Importance of the rows before the window, as R-KV's code computes it, and of the window's.
 
-    The maximum of the logits over the query heads of a group, softmax over the rows before the
-    window, mean over the window, pooling over neighbouring rows (R-KV, eqs. 2-4;
+    Rows before the window: the maximum of the logits over the query heads of a group, softmax
+    over these rows, mean over the window, pooling over neighbouring rows (R-KV, eqs. 2-4;
     ``compute_attention_scores`` and ``update_kv`` at commit d15c976).
+
+    The authors keep the window's rows and do not score them. Here such a row gets the mean of
+    its weights in a softmax over all rows that the queries see, not pooled, so that whatever
+    combines or adjusts scores knows what it is worth.
 
     Args:
         queries: Last ``W`` queries after RoPE, ``[B, H_q, W, D]``.
@@ -39,12 +43,17 @@ def window_importance(
         pooling: ``"maxpool"`` or ``"avgpool"``.
 
     Returns:
-        ``[B, H_kv, T - W]``, fp32.
+        ``[B, H_kv, T]``, fp32.
     """
-    num_candidates = keys.shape[2] - queries.shape[2]
-    logits = _logits(queries, keys[:, :, :num_candidates]).amax(dim=2)
-    importance = logits.softmax(dim=-1).mean(dim=2)
-    return pool(importance, kernel_size, pooling)
+    window = queries.shape[2]
+    num_before = keys.shape[2] - window
+    before = _logits(queries, keys[:, :, :num_before]).amax(dim=2)  # [B, H_kv, W, T - W]
+    importance = pool(before.softmax(dim=-1).mean(dim=2), kernel_size, pooling)
+    within = _logits(queries, keys[:, :, num_before:]).amax(dim=2)  # [B, H_kv, W, W]
+    later = torch.ones(window, window, dtype=torch.bool, device=keys.device).triu(1)
+    within = within.masked_fill(later, -torch.inf)
+    total = torch.logaddexp(before.logsumexp(-1, keepdim=True), within.logsumexp(-1, keepdim=True))
+    return torch.cat([importance, (within - total).exp().mean(dim=2)], dim=2)
 
 
 def snapkv_scores(
@@ -56,7 +65,7 @@ def snapkv_scores(
     kernel_size: int,
     pooling: Pooling,
 ) -> Tensor:
-    """SnapKV's scores while decoding, as R-KV's code computes them: the window is pinned.
+    """SnapKV's scores while decoding, as R-KV's code computes them; see `window_scores`.
 
     Neighbours are pooled in the authors' order of rows, which `score_in_rank_order` restores.
 
@@ -69,15 +78,13 @@ def snapkv_scores(
         pooling: ``"maxpool"`` or ``"avgpool"``.
 
     Returns:
-        ``[B, H_kv, T]``, fp32, ``inf`` for the rows of the window.
+        ``[B, H_kv, T]``, fp32.
     """
-    window = queries.shape[2]
 
     def score(keys: Tensor) -> Tensor:
-        importance = window_importance(queries, keys, kernel_size=kernel_size, pooling=pooling)
-        return pin_window(importance, window)
+        return window_scores(queries, keys, kernel_size=kernel_size, pooling=pooling)
 
-    return score_in_rank_order(score, keys, tracks, rank, window)
+    return score_in_rank_order(score, keys, tracks, rank, queries.shape[2])
 
 
 def snapkv_prompt_scores(
@@ -88,7 +95,7 @@ def snapkv_prompt_scores(
     pooling: Pooling,
     group_reduce: GroupReduce,
 ) -> Tensor:
-    """SnapKV's scores of a prompt, as published: the window is pinned.
+    """SnapKV's scores of a prompt, as published; the rows of the window are not pooled.
 
     Softmax weights are summed over the window, reduced over the query heads of a group
     (an addition of KVCache-Factory, c97f9d7, ``kv_head`` mode), and pooled over neighbouring
@@ -103,18 +110,13 @@ def snapkv_prompt_scores(
         group_reduce: ``"mean"``, ``"max"`` or ``"sum"``.
 
     Returns:
-        ``[B, H_kv, T]``, fp32, ``inf`` for the rows of the window.
+        ``[B, H_kv, T]``, fp32.
     """
     window, num_rows = weights.shape[2:]
-    received = weights.sum(dim=2)[:, :, : num_rows - window]  # [B, H_q, T - W]
-    grouped = received.unflatten(1, (num_kv_heads, -1))
+    grouped = weights.sum(dim=2).unflatten(1, (num_kv_heads, -1))  # [B, H_kv, G, T]
     reduce = {"mean": grouped.mean, "max": grouped.amax, "sum": grouped.sum}[group_reduce]
-    return pin_window(pool(reduce(dim=2), kernel_size, pooling), window)
-
-
-def pin_window(importance: Tensor, window: int) -> Tensor:
-    """Scores of all rows, ``[B, H_kv, T]``: the rows of the window are pinned."""
-    return F.pad(importance, (0, window), value=torch.inf)
+    before, within = reduce(dim=2).split([num_rows - window, window], dim=2)
+    return torch.cat([pool(before, kernel_size, pooling), within], dim=2)
 
 
 def pool(scores: Tensor, kernel_size: int, pooling: Pooling) -> Tensor:

@@ -71,9 +71,8 @@ class Mix:
     of softmax weights stay below one, redundancies are negative. So the scores of each part are
     normalised first, separately for each sequence and KV head, over the contested rows only:
 
-    * a row that any part pins (``inf``) is pinned, and the rows that a part protects count as
-      protected in the plan;
-    * of the others, a row that any part gives ``-inf`` leaves first;
+    * rows that are protected, by a part or in the stack, stay;
+    * of the others, a row that any part gives ``inf`` leaves last, one with ``-inf`` first;
     * the rest are contested and normalised as ``normalise`` says.
 
     ``"rank"``: the fraction of the other contested rows with a lower score, equal ones counting
@@ -118,13 +117,14 @@ class Mix:
         return self._parts
 
     @hookimpl
-    def score(self, parts: Parts) -> Tensor:
+    def score(self, protected: Tensor, parts: Parts) -> Tensor:
         """Normalise the scores of the parts and add them up."""
         scores = torch.stack(parts.of(self)).double()  # [P, B, H_kv, T]
-        pinned, first_out = (scores == torch.inf).any(dim=0), (scores == -torch.inf).any(dim=0)
+        first_out = (scores == -torch.inf).any(dim=0)
+        pinned = (scores == torch.inf).any(dim=0)
         given = [part["weight"] for part in self.of if part["weight"] > 0]
         weights = torch.tensor(given, dtype=scores.dtype).to(scores.device, non_blocking=True)
-        scaled = _SCALES[self.normalise](scores, ~(pinned | first_out))
+        scaled = _SCALES[self.normalise](scores, ~(protected | pinned | first_out))
         mixed = torch.tensordot(weights / weights.sum(), scaled, dims=1)
         return mixed.masked_fill(first_out, -torch.inf).masked_fill(pinned, torch.inf).float()
 

@@ -46,7 +46,7 @@ def test_every_compaction_is_recorded_with_its_shapes(
     with recording(engine) as trace:
         engine.generate(prompts, max_new_tokens=24).results()
     seen = [one for record in recorder.records for one in record.compactions]
-    for hook in ("score", "select", "evict"):
+    for hook in ("protect", "score", "select", "evict"):
         calls = [call for call in trace.calls if call.hook == hook]
         assert sum(len(call.requests) for call in calls) == len(seen)
     scored = [call for call in trace.calls if call.hook == "score"]
@@ -57,7 +57,7 @@ def test_every_compaction_is_recorded_with_its_shapes(
     for call in scored:
         assert call.arguments["keys"].shape[0] == len(call.requests)
         assert call.arguments["budget"] == 14
-        assert call.answered_by == "h2o+recorder+protect"
+        assert call.answered_by == "h2o+recorder"
 
 
 @attrs.define(eq=False)
@@ -86,6 +86,10 @@ class Counts:
         self._count("due")
 
     @hookimpl
+    def protect(self) -> None:
+        self._count("protect")
+
+    @hookimpl
     def score(self) -> None:
         self._count("score")
 
@@ -105,7 +109,7 @@ def test_every_hook_call_is_recorded() -> None:
     recorded = dict.fromkeys(counts.calls, 0)
     for call in trace.calls:
         recorded[call.hook] += any(part.policy == "counts" for part in call.parts)
-    assert len(recorded) == 7
+    assert len(recorded) == 8
     assert recorded == counts.calls
     assert [call.number for call in trace.calls] == list(range(trace.num_calls))
 
@@ -204,7 +208,9 @@ class ReturnsKeys:
         return keys
 
 
-@pytest.mark.parametrize("stack", [[Raises(), "protect"], [ReturnsKeys()]], ids=["raises", "wrong"])
+@pytest.mark.parametrize(
+    "stack", [[Raises(), Waits(bool)], [ReturnsKeys()]], ids=["raises", "wrong"]
+)
 def test_failing_call_is_recorded_with_its_error(stack: list[object]) -> None:
     engine = Engine(MODEL, plan=Plan.uniform(*stack, budget=14, buffer=4))
     with recording(engine) as trace, pytest.raises(HookError) as caught:
@@ -213,9 +219,9 @@ def test_failing_call_is_recorded_with_its_error(stack: list[object]) -> None:
     assert last.error == str(caught.value)
     assert {part.policy for part in last.parts} == set(engine.stacks[0].names)
     assert not any(call.error for call in list(trace.calls)[:-1])
-    if "protect" in stack:
+    if len(stack) == 2:
         raised = {part.policy: part.error for part in last.parts}
-        assert raised == {"raises": "IndexError: no such head", "protect": None}
+        assert raised == {"raises": "IndexError: no such head", "waits": None}
 
 
 # --- options --------------------------------------------------------------------------------

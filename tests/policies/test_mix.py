@@ -66,6 +66,8 @@ class FixedParts:
         return [torch.tensor(part)[None, None] for part in self.ratings]
 
 
+NOT_PROTECTED = torch.tensor(False)
+
 # Halves and tens: many ties, some constant parts; infinities both ways.
 finite = st.sampled_from([0.0, -0.5, 1.0, 2.5, 10.0, 1000.0]) | st.floats(-1e3, 1e3, width=32)
 ratings_of = st.sampled_from([math.inf, -math.inf]) | finite | finite | finite
@@ -85,7 +87,7 @@ def test_weighted_sum_equals_the_oracle(
 ) -> None:
     weights = [data.draw(st.sampled_from([0.25, 1.0, 3.0])) for _ in part_scores]
     of = [{"policy": "streaming", "weight": weight} for weight in weights]
-    answer = Mix(of=of, normalise=normalise).score(FixedParts(part_scores))
+    answer = Mix(of=of, normalise=normalise).score(NOT_PROTECTED, FixedParts(part_scores))
     expected = reference.mix(part_scores, weights, normalise)
     assert answer.dtype == torch.float32
     assert torch.allclose(answer[0, 0].double(), torch.tensor(expected).double(), atol=1e-5)
@@ -96,9 +98,11 @@ def test_constant_scores_of_a_part_do_not_change_the_ranking(
     part_scores: list[list[float]], normalise: str
 ) -> None:
     of = ["streaming"] * len(part_scores)
-    without = Mix(of=of, normalise=normalise).score(FixedParts(part_scores))
+    without = Mix(of=of, normalise=normalise).score(NOT_PROTECTED, FixedParts(part_scores))
     part_scores = [*part_scores, [7.0] * len(part_scores[0])]
-    with_it = Mix(of=[*of, "streaming"], normalise=normalise).score(FixedParts(part_scores))
+    with_it = Mix(of=[*of, "streaming"], normalise=normalise).score(
+        NOT_PROTECTED, FixedParts(part_scores)
+    )
     # The other parts are scaled by their share, and all rows get the same constant.
     share = (len(part_scores) - 1) / len(part_scores)
     difference = (with_it - share * without)[0, 0]
@@ -108,7 +112,7 @@ def test_constant_scores_of_a_part_do_not_change_the_ranking(
 @given(ratings(), scales)
 def test_infinite_scores_stay_infinite(part_scores: list[list[float]], normalise: str) -> None:
     answer = Mix(of=["streaming"] * len(part_scores), normalise=normalise).score(
-        FixedParts(part_scores)
+        NOT_PROTECTED, FixedParts(part_scores)
     )[0, 0]
     for t in range(len(part_scores[0])):
         if any(part[t] == math.inf for part in part_scores):
@@ -199,15 +203,15 @@ def test_kept_rows_equal_the_oracle(
 
 
 class RecordsScores:
-    """A wrapper that records the wrapped scores."""
+    """A wrapper that records the wrapped scores, infinite where a row is protected."""
 
     def __init__(self, recorded: list[torch.Tensor]) -> None:
         self.recorded = recorded
 
     @hookimpl(wrapper=True)
-    def score(self) -> Generator[None, torch.Tensor, torch.Tensor]:
+    def score(self, protected: torch.Tensor) -> Generator[None, torch.Tensor, torch.Tensor]:
         scores = yield
-        self.recorded.append(scores.clone())
+        self.recorded.append(scores.masked_fill(protected, torch.inf))
         return scores
 
 
@@ -248,7 +252,7 @@ def stack_of(*of: Any) -> Stack:
 
 def test_stack_reads_only_the_arguments_of_the_parts() -> None:
     cheap = stack_of("streaming", {"policy": "streaming", "n_sink": 2})
-    assert cheap.reads == {"parts", "positions"}
+    assert cheap.reads == {"parts", "positions", "protected"}
     assert (cheap.window_size, cheap.tracks) == (0, ())
     costly = stack_of({"policy": "rkv", "window_size": 5}, "h2o", "snapkv")
     assert costly.reads >= {"keys", "queries", "attn_sums"}

@@ -53,7 +53,11 @@ def test_scores_equal_the_reference(data: st.DataObject, knobs: dict) -> None:
     # There may be more queries than its window if another policy of the stack needs more.
     scores = load_policy("rkv", **knobs).score(drawn.queries, drawn.keys, {"rkv_rank": ranks})
     for b, h, keys, queries in heads(drawn.keys, drawn.queries):
-        expected = [*reference.rkv(keys, queries, **knobs), *[torch.inf] * knobs["window_size"]]
+        of_window = {name: knobs[name] for name in knobs.keys() - {"kernel_size", "pooling"}}
+        expected = [
+            *reference.rkv(keys, queries, **knobs),
+            *reference.rkv_window(keys, queries, **of_window),
+        ]
         torch.testing.assert_close(
             scores[b, h].double(), torch.tensor(expected).double(), atol=ATOL, rtol=0
         )

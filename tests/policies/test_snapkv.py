@@ -71,10 +71,14 @@ def test_scores_equal_the_reference(data: st.DataObject, knobs: dict, form: str)
     window = knobs["window_size"]
     drawn = data.draw(caches(min_rows=window + 1))
     score = partial(reference.snapkv, **knobs)
+    score_window = partial(reference.snapkv_window, window_size=window)
     if form != "decode":
         knobs |= {"phase": "prefill", "group_reduce": form}
         published = {name: knob for name, knob in knobs.items() if name != "phase"}
         score = partial(reference.snapkv_published, **published)
+        score_window = partial(
+            reference.snapkv_published_window, window_size=window, group_reduce=form
+        )
     # There may be more queries than its window if another policy of the stack needs more.
     scores = load_policy("snapkv", **knobs).score(
         queries=drawn.queries,
@@ -84,7 +88,7 @@ def test_scores_equal_the_reference(data: st.DataObject, knobs: dict, form: str)
         tracks={"snapkv_rank": torch.zeros(drawn.keys.shape[:3])},
     )
     for b, h, keys, queries in heads(drawn.keys, drawn.queries):
-        expected = [*score(keys, queries), *[torch.inf] * window]
+        expected = [*score(keys, queries), *score_window(keys, queries)]
         torch.testing.assert_close(
             scores[b, h].double(), torch.tensor(expected).double(), atol=10 * ATOL, rtol=0
         )

@@ -108,13 +108,27 @@ class Order:
 
 @attrs.define(eq=False)
 class Protected:
-    """Declares the newest row as protected and evicts it."""
+    """Declares the newest row as protected and does not select it."""
 
     protects: ClassVar[tuple[int, int]] = (0, 1)
 
     @hookimpl
-    def score(self, positions: Tensor) -> Tensor:
-        return -positions.double()
+    def select(self, scores: Tensor, budget: int) -> Tensor:
+        return torch.arange(budget).expand(*scores.shape[:2], budget).contiguous()
+
+
+@attrs.define(eq=False)
+class ProtectedByHook:
+    """Protects half of its budget, by the hook, and does not select these rows."""
+
+    @hookimpl
+    def protect(self, positions: Tensor, budget: int) -> Tensor:
+        num_rows = positions.shape[2]
+        return (torch.arange(num_rows) >= num_rows - (budget + 1) // 2).expand(positions.shape)
+
+    @hookimpl
+    def select(self, scores: Tensor, budget: int) -> Tensor:
+        return torch.arange(budget).expand(*scores.shape[:2], budget).contiguous()
 
 
 @attrs.define(eq=False)
@@ -330,7 +344,7 @@ BROKEN: dict[str, list[type]] = defaultdict(
         "read_only": [ReadOnly],
         "budget": [Budget],
         "order": [Order],
-        "protected": [Protected],
+        "protected": [Protected, ProtectedByHook],
         "eviction": [Eviction],
         "tracks": [TracksInPlace, TracksLeftBehind],
         "determinism": [Determinism],

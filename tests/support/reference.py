@@ -292,6 +292,37 @@ def snapkv(
     return pool([total / window_size for total in totals], kernel_size, pooling)
 
 
+def snapkv_window(keys: Matrix, queries: Sequence[Matrix], *, window_size: int = 8) -> list[float]:
+    """Scores of the window's rows in decode form: mean weights among all rows, not pooled."""
+    totals = [0.0] * len(keys)
+    scale = math.sqrt(len(keys[0]))
+    for w in range(window_size):
+        seen = keys[: len(keys) - window_size + w + 1]
+        logits = [
+            max(dot(one[len(one) - window_size + w], key) / scale for one in queries)
+            for key in seen
+        ]
+        for t, weight in enumerate(softmax(logits)):
+            totals[t] += weight
+    return [total / window_size for total in totals[len(keys) - window_size :]]
+
+
+def snapkv_published_window(
+    keys: Matrix, queries: Sequence[Matrix], *, window_size: int = 8, group_reduce: str = "mean"
+) -> list[float]:
+    """Scores of the window's rows in prefill form: as for the others, but not pooled."""
+    per_head = []
+    for head_queries in queries:
+        totals = [0.0] * len(keys)
+        for w in range(window_size):
+            query = head_queries[len(head_queries) - window_size + w]
+            weights = attention(query, keys[: len(keys) - window_size + w + 1])
+            for t, weight in enumerate(weights):
+                totals[t] += weight
+        per_head.append(totals[len(keys) - window_size :])
+    return [reduce_group(column, group_reduce) for column in zip(*per_head, strict=True)]
+
+
 def snapkv_published(
     keys: Matrix,
     queries: Sequence[Matrix],
@@ -375,6 +406,26 @@ def rkv(
     return [
         mix_lambda * i - (1 - mix_lambda) * r
         for i, r in zip(importance, surplus[: len(importance)], strict=True)
+    ]
+
+
+def rkv_window(
+    keys: Matrix,
+    queries: Sequence[Matrix],
+    *,
+    mix_lambda: float = 0.1,
+    window_size: int = 8,
+    similarity_threshold: float = 0.5,
+    retain_direction: str = "last",
+) -> list[float]:
+    """Scores of the window's rows, which the authors do not score."""
+    importance = snapkv_window(keys, queries, window_size=window_size)
+    surplus = redundancy(
+        keys, similarity_threshold=similarity_threshold, retain_direction=retain_direction
+    )
+    return [
+        mix_lambda * i - (1 - mix_lambda) * r
+        for i, r in zip(importance, surplus[-window_size:], strict=True)
     ]
 
 
