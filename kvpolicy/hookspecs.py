@@ -199,6 +199,10 @@ def score(
     queries: Tensor,
     attn_weights: Tensor,
     attn_sums: Tensor,
+    attn_squares: Tensor,
+    attn_squares_logit: Tensor,
+    attn_squares_logit2: Tensor,
+    attn_last: Tensor,
     seq_len: Tensor,
     prompt_len: Tensor,
     num_new: Tensor,
@@ -228,8 +232,16 @@ def score(
             one).
         attn_weights: Softmax weights of these queries over the rows they see, as the model
             computes them (with scaling, soft cap and learned sinks), ``[B, H_q, W, T]``, fp32.
-        attn_sums: Softmax weights each row has received from all past queries, summed over the
-            queries and over the query heads of the group, ``[B, H_kv, T]``, fp32.
+        attn_sums: Softmax weights ``A`` each row has received from all past queries, summed over
+            the queries and over the query heads of the group, ``[B, H_kv, T]``, fp32.
+        attn_squares: Their squares ``A^2``, summed likewise.
+        attn_squares_logit: ``A^2 Z``, summed likewise, with the logits ``Z`` that the softmax
+            reads: scaled, and after any soft cap.
+        attn_squares_logit2: ``A^2 Z^2``, summed likewise.
+        attn_last: Position of the last query that used each row: gave it more weight than the
+            attribute ``attn_threshold`` of the policy, in any query head of the group,
+            ``[B, H_kv, T]``, int64. A row that no query has used has its own position, so that
+            ``seq_len - attn_last`` is at least 1.
         seq_len: Tokens of each sequence so far, ``[B]``, int64, on the CPU.
         prompt_len: Tokens of each prompt, ``[B]``, int64, on the CPU; at a compaction within
             the prefill it exceeds ``seq_len``. In a conversation, the tokens before the answer

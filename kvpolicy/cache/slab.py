@@ -13,9 +13,7 @@ import torch
 from torch import Tensor
 
 from kvpolicy.cache.softmax import PLAIN
-
-# The track that attention fills, allocated if a policy names it as an argument.
-ATTN_SUMS = "attn_sums"
+from kvpolicy.kernels.accumulators import ACCUMULATORS
 
 # Counts of `KVCache` for each slot; the last axis is the slot.
 _PER_SLOT = ("rows", "compacted_at", "num_pads", "seq_len")
@@ -62,12 +60,15 @@ class Slab:
     Attributes:
         capacity: Rows allocated for each slot.
         window_size: Most recent queries to store, 0 for none.
-        tracks: Names of per-row fp32 numbers that travel with the rows.
+        tracks: Names of per-row fp32 numbers that travel with the rows. Those of accumulators are
+            updated by attention.
+        attn_threshold: Weight above which a query uses a row.
     """
 
     capacity: int
     window_size: int = 0
     tracks: tuple[str, ...] = ()
+    attn_threshold: float = 0.0
 
 
 def slot_index(slots: Sequence[int]) -> slice | list[int]:
@@ -163,6 +164,7 @@ class LayerCache:
         values: Values, ``[S, H_kv, capacity, D]``.
         positions: Position of each row's token in its sequence, ``[S, H_kv, capacity]``.
         tracks: Per-row numbers by name, ``[S, H_kv, capacity]``.
+        accumulators: Names of the tracks that attention updates.
         window: The last queries after RoPE, ``[S, H_q, W, D]``, or ``None``; see `SlabStack`.
         softmax: The softmax that the layer used in its last forward.
     """
@@ -176,6 +178,7 @@ class LayerCache:
         self.keys, self.values = stack.keys[own], stack.values[own]
         self.positions = stack.positions[own]
         self.tracks = {name: track[own] for name, track in stack.tracks.items()}
+        self.accumulators = [name for name in ACCUMULATORS if name in self.tracks]
         self.window = None if stack.window is None else stack.window[own]
 
     @property

@@ -39,15 +39,26 @@ class Softmax:
             ``[B, H_kv, G, L, T]``, fp32, exactly 0 for invisible rows; without sinks, NaN for a
             query that sees no row.
         """
+        return self.weights_of(self.masked(logits, visible))
+
+    def masked(self, logits: Tensor, visible: Tensor | None) -> Tensor:
+        """What the softmax reads: logits after the cap, ``-inf`` for invisible rows.
+
+        Arguments are those of `weights`; ``logits`` are overwritten.
+        """
         if self.softcap is not None:
             logits = logits.div_(self.softcap).tanh_().mul_(self.softcap)
         if visible is not None:
             logits = logits.masked_fill_(~visible, float("-inf"))
+        return logits
+
+    def weights_of(self, masked: Tensor, *, overwrite: bool = True) -> Tensor:
+        """Attention weights from what `masked` returned, which may be overwritten."""
         if self.sinks is None:
-            return logits.softmax(dim=-1)
-        sinks = self.sinks.float().view(logits.shape[1], -1, 1, 1)
-        total = torch.logaddexp(logits.logsumexp(dim=-1, keepdim=True), sinks)
-        return logits.sub_(total).exp_()
+            return masked.softmax(dim=-1)
+        sinks = self.sinks.float().view(masked.shape[1], -1, 1, 1)
+        total = torch.logaddexp(masked.logsumexp(dim=-1, keepdim=True), sinks)
+        return (masked.sub_(total) if overwrite else masked - total).exp_()
 
 
 PLAIN = Softmax()

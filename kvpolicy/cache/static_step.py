@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvpolicy.cache.slab import ATTN_SUMS, KVCache, LayerCache
+from kvpolicy.cache.slab import KVCache, LayerCache
 from kvpolicy.kernels.decode import Counts, DecodeSlabs, HeldRows, held_rows
 from kvpolicy.kernels.draw import SamplingColumns, SamplingNumbers, columns_of, draw
 from kvpolicy.kernels.flash_attention import can_attend
@@ -372,13 +372,15 @@ class StaticStep:
         """What attention in a layer reads and changes, and its sliding window or 0."""
         layer, served = self.cache.layers[layer_idx], slice(self.width)
         tracks = {name: track[served] for name, track in layer.tracks.items()}
-        sums = tracks.pop(ATTN_SUMS, None)
+        accumulated = [tracks.pop(name) for name in layer.accumulators]
         slabs = DecodeSlabs(
             layer.keys[served],
             layer.values[served],
             layer.positions[served],
             list(tracks.values()),
-            sums,
+            accumulated,
+            layer.accumulators,
+            layer.slab.attn_threshold,
             None if layer.window is None else layer.window[served],
         )
         rows = self.rows[served, layer_idx, : layer.shape.num_kv_heads]

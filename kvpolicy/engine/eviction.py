@@ -17,13 +17,14 @@ import torch
 from torch import Tensor
 
 from kvpolicy.cache.rows import LayerRows
-from kvpolicy.cache.slab import ATTN_SUMS, KVCache
+from kvpolicy.cache.slab import KVCache
 from kvpolicy.engine.isolation import ErrorScope
 from kvpolicy.engine.sequence import Sequence
 from kvpolicy.errors import HookError
 from kvpolicy.hooks.late_checks import Concerned, LateChecks, settle
 from kvpolicy.hooks.stack import Stack
 from kvpolicy.hooks.timing import PolicyTimings
+from kvpolicy.kernels.accumulators import ACCUMULATORS
 from kvpolicy.state import Memory
 
 # Makes the rows of some slots, each in a layer.
@@ -258,7 +259,7 @@ def _score_arguments(
         "values": rows.values if "values" in reads else None,
         "queries": rows.queries if "queries" in reads else None,
         "attn_weights": rows.attn_weights if "attn_weights" in reads else None,
-        "attn_sums": rows.track(ATTN_SUMS) if ATTN_SUMS in reads else None,
+        **{name: rows.accumulated(name) if name in reads else None for name in ACCUMULATORS},
         "seq_len": rows.seq_len,
         "num_new": rows.num_new if "num_new" in reads else None,
         "buffer": buffer,

@@ -7,9 +7,9 @@ from typing import Any
 import attrs
 
 from kvpolicy import hookspecs
-from kvpolicy.cache.slab import ATTN_SUMS
 from kvpolicy.entry_points import nearest
 from kvpolicy.errors import PolicyLoadError, shown
+from kvpolicy.kernels.accumulators import ACCUMULATORS
 from kvpolicy.markers import PROJECT, hook_options
 from kvpolicy.plugin_code import plugin_code
 from kvpolicy.validators import MAX_COUNT
@@ -58,7 +58,11 @@ def _has_twice(value: Any) -> bool:
 
 
 def _are_tracks(value: object) -> bool:
-    return _are_names(value) and ATTN_SUMS not in value  # type: ignore[operator]
+    return _are_names(value) and not any(name in ACCUMULATORS for name in value)  # type: ignore[attr-defined]
+
+
+def _is_threshold(value: object) -> bool:
+    return value is None or (type(value) in (int, float) and 0 <= value < 1)  # type: ignore[operator]
 
 
 def _are_hooks(value: object) -> bool:
@@ -91,7 +95,12 @@ class Declarations:
 
     window_size: int = _declaration(1, _is_window, f"a number of queries from 1 to {MAX_WINDOW:,}")
     tracks: tuple[str, ...] = _declaration(
-        (), _are_tracks, f'a tuple of distinct names other than {ATTN_SUMS}, such as ("name",)'
+        (),
+        _are_tracks,
+        f'a tuple of distinct names other than {", ".join(ACCUMULATORS)}, such as ("name",)',
+    )
+    attn_threshold: float | None = _declaration(
+        None, _is_threshold, "an attention weight from 0 to below 1, such as 0.01"
     )
     registers: tuple[str, ...] = _declaration(
         (), _are_names, 'a tuple of distinct names, such as ("name",)'

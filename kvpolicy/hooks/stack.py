@@ -9,13 +9,14 @@ from typing import Any
 from torch import Tensor
 
 from kvpolicy.cache.rows import LayerRows
-from kvpolicy.cache.slab import ATTN_SUMS, Slab
+from kvpolicy.cache.slab import Slab
 from kvpolicy.errors import PolicyLoadError
 from kvpolicy.hooks import checks
 from kvpolicy.hooks.declarations import Declarations
 from kvpolicy.hooks.late_checks import LateChecks
 from kvpolicy.hooks.manager import HookListener, HookManager
 from kvpolicy.hooks.protection import protected_rows
+from kvpolicy.kernels.accumulators import ACCUMULATORS, ATTN_LAST
 from kvpolicy.state import Memory, Parts, Registers, WaitingRequest
 
 _COMPACTION_HOOKS = ("protect", "score", "select", "evict")
@@ -42,6 +43,8 @@ class Stack:
         reads: Arguments that some policy names in `protect`, `score`, `select` or `evict`.
         observes: Arguments that some policy names in `observe`.
         tracks: Names of the per-row numbers that move with the rows.
+        attn_threshold: Attention weight above which a query uses a row; 0 if no policy asks for
+            the last use.
         window_size: Queries to remember; 0 if no policy reads them.
         n_first: First tokens of a sequence that the policies protect.
         n_last: Newest rows that the policies protect.
@@ -99,6 +102,7 @@ class Stack:
         self.n_first = max((one.protects[0] for one in self.declared), default=0)
         self.n_last = max((one.protects[1] for one in self.declared), default=0)
         self.tracks = self._declared_tracks(self.declared[: len(own)])
+        self.attn_threshold = self._threshold() if ATTN_LAST in self.reads and not depth else 0.0
         protects = self.n_first + self.n_last > 0
         self._asks_protect = self.implements("protect")
         chooses = protects or any(self.implements(hook) for hook in ("due", *_COMPACTION_HOOKS))
@@ -150,19 +154,32 @@ class Stack:
         return frozenset(argument for impl in impls for argument in impl.argnames)
 
     def _declared_tracks(self, own: Sequence[Declarations]) -> tuple[str, ...]:
-        declared = [ATTN_SUMS] if ATTN_SUMS in self.reads else []
+        declared = [name for name in ACCUMULATORS if name in self.reads]
         owned = [
             (name, self._prefix + track)
             for name, one in zip(self.names, own, strict=True)
             for track in one.tracks
         ]
         of_parts = [(part.names[0], track) for part in self._part_list for track in part.tracks]
-        for name, track in owned + [pair for pair in of_parts if pair[1] != ATTN_SUMS]:
+        for name, track in owned + [pair for pair in of_parts if pair[1] not in ACCUMULATORS]:
             if track in declared:
                 msg = f"policy '{name}' declares track '{track}', which the stack has already"
                 raise PolicyLoadError(msg)
             declared.append(track)
         return tuple(declared)
+
+    def _threshold(self) -> float:
+        """The one ``attn_threshold`` that the policies and parts declare."""
+        declared = {one.attn_threshold for one in self.declared} - {None}
+        if len(declared) == 1:
+            return float(declared.pop())  # type: ignore[arg-type]
+        who = f"policy '{'+'.join(self.names)}' reads {ATTN_LAST}"
+        if declared:
+            listed = " and ".join(f"{value:g}" for value in sorted(map(float, declared)))  # type: ignore[arg-type]
+            msg = f"{who} and declares attn_threshold = {listed}; a stack has one threshold"
+        else:
+            msg = f"{who} and declares no attn_threshold; give the weight above which a row is used"
+        raise PolicyLoadError(msg)
 
     def implements(self, hook: str) -> bool:
         """Whether a policy or part, and not only the defaults, implements a hook."""
@@ -186,7 +203,7 @@ class Stack:
 
     def slab(self, capacity: int) -> Slab:
         """What the cache of a layer must hold for the policies of this stack."""
-        return Slab(capacity, self.window_size, self.tracks)
+        return Slab(capacity, self.window_size, self.tracks, self.attn_threshold)
 
     @contextmanager
     def listening(self, listener: HookListener) -> Iterator[None]:

@@ -8,14 +8,14 @@ to; a caller that knows the rows of several layers already passes them as `HeldR
 Shapes: ``W`` slots, ``H_q`` query heads, ``H_kv`` KV heads, ``R`` rows of a slab, head size ``D``.
 """
 
+from collections.abc import Mapping
+
 import attrs
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-# What a row is given of the attention weights of its group of query heads: their sum, or the sum
-# of their squares.
-REDUCTIONS = ("sum", "squares")
+from kvpolicy.kernels.accumulators import ACCUMULATORS, accumulate
 
 
 @attrs.frozen(eq=False)
@@ -67,10 +67,9 @@ class DecodeSlabs:
         values: ``[W, H_kv, R, D]``.
         positions: ``[W, H_kv, R]``, int64, -1 where empty.
         tracks: Numbers of the rows, ``[W, H_kv, R]`` each, which move with them.
-        sums: One more track, which receives from the weights of each row, fp32; ``None``: it is
-            not wanted.
-        reduction: What it receives, summed over the query heads of a KV head: the weights,
-            ``"sum"``, or their squares, ``"squares"``.
+        accumulated: More such tracks, fp32, which the weights of each row update.
+        accumulators: Their names, see `kvpolicy.kernels.accumulators`.
+        attn_threshold: Weight above which a query uses a row.
         window: The last queries, ``[W, H_q, N, D]``, that at position p at index ``p % N``;
             ``None``: they are not wanted.
     """
@@ -79,14 +78,22 @@ class DecodeSlabs:
     values: Tensor
     positions: Tensor
     tracks: list[Tensor] = attrs.field(factory=list)
-    sums: Tensor | None = None
+    accumulated: list[Tensor] = attrs.field(factory=list)
+    accumulators: list[str] = attrs.field(
+        factory=list, validator=attrs.validators.deep_iterable(attrs.validators.in_(ACCUMULATORS))
+    )
+    attn_threshold: float = 0.0
     window: Tensor | None = None
-    reduction: str = attrs.field(default="sum", validator=attrs.validators.in_(REDUCTIONS))
 
     @property
     def all_tracks(self) -> list[Tensor]:
-        """The tracks, with that which receives."""
-        return self.tracks if self.sums is None else [*self.tracks, self.sums]
+        """The tracks, with those that accumulate."""
+        return [*self.tracks, *self.accumulated]
+
+    @property
+    def accumulated_by_name(self) -> dict[str, Tensor]:
+        """The tracks that accumulate, ``[W, H_kv, R]`` each."""
+        return dict(zip(self.accumulators, self.accumulated, strict=True))
 
 
 @attrs.frozen(eq=False)
@@ -157,8 +164,9 @@ def attend_with_torch(
         slabs.keys[:, :, :most],
         slabs.values[:, :, :most],
         mask,
-        None if slabs.sums is None else slabs.sums[:, :, :most],
-        slabs.reduction,
+        {name: track[:, :, :most] for name, track in slabs.accumulated_by_name.items()},
+        slabs.attn_threshold,
+        seq_len,
         None if held.chosen is None else live,
         scaling,
         softcap,
@@ -171,8 +179,9 @@ def attend_to_rows(
     keys: Tensor,
     values: Tensor,
     mask: Tensor | None,
-    sums: Tensor | None,
-    reduction: str,
+    accumulated: Mapping[str, Tensor],
+    attn_threshold: float,
+    seq_len: Tensor,
     live: Tensor | None,
     scaling: float,
     softcap: float,
@@ -185,8 +194,9 @@ def attend_to_rows(
         keys: ``[W, H_kv, T, D]``.
         values: ``[W, H_kv, T, D]``.
         mask: Rows to attend to, bool ``[W, 1 or H_kv, 1, T]``; ``None``: all.
-        sums: See `DecodeSlabs`, ``[W, H_kv, T]``; changed in place.
-        reduction: See `DecodeSlabs`.
+        accumulated: Accumulators by name, ``[W, H_kv, T]`` each; changed in place.
+        attn_threshold: See `DecodeSlabs`.
+        seq_len: Positions of the queries, ``[W]``.
         live: Slots whose rows receive anything, bool ``[W]``; ``None``: all.
         scaling: Factor on the logits.
         softcap: See `attend_with_torch`.
@@ -196,16 +206,16 @@ def attend_to_rows(
         ``[W, H_q, D]``.
     """
     grouped = query.view(len(query), keys.shape[1], -1, query.shape[2])  # [W, H_kv, G, D]
-    if sums is None and not softcap and sinks is None:
+    if not accumulated and not softcap and sinks is None:
         # The heads of a group take the place of the length: a key is read once for all of them.
         output = F.scaled_dot_product_attention(
             grouped, keys, values, attn_mask=mask, scale=scaling
         )
         return output.view(query.shape)
-    weights = _weights(grouped, keys, mask, scaling, softcap, sinks)
-    if sums is not None:
-        received = (weights.square() if reduction == "squares" else weights).sum(dim=2)
-        sums += received if live is None else received * live[:, None, None]
+    weights, logits = _weights(grouped, keys, mask, scaling, softcap, sinks)
+    if accumulated:
+        of_queries = weights[:, :, :, None], logits[:, :, :, None], seq_len[:, None]
+        accumulate(accumulated, *of_queries, attn_threshold, live)
     return (weights.to(values.dtype) @ values).view(query.shape)
 
 
@@ -216,8 +226,8 @@ def _weights(
     scaling: float,
     softcap: float,
     sinks: Tensor | None,
-) -> Tensor:
-    """Softmax weights, ``[W, H_kv, G, T]``, fp32."""
+) -> tuple[Tensor, Tensor]:
+    """Softmax weights, and the logits that the softmax read, ``[W, H_kv, G, T]``, fp32."""
     if keys.dtype == torch.float16:
         # A product of large keys and queries may exceed what half precision can hold.
         grouped, keys = grouped.float(), keys.float()
@@ -227,10 +237,10 @@ def _weights(
     if mask is not None:
         logits = logits.masked_fill(~mask, float("-inf"))
     if sinks is None:
-        return logits.softmax(dim=-1)
+        return logits.softmax(dim=-1), logits
     sinks = sinks.float().view(logits.shape[1], -1, 1)
     total = torch.logaddexp(logits.logsumexp(dim=-1, keepdim=True), sinks)
-    return (logits - total).exp()
+    return (logits - total).exp(), logits
 
 
 def window_factor(scaling: float, head_dim: int) -> float:

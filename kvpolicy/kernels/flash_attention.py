@@ -47,7 +47,7 @@ def can_attend(slabs: DecodeSlabs, sinks: Tensor | None, sliding_window: int) ->
     """
     dim = slabs.keys.shape[3]
     return (
-        slabs.sums is None
+        not slabs.accumulators
         and sinks is None
         and not sliding_window
         and slabs.keys.dtype in PRECISIONS

@@ -17,6 +17,7 @@ import torch
 from numba import njit, prange
 from torch import Tensor
 
+from kvpolicy.kernels.accumulators import ACCUMULATORS
 from kvpolicy.kernels.decode import Counts, DecodeSlabs, drop_oldest, window_factor
 
 
@@ -30,7 +31,7 @@ def _start_threads() -> None:
 _start_threads()
 
 _NO_WINDOW = np.empty((0, 0, 0, 0), dtype=np.float32)
-_NO_SUMS = np.empty((0, 0, 0), dtype=np.float32)
+_NO_TRACK = np.empty((0, 0, 0), dtype=np.float32)
 _NO_SINKS = np.empty(0, dtype=np.float32)
 
 # Sums may be reordered, which vector instructions need. Infinities and NaN keep their meaning.
@@ -62,10 +63,30 @@ def _exp(numbers, most, powers):
 
 
 @njit(fastmath=_FASTMATH, error_model="numpy")
-def _attend(query, keys, values, sums, sinks, scaling, softcap, squares, output):
-    """Attend from the heads of a group, ``[G, D]``, to the rows of their KV head, ``[T, D]``."""
+def _attend(
+    query,
+    keys,
+    values,
+    sums,
+    squares,
+    squares_logit,
+    squares_logit2,
+    last,
+    sinks,
+    scaling,
+    softcap,
+    threshold,
+    position,
+    output,
+):
+    """Attend from the heads of a group, ``[G, D]``, to the rows of their KV head, ``[T, D]``.
+
+    Accumulators that are not wanted are empty, the others ``[T]``.
+    """
     (group, dim), num_rows = query.shape, keys.shape[0]
     weights = np.empty((group, num_rows), np.float32)
+    # What the softmax reads, for accumulators that need it.
+    read = np.empty(max(squares_logit.shape[0], squares_logit2.shape[0]), np.float32)
     for row in range(num_rows):
         for member in range(group):
             logit = np.float32(0)
@@ -78,6 +99,8 @@ def _attend(query, keys, values, sums, sinks, scaling, softcap, squares, output)
         if softcap:
             for row in range(num_rows):
                 logits[row] = softcap * np.tanh(logits[row] / softcap)
+        for row in range(read.shape[0]):
+            read[row] = logits[row]
         most = sinks[member] if sinks.shape[0] else logits[0]
         for row in range(num_rows):
             most = max(most, logits[row])
@@ -88,8 +111,16 @@ def _attend(query, keys, values, sums, sinks, scaling, softcap, squares, output)
         for row in range(num_rows):
             logits[row] /= total
         for row in range(sums.shape[0]):
-            weight = logits[row]
-            sums[row] += weight * weight if squares else weight
+            sums[row] += logits[row]
+        for row in range(squares.shape[0]):
+            squares[row] += logits[row] * logits[row]
+        for row in range(squares_logit.shape[0]):
+            squares_logit[row] += logits[row] * logits[row] * read[row]
+        for row in range(squares_logit2.shape[0]):
+            squares_logit2[row] += logits[row] * logits[row] * read[row] * read[row]
+        for row in range(last.shape[0]):
+            if logits[row] > threshold:
+                last[row] = position
     output[:] = 0
     for row in range(num_rows):
         for member in range(group):
@@ -101,9 +132,16 @@ def _attend(query, keys, values, sums, sinks, scaling, softcap, squares, output)
 # One form of the function for all calls: compiling it takes seconds.
 _ROWS, _SLAB, _SLAB_OF_NUMBERS = "f4[:,:,:]", "f4[:,:,:,::1]", "f4[:,:,::1]"
 _SIGNATURE = (
-    f"void({_ROWS}, {_ROWS}, {_ROWS}, {_SLAB}, {_SLAB}, i8[:,:,::1], {_SLAB_OF_NUMBERS}, {_SLAB}, "
-    f"i8[:], b1[:], f4[:], i8[:,:], f4, f4, i8, b1, f4, {_SLAB_OF_NUMBERS})"
+    f"void({_ROWS}, {_ROWS}, {_ROWS}, {_SLAB}, {_SLAB}, i8[:,:,::1], "
+    f"{', '.join([_SLAB_OF_NUMBERS] * len(ACCUMULATORS))}, {_SLAB}, "
+    f"i8[:], b1[:], f4[:], i8[:,:], f4, f4, i8, f4, f4, {_SLAB_OF_NUMBERS})"
 )
+
+
+@njit(error_model="numpy")
+def _cut(track, slot, head, first, end):
+    """The numbers of some rows, ``[T]``, or none if the track is not wanted."""
+    return track[slot, head, first:end] if track.shape[0] else track[:, 0, 0]
 
 
 @njit(_SIGNATURE, parallel=True, cache=True, fastmath=_FASTMATH, error_model="numpy")
@@ -115,6 +153,10 @@ def _decode(
     values,
     positions,
     sums,
+    squares,
+    squares_logit,
+    squares_logit2,
+    last,
     window,
     seq_len,
     live,
@@ -123,7 +165,7 @@ def _decode(
     scaling,
     softcap,
     sliding_window,
-    squares,
+    threshold,
     factor,
     output,
 ):
@@ -145,17 +187,23 @@ def _decode(
             if sliding_window:
                 while positions[slot, head, first] <= position - sliding_window:
                     first += 1
+            end = newest + 1
             queries = np.empty((group, dim), np.float32)
             queries[:] = query[slot, head * group : (head + 1) * group]
             _attend(
                 queries,
-                keys[slot, head, first : newest + 1],
-                values[slot, head, first : newest + 1],
-                sums[slot, head, first : newest + 1] if sums.shape[0] else sums[:, 0, 0],
+                keys[slot, head, first:end],
+                values[slot, head, first:end],
+                _cut(sums, slot, head, first, end),
+                _cut(squares, slot, head, first, end),
+                _cut(squares_logit, slot, head, first, end),
+                _cut(squares_logit2, slot, head, first, end),
+                _cut(last, slot, head, first, end),
                 sinks[head * group : (head + 1) * group],
                 scaling,
                 softcap,
-                squares,
+                threshold,
+                position,
                 output[slot, head * group : (head + 1) * group],
             )
         else:
@@ -181,17 +229,21 @@ class NumbaLayer:
         self._slabs, self._counts = slabs, counts
         self._sliding_window = sliding_window
         self._slides = sliding_window == slabs.keys.shape[2]
+        accumulated = slabs.accumulated_by_name
         self._arrays = [
             slabs.keys.numpy(),
             slabs.values.numpy(),
             slabs.positions.numpy(),
-            _NO_SUMS if slabs.sums is None else slabs.sums.numpy(),
+            *(
+                accumulated[name].numpy() if name in accumulated else _NO_TRACK
+                for name in ACCUMULATORS
+            ),
             _NO_WINDOW if slabs.window is None else slabs.window.numpy(),
             counts.seq_len.numpy(),
             counts.live.numpy(),
         ]
         self._rows = counts.rows.numpy()
-        self._squares = slabs.reduction == "squares"
+        self._threshold = slabs.attn_threshold
 
     def __call__(
         self,
@@ -222,7 +274,7 @@ class NumbaLayer:
             scaling,
             softcap,
             self._sliding_window,
-            self._squares,
+            self._threshold,
             window_factor(scaling, query.shape[2]),
             output.numpy(),
         )

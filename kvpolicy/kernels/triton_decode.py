@@ -2,8 +2,8 @@
 
 The rows of a slab are cut into chunks, so that few sequences keep a whole GPU busy (split-K). The
 first kernel attends to one chunk: the query heads of a group share the keys and values that it
-reads. The second kernel brings the chunks together and, if policies ask for it, adds to each row
-what it has received; it reads logits that the first one has kept, because recomputing them reads
+reads. The second kernel brings the chunks together and, if policies ask for it, updates what each
+row accumulates; it reads logits that the first one has kept, because recomputing them reads
 all keys again. No atomics: the same input gives the same bits.
 
 How many rows count is read on the device, so that one launch configuration, held in a CUDA graph,
@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kvpolicy.kernels.accumulators import ACCUMULATORS
 from kvpolicy.kernels.decode import Counts, DecodeSlabs, window_factor
 from kvpolicy.kernels.flash_attention import attend_with_flash, can_attend
 from kvpolicy.kernels.triton_append import append
@@ -135,11 +136,17 @@ def _join_chunks(
     sinks,
     out,
     sums,
+    squares,
+    squares_logit,
+    squares_logit2,
+    last,
     rows,
+    seq_len,
     live,
-    sums_slot,
-    sums_head,
-    sums_row,
+    threshold,
+    track_slot,
+    track_head,
+    track_row,
     rows_slot,
     HEADS: tl.constexpr,
     GROUP: tl.constexpr,
@@ -153,8 +160,11 @@ def _join_chunks(
     SINKS: tl.constexpr,
     SUMS: tl.constexpr,
     SQUARES: tl.constexpr,
+    SQUARES_LOGIT: tl.constexpr,
+    SQUARES_LOGIT2: tl.constexpr,
+    LAST: tl.constexpr,
 ):
-    """Output of one group of query heads; program c adds what the rows of chunk c receive."""
+    """Output of one group of query heads; program c updates what the rows of chunk c accumulate."""
     slot, head, chunk = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     held = num_held(rows, slot, head, live, rows_slot, CAPACITY)
     g, d = tl.arange(0, GROUP_BLOCK), tl.arange(0, DIM_BLOCK)
@@ -185,7 +195,7 @@ def _join_chunks(
         at = ((entry * GROUP + g) * DIM)[:, None] + d[None, :]
         output = (output / total[:, None]).to(out.dtype.element_ty)
         tl.store(out + at, output, mask=is_head[:, None] & is_dim[None, :])
-    if SUMS:
+    if SUMS or SQUARES or SQUARES_LOGIT or SQUARES_LOGIT2 or LAST:
         stop = tl.minimum((chunk + 1) * CHUNK, held)
         for first in range(chunk * CHUNK, stop, BLOCK):
             row = first + tl.arange(0, BLOCK)
@@ -196,11 +206,26 @@ def _join_chunks(
                 other=float("-inf"),
             )
             weights = tl.exp(x - shift[:, None]) / total[:, None]
+            x = tl.where(x == float("-inf"), 0.0, x)  # 0 * -inf would be NaN
+            at = row_start(slot, head, row, track_slot, track_head, track_row)
+            if SUMS:
+                _add(sums + at, weights, is_row)
             if SQUARES:
-                weights = weights * weights
-            at = row_start(slot, head, row, sums_slot, sums_head, sums_row)
-            before = tl.load(sums + at, mask=is_row)
-            tl.store(sums + at, before + tl.sum(weights, 0), mask=is_row)
+                _add(squares + at, weights * weights, is_row)
+            if SQUARES_LOGIT:
+                _add(squares_logit + at, weights * weights * x, is_row)
+            if SQUARES_LOGIT2:
+                _add(squares_logit2 + at, weights * weights * x * x, is_row)
+            if LAST:
+                position = tl.load(seq_len + slot).to(tl.float32)
+                is_used = is_row & (tl.max(weights, 0) > threshold)
+                tl.store(last + at, tl.zeros((BLOCK,), tl.float32) + position, mask=is_used)
+
+
+@triton.jit
+def _add(track, received, is_row):
+    """Add what rows receive from the heads of a group to a track."""
+    tl.store(track, tl.load(track, mask=is_row) + tl.sum(received, 0), mask=is_row)
 
 
 def attend(
@@ -220,7 +245,8 @@ def attend(
 
     Args:
         query: After RoPE, ``[W, H_q, D]``.
-        slabs: The layer, of which only ``sums`` changes; keys and values have equal strides.
+        slabs: The layer, of which only what accumulates changes; keys and values have equal
+            strides, and so have the tracks that accumulate.
         counts: State of the slots before the new rows.
         scaling: Factor on the logits.
         softcap: See `kvpolicy.kernels.decode.attend_with_torch`.
@@ -231,13 +257,16 @@ def attend(
     Returns:
         ``[W, H_q, D]`` in the precision of ``query``; zeros for slots that take no part.
     """
-    keys, values, positions, sums = slabs.keys, slabs.values, slabs.positions, slabs.sums
+    keys, values, positions = slabs.keys, slabs.values, slabs.positions
+    accumulated, any_of_them = slabs.accumulated_by_name, bool(slabs.accumulators)
     rows, live = counts.rows, counts.live.view(torch.uint8)
     query = query if query.stride(-1) == 1 else query.contiguous()
     num_slots, num_heads, capacity, dim = keys.shape
     group = query.shape[1] // num_heads
     assert row_strides(keys) == row_strides(values), "keys and values lie alike"
     assert rows.stride(1) == 1, "the counts of one slot lie side by side"
+    track_strides = {row_strides(track) for track in slabs.accumulated} or {(0, 0, 0)}
+    assert len(track_strides) == 1, "tracks that accumulate lie alike"
     # Tensor cores take 16-bit types; without them the product of query and keys fills registers.
     tensor_cores = query.dtype.itemsize == 2 and keys.dtype == query.dtype
     group_block = max(power_of_2(group), _TENSOR_CORE_ROWS if tensor_cores else 1)
@@ -248,7 +277,7 @@ def attend(
     chunk_total = torch.empty_like(chunk_top)
     chunk_output = query.new_empty((*parts, dim_block), dtype=torch.float32)
     logits = chunk_top
-    if sums is not None:
+    if any_of_them:
         logits = query.new_empty((num_slots, num_heads, group, capacity), dtype=torch.float32)
     out = query.new_empty(query.shape)
     shape = {
@@ -281,25 +310,26 @@ def attend(
         rows.stride(0),
         SOFTCAP=softcap,
         SLIDING_WINDOW=sliding_window,
-        KEEP_LOGITS=sums is not None,
+        KEEP_LOGITS=any_of_them,
         TENSOR_CORES=tensor_cores,
         **shape,
     )
-    _join_chunks[num_slots, num_heads, 1 if sums is None else count](
+    _join_chunks[num_slots, num_heads, count if any_of_them else 1](
         chunk_top,
         chunk_total,
         chunk_output,
         logits,
         out if sinks is None else sinks,
         out,
-        out if sums is None else sums,
+        *(accumulated.get(name, out) for name in ACCUMULATORS),
         rows,
+        counts.seq_len,
         live,
-        *(row_strides(sums) if sums is not None else (0, 0, 0)),
+        slabs.attn_threshold,
+        *track_strides.pop(),
         rows.stride(0),
         SINKS=sinks is not None,
-        SUMS=sums is not None,
-        SQUARES=slabs.reduction == "squares",
+        **{name.removeprefix("attn_").upper(): name in accumulated for name in ACCUMULATORS},
         **shape,
     )
     return out

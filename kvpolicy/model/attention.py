@@ -1,7 +1,7 @@
 """Attention over the slabs: the attention function that the model calls in every layer.
 
-Its queries are after RoPE. It records what policies read: the most recent queries, and the
-attention that each row has received.
+Its queries are after RoPE. It records what policies read: the most recent queries, and what rows
+accumulate of the attention that they receive.
 """
 
 from typing import Any, Protocol
@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from kvpolicy.cache.layout import LayerLayout, StepLayout
-from kvpolicy.cache.slab import ATTN_SUMS
 from kvpolicy.cache.softmax import PLAIN, Softmax
 from kvpolicy.cache.static_step import StaticStep
 from kvpolicy.errors import ModelError
+from kvpolicy.kernels.accumulators import accumulate, combine, read_logits
 from kvpolicy.model.config import hiding_window
 
 # Where weights are computed, queries are taken in blocks whose weights take at most so many bytes,
@@ -54,17 +54,23 @@ def attend(
         # Any other scaling is folded into the queries that policies read.
         factor = scaling * queries.shape[-1] ** 0.5
         step.remember_queries(layer, queries if abs(factor - 1) < 1e-6 else queries * factor)
-    if softmax.is_plain and ATTN_SUMS not in layer.tracks:
+    if softmax.is_plain and not layer.accumulators:
         return _fused(queries, keys, values, layout.mask, scaling)
-    received = None
-    if ATTN_SUMS in layer.tracks:
-        received = keys.new_zeros(keys.shape[:3], dtype=torch.float32)
-    output = _weighted(step, layout, queries, keys, values, scaling, softmax, received)
-    if received is not None:
+    accumulated = {
+        name: keys.new_zeros(keys.shape[:3], dtype=torch.float32) for name in layer.accumulators
+    }
+    threshold = layer.slab.attn_threshold
+    output = _weighted(
+        step, layout, queries, keys, values, scaling, softmax, accumulated, threshold
+    )
+    for name, received in accumulated.items():
         if layout.kept is not None:
             index = layout.kept[:, None].expand(-1, received.shape[1], -1)
             received = received.gather(2, index)
-        layer.tracks[ATTN_SUMS][step.served, :, : received.shape[2]] += received
+        rows = (step.served, slice(None), slice(received.shape[2]))
+        held = layer.tracks[name][rows]  # a copy, where slots are not in equal steps
+        combine(name, held, received)
+        layer.tracks[name][rows] = held
     return output
 
 
@@ -96,18 +102,20 @@ def _weighted(
     values: Tensor,
     scaling: float,
     softmax: Softmax,
-    received: Tensor | None,
+    accumulated: dict[str, Tensor],
+    attn_threshold: float,
 ) -> Tensor:
     """Attention by softmax weights, ``[B, H_q, L, D]``, in blocks of queries.
 
-    Adds to ``received``, ``[B, H_kv, T]``, fp32, if given, the weights that each row receives from
-    the new tokens, summed over them and over the group.
+    Updates accumulators by name, ``[B, H_kv, T]`` each, fp32, by what each row receives from the
+    new tokens.
     """
     length, num_rows = queries.shape[2], keys.shape[2]
     if keys.dtype == torch.float16:
         # A product of large keys and queries may exceed what half precision can hold.
         queries, keys = queries.float(), keys.float()
     is_real = torch.from_numpy(step.is_real).to(keys.device) if step.has_pads else None
+    positions = torch.from_numpy(step.position_ids).to(keys.device) if accumulated else None
     output = torch.empty_like(queries, dtype=values.dtype)
     num_bytes = BLOCK_BYTES if keys.device.type == "cpu" else BLOCK_BYTES_ON_GPU
     block = max(1, num_bytes // (4 * num_rows * queries.shape[:2].numel()))
@@ -116,25 +124,24 @@ def _weighted(
         # The newest token sees all rows, and each token before it one row less.
         seen = slice(num_rows - length + now.stop)
         mask = None if layout.mask is None else layout.mask[:, :, now, seen]
-        weights = softmax_weights(queries[:, :, now], keys[:, :, seen], mask, scaling, softmax)
+        logits = _masked_logits(queries[:, :, now], keys[:, :, seen], mask, scaling, softmax)
+        weights = softmax.weights_of(logits, overwrite=not read_logits(accumulated))
         if is_real is not None:  # a pad gives no row anything, and nothing reads its output
             weights *= is_real[:, None, None, now, None]
-        if received is not None:
-            received[:, :, seen] += weights.sum(dim=(2, 3))
+        if positions is not None:
+            tracks = {name: track[:, :, seen] for name, track in accumulated.items()}
+            accumulate(tracks, weights, logits, positions[:, now], attn_threshold)
+        del logits
         grouped = weights.to(values.dtype).flatten(2, 3) @ values[:, :, seen]
         output[:, :, now] = grouped.unflatten(2, (-1, now.stop - start)).flatten(1, 2)
         del weights  # before the logits of the next block are made
     return output
 
 
-def softmax_weights(
-    queries: Tensor,
-    keys: Tensor,
-    mask: Tensor | None,
-    scaling: float,
-    softmax: Softmax = PLAIN,
+def _masked_logits(
+    queries: Tensor, keys: Tensor, mask: Tensor | None, scaling: float, softmax: Softmax
 ) -> Tensor:
-    """Softmax weights in fp32, ``[B, H_kv, G, L, T]``, without repeating keys for the group.
+    """What a softmax reads, ``[B, H_kv, G, L, T]``, fp32, without repeating keys for the group.
 
     Args:
         queries: ``[B, H_q, L, D]``; query head h belongs to KV head ``h // G``.
@@ -147,7 +154,7 @@ def softmax_weights(
     grouped = queries.unflatten(1, (num_kv_heads, -1)).flatten(2, 3)  # [B, H_kv, G * L, D]
     logits = (grouped @ keys.transpose(2, 3)).float().mul_(scaling)
     logits = logits.unflatten(2, (-1, length))
-    return softmax.weights(logits, None if mask is None else mask[:, :, None])
+    return softmax.masked(logits, None if mask is None else mask[:, :, None])
 
 
 class HasStep(Protocol):

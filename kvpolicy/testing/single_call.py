@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from kvpolicy.cache.layout import StepLayout
-from kvpolicy.cache.slab import ATTN_SUMS, KVCache, LayerShape
+from kvpolicy.cache.slab import KVCache, LayerShape
 from kvpolicy.engine.eviction import DueSlot, Eviction
 from kvpolicy.engine.isolation import ErrorScope
 from kvpolicy.engine.request import Request
@@ -167,11 +167,6 @@ class _Layer:
         self.shown = shown
         self.registers = RegisterFile(self.stack.policies, num_sequences, keys.device)
         self.num_observed = 0
-
-    @property
-    def attn_sums(self) -> Tensor:
-        """Attention accumulated by the rows held now, ``[B, H_kv, T]``."""
-        return self.cache.layers[_LAYER].tracks[ATTN_SUMS][:, :, : self.cache.rows[_LAYER, 0]]
 
     def feed(self, keys: Tensor, values: Tensor, queries: Tensor | None) -> None:
         """Store tokens, and let their queries, if any, attend."""

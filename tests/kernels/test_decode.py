@@ -70,7 +70,7 @@ def test_a_gpu_without_triton_runs_operations_of_torch(case) -> None:
     assert_as_expected(case, output, wanted, sums_tolerance=TOLERANCE[case.dtype])
 
 
-def test_an_unknown_reduction_is_named() -> None:
+def test_an_unknown_accumulator_is_named() -> None:
     rows = torch.zeros(1, 1, 1)
-    with pytest.raises(ValueError, match=r"reduction.*mean"):
-        DecodeSlabs(rows, rows, rows, reduction="mean")
+    with pytest.raises(ValueError, match=r"accumulators.*attn_mean"):
+        DecodeSlabs(rows, rows, rows, accumulated=[rows], accumulators=["attn_mean"])

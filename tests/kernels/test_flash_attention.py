@@ -52,7 +52,7 @@ def test_the_package_attends_as_loops_do(case) -> None:
 @given(cases(empty=EMPTY, device=DEVICE))
 def test_all_else_is_attended_to_by_our_kernel(case) -> None:
     wanted, stand_in = expected(case), FlashStandIn()
-    wants_more = any(case.tensors[name] is not None for name in ("sums", "sinks"))
+    wants_more = case.accumulated or case.tensors["sinks"] is not None
     other = case.dtype == torch.float32 or case.tensors["keys"].shape[3] % 8
     if not (wants_more or other or case.options["sliding_window"]):
         return
@@ -78,7 +78,9 @@ def slabs(dim: int = 64, dtype: torch.dtype = torch.bfloat16, **named: object) -
 def test_flash_attn_can_attend_to_plain_layers_only() -> None:
     assert can_attend(slabs(), None, 0)
     assert can_attend(slabs(dim=256, dtype=torch.float16, window=torch.zeros(1)), None, 0)
-    assert not can_attend(slabs(sums=torch.zeros(1, 1, 4)), None, 0)
+    assert not can_attend(
+        slabs(accumulated=[torch.zeros(1, 1, 4)], accumulators=["attn_sums"]), None, 0
+    )
     assert not can_attend(slabs(), torch.zeros(1), 0)
     assert not can_attend(slabs(), None, 4)
     assert not can_attend(slabs(dtype=torch.float32), None, 0)

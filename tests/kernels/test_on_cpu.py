@@ -91,10 +91,11 @@ def with_only(case: Case, slot: int) -> dict[str, Any]:
 
     arguments, slabs, counts = case.arguments, case.slabs, case.arguments["counts"]
     assert isinstance(counts, Counts)
-    names = ("keys", "values", "positions", "sums", "window")
+    names = ("keys", "values", "positions", "window")
     own = attrs.evolve(
         slabs,
-        tracks=[track[slot : slot + 1].clone() for track in slabs.tracks],
+        tracks=[cut(track) for track in slabs.tracks],
+        accumulated=[cut(track) for track in slabs.accumulated],
         **{name: cut(getattr(slabs, name)) for name in names},
     )
     new = {name: cut(arguments[name]) for name in ("query", "key", "value")}

@@ -51,7 +51,9 @@ def test_output_does_not_depend_on_the_number_of_chunks(case, chunks) -> None:
     outputs, sums = [], []
     for count in (1, chunks):
         received = torch.zeros_like(case.tensors["positions"], dtype=torch.float32)
-        arguments["slabs"] = attrs.evolve(case.slabs, sums=received)
+        arguments["slabs"] = attrs.evolve(
+            case.slabs, accumulated=[received], accumulators=["attn_sums"]
+        )
         outputs.append(attend(**arguments, chunks=count))
         sums.append(received)
     torch.testing.assert_close(*outputs, rtol=0, atol=TOLERANCE[case.dtype])

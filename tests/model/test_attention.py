@@ -12,8 +12,9 @@ from strategies import seeds
 from torch import Tensor
 
 from kvpolicy.cache.layout import StepLayout
-from kvpolicy.cache.slab import ATTN_SUMS, KVCache, LayerShape, Slab
+from kvpolicy.cache.slab import KVCache, LayerShape, Slab
 from kvpolicy.cache.softmax import PLAIN, Softmax
+from kvpolicy.kernels.accumulators import ATTN_SUMS
 from kvpolicy.model import attention
 
 NUM_HEADS, NUM_KV_HEADS, HEAD_DIM = 4, 2, 8

@@ -17,6 +17,7 @@ from kvpolicy.cache import static_step
 from kvpolicy.cache.slab import KVCache, Slab
 from kvpolicy.cache.static_step import StaticStep
 from kvpolicy.engine.request import Sampling
+from kvpolicy.kernels.accumulators import ACCUMULATORS
 from kvpolicy.kernels.decode import Counts, DecodeSlabs
 from kvpolicy.kernels.fixed_shapes import attend_in_fixed_shapes
 from kvpolicy.model import static_forward
@@ -105,7 +106,7 @@ def test_the_guard_lets_views_of_large_tensors_pass() -> None:
     assert large.sum() == MOST_BYTES - 1 + MOST_BYTES // 2 - 1
 
 
-@pytest.mark.parametrize("policy_reads", [(), ("attn_sums",)])
+@pytest.mark.parametrize("policy_reads", [(), ("attn_sums",), ACCUMULATORS])
 def test_a_step_on_a_gpu_meets_no_tensor_of_the_host(
     policy_reads: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -137,7 +138,12 @@ def test_attention_without_triton_meets_no_tensor_of_the_host() -> None:
         rows = torch.zeros(2, 2, 8, device=GPU)
         keys = torch.zeros(2, 2, 8, 4, device=GPU)
         slabs = DecodeSlabs(
-            keys, keys.clone(), rows.long(), [], rows, torch.zeros(2, 4, 3, 4, device=GPU)
+            keys,
+            keys.clone(),
+            rows.long(),
+            accumulated=[rows.clone() for _ in ACCUMULATORS],
+            accumulators=list(ACCUMULATORS),
+            window=torch.zeros(2, 4, 3, 4, device=GPU),
         )
         counts = Counts(rows[:, :, 0].long(), rows[:, 0, 0].long(), rows[:, 0, 0].bool())
         query = torch.zeros(2, 4, 4, device=GPU)

@@ -30,7 +30,10 @@ GROUP = {"GROUP": 4, "GROUP_BLOCK": 16, "DIM_BLOCK": 128}
 CHUNKS = {"CHUNKS": 3, "CHUNK": 384, "BLOCK": 64}
 MOVE = {"FILL": 0, "DIM": 128, "COLUMNS": 32, "BLOCK": 64}
 RKV = {"HEADS": 8, "ROWS": 1152, "DIM": 128, "DIM_BLOCK": 128, "BLOCK": 64}
-SUMS = {"SINKS": False, "SUMS": True, "SQUARES": False}
+TRACKS = ("SUMS", "SQUARES", "SQUARES_LOGIT", "SQUARES_LOGIT2", "LAST")
+NO_TRACKS = {"SINKS": False, **dict.fromkeys(TRACKS, False)}
+SUMS = NO_TRACKS | {"SUMS": True}
+EVERY_TRACK = {"SINKS": True, **dict.fromkeys(TRACKS, True)}
 GEMMA = {"SOFTCAP": 50.0, "SLIDING_WINDOW": 1024, "KEEP_LOGITS": True}
 PLAIN = {"SOFTCAP": 0.0, "SLIDING_WINDOW": 0, "KEEP_LOGITS": False}
 ON_A_GPU = {"TENSOR_CORES": True}
@@ -38,7 +41,8 @@ ON_A_GPU = {"TENSOR_CORES": True}
 # Types of what a kernel is given, by the names of its arguments. All other names are strides.
 TYPES = {
     "*bf16": "query key value keys values window out sinks slab logits",
-    "*fp32": "sums chunk_top chunk_total chunk_output inverse_norms unit_sums similarity totals",
+    "*fp32": "sums squares squares_logit squares_logit2 last chunk_top chunk_total chunk_output "
+    "inverse_norms unit_sums similarity totals",
     "*i64": "positions rows seq_len keep slots num_kept num_rows",
     "*i32": "exempt",
     "*u8": "live",
@@ -54,12 +58,9 @@ KERNELS = {
         {**SHAPE, **GROUP, **CHUNKS, **PLAIN, **ON_A_GPU, "KEEP_LOGITS": True},
     ),
     "attend in a window": (attend, {**SHAPE, **GROUP, **CHUNKS, **GEMMA, **ON_A_GPU}),
-    "join": (join, {**SHAPE, **GROUP, **CHUNKS, **SUMS, "SUMS": False}),
+    "join": (join, {**SHAPE, **GROUP, **CHUNKS, **NO_TRACKS}),
     "join with sums": (join, {**SHAPE, **GROUP, **CHUNKS, **SUMS}),
-    "join with squares and sinks": (
-        join,
-        {**SHAPE, **GROUP, **CHUNKS, "SINKS": True, "SUMS": True, "SQUARES": True},
-    ),
+    "join with every track and sinks": (join, {**SHAPE, **GROUP, **CHUNKS, **EVERY_TRACK}),
     "append": (
         triton_append._append,
         {**SLAB, **GROUP, "GROUP_BLOCK": 4, "WINDOW_SIZE": 8, "SLIDES": True, "RESCALED": True},

@@ -7,13 +7,18 @@ from hypothesis import strategies as st
 from strategies import seeds
 from torch import Tensor
 
-from kvpolicy.kernels.decode import REDUCTIONS, Counts, DecodeSlabs
+from kvpolicy.kernels.accumulators import ACCUMULATORS
+from kvpolicy.kernels.decode import Counts, DecodeSlabs
 
 # fp32 sums of up to 150 terms in another order; 16-bit weights and outputs have 8 bits.
 TOLERANCE = {torch.float32: 3e-5, torch.float16: 5e-3, torch.bfloat16: 3e-2}
 SUMS_TOLERANCE = 3e-5
 # Interpreters of some releases cut bf16 off instead of rounding it: queries times a factor.
 WINDOW_TOLERANCE = {torch.bfloat16: 2**-7}
+# Part of a threshold by which rounding may move a weight.
+MARGIN = {torch.float32: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.3}
+# Powers of a logit in an accumulator: its error grows with them.
+POWERS = {"attn_squares_logit": 1, "attn_squares_logit2": 2}
 
 
 @attrs.define(eq=False)
@@ -24,15 +29,23 @@ class Case:
     dtype: torch.dtype
     tensors: dict[str, Tensor | None] = attrs.field(repr=False)
     options: dict[str, object]
-    reduction: str
     tracks: list[Tensor] = attrs.field(repr=False)
+    accumulated: dict[str, Tensor] = attrs.field(repr=False)
+    threshold: float
 
     @property
     def slabs(self) -> DecodeSlabs:
         named = self.tensors
-        others = [track for track in self.tracks if track is not named["sums"]]
-        slabs = (named["keys"], named["values"], named["positions"])
-        return DecodeSlabs(*slabs, others, named["sums"], named["window"], self.reduction)
+        return DecodeSlabs(
+            named["keys"],
+            named["values"],
+            named["positions"],
+            self.tracks,
+            list(self.accumulated.values()),
+            list(self.accumulated),
+            self.threshold,
+            named["window"],
+        )
 
     @property
     def arguments(self) -> dict[str, object]:
@@ -47,8 +60,7 @@ def in_place_arguments(case: Case, *, flash: bool = False) -> tuple[object, ...]
     named, slabs, options = case.tensors, case.slabs, case.options
     return (
         *(named[name] for name in ("query", "key", "value")),
-        *(slabs.keys, slabs.values, slabs.positions, slabs.tracks, slabs.sums, slabs.window),
-        slabs.reduction,
+        *(getattr(slabs, field.name) for field in attrs.fields(DecodeSlabs)),
         *(named[name] for name in ("rows", "seq_len", "live")),
         *(options["scaling"], options["softcap"], named["sinks"], options["sliding_window"]),
         flash,
@@ -110,7 +122,6 @@ def cases(
         "keys": stacked(heads, capacity, dim, fill=empty, dtype=dtype),
         "values": stacked(heads, capacity, dim, fill=empty, dtype=dtype),
         "positions": stacked(heads, capacity, fill=-1, dtype=torch.int64),
-        "sums": stacked(heads, capacity, fill=0, dtype=torch.float32),
         "window": None,
         # Cut from the counts of layers with more heads.
         "rows": torch.nn.functional.pad(rows, (0, 1), value=10**6)[:, :heads],
@@ -120,6 +131,12 @@ def cases(
     }
     if draw(st.booleans()):
         tensors["window"] = stacked(heads * group, 5, dim, fill=0, dtype=dtype)
+    names = draw(st.sets(st.sampled_from(ACCUMULATORS)) if not outputs_only else st.just(set()))
+    accumulated = {
+        name: stacked(heads, capacity, fill=0, dtype=torch.float32)
+        for name in ACCUMULATORS
+        if name in names
+    }
     tracks = [stacked(heads, capacity, fill=0, dtype=torch.float32) for _ in range(2)]
     for slot in range(slots):
         for head in range(heads):
@@ -128,12 +145,10 @@ def cases(
             tensors["positions"][slot, head, :num] = old.to(device)
             for slab in (tensors["keys"], tensors["values"]):
                 slab[slot, head, :num] = normal(num, dim).to(device, dtype)
-            for slab in (*tracks, tensors["sums"]):
+            for slab in (*tracks, *accumulated.values()):
                 slab[slot, head, :num] = normal(num).to(device)
-    if not outputs_only and draw(st.booleans()):
-        tracks.append(tensors["sums"])
-    else:
-        tensors["sums"] = None
+            if "attn_last" in accumulated:
+                accumulated["attn_last"][slot, head, :num] = old.float().to(device)
     options = {
         "scaling": draw(st.sampled_from([dim**-0.5, 0.3])),
         "softcap": draw(st.sampled_from([0.0, 5.0])),
@@ -142,26 +157,49 @@ def cases(
     if outputs_only or (not slides and options["sliding_window"] == capacity):
         options["sliding_window"] = 0
     moved = {name: None if one is None else one.to(device) for name, one in tensors.items()}
-    return Case(group, dtype, moved, options, draw(st.sampled_from(REDUCTIONS)), tracks)
+    threshold = draw(st.sampled_from([0.0, 0.01, 0.3]))
+    return Case(group, dtype, moved, options, tracks, accumulated, threshold)
 
 
-def expected(case: Case) -> tuple[Tensor, dict[str, Tensor], list[Tensor]]:
+@attrs.define(eq=False)
+class Expected:
+    """What loops make of a case.
+
+    Attributes:
+        output: ``[W, H_q, D]``.
+        tensors: Slabs, by name.
+        tracks: Tracks that attention does not change.
+        accumulated: Those that it does.
+        is_clear: Rows whose weights are not so near the threshold that rounding decides.
+        largest: The largest logit.
+    """
+
+    output: Tensor
+    tensors: dict[str, Tensor | None]
+    tracks: list[Tensor]
+    accumulated: dict[str, Tensor]
+    is_clear: Tensor
+    largest: float = 0.0
+
+
+def expected(case: Case) -> Expected:
     """Output, slabs and tracks that loops make of a case."""
     named = {
         name: None if one is None else one.detach().cpu().clone()
         for name, one in case.tensors.items()
     }
     tracks = [track.cpu().clone() for track in case.tracks]
-    if named["sums"] is not None:
-        named["sums"] = tracks[-1]
+    accumulated = {name: track.cpu().clone() for name, track in case.accumulated.items()}
     window = case.options["sliding_window"]
     capacity, dim = named["keys"].shape[2:]
     output = torch.zeros(named["query"].shape, dtype=torch.float64)
+    is_clear = torch.ones(named["positions"].shape, dtype=torch.bool)
+    wanted = Expected(output, named, tracks, accumulated, is_clear)
     for slot, head in torch.cartesian_prod(*map(torch.arange, named["rows"].shape)).view(-1, 2):
         if not named["live"][slot]:
             continue
         num, now = int(named["rows"][slot, head]), int(named["seq_len"][slot])
-        slabs = [named["keys"], named["values"], *tracks]
+        slabs = [named["keys"], named["values"], *tracks, *accumulated.values()]
         if num == capacity and window == capacity:
             for slab, empty in [*((slab, 0) for slab in slabs), (named["positions"], -1)]:
                 rows = list(slab[slot, head].clone())
@@ -174,6 +212,7 @@ def expected(case: Case) -> tuple[Tensor, dict[str, Tensor], list[Tensor]]:
         at = named["positions"][slot, head].tolist()
         seen = [row <= num and (not window or at[row] > now - window) for row in range(capacity)]
         keys, values = (named[name][slot, head].double().tolist() for name in ("keys", "values"))
+        of_heads = []
         for q in range(int(head) * case.group, (int(head) + 1) * case.group):
             query = named["query"][slot, q]
             if named["window"] is not None:
@@ -182,7 +221,7 @@ def expected(case: Case) -> tuple[Tensor, dict[str, Tensor], list[Tensor]]:
                 remembered = query if same else query * factor
                 named["window"][slot, q, now % named["window"].shape[2]] = remembered
             sink = None if named["sinks"] is None else float(named["sinks"][q])
-            result, weights = reference.attention(
+            result, *of_rows = reference.attention(
                 query.double().tolist(),
                 keys,
                 values,
@@ -192,35 +231,48 @@ def expected(case: Case) -> tuple[Tensor, dict[str, Tensor], list[Tensor]]:
                 sink,
             )
             output[slot, q] = torch.tensor(result, dtype=torch.float64)
-            if named["sums"] is not None:
-                squared = case.reduction == "squares"
-                received = [w * w if squared else w for w in weights]
-                named["sums"][slot, head] += torch.tensor(received)
-    return output, named, tracks
+            of_heads.append(of_rows)
+        for row in range(num + 1):
+            weights, logits = ([one[part][row] for one in of_heads] for part in (0, 1))
+            for name, track in accumulated.items():
+                track[slot, head, row] = reference.accumulated(
+                    name, float(track[slot, head, row]), weights, logits, now, case.threshold
+                )
+            margin = MARGIN[case.dtype] * case.threshold
+            near = any(abs(weight - case.threshold) < margin for weight in weights)
+            is_clear[slot, head, row] = not near
+            wanted.largest = max([wanted.largest, *(abs(z) for z in logits if z is not None)])
+    return wanted
 
 
 def assert_as_expected(
-    case: Case, output: Tensor, wanted: tuple, sums_tolerance: float = SUMS_TOLERANCE
+    case: Case, output: Tensor, wanted: Expected, sums_tolerance: float = SUMS_TOLERANCE
 ) -> None:
-    wanted_output, wanted_tensors, wanted_tracks = wanted
     live = case.tensors["live"].cpu()
     assert output.isfinite().all()
     torch.testing.assert_close(
-        output.cpu().double()[live], wanted_output[live], rtol=0, atol=TOLERANCE[case.dtype]
+        output.cpu().double()[live], wanted.output[live], rtol=0, atol=TOLERANCE[case.dtype]
     )
     for name in ("keys", "values", "positions"):
         torch.testing.assert_close(
-            case.tensors[name].cpu(), wanted_tensors[name], rtol=0, atol=0, equal_nan=True
+            case.tensors[name].cpu(), wanted.tensors[name], rtol=0, atol=0, equal_nan=True
         )
     if case.tensors["window"] is not None:
         torch.testing.assert_close(
             case.tensors["window"].cpu(),
-            wanted_tensors["window"],
+            wanted.tensors["window"],
             rtol=WINDOW_TOLERANCE.get(case.dtype, 0),
             atol=0,
         )
-    for track, wanted_track in zip(case.tracks, wanted_tracks, strict=True):
-        received = track is case.tensors["sums"]
+    for track, wanted_track in zip(case.tracks, wanted.tracks, strict=True):
+        torch.testing.assert_close(track.cpu(), wanted_track, rtol=0, atol=0)
+    for name, track in case.accumulated.items():
+        compared = wanted.is_clear if name == "attn_last" else wanted.is_clear | True
+        tolerance = 0 if name == "attn_last" else sums_tolerance
         torch.testing.assert_close(
-            track.cpu(), wanted_track, rtol=0, atol=sums_tolerance if received else 0
+            track.cpu()[compared],
+            wanted.accumulated[name][compared],
+            rtol=0,
+            atol=tolerance * max(1, wanted.largest) ** POWERS.get(name, 0),
+            msg=lambda text, name=name: f"{name}: {text}",
         )

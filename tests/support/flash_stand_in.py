@@ -54,6 +54,6 @@ class FlashStandIn(ModuleType):
                 ]
                 query = q[slot, 0, head].double().tolist()
                 seen = [True] * length
-                result, _ = reference.attention(query, *rows, seen, softmax_scale, softcap, None)
+                result, *_ = reference.attention(query, *rows, seen, softmax_scale, softcap, None)
                 output[slot, 0, head] = torch.tensor(result, dtype=torch.float64)
         return output.to(q)

@@ -8,21 +8,38 @@ from operator import mul
 
 
 def attention(query, keys, values, seen, scaling, softcap=None, sink=None):
-    """Output of one query over the rows seen, and the weight of every row."""
+    """Output of one query over the rows seen; of every row its weight and what the softmax reads.
+
+    A row that is not seen has the weight 0 and the logit ``None``.
+    """
     logits = []
     for row, key in enumerate(keys):
         x = sum(a * b for a, b in zip(query, key, strict=True)) * scaling if seen[row] else None
         logits.append(softcap * math.tanh(x / softcap) if seen[row] and softcap else x)
     visible = [x for x in logits if x is not None]
     if not visible:
-        return [0.0] * len(query), [0.0] * len(keys)
+        return [0.0] * len(query), [0.0] * len(keys), logits
     top = max(visible if sink is None else [*visible, sink])
     total = sum(math.exp(x - top) for x in visible)
     total += 0.0 if sink is None else math.exp(sink - top)
     weights = [0.0 if x is None else math.exp(x - top) / total for x in logits]
     rows = range(len(keys))
     output = [sum(weights[r] * values[r][d] for r in rows if seen[r]) for d in range(len(query))]
-    return output, weights
+    return output, weights, logits
+
+
+def accumulated(name, before, weights, logits, position, threshold):
+    """What one row has accumulated after one more query, from its weights and logits by head."""
+    parts = [(a, 0.0 if z is None else z) for a, z in zip(weights, logits, strict=True)]
+    if name == "attn_last":
+        return position if any(a > threshold for a, _ in parts) else before
+    received = {
+        "attn_sums": lambda a, _: a,
+        "attn_squares": lambda a, _: a**2,
+        "attn_squares_logit": lambda a, z: a**2 * z,
+        "attn_squares_logit2": lambda a, z: (a * z) ** 2,
+    }[name]
+    return before + sum(received(*part) for part in parts)
 
 
 def drop_first(rows, empty):

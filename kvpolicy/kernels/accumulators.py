@@ -1,0 +1,97 @@
+"""Accumulators: what rows keep of the attention that they have received, updated with every query.
+
+Each is one number per row and KV head, fp32, 0 in a new row: a track of the slab, which is
+allocated if a policy names it as an argument of `score`. The set is closed, because every kernel
+that computes attention weights updates them. Here is the definition, in torch's operations; the
+kernels in Numba and Triton do the same.
+
+With weights ``A`` and logits ``Z``, both fp32, of the query heads of a group:
+
+    attn_sums            += sum of A
+    attn_squares         += sum of A^2
+    attn_squares_logit   += sum of A^2 Z
+    attn_squares_logit2  += sum of A^2 Z^2
+    attn_last             = position of the query, if A is above a threshold in any of these heads
+
+``Z`` is what the softmax reads: scaled, and after a soft cap. A row that a query does not see gets
+nothing from it. Positions are exact in fp32 up to 2^24. A row that no query has used counts as used
+at its own position, as in methods that keep the time of the last use (LazyEviction, RaaS): the
+track holds 0 for it, and `last_used` gives the larger of the two.
+
+Shapes: ``B`` sequences, ``H_kv`` KV heads, ``G`` query heads of a group, ``L`` queries, ``T`` rows.
+"""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+ATTN_SUMS = "attn_sums"
+ATTN_SQUARES = "attn_squares"
+ATTN_SQUARES_LOGIT = "attn_squares_logit"
+ATTN_SQUARES_LOGIT2 = "attn_squares_logit2"
+ATTN_LAST = "attn_last"
+
+# In the order in which kernels are given them.
+ACCUMULATORS = (ATTN_SUMS, ATTN_SQUARES, ATTN_SQUARES_LOGIT, ATTN_SQUARES_LOGIT2, ATTN_LAST)
+
+_OF_LOGITS = (ATTN_SQUARES_LOGIT, ATTN_SQUARES_LOGIT2)
+
+
+def read_logits(names: object) -> bool:
+    """Whether any of these accumulators, a collection of names, is made from logits."""
+    return any(name in names for name in _OF_LOGITS)  # type: ignore[operator]
+
+
+def accumulate(
+    tracks: Mapping[str, Tensor],
+    weights: Tensor,
+    logits: Tensor,
+    positions: Tensor,
+    threshold: float,
+    live: Tensor | None = None,
+) -> None:
+    """Update accumulators by the weights of some queries.
+
+    Args:
+        tracks: Accumulators by name, ``[B, H_kv, T]`` each; changed in place.
+        weights: Attention weights, ``[B, H_kv, G, L, T]``, fp32.
+        logits: What their softmax read, likewise; overwritten. Read for some accumulators only.
+        positions: Positions of the queries, ``[B, L]``.
+        threshold: Weight above which a query uses a row.
+        live: Sequences whose rows receive anything, bool ``[B]``; ``None``: all.
+    """
+    received: dict[str, Tensor] = {}
+    if ATTN_SUMS in tracks:
+        received[ATTN_SUMS] = weights.sum(dim=(2, 3))
+    if ATTN_SQUARES in tracks or read_logits(tracks):
+        powers = weights.square()
+        received[ATTN_SQUARES] = powers.sum(dim=(2, 3))
+        if read_logits(tracks):
+            logits.masked_fill_(weights == 0, 0)  # 0 * -inf would be NaN
+            for name in _OF_LOGITS:
+                received[name] = powers.mul_(logits).sum(dim=(2, 3))
+    if ATTN_LAST in tracks:
+        is_used = weights.amax(dim=2) > threshold  # [B, H_kv, L, T]
+        received[ATTN_LAST] = (is_used * positions[:, None, :, None].float()).amax(dim=2)
+    for name, track in tracks.items():
+        new = received[name]
+        combine(name, track, new if live is None else new * live[:, None, None])
+
+
+def combine(name: str, track: Tensor, received: Tensor) -> None:
+    """Update one accumulator in place by what its rows have received since."""
+    if name == ATTN_LAST:
+        torch.maximum(track, received, out=track)
+    else:
+        track += received
+
+
+def last_used(track: Tensor, positions: Tensor) -> Tensor:
+    """Position of the last query that used each row, ``[B, H_kv, T]``, int64.
+
+    Args:
+        track: The accumulator ``attn_last``, ``[B, H_kv, T]``.
+        positions: Positions of the rows, ``[B, H_kv, T]``, int64.
+    """
+    return torch.maximum(track.long(), positions)
