@@ -18,10 +18,11 @@ nothing from it. Positions are exact in fp32 up to 2^24. A row that no query has
 at its own position, as in methods that keep the time of the last use (LazyEviction, RaaS): the
 track holds 0 for it, and `last_used` gives the larger of the two.
 
-Shapes: ``B`` sequences, ``H_kv`` KV heads, ``G`` query heads of a group, ``L`` queries, ``T`` rows.
+Shapes: ``B`` sequences, ``H_kv`` KV heads, ``T`` rows, and ``N`` queries of a KV head: those of all
+query heads of its group.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Iterator, Mapping
 
 import torch
 from torch import Tensor
@@ -35,19 +36,17 @@ ATTN_LAST = "attn_last"
 # In the order in which kernels are given them.
 ACCUMULATORS = (ATTN_SUMS, ATTN_SQUARES, ATTN_SQUARES_LOGIT, ATTN_SQUARES_LOGIT2, ATTN_LAST)
 
-_OF_LOGITS = (ATTN_SQUARES_LOGIT, ATTN_SQUARES_LOGIT2)
 
-
-def read_logits(names: object) -> bool:
-    """Whether any of these accumulators, a collection of names, is made from logits."""
-    return any(name in names for name in _OF_LOGITS)  # type: ignore[operator]
+def read_logits(names: Collection[str]) -> bool:
+    """Whether any of these accumulators is made from logits."""
+    return ATTN_SQUARES_LOGIT in names or ATTN_SQUARES_LOGIT2 in names
 
 
 def accumulate(
     tracks: Mapping[str, Tensor],
     weights: Tensor,
     logits: Tensor,
-    positions: Tensor,
+    positions: Tensor | None,
     threshold: float,
     live: Tensor | None = None,
 ) -> None:
@@ -55,28 +54,41 @@ def accumulate(
 
     Args:
         tracks: Accumulators by name, ``[B, H_kv, T]`` each; changed in place.
-        weights: Attention weights, ``[B, H_kv, G, L, T]``, fp32.
-        logits: What their softmax read, likewise; overwritten. Read for some accumulators only.
-        positions: Positions of the queries, ``[B, L]``.
+        weights: Attention weights, ``[B, H_kv, N, T]``, fp32.
+        logits: What their softmax read, likewise; overwritten if an accumulator is made from them.
+        positions: Positions of the queries, ``[B, N]``, or ``[B]`` if those of a KV head share it;
+            read for `ATTN_LAST` only.
         threshold: Weight above which a query uses a row.
         live: Sequences whose rows receive anything, bool ``[B]``; ``None``: all.
     """
-    received: dict[str, Tensor] = {}
-    if ATTN_SUMS in tracks:
-        received[ATTN_SUMS] = weights.sum(dim=(2, 3))
-    if ATTN_SQUARES in tracks or read_logits(tracks):
+    for name, received in _received(tracks, weights, logits, positions, threshold):
+        if name in tracks:
+            new = received if live is None else received * live[:, None, None]
+            combine(name, tracks[name], new)
+
+
+def _received(
+    names: Collection[str],
+    weights: Tensor,
+    logits: Tensor,
+    positions: Tensor | None,
+    threshold: float,
+) -> Iterator[tuple[str, Tensor]]:
+    """What rows receive from some queries, ``[B, H_kv, T]``, for these accumulators and others."""
+    if ATTN_SUMS in names:
+        yield ATTN_SUMS, weights.sum(dim=2)
+    of_logits = read_logits(names)
+    if ATTN_SQUARES in names or of_logits:
         powers = weights.square()
-        received[ATTN_SQUARES] = powers.sum(dim=(2, 3))
-        if read_logits(tracks):
+        yield ATTN_SQUARES, powers.sum(dim=2)
+        if of_logits:
             logits.masked_fill_(weights == 0, 0)  # 0 * -inf would be NaN
-            for name in _OF_LOGITS:
-                received[name] = powers.mul_(logits).sum(dim=(2, 3))
-    if ATTN_LAST in tracks:
-        is_used = weights.amax(dim=2) > threshold  # [B, H_kv, L, T]
-        received[ATTN_LAST] = (is_used * positions[:, None, :, None].float()).amax(dim=2)
-    for name, track in tracks.items():
-        new = received[name]
-        combine(name, track, new if live is None else new * live[:, None, None])
+            for name in (ATTN_SQUARES_LOGIT, ATTN_SQUARES_LOGIT2):
+                yield name, powers.mul_(logits).sum(dim=2)
+    if ATTN_LAST in names:
+        assert positions is not None, "a last use has a position"
+        of_queries = positions.float().view(len(positions), 1, -1, 1)
+        yield ATTN_LAST, torch.where(weights > threshold, of_queries, 0).amax(dim=2)
 
 
 def combine(name: str, track: Tensor, received: Tensor) -> None:

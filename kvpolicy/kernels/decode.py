@@ -214,8 +214,7 @@ def attend_to_rows(
         return output.view(query.shape)
     weights, logits = _weights(grouped, keys, mask, scaling, softcap, sinks)
     if accumulated:
-        of_queries = weights[:, :, :, None], logits[:, :, :, None], seq_len[:, None]
-        accumulate(accumulated, *of_queries, attn_threshold, live)
+        accumulate(accumulated, weights, logits, seq_len, attn_threshold, live)
     return (weights.to(values.dtype) @ values).view(query.shape)
 
 

@@ -14,7 +14,7 @@ from kvpolicy.cache.layout import LayerLayout, StepLayout
 from kvpolicy.cache.softmax import PLAIN, Softmax
 from kvpolicy.cache.static_step import StaticStep
 from kvpolicy.errors import ModelError
-from kvpolicy.kernels.accumulators import accumulate, combine, read_logits
+from kvpolicy.kernels.accumulators import ATTN_LAST, accumulate, combine, read_logits
 from kvpolicy.model.config import hiding_window
 
 # Where weights are computed, queries are taken in blocks whose weights take at most so many bytes,
@@ -115,7 +115,11 @@ def _weighted(
         # A product of large keys and queries may exceed what half precision can hold.
         queries, keys = queries.float(), keys.float()
     is_real = torch.from_numpy(step.is_real).to(keys.device) if step.has_pads else None
-    positions = torch.from_numpy(step.position_ids).to(keys.device) if accumulated else None
+    positions = None
+    if ATTN_LAST in accumulated:  # of the queries of a group, [B, G, L]
+        group = queries.shape[1] // keys.shape[1]
+        positions = torch.from_numpy(step.position_ids)[:, None].repeat(1, group, 1)
+        positions = positions.to(keys.device)
     output = torch.empty_like(queries, dtype=values.dtype)
     num_bytes = BLOCK_BYTES if keys.device.type == "cpu" else BLOCK_BYTES_ON_GPU
     block = max(1, num_bytes // (4 * num_rows * queries.shape[:2].numel()))
@@ -128,11 +132,13 @@ def _weighted(
         weights = softmax.weights_of(logits, overwrite=not read_logits(accumulated))
         if is_real is not None:  # a pad gives no row anything, and nothing reads its output
             weights *= is_real[:, None, None, now, None]
-        if positions is not None:
+        weights = weights.flatten(2, 3)  # [B, H_kv, G * L, T]
+        if accumulated:
             tracks = {name: track[:, :, seen] for name, track in accumulated.items()}
-            accumulate(tracks, weights, logits, positions[:, now], attn_threshold)
+            at = None if positions is None else positions[:, :, now].flatten(1)
+            accumulate(tracks, weights, logits.flatten(2, 3), at, attn_threshold)
         del logits
-        grouped = weights.to(values.dtype).flatten(2, 3) @ values[:, :, seen]
+        grouped = weights.to(values.dtype) @ values[:, :, seen]
         output[:, :, now] = grouped.unflatten(2, (-1, now.stop - start)).flatten(1, 2)
         del weights  # before the logits of the next block are made
     return output
