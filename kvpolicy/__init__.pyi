@@ -1,6 +1,9 @@
 from kvpolicy.cache.rows import LayerRows as LayerRows
 from kvpolicy.cache.rows import Tracks as Tracks
 from kvpolicy.cache.softmax import observed_weights as observed_weights
+from kvpolicy.engine.decide import Decision as Decision
+from kvpolicy.engine.decide import GivenRows as GivenRows
+from kvpolicy.engine.decide import decide as decide
 from kvpolicy.engine.engine import Engine as Engine
 from kvpolicy.engine.request import Request as Request
 from kvpolicy.engine.request import Sampling as Sampling
@@ -19,6 +22,7 @@ from kvpolicy.plan.plan import Plan as Plan
 from kvpolicy.state import Memory as Memory
 from kvpolicy.state import Parts as Parts
 from kvpolicy.state import Registers as Registers
+from kvpolicy.state import SequenceMemory as SequenceMemory
 from kvpolicy.state import WaitingRequest as WaitingRequest
 
 __version__: str

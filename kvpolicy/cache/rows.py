@@ -1,6 +1,7 @@
 """The rows of a compaction: the part of the cache that hooks read and that `keep` changes."""
 
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -16,6 +17,54 @@ from kvpolicy.kernels.transfer import upload
 # Makes the kept rows of a slab the first of their entries. Those behind them receive a number, if
 # one is given.
 _Move = Callable[[Tensor, int | None], None]
+
+
+class HeldRows(Protocol):
+    """What policies are told of rows, wherever these are held; shapes as in `LayerRows`."""
+
+    layers: list[int]
+    seq_len: Tensor
+
+    @property
+    def keys(self) -> Tensor:
+        """Keys after RoPE, ``[B, H_kv, T, D]``."""
+
+    @property
+    def values(self) -> Tensor:
+        """Values, ``[B, H_kv, T, D]``."""
+
+    @property
+    def positions(self) -> Tensor:
+        """Position of each row's token in its sequence, ``[B, H_kv, T]``, int64."""
+
+    @property
+    def queries(self) -> Tensor:
+        """The last queries after RoPE, oldest first, ``[B, H_q, W, D]``."""
+
+    @property
+    def attn_weights(self) -> Tensor:
+        """Softmax weights of these queries over the rows they see, ``[B, H_q, W, T]``, fp32."""
+
+    @property
+    def num_new(self) -> Tensor:
+        """Tokens of each sequence since its last compaction in this layer, ``[B]``, int64."""
+
+    @property
+    def out_of_sight(self) -> Tensor | None:
+        """Rows that no later query can see, bool ``[B, H_kv, T]``; ``None``: there is none."""
+
+    @property
+    def tracks(self) -> "Tracks":
+        """The tracks of these rows, by name."""
+
+    def track(self, name: str) -> Tensor:
+        """One track of these rows, ``[B, H_kv, T]``, fp32."""
+
+    def accumulated(self, name: str) -> Tensor:
+        """One accumulator of these rows as policies see it, ``[B, H_kv, T]``."""
+
+    def set_track(self, name: str, values: Tensor) -> None:
+        """Assign new numbers to one track of these rows, ``[B, H_kv, T]``."""
 
 
 class LayerRows:
@@ -249,7 +298,7 @@ class Tracks:
     class attribute ``tracks``.
     """
 
-    def __init__(self, rows: LayerRows, prefix: str = "") -> None:
+    def __init__(self, rows: HeldRows, prefix: str = "") -> None:
         self._rows = rows
         self._prefix = prefix
 

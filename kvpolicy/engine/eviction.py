@@ -18,13 +18,13 @@ from torch import Tensor
 
 from kvpolicy.cache.rows import LayerRows
 from kvpolicy.cache.slab import KVCache
+from kvpolicy.engine.choice import final_scores
 from kvpolicy.engine.isolation import ErrorScope
 from kvpolicy.engine.sequence import Sequence
 from kvpolicy.errors import HookError
 from kvpolicy.hooks.late_checks import Concerned, LateChecks, settle
 from kvpolicy.hooks.stack import Stack
 from kvpolicy.hooks.timing import PolicyTimings
-from kvpolicy.kernels.accumulators import ACCUMULATORS
 from kvpolicy.state import Memory
 
 # Makes the rows of some slots, each in a layer.
@@ -209,14 +209,9 @@ class Eviction:
         first, positions = due[0], rows.positions
         shared = self._shared(due) | {"positions": positions, "budget": first.budget}
         with self._timings.time("score_s", positions.device):
-            protected = first.stack.protected(first.layer_idx, seq_len=rows.seq_len, **shared)
-            arguments = shared | _score_arguments(rows, first.stack, first.buffer, protected)
-            scores = first.stack.score(rows, first.layer_idx, arguments, late)
-            if protected is not None:
-                scores = scores.masked_fill(protected, float("inf"))
-            out_of_sight = rows.out_of_sight
-            if out_of_sight is not None:  # in some heads; what all heads cannot see was dropped
-                scores = scores.masked_fill(out_of_sight, float("-inf"))
+            scores = final_scores(
+                rows, first.stack, first.layer_idx, buffer=first.buffer, late=late, **shared
+            )
         with self._timings.time("select_s", positions.device):
             return first.stack.select(first.layer_idx, late, scores=scores, **shared)
 
@@ -245,24 +240,3 @@ def _going_on(due: abc.Sequence[DueSlot]) -> list[DueSlot]:
 
 def _by_layer(due: abc.Iterable[DueSlot]) -> list[list[DueSlot]]:
     return [list(one) for _, one in groupby(due, key=lambda one: one.layer_idx)]
-
-
-def _score_arguments(
-    rows: LayerRows, stack: Stack, buffer: int, protected: Tensor | None
-) -> dict[str, Any]:
-    """Arguments of `score` only; tensors that no policy names are not computed."""
-    reads = stack.reads
-    if protected is None and "protected" in reads:
-        protected = torch.zeros_like(rows.positions, dtype=torch.bool)
-    return {
-        "keys": rows.keys if "keys" in reads else None,
-        "values": rows.values if "values" in reads else None,
-        "queries": rows.queries if "queries" in reads else None,
-        "attn_weights": rows.attn_weights if "attn_weights" in reads else None,
-        **{name: rows.accumulated(name) if name in reads else None for name in ACCUMULATORS},
-        "seq_len": rows.seq_len,
-        "num_new": rows.num_new if "num_new" in reads else None,
-        "buffer": buffer,
-        "protected": protected,
-        "tracks": rows.tracks,
-    }

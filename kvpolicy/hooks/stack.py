@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from kvpolicy.cache.rows import LayerRows
+from kvpolicy.cache.rows import HeldRows, LayerRows
 from kvpolicy.cache.slab import Slab
 from kvpolicy.errors import PolicyLoadError
 from kvpolicy.hooks import checks
@@ -327,7 +327,7 @@ class Stack:
 
     def score(
         self,
-        rows: LayerRows,
+        rows: HeldRows,
         layer_idx: int,
         arguments: dict[str, Any],
         late: LateChecks | None = None,

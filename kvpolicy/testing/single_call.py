@@ -11,7 +11,9 @@ import torch
 from torch import Tensor
 
 from kvpolicy.cache.layout import StepLayout
+from kvpolicy.cache.rows import LayerRows
 from kvpolicy.cache.slab import KVCache, LayerShape
+from kvpolicy.engine.decide import GivenRows, decide
 from kvpolicy.engine.eviction import DueSlot, Eviction
 from kvpolicy.engine.isolation import ErrorScope
 from kvpolicy.engine.request import Request
@@ -19,6 +21,7 @@ from kvpolicy.engine.sequence import Sequence as ServedSequence
 from kvpolicy.errors import BudgetError
 from kvpolicy.hooks.stack import Stack
 from kvpolicy.hooks.timing import PolicyTimings
+from kvpolicy.kernels.accumulators import ACCUMULATORS
 from kvpolicy.model.attention import attend
 from kvpolicy.model.rope import rotate_halves
 from kvpolicy.plan.spec import PolicySpec
@@ -81,7 +84,7 @@ def keep_rows(
         layer.feed(keys[:, :, old], values[:, :, old], None)
     new = slice(num_rows - window, None)
     layer.feed(keys[:, :, new], values[:, :, new], queries)
-    return layer.compact()
+    return layer.decide()
 
 
 def replay(
@@ -176,14 +179,31 @@ class _Layer:
             attend(step, _LAYER, queries, all_keys, all_values, keys.shape[-1] ** -0.5)
         step.commit()
 
+    def decide(self) -> Tensor:
+        """Rows that stay of each sequence, ``[B, H_kv, K]``; all if nothing is due."""
+        rows = LayerRows(self.cache, _LAYER, range(self.cache.num_slots))
+        numbers = {
+            name: rows.accumulated(name) if name in ACCUMULATORS else rows.track(name)
+            for name in self.stack.tracks
+        }
+        given = GivenRows(
+            keys=rows.keys,
+            values=rows.values,
+            positions=rows.positions,
+            queries=rows.queries if self.stack.window_size else None,
+            tracks=numbers,
+            seq_len=rows.seq_len,
+            prompt_len=torch.full_like(rows.seq_len, self.prompt_len),
+            num_new=rows.num_new,
+        )
+        budget = self.budget if self._begin_compaction() else rows.num_rows
+        memory = [sequence.memory for sequence in self.sequences]
+        decision = decide(self.stack, given, budget=budget, buffer=self.buffer, memory=memory)
+        return decision.keep
+
     def compact(self) -> Tensor:
         """Compact all sequences, unless the policy never does at this point."""
-        slots = range(self.cache.num_slots)
-        if self.shown is not None and self.stack.implements("observe"):
-            for slot in slots:
-                self._observe(slot, self.shown)
-            self.num_observed = int(self.cache.seq_len[0])
-        if self.stack.bounded or self._is_due():
+        if self._begin_compaction():
             eviction = Eviction(self.cache, PolicyTimings(), ErrorScope("raise"))
             eviction.run(
                 DueSlot(_LAYER, sequence, self.stack, self.budget, self.buffer)
@@ -191,6 +211,14 @@ class _Layer:
             )
         num_rows = int(self.cache.rows[_LAYER, 0])
         return self.cache.layers[_LAYER].positions[:, :, :num_rows].clone()
+
+    def _begin_compaction(self) -> bool:
+        """Show what has not been observed; whether anything is due."""
+        if self.shown is not None and self.stack.implements("observe"):
+            for slot in range(self.cache.num_slots):
+                self._observe(slot, self.shown)
+            self.num_observed = int(self.cache.seq_len[0])
+        return self.stack.bounded or self._is_due()
 
     def _observe(self, slot: int, shown: Shown) -> None:
         new = slice(self.num_observed, int(self.cache.seq_len[slot]))

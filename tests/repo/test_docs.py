@@ -113,7 +113,8 @@ def test_example_script_runs(script: Path, tmp_path: Path) -> None:
         [sys.executable, script], cwd=tmp_path, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
-    assert "accuracy" in done.stdout
+    printed = {"skipkv_on_the_reasoner.py": "accuracy", "paged_cache.py": "blocks at most"}
+    assert printed[script.name] in done.stdout
     assert not list(tmp_path.iterdir()), "the example left files behind"
 
 

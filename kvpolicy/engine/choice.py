@@ -1,0 +1,63 @@
+"""The final scores of rows, of a cache or given as tensors: asked, protected, out of sight."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvpolicy.cache.rows import HeldRows
+from kvpolicy.hooks.late_checks import LateChecks
+from kvpolicy.hooks.stack import Stack
+from kvpolicy.kernels.accumulators import ACCUMULATORS
+
+
+def final_scores(
+    rows: HeldRows,
+    stack: Stack,
+    layer_idx: int,
+    *,
+    buffer: int,
+    late: LateChecks | None = None,
+    **shared: Any,
+) -> Tensor:
+    """Scores of rows, ``[B, H_kv, T]``, fp32: ``inf`` if protected, ``-inf`` if out of sight.
+
+    Args:
+        rows: The rows.
+        stack: The policies.
+        layer_idx: The layer, or the first of several.
+        buffer: Rows that may be added to the budget.
+        late: Keeps answers whose values are checked later; ``None``: they are now.
+        shared: Arguments of `protect`, `score` and `select`: positions, budget, prompt_len and
+            memory.
+    """
+    protected = stack.protected(layer_idx, seq_len=rows.seq_len, **shared)
+    arguments = shared | _score_arguments(rows, stack, buffer, protected)
+    scores = stack.score(rows, layer_idx, arguments, late)
+    if protected is not None:
+        scores = scores.masked_fill(protected, float("inf"))
+    out_of_sight = rows.out_of_sight
+    if out_of_sight is not None:  # in some heads; what all heads cannot see was dropped
+        scores = scores.masked_fill(out_of_sight, float("-inf"))
+    return scores
+
+
+def _score_arguments(
+    rows: HeldRows, stack: Stack, buffer: int, protected: Tensor | None
+) -> dict[str, Any]:
+    """Arguments of `score` only; tensors that no policy names are not computed."""
+    reads = stack.reads
+    if protected is None and "protected" in reads:
+        protected = torch.zeros_like(rows.positions, dtype=torch.bool)
+    return {
+        "keys": rows.keys if "keys" in reads else None,
+        "values": rows.values if "values" in reads else None,
+        "queries": rows.queries if "queries" in reads else None,
+        "attn_weights": rows.attn_weights if "attn_weights" in reads else None,
+        **{name: rows.accumulated(name) if name in reads else None for name in ACCUMULATORS},
+        "seq_len": rows.seq_len,
+        "num_new": rows.num_new if "num_new" in reads else None,
+        "buffer": buffer,
+        "protected": protected,
+        "tracks": rows.tracks,
+    }
