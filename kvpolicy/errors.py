@@ -64,6 +64,10 @@ class CacheError(KVPolicyError):
     """A `PolicyCache` was given unsupported arguments, or input that does not continue it."""
 
 
+class SnapshotError(CacheError):
+    """A sequence cannot be copied, written or read, or its snapshot is of another plan or model."""
+
+
 class OutputError(KVPolicyError):
     """An output folder or file cannot be written without losing data."""
 

@@ -6,16 +6,15 @@ policies have no equality, and the stack that holds them outlives every sequence
 never reused.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from copy import deepcopy
 from typing import Any
 
 import attrs
 import torch
 from torch import Tensor
 
-from kvpolicy.errors import CacheError, PolicyLoadError, error_summary
+from kvpolicy.errors import PolicyLoadError
 
 
 @attrs.frozen
@@ -43,28 +42,13 @@ class SequenceMemory:
         """The dict of one policy, empty when the sequence was admitted."""
         return self._dicts.setdefault(id(policy), {})
 
-    def copied(self, shared: Iterable[object]) -> "SequenceMemory":
-        """A deep copy.
+    def put(self, policy: object, notes: dict[str, Any]) -> None:
+        """Replace the dict of one policy."""
+        self._dicts[id(policy)] = notes
 
-        Args:
-            shared: Objects that the copy refers to as well: policies, the tokenizer.
-
-        Raises:
-            CacheError: If something that a policy has stored cannot be copied.
-        """
-        memo = {id(one): one for one in shared}
-        copy = SequenceMemory()
-        for key, notes in self._dicts.items():
-            try:
-                copy._dicts[key] = deepcopy(notes, memo)
-            except Exception as error:
-                msg = (
-                    f"the memory of {type(memo.get(key)).__name__} cannot be copied: "
-                    f"{error_summary(error).rstrip('.')}; policies should store tensors and plain "
-                    "data"
-                )
-                raise CacheError(msg) from error
-        return copy
+    def has(self, policy: object) -> bool:
+        """Whether one policy has remembered anything."""
+        return bool(self._dicts.get(id(policy)))
 
 
 @attrs.frozen
@@ -100,6 +84,10 @@ class RegisterFile:
     def all(self) -> list[Tensor]:
         """Every tensor, ``[S]``."""
         return [tensor for named in self.tensors.values() for tensor in named.values()]
+
+    def of_policy(self, policy: object) -> Mapping[str, Tensor]:
+        """The registers of one policy by name, ``[S]`` each."""
+        return self.tensors[id(policy)]
 
     def of_slots(self, first: int, last: int) -> "Registers":
         """The registers of the sequences in slots ``[first, last)``."""

@@ -197,6 +197,18 @@ class SkipKV:
         )
         register["strength"].fill_(alpha)
 
+    def pack_memory(self, memory: dict[str, Any]) -> dict[str, Any]:
+        """The state of a sequence as plain data."""
+        return memory["state"].pack() if "state" in memory else {}
+
+    def unpack_memory(self, packed: dict[str, Any], tokenizer: Any) -> dict[str, Any]:
+        """The memory that was packed."""
+        if not packed:
+            return {}
+        state = self._new_state(tokenizer, packed["prompt_len"])
+        state.unpack(packed)
+        return {"state": state}
+
     def _new_state(self, tokenizer: Any, prompt_len: int) -> SequenceState:
         delimiters = Delimiters.of(self.delimiters, tokenizer, self.delimiter_match)
         return SequenceState(

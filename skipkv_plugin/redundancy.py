@@ -26,6 +26,14 @@ class SentenceVectors:
     vectors: Tensor | None = None
     _open_sum: Tensor | None = None  # of the open sentence, [M]
 
+    def pack(self) -> tuple[Tensor | None, Tensor | None]:
+        """The vectors, and the sum of the open sentence."""
+        return self.vectors, self._open_sum
+
+    def unpack(self, packed: tuple[Tensor | None, Tensor | None]) -> None:
+        """Go on from what `pack` returned."""
+        self.vectors, self._open_sum = packed
+
     def feed(
         self, hidden_states: Tensor, start: int, finished: Sequence[Sentence], open_begin: int
     ) -> int:

@@ -122,6 +122,10 @@ class Sentence:
     body_end: int
 
 
+# Fields of a segmenter besides its sentences that are no knobs.
+_READ = ("begin", "open_ids", "_recent", "_position", "_has_words")
+
+
 @attrs.define
 class Segmenter:
     """Divides one sequence into sentences, token by token.
@@ -143,6 +147,17 @@ class Segmenter:
     _recent: list[int] = attrs.field(factory=list)
     _position: int = 0
     _has_words: bool = False  # in the open sentence
+
+    def pack(self) -> dict[str, Any]:
+        """What it has read so far, as plain data."""
+        sentences = [attrs.astuple(sentence) for sentence in self.sentences]
+        return {name: getattr(self, name) for name in _READ} | {"sentences": sentences}
+
+    def unpack(self, packed: dict[str, Any]) -> None:
+        """Go on from what `pack` returned."""
+        for name in _READ:
+            setattr(self, name, packed[name])
+        self.sentences = [Sentence(*sentence) for sentence in packed["sentences"]]
 
     def feed(self, token_ids: Sequence[int]) -> list[tuple[Sentence, list[int]]]:
         """Process the next tokens.

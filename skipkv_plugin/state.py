@@ -11,6 +11,16 @@ from skipkv_plugin.redundancy import Pair, SentenceVectors, redundant
 from skipkv_plugin.sentences import Match, Segmenter, Sentence
 from skipkv_plugin.steering import is_non_execution
 
+# Fields of a state that are no knobs.
+_FOUND = (
+    "prompt_len",
+    "similarities",
+    "num_non_execution",
+    "_num_compared",
+    "_prompt_is_labelled",
+    "_penalty",
+)
+
 
 @attrs.define(kw_only=True)
 class SequenceState:
@@ -72,6 +82,18 @@ class SequenceState:
             return torch.zeros(positions.shape, device=positions.device)
         penalty = self._penalty.to(positions.device)
         return penalty[positions.clamp(max=len(penalty) - 1)]
+
+    def pack(self) -> dict[str, Any]:
+        """What it has found out, as plain data and tensors."""
+        own = {name: getattr(self, name) for name in _FOUND}
+        return own | {"segmenter": self.segmenter.pack(), "vectors": self.vectors.pack()}
+
+    def unpack(self, packed: dict[str, Any]) -> None:
+        """Go on from what `pack` returned."""
+        for name in _FOUND:
+            setattr(self, name, packed[name])
+        self.segmenter.unpack(packed["segmenter"])
+        self.vectors.unpack(packed["vectors"])
 
     def _compare(self, seq_len: int) -> None:
         """Compare the new sentences with those before them."""

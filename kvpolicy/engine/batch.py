@@ -21,7 +21,10 @@ from kvpolicy.cache.static_step import StaticStep
 from kvpolicy.engine.compaction import Compactor
 from kvpolicy.engine.isolation import ErrorScope
 from kvpolicy.engine.observer import Observer
+from kvpolicy.engine.resuming import Resuming
 from kvpolicy.engine.sequence import Sequence
+from kvpolicy.engine.snapshot import SequenceSnapshot
+from kvpolicy.errors import SnapshotError
 from kvpolicy.hooks.stack import Stack
 from kvpolicy.hooks.timing import PolicyTimings
 from kvpolicy.model.adapter import ForwardInput, ModelAdapter
@@ -55,6 +58,7 @@ class RunningBatch:
         plan: ResolvedPlan,
         stacks: abc.Sequence[Stack],
         errors: ErrorScope,
+        resuming: Resuming,
         *,
         tokenizer: Any,
         chunk: int,
@@ -72,6 +76,7 @@ class RunningBatch:
             plan: The plan.
             stacks: The policies of each layer.
             errors: Isolates errors of hooks.
+            resuming: Takes snapshots, and resumes them.
             tokenizer: The model's, if there is one.
             chunk: The most prompt tokens of one sequence in one forward.
             max_tokens_per_forward: The most prompt tokens of all sequences in one forward, pads
@@ -86,6 +91,7 @@ class RunningBatch:
         self.slots: list[Sequence | None] = [None] * num_slots
         self.timings = PolicyTimings()
         self._plan, self._stacks, self._errors = plan, stacks, errors
+        self._resuming = resuming
         self._tokenizer = tokenizer
         self._chunk = min(chunk, max_tokens_per_forward)
         self._max_tokens_per_forward = max_tokens_per_forward
@@ -171,14 +177,12 @@ class RunningBatch:
             numbers: Numbers of its sequences, one for each slot here. They are renumbered.
 
         Raises:
-            CacheError: If a policy remembers something that cannot be copied.
+            SnapshotError: If a policy remembers something that cannot be copied.
         """
         by_number = {seq.id: seq for seq in source.active}
         chosen = [by_number[number] for number in numbers]
-        shared = [policy for stack in self._stacks for policy in stack.policies]
-        copies = [
-            seq.copied(number, [*shared, self._tokenizer]) for number, seq in enumerate(chosen)
-        ]
+        copy = self._resuming.memories.copy
+        copies = [seq.copied(number, copy(seq.memory)) for number, seq in enumerate(chosen)]
         self.cache.take(source.cache, [seq.slot for seq in chosen])
         self.slots = [None] * len(copies)
         for seq in copies:
@@ -191,8 +195,30 @@ class RunningBatch:
         free = (slot for slot, seq in enumerate(self.slots) if seq is None)
         for seq, slot in zip(group, list(free), strict=False):
             self._place(seq, slot)
+            if seq.request.resume is not None:
+                self._resume(seq, seq.request.resume)
         if self._plan.padding == "stored":
             self._count_pads(group)
+
+    def snapshot(self, seq: Sequence) -> SequenceSnapshot:
+        """A copy of a sequence in its slot, as it is now.
+
+        Raises:
+            SnapshotError: If sequences cannot be copied.
+        """
+        self.compactor.settle()
+        if seq.error is not None:
+            raise SnapshotError(seq.error)
+        self.compactor.note_peak(seq)
+        return self._resuming.take(seq, self.cache, self._observer, self._registers)
+
+    def put(self, snapshot: SequenceSnapshot, seq: Sequence) -> None:
+        """Have a sequence hold in its slot what a snapshot holds.
+
+        Raises:
+            SnapshotError: If a policy remembers something that cannot be copied.
+        """
+        self._resuming.put(snapshot, seq, self.cache, self._observer, self._registers)
 
     def begin_prefill_chunk(self) -> ForwardInput | None:
         """The next chunks of prompts that are not all in; ``None`` if all are."""
@@ -279,6 +305,9 @@ class RunningBatch:
         served, most = self._served, self.max_steps
         if most == 1 or self.compactor.asks_due:
             return 1
+        # Only the host finds stop strings: later steps would change tracks of the snapshot.
+        if any(seq.request.snapshot and seq.request.stop for seq in served):
+            return 1
         free = int(self.cache.num_free_rows([seq.slot for seq in served]).min())
         needed = max(seq.max_len - seq.num_tokens for seq in served)
         return min(most, free, needed, self._observer.num_free(served))
@@ -325,6 +354,11 @@ class RunningBatch:
         ended = [seq for seq in self.active if seq.finish_reason is not None]
         for seq in ended:
             self.compactor.note_peak(seq)
+            if seq.request.snapshot and seq.error is None:
+                try:
+                    seq.snapshot = self.snapshot(seq)
+                except SnapshotError as error:
+                    seq.finish_reason, seq.error = "error", str(error)
             self.cache.clear(seq.slot)
             self.slots[seq.slot] = None
         self._served = [seq for seq in self._served if seq.finish_reason is None]
@@ -333,6 +367,20 @@ class RunningBatch:
     def _place(self, seq: Sequence, slot: int) -> None:
         seq.slot = slot
         self.slots[slot] = seq
+
+    def _resume(self, seq: Sequence, snapshot: SequenceSnapshot) -> None:
+        """Bring a sequence to where its snapshot was taken."""
+        try:
+            self.put(snapshot, seq)
+        except SnapshotError as error:
+            seq.fail(str(error))
+            return
+        # The last step of a request compacts nothing of it: that is done now, and before the
+        # prompt of another turn is known, as it would have been had the sequence not been cut.
+        going_on = seq.prompt, seq.tokens
+        seq.prompt, seq.tokens = snapshot.prompt, [*snapshot.tokens]
+        self.compactor.compact([seq])
+        seq.prompt, seq.tokens = going_on
 
     def _pack(self) -> None:
         """Move the last sequences to free slots before them."""

@@ -20,11 +20,13 @@ from kvpolicy.engine.batch import RunningBatch
 from kvpolicy.engine.isolation import ErrorScope, OnHookError
 from kvpolicy.engine.request import Request, Sampling, samplings_of
 from kvpolicy.engine.results import Events, FinishReason, Result, RunReport
+from kvpolicy.engine.resuming import Resuming
 from kvpolicy.engine.sampler import Sampler, sample_next
 from kvpolicy.engine.savings import nothing_evicted
 from kvpolicy.engine.sequence import Sequence, encode
+from kvpolicy.engine.snapshot import SequenceSnapshot
 from kvpolicy.engine.stream import TextPieces
-from kvpolicy.errors import KVPolicyError, ModelError, RequestError
+from kvpolicy.errors import KVPolicyError, ModelError, RequestError, SnapshotError
 from kvpolicy.hooks.discovery import policy_names
 from kvpolicy.kernels.draw import NO_TOKEN
 from kvpolicy.kernels.flash_attention import GpuAttention, flash_problem
@@ -50,6 +52,7 @@ class Engine:
         stacks: The policies of each layer.
         scheduling: The policies of `schedule`.
         errors: Isolates errors of hooks.
+        resuming: Takes snapshots of sequences, and resumes them.
         num_slots: Sequences that are decoded together.
         chunk: The most prompt tokens of one sequence in one forward.
         eager_reason: Why decode steps take the eager path; ``None``: they are static.
@@ -145,6 +148,7 @@ class Engine:
         self.plan = plan.resolve(self.adapter.num_layers)
         self.stacks = self.plan.stacks()
         self.scheduling = self.plan.scheduling_stack()
+        self.resuming = Resuming(self.adapter, self.plan, self.stacks, tokenizer)
         self.num_slots = slots
         self.chunk = chunk
         self.max_tokens_per_forward = max_tokens_per_forward
@@ -288,6 +292,7 @@ class Engine:
             self.plan,
             self.stacks,
             self.errors,
+            self.resuming,
             tokenizer=self.tokenizer,
             chunk=self.chunk,
             max_tokens_per_forward=self.max_tokens_per_forward,
@@ -403,6 +408,26 @@ class Run:
             raise KVPolicyError(msg)
         self._cancelled.add(request_id)
 
+    def snapshot(self, request_id: int) -> SequenceSnapshot:
+        """The sequence of a request as it is now; the request goes on.
+
+        ``Request(resume=...)`` continues it from here, with tokens equal to those of the request if
+        its ``max_new_tokens`` is what is left, and the other options are equal.
+
+        Raises:
+            SnapshotError: If the request has not begun or has ended, or sequences of this engine
+                cannot be copied.
+        """
+        found = [seq for seq in self.batch.active if seq.id == request_id]
+        if not found:
+            has_begun = "has not begun" if request_id in self._waiting else "is not being served"
+            msg = (
+                f"no snapshot can be taken: request {request_id!r:.20} {has_begun}; for its end, "
+                "ask for Request(snapshot=True)"
+            )
+            raise SnapshotError(msg)
+        return self.batch.snapshot(found[0])
+
     def step(self) -> Events:
         """Do one step; return its tokens and all results that were not returned before.
 
@@ -503,7 +528,7 @@ class Run:
         elapsed = self._clock() - start
         for seq in group:
             seq.prefill_s = elapsed
-        self._report.prompt_tokens += sum(len(seq.prompt) for seq in group)
+        self._report.prompt_tokens += sum(seq.num_prompt for seq in group)
         self._report.prefill_s += elapsed
 
     @contextmanager
@@ -517,27 +542,43 @@ class Run:
     # Arrival and results
 
     def _validate_and_enqueue(self, number: int, request: Request) -> None:
-        adapter = self.engine.adapter
         try:
-            prompt = encode(request.prompt, self.tokenizer, adapter.vocab_size)
-            if len(prompt) >= adapter.max_positions:
-                msg = (
-                    f"the prompt has {len(prompt)} tokens; the model has positions for "
-                    f"{adapter.max_positions}, the generation included"
-                )
-                raise RequestError(msg)
-            most = min(len(prompt) + request.max_new_tokens, adapter.max_positions)
-            # The last token is not brought in.
-            if problem := adapter.growth_problem(len(prompt), most - 1):
-                raise RequestError(problem)
-            if request.stop and self.tokenizer is None:
-                msg = "stop strings need a tokenizer, and the engine has none; use stop_ids"
-                raise RequestError(msg)
+            self._waiting[number] = self._sequence_of(number, request)
         except RequestError as error:
             self._emit(Result(number, finish_reason="error", error=str(error)))
-            return
+
+    def _sequence_of(self, number: int, request: Request) -> Sequence:
+        """The sequence of a request; `RequestError` if it cannot be served."""
+        adapter, snapshot = self.engine.adapter, request.resume
+        if snapshot is not None and (problem := self.engine.resuming.problem_with(snapshot)):
+            raise RequestError(problem)
+        if request.snapshot and (problem := self.engine.resuming.problem):
+            msg = f"no snapshot can be taken: {problem}"
+            raise RequestError(msg)
+        before, tokens = ((), ()) if snapshot is None else (snapshot.token_ids, snapshot.tokens)
+        own = self._own_prompt(request)
+        if own:
+            prompt, tokens = (*before, *own), ()
+        else:
+            prompt = before[: len(before) - len(tokens)]
+        num_before = len(prompt) + len(tokens)
+        if num_before >= adapter.max_positions:
+            what = "the prompt has" if snapshot is None else "snapshot and prompt have"
+            msg = (
+                f"{what} {num_before} tokens; the model has positions for "
+                f"{adapter.max_positions}, the generation included"
+            )
+            raise RequestError(msg)
+        most = min(num_before + request.max_new_tokens, adapter.max_positions)
+        # The last token is not brought in.
+        seen = num_before if snapshot is None else snapshot.seq_len
+        if problem := adapter.growth_problem(seen, most - 1):
+            raise RequestError(problem)
+        if request.stop and self.tokenizer is None:
+            msg = "stop strings need a tokenizer, and the engine has none; use stop_ids"
+            raise RequestError(msg)
         stop_ids = adapter.stop_ids if request.stop_ids is None else request.stop_ids
-        self._waiting[number] = Sequence(
+        return Sequence(
             number,
             request,
             prompt,
@@ -545,7 +586,24 @@ class Run:
             frozenset(stop_ids),
             self.tokenizer,
             self._clock,
+            tokens=[*tokens],
+            num_before=len(tokens),
+            num_earlier=len(prompt) - len(own),
         )
+
+    def _own_prompt(self, request: Request) -> tuple[int, ...]:
+        """The tokens of the prompt; none if the answer of a snapshot goes on."""
+        snapshot, prompt = request.resume, request.prompt
+        is_empty = isinstance(prompt, (str, list, tuple)) and not prompt
+        if snapshot is None or not is_empty:
+            return encode(prompt, self.tokenizer, self.engine.adapter.vocab_size)
+        if snapshot.seq_len == len(snapshot.token_ids):
+            msg = (
+                "the prompt is empty, and the model has seen all tokens of the snapshot; at least "
+                "one token that follows is needed"
+            )
+            raise RequestError(msg)
+        return ()
 
     def _finish(self, seq: Sequence, reason: FinishReason | None = None) -> None:
         seq.finish_reason = reason or seq.finish_reason

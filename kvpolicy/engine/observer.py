@@ -104,6 +104,18 @@ class Observer:
         if num_new:
             self._show(seq, None if self.states is None else self.states[seq.slot, :num_new])
 
+    def pending_states(self, seq: Sequence) -> Tensor | None:
+        """A copy of the unobserved hidden states of a sequence, ``[N, M]``, if they are wanted."""
+        return (
+            None if self.states is None else self.states[seq.slot, : self._num_pending(seq)].clone()
+        )
+
+    def put_states(self, seq: Sequence, states: Tensor | None) -> None:
+        """Have a sequence go on with unobserved hidden states, ``[N, M]``, of another slot."""
+        if self.states is not None:
+            assert states is not None
+            self.states[seq.slot, : len(states)] = states
+
     def _num_pending(self, seq: Sequence) -> int:
         return int(self._cache.seq_len[seq.slot]) - seq.num_observed
 

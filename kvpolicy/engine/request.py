@@ -7,7 +7,8 @@ from typing import Any
 
 import attrs
 
-from kvpolicy.errors import KVPolicyError
+from kvpolicy.engine.snapshot import SequenceSnapshot
+from kvpolicy.errors import KVPolicyError, shown
 from kvpolicy.validators import MAX_COUNT, MAX_SEED, positive_int
 
 
@@ -113,20 +114,36 @@ def _is_sampling(instance: object, attribute: object, value: object) -> None:
     samplings_of([value], 1)
 
 
+def _is_snapshot(instance: object, attribute: object, value: Any) -> None:
+    if value is not None and not isinstance(value, SequenceSnapshot):
+        msg = (
+            f"resume was given as {shown(value)}; give a snapshot, as of Result.snapshot or "
+            "SequenceSnapshot.load(FILE)"
+        )
+        raise KVPolicyError(msg)
+
+
 @attrs.frozen
 class Request:
     """One prompt and how to continue it.
 
     Attributes:
-        prompt: Text (the engine needs a tokenizer then) or token ids.
+        prompt: Text (the engine needs a tokenizer then) or token ids. With ``resume``, the tokens
+            that follow those of the snapshot; empty: the newest answer of the snapshot goes on.
         max_new_tokens: The most tokens to generate.
         sampling: How tokens are drawn.
         stop: Texts that end the generation; the text of the result ends before them.
         stop_ids: Tokens that end the generation; ``None`` means the model's own.
+        resume: The sequence to go on with; ``None``: a new one.
+        snapshot: Whether `Result.snapshot` is wanted.
     """
 
-    prompt: str | Sequence[int]
+    prompt: str | Sequence[int] = ()
     max_new_tokens: int = attrs.field(default=256, validator=_integer(1))
     sampling: Sampling = attrs.field(default=Sampling(), validator=_is_sampling)
     stop: tuple[str, ...] = attrs.field(default=(), converter=_texts)
     stop_ids: tuple[int, ...] | None = attrs.field(default=None, converter=_ids)
+    resume: SequenceSnapshot | None = attrs.field(
+        default=None, validator=_is_snapshot, kw_only=True
+    )
+    snapshot: bool = attrs.field(default=False, kw_only=True)

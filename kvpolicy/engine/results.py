@@ -5,6 +5,7 @@ from typing import Any, Literal
 import attrs
 
 from kvpolicy.engine.savings import saved_share
+from kvpolicy.engine.snapshot import SequenceSnapshot
 
 FinishReason = Literal["stop", "length", "cancelled", "error"]
 
@@ -15,7 +16,7 @@ class Result:
 
     Attributes:
         id: Number of the request in its run, in order of arrival.
-        prompt_len: Tokens in the prompt.
+        prompt_len: Tokens in the prompt; those of a resumed snapshot are not counted.
         tokens: Generated token ids, including the stop token.
         text: Generated text without special tokens, up to a stop string; ``None`` without a
             tokenizer.
@@ -32,6 +33,7 @@ class Result:
             rows that some query can still attend to.
         prefill_s: Seconds in forwards of this prompt (shared with its prefill group).
         decode_s: Seconds from the first token to the last, without those of compiling.
+        snapshot: The sequence at its end, if the request asks for it and there was no error.
     """
 
     id: int
@@ -47,6 +49,7 @@ class Result:
     full_bytes: int = 0
     prefill_s: float = 0.0
     decode_s: float = 0.0
+    snapshot: SequenceSnapshot | None = attrs.field(default=None, eq=False, repr=False)
 
     @property
     def saved_share(self) -> float:
@@ -54,9 +57,10 @@ class Result:
         return saved_share(self.peak_bytes, self.full_bytes)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data for JSON."""
+        """Plain data for JSON, without the snapshot."""
+        plain = attrs.filters.exclude(attrs.fields(Result).snapshot)
         derived = {"tokens": list(self.tokens), "saved_share": self.saved_share}
-        return attrs.asdict(self) | derived
+        return attrs.asdict(self, filter=plain) | derived
 
 
 @attrs.define

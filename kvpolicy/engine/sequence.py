@@ -10,6 +10,7 @@ import attrs
 from kvpolicy.cache.static_step import Continuation
 from kvpolicy.engine.request import Request
 from kvpolicy.engine.results import FinishReason, Result
+from kvpolicy.engine.snapshot import SequenceSnapshot
 from kvpolicy.engine.stream import decode
 from kvpolicy.errors import RequestError, error_summary
 from kvpolicy.state import SequenceMemory, WaitingRequest
@@ -25,13 +26,15 @@ class Sequence:
     Attributes:
         id: Number of the request in its run.
         request: The request.
-        prompt: Token ids of the prompt.
-        max_new_tokens: The most tokens to generate, within the model's positions.
+        prompt: Token ids of the prompt, with those of earlier turns before it.
+        max_new_tokens: The most tokens of the answer, within the model's positions.
         stop_ids: Tokens that end the generation.
         tokenizer: The engine's, if there is one.
         clock: Tells the time in seconds: the engine's, which leaves out compiling.
         slot: Its slot in the cache, while it is served.
-        tokens: Tokens generated so far.
+        tokens: Tokens of the answer so far.
+        num_before: Tokens of the answer that are those of a resumed snapshot.
+        num_earlier: Tokens of the prompt that are.
         memory: What policies remember of it.
         num_observed: Tokens that policies were shown by `observe`.
         compactions: Times at which at least one layer was compacted.
@@ -43,6 +46,7 @@ class Sequence:
         decode_from: Time of its first token, by `clock`.
         finish_reason: Why it has ended; ``None`` while it is served.
         error: What was wrong, if it has ended with an error.
+        snapshot: The sequence at its end, if it is wanted.
         continuation: How decode steps continue it.
     """
 
@@ -55,6 +59,8 @@ class Sequence:
     clock: abc.Callable[[], float] = time.perf_counter
     slot: int = -1
     tokens: list[int] = attrs.field(factory=list)
+    num_before: int = 0
+    num_earlier: int = 0
     memory: SequenceMemory = attrs.field(factory=SequenceMemory)
     num_observed: int = 0
     compactions: int = 0
@@ -66,13 +72,24 @@ class Sequence:
     decode_from: float = 0.0
     finish_reason: FinishReason | None = None
     error: str | None = None
+    snapshot: SequenceSnapshot | None = None
     continuation: Continuation = attrs.field(init=False)
     _text_end: int | None = None
 
     @property
     def waiting(self) -> WaitingRequest:
         """What `schedule` receives about it."""
-        return WaitingRequest(self.id, len(self.prompt), self.max_new_tokens)
+        return WaitingRequest(self.id, self.num_prompt, self.max_new_tokens - self.num_before)
+
+    @property
+    def num_prompt(self) -> int:
+        """Tokens of the prompt that are its own."""
+        return len(self.prompt) - self.num_earlier
+
+    @property
+    def own_tokens(self) -> list[int]:
+        """Tokens generated for this request."""
+        return self.tokens[self.num_before :]
 
     @property
     def max_len(self) -> int:
@@ -88,14 +105,8 @@ class Sequence:
     def _continuation(self) -> Continuation:
         return Continuation(self.max_len, self.stop_ids, self.request.sampling)
 
-    def copied(self, number: int, shared: abc.Iterable[object]) -> "Sequence":
-        """A copy with another number, for a sequence that continues on its own.
-
-        Args:
-            number: Its number.
-            shared: What policies remember by reference, as for `SequenceMemory.copied`.
-        """
-        memory = self.memory.copied(shared)
+    def copied(self, number: int, memory: SequenceMemory) -> "Sequence":
+        """A copy with another number and a copied memory, for a sequence that goes on by itself."""
         return attrs.evolve(self, id=number, tokens=[*self.tokens], memory=memory)
 
     def token_ids(self, start: int, end: int) -> list[int]:
@@ -106,7 +117,7 @@ class Sequence:
 
     def append(self, token: int) -> None:
         """Add a generated token, and check whether it ends the generation."""
-        if not self.tokens:
+        if len(self.tokens) == self.num_before:
             self.decode_from = self.clock()
         self.tokens.append(token)
         stops = token in self.stop_ids or (self.request.stop and self._has_stop_string())
@@ -129,17 +140,23 @@ class Sequence:
         recent = self._decode(self.tokens[-tail:])
         if not any(stop in recent for stop in self.request.stop):
             return False
-        text = self.text()
-        assert text is not None
-        starts = [text.find(stop) for stop in self.request.stop]
-        self._text_end = min((start for start in starts if start >= 0), default=None)
+        text, before = self._decode(self.tokens), self._text_before()
+        # One that ends within the resumed part has been passed already.
+        first = [max(before - len(stop) + 1, 0) for stop in self.request.stop]
+        starts = [text.find(*pair) for pair in zip(self.request.stop, first, strict=True)]
+        found = min((start for start in starts if start >= 0), default=None)
+        self._text_end = None if found is None else max(found - before, 0)
         return self._text_end is not None
 
+    def _text_before(self) -> int:
+        """Length of the text of a resumed answer."""
+        return len(self._decode(self.tokens[: self.num_before])) if self.num_before else 0
+
     def text(self) -> str | None:
-        """The text generated so far, without special tokens, up to a stop string."""
+        """The text generated for this request, without special tokens, up to a stop string."""
         if self.tokenizer is None:
             return None
-        return self._decode(self.tokens)[: self._text_end]
+        return self._decode(self.own_tokens)[: self._text_end]
 
     def _decode(self, tokens: list[int]) -> str:
         """The text of tokens; the sequence ends with an error if the tokenizer raises."""
@@ -155,8 +172,8 @@ class Sequence:
         assert self.finish_reason is not None
         return Result(
             id=self.id,
-            prompt_len=len(self.prompt),
-            tokens=tuple(self.tokens),
+            prompt_len=self.num_prompt,
+            tokens=tuple(self.own_tokens),
             text=text,
             finish_reason=self.finish_reason,
             error=self.error,
@@ -166,7 +183,8 @@ class Sequence:
             peak_bytes=self.peak_bytes,
             full_bytes=self.full_bytes,
             prefill_s=self.prefill_s,
-            decode_s=self.clock() - self.decode_from if self.tokens else 0.0,
+            decode_s=self.clock() - self.decode_from if self.own_tokens else 0.0,
+            snapshot=self.snapshot,
         )
 
 

@@ -67,6 +67,15 @@ class Columns:
         if self._is_real is None or width > 1:
             self._is_real = _mask(attention_mask, len(new), self.count)
 
+    @classmethod
+    def holding(cls, num_tokens: list[int]) -> "Columns":
+        """The columns of rows with so many tokens, padded on the left."""
+        columns = cls()
+        columns.num_tokens = np.array(num_tokens, dtype=np.int64)
+        columns.count = max(num_tokens)
+        columns._is_real = np.arange(columns.count) >= columns.count - columns.num_tokens[:, None]
+        return columns
+
     def take(self, rows: list[int]) -> None:
         """Continue with copies of some rows, in another order; a row may be taken twice."""
         self.num_tokens = self.num_tokens[rows]

@@ -9,7 +9,7 @@ them in with a `RunningBatch`, as the engine does.
 import inspect
 import threading
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from copy import deepcopy
 from functools import wraps
 from types import MethodType
@@ -28,6 +28,7 @@ from kvpolicy.engine.request import Request
 from kvpolicy.engine.savings import nothing_evicted, saved_share
 from kvpolicy.engine.sequence import Sequence as EngineSequence
 from kvpolicy.engine.sequence import encode
+from kvpolicy.engine.snapshot import SequenceSnapshot
 from kvpolicy.errors import CacheError, RequestError
 from kvpolicy.hf.inputs import Columns, check_tensor
 from kvpolicy.model.adapter import ModelAdapter
@@ -262,14 +263,20 @@ class PolicyCache(Cache):
                 f"max_length={most}"
             )
         self._check_growth(new)
-        if needed >= self._longest:
-            rounded = (needed // GROWTH + 1) * GROWTH
-            self._longest = max(needed + 1, min(rounded, most + 1))
-            if self.batch is not None:
-                self.batch.grow(self._longest)
+        longest = self._longest_for(needed)
+        if longest > self._longest and self.batch is not None:
+            self.batch.grow(longest)
+        self._longest = longest
         if self.batch is None:
             self.batch = self._engine.new_batch(len(new), self._longest)
         return self.batch
+
+    def _longest_for(self, needed: int) -> int:
+        """Tokens for which to allocate slabs if so many, and one more, are needed."""
+        if needed < self._longest:
+            return self._longest
+        rounded = (needed // GROWTH + 1) * GROWTH
+        return max(needed + 1, min(rounded, self._engine.adapter.max_positions + 1))
 
     def _check_growth(self, new: list[list[int]]) -> None:
         """Check that rows can grow by the new tokens, and up to `max_length` if it was given."""
@@ -317,7 +324,60 @@ class PolicyCache(Cache):
             batch.compact()
         return logits
 
-    # Copies
+    # Snapshots and copies
+
+    def snapshot(self, row: int) -> SequenceSnapshot:
+        """The sequence in a row as it is now; the cache stays as it is.
+
+        Args:
+            row: Row of the batch, counted from 0.
+
+        Raises:
+            SnapshotError: If a policy remembers something that cannot be copied.
+            CacheError: If there is no such row.
+        """
+        found = [] if self.batch is None else [one for one in self.batch.active if one.id == row]
+        if not found:
+            _refuse(
+                f"of {max(self.batch_size, 0)} rows was asked for a snapshot of row {row!r:.60}"
+            )
+        if not self._is_whole:
+            _refuse(_INCOMPLETE)
+        assert self.batch is not None
+        with torch.inference_mode(False), torch.no_grad():
+            return self.batch.snapshot(found[0])
+
+    def restore(self, snapshots: Sequence[SequenceSnapshot]) -> None:
+        """Hold the sequences of snapshots, one in each row, and nothing else.
+
+        To go on, give `generate` their whole texts and new tokens, padded on the left. Of a
+        snapshot of an `Engine`, the newest token is new.
+
+        Args:
+            snapshots: The snapshots; one may be given several times.
+
+        Raises:
+            CacheError: If a snapshot is of another plan or model.
+        """
+        snapshots = list(snapshots)
+        if not snapshots or not all(isinstance(one, SequenceSnapshot) for one in snapshots):
+            _refuse("is restored from a list of snapshots, one for each row")
+        for one in snapshots:
+            if (problem := self._engine.resuming.problem_with(one)) is not None:
+                _refuse(f"cannot be restored: {problem}")
+        self.reset()
+        seen = [one.seq_len for one in snapshots]
+        self._columns = Columns.holding(seen)
+        self._longest = self._longest_for(max(seen))
+        self.batch = self._batch_of(snapshots, len(snapshots))
+
+    def _batch_of(self, snapshots: Iterable[SequenceSnapshot], num_rows: int) -> RunningBatch:
+        """A batch with a snapshot in each row."""
+        with torch.inference_mode(False), torch.no_grad():
+            batch = self._engine.new_batch(num_rows, self._longest)
+            for row, one in enumerate(snapshots):
+                batch.admit([_resumed(row, one)])
+        return batch
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "PolicyCache":
         """A copy that continues on its own; model, plan and policies are shared."""
@@ -326,8 +386,10 @@ class PolicyCache(Cache):
         vars(copy).update(vars(self))
         copy._columns = deepcopy(self._columns, memo)
         if self.batch is not None:
-            copy.batch = None
-            copy._fill(self.batch, range(self.batch_size))
+            rows = range(self.batch_size)
+            copy.batch = batch = copy._batch_of(map(self.snapshot, rows), len(rows))
+            batch.timings.take(self.batch.timings)
+            batch.compactor.num_compactions = self.batch.compactor.num_compactions
         _attach(copy, self._engine.adapter.model)
         return copy
 
@@ -336,8 +398,8 @@ class PolicyCache(Cache):
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         _refuse(
-            "belongs to a model in memory and cannot be written to a file; keep the tokens and "
-            "prefill them again, or use copy.deepcopy() within the process"
+            "belongs to a model in memory and cannot be pickled; save a snapshot of each row, as "
+            "by cache.snapshot(0).save(FILE), or use copy.deepcopy() within the process"
         )
 
     def batch_select_indices(self, indices: Tensor) -> None:
@@ -480,6 +542,20 @@ class _NoLayers(list[Any]):
     """The empty ``layers`` of a cache whose rows are in slabs; its items are refused."""
 
     __getitem__ = PolicyCache._no_layers
+
+
+def _resumed(row: int, snapshot: SequenceSnapshot) -> EngineSequence:
+    """The sequence of a row that goes on from a snapshot, with the tokens the model has seen."""
+    num_generated = snapshot.seq_len - len(snapshot.prompt)
+    return EngineSequence(
+        row,
+        Request(resume=snapshot),
+        snapshot.prompt,
+        0,
+        frozenset(),
+        tokens=[*snapshot.tokens[:num_generated]],
+        **attrs.asdict(snapshot.costs),
+    )
 
 
 def _check_arguments(model: PreTrainedModel, given: Mapping[str, Any]) -> None:

@@ -25,6 +25,9 @@ HOOKS = tuple(_SPECS)
 
 ARGUMENTS = {name: tuple(inspect.signature(value).parameters) for name, value in _SPECS.items()}
 
+# Methods that turn the memory of a sequence into plain data, and back; not hooks.
+PACKING = ("pack_memory", "unpack_memory")
+
 MAX_WINDOW = 2**16  # queries; every slot has memory for as many
 
 _MISSING = object()
@@ -116,6 +119,7 @@ class Declarations:
     steers: tuple[int, ...] | None = _declaration(
         None, _are_layers, "layers counted from 0, such as (2, 3)"
     )
+    copies_memory: bool = _declaration(True, _is_bool, "True or False")
     inactive_hooks: tuple[str, ...] = _declaration(
         (), _are_hooks, f"names of hooks; these are {', '.join(HOOKS)}"
     )
@@ -145,7 +149,19 @@ def read_declarations(who: str, policy: object) -> Declarations:
             msg = f"{who} declares {field.name} = {shown(value)}; give {field.metadata['expected']}"
             raise PolicyLoadError(msg)
         found[field.name] = value
+    _check_packing(who, policy)
     return Declarations(**found)
+
+
+def _check_packing(who: str, policy: object) -> None:
+    """Check that a policy has both methods that turn its memory into plain data and back."""
+    missing = [
+        name for name in PACKING if inspect.getattr_static(policy, name, _MISSING) is _MISSING
+    ]
+    if len(missing) == 1:
+        (given,) = set(PACKING) - set(missing)
+        msg = f"{who} has a method {given}() and no {missing[0]}(); give it both, or neither"
+        raise PolicyLoadError(msg)
 
 
 # Hooks

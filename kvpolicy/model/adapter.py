@@ -20,6 +20,7 @@ from transformers import AttentionInterface, Cache, PreTrainedModel
 
 from kvpolicy.cache.layout import StepLayout
 from kvpolicy.cache.slab import KVCache, LayerShape, Rotate, Slab
+from kvpolicy.cache.softmax import Softmax
 from kvpolicy.cache.static_step import StaticStep
 from kvpolicy.errors import KVPolicyError, ModelError, error_summary
 from kvpolicy.model.attention import attention_function
@@ -91,6 +92,7 @@ class ModelAdapter:
 
     processes: SingleProcess = SingleProcess()
     longrope_length: int | None = None
+    _softmax: Sequence[Softmax] = ()  # of each layer, once a forward has shown it
 
     def __init__(self, model: PreTrainedModel, *, run_own_hooks: bool = True) -> None:
         """Inspect a model, which is left as it is.
@@ -172,7 +174,8 @@ class ModelAdapter:
         """
         check_loaded(self.model)
         try:
-            self._run_alone([self._any_token] * 2, position=0)
+            shown = self._run_alone([self._any_token] * 2, position=0)
+            self._softmax = [layer.softmax for layer in shown.layers]
         except KVPolicyError:
             raise
         except Exception as error:  # whatever code of the model may raise
@@ -198,6 +201,9 @@ class ModelAdapter:
         cache = KVCache(self.layer_shapes(), slabs, num_slots)
         cache.row_bytes *= self.processes.num_shards
         cache.rotate = self.rotation()
+        # A cache that is filled from snapshots may never see a prefill.
+        for layer, softmax in zip(cache.layers, self._softmax, strict=False):
+            layer.softmax = softmax
         return cache
 
     def rotation(self) -> Rotate:

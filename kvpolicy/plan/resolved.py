@@ -136,13 +136,21 @@ class ResolvedPlan:
         """A stable hash of the whole plan, 16 hexadecimal digits."""
         return self._digest
 
+    def identity(self) -> dict[str, Any]:
+        """What the digest is a hash of, as JSON gives it back."""
+        identity: dict[str, Any] = json.loads(self._identity)
+        return identity
+
     @cached_property
     def _digest(self) -> str:
+        return hashlib.sha256(self._identity.encode()).hexdigest()[:16]
+
+    @cached_property
+    def _identity(self) -> str:
         data = self.to_dict()
         for layer in data["layers"]:
             layer.pop("budget_from", None)
-        text = json.dumps(data, sort_keys=True, default=_stable_text)
-        return hashlib.sha256(text.encode()).hexdigest()[:16]
+        return json.dumps(_with_plain_keys(data), sort_keys=True, default=_stable_text)
 
     @cached_property
     def _code(self) -> dict[str, str]:
@@ -151,6 +159,18 @@ class ResolvedPlan:
         named = {spec.policy: spec for spec in specs}
         codes = {name: spec.code() for name, spec in sorted(named.items())}
         return {name: code for name, code in codes.items() if code is not None}
+
+
+def _with_plain_keys(data: object) -> object:
+    """The same data, with a text for each key that JSON cannot write."""
+    if isinstance(data, (list, tuple)):
+        return [_with_plain_keys(one) for one in data]
+    if not isinstance(data, dict):
+        return data
+    return {
+        key if isinstance(key, (str, int, float)) else repr(key): _with_plain_keys(one)
+        for key, one in data.items()
+    }
 
 
 def _stable_text(knob: object) -> object:

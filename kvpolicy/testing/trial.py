@@ -1,9 +1,11 @@
 """A trial: an engine completes requests with the policy; each request is repeated alone."""
 
 import gc
+import tempfile
 import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import attrs
@@ -14,7 +16,8 @@ from kvpolicy.cache.slab import KVCache
 from kvpolicy.engine.engine import Engine, Run
 from kvpolicy.engine.request import Request
 from kvpolicy.engine.results import Result
-from kvpolicy.errors import KVPolicyError
+from kvpolicy.engine.snapshot import SequenceSnapshot
+from kvpolicy.errors import KVPolicyError, SnapshotError
 from kvpolicy.testing.cases import Environment, PolicyFactory, Setup, plan_of
 from kvpolicy.testing.clauses import ConformanceError, Example
 from kvpolicy.testing.monitor import CompactedRows, Monitor
@@ -23,6 +26,9 @@ _MAX_CHUNK = 512
 
 # Looking for leaks may need a garbage collection, and is done in some trials only.
 _LEAKS_EVERY = 16
+
+# Cutting a sequence in two takes as long as running it alone, and is done in some trials only.
+_CUTS_EVERY = 2
 
 # Rows whose scores differ by less, relative to the largest score, may change places: batches of
 # different shapes sum in different orders.
@@ -59,6 +65,10 @@ class BatchDependenceError(ConformanceError):
     def __init__(self, arrival: Arrival, expected: str, came: str) -> None:
         super().__init__("neighbours", expected, came)
         self.arrival = arrival
+
+
+class CutError(BatchDependenceError):
+    """A request has different tokens or rows when it is cut and resumed."""
 
 
 class Trial:
@@ -158,6 +168,8 @@ class Trial:
             alone = self.alone([arrival for arrival, _ in reversed(self._finished)])
             for (arrival, trace), other in zip(self._finished, reversed(alone), strict=True):
                 self._compare(arrival, trace, other)
+            if self.setup.seed % _CUTS_EVERY == 0:
+                self._cut_one(list(reversed(alone)))
 
     def alone(
         self,
@@ -186,6 +198,34 @@ class Trial:
             results = zip(run.results(), compactions, strict=True)
             traces += [RequestTrace(result.tokens, kept) for result, kept in results]
         return traces
+
+    def cut(self, arrival: Arrival, num_tokens: int) -> RequestTrace:
+        """Run a request, take it out after some tokens, write, read and resume it.
+
+        Raises:
+            SnapshotError: If it cannot be taken, written or resumed.
+        """
+        setup = attrs.evolve(self.setup, slots=1)
+        monitor, engine = self._new_engine(setup, Counter())
+        for stack in engine.stacks:
+            stack.layers_alike = False
+        request = self._request(arrival)
+        run = engine.generate([request])
+        (compactions,) = [monitor.follow(memory) for memory in _memories_of(run)]
+        tokens: list[int] = []
+        while len(tokens) < num_tokens:
+            tokens += [token for _, token in run.step().tokens]
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / "sequence.safetensors"
+            run.snapshot(0).save(path)
+            snapshot = SequenceSnapshot.load(path)
+        rest = attrs.evolve(
+            request, prompt=(), max_new_tokens=arrival.new - len(tokens), resume=snapshot
+        )
+        resumed = engine.generate([rest])
+        (more,) = [monitor.follow(memory) for memory in _memories_of(resumed)]
+        (result,) = resumed.results()
+        return RequestTrace((*tokens, *result.tokens), [*compactions, *more])
 
     def repeat(
         self, change: Callable[[Actions], Actions] = list, **sizes: Any
@@ -236,6 +276,30 @@ class Trial:
     def _request(self, arrival: Arrival) -> Request:
         prompt = self.environment.prompt(self.setup, arrival.number, arrival.prompt)
         return Request(prompt, max_new_tokens=arrival.new, stop_ids=())
+
+    def _cut_one(self, alone: list[RequestTrace]) -> None:
+        """Compare a request that is cut and resumed with the same request alone."""
+        if self._engine.resuming.problem is not None:
+            return
+        whole = [
+            (arrival, other)
+            for (arrival, trace), other in zip(self._finished, alone, strict=True)
+            if not trace.cancelled and len(other.tokens) > 2
+        ]
+        for arrival, other in whole[:1]:
+            self.checked["snapshots"] += 1
+            # The first step brings two tokens.
+            after = 2 + (self.setup.seed + arrival.number) % (len(other.tokens) - 2)
+            try:
+                trace = self.cut(arrival, after)
+            except SnapshotError as error:
+                expected = "a sequence that can be taken out, written and resumed"
+                came = str(error)
+                raise ConformanceError("snapshots", expected, came) from error  # noqa: EM101
+            difference = find_difference(trace, other)
+            if difference is not None:
+                expected, came = difference
+                raise CutError(arrival, expected, f"{came}, cut after {after} new tokens")
 
     def _start(self) -> None:
         """Start a run with the waiting requests, if none is in progress."""
@@ -381,7 +445,7 @@ def explain(trial: Trial, error: ConformanceError) -> ConformanceError:
 def classify(trial: Trial, error: ConformanceError) -> str:
     """The clause that a failed trial breaks, found by repeating it with other settings."""
     if isinstance(error, BatchDependenceError):
-        return _classify_dependence(trial, error.arrival)
+        return _classify_dependence(trial, error.arrival, is_cut=isinstance(error, CutError))
     setup = trial.setup
     if error.clause not in ("answers", "nan"):
         return error.clause
@@ -401,7 +465,7 @@ def classify(trial: Trial, error: ConformanceError) -> str:
     return error.clause
 
 
-def _classify_dependence(trial: Trial, arrival: Arrival) -> str:
+def _classify_dependence(trial: Trial, arrival: Arrival, *, is_cut: bool) -> str:
     """The clause of a request that differs from itself alone."""
     (first,) = trial.alone([arrival])
 
@@ -413,6 +477,8 @@ def _classify_dependence(trial: Trial, arrival: Arrival) -> str:
         return "determinism"
     if differs(times=3):
         return "memory"
+    if is_cut:
+        return "snapshots"
     if differs(folds=True):
         return "layers"
     if differs(chunk=trial.setup.chunk):

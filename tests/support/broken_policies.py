@@ -310,6 +310,46 @@ class LayersInMemory:
 
 
 @attrs.define(eq=False)
+class PacksTooLittle:
+    """Packs a mean without the number of compactions that it is over."""
+
+    @hookimpl
+    def score(self, keys: Tensor, memory: Memory) -> Tensor:
+        lengths = key_lengths(keys)
+        own = memory.of(self)
+        for notes, now in zip(own, lengths.mean(dim=(1, 2)).tolist(), strict=True):
+            count, mean = notes.get("mean", (0, 0.0))
+            notes["mean"] = count + 1, (count * mean + now) / (count + 1)
+        means = torch.tensor([notes["mean"][1] for notes in own], dtype=lengths.dtype)
+        return (lengths - means[:, None, None]).abs()
+
+    def pack_memory(self, memory: dict[str, Any]) -> dict[str, Any]:
+        return {"mean": memory["mean"][1]} if memory else {}
+
+    def unpack_memory(self, packed: dict[str, Any], tokenizer: Any) -> dict[str, Any]:
+        return {"mean": (0, packed["mean"])} if packed else {}
+
+
+@attrs.define
+class Mean:
+    """A mean, and over how many numbers."""
+
+    count: int = 0
+    value: float = 0.0
+
+
+@attrs.define(eq=False)
+class RemembersObjects:
+    """Remembers an object that cannot be written."""
+
+    @hookimpl
+    def score(self, keys: Tensor, memory: Memory) -> Tensor:
+        for notes in memory.of(self):
+            notes["mean"] = Mean()
+        return key_lengths(keys)
+
+
+@attrs.define(eq=False)
 class Schedule:
     """Admits all waiting requests, even without free slots."""
 
@@ -354,6 +394,7 @@ BROKEN: dict[str, list[type]] = defaultdict(
         "slots": [RunningBatch],
         "neighbours": [Neighbours],
         "layers": [LayersByIndex, LayersInMemory],
+        "snapshots": [PacksTooLittle, RemembersObjects],
         "schedule": [Schedule],
         "knobs": [Knobs],
     },
