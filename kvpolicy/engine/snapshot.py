@@ -18,7 +18,7 @@ from torch import Tensor
 from kvpolicy.cache.slot_contents import LayerContents, SlotContents
 from kvpolicy.engine.plain_data import NotPlainError, decode, encode
 from kvpolicy.errors import SnapshotError, error_summary
-from kvpolicy.files import atomic_write, parse_json, path_of
+from kvpolicy.files import atomic_write, open_binary, parse_json, path_of
 
 _KEY, _VERSION = "kvpolicy.snapshot", 1
 
@@ -160,11 +160,11 @@ class SequenceSnapshot:
         Raises:
             SnapshotError: If it cannot be read, is no snapshot, or was written by another version.
         """
-        what = f"snapshot '{path}'"
+        what, source = f"snapshot '{path}'", path_of(path, "a snapshot", error=SnapshotError)
+        with open_binary(source, what, error=SnapshotError):
+            pass  # readable, or refused in the usual words
         try:
-            with safetensors.safe_open(
-                path_of(path, "a snapshot", error=SnapshotError), framework="pt"
-            ) as opened:
+            with safetensors.safe_open(source, framework="pt") as opened:
                 tensors = {key: opened.get_tensor(key) for key in opened.keys()}  # noqa: SIM118
                 metadata = opened.metadata() or {}
         except OSError as error:
