@@ -7,6 +7,7 @@ Axis letters, used for every shape in kvpolicy:
     H_q   query heads                     W     most recent queries the engine remembers
     H_kv  key/value heads                 D     size of one head
     L     tokens of one forward           M     size of the hidden state
+    N     tokens of several sequences, side by side
 
 A policy implements only the hooks it needs, and in each names only the arguments it reads:
 pluggy passes by name, and the engine computes only what some policy in the layer's stack
@@ -17,14 +18,15 @@ real token, and all heads are included. They may be views of the cache: do not w
 
 `allocate` is called once, before anything runs; `schedule` at admissions; `due` after every
 forward; `protect`, `score`, `select` and `evict` at compactions; `observe` for every buffer of
-tokens and before a compaction. Only `steer` runs inside the decode step. If all policies that
-implement `due`, `protect`, `score` and `select` declare ``layers_alike = True``, these are called
-for several layers at once: an entry of the batch axis is a sequence in a layer then, and
-``layer_idx`` the first layer. A policy whose knobs make one of its hooks unnecessary lists the
-hook in ``inactive_hooks``; it is not called then.
+tokens and before a compaction, and so is `mark`, which in prefill runs within the forward. Inside
+the decode step run only `steer`, and `mark` of policies that declare ``marks_in_step = True``. If
+all policies that implement `due`, `protect`, `score` and `select` declare ``layers_alike = True``,
+these are called for several layers at once: an entry of the batch axis is a sequence in a layer
+then, and ``layer_idx`` the first layer. A policy whose knobs make one of its hooks unnecessary
+lists the hook in ``inactive_hooks``; it is not called then.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -76,6 +78,34 @@ def schedule(
         Groups of request ids. Each group is prefilled in one batch, one group after another. At
         most ``num_free`` ids, all waiting, none twice. No id at all means to wait and is valid
         only while sequences are being decoded. Anything else raises `HookResultError`.
+    """
+
+
+@hookspec
+def mark(
+    layer_idx: int, states: Tensor, keys: Tensor, values: Tensor, positions: Tensor
+) -> Mapping[str, Tensor] | None:
+    """Give new rows of one layer numbers that move with them.
+
+    Called per layer for new tokens: in prefill within the forward, for those of all its sequences;
+    in decode for those of one sequence whenever the smallest buffer of these layers is full (at
+    most 128 tokens), and before a compaction. Policies that declare ``marks_in_step = True`` are
+    called in every decode step instead, for the newest token of every slot; their code must be
+    pure tensor work. Every policy that implements it is called on its own, and the numbers are
+    there whenever `score` is called.
+
+    Args:
+        layer_idx: Decoder layer, counted from 0.
+        states: Input of the layer's attention, ``[N, M]``: after the input norm, before the
+            projections to queries, keys and values. Read only.
+        keys: Keys after RoPE, ``[N, H_kv, D]``. Read only.
+        values: Values, ``[N, H_kv, D]``. Read only.
+        positions: Position of each token in its sequence, ``[N]``, int64.
+
+    Returns:
+        Numbers for the rows of these tokens, ``[N, H_kv]``, floating point, by the name of a track
+        that the policy declares. Those of a token must not depend on the other tokens of the call.
+        Anything else raises `HookResultError`.
     """
 
 
@@ -254,8 +284,8 @@ def score(
         protected: Rows that stay in any case, bool ``[B, H_kv, T]``: those that policies of the
             stack declare or that `protect` names, as far as they fit into the budget.
         tracks: The policy's own numbers per row, which move with the rows: ``tracks["name"]``
-            is ``[B, H_kv, T]``, fp32, 0 for new rows. Assign to it; a change in place may be
-            lost.
+            is ``[B, H_kv, T]``, fp32, what `mark` has given new rows and else 0. Assign to it; a
+            change in place may be lost.
         memory: The policy's own dict for each sequence: ``memory.of(self)[b]``.
         parts: ``parts.of(self)`` calls the policies that this one combines, in the order of
             its attribute ``parts``; a list of ``[B, H_kv, T]``, fp32.

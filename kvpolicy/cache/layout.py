@@ -8,7 +8,7 @@ A layer with a sliding window may get more new rows than its slab can take. The 
 attended to together with the old ones, and those that the newest token still sees are stored.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import attrs
 import numpy as np
@@ -110,6 +110,41 @@ class StepLayout:
             mask = recent if layout.mask is None else layout.mask & recent
             self.layers[layer_idx] = attrs.evolve(layout, mask=mask)
         return all_keys, all_values
+
+    def new_rows(
+        self, layer_idx: int, states: Tensor, keys: Tensor, values: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """What belongs to tokens, without pads, after the layer has stored its rows.
+
+        Args:
+            layer_idx: Decoder layer, counted from 0.
+            states: A state of every column, ``[B, L, M]``.
+            keys: ``[B, H_kv, L, D]``.
+            values: Likewise.
+
+        Returns:
+            States ``[N, M]``, keys and values ``[N, H_kv, D]``, positions ``[N]``.
+        """
+        dtype = self.cache.layers[layer_idx].shape.dtype
+        keys, values = (self._real(new).to(dtype) for new in (keys, values))
+        return self._real(states[:, None])[:, 0], keys, values, self.layers[layer_idx].positions
+
+    def mark(self, layer_idx: int, marks: Mapping[str, Tensor]) -> None:
+        """Write numbers of the new rows of a layer, ``[N, H_kv]``, into its tracks.
+
+        Args:
+            layer_idx: Decoder layer, counted from 0; it has stored its rows.
+            marks: The numbers by the name of a track.
+        """
+        layer, layout = self.cache.layers[layer_idx], self.layers[layer_idx]
+        slots, rows, held = layout.slots, layout.rows, None
+        if layout.kept is not None:  # new rows that have left the window already have no place
+            rows = rows - layout.kept[layout.sequences, 0]
+            held = rows >= 0
+            slots, rows = slots[held], rows[held]
+        for name, numbers in marks.items():
+            track = layer.tracks[name]
+            track[slots, :, rows] = (numbers if held is None else numbers[held]).to(track.dtype)
 
     def _layer_layout(self, layer_idx: int, layer: LayerCache) -> LayerLayout:
         """Where the new rows go in this layer; computed once for layers that hold the same."""

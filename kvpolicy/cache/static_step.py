@@ -7,7 +7,7 @@ which it advances without reading, and writes what has changed otherwise: at adm
 compactions and departures.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from operator import is_
@@ -21,6 +21,7 @@ from kvpolicy.cache.slab import KVCache, LayerCache
 from kvpolicy.kernels.decode import Counts, DecodeSlabs, HeldRows, held_rows
 from kvpolicy.kernels.draw import SamplingColumns, SamplingNumbers, columns_of, draw
 from kvpolicy.kernels.flash_attention import can_attend
+from kvpolicy.kernels.marks import put_states
 from kvpolicy.kernels.on_cpu import Attend, attention_of
 from kvpolicy.kernels.operator import decode
 from kvpolicy.kernels.transfer import upload
@@ -89,6 +90,8 @@ class StaticStep:
         tokens: Tokens of the steps since `begin`, ``[steps, S]``, int64.
         states: Last hidden states that no policy has observed, ``[S, N, M]``, in order; ``None``:
             they are not wanted.
+        rings: For some layers, the input of their attention whose rows are not marked yet, in
+            order, ``[S, N, M]``.
     """
 
     def __init__(
@@ -96,6 +99,7 @@ class StaticStep:
         cache: KVCache,
         max_steps: int = 1,
         states: Tensor | None = None,
+        rings: Mapping[int, Tensor] | None = None,
         *,
         in_graph: bool = False,
         padded: bool = False,
@@ -107,6 +111,7 @@ class StaticStep:
             cache: The KV cache.
             max_steps: The most steps whose tokens are read together.
             states: Receives last hidden states.
+            rings: For some layers, receives the input of their attention.
             in_graph: Whether a step must not read anything on the host, because it is compiled;
                 always so on a GPU.
             padded: Whether a step serves a power of 2 of slots, or all, so that there are few
@@ -117,11 +122,12 @@ class StaticStep:
         self.in_graph = in_graph or device.type != "cpu"
         self._padded, self._flash = padded, flash
         num_slots = self.width = self.num_served = cache.num_slots
-        self.cache, self.states = cache, states
+        self.cache, self.states, self.rings = cache, states, dict(rings or {})
         num_heads = max(layer.shape.num_kv_heads for layer in cache.layers)
         self._token_ids = _Mirrored(device, num_slots)
         self._seq_len = _Mirrored(device, num_slots)
         self._observed = _Mirrored(device, num_slots)
+        self._marked = _Mirrored(device, num_slots)
         self._rows = _Mirrored(device, num_slots, len(cache.layers), num_heads)
         self.token_ids, self.seq_len = self._token_ids.tensor, self._seq_len.tensor
         self.rows = self._rows.tensor
@@ -143,6 +149,7 @@ class StaticStep:
         self._max_len = torch.zeros(num_slots, dtype=torch.int64, device=device)
         self._layers: list[LayerCache] = []
         self._arguments: list[tuple[DecodeSlabs, Counts, int]] = []
+        self._tracks: list[dict[str, Tensor]] = []
         self._attention: list[Attend] = []
         self._held: list[HeldRows | None] = []
 
@@ -175,6 +182,7 @@ class StaticStep:
         token_ids: Sequence[int],
         continuations: Sequence[Continuation],
         num_observed: Sequence[int],
+        num_marked: Sequence[int] = (),
     ) -> None:
         """Take over what the host knows of the first slots.
 
@@ -182,6 +190,7 @@ class StaticStep:
             token_ids: Their newest tokens.
             continuations: How they are continued.
             num_observed: Tokens of each that policies have observed.
+            num_marked: Tokens of each whose rows policies have marked; needed for rings only.
         """
         cache, served = self.cache, len(token_ids)
         self.num_served = served
@@ -191,6 +200,8 @@ class StaticStep:
         self._token_ids.set(np.array([*token_ids, *empty], dtype=np.int64))
         self._seq_len.set(cache.seq_len[:width])
         self._observed.set(np.array([*num_observed, *empty], dtype=np.int64))
+        if self.rings:
+            self._marked.set(np.array([*num_marked, *empty], dtype=np.int64))
         rows = cache.rows.T[:width, :, None]
         self._rows.set(np.broadcast_to(rows, (*rows.shape[:2], self._rows.known.shape[2])))
         if self._continuations != continuations:
@@ -247,6 +258,17 @@ class StaticStep:
                 query, key, value, read_rows, scaling=scaling, softcap=cap, sinks=sinks
             )
         return output[:, :, None]
+
+    def keep_input(self, layer_idx: int, states: Tensor) -> None:
+        """Keep what enters the attention of a layer, ``[W, M]``, if the layer has a ring."""
+        ring = self.rings.get(layer_idx)
+        if ring is not None:
+            place = self.seq_len[: self.width] - self._marked.tensor[: self.width]
+            put_states(ring, states, place, self.live[: self.width])
+
+    def marked_tracks(self, layer_idx: int, names: Sequence[str]) -> tuple[list[Tensor], Counts]:
+        """Tracks of a layer, ``[W, H_kv, R]``, and where their new rows are."""
+        return [self._tracks[layer_idx][name] for name in names], self._arguments[layer_idx][1]
 
     def finish(
         self, logits: Tensor, states: Tensor | None = None, drawn: Tensor | None = None
@@ -364,6 +386,9 @@ class StaticStep:
             return
         self.width, self._layers = width, list(layers)
         self._arguments = [self._arguments_of(index) for index in range(len(layers))]
+        self._tracks = [
+            {name: track[:width] for name, track in layer.tracks.items()} for layer in layers
+        ]
         if not self.in_graph:
             self._attention = [attention_of(*arguments) for arguments in self._arguments]
         self._cut_columns()

@@ -225,6 +225,8 @@ def _answer(call: "HookCall") -> str:
         return "FAILED"
     if isinstance(call.answer, list):
         return ", ".join(map(str, call.answer)) or _NONE
+    if isinstance(call.answer, dict):
+        return ", ".join(f"{name}: {one}" for name, one in call.answer.items()) or _NONE
     return _NONE if call.answer is None else str(call.answer)
 
 

@@ -20,6 +20,7 @@ from kvpolicy.cache.layout import StepLayout
 from kvpolicy.cache.static_step import StaticStep
 from kvpolicy.engine.compaction import Compactor
 from kvpolicy.engine.isolation import ErrorScope
+from kvpolicy.engine.marker import Marker
 from kvpolicy.engine.observer import Observer
 from kvpolicy.engine.resuming import Resuming
 from kvpolicy.engine.sequence import Sequence
@@ -110,6 +111,8 @@ class RunningBatch:
         self._observer.attach(
             self.cache, adapter.hidden_size, adapter.model.dtype, adapter.last_device
         )
+        self._marker = Marker(plan.layers, stacks, self.timings, errors, adapter.processes)
+        self._marker.attach(self.cache, adapter.hidden_size, adapter.model.dtype)
         self.max_steps = max_steps
         # Policies that steer run in Python, which a graph would leave out.
         self._on_gpu = adapter.device.type == "cuda"
@@ -120,6 +123,7 @@ class RunningBatch:
                 self.cache,
                 max_steps,
                 self._observer.states,
+                self._marker.rings,
                 in_graph=compiled is not None,
                 padded=replays,
                 flash=flash,
@@ -127,6 +131,7 @@ class RunningBatch:
         self._flash = flash
         self._compiled = compiled
         self._run: StaticForward = compiled or static_forward
+        self._without_graphs = self._run
         self._graphs: GraphRunner | None = None
         if replays:
             self._graphs = self._run = GraphRunner(self._run)
@@ -135,6 +140,7 @@ class RunningBatch:
             plan.layers,
             stacks,
             self._observer,
+            self._marker,
             self.timings,
             errors,
             adapter.processes.layer_rows,
@@ -207,6 +213,7 @@ class RunningBatch:
             SnapshotError: If sequences cannot be copied.
         """
         self.compactor.settle()
+        self._marker.flush(seq)  # so that no states wait, of which a snapshot knows nothing
         if seq.error is not None:
             raise SnapshotError(seq.error)
         self.compactor.note_peak(seq)
@@ -219,6 +226,7 @@ class RunningBatch:
             SnapshotError: If a policy remembers something that cannot be copied.
         """
         self._resuming.put(snapshot, seq, self.cache, self._observer, self._registers)
+        self._marker.note_all([seq])
 
     def begin_prefill_chunk(self) -> ForwardInput | None:
         """The next chunks of prompts that are not all in; ``None`` if all are."""
@@ -234,9 +242,16 @@ class RunningBatch:
         for row, (seq, length) in enumerate(zip(served, lengths, strict=True)):
             # Tokens generated before another turn may not all have been observed.
             self._observer.flush(seq)
+            self._marker.flush(seq)
             start = int(self.cache.seq_len[seq.slot])
             token_ids[row, step.width - length :] = torch.tensor(seq.prompt[start : start + length])
-        self._forward = ForwardInput(token_ids, step, None, self._observer.wants_states)
+        self._forward = ForwardInput(
+            token_ids,
+            step,
+            None,
+            self._observer.wants_states,
+            marking=self._marker.in_prefill(served),
+        )
         return self._forward
 
     def finish_prefill_chunk(
@@ -250,6 +265,9 @@ class RunningBatch:
             on_logits: Receives the logits of the sequences whose whole prompt is in.
         """
         served = self._served
+        if self.has_failed:
+            return
+        self._marker.note_all(served)
         complete = [row for row, seq in enumerate(served) if not self._num_left(seq)]
         self.compactor.settle()
         if complete:
@@ -268,7 +286,8 @@ class RunningBatch:
         else:
             step = self._static
             observed = [seq.num_observed for seq in active]
-            step.begin(newest, [seq.continuation for seq in active], observed)
+            marked = [seq.num_marked for seq in active]
+            step.begin(newest, [seq.continuation for seq in active], observed, marked)
             token_ids = step.token_ids[: step.num_served]
         steer = partial(self._steer, token_ids) if self._steers else None
         self._forward = ForwardInput(
@@ -276,7 +295,8 @@ class RunningBatch:
             step,
             steer,
             self._observer.wants_states,
-            run=self._run,
+            run=self._without_graphs if self._is_recorded else self._run,
+            marking=self._marker.in_decode(active, keeps=self._static is None),
         )
         return self._forward
 
@@ -295,6 +315,7 @@ class RunningBatch:
         if states is not None:
             self._observer.note(self._served, states[:, -1])
         self._observer.flush_full(self._served)
+        self._marker.flush_full(self._served)
 
     @property
     def num_steps(self) -> int:
@@ -310,7 +331,9 @@ class RunningBatch:
             return 1
         free = int(self.cache.num_free_rows([seq.slot for seq in served]).min())
         needed = max(seq.max_len - seq.num_tokens for seq in served)
-        return min(most, free, needed, self._observer.num_free(served))
+        return min(
+            most, free, needed, self._observer.num_free(served), self._marker.num_free(served)
+        )
 
     @property
     def has_failed(self) -> bool:
@@ -330,6 +353,8 @@ class RunningBatch:
         if failure is not None:  # it came after these steps
             for seq in served:
                 seq.finish_reason = seq.error = None
+            if self._graphs is not None:
+                self._graphs.forget()
         num_new = [0] * len(served)
         read = self._static.read(num_steps)
         self.compactor.settle()
@@ -343,7 +368,9 @@ class RunningBatch:
                 seq.fail(failure)
         newest = [seq.tokens[-1] for seq in served]
         self._static.count(num_new, newest, [seq.finish_reason is None for seq in served])
-        self._observer.flush_full([seq for seq in served if seq.error is None])
+        going_on = [seq for seq in served if seq.error is None]
+        self._observer.flush_full(going_on)
+        self._marker.flush_full(going_on)
 
     def compact(self) -> None:
         """Evict rows of the sequences of the last forward, where that is due."""
@@ -363,6 +390,11 @@ class RunningBatch:
             self.slots[seq.slot] = None
         self._served = [seq for seq in self._served if seq.finish_reason is None]
         return ended
+
+    @property
+    def _is_recorded(self) -> bool:
+        """Whether a listener receives hook calls of decode steps, which a replay leaves out."""
+        return any(stack.marked_in_step and stack.is_recorded for stack in self._stacks)
 
     def _place(self, seq: Sequence, slot: int) -> None:
         seq.slot = slot

@@ -11,6 +11,7 @@ from kvpolicy.cache.slab import KVCache
 from kvpolicy.cache.sliding_window import drop_oldest, num_expired
 from kvpolicy.engine.eviction import DueSlot, Eviction, MakeRows
 from kvpolicy.engine.isolation import ErrorScope
+from kvpolicy.engine.marker import Marker
 from kvpolicy.engine.observer import Observer
 from kvpolicy.engine.sequence import Sequence
 from kvpolicy.hooks.stack import Stack
@@ -33,6 +34,7 @@ class Compactor:
         layers: abc.Sequence[LayerPlan],
         stacks: abc.Sequence[Stack],
         observer: Observer,
+        marker: Marker,
         timings: PolicyTimings,
         errors: ErrorScope,
         make_rows: MakeRows = LayerRows,
@@ -41,7 +43,7 @@ class Compactor:
         self._cache = cache
         self._layers = layers
         self._stacks = stacks
-        self._observer = observer
+        self._observer, self._marker = observer, marker
         self._errors = errors
         self._make_rows = make_rows
         self.eviction = Eviction(cache, timings, errors, make_rows)
@@ -87,6 +89,7 @@ class Compactor:
         due &= cache.rows[:, slots] > over_budget
         for index in np.flatnonzero(due.any(axis=0)).tolist():
             self._observer.flush(sequences[index])
+            self._marker.flush(sequences[index], np.flatnonzero(due[:, index]).tolist())
             sequences[index].compactions += 1
         rows, before = cache.rows, cache.rows.copy()
         self.eviction.run(

@@ -155,6 +155,7 @@ class Engine:
         self.adapter.add_hooks(
             steered=[i for i, stack in enumerate(self.stacks) if stack.is_steered(i)],
             states=any("hidden_states" in stack.observes for stack in self.stacks),
+            marked=[i for i, stack in enumerate(self.stacks) if stack.is_marked],
         )
         self.adapter.check_forward()
         self.eager_reason = "asked for" if eager else self.adapter.eager_reason

@@ -8,9 +8,11 @@ from transformers import PreTrainedModel
 
 from kvpolicy.cache.slab import KVCache, LayerShape, Slab, SlabStack
 from kvpolicy.engine.isolation import ErrorScope
+from kvpolicy.engine.marker import Marker
 from kvpolicy.engine.observer import Observer
 from kvpolicy.hooks.timing import PolicyTimings
 from kvpolicy.model.adapter import ModelAdapter
+from kvpolicy.model.tensor_parallel import SingleProcess
 from kvpolicy.plan.plan import Plan
 from kvpolicy.plan.resolved import LayerPlan, ResolvedPlan
 from kvpolicy.state import RegisterFile
@@ -64,8 +66,9 @@ class Footprint:
         dtype: Precision of keys and values.
         tokens: Longest sequence.
         slots: Sequences decoded together.
-        shared_bytes_per_slot: Bytes of each sequence that belong to no layer: registers, and
-            hidden states that are kept until policies observe them.
+        shared_bytes_per_slot: Bytes of each sequence that belong to no slab: registers, hidden
+            states that are kept until policies observe them, and those that enter the attention of
+            layers and are kept until policies mark their rows.
         layers: The layers, in order.
     """
 
@@ -187,4 +190,6 @@ def _shared_bytes(plan: ResolvedPlan, adapter: ModelAdapter) -> int:
     empty = KVCache([], [], num_slots=1)
     observer = Observer(plan.layers, stacks, registers, None, PolicyTimings(), ErrorScope("raise"))
     observer.attach(empty, adapter.hidden_size, adapter.model.dtype, _META)
+    marker = Marker(plan.layers, stacks, PolicyTimings(), ErrorScope("raise"), SingleProcess())
+    marker.attach(empty, adapter.hidden_size, adapter.model.dtype, _META)
     return sum(tensor.nbytes for tensor in [*registers.all, *empty.slot_tensors])

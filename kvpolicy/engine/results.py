@@ -75,6 +75,7 @@ class RunReport:
         elapsed_s: Seconds since the start of the run, those of compiling included.
         prefill_s: Seconds in prefill, compactions included.
         decode_s: Seconds in decode steps, compactions included and compiling not.
+        mark_s: Seconds in `mark`; within decode steps, host time without device synchronization.
         observe_s: Seconds in `observe`.
         score_s: Seconds in `score`, including the computation of its arguments.
         select_s: Seconds in `select`.
@@ -88,8 +89,8 @@ class RunReport:
         full_bytes: What a full cache holds for them, likewise.
         note: A sentence if no row was evicted although the plan has a budget; else ``None``.
         peak_kv_bytes: Peak bytes of the cache in this process: keys, values, positions, tracks,
-            query windows, registers and unobserved hidden states of all slots, and the
-            temporary copy of a compaction.
+            query windows, registers and unobserved hidden states of all slots, those of rows
+            that are not marked yet, and the temporary copy of a compaction.
         num_processes: Processes that share the model and its cache.
         path: How decode steps were run: ``"eager: REASON"``, or ``"static"``, followed by
             ``", compiled"``, and on a GPU by ``", flash-attn in N of M layers"`` if it was asked
@@ -106,6 +107,7 @@ class RunReport:
     elapsed_s: float = 0.0
     prefill_s: float = 0.0
     decode_s: float = 0.0
+    mark_s: float = 0.0
     observe_s: float = 0.0
     score_s: float = 0.0
     select_s: float = 0.0
@@ -151,9 +153,9 @@ class RunReport:
 
     @property
     def policy_s(self) -> float:
-        """Seconds of policy work: observing, scoring, selecting, compacting and steering."""
+        """Seconds of policy work: marking, observing, scoring, selecting, compacting, steering."""
         compacting = self.score_s + self.select_s + self.compaction_s
-        return self.observe_s + compacting + self.steer_s
+        return self.mark_s + self.observe_s + compacting + self.steer_s
 
     @property
     def policy_share(self) -> float:

@@ -37,6 +37,7 @@ class Sequence:
         num_earlier: Tokens of the prompt that are.
         memory: What policies remember of it.
         num_observed: Tokens that policies were shown by `observe`.
+        num_marked: Tokens whose rows were marked, in layers that are marked after decode steps.
         compactions: Times at which at least one layer was compacted.
         rows_evicted: Rows evicted, summed over layers and counted per KV head.
         peak_rows: The most rows any layer held.
@@ -63,6 +64,7 @@ class Sequence:
     num_earlier: int = 0
     memory: SequenceMemory = attrs.field(factory=SequenceMemory)
     num_observed: int = 0
+    num_marked: int = 0
     compactions: int = 0
     rows_evicted: int = 0
     peak_rows: int = 0

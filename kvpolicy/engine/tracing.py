@@ -31,7 +31,7 @@ from kvpolicy.state import WaitingRequest
 _RECORDED = tuple(hook for hook in HOOKS if hook != "allocate")
 
 
-_DESCRIBED = (Tensor, WaitingRequest, list, tuple, bool, int, float, str)
+_DESCRIBED = (Tensor, WaitingRequest, dict, list, tuple, bool, int, float, str)
 
 # Records
 
@@ -390,6 +390,8 @@ def describe(value: object) -> object:
         return TensorInfo(dtype, tuple(value.shape), str(value.device))
     if isinstance(value, WaitingRequest):
         return value.id
+    if isinstance(value, dict):
+        return {str(name): describe(one) for name, one in value.items()}
     if isinstance(value, list | tuple):
         return [describe(one) for one in value]
     return value

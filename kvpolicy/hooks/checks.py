@@ -4,7 +4,7 @@ Each check returns what is wrong with an answer, or ``None``. `HookManager` puts
 policy before it and raises `HookResultError`.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import attrs
@@ -141,6 +141,30 @@ def steer_problem(answer: object, hidden_states: Tensor) -> str | None:
     assert isinstance(answer, Tensor)
     if answer.dtype != hidden_states.dtype:
         return f"returned {answer.dtype}; the hidden states are {hidden_states.dtype}"
+    return None
+
+
+def mark_problem(
+    answer: object, tracks: Sequence[str], shape: Sequence[int], device: torch.device
+) -> str | None:
+    """Check an answer to `mark` without reading values, so the step can be captured.
+
+    Args:
+        answer: The answer of one policy.
+        tracks: Names of its tracks.
+        shape: ``[N, H_kv]``.
+        device: Device of the rows.
+    """
+    if not isinstance(answer, Mapping):
+        return f"returned {type(answer).__name__}; expected numbers by the name of a track"
+    for name, numbers in answer.items():
+        if name not in tracks:
+            return f"marks track {name!r:.60}; it declares {', '.join(tracks) or 'none'}"
+        problem = _tensor_problem(numbers, shape, "[N, H_kv]", device)
+        if problem is None and not numbers.is_floating_point():
+            problem = f"returned {numbers.dtype}; expected floating point"
+        if problem is not None:
+            return f"{problem}, for track '{name}'"
     return None
 
 

@@ -28,6 +28,9 @@ ARGUMENTS = {name: tuple(inspect.signature(value).parameters) for name, value in
 # Methods that turn the memory of a sequence into plain data, and back; not hooks.
 PACKING = ("pack_memory", "unpack_memory")
 
+# Hooks that every policy is asked on its own, because an answer belongs to its policy.
+ASKED_EACH = ("mark",)
+
 MAX_WINDOW = 2**16  # queries; every slot has memory for as many
 
 _MISSING = object()
@@ -116,6 +119,7 @@ class Declarations:
     )
     bounded: bool = _declaration(True, _is_bool, "True or False")
     layers_alike: bool = _declaration(False, _is_bool, "True or False")
+    marks_in_step: bool = _declaration(False, _is_bool, "True or False")
     steers: tuple[int, ...] | None = _declaration(
         None, _are_layers, "layers counted from 0, such as (2, 3)"
     )
@@ -213,6 +217,8 @@ def _hook_problem(hook: str, attribute: object, options: Mapping[str, Any]) -> s
     if inspect.iscoroutinefunction(function) or inspect.isasyncgenfunction(function):
         return f"{hook}() is async, and hooks are called without waiting; write a plain def"
     is_wrapper = bool(options.get("wrapper") or options.get("hookwrapper"))
+    if is_wrapper and hook in ASKED_EACH:
+        return f"{hook}() is a wrapper, and every policy is asked for its own {hook}()"
     if inspect.isgeneratorfunction(function) != is_wrapper:
         if is_wrapper:
             return f"{hook}() is declared as a wrapper and has no yield"

@@ -143,6 +143,38 @@ class HookManager:
         ask = partial(self._call, hook, layer_idx, check, optional, arguments)
         return self._listener.call_hook(hook, arguments, ask)
 
+    def ask_each(
+        self,
+        hook: str,
+        layer_idx: int | None,
+        checks: Sequence[tuple[pluggy.HookImpl, Check]],
+        **arguments: Any,
+    ) -> list[Any]:
+        """Call several implementations of one hook, one after the other.
+
+        Args:
+            hook: Name of the hook.
+            layer_idx: The layer, for hooks that are called per layer.
+            checks: The implementations, each with the check of its answer.
+            arguments: Arguments that policies may name.
+
+        Returns:
+            The answers of those that have an opinion.
+
+        Raises:
+            HookError: A policy raises.
+            HookResultError: An answer violates the contract.
+        """
+        if layer_idx is not None:
+            arguments["layer_idx"] = layer_idx
+        answers = []
+        for impl, check in checks:
+            ask = partial(self._call_one, hook, layer_idx, impl, check, arguments)
+            listener = self._listener
+            answer = ask() if listener is None else listener.call_hook(hook, arguments, ask)
+            answers += [] if answer is None else [answer]
+        return answers
+
     @contextmanager
     def listening(self, listener: HookListener) -> Iterator[None]:
         """Pass every hook call to a listener inside a ``with`` block.
@@ -173,13 +205,31 @@ class HookManager:
         optional: bool,
         arguments: dict[str, Any],
     ) -> Any:
-        answer = self._answer(hook, layer_idx, arguments, effects := SideEffects(arguments))
+        call = partial(getattr(self._manager.hook, hook), **arguments)
+        answer = self._answer(hook, layer_idx, call, effects := SideEffects(arguments))
         is_valid = optional and answer is None
         problem = (None if is_valid else _validate(check, answer)) or effects.problem()
         if problem is None:
             return answer
         offender = self._find_offender(hook, check, arguments)
         raise self._result_error(hook, layer_idx, offender, problem)
+
+    def _call_one(
+        self,
+        hook: str,
+        layer_idx: int | None,
+        impl: pluggy.HookImpl,
+        check: Check,
+        arguments: dict[str, Any],
+    ) -> Any:
+        """Call one implementation of a hook."""
+        effects = SideEffects(arguments)
+        call = partial(impl.function, *(arguments[name] for name in impl.argnames))
+        answer = self._answer(hook, layer_idx, call, effects)
+        problem = (None if answer is None else _validate(check, answer)) or effects.problem()
+        if problem is not None:
+            raise self._result_error(hook, layer_idx, impl.plugin_name, problem)
+        return answer
 
     def _call_and_keep(
         self,
@@ -239,12 +289,12 @@ class HookManager:
         self,
         hook: str,
         layer_idx: int | None,
-        arguments: dict[str, Any],
+        call: Callable[[], Any],
         effects: SideEffects,
     ) -> Any:
-        """The answer of the policies, not checked."""
+        """The answer of policies, not checked."""
         try:
-            return getattr(self._manager.hook, hook)(**arguments)
+            return call()
         except BaseException as error:
             effects.problem()  # puts torch's defaults back
             if isinstance(error, (KVPolicyError, KeyboardInterrupt)):

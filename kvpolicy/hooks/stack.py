@@ -6,6 +6,7 @@ from functools import partial
 from itertools import chain
 from typing import Any
 
+import pluggy
 from torch import Tensor
 
 from kvpolicy.cache.rows import HeldRows, LayerRows
@@ -14,7 +15,7 @@ from kvpolicy.errors import PolicyLoadError
 from kvpolicy.hooks import checks
 from kvpolicy.hooks.declarations import Declarations
 from kvpolicy.hooks.late_checks import LateChecks
-from kvpolicy.hooks.manager import HookListener, HookManager
+from kvpolicy.hooks.manager import Check, HookListener, HookManager
 from kvpolicy.hooks.protection import protected_rows
 from kvpolicy.kernels.accumulators import ACCUMULATORS, ATTN_LAST
 from kvpolicy.state import Memory, Parts, Registers, WaitingRequest
@@ -42,6 +43,7 @@ class Stack:
         declared: What each of them declares.
         reads: Arguments that some policy names in `protect`, `score`, `select` or `evict`.
         observes: Arguments that some policy names in `observe`.
+        marks: Arguments that some policy names in `mark`.
         tracks: Names of the per-row numbers that move with the rows.
         attn_threshold: Attention weight above which a query uses a row; 0 if no policy asks for
             the last use.
@@ -54,6 +56,8 @@ class Stack:
             declares that it treats layers alike, parts included.
         steering: Names of the policies that steer, each with its layers; ``None`` stands for
             all layers of the stack.
+        marked_in_step: Tracks that policies mark within the decode step.
+        marked_later: Tracks that policies mark after several decode steps.
     """
 
     def __init__(
@@ -92,6 +96,9 @@ class Stack:
         self.observes: frozenset[str] = self._arguments_of("observe").union(
             *(part.observes for part in self._part_list)
         )
+        self.marks: frozenset[str] = self._arguments_of("mark").union(
+            *(part.marks for part in self._part_list)
+        )
         reads_queries = self.reads & {"queries", "attn_weights"}
         self.declared: list[Declarations] = [
             *(declared[id(policy)] for policy in own),
@@ -119,6 +126,30 @@ class Stack:
             ),
             *chain.from_iterable(part.steering for part in self._part_list),
         ]
+        # Implementations of `mark`, by whether they are called within the decode step.
+        self._marking: dict[bool, list[pluggy.HookImpl]] = {True: [], False: []}
+        for impl in self._manager.impls("mark"):
+            one = declared[id(impl.plugin)]
+            if not one.tracks:
+                msg = (
+                    f"policy '{impl.plugin_name}'{owner} implements mark() and declares no tracks; "
+                    'write tracks: ClassVar[tuple[str, ...]] = ("NAME",)'
+                )
+                raise PolicyLoadError(msg)
+            self._marking[one.marks_in_step].append(impl)
+        self.marked_in_step = self._marked(in_step=True)
+        self.marked_later = self._marked(in_step=False)
+
+    def _marked(self, *, in_step: bool) -> tuple[str, ...]:
+        own = [
+            self._prefix + track
+            for impl in self._marking[in_step]
+            for track in self._manager.declared[id(impl.plugin)].tracks
+        ]
+        of_parts = (
+            part.marked_in_step if in_step else part.marked_later for part in self._part_list
+        )
+        return (*own, *chain.from_iterable(of_parts))
 
     def _part_stacks(self, name: str, parts: Sequence[tuple[str, object]]) -> list["Stack"]:
         """A stack for each part of a policy, with tracks of its own."""
@@ -201,6 +232,11 @@ class Stack:
         """Whether a policy steers this layer."""
         return any(layers is None or layer_idx in layers for _, layers in self.steering)
 
+    @property
+    def is_marked(self) -> bool:
+        """Whether a policy marks new rows."""
+        return bool(self.marked_in_step or self.marked_later)
+
     def slab(self, capacity: int) -> Slab:
         """What the cache of a layer must hold for the policies of this stack."""
         return Slab(capacity, self.window_size, self.tracks, self.attn_threshold)
@@ -251,6 +287,35 @@ class Stack:
         self._manager.ask("observe", None, checks.observe_problem, **arguments)
         for part in self._part_list:
             part.observe(**arguments)
+
+    def mark(
+        self, layer_idx: int, *, in_step: bool | None = None, **arguments: Any
+    ) -> dict[str, Tensor]:
+        """Numbers for new rows, ``[N, H_kv]``, by the names of tracks in the cache.
+
+        Args:
+            layer_idx: The layer.
+            in_step: Ask only the policies that mark within the decode step, or only the others.
+            arguments: The other arguments of the hook.
+        """
+        keys: Tensor = arguments["keys"]
+        asked = [
+            (impl, self._mark_check(impl.plugin, keys))
+            for kind in ((True, False) if in_step is None else (in_step,))
+            for impl in self._marking[kind]
+        ]
+        marks = {
+            self._prefix + name: numbers
+            for answer in self._manager.ask_each("mark", layer_idx, asked, **arguments)
+            for name, numbers in answer.items()
+        }
+        for part in self._part_list:
+            marks |= part.mark(layer_idx, in_step=in_step, **arguments)
+        return marks
+
+    def _mark_check(self, policy: object, keys: Tensor) -> Check:
+        tracks, shape = self._manager.declared[id(policy)].tracks, keys.shape[:2]
+        return lambda answer: checks.mark_problem(answer, tracks, shape, keys.device)
 
     def steer(
         self,

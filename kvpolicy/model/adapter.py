@@ -25,6 +25,7 @@ from kvpolicy.cache.static_step import StaticStep
 from kvpolicy.errors import KVPolicyError, ModelError, error_summary
 from kvpolicy.model.attention import attention_function
 from kvpolicy.model.config import (
+    attention_module,
     check_loaded,
     check_runs,
     decoder_layers,
@@ -33,6 +34,7 @@ from kvpolicy.model.config import (
     sliding_windows,
     stop_ids,
 )
+from kvpolicy.model.marking import Marking, check_input, mark_stored_rows, marking
 from kvpolicy.model.packed import PackedWeights, packed_weights
 from kvpolicy.model.rope import Rotation
 from kvpolicy.model.rope_types import (
@@ -66,6 +68,9 @@ class ForwardInput:
         states: Hidden states after the final norm, ``[B, L, M]``, after the forward.
         run: Runs a static step.
         draws: Whether a static step draws the next tokens and counts the new rows.
+        marking: Marks the new rows of the layers named in `ModelAdapter.add_hooks`.
+        attention_input: What enters the attention of the layer under way, ``[B, L, M]``, if its
+            rows are marked.
     """
 
     token_ids: Tensor
@@ -75,6 +80,8 @@ class ForwardInput:
     states: Tensor | None = None
     run: StaticForward = static_forward
     draws: bool = False
+    marking: Marking | None = None
+    attention_input: Tensor | None = None
 
 
 class ModelAdapter:
@@ -120,6 +127,7 @@ class ModelAdapter:
         self.processes = processes_of(model, self._config)
         self._run_own_hooks = run_own_hooks
         self._steered: frozenset[int] = frozenset()
+        self._marked: frozenset[int] = frozenset()
         self._reads_states = False
         self._twin = Twin(model, ATTENTION, self._register)
         decoder_layers(model)
@@ -155,14 +163,18 @@ class ModelAdapter:
             f"prompt more than {most}"
         )
 
-    def add_hooks(self, *, steered: Collection[int], states: bool) -> None:
+    def add_hooks(
+        self, *, steered: Collection[int], states: bool, marked: Collection[int] = ()
+    ) -> None:
         """Say what forwards may ask for beyond logits.
 
         Args:
             steered: Layers whose input may be steered.
             states: Whether the last hidden states may be wanted.
+            marked: Layers whose new rows may be marked.
         """
         self._steered |= frozenset(steered)
+        self._marked |= frozenset(marked)
         self._reads_states |= states
         self._twin = Twin(self.model, ATTENTION, self._register)
 
@@ -239,7 +251,7 @@ class ModelAdapter:
         if isinstance(step, StaticStep):
             logits, given.states = self._run_static(twin, step, given)
             return logits, given.states
-        cache, device = StepCache(step), self.device
+        cache, device = StepCache(step, given), self.device
         positions = torch.from_numpy(step.position_ids).to(device)
         by_length = serving(step.totals.tolist()) if self._rotates_by_length else nullcontext()
         with by_length:
@@ -281,7 +293,11 @@ class ModelAdapter:
         self, twin: PreTrainedModel, step: StaticStep, given: ForwardInput
     ) -> tuple[Tensor, Tensor | None]:
         """Logits and states after the new tokens of a static step, of slots that take part."""
-        with torch.inference_mode(), steering(given.steer) if given.steer else nullcontext():
+        with (
+            torch.inference_mode(),
+            steering(given.steer) if given.steer else nullcontext(),
+            marking(given.marking) if given.marking else nullcontext(),
+        ):
             logits, states = given.run(self._called(twin), step, given)
         return logits[: step.num_served], None if states is None else states[: step.num_served]
 
@@ -302,6 +318,10 @@ class ModelAdapter:
         for layer_idx in self._steered:
             layer = copies.hookable(layers[layer_idx])
             layer.register_forward_pre_hook(_steering_hook(layer_idx), with_kwargs=True)
+        for layer_idx in self._marked:
+            attention = copies.hookable(attention_module(self.model, layer_idx))
+            hook = _input_hook(layer_idx, self.hidden_size)
+            attention.register_forward_pre_hook(hook, with_kwargs=True)
 
     def _keys_at(self, position: int) -> list[Tensor]:
         """Keys of every layer, in all heads, for one token that stands alone at a position."""
@@ -356,12 +376,24 @@ def _steering_hook(layer_idx: int) -> Any:
     return steer
 
 
+def _input_hook(layer_idx: int, hidden_size: int) -> Any:
+    """Notes what enters the attention of a layer, where its new rows are marked."""
+
+    def note(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        given: ForwardInput | None = kwargs.get("kvpolicy_forward")
+        if given is not None and given.marking is not None:
+            states = args[0] if args else kwargs.get("hidden_states")
+            given.attention_input = check_input(states, hidden_size, layer_idx)
+
+    return note
+
+
 class StepCache(Cache):
     """The ``past_key_values`` of one forward: stores new rows in the slabs."""
 
-    def __init__(self, step: StepLayout) -> None:
+    def __init__(self, step: StepLayout, given: ForwardInput) -> None:
         super().__init__(layers=[])
-        self._step = step
+        self._step, self._given = step, given
         self.stored: set[int] = set()
 
     def update(
@@ -387,7 +419,9 @@ class StepCache(Cache):
                     "load the model with another dtype"
                 )
                 raise ModelError(msg)
-        return self._step.store(layer_idx, key_states, value_states)
+        rows = self._step.store(layer_idx, key_states, value_states)
+        mark_stored_rows(self._given, layer_idx, key_states, value_states)
+        return rows
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Tokens seen before this forward."""

@@ -4,7 +4,7 @@ Its queries are after RoPE. It records what policies read: the most recent queri
 accumulate of the attention that they receive.
 """
 
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +16,7 @@ from kvpolicy.cache.static_step import StaticStep
 from kvpolicy.errors import ModelError
 from kvpolicy.kernels.accumulators import ATTN_LAST, accumulate, combine, read_logits
 from kvpolicy.model.config import hiding_window
+from kvpolicy.model.marking import HasMarking, mark_static_rows
 
 # Where weights are computed, queries are taken in blocks whose weights take at most so many bytes,
 # or one by one. Logits and a copy in the model's dtype come on top. On a CPU a block stays in its
@@ -163,12 +164,6 @@ def _masked_logits(
     return softmax.masked(logits, None if mask is None else mask[:, :, None])
 
 
-class HasStep(Protocol):
-    """The forward under way, as `ModelAdapter.forward` passes it through the model."""
-
-    step: StepLayout | StaticStep
-
-
 def attention_function(
     module: nn.Module,
     query: Tensor,
@@ -176,7 +171,7 @@ def attention_function(
     value: Tensor,
     attention_mask: Tensor | None,
     scaling: float | None = None,
-    kvpolicy_forward: HasStep | None = None,
+    kvpolicy_forward: HasMarking | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Adapt `attend` to transformers' ``AttentionInterface``.
@@ -224,6 +219,8 @@ def attention_function(
     softcap, sinks = kwargs.get("softcap"), kwargs.get("s_aux")
     if isinstance(step, StaticStep):
         output = step.attend(layer_idx, query, key, value, scaling, softcap, sinks)
+        assert kvpolicy_forward is not None
+        mark_static_rows(kvpolicy_forward, layer_idx, key, value)
     else:
         softmax = PLAIN if softcap is None and sinks is None else Softmax(softcap, sinks)
         output = attend(step, layer_idx, query, key, value, scaling, softmax)

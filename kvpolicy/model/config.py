@@ -133,6 +133,29 @@ def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
     return layers
 
 
+def attention_module(model: PreTrainedModel, layer_idx: int) -> nn.Module:
+    """The module that computes the attention of a layer.
+
+    Raises:
+        ModelError: If it cannot be told from the others.
+    """
+    layer = decoder_layers(model)[layer_idx]
+    found = [
+        module
+        for module in layer.modules()
+        if module is not layer and getattr(module, "layer_idx", None) == layer_idx
+    ]
+    # A layer may number more of its modules; attention is the one that knows the model.
+    found = [module for module in found if hasattr(module, "config")]
+    if len(found) != 1:
+        msg = (
+            f"model {type(model).__name__} cannot be run with policies that read its attention: "
+            f"layer {layer_idx} has {len(found)} modules that may be its attention"
+        )
+        raise ModelError(msg)
+    return found[0]
+
+
 def check_loaded(model: PreTrainedModel) -> None:
     """Check that a model has its weights, or that accelerate's hooks bring them.
 

@@ -104,6 +104,10 @@ class GraphRunner:
         graph.replay()
         return graph.output
 
+    def forget(self) -> None:
+        """Capture every step again, because what was captured lacks work that has failed."""
+        self._graphs.clear()
+
     def _add(
         self, key: tuple[Any, ...], call: Callable[..., Any], step: StaticStep, given: Any
     ) -> None:

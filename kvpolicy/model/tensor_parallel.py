@@ -50,6 +50,10 @@ class SingleProcess:
         """All heads of a tensor, of which ``part`` has those of this process."""
         return part
 
+    def own_part(self, whole: Tensor) -> Tensor:
+        """The heads of this process in the result of `all_gather`."""
+        return whole
+
     def same_tokens(self, tokens: Tensor) -> Tensor:
         """Drawn tokens, the same in all processes."""
         return tokens

@@ -5,12 +5,15 @@ the contract, and records which rows of each sequence stay.
 """
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import attrs
+import pluggy
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from kvpolicy.cache.rows import LayerRows, Tracks
 from kvpolicy.errors import HookError, HookResultError, KVPolicyError
@@ -19,6 +22,19 @@ from kvpolicy.hooks.manager import Check, HookManager
 from kvpolicy.hooks.stack import Stack
 from kvpolicy.state import Memory, SequenceMemory
 from kvpolicy.testing.clauses import ConformanceError
+
+# Marks of a token that differ by less are equal: sums over other sizes are rounded in other ways.
+_ROUNDING = 1e-9
+
+_READS = {
+    torch.ops.aten._local_scalar_dense.default,
+    torch.ops.aten.item.default,
+    torch.ops.aten.is_nonzero.default,
+    torch.ops.aten.equal.default,
+    torch.ops.aten.nonzero.default,
+    torch.ops.aten.masked_select.default,
+    torch.ops.aten._unique2.default,
+}
 
 _HINT = "if the policy needs it, give check_policy a tokenizer, hidden_size or num_layers"
 
@@ -129,11 +145,63 @@ class _MonitoredManager:
         if hook == "select":
             self._record(answer, **arguments)
         if hook == "steer":
-            self._report("nan", _nan_in(answer), counts)
+            self._report("nan", _nan_in(answer, hook), counts)
         if rows is not None:
             for clause, problem in rows.problems().items():
                 self._report(clause, problem, counts)
         return answer
+
+    def ask_each(
+        self,
+        hook: str,
+        layer_idx: int | None,
+        checks: Sequence[tuple[pluggy.HookImpl, Check]],
+        **arguments: Any,
+    ) -> list[Any]:
+        """Call a hook of several policies and check what it did; see `HookManager.ask_each`."""
+        answers: list[Any] = []
+        for impl, check in checks:
+            counts = hook in self._hooks and impl.plugin is self._monitor.policy
+            tensors = {
+                name: (value, value.clone())
+                for name, value in arguments.items()
+                if name in impl.argnames and isinstance(value, Tensor)
+            }
+            seen: list[object] = []
+            ask = partial(
+                self._manager.ask_each,
+                hook,
+                layer_idx,
+                [(impl, _noting(check, seen))],
+                **arguments,
+            )
+            try:
+                answers += self._blaming(hook, seen, arguments, ask)
+            finally:
+                self._report("read_only", _modified(hook, tensors), counts)
+            if counts:
+                self._monitor.checked["answers"] += 1
+            if hook == "mark" and seen:
+                self._check_marks(impl, seen[-1], arguments, counts)
+        return answers
+
+    def _check_marks(
+        self, impl: pluggy.HookImpl, marks: Any, arguments: dict[str, Any], counts: bool
+    ) -> None:
+        """Ask for the marks of an answer again, in halves and in a mode that forbids reading."""
+        self._report("nan", _nan_in([*marks.values()], "mark"), counts)
+        first = arguments["states"]
+        if self._manager.declared[id(impl.plugin)].marks_in_step:
+            self._report("in_step", _reads(partial(_of_tokens, impl, arguments)), counts)
+        # With less precision, rounding differs between products of other sizes.
+        if len(first) > 1 and first.dtype == torch.float64:
+            problems = (
+                _other_marks(name, numbers, half, again.get(name))
+                for half in (slice(0, len(first) // 2), slice(len(first) // 2, None))
+                for again in [_of_tokens(impl, arguments, half) or {}]
+                for name, numbers in marks.items()
+            )
+            self._report("marks", next(filter(None, problems), None), counts)
 
     def _arguments_of(self, hook: str) -> frozenset[str]:
         """The arguments that implementations of a hook name."""
@@ -146,19 +214,33 @@ class _MonitoredManager:
     def _call(
         self, hook: str, layer_idx: int | None, check: Check, optional: bool, arguments: Any
     ) -> Any:
-        answers: list[object] = []
+        seen: list[object] = []
+        ask = partial(
+            self._manager.ask,
+            hook,
+            layer_idx,
+            _noting(check, seen),
+            optional=optional,
+            **arguments,
+        )
+        answer = self._blaming(hook, seen, arguments, ask)
+        if hook in self._hooks:
+            more = {"score": ["nan"], "schedule": ["schedule"]}
+            self._monitor.checked.update(["answers", *more.get(hook, [])])
+        return answer
 
-        def noting_check(answer: object) -> str | None:
-            answers.append(answer)
-            return check(answer)
+    def _blaming(
+        self, hook: str, seen: list[object], arguments: dict[str, Any], ask: Callable[[], Any]
+    ) -> Any:
+        """Call a hook; an error names the clause that is broken.
 
+        ``seen`` receives the answers that are checked.
+        """
         expected = "an answer"
         try:
-            answer = self._manager.ask(
-                hook, layer_idx, noting_check, optional=optional, **arguments
-            )
+            return ask()
         except HookResultError as error:
-            clause = _clause_of(hook, answers[0], arguments)
+            clause = _clause_of(hook, seen[0] if seen else None, arguments)
             expected = f"an answer as in docs/reference/hooks.md#{hook}"
             raise ConformanceError(clause, expected, str(error)) from error
         except HookError as error:
@@ -169,10 +251,6 @@ class _MonitoredManager:
             came = f"{type(error).__name__} in {hook}(): {error}"
             expected = f"{expected}; {_HINT}"
             raise ConformanceError(clause="answers", expected=expected, came=came) from error
-        if hook in self._hooks:
-            more = {"score": ["nan"], "schedule": ["schedule"]}
-            self._monitor.checked.update(["answers", *more.get(hook, [])])
-        return answer
 
     def _report(self, clause: str, problem: Problem, counts: bool) -> None:
         self._monitor.checked[clause] += counts
@@ -232,10 +310,69 @@ def _modified(hook: str, tensors: dict[str, tuple[Tensor, Tensor]]) -> Problem:
     return None
 
 
-def _nan_in(change: Tensor | list[Tensor] | None) -> Problem:
-    changes = change if isinstance(change, list) else [change]
-    has_nan = any(one is not None and bool(one.isnan().any()) for one in changes)
-    return ("a change without NaN", "NaN in the answer to steer()") if has_nan else None
+def _nan_in(answer: Tensor | list[Tensor] | None, hook: str) -> Problem:
+    answers = answer if isinstance(answer, list) else [answer]
+    has_nan = any(one is not None and bool(one.isnan().any()) for one in answers)
+    return ("an answer without NaN", f"NaN in the answer to {hook}()") if has_nan else None
+
+
+def _noting(check: Check, seen: list[object]) -> Check:
+    """A check that notes the answers."""
+
+    def noting(answer: object) -> str | None:
+        seen.append(answer)
+        return check(answer)
+
+    return noting
+
+
+def _of_tokens(
+    impl: pluggy.HookImpl, arguments: dict[str, Any], tokens: slice = slice(None)
+) -> Any:
+    """The answer of one policy to `mark` for some of the tokens."""
+    some = {
+        name: value[tokens] if isinstance(value, Tensor) else value
+        for name, value in arguments.items()
+    }
+    return impl.function(*(some[name] for name in impl.argnames))
+
+
+def _other_marks(name: str, numbers: Tensor, half: slice, again: Tensor | None) -> Problem:
+    """How the marks of half of the tokens differ where these are asked about alone."""
+    expected = numbers[half]
+    if again is not None and torch.allclose(
+        again.double(), expected.double(), rtol=_ROUNDING, atol=_ROUNDING, equal_nan=True
+    ):
+        return None
+    came = "none" if again is None else again.tolist()
+    return (
+        f"marks '{name}' {expected.tolist()} of {len(expected)} tokens, as of {len(numbers)}",
+        f"{came} when these are asked about alone",
+    )
+
+
+def _reads(call: Callable[[], object]) -> Problem:
+    """The operation by which a call reads a value of a tensor."""
+    with _ReadMode() as mode:
+        call()
+    if mode.found is None:
+        return None
+    return "pure tensor work in mark()", f"{mode.found}, which reads a value"
+
+
+class _ReadMode(TorchDispatchMode):
+    """Notes the first operation whose result the host must know before it can go on."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.found: str | None = None
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if self.found is None and func in _READS:
+            self.found = str(func)
+        return func(*args, **(kwargs or {}))
 
 
 def _clause_of(hook: str, answer: object, arguments: dict[str, Any]) -> str:

@@ -18,7 +18,7 @@ from kvpolicy.engine.eviction import DueSlot, Eviction
 from kvpolicy.engine.isolation import ErrorScope
 from kvpolicy.engine.request import Request
 from kvpolicy.engine.sequence import Sequence as ServedSequence
-from kvpolicy.errors import BudgetError
+from kvpolicy.errors import BudgetError, KVPolicyError
 from kvpolicy.hooks.stack import Stack
 from kvpolicy.hooks.timing import PolicyTimings
 from kvpolicy.kernels.accumulators import ACCUMULATORS
@@ -55,6 +55,7 @@ def keep_rows(
     buffer: int = 1,
     prompt: int | None = None,
     shown: Shown | None = None,
+    states: Tensor | None = None,
     **knobs: Any,
 ) -> Tensor:
     """The rows that stay when a cache is compacted once.
@@ -72,13 +73,14 @@ def keep_rows(
         buffer: The argument `buffer` of `score`.
         prompt: Tokens of the prompt; all ``T`` if not given.
         shown: What policies that implement `observe` receive; by default nothing.
+        states: What policies that implement `mark` receive of all tokens, ``[B, T, M]``.
         knobs: Knobs of the policy.
 
     Returns:
         Rows that stay, ``[B, H_kv, K]``, int64, rising; all of them if ``T <= budget``.
     """
     num_rows, window = keys.shape[2], queries.shape[2]
-    layer = _Layer(policy, knobs, keys, queries, budget, buffer, prompt, shown)
+    layer = _Layer(policy, knobs, keys, queries, budget, buffer, prompt, shown, states)
     if window < num_rows:
         old = slice(0, num_rows - window)
         layer.feed(keys[:, :, old], values[:, :, old], None)
@@ -98,6 +100,7 @@ def replay(
     compact_at: Sequence[int],
     buffer: int = 1,
     shown: Shown | None = None,
+    states: Tensor | None = None,
     **knobs: Any,
 ) -> list[Tensor]:
     """The positions that stay after each of several compactions of a growing cache.
@@ -116,12 +119,13 @@ def replay(
         compact_at: Numbers of tokens after which to compact, rising, none below ``prompt``.
         buffer: The argument `buffer` of `score` and `due`.
         shown: What policies that implement `observe` receive; by default nothing.
+        states: What policies that implement `mark` receive of all tokens, ``[B, T, M]``.
         knobs: Knobs of the policy.
 
     Returns:
         For each compaction the original positions that stay, ``[B, H_kv, K]``, int64.
     """
-    layer = _Layer(policy, knobs, keys, queries, budget, buffer, prompt, shown)
+    layer = _Layer(policy, knobs, keys, queries, budget, buffer, prompt, shown, states)
     layer.feed(keys[:, :, :prompt], values[:, :, :prompt], queries[:, :, :prompt])
     kept = [layer.compact()] if prompt in compact_at else []
     for token in range(prompt, keys.shape[2]):
@@ -145,6 +149,7 @@ class _Layer:
         buffer: int,
         prompt_len: int | None,
         shown: Shown | None,
+        states: Tensor | None,
     ) -> None:
         listed = policy if isinstance(policy, (list, tuple)) else [policy]
         specs = [PolicySpec.of(one, knobs) for one in listed]
@@ -167,7 +172,7 @@ class _Layer:
             ServedSequence(slot, Request(prompt), prompt, 1, frozenset(), slot=slot)
             for slot in range(num_sequences)
         ]
-        self.shown = shown
+        self.shown, self.states = shown, states
         self.registers = RegisterFile(self.stack.policies, num_sequences, keys.device)
         self.num_observed = 0
 
@@ -175,9 +180,29 @@ class _Layer:
         """Store tokens, and let their queries, if any, attend."""
         step = StepLayout(self.cache, range(keys.shape[0]), [keys.shape[2]] * keys.shape[0])
         all_keys, all_values = step.store(_LAYER, keys, values)
+        if self.stack.is_marked:
+            self._mark(step, keys, values)
         if queries is not None:
             attend(step, _LAYER, queries, all_keys, all_values, keys.shape[-1] ** -0.5)
         step.commit()
+
+    def _mark(self, step: StepLayout, keys: Tensor, values: Tensor) -> None:
+        """Mark new rows."""
+        num_seen, num_new = int(self.cache.seq_len[0]), keys.shape[2]
+        if self.states is None:
+            # Policies that read keys and values only need none.
+            states = keys.new_zeros(len(keys), num_new, 0)
+            if "states" in self.stack.marks:
+                names = "+".join(self.stack.names)
+                msg = f"policy '{names}' reads states in mark(); give them, [B, T, M], as states"
+                raise KVPolicyError(msg)
+        else:
+            states = self.states[:, num_seen : num_seen + num_new]
+        states, keys, values, positions = step.new_rows(_LAYER, states, keys, values)
+        marks = self.stack.mark(
+            _LAYER, states=states, keys=keys, values=values, positions=positions
+        )
+        step.mark(_LAYER, marks)
 
     def decide(self) -> Tensor:
         """Rows that stay of each sequence, ``[B, H_kv, K]``; all if nothing is due."""

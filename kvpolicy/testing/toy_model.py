@@ -19,6 +19,7 @@ from kvpolicy.cache.slab import LayerShape, Rotate
 from kvpolicy.cache.static_step import StaticStep
 from kvpolicy.model.adapter import ForwardInput, ModelAdapter
 from kvpolicy.model.attention import attend
+from kvpolicy.model.marking import mark_static_rows, mark_stored_rows
 from kvpolicy.model.packed import PackedWeights
 from kvpolicy.model.rope import rotate_halves
 
@@ -49,6 +50,7 @@ class ToyModel(ModelAdapter):
         self.num_layers, self.hidden_size = num_layers, hidden_size
         self.vocab_size, self.max_positions = vocab_size, _MAX_POSITIONS
         self.stop_ids = ()
+        self._marked: frozenset[int] = frozenset()
         self._device = torch.device("cpu")
         self.model = SimpleNamespace(device=self._device, dtype=dtype)  # type: ignore[assignment]
         self._shape = LayerShape(kv_heads * group, kv_heads, head_dim, dtype, self._device)
@@ -114,8 +116,11 @@ class ToyModel(ModelAdapter):
     eager_reason = None
     weights = PackedWeights(0, 0, 0, 0)
 
-    def add_hooks(self, *, steered: Collection[int], states: bool) -> None:
-        """Do nothing: `forward` itself steers and returns hidden states."""
+    def add_hooks(
+        self, *, steered: Collection[int], states: bool, marked: Collection[int] = ()
+    ) -> None:
+        """Note which rows are marked; `forward` itself steers and returns hidden states."""
+        self._marked |= frozenset(marked)
 
     def forward(self, given: ForwardInput) -> tuple[Tensor, Tensor | None]:
         """Forward pass over the new tokens of a step, see `ModelAdapter.forward`."""
@@ -130,10 +135,14 @@ class ToyModel(ModelAdapter):
             heads = (states @ into).unflatten(2, (-1, self._shape.head_dim)).transpose(1, 2)
             queries, keys, values = heads.split(self._num_heads, dim=1)
             scaling = self._shape.head_dim**-0.5
+            if layer_idx in self._marked and given.marking is not None:
+                given.attention_input = states
             if isinstance(step, StaticStep):
                 found = step.attend(layer_idx, queries, keys, values, scaling)
+                mark_static_rows(given, layer_idx, keys, values)
             else:
                 all_keys, all_values = step.store(layer_idx, keys, values)
+                mark_stored_rows(given, layer_idx, keys, values)
                 found = attend(step, layer_idx, queries, all_keys, all_values, scaling)
             states = states + found.transpose(1, 2).flatten(2) @ out
         states = states if given.wants_states else states[:, -1:]

@@ -67,6 +67,54 @@ def test_every_token_is_observed_once_over_several_turns() -> None:
     assert len(text) - len(notes["tokens"]) <= 6 + 2
 
 
+@attrs.define(eq=False, kw_only=True)
+class KeepsWhatStandsOut:
+    """Scores rows by what enters the attention, and checks that every row is marked."""
+
+    tracks: tuple[str, ...] = ("size",)
+    marks_in_step: bool = False
+
+    @hookimpl
+    def mark(self, states: torch.Tensor, keys: torch.Tensor) -> dict[str, torch.Tensor]:
+        size = states.sin().sum(dim=1, keepdim=True) + 100
+        return {"size": size.expand(keys.shape[:2])}
+
+    @hookimpl
+    def score(self, tracks: Any) -> torch.Tensor:
+        assert (tracks["size"] > 0).all()
+        return tracks["size"]
+
+
+@given(prompts(count=3, max_len=30), st.integers(1, 7), st.sampled_from([3, 512]), st.booleans())
+def test_marks_equal_those_of_the_engine(
+    prompts: list[list[int]], buffer: int, chunk: int, in_step: bool
+) -> None:
+    model = shared_model(num_layers=NUM_LAYERS, **DOUBLE)
+    plan = Plan.uniform(KeepsWhatStandsOut(marks_in_step=in_step), budget=9, buffer=buffer)
+    run = Engine(model, plan=plan, slots=2, chunk=chunk).generate(prompts, max_new_tokens=16)
+    answers = [list(result.tokens) for result in run.results()]
+    cache = PolicyCache(model, plan, chunk=chunk)
+    assert generated_tokens(model, prompts, 16, past_key_values=cache) == answers
+
+
+@pytest.mark.parametrize("in_step", [True, False])
+def test_marks_go_with_a_row_through_copies_and_turns(in_step: bool) -> None:
+    model = shared_model(num_layers=NUM_LAYERS, **DOUBLE)
+    plan = Plan.uniform(KeepsWhatStandsOut(marks_in_step=in_step), budget=9, buffer=6)
+    cache, text = PolicyCache(model, plan), [1, 2, 3, 4, 5]
+    for more in ([7, 8, 9], [11] * 14, [3]):
+        copied = copy.deepcopy(cache)
+        (answer,) = generated_tokens(model, [text], 10, past_key_values=cache)
+        (other,) = generated_tokens(model, [text], 10, past_key_values=copied)
+        assert answer == other
+        text += [*answer, *more]
+    beams = PolicyCache(model, plan)
+    options = {"num_beams": 3, "do_sample": False, "max_new_tokens": 20, "pad_token_id": 0}
+    ids = torch.tensor([text[:12]])
+    model.generate(ids, attention_mask=torch.ones_like(ids), past_key_values=beams, **options)
+    assert beams.report.rows_evicted > 0
+
+
 # The model
 
 

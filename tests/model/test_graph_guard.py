@@ -2,17 +2,19 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, ClassVar
 
+import attrs
 import pytest
 import torch
 from families import family_model
 from graph_guard import GraphError, OnlyWhatAGraphHolds
 from static_steps import begun_decode
 from tiny import tiny_model
+from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from kvpolicy import Plan, Request
+from kvpolicy import Engine, Plan, Request, hookimpl
 from kvpolicy.cache import static_step
 from kvpolicy.cache.slab import KVCache, Slab
 from kvpolicy.cache.static_step import StaticStep
@@ -22,6 +24,7 @@ from kvpolicy.kernels.decode import Counts, DecodeSlabs
 from kvpolicy.kernels.fixed_shapes import attend_in_fixed_shapes
 from kvpolicy.model import static_forward
 from kvpolicy.model.adapter import ForwardInput, ModelAdapter
+from kvpolicy.model.marking import mark_static_rows
 
 PROMPTS = [[5, 9, 40, 2, 2, 7, 11], [1, 2], [3, 8] * 6]
 SAMPLINGS = [Sampling(), Sampling(0.8, seed=3), Sampling(0.7, top_k=5, top_p=0.9, seed=4)]
@@ -62,6 +65,58 @@ def test_a_static_step_holds_only_what_a_graph_can(
         static_forward.static_forward(_twin(model), step, given)
     assert mode.num_calls > 50
     assert (step.rows - before == 1).all()
+
+
+@attrs.define(eq=False)
+class Marks:
+    """Marks rows from everything that it is given."""
+
+    tracks: ClassVar[tuple[str, ...]] = ("a",)
+    marks_in_step: ClassVar[bool] = True
+
+    @hookimpl
+    def mark(
+        self, states: Tensor, keys: Tensor, values: Tensor, positions: Tensor
+    ) -> dict[str, Tensor]:
+        numbers = (keys * values).sum(dim=2) + states.mean(dim=1, keepdim=True)
+        return {"a": numbers + positions[:, None]}
+
+
+@pytest.mark.parametrize("in_step", [True, False])
+def test_marking_holds_only_what_a_graph_can(
+    in_step: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the operator does inside, too: it is captured with the step."""
+    monkeypatch.setattr(static_forward, "BACKEND", "aot_eager")
+    monkeypatch.setattr(Marks, "marks_in_step", in_step)
+    plan = Plan.uniform("streaming", Marks(), budget=150, buffer=30)
+    model = tiny_model()
+    engine = Engine(model, plan=plan, slots=3, compile=True)
+    run = engine.generate(requests())
+    for _ in range(2):
+        run.step()
+    given = run.batch.begin_decode()
+    step, marking, layer = given.step, given.marking, given.step.cache.layers[0]
+    assert min(layer.keys.nbytes for layer in step.cache.layers) > MOST_BYTES
+    states = torch.ones(3, model.config.hidden_size)
+    key = torch.ones(3, 2, 1, 8)
+    before = layer.tracks["a"].clone()
+    step.live[1] = False
+    monkeypatch.setattr(step, "in_graph", False)  # so that it is not an operator
+    given.attention_input = states[:, None]
+    with guarded() as mode:
+        mark_static_rows(given, 0, key, key)
+    assert mode.num_calls > 5
+    assert marking is not None
+    assert given.attention_input is None
+    if in_step:
+        changed = (layer.tracks["a"] != before).nonzero().tolist()
+        rows = step.cache.rows[0].tolist()
+        assert changed == [[slot, head, rows[slot]] for slot in (0, 2) for head in (0, 1)]
+    else:
+        newest = step.rings[0][:, 2]  # two were kept before
+        assert newest[:, 0].tolist() == [1, 0, 1]
+        assert not step.rings[0][:, 3:].any()
 
 
 def _twin(model: Any) -> Any:

@@ -1,17 +1,20 @@
 """Steps replayed from graphs, with a stand-in for CUDA's that records calls."""
 
 from collections.abc import Callable
+from typing import Any, ClassVar
 
 import attrs
 import pytest
 import torch
 from tiny import tiny_model
+from torch import Tensor
 
-from kvpolicy import Engine, Plan, Request
+from kvpolicy import Engine, Plan, Request, hookimpl
 from kvpolicy.cache import static_step
 from kvpolicy.cache.static_step import StaticStep, width_for
 from kvpolicy.engine.batch import RunningBatch
 from kvpolicy.engine.request import Sampling
+from kvpolicy.engine.tracing import recording
 from kvpolicy.model.graphs import Graph, GraphRunner, Output
 
 PROMPTS = [[5, 9, 40, 2, 2, 7, 11], [1, 2], [3, 8] * 6, [9] * 5, [4, 4]]
@@ -160,8 +163,68 @@ def test_hooks_of_policies_that_observe_are_captured(recorder: Recorder) -> None
     assert run.batch._graphs is not None
 
 
-def test_a_step_in_which_no_slot_takes_part_changes_nothing() -> None:
-    engine = Engine(tiny_model(), plan=PLAN, slots=5, steps_per_read=2)
+@attrs.define(eq=False, kw_only=True)
+class Marks:
+    """Scores rows by what enters the attention."""
+
+    tracks: ClassVar[tuple[str, ...]] = ("size",)
+
+    marks_in_step: bool = True
+    fails_at: int | None = None
+    calls: int = 0
+
+    @hookimpl
+    def mark(self, states: Tensor, keys: Tensor) -> dict[str, Tensor]:
+        self.calls += 1
+        if self.calls == self.fails_at:
+            msg = "no mark"
+            raise ValueError(msg)
+        size = states.sin().sum(dim=1, keepdim=True) + 100
+        return {"size": size.expand(keys.shape[:2])}
+
+    @hookimpl
+    def score(self, tracks: Any) -> Tensor:
+        assert (tracks["size"] > 0).all()
+        return tracks["size"]
+
+
+@pytest.mark.parametrize("in_step", [True, False])
+def test_marks_are_captured(
+    in_step: bool, recorder: Recorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def results() -> list[tuple]:
+        plan = Plan.uniform(Marks(marks_in_step=in_step), budget=12, buffer=5)
+        engine = Engine(tiny_model(), plan=plan, slots=5, steps_per_read=4)
+        return [result.tokens for result in engine.generate(requests()).results()]
+
+    replayed = results()
+    assert recorder.num_replays >= 39
+    monkeypatch.undo()
+    assert replayed == results()
+
+
+def test_a_step_that_was_captured_without_its_marks_is_captured_again(recorder: Recorder) -> None:
+    marks = Marks(fails_at=4)  # two layers of the prompts, then the second layer of the capture
+    plan = Plan.uniform(marks, budget=12, buffer=5)
+    engine = Engine(tiny_model(), plan=plan, slots=5, on_hook_error="answer")
+    run = engine.generate([*requests((30,) * 5), *requests((30,) * 5)])
+    reasons = [result.finish_reason for result in run.results()]
+    assert reasons == ["error"] * 5 + ["length"] * 5
+    assert recorder.widths[:2] == [5, 5]
+
+
+def test_calls_are_recorded_without_graphs(recorder: Recorder) -> None:
+    marks = Marks()
+    engine = Engine(tiny_model(), plan=Plan.uniform(marks, budget=12, buffer=5), slots=5)
+    with recording(engine) as trace:
+        engine.generate(requests((9,) * 5)).results()
+    assert recorder.widths == []
+    assert sum(call.hook == "mark" for call in trace.calls) == marks.calls == 2 * 9
+
+
+@pytest.mark.parametrize("plan", [PLAN, Plan.uniform(Marks(), budget=12, buffer=5)])
+def test_a_step_in_which_no_slot_takes_part_changes_nothing(plan: Plan) -> None:
+    engine = Engine(tiny_model(), plan=plan, slots=5, steps_per_read=2)
     run = engine.generate(requests(drawn=True))
     for _ in range(15):
         run.step()

@@ -1,5 +1,7 @@
 """The forward of a static step is one graph, and a compiled one gives the same tokens."""
 
+from typing import Any, ClassVar
+
 import attrs
 import pytest
 import torch
@@ -163,6 +165,59 @@ def test_hidden_states_leave_the_graph() -> None:
     assert len(seen[0]) == len(seen[1]) > 3
     assert seen[0] == pytest.approx(seen[1], abs=1e-4)
     assert counters["stats"]["unique_graphs"] == 1
+
+
+@attrs.define(eq=False, kw_only=True)
+class Marks:
+    """Scores rows by what enters the attention, their keys, values and positions."""
+
+    tracks: ClassVar[tuple[str, ...]] = ("a", "b")
+
+    marks_in_step: bool = True
+    fails_after: int = 10**9
+    calls: int = 0
+
+    @hookimpl
+    def mark(
+        self, states: Tensor, keys: Tensor, values: Tensor, positions: Tensor
+    ) -> dict[str, Tensor]:
+        self.calls += 1
+        if self.calls > self.fails_after:
+            msg = "no more"
+            raise RuntimeError(msg)
+        a = states.sin().sum(dim=1, keepdim=True) + positions[:, None] % 5
+        return {"b": (keys + values).sum(dim=2), "a": a.expand(keys.shape[:2])}
+
+    @hookimpl
+    def score(self, tracks: Any, attn_sums: Tensor) -> Tensor:
+        return tracks["a"] + tracks["b"] + 0 * attn_sums
+
+
+@pytest.mark.parametrize(
+    ("family", "in_step"), [("qwen3", True), ("gemma2", True), ("phi3", False)]
+)
+def test_policies_mark_within_the_graph(family: str, in_step: bool) -> None:
+    model, given = family_model(family, window=30 if family == "phi3" else 9), requests()
+    answers, calls = [], []
+    for compiled in (True, False):
+        marks = Marks(marks_in_step=in_step)
+        plan = Plan.uniform(marks, budget=12, buffer=5)
+        answers.append(tokens(model, plan, given, compile=compiled, steps_per_read=3))
+        calls.append(marks.calls)
+    assert answers[0] == answers[1] != tokens(model, Plan.uniform("full"), given)
+    assert calls[0] == calls[1] > 10
+    assert counters["stats"]["unique_graphs"] == 1
+    assert not counters["graph_break"]
+
+
+def test_an_error_of_a_marking_policy_passes_through_the_graph() -> None:
+    marks = Marks(fails_after=9)
+    plan = Plan.uniform(marks, budget=12, buffer=5)
+    with pytest.raises(HookError, match="no more"):
+        tokens(tiny_model(), plan, requests(), compile=True)
+    marks.calls = 0
+    engine = Engine(tiny_model(), plan=plan, slots=3, on_hook_error="answer", compile=True)
+    assert [one.finish_reason for one in engine.generate(requests()).results()] == ["error"] * 3
 
 
 def test_a_model_on_the_eager_path_cannot_be_compiled() -> None:

@@ -181,6 +181,41 @@ class TracksLeftBehind:
 
 
 @attrs.define(eq=False)
+class Marks:
+    """Compares what enters the attention with the mean over the tokens of the call."""
+
+    tracks: ClassVar[tuple[str, ...]] = ("unusual",)
+
+    @hookimpl
+    def mark(self, states: Tensor, keys: Tensor) -> dict[str, Tensor]:
+        unusual = (states - states.mean(dim=0)).float().norm(dim=1, keepdim=True)
+        return {"unusual": unusual.expand(keys.shape[:2])}
+
+    @hookimpl
+    def score(self, tracks: Tracks) -> Tensor:
+        return tracks["unusual"]
+
+
+@attrs.define(eq=False)
+class InStep:
+    """Promises pure tensor work, and branches on a value."""
+
+    tracks: ClassVar[tuple[str, ...]] = ("size",)
+    marks_in_step: ClassVar[bool] = True
+
+    @hookimpl
+    def mark(self, states: Tensor, keys: Tensor) -> dict[str, Tensor]:
+        size = states.float().norm(dim=1, keepdim=True)
+        if size.max() > 0:
+            size = size + 1
+        return {"size": size.expand(keys.shape[:2])}
+
+    @hookimpl
+    def score(self, tracks: Tracks) -> Tensor:
+        return tracks["size"]
+
+
+@attrs.define(eq=False)
 class Determinism:
     """Draws from torch's global generator."""
 
@@ -387,6 +422,8 @@ BROKEN: dict[str, list[type]] = defaultdict(
         "protected": [Protected, ProtectedByHook],
         "eviction": [Eviction],
         "tracks": [TracksInPlace, TracksLeftBehind],
+        "marks": [Marks],
+        "in_step": [InStep],
         "determinism": [Determinism],
         "memory": [StateOnPolicy, KeepsMemories],
         "cancellation": [Cancellation],

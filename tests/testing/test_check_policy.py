@@ -220,6 +220,31 @@ class Steering:
         return hidden_states * (token_ids % 3)[:, None].to(hidden_states.dtype) * 0.1
 
 
+@attrs.define(eq=False)
+class Marking:
+    """A correct policy that scores by what its marks say."""
+
+    tracks = ("gate",)
+    marks_in_step: bool = False
+
+    @hookimpl
+    def mark(self, states: Tensor, keys: Tensor, positions: Tensor) -> dict[str, Tensor]:
+        gate = states.double().square().mean(dim=1, keepdim=True) + positions[:, None] % 7
+        return {"gate": gate.expand(keys.shape[:2])}
+
+    @hookimpl
+    def score(self, tracks: Any) -> Tensor:
+        return tracks["gate"]
+
+
+@pytest.mark.parametrize("in_step", [True, False])
+def test_policies_that_mark_pass(in_step: bool) -> None:
+    report = check_policy(lambda: Marking(in_step), max_examples=30)
+    assert report.checked["marks"] > 30
+    assert ("in_step" in report.clauses) is in_step
+    assert {"tracks", "chunks", "slots", "neighbours"} <= set(report.clauses)
+
+
 def test_layers_that_are_asked_together_are_compared_with_layers_one_by_one() -> None:
     assert check_policy("streaming", knobs={"n_sink": 1}, max_examples=30).checked["layers"] > 5
     report = check_policy("random", max_examples=30)
@@ -230,7 +255,7 @@ def test_a_correct_policy_passes_and_the_report_counts_its_checks() -> None:
     report = check_policy(Observing, max_examples=30)
     assert (report.policy, report.cases) == ("observing", 30)
     assert {"tracks", "memory", "budget", "order"} <= set(report.clauses)
-    assert set(report.skipped) == {"eviction", "layers", "schedule"}
+    assert set(report.skipped) == {"eviction", "layers", "schedule", "marks", "in_step"}
     assert "policy 'observing' keeps the contract: 19 clauses, 30 cases" in str(report)
     assert set(json.loads(json.dumps(report.to_dict()))["checked"]) == set(report.clauses)
 

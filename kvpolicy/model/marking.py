@@ -1,0 +1,173 @@
+"""Marking: policies give the new rows of a layer numbers, asked from Python within a forward.
+
+In a graph, asking is one call of the operator ``kvpolicy::mark``, which says which tracks it
+changes: policies run as they are, and the graph has no break. Whom it asks belongs to the forward
+under way in its thread.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Protocol
+
+import attrs
+import torch
+from torch import Tensor
+
+from kvpolicy.cache.layout import StepLayout
+from kvpolicy.cache.static_step import StaticStep
+from kvpolicy.errors import ModelError
+from kvpolicy.kernels.marks import write_marks
+
+# Asks for marks: layer index, states [N, M], keys and values [N, H_kv, D], positions [N] ->
+# numbers [N, H_kv] by the name of a track.
+AskMarks = Callable[[int, Tensor, Tensor, Tensor, Tensor], Mapping[str, Tensor]]
+
+
+@attrs.frozen(eq=False)
+class Marking:
+    """Who marks the new rows of one forward.
+
+    Attributes:
+        ask: Asks the policies of a layer.
+        tracks: For each layer that is asked in a static step, the tracks that may be marked.
+    """
+
+    ask: AskMarks
+    tracks: Mapping[int, tuple[str, ...]] = attrs.field(factory=dict)
+
+
+class HasMarking(Protocol):
+    """The forward under way, as far as marks need it.
+
+    Attributes:
+        marking: Who marks; ``None``: nobody.
+        attention_input: What enters the attention of the layer under way, ``[B, L, M]``.
+    """
+
+    step: StepLayout | StaticStep
+    marking: Marking | None
+    attention_input: Tensor | None
+
+
+_UNDER_WAY: ContextVar[Marking | None] = ContextVar("marking", default=None)
+
+_LIBRARY = torch.library.Library("kvpolicy", "FRAGMENT")
+_LIBRARY.define(
+    "mark(Tensor states, Tensor key, Tensor value, Tensor(a!)[] tracks, Tensor rows, "
+    "Tensor seq_len, Tensor live, int layer_idx) -> ()"
+)
+
+
+@contextmanager
+def marking(under_way: Marking | None) -> Iterator[None]:
+    """Answer the operator in a ``with`` block."""
+    token = _UNDER_WAY.set(under_way)
+    try:
+        yield
+    finally:
+        _UNDER_WAY.reset(token)
+
+
+def mark_stored_rows(given: HasMarking, layer_idx: int, keys: Tensor, values: Tensor) -> None:
+    """Mark the rows that a layer has just stored in a forward that is not static.
+
+    Args:
+        given: The forward.
+        layer_idx: Decoder layer, counted from 0.
+        keys: Keys after RoPE of the new tokens, ``[B, H_kv, L, D]``.
+        values: Their values.
+    """
+    states = _taken_input(given)
+    if states is None or given.marking is None:
+        return
+    step = given.step
+    assert isinstance(step, StepLayout)
+    arguments = step.new_rows(layer_idx, states, keys, values)
+    step.mark(layer_idx, given.marking.ask(layer_idx, *arguments))
+
+
+def mark_static_rows(given: HasMarking, layer_idx: int, key: Tensor, value: Tensor) -> None:
+    """Mark the rows that a layer has just stored in a static step, and keep states for later.
+
+    Args:
+        given: The forward.
+        layer_idx: Decoder layer, counted from 0.
+        key: Keys of the new rows after RoPE, ``[W, H_kv, 1, D]``.
+        value: Their values.
+    """
+    states = _taken_input(given)
+    if states is None or given.marking is None:
+        return
+    step = given.step
+    assert isinstance(step, StaticStep)
+    states = states[:, -1]
+    step.keep_input(layer_idx, states)
+    names = given.marking.tracks.get(layer_idx)
+    if names:
+        dtype = step.cache.layers[layer_idx].shape.dtype
+        key, value = key[:, :, 0].to(dtype), value[:, :, 0].to(dtype)
+        tracks, counts = step.marked_tracks(layer_idx, names)
+        of_slots = (counts.rows, counts.seq_len, counts.live)
+        if step.in_graph:
+            torch.ops.kvpolicy.mark.default(states, key, value, tracks, *of_slots, layer_idx)
+        else:
+            _mark(given.marking, states, key, value, tracks, *of_slots, layer_idx)
+
+
+def _taken_input(given: HasMarking) -> Tensor | None:
+    """What entered the attention of this layer, which is needed no more."""
+    states, given.attention_input = given.attention_input, None
+    return states
+
+
+def check_input(states: object, hidden_size: int, layer_idx: int) -> Tensor:
+    """What a model gives its attention, if it is states of the expected shape.
+
+    Raises:
+        ModelError: If it is something else.
+    """
+    if not isinstance(states, Tensor) or states.dim() != 3 or states.shape[2] != hidden_size:
+        msg = (
+            f"the model cannot be run with policies that implement mark(): the attention of layer "
+            f"{layer_idx} is not given hidden states [B, L, {hidden_size}] as its first argument"
+        )
+        raise ModelError(msg)
+    return states
+
+
+def _ask(
+    states: Tensor,
+    key: Tensor,
+    value: Tensor,
+    tracks: list[Tensor],
+    rows: Tensor,
+    seq_len: Tensor,
+    live: Tensor,
+    layer_idx: int,
+) -> None:
+    under_way = _UNDER_WAY.get()
+    assert under_way is not None, "a forward whose rows are marked says by whom"
+    _mark(under_way, states, key, value, tracks, rows, seq_len, live, layer_idx)
+
+
+def _mark(
+    under_way: Marking,
+    states: Tensor,
+    key: Tensor,
+    value: Tensor,
+    tracks: list[Tensor],
+    rows: Tensor,
+    seq_len: Tensor,
+    live: Tensor,
+    layer_idx: int,
+) -> None:
+    """Ask for the marks of one new row in every slot, and write them."""
+    marks = under_way.ask(layer_idx, states, key, value, seq_len)
+    for name, track in zip(under_way.tracks[layer_idx], tracks, strict=True):
+        if name in marks:
+            write_marks(track, marks[name], rows, live)
+
+
+_LIBRARY.impl("mark", _ask, "CompositeExplicitAutograd")
+torch.library.register_fake("kvpolicy::mark", lambda *_: None, lib=_LIBRARY)
