@@ -1,9 +1,11 @@
 """Attention by computed weights, in blocks of queries, against loops over queries and rows."""
 
+import itertools
 import math
 
 import numpy as np
 import pytest
+import slab_reference as reference
 import torch
 from allocations import peak_allocated
 from hypothesis import given
@@ -14,7 +16,7 @@ from torch import Tensor
 from kvpolicy.cache.layout import StepLayout
 from kvpolicy.cache.slab import KVCache, LayerShape, Slab
 from kvpolicy.cache.softmax import PLAIN, Softmax
-from kvpolicy.kernels.accumulators import ATTN_SUMS
+from kvpolicy.kernels.accumulators import ACCUMULATORS
 from kvpolicy.model import attention
 
 NUM_HEADS, NUM_KV_HEADS, HEAD_DIM = 4, 2, 8
@@ -22,6 +24,9 @@ GROUP = NUM_HEADS // NUM_KV_HEADS
 CAPACITY = 24
 #: fp32 against double precision, of sums over up to 12 queries and a group of two.
 ATOL = 1e-5
+#: Squares of logits up to 10 come on top.
+LOGIT_ATOL = 1e-3
+THRESHOLD = 0.2
 
 SINKS = torch.tensor([0.5, -1.0, 2.0, 0.0])
 softmaxes = st.sampled_from([PLAIN, Softmax(softcap=3.0), Softmax(sinks=SINKS)])
@@ -29,15 +34,17 @@ softmaxes = st.sampled_from([PLAIN, Softmax(softcap=3.0), Softmax(sinks=SINKS)])
 
 def attended(
     before: list[int], lengths: list[int], seed: int, softmax: Softmax
-) -> tuple[Tensor, Tensor, KVCache, Tensor]:
-    """Queries and output, ``[B, H_q, L, D]``, the cache, and its sums before."""
+) -> tuple[Tensor, Tensor, KVCache, dict[str, Tensor]]:
+    """Queries and output, ``[B, H_q, L, D]``, the cache, and its accumulators before."""
     shape = LayerShape(NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, torch.float32, torch.device("cpu"))
-    cache = KVCache([shape], [Slab(CAPACITY, tracks=(ATTN_SUMS,))], len(before))
+    slab = Slab(CAPACITY, tracks=ACCUMULATORS, attn_threshold=THRESHOLD)
+    cache = KVCache([shape], [slab], len(before))
     rng = torch.Generator().manual_seed(seed)
     layer = cache.layers[0]
-    for tensor in (layer.keys, layer.values, layer.tracks[ATTN_SUMS]):
+    for tensor in (layer.keys, layer.values, *layer.tracks.values()):
         tensor.normal_(generator=rng)
-    sums = layer.tracks[ATTN_SUMS].clone()
+    layer.tracks["attn_last"].zero_()
+    tracks = {name: track.clone().double() for name, track in layer.tracks.items()}
     cache.rows[:] = cache.seq_len[:] = np.array(before)
     step = StepLayout(cache, list(range(len(before))), lengths)
     queries, keys, values = (
@@ -45,7 +52,7 @@ def attended(
         for heads in (NUM_HEADS, NUM_KV_HEADS, NUM_KV_HEADS)
     )
     output = attention.attend(step, 0, queries, *step.store(0, keys, values), 0.4, softmax)
-    return queries, output, cache, sums
+    return queries, output, cache, tracks
 
 
 @given(
@@ -60,14 +67,15 @@ def test_blocks_of_queries_equal_loops_over_queries_and_rows(
     before, new = ([pair[i] for pair in lengths] for i in (0, 1))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(attention, "BLOCK_BYTES", block_bytes)
-        queries, output, cache, sums = attended(before, new, seed, softmax)
-    layer, sums = cache.layers[0], sums.double()
+        queries, output, cache, tracks = attended(before, new, seed, softmax)
+    layer, nearest = cache.layers[0], 1.0
     for b, (num_before, num_new) in enumerate(lengths):
         for token in range(num_new):
             column = token - num_new  # pads are on the left
             num_seen = num_before + token + 1
+            of_heads = []
             for head in range(NUM_HEADS):
-                weights = weights_of(
+                weights, logits = weights_of(
                     queries[b, head, column].tolist(),
                     layer.keys[b, head // GROUP, :num_seen].tolist(),
                     softmax,
@@ -80,20 +88,34 @@ def test_blocks_of_queries_equal_loops_over_queries_and_rows(
                 torch.testing.assert_close(
                     output[b, head, column], torch.tensor(expected), atol=ATOL, rtol=0
                 )
-                sums[b, head // GROUP, :num_seen] += torch.tensor(weights).double()
-    torch.testing.assert_close(layer.tracks[ATTN_SUMS].double(), sums, atol=ATOL, rtol=0)
+                of_heads.append(list(zip(weights, logits, strict=True)))
+                nearest = min([nearest, *(abs(weight - THRESHOLD) for weight in weights)])
+            for name, track in tracks.items():
+                for head, row in itertools.product(range(NUM_KV_HEADS), range(num_seen)):
+                    group = [one[row] for one in of_heads[head * GROUP : (head + 1) * GROUP]]
+                    track[b, head, row] = reference.accumulated(
+                        name,
+                        float(track[b, head, row]),
+                        *zip(*group, strict=True),
+                        num_seen - 1,
+                        THRESHOLD,
+                    )
+    for name, track in tracks.items():
+        atol = LOGIT_ATOL if "logit" in name else ATOL
+        if name != "attn_last" or nearest > ATOL:
+            torch.testing.assert_close(layer.tracks[name].double(), track, atol=atol, rtol=0)
 
 
 def weights_of(
     query: list[float], keys: list[list[float]], softmax: Softmax, head: int
-) -> list[float]:
-    """Weights of one query over the rows it sees."""
+) -> tuple[list[float], list[float]]:
+    """Weights of one query over the rows it sees, and what the softmax reads."""
     logits = [0.4 * math.fsum(q * k for q, k in zip(query, key, strict=True)) for key in keys]
     if softmax.softcap is not None:
         logits = [softmax.softcap * math.tanh(logit / softmax.softcap) for logit in logits]
     powers = [math.exp(logit) for logit in logits]
     sink = 0.0 if softmax.sinks is None else math.exp(softmax.sinks[head])
-    return [power / (math.fsum(powers) + sink) for power in powers]
+    return [power / (math.fsum(powers) + sink) for power in powers], logits
 
 
 @pytest.mark.parametrize("softmax", [PLAIN, Softmax(softcap=3.0), Softmax(sinks=torch.zeros(4))])
@@ -104,7 +126,7 @@ def test_memory_does_not_grow_with_the_queries(
     shape = LayerShape(NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, torch.float32, torch.device("cpu"))
 
     def beyond_the_output(length: int) -> int:
-        cache = KVCache([shape], [Slab(1024, tracks=(ATTN_SUMS,))], 2)
+        cache = KVCache([shape], [Slab(1024, tracks=("attn_sums",))], 2)
         cache.rows[:] = cache.seq_len[:] = 1024 - length
         step = StepLayout(cache, [0, 1], [length] * 2)
         new = torch.zeros(2, NUM_KV_HEADS, length, HEAD_DIM)
