@@ -397,7 +397,7 @@ def test_policies_keep_what_brute_force_keeps(policy: Any, rank: Any, seed: int)
 
 
 def test_rows_that_no_query_has_used_count_from_their_own_token() -> None:
-    keys, values, queries = drawn(0, 8)
-    keep = keep_rows(LeastRecentlyUsed(attn_threshold=0.99), keys, values, 0 * queries, budget=3)
-    # The first token alone uses itself, at its own position.
+    keys, values, queries = (0 * one for one in drawn(0, 8))
+    keys[:, :, 1] = queries[:, :, 2] = 9.0  # only the third token uses a row, the second
+    keep = keep_rows(LeastRecentlyUsed(attn_threshold=0.9), keys, values, queries, budget=3)
     assert keep.tolist() == [[[5, 6, 7]] * NUM_KV_HEADS]

@@ -30,6 +30,15 @@ class Building:
 
 
 @attrs.define(eq=False)
+class NoThreshold:
+    """Reads when rows were used last, and does not say what a use is."""
+
+    @hookimpl
+    def score(self, attn_last: Tensor) -> Tensor:
+        return attn_last.double()
+
+
+@attrs.define(eq=False)
 class Answers:
     """Returns one score per row and sequence, without the head axis."""
 
@@ -410,7 +419,7 @@ class Knobs:
 BROKEN: dict[str, list[type]] = defaultdict(
     list,
     {
-        "building": [Building],
+        "building": [Building, NoThreshold],
         "answers": [Answers],
         "sizes": [Sizes],
         "grouped_queries": [GroupedQueries],
