@@ -16,6 +16,10 @@ names. New arguments may be added later; none is removed. ``None`` means "no opi
 Tensors have no padding: all sequences of one call have the same number of rows, every row is a
 real token, and all heads are included. They may be views of the cache: do not write to them.
 
+If a plan says ``prompt = "keep"``, the hooks of compactions are told of the rows behind the prompt
+only: ``T``, ``K``, ``num_rows`` and ``budget`` count these, and the others stay. Attention sums and
+weights are shares of what the model attends to, the prompt's rows included.
+
 `allocate` is called once, before anything runs; `schedule` at admissions; `due` after every
 forward; `protect`, `score`, `select` and `evict` at compactions; `observe` for every buffer of
 tokens and before a compaction, and so is `mark`, which in prefill runs within the forward. Inside
@@ -180,7 +184,8 @@ def due(
 
     Args:
         layer_idx: Decoder layer, counted from 0.
-        num_rows: Rows each sequence holds in this layer, ``[B]``, int64, on the CPU.
+        num_rows: Rows each sequence holds in this layer, ``[B]``, int64, on the CPU; without those
+            of a prompt that stays.
         seq_len: Tokens of each sequence so far, ``[B]``, int64, on the CPU.
         prompt_len: Tokens of each prompt, ``[B]``, int64, on the CPU.
         budget: Rows that stay after a compaction.
@@ -277,8 +282,8 @@ def score(
             the prefill it exceeds ``seq_len``. In a conversation, the tokens before the answer
             being generated, earlier turns included.
         num_new: Tokens of each sequence since its last compaction in this layer, all of them
-            at the first, ``[B]``, int64, on the CPU. Each is one query that has added to
-            ``attn_sums`` since.
+            at the first, without those of a prompt that stays, ``[B]``, int64, on the CPU. Each is
+            one query that has added to ``attn_sums`` since.
         budget: Rows that stay.
         buffer: Rows that may be added before the slab is full.
         protected: Rows that stay in any case, bool ``[B, H_kv, T]``: those that policies of the

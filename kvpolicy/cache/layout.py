@@ -237,7 +237,8 @@ class StepLayout:
         # Until `commit`, only the remaining old rows are counted.
         rows_held = self.cache.rows[layer_idx, self.slots]
         after = np.minimum(rows_held + self.lengths, layer.slab.capacity)
-        self.cache.rows[layer_idx, self.slots] = np.maximum(after - self.lengths, 0)
+        remaining = np.maximum(after - self.lengths, 0)
+        self.cache.drop_first(layer_idx, self.slots, rows_held - remaining)
         return all_rows
 
     def _query_positions(self) -> np.ndarray:

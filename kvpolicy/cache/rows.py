@@ -1,6 +1,10 @@
-"""The rows of a compaction: the part of the cache that hooks read and that `keep` changes."""
+"""The rows of a compaction: the part of the cache that hooks read and that `keep` changes.
+
+Where the rows of prompts stay, a compaction has those behind them: no hook sees the others.
+"""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Protocol
 
 import numpy as np
@@ -73,9 +77,13 @@ class LayerRows:
     Each entry of the batch axis is a slot in a layer. All of them hold the same number of rows, so
     the tensors have no padding; layers are of one stack. Nothing here waits for the device.
 
+    If the rows of prompts stay, these are the rows behind them, ``T`` of each entry. They begin at
+    another row of the slab for each prompt: then what is read is a copy.
+
     Attributes:
         layers: Decoder layer of each entry, ``[B]``.
-        num_rows: Rows that each entry holds, ``T``.
+        num_rows: Rows that each entry holds, ``T``, without those of a prompt that stays.
+        num_before: Rows before them, ``[B]``: those of a prompt that stays, or 0.
         seq_len: Tokens each sequence has seen, ``[B]``, int64, on the CPU.
         kept: Argument of the last `keep`, ``[B, H_kv, K]``; ``None`` before it.
     """
@@ -87,7 +95,8 @@ class LayerRows:
         self.layers = [layers] * len(self._slots) if isinstance(layers, int) else list(layers)
         self._layer = cache.layers[self.layers[0]]
         self._stack = self._layer.stack
-        self.num_rows = int(cache.rows[self.layers[0], self._slots[0]])
+        self.num_before: np.ndarray = cache.prompt_rows[self.layers, self._slots]
+        self.num_rows = int(cache.rows[self.layers[0], self._slots[0]] - self.num_before[0])
         self._seq_len = cache.seq_len[self._slots]
         self.kept: Tensor | None = None
         pairs = zip(self.layers, self._slots, strict=True)
@@ -103,6 +112,19 @@ class LayerRows:
             self._places = torch.arange(places.start, places.stop, places.step, device=device)
         else:
             self._places = upload(np.array(places), device)
+        # Of the first of these rows in the slabs: of all entries, or of each, [B].
+        self._start: int | Tensor = int(self.num_before[0])
+        if (self.num_before != self._start).any():
+            self._start = upload(self.num_before, device)
+
+    @property
+    def prompts(self) -> list[range]:
+        """Positions of the rows before these, of each entry: the end of its prompt, or all of it.
+
+        Nothing before them is in sight.
+        """
+        ends = self._cache.prompt_len[self._slots].tolist()
+        return [range(end - num, end) for end, num in zip(ends, self.num_before, strict=True)]
 
     @property
     def keys(self) -> Tensor:
@@ -121,9 +143,14 @@ class LayerRows:
 
     @property
     def num_new(self) -> Tensor:
-        """Tokens of each sequence since its last compaction in this layer, ``[B]``, int64."""
-        before = self._cache.compacted_at[self.layers, self._slots]
-        return self.seq_len - torch.from_numpy(before)
+        """Tokens of each sequence since its last compaction in this layer, ``[B]``, int64.
+
+        Before the first: all of them, or those behind a prompt that stays.
+        """
+        cache = self._cache
+        before = cache.compacted_at[self.layers, self._slots]
+        staying = cache.prompt_len[self._slots] * cache.keeps_prompt[self.layers]
+        return self.seq_len - torch.from_numpy(np.maximum(before, staying))
 
     @property
     def tracks(self) -> "Tracks":
@@ -177,15 +204,30 @@ class LayerRows:
 
     @property
     def attn_weights(self) -> Tensor:
-        """Softmax weights of these queries over the rows they see, ``[B, H_q, W, T]``, fp32."""
-        return observed_weights(
+        """Softmax weights of these queries over the rows they see, ``[B, H_q, W, T]``, fp32.
+
+        Rows of a prompt that stays have a share of the softmax, too, and are then left out.
+        """
+        weights_of = partial(
+            observed_weights,
             self.queries,
-            self.keys,
-            self.positions,
-            self.seq_len,
+            seq_len=self.seq_len,
             softmax=self._layer.softmax,
             sliding_window=self.sliding_window,
         )
+        if not self.num_before.any():
+            return weights_of(self.keys, self.positions)
+        num = int(self.num_before.max()) + self.num_rows
+        stack = self._stack
+        keys, positions = (self._entries(one[:, :, :num]) for one in (stack.keys, stack.positions))
+        # What is behind the rows of an entry is seen by no query.
+        unseen = torch.iinfo(positions.dtype).max
+        weights = weights_of(keys, positions.masked_fill(positions < 0, unseen))
+        start = self._start
+        if isinstance(start, int):
+            return weights[..., start:]
+        rows = start[:, None] + torch.arange(self.num_rows, device=start.device)
+        return weights.gather(3, rows[:, None, None].expand(*weights.shape[:3], -1))
 
     def keep(
         self, keep: Tensor, *, keys: Tensor | None = None, values: Tensor | None = None
@@ -210,7 +252,7 @@ class LayerRows:
         for track in stack.tracks.values():
             move(track, 0)
         counts = self.layers, self._slots
-        self._cache.rows[counts] = keep.shape[2]
+        self._cache.rows[counts] = self.num_before + keep.shape[2]
         self._cache.compacted_at[counts] = self._cache.seq_len[self._slots]
         self.kept = keep
 
@@ -238,7 +280,10 @@ class LayerRows:
 
     def _held(self, tensor: Tensor) -> Tensor:
         """These rows of a slab."""
-        return self._entries(tensor[:, :, : self.num_rows])
+        start = self._start
+        if isinstance(start, int):
+            return self._entries(tensor[:, :, start : start + self.num_rows])
+        return self._taken(tensor, self._rows_from(0, self.num_rows))
 
     def _entries(self, tensor: Tensor) -> Tensor:
         """These entries of a tensor of the stack; a view if they are in equal steps."""
@@ -250,9 +295,12 @@ class LayerRows:
 
         num_kept = keep.new_full(keep.shape[:2], keep.shape[2])
         num_rows = torch.full_like(num_kept, self.num_rows)
+        start: Tensor | None = None
+        if self.num_before.any():
+            start = torch.zeros_like(self._places) + self._start
 
         def move(slab: Tensor, empty: int | None) -> None:
-            compact(slab, keep, self._places, num_kept, num_rows, empty or 0)
+            compact(slab, keep, self._places, num_kept, num_rows, empty or 0, start=start)
 
         return move
 
@@ -261,18 +309,27 @@ class LayerRows:
         index = self._row_index(keep)
 
         def move(slab: Tensor, empty: int | None) -> None:
-            # Copies a row at a time, several times as fast as `gather`, which copies numbers.
-            rows = slab.flatten(0, 2).index_select(0, index.flatten())
-            self._store(slab, rows.view(*index.shape, *slab.shape[3:]), empty)
+            self._store(slab, self._taken(slab, index), empty)
 
         return move
+
+    def _taken(self, slab: Tensor, index: Tensor) -> Tensor:
+        """Rows of a slab by their places, see `_row_index`, a copy."""
+        # Copies a row at a time, several times as fast as `gather`, which copies numbers.
+        rows = slab.flatten(0, 2).index_select(0, index.flatten())
+        return rows.view(*index.shape, *slab.shape[3:])
 
     def _row_index(self, keep: Tensor) -> Tensor:
         """Places of rows among those of all entries and heads of a slab, ``[B, H_kv, K]``."""
         num_heads, capacity = self._stack.positions.shape[1:]
         heads = torch.arange(num_heads, device=keep.device)
         first = (self._places[:, None] * num_heads + heads) * capacity
-        return keep + first[..., None]
+        start = self._start if isinstance(self._start, int) else self._start[:, None]
+        return keep + (first + start)[..., None]
+
+    def _rows_from(self, start: int, end: int) -> Tensor:
+        """Places of some of these rows, see `_row_index`."""
+        return self._row_index(torch.arange(start, end, device=self._places.device))
 
     def _store(self, tensor: Tensor, rows: Tensor, empty: int | None = None) -> None:
         self._write(tensor, 0, rows)
@@ -283,8 +340,17 @@ class LayerRows:
     def _write(self, tensor: Tensor, start: int, rows: Tensor | int) -> None:
         """Write some of these rows of a slab, those from ``start`` on."""
         end = self.num_rows if isinstance(rows, int) else start + rows.shape[2]
-        entries = self._places if self._view is None else self._view
-        tensor[entries, :, start:end] = rows
+        if isinstance(self._start, int):
+            entries = self._places if self._view is None else self._view
+            tensor[entries, :, self._start + start : self._start + end] = rows
+            return
+        index = self._rows_from(start, end).flatten()
+        if isinstance(rows, int):
+            tensor.flatten(0, 2).index_fill_(0, index, rows)
+        else:
+            size = (len(self._slots), tensor.shape[1], end - start, *tensor.shape[3:])
+            whole = rows.to(tensor.dtype).expand(size)
+            tensor.flatten(0, 2).index_copy_(0, index, whole.flatten(0, 2))
 
     def _note_copy(self, num_bytes: int) -> None:
         self._cache.note_copy(num_bytes)

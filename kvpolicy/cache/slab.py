@@ -16,7 +16,10 @@ from kvpolicy.cache.softmax import PLAIN
 from kvpolicy.kernels.accumulators import ACCUMULATORS
 
 # Counts of `KVCache` for each slot; the last axis is the slot.
-_PER_SLOT = ("rows", "compacted_at", "num_pads", "seq_len")
+_PER_SLOT = ("rows", "prompt_rows", "compacted_at", "num_pads", "seq_len", "prompt_len")
+
+# The room of a slot that may hold as many rows behind its prompt as its slab can.
+UNLIMITED = sys.maxsize // 2
 
 # Moves keys: layer index, keys [B, H_kv, K, D], positions to add [B, H_kv, K] -> moved keys.
 Rotate = Callable[[int, Tensor, Tensor], Tensor]
@@ -63,12 +66,15 @@ class Slab:
         tracks: Names of per-row fp32 numbers that travel with the rows. Those of accumulators are
             updated by attention.
         attn_threshold: Weight above which a query uses a row.
+        room: Rows that a slot may hold behind those of its prompt, which stay; ``None``: rows of
+            prompts are evicted like others.
     """
 
     capacity: int
     window_size: int = 0
     tracks: tuple[str, ...] = ()
     attn_threshold: float = 0.0
+    room: int | None = None
 
 
 def slot_index(slots: Sequence[int]) -> slice | list[int]:
@@ -206,13 +212,21 @@ class KVCache:
         layers: One `LayerCache` for each decoder layer.
         stacks: The slabs of layers of equal shape and slab, which the layers are views of.
         rows: Rows held in each layer by each slot, ``[layers, S]``.
+        prompt_rows: Rows of each slot in each layer that compactions do not choose from, its first
+            ones, ``[layers, S]``: those of its prompt where the plan keeps them, less those that
+            have left a sliding window; elsewhere 0.
         capacity: Rows allocated for each slot in each layer, ``[layers]``.
+        keeps_prompt: Whether the rows of prompts stay in a layer, ``[layers]``.
+        room: Rows that a slot may hold behind those of its prompt in a layer, ``[layers]``; no
+            limit where rows of prompts do not stay.
         slides: Whether a layer's slabs hold a whole sliding window, ``[layers]``: they need no
             compaction when full, because with every token one row leaves the window.
         compacted_at: Tokens that each slot's sequence had seen at its last compaction in a
             layer, ``[layers, S]``; 0 before the first: its rows are its newest tokens without
             gaps.
         seq_len: Tokens each slot's sequence has seen, ``[S]``.
+        prompt_len: Tokens at the beginning of each slot's sequence whose rows stay in layers that
+            keep prompts, ``[S]``.
         num_pads: Rows of each slot in each layer that stored padding takes up,
             ``[layers, S]``; 0 unless the plan says ``padding = "stored"``.
         slot_tensors: Other tensors that belong to the slots; the first axis is the slot.
@@ -229,8 +243,10 @@ class KVCache:
         self.stacks: list[SlabStack] = []
         self._stack_layers(list(zip(shapes, slabs, strict=True)))
         self.rows = np.zeros((len(self.layers), num_slots), dtype=np.int64)
+        self.prompt_rows = np.zeros_like(self.rows)
         self.compacted_at = np.zeros_like(self.rows)
         self.seq_len = np.zeros(num_slots, dtype=np.int64)
+        self.prompt_len = np.zeros(num_slots, dtype=np.int64)
         self.num_pads = np.zeros_like(self.rows)
         self.slot_tensors: list[Tensor] = []
         self.row_bytes = np.array([shape.row_bytes for shape in shapes], dtype=np.int64)
@@ -288,6 +304,10 @@ class KVCache:
         self.layers = [layers[layer_idx] for layer_idx in range(len(wanted))]
         self.capacity = np.array([layer.slab.capacity for layer in self.layers], dtype=np.int64)
         self.slides = np.array([layer.slides for layer in self.layers], dtype=bool)
+        rooms = [layer.slab.room for layer in self.layers]
+        self.keeps_prompt = np.array([room is not None for room in rooms], dtype=bool)
+        self.room = np.array([UNLIMITED if room is None else room for room in rooms])
+        self._keeps_prompts = bool(self.keeps_prompt.any())
 
     def clear(self, slot: int) -> None:
         """Empty a slot in all layers."""
@@ -334,8 +354,32 @@ class KVCache:
         """Count new tokens of some slots, ``[B]``, and their rows in every layer."""
         chosen = np.asarray(slots)
         rows = self.rows[:, chosen] + num_new
-        self.rows[:, chosen] = np.minimum(rows, self.capacity[:, None])
+        held = self.rows[:, chosen] = np.minimum(rows, self.capacity[:, None])
+        if self._keeps_prompts:
+            of_prompt = np.clip(self.prompt_len[chosen] - self.seq_len[chosen], 0, num_new)
+            prompt_rows = self.prompt_rows[:, chosen] + of_prompt * self.keeps_prompt[:, None]
+            # What has left a sliding window were the first rows.
+            self.prompt_rows[:, chosen] = np.maximum(prompt_rows - (rows - held), 0)
         self.seq_len[chosen] += num_new
+
+    def drop_first(
+        self, layer_idx: int, slots: Sequence[int] | np.ndarray, num: int | np.ndarray
+    ) -> None:
+        """Count the first rows of some slots of a layer, ``[B]``, as gone."""
+        self.rows[layer_idx, slots] -= num
+        prompt_rows = self.prompt_rows[layer_idx, slots] - num
+        self.prompt_rows[layer_idx, slots] = np.maximum(prompt_rows, 0)
+
+    def num_candidates(self, slots: Sequence[int]) -> np.ndarray:
+        """Rows of these slots that a compaction chooses from, ``[layers, B]``."""
+        candidates: np.ndarray = self.rows[:, slots] - self.prompt_rows[:, slots]
+        return candidates
+
+    def num_hidden_prompt_rows(self, layer_idx: int, slot: int) -> int:
+        """Rows of a slot's prompt that stay in a layer, and have left its sliding window."""
+        held, prompt_len = self.prompt_rows[layer_idx, slot], self.prompt_len[slot]
+        in_sight = prompt_len - (self.seq_len[slot] - self._windows[layer_idx] + 1)
+        return int(held - np.clip(in_sight, 0, held))
 
     def num_free_rows(self, slots: Sequence[int]) -> np.ndarray:
         """Tokens that each of these slots can still take in every layer, ``[B]``.
@@ -344,12 +388,17 @@ class KVCache:
         """
         free = self.capacity[:, None] - self.num_pads[:, slots] - self.rows[:, slots]
         least: np.ndarray = free[~self.slides].min(axis=0, initial=sys.maxsize)
+        if self._keeps_prompts:
+            room = (self.room[:, None] - self.num_candidates(slots)).min(axis=0)
+            least = np.minimum(least, room + np.maximum(self.prompt_len - self.seq_len, 0)[slots])
         return least
 
     def full(self, slots: Sequence[int]) -> np.ndarray:
         """Which of these slots cannot take another token, bool ``[layers, B]``."""
         limit = self.capacity[:, None] - self.num_pads[:, slots]
         full: np.ndarray = (self.rows[:, slots] >= limit) & ~self.slides[:, None]
+        if self._keeps_prompts:
+            full |= self.num_candidates(slots) >= self.room[:, None]
         return full
 
     def note_copy(self, num_bytes: int) -> None:

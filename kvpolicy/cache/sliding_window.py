@@ -43,11 +43,13 @@ def drop_oldest(cache: KVCache, layer_idx: int, slots: Sequence[int], num: int) 
     layer.positions[target, :, freed] = -1
     for track in layer.tracks.values():
         track[target, :, freed] = 0
-    cache.rows[layer_idx, slots] -= num
+    cache.drop_first(layer_idx, slots, num)
 
 
 def num_expired(of_each: Sequence[LayerRows]) -> list[int]:
     """Rows of each sequence that no later query can see in any KV head; they come first.
+
+    Without those of a prompt that stays, see `KVCache.num_hidden_prompt_rows`.
 
     Reads the positions of all layers at once: between compactions that leave gaps, only the device
     knows them.

@@ -22,6 +22,7 @@ class LayerContents:
         window: The stored queries, ``[H_q, W, D]``, the query at position p at index ``p % W``;
             fewer if the sequence has seen fewer tokens. ``None`` if no policy reads queries.
         compacted_at: Tokens that the sequence had seen at the last compaction of this layer.
+        prompt_rows: Rows at the beginning that stay, see `KVCache.prompt_rows`.
     """
 
     keys: Tensor
@@ -30,6 +31,7 @@ class LayerContents:
     tracks: Mapping[str, Tensor]
     window: Tensor | None
     compacted_at: int
+    prompt_rows: int
 
     @property
     def num_rows(self) -> int:
@@ -61,10 +63,12 @@ class SlotContents:
     Attributes:
         layers: The layers, in order.
         seq_len: Tokens that the sequence has seen.
+        prompt_len: Tokens whose rows stay in layers that keep prompts.
     """
 
     layers: tuple[LayerContents, ...]
     seq_len: int
+    prompt_len: int
 
     @property
     def tensors(self) -> Iterator[Tensor]:
@@ -76,12 +80,16 @@ def copy_slot(cache: KVCache, slot: int) -> SlotContents:
     """A copy of what a slot holds; the slot stays as it is."""
     seq_len = int(cache.seq_len[slot])
     layers = (
-        _copy(layer, slot, int(rows), seq_len, int(compacted_at))
-        for layer, rows, compacted_at in zip(
-            cache.layers, cache.rows[:, slot], cache.compacted_at[:, slot], strict=True
+        _copy(layer, slot, seq_len, *map(int, counts))
+        for layer, *counts in zip(
+            cache.layers,
+            cache.rows[:, slot],
+            cache.compacted_at[:, slot],
+            cache.prompt_rows[:, slot],
+            strict=True,
         )
     )
-    return SlotContents(tuple(layers), seq_len)
+    return SlotContents(tuple(layers), seq_len, int(cache.prompt_len[slot]))
 
 
 def fill_slot(cache: KVCache, slot: int, contents: SlotContents) -> None:
@@ -95,6 +103,7 @@ def fill_slot(cache: KVCache, slot: int, contents: SlotContents) -> None:
     """
     cache.clear(slot)
     cache.seq_len[slot] = contents.seq_len
+    cache.prompt_len[slot] = contents.prompt_len
     for layer_idx, (layer, held) in enumerate(zip(cache.layers, contents.layers, strict=True)):
         rows = slice(held.num_rows)
         layer.keys[slot, :, rows] = held.keys
@@ -107,10 +116,11 @@ def fill_slot(cache: KVCache, slot: int, contents: SlotContents) -> None:
             layer.window[slot, :, : held.window.shape[1]] = held.window
         cache.rows[layer_idx, slot] = held.num_rows
         cache.compacted_at[layer_idx, slot] = held.compacted_at
+        cache.prompt_rows[layer_idx, slot] = held.prompt_rows
 
 
 def _copy(
-    layer: LayerCache, slot: int, num_rows: int, seq_len: int, compacted_at: int
+    layer: LayerCache, slot: int, seq_len: int, num_rows: int, compacted_at: int, prompt_rows: int
 ) -> LayerContents:
     rows = slice(num_rows)
     window = None if layer.window is None else layer.window[slot, :, :seq_len].clone()
@@ -121,4 +131,5 @@ def _copy(
         {name: track[slot, :, rows].clone() for name, track in layer.tracks.items()},
         window,
         compacted_at,
+        prompt_rows,
     )

@@ -74,6 +74,13 @@ Plugins = Annotated[
         rich_help_panel=POLICY,
     ),
 ]
+PromptTokens = Annotated[
+    int | None,
+    typer.Option(
+        min=1,
+        help="Longest prompt, for a plan that keeps the rows of prompts.",
+    ),
+]
 Overrides = Annotated[
     list[str] | None,
     typer.Option(

@@ -1,10 +1,11 @@
 """``kvpolicy plan show``, ``plan check``, ``plan schema`` and ``plan suggest``.
 
-With ``--json``, `show` prints ``{"model", "dtype", "tokens", "slots", "digest", "bytes_per_slot",
-"bytes", "full_bytes_per_slot", "shared_bytes_per_slot", "layers": [{"layer", "stack", "budget",
-"buffer", "sliding_window", "rows_per_slot", "bytes_per_slot"}], "schedule"}``. A budget is null
-if all rows stay, a sliding window if the layer has none; a layer whose budget is given as a share
-also has ``"budget_from"``. `check` prints ``{"file", "model", "ok", "digest", "problems":
+With ``--json``, `show` prints ``{"model", "dtype", "tokens", "prompt_tokens", "slots", "digest",
+"bytes_per_slot", "bytes", "full_bytes_per_slot", "shared_bytes_per_slot", "layers": [{"layer",
+"stack", "budget", "buffer", "sliding_window", "rows_per_slot", "bytes_per_slot"}], "schedule"}``.
+A budget is null if all rows stay, a sliding window if the layer has none; a layer whose budget is
+given as a share also has ``"budget_from"``, one in which the rows of prompts stay ``"prompt"``.
+`check` prints ``{"file", "model", "ok", "digest", "problems":
 [{"error", "message"}]}``; ``error`` is the class of the problem, and the digest is null if there
 are problems.
 """
@@ -22,6 +23,7 @@ from kvpolicy.cli.options import (
     Model,
     Overrides,
     Plugins,
+    PromptTokens,
     TrustRemoteCode,
     examples,
     register_plugins,
@@ -66,6 +68,7 @@ def show(
         int | None,
         typer.Option(min=1, help="Longest sequence. [default: the model's positions]"),
     ] = None,
+    prompt_tokens: PromptTokens = None,
     overrides: Overrides = None,
     plugin: Plugins = None,
     dtype: Dtype = "auto",
@@ -90,7 +93,7 @@ def show(
     skeleton = load_skeleton(model, dtype=dtype, trust_remote_code=trust_remote_code)
     from kvpolicy.engine.footprint import footprint
 
-    found = footprint(plan, skeleton, slots=slots, longest=tokens)
+    found = footprint(plan, skeleton, slots=slots, longest=tokens, longest_prompt=prompt_tokens)
     if toml:
         from kvpolicy.plan.dump import to_toml
 
@@ -195,7 +198,7 @@ def _lines(found: "Footprint", file: Path, model: str) -> list[str]:
     table = format_table(headers, rows, right=range(1, len(headers) - 1), width=terminal_width())
     return [
         f"{file} on {model}: {len(found.layers)} layers, {found.dtype}, "
-        f"sequences of up to {found.tokens:,} tokens",
+        f"sequences of up to {found.tokens:,} tokens{_prompts(found)}",
         "",
         *table.split("\n"),
         "",
@@ -204,6 +207,15 @@ def _lines(found: "Footprint", file: Path, model: str) -> list[str]:
         f"digest      {found.plan.digest()}",
         *_shares(found.layers),
     ]
+
+
+def _prompts(found: "Footprint") -> str:
+    """The longest prompt, where its rows stay."""
+    if not found.plan.keeps_prompts:
+        return ""
+    if found.prompt_tokens == found.tokens:
+        return ", which may be prompts as a whole: give --prompt-tokens if prompts are shorter"
+    return f", prompts of up to {found.prompt_tokens:,}"
 
 
 def _shares(layers: "tuple[LayerFootprint, ...]") -> list[str]:
@@ -216,10 +228,11 @@ def _shares(layers: "tuple[LayerFootprint, ...]") -> list[str]:
 def _row(group: "list[LayerFootprint]", *, windows: bool) -> list[str]:
     first, last = group[0], group[-1]
     plan = first.plan.to_dict()
+    prompt = "prompt + " if first.plan.keeps_prompt and first.plan.bounded else ""
     each = "" if len(group) == 1 else " each"
     return [
         f"{first.layer_idx}" if first is last else f"{first.layer_idx}-{last.layer_idx}",
-        "all" if plan["budget"] is None else f"{plan['budget']:,}",
+        "all" if plan["budget"] is None else f"{prompt}{plan['budget']:,}",
         "-" if plan["buffer"] is None else f"{plan['buffer']:,}",
         *([f"{first.sliding_window:,}" if first.sliding_window else "-"] if windows else []),
         f"{first.rows_per_slot:,}",

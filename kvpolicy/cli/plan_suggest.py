@@ -23,6 +23,7 @@ from kvpolicy.cli.options import (
     Overrides,
     Plugins,
     Policies,
+    PromptTokens,
     TrustRemoteCode,
     check_new_file,
     plan_of_policies,
@@ -106,6 +107,7 @@ def suggest(
         Path | None,
         typer.Option(metavar="FILE.toml", help="Write the suggested plan to a new file."),
     ] = None,
+    prompt_tokens: PromptTokens = None,
     overrides: Overrides = None,
     plugin: Plugins = None,
     dtype: Dtype = "auto",
@@ -143,6 +145,7 @@ def suggest(
         plan_of,
         skeleton,
         longest=length,
+        longest_prompt=prompt_tokens,
         memory=for_cache,
         slots=slots,
         budget=budget,
@@ -243,7 +246,8 @@ def _budget(one: "Footprint") -> str:
     if is_whole(one):
         return "all rows: a full cache fits, and nothing is evicted"
     rows = budget_of(one)
-    return f"{rows:,} rows, {rows / one.tokens:.1%} of the longest sequence"
+    behind = f" behind a prompt of {one.prompt_tokens:,}" if one.plan.keeps_prompts else ""
+    return f"{rows:,} rows{behind}, {rows / one.tokens:.1%} of the longest sequence"
 
 
 def _arithmetic(one: "Footprint", memory: int) -> list[str]:

@@ -236,11 +236,12 @@ def format_result(result: "Result", plan: "ResolvedPlan") -> str:
         plan: The plan of the run.
     """
     budgets = sorted({(layer.budget, layer.buffer) for layer in plan.layers if layer.bounded})
+    behind = " behind the prompt" if plan.keeps_prompts else ""
     evicted = "no budget"
     if budgets:
         times = "once" if result.compactions == 1 else f"{result.compactions} times"
         evicted = (
-            f"budget {', '.join(f'{budget} + {buffer}' for budget, buffer in budgets)}, "
+            f"budget {', '.join(f'{budget} + {buffer}' for budget, buffer in budgets)}{behind}, "
             f"compacted {times}, {result.rows_evicted:,} rows evicted"
         )
     return (

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from kvpolicy.cache.layout import StepLayout
+from kvpolicy.cache.slab import Slab
 from kvpolicy.cache.static_step import StaticStep
 from kvpolicy.engine.compaction import Compactor
 from kvpolicy.engine.isolation import ErrorScope
@@ -47,6 +48,7 @@ class RunningBatch:
     Attributes:
         slots: The sequence in each slot; ``None``: it is free.
         cache: Their rows.
+        longest_prompt: Tokens of the longest prompt, if they are known.
         timings: Seconds that policies took.
         compactor: Evicts rows.
         max_steps: The most static decode steps whose tokens are read together; 0: decode steps are
@@ -66,6 +68,7 @@ class RunningBatch:
         max_tokens_per_forward: int,
         num_slots: int,
         longest: int,
+        longest_prompt: int | None,
         compiled: Compiled | None,
         max_steps: int,
         flash: bool,
@@ -84,6 +87,7 @@ class RunningBatch:
                 included.
             num_slots: The most sequences.
             longest: Tokens of the longest sequence.
+            longest_prompt: Tokens of the longest prompt, if they are known to be fewer.
             compiled: Runs static steps instead of the model as it is.
             max_steps: The most static decode steps whose tokens are read together; 0: decode
                 steps are not static.
@@ -99,9 +103,8 @@ class RunningBatch:
         self._steers = any(stack.is_steered(i) for i, stack in enumerate(stacks))
         self._forward: ForwardInput  # the last one begun, and its sequences
         self._served: list[Sequence] = []
-        pairs = list(zip(stacks, plan.layers, strict=True))
-        slabs = [stack.slab(layer.capacity(longest)) for stack, layer in pairs]
-        self.cache = adapter.new_cache(slabs, num_slots)
+        self.longest_prompt = longest_prompt
+        self.cache = adapter.new_cache(self._slabs(longest), num_slots)
         policies = [policy for stack in stacks for policy in stack.policies]
         self._registers = RegisterFile(policies, num_slots, adapter.device)
         self.cache.slot_tensors += self._registers.all
@@ -170,8 +173,7 @@ class RunningBatch:
 
     def grow(self, longest: int) -> None:
         """Enlarge the slabs for sequences of ``longest`` tokens; stored rows are kept."""
-        pairs = zip(self._stacks, self._plan.layers, strict=True)
-        self.cache.grow([stack.slab(layer.capacity(longest)) for stack, layer in pairs])
+        self.cache.grow(self._slabs(longest))
 
     def take(self, source: "RunningBatch", numbers: abc.Sequence[int]) -> None:
         """Fill all slots with copies of sequences of another batch, or of this one.
@@ -201,6 +203,7 @@ class RunningBatch:
         free = (slot for slot, seq in enumerate(self.slots) if seq is None)
         for seq, slot in zip(group, list(free), strict=False):
             self._place(seq, slot)
+            self.cache.prompt_len[slot] = seq.num_staying
             if seq.request.resume is not None:
                 self._resume(seq, seq.request.resume)
         if self._plan.padding == "stored":
@@ -395,6 +398,10 @@ class RunningBatch:
     def _is_recorded(self) -> bool:
         """Whether a listener receives hook calls of decode steps, which a replay leaves out."""
         return any(stack.marked_in_step and stack.is_recorded for stack in self._stacks)
+
+    def _slabs(self, longest: int) -> list[Slab]:
+        pairs = zip(self._plan.layers, self._stacks, strict=True)
+        return [layer.slab(stack, longest, self.longest_prompt) for layer, stack in pairs]
 
     def _place(self, seq: Sequence, slot: int) -> None:
         seq.slot = slot

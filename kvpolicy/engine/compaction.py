@@ -77,7 +77,7 @@ class Compactor:
             return
         self._ask_due(due, sequences, slots)
         over_budget = self._budgets - cache.num_pads[:, slots]
-        due &= cache.rows[:, slots] > over_budget
+        due &= cache.num_candidates(slots) > over_budget
         due &= np.array([seq.finish_reason is None for seq in sequences])
         if not due.any():
             return
@@ -86,7 +86,7 @@ class Compactor:
         windowed = np.argwhere(due & self._has_window).tolist()
         if windowed:
             self._drop_expired([(layer_idx, slots[index]) for layer_idx, index in windowed])
-        due &= cache.rows[:, slots] > over_budget
+        due &= cache.num_candidates(slots) > over_budget
         for index in np.flatnonzero(due.any(axis=0)).tolist():
             self._observer.flush(sequences[index])
             self._marker.flush(sequences[index], np.flatnonzero(due[:, index]).tolist())
@@ -123,10 +123,11 @@ class Compactor:
         """Add what policies want compacted, ``[layers, B]``; nothing whose prompt is not all in."""
         prompt_len = np.array([len(seq.prompt) for seq in sequences])
         seq_len = self._cache.seq_len[slots]
+        candidates = self._cache.num_candidates(slots)
         answers: dict[object, Tensor | None] = {}
         for layer_idx in self._due_layers:
             layer, stack = self._layers[layer_idx], self._stacks[layer_idx]
-            rows = self._cache.rows[layer_idx, slots]
+            rows = candidates[layer_idx]
             # Layers that are treated alike and hold equally many rows share an answer.
             key = (
                 (id(stack), layer.budget, layer.buffer, rows.tobytes())
@@ -151,6 +152,7 @@ class Compactor:
     def _drop_expired(self, places: list[tuple[int, int]]) -> None:
         """Drop the rows of a slot in a layer, for several, that have left the sliding window."""
         of_each = [self._make_rows(self._cache, [layer_idx], [slot]) for layer_idx, slot in places]
-        for (layer_idx, slot), num in zip(places, num_expired(of_each), strict=True):
+        for (layer_idx, slot), num_behind in zip(places, num_expired(of_each), strict=True):
+            num = num_behind + self._cache.num_hidden_prompt_rows(layer_idx, slot)
             if num:
                 drop_oldest(self._cache, layer_idx, [slot], num)

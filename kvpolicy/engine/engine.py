@@ -282,11 +282,18 @@ class Engine:
             num_done += 1
         batch.finish_static(num_done, run.take_tokens)
 
-    def new_batch(self, num_slots: int, longest: int, *, max_steps: int = 0) -> RunningBatch:
+    def new_batch(
+        self,
+        num_slots: int,
+        longest: int,
+        longest_prompt: int | None = None,
+        *,
+        max_steps: int = 0,
+    ) -> RunningBatch:
         """An empty batch for so many sequences of at most ``longest`` tokens.
 
-        ``max_steps`` is the most static decode steps whose tokens are read together; 0: decode
-        steps are not static.
+        A prompt may have all of them unless ``longest_prompt`` is given. ``max_steps`` is the most
+        static decode steps whose tokens are read together; 0: decode steps are not static.
         """
         return RunningBatch(
             self.adapter,
@@ -299,6 +306,7 @@ class Engine:
             max_tokens_per_forward=self.max_tokens_per_forward,
             num_slots=num_slots,
             longest=longest,
+            longest_prompt=longest_prompt,
             max_steps=max_steps,
             compiled=self.compiled if max_steps else None,
             flash=self.flash,
@@ -342,10 +350,14 @@ class Run:
         for number, request in enumerate(requests):
             self._validate_and_enqueue(number, request)
         longest = max((seq.max_len for seq in self._waiting.values()), default=1)
+        longest_prompt = max((seq.num_staying for seq in self._waiting.values()), default=1)
         num_slots = min(engine.num_slots, max(len(self._waiting), 1))
         max_steps = engine.steps_per_read if sampler is None else 1
         self.batch = engine.new_batch(
-            num_slots, longest, max_steps=0 if engine.eager_reason else max_steps
+            num_slots,
+            longest,
+            longest_prompt,
+            max_steps=0 if engine.eager_reason else max_steps,
         )
 
     def __iter__(self) -> abc.Iterator[Result]:

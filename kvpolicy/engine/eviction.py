@@ -1,9 +1,10 @@
 """Eviction: score, select and evict the rows of slots that are due.
 
-A call of a hook is for one layer and all its due slots that hold equally many rows. Layers are
-asked together, as one larger batch, where the policies treat them alike and their slabs are one
-tensor. If such a call fails, nothing has been evicted yet, and each layer is asked on its own, so
-that the error names the policy, the layer and the sequences that it concerns.
+A call of a hook is for one layer and all its due slots that hold equally many rows, without those
+of a prompt that stays. Layers are asked together, as one larger batch, where the policies treat
+them alike and their slabs are one tensor. If such a call fails, nothing has been evicted yet, and
+each layer is asked on its own, so that the error names the policy, the layer and the sequences that
+it concerns.
 """
 
 from collections import abc, defaultdict
@@ -103,7 +104,7 @@ class Eviction:
         """
         groups: dict[object, list[DueSlot]] = defaultdict(list)
         for one in due:
-            num_rows = int(self._cache.rows[one.layer_idx, one.slot])
+            num_rows = self._num_rows(one)
             if num_rows > one.budget:
                 # Hooks see no padding: sequences with equally many rows and stored queries are
                 # compacted together.
@@ -126,6 +127,11 @@ class Eviction:
             late, self._late = self._late, []
             settle(late)
 
+    def _num_rows(self, due: DueSlot) -> int:
+        """Rows that hooks see."""
+        place = due.layer_idx, due.slot
+        return int(self._cache.rows[place] - self._cache.prompt_rows[place])
+
     def _asked(self, due: DueSlot) -> object:
         """What the slots have in common that hooks are asked about together."""
         if not due.stack.folds:
@@ -137,8 +143,8 @@ class Eviction:
     def _calls(self, group: list[DueSlot]) -> abc.Iterator[list[DueSlot]]:
         """Divide a group between layers, so that no call is too large."""
         first = group[0]
-        num_rows = int(self._cache.rows[first.layer_idx, first.slot])
-        most = self.call_bytes // (num_rows * self._cache.layers[first.layer_idx].shape.row_bytes)
+        row_bytes = self._cache.layers[first.layer_idx].shape.row_bytes
+        most = self.call_bytes // (self._num_rows(first) * row_bytes)
         call: list[DueSlot] = []
         for layer in _by_layer(group):
             if call and len(call) + len(layer) > most:

@@ -65,6 +65,7 @@ class Footprint:
         plan: The resolved plan.
         dtype: Precision of keys and values.
         tokens: Longest sequence.
+        prompt_tokens: Longest prompt, which matters where the rows of prompts stay.
         slots: Sequences decoded together.
         shared_bytes_per_slot: Bytes of each sequence that belong to no slab: registers, hidden
             states that are kept until policies observe them, and those that enter the attention of
@@ -75,6 +76,7 @@ class Footprint:
     plan: ResolvedPlan
     dtype: str
     tokens: int
+    prompt_tokens: int
     slots: int
     shared_bytes_per_slot: int
     layers: tuple[LayerFootprint, ...]
@@ -116,6 +118,7 @@ class Footprint:
         return {
             "dtype": self.dtype,
             "tokens": self.tokens,
+            "prompt_tokens": self.prompt_tokens,
             "slots": self.slots,
             "digest": self.plan.digest(),
             "bytes_per_slot": self.bytes_per_slot,
@@ -136,6 +139,7 @@ def footprint(
     *,
     slots: int,
     longest: int | None = None,
+    longest_prompt: int | None = None,
 ) -> Footprint:
     """Compute what a plan allocates on a model.
 
@@ -144,6 +148,7 @@ def footprint(
         model: The model, or an adapter; it may be on the device ``meta``.
         slots: Sequences decoded together.
         longest: Tokens of the longest sequence; the model's positions if not given.
+        longest_prompt: Tokens of the longest prompt; ``longest`` if not given.
 
     Returns:
         The same bytes that an engine allocates.
@@ -154,10 +159,11 @@ def footprint(
     adapter = model if isinstance(model, ModelAdapter) else ModelAdapter(model)
     resolved = plan.resolve(adapter.num_layers)
     tokens = min(longest or adapter.max_positions, adapter.max_positions)
+    prompt_tokens = min(longest_prompt or tokens, tokens)
     parts = zip(resolved.layers, resolved.stacks(), adapter.layer_shapes(), strict=True)
     layers = []
     for layer, stack, shape in parts:
-        cache = _slot(shape, stack.slab(layer.capacity(tokens)))
+        cache = _slot(shape, layer.slab(stack, tokens, prompt_tokens))
         window_bytes = 0 if cache.window is None else cache.window.nbytes
         layers.append(
             LayerFootprint(
@@ -173,9 +179,8 @@ def footprint(
             )
         )
     dtype = str(adapter.model.dtype).removeprefix("torch.")
-    return Footprint(
-        resolved, dtype, tokens, slots, _shared_bytes(resolved, adapter), tuple(layers)
-    )
+    shared_bytes = _shared_bytes(resolved, adapter)
+    return Footprint(resolved, dtype, tokens, prompt_tokens, slots, shared_bytes, tuple(layers))
 
 
 def _slot(shape: LayerShape, slab: Slab) -> SlabStack:

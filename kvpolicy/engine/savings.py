@@ -47,6 +47,8 @@ def nothing_evicted(
         f"nothing was evicted: the longest sequence had {longest:,} rows, and budget and buffer "
         f"are {told}"
     )
+    if any(layer.keeps_prompt for layer in layers):
+        return f"{sentence} behind the rows of its prompt, which stay"
     if len(sizes) > 1 or not all(layer.bounded for layer in layers):
         return sentence
     # Half of the sequence: the default buffer of that budget fits into the other half.

@@ -94,6 +94,12 @@ class Sequence:
         return self.tokens[self.num_before :]
 
     @property
+    def num_staying(self) -> int:
+        """Tokens whose rows stay where prompts do: of a conversation, those of the first prompt."""
+        snapshot = self.request.resume
+        return len(self.prompt) if snapshot is None else snapshot.contents.prompt_len
+
+    @property
     def max_len(self) -> int:
         """The most tokens it may have, prompt and generation together."""
         return len(self.prompt) + self.max_new_tokens

@@ -127,6 +127,8 @@ class SequenceSnapshot:
             "seq_len": self.seq_len,
             "num_observed": self.num_observed,
             "compacted_at": [layer.compacted_at for layer in self.contents.layers],
+            "prompt_len": self.contents.prompt_len,
+            "prompt_rows": [layer.prompt_rows for layer in self.contents.layers],
             "registers": [[number, own] for number, own in self.registers.items()],
             "memory": [
                 [number, self._encoded(number, notes, tensors)]
@@ -201,15 +203,20 @@ class SequenceSnapshot:
         moved: list[Tensor] = []
         identity = header["identity"]
         layers = tuple(
-            _layer(f"layer.{index}.", shape, compacted_at, tensors)
-            for index, (shape, compacted_at) in enumerate(
-                zip(identity["model"]["layers"], header["compacted_at"], strict=True)
+            _layer(f"layer.{index}.", shape, counts, tensors)
+            for index, (shape, *counts) in enumerate(
+                zip(
+                    identity["model"]["layers"],
+                    header["compacted_at"],
+                    header["prompt_rows"],
+                    strict=True,
+                )
             )
         )
         return cls(
             prompt=tuple(header["prompt"]),
             tokens=tuple(header["tokens"]),
-            contents=SlotContents(layers, header["seq_len"]),
+            contents=SlotContents(layers, header["seq_len"], header["prompt_len"]),
             states=tensors.get("states"),
             num_observed=header["num_observed"],
             registers=dict(header["registers"]),
@@ -228,7 +235,7 @@ def _named(layer: LayerContents) -> dict[str, Tensor]:
 
 
 def _layer(
-    prefix: str, shape: dict[str, Any], compacted_at: int, tensors: dict[str, Tensor]
+    prefix: str, shape: dict[str, Any], counts: list[int], tensors: dict[str, Tensor]
 ) -> LayerContents:
     return LayerContents(
         tensors[prefix + "keys"],
@@ -236,7 +243,7 @@ def _layer(
         tensors[prefix + "positions"],
         {name: tensors[f"{prefix}track.{name}"] for name in shape["tracks"]},
         tensors[prefix + "queries"] if shape["num_queries"] else None,
-        compacted_at,
+        *counts,
     )
 
 
@@ -249,6 +256,8 @@ def _problem(snapshot: SequenceSnapshot) -> str | None:
     if not (0 < seq_len <= len(tokens) <= seq_len + 1):
         return f"it has {len(tokens)} tokens, of which the model has seen {seq_len}"
     counts = [snapshot.num_observed, *(layer.compacted_at for layer in snapshot.contents.layers)]
+    counts += [snapshot.contents.prompt_len]
+    counts += [layer.prompt_rows for layer in snapshot.contents.layers]
     if not all(type(count) is int and 0 <= count <= seq_len for count in counts):
         return f"it counts more tokens than the {seq_len} that the model has seen"
     for index, (layer, shape) in enumerate(
@@ -256,6 +265,8 @@ def _problem(snapshot: SequenceSnapshot) -> str | None:
     ):
         dtype = getattr(torch, shape["dtype"])
         heads, num_rows, size = shape["num_kv_heads"], layer.num_rows, shape["head_dim"]
+        if layer.prompt_rows > num_rows:
+            return f"layer {index} has {num_rows} rows, {layer.prompt_rows} of them of a prompt"
         expected: dict[str, tuple[list[int], torch.dtype]] = {
             "keys": ([heads, num_rows, size], dtype),
             "values": ([heads, num_rows, size], dtype),

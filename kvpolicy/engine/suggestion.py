@@ -52,6 +52,7 @@ def suggest(
     model: PreTrainedModel,
     *,
     longest: int,
+    longest_prompt: int | None = None,
     memory: int,
     slots: int | None = None,
     budget: int | None = None,
@@ -66,6 +67,7 @@ def suggest(
         plan_of: Makes the plan for a budget.
         model: The model; it may be on the device ``meta``.
         longest: Tokens of the longest sequence.
+        longest_prompt: Tokens of the longest prompt, for plans that keep the rows of prompts.
         memory: Bytes for the cache.
         slots: Sequences decoded together.
         budget: Rows that stay after a compaction.
@@ -74,7 +76,7 @@ def suggest(
     Raises:
         KVPolicyError: Nothing fits, or the plan or the model is refused.
     """
-    fit = _Fit(plan_of, model, longest, memory)
+    fit = _Fit(plan_of, model, longest, longest_prompt, memory)
     if budget is not None:
         one = fit.footprint(budget)
         most = memory // one.bytes_per_slot if slots is None else slots
@@ -92,8 +94,16 @@ def suggest(
 class _Fit:
     """Finds what a plan can have within a memory."""
 
-    def __init__(self, plan_of: PlanOf, model: PreTrainedModel, longest: int, memory: int) -> None:
+    def __init__(
+        self,
+        plan_of: PlanOf,
+        model: PreTrainedModel,
+        longest: int,
+        longest_prompt: int | None,
+        memory: int,
+    ) -> None:
         self._plan_of = plan_of
+        self._longest_prompt = longest_prompt
         self._adapter = ModelAdapter(model)
         self._longest = longest
         self._memory = memory
@@ -107,6 +117,12 @@ class _Fit:
         self._of_one_slot = lru_cache(maxsize=None)(self._count)
         # The least budget that the policies accept.
         whole = self._of_one_slot(longest)
+        if whole.plan.keeps_prompts and longest_prompt is None:
+            msg = (
+                "the plan keeps the rows of prompts, and how long these are was not told; give "
+                "--prompt-tokens, in Python longest_prompt"
+            )
+            raise KVPolicyError(msg)
         self._least = max(1, *(layer.plan.num_protected for layer in whole.layers))
 
     def footprint(self, budget: int, slots: int = 1) -> Footprint:
@@ -148,4 +164,10 @@ class _Fit:
         raise BudgetError(msg)
 
     def _count(self, budget: int) -> Footprint:
-        return footprint(self._plan_of(budget), self._adapter, slots=1, longest=self._longest)
+        return footprint(
+            self._plan_of(budget),
+            self._adapter,
+            slots=1,
+            longest=self._longest,
+            longest_prompt=self._longest_prompt,
+        )

@@ -268,7 +268,8 @@ class PolicyCache(Cache):
             self.batch.grow(longest)
         self._longest = longest
         if self.batch is None:
-            self.batch = self._engine.new_batch(len(new), self._longest)
+            longest_prompt = max(len(tokens) for tokens in new)
+            self.batch = self._engine.new_batch(len(new), self._longest, longest_prompt)
         return self.batch
 
     def _longest_for(self, needed: int) -> int:
@@ -374,9 +375,11 @@ class PolicyCache(Cache):
     def _batch_of(self, snapshots: Iterable[SequenceSnapshot], num_rows: int) -> RunningBatch:
         """A batch with a snapshot in each row."""
         with torch.inference_mode(False), torch.no_grad():
-            batch = self._engine.new_batch(num_rows, self._longest)
-            for row, one in enumerate(snapshots):
-                batch.admit([_resumed(row, one)])
+            resumed = [_resumed(row, one) for row, one in enumerate(snapshots)]
+            longest_prompt = max(seq.num_staying for seq in resumed)
+            batch = self._engine.new_batch(num_rows, self._longest, longest_prompt)
+            for seq in resumed:
+                batch.admit([seq])
         return batch
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "PolicyCache":
@@ -437,7 +440,8 @@ class PolicyCache(Cache):
         with torch.inference_mode(False), torch.no_grad():
             batch = self.batch
             if batch is None or batch.cache.num_slots != len(rows):
-                batch = self._engine.new_batch(len(rows), self._longest)
+                longest = self._longest, source.longest_prompt
+                batch = self._engine.new_batch(len(rows), *longest)
             batch.take(source, rows)
         self.batch = batch
 

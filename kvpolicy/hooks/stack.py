@@ -237,9 +237,9 @@ class Stack:
         """Whether a policy marks new rows."""
         return bool(self.marked_in_step or self.marked_later)
 
-    def slab(self, capacity: int) -> Slab:
-        """What the cache of a layer must hold for the policies of this stack."""
-        return Slab(capacity, self.window_size, self.tracks, self.attn_threshold)
+    def slab(self, capacity: int, room: int | None = None) -> Slab:
+        """What the cache of a layer must hold for the policies of this stack; see `Slab`."""
+        return Slab(capacity, self.window_size, self.tracks, self.attn_threshold, room)
 
     @contextmanager
     def listening(self, listener: HookListener) -> Iterator[None]:

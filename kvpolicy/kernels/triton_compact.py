@@ -37,9 +37,11 @@ def _compact(
     slots,
     num_kept,
     num_rows,
+    start,
     slot_stride,
     head_stride,
     row_stride,
+    STARTS: tl.constexpr,
     FILL: tl.constexpr,
     HEADS: tl.constexpr,
     MOST_KEPT: tl.constexpr,
@@ -54,18 +56,21 @@ def _compact(
         entry = (index * HEADS + head).to(tl.int64)
         kept = tl.load(num_kept + entry).to(tl.int32)
         held = tl.load(num_rows + entry).to(tl.int32)
+        before = 0
+        if STARTS:
+            before = tl.load(start + index).to(tl.int32)
         for first in range(0, kept, BLOCK):
             target = first + tl.arange(0, BLOCK)
             source = tl.load(keep + entry * MOST_KEPT + target, mask=target < kept, other=0)
             mask = (target < kept)[:, None] & (columns < DIM)[None, :]
             _move(
-                slab, slot, head, source, target, columns, mask,
+                slab, slot, head, before + source, before + target, columns, mask,
                 slot_stride, head_stride, row_stride,
             )  # fmt: skip
         for first in range(kept, held, BLOCK):
             row = first + tl.arange(0, BLOCK)
             mask = (row < held)[:, None] & (columns < DIM)[None, :]
-            at = row_start(slot, head, row, slot_stride, head_stride, row_stride)
+            at = row_start(slot, head, before + row, slot_stride, head_stride, row_stride)
             empty = tl.full((BLOCK, COLUMNS), FILL, tl.float32).to(slab.dtype.element_ty)
             tl.store(slab + at[:, None] + columns[None, :], empty, mask=mask)
 
@@ -77,6 +82,8 @@ def compact(
     num_kept: Tensor,
     num_rows: Tensor,
     fill: int = 0,
+    *,
+    start: Tensor | None = None,
 ) -> None:
     """Make the kept rows the first ones of their slots and empty the rows behind them, in place.
 
@@ -89,6 +96,7 @@ def compact(
         num_kept: How many entries of ``keep`` count, ``[B, H_kv]``.
         num_rows: Rows held before, ``[B, H_kv]``.
         fill: Value of empty rows.
+        start: Rows before all of these that stay where they are, ``[B]``; ``None``: none.
     """
     keep, num_kept, num_rows = (each.contiguous() for each in (keep, num_kept, num_rows))
     dim = slab.shape[3] if slab.dim() == 4 else 1
@@ -99,7 +107,9 @@ def compact(
         slots,
         num_kept,
         num_rows,
+        slots if start is None else start,
         *row_strides(slab),
+        STARTS=start is not None,
         FILL=fill,
         HEADS=slab.shape[1],
         MOST_KEPT=keep.shape[2],

@@ -81,6 +81,7 @@ def _group(layers: Sequence[LayerPlan], num_layers: int) -> dict[str, Any]:
         "stack": [_policy(spec) for spec in first.stack],
         **({} if first.budget is None else {"budget": first.budget}),
         "buffer": first.buffer,
+        **({} if first.prompt == "evict" else {"prompt": first.prompt}),
     }
 
 

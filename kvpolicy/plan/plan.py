@@ -1,7 +1,8 @@
 """Plans: the policies, budget and buffer of every layer, and resolving them for a model.
 
 Budget: the rows of a layer and KV head that stay after a compaction, including sinks and the
-recent window, not the buffer. A slot never holds more than ``budget + buffer`` rows.
+recent window, not the buffer. A slot never holds more than ``budget + buffer`` rows, and those of
+its prompt if the plan keeps prompts.
 """
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -22,6 +23,7 @@ from kvpolicy.plan.spec import (
     COUNT,
     GROUPS,
     PADDING,
+    PROMPT,
     STACK,
     Budget,
     LayerGroup,
@@ -29,6 +31,7 @@ from kvpolicy.plan.spec import (
     Padding,
     PolicySpec,
     Problem,
+    PromptRows,
     plan_field,
     problems_of,
     read_table,
@@ -71,6 +74,8 @@ class Plan:
             sequence is reduced by the pads it would have in its prefill group, as in
             implementations that store them (SkipKV, eq. 12: ``B' = B - (N_max - N)``).
         length: Tokens that budgets given as shares refer to.
+        prompt: ``"evict"``: rows of prompts are evicted like others. ``"keep"``: they stay;
+            budgets count the rows behind them, and policies choose from those.
         name: Where the plan came from, for messages.
         sources: How the user gave entries that are not in the plan's file, by their keys and
             indices, for messages: ``{("budget",): "--budget 96"}``.
@@ -85,6 +90,7 @@ class Plan:
     schedule: tuple[PolicySpec, ...] = plan_field(STACK, ())
     padding: Padding = plan_field(PADDING, "none")
     length: int | None = plan_field(COUNT, None)
+    prompt: PromptRows = plan_field(PROMPT, "evict")
     name: str = attrs.field(default="the plan", eq=False)
     sources: Mapping[Location, str] = attrs.field(factory=dict, eq=False, repr=False)
     options: Mapping[str, str] = attrs.field(factory=dict, eq=False, repr=False)
@@ -115,6 +121,7 @@ class Plan:
         schedule: Iterable[object] = (),
         padding: Padding = "none",
         length: int | None = None,
+        prompt: PromptRows = "evict",
     ) -> "Plan":
         """The same stack, budget and buffer in every layer.
 
@@ -128,6 +135,7 @@ class Plan:
             schedule: Policies for the order of admission.
             padding: ``"none"``, or ``"stored"`` to study padded batches.
             length: Tokens that a budget given as a share refers to.
+            prompt: ``"keep"``: rows of prompts stay, and the budget counts the rows behind them.
 
         Raises:
             PlanError: If a value is malformed, or knobs are given for a policy that is not in
@@ -147,6 +155,7 @@ class Plan:
             schedule=schedule,  # type: ignore[arg-type]
             padding=padding,
             length=length,
+            prompt=prompt,
         )
         specs = [*plan.stack, *plan.schedule]
         names = [spec.policy for spec in specs]
@@ -387,6 +396,7 @@ class _Resolution:
         )
         with self._collecting():
             _check_steering(resolved)
+            _check_padding(resolved)
         return None if self.problems else resolved
 
     @contextmanager
@@ -469,7 +479,7 @@ class _Resolution:
     ) -> list[LayerPlan]:
         """The layers of one group; none if it depends on a malformed value."""
         group, plan = self._groups[i], self._plan
-        own = ("stack", "budget", "buffer")
+        own = ("stack", "budget", "buffer", "prompt")
         inherited = [key for key in own if getattr(group, key) is None]
         depends = {(i, key) for key in own} | {(None, key) for key in (*inherited, "length")}
         if depends & self._malformed:
@@ -494,6 +504,7 @@ class _Resolution:
             )
         protected = _check_budget(giver, members[0], built.stack, budget, plan.options)
         buffer = plan.buffer if group.buffer is None else group.buffer
+        prompt = plan.prompt if group.prompt is None else group.prompt
         members = sorted(members)
         budgets: Sequence[int | None] = [budget] * len(members)
         if budget is not None:
@@ -508,6 +519,7 @@ class _Resolution:
                 default_buffer(budget) if buffer is None else buffer,
                 bounded=built.stack.bounded,
                 num_protected=protected,
+                prompt=prompt,
                 budget_from=share,
             )
             for layer_idx, rows in zip(members, budgets, strict=True)
@@ -579,6 +591,16 @@ def _check_steering(plan: ResolvedPlan) -> None:
                     "steer one of those, or list the policy there"
                 )
                 raise PlanError(msg)
+
+
+def _check_padding(plan: ResolvedPlan) -> None:
+    """Refuse pads that take the budget of a prompt whose rows have none."""
+    if plan.padding == "stored" and plan.keeps_prompts:
+        msg = (
+            f'{plan.name}: padding = "stored" subtracts pads from the budget that a prompt shares, '
+            'and with prompt = "keep" the rows of prompts are not in it; leave out one of them'
+        )
+        raise PlanError(msg)
 
 
 def _runs(layers: Collection[int]) -> list[list[int]]:

@@ -10,9 +10,10 @@ from typing import Any
 
 import attrs
 
+from kvpolicy.cache.slab import UNLIMITED, Slab
 from kvpolicy.errors import PlanError
 from kvpolicy.hooks.stack import Stack
-from kvpolicy.plan.spec import Padding, PolicySpec
+from kvpolicy.plan.spec import Padding, PolicySpec, PromptRows
 
 
 @attrs.frozen
@@ -22,11 +23,13 @@ class LayerPlan:
     Attributes:
         layer_idx: Decoder layer, counted from 0.
         stack: Its policies with all their knobs.
-        budget: Rows that stay after a compaction; ``None``: everything stays.
+        budget: Rows that stay after a compaction; ``None``: everything stays. Rows of a prompt
+            that stays do not count.
         buffer: Rows that may join before the next compaction.
         bounded: Whether its slabs have a fixed size; if not, they are as long as the longest
             sequence may become.
         num_protected: Rows that its policies promise to keep.
+        prompt: ``"keep"``: the rows of prompts stay, and policies choose from those behind them.
         budget_from: The calculation of a budget that the plan gives as a share, as text. It
             is not part of the digest: the plan equals one with the same number of rows.
     """
@@ -37,6 +40,7 @@ class LayerPlan:
     buffer: int
     bounded: bool
     num_protected: int = 0
+    prompt: PromptRows = "evict"
     budget_from: str | None = attrs.field(default=None, eq=False)
 
     @property
@@ -46,11 +50,39 @@ class LayerPlan:
             return 0
         return self.budget - max(self.num_protected, 1)
 
-    def capacity(self, longest: int) -> int:
-        """Rows to allocate for each slot if no sequence exceeds ``longest`` tokens."""
+    @property
+    def keeps_prompt(self) -> bool:
+        """Whether the rows of prompts stay although it has a budget."""
+        return self.prompt == "keep" and self.budget is not None
+
+    def capacity(self, longest: int, longest_prompt: int | None = None) -> int:
+        """Rows to allocate for each slot.
+
+        Args:
+            longest: Tokens of the longest sequence.
+            longest_prompt: Tokens of the longest prompt, if they are known to be fewer; they
+                matter where the rows of prompts stay.
+        """
         if not self.bounded or self.budget is None:
             return longest
-        return min(self.budget + self.buffer, longest)
+        staying = 0
+        if self.keeps_prompt:
+            staying = longest if longest_prompt is None else longest_prompt
+        return min(staying + self.budget + self.buffer, longest)
+
+    def slab(self, stack: Stack, longest: int, longest_prompt: int | None = None) -> Slab:
+        """What the cache of this layer holds for each slot; see `capacity`.
+
+        Args:
+            stack: The layer's policies.
+            longest: Tokens of the longest sequence.
+            longest_prompt: Tokens of the longest prompt.
+        """
+        room: int | None = None
+        if self.keeps_prompt:
+            assert self.budget is not None
+            room = self.budget + self.buffer if self.bounded else UNLIMITED
+        return stack.slab(self.capacity(longest, longest_prompt), room)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data, ready for JSON."""
@@ -59,6 +91,8 @@ class LayerPlan:
             "stack": [spec.to_dict() for spec in self.stack],
             "budget": self.budget if self.bounded else None,
             "buffer": self.buffer if self.bounded else None,
+            # Only if it is not the default, so that digests of older results stay valid.
+            **({} if self.prompt == "evict" else {"prompt": self.prompt}),
             # Policies whose slabs grow may still compact: their budget has a key of its own.
             **({} if self.bounded else {"prefill_budget": self.budget}),
             **({} if self.budget_from is None else {"budget_from": self.budget_from}),
@@ -116,6 +150,11 @@ class ResolvedPlan:
     def scheduling_stack(self) -> Stack:
         """Build the stack whose `schedule` decides the order of admission."""
         return Stack([(spec.policy, spec.build()) for spec in self.schedule])
+
+    @property
+    def keeps_prompts(self) -> bool:
+        """Whether the rows of prompts stay in any layer although it has a budget."""
+        return any(layer.keeps_prompt for layer in self.layers)
 
     def compacting_layers(self) -> list[LayerPlan]:
         """The layers from which a compaction may remove rows."""

@@ -30,6 +30,7 @@ Budget = int | str
 # Keys and indices that lead to an entry of a plan.
 Location = tuple[str | int, ...]
 Padding = Literal["none", "stored"]
+PromptRows = Literal["evict", "keep"]
 
 #: Top-level sections that plans do not have, with what to use instead.
 RESERVED = {
@@ -117,12 +118,14 @@ def _read_where(value: object) -> str | tuple[int, ...]:
     raise TypeError(msg)
 
 
-def _read_padding(value: object) -> Padding:
-    for known in get_args(Padding):
-        if isinstance(value, str) and value == known:
-            return known
-    msg = f"{value!r:.60} is not a padding; write one of {', '.join(get_args(Padding))}"
-    raise TypeError(msg)
+def _one_of(choices: tuple[str, ...], what: str) -> Rule:
+    def read_choice(value: object) -> str:
+        if isinstance(value, str) and value in choices:
+            return value
+        msg = f"{value!r:.60} is not {what}; write one of {', '.join(choices)}"
+        raise TypeError(msg)
+
+    return Rule(read_choice, {"enum": list(choices)})
 
 
 def _list_of(cls: type[T], expected: str) -> Callable[[Any], tuple[T, ...]]:
@@ -258,7 +261,8 @@ _LAYER = {"type": "integer", "minimum": -MAX_COUNT, "maximum": MAX_COUNT}
 
 COUNT = Rule(positive_int, _COUNT)
 BUDGET = Rule(_read_budget, {"oneOf": [_COUNT, {"type": "string", "pattern": SHARE}]})
-PADDING = Rule(_read_padding, {"enum": list(get_args(Padding))})
+PADDING = _one_of(get_args(Padding), "a padding")
+PROMPT = _one_of(get_args(PromptRows), "what becomes of the rows of prompts")
 WHERE = Rule(
     _read_where,
     {
@@ -276,19 +280,21 @@ STACK = Rule(
 
 @attrs.frozen
 class LayerGroup:
-    """Layers with the same stack, budget and buffer; ``None`` means the plan's own value.
+    """Layers with the same stack, budget, buffer and prompt; ``None`` means the plan's own value.
 
     Attributes:
         where: ``"all"``, a slice such as ``"0:2"`` or ``"-2:"``, or a list of layers.
         stack: Policies, the later ones wrapping the earlier ones.
         budget: Rows that stay after a compaction, or a share such as ``"25%"``.
         buffer: Rows that may join before the next compaction.
+        prompt: ``"evict"``, or ``"keep"``: the rows of prompts stay, and do not count.
     """
 
     where: str | tuple[int, ...] = plan_field(WHERE, "all")
     stack: tuple[PolicySpec, ...] | None = plan_field(STACK, None)
     budget: Budget | None = plan_field(BUDGET, None)
     buffer: int | None = plan_field(COUNT, None)
+    prompt: PromptRows | None = plan_field(PROMPT, None)
 
     def layers(self, num_layers: int, name: str) -> list[int]:
         """The layers of the group, in the order in which `where` names them.

@@ -15,7 +15,7 @@ from kvpolicy.hooks.discovery import load_policy, policy_names, snake_case
 from kvpolicy.hooks.stack import Stack
 from kvpolicy.markers import hookimpl
 from kvpolicy.plan.plan import Plan
-from kvpolicy.plan.spec import LayerGroup, PolicySpec
+from kvpolicy.plan.spec import LayerGroup, PolicySpec, PromptRows
 from kvpolicy.plugin_code import plugin_code
 from kvpolicy.testing.clauses import ConformanceError, Example
 from kvpolicy.testing.toy_model import ToyModel, active_token_ids, toy_tokenizer
@@ -137,6 +137,7 @@ class Setup:
             have `LongKeys`.
         beneath: Whether `LongKeys` is listed before the policy.
         protected: Whether `ProtectEnds` is listed after the policy.
+        prompt: What becomes of the rows of prompts, ``"evict"`` or ``"keep"``; see `Plan`.
         seed: Seed of weights and prompts.
     """
 
@@ -152,6 +153,7 @@ class Setup:
     where: str = "all"
     beneath: bool = False
     protected: bool = False
+    prompt: PromptRows = "evict"
     seed: int = 0
 
     def source(self) -> str:
@@ -216,7 +218,8 @@ def plan_of(policy: object, hooks: frozenset[str], setup: Setup, num_layers: int
     """
     spec, long_keys = PolicySpec.of(policy), PolicySpec.of(LongKeys())
     if hooks == {"schedule"}:
-        return Plan((long_keys,), setup.budget, setup.buffer, schedule=(spec,))
+        sizes = setup.budget, setup.buffer
+        return Plan((long_keys,), *sizes, schedule=(spec,), prompt=setup.prompt)
     before = [long_keys] if setup.beneath else []
     after = [PolicySpec.of(ProtectEnds())] if setup.protected else []
     layers = list(range(num_layers))
@@ -234,7 +237,13 @@ def plan_of(policy: object, hooks: frozenset[str], setup: Setup, num_layers: int
     groups = [LayerGroup(members, (*before, spec, *after))]
     groups += [LayerGroup(rest, (PolicySpec.of(LongKeys()),))] if rest else []
     schedule = (spec,) if "schedule" in hooks else ()
-    return Plan(budget=setup.budget, buffer=setup.buffer, layers=tuple(groups), schedule=schedule)
+    return Plan(
+        budget=setup.budget,
+        buffer=setup.buffer,
+        layers=tuple(groups),
+        schedule=schedule,
+        prompt=setup.prompt,
+    )
 
 
 def least_budget(policy: object) -> int:

@@ -13,6 +13,7 @@ CLAUSES = {
     "answers": "Every hook answers without an exception, in the type, shape and dtype of its spec.",
     "sizes": "That holds at small sizes, too: few rows, one token, one head, one slot.",
     "grouped_queries": "That holds when several query heads share a KV head, too.",
+    "prompts": 'That holds for `prompt = "keep"`, too: hooks see the rows behind a prompt only.',
     "precision": "That holds in bfloat16, float16, float32 and float64.",
     "nan": "No score, no mark and no change is NaN, also for keys that are zero, equal or large.",
     "read_only": "The tensors that a hook receives are not modified.",

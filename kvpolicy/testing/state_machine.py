@@ -48,6 +48,8 @@ _setups = st.fixed_dictionaries(
         "where": st.sampled_from(WHERE),
         "beneath": st.booleans(),
         "protected": st.booleans(),
+        # Where prompts are evicted, prefills are compacted, too.
+        "prompt": st.sampled_from(["evict", "evict", "evict", "keep"]),
         "seed": st.integers(0, 9999),
     }
 )
@@ -124,6 +126,8 @@ def run_cases(
         def arrive(self, prompt: tuple[str, int], new: int) -> None:
             base, more = prompt
             setup = self.trial.setup
+            # A prompt that stays is not in the budget, which the answer has to fill then.
+            new += setup.budget if setup.prompt == "keep" else 0
             length = {"one": 1, "budget": setup.budget, "slab": setup.budget + setup.buffer}
             self._run("arrive", prompt=length[base] + more, new=new)
 

@@ -353,6 +353,7 @@ class Trial:
         found = {
             "sizes": is_small,
             "grouped_queries": setup.group > 1,
+            "prompts": setup.prompt == "keep",
             "precision": setup.dtype != "float32",
         }
         return [clause for clause, holds in found.items() if holds]
@@ -453,6 +454,8 @@ def classify(trial: Trial, error: ConformanceError) -> str:
         return "precision"
     if setup.group > 1 and trial.repeat(group=1) is None:
         return "grouped_queries"
+    if setup.prompt == "keep" and trial.repeat(prompt="evict") is None:
+        return "prompts"
     larger = {
         "budget": setup.budget + 8,
         "buffer": setup.buffer + 4,

@@ -116,13 +116,19 @@ class Rated:
     prompts(count=3, max_len=40),
     st.tuples(st.integers(2, 7), st.integers(1, 7), st.sampled_from([0, 0, 3, 5])),
     chunks,
+    st.sampled_from(["evict", "keep"]),
 )
 def test_eviction_in_a_window_equals_the_list_reference(
-    family: str, window: int, prompts: list[list[int]], rules: tuple[int, int, int], chunk: int
+    family: str,
+    window: int,
+    prompts: list[list[int]],
+    rules: tuple[int, int, int],
+    chunk: int,
+    prompt_rows: str,
 ) -> None:
     budget, buffer, every = rules
     model = family_model(family, window=window)
-    plan = Plan.uniform(Rated(every), budget=budget, buffer=buffer)
+    plan = Plan.uniform(Rated(every), budget=budget, buffer=buffer, prompt=prompt_rows)
     engine = Engine(model, plan=plan, slots=2, chunk=chunk)
     results = engine.generate(prompts, max_new_tokens=25).results()
     for prompt, result in zip(prompts, results, strict=True):
@@ -133,6 +139,7 @@ def test_eviction_in_a_window_equals_the_list_reference(
                 buffer,
                 rating,
                 lambda seq_len: bool(every) and seq_len % every == 0,
+                len(prompt) if prompt_rows == "keep" else 0,
             )
             for shape in engine.adapter.layer_shapes()
         ]

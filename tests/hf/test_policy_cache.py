@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import attrs
 import families
 import pytest
 import torch
@@ -49,6 +50,37 @@ def test_greedy_tokens_equal_the_engine(
     cache = PolicyCache(model, plan, chunk=chunk)
     tokens = generated_tokens(model, prompts, NEW_TOKENS, past_key_values=cache)
     assert tokens == engine_tokens(model, prompts, plan, NEW_TOKENS, slots=slots, chunk=chunk)
+
+
+@given(models, prompts(max_len=30), plans(num_layers=NUM_LAYERS, max_budget=13), chunks)
+def test_greedy_tokens_equal_the_engine_if_prompts_stay(
+    model: nn.Module, prompts: list[list[int]], plan: Plan, chunk: int
+) -> None:
+    plan = attrs.evolve(plan, prompt="keep")
+    cache = PolicyCache(model, plan, chunk=chunk)
+    tokens = generated_tokens(model, prompts, NEW_TOKENS, past_key_values=cache)
+    assert tokens == engine_tokens(model, prompts, plan, NEW_TOKENS, slots=5, chunk=chunk)
+
+
+def test_in_a_conversation_the_rows_of_the_first_prompt_stay() -> None:
+    """Later turns count towards the budget, so a slab never grows."""
+    model = shared_model("llama", dtype=torch.float64)
+    plan = Plan.uniform("streaming", budget=12, buffer=4, prompt="keep")
+    texts = [[3, 9, 4] * 5, [7, 1]]
+    cache, num_prompt = PolicyCache(model, plan), [len(text) for text in texts]
+    for turn in ([], [5] * 40, [6, 2]):
+        texts = [[*text, *turn] for text in texts]
+        answers = generated_tokens(model, texts, NEW_TOKENS, past_key_values=cache)
+        texts = [[*text, *answer] for text, answer in zip(texts, answers, strict=True)]
+        assert cache.batch is not None
+        held = cache.batch.cache
+        assert held.capacity.tolist() == [15 + 16] * 2
+        assert held.prompt_rows.tolist() == [num_prompt] * 2
+        for layer in held.layers:
+            for slot, num in enumerate(num_prompt):
+                positions = layer.positions[slot, :, :num]
+                assert torch.equal(positions, torch.arange(num).expand_as(positions))
+    assert max(cache.report.rows) <= 31
 
 
 @given(prompts(max_len=48), plans(num_layers=NUM_LAYERS), st.integers(0, 3))

@@ -53,6 +53,32 @@ def test_kept_rows_come_first_and_nothing_else_changes(
     assert torch.equal(stack.cpu().flatten(0, 1), wanted)
 
 
+@given(DTYPES, DIMS, st.integers(1, 100), st.integers(0, 80), seeds)
+def test_rows_before_those_of_an_entry_stay(dtype, dim, num, most_before, seed) -> None:
+    """Each entry is compacted as if its slab began behind them."""
+    rng = torch.Generator().manual_seed(seed)
+    entries, heads = 3, 2
+    capacity = most_before + num + 3
+    size = (entries, heads, capacity) if dim is None else (entries, heads, capacity, dim)
+    slab = a_slab(rng, size, dtype)
+    start = torch.randint(0, most_before + 1, (entries,), generator=rng)
+    num_kept = int(torch.randint(1, num + 1, (), generator=rng))
+    of_head = [torch.randperm(num, generator=rng)[:num_kept].sort().values for _ in range(heads)]
+    keep = torch.stack(of_head).expand(entries, -1, -1)
+    counts = torch.full((entries, heads), num_kept), torch.full((entries, heads), num)
+    wanted = slab.clone()
+    for entry, first in enumerate(start.tolist()):
+        one = wanted[entry : entry + 1, :, first:].clone().to(DEVICE)
+        kept, held = (count[:1].to(DEVICE) for count in counts)
+        only = torch.zeros(1, dtype=torch.int64, device=DEVICE)
+        compact(one, keep[:1].to(DEVICE), only, kept, held, fill=-1)
+        wanted[entry, :, first:] = one[0].cpu()
+    slab = slab.to(DEVICE)
+    arguments = (each.to(DEVICE) for each in (keep, torch.arange(entries), *counts))
+    compact(slab, *arguments, fill=-1, start=start.to(DEVICE))
+    assert torch.equal(slab.cpu(), wanted)
+
+
 @given(DTYPES, DIMS, st.integers(1, 200), seeds)
 def test_full_slabs_of_live_slots_drop_their_first_row(dtype, dim, capacity, seed) -> None:
     rng = torch.Generator().manual_seed(seed)

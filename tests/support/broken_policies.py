@@ -68,6 +68,19 @@ class GroupedQueries:
 
 
 @attrs.define(eq=False)
+class Prompts:
+    """Compares rows with those of the prompt, and relies on the first of these to be there."""
+
+    protects: ClassVar[tuple[int, int]] = (1, 0)
+
+    @hookimpl
+    def score(self, keys: Tensor, positions: Tensor, prompt_len: Tensor) -> Tensor:
+        of_prompt = (positions < prompt_len[:, None, None])[..., None]
+        mean = (keys.double() * of_prompt).sum(dim=2) / of_prompt.sum(dim=2)
+        return -(keys.double() - mean[:, :, None]).abs().mean(dim=3)
+
+
+@attrs.define(eq=False)
 class Precision:
     """Multiplies keys with a matrix in float32."""
 
@@ -423,6 +436,7 @@ BROKEN: dict[str, list[type]] = defaultdict(
         "answers": [Answers],
         "sizes": [Sizes],
         "grouped_queries": [GroupedQueries],
+        "prompts": [Prompts],
         "precision": [Precision],
         "nan": [Nan],
         "read_only": [ReadOnly],

@@ -1,4 +1,4 @@
-"""Oracle of greedy decoding with eviction in sliding-window layers, in plain lists.
+"""Oracle of greedy decoding with eviction, also in sliding-window layers, in plain lists.
 
 One sequence, one token at a time; keys and values are lists of numbers, attention is a loop.
 The model computes everything else. Nothing here imports kvpolicy.
@@ -27,6 +27,7 @@ class ListLayer:
     buffer: int
     rate: Callable[[int, int], float]  # (head, position) -> score
     due: Due
+    num_staying: int = 0  # first tokens whose rows are not counted or chosen from: a kept prompt
     heads: list[list[tuple[int, list[float], list[float]]]] = attrs.field(factory=list)
     num_compactions: int = 0
 
@@ -42,26 +43,31 @@ class ListLayer:
     def compact(self, seq_len: int, *, prefill_done: bool) -> None:
         """After a token: compact the layer if it is full or due."""
         slides = self.window is not None and self.budget + self.buffer >= self.window
-        full = not slides and len(self.heads[0]) >= self.budget + self.buffer
+        full = not slides and self.num_candidates >= self.budget + self.buffer
         is_due = prefill_done and self.due(seq_len)
-        if not (full or is_due) or len(self.heads[0]) <= self.budget:
+        if not (full or is_due) or self.num_candidates <= self.budget:
             return
         outside = [[not self.sees(seq_len, row[0]) for row in rows] for rows in self.heads]
         num_outside = min(sum(flags) for flags in outside)
         self.heads = [rows[num_outside:] for rows in self.heads]
-        if len(self.heads[0]) <= self.budget:
+        if self.num_candidates <= self.budget:
             return
         self.num_compactions += 1
         for head, rows in enumerate(self.heads):
+            staying = [row for row in rows if row[0] < self.num_staying]
             ranked = sorted(
-                rows,
+                [row for row in rows if row[0] >= self.num_staying],
                 key=lambda row: (
                     self.rate(head, row[0]) if self.sees(seq_len, row[0]) else -math.inf,
                     row[0],
                 ),
                 reverse=True,
             )
-            self.heads[head] = sorted(ranked[: self.budget])
+            self.heads[head] = staying + sorted(ranked[: self.budget])
+
+    @property
+    def num_candidates(self) -> int:
+        return sum(row[0] >= self.num_staying for row in self.heads[0])
 
 
 class _ListCache(Cache):

@@ -52,6 +52,9 @@ def plan_data(draw: st.DrawFn, *, num_layers: int = 4) -> dict[str, Any]:
     if draw(st.booleans()):
         data["schedule"] = [{"policy": "skipkv_batches"}]
     data["padding"] = draw(st.sampled_from(["none", "stored"]))
+    prompts = st.sampled_from(["evict", "keep"] if data["padding"] == "none" else ["evict"])
+    if draw(st.booleans()):
+        data["prompt"] = draw(prompts)
     if draw(st.booleans()):
         data["stack"] = draw(stacks)
         return data
@@ -60,6 +63,7 @@ def plan_data(draw: st.DrawFn, *, num_layers: int = 4) -> dict[str, Any]:
         group = {"where": where, "stack": draw(stacks)}
         group |= {"budget": draw(budgets)} if draw(st.booleans()) else {}
         group |= {"buffer": draw(st.integers(1, 64))} if draw(st.booleans()) else {}
+        group |= {"prompt": draw(prompts)} if draw(st.booleans()) else {}
         data["layers"].append(group)
     return data
 
@@ -67,6 +71,7 @@ def plan_data(draw: st.DrawFn, *, num_layers: int = 4) -> dict[str, Any]:
 _WORDS = (
     *("stack", "budget", "buffer", "layers", "schedule", "padding", "length", "extends", "where"),
     *("policy", "name", "sampling", "steering", "h2o", "rkv", "snapkv", "protect", "streaming"),
+    *("prompt", "keep", "evict"),
     *("full", "mix_lambda", "window_size", "n_sink", "instance", "knobs", "self", "all", "none"),
     *("0:2", "-1:", "::0", ":", "25%", "0%", "1000%", "25.5.5%", "skipkv", "a.toml", "", "\0"),
 )

@@ -208,6 +208,8 @@ class KeptRowsRecorder:
             recorded = self._recorded.get(sequence.id)
             if recorded is not None and recorded.sequence is sequence:
                 held = rows.positions[slot, :, :num_kept].cpu().numpy()
+                prompt = rows.prompts[slot]  # of rows that stay, in all heads
+                held = np.insert(held, 0, np.array(prompt, dtype=np.int64)[:, None], axis=1)
                 recorded.layers[layer_idx].note(int(rows.seq_len[slot]), held)
 
 

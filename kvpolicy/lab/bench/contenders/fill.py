@@ -38,7 +38,8 @@ def fill_run(run: Run, held: int, *, seed: int = 0) -> None:
     """Let the texts of a run have ``held`` tokens, as if each had been prefilled and decoded.
 
     Layers with a budget hold it and a part of their buffer, another part in each slot, as after
-    a long time of requests that arrive one by one: compactions are spread evenly.
+    a long time of requests that arrive one by one: compactions are spread evenly. If the rows of
+    prompts stay, they hold those of the prompts that have been prefilled, too.
 
     Args:
         run: A run whose prompts are all in, with texts that may become so long.
@@ -56,16 +57,21 @@ def fill_run(run: Run, held: int, *, seed: int = 0) -> None:
     for layer_idx, layer in enumerate(run.engine.plan.layers):
         most = int(cache.capacity[layer_idx])
         rows = {
-            seq.slot: min(_rows_in_steady_state(layer, held, number / len(active)), most)
+            seq.slot: min(
+                _rows_in_steady_state(
+                    layer, held, number / len(active), int(cache.prompt_rows[layer_idx, seq.slot])
+                ),
+                most,
+            )
             for number, seq in enumerate(active)
         }
         _fill_layer(cache, layer_idx, rows, held, layer.budget or 0, seed)
 
 
-def _rows_in_steady_state(layer: LayerPlan, held: int, part: float) -> int:
+def _rows_in_steady_state(layer: LayerPlan, held: int, part: float, prompt_rows: int) -> int:
     if layer.budget is None or not layer.bounded:
         return held
-    return min(held, layer.budget + int(part * layer.buffer))
+    return min(held, prompt_rows + layer.budget + int(part * layer.buffer))
 
 
 def _fill_layer(

@@ -75,11 +75,14 @@ def _check_transformers() -> None:
 
 
 def _press_for(library: Any, model: PreTrainedModel, cell: Cell) -> Contender | None:
-    """The press for a plan that has the same single policy in all layers."""
+    """The press for a plan that has the same single policy in all layers.
+
+    Presses that compress while decoding have no prompts that stay.
+    """
     layer = cell.resolved.layers[0]
     if any(attrs.evolve(one, layer_idx=0) != layer for one in cell.resolved.layers):
         return None
-    if len(layer.stack) != 1 or layer.budget is None or not layer.bounded:
+    if len(layer.stack) != 1 or layer.budget is None or not layer.bounded or layer.keeps_prompt:
         return None
     (spec,) = layer.stack
     names = {name.casefold(): name for name in dir(library)}
