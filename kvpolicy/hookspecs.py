@@ -20,7 +20,7 @@ If a plan says ``prompt = "keep"``, the hooks of compactions are told of the row
 only: ``T``, ``K``, ``num_rows`` and ``budget`` count these, and the others stay. Attention sums and
 weights are shares of what the model attends to, the prompt's rows included.
 
-`allocate` is called once, before anything runs; `schedule` at admissions; `due` after every
+`allocate` and `bind` are called before anything runs; `schedule` at admissions; `due` after every
 forward; `protect`, `score`, `select` and `evict` at compactions; `observe` for every buffer of
 tokens and before a compaction, and so is `mark`, which in prefill runs within the forward. Inside
 the decode step run only `steer`, and `mark` of policies that declare ``marks_in_step = True``. If
@@ -37,7 +37,7 @@ from torch import Tensor
 
 from kvpolicy.cache.rows import LayerRows, Tracks
 from kvpolicy.markers import hookspec
-from kvpolicy.state import Memory, Parts, Registers, WaitingRequest
+from kvpolicy.state import LayerWeights, Memory, Parts, Registers, WaitingRequest
 
 
 @hookspec(firstresult=True)
@@ -60,6 +60,27 @@ def allocate(
     Returns:
         An integer for each layer, none below its floor, their sum exactly ``total``. Anything
         else raises `HookResultError`.
+    """
+
+
+@hookspec
+def bind(layer_idx: int, weights: LayerWeights) -> Any:
+    """Read the weights of one layer's attention.
+
+    Called once for each layer, when an engine is built. Every policy that implements it is called
+    on its own, and what it returns is its argument `bound` of `mark` and `score` in that layer;
+    the policy itself stays a value. If a policy of a stack implements it, layers are not asked
+    together.
+
+    Args:
+        layer_idx: Decoder layer, counted from 0.
+        weights: The projections to queries, keys and values, and that of the output, by head:
+            ``weights.q`` is ``[H_q, D, M]``, ``weights.k`` and ``weights.v`` are ``[H_kv, D, M]``,
+            ``weights.o`` is ``[H_q, M, D]``. Read only.
+
+    Returns:
+        Anything; a tensor should be on the device of the weights. Weights that are changed in place
+        raise `HookResultError`.
     """
 
 
@@ -87,7 +108,7 @@ def schedule(
 
 @hookspec
 def mark(
-    layer_idx: int, states: Tensor, keys: Tensor, values: Tensor, positions: Tensor
+    layer_idx: int, states: Tensor, keys: Tensor, values: Tensor, positions: Tensor, bound: Any
 ) -> Mapping[str, Tensor] | None:
     """Give new rows of one layer numbers that move with them.
 
@@ -105,6 +126,7 @@ def mark(
         keys: Keys after RoPE, ``[N, H_kv, D]``. Read only.
         values: Values, ``[N, H_kv, D]``. Read only.
         positions: Position of each token in its sequence, ``[N]``, int64.
+        bound: What `bind` of the same policy has returned for this layer.
 
     Returns:
         Numbers for the rows of these tokens, ``[N, H_kv]``, floating point, by the name of a track
@@ -247,6 +269,7 @@ def score(
     tracks: Tracks,
     memory: Memory,
     parts: Parts,
+    bound: Any,
 ) -> Tensor | None:
     """Score how important it is to keep each row of one layer.
 
@@ -294,6 +317,8 @@ def score(
         memory: The policy's own dict for each sequence: ``memory.of(self)[b]``.
         parts: ``parts.of(self)`` calls the policies that this one combines, in the order of
             its attribute ``parts``; a list of ``[B, H_kv, T]``, fp32.
+        bound: What `bind` of the same policy has returned for this layer; ``None`` if it does not
+            implement `bind`.
 
     Returns:
         Scores ``[B, H_kv, T]``, floating point, higher stays. ``-inf`` makes a row leave first;

@@ -1,4 +1,4 @@
-"""Objects that hooks receive besides tensors: memory, registers, parts, waiting requests.
+"""Objects that hooks receive besides tensors: memory, registers, parts, weights, requests.
 
 All state of a policy belongs to a sequence. A policy object holds its knobs only, so nothing
 can leak from one sequence to another. State is looked up by the identity of the policy object:
@@ -30,6 +30,91 @@ class WaitingRequest:
     id: int
     prompt_len: int
     max_new_tokens: int
+
+
+@attrs.frozen(eq=False, kw_only=True)
+class LayerWeights:
+    """The projections of one layer's attention by head, as `bind` sees them. Read only.
+
+    Tensors are views of the model's weights where it has such, in its dtype. With a state ``x``
+    that enters the attention and head ``h``, the query before norm and RoPE is
+    ``q[h] @ x + q_bias[h]``, keys and values likewise; the layer adds ``o[h] @ z`` to its output
+    for the output ``z`` of query head ``h``, and ``o_bias`` once.
+
+    Attributes:
+        q: ``[H_q, D, M]``; query head ``h`` belongs to KV head ``h // (H_q / H_kv)``.
+        k: ``[H_kv, D, M]``.
+        v: ``[H_kv, D, M]``.
+        o: ``[H_q, M, D]``.
+        q_bias: ``[H_q, D]``, or ``None``.
+        k_bias: ``[H_kv, D]``, or ``None``.
+        v_bias: ``[H_kv, D]``, or ``None``.
+        o_bias: ``[M]``, or ``None``.
+        q_norm: Norm of all queries of tokens, ``[N, H_q, D]``, before RoPE; ``None``: the model
+            has none.
+        k_norm: Norm of all keys of tokens, ``[N, H_kv, D]``, likewise.
+        rotary_scale: What the rotary embedding multiplies queries and keys with at every position,
+            beside rotating them: 1 in most models.
+        scaling: Factor on the logits. The argument `queries` of `score` includes what it is beside
+            ``D ** -0.5``.
+        rotate: Moves queries or keys ``[B, H, K, D]`` by some positions ``[B, H, K]``, int64, with
+            the model's rotary embedding, and without ``rotary_scale``: `queries` and `keys` are at
+            position 0. Raises `ModelError` if the model has none, or one that changes with the
+            length.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    o: Tensor
+    q_bias: Tensor | None = None
+    k_bias: Tensor | None = None
+    v_bias: Tensor | None = None
+    o_bias: Tensor | None = None
+    q_norm: Callable[[Tensor], Tensor] | None = None
+    k_norm: Callable[[Tensor], Tensor] | None = None
+    rotary_scale: float = 1.0
+    scaling: float
+    rotate: Callable[[Tensor, Tensor], Tensor]
+
+    def queries(self, states: Tensor) -> Tensor:
+        """Queries of tokens as at position 0, ``[N, H_q, D]``, from what enters the attention."""
+        return self._scaled(_projected(states, self.q, self.q_bias, self.q_norm))
+
+    def keys(self, states: Tensor) -> Tensor:
+        """Keys of tokens as at position 0, ``[N, H_kv, D]``, from what enters the attention."""
+        return self._scaled(_projected(states, self.k, self.k_bias, self.k_norm))
+
+    def values(self, states: Tensor) -> Tensor:
+        """Values of tokens, ``[N, H_kv, D]``, from what enters the attention."""
+        return _projected(states, self.v, self.v_bias, None)
+
+    def _scaled(self, heads: Tensor) -> Tensor:
+        return heads if self.rotary_scale == 1 else heads * self.rotary_scale
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """All weights and biases."""
+        return [value for value in attrs.astuple(self, recurse=False) if isinstance(value, Tensor)]
+
+
+def _projected(
+    states: Tensor, weight: Tensor, bias: Tensor | None, norm: Callable[[Tensor], Tensor] | None
+) -> Tensor:
+    heads = torch.einsum("nm,hdm->nhd", states.to(weight.dtype), weight)
+    heads = heads if bias is None else heads + bias
+    return heads if norm is None else norm(heads)
+
+
+class Bound:
+    """What the policies of a layer have made of its weights in `bind`."""
+
+    def __init__(self, values: Mapping[int, Any] | None = None) -> None:
+        self._values = values or {}
+
+    def of(self, policy: object) -> Any:
+        """What one policy has made; ``None`` if it does not implement `bind`."""
+        return self._values.get(id(policy))
 
 
 @attrs.define(eq=False)

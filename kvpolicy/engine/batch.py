@@ -33,7 +33,7 @@ from kvpolicy.model.adapter import ForwardInput, ModelAdapter
 from kvpolicy.model.graphs import GraphRunner
 from kvpolicy.model.static_forward import Compiled, StaticForward, static_forward
 from kvpolicy.plan.resolved import ResolvedPlan
-from kvpolicy.state import Memory, RegisterFile
+from kvpolicy.state import Bound, Memory, RegisterFile
 
 # Receives the logits after the newest token of some sequences, ``[B, V]``.
 OnLogits = abc.Callable[[abc.Sequence[Sequence], Tensor], None]
@@ -60,6 +60,7 @@ class RunningBatch:
         adapter: ModelAdapter,
         plan: ResolvedPlan,
         stacks: abc.Sequence[Stack],
+        bound: abc.Sequence[Bound],
         errors: ErrorScope,
         resuming: Resuming,
         *,
@@ -79,6 +80,7 @@ class RunningBatch:
             adapter: The model.
             plan: The plan.
             stacks: The policies of each layer.
+            bound: What these have made of the weights of each layer.
             errors: Isolates errors of hooks.
             resuming: Takes snapshots, and resumes them.
             tokenizer: The model's, if there is one.
@@ -114,7 +116,7 @@ class RunningBatch:
         self._observer.attach(
             self.cache, adapter.hidden_size, adapter.model.dtype, adapter.last_device
         )
-        self._marker = Marker(plan.layers, stacks, self.timings, errors, adapter.processes)
+        self._marker = Marker(plan.layers, stacks, bound, self.timings, errors, adapter.processes)
         self._marker.attach(self.cache, adapter.hidden_size, adapter.model.dtype)
         self.max_steps = max_steps
         # Policies that steer run in Python, which a graph would leave out.
@@ -147,6 +149,7 @@ class RunningBatch:
             self.timings,
             errors,
             adapter.processes.layer_rows,
+            bound,
         )
 
     @property

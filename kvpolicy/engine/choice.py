@@ -9,6 +9,7 @@ from kvpolicy.cache.rows import HeldRows
 from kvpolicy.hooks.late_checks import LateChecks
 from kvpolicy.hooks.stack import Stack
 from kvpolicy.kernels.accumulators import ACCUMULATORS
+from kvpolicy.state import Bound
 
 
 def final_scores(
@@ -18,6 +19,7 @@ def final_scores(
     *,
     buffer: int,
     late: LateChecks | None = None,
+    bound: Bound | None = None,
     **shared: Any,
 ) -> Tensor:
     """Scores of rows, ``[B, H_kv, T]``, fp32: ``inf`` if protected, ``-inf`` if out of sight.
@@ -28,11 +30,13 @@ def final_scores(
         layer_idx: The layer, or the first of several.
         buffer: Rows that may be added to the budget.
         late: Keeps answers whose values are checked later; ``None``: they are now.
+        bound: What the policies have made of the layer's weights.
         shared: Arguments of `protect`, `score` and `select`: positions, budget, prompt_len and
             memory.
     """
     protected = stack.protected(layer_idx, seq_len=rows.seq_len, **shared)
     arguments = shared | _score_arguments(rows, stack, buffer, protected)
+    arguments["bound"] = bound or Bound()
     scores = stack.score(rows, layer_idx, arguments, late)
     if protected is not None:
         scores = scores.masked_fill(protected, float("inf"))

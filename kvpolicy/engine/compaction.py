@@ -17,6 +17,7 @@ from kvpolicy.engine.sequence import Sequence
 from kvpolicy.hooks.stack import Stack
 from kvpolicy.hooks.timing import PolicyTimings
 from kvpolicy.plan.resolved import LayerPlan
+from kvpolicy.state import Bound
 
 
 class Compactor:
@@ -38,6 +39,7 @@ class Compactor:
         timings: PolicyTimings,
         errors: ErrorScope,
         make_rows: MakeRows = LayerRows,
+        bound: abc.Sequence[Bound] | None = None,
     ) -> None:
         self.num_compactions = 0
         self._cache = cache
@@ -46,7 +48,7 @@ class Compactor:
         self._observer, self._marker = observer, marker
         self._errors = errors
         self._make_rows = make_rows
-        self.eviction = Eviction(cache, timings, errors, make_rows)
+        self.eviction = Eviction(cache, timings, errors, make_rows, bound)
         self.settle = self.eviction.settle
         self._due_layers = [
             layer_idx

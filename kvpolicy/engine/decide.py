@@ -19,7 +19,7 @@ from kvpolicy.errors import BudgetError, KVPolicyError
 from kvpolicy.hooks.stack import Stack
 from kvpolicy.kernels.accumulators import ACCUMULATORS
 from kvpolicy.plan.spec import PolicySpec
-from kvpolicy.state import Memory, SequenceMemory
+from kvpolicy.state import Bound, Memory, SequenceMemory
 
 
 @attrs.frozen(eq=False, kw_only=True)
@@ -45,6 +45,7 @@ class GivenRows:
         num_new: Tokens of each sequence since its last compaction, ``[B]``; if left out, all.
         out_of_sight: Rows that no later query can see, bool ``[B, H_kv, T]``: they leave first.
         layer_idx: Decoder layer, counted from 0.
+        bound: What `Stack.bind` has made of the layer's weights, for policies that read them.
     """
 
     positions: Tensor
@@ -58,6 +59,7 @@ class GivenRows:
     num_new: Tensor | None = None
     out_of_sight: Tensor | None = None
     layer_idx: int = 0
+    bound: Bound | None = None
 
 
 @attrs.frozen(eq=False)
@@ -134,7 +136,15 @@ def decide(
         size = (num_sequences,) if together or same_heads else (num_sequences, num_heads)
         return Decision(every.expand(*size, -1), [one.numbers for one in listed])
     scores = [
-        final_scores(one, stack, one.layers[0], buffer=buffer, positions=one.positions, **shared)
+        final_scores(
+            one,
+            stack,
+            one.layers[0],
+            buffer=buffer,
+            bound=one.bound,
+            positions=one.positions,
+            **shared,
+        )
         for one in listed
     ]
     chosen = scores[0]
@@ -192,6 +202,10 @@ class _Rows:
         self.num_new = self.seq_len if given.num_new is None else given.num_new.cpu()
         self.out_of_sight = given.out_of_sight
         self._names = "+".join(stack.names)
+        self.bound = given.bound
+        if given.bound is None and stack.implements("bind"):
+            name, argument = "weights", "bound=stack.bind(layer_idx, weights)"
+            raise self._left_out(name, argument)
         zeros = torch.zeros(positions.shape, dtype=torch.float32, device=positions.device)
         self.numbers = {name: given.tracks.get(name, zeros) for name in stack.tracks}
         for name in ACCUMULATORS:

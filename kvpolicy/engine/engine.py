@@ -35,6 +35,7 @@ from kvpolicy.model.packed import CpuWeights, packed_model, wants_packing
 from kvpolicy.model.static_forward import Compiled, compile_problem
 from kvpolicy.plan.plan import Plan
 from kvpolicy.plan.resolved import ResolvedPlan
+from kvpolicy.state import Bound
 
 DEFAULT_SLOTS = 8
 DEFAULT_CHUNK = 512
@@ -50,6 +51,7 @@ class Engine:
         tokenizer: Its tokenizer, if there is one.
         plan: The plan, resolved for this model.
         stacks: The policies of each layer.
+        bound: What these have made of the weights of each layer.
         scheduling: The policies of `schedule`.
         errors: Isolates errors of hooks.
         resuming: Takes snapshots of sequences, and resumes them.
@@ -158,6 +160,7 @@ class Engine:
             marked=[i for i, stack in enumerate(self.stacks) if stack.is_marked],
         )
         self.adapter.check_forward()
+        self.bound = self._bind()
         self.eager_reason = "asked for" if eager else self.adapter.eager_reason
         self.compiled = self._compiled() if compile else None
         self.flash = self._wants_flash(gpu_attention)
@@ -230,6 +233,18 @@ class Engine:
             raise ModelError(msg)
         return Compiled()
 
+    def _bind(self) -> list[Bound]:
+        """Show policies the weights of their layers."""
+        binding = [i for i, stack in enumerate(self.stacks) if stack.implements("bind")]
+        bound = [Bound() for _ in self.stacks]
+        if binding:
+            with torch.no_grad():
+                for index, weights in zip(
+                    binding, self.adapter.layer_weights(binding), strict=True
+                ):
+                    bound[index] = self.stacks[index].bind(index, weights)
+        return bound
+
     def _wants_flash(self, gpu_attention: GpuAttention) -> bool:
         if gpu_attention not in get_args(GpuAttention):
             msg = (
@@ -299,6 +314,7 @@ class Engine:
             self.adapter,
             self.plan,
             self.stacks,
+            self.bound,
             self.errors,
             self.resuming,
             tokenizer=self.tokenizer,

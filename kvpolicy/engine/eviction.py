@@ -26,7 +26,7 @@ from kvpolicy.errors import HookError
 from kvpolicy.hooks.late_checks import Concerned, LateChecks, settle
 from kvpolicy.hooks.stack import Stack
 from kvpolicy.hooks.timing import PolicyTimings
-from kvpolicy.state import Memory
+from kvpolicy.state import Bound, Memory
 
 # Makes the rows of some slots, each in a layer.
 MakeRows = abc.Callable[[KVCache, abc.Sequence[int], abc.Sequence[int]], LayerRows]
@@ -75,6 +75,7 @@ class Eviction:
         timings: PolicyTimings,
         errors: ErrorScope,
         make_rows: MakeRows = LayerRows,
+        bound: abc.Sequence[Bound] | None = None,
     ) -> None:
         """Bind what all compactions of a run share.
 
@@ -83,9 +84,11 @@ class Eviction:
             timings: Measures the time of policies.
             errors: Isolates errors of hooks.
             make_rows: Makes the rows that hooks see.
+            bound: What policies have made of the weights of each layer; ``None``: nothing.
         """
         self._cache, self._timings, self._errors = cache, timings, errors
         self._make_rows = make_rows
+        self._bound = bound or [Bound()] * len(cache.layers)
         on_cpu = all(stack.shape.device.type == "cpu" for stack in cache.stacks)
         self.call_bytes = _CPU_CALL_BYTES if on_cpu else _GPU_CALL_BYTES
         self.defers = not on_cpu
@@ -216,7 +219,13 @@ class Eviction:
         shared = self._shared(due) | {"positions": positions, "budget": first.budget}
         with self._timings.time("score_s", positions.device):
             scores = final_scores(
-                rows, first.stack, first.layer_idx, buffer=first.buffer, late=late, **shared
+                rows,
+                first.stack,
+                first.layer_idx,
+                buffer=first.buffer,
+                late=late,
+                bound=self._bound[first.layer_idx],
+                **shared,
             )
         with self._timings.time("select_s", positions.device):
             return first.stack.select(first.layer_idx, late, scores=scores, **shared)

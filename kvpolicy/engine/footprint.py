@@ -195,6 +195,7 @@ def _shared_bytes(plan: ResolvedPlan, adapter: ModelAdapter) -> int:
     empty = KVCache([], [], num_slots=1)
     observer = Observer(plan.layers, stacks, registers, None, PolicyTimings(), ErrorScope("raise"))
     observer.attach(empty, adapter.hidden_size, adapter.model.dtype, _META)
-    marker = Marker(plan.layers, stacks, PolicyTimings(), ErrorScope("raise"), SingleProcess())
+    errors = ErrorScope("raise")
+    marker = Marker(plan.layers, stacks, (), PolicyTimings(), errors, SingleProcess())
     marker.attach(empty, adapter.hidden_size, adapter.model.dtype, _META)
     return sum(tensor.nbytes for tensor in [*registers.all, *empty.slot_tensors])

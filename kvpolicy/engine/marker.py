@@ -22,6 +22,7 @@ from kvpolicy.hooks.timing import PolicyTimings
 from kvpolicy.model.marking import Marking
 from kvpolicy.model.tensor_parallel import SingleProcess
 from kvpolicy.plan.resolved import LayerPlan
+from kvpolicy.state import Bound
 
 #: The most tokens of a sequence that a ring keeps.
 MOST_KEPT = 128
@@ -39,6 +40,7 @@ class Marker:
         self,
         layers: abc.Sequence[LayerPlan],
         stacks: abc.Sequence[Stack],
+        bound: abc.Sequence[Bound],
         timings: PolicyTimings,
         errors: ErrorScope,
         processes: SingleProcess,
@@ -48,12 +50,13 @@ class Marker:
         Args:
             layers: What each layer does.
             stacks: The policies of each layer.
+            bound: What these have made of the weights of each layer.
             timings: Measures the time of policies.
             errors: Isolates errors of hooks.
             processes: The processes that hold the model.
         """
         self._stacks, self._timings, self._errors = stacks, timings, errors
-        self._processes = processes
+        self._bound, self._processes = bound, processes
         self._later = [index for index, stack in enumerate(stacks) if stack.marked_later]
         self._interval = min([MOST_KEPT, *(layers[index].buffer for index in self._later)])
         self._in_step = {
@@ -203,5 +206,6 @@ class Marker:
             keys=gather(keys),
             values=gather(values),
             positions=positions,
+            bound=self._bound[layer_idx],
         )
         return {name: own_part(numbers) for name, numbers in marks.items()}

@@ -27,8 +27,8 @@ from kvpolicy.hooks.declarations import HOOKS
 from kvpolicy.hooks.timing import synchronize
 from kvpolicy.state import WaitingRequest
 
-# `allocate` is called when a plan is resolved, before there is an engine.
-_RECORDED = tuple(hook for hook in HOOKS if hook != "allocate")
+# The others are called before there is an engine that can be recorded.
+_RECORDED = tuple(hook for hook in HOOKS if hook not in ("allocate", "bind"))
 
 
 _DESCRIBED = (Tensor, WaitingRequest, dict, list, tuple, bool, int, float, str)

@@ -11,7 +11,7 @@ import attrs
 import torch
 from torch import Tensor
 
-from kvpolicy.state import WaitingRequest
+from kvpolicy.state import LayerWeights, WaitingRequest
 
 
 @attrs.frozen(eq=False)
@@ -144,6 +144,18 @@ def steer_problem(answer: object, hidden_states: Tensor) -> str | None:
     return None
 
 
+def bind_check(weights: LayerWeights) -> Callable[[object], str | None]:
+    """The check of an answer to `bind`, which may be anything, but leaves the weights alone."""
+    before = [tensor._version for tensor in weights.tensors]
+
+    def check(_: object) -> str | None:
+        if [tensor._version for tensor in weights.tensors] != before:
+            return "changed the weights of the model in place; expected a copy to be changed"
+        return None
+
+    return check
+
+
 def mark_problem(
     answer: object, tracks: Sequence[str], shape: Sequence[int], device: torch.device
 ) -> str | None:
@@ -155,6 +167,8 @@ def mark_problem(
         shape: ``[N, H_kv]``.
         device: Device of the rows.
     """
+    if answer is None:
+        return None
     if not isinstance(answer, Mapping):
         return f"returned {type(answer).__name__}; expected numbers by the name of a track"
     for name, numbers in answer.items():

@@ -29,7 +29,7 @@ ARGUMENTS = {name: tuple(inspect.signature(value).parameters) for name, value in
 PACKING = ("pack_memory", "unpack_memory")
 
 # Hooks that every policy is asked on its own, because an answer belongs to its policy.
-ASKED_EACH = ("mark",)
+ASKED_EACH = ("bind", "mark")
 
 MAX_WINDOW = 2**16  # queries; every slot has memory for as many
 

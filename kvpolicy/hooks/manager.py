@@ -98,6 +98,14 @@ class HookManager:
         with plugin_code(f"{who} does not fit the hook specs", PolicyLoadError):
             self._manager.register(policy, name)
             self._manager.check_pending()
+        impls: list[Any] = [
+            impl
+            for caller in self._manager.get_hookcallers(policy) or ()
+            for impl in caller.get_hookimpls()
+            if impl.plugin is policy and "bound" in impl.argnames
+        ]
+        for impl in impls:
+            impl.function = _given_its_own(impl)
 
     @property
     def is_recorded(self) -> bool:
@@ -159,7 +167,7 @@ class HookManager:
             arguments: Arguments that policies may name.
 
         Returns:
-            The answers of those that have an opinion.
+            Their answers.
 
         Raises:
             HookError: A policy raises.
@@ -172,7 +180,7 @@ class HookManager:
             ask = partial(self._call_one, hook, layer_idx, impl, check, arguments)
             listener = self._listener
             answer = ask() if listener is None else listener.call_hook(hook, arguments, ask)
-            answers += [] if answer is None else [answer]
+            answers.append(answer)
         return answers
 
     @contextmanager
@@ -226,7 +234,7 @@ class HookManager:
         effects = SideEffects(arguments)
         call = partial(impl.function, *(arguments[name] for name in impl.argnames))
         answer = self._answer(hook, layer_idx, call, effects)
-        problem = (None if answer is None else _validate(check, answer)) or effects.problem()
+        problem = _validate(check, answer) or effects.problem()
         if problem is not None:
             raise self._result_error(hook, layer_idx, impl.plugin_name, problem)
         return answer
@@ -349,6 +357,21 @@ class HookManager:
         impls = self.impls(hook)
         wrappers = [impl.plugin_name for impl in impls if impl.wrapper or impl.hookwrapper]
         return wrappers[0] if wrappers else "/".join(self.names)
+
+
+def _given_its_own(impl: pluggy.HookImpl) -> Callable[..., Any]:
+    """An implementation that is given what its own policy has bound, and not that of others.
+
+    pluggy gives all implementations the same arguments.
+    """
+    function, policy, place = impl.function, impl.plugin, impl.argnames.index("bound")
+
+    @wraps(function)
+    def call(*arguments: Any) -> Any:
+        own = arguments[place].of(policy)
+        return function(*arguments[:place], own, *arguments[place + 1 :])
+
+    return call
 
 
 def _place(hook: str, layer_idx: int | None) -> str:

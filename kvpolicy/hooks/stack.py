@@ -18,7 +18,7 @@ from kvpolicy.hooks.late_checks import LateChecks
 from kvpolicy.hooks.manager import Check, HookListener, HookManager
 from kvpolicy.hooks.protection import protected_rows
 from kvpolicy.kernels.accumulators import ACCUMULATORS, ATTN_LAST
-from kvpolicy.state import Memory, Parts, Registers, WaitingRequest
+from kvpolicy.state import Bound, LayerWeights, Memory, Parts, Registers, WaitingRequest
 
 _COMPACTION_HOOKS = ("protect", "score", "select", "evict")
 
@@ -53,7 +53,7 @@ class Stack:
         bounded: Whether the slab has a fixed size. False if a policy sets ``bounded = False``
             or if no policy takes part in compactions.
         layers_alike: Whether every policy that implements `due`, `protect`, `score` or `select`
-            declares that it treats layers alike, parts included.
+            declares that it treats layers alike, parts included, and none implements `bind`.
         steering: Names of the policies that steer, each with its layers; ``None`` stands for
             all layers of the stack.
         marked_in_step: Tracks that policies mark within the decode step.
@@ -114,11 +114,11 @@ class Stack:
         self._asks_protect = self.implements("protect")
         chooses = protects or any(self.implements(hook) for hook in ("due", *_COMPACTION_HOOKS))
         self.bounded = chooses and all(one.bounded for one in self.declared)
-        self.layers_alike: bool = all(part.layers_alike for part in self._part_list) and all(
-            declared[id(impl.plugin)].layers_alike
-            for hook in _FOLDED_HOOKS
-            for impl in self._manager.impls(hook)
-        )
+        binds = bool(self._manager.impls("bind"))  # what is bound differs from layer to layer
+        of_parts = all(part.layers_alike for part in self._part_list)
+        asked = (impl for hook in _FOLDED_HOOKS for impl in self._manager.impls(hook))
+        own_alike = all(declared[id(impl.plugin)].layers_alike for impl in asked)
+        self.layers_alike: bool = own_alike and of_parts and not binds
         self.steering: list[tuple[str, Sequence[int] | None]] = [
             *(
                 (impl.plugin_name, declared[id(impl.plugin)].steers)
@@ -288,6 +288,19 @@ class Stack:
         for part in self._part_list:
             part.observe(**arguments)
 
+    def bind(self, layer_idx: int, weights: LayerWeights) -> Bound:
+        """What policies and parts make of the weights of a layer."""
+        return Bound(self._bound(layer_idx, weights))
+
+    def _bound(self, layer_idx: int, weights: LayerWeights) -> dict[int, Any]:
+        impls = self._manager.impls("bind")
+        asked = [(impl, checks.bind_check(weights)) for impl in impls]
+        answers = self._manager.ask_each("bind", layer_idx, asked, weights=weights)
+        bound = {id(impl.plugin): one for impl, one in zip(impls, answers, strict=True)}
+        for part in self._part_list:
+            bound |= part._bound(layer_idx, weights)
+        return bound
+
     def mark(
         self, layer_idx: int, *, in_step: bool | None = None, **arguments: Any
     ) -> dict[str, Tensor]:
@@ -307,7 +320,7 @@ class Stack:
         marks = {
             self._prefix + name: numbers
             for answer in self._manager.ask_each("mark", layer_idx, asked, **arguments)
-            for name, numbers in answer.items()
+            for name, numbers in (answer or {}).items()
         }
         for part in self._part_list:
             marks |= part.mark(layer_idx, in_step=in_step, **arguments)

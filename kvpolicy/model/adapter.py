@@ -9,7 +9,7 @@ of the tokens as ``position_ids``. What differs between 5.2 and 5.23:
   either way they build no mask for an attention function without a mask function of its name.
 """
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -49,7 +49,9 @@ from kvpolicy.model.static_forward import StaticForward, static_forward
 from kvpolicy.model.steering import Steer, steered, steering
 from kvpolicy.model.tensor_parallel import SingleProcess, processes_of
 from kvpolicy.model.twin import Copies, Twin
+from kvpolicy.model.weights import StoredToken, layer_weights
 from kvpolicy.model.wrappers import replaced_forward, unwrapped
+from kvpolicy.state import LayerWeights
 
 ATTENTION = "kvpolicy"
 
@@ -232,6 +234,16 @@ class ModelAdapter:
         """Device of the last layer's states."""
         return _device_of(decoder_layers(self.model)[-1])
 
+    def layer_weights(self, layers: Sequence[int]) -> Iterator[LayerWeights]:
+        """The projections of the attention of some layers.
+
+        Raises:
+            ModelError: If they cannot be read.
+        """
+        shapes, rotate, stored = self.layer_shapes(), self.rotation(), self._stored_token(layers)
+        for index in layers:
+            yield layer_weights(self.model, index, shapes[index], rotate, stored[index])
+
     def forward(self, given: ForwardInput) -> tuple[Tensor, Tensor | None]:
         """Run the model over the new tokens of a step, and commit their rows.
 
@@ -328,12 +340,34 @@ class ModelAdapter:
         cache = self._run_alone([self._any_token], position)
         return [self.processes.all_gather(layer.keys) for layer in cache.layers]
 
-    def _run_alone(self, tokens: list[int], position: int) -> KVCache:
+    def _stored_token(self, layers: Sequence[int]) -> dict[int, StoredToken]:
+        """What one token leaves in some layers if it stands alone at position 0."""
+        stored: dict[int, StoredToken] = {}
+
+        def note(
+            layer_idx: int, states: Tensor, keys: Tensor, values: Tensor, _: Tensor
+        ) -> dict[str, Tensor]:
+            stored[layer_idx] = StoredToken(states, keys, values)
+            return {}
+
+        before = self._marked, self._twin
+        self._marked = frozenset(layers)
+        self._twin = Twin(self.model, ATTENTION, self._register)
+        try:
+            self._run_alone([self._any_token], 0, Marking(note))
+        finally:
+            self._marked, self._twin = before
+        return stored
+
+    def _run_alone(
+        self, tokens: list[int], position: int, marking: Marking | None = None
+    ) -> KVCache:
         """The cache after a forward of some tokens, the first of them at a position."""
         shapes = self.layer_shapes()
         cache = KVCache(shapes, [Slab(len(tokens))] * len(shapes), 1)
         cache.seq_len[0] = position
-        self.forward(ForwardInput(torch.tensor([tokens]), StepLayout(cache, [0], [len(tokens)])))
+        step = StepLayout(cache, [0], [len(tokens)])
+        self.forward(ForwardInput(torch.tensor([tokens]), step, marking=marking))
         return cache
 
     @property

@@ -123,9 +123,7 @@ def _candidates(
     model: Any, rotary: Any, layer_idx: int
 ) -> Iterator[Callable[[Tensor, Tensor], Tensor]]:
     """How models rotate: the whole head, its first numbers only, or not in this layer."""
-    kinds = getattr(model.config.get_text_config(decoder=True), "layer_types", None)
-    takes_kind = "layer_type" in inspect.signature(type(rotary).forward).parameters
-    options = {"layer_type": kinds[layer_idx]} if takes_kind and kinds else {}
+    options = _options(model, rotary, layer_idx)
     apply = _modelling_file(model).apply_rotary_pos_emb
     for is_partial in (False, True):
         yield partial(_rotate, apply, rotary, options, is_partial)
@@ -150,6 +148,19 @@ def _rotate(
         rotated, rest = flat[..., :width], flat[..., width:]
         _, rotated = apply(rotated, rotated, cos / scale, sin / scale)
         return torch.cat([rotated, rest], dim=-1)[:, 0].view(keys.shape).to(keys.dtype)
+
+
+def rotary_scale(model: PreTrainedModel, layer_idx: int) -> float:
+    """What a model's rotary embedding multiplies with at every position, beside rotating."""
+    rotary = getattr(model.get_decoder(), "rotary_emb", None)
+    return 1.0 if rotary is None else _scale(rotary, _options(model, rotary, layer_idx))
+
+
+def _options(model: Any, rotary: Any, layer_idx: int) -> dict[str, Any]:
+    """Arguments of a rotary embedding that differs between layers."""
+    kinds = getattr(model.config.get_text_config(decoder=True), "layer_types", None)
+    takes_kind = "layer_type" in inspect.signature(type(rotary).forward).parameters
+    return {"layer_type": kinds[layer_idx]} if takes_kind and kinds else {}
 
 
 def _scale(rotary: Any, options: dict[str, Any]) -> float:

@@ -85,11 +85,13 @@ class PolicyFactory:
         return frozenset(hook for hook in HOOKS if stack.implements(hook))
 
 
-def not_built(factory: PolicyFactory, expected: str, came: str) -> ConformanceError:
-    """The error of a factory that does not build a new policy each time."""
+def not_built(
+    factory: PolicyFactory, expected: str, came: str, clause: str = "building"
+) -> ConformanceError:
+    """The error of a factory whose policy is not new each time, or fits no engine."""
     code = f"from kvpolicy.testing import Trial\n\nTrial({factory.source}, budget=8)"
     example = Example("one policy", code)
-    return ConformanceError("building", expected, came, factory.name, example)
+    return ConformanceError(clause, expected, came, factory.name, example)
 
 
 def _call(factory: Callable[[], object], name: str) -> object:

@@ -181,7 +181,7 @@ class _MonitoredManager:
                 self._report("read_only", _modified(hook, tensors), counts)
             if counts:
                 self._monitor.checked["answers"] += 1
-            if hook == "mark" and seen:
+            if hook == "mark" and seen[-1] is not None:
                 self._check_marks(impl, seen[-1], arguments, counts)
         return answers
 

@@ -25,7 +25,7 @@ from kvpolicy.kernels.accumulators import ACCUMULATORS
 from kvpolicy.model.attention import attend
 from kvpolicy.model.rope import rotate_halves
 from kvpolicy.plan.spec import PolicySpec
-from kvpolicy.state import Memory, RegisterFile
+from kvpolicy.state import Bound, LayerWeights, Memory, RegisterFile
 
 _LAYER = 0
 
@@ -56,6 +56,7 @@ def keep_rows(
     prompt: int | None = None,
     shown: Shown | None = None,
     states: Tensor | None = None,
+    layer_weights: LayerWeights | None = None,
     **knobs: Any,
 ) -> Tensor:
     """The rows that stay when a cache is compacted once.
@@ -74,13 +75,15 @@ def keep_rows(
         prompt: Tokens of the prompt; all ``T`` if not given.
         shown: What policies that implement `observe` receive; by default nothing.
         states: What policies that implement `mark` receive of all tokens, ``[B, T, M]``.
+        layer_weights: What policies that implement `bind` receive.
         knobs: Knobs of the policy.
 
     Returns:
         Rows that stay, ``[B, H_kv, K]``, int64, rising; all of them if ``T <= budget``.
     """
     num_rows, window = keys.shape[2], queries.shape[2]
-    layer = _Layer(policy, knobs, keys, queries, budget, buffer, prompt, shown, states)
+    given = _Given(shown, states, layer_weights)
+    layer = _Layer(policy, knobs, keys, queries, budget, buffer, prompt, given)
     if window < num_rows:
         old = slice(0, num_rows - window)
         layer.feed(keys[:, :, old], values[:, :, old], None)
@@ -101,6 +104,7 @@ def replay(
     buffer: int = 1,
     shown: Shown | None = None,
     states: Tensor | None = None,
+    layer_weights: LayerWeights | None = None,
     **knobs: Any,
 ) -> list[Tensor]:
     """The positions that stay after each of several compactions of a growing cache.
@@ -120,12 +124,14 @@ def replay(
         buffer: The argument `buffer` of `score` and `due`.
         shown: What policies that implement `observe` receive; by default nothing.
         states: What policies that implement `mark` receive of all tokens, ``[B, T, M]``.
+        layer_weights: What policies that implement `bind` receive.
         knobs: Knobs of the policy.
 
     Returns:
         For each compaction the original positions that stay, ``[B, H_kv, K]``, int64.
     """
-    layer = _Layer(policy, knobs, keys, queries, budget, buffer, prompt, shown, states)
+    given = _Given(shown, states, layer_weights)
+    layer = _Layer(policy, knobs, keys, queries, budget, buffer, prompt, given)
     layer.feed(keys[:, :, :prompt], values[:, :, :prompt], queries[:, :, :prompt])
     kept = [layer.compact()] if prompt in compact_at else []
     for token in range(prompt, keys.shape[2]):
@@ -134,6 +140,15 @@ def replay(
         if token + 1 in compact_at:
             kept.append(layer.compact())
     return kept
+
+
+@attrs.frozen(eq=False)
+class _Given:
+    """What policies are given besides keys, values and queries."""
+
+    shown: Shown | None
+    states: Tensor | None
+    layer_weights: LayerWeights | None
 
 
 class _Layer:
@@ -148,8 +163,7 @@ class _Layer:
         budget: int,
         buffer: int,
         prompt_len: int | None,
-        shown: Shown | None,
-        states: Tensor | None,
+        given: _Given,
     ) -> None:
         listed = policy if isinstance(policy, (list, tuple)) else [policy]
         specs = [PolicySpec.of(one, knobs) for one in listed]
@@ -172,7 +186,14 @@ class _Layer:
             ServedSequence(slot, Request(prompt), prompt, 1, frozenset(), slot=slot)
             for slot in range(num_sequences)
         ]
-        self.shown, self.states = shown, states
+        self.shown, self.states, weights = given.shown, given.states, given.layer_weights
+        self.bound = Bound()
+        if self.stack.implements("bind"):
+            if weights is None:
+                names = "+".join(self.stack.names)
+                msg = f"policy '{names}' reads weights in bind(); give them as layer_weights"
+                raise KVPolicyError(msg)
+            self.bound = self.stack.bind(_LAYER, weights)
         self.registers = RegisterFile(self.stack.policies, num_sequences, keys.device)
         self.num_observed = 0
 
@@ -200,7 +221,12 @@ class _Layer:
             states = self.states[:, num_seen : num_seen + num_new]
         states, keys, values, positions = step.new_rows(_LAYER, states, keys, values)
         marks = self.stack.mark(
-            _LAYER, states=states, keys=keys, values=values, positions=positions
+            _LAYER,
+            states=states,
+            keys=keys,
+            values=values,
+            positions=positions,
+            bound=self.bound,
         )
         step.mark(_LAYER, marks)
 
@@ -220,6 +246,7 @@ class _Layer:
             seq_len=rows.seq_len,
             prompt_len=torch.full_like(rows.seq_len, self.prompt_len),
             num_new=rows.num_new,
+            bound=self.bound,
         )
         budget = self.budget if self._begin_compaction() else rows.num_rows
         memory = [sequence.memory for sequence in self.sequences]
@@ -229,7 +256,9 @@ class _Layer:
     def compact(self) -> Tensor:
         """Compact all sequences, unless the policy never does at this point."""
         if self._begin_compaction():
-            eviction = Eviction(self.cache, PolicyTimings(), ErrorScope("raise"))
+            eviction = Eviction(
+                self.cache, PolicyTimings(), ErrorScope("raise"), bound=[self.bound]
+            )
             eviction.run(
                 DueSlot(_LAYER, sequence, self.stack, self.budget, self.buffer)
                 for sequence in self.sequences

@@ -118,7 +118,8 @@ def run_cases(
             try:
                 self.trial = Trial(factory, budget=least + more, **setup, **options)
             except ConformanceError as error:  # there is no trial to show
-                not_begun.append(not_built(factory, error.expected, error.came))
+                broken = not_built(factory, error.expected, error.came, error.clause)
+                not_begun.append(broken)
                 raise
             self.arrive(prompt, new)
 

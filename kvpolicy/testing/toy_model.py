@@ -4,7 +4,7 @@ It runs real attention over the engine's slabs without transformers: a step take
 millisecond, so that many cases can be checked.
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator, Sequence
 from functools import lru_cache, partial
 from types import SimpleNamespace
 from typing import Any
@@ -22,6 +22,7 @@ from kvpolicy.model.attention import attend
 from kvpolicy.model.marking import mark_static_rows, mark_stored_rows
 from kvpolicy.model.packed import PackedWeights
 from kvpolicy.model.rope import rotate_halves
+from kvpolicy.state import LayerWeights
 
 #: Kinds of keys: of all lengths; equal for equal tokens; often zero; nearly equal; large.
 NUMBERS = ("plain", "equal", "zeros", "alike", "large")
@@ -102,6 +103,16 @@ class ToyModel(ModelAdapter):
     def rotation(self) -> Rotate:
         """Plain RoPE; the model itself does not rotate keys."""
         return rotate_halves
+
+    def layer_weights(self, layers: Sequence[int]) -> Iterator[LayerWeights]:
+        """The projections of some layers."""
+        dim = self._shape.head_dim
+        for layer_idx in layers:
+            by_head = self._in[layer_idx].T.unflatten(0, (-1, dim))
+            q, k, v = by_head.split(self._num_heads)
+            out = self._out[layer_idx].unflatten(0, (-1, dim)).transpose(1, 2)
+            rotate = partial(self.rotation(), layer_idx)
+            yield LayerWeights(q=q, k=k, v=v, o=out, scaling=dim**-0.5, rotate=rotate)
 
     @property
     def device(self) -> torch.device:

@@ -17,7 +17,7 @@ from kvpolicy.engine.engine import Engine, Run
 from kvpolicy.engine.request import Request
 from kvpolicy.engine.results import Result
 from kvpolicy.engine.snapshot import SequenceSnapshot
-from kvpolicy.errors import KVPolicyError, SnapshotError
+from kvpolicy.errors import HookError, HookResultError, KVPolicyError, SnapshotError
 from kvpolicy.testing.cases import Environment, PolicyFactory, Setup, plan_of
 from kvpolicy.testing.clauses import ConformanceError, Example
 from kvpolicy.testing.monitor import CompactedRows, Monitor
@@ -268,7 +268,13 @@ class Trial:
         monitor = Monitor(policy, self.factory.hooks, checked)
         plan = plan_of(monitor.policy, self.factory.hooks, setup, self.environment.num_layers)
         tokenizer = self.environment.tokenizer
-        engine = Engine(self._model, tokenizer, plan, slots=setup.slots, chunk=setup.chunk)
+        try:
+            engine = Engine(self._model, tokenizer, plan, slots=setup.slots, chunk=setup.chunk)
+        except HookError as error:  # of `bind`
+            wrong = isinstance(error, HookResultError)
+            clause, expected = ("weights", "weights as they were") if wrong else ("answers", "any")
+            raise ConformanceError(clause, expected, str(error)) from error
+        checked["weights"] += "bind" in self.factory.hooks
         for stack in dict.fromkeys([*engine.stacks, engine.scheduling]):
             monitor.attach(stack)
         return monitor, engine

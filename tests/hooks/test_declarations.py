@@ -80,7 +80,7 @@ ATTRIBUTES = {
     "steers = 3": "declares steers = 3; give layers",
     "steers = (-1,)": "declares steers",
     "steers = ('0',)": "declares steers",
-    "inactive_hooks = ('scoer',)": "names of hooks; these are allocate, schedule",
+    "inactive_hooks = ('scoer',)": "names of hooks; these are allocate, bind, schedule",
     "inactive_hooks = 'score'": "declares inactive_hooks",
     "tracks = property(lambda self: 1 / 0)": "attribute 'tracks' raises: ZeroDivisionError",
     "tracks = property(lambda self: self.nosuch)": "attribute 'tracks' raises: AttributeError",

@@ -13,7 +13,7 @@ from torch import Tensor
 from kvpolicy import hookimpl
 from kvpolicy.cache.rows import LayerRows, Tracks
 from kvpolicy.hooks.defaults import top_rows
-from kvpolicy.state import Memory
+from kvpolicy.state import LayerWeights, Memory
 
 
 def key_lengths(keys: Tensor) -> Tensor:
@@ -200,6 +200,19 @@ class TracksLeftBehind:
         rows.keep(keep)
         rows.set_track("first_score", before)
         return True
+
+
+@attrs.define(eq=False)
+class Weights:
+    """Normalises the projection of the model instead of a copy."""
+
+    @hookimpl
+    def bind(self, weights: LayerWeights) -> Tensor:
+        return weights.v.div_(weights.v.norm(dim=2, keepdim=True))
+
+    @hookimpl
+    def score(self, keys: Tensor) -> Tensor:
+        return key_lengths(keys)
 
 
 @attrs.define(eq=False)
@@ -445,6 +458,7 @@ BROKEN: dict[str, list[type]] = defaultdict(
         "protected": [Protected, ProtectedByHook],
         "eviction": [Eviction],
         "tracks": [TracksInPlace, TracksLeftBehind],
+        "weights": [Weights],
         "marks": [Marks],
         "in_step": [InStep],
         "determinism": [Determinism],
