@@ -22,6 +22,7 @@ from kvpolicy.model.packed import packed_model as packed_model
 from kvpolicy.plan.plan import Plan as Plan
 from kvpolicy.state import Memory as Memory
 from kvpolicy.state import Parts as Parts
+from kvpolicy.state import Probe as Probe
 from kvpolicy.state import Registers as Registers
 from kvpolicy.state import SequenceMemory as SequenceMemory
 from kvpolicy.state import WaitingRequest as WaitingRequest

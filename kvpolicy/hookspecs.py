@@ -37,7 +37,7 @@ from torch import Tensor
 
 from kvpolicy.cache.rows import LayerRows, Tracks
 from kvpolicy.markers import hookspec
-from kvpolicy.state import LayerWeights, Memory, Parts, Registers, WaitingRequest
+from kvpolicy.state import LayerWeights, Memory, Parts, Probe, Registers, WaitingRequest
 
 
 @hookspec(firstresult=True)
@@ -218,6 +218,32 @@ def due(
     """
 
 
+@hookspec(firstresult=True)
+def probe(
+    token_ids: Tensor, seq_len: int, prompt_len: int, tokenizer: Any, memory: Memory
+) -> Probe | None:
+    """Name tokens whose queries are wanted: what the sequence might attend to.
+
+    Called before a compaction, for one sequence at a time, once for all layers that share the
+    stack. The first policy to answer wins; if none answers, the first answer of a part counts.
+    The tokens are run through the model as if they followed, over the rows held now, and
+    forgotten; `score` gets their queries as ``probe_queries``. Nothing is observed or steered.
+
+    Args:
+        token_ids: The tokens of the sequence so far, ``[seq_len]``, int64, on the CPU.
+        seq_len: How many they are.
+        prompt_len: Tokens of the prompt; see `score`.
+        tokenizer: The engine's tokenizer, or ``None``.
+        memory: The policy's own dict for this sequence: ``memory.of(self)[0]``.
+
+    Returns:
+        ``Probe(token_ids=...)``, or ``Probe(num_greedy=n)``: the token that comes next and those
+        that the model finds likeliest after it, up to a stop token of the model, which is left
+        out. From 1 to ``probe_size`` tokens; those beyond the model's positions are left out.
+        Anything else raises `HookResultError`.
+    """
+
+
 @hookspec
 def protect(
     layer_idx: int,
@@ -254,6 +280,7 @@ def score(
     values: Tensor,
     positions: Tensor,
     queries: Tensor,
+    probe_queries: Tensor,
     attn_weights: Tensor,
     attn_sums: Tensor,
     attn_squares: Tensor,
@@ -288,6 +315,8 @@ def score(
             with the keys and ``D ** -0.5`` they give the model's logits before any soft cap.
             ``W`` is the largest ``window_size`` of the policies in the stack (1 if none has
             one).
+        probe_queries: Queries after RoPE of the tokens that `probe` has named, scaled like
+            ``queries``, ``[B, H_q, P, D]``; they come after all rows. ``None`` without a probe.
         attn_weights: Softmax weights of these queries over the rows they see, as the model
             computes them (with scaling, soft cap and learned sinks), ``[B, H_q, W, T]``, fp32.
         attn_sums: Softmax weights ``A`` each row has received from all past queries, summed over

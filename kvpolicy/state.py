@@ -117,6 +117,30 @@ class Bound:
         return self._values.get(id(policy))
 
 
+def _tuple_of(token_ids: Any) -> tuple[int, ...] | None:
+    if isinstance(token_ids, Tensor):
+        token_ids = token_ids.tolist()
+    return None if token_ids is None else tuple(token_ids)
+
+
+@attrs.frozen
+class Probe:
+    """Tokens whose queries a policy wants before a compaction: given ones, or greedy ones.
+
+    Attributes:
+        token_ids: The tokens, as if they followed the sequence; ``None``: greedy ones.
+        num_greedy: So many tokens as the model would go on, up to a stop token.
+    """
+
+    token_ids: tuple[int, ...] | None = attrs.field(default=None, converter=_tuple_of)
+    num_greedy: int = 0
+
+    @property
+    def num_tokens(self) -> int:
+        """Its tokens, at most."""
+        return self.num_greedy if self.token_ids is None else len(self.token_ids)
+
+
 @attrs.define(eq=False)
 class SequenceMemory:
     """The memory of one sequence: a dict for each policy object."""

@@ -28,6 +28,7 @@ class HeldRows(Protocol):
 
     layers: list[int]
     seq_len: Tensor
+    probe_queries: Tensor | None
 
     @property
     def keys(self) -> Tensor:
@@ -85,6 +86,8 @@ class LayerRows:
         num_rows: Rows that each entry holds, ``T``, without those of a prompt that stays.
         num_before: Rows before them, ``[B]``: those of a prompt that stays, or 0.
         seq_len: Tokens each sequence has seen, ``[B]``, int64, on the CPU.
+        probe_queries: Queries of tokens that might follow, ``[B, H_q, P, D]``; ``None``: no policy
+            has asked for any.
         kept: Argument of the last `keep`, ``[B, H_kv, K]``; ``None`` before it.
     """
 
@@ -98,6 +101,7 @@ class LayerRows:
         self.num_before: np.ndarray = cache.prompt_rows[self.layers, self._slots]
         self.num_rows = int(cache.rows[self.layers[0], self._slots[0]] - self.num_before[0])
         self._seq_len = cache.seq_len[self._slots]
+        self.probe_queries: Tensor | None = None
         self.kept: Tensor | None = None
         pairs = zip(self.layers, self._slots, strict=True)
         places = slot_index([cache.layers[layer].first + slot for layer, slot in pairs])

@@ -204,6 +204,7 @@ def _lines(found: "Footprint", file: Path, model: str) -> list[str]:
         "",
         f"per slot    {format_bytes(found.bytes_per_slot)}, {share:.1%} of the full cache{rest}",
         f"{found.slots} slots".ljust(12) + format_bytes(found.num_bytes),
+        *_probe(found),
         f"digest      {found.plan.digest()}",
         *_shares(found.layers),
     ]
@@ -216,6 +217,14 @@ def _prompts(found: "Footprint") -> str:
     if found.prompt_tokens == found.tokens:
         return ", which may be prompts as a whole: give --prompt-tokens if prompts are shorter"
     return f", prompts of up to {found.prompt_tokens:,}"
+
+
+def _probe(found: "Footprint") -> list[str]:
+    """What a probe takes, if a policy has one."""
+    if not found.probe_size:
+        return []
+    num_bytes = format_bytes(found.probe_bytes_per_slot)
+    return [f"probe       up to {found.probe_size:,} tokens, {num_bytes} per slot for a moment"]
 
 
 def _shares(layers: "tuple[LayerFootprint, ...]") -> list[str]:

@@ -23,6 +23,7 @@ from kvpolicy.engine.compaction import Compactor
 from kvpolicy.engine.isolation import ErrorScope
 from kvpolicy.engine.marker import Marker
 from kvpolicy.engine.observer import Observer
+from kvpolicy.engine.probing import Prober
 from kvpolicy.engine.resuming import Resuming
 from kvpolicy.engine.sequence import Sequence
 from kvpolicy.engine.snapshot import SequenceSnapshot
@@ -140,12 +141,23 @@ class RunningBatch:
         self._graphs: GraphRunner | None = None
         if replays:
             self._graphs = self._run = GraphRunner(self._run)
+        self._prober = Prober(
+            adapter,
+            self.cache,
+            stacks,
+            tokenizer,
+            self.timings,
+            errors,
+            chunk=self._chunk,
+            max_tokens_per_forward=max_tokens_per_forward,
+        )
         self.compactor = Compactor(
             self.cache,
             plan.layers,
             stacks,
             self._observer,
             self._marker,
+            self._prober,
             self.timings,
             errors,
             adapter.processes.layer_rows,
@@ -220,8 +232,11 @@ class RunningBatch:
         """
         self.compactor.settle()
         self._marker.flush(seq)  # so that no states wait, of which a snapshot knows nothing
+        ended, seq.finish_reason = seq.finish_reason, None
+        self._marker.flush(seq)
         if seq.error is not None:
             raise SnapshotError(seq.error)
+        seq.finish_reason = ended
         self.compactor.note_peak(seq)
         return self._resuming.take(seq, self.cache, self._observer, self._registers)
 
@@ -278,6 +293,7 @@ class RunningBatch:
         self.compactor.settle()
         if complete:
             on_logits([served[row] for row in complete], logits[complete])
+        self._prober.note(served, logits)
         self._observer.show_prompt(served, states)
 
     def begin_decode(self) -> ForwardInput:
@@ -318,6 +334,7 @@ class RunningBatch:
             return
         self.compactor.settle()
         on_logits(self._served, logits)
+        self._prober.note(self._served, logits)
         if states is not None:
             self._observer.note(self._served, states[:, -1])
         self._observer.flush_full(self._served)

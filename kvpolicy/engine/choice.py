@@ -57,6 +57,7 @@ def _score_arguments(
         "keys": rows.keys if "keys" in reads else None,
         "values": rows.values if "values" in reads else None,
         "queries": rows.queries if "queries" in reads else None,
+        "probe_queries": rows.probe_queries if "probe_queries" in reads else None,
         "attn_weights": rows.attn_weights if "attn_weights" in reads else None,
         **{name: rows.accumulated(name) if name in reads else None for name in ACCUMULATORS},
         "seq_len": rows.seq_len,

@@ -13,6 +13,7 @@ from kvpolicy.engine.eviction import DueSlot, Eviction, MakeRows
 from kvpolicy.engine.isolation import ErrorScope
 from kvpolicy.engine.marker import Marker
 from kvpolicy.engine.observer import Observer
+from kvpolicy.engine.probing import Prober
 from kvpolicy.engine.sequence import Sequence
 from kvpolicy.hooks.stack import Stack
 from kvpolicy.hooks.timing import PolicyTimings
@@ -36,6 +37,7 @@ class Compactor:
         stacks: abc.Sequence[Stack],
         observer: Observer,
         marker: Marker,
+        prober: Prober,
         timings: PolicyTimings,
         errors: ErrorScope,
         make_rows: MakeRows = LayerRows,
@@ -45,7 +47,7 @@ class Compactor:
         self._cache = cache
         self._layers = layers
         self._stacks = stacks
-        self._observer, self._marker = observer, marker
+        self._observer, self._marker, self._prober = observer, marker, prober
         self._errors = errors
         self._make_rows = make_rows
         self.eviction = Eviction(cache, timings, errors, make_rows, bound)
@@ -93,6 +95,7 @@ class Compactor:
             self._observer.flush(sequences[index])
             self._marker.flush(sequences[index], np.flatnonzero(due[:, index]).tolist())
             sequences[index].compactions += 1
+        probed = self._prober.run(sequences, due)
         rows, before = cache.rows, cache.rows.copy()
         self.eviction.run(
             DueSlot(
@@ -101,6 +104,7 @@ class Compactor:
                 self._stacks[layer_idx],
                 int(over_budget[layer_idx, index]),
                 self._layers[layer_idx].buffer,
+                probed.get((layer_idx, sequences[index].slot)),
             )
             for layer_idx, index in np.argwhere(due).tolist()
         )

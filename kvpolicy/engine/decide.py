@@ -35,6 +35,8 @@ class GivenRows:
         keys: Keys after RoPE, ``[B, H_kv, T, D]``.
         values: Values, ``[B, H_kv, T, D]``.
         queries: The last ``W`` queries after RoPE, ``[B, H_q, W, D]``, oldest first.
+        probe_queries: Queries of tokens that might follow, ``[B, H_q, P, D]``, as of a forward that
+            the caller has run, since `probe` is not called; if left out, there are none.
         attn_weights: Softmax weights of these queries over the rows, ``[B, H_q, W, T]``, fp32; if
             left out, computed from ``queries`` and ``keys`` with a plain softmax.
         tracks: Numbers of each row by the names in `Stack.tracks`, ``[B, H_kv, T]``: the policies'
@@ -52,6 +54,7 @@ class GivenRows:
     keys: Tensor | None = None
     values: Tensor | None = None
     queries: Tensor | None = None
+    probe_queries: Tensor | None = None
     attn_weights: Tensor | None = None
     tracks: Mapping[str, Tensor] = attrs.field(factory=dict)
     seq_len: Tensor | None = None
@@ -200,7 +203,7 @@ class _Rows:
         self.seq_len = last if given.seq_len is None else given.seq_len.cpu()
         self.prompt_len = self.seq_len if given.prompt_len is None else given.prompt_len.cpu()
         self.num_new = self.seq_len if given.num_new is None else given.num_new.cpu()
-        self.out_of_sight = given.out_of_sight
+        self.out_of_sight, self.probe_queries = given.out_of_sight, given.probe_queries
         self._names = "+".join(stack.names)
         self.bound = given.bound
         if given.bound is None and stack.implements("bind"):
@@ -262,6 +265,7 @@ _AXES = {
     "keys": "BHT.",
     "values": "BHT.",
     "queries": "B...",
+    "probe_queries": "B...",
     "attn_weights": "B..T",
     "out_of_sight": "BHT",
     "seq_len": "B",

@@ -47,6 +47,8 @@ class DueSlot:
         stack: The layer's policies.
         budget: Rows that stay.
         buffer: Rows that may be added to the budget.
+        probe_queries: Queries of tokens that might follow, ``[H_q, P, D]``; ``None``: no policy has
+            asked for any.
     """
 
     layer_idx: int
@@ -54,6 +56,7 @@ class DueSlot:
     stack: Stack
     budget: int
     buffer: int
+    probe_queries: Tensor | None = None
 
     @property
     def slot(self) -> int:
@@ -112,7 +115,9 @@ class Eviction:
                 # Hooks see no padding: sequences with equally many rows and stored queries are
                 # compacted together.
                 num_queries = min(int(self._cache.seq_len[one.slot]), one.stack.window_size)
-                groups[self._asked(one), one.budget, num_rows, num_queries].append(one)
+                num_probed = 0 if one.probe_queries is None else one.probe_queries.shape[1]
+                key = self._asked(one), one.budget, num_rows, num_queries, num_probed
+                groups[key].append(one)
         for group in groups.values():
             for call in self._calls(group):
                 self._compact(call)
@@ -208,7 +213,10 @@ class Eviction:
 
     def _rows(self, due: list[DueSlot]) -> LayerRows:
         layers, slots = [one.layer_idx for one in due], [one.slot for one in due]
-        return self._make_rows(self._cache, layers, slots)
+        rows = self._make_rows(self._cache, layers, slots)
+        probed = [one.probe_queries for one in due if one.probe_queries is not None]
+        rows.probe_queries = torch.stack(probed) if probed else None
+        return rows
 
     def _covering(self, due: list[DueSlot]) -> AbstractContextManager[None]:
         return self._errors.covering([one.sequence for one in due])

@@ -1,5 +1,6 @@
 """Rows and bytes that a plan allocates on a model, computed without allocating them."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import attrs
@@ -10,6 +11,7 @@ from kvpolicy.cache.slab import KVCache, LayerShape, Slab, SlabStack
 from kvpolicy.engine.isolation import ErrorScope
 from kvpolicy.engine.marker import Marker
 from kvpolicy.engine.observer import Observer
+from kvpolicy.hooks.stack import Stack
 from kvpolicy.hooks.timing import PolicyTimings
 from kvpolicy.model.adapter import ModelAdapter
 from kvpolicy.model.tensor_parallel import SingleProcess
@@ -71,6 +73,9 @@ class Footprint:
             states that are kept until policies observe them, and those that enter the attention of
             layers and are kept until policies mark their rows.
         layers: The layers, in order.
+        probe_size: The most tokens of a probe.
+        probe_bytes_per_slot: Bytes that a probe of a sequence takes for a moment, at most: keys and
+            values of its tokens in all layers, and their queries.
     """
 
     plan: ResolvedPlan
@@ -80,6 +85,8 @@ class Footprint:
     slots: int
     shared_bytes_per_slot: int
     layers: tuple[LayerFootprint, ...]
+    probe_size: int = 0
+    probe_bytes_per_slot: int = 0
 
     @property
     def bytes_per_slot(self) -> int:
@@ -125,6 +132,7 @@ class Footprint:
             "bytes": self.num_bytes,
             "full_bytes_per_slot": self.full_bytes_per_slot,
             "shared_bytes_per_slot": self.shared_bytes_per_slot,
+            "probe_bytes_per_slot": self.probe_bytes_per_slot,
             "layers": [
                 layer.plan.to_dict() | {size: getattr(layer, size) for size in sizes}
                 for layer in self.layers
@@ -179,8 +187,31 @@ def footprint(
             )
         )
     dtype = str(adapter.model.dtype).removeprefix("torch.")
-    shared_bytes = _shared_bytes(resolved, adapter)
-    return Footprint(resolved, dtype, tokens, prompt_tokens, slots, shared_bytes, tuple(layers))
+    return Footprint(
+        resolved,
+        dtype,
+        tokens,
+        prompt_tokens,
+        slots,
+        _shared_bytes(resolved, adapter),
+        tuple(layers),
+        probe_size=max(stack.probe_size for stack in resolved.stacks()),
+        probe_bytes_per_slot=_probe_bytes(resolved.stacks(), adapter.layer_shapes()),
+    )
+
+
+def _probe_bytes(stacks: Sequence[Stack], shapes: Sequence[LayerShape]) -> int:
+    """Bytes of the largest probe of a sequence, of all stacks that have one."""
+    of_rows = sum(shape.row_bytes for shape in shapes)
+    of_queries = {
+        stack: sum(
+            shape.num_heads * shape.head_dim * shape.dtype.itemsize
+            for other, shape in zip(stacks, shapes, strict=True)
+            if other is stack
+        )
+        for stack in dict.fromkeys(stacks)
+    }
+    return max(stack.probe_size * (of_rows + of_queries[stack]) for stack in stacks)
 
 
 def _slot(shape: LayerShape, slab: Slab) -> SlabStack:

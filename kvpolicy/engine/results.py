@@ -77,6 +77,7 @@ class RunReport:
         decode_s: Seconds in decode steps, compactions included and compiling not.
         mark_s: Seconds in `mark`; within decode steps, host time without device synchronization.
         observe_s: Seconds in `observe`.
+        probe_s: Seconds in `probe`, and in the forwards that it asks for.
         score_s: Seconds in `score`, including the computation of its arguments.
         select_s: Seconds in `select`.
         compaction_s: Seconds in `evict`: moving the rows that stay.
@@ -109,6 +110,7 @@ class RunReport:
     decode_s: float = 0.0
     mark_s: float = 0.0
     observe_s: float = 0.0
+    probe_s: float = 0.0
     score_s: float = 0.0
     select_s: float = 0.0
     compaction_s: float = 0.0
@@ -153,8 +155,8 @@ class RunReport:
 
     @property
     def policy_s(self) -> float:
-        """Seconds of policy work: marking, observing, scoring, selecting, compacting, steering."""
-        compacting = self.score_s + self.select_s + self.compaction_s
+        """Seconds of policy work: of all hooks, and of what they ask for."""
+        compacting = self.probe_s + self.score_s + self.select_s + self.compaction_s
         return self.mark_s + self.observe_s + compacting + self.steer_s
 
     @property

@@ -25,13 +25,13 @@ from kvpolicy.engine.sequence import Sequence
 from kvpolicy.errors import KVPolicyError, error_summary
 from kvpolicy.hooks.declarations import HOOKS
 from kvpolicy.hooks.timing import synchronize
-from kvpolicy.state import WaitingRequest
+from kvpolicy.state import Probe, WaitingRequest
 
 # The others are called before there is an engine that can be recorded.
 _RECORDED = tuple(hook for hook in HOOKS if hook not in ("allocate", "bind"))
 
 
-_DESCRIBED = (Tensor, WaitingRequest, dict, list, tuple, bool, int, float, str)
+_DESCRIBED = (Tensor, WaitingRequest, Probe, dict, list, tuple, bool, int, float, str)
 
 # Records
 
@@ -392,6 +392,8 @@ def describe(value: object) -> object:
         return value.id
     if isinstance(value, dict):
         return {str(name): describe(one) for name, one in value.items()}
+    if isinstance(value, Probe):
+        return f"{value.num_tokens} {'greedy' if value.token_ids is None else 'given'} tokens"
     if isinstance(value, list | tuple):
         return [describe(one) for one in value]
     return value

@@ -11,7 +11,8 @@ import attrs
 import torch
 from torch import Tensor
 
-from kvpolicy.state import LayerWeights, WaitingRequest
+from kvpolicy.errors import shown
+from kvpolicy.state import LayerWeights, Probe, WaitingRequest
 
 
 @attrs.frozen(eq=False)
@@ -131,6 +132,21 @@ def due_problem(answer: object, num_sequences: int) -> str | None:
         return problem
     assert isinstance(answer, Tensor)
     return None if answer.dtype == torch.bool else f"returned {answer.dtype}; expected bool"
+
+
+def probe_problem(answer: object, probe_size: int, vocab_size: int) -> str | None:
+    """Check the answer to `probe`."""
+    if not isinstance(answer, Probe):
+        return f"returned {type(answer).__name__}; expected a Probe, or None"
+    token_ids, num_greedy = answer.token_ids, answer.num_greedy
+    if type(num_greedy) is not int or (token_ids is None) != (num_greedy > 0):
+        return f"returned {shown(answer)}; give either token_ids or num_greedy"
+    if not 1 <= answer.num_tokens <= probe_size:
+        return f"asks for {answer.num_tokens} tokens; its probe_size allows 1 to {probe_size}"
+    for token in token_ids or ():
+        if type(token) is not int or not 0 <= token < vocab_size:
+            return f"names token {shown(token)}; expected integers from 0 to {vocab_size - 1}"
+    return None
 
 
 def steer_problem(answer: object, hidden_states: Tensor) -> str | None:

@@ -47,6 +47,10 @@ def _is_window(value: object) -> bool:
     return type(value) is int and 1 <= value <= MAX_WINDOW
 
 
+def _is_probe(value: object) -> bool:
+    return type(value) is int and 0 <= value <= MAX_WINDOW
+
+
 def _is_bool(value: object) -> bool:
     return type(value) is bool
 
@@ -123,6 +127,7 @@ class Declarations:
     steers: tuple[int, ...] | None = _declaration(
         None, _are_layers, "layers counted from 0, such as (2, 3)"
     )
+    probe_size: int = _declaration(0, _is_probe, f"a number of tokens up to {MAX_WINDOW:,}")
     copies_memory: bool = _declaration(True, _is_bool, "True or False")
     inactive_hooks: tuple[str, ...] = _declaration(
         (), _are_hooks, f"names of hooks; these are {', '.join(HOOKS)}"

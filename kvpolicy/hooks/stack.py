@@ -18,7 +18,7 @@ from kvpolicy.hooks.late_checks import LateChecks
 from kvpolicy.hooks.manager import Check, HookListener, HookManager
 from kvpolicy.hooks.protection import protected_rows
 from kvpolicy.kernels.accumulators import ACCUMULATORS, ATTN_LAST
-from kvpolicy.state import Bound, LayerWeights, Memory, Parts, Registers, WaitingRequest
+from kvpolicy.state import Bound, LayerWeights, Memory, Parts, Probe, Registers, WaitingRequest
 
 _COMPACTION_HOOKS = ("protect", "score", "select", "evict")
 
@@ -54,6 +54,7 @@ class Stack:
             or if no policy takes part in compactions.
         layers_alike: Whether every policy that implements `due`, `protect`, `score` or `select`
             declares that it treats layers alike, parts included, and none implements `bind`.
+        probe_size: Tokens of a probe, at most; 0 if no policy probes.
         steering: Names of the policies that steer, each with its layers; ``None`` stands for
             all layers of the stack.
         marked_in_step: Tracks that policies mark within the decode step.
@@ -119,6 +120,7 @@ class Stack:
         asked = (impl for hook in _FOLDED_HOOKS for impl in self._manager.impls(hook))
         own_alike = all(declared[id(impl.plugin)].layers_alike for impl in asked)
         self.layers_alike: bool = own_alike and of_parts and not binds
+        self.probe_size: int = self._probe_size()
         self.steering: list[tuple[str, Sequence[int] | None]] = [
             *(
                 (impl.plugin_name, declared[id(impl.plugin)].steers)
@@ -179,6 +181,20 @@ class Stack:
         if not self.implements("score"):
             return "implements no score(), so it cannot be a part of another policy"
         return None
+
+    def _probe_size(self) -> int:
+        sizes = [part.probe_size for part in self._part_list]
+        for impl in self._manager.impls("probe"):
+            size = self._manager.declared[id(impl.plugin)].probe_size
+            if not size:
+                msg = (
+                    f"policy '{impl.plugin_name}'{self._manager.owner} implements probe() and "
+                    "declares no probe_size; give it the most tokens of a probe, such as "
+                    "probe_size: ClassVar[int] = 8"
+                )
+                raise PolicyLoadError(msg)
+            sizes.append(size)
+        return max(sizes, default=0)
 
     def _arguments_of(self, *hooks: str) -> frozenset[str]:
         impls = (impl for hook in hooks for impl in self._manager.impls(hook))
@@ -359,6 +375,20 @@ class Stack:
             change = part.steer(layer_idx, **arguments)
             changes += [] if change is None else [change]
         return sum(changes[1:], changes[0]) if changes else None
+
+    def probe(self, vocab_size: int, **arguments: Any) -> Probe | None:
+        """The probe of one sequence, or ``None`` if no policy answers."""
+        answer: Probe | None = self._manager.ask(
+            "probe",
+            None,
+            lambda answer: checks.probe_problem(answer, self.probe_size, vocab_size),
+            optional=True,
+            **arguments,
+        )
+        if answer is not None:
+            return answer
+        answers = (part.probe(vocab_size, **arguments) for part in self._part_list)
+        return next((answer for answer in answers if answer is not None), None)
 
     def due(self, layer_idx: int, **arguments: Any) -> Tensor | None:
         """Which sequences are due, bool ``[B]``, or ``None`` if no policy answers."""

@@ -20,6 +20,7 @@ class PolicyTimings:
 
     mark_s: float = 0.0
     observe_s: float = 0.0
+    probe_s: float = 0.0
     score_s: float = 0.0
     select_s: float = 0.0
     compaction_s: float = 0.0

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, Cache, PreTrainedModel
 
 from kvpolicy.cache.layout import StepLayout
+from kvpolicy.cache.probe_step import ProbeStep
 from kvpolicy.cache.slab import KVCache, LayerShape, Rotate, Slab
 from kvpolicy.cache.softmax import Softmax
 from kvpolicy.cache.static_step import StaticStep
@@ -76,7 +77,7 @@ class ForwardInput:
     """
 
     token_ids: Tensor
-    step: StepLayout | StaticStep
+    step: StepLayout | StaticStep | ProbeStep
     steer: Steer | None = None
     wants_states: bool = False
     states: Tensor | None = None
@@ -425,7 +426,7 @@ def _input_hook(layer_idx: int, hidden_size: int) -> Any:
 class StepCache(Cache):
     """The ``past_key_values`` of one forward: stores new rows in the slabs."""
 
-    def __init__(self, step: StepLayout, given: ForwardInput) -> None:
+    def __init__(self, step: StepLayout | ProbeStep, given: ForwardInput) -> None:
         super().__init__(layers=[])
         self._step, self._given = step, given
         self.stored: set[int] = set()

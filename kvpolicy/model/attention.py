@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from kvpolicy.cache.layout import LayerLayout, StepLayout
+from kvpolicy.cache.probe_step import ProbeStep
 from kvpolicy.cache.softmax import PLAIN, Softmax
 from kvpolicy.cache.static_step import StaticStep
 from kvpolicy.errors import ModelError
@@ -52,9 +53,7 @@ def attend(
     step.attended.add(layer_idx)
     layer.softmax = softmax
     if layer.window is not None:
-        # Any other scaling is folded into the queries that policies read.
-        factor = scaling * queries.shape[-1] ** 0.5
-        step.remember_queries(layer, queries if abs(factor - 1) < 1e-6 else queries * factor)
+        step.remember_queries(layer, _as_policies_read(queries, scaling))
     if softmax.is_plain and not layer.accumulators:
         return _fused(queries, keys, values, layout.mask, scaling)
     accumulated = {
@@ -73,6 +72,56 @@ def attend(
         combine(name, held, received)
         layer.tracks[name][rows] = held
     return output
+
+
+def attend_aside(
+    step: ProbeStep,
+    layer_idx: int,
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    scaling: float,
+    softmax: Softmax = PLAIN,
+) -> Tensor:
+    """Attend from the tokens of a probe to the rows of their slots and to each other.
+
+    Args:
+        step: The probe; it has stored the new rows of this layer already.
+        layer_idx: Decoder layer, counted from 0.
+        queries: Queries after RoPE, ``[B, H_q, L, D]``.
+        keys: What `ProbeStep.store` returned for this layer, ``[B, H_kv, N, D]``.
+        values: Values of the same rows.
+        scaling: Factor on the logits.
+        softmax: The layer's softmax.
+
+    Returns:
+        Attention output, ``[B, H_q, L, D]``.
+    """
+    step.attended.add(layer_idx)
+    step.remember_queries(layer_idx, _as_policies_read(queries, scaling))
+    (held_keys, held_values), visible = step.held(layer_idx), step.visible(layer_idx)
+    num_held, length = held_keys.shape[2], queries.shape[2]
+    output = torch.empty_like(queries, dtype=values.dtype)
+    if keys.dtype == torch.float16:
+        queries, keys, held_keys = queries.float(), keys.float(), held_keys.float()
+    num_bytes = BLOCK_BYTES if keys.device.type == "cpu" else BLOCK_BYTES_ON_GPU
+    block = max(1, num_bytes // (4 * visible.shape[3] * queries.shape[:2].numel()))
+    for start in range(0, length, block):
+        now = slice(start, min(start + block, length))
+        grouped = queries[:, :, now].unflatten(1, (keys.shape[1], -1)).flatten(2, 3)
+        logits = [grouped @ own.transpose(2, 3) for own in (held_keys, keys)]
+        scaled = torch.cat(logits, dim=3).float().mul_(scaling)
+        scaled = scaled.unflatten(2, (-1, now.stop - start))  # [B, H_kv, G, L, T + N]
+        weights = softmax.weights(scaled, visible[:, :, None, now]).flatten(2, 3).to(values.dtype)
+        found = weights[..., :num_held] @ held_values + weights[..., num_held:] @ values
+        output[:, :, now] = found.unflatten(2, (-1, now.stop - start)).flatten(1, 2)
+    return output
+
+
+def _as_policies_read(queries: Tensor, scaling: float) -> Tensor:
+    """Queries into which any other scaling than ``D ** -0.5`` is folded."""
+    factor = scaling * queries.shape[-1] ** 0.5
+    return queries if abs(factor - 1) < 1e-6 else queries * factor
 
 
 def _fused(
@@ -223,5 +272,6 @@ def attention_function(
         mark_static_rows(kvpolicy_forward, layer_idx, key, value)
     else:
         softmax = PLAIN if softcap is None and sinks is None else Softmax(softcap, sinks)
-        output = attend(step, layer_idx, query, key, value, scaling, softmax)
+        attending: Any = attend_aside if isinstance(step, ProbeStep) else attend
+        output = attending(step, layer_idx, query, key, value, scaling, softmax)
     return output.transpose(1, 2).contiguous(), None

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from kvpolicy.cache.layout import StepLayout
+from kvpolicy.cache.probe_step import ProbeStep
 from kvpolicy.cache.static_step import StaticStep
 from kvpolicy.errors import ModelError
 from kvpolicy.kernels.marks import write_marks
@@ -45,7 +46,7 @@ class HasMarking(Protocol):
         attention_input: What enters the attention of the layer under way, ``[B, L, M]``.
     """
 
-    step: StepLayout | StaticStep
+    step: StepLayout | StaticStep | ProbeStep
     marking: Marking | None
     attention_input: Tensor | None
 

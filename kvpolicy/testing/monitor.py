@@ -377,8 +377,8 @@ class _ReadMode(TorchDispatchMode):
 
 def _clause_of(hook: str, answer: object, arguments: dict[str, Any]) -> str:
     """The clause that a wrong answer breaks."""
-    if hook == "schedule":
-        return "schedule"
+    if hook in ("schedule", "probe"):
+        return hook
     if hook == "evict":
         return "eviction"
     if not issubclass(type(answer), Tensor):  # `isinstance` would ask the answer

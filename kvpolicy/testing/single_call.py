@@ -57,6 +57,7 @@ def keep_rows(
     shown: Shown | None = None,
     states: Tensor | None = None,
     layer_weights: LayerWeights | None = None,
+    probe_queries: Tensor | None = None,
     **knobs: Any,
 ) -> Tensor:
     """The rows that stay when a cache is compacted once.
@@ -76,6 +77,8 @@ def keep_rows(
         shown: What policies that implement `observe` receive; by default nothing.
         states: What policies that implement `mark` receive of all tokens, ``[B, T, M]``.
         layer_weights: What policies that implement `bind` receive.
+        probe_queries: Queries of tokens that might follow, ``[B, H_q, P, D]``: there is no model
+            that `probe` could be asked for.
         knobs: Knobs of the policy.
 
     Returns:
@@ -89,7 +92,7 @@ def keep_rows(
         layer.feed(keys[:, :, old], values[:, :, old], None)
     new = slice(num_rows - window, None)
     layer.feed(keys[:, :, new], values[:, :, new], queries)
-    return layer.decide()
+    return layer.decide(probe_queries)
 
 
 def replay(
@@ -230,7 +233,7 @@ class _Layer:
         )
         step.mark(_LAYER, marks)
 
-    def decide(self) -> Tensor:
+    def decide(self, probe_queries: Tensor | None) -> Tensor:
         """Rows that stay of each sequence, ``[B, H_kv, K]``; all if nothing is due."""
         rows = LayerRows(self.cache, _LAYER, range(self.cache.num_slots))
         numbers = {
@@ -242,6 +245,7 @@ class _Layer:
             values=rows.values,
             positions=rows.positions,
             queries=rows.queries if self.stack.window_size else None,
+            probe_queries=probe_queries,
             tracks=numbers,
             seq_len=rows.seq_len,
             prompt_len=torch.full_like(rows.seq_len, self.prompt_len),
