@@ -8,6 +8,7 @@ Axis letters, used for every shape in kvpolicy:
     H_kv  key/value heads                 D     size of one head
     L     tokens of one forward           M     size of the hidden state
     N     tokens of several sequences, side by side
+    P     tokens of a probe
 
 A policy implements only the hooks it needs, and in each names only the arguments it reads:
 pluggy passes by name, and the engine computes only what some policy in the layer's stack
@@ -21,13 +22,13 @@ only: ``T``, ``K``, ``num_rows`` and ``budget`` count these, and the others stay
 weights are shares of what the model attends to, the prompt's rows included.
 
 `allocate` and `bind` are called before anything runs; `schedule` at admissions; `due` after every
-forward; `protect`, `score`, `select` and `evict` at compactions; `observe` for every buffer of
-tokens and before a compaction, and so is `mark`, which in prefill runs within the forward. Inside
-the decode step run only `steer`, and `mark` of policies that declare ``marks_in_step = True``. If
-all policies that implement `due`, `protect`, `score` and `select` declare ``layers_alike = True``,
-these are called for several layers at once: an entry of the batch axis is a sequence in a layer
-then, and ``layer_idx`` the first layer. A policy whose knobs make one of its hooks unnecessary
-lists the hook in ``inactive_hooks``; it is not called then.
+forward; `protect`, `score`, `select` and `evict` at compactions, `probe` before them; `observe`
+for every buffer of tokens and before a compaction, and so is `mark`, which in prefill runs within
+the forward. Inside the decode step run only `steer`, and `mark` of policies that declare
+``marks_in_step = True``. If all policies that implement `due`, `protect`, `score` and `select`
+declare ``layers_alike = True``, these are called for several layers at once: an entry of the batch
+axis is a sequence in a layer then, and ``layer_idx`` the first layer. A policy whose knobs make one
+of its hooks unnecessary lists the hook in ``inactive_hooks``; it is not called then.
 """
 
 from collections.abc import Mapping, Sequence

@@ -225,7 +225,7 @@ class _MonitoredManager:
         )
         answer = self._blaming(hook, seen, arguments, ask)
         if hook in self._hooks:
-            more = {"score": ["nan"], "schedule": ["schedule"]}
+            more = {"score": ["nan"], "schedule": ["schedule"], "probe": ["probe"]}
             self._monitor.checked.update(["answers", *more.get(hook, [])])
         return answer
 

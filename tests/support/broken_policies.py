@@ -10,7 +10,7 @@ import attrs
 import torch
 from torch import Tensor
 
-from kvpolicy import hookimpl
+from kvpolicy import Probe, hookimpl
 from kvpolicy.cache.rows import LayerRows, Tracks
 from kvpolicy.hooks.defaults import top_rows
 from kvpolicy.state import LayerWeights, Memory
@@ -380,6 +380,21 @@ class LayersInMemory:
 
 
 @attrs.define(eq=False)
+class AsksForTooMuch:
+    """Asks for as many tokens as the prompt has."""
+
+    probe_size: ClassVar[int] = 2
+
+    @hookimpl
+    def probe(self, token_ids: Tensor) -> Probe:
+        return Probe(token_ids=token_ids)
+
+    @hookimpl
+    def score(self, keys: Tensor) -> Tensor:
+        return key_lengths(keys)
+
+
+@attrs.define(eq=False)
 class PacksTooLittle:
     """Packs a mean without the number of compactions that it is over."""
 
@@ -468,6 +483,7 @@ BROKEN: dict[str, list[type]] = defaultdict(
         "slots": [RunningBatch],
         "neighbours": [Neighbours],
         "layers": [LayersByIndex, LayersInMemory],
+        "probe": [AsksForTooMuch],
         "snapshots": [PacksTooLittle, RemembersObjects],
         "schedule": [Schedule],
         "knobs": [Knobs],

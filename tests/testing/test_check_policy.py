@@ -255,7 +255,8 @@ def test_a_correct_policy_passes_and_the_report_counts_its_checks() -> None:
     report = check_policy(Observing, max_examples=30)
     assert (report.policy, report.cases) == ("observing", 30)
     assert {"tracks", "memory", "budget", "order"} <= set(report.clauses)
-    assert set(report.skipped) == {"eviction", "layers", "schedule", "marks", "in_step", "weights"}
+    skipped = {"eviction", "layers", "schedule", "marks", "in_step", "weights", "probe"}
+    assert set(report.skipped) == skipped
     assert "policy 'observing' keeps the contract: 20 clauses, 30 cases" in str(report)
     assert set(json.loads(json.dumps(report.to_dict()))["checked"]) == set(report.clauses)
 
