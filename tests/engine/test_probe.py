@@ -308,13 +308,16 @@ def test_greedy_probes_end_before_a_stop_token() -> None:
     plan = Plan.uniform("streaming", budget=12, buffer=4)
     (plain,) = Engine(model, plan=plan).generate([prompt], max_new_tokens=8, stop_ids=()).results()
     policy = Asks((Probe(num_greedy=8),))
-    engine = Engine(model, plan=with_policy(plan, policy))
-    adapter = engine.adapter
-    rest = [token for token in range(61) if token not in plain.tokens[:1]]
-    adapter.stop_ids = tuple(rest)  # whatever comes after the first token
+    engine = Engine(model, plan=Plan.uniform("streaming", policy, budget=12, buffer=4))
+    # Whatever is not the first token, which is known, ends the probe.
+    engine.adapter.stop_ids = tuple(set(range(61)) - {plain.tokens[0]})
     engine.generate([prompt], max_new_tokens=3, stop_ids=()).results()
-    lengths = {queries.shape[1] for queries in policy.queries.values()}
-    assert max(lengths) < 8
+    num_equal = next(i for i, one in enumerate(plain.tokens) if one != plain.tokens[0])
+    assert {queries.shape[1] for queries in policy.queries.values()} == {num_equal}
+    engine.adapter.stop_ids = plain.tokens[:1]
+    policy.seen.clear()
+    engine.generate([prompt], max_new_tokens=3, stop_ids=()).results()
+    assert policy.queries == {}
 
 
 def test_probes_of_some_layers_and_stacks_are_their_own() -> None:
