@@ -272,6 +272,7 @@ def test_a_snapshot_has_the_marks_of_all_rows(
     for _ in range(steps):
         run.step()
     snapshot = run.snapshot(0)
+    assert all((layer.tracks["log_rate"] < 0).all() for layer in snapshot.contents.layers)
     (whole,) = run.results()
     rest = Request(resume=snapshot, max_new_tokens=24 - len(snapshot.tokens), stop_ids=())
     (resumed,) = engine.generate([rest]).results()
