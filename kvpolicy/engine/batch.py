@@ -231,9 +231,8 @@ class RunningBatch:
             SnapshotError: If sequences cannot be copied.
         """
         self.compactor.settle()
-        self._marker.flush(seq)  # so that no states wait, of which a snapshot knows nothing
         ended, seq.finish_reason = seq.finish_reason, None
-        self._marker.flush(seq)
+        self._marker.flush(seq)  # so that no states wait, of which a snapshot knows nothing
         if seq.error is not None:
             raise SnapshotError(seq.error)
         seq.finish_reason = ended
