@@ -16,6 +16,10 @@ names. New arguments may be added later; none is removed. ``None`` means "no opi
 
 Tensors have no padding: all sequences of one call have the same number of rows, every row is a
 real token, and all heads are included. They may be views of the cache: do not write to them.
+Only where a plan says ``heads = "shared"`` may KV heads hold different numbers of rows: ``T`` is
+that of the fullest, the last column is the newest row of each head, and columns that a head has no
+row for come first, with position -1 and 0 in all other tensors. Policies that work with such rows
+declare ``ragged = True``; a plan with others in such a layer is refused.
 
 If a plan says ``prompt = "keep"``, the hooks of compactions are told of the rows behind the prompt
 only: ``T``, ``K``, ``num_rows`` and ``budget`` count these, and the others stay. Attention sums and
@@ -208,7 +212,8 @@ def due(
     Args:
         layer_idx: Decoder layer, counted from 0.
         num_rows: Rows each sequence holds in this layer, ``[B]``, int64, on the CPU; without those
-            of a prompt that stays.
+        of a prompt that stays, and those of a head in the mean, rounded up, if heads share
+        them.
         seq_len: Tokens of each sequence so far, ``[B]``, int64, on the CPU.
         prompt_len: Tokens of each prompt, ``[B]``, int64, on the CPU.
         budget: Rows that stay after a compaction.
@@ -363,24 +368,32 @@ def select(
     positions: Tensor,
     prompt_len: Tensor,
     budget: int,
+    heads: str,
     memory: Memory,
 ) -> Tensor | None:
     """Choose the rows that stay.
 
     Called per layer at a compaction, after `score`. The first policy to answer wins; if none
-    answers, the ``budget`` rows with the highest scores stay, of equal scores the newer ones.
+    answers, the ``budget`` rows of each head with the highest scores stay, of equal scores the
+    newer ones.
 
     Args:
         layer_idx: Decoder layer, counted from 0.
-        scores: Final scores, ``[B, H_kv, T]``, fp32; ``inf`` for protected rows.
-        positions: Position of each row's token in the full sequence, ``[B, H_kv, T]``, int64.
+        scores: Final scores, ``[B, H_kv, T]``, fp32; ``inf`` for protected rows, ``-inf`` where a
+            head has no row.
+        positions: Position of each row's token in the full sequence, ``[B, H_kv, T]``, int64; -1
+            where a head has no row.
         prompt_len: Tokens of each prompt, ``[B]``, int64, on the CPU; see `score`.
-        budget: The most rows that may stay.
+        budget: The most rows that may stay: of each head, or in the mean over the heads.
+        heads: ``"own"``: each head has the budget for itself. ``"shared"``: all heads of the layer
+            have ``budget * H_kv`` rows together.
         memory: The policy's own dict for each sequence: ``memory.of(self)[b]``.
 
     Returns:
         Row indices ``[B, H_kv, K]``, int64, strictly rising along ``K``, ``1 <= K <=
-        budget``. Anything else raises `HookResultError`.
+        budget``. Where ``heads`` is ``"shared"``, also a mask: bool ``[B, H_kv, T]``, true for rows
+        that stay, at least 1 of each head and at most ``budget * H_kv`` of a sequence. No answer
+        names a column that a head has no row for. Anything else raises `HookResultError`.
     """
 
 
@@ -396,7 +409,8 @@ def evict(layer_idx: int, rows: LayerRows, keep: Tensor, memory: Memory) -> bool
         rows: ``keys``, ``values`` and ``positions`` as in `score`. ``rows.keep(keep, keys=...,
             values=...)`` stores the chosen rows, or replacements ``[B, H_kv, K, D]``;
             ``rows.rotate(keys, by)`` returns keys moved by ``by`` positions.
-        keep: Row indices that stay, ``[B, H_kv, K]``, int64, rising.
+        keep: What `select` answered: row indices ``[B, H_kv, K]``, int64, rising; or, where heads
+            share their rows, a mask, bool ``[B, H_kv, T]``, with replacements ``[B, H_kv, T, D]``.
         memory: The policy's own dict for each sequence: ``memory.of(self)[b]``.
 
     Returns:

@@ -6,9 +6,12 @@ dropped: they are never stored or attended to.
 
 A layer with a sliding window may get more new rows than its slab can take. The new rows are then
 attended to together with the old ones, and those that the newest token still sees are stored.
+
+Where KV heads share the rows of a layer, rows are copied out of their segments, aligned on the
+right, and a mask hides what a head has no row for.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import attrs
 import numpy as np
@@ -26,12 +29,15 @@ class LayerLayout:
     Attributes:
         sequences: Which sequence of the forward each new row belongs to, ``[N]``.
         slots: Slot of each new row, ``[N]``.
-        rows: Row of each new row in its slab, ``[N]``.
+        rows: Row of each new row in its slab, ``[N]``; in a ragged slab, its number.
         positions: Position of each new row's token in its sequence, ``[N]``.
-        num_rows: Rows to attend to: those of the fullest slot.
+        num_rows: Rows to attend to: those of the fullest slot and KV head.
         mask: Rows each query may see, bool ``[B, 1 or H_kv, L, T]``; ``None``: all.
         kept: Of the rows attended to, those that the slabs hold afterwards, ``[B, K]``, if the
             slab is a window that slides on; ``None``: all, in place.
+        places: Place of each row attended to in the pool of its slot, ``[B, H_kv, T]``, if slabs
+            are ragged; ``None``: in order.
+        present: Those that a head has, bool ``[B, H_kv, T]``, likewise.
     """
 
     sequences: Tensor
@@ -41,6 +47,35 @@ class LayerLayout:
     num_rows: int
     mask: Tensor | None
     kept: Tensor | None = None
+    places: Tensor | None = None
+    present: Tensor | None = None
+
+    def update(
+        self, track: Tensor, served: slice | list[int], change: Callable[[Tensor], None]
+    ) -> None:
+        """Change the numbers of the rows attended to in a track of the slabs.
+
+        Args:
+            track: ``[S, H_kv, capacity]``, changed in place.
+            served: Slots of the forward.
+            change: Changes a tensor ``[B, H_kv, T]`` in place. Where slabs are windows that slide
+                on, T is the number of rows that they hold afterwards.
+        """
+        if self.places is None or self.present is None:
+            num_rows = self.num_rows if self.kept is None else self.kept.shape[1]
+            rows = (served, slice(None), slice(num_rows))
+            held = track[rows]  # a copy, where slots are not in equal steps
+            change(held)
+            track[rows] = held
+            return
+        pools = track[served].flatten(1)
+        held = pools.gather(1, self.places.flatten(1)).view(self.places.shape)
+        change(held)
+        size = pools.shape[1]
+        # What a head has no row for goes behind the pool, and is left out.
+        places = torch.where(self.present, self.places, size).flatten(1)
+        wider = torch.cat([pools, pools[:, :1]], dim=1).scatter_(1, places, held.flatten(1))
+        track[served] = wider[:, :size].view(-1, *track.shape[1:])
 
 
 class StepLayout:
@@ -96,6 +131,10 @@ class StepLayout:
         keys, values = (self._real(new).to(layer.shape.dtype) for new in (keys, values))
         new = (keys, values, layout.positions[:, None])
         slabs = (layer.keys, layer.values, layer.positions)
+        if layer.bounds is not None:
+            for slab, rows in zip(slabs, new, strict=True):
+                layer.put(slab, layout.slots, layout.rows, rows)
+            return self._in_columns(layer_idx, layer)
         if layout.kept is None:
             for slab, rows in zip(slabs, new, strict=True):
                 slab[layout.slots, :, layout.rows] = rows
@@ -144,7 +183,28 @@ class StepLayout:
             slots, rows = slots[held], rows[held]
         for name, numbers in marks.items():
             track = layer.tracks[name]
-            track[slots, :, rows] = (numbers if held is None else numbers[held]).to(track.dtype)
+            new = (numbers if held is None else numbers[held]).to(track.dtype)
+            layer.put(track, slots, rows, new)
+
+    def _in_columns(self, layer_idx: int, layer: LayerCache) -> tuple[Tensor, Tensor]:
+        """Rows of ragged slabs, new ones included, as ``[B, H_kv, T, D]``."""
+        device, served = layer.shape.device, self.served
+        most = self.cache.fullest(layer_idx, self.slots) + self.lengths
+        after = self.cache.rows[layer_idx, self.slots] + self.lengths
+        num_rows = int(most.max())
+        places, present = layer.columns(served, after, num_rows)
+        # A query sees the rows before it, and its own column, also a pad, which has no row.
+        column = torch.arange(num_rows, device=device)
+        own = torch.arange(num_rows - self.width, num_rows, device=device)[:, None]
+        mask = (present[:, :, None] & (column <= own)) | (column == own)
+        self.layers[layer_idx] = attrs.evolve(
+            self.layers[layer_idx], num_rows=num_rows, mask=mask, places=places, present=present
+        )
+        keys, values = (
+            layer.gathered(slab, served, places, present) for slab in (layer.keys, layer.values)
+        )
+        self.cache.note_copy(keys.nbytes + values.nbytes)
+        return keys, values
 
     def _layer_layout(self, layer_idx: int, layer: LayerCache) -> LayerLayout:
         """Where the new rows go in this layer; computed once for layers that hold the same."""

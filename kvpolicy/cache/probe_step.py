@@ -90,16 +90,27 @@ class ProbeStep:
 
     def held(self, layer_idx: int) -> tuple[Tensor, Tensor]:
         """Keys and values of the rows that the slots hold in a layer, ``[B, H_kv, T, D]`` each."""
-        layer, rows = self.cache.layers[layer_idx], slice(self._num_rows(layer_idx))
-        return layer.keys[self._served, :, rows], layer.values[self._served, :, rows]
+        layer, num_rows = self.cache.layers[layer_idx], self._num_rows(layer_idx)
+        if layer.bounds is None:
+            rows = (self._served, slice(None), slice(num_rows))
+            return layer.keys[rows], layer.values[rows]
+        found = layer.columns(self._served, self.cache.rows[layer_idx, self._slots], num_rows)
+        keys, values = (
+            layer.gathered(slab, self._served, *found) for slab in (layer.keys, layer.values)
+        )
+        return keys, values
 
     def visible(self, layer_idx: int) -> Tensor:
         """What each query sees of the rows held, then of its own, bool ``[B, 1 or H_kv, L, N]``."""
         layer = self.cache.layers[layer_idx]
         device, window = layer.shape.device, layer.shape.sliding_window
         num_rows = self._num_rows(layer_idx)
-        is_held = np.arange(num_rows) < self.cache.rows[layer_idx, self._slots][:, None]
-        old = upload(is_held, device)[:, None, None].expand(-1, -1, self._length, -1)
+        rows = self.cache.rows[layer_idx, self._slots]
+        if layer.bounds is None:
+            is_held = upload(np.arange(num_rows) < rows[:, None], device)[:, None]
+        else:
+            _, is_held = layer.columns(self._served, rows, num_rows)
+        old = is_held[:, :, None].expand(-1, -1, self._length, -1)
         query = self._num_done + np.arange(self._length)[:, None]  # among its own tokens
         own = np.arange(self._num_done + self._length)
         seen = own <= query
@@ -115,4 +126,6 @@ class ProbeStep:
         self._num_done += self._length
 
     def _num_rows(self, layer_idx: int) -> int:
-        return int(self.cache.rows[layer_idx, self._slots].max())
+        if self.cache.layers[layer_idx].bounds is None:
+            return int(self.cache.rows[layer_idx, self._slots].max())
+        return int(self.cache.fullest(layer_idx, self._slots).max())

@@ -59,6 +59,10 @@ class HeldRows(Protocol):
         """Rows that no later query can see, bool ``[B, H_kv, T]``; ``None``: there is none."""
 
     @property
+    def absent(self) -> Tensor | None:
+        """Columns that a head has no row for, bool ``[B, H_kv, T]``; ``None``: there are none."""
+
+    @property
     def tracks(self) -> "Tracks":
         """The tracks of these rows, by name."""
 
@@ -89,6 +93,7 @@ class LayerRows:
         probe_queries: Queries of tokens that might follow, ``[B, H_q, P, D]``; ``None``: no policy
             has asked for any.
         kept: Argument of the last `keep`, ``[B, H_kv, K]``; ``None`` before it.
+        budget: Rows that may stay in each head, or in the mean over heads that share them.
     """
 
     def __init__(self, cache: KVCache, layers: int | Sequence[int], slots: Sequence[int]) -> None:
@@ -103,6 +108,7 @@ class LayerRows:
         self._seq_len = cache.seq_len[self._slots]
         self.probe_queries: Tensor | None = None
         self.kept: Tensor | None = None
+        self.budget: int | None = None
         pairs = zip(self.layers, self._slots, strict=True)
         places = slot_index([cache.layers[layer].first + slot for layer, slot in pairs])
         device = self._stack.shape.device
@@ -187,6 +193,11 @@ class LayerRows:
         positions = self.positions
         oldest = upload(self._seq_len - self.sliding_window, positions.device)
         return positions <= oldest[:, None, None]
+
+    @property
+    def absent(self) -> Tensor | None:
+        """Columns that a head has no row for, bool ``[B, H_kv, T]``; ``None``: there are none."""
+        return None
 
     @property
     def queries(self) -> Tensor:

@@ -1,7 +1,8 @@
 """Keys and values of all sequences: slabs of rows, allocated once and compacted in place.
 
 Every sequence owns one slot. In each layer a slot is a slab of ``capacity`` rows; the first
-``rows`` of them hold tokens, in order of position, the rest are empty.
+``rows`` of them hold tokens, in order of position, the rest are empty. Where the heads of a layer
+share its rows, it is a pool in which they have segments, see `kvpolicy.cache.segments`.
 """
 
 import sys
@@ -12,11 +13,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from kvpolicy.cache.segments import counts_of, even_bounds, places_of, stretched
 from kvpolicy.cache.softmax import PLAIN
 from kvpolicy.kernels.accumulators import ACCUMULATORS
+from kvpolicy.kernels.transfer import Download, upload
 
 # Counts of `KVCache` for each slot; the last axis is the slot.
-_PER_SLOT = ("rows", "prompt_rows", "compacted_at", "num_pads", "seq_len", "prompt_len")
+_PER_SLOT = ("rows", "prompt_rows", "compacted_at", "num_pads", "seq_len", "prompt_len", "lead")
 
 # The room of a slot that may hold as many rows behind its prompt as its slab can.
 UNLIMITED = sys.maxsize // 2
@@ -68,6 +71,8 @@ class Slab:
         attn_threshold: Weight above which a query uses a row.
         room: Rows that a slot may hold behind those of its prompt, which stay; ``None``: rows of
             prompts are evicted like others.
+        ragged: Whether KV heads may hold different numbers of rows. Then ``capacity`` is the room
+            of a head in the mean.
     """
 
     capacity: int
@@ -75,6 +80,7 @@ class Slab:
     tracks: tuple[str, ...] = ()
     attn_threshold: float = 0.0
     room: int | None = None
+    ragged: bool = False
 
 
 def slot_index(slots: Sequence[int]) -> slice | list[int]:
@@ -105,10 +111,14 @@ class SlabStack:
         tracks: Per-row numbers by name, ``[layers * S, H_kv, capacity]``, fp32, 0 where empty.
         window: The last queries after RoPE, ``[layers * S, H_q, W, D]``: the query at position p
             is stored at index ``p % W``. ``None`` if no policy reads queries.
+        bounds: Where the segments of the KV heads begin and end if slabs are ragged,
+            ``[layers * S, H_kv + 1]``, int64; see `kvpolicy.cache.segments`. ``None``: they are
+            not.
     """
 
     def __init__(self, shape: LayerShape, slab: Slab, num_layers: int, num_slots: int) -> None:
         """Allocate the slabs."""
+        assert not (slab.ragged and shape.sliding_window), "a plan refuses it"
         most = shape.sliding_window or slab.capacity
         slab = attrs.evolve(slab, capacity=min(slab.capacity, most))
         self.shape, self.slab = shape, slab
@@ -125,12 +135,15 @@ class SlabStack:
         self.window: Tensor | None = None
         if slab.window_size:
             self.window = shape.zeros(rows[0], shape.num_heads, slab.window_size, shape.head_dim)
+        self.bounds: Tensor | None = None
+        if slab.ragged:
+            self.bounds = self._even_bounds().repeat(rows[0], 1)
 
     @property
     def tensors(self) -> list[Tensor]:
         """Everything allocated; the first axis is always layers and slots."""
         tensors = [self.keys, self.values, self.positions, *self.tracks.values()]
-        return tensors if self.window is None else [*tensors, self.window]
+        return [*tensors, *(one for one in (self.window, self.bounds) if one is not None)]
 
     @property
     def num_bytes(self) -> int:
@@ -146,6 +159,8 @@ class SlabStack:
         for tensor in (self.keys, self.values, *self.tracks.values()):
             self._of_slot(tensor, slot).zero_()
         self._of_slot(self.positions, slot).fill_(-1)
+        if self.bounds is not None:
+            self._of_slot(self.bounds, slot).copy_(self._even_bounds())
 
     def copy_slot(self, source: int, target: int) -> None:
         """Copy the contents of slot ``source`` to slot ``target`` in all layers."""
@@ -155,6 +170,10 @@ class SlabStack:
     def _of_slot(self, tensor: Tensor, slot: int) -> Tensor:
         """A slot in all layers, a view."""
         return tensor[slot :: self.num_slots]
+
+    def _even_bounds(self) -> Tensor:
+        """The bounds of an empty slot."""
+        return even_bounds(self.shape.num_kv_heads, self.slab.capacity, self.shape.device)
 
 
 class LayerCache:
@@ -172,6 +191,8 @@ class LayerCache:
         tracks: Per-row numbers by name, ``[S, H_kv, capacity]``.
         accumulators: Names of the tracks that attention updates.
         window: The last queries after RoPE, ``[S, H_q, W, D]``, or ``None``; see `SlabStack`.
+        bounds: Bounds of the segments of the heads, ``[S, H_kv + 1]``, or ``None``; see
+            `SlabStack`.
         softmax: The softmax that the layer used in its last forward.
     """
 
@@ -186,12 +207,17 @@ class LayerCache:
         self.tracks = {name: track[own] for name, track in stack.tracks.items()}
         self.accumulators = [name for name in ACCUMULATORS if name in self.tracks]
         self.window = None if stack.window is None else stack.window[own]
+        self.bounds = None if stack.bounds is None else stack.bounds[own]
+
+    @property
+    def slabs(self) -> list[Tensor]:
+        """What has a place for every row; the first axis is always the slot."""
+        return [self.keys, self.values, self.positions, *self.tracks.values()]
 
     @property
     def tensors(self) -> list[Tensor]:
         """Everything that belongs to this layer; the first axis is always the slot."""
-        tensors = [self.keys, self.values, self.positions, *self.tracks.values()]
-        return tensors if self.window is None else [*tensors, self.window]
+        return [*self.slabs, *(one for one in (self.window, self.bounds) if one is not None)]
 
     @property
     def num_bytes(self) -> int:
@@ -201,8 +227,115 @@ class LayerCache:
     def copy_rows(self, source: "LayerCache") -> None:
         """Copy the contents of all slots of a layer whose slabs are not larger."""
         self.softmax = source.softmax
-        for old, new in zip(source.tensors, self.tensors, strict=True):
-            new[:, :, : old.shape[2]] = old
+        if self.window is not None and source.window is not None:
+            self.window[:, :, : source.window.shape[2]] = source.window
+        by = self.slab.capacity - source.slab.capacity
+        for old, new in zip(source.slabs, self.slabs, strict=True):
+            if source.bounds is None:
+                new[:, :, : old.shape[2]] = old
+            else:
+                stretched(old, source.bounds, new, by)
+        if self.bounds is not None and source.bounds is not None:
+            more = even_bounds(self.shape.num_kv_heads, by, self.shape.device)
+            self.bounds.copy_(source.bounds + more)
+
+    def put(self, slab: Tensor, slots: Tensor, rows: Tensor, new: Tensor) -> None:
+        """Write rows of a slab of this layer.
+
+        Args:
+            slab: One of `slabs`, changed in place.
+            slots: Slot of each row, ``[N]``.
+            rows: Its number, see `kvpolicy.cache.segments`; where heads share nothing, its place in
+                the slab.
+            new: Its contents, ``[N, H_kv, ...]``.
+        """
+        if self.bounds is None:
+            slab[slots, :, rows] = new
+        else:
+            places, _ = places_of(self.bounds[slots], self.slab.capacity, rows[:, None, None])
+            of_heads = new.expand(-1, places.shape[1], *new.shape[2:]).to(slab.dtype)
+            slab.flatten(1, 2)[slots[:, None], places[:, :, 0]] = of_heads
+
+    def columns(
+        self, served: slice | list[int], rows: np.ndarray, num_rows: int
+    ) -> tuple[Tensor, Tensor]:
+        """Where the rows of ragged slabs lie that are aligned on the right.
+
+        Args:
+            served: Index of some slots.
+            rows: Their rows, as `KVCache` counts them, ``[B]``.
+            num_rows: Columns, ``T``: rows of the fullest head.
+
+        Returns:
+            Places in the pools of the slots, ``[B, H_kv, T]``, and which of them have a row, bool.
+        """
+        assert self.bounds is not None, "these slabs are ragged"
+        device = self.shape.device
+        numbers = upload(rows, device)[:, None, None] + torch.arange(-num_rows, 0, device=device)
+        return places_of(self.bounds[served], self.slab.capacity, numbers)
+
+    def gathered(
+        self, slab: Tensor, served: slice | list[int], places: Tensor, present: Tensor
+    ) -> Tensor:
+        """Keys or values of some slots in columns, ``[B, H_kv, T, D]``, 0 where there is no row.
+
+        Args:
+            slab: One of `slabs`.
+            served: Index of the slots.
+            places: See `columns`.
+            present: See there.
+        """
+        index = places.flatten(1)[..., None].expand(-1, -1, slab.shape[3])
+        rows = slab[served].flatten(1, 2).gather(1, index).view(*places.shape, -1)
+        return rows.masked_fill_(~present[..., None], 0)
+
+    def newest(self, slab: Tensor, slot: int, num_rows: int, num: int) -> Tensor:
+        """The newest rows of a slot in one of `slabs`, ``[H_kv, num, ...]``.
+
+        All of them have come since the last compaction, so every head has them.
+
+        Args:
+            slab: The slab.
+            slot: The slot.
+            num_rows: Rows that a head holds, see `KVCache`.
+            num: How many to give.
+        """
+        if self.bounds is None:
+            return slab[slot, :, num_rows - num : num_rows]
+        return slab[slot].flatten(0, 1)[self._newest_places(slot, num_rows, num)]
+
+    def put_newest(self, slab: Tensor, slot: int, num_rows: int, new: Tensor) -> None:
+        """Write the newest rows of a slot, ``[H_kv, num, ...]``; see `newest`."""
+        num = new.shape[1]
+        if self.bounds is None:
+            slab[slot, :, num_rows - num : num_rows] = new
+        else:
+            places = self._newest_places(slot, num_rows, num)
+            slab[slot].flatten(0, 1)[places] = new.to(slab.dtype)
+
+    def _newest_places(self, slot: int, num_rows: int, num: int) -> Tensor:
+        assert self.bounds is not None
+        numbers = torch.arange(num_rows - num, num_rows, device=self.bounds.device)
+        places, _ = places_of(self.bounds[slot : slot + 1], self.slab.capacity, numbers)
+        return places[0]
+
+    def held(self, slot: int, num_rows: int, slab: Tensor) -> list[Tensor]:
+        """The rows of each KV head of a slot in one of `slabs`, without the free ones.
+
+        Reads the bounds of the slot.
+
+        Args:
+            slot: The slot.
+            num_rows: Rows that a head holds in the mean, see `KVCache`.
+            slab: The slab.
+        """
+        if self.bounds is None:
+            return list(slab[slot, :, :num_rows])
+        bounds, capacity = self.bounds[slot : slot + 1], self.slab.capacity
+        counts = counts_of(bounds, capacity, num_rows)[0].tolist()
+        pool = slab[slot].flatten(0, 1)
+        firsts = bounds[0].tolist()
+        return [pool[first : first + num] for first, num in zip(firsts, counts, strict=False)]
 
 
 class KVCache:
@@ -211,7 +344,9 @@ class KVCache:
     Attributes:
         layers: One `LayerCache` for each decoder layer.
         stacks: The slabs of layers of equal shape and slab, which the layers are views of.
-        rows: Rows held in each layer by each slot, ``[layers, S]``.
+        rows: Rows held in each layer by each slot, ``[layers, S]``; where heads share the rows of a
+            layer, those of a head in the mean, rounded up: what is left up to ``capacity`` is
+            always the free rows of every head.
         prompt_rows: Rows of each slot in each layer that compactions do not choose from, its first
             ones, ``[layers, S]``: those of its prompt where the plan keeps them, less those that
             have left a sliding window; elsewhere 0.
@@ -229,6 +364,9 @@ class KVCache:
             keep prompts, ``[S]``.
         num_pads: Rows of each slot in each layer that stored padding takes up,
             ``[layers, S]``; 0 unless the plan says ``padding = "stored"``.
+        lead: Rows that the fullest head of a slot holds more than ``rows``, ``[layers, S]``: 0
+            unless the layer's slabs are ragged. May be negative. `fullest` is up to date on a GPU,
+            too.
         slot_tensors: Other tensors that belong to the slots; the first axis is the slot.
         row_bytes: Bytes of one row in each layer, in all heads of the model, ``[layers]``.
         transient_bytes: The largest temporary copy so far: made by a compaction, a sliding
@@ -248,6 +386,8 @@ class KVCache:
         self.seq_len = np.zeros(num_slots, dtype=np.int64)
         self.prompt_len = np.zeros(num_slots, dtype=np.int64)
         self.num_pads = np.zeros_like(self.rows)
+        self.lead = np.zeros_like(self.rows)
+        self._coming: list[_ComingLead] = []
         self.slot_tensors: list[Tensor] = []
         self.row_bytes = np.array([shape.row_bytes for shape in shapes], dtype=np.int64)
         windows = [shape.sliding_window or sys.maxsize for shape in shapes]
@@ -309,8 +449,33 @@ class KVCache:
         self.room = np.array([UNLIMITED if room is None else room for room in rooms])
         self._keeps_prompts = bool(self.keeps_prompt.any())
 
+    def fullest(self, layer_idx: int, slots: Sequence[int] | np.ndarray) -> np.ndarray:
+        """Rows of the fullest KV head of some slots in a layer, ``[B]``.
+
+        Waits for the last compaction of heads that share their rows, if it is not done.
+        """
+        self._read_leads()
+        chosen = np.asarray(slots)
+        most: np.ndarray = self.rows[layer_idx, chosen] + self.lead[layer_idx, chosen]
+        return most
+
+    def note_leads(self, layers: Sequence[int], slots: Sequence[int], leads: Tensor) -> None:
+        """Note `lead` of some slots, each in a layer, ``[B]``, after a compaction."""
+        download = Download(leads)
+        self._coming.append(_ComingLead(np.array(layers), np.array(slots), download))
+        if leads.device.type == "cpu":
+            self._read_leads()
+
+    def _read_leads(self) -> None:
+        for one in self._coming:
+            here = one.slots >= 0
+            self.lead[one.layers[here], one.slots[here]] = one.leads.read()[here]
+        self._coming = []
+
     def clear(self, slot: int) -> None:
         """Empty a slot in all layers."""
+        for one in self._coming:
+            one.slots[one.slots == slot] = -1
         for stack in self.stacks:
             stack.clear(slot)
         for tensor in self.slot_tensors:
@@ -336,6 +501,8 @@ class KVCache:
             contents = tensor[chosen]  # a copy, so a slot may go to several
             self.note_copy(contents.nbytes)
             target.copy_(contents)
+        source._read_leads()
+        self._coming = []
         for name in _PER_SLOT:
             setattr(self, name, getattr(source, name)[..., chosen])
 
@@ -345,6 +512,8 @@ class KVCache:
             stack.copy_slot(source, target)
         for tensor in self.slot_tensors:
             tensor[target] = tensor[source]
+        for one in self._coming:
+            one.slots[one.slots == source] = target
         for name in _PER_SLOT:
             array = getattr(self, name)
             array[..., target] = array[..., source]
@@ -404,6 +573,15 @@ class KVCache:
     def note_copy(self, num_bytes: int) -> None:
         """Note the size of a temporary copy."""
         self.transient_bytes = max(self.transient_bytes, num_bytes)
+
+
+@attrs.frozen(eq=False)
+class _ComingLead:
+    """`KVCache.lead` of slots ``slots`` in layers ``layers``, -1 for slots that are empty again."""
+
+    layers: np.ndarray
+    slots: np.ndarray
+    leads: Download
 
 
 def _is_stack_of(layers: Sequence[LayerCache], slab: Slab) -> bool:

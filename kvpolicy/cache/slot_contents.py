@@ -1,18 +1,23 @@
 """What one slot holds, as tensors of its own: the rows that are held, and no slab."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
 
 import attrs
 import torch
 from torch import Tensor
 
-from kvpolicy.cache.slab import KVCache, LayerCache
+from kvpolicy.cache.ragged_rows import layer_rows
+from kvpolicy.cache.segments import packed_bounds, places_of
+from kvpolicy.cache.slab import KVCache
 
 
 @attrs.frozen(eq=False)
 class LayerContents:
     """What a slot holds in one layer.
+
+    Where heads share their rows, ``T`` is that of the fullest head, and columns that a head has no
+    row for come first, with position -1 and 0 elsewhere.
 
     Attributes:
         keys: Keys after RoPE, ``[H_kv, T, D]``.
@@ -23,6 +28,7 @@ class LayerContents:
             fewer if the sequence has seen fewer tokens. ``None`` if no policy reads queries.
         compacted_at: Tokens that the sequence had seen at the last compaction of this layer.
         prompt_rows: Rows at the beginning that stay, see `KVCache.prompt_rows`.
+        rows: Rows of a head; in the mean, as `KVCache` counts them, if heads share them.
     """
 
     keys: Tensor
@@ -32,10 +38,11 @@ class LayerContents:
     window: Tensor | None
     compacted_at: int
     prompt_rows: int
+    rows: int
 
     @property
     def num_rows(self) -> int:
-        """Rows held, ``T``."""
+        """Rows of the fullest head, ``T``."""
         return self.positions.shape[1]
 
     @property
@@ -79,16 +86,7 @@ class SlotContents:
 def copy_slot(cache: KVCache, slot: int) -> SlotContents:
     """A copy of what a slot holds; the slot stays as it is."""
     seq_len = int(cache.seq_len[slot])
-    layers = (
-        _copy(layer, slot, seq_len, *map(int, counts))
-        for layer, *counts in zip(
-            cache.layers,
-            cache.rows[:, slot],
-            cache.compacted_at[:, slot],
-            cache.prompt_rows[:, slot],
-            strict=True,
-        )
-    )
+    layers = (_copy(cache, layer_idx, slot) for layer_idx in range(len(cache.layers)))
     return SlotContents(tuple(layers), seq_len, int(cache.prompt_len[slot]))
 
 
@@ -105,31 +103,54 @@ def fill_slot(cache: KVCache, slot: int, contents: SlotContents) -> None:
     cache.seq_len[slot] = contents.seq_len
     cache.prompt_len[slot] = contents.prompt_len
     for layer_idx, (layer, held) in enumerate(zip(cache.layers, contents.layers, strict=True)):
-        rows = slice(held.num_rows)
-        layer.keys[slot, :, rows] = held.keys
-        layer.values[slot, :, rows] = held.values
-        layer.positions[slot, :, rows] = held.positions
-        for name, track in held.tracks.items():
-            layer.tracks[name][slot, :, rows] = track
+        tracks = [held.tracks[name] for name in layer.tracks]
+        contents_of = [held.keys, held.values, held.positions, *tracks]
+        for slab, rows in zip(layer.slabs, contents_of, strict=True):
+            if layer.bounds is None:
+                slab[slot, :, : held.num_rows] = rows
+        if layer.bounds is not None:
+            _pack(cache, layer_idx, slot, held, contents_of)
         if layer.window is not None:
             assert held.window is not None
             layer.window[slot, :, : held.window.shape[1]] = held.window
-        cache.rows[layer_idx, slot] = held.num_rows
+        cache.rows[layer_idx, slot] = held.rows
         cache.compacted_at[layer_idx, slot] = held.compacted_at
         cache.prompt_rows[layer_idx, slot] = held.prompt_rows
 
 
-def _copy(
-    layer: LayerCache, slot: int, seq_len: int, num_rows: int, compacted_at: int, prompt_rows: int
-) -> LayerContents:
-    rows = slice(num_rows)
+def _pack(
+    cache: KVCache, layer_idx: int, slot: int, held: LayerContents, contents: Sequence[Tensor]
+) -> None:
+    """Have the heads of a ragged layer hold rows, side by side."""
+    layer = cache.layers[layer_idx]
+    assert layer.bounds is not None
+    present = held.positions >= 0
+    counts = present.sum(dim=1)
+    bounds = packed_bounds(counts[None], layer.slab.capacity - held.rows)
+    layer.bounds[slot] = bounds[0]
+    numbers = torch.arange(held.rows - held.num_rows, held.rows, device=bounds.device)
+    places, _ = places_of(bounds, layer.slab.capacity, numbers)
+    for slab, rows in zip(layer.slabs, contents, strict=True):
+        slab[slot].flatten(0, 1)[places[0][present]] = rows[present]
+    if held.num_rows:
+        cache.note_leads([layer_idx], [slot], counts.amax(dim=0, keepdim=True) - held.rows)
+
+
+def _copy(cache: KVCache, layer_idx: int, slot: int) -> LayerContents:
+    layer, seq_len = cache.layers[layer_idx], int(cache.seq_len[slot])
+    num_rows = int(cache.rows[layer_idx, slot])
+    if layer.bounds is None:
+        held = [slab[slot, :, :num_rows].clone() for slab in layer.slabs]
+    else:
+        rows = layer_rows(cache, layer_idx, [slot])
+        tracks = (rows.track(name) for name in layer.tracks)
+        held = [one[0] for one in (rows.keys, rows.values, rows.positions, *tracks)]
     window = None if layer.window is None else layer.window[slot, :, :seq_len].clone()
     return LayerContents(
-        layer.keys[slot, :, rows].clone(),
-        layer.values[slot, :, rows].clone(),
-        layer.positions[slot, :, rows].clone(),
-        {name: track[slot, :, rows].clone() for name, track in layer.tracks.items()},
+        *held[:3],
+        dict(zip(layer.tracks, held[3:], strict=True)),
         window,
-        compacted_at,
-        prompt_rows,
+        int(cache.compacted_at[layer_idx, slot]),
+        int(cache.prompt_rows[layer_idx, slot]),
+        num_rows,
     )

@@ -72,6 +72,7 @@ def observed_weights(
     *,
     softmax: Softmax = PLAIN,
     sliding_window: int | None = None,
+    present: Tensor | None = None,
 ) -> Tensor:
     """Attention weights of the newest queries over the rows that each of them may see.
 
@@ -82,6 +83,7 @@ def observed_weights(
         seq_len: Tokens each sequence has seen, ``[B]``.
         softmax: The layer's softmax.
         sliding_window: Tokens each query sees, its own included; ``None`` for all.
+        present: Rows that there are, bool ``[B, H_kv, T]``; ``None``: all.
 
     Returns:
         ``[B, H_q, W, T]``, fp32; zeros for a query that sees none of the rows.
@@ -94,6 +96,8 @@ def observed_weights(
     visible = rows <= query_positions
     if sliding_window is not None:
         visible = visible & (rows > query_positions - sliding_window)
+    if present is not None:
+        visible = visible & present[:, :, None, None, :]
     grouped = queries.float().unflatten(1, (keys.shape[1], -1)).flatten(2, 3)
     logits = (grouped @ keys.float().transpose(2, 3)).mul_(keys.shape[-1] ** -0.5)
     logits = logits.unflatten(2, (-1, num_queries))

@@ -86,7 +86,8 @@ class StaticStep:
         token_ids: Newest token of each slot, ``[S]``, int64.
         seq_len: Tokens seen by each slot, its newest not included, ``[S]``, int64.
         live: Slots that take part, bool ``[S]``. A slot that has its last token does not.
-        rows: Rows held, ``[S, layers, H_kv]``, int64.
+        rows: Rows held, ``[S, layers, H_kv]``, int64; where heads share the rows of a layer, those
+            of a head in the mean, see `kvpolicy.cache.segments`.
         tokens: Tokens of the steps since `begin`, ``[steps, S]``, int64.
         states: Last hidden states that no policy has observed, ``[S, N, M]``, in order; ``None``:
             they are not wanted.
@@ -267,8 +268,18 @@ class StaticStep:
             put_states(ring, states, place, self.live[: self.width])
 
     def marked_tracks(self, layer_idx: int, names: Sequence[str]) -> tuple[list[Tensor], Counts]:
-        """Tracks of a layer, ``[W, H_kv, R]``, and where their new rows are."""
-        return [self._tracks[layer_idx][name] for name in names], self._arguments[layer_idx][1]
+        """Tracks of a layer, ``[W, H_kv, R]``, and where their new rows are.
+
+        Where heads share their rows: pools, ``[W, H_kv * R]``, and the places in them as rows.
+        """
+        slabs, counts, _ = self._arguments[layer_idx]
+        tracks = [self._tracks[layer_idx][name] for name in names]
+        if slabs.bounds is None:
+            return tracks, counts
+        capacity = slabs.keys.shape[2]
+        places = slabs.bounds[:, 1:] - capacity + counts.rows.clamp(max=capacity - 1)
+        pools = [track.flatten(1, 2) for track in tracks]
+        return pools, attrs.evolve(counts, rows=places)
 
     def finish(
         self, logits: Tensor, states: Tensor | None = None, drawn: Tensor | None = None
@@ -407,6 +418,7 @@ class StaticStep:
             layer.accumulators,
             layer.slab.attn_threshold,
             None if layer.window is None else layer.window[served],
+            None if layer.bounds is None else layer.bounds[served],
         )
         rows = self.rows[served, layer_idx, : layer.shape.num_kv_heads]
         counts = Counts(rows, self.seq_len[served], self.live[served])
@@ -428,9 +440,11 @@ class StaticStep:
                 continue
             capacity, num_heads = layer.slab.capacity, layer.shape.num_kv_heads
             of_layer = rows[:, layer_idx, :num_heads]
-            key = (of_layer.tobytes(), capacity)
+            bounds = None if layer.bounds is None else layer.bounds[: self.width]
+            own = () if bounds is None else tuple(bounds.flatten().tolist())
+            key = (of_layer.tobytes(), capacity, own)
             if key not in known:
                 counts = torch.from_numpy(of_layer)
-                known[key] = held_rows(counts, self.live[: self.width], capacity)
+                known[key] = held_rows(counts, self.live[: self.width], capacity, bounds)
             held.append(known[key])
         return held

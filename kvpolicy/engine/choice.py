@@ -24,6 +24,8 @@ def final_scores(
 ) -> Tensor:
     """Scores of rows, ``[B, H_kv, T]``, fp32: ``inf`` if protected, ``-inf`` if out of sight.
 
+    ``-inf``, too, in columns that a head has no row for.
+
     Args:
         rows: The rows.
         stack: The policies.
@@ -40,9 +42,10 @@ def final_scores(
     scores = stack.score(rows, layer_idx, arguments, late)
     if protected is not None:
         scores = scores.masked_fill(protected, float("inf"))
-    out_of_sight = rows.out_of_sight
-    if out_of_sight is not None:  # in some heads; what all heads cannot see was dropped
-        scores = scores.masked_fill(out_of_sight, float("-inf"))
+    # Out of sight in some heads: what all heads cannot see was dropped.
+    for hidden in (rows.out_of_sight, rows.absent):
+        if hidden is not None:
+            scores = scores.masked_fill(hidden, float("-inf"))
     return scores
 
 

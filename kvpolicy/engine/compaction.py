@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvpolicy.cache.rows import LayerRows
+from kvpolicy.cache.ragged_rows import layer_rows
 from kvpolicy.cache.slab import KVCache
 from kvpolicy.cache.sliding_window import drop_oldest, num_expired
 from kvpolicy.engine.eviction import DueSlot, Eviction, MakeRows
@@ -40,7 +40,7 @@ class Compactor:
         prober: Prober,
         timings: PolicyTimings,
         errors: ErrorScope,
-        make_rows: MakeRows = LayerRows,
+        make_rows: MakeRows = layer_rows,
         bound: abc.Sequence[Bound] | None = None,
     ) -> None:
         self.num_compactions = 0

@@ -16,9 +16,10 @@ from kvpolicy.cache.rows import Tracks
 from kvpolicy.cache.softmax import observed_weights
 from kvpolicy.engine.choice import final_scores
 from kvpolicy.errors import BudgetError, KVPolicyError
+from kvpolicy.hooks.checks import mask_of
 from kvpolicy.hooks.stack import Stack
 from kvpolicy.kernels.accumulators import ACCUMULATORS
-from kvpolicy.plan.spec import PolicySpec
+from kvpolicy.plan.spec import Heads, PolicySpec
 from kvpolicy.state import Bound, Memory, SequenceMemory
 
 
@@ -27,7 +28,9 @@ class GivenRows:
     """The rows that some sequences hold in one layer.
 
     All sequences of a call hold the same number of rows, and every row is a token; sequences with
-    another number need a call of their own. Tensors that no policy reads may be left out.
+    another number need a call of their own. Where heads share their rows, ``T`` is that of the
+    fullest head, and columns that a head has no row for come first, with position -1 and 0
+    elsewhere. Tensors that no policy reads may be left out.
 
     Attributes:
         positions: Position of each row's token in its sequence, ``[B, H_kv, T]``, int64, strictly
@@ -71,7 +74,7 @@ class Decision:
 
     Attributes:
         keep: Rows that stay, int64, rising: ``[B, H_kv, K]``, or ``[B, K]`` where all heads or all
-            layers keep the same.
+            layers keep the same. Where heads share their rows, a mask, bool ``[B, H_kv, T]``.
         tracks: For each layer that was given, the numbers of all its rows by name,
             ``[B, H_kv, T]``, as policies have left them: those at ``keep`` are of rows that stay.
     """
@@ -88,6 +91,7 @@ def decide(
     buffer: int = 1,
     memory: Sequence[SequenceMemory] | None = None,
     same_heads: bool = False,
+    heads: Heads = "own",
 ) -> Decision:
     """Decide which rows stay, as a compaction of the engine does.
 
@@ -105,6 +109,8 @@ def decide(
         memory: What policies remember of each sequence, ``[B]``, between calls; by default nothing.
         same_heads: Whether all heads of the layer keep the same rows. Then their positions are
             equal. Always so for several layers.
+        heads: ``"own"``: each head has the budget for itself. ``"shared"``: it is the mean over the
+            heads of a layer.
 
     Returns:
         All rows if there are no more than the budget.
@@ -122,7 +128,17 @@ def decide(
         msg = f"policy '{names}' protects {protected} rows; a budget of {budget} is less"
         raise BudgetError(msg)
     together = not isinstance(rows, GivenRows)
-    listed = [_Rows(one, stack) for one in (rows if not isinstance(rows, GivenRows) else [rows])]
+    shares = heads == "shared"
+    if shares and (together or same_heads or stack.even_only):
+        reason = "heads that keep the same rows share none"
+        if stack.even_only:
+            reason = f"policy '{stack.even_only[0]}' does not declare ragged = True"
+        msg = f'decide() was given heads="shared", but {reason}; leave it out'
+        raise KVPolicyError(msg)
+    listed = [
+        _Rows(one, stack, shares=shares)
+        for one in (rows if not isinstance(rows, GivenRows) else [rows])
+    ]
     if not listed:
         msg = "decide() was given no layers; give the rows of at least one"
         raise KVPolicyError(msg)
@@ -134,6 +150,8 @@ def decide(
     shared: dict[str, Any] = {"budget": budget, "prompt_len": first.prompt_len}
     shared["memory"] = Memory(memory)
     positions = first.positions
+    if num_rows <= budget and shares:
+        return Decision(first.positions >= 0, [first.numbers])
     if num_rows <= budget:
         every = torch.arange(num_rows, device=positions.device)
         size = (num_sequences,) if together or same_heads else (num_sequences, num_heads)
@@ -153,7 +171,9 @@ def decide(
     chosen = scores[0]
     if together or same_heads:
         chosen, positions = _mean(torch.cat(scores, dim=1)), positions[:, :1]
-    keep = stack.select(first.layers[0], scores=chosen, positions=positions, **shared)
+    keep = stack.select(first.layers[0], scores=chosen, positions=positions, heads=heads, **shared)
+    if shares:
+        keep = mask_of(keep, positions)
     if together or same_heads:
         keep = keep[:, 0]
     return Decision(keep, [one.numbers for one in listed])
@@ -194,7 +214,7 @@ class _Rows:
         numbers: Numbers of the rows by the name of the track, ``[B, H_kv, T]``.
     """
 
-    def __init__(self, given: GivenRows, stack: Stack) -> None:
+    def __init__(self, given: GivenRows, stack: Stack, *, shares: bool = False) -> None:
         self._given = given
         self.positions = positions = given.positions
         _check_shapes(given)
@@ -204,6 +224,7 @@ class _Rows:
         self.prompt_len = self.seq_len if given.prompt_len is None else given.prompt_len.cpu()
         self.num_new = self.seq_len if given.num_new is None else given.num_new.cpu()
         self.out_of_sight, self.probe_queries = given.out_of_sight, given.probe_queries
+        self.absent = positions < 0 if shares else None
         self._names = "+".join(stack.names)
         self.bound = given.bound
         if given.bound is None and stack.implements("bind"):
@@ -231,7 +252,10 @@ class _Rows:
     def attn_weights(self) -> Tensor:
         if self._given.attn_weights is not None:
             return self._given.attn_weights
-        return observed_weights(self.queries, self.keys, self.positions, self.seq_len)
+        present = None if self.absent is None else ~self.absent
+        return observed_weights(
+            self.queries, self.keys, self.positions, self.seq_len, present=present
+        )
 
     @property
     def tracks(self) -> Tracks:

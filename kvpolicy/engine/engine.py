@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 from kvpolicy.cache.slab import KVCache
 from kvpolicy.cache.static_step import StaticStep
 from kvpolicy.engine.batch import RunningBatch
+from kvpolicy.engine.heads import check_heads
 from kvpolicy.engine.isolation import ErrorScope, OnHookError
 from kvpolicy.engine.request import Request, Sampling, samplings_of
 from kvpolicy.engine.results import Events, FinishReason, Result, RunReport
@@ -148,6 +149,7 @@ class Engine:
         self.weights = self.adapter.weights
         self.tokenizer = tokenizer
         self.plan = plan.resolve(self.adapter.num_layers)
+        check_heads(self.plan, self.adapter)
         self.stacks = self.plan.stacks()
         self.scheduling = self.plan.scheduling_stack()
         self.resuming = Resuming(self.adapter, self.plan, self.stacks, tokenizer)

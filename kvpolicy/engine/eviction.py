@@ -1,10 +1,11 @@
 """Eviction: score, select and evict the rows of slots that are due.
 
 A call of a hook is for one layer and all its due slots that hold equally many rows, without those
-of a prompt that stays. Layers are asked together, as one larger batch, where the policies treat
-them alike and their slabs are one tensor. If such a call fails, nothing has been evicted yet, and
-each layer is asked on its own, so that the error names the policy, the layer and the sequences that
-it concerns.
+of a prompt that stays, and in their fullest KV head if heads share them: so the tensors of a
+sequence do not depend on the others. Layers are asked together, as one larger batch, where the
+policies treat them alike and their slabs are one tensor. If such a call fails, nothing has been
+evicted yet, and each layer is asked on its own, so that the error names the policy, the layer and
+the sequences that it concerns.
 """
 
 from collections import abc, defaultdict
@@ -17,6 +18,7 @@ import attrs
 import torch
 from torch import Tensor
 
+from kvpolicy.cache.ragged_rows import layer_rows
 from kvpolicy.cache.rows import LayerRows
 from kvpolicy.cache.slab import KVCache
 from kvpolicy.engine.choice import final_scores
@@ -77,7 +79,7 @@ class Eviction:
         cache: KVCache,
         timings: PolicyTimings,
         errors: ErrorScope,
-        make_rows: MakeRows = LayerRows,
+        make_rows: MakeRows = layer_rows,
         bound: abc.Sequence[Bound] | None = None,
     ) -> None:
         """Bind what all compactions of a run share.
@@ -116,8 +118,8 @@ class Eviction:
                 # compacted together.
                 num_queries = min(int(self._cache.seq_len[one.slot]), one.stack.window_size)
                 num_probed = 0 if one.probe_queries is None else one.probe_queries.shape[1]
-                key = self._asked(one), one.budget, num_rows, num_queries, num_probed
-                groups[key].append(one)
+                alike = num_rows, self._most_rows(one), num_queries, num_probed
+                groups[self._asked(one), one.budget, *alike].append(one)
         for group in groups.values():
             for call in self._calls(group):
                 self._compact(call)
@@ -148,11 +150,17 @@ class Eviction:
         alike = layer.softmax.softcap, id(layer.softmax.sinks)
         return id(layer.stack), id(due.stack), due.buffer, alike
 
+    def _most_rows(self, due: DueSlot) -> int:
+        """Rows of the fullest KV head."""
+        if not self._cache.layers[due.layer_idx].slab.ragged:
+            return self._num_rows(due)
+        return int(self._cache.fullest(due.layer_idx, [due.slot])[0])
+
     def _calls(self, group: list[DueSlot]) -> abc.Iterator[list[DueSlot]]:
         """Divide a group between layers, so that no call is too large."""
         first = group[0]
         row_bytes = self._cache.layers[first.layer_idx].shape.row_bytes
-        most = self.call_bytes // (self._num_rows(first) * row_bytes)
+        most = self.call_bytes // (self._most_rows(first) * row_bytes)
         call: list[DueSlot] = []
         for layer in _by_layer(group):
             if call and len(call) + len(layer) > most:
@@ -216,13 +224,14 @@ class Eviction:
         rows = self._make_rows(self._cache, layers, slots)
         probed = [one.probe_queries for one in due if one.probe_queries is not None]
         rows.probe_queries = torch.stack(probed) if probed else None
+        rows.budget = due[0].budget
         return rows
 
     def _covering(self, due: list[DueSlot]) -> AbstractContextManager[None]:
         return self._errors.covering([one.sequence for one in due])
 
     def _choose(self, due: list[DueSlot], rows: LayerRows, late: LateChecks | None) -> Tensor:
-        """Ask which rows stay, ``[B, H_kv, K]``."""
+        """Ask which rows stay, ``[B, H_kv, K]``, or a mask ``[B, H_kv, T]``."""
         first, positions = due[0], rows.positions
         shared = self._shared(due) | {"positions": positions, "budget": first.budget}
         with self._timings.time("score_s", positions.device):
@@ -236,7 +245,8 @@ class Eviction:
                 **shared,
             )
         with self._timings.time("select_s", positions.device):
-            return first.stack.select(first.layer_idx, late, scores=scores, **shared)
+            heads = "own" if rows.absent is None else "shared"
+            return first.stack.select(first.layer_idx, late, scores=scores, heads=heads, **shared)
 
     def _evict(
         self, due: list[DueSlot], rows: LayerRows, keep: Tensor, late: LateChecks | None

@@ -8,6 +8,7 @@ import torch
 from transformers import PreTrainedModel
 
 from kvpolicy.cache.slab import KVCache, LayerShape, Slab, SlabStack
+from kvpolicy.engine.heads import check_heads
 from kvpolicy.engine.isolation import ErrorScope
 from kvpolicy.engine.marker import Marker
 from kvpolicy.engine.observer import Observer
@@ -30,9 +31,11 @@ class LayerFootprint:
     Attributes:
         plan: What it does.
         sliding_window: Tokens that a query attends to, including its own; ``None``: all.
-        rows_per_slot: Rows allocated for each sequence.
-        bytes_per_slot: Bytes allocated for each sequence: keys, values, positions, and the
-            tracks and queries that its policies read.
+        rows_per_slot: Rows allocated for each sequence and KV head; in the mean over the heads if
+            they share them.
+        bytes_per_slot: Bytes allocated for each sequence: keys, values, positions, the tracks and
+            queries that its policies read, and where the rows of each head begin if heads share
+            them.
         full_bytes_per_slot: Bytes of keys, values and positions of a full cache: of all rows
             that some query can still attend to.
         kv_bytes_per_row: Bytes of the keys and values of one row, in all heads.
@@ -166,6 +169,7 @@ def footprint(
     """
     adapter = model if isinstance(model, ModelAdapter) else ModelAdapter(model)
     resolved = plan.resolve(adapter.num_layers)
+    check_heads(resolved, adapter)
     tokens = min(longest or adapter.max_positions, adapter.max_positions)
     prompt_tokens = min(longest_prompt or tokens, tokens)
     parts = zip(resolved.layers, resolved.stacks(), adapter.layer_shapes(), strict=True)
@@ -173,6 +177,7 @@ def footprint(
     for layer, stack, shape in parts:
         cache = _slot(shape, layer.slab(stack, tokens, prompt_tokens))
         window_bytes = 0 if cache.window is None else cache.window.nbytes
+        bounds_bytes = 0 if cache.bounds is None else cache.bounds.nbytes
         layers.append(
             LayerFootprint(
                 plan=layer,
@@ -181,7 +186,8 @@ def footprint(
                 bytes_per_slot=cache.num_bytes,
                 full_bytes_per_slot=_slot(shape, Slab(tokens)).num_bytes,
                 kv_bytes_per_row=shape.row_bytes,
-                other_bytes_per_row=(cache.num_bytes - window_bytes) // cache.slab.capacity
+                other_bytes_per_row=(cache.num_bytes - window_bytes - bounds_bytes)
+                // cache.slab.capacity
                 - shape.row_bytes,
                 window_bytes_per_slot=window_bytes,
             )

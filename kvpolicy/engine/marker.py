@@ -141,19 +141,19 @@ class Marker:
         layer, num_rows = cache.layers[layer_idx], int(cache.rows[layer_idx, slot])
         # A slab that is shorter than the ring has dropped the first of these rows.
         num_held = min(num_new, num_rows)
-        newest, seq_len = slice(num_rows - num_held, num_rows), int(cache.seq_len[slot])
+        seq_len = int(cache.seq_len[slot])
         device = layer.shape.device
         with self._timings.time("mark_s", device):
             marks = self._asked(
                 layer_idx,
                 False,
                 self.rings[layer_idx][slot, num_new - num_held : num_new],
-                layer.keys[slot, :, newest].transpose(0, 1),
-                layer.values[slot, :, newest].transpose(0, 1),
+                layer.newest(layer.keys, slot, num_rows, num_held).transpose(0, 1),
+                layer.newest(layer.values, slot, num_rows, num_held).transpose(0, 1),
                 torch.arange(seq_len - num_held, seq_len, device=device),
             )
             for name, numbers in marks.items():
-                layer.tracks[name][slot, :, newest] = numbers.T
+                layer.put_newest(layer.tracks[name], slot, num_rows, numbers.T)
 
     def _ask_in_prefill(
         self, sequences: abc.Sequence[Sequence], layer_idx: int, *tokens: Tensor

@@ -61,7 +61,10 @@ class Resuming:
     def identity(self) -> dict[str, Any]:
         """The plan and the shapes of the model, as plain data, equal where snapshots fit."""
         shapes = self._adapter.layer_shapes()
-        slabs = [stack.slab(1) for stack in self._stacks]
+        slabs = [
+            stack.slab(1, heads=layer.heads)
+            for stack, layer in zip(self._stacks, self._plan.layers, strict=True)
+        ]
         identity = {
             "plan": self._plan.identity(),
             "policies": self.memories.numbers,
@@ -139,7 +142,8 @@ def _layer_identity(shape: dict[str, Any], slab: Slab) -> dict[str, Any]:
     """What snapshots have in common in one layer."""
     del shape["device"]
     shape["dtype"] = str(shape["dtype"]).removeprefix("torch.")
-    return shape | {"tracks": slab.tracks, "num_queries": slab.window_size}
+    ragged = {"ragged": slab.ragged}
+    return shape | {"tracks": slab.tracks, "num_queries": slab.window_size} | ragged
 
 
 def _difference(theirs: Any, ours: Any, place: str = "") -> tuple[str, str, str] | None:

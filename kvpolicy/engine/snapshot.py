@@ -129,6 +129,7 @@ class SequenceSnapshot:
             "compacted_at": [layer.compacted_at for layer in self.contents.layers],
             "prompt_len": self.contents.prompt_len,
             "prompt_rows": [layer.prompt_rows for layer in self.contents.layers],
+            "rows": [layer.rows for layer in self.contents.layers],
             "registers": [[number, own] for number, own in self.registers.items()],
             "memory": [
                 [number, self._encoded(number, notes, tensors)]
@@ -209,6 +210,7 @@ class SequenceSnapshot:
                     identity["model"]["layers"],
                     header["compacted_at"],
                     header["prompt_rows"],
+                    header["rows"],
                     strict=True,
                 )
             )
@@ -288,8 +290,16 @@ def _problem(snapshot: SequenceSnapshot) -> str | None:
             ],
             dim=1,
         )
-        if not (rising.diff(dim=1) > 0).all():
+        rises = rising.diff(dim=1) > 0
+        if shape["ragged"]:  # columns that a head has no row for come first
+            rises |= rising[:, 1:] == -1
+        if not rises.all():
             return f"positions of layer {index} do not rise from 0 to {seq_len - 1}"
+        counts_of_heads = (layer.positions >= 0).sum(dim=1)
+        least, most = layer.rows * heads - heads * num_rows, layer.rows * heads
+        fits = least <= int(counts_of_heads.sum()) <= most
+        if not fits or (not shape["ragged"] and layer.rows != num_rows):
+            return f"layer {index} counts {layer.rows} rows, and its heads hold another number"
     if snapshot.states is not None:
         size = [seq_len - snapshot.num_observed, model["hidden_size"]]
         if list(snapshot.states.shape) != size:

@@ -23,6 +23,7 @@ from torch import Tensor
 from kvpolicy.engine.engine import Engine
 from kvpolicy.engine.sequence import Sequence
 from kvpolicy.errors import KVPolicyError, error_summary
+from kvpolicy.hooks.checks import mask_of
 from kvpolicy.hooks.declarations import HOOKS
 from kvpolicy.hooks.timing import synchronize
 from kvpolicy.state import Probe, WaitingRequest
@@ -406,11 +407,11 @@ def evicted_rows(
 
     Args:
         positions: Positions of the rows held, ``[B, H_kv, T]``.
-        keep: Indices of the rows that stay, ``[B, H_kv, K]``.
+        keep: Indices of the rows that stay, ``[B, H_kv, K]``, or a mask ``[B, H_kv, T]``.
         sequences: The B sequences.
         tokenizer: The engine's tokenizer, if there is one.
     """
-    removed = torch.ones_like(positions, dtype=torch.bool).scatter(2, keep, False)
+    removed = ~mask_of(keep, positions) & (positions >= 0)
     found = []
     for b, sequence in enumerate(sequences):
         heads_of: dict[tuple[int, ...], list[int]] = {}

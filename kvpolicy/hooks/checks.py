@@ -25,11 +25,18 @@ class ValueCheck:
             of its batch axis, or ``None``; reads them, which is a wait on a GPU.
         fault: Whether anything is wrong with the values, a bool on the device; ``None``: nothing
             is, as the host knows.
+        part: Makes the check of some entries of the batch axis where it depends on them; ``None``:
+            it does not.
     """
 
     structure: Callable[[object], str | None]
     values: Callable[[Any], str | None]
     fault: Callable[[Any], Tensor | None]
+    part: "Callable[[slice], ValueCheck] | None" = None
+
+    def of(self, entries: slice) -> "ValueCheck":
+        """The check of some entries of the batch axis."""
+        return self if self.part is None else self.part(entries)
 
     def __call__(self, answer: object) -> str | None:
         """What is wrong with an answer, or ``None``."""
@@ -77,16 +84,32 @@ def scores_check(shape: Sequence[int], device: torch.device | None = None) -> Va
     return ValueCheck(structure, values, lambda answer: answer.isnan().any())
 
 
-def keep_check(shape: Sequence[int], budget: int, device: torch.device | None = None) -> ValueCheck:
-    """The check of the answer to `select`; ``shape`` is that of the scores."""
+def keep_check(
+    shape: Sequence[int],
+    budget: int,
+    device: torch.device | None = None,
+    present: Tensor | None = None,
+) -> ValueCheck:
+    """The check of the answer to `select`.
+
+    Args:
+        shape: Shape of the scores, ``[B, H_kv, T]``.
+        budget: The most rows that may stay of a head, or in the mean over heads that share them.
+        device: Where the answer has to be; ``None``: on the CPU.
+        present: Columns that a head has a row for, ``[B, H_kv, T]``, if heads share their rows:
+            then the answer may be a mask. ``None``: they do not.
+    """
     num_sequences, num_kv_heads, num_rows = shape
     most = min(budget, num_rows)
 
     def structure(answer: object) -> str | None:
         if not isinstance(answer, Tensor):
             return f"returned {type(answer).__name__}; expected a tensor [B, H_kv, K]"
+        if answer.dtype == torch.bool and present is not None:
+            return _tensor_problem(answer, shape, "[B, H_kv, T]", device)
         if answer.dtype != torch.int64:
-            return f"returned {answer.dtype}; row indices are torch.int64"
+            only = '; a mask needs heads = "shared" in the plan' * (answer.dtype == torch.bool)
+            return f"returned {answer.dtype}; row indices are torch.int64{only}"
         if answer.ndim != 3 or list(answer.shape[:2]) != [num_sequences, num_kv_heads]:
             expected = f"[{num_sequences}, {num_kv_heads}, K]"
             return f"returned shape {list(answer.shape)}; expected {expected} = [B, H_kv, K]"
@@ -98,6 +121,8 @@ def keep_check(shape: Sequence[int], budget: int, device: torch.device | None = 
         return None
 
     def values(answer: Tensor) -> str | None:
+        if answer.dtype == torch.bool:
+            return _mask_problem(answer, budget, present)
         low, high = int(answer.min()), int(answer.max())
         if low < 0 or high >= num_rows:
             return f"returned row indices from {low} to {high}; rows are 0 to {num_rows - 1}"
@@ -106,14 +131,56 @@ def keep_check(shape: Sequence[int], budget: int, device: torch.device | None = 
                 "returned row indices that are not strictly increasing; sort them, without "
                 "duplicates"
             )
+        if present is not None and not present.gather(2, answer).all():
+            return _ABSENT
         return None
 
     def fault(answer: Tensor) -> Tensor:
+        if answer.dtype == torch.bool:
+            assert present is not None
+            counts = answer.sum(dim=2)
+            wrong = (counts.sum(dim=1) > budget * num_kv_heads) | (counts == 0).any(dim=1)
+            return wrong.any() | (answer & ~present).any()
         # If they rise, the first and the last are the least and the largest.
         outside = (answer[:, :, 0] < 0) | (answer[:, :, -1] >= num_rows)
-        return outside.any() | (answer.diff(dim=2) <= 0).any()
+        wrong = outside.any() | (answer.diff(dim=2) <= 0).any()
+        if present is None:
+            return wrong
+        return wrong | ~present.gather(2, answer.clamp(0, num_rows - 1)).all()
 
-    return ValueCheck(structure, values, fault)
+    def part(entries: slice) -> ValueCheck:
+        if present is None:
+            return ValueCheck(structure, values, fault)
+        own = present[entries]
+        return keep_check(own.shape, budget, device, own)
+
+    return ValueCheck(structure, values, fault, part)
+
+
+def mask_of(keep: Tensor, like: Tensor) -> Tensor:
+    """An answer to `select` as a mask, bool ``[B, H_kv, T]``, in the shape of ``like``."""
+    if keep.dtype == torch.bool:
+        return keep
+    return torch.zeros_like(like, dtype=torch.bool).scatter_(2, keep, True)
+
+
+_ABSENT = "keeps rows that a head does not have; their position is -1"
+
+
+def _mask_problem(answer: Tensor, budget: int, present: Tensor | None) -> str | None:
+    """Check the values of a mask, ``[B, H_kv, T]``."""
+    counts, most = answer.sum(dim=2), budget * answer.shape[1]
+    if present is not None and bool((answer & ~present).any()):
+        return _ABSENT
+    if bool((counts == 0).any()):
+        head = int((counts == 0).nonzero()[0, 1])
+        return f"keeps no row of KV head {head}; at least 1 row of each head stays"
+    if bool((counts.sum(dim=1) > most).any()):
+        return (
+            f"keeps {int(counts.sum(dim=1).max())} rows; at most {most} may stay, {budget} for "
+            f"each of {answer.shape[1]} KV heads"
+        )
+    return None
 
 
 def protect_problem(answer: object, positions: Tensor) -> str | None:

@@ -124,6 +124,7 @@ class Declarations:
     bounded: bool = _declaration(True, _is_bool, "True or False")
     layers_alike: bool = _declaration(False, _is_bool, "True or False")
     marks_in_step: bool = _declaration(False, _is_bool, "True or False")
+    ragged: bool = _declaration(False, _is_bool, "True or False")
     steers: tuple[int, ...] | None = _declaration(
         None, _are_layers, "layers counted from 0, such as (2, 3)"
     )

@@ -29,9 +29,14 @@ class Defaults:
         return newer.expand(positions.shape)
 
     @hookimpl(trylast=True)
-    def select(self, scores: Tensor, budget: int) -> Tensor:
-        """Keep the rows with the highest scores."""
-        return top_rows(scores, budget)
+    def select(self, scores: Tensor, positions: Tensor, budget: int, heads: str) -> Tensor:
+        """Keep the rows of each head with the highest scores."""
+        kept = top_rows(scores, budget)
+        if heads == "own":
+            return kept
+        # A head may have fewer rows than the budget.
+        mask = torch.zeros_like(positions, dtype=torch.bool).scatter_(2, kept, True)
+        return mask & (positions >= 0)
 
     @hookimpl(trylast=True)
     def evict(self, rows: LayerRows, keep: Tensor) -> bool:

@@ -253,7 +253,7 @@ class HookManager:
 
         def problem_of(answer: object, entries: slice) -> str | None:
             some = answer[entries] if isinstance(answer, Tensor) else answer
-            return check.structure(answer) or check.values(some)
+            return check.structure(answer) or check.of(entries).values(some)
 
         def recheck(layer_idx: int, entries: slice) -> None:
             problem = problem_of(answer, entries)

@@ -10,7 +10,7 @@ def protected_rows(
     """The rows that stay in any case, as far as they fit into the budget.
 
     Args:
-        positions: Position of each row's token, ``[B, H_kv, T]``, rising.
+        positions: Position of each row's token, ``[B, H_kv, T]``, rising; -1 where there is no row.
         first: First tokens of a sequence that policies declare to protect.
         newest: Newest rows that policies declare to protect; with ``first`` they fit.
         answers: Rows that policies protect by their hook, bool ``[B, H_kv, T]`` each.
@@ -37,8 +37,9 @@ def protected_rows(
 
 
 def _declared(positions: Tensor, first: int, newest: int) -> Tensor | None:
-    if not newest:
-        return positions < first if first else None
+    if not first and not newest:
+        return None
     num_rows = positions.shape[2]
     rows = torch.arange(num_rows, device=positions.device) >= num_rows - newest
-    return (positions < first) | rows if first else rows.expand(positions.shape)
+    # Heads that share their rows may have none in the first columns.
+    return ((positions < first) | rows) & (positions >= 0)

@@ -7,6 +7,7 @@ from itertools import chain
 from typing import Any
 
 import pluggy
+import torch
 from torch import Tensor
 
 from kvpolicy.cache.rows import HeldRows, LayerRows
@@ -24,6 +25,9 @@ _COMPACTION_HOOKS = ("protect", "score", "select", "evict")
 
 # Those that layers may be asked together.
 _FOLDED_HOOKS = ("due", "protect", "score", "select")
+
+# Those that see rows, which heads may hold in different numbers.
+_ROW_HOOKS = _COMPACTION_HOOKS
 
 _DEEPEST_PART = 4
 
@@ -52,6 +56,8 @@ class Stack:
         n_last: Newest rows that the policies protect.
         bounded: Whether the slab has a fixed size. False if a policy sets ``bounded = False``
             or if no policy takes part in compactions.
+        even_only: Names of the policies that read or choose rows and do not declare that KV heads
+            may hold different numbers of them, parts included.
         layers_alike: Whether every policy that implements `due`, `protect`, `score` or `select`
             declares that it treats layers alike, parts included, and none implements `bind`.
         probe_size: Tokens of a probe, at most; 0 if no policy probes.
@@ -121,6 +127,15 @@ class Stack:
         own_alike = all(declared[id(impl.plugin)].layers_alike for impl in asked)
         self.layers_alike: bool = own_alike and of_parts and not binds
         self.probe_size: int = self._probe_size()
+        self.even_only: list[str] = [
+            *dict.fromkeys(
+                impl.plugin_name
+                for hook in _ROW_HOOKS
+                for impl in self._manager.impls(hook)
+                if not declared[id(impl.plugin)].ragged
+            ),
+            *chain.from_iterable(part.even_only for part in self._part_list),
+        ]
         self.steering: list[tuple[str, Sequence[int] | None]] = [
             *(
                 (impl.plugin_name, declared[id(impl.plugin)].steers)
@@ -253,9 +268,16 @@ class Stack:
         """Whether a policy marks new rows."""
         return bool(self.marked_in_step or self.marked_later)
 
-    def slab(self, capacity: int, room: int | None = None) -> Slab:
+    def slab(self, capacity: int, room: int | None = None, heads: str = "own") -> Slab:
         """What the cache of a layer must hold for the policies of this stack; see `Slab`."""
-        return Slab(capacity, self.window_size, self.tracks, self.attn_threshold, room)
+        return Slab(
+            capacity,
+            self.window_size,
+            self.tracks,
+            self.attn_threshold,
+            room,
+            ragged=heads == "shared",
+        )
 
     @contextmanager
     def listening(self, listener: HookListener) -> Iterator[None]:
@@ -464,12 +486,18 @@ class Stack:
         return scores.float()
 
     def select(self, layer_idx: int, late: LateChecks | None = None, **arguments: Any) -> Tensor:
-        """Rows that stay, ``[B, H_kv, K]``, int64, rising once they are checked."""
+        """Rows that stay, ``[B, H_kv, K]``, int64, rising once they are checked.
+
+        Or bool ``[B, H_kv, T]``, if heads share their rows.
+        """
         scores, budget = arguments["scores"], arguments["budget"]
-        check = checks.keep_check(scores.shape, budget, scores.device)
+        present = arguments["positions"] >= 0 if arguments["heads"] == "shared" else None
+        check = checks.keep_check(scores.shape, budget, scores.device, present)
         keep: Tensor = self._manager.ask("select", layer_idx, check, late=late, **arguments)
+        if late is None or keep.dtype == torch.bool:
+            return keep
         # Until then no index may lead outside of these rows.
-        return keep if late is None else keep.clamp(0, scores.shape[2] - 1)
+        return keep.clamp(0, scores.shape[2] - 1)
 
     def evict(
         self,

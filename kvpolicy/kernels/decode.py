@@ -28,24 +28,33 @@ class HeldRows:
         chosen: Those slots and heads, of ``[W * H_kv]``; ``None``: all.
         most: Rows of the fullest slot, the new one included.
         mask: Rows to attend to, bool ``[W, 1 or H_kv, 1, most]``; ``None``: all.
+        places: Place of each row in a flattened slab, ``[W, H_kv, most]``, if KV heads have
+            segments; ``None``: the first rows of each.
     """
 
     index: Tensor
     chosen: Tensor | None
     most: int
     mask: Tensor | None
+    places: Tensor | None = None
 
 
-def held_rows(rows: Tensor, live: Tensor, capacity: int) -> HeldRows:
+def held_rows(rows: Tensor, live: Tensor, capacity: int, bounds: Tensor | None = None) -> HeldRows:
     """Read how many rows the slots of a layer hold.
 
     Args:
         rows: Rows before the step, ``[W, H_kv]``, int64.
         live: Slots that take part, bool ``[W]``; the others may be full.
         capacity: Rows of a slab, ``R``.
+        bounds: See `DecodeSlabs`.
     """
     newest = rows.clamp(max=capacity - 1)
-    index = newest.flatten() + torch.arange(rows.numel()) * capacity
+    places, firsts = None, torch.arange(rows.numel()) * capacity
+    if bounds is not None:
+        firsts = (torch.arange(len(rows))[:, None] * rows.shape[1] * capacity) + bounds[:, :-1]
+        firsts = firsts.flatten()
+        newest = newest + bounds.diff(dim=1) - capacity
+    index = newest.flatten() + firsts
     chosen = None
     if not bool(live.all()):
         chosen = live[:, None].expand_as(rows).flatten().nonzero()[:, 0]
@@ -55,7 +64,10 @@ def held_rows(rows: Tensor, live: Tensor, capacity: int) -> HeldRows:
         counts = counts[:, :1]
     fewest, most = (int(count) for count in counts.aminmax())
     mask = None if fewest == most else (torch.arange(most) < counts[:, :, None])[:, :, None]
-    return HeldRows(index, chosen, most, mask)
+    if bounds is not None:
+        within = torch.minimum(torch.arange(most), newest[:, :, None])
+        places = within + firsts.view(*rows.shape, 1)
+    return HeldRows(index, chosen, most, mask, places)
 
 
 @attrs.frozen(eq=False)
@@ -72,6 +84,10 @@ class DecodeSlabs:
         attn_threshold: Weight above which a query uses a row.
         window: The last queries, ``[W, H_q, N, D]``, that at position p at index ``p % N``;
             ``None``: they are not wanted.
+        bounds: Where KV heads hold different numbers of rows, the bounds of their segments in the
+            pool of ``H_kv * R`` rows of a slot, ``[W, H_kv + 1]``, int64: head h has the places
+            from ``bounds[h]`` to ``bounds[h + 1]``, and as many free rows behind its rows as any
+            other head, ``R`` less its `Counts.rows`. ``None``: every head has ``R`` places.
     """
 
     keys: Tensor
@@ -84,6 +100,7 @@ class DecodeSlabs:
     )
     attn_threshold: float = 0.0
     window: Tensor | None = None
+    bounds: Tensor | None = None
 
     @property
     def all_tracks(self) -> list[Tensor]:
@@ -101,7 +118,8 @@ class Counts:
     """State of the slots before a step.
 
     Attributes:
-        rows: Rows held in one layer, ``[W, H_kv]``, int64.
+        rows: Rows held in one layer, ``[W, H_kv]``, int64; if KV heads have segments, those of a
+            head in the mean.
         seq_len: Tokens seen: the position of the new row, ``[W]``, int64.
         live: Slots that take part, bool ``[W]``. Nothing is stored for the others, and their
             output is finite and of no meaning.
@@ -147,7 +165,7 @@ def attend_with_torch(
     capacity = slabs.keys.shape[2]
     if sliding_window == capacity:
         rows = drop_oldest(slabs, rows, live)
-    held = held_rows(rows, live, capacity) if held is None else held
+    held = held_rows(rows, live, capacity, slabs.bounds) if held is None else held
     positions = seq_len[:, None].expand_as(rows)
     for slab, new in ((slabs.keys, key), (slabs.values, value), (slabs.positions, positions)):
         flat = new.flatten(0, 1)
@@ -155,6 +173,10 @@ def attend_with_torch(
         slab.view(-1, *slab.shape[3:]).index_copy_(0, held.index, flat)
     if slabs.window is not None:
         _remember(slabs.window, query, seq_len, live, scaling)
+    if held.places is not None:
+        return _attend_to_places(
+            query, slabs, held, seq_len, live, scaling=scaling, softcap=softcap, sinks=sinks
+        )
     mask = held.mask
     if sliding_window:
         mask = _in_window(slabs.positions[:, :, : held.most], seq_len - sliding_window, live, mask)
@@ -172,6 +194,46 @@ def attend_with_torch(
         softcap,
         sinks,
     )
+
+
+def _attend_to_places(
+    query: Tensor,
+    slabs: DecodeSlabs,
+    held: HeldRows,
+    seq_len: Tensor,
+    live: Tensor,
+    *,
+    scaling: float,
+    softcap: float,
+    sinks: Tensor | None,
+) -> Tensor:
+    """Attend to rows that are copied out of the segments of their heads, ``[W, H_q, D]``."""
+    places = held.places
+    assert places is not None
+
+    def copied(slab: Tensor) -> Tensor:
+        rows = slab.flatten(0, 2).index_select(0, places.flatten())
+        return rows.view(*places.shape, *slab.shape[3:])
+
+    accumulated = {name: copied(track) for name, track in slabs.accumulated_by_name.items()}
+    output = attend_to_rows(
+        query,
+        copied(slabs.keys),
+        copied(slabs.values),
+        held.mask,
+        accumulated,
+        slabs.attn_threshold,
+        seq_len,
+        None if held.chosen is None else live,
+        scaling,
+        softcap,
+        sinks,
+    )
+    # Columns that a head has no row for name its newest row.
+    own = slice(None) if held.mask is None else held.mask[:, :, 0].expand_as(places)
+    for name, track in slabs.accumulated_by_name.items():
+        track.view(-1)[places[own]] = accumulated[name][own]
+    return output
 
 
 def attend_to_rows(

@@ -26,6 +26,10 @@ def attend_in_fixed_shapes(
 
     Arguments and result are those of `kvpolicy.kernels.decode.attend_with_torch`.
     """
+    if slabs.bounds is not None:
+        return _attend_to_pools(
+            query, key, value, slabs, counts, scaling=scaling, softcap=softcap, sinks=sinks
+        )
     rows, seq_len, live = counts.rows, counts.seq_len, counts.live
     capacity = slabs.keys.shape[2]
     if sliding_window == capacity:
@@ -36,10 +40,7 @@ def attend_in_fixed_shapes(
     positions = seq_len[:, None].expand_as(rows)
     for slab, new in ((slabs.keys, key), (slabs.values, value), (slabs.positions, positions)):
         _put(slab, newest, new, live)
-    if slabs.window is not None:
-        index = (seq_len % slabs.window.shape[2])[:, None].expand(query.shape[:2])
-        factor = window_factor(scaling, query.shape[2])
-        _put(slabs.window, index, query if factor == 1 else query * factor, live)
+    _remember(slabs.window, query, seq_len, live, scaling)
     seen = torch.arange(capacity, device=rows.device) <= newest[..., None]
     if sliding_window:
         seen &= slabs.positions > (seq_len - sliding_window)[:, None, None]
@@ -58,6 +59,61 @@ def attend_in_fixed_shapes(
         softcap,
         sinks,
     )
+
+
+def _attend_to_pools(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    slabs: DecodeSlabs,
+    counts: Counts,
+    *,
+    scaling: float,
+    softcap: float,
+    sinks: Tensor | None,
+) -> Tensor:
+    """The same where KV heads have segments: a slot is one head of ``H_kv * R`` rows.
+
+    Rows of other heads are masked. That computes more than it needs, and copies nothing.
+    """
+    assert slabs.bounds is not None
+    rows, seq_len, live = counts.rows, counts.seq_len, counts.live
+    num_slots, num_heads, capacity = slabs.positions.shape
+    newest = slabs.bounds[:, 1:] - capacity + rows.clamp(max=capacity - 1)
+    positions = seq_len[:, None].expand_as(rows)
+    for slab, new in ((slabs.keys, key), (slabs.values, value), (slabs.positions, positions)):
+        pool = slab.view(num_slots, 1, -1, *slab.shape[3:])
+        for head in range(num_heads):
+            _put(pool, newest[:, head : head + 1], new[:, head : head + 1], live)
+    _remember(slabs.window, query, seq_len, live, scaling)
+    place = torch.arange(num_heads * capacity, device=rows.device)
+    seen = (place >= slabs.bounds[:, :-1, None]) & (place <= newest[..., None])
+    seen |= ~live[:, None, None]
+    seen = seen.repeat_interleave(query.shape[1] // num_heads, dim=1)  # [W, H_q, H_kv * R]
+    pools = (num_slots, 1, num_heads * capacity)
+    return attend_to_rows(
+        query,
+        slabs.keys.view(*pools, -1),
+        slabs.values.view(*pools, -1),
+        seen[:, None],
+        {name: track.view(pools) for name, track in slabs.accumulated_by_name.items()},
+        slabs.attn_threshold,
+        seq_len,
+        live,
+        scaling,
+        softcap,
+        sinks,
+    )
+
+
+def _remember(
+    window: Tensor | None, query: Tensor, seq_len: Tensor, live: Tensor, scaling: float
+) -> None:
+    """Put the new queries into the window, if there is one."""
+    if window is not None:
+        index = (seq_len % window.shape[2])[:, None].expand(query.shape[:2])
+        factor = window_factor(scaling, query.shape[2])
+        _put(window, index, query if factor == 1 else query * factor, live)
 
 
 def _drop_first(slab: Tensor, full: Tensor) -> None:

@@ -48,6 +48,7 @@ def can_attend(slabs: DecodeSlabs, sinks: Tensor | None, sliding_window: int) ->
     dim = slabs.keys.shape[3]
     return (
         not slabs.accumulators
+        and slabs.bounds is None
         and sinks is None
         and not sliding_window
         and slabs.keys.dtype in PRECISIONS

@@ -8,16 +8,19 @@ def write_marks(track: Tensor, numbers: Tensor, rows: Tensor, live: Tensor) -> N
     """Write numbers of the new row of every slot and KV head that takes part.
 
     Args:
-        track: ``[W, H_kv, R]``; changed in place.
+        track: ``[W, H_kv, R]``, or the pools of slots whose heads have segments, ``[W, H_kv * R]``;
+            changed in place.
         numbers: ``[W, H_kv]``.
         rows: Rows before the step, ``[W, H_kv]``, int64. A slab that is full has dropped a row: the
-            new one is its last.
+            new one is its last. In pools, places of the new rows.
         live: Slots that take part, bool ``[W]``.
     """
-    place = rows.clamp(max=track.shape[2] - 1)[..., None]
-    before = track.gather(2, place)
-    new = torch.where(live[:, None, None], numbers[..., None].to(track.dtype), before)
-    track.scatter_(2, place, new)
+    place = rows.clamp(max=track.shape[-1] - 1)
+    if track.dim() == 3:
+        place, numbers = place[..., None], numbers[..., None]
+    before = track.gather(-1, place)
+    taken = live.view(-1, *[1] * (track.dim() - 1))
+    track.scatter_(-1, place, torch.where(taken, numbers.to(track.dtype), before))
 
 
 def put_states(ring: Tensor, states: Tensor, place: Tensor, live: Tensor) -> None:

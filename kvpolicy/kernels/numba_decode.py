@@ -32,6 +32,7 @@ _start_threads()
 
 _NO_WINDOW = np.empty((0, 0, 0, 0), dtype=np.float32)
 _NO_TRACK = np.empty((0, 0, 0), dtype=np.float32)
+_NO_BOUNDS = np.empty((0, 0), dtype=np.int64)
 _NO_SINKS = np.empty(0, dtype=np.float32)
 
 # Sums may be reordered, which vector instructions need. Infinities and NaN keep their meaning.
@@ -134,7 +135,7 @@ _ROWS, _SLAB, _SLAB_OF_NUMBERS = "f4[:,:,:]", "f4[:,:,:,::1]", "f4[:,:,::1]"
 _SIGNATURE = (
     f"void({_ROWS}, {_ROWS}, {_ROWS}, {_SLAB}, {_SLAB}, i8[:,:,::1], "
     f"{', '.join([_SLAB_OF_NUMBERS] * len(ACCUMULATORS))}, {_SLAB}, "
-    f"i8[:], b1[:], f4[:], i8[:,:], f4, f4, i8, f4, f4, {_SLAB_OF_NUMBERS})"
+    f"i8[:], b1[:], i8[:,:], i8, f4[:], i8[:,:], f4, f4, i8, f4, f4, {_SLAB_OF_NUMBERS})"
 )
 
 
@@ -160,6 +161,8 @@ def _decode(
     window,
     seq_len,
     live,
+    bounds,
+    capacity,
     sinks,
     rows,
     scaling,
@@ -175,30 +178,33 @@ def _decode(
         slot = task // num_heads
         head = task - slot * num_heads
         if live[slot]:
-            newest, position = rows[slot, head], seq_len[slot]
-            keys[slot, head, newest] = key[slot, head]
-            values[slot, head, newest] = value[slot, head]
-            positions[slot, head, newest] = position
+            # Slabs of heads that have segments are given as those of one head, `at`.
+            at, first, newest, position = head, 0, rows[slot, head], seq_len[slot]
+            if bounds.shape[0]:
+                at, first = 0, bounds[slot, head]
+                newest += bounds[slot, head + 1] - capacity
+            keys[slot, at, newest] = key[slot, head]
+            values[slot, at, newest] = value[slot, head]
+            positions[slot, at, newest] = position
             for member in range(group if window.shape[2] else 0):
-                at = head * group + member
+                own = head * group + member
                 for i in range(dim):
-                    window[slot, at, position % window.shape[2], i] = query[slot, at, i] * factor
-            first = 0
+                    window[slot, own, position % window.shape[2], i] = query[slot, own, i] * factor
             if sliding_window:
-                while positions[slot, head, first] <= position - sliding_window:
+                while positions[slot, at, first] <= position - sliding_window:
                     first += 1
             end = newest + 1
             queries = np.empty((group, dim), np.float32)
             queries[:] = query[slot, head * group : (head + 1) * group]
             _attend(
                 queries,
-                keys[slot, head, first:end],
-                values[slot, head, first:end],
-                _cut(sums, slot, head, first, end),
-                _cut(squares, slot, head, first, end),
-                _cut(squares_logit, slot, head, first, end),
-                _cut(squares_logit2, slot, head, first, end),
-                _cut(last, slot, head, first, end),
+                keys[slot, at, first:end],
+                values[slot, at, first:end],
+                _cut(sums, slot, at, first, end),
+                _cut(squares, slot, at, first, end),
+                _cut(squares_logit, slot, at, first, end),
+                _cut(squares_logit2, slot, at, first, end),
+                _cut(last, slot, at, first, end),
                 sinks[head * group : (head + 1) * group],
                 scaling,
                 softcap,
@@ -221,6 +227,12 @@ def is_forked() -> bool:
     return os.getpid() != _process
 
 
+def _array(slab: Tensor, one_head: bool) -> np.ndarray:
+    """A slab as an array; the pools of its slots as those of one head, if they are wanted so."""
+    pools: np.ndarray = slab.flatten(1, 2)[:, None].numpy() if one_head else slab.numpy()
+    return pools
+
+
 class NumbaLayer:
     """Decode attention in one layer, in fp32; its tensors are turned into arrays once."""
 
@@ -230,17 +242,20 @@ class NumbaLayer:
         self._sliding_window = sliding_window
         self._slides = sliding_window == slabs.keys.shape[2]
         accumulated = slabs.accumulated_by_name
+        one_head = slabs.bounds is not None
         self._arrays = [
-            slabs.keys.numpy(),
-            slabs.values.numpy(),
-            slabs.positions.numpy(),
+            _array(slabs.keys, one_head),
+            _array(slabs.values, one_head),
+            _array(slabs.positions, one_head),
             *(
-                accumulated[name].numpy() if name in accumulated else _NO_TRACK
+                _array(accumulated[name], one_head) if name in accumulated else _NO_TRACK
                 for name in ACCUMULATORS
             ),
             _NO_WINDOW if slabs.window is None else slabs.window.numpy(),
             counts.seq_len.numpy(),
             counts.live.numpy(),
+            _NO_BOUNDS if slabs.bounds is None else slabs.bounds.numpy(),
+            slabs.keys.shape[2],
         ]
         self._rows = counts.rows.numpy()
         self._threshold = slabs.attn_threshold

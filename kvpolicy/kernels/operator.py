@@ -23,6 +23,7 @@ _LIBRARY.define(
     "decode(Tensor query, Tensor key, Tensor value, "
     "Tensor(a!) keys, Tensor(b!) values, Tensor(c!) positions, Tensor(d!)[] tracks, "
     "Tensor(e!)[] accumulated, str[] accumulators, float attn_threshold, Tensor(f!)? window, "
+    "Tensor? bounds, "
     "Tensor rows, Tensor seq_len, Tensor live, "
     "float scaling, float softcap, Tensor? sinks, int sliding_window, bool flash) -> Tensor"
 )

@@ -1,4 +1,4 @@
-"""Copies from the host to a device for which the host does not wait."""
+"""Copies between the host and a device for which the host does not wait."""
 
 import numpy as np
 import torch
@@ -15,3 +15,25 @@ def upload(values: np.ndarray, device: torch.device | str) -> Tensor:
     if torch.device(device).type == "cuda":
         tensor = tensor.pin_memory()
     return tensor.to(device, non_blocking=True)
+
+
+class Download:
+    """Numbers of a device that the host will read: it waits only if they are not there by then."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        """Begin to copy a tensor."""
+        self._event: torch.cuda.Event | None = None
+        if tensor.device.type == "cuda":
+            self._copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+            self._copy.copy_(tensor, non_blocking=True)
+            self._event = torch.cuda.Event()
+            self._event.record(torch.cuda.current_stream(tensor.device))
+        else:
+            self._copy = tensor
+
+    def read(self) -> np.ndarray:
+        """The numbers."""
+        if self._event is not None:
+            self._event.synchronize()
+        numbers: np.ndarray = self._copy.numpy()
+        return numbers

@@ -6,7 +6,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kvpolicy.kernels.decode import Counts, DecodeSlabs
-from kvpolicy.kernels.triton_rows import power_of_2, row_start, row_strides
+from kvpolicy.kernels.triton_rows import power_of_2, row_start, row_strides, segment
 
 
 @triton.jit
@@ -21,6 +21,7 @@ def _append(
     rows,
     seq_len,
     live,
+    bounds,
     factor,
     query_slot,
     query_head,
@@ -36,6 +37,7 @@ def _append(
     position_row,
     window_slot,
     rows_slot,
+    bounds_slot,
     CAPACITY: tl.constexpr,
     DIM: tl.constexpr,
     DIM_BLOCK: tl.constexpr,
@@ -44,6 +46,7 @@ def _append(
     WINDOW_SIZE: tl.constexpr,
     SLIDES: tl.constexpr,
     RESCALED: tl.constexpr,
+    RAGGED: tl.constexpr,
 ):
     slot, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     row = tl.load(rows + slot * rows_slot + head).to(tl.int32)
@@ -52,14 +55,18 @@ def _append(
     # What lies behind a slab belongs to another sequence.
     if (tl.load(live + slot) != 0) & (row < CAPACITY):
         position = tl.load(seq_len + slot)
+        place = head
+        if RAGGED:
+            first, held = segment(bounds, slot, head, bounds_slot, row + 1, CAPACITY)
+            place, row = 0, first + held - 1
         d = tl.arange(0, DIM_BLOCK)
         ok = d < DIM
-        at = row_start(slot, head, row, slab_slot, slab_head, slab_row)
+        at = row_start(slot, place, row, slab_slot, slab_head, slab_row)
         new = tl.load(key + slot * key_slot + head * key_head + d, mask=ok)
         tl.store(keys + at + d, new.to(keys.dtype.element_ty), mask=ok)
         new = tl.load(value + slot * value_slot + head * value_head + d, mask=ok)
         tl.store(values + at + d, new.to(values.dtype.element_ty), mask=ok)
-        at = row_start(slot, head, row, position_slot, position_head, position_row)
+        at = row_start(slot, place, row, position_slot, position_head, position_row)
         tl.store(positions + at, position)
         if WINDOW_SIZE > 0:
             g = tl.arange(0, GROUP_BLOCK)
@@ -68,8 +75,8 @@ def _append(
             new = tl.load(query + query_at[:, None] + d[None, :], mask=mask)
             if RESCALED:
                 new = (new.to(tl.float32) * factor).to(query.dtype.element_ty)
-            place = (head * GROUP + g) * WINDOW_SIZE + position % WINDOW_SIZE
-            at = slot * window_slot + place[:, None] * DIM + d[None, :]
+            entry = (head * GROUP + g) * WINDOW_SIZE + position % WINDOW_SIZE
+            at = slot * window_slot + entry[:, None] * DIM + d[None, :]
             tl.store(window + at, new.to(window.dtype.element_ty), mask=mask)
 
 
@@ -95,7 +102,7 @@ def append(
         slides: Whether a full slab has dropped its oldest row and takes the new one as its last.
     """
     keys, values, positions, window = slabs.keys, slabs.values, slabs.positions, slabs.window
-    rows = counts.rows
+    rows, bounds = counts.rows, slabs.bounds
     query, key, value = (
         new if new.stride(-1) == 1 else new.contiguous() for new in (query, key, value)
     )
@@ -114,6 +121,7 @@ def append(
         rows,
         counts.seq_len,
         counts.live.view(torch.uint8),
+        rows if bounds is None else bounds,
         factor,
         *query.stride()[:2],
         *key.stride()[:2],
@@ -122,6 +130,7 @@ def append(
         *row_strides(positions),
         0 if window is None else window.stride(0),
         rows.stride(0),
+        0 if bounds is None else bounds.stride(0),
         CAPACITY=capacity,
         DIM=dim,
         DIM_BLOCK=power_of_2(dim),
@@ -130,4 +139,5 @@ def append(
         WINDOW_SIZE=0 if window is None else window.shape[2],
         SLIDES=slides,
         RESCALED=factor != 1,
+        RAGGED=bounds is not None,
     )

@@ -21,7 +21,13 @@ from kvpolicy.kernels.flash_attention import attend_with_flash, can_attend
 from kvpolicy.kernels.triton_append import append
 from kvpolicy.kernels.triton_compact import drop_oldest
 from kvpolicy.kernels.triton_dot import dot
-from kvpolicy.kernels.triton_rows import num_held, power_of_2, row_start, row_strides
+from kvpolicy.kernels.triton_rows import (
+    num_held,
+    power_of_2,
+    row_start,
+    row_strides,
+    segment,
+)
 
 _BLOCK = 64  # rows attended to at once
 _LONGEST_CHUNK = 2048  # so that a long sequence among short ones does not run alone
@@ -38,6 +44,7 @@ def _attend_chunk(
     rows,
     seq_len,
     live,
+    bounds,
     chunk_top,
     chunk_total,
     chunk_output,
@@ -52,6 +59,7 @@ def _attend_chunk(
     position_head,
     position_row,
     rows_slot,
+    bounds_slot,
     HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     GROUP_BLOCK: tl.constexpr,
@@ -65,10 +73,15 @@ def _attend_chunk(
     SLIDING_WINDOW: tl.constexpr,
     KEEP_LOGITS: tl.constexpr,
     TENSOR_CORES: tl.constexpr,
+    RAGGED: tl.constexpr,
 ):
     """Online softmax of one group of query heads over one chunk of rows of one slot."""
     slot, head, chunk = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     held = num_held(rows, slot, head, live, rows_slot, CAPACITY)
+    place, before = head, 0  # the head of a row in the slab, and the rows there before its first
+    if RAGGED:
+        place = 0
+        before, held = segment(bounds, slot, head, bounds_slot, held, CAPACITY)
     g, d = tl.arange(0, GROUP_BLOCK), tl.arange(0, DIM_BLOCK)
     is_head, is_dim = g < GROUP, d < DIM
     entry = (slot * HEADS + head).to(tl.int64)
@@ -92,9 +105,11 @@ def _attend_chunk(
             is_row = row < stop
             seen = is_row
             if SLIDING_WINDOW > 0:
-                at = row_start(slot, head, row, position_slot, position_head, position_row)
+                at = row_start(
+                    slot, place, before + row, position_slot, position_head, position_row
+                )
                 seen = seen & (tl.load(positions + at, mask=is_row, other=-1) > oldest)
-            at = row_start(slot, head, row, slab_slot, slab_head, slab_row)
+            at = row_start(slot, place, before + row, slab_slot, slab_head, slab_row)
             at = at[:, None] + d[None, :]
             stored = is_row[:, None] & is_dim[None, :]
             k = tl.load(keys + at, mask=stored, other=0.0)
@@ -108,6 +123,9 @@ def _attend_chunk(
             x = tl.where(seen[None, :], x, float("-inf"))
             if KEEP_LOGITS:
                 at_logit = (entry * GROUP + g)[:, None] * CAPACITY + row[None, :]
+                if RAGGED:  # in the place of the row, in the pool of each head of a group
+                    of_slot = slot.to(tl.int64) * GROUP + g
+                    at_logit = of_slot[:, None] * (HEADS * CAPACITY) + before + row[None, :]
                 tl.store(logits + at_logit, x, mask=is_head[:, None] & is_row[None, :])
             new_top = tl.maximum(top, tl.max(x, 1))
             # -inf as long as no row is seen; -inf - -inf would be NaN.
@@ -143,11 +161,13 @@ def _join_chunks(
     rows,
     seq_len,
     live,
+    bounds,
     threshold,
     track_slot,
     track_head,
     track_row,
     rows_slot,
+    bounds_slot,
     HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     GROUP_BLOCK: tl.constexpr,
@@ -163,15 +183,23 @@ def _join_chunks(
     SQUARES_LOGIT: tl.constexpr,
     SQUARES_LOGIT2: tl.constexpr,
     LAST: tl.constexpr,
+    RAGGED: tl.constexpr,
 ):
     """Output of one group of query heads; program c updates what the rows of chunk c accumulate."""
     slot, head, chunk = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     held = num_held(rows, slot, head, live, rows_slot, CAPACITY)
+    place, before = head, 0  # the head of a row in the slab, and the rows there before its first
+    if RAGGED:
+        place = 0
+        before, held = segment(bounds, slot, head, bounds_slot, held, CAPACITY)
     g, d = tl.arange(0, GROUP_BLOCK), tl.arange(0, DIM_BLOCK)
     is_head, is_dim = g < GROUP, d < DIM
     entry = (slot * HEADS + head).to(tl.int64)
     top = tl.full((GROUP_BLOCK,), float("-inf"), tl.float32)
-    for c in range(CHUNKS):
+    num_chunks = CHUNKS
+    if RAGGED:  # there may be many more than those of a head
+        num_chunks = tl.cdiv(held, CHUNK)
+    for c in range(num_chunks):
         top = tl.maximum(top, tl.load(chunk_top + (entry * CHUNKS + c) * GROUP_BLOCK + g))
     sink = tl.full((GROUP_BLOCK,), float("-inf"), tl.float32)
     if SINKS:
@@ -179,13 +207,13 @@ def _join_chunks(
         top = tl.maximum(top, sink)
     shift = tl.where(top == float("-inf"), 0.0, top)
     total = tl.exp(sink - shift)
-    for c in range(CHUNKS):
+    for c in range(num_chunks):
         part = (entry * CHUNKS + c) * GROUP_BLOCK + g
         total += tl.load(chunk_total + part) * tl.exp(tl.load(chunk_top + part) - shift)
     total = tl.where(total > 0, total, 1.0)  # a query that sees no row gets zeros
     if chunk == 0:
         output = tl.zeros((GROUP_BLOCK, DIM_BLOCK), tl.float32)
-        for c in range(CHUNKS):
+        for c in range(num_chunks):
             if c * CHUNK < held:
                 part = (entry * CHUNKS + c) * GROUP_BLOCK + g
                 share = tl.exp(tl.load(chunk_top + part) - shift)
@@ -200,14 +228,18 @@ def _join_chunks(
         for first in range(chunk * CHUNK, stop, BLOCK):
             row = first + tl.arange(0, BLOCK)
             is_row = row < stop
+            at_logit = (entry * GROUP + g)[:, None] * CAPACITY + row[None, :]
+            if RAGGED:
+                of_slot = slot.to(tl.int64) * GROUP + g
+                at_logit = of_slot[:, None] * (HEADS * CAPACITY) + before + row[None, :]
             x = tl.load(
-                logits + (entry * GROUP + g)[:, None] * CAPACITY + row[None, :],
+                logits + at_logit,
                 mask=is_head[:, None] & is_row[None, :],
                 other=float("-inf"),
             )
             weights = tl.exp(x - shift[:, None]) / total[:, None]
             x = tl.where(x == float("-inf"), 0.0, x)  # 0 * -inf would be NaN
-            at = row_start(slot, head, row, track_slot, track_head, track_row)
+            at = row_start(slot, place, before + row, track_slot, track_head, track_row)
             if SUMS:
                 _add(sums + at, weights, is_row)
             if SQUARES:
@@ -272,6 +304,9 @@ def attend(
     group_block = max(power_of_2(group), _TENSOR_CORE_ROWS if tensor_cores else 1)
     dim_block = power_of_2(dim)
     count, length = chunks_of(capacity, num_slots * num_heads, _processors(query.device), chunks)
+    bounds = slabs.bounds
+    if bounds is not None:  # one head may have all rows of its slot
+        count = -(-num_heads * capacity // length)
     parts = (num_slots, num_heads, count, group_block)
     chunk_top = query.new_empty(parts, dtype=torch.float32)
     chunk_total = torch.empty_like(chunk_top)
@@ -290,6 +325,7 @@ def attend(
         "CHUNKS": count,
         "CHUNK": length,
         "BLOCK": _BLOCK,
+        "RAGGED": bounds is not None,
     }
     _attend_chunk[num_slots, num_heads, count](
         query,
@@ -299,6 +335,7 @@ def attend(
         rows,
         counts.seq_len,
         live,
+        rows if bounds is None else bounds,
         chunk_top,
         chunk_total,
         chunk_output,
@@ -308,6 +345,7 @@ def attend(
         *row_strides(keys),
         *row_strides(positions),
         rows.stride(0),
+        0 if bounds is None else bounds.stride(0),
         SOFTCAP=softcap,
         SLIDING_WINDOW=sliding_window,
         KEEP_LOGITS=any_of_them,
@@ -325,9 +363,11 @@ def attend(
         rows,
         counts.seq_len,
         live,
+        rows if bounds is None else bounds,
         slabs.attn_threshold,
         *track_strides.pop(),
         rows.stride(0),
+        0 if bounds is None else bounds.stride(0),
         SINKS=sinks is not None,
         **{name.removeprefix("attn_").upper(): name in accumulated for name in ACCUMULATORS},
         **shape,

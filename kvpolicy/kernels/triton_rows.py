@@ -22,6 +22,18 @@ def num_held(rows, slot, head, live, rows_slot, CAPACITY: tl.constexpr):
     return tl.where(tl.load(live + slot) != 0, tl.minimum(before + 1, CAPACITY), 0)
 
 
+@triton.jit
+def segment(bounds, slot, head, bounds_slot, held, CAPACITY: tl.constexpr):
+    """Place of the first row of a KV head in the pool of its slot, and the rows to attend to.
+
+    Kernels address such rows as those of head 0 of the slot: heads lie side by side in their pool.
+    What is held is what `num_held` counts, the rows of a head in the mean.
+    """
+    at = bounds + slot.to(tl.int64) * bounds_slot + head
+    first, end = tl.load(at).to(tl.int32), tl.load(at + 1).to(tl.int32)
+    return first, tl.where(held > 0, end - first - CAPACITY + held, 0)
+
+
 def row_strides(slab: Tensor) -> tuple[int, int, int]:
     """Strides of slot, KV head and row of a slab ``[S, H_kv, R]`` or ``[S, H_kv, R, D]``."""
     assert slab.dim() == 3 or slab.stride(3) == 1, "the numbers of one row lie side by side"

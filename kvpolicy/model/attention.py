@@ -4,6 +4,7 @@ Its queries are after RoPE. It records what policies read: the most recent queri
 accumulate of the attention that they receive.
 """
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -67,10 +68,7 @@ def attend(
         if layout.kept is not None:
             index = layout.kept[:, None].expand(-1, received.shape[1], -1)
             received = received.gather(2, index)
-        rows = (step.served, slice(None), slice(received.shape[2]))
-        held = layer.tracks[name][rows]  # a copy, where slots are not in equal steps
-        combine(name, held, received)
-        layer.tracks[name][rows] = held
+        layout.update(layer.tracks[name], step.served, partial(combine, name, received=received))
     return output
 
 

@@ -82,6 +82,7 @@ def _group(layers: Sequence[LayerPlan], num_layers: int) -> dict[str, Any]:
         **({} if first.budget is None else {"budget": first.budget}),
         "buffer": first.buffer,
         **({} if first.prompt == "evict" else {"prompt": first.prompt}),
+        **({} if first.heads == "own" else {"heads": first.heads}),
     }
 
 

@@ -3,6 +3,7 @@
 Budget: the rows of a layer and KV head that stay after a compaction, including sinks and the
 recent window, not the buffer. A slot never holds more than ``budget + buffer`` rows, and those of
 its prompt if the plan keeps prompts.
+Where heads share the rows of a layer, both are those of a head in the mean.
 """
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -22,10 +23,12 @@ from kvpolicy.plan.spec import (
     BUDGET,
     COUNT,
     GROUPS,
+    HEADS,
     PADDING,
     PROMPT,
     STACK,
     Budget,
+    Heads,
     LayerGroup,
     Location,
     Padding,
@@ -76,6 +79,8 @@ class Plan:
         length: Tokens that budgets given as shares refer to.
         prompt: ``"evict"``: rows of prompts are evicted like others. ``"keep"``: they stay;
             budgets count the rows behind them, and policies choose from those.
+        heads: ``"own"``: each KV head has the budget for itself. ``"shared"``: it is the mean over
+            the heads of a layer, and policies may choose how many rows of each stay.
         name: Where the plan came from, for messages.
         sources: How the user gave entries that are not in the plan's file, by their keys and
             indices, for messages: ``{("budget",): "--budget 96"}``.
@@ -91,6 +96,7 @@ class Plan:
     padding: Padding = plan_field(PADDING, "none")
     length: int | None = plan_field(COUNT, None)
     prompt: PromptRows = plan_field(PROMPT, "evict")
+    heads: Heads = plan_field(HEADS, "own")
     name: str = attrs.field(default="the plan", eq=False)
     sources: Mapping[Location, str] = attrs.field(factory=dict, eq=False, repr=False)
     options: Mapping[str, str] = attrs.field(factory=dict, eq=False, repr=False)
@@ -122,6 +128,7 @@ class Plan:
         padding: Padding = "none",
         length: int | None = None,
         prompt: PromptRows = "evict",
+        heads: Heads = "own",
     ) -> "Plan":
         """The same stack, budget and buffer in every layer.
 
@@ -136,6 +143,7 @@ class Plan:
             padding: ``"none"``, or ``"stored"`` to study padded batches.
             length: Tokens that a budget given as a share refers to.
             prompt: ``"keep"``: rows of prompts stay, and the budget counts the rows behind them.
+            heads: ``"own"``, or ``"shared"``: the budget is the mean over the KV heads of a layer.
 
         Raises:
             PlanError: If a value is malformed, or knobs are given for a policy that is not in
@@ -156,6 +164,7 @@ class Plan:
             padding=padding,
             length=length,
             prompt=prompt,
+            heads=heads,
         )
         specs = [*plan.stack, *plan.schedule]
         names = [spec.policy for spec in specs]
@@ -479,7 +488,7 @@ class _Resolution:
     ) -> list[LayerPlan]:
         """The layers of one group; none if it depends on a malformed value."""
         group, plan = self._groups[i], self._plan
-        own = ("stack", "budget", "buffer", "prompt")
+        own = ("stack", "budget", "buffer", "prompt", "heads")
         inherited = [key for key in own if getattr(group, key) is None]
         depends = {(i, key) for key in own} | {(None, key) for key in (*inherited, "length")}
         if depends & self._malformed:
@@ -505,6 +514,11 @@ class _Resolution:
         protected = _check_budget(giver, members[0], built.stack, budget, plan.options)
         buffer = plan.buffer if group.buffer is None else group.buffer
         prompt = plan.prompt if group.prompt is None else group.prompt
+        heads = plan.heads if group.heads is None else group.heads
+        if not needs_budget(built.stack):
+            heads = "own"  # all rows stay
+        if heads == "shared":
+            _check_shared(plan.name, members[0], built.stack, prompt)
         members = sorted(members)
         budgets: Sequence[int | None] = [budget] * len(members)
         if budget is not None:
@@ -520,6 +534,7 @@ class _Resolution:
                 bounded=built.stack.bounded,
                 num_protected=protected,
                 prompt=prompt,
+                heads=heads,
                 budget_from=share,
             )
             for layer_idx, rows in zip(members, budgets, strict=True)
@@ -575,6 +590,24 @@ def _check_budget(
         )
         raise BudgetError(msg)
     return protected
+
+
+def _check_shared(name: str, layer_idx: int, stack: Stack, prompt: PromptRows) -> None:
+    """Refuse policies that need equally many rows in all heads, where heads share the rows."""
+    if prompt == "keep":
+        msg = (
+            f"{name} lets the KV heads of layer {layer_idx} share its rows and keeps those of "
+            'prompts, which is not possible together; write heads = "own" or prompt = "evict" for '
+            "this layer"
+        )
+        raise PlanError(msg)
+    if stack.even_only:
+        msg = (
+            f"{name} lets the KV heads of layer {layer_idx} share its rows, but policy "
+            f"'{stack.even_only[0]}' does not declare ragged = True, which says that it works with "
+            'heads that hold different numbers of rows; write heads = "own" for this layer'
+        )
+        raise PlanError(msg)
 
 
 def _check_steering(plan: ResolvedPlan) -> None:

@@ -13,7 +13,7 @@ import attrs
 from kvpolicy.cache.slab import UNLIMITED, Slab
 from kvpolicy.errors import PlanError
 from kvpolicy.hooks.stack import Stack
-from kvpolicy.plan.spec import Padding, PolicySpec, PromptRows
+from kvpolicy.plan.spec import Heads, Padding, PolicySpec, PromptRows
 
 
 @attrs.frozen
@@ -30,6 +30,7 @@ class LayerPlan:
             sequence may become.
         num_protected: Rows that its policies promise to keep.
         prompt: ``"keep"``: the rows of prompts stay, and policies choose from those behind them.
+        heads: ``"own"``, or ``"shared"``: ``budget`` is the mean over the KV heads.
         budget_from: The calculation of a budget that the plan gives as a share, as text. It
             is not part of the digest: the plan equals one with the same number of rows.
     """
@@ -41,6 +42,7 @@ class LayerPlan:
     bounded: bool
     num_protected: int = 0
     prompt: PromptRows = "evict"
+    heads: Heads = "own"
     budget_from: str | None = attrs.field(default=None, eq=False)
 
     @property
@@ -82,7 +84,7 @@ class LayerPlan:
         if self.keeps_prompt:
             assert self.budget is not None
             room = self.budget + self.buffer if self.bounded else UNLIMITED
-        return stack.slab(self.capacity(longest, longest_prompt), room)
+        return stack.slab(self.capacity(longest, longest_prompt), room, self.heads)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data, ready for JSON."""
@@ -93,6 +95,7 @@ class LayerPlan:
             "buffer": self.buffer if self.bounded else None,
             # Only if it is not the default, so that digests of older results stay valid.
             **({} if self.prompt == "evict" else {"prompt": self.prompt}),
+            **({} if self.heads == "own" else {"heads": self.heads}),
             # Policies whose slabs grow may still compact: their budget has a key of its own.
             **({} if self.bounded else {"prefill_budget": self.budget}),
             **({} if self.budget_from is None else {"budget_from": self.budget_from}),

@@ -31,6 +31,7 @@ Budget = int | str
 Location = tuple[str | int, ...]
 Padding = Literal["none", "stored"]
 PromptRows = Literal["evict", "keep"]
+Heads = Literal["own", "shared"]
 
 #: Top-level sections that plans do not have, with what to use instead.
 RESERVED = {
@@ -126,6 +127,17 @@ def _one_of(choices: tuple[str, ...], what: str) -> Rule:
         raise TypeError(msg)
 
     return Rule(read_choice, {"enum": list(choices)})
+
+
+def _read_heads(value: object) -> Heads:
+    for known in get_args(Heads):
+        if isinstance(value, str) and value == known:
+            return known
+    msg = (
+        f'{value!r:.60} does not say how KV heads have the budget; write "own", or "shared" for '
+        "the budget of all heads together"
+    )
+    raise TypeError(msg)
 
 
 def _list_of(cls: type[T], expected: str) -> Callable[[Any], tuple[T, ...]]:
@@ -263,6 +275,7 @@ COUNT = Rule(positive_int, _COUNT)
 BUDGET = Rule(_read_budget, {"oneOf": [_COUNT, {"type": "string", "pattern": SHARE}]})
 PADDING = _one_of(get_args(Padding), "a padding")
 PROMPT = _one_of(get_args(PromptRows), "what becomes of the rows of prompts")
+HEADS = Rule(_read_heads, {"enum": list(get_args(Heads))})
 WHERE = Rule(
     _read_where,
     {
@@ -280,7 +293,7 @@ STACK = Rule(
 
 @attrs.frozen
 class LayerGroup:
-    """Layers with the same stack, budget, buffer and prompt; ``None`` means the plan's own value.
+    """Layers with the same stack, budget, buffer, prompt and heads; ``None``: those of the plan.
 
     Attributes:
         where: ``"all"``, a slice such as ``"0:2"`` or ``"-2:"``, or a list of layers.
@@ -288,6 +301,8 @@ class LayerGroup:
         budget: Rows that stay after a compaction, or a share such as ``"25%"``.
         buffer: Rows that may join before the next compaction.
         prompt: ``"evict"``, or ``"keep"``: the rows of prompts stay, and do not count.
+        heads: Whether each KV head has the budget for itself, ``"own"``, or all heads of a layer
+            have it together, ``"shared"``.
     """
 
     where: str | tuple[int, ...] = plan_field(WHERE, "all")
@@ -295,6 +310,7 @@ class LayerGroup:
     budget: Budget | None = plan_field(BUDGET, None)
     buffer: int | None = plan_field(COUNT, None)
     prompt: PromptRows | None = plan_field(PROMPT, None)
+    heads: Heads | None = plan_field(HEADS, None)
 
     def layers(self, num_layers: int, name: str) -> list[int]:
         """The layers of the group, in the order in which `where` names them.

@@ -15,7 +15,7 @@ from kvpolicy.hooks.discovery import load_policy, policy_names, snake_case
 from kvpolicy.hooks.stack import Stack
 from kvpolicy.markers import hookimpl
 from kvpolicy.plan.plan import Plan
-from kvpolicy.plan.spec import LayerGroup, PolicySpec, PromptRows
+from kvpolicy.plan.spec import Heads, LayerGroup, PolicySpec, PromptRows
 from kvpolicy.plugin_code import plugin_code
 from kvpolicy.testing.clauses import ConformanceError, Example
 from kvpolicy.testing.toy_model import ToyModel, active_token_ids, toy_tokenizer
@@ -84,6 +84,11 @@ class PolicyFactory:
         stack = Stack([(self.name, self.build())])
         return frozenset(hook for hook in HOOKS if stack.implements(hook))
 
+    @cached_property
+    def is_ragged(self) -> bool:
+        """Whether the policy works with heads that hold different numbers of rows."""
+        return not Stack([(self.name, self.build())]).even_only
+
 
 def not_built(
     factory: PolicyFactory, expected: str, came: str, clause: str = "building"
@@ -105,11 +110,32 @@ class LongKeys:
     """Keeps rows with long keys: scores for a policy that has none, and for other layers."""
 
     layers_alike: ClassVar[bool] = True
+    ragged: ClassVar[bool] = True
 
     @hookimpl
     def score(self, keys: Tensor) -> Tensor:
         """Rate rows by the Euclidean length of their keys."""
         return keys.float().norm(dim=-1)
+
+
+@attrs.define(eq=False)
+class ShareRows:
+    """Keeps the best rows of all heads that share a budget, and the best one of each."""
+
+    layers_alike: ClassVar[bool] = True
+    ragged: ClassVar[bool] = True
+
+    @hookimpl
+    def select(self, scores: Tensor, positions: Tensor, budget: int, heads: str) -> Tensor | None:
+        """Rank the rows of all heads together; protected rows are among the best."""
+        if heads == "own":
+            return None
+        own_best = scores.argmax(dim=2, keepdim=True)
+        raised = scores.scatter(2, own_best, torch.inf)
+        best = raised.flatten(1).argsort(dim=1, descending=True, stable=True)
+        best = best[:, : budget * scores.shape[1]]
+        mask = torch.zeros_like(scores, dtype=torch.bool).flatten(1).scatter(1, best, True)
+        return mask.view(scores.shape) & (positions >= 0)
 
 
 @attrs.define(eq=False)
@@ -140,6 +166,8 @@ class Setup:
         beneath: Whether `LongKeys` is listed before the policy.
         protected: Whether `ProtectEnds` is listed after the policy.
         prompt: What becomes of the rows of prompts, ``"evict"`` or ``"keep"``; see `Plan`.
+        heads: ``"own"``, or ``"shared"``, if the policy declares ``ragged``: `ShareRows` is listed
+            before the policy then, so that heads hold different numbers of rows whoever chooses.
         seed: Seed of weights and prompts.
     """
 
@@ -156,6 +184,7 @@ class Setup:
     beneath: bool = False
     protected: bool = False
     prompt: PromptRows = "evict"
+    heads: Heads = "own"
     seed: int = 0
 
     def source(self) -> str:
@@ -223,6 +252,7 @@ def plan_of(policy: object, hooks: frozenset[str], setup: Setup, num_layers: int
         sizes = setup.budget, setup.buffer
         return Plan((long_keys,), *sizes, schedule=(spec,), prompt=setup.prompt)
     before = [long_keys] if setup.beneath else []
+    before += [PolicySpec.of(ShareRows())] if setup.heads == "shared" else []
     after = [PolicySpec.of(ProtectEnds())] if setup.protected else []
     layers = list(range(num_layers))
     chosen = {"all": layers, "first": layers[:1], "last": layers[-1:]}[setup.where]
@@ -245,6 +275,7 @@ def plan_of(policy: object, hooks: frozenset[str], setup: Setup, num_layers: int
         layers=tuple(groups),
         schedule=schedule,
         prompt=setup.prompt,
+        heads=setup.heads,
     )
 
 

@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from kvpolicy.cache.rows import LayerRows, Tracks
 from kvpolicy.errors import HookError, HookResultError, KVPolicyError
+from kvpolicy.hooks.checks import mask_of
 from kvpolicy.hooks.late_checks import LateChecks
 from kvpolicy.hooks.manager import Check, HookManager
 from kvpolicy.hooks.stack import Stack
@@ -49,7 +50,8 @@ class CompactedRows:
     Attributes:
         layer_idx: Decoder layer, counted from 0.
         seq_len: Tokens of the sequence so far.
-        positions: Positions of the rows that stay, ``[H_kv, K]``.
+        positions: Positions of the rows that stay, ``[H_kv, K]``; if heads share their rows, those
+            of the fullest head, and -1 before those of the others.
         scores: Final scores of all rows, ``[H_kv, T]``, fp32.
         before: Positions of all rows, ``[H_kv, T]``.
     """
@@ -264,20 +266,23 @@ class _MonitoredManager:
         scores: Tensor,
         positions: Tensor,
         budget: int,
+        heads: str,
         memory: Memory,
         **_: Any,
     ) -> None:
         """Check and record an answer to `select`."""
-        kept = positions.gather(2, keep)
+        kept = _kept_positions(positions, keep)
         if self._chooses:
             self._monitor.checked.update(["budget", "order"])
+            self._monitor.checked["shared"] += heads == "shared"
         must = _must_stay(self._stack, scores, positions, budget)
         if must.any():
             problem = _lost(must, keep, kept, scores, positions)
             self._report("protected", problem, self._chooses)
         for b, notes in enumerate(memory.of(self._monitor)):
             if "compactions" in notes:
-                of_one = (kept[b].clone(), scores[b].clone(), positions[b].clone())
+                is_row = (kept[b] >= 0).any(dim=0)  # in some head
+                of_one = (kept[b][:, is_row], scores[b].clone(), positions[b].clone())
                 seq_len = int(self._seq_len[b])
                 notes["compactions"].append(CompactedRows(self._layers[b], seq_len, *of_one))
 
@@ -289,11 +294,20 @@ def _must_stay(stack: Stack, scores: Tensor, positions: Tensor, budget: int) -> 
     pinned = scores.isposinf()
     # The engine protects no more rows than the budget; a policy may give more of them inf.
     pinned &= pinned.sum(dim=2, keepdim=True) <= budget
-    return (positions < stack.n_first) | newest | pinned
+    return ((positions < stack.n_first) | newest | pinned) & (positions >= 0)
+
+
+def _kept_positions(positions: Tensor, keep: Tensor) -> Tensor:
+    """Positions of the rows that stay, ``[B, H_kv, K]``; -1 comes first where a head has fewer."""
+    if keep.dtype != torch.bool:
+        return positions.gather(2, keep)
+    most = int(keep.sum(dim=2).max())
+    kept, _ = positions.masked_fill(~keep, -1).sort(dim=2)
+    return kept[:, :, kept.shape[2] - most :]
 
 
 def _lost(must: Tensor, keep: Tensor, kept: Tensor, scores: Tensor, positions: Tensor) -> Problem:
-    missing = must & ~torch.zeros_like(must).scatter(2, keep, True)
+    missing = must & ~mask_of(keep, must)
     if not missing.any():
         return None
     b, head, row = missing.nonzero()[0].tolist()
@@ -387,12 +401,18 @@ def _clause_of(hook: str, answer: object, arguments: dict[str, Any]) -> str:
     if hook == "score" and answer.is_floating_point():
         has_shape = answer.shape == arguments["positions"].shape
         return "nan" if has_shape and bool(answer.isnan().any()) else "answers"
+    if hook == "select" and answer.dtype == torch.bool:
+        is_mask = arguments["heads"] == "shared" and answer.shape == arguments["scores"].shape
+        return "shared" if is_mask else "answers"
     if hook == "select" and answer.dtype == torch.int64:
         scores = arguments["scores"]
         if answer.ndim == 3 and answer.shape[:2] == scores.shape[:2]:
             if answer.shape[2] > min(arguments["budget"], scores.shape[2]):
                 return "budget"
             is_rising = bool((answer.diff(dim=2) > 0).all())
+            is_within = bool((answer >= 0).all() and (answer < scores.shape[2]).all())
+            if arguments["heads"] == "shared" and is_rising and is_within:
+                return "shared"
             return "answers" if is_rising else "order"
     return "answers"
 
@@ -436,31 +456,48 @@ class RowsSnapshot:
 
     def __init__(self, rows: LayerRows, keep: Tensor) -> None:
         self._rows, self._keep = rows, keep
-        self._positions = rows.positions.gather(2, keep)
-        self._tracks: dict[str, Tensor] = {}
+        self._positions = _kept_positions(rows.positions, keep)
+        self._tracks: dict[str, list[Tensor]] = {}
         self._keep_rows = rows.keep
         rows.keep = self._copy_tracks_and_keep  # type: ignore[method-assign]
 
     def _copy_tracks_and_keep(self, keep: Tensor, **replaced: Tensor | None) -> None:
         names = self._rows._stack.tracks
-        self._tracks = {name: self._rows.track(name).gather(2, keep).clone() for name in names}
+        self._tracks = {name: self._kept_numbers(self._rows.track(name)) for name in names}
         self._keep_rows(keep, **replaced)
+
+    def _kept_numbers(self, numbers: Tensor) -> list[Tensor]:
+        """Numbers of the rows that stay, one tensor for each sequence and head."""
+        mask = mask_of(self._keep, numbers)
+        return [
+            one[kept] for one, kept in zip(numbers.flatten(0, 1), mask.flatten(0, 1), strict=True)
+        ]
+
+    def _numbers_now(self, numbers: Tensor) -> list[Tensor]:
+        """The same after `evict`: the first rows, or the last ones of heads that share them."""
+        counts = mask_of(self._keep, numbers).sum(dim=2).flatten().tolist()
+        lists = zip(numbers.flatten(0, 1), counts, strict=True)
+        if self._rows.absent is None:
+            return [one[:num].clone() for one, num in lists]
+        return [one[len(one) - num :].clone() for one, num in lists]
 
     def problems(self) -> dict[str, Problem]:
         """What is wrong after `evict`, by clause."""
-        rows, num = self._rows, self._keep.shape[2]
+        rows, num = self._rows, self._positions.shape[2]
         problems: dict[str, Problem] = {"eviction": None}
-        now = rows.positions[:, :, :num]
+        now = rows.positions
+        now = now[:, :, :num] if rows.absent is None else now[:, :, now.shape[2] - num :]
         if not torch.equal(now, self._positions):
             expected = f"positions {self._positions[0].tolist()} after evict()"
             problems["eviction"] = (expected, f"{now[0].tolist()}")
         elif not (rows.keys.isfinite().all() and rows.values.isfinite().all()):
             problems["nan"] = ("finite keys and values after evict()", "NaN or inf among them")
         for name, before in self._tracks.items():
-            now = rows.track(name)[:, :, :num]
+            after = self._numbers_now(rows.track(name))
             problem = None
-            if not torch.equal(now, before):
-                expected = f"track '{name}' {before[0].tolist()} after evict(), as before keep()"
-                problem = (expected, f"{now[0].tolist()}")
+            for one, other in zip(before, after, strict=True):
+                if problem is None and not torch.equal(one, other):
+                    expected = f"track '{name}' {one.tolist()} after evict(), as before keep()"
+                    problem = (expected, f"{other.tolist()}")
             problems["tracks"] = problems.get("tracks") or problem
         return problems

@@ -50,6 +50,7 @@ _setups = st.fixed_dictionaries(
         "protected": st.booleans(),
         # Where prompts are evicted, prefills are compacted, too.
         "prompt": st.sampled_from(["evict", "evict", "evict", "keep"]),
+        "heads": st.sampled_from(["own", "shared"]),
         "seed": st.integers(0, 9999),
     }
 )
@@ -115,6 +116,9 @@ def run_cases(
             # Numbers that a policy draws from the global generator differ between requests,
             # but not when the case is run again.
             torch.manual_seed(setup["seed"])
+            # Rows of prompts stay in layers whose heads have the budget for themselves only.
+            shares = factory.is_ragged and setup["prompt"] == "evict"
+            setup = setup if shares else setup | {"heads": "own"}
             try:
                 self.trial = Trial(factory, budget=least + more, **setup, **options)
             except ConformanceError as error:  # there is no trial to show

@@ -426,17 +426,16 @@ def _check_cache(cache: KVCache) -> None:
             if num > cache.capacity[layer_idx]:
                 expected = f"at most {cache.capacity[layer_idx]} rows in layer {layer_idx}"
                 raise ConformanceError(clause="budget", expected=expected, came=f"{num} rows")
-            positions = layer.positions[slot]
-            if not _is_ordered(positions, num):
+            heads = layer.held(slot, num, layer.positions)
+            num_filled = int((layer.positions[slot] >= 0).sum())
+            if num_filled != sum(map(len, heads)) or not all(map(_is_ordered, heads)):
                 expected = f"{num} positions that rise in layer {layer_idx}, then -1"
-                raise ConformanceError(
-                    clause="order", expected=expected, came=f"{positions.tolist()}"
-                )
+                came = f"{layer.positions[slot].tolist()}"
+                raise ConformanceError(clause="order", expected=expected, came=came)
 
 
-def _is_ordered(positions: Tensor, num: int) -> bool:
-    filled, empty = positions[:, :num], positions[:, num:]
-    return bool((filled.diff(dim=1) > 0).all() and (filled >= 0).all() and (empty == -1).all())
+def _is_ordered(positions: Tensor) -> bool:
+    return bool((positions.diff() > 0).all() and (positions >= 0).all())
 
 
 # The clause of a failed trial

@@ -19,7 +19,13 @@ REGISTERS = 65_536
 # Instructions of a kernel without tensor cores, whose products are unrolled, are 500 KB.
 MOST_CODE_BYTES = 250_000
 
-MULTIPLY = {"attend", "attend with sums", "attend in a window", "exempt pairs"}
+MULTIPLY = {
+    "attend",
+    "attend with sums",
+    "attend in a window",
+    "attend in segments",
+    "exempt pairs",
+}
 IN_PLACE = {"compact", "drop oldest"}
 
 

@@ -119,6 +119,43 @@ class Budget:
         return top_rows(scores, budget + 1)
 
 
+def best_of_all(scores: Tensor, num: int) -> Tensor:
+    """The best rows of all heads together, as a mask."""
+    best = scores.flatten(1).argsort(dim=1, descending=True, stable=True)[:, :num]
+    mask = torch.zeros_like(scores, dtype=torch.bool).flatten(1).scatter(1, best, True)
+    return mask.view(scores.shape)
+
+
+@attrs.define(eq=False)
+class SharedBudget:
+    """Keeps the newest row of each head beyond the budget that the heads share."""
+
+    ragged: ClassVar[bool] = True
+
+    @hookimpl
+    def select(self, scores: Tensor, positions: Tensor, budget: int, heads: str) -> Tensor | None:
+        if heads == "own":
+            return None
+        mask = best_of_all(scores, budget * scores.shape[1]) & (positions >= 0)
+        mask[:, :, -1] = True
+        return mask
+
+
+@attrs.define(eq=False)
+class SharedFirst:
+    """Keeps the first column of each head as a sink; a head may have no row there."""
+
+    ragged: ClassVar[bool] = True
+
+    @hookimpl
+    def select(self, scores: Tensor, budget: int, heads: str) -> Tensor | None:
+        if heads == "own":
+            return None
+        raised = scores.clone()
+        raised[:, :, 0] = torch.inf
+        return best_of_all(raised, budget * scores.shape[1])
+
+
 @attrs.define(eq=False)
 class Order:
     """Returns rows ordered by score."""
@@ -469,6 +506,7 @@ BROKEN: dict[str, list[type]] = defaultdict(
         "nan": [Nan],
         "read_only": [ReadOnly],
         "budget": [Budget],
+        "shared": [SharedBudget, SharedFirst],
         "order": [Order],
         "protected": [Protected, ProtectedByHook],
         "eviction": [Eviction],

@@ -25,9 +25,12 @@ from kvpolicy.kernels import (
 )
 
 SLAB = {"CAPACITY": 1152, "DIM": 128}
-SHAPE = {**SLAB, "HEADS": 8}
+SHAPE = {**SLAB, "HEADS": 8, "RAGGED": False}
+SEGMENTS = {**SHAPE, "RAGGED": True}
 GROUP = {"GROUP": 4, "GROUP_BLOCK": 16, "DIM_BLOCK": 128}
 CHUNKS = {"CHUNKS": 3, "CHUNK": 384, "BLOCK": 64}
+POOL_CHUNKS = CHUNKS | {"CHUNKS": 24}
+APPEND = {**SLAB, **GROUP, "GROUP_BLOCK": 4, "WINDOW_SIZE": 8, "SLIDES": True, "RESCALED": True}
 MOVE = {"FILL": 0, "DIM": 128, "COLUMNS": 32, "BLOCK": 64}
 RKV = {"HEADS": 8, "ROWS": 1152, "DIM": 128, "DIM_BLOCK": 128, "BLOCK": 64}
 TRACKS = ("SUMS", "SQUARES", "SQUARES_LOGIT", "SQUARES_LOGIT2", "LAST")
@@ -43,7 +46,7 @@ TYPES = {
     "*bf16": "query key value keys values window out sinks slab logits",
     "*fp32": "sums squares squares_logit squares_logit2 last chunk_top chunk_total chunk_output "
     "inverse_norms unit_sums similarity totals",
-    "*i64": "positions rows seq_len keep slots num_kept num_rows",
+    "*i64": "positions rows seq_len keep slots num_kept num_rows bounds",
     "*i32": "exempt",
     "*u8": "live",
     "fp32": "scaling factor threshold",
@@ -61,10 +64,13 @@ KERNELS = {
     "join": (join, {**SHAPE, **GROUP, **CHUNKS, **NO_TRACKS}),
     "join with sums": (join, {**SHAPE, **GROUP, **CHUNKS, **SUMS}),
     "join with every track and sinks": (join, {**SHAPE, **GROUP, **CHUNKS, **EVERY_TRACK}),
-    "append": (
-        triton_append._append,
-        {**SLAB, **GROUP, "GROUP_BLOCK": 4, "WINDOW_SIZE": 8, "SLIDES": True, "RESCALED": True},
+    "attend in segments": (
+        attend,
+        {**SEGMENTS, **GROUP, **POOL_CHUNKS, **PLAIN, **ON_A_GPU, "KEEP_LOGITS": True},
     ),
+    "join in segments": (join, {**SEGMENTS, **GROUP, **POOL_CHUNKS, **EVERY_TRACK}),
+    "append": (triton_append._append, {**APPEND, "RAGGED": False}),
+    "append in segments": (triton_append._append, {**APPEND, "SLIDES": False, "RAGGED": True}),
     "compact": (triton_compact._compact, {**MOVE, "HEADS": 8, "MOST_KEPT": 1024}),
     "drop oldest": (triton_compact._drop_oldest, {**MOVE, "CAPACITY": 1152}),
     "units": (triton_redundancy._units, {**RKV, "EPSILON": 1e-8}),
@@ -85,7 +91,8 @@ def compiled(kernel, constants: dict, warps: int) -> dict:
         (index,): [["tt.divisibility", 16]]
         for index, name in enumerate(names)
         if name not in constants and (name not in TYPE_OF or TYPE_OF[name].startswith("*"))
-        if name == "slab_row" or (not name.endswith("_row") and name != "rows_slot")
+        if name == "slab_row"
+        or (not name.endswith("_row") and name not in ("rows_slot", "bounds_slot"))
     }
     source = ASTSource(
         fn=kernel,

@@ -162,6 +162,83 @@ def cases(
 
 
 @attrs.define(eq=False)
+class RaggedCase:
+    """The rows of a case in segments of pools.
+
+    Attributes:
+        case: The case; its rows are given back by `unpack`.
+        slabs: The pools.
+        counts: The counts of the slots; rows are those of a head in the mean.
+    """
+
+    case: Case
+    slabs: DecodeSlabs
+    counts: Counts
+
+    @classmethod
+    def of(cls, case: Case, num_free: int, empty: float = 0.0) -> "RaggedCase":
+        """Pack the rows of a case without a sliding window; ``num_free`` rows are left."""
+        named = case.tensors
+        assert not case.options["sliding_window"]
+        counts = named["rows"].clone()
+        num_heads = counts.shape[1]
+        mean = -(-counts.sum(dim=1) // num_heads)
+        capacity = int(mean.max()) + num_free
+        sizes = counts + (capacity - mean)[:, None]
+        bounds = torch.nn.functional.pad(sizes.cumsum(dim=1), (1, 0))
+
+        def pooled(slab: Tensor, empty: float) -> Tensor:
+            size = (slab.shape[0], num_heads * capacity, *slab.shape[3:])
+            pool = torch.full(size, empty, dtype=slab.dtype, device=slab.device)
+            for slot, head in torch.cartesian_prod(*map(torch.arange, counts.shape)).view(-1, 2):
+                num, first = int(counts[slot, head]), int(bounds[slot, head])
+                pool[slot, first : first + num] = slab[slot, head, :num]
+            return pool.view(slab.shape[0], num_heads, capacity, *slab.shape[3:])
+
+        slabs = attrs.evolve(
+            case.slabs,
+            keys=pooled(named["keys"], empty),
+            values=pooled(named["values"], empty),
+            positions=pooled(named["positions"], -1),
+            tracks=[pooled(track, 0) for track in case.tracks],
+            accumulated=[pooled(track, 0) for track in case.accumulated.values()],
+            bounds=bounds,
+        )
+        rows = mean[:, None].repeat(1, num_heads)
+        return cls(case, slabs, Counts(rows, named["seq_len"], named["live"]))
+
+    @property
+    def arguments(self) -> dict[str, object]:
+        return self.case.arguments | {"slabs": self.slabs, "counts": self.counts}
+
+    @property
+    def operator_arguments(self) -> tuple[object, ...]:
+        """The arguments of the operator, with `flash` last."""
+        slabs, counts = self.slabs, self.counts
+        given = list(in_place_arguments(self.case))
+        num = len(attrs.fields(DecodeSlabs))
+        given[3 : 3 + num] = [getattr(slabs, field.name) for field in attrs.fields(DecodeSlabs)]
+        given[3 + num] = counts.rows
+        return tuple(given)
+
+    def unpack(self) -> None:
+        """Write the rows of the pools into the slabs of the case."""
+        case, bounds = self.case, self.slabs.bounds
+        pairs = [
+            *((case.tensors[name], getattr(self.slabs, name)) for name in ("keys", "values")),
+            (case.tensors["positions"], self.slabs.positions),
+            *zip(case.tracks, self.slabs.tracks, strict=True),
+            *zip(case.accumulated.values(), self.slabs.accumulated, strict=True),
+        ]
+        every = torch.cartesian_prod(*map(torch.arange, self.counts.rows.shape)).view(-1, 2)
+        for slot, head in every:
+            num = int(case.tensors["rows"][slot, head]) + int(case.tensors["live"][slot])
+            first = int(bounds[slot, head])
+            for slab, pool in pairs:
+                slab[slot, head, :num] = pool[slot].flatten(0, 1)[first : first + num]
+
+
+@attrs.define(eq=False)
 class Expected:
     """What loops make of a case.
 

@@ -14,6 +14,9 @@ from families import attention_implementation
 from torch import Tensor
 from transformers import AttentionInterface, Cache, PreTrainedModel
 
+#: Rows of each head that stay, by their index, from scores of all rows of each and the budget.
+Share = Callable[[list[list[float]], int], list[list[int]]]
+
 #: Whether a layer is due for a compaction at this number of tokens.
 Due = Callable[[int], bool]
 
@@ -30,8 +33,11 @@ class ListLayer:
     num_staying: int = 0  # first tokens whose rows are not counted or chosen from: a kept prompt
     heads: list[list[tuple[int, list[float], list[float]]]] = attrs.field(factory=list)
     num_compactions: int = 0
+    share: Share | None = None  # heads have the budget together
+    num_rows: int = 0  # of a head in the mean
 
     def store(self, position: int, keys: Tensor, values: Tensor) -> None:
+        self.num_rows += 1
         for head in range(keys.shape[0]):
             if len(self.heads) <= head:
                 self.heads.append([])
@@ -43,6 +49,9 @@ class ListLayer:
     def compact(self, seq_len: int, *, prefill_done: bool) -> None:
         """After a token: compact the layer if it is full or due."""
         slides = self.window is not None and self.budget + self.buffer >= self.window
+        if self.share is not None:
+            self._compact_together()
+            return
         full = not slides and self.num_candidates >= self.budget + self.buffer
         is_due = prefill_done and self.due(seq_len)
         if not (full or is_due) or self.num_candidates <= self.budget:
@@ -68,6 +77,15 @@ class ListLayer:
     @property
     def num_candidates(self) -> int:
         return sum(row[0] >= self.num_staying for row in self.heads[0])
+
+    def _compact_together(self) -> None:
+        if self.num_rows < self.budget + self.buffer:
+            return
+        self.num_compactions += 1
+        scores = [[self.rate(h, row[0]) for row in rows] for h, rows in enumerate(self.heads)]
+        pairs = zip(self.heads, self.share(scores, self.budget), strict=True)
+        self.heads = [[rows[index] for index in indices] for rows, indices in pairs]
+        self.num_rows = self.budget
 
 
 class _ListCache(Cache):
