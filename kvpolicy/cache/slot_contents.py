@@ -145,10 +145,13 @@ def _copy(cache: KVCache, layer_idx: int, slot: int) -> LayerContents:
         rows = layer_rows(cache, layer_idx, [slot])
         tracks = (rows.track(name) for name in layer.tracks)
         held = [one[0] for one in (rows.keys, rows.values, rows.positions, *tracks)]
+    keys, values, positions, *numbers = held
     window = None if layer.window is None else layer.window[slot, :, :seq_len].clone()
     return LayerContents(
-        *held[:3],
-        dict(zip(layer.tracks, held[3:], strict=True)),
+        keys,
+        values,
+        positions,
+        dict(zip(layer.tracks, numbers, strict=True)),
         window,
         int(cache.compacted_at[layer_idx, slot]),
         int(cache.prompt_rows[layer_idx, slot]),
