@@ -13,7 +13,7 @@ from ragged_policies import FlatTop, LongKeysAlike, RatedFlatTop, flat_top_loop,
 from tiny import tiny_model
 from torch import Tensor
 
-from kvpolicy import Engine, GivenRows, Plan, Request, decide, hookimpl
+from kvpolicy import Engine, GivenRows, Plan, Probe, Request, decide, hookimpl
 from kvpolicy.engine.footprint import footprint
 from kvpolicy.engine.snapshot import SequenceSnapshot
 from kvpolicy.engine.tracing import recording
@@ -414,3 +414,28 @@ def test_marks_go_to_their_rows(policy, eager) -> None:
     engine = Engine(MODEL, plan=plan, slots=2, eager=eager)
     results = engine.generate(requests_of([(20, 25), (5, 30), (9, 12)])).results()
     assert [len(result.tokens) for result in results] == [25, 30, 12]
+
+
+@attrs.define(eq=False)
+class Probes(FlatTop):
+    """Shares rows by the attention of tokens that might follow."""
+
+    probe_size: ClassVar[int] = 3
+
+    @hookimpl
+    def probe(self) -> Probe:
+        return Probe(num_greedy=3)
+
+    @hookimpl
+    def score(self, probe_queries: Tensor, keys: Tensor) -> Tensor:
+        grouped = probe_queries.unflatten(1, (keys.shape[1], -1)).mean(dim=(2, 3))
+        return (grouped[:, :, None] * keys).sum(dim=3).float()
+
+
+def test_probes_see_the_rows_of_uneven_heads() -> None:
+    plan = Plan.uniform(Probes(0.1), budget=6, buffer=3, heads="shared")
+    requests = requests_of([(20, 15), (20, 9), (4, 20)])
+    together = Engine(MODEL, plan=plan, slots=3).generate(requests).results()
+    engine = Engine(MODEL, plan=plan)
+    alone = [engine.generate([request]).results()[0] for request in requests]
+    assert [one.tokens for one in together] == [one.tokens for one in alone]
