@@ -188,6 +188,29 @@ def test_caches_are_restored_from_snapshots_of_engines_and_caches(
     assert ours == [expected[row] for row in order]
 
 
+@pytest.mark.parametrize("prompt", [(), (7, 8)])
+def test_a_slab_that_the_last_step_has_filled_is_compacted_when_it_goes_on(
+    prompt: tuple[int, ...],
+) -> None:
+    model, start, num = llama(), list(range(14)), 3  # its second step fills the slab
+    engine = Engine(model, plan=TIGHT)
+    request = Request(start, num, stop_ids=(), snapshot=True)
+    (first,) = engine.generate([request]).results()
+    assert first.snapshot is not None
+    assert {layer.num_rows for layer in first.snapshot.contents.layers} == {16}
+    rest = Request(prompt, 20, stop_ids=(), resume=first.snapshot)
+    (result,) = engine.generate([rest]).results()
+    if prompt:
+        cache = PolicyCache(model, TIGHT)
+        generated_tokens(model, [start], num, past_key_values=cache)
+        text = [[*start, *first.tokens, *prompt]]
+        expected = generated_tokens(model, text, 20, past_key_values=cache)[0]
+    else:
+        whole = engine.generate([start], max_new_tokens=num + 20, stop_ids=()).results()[0]
+        expected = list(whole.tokens[num:])
+    assert list(result.tokens) == expected
+
+
 def taken(plan: Plan = TIGHT, **options: Any) -> SequenceSnapshot:
     """Of a sequence of 20 and 30 tokens at its end."""
     engine = Engine(llama(), tiny_tokenizer(), plan, **options)
@@ -268,10 +291,12 @@ print(result.error or list(result.tokens))
     assert json.loads(done.stdout) == list(whole.tokens[15:]), done.stderr
 
 
-def stop_within(tokens: tuple[int, ...], size: int = 3) -> tuple[str, int]:
+def stop_within(
+    tokens: tuple[int, ...], size: int = 3, least: int | None = None
+) -> tuple[str, int]:
     """A text of some tokens that comes nowhere before, and the number of tokens before it."""
     tokenizer = tiny_tokenizer()
-    for begin in range(len(tokens) // 2, len(tokens)):
+    for begin in range(len(tokens) // 2 if least is None else least, len(tokens)):
         stop = tokenizer.decode(tokens[begin : begin + size])
         if tokenizer.decode(tokens).index(stop) == len(tokenizer.decode(tokens[:begin])):
             return stop, begin
@@ -301,10 +326,11 @@ def test_stop_strings_are_found_across_the_cut_and_not_before_it() -> None:
     assert engine.generate([rest]).results()[0].finish_reason == "length"
 
 
-def test_ends_with_stop_strings_are_exact_whatever_is_read_together() -> None:
+@pytest.mark.parametrize("least", range(9, 13))
+def test_ends_with_stop_strings_are_exact_whatever_is_read_together(least: int) -> None:
     request = Request(range(20), 60, stop_ids=(), snapshot=True)
     (whole,) = Engine(llama(), tiny_tokenizer(), TIGHT).generate([request]).results()
-    request = attrs.evolve(request, stop=stop_within(whole.tokens)[0])
+    request = attrs.evolve(request, stop=stop_within(whole.tokens, 1, least)[0])
     ends = [
         Engine(llama(), tiny_tokenizer(), TIGHT, steps_per_read=steps).generate([request]).results()
         for steps in (1, 8)
