@@ -1,11 +1,11 @@
 """A sequence that is cut and resumed goes on, bit for bit, as if it had never been cut."""
 
 import json
-import os
 import re
 import struct
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -53,9 +53,11 @@ def requests(draw: st.DrawFn) -> Request:
     )
 
 
-def through_file(snapshot: SequenceSnapshot, folder: Path) -> SequenceSnapshot:
-    snapshot.save(folder / "sequence.safetensors")
-    return SequenceSnapshot.load(folder / "sequence.safetensors")
+def through_file(snapshot: SequenceSnapshot) -> SequenceSnapshot:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "sequence.safetensors"
+        snapshot.save(path)
+        return SequenceSnapshot.load(path)
 
 
 def assert_same(ours: SequenceSnapshot | None, theirs: SequenceSnapshot | None) -> None:
@@ -107,9 +109,7 @@ def test_a_sequence_that_was_cut_goes_on_as_if_it_had_not_been(
     if data.draw(st.booleans(), label="in another engine"):
         engine = Engine(model, tiny_tokenizer(), plan, eager=data.draw(st.booleans()), **options)
     if data.draw(st.booleans(), label="through a file"):
-        folder = Path(f"/tmp/kvpolicy-{os.getpid()}")
-        folder.mkdir(exist_ok=True)
-        snapshot = through_file(snapshot, folder)
+        snapshot = through_file(snapshot)
     rest = attrs.evolve(
         request, prompt=(), max_new_tokens=request.max_new_tokens - num, resume=snapshot
     )
@@ -156,9 +156,7 @@ def test_another_turn_is_that_of_a_conversation(
         assert result.snapshot is not None
         snapshot = result.snapshot
         if on_disk:
-            folder = Path(f"/tmp/kvpolicy-{os.getpid()}")
-            folder.mkdir(exist_ok=True)
-            snapshot = through_file(snapshot, folder)
+            snapshot = through_file(snapshot)
         turns.append(Request(new, 12, stop_ids=(), resume=snapshot))
     answers = engine.generate(turns).results()
     assert list(answers[0].tokens) == second[0]
@@ -491,10 +489,10 @@ class Remembers:
         return (positions * (counts[:, None, None] + 3)).float() % 7
 
 
-def test_plain_memory_is_written_as_it_is(tmp_path: Path) -> None:
+def test_plain_memory_is_written_as_it_is() -> None:
     plan = Plan.uniform(Remembers(), budget=12, buffer=4)
     snapshot = taken(plan)
-    again = through_file(snapshot, tmp_path)
+    again = through_file(snapshot)
     assert list(again.memory) == [0]
     ours, theirs = dict(again.memory[0]), dict(snapshot.memory[0])
     assert torch.equal(ours.pop("tensor"), theirs.pop("tensor"))
@@ -565,7 +563,7 @@ def test_memory_that_cannot_be_copied_or_written_is_named(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("policy", [RemembersAnObject, PacksAnObject])
-def test_objects_in_memory_are_copied(policy: type, tmp_path: Path) -> None:
+def test_objects_in_memory_are_copied(policy: type) -> None:
     engine = Engine(llama(), plan=Plan.uniform(policy(), budget=12, buffer=4))
     request = Request(range(20), 60, stop_ids=())
     (whole,) = engine.generate([request]).results()
@@ -575,7 +573,7 @@ def test_objects_in_memory_are_copied(policy: type, tmp_path: Path) -> None:
     snapshot = run.snapshot(0)
     run.results()
     if policy is PacksAnObject:
-        snapshot = through_file(snapshot, tmp_path)
+        snapshot = through_file(snapshot)
     num = len(snapshot.tokens)
     rest = Request(resume=snapshot, max_new_tokens=60 - num, stop_ids=())
     for result in engine.generate([rest, rest]).results():
