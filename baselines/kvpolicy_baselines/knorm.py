@@ -1,6 +1,6 @@
 """Knorm: keep keys with a small norm, which tend to receive attention."""
 
-from typing import Any
+from typing import Any, ClassVar
 
 import attrs
 import torch
@@ -34,6 +34,8 @@ class Knorm:
         n_recent: Newest rows that always stay.
         skip_layers: Layers without scores, counted from 0; the authors skip 0 and 1.
     """
+
+    ragged: ClassVar[bool] = True
 
     n_recent: int = attrs.field(default=8, validator=[instance_of(int), ge(0)])
     skip_layers: tuple[int, ...] = attrs.field(

@@ -238,10 +238,11 @@ def _row(group: "list[LayerFootprint]", *, windows: bool) -> list[str]:
     first, last = group[0], group[-1]
     plan = first.plan.to_dict()
     prompt = "prompt + " if first.plan.keeps_prompt and first.plan.bounded else ""
+    shared = " shared" if first.plan.heads == "shared" else ""
     each = "" if len(group) == 1 else " each"
     return [
         f"{first.layer_idx}" if first is last else f"{first.layer_idx}-{last.layer_idx}",
-        "all" if plan["budget"] is None else f"{prompt}{plan['budget']:,}",
+        "all" if plan["budget"] is None else f"{prompt}{plan['budget']:,}{shared}",
         "-" if plan["buffer"] is None else f"{plan['buffer']:,}",
         *([f"{first.sliding_window:,}" if first.sliding_window else "-"] if windows else []),
         f"{first.rows_per_slot:,}",

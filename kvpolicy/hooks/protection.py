@@ -26,6 +26,7 @@ def protected_rows(
     wanted = answers[0]
     for answer in answers[1:]:
         wanted = wanted | answer
+    wanted = wanted & (positions >= 0)
     if declared is not None:
         wanted = wanted & ~declared
     room: int | Tensor = budget

@@ -21,6 +21,7 @@ PLANS = {
         "budget = 16\nbuffer = 8\n"
         'stack = [{policy = "mix", of = ["streaming", {policy = "rkv", window_size = 4}]}]'
     ),
+    "shared": 'budget = 16\nbuffer = 8\nheads = "shared"\nstack = ["h2o"]',
     "mixed": (
         'budget = 12\nbuffer = 4\n[[layers]]\nwhere = "0:1"\nstack = ["full"]\n'
         '[[layers]]\nwhere = "1:"\nstack = ["streaming"]\n'
@@ -153,3 +154,12 @@ def test_a_model_without_sliding_windows_has_no_such_column(
         "KV/slot",
         "policies",
     ]
+
+
+def test_a_budget_that_heads_share_is_shown_as_shared(
+    kvpolicy: Shell, tmp_path: Path, model_folder: Path
+) -> None:
+    shown = kvpolicy("plan", "show", written(tmp_path, "shared"), "--model", model_folder)
+    assert "16 shared" in shown.stdout
+    own = kvpolicy("plan", "show", written(tmp_path, "h2o"), "--model", model_folder)
+    assert "shared  " not in own.stdout
