@@ -160,6 +160,6 @@ def test_a_budget_that_heads_share_is_shown_as_shared(
     kvpolicy: Shell, tmp_path: Path, model_folder: Path
 ) -> None:
     shown = kvpolicy("plan", "show", written(tmp_path, "shared"), "--model", model_folder)
-    assert "16 shared" in shown.stdout
+    assert "16 shared" in shown.out
     own = kvpolicy("plan", "show", written(tmp_path, "h2o"), "--model", model_folder)
-    assert "shared  " not in own.stdout
+    assert "shared  " not in own.out

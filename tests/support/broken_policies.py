@@ -128,7 +128,7 @@ def best_of_all(scores: Tensor, num: int) -> Tensor:
 
 @attrs.define(eq=False)
 class SharedBudget:
-    """Keeps the newest row of each head beyond the budget that the heads share."""
+    """Counts a row of each head beyond the budget that the heads share."""
 
     ragged: ClassVar[bool] = True
 
@@ -136,9 +136,9 @@ class SharedBudget:
     def select(self, scores: Tensor, positions: Tensor, budget: int, heads: str) -> Tensor | None:
         if heads == "own":
             return None
-        mask = best_of_all(scores, budget * scores.shape[1]) & (positions >= 0)
-        mask[:, :, -1] = True
-        return mask
+        own_best = scores.argmax(dim=2, keepdim=True)
+        raised = scores.scatter(2, own_best, torch.inf)
+        return best_of_all(raised, (budget + 1) * scores.shape[1]) & (positions >= 0)
 
 
 @attrs.define(eq=False)
