@@ -16,7 +16,16 @@ from strategies import plans, prompts
 from tiny import greedy_tokens, shared_model, tiny_model
 from torch import Tensor
 
-from kvpolicy import Engine, Plan, Request, SequenceSnapshot, hookimpl
+from kvpolicy import (
+    Engine,
+    Memory,
+    Plan,
+    Probe,
+    Request,
+    SequenceSnapshot,
+    hookimpl,
+    observed_weights,
+)
 from kvpolicy.cache.rows import Tracks
 from kvpolicy.cache.slab import KVCache
 from kvpolicy.engine.compaction import Compactor
@@ -287,6 +296,69 @@ def test_tokens_equal_generate_if_no_answer_exceeds_its_budget(
     ):
         assert list(result.tokens) == greedy_tokens(model, prompt, 24)
         assert result.compactions == 0
+
+
+@attrs.define(eq=False)
+class LooksAhead:
+    """Scores by the attention of two tokens that the model would write next."""
+
+    probe_size: ClassVar[int] = 2
+
+    @hookimpl
+    def probe(self) -> Probe:
+        return Probe(num_greedy=2)
+
+    @hookimpl
+    def score(
+        self, keys: Tensor, positions: Tensor, seq_len: Tensor, probe_queries: Tensor
+    ) -> Tensor:
+        after = seq_len + probe_queries.shape[2]
+        weights = observed_weights(probe_queries, keys, positions, after)
+        return weights.unflatten(1, (keys.shape[1], -1)).sum(dim=(2, 3))
+
+
+def test_a_probe_leaves_prompts_that_stay_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_model("llama", dtype=torch.float64)
+    plan = Plan.uniform(LooksAhead(), budget=5, buffer=3, prompt="keep")
+    prompts = [[3, 5] * 2, [4, 8, 1] * 6, [5]]
+    engine = Engine(model, plan=plan, slots=3)
+    with every_compaction_checked(monkeypatch, engine.plan):
+        results = engine.generate(prompts, max_new_tokens=25).results()
+    for prompt, result in zip(prompts, results, strict=True):
+        (alone,) = engine.generate([prompt], max_new_tokens=25).results()
+        assert (result.tokens, result.rows_evicted) == (alone.tokens, alone.rows_evicted)
+        assert result.rows_evicted > 0
+
+
+@pytest.mark.parametrize(("num_prompt", "longest"), [(9, 9), (9, 60), (14, 14), (30, 30)])
+def test_rows_of_a_prompt_that_left_the_window_are_dropped_at_a_compaction(
+    num_prompt: int, longest: int
+) -> None:
+    """Also where the slab holds a whole window, which slides on between compactions."""
+    window, prompt = 16, [3, 9, 4, 1, 6, 2] * 5
+    prompt = prompt[:num_prompt]
+    held: list[tuple[int, int]] = []
+
+    @attrs.define(eq=False)
+    class Notes:
+        @hookimpl
+        def score(
+            self, layer_idx: int, positions: Tensor, seq_len: Tensor, memory: Memory
+        ) -> Tensor:
+            for own, num in zip(memory.of(self), seq_len.tolist(), strict=True):
+                slot = own.setdefault("slot", run.batch.active[0].slot)
+                if layer_idx == 0 and len(seq_len) == 1:
+                    held.append((num, int(run.cache.prompt_rows[0, slot])))
+            return positions.double()
+
+    model = family_model("mistral", window=window)
+    plan = Plan.uniform(Notes(), budget=3, buffer=2, prompt="keep")
+    requests = [Request(prompt, 30), Request([5] * longest, 1)]
+    run = Engine(model, plan=plan, slots=2).generate(requests, stop_ids=())
+    run.results()
+    assert len(held) > 5
+    for seq_len, num in held:
+        assert num == max(len(prompt) - max(seq_len - window + 1, 0), 0)
 
 
 # Memory
