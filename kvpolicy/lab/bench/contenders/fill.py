@@ -65,7 +65,8 @@ def fill_run(run: Run, held: int, *, seed: int = 0) -> None:
             )
             for number, seq in enumerate(active)
         }
-        _fill_layer(cache, layer_idx, rows, held, layer.budget or 0, seed)
+        num_kept = (layer.budget or 0) + int(cache.prompt_rows[layer_idx].max())
+        _fill_layer(cache, layer_idx, rows, held, num_kept, seed)
 
 
 def _rows_in_steady_state(layer: LayerPlan, held: int, part: float, prompt_rows: int) -> int:
@@ -75,9 +76,17 @@ def _rows_in_steady_state(layer: LayerPlan, held: int, part: float, prompt_rows:
 
 
 def _fill_layer(
-    cache: KVCache, layer_idx: int, num_rows: Mapping[int, int], held: int, budget: int, seed: int
+    cache: KVCache,
+    layer_idx: int,
+    num_rows: Mapping[int, int],
+    held: int,
+    num_kept: int,
+    seed: int,
 ) -> None:
-    """Fill slots of one layer with so many rows each, spread evenly over the text."""
+    """Fill slots of one layer with so many rows each, spread evenly over the text.
+
+    ``num_kept`` of them were left by the compaction before.
+    """
     layer = cache.layers[layer_idx]
     rng = torch.Generator().manual_seed(seed + layer_idx)
     size = (layer.shape.num_kv_heads, max(num_rows.values()), layer.shape.head_dim)
@@ -94,7 +103,7 @@ def _fill_layer(
             slab[slot, :, :num] = rows[:, :num]
         cache.rows[layer_idx, slot] = num
         has_gaps = num < held and not layer.slides
-        cache.compacted_at[layer_idx, slot] = held - (num - budget) if has_gaps else 0
+        cache.compacted_at[layer_idx, slot] = held - (num - num_kept) if has_gaps else 0
     if layer.window is not None:
         window = layer.window
         queries = (len(num_rows), *window.shape[1:])
