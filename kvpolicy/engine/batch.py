@@ -316,7 +316,7 @@ class RunningBatch:
             step,
             steer,
             self._observer.wants_states,
-            run=self._without_graphs if self._is_recorded else self._run,
+            run=self._without_graphs if self._graphs and self._is_recorded else self._run,
             marking=self._marker.in_decode(active, keeps=self._static is None),
         )
         return self._forward
@@ -392,7 +392,8 @@ class RunningBatch:
         self._static.count(num_new, newest, [seq.finish_reason is None for seq in served])
         going_on = [seq for seq in served if seq.error is None]
         self._observer.flush_full(going_on)
-        self._marker.flush_full(going_on)
+        if self._marker.rings:
+            self._marker.flush_full(going_on)
 
     def compact(self) -> None:
         """Evict rows of the sequences of the last forward, where that is due."""

@@ -267,7 +267,8 @@ def attention_function(
     if isinstance(step, StaticStep):
         output = step.attend(layer_idx, query, key, value, scaling, softcap, sinks)
         assert kvpolicy_forward is not None
-        mark_static_rows(kvpolicy_forward, layer_idx, key, value)
+        if kvpolicy_forward.marking is not None:
+            mark_static_rows(kvpolicy_forward, layer_idx, key, value)
     else:
         softmax = PLAIN if softcap is None and sinks is None else Softmax(softcap, sinks)
         attending: Any = attend_aside if isinstance(step, ProbeStep) else attend
