@@ -2,14 +2,11 @@
 
 from profile_step import profile_step
 
-from kvpolicy.kernels.on_cpu import has_numba
-
 
 def test_decode_step_makes_few_calls_in_few_files() -> None:
     profile = profile_step()
     assert len(profile.calls) <= 101, f"too many calls\n{profile}"
-    # Attention in Numba is one file more.
-    assert len(profile.files) <= 17 + has_numba(), profile
+    assert len(profile.files) <= 18, profile
 
 
 def test_step_without_compaction_calls_no_policy() -> None:
