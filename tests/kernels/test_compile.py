@@ -26,7 +26,7 @@ MULTIPLY = {
     "attend in segments",
     "exempt pairs",
 }
-IN_PLACE = {"compact", "drop oldest"}
+IN_PLACE = {"compact", "compact behind prompts", "drop oldest"}
 
 
 @pytest.fixture(scope="module")

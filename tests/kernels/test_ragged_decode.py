@@ -38,7 +38,7 @@ def check(case: Case, num_free: int, attend: Callable[..., torch.Tensor], empty:
     assert changed == case.tensors["live"].sum() * case.tensors["rows"].shape[1]
 
 
-CASES = cases(slides=False).map(even_more)
+CASES = cases(slides=False, adjacent=True).map(even_more)
 
 
 @given(CASES, st.integers(1, 4))

@@ -32,6 +32,7 @@ CHUNKS = {"CHUNKS": 3, "CHUNK": 384, "BLOCK": 64}
 POOL_CHUNKS = CHUNKS | {"CHUNKS": 24}
 APPEND = {**SLAB, **GROUP, "GROUP_BLOCK": 4, "WINDOW_SIZE": 8, "SLIDES": True, "RESCALED": True}
 MOVE = {"FILL": 0, "DIM": 128, "COLUMNS": 32, "BLOCK": 64}
+COMPACT = {**MOVE, "HEADS": 8, "MOST_KEPT": 1024}
 RKV = {"HEADS": 8, "ROWS": 1152, "DIM": 128, "DIM_BLOCK": 128, "BLOCK": 64}
 TRACKS = ("SUMS", "SQUARES", "SQUARES_LOGIT", "SQUARES_LOGIT2", "LAST")
 NO_TRACKS = {"SINKS": False, **dict.fromkeys(TRACKS, False)}
@@ -46,7 +47,7 @@ TYPES = {
     "*bf16": "query key value keys values window out sinks slab logits",
     "*fp32": "sums squares squares_logit squares_logit2 last chunk_top chunk_total chunk_output "
     "inverse_norms unit_sums similarity totals",
-    "*i64": "positions rows seq_len keep slots num_kept num_rows bounds",
+    "*i64": "positions rows seq_len keep slots start num_kept num_rows bounds",
     "*i32": "exempt",
     "*u8": "live",
     "fp32": "scaling factor threshold",
@@ -71,7 +72,8 @@ KERNELS = {
     "join in segments": (join, {**SEGMENTS, **GROUP, **POOL_CHUNKS, **EVERY_TRACK}),
     "append": (triton_append._append, {**APPEND, "RAGGED": False}),
     "append in segments": (triton_append._append, {**APPEND, "SLIDES": False, "RAGGED": True}),
-    "compact": (triton_compact._compact, {**MOVE, "HEADS": 8, "MOST_KEPT": 1024}),
+    "compact": (triton_compact._compact, {**COMPACT, "STARTS": False}),
+    "compact behind prompts": (triton_compact._compact, {**COMPACT, "STARTS": True}),
     "drop oldest": (triton_compact._drop_oldest, {**MOVE, "CAPACITY": 1152}),
     "units": (triton_redundancy._units, {**RKV, "EPSILON": 1e-8}),
     "exempt pairs": (triton_redundancy._exempt_pairs, {**RKV, "FIRST": False}),
