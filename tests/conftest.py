@@ -27,11 +27,11 @@ _COMMON = {
     "derandomize": True,
     "suppress_health_check": [hypothesis.HealthCheck.too_slow],
 }
-hypothesis.settings.register_profile("dev", max_examples=5, **_COMMON)
+hypothesis.settings.register_profile("dev", max_examples=3, **_COMMON)
 # For other environments: few examples, and no search for smaller ones.
 _NO_SHRINKING = [hypothesis.Phase.explicit, hypothesis.Phase.generate]
 hypothesis.settings.register_profile("few", max_examples=3, phases=_NO_SHRINKING, **_COMMON)
-hypothesis.settings.register_profile("many", max_examples=16, print_blob=True, **_COMMON)
+hypothesis.settings.register_profile("many", max_examples=10, print_blob=True, **_COMMON)
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "dev"))
 
 torch.set_num_threads(1)  # the tensors are tiny: a second thread costs more than it saves
