@@ -109,16 +109,46 @@ def test_there_are_no_import_cycles() -> None:
 
 @pytest.mark.parametrize("package", POLICY_PACKAGES)
 def test_policies_import_only_the_public_api(package: str) -> None:
-    # A policy is one file; skipkv_plugin as a whole is one.
-    own = {name for name in modules(package) if package == "skipkv_plugin"}
-    plugins = tuple(PLUGIN_PACKAGES)
     forbidden = [
         f"{module} -> {name}"
         for module, tree in modules(package).items()
+        if module not in commands_and_tasks()
         for name in imports(tree)
-        if name.startswith(("kvpolicy", *plugins)) and name not in PUBLIC | own
+        if name.startswith(("kvpolicy", *PLUGIN_PACKAGES))
+        if name not in PUBLIC and policy_of(name) != policy_of(module)
     ]
     assert forbidden == []
+
+
+@pytest.mark.parametrize("package", POLICY_PACKAGES)
+def test_commands_and_tasks_of_a_policy_import_no_other_policy(package: str) -> None:
+    forbidden = [
+        f"{module} -> {name}"
+        for module, tree in modules(package).items()
+        if module in commands_and_tasks()
+        for name in imports(tree)
+        if name.startswith(tuple(POLICY_PACKAGES)) and policy_of(name) != policy_of(module)
+    ]
+    assert forbidden == []
+
+
+def policy_of(module: str) -> str:
+    """What a module is a part of: a file, or a package within a package of policies.
+
+    `skipkv_plugin` is one policy as a whole.
+    """
+    depth = 1 if module.startswith("skipkv_plugin") else 2
+    return ".".join(module.split(".")[:depth])
+
+
+@cache
+def commands_and_tasks() -> frozenset[str]:
+    """Modules that entry points name as commands or tasks: they may use the lab and `cli`."""
+    return frozenset(
+        point.module
+        for group in ("kvpolicy.commands", "kvpolicy.tasks")
+        for point in entry_points(group=group)
+    )
 
 
 @pytest.mark.parametrize("module", modules("kvpolicy"))

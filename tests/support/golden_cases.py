@@ -39,7 +39,7 @@ class Case:
 
 
 def recorded(family: str) -> Any:
-    """Run a test once for every case of a family."""
+    """Run a test once for every case of a family, as in ``manifest.json``."""
     listed = json.loads((FOLDER / "manifest.json").read_text())["cases"]
     cases = [
         Case(case["file"], case["family"], case["args"])
@@ -47,3 +47,15 @@ def recorded(family: str) -> Any:
         if case["family"] == family
     ]
     return pytest.mark.parametrize("case", cases, ids=[case.file[:-4] for case in cases])
+
+
+def recorded_related(prefix: str) -> Any:
+    """Run a test once for every case in ``related/`` whose file name begins with ``prefix``."""
+    listed = json.loads((FOLDER / "related" / "manifest.json").read_text())["cases"]
+    cases = [
+        Case(f"related/{case['file']}", case["system"], {**case["args"], "about": case})
+        for case in listed
+        if case["file"].startswith(prefix)
+    ]
+    assert cases, f"no recorded case begins with {prefix}"
+    return pytest.mark.parametrize("case", cases, ids=[case.file[8:-4] for case in cases])
