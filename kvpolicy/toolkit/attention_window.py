@@ -94,6 +94,7 @@ def snapkv_prompt_scores(
     kernel_size: int,
     pooling: Pooling,
     group_reduce: GroupReduce,
+    window: int | None = None,
 ) -> Tensor:
     """SnapKV's scores of a prompt, as published; the rows of the window are not pooled.
 
@@ -102,17 +103,19 @@ def snapkv_prompt_scores(
     rows (SnapKV, listing 1; ``SnapKVCluster.update_kv`` at commit e216ddc).
 
     Args:
-        weights: Softmax weights of the window's queries, ``[B, H_q, W, T]``; the last ``W``
-            rows are the window's. See `kvpolicy.observed_weights`.
+        weights: Softmax weights of the window's queries, ``[B, H_q, W, T]``. See
+            `kvpolicy.observed_weights`.
         num_kv_heads: KV heads, ``H_kv``.
         kernel_size: Rows that are pooled together, odd.
         pooling: ``"maxpool"`` or ``"avgpool"``.
         group_reduce: ``"mean"``, ``"max"`` or ``"sum"``.
+        window: Newest rows that are the window's; ``None``: one of each query.
 
     Returns:
         ``[B, H_kv, T]``, fp32.
     """
-    window, num_rows = weights.shape[2:]
+    num_queries, num_rows = weights.shape[2:]
+    window = num_queries if window is None else window
     grouped = weights.sum(dim=2).unflatten(1, (num_kv_heads, -1))  # [B, H_kv, G, T]
     reduce = {"mean": grouped.mean, "max": grouped.amax, "sum": grouped.sum}[group_reduce]
     before, within = reduce(dim=2).split([num_rows - window, window], dim=2)

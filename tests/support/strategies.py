@@ -160,6 +160,13 @@ SMALL_KNOBS: dict[str, tuple[dict[str, Any], ...]] = {
         {"of": [{"policy": "rkv", "window_size": 4}, "streaming"], "normalise": "zscore"},
     ),
     "merge": ({}, {"beta": 0.3}, {"weights": "mean"}),
+    "laq": (
+        {},
+        {"n_lookahead": 3, "n_local": 0},
+        {"n_local": 4, "compat_mask": True, "pooling": "avgpool"},
+        {"n_lookahead": 0, "n_local": 2, "kernel_size": 3},
+        {"n_lookahead": 2, "n_local": 2, "phase": "prefill", "group_reduce": "max"},
+    ),
 }
 
 #: Policies that only steer and need a tokenizer and a vector of the model's size.
