@@ -53,6 +53,7 @@ class PyramidKV:
     """
 
     layers_alike: ClassVar[bool] = True
+    ragged: ClassVar[bool] = True
     tracks: ClassVar[tuple[str, ...]] = ("pyramidkv_rank",)
 
     phase: Literal["decode", "prefill"] = attrs.field(
@@ -99,9 +100,10 @@ class PyramidKV:
     ) -> Tensor:
         """Score rows by the window's attention, as SnapKV does."""
         queries = queries[:, :, -self.window_size :]
+        present = positions >= 0
         if self.phase == "prefill":
             return snapkv_prompt_scores(
-                observed_weights(queries, keys, positions, seq_len),
+                observed_weights(queries, keys, positions, seq_len, present=present),
                 keys.shape[1],
                 kernel_size=self.kernel_size,
                 pooling=self.pooling,
@@ -114,6 +116,7 @@ class PyramidKV:
             "pyramidkv_rank",
             kernel_size=self.kernel_size,
             pooling=self.pooling,
+            present=present,
         )
 
 

@@ -42,6 +42,7 @@ class SnapKV:
     """
 
     layers_alike: ClassVar[bool] = True
+    ragged: ClassVar[bool] = True
     tracks: ClassVar[tuple[str, ...]] = ("snapkv_rank",)
 
     phase: Literal["decode", "prefill"] = attrs.field(
@@ -78,9 +79,10 @@ class SnapKV:
     ) -> Tensor:
         """Score rows by the window's attention."""
         queries = queries[:, :, -self.window_size :]
+        present = positions >= 0
         if self.phase == "prefill":
             return snapkv_prompt_scores(
-                observed_weights(queries, keys, positions, seq_len),
+                observed_weights(queries, keys, positions, seq_len, present=present),
                 keys.shape[1],
                 kernel_size=self.kernel_size,
                 pooling=self.pooling,
@@ -93,4 +95,5 @@ class SnapKV:
             "snapkv_rank",
             kernel_size=self.kernel_size,
             pooling=self.pooling,
+            present=present,
         )

@@ -24,7 +24,12 @@ def odd(instance: object, attribute: "attrs.Attribute[int]", value: int) -> None
 
 
 def window_scores(
-    queries: Tensor, keys: Tensor, *, kernel_size: int, pooling: Pooling = "maxpool"
+    queries: Tensor,
+    keys: Tensor,
+    *,
+    kernel_size: int,
+    pooling: Pooling = "maxpool",
+    present: Tensor | None = None,
 ) -> Tensor:
     """Importance of the rows before the window, as R-KV's code computes it, and of the window's.
 
@@ -41,6 +46,8 @@ def window_scores(
         keys: Keys after RoPE, ``[B, H_kv, T, D]``; the last ``W`` rows are the window's.
         kernel_size: Rows that are pooled together, odd.
         pooling: ``"maxpool"`` or ``"avgpool"``.
+        present: Columns that a head has a row for, the last ones and all of the window, bool
+            ``[B, H_kv, T]``; ``None``: all. The others get no weight.
 
     Returns:
         ``[B, H_kv, T]``, fp32.
@@ -48,7 +55,14 @@ def window_scores(
     window = queries.shape[2]
     num_before = keys.shape[2] - window
     before = _logits(queries, keys[:, :, :num_before]).amax(dim=2)  # [B, H_kv, W, T - W]
-    importance = pool(before.softmax(dim=-1).mean(dim=2), kernel_size, pooling)
+    if present is None:
+        weights = before.softmax(dim=-1)
+    else:
+        absent = ~present[:, :, None, :num_before]
+        before = before.masked_fill(absent, -torch.inf)
+        # The softmax of a head that has no row before the window is NaN.
+        weights = before.softmax(dim=-1).masked_fill(absent, 0)
+    importance = pool(weights.mean(dim=2), kernel_size, pooling)
     within = _logits(queries, keys[:, :, num_before:]).amax(dim=2)  # [B, H_kv, W, W]
     later = torch.ones(window, window, dtype=torch.bool, device=keys.device).triu(1)
     within = within.masked_fill(later, -torch.inf)
@@ -64,6 +78,7 @@ def snapkv_scores(
     *,
     kernel_size: int,
     pooling: Pooling,
+    present: Tensor | None = None,
 ) -> Tensor:
     """SnapKV's scores while decoding, as R-KV's code computes them; see `window_scores`.
 
@@ -76,15 +91,19 @@ def snapkv_scores(
         rank: Name of the policy's track of ranks.
         kernel_size: Rows that are pooled together, odd.
         pooling: ``"maxpool"`` or ``"avgpool"``.
+        present: Columns that a head has a row for; see `window_scores`.
 
     Returns:
         ``[B, H_kv, T]``, fp32.
     """
 
     def score(keys: Tensor) -> Tensor:
-        return window_scores(queries, keys, kernel_size=kernel_size, pooling=pooling)
+        # Columns without a row come first in either order.
+        return window_scores(
+            queries, keys, kernel_size=kernel_size, pooling=pooling, present=present
+        )
 
-    return score_in_rank_order(score, keys, tracks, rank, queries.shape[2])
+    return score_in_rank_order(score, keys, tracks, rank, queries.shape[2], present)
 
 
 def snapkv_prompt_scores(

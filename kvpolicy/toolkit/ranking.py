@@ -23,7 +23,12 @@ class RankTracks(Protocol):
 
 
 def score_in_rank_order(
-    score: Callable[[Tensor], Tensor], keys: Tensor, tracks: RankTracks, rank: str, window: int
+    score: Callable[[Tensor], Tensor],
+    keys: Tensor,
+    tracks: RankTracks,
+    rank: str,
+    window: int,
+    present: Tensor | None = None,
 ) -> Tensor:
     """Score rows in the authors' order and store the ranks that the new scores give.
 
@@ -33,11 +38,16 @@ def score_in_rank_order(
         tracks: The policy's tracks.
         rank: Name of the policy's track of ranks.
         window: Rows of the window, the last ones.
+        present: Columns that a head has a row for, the last ones, bool ``[B, H_kv, T]``;
+            ``None``: all. The others come first in that order, too.
 
     Returns:
         The scores by row, ``[B, H_kv, T]``.
     """
-    order = rank_order(tracks[rank])
+    ranks = tracks[rank]
+    if present is not None:
+        ranks = ranks.masked_fill(~present, -torch.inf)
+    order = rank_order(ranks)
     scores = score(take_rows(keys, order))
     tracks[rank] = by_row(ranks_by_score(scores, window), order)
     return by_row(scores, order)

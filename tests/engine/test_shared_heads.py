@@ -287,11 +287,11 @@ def test_a_policy_that_evicts_gets_the_mask_and_tracks_move_with_their_rows() ->
 
 
 def test_policies_that_do_not_declare_it_are_refused() -> None:
-    plan = Plan.uniform("snapkv", FlatTop(), budget=64, heads="shared")
+    plan = Plan.uniform("rkv", FlatTop(), budget=64, heads="shared")
     with pytest.raises(PlanError) as caught:
         plan.resolve(2)
     assert str(caught.value) == (
-        "the plan lets the KV heads of layer 0 share its rows, but policy 'snapkv' does not "
+        "the plan lets the KV heads of layer 0 share its rows, but policy 'rkv' does not "
         "declare "
         "ragged = True, which says that it works with heads that hold different numbers of rows; "
         'write heads = "own" for this layer'
@@ -381,8 +381,8 @@ def test_decide_answers_a_mask() -> None:
         rated = [lengths[b, h][present[h]].tolist() for h in range(3)]
         for h, kept in enumerate(flat_top_loop(rated, 6, 0.2)):
             assert mask[b, h][present[h]].nonzero()[:, 0].tolist() == kept
-    with pytest.raises(KVPolicyError, match="'snapkv' does not declare ragged = True; leave it"):
-        decide("snapkv", rows, budget=64, heads="shared")
+    with pytest.raises(KVPolicyError, match="'rkv' does not declare ragged = True; leave it"):
+        decide("rkv", rows, budget=64, heads="shared")
 
 
 @attrs.define(eq=False)

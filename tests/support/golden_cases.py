@@ -2,6 +2,7 @@
 
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -51,11 +52,20 @@ def recorded(family: str) -> Any:
 
 def recorded_related(prefix: str) -> Any:
     """Run a test once for every case in ``related/`` whose file name begins with ``prefix``."""
+    return _recorded_related(lambda case: case["file"].startswith(prefix))
+
+
+def recorded_press(press: str) -> Any:
+    """Run a test once for every case in ``related/`` of one press of kvpress."""
+    return _recorded_related(lambda case: case["args"].get("press") == press)
+
+
+def _recorded_related(wanted: Callable[[dict[str, Any]], bool]) -> Any:
     listed = json.loads((FOLDER / "related" / "manifest.json").read_text())["cases"]
     cases = [
         Case(f"related/{case['file']}", case["system"], {**case["args"], "about": case})
         for case in listed
-        if case["file"].startswith(prefix)
+        if wanted(case)
     ]
-    assert cases, f"no recorded case begins with {prefix}"
+    assert cases, "no recorded case is wanted"
     return pytest.mark.parametrize("case", cases, ids=[case.file[8:-4] for case in cases])
