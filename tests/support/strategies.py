@@ -159,6 +159,17 @@ SMALL_KNOBS: dict[str, tuple[dict[str, Any], ...]] = {
         {"of": ["streaming", {"policy": "snapkv", "window_size": 4, "weight": 3}]},
         {"of": [{"policy": "rkv", "window_size": 4}, "streaming"], "normalise": "zscore"},
     ),
+    "obcache": (
+        {"window_size": 4},
+        {"window_size": 2, "host": "accumulate", "saliency": "vk", "kernel_size": 1, "n_sink": 1},
+        {"window_size": 1, "n_recent": 0, "saliency": "v", "every": 2},
+        {"window_size": 3, "phase": "prefill", "pooling": "avgpool", "group_reduce": "max"},
+    ),
+    "obcache_history": (
+        {"n_recent": 2},
+        {"n_recent": 3, "n_sink": 1, "saliency": "k", "window_size": 4},
+        {"n_recent": 0, "saliency": "vk", "every": 2},
+    ),
     "merge": ({}, {"beta": 0.3}, {"weights": "mean"}),
     "laq": (
         {},

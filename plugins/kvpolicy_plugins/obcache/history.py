@@ -14,16 +14,16 @@ from kvpolicy_plugins.obcache.saliency import OfSquares, combined, distances
 class OBCacheHistory:
     """OBCache in place of H2O's sums: all past queries count, and no query is stored.
 
-    For the paper, the equations and the code see ``obcache``. The engine sums ``A^2``, ``A^2 Z`` and
-    ``A^2 Z^2`` of each row over all queries and the query heads of the group. S^V is exact: the first
-    times the square of the value's norm (``obcV_fullhist`` in the code).
+    For the paper, the equations and the code see ``obcache``. The engine sums ``A^2``, ``A^2 Z``
+    and ``A^2 Z^2`` of each row over all queries and the query heads of the group. S^V is exact: the
+    first times the square of the value's norm (``obcV_fullhist`` in the code).
 
     Deviations: S^K and S^VK contain the output of each query, which sums cannot hold; here all
-    queries have the mean output of the newest ``window_size``. They are exact where outputs are equal.
-    ``obcache`` with ``host = "accumulate"`` and a window of all queries is exact in any case
-    (``obcK_fullhist``, ``obcVK_fullhist``). The code compacts after every forward; here a sequence is
-    compacted when its buffer is full, or as ``every`` says. If a plan keeps prompts, outputs are those
-    of the rows behind them.
+    queries have the mean output of the newest ``window_size``, which is exact where outputs are
+    equal. ``obcache`` with ``host = "accumulate"`` and a window of all queries is exact in any case
+    (``obcK_fullhist``, ``obcVK_fullhist``). The code compacts after every forward; here a sequence
+    is compacted when its buffer is full, or as ``every`` says. If a plan keeps prompts, outputs are
+    those of the rows behind them.
 
     Attributes:
         saliency: ``"v"``, ``"k"``, ``"vk"``, or ``"vk_no_cross"``, S^V + S^K.

@@ -1,5 +1,6 @@
 """OBCache with the queries of a window, each with its own output."""
 
+from collections.abc import Callable
 from typing import ClassVar, Literal, get_args
 
 import attrs
@@ -20,34 +21,35 @@ class OBCache:
 
     "OBCache: Optimal Brain KV Cache Pruning for Efficient Long-Context LLM Inference", ICML 2026
     (arXiv 2510.07651), equations 4-6: the change of the attention output, to second order, if the
-    value of a row, its key, or both become 0 (Optimal Brain Damage). `saliency.py` has the formulas.
-    The authors' repository was not available; checked against MalachiAjayi/kv-cache-pruner fc1779f,
-    which declares that it computes the same.
+    value of a row, its key, or both become 0 (Optimal Brain Damage). `saliency.py` has the
+    formulas. The authors' repository was not available; checked against
+    MalachiAjayi/kv-cache-pruner fc1779f, which declares that it computes the same.
 
     The saliency takes the place of the attention in other methods, which say which queries count
     (``host``) and what becomes of the sum (``pooling``, ``n_recent``):
 
     * SnapKV's, as in the paper's experiments with prompts: the defaults.
     * TOVA's: ``host = "window"``, ``window_size = 1``, ``kernel_size = 1``, ``n_recent = 0``.
-    * H2O's in the code of the first version: ``host = "accumulate"``, ``kernel_size = 1``. Of a prompt
-      the last ``window_size`` queries count, in decoding all if compactions come as often
-      (``every``). All queries of a prompt count if ``window_size`` is as large: ``_fullhist`` in
-      the code. ``obcache_history`` has no window, and approximates S^K and S^VK.
+    * H2O's in the code: ``host = "accumulate"``, ``kernel_size = 1``. Of a prompt the last
+      ``window_size`` queries count, in decoding all, if at most ``window_size`` tokens come between
+      compactions (see ``every``). All queries of a prompt count if ``window_size`` is as large:
+      ``_fullhist`` in the code. ``obcache_history`` needs no window, and approximates S^K and S^VK.
 
-    With ``host = "accumulate"``, ``kernel_size = 7`` it is ``+maxpool`` in the code. There
-    ``num_recent`` is both ``window_size`` and ``n_recent``, and the budget ``num_recent + num_heavy``.
+    With ``host = "accumulate"`` and ``kernel_size = 7`` it is ``+maxpool`` in the code. There
+    ``num_recent`` is both ``window_size`` and ``n_recent``, and the budget is ``num_recent +
+    num_heavy``.
 
     Deviations: rows are chosen per KV head, by the sum over its query heads (appendix B.5; the
     experiments stored one copy per query head); scores are in fp32; of equal scores, which pooling
     makes frequent, the newer row stays. Logits are scaled dot products, before any soft cap. If a
-    plan keeps prompts, outputs are those of the rows behind them. S^K, unlike attention, changes if a
-    number is added to all logits of a query; as in the paper, nothing is done about it.
+    plan keeps prompts, outputs are those of the rows behind them. S^K, unlike attention, changes if
+    a number is added to all logits of a query; as in the paper, nothing is done about it.
 
     Attributes:
         saliency: ``"v"``, ``"k"``, ``"vk"``; ``"vk_no_cross"``, S^V + S^K; ``"v_p1"``, the sum of
             weights times the 1-norm of the value; or ``"attention"``, the sum of weights.
-        host: ``"window"``: the newest queries count at each compaction. ``"accumulate"``: those since
-            the last compaction count besides all that counted before.
+        host: ``"window"``: the newest queries count at each compaction. ``"accumulate"``: those
+            since the last compaction count besides all that counted before.
         window_size: Most recent queries that count at a compaction.
         kernel_size: Rows that are pooled together, odd; 1 for none.
         pooling: ``"maxpool"`` or ``"avgpool"``, which pads with zeros.
@@ -56,8 +58,9 @@ class OBCache:
         n_sink: First tokens of the sequence that always stay; 4 in the authors' streaming.
         every: Compact when this many rows exceed the budget, 1 for every step, as in the code;
             ``None`` means when the buffer is full.
-        phase: ``"decode"``: prompts and generations are compacted. ``"prefill"``: only the prompt is,
-            once, so that the slab grows with the generation (``decode_evict = False`` in the code).
+        phase: ``"decode"``: prompts and generations are compacted. ``"prefill"``: only the prompt
+            is, once, so that the slab grows with the generation (``decode_evict = False`` in the
+            code).
     """
 
     layers_alike: ClassVar[bool] = True
@@ -122,13 +125,20 @@ class OBCache:
         if self.host == "accumulate":
             weights = weights * _is_new(queries, num_new)
         by_head = of_queries(self.saliency, weights, queries, keys, values)  # [B, H_kv, G, T]
-        reduce = {"sum": by_head.sum, "mean": by_head.mean, "max": by_head.amax}
-        scores = reduce[self.group_reduce](dim=2)
+        scores = _REDUCTIONS[self.group_reduce](by_head)
         if self.host == "accumulate":
             tracks[_TRACK] = scores = tracks[_TRACK] + scores
-        _, n_recent = self.protects
-        before, recent = scores.split([max(scores.shape[2] - n_recent, 0), min(n_recent, scores.shape[2])], dim=2)
+        n_recent = self.protects[1]
+        before, recent = scores.split([scores.shape[2] - n_recent, n_recent], dim=2)
         return torch.cat([pool(before, self.kernel_size, self.pooling), recent], dim=2)
+
+
+# Over the query heads of a group.
+_REDUCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "sum": lambda by_head: by_head.sum(dim=2),
+    "mean": lambda by_head: by_head.mean(dim=2),
+    "max": lambda by_head: by_head.amax(dim=2),
+}
 
 
 def _is_new(queries: Tensor, num_new: Tensor) -> Tensor:

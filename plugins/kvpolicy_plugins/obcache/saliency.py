@@ -1,14 +1,14 @@
 """The saliencies of OBCache, from sums over queries or from each query's output.
 
-With the weights ``A`` of some queries, their logits ``Z`` and outputs ``o``, and the value ``v`` of a
-row, all of them per query head:
+With the weights ``A`` of some queries, their logits ``Z`` and outputs ``o``, and the value ``v`` of
+a row, all of them per query head:
 
     S^V   = sum of A^2 |v|^2                      the value becomes 0: exact
     S^K   = sum of A^2 Z^2 |v - o|^2              the key becomes 0, to second order
     S^VK  = S^V + S^K + 2 sum of A^2 Z v.(v - o)  both do: the sum of A^2 |v + Z (v - o)|^2
 
-Shapes: ``[B, H_kv, G, W, T]`` for ``G`` query heads of a group, ``W`` queries and ``T`` rows, or any
-that broadcast.
+Shapes: ``[B, H_kv, G, W, T]`` for ``G`` query heads of a group, ``W`` queries and ``T`` rows, or
+any that broadcast.
 """
 
 from typing import Literal
@@ -76,8 +76,8 @@ def of_queries(
 
     Args:
         saliency: Which.
-        weights: Weights of the queries, ``[B, H_kv, G, W, T]``, fp32; 0 in all rows for a query that
-            does not count.
+        weights: Weights of the queries, ``[B, H_kv, G, W, T]``, fp32; 0 in all rows for a query
+            that does not count.
         queries: The queries, ``[B, H_kv, G, W, D]``.
         keys: ``[B, H_kv, T, D]``.
         values: ``[B, H_kv, T, D]``.
