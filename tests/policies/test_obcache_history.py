@@ -7,6 +7,7 @@ import pytest
 import reference_obcache as oracle
 import torch
 from compare import assert_best_rows, heads
+from golden_cases import Case, recorded_related
 from hypothesis import given
 from hypothesis import strategies as st
 from policy_checks import (
@@ -46,6 +47,27 @@ def test_v_sums_what_every_query_adds(data: st.DataObject, drawn: Drawn) -> None
             atol = 2e-5 * max([1.0, *scores])
             assert_best_rows(places, scores, window=window, budget=budget, atol=atol)
             sums.keep(kept[b, h].tolist())
+
+
+@recorded_related("obc_08")
+def test_v_keeps_the_rows_of_the_recorded_code_with_full_history(case: Case) -> None:
+    arrays, args = case.arrays(), case.args
+    assert args["method"] == "obcV_fullhist"
+    keys, values = (torch.from_numpy(arrays[name]).repeat_interleave(2, 1) for name in "KV")
+    prompt, n_recent = args["T0"], args["num_recent"]
+    answer = replay(
+        "obcache_history",
+        keys,
+        values,
+        torch.from_numpy(arrays["Q"]),
+        budget=n_recent + args["num_heavy"],
+        prompt=prompt,
+        compact_at=range(prompt, prompt + args["steps"] + 1),
+        n_recent=n_recent,
+        n_sink=args["num_sink"],
+    )
+    for i, kept in enumerate(answer):
+        assert kept.tolist() == arrays[f"r{i}_kept"].tolist()
 
 
 def scores_of(
