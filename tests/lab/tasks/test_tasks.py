@@ -12,7 +12,14 @@ from kvpolicy_reasoner.tasks import LEVELS
 from kvpolicy.errors import TaskError
 from kvpolicy.lab.tasks.task import QUESTIONS, Graded, installed_tasks, load_task
 
-DRAWN = ["reasoner", "reasoner:level=easy", "reasoner-verbose", "needle:length=120", "multikey"]
+DRAWN = [
+    "reasoner",
+    "reasoner:level=easy",
+    "reasoner-verbose",
+    "needle:length=120",
+    "multikey",
+    "conversation:length=200",
+]
 
 STRANGER = '''
 import attrs
