@@ -33,6 +33,7 @@ class H2O:
     """
 
     layers_alike: ClassVar[bool] = True
+    gives_mass: ClassVar[bool] = True
     ragged: ClassVar[bool] = True
 
     n_recent: int | None = attrs.field(default=None, validator=optional([instance_of(int), ge(1)]))

@@ -27,6 +27,7 @@ class H2OLast:
     """
 
     layers_alike: ClassVar[bool] = True
+    gives_mass: ClassVar[bool] = True
     protects: ClassVar[tuple[int, int]] = (0, 1)
 
     @hookimpl

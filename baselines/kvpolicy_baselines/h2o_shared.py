@@ -29,6 +29,7 @@ class H2OShared:
     """
 
     layers_alike: ClassVar[bool] = True
+    gives_mass: ClassVar[bool] = True
     protects: ClassVar[tuple[int, int]] = (0, 1)
 
     @hookimpl

@@ -53,6 +53,7 @@ class PyramidKV:
     """
 
     layers_alike: ClassVar[bool] = True
+    gives_mass: ClassVar[bool] = True
     ragged: ClassVar[bool] = True
     tracks: ClassVar[tuple[str, ...]] = ("pyramidkv_rank",)
 

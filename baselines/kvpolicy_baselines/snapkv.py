@@ -42,6 +42,7 @@ class SnapKV:
     """
 
     layers_alike: ClassVar[bool] = True
+    gives_mass: ClassVar[bool] = True
     ragged: ClassVar[bool] = True
     tracks: ClassVar[tuple[str, ...]] = ("snapkv_rank",)
 

@@ -28,6 +28,7 @@ class TOVA:
     """
 
     layers_alike: ClassVar[bool] = True
+    gives_mass: ClassVar[bool] = True
 
     every: int | None = attrs.field(
         default=1,

@@ -127,6 +127,8 @@ def decide(
         names = "+".join(stack.names)
         msg = f"policy '{names}' protects {protected} rows; a budget of {budget} is less"
         raise BudgetError(msg)
+    if stack.mass_problem is not None:
+        raise KVPolicyError(stack.mass_problem)
     together = not isinstance(rows, GivenRows)
     shares = heads == "shared"
     if shares and (together or same_heads or stack.even_only):

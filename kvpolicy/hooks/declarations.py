@@ -125,6 +125,8 @@ class Declarations:
     layers_alike: bool = _declaration(False, _is_bool, "True or False")
     marks_in_step: bool = _declaration(False, _is_bool, "True or False")
     ragged: bool = _declaration(False, _is_bool, "True or False")
+    gives_mass: bool = _declaration(False, _is_bool, "True or False")
+    needs_mass: bool = _declaration(False, _is_bool, "True or False")
     steers: tuple[int, ...] | None = _declaration(
         None, _are_layers, "layers counted from 0, such as (2, 3)"
     )

@@ -58,6 +58,8 @@ class Stack:
             or if no policy takes part in compactions.
         even_only: Names of the policies that read or choose rows and do not declare that KV heads
             may hold different numbers of them, parts included.
+        mass_problem: Why the scores that a policy weighs rows by are no masses; ``None``: they
+            are, or no policy does.
         layers_alike: Whether every policy that implements `due`, `protect`, `score` or `select`
             declares that it treats layers alike, parts included, and none implements `bind`.
         probe_size: Tokens of a probe, at most; 0 if no policy probes.
@@ -136,6 +138,7 @@ class Stack:
             ),
             *chain.from_iterable(part.even_only for part in self._part_list),
         ]
+        self.mass_problem: str | None = self._mass_problem()
         self.steering: list[tuple[str, Sequence[int] | None]] = [
             *(
                 (impl.plugin_name, declared[id(impl.plugin)].steers)
@@ -196,6 +199,25 @@ class Stack:
         if not self.implements("score"):
             return "implements no score(), so it cannot be a part of another policy"
         return None
+
+    def _mass_problem(self) -> str | None:
+        """Why a policy that needs masses gets other scores; of parts, too."""
+        impls = self._manager.impls("score")  # wrappers first, as they are called
+        for place, impl in enumerate(impls):
+            if not self._manager.declared[id(impl.plugin)].needs_mass:
+                continue
+            who = f"policy '{impl.plugin_name}'{self._manager.owner}"
+            needs = f"{who} needs scores that are masses, such as sums of attention weights"
+            advice = "list it with a policy that scores and declares gives_mass = True"
+            below = impls[place + 1 :]
+            plain = [one for one in below if not (one.wrapper or one.hookwrapper)]
+            if not plain:
+                return f"{needs}, and no policy below it scores; {advice}"
+            wrapping = [one for one in below if one.wrapper or one.hookwrapper]
+            for one in (*wrapping, plain[0]):
+                if not self._manager.declared[id(one.plugin)].gives_mass:
+                    return f"{needs}, and those of '{one.plugin_name}' are not; {advice}"
+        return next(filter(None, (part.mass_problem for part in self._part_list)), None)
 
     def _probe_size(self) -> int:
         sizes = [part.probe_size for part in self._part_list]

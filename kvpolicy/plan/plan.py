@@ -511,6 +511,9 @@ class _Resolution:
             budget, share = rows_of(
                 given, plan.length, giver, to_give_a_length=_to_give_a_length(plan.options)
             )
+        if built.stack.mass_problem is not None:
+            msg = f"{plan.name} cannot be used: {built.stack.mass_problem}"
+            raise PlanError(msg)
         protected = _check_budget(giver, members[0], built.stack, budget, plan.options)
         buffer = plan.buffer if group.buffer is None else group.buffer
         prompt = plan.prompt if group.prompt is None else group.prompt

@@ -107,9 +107,13 @@ def _call(factory: Callable[[], object], name: str) -> object:
 
 @attrs.define(eq=False)
 class LongKeys:
-    """Keeps rows with long keys: scores for a policy that has none, and for other layers."""
+    """Keeps rows with long keys: scores for a policy that has none, and for other layers.
+
+    Lengths serve as masses where a policy needs these.
+    """
 
     layers_alike: ClassVar[bool] = True
+    gives_mass: ClassVar[bool] = True
     ragged: ClassVar[bool] = True
 
     @hookimpl
@@ -251,7 +255,8 @@ def plan_of(policy: object, hooks: frozenset[str], setup: Setup, num_layers: int
     if hooks == {"schedule"}:
         sizes = setup.budget, setup.buffer
         return Plan((long_keys,), *sizes, schedule=(spec,), prompt=setup.prompt)
-    before = [long_keys] if setup.beneath else []
+    needs_scores = getattr(policy, "needs_mass", False)
+    before = [long_keys] if setup.beneath or needs_scores else []
     before += [PolicySpec.of(ShareRows())] if setup.heads == "shared" else []
     after = [PolicySpec.of(ProtectEnds())] if setup.protected else []
     layers = list(range(num_layers))

@@ -171,6 +171,8 @@ class _Layer:
         listed = policy if isinstance(policy, (list, tuple)) else [policy]
         specs = [PolicySpec.of(one, knobs) for one in listed]
         self.stack = Stack([(spec.policy, spec.build()) for spec in specs])
+        if self.stack.mass_problem is not None:
+            raise KVPolicyError(self.stack.mass_problem)
         protected = self.stack.n_first + self.stack.n_last
         if budget < max(protected, 1):
             names = "+".join(self.stack.names)

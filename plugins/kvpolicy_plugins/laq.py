@@ -60,6 +60,7 @@ class LookaheadQCache:
     """
 
     layers_alike: ClassVar[bool] = True
+    gives_mass: ClassVar[bool] = True
     ragged: ClassVar[bool] = True
 
     n_lookahead: int = attrs.field(default=8, validator=[instance_of(int), ge(0)])

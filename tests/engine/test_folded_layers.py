@@ -9,7 +9,7 @@ import torch
 from compare import result_values
 from hypothesis import assume, given
 from hypothesis import strategies as st
-from strategies import MOST_PROTECTED, SMALL_KNOBS, STEERING
+from strategies import BASES, MOST_PROTECTED, SMALL_KNOBS, STEERING
 from tiny import shared_model
 from torch import Tensor
 
@@ -104,9 +104,10 @@ def test_the_cache_is_the_same_to_the_bit(
 ) -> None:
     assume(name not in add_on)
     spec = PolicySpec(name, data.draw(st.sampled_from(SMALL_KNOBS.get(name, ({},)))))
+    specs = (*BASES.get(name, ()), spec)
     options: Any = {"dtype": dtype, "slots": slots}
-    together = start(engine_of(spec, *add_on, **options), lengths)
-    alone = start(one_by_one(engine_of(spec, *add_on, **options)), lengths)
+    together = start(engine_of(*specs, *add_on, **options), lengths)
+    alone = start(one_by_one(engine_of(*specs, *add_on, **options)), lengths)
     Trace.of(together, call_bytes=call_bytes, defers=defers).assert_equals(Trace.of(alone))
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from recorder import Recorder
 from slow_share import share_of
-from strategies import REWRITING, STEERING
+from strategies import BASES, REWRITING, STEERING
 from tiny import FAMILIES, greedy_tokens, shared_model
 
 from kvpolicy import Engine, Plan, Request, Sampling, installed_policies
@@ -34,7 +34,9 @@ def requests_of(seed: int, num: int) -> list[Request]:
 @pytest.mark.parametrize("name", NAMES)
 def test_long_run_equals_each_request_alone(name: str, family: str) -> None:
     recorder = Recorder(follows=name not in REWRITING)
-    stack = (name, recorder) if name == "protect" else (name, "protect", recorder)
+    stack = (
+        (name, recorder) if name == "protect" else (*BASES.get(name, ()), name, "protect", recorder)
+    )
     # The engine has no tokenizer here: sentences end at token ids, and many are similar.
     knobs = {"skipkv": {"delimiters": list(range(0, 61, 7)), "tau": 0.3}}
     chosen = {policy: knobs[policy] for policy in knobs if policy in stack}

@@ -6,9 +6,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from slow_share import share_of
-from strategies import MOST_PROTECTED, SMALL_KNOBS, STEERING, Drawn, budgets, caches
+from strategies import BASES, MOST_PROTECTED, SMALL_KNOBS, STEERING, Drawn, budgets, caches
 
 from kvpolicy import installed_policies
+from kvpolicy.plan.spec import PolicySpec
 from kvpolicy.testing import check_policy, keep_rows
 from kvpolicy.toolkit.steering_vectors import Calibration, SteeringVector, save_steering_vectors
 
@@ -76,11 +77,12 @@ def test_steering_skipkv_passes_check_policy(vector: str) -> None:
 def test_heads_do_not_influence_each_other(name: str, data: st.DataObject, drawn: Drawn) -> None:
     knobs = data.draw(st.sampled_from(SMALL_KNOBS.get(name, ({},))), label="knobs")
     budget = data.draw(budgets(drawn.num_rows, min_budget=MOST_PROTECTED), label="budget")
-    kept = keep_rows(name, drawn.keys, drawn.values, drawn.queries, budget=budget, **knobs)
+    specs = [*BASES.get(name, ()), PolicySpec(name, knobs)]
+    kept = keep_rows(specs, drawn.keys, drawn.values, drawn.queries, budget=budget)
     order = data.draw(st.permutations(range(3)), label="order of heads")
     queries = drawn.queries.unflatten(1, (3, 2))[:, order].flatten(1, 2)
     moved = attrs.evolve(
         drawn, keys=drawn.keys[:, order], values=drawn.values[:, order], queries=queries
     )
-    permuted = keep_rows(name, moved.keys, moved.values, moved.queries, budget=budget, **knobs)
+    permuted = keep_rows(specs, moved.keys, moved.values, moved.queries, budget=budget)
     assert torch.equal(permuted, kept[:, order])

@@ -159,6 +159,7 @@ SMALL_KNOBS: dict[str, tuple[dict[str, Any], ...]] = {
         {"of": ["streaming", {"policy": "snapkv", "window_size": 4, "weight": 3}]},
         {"of": [{"policy": "rkv", "window_size": 4}, "streaming"], "normalise": "zscore"},
     ),
+    "caote": ({}, {"fast": True}, {"greedy": True}),
     "obcache": (
         {"window_size": 4},
         {"window_size": 2, "host": "accumulate", "saliency": "vk", "kernel_size": 1, "n_sink": 1},
@@ -186,6 +187,9 @@ STEERING = ("seal",)
 #: Policies that change the keys or values of kept rows.
 REWRITING = ("merge", "rerotate")
 
+#: Policies that must be listed with one that scores, and such a one.
+BASES: dict[str, tuple[PolicySpec, ...]] = {"caote": (PolicySpec("h2o", {"n_recent": 2}),)}
+
 #: No stack of `stacks` protects more rows than this.
 MOST_PROTECTED = 12
 
@@ -206,7 +210,7 @@ def stacks(
     specs = [
         PolicySpec(name, draw(st.sampled_from(SMALL_KNOBS.get(name, ({},))))) for name in chosen
     ]
-    return (*specs, *(PolicySpec.of(policy) for policy in extra))
+    return (*BASES.get(chosen[0], ()), *specs, *(PolicySpec.of(policy) for policy in extra))
 
 
 @st.composite

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from families import FAMILIES, family_model
 from kvpolicy_reasoner import bundled_path
-from strategies import SMALL_KNOBS, STEERING
+from strategies import BASES, SMALL_KNOBS, STEERING
 from tiny import tiny_model, tiny_tokenizer
 from torch import distributed as dist
 
@@ -77,7 +77,7 @@ def cases() -> dict[str, tuple[str, dict[str, Any]]]:
     found = {}
     for name in NAMES:
         knobs = SMALL_KNOBS.get(name, ({},))[0]
-        first = ["h2o"] if name == "skipkv_batches" else []  # it selects no rows
+        first = ["h2o"] if name in ("skipkv_batches", *BASES) else []  # they need one that scores
         stack = [*first, {"policy": name, **knobs}]
         plan = {"stack": stack} if name == "full" else {"stack": stack, "budget": 12, "buffer": 5}
         found[name] = ("llama", plan)

@@ -87,6 +87,11 @@ class OBCache:
         return (_TRACK,) if self.host == "accumulate" else ()
 
     @property
+    def gives_mass(self) -> bool:
+        """Whether scores are masses: other saliencies are squares of changes already."""
+        return self.saliency == "attention"
+
+    @property
     def protects(self) -> tuple[int, int]:
         """The sinks and the recent rows."""
         return self.n_sink, self.window_size if self.n_recent is None else self.n_recent
