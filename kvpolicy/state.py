@@ -93,6 +93,16 @@ class LayerWeights:
         return heads if self.rotary_scale == 1 else heads * self.rotary_scale
 
     @property
+    def head_dim(self) -> int:
+        """Size of one head, ``D``."""
+        return self.q.shape[1]
+
+    @property
+    def device(self) -> torch.device:
+        """Where the weights are."""
+        return self.q.device
+
+    @property
     def tensors(self) -> list[Tensor]:
         """All weights and biases."""
         return [value for value in attrs.astuple(self, recurse=False) if isinstance(value, Tensor)]

@@ -4,6 +4,7 @@ Used to compare a policy with a reference implementation or an oracle.
 """
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import attrs
@@ -76,7 +77,8 @@ def keep_rows(
         prompt: Tokens of the prompt; all ``T`` if not given.
         shown: What policies that implement `observe` receive; by default nothing.
         states: What policies that implement `mark` receive of all tokens, ``[B, T, M]``.
-        layer_weights: What policies that implement `bind` receive.
+        layer_weights: What policies that implement `bind` receive; if not given, these can move
+            queries and keys by the RoPE of Llama, and read no weights.
         probe_queries: Queries of tokens that might follow, ``[B, H_q, P, D]``: there is no model
             that `probe` could be asked for.
         knobs: Knobs of the policy.
@@ -127,7 +129,7 @@ def replay(
         buffer: The argument `buffer` of `score` and `due`.
         shown: What policies that implement `observe` receive; by default nothing.
         states: What policies that implement `mark` receive of all tokens, ``[B, T, M]``.
-        layer_weights: What policies that implement `bind` receive.
+        layer_weights: What policies that implement `bind` receive; see `keep_rows`.
         knobs: Knobs of the policy.
 
     Returns:
@@ -152,6 +154,21 @@ class _Given:
     shown: Shown | None
     states: Tensor | None
     layer_weights: LayerWeights | None
+
+
+class _NoWeights:
+    """Weights of a layer that nobody has given: without a model, the rotation is Llama's."""
+
+    tensors: tuple[Tensor, ...] = ()
+
+    def __init__(self, names: str, head_dim: int, device: torch.device) -> None:
+        self._names, self.device = names, device
+        self.head_dim, self.scaling, self.rotary_scale = head_dim, head_dim**-0.5, 1.0
+        self.rotate = partial(rotate_halves, _LAYER)
+
+    def __getattr__(self, name: str) -> Any:
+        msg = f"policy '{self._names}' reads weights in bind(); give them as layer_weights"
+        raise KVPolicyError(msg)
 
 
 class _Layer:
@@ -194,11 +211,8 @@ class _Layer:
         self.shown, self.states, weights = given.shown, given.states, given.layer_weights
         self.bound = Bound()
         if self.stack.implements("bind"):
-            if weights is None:
-                names = "+".join(self.stack.names)
-                msg = f"policy '{names}' reads weights in bind(); give them as layer_weights"
-                raise KVPolicyError(msg)
-            self.bound = self.stack.bind(_LAYER, weights)
+            given_or_none: Any = _NoWeights("+".join(self.stack.names), head_dim, keys.device)
+            self.bound = self.stack.bind(_LAYER, weights or given_or_none)
         self.registers = RegisterFile(self.stack.policies, num_sequences, keys.device)
         self.num_observed = 0
 

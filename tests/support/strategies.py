@@ -172,6 +172,11 @@ SMALL_KNOBS: dict[str, tuple[dict[str, Any], ...]] = {
         {"n_recent": 0, "saliency": "vk", "every": 2},
     ),
     "merge": ({}, {"beta": 0.3}, {"weights": "mean"}),
+    "expected_attention": (
+        {},
+        {"window_size": 6, "n_future": 9, "n_sink": 0, "epsilon": 0.02},
+        {"use_covariance": False, "use_vnorm": False, "n_sink": 2},
+    ),
     "laq": (
         {},
         {"n_lookahead": 3, "n_local": 0},
