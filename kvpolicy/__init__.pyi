@@ -20,6 +20,7 @@ from kvpolicy.markers import hookimpl as hookimpl
 from kvpolicy.model.loading import load_model as load_model
 from kvpolicy.model.packed import packed_model as packed_model
 from kvpolicy.plan.plan import Plan as Plan
+from kvpolicy.state import LayerWeights as LayerWeights
 from kvpolicy.state import Memory as Memory
 from kvpolicy.state import Parts as Parts
 from kvpolicy.state import Probe as Probe

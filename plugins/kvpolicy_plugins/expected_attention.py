@@ -9,8 +9,7 @@ import torch
 from attrs.validators import ge, instance_of, lt
 from torch import Tensor
 
-from kvpolicy import hookimpl
-from kvpolicy.state import LayerWeights
+from kvpolicy import LayerWeights, hookimpl
 
 
 @attrs.frozen(eq=False)
