@@ -52,20 +52,30 @@ def recorded(family: str) -> Any:
 
 def recorded_related(prefix: str) -> Any:
     """Run a test once for every case in ``related/`` whose file name begins with ``prefix``."""
-    return _recorded_related(lambda case: case["file"].startswith(prefix))
+    return _parametrized(_cases_in("related", lambda case: case["file"].startswith(prefix)))
 
 
 def recorded_press(press: str) -> Any:
-    """Run a test once for every case in ``related/`` of one press of kvpress."""
-    return _recorded_related(lambda case: case["args"].get("press") == press)
+    """Run a test once for every case of one press of kvpress, in either folder."""
+    folders = ("related", "related-kvpress")
+
+    def is_wanted(case: dict[str, Any]) -> bool:
+        return bool(case["args"].get("press") == press)
+
+    return _parametrized([case for one in folders for case in _cases_in(one, is_wanted)])
 
 
-def _recorded_related(wanted: Callable[[dict[str, Any]], bool]) -> Any:
-    listed = json.loads((FOLDER / "related" / "manifest.json").read_text())["cases"]
-    cases = [
-        Case(f"related/{case['file']}", case["system"], {**case["args"], "about": case})
+def _cases_in(folder: str, wanted: Callable[[dict[str, Any]], bool]) -> list[Case]:
+    manifest = FOLDER / folder / "manifest.json"
+    listed = json.loads(manifest.read_text())["cases"] if manifest.exists() else []
+    return [
+        Case(f"{folder}/{case['file']}", case["system"], {**case["args"], "about": case})
         for case in listed
         if wanted(case)
     ]
+
+
+def _parametrized(cases: list[Case]) -> Any:
     assert cases, "no recorded case is wanted"
-    return pytest.mark.parametrize("case", cases, ids=[case.file[8:-4] for case in cases])
+    ids = [case.file.partition("/")[2][:-4] for case in cases]
+    return pytest.mark.parametrize("case", cases, ids=ids)

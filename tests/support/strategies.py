@@ -132,6 +132,7 @@ SMALL_KNOBS: dict[str, tuple[dict[str, Any], ...]] = {
     "h2o": ({}, {"n_recent": 3}, {"n_recent": 2, "every": 1}, {"every": 3}),
     "tova": ({}, {"every": None, "n_recent": 1}, {"every": 3}),
     "knorm": ({}, {"n_recent": 0}, {"n_recent": 2, "skip_layers": (0,)}),
+    "keydiff": ({}, {"n_recent": 3}),
     "random": ({}, {"seed": 7}),
     "pyramidkv": (
         {"window_size": 4},
