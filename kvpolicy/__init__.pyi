@@ -1,3 +1,7 @@
+from kvpolicy.block_eviction import Block as Block
+from kvpolicy.block_eviction import BlockEviction as BlockEviction
+from kvpolicy.block_eviction import installed_block_evictions as installed_block_evictions
+from kvpolicy.block_eviction import load_block_eviction as load_block_eviction
 from kvpolicy.cache.rows import LayerRows as LayerRows
 from kvpolicy.cache.rows import Tracks as Tracks
 from kvpolicy.cache.softmax import observed_weights as observed_weights

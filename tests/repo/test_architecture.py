@@ -19,7 +19,7 @@ BASE = {"entry_points", "errors", "files", "markers", "plugin_code", "text", "va
 STATE = BASE | {"state"}
 CACHE = STATE | {"cache", "kernels"}
 HOOKS = CACHE | {"hookspecs", "hooks"}
-ENGINE = HOOKS | {"engine", "model", "plan", "toolkit"}
+ENGINE = HOOKS | {"block_eviction", "engine", "model", "plan", "toolkit"}
 ALLOWED = {
     **dict.fromkeys(BASE, BASE),
     "state": BASE,
@@ -28,6 +28,7 @@ ALLOWED = {
     "cache": CACHE,
     "hookspecs": CACHE,
     "hooks": HOOKS,
+    "block_eviction": HOOKS,
     "model": HOOKS | {"model"},
     "plan": HOOKS | {"plan"},
     "engine": ENGINE,
