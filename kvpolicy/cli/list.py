@@ -65,7 +65,7 @@ def list_policies(
         return
     print_entries([_entry(policy) for policy in policies])
     if evictions and not blocks:
-        print_lines(["", "For stores of blocks that are asked for again, not for plans:", ""])
+        print_lines(["", "For stores of blocks, which no plan names:", ""])
     print_entries([_entry(eviction) for eviction in evictions])
     if not policies and not blocks:
         info("no policies are installed; install a package that has some.")

@@ -82,3 +82,16 @@ def test_a_broken_policy_is_listed_with_the_reason_and_does_not_affect_others(
     named = {p["name"]: p["problem"] for p in kvpolicy("list", "--json").json}
     assert "no_such_package" in named["broken"]
     assert all(problem is None for name, problem in named.items() if name != "broken")
+
+
+def test_evictions_of_blocks_stand_behind_the_policies_and_alone(kvpolicy: Shell) -> None:
+    whole = kvpolicy("list").out
+    policies, _, blocks = whole.partition("\nFor stores of blocks")
+    assert "\nguard " in blocks
+    assert "\nguard " not in policies
+    assert "snapkv" not in kvpolicy("list", "--blocks").out
+    (guard,) = [
+        one for one in kvpolicy("list", "--blocks", "--json").json if one["name"] == "guard"
+    ]
+    assert {"name": "predictor", "type": "str | Predictor", "default": "'popu'"} in guard["knobs"]
+    assert kvpolicy("list", "--blocks", "--load").status == 0

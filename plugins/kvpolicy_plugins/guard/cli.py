@@ -11,7 +11,6 @@ was asked for before; ``blow-up`` prints a list of ``{"capacity", "num_requests"
 """
 
 import shlex
-import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from random import Random
@@ -293,20 +292,19 @@ def record(
     tokenizer = load_model(model)[1]
     rng = Random(seed)
     draw: dict[str, Any] = {"seed": seed, "split": split.value}
+    options: dict[str, object] = {"task": loaded.name, "model": model, "n": n}
     if hasattr(loaded, "conversations"):
         texts = _turns(loaded, tokenizer, n, open_conversations, rng, draw)
+        options |= {"open": open_conversations}
     else:
         texts = _with_beginnings(loaded, n, shared, exponent, rng, draw)
+        options |= {"shared": shared, "exponent": exponent}
+    options |= {"block-size": block_size, "seed": seed, "split": split.value}
     ids = BlockIds(block_size)
     prompts = [ids.of_prompt(tokenizer(text)["input_ids"]) for text in texts]
-    header = {
-        "command": shlex.join(["kvpolicy", *sys.argv[1:]]),
-        "task": loaded.name,
-        "model": model,
-        "block_size": block_size,
-        "seed": seed,
-    }
-    trace = Trace(prompts, header=header)
+    words = [word for name, value in options.items() for word in (f"--{name}", str(value))]
+    command = shlex.join(["kvpolicy", "guard", "record", *words])
+    trace = Trace(prompts, header={"command": command})
     if not trace.blocks:
         msg = f"no prompt of task '{task}' fills a block of {block_size} tokens; use smaller ones."
         raise KVPolicyError(msg)
