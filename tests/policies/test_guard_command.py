@@ -14,6 +14,7 @@ from kvpolicy_plugins.guard.traces import Trace, parse, to_text
 from shell import Shell, refusal
 
 RECORDED = FOLDER / "related"
+NOISY = ["--predictor", "lognormal", "--sigma", 6]
 
 
 @pytest.fixture
@@ -32,9 +33,9 @@ def misses(answer: dict, algorithm: str) -> list[int]:
     [
         ("guard_03", ["--predictor", "normal", "--sigma", 50], "guard", "Guard"),
         ("guard_03", ["--predictor", "normal", "--sigma", 50], "lmarker", "LMarker"),
-        ("guard_16", ["--predictor", "lognormal", "--sigma", 6], "unguarded", "BlindOracle"),
-        ("guard_16", ["--predictor", "lognormal", "--sigma", 6, "--relax-times", 3], "guard", "Guard_relax_times_3"),
-        ("guard_16", ["--predictor", "lognormal", "--sigma", 6, "--relax-prob", 0.5], "guard", "Guard_relax_prob_05"),
+        ("guard_16", NOISY, "unguarded", "BlindOracle"),
+        ("guard_16", [*NOISY, "--relax-times", 3], "guard", "Guard_relax_times_3"),
+        ("guard_16", [*NOISY, "--relax-prob", 0.5], "guard", "Guard_relax_prob_05"),
         ("guard_13", ["--predictor", "labels", "--flip", 0.3], "guard", "Guard_OracleBin_flip03"),
         ("guard_13", ["--predictor", "labels", "--flip", 0.3], "unguarded", "LRB_OracleBin_flip03"),
         ("guard_13", ["--predictor", "pleco"], "guard", "Guard_PLECO"),
