@@ -14,21 +14,16 @@ from typing import TYPE_CHECKING, Any
 import attrs
 
 from kvpolicy.engine.results import Result
-from kvpolicy.entry_points import default_name
 from kvpolicy.errors import TaskError
 from kvpolicy.lab.store.records import Sample
+from kvpolicy.lab.tasks.derived import DEFAULT_TASK, DerivedTask, derived
 from kvpolicy.lab.tasks.task import (
     Column,
     EvalOutcome,
     EvalRequest,
     Evaluation,
-    Example,
-    Metric,
-    Split,
-    load_task,
     mean_of,
     ratio_of,
-    spell,
 )
 
 if TYPE_CHECKING:
@@ -47,62 +42,15 @@ MATCH = "match"
 KL = "kl"
 FIRST_DIFFERENCE = "first_difference"
 
-# The default of the option ``of``; ``None`` if no installed package sets one.
-_DEFAULT_TASK = default_name("task")
 
-
-@attrs.frozen
-class LikelihoodTask:
-    """The examples of another task with another metric.
-
-    Attributes:
-        family: Name of this task.
-        of: The other task, as a user types it.
-        metric: The metric.
-    """
-
-    family: str
-    of: str
-    metric: Metric
-
-    @property
-    def name(self) -> str:
-        """What the user types."""
-        return spell(self.family, {"of": self.of}, {})
-
-    def examples(self, n: int, *, seed: int, split: Split = "test") -> abc.Sequence[Example]:
-        """Draw ``n`` examples of the other task."""
-        examples: abc.Sequence[Example] = load_task(self.of).examples(n, seed=seed, split=split)
-        if not self.metric.reads_reference:
-            return [_with_prompt(example) for example in examples]
-        if any(example.reference is None for example in examples):
-            msg = f"task '{self.of}' has no reference texts, which {self.family} needs"
-            raise TaskError(msg)
-        return examples
-
-
-def perplexity(of: str | None = _DEFAULT_TASK) -> LikelihoodTask:
+def perplexity(of: str | None = DEFAULT_TASK) -> DerivedTask:
     """Perplexity of a task's reference texts, or of a file's texts, under eviction."""
-    return LikelihoodTask("perplexity", _required("perplexity", of), Perplexity())
+    return derived("perplexity", of, Perplexity())
 
 
-def agreement(of: str | None = _DEFAULT_TASK) -> LikelihoodTask:
+def agreement(of: str | None = DEFAULT_TASK) -> DerivedTask:
     """Agreement of a model with itself under the full cache, on any prompts."""
-    return LikelihoodTask("agreement", _required("agreement", of), Agreement())
-
-
-def _required(family: str, of: str | None) -> str:
-    if of is None:
-        msg = f"task '{family}' needs the name of another task: {family}:of=TASK"
-        raise TaskError(msg)
-    return of
-
-
-def _with_prompt(example: Example) -> Example:
-    """A text without a question becomes the prompt that the model continues."""
-    if example.prompt or example.reference is None:
-        return example
-    return attrs.evolve(example, prompt=example.reference)
+    return derived("agreement", of, Agreement())
 
 
 def _scored(sample: Sample) -> tuple[float, float] | None:
@@ -189,7 +137,7 @@ class _PerplexityEvaluation:
 def _given_and_scored(tokenizer: Any, one: EvalRequest) -> tuple[Any, list[int]]:
     """The prompt, and the token ids that are scored."""
     reference = one.example.reference
-    assert reference is not None, "LikelihoodTask.examples checks it"
+    assert reference is not None, "DerivedTask.examples checks it"
     if one.example.prompt:
         return one.request.prompt, tokenizer(reference, add_special_tokens=False)["input_ids"]
     ids = tokenizer(reference)["input_ids"]

@@ -15,6 +15,7 @@ from tiny import r1_tokenizer, shared_model, tiny_model, tiny_tokenizer
 from kvpolicy import Engine, Plan, hookimpl
 from kvpolicy.engine.request import Request, Sampling
 from kvpolicy.errors import TaskError
+from kvpolicy.lab.tasks.attention import HeldAttention
 from kvpolicy.lab.tasks.likelihood import (
     FIRST_DIFFERENCE,
     KL,
@@ -31,6 +32,8 @@ from kvpolicy.state import WaitingRequest
 TOKENIZER = tiny_tokenizer()
 # A loss is a sum over tokens; one forward and many round differently.
 ROUNDING = 1e-3
+
+MEASURES: tuple[Metric, ...] = (Perplexity(), Agreement(), HeldAttention())
 
 texts = st.text("abcdefgh ", min_size=2, max_size=40)
 
@@ -97,7 +100,7 @@ def test_evicting_changes_the_loss_and_only_after_the_first_compaction() -> None
     assert evicted[1].values[LOSS] == pytest.approx(full[1].values[LOSS], abs=ROUNDING)
 
 
-@pytest.mark.parametrize("measure", [Perplexity(), Agreement()], ids=lambda one: one.name)
+@pytest.mark.parametrize("measure", MEASURES, ids=lambda one: one.name)
 def test_a_text_with_logits_that_are_not_finite_fails_alone(measure: Metric) -> None:
     model = tiny_model()
     (token,) = TOKENIZER("q")["input_ids"]
@@ -114,7 +117,7 @@ def test_a_text_with_logits_that_are_not_finite_fails_alone(measure: Metric) -> 
 MIXED = [text("abc", "defgh abcdefgh hgfedcba", 0), text("a", "hgfe", 1), text("", "bcd dcb", 2)]
 
 
-@pytest.mark.parametrize("measure", [Perplexity(), Agreement()], ids=lambda one: one.name)
+@pytest.mark.parametrize("measure", MEASURES, ids=lambda one: one.name)
 @pytest.mark.parametrize("order", [(), (LastFirst(),)], ids=["as they come", "last first"])
 def test_a_text_is_measured_alike_alone_and_among_others(
     measure: Metric, order: tuple[object, ...]
@@ -155,7 +158,7 @@ def test_a_text_of_one_token_is_refused() -> None:
 
 def test_a_request_that_fails_is_kept_and_has_no_value() -> None:
     items = [text("a" * 600, "b"), text("a", "b", 1)]
-    for measure in (Perplexity(), Agreement()):
+    for measure in MEASURES:
         failed, fine = measured(measure, Plan.uniform("full"), items)
         assert failed.result.finish_reason == "error"
         assert not failed.values
