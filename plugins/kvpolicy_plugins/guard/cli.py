@@ -52,7 +52,7 @@ if TYPE_CHECKING:
     from kvpolicy_plugins.guard.simulation import Prediction, Simulation
 
 app = typer.Typer(
-    help="Replay requests for blocks of a prefix cache with Guard and others.",
+    help="Compare evictions of a prefix cache on recorded requests.",
     rich_help_panel="Experiments",
     no_args_is_help=True,
     add_completion=False,
