@@ -201,7 +201,13 @@ def steer(
 
 @hookspec(firstresult=True)
 def due(
-    layer_idx: int, num_rows: Tensor, seq_len: Tensor, prompt_len: Tensor, budget: int, buffer: int
+    layer_idx: int,
+    num_rows: Tensor,
+    seq_len: Tensor,
+    prompt_len: Tensor,
+    budget: int,
+    buffer: int,
+    memory: Memory,
 ) -> Tensor | None:
     """Choose which sequences are compacted now.
 
@@ -218,6 +224,7 @@ def due(
         prompt_len: Tokens of each prompt, ``[B]``, int64, on the CPU.
         budget: Rows that stay after a compaction.
         buffer: Rows that may be added before the slab is full.
+        memory: The policy's own dict for each sequence: ``memory.of(self)[b]``.
 
     Returns:
         Bool ``[B]``. Another shape or dtype raises `HookResultError`.

@@ -18,7 +18,7 @@ from kvpolicy.engine.sequence import Sequence
 from kvpolicy.hooks.stack import Stack
 from kvpolicy.hooks.timing import PolicyTimings
 from kvpolicy.plan.resolved import LayerPlan
-from kvpolicy.state import Bound
+from kvpolicy.state import Bound, Memory
 
 
 class Compactor:
@@ -150,6 +150,7 @@ class Compactor:
                         prompt_len=torch.from_numpy(prompt_len),
                         budget=layer.budget,
                         buffer=layer.buffer,
+                        memory=Memory([seq.memory for seq in sequences]),
                     )
             answer = answers[key]
             if answer is not None:

@@ -315,5 +315,6 @@ class _Layer:
             prompt_len=torch.from_numpy(seq_len * 0 + self.prompt_len),
             budget=self.budget,
             buffer=self.buffer,
+            memory=Memory([sequence.memory for sequence in self.sequences]),
         )
         return due is not None and bool(due.all())

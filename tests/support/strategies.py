@@ -185,6 +185,11 @@ SMALL_KNOBS: dict[str, tuple[dict[str, Any], ...]] = {
         {"n_lookahead": 0, "n_local": 2, "kernel_size": 3},
         {"n_lookahead": 2, "n_local": 2, "phase": "prefill", "group_reduce": "max"},
     ),
+    "epicache": (
+        {"prompt": [3, 7, 5]},
+        {"prompt": [], "n_last": 4, "n_sink": 1},
+        {"prompt": [3, 7], "n_last": 2, "n_recent": 3},
+    ),
 }
 
 #: Policies that only steer and need a tokenizer and a vector of the model's size.

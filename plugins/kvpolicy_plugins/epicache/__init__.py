@@ -1,0 +1,1 @@
+"""EpiCache: conversations in a fixed budget, in one cache for each of their topics."""
