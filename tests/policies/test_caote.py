@@ -243,6 +243,11 @@ def test_no_base_is_refused(stack: list[str]) -> None:
         decide(stack, GivenRows(positions=torch.arange(20).view(1, 1, 20)), budget=16)
 
 
+def test_wrappers_in_between_must_give_masses_too() -> None:
+    with pytest.raises(PlanError, match="'caote#2' needs .* and those of 'caote' are not"):
+        Plan.uniform("h2o", "caote", PolicySpec("caote"), budget=64, buffer=8).resolve(2)
+
+
 def test_a_part_without_a_base_is_refused() -> None:
     mix = PolicySpec("mix", {"of": ["h2o", "caote"]})
     with pytest.raises(PlanError, match="'caote' in 'mix' needs scores that are masses"):
