@@ -244,7 +244,7 @@ def test_no_base_is_refused(stack: list[str]) -> None:
 
 
 def test_wrappers_in_between_must_give_masses_too() -> None:
-    with pytest.raises(PlanError, match="'caote#2' needs .* and those of 'caote' are not"):
+    with pytest.raises(PlanError, match=r"'caote#2' needs .* and those of 'caote' are not"):
         Plan.uniform("h2o", "caote", PolicySpec("caote"), budget=64, buffer=8).resolve(2)
 
 
