@@ -184,7 +184,8 @@ class _MonitoredManager:
             if counts:
                 self._monitor.checked["answers"] += 1
             if hook == "mark" and seen[-1] is not None:
-                self._check_marks(impl, seen[-1], arguments, counts)
+                told = arguments | {"layer_idx": layer_idx}
+                self._check_marks(impl, seen[-1], told, counts)
         return answers
 
     def _check_marks(

@@ -32,6 +32,7 @@ from kvpolicy.toolkit.steering_vectors import (
     save_steering_vectors,
     with_hash,
 )
+from kvpolicy.toolkit.tensor_files import TensorFiles
 
 __all__ = [
     "PARAGRAPH",
@@ -42,6 +43,7 @@ __all__ = [
     "Pooling",
     "Retain",
     "SteeringVector",
+    "TensorFiles",
     "key_redundancy",
     "largest_remainder",
     "load_hashed",

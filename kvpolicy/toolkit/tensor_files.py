@@ -1,0 +1,146 @@
+"""Files of tensors that policies read: installed or not, safetensors, pinned by a hash."""
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import attrs
+import safetensors
+from safetensors.torch import save
+from torch import Tensor
+
+from kvpolicy.entry_points import installed_file
+from kvpolicy.errors import KVPolicyError
+from kvpolicy.files import open_binary, parse_json, path_of, read_bytes
+
+_SUFFIX = ".safetensors"
+_PICKLES = (b"\x80", b"PK")  # first bytes of files of torch.save, old format and zip archive
+_HASH_DIGITS = 8
+
+
+@attrs.frozen(kw_only=True)
+class TensorFiles:
+    """One kind of files: safetensors, named by an installed package or by a path.
+
+    A plan names a file with its hash, so that results with a file that was made again do not pass
+    for results with the old one.
+
+    Attributes:
+        group: Group of entry points; each maps a name to a package whose folder holds
+            ``NAME.safetensors``.
+        what: What such a file is, for messages: ``"gate file"``.
+        made_by: What makes one, for messages: a command in backquotes.
+        pickle_hint: What to do with a pickle, which is refused.
+        error: Exception to raise.
+    """
+
+    group: str
+    what: str
+    made_by: str
+    pickle_hint: str
+    error: type[KVPolicyError] = KVPolicyError
+
+    def called(self, reference: str | Path) -> str:
+        """How messages call a file."""
+        return f"{self.what} '{_name(reference)}'"
+
+    def with_hash(self, reference: str) -> str:
+        """Add the hash of a file to its name.
+
+        Args:
+            reference: An installed name or a path, with or without ``#HASH`` behind it.
+
+        Returns:
+            The name or path with ``#HASH``.
+
+        Raises:
+            KVPolicyError: There is no such file, or its hash differs from the given one.
+        """
+        name, _, given = reference.partition("#")
+        content = read_bytes(self.path(name), self.called(name), error=self.error)
+        found = hashlib.sha256(content).hexdigest()[:_HASH_DIGITS]
+        if given and given != found:
+            msg = (
+                f"{self.called(name)} has hash {found}, and the plan wants {given}: the file has "
+                "changed; restore the old one, or leave '#' and the hash out"
+            )
+            raise self.error(msg)
+        return f"{name}#{found}"
+
+    def read(self, reference: str | Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """Read a file.
+
+        Args:
+            reference: An installed name or a path; a hash behind it is not looked at.
+
+        Returns:
+            The tensors by name, and the metadata, whose values are JSON or text.
+
+        Raises:
+            KVPolicyError: There is no such file, or it is not safetensors.
+        """
+        name = _name(reference)
+        path, what = self.path(name), self.called(name)
+        try:
+            with open_binary(path, what, error=self.error) as file:
+                if file.read(2).startswith(_PICKLES):
+                    msg = (
+                        f"{what} is a pickle, and is refused, because reading one may run code; "
+                        f"{self.pickle_hint}"
+                    )
+                    raise self.error(msg)
+            with safetensors.safe_open(path, framework="pt") as opened:
+                tensors = {key: opened.get_tensor(key) for key in opened.keys()}  # noqa: SIM118
+                metadata = opened.metadata() or {}
+        except OSError as error:
+            msg = f"{what} cannot be read: {error.strerror or error}"
+            raise self.error(msg) from error
+        except safetensors.SafetensorError as error:
+            msg = f"{what} is not safetensors ({error}); {self.made_by} writes one"
+            raise self.error(msg) from error
+        return tensors, {key: _parsed(value) for key, value in metadata.items()}
+
+    def to_bytes(self, tensors: Mapping[str, Tensor], metadata: Mapping[str, Any]) -> bytes:
+        """The content of a file.
+
+        Args:
+            tensors: The tensors by name.
+            metadata: One entry, plain data; safetensors writes several in no fixed order.
+        """
+        return save(
+            dict(tensors),
+            {key: json.dumps(value, sort_keys=True) for key, value in metadata.items()},
+        )
+
+    def path(self, name: str | Path) -> Path:
+        """Where the file is.
+
+        Raises:
+            KVPolicyError: There is no such file.
+        """
+        path = path_of(name, f"a {self.what}", error=self.error)
+        if path.suffix or len(path.parts) > 1 or path.is_file():
+            if not os.path.lexists(path):
+                msg = (
+                    f"{self.called(name)} cannot be read: No such file or directory; "
+                    f"{self.made_by} makes one"
+                )
+                raise self.error(msg)
+            return path
+        return installed_file(
+            self.group, str(path), suffix=_SUFFIX, what=self.what, error=self.error
+        )
+
+
+def _name(reference: str | Path) -> str | Path:
+    return reference.partition("#")[0] if isinstance(reference, str) else reference
+
+
+def _parsed(value: str) -> Any:
+    try:
+        return parse_json(value)
+    except ValueError:
+        return value

@@ -1,0 +1,1 @@
+"""TRIM-KV: learned retention gates rank rows for eviction."""

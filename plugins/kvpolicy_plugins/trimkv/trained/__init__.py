@@ -1,0 +1,1 @@
+"""Gates that were trained for the bundled reasoners; README.md says how."""
