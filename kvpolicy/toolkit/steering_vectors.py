@@ -9,32 +9,36 @@ An entry point of the group ``kvpolicy.vectors`` maps a name to a package whose 
 ``NAME.safetensors``.
 """
 
-import hashlib
-import json
-import os
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import attrs
-import safetensors
 import torch
-from safetensors.torch import save
 from torch import Tensor
 
-from kvpolicy.entry_points import installed_file
 from kvpolicy.errors import SteeringError, shown
-from kvpolicy.files import atomic_write, open_binary, parse_json, path_of, read_bytes
+from kvpolicy.toolkit.tensor_files import TensorFiles
 
 GROUP = "kvpolicy.vectors"
 SIGN = "execution - non_execution"
 
+FILES = TensorFiles(
+    group=GROUP,
+    what="steering vector file",
+    name="steering vector",
+    made_by="`kvpolicy steer calibrate`",
+    pickle_hint=(
+        "SEAL writes them so; convert it where you trust it: torch.load(FILE, "
+        "weights_only=True), change the sign (SEAL stores non-execution - execution), "
+        "kvpolicy.toolkit.save_steering_vectors"
+    ),
+    error=SteeringError,
+)
+
 _FORMAT = 1
 _KEY = "kvpolicy"
-_SUFFIX = ".safetensors"
-_PICKLES = (b"\x80", b"PK")  # first bytes of files of torch.save, old format and zip archive
-_HASH_DIGITS = 8
 
 
 @attrs.frozen(kw_only=True)
@@ -154,9 +158,7 @@ def save_steering_vectors(
         "calibration": attrs.asdict(vectors[0].calibration),
     }
     tensors = {f"layer.{vector.layer:02}": vector.vector.contiguous() for vector in vectors}
-    # A single entry: safetensors writes several in no fixed order.
-    content = save(tensors, {_KEY: json.dumps(described, sort_keys=True)})
-    atomic_write(Path(path), content)
+    FILES.write(Path(path), tensors, {_KEY: described})
 
 
 def load_steering_vector(name_or_path: str | Path, layer: int | None = None) -> SteeringVector:
@@ -193,22 +195,8 @@ def load_steering_vectors(name_or_path: str | Path) -> tuple[list[SteeringVector
     Raises:
         SteeringError: There is no such file, or it does not hold steering vectors.
     """
-    path = _vector_file(name_or_path)
-    what = f"steering vector file '{name_or_path}'"
-    try:
-        with open_binary(path, what, error=SteeringError) as file:
-            if file.read(2).startswith(_PICKLES):
-                raise SteeringError(_pickle_message(what))
-        with safetensors.safe_open(path, framework="pt") as opened:
-            tensors = {key: opened.get_tensor(key) for key in opened.keys()}  # noqa: SIM118
-            metadata = opened.metadata() or {}
-    except OSError as error:
-        msg = f"{what} cannot be read: {error.strerror or error}"
-        raise SteeringError(msg) from error
-    except safetensors.SafetensorError as error:
-        msg = f"{what} is not safetensors ({error}); `kvpolicy steer calibrate` writes one"
-        raise SteeringError(msg) from error
-    return _structure(tensors, metadata, what)
+    tensors, metadata = FILES.read(name_or_path)
+    return _structure(tensors, metadata, FILES.called(name_or_path))
 
 
 def with_hash(reference: str) -> str:
@@ -226,17 +214,7 @@ def with_hash(reference: str) -> str:
     Raises:
         SteeringError: There is no such file, or its hash differs from the given one.
     """
-    name, _, given = reference.partition("#")
-    what = f"steering vector file '{name}'"
-    content = read_bytes(_vector_file(name), what, error=SteeringError)
-    found = hashlib.sha256(content).hexdigest()[:_HASH_DIGITS]
-    if given and given != found:
-        msg = (
-            f"steering vector file '{name}' has hash {found}, and the plan wants {given}: the file "
-            "has changed; restore the old one, or leave '#' and the hash out"
-        )
-        raise SteeringError(msg)
-    return f"{name}#{found}"
+    return FILES.with_hash(reference)
 
 
 def load_hashed(reference: str, layer: int | None) -> SteeringVector:
@@ -244,24 +222,11 @@ def load_hashed(reference: str, layer: int | None) -> SteeringVector:
     return load_steering_vector(reference.partition("#")[0], layer)
 
 
-def _vector_file(name_or_path: str | Path) -> Path:
-    path = path_of(name_or_path, "a steering vector", error=SteeringError)
-    if path.suffix or len(path.parts) > 1 or path.is_file():
-        if not os.path.lexists(path):
-            msg = (
-                f"steering vector file '{name_or_path}' cannot be read: No such file or directory; "
-                "`kvpolicy steer calibrate` makes one"
-            )
-            raise SteeringError(msg)
-        return path
-    return installed_file(GROUP, str(path), suffix=_SUFFIX, what="steering vector")
-
-
 def _structure(
-    tensors: Mapping[str, Tensor], metadata: Mapping[str, str], what: str
+    tensors: Mapping[str, Tensor], metadata: Mapping[str, Any], what: str
 ) -> tuple[list[SteeringVector], int | None]:
     try:
-        described: dict[str, Any] = parse_json(metadata[_KEY])
+        described: dict[str, Any] = metadata[_KEY]
         if described["format"] != _FORMAT:
             raise ValueError
         calibration = Calibration(**described["calibration"])
@@ -298,11 +263,3 @@ def _problem(vector: Tensor, layer: int) -> str | None:
     if not vector.isfinite().all():
         return f"{int((~vector.isfinite()).sum())} of its numbers are NaN or infinite"
     return None if layer >= 0 else "layers are counted from 0"
-
-
-def _pickle_message(what: str) -> str:
-    return (
-        f"{what} is a pickle, as SEAL writes them, and is refused, because reading one may run "
-        "code; convert it where you trust it: torch.load(FILE, weights_only=True), change the "
-        "sign (SEAL stores non-execution - execution), kvpolicy.toolkit.save_steering_vectors"
-    )

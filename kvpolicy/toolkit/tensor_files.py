@@ -14,7 +14,7 @@ from torch import Tensor
 
 from kvpolicy.entry_points import installed_file
 from kvpolicy.errors import KVPolicyError
-from kvpolicy.files import open_binary, parse_json, path_of, read_bytes
+from kvpolicy.files import atomic_write, open_binary, parse_json, path_of, read_bytes
 
 _SUFFIX = ".safetensors"
 _PICKLES = (b"\x80", b"PK")  # first bytes of files of torch.save, old format and zip archive
@@ -31,7 +31,8 @@ class TensorFiles:
     Attributes:
         group: Group of entry points; each maps a name to a package whose folder holds
             ``NAME.safetensors``.
-        what: What such a file is, for messages: ``"gate file"``.
+        what: What such a file is, for messages: ``"steering vector file"``.
+        name: What an installed name stands for: ``"steering vector"``.
         made_by: What makes one, for messages: a command in backquotes.
         pickle_hint: What to do with a pickle, which is refused.
         error: Exception to raise.
@@ -39,6 +40,7 @@ class TensorFiles:
 
     group: str
     what: str
+    name: str
     made_by: str
     pickle_hint: str
     error: type[KVPolicyError] = KVPolicyError
@@ -103,6 +105,16 @@ class TensorFiles:
             raise self.error(msg) from error
         return tensors, {key: _parsed(value) for key, value in metadata.items()}
 
+    def write(
+        self, path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, Any]
+    ) -> None:
+        """Write a file atomically; arguments as for `to_bytes`.
+
+        Raises:
+            OutputError: It cannot be written.
+        """
+        atomic_write(path, self.to_bytes(tensors, metadata))
+
     def to_bytes(self, tensors: Mapping[str, Tensor], metadata: Mapping[str, Any]) -> bytes:
         """The content of a file.
 
@@ -121,7 +133,7 @@ class TensorFiles:
         Raises:
             KVPolicyError: There is no such file.
         """
-        path = path_of(name, f"a {self.what}", error=self.error)
+        path = path_of(name, f"a {self.name}", error=self.error)
         if path.suffix or len(path.parts) > 1 or path.is_file():
             if not os.path.lexists(path):
                 msg = (
@@ -131,7 +143,7 @@ class TensorFiles:
                 raise self.error(msg)
             return path
         return installed_file(
-            self.group, str(path), suffix=_SUFFIX, what=self.what, error=self.error
+            self.group, str(path), suffix=_SUFFIX, what=self.name, error=self.error
         )
 
 

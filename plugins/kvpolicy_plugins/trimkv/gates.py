@@ -12,9 +12,9 @@ have ``retention_gate`` and ``hidden_act`` as entries of their own. An entry poi
 ``NAME.safetensors``.
 """
 
-import json
 import re
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, Literal, get_args
 
 import attrs
@@ -34,6 +34,7 @@ INITIALIZER_RANGE = 0.02
 FILES = TensorFiles(
     group="kvpolicy.gates",
     what="gate file",
+    name="file of gates",
     made_by="`kvpolicy trimkv train`",
     pickle_hint=(
         "the authors release their weights so; convert it where you trust it: "
@@ -136,8 +137,12 @@ class Gates:
         """Numbers in all tensors."""
         return sum(t.numel() for gate in self.by_layer.values() for t in gate.tensors.values())
 
-    def to_bytes(self) -> bytes:
-        """The content of a file; equal gates give equal bytes."""
+    def save(self, path: Path) -> None:
+        """Write a file atomically; equal gates give equal bytes.
+
+        Raises:
+            OutputError: It cannot be written.
+        """
         first = next(iter(self.by_layer.values()))
         described = {
             "format": _FORMAT,
@@ -150,7 +155,7 @@ class Gates:
             for layer, gate in self.by_layer.items()
             for name, tensor in gate.tensors.items()
         }
-        return FILES.to_bytes(named, {_KEY: described})
+        FILES.write(path, named, {_KEY: described})
 
 
 def new_gate(
@@ -288,7 +293,7 @@ def _described(metadata: Mapping[str, Any], what: str) -> Mapping[str, Any]:
 def _split(key: str, what: str) -> tuple[int | None, str]:
     """Layer and last names of a tensor."""
     found = re.fullmatch(
-        r"(?:.*\.)?layers\.(\d+)\.(?:.*\.)?((?:linear[12]|(?:gate|up|down)_proj)\.(?:weight|bias)|bias)",
+        r"(?:.*?\.)?layers\.(\d+)\.(?:.*?\.)?((?:linear[12]|(?:gate|up|down)_proj)\.(?:weight|bias)|bias)",
         key,
     )
     if found is not None:

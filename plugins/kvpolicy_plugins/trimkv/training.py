@@ -1,9 +1,9 @@
 """Training of gates: the model is frozen, and learns to do with fewer rows.
 
 ``L = (KL(teacher || student) + NTP) / 2 + lambda L_cap``, with ``quality_reduce = "mean"``, as in the
-authors' code of 2026; the paper's sum is ``"sum"``. The teacher is the model without gates. A run is
-a checkpoint after every few seconds, from which it goes on exactly: texts of a step depend on the
-seed and the step alone.
+authors' code of 2026; the paper's sum is ``"sum"``. The teacher is the model without gates. The
+texts of a step depend on the seed and the step alone, so that a run goes on from a checkpoint as if it
+had never stopped.
 """
 
 import math
@@ -22,7 +22,6 @@ from kvpolicy_plugins.trimkv.gates import (
     FORMS,
     INTERMEDIATE_SIZE,
     Form,
-    Gate,
     Gates,
     new_gate,
 )
