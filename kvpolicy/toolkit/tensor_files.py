@@ -105,9 +105,7 @@ class TensorFiles:
             raise self.error(msg) from error
         return tensors, {key: _parsed(value) for key, value in metadata.items()}
 
-    def write(
-        self, path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, Any]
-    ) -> None:
+    def write(self, path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, Any]) -> None:
         """Write a file atomically; arguments as for `to_bytes`.
 
         Raises:

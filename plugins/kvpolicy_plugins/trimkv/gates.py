@@ -7,9 +7,9 @@ layer. Of the metadata, the key ``kvpolicy`` is JSON::
 
     {"format": 1, "retention_gate": "rg", "hidden_act": "silu", "training": {...}}
 
-Files without it, such as released weights that were saved as safetensors, are read as well; they may
-have ``retention_gate`` and ``hidden_act`` as entries of their own. An entry point of the group ``kvpolicy.gates`` maps a name to a package whose folder holds
-``NAME.safetensors``.
+Files without it, such as released weights that were saved as safetensors, are read as well; they
+may have ``retention_gate`` and ``hidden_act`` as entries of their own. An entry point of the group
+``kvpolicy.gates`` maps a name to a package whose folder holds ``NAME.safetensors``.
 """
 
 import re
@@ -198,9 +198,7 @@ def new_gate(
     return Gate(form=form, hidden_act=hidden_act, tensors=tensors)
 
 
-def load_gates(
-    reference: str, *, form: Form | None = None, hidden_act: str | None = None
-) -> Gates:
+def load_gates(reference: str, *, form: Form | None = None, hidden_act: str | None = None) -> Gates:
     """Read a file of gates.
 
     Args:

@@ -4,8 +4,8 @@ Queries attend with the weights ``a_ti ~ exp(q_t k_i / sqrt(D) + (t - i) log bet
 eager function multiplies the logits by ``beta_i^(t-i)`` instead; their training kernel, and the
 paper's text, add the bias. With retention 1 everywhere, it is the model itself.
 
-The model is left as it is: its code calls an attention function by name, and ours looks up the gates
-of the pass under way. Without a pass, it is plain causal attention.
+The model is left as it is: its code calls an attention function by name, and ours looks up the
+gates of the pass under way. Without a pass, it is plain causal attention.
 """
 
 from collections.abc import Iterator, Mapping
@@ -54,8 +54,9 @@ class Student:
         """
         self.model = model
         layers = getattr(model.get_decoder(), "layers", None)
-        self._attention = [getattr(layer, "self_attn", None) for layer in layers or ()]
-        if not self._attention or not all(isinstance(one, nn.Module) for one in self._attention):
+        found = [getattr(layer, "self_attn", None) for layer in layers or ()]
+        self._attention = [module for module in found if isinstance(module, nn.Module)]
+        if not found or len(self._attention) < len(found):
             msg = (
                 f"gates cannot be trained for {type(model).__name__}: its decoder has no layers "
                 "with self_attn; choose a decoder-only model such as Llama, Qwen or Phi-3"

@@ -1,13 +1,13 @@
 """Training of gates: the model is frozen, and learns to do with fewer rows.
 
-``L = (KL(teacher || student) + NTP) / 2 + lambda L_cap``, with ``quality_reduce = "mean"``, as in the
-authors' code of 2026; the paper's sum is ``"sum"``. The teacher is the model without gates. The
-texts of a step depend on the seed and the step alone, so that a run goes on from a checkpoint as if it
-had never stopped.
+``L = (KL(teacher || student) + NTP) / 2 + lambda L_cap`` with ``quality_reduce = "mean"``, as in
+the authors' code of 2026; the paper's sum is ``"sum"``. The teacher is the model without gates. The
+texts of a step depend on the seed and the step alone, so that a run goes on from a checkpoint as if
+it had never stopped.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
 import attrs
@@ -61,10 +61,10 @@ class Recipe:
         seed: Draws the first weights, and the texts of each step.
     """
 
-    steps: int = attrs.field(default=600, validator=[instance_of(int), ge(1)])
-    batch: int = attrs.field(default=8, validator=[instance_of(int), ge(1)])
-    memory: float = attrs.field(default=48.0, converter=float, validator=gt(0))
-    lr: float = attrs.field(default=2e-3, converter=float, validator=gt(0))
+    steps: int = attrs.field(default=300, validator=[instance_of(int), ge(1)])
+    batch: int = attrs.field(default=4, validator=[instance_of(int), ge(1)])
+    memory: float = attrs.field(default=32.0, converter=float, validator=gt(0))
+    lr: float = attrs.field(default=3e-3, converter=float, validator=gt(0))
     warmup: int = attrs.field(default=20, validator=[instance_of(int), ge(0)])
     weight_decay: float = attrs.field(default=0.01, converter=float, validator=ge(0))
     bias: float | None = None
@@ -123,7 +123,8 @@ class Trainer:
         Raises:
             KVPolicyError: There are no texts, or the model cannot be a student.
         """
-        self._texts = [text[: recipe.max_tokens] for text in texts if len(text) > 1]
+        used = [text[: recipe.max_tokens] for text in texts if len(text) > 1]
+        self._texts = sorted(used, key=len)
         if not self._texts:
             msg = "gates cannot be trained without texts of two tokens and more; give some"
             raise KVPolicyError(msg)
@@ -160,21 +161,15 @@ class Trainer:
         mean_length = sum(map(len, self._texts)) / len(self._texts)
         return math.log(mean_length / 0.5)
 
-    def run(
-        self, *, stop: int | None = None, after_step: Callable[[StepRecord], None] | None = None
-    ) -> None:
-        """Do the steps that are left.
+    def steps(self) -> Iterator[StepRecord]:
+        """Do the steps that are left; after each, `state` is complete.
 
-        Args:
-            stop: Stop after so many steps of the run; by default after the last.
-            after_step: Called after each step; at that moment `state` is complete.
+        Yields:
+            What each step has shown.
         """
-        last = self.recipe.steps if stop is None else min(stop, self.recipe.steps)
         with self._student:
-            while self.done < last:
-                record = self._step()
-                if after_step is not None:
-                    after_step(record)
+            while self.done < self.recipe.steps:
+                yield self._step()
 
     def state(self) -> dict[str, Tensor]:
         """Gates and state of the optimizer, by name; copies."""
@@ -213,7 +208,7 @@ class Trainer:
         recipe = self.recipe
         generator = torch.Generator().manual_seed(recipe.seed)
         config: Any = model.config.get_text_config(decoder=True)
-        act = getattr(config, "hidden_act", None) or getattr(config, "hidden_activation", "silu")
+        act: str = getattr(config, "hidden_act", None) or config.hidden_activation
         num_heads = config.num_key_value_heads
         head_dim = getattr(config, "head_dim", None) or (
             config.hidden_size // config.num_attention_heads
@@ -266,10 +261,15 @@ class Trainer:
         )
 
     def _batch(self) -> tuple[Tensor, Tensor]:
-        """Texts of the next step, ``[B, T]``, padded on the right, and their lengths."""
+        """Texts of the next step, ``[B, T]``, padded on the right, and their lengths.
+
+        Texts are in the order of their lengths, and a batch is some that stand together: padding
+        would double the time, which grows with the square of the longest.
+        """
         generator = torch.Generator().manual_seed(self.recipe.seed * 1_000_003 + self.done)
-        chosen = torch.randint(len(self._texts), (self.recipe.batch,), generator=generator)
-        texts = [torch.tensor(self._texts[index]) for index in chosen.tolist()]
+        num = min(self.recipe.batch, len(self._texts))
+        first = int(torch.randint(len(self._texts) - num + 1, (), generator=generator))
+        texts = [torch.tensor(text) for text in self._texts[first : first + num]]
         lengths = torch.tensor([len(text) for text in texts])
         return torch.nn.utils.rnn.pad_sequence(texts, batch_first=True), lengths
 
