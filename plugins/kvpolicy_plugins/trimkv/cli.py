@@ -81,7 +81,7 @@ def train(
     ] = None,
     n: Annotated[int, _option(TEXTS, "Most texts to read.", min=1)] = 2000,
     max_tokens: Annotated[int, _option(TEXTS, "Tokens of a text that are used.", min=2)] = 4096,
-    steps: Annotated[int, _option(RECIPE, "Optimizer steps.", min=1)] = 300,
+    steps: Annotated[int, _option(RECIPE, "Optimizer steps.", min=1)] = 400,
     batch: Annotated[int, _option(RECIPE, "Texts of a step.", min=1)] = 4,
     memory: Annotated[
         float, _option(RECIPE, "Rows a head may hold; below 1, a share of the text.", min=0.001)

@@ -61,7 +61,7 @@ class Recipe:
         seed: Draws the first weights, and the texts of each step.
     """
 
-    steps: int = attrs.field(default=300, validator=[instance_of(int), ge(1)])
+    steps: int = attrs.field(default=400, validator=[instance_of(int), ge(1)])
     batch: int = attrs.field(default=4, validator=[instance_of(int), ge(1)])
     memory: float = attrs.field(default=32.0, converter=float, validator=gt(0))
     lr: float = attrs.field(default=3e-3, converter=float, validator=gt(0))
@@ -123,8 +123,7 @@ class Trainer:
         Raises:
             KVPolicyError: There are no texts, or the model cannot be a student.
         """
-        used = [text[: recipe.max_tokens] for text in texts if len(text) > 1]
-        self._texts = sorted(used, key=len)
+        self._texts = [text[: recipe.max_tokens] for text in texts if len(text) > 1]
         if not self._texts:
             msg = "gates cannot be trained without texts of two tokens and more; give some"
             raise KVPolicyError(msg)
@@ -261,15 +260,10 @@ class Trainer:
         )
 
     def _batch(self) -> tuple[Tensor, Tensor]:
-        """Texts of the next step, ``[B, T]``, padded on the right, and their lengths.
-
-        Texts are in the order of their lengths, and a batch is some that stand together: padding
-        would double the time, which grows with the square of the longest.
-        """
+        """Texts of the next step, ``[B, T]``, padded on the right, and their lengths."""
         generator = torch.Generator().manual_seed(self.recipe.seed * 1_000_003 + self.done)
-        num = min(self.recipe.batch, len(self._texts))
-        first = int(torch.randint(len(self._texts) - num + 1, (), generator=generator))
-        texts = [torch.tensor(text) for text in self._texts[first : first + num]]
+        chosen = torch.randint(len(self._texts), (self.recipe.batch,), generator=generator)
+        texts = [torch.tensor(self._texts[index]) for index in chosen.tolist()]
         lengths = torch.tensor([len(text) for text in texts])
         return torch.nn.utils.rnn.pad_sequence(texts, batch_first=True), lengths
 
