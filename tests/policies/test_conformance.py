@@ -17,7 +17,7 @@ NAMES = [policy.name for policy in installed_policies()]
 VARIANTS = [(name, knobs) for name in NAMES for knobs in SMALL_KNOBS.get(name, ({},))]
 
 # Policies whose heads select together or by head index; in all others each head selects alone.
-COUPLED_HEADS = ("tova", "random")
+COUPLED_HEADS = ("tova", "random", "trimkv")
 
 
 @pytest.fixture(scope="module")

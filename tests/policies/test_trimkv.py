@@ -9,6 +9,8 @@ import torch
 from golden_cases import Case, recorded_related
 from hypothesis import given
 from hypothesis import strategies as st
+from kvpolicy_plugins.trimkv.budgets import rows_over_heads, rows_over_model
+from kvpolicy_plugins.trimkv.gates import load_gates
 from policy_checks import assert_knobs_refused
 from safetensors.torch import save_file
 from strategies import seeds
@@ -18,8 +20,6 @@ from trimkv_gates import echo_gate, recorded_gate, states_for
 from kvpolicy import Engine, GivenRows, Plan, decide, load_model, load_policy
 from kvpolicy.errors import KnobError, KVPolicyError
 from kvpolicy.testing import keep_rows, replay
-from kvpolicy_plugins.trimkv.budgets import rows_over_heads, rows_over_model
-from kvpolicy_plugins.trimkv.gates import load_gates
 
 CODE = {"newest_age": 2, "n_recent": 0}
 
@@ -31,7 +31,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def random_log_beta(*shape: int, seed: int) -> Tensor:
     rng = torch.Generator().manual_seed(seed)
-    return -torch.rand(shape, generator=rng) ** 3
+    return -(torch.rand(shape, generator=rng) ** 3)
 
 
 @recorded_related("trim_gate")

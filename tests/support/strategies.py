@@ -172,6 +172,12 @@ SMALL_KNOBS: dict[str, tuple[dict[str, Any], ...]] = {
         {"n_recent": 3, "n_sink": 1, "saliency": "k", "window_size": 4},
         {"n_recent": 0, "saliency": "vk", "every": 2},
     ),
+    "trimkv": (
+        {},
+        {"retention_gate": "rg2", "n_recent": 3, "horizon": 8, "seed": 5},
+        {"retention_gate": "rg3", "n_recent": 0, "key_norms": True, "floor_ratio": 0.5},
+        {"newest_age": 2, "threshold": 0.99},
+    ),
     "merge": ({}, {"beta": 0.3}, {"weights": "mean"}),
     "expected_attention": (
         {},

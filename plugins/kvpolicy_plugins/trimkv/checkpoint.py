@@ -34,7 +34,7 @@ class Progress:
     elapsed_s: float = 0.0
 
 
-def checkpoint_of(output: Path) -> Path:
+def path_beside(output: Path) -> Path:
     """Where the checkpoint of a run is, until its file of gates is written."""
     return output.with_name(f"{output.stem}.checkpoint.safetensors")
 

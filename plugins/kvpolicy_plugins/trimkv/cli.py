@@ -36,7 +36,6 @@ from kvpolicy.entry_points import default_name
 from kvpolicy.errors import KVPolicyError, OutputError
 
 if TYPE_CHECKING:
-
     from kvpolicy_plugins.trimkv.gates import Gates
     from kvpolicy_plugins.trimkv.training import Recipe, StepRecord, Trainer
 
@@ -165,7 +164,7 @@ def train(
         run.finish(restart=restart)
         gates = run.gates(origin)
         gates.save(output)
-        run.checkpoint.unlink(missing_ok=True)
+        run.unfinished.unlink(missing_ok=True)
     _show(str(output), gates, json=json)
 
 
@@ -225,10 +224,10 @@ class _Run:
     def __init__(
         self, trainer: "Trainer", output: Path, identity: dict[str, Any], save_every: int
     ) -> None:
-        from kvpolicy_plugins.trimkv.checkpoint import checkpoint_of
+        from kvpolicy_plugins.trimkv.checkpoint import path_beside
 
         self.trainer = trainer
-        self.checkpoint = checkpoint_of(output)
+        self.unfinished = path_beside(output)
         self._identity, self._save_every = identity, save_every
         self._records: list[StepRecord] = []
         self._elapsed_s, self._started = 0.0, time.monotonic()
@@ -239,12 +238,12 @@ class _Run:
 
         trainer = self.trainer
         if restart:
-            self.checkpoint.unlink(missing_ok=True)
-        found = restore(self.checkpoint, trainer, self._identity)
+            self.unfinished.unlink(missing_ok=True)
+        found = restore(self.unfinished, trainer, self._identity)
         self._records, self._elapsed_s = list(found.records), found.elapsed_s
         self._started = time.monotonic()
         if trainer.done:
-            info(f"going on after step {trainer.done}, from {self.checkpoint}")
+            info(f"going on after step {trainer.done}, from {self.unfinished}")
         saved = trainer.done
         try:
             with Progress(trainer.recipe.steps, trainer.done) as progress:
@@ -279,7 +278,7 @@ class _Run:
         from kvpolicy_plugins.trimkv import checkpoint
 
         progress = checkpoint.Progress(self._records, self._elapsed())
-        checkpoint.save(self.checkpoint, self.trainer, progress, self._identity)
+        checkpoint.save(self.unfinished, self.trainer, progress, self._identity)
 
     def _elapsed(self) -> float:
         return self._elapsed_s + time.monotonic() - self._started
