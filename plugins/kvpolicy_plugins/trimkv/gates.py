@@ -84,7 +84,7 @@ class Gate:
     def log_beta(self, states: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         """The retention of tokens.
 
-        In fp32 whatever the model's precision: near 18, where the paper's gates begin, two
+        In fp32 where the model has less precision: near 18, where the paper's gates begin, two
         neighbouring bfloat16 numbers are 0.125 apart, and ``log beta`` is about ``-1.5e-8``.
 
         Args:
@@ -93,14 +93,15 @@ class Gate:
             values: Values, ``[N, H_kv, D]``.
 
         Returns:
-            ``log beta``, ``[N, H_kv]``, fp32, below 0.
+            ``log beta``, ``[N, H_kv]``, fp32 or more, below 0.
         """
         inputs = states if self.reads_states else torch.cat([keys, values], dim=-1).flatten(1)
         return self.rate(inputs)
 
     def rate(self, inputs: Tensor) -> Tensor:
         """The retention of tokens from what the gate reads, ``[..., I]``: ``[..., H_kv]``."""
-        act, w, x = _activation(self.hidden_act), self.tensors, inputs.float()
+        x = inputs.to(torch.promote_types(inputs.dtype, torch.float32))
+        act, w = _activation(self.hidden_act), {n: t.to(x.dtype) for n, t in self.tensors.items()}
         if self.form == "rg3":
             hidden = act(F.linear(x, w["gate_proj.weight"])) * F.linear(x, w["up_proj.weight"])
             u = F.linear(hidden, w["down_proj.weight"])
