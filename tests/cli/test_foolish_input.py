@@ -54,6 +54,8 @@ NUMBERS = {
 }
 # Arguments without which a command is refused before its numbers are read.
 REQUIRED = {
+    "guard record": "--output a.jsonl",
+    "guard replay": "a.jsonl",
     "plan show": "a.toml",
     "plan suggest": "--model m --length 9 --memory 1MB",
     "plot": "run --to a.svg",
@@ -63,6 +65,7 @@ REQUIRED = {
     "results table": "run",
     "steer calibrate": "--output a.safetensors",
     "tasks show": "needle",
+    "trimkv train": "--output a.safetensors",
     "reasoner train": "--output a",
     "lm-eval": "--tasks a",
 }

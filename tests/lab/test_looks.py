@@ -16,6 +16,9 @@ from kvpolicy.lab.looks import COLOURS, INK, looks_of, policy_of
 
 NAMES = st.text("abcdefgh", min_size=1, max_size=3)
 
+# They have the colour of what they are stacked with.
+ADD_ONS = {"adakv", "caote", "merge", "protect", "rerotate", "seal", "skipkv_batches"}
+
 
 def test_forty_series_of_one_policy_look_different() -> None:
     for policy in ("rkv", "of another package", ""):
@@ -40,14 +43,17 @@ def test_the_colour_of_a_policy_does_not_depend_on_others(
     assert INK not in alone.values()
 
 
-def test_installed_policies_that_score_have_colours_of_their_own() -> None:
+def test_installed_policies_that_score_have_colours() -> None:
     registered = looks._registered()
     known = discovery.installed(discovery.GROUP)
     assert registered.keys() <= known.keys(), "a colour of no policy"
-    assert len(set(registered.values())) == len(registered)
-    add_ons = {"protect", "rerotate", "seal", "merge", "skipkv_batches"}
-    ours = {name for name, point in known.items() if point.dist and point.dist.name == "kvpolicy"}
-    assert ours - add_ons <= registered.keys(), "give the policy a colour in its package"
+    ours = {name: point for name, point in known.items() if point.dist.name == "kvpolicy"}
+    assert ours.keys() - ADD_ONS <= registered.keys(), "give the policy a colour in its package"
+    # There are fewer colours that can be told apart than policies: baselines have one each. What
+    # else has the same is shown by another marker and line style.
+    for package in ("kvpolicy_baselines", "skipkv_plugin"):
+        colours = [registered[name] for name in registered if ours[name].module.startswith(package)]
+        assert len(set(colours)) == len(colours)
 
 
 @pytest.mark.parametrize(
