@@ -133,6 +133,7 @@ SMALL_KNOBS: dict[str, tuple[dict[str, Any], ...]] = {
     "tova": ({}, {"every": None, "n_recent": 1}, {"every": 3}),
     "knorm": ({}, {"n_recent": 0}, {"n_recent": 2, "skip_layers": (0,)}),
     "keydiff": ({}, {"n_recent": 3}),
+    "lazy_eviction": ({"window_size": 4}, {"window_size": 2, "alpha": 0.1}),
     "random": ({}, {"seed": 7}),
     "pyramidkv": (
         {"window_size": 4},
