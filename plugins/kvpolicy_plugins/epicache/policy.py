@@ -9,11 +9,6 @@ from torch import Tensor
 
 from kvpolicy import KVPolicyError, Memory, Probe, hookimpl, observed_weights, top_rows
 
-INSTRUCTION = (
-    "\n\nExtract the essential information of this conversation: who said what, names, numbers, "
-    "dates, places, plans and decisions.\n\n"
-)
-
 # Attention weights that are computed together: bounds the memory of long patched prompts.
 _WEIGHTS_AT_ONCE = 1 << 24
 
@@ -75,7 +70,12 @@ class EpiCache:
     ragged: ClassVar[bool] = True
 
     prompt: str | tuple[int, ...] = attrs.field(
-        default=INSTRUCTION, converter=_text_or_ids, validator=_is_prompt
+        default=(
+            "\n\nExtract the essential information of this conversation: who said what, names, "
+            "numbers, dates, places, plans and decisions.\n\n"
+        ),
+        converter=_text_or_ids,
+        validator=_is_prompt,
     )
     n_last: int = attrs.field(default=0, validator=[instance_of(int), ge(0)])
     probe_size: int = attrs.field(default=512, validator=[instance_of(int), ge(1)])

@@ -75,7 +75,7 @@ class TrimKV:
     marks_in_step: ClassVar[bool] = True
     tracks: ClassVar[tuple[str, ...]] = (LOG_BETA,)
 
-    gates: str = attrs.field(default=UNTRAINED, converter=_hashed, validator=instance_of(str))
+    gates: str = attrs.field(default="untrained", converter=_hashed, validator=instance_of(str))
     retention_gate: Form | None = attrs.field(default=None, validator=optional(in_(FORMS)))
     hidden_act: str | None = attrs.field(default=None, validator=optional(instance_of(str)))
     newest_age: int = attrs.field(default=1, validator=[instance_of(int), ge(0)])
