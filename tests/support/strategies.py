@@ -177,7 +177,7 @@ SMALL_KNOBS: dict[str, tuple[dict[str, Any], ...]] = {
         {},
         {"retention_gate": "rg2", "n_recent": 3, "horizon": 8, "seed": 5},
         {"retention_gate": "rg3", "n_recent": 0, "key_norms": True, "floor_ratio": 0.5},
-        {"newest_age": 2, "threshold": 0.99},
+        {"newest_age": 2, "threshold": 0.99, "whole_prompt": True},
     ),
     "merge": ({}, {"beta": 0.3}, {"weights": "mean"}),
     "expected_attention": (

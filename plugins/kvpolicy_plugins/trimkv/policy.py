@@ -50,7 +50,7 @@ class TrimKV:
 
     Deviations: the newest row has age 1, as at the next query, and stays (in the paper it has age
     0, in the code 2; see ``newest_age`` and ``n_recent``); of equal scores the newer row stays;
-    gates are computed in fp32; where heads share a budget, each keeps at least a row, and
+    gates are computed in fp32; prompts are compacted in chunks (see ``whole_prompt``); where heads share a budget, each keeps at least a row, and
     ``threshold`` is no way around the budget (in the code it replaces it); a budget over all layers
     is `rows_over_model`, a function: an engine that compacts layer by layer cannot keep it. The
     gate ``rg10`` of later code, whose last layer all layers have in common, is not read.
@@ -65,6 +65,8 @@ class TrimKV:
         n_recent: Newest rows that always stay, the authors' ``sliding_window_size``.
         horizon: Queries to come to which a row is worth something; 1: the next one.
         key_norms: Whether the norm of the key multiplies a row's worth (``knorm_alpha``).
+        whole_prompt: Whether a prompt is compacted once, when it is in, as in the code. Peak memory
+            then grows with its length, and the slab with that of the sequence.
         floor_ratio: Where heads share a budget, the share of it that each has for itself.
         threshold: Where heads share a budget, rows worth less leave though there is room; 0: none.
         seed: Draws the weights of untrained gates.
@@ -82,6 +84,7 @@ class TrimKV:
     n_recent: int = attrs.field(default=1, validator=[instance_of(int), ge(0)])
     horizon: int = attrs.field(default=1, validator=[instance_of(int), ge(1)])
     key_norms: bool = attrs.field(default=False, validator=instance_of(bool))
+    whole_prompt: bool = attrs.field(default=False, validator=instance_of(bool))
     floor_ratio: float = attrs.field(
         default=0.0, converter=_as_float, validator=[instance_of(float), ge(0), le(1)]
     )
@@ -102,6 +105,21 @@ class TrimKV:
     def protects(self) -> tuple[int, int]:
         """The recent rows."""
         return 0, self.n_recent
+
+    @property
+    def bounded(self) -> bool:
+        """Whether the slab has a fixed size: not if a prompt must fit into it."""
+        return not self.whole_prompt
+
+    @property
+    def inactive_hooks(self) -> tuple[str, ...]:
+        """`due`, if a full slab decides."""
+        return () if self.whole_prompt else ("due",)
+
+    @hookimpl
+    def due(self, num_rows: Tensor, budget: int, buffer: int) -> Tensor:
+        """Compact when memory and buffer are full."""
+        return num_rows >= budget + buffer
 
     @hookimpl
     def mark(
