@@ -1,6 +1,5 @@
 """Training of TRIM-KV's gates: closed forms, the student, and runs that stop and go on."""
 
-import json
 from pathlib import Path
 
 import attrs
@@ -10,11 +9,6 @@ import torch
 from families import FAMILIES, family_model
 from hypothesis import given
 from hypothesis import strategies as st
-from strategies import seeds
-from tiny import tiny_model
-from torch import Tensor
-
-from kvpolicy.errors import KVPolicyError
 from kvpolicy_plugins.trimkv import checkpoint
 from kvpolicy_plugins.trimkv.gates import Gates, new_gate
 from kvpolicy_plugins.trimkv.retention import (
@@ -25,6 +19,11 @@ from kvpolicy_plugins.trimkv.retention import (
 )
 from kvpolicy_plugins.trimkv.student import Student
 from kvpolicy_plugins.trimkv.training import Recipe, Trainer
+from strategies import seeds
+from tiny import tiny_model
+from torch import Tensor
+
+from kvpolicy.errors import KVPolicyError
 
 RECIPE = Recipe(steps=6, batch=2, memory=3, lr=0.05, warmup=2, intermediate_size=8, seed=3)
 

@@ -1,0 +1,114 @@
+"""`kvpolicy trimkv`: gates are trained, shown and used; a run that was stopped goes on."""
+
+from pathlib import Path
+
+import pytest
+from kvpolicy_plugins.trimkv.training import Trainer
+from safetensors.torch import load_file
+from shell import Shell, refusal
+
+pytestmark = pytest.mark.needs_reasoner
+
+TINY = ("--n", 6, "--batch", 1, "--max-tokens", 40, "--size", 4, "--steps", 4, "--memory", 8)
+
+
+def test_what_is_trained_can_be_shown_and_used(kvpolicy: Shell, tmp_path: Path) -> None:
+    file = tmp_path / "gates.safetensors"
+    made = kvpolicy("trimkv", "train", "--output", file, *TINY, "--json")
+    assert made.status == 0, made.err
+    assert made.json["gates"]["layers"] == 4
+    assert made.json["training"]["recipe"]["steps"] == 4
+    assert made.json["training"]["num_texts"] == 6
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["gates.safetensors"]
+    shown = kvpolicy("trimkv", "show", file, "--json")
+    assert shown.json == made.json
+    run = kvpolicy(
+        "run", "1+1=" * 20, "--policy", "trimkv", "--budget", 16, "--max-new-tokens", 20,
+        "--set", f"trimkv.gates={file}",
+    )  # fmt: skip
+    assert run.status == 0, run.err
+
+
+def test_ctrl_c_keeps_what_is_saved_and_the_same_command_ends_alike(
+    kvpolicy: Shell,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    whole, stopped = tmp_path / "whole.safetensors", tmp_path / "stopped.safetensors"
+    assert kvpolicy("trimkv", "train", "--output", whole, *TINY).status == 0
+    step = Trainer._step
+
+    def interrupted(self: Trainer):
+        if self.done == 3:
+            raise KeyboardInterrupt
+        return step(self)
+
+    words = ("trimkv", "train", "--output", stopped, *TINY, "--save-every", 2)
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, "_step", interrupted)
+        answer = kvpolicy(*words)
+    assert answer.status == 130
+    assert "interrupted; step 2 is saved" in answer.err
+    assert not stopped.exists()
+    other = kvpolicy(*words, "--lr", 0.01)
+    assert "is of another run (lr was 0.003 and is 0.01)" in refusal(other)
+    again = kvpolicy(*words)
+    assert again.status == 0, again.err
+    assert "going on after step 2" in again.err
+    expected, found = load_file(whole), load_file(stopped)
+    assert all(found[name].equal(tensor) for name, tensor in expected.items())
+
+
+def test_gates_learn_from_a_file_of_texts(kvpolicy: Shell, tmp_path: Path) -> None:
+    texts = tmp_path / "texts.txt"
+    texts.write_text("tin is 9. wood is 8.\n\nfig is 7. What is fig?\n")
+    file = tmp_path / "gates.safetensors"
+    made = kvpolicy("trimkv", "train", "--output", file, "--texts", texts, *TINY, "--json")
+    assert made.status == 0, made.err
+    assert made.json["training"]["num_texts"] == 2
+    assert made.json["training"]["texts"] == str(texts)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--output", "gates.pt"), "does not end in .safetensors"),
+        (("--gate", "rg10"), "--gate got 'rg10'; choose rg or rg2 or rg3"),
+        (("--task", "reasonr"), "reasonr"),
+        (("--texts", "nowhere.txt"), "nowhere.txt"),
+        (("--memory", "0"), "memory"),
+    ],
+)
+def test_wrong_input_is_answered_in_one_sentence(
+    kvpolicy: Shell,
+    tmp_path: Path,
+    words: tuple[str, ...],
+    message: str,
+) -> None:
+    output = () if "--output" in words else ("--output", tmp_path / "gates.safetensors")
+    answer = kvpolicy("trimkv", "train", *output, *TINY[:-2], *words)
+    assert message in refusal(answer)
+
+
+def test_gates_of_another_size_are_refused_by_a_run(
+    kvpolicy: Shell,
+    tmp_path: Path,
+) -> None:
+    from trimkv_gates import echo_gate
+
+    file = echo_gate(tmp_path / "echo.safetensors", 2)
+    answer = kvpolicy(
+        "run", "1+1=", "--policy", "trimkv", "--budget", 16, "--set", f"trimkv.gates={file}"
+    )
+    assert answer.status != 0
+    assert "train gates for this model with `kvpolicy trimkv train`" in answer.err
+    assert "Traceback" not in answer.err
+
+
+@pytest.mark.parametrize("name", ["reasoner", "reasoner-verbose"])
+def test_shipped_gates_say_how_they_were_trained(kvpolicy: Shell, name: str) -> None:
+    training = kvpolicy("trimkv", "show", name, "--json").json["training"]
+    assert training["model"] == name
+    assert training["texts"] == f"{name}, split train"
+    shown = kvpolicy("trimkv", "show", name)
+    assert f"model       {name} {training['fingerprint']}" in shown.out
