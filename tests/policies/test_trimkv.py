@@ -182,6 +182,32 @@ def test_one_budget_for_a_model_is_that_of_the_authors_cache(case: Case) -> None
 
 @given(
     seeds,
+    st.lists(st.integers(1, 9), min_size=2, max_size=5),
+    st.integers(1, 5),
+    st.sampled_from([0.0, 0.3, 0.5, 1.0]),
+    st.sampled_from(["exact", "code"]),
+)
+def test_one_budget_for_a_model_is_that_of_the_loops(
+    seed: int, lengths: list[int], memory: int, floor_ratio: float, counting: str
+) -> None:
+    rng = torch.Generator().manual_seed(seed)
+    scores = [-torch.rand(length, generator=rng) for length in lengths]
+    masks = rows_over_model(
+        [[one] for one in scores], memory=memory, floor_ratio=floor_ratio, counting=counting
+    )
+    loops = reference.best_of_model(
+        [one.tolist() for one in scores], memory, floor_ratio, None, counting == "code"
+    )
+    assert [mask.nonzero().flatten().tolist() for (mask,) in masks] == loops
+
+
+def test_a_model_that_shares_a_budget_keeps_the_newer_of_equal_rows() -> None:
+    (layer,) = rows_over_model([[torch.zeros(40)]], memory=3)
+    assert layer[0].nonzero().flatten().tolist() == [37, 38, 39]
+
+
+@given(
+    seeds,
     st.integers(0, 2),
     st.integers(0, 3),
     st.sampled_from([1, 4, 50]),

@@ -72,13 +72,10 @@ def rows_over_model(
     lengths = [len(head) for head in heads]
     masks = list(chosen.split(lengths))
     if floor_ratio and threshold is None:
-        counts = [int(mask.sum()) for mask in masks]
-        if counting == "code":
-            first = [int(mask[:1].sum()) for mask in masks]
-            counts = [
-                count - own + after
-                for count, own, after in zip(counts, [0, *first[1:]], [*first[1:], 0], strict=True)
-            ]
+        # Of equal borders, the code takes the left: the head that ends where the row stands.
+        ends = torch.tensor(lengths).cumsum(dim=0)
+        of_head = torch.bucketize(chosen.nonzero().flatten(), ends, right=counting == "exact")
+        counts = of_head.bincount(minlength=len(heads)).tolist()
         floor = int(memory * floor_ratio)
         masks = [_best(head, count + floor) for head, count in zip(heads, counts, strict=True)]
     found = iter(masks)

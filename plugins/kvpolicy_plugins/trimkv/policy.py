@@ -48,12 +48,13 @@ class TrimKV:
     ``horizon`` above 1, a row is worth what it is to the next queries together, as in DBTrimKV
     (arXiv 2605.09649).
 
-    Deviations: the newest row has age 1, as at the next query, and stays (in the paper it has age
-    0, in the code 2; see ``newest_age`` and ``n_recent``); of equal scores the newer row stays;
-    gates are computed in fp32; prompts are compacted in chunks (see ``whole_prompt``); where heads share a budget, each keeps at least a row, and
-    ``threshold`` is no way around the budget (in the code it replaces it); a budget over all layers
-    is `rows_over_model`, a function: an engine that compacts layer by layer cannot keep it. The
-    gate ``rg10`` of later code, whose last layer all layers have in common, is not read.
+    Deviations: the newest row has age 1, as at the next query, and stays (in the paper it has
+    age 0, in the code 2; see ``newest_age`` and ``n_recent``); of equal scores the newer row
+    stays; gates are computed in fp32; prompts are compacted in chunks (see ``whole_prompt``);
+    where heads share a budget, each keeps at least a row, and ``threshold`` is no way around
+    the budget (in the code it replaces it); a budget over all layers is `rows_over_model`, a
+    function: an engine that compacts layer by layer cannot keep it. The gate ``rg10`` of later
+    code, whose last layer all layers have in common, is not read.
 
     Attributes:
         gates: Name of an installed file of gates, or path of one for the model; a hash of the
