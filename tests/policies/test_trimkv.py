@@ -201,6 +201,17 @@ def test_one_budget_for_a_model_is_that_of_the_loops(
     assert [mask.nonzero().flatten().tolist() for (mask,) in masks] == loops
 
 
+def test_the_code_counts_the_first_row_of_a_head_for_the_one_before() -> None:
+    scores = [[torch.tensor([-0.1, -0.9, -0.5])], [torch.tensor([-0.2, -0.3, -0.8])]]
+
+    def kept(counting: str) -> list[list[int]]:
+        masks = rows_over_model(scores, memory=2, floor_ratio=0.5, counting=counting)
+        return [mask.nonzero().flatten().tolist() for (mask,) in masks]
+
+    assert kept("exact") == [[0, 2], [0, 1]]
+    assert kept("code") == [[0, 1, 2], [0]]
+
+
 def test_a_model_that_shares_a_budget_keeps_the_newer_of_equal_rows() -> None:
     (layer,) = rows_over_model([[torch.zeros(40)]], memory=3)
     assert layer[0].nonzero().flatten().tolist() == [37, 38, 39]
