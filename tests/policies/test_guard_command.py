@@ -1,6 +1,7 @@
 """``kvpolicy guard``: traces from files and tasks, misses in a table, JSON and a picture."""
 
 import json
+from itertools import pairwise
 from pathlib import Path
 from random import Random
 
@@ -164,6 +165,28 @@ def test_a_recorded_trace_says_how_to_record_it_again(kvpolicy: Shell, tmp_path:
     assert len(trace.prompts) == 6
     assert len(set(trace.blocks)) < len(trace.blocks), "beginnings are shared"
     assert "exists" in refusal(kvpolicy("guard", "record", "--output", first))
+
+
+@pytest.mark.needs_reasoner
+def test_a_conversation_grows_from_question_to_question(kvpolicy: Shell, tmp_path: Path) -> None:
+    output = tmp_path / "a.jsonl"
+    options = ["--task", "conversation", "--n", 4, "--open", 1]
+    assert kvpolicy("guard", "record", *options, "--output", output).status == 0
+    prompts = parse(output.read_bytes(), ".jsonl", "trace").prompts
+    for before, after in pairwise(prompts):
+        shared = [one for one, other in zip(before, after, strict=False) if one == other]
+        assert len(after) > len(before)
+        # The history so far; the last block of a prompt may hold a part of its question.
+        assert len(shared) >= len(before) - 1
+
+
+def test_the_committed_traces_are_those_of_the_figures() -> None:
+    folder = Path(__file__).parents[2] / "docs" / "benchmarks" / "traces"
+    found = {}
+    for path in folder.iterdir():
+        blocks = parse(path.read_bytes(), path.suffix, path.name).blocks
+        found[path.stem] = len(blocks), len(set(blocks))
+    assert found == {"multikey": (14800, 8090), "conversation": (2676, 770)}
 
 
 @given(st.lists(st.lists(st.integers(0, 50), min_size=1), min_size=1))
