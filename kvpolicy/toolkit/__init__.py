@@ -10,6 +10,13 @@ from kvpolicy.toolkit.attention_window import (
     snapkv_scores,
     window_scores,
 )
+from kvpolicy.toolkit.layer_tables import (
+    LayerTable,
+    LayerTableError,
+    layer_table_with_hash,
+    load_layer_table,
+    save_layer_table,
+)
 from kvpolicy.toolkit.paragraphs import (
     PARAGRAPH,
     THINK_TAGS,
@@ -39,6 +46,8 @@ __all__ = [
     "THINK_TAGS",
     "Calibration",
     "GroupReduce",
+    "LayerTable",
+    "LayerTableError",
     "Paragraphs",
     "Pooling",
     "Retain",
@@ -46,12 +55,15 @@ __all__ = [
     "TensorFiles",
     "key_redundancy",
     "largest_remainder",
+    "layer_table_with_hash",
     "load_hashed",
+    "load_layer_table",
     "load_steering_vector",
     "load_steering_vectors",
     "look_up",
     "odd",
     "pool",
+    "save_layer_table",
     "save_steering_vectors",
     "score_in_rank_order",
     "snapkv_prompt_scores",

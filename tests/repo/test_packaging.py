@@ -116,6 +116,7 @@ PACKAGES = [
         ("kvpolicy", "lab/steer/keywords/published.toml"),
         ("kvpolicy_reasoner", "rules/reasoner.toml"),
         ("kvpolicy_reasoner", "vectors/reasoner.safetensors"),
+        ("kvpolicy_reasoner", "layer_tables/reasoner.json"),
         *(
             ("kvpolicy_reasoner", f"{folder}/{file}")
             for folder in ("weights/reasoner", "weights/reasoner-verbose")
