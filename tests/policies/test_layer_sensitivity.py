@@ -79,6 +79,11 @@ def test_alpha_0_gives_all_layers_the_same(tmp_path: Path, knobs: dict) -> None:
     assert asked(LayerSensitivity(table=table(tmp_path, 0.0, 0.5, 0.2), **knobs), 50, 3) == [50] * 3
 
 
+def test_protected_rows_come_before_the_least_share(tmp_path: Path) -> None:
+    policy = LayerSensitivity(table=table(tmp_path, 0.1, 0.1, 0.9), least=1)
+    assert policy.allocate([0, 1, 2], 10, 30, [16, 1, 1], 3) == [16, 7, 7]
+
+
 def test_without_a_table_and_with_equal_numbers_all_layers_get_the_same(tmp_path: Path) -> None:
     file = table(tmp_path, 0.0, 0.0)
     for knobs in ({}, {"table": file}, {"table": file, "variant": "code"}):

@@ -1,7 +1,7 @@
 """Budgets of layers by how much their keys change when a text is prefilled in blocks."""
 
 from collections.abc import Sequence
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import attrs
 from attrs.validators import ge, in_, instance_of, le, optional
@@ -16,6 +16,10 @@ from kvpolicy.toolkit import (
 
 _ALPHA_OF_PAPER = 2.0
 _ALPHA_OF_CODE = 1.1
+
+
+def _hashed(value: Any) -> Any:
+    return layer_table_with_hash(value) if isinstance(value, str) else value
 
 
 @attrs.define(eq=False, kw_only=True)
@@ -57,7 +61,7 @@ class LayerSensitivity:
     table: str | None = attrs.field(
         default=None,
         validator=optional(instance_of(str)),
-        converter=lambda value: layer_table_with_hash(value) if isinstance(value, str) else value,
+        converter=_hashed,
     )
     alpha: float | None = attrs.field(
         default=None,
@@ -81,6 +85,9 @@ class LayerSensitivity:
         sensitivities = self._sensitivities(num_layers)
         weights = self.weights([sensitivities[layer_idx] for layer_idx in layer_indices])
         least = int(self.least * budget)
+        # Rows that policies protect come first, where both do not fit.
+        while sum(max(floor, least) for floor in floors) > total:
+            least -= 1
         return divide(total, weights, [max(floor, least) for floor in floors])
 
     def weights(self, sensitivities: Sequence[float]) -> list[float]:
@@ -120,8 +127,7 @@ def divide(total: int, weights: Sequence[float], floors: Sequence[int]) -> list[
     proportional to the weights wherever that is not below a floor.
 
     Args:
-        total: Rows to divide, no fewer than the floors together; fewer count down the floors to
-            the largest share that fits.
+        total: Rows to divide, no fewer than the floors together.
         weights: A non-negative number for each part; if all are 0, all count the same.
         floors: The least of each part.
     """
