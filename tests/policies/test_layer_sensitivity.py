@@ -41,6 +41,11 @@ def test_parts_are_proportional_but_for_floors_and_add_up(
         assert abs(part - share) < 1 + 1e-6 * total
 
 
+def test_a_part_that_is_raised_can_push_another_below_its_floor() -> None:
+    # shares 2, 8, 20; with 7 for the first, 4/14 of the other 23 are too few for the second
+    assert divide(30, [1, 4, 10], [7, 7, 0]) == [7, 7, 16]
+
+
 @given(weights, st.integers(4, 300), st.sampled_from(["paper", "code"]), st.floats(0, 4))
 def test_budgets_add_up_to_layers_times_mean_and_none_is_below_its_least(
     tmp_path_factory: pytest.TempPathFactory,
