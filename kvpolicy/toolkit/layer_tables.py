@@ -2,7 +2,7 @@
 
 A file is JSON::
 
-    {"format": 1, "quantity": "sensitivity", "model": "reasoner", "values": [0.0, 0.12, ...],
+    {"format": 1, "quantity": "sensitivity", "model": "org/name", "values": [0.0, 0.12, ...],
      "measured": {"block": 64, ...}}
 
 ``values`` has one number for each layer; ``measured`` says how they were found. An entry point of
@@ -95,7 +95,7 @@ def load_layer_table(reference: str | Path) -> LayerTable:
     except (KeyError, TypeError, ValueError) as error:
         msg = (
             f"{what} does not hold a number for each layer in the form that this version of "
-            "kvpolicy writes; `kvpolicy layer-sensitivity measure` makes one"
+            "kvpolicy writes; `kvpolicy layers measure` makes one"
         )
         raise LayerTableError(msg) from error
 

@@ -56,6 +56,7 @@ NUMBERS = {
 REQUIRED = {
     "guard record": "--output a.jsonl",
     "guard replay": "a.jsonl",
+    "layers measure": "--output a.json",
     "plan show": "a.toml",
     "plan suggest": "--model m --length 9 --memory 1MB",
     "plot": "run --to a.svg",

@@ -1,4 +1,4 @@
-"""``kvpolicy layer-sensitivity``: a table from a task, and what it refuses."""
+"""``kvpolicy layers``: a table from a task, and what it refuses."""
 
 from pathlib import Path
 
@@ -10,7 +10,7 @@ from kvpolicy.toolkit import load_layer_table
 
 def test_command_measures_and_shows_a_table(kvpolicy: Shell, tmp_path: Path) -> None:
     file = tmp_path / "t.json"
-    command = ["layer-sensitivity", "measure", "--task", "conversation:length=160", "--n", "2"]
+    command = ["layers", "measure", "--task", "conversation:length=160", "--n", "2"]
     done = kvpolicy(*command, "--block", "32", "--output", str(file), "--json")
     found = done.json
     assert found["measured"] == {
@@ -21,7 +21,7 @@ def test_command_measures_and_shows_a_table(kvpolicy: Shell, tmp_path: Path) -> 
         "tokens": 320,
     }
     assert tuple(found["values"]) == load_layer_table(file).values
-    assert "sensitivity" in kvpolicy("layer-sensitivity", "show", str(file)).out
+    assert "sensitivity" in kvpolicy("layers", "show", str(file)).out
 
 
 @pytest.mark.parametrize(
@@ -37,5 +37,5 @@ def test_foolish_commands_are_refused_in_one_sentence(
     kvpolicy: Shell, tmp_path: Path, arguments: list[str], message: str
 ) -> None:
     file = str(tmp_path / "t.json")
-    done = kvpolicy("layer-sensitivity", "measure", "--output", file, *arguments)
+    done = kvpolicy("layers", "measure", "--output", file, *arguments)
     assert message in refusal(done)

@@ -20,6 +20,7 @@ from kvpolicy.engine.sequence import Sequence
 from kvpolicy.hooks.stack import Stack
 from kvpolicy.hooks.timing import PolicyTimings
 from kvpolicy.plan.spec import PolicySpec
+from kvpolicy.state import Bound, LayerWeights
 
 BUDGET, BUFFER, NUM_LAYERS, NUM_SLOTS = 14, 6, 3, 4
 META = torch.device("meta")  # no tensor has values: what reads one raises
@@ -47,7 +48,7 @@ def compaction(
     cache = KVCache([shape] * NUM_LAYERS, [policies.slab(rows)] * NUM_LAYERS, NUM_SLOTS)
     cache.rotate = lambda layer_idx, keys, by: keys
     cache.rows[:], cache.seq_len[:] = rows, 50
-    eviction = Eviction(cache, PolicyTimings(), ErrorScope("raise"))
+    eviction = Eviction(cache, PolicyTimings(), ErrorScope("raise"), bound=bound(policies))
     assert eviction.defers
     prompt = (0,) * 9
     sequences = [
@@ -64,6 +65,19 @@ def compaction(
     assert (cache.rows[:, slots] == BUDGET).all()
     assert eviction._late, "no answer was kept for a later check"
     return waits
+
+
+def bound(policies: Stack) -> list[Bound]:
+    """What policies make of a layer's weights, of every layer; the rotation is none."""
+    weights = LayerWeights(
+        q=torch.empty(4, 8, 32, device=META),
+        k=torch.empty(2, 8, 32, device=META),
+        v=torch.empty(2, 8, 32, device=META),
+        o=torch.empty(4, 32, 8, device=META),
+        scaling=8**-0.5,
+        rotate=lambda heads, by: heads,
+    )
+    return [policies.bind(layer_idx, weights) for layer_idx in range(NUM_LAYERS)]
 
 
 @pytest.mark.parametrize("slots", [[2], [0, 1, 3]])

@@ -17,7 +17,16 @@ from kvpolicy.lab.looks import COLOURS, INK, looks_of, policy_of
 NAMES = st.text("abcdefgh", min_size=1, max_size=3)
 
 # They have the colour of what they are stacked with.
-ADD_ONS = {"adakv", "caote", "merge", "protect", "rerotate", "seal", "skipkv_batches"}
+ADD_ONS = {
+    "adakv",
+    "caote",
+    "layer_sensitivity",
+    "merge",
+    "protect",
+    "rerotate",
+    "seal",
+    "skipkv_batches",
+}
 
 
 def test_forty_series_of_one_policy_look_different() -> None:

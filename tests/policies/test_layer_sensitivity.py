@@ -118,7 +118,7 @@ def test_a_layer_behind_one_that_mixes_no_tokens_is_not_sensitive() -> None:
 def test_a_plan_divides_its_budget_by_the_bundled_table() -> None:
     model, _ = load_model("reasoner")
     values = load_layer_table("reasoner").values
-    resolved = Plan.load("h2o-layers").resolve(model.config.num_hidden_layers)
+    resolved = Plan.load("reasoner-h2o-layers").resolve(model.config.num_hidden_layers)
     budgets = [layer.budget for layer in resolved.layers]
     assert sum(budgets) == 96 * 4
     assert budgets == sorted(budgets)

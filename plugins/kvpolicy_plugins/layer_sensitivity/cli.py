@@ -1,4 +1,4 @@
-"""``kvpolicy layer-sensitivity``: measure tables of layers, and show them.
+"""``kvpolicy layers``: measure tables of layers, and show them.
 
 With ``--json``, both commands print ``{"file", "quantity", "model", "values", "measured"}``.
 """
@@ -38,8 +38,8 @@ app = typer.Typer(
 @app.command(
     short_help="Measure the sensitivity of each layer.",
     epilog=examples(
-        "kvpolicy layer-sensitivity measure --task conversation --output t.json",
-        "kvpolicy layer-sensitivity measure --model ./m --text book.txt --output m.json",
+        "kvpolicy layers measure --task conversation --output t.json",
+        "kvpolicy layers measure --model ./m --text book.txt --output m.json",
     ),
 )
 def measure(
@@ -123,8 +123,8 @@ def measure(
 @app.command(
     short_help="Show a table of layers.",
     epilog=examples(
-        "kvpolicy layer-sensitivity show reasoner",
-        "kvpolicy layer-sensitivity show my-table.json --json",
+        "kvpolicy layers show reasoner",
+        "kvpolicy layers show my-table.json --json",
     ),
 )
 def show(

@@ -29,7 +29,7 @@ class LayerSensitivity:
     Kim et al., "EpiCache: Episodic KV Cache Management for Long Conversational Question
     Answering", 2025 (arXiv 2509.17396); code at apple/ml-epicache b742661. A table has for each
     layer the sensitivity ``s = 1 - sigma``, where ``sigma`` is the mean cosine between the
-    keys of a full causal forward and those of a forward in blocks; `kvpolicy layer-sensitivity
+    keys of a full causal forward and those of a forward in blocks; `kvpolicy layers
     measure` makes one. Layer ``l`` of ``L`` gets ``s_l^alpha / sum(s^alpha) * L * M`` rows, where
     ``M`` is the budget of the plan.
 
@@ -114,7 +114,7 @@ class LayerSensitivity:
             msg = (
                 f"layer table '{self.table}' has {len(found.values)} layers and the model "
                 f"{num_layers}: it was measured on {found.model}; make one for this model with "
-                "`kvpolicy layer-sensitivity measure`"
+                "`kvpolicy layers measure`"
             )
             raise LayerTableError(msg)
         return found.values

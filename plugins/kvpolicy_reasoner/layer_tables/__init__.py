@@ -1,1 +1,1 @@
-"""Sensitivity of the bundled reasoners' layers, by `kvpolicy layer-sensitivity measure`."""
+"""Sensitivity of the bundled reasoners' layers, by `kvpolicy layers measure`."""
