@@ -34,6 +34,7 @@ from kvpolicy.hf.inputs import Columns, check_tensor
 from kvpolicy.model.adapter import ModelAdapter
 from kvpolicy.model.wrappers import row_arguments
 from kvpolicy.plan.plan import Plan
+from kvpolicy.plan.resolved import ResolvedPlan
 
 # Slabs grow by so many rows at a time.
 GROWTH = 256
@@ -115,7 +116,7 @@ class PolicyCache(Cache):
     def __init__(
         self,
         model: PreTrainedModel,
-        plan: Plan | None = None,
+        plan: Plan | ResolvedPlan | None = None,
         tokenizer: Any = None,
         *,
         max_length: int | None = None,

@@ -47,8 +47,8 @@ class EpiCache:
 
     The last block is compacted when the prompt is in, however short it is. Those of later turns of
     a resumed sequence are not: a question and its answer stay beside the ``budget`` rows until the
-    buffer is full. This is the method for one episode; the authors cluster a conversation into
-    several, and keep a cache for each.
+    buffer is full. This is the method for one episode; `kvpolicy_plugins.epicache.store` groups a
+    conversation into several, and keeps a cache for each.
 
     Deviations: a block ends when a layer's slab is full, not at multiples of M_block, so that the
     first compaction sees ``budget + buffer`` rows. With heads that share rows, one row of each
