@@ -54,6 +54,8 @@ NUMBERS = {
 }
 # Arguments without which a command is refused before its numbers are read.
 REQUIRED = {
+    "epicache ask": "store question",
+    "epicache build": "conversation --output store",
     "guard record": "--output a.jsonl",
     "guard replay": "a.jsonl",
     "layers measure": "--output a.json",
