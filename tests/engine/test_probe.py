@@ -42,6 +42,7 @@ class LooksAhead:
     """At the end of the prompt, rows that the next tokens would attend to stay."""
 
     probe_size: ClassVar[int] = 5
+    gives_mass: ClassVar[bool] = True
 
     num: int = 5
 
@@ -69,6 +70,7 @@ class Patched:
     """After every chunk, rows stay that a fixed text attends to."""
 
     probe_size: ClassVar[int] = 8
+    gives_mass: ClassVar[bool] = True
 
     token_ids: tuple[int, ...] = (7, 3, 9)
 
@@ -90,6 +92,7 @@ class Asks:
     """Asks for probes, notes what it gets, and scores nothing. State is of all sequences."""
 
     probe_size: ClassVar[int] = 40
+    gives_mass: ClassVar[bool] = True  # those of the policy below: it has no opinion
 
     answers: tuple[Probe, ...] = ()
     seen: list[dict[str, Any]] = attrs.field(factory=list)
