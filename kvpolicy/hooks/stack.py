@@ -121,7 +121,8 @@ class Stack:
         self.attn_threshold = self._threshold() if ATTN_LAST in self.reads and not depth else 0.0
         protects = self.n_first + self.n_last > 0
         self._asks_protect = self.implements("protect")
-        chooses = protects or any(self.implements(hook) for hook in ("due", *_COMPACTION_HOOKS))
+        hooks = ("allocate", "due", *_COMPACTION_HOOKS)
+        chooses = protects or any(self.implements(hook) for hook in hooks)
         self.bounded = chooses and all(one.bounded for one in self.declared)
         binds = bool(self._manager.impls("bind"))  # what is bound differs from layer to layer
         of_parts = all(part.layers_alike for part in self._part_list)

@@ -12,6 +12,7 @@ import transformers
 from families import model_of
 from packaging.version import Version
 from tensor_parallel_runs import (
+    BINDING,
     NAMES,
     OTHERS,
     REFUSED,
@@ -64,7 +65,7 @@ def assert_same(first: dict[str, Any], second: dict[str, Any], alone: dict[str, 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", NAMES)
+@pytest.mark.parametrize("case", [name for name in NAMES if name not in BINDING])
 def test_two_ranks_equal_one_process(
     case: str, models: Path, rank_results: list[dict[str, Any]]
 ) -> None:
@@ -73,6 +74,17 @@ def test_two_ranks_equal_one_process(
     assert_same(rank_results[0][case], rank_results[1][case], alone)
     halves = rank_results[0][case]["rows"][0][0], alone["rows"][0][0]
     assert len(halves[0]) == len(halves[1]) / 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", BINDING)
+def test_weights_of_split_layers_are_refused_on_all_ranks(
+    case: str, models: Path, rank_results: list[dict[str, Any]]
+) -> None:
+    first, second = (found[case] for found in rank_results)
+    assert first == second
+    assert "cannot be given to policies that implement bind(): several processes share" in first
+    assert any(result["rows_evicted"] for result in answer(models, *cases()[case])["results"])
 
 
 @pytest.mark.slow

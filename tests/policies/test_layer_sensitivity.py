@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from kvpolicy_plugins.layer_sensitivity.measure import measure_texts, sensitivities
 from kvpolicy_plugins.layer_sensitivity.policy import LayerSensitivity, divide
 
-from kvpolicy import Plan, load_model
+from kvpolicy import Engine, Plan, load_model
 from kvpolicy.errors import KVPolicyError
 from kvpolicy.toolkit import LayerTable, LayerTableError, load_layer_table, save_layer_table
 
@@ -124,6 +124,18 @@ def test_a_plan_divides_its_budget_by_the_bundled_table() -> None:
     assert budgets == sorted(budgets)
     assert list(values) == sorted(values)
     assert budgets[0] == 24
+
+
+def test_alone_it_bounds_all_layers_and_the_newest_rows_stay() -> None:
+    engine = Engine(
+        tiny.tiny_model("llama"), plan=Plan.uniform("layer_sensitivity", budget=9, buffer=4)
+    )
+    assert all(layer.bounded for layer in engine.plan.layers)
+    run = engine.generate([list(range(30))], max_new_tokens=9)
+    run.step()
+    held = run.batch.cache.layers[0].positions[0, 0]
+    assert len(held) == 13
+    assert set(held[held >= 0].tolist()) >= set(range(21, 30))
 
 
 def test_the_hash_of_the_table_is_in_the_plan(tmp_path: Path) -> None:

@@ -29,6 +29,8 @@ from kvpolicy.model.loading import load_model
 from kvpolicy.model.tensor_parallel import TensorParallelGroup
 
 NAMES = [policy.name for policy in installed_policies() if policy.name not in STEERING]
+#: Policies that read a layer's weights, of which each process has a part.
+BINDING = ("expected_attention",)
 _PATIENCE_S = 900
 PROMPT_LENGTHS = (3, 29, 17, 8)  # one is longer than its slab, and two requests wait
 #: Models that cannot be split, and a part of the error message.

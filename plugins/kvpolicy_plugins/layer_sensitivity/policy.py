@@ -34,7 +34,7 @@ class LayerSensitivity:
     ``M`` is the budget of the plan.
 
     The policy only divides the budget: list it before one that scores, as in
-    ``["layer_sensitivity", "h2o"]``.
+    ``["layer_sensitivity", "h2o"]``. Alone, the newest rows of each layer stay.
 
     ``variant="code"`` weighs as the authors' code: sigma is scaled to 0 to 1 over the layers, and
     the weight is ``(1 - sigma)^alpha``.
