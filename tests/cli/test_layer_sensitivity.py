@@ -7,6 +7,8 @@ from shell import Shell, refusal
 
 from kvpolicy.toolkit import load_layer_table
 
+pytestmark = pytest.mark.needs_reasoner
+
 
 def test_command_measures_and_shows_a_table(kvpolicy: Shell, tmp_path: Path) -> None:
     file = tmp_path / "t.json"
