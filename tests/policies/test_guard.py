@@ -376,6 +376,17 @@ def test_popu_and_pleco_are_their_formulas(trace: list[int]) -> None:
         assert pleco.predict(block) == pytest.approx(time + 1 / share - 1)
 
 
+def test_pleco_reads_no_requests_that_weigh_nothing() -> None:
+    ages = np.arange(1, 50_001)
+    weights = (ages + 10) ** -1.8 * np.exp(-ages / 670)
+    pleco = Pleco()
+    predicted = [pleco.predict(now % 2) for now in range(50_000)][-1]
+    share = weights[::2].sum() / weights.sum()  # every other request, the newest one too
+    assert predicted == pytest.approx(50_000 + 1 / share - 1, rel=1e-15)
+    assert max(map(len, pleco._times.values())) == 10_000
+    assert len(pleco._weights) == 20_000
+
+
 def test_the_learned_predictor_learns_which_blocks_return_and_when() -> None:
     """Two blocks that return after 3 and 30 requests, among others that never do."""
     learned, fresh = Learned(window=200), iter(range(100, 10**6))

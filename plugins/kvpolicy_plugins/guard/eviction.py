@@ -5,11 +5,10 @@ from random import Random
 
 import attrs
 
-from kvpolicy import Block, BlockEviction
-from kvpolicy_plugins.guard.bases import following
+from kvpolicy import Block
+from kvpolicy_plugins.guard.bases import Base, following
 from kvpolicy_plugins.guard.predictors import Predictor
-from kvpolicy_plugins.guard.slots import Slots
-from kvpolicy_plugins.guard.views import Part, either
+from kvpolicy_plugins.guard.slots import Slots, SlotSet
 
 
 def _share(_: object, attribute: "attrs.Attribute[float]", value: object) -> None:
@@ -70,10 +69,10 @@ class Guard:
     _rng: Random
     _num_guards: int = attrs.field(default=0, init=False)
     _num_phases: int = attrs.field(default=0, init=False)
-    _base: BlockEviction = attrs.field(init=False)
+    # Its protected blocks are the guarded ones (G); without protection all but U.
+    _base: Base = attrs.field(init=False)
     _slots: Slots = attrs.field(factory=Slots, init=False)
-    _unrequested: set[Block] = attrs.field(factory=set, init=False)  # U
-    _guarded: set[Block] = attrs.field(factory=set, init=False)  # G
+    _unrequested: SlotSet = attrs.field(init=False)  # U
     _evicted: set[Block] = attrs.field(factory=set, init=False)  # E
     _num_errors: int = attrs.field(default=0, init=False)
     _chosen: tuple[Block] | None = attrs.field(default=None, init=False)
@@ -90,6 +89,7 @@ class Guard:
             )
             raise ValueError(msg)
         self._base = following(self.predictor, capacity=self._capacity, rng=self._rng)
+        self._unrequested = SlotSet(self._slots)
 
     @property
     def num_guards(self) -> int:
@@ -105,31 +105,26 @@ class Guard:
         """The block has been asked for in this phase."""
         self._unrequested.discard(block)
         self._base.hit(block)
+        if not self.protection:
+            self._base.protect(block)
 
     def insert(self, block: Block) -> None:
         """Guard the block if it was evicted by mistake."""
         self._slots.insert(block)
-        if self._guard_next == (block,):
-            self._guarded.add(block)
-        self._guard_next = None
         self._base.insert(block)
+        if not self.protection or self._guard_next == (block,):
+            self._base.protect(block)
+        self._guard_next = None
 
     def choose(self, wanted: Block, evictable: Set[Block]) -> Block:
         """Choose by the predictions, or at random if they were wrong about the wanted block."""
         if not self._unrequested:
             self._begin_phase()
-        if self.protection:
-            is_error = wanted in self._evicted and self._is_strict()
-            at_random = is_error and not self.follow_if_guarded
-            allowed = Part(evictable, self._guarded, inside=False)
-        else:
-            is_error, at_random = False, wanted in self._evicted
-            allowed = Part(self._unrequested, evictable, inside=True)
-        old = Part(self._unrequested, evictable, inside=True)
-        if at_random and old:
-            victim = self._rng.choice(self._slots.sorted(old))
-        else:
-            victim = self._base.choose(wanted, either(allowed, evictable))
+        was_wrong = wanted in self._evicted
+        is_error = was_wrong and self.protection and self._is_strict()
+        at_random = is_error and not self.follow_if_guarded if self.protection else was_wrong
+        drawn = self._unrequested.draw(self._rng, evictable) if at_random else None
+        victim = drawn[0] if drawn else self._base.choose(wanted, evictable)
         self._num_guards += is_error
         self._guard_next = (wanted,) if is_error else None
         self._chosen = (victim,)
@@ -141,13 +136,13 @@ class Guard:
             self._evicted.add(block)
         self._chosen = None
         self._unrequested.discard(block)
-        self._guarded.discard(block)
         self._slots.evict(block)
         self._base.evict(block)
 
     def _begin_phase(self) -> None:
-        self._unrequested = self._slots.stored()
-        self._guarded, self._evicted = set(), set()
+        self._unrequested.fill()
+        self._base.unprotect_all()
+        self._evicted = set()
         self._num_errors = 0
         self._num_phases += 1
 

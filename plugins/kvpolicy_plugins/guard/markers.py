@@ -8,11 +8,10 @@ from random import Random
 
 import attrs
 
-from kvpolicy import Block, BlockEviction
-from kvpolicy_plugins.guard.bases import following
+from kvpolicy import Block
+from kvpolicy_plugins.guard.bases import Base, following
 from kvpolicy_plugins.guard.predictors import Predictor
-from kvpolicy_plugins.guard.slots import Slots
-from kvpolicy_plugins.guard.views import Part, either
+from kvpolicy_plugins.guard.slots import Slots, SlotSet
 
 
 @attrs.define(eq=False, kw_only=True)
@@ -26,32 +25,36 @@ class Marker:
     _capacity: int
     _rng: Random
     _slots: Slots = attrs.field(factory=Slots, init=False)
-    _marked: set[Block] = attrs.field(factory=set, init=False)
+    _num_stored: int = attrs.field(default=0, init=False)
+    _unmarked: SlotSet = attrs.field(init=False)
+
+    def __attrs_post_init__(self) -> None:
+        self._unmarked = SlotSet(self._slots)
 
     def hit(self, block: Block) -> None:
         """Mark it."""
         self._begin_request()
-        self._marked.add(block)
+        self._unmarked.discard(block)
 
     def insert(self, block: Block) -> None:
-        """Mark it."""
+        """It is stored with a mark."""
+        self._num_stored += 1
         self._slots.insert(block)
-        self._marked.add(block)
 
     def choose(self, wanted: Block, evictable: Set[Block]) -> Block:
         """A random block without a mark; any, if all that may leave have one."""
         self._begin_request()
-        unmarked = Part(evictable, self._marked, inside=False)
-        return self._rng.choice(self._slots.sorted(either(unmarked, evictable)))
+        return _drawn(self._rng, self._unmarked, self._slots, evictable)
 
     def evict(self, block: Block) -> None:
         """Forget it."""
+        self._num_stored -= 1
+        self._unmarked.discard(block)
         self._slots.evict(block)
-        self._marked.discard(block)
 
     def _begin_request(self) -> None:
-        if len(self._marked) == self._capacity:
-            self._marked.clear()
+        if self._num_stored - len(self._unmarked) == self._capacity:
+            self._unmarked.fill()
 
 
 @attrs.define(eq=False, kw_only=True)
@@ -67,37 +70,41 @@ class LMarker:
     predictor: str | Predictor = "popu"
     _capacity: int
     _rng: Random
-    _base: BlockEviction = attrs.field(init=False)
+    _base: Base = attrs.field(init=False)  # marked blocks are protected
     _slots: Slots = attrs.field(factory=Slots, init=False)
-    _unmarked: set[Block] = attrs.field(factory=set, init=False)
+    _unmarked: SlotSet = attrs.field(init=False)
     _stale: set[Block] = attrs.field(factory=set, init=False)
 
     def __attrs_post_init__(self) -> None:
         self._base = following(self.predictor, capacity=self._capacity, rng=self._rng)
+        self._unmarked = SlotSet(self._slots)
 
     def hit(self, block: Block) -> None:
         """Mark it."""
         self._unmarked.discard(block)
         self._base.hit(block)
+        self._base.protect(block)
 
     def insert(self, block: Block) -> None:
         """It is stored with a mark."""
         self._slots.insert(block)
         self._base.insert(block)
+        self._base.protect(block)
 
     def choose(self, wanted: Block, evictable: Set[Block]) -> Block:
         """A block without a mark: at random if the wanted one was stored when the phase began."""
         if not self._unmarked:
-            self._unmarked, self._stale = self._slots.stored(), self._slots.stored()
-        unmarked = either(Part(self._unmarked, evictable, inside=True), evictable)
+            self._unmarked.fill()
+            self._base.unprotect_all()
+            self._stale = self._slots.stored()
         if wanted in self._stale:
-            return self._rng.choice(self._slots.sorted(unmarked))
-        return self._base.choose(wanted, unmarked)
+            return _drawn(self._rng, self._unmarked, self._slots, evictable)
+        return self._base.choose(wanted, evictable)
 
     def evict(self, block: Block) -> None:
         """Forget it."""
-        self._slots.evict(block)
         self._unmarked.discard(block)
+        self._slots.evict(block)
         self._base.evict(block)
 
 
@@ -120,41 +127,51 @@ class PredictiveMarker:
     count_chains: bool = attrs.field(default=False, validator=attrs.validators.instance_of(bool))
     _capacity: int
     _rng: Random
-    _base: BlockEviction = attrs.field(init=False)
+    _base: Base = attrs.field(init=False)  # marked blocks are protected
     _slots: Slots = attrs.field(factory=Slots, init=False)
-    _unmarked: set[Block] = attrs.field(factory=set, init=False)
+    _unmarked: SlotSet = attrs.field(init=False)
     _chains: dict[Block, int] = attrs.field(factory=dict, init=False)  # length, by what left last
     _longest: float = attrs.field(init=False)
 
     def __attrs_post_init__(self) -> None:
         self._base = following(self.predictor, capacity=self._capacity, rng=self._rng)
+        self._unmarked = SlotSet(self._slots)
         self._longest = sum(1 / i for i in range(1, self._capacity + 1))
 
     def hit(self, block: Block) -> None:
         """Mark it."""
         self._unmarked.discard(block)
         self._base.hit(block)
+        self._base.protect(block)
 
     def insert(self, block: Block) -> None:
         """It is stored with a mark."""
         self._slots.insert(block)
         self._base.insert(block)
+        self._base.protect(block)
 
     def choose(self, wanted: Block, evictable: Set[Block]) -> Block:
         """A block without a mark: at random if the wanted one ends a long chain."""
         if not self._unmarked:
-            self._unmarked, self._chains = self._slots.stored(), {}
-        unmarked = either(Part(self._unmarked, evictable, inside=True), evictable)
+            self._unmarked.fill()
+            self._base.unprotect_all()
+            self._chains = {}
         length = self._chains.pop(wanted, 0) + 1
         if self.count_chains and length > self._longest:
-            victim = self._rng.choice(self._slots.sorted(unmarked))
+            victim = _drawn(self._rng, self._unmarked, self._slots, evictable)
         else:
-            victim = self._base.choose(wanted, unmarked)
+            victim = self._base.choose(wanted, evictable)
         self._chains[victim] = length
         return victim
 
     def evict(self, block: Block) -> None:
         """Forget it."""
-        self._slots.evict(block)
         self._unmarked.discard(block)
+        self._slots.evict(block)
         self._base.evict(block)
+
+
+def _drawn(rng: Random, unmarked: SlotSet, slots: Slots, evictable: Set[Block]) -> Block:
+    """A random block without a mark; any, if all that may leave have one."""
+    drawn = unmarked.draw(rng, evictable)
+    return drawn[0] if drawn else rng.choice(slots.sorted(evictable))

@@ -63,28 +63,38 @@ class Popularity:
         return self._time + self._time / count
 
 
+# All older requests together weigh less than the newest one's rounding error.
+_PLECO_HORIZON = 20_000
+
+
 @attrs.define(eq=False)
 class Pleco:
     """PLECO: a block returns with the decayed share that its past requests have of all.
 
     ``p = sum_i w(t - t_i + 1) / sum_{u=1..t} w(u)`` over the requests ``t_i`` of the block, with
-    ``w(u) = (u + 10)^-1.8 exp(-u / 670)``; the prediction is ``t + 1/p - 1``. Its memory, and the
-    time of a call, grow with the number of requests for a block.
+    ``w(u) = (u + 10)^-1.8 exp(-u / 670)``; the prediction is ``t + 1/p - 1``. The time of a call
+    grows with the number of requests for the block among the last 20,000, the memory also with the
+    number of different blocks.
     """
 
     gives_labels = False
+    _time: int = attrs.field(default=0, init=False)
     _weights: list[float] = attrs.field(factory=list, init=False)
     _sum: float = attrs.field(default=0.0, init=False)
-    _times: dict[Block, list[int]] = attrs.field(factory=dict, init=False)
+    _times: dict[Block, deque[int]] = attrs.field(factory=dict, init=False)
 
     def predict(self, block: Block) -> float:
         """``t + 1/p - 1``, with ``t`` from 1."""
-        time = len(self._weights) + 1
-        weight = (time + 10) ** -1.8 * float(np.exp(-time / 670))
-        self._weights.append(weight)
-        self._sum += weight
-        times = self._times.setdefault(block, [])
+        self._time += 1
+        time = self._time
+        if time <= _PLECO_HORIZON:
+            weight = (time + 10) ** -1.8 * float(np.exp(-time / 670))
+            self._weights.append(weight)
+            self._sum += weight
+        times = self._times.setdefault(block, deque())
         times.append(time)
+        while time - times[0] >= _PLECO_HORIZON:
+            times.popleft()
         share = sum(self._weights[time - before] for before in times) / self._sum
         return 1 / share + time - 1
 
