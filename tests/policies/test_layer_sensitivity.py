@@ -27,6 +27,11 @@ def asked(policy: LayerSensitivity, budget: int, num_layers: int, floor: int = 1
     return policy.allocate(layers, budget, budget * num_layers, [floor] * num_layers, num_layers)
 
 
+def test_a_part_that_is_raised_may_push_others_below_their_floors() -> None:
+    # By weights alone 12, 6, 2: the last is raised, which leaves 8 and 4, so the second is, too.
+    assert divide(20, [6, 3, 1], [0, 6, 8]) == [6, 6, 8]
+
+
 @given(weights, st.integers(1, 400), st.data())
 def test_parts_are_proportional_but_for_floors_and_add_up(
     drawn: list[float], mean: int, data: st.DataObject

@@ -136,7 +136,7 @@ def divide(total: int, weights: Sequence[float], floors: Sequence[int]) -> list[
     # Scaling leaves the shares as they are, and keeps tiny powers from vanishing.
     weights = [weight / max(weights) for weight in weights]
     raised: set[int] = set()
-    while True:
+    for _ in weights:  # each round but the last raises a part to its floor, which lowers the others
         rest = total - sum(floors[index] for index in raised)
         free = [index for index in range(len(weights)) if index not in raised]
         sum_free = sum(weights[index] for index in free)
