@@ -226,7 +226,7 @@ def test_a_draw_is_one_from_the_list_in_slot_order(data: st.DataObject, seed: in
         if block not in slots.stored():
             slots.insert(block)
         elif block in chosen and rng.random() < 0.5:
-            members.discard(block)
+            members.remove(block)
             chosen.discard(block)
             if rng.random() < 0.5:
                 slots.evict(block)

@@ -206,8 +206,8 @@ class LRB:
 
     def protect(self, block: Block) -> None:
         """Leave it out of the draws."""
-        self._unprotected.discard(block)
-        self._labelled.discard(block)
+        self._unprotected.remove(block)
+        self._labelled.remove(block)
 
     def unprotect_all(self) -> None:
         """Draw from all blocks again."""
@@ -219,7 +219,7 @@ class LRB:
         if self._labels[block] == 1 and block in self._unprotected:
             self._labelled.add(block)
         else:
-            self._labelled.discard(block)
+            self._labelled.remove(block)
 
 
 def following(predictor: str | Predictor, *, capacity: int, rng: Random) -> Base:

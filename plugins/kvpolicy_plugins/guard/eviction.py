@@ -103,7 +103,7 @@ class Guard:
 
     def hit(self, block: Block) -> None:
         """The block has been asked for in this phase."""
-        self._unrequested.discard(block)
+        self._unrequested.remove(block)
         self._base.hit(block)
         if not self.protection:
             self._base.protect(block)
@@ -135,7 +135,7 @@ class Guard:
         if self._chosen == (block,):
             self._evicted.add(block)
         self._chosen = None
-        self._unrequested.discard(block)
+        self._unrequested.remove(block)
         self._slots.evict(block)
         self._base.evict(block)
 

@@ -34,7 +34,7 @@ class Marker:
     def hit(self, block: Block) -> None:
         """Mark it."""
         self._begin_request()
-        self._unmarked.discard(block)
+        self._unmarked.remove(block)
 
     def insert(self, block: Block) -> None:
         """It is stored with a mark."""
@@ -49,7 +49,7 @@ class Marker:
     def evict(self, block: Block) -> None:
         """Forget it."""
         self._num_stored -= 1
-        self._unmarked.discard(block)
+        self._unmarked.remove(block)
         self._slots.evict(block)
 
     def _begin_request(self) -> None:
@@ -81,7 +81,7 @@ class LMarker:
 
     def hit(self, block: Block) -> None:
         """Mark it."""
-        self._unmarked.discard(block)
+        self._unmarked.remove(block)
         self._base.hit(block)
         self._base.protect(block)
 
@@ -103,7 +103,7 @@ class LMarker:
 
     def evict(self, block: Block) -> None:
         """Forget it."""
-        self._unmarked.discard(block)
+        self._unmarked.remove(block)
         self._slots.evict(block)
         self._base.evict(block)
 
@@ -140,7 +140,7 @@ class PredictiveMarker:
 
     def hit(self, block: Block) -> None:
         """Mark it."""
-        self._unmarked.discard(block)
+        self._unmarked.remove(block)
         self._base.hit(block)
         self._base.protect(block)
 
@@ -166,7 +166,7 @@ class PredictiveMarker:
 
     def evict(self, block: Block) -> None:
         """Forget it."""
-        self._unmarked.discard(block)
+        self._unmarked.remove(block)
         self._slots.evict(block)
         self._base.evict(block)
 

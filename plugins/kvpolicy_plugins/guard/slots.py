@@ -83,7 +83,7 @@ class SlotSet:
             self._members.add(block)
             self._count(self._slots[block], 1)
 
-    def discard(self, block: Block) -> None:
+    def remove(self, block: Block) -> None:
         """Remove a block that is still stored, if it is a member."""
         if block in self._members:
             self._members.remove(block)
