@@ -8,8 +8,8 @@ RESULTS are folders of ``kvpolicy ablate``; EPICACHE.json is what ``kvpolicy epi
 
 `tables`: what every series reached, and each system minus what it builds on, paired by problem as
 by ``kvpolicy results compare``. P-values are corrected by Holm for all comparisons of all runs
-given together; a difference is in bold where p is below 0.05 after that. For accuracies, the table
-also says how many problems show a difference of five points.
+given together; a difference is in bold where p is below 0.05 after that. For accuracies that
+are not significant, the last table says how many problems show a difference of five points.
 `figure`: the same differences with their intervals, one column for each setting.
 """
 
@@ -17,7 +17,9 @@ import argparse
 import json
 import math
 from collections.abc import Iterator, Sequence
+from itertools import groupby
 from pathlib import Path
+from statistics import NormalDist
 from typing import TYPE_CHECKING, Any
 
 import attrs
@@ -33,8 +35,7 @@ if TYPE_CHECKING:
     from kvpolicy.lab.figure import LegendContent
 
 SIGNIFICANT = 0.05
-# Normal quantiles of a two-sided test at 5 % and of a power of 80 %, and the difference to be seen.
-QUANTILES, DIFFERENCE = 1.96 + 0.84, 0.05
+POWER, DIFFERENCE = 0.8, 0.05  # the difference that is to be seen, and how probably
 
 # A system, and what it builds on or is compared with in its paper. A setting that lacks one of the
 # two has no such row.
@@ -46,8 +47,10 @@ PAIRS = (
     ("LAQ", "SnapKV"),
     ("LAQ++", "SnapKV"),
     ("OBCache V, window", "SnapKV"),
+    ("OBCache K, window", "SnapKV"),
     ("OBCache V+K, window", "SnapKV"),
     ("OBCache V, sums", "H2O"),
+    ("OBCache K, sums", "H2O"),
     ("OBCache V+K, sums", "H2O"),
     ("H2O + CAOTE", "H2O"),
     ("H2O + FastCAOTE", "H2O"),
@@ -57,6 +60,8 @@ PAIRS = (
     ("H2O + Ada-KV", "H2O"),
     ("H2O + CAOTE + Ada-KV", "H2O"),
     ("EpiCache, one cache", "SnapKV"),
+    ("H2O + layer_sensitivity", "H2O"),
+    ("H2O + layer_sensitivity, exponent 2", "H2O"),
     ("KeyDiff", "SnapKV"),
     ("ExpectedAttention", "SnapKV"),
     ("LazyEviction", "H2O"),
@@ -161,49 +166,63 @@ def print_tables(cells: Sequence[PooledCell], epicache: Path | None) -> None:
     """Print values, differences and the problems that five points need."""
     found = differences(cells, epicache)
     print(f"{len(found)} comparisons, {sum(one.is_significant for one in found)} significant")
-    for setting, own in settings_of(cells).items():
-        columns = columns_of(own[0].group)
-        print(f"\n| {setting} | " + " | ".join(f"{one.name}, n = {_num(own)}" for one in columns))
-        print("|---" + "|--:" * len(columns) + "|")
-        for cell in own:
-            told = [_value(cell, column.name) for column in columns]
-            print(f"| {cell.series} | " + " | ".join(told) + " |")
-    headings = list(dict.fromkeys(one.setting for one in found))
-    by_key = {(one.setting, one.system, one.base): one for one in found}
-    for heading in headings:
-        print(f"\n| difference | {heading} |\n|---|--:|")
-        for (setting, system, base), one in by_key.items():
-            if setting == heading:
-                print(f"| {system} - {base} | {one.text()} |")
-    print_problems_needed(cells)
+    values = {
+        (cell.series, f"{setting}: {column.name}"): _value(cell, column.name)
+        for setting, own in settings_of(cells).items()
+        for cell in own
+        for column in columns_of(cell.group)
+    }
+    told = {(f"{one.system} - {one.base}", one.setting): one.text() for one in found}
+    for accuracy in (True, False):
+        for title, table in (("series", values), ("difference", told)):
+            _print_table(title, {k: v for k, v in table.items() if _is_accuracy(k[1]) == accuracy})
+    print_problems_needed(cells, found)
 
 
-def print_problems_needed(cells: Sequence[PooledCell]) -> None:
-    """Print how many problems show five points, from the share on which two series differ."""
-    print("\n| setting | problems | of those, two series differ on | problems for five points |")
+def _print_table(title: str, table: dict[tuple[str, str], str]) -> None:
+    """Print texts by row and column, with an empty cell where there is none."""
+    columns = list(dict.fromkeys(column for _, column in table))
+    print(f"\n| {title} | " + " | ".join(columns) + " |\n|---" + "|--:" * len(columns) + "|")
+    for row in dict.fromkeys(row for row, _ in table):
+        print(f"| {row} | " + " | ".join(table.get((row, one), "") for one in columns) + " |")
+
+
+def _is_accuracy(setting: str) -> bool:
+    return setting.endswith((": accuracy", " conversations"))
+
+
+def print_problems_needed(cells: Sequence[PooledCell], found: Sequence[Difference]) -> None:
+    """Print how many problems show five points in the comparisons that are not significant.
+
+    From the share of problems on which the two series differ, at the level of Holm's next step.
+    """
+    unsure = {(one.setting, one.system, one.base) for one in found if not one.is_significant}
+    normal = NormalDist()
+    quantiles = normal.inv_cdf(1 - SIGNIFICANT / 2 / len(unsure)) + normal.inv_cdf(POWER)
+    print("\n| setting | problems | undecided comparisons differ on | problems for five points |")
     print("|---|--:|--:|--:|")
-    shares: dict[str, list[float]] = {}
-    nums: dict[str, int] = {}
-    for setting, one in comparisons(cells):
-        if one.test == MCNEMAR:
-            shares.setdefault(setting, []).append(len(one.differing) / len(one.pairs))
-            nums[setting] = len(one.pairs)
-    for setting, each in shares.items():
-        middle, largest = sorted(each)[len(each) // 2], max(each)
-        needed = [math.ceil(QUANTILES**2 * share / DIFFERENCE**2) for share in (middle, largest)]
-        told = f"{middle:.0%}, at most {largest:.0%} | {needed[0]}, at most {needed[1]}"
-        print(f"| {setting} | {nums[setting]} | {told} |")
+    for setting, some in groupby(comparisons(cells), key=lambda one: one[0]):
+        graded = [
+            one
+            for _, one in some
+            if one.test == MCNEMAR and (setting, one.a.cell.series, one.b.cell.series) in unsure
+        ]
+        if graded:
+            share = max(len(one.differing) / len(one.pairs) for one in graded)
+            needed = math.ceil(quantiles**2 * share / DIFFERENCE**2)
+            num = len(graded[0].pairs)
+            print(f"| {setting} | {num} | at most {share:.0%} | at most {needed:,} |")
 
 
 def save_differences(cells: Sequence[PooledCell], path: Path, epicache: Path | None) -> None:
     """Draw the differences of accuracies and of retained attention, one column for a setting."""
     from kvpolicy.lab.figure import FAINT, LegendContent, Size, legend_entry, save_figure
-    from kvpolicy.lab.looks import COLOURS, Look
+    from kvpolicy.lab.looks import COLOURS, MARKERS, Look
 
     found = [one for one in differences(cells, epicache) if _is_drawn(one)]
     settings = list(dict.fromkeys(one.setting for one in found))
     rows = [pair for pair in PAIRS if any((one.system, one.base) == pair for one in found)]
-    colours = {True: COLOURS["blue"], False: COLOURS["grey"]}
+    looks = {True: Look("blue", MARKERS[0], ()), False: Look("grey", MARKERS[1], ())}
 
     def draw(figure: "Figure") -> "LegendContent":
         columns = figure.subplots(1, len(settings), sharey=True, squeeze=False)[0]
@@ -219,22 +238,19 @@ def save_differences(cells: Sequence[PooledCell], path: Path, epicache: Path | N
                             [100 * (one.interval.value - low)],
                             [100 * (high - one.interval.value)],
                         ],
-                        fmt="o" if one.is_significant else "s",
-                        color=colours[one.is_significant].light,
+                        fmt=looks[one.is_significant].marker,
+                        color=COLOURS[looks[one.is_significant].colour].light,
                         markersize=4,
                     )
-            model, task, budget, column = _parts(setting)
-            axes.set_title(f"{task}\n{model}\n{budget}", fontsize="medium")
+            task, column = _parts(setting)
+            axes.set_title(task, fontsize="medium")
             axes.set_xlabel(f"{column.replace('_', ' ')}, points")
             axes.grid(visible=True)
         columns[0].set_yticks(range(len(rows)), [f"{one} - {other}" for one, other in rows])
         columns[0].invert_yaxis()
-        looks = [("significant after Holm", "o", True), ("not significant", "s", False)]
+        labels = {True: "significant after Holm's correction", False: "not significant"}
         return LegendContent(
-            [
-                (label, legend_entry(Look(colours[which], marker, ()), linestyle="none"))
-                for label, marker, which in looks
-            ]
+            [(labels[which], legend_entry(look, linestyle="none")) for which, look in looks.items()]
         )
 
     save_figure([path], Size(3.4 + 1.75 * len(settings), 0.26 * len(rows) + 1.6, 9.0, 110), draw)
@@ -244,19 +260,14 @@ def _is_drawn(one: Difference) -> bool:
     return one.setting.endswith((": accuracy", ": retained_attention"))
 
 
-def _parts(setting: str) -> tuple[str, str, str, str]:
-    """Model, task, budget and column of a heading."""
+def _parts(setting: str) -> tuple[str, str]:
+    """Task, without ``attention:of=``, and column of a heading."""
     place, column = setting.rsplit(": ", 1)
-    (model, task), budget = place.split(", ")[0].split(" "), place.split(", ")[1]
-    return model, task, budget, column
+    return place.split(", ")[0].split(" ")[1].removeprefix("attention:of="), column
 
 
 def _place(cell: PooledCell) -> tuple[str, str]:
     return cell.group.model, cell.group.task
-
-
-def _num(cells: Sequence[PooledCell]) -> int:
-    return len(cells[0].items)
 
 
 def _value(cell: PooledCell, name: str) -> str:
