@@ -23,6 +23,9 @@ from kvpolicy.state import Bound, LayerWeights, Memory, Parts, Probe, Registers,
 
 _COMPACTION_HOOKS = ("protect", "score", "select", "evict")
 
+# A stack that implements one of these keeps no more rows than its budget.
+_BOUNDING_HOOKS = ("allocate", "due", *_COMPACTION_HOOKS)
+
 # Those that layers may be asked together.
 _FOLDED_HOOKS = ("due", "protect", "score", "select")
 
@@ -121,8 +124,7 @@ class Stack:
         self.attn_threshold = self._threshold() if ATTN_LAST in self.reads and not depth else 0.0
         protects = self.n_first + self.n_last > 0
         self._asks_protect = self.implements("protect")
-        hooks = ("allocate", "due", *_COMPACTION_HOOKS)
-        chooses = protects or any(self.implements(hook) for hook in hooks)
+        chooses = protects or any(self.implements(hook) for hook in _BOUNDING_HOOKS)
         self.bounded = chooses and all(one.bounded for one in self.declared)
         binds = bool(self._manager.impls("bind"))  # what is bound differs from layer to layer
         of_parts = all(part.layers_alike for part in self._part_list)

@@ -1,6 +1,5 @@
 """`decide` keeps what a compaction of the engine keeps, and fits a paged cache."""
 
-import importlib.util
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from recorder import Scores
+from scripts import load_script
 from strategies import Drawn, caches, seeds
 from tiny import shared_model
 from torch import Tensor
@@ -29,7 +29,7 @@ from kvpolicy.errors import BudgetError, HookResultError, KVPolicyError
 from kvpolicy.hooks.stack import Stack
 from kvpolicy.testing import replay
 
-EXAMPLE = Path(__file__).parents[2] / "docs" / "examples" / "paged_cache.py"
+PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "other-engines.md"
 POLICIES = ("h2o", "snapkv", "rkv", "streaming", "tova", "knorm", "mix", "random")
 
 
@@ -283,14 +283,7 @@ def test_rows_at_different_positions_cannot_be_the_same() -> None:
 # A paged cache
 
 
-def paged() -> Any:
-    spec = importlib.util.spec_from_file_location("paged_cache", EXAMPLE)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-EX = paged()
+EX: Any = load_script("examples/paged_cache.py")
 MODEL = EX.Decoder()
 
 
@@ -330,7 +323,7 @@ def test_sequences_of_a_paged_cache_are_independent_and_free_their_blocks(
 def test_the_page_states_what_the_example_prints(capsys: pytest.CaptureFixture[str]) -> None:
     EX.main()
     printed = [line.split() for line in capsys.readouterr().out.splitlines()[1:]]
-    page = (EXAMPLE.parents[1] / "how-to" / "other-engines.md").read_text(encoding="utf-8")
+    page = PAGE.read_text(encoding="utf-8")
     rows = [line for line in page.splitlines() if line.endswith("of 120 |")]
     assert [line.replace("`", "").replace("|", " ").split() for line in rows] == printed
 

@@ -1,24 +1,17 @@
 """What evictions of blocks cost beside LRU, `docs/benchmarks/guard_cost.py`."""
 
-import importlib.util
 import itertools
 import json
 from pathlib import Path
 from types import ModuleType
 
 import pytest
-
-SCRIPT = Path(__file__).parents[2] / "docs" / "benchmarks" / "guard_cost.py"
+from scripts import load_script
 
 
 @pytest.fixture(scope="module")
 def script() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("guard_cost", SCRIPT)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_script("benchmarks/guard_cost.py")
 
 
 def test_times_are_those_of_one_request(script: ModuleType) -> None:

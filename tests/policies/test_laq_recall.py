@@ -1,28 +1,21 @@
 """The recall of look-aheads, `docs/benchmarks/laq_recall.py`."""
 
-import importlib.util
 import json
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 import torch
+from scripts import load_script
 
 from kvpolicy import Engine, Plan, load_model
-
-SCRIPT = Path(__file__).parents[2] / "docs" / "benchmarks" / "laq_recall.py"
 
 pytestmark = pytest.mark.needs_reasoner
 
 
 @pytest.fixture(scope="module")
 def script() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("laq_recall", SCRIPT)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_script("benchmarks/laq_recall.py")
 
 
 def test_figures_are_the_same_in_every_run_and_a_look_ahead_sees_more(

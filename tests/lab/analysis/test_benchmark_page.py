@@ -1,26 +1,19 @@
 """The differences on SkipKV's page are those of ``kvpolicy results compare``."""
 
-import importlib.util
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
 from run_folders import write_run
+from scripts import load_script
 
 from kvpolicy.lab.statistics import paired_proportions
-
-PAGE = Path(__file__).parents[3] / "docs" / "benchmarks" / "skipkv.py"
 
 
 @pytest.fixture(scope="module")
 def page() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("skipkv_page", PAGE)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_script("benchmarks/skipkv.py")
 
 
 def _outcome(cell: dict[str, Any], item: int, attempt: int) -> dict[str, Any]:
