@@ -37,10 +37,12 @@ def test_long_run_equals_each_request_alone(name: str, family: str) -> None:
     stack = (
         (name, recorder) if name == "protect" else (*BASES.get(name, ()), name, "protect", recorder)
     )
-    # The engine has no tokenizer here: texts are token ids, and many sentences are similar.
+    # The engine has no tokenizer here: texts are token ids, and many sentences are similar. The
+    # window of lazy_eviction must fit into the budget.
     knobs = {
         "skipkv": {"delimiters": list(range(0, 61, 7)), "tau": 0.3},
         "epicache": {"prompt": [3, 7, 5]},
+        "lazy_eviction": {"window_size": 4},
     }
     chosen = {policy: knobs[policy] for policy in knobs if policy in stack}
     plan = Plan.uniform(*stack, budget=24, buffer=9, knobs=chosen)
