@@ -54,6 +54,11 @@ class _Unread:
     has_ended: asyncio.Event = attrs.field(factory=asyncio.Event)
 
 
+def _cancel(run: OpenRun, number: int, unread: _Unread) -> None:
+    if unread.result is None:
+        run.cancel(number)
+
+
 class RequestStream:
     """One request of an `AsyncEngine`: iterate over it for its chunks, or wait for its result.
 
@@ -71,13 +76,12 @@ class RequestStream:
         tokenizer = run.tokenizer
         self._pieces = None if tokenizer is None else TextPieces(tokenizer, request.stop)
         self._is_over = False
-        self._cancel = weakref.finalize(self, run.cancel, number)
+        self._cancel = weakref.finalize(self, _cancel, run, number, unread)
         self._cancel.atexit = False
 
     def cancel(self) -> None:
         """End the request before its next token; the last chunk and the result still come."""
-        if self._unread.result is None:
-            self._cancel()
+        self._cancel()
 
     async def aclose(self) -> None:
         """Cancel the request, and iterate no more."""
@@ -164,6 +168,12 @@ class AsyncEngine:
         Raises:
             KVPolicyError: As `Engine.open_run`.
         """
+        if (num := engine.adapter.processes.num_processes) > 1:
+            msg = (
+                f"{num} processes share the model, and a request would not reach all of them "
+                "before the same step; serve lists of requests with engine.generate()"
+            )
+            raise KVPolicyError(msg)
         self._run = engine.open_run(
             max_len=max_len,
             max_prompt_len=max_prompt_len,
