@@ -151,7 +151,15 @@ def serve(
     max_body: Annotated[
         str,
         typer.Option(metavar="BYTES", help="Largest body of a request.", rich_help_panel=LIMITS),
-    ] = "4MiB",
+    ] = "2MiB",
+    max_requests: Annotated[
+        int,
+        typer.Option(
+            min=1,
+            help="Requests answered at the same time; others are refused with 429.",
+            rich_help_panel=LIMITS,
+        ),
+    ] = 256,
     max_prompt_tokens: Annotated[
         int | None,
         typer.Option(
@@ -216,6 +224,7 @@ def serve(
         api_keys=keys,
         hosts=hosts_of(host, allowed_host or []),
         max_body=largest_body,
+        max_requests=max_requests,
         max_prompt_tokens=max_prompt_tokens,
         max_new_tokens=max_new_tokens,
         request_timeout_s=request_timeout,

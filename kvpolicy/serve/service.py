@@ -40,14 +40,21 @@ class Service:
     Attributes:
         model: The model, with its plans.
         settings: What clients may ask for.
-        encoder: Makes tokens of prompts.
         draining: Whether the server is shutting down, and takes no new requests.
+        encoder: Makes tokens of prompts.
     """
 
     model: ServedModel
     settings: ServerSettings
-    encoder: PromptEncoder
     draining: bool = False
+    encoder: PromptEncoder = attrs.field(init=False)
+
+    @encoder.default
+    def _encoder(self) -> PromptEncoder:
+        plans = self.model.plans
+        longest = max(plan.max_prompt_len for plan in plans)
+        vocab_size = plans[0].engine.adapter.vocab_size
+        return PromptEncoder(self.model.tokenizer, vocab_size, longest)
 
     async def complete(self, http: HttpRequest, body: CompletionBody) -> Response:
         """Answer a completion.
