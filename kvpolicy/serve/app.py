@@ -15,6 +15,7 @@ from starlette.types import ASGIApp
 import kvpolicy
 from kvpolicy.serve.api_errors import from_http, from_validation
 from kvpolicy.serve.bodies import ChatBody, CompletionBody
+from kvpolicy.serve.defects import answer_to_defect
 from kvpolicy.serve.guard import Guard
 from kvpolicy.serve.json_request import JsonRequest
 from kvpolicy.serve.metrics import CONTENT_TYPE, Metrics
@@ -56,6 +57,7 @@ def create_app(service: Service) -> ASGIApp:
         exception_handlers={
             HTTPException: _answer_http,
             RequestValidationError: _answer_validation,
+            Exception: _answer_defect,
         },
     )
     app.include_router(_generation(service))
@@ -70,6 +72,10 @@ async def _answer_http(_: Request, error: Any) -> Response:
 
 async def _answer_validation(_: Request, error: Any) -> Response:
     return from_validation(error).response()
+
+
+async def _answer_defect(request: Request, _: Exception) -> Response:
+    return answer_to_defect(request.state.record).response()
 
 
 def _generation(service: Service) -> APIRouter:

@@ -1,14 +1,13 @@
 """Around every request: its id, its line in the log, its metrics, and headers of every answer."""
 
-import logging
 import re
 import secrets
 
 from starlette.datastructures import MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from kvpolicy.serve.api_errors import ApiError
-from kvpolicy.serve.logs import fields_of, log
+from kvpolicy.serve.defects import note_defect
+from kvpolicy.serve.logs import log
 from kvpolicy.serve.metrics import Metrics
 from kvpolicy.serve.record import Record
 
@@ -51,12 +50,8 @@ class Observer:
 
         try:
             await self._app(scope, read, answer)
-        except Exception as error:  # a defect: the server goes on, and says where it is
-            log("defect", logging.ERROR, request_id=record.id, **fields_of(error))
-            if not status:
-                failure = ApiError(500, f"the server has failed; its log tells of {record.id}")
-                await failure.response()(scope, read, answer)
-            record.outcome = record.outcome and "failed"
+        except Exception as error:  # a defect, which the client has been told: the server goes on
+            note_defect(record, error)
         finally:
             self._metrics.note(record, status)
             log(

@@ -16,6 +16,7 @@ from kvpolicy.cli.output import format_count
 from kvpolicy.engine.request import Sampling
 from kvpolicy.serve.api_errors import ApiError
 from kvpolicy.serve.bodies import ChatBody, CompletionBody
+from kvpolicy.serve.defects import answer_to_defect, note_defect
 from kvpolicy.serve.generation import SHUTTING_DOWN, Generation, Limits, random_seed, requests_of
 from kvpolicy.serve.plans import ServedModel, ServedPlan
 from kvpolicy.serve.prompts import PromptEncoder
@@ -271,6 +272,9 @@ async def _events(
     except ApiError as error:
         note_error(record, error)
         yield _event(error.body())
+    except Exception as error:  # a defect; the status has been sent
+        note_defect(record, error)
+        yield _event(answer_to_defect(record).body())
 
 
 def _event(data: dict[str, Any]) -> bytes:
