@@ -1,4 +1,4 @@
-"""Defects: what no part of the server expects. The server goes on, and its log says where it was."""
+"""Defects: what no part of the server expects. The server goes on, and its log says where."""
 
 import logging
 
