@@ -201,7 +201,7 @@ def serve(
 ) -> None:
     """Serve a model under one or several plans, with OpenAI's interface.
 
-    Without options: the bundled reasoner, on this machine only. Ctrl-C or SIGTERM lets what runs
+    Without options: the default model, on this machine only. Ctrl-C or SIGTERM lets what runs
     end, a second one ends it.
     """
     _check_installed()

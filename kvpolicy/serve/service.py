@@ -251,7 +251,7 @@ class _Stream(StreamingResponse):
 async def _events(
     generation: Generation, reply: Reply, body: CompletionBody | ChatBody, record: Record
 ) -> AsyncIterator[bytes]:
-    offsets = [0] * record.choices
+    lengths = [0] * record.choices
     try:
         for index in range(record.choices):
             opening = reply.opening(index)
@@ -262,9 +262,9 @@ async def _events(
                 yield KEEPALIVE_COMMENT
                 continue
             index, chunk = found
-            for piece in reply.pieces(index, chunk, offsets[index]):
+            for piece in reply.pieces(index, chunk, lengths[index]):
                 yield _event(piece)
-            offsets[index] += len(chunk.text)
+            lengths[index] += len(chunk.text)
         if body.stream_options is not None and body.stream_options.include_usage:
             yield _event(reply.last(generation.results, record.prompt_tokens))
         _note_completed(record, generation.plan)
