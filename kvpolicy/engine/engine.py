@@ -853,6 +853,8 @@ class OpenRun(Run):
             seq.fail(error)
             self._finish(seq)
         self._queue.waiting.clear()
+        for number in self._queue.open_numbers:  # lost where the step broke
+            self._emit(Result(number, finish_reason="error", error=error))
         results, self._results = self._results, []
         return results
 

@@ -52,6 +52,11 @@ class RequestQueue:
         """Requests without a result."""
         return len(self._open)
 
+    @property
+    def open_numbers(self) -> list[int]:
+        """Numbers of the requests without a result."""
+        return sorted(self._open)
+
     def put(self, seq: Sequence) -> int:
         """Add a request, and number it.
 

@@ -29,6 +29,7 @@ from kvpolicy import (
     Result,
     hookimpl,
 )
+from kvpolicy.engine.batch import RunningBatch
 
 NUM_LAYERS = 2
 TOKENIZER = tiny_tokenizer()
@@ -407,6 +408,24 @@ def test_broken_engine_ends_all_requests_with_a_sentence() -> None:
         assert "the engine has broken" in str(one.error)
         assert "no memory" in str(one.error)
     assert len(results[0].tokens) > 0
+
+
+def test_request_that_is_lost_in_a_broken_step_has_a_result(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def admit(*_: object) -> None:
+        msg = "no such slot"
+        raise RuntimeError(msg)
+
+    monkeypatch.setattr(RunningBatch, "admit", admit)
+
+    async def main(serving: AsyncEngine) -> list[Result]:
+        streams = [serving.submit(Request("a", 5)) for _ in range(3)]
+        return [await stream.result() for stream in streams]
+
+    for result in served(main, engine(slots=2)):
+        assert result.finish_reason == "error"
+        assert "RuntimeError: no such slot" in str(result.error)
 
 
 def test_tokenizer_that_fails_ends_its_request() -> None:
