@@ -841,6 +841,10 @@ class OpenRun(Run):
         if not self.num_open and not self._queue.is_closed:
             self._queue.wait(timeout_s)
 
+    def wake(self) -> None:
+        """Have `wait` return."""
+        self._queue.wake()
+
     def end(self, error: str) -> list[Result]:
         """End all requests with an error; nothing can be served afterwards.
 

@@ -30,6 +30,7 @@ from kvpolicy import (
     hookimpl,
 )
 from kvpolicy.engine.batch import RunningBatch
+from kvpolicy.errors import SnapshotError
 
 NUM_LAYERS = 2
 TOKENIZER = tiny_tokenizer()
@@ -352,6 +353,27 @@ def test_loop_that_ends_without_closing_ends_the_engine() -> None:
         time.sleep(0.01)
     assert threading.active_count() == before
     del kept
+
+
+def test_function_is_called_between_steps() -> None:
+    async def main(serving: AsyncEngine) -> None:
+        assert await serving.between_steps(lambda run: run.num_open) == 0  # when idle, too
+        stream = serving.submit(Request("hello", 60))
+        before = await anext(stream)
+        snapshot = await serving.between_steps(lambda run: run.snapshot(stream.id))
+        tokens = len(snapshot.tokens)
+        assert tokens >= len(before.tokens)
+        rest = Request(max_new_tokens=60 - tokens, resume=snapshot)
+        whole, resumed = await stream.result(), await serving.submit(rest).result()
+        assert whole.tokens[tokens:] == resumed.tokens
+        with pytest.raises(SnapshotError, match="is not being served"):
+            await serving.between_steps(lambda run: run.snapshot(stream.id))
+        assert (await serving.submit(Request("a", 3)).result()).finish_reason == "length"
+        await serving.close(finish=True)
+        with pytest.raises(EngineClosedError, match="the engine does not run"):
+            await serving.between_steps(lambda run: run.num_open)
+
+    served(main, engine())
 
 
 # --- failures -------------------------------------------------------------------------------
