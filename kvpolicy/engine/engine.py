@@ -841,6 +841,10 @@ class OpenRun(Run):
         if not self.num_open and not self._queue.is_closed:
             self._queue.wait(timeout_s)
 
+    def wake(self) -> None:
+        """Have `wait` return."""
+        self._queue.wake()
+
     def end(self, error: str) -> list[Result]:
         """End all requests with an error; nothing can be served afterwards.
 
@@ -853,6 +857,8 @@ class OpenRun(Run):
             seq.fail(error)
             self._finish(seq)
         self._queue.waiting.clear()
+        for number in self._queue.open_numbers:  # lost where the step broke
+            self._emit(Result(number, finish_reason="error", error=error))
         results, self._results = self._results, []
         return results
 
