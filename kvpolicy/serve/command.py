@@ -41,7 +41,7 @@ from kvpolicy.cli.options import (
     register_plugins,
     tell_packing,
 )
-from kvpolicy.cli.output import info, print_lines
+from kvpolicy.cli.output import format_count, info, print_lines
 from kvpolicy.cli.plan_suggest import parse_bytes
 from kvpolicy.entry_points import default_name, installed, load_installed
 from kvpolicy.errors import KVPolicyError
@@ -334,7 +334,8 @@ def _warn_if_open(settings: "ServerSettings", host: str) -> None:
 def _welcome(served: "ServedModel", url: str, settings: "ServerSettings") -> list[str]:
     """Where the server is, and a line to try."""
     plans = [
-        f"  {plan.id}: up to {plan.stats.slots} sequences of {plan.max_len:,} tokens together"
+        f"  {plan.id}: up to {format_count(plan.stats.slots, 'sequence')} of {plan.max_len:,} "
+        "tokens together"
         for plan in served.plans
     ]
     headers = ["-H 'Content-Type: application/json'"]
