@@ -146,12 +146,12 @@ class Line:
 
     Attributes:
         number: Its number, counted from 1.
-        offset: Where it begins, in bytes.
+        begin: Where it begins, in bytes.
         text: The line without its end.
     """
 
     number: int
-    offset: int
+    begin: int
     text: str
 
 
@@ -159,7 +159,7 @@ def text_lines(
     file: BinaryIO,
     name: str,
     *,
-    offset: int = 0,
+    begin: int = 0,
     on_bytes: Callable[[bytes], object] = lambda _: None,
     error: type[KVPolicyError] = KVPolicyError,
 ) -> Iterator[Line]:
@@ -171,7 +171,7 @@ def text_lines(
     Args:
         file: The file.
         name: What it is, for messages.
-        offset: Where in it reading begins: its position.
+        begin: Where in it reading begins: its position.
         on_bytes: Receives the content, line by line, as it is.
         error: Exception to raise.
 
@@ -185,14 +185,14 @@ def text_lines(
             where = name if number == 1 else f"line {number} of {name}"
             _refuse(f"{where} cannot be read: it is larger than {MAX_BYTES >> 20} MiB", error)
         on_bytes(content)
-        line = content.removeprefix(BOM_UTF8) if offset == 0 else content
+        line = content.removeprefix(BOM_UTF8) if begin == 0 else content
         try:
             text = line.decode()
         except UnicodeDecodeError as caught:
-            _refuse(f"{name} is not UTF-8 text (byte {offset + caught.start})", error, caught)
+            _refuse(f"{name} is not UTF-8 text (byte {begin + caught.start})", error, caught)
         if text.strip():
-            yield Line(number, offset, text.removesuffix("\n").removesuffix("\r"))
-        offset += len(content)
+            yield Line(number, begin, text.removesuffix("\n").removesuffix("\r"))
+        begin += len(content)
 
 
 def parse_toml(text: str) -> dict[str, Any]:

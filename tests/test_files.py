@@ -122,5 +122,5 @@ def test_lines_end_at_line_feeds_only() -> None:
     ]
     file = BytesIO(text.encode())
     for line in text_lines(BytesIO(text.encode()), "it"):
-        offset = file.seek(line.offset)
-        assert next(text_lines(file, "it", offset=offset)).text == line.text
+        begin = file.seek(line.begin)
+        assert next(text_lines(file, "it", begin=begin)).text == line.text

@@ -98,7 +98,7 @@ class PromptFile(Sequence[Prompt]):
                 "write the prompts into a file, or leave out --output."
             )
             raise KVPolicyError(msg)
-        self._offsets, self._numbers = array("q"), array("q")
+        self._begins, self._numbers = array("q"), array("q")
         with ExitStack() as undo:
             self._file = undo.enter_context(open_binary(path, self.name))
             self._state = self._found()
@@ -106,14 +106,14 @@ class PromptFile(Sequence[Prompt]):
             self._undo = undo.pop_all()
 
     def __len__(self) -> int:
-        return len(self._offsets)
+        return len(self._begins)
 
     def __getitem__(self, index: Any) -> Any:
         if not isinstance(index, int):
             return [self[i] for i in range(*index.indices(len(self)))]
         index = range(len(self))[index]
-        offset = self._file.seek(self._offsets[index])
-        line = next(text_lines(self._file, self.name, offset=offset), None)
+        begin = self._file.seek(self._begins[index])
+        line = next(text_lines(self._file, self.name, begin=begin), None)
         if line is None or self._found() != self._state:
             msg = (
                 f"{self.name} was changed while its prompts were answered; the answers so far are "
@@ -139,7 +139,7 @@ class PromptFile(Sequence[Prompt]):
         self._parser, ids = _Parser(self.name), _Ids()
         for index, line in enumerate(lines):
             ids.add(self._parser.prompt(index, line))
-            self._offsets.append(line.offset)
+            self._begins.append(line.begin)
             self._numbers.append(line.number)
         self._parser.finish(len(self))
         ids.check(self.__getitem__)
@@ -168,7 +168,7 @@ def _read_all(file: BinaryIO, name: str) -> list[Prompt]:
     parser, ids = _Parser(name), _Ids()
     prompts: list[Prompt] = []
     for line in text_lines(file, name):
-        if line.offset > MAX_BYTES:
+        if line.begin > MAX_BYTES:
             msg = f"{name} cannot be read: it is larger than {MAX_BYTES >> 20} MiB; give --output."
             raise KVPolicyError(msg)
         prompts.append(parser.prompt(len(prompts), line))

@@ -66,7 +66,7 @@ class AnswerStore:
         self.reasons: Counter[str] = Counter()
         self.notes: list[str] = []
         self._path = self.folder / "answers.jsonl"
-        self._offsets = array("q", [-1]) * num_prompts
+        self._begins = array("q", [-1]) * num_prompts
         with ExitStack() as undo:
             if not overwrite:
                 self._check_is_this_run_or_new(run)
@@ -113,7 +113,7 @@ class AnswerStore:
         """Numbers of the prompts that have no answer, ascending."""
         if self.is_complete:
             return array("q")
-        return array("q", (i for i, offset in enumerate(self._offsets) if offset < 0))
+        return array("q", (i for i, begin in enumerate(self._begins) if begin < 0))
 
     def add(self, answers: Iterable[tuple[int, Answer]]) -> None:
         """Store answers. When this returns, they survive the end of this process.
@@ -124,10 +124,11 @@ class AnswerStore:
         Raises:
             OutputError: They cannot be written, for example because the disk is full.
         """
-        new = [(number, answer) for number, answer in answers if self._offsets[number] < 0]
-        offsets = self._journal.append(*({_NUMBER: number, **answer} for number, answer in new))
-        for (number, answer), offset in zip(new, offsets, strict=True):
-            self._note(number, offset, answer)
+        new = {number: answer for number, answer in answers if self._begins[number] < 0}
+        records = ({_NUMBER: number, **answer} for number, answer in new.items())
+        begins = self._journal.append(*records)
+        for (number, answer), begin in zip(new.items(), begins, strict=True):
+            self._note(number, begin, answer)
 
     def publish(self) -> None:
         """Write all answers to the output, in the order of the prompts, and end what is kept.
@@ -138,8 +139,8 @@ class AnswerStore:
         if self.is_complete:
             return
         with self._path.open("rb") as journal, atomic_writer(self.output) as output:
-            for offset in self._offsets:
-                journal.seek(offset)
+            for begin in self._begins:
+                journal.seek(begin)
                 answer = parse_json(journal.readline())
                 del answer[_NUMBER]
                 output.write(encode(answer))
@@ -154,8 +155,8 @@ class AnswerStore:
     def __exit__(self, *_: object) -> None:
         self._undo.close()
 
-    def _note(self, number: int, offset: int, answer: Answer) -> None:
-        self._offsets[number] = offset
+    def _note(self, number: int, begin: int, answer: Answer) -> None:
+        self._begins[number] = begin
         self.reasons[str(answer.get("finish_reason"))] += 1
 
     def _lock(self) -> FileLock:
@@ -201,13 +202,13 @@ class AnswerStore:
         _write_manifest(self.folder, run, [])
 
     def _read_journal(self) -> None:
-        for offset, record in iter_lines(self._path):
+        for begin, record in iter_lines(self._path):
             number = record.pop(_NUMBER, None)
             if type(number) is not int or not 0 <= number < self.num_prompts:
-                msg = f"{self._path} is damaged: byte {offset} begins no answer; {_GIVE}."
+                msg = f"{self._path} is damaged: byte {begin} begins no answer; {_GIVE}."
                 raise ResultsError(msg)
-            if self._offsets[number] < 0:
-                self._note(number, offset, record)
+            if self._begins[number] < 0:
+                self._note(number, begin, record)
 
     def _count_output(self) -> None:
         try:

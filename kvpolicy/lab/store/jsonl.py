@@ -55,10 +55,10 @@ class JsonLinesWriter:
         Raises:
             OutputError: The file cannot be written, for example because the disk is full.
         """
-        offsets = []
+        begins = []
         try:
             for record in records:
-                offsets.append(self._file.seek(0, os.SEEK_END))
+                begins.append(self._file.seek(0, os.SEEK_END))
                 line = encode(record)
                 while line:  # on an almost full disk, a write may take only a part
                     line = line[self._file.write(line) :]
@@ -66,7 +66,7 @@ class JsonLinesWriter:
         except OSError as error:
             msg = f"{self.path} cannot be written: {error.strerror}; earlier lines are intact."
             raise OutputError(msg) from error
-        return offsets
+        return begins
 
     def close(self) -> None:
         """Close the file."""
@@ -113,12 +113,12 @@ def iter_lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     """
     if not path.exists():
         return
-    offset = 0
+    begin = 0
     with open_binary(path, str(path), error=ResultsError) as file:
         for number, line in enumerate(file, 1):
             if line.endswith(b"\n"):
-                yield offset, _parse(path, number, line)
-            offset += len(line)
+                yield begin, _parse(path, number, line)
+            begin += len(line)
 
 
 def lock_folder(folder: Path) -> FileLock:

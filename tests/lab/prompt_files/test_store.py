@@ -85,7 +85,7 @@ def test_cut_at_any_byte_no_answer_is_lost_and_none_doubled(tmp_path: Path) -> N
 def test_an_answer_that_comes_twice_is_stored_once(tmp_path: Path) -> None:
     with opened(tmp_path / "a.jsonl") as store:
         store.add([(1, answer(1))])
-        store.add([(1, answer(2)), (3, answer(3))])
+        store.add([(1, answer(2)), (3, answer(3)), (3, answer(3))])
         assert store.num_answered == 2
         assert [*store.left()] == [0, 2, 4, 5]
 
