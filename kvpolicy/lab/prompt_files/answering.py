@@ -15,7 +15,6 @@ from kvpolicy.engine.sequence import encode
 from kvpolicy.errors import RequestError
 from kvpolicy.kernels.flash_attention import GpuAttention
 from kvpolicy.lab.models import LoadedModel, ModelInfo
-from kvpolicy.lab.prompt_files.open_run import OpenRun
 from kvpolicy.plan.resolved import ResolvedPlan
 
 # Prompts that wait for a slot, in slots: policies of `schedule` choose among them.
@@ -103,7 +102,7 @@ class Longest:
     """
 
     prompt: int = 1
-    sequence: int = 1
+    sequence: int = 2
 
     @classmethod
     def of(cls, answering: Answering, engine: Engine, prompts: Iterable[Prompt]) -> Self:
@@ -112,7 +111,7 @@ class Longest:
         Raises:
             KVPolicyError: A prompt is a chat, and the tokenizer has no chat template.
         """
-        most, longest_prompt, longest = engine.adapter.max_positions, 1, 1
+        most, longest_prompt, longest = engine.adapter.max_positions, 1, 2
         for prompt in prompts:
             try:
                 request = answering.request(prompt, engine)
@@ -141,7 +140,7 @@ def answers(
     Raises:
         HookError: A policy has failed, and the engine raises errors.
     """
-    run = OpenRun(engine, max_len=longest.sequence, max_prompt_len=longest.prompt)
+    run = engine.open_run(max_len=longest.sequence, max_prompt_len=longest.prompt)
     served: dict[int, tuple[int, Prompt]] = {}
     most, waiting = (1 + _AHEAD) * engine.num_slots, iter(prompts)
     while True:
