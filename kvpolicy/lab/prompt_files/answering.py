@@ -1,17 +1,19 @@
 """Answering prompts with an engine that is kept full, and what one answer consists of."""
 
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import abc
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, ClassVar, Self
 
 import attrs
 
 from kvpolicy.cli.prompts import Prompt, rendered
+from kvpolicy.engine.arrival import Arrivals
 from kvpolicy.engine.engine import Engine
 from kvpolicy.engine.isolation import OnHookError
 from kvpolicy.engine.request import Request
 from kvpolicy.engine.results import Result
-from kvpolicy.engine.sequence import encode
+from kvpolicy.engine.sequence import Sequence, encode
 from kvpolicy.errors import RequestError
 from kvpolicy.kernels.flash_attention import GpuAttention
 from kvpolicy.lab.models import LoadedModel, ModelInfo
@@ -63,20 +65,25 @@ class Answering:
             gpu_attention=self.gpu_attention,
         )
 
-    def request(self, prompt: Prompt, engine: Engine) -> Request:
-        """The request for a prompt, which consists of token ids.
+    def sequence(self, prompt: Prompt, engine: Engine) -> Sequence:
+        """The sequence of a prompt, whose request consists of token ids.
+
+        Whether it can be served depends on the model only, and not on the longest prompts beside
+        it, so that its answer is the same in every run.
 
         Args:
             prompt: The prompt.
-            engine: Has the tokenizer.
+            engine: Has model and tokenizer.
 
         Raises:
-            RequestError: The prompt cannot be encoded.
+            RequestError: The prompt cannot be encoded or served.
             KVPolicyError: It is a chat, and the tokenizer has no chat template.
         """
         whole = rendered(prompt, engine.tokenizer, chat=self.chat)
         tokens = encode(whole.content, engine.tokenizer, engine.adapter.vocab_size)
-        return attrs.evolve(whole.request(self.defaults), prompt=tokens)
+        request = attrs.evolve(whole.request(self.defaults), prompt=tokens)
+        arrivals = Arrivals(engine.adapter, engine.tokenizer, engine.resuming, engine.clock)
+        return arrivals.sequence_of(request)
 
     def identity(self) -> dict[str, Any]:
         """Everything that answers depend on, but the prompts, as plain data."""
@@ -111,16 +118,15 @@ class Longest:
         Raises:
             KVPolicyError: A prompt is a chat, and the tokenizer has no chat template.
         """
-        most, longest_prompt, longest = engine.adapter.max_positions, 1, 2
+        longest_prompt, longest = 1, 2
         for prompt in prompts:
             try:
-                request = answering.request(prompt, engine)
+                sequence = answering.sequence(prompt, engine)
             except RequestError:
                 continue
-            if len(request.prompt) < most:
-                longest_prompt = max(longest_prompt, len(request.prompt))
-                longest = max(longest, len(request.prompt) + request.max_new_tokens)
-        return cls(longest_prompt, min(longest, most))
+            longest_prompt = max(longest_prompt, sequence.num_staying)
+            longest = max(longest, sequence.max_len)
+        return cls(longest_prompt, longest)
 
 
 def answers(
@@ -147,7 +153,8 @@ def answers(
         ended: list[tuple[int, Answer]] = []
         while len(served) + len(ended) < most and (one := next(waiting, None)) is not None:
             try:
-                served[run.submit(answering.request(one[1], engine))] = one
+                sequence = answering.sequence(one[1], engine)
+                served[run.submit(sequence.request)] = one
             except RequestError as error:
                 result = Result(0, finish_reason="error", error=str(error))
                 ended.append((one[0], answer_of(one[1], result)))
@@ -196,7 +203,7 @@ class Answered:
 
     worker: int
     host: str
-    answers: Sequence[tuple[int, Answer]]
+    answers: abc.Sequence[tuple[int, Answer]]
     busy_s: float
 
 
@@ -215,7 +222,7 @@ class Shard:
     noun: ClassVar[str] = "prompts"
 
     @classmethod
-    def of(cls, prompts: Sequence[Prompt], numbers: Iterable[int]) -> Self:
+    def of(cls, prompts: abc.Sequence[Prompt], numbers: Iterable[int]) -> Self:
         """Read the prompts with some numbers."""
         chosen = {number: prompts[number] for number in numbers}
         return cls(tuple(chosen), chosen)

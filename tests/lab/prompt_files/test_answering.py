@@ -118,6 +118,8 @@ def test_the_longest_are_found_and_what_cannot_be_answered_does_not_count(
     assert Longest.of(answering, engine, given) == Longest(40, 99)
     assert Longest.of(answering, engine, given[2:]) == Longest(1, 2)
     errors = run(answering, engine, given[2:])
+    beside = run(answering, engine, given)
+    assert [beside[2], beside[3]] == [errors[0], errors[1]], "whatever is answered beside it"
     assert ["positions" in errors[0]["error"], "10000" in errors[1]["error"]] == [True, True]
     endless = [Prompt(0, [5] * 9, own={"max_new_tokens": 10**6})]
     most = engine.adapter.max_positions
@@ -154,4 +156,4 @@ def test_a_request_that_cannot_be_served_is_an_error_of_its_own(
     answering: Answering, engine: Engine
 ) -> None:
     with pytest.raises(RequestError, match="not valid text"):
-        answering.request(Prompt(0, "\ud800"), engine)
+        answering.sequence(Prompt(0, "\ud800"), engine)
