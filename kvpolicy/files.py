@@ -310,8 +310,9 @@ def _refuse(msg: str, error: type[KVPolicyError], cause: Exception | None = None
 def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) < len(pairs):
-        keys = [key for key, _ in pairs]
-        twice = next(key for key in keys if keys.count(key) > 1)
+        seen: set[str] = set()
+        # Not by counting each: a server reads what anybody sends.
+        twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
         msg = f"an object has the key {twice!r:.60} twice"
         raise ValueError(msg)
     return found

@@ -29,6 +29,8 @@ from kvpolicy import (
     Result,
     hookimpl,
 )
+from kvpolicy.engine.batch import RunningBatch
+from kvpolicy.errors import SnapshotError
 
 NUM_LAYERS = 2
 TOKENIZER = tiny_tokenizer()
@@ -353,6 +355,27 @@ def test_loop_that_ends_without_closing_ends_the_engine() -> None:
     del kept
 
 
+def test_function_is_called_between_steps() -> None:
+    async def main(serving: AsyncEngine) -> None:
+        assert await serving.between_steps(lambda run: run.num_open) == 0  # when idle, too
+        stream = serving.submit(Request("hello", 60))
+        before = await anext(stream)
+        snapshot = await serving.between_steps(lambda run: run.snapshot(stream.id))
+        tokens = len(snapshot.tokens)
+        assert tokens >= len(before.tokens)
+        rest = Request(max_new_tokens=60 - tokens, resume=snapshot)
+        whole, resumed = await stream.result(), await serving.submit(rest).result()
+        assert whole.tokens[tokens:] == resumed.tokens
+        with pytest.raises(SnapshotError, match="is not being served"):
+            await serving.between_steps(lambda run: run.snapshot(stream.id))
+        assert (await serving.submit(Request("a", 3)).result()).finish_reason == "length"
+        await serving.close(finish=True)
+        with pytest.raises(EngineClosedError, match="the engine does not run"):
+            await serving.between_steps(lambda run: run.num_open)
+
+    served(main, engine())
+
+
 # --- failures -------------------------------------------------------------------------------
 
 
@@ -407,6 +430,24 @@ def test_broken_engine_ends_all_requests_with_a_sentence() -> None:
         assert "the engine has broken" in str(one.error)
         assert "no memory" in str(one.error)
     assert len(results[0].tokens) > 0
+
+
+def test_request_that_is_lost_in_a_broken_step_has_a_result(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def admit(*_: object) -> None:
+        msg = "no such slot"
+        raise RuntimeError(msg)
+
+    monkeypatch.setattr(RunningBatch, "admit", admit)
+
+    async def main(serving: AsyncEngine) -> list[Result]:
+        streams = [serving.submit(Request("a", 5)) for _ in range(3)]
+        return [await stream.result() for stream in streams]
+
+    for result in served(main, engine(slots=2)):
+        assert result.finish_reason == "error"
+        assert "RuntimeError: no such slot" in str(result.error)
 
 
 def test_tokenizer_that_fails_ends_its_request() -> None:
