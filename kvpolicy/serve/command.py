@@ -217,7 +217,7 @@ def serve(
     from kvpolicy.engine.engine import DEFAULT_SLOTS
     from kvpolicy.model.loading import load_model
     from kvpolicy.serve.launch import bound_to, hosts_of, serve_model, served_model
-    from kvpolicy.serve.logs import configure
+    from kvpolicy.serve.logs import logging_to
     from kvpolicy.serve.settings import ServerSettings
 
     settings = ServerSettings(
@@ -251,11 +251,14 @@ def serve(
             slots=slots or DEFAULT_SLOTS,
             **options,
         )
-        configure(sys.stderr, as_json=log_format is LogFormat.json)
         _warn_if_open(settings, host)
-        num_cancelled = serve_model(
-            served, settings, listening, lambda url: print_lines(_welcome(served, url, settings))
-        )
+        with logging_to(sys.stderr, as_json=log_format is LogFormat.json):
+            num_cancelled = serve_model(
+                served,
+                settings,
+                listening,
+                lambda url: print_lines(_welcome(served, url, settings)),
+            )
     if num_cancelled:
         raise typer.Exit(SOME_FAILED)
 

@@ -129,13 +129,8 @@ def test_servers_of_one_process_count_for_themselves() -> None:
 def lines() -> Iterator[io.StringIO]:
     """The log, as JSON lines."""
     stream = io.StringIO()
-    loggers = [logging.getLogger(name) for name in ("kvpolicy.serve", "uvicorn.error", "asyncio")]
-    before = [(one.handlers, one.propagate, one.level) for one in loggers]
-    logs.configure(stream, as_json=True)
-    yield stream
-    for one, (handlers, propagate, level) in zip(loggers, before, strict=True):
-        one.handlers, one.propagate = handlers, propagate
-        one.setLevel(level)
+    with logs.logging_to(stream, as_json=True):
+        yield stream
 
 
 def records(lines: io.StringIO) -> list[dict[str, Any]]:
