@@ -12,7 +12,7 @@ from enum import Enum
 from importlib.util import find_spec
 from pathlib import Path
 from shlex import quote
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -43,9 +43,8 @@ from kvpolicy.cli.options import (
 )
 from kvpolicy.cli.output import format_count, info, print_lines
 from kvpolicy.cli.plan_suggest import parse_bytes
-from kvpolicy.entry_points import default_name, installed, load_installed
+from kvpolicy.entry_points import default_name
 from kvpolicy.errors import KVPolicyError
-from kvpolicy.plugin_code import plugin_code
 
 if TYPE_CHECKING:
     from kvpolicy.plan.plan import Plan
@@ -336,6 +335,8 @@ def _warn_if_open(settings: "ServerSettings", host: str) -> None:
 
 def _welcome(served: "ServedModel", url: str, settings: "ServerSettings") -> list[str]:
     """Where the server is, and a line to try."""
+    from kvpolicy.serve.example import example_request
+
     plans = [
         f"  {plan.id}: up to {format_count(plan.stats.slots, 'sequence')} of {plan.max_len:,} "
         "tokens together"
@@ -344,20 +345,6 @@ def _welcome(served: "ServedModel", url: str, settings: "ServerSettings") -> lis
     headers = ["-H 'Content-Type: application/json'"]
     if settings.api_keys:
         headers.append(f'-H "Authorization: Bearer ${KEYS}"')
-    path, body = _example(served)
+    path, body = example_request(served)
     line = f"curl {url}{path} {' '.join(headers)} -d {quote(json.dumps(body))}"
     return [f"{served.name} is served at {url}", *plans, "", "Open it in a browser, or try:", line]
-
-
-def _example(served: "ServedModel") -> tuple[str, dict[str, Any]]:
-    """A request that the model can answer: a problem of its own task, or a chat."""
-    body: dict[str, Any] = {"model": served.name, "max_tokens": 256}
-    if served.name in installed("kvpolicy.tasks"):
-        make_task = load_installed("kvpolicy.tasks", served.name, what="task")
-        with plugin_code(f"task '{served.name}' is broken", KVPolicyError):
-            (example,) = make_task().examples(1, seed=0)
-        return "/v1/completions", {**body, "prompt": example.prompt}
-    if getattr(served.tokenizer, "chat_template", None):
-        messages = [{"role": "user", "content": "What is 6 times 7?"}]
-        return "/v1/chat/completions", {**body, "messages": messages}
-    return "/v1/completions", {**body, "prompt": "6 times 7 is"}
