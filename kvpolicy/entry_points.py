@@ -138,7 +138,7 @@ def installed_file(
 
 
 def default_name(
-    kind: Literal["model", "policy", "eviction_policy", "task", "sweep"],
+    kind: Literal["model", "plan", "policy", "eviction_policy", "task", "sweep"],
 ) -> str | None:
     """The name that commands use when none is given; ``None`` if no package sets a default.
 
@@ -146,7 +146,8 @@ def default_name(
     ``model = "package.module:DEFAULT_MODEL"``.
 
     Args:
-        kind: ``"policy"`` is the one of the full cache, ``"eviction_policy"`` one that evicts.
+        kind: ``"policy"`` is the one of the full cache, ``"eviction_policy"`` one that evicts,
+            ``"plan"`` that of the default model.
     """
     if kind not in installed(DEFAULTS):
         return None

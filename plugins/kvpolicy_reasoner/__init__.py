@@ -6,6 +6,7 @@ REASONER = "reasoner"
 REASONER_VERBOSE = "reasoner-verbose"
 
 DEFAULT_MODEL = REASONER
+DEFAULT_PLAN = "reasoner-mix"  # under which the default model is served
 DEFAULT_TASK = REASONER
 DEFAULT_SWEEP = "baselines"
 

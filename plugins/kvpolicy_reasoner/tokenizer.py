@@ -18,6 +18,19 @@ _CONTROL = (PAD, EOS, UNK, "<|user|>", "<|assistant|>")
 # Not special tokens: as in R1 models, `skip_special_tokens` does not remove them.
 _THINK = ("<think>", "</think>")
 _MARKS = (NEWLINES, "\\boxed{", "}", ".", ",", ":", "?", " =", " +", " -")
+# As in R1's template, thoughts of earlier answers are left out.
+CHAT_TEMPLATE = """
+{%- for message in messages -%}
+{%- if message["role"] == "assistant" -%}
+{{- "<|assistant|>" + message["content"].split("</think>")[-1] -}}
+{%- else -%}
+{{- "<|user|> " + message["content"].strip() -}}
+{%- endif -%}
+{%- endfor -%}
+{%- if add_generation_prompt -%}
+{{- "<|assistant|><think>\n\n" -}}
+{%- endif -%}
+"""
 _OPENERS = ["First", "And", "Now", "Wait", "Alternatively", "Hmm", "Just", "Again", "So"]
 _WORDS = [
     "What",
@@ -70,6 +83,7 @@ def build_tokenizer(extra: Sequence[str] = ()) -> PreTrainedTokenizerFast:
         pad_token=PAD,
         unk_token=UNK,
         padding_side="left",
+        chat_template=CHAT_TEMPLATE,
         clean_up_tokenization_spaces=False,
         model_input_names=["input_ids", "attention_mask"],
     )

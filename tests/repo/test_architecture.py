@@ -36,6 +36,7 @@ ALLOWED = {
     "testing": ENGINE | {"testing"},
     "cli": ENGINE | {"cli", "hf", "testing"},
     "lab": ENGINE | {"cli", "hf", "lab"},
+    "serve": ENGINE | {"cli", "lab", "serve"},
     "__main__": {"cli"},
 }
 POLICY_PACKAGES = ["kvpolicy_baselines", "kvpolicy_plugins", "skipkv_plugin"]

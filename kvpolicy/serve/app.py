@@ -1,0 +1,154 @@
+"""The application of a server: its paths, and what stands around them."""
+
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import AsyncExitStack, asynccontextmanager
+from typing import Any
+
+from fastapi import APIRouter, FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse, Response
+from fastapi.routing import APIRoute
+from fastapi.telemetry import TelemetryConfig
+from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp
+
+import kvpolicy
+from kvpolicy.serve.api_errors import from_http, from_validation
+from kvpolicy.serve.bodies import ChatBody, CompletionBody
+from kvpolicy.serve.guard import Guard, JsonRequest
+from kvpolicy.serve.metrics import CONTENT_TYPE, Metrics
+from kvpolicy.serve.observer import Observer
+from kvpolicy.serve.plans import ServedModel
+from kvpolicy.serve.service import Service
+
+# FastAPI can send what it does with requests to OpenTelemetry, bodies included.
+_NO_TELEMETRY: TelemetryConfig = {"tracing": False, "metrics": False, "logs": False}
+
+
+def create_app(service: Service) -> ASGIApp:
+    """The application that answers for a model.
+
+    Its lifespan starts the engines, and ends what still runs when it is over.
+
+    Args:
+        service: What answers completions and chats.
+    """
+    model = service.model
+    metrics = Metrics(model.plans)
+
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        async with AsyncExitStack() as running:
+            running.callback(service.encoder.close)
+            for plan in model.plans:
+                await running.enter_async_context(plan.running)
+            yield
+
+    app = FastAPI(
+        title="kvpolicy",
+        version=kvpolicy.__version__,
+        docs_url=None,  # these pages load scripts from elsewhere
+        redoc_url=None,
+        redirect_slashes=False,
+        lifespan=lifespan,
+        max_body_size=service.settings.max_body,
+        telemetry=_NO_TELEMETRY,
+        exception_handlers={
+            HTTPException: _answer_http,
+            RequestValidationError: _answer_validation,
+        },
+    )
+    app.include_router(_generation(service))
+    app.include_router(_models(model))
+    app.include_router(_operation(service, metrics))
+    return Observer(Guard(app, service.settings), metrics)
+
+
+async def _answer_http(_: Request, error: Any) -> Response:
+    return from_http(error).response()
+
+
+async def _answer_validation(_: Request, error: Any) -> Response:
+    return from_validation(error).response()
+
+
+def _generation(service: Service) -> APIRouter:
+    class BodyRoute(APIRoute):
+        """Reads bodies as `JsonRequest` does."""
+
+        def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+            handler = super().get_route_handler()
+
+            async def read(request: Request) -> Response:
+                given = JsonRequest(request.scope, request.receive)
+                request.state.record.outcome = "invalid"  # unless its body is read and checked
+                given.body_timeout_s = service.settings.body_timeout_s
+                return await handler(given)
+
+            return read
+
+    router = APIRouter(prefix="/v1", route_class=BodyRoute)
+
+    @router.post("/completions", response_model=None)
+    async def completions(http: Request, body: CompletionBody) -> Response:
+        return await service.complete(http, body)
+
+    @router.post("/chat/completions", response_model=None)
+    async def chat_completions(http: Request, body: ChatBody) -> Response:
+        return await service.chat(http, body)
+
+    return router
+
+
+def _models(model: ServedModel) -> APIRouter:
+    router = APIRouter(prefix="/v1/models")
+
+    def described(model_id: str) -> dict[str, Any]:
+        plan = model.plan_of(model_id)
+        return {
+            "id": model_id,
+            "object": "model",
+            "created": model.created,
+            "owned_by": "kvpolicy",
+            "max_model_len": plan.max_len,
+            "kvpolicy": {
+                "plan": plan.name,
+                "digest": plan.engine.plan.digest(),
+                "slots": plan.stats.slots,
+            },
+        }
+
+    @router.get("")
+    async def models() -> dict[str, Any]:
+        return {"object": "list", "data": [described(model_id) for model_id in model.by_id]}
+
+    @router.get("/{model_id:path}")
+    async def one_model(model_id: str) -> dict[str, Any]:
+        return described(model_id)
+
+    return router
+
+
+def _operation(service: Service, metrics: Metrics) -> APIRouter:
+    router = APIRouter(include_in_schema=False)
+
+    @router.get("/health/live")
+    async def live() -> JSONResponse:
+        stopped = {plan.name: reason for plan in service.model.plans if (reason := plan.stopped_by)}
+        return JSONResponse({"live": not stopped, "stopped": stopped}, 503 if stopped else 200)
+
+    @router.get("/health/ready")
+    @router.get("/health")
+    async def ready() -> JSONResponse:
+        is_ready = not service.draining and not any(p.stopped_by for p in service.model.plans)
+        plans = {
+            plan.name: {"waiting": plan.stats.waiting, "running": plan.stats.running}
+            for plan in service.model.plans
+        }
+        return JSONResponse({"ready": is_ready, "plans": plans}, 200 if is_ready else 503)
+
+    @router.get("/metrics")
+    async def prometheus() -> Response:
+        return Response(metrics.text(), media_type=CONTENT_TYPE)
+
+    return router

@@ -1,0 +1,245 @@
+"""Bodies of requests: the fields of OpenAI's interface that this server has, with their limits.
+
+A field that is not supported may be sent with the value that has no effect, as many clients do.
+With any other value it is refused, and so is a field that is not known: a request never gets an
+answer to another question than the one that was asked.
+"""
+
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal, NoReturn
+
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    field_validator,
+    model_validator,
+)
+from pydantic_core import PydanticCustomError
+
+from kvpolicy.entry_points import nearest
+from kvpolicy.validators import MAX_COUNT, MAX_SEED
+
+MAX_CHOICES = 16  # of one prompt
+MAX_PROMPTS = 64  # of one body
+MAX_MESSAGES = 2048
+MAX_STOPS = 4
+MAX_STOP_LENGTH = 256  # characters
+MAX_TOP_LOGPROBS = 20
+_MAX_NAME = 256  # characters of names and the like
+
+# Values of unsupported fields that have no effect.
+_OFF: tuple[object, ...] = (None, False, [], {})
+
+
+def _refuse(param: str, message: str) -> NoReturn:
+    kind = "refused"
+    raise PydanticCustomError(kind, "{sentence}", {"sentence": message, "param": param})
+
+
+def _plain(text: Any) -> Any:
+    """A text that every tokenizer reads to its end: without NUL and without half characters."""
+    if isinstance(text, str):
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            msg = f"has half a character at {error.start}; send UTF-8"
+            raise ValueError(msg) from error
+        if "\0" in text:
+            msg = f"has a NUL character at {text.index(chr(0))}; leave it out"
+            raise ValueError(msg)
+    return text
+
+
+Name = Annotated[str, BeforeValidator(_plain), Field(max_length=_MAX_NAME)]
+Count = Annotated[int, Field(ge=1, le=MAX_COUNT)]
+
+
+class _Strict(BaseModel):
+    """An object of a body: unknown fields are refused, and no value is converted."""
+
+    model_config = ConfigDict(strict=True, frozen=True, allow_inf_nan=False)
+    # Unsupported fields, and the values of each that have no effect.
+    neutral: ClassVar[Mapping[str, tuple[object, ...]]] = {}
+
+    @model_validator(mode="before")
+    @classmethod
+    def _known_fields(cls, given: Any) -> Any:
+        if not isinstance(given, dict):
+            return given
+        for name, value in given.items():
+            if name in cls.model_fields or value in cls.neutral.get(name, ()):
+                continue
+            if name in cls.neutral:
+                message = f"{name} is not supported by this server; leave it out"
+                _refuse(name, message)
+            known = f"there is no field '{name:.60}'{nearest(name, cls.model_fields)}"
+            _refuse(name, known)
+        return {name: value for name, value in given.items() if name in cls.model_fields}
+
+
+class StreamOptions(_Strict):
+    """``stream_options``."""
+
+    neutral: ClassVar[Mapping[str, tuple[object, ...]]] = {"include_obfuscation": _OFF}
+
+    include_usage: bool = False
+
+
+class Extension(_Strict):
+    """``kvpolicy``: what other servers do not have.
+
+    Attributes:
+        kept: Whether a stream says which rows are held; see `kvpolicy.serve.kept`.
+        token_ids: Whether choices have ``token_ids``.
+        stop_ids: Tokens that end the generation; ``None``: the model's own.
+    """
+
+    kept: bool = False
+    token_ids: bool = False
+    stop_ids: Annotated[list[int], Field(max_length=64, fail_fast=True)] | None = None
+
+
+class GenerationBody(_Strict):
+    """What both endpoints have."""
+
+    neutral: ClassVar[Mapping[str, tuple[object, ...]]] = {
+        "best_of": (None, 1),
+        "frequency_penalty": (None, 0),
+        "function_call": (None, "none"),
+        "functions": _OFF,
+        "logit_bias": _OFF,
+        "metadata": _OFF,
+        "presence_penalty": (None, 0),
+        "response_format": (None, {"type": "text"}),
+        "service_tier": (None, "auto", "default"),
+        "store": _OFF,
+        "tool_choice": (None, "none"),
+        "tools": _OFF,
+    }
+
+    model: Name
+    max_tokens: Count | None = None
+    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Field(ge=0, le=MAX_COUNT)] | None = None
+    n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] = 1
+    seed: Annotated[int, Field(ge=0, le=MAX_SEED)] | None = None
+    stop: list[str] = []
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    user: Name | None = None
+    kvpolicy: Extension = Extension()
+
+    @field_validator("n", "stream", "kvpolicy", mode="before")
+    @classmethod
+    def _default(cls, value: Any, info: Any) -> Any:
+        """OpenAI's interface allows null for what has a default."""
+        return cls.model_fields[info.field_name].default if value is None else value
+
+    @field_validator("stop", mode="before")
+    @classmethod
+    def _stops(cls, value: Any) -> Any:
+        stops = [] if value is None else [value] if isinstance(value, str) else value
+        is_list = isinstance(stops, list) and len(stops) <= MAX_STOPS
+        if not is_list or not all(isinstance(one, str) and one for one in stops):
+            msg = f"should be a text or up to {MAX_STOPS} texts, none of them empty"
+            raise ValueError(msg)
+        if max(map(len, stops), default=0) > MAX_STOP_LENGTH:
+            msg = f"should have texts of at most {MAX_STOP_LENGTH} characters"
+            raise ValueError(msg)
+        return [_plain(one) for one in stops]
+
+    @model_validator(mode="after")
+    def _stream_alone(self) -> "GenerationBody":
+        if not self.stream and self.stream_options is not None:
+            _refuse("stream_options", "stream_options needs stream: true")
+        if self.kvpolicy.kept and not (self.stream and self.n == 1):
+            _refuse("kvpolicy.kept", "kvpolicy.kept needs stream: true and n: 1")
+        return self
+
+
+def _prompts(value: Any) -> Any:
+    """A list of prompts for each of the four forms that a prompt may have."""
+    if isinstance(value, str) or (isinstance(value, list) and value and _are_ids(value)):
+        return [_plain(value)]
+    is_list = isinstance(value, list) and 1 <= len(value) <= MAX_PROMPTS
+    if not is_list or not all(isinstance(one, str) or _are_ids(one) for one in value):
+        msg = f"should be a text, a list of token ids, or a list of 1 to {MAX_PROMPTS} of either"
+        raise ValueError(msg)
+    return [_plain(one) for one in value]
+
+
+def _are_ids(value: Any) -> bool:
+    return isinstance(value, list) and all(type(one) is int for one in value)
+
+
+class CompletionBody(GenerationBody):
+    """Body of ``/v1/completions``."""
+
+    neutral: ClassVar[Mapping[str, tuple[object, ...]]] = {
+        **GenerationBody.neutral,
+        "echo": _OFF,
+        "suffix": (None, ""),
+    }
+
+    prompt: Annotated[list[str | list[int]], BeforeValidator(_prompts)]
+    logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
+
+
+def _text_of(value: Any) -> Any:
+    """The text of a content, which may come in parts."""
+    if not isinstance(value, list):
+        return _plain(value)
+    texts = []
+    for part in value:
+        is_text = isinstance(part, dict) and part.keys() == {"type", "text"}
+        if not is_text or part["type"] != "text" or not isinstance(part["text"], str):
+            msg = 'should be a text, or parts {"type": "text", "text": TEXT}'
+            raise ValueError(msg)
+        texts.append(part["text"])
+    return _plain("".join(texts))
+
+
+class Message(_Strict):
+    """One message of a chat."""
+
+    neutral: ClassVar[Mapping[str, tuple[object, ...]]] = {
+        "annotations": _OFF,
+        "audio": _OFF,
+        "function_call": _OFF,
+        "refusal": _OFF,
+        "tool_calls": _OFF,
+    }
+
+    role: Literal["system", "developer", "user", "assistant"]
+    content: Annotated[str, BeforeValidator(_text_of)]
+    name: Name | None = None
+
+
+class ChatBody(GenerationBody):
+    """Body of ``/v1/chat/completions``."""
+
+    neutral: ClassVar[Mapping[str, tuple[object, ...]]] = {
+        **GenerationBody.neutral,
+        "modalities": (None, ["text"]),
+        "parallel_tool_calls": (None, False, True),
+        "prediction": _OFF,
+        "reasoning_effort": _OFF,
+    }
+
+    messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
+    max_completion_tokens: Count | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
+
+    @model_validator(mode="after")
+    def _agree(self) -> "ChatBody":
+        if self.top_logprobs is not None and not self.logprobs:
+            _refuse("top_logprobs", "top_logprobs needs logprobs: true")
+        given = {self.max_tokens, self.max_completion_tokens} - {None}
+        if len(given) > 1:
+            message = "max_tokens and max_completion_tokens differ; give one of them"
+            _refuse("max_completion_tokens", message)
+        return self

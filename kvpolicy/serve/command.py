@@ -1,0 +1,350 @@
+"""``kvpolicy serve``: a server with OpenAI's interface for one model under one or several plans.
+
+Standard output has the address and a line to try; standard error the log, a line for each request.
+"""
+
+import json
+import os
+import re
+import sys
+from collections.abc import Mapping, Sequence
+from enum import Enum
+from importlib.util import find_spec
+from pathlib import Path
+from shlex import quote
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from kvpolicy.cli.options import (
+    DEFAULT_MODEL,
+    MODEL,
+    POLICY,
+    SOME_FAILED,
+    Attention,
+    Budget,
+    Buffer,
+    Compile,
+    CpuWeights,
+    Device,
+    Dtype,
+    GpuAttention,
+    Length,
+    Model,
+    Overrides,
+    Plugins,
+    Policies,
+    TrustRemoteCode,
+    WeightOrder,
+    choose_plan,
+    examples,
+    register_plugins,
+    tell_packing,
+)
+from kvpolicy.cli.output import info, print_lines
+from kvpolicy.cli.plan_suggest import parse_bytes
+from kvpolicy.entry_points import default_name, installed, load_installed
+from kvpolicy.errors import KVPolicyError
+from kvpolicy.plugin_code import plugin_code
+
+if TYPE_CHECKING:
+    from kvpolicy.plan.plan import Plan
+    from kvpolicy.serve.plans import ServedModel
+    from kvpolicy.serve.settings import ServerSettings
+
+app = typer.Typer(
+    help="Serve a model under one or several plans, with OpenAI's interface.",
+    rich_help_panel="Generate text",
+    add_completion=False,
+)
+
+NETWORK, LIMITS = "Network", "Limits"
+KEYS = "KVPOLICY_API_KEY"
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+
+
+class LogFormat(Enum):
+    """How lines of the log are written."""
+
+    text = "text"
+    json = "json"
+
+
+@app.command(
+    epilog=examples(
+        "kvpolicy serve",
+        "kvpolicy serve --plan h2o=h2o.toml --plan rkv=rkv.toml --kv-memory 2GiB",
+    )
+)
+def serve(
+    plan: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="[NAME=]FILE|PRESET",
+            help="A plan, which clients choose as MODEL:NAME; may be repeated. The first one is "
+            "chosen by MODEL alone.",
+            rich_help_panel=POLICY,
+        ),
+    ] = None,
+    policy: Policies = None,
+    budget: Budget = None,
+    buffer: Buffer = None,
+    length: Length = None,
+    overrides: Overrides = None,
+    plugin: Plugins = None,
+    model: Model = DEFAULT_MODEL,
+    dtype: Dtype = "auto",
+    device: Device = None,
+    trust_remote_code: TrustRemoteCode = False,
+    cpu_weights: CpuWeights = WeightOrder.plain,
+    compile: Compile = False,
+    gpu_attention: Attention = GpuAttention.triton,
+    slots: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="Sequences decoded together, of each plan. [default: 8]",
+            rich_help_panel=MODEL,
+        ),
+    ] = None,
+    kv_memory: Annotated[
+        str | None,
+        typer.Option(
+            metavar="BYTES",
+            help="Memory for the caches of all plans, such as 2GiB, from which the number of slots "
+            "follows.",
+            rich_help_panel=MODEL,
+        ),
+    ] = None,
+    host: Annotated[
+        str, typer.Option(help="Interface to listen on.", rich_help_panel=NETWORK)
+    ] = "127.0.0.1",
+    port: Annotated[
+        int, typer.Option(min=0, max=65535, help="0: a free one.", rich_help_panel=NETWORK)
+    ] = 8000,
+    allowed_host: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME",
+            help="A name by which clients call the server; may be repeated. [default: on the "
+            "loopback interface its names, otherwise any]",
+            rich_help_panel=NETWORK,
+        ),
+    ] = None,
+    api_key: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="KEY",
+            help=f"A key that clients must send; may be repeated. Others see it in the list of "
+            f"processes: better set {KEYS}, to one key or several with spaces between.",
+            rich_help_panel=NETWORK,
+        ),
+    ] = None,
+    max_waiting: Annotated[
+        int,
+        typer.Option(
+            min=0,
+            help="Requests that may wait for a slot, of each plan; others are refused with 429.",
+            rich_help_panel=LIMITS,
+        ),
+    ] = 64,
+    max_body: Annotated[
+        str,
+        typer.Option(metavar="BYTES", help="Largest body of a request.", rich_help_panel=LIMITS),
+    ] = "4MiB",
+    max_prompt_tokens: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="Longest prompt. [default: what the model has positions for]",
+            rich_help_panel=LIMITS,
+        ),
+    ] = None,
+    max_new_tokens: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="Most tokens that a request may ask for. [default: what the model has positions "
+            "for]",
+            rich_help_panel=LIMITS,
+        ),
+    ] = None,
+    request_timeout: Annotated[
+        float,
+        typer.Option(
+            min=0.1,
+            metavar="SECONDS",
+            help="After this time, a request ends with 504.",
+            rich_help_panel=LIMITS,
+        ),
+    ] = 600.0,
+    shutdown_timeout: Annotated[
+        float,
+        typer.Option(
+            min=0,
+            metavar="SECONDS",
+            help="Time for what runs to end, after SIGTERM or Ctrl-C.",
+            rich_help_panel=LIMITS,
+        ),
+    ] = 30.0,
+    log_format: Annotated[
+        LogFormat, typer.Option(help="Text or JSON lines, on standard error.")
+    ] = LogFormat.text,
+) -> None:
+    """Serve a model under one or several plans, with OpenAI's interface.
+
+    Without options: the bundled reasoner, on this machine only. Ctrl-C or SIGTERM lets what runs
+    end, a second one ends it.
+    """
+    _check_installed()
+    if slots is not None and kv_memory is not None:
+        msg = "--slots and --kv-memory were given; give one of them."
+        raise KVPolicyError(msg)
+    memory = None if kv_memory is None else parse_bytes("--kv-memory", kv_memory)
+    largest_body = parse_bytes("--max-body", max_body)
+    keys = _keys(api_key)
+    register_plugins(plugin)
+    numbers = {"budget": budget, "buffer": buffer, "length": length}
+    plans = _plans(plan or [], policy or [], numbers, overrides or [], model)
+    from kvpolicy.engine.engine import DEFAULT_SLOTS
+    from kvpolicy.model.loading import load_model
+    from kvpolicy.serve.launch import bound_to, hosts_of, serve_model, served_model
+    from kvpolicy.serve.logs import configure
+    from kvpolicy.serve.settings import ServerSettings
+
+    settings = ServerSettings(
+        api_keys=keys,
+        hosts=hosts_of(host, allowed_host or []),
+        max_body=largest_body,
+        max_prompt_tokens=max_prompt_tokens,
+        max_new_tokens=max_new_tokens,
+        request_timeout_s=request_timeout,
+        shutdown_timeout_s=shutdown_timeout,
+    )
+    with bound_to(host, port) as listening:  # a port that is taken is found before the model
+        loaded, tokenizer = load_model(
+            model,
+            dtype=dtype,
+            device=device,
+            trust_remote_code=trust_remote_code,
+            cpu_weights=cpu_weights.value,
+        )
+        tell_packing(loaded, cpu_weights)
+        options = {"compile": compile, "gpu_attention": gpu_attention.value}
+        served = served_model(
+            model_name(model),
+            loaded,
+            tokenizer,
+            plans,
+            settings,
+            max_waiting=max_waiting,
+            kv_memory=memory,
+            slots=slots or DEFAULT_SLOTS,
+            **options,
+        )
+        configure(sys.stderr, as_json=log_format is LogFormat.json)
+        _warn_if_open(settings, host)
+        num_cancelled = serve_model(
+            served, settings, listening, lambda url: print_lines(_welcome(served, url, settings))
+        )
+    if num_cancelled:
+        raise typer.Exit(SOME_FAILED)
+
+
+def model_name(model: str) -> str:
+    """What clients call a model: its name or hub id, or the name of its folder.
+
+    Args:
+        model: ``--model``.
+    """
+    return Path(model).resolve().name if Path(model).is_dir() else model
+
+
+def _check_installed() -> None:
+    missing = [name for name in ("fastapi", "uvicorn", "prometheus_client") if not find_spec(name)]
+    if missing:
+        msg = (
+            f"kvpolicy serve needs {', '.join(missing)}; install the extra: "
+            "pip install 'kvpolicy[serve]'"
+        )
+        raise KVPolicyError(msg)
+
+
+def _keys(given: Sequence[str] | None) -> tuple[str, ...]:
+    """The keys of ``--api-key``, or else of the environment."""
+    keys = tuple(given or os.environ.get(KEYS, "").split())
+    if not all(key and key.isascii() and key.isprintable() and " " not in key for key in keys):
+        msg = "a key was given that no header can hold; give letters, digits and marks of ASCII."
+        raise KVPolicyError(msg)
+    return keys
+
+
+def _plans(
+    given: Sequence[str],
+    policies: Sequence[str],
+    numbers: Mapping[str, int | str | None],
+    overrides: Sequence[str],
+    model: str,
+) -> "dict[str, Plan]":
+    """The plans by their names, in the order in which they were given."""
+    is_default = not (given or policies or overrides or any(numbers.values()))
+    usual = default_name("plan") if is_default and model == DEFAULT_MODEL else None
+    plans: dict[str, Plan] = {}
+    for text in given or ([usual] if usual else []):
+        name, file = _named(text)
+        if name in plans:
+            msg = f"two plans are named '{name}'; give one of them another: --plan NAME={file}"
+            raise KVPolicyError(msg)
+        plans[name] = choose_plan(Path(file), policies, numbers, overrides)
+    if not plans:
+        name = "-".join(policies).replace("+", "-") or default_name("policy") or "plan"
+        plans[name] = choose_plan(None, policies, numbers, overrides)
+    return plans
+
+
+def _named(text: str) -> tuple[str, str]:
+    """A plan's name and its file or preset, of ``NAME=FILE`` or ``FILE``."""
+    name, equals, file = text.partition("=")
+    if equals and _NAME.fullmatch(name):
+        return name, file
+    name = Path(text).stem if text.endswith(".toml") else text
+    if not _NAME.fullmatch(name):
+        msg = (
+            f"the plan {text!r:.60} needs a name of letters, digits, '.', '_' and '-': give "
+            "--plan NAME=FILE"
+        )
+        raise KVPolicyError(msg)
+    return name, text
+
+
+def _warn_if_open(settings: "ServerSettings", host: str) -> None:
+    if settings.hosts is None and not settings.api_keys:
+        info(f"everybody who reaches {host} may use this server; set {KEYS} to ask for a key.")
+
+
+def _welcome(served: "ServedModel", url: str, settings: "ServerSettings") -> list[str]:
+    """Where the server is, and a line to try."""
+    plans = [
+        f"  {plan.id}: up to {plan.stats.slots} sequences of {plan.max_len:,} tokens together"
+        for plan in served.plans
+    ]
+    headers = ["-H 'Content-Type: application/json'"]
+    if settings.api_keys:
+        headers.append(f'-H "Authorization: Bearer ${KEYS}"')
+    path, body = _example(served)
+    line = f"curl {url}{path} {' '.join(headers)} -d {quote(json.dumps(body))}"
+    return [f"{served.name} is served at {url}", *plans, "", "Open it in a browser, or try:", line]
+
+
+def _example(served: "ServedModel") -> tuple[str, dict[str, Any]]:
+    """A request that the model can answer: a problem of its own task, or a chat."""
+    body: dict[str, Any] = {"model": served.name, "max_tokens": 256}
+    if served.name in installed("kvpolicy.tasks"):
+        make_task = load_installed("kvpolicy.tasks", served.name, what="task")
+        with plugin_code(f"task '{served.name}' is broken", KVPolicyError):
+            (example,) = make_task().examples(1, seed=0)
+        return "/v1/completions", {**body, "prompt": example.prompt}
+    if getattr(served.tokenizer, "chat_template", None):
+        messages = [{"role": "user", "content": "What is 6 times 7?"}]
+        return "/v1/chat/completions", {**body, "messages": messages}
+    return "/v1/completions", {**body, "prompt": "6 times 7 is"}

@@ -1,0 +1,186 @@
+"""The choices of one body: requests to an engine, followed until each has its result.
+
+An answer in one piece and a stream are made of the same chunks, so times to first token and per
+token are measured in one place for both.
+"""
+
+import asyncio
+import secrets
+from collections.abc import AsyncIterator, Sequence
+from time import monotonic
+
+import attrs
+
+from kvpolicy.engine.async_engine import Chunk, RequestStream
+from kvpolicy.engine.request import Request, Sampling
+from kvpolicy.engine.results import Result
+from kvpolicy.errors import EngineClosedError, QueueFullError, RequestError
+from kvpolicy.serve.api_errors import ApiError
+from kvpolicy.serve.bodies import GenerationBody
+from kvpolicy.serve.plans import ServedPlan
+from kvpolicy.serve.record import Record
+from kvpolicy.validators import MAX_SEED
+
+PING_S = 15.0  # proxies end connections on which nothing comes for a minute or less
+
+SHUTTING_DOWN = "the server is shutting down; send the request again, to another server"
+
+
+@attrs.frozen
+class Limits:
+    """What ends the generation of a body.
+
+    Attributes:
+        max_new_tokens: The most tokens of each choice.
+        deadline_s: Seconds until it ends without an answer.
+        logprobs: See `Request.logprobs`.
+    """
+
+    max_new_tokens: int
+    deadline_s: float
+    logprobs: int | None
+
+
+def requests_of(
+    body: GenerationBody,
+    prompts: Sequence[tuple[int, ...]],
+    sampling: Sampling,
+    limits: Limits,
+) -> list[Request]:
+    """The requests of a body: ``n`` for each of its prompts, in order.
+
+    The choices of a prompt have seeds that follow each other.
+
+    Args:
+        body: The body.
+        prompts: Tokens of its prompts.
+        sampling: How its first choice is sampled.
+        limits: Its limits.
+    """
+    seeds = [(sampling.seed + i) % (MAX_SEED + 1) for i in range(body.n)]
+    ends = body.kvpolicy.stop_ids
+    return [
+        Request(
+            prompt,
+            limits.max_new_tokens,
+            attrs.evolve(sampling, seed=seed),
+            tuple(body.stop),
+            None if ends is None else tuple(ends),
+            deadline_s=limits.deadline_s,
+            logprobs=limits.logprobs,
+        )
+        for prompt in prompts
+        for seed in seeds
+    ]
+
+
+def random_seed() -> int:
+    """A seed for a request that gives none."""
+    return secrets.randbelow(MAX_SEED)
+
+
+class Generation:
+    """The choices of one body while they are generated.
+
+    Attributes:
+        plan: The plan that serves them.
+        results: Result of each choice that has ended.
+    """
+
+    def __init__(self, plan: ServedPlan, requests: Sequence[Request], record: Record) -> None:
+        """Submit requests, all of them or none.
+
+        Args:
+            plan: The plan that serves them.
+            requests: One for each choice.
+            record: Notes what happens.
+
+        Raises:
+            ApiError: They cannot be served, or not now.
+        """
+        self.plan = plan
+        self.results: dict[int, Result] = {}
+        self._record = record
+        self._streams: list[RequestStream] = []
+        try:
+            for request in requests:
+                self._streams.append(plan.running.submit(request))
+        except RequestError as error:
+            self.cancel()
+            raise ApiError(400, str(error)) from error
+        except QueueFullError as error:
+            self.cancel()
+            retry = {"Retry-After": str(plan.retry_after_s)}
+            raise ApiError(429, str(error), headers=retry) from error
+        except EngineClosedError as error:
+            self.cancel()
+            plan.stopped_by = str(error)
+            raise ApiError(503, str(error), headers={"Retry-After": "5"}) from error
+
+    def cancel(self) -> None:
+        """End what has not ended yet."""
+        for index, stream in enumerate(self._streams):
+            if index not in self.results:
+                stream.cancel()
+
+    async def chunks(self) -> AsyncIterator[tuple[int, Chunk] | None]:
+        """Yield what is generated, as the number of the choice and its chunk.
+
+        Yields ``None`` if nothing has come for a while.
+
+        Raises:
+            ApiError: A choice has ended without an answer; the others are cancelled.
+        """
+        coming = {self._next(index): index for index in range(len(self._streams))}
+        try:
+            while coming:
+                done, _ = await asyncio.wait(
+                    coming, timeout=PING_S, return_when=asyncio.FIRST_COMPLETED
+                )
+                if not done:
+                    yield None
+                for task in sorted(done, key=coming.__getitem__):
+                    index = coming.pop(task)
+                    chunk = _chunk_of(task)
+                    self._note(index, chunk)
+                    if chunk.result is None:
+                        coming[self._next(index)] = index
+                    yield index, chunk
+        finally:
+            for task in coming:
+                task.cancel()
+            self.cancel()
+
+    def _next(self, index: int) -> "asyncio.Task[Chunk]":
+        return asyncio.ensure_future(anext(self._streams[index]))
+
+    def _note(self, index: int, chunk: Chunk) -> None:
+        if chunk.tokens:
+            self._record.note_tokens(index, len(chunk.tokens), monotonic())
+        if chunk.result is not None:
+            self.results[index] = chunk.result
+            self._record.note_result(chunk.result)
+            # What a client's leaving has cancelled is not read any more.
+            self.plan.num_cancelled += chunk.result.finish_reason == "cancelled"
+            _check(chunk.result)
+
+
+def _chunk_of(task: "asyncio.Task[Chunk]") -> Chunk:
+    try:
+        return task.result()
+    except RequestError as error:  # of the tokenizer
+        raise ApiError(500, str(error), code="request_failed") from error
+
+
+def _check(result: Result) -> None:
+    """Refuse a result that is no answer."""
+    if result.finish_reason == "error":
+        raise ApiError(500, f"the request has failed: {result.error}", code="request_failed")
+    if result.finish_reason == "deadline":
+        message = (
+            f"the request has not ended in time, after {len(result.tokens)} tokens; ask for fewer, "
+            "or start the server with a longer --request-timeout"
+        )
+        raise ApiError(504, message)
+    if result.finish_reason == "cancelled":
+        raise ApiError(503, SHUTTING_DOWN, code="shutting_down")

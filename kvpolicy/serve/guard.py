@@ -1,0 +1,126 @@
+"""What is checked of a request before its body is read: whom it calls, and its key.
+
+A browser sends requests to servers on its own machine for any page that has a name resolve to
+127.0.0.1. The header Host has that name then, so a server on the loopback interface answers to
+the names of this machine only.
+"""
+
+import asyncio
+import hmac
+from email.message import Message as Headers
+from typing import Any
+
+from fastapi import Request as HttpRequest
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from kvpolicy.files import parse_json
+from kvpolicy.serve.api_errors import ApiError
+from kvpolicy.serve.settings import ServerSettings
+
+LOOPBACK_HOSTS = frozenset({"localhost", "127.0.0.1", "[::1]"})
+
+# Anybody may ask for these: they tell no more than that a server is here.
+_OPEN_PATHS = ("/health", "/health/live", "/health/ready", "/", "/assets/")
+
+
+class Guard:
+    """Refuses requests for other hosts, and those without a key."""
+
+    def __init__(self, app: ASGIApp, settings: ServerSettings) -> None:
+        self._app = app
+        self._hosts = settings.hosts
+        self._keys = [key.encode() for key in settings.api_keys]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Check a request, and pass it on."""
+        if scope["type"] == "http":
+            try:
+                self._check_host(scope)
+                self._check_key(scope)
+            except ApiError as error:
+                await error.response()(scope, receive, send)
+                return
+        await self._app(scope, receive, send)
+
+    def _check_host(self, scope: Scope) -> None:
+        if self._hosts is None:
+            return
+        name = _host_name(_values(scope, b"host"))
+        if name not in self._hosts:
+            names = ", ".join(sorted(self._hosts))
+            message = f"the header Host names another host than this server's: {names}"
+            raise ApiError(421, message)
+
+    def _check_key(self, scope: Scope) -> None:
+        path: str = scope["path"]
+        is_open = path in _OPEN_PATHS or path.startswith("/assets/")
+        if not self._keys or is_open:
+            return
+        scheme, _, given = _only(_values(scope, b"authorization")).partition(b" ")
+        # Every key is compared, in a time that does not tell which bytes are right.
+        found = [hmac.compare_digest(given.strip(), key) for key in self._keys]
+        if scheme.lower() != b"bearer" or not any(found):
+            message = "this server needs a key: send the header Authorization: Bearer KEY"
+            raise ApiError(401, message, headers={"WWW-Authenticate": "Bearer"})
+
+
+def _values(scope: Scope, name: bytes) -> list[bytes]:
+    return [value for key, value in scope["headers"] if key == name]
+
+
+def _only(values: list[bytes]) -> bytes:
+    """The value of a header that is there once; empty otherwise."""
+    return values[0] if len(values) == 1 else b""
+
+
+def _host_name(values: list[bytes]) -> str:
+    """The name in a header Host, without its port."""
+    name, colon, port = _only(values).decode("latin-1").lower().rpartition(":")
+    has_port = colon and port.isascii() and port.isdigit()
+    whole = _only(values).decode("latin-1").lower()
+    return name if has_port else whole
+
+
+class JsonRequest(HttpRequest):
+    """A request whose body is read within a time, and is JSON that every reader understands alike.
+
+    Attributes:
+        body_timeout_s: Seconds for the whole body.
+    """
+
+    body_timeout_s: float = 30.0
+
+    async def body(self) -> bytes:
+        """The body.
+
+        Raises:
+            ApiError: It is not sent as JSON, or not in time.
+        """
+        self._check_type()
+        try:
+            async with asyncio.timeout(self.body_timeout_s):
+                return await super().body()
+        except TimeoutError as error:
+            message = f"the body has not arrived within {self.body_timeout_s:g} s"
+            raise ApiError(408, message, headers={"Connection": "close"}) from error
+
+    async def json(self) -> Any:
+        """The value of the body.
+
+        Raises:
+            ApiError: It is not JSON, or has a key twice, or is nested too deeply.
+        """
+        try:
+            return parse_json(await self.body())
+        except ValueError as error:
+            raise ApiError(400, f"the body cannot be read: {error}", code="invalid_json") from error
+
+    def _check_type(self) -> None:
+        given = Headers()
+        given["content-type"] = self.headers.get("content-type", "application/octet-stream")
+        if given.get_content_type() != "application/json":
+            message = "the body has another type; send JSON with Content-Type: application/json"
+            raise ApiError(415, message)
+        if self.headers.get("content-encoding", "identity").lower() != "identity":
+            message = "the body is compressed, which this server does not read; send it as it is"
+            raise ApiError(415, message)

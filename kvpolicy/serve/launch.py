@@ -1,0 +1,154 @@
+"""From a model and plans to a running server."""
+
+import ipaddress
+import socket
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from kvpolicy.engine.async_engine import AsyncEngine
+from kvpolicy.engine.engine import Engine
+from kvpolicy.errors import KVPolicyError
+from kvpolicy.plan.plan import Plan
+from kvpolicy.serve.guard import LOOPBACK_HOSTS
+from kvpolicy.serve.plans import ServedModel, ServedPlan
+from kvpolicy.serve.prompts import PromptEncoder
+from kvpolicy.serve.server import Server
+from kvpolicy.serve.service import Service
+from kvpolicy.serve.settings import ServerSettings
+
+
+@contextmanager
+def bound_to(host: str, port: int) -> Iterator[socket.socket]:
+    """A socket at an address, which accepts no connections yet.
+
+    Args:
+        host: Name or address of an interface.
+        port: The port; 0: a free one.
+
+    Raises:
+        KVPolicyError: There is no such interface, or the port is taken.
+    """
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        family, _, _, _, address = found[0]
+        listening = socket.socket(family, socket.SOCK_STREAM)
+    except (OSError, UnicodeError) as error:
+        raise _cannot_listen(host, port, error) from error
+    with listening:
+        try:
+            listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listening.bind(address)
+        except OSError as error:
+            raise _cannot_listen(host, port, error) from error
+        yield listening
+
+
+def _cannot_listen(host: str, port: int, error: Exception) -> KVPolicyError:
+    reason = getattr(error, "strerror", None) or error
+    msg = f"the server cannot listen on {host!r:.60} port {port}: {reason}; give another --port"
+    return KVPolicyError(msg)
+
+
+def url_of(listening: socket.socket) -> str:
+    """The address of a socket as a client writes it.
+
+    Args:
+        listening: The socket.
+    """
+    host, port = listening.getsockname()[:2]
+    return f"http://{f'[{host}]' if ':' in host else host}:{port}"
+
+
+def hosts_of(host: str, allowed: Sequence[str]) -> frozenset[str] | None:
+    """The names that clients may call a server by; ``None``: any.
+
+    Args:
+        host: The interface that it listens on.
+        allowed: Names that were given.
+    """
+    if allowed:
+        return frozenset(name.lower() for name in allowed)
+    try:
+        is_loopback = host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        is_loopback = False
+    written = f"[{host}]" if ":" in host else host
+    return LOOPBACK_HOSTS | {written} if is_loopback else None
+
+
+def served_model(
+    name: str,
+    model: PreTrainedModel,
+    tokenizer: Any,
+    plans: Mapping[str, Plan],
+    settings: ServerSettings,
+    *,
+    max_waiting: int,
+    kv_memory: int | None = None,
+    **engine_options: Any,
+) -> ServedModel:
+    """Build an engine for each plan; all of them have the weights of one model.
+
+    Args:
+        name: What clients call the model.
+        model: The model.
+        tokenizer: Its tokenizer.
+        plans: The plans by name.
+        settings: What clients may ask for.
+        max_waiting: Requests that may wait for a slot of each plan.
+        kv_memory: Bytes for the caches of all plans, in equal parts; ``None``: as the number of
+            slots says.
+        engine_options: Further arguments of `Engine`.
+
+    Raises:
+        KVPolicyError: A plan does not fit the model, or not one sequence the memory.
+    """
+    served = []
+    for plan_name, plan in plans.items():
+        engine = Engine(model, tokenizer, plan, on_hook_error="answer", **engine_options)
+        max_len, max_prompt_len = _lengths(engine.adapter.max_positions, settings)
+        running = AsyncEngine(
+            engine,
+            max_len=max_len,
+            max_prompt_len=max_prompt_len,
+            kv_memory=None if kv_memory is None else kv_memory // len(plans),
+            max_waiting=max_waiting,
+        )
+        model_id = name if len(plans) == 1 else f"{name}:{plan_name}"
+        served.append(ServedPlan(plan_name, model_id, engine, running, max_len, max_prompt_len))
+    return ServedModel(name, tokenizer, served)
+
+
+def _lengths(positions: int, settings: ServerSettings) -> tuple[int, int]:
+    """The most tokens of a sequence, and of a prompt."""
+    max_len = positions
+    if settings.max_prompt_tokens is not None and settings.max_new_tokens is not None:
+        max_len = min(settings.max_prompt_tokens + settings.max_new_tokens, positions)
+    return max_len, min(settings.max_prompt_tokens or max_len, max_len - 1)
+
+
+def serve_model(
+    served: ServedModel,
+    settings: ServerSettings,
+    listening: socket.socket,
+    on_start: Callable[[str], None],
+) -> int:
+    """Serve until a signal stops it.
+
+    Args:
+        served: The model.
+        settings: What clients may ask for.
+        listening: A bound socket.
+        on_start: Called with the address when connections are accepted.
+
+    Returns:
+        Requests that were cancelled at the end.
+    """
+    encoder = PromptEncoder(served.tokenizer, served.plans[0].engine.adapter.vocab_size)
+    service = Service(served, settings, encoder)
+    server = Server(service, lambda: on_start(url_of(listening)))
+    server.run([listening])
+    return server.num_cancelled

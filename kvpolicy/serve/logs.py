@@ -1,0 +1,85 @@
+"""Logs of a server: one line for each request, as JSON or as text, without what was said.
+
+A line has ids, names and numbers. Prompts, answers and keys are never logged, nor are messages of
+unexpected exceptions, which could hold parts of them: those are logged by class and place.
+"""
+
+import json
+import logging
+import traceback
+from datetime import UTC, datetime
+from typing import Any, TextIO
+
+from kvpolicy.text import visible
+
+LOGGER = logging.getLogger("kvpolicy.serve")
+_OTHERS = ("uvicorn.error", "asyncio")  # they report connections that are not HTTP, for example
+_MOST_FRAMES = 12
+
+
+def configure(stream: TextIO, *, as_json: bool) -> None:
+    """Write the logs of this process to a stream.
+
+    Args:
+        stream: Such as standard error.
+        as_json: Whether lines are JSON.
+    """
+    handler = logging.StreamHandler(stream)
+    handler.setFormatter(JsonFormatter() if as_json else TextFormatter())
+    for name in (LOGGER.name, *_OTHERS):
+        logger = logging.getLogger(name)
+        logger.handlers, logger.propagate = [handler], False
+        logger.setLevel(logging.INFO if logger is LOGGER else logging.WARNING)
+
+
+def log(event: str, level: int = logging.INFO, **fields: Any) -> None:
+    """Log an event.
+
+    Args:
+        event: What has happened, such as ``"request"``.
+        level: A level of `logging`.
+        fields: Names and numbers.
+    """
+    LOGGER.log(level, event, extra={"fields": fields})
+
+
+def fields_of(error: BaseException) -> dict[str, Any]:
+    """The class of an exception, and where it was raised; not its message.
+
+    Args:
+        error: The exception.
+    """
+    frames = traceback.extract_tb(error.__traceback__)[-_MOST_FRAMES:]
+    places = [f"{frame.filename}:{frame.lineno} {frame.name}" for frame in frames]
+    return {"error": type(error).__name__, "at": places}
+
+
+def _fields(record: logging.LogRecord) -> dict[str, Any]:
+    fields = dict(getattr(record, "fields", {}))
+    if record.exc_info is not None and record.exc_info[1] is not None:
+        fields |= fields_of(record.exc_info[1])
+    return fields
+
+
+def _time(record: logging.LogRecord) -> str:
+    return datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds")
+
+
+class JsonFormatter(logging.Formatter):
+    """One object a line: ``time``, ``level``, ``event`` and the fields of the event."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """The line of a record."""
+        head = {"time": _time(record), "level": record.levelname.lower()}
+        return json.dumps({**head, "event": record.getMessage(), **_fields(record)})
+
+
+class TextFormatter(logging.Formatter):
+    """Time, level and event, and the fields that have a value as ``name=value``."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """The line of a record."""
+        fields = _fields(record).items()
+        values = [f"{name}={value}" for name, value in fields if value not in (None, "")]
+        head = [_time(record), record.levelname.lower(), record.getMessage()]
+        return visible(" ".join([*head, *values]))

@@ -1,0 +1,75 @@
+"""Around every request: its id, its line in the log, its metrics, and headers of every answer."""
+
+import logging
+import re
+import secrets
+
+from starlette.datastructures import MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from kvpolicy.serve.api_errors import ApiError
+from kvpolicy.serve.logs import fields_of, log
+from kvpolicy.serve.metrics import Metrics
+from kvpolicy.serve.record import Record
+
+_OWN_ID = re.compile(rb"[A-Za-z0-9._-]{1,64}")
+_ID_HEADER = b"x-request-id"
+
+
+class Observer:
+    """The outermost layer of a server's application."""
+
+    def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
+        self._app, self._metrics = app, metrics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass a request on, and tell of it when it has ended."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        record = Record(_request_id(scope))
+        scope.setdefault("state", {})["record"] = record
+        status = 0
+
+        async def answer(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                headers = MutableHeaders(scope=message)
+                headers["X-Request-Id"] = record.id
+                headers["X-Content-Type-Options"] = "nosniff"
+            await send(message)
+
+        try:
+            await self._app(scope, receive, answer)
+        except Exception as error:  # a defect: the server goes on, and says where it is
+            log("defect", logging.ERROR, request_id=record.id, **fields_of(error))
+            if not status:
+                failure = ApiError(500, f"the server has failed; its log tells of {record.id}")
+                await failure.response()(scope, receive, answer)
+            record.outcome = record.outcome and "failed"
+        finally:
+            self._metrics.note(record, status)
+            log(
+                "request",
+                request_id=record.id,
+                method=scope["method"],
+                path=_known_path(scope),
+                status=status,
+                elapsed_s=round(record.elapsed_s, 6),
+                **record.to_dict(),
+            )
+
+
+def _request_id(scope: Scope) -> str:
+    """The id that the client has chosen, if it is one that may stand in a log, or a new one."""
+    given = [value for name, value in scope["headers"] if name == _ID_HEADER]
+    if len(given) == 1 and _OWN_ID.fullmatch(given[0]):
+        return str(given[0].decode())
+    return f"req-{secrets.token_hex(12)}"
+
+
+def _known_path(scope: Scope) -> str:
+    """The path of the route: what a client wrote as a path may be anything."""
+    route = scope.get("route")
+    return str(getattr(route, "path", None) or "unknown")

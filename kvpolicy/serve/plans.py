@@ -1,0 +1,113 @@
+"""The plans that a server offers: one engine for each, all with the weights of one model.
+
+A client chooses a plan by the id of the model: ``reasoner`` is the first plan, ``reasoner:NAME``
+the plan of that name.
+"""
+
+import math
+import time
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
+
+import attrs
+
+from kvpolicy.engine.async_engine import AsyncEngine
+from kvpolicy.engine.engine import Engine
+from kvpolicy.engine.results import EngineStats
+from kvpolicy.serve.api_errors import ApiError
+
+_RECENT = 32  # requests whose durations say how long a full queue takes
+_MOST_RETRY_S = 60
+_MOST_TEXTS = 2**16  # tokens whose texts are remembered
+
+
+@attrs.define(eq=False)
+class ServedPlan:
+    """A plan, and the engine that serves it.
+
+    Attributes:
+        name: Its name.
+        id: What a client gives for the model to choose it.
+        engine: The engine, which has the plan and the model.
+        running: The same engine, while it takes requests.
+        max_len: The most tokens of a sequence, prompt and generation together.
+        max_prompt_len: The most tokens of a prompt.
+        num_cancelled: Choices that were ended because the server stops.
+        stopped_by: Why the engine takes no requests any more; ``None`` while it does.
+    """
+
+    name: str
+    id: str
+    engine: Engine
+    running: AsyncEngine
+    max_len: int
+    max_prompt_len: int
+    num_cancelled: int = attrs.field(default=0, init=False)
+    stopped_by: str | None = attrs.field(default=None, init=False)
+    _durations: deque[float] = attrs.field(factory=lambda: deque(maxlen=_RECENT), init=False)
+
+    @property
+    def stats(self) -> EngineStats:
+        """What the engine does now."""
+        return self.running.stats
+
+    def note_duration(self, seconds: float) -> None:
+        """Remember how long a request took, for `retry_after_s`."""
+        self._durations.append(seconds)
+
+    @property
+    def retry_after_s(self) -> int:
+        """Seconds in which a place in a full queue becomes free, as recent requests tell."""
+        mean = sum(self._durations) / len(self._durations) if self._durations else 0.0
+        return min(max(math.ceil(mean / self.stats.slots), 1), _MOST_RETRY_S)
+
+
+@attrs.define(eq=False)
+class ServedModel:
+    """A model, and the plans under which it is served.
+
+    Attributes:
+        name: Its name, as clients give it.
+        tokenizer: Its tokenizer.
+        plans: The plans; the first one answers to the name of the model alone.
+        created: When it was loaded, in seconds since 1970.
+    """
+
+    name: str
+    tokenizer: Any
+    plans: Sequence[ServedPlan]
+    created: int = attrs.field(factory=lambda: int(time.time()))
+    _texts: dict[int, str] = attrs.field(factory=dict, init=False)
+
+    @property
+    def by_id(self) -> dict[str, ServedPlan]:
+        """Every plan by each of the ids that choose it."""
+        return {self.name: self.plans[0], **{plan.id: plan for plan in self.plans}}
+
+    def plan_of(self, model_id: str) -> ServedPlan:
+        """The plan that a client has chosen.
+
+        Args:
+            model_id: What it gave for the model.
+
+        Raises:
+            ApiError: There is none.
+        """
+        plan = self.by_id.get(model_id)
+        if plan is None:
+            message = (
+                f"there is no model '{model_id:.60}'; GET /v1/models lists them: "
+                f"{', '.join(self.by_id)}"
+            )
+            raise ApiError(404, message, param="model", code="model_not_found")
+        return plan
+
+    def token_text(self, token: int) -> str:
+        """The text of one token by itself, special tokens included."""
+        text = self._texts.get(token)
+        if text is None:
+            text = str(self.tokenizer.decode([token]))
+            if len(self._texts) < _MOST_TEXTS:
+                self._texts[token] = text
+        return text

@@ -1,0 +1,223 @@
+"""Answers in the forms of OpenAI's interface: whole, and as the chunks of a stream."""
+
+import secrets
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, ClassVar, Literal
+
+from kvpolicy.engine.async_engine import Chunk
+from kvpolicy.engine.logprobs import TokenLogprobs
+from kvpolicy.engine.results import Result
+from kvpolicy.serve.bodies import ChatBody, CompletionBody
+from kvpolicy.serve.plans import ServedModel, ServedPlan
+
+_BROKEN = "\ufffd"  # what a tokenizer makes of a part of a character
+_LEAST_LOGPROB = -9999.0  # JSON has no infinity
+
+
+def usage_of(prompt_tokens: int, results: Sequence[Result]) -> dict[str, Any]:
+    """What an answer has cost.
+
+    ``kvpolicy`` has what the rows of its choices took: the most that one layer held, the rows
+    evicted, and the bytes of keys and values at their most, beside those of a full cache.
+
+    Args:
+        prompt_tokens: Tokens of the prompts.
+        results: Results of the choices.
+    """
+    new_tokens = sum(len(result.tokens) for result in results)
+    return {
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": new_tokens,
+        "total_tokens": prompt_tokens + new_tokens,
+        "kvpolicy": {
+            "peak_rows": max(result.peak_rows for result in results),
+            "rows_evicted": sum(result.rows_evicted for result in results),
+            "compactions": sum(result.compactions for result in results),
+            "peak_bytes": sum(result.peak_bytes for result in results),
+            "full_bytes": sum(result.full_bytes for result in results),
+        },
+    }
+
+
+class Reply(ABC):
+    """The answer to one body.
+
+    Attributes:
+        id: Its id.
+    """
+
+    prefix: ClassVar[str]
+    kind: ClassVar[str]  # of a whole answer
+    chunk_kind: ClassVar[str]
+
+    def __init__(
+        self, body: CompletionBody | ChatBody, model: ServedModel, plan: ServedPlan
+    ) -> None:
+        """Begin an answer.
+
+        Args:
+            body: What was asked.
+            model: The model that answers.
+            plan: The plan that serves it.
+        """
+        self.id = f"{self.prefix}-{secrets.token_hex(12)}"
+        self._body, self._model = body, model
+        self._head = {
+            "id": self.id,
+            "created": int(time.time()),
+            "model": body.model,
+            # Two answers with one fingerprint, seed and prompt are equal.
+            "system_fingerprint": f"kvpolicy-{plan.engine.plan.digest()[:12]}",
+        }
+
+    @abstractmethod
+    def _choice(self, result: Result) -> dict[str, Any]:
+        """What a whole choice has, beside its number and why it ended."""
+
+    @abstractmethod
+    def _piece(self, chunk: Chunk, offset: int) -> dict[str, Any]:
+        """What a chunk of a stream has of a choice; ``offset`` is the text before it."""
+
+    @abstractmethod
+    def opening(self, index: int) -> dict[str, Any] | None:
+        """The chunk with which a choice of a stream begins, if it has one."""
+
+    @abstractmethod
+    def _end(self) -> dict[str, Any]:
+        """What the last chunk of a choice has."""
+
+    def whole(self, results: Mapping[int, Result], prompt_tokens: int) -> dict[str, Any]:
+        """An answer in one piece.
+
+        Args:
+            results: Result of each choice.
+            prompt_tokens: Tokens of the prompts.
+        """
+        choices = [
+            {
+                "index": index,
+                **self._choice(result),
+                **self._token_ids(result.tokens),
+                "finish_reason": result.finish_reason,
+            }
+            for index, result in sorted(results.items())
+        ]
+        usage = usage_of(prompt_tokens, [*results.values()])
+        return {**self._head, "object": self.kind, "choices": choices, "usage": usage}
+
+    def pieces(self, index: int, chunk: Chunk, offset: int) -> Iterator[dict[str, Any]]:
+        """The chunks of a stream that a chunk of the engine makes.
+
+        Args:
+            index: Number of the choice.
+            chunk: What the engine has generated.
+            offset: Characters of the choice before it.
+        """
+        if chunk.text or (chunk.tokens and (self._body.kvpolicy.token_ids or chunk.logprobs)):
+            piece = self._piece(chunk, offset)
+            yield self._chunk(index, {**piece, **self._token_ids(chunk.tokens)}, None)
+        if chunk.result is not None:
+            yield self._chunk(index, self._end(), chunk.result.finish_reason)
+
+    def last(self, results: Mapping[int, Result], prompt_tokens: int) -> dict[str, Any]:
+        """The chunk with the usage of all choices, after their ends.
+
+        Args:
+            results: Result of each choice.
+            prompt_tokens: Tokens of the prompts.
+        """
+        usage = usage_of(prompt_tokens, [*results.values()])
+        return {**self._head, "object": self.chunk_kind, "choices": [], "usage": usage}
+
+    def _chunk(
+        self, index: int, piece: dict[str, Any], reason: Literal["stop", "length"] | str | None
+    ) -> dict[str, Any]:
+        choice = {"index": index, **piece, "finish_reason": reason}
+        return {**self._head, "object": self.chunk_kind, "choices": [choice]}
+
+    def _token_ids(self, tokens: Sequence[int]) -> dict[str, Any]:
+        return {"token_ids": list(tokens)} if self._body.kvpolicy.token_ids else {}
+
+
+class CompletionReply(Reply):
+    """An answer of ``/v1/completions``."""
+
+    prefix, kind, chunk_kind = "cmpl", "text_completion", "text_completion"
+
+    def _choice(self, result: Result) -> dict[str, Any]:
+        return {"text": result.text, "logprobs": self._logprobs(result.logprobs, 0)}
+
+    def _piece(self, chunk: Chunk, offset: int) -> dict[str, Any]:
+        return {"text": chunk.text, "logprobs": self._logprobs(chunk.logprobs, offset)}
+
+    def opening(self, index: int) -> dict[str, Any] | None:
+        """There is none."""
+        return None
+
+    def _end(self) -> dict[str, Any]:
+        return {"text": "", "logprobs": None}
+
+    def _logprobs(
+        self, logprobs: Sequence[TokenLogprobs] | None, offset: int
+    ) -> dict[str, Any] | None:
+        if logprobs is None:
+            return None
+        texts = [self._model.token_text(one.token) for one in logprobs]
+        offsets = [offset]
+        for text in texts:
+            offsets.append(offsets[-1] + len(text))
+        top = [
+            {self._model.token_text(token): _finite(logprob) for token, logprob in one.top}
+            for one in logprobs
+        ]
+        return {
+            "tokens": texts,
+            "token_logprobs": [_finite(one.logprob) for one in logprobs],
+            "top_logprobs": top,
+            "text_offset": offsets[:-1],
+        }
+
+
+class ChatReply(Reply):
+    """An answer of ``/v1/chat/completions``."""
+
+    prefix, kind, chunk_kind = "chatcmpl", "chat.completion", "chat.completion.chunk"
+
+    def _choice(self, result: Result) -> dict[str, Any]:
+        message = {"role": "assistant", "content": result.text, "refusal": None}
+        return {"message": message, "logprobs": self._logprobs(result.logprobs)}
+
+    def _piece(self, chunk: Chunk, offset: int) -> dict[str, Any]:
+        return {"delta": {"content": chunk.text}, "logprobs": self._logprobs(chunk.logprobs)}
+
+    def opening(self, index: int) -> dict[str, Any] | None:
+        """Who speaks."""
+        delta = {"role": "assistant", "content": ""}
+        return self._chunk(index, {"delta": delta, "logprobs": None}, None)
+
+    def _end(self) -> dict[str, Any]:
+        return {"delta": {}, "logprobs": None}
+
+    def _logprobs(self, logprobs: Sequence[TokenLogprobs] | None) -> dict[str, Any] | None:
+        if logprobs is None:
+            return None
+        content = [
+            {
+                **self._token(one.token, one.logprob),
+                "top_logprobs": [self._token(token, logprob) for token, logprob in one.top],
+            }
+            for one in logprobs
+        ]
+        return {"content": content, "refusal": None}
+
+    def _token(self, token: int, logprob: float) -> dict[str, Any]:
+        text = self._model.token_text(token)
+        # Of a part of a character, the bytes are not known here.
+        known = None if _BROKEN in text else list(text.encode())
+        return {"token": text, "logprob": _finite(logprob), "bytes": known}
+
+
+def _finite(logprob: float) -> float:
+    return max(logprob, _LEAST_LOGPROB)

@@ -1,0 +1,155 @@
+"""The process of a server: its socket, its connections, and how it stops.
+
+The first SIGTERM or SIGINT lets what runs go on: new requests are refused with 503, and the process
+ends when the last one has its answer, or cancels them when the time for that is over. The second
+one cancels them at once.
+"""
+
+import asyncio
+import socket
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+import uvicorn
+from h11 import IDLE
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from kvpolicy.serve.app import create_app
+from kvpolicy.serve.logs import log
+from kvpolicy.serve.service import Service
+from kvpolicy.serve.settings import ServerSettings
+
+KEEP_ALIVE_S = 10
+MAX_HEAD = 16 << 10  # bytes of the first line and the headers
+_FLUSH_S = 5  # for what has been generated to reach the clients, at the end
+
+
+class Server(uvicorn.Server):
+    """A server that finishes what runs before it stops."""
+
+    def __init__(self, service: Service, on_start: Callable[[], None] = lambda: None) -> None:
+        """Prepare to serve.
+
+        Args:
+            service: What answers.
+            on_start: Called when connections are accepted.
+        """
+        super().__init__(
+            uvicorn.Config(
+                create_app(service),
+                http=_protocol(service.settings),
+                ws="none",
+                loop="asyncio",
+                lifespan="on",
+                log_config=None,
+                access_log=False,
+                proxy_headers=False,
+                server_header=False,
+                timeout_keep_alive=KEEP_ALIVE_S,
+                timeout_graceful_shutdown=_FLUSH_S,
+                h11_max_incomplete_event_size=MAX_HEAD,
+            )
+        )
+        self._service, self._on_start = service, on_start
+        self._times_asked = 0
+        self._draining: asyncio.Task[None] | None = None
+
+    @property
+    def num_cancelled(self) -> int:
+        """Choices that were cancelled because they took too long to end."""
+        return sum(plan.num_cancelled for plan in self._service.model.plans)
+
+    def stop(self) -> None:
+        """Ask the server to stop; the second time, at once. May be called in any thread."""
+        self._times_asked += 1
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Stop; called for signals."""
+        self.stop()
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Accept connections."""
+        await super().startup(sockets)
+        self._on_start()
+
+    async def on_tick(self, counter: int) -> bool:
+        """Look ten times a second whether the server is to stop."""
+        if self._times_asked and self._draining is None:
+            self._service.draining = True
+            self._draining = asyncio.create_task(self._drain())
+        if self._times_asked > 1 and self._draining is not None and not self.should_exit:
+            self._draining.cancel()
+            self.should_exit = True
+        return await super().on_tick(counter)
+
+    async def _drain(self) -> None:
+        """Let what runs end within the time for that, then cancel it."""
+        plans = self._service.model.plans
+        log("stopping", running=sum(plan.stats.running + plan.stats.waiting for plan in plans))
+        timeout_s = self._service.settings.shutdown_timeout_s
+        closing = [plan.running.close(finish=True, timeout_s=timeout_s) for plan in plans]
+        await asyncio.gather(*closing, return_exceptions=True)
+        self.should_exit = True
+
+
+def _protocol(settings: ServerSettings) -> type[asyncio.Protocol]:
+    class TimedProtocol(H11Protocol):
+        """A connection that ends if its client sends no request, or reads no answer, for a time."""
+
+        def connection_made(self, transport: Any) -> None:
+            super().connection_made(transport)
+            self._head = _Timer(self.loop, settings.head_timeout_s, self.transport.close)
+            self._write = _Timer(self.loop, settings.write_timeout_s, self.transport.abort)
+            self._await_head()
+
+        def data_received(self, data: bytes) -> None:
+            super().data_received(data)
+            self._await_head()
+
+        def on_response_complete(self) -> None:
+            super().on_response_complete()
+            self._await_head()
+
+        def pause_writing(self) -> None:
+            super().pause_writing()
+            self._write.start()
+
+        def resume_writing(self) -> None:
+            super().resume_writing()
+            self._write.stop()
+
+        def connection_lost(self, exc: Exception | None) -> None:
+            self._head.stop()
+            self._write.stop()
+            super().connection_lost(exc)
+
+        def _await_head(self) -> None:
+            """Run a timer while the head of a request is not complete."""
+            if self.conn.their_state is IDLE and not self.transport.is_closing():
+                self._head.start()
+            else:
+                self._head.stop()
+
+    return TimedProtocol
+
+
+class _Timer:
+    """Calls a function unless it is stopped in time."""
+
+    def __init__(
+        self, loop: asyncio.AbstractEventLoop, seconds: float, call: Callable[[], None]
+    ) -> None:
+        self._loop, self._seconds, self._call = loop, seconds, call
+        self._handle: asyncio.TimerHandle | None = None
+
+    def start(self) -> None:
+        """Begin to wait, if it does not yet."""
+        if self._handle is None:
+            self._handle = self._loop.call_later(self._seconds, self._call)
+
+    def stop(self) -> None:
+        """Do not call."""
+        if self._handle is not None:
+            self._handle.cancel()
+            self._handle = None

@@ -1,0 +1,270 @@
+"""Completions and chats: from a checked body to an answer, in one piece or as a stream."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Coroutine, Sequence
+from contextlib import suppress
+from typing import Any, TypeVar
+
+import attrs
+from fastapi import Request as HttpRequest
+from fastapi.responses import JSONResponse, Response, StreamingResponse
+from fastapi.sse import KEEPALIVE_COMMENT, format_sse_event
+from starlette.types import Receive, Scope, Send
+
+from kvpolicy.cli.output import format_count
+from kvpolicy.engine.request import Sampling
+from kvpolicy.serve.api_errors import ApiError
+from kvpolicy.serve.bodies import ChatBody, CompletionBody
+from kvpolicy.serve.generation import SHUTTING_DOWN, Generation, Limits, random_seed, requests_of
+from kvpolicy.serve.plans import ServedModel, ServedPlan
+from kvpolicy.serve.prompts import PromptEncoder
+from kvpolicy.serve.record import Outcome, Record
+from kvpolicy.serve.replies import ChatReply, CompletionReply, Reply
+from kvpolicy.serve.settings import ServerSettings
+
+DEFAULT_COMPLETION_TOKENS = 16  # of OpenAI's interface
+CLIENT_GONE = 499  # what proxies write into logs; nobody receives it
+
+_Made = TypeVar("_Made")
+
+
+class ClientGoneError(Exception):
+    """The client has closed its connection."""
+
+
+@attrs.define(eq=False)
+class Service:
+    """What answers completions and chats.
+
+    Attributes:
+        model: The model, with its plans.
+        settings: What clients may ask for.
+        encoder: Makes tokens of prompts.
+        draining: Whether the server is shutting down, and takes no new requests.
+    """
+
+    model: ServedModel
+    settings: ServerSettings
+    encoder: PromptEncoder
+    draining: bool = False
+
+    async def complete(self, http: HttpRequest, body: CompletionBody) -> Response:
+        """Answer a completion.
+
+        Args:
+            http: The request.
+            body: Its body.
+
+        Raises:
+            ApiError: It cannot be answered.
+        """
+        plan, record = self._begin(http, body)
+        prompts = await self.encoder.prompts(body.prompt)
+        most = body.max_tokens or DEFAULT_COMPLETION_TOKENS
+        limits = self._limits(plan, prompts, most, body.logprobs, record, "prompt")
+        reply = CompletionReply(body, self.model, plan)
+        return await self._answer(http, body, prompts, limits, reply, plan)
+
+    async def chat(self, http: HttpRequest, body: ChatBody) -> Response:
+        """Answer a chat.
+
+        Args:
+            http: The request.
+            body: Its body.
+
+        Raises:
+            ApiError: It cannot be answered.
+        """
+        plan, record = self._begin(http, body)
+        prompts = [await self.encoder.chat(body.messages)]
+        logprobs = (body.top_logprobs or 0) if body.logprobs else None
+        most = body.max_completion_tokens or body.max_tokens
+        limits = self._limits(plan, prompts, most, logprobs, record, "messages")
+        reply = ChatReply(body, self.model, plan)
+        return await self._answer(http, body, prompts, limits, reply, plan)
+
+    def _begin(
+        self, http: HttpRequest, body: CompletionBody | ChatBody
+    ) -> tuple[ServedPlan, Record]:
+        record: Record = http.state.record
+        record.stream = body.stream
+        plan = self.model.plan_of(body.model)
+        record.plan = plan.name
+        if self.draining:
+            record.outcome = "shutting_down"
+            retry = {"Retry-After": "5"}
+            raise ApiError(503, SHUTTING_DOWN, code="shutting_down", headers=retry)
+        return plan, record
+
+    def _limits(
+        self,
+        plan: ServedPlan,
+        prompts: Sequence[tuple[int, ...]],
+        wanted: int | None,
+        logprobs: int | None,
+        record: Record,
+        param: str,
+    ) -> Limits:
+        """Check lengths of prompts and of the generation that is asked for."""
+        longest = max(map(len, prompts))
+        has = f"the prompt has {format_count(longest, 'token')}"
+        if longest > plan.max_prompt_len:
+            message = f"{has}; this server takes prompts of up to {plan.max_prompt_len:,}"
+            raise ApiError(400, message, param=param, code="context_length_exceeded")
+        most = self.settings.max_new_tokens
+        if wanted is not None and most is not None and wanted > most:
+            message = f"{wanted} new tokens are asked for; this server generates up to {most}"
+            raise ApiError(400, message, param="max_tokens")
+        room = plan.max_len - longest
+        if wanted is not None and wanted > room:
+            message = (
+                f"{has}, and {wanted:,} new ones are asked for; together they may be "
+                f"{plan.max_len:,}"
+            )
+            raise ApiError(400, message, param="max_tokens", code="context_length_exceeded")
+        left_s = self.settings.request_timeout_s - record.elapsed_s
+        return Limits(wanted or min(room, most or room), max(left_s, 0.001), logprobs)
+
+    def _sampling(self, body: CompletionBody | ChatBody, plan: ServedPlan) -> Sampling:
+        """What the body says, then the model's generation config, then OpenAI's defaults."""
+        config = getattr(plan.engine.adapter.model, "generation_config", None)
+        given = {} if config is None else config.to_diff_dict()
+        usual = 0.0 if given.get("do_sample") is False else given.get("temperature") or 1.0
+        return Sampling(
+            temperature=usual if body.temperature is None else body.temperature,
+            top_k=(given.get("top_k") or 0) if body.top_k is None else body.top_k,
+            top_p=(given.get("top_p") or 1.0) if body.top_p is None else body.top_p,
+            seed=random_seed() if body.seed is None else body.seed,
+        )
+
+    async def _answer(
+        self,
+        http: HttpRequest,
+        body: CompletionBody | ChatBody,
+        prompts: Sequence[tuple[int, ...]],
+        limits: Limits,
+        reply: Reply,
+        plan: ServedPlan,
+    ) -> Response:
+        record: Record = http.state.record
+        record.prompt_tokens = sum(map(len, prompts))
+        requests = requests_of(body, prompts, self._sampling(body, plan), limits)
+        record.choices = len(requests)
+        try:
+            generation = Generation(plan, requests, record)
+        except ApiError as error:
+            note_error(record, error)
+            raise
+        record.outcome = "cancelled"  # unless it ends in another way
+        if body.stream:
+            return _Stream(_events(generation, reply, body, record), generation)
+        try:
+            await unless_gone(http, _finish(generation))
+        except ClientGoneError:
+            return Response(status_code=CLIENT_GONE)
+        except ApiError as error:
+            note_error(record, error)
+            raise
+        finally:
+            generation.cancel()
+        _note_completed(record, plan)
+        return JSONResponse(reply.whole(generation.results, record.prompt_tokens))
+
+
+async def _finish(generation: Generation) -> None:
+    async for _ in generation.chunks():
+        pass
+
+
+async def unless_gone(http: HttpRequest, work: Coroutine[Any, Any, _Made]) -> _Made:
+    """Do some work unless the client closes its connection before it is done.
+
+    Args:
+        http: The request; its body has been read.
+        work: The work; cancelled if the client has gone.
+
+    Raises:
+        ClientGoneError: The client has gone.
+    """
+    job, gone = asyncio.ensure_future(work), asyncio.ensure_future(_until_gone(http))
+    try:
+        await asyncio.wait([job, gone], return_when=asyncio.FIRST_COMPLETED)
+        if not job.done():
+            raise ClientGoneError
+        return job.result()
+    finally:
+        for task in (job, gone):
+            task.cancel()
+        with suppress(asyncio.CancelledError, ApiError):
+            await job
+
+
+async def _until_gone(http: HttpRequest) -> None:
+    while (await http.receive())["type"] != "http.disconnect":
+        pass
+
+
+def note_error(record: Record, error: ApiError) -> None:
+    """Note how a request has ended without an answer.
+
+    Args:
+        record: Its record.
+        error: What the client is told.
+    """
+    outcomes: dict[int, Outcome] = {429: "refused", 503: "shutting_down", 504: "timeout"}
+    usual: Outcome = "invalid" if error.status_code < 500 else "failed"
+    record.outcome = outcomes.get(error.status_code, usual)
+
+
+def _note_completed(record: Record, plan: ServedPlan) -> None:
+    record.outcome = "completed"
+    plan.note_duration(record.elapsed_s)
+
+
+class _Stream(StreamingResponse):
+    """Server-sent events; what has not been generated is cancelled when the client goes away."""
+
+    media_type = "text/event-stream"
+
+    def __init__(self, events: AsyncIterator[bytes], generation: Generation) -> None:
+        # Proxies such as nginx would hold events back.
+        headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+        super().__init__(events, headers=headers)
+        self._generation = generation
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._generation.cancel()
+
+
+async def _events(
+    generation: Generation, reply: Reply, body: CompletionBody | ChatBody, record: Record
+) -> AsyncIterator[bytes]:
+    offsets = [0] * record.choices
+    try:
+        for index in range(record.choices):
+            opening = reply.opening(index)
+            if opening is not None:
+                yield _event(opening)
+        async for found in generation.chunks():
+            if found is None:
+                yield KEEPALIVE_COMMENT
+                continue
+            index, chunk = found
+            for piece in reply.pieces(index, chunk, offsets[index]):
+                yield _event(piece)
+            offsets[index] += len(chunk.text)
+        if body.stream_options is not None and body.stream_options.include_usage:
+            yield _event(reply.last(generation.results, record.prompt_tokens))
+        _note_completed(record, generation.plan)
+        yield format_sse_event(data_str="[DONE]")
+    except ApiError as error:
+        note_error(record, error)
+        yield _event(error.body())
+
+
+def _event(data: dict[str, Any]) -> bytes:
+    return format_sse_event(data_str=json.dumps(data, separators=(",", ":")))

@@ -1,0 +1,36 @@
+"""What a server allows its clients."""
+
+import attrs
+
+MAX_BODY = 4 << 20
+REQUEST_TIMEOUT_S = 600.0
+SHUTDOWN_TIMEOUT_S = 30.0
+
+
+@attrs.frozen
+class ServerSettings:
+    """Limits of a server.
+
+    Attributes:
+        api_keys: Keys of which a client must send one; none: every client is served.
+        hosts: Names by which clients may call the server, without ports; ``None``: any.
+        max_body: The largest body of a request, in bytes.
+        max_prompt_tokens: The longest prompt; ``None``: what the model has positions for.
+        max_new_tokens: The most tokens that a client may ask for; ``None``: the same.
+        request_timeout_s: Seconds after which a request ends, from its arrival.
+        body_timeout_s: Seconds in which the body of a request must have arrived.
+        head_timeout_s: Seconds in which its first line and headers must.
+        write_timeout_s: Seconds for which a client may take nothing of what is sent to it.
+        shutdown_timeout_s: Seconds in which running requests may end when the server stops.
+    """
+
+    api_keys: tuple[str, ...] = attrs.field(default=(), repr=False)
+    hosts: frozenset[str] | None = None
+    max_body: int = MAX_BODY
+    max_prompt_tokens: int | None = None
+    max_new_tokens: int | None = None
+    request_timeout_s: float = REQUEST_TIMEOUT_S
+    body_timeout_s: float = 30.0
+    head_timeout_s: float = 10.0
+    write_timeout_s: float = 30.0
+    shutdown_timeout_s: float = SHUTDOWN_TIMEOUT_S

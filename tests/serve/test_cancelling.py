@@ -1,0 +1,133 @@
+"""Clients that go away, queues that are full, and requests that take too long."""
+
+import json
+import threading
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from serving import Running, plans_of, serving, until
+
+LONG = {"model": "tiny", "prompt": "a", "max_tokens": 500}
+
+
+def outcomes(running: Running) -> dict[str, int]:
+    """Requests by outcome, as the metrics have them."""
+    with running.http() as http:
+        lines = http.get("/metrics").text.splitlines()
+    found = [line for line in lines if line.startswith("kvpolicy_requests_total{")]
+    return {
+        line.split('outcome="')[1].split('"')[0]: int(float(line.split()[-1])) for line in found
+    }
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_request_ends_when_its_client_goes_away(stream: bool) -> None:
+    with serving() as running:
+        with running.http() as http:
+            if stream:
+                with http.stream("POST", "/v1/completions", json={**LONG, "stream": True}) as got:
+                    next(got.iter_lines())
+                    assert running.plan.stats.report.num_requests == 0
+            else:
+                running.gate.close()
+                with pytest.raises(httpx.ReadTimeout):
+                    http.post("/v1/completions", json=LONG, timeout=0.2)
+                running.gate.open()
+        until(running.idle)
+        until(lambda: running.plan.stats.report.num_requests == 1)
+        assert running.plan.stats.report.new_tokens < 400
+        until(lambda: outcomes(running) == {"cancelled": 1})
+
+
+def test_the_stream_of_the_client_cancels_when_it_is_closed() -> None:
+    with serving() as running:
+        client = running.client()
+        stream = client.completions.create(**LONG, stream=True)
+        next(iter(stream))
+        stream.close()
+        until(running.idle)
+        assert running.plan.stats.report.new_tokens < 400
+
+
+def test_all_choices_of_a_client_that_goes_away_end() -> None:
+    with serving(slots=2) as running:
+        stream = running.client().completions.create(**LONG, n=5, stream=True)
+        next(iter(stream))
+        stream.close()
+        until(running.idle)
+        until(lambda: running.plan.stats.report.num_requests == 5)
+
+
+def test_a_full_queue_refuses_with_a_time_to_wait() -> None:
+    with serving(slots=1, max_waiting=1) as running:
+        client = running.client()
+        running.gate.close()
+        streams = [client.completions.create(**LONG, stream=True) for _ in range(2)]
+        with pytest.raises(openai.RateLimitError, match="the queue is full") as caught:
+            client.completions.create(**LONG)
+        assert caught.value.code == "queue_full"
+        assert caught.value.type == "rate_limit_error"
+        assert 1 <= int(caught.value.response.headers["retry-after"]) <= 60
+        # None of several choices stays behind where not all of them have room.
+        streams.pop().close()
+        until(lambda: running.server._service.model.plans[0].running._run.num_open < 3)
+        running.gate.open()
+        for stream in streams:
+            stream.close()
+        until(running.idle)
+        with pytest.raises(openai.RateLimitError):
+            client.completions.create(**LONG, n=3)
+        until(running.idle)
+        assert client.completions.create(**{**LONG, "max_tokens": 2}).usage is not None
+
+
+def test_a_client_that_retries_is_served_when_there_is_room() -> None:
+    with serving(slots=1, max_waiting=0) as running:
+        running.gate.close()
+        held = running.client().completions.create(**LONG, stream=True)
+        timer = threading.Timer(0.2, lambda: (held.close(), running.gate.open()))
+        timer.start()
+        found = running.client(max_retries=9).completions.create(**{**LONG, "max_tokens": 2})
+        timer.join()
+        assert found.usage is not None
+        assert found.usage.completion_tokens == 2
+
+
+def test_a_request_that_takes_too_long_ends_with_a_timeout() -> None:
+    with serving(slots=1, request_timeout_s=0.3) as running:
+        client = running.client()
+        running.gate.close()
+        threading.Timer(0.5, running.gate.open).start()
+        with pytest.raises(openai.InternalServerError, match="not ended in time") as caught:
+            client.completions.create(**LONG)
+        assert (caught.value.status_code, caught.value.code) == (504, "request_timeout")
+        running.gate.close()
+        threading.Timer(0.5, running.gate.open).start()
+        with pytest.raises(openai.APIError, match="not ended in time"):
+            list(client.completions.create(**LONG, stream=True))
+        assert outcomes(running) == {"timeout": 2}
+        assert client.completions.create(**{**LONG, "max_tokens": 2}).usage is not None
+
+
+def test_a_stream_that_fails_ends_with_an_error_event_and_not_with_done() -> None:
+    with serving(slots=1, request_timeout_s=0.2) as running, running.http() as http:
+        running.gate.close()
+        threading.Timer(0.4, running.gate.open).start()
+        answer = http.post("/v1/completions", json={**LONG, "stream": True})
+        last = answer.text.strip().split("\n\n")[-1]
+        error: Any = json.loads(last.removeprefix("data: "))["error"]
+        assert error["code"] == "request_timeout"
+
+
+def test_a_waiting_stream_is_kept_alive(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvpolicy.serve.generation.PING_S", 0.05)
+    with serving(plans_of(full=0), slots=1) as running, running.http() as http:
+        running.gate.close()
+        with http.stream("POST", "/v1/completions", json={**LONG, "stream": True}) as answer:
+            lines = answer.iter_lines()
+            assert [next(lines) for _ in range(4)] == [": ping", "", ": ping", ""]
+            running.gate.open()
+        found = running.client().completions.create(**{**LONG, "max_tokens": 3}, stream=True)
+        assert len([*found]) >= 2

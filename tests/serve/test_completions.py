@@ -1,0 +1,375 @@
+"""Completions through the `openai` package: the answers are those of the engine alone."""
+
+import json
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+from serving import Running, plans_of, serving
+from tiny import byte_tokenizer, tiny_model
+
+from kvpolicy import Engine
+from kvpolicy.engine.request import Request, Sampling
+from kvpolicy.engine.results import Result
+from kvpolicy.hooks import discovery
+from kvpolicy.serve.plans import ServedModel
+
+PROMPTS = ["the cat sat", "a", "on the mat, where it had been for a while. and then?", "0123456789"]
+IDS = [5, 9, 40, 2, 2, 7, 11]
+POLICIES = {"tiny": "full", "tiny:full": "full", "tiny:h2o": "h2o"}
+WITH_IDS = {"kvpolicy": {"token_ids": True}}
+
+
+def alone(server: Running, model: str, request: Request) -> Result:
+    """The result of the engine alone, without a server."""
+    plan = next(plan for plan in server.model.plans if plan.name == POLICIES[model])
+    engine = Engine(plan.engine.adapter.model, server.model.tokenizer, plan.engine.plan, slots=1)
+    (result,) = engine.generate([request]).results()
+    assert result.error is None
+    return result
+
+
+def cost(result: Result) -> dict[str, int]:
+    names = ("peak_rows", "rows_evicted", "compactions", "peak_bytes", "full_bytes")
+    return {name: getattr(result, name) for name in names}
+
+
+@pytest.mark.parametrize("model", POLICIES)
+@pytest.mark.parametrize("prompt", [*PROMPTS, IDS], ids=str)
+def test_a_completion_equals_the_engine_alone(server: Running, model: str, prompt: Any) -> None:
+    expected = alone(server, model, Request(prompt, 40))
+    found = server.client().completions.create(
+        model=model, prompt=prompt, max_tokens=40, temperature=0, extra_body=WITH_IDS
+    )
+    (choice,) = found.choices
+    assert choice.text == expected.text
+    assert choice.model_extra["token_ids"] == list(expected.tokens)
+    assert choice.finish_reason == "length"
+    assert found.model == model
+    assert found.object == "text_completion"
+    usage = found.usage
+    assert usage is not None
+    assert (usage.prompt_tokens, usage.completion_tokens) == (expected.prompt_len, 40)
+    assert usage.total_tokens == expected.prompt_len + 40
+    assert usage.model_extra["kvpolicy"] == cost(expected)
+    assert (expected.rows_evicted > 0) == (model == "tiny:h2o")
+
+
+@pytest.mark.parametrize("model", ["tiny", "tiny:h2o"])
+def test_a_stream_has_the_pieces_of_the_completion(server: Running, model: str) -> None:
+    expected = alone(server, model, Request(PROMPTS[0], 40))
+    chunks = list(
+        server.client().completions.create(
+            model=model,
+            prompt=PROMPTS[0],
+            max_tokens=40,
+            temperature=0,
+            stream=True,
+            stream_options={"include_usage": True},
+            extra_body=WITH_IDS,
+        )
+    )
+    *pieces, last, usage = chunks
+    assert "".join(piece.choices[0].text for piece in pieces) == expected.text
+    ids = [token for piece in pieces for token in piece.choices[0].model_extra["token_ids"]]
+    assert ids == list(expected.tokens)
+    assert {piece.choices[0].finish_reason for piece in pieces} == {None}
+    assert (last.choices[0].text, last.choices[0].finish_reason) == ("", "length")
+    assert usage.choices == []
+    assert usage.usage.model_extra["kvpolicy"] == cost(expected)
+    assert len({chunk.id for chunk in chunks}) == 1
+    assert len(pieces) > 5, "it came in pieces"
+
+
+def test_a_stream_ends_with_done_and_has_usage_only_if_asked(server: Running) -> None:
+    body = {"model": "tiny", "prompt": "a", "max_tokens": 3, "stream": True}
+    with server.http() as http:
+        answer = http.post("/v1/completions", json=body)
+    assert answer.headers["content-type"] == "text/event-stream; charset=utf-8"
+    *events, end = [event for event in answer.text.split("\n\n") if event]
+    assert end == "data: [DONE]"
+    assert all("usage" not in json.loads(event.removeprefix("data: ")) for event in events)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_n_choices_have_seeds_that_follow_each_other(server: Running, stream: bool) -> None:
+    samplings = [Sampling(temperature=1.5, top_p=0.9, seed=seed) for seed in (7, 8, 9)]
+    prompts = ["the cat", [3, 1, 2]]
+    expected = [
+        alone(server, "tiny:h2o", Request(prompt, 20, sampling)).text
+        for prompt in prompts
+        for sampling in samplings
+    ]
+    assert len(set(expected)) == 6
+    options: dict[str, Any] = {"temperature": 1.5, "top_p": 0.9, "seed": 7, "n": 3}
+    texts = dict.fromkeys(range(6), "")
+    # One prompt is text and one token ids, which the client's types do not have.
+    found = server.client().completions.create(
+        model="tiny:h2o", prompt=prompts, max_tokens=20, stream=stream, **options
+    )
+    for answer in found if stream else [found]:
+        for choice in answer.choices:
+            texts[choice.index] += choice.text
+    assert [texts[index] for index in range(6)] == expected
+    if not stream:
+        assert found.usage.prompt_tokens == len("the cat") + 3
+        assert found.usage.completion_tokens == 120
+
+
+def test_a_request_without_a_seed_draws_another_one(server: Running) -> None:
+    client = server.client()
+    texts = {
+        client.completions.create(model="tiny", prompt="a", max_tokens=30).choices[0].text
+        for _ in range(4)
+    }
+    assert len(texts) == 4, "the default temperature is 1"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_stop_string_ends_the_text_before_it(server: Running, stream: bool) -> None:
+    whole = alone(server, "tiny", Request(PROMPTS[1], 60)).text
+    assert whole is not None
+    stop = whole[20:23]
+    expected = alone(server, "tiny", Request(PROMPTS[1], 60, stop=(stop,)))
+    found = server.client().completions.create(
+        model="tiny", prompt=PROMPTS[1], max_tokens=60, temperature=0, stop=stop, stream=stream
+    )
+    answers = list(found) if stream else [found]
+    assert "".join(a.choices[0].text for a in answers) == expected.text
+    assert answers[-1].choices[0].finish_reason == "stop"
+    assert whole.startswith(expected.text or "?")
+    assert stop not in (expected.text or "")
+
+
+def test_stop_ids_of_a_request_end_it(server: Running) -> None:
+    tokens = alone(server, "tiny", Request(IDS, 60)).tokens
+    end = next(token for token in tokens[10:] if token not in tokens[:10])
+    found = server.client().completions.create(
+        model="tiny",
+        prompt=IDS,
+        max_tokens=60,
+        temperature=0,
+        extra_body={"kvpolicy": {"stop_ids": [end], "token_ids": True}},
+    )
+    assert found.choices[0].model_extra["token_ids"] == list(tokens[: tokens.index(end) + 1])
+    assert found.choices[0].finish_reason == "stop"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_logprobs_are_those_of_the_engine(server: Running, stream: bool) -> None:
+    expected = alone(server, "tiny", Request("the cat", 8, logprobs=3)).logprobs
+    assert expected is not None
+    found = server.client().completions.create(
+        model="tiny", prompt="the cat", max_tokens=8, temperature=0, logprobs=3, stream=stream
+    )
+    answers = list(found) if stream else [found]
+    logprobs = [a.choices[0].logprobs for a in answers if a.choices[0].logprobs]
+    assert [one for part in logprobs for one in part.token_logprobs] == pytest.approx(
+        [one.logprob for one in expected]
+    )
+    decode = server.model.tokenizer.decode
+    tokens = [one for part in logprobs for one in part.tokens]
+    assert tokens == [decode([one.token]) for one in expected]
+    top = [one for part in logprobs for one in part.top_logprobs]
+    assert [[*one] for one in top] == [[decode([t]) for t, _ in one.top] for one in expected]
+    offsets = [one for part in logprobs for one in part.text_offset]
+    assert offsets == [sum(map(len, tokens[:i])) for i in range(8)]
+
+
+def test_without_max_tokens_a_completion_has_openais_sixteen(server: Running) -> None:
+    found = server.client().completions.create(model="tiny", prompt="a")
+    assert found.usage is not None
+    assert found.usage.completion_tokens == 16
+
+
+def test_concurrent_requests_do_not_depend_on_each_other(server: Running) -> None:
+    jobs = [
+        (model, PROMPTS[i % 4], Sampling(temperature=0.8, seed=i), 10 + 7 * (i % 5))
+        for i in range(16)
+        for model in ("tiny:full", "tiny:h2o")
+    ]
+    expected = [
+        alone(server, model, Request(prompt, num, sampling)).text
+        for model, prompt, sampling, num in jobs
+    ]
+    client = server.client()
+
+    def ask(job: tuple[str, str, Sampling, int]) -> str:
+        model, prompt, sampling, num = job
+        stream = client.completions.create(
+            model=model,
+            prompt=prompt,
+            max_tokens=num,
+            temperature=sampling.temperature,
+            seed=sampling.seed,
+            stream=True,
+        )
+        return "".join(chunk.choices[0].text for chunk in stream)
+
+    with ThreadPoolExecutor(8) as pool:
+        assert list(pool.map(ask, jobs)) == expected
+
+
+def test_characters_of_several_tokens_are_whole_in_a_stream() -> None:
+    model = tiny_model(vocab=256, seed=3)
+    with serving(plans_of(full=0), model=model, tokenizer=byte_tokenizer()) as running:
+        options = {"max_tokens": 60, "temperature": 1.2, "seed": 4, "logprobs": 0}
+        client = running.client()
+        whole = client.completions.create(model="tiny", prompt="aé€", **options)  # type: ignore[call-overload]
+        stream = client.completions.create(model="tiny", prompt="aé€", stream=True, **options)  # type: ignore[call-overload]
+        pieces = [chunk.choices[0].text for chunk in stream]
+    assert "".join(pieces) == whole.choices[0].text
+    assert whole.usage.completion_tokens == 60
+
+
+def test_models_are_listed_and_described(server: Running) -> None:
+    client = server.client()
+    assert [model.id for model in client.models.list()] == ["tiny", "tiny:full", "tiny:h2o"]
+    model = client.models.retrieve("tiny:h2o")
+    assert model.model_extra["max_model_len"] == 512
+    plan = server.model.plans[1].engine.plan
+    assert model.model_extra["kvpolicy"] == {"plan": "h2o", "digest": plan.digest(), "slots": 2}
+
+
+def test_the_fingerprint_tells_plans_apart(server: Running) -> None:
+    found = [
+        server.client().completions.create(model=model, prompt="a", max_tokens=1)
+        for model in ("tiny", "tiny:full", "tiny:h2o")
+    ]
+    prints = [one.system_fingerprint for one in found]
+    assert prints[0] == prints[1] != prints[2]
+
+
+# What is refused
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"prompt": ""}, "the prompt is empty"),
+    ({"prompt": [[1, 2], "a", 3]}, "should be a text, a list of token ids"),
+    ({"prompt": [61]}, "the prompt holds token id 61; expected 0 to 60"),
+    ({"prompt": [-1]}, "the prompt holds token id -1"),
+    ({"prompt": []}, "should be a text"),
+    ({"prompt": ["a"] * 65}, "or a list of 1 to 64"),
+    ({"prompt": "a" * 512}, "the prompt has 512 tokens; this server takes prompts of up to 511"),
+    ({"max_tokens": 512}, "together they may be 512"),
+    ({"max_tokens": 0}, "greater than or equal to 1"),
+    ({"max_tokens": True}, "max_tokens is True"),
+    ({"max_tokens": "9"}, "max_tokens is '9'"),
+    ({"temperature": 2.1}, "less than or equal to 2"),
+    ({"temperature": -1}, "greater than or equal to 0"),
+    ({"top_p": 0}, "greater than 0"),
+    ({"n": 17}, "less than or equal to 16"),
+    ({"seed": -1}, "greater than or equal to 0"),
+    ({"seed": 2**63}, "seed is 9223372036854775808"),
+    ({"stop": [""]}, "none of them empty"),
+    ({"stop": list("abcde")}, "up to 4 texts"),
+    ({"stop": "a" * 257}, "at most 256 characters"),
+    ({"logprobs": 21}, "less than or equal to 20"),
+    ({"logprobs": True}, "logprobs is True"),
+    ({"echo": True}, "echo is not supported"),
+    ({"suffix": "end"}, "suffix is not supported"),
+    ({"best_of": 2}, "best_of is not supported"),
+    ({"tools": [{"type": "function"}]}, "tools is not supported"),
+    ({"functions": [{}]}, "functions is not supported"),
+    ({"response_format": {"type": "json_object"}}, "response_format is not supported"),
+    ({"logit_bias": {"5": 1}}, "logit_bias is not supported"),
+    ({"presence_penalty": 0.5}, "presence_penalty is not supported"),
+    ({"stream_options": {"include_usage": True}}, "needs stream: true"),
+    ({"max_tokns": 3}, "there is no field 'max_tokns'; did you mean max_tokens?"),
+    ({"kvpolicy": {"keep": True}}, "there is no field 'keep'; did you mean kept?"),
+    ({"kvpolicy": {"kept": True}}, "kvpolicy.kept needs stream: true"),
+]
+
+
+@pytest.mark.parametrize(("change", "words"), REFUSED, ids=lambda one: str(one)[:40])
+def test_what_is_wrong_or_not_supported_is_refused(
+    server: Running, change: dict[str, Any], words: str
+) -> None:
+    body = {"model": "tiny", "prompt": "a", "max_tokens": 2, **change}
+    with pytest.raises(openai.BadRequestError) as caught:
+        server.client().completions.create(model="tiny", prompt="a", extra_body=body)
+    error = caught.value
+    assert words in str(error.body["message"])  # type: ignore[index]
+    assert error.type == "invalid_request_error"
+    assert error.code
+    assert (error.param or "").partition(".")[0] in {*change, "prompt", "keep"}
+
+
+NEUTRAL: list[dict[str, Any]] = [
+    {"echo": False, "suffix": None, "best_of": 1, "logit_bias": {}, "tools": []},
+    {"frequency_penalty": 0, "presence_penalty": 0.0, "response_format": {"type": "text"}},
+    {"user": "someone", "n": None, "stop": None, "stream": None, "logprobs": None},
+    {"top_k": 3, "top_p": 1, "temperature": 0, "seed": 2**63 - 1, "stream_options": None},
+]
+
+
+@pytest.mark.parametrize("change", NEUTRAL, ids=str)
+def test_what_has_no_effect_is_accepted(server: Running, change: dict[str, Any]) -> None:
+    body = {"max_tokens": 2, **change}
+    found = server.client().completions.create(model="tiny", prompt="a", extra_body=body)
+    assert found.usage is not None
+    assert found.usage.completion_tokens == 2
+
+
+@pytest.mark.parametrize("name", ["other", "tiny:", "tiny:../full", "/etc/passwd", "", "a" * 256])
+def test_an_unknown_model_is_not_found(server: Running, name: str) -> None:
+    client = server.client()
+    with pytest.raises(openai.NotFoundError, match="there is no model") as caught:
+        client.completions.create(model=name, prompt="a")
+    assert (caught.value.code, caught.value.param) == ("model_not_found", "model")
+    if name:
+        with pytest.raises(openai.NotFoundError):
+            client.models.retrieve(name)
+
+
+FAILING = """
+from torch import Tensor
+from kvpolicy import hookimpl
+
+class Failing:
+    @hookimpl
+    def score(self, keys: Tensor) -> Tensor:
+        raise ValueError("no scores today")
+"""
+
+
+def test_a_failing_policy_ends_its_requests_and_not_the_server(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(discovery, "_from_files", {})
+    file = tmp_path / "failing.py"
+    file.write_text(FAILING)
+    discovery.register_file(file)
+    with serving(plans_of(full=0, failing=12)) as running:
+        client = running.client()
+        with pytest.raises(openai.InternalServerError, match="no scores today") as caught:
+            client.completions.create(model="tiny:failing", prompt="a" * 40)
+        assert caught.value.code == "request_failed"
+        stream = client.completions.create(model="tiny:failing", prompt="a" * 40, stream=True)
+        with pytest.raises(openai.APIError, match="no scores today"):
+            list(stream)
+        for model in ("tiny", "tiny:failing"):  # short ones are not compacted
+            found = client.completions.create(model=model, prompt="a", max_tokens=2)
+            assert found.usage is not None
+            assert found.usage.completion_tokens == 2
+
+
+def test_an_engine_that_breaks_is_told_and_leaves_the_others() -> None:
+    def break_engine(served: ServedModel) -> None:
+        def step(_: object) -> None:
+            msg = "a defect"
+            raise RuntimeError(msg)
+
+        served.plans[1].engine.step = step  # type: ignore[method-assign]
+
+    with serving(plans_of(full=0, h2o=12), prepare=break_engine) as running:
+        client = running.client()
+        assert running.health() == (200, 200)
+        with pytest.raises(openai.InternalServerError, match="the engine has broken"):
+            client.completions.create(model="tiny:h2o", prompt="a")
+        with pytest.raises(openai.InternalServerError, match="the engine has broken") as caught:
+            client.completions.create(model="tiny:h2o", prompt="a")
+        assert caught.value.status_code == 503
+        assert running.health() == (503, 503)
+        assert client.completions.create(model="tiny", prompt="a").usage is not None

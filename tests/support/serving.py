@@ -1,0 +1,169 @@
+"""A server in a thread of this process, on a free port of the loopback interface."""
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import attrs
+import httpx
+import openai
+import torch
+from tiny import shared_model, tiny_tokenizer
+
+from kvpolicy import Plan
+from kvpolicy.serve.launch import bound_to, hosts_of, served_model, url_of
+from kvpolicy.serve.plans import ServedModel, ServedPlan
+from kvpolicy.serve.prompts import PromptEncoder
+from kvpolicy.serve.server import Server
+from kvpolicy.serve.service import Service
+from kvpolicy.serve.settings import ServerSettings
+
+CHAT_TEMPLATE = (
+    "{% for message in messages %}{{ message['role'][0] + ':' + message['content'] + '\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ 'a:' }}{% endif %}"
+)
+PATIENCE_S = 20.0
+
+
+def until(condition: Callable[[], object]) -> None:
+    """Wait until something holds."""
+    end = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < end, "it has not come to hold"
+        time.sleep(0.005)
+
+
+class Gate:
+    """Holds back the steps of an engine while it is closed."""
+
+    def __init__(self, plan: ServedPlan) -> None:
+        self._open = threading.Event()
+        self._open.set()
+        step = plan.engine.step
+
+        def gated(run: Any) -> None:
+            self._open.wait()
+            step(run)
+
+        plan.engine.step = gated  # type: ignore[method-assign]
+
+    def open(self) -> None:
+        self._open.set()
+
+    def close(self) -> None:
+        self._open.clear()
+
+    @contextmanager
+    def closed(self) -> Iterator[None]:
+        self.close()
+        try:
+            yield
+        finally:
+            self.open()
+
+
+@attrs.define(eq=False)
+class Running:
+    """A server that runs."""
+
+    url: str
+    model: ServedModel
+    server: Server
+    thread: threading.Thread
+    gates: dict[str, Gate]
+    clients: list[openai.OpenAI] = attrs.field(factory=list)
+
+    @property
+    def port(self) -> int:
+        return int(self.url.rsplit(":", 1)[1])
+
+    @property
+    def gate(self) -> Gate:
+        """That of the first plan."""
+        return next(iter(self.gates.values()))
+
+    @property
+    def plan(self) -> ServedPlan:
+        return self.model.plans[0]
+
+    def client(self, **options: Any) -> openai.OpenAI:
+        given = {"base_url": f"{self.url}/v1", "api_key": "none", "max_retries": 0} | options
+        self.clients.append(openai.OpenAI(**given))
+        return self.clients[-1]
+
+    def http(self, **options: Any) -> httpx.Client:
+        return httpx.Client(base_url=self.url, timeout=PATIENCE_S, trust_env=False, **options)
+
+    def health(self) -> tuple[int, int]:
+        """Status of liveness and of readiness."""
+        with self.http() as http:
+            return http.get("/health/live").status_code, http.get("/health/ready").status_code
+
+    def stop(self) -> None:
+        self.server.stop()
+
+    def idle(self) -> bool:
+        return all(p.stats.running + p.stats.waiting == 0 for p in self.model.plans)
+
+
+def plans_of(**policies: int) -> dict[str, Plan]:
+    """Plans by policy, with a budget each."""
+    return {
+        name: Plan.uniform(name, **({"budget": budget, "buffer": 4} if budget else {}))
+        for name, budget in policies.items()
+    }
+
+
+@contextmanager
+def serving(
+    plans: Mapping[str, Plan] | None = None,
+    *,
+    model: Any = None,
+    tokenizer: Any = None,
+    name: str = "tiny",
+    slots: int = 2,
+    max_waiting: int = 64,
+    kv_memory: int | None = None,
+    prepare: Callable[[ServedModel], None] = lambda _: None,
+    **settings: Any,
+) -> Iterator[Running]:
+    """Run a server; `prepare` may change the model that is served before it starts."""
+    if tokenizer is None:
+        tokenizer = tiny_tokenizer()
+        tokenizer.chat_template = CHAT_TEMPLATE
+    given = ServerSettings(**({"hosts": hosts_of("127.0.0.1", [])} | settings))
+    model = model or shared_model(dtype=torch.float64)
+    served = served_model(
+        name,
+        model,
+        tokenizer,
+        plans or plans_of(full=0),
+        given,
+        max_waiting=max_waiting,
+        kv_memory=kv_memory,
+        slots=slots,
+    )
+    prepare(served)
+    gates = {plan.name: Gate(plan) for plan in served.plans}
+    encoder = PromptEncoder(tokenizer, served.plans[0].engine.adapter.vocab_size)
+    service = Service(served, given, encoder)
+    started = threading.Event()
+    with bound_to("127.0.0.1", 0) as listening:
+        server = Server(service, started.set)
+        thread = threading.Thread(target=server.run, args=([listening],))
+        thread.start()
+        try:
+            assert started.wait(PATIENCE_S)
+            running = Running(url_of(listening), served, server, thread, gates)
+            yield running
+            for client in running.clients:
+                client.close()
+        finally:
+            for gate in gates.values():
+                gate.open()
+            server.stop()
+            server.stop()  # at once
+            thread.join(PATIENCE_S)
+    assert not thread.is_alive()
