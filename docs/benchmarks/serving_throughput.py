@@ -81,7 +81,7 @@ class Load:
     clients: int = 16
     prompt: tuple[int, int] = (64, 256)
     new: tuple[int, int] = (128, 256)
-    rounds: int = 3
+    rounds: int = 5
 
     @property
     def most_tokens(self) -> int:
@@ -804,7 +804,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--clients", type=count, help="and slots of the engine; default: 16")
     parser.add_argument("--prompt", type=span, help="fewest and most tokens; default: 64,256")
     parser.add_argument("--new", type=span, help="fewest and most tokens; default: 128,256")
-    parser.add_argument("--rounds", type=count, help="default: 3")
+    parser.add_argument("--rounds", type=count, help="default: 5")
     parser.add_argument("--server-cores", type=cores, help="default: all but the last")
     parser.add_argument("--client-cores", type=cores, help="default: the last")
     parser.add_argument("--json", type=Path, help="a file for all times")

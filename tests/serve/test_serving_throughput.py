@@ -26,7 +26,7 @@ SCRIPT = Path(__file__).parents[2] / "docs" / "benchmarks" / "serving_throughput
 WORKER = """
 import json, os, sys, time
 for line in sys.stdin:
-    ends_at = time.process_time() + 0.05
+    ends_at = time.process_time() + 0.2
     while time.process_time() < ends_at: pass
     cores = sorted(os.sched_getaffinity(0))
     print(json.dumps({"got": json.loads(line), "cores": cores}), flush=True)
@@ -215,7 +215,7 @@ def test_a_process_runs_on_its_cores_and_is_measured_and_stopped(
         assert child.ask(word="é") == {"got": {"word": "é"}, "cores": cores[:1]}
         before = child.cpu_s
         child.ask()
-        assert child.cpu_s - before >= 0.04
+        assert child.cpu_s - before >= 0.15  # counted in hundredths
         child.reset_peak()
         assert 2**20 < child.peak_bytes < 2**28
         (process,) = child._processes()
