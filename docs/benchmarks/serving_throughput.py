@@ -60,7 +60,7 @@ WARM_UP_TOKENS = 8
 WEIGHTS = 5.0  # factor of a layer's weights, with which answers do not repeat one token
 PAGE = 256  # tokens of a page of transformers' cache
 LEAST_MS = 1.0  # in figures
-CHUNK = 512  # most tokens of a forward of transformers' server; as much as the engine's of a prompt
+CHUNK = 256  # most tokens in a forward of transformers
 
 
 @attrs.frozen
@@ -410,7 +410,7 @@ class Launcher:
     def vllm(self, base: str, python: Path) -> Contender:
         """vLLM's server; prefixes are not cached, since no other server here caches them."""
         command = [str(python), "-m", "vllm.entrypoints.openai.api_server"]
-        command += ["--model", str(self.model), "--dtype", "float32", "--enforce-eager"]
+        command += ["--model", str(self.model), "--dtype", "float32"]
         command += ["--no-enable-prefix-caching", "--max-num-seqs", str(self.load.clients)]
         command += ["--max-model-len", str(self.load.most_tokens)]
         return self._server(
