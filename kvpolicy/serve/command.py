@@ -12,7 +12,7 @@ from enum import Enum
 from importlib.util import find_spec
 from pathlib import Path
 from shlex import quote
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -41,11 +41,10 @@ from kvpolicy.cli.options import (
     register_plugins,
     tell_packing,
 )
-from kvpolicy.cli.output import info, print_lines
+from kvpolicy.cli.output import format_count, info, print_lines
 from kvpolicy.cli.plan_suggest import parse_bytes
-from kvpolicy.entry_points import default_name, installed, load_installed
+from kvpolicy.entry_points import default_name
 from kvpolicy.errors import KVPolicyError
-from kvpolicy.plugin_code import plugin_code
 
 if TYPE_CHECKING:
     from kvpolicy.plan.plan import Plan
@@ -151,7 +150,15 @@ def serve(
     max_body: Annotated[
         str,
         typer.Option(metavar="BYTES", help="Largest body of a request.", rich_help_panel=LIMITS),
-    ] = "4MiB",
+    ] = "2MiB",
+    max_requests: Annotated[
+        int,
+        typer.Option(
+            min=1,
+            help="Requests answered at the same time; others are refused with 429.",
+            rich_help_panel=LIMITS,
+        ),
+    ] = 256,
     max_prompt_tokens: Annotated[
         int | None,
         typer.Option(
@@ -193,7 +200,7 @@ def serve(
 ) -> None:
     """Serve a model under one or several plans, with OpenAI's interface.
 
-    Without options: the bundled reasoner, on this machine only. Ctrl-C or SIGTERM lets what runs
+    Without options: the default model, on this machine only. Ctrl-C or SIGTERM lets what runs
     end, a second one ends it.
     """
     _check_installed()
@@ -209,13 +216,14 @@ def serve(
     from kvpolicy.engine.engine import DEFAULT_SLOTS
     from kvpolicy.model.loading import load_model
     from kvpolicy.serve.launch import bound_to, hosts_of, serve_model, served_model
-    from kvpolicy.serve.logs import configure
+    from kvpolicy.serve.logs import logging_to
     from kvpolicy.serve.settings import ServerSettings
 
     settings = ServerSettings(
         api_keys=keys,
         hosts=hosts_of(host, allowed_host or []),
         max_body=largest_body,
+        max_requests=max_requests,
         max_prompt_tokens=max_prompt_tokens,
         max_new_tokens=max_new_tokens,
         request_timeout_s=request_timeout,
@@ -242,11 +250,14 @@ def serve(
             slots=slots or DEFAULT_SLOTS,
             **options,
         )
-        configure(sys.stderr, as_json=log_format is LogFormat.json)
         _warn_if_open(settings, host)
-        num_cancelled = serve_model(
-            served, settings, listening, lambda url: print_lines(_welcome(served, url, settings))
-        )
+        with logging_to(sys.stderr, as_json=log_format is LogFormat.json):
+            num_cancelled = serve_model(
+                served,
+                settings,
+                listening,
+                lambda url: print_lines(_welcome(served, url, settings)),
+            )
     if num_cancelled:
         raise typer.Exit(SOME_FAILED)
 
@@ -324,27 +335,16 @@ def _warn_if_open(settings: "ServerSettings", host: str) -> None:
 
 def _welcome(served: "ServedModel", url: str, settings: "ServerSettings") -> list[str]:
     """Where the server is, and a line to try."""
+    from kvpolicy.serve.example import example_request
+
     plans = [
-        f"  {plan.id}: up to {plan.stats.slots} sequences of {plan.max_len:,} tokens together"
+        f"  {plan.id}: up to {format_count(plan.stats.slots, 'sequence')} of {plan.max_len:,} "
+        "tokens together"
         for plan in served.plans
     ]
     headers = ["-H 'Content-Type: application/json'"]
     if settings.api_keys:
         headers.append(f'-H "Authorization: Bearer ${KEYS}"')
-    path, body = _example(served)
+    path, body = example_request(served)
     line = f"curl {url}{path} {' '.join(headers)} -d {quote(json.dumps(body))}"
     return [f"{served.name} is served at {url}", *plans, "", "Open it in a browser, or try:", line]
-
-
-def _example(served: "ServedModel") -> tuple[str, dict[str, Any]]:
-    """A request that the model can answer: a problem of its own task, or a chat."""
-    body: dict[str, Any] = {"model": served.name, "max_tokens": 256}
-    if served.name in installed("kvpolicy.tasks"):
-        make_task = load_installed("kvpolicy.tasks", served.name, what="task")
-        with plugin_code(f"task '{served.name}' is broken", KVPolicyError):
-            (example,) = make_task().examples(1, seed=0)
-        return "/v1/completions", {**body, "prompt": example.prompt}
-    if getattr(served.tokenizer, "chat_template", None):
-        messages = [{"role": "user", "content": "What is 6 times 7?"}]
-        return "/v1/chat/completions", {**body, "messages": messages}
-    return "/v1/completions", {**body, "prompt": "6 times 7 is"}

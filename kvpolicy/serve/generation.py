@@ -7,7 +7,6 @@ token are measured in one place for both.
 import asyncio
 import secrets
 from collections.abc import AsyncIterator, Sequence
-from time import monotonic
 
 import attrs
 
@@ -46,6 +45,8 @@ def requests_of(
     prompts: Sequence[tuple[int, ...]],
     sampling: Sampling,
     limits: Limits,
+    *,
+    snapshot: bool = False,
 ) -> list[Request]:
     """The requests of a body: ``n`` for each of its prompts, in order.
 
@@ -56,6 +57,7 @@ def requests_of(
         prompts: Tokens of its prompts.
         sampling: How its first choice is sampled.
         limits: Its limits.
+        snapshot: Whether sequences are wanted as they are at their ends.
     """
     seeds = [(sampling.seed + i) % (MAX_SEED + 1) for i in range(body.n)]
     ends = body.kvpolicy.stop_ids
@@ -68,6 +70,7 @@ def requests_of(
             None if ends is None else tuple(ends),
             deadline_s=limits.deadline_s,
             logprobs=limits.logprobs,
+            snapshot=snapshot,
         )
         for prompt in prompts
         for seed in seeds
@@ -117,6 +120,11 @@ class Generation:
             plan.stopped_by = str(error)
             raise ApiError(503, str(error), headers={"Retry-After": "5"}) from error
 
+    @property
+    def numbers(self) -> list[int]:
+        """Number of each choice in the engine."""
+        return [stream.id for stream in self._streams]
+
     def cancel(self) -> None:
         """End what has not ended yet."""
         for index, stream in enumerate(self._streams):
@@ -156,7 +164,7 @@ class Generation:
 
     def _note(self, index: int, chunk: Chunk) -> None:
         if chunk.tokens:
-            self._record.note_tokens(index, len(chunk.tokens), monotonic())
+            self._record.note_tokens(len(chunk.tokens))
         if chunk.result is not None:
             self.results[index] = chunk.result
             self._record.note_result(chunk.result)

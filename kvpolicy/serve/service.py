@@ -16,7 +16,9 @@ from kvpolicy.cli.output import format_count
 from kvpolicy.engine.request import Sampling
 from kvpolicy.serve.api_errors import ApiError
 from kvpolicy.serve.bodies import ChatBody, CompletionBody
+from kvpolicy.serve.defects import answer_to_defect, note_defect
 from kvpolicy.serve.generation import SHUTTING_DOWN, Generation, Limits, random_seed, requests_of
+from kvpolicy.serve.kept import KeptRows
 from kvpolicy.serve.plans import ServedModel, ServedPlan
 from kvpolicy.serve.prompts import PromptEncoder
 from kvpolicy.serve.record import Outcome, Record
@@ -40,14 +42,21 @@ class Service:
     Attributes:
         model: The model, with its plans.
         settings: What clients may ask for.
-        encoder: Makes tokens of prompts.
         draining: Whether the server is shutting down, and takes no new requests.
+        encoder: Makes tokens of prompts.
     """
 
     model: ServedModel
     settings: ServerSettings
-    encoder: PromptEncoder
     draining: bool = False
+    encoder: PromptEncoder = attrs.field(init=False)
+
+    @encoder.default
+    def _encoder(self) -> PromptEncoder:
+        plans = self.model.plans
+        longest = max(plan.max_prompt_len for plan in plans)
+        vocab_size = plans[0].engine.adapter.vocab_size
+        return PromptEncoder(self.model.tokenizer, vocab_size, longest)
 
     async def complete(self, http: HttpRequest, body: CompletionBody) -> Response:
         """Answer a completion.
@@ -149,7 +158,10 @@ class Service:
     ) -> Response:
         record: Record = http.state.record
         record.prompt_tokens = sum(map(len, prompts))
-        requests = requests_of(body, prompts, self._sampling(body, plan), limits)
+        # Sequences of some policies cannot be copied; their last rows are not told.
+        can_show_end = body.kvpolicy.kept and plan.engine.resuming.problem is None
+        sampling = self._sampling(body, plan)
+        requests = requests_of(body, prompts, sampling, limits, snapshot=can_show_end)
         record.choices = len(requests)
         try:
             generation = Generation(plan, requests, record)
@@ -158,7 +170,8 @@ class Service:
             raise
         record.outcome = "cancelled"  # unless it ends in another way
         if body.stream:
-            return _Stream(_events(generation, reply, body, record), generation)
+            kept = KeptRows(generation, self.model, prompts[0]) if body.kvpolicy.kept else None
+            return _Stream(_events(generation, reply, body, record, kept), generation)
         try:
             await unless_gone(http, _finish(generation))
         except ClientGoneError:
@@ -241,9 +254,13 @@ class _Stream(StreamingResponse):
 
 
 async def _events(
-    generation: Generation, reply: Reply, body: CompletionBody | ChatBody, record: Record
+    generation: Generation,
+    reply: Reply,
+    body: CompletionBody | ChatBody,
+    record: Record,
+    kept: KeptRows | None,
 ) -> AsyncIterator[bytes]:
-    offsets = [0] * record.choices
+    lengths = [0] * record.choices
     try:
         for index in range(record.choices):
             opening = reply.opening(index)
@@ -254,9 +271,11 @@ async def _events(
                 yield KEEPALIVE_COMMENT
                 continue
             index, chunk = found
-            for piece in reply.pieces(index, chunk, offsets[index]):
+            for piece in reply.pieces(index, chunk, lengths[index]):
                 yield _event(piece)
-            offsets[index] += len(chunk.text)
+            lengths[index] += len(chunk.text)
+            if kept is not None and (event := await kept.event(chunk)) is not None:
+                yield _event(reply.kept(event))
         if body.stream_options is not None and body.stream_options.include_usage:
             yield _event(reply.last(generation.results, record.prompt_tokens))
         _note_completed(record, generation.plan)
@@ -264,6 +283,9 @@ async def _events(
     except ApiError as error:
         note_error(record, error)
         yield _event(error.body())
+    except Exception as error:  # a defect; the status has been sent
+        note_defect(record, error)
+        yield _event(answer_to_defect(record).body())
 
 
 def _event(data: dict[str, Any]) -> bytes:
