@@ -58,9 +58,16 @@ app = typer.Typer(
     add_completion=False,
 )
 
-NETWORK, LIMITS = "Network", "Limits"
+NETWORK, LIMITS, RAY = "Network", "Limits", "Several machines"
 KEYS = "KVPOLICY_API_KEY"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+
+
+class Where(Enum):
+    """Where the model is."""
+
+    here = "here"
+    ray = "ray"
 
 
 class LogFormat(Enum):
@@ -74,6 +81,7 @@ class LogFormat(Enum):
     epilog=examples(
         "kvpolicy serve",
         "kvpolicy serve --plan h2o=h2o.toml --plan rkv=rkv.toml --kv-memory 2GiB",
+        "kvpolicy serve --on ray --replicas 4",
     )
 )
 def serve(
@@ -190,6 +198,59 @@ def serve(
     log_format: Annotated[
         LogFormat, typer.Option(help="Text or JSON lines, on standard error.")
     ] = LogFormat.text,
+    on: Annotated[
+        Where,
+        typer.Option(help="Serve on this machine, or on a Ray cluster.", rich_help_panel=RAY),
+    ] = Where.here,
+    ray_address: Annotated[
+        str | None,
+        typer.Option(
+            metavar="HOST:PORT|auto",
+            help="The cluster. [default: RAY_ADDRESS, or a new one on this machine]",
+            rich_help_panel=RAY,
+        ),
+    ] = None,
+    replicas: Annotated[
+        int | None,
+        typer.Option(min=1, help="Copies of the model. [default: 1]", rich_help_panel=RAY),
+    ] = None,
+    max_replicas: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="With more requests, up to so many. [default: as --replicas]",
+            rich_help_panel=RAY,
+        ),
+    ] = None,
+    requests_per_replica: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="Requests that a replica takes at a time; others go to another one. [default: "
+            "twice its slots]",
+            rich_help_panel=RAY,
+        ),
+    ] = None,
+    cpus_per_replica: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help="CPUs and threads of a replica. [default: 1]", rich_help_panel=RAY
+        ),
+    ] = None,
+    gpus_per_replica: Annotated[
+        float | None,
+        typer.Option(
+            min=0, help="GPUs of a replica. [default: 1 where there are any]", rich_help_panel=RAY
+        ),
+    ] = None,
+    write_deployment: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Serve nothing; write a file for Ray's serve deploy instead.",
+            rich_help_panel=RAY,
+        ),
+    ] = None,
 ) -> None:
     """Serve a model under one or several plans, with OpenAI's interface.
 
@@ -197,6 +258,19 @@ def serve(
     end, a second one ends it.
     """
     _check_installed()
+    given = {
+        "--ray-address": ray_address,
+        "--replicas": replicas,
+        "--max-replicas": max_replicas,
+        "--requests-per-replica": requests_per_replica,
+        "--cpus-per-replica": cpus_per_replica,
+        "--gpus-per-replica": gpus_per_replica,
+    }
+    is_on_ray = on is Where.ray or write_deployment is not None
+    for option, value in given.items():
+        if value is not None and not is_on_ray:
+            msg = f"{option} applies to a server on Ray only; add --on ray, or remove it."
+            raise KVPolicyError(msg)
     if slots is not None and kv_memory is not None:
         msg = "--slots and --kv-memory were given; give one of them."
         raise KVPolicyError(msg)
@@ -221,27 +295,47 @@ def serve(
         request_timeout_s=request_timeout,
         shutdown_timeout_s=shutdown_timeout,
     )
-    with bound_to(host, port) as listening:  # a port that is taken is found before the model
-        loaded, tokenizer = load_model(
-            model,
-            dtype=dtype,
-            device=device,
-            trust_remote_code=trust_remote_code,
-            cpu_weights=cpu_weights.value,
-        )
-        tell_packing(loaded, cpu_weights)
-        options = {"compile": compile, "gpu_attention": gpu_attention.value}
-        served = served_model(
+    loading: dict[str, Any] = {
+        "dtype": dtype,
+        "device": device,
+        "trust_remote_code": trust_remote_code,
+        "cpu_weights": cpu_weights.value,
+    }
+    options: dict[str, Any] = {
+        "compile": compile,
+        "gpu_attention": gpu_attention.value,
+        "max_waiting": max_waiting,
+        "kv_memory": memory,
+        "slots": slots or DEFAULT_SLOTS,
+    }
+    if is_on_ray:
+        from kvpolicy.serve.on_ray.command import RayOptions, serve_on_ray
+
+        serve_on_ray(
             model_name(model),
-            loaded,
-            tokenizer,
+            model,
+            loading,
             plans,
+            options,
             settings,
-            max_waiting=max_waiting,
-            kv_memory=memory,
-            slots=slots or DEFAULT_SLOTS,
-            **options,
+            RayOptions(
+                ray_address,
+                replicas or 1,
+                max_replicas,
+                requests_per_replica,
+                cpus_per_replica or 1,
+                gpus_per_replica,
+            ),
+            host=host,
+            port=port,
+            json_logs=log_format is LogFormat.json,
+            output=write_deployment,
         )
+        return
+    with bound_to(host, port) as listening:  # a port that is taken is found before the model
+        loaded, tokenizer = load_model(model, **loading)
+        tell_packing(loaded, cpu_weights)
+        served = served_model(model_name(model), loaded, tokenizer, plans, settings, **options)
         configure(sys.stderr, as_json=log_format is LogFormat.json)
         _warn_if_open(settings, host)
         num_cancelled = serve_model(
@@ -328,23 +422,36 @@ def _welcome(served: "ServedModel", url: str, settings: "ServerSettings") -> lis
         f"  {plan.id}: up to {plan.stats.slots} sequences of {plan.max_len:,} tokens together"
         for plan in served.plans
     ]
-    headers = ["-H 'Content-Type: application/json'"]
-    if settings.api_keys:
-        headers.append(f'-H "Authorization: Bearer ${KEYS}"')
-    path, body = _example(served)
-    line = f"curl {url}{path} {' '.join(headers)} -d {quote(json.dumps(body))}"
+    has_chat = bool(getattr(served.tokenizer, "chat_template", None))
+    line = line_to_try(served.name, url, settings, has_chat=has_chat)
     return [f"{served.name} is served at {url}", *plans, "", "Open it in a browser, or try:", line]
 
 
-def _example(served: "ServedModel") -> tuple[str, dict[str, Any]]:
+def line_to_try(name: str, url: str, settings: "ServerSettings", *, has_chat: bool) -> str:
+    """A command that sends a request.
+
+    Args:
+        name: Name of the model.
+        url: Where it is served.
+        settings: What clients may ask for.
+        has_chat: Whether it answers chats.
+    """
+    headers = ["-H 'Content-Type: application/json'"]
+    if settings.api_keys:
+        headers.append(f'-H "Authorization: Bearer ${KEYS}"')
+    path, body = _example(name, has_chat)
+    return f"curl {url}{path} {' '.join(headers)} -d {quote(json.dumps(body))}"
+
+
+def _example(name: str, has_chat: bool) -> tuple[str, dict[str, Any]]:
     """A request that the model can answer: a problem of its own task, or a chat."""
-    body: dict[str, Any] = {"model": served.name, "max_tokens": 256}
-    if served.name in installed("kvpolicy.tasks"):
-        make_task = load_installed("kvpolicy.tasks", served.name, what="task")
-        with plugin_code(f"task '{served.name}' is broken", KVPolicyError):
+    body: dict[str, Any] = {"model": name, "max_tokens": 256}
+    if name in installed("kvpolicy.tasks"):
+        make_task = load_installed("kvpolicy.tasks", name, what="task")
+        with plugin_code(f"task '{name}' is broken", KVPolicyError):
             (example,) = make_task().examples(1, seed=0)
         return "/v1/completions", {**body, "prompt": example.prompt}
-    if getattr(served.tokenizer, "chat_template", None):
+    if has_chat:
         messages = [{"role": "user", "content": "What is 6 times 7?"}]
         return "/v1/chat/completions", {**body, "messages": messages}
     return "/v1/completions", {**body, "prompt": "6 times 7 is"}
