@@ -3,6 +3,7 @@
 `build` is what a deployment file names; it is called on the cluster.
 """
 
+import asyncio
 import os
 import sys
 from collections.abc import AsyncGenerator, Mapping, Sequence
@@ -65,25 +66,21 @@ class ServeReplicas:
         session = {} if conversation is None else {"session_id": conversation}
         handle = self._handle.options(method_name="answer", stream=True, **session)
         response = handle.remote(call, tried=tuple(tried))
-        is_over = False
         try:
             async for message in response:
                 yield message
-            is_over = True
+        except (asyncio.CancelledError, GeneratorExit):  # nobody reads any more
+            response.cancel()
+            raise
         except BackPressureError as error:
             headers = {"Retry-After": str(_RETRY_S)}
             raise ApiError(429, _QUEUE_FULL, headers=headers) from error
         except (RayActorError, ReplicaUnavailableError, DeploymentUnavailableError) as error:
-            is_over = True
             raise LostReplicaError from error
         except RayError as error:
-            is_over = True
             if isinstance(getattr(error, "cause", None), RayActorError):
                 raise LostReplicaError from error
             raise
-        finally:
-            if not is_over:
-                response.cancel()
 
     async def each(self, method: str) -> list[Any]:
         """Call a method of every replica; see `Replicas.each`."""

@@ -27,7 +27,7 @@ class ReplicaOptions:
         max_replicas: The most, as many as their queues ask for; ``None``: always ``replicas``.
         target: Requests of a replica, those that wait in it included, above which there are to be
             more replicas.
-        waiting: Requests that may wait in front of full replicas.
+        waiting: Requests that may wait in front of full replicas; those on their way to one count.
         cpus: CPUs of each, and the threads it computes with.
         gpus: GPUs of each.
 
@@ -65,7 +65,7 @@ class ReplicaOptions:
         replica = {
             **number,
             "ray_actor_options": {"num_cpus": self.cpus, "num_gpus": self.gpus},
-            "max_queued_requests": self.waiting,
+            "max_queued_requests": self.waiting + (self.max_replicas or self.replicas),
             # Where there is one replica only, an update starts the new one first. Otherwise
             # nodes would need room for one more than there are.
             "max_surge_percent": 100 if self.replicas == 1 else 0,

@@ -50,7 +50,7 @@ def test_a_deployment_file_has_what_was_given(
                 "target_ongoing_requests": 3,
             },
             "ray_actor_options": {"num_cpus": 4, "num_gpus": 0},
-            "max_queued_requests": 9,
+            "max_queued_requests": 14,
             "max_surge_percent": 0,
         }
     ]
