@@ -226,8 +226,11 @@ class Engine:
                 model's positions. Slabs of layers without a budget have so many rows.
             max_prompt_len: The most tokens of a prompt, which matters where a plan keeps the rows
                 of prompts; ``None``: ``max_len``.
-            kv_memory: The most bytes of the cache, see `RunReport.peak_kv_bytes`. It says how many
-                slots there are; ``None``: as many as the engine has.
+            kv_memory: The most bytes of the slabs of all slots, of all else that belongs to slots,
+                and of the copy of a layer that a compaction makes. It says how many slots there
+                are; ``None``: as many as the engine has. Attention in prefill takes more for a
+                moment in layers with a sliding window, and where heads share rows; see
+                `RunReport.peak_kv_bytes`.
             max_waiting: Requests that may wait while all slots are in use; ``None``: any number.
             on_hook_error: What happens if a policy fails, see `Engine`; ``None``: as there.
 
@@ -841,6 +844,10 @@ class OpenRun(Run):
         if not self.num_open and not self._queue.is_closed:
             self._queue.wait(timeout_s)
 
+    def wake(self) -> None:
+        """Have `wait` return."""
+        self._queue.wake()
+
     def end(self, error: str) -> list[Result]:
         """End all requests with an error; nothing can be served afterwards.
 
@@ -853,6 +860,8 @@ class OpenRun(Run):
             seq.fail(error)
             self._finish(seq)
         self._queue.waiting.clear()
+        for number in self._queue.open_numbers:  # lost where the step broke
+            self._emit(Result(number, finish_reason="error", error=error))
         results, self._results = self._results, []
         return results
 

@@ -33,8 +33,6 @@ _CODES = {
 _SENTENCES = {
     404: "there is no such path here; see /v1/models, /v1/completions and /v1/chat/completions",
     405: "this path has no such method; see the header Allow",
-    413: "the body is larger than this server takes; send a shorter prompt, or start it with a "
-    "larger --max-body",
 }
 
 

@@ -15,7 +15,9 @@ from starlette.types import ASGIApp
 import kvpolicy
 from kvpolicy.serve.api_errors import from_http, from_validation
 from kvpolicy.serve.bodies import ChatBody, CompletionBody
-from kvpolicy.serve.guard import Guard, JsonRequest
+from kvpolicy.serve.defects import answer_to_defect
+from kvpolicy.serve.guard import Guard
+from kvpolicy.serve.json_request import JsonRequest
 from kvpolicy.serve.metrics import CONTENT_TYPE, Metrics
 from kvpolicy.serve.observer import Observer
 from kvpolicy.serve.plans import ServedModel
@@ -52,11 +54,11 @@ def create_app(service: Service, metrics: Metrics | None = None) -> ASGIApp:
         redoc_url=None,
         redirect_slashes=False,
         lifespan=lifespan,
-        max_body_size=service.settings.max_body,
         telemetry=_NO_TELEMETRY,
         exception_handlers={
             HTTPException: _answer_http,
             RequestValidationError: _answer_validation,
+            Exception: _answer_defect,
         },
     )
     app.include_router(_generation(service))
@@ -73,6 +75,10 @@ async def _answer_validation(_: Request, error: Any) -> Response:
     return from_validation(error).response()
 
 
+async def _answer_defect(request: Request, _: Exception) -> Response:
+    return answer_to_defect(request.state.record).response()
+
+
 def _generation(service: Service) -> APIRouter:
     class BodyRoute(APIRoute):
         """Reads bodies as `JsonRequest` does."""
@@ -83,7 +89,7 @@ def _generation(service: Service) -> APIRouter:
             async def read(request: Request) -> Response:
                 given = JsonRequest(request.scope, request.receive)
                 request.state.record.outcome = "invalid"  # unless its body is read and checked
-                given.body_timeout_s = service.settings.body_timeout_s
+                given.settings = service.settings
                 return await handler(given)
 
             return read

@@ -19,6 +19,7 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from kvpolicy.entry_points import nearest
+from kvpolicy.text import visible
 from kvpolicy.validators import MAX_COUNT, MAX_SEED
 
 MAX_CHOICES = 16  # of one prompt
@@ -74,8 +75,10 @@ class _Strict(BaseModel):
             if name in cls.neutral:
                 message = f"{name} is not supported by this server; leave it out"
                 _refuse(name, message)
-            known = f"there is no field '{name:.60}'{nearest(name, cls.model_fields)}"
-            _refuse(name, known)
+            # Half a character in a name has no form that pydantic takes.
+            shown = visible(name[:_MAX_NAME])
+            known = f"there is no field '{shown:.60}'{nearest(shown, cls.model_fields)}"
+            _refuse(shown, known)
         return {name: value for name, value in given.items() if name in cls.model_fields}
 
 

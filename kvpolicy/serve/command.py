@@ -41,7 +41,7 @@ from kvpolicy.cli.options import (
     register_plugins,
     tell_packing,
 )
-from kvpolicy.cli.output import info, print_lines
+from kvpolicy.cli.output import format_count, info, print_lines
 from kvpolicy.cli.plan_suggest import parse_bytes
 from kvpolicy.entry_points import default_name, installed, load_installed
 from kvpolicy.errors import KVPolicyError
@@ -159,7 +159,15 @@ def serve(
     max_body: Annotated[
         str,
         typer.Option(metavar="BYTES", help="Largest body of a request.", rich_help_panel=LIMITS),
-    ] = "4MiB",
+    ] = "2MiB",
+    max_requests: Annotated[
+        int,
+        typer.Option(
+            min=1,
+            help="Requests answered at the same time; others are refused with 429.",
+            rich_help_panel=LIMITS,
+        ),
+    ] = 256,
     max_prompt_tokens: Annotated[
         int | None,
         typer.Option(
@@ -254,7 +262,7 @@ def serve(
 ) -> None:
     """Serve a model under one or several plans, with OpenAI's interface.
 
-    Without options: the bundled reasoner, on this machine only. Ctrl-C or SIGTERM lets what runs
+    Without options: the default model, on this machine only. Ctrl-C or SIGTERM lets what runs
     end, a second one ends it.
     """
     _check_installed()
@@ -283,13 +291,14 @@ def serve(
     from kvpolicy.engine.engine import DEFAULT_SLOTS
     from kvpolicy.model.loading import load_model
     from kvpolicy.serve.launch import bound_to, hosts_of, serve_model, served_model
-    from kvpolicy.serve.logs import configure
+    from kvpolicy.serve.logs import logging_to
     from kvpolicy.serve.settings import ServerSettings
 
     settings = ServerSettings(
         api_keys=keys,
         hosts=hosts_of(host, allowed_host or []),
         max_body=largest_body,
+        max_requests=max_requests,
         max_prompt_tokens=max_prompt_tokens,
         max_new_tokens=max_new_tokens,
         request_timeout_s=request_timeout,
@@ -336,11 +345,14 @@ def serve(
         loaded, tokenizer = load_model(model, **loading)
         tell_packing(loaded, cpu_weights)
         served = served_model(model_name(model), loaded, tokenizer, plans, settings, **options)
-        configure(sys.stderr, as_json=log_format is LogFormat.json)
         _warn_if_open(settings, host)
-        num_cancelled = serve_model(
-            served, settings, listening, lambda url: print_lines(_welcome(served, url, settings))
-        )
+        with logging_to(sys.stderr, as_json=log_format is LogFormat.json):
+            num_cancelled = serve_model(
+                served,
+                settings,
+                listening,
+                lambda url: print_lines(_welcome(served, url, settings)),
+            )
     if num_cancelled:
         raise typer.Exit(SOME_FAILED)
 
@@ -419,7 +431,8 @@ def _warn_if_open(settings: "ServerSettings", host: str) -> None:
 def _welcome(served: "ServedModel", url: str, settings: "ServerSettings") -> list[str]:
     """Where the server is, and a line to try."""
     plans = [
-        f"  {plan.id}: up to {plan.stats.slots} sequences of {plan.max_len:,} tokens together"
+        f"  {plan.id}: up to {format_count(plan.stats.slots, 'sequence')} of {plan.max_len:,} "
+        "tokens together"
         for plan in served.plans
     ]
     has_chat = bool(getattr(served.tokenizer, "chat_template", None))

@@ -7,7 +7,6 @@ token are measured in one place for both.
 import asyncio
 import secrets
 from collections.abc import AsyncIterator, Sequence
-from time import monotonic
 
 import attrs
 
@@ -156,7 +155,7 @@ class Generation:
 
     def _note(self, index: int, chunk: Chunk) -> None:
         if chunk.tokens:
-            self._record.note_tokens(index, len(chunk.tokens), monotonic())
+            self._record.note_tokens(len(chunk.tokens))
         if chunk.result is not None:
             self.results[index] = chunk.result
             self._record.note_result(chunk.result)

@@ -1,19 +1,14 @@
-"""What is checked of a request before its body is read: whom it calls, and its key.
+"""What is checked of a request before it is looked at: whom it calls, and its key.
 
 A browser sends requests to servers on its own machine for any page that has a name resolve to
 127.0.0.1. The header Host has that name then, so a server on the loopback interface answers to
 the names of this machine only.
 """
 
-import asyncio
 import hmac
-from email.message import Message as Headers
-from typing import Any
 
-from fastapi import Request as HttpRequest
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from kvpolicy.files import parse_json
 from kvpolicy.serve.api_errors import ApiError
 from kvpolicy.serve.settings import ServerSettings
 
@@ -24,23 +19,31 @@ _OPEN_PATHS = ("/health", "/health/live", "/health/ready", "/", "/assets/")
 
 
 class Guard:
-    """Refuses requests for other hosts, and those without a key."""
+    """Refuses requests for other hosts, those without a key, and those that are too many."""
 
     def __init__(self, app: ASGIApp, settings: ServerSettings) -> None:
         self._app = app
         self._hosts = settings.hosts
         self._keys = [key.encode() for key in settings.api_keys]
+        self._most, self._num = settings.max_requests, 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Check a request, and pass it on."""
-        if scope["type"] == "http":
-            try:
-                self._check_host(scope)
-                self._check_key(scope)
-            except ApiError as error:
-                await error.response()(scope, receive, send)
-                return
-        await self._app(scope, receive, send)
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        try:
+            self._check_host(scope)
+            self._check_key(scope)
+            self._check_number(scope)
+        except ApiError as error:
+            await error.response()(scope, receive, send)
+            return
+        self._num += 1
+        try:
+            await self._app(scope, receive, send)
+        finally:
+            self._num -= 1
 
     def _check_host(self, scope: Scope) -> None:
         if self._hosts is None:
@@ -50,6 +53,11 @@ class Guard:
             names = ", ".join(sorted(self._hosts))
             message = f"the header Host names another host than this server's: {names}"
             raise ApiError(421, message)
+
+    def _check_number(self, scope: Scope) -> None:
+        if self._num >= self._most and not scope["path"].startswith("/health"):
+            message = f"{self._num} requests are being answered; try again later"
+            raise ApiError(429, message, code="too_many_requests", headers={"Retry-After": "1"})
 
     def _check_key(self, scope: Scope) -> None:
         path: str = scope["path"]
@@ -79,48 +87,3 @@ def _host_name(values: list[bytes]) -> str:
     has_port = colon and port.isascii() and port.isdigit()
     whole = _only(values).decode("latin-1").lower()
     return name if has_port else whole
-
-
-class JsonRequest(HttpRequest):
-    """A request whose body is read within a time, and is JSON that every reader understands alike.
-
-    Attributes:
-        body_timeout_s: Seconds for the whole body.
-    """
-
-    body_timeout_s: float = 30.0
-
-    async def body(self) -> bytes:
-        """The body.
-
-        Raises:
-            ApiError: It is not sent as JSON, or not in time.
-        """
-        self._check_type()
-        try:
-            async with asyncio.timeout(self.body_timeout_s):
-                return await super().body()
-        except TimeoutError as error:
-            message = f"the body has not arrived within {self.body_timeout_s:g} s"
-            raise ApiError(408, message, headers={"Connection": "close"}) from error
-
-    async def json(self) -> Any:
-        """The value of the body.
-
-        Raises:
-            ApiError: It is not JSON, or has a key twice, or is nested too deeply.
-        """
-        try:
-            return parse_json(await self.body())
-        except ValueError as error:
-            raise ApiError(400, f"the body cannot be read: {error}", code="invalid_json") from error
-
-    def _check_type(self) -> None:
-        given = Headers()
-        given["content-type"] = self.headers.get("content-type", "application/octet-stream")
-        if given.get_content_type() != "application/json":
-            message = "the body has another type; send JSON with Content-Type: application/json"
-            raise ApiError(415, message)
-        if self.headers.get("content-encoding", "identity").lower() != "identity":
-            message = "the body is compressed, which this server does not read; send it as it is"
-            raise ApiError(415, message)

@@ -14,7 +14,6 @@ from kvpolicy.errors import KVPolicyError
 from kvpolicy.plan.plan import Plan
 from kvpolicy.serve.guard import LOOPBACK_HOSTS
 from kvpolicy.serve.plans import ServedModel, ServedPlan
-from kvpolicy.serve.prompts import PromptEncoder
 from kvpolicy.serve.server import Server
 from kvpolicy.serve.service import Service
 from kvpolicy.serve.settings import ServerSettings
@@ -147,8 +146,6 @@ def serve_model(
     Returns:
         Requests that were cancelled at the end.
     """
-    encoder = PromptEncoder(served.tokenizer, served.plans[0].engine.adapter.vocab_size)
-    service = Service(served, settings, encoder)
-    server = Server(service, lambda: on_start(url_of(listening)))
+    server = Server(Service(served, settings), lambda: on_start(url_of(listening)))
     server.run([listening])
     return server.num_cancelled

@@ -7,6 +7,8 @@ unexpected exceptions, which could hold parts of them: those are logged by class
 import json
 import logging
 import traceback
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from datetime import UTC, datetime
 from typing import Any, TextIO
 
@@ -17,8 +19,9 @@ _OTHERS = ("uvicorn.error", "asyncio")  # they report connections that are not H
 _MOST_FRAMES = 12
 
 
-def configure(stream: TextIO, *, as_json: bool) -> None:
-    """Write the logs of this process to a stream.
+@contextmanager
+def logging_to(stream: TextIO, *, as_json: bool) -> Iterator[None]:
+    """Write the logs of a server to a stream within a block.
 
     Args:
         stream: Such as standard error.
@@ -26,10 +29,15 @@ def configure(stream: TextIO, *, as_json: bool) -> None:
     """
     handler = logging.StreamHandler(stream)
     handler.setFormatter(JsonFormatter() if as_json else TextFormatter())
-    for name in (LOGGER.name, *_OTHERS):
-        logger = logging.getLogger(name)
-        logger.handlers, logger.propagate = [handler], False
-        logger.setLevel(logging.INFO if logger is LOGGER else logging.WARNING)
+    with ExitStack() as before:
+        for logger in (LOGGER, *map(logging.getLogger, _OTHERS)):
+            before.callback(logger.setLevel, logger.level)
+            before.callback(setattr, logger, "propagate", logger.propagate)
+            before.callback(logger.removeHandler, handler)
+            logger.addHandler(handler)
+            logger.propagate = False
+            logger.setLevel(logging.INFO if logger is LOGGER else logging.WARNING)
+        yield
 
 
 def log(event: str, level: int = logging.INFO, **fields: Any) -> None:

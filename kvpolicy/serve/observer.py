@@ -1,6 +1,5 @@
 """Around every request: its id, its line in the log, its metrics, and headers of every answer."""
 
-import logging
 import re
 import secrets
 from typing import Protocol
@@ -8,8 +7,8 @@ from typing import Protocol
 from starlette.datastructures import MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from kvpolicy.serve.api_errors import ApiError
-from kvpolicy.serve.logs import fields_of, log
+from kvpolicy.serve.defects import note_defect
+from kvpolicy.serve.logs import log
 from kvpolicy.serve.record import Record
 
 _OWN_ID = re.compile(rb"[A-Za-z0-9._-]{1,64}")
@@ -37,6 +36,13 @@ class Observer:
         record = Record(_request_id(scope))
         scope.setdefault("state", {})["record"] = record
         status = 0
+        is_read = not _has_body(scope)
+
+        async def read() -> Message:
+            nonlocal is_read
+            message = await receive()
+            is_read = is_read or not message.get("more_body", False)
+            return message
 
         async def answer(message: Message) -> None:
             nonlocal status
@@ -45,16 +51,14 @@ class Observer:
                 headers = MutableHeaders(scope=message)
                 headers["X-Request-Id"] = record.id
                 headers["X-Content-Type-Options"] = "nosniff"
+                if not is_read:  # what is left of the body may have no end
+                    headers["Connection"] = "close"
             await send(message)
 
         try:
-            await self._app(scope, receive, answer)
-        except Exception as error:  # a defect: the server goes on, and says where it is
-            log("defect", logging.ERROR, request_id=record.id, **fields_of(error))
-            if not status:
-                failure = ApiError(500, f"the server has failed; its log tells of {record.id}")
-                await failure.response()(scope, receive, answer)
-            record.outcome = record.outcome and "failed"
+            await self._app(scope, read, answer)
+        except Exception as error:  # a defect, which the client has been told: the server goes on
+            note_defect(record, error)
         finally:
             self._metrics.note(record, status)
             log(
@@ -74,6 +78,11 @@ def _request_id(scope: Scope) -> str:
     if len(given) == 1 and _OWN_ID.fullmatch(given[0]):
         return str(given[0].decode())
     return f"req-{secrets.token_hex(12)}"
+
+
+def _has_body(scope: Scope) -> bool:
+    lengths = {b"content-length", b"transfer-encoding"}
+    return any(name in lengths and value != b"0" for name, value in scope["headers"])
 
 
 def _known_path(scope: Scope) -> str:

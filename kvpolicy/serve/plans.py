@@ -1,7 +1,7 @@
 """The plans that a server offers: one engine for each, all with the weights of one model.
 
-A client chooses a plan by the id of the model: ``reasoner`` is the first plan, ``reasoner:NAME``
-the plan of that name.
+A client chooses a plan by the id of the model: the name of the model alone is the first plan,
+``MODEL:NAME`` the plan of that name.
 """
 
 import math

@@ -22,10 +22,20 @@ _Made = TypeVar("_Made")
 class PromptEncoder:
     """Encodes prompts in a thread of its own, so that a long one holds up no stream."""
 
-    def __init__(self, tokenizer: Any, vocab_size: int) -> None:
+    def __init__(self, tokenizer: Any, vocab_size: int, max_tokens: int) -> None:
+        """Start the thread.
+
+        Args:
+            tokenizer: The tokenizer of the model.
+            vocab_size: Token ids are below this.
+            max_tokens: The longest prompt of any plan. A text that is certainly longer is refused
+                before it is encoded, which takes seconds for some megabytes.
+        """
         # Its own tokenizer: the engine's is used by the thread of its steps.
         self._tokenizer = copy.deepcopy(tokenizer)
         self._vocab_size = vocab_size
+        self._max_tokens = max_tokens
+        self._max_length = max_tokens * max(map(len, tokenizer.get_vocab()))
         self._thread = ThreadPoolExecutor(1, "kvpolicy-encode")
         added = getattr(tokenizer, "added_tokens_decoder", {}).values()
         # What stands for unknown text ends nothing, and may be a word.
@@ -62,6 +72,12 @@ class PromptEncoder:
         return await asyncio.get_running_loop().run_in_executor(self._thread, make)
 
     def _encode(self, prompt: str | list[int], param: str) -> tuple[int, ...]:
+        if isinstance(prompt, str) and len(prompt) > self._max_length:
+            message = (
+                f"the prompt has {len(prompt):,} characters, which are more than this server's "
+                f"{self._max_tokens:,} tokens of a prompt can be"
+            )
+            raise ApiError(400, message, param=param, code="context_length_exceeded")
         try:
             if param == "messages":  # the template has written the special tokens
                 ids = self._tokenizer(prompt, add_special_tokens=False)["input_ids"]

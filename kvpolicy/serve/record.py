@@ -30,7 +30,7 @@ class Record:
         new_tokens: Tokens generated.
         rows_evicted: Evicted rows, as `Result` counts them.
         first_token_s: Seconds from arrival to the first token; ``None`` before it.
-        per_token_s: Seconds for each further token, of each choice that has two or more.
+        per_token_s: Seconds for each further token, of each choice that has ended and has any.
     """
 
     id: str
@@ -43,31 +43,21 @@ class Record:
     new_tokens: int = 0
     rows_evicted: int = 0
     first_token_s: float | None = None
-    _times: dict[int, tuple[float, float, int]] = attrs.field(factory=dict)
+    per_token_s: list[float] = attrs.field(factory=list)
 
     @property
     def elapsed_s(self) -> float:
         """Seconds since it arrived."""
         return monotonic() - self.arrived
 
-    @property
-    def per_token_s(self) -> list[float]:
-        """Seconds for each token after the first, of each choice that has any."""
-        times = self._times.values()
-        return [(last - first) / (num - 1) for first, last, num in times if num > 1]
-
-    def note_tokens(self, choice: int, num: int, now: float) -> None:
-        """Count tokens of a choice that have just come.
+    def note_tokens(self, num: int) -> None:
+        """Count tokens that have just come.
 
         Args:
-            choice: Number of the choice.
             num: How many tokens.
-            now: The time, by `time.monotonic`.
         """
         if self.first_token_s is None:
-            self.first_token_s = now - self.arrived
-        first, _, before = self._times.get(choice, (now, now, 0))
-        self._times[choice] = (first, now, before + num)
+            self.first_token_s = self.elapsed_s
         self.new_tokens += num
 
     def note_result(self, result: Result) -> None:
@@ -77,6 +67,8 @@ class Record:
             result: Its result.
         """
         self.rows_evicted += result.rows_evicted
+        if len(result.tokens) > 1:
+            self.per_token_s.append(result.decode_s / (len(result.tokens) - 1))
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for the log; numbers of a generation only if it is one."""

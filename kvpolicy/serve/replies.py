@@ -77,8 +77,8 @@ class Reply(ABC):
         """What a whole choice has, beside its number and why it ended."""
 
     @abstractmethod
-    def _piece(self, chunk: Chunk, offset: int) -> dict[str, Any]:
-        """What a chunk of a stream has of a choice; ``offset`` is the text before it."""
+    def _piece(self, chunk: Chunk, before: int) -> dict[str, Any]:
+        """What a chunk of a stream has of a choice; ``before``: characters before it."""
 
     @abstractmethod
     def opening(self, index: int) -> dict[str, Any] | None:
@@ -107,16 +107,16 @@ class Reply(ABC):
         usage = usage_of(prompt_tokens, [*results.values()])
         return {**self._head, "object": self.kind, "choices": choices, "usage": usage}
 
-    def pieces(self, index: int, chunk: Chunk, offset: int) -> Iterator[dict[str, Any]]:
+    def pieces(self, index: int, chunk: Chunk, before: int) -> Iterator[dict[str, Any]]:
         """The chunks of a stream that a chunk of the engine makes.
 
         Args:
             index: Number of the choice.
             chunk: What the engine has generated.
-            offset: Characters of the choice before it.
+            before: Characters of the choice before it.
         """
         if chunk.text or (chunk.tokens and (self._body.kvpolicy.token_ids or chunk.logprobs)):
-            piece = self._piece(chunk, offset)
+            piece = self._piece(chunk, before)
             yield self._chunk(index, {**piece, **self._token_ids(chunk.tokens)}, None)
         if chunk.result is not None:
             yield self._chunk(index, self._end(), chunk.result.finish_reason)
@@ -149,8 +149,8 @@ class CompletionReply(Reply):
     def _choice(self, result: Result) -> dict[str, Any]:
         return {"text": result.text, "logprobs": self._logprobs(result.logprobs, 0)}
 
-    def _piece(self, chunk: Chunk, offset: int) -> dict[str, Any]:
-        return {"text": chunk.text, "logprobs": self._logprobs(chunk.logprobs, offset)}
+    def _piece(self, chunk: Chunk, before: int) -> dict[str, Any]:
+        return {"text": chunk.text, "logprobs": self._logprobs(chunk.logprobs, before)}
 
     def opening(self, index: int) -> dict[str, Any] | None:
         """There is none."""
@@ -160,14 +160,14 @@ class CompletionReply(Reply):
         return {"text": "", "logprobs": None}
 
     def _logprobs(
-        self, logprobs: Sequence[TokenLogprobs] | None, offset: int
+        self, logprobs: Sequence[TokenLogprobs] | None, before: int
     ) -> dict[str, Any] | None:
         if logprobs is None:
             return None
         texts = [self._model.token_text(one.token) for one in logprobs]
-        offsets = [offset]
+        starts = [before]
         for text in texts:
-            offsets.append(offsets[-1] + len(text))
+            starts.append(starts[-1] + len(text))
         top = [
             {self._model.token_text(token): _finite(logprob) for token, logprob in one.top}
             for one in logprobs
@@ -176,7 +176,7 @@ class CompletionReply(Reply):
             "tokens": texts,
             "token_logprobs": [_finite(one.logprob) for one in logprobs],
             "top_logprobs": top,
-            "text_offset": offsets[:-1],
+            "text_offset": starts[:-1],
         }
 
 
@@ -189,7 +189,7 @@ class ChatReply(Reply):
         message = {"role": "assistant", "content": result.text, "refusal": None}
         return {"message": message, "logprobs": self._logprobs(result.logprobs)}
 
-    def _piece(self, chunk: Chunk, offset: int) -> dict[str, Any]:
+    def _piece(self, chunk: Chunk, before: int) -> dict[str, Any]:
         return {"delta": {"content": chunk.text}, "logprobs": self._logprobs(chunk.logprobs)}
 
     def opening(self, index: int) -> dict[str, Any] | None:

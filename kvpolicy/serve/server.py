@@ -54,6 +54,7 @@ class Server(uvicorn.Server):
         self._service, self._on_start = service, on_start
         self._times_asked = 0
         self._draining: asyncio.Task[None] | None = None
+        self._hurrying: asyncio.Task[None] | None = None
 
     @property
     def num_cancelled(self) -> int:
@@ -75,20 +76,19 @@ class Server(uvicorn.Server):
 
     async def on_tick(self, counter: int) -> bool:
         """Look ten times a second whether the server is to stop."""
+        settings = self._service.settings
         if self._times_asked and self._draining is None:
             self._service.draining = True
-            self._draining = asyncio.create_task(self._drain())
-        if self._times_asked > 1 and self._draining is not None and not self.should_exit:
-            self._draining.cancel()
-            self.should_exit = True
+            log("stopping", open_requests=len(self.server_state.tasks))
+            self._draining = asyncio.create_task(self._end_within(settings.shutdown_timeout_s))
+        if self._times_asked > 1 and self._hurrying is None:
+            self._hurrying = asyncio.create_task(self._end_within(0))
         return await super().on_tick(counter)
 
-    async def _drain(self) -> None:
-        """Let what runs end within the time for that, then cancel it."""
-        plans = self._service.model.plans
-        log("stopping", running=sum(plan.stats.running + plan.stats.waiting for plan in plans))
-        timeout_s = self._service.settings.shutdown_timeout_s
-        closing = [plan.running.close(finish=True, timeout_s=timeout_s) for plan in plans]
+    async def _end_within(self, seconds: float) -> None:
+        """Let what runs end within a time, cancel the rest, and stop."""
+        running = [plan.running for plan in self._service.model.plans]
+        closing = [one.close(finish=True, timeout_s=seconds) for one in running]
         await asyncio.gather(*closing, return_exceptions=True)
         self.should_exit = True
 

@@ -16,6 +16,7 @@ from kvpolicy.cli.output import format_count
 from kvpolicy.engine.request import Sampling
 from kvpolicy.serve.api_errors import ApiError
 from kvpolicy.serve.bodies import ChatBody, CompletionBody
+from kvpolicy.serve.defects import answer_to_defect, note_defect
 from kvpolicy.serve.generation import SHUTTING_DOWN, Generation, Limits, random_seed, requests_of
 from kvpolicy.serve.plans import ServedModel, ServedPlan
 from kvpolicy.serve.prompts import PromptEncoder
@@ -40,14 +41,21 @@ class Service:
     Attributes:
         model: The model, with its plans.
         settings: What clients may ask for.
-        encoder: Makes tokens of prompts.
         draining: Whether the server is shutting down, and takes no new requests.
+        encoder: Makes tokens of prompts.
     """
 
     model: ServedModel
     settings: ServerSettings
-    encoder: PromptEncoder
     draining: bool = False
+    encoder: PromptEncoder = attrs.field(init=False)
+
+    @encoder.default
+    def _encoder(self) -> PromptEncoder:
+        plans = self.model.plans
+        longest = max(plan.max_prompt_len for plan in plans)
+        vocab_size = plans[0].engine.adapter.vocab_size
+        return PromptEncoder(self.model.tokenizer, vocab_size, longest)
 
     async def complete(self, http: HttpRequest, body: CompletionBody) -> Response:
         """Answer a completion.
@@ -243,7 +251,7 @@ class _Stream(StreamingResponse):
 async def _events(
     generation: Generation, reply: Reply, body: CompletionBody | ChatBody, record: Record
 ) -> AsyncIterator[bytes]:
-    offsets = [0] * record.choices
+    lengths = [0] * record.choices
     unopened = set(range(record.choices))
     try:
         async for found in generation.chunks():
@@ -256,9 +264,9 @@ async def _events(
             unopened.discard(index)
             if opening is not None:
                 yield _event(opening)
-            for piece in reply.pieces(index, chunk, offsets[index]):
+            for piece in reply.pieces(index, chunk, lengths[index]):
                 yield _event(piece)
-            offsets[index] += len(chunk.text)
+            lengths[index] += len(chunk.text)
         if body.stream_options is not None and body.stream_options.include_usage:
             yield _event(reply.last(generation.results, record.prompt_tokens))
         _note_completed(record, generation.plan)
@@ -266,6 +274,9 @@ async def _events(
     except ApiError as error:
         note_error(record, error)
         yield _event(error.body())
+    except Exception as error:  # a defect; the status has been sent
+        note_defect(record, error)
+        yield _event(answer_to_defect(record).body())
 
 
 def _event(data: dict[str, Any]) -> bytes:

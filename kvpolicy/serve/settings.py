@@ -2,7 +2,8 @@
 
 import attrs
 
-MAX_BODY = 4 << 20
+MAX_BODY = 2 << 20
+MAX_REQUESTS = 256
 REQUEST_TIMEOUT_S = 600.0
 SHUTDOWN_TIMEOUT_S = 30.0
 
@@ -15,6 +16,7 @@ class ServerSettings:
         api_keys: Keys of which a client must send one; none: every client is served.
         hosts: Names by which clients may call the server, without ports; ``None``: any.
         max_body: The largest body of a request, in bytes.
+        max_requests: The most requests that are answered at the same time, of all kinds.
         max_prompt_tokens: The longest prompt; ``None``: what the model has positions for.
         max_new_tokens: The most tokens that a client may ask for; ``None``: the same.
         request_timeout_s: Seconds after which a request ends, from its arrival.
@@ -27,6 +29,7 @@ class ServerSettings:
     api_keys: tuple[str, ...] = attrs.field(default=(), repr=False)
     hosts: frozenset[str] | None = None
     max_body: int = MAX_BODY
+    max_requests: int = MAX_REQUESTS
     max_prompt_tokens: int | None = None
     max_new_tokens: int | None = None
     request_timeout_s: float = REQUEST_TIMEOUT_S

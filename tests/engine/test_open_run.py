@@ -119,6 +119,21 @@ def test_registers_and_hidden_states_go_with_their_sequence(
     check_against_alone(Engine(llama(), TOKENIZER, plan, **options), script)
 
 
+@given(evicting | named, options, scripts(), st.booleans())
+def test_steps_wider_than_what_is_decoded_leave_other_slots_alone(
+    plan: Plan, options: dict[str, Any], script: Script, in_graph: bool
+) -> None:
+    """On a GPU steps have few widths, and slots whose prompts are not all in are among them."""
+    engine = Engine(llama(), TOKENIZER, plan, **(options | {"eager": False}))
+    run = engine.open_run(max_len=80)
+    step = run.batch._static
+    assert step is not None
+    step._padded, step.in_graph = True, in_graph
+    results, tokens = script.play(run)
+    alone = [engine.generate([request]).results()[0] for request in script.requests]
+    check_equal_alone(results, alone, tokens)
+
+
 @given(options, scripts(), st.integers(0, 12))
 def test_snapshot_of_any_moment_goes_on_in_an_open_run(
     options: dict[str, Any], script: Script, steps: int
@@ -139,7 +154,7 @@ def test_snapshot_of_any_moment_goes_on_in_an_open_run(
         again = run.submit(cut)
         resumed = {result.id: result for result in run}[again]
         assert resumed.tokens == whole.tokens[num_tokens:]
-        assert resumed.rows_evicted == whole.rows_evicted
+        assert snapshot.costs.rows_evicted + resumed.rows_evicted == whole.rows_evicted
 
 
 # --- order ----------------------------------------------------------------------------------

@@ -21,7 +21,7 @@ from kvpolicy.model.loading import load_model
 def test_bundled_files_are_small_and_contain_no_pickle(name):
     files = list(bundled_path(name).iterdir())
     assert sum(file.stat().st_size for file in files) < 6e6
-    assert {file.suffix for file in files} == {".json", ".safetensors", ".md"}
+    assert {file.suffix for file in files} == {".jinja", ".json", ".safetensors", ".md"}
 
 
 @pytest.mark.parametrize("name", BUNDLED)
@@ -31,6 +31,22 @@ def test_bundled_tokenizer_equals_the_recipe(name):
         ids = built.build_tokenizer()(problem.prompt + problem.trace)["input_ids"]
         assert shipped(problem.prompt + problem.trace)["input_ids"] == ids
         assert shipped.decode(ids) == problem.prompt + problem.trace
+
+
+@pytest.mark.parametrize("name", BUNDLED)
+def test_the_chat_template_writes_the_prompts_of_the_task(name):
+    shipped, built = AutoTokenizer.from_pretrained(bundled_path(name)), recipe_of(name)
+    assert shipped.chat_template == built.build_tokenizer().chat_template
+    for problem in problems_of(name).draw(5, seed=0):
+        question = problem.prompt.removeprefix("<|user|>").partition("<|assistant|>")[0]
+        talk = [{"role": "user", "content": question}]
+        options = {"tokenize": False, "add_generation_prompt": True}
+        first = shipped.apply_chat_template(talk, **options)
+        assert first == problem.prompt
+        talk += [{"role": "assistant", "content": problem.trace}, talk[0]]
+        answer = problem.trace.partition("</think>")[2]
+        begin = f"<|user|>{question}<|assistant|>"
+        assert shipped.apply_chat_template(talk, **options) == begin + answer + first
 
 
 @pytest.mark.parametrize("name", BUNDLED)

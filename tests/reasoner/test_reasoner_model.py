@@ -57,7 +57,7 @@ def test_initial_weights_depend_only_on_the_seed():
 def test_bundled_files_are_small_and_contain_no_pickle():
     files = list(bundled_path().iterdir())
     assert sum(file.stat().st_size for file in files) < 12e6
-    assert {file.suffix for file in files} <= {".json", ".safetensors", ".md"}
+    assert {file.suffix for file in files} <= {".jinja", ".json", ".safetensors", ".md"}
 
 
 @pytest.mark.parametrize("name", BUNDLED)

@@ -1,9 +1,12 @@
-"""Servers of these tests listen on the loopback interface, which they may connect to."""
+"""A server of a tiny model, and commands."""
 
 from collections.abc import Iterator
 
 import pytest
+from commands import _plugins_of_one_test, kvpolicy
 from serving import Running, plans_of, serving
+
+__all__ = ["_plugins_of_one_test", "kvpolicy", "server"]
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,8 @@ The info string of a block states its kind:
     ```python title="NAME"      is saved as NAME first (``test_*`` is saved only)
     ```text signature           is not compared
     ```toml title="NAME"        is saved as NAME; a plan must resolve, a sweep must be valid
-    ```sh                       each line runs if it is a command named in `Page._run_line`
+    ```sh                       each line runs if it is a command named in `Page._run_line`;
+                                ``kvpolicy serve`` runs until the end of the page, or the next one
     ```sh slow                  runs only with ``slow=True``
     ```sh tasks                 runs only if the extra ``tasks`` is installed
     ```python results           runs only if pandas, duckdb and pyarrow are installed
@@ -34,6 +35,7 @@ from pathlib import Path
 
 import attrs
 import pytest
+from served_command import served_command
 
 from kvpolicy import Plan
 from kvpolicy.hooks import discovery
@@ -47,8 +49,10 @@ _EXTRAS = {
     "results": ("pandas", "duckdb", "pyarrow"),
     "tensor-parallel": ("accelerate",),
     "lm-eval": ("lm_eval",),
+    "serve": ("fastapi", "openai", "uvicorn"),
 }
 _NUM_LAYERS = 4  # of the bundled reasoner, which the plans of the pages are for
+_SERVED_AT = "http://127.0.0.1:8000"  # what pages write for the address of their server
 
 
 @attrs.frozen
@@ -85,9 +89,15 @@ class Page:
         monkeypatch.syspath_prepend(str(folder))
         monkeypatch.setattr(discovery, "_from_files", {})
         monkeypatch.setenv("COLUMNS", "80")  # the width of help texts
+        self._serving = contextlib.ExitStack()
+        self._url = _SERVED_AT
 
     def follow(self, *, slow: bool = False) -> None:
         """Run every block and compare its output with the page."""
+        with self._serving:
+            self._follow(slow)
+
+    def _follow(self, slow: bool) -> None:
         printed: str | None = None
         for block in blocks_of(self.path):
             if block.language == "text":
@@ -139,7 +149,8 @@ class Page:
             return None
         with contextlib.redirect_stdout(io.StringIO()) as out:
             if title is None:
-                code = compile(block.text, self._place(block), "exec")
+                text = block.text.replace(_SERVED_AT, self._url)
+                code = compile(text, self._place(block), "exec")
                 if "continued" not in block.options:
                     self._names = {"__name__": "__main__"}
                 exec(code, self._names)
@@ -149,6 +160,14 @@ class Page:
 
     def _run_line(self, line: str) -> str:
         args = shlex.split(line)
+        if args[0] == "export":
+            name, _, value = args[1].partition("=")
+            self._monkeypatch.setenv(name, value)
+            return ""
+        if args[:2] == ["kvpolicy", "serve"] and "--help" not in args:
+            return self._serve(args[2:])
+        if args[0] == "curl":
+            return self._curl(line)
         if args[0] == "kvpolicy":
             return run_command(args[1:])
         if args[0] == "pytest":
@@ -163,6 +182,24 @@ class Page:
         # CI runs the set-up lines from a fresh clone.
         assert args[0] in ("python3", ".venv/bin/pytest", ".venv/bin/ruff", ".venv/bin/mypy"), line
         return ""
+
+    def _serve(self, options: list[str]) -> str:
+        """Start a server on a free port, in place of the one before."""
+        self._serving.close()
+        served = self._serving.enter_context(served_command(self.folder / "served", *options))
+        self._serving.callback(served.end)
+        self._url = served.url
+        return "\n".join([*served.out, ""]).replace(self._url, _SERVED_AT)
+
+    def _curl(self, line: str) -> str:
+        if shutil.which("curl") is None:
+            pytest.skip("curl is not installed")
+        command = line.replace(_SERVED_AT, self._url)
+        done = subprocess.run(
+            ["bash", "-c", command], capture_output=True, text=True, check=False, timeout=60
+        )
+        assert done.returncode == 0, f"{line}: {done.stderr}"
+        return done.stdout + "\n"
 
     def _install(self, package: Path) -> None:
         """Like pip without the network: build a wheel, and put its contents on the path."""

@@ -1,5 +1,6 @@
 """A server in a thread of this process, on a free port of the loopback interface."""
 
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -15,7 +16,6 @@ from tiny import shared_model, tiny_tokenizer
 from kvpolicy import Plan
 from kvpolicy.serve.launch import bound_to, hosts_of, served_model, url_of
 from kvpolicy.serve.plans import ServedModel, ServedPlan
-from kvpolicy.serve.prompts import PromptEncoder
 from kvpolicy.serve.server import Server
 from kvpolicy.serve.service import Service
 from kvpolicy.serve.settings import ServerSettings
@@ -25,6 +25,10 @@ CHAT_TEMPLATE = (
     "{% endfor %}{% if add_generation_prompt %}{{ 'a:' }}{% endif %}"
 )
 PATIENCE_S = 20.0
+
+# A small request, and where it is sent.
+BODY: dict[str, Any] = {"model": "tiny", "prompt": "a", "max_tokens": 2}
+PATH = "/v1/completions"
 
 
 def until(condition: Callable[[], object]) -> None:
@@ -126,10 +130,14 @@ def serving(
     slots: int = 2,
     max_waiting: int = 64,
     kv_memory: int | None = None,
+    send_buffer: int | None = None,
     prepare: Callable[[ServedModel], None] = lambda _: None,
     **settings: Any,
 ) -> Iterator[Running]:
-    """Run a server; `prepare` may change the model that is served before it starts."""
+    """Run a server; `prepare` may change the model that is served before it starts.
+
+    `send_buffer` is that of the connections, in bytes: what a client may leave unread.
+    """
     if tokenizer is None:
         tokenizer = tiny_tokenizer()
         tokenizer.chat_template = CHAT_TEMPLATE
@@ -147,10 +155,11 @@ def serving(
     )
     prepare(served)
     gates = {plan.name: Gate(plan) for plan in served.plans}
-    encoder = PromptEncoder(tokenizer, served.plans[0].engine.adapter.vocab_size)
-    service = Service(served, given, encoder)
+    service = Service(served, given)
     started = threading.Event()
     with bound_to("127.0.0.1", 0) as listening:
+        if send_buffer is not None:
+            listening.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer)
         server = Server(service, started.set)
         thread = threading.Thread(target=server.run, args=([listening],))
         thread.start()
@@ -167,3 +176,29 @@ def serving(
             server.stop()  # at once
             thread.join(PATIENCE_S)
     assert not thread.is_alive()
+
+
+def error_of(answer: httpx.Response) -> dict[str, str]:
+    """The error of an answer, in OpenAI's shape: one sentence."""
+    (error,) = answer.json().values()
+    assert error.keys() == {"message", "type", "param", "code"}
+    assert error["message"].endswith((".", "?"))
+    assert "\n" not in error["message"]
+    found: dict[str, str] = error
+    return found
+
+
+@contextmanager
+def connection(server: Running) -> Iterator[socket.socket]:
+    with socket.create_connection(("127.0.0.1", server.port), PATIENCE_S) as sock:
+        yield sock
+
+
+def answer_to(server: Running, request: bytes) -> bytes:
+    """Everything that a server answers to some bytes until it closes the connection."""
+    with connection(server) as sock:
+        sock.sendall(request)
+        parts = []
+        while part := sock.recv(65536):
+            parts.append(part)
+    return b"".join(parts)

@@ -7,6 +7,7 @@ import asyncio
 import os
 import sys
 from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import attrs
@@ -23,7 +24,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kvpolicy.errors import KVPolicyError
 from kvpolicy.serve.api_errors import ApiError
-from kvpolicy.serve.logs import configure
+from kvpolicy.serve.logs import logging_to
 from kvpolicy.serve.on_ray.config import ServeConfig
 from kvpolicy.serve.on_ray.forwarding import HttpCall, LostReplicaError
 from kvpolicy.serve.on_ray.options import KEYS, REPLICA, ROUTER
@@ -111,7 +112,8 @@ class Router:
         if config.needs_key and not keys:
             msg = f"{KEYS} is not set where Ray's head was started; set it, and start it again"
             raise KVPolicyError(msg)
-        configure(sys.stderr, as_json=config.json_logs)
+        self._logs = ExitStack()  # until the process ends
+        self._logs.enter_context(logging_to(sys.stderr, as_json=config.json_logs))
         self._settings = attrs.evolve(config.settings, api_keys=keys)
         self._handle = handle
 

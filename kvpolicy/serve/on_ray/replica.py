@@ -5,7 +5,7 @@ import socket
 import sys
 import traceback
 from collections.abc import AsyncGenerator, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import attrs
@@ -17,11 +17,10 @@ from kvpolicy.errors import KVPolicyError
 from kvpolicy.model.loading import load_model
 from kvpolicy.serve.app import create_app
 from kvpolicy.serve.launch import served_model
-from kvpolicy.serve.logs import configure
+from kvpolicy.serve.logs import logging_to
 from kvpolicy.serve.metrics import Metrics
 from kvpolicy.serve.on_ray.config import ServeConfig
 from kvpolicy.serve.on_ray.forwarding import REPLICA_HEADER, HttpCall
-from kvpolicy.serve.prompts import PromptEncoder
 from kvpolicy.serve.service import Service
 
 
@@ -46,8 +45,9 @@ class Replica:
         self.name = name or _name_of_this_replica()
         with _naming_host():
             config.setup.apply()
-            configure(sys.stderr, as_json=config.json_logs)
             self._service = service_of(config)
+        self._logs = ExitStack()
+        self._logs.enter_context(logging_to(sys.stderr, as_json=config.json_logs))
         self._metrics = Metrics(self._service.model.plans)
         self._app = create_app(self._service, self._metrics)
         self._lifespan = LifespanOn(Config(self._app, lifespan="on", log_config=None))
@@ -57,6 +57,7 @@ class Replica:
     async def close(self) -> None:
         """End what still runs, and the engines."""
         await self._lifespan.shutdown()
+        self._logs.close()
 
     async def __del__(self) -> None:
         """Called by Ray Serve when the replica is to end, and no request runs any more."""
@@ -141,9 +142,8 @@ def service_of(config: ServeConfig) -> Service:
     served = served_model(
         config.name, model, tokenizer, config.read_plans(), config.settings, **config.engine
     )
-    encoder = PromptEncoder(tokenizer, served.plans[0].engine.adapter.vocab_size)
     # The router has checked the host, and replicas are given no keys.
-    return Service(served, attrs.evolve(config.settings, hosts=None), encoder)
+    return Service(served, attrs.evolve(config.settings, hosts=None))
 
 
 def _name_of_this_replica() -> str:

@@ -11,7 +11,9 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 import kvpolicy
 from kvpolicy.serve.api_errors import ApiError, from_http
-from kvpolicy.serve.guard import Guard, JsonRequest
+from kvpolicy.serve.defects import answer_to_defect
+from kvpolicy.serve.guard import Guard
+from kvpolicy.serve.json_request import JsonRequest
 from kvpolicy.serve.metrics import CONTENT_TYPE
 from kvpolicy.serve.observer import Observer
 from kvpolicy.serve.on_ray.conversations import SESSION_HEADER, conversation_of
@@ -42,9 +44,8 @@ def create_router(replicas: Replicas, settings: ServerSettings) -> ASGIApp:
         version=kvpolicy.__version__,
         openapi_url=None,
         redirect_slashes=False,
-        max_body_size=settings.max_body,
         telemetry={"tracing": False, "metrics": False, "logs": False},
-        exception_handlers={HTTPException: _answer_http},
+        exception_handlers={HTTPException: _answer_http, Exception: _answer_defect},
     )
     _add_operation(app, replicas, metrics)
 
@@ -52,7 +53,7 @@ def create_router(replicas: Replicas, settings: ServerSettings) -> ASGIApp:
         body = b""
         if http.method == "POST":
             given = JsonRequest(http.scope, http.receive)
-            given.body_timeout_s = settings.body_timeout_s
+            given.settings = settings
             body = await given.body()
         return _Forwarded(replicas, http, body, settings, metrics)
 
@@ -63,6 +64,10 @@ def create_router(replicas: Replicas, settings: ServerSettings) -> ASGIApp:
 
 async def _answer_http(_: HttpRequest, error: Any) -> Response:
     return from_http(error).response()
+
+
+async def _answer_defect(request: HttpRequest, _: Exception) -> Response:
+    return answer_to_defect(request.state.record).response()
 
 
 def _add_operation(app: FastAPI, replicas: Replicas, metrics: RouterMetrics) -> None:

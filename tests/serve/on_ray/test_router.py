@@ -1,8 +1,7 @@
 """A router in front of replicas in this process answers as one server does."""
 
 import asyncio
-import logging
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
@@ -22,20 +21,6 @@ ASK: dict[str, Any] = {"model": "tiny:h2o", "prompt": [5, 9, 40, 7, 11, 3], "max
 WITH_IDS: dict[str, Any] = {"extra_body": {"kvpolicy": {"token_ids": True}}}
 
 Check = Callable[[Routed], Coroutine[Any, Any, None]]
-
-
-@pytest.fixture(autouse=True)
-def loggers() -> Iterator[None]:
-    """A replica configures the logs of its process, which is this one."""
-    names = ("kvpolicy.serve", "uvicorn.error", "asyncio")
-    before = {
-        name: (logging.getLogger(name).handlers, logging.getLogger(name).propagate)
-        for name in names
-    }
-    yield
-    for name, (handlers, propagate) in before.items():
-        logger = logging.getLogger(name)
-        logger.handlers, logger.propagate = handlers, propagate
 
 
 def check(model: Path, what: Check, *, engine: dict[str, Any] | None = None, **given: Any) -> None:

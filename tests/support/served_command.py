@@ -1,0 +1,102 @@
+"""``kvpolicy serve`` in a child process, as a user starts it, without importing torch again."""
+
+import multiprocessing
+import os
+import signal
+import sys
+import time
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+import attrs
+import httpx
+
+PATIENCE_S = 30.0
+
+
+@attrs.define(eq=False)
+class ServedCommand:
+    """A running command, whose output goes to two files of a folder."""
+
+    child: BaseProcess
+    folder: Path
+
+    @property
+    def out(self) -> list[str]:
+        return (self.folder / "out").read_text("utf-8").splitlines()
+
+    @property
+    def log(self) -> list[str]:
+        return (self.folder / "err").read_text("utf-8").splitlines()
+
+    @property
+    def url(self) -> str:
+        return self.out[0].split()[-1]
+
+    @property
+    def curl(self) -> str:
+        """The line that it tells its user to try."""
+        return next((line for line in self.out if line.startswith("curl ")), "")
+
+    def http(self, **options: Any) -> httpx.Client:
+        return httpx.Client(base_url=self.url, timeout=PATIENCE_S, trust_env=False, **options)
+
+    def send(self, signum: int) -> None:
+        assert self.child.pid is not None
+        os.kill(self.child.pid, signum)
+
+    def end(self, signum: int = signal.SIGTERM) -> int:
+        """Send a signal, and return the exit status."""
+        self.send(signum)
+        return self.wait()
+
+    def wait(self) -> int:
+        """The exit status; negative: the signal that ended it."""
+        self.child.join(PATIENCE_S)
+        assert self.child.exitcode is not None, "it has not ended"
+        return self.child.exitcode
+
+
+@contextmanager
+def served_command(
+    folder: Path, *args: object, env: Mapping[str, str] | None = None, port: int = 0
+) -> Iterator[ServedCommand]:
+    """Run ``kvpolicy serve`` until the block ends."""
+    folder.mkdir(exist_ok=True)
+    for name in ("out", "err"):
+        (folder / name).write_text("")
+    words = ["serve", "--port", str(port), *map(str, args)]
+    fork = multiprocessing.get_context("fork")
+    child = fork.Process(target=_child, args=(words, folder, dict(env or {})))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # forking with torch's idle threads
+        child.start()
+    served = ServedCommand(child, folder)
+    try:
+        end = time.monotonic() + PATIENCE_S
+        while not served.curl:
+            assert child.is_alive(), served.log
+            assert time.monotonic() < end, "it has not started"
+            time.sleep(0.01)
+        yield served
+    finally:
+        child.kill()
+        child.join()
+
+
+def _child(args: list[str], folder: Path, env: dict[str, str]) -> None:
+    from kvpolicy.cli.app import run
+
+    os.environ.update(env)
+    os.setsid()
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    sys.stdout = (folder / "out").open("w", encoding="utf-8")
+    sys.stderr = (folder / "err").open("w", encoding="utf-8")
+    status = run(args)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
