@@ -285,6 +285,11 @@ class AsyncEngine:
         return await called
 
     @property
+    def is_running(self) -> bool:
+        """Whether it has been started, and has neither ended nor broken."""
+        return self._thread is not None and self._thread.is_alive()
+
+    @property
     def stats(self) -> EngineStats:
         """What the engine does, and what it has cost so far; a tenth of a second old at most.
 

@@ -28,16 +28,17 @@ from kvpolicy.serve.service import Service
 _NO_TELEMETRY: TelemetryConfig = {"tracing": False, "metrics": False, "logs": False}
 
 
-def create_app(service: Service) -> ASGIApp:
+def create_app(service: Service, metrics: Metrics | None = None) -> ASGIApp:
     """The application that answers for a model.
 
     Its lifespan starts the engines, and ends what still runs when it is over.
 
     Args:
         service: What answers completions and chats.
+        metrics: Counts requests; by default new ones.
     """
     model = service.model
-    metrics = Metrics(model.plans)
+    metrics = metrics or Metrics(model.plans)
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:

@@ -3,7 +3,6 @@
 Standard output has the address and a line to try; standard error the log, a line for each request.
 """
 
-import json
 import os
 import re
 import sys
@@ -11,8 +10,7 @@ from collections.abc import Mapping, Sequence
 from enum import Enum
 from importlib.util import find_spec
 from pathlib import Path
-from shlex import quote
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -57,9 +55,16 @@ app = typer.Typer(
     add_completion=False,
 )
 
-NETWORK, LIMITS = "Network", "Limits"
+NETWORK, LIMITS, RAY = "Network", "Limits", "Several machines"
 KEYS = "KVPOLICY_API_KEY"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+
+
+class Where(Enum):
+    """Where the model is."""
+
+    here = "here"
+    ray = "ray"
 
 
 class LogFormat(Enum):
@@ -73,6 +78,7 @@ class LogFormat(Enum):
     epilog=examples(
         "kvpolicy serve",
         "kvpolicy serve --plan h2o=h2o.toml --plan rkv=rkv.toml --kv-memory 2GiB",
+        "kvpolicy serve --on ray --replicas 4",
     )
 )
 def serve(
@@ -197,6 +203,59 @@ def serve(
     log_format: Annotated[
         LogFormat, typer.Option(help="Text or JSON lines, on standard error.")
     ] = LogFormat.text,
+    on: Annotated[
+        Where,
+        typer.Option(help="Serve on this machine, or on a Ray cluster.", rich_help_panel=RAY),
+    ] = Where.here,
+    ray_address: Annotated[
+        str | None,
+        typer.Option(
+            metavar="HOST:PORT|auto",
+            help="The cluster. [default: RAY_ADDRESS, or a new one on this machine]",
+            rich_help_panel=RAY,
+        ),
+    ] = None,
+    replicas: Annotated[
+        int | None,
+        typer.Option(min=1, help="Copies of the model. [default: 1]", rich_help_panel=RAY),
+    ] = None,
+    max_replicas: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="With more requests, up to so many. [default: as --replicas]",
+            rich_help_panel=RAY,
+        ),
+    ] = None,
+    requests_per_replica: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="Requests that a replica takes at a time; others go to another one. [default: "
+            "twice its slots]",
+            rich_help_panel=RAY,
+        ),
+    ] = None,
+    cpus_per_replica: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help="CPUs and threads of a replica. [default: 1]", rich_help_panel=RAY
+        ),
+    ] = None,
+    gpus_per_replica: Annotated[
+        float | None,
+        typer.Option(
+            min=0, help="GPUs of a replica. [default: 1 where there are any]", rich_help_panel=RAY
+        ),
+    ] = None,
+    write_deployment: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Serve nothing; write a file for Ray's serve deploy instead.",
+            rich_help_panel=RAY,
+        ),
+    ] = None,
 ) -> None:
     """Serve a model under one or several plans, with OpenAI's interface.
 
@@ -204,6 +263,19 @@ def serve(
     end, a second one ends it.
     """
     _check_installed()
+    given = {
+        "--ray-address": ray_address,
+        "--replicas": replicas,
+        "--max-replicas": max_replicas,
+        "--requests-per-replica": requests_per_replica,
+        "--cpus-per-replica": cpus_per_replica,
+        "--gpus-per-replica": gpus_per_replica,
+    }
+    is_on_ray = on is Where.ray or write_deployment is not None
+    for option, value in given.items():
+        if value is not None and not is_on_ray:
+            msg = f"{option} applies to a server on Ray only; add --on ray, or remove it."
+            raise KVPolicyError(msg)
     if slots is not None and kv_memory is not None:
         msg = "--slots and --kv-memory were given; give one of them."
         raise KVPolicyError(msg)
@@ -229,27 +301,47 @@ def serve(
         request_timeout_s=request_timeout,
         shutdown_timeout_s=shutdown_timeout,
     )
-    with bound_to(host, port) as listening:  # a port that is taken is found before the model
-        loaded, tokenizer = load_model(
-            model,
-            dtype=dtype,
-            device=device,
-            trust_remote_code=trust_remote_code,
-            cpu_weights=cpu_weights.value,
-        )
-        tell_packing(loaded, cpu_weights)
-        options = {"compile": compile, "gpu_attention": gpu_attention.value}
-        served = served_model(
+    loading: dict[str, Any] = {
+        "dtype": dtype,
+        "device": device,
+        "trust_remote_code": trust_remote_code,
+        "cpu_weights": cpu_weights.value,
+    }
+    options: dict[str, Any] = {
+        "compile": compile,
+        "gpu_attention": gpu_attention.value,
+        "max_waiting": max_waiting,
+        "kv_memory": memory,
+        "slots": slots or DEFAULT_SLOTS,
+    }
+    if is_on_ray:
+        from kvpolicy.serve.on_ray.command import RayOptions, serve_on_ray
+
+        serve_on_ray(
             model_name(model),
-            loaded,
-            tokenizer,
+            model,
+            loading,
             plans,
+            options,
             settings,
-            max_waiting=max_waiting,
-            kv_memory=memory,
-            slots=slots or DEFAULT_SLOTS,
-            **options,
+            RayOptions(
+                ray_address,
+                replicas or 1,
+                max_replicas,
+                requests_per_replica,
+                cpus_per_replica or 1,
+                gpus_per_replica,
+            ),
+            host=host,
+            port=port,
+            json_logs=log_format is LogFormat.json,
+            output=write_deployment,
         )
+        return
+    with bound_to(host, port) as listening:  # a port that is taken is found before the model
+        loaded, tokenizer = load_model(model, **loading)
+        tell_packing(loaded, cpu_weights)
+        served = served_model(model_name(model), loaded, tokenizer, plans, settings, **options)
         _warn_if_open(settings, host)
         with logging_to(sys.stderr, as_json=log_format is LogFormat.json):
             num_cancelled = serve_model(
@@ -335,16 +427,12 @@ def _warn_if_open(settings: "ServerSettings", host: str) -> None:
 
 def _welcome(served: "ServedModel", url: str, settings: "ServerSettings") -> list[str]:
     """Where the server is, and a line to try."""
-    from kvpolicy.serve.example import example_request
+    from kvpolicy.serve.example import curl_line, example_request
 
     plans = [
         f"  {plan.id}: up to {format_count(plan.stats.slots, 'sequence')} of {plan.max_len:,} "
         "tokens together"
         for plan in served.plans
     ]
-    headers = ["-H 'Content-Type: application/json'"]
-    if settings.api_keys:
-        headers.append(f'-H "Authorization: Bearer ${KEYS}"')
-    path, body = example_request(served)
-    line = f"curl {url}{path} {' '.join(headers)} -d {quote(json.dumps(body))}"
+    line = curl_line(url, example_request(served), KEYS if settings.api_keys else None)
     return [f"{served.name} is served at {url}", *plans, "", "Open it in a browser, or try:", line]

@@ -1,5 +1,7 @@
 """A request that the model can answer: a problem of its own task, or a question."""
 
+import json
+from shlex import quote
 from typing import Any
 
 from kvpolicy.entry_points import installed, load_installed
@@ -11,6 +13,9 @@ _TASKS = "kvpolicy.tasks"
 _MARK = "kvpolicy-message"  # where the template puts a message
 _QUESTION = "What is 6 times 7?"
 
+# The path of an endpoint, and a body for it.
+ExampleRequest = tuple[str, dict[str, Any]]
+
 
 def example_question(model: ServedModel) -> str | None:
     """A message for a chat with the model; ``None`` if it has no chat template.
@@ -20,7 +25,7 @@ def example_question(model: ServedModel) -> str | None:
     """
     if not getattr(model.tokenizer, "chat_template", None):
         return None
-    problem = _problem(model)
+    problem = _problem(model.name)
     if problem is None:
         return _QUESTION
     talk = [{"role": "user", "content": _MARK}]
@@ -33,26 +38,52 @@ def example_question(model: ServedModel) -> str | None:
     return problem.removeprefix(before).removesuffix(after) if is_chat else _QUESTION
 
 
-def example_request(model: ServedModel) -> tuple[str, dict[str, Any]]:
-    """The path of an endpoint, and a body for it.
+def example_request(model: ServedModel) -> ExampleRequest:
+    """A chat with the model, or a completion if it has no chat template.
 
     Args:
         model: The model.
     """
-    body: dict[str, Any] = {"model": model.name, "max_tokens": 400}
     question = example_question(model)
     if question is None:
-        prompt = _problem(model) or "6 times 7 is"
-        return "/v1/completions", {**body, "prompt": prompt}
+        return example_completion(model.name)
     messages = [{"role": "user", "content": question}]
-    return "/v1/chat/completions", {**body, "messages": messages}
+    return "/v1/chat/completions", {**_limits(model.name), "messages": messages}
 
 
-def _problem(model: ServedModel) -> str | None:
+def example_completion(name: str) -> ExampleRequest:
+    """A completion of a model that need not be loaded.
+
+    Args:
+        name: Its name.
+    """
+    return "/v1/completions", {**_limits(name), "prompt": _problem(name) or "6 times 7 is"}
+
+
+def curl_line(url: str, request: ExampleRequest, key_variable: str | None) -> str:
+    """A line for a shell that sends a request.
+
+    Args:
+        url: Address of the server.
+        request: What to send.
+        key_variable: The environment variable that holds a key; ``None``: the server needs none.
+    """
+    path, body = request
+    headers = ["-H 'Content-Type: application/json'"]
+    if key_variable is not None:
+        headers.append(f'-H "Authorization: Bearer ${key_variable}"')
+    return f"curl {url}{path} {' '.join(headers)} -d {quote(json.dumps(body))}"
+
+
+def _limits(name: str) -> dict[str, Any]:
+    return {"model": name, "max_tokens": 400}
+
+
+def _problem(name: str) -> str | None:
     """A prompt of the task that an installed model comes with."""
-    if model.name not in installed(_TASKS):
+    if name not in installed(_TASKS):
         return None
-    make_task = load_installed(_TASKS, model.name, what="task")
-    with plugin_code(f"task '{model.name}' is broken", KVPolicyError):
+    make_task = load_installed(_TASKS, name, what="task")
+    with plugin_code(f"task '{name}' is broken", KVPolicyError):
         (example,) = make_task().examples(1, seed=0)
         return str(example.prompt)

@@ -2,23 +2,30 @@
 
 import re
 import secrets
+from typing import Protocol
 
 from starlette.datastructures import MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kvpolicy.serve.defects import note_defect
 from kvpolicy.serve.logs import log
-from kvpolicy.serve.metrics import Metrics
 from kvpolicy.serve.record import Record
 
 _OWN_ID = re.compile(rb"[A-Za-z0-9._-]{1,64}")
 _ID_HEADER = b"x-request-id"
 
 
+class Counts(Protocol):
+    """What counts requests."""
+
+    def note(self, record: Record, status: int) -> None:
+        """Count a request that has ended."""
+
+
 class Observer:
     """The outermost layer of a server's application."""
 
-    def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
+    def __init__(self, app: ASGIApp, metrics: Counts) -> None:
         self._app, self._metrics = app, metrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

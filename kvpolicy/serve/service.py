@@ -261,16 +261,18 @@ async def _events(
     kept: KeptRows | None,
 ) -> AsyncIterator[bytes]:
     lengths = [0] * record.choices
+    unopened = set(range(record.choices))
     try:
-        for index in range(record.choices):
-            opening = reply.opening(index)
-            if opening is not None:
-                yield _event(opening)
         async for found in generation.chunks():
             if found is None:
                 yield KEEPALIVE_COMMENT
                 continue
             index, chunk = found
+            # Not before: a stream that only waits can still be answered by another replica.
+            opening = reply.opening(index) if index in unopened else None
+            unopened.discard(index)
+            if opening is not None:
+                yield _event(opening)
             for piece in reply.pieces(index, chunk, lengths[index]):
                 yield _event(piece)
             lengths[index] += len(chunk.text)

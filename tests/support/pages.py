@@ -50,6 +50,7 @@ _EXTRAS = {
     "tensor-parallel": ("accelerate",),
     "lm-eval": ("lm_eval",),
     "serve": ("fastapi", "openai", "uvicorn"),
+    "ray": ("ray", "mmh3"),
 }
 _NUM_LAYERS = 4  # of the bundled reasoner, which the plans of the pages are for
 _SERVED_AT = "http://127.0.0.1:8000"  # what pages write for the address of their server
@@ -164,7 +165,7 @@ class Page:
             name, _, value = args[1].partition("=")
             self._monkeypatch.setenv(name, value)
             return ""
-        if args[:2] == ["kvpolicy", "serve"] and "--help" not in args:
+        if args[:2] == ["kvpolicy", "serve"] and not {"--help", "--write-deployment"} & {*args}:
             return self._serve(args[2:])
         if args[0] == "curl":
             return self._curl(line)

@@ -3,11 +3,13 @@
 import importlib.util
 import json
 import os
+import secrets
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -86,6 +88,35 @@ class Nodes:
         self.process.stdin.write(f"kill {node}\n")
         self.process.stdin.flush()
         self.state = read_state(self.process)
+
+
+@contextmanager
+def running_nodes(folder: Path) -> Iterator[Nodes]:
+    """Start a cluster of two nodes; it ends with the block.
+
+    Args:
+        folder: Where its messages are written.
+    """
+    env = os.environ | {
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "RAY_worker_niceness": "0",  # else a busy machine hardly lets them begin
+        "RAY_AUTH_MODE": "token",
+        "RAY_AUTH_TOKEN": secrets.token_hex(32),
+    }
+    with (
+        (folder / "nodes.err").open("w") as actual,
+        subprocess.Popen(
+            [sys.executable, str(Path(__file__).with_name("ray_nodes.py"))],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=actual,
+            env=env,
+            text=True,
+        ) as process,
+    ):
+        yield Nodes(process, env, read_state(process))
+        assert process.stdin is not None
+        process.stdin.close()
 
 
 def read_state(process: "subprocess.Popen[str]") -> dict[str, Any]:

@@ -7,12 +7,6 @@ arrived are queued again for any worker. Retries by Ray (``max_task_retries``) w
 whole job, and on the same worker only.
 """
 
-import importlib
-import importlib.util
-import logging
-import os
-import secrets
-import socket
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -23,11 +17,11 @@ from typing import Any, Self
 import attrs
 
 from kvpolicy.cli.prompts import Prompt
-from kvpolicy.errors import KVPolicyError, error_summary
+from kvpolicy.errors import KVPolicyError
+from kvpolicy.lab.executors.ray_cluster import connect, start_cluster
 from kvpolicy.lab.executors.ray_worker import Worker, WorkerConfig
 from kvpolicy.lab.models import ModelCache, ModelInfo
 from kvpolicy.lab.prompt_files.answering import Answered, Answering, PromptAnswered, Shard
-from kvpolicy.lab.store.session import num_cpus
 from kvpolicy.lab.sweep.grid import Sweep
 from kvpolicy.lab.sweep.jobs import Event, Job, JobFinished, SampleMeasured
 
@@ -41,9 +35,6 @@ _MAX_LOSSES = 3  # workers lost in a row without a sample from the same job
 _RETRIES = 2  # of calls that run no samples
 _MAX_RESTARTS = 20  # of one worker, so that one that always dies ends the sweep
 _PATIENCE_S = 30.0  # before the user is told that no worker has begun
-_CONNECT_TIMEOUT_S = 10.0
-_OBJECT_STORE_BYTES = 200_000_000  # of a cluster that is started here: no large objects
-_AUTH = ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
 
 
 @attrs.frozen
@@ -242,9 +233,9 @@ class RayExecutor:
         self._workers: list[_WorkerHandle] = []
         if address is None:
             info("no Ray address is given: starting a cluster on this machine.")
-            self._ray = _start(cpus=(resources.workers or 1) * resources.cpus)
+            self._ray = start_cluster(cpus=(resources.workers or 1) * resources.cpus)
         else:
-            self._ray = _connect(address)
+            self._ray = connect(address)
         try:
             nodes = self._nodes()
             self._each = resources.of_each(nodes, models.device)
@@ -509,72 +500,3 @@ def _cannot_begin(error: Exception) -> KVPolicyError:
         f"workers on Ray cannot begin: {lines[-1]}; kvpolicy, and the packages that provide tasks "
         "and policies, must be installed for the Python of every node."
     )
-
-
-def _start(*, cpus: int) -> Any:
-    """Start a cluster on this machine, which ends with `ray.shutdown`; return the ``ray`` module.
-
-    Args:
-        cpus: CPUs to announce, if the machine has fewer.
-    """
-    ray = _import_ray(is_own_cluster=True)
-    _init(
-        ray,
-        address="local",
-        num_cpus=max(num_cpus(), cpus),
-        include_dashboard=False,
-        object_store_memory=_OBJECT_STORE_BYTES,
-    )
-    return ray
-
-
-def _connect(address: str) -> Any:
-    """Connect to the cluster of this machine; return the ``ray`` module."""
-    if "://" in address:
-        msg = (
-            f"Ray address '{address}' is for Ray Client, which cannot stream results; run the "
-            "command on a machine of the cluster, with its HOST:PORT or auto."
-        )
-        raise KVPolicyError(msg)
-    ray = _import_ray(is_own_cluster=False)
-    try:
-        if address != "auto":
-            _check_port(address)
-        _init(ray, address=address)
-    except Exception as error:
-        msg = (
-            f"no Ray cluster answers at '{address}' ({error_summary(error)}); on a machine that "
-            "`ray start` made part of it, give its HOST:PORT or auto."
-        )
-        raise KVPolicyError(msg) from error
-    return ray
-
-
-def _check_port(address: str) -> None:
-    """Fail early if nothing listens; Ray itself would try for a quarter of an hour."""
-    host, _, port = address.rpartition(":")
-    if not host or not port.isdigit():
-        msg = "it is not HOST:PORT"
-        raise ValueError(msg)
-    socket.create_connection((host.strip("[]"), int(port)), timeout=_CONNECT_TIMEOUT_S).close()
-
-
-def _import_ray(*, is_own_cluster: bool) -> Any:
-    if importlib.util.find_spec("ray") is None:
-        msg = "Ray is not installed; run `pip install 'kvpolicy[ray]'`."
-        raise KVPolicyError(msg)
-    # Ray reads these once, in every process of a cluster that it starts.
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    if is_own_cluster and not any(name in os.environ for name in _AUTH):
-        # Without a token, anyone who reaches the cluster could run code in it.
-        os.environ.update(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN=secrets.token_hex(32))
-    return importlib.import_module("ray")
-
-
-def _init(ray: Any, **options: Any) -> None:
-    """Connect, and keep Ray's messages out of stdout; they stay in Ray's logs."""
-    # Ray prints messages of the cluster to stdout even with log_to_driver=False; its own
-    # debugger silences them in this way.
-    worker: Any = importlib.import_module("ray._private.worker")
-    worker._worker_logs_enabled = False
-    ray.init(logging_level=logging.ERROR, log_to_driver=False, **options)

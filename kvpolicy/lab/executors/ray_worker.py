@@ -1,21 +1,16 @@
 """A worker on a Ray cluster: holds one model and runs jobs with it. Runs in a process of Ray's."""
 
-import os
 import socket
-import tempfile
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import attrs
-import torch
 
-import kvpolicy
 from kvpolicy.engine.engine import Engine
 from kvpolicy.errors import KVPolicyError, ModelError
-from kvpolicy.hooks.discovery import register_file, registered_files
+from kvpolicy.lab.executors.process_setup import ProcessSetup
 from kvpolicy.lab.models import LoadedModel, ModelCache, ModelInfo, describe_model
 from kvpolicy.lab.prompt_files.answering import (
     Answering,
@@ -35,52 +30,17 @@ class WorkerConfig:
     """What a worker takes over from the process that starts it.
 
     Attributes:
-        version: Version of kvpolicy; a worker with another one refuses.
-        folder: Working directory. Where a worker's machine has this folder, relative paths mean
-            the same there.
-        plugins: Name and content of each file given with ``--plugin``.
-        threads: Threads to compute with.
+        setup: How its process is set up.
         models: An empty cache with the options for loading models.
     """
 
-    version: str
-    folder: str
-    plugins: tuple[tuple[str, bytes], ...]
-    threads: int
+    setup: ProcessSetup
     models: ModelCache
 
     @classmethod
     def of_this_process(cls, models: ModelCache, *, threads: int) -> "WorkerConfig":
         """Make the configuration that matches this process."""
-        return cls(
-            version=kvpolicy.__version__,
-            folder=os.getcwd(),
-            plugins=tuple((path.name, path.read_bytes()) for path in registered_files()),
-            threads=threads,
-            models=models,
-        )
-
-    def apply(self) -> None:
-        """Set this process up like the one that the configuration was made in.
-
-        Raises:
-            KVPolicyError: This process has another version of kvpolicy.
-        """
-        if kvpolicy.__version__ != self.version:
-            msg = (
-                f"kvpolicy is {kvpolicy.__version__} there and {self.version} here; "
-                "install the same version on every machine"
-            )
-            raise KVPolicyError(msg)
-        if Path(self.folder).is_dir():
-            os.chdir(self.folder)
-        folder = Path(tempfile.mkdtemp(prefix="kvpolicy-plugins-"))
-        for number, (name, content) in enumerate(self.plugins):
-            path = folder / str(number) / name
-            path.parent.mkdir()
-            path.write_bytes(content)
-            register_file(path)
-        torch.set_num_threads(self.threads)
+        return cls(ProcessSetup.of_this_process(threads=threads), models)
 
 
 class Worker:
@@ -123,7 +83,7 @@ class Worker:
     def machine(self) -> dict[str, Any]:
         """Describe this machine; see `kvpolicy.lab.store.session.describe_machine`."""
         with self._set_up():
-            return describe_machine(threads=self._config.threads)
+            return describe_machine(threads=self._config.setup.threads)
 
     def run_job(self, sweep: Sweep, job: Job) -> Iterator[Event]:
         """Run a job; see `kvpolicy.lab.sweep.jobs.run_job`.
@@ -163,7 +123,7 @@ class Worker:
         host = socket.gethostname()
         try:
             if not self._is_set_up:
-                self._config.apply()
+                self._config.setup.apply()
                 self._is_set_up = True
             yield
         except KVPolicyError as error:

@@ -45,6 +45,11 @@ def this_config() -> WorkerConfig:
     return WorkerConfig.of_this_process(ModelCache(), threads=1)
 
 
+def with_setup(**changes: object) -> WorkerConfig:
+    config = this_config()
+    return attrs.evolve(config, setup=attrs.evolve(config.setup, **changes))
+
+
 def begun(config: WorkerConfig | None = None) -> Worker:
     worker = Worker(config or this_config())
     discovery._from_files.clear()  # a worker is a process of its own
@@ -100,7 +105,7 @@ def test_a_policy_with_other_code_is_refused(
 
 
 def test_a_worker_describes_its_machine() -> None:
-    found = begun(attrs.evolve(this_config(), threads=3)).machine()
+    found = begun(with_setup(threads=3)).machine()
     assert (found["threads"], found["device"]) == (3, "cpu")
     assert torch.get_num_threads() == 3
     assert found["versions"]["torch"] == torch.__version__
@@ -109,7 +114,7 @@ def test_a_worker_describes_its_machine() -> None:
 
 def test_another_version_is_refused() -> None:
     with pytest.raises(KVPolicyError, match=r"9\.9 here; install the same version") as caught:
-        Worker(attrs.evolve(this_config(), version="9.9")).begin()
+        Worker(with_setup(version="9.9")).begin()
     assert str(caught.value).startswith(HERE)
 
 

@@ -1,0 +1,1 @@
+"""A server on several machines: replicas of an engine behind a router, on Ray Serve."""

@@ -1,0 +1,305 @@
+"""A server on a cluster of two nodes: one is killed under load, replicas are updated."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import attrs
+import httpx
+import openai
+import pytest
+from commands import model_folder
+from sweeps_on_ray import PATIENCE_S, Nodes, needs_ray, running_nodes, wait_until
+
+from kvpolicy import Engine, Plan
+from kvpolicy.engine.request import Request, Sampling
+from kvpolicy.hooks import discovery
+from kvpolicy.hooks.discovery import register_file
+from kvpolicy.model.loading import load_model
+
+__all__ = ["model_folder"]
+
+pytestmark = [pytest.mark.slow, needs_ray]
+
+PROMPTS = [[5, 9, 40, 7], [3] * 20, [11, 12, 13, 14, 15], [8], [30, 20, 10] * 5, [2, 4, 6, 8]]
+LENGTH = 60  # tokens of each answer
+WITH_IDS: dict[str, Any] = {"extra_body": {"kvpolicy": {"token_ids": True}}}
+
+SLOW = '''
+import time
+from pathlib import Path
+
+import attrs
+from torch import Tensor
+
+from kvpolicy import hookimpl
+
+
+@attrs.define(eq=False)
+class Slow:
+    """Keep the newest rows, and take a while as long as a file exists."""
+
+    @hookimpl
+    def score(self, positions: Tensor) -> Tensor:
+        if Path({file!r}).exists():
+            time.sleep(0.03)
+        return positions.float()
+'''
+
+
+@attrs.define(eq=False)
+class Served:
+    """A server on the cluster.
+
+    Attributes:
+        folder: Has the policy and the plans.
+        url: Address of the server.
+        nodes: The cluster.
+        model: The model's folder.
+        process: The command.
+    """
+
+    folder: Path
+    url: str
+    nodes: Nodes
+    model: Path
+    process: "subprocess.Popen[str]"
+    client: openai.OpenAI
+
+    def get(self, path: str) -> httpx.Response:
+        return httpx.get(f"{self.url}{path}", timeout=30, trust_env=False)
+
+    def replicas(self) -> dict[str, Any]:
+        """What each replica that is ready does."""
+        return self.get("/health").json().get("replicas", {})
+
+    def metric(self, begin: str) -> float:
+        lines = self.get("/metrics").text.splitlines()
+        return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(begin))
+
+    def be_slow(self) -> None:
+        (self.folder / "slow").touch()
+
+    def be_fast(self) -> None:
+        (self.folder / "slow").unlink(missing_ok=True)
+
+
+def command(folder: Path, model: Path, port: int, *more: object) -> list[str]:
+    plugin, plan = folder / "slow.py", folder / "slow.toml"
+    plugin.write_text(SLOW.format(file=str(folder / "slow")), encoding="utf-8")
+    plan.write_text('stack = ["slow"]\nbudget = 12\nbuffer = 4\n', encoding="utf-8")
+    words = ["serve", "--model", model, "--plan", plan, "--plugin", plugin, "--port", port]
+    return [sys.executable, "-m", "kvpolicy", *(str(word) for word in [*words, *more])]
+
+
+def free_port() -> int:
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        return int(one.getsockname()[1])
+
+
+@pytest.fixture(scope="module")
+def nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nodes]:
+    with running_nodes(tmp_path_factory.mktemp("ray")) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def served(
+    tmp_path_factory: pytest.TempPathFactory, model_folder: Path, nodes: Nodes
+) -> Iterator[Served]:
+    folder, port = tmp_path_factory.mktemp("served"), free_port()
+    more = ("--slots", 4, "--on", "ray", "--ray-address", nodes.address, "--replicas", 2)
+    with (folder / "err").open("w") as err:
+        process = subprocess.Popen(
+            command(folder, model_folder, port, *more, "--shutdown-timeout", 20),
+            stdout=subprocess.PIPE,
+            stderr=err,
+            env=nodes.env,
+            text=True,
+            start_new_session=True,
+        )
+        try:
+            assert process.stdout is not None
+            first = process.stdout.readline()
+            assert f"is served at http://127.0.0.1:{port} by 2 replicas" in first, (
+                folder / "err"
+            ).read_text("utf-8")
+            url = f"http://127.0.0.1:{port}"
+            given = {"api_key": "none", "max_retries": 0, "timeout": PATIENCE_S}
+            with openai.OpenAI(base_url=f"{url}/v1", **given) as client:
+                yield Served(folder, url, nodes, model_folder, process, client)
+            process.send_signal(signal.SIGTERM)
+            process.communicate(timeout=PATIENCE_S)
+            assert process.returncode == 0, (folder / "err").read_text("utf-8")
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.communicate()
+
+
+def sampling_of(number: int) -> dict[str, Any]:
+    """Every other request is sampled, with a seed."""
+    return {"temperature": 1.0, "seed": number} if number % 2 else {"temperature": 0.0}
+
+
+@pytest.fixture(scope="module")
+def expected(served: Served) -> list[tuple[int, ...]]:
+    """Tokens of each request from an engine alone."""
+    discovery._from_files.pop("slow", None)
+    register_file(served.folder / "slow.py")
+    model, tokenizer = load_model(str(served.model))
+    engine = Engine(model, tokenizer, Plan.load(served.folder / "slow.toml"), slots=2)
+    requests = [
+        Request(PROMPTS[number % len(PROMPTS)], LENGTH, Sampling(**sampling_of(number)))
+        for number in range(24)
+    ]
+    return [result.tokens for result in engine.generate(requests).results()]
+
+
+def ask(served: Served, number: int, *, session: str | None = None, **more: Any) -> Any:
+    headers = {} if session is None else {"X-Session-Id": session}
+    return served.client.completions.with_raw_response.create(
+        **{
+            "model": served.model.name,
+            "prompt": PROMPTS[number % len(PROMPTS)],
+            "max_tokens": LENGTH,
+            "extra_headers": headers,
+            **WITH_IDS,
+            **sampling_of(number),
+            **more,
+        }
+    )
+
+
+def tokens_of(served: Served, number: int, *, stream: bool) -> tuple[list[int], str | None]:
+    """The tokens that a client gets, and the code of the error with which its stream ends."""
+    if not stream:
+        found = ask(served, number).parse()
+        return list(found.choices[0].model_extra["token_ids"]), None
+    tokens: list[int] = []
+    try:
+        for piece in ask(served, number, stream=True).parse():
+            tokens += piece.choices[0].model_extra.get("token_ids", [])
+    except openai.APIError as error:
+        return tokens, error.code
+    return tokens, None
+
+
+def test_requests_of_a_session_go_to_one_replica_and_sessions_to_all(served: Served) -> None:
+    by_session = defaultdict(set)
+    for session in "abcdefghijkl":
+        for number in range(3):
+            answer = ask(served, number, session=session, max_tokens=2)
+            by_session[session].add(answer.headers["x-kvpolicy-replica"])
+    assert {len(replicas) for replicas in by_session.values()} == {1}
+    assert set.union(*by_session.values()) == set(served.replicas())
+    assert len(served.replicas()) == 2
+    assert served.metric("kvpolicy_router_retries_total") == 0
+
+
+def test_with_a_node_killed_under_load_every_request_ends_once(
+    served: Served, expected: list[tuple[int, ...]]
+) -> None:
+    wait_until(lambda: len(served.replicas()) == 2)
+    assert tokens_of(served, 0, stream=False)[0] == list(expected[0])
+    before = set(served.replicas())
+    served.be_slow()
+
+    def both_run() -> bool:
+        found = served.replicas().values()
+        running = [plan["running"] for one in found for plan in one["plans"].values()]
+        return len(running) == 2 and min(running) >= 3
+
+    with ThreadPoolExecutor(len(expected)) as clients:
+        jobs = [
+            clients.submit(tokens_of, served, number, stream=number % 3 == 0)
+            for number in range(len(expected))
+        ]
+        wait_until(both_run)
+        served.nodes.kill(1)
+        served.be_fast()
+        found = [job.result(PATIENCE_S) for job in jobs]
+    codes = Counter(code for _, code in found)
+    for number, (tokens, code) in enumerate(found):
+        wanted = list(expected[number])
+        assert tokens == (wanted if code is None else wanted[: len(tokens)])
+        assert code is None or number % 3 == 0, "only streams that have begun may break"
+    assert set(codes) <= {None, "replica_lost"}
+    assert codes["replica_lost"] == served.metric("kvpolicy_router_broken_streams_total")
+    assert served.metric('kvpolicy_router_retries_total{reason="lost"}') >= 1
+    assert served.metric('kvpolicy_router_responses_total{status="5') == 0
+    for session in "abcdef":  # also those of the lost replica
+        assert ask(served, 0, session=session, max_tokens=2).headers["x-kvpolicy-replica"]
+    wait_until(lambda: len(served.replicas()) == 2)
+    assert len(set(served.replicas()) & before) == 1, "another one has taken its place"
+
+
+def test_an_updated_deployment_file_replaces_replicas_one_by_one_and_no_request_fails(
+    served: Served, tmp_path: Path
+) -> None:
+    wait_until(lambda: len(served.replicas()) == 2)
+    before = set(served.replicas())
+    file, port = tmp_path / "deployment.yaml", int(served.url.rpartition(":")[2])
+    options = ("--slots", 1, "--replicas", 2, "--requests-per-replica", 1, "--max-waiting", 1)
+    words = command(served.folder, served.model, port, "--write-deployment", file, *options)
+    subprocess.run(words, check=True, capture_output=True, text=True)
+    is_over, answered, failed = threading.Event(), [], []
+
+    def keep_asking(number: int) -> None:
+        while not is_over.is_set():
+            try:
+                answered.append(tokens_of(served, number, stream=False))
+            except openai.APIError as error:
+                failed.append(error)
+
+    with ThreadPoolExecutor(2) as clients:
+        jobs = [clients.submit(keep_asking, number) for number in range(2)]
+        wait_until(lambda: len(answered) > 4)
+        try:
+            subprocess.run(
+                [
+                    *(sys.executable, "-m", "ray.serve.scripts", "run", str(file)),
+                    *("--address", served.nodes.address, "--non-blocking"),
+                ],
+                check=True,
+                capture_output=True,
+                env=served.nodes.env,
+                timeout=PATIENCE_S,
+            )
+            wait_until(lambda: len(served.replicas()) == 2 and not before & set(served.replicas()))
+        finally:
+            is_over.set()
+        for job in jobs:
+            job.result()
+    assert not failed
+    assert {len(tokens) for tokens, _ in answered} == {LENGTH}
+    model = served.get("/v1/models").json()["data"][0]
+    assert model["kvpolicy"]["slots"] == 1
+
+
+def test_when_all_replicas_and_the_queue_are_full_requests_are_refused(served: Served) -> None:
+    """After the update, two replicas take one request each, and a few more may wait."""
+    served.be_slow()
+    with ThreadPoolExecutor(8) as clients:
+        jobs = [clients.submit(tokens_of, served, number, stream=False) for number in range(8)]
+        errors = [error for job in jobs if (error := job.exception(PATIENCE_S)) is not None]
+    served.be_fast()
+    assert 1 <= len(errors) <= 6
+    for error in errors:
+        assert isinstance(error, openai.RateLimitError)
+        assert int(error.response.headers["retry-after"]) >= 1
+        assert error.code == "queue_full"
+    patient = served.client.with_options(max_retries=9)
+    asked = {"model": served.model.name, "prompt": [3], "max_tokens": 2}
+    with ThreadPoolExecutor(8) as clients:
+        found = list(clients.map(lambda _: patient.completions.create(**asked), range(8)))
+    assert all(one.usage.completion_tokens == 2 for one in found)
