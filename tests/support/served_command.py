@@ -15,7 +15,7 @@ from typing import Any
 import attrs
 import httpx
 
-PATIENCE_S = 30.0
+PATIENCE_S = 150.0  # a server on Ray takes half a minute to start
 
 
 @attrs.define(eq=False)

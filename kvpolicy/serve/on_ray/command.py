@@ -126,7 +126,7 @@ def _serve(
         options = _options(ray, config, slots, nodes, config.loading["device"])
         count = f"{ray.replicas} replica{'s' * (ray.replicas != 1)}"
         line = curl_line(url, example_completion(config.name), KEYS if settings.api_keys else None)
-        welcome = [f"{config.name} is served at {url} by {count}", "", "Try:", line]
+        welcome = [f"{config.name} is served at {url}", f"  by {count}", "", "Try:", line]
         serve_on(
             config,
             settings.api_keys,
