@@ -261,12 +261,14 @@ class AsyncEngine:
             while not run.done:
                 run.wait()
                 events = run.step()
-                if not run.num_open or time.monotonic() - renewed > _STATS_EVERY_S:
-                    self._stats, renewed = run.stats, time.monotonic()
-                self._hand_over(self._deliver, events)
+                try:
+                    if not run.num_open or time.monotonic() - renewed > _STATS_EVERY_S:
+                        self._stats, renewed = run.stats, time.monotonic()
+                finally:  # reading seconds waits for a GPU, which may fail
+                    self._hand_over(self._deliver, events)
         except BaseException as error:  # whatever it is, nobody may wait for ever
             sentence = f"the engine has broken: {error_summary(error)}; start another"
-            self._hand_over(self._deliver, Events([], run.end(sentence)))
+            self._hand_over(self._deliver, run.end(sentence))
         finally:
             self._hand_over(self._ended.set)
 
