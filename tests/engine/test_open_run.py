@@ -602,13 +602,17 @@ def test_step_looks_at_few_of_the_requests_that_wait(monkeypatch: pytest.MonkeyP
         looked += 1
         return plain(self)
 
-    plain = Sequence.waiting.fget
+    plain = vars(Sequence)["waiting"].fget
     monkeypatch.setattr(Sequence, "waiting", property(counted))
     run = OpenRun(Engine(llama(), plan=FULL, slots=2), max_len=40, clock=clock)
-    asked, reason = [], run._queue.reason_to_end
-    monkeypatch.setattr(
-        run._queue, "reason_to_end", lambda seq: asked.append(seq.id) or reason(seq)
-    )
+    asked: list[int] = []
+    reason = run._queue.reason_to_end
+
+    def noted(seq: Sequence) -> Any:
+        asked.append(seq.id)
+        return reason(seq)
+
+    monkeypatch.setattr(run._queue, "reason_to_end", noted)
     for number in range(30):
         run.submit(Request([5], 2, priority=number % 2, deadline_s=5 + number))
     results = []
