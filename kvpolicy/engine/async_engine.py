@@ -311,7 +311,7 @@ class AsyncEngine:
                 self._run_steps()
         except BaseException as error:  # whatever it is, nobody may wait for ever
             sentence = f"the engine has broken: {error_summary(error)}; start another"
-            self._hand_over(self._deliver, Events([], run.end(sentence)))
+            self._hand_over(self._deliver, run.end(sentence))
         finally:
             self._hand_over(self._end)
 
@@ -322,9 +322,11 @@ class AsyncEngine:
                 run.wait()
             self._make_calls()
             events = run.step()
-            if not run.num_open or time.monotonic() - renewed > _STATS_EVERY_S:
-                self._stats, renewed = run.stats, time.monotonic()
-            self._hand_over(self._deliver, events)
+            try:
+                if not run.num_open or time.monotonic() - renewed > _STATS_EVERY_S:
+                    self._stats, renewed = run.stats, time.monotonic()
+            finally:  # reading seconds waits for a GPU, which may fail
+                self._hand_over(self._deliver, events)
 
     def _make_calls(self) -> None:
         """Call what waits for the time between two steps."""

@@ -564,8 +564,12 @@ class Run:
             HookError: As for iterating.
         """
         self._step()
+        return self._take_events()
+
+    def _take_events(self) -> Events:
+        """What was not returned before."""
         events = Events(self._new_tokens, self._results, self._new_logprobs)
-        self._results = []
+        self._new_tokens, self._results, self._new_logprobs = [], [], {}
         return events
 
     def _step(self) -> None:
@@ -597,8 +601,8 @@ class Run:
             self._finish(seq)
         for seq in self.batch.active:
             seq.finish_reason = queue.reason_to_end(seq)
-        queue.cancelled.clear()
         self.finish_ended()
+        queue.forget_ends()
 
     def next_group(self) -> list[Sequence] | None:
         """Sequences whose prompts are to be prefilled; ``None`` if there are none.
@@ -631,7 +635,9 @@ class Run:
         batch, waiting = self.batch, self._queue.waiting
         if not waiting or not batch.num_free:
             return []
-        in_order = self._queue.in_order()
+        # Without a policy, only the first ones matter, of many that may wait.
+        is_asked = self.engine.scheduling.implements("schedule")
+        in_order = self._queue.in_order(None if is_asked else batch.num_free)
         groups: list[list[int]] = []
         with self._errors.covering(in_order):
             groups = self.engine.scheduling.schedule(
@@ -848,22 +854,19 @@ class OpenRun(Run):
         """Have `wait` return."""
         self._queue.wake()
 
-    def end(self, error: str) -> list[Result]:
+    def end(self, error: str) -> Events:
         """End all requests with an error; nothing can be served afterwards.
 
-        For a run that broke in the middle of a step. Results that were not returned before are
-        among those returned.
+        For a run that broke in the middle of a step: what the step had brought is returned, too.
         """
         self._queue.close(error)
-        self._queue.take_in()
-        for seq in [*self.waiting, *self.batch.active]:
+        # Wherever the step has left them: a request may have left the queue and have no slot yet.
+        for seq in self._queue.open_sequences():
             seq.fail(error)
             self._finish(seq)
+        self._queue.take_in()
         self._queue.waiting.clear()
-        for number in self._queue.open_numbers:  # lost where the step broke
-            self._emit(Result(number, finish_reason="error", error=error))
-        results, self._results = self._results, []
-        return results
+        return self._take_events()
 
 
 def _limit(name: str, value: int | None, least: int, most: int | None) -> int:

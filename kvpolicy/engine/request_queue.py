@@ -1,5 +1,7 @@
 """Requests from their submission to a slot: those that wait, cancellations, deadlines."""
 
+import heapq
+import math
 from collections import abc
 from queue import Empty, SimpleQueue
 from threading import Lock
@@ -37,10 +39,11 @@ class RequestQueue:
         self._closed_by: str | None = None
         self._clock, self._most_open = clock, most_open
         self._lock = Lock()
-        self._open: set[int] = set()
+        self._open: dict[int, Sequence] = {}
         # Sequences that arrive, and numbers of those to cancel. Its `put` may interrupt itself.
         self._inbox: SimpleQueue[Sequence | int | None] = SimpleQueue()
-        self._has_deadlines = False
+        self._now = 0.0  # when the step began
+        self._next_deadline = math.inf  # of an open request, or of one that has ended since
 
     @property
     def is_closed(self) -> bool:
@@ -51,11 +54,6 @@ class RequestQueue:
     def num_open(self) -> int:
         """Requests without a result."""
         return len(self._open)
-
-    @property
-    def open_numbers(self) -> list[int]:
-        """Numbers of the requests without a result."""
-        return sorted(self._open)
 
     def put(self, seq: Sequence) -> int:
         """Add a request, and number it.
@@ -75,7 +73,7 @@ class RequestQueue:
                 )
                 raise QueueFullError(msg)
             seq.id = self.refuse()
-            self._open.add(seq.id)
+            self._open[seq.id] = seq
             if seq.request.deadline_s is not None:
                 seq.deadline = self._clock() + seq.request.deadline_s
             self._inbox.put(seq)
@@ -111,11 +109,17 @@ class RequestQueue:
         """Take over what has come since the last step; returns whether any request may end now."""
         while not self._inbox.empty():
             self._take(self._inbox.get_nowait())
-        return bool(self.cancelled or self._has_deadlines)
+        self._now = self._clock()
+        return bool(self.cancelled) or self._now >= self._next_deadline
 
-    def in_order(self) -> list[Sequence]:
-        """The waiting sequences, those of higher priority first, equal ones in order of arrival."""
-        return sorted(self.waiting.values(), key=lambda seq: -seq.request.priority)
+    def in_order(self, most: int | None = None) -> list[Sequence]:
+        """The waiting sequences, those of higher priority first, equal ones in order of arrival.
+
+        Args:
+            most: Only so many, the first ones; ``None``: all.
+        """
+        num = len(self.waiting) if most is None else most
+        return heapq.nsmallest(num, self.waiting.values(), key=lambda seq: -seq.request.priority)
 
     def pop_ended(self) -> list[Sequence]:
         """Take out the waiting sequences that end now."""
@@ -130,18 +134,30 @@ class RequestQueue:
         """Why a sequence ends now, if it does: it was cancelled, or its time is up."""
         if seq.id in self.cancelled:
             return "cancelled"
-        if seq.deadline is not None and self._clock() >= seq.deadline:
+        if seq.deadline is not None and self._now >= seq.deadline:
             return "deadline"
         return None
+
+    def forget_ends(self) -> None:
+        """Note that what was to end has ended, and when the next deadline is."""
+        self.cancelled.clear()
+        deadlines = (seq.deadline for seq in self.open_sequences())
+        self._next_deadline = min((one for one in deadlines if one is not None), default=math.inf)
+
+    def open_sequences(self) -> list[Sequence]:
+        """The sequences of all requests without a result, in order of arrival."""
+        with self._lock:
+            return list(self._open.values())
 
     def finish(self, number: int) -> None:
         """Note that a request has its result."""
         with self._lock:
-            self._open.discard(number)
+            self._open.pop(number, None)
 
     def _take(self, came: Sequence | int | None) -> None:
         if isinstance(came, Sequence):
             self.waiting[came.id] = came
-            self._has_deadlines |= came.deadline is not None
+            if came.deadline is not None:
+                self._next_deadline = min(self._next_deadline, came.deadline)
         elif came is not None:
             self.cancelled.add(came)

@@ -563,11 +563,90 @@ def test_broken_run_ends_all_requests_with_the_error() -> None:
     for _ in range(3):
         run.submit(Request([5], 9))
     run.step()
-    results = run.end("it broke")
-    assert [(one.id, one.finish_reason, one.error) for one in results] == [
-        (number, "error", "it broke") for number in (1, 2, 0)
+    events = run.end("it broke")
+    assert events.tokens == []  # they were returned by the step
+    assert [(one.id, one.finish_reason, one.error) for one in events.results] == [
+        (number, "error", "it broke") for number in range(3)
     ]
-    assert len(results[2].tokens) == 2
+    assert len(events.results[0].tokens) == 2
     assert run.done
     with pytest.raises(EngineClosedError, match="it broke"):
         run.submit(Request([5]))
+
+
+def test_run_that_breaks_between_queue_and_slot_loses_no_request(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    run = Engine(llama(), plan=FULL, slots=2).open_run(max_len=40)
+    for number in range(4):
+        run.submit(Request([5], 9 if number else 2))  # the first ends in the first step
+
+    def fails(group: Any) -> None:
+        raise MemoryError
+
+    run.step()
+    monkeypatch.setattr(run.batch, "admit", fails)
+    with pytest.raises(MemoryError):
+        run.results()
+    assert sorted(one.id for one in run.end("it broke").results) == [1, 2, 3]
+    assert run.done
+
+
+def test_broken_run_returns_the_tokens_of_its_last_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Engine(llama(), plan=FULL, slots=2).open_run(max_len=40)
+    for _ in range(2):
+        run.submit(Request([5], 9, logprobs=1))
+    tokens = run.step().tokens
+
+    def fails() -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(run.batch, "compact", fails)
+    with pytest.raises(MemoryError):
+        run.step()
+    events = run.end("it broke")
+    tokens += events.tokens
+    for result in events.results:
+        assert tuple(token for number, token in tokens if number == result.id) == result.tokens
+        assert events.logprobs[result.id] == [result.logprobs[-1]]
+
+
+# --- many that wait -------------------------------------------------------------------------
+
+
+def test_step_looks_at_few_of_the_requests_that_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, looked = FakeClock(), 0
+
+    def counted(self: Sequence) -> Any:
+        nonlocal looked
+        looked += 1
+        return plain(self)
+
+    plain = vars(Sequence)["waiting"].fget
+    monkeypatch.setattr(Sequence, "waiting", property(counted))
+    run = OpenRun(Engine(llama(), plan=FULL, slots=2), max_len=40, clock=clock)
+    asked: list[int] = []
+    reason = run._queue.reason_to_end
+
+    def noted(seq: Sequence) -> Any:
+        asked.append(seq.id)
+        return reason(seq)
+
+    monkeypatch.setattr(run._queue, "reason_to_end", noted)
+    for number in range(30):
+        run.submit(Request([5], 2, priority=number % 2, deadline_s=5 + number))
+    results = []
+    while len(results) < 4:
+        results += run.step().results
+    assert sorted(one.id for one in results) == [1, 3, 5, 7]
+    assert looked == 4
+    assert asked == []
+    clock.now = 6.0  # those of 0, and of 1, which has ended
+    results = run.step().results
+    assert (results[0].id, results[0].finish_reason) == (0, "deadline")
+    num = len(asked)
+    run.step()
+    assert len(asked) == num
+    clock.now = 40.0
+    assert {one.finish_reason for one in run.results()} == {"deadline"}
+    assert run.num_open == 0

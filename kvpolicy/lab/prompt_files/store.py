@@ -13,10 +13,11 @@ whole, so it is there exactly if it is complete.
 """
 
 import json
+import os
 from array import array
 from collections import Counter
 from collections.abc import Iterable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any, Self
 
@@ -246,13 +247,16 @@ def check_output(output: Path, prompts: str) -> None:
             problem = "is the file of the prompts"
         elif output.exists() and not output.is_file():
             problem = "is no regular file"
-        elif not output.parent.is_dir():
-            problem = f"cannot be written: there is no folder {output.parent}"
+        elif not (parent := Path(os.path.realpath(output)).parent).is_dir():
+            # Of the file that a symbolic link names: the answers are written there at the end.
+            shown = parent if output.is_symlink() else output.parent
+            problem = f"cannot be written: there is no folder {shown}"
         elif run_folder(output).exists() and not run_folder(output).is_dir():
             problem = f"cannot be written: {run_folder(output)} is a file"
         elif not run_folder(output).exists():
-            run_folder(output).mkdir()
-            run_folder(output).rmdir()
+            run_folder(output).mkdir(exist_ok=True)
+            with suppress(OSError):  # another process has begun in it
+                run_folder(output).rmdir()
     except (OSError, ValueError) as error:
         problem = f"cannot be written: {getattr(error, 'strerror', None) or error}"
     if problem is not None:

@@ -196,6 +196,7 @@ def test_outputs_that_can_never_be_written_are_refused(tmp_path: Path) -> None:
     prompts = tmp_path / "p.jsonl"
     prompts.write_text("x")
     (tmp_path / "taken.run").touch()
+    (tmp_path / "link").symlink_to("gone/a.jsonl")
     refused = {
         prompts: "is the file of the prompts",
         tmp_path: "is no regular file",
@@ -203,6 +204,7 @@ def test_outputs_that_can_never_be_written_are_refused(tmp_path: Path) -> None:
         tmp_path / "none" / "a": "there is no folder",
         prompts / "a": "no folder",
         tmp_path / "taken": "taken.run is a file",
+        tmp_path / "link": f"there is no folder {tmp_path}/gone",
         tmp_path / ("x" * 300): "cannot be written",
         Path("/proc/a"): "cannot be written",
     }
@@ -211,4 +213,4 @@ def test_outputs_that_can_never_be_written_are_refused(tmp_path: Path) -> None:
             check_output(output, str(prompts))
         assert problem in str(caught.value)
     check_output(tmp_path / "a.jsonl", str(prompts))
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["p.jsonl", "taken.run"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["link", "p.jsonl", "taken.run"]
