@@ -13,6 +13,7 @@ from kvpolicy.engine.request import Request as Request
 from kvpolicy.engine.request import Sampling as Sampling
 from kvpolicy.engine.results import Result as Result
 from kvpolicy.engine.results import RunReport as RunReport
+from kvpolicy.engine.reuse.store import PrefixStore as PrefixStore
 from kvpolicy.engine.snapshot import SequenceSnapshot as SequenceSnapshot
 from kvpolicy.errors import KVPolicyError as KVPolicyError
 from kvpolicy.hf import PolicyCache as PolicyCache

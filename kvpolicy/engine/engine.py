@@ -22,6 +22,8 @@ from kvpolicy.engine.isolation import ErrorScope, OnHookError
 from kvpolicy.engine.request import Request, Sampling, samplings_of
 from kvpolicy.engine.results import Events, FinishReason, Result, RunReport
 from kvpolicy.engine.resuming import Resuming
+from kvpolicy.engine.reuse.reusing import Reusing
+from kvpolicy.engine.reuse.store import PrefixStore
 from kvpolicy.engine.sampler import Sampler, sample_next
 from kvpolicy.engine.savings import nothing_evicted
 from kvpolicy.engine.sequence import Sequence, encode
@@ -56,6 +58,7 @@ class Engine:
         scheduling: The policies of `schedule`.
         errors: Isolates errors of hooks.
         resuming: Takes snapshots of sequences, and resumes them.
+        reusing: Finds and stores parts of sequences, if there is a prefix store.
         num_slots: Sequences that are decoded together.
         chunk: The most prompt tokens of one sequence in one forward.
         eager_reason: Why decode steps take the eager path; ``None``: they are static.
@@ -81,6 +84,7 @@ class Engine:
         cpu_weights: CpuWeights = "plain",
         gpu_attention: GpuAttention = "triton",
         steps_per_read: int | None = None,
+        prefix_store: PrefixStore | None = None,
     ) -> None:
         """Bind a plan to a model, which is left as it is.
 
@@ -116,6 +120,8 @@ class Engine:
                 tokens are read. Stop strings, cancelling and new requests take effect when they
                 are; results are the same. ``None``: 8 on a GPU, where reading is a wait, and 1 on
                 a CPU.
+            prefix_store: Keeps rows of prompts and of conversations for requests that begin with
+                the same tokens, which then compute the rest only. ``None``: nothing is reused.
 
         Raises:
             ModelError: If the engine cannot run the model, pack its weights, compile it, or have
@@ -166,6 +172,11 @@ class Engine:
         self.eager_reason = "asked for" if eager else self.adapter.eager_reason
         self.compiled = self._compiled() if compile else None
         self.flash = self._wants_flash(gpu_attention)
+        self.reusing = None
+        if prefix_store is not None:
+            self.reusing = Reusing(
+                prefix_store, self.resuming, self.adapter, self.plan, self.stacks, tokenizer
+            )
         on_cpu = self.adapter.device.type == "cpu"
         self.steps_per_read = steps_per_read or (1 if on_cpu else DEFAULT_STEPS_PER_READ)
 
@@ -328,6 +339,7 @@ class Engine:
             max_steps=max_steps,
             compiled=self.compiled if max_steps else None,
             flash=self.flash,
+            reusing=self.reusing,
         )
 
 
@@ -560,6 +572,7 @@ class Run:
         for seq in group:
             seq.prefill_s = elapsed
         self._report.prompt_tokens += sum(seq.num_prompt for seq in group)
+        self._report.reused_tokens += sum(seq.num_reused for seq in group)
         self._report.prefill_s += elapsed
 
     @contextmanager

@@ -95,6 +95,7 @@ class ModelAdapter:
         vocab_size: Token ids are below this.
         max_positions: Tokens a sequence may have, prompt and generation together.
         longrope_length: Tokens that no sequence can cross, if there is such a number.
+        rotates_by_length: Whether the rotary embedding depends on the length of the prompt.
         stop_ids: Tokens that end a generation, from the model's own configuration.
         hidden_size: Size of the hidden state, ``M``.
         processes: The processes that hold the model.
@@ -266,7 +267,7 @@ class ModelAdapter:
             return logits, given.states
         cache, device = StepCache(step, given), self.device
         positions = torch.from_numpy(step.position_ids).to(device)
-        by_length = serving(step.totals.tolist()) if self._rotates_by_length else nullcontext()
+        by_length = serving(step.totals.tolist()) if self.rotates_by_length else nullcontext()
         with by_length:
             output = self._run(twin, given, given.token_ids.to(device), positions, cache)
         done = len(cache.stored & step.attended)
@@ -320,7 +321,7 @@ class ModelAdapter:
     def _register(self, copies: Copies) -> None:
         """Register the hooks of a new twin; they read the forward under way from its arguments."""
         rotaries = list(filter(depends_on_length, self.model.modules()))
-        self._rotates_by_length = bool(rotaries)
+        self.rotates_by_length = bool(rotaries)
         for rotary in rotaries:
             copied = copies.hookable(rotary)
             vars(copied)["forward"] = by_sequence(copied)
