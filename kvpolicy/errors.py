@@ -60,6 +60,14 @@ class RequestError(KVPolicyError):
     """One request cannot be served; in a run it becomes that request's result."""
 
 
+class QueueFullError(KVPolicyError):
+    """A request came when as many as allowed were running or waiting; it may be tried later."""
+
+
+class EngineClosedError(KVPolicyError):
+    """A request came to an engine that accepts none any more; the message says why."""
+
+
 class CacheError(KVPolicyError):
     """A `PolicyCache` was given unsupported arguments, or input that does not continue it."""
 

@@ -96,18 +96,19 @@ def schedule(
     """Choose which requests are admitted next, and which are prefilled together.
 
     Called when slots are free and requests wait. The first policy to answer wins; if none
-    answers, requests are admitted in order of arrival, as one group.
+    answers, requests are admitted in the order in which they wait, as one group.
 
     Args:
-        waiting: Requests without a slot, in order of arrival; each has ``id``,
-            ``prompt_len`` (tokens) and ``max_new_tokens``.
+        waiting: Requests without a slot, those of higher priority first, equal ones in order of
+            arrival; each has ``id``, ``prompt_len`` (tokens), ``max_new_tokens`` and ``priority``.
         num_free: Free slots, at least 1.
-        num_active: Sequences being decoded in the other slots.
+        num_active: Sequences in the other slots, which are being prefilled or decoded.
 
     Returns:
-        Groups of request ids. Each group is prefilled in one batch, one group after another. At
-        most ``num_free`` ids, all waiting, none twice. No id at all means to wait and is valid
-        only while sequences are being decoded. Anything else raises `HookResultError`.
+        Groups of request ids. Each group is prefilled in one batch, one group after another;
+        where prefill and decode steps take turns, groups take turns, too. At most ``num_free``
+        ids, all waiting, none twice. No id at all means to wait and is valid only while other
+        slots have sequences. Anything else raises `HookResultError`.
     """
 
 

@@ -25,11 +25,13 @@ class WaitingRequest:
         id: Number of the request in its run, in order of arrival.
         prompt_len: Tokens in the prompt.
         max_new_tokens: The most tokens it may generate.
+        priority: Higher ones are meant to go first.
     """
 
     id: int
     prompt_len: int
     max_new_tokens: int
+    priority: int = 0
 
 
 @attrs.frozen(eq=False, kw_only=True)

@@ -167,6 +167,16 @@ class SlabStack:
         for tensor in self.tensors:
             self._of_slot(tensor, target).copy_(self._of_slot(tensor, source))
 
+    def swap_slots(self, first: int, second: int) -> int:
+        """Exchange two slots in all layers; returns the bytes of the largest temporary copy."""
+        most = 0
+        for tensor in self.tensors:
+            held = self._of_slot(tensor, first).clone()
+            self._of_slot(tensor, first).copy_(self._of_slot(tensor, second))
+            self._of_slot(tensor, second).copy_(held)
+            most = max(most, held.nbytes)
+        return most
+
     def _of_slot(self, tensor: Tensor, slot: int) -> Tensor:
         """A slot in all layers, a view."""
         return tensor[slot :: self.num_slots]
@@ -518,6 +528,21 @@ class KVCache:
             array = getattr(self, name)
             array[..., target] = array[..., source]
         self.clear(source)
+
+    def swap(self, first: int, second: int) -> None:
+        """Exchange the sequences in two slots."""
+        pair, swapped = [first, second], [second, first]
+        for stack in self.stacks:
+            self.note_copy(stack.swap_slots(first, second))
+        for tensor in self.slot_tensors:
+            tensor[pair] = tensor[swapped]
+        for one in self._coming:
+            one.slots[:] = np.select(
+                [one.slots == first, one.slots == second], [second, first], one.slots
+            )
+        for name in _PER_SLOT:
+            array = getattr(self, name)
+            array[..., pair] = array[..., swapped]
 
     def count(self, slots: Sequence[int] | np.ndarray, num_new: int | np.ndarray) -> None:
         """Count new tokens of some slots, ``[B]``, and their rows in every layer."""

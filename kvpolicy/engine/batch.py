@@ -1,8 +1,8 @@
 """The running batch: sequences in their slots, prefilled, decoded and compacted together.
 
-A sequence stays in its slot. When one ends, the next that is admitted takes its slot; only where
-none waits do sequences move to lower slots, so that a decode step, which serves the first slots,
-computes nothing for empty ones.
+A decode step serves the first slots. When a sequence ends, the next that is admitted takes its
+slot; only where none waits, or where its prompt is not all in when others are decoded, do sequences
+move, so that a step computes nothing for slots that take no part.
 
 A batch runs no forward itself. ``begin_prefill_chunk`` and ``begin_decode`` give the input of one;
 ``finish_prefill_chunk`` and ``finish_decode`` take its output; ``compact`` evicts what is due. The
@@ -192,6 +192,25 @@ class RunningBatch:
         """Free slots."""
         return self.slots.count(None)
 
+    @property
+    def served(self) -> abc.Sequence[Sequence]:
+        """The sequences of the last forward, without those that have ended and left."""
+        return self._served
+
+    @property
+    def ready(self) -> list[Sequence]:
+        """The sequences whose prompts are in: they have a token that a decode step can bring in."""
+        return [seq for seq in self.slots if seq is not None and seq.tokens]
+
+    @property
+    def num_reused(self) -> int:
+        """Prompt tokens so far whose rows were copied from a prefix store."""
+        return 0 if self._reuse is None else self._reuse.num_reused
+
+    def prefills(self, group: abc.Iterable[Sequence]) -> bool:
+        """Whether the prompt of any sequence of a group is not all in."""
+        return any(seq.finish_reason is None and self._num_left(seq) for seq in group)
+
     def grow(self, longest: int) -> None:
         """Enlarge the slabs for sequences of ``longest`` tokens; stored rows are kept."""
         self.cache.grow(self._slabs(longest))
@@ -256,12 +275,20 @@ class RunningBatch:
         self._resuming.put(snapshot, seq, self.cache, self._observer, self._registers)
         self._marker.note_all([seq])
 
-    def begin_prefill_chunk(self) -> ForwardInput | None:
-        """The next chunks of prompts that are not all in; ``None`` if all are."""
-        waiting = [seq for seq in self.active if self._num_left(seq)]
+    def begin_prefill_chunk(
+        self, group: abc.Iterable[Sequence] | None = None
+    ) -> ForwardInput | None:
+        """The next chunks of prompts that are not all in; ``None`` if all are.
+
+        Args:
+            group: The sequences to consider; ``None``: all.
+        """
+        among = self.active if group is None else [s for s in group if s.finish_reason is None]
+        waiting = [seq for seq in among if self._num_left(seq)]
         if self._reuse is not None:
             waiting = self._reuse.ready(waiting)
         if not waiting:
+            self._served = []
             return None
         lengths = self._chunk_lengths(waiting)
         self._served = served = waiting[: len(lengths)]
@@ -308,9 +335,8 @@ class RunningBatch:
             self._reuse.note(served)
 
     def begin_decode(self) -> ForwardInput:
-        """The forward of the newest token of every sequence."""
-        self._pack()
-        self._served = active = self.active
+        """The forward of the newest token of every sequence whose prompt is in."""
+        self._served = active = self._pack()
         newest = [seq.tokens[-1] for seq in active]
         step: StaticStep | StepLayout
         if self._static is None:
@@ -359,6 +385,8 @@ class RunningBatch:
         """
         served, most = self._served, self.max_steps
         if most == 1 or self.compactor.asks_due:
+            return 1
+        if len(served) < len(self.slots) - self.num_free:  # prompts of the others are to go on
             return 1
         # Only the host finds stop strings: later steps would change tracks of the snapshot.
         keeps_all = self._reuse is not None and self._reuse.keeps_ends
@@ -410,7 +438,8 @@ class RunningBatch:
 
     def compact(self) -> None:
         """Evict rows of the sequences of the last forward, where that is due."""
-        self.compactor.compact(self._served)
+        if self._served:
+            self.compactor.compact(self._served)
 
     def release(self) -> list[Sequence]:
         """Take ended sequences out of their slots."""
@@ -464,15 +493,24 @@ class RunningBatch:
         self.compactor.compact([seq])
         seq.prompt, seq.tokens = going_on
 
-    def _pack(self) -> None:
-        """Move the last sequences to free slots before them."""
-        num_active = len(self.active)
-        last = [seq for seq in self.slots[num_active:] if seq is not None]
-        for seq in last:
-            source, target = seq.slot, self.slots.index(None)
-            self.cache.move(source, target)
-            self.slots[source] = None
+    def _pack(self) -> list[Sequence]:
+        """Bring the sequences whose prompts are in to the first slots; returns them."""
+        ready = self.ready
+        if ready[-1].slot < len(ready):
+            return ready
+        taken = {seq.slot for seq in ready}
+        places = (slot for slot in range(len(ready)) if slot not in taken)
+        for seq in [seq for seq in ready if seq.slot >= len(ready)]:
+            source, target = seq.slot, next(places)
+            other = self.slots[target]
+            if other is None:
+                self.cache.move(source, target)
+                self.slots[source] = None
+            else:
+                self.cache.swap(source, target)
+                self._place(other, source)
             self._place(seq, target)
+        return self.ready
 
     def _num_left(self, seq: Sequence) -> int:
         """Prompt tokens that are not in yet."""

@@ -5,7 +5,7 @@ one call of `Engine.generate` and is what the caller iterates over.
 """
 
 import time
-from collections import abc
+from collections import abc, deque
 from contextlib import contextmanager
 from typing import Any, get_args
 
@@ -16,17 +16,21 @@ from transformers import PreTrainedModel
 
 from kvpolicy.cache.slab import KVCache
 from kvpolicy.cache.static_step import StaticStep
+from kvpolicy.engine.arrival import Arrivals
 from kvpolicy.engine.batch import RunningBatch
+from kvpolicy.engine.footprint import slots_within
 from kvpolicy.engine.heads import check_heads
 from kvpolicy.engine.isolation import ErrorScope, OnHookError
+from kvpolicy.engine.logprobs import Measured, TokenLogprobs
 from kvpolicy.engine.request import Request, Sampling, samplings_of
-from kvpolicy.engine.results import Events, FinishReason, Result, RunReport
+from kvpolicy.engine.request_queue import Clock, RequestQueue
+from kvpolicy.engine.results import EngineStats, Events, Result, RunReport
 from kvpolicy.engine.resuming import Resuming
 from kvpolicy.engine.reuse.reusing import Reusing
 from kvpolicy.engine.reuse.store import PrefixStore
 from kvpolicy.engine.sampler import Sampler, sample_next
 from kvpolicy.engine.savings import nothing_evicted
-from kvpolicy.engine.sequence import Sequence, encode
+from kvpolicy.engine.sequence import Sequence
 from kvpolicy.engine.snapshot import SequenceSnapshot
 from kvpolicy.engine.stream import TextPieces
 from kvpolicy.errors import KVPolicyError, ModelError, RequestError, SnapshotError
@@ -217,6 +221,39 @@ class Engine:
         ]
         return Run(self, requests)
 
+    def open_run(
+        self,
+        *,
+        max_len: int | None = None,
+        max_prompt_len: int | None = None,
+        kv_memory: int | None = None,
+        max_waiting: int | None = None,
+        on_hook_error: OnHookError | None = None,
+    ) -> "OpenRun":
+        """A run to which requests may be submitted at any time; slabs are allocated now.
+
+        Args:
+            max_len: The most tokens of a sequence, prompt and generation together; ``None``: the
+                model's positions. Slabs of layers without a budget have so many rows.
+            max_prompt_len: The most tokens of a prompt, which matters where a plan keeps the rows
+                of prompts; ``None``: ``max_len``.
+            kv_memory: The most bytes of the cache, see `RunReport.peak_kv_bytes`. It says how many
+                slots there are; ``None``: as many as the engine has.
+            max_waiting: Requests that may wait while all slots are in use; ``None``: any number.
+            on_hook_error: What happens if a policy fails, see `Engine`; ``None``: as there.
+
+        Raises:
+            KVPolicyError: If a limit is invalid, or ``kv_memory`` has no room for one sequence.
+        """
+        return OpenRun(
+            self,
+            max_len=max_len,
+            max_prompt_len=max_prompt_len,
+            kv_memory=kv_memory,
+            max_waiting=max_waiting,
+            on_hook_error=on_hook_error,
+        )
+
     def stream(self, prompt: str | abc.Sequence[int] | Request, **options: Any) -> "Stream":
         """Continue one prompt; iterate over the stream for its text, piece by piece.
 
@@ -277,21 +314,27 @@ class Engine:
     @torch.no_grad()
     def step(self, run: "Run") -> None:
         """One step of the loop: schedule, prefill, decode, compact, finish."""
-        batch, forward = run.batch, self.adapter.forward
-        run.finish_cancelled()
-        while groups := run.schedule():
-            for group in groups:
-                with run.prefill_time(group):
-                    batch.admit(group)
-                    while (chunk := batch.begin_prefill_chunk()) is not None:
-                        batch.finish_prefill_chunk(*forward(chunk), run.append_tokens)
-                        batch.compact()
+        batch = run.batch
+        run.begin_step()
+        while (group := run.next_group()) is not None:
+            with run.prefill_time(group):
+                self._prefill(run, group)
+                batch.compact()
             run.finish_ended()
-        if batch.active:
+            if run.takes_turns and batch.ready:
+                break
+        if batch.ready:
             with run.decode_time():
                 self._decode(run)
                 batch.compact()
                 run.finish_ended()
+
+    def _prefill(self, run: "Run", group: abc.Sequence[Sequence]) -> None:
+        """A prefill forward: the next chunks of the prompts of a group."""
+        chunk = run.batch.begin_prefill_chunk(group)
+        if chunk is None:  # they wait for a prefix that another group computes, or have failed
+            return
+        run.batch.finish_prefill_chunk(*self.adapter.forward(chunk), run.append_tokens)
 
     def _decode(self, run: "Run") -> None:
         """A decode step, or several static ones whose tokens are read together."""
@@ -307,6 +350,7 @@ class Engine:
                 break
             if not draws:
                 step.finish(logits, states, run.sampled(logits))
+            run.measure(batch.served, logits, step.tokens[num_done])
             num_done += 1
         batch.finish_static(num_done, run.take_tokens)
 
@@ -317,18 +361,20 @@ class Engine:
         longest_prompt: int | None = None,
         *,
         max_steps: int = 0,
+        errors: ErrorScope | None = None,
     ) -> RunningBatch:
         """An empty batch for so many sequences of at most ``longest`` tokens.
 
         A prompt may have all of them unless ``longest_prompt`` is given. ``max_steps`` is the most
         static decode steps whose tokens are read together; 0: decode steps are not static.
+        ``errors`` isolates errors of hooks, if the engine's scope does not.
         """
         return RunningBatch(
             self.adapter,
             self.plan,
             self.stacks,
             self.bound,
-            self.errors,
+            errors or self.errors,
             self.resuming,
             tokenizer=self.tokenizer,
             chunk=self.chunk,
@@ -348,13 +394,23 @@ class Run:
 
     Attributes:
         engine: Serves them.
-        requests: The requests, in order of arrival.
+        requests: The requests it was made with, in order of arrival.
         tokenizer: The engine's.
         batch: The sequences in their slots, with their cache.
+        takes_turns: Whether decode steps come between the chunks of prompts, so that sequences
+            that are decoded wait for one chunk at most. If not, the prompts of all free slots are
+            prefilled first, which serves a closed list of requests soonest.
     """
 
+    takes_turns = False
+
     def __init__(
-        self, engine: Engine, requests: abc.Sequence[Request], sampler: Sampler | None = None
+        self,
+        engine: Engine,
+        requests: abc.Sequence[Request],
+        sampler: Sampler | None = None,
+        *,
+        clock: Clock = time.monotonic,
     ) -> None:
         """Validate and enqueue requests; `Engine.generate` is the usual way to make a run.
 
@@ -363,31 +419,62 @@ class Run:
             requests: The requests.
             sampler: Chooses the next tokens in place of the sampling of the requests; it can
                 force sequences along given tokens, to measure the model there.
+            clock: Tells the time in seconds by which deadlines are checked.
         """
-        self.engine = engine
         self.requests = tuple(requests)
-        self.tokenizer = engine.tokenizer
+        self._set_up(engine, RequestQueue(clock), sampler)
+        for request in self.requests:
+            try:
+                self._queue.put(self._arrivals.sequence_of(request))
+            except RequestError as error:
+                number = self._queue.refuse()
+                self._emit(Result(number, finish_reason="error", error=str(error)))
+        self._queue.take_in()
+        sequences = self.waiting
+        self.batch = self._new_batch(
+            min(engine.num_slots, max(len(sequences), 1)),
+            max((seq.max_len for seq in sequences), default=1),
+            max((seq.num_staying for seq in sequences), default=1),
+        )
+
+    def _set_up(
+        self,
+        engine: Engine,
+        queue: RequestQueue,
+        sampler: Sampler | None = None,
+        *,
+        max_len: int | None = None,
+        max_prompt_len: int | None = None,
+        errors: ErrorScope | None = None,
+    ) -> None:
+        """Everything but the batch."""
+        self.engine, self.tokenizer = engine, engine.tokenizer
+        self._queue, self._sampler = queue, sampler
+        self._errors = errors or engine.errors
         self._clock = engine.clock
-        self._sampler = sampler
-        self._waiting: dict[int, Sequence] = {}  # in order of arrival
-        self._cancelled: set[int] = set()
+        self._arrivals = Arrivals(
+            engine.adapter, engine.tokenizer, engine.resuming, self._clock, max_len, max_prompt_len
+        )
+        self._groups: deque[list[Sequence]] = deque()  # whose prompts are not all in
+        self._num_prefills = 0
+        self._measured: deque[Measured | None] = deque()
         self._new_tokens: list[tuple[int, int]] = []
+        self._new_logprobs: dict[int, list[TokenLogprobs]] = {}
         self._results: list[Result] = []
         self._report = RunReport()
         self._broken_by: BaseException | None = None
         self._started: float | None = None
         self._compiled_before = engine.compile_s
-        for number, request in enumerate(requests):
-            self._validate_and_enqueue(number, request)
-        longest = max((seq.max_len for seq in self._waiting.values()), default=1)
-        longest_prompt = max((seq.num_staying for seq in self._waiting.values()), default=1)
-        num_slots = min(engine.num_slots, max(len(self._waiting), 1))
-        max_steps = engine.steps_per_read if sampler is None else 1
-        self.batch = engine.new_batch(
+
+    def _new_batch(self, num_slots: int, longest: int, longest_prompt: int) -> RunningBatch:
+        engine = self.engine
+        max_steps = engine.steps_per_read if self._sampler is None else 1
+        return engine.new_batch(
             num_slots,
             longest,
             longest_prompt,
             max_steps=0 if engine.eager_reason else max_steps,
+            errors=self._errors,
         )
 
     def __iter__(self) -> abc.Iterator[Result]:
@@ -398,7 +485,7 @@ class Run:
                 results that were ready before are still yielded if it is iterated over again,
                 followed by a `KVPolicyError`.
         """
-        while not self.done:
+        while self._queue.num_open or self._results:
             if not self._results:
                 self._step()
             # One at a time: the rest is kept if the caller stops iterating and comes back.
@@ -408,7 +495,12 @@ class Run:
     @property
     def done(self) -> bool:
         """Whether every request has its result, and every result was yielded."""
-        return not (self.batch.active or self._waiting or self._results)
+        return not (self._queue.num_open or self._results)
+
+    @property
+    def waiting(self) -> list[Sequence]:
+        """The sequences that wait for a slot, in order of arrival."""
+        return list(self._queue.waiting.values())
 
     @property
     def cache(self) -> KVCache:
@@ -430,6 +522,7 @@ class Run:
             path=f"eager: {reason}" if (reason := self.engine.eager_reason) else self.batch.path,
             compile_s=self.engine.compile_s - self._compiled_before,
             compactions=self.batch.compactor.num_compactions,
+            reused_tokens=self.batch.num_reused,
             **timings,
         )
 
@@ -440,16 +533,19 @@ class Run:
     def cancel(self, request_id: int) -> None:
         """End a request before its next token; no effect if it has ended already.
 
+        It may be called from any thread.
+
         Raises:
             KVPolicyError: If the run has no such request.
         """
-        if request_id not in range(len(self.requests)):
+        num_requests = self._queue.num_submitted
+        if request_id not in range(num_requests):
             msg = (
                 f"there is no request {request_id!r} to cancel; the run has "
-                f"{len(self.requests)}, counted from 0"
+                f"{num_requests}, counted from 0"
             )
             raise KVPolicyError(msg)
-        self._cancelled.add(request_id)
+        self._queue.cancel(request_id)
 
     def snapshot(self, request_id: int) -> SequenceSnapshot:
         """The sequence of a request as it is now; the request goes on.
@@ -463,7 +559,8 @@ class Run:
         """
         found = [seq for seq in self.batch.active if seq.id == request_id]
         if not found:
-            has_begun = "has not begun" if request_id in self._waiting else "is not being served"
+            is_waiting = request_id in self._queue.waiting
+            has_begun = "has not begun" if is_waiting else "is not being served"
             msg = (
                 f"no snapshot can be taken: request {request_id!r:.20} {has_begun}; for its end, "
                 "ask for Request(snapshot=True)"
@@ -478,7 +575,7 @@ class Run:
             HookError: As for iterating.
         """
         self._step()
-        events = Events(self._new_tokens, self._results)
+        events = Events(self._new_tokens, self._results, self._new_logprobs)
         self._results = []
         return events
 
@@ -491,7 +588,7 @@ class Run:
             raise KVPolicyError(msg) from self._broken_by
         start = time.perf_counter()
         self._started = start if self._started is None else self._started
-        self._new_tokens = []
+        self._new_tokens, self._new_logprobs = [], {}
         try:
             self.engine.step(self)
         except BaseException as error:
@@ -502,28 +599,65 @@ class Run:
 
     # What `Engine.step` calls
 
-    def schedule(self) -> list[list[Sequence]]:
+    def begin_step(self) -> None:
+        """Take over new requests, and end those that were cancelled or whose time is up."""
+        queue = self._queue
+        if not queue.take_in():
+            return
+        for seq in queue.pop_ended():
+            self._finish(seq)
+        for seq in self.batch.active:
+            seq.finish_reason = queue.reason_to_end(seq)
+        queue.cancelled.clear()
+        self.finish_ended()
+
+    def next_group(self) -> list[Sequence] | None:
+        """Sequences whose prompts are to be prefilled; ``None`` if there are none.
+
+        Waiting ones are admitted before. Groups follow one another, or take turns with each chunk.
+        """
+        if self._groups:
+            self._drop_prefilled()
+        while (self.takes_turns or not self._groups) and (admitted := self._schedule()):
+            for group in admitted:
+                with self.prefill_time(group):
+                    self.batch.admit(group)
+                self._report.prompt_tokens += sum(seq.num_prompt for seq in group)
+            self._groups += admitted
+            self.finish_ended()
+            self._drop_prefilled()
+        if self.takes_turns:
+            self._groups.rotate()
+        return self._groups[0] if self._groups else None
+
+    def _drop_prefilled(self) -> None:
+        """Forget groups whose prompts are all in, or whose sequences have ended."""
+        self._groups = deque(group for group in self._groups if self.batch.prefills(group))
+
+    def _schedule(self) -> list[list[Sequence]]:
         """Take the sequences to admit next from the queue, in groups that are prefilled together.
 
         Empty if no slot is free, no request waits, or the policies wait.
         """
-        batch, waiting = self.batch, list(self._waiting.values())
+        batch, waiting = self.batch, self._queue.waiting
         if not waiting or not batch.num_free:
             return []
+        in_order = self._queue.in_order()
         groups: list[list[int]] = []
-        with self.engine.errors.covering(waiting):
+        with self._errors.covering(in_order):
             groups = self.engine.scheduling.schedule(
-                [seq.waiting for seq in waiting], batch.num_free, len(batch.active)
+                [seq.waiting for seq in in_order], batch.num_free, len(batch.active)
             )
-        for seq in waiting:
+        for seq in in_order:
             if seq.error is not None:
-                self._finish(self._waiting.pop(seq.id))
-        return [[self._waiting.pop(number) for number in group] for group in groups]
+                self._finish(waiting.pop(seq.id))
+        return [[waiting.pop(number) for number in group] for group in groups]
 
     def append_tokens(self, sequences: abc.Sequence[Sequence], logits: Tensor) -> None:
         """Sample the next token of each sequence."""
         tokens = (self._sampler or sample_next)(sequences, logits)
         same = self.engine.adapter.processes.same_tokens(tokens)
+        self.measure(sequences, logits, same)
         self.take_tokens(sequences, same.tolist())
 
     @property
@@ -534,10 +668,20 @@ class Run:
     def sampled(self, logits: Tensor) -> Tensor:
         """The next tokens after a static step, as the sampler chooses them."""
         assert self._sampler is not None
-        return self._sampler(self.batch.active, logits)
+        return self._sampler(self.batch.served, logits)
+
+    def measure(self, sequences: abc.Sequence[Sequence], logits: Tensor, tokens: Tensor) -> None:
+        """Note the log-probabilities of tokens that `take_tokens` will get, if any are wanted."""
+        wanted = {
+            seq.id: (row, num)
+            for row, seq in enumerate(sequences)
+            if (num := seq.request.logprobs) is not None
+        }
+        self._measured.append(Measured(wanted, logits, tokens) if wanted else None)
 
     def take_tokens(self, sequences: abc.Sequence[Sequence], tokens: abc.Sequence[int]) -> None:
         """Append the next token of each sequence; one without a token ends with an error."""
+        now, measured = self._clock(), self._measured.popleft()
         for seq, token in zip(sequences, tokens, strict=True):
             if token == NO_TOKEN:
                 seq.fail(_no_token(len(seq.tokens)))
@@ -545,18 +689,12 @@ class Run:
                 seq.append(token)
                 self._new_tokens.append((seq.id, token))
                 self._report.new_tokens += 1
-
-    def finish_cancelled(self) -> None:
-        """End the requests that were cancelled since the last step."""
-        if not self._cancelled:
-            return
-        for number in sorted(self._cancelled & self._waiting.keys()):
-            self._finish(self._waiting.pop(number), "cancelled")
-        for seq in self.batch.active:
-            if seq.id in self._cancelled:
-                seq.finish_reason = "cancelled"
-        self._cancelled.clear()
-        self.finish_ended()
+                if seq.newest_after < self._num_prefills:
+                    self._note_gap(seq, now)
+                seq.newest_at = now
+                if measured is not None and (found := measured.by_number.get(seq.id)):
+                    seq.logprobs.append(found)
+                    self._new_logprobs.setdefault(seq.id, []).append(found)
 
     def finish_ended(self) -> None:
         """Release the slots of sequences that have ended, and emit their results."""
@@ -570,9 +708,8 @@ class Run:
         yield
         elapsed = self._clock() - start
         for seq in group:
-            seq.prefill_s = elapsed
-        self._report.prompt_tokens += sum(seq.num_prompt for seq in group)
-        self._report.reused_tokens += sum(seq.num_reused for seq in group)
+            seq.prefill_s += elapsed
+        self._num_prefills += 1
         self._report.prefill_s += elapsed
 
     @contextmanager
@@ -583,77 +720,20 @@ class Run:
             yield
         self._report.decode_s += self._clock() - start
 
-    # Arrival and results
+    def _note_gap(self, seq: Sequence, now: float) -> None:
+        """Note how long a sequence has waited for a token, as prompts were prefilled meanwhile."""
+        if seq.newest_at:
+            gap = now - seq.newest_at
+            self._report.longest_gap_s = max(self._report.longest_gap_s, gap)
+        seq.newest_after = self._num_prefills
 
-    def _validate_and_enqueue(self, number: int, request: Request) -> None:
-        try:
-            self._waiting[number] = self._sequence_of(number, request)
-        except RequestError as error:
-            self._emit(Result(number, finish_reason="error", error=str(error)))
+    # Results
 
-    def _sequence_of(self, number: int, request: Request) -> Sequence:
-        """The sequence of a request; `RequestError` if it cannot be served."""
-        adapter, snapshot = self.engine.adapter, request.resume
-        if snapshot is not None and (problem := self.engine.resuming.problem_with(snapshot)):
-            raise RequestError(problem)
-        if request.snapshot and (problem := self.engine.resuming.problem):
-            msg = f"no snapshot can be taken: {problem}"
-            raise RequestError(msg)
-        before, tokens = ((), ()) if snapshot is None else (snapshot.token_ids, snapshot.tokens)
-        own = self._own_prompt(request)
-        if own:
-            prompt, tokens = (*before, *own), ()
-        else:
-            prompt = before[: len(before) - len(tokens)]
-        num_before = len(prompt) + len(tokens)
-        if num_before >= adapter.max_positions:
-            what = "the prompt has" if snapshot is None else "snapshot and prompt have"
-            msg = (
-                f"{what} {num_before} tokens; the model has positions for "
-                f"{adapter.max_positions}, the generation included"
-            )
-            raise RequestError(msg)
-        most = min(num_before + request.max_new_tokens, adapter.max_positions)
-        # The last token is not brought in.
-        seen = num_before if snapshot is None else snapshot.seq_len
-        if problem := adapter.growth_problem(seen, most - 1):
-            raise RequestError(problem)
-        if request.stop and self.tokenizer is None:
-            msg = "stop strings need a tokenizer, and the engine has none; use stop_ids"
-            raise RequestError(msg)
-        stop_ids = adapter.stop_ids if request.stop_ids is None else request.stop_ids
-        return Sequence(
-            number,
-            request,
-            prompt,
-            most - len(prompt),
-            frozenset(stop_ids),
-            self.tokenizer,
-            self._clock,
-            tokens=[*tokens],
-            num_before=len(tokens),
-            num_earlier=len(prompt) - len(own),
-        )
-
-    def _own_prompt(self, request: Request) -> tuple[int, ...]:
-        """The tokens of the prompt; none if the answer of a snapshot goes on."""
-        snapshot, prompt = request.resume, request.prompt
-        is_empty = isinstance(prompt, (str, list, tuple)) and not prompt
-        if snapshot is None or not is_empty:
-            return encode(prompt, self.tokenizer, self.engine.adapter.vocab_size)
-        if snapshot.seq_len == len(snapshot.token_ids):
-            msg = (
-                "the prompt is empty, and the model has seen all tokens of the snapshot; at least "
-                "one token that follows is needed"
-            )
-            raise RequestError(msg)
-        return ()
-
-    def _finish(self, seq: Sequence, reason: FinishReason | None = None) -> None:
-        seq.finish_reason = reason or seq.finish_reason
+    def _finish(self, seq: Sequence) -> None:
         self._emit(seq.result())
 
     def _emit(self, result: Result) -> None:
+        self._queue.finish(result.id)
         self._results.append(result)
         self._report.add(result)
 
@@ -664,6 +744,141 @@ def _no_token(num_tokens: int) -> str:
         "likeliest; load the model in another precision, such as float32, and check its weights "
         "and the policies that steer it"
     )
+
+
+class OpenRun(Run):
+    """A run to which requests may be submitted at any time; `Engine.open_run` makes one.
+
+    `submit`, `cancel` and `close` may be called from any thread, while another runs the steps.
+    Iterating over it serves what was submitted, and ends when nothing is left.
+
+    Attributes:
+        max_len: The most tokens of a sequence.
+        max_prompt_len: The most tokens of a prompt.
+    """
+
+    takes_turns = True
+
+    def __init__(
+        self,
+        engine: Engine,
+        *,
+        max_len: int | None = None,
+        max_prompt_len: int | None = None,
+        kv_memory: int | None = None,
+        max_waiting: int | None = None,
+        on_hook_error: OnHookError | None = None,
+        clock: Clock = time.monotonic,
+    ) -> None:
+        """Allocate slabs; the arguments are those of `Engine.open_run`.
+
+        Args:
+            engine: Serves the requests.
+            max_len: See there.
+            max_prompt_len: See there.
+            kv_memory: See there.
+            max_waiting: See there.
+            on_hook_error: See there.
+            clock: Tells the time in seconds by which deadlines are checked.
+        """
+        positions = engine.adapter.max_positions
+        self.max_len = _limit("max_len", max_len, 2, positions)
+        self.max_prompt_len = _limit("max_prompt_len", max_prompt_len, 1, self.max_len)
+        num_slots = engine.num_slots
+        if kv_memory is not None:
+            _limit("kv_memory", kv_memory, 1, None)
+            num_slots = slots_within(
+                kv_memory,
+                engine.plan,
+                engine.adapter,
+                longest=self.max_len,
+                longest_prompt=self.max_prompt_len,
+            )
+        most_open = None
+        if max_waiting is not None:
+            most_open = num_slots + _limit("max_waiting", max_waiting, 0, None)
+        self.requests = ()
+        self._set_up(
+            engine,
+            RequestQueue(clock, most_open),
+            max_len=self.max_len,
+            max_prompt_len=self.max_prompt_len,
+            errors=engine.errors.scope(on_hook_error),
+        )
+        self.batch = self._new_batch(num_slots, self.max_len, self.max_prompt_len)
+
+    def submit(self, request: Request) -> int:
+        """Have a request served; returns its number, counted from 0.
+
+        It gets a result in any case, also if it is cancelled.
+
+        Raises:
+            RequestError: If it cannot be served.
+            QueueFullError: If all slots are in use and ``max_waiting`` requests wait.
+            EngineClosedError: If the run is closed.
+        """
+        return self._queue.put(self._arrivals.sequence_of(request))
+
+    def close(self) -> None:
+        """Accept no more requests; those that run or wait are served."""
+        self._queue.close()
+
+    @property
+    def done(self) -> bool:
+        """Whether the run is closed, and every request has its result, which was yielded."""
+        return self._queue.is_closed and super().done
+
+    @property
+    def num_open(self) -> int:
+        """Requests that run or wait."""
+        return self._queue.num_open
+
+    @property
+    def stats(self) -> EngineStats:
+        """What the run does, and what it has cost so far."""
+        running, rows = len(self.batch.active), self.cache.rows.sum(axis=1)
+        return EngineStats(
+            waiting=self.num_open - running,
+            running=running,
+            slots=len(self.batch.slots),
+            rows=tuple(rows.tolist()),
+            held_bytes=int(rows @ self.cache.row_bytes),
+            report=self.report,
+        )
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        """Wait until there is something to do: a request runs or waits, or the run is closed.
+
+        Args:
+            timeout_s: Wait no longer than so many seconds.
+        """
+        if not self.num_open and not self._queue.is_closed:
+            self._queue.wait(timeout_s)
+
+    def end(self, error: str) -> list[Result]:
+        """End all requests with an error; nothing can be served afterwards.
+
+        For a run that broke in the middle of a step. Results that were not returned before are
+        among those returned.
+        """
+        self._queue.close(error)
+        self._queue.take_in()
+        for seq in [*self.waiting, *self.batch.active]:
+            seq.fail(error)
+            self._finish(seq)
+        self._queue.waiting.clear()
+        results, self._results = self._results, []
+        return results
+
+
+def _limit(name: str, value: int | None, least: int, most: int | None) -> int:
+    """A limit of an open run, checked; the most there can be if it is not given."""
+    if value is None and most is not None:
+        return most
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        msg = f"open_run() was given {name}={value!r:.60}; expected an integer of at least {least}"
+        raise KVPolicyError(msg)
+    return value if most is None else min(value, most)
 
 
 class Stream:

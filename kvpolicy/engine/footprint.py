@@ -12,6 +12,7 @@ from kvpolicy.engine.heads import check_heads
 from kvpolicy.engine.isolation import ErrorScope
 from kvpolicy.engine.marker import Marker
 from kvpolicy.engine.observer import Observer
+from kvpolicy.errors import KVPolicyError
 from kvpolicy.hooks.stack import Stack
 from kvpolicy.hooks.timing import PolicyTimings
 from kvpolicy.model.adapter import ModelAdapter
@@ -204,6 +205,33 @@ def footprint(
         probe_size=max(stack.probe_size for stack in resolved.stacks()),
         probe_bytes_per_slot=_probe_bytes(resolved.stacks(), adapter.layer_shapes()),
     )
+
+
+def slots_within(
+    num_bytes: int,
+    plan: Plan | ResolvedPlan,
+    model: PreTrainedModel | ModelAdapter,
+    *,
+    longest: int | None = None,
+    longest_prompt: int | None = None,
+) -> int:
+    """How many slots of a plan fit into so many bytes, with the copies that compactions make.
+
+    The arguments are those of `footprint`.
+
+    Raises:
+        KVPolicyError: Not one slot fits.
+    """
+    one = footprint(plan, model, slots=1, longest=longest, longest_prompt=longest_prompt)
+    needed = one.num_bytes + one.copied_bytes + one.probe_bytes_per_slot
+    if num_bytes < needed:
+        msg = (
+            f"kv_memory is {num_bytes:,} bytes, and one sequence of up to {one.tokens:,} tokens "
+            f"takes {needed:,} with {one.plan.name}; give at least as many, a smaller max_len, or "
+            "a plan with smaller budgets"
+        )
+        raise KVPolicyError(msg)
+    return num_bytes // needed
 
 
 def _probe_bytes(stacks: Sequence[Stack], shapes: Sequence[LayerShape]) -> int:

@@ -25,7 +25,6 @@ class ErrorScope:
     Attributes:
         on_hook_error: ``"raise"`` raises a `HookError`. ``"answer"`` ends the requests of the
             failing call with the error.
-        sequences: The sequences of the hook call under way; empty outside of hook calls.
     """
 
     def __init__(self, on_hook_error: OnHookError) -> None:
@@ -36,7 +35,24 @@ class ErrorScope:
             )
             raise KVPolicyError(msg)
         self.on_hook_error = on_hook_error
-        self.sequences: abc.Sequence[Sequence] = ()
+        self._under_way: list[abc.Sequence[Sequence]] = [()]
+
+    @property
+    def sequences(self) -> abc.Sequence[Sequence]:
+        """The sequences of the hook call under way; empty outside of hook calls."""
+        return self._under_way[-1]
+
+    def scope(self, on_hook_error: OnHookError | None) -> "ErrorScope":
+        """The same scope for a run that handles errors in its own way.
+
+        Args:
+            on_hook_error: Its way; ``None``: as here.
+        """
+        if on_hook_error is None:
+            return self
+        scope = ErrorScope(on_hook_error)
+        scope._under_way = self._under_way
+        return scope
 
     @contextmanager
     def covering(self, sequences: abc.Sequence[Sequence]) -> abc.Iterator[None]:
@@ -52,7 +68,7 @@ class ErrorScope:
             HookError: A hook has failed, and errors are raised; or memory ran out or the device
                 failed, which concerns the whole run.
         """
-        before, self.sequences = self.sequences, sequences
+        self._under_way.append(sequences)
         try:
             yield
         except HookError as error:
@@ -61,4 +77,4 @@ class ErrorScope:
             for seq in sequences:
                 seq.fail(str(error))
         finally:
-            self.sequences = before
+            self._under_way.pop()

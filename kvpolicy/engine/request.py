@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import attrs
+from attrs.validators import optional
 
 from kvpolicy.engine.snapshot import SequenceSnapshot
 from kvpolicy.errors import KVPolicyError, shown
@@ -25,14 +26,14 @@ def _at_least(bound: float) -> Callable[[object, Any, float], None]:
     return check
 
 
-def _integer(least: int, most: int = MAX_COUNT) -> Callable[[object, Any, int], None]:
-    def check(instance: object, attribute: "attrs.Attribute[int]", value: int) -> None:
+def _integer(least: int, most: int = MAX_COUNT) -> Callable[[object, Any, Any], None]:
+    def check(instance: object, attribute: "attrs.Attribute[Any]", value: Any) -> None:
         try:
             positive_int(value, least=least, most=most)
         except TypeError as error:
             msg = (
                 f"{type(instance).__name__} was given {attribute.name}={value!r:.60}; "
-                f"expected an integer from {least} to {most:,}"
+                f"expected an integer from {least:,} to {most:,}"
             )
             raise KVPolicyError(msg) from error
 
@@ -136,6 +137,12 @@ class Request:
         stop_ids: Tokens that end the generation; ``None`` means the model's own.
         resume: The sequence to go on with; ``None``: a new one.
         snapshot: Whether `Result.snapshot` is wanted.
+        priority: Requests of higher priority get a slot first, equal ones in order of arrival.
+            No request gives up its slot for another.
+        deadline_s: Seconds from its submission after which the request ends, whether it waits or
+            runs; ``None``: it has no deadline. It is checked before every step.
+        logprobs: Asks for `Result.logprobs`: the log-probability of each token, and those of so
+            many of the likeliest tokens at its place. ``None``: not wanted.
     """
 
     prompt: str | Sequence[int] = ()
@@ -147,3 +154,8 @@ class Request:
         default=None, validator=_is_snapshot, kw_only=True
     )
     snapshot: bool = attrs.field(default=False, kw_only=True)
+    priority: int = attrs.field(default=0, validator=_integer(-MAX_COUNT), kw_only=True)
+    deadline_s: float | None = attrs.field(
+        default=None, validator=optional(_at_least(0)), kw_only=True
+    )
+    logprobs: int | None = attrs.field(default=None, validator=optional(_integer(0)), kw_only=True)

@@ -4,10 +4,11 @@ from typing import Any, Literal
 
 import attrs
 
+from kvpolicy.engine.logprobs import TokenLogprobs
 from kvpolicy.engine.savings import saved_share
 from kvpolicy.engine.snapshot import SequenceSnapshot
 
-FinishReason = Literal["stop", "length", "cancelled", "error"]
+FinishReason = Literal["stop", "length", "cancelled", "deadline", "error"]
 
 
 @attrs.frozen
@@ -22,8 +23,8 @@ class Result:
         text: Generated text without special tokens, up to a stop string; ``None`` without a
             tokenizer.
         finish_reason: ``"stop"`` (a stop token or stop string), ``"length"``
-            (``max_new_tokens`` or the model's maximum position was reached), ``"cancelled"``, or
-            ``"error"``.
+            (``max_new_tokens`` or the model's maximum position was reached), ``"cancelled"``,
+            ``"deadline"`` (`Request.deadline_s` has passed), or ``"error"``.
         error: If ``finish_reason`` is ``"error"``: what was wrong with the request, or which
             policy failed and how; ``tokens`` are those generated before the error.
         compactions: Number of times that at least one layer was compacted.
@@ -35,6 +36,7 @@ class Result:
         prefill_s: Seconds in forwards of this prompt (shared with its prefill group).
         decode_s: Seconds from the first token to the last, without those of compiling.
         snapshot: The sequence at its end, if the request asks for it and there was no error.
+        logprobs: Log-probabilities, one entry for each token, if the request asks for them.
     """
 
     id: int
@@ -52,6 +54,7 @@ class Result:
     prefill_s: float = 0.0
     decode_s: float = 0.0
     snapshot: SequenceSnapshot | None = attrs.field(default=None, eq=False, repr=False)
+    logprobs: tuple[TokenLogprobs, ...] | None = attrs.field(default=None, repr=False)
 
     @property
     def saved_share(self) -> float:
@@ -102,6 +105,8 @@ class RunReport:
         compile_s: Seconds in which decode steps were compiled.
         packed_bytes: Bytes of packed weights, which are beside the plain ones.
         released_bytes: Bytes of plain weights that were freed after packing.
+        longest_gap_s: The longest time between two tokens of one sequence within which prompts of
+            others were prefilled; 0: there was none.
     """
 
     num_requests: int = 0
@@ -132,6 +137,7 @@ class RunReport:
     compile_s: float = 0.0
     packed_bytes: int = 0
     released_bytes: int = 0
+    longest_gap_s: float = 0.0
 
     def add(self, result: Result) -> None:
         """Count a finished request."""
@@ -188,7 +194,36 @@ class RunReport:
 
 @attrs.frozen
 class Events:
-    """Results of one step: new tokens as (request id, token), and finished requests."""
+    """What one step has brought.
+
+    Attributes:
+        tokens: New tokens, as (request id, token).
+        results: Results of requests that have ended.
+        logprobs: Log-probabilities of the new tokens of a request, by its id, if it asks for them.
+    """
 
     tokens: list[tuple[int, int]]
     results: list[Result]
+    logprobs: dict[int, list[TokenLogprobs]] = attrs.field(factory=dict)
+
+
+@attrs.frozen
+class EngineStats:
+    """What an open run does at one time, and what it has cost so far.
+
+    Attributes:
+        waiting: Requests without a slot.
+        running: Requests with one.
+        slots: Slots.
+        rows: Rows held in each layer, counted per KV head and summed over slots.
+        held_bytes: Bytes of keys and values in those rows.
+        report: Totals so far, seconds of policies among them; ``peak_kv_bytes`` is what the cache
+            has taken at most.
+    """
+
+    waiting: int
+    running: int
+    slots: int
+    rows: tuple[int, ...]
+    held_bytes: int
+    report: RunReport

@@ -8,6 +8,7 @@ from typing import Any
 import attrs
 
 from kvpolicy.cache.static_step import Continuation
+from kvpolicy.engine.logprobs import TokenLogprobs
 from kvpolicy.engine.request import Request
 from kvpolicy.engine.results import FinishReason, Result
 from kvpolicy.engine.snapshot import SequenceSnapshot
@@ -49,6 +50,10 @@ class Sequence:
         finish_reason: Why it has ended; ``None`` while it is served.
         error: What was wrong, if it has ended with an error.
         snapshot: The sequence at its end, if it is wanted.
+        deadline: When it ends at the latest, by the clock of its run; ``None``: at any time.
+        logprobs: Log-probabilities of its own tokens, if the request asks for them.
+        newest_at: Time of its newest token, by `clock`.
+        newest_after: Prefill forwards of the run before its newest token.
         continuation: How decode steps continue it.
     """
 
@@ -77,13 +82,22 @@ class Sequence:
     finish_reason: FinishReason | None = None
     error: str | None = None
     snapshot: SequenceSnapshot | None = None
+    deadline: float | None = None
+    logprobs: list[TokenLogprobs] = attrs.field(factory=list)
+    newest_at: float = 0.0
+    newest_after: int = 0
     continuation: Continuation = attrs.field(init=False)
     _text_end: int | None = None
 
     @property
     def waiting(self) -> WaitingRequest:
         """What `schedule` receives about it."""
-        return WaitingRequest(self.id, self.num_prompt, self.max_new_tokens - self.num_before)
+        return WaitingRequest(
+            self.id,
+            self.num_prompt,
+            self.max_new_tokens - self.num_before,
+            self.request.priority,
+        )
 
     @property
     def num_prompt(self) -> int:
@@ -117,7 +131,9 @@ class Sequence:
 
     def copied(self, number: int, memory: SequenceMemory) -> "Sequence":
         """A copy with another number and a copied memory, for a sequence that goes on by itself."""
-        return attrs.evolve(self, id=number, tokens=[*self.tokens], memory=memory)
+        return attrs.evolve(
+            self, id=number, tokens=[*self.tokens], logprobs=[*self.logprobs], memory=memory
+        )
 
     def token_ids(self, start: int, end: int) -> list[int]:
         """The tokens at positions ``[start, end)``, of the prompt and the generation."""
@@ -196,6 +212,7 @@ class Sequence:
             prefill_s=self.prefill_s,
             decode_s=self.clock() - self.decode_from if self.own_tokens else 0.0,
             snapshot=self.snapshot,
+            logprobs=None if self.request.logprobs is None else tuple(self.logprobs),
         )
 
 

@@ -376,7 +376,7 @@ class Trial:
 
 
 def _memories_of(run: Run) -> list[Any]:
-    return [sequence.memory for sequence in run._waiting.values()]
+    return [sequence.memory for sequence in run.waiting]
 
 
 def find_difference(trace: RequestTrace, alone: RequestTrace) -> tuple[str, str] | None:

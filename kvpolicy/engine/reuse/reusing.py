@@ -13,7 +13,6 @@ import hashlib
 import json
 from collections import abc
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import attrs
 
@@ -125,12 +124,17 @@ class _Progress:
 
 
 class PromptReuse:
-    """Looks up and stores the sequences of one batch."""
+    """Looks up and stores the sequences of one batch.
+
+    Attributes:
+        num_reused: Tokens so far that were not computed.
+    """
 
     def __init__(self, reusing: Reusing, cache: KVCache, take: Take, resume: Resume) -> None:
         self._reusing, self._store = reusing, reusing.store
         self._cache, self._take, self._resume = cache, take, resume
-        self._progress: WeakKeyDictionary[Sequence, _Progress] = WeakKeyDictionary()
+        self.num_reused = 0
+        self._progress: dict[Sequence, _Progress] = {}  # in order of admission
 
     @property
     def keeps_ends(self) -> bool:
@@ -149,22 +153,20 @@ class PromptReuse:
     def ready(self, waiting: abc.Sequence[Sequence]) -> list[Sequence]:
         """Have sequences go on with what is stored; those that are to be prefilled now.
 
-        Left out are those whose next block another one computes: they wait for it.
+        Left out are those whose next block is computed by one that was admitted before them.
 
         Args:
             waiting: Sequences whose prompts are not all in.
         """
         chosen: list[Sequence] = []
         computed: set[bytes] = set()
-        for seq in waiting:
-            progress = self._progress[seq]
-            self._look_up(seq, progress)
-            if seq.finish_reason is not None:
+        for seq, progress in self._progress.items():
+            if seq in waiting:
+                self._look_up(seq, progress)
+            if seq.finish_reason is not None or self._seen(seq) >= len(seq.prompt):
                 continue
-            stores = progress.is_fresh and progress.stores
-            end = self._next_end(seq, self._seen(seq)) if stores else None
-            key = None if end is None else self._key(progress, end)
-            if key not in computed:
+            key = self._next_key(seq, progress)
+            if key not in computed and seq in waiting:
                 chosen.append(seq)
             if key is not None:
                 computed.add(key)
@@ -238,6 +240,7 @@ class PromptReuse:
     ) -> None:
         num_reused = snapshot.seq_len - self._seen(seq)
         seq.num_reused += num_reused
+        self.num_reused += num_reused
         self._store.note_reused(num_reused)
         progress.node = found.node
         progress.seen = snapshot.seq_len
@@ -347,6 +350,12 @@ class PromptReuse:
         block = self._reusing.stride if self._is_compacted(seq) else self._store.block_tokens
         end = (seen // block + 1) * block
         return end if end < num else None
+
+    def _next_key(self, seq: Sequence, progress: _Progress) -> bytes | None:
+        """The key of the state that is stored next; ``None``: none is."""
+        stores = progress.is_fresh and progress.stores
+        end = self._next_end(seq, self._seen(seq)) if stores else None
+        return None if end is None else self._key(progress, end)
 
     def _key(self, progress: _Progress, end: int) -> bytes:
         """The key of a state at the end of a block."""

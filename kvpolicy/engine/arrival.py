@@ -1,0 +1,114 @@
+"""Arrival: from a request to a sequence that can be served."""
+
+from collections import abc
+from typing import Any
+
+import attrs
+
+from kvpolicy.engine.request import Request
+from kvpolicy.engine.resuming import Resuming
+from kvpolicy.engine.sequence import Sequence, encode
+from kvpolicy.errors import RequestError
+from kvpolicy.model.adapter import ModelAdapter
+
+
+@attrs.frozen
+class Arrivals:
+    """Checks requests and makes sequences of them.
+
+    Attributes:
+        adapter: The model.
+        tokenizer: Its tokenizer, if there is one.
+        resuming: Resumes snapshots.
+        clock: Tells the time in seconds; see `Sequence.clock`.
+        max_len: The most tokens of a sequence, prompt and generation together; ``None``: the
+            model's positions.
+        max_prompt_len: The most tokens of a prompt; ``None``: any number.
+    """
+
+    adapter: ModelAdapter
+    tokenizer: Any
+    resuming: Resuming
+    clock: abc.Callable[[], float]
+    max_len: int | None = None
+    max_prompt_len: int | None = None
+
+    def sequence_of(self, request: Request) -> Sequence:
+        """The sequence of a request, without a number.
+
+        Raises:
+            RequestError: If it cannot be served.
+        """
+        adapter, snapshot = self.adapter, request.resume
+        if snapshot is not None and (problem := self.resuming.problem_with(snapshot)):
+            raise RequestError(problem)
+        if request.snapshot and (problem := self.resuming.problem):
+            msg = f"no snapshot can be taken: {problem}"
+            raise RequestError(msg)
+        before, tokens = ((), ()) if snapshot is None else (snapshot.token_ids, snapshot.tokens)
+        own = self._own_prompt(request)
+        if own:
+            prompt, tokens = (*before, *own), ()
+        else:
+            prompt = before[: len(before) - len(tokens)]
+        num_before = len(prompt) + len(tokens)
+        self._check_length(num_before, resumed=snapshot is not None)
+        most = min(num_before + request.max_new_tokens, self._most_tokens)
+        # The last token is not brought in.
+        seen = num_before if snapshot is None else snapshot.seq_len
+        if problem := adapter.growth_problem(seen, most - 1):
+            raise RequestError(problem)
+        if request.stop and self.tokenizer is None:
+            msg = "stop strings need a tokenizer, and the engine has none; use stop_ids"
+            raise RequestError(msg)
+        stop_ids = adapter.stop_ids if request.stop_ids is None else request.stop_ids
+        seq = Sequence(
+            -1,
+            request,
+            prompt,
+            most - len(prompt),
+            frozenset(stop_ids),
+            self.tokenizer,
+            self.clock,
+            tokens=[*tokens],
+            num_before=len(tokens),
+            num_earlier=len(prompt) - len(own),
+        )
+        if self.max_prompt_len is not None and seq.num_staying > self.max_prompt_len:
+            msg = (
+                f"the prompt has {seq.num_staying} tokens; at most {self.max_prompt_len} are "
+                "accepted here, as max_prompt_len says"
+            )
+            raise RequestError(msg)
+        return seq
+
+    @property
+    def _most_tokens(self) -> int:
+        positions = self.adapter.max_positions
+        return positions if self.max_len is None else min(self.max_len, positions)
+
+    def _check_length(self, num_tokens: int, *, resumed: bool) -> None:
+        if num_tokens < self._most_tokens:
+            return
+        what = "snapshot and prompt have" if resumed else "the prompt has"
+        limit = (
+            f"the model has positions for {self._most_tokens}"
+            if self._most_tokens == self.adapter.max_positions
+            else f"at most {self._most_tokens} are accepted here, as max_len says"
+        )
+        msg = f"{what} {num_tokens} tokens; {limit}, the generation included"
+        raise RequestError(msg)
+
+    def _own_prompt(self, request: Request) -> tuple[int, ...]:
+        """The tokens of the prompt; none if the answer of a snapshot goes on."""
+        snapshot, prompt = request.resume, request.prompt
+        is_empty = isinstance(prompt, (str, list, tuple)) and not prompt
+        if snapshot is None or not is_empty:
+            return encode(prompt, self.tokenizer, self.adapter.vocab_size)
+        if snapshot.seq_len == len(snapshot.token_ids):
+            msg = (
+                "the prompt is empty, and the model has seen all tokens of the snapshot; at least "
+                "one token that follows is needed"
+            )
+            raise RequestError(msg)
+        return ()
