@@ -35,6 +35,7 @@ from kvpolicy.model.config import (
     sliding_windows,
     stop_ids,
 )
+from kvpolicy.model.fingerprint import model_fingerprint
 from kvpolicy.model.marking import Marking, check_input, mark_stored_rows, marking
 from kvpolicy.model.packed import PackedWeights, packed_weights
 from kvpolicy.model.rope import Rotation
@@ -103,6 +104,7 @@ class ModelAdapter:
 
     processes: SingleProcess = SingleProcess()
     longrope_length: int | None = None
+    rotates_by_length: bool = False
     _softmax: Sequence[Softmax] = ()  # of each layer, once a forward has shown it
 
     def __init__(self, model: PreTrainedModel, *, run_own_hooks: bool = True) -> None:
@@ -221,6 +223,10 @@ class ModelAdapter:
         for layer, softmax in zip(cache.layers, self._softmax, strict=False):
             layer.softmax = softmax
         return cache
+
+    def fingerprint(self) -> str:
+        """A hash of the model and its weights, see `model_fingerprint`."""
+        return model_fingerprint(self.model)
 
     def rotation(self) -> Rotate:
         """Moves keys of a layer to other positions, with this model's rotary embedding."""

@@ -27,7 +27,7 @@ from kvpolicy.errors import KVPolicyError, SnapshotError
 from kvpolicy.hooks.stack import Stack
 from kvpolicy.kernels.accumulators import ACCUMULATORS
 from kvpolicy.model.adapter import ModelAdapter
-from kvpolicy.model.fingerprint import model_fingerprint, tokenizer_fingerprint
+from kvpolicy.model.fingerprint import tokenizer_fingerprint
 from kvpolicy.plan.resolved import ResolvedPlan
 
 # Takes a snapshot as of some tokens, with so many of the newest rows of each layer.
@@ -85,7 +85,7 @@ class Reusing:
         self.stride = -(-max(sizes, default=1) // block) * block
         identity = {
             **resuming.identity,
-            "weights": model_fingerprint(adapter.model),
+            "weights": adapter.fingerprint(),
             "packed": adapter.weights.packed_bytes > 0,
             "tokenizer": tokenizer_fingerprint(tokenizer),
             "block_tokens": block,

@@ -1,5 +1,6 @@
 """`PrefixStore`: what sequences have held, kept for requests that begin with the same tokens."""
 
+import logging
 import threading
 from array import array
 from collections import abc
@@ -11,10 +12,12 @@ import attrs
 from kvpolicy.engine.reuse.nodes import Node
 from kvpolicy.engine.reuse.parts import SequencePart
 from kvpolicy.engine.reuse.tier import EvictionChoice, Tier
-from kvpolicy.errors import KVPolicyError
+from kvpolicy.errors import HookError, KVPolicyError
 from kvpolicy.validators import positive_int
 
 DEFAULT_BLOCK_TOKENS = 64
+
+_log = logging.getLogger(__name__)
 
 
 @attrs.frozen
@@ -29,6 +32,7 @@ class StoreStats:
         misses: Blocks that requests have computed, because they were not there.
         evictions: Blocks that have left to make room.
         refused: Blocks that were not stored, because they are too large or nothing may leave.
+        problem: Why nothing is stored any more: the eviction has failed. ``None``: it has not.
         turns: Requests that have gone on with a conversation.
         reused_tokens: Prompt tokens that were not computed.
     """
@@ -42,6 +46,7 @@ class StoreStats:
     refused: int
     turns: int
     reused_tokens: int
+    problem: str | None = None
 
     @property
     def hit_rate(self) -> float:
@@ -124,6 +129,7 @@ class PrefixStore:
         self._nodes: dict[bytes, Node] = {}
         self._turns: dict[bytes, dict[bytes, Node]] = {}
         self._users: WeakKeyDictionary[object, Node] = WeakKeyDictionary()
+        self._problem: str | None = None
         self._hits = self._misses = self._refused = self._num_turns = self._reused_tokens = 0
 
     @property
@@ -141,6 +147,7 @@ class PrefixStore:
                 refused=self._refused,
                 turns=self._num_turns,
                 reused_tokens=self._reused_tokens,
+                problem=self._problem,
             )
 
     # What `Reuse` calls
@@ -212,10 +219,14 @@ class PrefixStore:
         size = part.num_bytes + len(node.token_ids) * node.token_ids.itemsize
         with self._lock:
             has_left = parent is not None and parent not in self._memory
-            if has_left or key in self._nodes or not self._make_room(key, size, user, parent):
-                self._refused += 1
+            try:
+                if has_left or key in self._nodes or not self._make_room(node, size):
+                    self._refused += 1
+                    return None
+                self._memory.add(node, size)
+            except HookError as error:
+                self._give_up(error)
                 return None
-            self._memory.add(node, size)
             self._nodes[key] = node
             if turn_of is not None:
                 self._turns.setdefault(turn_of, {})[key] = node
@@ -251,24 +262,34 @@ class PrefixStore:
             self._users.pop(user, None)
 
     def _use(self, user: object, node: Node, after: Node | None) -> Found:
-        chain = node.chain
         known = set() if after is None else {id(one) for one in after.chain}
-        for one in chain:
+        parts = []
+        for one in node.chain:
+            assert one.part is not None, "it is stored"
+            parts.append(one.part)
             if id(one) not in known:
                 self._hits += 1
-                self._memory.hit(one)
+                self._note_hit(one)
         self._users[user] = node
-        parts = [one.part for one in chain if one.part is not None]
-        assert len(parts) == len(chain)
         return Found(node, parts)
 
-    def _make_room(self, key: bytes, size: int, user: object, parent: Node | None) -> bool:
-        in_use = {node.key for node in self._users.values()}
-        if parent is not None:
-            in_use.add(parent.key)
-        return self._memory.make_room(key, size, in_use, self._leave)
+    def _note_hit(self, node: Node) -> None:
+        if node in self._memory:
+            try:
+                self._memory.hit(node)
+            except HookError as error:
+                self._give_up(error)
+
+    def _make_room(self, node: Node, size: int) -> bool:
+        if self._problem is not None:
+            return False
+        in_use = {one.key for one in self._users.values()}
+        if node.parent is not None:
+            in_use.add(node.parent.key)
+        return self._memory.make_room(node.key, size, in_use, self._leave)
 
     def _leave(self, key: bytes) -> None:
+        """Drop a node that leaves memory."""
         node = self._nodes.pop(key)
         self._memory.remove(node)
         if node.turn_of is not None:
@@ -276,6 +297,15 @@ class PrefixStore:
             del ends[key]
             if not ends:
                 del self._turns[node.turn_of]
+
+    def _give_up(self, error: HookError) -> None:
+        """Drop everything: without an eviction, nothing can make room."""
+        self._problem = str(error)
+        _log.warning("the prefix store is empty and stays so: %s", error)
+        self._memory.clear()
+        self._nodes.clear()
+        self._turns.clear()
+        self._users.clear()
 
 
 def _is_block(node: Node, token_ids: abc.Sequence[int]) -> bool:
