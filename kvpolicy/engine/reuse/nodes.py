@@ -8,12 +8,12 @@ import attrs
 
 from kvpolicy.engine.reuse.parts import SequencePart
 
-_HASH_BYTES = 16
+KEY_BYTES = 16
 
 
 def chained(before: bytes, token_ids: abc.Iterable[int]) -> bytes:
     """The key of what follows something with a key: a hash of both."""
-    found = hashlib.blake2b(before, digest_size=_HASH_BYTES)
+    found = hashlib.blake2b(before, digest_size=KEY_BYTES)
     found.update(array("q", token_ids).tobytes())
     return found.digest()
 

@@ -11,6 +11,7 @@ the rest of it. Then only equal prompts share anything: the state before the las
 
 import hashlib
 import json
+import logging
 from collections import abc
 from typing import Any
 
@@ -23,12 +24,14 @@ from kvpolicy.engine.reuse.parts import SequencePart, joined
 from kvpolicy.engine.reuse.store import Found, PrefixStore
 from kvpolicy.engine.sequence import Sequence
 from kvpolicy.engine.snapshot import SequenceSnapshot
-from kvpolicy.errors import KVPolicyError, SnapshotError
+from kvpolicy.errors import KVPolicyError, SnapshotError, error_summary
 from kvpolicy.hooks.stack import Stack
 from kvpolicy.kernels.accumulators import ACCUMULATORS
 from kvpolicy.model.adapter import ModelAdapter
 from kvpolicy.model.fingerprint import tokenizer_fingerprint
 from kvpolicy.plan.resolved import ResolvedPlan
+
+_log = logging.getLogger(__name__)
 
 # Takes a snapshot as of some tokens, with so many of the newest rows of each layer.
 Take = abc.Callable[[Sequence, abc.Sequence[int | None], int], SequenceSnapshot]
@@ -46,6 +49,7 @@ class Reusing:
     Attributes:
         store: The store.
         adapter: The model.
+        resuming: Takes snapshots, and resumes them.
         root: The key of no token at all: a hash of model, plan and tokenizer.
         cuts_prompts: Whether prompts share beginnings, and not only themselves.
         ends_chunks: Whether chunks must end where a block does, because more than rows is stored.
@@ -73,7 +77,13 @@ class Reusing:
         if (problem := resuming.problem) is not None:
             msg = f"no prefix can be stored: {problem}; leave out prefix_store"
             raise KVPolicyError(msg)
-        self.store, self.adapter = store, adapter
+        if store.spills and adapter.processes.num_processes > 1:
+            msg = (
+                "the prefix store writes files, and several processes share the model, each of "
+                "which has rows of its own heads; leave out spill"
+            )
+            raise KVPolicyError(msg)
+        self.store, self.adapter, self.resuming = store, adapter, resuming
         declared = [one for stack in stacks for one in stack.declared]
         self.cuts_prompts = all(one.cuts_prompts for one in declared) and not (
             adapter.rotates_by_length
@@ -204,18 +214,12 @@ class PromptReuse:
         if self._seen(seq) == 0 and self.keeps_ends:
             found = self._store.find_turn(progress, progress.keys, seq.prompt)
             if found is not None and self._can_grow(seq, found):
-                progress.is_fresh = False
-                snapshot = self._joined(found, seq)
-                self._go_on(seq, progress, found, snapshot)
+                self._go_on(seq, progress, found)
                 return
         wanted = self._wanted(seq, progress)
         found = self._store.find(progress, wanted, seq.prompt, progress.node)
-        if found is None:
-            return
-        snapshot = self._joined(found, seq)
-        contents = attrs.evolve(snapshot.contents, prompt_len=seq.num_staying)
-        snapshot = attrs.evolve(snapshot, prompt=seq.prompt, tokens=(), contents=contents)
-        self._go_on(seq, progress, found, snapshot)
+        if found is not None:
+            self._go_on(seq, progress, found)
 
     def _wanted(self, seq: Sequence, progress: _Progress) -> abc.Iterator[tuple[bytes, int]]:
         """Keys of states beyond what a sequence has seen, and their tokens; the longest first."""
@@ -231,20 +235,43 @@ class PromptReuse:
         before = found.parts[-1].snapshot.seq_len
         return self._reusing.adapter.growth_problem(before, seq.max_len - 1) is None
 
-    def _joined(self, found: Found, seq: Sequence) -> SequenceSnapshot:
-        devices = [layer.shape.device for layer in self._cache.layers]
-        return joined(found.parts, seq.prompt[: found.node.num_tokens], devices)
-
-    def _go_on(
-        self, seq: Sequence, progress: _Progress, found: Found, snapshot: SequenceSnapshot
-    ) -> None:
+    def _go_on(self, seq: Sequence, progress: _Progress, found: Found) -> None:
+        """Have a sequence go on with what was found, if it is what was stored."""
+        snapshot = self._joined(found, seq)
+        if snapshot is None:
+            self._store.drop(found.node.chain[0])
+            return
+        is_turn = found.node.turn_of is not None
+        if not is_turn:
+            contents = attrs.evolve(snapshot.contents, prompt_len=seq.num_staying)
+            snapshot = attrs.evolve(snapshot, prompt=seq.prompt, tokens=(), contents=contents)
         num_reused = snapshot.seq_len - self._seen(seq)
         seq.num_reused += num_reused
         self.num_reused += num_reused
         self._store.note_reused(num_reused)
-        progress.node = found.node
+        progress.node, progress.is_fresh = found.node, not is_turn
         progress.seen = snapshot.seq_len
         self._resume(seq, snapshot)
+
+    def _joined(self, found: Found, seq: Sequence) -> SequenceSnapshot | None:
+        """The sequence that was found; ``None`` if parts that were read do not fit together."""
+        devices = [layer.shape.device for layer in self._cache.layers]
+        token_ids = seq.prompt[: found.node.num_tokens]
+        if not found.is_read:
+            return joined(found.parts, token_ids, devices)
+        try:
+            snapshot = joined(found.parts, token_ids, devices)
+            contents = snapshot.contents
+            staying = min(contents.prompt_len, snapshot.seq_len)  # of a prompt that is longer
+            contents = attrs.evolve(contents, prompt_len=staying)
+            problem = self._reusing.resuming.problem_with(snapshot)
+            problem = problem or attrs.evolve(snapshot, contents=contents).problem
+        except Exception as error:  # of files that someone else has written
+            problem = error_summary(error)
+        if problem is not None:
+            _log.warning("a prefix that was read is left out: %s", problem)
+            return None
+        return snapshot
 
     # Storing
 
@@ -281,6 +308,8 @@ class PromptReuse:
     ) -> Node | None:
         """Store what a sequence holds as of some tokens seen; ``None`` if it is not stored."""
         parent = progress.node
+        if parent is not None and parent.part is None:  # it was read from a file, without room
+            return None
         newest, taken = self._shared(seq, parent, seen)
         try:
             snapshot = self._take(seq, newest, seen)

@@ -4,12 +4,11 @@ from typing import Any
 
 import attrs
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from reuse_cases import NUM_LAYERS, assert_same, models, with_prompt
+from reuse_cases import NUM_LAYERS, assert_same, llama, models, with_prompt
 from strategies import plans, prompts
-from tiny import shared_model, tiny_tokenizer
+from tiny import tiny_tokenizer
 from torch import nn
 
 from kvpolicy import Engine, Plan, PrefixStore, Request, Sampling
@@ -76,10 +75,6 @@ def test_turns_equal_those_of_a_conversation_that_was_never_interrupted(
 def snapshot_of(result: Result) -> Any:
     assert result.snapshot is not None, result.error
     return result.snapshot
-
-
-def llama() -> Any:
-    return shared_model(num_layers=NUM_LAYERS, dtype=torch.float64)
 
 
 def engine_with(store: PrefixStore, plan: Plan, **options: Any) -> Engine:

@@ -7,22 +7,18 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from reuse_cases import NUM_LAYERS, assert_same, models, with_prompt
+from reuse_cases import NUM_LAYERS, asked, assert_same, llama, models, with_prompt
 from strategies import plans
 from tiny import shared_model, tiny_model, tiny_tokenizer
 from torch import nn
 
-from kvpolicy import Engine, Plan, PrefixStore, Request, hookimpl
+from kvpolicy import Engine, Plan, PrefixStore, hookimpl
 from kvpolicy.engine.reuse import nodes
 from kvpolicy.errors import HookError, KVPolicyError
 from kvpolicy.state import Memory
 
 TIGHT = Plan.uniform("h2o", budget=12, buffer=4)
 KEEPING = Plan.uniform("h2o", budget=12, buffer=4, prompt="keep")
-
-
-def llama(**options: Any) -> Any:
-    return shared_model(num_layers=NUM_LAYERS, dtype=torch.float64, **options)
 
 
 @st.composite
@@ -36,10 +32,6 @@ def prompts_that_begin_alike(draw: st.DrawFn) -> list[list[int]]:
         own = torch.randint(61, (draw(st.integers(0, 20)),), generator=rng).tolist()
         prompts.append((shared + own) or [1])
     return [*prompts, prompts[draw(st.integers(0, len(prompts) - 1))]]
-
-
-def asked(prompts: list[list[int]], num_new: int = 12) -> list[Request]:
-    return [Request(one, num_new, stop_ids=(), snapshot=True) for one in prompts]
 
 
 @given(
@@ -59,7 +51,7 @@ def test_a_hit_equals_a_fresh_prefill(
     data: st.DataObject,
 ) -> None:
     plan, tokenizer = with_prompt(plan, prompt), tiny_tokenizer()
-    requests = asked(prompts)
+    requests = asked(prompts, 12)
     options = {"slots": data.draw(st.integers(1, 3)), "eager": data.draw(st.booleans())}
     fresh = Engine(model, tokenizer, plan, **options).generate(requests).results()
     store = PrefixStore(2**30, block_tokens=block, conversations=False)

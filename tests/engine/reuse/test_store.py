@@ -10,45 +10,18 @@ from typing import Any
 
 import attrs
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from reuse_cases import NUM_LAYERS, assert_same
-from tiny import shared_model
+from reuse_cases import BLOCK_BYTES, PLANS, asked, assert_same, llama, random_prompts
 
-from kvpolicy import Engine, Plan, PrefixStore, Request, load_block_eviction
+from kvpolicy import Engine, Plan, PrefixStore, load_block_eviction
 from kvpolicy.block_eviction import CheckedBlockEviction
 from kvpolicy.engine.reuse import tier
 from kvpolicy.engine.reuse.nodes import Node
 from kvpolicy.engine.reuse.tier import EvictionChoice, Tier
 from kvpolicy.errors import KnobError, KVPolicyError, UnknownPolicyError
 
-PLANS = {
-    "compacts": Plan.uniform("h2o", budget=12, buffer=4),
-    "keeps prompts": Plan.uniform("rkv", budget=12, buffer=4, prompt="keep"),
-    "full": Plan.uniform("full"),
-}
 EVICTIONS = ("lru", "marker", "guard", "predictive_marker")
-BLOCK_BYTES = NUM_LAYERS * 2 * 4 * (8 * 8 * 2 + 8)  # of rows of 4 tokens
-
-
-def llama() -> Any:
-    return shared_model(num_layers=NUM_LAYERS, dtype=torch.float64)
-
-
-def asked(prompts: list[list[int]], num_new: int = 6) -> list[Request]:
-    return [Request(one, num_new, stop_ids=(), snapshot=True) for one in prompts]
-
-
-def random_prompts(seed: int, count: int) -> list[list[int]]:
-    """Prompts with equal beginnings of which some are popular."""
-    rng = Random(seed)
-    starts = [[rng.randrange(61) for _ in range(rng.randint(4, 30))] for _ in range(4)]
-    return [
-        rng.choice(starts)[: rng.randint(1, 30)]
-        + [rng.randrange(61) for _ in range(rng.randint(1, 9))]
-        for _ in range(count)
-    ]
 
 
 @given(
