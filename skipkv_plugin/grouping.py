@@ -20,8 +20,8 @@ class SkipKVBatches:
     Attributes:
         batch_size: Requests of a batch. A batch is admitted when the one before has finished. 0
             fills every slot as soon as it is free, shortest prompt first.
-        by_length: Whether requests are sorted by length; if not, they are admitted in order of
-            arrival, like the paper's baselines.
+        by_length: Whether requests of equal priority are sorted by length; if not, they are
+            admitted in order of arrival, like the paper's baselines.
     """
 
     batch_size: int = attrs.field(default=0, validator=[instance_of(int), ge(0)])
@@ -34,6 +34,6 @@ class SkipKVBatches:
         """Admit the next batch, or wait until the running one has finished."""
         if self.batch_size and num_active:
             return []
-        order = sorted(waiting, key=lambda request: request.prompt_len * self.by_length)
+        order = sorted(waiting, key=lambda one: (-one.priority, one.prompt_len * self.by_length))
         num = min(self.batch_size or num_free, num_free)
         return [[request.id for request in order[:num]]]

@@ -58,6 +58,12 @@ class Arrivals:
         seen = num_before if snapshot is None else snapshot.seq_len
         if problem := adapter.growth_problem(seen, most - 1):
             raise RequestError(problem)
+        if request.deadline_s is not None and adapter.processes.num_processes > 1:
+            msg = (
+                "the processes that share the model would not agree on when the deadline has "
+                "passed; leave out deadline_s"
+            )
+            raise RequestError(msg)
         if request.stop and self.tokenizer is None:
             msg = "stop strings need a tokenizer, and the engine has none; use stop_ids"
             raise RequestError(msg)

@@ -9,10 +9,12 @@ import asyncio
 import threading
 import time
 import weakref
-from collections import abc
-from typing import Any
+from collections import abc, deque
+from contextlib import nullcontext
+from typing import Any, TypeVar
 
 import attrs
+import torch
 
 from kvpolicy.engine.engine import Engine, OpenRun
 from kvpolicy.engine.logprobs import TokenLogprobs
@@ -20,6 +22,8 @@ from kvpolicy.engine.request import Request
 from kvpolicy.engine.results import EngineStats, Events, Result
 from kvpolicy.engine.stream import TextPieces
 from kvpolicy.errors import EngineClosedError, KVPolicyError, error_summary
+
+T = TypeVar("T")
 
 # Statistics are renewed so often while requests run.
 _STATS_EVERY_S = 0.1
@@ -54,6 +58,26 @@ class _Unread:
     has_ended: asyncio.Event = attrs.field(factory=asyncio.Event)
 
 
+def _running_loop() -> asyncio.AbstractEventLoop | None:
+    try:
+        return asyncio.get_running_loop()
+    except RuntimeError:
+        return None
+
+
+def _answer(
+    answer: abc.Callable[[Any], None], called: "asyncio.Future[Any]", value: object
+) -> None:
+    """Answer a call, unless nobody waits for it any more."""
+    if not called.done():
+        answer(value)
+
+
+def _cancel(run: OpenRun, number: int, unread: _Unread) -> None:
+    if unread.result is None:
+        run.cancel(number)
+
+
 class RequestStream:
     """One request of an `AsyncEngine`: iterate over it for its chunks, or wait for its result.
 
@@ -71,13 +95,12 @@ class RequestStream:
         tokenizer = run.tokenizer
         self._pieces = None if tokenizer is None else TextPieces(tokenizer, request.stop)
         self._is_over = False
-        self._cancel = weakref.finalize(self, run.cancel, number)
+        self._cancel = weakref.finalize(self, _cancel, run, number, unread)
         self._cancel.atexit = False
 
     def cancel(self) -> None:
         """End the request before its next token; the last chunk and the result still come."""
-        if self._unread.result is None:
-            self._cancel()
+        self._cancel()
 
     async def aclose(self) -> None:
         """Cancel the request, and iterate no more."""
@@ -164,6 +187,12 @@ class AsyncEngine:
         Raises:
             KVPolicyError: As `Engine.open_run`.
         """
+        if (num := engine.adapter.processes.num_processes) > 1:
+            msg = (
+                f"{num} processes share the model, and a request would not reach all of them "
+                "before the same step; serve lists of requests with engine.generate()"
+            )
+            raise KVPolicyError(msg)
         self._run = engine.open_run(
             max_len=max_len,
             max_prompt_len=max_prompt_len,
@@ -177,6 +206,7 @@ class AsyncEngine:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
         self._ended: asyncio.Event
+        self._calls: deque[tuple[abc.Callable[[OpenRun], Any], asyncio.Future[Any]]] = deque()
 
     async def __aenter__(self) -> "AsyncEngine":
         if self._thread is not None:
@@ -202,7 +232,7 @@ class AsyncEngine:
         if self._thread is None:
             msg = "the engine has not been started; submit within async with AsyncEngine(...)"
             raise EngineClosedError(msg)
-        if asyncio._get_running_loop() is not self._loop:
+        if _running_loop() is not self._loop:
             msg = (
                 "submit() was called outside of the event loop in which the AsyncEngine was "
                 "entered; call it there, as with loop.call_soon_threadsafe"
@@ -231,6 +261,29 @@ class AsyncEngine:
             await self._ended.wait()
         self._thread.join()
 
+    async def between_steps(self, function: abc.Callable[[OpenRun], T]) -> T:
+        """Call a function with the run between two steps, in the thread that runs them.
+
+        So a snapshot of a request that runs can be taken, ``lambda run: run.snapshot(stream.id)``,
+        or its rows be read. Nothing else happens meanwhile. The function must not call `step`.
+
+        Args:
+            function: Gets the run.
+
+        Returns:
+            What the function returns; what it raises is raised.
+
+        Raises:
+            EngineClosedError: If the engine has ended.
+        """
+        if self._thread is None or self._ended.is_set():
+            msg = "nothing can be called between steps: the engine does not run"
+            raise EngineClosedError(msg)
+        called: asyncio.Future[T] = asyncio.get_running_loop().create_future()
+        self._calls.append((function, called))
+        self._run.wake()
+        return await called
+
     @property
     def stats(self) -> EngineStats:
         """What the engine does, and what it has cost so far; a tenth of a second old at most.
@@ -246,19 +299,38 @@ class AsyncEngine:
     # In the thread of the engine
 
     def _serve(self) -> None:
-        run, renewed = self._run, 0.0
+        run, device = self._run, self.engine.adapter.device
         try:
-            while not run.done:
-                run.wait()
-                events = run.step()
-                if not run.num_open or time.monotonic() - renewed > _STATS_EVERY_S:
-                    self._stats, renewed = run.stats, time.monotonic()
-                self._hand_over(self._deliver, events)
+            # A thread begins with the first GPU, whatever the model is on.
+            with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+                self._run_steps()
         except BaseException as error:  # whatever it is, nobody may wait for ever
             sentence = f"the engine has broken: {error_summary(error)}; start another"
             self._hand_over(self._deliver, Events([], run.end(sentence)))
         finally:
-            self._hand_over(self._ended.set)
+            self._hand_over(self._end)
+
+    def _run_steps(self) -> None:
+        run, renewed = self._run, 0.0
+        while not run.done:
+            if not self._calls:  # a step may have taken what was to wake this thread
+                run.wait()
+            self._make_calls()
+            events = run.step()
+            if not run.num_open or time.monotonic() - renewed > _STATS_EVERY_S:
+                self._stats, renewed = run.stats, time.monotonic()
+            self._hand_over(self._deliver, events)
+
+    def _make_calls(self) -> None:
+        """Call what waits for the time between two steps."""
+        while self._calls:
+            function, called = self._calls.popleft()
+            try:
+                answer = function(self._run)
+            except Exception as error:  # it belongs to the caller
+                self._hand_over(_answer, called.set_exception, called, error)
+            else:
+                self._hand_over(_answer, called.set_result, called, answer)
 
     def _hand_over(self, call: abc.Callable[..., object], *arguments: Any) -> None:
         """Call a function in the thread of the event loop."""
@@ -270,6 +342,13 @@ class AsyncEngine:
             self._cancel_all()
 
     # In the thread of the event loop
+
+    def _end(self) -> None:
+        self._ended.set()
+        while self._calls:
+            _, called = self._calls.popleft()
+            msg = "the engine ended before the next step"
+            _answer(called.set_exception, called, EngineClosedError(msg))
 
     def _deliver(self, events: Events) -> None:
         for number, token in events.tokens:

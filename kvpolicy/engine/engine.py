@@ -321,7 +321,7 @@ class Engine:
                 self._prefill(run, group)
                 batch.compact()
             run.finish_ended()
-            if run.takes_turns and batch.ready:
+            if run.takes_turns:
                 break
         if batch.ready:
             with run.decode_time():
@@ -397,9 +397,9 @@ class Run:
         requests: The requests it was made with, in order of arrival.
         tokenizer: The engine's.
         batch: The sequences in their slots, with their cache.
-        takes_turns: Whether decode steps come between the chunks of prompts, so that sequences
-            that are decoded wait for one chunk at most. If not, the prompts of all free slots are
-            prefilled first, which serves a closed list of requests soonest.
+        takes_turns: Whether a step has one prefill forward at most, so that sequences that are
+            decoded wait no longer for their next token, and new requests no longer to be noticed.
+            If not, the prompts of all free slots are prefilled first.
     """
 
     takes_turns = False
@@ -705,11 +705,11 @@ class Run:
     def prefill_time(self, group: abc.Sequence[Sequence]) -> abc.Iterator[None]:
         """Count the seconds of a block as prefill of a group."""
         start = self._clock()
+        self._num_prefills += 1
         yield
         elapsed = self._clock() - start
         for seq in group:
             seq.prefill_s += elapsed
-        self._num_prefills += 1
         self._report.prefill_s += elapsed
 
     @contextmanager
@@ -855,6 +855,10 @@ class OpenRun(Run):
         if not self.num_open and not self._queue.is_closed:
             self._queue.wait(timeout_s)
 
+    def wake(self) -> None:
+        """Have `wait` return."""
+        self._queue.wake()
+
     def end(self, error: str) -> list[Result]:
         """End all requests with an error; nothing can be served afterwards.
 
@@ -867,6 +871,8 @@ class OpenRun(Run):
             seq.fail(error)
             self._finish(seq)
         self._queue.waiting.clear()
+        for number in self._queue.open_numbers:  # lost where the step broke
+            self._emit(Result(number, finish_reason="error", error=error))
         results, self._results = self._results, []
         return results
 

@@ -15,8 +15,8 @@ Clock = abc.Callable[[], float]
 class RequestQueue:
     """The requests of a run without a slot.
 
-    `put`, `cancel` and `close` may be called from any thread, `cancel` even from a finalizer;
-    everything else belongs to the thread that runs the steps.
+    `put`, `cancel`, `close` and `wake` may be called from any thread, `cancel` even from a
+    finalizer; everything else belongs to the thread that runs the steps.
 
     Attributes:
         waiting: Sequences that wait for a slot, by number, in order of arrival.
@@ -51,6 +51,11 @@ class RequestQueue:
     def num_open(self) -> int:
         """Requests without a result."""
         return len(self._open)
+
+    @property
+    def open_numbers(self) -> list[int]:
+        """Numbers of the requests without a result."""
+        return sorted(self._open)
 
     def put(self, seq: Sequence) -> int:
         """Add a request, and number it.
@@ -89,6 +94,10 @@ class RequestQueue:
         """Accept no more requests; a request that comes is told the reason, the first one given."""
         with self._lock:
             self._closed_by = self._closed_by or reason
+        self.wake()
+
+    def wake(self) -> None:
+        """Have `wait` return."""
         self._inbox.put(None)
 
     def wait(self, timeout_s: float | None = None) -> None:

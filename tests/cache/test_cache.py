@@ -28,7 +28,7 @@ SHAPES = (*[SHAPE] * 5, attrs.evolve(SHAPE, sliding_window=WINDOW))
 
 
 class CacheMachine(RuleBasedStateMachine):
-    """Random store, keep, mark, clear and move operations; the model does the same with lists."""
+    """Random operations: store, keep, mark, clear, move, swap; the model does them with lists."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -186,6 +186,24 @@ class CacheMachine(RuleBasedStateMachine):
             for head in range(KV_HEADS):
                 model.rows[target, head] = model.rows[source, head]
         self._forget(source)
+
+    @rule(data=st.data())
+    def swap(self, data: st.DataObject) -> None:
+        """Exchange two sequences, of which each may be empty."""
+        pair = data.draw(st.permutations(range(NUM_SLOTS)))[:2]
+        self.cache.swap(*pair)
+        other = dict(zip(pair, reversed(pair), strict=True))
+        exchanged = [self.queries[other.get(slot, slot)] for slot in range(NUM_SLOTS)]
+        self.queries[:] = exchanged
+        self.marks = {
+            (other.get(slot, slot), head, token): mark
+            for (slot, head, token), mark in self.marks.items()
+        }
+        for model in self.models:
+            model.seen[pair[0]], model.seen[pair[1]] = model.seen[pair[1]], model.seen[pair[0]]
+            model.rows = {
+                (slot, head): model.rows[other.get(slot, slot), head] for slot, head in model.rows
+            }
 
     @invariant()
     def contents_equal_the_lists(self) -> None:

@@ -1,4 +1,7 @@
-"""Rows in segments against lists of rows: stored, kept by masks, moved, copied, grown, cleared."""
+"""Rows in segments against lists of rows: stored, kept by masks, moved, copied, grown, cleared.
+
+A slot is moved to a free one, or exchanged with another that is taken.
+"""
 
 from typing import Any
 
@@ -137,6 +140,7 @@ def test_rows_in_segments_are_those_of_lists(data: st.DataObject) -> None:
         ]
         often = ["compact"] * bool(full) + ["store"] * bool(can_store) + ["admit"] * bool(free)
         seldom = ["clear", "grow", "mark"] * bool(held) + ["move"] * bool(free and held)
+        seldom += ["swap"] * (len(held) > 1)
         action = draw(st.sampled_from(4 * often + seldom))
         if action == "admit":
             sequences.admit(free[0])
@@ -163,6 +167,11 @@ def test_rows_in_segments_are_those_of_lists(data: st.DataObject) -> None:
             cache.move(slot, free[0])
             for kept in (sequences.rows, sequences.names, sequences.seen):
                 kept[free[0]] = kept.pop(slot)  # type: ignore[index]
+        elif action == "swap":
+            one, other = draw(st.permutations(held))[:2]
+            cache.swap(one, other)
+            for kept in (sequences.rows, sequences.names, sequences.seen):
+                kept[one], kept[other] = kept[other], kept[one]  # type: ignore[index]
         elif action == "grow":
             more = int(cache.capacity[0]) + draw(st.integers(0, 3))
             cache.grow([Slab(more, tracks=("mark",), ragged=True)] * NUM_LAYERS)
@@ -196,7 +205,7 @@ def test_numbers_that_are_still_on_their_way_follow_their_slot(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """On a GPU the host learns later how many rows the fullest head has kept."""
-    for happens in ("nothing", "moves", "is cleared"):
+    for happens in ("nothing", "moves", "is exchanged", "is cleared"):
         cache, sequences = (built := new_cache(2, 3)), Sequences(built, 2)
         sequences.admit(0)
         sequences.store([0], [CAPACITY])
@@ -209,9 +218,16 @@ def test_numbers_that_are_still_on_their_way_follow_their_slot(
             rows.keep(mask)
             if happens == "moves":
                 cache.move(0, 2)
+            elif happens == "is exchanged":
+                cache.swap(1, 0)
             elif happens == "is cleared":
                 cache.clear(0)
-        expected = {"nothing": [7, 0, 0], "moves": [0, 0, 7], "is cleared": [0, 0, 0]}
+        expected = {
+            "nothing": [7, 0, 0],
+            "moves": [0, 0, 7],
+            "is exchanged": [0, 7, 0],
+            "is cleared": [0, 0, 0],
+        }
         assert cache.fullest(0, [0, 1, 2]).tolist() == expected[happens]
 
 

@@ -6,6 +6,7 @@ from typing import Any, ClassVar
 import attrs
 import pytest
 import torch
+from arrivals import check_alike
 from tiny import tiny_model
 from torch import Tensor
 
@@ -91,6 +92,25 @@ def test_replayed_steps_give_the_same_tokens(
     assert replayed == tokens(requests(drawn=drawn))
     assert num_replays >= 39
     assert recorder.num_replays == num_replays
+
+
+@pytest.mark.parametrize("steps_per_read", [1, 4])
+def test_replayed_steps_give_the_same_log_probabilities(
+    steps_per_read: int, recorder: Recorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A replay overwrites the logits of the one before."""
+    given = [attrs.evolve(one, logprobs=2) for one in requests(drawn=False)]
+
+    def found(**options: int) -> list[Any]:
+        model = tiny_model(dtype=torch.float64)
+        run = Engine(model, plan=PLAN, slots=5, **options).generate(given)
+        return [result.logprobs for result in run.results()]
+
+    replayed = found(steps_per_read=steps_per_read)
+    assert recorder.num_replays > 0
+    monkeypatch.undo()
+    for ours, theirs in zip(replayed, found(), strict=True):
+        check_alike(ours, theirs)
 
 
 def test_the_widest_graph_is_captured_first_and_each_width_once(recorder: Recorder) -> None:

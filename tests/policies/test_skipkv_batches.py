@@ -45,6 +45,12 @@ def test_unsorted_batches_are_in_arrival_order(lengths: list[int], batch_size: i
     assert [number for group in admitted for number in group] == list(range(len(lengths)))
 
 
+def test_urgent_requests_are_in_the_first_batch() -> None:
+    waiting = [WaitingRequest(0, 1, 9), WaitingRequest(1, 9, 9, 1), WaitingRequest(2, 5, 9, 1)]
+    assert SkipKVBatches(batch_size=2).schedule(waiting, 3, 0) == [[2, 1]]
+    assert SkipKVBatches(batch_size=2, by_length=False).schedule(waiting, 3, 0) == [[1, 2]]
+
+
 def test_batch_waits_for_the_previous_one() -> None:
     waiting = [WaitingRequest(0, 4, 10)]
     assert SkipKVBatches(batch_size=2).schedule(waiting, 3, 1) == []

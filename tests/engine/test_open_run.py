@@ -1,0 +1,568 @@
+"""Open runs: requests that come, go and end while others run."""
+
+import gc
+import re
+import threading
+import weakref
+from collections.abc import Iterator
+from itertools import pairwise
+from typing import Any
+
+import attrs
+import pytest
+import torch
+from arrivals import Script, check_equal_alone, scripts
+from hypothesis import given
+from hypothesis import strategies as st
+from ragged_policies import FlatTop
+from recorder import RecordsAndSteers
+from strategies import plans
+from tiny import shared_model, tiny_tokenizer
+
+from kvpolicy import (
+    Engine,
+    EngineClosedError,
+    KVPolicyError,
+    OpenRun,
+    Plan,
+    QueueFullError,
+    Request,
+    RequestError,
+    hookimpl,
+)
+from kvpolicy.engine.sequence import Sequence
+from kvpolicy.errors import HookError
+from kvpolicy.model.adapter import ForwardInput
+from kvpolicy.plan.spec import PolicySpec
+
+from families import family_model  # isort: skip
+
+NUM_LAYERS = 2
+TOKENIZER = tiny_tokenizer()
+FULL = Plan.uniform("full")
+TIGHT = Plan.uniform("h2o", budget=12, buffer=4)
+
+# In double precision the order of additions does not matter.
+models = st.builds(
+    family_model,
+    st.sampled_from(("llama", "qwen3", "mistral", "gemma2")),
+    dtype=st.just(torch.float64),
+)
+options = st.fixed_dictionaries(
+    {
+        "slots": st.integers(1, 4),
+        "chunk": st.sampled_from([1, 3, 7, 512]),
+        "max_tokens_per_forward": st.sampled_from([2, 9, 8192]),
+        "eager": st.booleans(),
+        "steps_per_read": st.integers(1, 4),
+    }
+)
+evicting = plans(num_layers=NUM_LAYERS)
+named = st.sampled_from(
+    [
+        FULL,
+        TIGHT,
+        Plan.uniform("snapkv", budget=14, buffer=5, knobs={"snapkv": {"window_size": 4}}),
+        Plan.uniform("rkv", budget=14, buffer=3, knobs={"rkv": {"window_size": 4}}),
+        Plan.uniform(
+            "skipkv",
+            budget=14,
+            buffer=6,
+            knobs={"skipkv": {"delimiters": (3, 7), "window_size": 4}},
+        ),
+        Plan.uniform("streaming", "protect", budget=14, buffer=1),
+    ]
+)
+
+
+def llama(**options: Any) -> Any:
+    return shared_model(num_layers=NUM_LAYERS, dtype=torch.float64, **options)
+
+
+def check_against_alone(engine: Engine, script: Script) -> None:
+    results, tokens = script.play(engine.open_run(max_len=80))
+    alone = [engine.generate([request]).results()[0] for request in script.requests]
+    check_equal_alone(results, alone, tokens)
+
+
+# --- the same tokens ------------------------------------------------------------------------
+
+
+@given(models, evicting | named, options, scripts())
+def test_request_that_comes_at_any_time_equals_itself_alone(
+    model: torch.nn.Module, plan: Plan, options: dict[str, Any], script: Script
+) -> None:
+    check_against_alone(Engine(model, TOKENIZER, plan, **options), script)
+
+
+@given(evicting, options, scripts())
+def test_prompts_that_stay_are_the_same_among_others(
+    plan: Plan, options: dict[str, Any], script: Script
+) -> None:
+    kept = attrs.evolve(plan, prompt="keep")
+    check_against_alone(Engine(llama(), TOKENIZER, kept, **options), script)
+
+
+@given(options, scripts())
+def test_heads_that_share_rows_are_the_same_among_others(
+    options: dict[str, Any], script: Script
+) -> None:
+    plan = Plan.uniform("h2o", FlatTop(0.3), budget=14, buffer=4, heads="shared")
+    check_against_alone(Engine(llama(num_kv_heads=4), TOKENIZER, plan, **options), script)
+
+
+@given(options, scripts())
+def test_registers_and_hidden_states_go_with_their_sequence(
+    options: dict[str, Any], script: Script
+) -> None:
+    plan = Plan.uniform("h2o", RecordsAndSteers(), budget=14, buffer=4)
+    check_against_alone(Engine(llama(), TOKENIZER, plan, **options), script)
+
+
+@given(evicting | named, options, scripts(), st.booleans())
+def test_steps_wider_than_what_is_decoded_leave_other_slots_alone(
+    plan: Plan, options: dict[str, Any], script: Script, in_graph: bool
+) -> None:
+    """On a GPU steps have few widths, and slots whose prompts are not all in are among them."""
+    engine = Engine(llama(), TOKENIZER, plan, **(options | {"eager": False}))
+    run = engine.open_run(max_len=80)
+    step = run.batch._static
+    assert step is not None
+    step._padded, step.in_graph = True, in_graph
+    results, tokens = script.play(run)
+    alone = [engine.generate([request]).results()[0] for request in script.requests]
+    check_equal_alone(results, alone, tokens)
+
+
+@given(options, scripts(), st.integers(0, 12))
+def test_snapshot_of_any_moment_goes_on_in_an_open_run(
+    options: dict[str, Any], script: Script, steps: int
+) -> None:
+    engine = Engine(llama(), TOKENIZER, TIGHT, **options)
+    run = engine.open_run(max_len=80)
+    for request in script.requests:
+        run.submit(request)
+    for _ in range(steps):
+        run.step()
+    begun = run.batch.active
+    snapshots = {seq.id: (len(seq.tokens), run.snapshot(seq.id)) for seq in begun}
+    (rest,) = [{result.id: result for result in run}]
+    for number, (num_tokens, snapshot) in snapshots.items():
+        request, whole = script.requests[number], rest[number]
+        left = request.max_new_tokens - num_tokens
+        cut = attrs.evolve(request, prompt=(), max_new_tokens=left, resume=snapshot)
+        again = run.submit(cut)
+        resumed = {result.id: result for result in run}[again]
+        assert resumed.tokens == whole.tokens[num_tokens:]
+        assert snapshot.costs.rows_evicted + resumed.rows_evicted == whole.rows_evicted
+
+
+# --- order ----------------------------------------------------------------------------------
+
+
+def order_of(run: OpenRun) -> list[int]:
+    return [result.id for result in run]
+
+
+def test_higher_priority_is_admitted_first_and_equal_ones_in_order_of_arrival() -> None:
+    run = Engine(llama(), plan=FULL, slots=1).open_run(max_len=40)
+    for priority in (0, 2, -1, 2, 0):
+        run.submit(Request([5], 2, priority=priority))
+    assert order_of(run) == [1, 3, 0, 4, 2]
+
+
+def test_running_request_keeps_its_slot() -> None:
+    run = Engine(llama(), plan=FULL, slots=1).open_run(max_len=40)
+    run.submit(Request([5], 9))
+    run.step()
+    run.submit(Request([6], 2, priority=9))
+    assert order_of(run) == [0, 1]
+
+
+@attrs.define(eq=False)
+class WaitsForPairs:
+    """Admits two requests together, when nothing runs."""
+
+    asked: list[list[tuple[int, int]]] = attrs.field(factory=list)
+
+    @hookimpl
+    def schedule(self, waiting: Any, num_free: int, num_active: int) -> list[list[int]]:
+        self.asked.append([(one.id, one.priority) for one in waiting])
+        return [] if num_active else [[one.id for one in waiting[:2]]]
+
+
+def test_schedule_sees_priorities_in_order_and_its_batches_stay_together() -> None:
+    policy = WaitsForPairs()
+    plan = attrs.evolve(FULL, schedule=(PolicySpec.of(policy),))
+    run = Engine(llama(), plan=plan, slots=3, chunk=2).open_run(max_len=60)
+    for priority in (0, 1):
+        run.submit(Request([4] * 9, 5, priority=priority))
+    results = []
+    for number in range(2, 9):  # a stream of requests that are more urgent than the first
+        results += run.step().results
+        run.submit(Request([3], 2, priority=number))
+        running = {seq.id for seq in run.batch.active}
+        assert running <= {0, 1}
+    results += run
+    assert [one.id for one in results[:2]] in ([0, 1], [1, 0])
+    assert [one.id for one in results[2:]] == list(range(8, 1, -1))
+    for asked in policy.asked:
+        assert asked == sorted(asked, key=lambda one: (-one[1], one[0]))
+
+
+# --- ends -----------------------------------------------------------------------------------
+
+
+@attrs.define
+class FakeClock:
+    now: float = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_deadline_ends_a_request_that_runs_and_one_that_waits() -> None:
+    clock = FakeClock()
+    engine = Engine(llama(), plan=FULL, slots=1)
+    run = OpenRun(engine, max_len=60, clock=clock)
+    run.submit(Request([5, 6], 50, deadline_s=10))
+    run.submit(Request([7], 50, deadline_s=5))
+    run.submit(Request([8], 4))
+    for _ in range(3):
+        run.step()
+    clock.now = 5.0
+    (waited,) = run.step().results
+    assert (waited.id, waited.finish_reason, waited.tokens) == (1, "deadline", ())
+    clock.now = 9.9
+    assert run.step().results == []
+    clock.now = 10.0
+    (ran,) = run.step().results
+    (alone,) = engine.generate([Request([5, 6], 50)]).results()
+    assert (ran.id, ran.finish_reason) == (0, "deadline")
+    assert len(ran.tokens) == 6
+    assert ran.tokens == alone.tokens[:6]
+    assert [(one.id, one.finish_reason) for one in run] == [(2, "length")]
+
+
+def test_deadline_counts_from_submission_and_ends_a_request_in_its_prompt() -> None:
+    clock = FakeClock(100.0)
+    run = OpenRun(Engine(llama(), plan=FULL, chunk=2), max_len=60, clock=clock)
+    clock.now = 200.0
+    run.submit(Request([5] * 20, 9, deadline_s=1))
+    assert run.step().results == []
+    clock.now = 201.0
+    (result,) = run.step().results
+    assert (result.finish_reason, result.tokens) == ("deadline", ())
+    assert run.batch.num_free == len(run.batch.slots)
+
+
+def test_closed_run_keeps_deadlines() -> None:
+    engine = Engine(llama(), plan=FULL, slots=1)
+    requests = [Request([5], 6), Request([6], 6, deadline_s=0)]
+    reasons = [result.finish_reason for result in engine.generate(requests).results()]
+    assert reasons == ["length", "deadline"]
+
+
+def test_request_is_cancelled_within_its_prompt() -> None:
+    run = Engine(llama(), plan=FULL, chunk=1).open_run(max_len=60)
+    run.submit(Request([5] * 20, 9))
+    assert run.step().tokens == []
+    run.cancel(0)
+    (result,) = run.step().results
+    assert (result.finish_reason, result.tokens) == ("cancelled", ())
+
+
+def test_iteration_serves_what_was_submitted_and_can_begin_again() -> None:
+    run = Engine(llama(), plan=FULL).open_run(max_len=40)
+    assert list(run) == []
+    run.submit(Request([5], 2))
+    assert [result.id for result in run] == [0]
+    run.submit(Request([5], 2))
+    assert [result.id for result in run.results()] == [1]
+    assert not run.done
+
+
+def test_closed_run_accepts_nothing_and_serves_the_rest() -> None:
+    run = Engine(llama(), plan=FULL).open_run(max_len=40)
+    run.submit(Request([5], 2))
+    run.close()
+    assert not run.done
+    with pytest.raises(EngineClosedError, match="no request is accepted any more"):
+        run.submit(Request([5], 2))
+    assert [result.id for result in run] == [0]
+    assert run.done
+
+
+def test_full_queue_refuses_until_a_request_has_ended() -> None:
+    run = Engine(llama(), plan=FULL, slots=2).open_run(max_len=40, max_waiting=1)
+    for _ in range(3):
+        run.submit(Request([5], 3))
+    with pytest.raises(QueueFullError, match="3 requests run or wait already"):
+        run.submit(Request([5], 3))
+    next(iter(run))
+    run.submit(Request([5], 3))
+    assert len(run.results()) == 3
+
+
+def test_request_that_cannot_be_served_takes_no_number() -> None:
+    run = Engine(llama(), plan=FULL).open_run(max_len=8, max_prompt_len=6)
+    refused = {
+        "at least one token": Request([]),
+        "at most 8 are accepted here, as max_len says": Request([1] * 8),
+        "at most 6 are accepted here, as max_prompt_len says": Request([1] * 7),
+        "token id 99": Request([99]),
+    }
+    for message, request in refused.items():
+        with pytest.raises(RequestError, match=message):
+            run.submit(request)
+    assert run.submit(Request([1] * 6, 50)) == 0
+    (result,) = run
+    assert (len(result.tokens), result.finish_reason) == (2, "length")
+
+
+@attrs.define(eq=False)
+class FailsOn:
+    """Fails when it scores the rows of a sequence that begins with a token."""
+
+    token: int
+
+    @hookimpl
+    def observe(self, token_ids: torch.Tensor, start: int, memory: Any) -> None:
+        if start == 0:
+            memory.of(self)[0]["first"] = int(token_ids[0])
+
+    @hookimpl
+    def score(self, memory: Any, positions: torch.Tensor) -> torch.Tensor:
+        if any(notes["first"] == self.token for notes in memory.of(self)):
+            msg = "a policy failed"
+            raise ValueError(msg)
+        return positions.float()
+
+
+def test_failing_policy_ends_its_requests_only() -> None:
+    engine = Engine(llama(), plan=Plan.uniform(FailsOn(7), budget=8, buffer=2), slots=2)
+    run = engine.open_run(max_len=60, on_hook_error="answer")
+    for number in range(6):
+        run.submit(Request([7 if number % 3 == 1 else 5] * (3 + number), 20))
+    results = run.results()
+    assert [one.finish_reason == "error" for one in results] == [n % 3 == 1 for n in range(6)]
+    assert "a policy failed" in str(results[1].error)
+    raising = engine.open_run(max_len=60)
+    raising.submit(Request([7] * 4, 20))
+    with pytest.raises(HookError, match="a policy failed"):
+        raising.results()
+
+
+# --- fairness -------------------------------------------------------------------------------
+
+
+class Watched:
+    """An engine whose forwards are noted."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, **options: Any) -> None:
+        self.engine = Engine(llama(), plan=options.pop("plan", FULL), **options)
+        self.widths: list[tuple[int, int]] = []  # of each forward
+        self.clock = FakeClock()
+        forward = self.engine.adapter.forward
+
+        def noted(given: ForwardInput) -> Any:
+            self.widths.append(tuple(given.token_ids.shape))
+            self.clock.now += given.token_ids.numel()
+            return forward(given)
+
+        monkeypatch.setattr(self.engine.adapter, "forward", noted)
+        monkeypatch.setattr(Engine, "clock", property(lambda _: self.clock))
+
+
+def test_running_sequence_waits_for_one_chunk_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
+    watched = Watched(monkeypatch, slots=4, chunk=8, max_tokens_per_forward=20)
+    run = watched.engine.open_run(max_len=120)
+    run.submit(Request([5], 90))
+    run.step()
+    for _ in range(3):
+        run.submit(Request([6] * 50, 5))
+    num_before = len(watched.widths)
+    while run.num_open > 1:
+        assert 0 in {number for number, _ in run.step().tokens}
+    forwards = watched.widths[num_before:]
+    prefills = [batch * width for batch, width in forwards if width > 1]
+    assert max(prefills) <= 20
+    # Two prompts of 8 tokens fit into a forward, so the third takes turns of its own afterwards.
+    assert len(prefills) >= 14
+    assert not any(first[1] > 1 and second[1] > 1 for first, second in pairwise(forwards))
+    # Seconds of the clock are tokens computed: those of a chunk and of a decode step.
+    assert max(prefills) < run.report.longest_gap_s <= max(prefills) + 4
+
+
+def test_closed_run_reports_how_long_sequences_waited(monkeypatch: pytest.MonkeyPatch) -> None:
+    watched = Watched(monkeypatch, slots=2, chunk=8)
+    requests = [Request([5], 20), Request([5], 3), Request([6] * 40, 5)]
+    run = watched.engine.generate(requests)
+    run.results()
+    assert run.report.longest_gap_s == 40 + 2
+
+
+def test_nothing_is_reported_where_nobody_waited() -> None:
+    run = Engine(llama(), plan=FULL, slots=1).generate([[5], [6]], max_new_tokens=4)
+    run.results()
+    assert run.report.longest_gap_s == 0
+
+
+def test_short_prompt_does_not_wait_for_a_long_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    watched = Watched(monkeypatch, slots=2, chunk=4)
+    run = watched.engine.open_run(max_len=200)
+    run.submit(Request([5] * 160, 2))
+    run.step()
+    run.submit(Request([6] * 4, 2))
+    steps = 0
+    while not any(number == 1 for number, _ in run.step().tokens):
+        steps += 1
+    assert steps <= 1
+
+
+def test_chunks_of_one_group_are_one_forward(monkeypatch: pytest.MonkeyPatch) -> None:
+    watched = Watched(monkeypatch, slots=3, chunk=4)
+    run = watched.engine.open_run(max_len=40)
+    for _ in range(3):
+        run.submit(Request([5] * 8, 2))
+    run.results()
+    assert watched.widths[:2] == [(3, 4), (3, 4)]
+
+
+# --- memory ---------------------------------------------------------------------------------
+
+
+@given(plans(num_layers=NUM_LAYERS), st.integers(1, 5), scripts(count=3))
+def test_cache_stays_within_its_memory(plan: Plan, num_slots: int, script: Script) -> None:
+    engine = Engine(llama(), TOKENIZER, plan, slots=1, on_hook_error="answer")
+    with pytest.raises(KVPolicyError, match="one sequence of up to 80 tokens takes") as refused:
+        engine.open_run(max_len=80, kv_memory=1)
+    found = re.search(r"takes ([\d,]+) with", str(refused.value))
+    assert found is not None
+    needed = int(found[1].replace(",", ""))
+    for spare in (0, needed - 1):
+        memory = needed * num_slots + spare
+        run = engine.open_run(max_len=80, kv_memory=memory)
+        assert len(run.batch.slots) == num_slots
+        script.play(run)
+        assert run.report.peak_kv_bytes <= memory
+
+
+def test_memory_does_not_grow_with_the_number_of_requests() -> None:
+    engine = Engine(llama(), TOKENIZER, TIGHT, slots=3, chunk=7)
+    run = engine.open_run(max_len=80)
+    addresses = [t.data_ptr() for layer in run.cache.layers for t in layer.tensors]
+    num_bytes, live = run.cache.num_bytes, weakref.WeakSet[Sequence]()
+    for number in range(200):
+        run.submit(Request([number % 60] * (1 + number % 30), 1 + number % 9, logprobs=1))
+        live.update([*run.waiting, *run.batch.active])
+        if number % 7 == 3:
+            run.cancel(number)
+        run.step()
+    assert len(live) > 0
+    list(run)
+    gc.collect()
+    assert len(live) == 0
+    assert run.report.num_requests == 200
+    assert run.num_open == 0
+    assert run.cache.num_bytes == num_bytes
+    assert addresses == [t.data_ptr() for layer in run.cache.layers for t in layer.tensors]
+
+
+@pytest.mark.parametrize(
+    ("limits", "message"),
+    [
+        ({"max_len": 1}, "max_len=1; expected an integer of at least 2"),
+        ({"max_len": 2.5}, "max_len=2.5"),
+        ({"max_prompt_len": 0}, "max_prompt_len=0"),
+        ({"kv_memory": True}, "kv_memory=True"),
+        ({"max_waiting": -1}, "max_waiting=-1; expected an integer of at least 0"),
+        ({"on_hook_error": "ignore"}, "expected 'raise' or 'answer'"),
+    ],
+)
+def test_invalid_limits_are_refused(limits: dict[str, Any], message: str) -> None:
+    with pytest.raises(KVPolicyError, match=re.escape(message)):
+        Engine(llama(), plan=FULL).open_run(**limits)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"priority": 1.5}, "priority=1.5"),
+        ({"deadline_s": -1}, "deadline_s=-1; expected a number of at least 0"),
+        ({"deadline_s": float("nan")}, "deadline_s=nan"),
+        ({"logprobs": -1}, "logprobs=-1; expected an integer from 0"),
+        ({"logprobs": True}, "logprobs=True"),
+    ],
+)
+def test_invalid_fields_of_requests_are_refused(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(KVPolicyError, match=re.escape(message)):
+        Request([1], **fields)
+
+
+# --- threads --------------------------------------------------------------------------------
+
+
+def test_requests_come_from_any_thread() -> None:
+    engine = Engine(llama(), TOKENIZER, TIGHT, slots=3)
+    run = engine.open_run(max_len=80)
+    numbers: list[tuple[int, Request]] = []
+
+    def submit(first: int) -> None:
+        for number in range(first, first + 12):
+            request = Request([number] * (1 + number % 11), 6)
+            numbers.append((run.submit(request), request))
+
+    threads = [threading.Thread(target=submit, args=(first,)) for first in (0, 20, 40)]
+
+    def results() -> Iterator[Any]:
+        while not run.done:
+            run.wait(timeout_s=10)
+            yield from run.step().results
+
+    for thread in threads:
+        thread.start()
+    closer = threading.Thread(target=lambda: [t.join() for t in threads] and run.close())
+    closer.start()
+    found = {}
+    for result in results():
+        assert result.id not in found
+        found[result.id] = result
+    closer.join()
+    assert sorted(found) == list(range(36))
+    for number, request in numbers:
+        (alone,) = engine.generate([request]).results()
+        assert found[number].tokens == alone.tokens
+
+
+def test_waiting_ends_when_something_comes_and_not_before() -> None:
+    run = Engine(llama(), plan=FULL).open_run(max_len=40)
+    run.wait(timeout_s=0.01)  # nothing comes
+    waited = threading.Event()
+
+    def wait() -> None:
+        run.wait()
+        waited.set()
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    assert not waited.wait(0.05)
+    run.submit(Request([5], 2))
+    assert waited.wait(10)
+    thread.join()
+    assert len(run.results()) == 1
+
+
+def test_broken_run_ends_all_requests_with_the_error() -> None:
+    run = Engine(llama(), plan=FULL, slots=1).open_run(max_len=40)
+    for _ in range(3):
+        run.submit(Request([5], 9))
+    run.step()
+    results = run.end("it broke")
+    assert [(one.id, one.finish_reason, one.error) for one in results] == [
+        (number, "error", "it broke") for number in (1, 2, 0)
+    ]
+    assert len(results[2].tokens) == 2
+    assert run.done
+    with pytest.raises(EngineClosedError, match="it broke"):
+        run.submit(Request([5]))
