@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from kvpolicy.engine.engine import Engine, Run
+    from kvpolicy.engine.reuse.store import PrefixStore
     from kvpolicy.plan.plan import Plan
     from kvpolicy.plan.toml import Override
 
@@ -311,7 +312,11 @@ class Generation:
 
 
 def prepare(
-    options: GenerationOptions, *, keep_going: bool = False, tensor_parallel: bool = False
+    options: GenerationOptions,
+    *,
+    keep_going: bool = False,
+    tensor_parallel: bool = False,
+    prefix_store: "PrefixStore | None" = None,
 ) -> Generation:
     """Read prompts and plan, load the model, and build an engine.
 
@@ -319,6 +324,7 @@ def prepare(
         options: The options given.
         keep_going: Whether a policy that fails ends only the affected prompts.
         tensor_parallel: Whether the processes of torchrun share the model.
+        prefix_store: What the engine reuses, if anything.
 
     Raises:
         KVPolicyError: An option is wrong, or two contradict each other.
@@ -360,6 +366,7 @@ def prepare(
         on_hook_error=on_hook_error,
         compile=options.compile,
         gpu_attention=options.gpu_attention.value,
+        prefix_store=prefix_store,
     )
     arguments = {
         "max_new_tokens": options.max_new_tokens or _default_length(model),

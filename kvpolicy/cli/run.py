@@ -3,7 +3,7 @@
 With ``--json``, one object per line: ``{"kind": "result", ...}`` with the fields of `Result`
 for each prompt as it finishes, its ``id`` that of the JSON line, if any, and its ``index`` the
 number of the prompt from 0, and a last ``{"kind": "run", "plan_digest", ...}`` with those
-of `RunReport`.
+of `RunReport`, and with ``"prefix_store"``, the fields of `StoreStats`, if there is a store.
 """
 
 import os
@@ -32,6 +32,17 @@ from kvpolicy.cli.output import (
     print_exact,
     print_json,
     print_text,
+)
+from kvpolicy.cli.prefix_options import (
+    DEFAULT_BLOCK,
+    DEFAULT_EVICTION,
+    PrefixBlock,
+    PrefixCache,
+    PrefixEviction,
+    PrefixSpill,
+    PrefixSpillBytes,
+    format_reuse,
+    prefix_store,
 )
 from kvpolicy.errors import KVPolicyError, RequestError
 from kvpolicy.text import visible
@@ -81,6 +92,11 @@ def run(
             rich_help_panel=MODEL,
         ),
     ] = False,
+    prefix_cache: PrefixCache = None,
+    prefix_block: PrefixBlock = DEFAULT_BLOCK,
+    prefix_eviction: PrefixEviction = DEFAULT_EVICTION,
+    prefix_spill: PrefixSpill = None,
+    prefix_spill_bytes: PrefixSpillBytes = None,
     json: Json = False,
 ) -> None:
     """Generate text with a policy at a budget.
@@ -89,13 +105,29 @@ def run(
     as soon as all before them are out.
     """
     with _first_process_prints() if tensor_parallel else nullcontext():
-        task = prepare(generation, keep_going=keep_going, tensor_parallel=tensor_parallel)
-        if json:
-            failed = _print_json_lines(task, in_order=in_order)
-        elif generation.file is None:
-            failed = _stream(task)
-        else:
-            failed = _print_texts(task, in_order=in_order)
+        store = prefix_store(
+            prefix_cache,
+            block=prefix_block,
+            eviction=prefix_eviction,
+            spill=prefix_spill,
+            spill_bytes=prefix_spill_bytes,
+        )
+        task = prepare(
+            generation,
+            keep_going=keep_going,
+            tensor_parallel=tensor_parallel,
+            prefix_store=store,
+        )
+        try:
+            if json:
+                failed = _print_json_lines(task, in_order=in_order)
+            elif generation.file is None:
+                failed = _stream(task)
+            else:
+                failed = _print_texts(task, in_order=in_order)
+        finally:
+            if store is not None:
+                store.flush()
         if failed:
             raise typer.Exit(SOME_FAILED)
 
@@ -180,8 +212,9 @@ def _print_json_lines(task: Generation, *, in_order: bool) -> bool:
         failed = failed or result.error is not None
         named = {"id": task.prompts[result.id].id, "index": result.id}
         print_json({"kind": "result", **result.to_dict(), **named})
-    digest = task.engine.plan.digest()
-    print_json({"kind": "run", "plan_digest": digest, **run.report.to_dict()})
+    digest, reusing = task.engine.plan.digest(), task.engine.reusing
+    stats = {} if reusing is None else {"prefix_store": reusing.store.stats.to_dict()}
+    print_json({"kind": "run", "plan_digest": digest, **run.report.to_dict(), **stats})
     return failed
 
 
@@ -220,6 +253,8 @@ def _print_report(report: "RunReport", task: Generation) -> None:
     from kvpolicy.engine.savings import nothing_evicted
 
     info(format_report(report))
+    if (reusing := task.engine.reusing) is not None:
+        info(format_reuse(report.reused_tokens, report.prompt_tokens, reusing.store.stats))
     plan, evicted, longest = task.engine.plan, report.rows_evicted, report.peak_rows
     note = nothing_evicted(plan, evicted, longest, lambda key, value: f"--{key} {value}")
     if note is not None:

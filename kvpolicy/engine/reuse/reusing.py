@@ -89,7 +89,8 @@ class Reusing:
             adapter.rotates_by_length
         )
         windows = [shape.sliding_window for shape in adapter.layer_shapes()]
-        self.ends_chunks = any(map(_keeps_more_than_rows, stacks)) or any(windows)
+        keeps_more = any(map(_keeps_more_than_rows, stacks)) or any(windows)
+        self.ends_chunks = keeps_more or not self.cuts_prompts
         sizes = [layer.budget + layer.buffer for layer in plan.layers if layer.budget is not None]
         block = store.block_tokens
         self.stride = -(-max(sizes, default=1) // block) * block
@@ -108,7 +109,7 @@ def _keeps_more_than_rows(stack: Stack) -> bool:
         stack.window_size
         or not set(ACCUMULATORS).isdisjoint(stack.tracks)
         or stack.implements("observe")
-        or stack.implements("due")
+        or "memory" in stack.arguments("due")
     )
 
 
@@ -194,7 +195,7 @@ class PromptReuse:
         """Store what sequences hold after a chunk, before it is compacted."""
         for seq in served:
             progress = self._progress[seq]
-            if seq.finish_reason is None and progress.is_fresh and progress.stores:
+            if seq.error is None and progress.is_fresh and progress.stores:
                 self._store_blocks(seq, progress)
             progress.seen = self._seen(seq)
 
