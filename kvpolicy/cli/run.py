@@ -49,6 +49,7 @@ from kvpolicy.text import visible
 
 if TYPE_CHECKING:
     from kvpolicy.engine.results import Result, RunReport
+    from kvpolicy.engine.reuse.store import StoreStats
     from kvpolicy.plan.resolved import ResolvedPlan
 
 app = typer.Typer(
@@ -126,8 +127,7 @@ def run(
             else:
                 failed = _print_texts(task, in_order=in_order)
         finally:
-            if store is not None:
-                store.flush()
+            _flushed(task)
         if failed:
             raise typer.Exit(SOME_FAILED)
 
@@ -167,6 +167,14 @@ def _first_process_prints() -> Iterator[None]:
         raise KVPolicyError(msg) from error
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+def _flushed(task: Generation) -> "StoreStats | None":
+    """What the prefix store holds, in files, too, if there is one."""
+    if task.engine.reusing is None:
+        return None
+    task.engine.reusing.store.flush()
+    return task.engine.reusing.store.stats
 
 
 def _stream(task: Generation) -> bool:
@@ -212,9 +220,9 @@ def _print_json_lines(task: Generation, *, in_order: bool) -> bool:
         failed = failed or result.error is not None
         named = {"id": task.prompts[result.id].id, "index": result.id}
         print_json({"kind": "result", **result.to_dict(), **named})
-    digest, reusing = task.engine.plan.digest(), task.engine.reusing
-    stats = {} if reusing is None else {"prefix_store": reusing.store.stats.to_dict()}
-    print_json({"kind": "run", "plan_digest": digest, **run.report.to_dict(), **stats})
+    digest, stats = task.engine.plan.digest(), _flushed(task)
+    of_store = {} if stats is None else {"prefix_store": stats.to_dict()}
+    print_json({"kind": "run", "plan_digest": digest, **run.report.to_dict(), **of_store})
     return failed
 
 
@@ -253,8 +261,8 @@ def _print_report(report: "RunReport", task: Generation) -> None:
     from kvpolicy.engine.savings import nothing_evicted
 
     info(format_report(report))
-    if (reusing := task.engine.reusing) is not None:
-        info(format_reuse(report.reused_tokens, report.prompt_tokens, reusing.store.stats))
+    if (stats := _flushed(task)) is not None:
+        info(format_reuse(report.reused_tokens, report.prompt_tokens, stats))
     plan, evicted, longest = task.engine.plan, report.rows_evicted, report.peak_rows
     note = nothing_evicted(plan, evicted, longest, lambda key, value: f"--{key} {value}")
     if note is not None:
