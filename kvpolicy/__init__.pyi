@@ -19,6 +19,7 @@ from kvpolicy.engine.request import Sampling as Sampling
 from kvpolicy.engine.results import EngineStats as EngineStats
 from kvpolicy.engine.results import Result as Result
 from kvpolicy.engine.results import RunReport as RunReport
+from kvpolicy.engine.reuse.store import PrefixStore as PrefixStore
 from kvpolicy.engine.snapshot import SequenceSnapshot as SequenceSnapshot
 from kvpolicy.errors import EngineClosedError as EngineClosedError
 from kvpolicy.errors import KVPolicyError as KVPolicyError

@@ -176,6 +176,8 @@ class SkipKV:
         if "state" not in own:
             own["state"] = self._new_state(tokenizer, prompt_len)
         state: SequenceState = own["state"]
+        if start < state.prompt_len:
+            state.prompt_len = prompt_len  # that of another prompt, if its beginning was reused
         state.feed(token_ids.tolist(), hidden_states, start)
         if self._direction is None:
             return

@@ -83,10 +83,26 @@ class SlotContents:
         return chain.from_iterable(layer.tensors for layer in self.layers)
 
 
-def copy_slot(cache: KVCache, slot: int) -> SlotContents:
-    """A copy of what a slot holds; the slot stays as it is."""
-    seq_len = int(cache.seq_len[slot])
-    layers = (_copy(cache, layer_idx, slot) for layer_idx in range(len(cache.layers)))
+def copy_slot(
+    cache: KVCache,
+    slot: int,
+    newest: Sequence[int | None] | None = None,
+    seen: int | None = None,
+) -> SlotContents:
+    """A copy of what a slot holds; the slot stays as it is.
+
+    Args:
+        cache: The KV cache.
+        slot: The slot.
+        newest: How many of its newest rows to copy in each layer; ``None``: all. Where heads share
+            the rows of a layer, these must have come since its last compaction. Accumulators are
+            copied for all rows in any case, because those of older rows have changed, too.
+        seen: Leave out the tokens from this one on. They must have brought a row into each layer,
+            none may have left it since, and the layers must have neither accumulators nor queries.
+    """
+    nums = [None] * len(cache.layers) if newest is None else newest
+    seq_len = int(cache.seq_len[slot]) if seen is None else seen
+    layers = (_copy(cache, layer_idx, slot, num, seq_len) for layer_idx, num in enumerate(nums))
     return SlotContents(tuple(layers), seq_len, int(cache.prompt_len[slot]))
 
 
@@ -136,24 +152,32 @@ def _pack(
         cache.note_leads([layer_idx], [slot], counts.amax(dim=0, keepdim=True) - held.rows)
 
 
-def _copy(cache: KVCache, layer_idx: int, slot: int) -> LayerContents:
-    layer, seq_len = cache.layers[layer_idx], int(cache.seq_len[slot])
-    num_rows = int(cache.rows[layer_idx, slot])
-    if layer.bounds is None:
-        held = [slab[slot, :, :num_rows].clone() for slab in layer.slabs]
-    else:
-        rows = layer_rows(cache, layer_idx, [slot])
-        tracks = (rows.track(name) for name in layer.tracks)
-        held = [one[0] for one in (rows.keys, rows.values, rows.positions, *tracks)]
-    keys, values, positions, *numbers = held
+def _copy(
+    cache: KVCache, layer_idx: int, slot: int, num: int | None, seq_len: int
+) -> LayerContents:
+    layer, place = cache.layers[layer_idx], (layer_idx, slot)
+    num_rows = int(cache.rows[place] - (cache.seq_len[slot] - seq_len))
+    in_columns = None
+    if layer.bounds is not None and (num is None or layer.accumulators):
+        in_columns = layer_rows(cache, layer_idx, [slot])
+
+    def copied(name: str, slab: Tensor) -> Tensor:
+        if num is not None and name not in layer.accumulators:
+            return layer.newest(slab, slot, num_rows, num).clone()
+        if in_columns is None:
+            return slab[slot, :, :num_rows].clone()
+        is_track = name in layer.tracks
+        rows: Tensor = in_columns.track(name) if is_track else getattr(in_columns, name)
+        return rows[0]
+
     window = None if layer.window is None else layer.window[slot, :, :seq_len].clone()
     return LayerContents(
-        keys,
-        values,
-        positions,
-        dict(zip(layer.tracks, numbers, strict=True)),
+        copied("keys", layer.keys),
+        copied("values", layer.values),
+        copied("positions", layer.positions),
+        {name: copied(name, track) for name, track in layer.tracks.items()},
         window,
-        int(cache.compacted_at[layer_idx, slot]),
-        int(cache.prompt_rows[layer_idx, slot]),
+        int(cache.compacted_at[place]),
+        min(int(cache.prompt_rows[place]), num_rows),
         num_rows,
     )

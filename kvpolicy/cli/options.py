@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
     from kvpolicy.engine.engine import Engine, Run
     from kvpolicy.engine.request import Request
+    from kvpolicy.engine.reuse.store import PrefixStore
     from kvpolicy.plan.plan import Plan
     from kvpolicy.plan.toml import Override
 
@@ -319,7 +320,11 @@ class Generation:
 
 
 def prepare(
-    options: GenerationOptions, *, keep_going: bool = False, tensor_parallel: bool = False
+    options: GenerationOptions,
+    *,
+    keep_going: bool = False,
+    tensor_parallel: bool = False,
+    prefix_store: "PrefixStore | None" = None,
 ) -> Generation:
     """Read prompts and plan, load the model, and build an engine.
 
@@ -327,6 +332,7 @@ def prepare(
         options: The options given.
         keep_going: Whether a policy that fails ends only the affected prompts.
         tensor_parallel: Whether the processes of torchrun share the model.
+        prefix_store: What the engine reuses, if anything.
 
     Raises:
         KVPolicyError: An option is wrong, or two contradict each other.
@@ -367,6 +373,7 @@ def prepare(
         on_hook_error=on_hook_error,
         compile=options.compile,
         gpu_attention=options.gpu_attention.value,
+        prefix_store=prefix_store,
     )
     if options.max_new_tokens is None:
         defaults = attrs.evolve(defaults, max_new_tokens=default_length(model))

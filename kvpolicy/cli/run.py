@@ -3,7 +3,7 @@
 With ``--json``, one object per line: ``{"kind": "result", ...}`` with the fields of `Result`
 for each prompt as it finishes, its ``id`` that of the JSON line, if any, and its ``index`` the
 number of the prompt from 0, and a last ``{"kind": "run", "plan_digest", ...}`` with those
-of `RunReport`.
+of `RunReport`, and with ``"prefix_store"``, the fields of `StoreStats`, if there is a store.
 """
 
 import os
@@ -21,11 +21,13 @@ from kvpolicy.cli.output import (
     print_json,
     print_text,
 )
+from kvpolicy.cli.prefix_options import format_reuse
 from kvpolicy.errors import KVPolicyError, RequestError
 from kvpolicy.text import visible
 
 if TYPE_CHECKING:
     from kvpolicy.engine.results import Result, RunReport
+    from kvpolicy.engine.reuse.store import PrefixStore, StoreStats
     from kvpolicy.plan.resolved import ResolvedPlan
 
 
@@ -35,6 +37,7 @@ def print_results(
     keep_going: bool,
     in_order: bool,
     tensor_parallel: bool,
+    store: "PrefixStore | None",
     json: bool,
 ) -> bool:
     """Generate for one prompt, or for all of a file, and print the results.
@@ -44,6 +47,7 @@ def print_results(
         keep_going: Whether a policy that fails ends only the affected prompts.
         in_order: Whether results are printed in the order of the prompts.
         tensor_parallel: Whether the processes of torchrun share the model.
+        store: The prefix store to use.
         json: Whether to print JSON.
 
     Returns:
@@ -53,12 +57,17 @@ def print_results(
         KVPolicyError: An option is wrong, or two contradict each other.
     """
     with first_process_prints() if tensor_parallel else nullcontext():
-        task = prepare(options, keep_going=keep_going, tensor_parallel=tensor_parallel)
-        if json:
-            return _print_json_lines(task, in_order=in_order)
-        if options.file is None:
-            return _stream(task)
-        return _print_texts(task, in_order=in_order)
+        task = prepare(
+            options, keep_going=keep_going, tensor_parallel=tensor_parallel, prefix_store=store
+        )
+        try:
+            if json:
+                return _print_json_lines(task, in_order=in_order)
+            if options.file is None:
+                return _stream(task)
+            return _print_texts(task, in_order=in_order)
+        finally:
+            _flushed(task)
 
 
 @contextmanager
@@ -96,6 +105,14 @@ def first_process_prints() -> Iterator[None]:
         raise KVPolicyError(msg) from error
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+def _flushed(task: Generation) -> "StoreStats | None":
+    """What the prefix store holds, in files, too, if there is one."""
+    if task.engine.reusing is None:
+        return None
+    task.engine.reusing.store.flush()
+    return task.engine.reusing.store.stats
 
 
 def _stream(task: Generation) -> bool:
@@ -141,8 +158,9 @@ def _print_json_lines(task: Generation, *, in_order: bool) -> bool:
         failed = failed or result.error is not None
         named = {"id": task.prompts[result.id].id, "index": result.id}
         print_json({"kind": "result", **result.to_dict(), **named})
-    digest = task.engine.plan.digest()
-    print_json({"kind": "run", "plan_digest": digest, **run.report.to_dict()})
+    digest, stats = task.engine.plan.digest(), _flushed(task)
+    of_store = {} if stats is None else {"prefix_store": stats.to_dict()}
+    print_json({"kind": "run", "plan_digest": digest, **run.report.to_dict(), **of_store})
     return failed
 
 
@@ -181,6 +199,8 @@ def _print_report(report: "RunReport", task: Generation) -> None:
     from kvpolicy.engine.savings import nothing_evicted
 
     info(format_report(report))
+    if (stats := _flushed(task)) is not None:
+        info(format_reuse(report.reused_tokens, report.prompt_tokens, stats))
     plan, evicted, longest = task.engine.plan, report.rows_evicted, report.peak_rows
     note = nothing_evicted(plan, evicted, longest, lambda key, value: f"--{key} {value}")
     if note is not None:

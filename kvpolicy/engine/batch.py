@@ -25,6 +25,7 @@ from kvpolicy.engine.marker import Marker
 from kvpolicy.engine.observer import Observer
 from kvpolicy.engine.probing import Prober
 from kvpolicy.engine.resuming import Resuming
+from kvpolicy.engine.reuse.reusing import PromptReuse, Reusing
 from kvpolicy.engine.sequence import Sequence
 from kvpolicy.engine.snapshot import SequenceSnapshot
 from kvpolicy.errors import SnapshotError
@@ -74,6 +75,7 @@ class RunningBatch:
         compiled: Compiled | None,
         max_steps: int,
         flash: bool,
+        reusing: Reusing | None = None,
     ) -> None:
         """Allocate everything for sequences of at most ``longest`` tokens.
 
@@ -95,6 +97,7 @@ class RunningBatch:
             max_steps: The most static decode steps whose tokens are read together; 0: decode
                 steps are not static.
             flash: Whether flash-attn attends in layers that it can run.
+            reusing: Finds and stores parts of sequences; ``None``: nothing is reused.
         """
         self.slots: list[Sequence | None] = [None] * num_slots
         self.timings = PolicyTimings()
@@ -163,6 +166,9 @@ class RunningBatch:
             adapter.processes.layer_rows,
             bound,
         )
+        self._reuse: PromptReuse | None = None
+        if reusing is not None:
+            self._reuse = PromptReuse(reusing, self.cache, self._taken, self._resume)
 
     @property
     def path(self) -> str:
@@ -195,6 +201,11 @@ class RunningBatch:
     def ready(self) -> list[Sequence]:
         """The sequences whose prompts are in: they have a token that a decode step can bring in."""
         return [seq for seq in self.slots if seq is not None and seq.tokens]
+
+    @property
+    def num_reused(self) -> int:
+        """Prompt tokens so far whose rows were copied from a prefix store."""
+        return 0 if self._reuse is None else self._reuse.num_reused
 
     def prefills(self, group: abc.Iterable[Sequence]) -> bool:
         """Whether the prompt of any sequence of a group is not all in."""
@@ -235,6 +246,8 @@ class RunningBatch:
             self.cache.prompt_len[slot] = seq.num_staying
             if seq.request.resume is not None:
                 self._resume(seq, seq.request.resume)
+            if self._reuse is not None:
+                self._reuse.begin(seq)
         if self._plan.padding == "stored":
             self._count_pads(group)
 
@@ -251,7 +264,7 @@ class RunningBatch:
             raise SnapshotError(seq.error)
         seq.finish_reason = ended
         self.compactor.note_peak(seq)
-        return self._resuming.take(seq, self.cache, self._observer, self._registers)
+        return self._taken(seq)
 
     def put(self, snapshot: SequenceSnapshot, seq: Sequence) -> None:
         """Have a sequence hold in its slot what a snapshot holds.
@@ -272,7 +285,10 @@ class RunningBatch:
         """
         among = self.active if group is None else [s for s in group if s.finish_reason is None]
         waiting = [seq for seq in among if self._num_left(seq)]
+        if self._reuse is not None:
+            waiting = self._reuse.ready(waiting)
         if not waiting:
+            self._served = []
             return None
         lengths = self._chunk_lengths(waiting)
         self._served = served = waiting[: len(lengths)]
@@ -315,6 +331,8 @@ class RunningBatch:
             on_logits([served[row] for row in complete], logits[complete])
         self._prober.note(served, logits)
         self._observer.show_prompt(served, states)
+        if self._reuse is not None:
+            self._reuse.note(served)
 
     def begin_decode(self) -> ForwardInput:
         """The forward of the newest token of every sequence whose prompt is in."""
@@ -371,7 +389,8 @@ class RunningBatch:
         if len(served) < len(self.slots) - self.num_free:  # prompts of the others are to go on
             return 1
         # Only the host finds stop strings: later steps would change tracks of the snapshot.
-        if any(seq.request.snapshot and seq.request.stop for seq in served):
+        keeps_all = self._reuse is not None and self._reuse.keeps_ends
+        if any((seq.request.snapshot or keeps_all) and seq.request.stop for seq in served):
             return 1
         free = int(self.cache.num_free_rows([seq.slot for seq in served]).min())
         needed = max(seq.max_len - seq.num_tokens for seq in served)
@@ -419,7 +438,8 @@ class RunningBatch:
 
     def compact(self) -> None:
         """Evict rows of the sequences of the last forward, where that is due."""
-        self.compactor.compact(self._served)
+        if self._served:
+            self.compactor.compact(self._served)
 
     def release(self) -> list[Sequence]:
         """Take ended sequences out of their slots."""
@@ -431,6 +451,8 @@ class RunningBatch:
                     seq.snapshot = self.snapshot(seq)
                 except SnapshotError as error:
                     seq.finish_reason, seq.error = "error", str(error)
+            if self._reuse is not None:
+                self._reuse.end(seq)
             self.cache.clear(seq.slot)
             self.slots[seq.slot] = None
         self._served = [seq for seq in self._served if seq.finish_reason is None]
@@ -448,6 +470,14 @@ class RunningBatch:
     def _place(self, seq: Sequence, slot: int) -> None:
         seq.slot = slot
         self.slots[slot] = seq
+
+    def _taken(
+        self,
+        seq: Sequence,
+        newest: abc.Sequence[int | None] | None = None,
+        seen: int | None = None,
+    ) -> SequenceSnapshot:
+        return self._resuming.take(seq, self.cache, self._observer, self._registers, newest, seen)
 
     def _resume(self, seq: Sequence, snapshot: SequenceSnapshot) -> None:
         """Bring a sequence to where its snapshot was taken."""
@@ -498,6 +528,8 @@ class RunningBatch:
         width = 0  # of the forward: shorter chunks are padded
         for seq, num_free in zip(sequences, free, strict=True):
             length = min(self._num_left(seq), num_free, self._chunk)
+            until_end = None if self._reuse is None else self._reuse.num_until_end(seq)
+            length = length if until_end is None else min(length, until_end)
             width = max(width, length)
             if width * (len(lengths) + 1) > self._max_tokens_per_forward:
                 break

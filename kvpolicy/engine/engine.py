@@ -26,6 +26,8 @@ from kvpolicy.engine.request import Request, Sampling, samplings_of
 from kvpolicy.engine.request_queue import Clock, RequestQueue
 from kvpolicy.engine.results import EngineStats, Events, Result, RunReport
 from kvpolicy.engine.resuming import Resuming
+from kvpolicy.engine.reuse.reusing import Reusing
+from kvpolicy.engine.reuse.store import PrefixStore
 from kvpolicy.engine.sampler import Sampler, sample_next
 from kvpolicy.engine.savings import nothing_evicted
 from kvpolicy.engine.sequence import Sequence
@@ -60,6 +62,7 @@ class Engine:
         scheduling: The policies of `schedule`.
         errors: Isolates errors of hooks.
         resuming: Takes snapshots of sequences, and resumes them.
+        reusing: Finds and stores parts of sequences, if there is a prefix store.
         num_slots: Sequences that are decoded together.
         chunk: The most prompt tokens of one sequence in one forward.
         eager_reason: Why decode steps take the eager path; ``None``: they are static.
@@ -85,6 +88,7 @@ class Engine:
         cpu_weights: CpuWeights = "plain",
         gpu_attention: GpuAttention = "triton",
         steps_per_read: int | None = None,
+        prefix_store: PrefixStore | None = None,
     ) -> None:
         """Bind a plan to a model, which is left as it is.
 
@@ -120,6 +124,8 @@ class Engine:
                 tokens are read. Stop strings, cancelling and new requests take effect when they
                 are; results are the same. ``None``: 8 on a GPU, where reading is a wait, and 1 on
                 a CPU.
+            prefix_store: Keeps rows of prompts and of conversations for requests that begin with
+                the same tokens, which then compute the rest only. ``None``: nothing is reused.
 
         Raises:
             ModelError: If the engine cannot run the model, pack its weights, compile it, or have
@@ -170,6 +176,11 @@ class Engine:
         self.eager_reason = "asked for" if eager else self.adapter.eager_reason
         self.compiled = self._compiled() if compile else None
         self.flash = self._wants_flash(gpu_attention)
+        self.reusing = None
+        if prefix_store is not None:
+            self.reusing = Reusing(
+                prefix_store, self.resuming, self.adapter, self.plan, self.stacks, tokenizer
+            )
         on_cpu = self.adapter.device.type == "cpu"
         self.steps_per_read = steps_per_read or (1 if on_cpu else DEFAULT_STEPS_PER_READ)
 
@@ -324,7 +335,8 @@ class Engine:
     def _prefill(self, run: "Run", group: abc.Sequence[Sequence]) -> None:
         """A prefill forward: the next chunks of the prompts of a group."""
         chunk = run.batch.begin_prefill_chunk(group)
-        assert chunk is not None, "the group has prompts that are not all in"
+        if chunk is None:  # they wait for a prefix that another group computes, or have failed
+            return
         run.batch.finish_prefill_chunk(*self.adapter.forward(chunk), run.append_tokens)
 
     def _decode(self, run: "Run") -> None:
@@ -376,6 +388,7 @@ class Engine:
             max_steps=max_steps,
             compiled=self.compiled if max_steps else None,
             flash=self.flash,
+            reusing=self.reusing,
         )
 
 
@@ -512,6 +525,7 @@ class Run:
             path=f"eager: {reason}" if (reason := self.engine.eager_reason) else self.batch.path,
             compile_s=self.engine.compile_s - self._compiled_before,
             compactions=self.batch.compactor.num_compactions,
+            reused_tokens=self.batch.num_reused,
             **timings,
         )
 

@@ -18,6 +18,7 @@ class Result:
     Attributes:
         id: Number of the request in its run, in order of arrival.
         prompt_len: Tokens in the prompt; those of a resumed snapshot are not counted.
+        reused_tokens: Of these, those whose rows were copied from a prefix store, and not computed.
         tokens: Generated token ids, including the stop token.
         text: Generated text without special tokens, up to a stop string; ``None`` without a
             tokenizer.
@@ -40,6 +41,7 @@ class Result:
 
     id: int
     prompt_len: int = 0
+    reused_tokens: int = 0
     tokens: tuple[int, ...] = ()
     text: str | None = None
     finish_reason: FinishReason = "stop"
@@ -73,7 +75,8 @@ class RunReport:
     Attributes:
         num_requests: Requests finished so far.
         num_errors: Requests that ended with an error.
-        prompt_tokens: Prompt tokens prefilled.
+        prompt_tokens: Prompt tokens of the requests that were prefilled.
+        reused_tokens: Of these, those whose rows were copied from a prefix store, and not computed.
         new_tokens: Tokens generated.
         elapsed_s: Seconds since the start of the run, those of compiling included.
         prefill_s: Seconds in prefill, compactions included.
@@ -109,6 +112,7 @@ class RunReport:
     num_requests: int = 0
     num_errors: int = 0
     prompt_tokens: int = 0
+    reused_tokens: int = 0
     new_tokens: int = 0
     elapsed_s: float = 0.0
     prefill_s: float = 0.0
@@ -150,6 +154,11 @@ class RunReport:
         return saved_share(self.held_bytes, self.full_bytes)
 
     @property
+    def computed_tokens(self) -> int:
+        """Prompt tokens that were computed."""
+        return self.prompt_tokens - self.reused_tokens
+
+    @property
     def peak_kv_bytes_in_all(self) -> int:
         """Peak bytes of the caches of all processes, which have equal sizes."""
         return self.num_processes * self.peak_kv_bytes
@@ -177,6 +186,7 @@ class RunReport:
             "policy_s": self.policy_s,
             "policy_share": self.policy_share,
             "saved_share": self.saved_share,
+            "computed_tokens": self.computed_tokens,
             "peak_kv_bytes_in_all": self.peak_kv_bytes_in_all,
         }
         return attrs.asdict(self) | derived

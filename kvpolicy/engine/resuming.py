@@ -85,9 +85,23 @@ class Resuming:
         return plain
 
     def take(
-        self, seq: Sequence, cache: KVCache, observer: Observer, registers: RegisterFile
+        self,
+        seq: Sequence,
+        cache: KVCache,
+        observer: Observer,
+        registers: RegisterFile,
+        newest: abc.Sequence[int | None] | None = None,
+        seen: int | None = None,
     ) -> SequenceSnapshot:
         """A snapshot of a sequence in its slot.
+
+        Args:
+            seq: The sequence.
+            cache: The KV cache.
+            observer: Holds what is not observed yet.
+            registers: The registers of all slots.
+            newest: How many of its newest rows to copy in each layer, see `copy_slot`.
+            seen: Leave out the tokens from this one on, see there.
 
         Raises:
             SnapshotError: If sequences cannot be copied.
@@ -99,7 +113,7 @@ class Resuming:
         return SequenceSnapshot(
             prompt=tuple(seq.prompt),
             tokens=tuple(seq.tokens),
-            contents=copy_slot(cache, seq.slot),
+            contents=copy_slot(cache, seq.slot, newest, seen),
             states=observer.pending_states(seq),
             num_observed=seq.num_observed,
             registers={

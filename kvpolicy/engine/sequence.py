@@ -39,6 +39,7 @@ class Sequence:
         memory: What policies remember of it.
         num_observed: Tokens that policies were shown by `observe`.
         num_marked: Tokens whose rows were marked, in layers that are marked after decode steps.
+        num_reused: Tokens of the prompt whose rows were copied from a prefix store.
         compactions: Times at which at least one layer was compacted.
         rows_evicted: Rows evicted, summed over layers and counted per KV head.
         peak_rows: The most rows any layer held.
@@ -70,6 +71,7 @@ class Sequence:
     memory: SequenceMemory = attrs.field(factory=SequenceMemory)
     num_observed: int = 0
     num_marked: int = 0
+    num_reused: int = 0
     compactions: int = 0
     rows_evicted: int = 0
     peak_rows: int = 0
@@ -197,6 +199,7 @@ class Sequence:
         return Result(
             id=self.id,
             prompt_len=self.num_prompt,
+            reused_tokens=self.num_reused,
             tokens=tuple(self.own_tokens),
             text=text,
             finish_reason=self.finish_reason,

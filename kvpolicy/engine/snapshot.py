@@ -114,6 +114,16 @@ class SequenceSnapshot:
             OutputError: If the file cannot be written.
         """
         target = path_of(path, "a snapshot", error=SnapshotError)
+        tensors, header = self.packed()
+        # A single entry: safetensors writes several in no fixed order.
+        atomic_write(target, save(tensors, {_KEY: json.dumps({"version": _VERSION} | header)}))
+
+    def packed(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """Its tensors by name, on the CPU, and all the rest as JSON writes it.
+
+        Raises:
+            SnapshotError: If a policy remembers something that is no plain data.
+        """
         tensors: dict[str, Tensor] = {}
         for index, layer in enumerate(self.contents.layers):
             tensors |= {f"layer.{index}.{name}": one for name, one in _named(layer).items()}
@@ -121,7 +131,6 @@ class SequenceSnapshot:
             tensors["states"] = self.states
         tensors = {name: tensor.cpu().contiguous() for name, tensor in tensors.items()}
         header = {
-            "version": _VERSION,
             "prompt": self.prompt,
             "tokens": self.tokens,
             "seq_len": self.seq_len,
@@ -138,8 +147,7 @@ class SequenceSnapshot:
             "costs": attrs.asdict(self.costs),
             "identity": self.identity,
         }
-        # A single entry: safetensors writes several in no fixed order.
-        atomic_write(target, save(tensors, {_KEY: json.dumps(header)}))
+        return tensors, header
 
     def _encoded(self, number: int, notes: object, tensors: dict[str, Tensor]) -> Any:
         try:
@@ -191,16 +199,22 @@ class SequenceSnapshot:
             )
             raise SnapshotError(msg)
         try:
-            snapshot = cls._of(header, tensors)
-            problem = _problem(snapshot)
+            snapshot = cls.unpacked(header, tensors)
+            problem = snapshot.problem
         except Exception as error:
             raise _damaged(what, error_summary(error)) from error
         if problem is not None:
             raise _damaged(what, problem)
         return snapshot
 
+    @property
+    def problem(self) -> str | None:
+        """What is wrong with its numbers and shapes, if it comes from elsewhere; or ``None``."""
+        return _problem(self)
+
     @classmethod
-    def _of(cls, header: dict[str, Any], tensors: dict[str, Tensor]) -> "SequenceSnapshot":
+    def unpacked(cls, header: dict[str, Any], tensors: dict[str, Tensor]) -> "SequenceSnapshot":
+        """The snapshot that `packed` has given, not checked; other data raise anything."""
         moved: list[Tensor] = []
         identity = header["identity"]
         layers = tuple(

@@ -132,6 +132,7 @@ class Declarations:
     )
     probe_size: int = _declaration(0, _is_probe, f"a number of tokens up to {MAX_WINDOW:,}")
     copies_memory: bool = _declaration(True, _is_bool, "True or False")
+    cuts_prompts: bool = _declaration(True, _is_bool, "True or False")
     inactive_hooks: tuple[str, ...] = _declaration(
         (), _are_hooks, f"names of hooks; these are {', '.join(HOOKS)}"
     )

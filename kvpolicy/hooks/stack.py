@@ -274,6 +274,11 @@ class Stack:
             part.implements(hook) for part in self._part_list
         )
 
+    def arguments(self, hook: str) -> frozenset[str]:
+        """Arguments that some policy or part names in a hook."""
+        of_parts = (part.arguments(hook) for part in self._part_list)
+        return self._arguments_of(hook).union(*of_parts)
+
     @property
     def folds(self) -> bool:
         """Whether layers may be asked together; not while calls are recorded layer by layer."""

@@ -35,6 +35,7 @@ from kvpolicy.model.config import (
     sliding_windows,
     stop_ids,
 )
+from kvpolicy.model.fingerprint import model_fingerprint
 from kvpolicy.model.marking import Marking, check_input, mark_stored_rows, marking
 from kvpolicy.model.packed import PackedWeights, packed_weights
 from kvpolicy.model.rope import Rotation
@@ -95,6 +96,7 @@ class ModelAdapter:
         vocab_size: Token ids are below this.
         max_positions: Tokens a sequence may have, prompt and generation together.
         longrope_length: Tokens that no sequence can cross, if there is such a number.
+        rotates_by_length: Whether the rotary embedding depends on the length of the prompt.
         stop_ids: Tokens that end a generation, from the model's own configuration.
         hidden_size: Size of the hidden state, ``M``.
         processes: The processes that hold the model.
@@ -102,6 +104,7 @@ class ModelAdapter:
 
     processes: SingleProcess = SingleProcess()
     longrope_length: int | None = None
+    rotates_by_length: bool = False
     _softmax: Sequence[Softmax] = ()  # of each layer, once a forward has shown it
 
     def __init__(self, model: PreTrainedModel, *, run_own_hooks: bool = True) -> None:
@@ -221,6 +224,10 @@ class ModelAdapter:
             layer.softmax = softmax
         return cache
 
+    def fingerprint(self) -> str:
+        """A hash of the model and its weights, see `model_fingerprint`."""
+        return model_fingerprint(self.model)
+
     def rotation(self) -> Rotate:
         """Moves keys of a layer to other positions, with this model's rotary embedding."""
         return Rotation(self.model, self._keys_at, self.max_positions)
@@ -266,7 +273,7 @@ class ModelAdapter:
             return logits, given.states
         cache, device = StepCache(step, given), self.device
         positions = torch.from_numpy(step.position_ids).to(device)
-        by_length = serving(step.totals.tolist()) if self._rotates_by_length else nullcontext()
+        by_length = serving(step.totals.tolist()) if self.rotates_by_length else nullcontext()
         with by_length:
             output = self._run(twin, given, given.token_ids.to(device), positions, cache)
         done = len(cache.stored & step.attended)
@@ -320,7 +327,7 @@ class ModelAdapter:
     def _register(self, copies: Copies) -> None:
         """Register the hooks of a new twin; they read the forward under way from its arguments."""
         rotaries = list(filter(depends_on_length, self.model.modules()))
-        self._rotates_by_length = bool(rotaries)
+        self.rotates_by_length = bool(rotaries)
         for rotary in rotaries:
             copied = copies.hookable(rotary)
             vars(copied)["forward"] = by_sequence(copied)

@@ -101,6 +101,10 @@ class ToyModel(ModelAdapter):
         """Equal shapes in every layer."""
         return [self._shape] * self.num_layers
 
+    def fingerprint(self) -> str:
+        """The same for all: a store of a trial serves one model."""
+        return type(self).__name__
+
     def rotation(self) -> Rotate:
         """Plain RoPE; the model itself does not rotate keys."""
         return rotate_halves

@@ -16,6 +16,7 @@ from kvpolicy.cache.slab import KVCache
 from kvpolicy.engine.engine import Engine, Run
 from kvpolicy.engine.request import Request
 from kvpolicy.engine.results import Result
+from kvpolicy.engine.reuse.store import PrefixStore
 from kvpolicy.engine.snapshot import SequenceSnapshot
 from kvpolicy.errors import HookError, HookResultError, KVPolicyError, SnapshotError
 from kvpolicy.testing.cases import Environment, PolicyFactory, Setup, plan_of
@@ -29,6 +30,10 @@ _LEAKS_EVERY = 16
 
 # Cutting a sequence in two takes as long as running it alone, and is done in some trials only.
 _CUTS_EVERY = 2
+
+# Prompts are short, and so are the blocks that they share.
+_MOST_BLOCK_TOKENS = 4
+_STORE_BYTES = 2**30
 
 # Rows whose scores differ by less, relative to the largest score, may change places: batches of
 # different shapes sum in different orders.
@@ -69,6 +74,10 @@ class BatchDependenceError(ConformanceError):
 
 class CutError(BatchDependenceError):
     """A request has different tokens or rows when it is cut and resumed."""
+
+
+class ReuseError(BatchDependenceError):
+    """A request has different tokens or rows when it goes on with a beginning that is stored."""
 
 
 class Trial:
@@ -128,6 +137,11 @@ class Trial:
         return self._monitor.policy
 
     @property
+    def block_tokens(self) -> int:
+        """Tokens of the blocks by which prompts share their beginnings."""
+        return 1 + self.setup.seed % _MOST_BLOCK_TOKENS
+
+    @property
     def unanswered(self) -> list[int]:
         """Requests of the current run without a result, in order of arrival."""
         return sorted(self._open)
@@ -170,6 +184,7 @@ class Trial:
                 self._compare(arrival, trace, other)
             if self.setup.seed % _CUTS_EVERY == 0:
                 self._cut_one(list(reversed(alone)))
+                self._reuse_one(list(reversed(alone)))
 
     def alone(
         self,
@@ -227,6 +242,26 @@ class Trial:
         (result,) = resumed.results()
         return RequestTrace((*tokens, *result.tokens), [*compactions, *more])
 
+    def reuse(self, arrival: Arrival) -> tuple[RequestTrace, int]:
+        """Run a request whose prompt begins as that of another one, which is stored.
+
+        Returns:
+            What it does, and how many tokens it has not computed.
+        """
+        setup, request = attrs.evolve(self.setup, slots=1), self._request(arrival)
+        block = self.block_tokens
+        store = PrefixStore(_STORE_BYTES, block_tokens=block, conversations=False)
+        monitor, engine = self._new_engine(setup, Counter(), store)
+        for stack in engine.stacks:
+            stack.layers_alike = False
+        prompt = self.environment.prompt(self.setup, arrival.number, arrival.prompt)
+        other = [*prompt[:-1], *prompt[: 2 + arrival.number % 3]]  # a longer one
+        engine.generate([attrs.evolve(request, prompt=other)]).results()
+        run = engine.generate([request])
+        (compactions,) = [monitor.follow(memory) for memory in _memories_of(run)]
+        (result,) = run.results()
+        return RequestTrace(result.tokens, compactions), result.reused_tokens
+
     def repeat(
         self, change: Callable[[Actions], Actions] = list, **sizes: Any
     ) -> ConformanceError | None:
@@ -258,7 +293,9 @@ class Trial:
             lines.append("trial.finish()")
         return "\n".join(lines)
 
-    def _new_engine(self, setup: Setup, checked: Counter[str]) -> tuple[Monitor, Engine]:
+    def _new_engine(
+        self, setup: Setup, checked: Counter[str], prefix_store: PrefixStore | None = None
+    ) -> tuple[Monitor, Engine]:
         """An engine with a new policy, and its monitor."""
         try:
             policy = self.factory.build()
@@ -269,7 +306,14 @@ class Trial:
         plan = plan_of(monitor.policy, self.factory.hooks, setup, self.environment.num_layers)
         tokenizer = self.environment.tokenizer
         try:
-            engine = Engine(self._model, tokenizer, plan, slots=setup.slots, chunk=setup.chunk)
+            engine = Engine(
+                self._model,
+                tokenizer,
+                plan,
+                slots=setup.slots,
+                chunk=setup.chunk,
+                prefix_store=prefix_store,
+            )
         except HookError as error:  # of `bind`
             wrong = isinstance(error, HookResultError)
             clause, expected = ("weights", "weights as they were") if wrong else ("answers", "any")
@@ -306,6 +350,30 @@ class Trial:
             if difference is not None:
                 expected, came = difference
                 raise CutError(arrival, expected, f"{came}, cut after {after} new tokens")
+
+    def _reuse_one(self, alone: list[RequestTrace]) -> None:
+        """Compare a request that goes on with a stored beginning with the same request alone."""
+        if self._engine.resuming.problem is not None:
+            return
+        if not all(one.cuts_prompts for stack in self._engine.stacks for one in stack.declared):
+            return
+        whole = [
+            (arrival, other)
+            for (arrival, trace), other in zip(self._finished, alone, strict=True)
+            if not trace.cancelled and arrival.prompt > 1
+        ]
+        for arrival, other in whole[:1]:
+            try:
+                trace, num_reused = self.reuse(arrival)
+            except ConformanceError:  # of the other prompt: found where it is part of a trial
+                return
+            self.checked["prefixes"] += num_reused > 0
+            compactions = [one for one in other.compactions if one.seq_len >= num_reused]
+            expected = attrs.evolve(other, compactions=compactions)
+            difference = find_difference(trace, expected)
+            if difference is not None:
+                after = f", after {num_reused} tokens of another prompt"
+                raise ReuseError(arrival, difference[0], difference[1] + after)
 
     def _start(self) -> None:
         """Start a run with the waiting requests, if none is in progress."""
@@ -451,7 +519,7 @@ def explain(trial: Trial, error: ConformanceError) -> ConformanceError:
 def classify(trial: Trial, error: ConformanceError) -> str:
     """The clause that a failed trial breaks, found by repeating it with other settings."""
     if isinstance(error, BatchDependenceError):
-        return _classify_dependence(trial, error.arrival, is_cut=isinstance(error, CutError))
+        return _classify_dependence(trial, error)
     setup = trial.setup
     if error.clause not in ("answers", "nan"):
         return error.clause
@@ -473,8 +541,9 @@ def classify(trial: Trial, error: ConformanceError) -> str:
     return error.clause
 
 
-def _classify_dependence(trial: Trial, arrival: Arrival, *, is_cut: bool) -> str:
+def _classify_dependence(trial: Trial, error: BatchDependenceError) -> str:
     """The clause of a request that differs from itself alone."""
+    arrival = error.arrival
     (first,) = trial.alone([arrival])
 
     def differs(times: int = 1, **options: Any) -> bool:
@@ -485,8 +554,14 @@ def _classify_dependence(trial: Trial, arrival: Arrival, *, is_cut: bool) -> str
         return "determinism"
     if differs(times=3):
         return "memory"
-    if is_cut:
+    if isinstance(error, CutError):
         return "snapshots"
+    if isinstance(error, ReuseError):
+        if any(differs(chunk=chunk) for chunk in (1, trial.block_tokens)):
+            return "chunks"
+        ends = range(2, len(first.tokens))
+        cut = (find_difference(trial.cut(arrival, end), first) for end in ends)
+        return "snapshots" if any(cut) else "prefixes"
     if differs(folds=True):
         return "layers"
     if differs(chunk=trial.setup.chunk):

@@ -472,6 +472,21 @@ class RemembersObjects:
 
 
 @attrs.define(eq=False)
+class RemembersPromptLength:
+    """Remembers in its first call how long the prompt is, and keeps that."""
+
+    @hookimpl
+    def observe(self, prompt_len: int, memory: Memory) -> None:
+        memory.of(self)[0].setdefault("prompt_len", prompt_len)
+
+    @hookimpl
+    def score(self, positions: Tensor, memory: Memory) -> Tensor:
+        lengths = [notes.get("prompt_len", 0) for notes in memory.of(self)]
+        wanted = torch.tensor([length % 5 for length in lengths])[:, None, None]
+        return -((positions % 5 - wanted).abs() * 100).float() + positions
+
+
+@attrs.define(eq=False)
 class Schedule:
     """Admits all waiting requests, even without free slots."""
 
@@ -523,6 +538,7 @@ BROKEN: dict[str, list[type]] = defaultdict(
         "layers": [LayersByIndex, LayersInMemory],
         "probe": [AsksForTooMuch],
         "snapshots": [PacksTooLittle, RemembersObjects],
+        "prefixes": [RemembersPromptLength],
         "schedule": [Schedule],
         "knobs": [Knobs],
     },

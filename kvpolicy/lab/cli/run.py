@@ -18,6 +18,16 @@ from kvpolicy.cli.options import (
     examples,
     with_generation_options,
 )
+from kvpolicy.cli.prefix_options import (
+    DEFAULT_BLOCK,
+    DEFAULT_EVICTION,
+    PrefixBlock,
+    PrefixCache,
+    PrefixEviction,
+    PrefixSpill,
+    PrefixSpillBytes,
+    prefix_store,
+)
 from kvpolicy.cli.run import print_results
 from kvpolicy.errors import KVPolicyError
 from kvpolicy.lab.cli import options
@@ -95,6 +105,11 @@ def run(
             rich_help_panel=MODEL,
         ),
     ] = False,
+    prefix_cache: PrefixCache = None,
+    prefix_block: PrefixBlock = DEFAULT_BLOCK,
+    prefix_eviction: PrefixEviction = DEFAULT_EVICTION,
+    prefix_spill: PrefixSpill = None,
+    prefix_spill_bytes: PrefixSpillBytes = None,
     json: Json = False,
 ) -> None:
     """Generate text with a policy at a budget.
@@ -103,6 +118,13 @@ def run(
     as soon as all before them are out. With --output, they are written to a file, on this machine
     or a Ray cluster.
     """
+    store = prefix_store(
+        prefix_cache,
+        block=prefix_block,
+        eviction=prefix_eviction,
+        spill=prefix_spill,
+        spill_bytes=prefix_spill_bytes,
+    )
     place = Place(on.value, ray_address, workers, cpus_per_worker, gpus_per_worker)
     if output is None:
         _refuse({**place.given(), "--overwrite": overwrite}, "needs --output FILE")
@@ -111,10 +133,15 @@ def run(
             keep_going=keep_going,
             in_order=in_order,
             tensor_parallel=tensor_parallel,
+            store=store,
             json=json,
         )
     else:
-        unusable: dict[str, object] = {"--in-order": in_order, "--tensor-parallel": tensor_parallel}
+        unusable: dict[str, object] = {
+            "--in-order": in_order,
+            "--tensor-parallel": tensor_parallel,
+            "--prefix-cache": prefix_cache,
+        }
         _refuse(unusable, "is for results that are printed; leave it out, or --output")
         failed = answer_file(
             generation, output, place, overwrite=overwrite, keep_going=keep_going, json=json

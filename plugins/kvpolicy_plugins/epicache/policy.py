@@ -98,11 +98,14 @@ class EpiCache:
     @hookimpl
     def due(self, seq_len: Tensor, prompt_len: Tensor, memory: Memory) -> Tensor:
         """Compact the last block of the first prompt, and none of those of later turns."""
+        is_end = seq_len == prompt_len
         first = [
-            notes.setdefault("prompt_len", length)
-            for notes, length in zip(memory.of(self), prompt_len.tolist(), strict=True)
+            notes.setdefault("prompt_len", length) if ends else length
+            for notes, length, ends in zip(
+                memory.of(self), prompt_len.tolist(), is_end.tolist(), strict=True
+            )
         ]
-        return (seq_len == prompt_len) & (prompt_len == torch.tensor(first))
+        return is_end & (prompt_len == torch.tensor(first))
 
     @hookimpl
     def probe(self, token_ids: Tensor, tokenizer: Any) -> Probe:

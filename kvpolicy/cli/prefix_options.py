@@ -1,0 +1,132 @@
+"""Options of commands that reuse prefixes, and the store that they stand for."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from kvpolicy.errors import KVPolicyError
+
+if TYPE_CHECKING:
+    from kvpolicy.engine.reuse.store import PrefixStore, StoreStats
+
+REUSE = "Reuse"  # the panel in ``--help``
+
+PrefixCache = Annotated[
+    str | None,
+    typer.Option(
+        "--prefix-cache",
+        metavar="BYTES",
+        help="Memory for beginnings of prompts that are not computed again: 256MiB.",
+        rich_help_panel=REUSE,
+    ),
+]
+PrefixBlock = Annotated[
+    int,
+    typer.Option(
+        "--prefix-block",
+        min=1,
+        help="Tokens of the blocks by which prompts share a beginning.",
+        rich_help_panel=REUSE,
+    ),
+]
+PrefixEviction = Annotated[
+    str,
+    typer.Option(
+        "--prefix-eviction",
+        metavar="NAME",
+        help="What leaves when it is full, one of `kvpolicy list --blocks`.",
+        rich_help_panel=REUSE,
+    ),
+]
+PrefixSpill = Annotated[
+    Path | None,
+    typer.Option(
+        "--prefix-spill",
+        metavar="FOLDER",
+        help="A folder for what leaves memory; it is found again later.",
+        rich_help_panel=REUSE,
+    ),
+]
+PrefixSpillBytes = Annotated[
+    str | None,
+    typer.Option(
+        "--prefix-spill-bytes",
+        metavar="BYTES",
+        help="The most bytes in that folder. [default: 16 times --prefix-cache]",
+        rich_help_panel=REUSE,
+    ),
+]
+
+DEFAULT_BLOCK, DEFAULT_EVICTION = 64, "lru"
+
+
+def prefix_store(
+    cache: str | None,
+    *,
+    block: int = DEFAULT_BLOCK,
+    eviction: str = DEFAULT_EVICTION,
+    spill: Path | None = None,
+    spill_bytes: str | None = None,
+) -> "PrefixStore | None":
+    """The prefix store that options describe; ``None`` if there is none.
+
+    Args:
+        cache: ``--prefix-cache``.
+        block: ``--prefix-block``.
+        eviction: ``--prefix-eviction``.
+        spill: ``--prefix-spill``.
+        spill_bytes: ``--prefix-spill-bytes``.
+
+    Raises:
+        KVPolicyError: A value is wrong, or an option needs another one.
+    """
+    given = {
+        "--prefix-block": block != DEFAULT_BLOCK,
+        "--prefix-eviction": eviction != DEFAULT_EVICTION,
+        "--prefix-spill": spill is not None,
+        "--prefix-spill-bytes": spill_bytes is not None,
+    }
+    if cache is None:
+        idle = next((name for name, is_given in given.items() if is_given), None)
+        if idle is not None:
+            msg = f"{idle} was given without --prefix-cache; add --prefix-cache 256MiB."
+            raise KVPolicyError(msg)
+        return None
+    if spill_bytes is not None and spill is None:
+        msg = "--prefix-spill-bytes was given without --prefix-spill; add --prefix-spill FOLDER."
+        raise KVPolicyError(msg)
+    from kvpolicy.cli.plan_suggest import parse_bytes
+    from kvpolicy.engine.reuse.store import PrefixStore
+
+    return PrefixStore(
+        parse_bytes("--prefix-cache", cache),
+        block_tokens=block,
+        eviction=eviction,
+        spill=spill,
+        spill_bytes=None
+        if spill_bytes is None
+        else parse_bytes("--prefix-spill-bytes", spill_bytes),
+    )
+
+
+def format_reuse(reused_tokens: int, prompt_tokens: int, stats: "StoreStats") -> str:
+    """One sentence about what a prefix store has saved.
+
+    Args:
+        reused_tokens: Prompt tokens that were not computed.
+        prompt_tokens: All prompt tokens.
+        stats: What the store holds.
+    """
+    from kvpolicy.cli.output import format_bytes, format_count
+
+    share = reused_tokens / prompt_tokens if prompt_tokens else 0.0
+    spilled = ""
+    if stats.spill_capacity:
+        spilled = f", and {stats.spilled_blocks:,} in files of {format_bytes(stats.spilled_bytes)}"
+    return (
+        f"reused {reused_tokens:,} of {prompt_tokens:,} prompt tokens ({share:.1%}); the prefix "
+        f"store holds {format_count(stats.num_blocks, 'block')} in {format_bytes(stats.num_bytes)}"
+        f"{spilled}; "
+        f"{stats.hit_rate:.1%} of the blocks asked for were there."
+    )

@@ -1,0 +1,277 @@
+"""A folder of blocks that have left memory: one file of safetensors each, with a checksum.
+
+A node is written with all that it begins with, so what is found after a restart can be used.
+Reading a file runs no code. What cannot be read, or is something else, is left out with a warning.
+"""
+
+import hashlib
+import json
+import logging
+import os
+from array import array
+from collections import abc
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import safetensors
+import torch
+from safetensors.torch import save
+from torch import Tensor
+
+from kvpolicy.engine.reuse.nodes import KEY_BYTES, Node
+from kvpolicy.engine.reuse.parts import SequencePart
+from kvpolicy.engine.reuse.tier import EvictionChoice, Tier
+from kvpolicy.engine.snapshot import SequenceSnapshot
+from kvpolicy.errors import KVPolicyError, OutputError, SnapshotError, error_summary
+from kvpolicy.files import atomic_write, is_unfinished_write, parse_json
+
+_KEY, _VERSION = "kvpolicy.prefix", 1
+_SUFFIX = ".safetensors"
+
+_log = logging.getLogger(__name__)
+
+
+class Spill:
+    """Nodes in the files of a folder.
+
+    Attributes:
+        folder: The folder.
+        tier: What is there, in how many bytes.
+        num_loads: Nodes that were read again.
+        problem: Why nothing is written any more; ``None``: it is.
+    """
+
+    def __init__(
+        self, folder: str | os.PathLike[str], capacity: int, choice: EvictionChoice
+    ) -> None:
+        """Make the folder, if it does not exist.
+
+        Raises:
+            OutputError: It cannot be made or read.
+        """
+        self.folder = Path(folder)
+        self.tier = Tier(capacity, choice)
+        self.num_loads = 0
+        self.problem: str | None = None
+        self._identities: dict[str, dict[str, Any]] = {}  # one for all nodes that have it
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self._files = sorted(self.folder.iterdir())
+        except OSError as error:
+            msg = (
+                f"the folder {self.folder} of a prefix store cannot be used: "
+                f"{error.strerror or error}; choose another one"
+            )
+            raise OutputError(msg) from error
+
+    def found(self, forget: abc.Callable[[bytes], None]) -> list[Node]:
+        """The nodes in the folder, each behind the one that it follows.
+
+        Args:
+            forget: Takes the key of a node that leaves, because there are too many.
+        """
+        headers: dict[bytes, dict[str, Any]] = {}
+        for path in self._by_age():
+            if is_unfinished_write(path):
+                path.unlink(missing_ok=True)
+            elif path.suffix == _SUFFIX:
+                header = _header(path)
+                if header is not None:
+                    headers[bytes.fromhex(header["key"])] = header
+        nodes: dict[bytes, Node] = {}
+        for key in headers:
+            self._find(key, headers, nodes)
+        for key in headers.keys() - nodes.keys():  # what they follow is not there any more
+            self._path(key).unlink(missing_ok=True)
+        ordered = sorted(nodes.values(), key=lambda node: node.num_tokens)
+        for node in nodes.values():
+            self.tier.add(node, headers[node.key]["num_bytes"])
+        by_key = dict(nodes)
+
+        def leave(key: bytes) -> None:
+            self.remove(by_key.pop(key))
+            forget(key)
+
+        self.tier.make_room(b"", 0, frozenset(), leave)
+        return [node for node in ordered if node.key in by_key]
+
+    def write(
+        self, node: Node, in_use: abc.Set[bytes], forget: abc.Callable[[bytes], None]
+    ) -> bool:
+        """Write a node, and those that it follows; whether it is in the folder then.
+
+        Args:
+            node: The node; all of its chain is in memory or in the folder.
+            in_use: Keys that stay in the folder.
+            forget: Takes the key of another node that leaves the folder.
+        """
+        chain = node.chain
+        keys = in_use | {one.key for one in chain}
+        for one in chain:
+            if one not in self.tier and not self._write(one, keys, forget):
+                return False
+        return True
+
+    def load(self, node: Node) -> SequencePart | None:
+        """What a node holds; ``None`` if its file is not what was written."""
+        path = self._path(node.key)
+        try:
+            part = self._loaded(path, node)
+        except (OSError, safetensors.SafetensorError, KVPolicyError) as error:
+            _warn(path, error_summary(error))
+            return None
+        except Exception as error:  # of data that is another than was written
+            _warn(path, f"it is damaged ({error_summary(error)})")
+            return None
+        with suppress(OSError):
+            os.utime(path)  # so that those used last are found last
+        self.tier.hit(node)
+        self.num_loads += 1
+        return part
+
+    def remove(self, node: Node) -> None:
+        """Remove the file of a node."""
+        self.tier.remove(node)
+        with suppress(OSError):
+            self._path(node.key).unlink(missing_ok=True)
+
+    def _loaded(self, path: Path, node: Node) -> SequencePart:
+        """The part in a file; raises anything if it is not that of the node."""
+        with safetensors.safe_open(path, framework="pt") as opened:
+            tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+            entry = parse_json((opened.metadata() or {})[_KEY])
+        text = entry["header"]
+        if entry["checksum"] != _checksum(text, tensors):
+            msg = "it is damaged: its checksum is another"
+            raise SnapshotError(msg)
+        header = parse_json(text)
+        if header["key"] != node.key.hex() or array("q", header["token_ids"]) != node.token_ids:
+            msg = "it holds other tokens than its name says"
+            raise SnapshotError(msg)
+        snapshot = header["snapshot"]
+        text = snapshot["identity"]
+        snapshot["identity"] = self._identities.setdefault(text, parse_json(text))
+        return SequencePart(
+            SequenceSnapshot.unpacked(snapshot, tensors),
+            tuple((first, last) for first, last in header["taken"]),
+            header["num_answer"],
+        )
+
+    def _write(
+        self, node: Node, in_use: abc.Set[bytes], forget: abc.Callable[[bytes], None]
+    ) -> bool:
+        if self.problem is not None or node.part is None:
+            return False
+        try:
+            content = _content(node, node.part)
+        except SnapshotError as error:
+            self._stop(str(error))
+            return False
+        if not self.tier.make_room(node.key, len(content), in_use, forget):
+            return False
+        try:
+            atomic_write(self._path(node.key), content)
+        except OutputError as error:
+            self._stop(str(error))
+            return False
+        self.tier.add(node, len(content))
+        return True
+
+    def _stop(self, problem: str) -> None:
+        self.problem = problem
+        _log.warning(
+            "the prefix store writes no more blocks to %s: %s; it goes on in memory",
+            self.folder,
+            problem,
+        )
+
+    def _find(
+        self, key: bytes, headers: dict[bytes, dict[str, Any]], nodes: dict[bytes, Node]
+    ) -> Node | None:
+        """The node of a header, and of those that it follows; ``None`` if one is missing."""
+        pending = [key]
+        while pending:
+            header = headers.get(pending[-1])
+            if header is None:
+                return None
+            parent = None if header["parent"] is None else bytes.fromhex(header["parent"])
+            if parent is not None and parent not in nodes:
+                if parent in pending:  # a circle
+                    return None
+                pending.append(parent)
+                continue
+            own = pending.pop()
+            turn_of = None if header["turn_of"] is None else bytes.fromhex(header["turn_of"])
+            if own not in nodes:
+                before = None if parent is None else nodes[parent]
+                nodes[own] = Node(own, before, array("q", header["token_ids"]), None, turn_of)
+        return nodes[key]
+
+    def _by_age(self) -> list[Path]:
+        def age(path: Path) -> float:
+            try:
+                return path.stat().st_mtime
+            except OSError:
+                return 0.0
+
+        return sorted(self._files, key=age)
+
+    def _path(self, key: bytes) -> Path:
+        return self.folder / (key.hex() + _SUFFIX)
+
+
+def _content(node: Node, part: SequencePart) -> bytes:
+    """The file of a node."""
+    tensors, snapshot = part.snapshot.packed()
+    snapshot["identity"] = json.dumps(snapshot["identity"], sort_keys=True)
+    header = {
+        "version": _VERSION,
+        "key": node.key.hex(),
+        "parent": None if node.parent is None else node.parent.key.hex(),
+        "token_ids": list(node.token_ids),
+        "turn_of": None if node.turn_of is None else node.turn_of.hex(),
+        "taken": part.taken,
+        "num_answer": part.num_answer,
+        "snapshot": snapshot,
+    }
+    text = json.dumps(header)
+    # A single entry: safetensors writes several in no fixed order.
+    entry = json.dumps({"header": text, "checksum": _checksum(text, tensors)})
+    return save(tensors, {_KEY: entry})
+
+
+def _checksum(text: str, tensors: abc.Mapping[str, Tensor]) -> str:
+    found = hashlib.blake2b(text.encode(), digest_size=16)
+    for name in sorted(tensors):
+        tensor = tensors[name]
+        found.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
+        found.update(tensor.reshape(-1).view(torch.uint8).numpy().tobytes())
+    return found.hexdigest()
+
+
+def _header(path: Path) -> dict[str, Any] | None:
+    """What a file says of its node; ``None``, with a warning, if it is not one that was written."""
+    try:
+        with safetensors.safe_open(path, framework="pt") as opened:
+            metadata = opened.metadata() or {}
+        if _KEY not in metadata:
+            _warn(path, "it was not written by a prefix store")
+            return None
+        header: dict[str, Any] = parse_json(parse_json(metadata[_KEY])["header"])
+        if header["version"] != _VERSION:
+            _warn(path, f"it has version {header['version']!r:.20} of the format")
+            return None
+        names = [header["key"], header["parent"], header["turn_of"]]
+        sizes = {len(bytes.fromhex(name)) for name in names if name is not None}
+        is_named = path.name == header["key"] + _SUFFIX
+        if sizes == {KEY_BYTES} and is_named and array("q", header["token_ids"]):
+            return header | {"num_bytes": path.stat().st_size}
+        _warn(path, "its name is not that of what it holds")
+    except Exception as error:
+        _warn(path, f"it is damaged ({error_summary(error)})")
+    return None
+
+
+def _warn(path: Path, problem: str) -> None:
+    _log.warning("the prefix store leaves out %s: %s", path, problem)
