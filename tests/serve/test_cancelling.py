@@ -4,7 +4,7 @@ import json
 import threading
 from typing import Any
 
-import httpx
+import httpx2
 import openai
 import pytest
 from serving import Running, plans_of, serving, until
@@ -32,7 +32,7 @@ def test_a_request_ends_when_its_client_goes_away(stream: bool) -> None:
                     assert running.plan.stats.report.num_requests == 0
             else:
                 running.gate.close()
-                with pytest.raises(httpx.ReadTimeout):
+                with pytest.raises(httpx2.ReadTimeout):
                     http.post("/v1/completions", json=LONG, timeout=0.2)
                 running.gate.open()
         until(running.idle)

@@ -8,7 +8,7 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
-import httpx
+import httpx2
 import pytest
 from served_command import served_command
 from shell import Shell, refusal
@@ -106,7 +106,7 @@ def test_a_killed_server_breaks_its_streams_and_serves_at_once_when_it_is_starte
             lines = answer.iter_lines()
             next(lines)
             served.child.kill()
-            with pytest.raises(httpx.RemoteProtocolError):
+            with pytest.raises(httpx2.RemoteProtocolError):
                 list(lines)
     with served_command(tmp_path, *options, port=port) as again, again.http() as http:
         answer = http.post("/v1/completions", json={**LONG, "stream": False})

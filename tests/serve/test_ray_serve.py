@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import attrs
-import httpx
+import httpx2
 import openai
 import pytest
 from commands import model_folder
@@ -74,8 +74,8 @@ class Served:
     process: "subprocess.Popen[str]"
     client: openai.OpenAI
 
-    def get(self, path: str) -> httpx.Response:
-        return httpx.get(f"{self.url}{path}", timeout=30, trust_env=False)
+    def get(self, path: str) -> httpx2.Response:
+        return httpx2.get(f"{self.url}{path}", timeout=30, trust_env=False)
 
     def replicas(self) -> dict[str, Any]:
         """What each replica that is ready does."""

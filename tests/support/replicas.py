@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import attrs
-import httpx
+import httpx2
 import openai
 import torch
 from starlette.types import Message
@@ -76,7 +76,7 @@ class Routed:
     """A router in this process."""
 
     replicas: LocalReplicas
-    http: httpx.AsyncClient
+    http: httpx2.AsyncClient
     client: openai.AsyncOpenAI
 
     async def metric(self, begin: str) -> float:
@@ -94,8 +94,8 @@ async def routed(config: ServeConfig, num: int = 2, **settings: Any) -> AsyncIte
         await replicas[-1].__init__(config, name)  # type: ignore[misc] # as Ray Serve does
     local = LocalReplicas(replicas)
     app = create_router(local, ServerSettings(**settings))
-    transport = httpx.ASGITransport(app)  # type: ignore[arg-type]
-    async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as http:
+    transport = httpx2.ASGITransport(app)  # type: ignore[arg-type]
+    async with httpx2.AsyncClient(transport=transport, base_url="http://localhost") as http:
         client = openai.AsyncOpenAI(
             base_url="http://localhost/v1", api_key="none", max_retries=0, http_client=http
         )

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import attrs
-import httpx
+import httpx2
 
 PATIENCE_S = 150.0  # a server on Ray takes half a minute to start
 
@@ -42,8 +42,8 @@ class ServedCommand:
         """The line that it tells its user to try."""
         return next((line for line in self.out if line.startswith("curl ")), "")
 
-    def http(self, **options: Any) -> httpx.Client:
-        return httpx.Client(base_url=self.url, timeout=PATIENCE_S, trust_env=False, **options)
+    def http(self, **options: Any) -> httpx2.Client:
+        return httpx2.Client(base_url=self.url, timeout=PATIENCE_S, trust_env=False, **options)
 
     def send(self, signum: int) -> None:
         assert self.child.pid is not None

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import attrs
-import httpx
+import httpx2
 import openai
 import torch
 from tiny import shared_model, tiny_tokenizer
@@ -97,8 +97,8 @@ class Running:
         self.clients.append(openai.OpenAI(**given))
         return self.clients[-1]
 
-    def http(self, **options: Any) -> httpx.Client:
-        return httpx.Client(base_url=self.url, timeout=PATIENCE_S, trust_env=False, **options)
+    def http(self, **options: Any) -> httpx2.Client:
+        return httpx2.Client(base_url=self.url, timeout=PATIENCE_S, trust_env=False, **options)
 
     def health(self) -> tuple[int, int]:
         """Status of liveness and of readiness."""
@@ -178,7 +178,7 @@ def serving(
     assert not thread.is_alive()
 
 
-def error_of(answer: httpx.Response) -> dict[str, str]:
+def error_of(answer: httpx2.Response) -> dict[str, str]:
     """The error of an answer, in OpenAI's shape: one sentence."""
     (error,) = answer.json().values()
     assert error.keys() == {"message", "type", "param", "code"}
