@@ -15,6 +15,7 @@ INSIDE = [
     *(f"{package}/py.typed" for package in sorted(TOP_LEVEL)),
     "kvpolicy_reasoner/weights/reasoner/config.json",
     "kvpolicy_reasoner/weights/reasoner/model.safetensors",
+    "kvpolicy_reasoner/weights/reasoner/chat_template.jinja",
     "kvpolicy_reasoner/weights/reasoner/tokenizer.json",
     "kvpolicy_reasoner/weights/reasoner-verbose/config.json",
     "kvpolicy_reasoner/weights/reasoner-verbose/model.safetensors",
@@ -26,6 +27,8 @@ INSIDE = [
     "kvpolicy/lab/report/assets/page.html",
     "kvpolicy/lab/report/assets/main.js",
     "kvpolicy/lab/report/assets/kept.css",
+    "kvpolicy/serve/assets/page.html",
+    "kvpolicy/serve/assets/chat.js",
     "kvpolicy_reasoner/vectors/reasoner-verbose.safetensors",
 ]
 NOT_INSIDE = ["kvpolicy_reasoner/train/"]

@@ -20,6 +20,7 @@ from kvpolicy.serve.guard import Guard
 from kvpolicy.serve.json_request import JsonRequest
 from kvpolicy.serve.metrics import CONTENT_TYPE, Metrics
 from kvpolicy.serve.observer import Observer
+from kvpolicy.serve.page import page_router
 from kvpolicy.serve.plans import ServedModel
 from kvpolicy.serve.service import Service
 
@@ -64,6 +65,7 @@ def create_app(service: Service, metrics: Metrics | None = None) -> ASGIApp:
     app.include_router(_generation(service))
     app.include_router(_models(model))
     app.include_router(_operation(service, metrics))
+    app.include_router(page_router(model))
     return Observer(Guard(app, service.settings), metrics)
 
 

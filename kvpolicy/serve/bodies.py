@@ -190,6 +190,12 @@ class CompletionBody(GenerationBody):
     prompt: Annotated[list[str | list[int]], BeforeValidator(_prompts)]
     logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
 
+    @model_validator(mode="after")
+    def _one_is_watched(self) -> "CompletionBody":
+        if self.kvpolicy.kept and len(self.prompt) > 1:
+            _refuse("kvpolicy.kept", "kvpolicy.kept needs a single prompt")
+        return self
+
 
 def _text_of(value: Any) -> Any:
     """The text of a content, which may come in parts."""

@@ -3,7 +3,6 @@
 Standard output has the address and a line to try; standard error the log, a line for each request.
 """
 
-import json
 import os
 import re
 import sys
@@ -11,7 +10,6 @@ from collections.abc import Mapping, Sequence
 from enum import Enum
 from importlib.util import find_spec
 from pathlib import Path
-from shlex import quote
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -43,9 +41,9 @@ from kvpolicy.cli.options import (
 )
 from kvpolicy.cli.output import format_count, info, print_lines
 from kvpolicy.cli.plan_suggest import parse_bytes
-from kvpolicy.entry_points import default_name, installed, load_installed
+from kvpolicy.entry_points import default_name
 from kvpolicy.errors import KVPolicyError
-from kvpolicy.plugin_code import plugin_code
+from kvpolicy.serve.settings import KEYS
 
 if TYPE_CHECKING:
     from kvpolicy.plan.plan import Plan
@@ -59,7 +57,6 @@ app = typer.Typer(
 )
 
 NETWORK, LIMITS, RAY = "Network", "Limits", "Several machines"
-KEYS = "KVPOLICY_API_KEY"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 
@@ -430,41 +427,12 @@ def _warn_if_open(settings: "ServerSettings", host: str) -> None:
 
 def _welcome(served: "ServedModel", url: str, settings: "ServerSettings") -> list[str]:
     """Where the server is, and a line to try."""
+    from kvpolicy.serve.example import curl_line, example_request
+
     plans = [
         f"  {plan.id}: up to {format_count(plan.stats.slots, 'sequence')} of {plan.max_len:,} "
         "tokens together"
         for plan in served.plans
     ]
-    has_chat = bool(getattr(served.tokenizer, "chat_template", None))
-    line = line_to_try(served.name, url, settings, has_chat=has_chat)
+    line = curl_line(url, *example_request(served), with_key=bool(settings.api_keys))
     return [f"{served.name} is served at {url}", *plans, "", "Open it in a browser, or try:", line]
-
-
-def line_to_try(name: str, url: str, settings: "ServerSettings", *, has_chat: bool) -> str:
-    """A command that sends a request.
-
-    Args:
-        name: Name of the model.
-        url: Where it is served.
-        settings: What clients may ask for.
-        has_chat: Whether it answers chats.
-    """
-    headers = ["-H 'Content-Type: application/json'"]
-    if settings.api_keys:
-        headers.append(f'-H "Authorization: Bearer ${KEYS}"')
-    path, body = _example(name, has_chat)
-    return f"curl {url}{path} {' '.join(headers)} -d {quote(json.dumps(body))}"
-
-
-def _example(name: str, has_chat: bool) -> tuple[str, dict[str, Any]]:
-    """A request that the model can answer: a problem of its own task, or a chat."""
-    body: dict[str, Any] = {"model": name, "max_tokens": 256}
-    if name in installed("kvpolicy.tasks"):
-        make_task = load_installed("kvpolicy.tasks", name, what="task")
-        with plugin_code(f"task '{name}' is broken", KVPolicyError):
-            (example,) = make_task().examples(1, seed=0)
-        return "/v1/completions", {**body, "prompt": example.prompt}
-    if has_chat:
-        messages = [{"role": "user", "content": "What is 6 times 7?"}]
-        return "/v1/chat/completions", {**body, "messages": messages}
-    return "/v1/completions", {**body, "prompt": "6 times 7 is"}

@@ -45,6 +45,8 @@ def requests_of(
     prompts: Sequence[tuple[int, ...]],
     sampling: Sampling,
     limits: Limits,
+    *,
+    snapshot: bool = False,
 ) -> list[Request]:
     """The requests of a body: ``n`` for each of its prompts, in order.
 
@@ -55,6 +57,7 @@ def requests_of(
         prompts: Tokens of its prompts.
         sampling: How its first choice is sampled.
         limits: Its limits.
+        snapshot: Whether sequences are wanted as they are at their ends.
     """
     seeds = [(sampling.seed + i) % (MAX_SEED + 1) for i in range(body.n)]
     ends = body.kvpolicy.stop_ids
@@ -67,6 +70,7 @@ def requests_of(
             None if ends is None else tuple(ends),
             deadline_s=limits.deadline_s,
             logprobs=limits.logprobs,
+            snapshot=snapshot,
         )
         for prompt in prompts
         for seed in seeds
@@ -115,6 +119,11 @@ class Generation:
             self.cancel()
             plan.stopped_by = str(error)
             raise ApiError(503, str(error), headers={"Retry-After": "5"}) from error
+
+    @property
+    def numbers(self) -> list[int]:
+        """Number of each choice in the engine."""
+        return [stream.id for stream in self._streams]
 
     def cancel(self) -> None:
         """End what has not ended yet."""

@@ -121,6 +121,14 @@ class Reply(ABC):
         if chunk.result is not None:
             yield self._chunk(index, self._end(), chunk.result.finish_reason)
 
+    def kept(self, event: dict[str, Any]) -> dict[str, Any]:
+        """The chunk with what a stream tells of the rows that are held.
+
+        Args:
+            event: See `kvpolicy.serve.kept`.
+        """
+        return {**self._head, "object": self.chunk_kind, "choices": [], "kvpolicy": event}
+
     def last(self, results: Mapping[int, Result], prompt_tokens: int) -> dict[str, Any]:
         """The chunk with the usage of all choices, after their ends.
 

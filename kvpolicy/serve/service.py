@@ -18,6 +18,7 @@ from kvpolicy.serve.api_errors import ApiError
 from kvpolicy.serve.bodies import ChatBody, CompletionBody
 from kvpolicy.serve.defects import answer_to_defect, note_defect
 from kvpolicy.serve.generation import SHUTTING_DOWN, Generation, Limits, random_seed, requests_of
+from kvpolicy.serve.kept import KeptRows
 from kvpolicy.serve.plans import ServedModel, ServedPlan
 from kvpolicy.serve.prompts import PromptEncoder
 from kvpolicy.serve.record import Outcome, Record
@@ -157,7 +158,10 @@ class Service:
     ) -> Response:
         record: Record = http.state.record
         record.prompt_tokens = sum(map(len, prompts))
-        requests = requests_of(body, prompts, self._sampling(body, plan), limits)
+        # Sequences of some policies cannot be copied; their last rows are not told.
+        can_show_end = body.kvpolicy.kept and plan.engine.resuming.problem is None
+        sampling = self._sampling(body, plan)
+        requests = requests_of(body, prompts, sampling, limits, snapshot=can_show_end)
         record.choices = len(requests)
         try:
             generation = Generation(plan, requests, record)
@@ -166,7 +170,8 @@ class Service:
             raise
         record.outcome = "cancelled"  # unless it ends in another way
         if body.stream:
-            return _Stream(_events(generation, reply, body, record), generation)
+            kept = KeptRows(generation, self.model, prompts[0]) if body.kvpolicy.kept else None
+            return _Stream(_events(generation, reply, body, record, kept), generation)
         try:
             await unless_gone(http, _finish(generation))
         except ClientGoneError:
@@ -249,7 +254,11 @@ class _Stream(StreamingResponse):
 
 
 async def _events(
-    generation: Generation, reply: Reply, body: CompletionBody | ChatBody, record: Record
+    generation: Generation,
+    reply: Reply,
+    body: CompletionBody | ChatBody,
+    record: Record,
+    kept: KeptRows | None,
 ) -> AsyncIterator[bytes]:
     lengths = [0] * record.choices
     unopened = set(range(record.choices))
@@ -267,6 +276,8 @@ async def _events(
             for piece in reply.pieces(index, chunk, lengths[index]):
                 yield _event(piece)
             lengths[index] += len(chunk.text)
+            if kept is not None and (event := await kept.event(chunk)) is not None:
+                yield _event(reply.kept(event))
         if body.stream_options is not None and body.stream_options.include_usage:
             yield _event(reply.last(generation.results, record.prompt_tokens))
         _note_completed(record, generation.plan)

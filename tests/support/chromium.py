@@ -36,9 +36,13 @@ def _skip_or_fail(reason: str) -> None:
 
 
 class Opened:
-    """A page opened from a file, with its console messages and network requests."""
+    """A page opened from a file or a server, with its console messages and network requests."""
 
-    def __init__(self, browser: Any, file: Path, *, ready: bool = True, **options: Any) -> None:
+    def __init__(
+        self, browser: Any, place: Path | str, *, ready: bool = True, **options: Any
+    ) -> None:
+        self._is_file = isinstance(place, Path)
+        self._address = place.as_uri() if isinstance(place, Path) else place
         self.complaints: list[str] = []
         self.requests: list[str] = []
         self._context = browser.new_context(**options)
@@ -48,7 +52,7 @@ class Opened:
         self.page.on("pageerror", lambda error: self.complaints.append(str(error)))
         self.page.on("dialog", lambda dialog: self._note_dialog(dialog))
         self.page.on("request", lambda request: self.requests.append(request.url))
-        self.page.goto(file.as_uri())
+        self.page.goto(self._address)
         if ready:
             self.page.wait_for_selector("html[data-ready]")
 
@@ -78,5 +82,7 @@ class Opened:
         """Close the page. Fails if there were console messages or network requests."""
         self._context.close()
         assert self.complaints == []
-        assert [url for url in self.requests if not url.startswith("file:")] == []
-        assert len(self.requests) == 1, "the page loaded more than its file"
+        allowed = "file:" if self._is_file else self._address
+        foreign = [url for url in self.requests if not url.startswith((allowed, "data:"))]
+        assert foreign == []
+        assert not self._is_file or len(self.requests) == 1, "the page loaded more than its file"

@@ -110,7 +110,7 @@ def _serve(
     port: int,
 ) -> None:
     _check_installed()
-    from kvpolicy.serve.command import line_to_try
+    from kvpolicy.serve.example import curl_line
     from kvpolicy.serve.launch import bound_to, url_of
     from kvpolicy.serve.on_ray.launch import ray_cluster, serve_on
 
@@ -124,7 +124,8 @@ def _serve(
         nodes = [node["Resources"] for node in cluster.nodes() if node["Alive"]]
         options = _options(ray, config, slots, nodes, config.loading["device"])
         count = f"{ray.replicas} replica{'s' * (ray.replicas != 1)}"
-        line = line_to_try(config.name, url, settings, has_chat=False)
+        body = {"model": config.name, "max_tokens": 256, "prompt": "6 times 7 is"}
+        line = curl_line(url, "/v1/completions", body, with_key=bool(settings.api_keys))
         welcome = [f"{config.name} is served at {url}", f"  by {count}", "", "Try:", line]
         serve_on(
             config,
