@@ -2,6 +2,8 @@
 
 import attrs
 
+KEYS = "KVPOLICY_API_KEY"  # environment variable with the keys, with spaces between
+
 MAX_BODY = 2 << 20
 MAX_REQUESTS = 256
 REQUEST_TIMEOUT_S = 600.0

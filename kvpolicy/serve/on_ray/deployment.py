@@ -27,9 +27,10 @@ from kvpolicy.serve.api_errors import ApiError
 from kvpolicy.serve.logs import logging_to
 from kvpolicy.serve.on_ray.config import ServeConfig
 from kvpolicy.serve.on_ray.forwarding import HttpCall, LostReplicaError
-from kvpolicy.serve.on_ray.options import KEYS, REPLICA, ROUTER
+from kvpolicy.serve.on_ray.options import REPLICA, ROUTER
 from kvpolicy.serve.on_ray.replica import Replica
 from kvpolicy.serve.on_ray.router import create_router
+from kvpolicy.serve.settings import KEYS
 
 _ALL = 2**31  # replicas are tried in turn, however many there are
 _UNLIMITED = 2**31 - 1  # requests: the router passes all on, or refuses them

@@ -11,7 +11,6 @@ from kvpolicy.serve.on_ray.config import ServeConfig
 
 # Names of the application and its deployments in Ray Serve.
 APPLICATION, ROUTER, REPLICA = "kvpolicy", "Router", "Replica"
-KEYS = "KVPOLICY_API_KEY"
 _HEAD = """\
 # Written by kvpolicy serve --write-deployment. Deploy it, or an edited copy, on a Ray cluster:
 #   serve deploy {name}
