@@ -43,6 +43,7 @@ from kvpolicy.cli.output import format_count, info, print_lines
 from kvpolicy.cli.plan_suggest import parse_bytes
 from kvpolicy.entry_points import default_name
 from kvpolicy.errors import KVPolicyError
+from kvpolicy.serve.settings import KEYS
 
 if TYPE_CHECKING:
     from kvpolicy.plan.plan import Plan
@@ -56,7 +57,6 @@ app = typer.Typer(
 )
 
 NETWORK, LIMITS, RAY = "Network", "Limits", "Several machines"
-KEYS = "KVPOLICY_API_KEY"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 

@@ -15,7 +15,7 @@ from kvpolicy.lab.executors.process_setup import ProcessSetup
 from kvpolicy.lab.executors.ray import WorkerResources
 from kvpolicy.plan.plan import Plan
 from kvpolicy.serve.on_ray.config import ServeConfig, plan_data
-from kvpolicy.serve.settings import ServerSettings
+from kvpolicy.serve.settings import KEYS, ServerSettings
 
 
 @attrs.frozen
@@ -110,7 +110,6 @@ def _serve(
     port: int,
 ) -> None:
     _check_installed()
-    from kvpolicy.serve.command import KEYS
     from kvpolicy.serve.example import curl_line, example_completion
     from kvpolicy.serve.launch import bound_to, url_of
     from kvpolicy.serve.on_ray.launch import ray_cluster, serve_on
