@@ -8,10 +8,13 @@ import json
 import os
 import secrets
 import tomllib
-from collections.abc import Iterator
+from codecs import BOM_UTF8
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO, NoReturn
+
+import attrs
 
 from kvpolicy.errors import KVPolicyError, OutputError, shown
 
@@ -137,17 +140,59 @@ def read_json(path: Path, name: str, *, error: type[KVPolicyError] = KVPolicyErr
         _refuse(f"{name} is not JSON: {caught}", error, caught)
 
 
-def numbered_lines(text: str) -> Iterator[tuple[int, str]]:
-    r"""The lines of a text that are not blank, with their numbers from 1.
+@attrs.frozen
+class Line:
+    """One line of a file.
 
-    Lines end with ``\n`` or ``\r\n`` only: other separators, such as U+2028, may stand in JSON.
+    Attributes:
+        number: Its number, counted from 1.
+        begin: Where it begins, in bytes.
+        text: The line without its end.
+    """
+
+    number: int
+    begin: int
+    text: str
+
+
+def text_lines(
+    file: BinaryIO,
+    name: str,
+    *,
+    begin: int = 0,
+    on_bytes: Callable[[bytes], object] = lambda _: None,
+    error: type[KVPolicyError] = KVPolicyError,
+) -> Iterator[Line]:
+    r"""Read the lines of a file of UTF-8 text that are not blank, one at a time.
+
+    Lines end with ``\n`` or ``\r\n`` only: other separators, such as U+2028, may stand in JSON. A
+    byte order mark is left out. The file may be larger than memory.
 
     Args:
-        text: The content of a file.
+        file: The file.
+        name: What it is, for messages.
+        begin: Where in it reading begins: its position.
+        on_bytes: Receives the content, line by line, as it is.
+        error: Exception to raise.
+
+    Raises:
+        KVPolicyError: It is not UTF-8, or a line is larger than `MAX_BYTES`.
     """
-    for number, line in enumerate(text.split("\n"), 1):
-        if line.strip():
-            yield number, line.removesuffix("\r")
+    number = 0
+    while content := file.readline(MAX_BYTES + 1):
+        number += 1
+        if len(content) > MAX_BYTES:
+            where = name if number == 1 else f"line {number} of {name}"
+            _refuse(f"{where} cannot be read: it is larger than {MAX_BYTES >> 20} MiB", error)
+        on_bytes(content)
+        line = content.removeprefix(BOM_UTF8) if begin == 0 else content
+        try:
+            text = line.decode()
+        except UnicodeDecodeError as caught:
+            _refuse(f"{name} is not UTF-8 text (byte {begin + caught.start})", error, caught)
+        if text.strip():
+            yield Line(number, begin, text.removesuffix("\n").removesuffix("\r"))
+        begin += len(content)
 
 
 def parse_toml(text: str) -> dict[str, Any]:
@@ -202,18 +247,35 @@ def parse_json(text: str | bytes) -> Any:
 def atomic_write(path: Path, content: str | bytes) -> None:
     """Write a file so that readers see the old content or the new one, never a part of it.
 
-    The content is on the disk before it replaces the file, so that a power failure leaves one of
-    the two. A symbolic link stays, and the file it names is replaced.
-
     Args:
         path: The file.
         content: Its new content; text is written as UTF-8.
 
     Raises:
-        OutputError: It cannot be written, or is no regular file; an existing file is unchanged.
+        OutputError: As for `atomic_writer`.
     """
     # A lone surrogate has no UTF-8 form; in JSON its escape has the same value.
     data = content.encode(errors="backslashreplace") if isinstance(content, str) else content
+    with atomic_writer(path) as file:
+        file.write(data)
+
+
+@contextmanager
+def atomic_writer(path: Path) -> Iterator[BinaryIO]:
+    """Open a file to be written in the block; readers see its old content until the block ends.
+
+    The content is on the disk before it replaces the file, so that a power failure leaves one of
+    the two. A symbolic link stays, and the file it names is replaced.
+
+    Args:
+        path: The file.
+
+    Yields:
+        The file that will replace it.
+
+    Raises:
+        OutputError: It cannot be written, or is no regular file; an existing file is unchanged.
+    """
     temporary = None
     try:
         target = Path(os.path.realpath(path))  # `resolve` raises no OSError for a loop of links
@@ -226,17 +288,19 @@ def atomic_write(path: Path, content: str | bytes) -> None:
             if target.exists():
                 with suppress(OSError):  # some file systems have no modes
                     temporary.chmod(target.stat().st_mode)
-            file.write(data)
+            yield file
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, target)
+        temporary = None
         _sync_folder(target.parent)
     except OSError as error:
+        msg = f"{path} cannot be written: {error.strerror or error}; choose another place"
+        raise OutputError(msg) from error
+    finally:
         if temporary is not None:
             with suppress(OSError):
                 temporary.unlink(missing_ok=True)
-        msg = f"{path} cannot be written: {error.strerror or error}; choose another place"
-        raise OutputError(msg) from error
 
 
 def _refuse(msg: str, error: type[KVPolicyError], cause: Exception | None = None) -> NoReturn:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from contextlib import suppress
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +14,12 @@ from kvpolicy import files
 from kvpolicy.errors import KVPolicyError, PlanError
 from kvpolicy.files import (
     MAX_NESTING,
-    numbered_lines,
     parse_json,
     parse_toml,
     read_json,
     read_text,
     read_toml,
+    text_lines,
 )
 
 Reader = Callable[..., Any]
@@ -113,4 +114,13 @@ def test_any_text_is_parsed_or_refused_with_a_value_error(content: str | bytes) 
 
 def test_lines_end_at_line_feeds_only() -> None:
     text = 'a\u2028b\x85c\x0cd\n\n  \n{"e"}\r\nf'
-    assert list(numbered_lines(text)) == [(1, "a\u2028b\x85c\x0cd"), (4, '{"e"}'), (5, "f")]
+    lines = list(text_lines(BytesIO(text.encode("utf-8-sig")), "it"))
+    assert [(line.number, line.text) for line in lines] == [
+        (1, "a\u2028b\x85c\x0cd"),
+        (4, '{"e"}'),
+        (5, "f"),
+    ]
+    file = BytesIO(text.encode())
+    for line in text_lines(BytesIO(text.encode()), "it"):
+        begin = file.seek(line.begin)
+        assert next(text_lines(file, "it", begin=begin)).text == line.text

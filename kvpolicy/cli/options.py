@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from kvpolicy.engine.engine import Engine, Run
+    from kvpolicy.engine.request import Request
     from kvpolicy.engine.reuse.store import PrefixStore
     from kvpolicy.plan.plan import Plan
     from kvpolicy.plan.toml import Override
@@ -150,9 +151,11 @@ PromptText = Annotated[
 PromptFile = Annotated[
     str | None,
     typer.Option(
+        "--prompts",
         "--file",
         metavar="FILE|-",
-        help="Prompts, one per line, or JSON lines with id, and prompt or messages.",
+        help="Prompts, one per line, or JSON lines with id, prompt or messages, and limits and "
+        "sampling of their own.",
         rich_help_panel=PROMPTS,
     ),
 ]
@@ -299,16 +302,21 @@ class Generation:
     Attributes:
         engine: The engine.
         prompts: The prompts.
-        options: Further arguments of `Engine.generate`.
+        defaults: Limits and sampling of the prompts that have none of their own.
     """
 
     engine: "Engine"
     prompts: list[Prompt]
-    options: dict[str, Any]
+    defaults: "Request"
+
+    @property
+    def requests(self) -> "list[Request]":
+        """A request for each prompt."""
+        return [one.request(self.defaults) for one in self.prompts]
 
     def start(self) -> "Run":
         """Begin to generate for all prompts; results are numbered in their order."""
-        return self.engine.generate([one.content for one in self.prompts], **self.options)
+        return self.engine.generate(self.requests)
 
 
 def prepare(
@@ -332,7 +340,7 @@ def prepare(
     if tensor_parallel and "-" in (options.prompt, options.file):
         msg = (
             "--tensor-parallel was given, and the prompts on standard input, which only one "
-            "process could read; put them into a file and give --file FILE."
+            "process could read; put them into a file and give --prompts FILE."
         )
         raise KVPolicyError(msg)
     prompts = _prompts(options)
@@ -340,13 +348,12 @@ def prepare(
     numbers = {"budget": options.budget, "buffer": options.buffer, "length": options.length}
     plan = choose_plan(options.plan, options.policy or [], numbers, options.overrides or [])
     from kvpolicy.engine.engine import Engine
-    from kvpolicy.engine.request import Sampling
     from kvpolicy.model.loading import load_model
     from kvpolicy.model.tensor_parallel import refuse_several_processes
 
     if not tensor_parallel:
         refuse_several_processes()
-    sampling = Sampling(options.temperature, options.top_k, options.top_p, options.seed)
+    defaults = default_request(options)  # before a large model is loaded
     model, tokenizer = load_model(
         options.model,
         dtype=options.dtype,
@@ -368,12 +375,25 @@ def prepare(
         gpu_attention=options.gpu_attention.value,
         prefix_store=prefix_store,
     )
-    arguments = {
-        "max_new_tokens": options.max_new_tokens or _default_length(model),
-        "sampling": sampling,
-        "stop": tuple(options.stop or ()),
-    }
-    return Generation(engine, prompts, arguments)
+    if options.max_new_tokens is None:
+        defaults = attrs.evolve(defaults, max_new_tokens=default_length(model))
+    return Generation(engine, prompts, defaults)
+
+
+def default_request(options: GenerationOptions) -> "Request":
+    """Limits and sampling that the options give; without ``--max-new-tokens``, the default limit.
+
+    Args:
+        options: The options given.
+
+    Raises:
+        KVPolicyError: One of them is out of range.
+    """
+    from kvpolicy.engine.request import Request, Sampling
+
+    sampling = Sampling(options.temperature, options.top_k, options.top_p, options.seed)
+    most = options.max_new_tokens or _MAX_NEW_TOKENS
+    return Request(max_new_tokens=most, sampling=sampling, stop=tuple(options.stop or ()))
 
 
 def tell_packing(model: "PreTrainedModel", cpu_weights: WeightOrder) -> None:
@@ -397,7 +417,7 @@ def tell_packing(model: "PreTrainedModel", cpu_weights: WeightOrder) -> None:
 def _prompts(options: GenerationOptions) -> list[Prompt]:
     if options.file is not None:
         if options.prompt is not None:
-            msg = "a prompt and --file were given; give one of them."
+            msg = "a prompt and --prompts were given; give one of them."
             raise KVPolicyError(msg)
         return read_prompts(options.file)
     if options.prompt == "-":
@@ -413,7 +433,7 @@ def _prompts(options: GenerationOptions) -> list[Prompt]:
         info(f"no prompt was given; using held-out problem {options.seed} {answer}:")
         info_text(example.prompt.rstrip("\n"))
         return [Prompt(0, example.prompt)]
-    msg = "no prompt: give one, '-' to read one from standard input, or --file FILE."
+    msg = "no prompt: give one, '-' to read one from standard input, or --prompts FILE."
     raise KVPolicyError(msg)
 
 
@@ -496,7 +516,8 @@ def _typed(key: str, value: str) -> "Override":
     return Override(key, parse_value(value), source=f"--{key} {quote(value)}")
 
 
-def _default_length(model: Any) -> int:
+def default_length(model: Any) -> int:
+    """The most tokens to generate if the user gives no limit: the model's, or 1024."""
     generation = getattr(model, "generation_config", None)
     return getattr(generation, "max_new_tokens", None) or _MAX_NEW_TOKENS
 

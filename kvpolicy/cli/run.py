@@ -1,4 +1,4 @@
-"""``kvpolicy run``: generate text with a policy at a budget; text to stdout, figures to stderr.
+"""Generate and print: text to stdout, figures to stderr.
 
 With ``--json``, one object per line: ``{"kind": "result", ...}`` with the fields of `Result`
 for each prompt as it finishes, its ``id`` that of the JSON line, if any, and its ``index`` the
@@ -9,22 +9,10 @@ of `RunReport`, and with ``"prefix_store"``, the fields of `StoreStats`, if ther
 import os
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext, redirect_stderr, redirect_stdout
-from typing import TYPE_CHECKING, Annotated
-
-import typer
+from typing import TYPE_CHECKING
 
 from kvpolicy.cli.failures import Interrupted
-from kvpolicy.cli.options import (
-    MODEL,
-    PROMPTS,
-    SOME_FAILED,
-    Generation,
-    GenerationOptions,
-    Json,
-    examples,
-    prepare,
-    with_generation_options,
-)
+from kvpolicy.cli.options import Generation, GenerationOptions, prepare
 from kvpolicy.cli.output import (
     format_bytes,
     format_seconds,
@@ -33,107 +21,60 @@ from kvpolicy.cli.output import (
     print_json,
     print_text,
 )
-from kvpolicy.cli.prefix_options import (
-    DEFAULT_BLOCK,
-    DEFAULT_EVICTION,
-    PrefixBlock,
-    PrefixCache,
-    PrefixEviction,
-    PrefixSpill,
-    PrefixSpillBytes,
-    format_reuse,
-    prefix_store,
-)
+from kvpolicy.cli.prefix_options import format_reuse
 from kvpolicy.errors import KVPolicyError, RequestError
 from kvpolicy.text import visible
 
 if TYPE_CHECKING:
     from kvpolicy.engine.results import Result, RunReport
-    from kvpolicy.engine.reuse.store import StoreStats
+    from kvpolicy.engine.reuse.store import PrefixStore, StoreStats
     from kvpolicy.plan.resolved import ResolvedPlan
 
-app = typer.Typer(
-    help="Generate text with a policy at a budget.",
-    rich_help_panel="Generate text",
-    add_completion=False,
-)
 
+def print_results(
+    options: GenerationOptions,
+    *,
+    keep_going: bool,
+    in_order: bool,
+    tensor_parallel: bool,
+    json: bool,
+    prefix_store: "PrefixStore | None" = None,
+) -> bool:
+    """Generate for one prompt, or for all of a file, and print the results.
 
-@app.command(
-    epilog=examples(
-        "kvpolicy run --policy h2o --budget 128 --max-new-tokens 200",
-        "kvpolicy run --file prompts.jsonl --plan plan.toml --json",
-    )
-)
-@with_generation_options
-def run(
-    generation: GenerationOptions,
-    keep_going: Annotated[
-        bool,
-        typer.Option(
-            "--keep-going",
-            help="If a policy fails, report the error for the prompts it affects and go on "
-            "with the others.",
-        ),
-    ] = False,
-    in_order: Annotated[
-        bool,
-        typer.Option(
-            "--in-order",
-            help="Print the results of a file in the order of its prompts.",
-            rich_help_panel=PROMPTS,
-        ),
-    ] = False,
-    tensor_parallel: Annotated[
-        bool,
-        typer.Option(
-            "--tensor-parallel",
-            help="Split the model over the processes that torchrun has started; only the first "
-            "one prints.",
-            rich_help_panel=MODEL,
-        ),
-    ] = False,
-    prefix_cache: PrefixCache = None,
-    prefix_block: PrefixBlock = DEFAULT_BLOCK,
-    prefix_eviction: PrefixEviction = DEFAULT_EVICTION,
-    prefix_spill: PrefixSpill = None,
-    prefix_spill_bytes: PrefixSpillBytes = None,
-    json: Json = False,
-) -> None:
-    """Generate text with a policy at a budget.
+    Args:
+        options: The options given.
+        keep_going: Whether a policy that fails ends only the affected prompts.
+        in_order: Whether results are printed in the order of the prompts.
+        tensor_parallel: Whether the processes of torchrun share the model.
+        json: Whether to print JSON.
+        prefix_store: What is reused, if anything.
 
-    One prompt is streamed; the results of a file are printed as they finish, or with --in-order
-    as soon as all before them are out.
+    Returns:
+        Whether a prompt failed.
+
+    Raises:
+        KVPolicyError: An option is wrong, or two contradict each other.
     """
-    with _first_process_prints() if tensor_parallel else nullcontext():
-        store = prefix_store(
-            prefix_cache,
-            block=prefix_block,
-            eviction=prefix_eviction,
-            spill=prefix_spill,
-            spill_bytes=prefix_spill_bytes,
-        )
+    with first_process_prints() if tensor_parallel else nullcontext():
         task = prepare(
-            generation,
+            options,
             keep_going=keep_going,
             tensor_parallel=tensor_parallel,
-            prefix_store=store,
+            prefix_store=prefix_store,
         )
         try:
             if json:
-                failed = _print_json_lines(task, in_order=in_order)
-            elif generation.file is None:
-                failed = _stream(task)
-            else:
-                failed = _print_texts(task, in_order=in_order)
+                return _print_json_lines(task, in_order=in_order)
+            if options.file is None:
+                return _stream(task)
+            return _print_texts(task, in_order=in_order)
         finally:
             _flushed(task)
-        if failed:
-            raise typer.Exit(SOME_FAILED)
 
 
 @contextmanager
-def _first_process_prints() -> Iterator[None]:
+def first_process_prints() -> Iterator[None]:
     """Silence all processes of torchrun but the first; each still reports its own errors.
 
     Raises:
@@ -178,7 +119,7 @@ def _flushed(task: Generation) -> "StoreStats | None":
 
 
 def _stream(task: Generation) -> bool:
-    stream = task.engine.stream(task.prompts[0].content, **task.options)
+    stream = task.engine.stream(task.requests[0])
     last = ""
     try:
         for piece in stream:

@@ -181,7 +181,7 @@ class AsyncEngine:
             engine: Runs the steps. It may serve nothing else at the same time.
             max_len: The most tokens of a sequence, prompt and generation together.
             max_prompt_len: The most tokens of a prompt.
-            kv_memory: The most bytes of the cache, which say how many slots there are.
+            kv_memory: The most bytes of the cache, from which the plan makes a number of slots.
             max_waiting: Requests that may wait while all slots are in use.
 
         Raises:

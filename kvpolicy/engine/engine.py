@@ -239,8 +239,11 @@ class Engine:
                 model's positions. Slabs of layers without a budget have so many rows.
             max_prompt_len: The most tokens of a prompt, which matters where a plan keeps the rows
                 of prompts; ``None``: ``max_len``.
-            kv_memory: The most bytes of the cache, see `RunReport.peak_kv_bytes`. It says how many
-                slots there are; ``None``: as many as the engine has.
+            kv_memory: The most bytes of the slabs of all slots, of all else that belongs to slots,
+                and of the copy of a layer that a compaction makes. It says how many slots there
+                are; ``None``: as many as the engine has. Attention in prefill takes more for a
+                moment in layers with a sliding window, and where heads share rows; see
+                `RunReport.peak_kv_bytes`.
             max_waiting: Requests that may wait while all slots are in use; ``None``: any number.
             on_hook_error: What happens if a policy fails, see `Engine`; ``None``: as there.
 

@@ -215,7 +215,7 @@ def slots_within(
     longest: int | None = None,
     longest_prompt: int | None = None,
 ) -> int:
-    """How many slots of a plan fit into so many bytes, with the copies that compactions make.
+    """How many slots of a plan fit into so many bytes, with the copy that a compaction makes.
 
     The arguments are those of `footprint`.
 

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from kvpolicy.cli.options import default_length
 from kvpolicy.engine.engine import Engine
 from kvpolicy.model.loading import load_model
 from kvpolicy.model.packed import CpuWeights, packed_weights
@@ -63,17 +64,19 @@ class LoadedModel:
     tokenizer: Any
     compile: bool = False
 
-    def engine(self, plan: Plan | ResolvedPlan, *, slots: int) -> Engine:
+    def engine(self, plan: Plan | ResolvedPlan, *, slots: int, **options: Any) -> Engine:
         """An engine that computes the model in this way.
 
         Args:
             plan: Its plan.
             slots: Its number of slots.
+            options: Further arguments of `Engine`.
 
         Raises:
             KVPolicyError: As for `Engine`.
         """
-        return Engine(self.model, self.tokenizer, plan, slots=slots, compile=self.compile)
+        options |= {"slots": slots, "compile": self.compile}
+        return Engine(self.model, self.tokenizer, plan, **options)
 
 
 @attrs.define
@@ -138,6 +141,17 @@ class ModelCache:
         """
         loaded = self.open(name)
         return describe_model(name, loaded), loaded.tokenizer
+
+    def default_length(self, name: str) -> int:
+        """The most tokens to generate where the user gives no limit: the model's, or 1024.
+
+        Args:
+            name: As for `open`.
+
+        Raises:
+            ModelError: As for `open`.
+        """
+        return default_length(self.open(name).model)
 
 
 def describe_model(name: str, loaded: LoadedModel) -> ModelInfo:

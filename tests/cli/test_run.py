@@ -364,6 +364,29 @@ def test_a_result_comes_out_as_soon_as_those_before_it_are_out(
     assert seen == [-2, 0, -0, 1, 2, -1, *rest], "what is held back is not lost"
 
 
+def test_a_line_may_have_limits_and_sampling_of_its_own(
+    kvpolicy: Shell, model_folder: Path, tmp_path: Path, engine: Engine, texts: list[str | None]
+) -> None:
+    whole = str(texts[1])
+    stop = whole.split()[len(whole.split()) // 2]
+    how = {"temperature": 1.5, "top_k": 20, "top_p": 0.9, "seed": 7}
+    path = write_lines(
+        tmp_path,
+        {"prompt": PROMPTS[0], "max_new_tokens": 3},
+        {"prompt": PROMPTS[1], "stop": stop, "seed": None},
+        {"prompt": PROMPTS[2], **how},
+        {"prompt": PROMPTS[2]},
+    )
+    words = ("run", "--prompts", path, "--model", model_folder, *H2O, "--json", "--in-order")
+    few, stopped, sampled, plain, _ = kvpolicy(*words).json_lines
+    assert len(few["tokens"]) == 3
+    assert stopped["text"] == whole[: whole.index(stop)]
+    sampling = Sampling(temperature=1.5, top_k=20, top_p=0.9, seed=7)
+    (expected,) = engine.generate([PROMPTS[2]], max_new_tokens=30, sampling=sampling).results()
+    assert sampled["tokens"] == list(expected.tokens)
+    assert plain["text"] == texts[2]
+
+
 def test_keys_that_are_not_used_are_named(
     kvpolicy: Shell, model_folder: Path, tmp_path: Path
 ) -> None:
@@ -372,7 +395,7 @@ def test_keys_that_are_not_used_are_named(
     )
     answer = kvpolicy("run", "--file", path, "--model", model_folder, *H2O, "--json")
     assert answer.status == 0
-    assert "keys that are not used: 'answer', 'source'; used are id, messages, prompt" in answer.err
+    assert "keys that are not used: 'answer', 'source'; used are id, max_new_tokens," in answer.err
 
 
 USER = {"role": "user", "content": "hi"}
@@ -393,6 +416,9 @@ ODD_LINES: dict[str, tuple[list[object], str]] = {
     "a message of more": ([{"messages": [USER, USER | {"name": "a"}]}], "as message 1"),
     "content of parts": ([{"messages": [USER | {"content": [1]}]}], "no text as role or content"),
     "truths as tokens": ([{"prompt": [True]}], 'no "prompt" that is a text or a list of token'),
+    "a temperature below 0": ([{"prompt": "x"}, {"prompt": "x", "temperature": -1}], "line 2 of "),
+    "a share of tokens": ([{"prompt": "x", "max_new_tokens": 1.5}], "max_new_tokens=1.5; expected"),
+    "an empty stop": ([{"prompt": "x", "stop": [""]}], "stop strings were given as ('',)"),
     "no template": ([{"prompt": "hi"}, {"messages": [USER]}], "line 2 of '{path}' has messages"),
 }
 

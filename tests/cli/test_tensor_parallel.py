@@ -11,7 +11,7 @@ from shell import Shell, refusal
 from tensor_parallel_runs import start
 
 from kvpolicy.cli.output import info, print_text
-from kvpolicy.cli.run import _first_process_prints
+from kvpolicy.cli.run import first_process_prints
 from kvpolicy.errors import KVPolicyError
 
 
@@ -26,12 +26,12 @@ def rank(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
     return become
 
 
-def test_only_the_first_process_prints(
+def test_only_thefirst_process_prints(
     rank: Callable[[int], None], capsys: pytest.CaptureFixture[str]
 ) -> None:
     for number in (0, 1):
         rank(number)
-        with _first_process_prints():
+        with first_process_prints():
             print_text(f"a result of {number}\n")
             info("a figure")
     print_text("afterwards\n")
@@ -40,19 +40,19 @@ def test_only_the_first_process_prints(
 
 def test_errors_of_other_processes_name_the_process(rank: Callable[[int], None]) -> None:
     rank(0)
-    with pytest.raises(KVPolicyError, match=r"^no such plan$"), _first_process_prints():
+    with pytest.raises(KVPolicyError, match=r"^no such plan$"), first_process_prints():
         raise KVPolicyError("no such plan")
     rank(1)
     message = r"^process 1 of 2 \(counted from 0\): no memory$"
-    with pytest.raises(KVPolicyError, match=message), _first_process_prints():
+    with pytest.raises(KVPolicyError, match=message), first_process_prints():
         raise KVPolicyError("no memory")
 
 
 def test_a_lost_connection_is_one_sentence(rank: Callable[[int], None]) -> None:
     rank(0)
-    with pytest.raises(KVPolicyError, match="lost its connection"), _first_process_prints():
+    with pytest.raises(KVPolicyError, match="lost its connection"), first_process_prints():
         raise RuntimeError("[gloo/transport/tcp/pair.cc:534] Connection closed by peer")
-    with pytest.raises(RuntimeError, match="a defect"), _first_process_prints():
+    with pytest.raises(RuntimeError, match="a defect"), first_process_prints():
         raise RuntimeError("a defect")
 
 

@@ -176,7 +176,7 @@ CASES = [
     case("ablate --plan {d}/none.toml --model {m}", "none.toml"),
     # prompts
     case("run --model {m}", "no prompt"),
-    case("run hi --file {d}/prompts.txt --model {m}", "--file"),
+    case("run hi --file {d}/prompts.txt --model {m}", "--prompts"),
     case("run --file {d}/none.txt --model {m}", "none.txt", "cannot be read"),
     case("run --file {d}/empty.txt --model {m}", "empty.txt", "no prompt"),
     case("run --file {d}/latin.toml --model {m}", "UTF-8"),

@@ -1,4 +1,4 @@
-"""Sweeps in separate processes on a cluster whose nodes can be killed, for tests."""
+"""Sweeps and files of prompts, in processes of their own, on a cluster whose nodes are killed."""
 
 import importlib.util
 import json
@@ -98,25 +98,21 @@ def read_state(process: "subprocess.Popen[str]") -> dict[str, Any]:
 
 
 @attrs.define
-class Sweep:
-    """One sweep, run in its own process, and its results."""
+class Command:
+    """One command with the policy ``held``, in a process of its own."""
 
     folder: Path
     model: Path
     env: dict[str, str]
     process: "subprocess.Popen[str] | None" = None
 
-    def start(self, *more: object, name: str = "out") -> None:
-        """Start the command; `end` waits for it."""
+    def launch(self, *words: object) -> None:
+        """Start a command; `end` waits for it."""
         plugin = self.folder / "held.py"
         plugin.write_text(HOLD.format(folder=str(self.folder)), encoding="utf-8")
-        words = [
-            *("ablate", "--model", self.model, "--policies", "full,held", "--budgets", "12"),
-            *("--buffer", 6, "--n", 12, "--slots", 2, "--max-new-tokens", 40),
-            *("--plugin", plugin, "--output", self.folder / name, "--json", *more),
-        ]
+        whole = (*words, "--model", self.model, "--plugin", plugin, "--json")
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "kvpolicy", *(str(word) for word in words)],
+            [sys.executable, "-m", "kvpolicy", *(str(word) for word in whole)],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             env=self.env,
@@ -135,11 +131,6 @@ class Sweep:
         assert self.process is not None
         os.killpg(self.process.pid, signal.SIGINT)
 
-    def samples(self, name: str = "out") -> list[dict[str, Any]]:
-        path = self.folder / name / "samples.jsonl"
-        lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
-        return [json.loads(line) for line in lines]
-
     def held(self) -> list[int]:
         """Process ids of workers that wait in the middle of a sample."""
         return [int(path.name.partition("-")[2]) for path in self.folder.glob("held-*")]
@@ -151,3 +142,49 @@ class Sweep:
     def let_go(self) -> None:
         """Let the workers continue."""
         (self.folder / "hold").unlink()
+
+
+@attrs.define
+class Sweep(Command):
+    """A sweep, and its results."""
+
+    def start(self, *more: object, name: str = "out") -> None:
+        """Start the command."""
+        self.launch(
+            *("ablate", "--policies", "full,held", "--budgets", "12"),
+            *("--buffer", 6, "--n", 12, "--slots", 2, "--max-new-tokens", 40),
+            *("--output", self.folder / name, *more),
+        )
+
+    def samples(self, name: str = "out") -> list[dict[str, Any]]:
+        return _lines(self.folder / name / "samples.jsonl")
+
+
+@attrs.define
+class FileRun(Command):
+    """A file of prompts that is answered."""
+
+    num_prompts: int = 24
+
+    def start(self, *more: object, name: str = "out") -> None:
+        """Start the command."""
+        prompts = self.folder / "prompts.jsonl"
+        lines = [{"id": f"q{i}", "prompt": f" tea is {i}."} for i in range(self.num_prompts)]
+        prompts.write_text("".join(f"{json.dumps(line)}\n" for line in lines), encoding="utf-8")
+        self.launch(
+            *("run", "--prompts", prompts, "--policy", "held", "--budget", "12"),
+            *("--buffer", 6, "--slots", 2, "--max-new-tokens", 40),
+            *("--output", self.folder / f"{name}.jsonl", *more),
+        )
+
+    def answers(self, name: str = "out") -> list[dict[str, Any]]:
+        return _lines(self.folder / f"{name}.jsonl")
+
+    def journal(self) -> list[dict[str, Any]]:
+        """Answers before all are there."""
+        return _lines(self.folder / "out.jsonl.run" / "answers.jsonl")
+
+
+def _lines(path: Path) -> list[dict[str, Any]]:
+    text = path.read_text(encoding="utf-8") if path.exists() else ""
+    return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]

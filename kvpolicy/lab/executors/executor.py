@@ -1,4 +1,4 @@
-"""Choosing where a sweep runs: on this machine, or on the workers of a Ray cluster."""
+"""Choosing where work is done: on this machine, or on the workers of a Ray cluster."""
 
 import os
 from collections.abc import Callable, Iterator
@@ -8,7 +8,8 @@ from kvpolicy.errors import KVPolicyError
 from kvpolicy.lab.executors import local
 from kvpolicy.lab.executors.ray import RayExecutor, WorkerResources
 from kvpolicy.lab.models import ModelCache
-from kvpolicy.lab.sweep.jobs import Executor
+
+Answerer = local.LocalExecutor | RayExecutor  # answers files of prompts
 
 
 @contextmanager
@@ -21,7 +22,7 @@ def open_executor(
     cpus: int | None = None,
     gpus: float | None = None,
     info: Callable[[str], None] = lambda _: None,
-) -> Iterator[Executor]:
+) -> Iterator[Answerer]:
     """Open the executor that the command line describes.
 
     Args:

@@ -10,7 +10,9 @@ does all three; the shared queues of a process pool block in the last two.
 
 import multiprocessing
 import signal
+import socket
 import sys
+import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -23,8 +25,10 @@ from typing import Any, Self
 import attrs
 import torch
 
+from kvpolicy.cli.prompts import Prompt
 from kvpolicy.errors import KVPolicyError
 from kvpolicy.lab.models import ModelCache, ModelInfo
+from kvpolicy.lab.prompt_files.answering import Answered, Answering, Longest, answers
 from kvpolicy.lab.store.session import describe_machine, num_cpus
 from kvpolicy.lab.sweep.grid import Sweep
 from kvpolicy.lab.sweep.jobs import Event, Job, JobFinished, run_job
@@ -70,6 +74,10 @@ class LocalExecutor:
         """Describe a model; see `ModelCache.describe`."""
         return self.models.describe(name)
 
+    def default_length(self, name: str) -> int:
+        """The most tokens to generate by default; see `ModelCache.default_length`."""
+        return self.models.default_length(name)
+
     def num_workers(self, sweep: Sweep) -> int:
         """Return the number of worker processes; 1 means this process.
 
@@ -99,6 +107,20 @@ class LocalExecutor:
         num = self.num_workers(sweep)
         for name, group in groupby(jobs, lambda job: _model_name(sweep, job)):
             yield from self._run_model(sweep, name, list(group), num)
+
+    def answer(
+        self, answering: Answering, prompts: Sequence[Prompt], left: Sequence[int]
+    ) -> Iterator[Answered]:
+        """Answer prompts in this process; see `RayExecutor.answer`."""
+        torch.set_num_threads(self.threads)
+        few = attrs.evolve(answering, slots=min(answering.slots, len(left)))
+        engine = few.engine(self.models.open(answering.model.name))
+        longest = Longest.of(few, engine, (prompts[number] for number in left))
+        host, begin = socket.gethostname(), time.perf_counter()
+        for ended in answers(few, engine, longest, ((n, prompts[n]) for n in left)):
+            now = time.perf_counter()
+            yield Answered(0, host, ended, now - begin)
+            begin = now
 
     def _run_model(
         self, sweep: Sweep, name: str, jobs: Sequence[Job], num_workers: int

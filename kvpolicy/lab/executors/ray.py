@@ -15,24 +15,28 @@ import secrets
 import socket
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import pairwise
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import islice, pairwise
 from math import ceil
 from typing import Any, Self
 
 import attrs
 
+from kvpolicy.cli.prompts import Prompt
 from kvpolicy.errors import KVPolicyError, error_summary
 from kvpolicy.lab.executors.ray_worker import Worker, WorkerConfig
 from kvpolicy.lab.models import ModelCache, ModelInfo
+from kvpolicy.lab.prompt_files.answering import Answered, Answering, PromptAnswered, Shard
 from kvpolicy.lab.store.session import num_cpus
 from kvpolicy.lab.sweep.grid import Sweep
 from kvpolicy.lab.sweep.jobs import Event, Job, JobFinished, SampleMeasured
 
 Resources = Mapping[str, float]
+Work = Job | Shard
 
 _MIN_GPUS = 0.0001  # the smallest share that Ray counts
 _JOBS_PER_WORKER = 3  # so that the last ones end at about the same time
+_MOST_BATCHES = 64  # of a shard: its prompts are in the memory of a worker
 _MAX_LOSSES = 3  # workers lost in a row without a sample from the same job
 _RETRIES = 2  # of calls that run no samples
 _MAX_RESTARTS = 20  # of one worker, so that one that always dies ends the sweep
@@ -149,6 +153,21 @@ def split_jobs(jobs: Sequence[Job], *, workers: int, slots: Callable[[Job], int]
     return parts
 
 
+def shard_size(num_prompts: int, *, workers: int, slots: int) -> int:
+    """Prompts of a shard.
+
+    Enough shards that all workers end at about the same time, and shards so long that slots are
+    seldom free, although a worker gets its next shard only when the last prompt is answered.
+
+    Args:
+        num_prompts: All prompts to be answered.
+        workers: Workers side by side.
+        slots: Prompts that a worker answers together.
+    """
+    share = ceil(num_prompts / (workers * _JOBS_PER_WORKER))
+    return min(max(share, slots), slots * _MOST_BATCHES)
+
+
 @attrs.define(eq=False)
 class _WorkerHandle:
     """One worker, seen from this process.
@@ -166,23 +185,24 @@ class _WorkerHandle:
     actor: Any
     pending: Any
     host: str | None = None
-    job: Job | None = None
+    job: Work | None = None
     left: list[int] = attrs.field(factory=list)
     begin: float = 0.0
 
-    def assign(self, job: Job, sweep_ref: Any) -> None:
-        """Let the worker run a job."""
+    def assign(self, job: Work, method: str, shared: Any) -> None:
+        """Let the worker run a job, by a method that is given what all jobs share and the job."""
         self.job, self.left, self.begin = job, list(job.samples), time.perf_counter()
         # If the worker is lost, only the samples that have not arrived are run again.
-        run_job = self.actor.run_job.options(max_task_retries=0)
-        self.pending = run_job.remote(sweep_ref, job)
+        run_job = getattr(self.actor, method).options(max_task_retries=0)
+        self.pending = run_job.remote(shared, job)
 
     def finished_part(self) -> Iterator[JobFinished]:
         """Yield the event for the samples that arrived before the worker was lost, if any."""
         assert self.job is not None
         done = tuple(index for index in self.job.samples if index not in self.left)
         if done:
-            yield JobFinished(Job(self.job.cell, done), None, time.perf_counter() - self.begin)
+            part: Any = attrs.evolve(self.job, samples=done)
+            yield JobFinished(part, None, time.perf_counter() - self.begin)
 
     def restart(self) -> None:
         """Wait for Ray to restart the lost worker."""
@@ -253,11 +273,15 @@ class RayExecutor:
         """Let a worker load and describe a model; see `ModelCache.describe`."""
         return self._call("describe", name)
 
-    def machine(self, sweep: Sweep) -> dict[str, Any]:
+    def default_length(self, name: str) -> int:
+        """Let a worker look up the most tokens to generate; see `ModelCache.default_length`."""
+        return self._call("default_length", name)
+
+    def machine(self, sweep: Sweep | None = None) -> dict[str, Any]:
         """Let a worker describe its machine; all workers are alike."""
         return self._call("machine")
 
-    def num_workers(self, sweep: Sweep) -> int:
+    def num_workers(self, sweep: Sweep | None = None) -> int:
         """Return the maximum number of workers side by side."""
         return self._num_workers
 
@@ -278,26 +302,70 @@ class RayExecutor:
         def slots(job: Job) -> int:
             return sweep.setting_of(sweep.cell(job.cell)).slots
 
-        waiting = deque(split_jobs(jobs, workers=self._num_workers, slots=slots))
-        losses = Counter[Job]()
-        sweep_ref = self._ray.put(sweep)
-        while len(self._workers) < min(self._num_workers, len(waiting)):
+        parts = split_jobs(jobs, workers=self._num_workers, slots=slots)
+        for _, event in self._run("run_job", sweep, parts, min(self._num_workers, len(parts))):
+            yield event
+
+    def answer(
+        self, answering: Answering, prompts: Sequence[Prompt], left: Sequence[int]
+    ) -> Iterator[Answered]:
+        """Answer prompts in shards, each as soon as a worker is free.
+
+        Args:
+            answering: What is done with each.
+            prompts: All prompts, of which those of a shard are read when it begins.
+            left: Numbers of those to answer.
+
+        Yields:
+            The answers, in any order, each once.
+
+        Raises:
+            KVPolicyError: A shard failed, or worker after worker was lost with the same prompts.
+        """
+        size = shard_size(len(left), workers=self._num_workers, slots=answering.slots)
+        begins = range(0, len(left), size)
+        shards = (Shard.of(prompts, left[begin : begin + size]) for begin in begins)
+        last: dict[int, float] = {}
+        workers = min(self._num_workers, len(begins))
+        for worker, event in self._run("answer", answering, shards, workers):
+            number, now = self._workers.index(worker), time.perf_counter()
+            busy_s = now - max(last.get(number, 0.0), worker.begin)
+            last[number] = now
+            found = [(event.index, event.answer)] if isinstance(event, PromptAnswered) else []
+            yield Answered(number, str(worker.host), found, busy_s)
+
+    def _run(
+        self, method: str, shared: Any, jobs: Iterable[Work], num_workers: int
+    ) -> Iterator[tuple[_WorkerHandle, Any]]:
+        """Run jobs as soon as workers are free, and those of lost workers first.
+
+        Args:
+            method: The method of `Worker` that runs a job.
+            shared: What it is given with every job.
+            jobs: The jobs; the next one is taken when a worker is free.
+            num_workers: Workers side by side.
+
+        Yields:
+            Events, each with its worker.
+        """
+        queue, losses = _Queue(jobs), Counter[Work]()
+        shared_ref = self._ray.put(shared)
+        while len(self._workers) < num_workers:
             self._start_worker()
-        while waiting or any(worker.job is not None for worker in self._workers):
+        while queue or any(worker.job is not None for worker in self._workers):
             for worker in self._workers:
-                if waiting and worker.pending is None:
-                    worker.assign(waiting.popleft(), sweep_ref)
+                if worker.pending is None and queue:
+                    worker.assign(queue.take(), method, shared_ref)
             for worker in self._wait():
-                yield from self._next(worker, waiting, losses)
+                for event in self._next(worker, queue, losses):
+                    yield worker, event
 
     def _start_worker(self) -> None:
         """Request one more worker; it may have to wait for its resources."""
         actor = self._actor.remote(self._config)
         self._workers.append(_WorkerHandle(actor, actor.begin.remote()))
 
-    def _next(
-        self, worker: _WorkerHandle, waiting: deque[Job], losses: Counter[Job]
-    ) -> Iterator[Event]:
+    def _next(self, worker: _WorkerHandle, queue: "_Queue", losses: Counter[Work]) -> Iterator[Any]:
         """Take the next event of a worker's job, or queue the rest of the job if it is lost."""
         assert worker.job is not None, "only events of jobs are waited for"
         try:
@@ -306,16 +374,16 @@ class RayExecutor:
             self._raise_unless_lost(error)
             self._info(
                 f"a worker on {worker.host} was lost ({type(error).__name__}); its "
-                f"{len(worker.left)} unfinished samples are done again."
+                f"{len(worker.left)} unfinished {worker.job.noun} are done again."
             )
             yield from worker.finished_part()
             if worker.left:
-                rest = Job(worker.job.cell, tuple(worker.left))
+                rest = attrs.evolve(worker.job, samples=tuple(worker.left))
                 count_loss(rest, losses)
-                waiting.appendleft(rest)
+                queue.put_back(rest)
             worker.restart()
             return
-        if isinstance(event, SampleMeasured):
+        if isinstance(event, (SampleMeasured, PromptAnswered)):
             worker.left.remove(event.index)
         else:
             worker.job = worker.pending = None
@@ -392,7 +460,28 @@ class RayExecutor:
         return [node["Resources"] for node in self._ray.nodes() if node["Alive"]]
 
 
-def count_loss(rest: Job, losses: Counter[Job]) -> None:
+class _Queue:
+    """Jobs that wait: those that were put back first, then the others, made when they are taken."""
+
+    def __init__(self, jobs: Iterable[Work]) -> None:
+        self._jobs, self._taken = iter(jobs), deque[Work]()
+
+    def __bool__(self) -> bool:
+        if not self._taken:
+            self._taken += islice(self._jobs, 1)
+        return bool(self._taken)
+
+    def take(self) -> Work:
+        """The next job; the queue is not empty."""
+        assert self
+        return self._taken.popleft()
+
+    def put_back(self, job: Work) -> None:
+        """Make a job the next one."""
+        self._taken.appendleft(job)
+
+
+def count_loss(rest: Work, losses: Counter[Work]) -> None:
     """Count a worker that was lost before it finished these samples.
 
     Args:
@@ -407,8 +496,8 @@ def count_loss(rest: Job, losses: Counter[Job]) -> None:
     if losses[rest] >= _MAX_LOSSES:
         msg = (
             f"{losses[rest]} workers in a row were lost before they finished any of the same "
-            f"{len(rest.samples)} samples, perhaps for lack of memory; finished samples are kept: "
-            "try again with fewer --slots, or more resources for each worker."
+            f"{len(rest.samples)} {rest.noun}, perhaps for lack of memory; what is finished is "
+            "kept: try again with fewer --slots, or more resources for each worker."
         )
         raise KVPolicyError(msg)
 

@@ -13,12 +13,21 @@ import attrs
 import torch
 
 import kvpolicy
+from kvpolicy.engine.engine import Engine
 from kvpolicy.errors import KVPolicyError, ModelError
 from kvpolicy.hooks.discovery import register_file, registered_files
 from kvpolicy.lab.models import LoadedModel, ModelCache, ModelInfo, describe_model
+from kvpolicy.lab.prompt_files.answering import (
+    Answering,
+    PromptAnswered,
+    Shard,
+    ShardFinished,
+    answer_shard,
+)
 from kvpolicy.lab.store.session import describe_machine
-from kvpolicy.lab.sweep.grid import Cell, Sweep
+from kvpolicy.lab.sweep.grid import Sweep
 from kvpolicy.lab.sweep.jobs import Event, Job, run_job
+from kvpolicy.plan.resolved import ResolvedPlan
 
 
 @attrs.frozen
@@ -87,6 +96,7 @@ class Worker:
         self._models = config.models
         self._is_set_up = False
         self._checked: ModelInfo | None = None
+        self._engine: tuple[Answering, Engine] | None = None
 
     def begin(self) -> str:
         """Set this process up like the one that starts it.
@@ -105,6 +115,11 @@ class Worker:
         with self._set_up():
             return self._models.describe(name)
 
+    def default_length(self, name: str) -> int:
+        """The most tokens to generate by default; see `ModelCache.default_length`."""
+        with self._set_up():
+            return self._models.default_length(name)
+
     def machine(self) -> dict[str, Any]:
         """Describe this machine; see `kvpolicy.lab.store.session.describe_machine`."""
         with self._set_up():
@@ -118,11 +133,29 @@ class Worker:
         """
         with self._set_up():
             cell = sweep.cell(job.cell)
-            _check_code(cell)
-            info = sweep.setting_of(cell).model
-            loaded = self._models.open(info.name)
-            self._check_model(info, loaded)
+            _check_code(cell.resolved, cell.digest, f"'{cell.series}'")
+            loaded = self._open(sweep.setting_of(cell).model)
             yield from run_job(sweep, job, loaded)
+
+    def answer(
+        self, answering: Answering, shard: Shard
+    ) -> Iterator[PromptAnswered | ShardFinished]:
+        """Answer the prompts of a shard; see `kvpolicy.lab.prompt_files.answering.answer_shard`.
+
+        Raises:
+            KVPolicyError: As for `run_job`.
+        """
+        with self._set_up():
+            _check_code(answering.plan, answering.plan_digest, "the plan")
+            if self._engine is None or self._engine[0] != answering:
+                loaded = self._open(answering.model)
+                self._engine = answering, answering.engine(loaded)
+            yield from answer_shard(answering, shard, self._engine[1])
+
+    def _open(self, info: ModelInfo) -> LoadedModel:
+        loaded = self._models.open(info.name)
+        self._check_model(info, loaded)
+        return loaded
 
     @contextmanager
     def _set_up(self) -> Iterator[None]:
@@ -158,10 +191,10 @@ class Worker:
         self._checked = info
 
 
-def _check_code(cell: Cell) -> None:
-    if cell.resolved.digest() != cell.digest:
+def _check_code(plan: ResolvedPlan, digest: str, name: str) -> None:
+    if plan.digest() != digest:
         msg = (
-            f"a policy of '{cell.series}' has different code there; every worker needs the same "
+            f"a policy of {name} has different code there; every worker needs the same "
             "version of the packages that provide policies"
         )
         raise KVPolicyError(msg)

@@ -272,8 +272,16 @@ def _write_manifest(folder: Path, run: dict[str, Any], sessions: list[dict[str, 
 
 
 def _differences(stored: dict[str, Any], requested: dict[str, Any]) -> list[str]:
-    """Describe the settings that differ, with both values where they are short."""
-    old, new = _settings(stored), _settings(requested)
+    return differences(_settings(stored), _settings(requested))
+
+
+def differences(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
+    """Describe the settings that differ, with both values where they are short.
+
+    Args:
+        old: Those that are stored.
+        new: Those that are requested.
+    """
     found = []
     for key in sorted(old.keys() | new.keys()):
         a, b = old.get(key), new.get(key)

@@ -3,7 +3,7 @@
 import hashlib
 import time
 from collections.abc import Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import attrs
 from transformers import PreTrainedTokenizerBase
@@ -28,6 +28,8 @@ class Job:
 
     cell: str
     samples: tuple[int, ...]
+
+    noun: ClassVar[str] = "samples"
 
 
 @attrs.frozen

@@ -6,13 +6,17 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import TypeVar
 
 import pytest
 from commands import model_folder
-from sweeps_on_ray import Nodes, Sweep, read_state
+from sweeps_on_ray import Command, FileRun, Nodes, Sweep, read_state
 
 __all__ = ["model_folder"]
+
+Running = TypeVar("Running", bound=Command)
 
 _PROGRAM = Path(__file__).parents[2] / "support" / "ray_nodes.py"
 
@@ -43,8 +47,19 @@ def nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nodes]:
 
 @pytest.fixture
 def sweep(tmp_path: Path, model_folder: Path, nodes: Nodes) -> Iterator[Sweep]:
-    made = Sweep(tmp_path, model_folder, nodes.env)
-    yield made
-    if made.process is not None and made.process.poll() is None:
-        os.killpg(made.process.pid, signal.SIGKILL)
-        made.process.communicate()
+    with _ended(Sweep(tmp_path, model_folder, nodes.env)) as made:
+        yield made
+
+
+@pytest.fixture
+def file_run(tmp_path: Path, model_folder: Path, nodes: Nodes) -> Iterator[FileRun]:
+    with _ended(FileRun(tmp_path, model_folder, nodes.env)) as made:
+        yield made
+
+
+@contextmanager
+def _ended(command: Running) -> Iterator[Running]:
+    yield command
+    if command.process is not None and command.process.poll() is None:
+        os.killpg(command.process.pid, signal.SIGKILL)
+        command.process.communicate()

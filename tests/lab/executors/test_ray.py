@@ -1,18 +1,26 @@
 """Work on Ray: what workers take, how jobs are split, and what is run again after a loss."""
 
 from collections import Counter
+from collections.abc import Iterator
+from math import ceil
 
+import attrs
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvpolicy.cli.prompts import Prompt
 from kvpolicy.errors import KVPolicyError
 from kvpolicy.lab.executors.ray import (
+    Work,
     WorkerResources,
+    _Queue,
     _WorkerHandle,
     count_loss,
+    shard_size,
     split_jobs,
 )
+from kvpolicy.lab.prompt_files.answering import Shard
 from kvpolicy.lab.sweep.jobs import Job
 
 CPUS = [{"CPU": 8.0, "memory": 1e9}, {"CPU": 3.0}, {}]
@@ -113,7 +121,7 @@ def test_after_a_loss_the_samples_that_arrived_are_finished() -> None:
 
 
 def test_work_that_kills_every_worker_is_given_up() -> None:
-    losses, rest = Counter[Job](), Job("a", (0, 1))
+    losses, rest = Counter[Work](), Job("a", (0, 1))
     count_loss(rest, losses)
     count_loss(rest, losses)
     with pytest.raises(KVPolicyError, match=r"3 workers in a row .* same 2 samples"):
@@ -121,7 +129,48 @@ def test_work_that_kills_every_worker_is_given_up() -> None:
 
 
 def test_losses_with_progress_in_between_are_survived() -> None:
-    losses = Counter[Job]()
+    losses = Counter[Work]()
     for begin in range(9):
         count_loss(Job("a", tuple(range(begin, 10))), losses)
         count_loss(Job("a", tuple(range(begin, 10))), losses)
+
+
+def shard(*numbers: int) -> Shard:
+    return Shard(numbers, {number: Prompt(number, "x") for number in numbers})
+
+
+def test_a_queue_makes_jobs_when_they_are_taken_and_gives_back_lost_ones_first() -> None:
+    made = []
+
+    def jobs() -> Iterator[Shard]:
+        for number in range(3):
+            made.append(number)
+            yield shard(number)
+
+    queue = _Queue(jobs())
+    assert queue
+    first = queue.take()
+    assert (first, made) == (shard(0), [0])
+    second = queue.take()
+    queue.put_back(first)
+    assert [queue.take() for _ in range(2)] == [first, shard(2)]
+    assert not queue
+    queue.put_back(second)
+    assert queue.take() == second
+
+
+@given(num=st.integers(1, 10**6), workers=st.integers(1, 200), slots=st.integers(1, 64))
+def test_shards_fill_the_slots_and_fit_into_memory(num: int, workers: int, slots: int) -> None:
+    size = shard_size(num, workers=workers, slots=slots)
+    assert slots <= size <= 64 * slots
+    if 3 * workers * slots <= num <= 3 * workers * 64 * slots:
+        assert 2 * workers < ceil(num / size) <= 3 * workers
+
+
+def test_the_rest_of_a_lost_shard_is_counted_without_its_prompts() -> None:
+    losses = Counter[Work]()
+    rest = attrs.evolve(shard(0, 1, 2), samples=(1, 2))
+    count_loss(rest, losses)
+    count_loss(attrs.evolve(shard(1, 2)), losses)
+    with pytest.raises(KVPolicyError, match=r"3 workers in a row .* same 2 prompts"):
+        count_loss(rest, losses)

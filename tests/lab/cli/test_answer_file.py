@@ -1,0 +1,305 @@
+"""``kvpolicy run --output``: each prompt answered once, in order, whatever interrupts it."""
+
+import json
+import random
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from child_process import Ended, run_in_child
+from commands import _plugins_of_one_test, kvpolicy, model_folder
+from kill_plugin import Fuse
+from shell import Shell, refusal
+
+from kvpolicy.engine.engine import Engine
+from kvpolicy.model.loading import load_model
+from kvpolicy.plan.plan import Plan
+
+__all__ = ["_plugins_of_one_test", "kvpolicy", "model_folder"]
+
+H2O = ("--policy", "h2o", "--budget", 12, "--buffer", 6, "--max-new-tokens", 30, "--slots", 3)
+NUM = 14
+
+on_linux = pytest.mark.skipif(sys.platform != "linux", reason="forks its children")
+
+
+def records(num: int = NUM) -> list[dict[str, Any]]:
+    """Prompts of several lengths: with ids, without, with limits, and one that is refused."""
+    found: list[dict[str, Any]] = [
+        {"id": f"q{i}", "prompt": f" tea is {i}. What is tea?" * (1 + i % 3)} for i in range(num)
+    ]
+    del found[3]["id"]
+    found[4]["id"] = 99
+    found[5] |= {"max_new_tokens": 4, "temperature": 0.7, "seed": 2}
+    found[6]["prompt"] = [10**6]
+    return found
+
+
+def write(folder: Path, *lines: object) -> Path:
+    path = folder / "prompts.jsonl"
+    path.write_text("".join(f"{json.dumps(line)}\n" for line in lines), encoding="utf-8")
+    return path
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+@pytest.fixture
+def words(tmp_path: Path, model_folder: Path) -> list[object]:
+    prompts, output = write(tmp_path, *records()), tmp_path / "out.jsonl"
+    return ["run", "--prompts", prompts, "--output", output, "--model", model_folder, *H2O]
+
+
+@pytest.fixture(scope="module")
+def expected(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> bytes:
+    """The output of a run that nothing interrupts."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+    words = ("--prompts", write(folder, *records()), "--output", folder / "out.jsonl")
+    ended = run_in_child(folder, "run", *words, "--model", model_folder, *H2O)
+    assert ended.status == 1, ended.err
+    return (folder / "out.jsonl").read_bytes()
+
+
+def test_ids_and_order_are_those_of_the_file_and_texts_those_of_each_prompt_alone(
+    kvpolicy: Shell, words: list[object], tmp_path: Path, model_folder: Path
+) -> None:
+    answer = kvpolicy(*words, "--json")
+    assert answer.status == 1, "one prompt has an error"
+    answers = read(tmp_path / "out.jsonl")
+    ids = [record.get("id", number) for number, record in enumerate(records())]
+    assert [one["id"] for one in answers] == ids
+    model, tokenizer = load_model(str(model_folder))
+    engine = Engine(model, tokenizer, Plan.uniform("h2o", budget=12, buffer=6))
+    for record, found in zip(records(), answers, strict=True):
+        if "seed" not in record:
+            (alone,) = engine.generate([record["prompt"]], max_new_tokens=30).results()
+            assert found["text"] == (alone.text or "")
+            assert found.get("error") == alone.error
+    assert answers[5]["num_tokens"] == 4
+    summary = answer.json
+    assert summary["num_prompts"] == NUM
+    assert summary["finish_reasons"]["error"] == 1
+    assert sum(summary["finish_reasons"].values()) == NUM
+    assert summary["new_tokens"] == sum(one["num_tokens"] for one in answers)
+    assert summary["plan_digest"] == engine.plan.digest()
+    (worker,) = summary["workers"]
+    assert worker["num_prompts"] == NUM
+    assert worker["throughput_tok_s"] == worker["new_tokens"] / worker["busy_s"] > 0
+
+
+def test_the_same_command_again_computes_nothing(
+    kvpolicy: Shell, words: list[object], tmp_path: Path
+) -> None:
+    first = kvpolicy(*words)
+    content = (tmp_path / "out.jsonl").read_bytes()
+    assert "14 prompts, into " in first.err
+    assert "14 answers in " in first.err
+    assert (tmp_path / "out.jsonl.run" / "manifest.json").exists()
+    again = kvpolicy(*words)
+    assert again.status == 1
+    assert "nothing was left to compute" in again.err
+    assert (tmp_path / "out.jsonl").read_bytes() == content
+    assert kvpolicy(*words, "--json").json["workers"] == []
+
+
+@pytest.mark.parametrize(
+    ("more", "differs"),
+    [
+        (("--budget", 14), "plan is "),
+        (("--max-new-tokens", 31), "max_new_tokens is 30 there and 31 here"),
+        (("--seed", 4), "seed is 0 there and 4 here"),
+        (("--stop", "x"), "stop differ"),
+        (("--dtype", "bfloat16"), "fingerprint of the model is "),
+        ((), "prompts is "),
+    ],
+    ids=str,
+)
+def test_another_run_is_refused_and_replaced_if_that_is_wanted(
+    kvpolicy: Shell, words: list[object], tmp_path: Path, more: tuple[object, ...], differs: str
+) -> None:
+    write(tmp_path, *records(8))
+    kvpolicy(*words)
+    content, before = (tmp_path / "out.jsonl").read_bytes(), (tmp_path / "out.jsonl").stat()
+    if not more:
+        write(tmp_path, *records(8)[::-1])
+    sentence = refusal(kvpolicy(*words, *more))
+    assert differs in sentence
+    assert "or --overwrite to begin again, or another file with --output" in sentence
+    assert (tmp_path / "out.jsonl").read_bytes() == content
+    assert "8 answers in " in kvpolicy(*words, *more, "--overwrite").err
+    assert (tmp_path / "out.jsonl").stat().st_ino != before.st_ino
+
+
+def test_other_slots_continue_the_same_run(
+    kvpolicy: Shell, words: list[object], tmp_path: Path
+) -> None:
+    write(tmp_path, *records(8))
+    kvpolicy(*words)
+    assert "nothing was left" in kvpolicy(*words, "--slots", 1, "--keep-going").err
+
+
+@on_linux
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
+def test_killed_at_random_moments_no_answer_is_lost_or_doubled(
+    words: list[object], tmp_path: Path, expected: bytes, seed: int
+) -> None:
+    draw, kills, done = random.Random(seed), 0, 0
+    for attempt in range(60):
+        patience = draw.uniform(0.05, 0.4) * 1.2**attempt  # long enough at last on any machine
+        ended = run_in_child(tmp_path, *words, kill_after_s=patience)
+        journal = tmp_path / "out.jsonl.run" / "answers.jsonl"
+        if ended.status == 1:
+            break
+        assert ended.status == -signal.SIGKILL, ended.err
+        kills += 1
+        content = journal.read_bytes() if journal.exists() else b""
+        numbers = [json.loads(line)["index"] for line in content.split(b"\n")[:-1]]
+        assert len(set(numbers)) == len(numbers) >= done
+        done = len(numbers)
+    else:
+        pytest.fail("the run did not end")
+    assert kills
+    assert (tmp_path / "out.jsonl").read_bytes() == expected
+
+
+@on_linux
+def test_killed_at_a_compaction_it_continues_behind_what_was_answered(
+    words: list[object], tmp_path: Path
+) -> None:
+    fuse = Fuse(tmp_path)
+    options = ("--plugin", fuse.plugin, "--policy", "fused")
+    words = [*words[:7], *options, *words[9:]]
+    undisturbed = [*words, "--output", tmp_path / "undisturbed.jsonl"]
+    assert run_in_child(tmp_path, *undisturbed).status == 1
+    journal, sizes = tmp_path / "out.jsonl.run" / "answers.jsonl", []
+    for _ in range(3):
+        fuse.light(45, signal.SIGKILL)
+        ended = run_in_child(tmp_path, *words)
+        assert ended.status == -signal.SIGKILL, ended.err
+        sizes.append(journal.read_bytes().count(b"\n"))
+    assert sizes == sorted(set(sizes)), "every session has answered some"
+    journal.write_bytes(journal.read_bytes()[:-5])
+    ended = run_in_child(tmp_path, *words)
+    assert f"continuing in {tmp_path}/out.jsonl.run: {sizes[-1] - 1} of {NUM}" in ended.err
+    assert "the last line of" in ended.err
+    expected = (tmp_path / "undisturbed.jsonl").read_bytes()
+    assert (tmp_path / "out.jsonl").read_bytes() == expected
+    manifest = json.loads((tmp_path / "out.jsonl.run" / "manifest.json").read_text())
+    assert len(manifest["sessions"]) == 4
+
+
+@on_linux
+def test_ctrl_c_says_what_is_kept_and_how_to_continue(words: list[object], tmp_path: Path) -> None:
+    fuse = Fuse(tmp_path)
+    words = [*words[:7], "--plugin", fuse.plugin, "--policy", "fused", *words[9:]]
+    fuse.light(25, signal.SIGINT)
+    ended = run_in_child(tmp_path, *words)
+    assert ended.status == 130
+    kept = (tmp_path / "out.jsonl.run" / "answers.jsonl").read_bytes().count(b"\n")
+    assert ended.err.splitlines()[-1] == (
+        f"kvpolicy: interrupted; {kept} of {NUM} answers are kept in {tmp_path}/out.jsonl.run; "
+        "run the same command again to continue."
+    )
+    assert 0 < kept < NUM
+    assert "Traceback" not in ended.err
+    assert run_in_child(tmp_path, *words).status == 1
+    assert len(read(tmp_path / "out.jsonl")) == NUM
+
+
+@on_linux
+@pytest.mark.parametrize("most_bytes", [1500, 2600])
+def test_a_full_disk_is_one_sentence_and_the_run_is_resumable(
+    words: list[object], tmp_path: Path, expected: bytes, most_bytes: int
+) -> None:
+    ended = run_in_child(tmp_path, *words, most_bytes=most_bytes)
+    assert ended.status == 2, ended.err
+    sentence = ended.err.splitlines()[-1]
+    assert "answers.jsonl cannot be written: File too large" in sentence
+    assert f"of {NUM} answers are kept in " in sentence
+    assert sentence.endswith("run the same command again to continue.")
+    assert "Traceback" not in ended.err
+    assert not list(tmp_path.rglob("*.new"))
+    ended: Ended = run_in_child(tmp_path, *words)
+    assert ended.status == 1, ended.err
+    assert (tmp_path / "out.jsonl").read_bytes() == expected
+
+
+FAILING = """
+from kvpolicy import hookimpl
+
+class Failing:
+    @hookimpl
+    def score(self, positions):
+        raise ValueError("odd")
+"""
+
+
+def test_a_policy_that_fails_ends_the_run_or_its_prompts(
+    kvpolicy: Shell, words: list[object], tmp_path: Path
+) -> None:
+    plugin = tmp_path / "failing.py"
+    plugin.write_text(FAILING, encoding="utf-8")
+    short = {"id": "short", "prompt": [5, 6], "max_new_tokens": 2}
+    write(tmp_path, short, {"id": "long", "prompt": [5] * 40}, short | {"id": "other"})
+    words = [*words[:7], "--plugin", plugin, "--policy", "failing", *words[9:], "--slots", 1]
+    ended = kvpolicy(*words)
+    assert ended.status == 2
+    assert "odd" in ended.err
+    assert "1 of 3 answers are kept in " in ended.err.splitlines()[-1]
+    ended = kvpolicy(*words, "--keep-going")
+    assert ended.status == 1
+    assert "continuing in " in ended.err
+    answers = read(tmp_path / "out.jsonl")
+    assert [one["id"] for one in answers] == ["short", "long", "other"]
+    assert [one["finish_reason"] for one in answers] == ["length", "error", "length"]
+    assert "odd" in answers[1]["error"]
+
+
+ODD = {
+    "a line that is not JSON": ('{"prompt": "x"}\n{"prompt": ', (), "line 2 of "),
+    "a limit below 1": ('{"prompt": "x", "max_new_tokens": 0}', (), "line 1 of "),
+    "two ids alike": ('{"prompt": "x"}\n{"id": 0, "prompt": "x"}', (), "have the id 0"),
+    "no prompt": ("\n", (), "has no prompt"),
+    "no file": (None, (), "cannot be read"),
+    "no template": ('{"messages": [{"role": "user", "content": "x"}]}', (), "no chat template"),
+    "chat": ('{"prompt": "x"}', ("--chat",), "no chat template"),
+    "standard input": ('{"prompt": "x"}', ("--prompts", "-"), "a second time"),
+    "another prompt": ('{"prompt": "x"}', ("hi",), "--output is for the answers of a file"),
+    "in order": ('{"prompt": "x"}', ("--in-order",), "--in-order is for results that are printed"),
+    "split": ('{"prompt": "x"}', ("--tensor-parallel",), "--tensor-parallel is for results"),
+    "workers here": ('{"prompt": "x"}', ("--workers", 2), "--workers is for Ray"),
+    "resources here": ('{"prompt": "x"}', ("--cpus-per-worker", 2), "--cpus-per-worker applies"),
+    "no folder": ('{"prompt": "x"}', ("--output", "none/out"), "there is no folder none"),
+    "heat": ('{"prompt": "x"}', ("--top-p", 0), "top_p=0"),
+    "a wrong plan": ('{"prompt": "x"}', ("--set", "h2o.none=1"), "none"),
+}
+
+
+@pytest.mark.parametrize("name", ODD)
+def test_foolish_input_is_refused_before_anything_is_computed(
+    kvpolicy: Shell, words: list[object], tmp_path: Path, name: str
+) -> None:
+    content, more, part = ODD[name]
+    path = tmp_path / "prompts.jsonl"
+    path.unlink() if content is None else path.write_text(content, encoding="utf-8")
+    assert part in refusal(kvpolicy(*words, *more))
+    assert not (tmp_path / "out.jsonl").exists()
+
+
+def test_the_prompts_are_never_overwritten(
+    kvpolicy: Shell, words: list[object], tmp_path: Path
+) -> None:
+    path = tmp_path / "prompts.jsonl"
+    content = path.read_bytes()
+    sentence = refusal(kvpolicy(*words, "--output", path, "--overwrite"))
+    assert "is the file of the prompts; choose another one with --output" in sentence
+    assert path.read_bytes() == content
+
+
+@pytest.mark.parametrize("more", ["--overwrite", "--on ray", "--workers 2", "--ray-address auto"])
+def test_options_of_an_output_need_one(kvpolicy: Shell, more: str) -> None:
+    option = more if more == "--on ray" else more.split()[0]
+    assert f"{option} needs --output FILE" in refusal(kvpolicy("run", "hi", *more.split()))

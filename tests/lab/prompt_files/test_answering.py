@@ -1,0 +1,159 @@
+"""Answers are those of each prompt alone, and slots are never free while prompts wait."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import attrs
+import pytest
+from commands import model_folder
+
+from kvpolicy.cli.prompts import Prompt
+from kvpolicy.engine.engine import Engine
+from kvpolicy.engine.request import Request, Sampling
+from kvpolicy.errors import RequestError
+from kvpolicy.lab.models import ModelCache
+from kvpolicy.lab.prompt_files.answering import (
+    Answering,
+    Longest,
+    PromptAnswered,
+    Shard,
+    ShardFinished,
+    answer_shard,
+    answers,
+)
+from kvpolicy.plan.plan import Plan
+
+__all__ = ["model_folder"]
+
+SLOTS = 3
+
+
+@pytest.fixture(scope="module")
+def models() -> ModelCache:
+    return ModelCache()
+
+
+@pytest.fixture(params=["h2o", "full"])
+def answering(request: pytest.FixtureRequest, model_folder: Path, models: ModelCache) -> Answering:
+    info, _ = models.describe(str(model_folder))
+    plan = Plan.uniform("h2o", budget=12, buffer=4) if request.param == "h2o" else Plan.full_cache()
+    resolved = plan.resolve(info.num_layers)
+    defaults = Request(max_new_tokens=20, sampling=Sampling(0.9, seed=3))
+    return Answering(info, resolved, resolved.digest(), defaults, chat=False, slots=SLOTS)
+
+
+@pytest.fixture
+def engine(answering: Answering, models: ModelCache) -> Engine:
+    return answering.engine(models.open(answering.model.name))
+
+
+def prompts(num: int = 17) -> list[Prompt]:
+    """Of several lengths, some with limits of their own, and two that cannot be answered."""
+    found = [Prompt(f"q{i}", [3 + i] * (1 + 7 * i % 30)) for i in range(num)]
+    found[2] = attrs.evolve(found[2], own={"max_new_tokens": 3})
+    found[5] = attrs.evolve(found[5], own={"temperature": 0})
+    found[7] = attrs.evolve(found[7], content=[10**6])
+    found[8] = attrs.evolve(found[8], content=" tea is 3.", own={"seed": 5, "stop": ["\n"]})
+    found[9] = attrs.evolve(found[9], content="\ud800")
+    return found
+
+
+def run(answering: Answering, engine: Engine, given: list[Prompt]) -> dict[int, dict[str, Any]]:
+    longest = Longest.of(answering, engine, given)
+    found: dict[int, dict[str, Any]] = {}
+    for ended in answers(answering, engine, longest, enumerate(given)):
+        assert not found.keys() & {number for number, _ in ended}
+        found |= ended
+    return found
+
+
+def test_each_answer_is_that_of_the_prompt_alone(answering: Answering, engine: Engine) -> None:
+    given = prompts()
+    found = run(answering, engine, given)
+    assert found.keys() == {*range(len(given))}
+    for number, prompt in enumerate(given):
+        (alone,) = engine.generate([prompt.request(answering.defaults)]).results()
+        answer = found[number]
+        assert (answer["id"], answer["text"]) == (prompt.id, alone.text or "")
+        assert (answer["finish_reason"], answer.get("error")) == (alone.finish_reason, alone.error)
+        for key in ("prompt_len", "compactions", "rows_evicted", "peak_rows", "peak_bytes"):
+            assert answer[key] == getattr(alone, key)
+        assert answer["num_tokens"] == len(alone.tokens)
+
+
+def test_no_slot_is_free_while_prompts_wait_and_few_prompts_are_read_ahead(
+    answering: Answering, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decode, active, read, ended = Engine._decode, [], 0, 0
+
+    def watched(self: Engine, run: Any) -> None:
+        active.append((len(run.batch.active), read))
+        decode(self, run)
+
+    def reading() -> Iterator[tuple[int, Prompt]]:
+        nonlocal read
+        for number, prompt in enumerate(prompts(30)):
+            read += 1
+            assert read - ended <= 3 * SLOTS
+            yield number, prompt
+
+    monkeypatch.setattr(Engine, "_decode", watched)
+    longest = Longest.of(answering, engine, prompts(30))
+    for some in answers(answering, engine, longest, reading()):
+        ended += len(some)
+    assert ended == 30
+    assert all(number == SLOTS for number, so_far in active if so_far < 30)
+
+
+def test_the_longest_are_found_and_what_cannot_be_answered_does_not_count(
+    answering: Answering, engine: Engine
+) -> None:
+    given = [
+        Prompt(0, [5] * 9, own={"max_new_tokens": 90}),
+        Prompt(1, [5] * 40),
+        Prompt(2, [5] * 10**5),
+        Prompt(3, [10**6] * 50),
+    ]
+    assert Longest.of(answering, engine, given) == Longest(40, 99)
+    assert Longest.of(answering, engine, given[2:]) == Longest(1, 2)
+    errors = run(answering, engine, given[2:])
+    beside = run(answering, engine, given)
+    assert [beside[2], beside[3]] == [errors[0], errors[1]], "whatever is answered beside it"
+    assert ["positions" in errors[0]["error"], "10000" in errors[1]["error"]] == [True, True]
+    endless = [Prompt(0, [5] * 9, own={"max_new_tokens": 10**6})]
+    most = engine.adapter.max_positions
+    assert Longest.of(answering, engine, endless) == Longest(9, most)
+
+
+def test_a_shard_gives_the_same_answers(answering: Answering, engine: Engine) -> None:
+    given = prompts()
+    numbers = (1, 7, 2, 16)
+    *events, last = answer_shard(answering, Shard.of(given, numbers), engine)
+    assert isinstance(last, ShardFinished)
+    found = {one.index: one.answer for one in events if isinstance(one, PromptAnswered)}
+    whole = run(answering, engine, given)
+    assert found == {number: whole[number] for number in numbers}
+
+
+def test_the_identity_names_what_answers_depend_on(answering: Answering) -> None:
+    base = answering.identity()
+    greedy = attrs.evolve(answering, defaults=Request(max_new_tokens=20))
+    others = [
+        attrs.evolve(answering, defaults=Request(max_new_tokens=21, sampling=Sampling(0.9))),
+        attrs.evolve(answering, chat=True),
+        attrs.evolve(answering, plan_digest="other"),
+        attrs.evolve(answering, model=attrs.evolve(answering.model, fingerprint="other")),
+        greedy,
+    ]
+    assert all(other.identity() != base for other in others)
+    assert attrs.evolve(answering, slots=9, on_hook_error="answer").identity() == base
+    seeded = attrs.evolve(greedy, defaults=Request(max_new_tokens=20, sampling=Sampling(seed=4)))
+    assert seeded.identity() != greedy.identity(), "a line may have a temperature of its own"
+
+
+def test_a_request_that_cannot_be_served_is_an_error_of_its_own(
+    answering: Answering, engine: Engine
+) -> None:
+    with pytest.raises(RequestError, match="not valid text"):
+        answering.sequence(Prompt(0, "\ud800"), engine)
