@@ -62,7 +62,8 @@ class Engine:
         scheduling: The policies of `schedule`.
         errors: Isolates errors of hooks.
         resuming: Takes snapshots of sequences, and resumes them.
-        reusing: Finds and stores parts of sequences, if there is a prefix store.
+        prefix_store: Keeps parts of sequences, if there is one.
+        reusing: Finds and stores them.
         num_slots: Sequences that are decoded together.
         chunk: The most prompt tokens of one sequence in one forward.
         eager_reason: Why decode steps take the eager path; ``None``: they are static.
@@ -176,6 +177,7 @@ class Engine:
         self.eager_reason = "asked for" if eager else self.adapter.eager_reason
         self.compiled = self._compiled() if compile else None
         self.flash = self._wants_flash(gpu_attention)
+        self.prefix_store = prefix_store
         self.reusing = None
         if prefix_store is not None:
             self.reusing = Reusing(

@@ -14,6 +14,10 @@ from kvpolicy.errors import type_name
 _NUM_READ = 256
 
 
+# What a configuration says of where the model comes from.
+_NOT_SIZES = {"_name_or_path", "transformers_version", "architectures"}
+
+
 def model_fingerprint(model: nn.Module) -> str:
     """A hash of a model: its class, its configuration, and some numbers of every parameter.
 
@@ -22,7 +26,10 @@ def model_fingerprint(model: nn.Module) -> str:
     found = hashlib.sha256(type_name(model).encode())
     config = getattr(model, "config", None)
     if config is not None:
-        found.update(json.dumps(config.to_dict(), sort_keys=True, default=repr).encode())
+        read = {key: value for key, value in config.to_dict().items() if key not in _NOT_SIZES}
+        found.update(json.dumps(read, sort_keys=True, default=repr).encode())
+        if any(_is_freed(parameter) for parameter in model.parameters()):
+            found.update(str(config.name_or_path).encode())
     for name, parameter in [*model.named_parameters(), *model.named_buffers()]:
         found.update(f"{name} {list(parameter.shape)} {parameter.dtype}".encode())
         found.update(_some_bytes(parameter.detach()))
@@ -35,6 +42,11 @@ def tokenizer_fingerprint(tokenizer: Any) -> str:
     vocabulary: dict[str, int] = getattr(tokenizer, "get_vocab", dict)()
     found.update(json.dumps(sorted(vocabulary.items())).encode())
     return found.hexdigest()
+
+
+def _is_freed(parameter: torch.Tensor) -> bool:
+    """Whether one number stands for all, as for weights that were freed after packing."""
+    return parameter.numel() > 1 and not any(parameter.stride())
 
 
 def _some_bytes(parameter: torch.Tensor) -> bytes:

@@ -147,18 +147,14 @@ def _operation(service: Service, metrics: Metrics) -> APIRouter:
 
     @router.get("/health/live")
     async def live() -> JSONResponse:
-        stopped = {plan.name: reason for plan in service.model.plans if (reason := plan.stopped_by)}
-        return JSONResponse({"live": not stopped, "stopped": stopped}, 503 if stopped else 200)
+        is_alive = not any(plan.stopped_by for plan in service.model.plans)
+        return JSONResponse({"live": is_alive}, 200 if is_alive else 503)
 
     @router.get("/health/ready")
     @router.get("/health")
     async def ready() -> JSONResponse:
         is_ready = not service.draining and not any(p.stopped_by for p in service.model.plans)
-        plans = {
-            plan.name: {"waiting": plan.stats.waiting, "running": plan.stats.running}
-            for plan in service.model.plans
-        }
-        return JSONResponse({"ready": is_ready, "plans": plans}, 200 if is_ready else 503)
+        return JSONResponse({"ready": is_ready}, 200 if is_ready else 503)
 
     @router.get("/metrics")
     def prometheus() -> Response:  # in a thread: engines may hold the prefix store for a while

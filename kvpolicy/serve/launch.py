@@ -127,7 +127,10 @@ def served_model(
             max_waiting=max_waiting,
         )
         model_id = name if len(plans) == 1 else f"{name}:{plan_name}"
-        served.append(ServedPlan(plan_name, model_id, engine, running, max_len, max_prompt_len))
+        most = running.stats.slots + max_waiting
+        served.append(
+            ServedPlan(plan_name, model_id, engine, running, max_len, max_prompt_len, most)
+        )
     return ServedModel(name, tokenizer, served, prefix_store)
 
 

@@ -34,6 +34,7 @@ class ServedPlan:
         running: The same engine, while it takes requests.
         max_len: The most tokens of a sequence, prompt and generation together.
         max_prompt_len: The most tokens of a prompt.
+        max_choices: Choices that may run and wait at the same time.
         num_cancelled: Choices that were ended because the server stops.
         stopped_by: Why the engine takes no requests any more; ``None`` while it does.
     """
@@ -44,6 +45,7 @@ class ServedPlan:
     running: AsyncEngine
     max_len: int
     max_prompt_len: int
+    max_choices: int
     num_cancelled: int = attrs.field(default=0, init=False)
     stopped_by: str | None = attrs.field(default=None, init=False)
     _durations: deque[float] = attrs.field(factory=lambda: deque(maxlen=_RECENT), init=False)

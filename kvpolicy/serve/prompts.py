@@ -16,6 +16,9 @@ from kvpolicy.errors import RequestError, error_summary
 from kvpolicy.serve.api_errors import ApiError
 from kvpolicy.serve.bodies import Message
 
+# Templates know system, user and assistant; OpenAI has renamed the first one.
+_ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
+
 _Made = TypeVar("_Made")
 
 
@@ -98,7 +101,7 @@ class PromptEncoder:
                 param = f"messages[{number}].content"
                 message = f"{param} holds '{found}', a special token of this model; leave it out"
                 raise ApiError(400, message, param=param)
-        plain = [one.model_dump(exclude_none=True) for one in messages]
+        plain = [one.model_dump(exclude_none=True) | {"role": _ROLES[one.role]} for one in messages]
         try:
             return str(
                 self._tokenizer.apply_chat_template(

@@ -28,6 +28,13 @@ from kvpolicy.serve.settings import ServerSettings
 DEFAULT_COMPLETION_TOKENS = 16  # of OpenAI's interface
 CLIENT_GONE = 499  # what proxies write into logs; nobody receives it
 
+# How requests end whose errors have these codes.
+_OUTCOMES: dict[str, Outcome] = {
+    "queue_full": "refused",
+    "request_timeout": "timeout",
+    "shutting_down": "shutting_down",
+}
+
 _Made = TypeVar("_Made")
 
 
@@ -70,8 +77,10 @@ class Service:
         """
         plan, record = self._begin(http, body)
         prompts = await self.encoder.prompts(body.prompt)
-        most = body.max_tokens or DEFAULT_COMPLETION_TOKENS
-        limits = self._limits(plan, prompts, most, body.logprobs, record, "prompt")
+        most = self._most_tokens(
+            plan, prompts, body.max_tokens, DEFAULT_COMPLETION_TOKENS, param="prompt"
+        )
+        limits = Limits(most, self._time_left(record), body.logprobs)
         reply = CompletionReply(body, self.model, plan)
         return await self._answer(http, body, prompts, limits, reply, plan)
 
@@ -88,8 +97,9 @@ class Service:
         plan, record = self._begin(http, body)
         prompts = [await self.encoder.chat(body.messages)]
         logprobs = (body.top_logprobs or 0) if body.logprobs else None
-        most = body.max_completion_tokens or body.max_tokens
-        limits = self._limits(plan, prompts, most, logprobs, record, "messages")
+        wanted = body.max_completion_tokens or body.max_tokens
+        most = self._most_tokens(plan, prompts, wanted, None, param="messages")
+        limits = Limits(most, self._time_left(record), logprobs)
         reply = ChatReply(body, self.model, plan)
         return await self._answer(http, body, prompts, limits, reply, plan)
 
@@ -106,34 +116,39 @@ class Service:
             raise ApiError(503, SHUTTING_DOWN, code="shutting_down", headers=retry)
         return plan, record
 
-    def _limits(
+    def _most_tokens(
         self,
         plan: ServedPlan,
         prompts: Sequence[tuple[int, ...]],
         wanted: int | None,
-        logprobs: int | None,
-        record: Record,
+        usual: int | None,
+        *,
         param: str,
-    ) -> Limits:
-        """Check lengths of prompts and of the generation that is asked for."""
+    ) -> int:
+        """The most new tokens: as many as wanted, or else the usual number within the limits."""
         longest = max(map(len, prompts))
         has = f"the prompt has {format_count(longest, 'token')}"
         if longest > plan.max_prompt_len:
             message = f"{has}; this server takes prompts of up to {plan.max_prompt_len:,}"
             raise ApiError(400, message, param=param, code="context_length_exceeded")
-        most = self.settings.max_new_tokens
-        if wanted is not None and most is not None and wanted > most:
-            message = f"{wanted} new tokens are asked for; this server generates up to {most}"
-            raise ApiError(400, message, param="max_tokens")
         room = plan.max_len - longest
-        if wanted is not None and wanted > room:
+        most = self.settings.max_new_tokens or room
+        if wanted is None:
+            return min(usual or room, most, room)
+        if wanted > most and self.settings.max_new_tokens is not None:
+            message = f"{wanted:,} new tokens are asked for; this server generates up to {most:,}"
+            raise ApiError(400, message, param="max_tokens")
+        if wanted > room:
             message = (
                 f"{has}, and {wanted:,} new ones are asked for; together they may be "
                 f"{plan.max_len:,}"
             )
             raise ApiError(400, message, param="max_tokens", code="context_length_exceeded")
-        left_s = self.settings.request_timeout_s - record.elapsed_s
-        return Limits(wanted or min(room, most or room), max(left_s, 0.001), logprobs)
+        return wanted
+
+    def _time_left(self, record: Record) -> float:
+        """Seconds until a request must have ended."""
+        return max(self.settings.request_timeout_s - record.elapsed_s, 0.001)
 
     def _sampling(self, body: CompletionBody | ChatBody, plan: ServedPlan) -> Sampling:
         """What the body says, then the model's generation config, then OpenAI's defaults."""
@@ -158,6 +173,13 @@ class Service:
     ) -> Response:
         record: Record = http.state.record
         record.prompt_tokens = sum(map(len, prompts))
+        num_choices = body.n * len(prompts)
+        if num_choices > plan.max_choices:
+            message = (
+                f"{num_choices} choices are asked for; this server takes up to {plan.max_choices} "
+                "at a time"
+            )
+            raise ApiError(400, message, param="n")
         # Sequences of some policies cannot be copied; their last rows are not told.
         can_show_end = body.kvpolicy.kept and plan.engine.resuming.problem is None
         sampling = self._sampling(body, plan)
@@ -225,9 +247,8 @@ def note_error(record: Record, error: ApiError) -> None:
         record: Its record.
         error: What the client is told.
     """
-    outcomes: dict[int, Outcome] = {429: "refused", 503: "shutting_down", 504: "timeout"}
     usual: Outcome = "invalid" if error.status_code < 500 else "failed"
-    record.outcome = outcomes.get(error.status_code, usual)
+    record.outcome = _OUTCOMES.get(error.code, usual)
 
 
 def _note_completed(record: Record, plan: ServedPlan) -> None:

@@ -60,27 +60,39 @@ def test_all_choices_of_a_client_that_goes_away_end() -> None:
         until(lambda: running.plan.stats.report.num_requests == 5)
 
 
+def test_more_choices_than_can_ever_wait_are_refused_for_good() -> None:
+    with serving(slots=2, max_waiting=3) as running:
+        client = running.client()
+        with pytest.raises(openai.BadRequestError, match=r"6 choices are asked for.* up to 5"):
+            client.completions.create(**LONG, n=6)
+        assert client.completions.create(**{**LONG, "max_tokens": 1}, n=5).usage is not None
+
+
 def test_a_full_queue_refuses_with_a_time_to_wait() -> None:
     with serving(slots=1, max_waiting=1) as running:
         client = running.client()
-        running.gate.close()
-        streams = [client.completions.create(**LONG, stream=True) for _ in range(2)]
-        with pytest.raises(openai.RateLimitError, match="the queue is full") as caught:
-            client.completions.create(**LONG)
-        assert caught.value.code == "queue_full"
-        assert caught.value.type == "rate_limit_error"
-        assert 1 <= int(caught.value.response.headers["retry-after"]) <= 60
-        # None of several choices stays behind where not all of them have room.
-        streams.pop().close()
-        until(lambda: running.server._service.model.plans[0].running._run.num_open < 3)
-        running.gate.open()
+        with running.gate.closed():
+            streams = [client.completions.create(**LONG, stream=True) for _ in range(2)]
+            with pytest.raises(openai.RateLimitError, match="the queue is full") as caught:
+                client.completions.create(**LONG)
+            assert caught.value.code == "queue_full"
+            assert caught.value.type == "rate_limit_error"
+            assert 1 <= int(caught.value.response.headers["retry-after"]) <= 60
         for stream in streams:
             stream.close()
         until(running.idle)
-        with pytest.raises(openai.RateLimitError):
-            client.completions.create(**LONG, n=3)
-        until(running.idle)
         assert client.completions.create(**{**LONG, "max_tokens": 2}).usage is not None
+
+
+def test_choices_that_do_not_all_fit_leave_none_behind() -> None:
+    with serving(slots=1, max_waiting=1) as running:
+        client = running.client()
+        stream = client.completions.create(**LONG, stream=True)
+        with pytest.raises(openai.RateLimitError):
+            client.completions.create(**LONG, n=2)
+        until(lambda: running.num_open() == 1)
+        stream.close()
+        until(running.idle)
 
 
 def test_a_client_that_retries_is_served_when_there_is_room() -> None:

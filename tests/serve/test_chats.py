@@ -41,6 +41,16 @@ def test_a_chat_is_the_completion_of_its_template(server: Running) -> None:
     assert found.usage.prompt_tokens == len(PROMPT)
 
 
+def test_a_developer_is_a_system_to_the_template(server: Running) -> None:
+    answers = [
+        server.client().chat.completions.create(
+            model="tiny", messages=[{"role": role, "content": "be kind"}], max_tokens=9, seed=1
+        )
+        for role in ("system", "developer")
+    ]
+    assert answers[0].choices[0].message.content == answers[1].choices[0].message.content
+
+
 def test_a_stream_of_a_chat_begins_with_its_role(server: Running) -> None:
     expected = alone(server, Request(PROMPT, 30)).text
     stream = server.client().chat.completions.create(

@@ -182,6 +182,9 @@ def test_without_max_tokens_a_completion_has_openais_sixteen(server: Running) ->
     found = server.client().completions.create(model="tiny", prompt="a")
     assert found.usage is not None
     assert found.usage.completion_tokens == 16
+    almost = server.client().completions.create(model="tiny", prompt="a" * 505)
+    assert almost.usage is not None
+    assert almost.usage.total_tokens == 512, "or what is left"
 
 
 def test_concurrent_requests_do_not_depend_on_each_other(server: Running) -> None:
@@ -370,6 +373,8 @@ def test_an_engine_that_breaks_is_told_and_leaves_the_others() -> None:
             client.completions.create(model="tiny:h2o", prompt="a")
         with pytest.raises(openai.InternalServerError, match="the engine has broken") as caught:
             client.completions.create(model="tiny:h2o", prompt="a")
+        with running.http() as http:
+            assert 'outcome="failed",plan="h2o"} 2.0' in http.get("/metrics").text
         assert caught.value.status_code == 503
         assert running.health() == (503, 503)
         assert client.completions.create(model="tiny", prompt="a").usage is not None

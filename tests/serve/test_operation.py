@@ -182,7 +182,7 @@ def test_the_log_has_no_word_of_what_was_said(lines: io.StringIO) -> None:
 def test_a_defect_is_logged_by_its_class_and_place_only(
     lines: io.StringIO, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def broken(*_: object) -> None:
+    def broken(*_: object, **__: object) -> None:
         raise ZeroDivisionError(SECRET)
 
     with serving() as running:
@@ -213,20 +213,6 @@ def test_text_lines_have_the_same_and_escape_what_does_not_print() -> None:
 
 
 # Health, and the end
-
-
-def test_health_tells_what_waits_and_runs() -> None:
-    with serving(slots=1) as running, running.http() as http:
-        streams = [running.client().completions.create(**LONG, stream=True) for _ in range(3)]
-        next(iter(streams[0]))
-        until(
-            lambda: (
-                http.get("/health").json()
-                == {"ready": True, "plans": {"full": {"waiting": 2, "running": 1}}}
-            )
-        )
-        for stream in streams:
-            stream.close()
 
 
 def test_a_server_that_stops_finishes_what_runs_and_refuses_what_comes() -> None:

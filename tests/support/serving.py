@@ -78,7 +78,7 @@ class Running:
     server: Server
     thread: threading.Thread
     gates: dict[str, Gate]
-    clients: list[openai.OpenAI] = attrs.field(factory=list)
+    clients: list[openai.OpenAI]
 
     @property
     def port(self) -> int:
@@ -109,8 +109,12 @@ class Running:
     def stop(self) -> None:
         self.server.stop()
 
+    def num_open(self) -> int:
+        """Choices that run or wait; those of `stats` are as old as the last step."""
+        return sum(plan.running._run.num_open for plan in self.model.plans)
+
     def idle(self) -> bool:
-        return all(p.stats.running + p.stats.waiting == 0 for p in self.model.plans)
+        return self.num_open() == 0
 
 
 def plans_of(**policies: int) -> dict[str, Plan]:
@@ -160,6 +164,7 @@ def serving(
     gates = {plan.name: Gate(plan) for plan in served.plans}
     service = Service(served, given)
     started = threading.Event()
+    clients: list[openai.OpenAI] = []
     with bound_to("127.0.0.1", 0) as listening:
         if send_buffer is not None:
             listening.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer)
@@ -168,11 +173,10 @@ def serving(
         thread.start()
         try:
             assert started.wait(PATIENCE_S)
-            running = Running(url_of(listening), served, server, thread, gates)
-            yield running
-            for client in running.clients:
-                client.close()
+            yield Running(url_of(listening), served, server, thread, gates, clients)
         finally:
+            for client in clients:
+                client.close()
             for gate in gates.values():
                 gate.open()
             server.stop()

@@ -334,30 +334,34 @@ class PromptReuse:
         taken: list[tuple[int, int]] = []
         part = None if parent is None else parent.part
         for layer_idx in range(len(self._cache.layers)):
-            first, last = (0, 0) if part is None else self._kept(seq, layer_idx, part, seen)
-            taken.append((first, last))
-            num_rows = self._num_rows(seq, layer_idx, seen)
-            newest.append(num_rows - (last - first) if last > first else None)
+            num_new, before = self._num_new(seq, layer_idx, part, seen)
+            newest.append(num_new)
+            taken.append(before)
         return newest, taken
 
-    def _kept(
-        self, seq: Sequence, layer_idx: int, part: SequencePart, seen: int
-    ) -> tuple[int, int]:
-        """Which rows of a part a sequence still holds before its own, ``[first, last)``."""
-        cache, place = self._cache, (layer_idx, seq.slot)
-        held, num_columns = part.snapshot.contents.layers[layer_idx], part.num_columns(layer_idx)
-        num_rows = self._num_rows(seq, layer_idx, seen)
-        if cache.compacted_at[place] == held.compacted_at:
-            num_new = min(seen - part.snapshot.seq_len, num_rows)
-            return num_columns - (num_rows - num_new), num_columns
-        layer = cache.layers[layer_idx]
-        if layer.bounds is None and layer.shape.sliding_window is None:
-            # Rows of a prompt that stays, which no compaction has seen.
-            return 0, min(int(cache.prompt_rows[place]), held.prompt_rows)
-        return 0, 0
+    def _num_new(
+        self, seq: Sequence, layer_idx: int, part: SequencePart | None, seen: int
+    ) -> tuple[int | None, tuple[int, int]]:
+        """New rows, ``None``: all, and the rows of a part that a sequence holds before them.
 
-    def _num_rows(self, seq: Sequence, layer_idx: int, seen: int) -> int:
-        return int(self._cache.rows[layer_idx, seq.slot]) - (self._seen(seq) - seen)
+        It holds those of a layer that was not compacted since, less what has left a sliding window,
+        or the first rows of a prompt that stays.
+        """
+        cache, layer, place = self._cache, self._cache.layers[layer_idx], (layer_idx, seq.slot)
+        num_rows = int(cache.rows[place]) - (self._seen(seq) - seen)
+        compacted_at, is_ragged = cache.compacted_at[place], layer.bounds is not None
+        if part is None:
+            return num_rows if compacted_at == 0 else None, (0, 0)
+        held, num_columns = part.snapshot.contents.layers[layer_idx], part.num_columns(layer_idx)
+        if compacted_at == held.compacted_at:
+            num_new = min(seen - part.snapshot.seq_len, num_rows)
+            # Ragged layers have no window, and may have more columns than rows in the mean.
+            num_gone = 0 if is_ragged else num_columns - (num_rows - num_new)
+            return num_new, (num_gone, num_columns)
+        if not is_ragged and layer.shape.sliding_window is None:
+            staying = min(int(cache.prompt_rows[place]), held.prompt_rows)
+            return num_rows - staying, (0, staying)
+        return None, (0, 0)
 
     # Where blocks end
 

@@ -10,6 +10,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import attrs
+import torch
 
 from kvpolicy.engine.reuse.nodes import Node
 from kvpolicy.engine.reuse.parts import SequencePart
@@ -151,6 +152,11 @@ class PrefixStore:
             except TypeError as error:
                 msg = f"the prefix store was given {name}={error}"
                 raise KVPolicyError(msg) from error
+        try:
+            torch.empty(0, device=device)
+        except (RuntimeError, TypeError, AssertionError) as error:
+            msg = f"the prefix store was given device={device!r:.60}; give one such as 'cpu'"
+            raise KVPolicyError(msg) from error
         self.block_tokens = block_tokens
         self.conversations = conversations
         self.device = device

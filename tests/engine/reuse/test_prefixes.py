@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from reuse_cases import NUM_LAYERS, asked, assert_same, llama, models, with_prompt
-from strategies import plans
+from strategies import SMALL_KNOBS, plans
 from tiny import shared_model, tiny_model, tiny_tokenizer
 from torch import nn
 
@@ -39,23 +39,37 @@ def prompts_that_begin_alike(draw: st.DrawFn) -> list[list[int]]:
     plans(num_layers=NUM_LAYERS),
     st.sampled_from(["evict", "keep"]),
     prompts_that_begin_alike(),
-    st.integers(1, 12),
     st.data(),
 )
 def test_a_hit_equals_a_fresh_prefill(
-    model: nn.Module,
-    plan: Plan,
-    prompt: Any,
-    prompts: list[list[int]],
-    block: int,
-    data: st.DataObject,
+    model: nn.Module, plan: Plan, prompt: Any, prompts: list[list[int]], data: st.DataObject
 ) -> None:
-    plan, tokenizer = with_prompt(plan, prompt), tiny_tokenizer()
-    requests = asked(prompts, 12)
+    compare(model, with_prompt(plan, prompt), prompts, data)
+
+
+@given(
+    st.sampled_from(["adakv", "h2o", "snapkv", "epicache"]),
+    st.integers(12, 20),
+    prompts_that_begin_alike(),
+    st.data(),
+)
+def test_a_hit_equals_a_fresh_prefill_where_heads_share_their_rows(
+    policy: str, budget: int, prompts: list[list[int]], data: st.DataObject
+) -> None:
+    knobs = data.draw(st.sampled_from(SMALL_KNOBS.get(policy, ({},))))
+    plan = Plan.uniform(
+        policy, budget=budget, buffer=data.draw(st.integers(1, 8)), knobs={policy: knobs}
+    )
+    compare(llama(), attrs.evolve(plan, heads="shared"), prompts, data)
+
+
+def compare(model: nn.Module, plan: Plan, prompts: list[list[int]], data: st.DataObject) -> None:
+    """Compare two rounds of requests with a store with those without."""
+    tokenizer, requests = tiny_tokenizer(), asked(prompts, 12)
     options = {"slots": data.draw(st.integers(1, 3)), "eager": data.draw(st.booleans())}
     fresh = Engine(model, tokenizer, plan, **options).generate(requests).results()
+    block, chunk = data.draw(st.integers(1, 12)), data.draw(st.integers(1, 40))
     store = PrefixStore(2**30, block_tokens=block, conversations=False)
-    chunk = data.draw(st.integers(1, 40))
     engine = Engine(model, tokenizer, plan, chunk=chunk, prefix_store=store, **options)
     open_run = data.draw(st.booleans(), label="requests come while others are served")
     for _ in range(2):
@@ -73,6 +87,7 @@ def test_a_hit_equals_a_fresh_prefill(
         for ours, theirs in zip(results, fresh, strict=True):
             assert_same(ours, theirs)
         assert run.report.reused_tokens == sum(one.reused_tokens for one in results)
+    assert engine.reusing is not None
     assert store.stats.hits > 0 or max(map(len, prompts)) <= engine.reusing.stride
 
 

@@ -206,6 +206,8 @@ def test_knobs_and_names_of_evictions_are_checked_at_once() -> None:
         PrefixStore(1000, eviction="lro")
     with pytest.raises(KVPolicyError, match="capacity=0 is out of range"):
         PrefixStore(0)
+    with pytest.raises(KVPolicyError, match="device='gpu7'; give one such as 'cpu'"):
+        PrefixStore(1000, device="gpu7")
     with pytest.raises(KVPolicyError, match=r"block_tokens=2\.5 is not a count"):
         PrefixStore(1000, block_tokens=2.5)  # type: ignore[arg-type]
 
