@@ -229,9 +229,9 @@ class Served:
 
 
 @contextmanager
-def server(slots: int) -> Iterator[Served]:
+def server(slots: int, options: Sequence[str] = ("--plan", PLAN)) -> Iterator[Served]:
     """Run a server until the block ends; it must end well."""
-    command = [sys.executable, "-m", "kvpolicy", "serve", "--port", "0", "--plan", PLAN]
+    command = [sys.executable, "-m", "kvpolicy", "serve", "--port", "0", *options]
     command += ["--slots", str(slots), "--max-waiting", "1000", "--log-format", "json"]
     # For so small a model, a second thread costs time.
     env = os.environ | {"OMP_NUM_THREADS": "1"}

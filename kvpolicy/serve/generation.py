@@ -1,7 +1,7 @@
 """The choices of one body: requests to an engine, followed until each has its result.
 
-An answer in one piece and a stream are made of the same chunks, so times to first token and per
-token are measured in one place for both.
+A stream looks at every chunk of its choices, an answer in one piece at the first one only; what
+comes of a choice is noted in one place for both.
 """
 
 import asyncio
@@ -131,6 +131,17 @@ class Generation:
             if index not in self.results:
                 stream.cancel()
 
+    async def finish(self) -> None:
+        """Wait until every choice has its result.
+
+        Raises:
+            ApiError: As for `chunks`.
+        """
+        try:
+            await asyncio.gather(*(self._to_end(index) for index in range(len(self._streams))))
+        finally:
+            self.cancel()
+
     async def chunks(self) -> AsyncIterator[tuple[int, Chunk] | None]:
         """Yield what is generated, as the number of the choice and its chunk.
 
@@ -139,7 +150,7 @@ class Generation:
         Raises:
             ApiError: A choice has ended without an answer; the others are cancelled.
         """
-        coming = {self._next(index): index for index in range(len(self._streams))}
+        coming = {self._coming(index): index for index in range(len(self._streams))}
         try:
             while coming:
                 done, _ = await asyncio.wait(
@@ -148,36 +159,43 @@ class Generation:
                 if not done:
                     yield None
                 for task in sorted(done, key=coming.__getitem__):
-                    index = coming.pop(task)
-                    chunk = _chunk_of(task)
-                    self._note(index, chunk)
+                    index, chunk = coming.pop(task), task.result()
                     if chunk.result is None:
-                        coming[self._next(index)] = index
+                        coming[self._coming(index)] = index
                     yield index, chunk
         finally:
             for task in coming:
                 task.cancel()
             self.cancel()
 
-    def _next(self, index: int) -> "asyncio.Task[Chunk]":
-        return asyncio.ensure_future(anext(self._streams[index]))
+    def _coming(self, index: int) -> "asyncio.Task[Chunk]":
+        return asyncio.ensure_future(self._next(index))
 
-    def _note(self, index: int, chunk: Chunk) -> None:
+    async def _to_end(self, index: int) -> None:
+        """Wait for a choice without looking at each of its tokens, which takes time."""
+        first = await self._next(index)
+        if first.result is None:
+            result = await self._streams[index].result()
+            self._record.note_tokens(len(result.tokens) - len(first.tokens))
+            self._note_result(index, result)
+
+    async def _next(self, index: int) -> Chunk:
+        try:
+            chunk = await anext(self._streams[index])
+        except RequestError as error:  # of the tokenizer
+            raise ApiError(500, str(error), code="request_failed") from error
         if chunk.tokens:
             self._record.note_tokens(len(chunk.tokens))
         if chunk.result is not None:
-            self.results[index] = chunk.result
-            self._record.note_result(chunk.result)
-            # What a client's leaving has cancelled is not read any more.
-            self.plan.num_cancelled += chunk.result.finish_reason == "cancelled"
-            _check(chunk.result)
+            self._note_result(index, chunk.result)
+        return chunk
 
-
-def _chunk_of(task: "asyncio.Task[Chunk]") -> Chunk:
-    try:
-        return task.result()
-    except RequestError as error:  # of the tokenizer
-        raise ApiError(500, str(error), code="request_failed") from error
+    def _note_result(self, index: int, result: Result) -> None:
+        self.results[index] = result
+        self._record.note_result(result)
+        # What a client's leaving has cancelled is not read any more.
+        self.plan.num_cancelled += result.finish_reason == "cancelled"
+        _check(result)
 
 
 def _check(result: Result) -> None:

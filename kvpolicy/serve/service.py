@@ -195,21 +195,14 @@ class Service:
             kept = KeptRows(generation, self.model, prompts[0]) if body.kvpolicy.kept else None
             return _Stream(_events(generation, reply, body, record, kept), generation)
         try:
-            await unless_gone(http, _finish(generation))
+            await unless_gone(http, generation.finish())
         except ClientGoneError:
             return Response(status_code=CLIENT_GONE)
         except ApiError as error:
             note_error(record, error)
             raise
-        finally:
-            generation.cancel()
         _note_completed(record, plan)
         return JSONResponse(reply.whole(generation.results, record.prompt_tokens))
-
-
-async def _finish(generation: Generation) -> None:
-    async for _ in generation.chunks():
-        pass
 
 
 async def unless_gone(http: HttpRequest, work: Coroutine[Any, Any, _Made]) -> _Made:

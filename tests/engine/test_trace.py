@@ -119,7 +119,7 @@ def test_call_records_requests_and_answering_policies() -> None:
     (first, *_), (select, *_) = (
         [call for call in trace.calls if call.hook == hook] for hook in ("schedule", "select")
     )
-    assert (first.requests, first.tokens, first.answer) == ((0, 1, 2), (0, 0, 0), [[0, 1]])
+    assert (first.requests, first.tokens, first.answer) == ((0, 1), (0, 0), [[0, 1]])
     assert (first.layer, first.answered_by) == (None, "the defaults")
     assert select.requests == (1,)
     assert select.tokens == (1,)  # the first token is sampled after prefill

@@ -32,7 +32,7 @@ def test_without_options_the_bundled_reasoner_is_served_and_the_line_to_try_work
                 ["bash", "-c", f"{served.curl} -sS"], capture_output=True, text=True, check=True
             )
             answer: Any = json.loads(done.stdout)
-            assert "\\boxed{" in answer["choices"][0]["text"]
+            assert "\\boxed{" in answer["choices"][0]["message"]["content"]
             assert answer["usage"]["kvpolicy"]["rows_evicted"] > 0, "the default plan evicts"
         with served.http() as http:
             chat = {"role": "user", "content": "oak is 9. fig = oak - 2. What is fig?"}

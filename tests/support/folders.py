@@ -8,10 +8,11 @@ NUM_LAYERS = 2
 
 
 def save_tiny_model(folder: Path) -> Path:
-    """Save a random model with the reasoner's tokenizer."""
+    """Save a random model with the reasoner's tokenizer, without its chat template."""
     from kvpolicy_reasoner.tokenizer import build_tokenizer  # not installed everywhere
 
     tokenizer = build_tokenizer()
+    tokenizer.chat_template = None
     model = tiny_model(
         "qwen2",
         num_layers=NUM_LAYERS,

@@ -135,7 +135,7 @@ def record_kept_rows(run: Run, requests: Collection[int]) -> "Iterator[KeptRowsR
     recorder = KeptRowsRecorder(run, requests)
     with ExitStack() as listening:
         if recorder.requests:
-            for stack in dict.fromkeys([*run.engine.stacks, run.engine.scheduling]):
+            for stack in dict.fromkeys(run.engine.stacks):
                 listening.enter_context(stack.listening(recorder))
         yield recorder
 
@@ -153,6 +153,10 @@ class KeptRowsRecorder:
         self._errors = run.engine.errors
         self._shapes = run.engine.adapter.layer_shapes()
         self._recorded: dict[int, _SequenceRecord] = {}
+        for sequence in run.waiting:
+            if sequence.id in self.requests:
+                layers = [_LayerRecord(shape.num_kv_heads) for shape in self._shapes]
+                self._recorded[sequence.id] = _SequenceRecord(sequence, layers)
 
     def pop(self, result: Result) -> KeptRows:
         """Return the rows of a finished request and forget them.
@@ -161,7 +165,7 @@ class KeptRowsRecorder:
             result: Its result; the request is one of `requests`.
         """
         recorded = self._recorded.pop(result.id, None)
-        if recorded is None:  # refused before it was scheduled
+        if recorded is None:  # it was refused
             return KeptRows(0, [], [])
         sequence, tokenizer = recorded.sequence, self._run.tokenizer
         ids = [*sequence.prompt, *sequence.tokens]
@@ -179,9 +183,7 @@ class KeptRowsRecorder:
     # Called by the hook manager
 
     def call_hook(self, hook: str, arguments: dict[str, Any], ask: Callable[[], Any]) -> Any:
-        """Call the policies; note new sequences before, and the rows left by an eviction after."""
-        if hook == "schedule":
-            self._add_sequences(self._errors.sequences)
+        """Call the policies, and note the rows left by an eviction."""
         answer = ask()
         if hook == "evict":
             self._note(arguments["layer_idx"], arguments["rows"], arguments["keep"].shape[2])
@@ -191,17 +193,6 @@ class KeptRowsRecorder:
         """Return the implementation unchanged."""
         function: Callable[..., Any] = impl.function
         return function
-
-    def _add_sequences(self, waiting: Collection[Sequence]) -> None:
-        for sequence in waiting:
-            if self._is_recorded(sequence) and sequence.id not in self._recorded:
-                layers = [_LayerRecord(shape.num_kv_heads) for shape in self._shapes]
-                self._recorded[sequence.id] = _SequenceRecord(sequence, layers)
-
-    def _is_recorded(self, sequence: Sequence) -> bool:
-        """Compare the request as well: the engine may run other requests with the same number."""
-        number = sequence.id
-        return number in self.requests and sequence.request is self._run.requests[number]
 
     def _note(self, layer_idx: int, rows: LayerRows, num_kept: int) -> None:
         for slot, sequence in enumerate(self._errors.sequences):
