@@ -1,7 +1,7 @@
 """Options of commands that reuse prefixes, and the store that they stand for."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -81,6 +81,36 @@ def prefix_store(
     Raises:
         KVPolicyError: A value is wrong, or an option needs another one.
     """
+    arguments = prefix_arguments(
+        cache, block=block, eviction=eviction, spill=spill, spill_bytes=spill_bytes
+    )
+    if arguments is None:
+        return None
+    from kvpolicy.engine.reuse.store import PrefixStore
+
+    return PrefixStore(**arguments)
+
+
+def prefix_arguments(
+    cache: str | None,
+    *,
+    block: int = DEFAULT_BLOCK,
+    eviction: str = DEFAULT_EVICTION,
+    spill: Path | None = None,
+    spill_bytes: str | None = None,
+) -> dict[str, Any] | None:
+    """The arguments of `PrefixStore` that options describe; ``None`` if there is no store.
+
+    Args:
+        cache: ``--prefix-cache``.
+        block: ``--prefix-block``.
+        eviction: ``--prefix-eviction``.
+        spill: ``--prefix-spill``.
+        spill_bytes: ``--prefix-spill-bytes``.
+
+    Raises:
+        KVPolicyError: A value is wrong, or an option needs another one.
+    """
     given = {
         "--prefix-block": block != DEFAULT_BLOCK,
         "--prefix-eviction": eviction != DEFAULT_EVICTION,
@@ -97,17 +127,17 @@ def prefix_store(
         msg = "--prefix-spill-bytes was given without --prefix-spill; add --prefix-spill FOLDER."
         raise KVPolicyError(msg)
     from kvpolicy.cli.plan_suggest import parse_bytes
-    from kvpolicy.engine.reuse.store import PrefixStore
 
-    return PrefixStore(
-        parse_bytes("--prefix-cache", cache),
-        block_tokens=block,
-        eviction=eviction,
-        spill=spill,
-        spill_bytes=None
-        if spill_bytes is None
-        else parse_bytes("--prefix-spill-bytes", spill_bytes),
-    )
+    arguments: dict[str, Any] = {
+        "capacity": parse_bytes("--prefix-cache", cache),
+        "block_tokens": block,
+        "eviction": eviction,
+    }
+    if spill is not None:
+        arguments["spill"] = spill
+    if spill_bytes is not None:
+        arguments["spill_bytes"] = parse_bytes("--prefix-spill-bytes", spill_bytes)
+    return arguments
 
 
 def format_reuse(reused_tokens: int, prompt_tokens: int, stats: "StoreStats") -> str:

@@ -1,5 +1,6 @@
 """The application of a server: its paths, and what stands around them."""
 
+import asyncio
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
@@ -31,19 +32,22 @@ _NO_TELEMETRY: TelemetryConfig = {"tracing": False, "metrics": False, "logs": Fa
 def create_app(service: Service, metrics: Metrics | None = None) -> ASGIApp:
     """The application that answers for a model.
 
-    Its lifespan starts the engines, and ends what still runs when it is over.
+    Its lifespan starts the engines. When it is over, it ends what still runs, and the prefix store
+    writes what it holds to its folder, if it has one.
 
     Args:
         service: What answers completions and chats.
         metrics: Counts requests; by default new ones.
     """
     model = service.model
-    metrics = metrics or Metrics(model.plans)
+    metrics = metrics or Metrics(model)
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         async with AsyncExitStack() as running:
             running.callback(service.encoder.close)
+            if model.prefix_store is not None:  # after the engines have ended
+                running.push_async_callback(asyncio.to_thread, model.prefix_store.flush)
             for plan in model.plans:
                 await running.enter_async_context(plan.running)
             yield
@@ -153,7 +157,7 @@ def _operation(service: Service, metrics: Metrics) -> APIRouter:
         return JSONResponse({"ready": is_ready}, 200 if is_ready else 503)
 
     @router.get("/metrics")
-    async def prometheus() -> Response:
+    def prometheus() -> Response:  # in a thread: engines may hold the prefix store for a while
         return Response(metrics.text(), media_type=CONTENT_TYPE)
 
     return router

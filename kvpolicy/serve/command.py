@@ -41,6 +41,16 @@ from kvpolicy.cli.options import (
 )
 from kvpolicy.cli.output import format_count, info, print_lines
 from kvpolicy.cli.plan_suggest import parse_bytes
+from kvpolicy.cli.prefix_options import (
+    DEFAULT_BLOCK,
+    DEFAULT_EVICTION,
+    PrefixBlock,
+    PrefixCache,
+    PrefixEviction,
+    PrefixSpill,
+    PrefixSpillBytes,
+    prefix_arguments,
+)
 from kvpolicy.entry_points import default_name
 from kvpolicy.errors import KVPolicyError
 from kvpolicy.serve.settings import KEYS
@@ -121,6 +131,11 @@ def serve(
             rich_help_panel=MODEL,
         ),
     ] = None,
+    prefix_cache: PrefixCache = None,
+    prefix_block: PrefixBlock = DEFAULT_BLOCK,
+    prefix_eviction: PrefixEviction = DEFAULT_EVICTION,
+    prefix_spill: PrefixSpill = None,
+    prefix_spill_bytes: PrefixSpillBytes = None,
     host: Annotated[
         str, typer.Option(help="Interface to listen on.", rich_help_panel=NETWORK)
     ] = "127.0.0.1",
@@ -279,6 +294,19 @@ def serve(
     if slots is not None and kv_memory is not None:
         msg = "--slots and --kv-memory were given; give one of them."
         raise KVPolicyError(msg)
+    prefix = prefix_arguments(
+        prefix_cache,
+        block=prefix_block,
+        eviction=prefix_eviction,
+        spill=prefix_spill,
+        spill_bytes=prefix_spill_bytes,
+    )
+    if prefix_spill is not None and is_on_ray:
+        msg = (
+            "--prefix-spill was given for a server on Ray, whose replicas cannot share a folder; "
+            "remove it, or serve on this machine without --on ray."
+        )
+        raise KVPolicyError(msg)
     memory = None if kv_memory is None else parse_bytes("--kv-memory", kv_memory)
     largest_body = parse_bytes("--max-body", max_body)
     keys = _keys(api_key)
@@ -286,6 +314,7 @@ def serve(
     numbers = {"budget": budget, "buffer": buffer, "length": length}
     plans = _plans(plan or [], policy or [], numbers, overrides or [], model)
     from kvpolicy.engine.engine import DEFAULT_SLOTS
+    from kvpolicy.engine.reuse.store import PrefixStore
     from kvpolicy.model.loading import load_model
     from kvpolicy.serve.launch import bound_to, hosts_of, serve_model, served_model
     from kvpolicy.serve.logs import logging_to
@@ -317,6 +346,8 @@ def serve(
     if is_on_ray:
         from kvpolicy.serve.on_ray.command import RayOptions, serve_on_ray
 
+        if prefix is not None:
+            PrefixStore(**prefix)  # what is wrong is found before the cluster
         serve_on_ray(
             model_name(model),
             model,
@@ -332,24 +363,28 @@ def serve(
                 cpus_per_replica or 1,
                 gpus_per_replica,
             ),
+            prefix_store=prefix,
             host=host,
             port=port,
             json_logs=log_format is LogFormat.json,
             output=write_deployment,
         )
         return
-    with bound_to(host, port) as listening:  # a port that is taken is found before the model
+    with (
+        logging_to(sys.stderr, as_json=log_format is LogFormat.json),
+        bound_to(host, port) as listening,
+    ):
+        # A port that is taken and a store that cannot be made are found before the model.
+        store = None if prefix is None else PrefixStore(**prefix)
         loaded, tokenizer = load_model(model, **loading)
         tell_packing(loaded, cpu_weights)
-        served = served_model(model_name(model), loaded, tokenizer, plans, settings, **options)
+        served = served_model(
+            model_name(model), loaded, tokenizer, plans, settings, prefix_store=store, **options
+        )
         _warn_if_open(settings, host)
-        with logging_to(sys.stderr, as_json=log_format is LogFormat.json):
-            num_cancelled = serve_model(
-                served,
-                settings,
-                listening,
-                lambda url: print_lines(_welcome(served, url, settings)),
-            )
+        num_cancelled = serve_model(
+            served, settings, listening, lambda url: print_lines(_welcome(served, url, settings))
+        )
     if num_cancelled:
         raise typer.Exit(SOME_FAILED)
 

@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 
 from kvpolicy.engine.async_engine import AsyncEngine
 from kvpolicy.engine.engine import Engine
+from kvpolicy.engine.reuse.store import PrefixStore
 from kvpolicy.errors import KVPolicyError
 from kvpolicy.plan.plan import Plan
 from kvpolicy.serve.guard import LOOPBACK_HOSTS
@@ -87,6 +88,7 @@ def served_model(
     *,
     max_waiting: int,
     kv_memory: int | None = None,
+    prefix_store: PrefixStore | None = None,
     **engine_options: Any,
 ) -> ServedModel:
     """Build an engine for each plan; all of them have the weights of one model.
@@ -100,6 +102,7 @@ def served_model(
         max_waiting: Requests that may wait for a slot of each plan.
         kv_memory: Bytes for the caches of all plans, in equal parts; ``None``: as the number of
             slots says.
+        prefix_store: What all plans reuse; ``None``: nothing.
         engine_options: Further arguments of `Engine`.
 
     Raises:
@@ -107,7 +110,14 @@ def served_model(
     """
     served = []
     for plan_name, plan in plans.items():
-        engine = Engine(model, tokenizer, plan, on_hook_error="answer", **engine_options)
+        engine = Engine(
+            model,
+            tokenizer,
+            plan,
+            on_hook_error="answer",
+            prefix_store=prefix_store,
+            **engine_options,
+        )
         max_len, max_prompt_len = _lengths(engine.adapter.max_positions, settings)
         running = AsyncEngine(
             engine,
@@ -121,7 +131,7 @@ def served_model(
         served.append(
             ServedPlan(plan_name, model_id, engine, running, max_len, max_prompt_len, most)
         )
-    return ServedModel(name, tokenizer, served)
+    return ServedModel(name, tokenizer, served, prefix_store)
 
 
 def _lengths(positions: int, settings: ServerSettings) -> tuple[int, int]:

@@ -15,7 +15,8 @@ from typing import Any, TextIO
 from kvpolicy.text import visible
 
 LOGGER = logging.getLogger("kvpolicy.serve")
-_OTHERS = ("uvicorn.error", "asyncio")  # they report connections that are not HTTP, for example
+# They report connections that are not HTTP, for example, and files of a prefix store.
+_OTHERS = ("uvicorn.error", "asyncio", "kvpolicy.engine.reuse")
 _MOST_FRAMES = 12
 
 

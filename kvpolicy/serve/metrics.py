@@ -12,7 +12,8 @@ from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 from prometheus_client.registry import Collector
 
 from kvpolicy.engine.results import EngineStats, RunReport
-from kvpolicy.serve.plans import ServedPlan
+from kvpolicy.engine.reuse.store import PrefixStore, StoreStats
+from kvpolicy.serve.plans import ServedModel, ServedPlan
 from kvpolicy.serve.record import Record
 
 CONTENT_TYPE = CONTENT_TYPE_PLAIN_0_0_4
@@ -26,14 +27,16 @@ _TOKENS = (1, 4, 16, 64, 256, 1024, 4096, 16384, 65536)
 class Metrics:
     """The metrics of one server, in a registry of its own."""
 
-    def __init__(self, plans: Sequence[ServedPlan]) -> None:
+    def __init__(self, model: ServedModel) -> None:
         """Begin to count.
 
         Args:
-            plans: The plans that are served.
+            model: The model that is served.
         """
         self._registry = CollectorRegistry()
-        self._registry.register(_EngineCollector(plans))
+        self._registry.register(_EngineCollector(model.plans))
+        if model.prefix_store is not None:
+            self._registry.register(_PrefixCollector(model.plans, model.prefix_store))
         registry = self._registry
         self._responses = Counter(
             "kvpolicy_http_responses", "Answers by status.", ["status"], registry=registry
@@ -140,6 +143,27 @@ class _EngineCollector(Collector):
         yield seconds
 
 
+class _PrefixCollector(Collector):
+    """Reads the counts of a prefix store, and what each plan has reused."""
+
+    def __init__(self, plans: Sequence[ServedPlan], store: PrefixStore) -> None:
+        self._plans, self._store = plans, store
+
+    def collect(self) -> Iterator[Metric]:
+        """All metrics of the store."""
+        stats = self._store.stats
+        for name, text, read in _STORE_GAUGES:
+            yield GaugeMetricFamily(f"kvpolicy_prefix_{name}", text, read(stats))
+        for name, text, total in _STORE_TOTALS:
+            yield CounterMetricFamily(f"kvpolicy_prefix_{name}", text, total(stats))
+        reports = {plan.name: plan.stats.report for plan in self._plans}
+        for name, text, of_report in _REUSE_TOTALS:
+            counter = CounterMetricFamily(f"kvpolicy_prefix_{name}", text, labels=["plan"])
+            for plan, report in reports.items():
+                counter.add_metric([plan], of_report(report))
+            yield counter
+
+
 _GAUGES: tuple[tuple[str, str, Callable[[EngineStats], float]], ...] = (
     ("requests_waiting", "Choices that wait for a slot.", lambda stats: stats.waiting),
     ("requests_running", "Choices with a slot.", lambda stats: stats.running),
@@ -158,7 +182,11 @@ _GAUGES: tuple[tuple[str, str, Callable[[EngineStats], float]], ...] = (
 )
 
 _TOTALS: tuple[tuple[str, str, Callable[[RunReport], float]], ...] = (
-    ("engine_prompt_tokens", "Prompt tokens prefilled.", lambda report: report.prompt_tokens),
+    (
+        "engine_prompt_tokens",
+        "Prompt tokens of choices, prefilled or reused.",
+        lambda report: report.prompt_tokens,
+    ),
     ("engine_new_tokens", "Tokens generated.", lambda report: report.new_tokens),
     ("compactions", "Compactions of a layer of a sequence.", lambda report: report.compactions),
     ("rows_evicted", "Rows evicted of choices that ended.", lambda report: report.rows_evicted),
@@ -173,3 +201,30 @@ _TOTALS: tuple[tuple[str, str, Callable[[RunReport], float]], ...] = (
 )
 
 _HOOKS = ("mark", "observe", "probe", "score", "select", "compaction", "steer")
+
+_STORE_GAUGES: tuple[tuple[str, str, Callable[[StoreStats], float]], ...] = (
+    ("capacity_bytes", "The most bytes of memory.", lambda stats: stats.capacity),
+    ("held_bytes", "Bytes held in memory.", lambda stats: stats.num_bytes),
+    ("blocks", "Blocks held in memory.", lambda stats: stats.num_blocks),
+    ("spilled_bytes", "Bytes of files.", lambda stats: stats.spilled_bytes),
+    ("spilled_blocks", "Blocks in files.", lambda stats: stats.spilled_blocks),
+    (
+        "failed",
+        "1 if nothing is stored any more, or nothing is written to files, after an error.",
+        lambda stats: float(bool(stats.problem or stats.spill_problem)),
+    ),
+)
+
+_STORE_TOTALS: tuple[tuple[str, str, Callable[[StoreStats], float]], ...] = (
+    ("hits", "Blocks that choices have found.", lambda stats: stats.hits),
+    ("misses", "Blocks that choices have computed.", lambda stats: stats.misses),
+    ("evictions", "Blocks that have left memory.", lambda stats: stats.evictions),
+    ("refused", "Blocks that were not stored.", lambda stats: stats.refused),
+    ("spill_loads", "Blocks read from files.", lambda stats: stats.spill_loads),
+    ("turns", "Choices that went on with a conversation.", lambda stats: stats.turns),
+)
+
+_REUSE_TOTALS: tuple[tuple[str, str, Callable[[RunReport], float]], ...] = (
+    ("reused_tokens", "Prompt tokens that were reused.", lambda report: report.reused_tokens),
+    ("computed_tokens", "Prompt tokens that were computed.", lambda report: report.computed_tokens),
+)

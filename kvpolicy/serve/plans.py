@@ -15,6 +15,7 @@ import attrs
 from kvpolicy.engine.async_engine import AsyncEngine
 from kvpolicy.engine.engine import Engine
 from kvpolicy.engine.results import EngineStats
+from kvpolicy.engine.reuse.store import PrefixStore
 from kvpolicy.serve.api_errors import ApiError
 
 _RECENT = 32  # requests whose durations say how long a full queue takes
@@ -73,12 +74,14 @@ class ServedModel:
         name: Its name, as clients give it.
         tokenizer: Its tokenizer.
         plans: The plans; the first one answers to the name of the model alone.
+        prefix_store: What the engines of all plans reuse; ``None``: nothing.
         created: When it was loaded, in seconds since 1970.
     """
 
     name: str
     tokenizer: Any
     plans: Sequence[ServedPlan]
+    prefix_store: PrefixStore | None = None
     created: int = attrs.field(factory=lambda: int(time.time()))
     _texts: dict[int, str] = attrs.field(factory=dict, init=False)
 

@@ -16,27 +16,35 @@ _BROKEN = "\ufffd"  # what a tokenizer makes of a part of a character
 _LEAST_LOGPROB = -9999.0  # JSON has no infinity
 
 
-def usage_of(prompt_tokens: int, results: Sequence[Result]) -> dict[str, Any]:
+def usage_of(prompt_tokens: int, results: Mapping[int, Result], n: int) -> dict[str, Any]:
     """What an answer has cost.
+
+    A prompt counts once, for all of its choices; its cached tokens are those that none of them
+    has computed.
 
     ``kvpolicy`` has what the rows of its choices took: the most that one layer held, the rows
     evicted, and the bytes of keys and values at their most, beside those of a full cache.
 
     Args:
         prompt_tokens: Tokens of the prompts.
-        results: Results of the choices.
+        results: Result of each choice.
+        n: Choices for each prompt.
     """
-    new_tokens = sum(len(result.tokens) for result in results)
+    choices = [result for _, result in sorted(results.items())]
+    new_tokens = sum(len(result.tokens) for result in choices)
+    of_prompts = [choices[first : first + n] for first in range(0, len(choices), n)]
+    cached = sum(min(result.reused_tokens for result in one) for one in of_prompts)
     return {
         "prompt_tokens": prompt_tokens,
         "completion_tokens": new_tokens,
         "total_tokens": prompt_tokens + new_tokens,
+        "prompt_tokens_details": {"cached_tokens": cached},
         "kvpolicy": {
-            "peak_rows": max(result.peak_rows for result in results),
-            "rows_evicted": sum(result.rows_evicted for result in results),
-            "compactions": sum(result.compactions for result in results),
-            "peak_bytes": sum(result.peak_bytes for result in results),
-            "full_bytes": sum(result.full_bytes for result in results),
+            "peak_rows": max(result.peak_rows for result in choices),
+            "rows_evicted": sum(result.rows_evicted for result in choices),
+            "compactions": sum(result.compactions for result in choices),
+            "peak_bytes": sum(result.peak_bytes for result in choices),
+            "full_bytes": sum(result.full_bytes for result in choices),
         },
     }
 
@@ -68,7 +76,8 @@ class Reply(ABC):
             "id": self.id,
             "created": int(time.time()),
             "model": body.model,
-            # Two answers with one fingerprint, seed and prompt are equal.
+            # Two answers with one fingerprint, seed and prompt are equal, unless the plan evicts
+            # and one of them goes on with a conversation of a prefix store.
             "system_fingerprint": f"kvpolicy-{plan.engine.plan.digest()[:12]}",
         }
 
@@ -104,7 +113,7 @@ class Reply(ABC):
             }
             for index, result in sorted(results.items())
         ]
-        usage = usage_of(prompt_tokens, [*results.values()])
+        usage = usage_of(prompt_tokens, results, self._body.n)
         return {**self._head, "object": self.kind, "choices": choices, "usage": usage}
 
     def pieces(self, index: int, chunk: Chunk, before: int) -> Iterator[dict[str, Any]]:
@@ -136,7 +145,7 @@ class Reply(ABC):
             results: Result of each choice.
             prompt_tokens: Tokens of the prompts.
         """
-        usage = usage_of(prompt_tokens, [*results.values()])
+        usage = usage_of(prompt_tokens, results, self._body.n)
         return {**self._head, "object": self.chunk_kind, "choices": [], "usage": usage}
 
     def _chunk(

@@ -10,28 +10,12 @@ from typing import Any
 import openai
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
-from serving import BODY, PATH, Running, plans_of, serving, until
+from serving import BODY, PATH, metrics, of_plan, plans_of, serving, until
 
 from kvpolicy.serve import logs
 
 LONG = {**BODY, "max_tokens": 500}
 SECRET = "xq7zw"  # in a prompt, a stop string, a user and a key
-
-
-def metrics(running: Running) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
-    """Every sample by its name and labels."""
-    with running.http() as http:
-        answer = http.get("/metrics")
-    assert answer.headers["content-type"].startswith("text/plain; version=0.0.4")
-    return {
-        (sample.name.removeprefix("kvpolicy_"), tuple(sorted(sample.labels.items()))): sample.value
-        for family in text_string_to_metric_families(answer.text)
-        for sample in family.samples
-    }
-
-
-def of_plan(plan: str, **labels: str) -> tuple[tuple[str, str], ...]:
-    return tuple(sorted({"plan": plan, **labels}.items()))
 
 
 # Metrics

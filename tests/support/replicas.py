@@ -20,7 +20,13 @@ from kvpolicy.serve.on_ray.router import create_router
 from kvpolicy.serve.settings import ServerSettings
 
 
-def config_of(model: Path, *, name: str = "tiny", **engine: Any) -> ServeConfig:
+def config_of(
+    model: Path,
+    *,
+    name: str = "tiny",
+    prefix_store: dict[str, Any] | None = None,
+    **engine: Any,
+) -> ServeConfig:
     """A configuration of the model in a folder under two plans."""
     plans = {"full": Plan.uniform("full"), "h2o": Plan.uniform("h2o", budget=12, buffer=4)}
     return ServeConfig(
@@ -34,6 +40,7 @@ def config_of(model: Path, *, name: str = "tiny", **engine: Any) -> ServeConfig:
         json_logs=False,
         requests=8,
         setup=ProcessSetup.of_this_process(threads=torch.get_num_threads()),
+        prefix_store=prefix_store,
     )
 
 

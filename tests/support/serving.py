@@ -11,9 +11,10 @@ import attrs
 import httpx2
 import openai
 import torch
+from prometheus_client.parser import text_string_to_metric_families
 from tiny import shared_model, tiny_tokenizer
 
-from kvpolicy import Plan
+from kvpolicy import Plan, PrefixStore
 from kvpolicy.serve.launch import bound_to, hosts_of, served_model, url_of
 from kvpolicy.serve.plans import ServedModel, ServedPlan
 from kvpolicy.serve.server import Server
@@ -134,6 +135,7 @@ def serving(
     slots: int = 2,
     max_waiting: int = 64,
     kv_memory: int | None = None,
+    prefix_store: PrefixStore | None = None,
     send_buffer: int | None = None,
     prepare: Callable[[ServedModel], None] = lambda _: None,
     **settings: Any,
@@ -155,6 +157,7 @@ def serving(
         given,
         max_waiting=max_waiting,
         kv_memory=kv_memory,
+        prefix_store=prefix_store,
         slots=slots,
     )
     prepare(served)
@@ -180,6 +183,23 @@ def serving(
             server.stop()  # at once
             thread.join(PATIENCE_S)
     assert not thread.is_alive()
+
+
+def metrics(running: Running) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
+    """Every sample by its name and labels."""
+    with running.http() as http:
+        answer = http.get("/metrics")
+    assert answer.headers["content-type"].startswith("text/plain; version=0.0.4")
+    return {
+        (sample.name.removeprefix("kvpolicy_"), tuple(sorted(sample.labels.items()))): sample.value
+        for family in text_string_to_metric_families(answer.text)
+        for sample in family.samples
+    }
+
+
+def of_plan(plan: str, **labels: str) -> tuple[tuple[str, str], ...]:
+    """The labels of a sample of a plan."""
+    return tuple(sorted({"plan": plan, **labels}.items()))
 
 
 def error_of(answer: httpx2.Response) -> dict[str, str]:

@@ -48,6 +48,7 @@ def serve_on_ray(
     settings: ServerSettings,
     ray: RayOptions,
     *,
+    prefix_store: Mapping[str, Any] | None,
     host: str,
     port: int,
     json_logs: bool,
@@ -63,6 +64,7 @@ def serve_on_ray(
         engine: Further arguments of `served_model`.
         settings: What clients may ask for.
         ray: Options for Ray.
+        prefix_store: Arguments of the `PrefixStore` of each replica; ``None``: it has none.
         host: Interface to listen on.
         port: The port; 0: a free one.
         json_logs: Whether lines of the log are JSON.
@@ -83,6 +85,7 @@ def serve_on_ray(
         json_logs=json_logs,
         requests=ray.requests or 2 * slots,
         setup=ProcessSetup.of_this_process(threads=ray.cpus),
+        prefix_store=None if prefix_store is None else dict(prefix_store),
     )
     if output is not None:
         _write(config, ray, slots, host, port, output)

@@ -28,6 +28,8 @@ class ServeConfig:
         json_logs: Whether lines of the log are JSON.
         requests: Requests that a replica takes at a time, those that wait in it included.
         setup: How the processes are set up.
+        prefix_store: Arguments of the `PrefixStore` that each replica has for itself; ``None``: it
+            has none.
     """
 
     name: str
@@ -40,6 +42,7 @@ class ServeConfig:
     json_logs: bool
     requests: int
     setup: ProcessSetup
+    prefix_store: dict[str, Any] | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data, such as for YAML; without keys.

@@ -13,6 +13,7 @@ from starlette.types import Message
 from uvicorn import Config
 from uvicorn.lifespan.on import LifespanOn
 
+from kvpolicy.engine.reuse.store import PrefixStore
 from kvpolicy.errors import KVPolicyError
 from kvpolicy.model.loading import load_model
 from kvpolicy.serve.app import create_app
@@ -48,7 +49,7 @@ class Replica:
             self._service = service_of(config)
         self._logs = ExitStack()
         self._logs.enter_context(logging_to(sys.stderr, as_json=config.json_logs))
-        self._metrics = Metrics(self._service.model.plans)
+        self._metrics = Metrics(self._service.model)
         self._app = create_app(self._service, self._metrics)
         self._lifespan = LifespanOn(Config(self._app, lifespan="on", log_config=None))
         await self._lifespan.startup()
@@ -115,7 +116,7 @@ class Replica:
 
     async def metrics(self) -> tuple[str, bytes]:
         """Its name and its metrics, in Prometheus' text format."""
-        return self.name, self._metrics.text()
+        return self.name, await asyncio.to_thread(self._metrics.text)
 
     async def check_health(self) -> None:
         """Fail if an engine takes no requests any more; called by Ray Serve.
@@ -139,8 +140,15 @@ def service_of(config: ServeConfig) -> Service:
         KVPolicyError: It cannot be served here.
     """
     model, tokenizer = load_model(config.model, **config.loading)
+    store = None if config.prefix_store is None else PrefixStore(**config.prefix_store)
     served = served_model(
-        config.name, model, tokenizer, config.read_plans(), config.settings, **config.engine
+        config.name,
+        model,
+        tokenizer,
+        config.read_plans(),
+        config.settings,
+        prefix_store=store,
+        **config.engine,
     )
     # The router has checked the host, and replicas are given no keys.
     return Service(served, attrs.evolve(config.settings, hosts=None))
