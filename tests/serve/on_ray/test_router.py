@@ -76,14 +76,19 @@ def test_a_full_replica_sends_requests_to_the_next_one_and_two_full_ones_refuse(
     model_folder: Path,
 ) -> None:
     async def what(router: Routed) -> None:
-        first = await router.client.completions.create(**{**ASK, "n": 2})
-        assert len(first.choices) == 2
-        for count in (3, 6):
-            with pytest.raises(openai.RateLimitError, match="queue is full") as caught:
-                await router.client.completions.create(**{**ASK, "n": count})
-            assert int(caught.value.response.headers["retry-after"]) >= 1
-        assert await router.metric('kvpolicy_router_retries_total{reason="refused"}') == 4
-        assert [name for name, _ in router.replicas.asked] == ["a", *"aba", *"aba"]
+        held = []
+        for replica in router.replicas.replicas:  # each takes what those before it have no slot for
+            body = {**ASK, "n": 2, "max_tokens": 400}
+            held.append(asyncio.create_task(router.client.completions.create(**body)))
+            while not replica._service.model.plans[1].stats.running:
+                await asyncio.sleep(0.005)
+        with pytest.raises(openai.RateLimitError, match="queue is full") as caught:
+            await router.client.completions.create(**{**ASK, "n": 2})
+        assert int(caught.value.response.headers["retry-after"]) >= 1
+        assert await router.metric('kvpolicy_router_retries_total{reason="refused"}') == 3
+        assert [name for name, _ in router.replicas.asked] == ["a", *"ab", *"aba"]
+        for job in held:
+            job.cancel()
 
     check(model_folder, what, engine={"slots": 2, "max_waiting": 0})
 
