@@ -6,9 +6,10 @@
 A system prompt is followed by one question after the other, each with random tokens. Every question
 is asked of two engines of the same plan in turn, one without a store and one with it, so that both
 meet the same machine. Then a conversation is held with both: each turn is the whole text so far and
-some tokens more. A figure is that with the store, divided by that without, in the same run: of the
-tokens computed in all, and of the time to the first token in the median over questions or turns.
-The first one, which finds nothing, is not in this median; its ratio is what storing costs.
+some tokens more. Last come prompts that share nothing, so all that the store does for them is to
+store. A figure is that with the store, divided by that without, in the same run: of the tokens
+computed in all, and of the time to the first token in the median. The first question, which finds
+nothing, is not in this median.
 """
 
 import argparse
@@ -84,7 +85,7 @@ def ask_both(
 def measure(
     engines: tuple[Engine, Engine], options: argparse.Namespace, clock: Callable[[], float]
 ) -> dict[str, list[Asked]]:
-    """The questions, and the turns of a conversation."""
+    """The questions, the turns of a conversation, and prompts that share nothing."""
     rng = Random(0)
     vocab = engines[0].adapter.vocab_size
 
@@ -106,41 +107,44 @@ def measure(
         first, second = ([*text, *result.tokens] for text, result in pairs)
         texts = (first, second)
         turns.append(asked)
-    return {"questions": questions, "turns": turns}
+    fresh = [drawn(len(system) + options.question) for _ in range(options.fresh)]
+    stored = [ask_both(engines, (one, one), options.answer, clock)[0] for one in fresh]
+    return {"questions": questions, "turns": turns, "fresh": stored}
 
 
-def summary(asked: list[Asked]) -> dict[str, float]:
-    """The ratios of some prompts: with a store over without."""
+def summary(asked: list[Asked], first: int = 0) -> dict[str, float]:
+    """The ratios of some prompts: with a store over without.
+
+    Args:
+        asked: The prompts.
+        first: The first one whose time counts.
+    """
     before, after = (sum(one.computed[index] for one in asked) for index in (0, 1))
-    ratios = [one.first_s[1] / one.first_s[0] for one in asked]
+    timed = asked[first:]
     return {
         "computed_without": before,
         "computed": after,
         "computed_ratio": after / before,
-        "first_token_without_s": median(one.first_s[0] for one in asked),
-        "first_token_s": median(one.first_s[1] for one in asked[1:]),
-        "first_token_ratio": median(ratios[1:]),
-        "first_prompt_ratio": ratios[0],
+        "first_token_without_s": median(one.first_s[0] for one in timed),
+        "first_token_s": median(one.first_s[1] for one in timed),
+        "first_token_ratio": median(one.first_s[1] / one.first_s[0] for one in timed),
     }
 
 
 def table(found: dict[str, dict[str, Any]]) -> str:
     """Markdown: a row for each plan."""
     lines = [
-        "| plan | tokens computed | first token | of the first prompt | turns: computed | "
-        "first token | store |",
-        "|---|" + "--:|" * 6,
+        "| plan | questions: computed | first token | turns: computed | first token | "
+        "nothing shared: first token |",
+        "|---|" + "--:|" * 5,
     ]
     for name, one in found.items():
-        questions, turns = one["questions"], one["turns"]
         cells = [
-            f"{questions['computed_ratio']:.3f}",
-            f"{questions['first_token_ratio']:.3f}",
-            f"{questions['first_prompt_ratio']:.2f}",
-            f"{turns['computed_ratio']:.3f}",
-            f"{turns['first_token_ratio']:.3f}",
-            f"{one['store']['num_bytes'] / 2**20:.0f} MiB",
+            f"{one[kind][figure]:.3f}"
+            for kind in ("questions", "turns")
+            for figure in ("computed_ratio", "first_token_ratio")
         ]
+        cells.append(f"{one['fresh']['first_token_ratio']:.2f}")
         lines.append(f"| {name} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
@@ -154,6 +158,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--question", type=int, default=32, help="tokens of a question or turn")
     parser.add_argument("--answer", type=int, default=16, help="tokens of an answer")
     parser.add_argument("--turns", type=int, default=8, help="turns of the conversation")
+    parser.add_argument("--fresh", type=int, default=5, help="prompts that share nothing")
     parser.add_argument("--block", type=int, default=64, help="tokens of a block")
     parser.add_argument("--device", default="cpu", help="device of the model")
     parser.add_argument("--json", type=Path, help="a file for every measurement")
@@ -169,7 +174,7 @@ def main(arguments: list[str] | None = None) -> None:
         store = PrefixStore(2**32, block_tokens=options.block)
         engines = (Engine(model, plan=plan), Engine(model, plan=plan, prefix_store=store))
         asked = measure(engines, options, time.perf_counter)
-        found[name] = {kind: summary(one) for kind, one in asked.items()}
+        found[name] = {kind: summary(one, kind == "questions") for kind, one in asked.items()}
         found[name]["store"] = store.stats.to_dict()
         found[name]["asked"] = {
             kind: [attrs.asdict(one) for one in some] for kind, some in asked.items()

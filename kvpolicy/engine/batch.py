@@ -168,7 +168,7 @@ class RunningBatch:
         )
         self._reuse: PromptReuse | None = None
         if reusing is not None:
-            self._reuse = PromptReuse(reusing, self.cache, self._taken, self._resume)
+            self._reuse = PromptReuse(reusing, self.cache, self.snapshot, self._resume)
 
     @property
     def path(self) -> str:
@@ -251,8 +251,18 @@ class RunningBatch:
         if self._plan.padding == "stored":
             self._count_pads(group)
 
-    def snapshot(self, seq: Sequence) -> SequenceSnapshot:
+    def snapshot(
+        self,
+        seq: Sequence,
+        newest: abc.Sequence[int | None] | None = None,
+        seen: int | None = None,
+    ) -> SequenceSnapshot:
         """A copy of a sequence in its slot, as it is now.
+
+        Args:
+            seq: The sequence.
+            newest: How many of its newest rows to copy in each layer, see `copy_slot`.
+            seen: Leave out the tokens from this one on, see there.
 
         Raises:
             SnapshotError: If sequences cannot be copied.
@@ -264,7 +274,8 @@ class RunningBatch:
             raise SnapshotError(seq.error)
         seq.finish_reason = ended
         self.compactor.note_peak(seq)
-        return self._taken(seq)
+        cache, observer = self.cache, self._observer
+        return self._resuming.take(seq, cache, observer, self._registers, newest, seen)
 
     def put(self, snapshot: SequenceSnapshot, seq: Sequence) -> None:
         """Have a sequence hold in its slot what a snapshot holds.
@@ -470,14 +481,6 @@ class RunningBatch:
     def _place(self, seq: Sequence, slot: int) -> None:
         seq.slot = slot
         self.slots[slot] = seq
-
-    def _taken(
-        self,
-        seq: Sequence,
-        newest: abc.Sequence[int | None] | None = None,
-        seen: int | None = None,
-    ) -> SequenceSnapshot:
-        return self._resuming.take(seq, self.cache, self._observer, self._registers, newest, seen)
 
     def _resume(self, seq: Sequence, snapshot: SequenceSnapshot) -> None:
         """Bring a sequence to where its snapshot was taken."""

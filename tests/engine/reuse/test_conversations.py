@@ -1,6 +1,6 @@
 """A conversation that goes on from its stored end is one that was never interrupted."""
 
-from typing import Any
+from typing import Any, ClassVar
 
 import attrs
 import pytest
@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from reuse_cases import NUM_LAYERS, assert_same, llama, models, with_prompt
 from strategies import plans, prompts
 from tiny import tiny_tokenizer
-from torch import nn
+from torch import Tensor, nn
 
-from kvpolicy import Engine, Plan, PrefixStore, Request, Sampling
+from kvpolicy import Engine, Plan, PrefixStore, Request, Sampling, Tracks, hookimpl
 from kvpolicy.engine.results import Result
 
 PLANS = {
@@ -54,10 +54,14 @@ def test_turns_equal_those_of_a_conversation_that_was_never_interrupted(
         num_new = data.draw(st.integers(1, 20))
         return Request(text, num_new, sampling, stop, (4, 5), snapshot=True, **resume)
 
+    def plainly(requests: list[Request]) -> list[Request]:
+        """No snapshot is asked for: that brings up to date what waits for a later step."""
+        return [attrs.evolve(request, snapshot=False) for request in requests]
+
     requests = [asked(start) for start in starts]
     uninterrupted = alone.generate(requests).results()
-    for ours, theirs in zip(engine.generate(requests).results(), uninterrupted, strict=True):
-        assert_same(ours, theirs)
+    results = engine.generate(plainly(requests)).results()
+    assert [one.tokens for one in results] == [one.tokens for one in uninterrupted]
     for turn in (more[:2], more[2:]):
         before = [snapshot_of(result) for result in uninterrupted]
         turns = [asked(new, resume=one) for new, one in zip(turn, before, strict=True)]
@@ -65,6 +69,8 @@ def test_turns_equal_those_of_a_conversation_that_was_never_interrupted(
         pairs = zip(turns, texts, strict=True)
         whole = [attrs.evolve(asks, prompt=text, resume=None) for asks, text in pairs]
         uninterrupted = alone.generate(turns).results()
+        results = engine.generate(plainly(whole)).results()
+        assert [one.tokens for one in results] == [one.tokens for one in uninterrupted]
         for results in (engine.generate(whole).results(), engine.generate(whole).results()):
             for ours, theirs, one in zip(results, uninterrupted, before, strict=True):
                 assert_same(ours, theirs)
@@ -161,3 +167,33 @@ def test_cancelled_requests_are_not_kept() -> None:
     run.cancel(0)
     assert run.results()[0].finish_reason == "cancelled"
     assert store.stats.num_blocks == before
+
+
+@attrs.define(eq=False)
+class MarksLater:
+    """Rows stay by what enters the layer's attention, marked for several tokens at a time."""
+
+    tracks: ClassVar[tuple[str, ...]] = ("size",)
+
+    @hookimpl
+    def mark(self, states: Tensor, keys: Tensor) -> dict[str, Tensor]:
+        return {"size": states.norm(dim=1, keepdim=True).expand(-1, keys.shape[1])}
+
+    @hookimpl
+    def score(self, tracks: Tracks) -> Tensor:
+        return tracks["size"]
+
+
+def test_marks_that_wait_for_a_later_step_are_part_of_an_end() -> None:
+    plan = Plan.uniform(MarksLater(), budget=12, buffer=9)
+    engine, alone = (
+        engine_with(PrefixStore(2**30, block_tokens=4), plan),
+        Engine(llama(), plan=plan),
+    )
+    first = answer(alone, range(14), 12, snapshot=True)
+    before = snapshot_of(first)
+    assert answer(engine, range(14), 12).tokens == first.tokens
+    expected = answer(alone, [7, 8], 30, resume=before, snapshot=True)
+    ours = answer(engine, [*before.token_ids, 7, 8], 30, snapshot=True)
+    assert ours.reused_tokens == before.seq_len
+    assert_same(ours, expected)
