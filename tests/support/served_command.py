@@ -1,14 +1,15 @@
-"""``kvpolicy serve`` in a child process, as a user starts it, without importing torch again."""
+"""``kvpolicy serve`` in a process of its own, as a user starts it.
 
-import multiprocessing
+No fork of this one: a server has threads, and torch cannot begin a thread in a forked process.
+"""
+
 import os
 import signal
+import subprocess
 import sys
 import time
-import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +18,20 @@ import httpx2
 
 PATIENCE_S = 150.0  # a server on Ray takes half a minute to start
 
+# A test run in the background has Ctrl-C ignored, and its children inherit that.
+_RUN = """
+import signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)
+from kvpolicy.cli.app import run
+sys.exit(run(sys.argv[1:]))
+"""
+
 
 @attrs.define(eq=False)
 class ServedCommand:
     """A running command, whose output goes to two files of a folder."""
 
-    child: BaseProcess
+    child: subprocess.Popen[bytes]
     folder: Path
 
     @property
@@ -46,7 +55,6 @@ class ServedCommand:
         return httpx2.Client(base_url=self.url, timeout=PATIENCE_S, trust_env=False, **options)
 
     def send(self, signum: int) -> None:
-        assert self.child.pid is not None
         os.kill(self.child.pid, signum)
 
     def end(self, signum: int = signal.SIGTERM) -> int:
@@ -56,9 +64,7 @@ class ServedCommand:
 
     def wait(self) -> int:
         """The exit status; negative: the signal that ended it."""
-        self.child.join(PATIENCE_S)
-        assert self.child.exitcode is not None, "it has not ended"
-        return self.child.exitcode
+        return self.child.wait(PATIENCE_S)
 
 
 @contextmanager
@@ -67,36 +73,23 @@ def served_command(
 ) -> Iterator[ServedCommand]:
     """Run ``kvpolicy serve`` until the block ends."""
     folder.mkdir(exist_ok=True)
-    for name in ("out", "err"):
-        (folder / name).write_text("")
-    words = ["serve", "--port", str(port), *map(str, args)]
-    fork = multiprocessing.get_context("fork")
-    child = fork.Process(target=_child, args=(words, folder, dict(env or {})))
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # forking with torch's idle threads
-        child.start()
+    words = [sys.executable, "-c", _RUN, "serve", "--port", str(port), *map(str, args)]
+    with (folder / "out").open("wb") as out, (folder / "err").open("wb") as err:
+        child = subprocess.Popen(
+            words,
+            stdout=out,
+            stderr=err,
+            env={**os.environ, **(env or {}), "PYTHONUNBUFFERED": "1"},
+            start_new_session=True,
+        )
     served = ServedCommand(child, folder)
     try:
         end = time.monotonic() + PATIENCE_S
         while not served.curl:
-            assert child.is_alive(), served.log
+            assert child.poll() is None, served.log
             assert time.monotonic() < end, "it has not started"
-            time.sleep(0.01)
+            time.sleep(0.05)
         yield served
     finally:
         child.kill()
-        child.join()
-
-
-def _child(args: list[str], folder: Path, env: dict[str, str]) -> None:
-    from kvpolicy.cli.app import run
-
-    os.environ.update(env)
-    os.setsid()
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    sys.stdout = (folder / "out").open("w", encoding="utf-8")
-    sys.stderr = (folder / "err").open("w", encoding="utf-8")
-    status = run(args)
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(status)
+        child.wait()
