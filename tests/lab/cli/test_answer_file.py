@@ -299,6 +299,7 @@ def test_the_prompts_are_never_overwritten(
     assert path.read_bytes() == content
 
 
+@pytest.mark.needs_reasoner
 @pytest.mark.parametrize("more", ["--overwrite", "--on ray", "--workers 2", "--ray-address auto"])
 def test_options_of_an_output_need_one(kvpolicy: Shell, more: str) -> None:
     option = more if more == "--on ray" else more.split()[0]
