@@ -435,7 +435,10 @@ def test_broken_engine_ends_all_requests_with_a_sentence() -> None:
 def test_request_that_is_lost_in_a_broken_step_has_a_result(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    submitted = threading.Event()
+
     def admit(*_: object) -> None:
+        submitted.wait(60)
         msg = "no such slot"
         raise RuntimeError(msg)
 
@@ -443,6 +446,7 @@ def test_request_that_is_lost_in_a_broken_step_has_a_result(
 
     async def main(serving: AsyncEngine) -> list[Result]:
         streams = [serving.submit(Request("a", 5)) for _ in range(3)]
+        submitted.set()
         return [await stream.result() for stream in streams]
 
     for result in served(main, engine(slots=2)):
