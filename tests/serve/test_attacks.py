@@ -255,7 +255,7 @@ FIELDS = [
 ]
 
 
-@settings(max_examples=30)
+@settings(max_examples=20)
 @given(
     st.dictionaries(st.sampled_from(FIELDS), values, max_size=3), st.sampled_from([PATH, CHAT_PATH])
 )
@@ -270,7 +270,7 @@ def test_no_value_of_any_field_breaks_the_server(
         error_of(answer)
 
 
-@settings(max_examples=30)
+@settings(max_examples=20)
 @given(st.binary(max_size=60))
 def test_no_bytes_break_the_server(server: Running, content: bytes) -> None:
     answer = post(server, content)
