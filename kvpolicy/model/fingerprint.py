@@ -50,6 +50,8 @@ def _is_freed(parameter: torch.Tensor) -> bool:
 
 
 def _some_bytes(parameter: torch.Tensor) -> bytes:
+    if (to_local := getattr(parameter, "to_local", None)) is not None:
+        parameter = to_local()  # of a model that several processes share: the part of this one
     num = parameter.numel()
     if not num or parameter.layout is not torch.strided:
         return b""

@@ -14,7 +14,7 @@ from tiny import shared_model, tiny_model, word_tokenizer
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from kvpolicy import Engine, Plan
+from kvpolicy import Engine, Plan, PrefixStore
 from kvpolicy.errors import KVPolicyError, SteeringError
 from kvpolicy.toolkit.steering_vectors import Calibration, SteeringVector, save_steering_vectors
 from skipkv_plugin.policy import SkipKV
@@ -122,6 +122,34 @@ def test_tokens_equal_the_oracle(
     oracle = Oracle(model, policy._direction.vector, **knobs)
     for prompt, result in zip(prompts, run.results(), strict=True):
         assert list(result.tokens) == oracle.generate(prompt, 24)
+
+
+@pytest.mark.parametrize(
+    "knobs",
+    [
+        {},
+        {"count_prompt": True, "keyword_match": "ids", "gamma": 0.7},
+        {"think_in_prompt": "any", "protect_prompt": True},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("prompt", ["evict", "keep"])
+def test_prompts_that_begin_alike_are_steered_as_without_a_store(
+    vector_file: Path, knobs: dict[str, Any], prompt: Any
+) -> None:
+    """What was found in the beginning of one prompt is right for a longer and a shorter one."""
+    rng = torch.Generator().manual_seed(7)
+    common = torch.randint(len(WORDS), (40,), generator=rng).tolist()
+    texts = [[*common[:end], *common[:own]] for end, own in ((40, 9), (40, 1), (24, 3), (31, 30))]
+    knobs = {"vector": str(vector_file), "window_size": 4, "tau": 0.3, **knobs}
+    plan = Plan.uniform("skipkv", budget=40, buffer=BUFFER, prompt=prompt, knobs={"skipkv": knobs})
+    model, store = model_of_words(0), PrefixStore(2**30, block_tokens=4)
+    fresh = Engine(model, TOKENIZER, plan).generate(texts, max_new_tokens=40).results()
+    engine = Engine(model, TOKENIZER, plan, prefix_store=store)
+    for _ in range(2):
+        results = engine.generate(texts, max_new_tokens=40).results()
+        assert [one.tokens for one in results] == [one.tokens for one in fresh]
+    assert store.stats.reused_tokens > 100
 
 
 def test_steering_changes_tokens(vector_file: Path) -> None:
