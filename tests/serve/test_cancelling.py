@@ -84,6 +84,19 @@ def test_a_full_queue_refuses_with_a_time_to_wait() -> None:
         assert client.completions.create(**{**LONG, "max_tokens": 2}).usage is not None
 
 
+@pytest.mark.parametrize(("seconds", "wait"), [(12.3, "13"), (0.01, "1"), (999.0, "60")])
+def test_the_time_to_wait_is_that_of_recent_requests(seconds: float, wait: str) -> None:
+    with serving(slots=1, max_waiting=0) as running:
+        for _ in range(3):
+            running.plan.note_duration(seconds)
+        with running.gate.closed():
+            stream = running.client().completions.create(**LONG, stream=True)
+            with pytest.raises(openai.RateLimitError) as caught:
+                running.client().completions.create(**LONG)
+        stream.close()
+        assert caught.value.response.headers["retry-after"] == wait
+
+
 def test_choices_that_do_not_all_fit_leave_none_behind() -> None:
     with serving(slots=1, max_waiting=1) as running:
         client = running.client()
