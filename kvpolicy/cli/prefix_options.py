@@ -1,5 +1,6 @@
 """Options of commands that reuse prefixes, and the store that they stand for."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -61,36 +62,6 @@ PrefixSpillBytes = Annotated[
 DEFAULT_BLOCK, DEFAULT_EVICTION = 64, "lru"
 
 
-def prefix_store(
-    cache: str | None,
-    *,
-    block: int = DEFAULT_BLOCK,
-    eviction: str = DEFAULT_EVICTION,
-    spill: Path | None = None,
-    spill_bytes: str | None = None,
-) -> "PrefixStore | None":
-    """The prefix store that options describe; ``None`` if there is none.
-
-    Args:
-        cache: ``--prefix-cache``.
-        block: ``--prefix-block``.
-        eviction: ``--prefix-eviction``.
-        spill: ``--prefix-spill``.
-        spill_bytes: ``--prefix-spill-bytes``.
-
-    Raises:
-        KVPolicyError: A value is wrong, or an option needs another one.
-    """
-    arguments = prefix_arguments(
-        cache, block=block, eviction=eviction, spill=spill, spill_bytes=spill_bytes
-    )
-    if arguments is None:
-        return None
-    from kvpolicy.engine.reuse.store import PrefixStore
-
-    return PrefixStore(**arguments)
-
-
 def prefix_arguments(
     cache: str | None,
     *,
@@ -138,6 +109,20 @@ def prefix_arguments(
     if spill_bytes is not None:
         arguments["spill_bytes"] = parse_bytes("--prefix-spill-bytes", spill_bytes)
     return arguments
+
+
+def prefix_store(arguments: Mapping[str, Any] | None) -> "PrefixStore | None":
+    """The store with some arguments, if there is one.
+
+    Args:
+        arguments: Those of `prefix_arguments`.
+
+    Raises:
+        KVPolicyError: As for `PrefixStore`.
+    """
+    from kvpolicy.engine.reuse.store import PrefixStore
+
+    return None if arguments is None else PrefixStore(**arguments)
 
 
 def format_reuse(reused_tokens: int, prompt_tokens: int, stats: "StoreStats") -> str:

@@ -50,6 +50,7 @@ from kvpolicy.cli.prefix_options import (
     PrefixSpill,
     PrefixSpillBytes,
     prefix_arguments,
+    prefix_store,
 )
 from kvpolicy.entry_points import default_name
 from kvpolicy.errors import KVPolicyError
@@ -314,7 +315,6 @@ def serve(
     numbers = {"budget": budget, "buffer": buffer, "length": length}
     plans = _plans(plan or [], policy or [], numbers, overrides or [], model)
     from kvpolicy.engine.engine import DEFAULT_SLOTS
-    from kvpolicy.engine.reuse.store import PrefixStore
     from kvpolicy.model.loading import load_model
     from kvpolicy.serve.launch import bound_to, hosts_of, serve_model, served_model
     from kvpolicy.serve.logs import logging_to
@@ -347,7 +347,7 @@ def serve(
         from kvpolicy.serve.on_ray.command import RayOptions, serve_on_ray
 
         if prefix is not None:
-            PrefixStore(**prefix)  # what is wrong is found before the cluster
+            prefix_store(prefix)  # what is wrong is found before the cluster
         serve_on_ray(
             model_name(model),
             model,
@@ -375,7 +375,7 @@ def serve(
         bound_to(host, port) as listening,
     ):
         # A port that is taken and a store that cannot be made are found before the model.
-        store = None if prefix is None else PrefixStore(**prefix)
+        store = prefix_store(prefix)
         loaded, tokenizer = load_model(model, **loading)
         tell_packing(loaded, cpu_weights)
         served = served_model(

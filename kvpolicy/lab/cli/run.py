@@ -26,6 +26,7 @@ from kvpolicy.cli.prefix_options import (
     PrefixEviction,
     PrefixSpill,
     PrefixSpillBytes,
+    prefix_arguments,
     prefix_store,
 )
 from kvpolicy.cli.run import print_results
@@ -118,7 +119,7 @@ def run(
     as soon as all before them are out. With --output, they are written to a file, on this machine
     or a Ray cluster.
     """
-    store = prefix_store(
+    arguments = prefix_arguments(
         prefix_cache,
         block=prefix_block,
         eviction=prefix_eviction,
@@ -133,7 +134,7 @@ def run(
             keep_going=keep_going,
             in_order=in_order,
             tensor_parallel=tensor_parallel,
-            store=store,
+            store=prefix_store(arguments),
             json=json,
         )
     else:

@@ -12,7 +12,6 @@ An answer is on the disk before it counts. The output is written when all prompt
 whole, so it is there exactly if it is complete.
 """
 
-import json
 import os
 from array import array
 from collections import Counter
@@ -24,9 +23,10 @@ from typing import Any, Self
 from filelock import FileLock
 
 from kvpolicy.errors import OutputError, ResultsError
-from kvpolicy.files import atomic_write, atomic_writer, parse_json, read_json
+from kvpolicy.files import atomic_writer, parse_json, read_json
 from kvpolicy.lab.prompt_files.answering import Answer
 from kvpolicy.lab.store.jsonl import JsonLinesWriter, encode, iter_lines, lock_folder
+from kvpolicy.lab.store.manifest import add_session, write_manifest
 from kvpolicy.lab.store.store import differences
 
 FORMAT = 1
@@ -97,13 +97,9 @@ class AnswerStore:
         """
         manifest = read_manifest(self.folder)
         assert manifest is not None, "written when the answers were opened"
-        sessions = manifest["sessions"]
-        if sessions and sessions[-1].get("versions") != session["versions"]:
-            self.notes.append(
-                "this run was begun with other versions of Python or its packages; "
-                f"{self.folder / 'manifest.json'} lists them"
-            )
-        _write_manifest(self.folder, manifest["run"], [*sessions, session])
+        note = add_session(self.folder, manifest, session)
+        if note is not None:
+            self.notes.append(note)
 
     @property
     def num_answered(self) -> int:
@@ -200,7 +196,7 @@ class AnswerStore:
             return
         # Without its answers first: those of another run would count as answers of this one.
         self._path.open("wb").close()
-        _write_manifest(self.folder, run, [])
+        write_manifest(self.folder, run, [], version=FORMAT)
 
     def _read_journal(self) -> None:
         for begin, record in iter_lines(self._path):
@@ -280,8 +276,3 @@ def read_manifest(folder: Path) -> dict[str, Any] | None:
         msg = f"{path} is damaged, or of another version of kvpolicy; {_GIVE}."
         raise ResultsError(msg)
     return dict(manifest)
-
-
-def _write_manifest(folder: Path, run: dict[str, Any], sessions: list[dict[str, Any]]) -> None:
-    manifest = {"format": FORMAT, "run": run, "sessions": sessions}
-    atomic_write(folder / "manifest.json", json.dumps(manifest, indent=2) + "\n")

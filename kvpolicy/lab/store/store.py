@@ -14,7 +14,6 @@ in the files) and cells (an evaluation setting under a plan). The folder holds::
     table.json/csv  the result table; plot.png/svg: the same as a plot
 """
 
-import json
 from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
@@ -24,8 +23,9 @@ import attrs
 from filelock import FileLock
 
 from kvpolicy.errors import OutputError, ResultsError
-from kvpolicy.files import atomic_write, is_unfinished_write
+from kvpolicy.files import is_unfinished_write
 from kvpolicy.lab.store.jsonl import JsonLines, lock_folder, read_lines
+from kvpolicy.lab.store.manifest import add_session, write_manifest
 from kvpolicy.lab.store.read import LINES_FILES, missing_files, read_manifest, run_folder
 from kvpolicy.lab.store.records import (
     FORMAT,
@@ -96,13 +96,9 @@ class Store:
         """
         manifest = read_manifest(self.folder)
         assert manifest is not None, "written when the store was opened"
-        sessions = manifest["sessions"]
-        if sessions and sessions[-1].get("versions") != session["versions"]:
-            self.notes.append(
-                "this run was begun with other versions of Python or its packages; "
-                f"{self.folder / 'manifest.json'} lists them"
-            )
-        _write_manifest(self.folder, manifest["run"], [*sessions, session])
+        note = add_session(self.folder, manifest, session)
+        if note is not None:
+            self.notes.append(note)
 
     def add(self, sample: Sample) -> None:
         """Store a finished sample; one that replaces a stored one of its key is stored, too."""
@@ -163,7 +159,7 @@ class Store:
                             f"{folder / 'manifest.json'} was missing; it has been written again, "
                             "without the sessions before this one"
                         )
-                    _write_manifest(folder, run, [])
+                    write_manifest(folder, run, [], version=FORMAT)
             except BaseException:
                 lock.release()
                 raise
@@ -264,11 +260,6 @@ def _lost_its_manifest(folder: Path, run: dict[str, Any], items: Iterable[ItemRe
     except ResultsError:  # a sample of another run, or a damaged one
         return False
     return bool(samples) and not changed
-
-
-def _write_manifest(folder: Path, run: dict[str, Any], sessions: list[dict[str, Any]]) -> None:
-    manifest = {"format": FORMAT, "run": run, "sessions": sessions}
-    atomic_write(folder / "manifest.json", json.dumps(manifest, indent=2) + "\n")
 
 
 def _differences(stored: dict[str, Any], requested: dict[str, Any]) -> list[str]:
