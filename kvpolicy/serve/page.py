@@ -22,6 +22,7 @@ _ASSETS = {
     "events.js": _OWN,
     "held.js": _OWN,
     "lane.js": _OWN,
+    "colours.css": _OF_REPORTS,
     "dom.js": _OF_REPORTS,
     "kept.css": _OF_REPORTS,
     "keptdata.js": _OF_REPORTS,

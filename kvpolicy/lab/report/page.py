@@ -23,7 +23,7 @@ from kvpolicy.lab.report.encoding import to_json
 
 _ASSETS = files("kvpolicy.lab.report") / "assets"
 
-_STYLE = ("page", "charts", "samples", "kept")
+_STYLE = ("colours", "page", "charts", "samples", "kept")
 
 _IMPORT = re.compile(r'^import (\{[^}]*\}) from "\./(\w+)\.js";$', re.MULTILINE)
 _EXPORT = re.compile(r"^export ((?:async )?function|const) (\w+)", re.MULTILINE)

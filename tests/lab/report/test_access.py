@@ -23,7 +23,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def palettes() -> dict[str, dict[str, str]]:
     """The colours of the style sheet, light and dark."""
-    style = (files("kvpolicy.lab.report") / "assets" / "page.css").read_text()
+    style = (files("kvpolicy.lab.report") / "assets" / "colours.css").read_text()
     blocks = re.findall(r"^(\s*):root([^{]*)\{(.*?)\}", style, re.M | re.S)
     found = [dict(re.findall(r"--(\w+): (#\w{6});", body)) for _, _, body in blocks]
     light, dark, chosen = found
