@@ -683,11 +683,10 @@ class Run:
 
     def measure(self, sequences: abc.Sequence[Sequence], logits: Tensor, tokens: Tensor) -> None:
         """Note the log-probabilities of tokens that `take_tokens` will get, if any are wanted."""
-        wanted = {
-            seq.id: (row, num)
-            for row, seq in enumerate(sequences)
-            if (num := seq.request.logprobs) is not None
-        }
+        wanted: dict[int, tuple[int, int]] = {}
+        for row, seq in enumerate(sequences):
+            if seq.request.logprobs is not None:
+                wanted[seq.id] = row, seq.request.logprobs
         self._measured.append(Measured(wanted, logits, tokens) if wanted else None)
 
     def take_tokens(self, sequences: abc.Sequence[Sequence], tokens: abc.Sequence[int]) -> None:
