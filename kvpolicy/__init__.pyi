@@ -12,8 +12,8 @@ from kvpolicy.engine.decide import Decision as Decision
 from kvpolicy.engine.decide import GivenRows as GivenRows
 from kvpolicy.engine.decide import decide as decide
 from kvpolicy.engine.engine import Engine as Engine
-from kvpolicy.engine.engine import OpenRun as OpenRun
 from kvpolicy.engine.logprobs import TokenLogprobs as TokenLogprobs
+from kvpolicy.engine.open_run import OpenRun as OpenRun
 from kvpolicy.engine.request import Request as Request
 from kvpolicy.engine.request import Sampling as Sampling
 from kvpolicy.engine.results import EngineStats as EngineStats

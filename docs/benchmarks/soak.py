@@ -31,7 +31,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from kvpolicy import Engine, Plan, Request, Result, hookimpl
 from kvpolicy.cli.output import Progress
-from kvpolicy.engine.engine import Run
+from kvpolicy.engine.run import Run
 from kvpolicy.state import Memory
 
 VOCAB = 61

@@ -8,11 +8,11 @@ from typing import Any
 import attrs
 
 from kvpolicy.cache.static_step import Continuation
+from kvpolicy.engine.detokenize import decode
 from kvpolicy.engine.logprobs import TokenLogprobs
 from kvpolicy.engine.request import Request
 from kvpolicy.engine.results import FinishReason, Result
 from kvpolicy.engine.snapshot import SequenceSnapshot
-from kvpolicy.engine.stream import decode
 from kvpolicy.errors import RequestError, error_summary
 from kvpolicy.state import SequenceMemory, WaitingRequest
 

@@ -1,71 +1,45 @@
-"""Streaming text: decodes the tokens of a generation incrementally."""
+"""A stream: one generation, piece by piece."""
 
 from collections import abc
 from typing import Any
 
-from kvpolicy.errors import RequestError, error_summary
-
-# Tokenizers decode an incomplete character to the replacement character.
-_INCOMPLETE = "\ufffd"
-
-
-def decode(tokenizer: Any, tokens: abc.Sequence[int]) -> str:
-    """The text of tokens, without special tokens.
-
-    Raises:
-        RequestError: The tokenizer raises.
-    """
-    try:
-        text: str = tokenizer.decode(tokens, skip_special_tokens=True)
-    except Exception as error:
-        msg = (
-            f"the tokenizer cannot decode the generation: {error_summary(error)}; give the engine "
-            "the tokenizer of load_model(NAME), or none"
-        )
-        raise RequestError(msg) from error
-    return text
+from kvpolicy.engine.detokenize import TextPieces
+from kvpolicy.engine.results import Result, RunReport
+from kvpolicy.engine.run import Run
 
 
-class TextPieces:
-    """Decodes tokens to text, without the end that a later token may still change.
+class Stream:
+    """The pieces of one generation: text, or token ids if the engine has no tokenizer.
 
-    Only the last few tokens are decoded, together with those before them, because in some
-    tokenizers spaces depend on the context.
+    Attributes:
+        result: The result; ``None`` until the generation ends.
     """
 
-    def __init__(self, tokenizer: Any, stop: abc.Sequence[str]) -> None:
-        self._tokenizer = tokenizer
-        self._stop = stop
-        self._tokens: list[int] = []
-        self._context = 0  # start of the context of undecoded tokens
-        self._num_decoded = 0  # tokens whose text is known
-        self._held = ""  # known text that may be the start of a stop string
-        self._num_sent = 0
+    def __init__(self, run: Run) -> None:
+        self.result: Result | None = None
+        self._run = run
+        run.batch.max_steps = min(run.batch.max_steps, 1)  # pieces are wanted one by one
 
-    def add(self, tokens: abc.Sequence[int]) -> str:
-        """The text that becomes final with these tokens."""
-        self._tokens.extend(tokens)
-        known = self._decode(self._tokens[self._context : self._num_decoded])
-        text = self._decode(self._tokens[self._context :])
-        if text.endswith(_INCOMPLETE):
-            return ""
-        self._context, self._num_decoded = self._num_decoded, len(self._tokens)
-        self._held += text[len(known) :]
-        end = len(self._held) - self._stop_prefix(self._held)
-        piece, self._held = self._held[:end], self._held[end:]
-        self._num_sent += len(piece)
-        return piece
+    @property
+    def report(self) -> RunReport:
+        """What the generation has cost so far."""
+        return self._run.report
 
-    def rest_of(self, text: str) -> str:
-        """The part of the final text that was not returned yet."""
-        return text[self._num_sent :]
+    def cancel(self) -> None:
+        """End the generation before its next token."""
+        self._run.cancel(0)
 
-    def _decode(self, tokens: abc.Sequence[int]) -> str:
-        return decode(self._tokenizer, tokens)
-
-    def _stop_prefix(self, text: str) -> int:
-        """Length of the longest suffix of the text that is a prefix of a stop string."""
-        longest = max(map(len, self._stop), default=0)
-        lengths = range(min(longest, len(text)), 0, -1)
-        ends = (size for size in lengths if any(s.startswith(text[-size:]) for s in self._stop))
-        return next(ends, 0)
+    def __iter__(self) -> abc.Iterator[Any]:
+        """Yield what each token adds; the pieces together are the text of the result."""
+        pieces = TextPieces(self._run.tokenizer, self._run.requests[0].stop)
+        while self.result is None:
+            events = self._run.step()
+            self.result = next(iter(events.results), None)
+            tokens = [token for _, token in events.tokens]
+            if self._run.tokenizer is None:
+                yield from tokens
+            else:
+                text = "" if self.result is None else self.result.text or ""
+                piece = pieces.add(tokens) if self.result is None else pieces.rest_of(text)
+                if piece:
+                    yield piece

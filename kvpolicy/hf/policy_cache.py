@@ -23,7 +23,8 @@ from transformers import Cache, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from kvpolicy.engine.batch import RunningBatch
-from kvpolicy.engine.engine import DEFAULT_CHUNK, DEFAULT_MAX_TOKENS, Engine
+from kvpolicy.engine.core import DEFAULT_CHUNK, DEFAULT_MAX_TOKENS
+from kvpolicy.engine.engine import Engine
 from kvpolicy.engine.request import Request
 from kvpolicy.engine.savings import nothing_evicted, saved_share
 from kvpolicy.engine.sequence import Sequence as EngineSequence

@@ -15,7 +15,7 @@ import numpy as np
 from torch import Tensor
 
 from kvpolicy.engine.async_engine import Chunk
-from kvpolicy.engine.engine import OpenRun
+from kvpolicy.engine.open_run import OpenRun
 from kvpolicy.engine.snapshot import SequenceSnapshot
 from kvpolicy.errors import EngineClosedError
 from kvpolicy.serve.generation import Generation

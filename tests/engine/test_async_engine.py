@@ -21,6 +21,7 @@ from kvpolicy import (
     Engine,
     EngineClosedError,
     KVPolicyError,
+    OpenRun,
     Plan,
     QueueFullError,
     Request,
@@ -30,6 +31,7 @@ from kvpolicy import (
     hookimpl,
 )
 from kvpolicy.engine.batch import RunningBatch
+from kvpolicy.engine.results import Events
 from kvpolicy.errors import SnapshotError
 
 NUM_LAYERS = 2
@@ -296,13 +298,13 @@ def test_close_without_finish_cancels_what_runs_and_waits() -> None:
 
 def test_close_cancels_what_is_left_when_its_time_is_up(monkeypatch: pytest.MonkeyPatch) -> None:
     slow = engine(FULL)
-    step = Engine.step
+    step = OpenRun.step
 
-    def slow_step(self: Engine, run: Any) -> None:
+    def slow_step(self: OpenRun) -> Events:
         time.sleep(0.01)
-        step(self, run)
+        return step(self)
 
-    monkeypatch.setattr(Engine, "step", slow_step)
+    monkeypatch.setattr(OpenRun, "step", slow_step)
 
     async def main(serving: AsyncEngine) -> Result:
         stream = serving.submit(Request("a", 400))
@@ -323,13 +325,13 @@ def test_leaving_the_block_ends_the_thread() -> None:
 
 def test_idle_engine_takes_no_step(monkeypatch: pytest.MonkeyPatch) -> None:
     steps = []
-    step = Engine.step
+    step = OpenRun.step
 
-    def counted(self: Engine, run: Any) -> None:
-        steps.append(run)
-        step(self, run)
+    def counted(self: OpenRun) -> Events:
+        steps.append(self)
+        return step(self)
 
-    monkeypatch.setattr(Engine, "step", counted)
+    monkeypatch.setattr(OpenRun, "step", counted)
 
     async def main(serving: AsyncEngine) -> None:
         await serving.submit(Request("a", 5)).result()

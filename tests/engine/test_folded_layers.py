@@ -15,8 +15,8 @@ from torch import Tensor
 
 from kvpolicy import Engine, Plan, Request, hookimpl, installed_policies
 from kvpolicy.cache.rows import Tracks
-from kvpolicy.engine.engine import Run
 from kvpolicy.engine.results import Result
+from kvpolicy.engine.run import Run
 from kvpolicy.engine.tracing import recording
 from kvpolicy.errors import HookError
 from kvpolicy.plan.spec import PolicySpec

@@ -14,7 +14,7 @@ from tiny import shared_model
 from torch import Tensor
 
 from kvpolicy import Engine, Plan, Request, hookimpl
-from kvpolicy.engine.engine import Run
+from kvpolicy.engine.run import Run
 from kvpolicy.errors import HookError, HookResultError, KVPolicyError
 from kvpolicy.plan.spec import PolicySpec
 from kvpolicy.state import Memory

@@ -12,8 +12,9 @@ from typing import NamedTuple
 import attrs
 from torch import Tensor
 
-from kvpolicy.engine.engine import Engine, Run
+from kvpolicy.engine.engine import Engine
 from kvpolicy.engine.request import Request
+from kvpolicy.engine.run import Run
 from kvpolicy.engine.sampler import forced
 from kvpolicy.engine.sequence import Sequence
 

@@ -20,8 +20,8 @@ import numpy as np
 import pluggy
 
 from kvpolicy.cache.rows import LayerRows
-from kvpolicy.engine.engine import Run
 from kvpolicy.engine.results import Result
+from kvpolicy.engine.run import Run
 from kvpolicy.engine.sequence import Sequence
 from kvpolicy.errors import OutputError
 from kvpolicy.toolkit.paragraphs import texts_in_context

@@ -13,9 +13,10 @@ from torch.nn import functional as F
 from kvpolicy.cache.slab import LayerCache
 from kvpolicy.cache.slot_contents import LayerContents
 from kvpolicy.cache.softmax import Softmax
-from kvpolicy.engine.engine import Engine, Run
+from kvpolicy.engine.engine import Engine
 from kvpolicy.engine.request import Request
 from kvpolicy.engine.results import Result
+from kvpolicy.engine.run import Run
 from kvpolicy.engine.sampler import forced
 from kvpolicy.engine.sequence import Sequence
 from kvpolicy.errors import TaskError

@@ -29,8 +29,9 @@ from kvpolicy.lab.tasks.task import (
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from kvpolicy.engine.engine import Engine, Run
+    from kvpolicy.engine.engine import Engine
     from kvpolicy.engine.request import Request
+    from kvpolicy.engine.run import Run
     from kvpolicy.engine.sequence import Sequence
 
 # Values of an outcome of `Perplexity`: the summed loss in nats, and the number of tokens.
@@ -81,7 +82,7 @@ class Perplexity:
 
     def begin(self, engine: "Engine", requests: abc.Sequence[EvalRequest]) -> Evaluation:
         """Lead every sequence along its reference."""
-        from kvpolicy.engine.engine import Run
+        from kvpolicy.engine.run import Run
 
         texts = [_given_and_scored(engine.tokenizer, one) for one in requests]
         for one, (_, scored) in zip(requests, texts, strict=True):
@@ -176,8 +177,9 @@ class Agreement:
 
     def begin(self, engine: "Engine", requests: abc.Sequence[EvalRequest]) -> Evaluation:
         """Lead every sequence along the full cache's answer."""
-        from kvpolicy.engine.engine import Engine, Run
+        from kvpolicy.engine.engine import Engine
         from kvpolicy.engine.request import Sampling
+        from kvpolicy.engine.run import Run
         from kvpolicy.plan.plan import Plan
 
         greedy = [attrs.evolve(one.request, sampling=Sampling()) for one in requests]
@@ -192,7 +194,7 @@ class _Guide:
     """Leads sequences along the greedy answers of the full cache and compares predictions."""
 
     def __init__(self, full: "Engine", requests: "abc.Sequence[Request]") -> None:
-        from kvpolicy.engine.engine import Run
+        from kvpolicy.engine.run import Run
 
         # Per sequence, tokens of the full cache with the log-probabilities they came from.
         self._pending: dict[int, deque[tuple[int, Tensor]]] = defaultdict(deque)

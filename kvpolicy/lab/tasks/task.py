@@ -27,8 +27,9 @@ from kvpolicy.lab.store.records import Sample
 from kvpolicy.plugin_code import plugin_code
 
 if TYPE_CHECKING:
-    from kvpolicy.engine.engine import Engine, Run
+    from kvpolicy.engine.engine import Engine
     from kvpolicy.engine.request import Request
+    from kvpolicy.engine.run import Run
 
 GROUP = "kvpolicy.tasks"
 

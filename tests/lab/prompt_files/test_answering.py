@@ -11,6 +11,7 @@ from commands import model_folder
 from kvpolicy.cli.prompts import Prompt
 from kvpolicy.engine.engine import Engine
 from kvpolicy.engine.request import Request, Sampling
+from kvpolicy.engine.run import Run
 from kvpolicy.errors import RequestError
 from kvpolicy.lab.models import ModelCache
 from kvpolicy.lab.prompt_files.answering import (
@@ -85,11 +86,11 @@ def test_each_answer_is_that_of_the_prompt_alone(answering: Answering, engine: E
 def test_no_slot_is_free_while_prompts_wait_and_few_prompts_are_read_ahead(
     answering: Answering, engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    decode, active, read, ended = Engine._decode, [], 0, 0
+    decode, active, read, ended = Run._decode, [], 0, 0
 
-    def watched(self: Engine, run: Any) -> None:
-        active.append((len(run.batch.active), read))
-        decode(self, run)
+    def watched(self: Run) -> None:
+        active.append((len(self.batch.active), read))
+        decode(self)
 
     def reading() -> Iterator[tuple[int, Prompt]]:
         nonlocal read
@@ -98,7 +99,7 @@ def test_no_slot_is_free_while_prompts_wait_and_few_prompts_are_read_ahead(
             assert read - ended <= 3 * SLOTS
             yield number, prompt
 
-    monkeypatch.setattr(Engine, "_decode", watched)
+    monkeypatch.setattr(Run, "_decode", watched)
     longest = Longest.of(answering, engine, prompts(30))
     for some in answers(answering, engine, longest, reading()):
         ended += len(some)

@@ -15,9 +15,9 @@ from torch import Tensor
 
 from kvpolicy import Engine, Plan, Sampling, hookimpl
 from kvpolicy.engine.compaction import Compactor
-from kvpolicy.engine.engine import Run
 from kvpolicy.engine.eviction import DueSlot, Eviction
 from kvpolicy.engine.results import Result
+from kvpolicy.engine.run import Run
 from kvpolicy.engine.sequence import Sequence
 from kvpolicy.engine.tracing import recording
 from kvpolicy.errors import KVPolicyError, OutputError

@@ -54,7 +54,7 @@ def rows_gone(
     plan: Plan, model: Any, prompt: str, tokens: tuple[int, ...]
 ) -> tuple[dict[tuple[int, int, int], int], int]:
     """When each row leaves an engine that is led along some tokens, as its trace tells."""
-    from kvpolicy.engine.engine import Run
+    from kvpolicy.engine.run import Run
     from kvpolicy.engine.sampler import forced
 
     engine = Engine(model, TOKENIZER, plan)

@@ -6,7 +6,8 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from kvpolicy.engine.engine import Engine, Run
+from kvpolicy.engine.engine import Engine
+from kvpolicy.engine.run import Run
 from kvpolicy.lab.bench.contenders.contender import GENERATE, Contender, Measurement
 from kvpolicy.lab.bench.contenders.fill import fill_run
 from kvpolicy.lab.bench.timing import synchronized_time

@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 from kvpolicy.cache.slab import KVCache
-from kvpolicy.engine.engine import Run
+from kvpolicy.engine.run import Run
 from kvpolicy.plan.resolved import LayerPlan
 
 _NUM_DISTINCT = 2048  # rows drawn for a sequence; more are repetitions
