@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from kvpolicy.engine.engine import Engine
-    from kvpolicy.engine.request import Request
+    from kvpolicy.engine.requests.request import Request
     from kvpolicy.engine.reuse.store import PrefixStore
     from kvpolicy.engine.run import Run
     from kvpolicy.plan.plan import Plan
@@ -390,7 +390,7 @@ def default_request(options: GenerationOptions) -> "Request":
     Raises:
         KVPolicyError: One of them is out of range.
     """
-    from kvpolicy.engine.request import Request, Sampling
+    from kvpolicy.engine.requests.request import Request, Sampling
 
     sampling = Sampling(options.temperature, options.top_k, options.top_p, options.seed)
     most = options.max_new_tokens or _MAX_NEW_TOKENS

@@ -42,7 +42,7 @@ from kvpolicy.cli.text_table import format_table
 from kvpolicy.errors import KVPolicyError
 
 if TYPE_CHECKING:
-    from kvpolicy.engine.footprint import Footprint, LayerFootprint
+    from kvpolicy.engine.memory.footprint import Footprint, LayerFootprint
     from kvpolicy.plan.plan import PlanCheck
 
 app = typer.Typer(
@@ -91,7 +91,7 @@ def show(
 
     plan = Plan.load(file, overrides or [])
     skeleton = load_skeleton(model, dtype=dtype, trust_remote_code=trust_remote_code)
-    from kvpolicy.engine.footprint import footprint
+    from kvpolicy.engine.memory.footprint import footprint
 
     found = footprint(plan, skeleton, slots=slots, longest=tokens, longest_prompt=prompt_tokens)
     if toml:

@@ -37,8 +37,8 @@ from kvpolicy.errors import KVPolicyError
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from kvpolicy.engine.footprint import Footprint, LayerFootprint
-    from kvpolicy.engine.suggestion import Suggestion
+    from kvpolicy.engine.memory.footprint import Footprint, LayerFootprint
+    from kvpolicy.engine.memory.suggestion import Suggestion
     from kvpolicy.plan.plan import Plan
 
 _UNITS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
@@ -124,7 +124,7 @@ def suggest(
         check_new_file(output, ".toml")
     register_plugins(plugin)
     policies = policy or [_default_policy()]
-    from kvpolicy.engine.suggestion import suggest as suggest_plan
+    from kvpolicy.engine.memory.suggestion import suggest as suggest_plan
     from kvpolicy.model.loading import load_skeleton
 
     def plan_of(rows: int) -> "Plan":
@@ -188,7 +188,7 @@ def _write_plan(found: "Footprint", output: Path, model: str) -> None:
 
 
 def _to_dict(found: "Suggestion") -> dict[str, Any]:
-    from kvpolicy.engine.suggestion import budget_of, is_whole
+    from kvpolicy.engine.memory.suggestion import budget_of, is_whole
 
     sizes = ("kv_bytes_per_row", "other_bytes_per_row", "window_bytes_per_slot")
     suggested = found.chosen.to_dict()
@@ -213,7 +213,7 @@ def _to_dict(found: "Suggestion") -> dict[str, Any]:
 def _lines(
     found: "Suggestion", model: str, memory: int, weights: int, *, with_weights: bool
 ) -> list[str]:
-    from kvpolicy.engine.suggestion import budget_of, is_whole
+    from kvpolicy.engine.memory.suggestion import budget_of, is_whole
 
     chosen = found.chosen
     stack = " + ".join(spec.policy for spec in chosen.layers[0].plan.stack)
@@ -241,7 +241,7 @@ def _lines(
 
 
 def _budget(one: "Footprint") -> str:
-    from kvpolicy.engine.suggestion import budget_of, is_whole
+    from kvpolicy.engine.memory.suggestion import budget_of, is_whole
 
     if is_whole(one):
         return "all rows: a full cache fits, and nothing is evicted"
@@ -282,7 +282,7 @@ def _row(group: "list[LayerFootprint]") -> list[str]:
 
 
 def _alternatives(found: "Suggestion") -> list[str]:
-    from kvpolicy.engine.suggestion import budget_of, is_whole
+    from kvpolicy.engine.memory.suggestion import budget_of, is_whole
 
     rows = [
         [

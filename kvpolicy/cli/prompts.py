@@ -22,7 +22,7 @@ from kvpolicy.errors import KVPolicyError, RequestError, error_summary
 from kvpolicy.files import MAX_BYTES, Line, decode, open_binary, parse_json, text_lines
 
 if TYPE_CHECKING:
-    from kvpolicy.engine.request import Request
+    from kvpolicy.engine.requests.request import Request
 
 _LIMITS = ("max_new_tokens", "stop")
 _SAMPLING = ("seed", "temperature", "top_k", "top_p")
@@ -337,7 +337,7 @@ def _prompt(record: Mapping[str, Any], number: int, place: str) -> Prompt:
 def _own(record: Mapping[str, Any], place: str) -> dict[str, Any]:
     own = {key: record[key] for key in (*_LIMITS, *_SAMPLING) if record.get(key) is not None}
     if own:
-        from kvpolicy.engine.request import Request
+        from kvpolicy.engine.requests.request import Request
 
         try:
             Prompt(0, "", own=own).request(Request())

@@ -26,7 +26,7 @@ from kvpolicy.errors import KVPolicyError, RequestError
 from kvpolicy.text import visible
 
 if TYPE_CHECKING:
-    from kvpolicy.engine.results import Result, RunReport
+    from kvpolicy.engine.requests.results import Result, RunReport
     from kvpolicy.engine.reuse.store import PrefixStore, StoreStats
     from kvpolicy.plan.resolved import ResolvedPlan
 
@@ -196,7 +196,7 @@ def _in_order(results: "Iterable[Result]") -> "Iterator[Result]":
 
 
 def _print_report(report: "RunReport", task: Generation) -> None:
-    from kvpolicy.engine.savings import nothing_evicted
+    from kvpolicy.engine.requests.savings import nothing_evicted
 
     info(format_report(report))
     if (stats := _flushed(task)) is not None:

@@ -5,9 +5,9 @@ from typing import Any
 
 import attrs
 
-from kvpolicy.engine.request import Request
-from kvpolicy.engine.resuming import Resuming
-from kvpolicy.engine.sequence import Sequence, encode
+from kvpolicy.engine.requests.request import Request
+from kvpolicy.engine.requests.sequence import Sequence, encode
+from kvpolicy.engine.reuse.resuming import Resuming
 from kvpolicy.errors import RequestError
 from kvpolicy.model.adapter import ModelAdapter
 

@@ -16,12 +16,12 @@ from typing import Any, TypeVar
 import attrs
 import torch
 
-from kvpolicy.engine.detokenize import TextPieces
 from kvpolicy.engine.engine import Engine
-from kvpolicy.engine.logprobs import TokenLogprobs
 from kvpolicy.engine.open_run import OpenRun
-from kvpolicy.engine.request import Request
-from kvpolicy.engine.results import EngineStats, Events, Result
+from kvpolicy.engine.requests.detokenize import TextPieces
+from kvpolicy.engine.requests.logprobs import TokenLogprobs
+from kvpolicy.engine.requests.request import Request
+from kvpolicy.engine.requests.results import EngineStats, Events, Result
 from kvpolicy.errors import EngineClosedError, KVPolicyError, error_summary
 
 T = TypeVar("T")

@@ -19,15 +19,15 @@ from torch import Tensor
 from kvpolicy.cache.layout import StepLayout
 from kvpolicy.cache.slab import Slab
 from kvpolicy.cache.static_step import StaticStep
-from kvpolicy.engine.compaction import Compactor
-from kvpolicy.engine.isolation import ErrorScope
-from kvpolicy.engine.marker import Marker
-from kvpolicy.engine.observer import Observer
-from kvpolicy.engine.probing import Prober
-from kvpolicy.engine.resuming import Resuming
+from kvpolicy.engine.eviction.compaction import Compactor
+from kvpolicy.engine.eviction.marker import Marker
+from kvpolicy.engine.eviction.observer import Observer
+from kvpolicy.engine.eviction.probing import Prober
+from kvpolicy.engine.requests.isolation import ErrorScope
+from kvpolicy.engine.requests.sequence import Sequence
+from kvpolicy.engine.reuse.resuming import Resuming
 from kvpolicy.engine.reuse.reusing import PromptReuse, Reusing
-from kvpolicy.engine.sequence import Sequence
-from kvpolicy.engine.snapshot import SequenceSnapshot
+from kvpolicy.engine.snapshots.snapshot import SequenceSnapshot
 from kvpolicy.errors import SnapshotError
 from kvpolicy.hooks.stack import Stack
 from kvpolicy.hooks.timing import PolicyTimings

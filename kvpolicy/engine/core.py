@@ -8,9 +8,9 @@ import torch
 from transformers import PreTrainedModel
 
 from kvpolicy.engine.batch import RunningBatch
-from kvpolicy.engine.heads import check_heads
-from kvpolicy.engine.isolation import ErrorScope, OnHookError
-from kvpolicy.engine.resuming import Resuming
+from kvpolicy.engine.memory.heads import check_heads
+from kvpolicy.engine.requests.isolation import ErrorScope, OnHookError
+from kvpolicy.engine.reuse.resuming import Resuming
 from kvpolicy.engine.reuse.reusing import Reusing
 from kvpolicy.engine.reuse.store import PrefixStore
 from kvpolicy.errors import KVPolicyError, ModelError

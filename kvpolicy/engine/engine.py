@@ -4,9 +4,9 @@ from collections import abc
 from typing import Any
 
 from kvpolicy.engine.core import EngineCore
-from kvpolicy.engine.isolation import OnHookError
 from kvpolicy.engine.open_run import OpenRun
-from kvpolicy.engine.request import Request, Sampling, samplings_of
+from kvpolicy.engine.requests.isolation import OnHookError
+from kvpolicy.engine.requests.request import Request, Sampling, samplings_of
 from kvpolicy.engine.run import Run
 from kvpolicy.engine.stream import Stream
 from kvpolicy.errors import KVPolicyError

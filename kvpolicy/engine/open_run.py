@@ -3,11 +3,11 @@
 import time
 
 from kvpolicy.engine.core import EngineCore
-from kvpolicy.engine.footprint import slots_within
-from kvpolicy.engine.isolation import OnHookError
-from kvpolicy.engine.request import Request
-from kvpolicy.engine.request_queue import Clock, RequestQueue
-from kvpolicy.engine.results import EngineStats, Events
+from kvpolicy.engine.memory.footprint import slots_within
+from kvpolicy.engine.requests.isolation import OnHookError
+from kvpolicy.engine.requests.request import Request
+from kvpolicy.engine.requests.request_queue import Clock, RequestQueue
+from kvpolicy.engine.requests.results import EngineStats, Events
 from kvpolicy.engine.run import Run
 from kvpolicy.errors import KVPolicyError
 

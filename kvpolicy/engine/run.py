@@ -17,15 +17,15 @@ from kvpolicy.cache.static_step import StaticStep
 from kvpolicy.engine.arrival import Arrivals
 from kvpolicy.engine.batch import RunningBatch
 from kvpolicy.engine.core import EngineCore
-from kvpolicy.engine.isolation import ErrorScope
-from kvpolicy.engine.logprobs import Measured, TokenLogprobs
-from kvpolicy.engine.request import Request
-from kvpolicy.engine.request_queue import Clock, RequestQueue
-from kvpolicy.engine.results import Events, Result, RunReport
-from kvpolicy.engine.sampler import Sampler, sample_next
-from kvpolicy.engine.savings import nothing_evicted
-from kvpolicy.engine.sequence import Sequence
-from kvpolicy.engine.snapshot import SequenceSnapshot
+from kvpolicy.engine.requests.isolation import ErrorScope
+from kvpolicy.engine.requests.logprobs import Measured, TokenLogprobs
+from kvpolicy.engine.requests.request import Request
+from kvpolicy.engine.requests.request_queue import Clock, RequestQueue
+from kvpolicy.engine.requests.results import Events, Result, RunReport
+from kvpolicy.engine.requests.sampler import Sampler, sample_next
+from kvpolicy.engine.requests.savings import nothing_evicted
+from kvpolicy.engine.requests.sequence import Sequence
+from kvpolicy.engine.snapshots.snapshot import SequenceSnapshot
 from kvpolicy.errors import KVPolicyError, RequestError, SnapshotError
 from kvpolicy.kernels.draw import NO_TOKEN
 

@@ -3,8 +3,8 @@
 from collections import abc
 from typing import Any
 
-from kvpolicy.engine.detokenize import TextPieces
-from kvpolicy.engine.results import Result, RunReport
+from kvpolicy.engine.requests.detokenize import TextPieces
+from kvpolicy.engine.requests.results import Result, RunReport
 from kvpolicy.engine.run import Run
 
 

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from kvpolicy.engine.engine import Engine
-from kvpolicy.engine.sequence import Sequence
+from kvpolicy.engine.requests.sequence import Sequence
 from kvpolicy.errors import KVPolicyError, error_summary
 from kvpolicy.hooks.checks import mask_of
 from kvpolicy.hooks.declarations import HOOKS

@@ -25,11 +25,11 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from kvpolicy.engine.batch import RunningBatch
 from kvpolicy.engine.core import DEFAULT_CHUNK, DEFAULT_MAX_TOKENS
 from kvpolicy.engine.engine import Engine
-from kvpolicy.engine.request import Request
-from kvpolicy.engine.savings import nothing_evicted, saved_share
-from kvpolicy.engine.sequence import Sequence as EngineSequence
-from kvpolicy.engine.sequence import encode
-from kvpolicy.engine.snapshot import SequenceSnapshot
+from kvpolicy.engine.requests.request import Request
+from kvpolicy.engine.requests.savings import nothing_evicted, saved_share
+from kvpolicy.engine.requests.sequence import Sequence as EngineSequence
+from kvpolicy.engine.requests.sequence import encode
+from kvpolicy.engine.snapshots.snapshot import SequenceSnapshot
 from kvpolicy.errors import CacheError, RequestError
 from kvpolicy.hf.inputs import Columns, check_tensor
 from kvpolicy.model.adapter import ModelAdapter

@@ -11,8 +11,8 @@ from collections.abc import AsyncIterator, Sequence
 import attrs
 
 from kvpolicy.engine.async_engine import Chunk, RequestStream
-from kvpolicy.engine.request import Request, Sampling
-from kvpolicy.engine.results import Result
+from kvpolicy.engine.requests.request import Request, Sampling
+from kvpolicy.engine.requests.results import Result
 from kvpolicy.errors import EngineClosedError, QueueFullError, RequestError
 from kvpolicy.serve.api_errors import ApiError
 from kvpolicy.serve.bodies import GenerationBody

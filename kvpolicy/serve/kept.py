@@ -16,7 +16,7 @@ from torch import Tensor
 
 from kvpolicy.engine.async_engine import Chunk
 from kvpolicy.engine.open_run import OpenRun
-from kvpolicy.engine.snapshot import SequenceSnapshot
+from kvpolicy.engine.snapshots.snapshot import SequenceSnapshot
 from kvpolicy.errors import EngineClosedError
 from kvpolicy.serve.generation import Generation
 from kvpolicy.serve.plans import ServedModel

@@ -11,7 +11,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 from prometheus_client.registry import Collector
 
-from kvpolicy.engine.results import EngineStats, RunReport
+from kvpolicy.engine.requests.results import EngineStats, RunReport
 from kvpolicy.engine.reuse.store import PrefixStore, StoreStats
 from kvpolicy.serve.plans import ServedModel, ServedPlan
 from kvpolicy.serve.record import Record

@@ -14,7 +14,7 @@ import attrs
 
 from kvpolicy.engine.async_engine import AsyncEngine
 from kvpolicy.engine.engine import Engine
-from kvpolicy.engine.results import EngineStats
+from kvpolicy.engine.requests.results import EngineStats
 from kvpolicy.engine.reuse.store import PrefixStore
 from kvpolicy.serve.api_errors import ApiError
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
-from kvpolicy.engine.sequence import encode
+from kvpolicy.engine.requests.sequence import encode
 from kvpolicy.errors import RequestError, error_summary
 from kvpolicy.serve.api_errors import ApiError
 from kvpolicy.serve.bodies import Message

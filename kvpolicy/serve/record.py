@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import attrs
 
-from kvpolicy.engine.results import Result
+from kvpolicy.engine.requests.results import Result
 
 Outcome = Literal[
     "completed", "cancelled", "invalid", "refused", "timeout", "failed", "shutting_down"

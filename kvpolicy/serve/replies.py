@@ -7,8 +7,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar, Literal
 
 from kvpolicy.engine.async_engine import Chunk
-from kvpolicy.engine.logprobs import TokenLogprobs
-from kvpolicy.engine.results import Result
+from kvpolicy.engine.requests.logprobs import TokenLogprobs
+from kvpolicy.engine.requests.results import Result
 from kvpolicy.serve.bodies import ChatBody, CompletionBody
 from kvpolicy.serve.plans import ServedModel, ServedPlan
 

@@ -14,11 +14,11 @@ from torch import Tensor
 from kvpolicy.cache.layout import StepLayout
 from kvpolicy.cache.rows import LayerRows
 from kvpolicy.cache.slab import KVCache, LayerShape
-from kvpolicy.engine.decide import GivenRows, decide
-from kvpolicy.engine.eviction import DueSlot, Eviction
-from kvpolicy.engine.isolation import ErrorScope
-from kvpolicy.engine.request import Request
-from kvpolicy.engine.sequence import Sequence as ServedSequence
+from kvpolicy.engine.eviction.decide import GivenRows, decide
+from kvpolicy.engine.eviction.eviction import DueSlot, Eviction
+from kvpolicy.engine.requests.isolation import ErrorScope
+from kvpolicy.engine.requests.request import Request
+from kvpolicy.engine.requests.sequence import Sequence as ServedSequence
 from kvpolicy.errors import BudgetError, KVPolicyError
 from kvpolicy.hooks.stack import Stack
 from kvpolicy.hooks.timing import PolicyTimings

@@ -14,11 +14,11 @@ from torch import Tensor
 
 from kvpolicy.cache.slab import KVCache
 from kvpolicy.engine.engine import Engine
-from kvpolicy.engine.request import Request
-from kvpolicy.engine.results import Result
+from kvpolicy.engine.requests.request import Request
+from kvpolicy.engine.requests.results import Result
 from kvpolicy.engine.reuse.store import PrefixStore
 from kvpolicy.engine.run import Run
-from kvpolicy.engine.snapshot import SequenceSnapshot
+from kvpolicy.engine.snapshots.snapshot import SequenceSnapshot
 from kvpolicy.errors import HookError, HookResultError, KVPolicyError, SnapshotError
 from kvpolicy.testing.cases import Environment, PolicyFactory, Setup, plan_of
 from kvpolicy.testing.clauses import ConformanceError, Example

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from kvpolicy import Engine, Plan, Request, hookimpl
 from kvpolicy.cache.slab import KVCache
-from kvpolicy.engine.compaction import Compactor
+from kvpolicy.engine.eviction.compaction import Compactor
 from kvpolicy.plan.spec import LayerGroup, PolicySpec
 
 chunks = st.sampled_from([1, 2, 5, 11, 512])

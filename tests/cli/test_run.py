@@ -13,8 +13,8 @@ from shell import Shell
 from kvpolicy.cli.prompts import read_prompts
 from kvpolicy.cli.run import _in_order
 from kvpolicy.engine.engine import Engine
-from kvpolicy.engine.request import Sampling
-from kvpolicy.engine.results import Result
+from kvpolicy.engine.requests.request import Sampling
+from kvpolicy.engine.requests.results import Result
 from kvpolicy.errors import KVPolicyError
 from kvpolicy.model.loading import load_model
 from kvpolicy.plan.plan import Plan

@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from kvpolicy import Engine, Plan, PolicyCache, hookimpl
-from kvpolicy.engine.footprint import footprint
+from kvpolicy.engine.memory.footprint import footprint
 from kvpolicy.errors import PolicyLoadError
 from kvpolicy.hooks.stack import Stack
 from kvpolicy.kernels.accumulators import ACCUMULATORS

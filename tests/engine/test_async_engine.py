@@ -31,7 +31,7 @@ from kvpolicy import (
     hookimpl,
 )
 from kvpolicy.engine.batch import RunningBatch
-from kvpolicy.engine.results import Events
+from kvpolicy.engine.requests.results import Events
 from kvpolicy.errors import SnapshotError
 
 NUM_LAYERS = 2

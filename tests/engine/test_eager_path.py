@@ -5,7 +5,7 @@ import torch
 from tiny import tiny_model
 
 from kvpolicy import Engine, Plan, Request
-from kvpolicy.engine.request import Sampling
+from kvpolicy.engine.requests.request import Sampling
 
 PROMPTS = [[5, 7, 9], [11, 3, 8, 2, 1] * 7, [100], [44, 45, 46, 47] * 3, [7] * 20]
 PLANS = {

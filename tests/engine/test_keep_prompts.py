@@ -28,9 +28,9 @@ from kvpolicy import (
 )
 from kvpolicy.cache.rows import Tracks
 from kvpolicy.cache.slab import KVCache
-from kvpolicy.engine.compaction import Compactor
-from kvpolicy.engine.footprint import footprint
-from kvpolicy.engine.results import Result
+from kvpolicy.engine.eviction.compaction import Compactor
+from kvpolicy.engine.memory.footprint import footprint
+from kvpolicy.engine.requests.results import Result
 from kvpolicy.engine.tracing import recording
 from kvpolicy.lab.sweep.recording import NEVER, record_kept_rows
 from kvpolicy.plan.resolved import ResolvedPlan

@@ -29,7 +29,7 @@ from kvpolicy import (
     RequestError,
     hookimpl,
 )
-from kvpolicy.engine.sequence import Sequence
+from kvpolicy.engine.requests.sequence import Sequence
 from kvpolicy.errors import HookError
 from kvpolicy.model.adapter import ForwardInput
 from kvpolicy.plan.spec import PolicySpec

@@ -16,8 +16,8 @@ from torch import Tensor
 from kvpolicy import Engine, Plan, Request, hookimpl
 from kvpolicy.cache.slab import KVCache, LayerShape, Slab
 from kvpolicy.cache.static_step import Continuation, StaticStep
-from kvpolicy.engine.request import Sampling
-from kvpolicy.engine.results import Result
+from kvpolicy.engine.requests.request import Sampling
+from kvpolicy.engine.requests.results import Result
 from kvpolicy.errors import HookError, KVPolicyError
 
 DOUBLE = {"dtype": torch.float64}

@@ -10,7 +10,7 @@ from strategies import prompts, seeds
 from tiny import byte_tokenizer, greedy_tokens, shared_model, tiny_model, tiny_tokenizer
 
 from kvpolicy import Engine, Plan, Sampling
-from kvpolicy.engine.detokenize import TextPieces
+from kvpolicy.engine.requests.detokenize import TextPieces
 
 TOKENIZER = tiny_tokenizer()
 BYTES = byte_tokenizer()

@@ -13,10 +13,10 @@ from waits import Waits
 
 from kvpolicy import Engine, Plan, hookimpl, installed_policies
 from kvpolicy.cache.slab import KVCache, LayerShape
-from kvpolicy.engine.eviction import DueSlot, Eviction
-from kvpolicy.engine.isolation import ErrorScope
-from kvpolicy.engine.request import Request
-from kvpolicy.engine.sequence import Sequence
+from kvpolicy.engine.eviction.eviction import DueSlot, Eviction
+from kvpolicy.engine.requests.isolation import ErrorScope
+from kvpolicy.engine.requests.request import Request
+from kvpolicy.engine.requests.sequence import Sequence
 from kvpolicy.hooks.stack import Stack
 from kvpolicy.hooks.timing import PolicyTimings
 from kvpolicy.plan.spec import PolicySpec

@@ -14,7 +14,7 @@ from triton_device import DEVICE, INTERPRETED
 
 from kvpolicy import Engine, Plan
 from kvpolicy.cache import static_step
-from kvpolicy.engine import batch, engine
+from kvpolicy.engine import batch, core
 from kvpolicy.kernels import flash_attention, operator, triton_decode
 from kvpolicy.kernels.decode import Counts, DecodeSlabs
 from kvpolicy.kernels.flash_attention import attend_with_flash, can_attend
@@ -109,7 +109,7 @@ def test_an_engine_attends_with_flash_attn_in_the_layers_that_it_can_run(
     flash.dtypes = (torch.float32,)
     monkeypatch.setattr(flash_attention, "PRECISIONS", flash.dtypes)
     monkeypatch.setattr(static_step, "decode", triton_decode.decode)
-    monkeypatch.setattr(engine, "flash_problem", lambda *_: None)
+    monkeypatch.setattr(core, "flash_problem", lambda *_: None)
     monkeypatch.setattr(batch, "StaticStep", in_graph)
     model = tiny_model()
     plan = Plan.from_dict(

@@ -18,7 +18,7 @@ from kvpolicy import Engine, Plan, Request, hookimpl
 from kvpolicy.cache import static_step
 from kvpolicy.cache.slab import KVCache, Slab
 from kvpolicy.cache.static_step import StaticStep
-from kvpolicy.engine.request import Sampling
+from kvpolicy.engine.requests.request import Sampling
 from kvpolicy.kernels.accumulators import ACCUMULATORS
 from kvpolicy.kernels.decode import Counts, DecodeSlabs
 from kvpolicy.kernels.fixed_shapes import attend_in_fixed_shapes

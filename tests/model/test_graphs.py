@@ -14,7 +14,7 @@ from kvpolicy import Engine, Plan, Request, hookimpl
 from kvpolicy.cache import static_step
 from kvpolicy.cache.static_step import StaticStep, width_for
 from kvpolicy.engine.batch import RunningBatch
-from kvpolicy.engine.request import Sampling
+from kvpolicy.engine.requests.request import Sampling
 from kvpolicy.engine.tracing import recording
 from kvpolicy.model.graphs import Graph, GraphRunner, Output
 

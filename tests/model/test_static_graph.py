@@ -11,7 +11,7 @@ from torch import Tensor
 from torch._dynamo.utils import counters
 
 from kvpolicy import Engine, Plan, Request, hookimpl
-from kvpolicy.engine.request import Sampling
+from kvpolicy.engine.requests.request import Sampling
 from kvpolicy.errors import HookError, ModelError
 from kvpolicy.model import static_forward
 

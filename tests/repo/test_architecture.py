@@ -39,6 +39,14 @@ ALLOWED = {
     "serve": ENGINE | {"cli", "lab", "serve"},
     "__main__": {"cli"},
 }
+# Folders of the engine, each with those that it may import; the loop above them imports all.
+IN_ENGINE = {
+    "snapshots": set[str](),
+    "requests": {"snapshots"},
+    "eviction": {"requests", "snapshots"},
+    "memory": {"eviction", "requests", "snapshots"},
+    "reuse": {"eviction", "requests", "snapshots"},
+}
 POLICY_PACKAGES = ["kvpolicy_baselines", "kvpolicy_plugins", "skipkv_plugin"]
 PLUGIN_PACKAGES = [*POLICY_PACKAGES, "kvpolicy_reasoner"]
 PUBLIC = {"kvpolicy", "kvpolicy.toolkit"}
@@ -84,6 +92,12 @@ def package_of(module: str) -> str:
     return ".".join(module.split(".")[1:2])
 
 
+def in_engine(module: str) -> str:
+    """``reuse`` for ``kvpolicy.engine.reuse.store``; empty outside such a folder."""
+    parts = module.split(".")
+    return parts[2] if parts[1:2] == ["engine"] and len(parts) > 3 else ""
+
+
 def test_packages_import_only_what_the_list_allows() -> None:
     found = modules("kvpolicy")
     assert {package_of(module) for module in found} - {""} == ALLOWED.keys()
@@ -93,6 +107,19 @@ def test_packages_import_only_what_the_list_allows() -> None:
         for name in imports(tree)
         if module != "kvpolicy" and name.startswith("kvpolicy.")
         if package_of(name) not in ALLOWED[package_of(module)]
+    ]
+    assert forbidden == []
+
+
+def test_folders_of_the_engine_import_only_what_the_list_allows() -> None:
+    engine = {name: tree for name, tree in modules("kvpolicy").items() if in_engine(name)}
+    assert {in_engine(name) for name in engine} == IN_ENGINE.keys()
+    forbidden = [
+        f"{module} -> {name}"
+        for module, tree in engine.items()
+        for name in imports(tree)
+        if name.startswith("kvpolicy.engine.")
+        if in_engine(name) not in {in_engine(module), *IN_ENGINE[in_engine(module)]}
     ]
     assert forbidden == []
 

@@ -8,8 +8,8 @@ from serving import CHAT_TEMPLATE, Running, plans_of, serving
 from tiny import tiny_tokenizer
 
 from kvpolicy import Engine
-from kvpolicy.engine.request import Request
-from kvpolicy.engine.results import Result
+from kvpolicy.engine.requests.request import Request
+from kvpolicy.engine.requests.results import Result
 
 TALK: list[Any] = [
     {"role": "system", "content": "be kind"},

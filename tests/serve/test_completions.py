@@ -11,8 +11,8 @@ from serving import Running, plans_of, serving
 from tiny import byte_tokenizer, tiny_model
 
 from kvpolicy import Engine
-from kvpolicy.engine.request import Request, Sampling
-from kvpolicy.engine.results import Result
+from kvpolicy.engine.requests.request import Request, Sampling
+from kvpolicy.engine.requests.results import Result
 from kvpolicy.hooks import discovery
 from kvpolicy.serve.plans import ServedModel
 

@@ -10,7 +10,7 @@ from serving import Running, plans_of, serving
 from tiny import shared_model
 
 from kvpolicy import Engine, Plan
-from kvpolicy.engine.request import Request
+from kvpolicy.engine.requests.request import Request
 from kvpolicy.serve.kept import held_rows
 
 WATCHED = {"kvpolicy": {"kept": True}}

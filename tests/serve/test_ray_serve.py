@@ -20,7 +20,7 @@ from commands import model_folder
 from sweeps_on_ray import PATIENCE_S, Nodes, needs_ray, running_nodes, wait_until
 
 from kvpolicy import Engine, Plan
-from kvpolicy.engine.request import Request, Sampling
+from kvpolicy.engine.requests.request import Request, Sampling
 from kvpolicy.hooks import discovery
 from kvpolicy.hooks.discovery import register_file
 from kvpolicy.model.loading import load_model

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tiny import shared_model
 
 from kvpolicy import Engine, Plan, PrefixStore, Request
-from kvpolicy.engine.results import Result
+from kvpolicy.engine.requests.results import Result
 
 NUM_LAYERS = 2
 FAMILIES = ("llama", "mistral", "gemma2", "gpt_oss")  # windows, soft caps, sinks

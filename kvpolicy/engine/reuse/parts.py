@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from kvpolicy.cache.slot_contents import LayerContents
-from kvpolicy.engine.snapshot import SequenceSnapshot
+from kvpolicy.engine.snapshots.snapshot import SequenceSnapshot
 from kvpolicy.kernels.accumulators import ACCUMULATORS
 
 

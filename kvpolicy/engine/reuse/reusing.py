@@ -18,12 +18,12 @@ from typing import Any
 import attrs
 
 from kvpolicy.cache.slab import KVCache
-from kvpolicy.engine.resuming import Resuming
+from kvpolicy.engine.requests.sequence import Sequence
 from kvpolicy.engine.reuse.nodes import Node, block_keys, chained
 from kvpolicy.engine.reuse.parts import SequencePart, joined
+from kvpolicy.engine.reuse.resuming import Resuming
 from kvpolicy.engine.reuse.store import Found, PrefixStore
-from kvpolicy.engine.sequence import Sequence
-from kvpolicy.engine.snapshot import SequenceSnapshot
+from kvpolicy.engine.snapshots.snapshot import SequenceSnapshot
 from kvpolicy.errors import KVPolicyError, SnapshotError, error_summary
 from kvpolicy.hooks.stack import Stack
 from kvpolicy.kernels.accumulators import ACCUMULATORS

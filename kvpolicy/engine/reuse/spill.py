@@ -22,7 +22,7 @@ from torch import Tensor
 from kvpolicy.engine.reuse.nodes import KEY_BYTES, Node
 from kvpolicy.engine.reuse.parts import SequencePart
 from kvpolicy.engine.reuse.tier import EvictionChoice, Tier
-from kvpolicy.engine.snapshot import SequenceSnapshot
+from kvpolicy.engine.snapshots.snapshot import SequenceSnapshot
 from kvpolicy.errors import KVPolicyError, OutputError, SnapshotError, error_summary
 from kvpolicy.files import atomic_write, is_unfinished_write, parse_json
 

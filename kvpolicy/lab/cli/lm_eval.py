@@ -49,7 +49,7 @@ from kvpolicy.cli.output import (
     terminal_width,
 )
 from kvpolicy.cli.text_table import format_table
-from kvpolicy.engine.results import Result
+from kvpolicy.engine.requests.results import Result
 from kvpolicy.errors import KVPolicyError
 from kvpolicy.files import atomic_write
 

@@ -13,10 +13,10 @@ import attrs
 from torch import Tensor
 
 from kvpolicy.engine.engine import Engine
-from kvpolicy.engine.request import Request
+from kvpolicy.engine.requests.request import Request
+from kvpolicy.engine.requests.sampler import forced
+from kvpolicy.engine.requests.sequence import Sequence
 from kvpolicy.engine.run import Run
-from kvpolicy.engine.sampler import forced
-from kvpolicy.engine.sequence import Sequence
 
 
 @attrs.frozen

@@ -10,10 +10,10 @@ import attrs
 from kvpolicy.cli.prompts import Prompt, rendered
 from kvpolicy.engine.arrival import Arrivals
 from kvpolicy.engine.engine import Engine
-from kvpolicy.engine.isolation import OnHookError
-from kvpolicy.engine.request import Request
-from kvpolicy.engine.results import Result
-from kvpolicy.engine.sequence import Sequence, encode
+from kvpolicy.engine.requests.isolation import OnHookError
+from kvpolicy.engine.requests.request import Request
+from kvpolicy.engine.requests.results import Result
+from kvpolicy.engine.requests.sequence import Sequence, encode
 from kvpolicy.errors import RequestError
 from kvpolicy.kernels.flash_attention import GpuAttention
 from kvpolicy.lab.models import LoadedModel, ModelInfo

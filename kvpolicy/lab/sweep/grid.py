@@ -15,7 +15,7 @@ from typing import Any
 import attrs
 
 import kvpolicy
-from kvpolicy.engine.request import Sampling
+from kvpolicy.engine.requests.request import Sampling
 from kvpolicy.errors import PlanError
 from kvpolicy.lab.models import ModelInfo, fingerprint_texts
 from kvpolicy.lab.store.records import (

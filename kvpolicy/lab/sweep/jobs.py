@@ -8,8 +8,8 @@ from typing import Any, ClassVar, Protocol
 import attrs
 from transformers import PreTrainedTokenizerBase
 
-from kvpolicy.engine.request import Request
-from kvpolicy.engine.results import RunReport
+from kvpolicy.engine.requests.request import Request
+from kvpolicy.engine.requests.results import RunReport
 from kvpolicy.lab.models import LoadedModel, ModelProvider
 from kvpolicy.lab.sweep.grid import EvalSetting, Sweep
 from kvpolicy.lab.sweep.recording import KeptRows, record_kept_rows

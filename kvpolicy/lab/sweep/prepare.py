@@ -6,7 +6,7 @@ from typing import Any
 
 import attrs
 
-from kvpolicy.engine.request import Sampling
+from kvpolicy.engine.requests.request import Sampling
 from kvpolicy.entry_points import default_name, nearest
 from kvpolicy.errors import KVPolicyError, TaskError
 from kvpolicy.lab.models import ModelProvider

@@ -4,7 +4,7 @@ from collections.abc import Collection, Container, Iterator
 
 import attrs
 
-from kvpolicy.engine.results import RunReport
+from kvpolicy.engine.requests.results import RunReport
 from kvpolicy.lab.store.records import CellTiming, Sample
 from kvpolicy.lab.store.store import Store
 from kvpolicy.lab.sweep.grid import Cell, Sweep

@@ -62,7 +62,7 @@ class HeldAttention:
 
     def begin(self, engine: "Engine", requests: abc.Sequence[EvalRequest]) -> Evaluation:
         """Lead every sequence along the full cache's answer."""
-        from kvpolicy.engine.request import Sampling
+        from kvpolicy.engine.requests.request import Sampling
         from kvpolicy.lab.tasks.held_attention import HeldAttentionEvaluation
 
         greedy = [attrs.evolve(one.request, sampling=Sampling()) for one in requests]

@@ -14,11 +14,11 @@ from kvpolicy.cache.slab import LayerCache
 from kvpolicy.cache.slot_contents import LayerContents
 from kvpolicy.cache.softmax import Softmax
 from kvpolicy.engine.engine import Engine
-from kvpolicy.engine.request import Request
-from kvpolicy.engine.results import Result
+from kvpolicy.engine.requests.request import Request
+from kvpolicy.engine.requests.results import Result
+from kvpolicy.engine.requests.sampler import forced
+from kvpolicy.engine.requests.sequence import Sequence
 from kvpolicy.engine.run import Run
-from kvpolicy.engine.sampler import forced
-from kvpolicy.engine.sequence import Sequence
 from kvpolicy.errors import TaskError
 from kvpolicy.kernels.draw import NO_TOKEN
 from kvpolicy.lab.tasks.task import EvalOutcome

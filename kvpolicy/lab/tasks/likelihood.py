@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import attrs
 
-from kvpolicy.engine.results import Result
+from kvpolicy.engine.requests.results import Result
 from kvpolicy.errors import TaskError
 from kvpolicy.lab.store.records import Sample
 from kvpolicy.lab.tasks.derived import DEFAULT_TASK, DerivedTask, derived
@@ -30,9 +30,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from kvpolicy.engine.engine import Engine
-    from kvpolicy.engine.request import Request
+    from kvpolicy.engine.requests.request import Request
+    from kvpolicy.engine.requests.sequence import Sequence
     from kvpolicy.engine.run import Run
-    from kvpolicy.engine.sequence import Sequence
 
 # Values of an outcome of `Perplexity`: the summed loss in nats, and the number of tokens.
 LOSS = "loss"
@@ -111,7 +111,7 @@ class _Teacher:
         self.loss: dict[int, float] = defaultdict(float)
 
     def sample(self, sequences: "abc.Sequence[Sequence]", logits: "Tensor") -> "Tensor":
-        from kvpolicy.engine.sampler import forced
+        from kvpolicy.engine.requests.sampler import forced
 
         tokens = [self.texts[seq.id][len(seq.tokens)] for seq in sequences]
         losses = -_log_probs(logits)[range(len(tokens)), tokens]
@@ -178,7 +178,7 @@ class Agreement:
     def begin(self, engine: "Engine", requests: abc.Sequence[EvalRequest]) -> Evaluation:
         """Lead every sequence along the full cache's answer."""
         from kvpolicy.engine.engine import Engine
-        from kvpolicy.engine.request import Sampling
+        from kvpolicy.engine.requests.request import Sampling
         from kvpolicy.engine.run import Run
         from kvpolicy.plan.plan import Plan
 
@@ -203,7 +203,7 @@ class _Guide:
         self.kl: dict[int, float] = defaultdict(float)
 
     def sample(self, sequences: "abc.Sequence[Sequence]", logits: "Tensor") -> "Tensor":
-        from kvpolicy.engine.sampler import forced
+        from kvpolicy.engine.requests.sampler import forced
 
         tokens = []
         for seq, log_probs in zip(sequences, _log_probs(logits), strict=True):
@@ -223,7 +223,7 @@ class _Guide:
         return self._pending[number].popleft()
 
     def _sample_full(self, sequences: "abc.Sequence[Sequence]", logits: "Tensor") -> "Tensor":
-        from kvpolicy.engine.sampler import forced
+        from kvpolicy.engine.requests.sampler import forced
 
         log_probs = _log_probs(logits)
         tokens = forced(log_probs.argmax(dim=-1).tolist(), logits)

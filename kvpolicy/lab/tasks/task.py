@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
 
 import attrs
 
-from kvpolicy.engine.results import Result
+from kvpolicy.engine.requests.results import Result
 from kvpolicy.entry_points import distribution, installed, load_installed, nearest
 from kvpolicy.errors import KVPolicyError, TaskError, refusal_reason
 from kvpolicy.lab.statistics import Interval, mean, pass_at_1, ratio
@@ -28,7 +28,7 @@ from kvpolicy.plugin_code import plugin_code
 
 if TYPE_CHECKING:
     from kvpolicy.engine.engine import Engine
-    from kvpolicy.engine.request import Request
+    from kvpolicy.engine.requests.request import Request
     from kvpolicy.engine.run import Run
 
 GROUP = "kvpolicy.tasks"

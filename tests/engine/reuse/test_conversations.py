@@ -12,7 +12,7 @@ from tiny import tiny_tokenizer
 from torch import Tensor, nn
 
 from kvpolicy import Engine, Plan, PrefixStore, Request, Sampling, Tracks, hookimpl
-from kvpolicy.engine.results import Result
+from kvpolicy.engine.requests.results import Result
 
 PLANS = {
     "compacts": Plan.uniform("h2o", budget=12, buffer=4),

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvpolicy.engine.results import Result, RunReport
+from kvpolicy.engine.requests.results import Result, RunReport
 from kvpolicy.errors import KVPolicyError
 from kvpolicy.lab.executors.local import WorkerProcesses
 from kvpolicy.lab.sweep.jobs import Event, Job, JobFinished, SampleMeasured

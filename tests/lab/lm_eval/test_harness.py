@@ -17,7 +17,7 @@ from lm_eval.api.instance import Instance
 from lm_eval.api.registry import get_model
 
 from kvpolicy import Engine, Plan
-from kvpolicy.engine.request import Request
+from kvpolicy.engine.requests.request import Request
 from kvpolicy.errors import KVPolicyError, ModelError, RequestError, TaskError
 from kvpolicy.lab.lm_eval.evaluate import AnswerCache
 from kvpolicy.lab.lm_eval.loglikelihood import Continuation, branches_of

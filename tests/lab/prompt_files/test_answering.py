@@ -10,7 +10,7 @@ from commands import model_folder
 
 from kvpolicy.cli.prompts import Prompt
 from kvpolicy.engine.engine import Engine
-from kvpolicy.engine.request import Request, Sampling
+from kvpolicy.engine.requests.request import Request, Sampling
 from kvpolicy.engine.run import Run
 from kvpolicy.errors import RequestError
 from kvpolicy.lab.models import ModelCache

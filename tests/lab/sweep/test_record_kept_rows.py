@@ -14,11 +14,11 @@ from tiny import shared_model, tiny_tokenizer
 from torch import Tensor
 
 from kvpolicy import Engine, Plan, Sampling, hookimpl
-from kvpolicy.engine.compaction import Compactor
-from kvpolicy.engine.eviction import DueSlot, Eviction
-from kvpolicy.engine.results import Result
+from kvpolicy.engine.eviction.compaction import Compactor
+from kvpolicy.engine.eviction.eviction import DueSlot, Eviction
+from kvpolicy.engine.requests.results import Result
+from kvpolicy.engine.requests.sequence import Sequence
 from kvpolicy.engine.run import Run
-from kvpolicy.engine.sequence import Sequence
 from kvpolicy.engine.tracing import recording
 from kvpolicy.errors import KVPolicyError, OutputError
 from kvpolicy.lab.sweep.recording import KeptLayer, KeptRecord, KeptRows, record_kept_rows

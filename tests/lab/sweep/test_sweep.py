@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from lab_sweeps import BASE, Catalogue, built
 
-from kvpolicy.engine.results import Result, RunReport
+from kvpolicy.engine.requests.results import Result, RunReport
 from kvpolicy.errors import KVPolicyError, PlanError
 from kvpolicy.lab.store.read import read_run
 from kvpolicy.lab.store.store import Store

@@ -9,7 +9,7 @@ from reference_attention import held_attention
 from tiny import shared_model, tiny_model, tiny_tokenizer
 
 from kvpolicy import Engine, Plan
-from kvpolicy.engine.request import Request, Sampling
+from kvpolicy.engine.requests.request import Request, Sampling
 from kvpolicy.engine.tracing import recording
 from kvpolicy.errors import TaskError
 from kvpolicy.lab.tasks import held_attention as source
@@ -54,8 +54,8 @@ def rows_gone(
     plan: Plan, model: Any, prompt: str, tokens: tuple[int, ...]
 ) -> tuple[dict[tuple[int, int, int], int], int]:
     """When each row leaves an engine that is led along some tokens, as its trace tells."""
+    from kvpolicy.engine.requests.sampler import forced
     from kvpolicy.engine.run import Run
-    from kvpolicy.engine.sampler import forced
 
     engine = Engine(model, TOKENIZER, plan)
     gone: dict[tuple[int, int, int], int] = {}

@@ -13,7 +13,7 @@ from lab_samples import CELLS, sample
 from tiny import r1_tokenizer, shared_model, tiny_model, tiny_tokenizer
 
 from kvpolicy import Engine, Plan, hookimpl
-from kvpolicy.engine.request import Request, Sampling
+from kvpolicy.engine.requests.request import Request, Sampling
 from kvpolicy.errors import TaskError
 from kvpolicy.lab.tasks.attention import HeldAttention
 from kvpolicy.lab.tasks.likelihood import (

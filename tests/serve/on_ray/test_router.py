@@ -11,7 +11,7 @@ from commands import model_folder
 from replicas import Routed, config_of, routed
 
 from kvpolicy import Engine, Plan
-from kvpolicy.engine.request import Request, Sampling
+from kvpolicy.engine.requests.request import Request, Sampling
 from kvpolicy.model.loading import load_model
 from kvpolicy.serve.on_ray.conversations import conversation_of
 

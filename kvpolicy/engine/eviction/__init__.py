@@ -1,0 +1,1 @@
+"""Compactions: what policies are shown and asked, and which rows leave."""

@@ -1,0 +1,266 @@
+"""Rows and bytes that a plan allocates on a model, computed without allocating them."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import attrs
+import torch
+from transformers import PreTrainedModel
+
+from kvpolicy.cache.slab import KVCache, LayerShape, Slab, SlabStack
+from kvpolicy.engine.eviction.marker import Marker
+from kvpolicy.engine.eviction.observer import Observer
+from kvpolicy.engine.memory.heads import check_heads
+from kvpolicy.engine.requests.isolation import ErrorScope
+from kvpolicy.errors import KVPolicyError
+from kvpolicy.hooks.stack import Stack
+from kvpolicy.hooks.timing import PolicyTimings
+from kvpolicy.model.adapter import ModelAdapter
+from kvpolicy.model.tensor_parallel import SingleProcess
+from kvpolicy.plan.plan import Plan
+from kvpolicy.plan.resolved import LayerPlan, ResolvedPlan
+from kvpolicy.state import RegisterFile
+
+# Bytes are counted on tensors without memory.
+_META = torch.device("meta")
+
+
+@attrs.frozen
+class LayerFootprint:
+    """What one layer does and allocates.
+
+    Attributes:
+        plan: What it does.
+        sliding_window: Tokens that a query attends to, including its own; ``None``: all.
+        rows_per_slot: Rows allocated for each sequence and KV head; in the mean over the heads if
+            they share them.
+        bytes_per_slot: Bytes allocated for each sequence: keys, values, positions, the tracks and
+            queries that its policies read, and where the rows of each head begin if heads share
+            them.
+        full_bytes_per_slot: Bytes of keys, values and positions of a full cache: of all rows
+            that some query can still attend to.
+        kv_bytes_per_row: Bytes of the keys and values of one row, in all heads.
+        other_bytes_per_row: Bytes of the positions and tracks of one row.
+        window_bytes_per_slot: Bytes of the stored queries.
+    """
+
+    plan: LayerPlan
+    sliding_window: int | None
+    rows_per_slot: int
+    bytes_per_slot: int
+    full_bytes_per_slot: int
+    kv_bytes_per_row: int
+    other_bytes_per_row: int
+    window_bytes_per_slot: int
+
+    @property
+    def layer_idx(self) -> int:
+        """Decoder layer, counted from 0."""
+        return self.plan.layer_idx
+
+    def same_as(self, other: "LayerFootprint") -> bool:
+        """Whether two layers differ in their number only."""
+        return attrs.evolve(self, plan=attrs.evolve(self.plan, layer_idx=other.layer_idx)) == other
+
+
+@attrs.frozen
+class Footprint:
+    """What a plan allocates on one model.
+
+    Attributes:
+        plan: The resolved plan.
+        dtype: Precision of keys and values.
+        tokens: Longest sequence.
+        prompt_tokens: Longest prompt, which matters where the rows of prompts stay.
+        slots: Sequences decoded together.
+        shared_bytes_per_slot: Bytes of each sequence that belong to no slab: registers, hidden
+            states that are kept until policies observe them, and those that enter the attention of
+            layers and are kept until policies mark their rows.
+        layers: The layers, in order.
+        probe_size: The most tokens of a probe.
+        probe_bytes_per_slot: Bytes that a probe of a sequence takes for a moment, at most: keys and
+            values of its tokens in all layers, and their queries.
+    """
+
+    plan: ResolvedPlan
+    dtype: str
+    tokens: int
+    prompt_tokens: int
+    slots: int
+    shared_bytes_per_slot: int
+    layers: tuple[LayerFootprint, ...]
+    probe_size: int = 0
+    probe_bytes_per_slot: int = 0
+
+    @property
+    def bytes_per_slot(self) -> int:
+        """Bytes of one sequence."""
+        return sum(layer.bytes_per_slot for layer in self.layers) + self.shared_bytes_per_slot
+
+    @property
+    def full_bytes_per_slot(self) -> int:
+        """Bytes of one sequence of the greatest length in a full cache."""
+        return sum(layer.full_bytes_per_slot for layer in self.layers)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all slots."""
+        return self.slots * self.bytes_per_slot
+
+    @property
+    def copied_bytes(self) -> int:
+        """The most bytes of a temporary copy: a compaction copies rows of one layer at a time."""
+        return self.slots * max(one.rows_per_slot * one.kv_bytes_per_row for one in self.layers)
+
+    @property
+    def groups(self) -> list[list[LayerFootprint]]:
+        """Consecutive equal layers."""
+        groups: list[list[LayerFootprint]] = []
+        for layer in self.layers:
+            if groups and groups[-1][-1].same_as(layer):
+                groups[-1].append(layer)
+            else:
+                groups.append([layer])
+        return groups
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data, ready for JSON."""
+        sizes = ("sliding_window", "rows_per_slot", "bytes_per_slot")
+        return {
+            "dtype": self.dtype,
+            "tokens": self.tokens,
+            "prompt_tokens": self.prompt_tokens,
+            "slots": self.slots,
+            "digest": self.plan.digest(),
+            "bytes_per_slot": self.bytes_per_slot,
+            "bytes": self.num_bytes,
+            "full_bytes_per_slot": self.full_bytes_per_slot,
+            "shared_bytes_per_slot": self.shared_bytes_per_slot,
+            "probe_bytes_per_slot": self.probe_bytes_per_slot,
+            "layers": [
+                layer.plan.to_dict() | {size: getattr(layer, size) for size in sizes}
+                for layer in self.layers
+            ],
+            "schedule": self.plan.to_dict()["schedule"],
+        }
+
+
+def footprint(
+    plan: Plan | ResolvedPlan,
+    model: PreTrainedModel | ModelAdapter,
+    *,
+    slots: int,
+    longest: int | None = None,
+    longest_prompt: int | None = None,
+) -> Footprint:
+    """Compute what a plan allocates on a model.
+
+    Args:
+        plan: The plan.
+        model: The model, or an adapter; it may be on the device ``meta``.
+        slots: Sequences decoded together.
+        longest: Tokens of the longest sequence; the model's positions if not given.
+        longest_prompt: Tokens of the longest prompt; ``longest`` if not given.
+
+    Returns:
+        The same bytes that an engine allocates.
+
+    Raises:
+        KVPolicyError: The engine cannot run the model, or the plan does not fit it.
+    """
+    adapter = model if isinstance(model, ModelAdapter) else ModelAdapter(model)
+    resolved = plan.resolve(adapter.num_layers)
+    check_heads(resolved, adapter)
+    tokens = min(longest or adapter.max_positions, adapter.max_positions)
+    prompt_tokens = min(longest_prompt or tokens, tokens)
+    parts = zip(resolved.layers, resolved.stacks(), adapter.layer_shapes(), strict=True)
+    layers = []
+    for layer, stack, shape in parts:
+        cache = _slot(shape, layer.slab(stack, tokens, prompt_tokens))
+        window_bytes = 0 if cache.window is None else cache.window.nbytes
+        bounds_bytes = 0 if cache.bounds is None else cache.bounds.nbytes
+        layers.append(
+            LayerFootprint(
+                plan=layer,
+                sliding_window=shape.sliding_window,
+                rows_per_slot=cache.slab.capacity,
+                bytes_per_slot=cache.num_bytes,
+                full_bytes_per_slot=_slot(shape, Slab(tokens)).num_bytes,
+                kv_bytes_per_row=shape.row_bytes,
+                other_bytes_per_row=(cache.num_bytes - window_bytes - bounds_bytes)
+                // cache.slab.capacity
+                - shape.row_bytes,
+                window_bytes_per_slot=window_bytes,
+            )
+        )
+    dtype = str(adapter.model.dtype).removeprefix("torch.")
+    return Footprint(
+        resolved,
+        dtype,
+        tokens,
+        prompt_tokens,
+        slots,
+        _shared_bytes(resolved, adapter),
+        tuple(layers),
+        probe_size=max(stack.probe_size for stack in resolved.stacks()),
+        probe_bytes_per_slot=_probe_bytes(resolved.stacks(), adapter.layer_shapes()),
+    )
+
+
+def slots_within(
+    num_bytes: int,
+    plan: Plan | ResolvedPlan,
+    model: PreTrainedModel | ModelAdapter,
+    *,
+    longest: int | None = None,
+    longest_prompt: int | None = None,
+) -> int:
+    """How many slots of a plan fit into so many bytes, with the copy that a compaction makes.
+
+    The arguments are those of `footprint`.
+
+    Raises:
+        KVPolicyError: Not one slot fits.
+    """
+    one = footprint(plan, model, slots=1, longest=longest, longest_prompt=longest_prompt)
+    needed = one.num_bytes + one.copied_bytes + one.probe_bytes_per_slot
+    if num_bytes < needed:
+        msg = (
+            f"kv_memory is {num_bytes:,} bytes, and one sequence of up to {one.tokens:,} tokens "
+            f"takes {needed:,} with {one.plan.name}; give at least as many, a smaller max_len, or "
+            "a plan with smaller budgets"
+        )
+        raise KVPolicyError(msg)
+    return num_bytes // needed
+
+
+def _probe_bytes(stacks: Sequence[Stack], shapes: Sequence[LayerShape]) -> int:
+    """Bytes of the largest probe of a sequence, of all stacks that have one."""
+    of_rows = sum(shape.row_bytes for shape in shapes)
+    of_queries = {
+        stack: sum(
+            shape.num_heads * shape.head_dim * shape.dtype.itemsize
+            for other, shape in zip(stacks, shapes, strict=True)
+            if other is stack
+        )
+        for stack in dict.fromkeys(stacks)
+    }
+    return max(stack.probe_size * (of_rows + of_queries[stack]) for stack in stacks)
+
+
+def _slot(shape: LayerShape, slab: Slab) -> SlabStack:
+    """One slot of a layer."""
+    return SlabStack(attrs.evolve(shape, device=_META), slab, num_layers=1, num_slots=1)
+
+
+def _shared_bytes(plan: ResolvedPlan, adapter: ModelAdapter) -> int:
+    stacks = plan.stacks()
+    policies = [policy for stack in stacks for policy in stack.policies]
+    registers = RegisterFile(policies, 1, _META)
+    empty = KVCache([], [], num_slots=1)
+    observer = Observer(plan.layers, stacks, registers, None, PolicyTimings(), ErrorScope("raise"))
+    observer.attach(empty, adapter.hidden_size, adapter.model.dtype, _META)
+    errors = ErrorScope("raise")
+    marker = Marker(plan.layers, stacks, (), PolicyTimings(), errors, SingleProcess())
+    marker.attach(empty, adapter.hidden_size, adapter.model.dtype, _META)
+    return sum(tensor.nbytes for tensor in [*registers.all, *empty.slot_tensors])

@@ -1,0 +1,1 @@
+"""Requests from submission to result: what is asked for, its sequence, its tokens and text."""

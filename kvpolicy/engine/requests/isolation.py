@@ -1,0 +1,80 @@
+"""Error isolation: which sequences a failing hook call affects.
+
+A hook is called for one or several sequences at once. If a policy raises, or its answer breaks
+the contract, these sequences have no answer; the others are not affected.
+"""
+
+from collections import abc
+from contextlib import contextmanager
+from typing import Literal
+
+import torch
+
+from kvpolicy.engine.requests.sequence import Sequence
+from kvpolicy.errors import HookError, KVPolicyError
+
+OnHookError = Literal["raise", "answer"]
+
+# Errors of the device or the machine, for which no policy is to blame.
+_FATAL = (MemoryError, torch.OutOfMemoryError, torch.AcceleratorError)
+
+
+class ErrorScope:
+    """The sequences of the hook call under way.
+
+    Attributes:
+        on_hook_error: ``"raise"`` raises a `HookError`. ``"answer"`` ends the requests of the
+            failing call with the error.
+    """
+
+    def __init__(self, on_hook_error: OnHookError) -> None:
+        if on_hook_error not in ("raise", "answer"):
+            msg = (
+                f"the engine was given on_hook_error={on_hook_error!r}; expected 'raise' or "
+                "'answer'"
+            )
+            raise KVPolicyError(msg)
+        self.on_hook_error = on_hook_error
+        self._under_way: list[abc.Sequence[Sequence]] = [()]
+
+    @property
+    def sequences(self) -> abc.Sequence[Sequence]:
+        """The sequences of the hook call under way; empty outside of hook calls."""
+        return self._under_way[-1]
+
+    def scope(self, on_hook_error: OnHookError | None) -> "ErrorScope":
+        """The same scope for a run that handles errors in its own way.
+
+        Args:
+            on_hook_error: Its way; ``None``: as here.
+        """
+        if on_hook_error is None:
+            return self
+        scope = ErrorScope(on_hook_error)
+        scope._under_way = self._under_way
+        return scope
+
+    @contextmanager
+    def covering(self, sequences: abc.Sequence[Sequence]) -> abc.Iterator[None]:
+        """Call hooks for some sequences in a block, which ends where a hook fails.
+
+        A policy may raise a `KVPolicyError` of its own, for lack of a tokenizer for example:
+        it concerns the whole run and is always raised.
+
+        Args:
+            sequences: The sequences of the hook calls in the block.
+
+        Raises:
+            HookError: A hook has failed, and errors are raised; or memory ran out or the device
+                failed, which concerns the whole run.
+        """
+        self._under_way.append(sequences)
+        try:
+            yield
+        except HookError as error:
+            if self.on_hook_error == "raise" or isinstance(error.__cause__, _FATAL):
+                raise
+            for seq in sequences:
+                seq.fail(str(error))
+        finally:
+            self._under_way.pop()

@@ -1,0 +1,161 @@
+"""Requests: a prompt, its limits, its sampling and its stop conditions."""
+
+import operator
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import attrs
+from attrs.validators import optional
+
+from kvpolicy.engine.snapshots.snapshot import SequenceSnapshot
+from kvpolicy.errors import KVPolicyError, shown
+from kvpolicy.validators import MAX_COUNT, MAX_SEED, positive_int
+
+
+def _at_least(bound: float) -> Callable[[object, Any, float], None]:
+    def check(instance: object, attribute: "attrs.Attribute[Any]", value: float) -> None:
+        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if not is_number or not bound <= value <= sys.float_info.max:
+            msg = (
+                f"{type(instance).__name__} was given {attribute.name}={value!r:.60}; "
+                f"expected a number of at least {bound:g}"
+            )
+            raise KVPolicyError(msg)
+
+    return check
+
+
+def _integer(least: int, most: int = MAX_COUNT) -> Callable[[object, Any, Any], None]:
+    def check(instance: object, attribute: "attrs.Attribute[Any]", value: Any) -> None:
+        try:
+            positive_int(value, least=least, most=most)
+        except TypeError as error:
+            msg = (
+                f"{type(instance).__name__} was given {attribute.name}={value!r:.60}; "
+                f"expected an integer from {least:,} to {most:,}"
+            )
+            raise KVPolicyError(msg) from error
+
+    return check
+
+
+def _probability(instance: object, attribute: "attrs.Attribute[Any]", value: float) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= 1:
+        msg = (
+            f"{type(instance).__name__} was given {attribute.name}={value!r}; "
+            "expected a probability above 0 and up to 1"
+        )
+        raise KVPolicyError(msg)
+
+
+@attrs.frozen
+class Sampling:
+    """How the next token is sampled from the logits.
+
+    Attributes:
+        temperature: Divides the logits; 0 means greedy, and the other fields have no effect.
+        top_k: Sample among the k likeliest tokens only; 0 means all. Of tokens with equal logits,
+            those with smaller ids count as likelier.
+        top_p: Sample among the smallest set of tokens with at least this probability only.
+        seed: Seed of the random numbers, each of which depends on it and on the position of the
+            token only. So samples do not depend on the rest of the batch, requests with equal
+            prompts and seeds get equal tokens, and a text can be continued from any token.
+    """
+
+    temperature: float = attrs.field(default=0.0, validator=_at_least(0))
+    top_k: int = attrs.field(default=0, validator=_integer(0))
+    top_p: float = attrs.field(default=1.0, validator=_probability)
+    seed: int = attrs.field(default=0, validator=_integer(0, MAX_SEED))
+
+    @property
+    def greedy(self) -> bool:
+        """Whether the most likely token is always taken."""
+        return self.temperature == 0
+
+
+def samplings_of(sampling: object, num_prompts: int) -> list[Sampling]:
+    """One `Sampling` for each prompt; `KVPolicyError` if they are missing or of another type."""
+    one_for_all = isinstance(sampling, (Sampling, str)) or not isinstance(sampling, Iterable)
+    given: list[Any] = [sampling] * num_prompts if one_for_all else list(sampling)  # type: ignore[call-overload]
+    samplings = [one for one in given if isinstance(one, Sampling)]
+    if len(samplings) < len(given):
+        wrong = next(one for one in given if not isinstance(one, Sampling))
+        msg = f"sampling was given as {wrong!r:.60}; write Sampling(temperature=0.7)"
+        raise KVPolicyError(msg)
+    if len(samplings) != num_prompts:
+        msg = f"{len(samplings)} samplings were given for {num_prompts} prompts; give one for each"
+        raise KVPolicyError(msg)
+    return samplings
+
+
+def _texts(stop: str | Iterable[str]) -> tuple[str, ...]:
+    """One text or several; an empty text is an error, it would end every generation."""
+    texts = tuple(stop) if isinstance(stop, Iterable) and not isinstance(stop, str) else (stop,)
+    for text in texts:
+        if not isinstance(text, str) or not text:
+            msg = f"stop strings were given as {texts!r:.60}; expected non-empty texts"
+            raise KVPolicyError(msg)
+    return texts
+
+
+def _ids(stop_ids: int | Iterable[int] | None) -> tuple[int, ...] | None:
+    """One token id or several."""
+    if stop_ids is None:
+        return None
+    ids = tuple(stop_ids) if isinstance(stop_ids, Iterable) else (stop_ids,)
+    try:
+        return tuple(operator.index(token) for token in ids)
+    except TypeError:
+        msg = f"stop_ids were given as {ids!r:.60}; expected integer token ids"
+        raise KVPolicyError(msg) from None
+
+
+def _is_sampling(instance: object, attribute: object, value: object) -> None:
+    samplings_of([value], 1)
+
+
+def _is_snapshot(instance: object, attribute: object, value: Any) -> None:
+    if value is not None and not isinstance(value, SequenceSnapshot):
+        msg = (
+            f"resume was given as {shown(value)}; give a snapshot, as of Result.snapshot or "
+            "SequenceSnapshot.load(FILE)"
+        )
+        raise KVPolicyError(msg)
+
+
+@attrs.frozen
+class Request:
+    """One prompt and how to continue it.
+
+    Attributes:
+        prompt: Text (the engine needs a tokenizer then) or token ids. With ``resume``, the tokens
+            that follow those of the snapshot; empty: the newest answer of the snapshot goes on.
+        max_new_tokens: The most tokens to generate.
+        sampling: How tokens are drawn.
+        stop: Texts that end the generation; the text of the result ends before them.
+        stop_ids: Tokens that end the generation; ``None`` means the model's own.
+        resume: The sequence to go on with; ``None``: a new one.
+        snapshot: Whether `Result.snapshot` is wanted.
+        priority: Requests of higher priority get a slot first, equal ones in order of arrival.
+            No request gives up its slot for another.
+        deadline_s: Seconds from its submission after which the request ends, whether it waits or
+            runs; ``None``: it has no deadline. It is checked before every step.
+        logprobs: Asks for `Result.logprobs`: the log-probability of each token, and those of so
+            many of the likeliest tokens at its place. ``None``: not wanted.
+    """
+
+    prompt: str | Sequence[int] = ()
+    max_new_tokens: int = attrs.field(default=256, validator=_integer(1))
+    sampling: Sampling = attrs.field(default=Sampling(), validator=_is_sampling)
+    stop: tuple[str, ...] = attrs.field(default=(), converter=_texts)
+    stop_ids: tuple[int, ...] | None = attrs.field(default=None, converter=_ids)
+    resume: SequenceSnapshot | None = attrs.field(
+        default=None, validator=_is_snapshot, kw_only=True
+    )
+    snapshot: bool = attrs.field(default=False, kw_only=True)
+    priority: int = attrs.field(default=0, validator=_integer(-MAX_COUNT), kw_only=True)
+    deadline_s: float | None = attrs.field(
+        default=None, validator=optional(_at_least(0)), kw_only=True
+    )
+    logprobs: int | None = attrs.field(default=None, validator=optional(_integer(0)), kw_only=True)

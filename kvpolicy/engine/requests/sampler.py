@@ -1,0 +1,31 @@
+"""Sampling: from logits to the next token, as the request of each sequence asks for."""
+
+from collections import abc
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kvpolicy.engine.requests.sequence import Sequence
+from kvpolicy.kernels.draw import columns_of, draw, flag_missing
+from kvpolicy.kernels.transfer import upload
+
+# Chooses the next tokens ``[B]`` of sequences from their logits ``[B, V]``, on the same device;
+# `NO_TOKEN` where the logits name none.
+Sampler = abc.Callable[[abc.Sequence[Sequence], Tensor], Tensor]
+
+
+def sample_next(sequences: abc.Sequence[Sequence], logits: Tensor) -> Tensor:
+    """Sample the next token of each sequence with the sampling of its request."""
+    columns = columns_of([seq.request.sampling for seq in sequences], logits.device)
+    position = _int64([seq.num_tokens for seq in sequences], logits.device)
+    return draw(logits, columns, position)
+
+
+def forced(tokens: abc.Sequence[int], logits: Tensor) -> Tensor:
+    """The answer of a sampler that leads sequences along given tokens."""
+    return flag_missing(_int64(tokens, logits.device), logits)
+
+
+def _int64(values: abc.Sequence[int], device: torch.device) -> Tensor:
+    return upload(np.array(values, dtype=np.int64), device)

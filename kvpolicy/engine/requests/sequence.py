@@ -1,0 +1,279 @@
+"""One request while it is served: its tokens, the notes of policies, what it has cost so far."""
+
+import operator
+import time
+from collections import abc
+from typing import Any
+
+import attrs
+
+from kvpolicy.cache.static_step import Continuation
+from kvpolicy.engine.requests.detokenize import decode
+from kvpolicy.engine.requests.logprobs import TokenLogprobs
+from kvpolicy.engine.requests.request import Request
+from kvpolicy.engine.requests.results import FinishReason, Result
+from kvpolicy.engine.snapshots.snapshot import SequenceSnapshot
+from kvpolicy.errors import RequestError, error_summary
+from kvpolicy.state import SequenceMemory, WaitingRequest
+
+# Tokens decoded beyond the length of the longest stop string, as some decode to nothing.
+_STOP_MARGIN = 8
+
+
+@attrs.define(eq=False)
+class Sequence:
+    """A request with a valid prompt, from arrival to its result.
+
+    Attributes:
+        id: Number of the request in its run.
+        request: The request.
+        prompt: Token ids of the prompt, with those of earlier turns before it.
+        max_new_tokens: The most tokens of the answer, within the model's positions.
+        stop_ids: Tokens that end the generation.
+        tokenizer: The engine's, if there is one.
+        clock: Tells the time in seconds: the engine's, which leaves out compiling.
+        slot: Its slot in the cache, while it is served.
+        tokens: Tokens of the answer so far.
+        num_before: Tokens of the answer that are those of a resumed snapshot.
+        num_earlier: Tokens of the prompt that are.
+        memory: What policies remember of it.
+        num_observed: Tokens that policies were shown by `observe`.
+        num_marked: Tokens whose rows were marked, in layers that are marked after decode steps.
+        num_reused: Tokens of the prompt whose rows were copied from a prefix store.
+        compactions: Times at which at least one layer was compacted.
+        rows_evicted: Rows evicted, summed over layers and counted per KV head.
+        peak_rows: The most rows any layer held.
+        peak_bytes: Bytes of keys and values in its rows at most, summed over layers.
+        full_bytes: Those of a full cache of the same tokens, when it was last looked at.
+        prefill_s: Seconds in the prefill of its group.
+        decode_from: Time of its first token, by `clock`.
+        finish_reason: Why it has ended; ``None`` while it is served.
+        error: What was wrong, if it has ended with an error.
+        snapshot: The sequence at its end, if it is wanted.
+        deadline: When it ends at the latest, by the clock of its run; ``None``: at any time.
+        logprobs: Log-probabilities of its own tokens, if the request asks for them.
+        newest_at: Time of its newest token, by `clock`.
+        newest_after: Prefill forwards of the run before its newest token.
+        continuation: How decode steps continue it.
+    """
+
+    id: int
+    request: Request
+    prompt: tuple[int, ...]
+    max_new_tokens: int
+    stop_ids: frozenset[int]
+    tokenizer: Any = None
+    clock: abc.Callable[[], float] = time.perf_counter
+    slot: int = -1
+    tokens: list[int] = attrs.field(factory=list)
+    num_before: int = 0
+    num_earlier: int = 0
+    memory: SequenceMemory = attrs.field(factory=SequenceMemory)
+    num_observed: int = 0
+    num_marked: int = 0
+    num_reused: int = 0
+    compactions: int = 0
+    rows_evicted: int = 0
+    peak_rows: int = 0
+    peak_bytes: int = 0
+    full_bytes: int = 0
+    prefill_s: float = 0.0
+    decode_from: float = 0.0
+    finish_reason: FinishReason | None = None
+    error: str | None = None
+    snapshot: SequenceSnapshot | None = None
+    deadline: float | None = None
+    logprobs: list[TokenLogprobs] = attrs.field(factory=list)
+    newest_at: float = 0.0
+    newest_after: int = 0
+    continuation: Continuation = attrs.field(init=False)
+    _text_end: int | None = None
+
+    @property
+    def waiting(self) -> WaitingRequest:
+        """What `schedule` receives about it."""
+        return WaitingRequest(
+            self.id,
+            self.num_prompt,
+            self.max_new_tokens - self.num_before,
+            self.request.priority,
+        )
+
+    @property
+    def num_prompt(self) -> int:
+        """Tokens of the prompt that are its own."""
+        return len(self.prompt) - self.num_earlier
+
+    @property
+    def own_tokens(self) -> list[int]:
+        """Tokens generated for this request."""
+        return self.tokens[self.num_before :]
+
+    @property
+    def num_staying(self) -> int:
+        """Tokens whose rows stay where prompts do: of a conversation, those of the first prompt."""
+        snapshot = self.request.resume
+        return len(self.prompt) if snapshot is None else snapshot.contents.prompt_len
+
+    @property
+    def max_len(self) -> int:
+        """The most tokens it may have, prompt and generation together."""
+        return len(self.prompt) + self.max_new_tokens
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the prompt and the generation, which is the position of the next one."""
+        return len(self.prompt) + len(self.tokens)
+
+    @continuation.default
+    def _continuation(self) -> Continuation:
+        return Continuation(self.max_len, self.stop_ids, self.request.sampling)
+
+    def copied(self, number: int, memory: SequenceMemory) -> "Sequence":
+        """A copy with another number and a copied memory, for a sequence that goes on by itself."""
+        return attrs.evolve(
+            self, id=number, tokens=[*self.tokens], logprobs=[*self.logprobs], memory=memory
+        )
+
+    def token_ids(self, start: int, end: int) -> list[int]:
+        """The tokens at positions ``[start, end)``, of the prompt and the generation."""
+        num_prompt = len(self.prompt)
+        generated = self.tokens[max(start - num_prompt, 0) : max(end - num_prompt, 0)]
+        return [*self.prompt[start:end], *generated]
+
+    def append(self, token: int) -> None:
+        """Add a generated token, and check whether it ends the generation."""
+        if len(self.tokens) == self.num_before:
+            self.decode_from = self.clock()
+        self.tokens.append(token)
+        stops = token in self.stop_ids or (self.request.stop and self._has_stop_string())
+        if self.error is not None:
+            return
+        if stops:
+            self.finish_reason = "stop"
+        elif len(self.tokens) >= self.max_new_tokens:
+            self.finish_reason = "length"
+
+    def fail(self, error: str) -> None:
+        """End it with an error; no effect if it has ended already."""
+        if self.finish_reason is None:
+            self.finish_reason, self.error = "error", error
+
+    def _has_stop_string(self) -> bool:
+        if self.tokenizer is None:
+            return False
+        tail = max(map(len, self.request.stop)) + _STOP_MARGIN
+        recent = self._decode(self.tokens[-tail:])
+        if not any(stop in recent for stop in self.request.stop):
+            return False
+        text, before = self._decode(self.tokens), self._text_before()
+        # One that ends within the resumed part has been passed already.
+        first = [max(before - len(stop) + 1, 0) for stop in self.request.stop]
+        starts = [text.find(*pair) for pair in zip(self.request.stop, first, strict=True)]
+        found = min((start for start in starts if start >= 0), default=None)
+        self._text_end = None if found is None else max(found - before, 0)
+        return self._text_end is not None
+
+    def _text_before(self) -> int:
+        """Length of the text of a resumed answer."""
+        return len(self._decode(self.tokens[: self.num_before])) if self.num_before else 0
+
+    def text(self) -> str | None:
+        """The text generated for this request, without special tokens, up to a stop string."""
+        if self.tokenizer is None:
+            return None
+        return self._decode(self.own_tokens)[: self._text_end]
+
+    def _decode(self, tokens: list[int]) -> str:
+        """The text of tokens; the sequence ends with an error if the tokenizer raises."""
+        try:
+            return decode(self.tokenizer, tokens)
+        except RequestError as error:
+            self.finish_reason, self.error = "error", str(error)
+            return ""
+
+    def result(self) -> Result:
+        """The result of a sequence that has ended."""
+        text = self.text()  # decoding may fail, and that is the reason then
+        assert self.finish_reason is not None
+        return Result(
+            id=self.id,
+            prompt_len=self.num_prompt,
+            reused_tokens=self.num_reused,
+            tokens=tuple(self.own_tokens),
+            text=text,
+            finish_reason=self.finish_reason,
+            error=self.error,
+            compactions=self.compactions,
+            rows_evicted=self.rows_evicted,
+            peak_rows=self.peak_rows,
+            peak_bytes=self.peak_bytes,
+            full_bytes=self.full_bytes,
+            prefill_s=self.prefill_s,
+            decode_s=self.clock() - self.decode_from if self.own_tokens else 0.0,
+            snapshot=self.snapshot,
+            logprobs=None if self.request.logprobs is None else tuple(self.logprobs),
+        )
+
+
+def encode(prompt: str | abc.Sequence[int], tokenizer: Any, vocab_size: int) -> tuple[int, ...]:
+    """The token ids of a prompt.
+
+    Raises:
+        RequestError: If it is empty, is text and there is no tokenizer, or has no valid token ids.
+    """
+    if isinstance(prompt, str):
+        if tokenizer is None:
+            msg = "the prompt is text, but the engine has no tokenizer; give token ids"
+            raise RequestError(msg)
+        ids = tuple(_tokens_of(prompt, tokenizer))
+    elif isinstance(prompt, abc.Iterable) and not isinstance(prompt, bytes):
+        ids = _token_ids(prompt)
+    else:
+        msg = f"the prompt is {prompt!r:.60}; expected text or a list of token ids"
+        raise RequestError(msg)
+    if not ids:
+        is_unknown = isinstance(prompt, str) and prompt
+        what = "has no text that the tokenizer knows" if is_unknown else "is empty"
+        msg = f"the prompt {what}; at least one token is needed"
+        raise RequestError(msg)
+    outside = [token for token in ids if not 0 <= token < vocab_size]
+    if outside:
+        msg = f"the prompt holds token id {outside[0]}; expected 0 to {vocab_size - 1}"
+        raise RequestError(msg)
+    return ids
+
+
+def _tokens_of(text: str, tokenizer: Any) -> list[int]:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        letter = text[error.start].encode("unicode_escape").decode()
+        msg = (
+            f"the prompt holds {letter} at character {error.start}, which is not valid text; "
+            "give UTF-8"
+        )
+        raise RequestError(msg) from error
+    try:
+        return list(tokenizer(text)["input_ids"])
+    except Exception as error:
+        msg = f"the tokenizer cannot encode the prompt: {error_summary(error)}; give token ids"
+        raise RequestError(msg) from error
+
+
+def _token_ids(prompt: abc.Iterable[object]) -> tuple[int, ...]:
+    try:
+        return tuple(_token_id(token) for token in prompt)
+    except RequestError:
+        raise
+    except Exception as error:  # a tensor without dimensions or values, a generator that fails
+        msg = f"the prompt cannot be read: {error_summary(error)}; give a list of token ids"
+        raise RequestError(msg) from error
+
+
+def _token_id(token: object) -> int:
+    try:
+        return operator.index(token)  # type: ignore[arg-type]
+    except TypeError:
+        msg = f"the prompt holds {token!r:.60}; expected text or integer token ids"
+        raise RequestError(msg) from None

@@ -1,0 +1,1 @@
+"""Sequences out of their slots, as values that can be kept, copied and saved."""

@@ -1,0 +1,214 @@
+"""Layers that are compacted together keep the same rows as layers that are compacted one by one."""
+
+from typing import Any, ClassVar
+
+import attrs
+import numpy as np
+import pytest
+import torch
+from compare import result_values
+from hypothesis import assume, given
+from hypothesis import strategies as st
+from strategies import BASES, MOST_PROTECTED, SMALL_KNOBS, STEERING
+from tiny import shared_model
+from torch import Tensor
+
+from kvpolicy import Engine, Plan, Request, hookimpl, installed_policies
+from kvpolicy.cache.rows import Tracks
+from kvpolicy.engine.requests.results import Result
+from kvpolicy.engine.run import Run
+from kvpolicy.engine.tracing import recording
+from kvpolicy.errors import HookError
+from kvpolicy.plan.spec import PolicySpec
+
+NUM_LAYERS = 3
+NAMES = [policy.name for policy in installed_policies() if policy.name not in STEERING]
+ADD_ONS = ((), ("protect",), ("merge",), ("rerotate",))
+
+# Prompt length and new tokens of requests that arrive in few slots, so that they are staggered.
+requests = st.lists(st.tuples(st.integers(1, 30), st.integers(1, 40)), min_size=4, max_size=4)
+
+
+def engine_of(*stack: Any, dtype: torch.dtype = torch.float32, **options: Any) -> Engine:
+    plan = Plan.uniform(*stack, budget=MOST_PROTECTED + 4, buffer=5)
+    return Engine(shared_model(num_layers=NUM_LAYERS, dtype=dtype), plan=plan, **options)
+
+
+def start(engine: Engine, lengths: list[tuple[int, int]]) -> Run:
+    return engine.generate(
+        [
+            Request([(7 * i + j * j) % 61 for j in range(length)], max_new_tokens=new, stop_ids=())
+            for i, (length, new) in enumerate(lengths)
+        ]
+    )
+
+
+@attrs.frozen(eq=False)
+class Trace:
+    """What a run held after each step, and its results."""
+
+    rows: list[np.ndarray]
+    tensors: list[list[Tensor]]
+    results: list[Result]
+    compactions: int
+
+    @classmethod
+    def of(cls, run: Run, *, call_bytes: int = 1 << 30, defers: bool = False) -> "Trace":
+        eviction = run.batch.compactor.eviction
+        eviction.call_bytes, eviction.defers = call_bytes, defers
+        found = cls([], [], [], 0)
+        while not run.done:
+            found.results.extend(run.step().results)
+            found.rows.append(run.cache.rows.copy())
+            held = [tensor.clone() for layer in run.cache.layers for tensor in layer.tensors]
+            found.tensors.append(held)
+        found.results.sort(key=lambda result: result.id)
+        return attrs.evolve(found, compactions=run.report.compactions)
+
+    def assert_equals(self, other: "Trace") -> None:
+        assert len(self.rows) == len(other.rows)
+        assert self.compactions == other.compactions
+        for rows, other_rows in zip(self.rows, other.rows, strict=True):
+            assert (rows == other_rows).all()
+        for tensors, other_tensors in zip(self.tensors, other.tensors, strict=True):
+            assert all(map(torch.equal, tensors, other_tensors))
+        mine, others = map(result_values, self.results), map(result_values, other.results)
+        assert list(mine) == list(others)
+
+
+def one_by_one(engine: Engine) -> Engine:
+    for stack in engine.stacks:
+        stack.layers_alike = False
+    return engine
+
+
+@pytest.mark.parametrize("name", NAMES)
+@given(
+    st.data(),
+    st.sampled_from(ADD_ONS),
+    requests,
+    st.integers(1, 3),
+    st.sampled_from([torch.float32, torch.float64]),
+    st.sampled_from([1, 1 << 14, 1 << 30]),
+    st.booleans(),
+)
+def test_the_cache_is_the_same_to_the_bit(
+    name: str,
+    data: st.DataObject,
+    add_on: tuple[str, ...],
+    lengths: list[tuple[int, int]],
+    slots: int,
+    dtype: torch.dtype,
+    call_bytes: int,
+    defers: bool,
+) -> None:
+    assume(name not in add_on)
+    spec = PolicySpec(name, data.draw(st.sampled_from(SMALL_KNOBS.get(name, ({},)))))
+    specs = (*BASES.get(name, ()), spec)
+    options: Any = {"dtype": dtype, "slots": slots}
+    together = start(engine_of(*specs, *add_on, **options), lengths)
+    alone = start(one_by_one(engine_of(*specs, *add_on, **options)), lengths)
+    Trace.of(together, call_bytes=call_bytes, defers=defers).assert_equals(Trace.of(alone))
+
+
+@attrs.define(eq=False)
+class Counts:
+    """Scores by key length, and notes how many entries each call of `score` has."""
+
+    layers_alike: bool = True
+    calls: list[int] = attrs.field(factory=list)
+
+    @hookimpl
+    def score(self, keys: Tensor) -> Tensor:
+        self.calls.append(len(keys))
+        return keys.norm(dim=-1)
+
+
+def test_a_policy_that_declares_it_is_asked_once_for_all_layers() -> None:
+    for alike, expected in ((True, {NUM_LAYERS}), (False, {1})):
+        policy = Counts(layers_alike=alike)
+        run = start(engine_of(policy, slots=1), [(3, 60)])
+        Trace.of(run)
+        assert set(policy.calls) == expected
+
+
+def test_every_policy_of_a_stack_and_every_part_must_declare_it() -> None:
+    for stack, expected in [
+        ((Counts(), "protect"), True),
+        ((Counts(False), "protect"), False),
+        ((Counts(), "random"), False),
+        ((Counts(), "merge"), True),  # evict() is called for each layer in any case
+        ((PolicySpec("mix", {"of": ["rkv", "h2o"]}),), True),
+        ((PolicySpec("mix", {"of": ["rkv", "random"]}),), False),
+        ((PolicySpec("knorm", {"skip_layers": (1,)}),), False),
+    ]:
+        (layers_alike,) = {one.layers_alike for one in engine_of(*stack).stacks}
+        assert layers_alike is expected, stack
+
+
+def test_a_recorded_run_is_asked_layer_by_layer_and_keeps_the_same() -> None:
+    plain = Trace.of(start(engine_of("rkv", slots=2), [(9, 50), (20, 50)]))
+    engine = engine_of("rkv", slots=2)
+    with recording(engine, hooks=["score"]) as recorded:
+        Trace.of(start(engine, [(9, 50), (20, 50)])).assert_equals(plain)
+    assert {call.layer for call in recorded.calls} == set(range(NUM_LAYERS))
+    assert all(len(call.requests) == 1 for call in recorded.calls)
+
+
+@attrs.define(eq=False)
+class FailsInOneLayer:
+    """Counts compactions in a track; raises, or answers wrongly, for the keys of one layer."""
+
+    tracks: ClassVar[tuple[str, ...]] = ("age",)
+    layers_alike: ClassVar[bool] = True
+
+    answer: str
+    keys: list[Tensor] = attrs.field(factory=list)  # of the layer and sequence that fails
+
+    @hookimpl
+    def score(self, keys: Tensor, positions: Tensor, tracks: Tracks) -> Tensor:
+        tracks["age"] += 1  # also in place, where that is possible
+        scores = positions + tracks["age"]
+        for b, own in enumerate(keys):
+            if any(torch.equal(own, bad) for bad in self.keys):
+                if self.answer == "raises":
+                    msg = "such keys"
+                    raise ValueError(msg)
+                scores[b] = torch.nan
+        return scores
+
+
+@pytest.mark.parametrize("answer", ["raises", "nan"])
+def test_an_error_names_the_layer_and_ends_only_its_sequences(answer: str) -> None:
+    lengths = [(9, 60), (12, 60), (20, 60)]  # never due together: the buffer is 5
+
+    @attrs.define(eq=False)
+    class Watch:
+        """Finds the keys of layer 1 of the second sequence at its second compaction."""
+
+        found: list[Tensor] = attrs.field(factory=list)
+
+        @hookimpl(wrapper=True)
+        def score(self, layer_idx: int, keys: Tensor, prompt_len: Tensor) -> Any:
+            if layer_idx == 1:
+                self.found += [
+                    one.clone() for one, n in zip(keys, prompt_len, strict=True) if n == 12
+                ]
+            return (yield)
+
+    watch = Watch()
+    Trace.of(start(engine_of(FailsInOneLayer(answer), watch, slots=3), lengths))
+    bad = watch.found[1:2]
+    policy = FailsInOneLayer(answer, bad)
+    run = start(engine_of(policy, slots=3, on_hook_error="answer"), lengths)
+    alone = start(
+        one_by_one(engine_of(FailsInOneLayer(answer, bad), slots=3, on_hook_error="answer")),
+        lengths,
+    )
+    found, expected = Trace.of(run), Trace.of(alone)
+    found.assert_equals(expected)
+    assert [result.error for result in found.results] == [one.error for one in expected.results]
+    assert [result.error is None for result in found.results] == [True, False, True]
+    assert "at layer 1" in str(found.results[1].error)
+    with pytest.raises(HookError, match="at layer 1"):
+        Trace.of(start(engine_of(FailsInOneLayer(answer, bad), slots=3), lengths))

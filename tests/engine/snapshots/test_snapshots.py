@@ -1,0 +1,590 @@
+"""A sequence that is cut and resumed goes on, bit for bit, as if it had never been cut."""
+
+import json
+import re
+import struct
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, ClassVar
+
+import attrs
+import pytest
+import torch
+from batches import generated_tokens
+from families import family_model
+from hypothesis import given
+from hypothesis import strategies as st
+from recorder import RecordsAndSteers
+from safetensors.torch import load_file, save_file
+from strategies import plans, prompts
+from tiny import shared_model, tiny_tokenizer
+from torch import nn
+
+from kvpolicy import Engine, Plan, PolicyCache, Request, Sampling, hookimpl
+from kvpolicy.engine.snapshots.snapshot import SequenceSnapshot
+from kvpolicy.errors import CacheError, PolicyLoadError, SnapshotError
+from kvpolicy.state import Memory
+
+NUM_LAYERS = 2
+TIGHT = Plan.uniform("h2o", budget=12, buffer=4)
+FAMILIES = ("llama", "mistral", "gemma2", "gpt_oss")  # windows, soft caps, sinks
+
+# In double precision the order of additions does not matter.
+models = st.builds(family_model, st.sampled_from(FAMILIES), dtype=st.just(torch.float64))
+
+
+def llama(**options: Any) -> Any:
+    return shared_model(num_layers=NUM_LAYERS, dtype=torch.float64, **options)
+
+
+@st.composite
+def requests(draw: st.DrawFn) -> Request:
+    return Request(
+        draw(prompts(count=1, max_len=30))[0],
+        draw(st.integers(1, 40)),
+        Sampling(draw(st.sampled_from([0, 1.5])), seed=draw(st.integers(0, 9))),
+        draw(st.sampled_from([(), ("ab", "c")])),
+        draw(st.sampled_from([(), (4, 5)])),
+        snapshot=draw(st.booleans()),
+    )
+
+
+def through_file(snapshot: SequenceSnapshot) -> SequenceSnapshot:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "sequence.safetensors"
+        snapshot.save(path)
+        return SequenceSnapshot.load(path)
+
+
+def assert_same(ours: SequenceSnapshot | None, theirs: SequenceSnapshot | None) -> None:
+    """The same tokens, rows, tracks and queries."""
+    assert ours is not None
+    assert theirs is not None
+    assert ours.token_ids == theirs.token_ids
+    assert (ours.num_observed, ours.registers) == (theirs.num_observed, theirs.registers)
+    for own, other in zip(ours.contents.layers, theirs.contents.layers, strict=True):
+        assert own.compacted_at == other.compacted_at
+        assert torch.equal(own.positions, other.positions)
+        for mine, yours in zip(own.tensors, other.tensors, strict=True):
+            torch.testing.assert_close(mine, yours)
+
+
+@given(
+    models,
+    plans(num_layers=NUM_LAYERS),
+    requests(),
+    st.lists(requests(), max_size=3),
+    st.lists(requests(), max_size=3),
+    st.data(),
+)
+def test_a_sequence_that_was_cut_goes_on_as_if_it_had_not_been(
+    model: nn.Module,
+    plan: Plan,
+    request: Request,
+    before: list[Request],
+    after: list[Request],
+    data: st.DataObject,
+) -> None:
+    options = {"slots": 3, "steps_per_read": data.draw(st.sampled_from([1, 4]))}
+    engine = Engine(model, tiny_tokenizer(), plan, **options)
+    request = attrs.evolve(request, snapshot=True)
+    whole = engine.generate([request]).results()[0]
+
+    run, snapshot = engine.generate([*before, request]), None
+    cut_at = data.draw(st.integers(0, 60))
+    while not run.done:
+        run.step()
+        served = [seq for seq in run.batch.active if seq.id == len(before)]
+        if served and len(served[0].tokens) >= min(cut_at, len(whole.tokens) - 1):
+            snapshot = run.snapshot(len(before))
+            break
+    if snapshot is None:
+        return  # it has ended with its first token, or within one read
+    num = len(snapshot.tokens)
+    assert snapshot.tokens == whole.tokens[:num]
+    if data.draw(st.booleans(), label="in another engine"):
+        engine = Engine(model, tiny_tokenizer(), plan, eager=data.draw(st.booleans()), **options)
+    if data.draw(st.booleans(), label="through a file"):
+        snapshot = through_file(snapshot)
+    rest = attrs.evolve(
+        request, prompt=(), max_new_tokens=request.max_new_tokens - num, resume=snapshot
+    )
+    places = [data.draw(st.integers(0, len(after))) for _ in range(2)]
+    others = [*after]
+    for place in places:
+        others.insert(place, rest)
+    results = engine.generate(others).results()
+    resumed = [one for one, asked in zip(results, others, strict=True) if asked is rest]
+    assert len(resumed) == 2
+    for one in resumed:
+        assert one.error is None
+        assert (*snapshot.tokens, *one.tokens) == whole.tokens
+        assert one.finish_reason == whole.finish_reason
+        assert_same(one.snapshot, whole.snapshot)
+
+
+@given(
+    models,
+    plans(num_layers=NUM_LAYERS),
+    prompts(count=2, max_len=30),
+    prompts(count=2, max_len=20),
+    st.booleans(),
+)
+def test_another_turn_is_that_of_a_conversation(
+    model: nn.Module,
+    plan: Plan,
+    start: list[list[int]],
+    more: list[list[int]],
+    on_disk: bool,
+) -> None:
+    """In a `PolicyCache`, with its prompt_len, and what was due at the end of the first turn."""
+    cache = PolicyCache(model, plan, tiny_tokenizer())
+    first = generated_tokens(model, start[:1], 9, past_key_values=cache)
+    text = [start[0] + first[0] + more[0]]
+    second = generated_tokens(model, text, 12, past_key_values=cache)
+
+    engine = Engine(model, tiny_tokenizer(), plan)
+    asked = [Request(one, 9, stop_ids=(), snapshot=True) for one in start]
+    results = engine.generate(asked).results()
+    assert list(results[0].tokens) == first[0]
+    turns = []
+    for result, new in zip(results, more, strict=True):
+        assert result.snapshot is not None
+        snapshot = result.snapshot
+        if on_disk:
+            snapshot = through_file(snapshot)
+        turns.append(Request(new, 12, stop_ids=(), resume=snapshot))
+    answers = engine.generate(turns).results()
+    assert list(answers[0].tokens) == second[0]
+    assert [one.prompt_len for one in answers] == [len(new) for new in more]
+
+
+@given(models, plans(num_layers=NUM_LAYERS), prompts(count=2, max_len=30))
+def test_caches_are_restored_from_snapshots_of_engines_and_caches(
+    model: nn.Module, plan: Plan, start: list[list[int]]
+) -> None:
+    tokenizer = tiny_tokenizer()
+    engine = Engine(model, tokenizer, plan)
+    results = engine.generate([Request(one, 9, stop_ids=(), snapshot=True) for one in start])
+    snapshots = [result.snapshot for result in results.results()]
+    restored = PolicyCache(model, plan, tokenizer)
+    restored.restore(snapshots)
+    cache = PolicyCache(model, plan, tokenizer)
+    answers = generated_tokens(model, start, 9, past_key_values=cache)
+    assert restored.report.tokens == cache.report.tokens
+    again = PolicyCache(model, plan, tokenizer)
+    again.restore([cache.snapshot(1), cache.snapshot(0), cache.snapshot(1)])
+    text = [row + answer + [7, 8] for row, answer in zip(start, answers, strict=True)]
+    expected = generated_tokens(model, text, 12, past_key_values=cache)
+    assert generated_tokens(model, text, 12, past_key_values=restored) == expected
+    order = [1, 0, 1]
+    ours = generated_tokens(model, [text[row] for row in order], 12, past_key_values=again)
+    assert ours == [expected[row] for row in order]
+
+
+@pytest.mark.parametrize("prompt", [(), (7, 8)])
+def test_a_slab_that_the_last_step_has_filled_is_compacted_when_it_goes_on(
+    prompt: tuple[int, ...],
+) -> None:
+    model, start, num = llama(), list(range(14)), 3  # its second step fills the slab
+    engine = Engine(model, plan=TIGHT)
+    request = Request(start, num, stop_ids=(), snapshot=True)
+    (first,) = engine.generate([request]).results()
+    assert first.snapshot is not None
+    assert {layer.num_rows for layer in first.snapshot.contents.layers} == {16}
+    rest = Request(prompt, 20, stop_ids=(), resume=first.snapshot)
+    (result,) = engine.generate([rest]).results()
+    if prompt:
+        cache = PolicyCache(model, TIGHT)
+        generated_tokens(model, [start], num, past_key_values=cache)
+        text = [[*start, *first.tokens, *prompt]]
+        expected = generated_tokens(model, text, 20, past_key_values=cache)[0]
+    else:
+        whole = engine.generate([start], max_new_tokens=num + 20, stop_ids=()).results()[0]
+        expected = list(whole.tokens[num:])
+    assert list(result.tokens) == expected
+
+
+def taken(plan: Plan = TIGHT, **options: Any) -> SequenceSnapshot:
+    """Of a sequence of 20 and 30 tokens at its end."""
+    engine = Engine(llama(), tiny_tokenizer(), plan, **options)
+    request = Request(range(20), 30, stop_ids=(), snapshot=True)
+    (result,) = engine.generate([request]).results()
+    assert result.snapshot is not None, result.error
+    return result.snapshot
+
+
+def test_a_snapshot_holds_the_rows_that_are_held_and_no_slab() -> None:
+    engine = Engine(llama(), plan=Plan.uniform("streaming", budget=12, buffer=30))
+    run = engine.generate([Request(range(20), 30, stop_ids=())])
+    for _ in range(25):
+        run.step()
+    snapshot, cache = run.snapshot(0), run.cache
+    rows = cache.rows[:, 0]
+    assert (rows < cache.capacity).all()
+    of_positions = 8 * 2 * int(rows.sum())  # in 2 heads
+    assert snapshot.num_bytes == int(rows @ cache.row_bytes) + of_positions
+    sizes = f"tokens={len(snapshot.token_ids)}, rows={rows[0]}, num_bytes={snapshot.num_bytes}"
+    assert repr(snapshot) == f"SequenceSnapshot({sizes})"
+
+
+def test_a_snapshot_does_not_change_with_its_sequence() -> None:
+    engine = Engine(llama(), plan=TIGHT)
+    run = engine.generate([Request(range(20), 60, stop_ids=())])
+    run.step()
+    snapshot = run.snapshot(0)
+    before = [tensor.clone() for tensor in snapshot.contents.tensors]
+    run.results()
+    engine.generate([Request(resume=snapshot, max_new_tokens=30)] * 3).results()
+    assert all(map(torch.equal, before, snapshot.contents.tensors))
+
+
+def test_memory_and_registers_go_on() -> None:
+    plan = Plan.uniform("streaming", RecordsAndSteers(), budget=12, buffer=5)
+    engine = Engine(llama(), tiny_tokenizer(), plan)
+    request = Request(range(20), 40, stop_ids=())
+    (whole,) = engine.generate([request]).results()
+    run = engine.generate([request])
+    for _ in range(17):
+        run.step()
+    snapshot = run.snapshot(0)
+    rest = Request(resume=snapshot, max_new_tokens=40 - len(snapshot.tokens), stop_ids=())
+    for result in engine.generate([rest, rest]).results():
+        assert (*snapshot.tokens, *result.tokens) == whole.tokens
+
+
+def test_skipkv_goes_on_in_another_process(tmp_path: Path) -> None:
+    """Its sentences and penalties are written, and found again by another process."""
+    program = f"""
+import sys
+sys.path.insert(0, {str(Path(__file__).parents[1] / "support")!r})
+import torch
+from tiny import shared_model, tiny_tokenizer
+from kvpolicy import Engine, Plan, Request
+from kvpolicy.engine.snapshots.snapshot import SequenceSnapshot
+model = shared_model(num_layers=2, dtype=torch.float64)
+knobs = {{"skipkv": {{"tau": 0.2, "window_size": 4}}}}
+plan = Plan.uniform("skipkv", budget=14, buffer=5, knobs=knobs)
+engine = Engine(model, tiny_tokenizer(), plan)
+snapshot = SequenceSnapshot.load({str(tmp_path / "a.safetensors")!r})
+(result,) = engine.generate([Request(resume=snapshot, max_new_tokens=45, stop_ids=())]).results()
+print(result.error or list(result.tokens))
+"""
+    knobs = {"skipkv": {"tau": 0.2, "window_size": 4}}
+    plan = Plan.uniform("skipkv", budget=14, buffer=5, knobs=knobs)
+    engine = Engine(llama(), tiny_tokenizer(), plan)
+    request = Request("it is. so it is.\n\nit is. so\n", 60, stop_ids=())
+    (whole,) = engine.generate([request]).results()
+    run = engine.generate([request])
+    for _ in range(14):
+        run.step()
+    snapshot = run.snapshot(0)
+    assert len(snapshot.tokens) == 15
+    snapshot.save(tmp_path / "a.safetensors")
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert json.loads(done.stdout) == list(whole.tokens[15:]), done.stderr
+
+
+def stop_within(
+    tokens: tuple[int, ...], size: int = 3, least: int | None = None
+) -> tuple[str, int]:
+    """A text of some tokens that comes nowhere before, and the number of tokens before it."""
+    tokenizer = tiny_tokenizer()
+    for begin in range(len(tokens) // 2 if least is None else least, len(tokens)):
+        stop = tokenizer.decode(tokens[begin : begin + size])
+        if tokenizer.decode(tokens).index(stop) == len(tokenizer.decode(tokens[:begin])):
+            return stop, begin
+    raise AssertionError
+
+
+def test_stop_strings_are_found_across_the_cut_and_not_before_it() -> None:
+    engine = Engine(llama(), tiny_tokenizer(), TIGHT)
+    request = Request(range(9), 30, stop_ids=())
+    (whole,) = engine.generate([request]).results()
+    stop, begin = stop_within(whole.tokens)
+    (stopped,) = engine.generate([attrs.evolve(request, stop=stop)]).results()
+    assert len(stopped.tokens) == begin + 3
+    run = engine.generate([request])
+
+    def resumed_at(num: int) -> tuple[SequenceSnapshot, Request]:
+        while not run.batch.active or len(run.batch.active[0].tokens) < num:
+            run.step()
+        snapshot = run.snapshot(0)
+        return snapshot, Request(resume=snapshot, max_new_tokens=2, stop=stop, stop_ids=())
+
+    snapshot, rest = resumed_at(begin + 2)
+    (result,) = engine.generate([rest]).results()
+    assert (result.finish_reason, result.text) == ("stop", "")
+    assert (*snapshot.tokens, *result.tokens) == stopped.tokens
+    _, rest = resumed_at(begin + 3)
+    assert engine.generate([rest]).results()[0].finish_reason == "length"
+
+
+@pytest.mark.parametrize("least", range(9, 13))
+def test_ends_with_stop_strings_are_exact_whatever_is_read_together(least: int) -> None:
+    request = Request(range(20), 60, stop_ids=(), snapshot=True)
+    (whole,) = Engine(llama(), tiny_tokenizer(), TIGHT).generate([request]).results()
+    request = attrs.evolve(request, stop=stop_within(whole.tokens, 1, least)[0])
+    ends = [
+        Engine(llama(), tiny_tokenizer(), TIGHT, steps_per_read=steps).generate([request]).results()
+        for steps in (1, 8)
+    ]
+    assert ends[0][0].finish_reason == "stop"
+    assert_same(ends[1][0].snapshot, ends[0][0].snapshot)
+
+
+# What is refused
+
+
+def error_of(engine: Engine, **options: Any) -> str:
+    (result,) = engine.generate([Request(**options)]).results()
+    assert result.finish_reason == "error"
+    assert result.error is not None
+    return result.error
+
+
+@pytest.mark.parametrize(
+    ("other", "difference"),
+    [
+        (lambda: Engine(llama(), plan=Plan.uniform("h2o", budget=13, buffer=4)), r"budget is 12"),
+        (lambda: Engine(llama(), plan=Plan.uniform("tova", budget=12, buffer=4)), r"every is None"),
+        (
+            lambda: Engine(shared_model(num_layers=NUM_LAYERS), plan=TIGHT),
+            r"model.layers.0.dtype is 'float64' there and 'float32' here",
+        ),
+        (lambda: Engine(llama(num_kv_heads=4), plan=TIGHT), r"num_kv_heads is 2 there and 4 here"),
+    ],
+)
+def test_snapshots_of_other_plans_and_models_are_refused(
+    other: Callable[[], Engine], difference: str
+) -> None:
+    snapshot, engine = taken(), other()
+    error = error_of(engine, resume=snapshot, max_new_tokens=3)
+    pattern = rf"^the snapshot is of another plan or model: .*{difference}[^\n]*$"
+
+    assert re.search(pattern, error), error
+    cache = PolicyCache(engine.adapter.model, engine.plan)
+    with pytest.raises(CacheError, match=difference):
+        cache.restore([snapshot])
+
+
+def test_requests_that_cannot_go_on_are_refused() -> None:
+    engine = Engine(llama(), tiny_tokenizer(), TIGHT)
+    cache = PolicyCache(llama(), TIGHT, tiny_tokenizer())
+    generated_tokens(llama(), [[1, 2, 3]], 4, past_key_values=cache)
+    assert "the model has seen all tokens" in error_of(engine, resume=cache.snapshot(0))
+    assert "snapshot and prompt have 550" in error_of(engine, prompt=[1] * 500, resume=taken())
+    run = engine.generate([Request([1, 2], 3, stop_ids=()) for _ in range(9)])
+    run.step()
+    with pytest.raises(SnapshotError, match="request 8 has not begun"):
+        run.snapshot(8)
+    with pytest.raises(SnapshotError, match="request 99 is not being served"):
+        run.snapshot(99)
+    with pytest.raises(CacheError, match="of 1 rows was asked for a snapshot of row 3"):
+        cache.snapshot(3)
+
+
+def test_plans_that_store_pads_have_no_snapshots() -> None:
+    plan = attrs.evolve(TIGHT, padding="stored")
+    assert "pads belong to a group" in error_of(
+        Engine(llama(), plan=plan), prompt=[1, 2], snapshot=True
+    )
+
+
+def saved(folder: Path) -> Path:
+    taken().save(folder / "a.safetensors")
+    return folder / "a.safetensors"
+
+
+def change_header(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    content = path.read_bytes()
+    (size,) = struct.unpack("<Q", content[:8])
+    header = json.loads(content[8 : 8 + size])
+    ours = json.loads(header["__metadata__"]["kvpolicy.snapshot"])
+    change(ours)
+    header["__metadata__"]["kvpolicy.snapshot"] = json.dumps(ours)
+    text = json.dumps(header).encode()
+    path.write_bytes(struct.pack("<Q", len(text)) + text + content[8 + size :])
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda path: path.unlink(), "cannot be read: No such file"),
+        (lambda path: path.write_bytes(path.read_bytes()[:-5]), "not safetensors, or not all"),
+        (lambda path: path.write_bytes(path.read_bytes()[:100]), "not safetensors, or not all"),
+        (lambda path: path.write_text("{}"), "not safetensors, or not all"),
+        (lambda path: save_file(load_file(path), path), "holds tensors, and no snapshot"),
+        (
+            lambda path: change_header(path, lambda header: header.update(version=2)),
+            "has version 2 of the format, and this kvpolicy reads version 1",
+        ),
+        (
+            lambda path: change_header(path, lambda header: header.pop("version")),
+            "is damaged: its header",
+        ),
+        (
+            lambda path: change_header(path, lambda header: header.pop("tokens")),
+            "is damaged: KeyError: 'tokens'",
+        ),
+        (
+            lambda path: change_header(path, lambda header: header.update(seq_len=3)),
+            "is damaged: it has 50 tokens, of which the model has seen 3",
+        ),
+        (
+            lambda path: change_header(path, lambda header: header["prompt"].__setitem__(0, 999)),
+            "is damaged: a token is outside of the vocabulary",
+        ),
+        (
+            lambda path: change_header(
+                path, lambda header: header["identity"]["model"]["layers"][0].update(head_dim=4)
+            ),
+            "is damaged: keys of layer 0 have shape",
+        ),
+        (
+            lambda path: change_header(path, lambda header: header.update(num_observed=77)),
+            "is damaged: it counts more tokens",
+        ),
+    ],
+)
+def test_files_that_are_no_snapshots_are_refused_in_one_sentence(
+    tmp_path: Path, damage: Callable[[Path], object], message: str
+) -> None:
+    path = saved(tmp_path)
+    damage(path)
+    with pytest.raises(SnapshotError, match=message) as caught:
+        SequenceSnapshot.load(path)
+    assert "\n" not in str(caught.value)
+
+
+def test_rows_out_of_order_are_noticed(tmp_path: Path) -> None:
+    snapshot = taken()
+    snapshot.contents.layers[1].positions[0].copy_(snapshot.contents.layers[1].positions[0].flip(0))
+    snapshot.save(tmp_path / "a.safetensors")
+    with pytest.raises(SnapshotError, match="positions of layer 1 do not rise from 0 to 48"):
+        SequenceSnapshot.load(tmp_path / "a.safetensors")
+
+
+# What policies remember
+
+
+@attrs.define(eq=False)
+class Remembers:
+    """Remembers something of each kind, and scores by it."""
+
+    @hookimpl
+    def score(self, positions: torch.Tensor, memory: Memory) -> torch.Tensor:
+        for own in memory.of(self):
+            own["seen"] = own.get("seen", 0) + 1
+            own.setdefault("all", []).append(
+                {1: (2, 3.5), "none": None, b"\x00": {4, "a"}, (1, 2): frozenset([True])}
+            )
+            own["inf"] = [float("inf"), -0.0, 2**70]
+            own["tensor"] = torch.full((2, 3), float(own["seen"]), dtype=torch.bfloat16)[:, ::2]
+        counts = torch.tensor([own["seen"] for own in memory.of(self)])
+        return (positions * (counts[:, None, None] + 3)).float() % 7
+
+
+def test_plain_memory_is_written_as_it_is() -> None:
+    plan = Plan.uniform(Remembers(), budget=12, buffer=4)
+    snapshot = taken(plan)
+    again = through_file(snapshot)
+    assert list(again.memory) == [0]
+    ours, theirs = dict(again.memory[0]), dict(snapshot.memory[0])
+    assert torch.equal(ours.pop("tensor"), theirs.pop("tensor"))
+    assert ours == theirs
+    assert again.num_bytes == snapshot.num_bytes
+    assert again.num_bytes > sum(tensor.nbytes for tensor in again.contents.tensors)
+
+
+@attrs.define(eq=False)
+class RemembersALock:
+    @hookimpl
+    def score(self, positions: torch.Tensor, memory: Memory) -> torch.Tensor:
+        for own in memory.of(self):
+            own["lock"] = threading.Lock()
+        return positions.float()
+
+
+@attrs.define
+class Note:
+    number: int = 0
+
+
+@attrs.define(eq=False)
+class RemembersAnObject:
+    @hookimpl
+    def score(self, positions: torch.Tensor, memory: Memory) -> torch.Tensor:
+        for own in memory.of(self):
+            own.setdefault("note", Note()).number += 1
+        counts = torch.tensor([own["note"].number for own in memory.of(self)])
+        return (positions * (counts[:, None, None] + 3)).float() % 7
+
+
+@attrs.define(eq=False)
+class PacksAnObject(RemembersAnObject):
+    def pack_memory(self, memory: dict[str, Any]) -> dict[str, Any]:
+        return {"number": memory["note"].number} if memory else {}
+
+    def unpack_memory(self, packed: dict[str, Any], tokenizer: Any) -> dict[str, Any]:
+        return {"note": Note(packed["number"])} if packed else {}
+
+
+@attrs.define(eq=False)
+class CannotBeCopied:
+    copies_memory: ClassVar[bool] = False
+
+    @hookimpl
+    def score(self, positions: torch.Tensor) -> torch.Tensor:
+        return positions.float()
+
+
+def test_memory_that_cannot_be_copied_or_written_is_named(tmp_path: Path) -> None:
+    def engine(policy: object) -> Engine:
+        return Engine(llama(), plan=Plan.uniform(policy, budget=12, buffer=4))
+
+    asked = {"prompt": range(20), "max_new_tokens": 30, "stop_ids": (), "snapshot": True}
+    error = error_of(engine(RemembersALock()), **asked)
+    assert error.startswith("the memory of RemembersALock cannot be copied: TypeError")
+    error = error_of(engine(CannotBeCopied()), **asked)
+    assert error == (
+        "no snapshot can be taken: the memory of CannotBeCopied cannot be copied: it declares "
+        "copies_memory = False"
+    )
+    snapshot = taken(Plan.uniform(RemembersAnObject(), budget=12, buffer=4))
+    with pytest.raises(
+        SnapshotError, match="of policy 'RemembersAnObject' holds an object of Note"
+    ):
+        snapshot.save(tmp_path / "a.safetensors")
+
+
+@pytest.mark.parametrize("policy", [RemembersAnObject, PacksAnObject])
+def test_objects_in_memory_are_copied(policy: type) -> None:
+    engine = Engine(llama(), plan=Plan.uniform(policy(), budget=12, buffer=4))
+    request = Request(range(20), 60, stop_ids=())
+    (whole,) = engine.generate([request]).results()
+    run = engine.generate([request])
+    for _ in range(20):
+        run.step()
+    snapshot = run.snapshot(0)
+    run.results()
+    if policy is PacksAnObject:
+        snapshot = through_file(snapshot)
+    num = len(snapshot.tokens)
+    rest = Request(resume=snapshot, max_new_tokens=60 - num, stop_ids=())
+    for result in engine.generate([rest, rest]).results():
+        assert result.tokens == whole.tokens[num:]
+
+
+def test_one_method_of_two_is_refused() -> None:
+    @attrs.define(eq=False)
+    class PacksOnly(Remembers):
+        def pack_memory(self, memory: dict[str, Any]) -> dict[str, Any]:
+            return memory
+
+    with pytest.raises(PolicyLoadError, match=r"has a method pack_memory\(\) and no unpack_memory"):
+        Engine(llama(), plan=Plan.uniform(PacksOnly(), budget=12, buffer=4))
