@@ -117,7 +117,8 @@ def served(
     tmp_path_factory: pytest.TempPathFactory, model_folder: Path, nodes: Nodes
 ) -> Iterator[Served]:
     folder, port = tmp_path_factory.mktemp("served"), free_port()
-    more = ("--slots", 4, "--on", "ray", "--ray-address", nodes.address, "--replicas", 2)
+    on_ray = ("--on", "ray", "--ray-address", nodes.address, "--replicas", 2)
+    more = ("--slots", 4, "--prefix-cache", "4MiB", "--prefix-block", 4, *on_ray)
     with (folder / "err").open("w") as err:
         process = subprocess.Popen(
             command(folder, model_folder, port, *more, "--shutdown-timeout", 20),
@@ -204,6 +205,14 @@ def test_requests_of_a_session_go_to_one_replica_and_sessions_to_all(served: Ser
     assert set.union(*by_session.values()) == set(served.replicas())
     assert len(served.replicas()) == 2
     assert served.metric("kvpolicy_router_retries_total") == 0
+
+
+def test_a_session_finds_in_its_replica_what_it_has_computed(served: Served) -> None:
+    prompt = [7, 8] * 10  # more tokens than the plan has rows, and no other test's
+    first, second = (ask(served, 0, prompt=prompt, session="again").parse() for _ in range(2))
+    assert first.choices[0].model_extra["token_ids"] == second.choices[0].model_extra["token_ids"]
+    assert first.usage.prompt_tokens_details.cached_tokens == 0
+    assert second.usage.prompt_tokens_details.cached_tokens >= 16
 
 
 def test_with_a_node_killed_under_load_every_request_ends_once(
