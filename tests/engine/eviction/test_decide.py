@@ -29,7 +29,7 @@ from kvpolicy.errors import BudgetError, HookResultError, KVPolicyError
 from kvpolicy.hooks.stack import Stack
 from kvpolicy.testing import replay
 
-PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "other-engines.md"
+PAGE = Path(__file__).parents[3] / "docs" / "how-to" / "other-engines.md"
 POLICIES = ("h2o", "snapkv", "rkv", "streaming", "tova", "knorm", "mix", "random")
 
 

@@ -25,7 +25,7 @@ from kvpolicy.hooks import discovery
 from kvpolicy.state import Memory
 from kvpolicy.testing import keep_rows, replay
 
-PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "decay-attention.md"
+PAGE = Path(__file__).parents[3] / "docs" / "how-to" / "decay-attention.md"
 NUM_LAYERS, GROUP = 2, 2
 
 
