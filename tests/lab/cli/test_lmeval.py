@@ -405,8 +405,11 @@ def test_a_task_with_a_wrong_template_gives_one_sentence(kvpolicy: Shell, folder
 
 
 @needs_harness
-def test_a_model_without_a_chat_template_gets_plain_prompts(kvpolicy: Shell, folder: Path) -> None:
-    assert "no chat template" in refused(kvpolicy, folder, "--apply-chat-template")
+def test_a_chat_template_that_a_model_does_not_have_is_refused(
+    kvpolicy: Shell, folder: Path, model_folder: Path
+) -> None:
+    arguments = ("--model", model_folder, "--apply-chat-template")
+    assert "no chat template" in refused(kvpolicy, folder, *arguments)
 
 
 @needs_harness
