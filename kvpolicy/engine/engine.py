@@ -24,7 +24,7 @@ from kvpolicy.engine.isolation import ErrorScope, OnHookError
 from kvpolicy.engine.logprobs import Measured, TokenLogprobs
 from kvpolicy.engine.request import Request, Sampling, samplings_of
 from kvpolicy.engine.request_queue import Clock, RequestQueue
-from kvpolicy.engine.results import EngineStats, Events, Result, RunReport
+from kvpolicy.engine.results import EngineStats, Events, HookFailure, Result, RunReport
 from kvpolicy.engine.resuming import Resuming
 from kvpolicy.engine.reuse.reusing import Reusing
 from kvpolicy.engine.reuse.store import PrefixStore
@@ -450,12 +450,13 @@ class Run:
         *,
         max_len: int | None = None,
         max_prompt_len: int | None = None,
-        errors: ErrorScope | None = None,
+        on_hook_error: OnHookError | None = None,
     ) -> None:
         """Everything but the batch."""
         self.engine, self.tokenizer = engine, engine.tokenizer
         self._queue, self._sampler = queue, sampler
-        self._errors = errors or engine.errors
+        self._failures: list[HookFailure] = []
+        self._errors = engine.errors.of_run(on_hook_error, self._failures.append)
         self._clock = engine.clock
         self._arrivals = Arrivals(
             engine.adapter, engine.tokenizer, engine.resuming, self._clock, max_len, max_prompt_len
@@ -584,7 +585,8 @@ class Run:
 
     def _take_events(self) -> Events:
         """What was not returned before."""
-        events = Events(self._new_tokens, self._results, self._new_logprobs)
+        failures, self._failures[:] = [*self._failures], []
+        events = Events(self._new_tokens, self._results, self._new_logprobs, failures)
         self._new_tokens, self._results, self._new_logprobs = [], [], {}
         return events
 
@@ -813,7 +815,7 @@ class OpenRun(Run):
             RequestQueue(clock, most_open),
             max_len=self.max_len,
             max_prompt_len=self.max_prompt_len,
-            errors=engine.errors.scope(on_hook_error),
+            on_hook_error=on_hook_error,
         )
         self.batch = self._new_batch(num_slots, self.max_len, self.max_prompt_len)
 

@@ -1,5 +1,6 @@
 """Replicas in this process behind the application of a router, and a client for it."""
 
+import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -9,6 +10,7 @@ import attrs
 import httpx2
 import openai
 import torch
+from serving import break_engine
 from starlette.types import Message
 
 from kvpolicy import Plan
@@ -76,6 +78,14 @@ class LocalReplicas:
 
     async def each(self, method: str) -> list[Any]:
         return [await getattr(one, method)() for one in self.replicas]
+
+
+async def broken(replica: Replica, plan: int) -> None:
+    """Have the engine of a plan of a replica break, and wait until it has."""
+    served = replica._service.model.plans[plan]
+    break_engine(served, RuntimeError("a defect"))
+    while served.running.is_running:
+        await asyncio.sleep(0.005)
 
 
 @attrs.define(eq=False)

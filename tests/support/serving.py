@@ -69,6 +69,16 @@ class Gate:
             self.open()
 
 
+def break_engine(plan: ServedPlan, error: BaseException) -> None:
+    """Have the engine of a plan break now, whether it has requests or not."""
+
+    def step(_: object) -> None:
+        raise error
+
+    plan.engine.step = step  # type: ignore[method-assign]
+    plan.running._run.wake()
+
+
 @attrs.define(eq=False)
 class Running:
     """A server that runs."""
