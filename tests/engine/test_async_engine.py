@@ -474,11 +474,12 @@ def test_engine_that_breaks_without_a_request_tells_it(monkeypatch: pytest.Monke
 
     async def main(serving: AsyncEngine) -> None:
         monkeypatch.setattr(serving.engine, "step", step)
-        with pytest.raises(EngineClosedError):
-            while True:  # it may be called before the step that breaks
-                await serving.between_steps(lambda _: None)
-        assert not serving.is_running
+        serving._run.wake()
+        await until(lambda: not serving.is_running)
         assert serving.broken_by == "RuntimeError"
+        await until(serving._ended.is_set)
+        with pytest.raises(EngineClosedError):
+            await serving.between_steps(lambda _: None)
 
     served(main, engine())
 

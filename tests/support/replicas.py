@@ -46,6 +46,19 @@ def config_of(
     )
 
 
+class LocalReplica(Replica):
+    """A replica of this process, which is closed by who has started it."""
+
+    def __del__(self) -> None:  # type: ignore[override] # Ray Serve would await it
+        pass
+
+    @classmethod
+    async def started(cls, config: ServeConfig, name: str) -> "LocalReplica":
+        replica = cls.__new__(cls)
+        await replica.__init__(config, name)  # type: ignore[misc] # as Ray Serve does
+        return replica
+
+
 @attrs.define(eq=False)
 class LocalReplicas:
     """Replicas in this process; the first one that has not refused a request answers it.
@@ -105,10 +118,7 @@ class Routed:
 @asynccontextmanager
 async def routed(config: ServeConfig, num: int = 2, **settings: Any) -> AsyncIterator[Routed]:
     """Run replicas and a router."""
-    replicas = []
-    for name in "abcdef"[:num]:
-        replicas.append(Replica.__new__(Replica))
-        await replicas[-1].__init__(config, name)  # type: ignore[misc] # as Ray Serve does
+    replicas: list[Replica] = [await LocalReplica.started(config, name) for name in "abcdef"[:num]]
     local = LocalReplicas(replicas)
     app = create_router(local, ServerSettings(**settings))
     transport = httpx2.ASGITransport(app)  # type: ignore[arg-type]

@@ -8,7 +8,7 @@ from typing import Any
 import openai
 import pytest
 from commands import model_folder
-from replicas import Routed, config_of, routed
+from replicas import Routed, broken, config_of, routed
 
 from kvpolicy import Engine, Plan
 from kvpolicy.engine.request import Request, Sampling
