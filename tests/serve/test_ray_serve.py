@@ -45,7 +45,7 @@ from kvpolicy import hookimpl
 
 @attrs.define(eq=False)
 class Slow:
-    """Keep the newest rows; be slow while a file exists, and break the engine that finds another."""
+    """Keep the newest rows; be slow while a file exists, break the engine that finds another."""
 
     breaks: bool = False
 
