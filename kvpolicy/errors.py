@@ -4,8 +4,10 @@ A message states what failed, what was given, what is valid and what to try. The
 prints it as one sentence and exits with status 2; any other exception is a defect of kvpolicy.
 """
 
+import traceback
 from collections import abc
 from opcode import opname
+from typing import Any
 
 
 class KVPolicyError(Exception):
@@ -37,7 +39,28 @@ class BudgetError(PlanError):
 
 
 class HookError(KVPolicyError):
-    """A policy raised an exception in a hook; the original error is the cause."""
+    """A policy raised an exception in a hook; the original error is the cause.
+
+    Attributes:
+        summary: What has failed, without the words and answers of the policy: these may hold parts
+            of a prompt.
+        policy: Name of the policy; ``None``: it is an eviction of blocks.
+        hook: Name of the hook.
+        layer_idx: The layer, for hooks that are called per layer.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        summary: str | None = None,
+        policy: str | None = None,
+        hook: str | None = None,
+        layer_idx: int | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.summary = summary or type_name(self)
+        self.policy, self.hook, self.layer_idx = policy, hook, layer_idx
 
 
 class HookResultError(HookError):
@@ -88,6 +111,7 @@ class ResultsError(KVPolicyError):
 # return many lines, or return megabytes.
 
 _LONGEST_TEXT = 500
+_MOST_PLACES = 12
 
 
 def error_summary(error: BaseException) -> str:
@@ -99,6 +123,25 @@ def error_summary(error: BaseException) -> str:
 def error_text(error: BaseException) -> str:
     """The message of another library's error on one line; empty if it has none."""
     return _one_line(str, error, _LONGEST_TEXT, instead="(its message cannot be read)")
+
+
+def error_kind(error: BaseException) -> str:
+    """What an exception is, without its message, which may hold parts of a prompt."""
+    return error.summary if isinstance(error, HookError) else type_name(error)
+
+
+def error_origin(error: BaseException) -> dict[str, Any]:
+    """The class of an exception and where it was raised; of a failing policy's, the original one.
+
+    Returns:
+        ``error``: the name of the class; ``at``: the innermost places that it came through, as
+        ``FILE:LINE FUNCTION``. Nothing of its message.
+    """
+    if isinstance(error, HookError) and error.__cause__ is not None:
+        error = error.__cause__
+    frames = traceback.extract_tb(error.__traceback__)[-_MOST_PLACES:]
+    places = [f"{frame.filename}:{frame.lineno} {frame.name}" for frame in frames]
+    return {"error": type_name(error), "at": places}
 
 
 def refusal_reason(error: BaseException) -> str:

@@ -40,6 +40,14 @@ PrefixEviction = Annotated[
         rich_help_panel=REUSE,
     ),
 ]
+PrefixPromptsOnly = Annotated[
+    bool,
+    typer.Option(
+        "--prefix-prompts-only",
+        help="Store prompts only, and not conversations at the ends of their answers.",
+        rich_help_panel=REUSE,
+    ),
+]
 PrefixSpill = Annotated[
     Path | None,
     typer.Option(
@@ -67,6 +75,7 @@ def prefix_arguments(
     *,
     block: int = DEFAULT_BLOCK,
     eviction: str = DEFAULT_EVICTION,
+    prompts_only: bool = False,
     spill: Path | None = None,
     spill_bytes: str | None = None,
 ) -> dict[str, Any] | None:
@@ -76,6 +85,7 @@ def prefix_arguments(
         cache: ``--prefix-cache``.
         block: ``--prefix-block``.
         eviction: ``--prefix-eviction``.
+        prompts_only: ``--prefix-prompts-only``.
         spill: ``--prefix-spill``.
         spill_bytes: ``--prefix-spill-bytes``.
 
@@ -85,6 +95,7 @@ def prefix_arguments(
     given = {
         "--prefix-block": block != DEFAULT_BLOCK,
         "--prefix-eviction": eviction != DEFAULT_EVICTION,
+        "--prefix-prompts-only": prompts_only,
         "--prefix-spill": spill is not None,
         "--prefix-spill-bytes": spill_bytes is not None,
     }
@@ -103,6 +114,7 @@ def prefix_arguments(
         "capacity": parse_bytes("--prefix-cache", cache),
         "block_tokens": block,
         "eviction": eviction,
+        "conversations": not prompts_only,
     }
     if spill is not None:
         arguments["spill"] = spill

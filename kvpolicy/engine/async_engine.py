@@ -11,7 +11,7 @@ import time
 import weakref
 from collections import abc, deque
 from contextlib import nullcontext
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import attrs
 import torch
@@ -21,8 +21,8 @@ from kvpolicy.engine.open_run import OpenRun
 from kvpolicy.engine.requests.detokenize import TextPieces
 from kvpolicy.engine.requests.logprobs import TokenLogprobs
 from kvpolicy.engine.requests.request import Request
-from kvpolicy.engine.requests.results import EngineStats, Events, Result
-from kvpolicy.errors import EngineClosedError, KVPolicyError, error_summary
+from kvpolicy.engine.requests.results import EngineStats, Events, HookFailure, Result
+from kvpolicy.errors import EngineClosedError, KVPolicyError, error_kind, error_summary
 
 T = TypeVar("T")
 
@@ -156,6 +156,16 @@ class RequestStream:
         return self._pieces.rest_of(result.text or "")
 
 
+class EngineListener(Protocol):
+    """What is told of failures of an `AsyncEngine`, in the thread of the event loop."""
+
+    def hook_failed(self, failure: HookFailure) -> None:
+        """A policy has failed, and the requests of the call have ended."""
+
+    def broke(self, error: BaseException) -> None:
+        """The engine has broken, and all requests have ended."""
+
+
 class AsyncEngine:
     """Serves requests as they come, for asyncio.
 
@@ -175,6 +185,7 @@ class AsyncEngine:
         max_prompt_len: int | None = None,
         kv_memory: int | None = None,
         max_waiting: int | None = None,
+        listener: EngineListener | None = None,
     ) -> None:
         """Allocate the cache; the limits are those of `Engine.open_run`.
 
@@ -184,6 +195,7 @@ class AsyncEngine:
             max_prompt_len: The most tokens of a prompt.
             kv_memory: The most bytes of the cache, from which the plan makes a number of slots.
             max_waiting: Requests that may wait while all slots are in use.
+            listener: Is told of failures; ``None``: nobody is.
 
         Raises:
             KVPolicyError: As `Engine.open_run`.
@@ -202,6 +214,8 @@ class AsyncEngine:
             on_hook_error="answer",
         )
         self.engine = engine
+        self._listener = listener
+        self._broken_by: str | None = None
         self._stats = self._run.stats
         self._unread: dict[int, _Unread] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -288,7 +302,17 @@ class AsyncEngine:
     @property
     def is_running(self) -> bool:
         """Whether it has been started, and has neither ended nor broken."""
-        return self._thread is not None and self._thread.is_alive()
+        is_alive = self._thread is not None and self._thread.is_alive()
+        return is_alive and self._broken_by is None
+
+    @property
+    def broken_by(self) -> str | None:
+        """What has broken it; ``None``: nothing has. It may be read in any thread.
+
+        The class of the exception, or which policy has failed where; no part of a message, which
+        may hold parts of prompts.
+        """
+        return self._broken_by
 
     @property
     def stats(self) -> EngineStats:
@@ -311,8 +335,11 @@ class AsyncEngine:
             with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
                 self._run_steps()
         except BaseException as error:  # whatever it is, nobody may wait for ever
+            self._broken_by = error_kind(error)  # before anybody can know it from a result
             sentence = f"the engine has broken: {error_summary(error)}; start another"
             self._hand_over(self._deliver, run.end(sentence))
+            if self._listener is not None:
+                self._hand_over(self._listener.broke, error)
         finally:
             self._hand_over(self._end)
 
@@ -370,3 +397,6 @@ class AsyncEngine:
             unread.result = result
             unread.has_come.set()
             unread.has_ended.set()
+        if self._listener is not None:
+            for failure in events.failures:
+                self._listener.hook_failed(failure)

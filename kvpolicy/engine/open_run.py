@@ -69,7 +69,7 @@ class OpenRun(Run):
             RequestQueue(clock, most_open),
             max_len=self.max_len,
             max_prompt_len=self.max_prompt_len,
-            errors=engine.errors.scope(on_hook_error),
+            on_hook_error=on_hook_error,
         )
         self.batch = self._new_batch(num_slots, self.max_len, self.max_prompt_len)
 

@@ -17,11 +17,11 @@ from kvpolicy.cache.static_step import StaticStep
 from kvpolicy.engine.arrival import Arrivals
 from kvpolicy.engine.batch import RunningBatch
 from kvpolicy.engine.core import EngineCore
-from kvpolicy.engine.requests.isolation import ErrorScope
+from kvpolicy.engine.requests.isolation import OnHookError
 from kvpolicy.engine.requests.logprobs import Measured, TokenLogprobs
 from kvpolicy.engine.requests.request import Request
 from kvpolicy.engine.requests.request_queue import Clock, RequestQueue
-from kvpolicy.engine.requests.results import Events, Result, RunReport
+from kvpolicy.engine.requests.results import Events, HookFailure, Result, RunReport
 from kvpolicy.engine.requests.sampler import Sampler, sample_next
 from kvpolicy.engine.requests.savings import nothing_evicted
 from kvpolicy.engine.requests.sequence import Sequence
@@ -86,12 +86,13 @@ class Run:
         *,
         max_len: int | None = None,
         max_prompt_len: int | None = None,
-        errors: ErrorScope | None = None,
+        on_hook_error: OnHookError | None = None,
     ) -> None:
         """Everything but the batch."""
         self.engine, self.tokenizer = engine, engine.tokenizer
         self._queue, self._sampler = queue, sampler
-        self._errors = errors or engine.errors
+        self._failures: list[HookFailure] = []
+        self._errors = engine.errors.of_run(on_hook_error, self._failures.append)
         self._clock = engine.clock
         self._arrivals = Arrivals(
             engine.adapter, engine.tokenizer, engine.resuming, self._clock, max_len, max_prompt_len
@@ -220,7 +221,8 @@ class Run:
 
     def _take_events(self) -> Events:
         """What was not returned before."""
-        events = Events(self._new_tokens, self._results, self._new_logprobs)
+        failures, self._failures[:] = [*self._failures], []
+        events = Events(self._new_tokens, self._results, self._new_logprobs, failures)
         self._new_tokens, self._results, self._new_logprobs = [], [], {}
         return events
 

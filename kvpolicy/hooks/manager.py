@@ -311,14 +311,25 @@ class HookManager:
             reason = error_text(error)
             where = _place(hook, layer_idx)
             msg = f"policy '{raiser}'{self.owner} raised {type_name(error)} in {where}"
-            raise HookError(f"{msg}: {reason}" if reason else msg) from error
+            raise HookError(
+                f"{msg}: {reason}" if reason else msg,
+                summary=msg,
+                policy=raiser,
+                hook=hook,
+                layer_idx=layer_idx,
+            ) from error
 
     def _result_error(
         self, hook: str, layer_idx: int | None, offender: str, problem: str
     ) -> HookResultError:
-        where = _place(hook, layer_idx)
-        msg = f"policy '{offender}'{self.owner} {problem}, in {where}. See {REFERENCE}#{hook}"
-        return HookResultError(msg)
+        who, where = f"policy '{offender}'{self.owner}", _place(hook, layer_idx)
+        return HookResultError(
+            f"{who} {problem}, in {where}. See {REFERENCE}#{hook}",
+            summary=f"{who} gave an invalid answer in {where}",
+            policy=offender,
+            hook=hook,
+            layer_idx=layer_idx,
+        )
 
     def _find_raiser(self, hook: str, error: BaseException) -> str:
         """The policy whose code is innermost in the traceback."""

@@ -14,6 +14,7 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp
 
 import kvpolicy
+from kvpolicy.cli.output import as_sentence
 from kvpolicy.serve.api_errors import from_http, from_validation
 from kvpolicy.serve.bodies import ChatBody, CompletionBody
 from kvpolicy.serve.defects import answer_to_defect
@@ -142,19 +143,25 @@ def _models(model: ServedModel) -> APIRouter:
     return router
 
 
+def _health(name: str, problem: str | None) -> JSONResponse:
+    """The answer to a question for health: yes, or why not."""
+    if problem is None:
+        return JSONResponse({name: True})
+    return JSONResponse({name: False, "problem": as_sentence(problem)}, 503)
+
+
 def _operation(service: Service, metrics: Metrics) -> APIRouter:
     router = APIRouter(include_in_schema=False)
 
     @router.get("/health/live")
     async def live() -> JSONResponse:
-        is_alive = not any(plan.stopped_by for plan in service.model.plans)
-        return JSONResponse({"live": is_alive}, 200 if is_alive else 503)
+        return _health("live", service.model.problem)
 
     @router.get("/health/ready")
     @router.get("/health")
     async def ready() -> JSONResponse:
-        is_ready = not service.draining and not any(p.stopped_by for p in service.model.plans)
-        return JSONResponse({"ready": is_ready}, 200 if is_ready else 503)
+        stopping = "the server is shutting down" if service.draining else None
+        return _health("ready", service.model.problem or stopping)
 
     @router.get("/metrics")
     def prometheus() -> Response:  # in a thread: engines may hold the prefix store for a while

@@ -2,8 +2,9 @@
 
 import logging
 
+from kvpolicy.errors import error_origin
 from kvpolicy.serve.api_errors import ApiError
-from kvpolicy.serve.logs import fields_of, log
+from kvpolicy.serve.logs import log
 from kvpolicy.serve.record import Record
 
 
@@ -14,7 +15,7 @@ def note_defect(record: Record, error: Exception) -> None:
         record: The request in which it was found.
         error: What was raised.
     """
-    log("defect", logging.ERROR, request_id=record.id, **fields_of(error))
+    log("defect", logging.ERROR, request_id=record.id, **error_origin(error))
     record.outcome = record.outcome and "failed"
 
 

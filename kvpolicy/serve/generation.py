@@ -107,7 +107,7 @@ class Generation:
         self._streams: list[RequestStream] = []
         try:
             for request in requests:
-                self._streams.append(plan.running.submit(request))
+                self._streams.append(plan.submit(request, record))
         except RequestError as error:
             self.cancel()
             raise ApiError(400, str(error)) from error
@@ -117,7 +117,6 @@ class Generation:
             raise ApiError(429, str(error), headers=retry) from error
         except EngineClosedError as error:
             self.cancel()
-            plan.stopped_by = str(error)
             raise ApiError(503, str(error), headers={"Retry-After": "5"}) from error
 
     @property

@@ -14,7 +14,7 @@ from kvpolicy.serve.settings import ServerSettings
 
 LOOPBACK_HOSTS = frozenset({"localhost", "127.0.0.1", "[::1]"})
 
-# Anybody may ask for these: they tell no more than that a server is here.
+# Anybody may ask for these: they tell no more than that a server is here, or why it is not well.
 _OPEN_PATHS = ("/health", "/health/live", "/health/ready", "/", "/assets/")
 
 

@@ -13,6 +13,7 @@ from kvpolicy.engine.engine import Engine
 from kvpolicy.engine.reuse.store import PrefixStore
 from kvpolicy.errors import KVPolicyError
 from kvpolicy.plan.plan import Plan
+from kvpolicy.serve.engine_log import EngineLog
 from kvpolicy.serve.guard import LOOPBACK_HOSTS
 from kvpolicy.serve.plans import ServedModel, ServedPlan
 from kvpolicy.serve.server import Server
@@ -119,17 +120,19 @@ def served_model(
             **engine_options,
         )
         max_len, max_prompt_len = _lengths(engine.adapter.max_positions, settings)
+        log = EngineLog(plan_name)
         running = AsyncEngine(
             engine,
             max_len=max_len,
             max_prompt_len=max_prompt_len,
             kv_memory=None if kv_memory is None else kv_memory // len(plans),
             max_waiting=max_waiting,
+            listener=log,
         )
         model_id = name if len(plans) == 1 else f"{name}:{plan_name}"
         most = running.stats.slots + max_waiting
         served.append(
-            ServedPlan(plan_name, model_id, engine, running, max_len, max_prompt_len, most)
+            ServedPlan(plan_name, model_id, engine, running, log, max_len, max_prompt_len, most)
         )
     return ServedModel(name, tokenizer, served, prefix_store)
 

@@ -6,18 +6,17 @@ unexpected exceptions, which could hold parts of them: those are logged by class
 
 import json
 import logging
-import traceback
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from datetime import UTC, datetime
 from typing import Any, TextIO
 
+from kvpolicy.errors import error_origin
 from kvpolicy.text import visible
 
 LOGGER = logging.getLogger("kvpolicy.serve")
 # They report connections that are not HTTP, for example, and files of a prefix store.
 _OTHERS = ("uvicorn.error", "asyncio", "kvpolicy.engine.reuse")
-_MOST_FRAMES = 12
 
 
 @contextmanager
@@ -52,21 +51,10 @@ def log(event: str, level: int = logging.INFO, **fields: Any) -> None:
     LOGGER.log(level, event, extra={"fields": fields})
 
 
-def fields_of(error: BaseException) -> dict[str, Any]:
-    """The class of an exception, and where it was raised; not its message.
-
-    Args:
-        error: The exception.
-    """
-    frames = traceback.extract_tb(error.__traceback__)[-_MOST_FRAMES:]
-    places = [f"{frame.filename}:{frame.lineno} {frame.name}" for frame in frames]
-    return {"error": type(error).__name__, "at": places}
-
-
 def _fields(record: logging.LogRecord) -> dict[str, Any]:
     fields = dict(getattr(record, "fields", {}))
     if record.exc_info is not None and record.exc_info[1] is not None:
-        fields |= fields_of(record.exc_info[1])
+        fields |= error_origin(record.exc_info[1])
     return fields
 
 

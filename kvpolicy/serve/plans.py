@@ -12,11 +12,14 @@ from typing import Any
 
 import attrs
 
-from kvpolicy.engine.async_engine import AsyncEngine
+from kvpolicy.engine.async_engine import AsyncEngine, RequestStream
 from kvpolicy.engine.engine import Engine
+from kvpolicy.engine.requests.request import Request
 from kvpolicy.engine.requests.results import EngineStats
 from kvpolicy.engine.reuse.store import PrefixStore
 from kvpolicy.serve.api_errors import ApiError
+from kvpolicy.serve.engine_log import EngineLog, broken_sentence
+from kvpolicy.serve.record import Record
 
 _RECENT = 32  # requests whose durations say how long a full queue takes
 _MOST_RETRY_S = 60
@@ -32,28 +35,45 @@ class ServedPlan:
         id: What a client gives for the model to choose it.
         engine: The engine, which has the plan and the model.
         running: The same engine, while it takes requests.
+        log: Logs its failures.
         max_len: The most tokens of a sequence, prompt and generation together.
         max_prompt_len: The most tokens of a prompt.
         max_choices: Choices that may run and wait at the same time.
         num_cancelled: Choices that were ended because the server stops.
-        stopped_by: Why the engine takes no requests any more; ``None`` while it does.
     """
 
     name: str
     id: str
     engine: Engine
     running: AsyncEngine
+    log: EngineLog
     max_len: int
     max_prompt_len: int
     max_choices: int
     num_cancelled: int = attrs.field(default=0, init=False)
-    stopped_by: str | None = attrs.field(default=None, init=False)
     _durations: deque[float] = attrs.field(factory=lambda: deque(maxlen=_RECENT), init=False)
 
     @property
     def stats(self) -> EngineStats:
         """What the engine does now."""
         return self.running.stats
+
+    @property
+    def problem(self) -> str | None:
+        """One sentence for the operator if the engine has broken; else ``None``."""
+        broken_by = self.running.broken_by
+        return None if broken_by is None else broken_sentence(self.name, broken_by)
+
+    def submit(self, request: Request, record: Record) -> RequestStream:
+        """Have a choice generated; raises as `AsyncEngine.submit`.
+
+        Args:
+            request: The choice.
+            record: The request that it belongs to.
+        """
+        stream = self.running.submit(request)
+        self.log.note_choice(stream.id, record)
+        return stream
 
     def note_duration(self, seconds: float) -> None:
         """Remember how long a request took, for `retry_after_s`."""
@@ -89,6 +109,14 @@ class ServedModel:
     def by_id(self) -> dict[str, ServedPlan]:
         """Every plan by each of the ids that choose it."""
         return {self.name: self.plans[0], **{plan.id: plan for plan in self.plans}}
+
+    @property
+    def problem(self) -> str | None:
+        """Why the process must be started again: an engine has broken. ``None``: none has.
+
+        The plans of the other engines are still served.
+        """
+        return next((plan.problem for plan in self.plans if plan.problem is not None), None)
 
     def plan_of(self, model_id: str) -> ServedPlan:
         """The plan that a client has chosen.

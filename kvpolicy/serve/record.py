@@ -27,6 +27,8 @@ class Record:
         outcome: How it ended; ``None`` for a request that generates nothing.
         choices: Choices that it asks for.
         prompt_tokens: Tokens of its prompts.
+        cached_tokens: Of these, those that were found in a prefix store, if there is one and the
+            request is completed.
         new_tokens: Tokens generated.
         rows_evicted: Evicted rows, as `Result` counts them.
         first_token_s: Seconds from arrival to the first token; ``None`` before it.
@@ -40,6 +42,7 @@ class Record:
     outcome: Outcome | None = None
     choices: int = 0
     prompt_tokens: int = 0
+    cached_tokens: int | None = None
     new_tokens: int = 0
     rows_evicted: int = 0
     first_token_s: float | None = None
@@ -81,6 +84,7 @@ class Record:
             "outcome": self.outcome,
             "choices": self.choices,
             "prompt_tokens": self.prompt_tokens,
+            **({} if self.cached_tokens is None else {"cached_tokens": self.cached_tokens}),
             "new_tokens": self.new_tokens,
             "rows_evicted": self.rows_evicted,
             "first_token_s": _rounded(self.first_token_s),

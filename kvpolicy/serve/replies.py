@@ -16,11 +16,24 @@ _BROKEN = "\ufffd"  # what a tokenizer makes of a part of a character
 _LEAST_LOGPROB = -9999.0  # JSON has no infinity
 
 
+def cached_tokens(results: Mapping[int, Result], n: int) -> int:
+    """Prompt tokens that were found in a prefix store.
+
+    A prompt counts once, for all of its choices: with those tokens that none of them has computed.
+
+    Args:
+        results: Result of each choice.
+        n: Choices for each prompt.
+    """
+    choices = _in_order(results)
+    of_prompts = [choices[first : first + n] for first in range(0, len(choices), n)]
+    return sum(min(result.reused_tokens for result in one) for one in of_prompts)
+
+
 def usage_of(prompt_tokens: int, results: Mapping[int, Result], n: int) -> dict[str, Any]:
     """What an answer has cost.
 
-    A prompt counts once, for all of its choices; its cached tokens are those that none of them
-    has computed.
+    A prompt counts once, for all of its choices.
 
     ``kvpolicy`` has what the rows of its choices took: the most that one layer held, the rows
     evicted, and the bytes of keys and values at their most, beside those of a full cache.
@@ -30,15 +43,13 @@ def usage_of(prompt_tokens: int, results: Mapping[int, Result], n: int) -> dict[
         results: Result of each choice.
         n: Choices for each prompt.
     """
-    choices = [result for _, result in sorted(results.items())]
+    choices = _in_order(results)
     new_tokens = sum(len(result.tokens) for result in choices)
-    of_prompts = [choices[first : first + n] for first in range(0, len(choices), n)]
-    cached = sum(min(result.reused_tokens for result in one) for one in of_prompts)
     return {
         "prompt_tokens": prompt_tokens,
         "completion_tokens": new_tokens,
         "total_tokens": prompt_tokens + new_tokens,
-        "prompt_tokens_details": {"cached_tokens": cached},
+        "prompt_tokens_details": {"cached_tokens": cached_tokens(results, n)},
         "kvpolicy": {
             "peak_rows": max(result.peak_rows for result in choices),
             "rows_evicted": sum(result.rows_evicted for result in choices),
@@ -47,6 +58,10 @@ def usage_of(prompt_tokens: int, results: Mapping[int, Result], n: int) -> dict[
             "full_bytes": sum(result.full_bytes for result in choices),
         },
     }
+
+
+def _in_order(results: Mapping[int, Result]) -> list[Result]:
+    return [result for _, result in sorted(results.items())]
 
 
 class Reply(ABC):

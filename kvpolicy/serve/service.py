@@ -22,7 +22,7 @@ from kvpolicy.serve.kept import KeptRows
 from kvpolicy.serve.plans import ServedModel, ServedPlan
 from kvpolicy.serve.prompts import PromptEncoder
 from kvpolicy.serve.record import Outcome, Record
-from kvpolicy.serve.replies import ChatReply, CompletionReply, Reply
+from kvpolicy.serve.replies import ChatReply, CompletionReply, Reply, cached_tokens
 from kvpolicy.serve.settings import ServerSettings
 
 DEFAULT_COMPLETION_TOKENS = 16  # of OpenAI's interface
@@ -201,7 +201,7 @@ class Service:
         except ApiError as error:
             note_error(record, error)
             raise
-        _note_completed(record, plan)
+        _note_completed(record, generation, body)
         return JSONResponse(reply.whole(generation.results, record.prompt_tokens))
 
 
@@ -244,9 +244,13 @@ def note_error(record: Record, error: ApiError) -> None:
     record.outcome = _OUTCOMES.get(error.code, usual)
 
 
-def _note_completed(record: Record, plan: ServedPlan) -> None:
+def _note_completed(
+    record: Record, generation: Generation, body: CompletionBody | ChatBody
+) -> None:
     record.outcome = "completed"
-    plan.note_duration(record.elapsed_s)
+    if generation.plan.engine.reusing is not None:
+        record.cached_tokens = cached_tokens(generation.results, body.n)
+    generation.plan.note_duration(record.elapsed_s)
 
 
 class _Stream(StreamingResponse):
@@ -294,7 +298,7 @@ async def _events(
                 yield _event(reply.kept(event))
         if body.stream_options is not None and body.stream_options.include_usage:
             yield _event(reply.last(generation.results, record.prompt_tokens))
-        _note_completed(record, generation.plan)
+        _note_completed(record, generation, body)
         yield format_sse_event(data_str="[DONE]")
     except ApiError as error:
         note_error(record, error)

@@ -46,11 +46,24 @@ def test_a_folder_is_found_by_the_next_command(
     assert second[-1]["reused_tokens"] > first[-1]["reused_tokens"]
 
 
+def test_ends_of_answers_are_left_out_if_that_is_asked_for(
+    kvpolicy: Shell, model_folder: Path, questions: Path
+) -> None:
+    words = ("run", "--file", questions, "--model", model_folder, *H2O, *CACHE, "--json")
+    *usual, with_ends = kvpolicy(*words).json_lines
+    *others, without = kvpolicy(*words, "--prefix-prompts-only").json_lines
+    assert [one["tokens"] for one in others] == [one["tokens"] for one in usual]
+    assert without["reused_tokens"] == with_ends["reused_tokens"] > 0
+    blocks = [run["prefix_store"]["num_blocks"] for run in (with_ends, without)]
+    assert blocks[0] - blocks[1] == 3, "one end for each question"
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         (("--prefix-cache", "much"), "--prefix-cache was given 'much'; give bytes with a unit"),
         (("--prefix-block", "8"), "--prefix-block was given without --prefix-cache; add"),
+        (("--prefix-prompts-only",), "--prefix-prompts-only was given without --prefix-cache"),
         (("--prefix-spill", "a"), "--prefix-spill was given without --prefix-cache; add"),
         ((*CACHE, "--prefix-spill-bytes", "1MB"), "given without --prefix-spill; add"),
         ((*CACHE, "--output", "new.jsonl"), "--prefix-cache is for results that are printed"),

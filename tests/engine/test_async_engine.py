@@ -31,7 +31,7 @@ from kvpolicy import (
     hookimpl,
 )
 from kvpolicy.engine.batch import RunningBatch
-from kvpolicy.engine.requests.results import Events
+from kvpolicy.engine.requests.results import Events, HookFailure
 from kvpolicy.errors import SnapshotError
 
 NUM_LAYERS = 2
@@ -399,6 +399,23 @@ class FailsLate:
         return positions.float()
 
 
+class Listener:
+    """Notes what it is told, and in which thread."""
+
+    def __init__(self) -> None:
+        self.failures: list[HookFailure] = []
+        self.errors: list[BaseException] = []
+        self.threads: set[int] = set()
+
+    def hook_failed(self, failure: HookFailure) -> None:
+        self.failures.append(failure)
+        self.threads.add(threading.get_ident())
+
+    def broke(self, error: BaseException) -> None:
+        self.errors.append(error)
+        self.threads.add(threading.get_ident())
+
+
 def test_failing_policy_ends_its_requests_only() -> None:
     plan = Plan.uniform(FailsLate(ValueError("not today")), budget=8, buffer=2)
 
@@ -409,7 +426,13 @@ def test_failing_policy_ends_its_requests_only() -> None:
         return [*results, await serving.submit(Request([5] * 5, 20)).result()]
 
     # Although this engine is one that raises.
-    results = served(main, engine(plan, slots=3))
+    listener = Listener()
+    results = served(main, engine(plan, slots=3), listener=listener)
+    (failure,) = listener.failures
+    assert failure.requests == (1,)
+    assert failure.summary == "policy 'fails_late' raised ValueError in score() at layer 0"
+    assert listener.threads == {threading.get_ident()}
+    assert not listener.errors
     assert [one.finish_reason for one in results] == ["length", "error", "length", "length"]
     assert "not today" in str(results[1].error)
     assert results[0].tokens == results[3].tokens
@@ -418,20 +441,56 @@ def test_failing_policy_ends_its_requests_only() -> None:
 def test_broken_engine_ends_all_requests_with_a_sentence() -> None:
     plan = Plan.uniform(FailsLate(MemoryError("no memory")), budget=8, buffer=2)
 
+    listener = Listener()
+
     async def main(serving: AsyncEngine) -> list[Result]:
+        assert (serving.is_running, serving.broken_by) == (True, None)
         streams = [serving.submit(Request([first] * 5, 60)) for first in (5, 7, 6)]
-        results = [await stream.result() for stream in streams]
+        first = await streams[0].result()
+        # As soon as anybody can know it, and before another request.
+        assert not serving.is_running
+        assert serving.broken_by == "policy 'fails_late' raised MemoryError in score() at layer 0"
+        results = [first, *[await stream.result() for stream in streams[1:]]]
+        await until(lambda: bool(listener.errors))
         with pytest.raises(EngineClosedError, match=r"the engine has broken: .*no memory"):
             serving.submit(Request([5]))
         await serving.close(finish=True)
         return results
 
-    results = served(main, engine(plan, slots=2))
+    results = served(main, engine(plan, slots=2), listener=listener)
     assert [one.finish_reason for one in results] == ["error"] * 3
+    assert [type(error).__name__ for error in listener.errors] == ["HookError"]
+    assert not listener.failures
+    assert listener.threads == {threading.get_ident()}
     for one in results:
         assert "the engine has broken" in str(one.error)
         assert "no memory" in str(one.error)
     assert len(results[0].tokens) > 0
+
+
+def test_engine_that_breaks_without_a_request_tells_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    def step() -> Events:
+        msg = "words of a prompt"
+        raise RuntimeError(msg)
+
+    async def main(serving: AsyncEngine) -> None:
+        monkeypatch.setattr(serving._run, "step", step)
+        serving._run.wake()
+        await until(lambda: not serving.is_running)
+        assert serving.broken_by == "RuntimeError"
+        await until(serving._ended.is_set)
+        with pytest.raises(EngineClosedError):
+            await serving.between_steps(lambda _: None)
+
+    served(main, engine())
+
+
+def test_engine_that_is_closed_has_not_broken() -> None:
+    async def main(serving: AsyncEngine) -> None:
+        await serving.close(finish=True)
+        assert (serving.is_running, serving.broken_by) == (False, None)
+
+    served(main, engine())
 
 
 def test_request_that_is_lost_in_a_broken_step_has_a_result(

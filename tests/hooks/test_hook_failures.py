@@ -14,6 +14,7 @@ from tiny import shared_model
 from torch import Tensor
 
 from kvpolicy import Engine, Plan, Request, hookimpl
+from kvpolicy.engine.requests.results import HookFailure, Result
 from kvpolicy.engine.run import Run
 from kvpolicy.errors import HookError, HookResultError, KVPolicyError
 from kvpolicy.plan.spec import PolicySpec
@@ -156,7 +157,7 @@ def test_failing_hook_ends_only_its_sequences(
     run = Engine(MODEL, plan=failing, on_hook_error="answer", **options).generate(
         prompts, max_new_tokens=20
     )
-    results = run.results()
+    results, failures = stepped(run)
     assert [result.id for result in results] == list(range(5))
     expected = Engine(MODEL, plan=healthy, **options).generate(prompts, max_new_tokens=20).results()
     for result, plain in zip(results, expected, strict=True):
@@ -177,6 +178,23 @@ def test_failing_hook_ends_only_its_sequences(
         assert failed <= marked
     assert run.report.num_errors == len(failed)
     assert_no_slot_is_lost(run)
+    assert failed == {number for failure in failures for number in failure.requests}
+    for failure in failures:
+        assert (failure.policy, failure.hook) == ("fails", hook)
+        layer = "" if failure.layer_idx is None else f" at layer {failure.layer_idx}"
+        what = "gave an invalid answer" if invalid_answer else "raised IndexError"
+        assert failure.summary == f"policy 'fails' {what} in {hook}(){layer}"
+        assert failure.error == ("HookResultError" if invalid_answer else "IndexError")
+
+
+def stepped(run: Run) -> tuple[list[Result], list[HookFailure]]:
+    """The results of a run in the order of its requests, and the hook calls that failed."""
+    events = []
+    while not run.done:
+        events.append(run.step())
+    results = [result for one in events for result in one.results]
+    failures = [failure for one in events for failure in one.failures]
+    return sorted(results, key=lambda result: result.id), failures
 
 
 def test_failed_sequences_have_an_error_and_keep_their_tokens() -> None:
@@ -202,8 +220,14 @@ def test_hooks_are_not_called_for_failed_sequences() -> None:
     fails = FailsAlways()
     plan = Plan.uniform(fails, budget=8, buffer=4)
     run = Engine(MODEL, plan=plan, on_hook_error="answer").generate([[1] * 12, [2] * 30])
-    assert [result.finish_reason for result in run] == ["error", "error"]
+    results, failures = stepped(run)
+    assert [result.finish_reason for result in results] == ["error", "error"]
     assert fails.calls == 1, "expected one call for both sequences, in the first layer"
+    (failure,) = failures
+    assert failure.requests == (0, 1)
+    assert failure.error == "LookupError"
+    assert failure.at[-1].startswith(f"{__file__}:")
+    assert failure.at[-1].endswith(" score")
     assert run.report.compactions == 0
 
 

@@ -12,7 +12,7 @@ from tiny import byte_tokenizer, tiny_model
 
 from kvpolicy import Engine
 from kvpolicy.engine.requests.request import Request, Sampling
-from kvpolicy.engine.requests.results import Result
+from kvpolicy.engine.requests.results import Events, Result
 from kvpolicy.hooks import discovery
 from kvpolicy.serve.plans import ServedModel
 
@@ -359,22 +359,23 @@ def test_a_failing_policy_ends_its_requests_and_not_the_server(
 
 
 def test_an_engine_that_breaks_is_told_and_leaves_the_others() -> None:
-    def break_engine(served: ServedModel) -> None:
-        def step(_: object) -> None:
+    def break_first_step(served: ServedModel) -> None:
+        def step() -> Events:
             msg = "a defect"
             raise RuntimeError(msg)
 
-        served.plans[1].engine.step = step  # type: ignore[method-assign]
+        served.plans[1].running._run.step = step  # type: ignore[method-assign]
 
-    with serving(plans_of(full=0, h2o=12), prepare=break_engine) as running:
+    with serving(plans_of(full=0, h2o=12), prepare=break_first_step) as running:
         client = running.client()
         assert running.health() == (200, 200)
-        with pytest.raises(openai.InternalServerError, match="the engine has broken"):
-            client.completions.create(model="tiny:h2o", prompt="a")
         with pytest.raises(openai.InternalServerError, match="the engine has broken") as caught:
             client.completions.create(model="tiny:h2o", prompt="a")
+        assert caught.value.status_code == 500
+        assert running.health() == (503, 503), "whoever has the error finds the server not live"
+        with pytest.raises(openai.InternalServerError, match="the engine has broken") as caught:
+            client.completions.create(model="tiny:h2o", prompt="a")
+        assert caught.value.status_code == 503
         with running.http() as http:
             assert 'outcome="failed",plan="h2o"} 2.0' in http.get("/metrics").text
-        assert caught.value.status_code == 503
-        assert running.health() == (503, 503)
         assert client.completions.create(model="tiny", prompt="a").usage is not None

@@ -11,7 +11,7 @@ import pytest
 from openai.types import CompletionUsage
 from replicas import config_of, routed
 from served_command import served_command
-from serving import Running, metrics, of_plan, plans_of, serving
+from serving import Running, metrics, of_plan, plans_of, serving, until
 from shell import Shell, refusal
 from tiny import tiny_model, tiny_tokenizer
 
@@ -94,6 +94,25 @@ def test_a_stream_tells_it_with_its_usage() -> None:
     assert len(BEGINNING) - BLOCK <= cached(second.usage) < len(BEGINNING)
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_the_log_has_the_cached_tokens_of_the_usage(stream: bool) -> None:
+    lines, options = io.StringIO(), {"n": 2, "stream": stream}
+    options |= {"stream_options": {"include_usage": True}} if stream else {}
+    with logging_to(lines, as_json=True), serving(slots=4, prefix_store=a_store()) as running:
+        client = running.client()
+        expected = []
+        for prompts in ([BEGINNING], [BEGINNING, f"{BEGINNING} a"]):
+            answer = complete(client, prompts, **options)
+            expected.append(cached(([*answer][-1] if stream else answer).usage))
+        with pytest.raises(openai.BadRequestError):
+            complete(client, BEGINNING, max_tokens=1000)
+        until(lambda: lines.getvalue().count('"request"') == 3)
+    *found, refused = [json.loads(line) for line in lines.getvalue().splitlines()][:3]
+    assert [one["cached_tokens"] for one in found] == expected
+    assert expected[0] == 0 < expected[1]
+    assert "cached_tokens" not in refused, "nothing was looked up"
+
+
 # Conversations
 
 
@@ -126,6 +145,18 @@ def test_a_chat_whose_answer_was_changed_reuses_what_comes_before_it() -> None:
     with serving(PLANS, prefix_store=a_store()) as running:
         first = say(running, talk, "full")
         talk += [{"role": "assistant", "content": "changed"}, {"role": "user", "content": "so?"}]
+        second = say(running, talk, "full")
+        assert metrics(running)["prefix_turns_total", ()] == 0
+    question = first.usage.prompt_tokens
+    assert question - BLOCK <= cached(second.usage) <= question
+
+
+def test_a_store_of_prompts_only_keeps_no_conversation() -> None:
+    talk: list[Any] = [{"role": "user", "content": BEGINNING}]
+    with serving(PLANS, prefix_store=a_store(conversations=False)) as running:
+        first = say(running, talk, "full")
+        answer = first.choices[0].message.content
+        talk += [{"role": "assistant", "content": answer}, {"role": "user", "content": "so?"}]
         second = say(running, talk, "full")
         assert metrics(running)["prefix_turns_total", ()] == 0
     question = first.usage.prompt_tokens
@@ -230,12 +261,15 @@ def test_the_command_serves_with_a_store_and_finds_it_again(folder: Path, tmp_pa
     spill = tmp_path / "spill"
     options: tuple[object, ...] = ("--model", folder, "--policy", "full", "--prefix-cache", "4MiB")
     options += ("--prefix-block", BLOCK, "--prefix-spill", spill, "--prefix-spill-bytes", "1MiB")
+    options += ("--prefix-prompts-only",)
     body = {"model": "mine", "prompt": BEGINNING, "max_tokens": 4, "temperature": 0}
     found = []
     for _ in range(2):
         with served_command(tmp_path, *options) as served, served.http() as http:
             answer = http.post("/v1/completions", json=body).json()
             found.append(answer["usage"]["prompt_tokens_details"]["cached_tokens"])
+            num_blocks = (answer["usage"]["prompt_tokens"] - 1) // BLOCK  # no end of an answer
+            assert f"kvpolicy_prefix_blocks {num_blocks}.0\n" in http.get("/metrics").text
             assert served.end() == 0
     assert found[0] == 0
     assert found[1] >= len(BEGINNING) - BLOCK
@@ -246,6 +280,7 @@ def test_the_command_serves_with_a_store_and_finds_it_again(folder: Path, tmp_pa
     {
         "--prefix-cache much": "--prefix-cache was given 'much'; give bytes with a unit",
         "--prefix-block 8": "--prefix-block was given without --prefix-cache; add",
+        "--prefix-prompts-only": "--prefix-prompts-only was given without --prefix-cache; add",
         "--prefix-spill a": "--prefix-spill was given without --prefix-cache; add",
         "--prefix-cache 1MiB --prefix-spill-bytes 1MB": "given without --prefix-spill; add",
         "--prefix-cache 1MiB --prefix-eviction lro": "no block eviction is named 'lro'",

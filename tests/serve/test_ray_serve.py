@@ -1,4 +1,4 @@
-"""A server on a cluster of two nodes: one is killed under load, replicas are updated."""
+"""A server on a cluster of two nodes: one is killed, an engine breaks, replicas are updated."""
 
 import os
 import signal
@@ -45,12 +45,19 @@ from kvpolicy import hookimpl
 
 @attrs.define(eq=False)
 class Slow:
-    """Keep the newest rows, and take a while as long as a file exists."""
+    """Keep the newest rows; be slow while a file exists, break the engine that finds another."""
+
+    breaks: bool = False
 
     @hookimpl
     def score(self, positions: Tensor) -> Tensor:
         if Path({file!r}).exists():
             time.sleep(0.03)
+        if Path({breaking!r}).exists():
+            Path({breaking!r}).unlink()
+            self.breaks = True
+        if self.breaks:
+            raise MemoryError
         return positions.float()
 '''
 
@@ -94,7 +101,8 @@ class Served:
 
 def command(folder: Path, model: Path, port: int, *more: object) -> list[str]:
     plugin, plan = folder / "slow.py", folder / "slow.toml"
-    plugin.write_text(SLOW.format(file=str(folder / "slow")), encoding="utf-8")
+    files = {"file": str(folder / "slow"), "breaking": str(folder / "breaking")}
+    plugin.write_text(SLOW.format(**files), encoding="utf-8")
     plan.write_text('stack = ["slow"]\nbudget = 12\nbuffer = 4\n', encoding="utf-8")
     words = ["serve", "--model", model, "--plan", plan, "--plugin", plugin, "--port", port]
     return [sys.executable, "-m", "kvpolicy", *(str(word) for word in [*words, *more])]
@@ -248,6 +256,21 @@ def test_with_a_node_killed_under_load_every_request_ends_once(
     assert served.metric('kvpolicy_router_responses_total{status="5') == 0
     for session in "abcdef":  # also those of the lost replica
         assert ask(served, 0, session=session, max_tokens=2).headers["x-kvpolicy-replica"]
+    wait_until(lambda: len(served.replicas()) == 2)
+    assert len(set(served.replicas()) & before) == 1, "another one has taken its place"
+
+
+def test_a_replica_whose_engine_has_broken_is_replaced(
+    served: Served, expected: list[tuple[int, ...]]
+) -> None:
+    wait_until(lambda: len(served.replicas()) == 2)
+    before = set(served.replicas())
+    (served.folder / "breaking").touch()
+    with pytest.raises(openai.InternalServerError, match="the engine has broken"):
+        ask(served, 0)
+    assert len(set(served.replicas()) & before) == 1, "it is not ready, before another request"
+    for number in range(4):
+        assert tokens_of(served, number, stream=False)[0] == list(expected[number])
     wait_until(lambda: len(served.replicas()) == 2)
     assert len(set(served.replicas()) & before) == 1, "another one has taken its place"
 

@@ -1,5 +1,6 @@
 """Replicas in this process behind the application of a router, and a client for it."""
 
+import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -9,6 +10,7 @@ import attrs
 import httpx2
 import openai
 import torch
+from serving import break_engine
 from starlette.types import Message
 
 from kvpolicy import Plan
@@ -42,6 +44,19 @@ def config_of(
         setup=ProcessSetup.of_this_process(threads=torch.get_num_threads()),
         prefix_store=prefix_store,
     )
+
+
+class LocalReplica(Replica):
+    """A replica of this process, which is closed by who has started it."""
+
+    def __del__(self) -> None:  # type: ignore[override] # Ray Serve would await it
+        pass
+
+    @classmethod
+    async def started(cls, config: ServeConfig, name: str) -> "LocalReplica":
+        replica = cls.__new__(cls)
+        await replica.__init__(config, name)  # type: ignore[misc] # as Ray Serve does
+        return replica
 
 
 @attrs.define(eq=False)
@@ -78,6 +93,14 @@ class LocalReplicas:
         return [await getattr(one, method)() for one in self.replicas]
 
 
+async def broken(replica: Replica, plan: int) -> None:
+    """Have the engine of a plan of a replica break, and wait until it has."""
+    served = replica._service.model.plans[plan]
+    break_engine(served, RuntimeError("a defect"))
+    while served.running.is_running:
+        await asyncio.sleep(0.005)
+
+
 @attrs.define(eq=False)
 class Routed:
     """A router in this process."""
@@ -95,10 +118,7 @@ class Routed:
 @asynccontextmanager
 async def routed(config: ServeConfig, num: int = 2, **settings: Any) -> AsyncIterator[Routed]:
     """Run replicas and a router."""
-    replicas = []
-    for name in "abcdef"[:num]:
-        replicas.append(Replica.__new__(Replica))
-        await replicas[-1].__init__(config, name)  # type: ignore[misc] # as Ray Serve does
+    replicas: list[Replica] = [await LocalReplica.started(config, name) for name in "abcdef"[:num]]
     local = LocalReplicas(replicas)
     app = create_router(local, ServerSettings(**settings))
     transport = httpx2.ASGITransport(app)  # type: ignore[arg-type]

@@ -15,6 +15,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from tiny import shared_model, tiny_tokenizer
 
 from kvpolicy import Plan, PrefixStore
+from kvpolicy.engine.requests.results import Events
 from kvpolicy.serve.launch import bound_to, hosts_of, served_model, url_of
 from kvpolicy.serve.plans import ServedModel, ServedPlan
 from kvpolicy.serve.server import Server
@@ -46,13 +47,14 @@ class Gate:
     def __init__(self, plan: ServedPlan) -> None:
         self._open = threading.Event()
         self._open.set()
-        step = plan.engine.step
+        run = plan.running._run
+        step = run.step
 
-        def gated(run: Any) -> None:
+        def gated() -> Events:
             self._open.wait()
-            step(run)
+            return step()
 
-        plan.engine.step = gated  # type: ignore[method-assign]
+        run.step = gated  # type: ignore[method-assign]
 
     def open(self) -> None:
         self._open.set()
@@ -67,6 +69,16 @@ class Gate:
             yield
         finally:
             self.open()
+
+
+def break_engine(plan: ServedPlan, error: BaseException) -> None:
+    """Have the engine of a plan break now, whether it has requests or not."""
+
+    def step() -> Events:
+        raise error
+
+    plan.running._run.step = step  # type: ignore[method-assign]
+    plan.running._run.wake()
 
 
 @attrs.define(eq=False)

@@ -10,10 +10,14 @@ from typing import Literal
 
 import torch
 
+from kvpolicy.engine.requests.results import HookFailure
 from kvpolicy.engine.requests.sequence import Sequence
 from kvpolicy.errors import HookError, KVPolicyError
 
 OnHookError = Literal["raise", "answer"]
+
+# Receives hook calls that have failed.
+OnFailure = abc.Callable[[HookFailure], None]
 
 # Errors of the device or the machine, for which no policy is to blame.
 _FATAL = (MemoryError, torch.OutOfMemoryError, torch.AcceleratorError)
@@ -25,16 +29,17 @@ class ErrorScope:
     Attributes:
         on_hook_error: ``"raise"`` raises a `HookError`. ``"answer"`` ends the requests of the
             failing call with the error.
+        on_failure: Receives calls that end requests; ``None``: nobody is told.
     """
 
-    def __init__(self, on_hook_error: OnHookError) -> None:
+    def __init__(self, on_hook_error: OnHookError, on_failure: OnFailure | None = None) -> None:
         if on_hook_error not in ("raise", "answer"):
             msg = (
                 f"the engine was given on_hook_error={on_hook_error!r}; expected 'raise' or "
                 "'answer'"
             )
             raise KVPolicyError(msg)
-        self.on_hook_error = on_hook_error
+        self.on_hook_error, self.on_failure = on_hook_error, on_failure
         self._under_way: list[abc.Sequence[Sequence]] = [()]
 
     @property
@@ -42,15 +47,14 @@ class ErrorScope:
         """The sequences of the hook call under way; empty outside of hook calls."""
         return self._under_way[-1]
 
-    def scope(self, on_hook_error: OnHookError | None) -> "ErrorScope":
-        """The same scope for a run that handles errors in its own way.
+    def of_run(self, on_hook_error: OnHookError | None, on_failure: OnFailure) -> "ErrorScope":
+        """The same scope for a run, which may handle errors in its own way.
 
         Args:
             on_hook_error: Its way; ``None``: as here.
+            on_failure: Receives the calls that end requests of the run.
         """
-        if on_hook_error is None:
-            return self
-        scope = ErrorScope(on_hook_error)
+        scope = ErrorScope(on_hook_error or self.on_hook_error, on_failure)
         scope._under_way = self._under_way
         return scope
 
@@ -76,5 +80,7 @@ class ErrorScope:
                 raise
             for seq in sequences:
                 seq.fail(str(error))
+            if self.on_failure is not None:
+                self.on_failure(HookFailure.of(error, tuple(seq.id for seq in sequences)))
         finally:
             self._under_way.pop()

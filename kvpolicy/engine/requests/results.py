@@ -7,6 +7,7 @@ import attrs
 from kvpolicy.engine.requests.logprobs import TokenLogprobs
 from kvpolicy.engine.requests.savings import saved_share
 from kvpolicy.engine.snapshots.snapshot import SequenceSnapshot
+from kvpolicy.errors import HookError, error_origin
 
 FinishReason = Literal["stop", "length", "cancelled", "deadline", "error"]
 
@@ -193,6 +194,50 @@ class RunReport:
 
 
 @attrs.frozen
+class HookFailure:
+    """A hook call that has failed; its requests have ended with the error.
+
+    It has nothing of prompts or answers, so it may be logged.
+
+    Attributes:
+        requests: Numbers of the requests of the call.
+        summary: One sentence: which policy, what, and where.
+        policy: Name of the policy.
+        hook: Name of the hook.
+        layer_idx: The layer, for hooks that are called per layer.
+        error: Class of the exception.
+        at: The innermost places that it came through, as ``FILE:LINE FUNCTION``.
+    """
+
+    requests: tuple[int, ...]
+    summary: str
+    policy: str | None
+    hook: str | None
+    layer_idx: int | None
+    error: str
+    at: tuple[str, ...]
+
+    @classmethod
+    def of(cls, error: HookError, requests: tuple[int, ...]) -> "HookFailure":
+        """What an error tells, without the error itself, which would keep tensors.
+
+        Args:
+            error: What was raised.
+            requests: Numbers of the requests of the call.
+        """
+        origin = error_origin(error)
+        return cls(
+            requests,
+            error.summary,
+            error.policy,
+            error.hook,
+            error.layer_idx,
+            origin["error"],
+            tuple(origin["at"]),
+        )
+
+
+@attrs.frozen
 class Events:
     """What one step has brought.
 
@@ -200,11 +245,13 @@ class Events:
         tokens: New tokens, as (request id, token).
         results: Results of requests that have ended.
         logprobs: Log-probabilities of the new tokens of a request, by its id, if it asks for them.
+        failures: Hook calls that have failed, if that ends requests and not the run.
     """
 
     tokens: list[tuple[int, int]]
     results: list[Result]
     logprobs: dict[int, list[TokenLogprobs]] = attrs.field(factory=dict)
+    failures: list[HookFailure] = attrs.field(factory=list)
 
 
 @attrs.frozen

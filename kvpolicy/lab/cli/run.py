@@ -24,6 +24,7 @@ from kvpolicy.cli.prefix_options import (
     PrefixBlock,
     PrefixCache,
     PrefixEviction,
+    PrefixPromptsOnly,
     PrefixSpill,
     PrefixSpillBytes,
     prefix_arguments,
@@ -109,6 +110,7 @@ def run(
     prefix_cache: PrefixCache = None,
     prefix_block: PrefixBlock = DEFAULT_BLOCK,
     prefix_eviction: PrefixEviction = DEFAULT_EVICTION,
+    prefix_prompts_only: PrefixPromptsOnly = False,
     prefix_spill: PrefixSpill = None,
     prefix_spill_bytes: PrefixSpillBytes = None,
     json: Json = False,
@@ -123,6 +125,7 @@ def run(
         prefix_cache,
         block=prefix_block,
         eviction=prefix_eviction,
+        prompts_only=prefix_prompts_only,
         spill=prefix_spill,
         spill_bytes=prefix_spill_bytes,
     )

@@ -106,7 +106,7 @@ class Replica:
         """Its name, and what its engines do."""
         plans = self._service.model.plans
         return self.name, {
-            "ready": all(plan.running.is_running for plan in plans),
+            "ready": self._service.model.problem is None,
             "host": socket.gethostname(),
             "plans": {
                 plan.name: {"waiting": plan.stats.waiting, "running": plan.stats.running}
@@ -119,15 +119,14 @@ class Replica:
         return self.name, await asyncio.to_thread(self._metrics.text)
 
     async def check_health(self) -> None:
-        """Fail if an engine takes no requests any more; called by Ray Serve.
+        """Fail if an engine has broken; called by Ray Serve, which then starts another replica.
 
         Raises:
             RuntimeError: An engine has broken.
         """
-        broken = [plan.name for plan in self._service.model.plans if not plan.running.is_running]
-        if broken:
-            msg = f"the engine of {', '.join(broken)} has broken"
-            raise RuntimeError(msg)
+        problem = self._service.model.problem
+        if problem is not None:
+            raise RuntimeError(problem)
 
 
 def service_of(config: ServeConfig) -> Service:

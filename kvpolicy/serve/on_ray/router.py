@@ -79,7 +79,7 @@ def _add_operation(app: FastAPI, replicas: Replicas, metrics: RouterMetrics) -> 
 
     @app.get("/health/live")
     async def live() -> JSONResponse:
-        return JSONResponse({"live": True, "stopped": {}})
+        return JSONResponse({"live": True})
 
     @app.get("/health/ready")
     @app.get("/health")

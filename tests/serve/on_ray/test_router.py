@@ -8,7 +8,7 @@ from typing import Any
 import openai
 import pytest
 from commands import model_folder
-from replicas import Routed, config_of, routed
+from replicas import Routed, broken, config_of, routed
 
 from kvpolicy import Engine, Plan
 from kvpolicy.engine.requests.request import Request, Sampling
@@ -147,12 +147,9 @@ def test_health_and_metrics_are_of_all_replicas(model_folder: Path) -> None:
         assert await router.metric("kvpolicy_slots{") == 8
         text = (await router.http.get("/metrics")).text
         assert text.count("# TYPE kvpolicy_slots ") == 1
-        await a.check_health()
-        await a._service.model.plans[0].running.close(finish=False)
-        with pytest.raises(RuntimeError, match="engine of full has broken"):
-            await a.check_health()
+        await broken(a, 0)
         assert set((await router.http.get("/health")).json()["replicas"]) == {"b"}
-        await b._service.model.plans[1].running.close(finish=False)
+        await broken(b, 1)
         assert (await router.http.get("/health")).status_code == 503
         assert (await router.http.get("/health/live")).status_code == 200
 
@@ -161,7 +158,7 @@ def test_health_and_metrics_are_of_all_replicas(model_folder: Path) -> None:
 
 def test_a_request_that_a_broken_replica_refuses_is_answered_by_another(model_folder: Path) -> None:
     async def what(router: Routed) -> None:
-        await router.replicas.replicas[0]._service.model.plans[1].running.close(finish=False)
+        await broken(router.replicas.replicas[0], 1)
         found = await router.client.completions.create(**ASK)
         assert found.usage is not None
         assert [name for name, _ in router.replicas.asked] == ["a", "b"]
