@@ -53,7 +53,6 @@ def test_a_folder_is_found_by_the_next_command(
         (("--prefix-block", "8"), "--prefix-block was given without --prefix-cache; add"),
         (("--prefix-spill", "a"), "--prefix-spill was given without --prefix-cache; add"),
         ((*CACHE, "--prefix-spill-bytes", "1MB"), "given without --prefix-spill; add"),
-        ((*CACHE, "--output", "new.jsonl"), "--prefix-cache is for results that are printed"),
         ((*CACHE, "--prefix-eviction", "lro"), "no block eviction is named 'lro'"),
         ((*CACHE, "--prefix-spill", "/dev/null/a"), "cannot be used: Not a directory; choose"),
     ],

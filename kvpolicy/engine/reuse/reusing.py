@@ -246,6 +246,9 @@ class PromptReuse:
         if not is_turn:
             contents = attrs.evolve(snapshot.contents, prompt_len=seq.num_staying)
             snapshot = attrs.evolve(snapshot, prompt=seq.prompt, tokens=(), contents=contents)
+            # The result is that without a store; a conversation counts what is new, as if resumed.
+            for name, value in attrs.asdict(snapshot.costs).items():
+                setattr(seq, name, value)
         num_reused = snapshot.seq_len - self._seen(seq)
         seq.num_reused += num_reused
         self.num_reused += num_reused
