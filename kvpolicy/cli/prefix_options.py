@@ -160,5 +160,5 @@ def _problem(stats: "StoreStats") -> str | None:
     if stats.problem is not None:
         return f"nothing is stored any more: {stats.problem}"
     if stats.spill_problem is not None:
-        return f"no more blocks are written to files: {stats.spill_problem}"
+        return f"no more blocks are written to {stats.spill_problem}"
     return None

@@ -44,7 +44,7 @@ class StoreStats:
         spilled_bytes: Bytes of these files.
         spill_capacity: The most bytes of files; 0: none are written.
         spill_loads: Blocks that were read from a file for a request.
-        spill_problem: Why no more blocks are written to files; ``None``: they are.
+        spill_problem: Why blocks are not written to files now; ``None``: they are.
         turns: Requests that have gone on with a conversation.
         reused_tokens: Prompt tokens that were not computed.
     """
@@ -210,9 +210,11 @@ class PrefixStore:
     def flush(self) -> None:
         """Write what is in memory to files, as far as there is room, so that it is there later.
 
-        Without a folder, nothing happens.
+        Without a folder, nothing happens. If a write has failed before, it is tried again.
         """
         with self._guarded():
+            if self._spill is not None:
+                self._spill.try_now()
             for node in list(self._nodes.values()):
                 if node in self._memory:
                     self._write(node)

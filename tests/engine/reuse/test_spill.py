@@ -262,7 +262,7 @@ def test_a_full_disk_ends_the_writing_and_nothing_else(
     (record,) = caplog.records
     message = record.getMessage()
     assert message.startswith(f"the prefix store writes no more blocks to {tmp_path}: ")
-    assert message.endswith("; it goes on in memory")
+    assert message.endswith("; it goes on in memory, and tries again later")
     assert "No space left on device" in message
     assert len(files(tmp_path)) == store.stats.spilled_blocks == 3
     assert store.stats.spill_problem is not None

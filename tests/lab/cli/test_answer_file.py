@@ -12,6 +12,7 @@ from child_process import Ended, run_in_child
 from commands import _plugins_of_one_test, kvpolicy, model_folder
 from kill_plugin import Fuse
 from shell import Shell, refusal
+from small_disk import fill, on_small_disk
 
 from kvpolicy.engine.engine import Engine
 from kvpolicy.model.loading import load_model
@@ -214,6 +215,30 @@ def test_wrong_stores_are_refused_before_a_model_is_loaded(
     kvpolicy: Shell, words: list[object], options: tuple[object, ...], message: str
 ) -> None:
     assert message in refusal(kvpolicy(*words, "--model", "no/such/model", *options))
+
+
+@on_linux
+def test_a_full_disk_of_a_prefix_store_changes_no_answer(
+    kvpolicy: Shell, words: list[object], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    write(tmp_path, *alike())
+    kvpolicy(*words)
+    expected = (tmp_path / "out.jsonl").read_bytes()
+    folder = tmp_path / "prefixes"
+    folder.mkdir()
+    words = [*words, "--prefix-cache", "10KiB", "--prefix-block", 4, "--prefix-spill", folder]
+
+    def body() -> None:
+        fill(folder)
+        ended = kvpolicy(*words, "--overwrite")
+        assert ended.status == 0
+        full = f"{folder}: No space left on device"
+        (warning,) = (record.getMessage() for record in caplog.records)
+        assert f"writes no more blocks to {full}; it goes on in memory" in warning
+        assert ended.err.splitlines()[-1].endswith(f"; no more blocks are written to {full}.")
+
+    on_small_disk(folder, 1 << 20, body)
+    assert (tmp_path / "out.jsonl").read_bytes() == expected
 
 
 @on_linux
