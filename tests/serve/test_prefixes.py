@@ -194,7 +194,7 @@ def test_a_server_that_is_started_again_finds_what_was_held(tmp_path: Path) -> N
     with serving(prefix_store=a_store(spill=tmp_path)) as running:
         first = complete(running.client(), BEGINNING)
         assert metrics(running)["prefix_spilled_blocks", ()] == 0, "it is held in memory"
-    assert [*tmp_path.iterdir()]
+    assert [*tmp_path.glob("*.safetensors")]
     with serving(prefix_store=a_store(spill=tmp_path)) as again:
         second = complete(again.client(), BEGINNING)
         found = metrics(again)
@@ -206,7 +206,7 @@ def test_a_server_that_is_started_again_finds_what_was_held(tmp_path: Path) -> N
 def test_what_a_store_warns_of_is_a_line_of_the_log(tmp_path: Path) -> None:
     with serving(prefix_store=a_store(spill=tmp_path)) as running:
         complete(running.client(), BEGINNING)
-    damaged = next(file for file in tmp_path.rglob("*") if file.is_file())
+    damaged = next(tmp_path.glob("*.safetensors"))
     damaged.write_bytes(b"damaged")
     stream = io.StringIO()
     with logging_to(stream, as_json=True):
@@ -237,7 +237,7 @@ def test_a_server_whose_disk_is_full_goes_on_and_says_so_once(tmp_path: Path) ->
         no_more, again = [event for event in events if "the prefix store" in event]
         assert f"writes no more blocks to {tmp_path}: No space left on device" in no_more
         assert f"writes blocks to {tmp_path} again" in again
-        assert [*tmp_path.iterdir()]
+        assert [*tmp_path.glob("*.safetensors")]
 
     on_small_disk(tmp_path, 1 << 20, body)
 

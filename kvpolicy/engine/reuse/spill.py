@@ -21,6 +21,7 @@ from typing import Any
 
 import safetensors
 import torch
+from filelock import FileLock, Timeout
 from safetensors.torch import save
 from torch import Tensor
 
@@ -56,7 +57,7 @@ class Spill:
         """Make the folder, if it does not exist.
 
         Raises:
-            OutputError: It cannot be made or read.
+            OutputError: It cannot be made or read, or another process uses it.
         """
         self.folder = Path(folder)
         self.tier = Tier(capacity, choice)
@@ -66,6 +67,7 @@ class Spill:
         self._identities: dict[str, dict[str, Any]] = {}  # one for all nodes that have it
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
+            self._lock = _locked(self.folder)
             self._files = sorted(self.folder.iterdir())
         except OSError as error:
             msg = (
@@ -242,6 +244,27 @@ class Spill:
 
     def _path(self, key: bytes) -> Path:
         return self.folder / (key.hex() + _SUFFIX)
+
+
+def _locked(folder: Path) -> FileLock:
+    """Lock a folder against stores of other processes, until the lock is gone or this process is.
+
+    Raises:
+        OutputError: Another process has it.
+    """
+    # One for each folder in this process, so that a store may follow another one there.
+    lock = FileLock(folder / ".lock", is_singleton=True, thread_local=False)
+    try:
+        lock.acquire(blocking=False)
+    except Timeout as error:
+        msg = (
+            f"the folder {folder} of a prefix store is used by another process; wait for it, or "
+            "choose another folder"
+        )
+        raise OutputError(msg) from error
+    except (OSError, NotImplementedError):
+        pass  # nothing can be written there, or its file system has no locks: it can be read
+    return lock
 
 
 def _content(node: Node, part: SequencePart) -> bytes:

@@ -131,13 +131,14 @@ class PrefixStore:
                 tokens of such a sequence, prompt and answer, goes on with it.
             device: Where rows are kept, such as ``"cpu"``; ``None``: where the model has them.
             spill: A folder for what leaves memory, from which it is read when it is asked for
-                again, also after a restart. One store at a time may use it.
+                again, also after a restart. One store at a time may use it; that of another process
+                is refused.
             spill_bytes: The most bytes of its files; ``None``: 16 times ``capacity``.
 
         Raises:
             UnknownPolicyError: No eviction has this name.
             KnobError: It has no such knob, or refuses a value.
-            OutputError: The folder cannot be used.
+            OutputError: The folder cannot be used, or another process uses it.
             KVPolicyError: A size is no number of at least 1, or there is one of files and no
                 folder.
         """
