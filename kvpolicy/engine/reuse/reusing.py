@@ -75,7 +75,7 @@ class Reusing:
             msg = f"prefix_store was given as {store!r:.60}; give a kvpolicy.PrefixStore"
             raise KVPolicyError(msg)
         if (problem := resuming.problem) is not None:
-            msg = f"no prefix can be stored: {problem}; leave out prefix_store"
+            msg = f"no prefix can be stored: {problem}; leave out the prefix store"
             raise KVPolicyError(msg)
         if store.spills and adapter.processes.num_processes > 1:
             msg = (

@@ -12,7 +12,7 @@ from kvpolicy.cli.prompts import Prompt
 from kvpolicy.engine.engine import Engine
 from kvpolicy.engine.request import Request, Sampling
 from kvpolicy.engine.reuse.store import PrefixStore
-from kvpolicy.errors import RequestError
+from kvpolicy.errors import KVPolicyError, RequestError
 from kvpolicy.lab.models import ModelCache
 from kvpolicy.lab.prompt_files.answering import (
     Answering,
@@ -162,6 +162,17 @@ def test_answers_with_a_prefix_store_are_those_without(
         assert run(answering, answering.engine(loaded, store), given) == expected
     assert store.stats.reused_tokens > 24 * (12 + 3)
     assert store.stats.turns == 0
+
+
+def test_a_plan_whose_prompts_cannot_be_stored_is_refused(
+    answering: Answering, models: ModelCache
+) -> None:
+    plan = attrs.evolve(Plan.full_cache(), padding="stored").resolve(answering.model.num_layers)
+    padded = attrs.evolve(answering, plan=plan)
+    with pytest.raises(
+        KVPolicyError, match="pads belong to a group of prompts; leave out the prefix"
+    ):
+        padded.engine(models.open(answering.model.name), PrefixStore(1 << 20))
 
 
 def test_a_shard_goes_on_with_what_was_stored_for_another(
