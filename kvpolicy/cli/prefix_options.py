@@ -1,6 +1,6 @@
 """Options of commands that reuse prefixes, and the store that they stand for."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -137,23 +137,40 @@ def prefix_store(arguments: Mapping[str, Any] | None) -> "PrefixStore | None":
     return None if arguments is None else PrefixStore(**arguments)
 
 
-def format_reuse(reused_tokens: int, prompt_tokens: int, stats: "StoreStats") -> str:
-    """One sentence about what a prefix store has saved.
+def format_reuse(reused_tokens: int, prompt_tokens: int, stores: "Sequence[StoreStats]") -> str:
+    """One sentence about what prefix stores have saved.
 
     Args:
         reused_tokens: Prompt tokens that were not computed.
         prompt_tokens: All prompt tokens.
-        stats: What the store holds.
+        stores: What each store holds.
     """
     from kvpolicy.cli.output import format_bytes, format_count
 
+    def total(count: Callable[["StoreStats"], int]) -> int:
+        return sum(map(count, stores))
+
     share = reused_tokens / prompt_tokens if prompt_tokens else 0.0
-    spilled = ""
-    if stats.spill_capacity:
-        spilled = f", and {stats.spilled_blocks:,} in files of {format_bytes(stats.spilled_bytes)}"
+    found = total(lambda one: one.hits)
+    asked = found + total(lambda one: one.misses)
+    several = f"{len(stores)} prefix stores hold" if len(stores) > 1 else "the prefix store holds"
+    blocks = format_count(total(lambda one: one.num_blocks), "block")
+    memory = format_bytes(total(lambda one: one.num_bytes))
+    spilled, files = total(lambda one: one.spilled_blocks), total(lambda one: one.spilled_bytes)
+    in_files = f", and {spilled:,} in files of {format_bytes(files)}"
+    problems = dict.fromkeys(filter(None, map(_problem, stores)))
     return (
-        f"reused {reused_tokens:,} of {prompt_tokens:,} prompt tokens ({share:.1%}); the prefix "
-        f"store holds {format_count(stats.num_blocks, 'block')} in {format_bytes(stats.num_bytes)}"
-        f"{spilled}; "
-        f"{stats.hit_rate:.1%} of the blocks asked for were there."
+        f"reused {reused_tokens:,} of {prompt_tokens:,} prompt tokens ({share:.1%}); "
+        f"{several} {blocks} in {memory}"
+        f"{in_files if any(one.spill_capacity for one in stores) else ''}; "
+        f"{found / asked if asked else 0.0:.1%} of the blocks asked for were there"
+        f"{''.join(f'; {one}' for one in problems)}."
     )
+
+
+def _problem(stats: "StoreStats") -> str | None:
+    if stats.problem is not None:
+        return f"nothing is stored any more: {stats.problem}"
+    if stats.spill_problem is not None:
+        return f"no more blocks are written to {stats.spill_problem}"
+    return None

@@ -200,7 +200,7 @@ def _print_report(report: "RunReport", task: Generation) -> None:
 
     info(format_report(report))
     if (stats := _flushed(task)) is not None:
-        info(format_reuse(report.reused_tokens, report.prompt_tokens, stats))
+        info(format_reuse(report.reused_tokens, report.prompt_tokens, [stats]))
     plan, evicted, longest = task.engine.plan, report.rows_evicted, report.peak_rows
     note = nothing_evicted(plan, evicted, longest, lambda key, value: f"--{key} {value}")
     if note is not None:

@@ -273,7 +273,8 @@ class RunningBatch:
         if seq.error is not None:
             raise SnapshotError(seq.error)
         seq.finish_reason = ended
-        self.compactor.note_peak(seq)
+        if seen is None:  # else its rows were fewer: peaks are noted later
+            self.compactor.note_peak(seq)
         cache, observer = self.cache, self._observer
         return self._resuming.take(seq, cache, observer, self._registers, newest, seen)
 

@@ -210,7 +210,7 @@ _STORE_GAUGES: tuple[tuple[str, str, Callable[[StoreStats], float]], ...] = (
     ("spilled_blocks", "Blocks in files.", lambda stats: stats.spilled_blocks),
     (
         "failed",
-        "1 if nothing is stored any more, or nothing is written to files, after an error.",
+        "1 if nothing is stored any more, or nothing is written to files now, after an error.",
         lambda stats: float(bool(stats.problem or stats.spill_problem)),
     ),
 )

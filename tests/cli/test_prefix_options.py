@@ -66,7 +66,6 @@ def test_ends_of_answers_are_left_out_if_that_is_asked_for(
         (("--prefix-prompts-only",), "--prefix-prompts-only was given without --prefix-cache"),
         (("--prefix-spill", "a"), "--prefix-spill was given without --prefix-cache; add"),
         ((*CACHE, "--prefix-spill-bytes", "1MB"), "given without --prefix-spill; add"),
-        ((*CACHE, "--output", "new.jsonl"), "--prefix-cache is for results that are printed"),
         ((*CACHE, "--prefix-eviction", "lro"), "no block eviction is named 'lro'"),
         ((*CACHE, "--prefix-spill", "/dev/null/a"), "cannot be used: Not a directory; choose"),
     ],

@@ -3,6 +3,7 @@
 import asyncio
 import io
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from replicas import config_of, routed
 from served_command import served_command
 from serving import Running, metrics, of_plan, plans_of, serving, until
 from shell import Shell, refusal
+from small_disk import fill, on_small_disk
 from tiny import tiny_model, tiny_tokenizer
 
 from kvpolicy import PrefixStore
@@ -223,7 +225,7 @@ def test_a_server_that_is_started_again_finds_what_was_held(tmp_path: Path) -> N
     with serving(prefix_store=a_store(spill=tmp_path)) as running:
         first = complete(running.client(), BEGINNING)
         assert metrics(running)["prefix_spilled_blocks", ()] == 0, "it is held in memory"
-    assert [*tmp_path.iterdir()]
+    assert [*tmp_path.glob("*.safetensors")]
     with serving(prefix_store=a_store(spill=tmp_path)) as again:
         second = complete(again.client(), BEGINNING)
         found = metrics(again)
@@ -235,7 +237,7 @@ def test_a_server_that_is_started_again_finds_what_was_held(tmp_path: Path) -> N
 def test_what_a_store_warns_of_is_a_line_of_the_log(tmp_path: Path) -> None:
     with serving(prefix_store=a_store(spill=tmp_path)) as running:
         complete(running.client(), BEGINNING)
-    damaged = next(file for file in tmp_path.rglob("*") if file.is_file())
+    damaged = next(tmp_path.glob("*.safetensors"))
     damaged.write_bytes(b"damaged")
     stream = io.StringIO()
     with logging_to(stream, as_json=True):
@@ -243,6 +245,32 @@ def test_what_a_store_warns_of_is_a_line_of_the_log(tmp_path: Path) -> None:
     line = json.loads(stream.getvalue().splitlines()[0])
     assert line["level"] == "warning"
     assert f"the prefix store leaves out {damaged}" in line["event"]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="forks its children")
+def test_a_server_whose_disk_is_full_goes_on_and_says_so_once(tmp_path: Path) -> None:
+    prompts = [end * 40 for end in "abcdefgha"]
+    with serving() as plain:
+        expected = [tokens(complete(plain.client(), one)) for one in prompts]
+
+    def body() -> None:
+        other, stream = fill(tmp_path), io.StringIO()
+        store = PrefixStore(16 << 10, block_tokens=BLOCK, spill=tmp_path)
+        with logging_to(stream, as_json=True), serving(prefix_store=store) as running:
+            found = [tokens(complete(running.client(), one)) for one in prompts]
+            counted = metrics(running)
+            other.unlink()  # what is in memory is written when the server stops
+        assert found == expected
+        assert counted["prefix_evictions_total", ()] > 0
+        assert counted["prefix_spilled_blocks", ()] == 0
+        assert counted["prefix_failed", ()] == 1
+        events = [json.loads(line)["event"] for line in stream.getvalue().splitlines()]
+        no_more, again = [event for event in events if "the prefix store" in event]
+        assert f"writes no more blocks to {tmp_path}: No space left on device" in no_more
+        assert f"writes blocks to {tmp_path} again" in again
+        assert [*tmp_path.glob("*.safetensors")]
+
+    on_small_disk(tmp_path, 1 << 20, body)
 
 
 # The command

@@ -62,6 +62,8 @@ def assert_same(ours: Result, theirs: Result) -> None:
     """The same tokens, rows, tracks and queries; both have a snapshot."""
     assert (ours.error, theirs.error) == (None, None)
     assert (ours.tokens, ours.finish_reason) == (theirs.tokens, theirs.finish_reason)
+    for figure in ("compactions", "rows_evicted", "peak_rows", "peak_bytes", "full_bytes"):
+        assert getattr(ours, figure) == getattr(theirs, figure)
     assert ours.snapshot is not None
     assert theirs.snapshot is not None
     assert ours.snapshot.registers == theirs.snapshot.registers

@@ -75,7 +75,7 @@ class Reusing:
             msg = f"prefix_store was given as {store!r:.60}; give a kvpolicy.PrefixStore"
             raise KVPolicyError(msg)
         if (problem := resuming.problem) is not None:
-            msg = f"no prefix can be stored: {problem}; leave out prefix_store"
+            msg = f"no prefix can be stored: {problem}; leave out the prefix store"
             raise KVPolicyError(msg)
         if store.spills and adapter.processes.num_processes > 1:
             msg = (
@@ -246,6 +246,9 @@ class PromptReuse:
         if not is_turn:
             contents = attrs.evolve(snapshot.contents, prompt_len=seq.num_staying)
             snapshot = attrs.evolve(snapshot, prompt=seq.prompt, tokens=(), contents=contents)
+            # The result is that without a store; a conversation counts what is new, as if resumed.
+            for name, value in attrs.asdict(snapshot.costs).items():
+                setattr(seq, name, value)
         num_reused = snapshot.seq_len - self._seen(seq)
         seq.num_reused += num_reused
         self.num_reused += num_reused

@@ -2,12 +2,17 @@
 
 A node is written with all that it begins with, so what is found after a restart can be used.
 Reading a file runs no code. What cannot be read, or is something else, is left out with a warning.
+
+A write that fails, on a full disk for example, ends the writing for a while: the next tries are
+further and further apart, so that a disk that stays full costs next to nothing.
 """
 
 import hashlib
 import json
 import logging
+import math
 import os
+import time
 from array import array
 from collections import abc
 from contextlib import suppress
@@ -16,6 +21,7 @@ from typing import Any
 
 import safetensors
 import torch
+from filelock import FileLock, Timeout
 from safetensors.torch import save
 from torch import Tensor
 
@@ -29,6 +35,9 @@ from kvpolicy.files import atomic_write, is_unfinished_write, parse_json
 _KEY, _VERSION = "kvpolicy.prefix", 1
 _SUFFIX = ".safetensors"
 
+# Seconds from a write that has failed to the next try; each further failure doubles them.
+_WAIT_S, _MOST_WAIT_S = 30.0, 600.0
+
 _log = logging.getLogger(__name__)
 
 
@@ -39,7 +48,7 @@ class Spill:
         folder: The folder.
         tier: What is there, in how many bytes.
         num_loads: Nodes that were read again.
-        problem: Why nothing is written any more; ``None``: it is.
+        problem: Why nothing is written now; ``None``: it is.
     """
 
     def __init__(
@@ -48,15 +57,17 @@ class Spill:
         """Make the folder, if it does not exist.
 
         Raises:
-            OutputError: It cannot be made or read.
+            OutputError: It cannot be made or read, or another process uses it.
         """
         self.folder = Path(folder)
         self.tier = Tier(capacity, choice)
         self.num_loads = 0
         self.problem: str | None = None
+        self._wait_s, self._next_try_s = _WAIT_S, -math.inf
         self._identities: dict[str, dict[str, Any]] = {}  # one for all nodes that have it
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
+            self._lock = _locked(self.folder)
             self._files = sorted(self.folder.iterdir())
         except OSError as error:
             msg = (
@@ -74,7 +85,7 @@ class Spill:
         headers: dict[bytes, dict[str, Any]] = {}
         for path in self._by_age():
             if is_unfinished_write(path):
-                path.unlink(missing_ok=True)
+                _unlink(path)
             elif path.suffix == _SUFFIX:
                 header = _header(path)
                 if header is not None:
@@ -83,7 +94,7 @@ class Spill:
         for key in headers:
             self._find(key, headers, nodes)
         for key in headers.keys() - nodes.keys():  # what they follow is not there any more
-            self._path(key).unlink(missing_ok=True)
+            _unlink(self._path(key))
         ordered = sorted(nodes.values(), key=lambda node: node.num_tokens)
         for node in nodes.values():
             self.tier.add(node, headers[node.key]["num_bytes"])
@@ -133,8 +144,12 @@ class Spill:
     def remove(self, node: Node) -> None:
         """Remove the file of a node."""
         self.tier.remove(node)
-        with suppress(OSError):
-            self._path(node.key).unlink(missing_ok=True)
+        _unlink(self._path(node.key))
+
+    def try_now(self) -> None:
+        """Have the next write be tried, although one has failed a short time ago."""
+        if self._next_try_s < math.inf:
+            self._next_try_s = -math.inf
 
     def _loaded(self, path: Path, node: Node) -> SequencePart:
         """The part in a file; raises anything if it is not that of the node."""
@@ -161,30 +176,40 @@ class Spill:
     def _write(
         self, node: Node, in_use: abc.Set[bytes], forget: abc.Callable[[bytes], None]
     ) -> bool:
-        if self.problem is not None or node.part is None:
+        if time.monotonic() < self._next_try_s or node.part is None:
             return False
         try:
             content = _content(node, node.part)
-        except SnapshotError as error:
-            self._stop(str(error))
+        except SnapshotError as error:  # it would be the same with the next one
+            self._stop(str(error), "it goes on in memory")
+            self._next_try_s = math.inf
             return False
         if not self.tier.make_room(node.key, len(content), in_use, forget):
             return False
         try:
             atomic_write(self._path(node.key), content)
         except OutputError as error:
-            self._stop(str(error))
+            reason = getattr(error.__cause__, "strerror", None) or error
+            self._stop(str(reason), "it goes on in memory, and tries again later")
+            self._next_try_s = time.monotonic() + self._wait_s
+            self._wait_s = min(2 * self._wait_s, _MOST_WAIT_S)
             return False
         self.tier.add(node, len(content))
+        if self.problem is not None:
+            self.problem = None
+            _log.warning("the prefix store writes blocks to %s again", self.folder)
         return True
 
-    def _stop(self, problem: str) -> None:
-        self.problem = problem
-        _log.warning(
-            "the prefix store writes no more blocks to %s: %s; it goes on in memory",
-            self.folder,
-            problem,
-        )
+    def _stop(self, reason: str, what_next: str) -> None:
+        """Note why nothing is written; it is logged once, until something is written again."""
+        if self.problem is None:
+            _log.warning(
+                "the prefix store writes no more blocks to %s: %s; %s",
+                self.folder,
+                reason,
+                what_next,
+            )
+        self.problem = f"{self.folder}: {reason}"
 
     def _find(
         self, key: bytes, headers: dict[bytes, dict[str, Any]], nodes: dict[bytes, Node]
@@ -219,6 +244,27 @@ class Spill:
 
     def _path(self, key: bytes) -> Path:
         return self.folder / (key.hex() + _SUFFIX)
+
+
+def _locked(folder: Path) -> FileLock:
+    """Lock a folder against stores of other processes, until the lock is gone or this process is.
+
+    Raises:
+        OutputError: Another process has it.
+    """
+    # One for each folder in this process, so that a store may follow another one there.
+    lock = FileLock(folder / ".lock", is_singleton=True, thread_local=False)
+    try:
+        lock.acquire(blocking=False)
+    except Timeout as error:
+        msg = (
+            f"the folder {folder} of a prefix store is used by another process; wait for it, or "
+            "choose another folder"
+        )
+        raise OutputError(msg) from error
+    except (OSError, NotImplementedError):
+        pass  # nothing can be written there, or its file system has no locks: it can be read
+    return lock
 
 
 def _content(node: Node, part: SequencePart) -> bytes:
@@ -271,6 +317,11 @@ def _header(path: Path) -> dict[str, Any] | None:
     except Exception as error:
         _warn(path, f"it is damaged ({error_summary(error)})")
     return None
+
+
+def _unlink(path: Path) -> None:
+    with suppress(OSError):  # of a folder that cannot be written, the file stays
+        path.unlink(missing_ok=True)
 
 
 def _warn(path: Path, problem: str) -> None:

@@ -44,7 +44,7 @@ class StoreStats:
         spilled_bytes: Bytes of these files.
         spill_capacity: The most bytes of files; 0: none are written.
         spill_loads: Blocks that were read from a file for a request.
-        spill_problem: Why no more blocks are written to files; ``None``: they are.
+        spill_problem: Why blocks are not written to files now; ``None``: they are.
         turns: Requests that have gone on with a conversation.
         reused_tokens: Prompt tokens that were not computed.
     """
@@ -131,13 +131,14 @@ class PrefixStore:
                 tokens of such a sequence, prompt and answer, goes on with it.
             device: Where rows are kept, such as ``"cpu"``; ``None``: where the model has them.
             spill: A folder for what leaves memory, from which it is read when it is asked for
-                again, also after a restart. One store at a time may use it.
+                again, also after a restart. One store at a time may use it; that of another process
+                is refused.
             spill_bytes: The most bytes of its files; ``None``: 16 times ``capacity``.
 
         Raises:
             UnknownPolicyError: No eviction has this name.
             KnobError: It has no such knob, or refuses a value.
-            OutputError: The folder cannot be used.
+            OutputError: The folder cannot be used, or another process uses it.
             KVPolicyError: A size is no number of at least 1, or there is one of files and no
                 folder.
         """
@@ -210,9 +211,11 @@ class PrefixStore:
     def flush(self) -> None:
         """Write what is in memory to files, as far as there is room, so that it is there later.
 
-        Without a folder, nothing happens.
+        Without a folder, nothing happens. If a write has failed before, it is tried again.
         """
         with self._guarded():
+            if self._spill is not None:
+                self._spill.try_now()
             for node in list(self._nodes.values()):
                 if node in self._memory:
                     self._write(node)

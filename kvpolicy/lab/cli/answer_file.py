@@ -2,13 +2,17 @@
 
 With ``--json``, one object on stdout at the end: ``output``, ``num_prompts``, ``num_before``
 (answers of earlier sessions), ``finish_reasons`` (how many of all answers have ended for which
-reason), ``plan_digest``; and of this session ``new_tokens``, ``elapsed_s``, ``throughput_tok_s``
-and ``workers``, a list with ``worker``, ``host``, ``num_prompts``, ``new_tokens``, ``busy_s`` and
-``throughput_tok_s``.
+reason), ``plan_digest``; and of this session ``prompt_tokens``, ``reused_tokens`` (of these, those
+that were not computed), ``new_tokens``, ``elapsed_s``, ``throughput_tok_s`` and ``workers``, a list
+with ``worker``, ``host``, ``num_prompts``, ``prompt_tokens``, ``reused_tokens``, ``new_tokens``,
+``busy_s``, ``throughput_tok_s`` and, if there are prefix stores, ``prefix_store``, the fields of
+`StoreStats`.
 """
 
 import sys
 import time
+from collections.abc import Mapping
+from contextlib import closing
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -31,11 +35,13 @@ from kvpolicy.cli.output import (
     print_text,
     terminal_width,
 )
+from kvpolicy.cli.prefix_options import format_reuse
 from kvpolicy.cli.prompts import PromptFile
 from kvpolicy.cli.text_table import format_table
 from kvpolicy.errors import KVPolicyError, OutputError
 
 if TYPE_CHECKING:
+    from kvpolicy.engine.reuse.store import StoreStats
     from kvpolicy.lab.executors.executor import Answerer
     from kvpolicy.lab.prompt_files.answering import Answered, Answering
     from kvpolicy.lab.prompt_files.store import AnswerStore
@@ -77,6 +83,7 @@ def answer_file(
     *,
     overwrite: bool,
     keep_going: bool,
+    prefix_store: Mapping[str, Any] | None,
     json: bool,
 ) -> bool:
     """Answer the prompts of a file that have no answer yet, and write the output.
@@ -87,6 +94,7 @@ def answer_file(
         place: Where they are computed.
         overwrite: Whether an output of another run is replaced.
         keep_going: Whether a policy that fails ends only the affected prompts.
+        prefix_store: Arguments of the `PrefixStore` of each process; ``None``: there is none.
         json: Whether to print JSON.
 
     Returns:
@@ -102,6 +110,8 @@ def answer_file(
     if place.on == "here" and place.workers is not None:
         msg = "--workers is for Ray, a model here answers --slots prompts together; add --on ray."
         raise KVPolicyError(msg)
+    if prefix_store is not None:  # no prompt goes on with an answer
+        prefix_store = {**prefix_store, "conversations": False}
     register_plugins(options.plugin)
     from kvpolicy.lab.executors.executor import open_executor
     from kvpolicy.lab.models import ModelCache
@@ -125,6 +135,7 @@ def answer_file(
             workers=place.workers,
             cpus=place.cpus,
             gpus=place.gpus,
+            prefix_store=prefix_store,
             info=info,
         ) as executor:
             answering = _answering(options, plan, executor, keep_going=keep_going)
@@ -170,8 +181,11 @@ class _Worker:
     worker: int
     host: str
     num_prompts: int = 0
+    prompt_tokens: int = 0
+    reused_tokens: int = 0
     new_tokens: int = 0
     busy_s: float = 0.0
+    store: "StoreStats | None" = None
 
     @property
     def throughput_tok_s(self) -> float:
@@ -179,11 +193,16 @@ class _Worker:
 
     def add(self, answered: "Answered") -> None:
         self.num_prompts += len(answered.answers)
-        self.new_tokens += sum(answer["num_tokens"] for _, answer in answered.answers)
+        self.prompt_tokens += sum(one.answer["prompt_len"] for one in answered.answers)
+        self.reused_tokens += sum(one.reused_tokens for one in answered.answers)
+        self.new_tokens += sum(one.answer["num_tokens"] for one in answered.answers)
         self.busy_s += answered.busy_s
+        self.store = answered.store or self.store
 
     def to_dict(self) -> dict[str, Any]:
-        return attrs.asdict(self) | {"throughput_tok_s": self.throughput_tok_s}
+        plain = attrs.asdict(self, filter=lambda field, _: field.name != "store")
+        of_store = {} if self.store is None else {"prefix_store": self.store.to_dict()}
+        return plain | {"throughput_tok_s": self.throughput_tok_s} | of_store
 
 
 class _Session:
@@ -209,11 +228,16 @@ class _Session:
             if left := store.left():
                 store.begin_session(_describe_session())
                 begin = time.perf_counter()
-                with Progress(store.num_prompts, self._num_before) as progress:
-                    for answered in executor.answer(self._answering, prompts, left):
-                        store.add(answered.answers)
+                with (
+                    Progress(store.num_prompts, self._num_before) as progress,
+                    closing(executor.answer(self._answering, prompts, left)) as found,
+                ):
+                    for answered in found:
+                        store.add((one.index, one.answer) for one in answered.answers)
                         worker = _Worker(answered.worker, answered.host)
                         self._workers.setdefault((worker.worker, worker.host), worker).add(answered)
+                        if not answered.answers:  # files of a prefix store took time since the last
+                            continue
                         self._elapsed_s = time.perf_counter() - begin
                         speed = f"{self._new_tokens / self._elapsed_s:,.0f} tokens/s"
                         progress.update(speed, store.num_answered)
@@ -240,6 +264,8 @@ class _Session:
                     "num_before": self._num_before,
                     "finish_reasons": reasons,
                     "plan_digest": self._answering.plan_digest,
+                    "prompt_tokens": self._prompt_tokens,
+                    "reused_tokens": self._reused_tokens,
                     "new_tokens": self._new_tokens,
                     "elapsed_s": self._elapsed_s,
                     "throughput_tok_s": speed,
@@ -266,6 +292,16 @@ class _Session:
         took = f"{self._new_tokens:,} tokens in {format_seconds(self._elapsed_s)}, {speed:.0f}/s"
         figures = took if workers else "nothing was left to compute"
         info(f"{done} in {self._store.output} ({counts}): {figures}.")
+        if stores := [one.store for one in workers if one.store is not None]:
+            info(format_reuse(self._reused_tokens, self._prompt_tokens, stores))
+
+    @property
+    def _prompt_tokens(self) -> int:
+        return sum(worker.prompt_tokens for worker in self._workers.values())
+
+    @property
+    def _reused_tokens(self) -> int:
+        return sum(worker.reused_tokens for worker in self._workers.values())
 
     @property
     def _new_tokens(self) -> int:

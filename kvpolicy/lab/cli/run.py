@@ -144,11 +144,16 @@ def run(
         unusable: dict[str, object] = {
             "--in-order": in_order,
             "--tensor-parallel": tensor_parallel,
-            "--prefix-cache": prefix_cache,
         }
         _refuse(unusable, "is for results that are printed; leave it out, or --output")
         failed = answer_file(
-            generation, output, place, overwrite=overwrite, keep_going=keep_going, json=json
+            generation,
+            output,
+            place,
+            overwrite=overwrite,
+            keep_going=keep_going,
+            prefix_store=arguments,
+            json=json,
         )
     if failed:
         raise typer.Exit(SOME_FAILED)

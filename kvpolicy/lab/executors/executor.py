@@ -1,9 +1,11 @@
 """Choosing where work is done: on this machine, or on the workers of a Ray cluster."""
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
+from kvpolicy.engine.reuse.store import PrefixStore
 from kvpolicy.errors import KVPolicyError
 from kvpolicy.lab.executors import local
 from kvpolicy.lab.executors.ray import RayExecutor, WorkerResources
@@ -21,6 +23,7 @@ def open_executor(
     workers: int | None = None,
     cpus: int | None = None,
     gpus: float | None = None,
+    prefix_store: Mapping[str, Any] | None = None,
     info: Callable[[str], None] = lambda _: None,
 ) -> Iterator[Answerer]:
     """Open the executor that the command line describes.
@@ -32,6 +35,8 @@ def open_executor(
         workers: ``--workers``.
         cpus: ``--cpus-per-worker``.
         gpus: ``--gpus-per-worker``.
+        prefix_store: Arguments of the `PrefixStore` that each process has for itself, when it
+            answers the prompts of a file; ``None``: it has none.
         info: Prints a message to the user.
 
     Yields:
@@ -42,12 +47,25 @@ def open_executor(
     """
     if on == "here":
         _check_no_ray_options(address, cpus, gpus)
-        yield local.LocalExecutor(models, workers, local.limit_threads())
+        store = None if prefix_store is None else PrefixStore(**prefix_store)
+        yield local.LocalExecutor(models, workers, local.limit_threads(), store)
         return
     resources = WorkerResources(workers, cpus or 1, gpus)
     address = address or os.environ.get("RAY_ADDRESS")
-    with RayExecutor(address, resources, models, info=info) as executor:
+    if prefix_store is not None:
+        _check_store_of_workers(prefix_store)
+    with RayExecutor(address, resources, models, prefix_store=prefix_store, info=info) as executor:
         yield executor
+
+
+def _check_store_of_workers(prefix_store: Mapping[str, Any]) -> None:
+    if "spill" in prefix_store:
+        msg = (
+            "--prefix-spill was given for workers on Ray, which cannot share a folder; remove it, "
+            "or answer the prompts on this machine without --on ray."
+        )
+        raise KVPolicyError(msg)
+    PrefixStore(**prefix_store)  # what is wrong is found before the cluster
 
 
 def _check_no_ray_options(address: str | None, cpus: int | None, gpus: float | None) -> None:

@@ -15,7 +15,7 @@ import sys
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import groupby
@@ -26,6 +26,7 @@ import attrs
 import torch
 
 from kvpolicy.cli.prompts import Prompt
+from kvpolicy.engine.reuse.store import PrefixStore
 from kvpolicy.errors import KVPolicyError
 from kvpolicy.lab.models import ModelCache, ModelInfo
 from kvpolicy.lab.prompt_files.answering import Answered, Answering, Longest, answers
@@ -64,11 +65,13 @@ class LocalExecutor:
         models: Loads the models.
         workers: Worker processes, if the user set a number.
         threads: Threads to compute with in this process, without worker processes.
+        prefix_store: What the prompts of a file reuse; ``None``: nothing.
     """
 
     models: ModelCache
     workers: int | None
     threads: int
+    prefix_store: PrefixStore | None = None
 
     def describe(self, name: str) -> tuple[ModelInfo, Any]:
         """Describe a model; see `ModelCache.describe`."""
@@ -110,17 +113,27 @@ class LocalExecutor:
 
     def answer(
         self, answering: Answering, prompts: Sequence[Prompt], left: Sequence[int]
-    ) -> Iterator[Answered]:
-        """Answer prompts in this process; see `RayExecutor.answer`."""
+    ) -> Generator[Answered, None, None]:
+        """Answer prompts in this process; see `RayExecutor.answer`.
+
+        What the prefix store holds in memory is in its folder afterwards, if it has one.
+        """
         torch.set_num_threads(self.threads)
         few = attrs.evolve(answering, slots=min(answering.slots, len(left)))
-        engine = few.engine(self.models.open(answering.model.name))
+        store = self.prefix_store
+        engine = few.engine(self.models.open(answering.model.name), store)
         longest = Longest.of(few, engine, (prompts[number] for number in left))
         host, begin = socket.gethostname(), time.perf_counter()
-        for ended in answers(few, engine, longest, ((n, prompts[n]) for n in left)):
-            now = time.perf_counter()
-            yield Answered(0, host, ended, now - begin)
-            begin = now
+        try:
+            for ended in answers(few, engine, longest, ((n, prompts[n]) for n in left)):
+                now = time.perf_counter()
+                yield Answered(0, host, ended, now - begin)
+                begin = now
+        finally:
+            if store is not None:
+                store.flush()
+        if store is not None:
+            yield Answered(0, host, (), 0.0, store.stats)
 
     def _run_model(
         self, sweep: Sweep, name: str, jobs: Sequence[Job], num_workers: int

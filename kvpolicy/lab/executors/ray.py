@@ -9,7 +9,7 @@ whole job, and on the same worker only.
 
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from itertools import islice, pairwise
 from math import ceil
 from typing import Any, Self
@@ -21,7 +21,13 @@ from kvpolicy.errors import KVPolicyError
 from kvpolicy.lab.executors.ray_cluster import connect, start_cluster
 from kvpolicy.lab.executors.ray_worker import Worker, WorkerConfig
 from kvpolicy.lab.models import ModelCache, ModelInfo
-from kvpolicy.lab.prompt_files.answering import Answered, Answering, PromptAnswered, Shard
+from kvpolicy.lab.prompt_files.answering import (
+    Answered,
+    Answering,
+    PromptAnswered,
+    Shard,
+    ShardFinished,
+)
 from kvpolicy.lab.sweep.grid import Sweep
 from kvpolicy.lab.sweep.jobs import Event, Job, JobFinished, SampleMeasured
 
@@ -214,6 +220,7 @@ class RayExecutor:
         resources: WorkerResources,
         models: ModelCache,
         *,
+        prefix_store: Mapping[str, Any] | None = None,
         info: Callable[[str], None] = lambda _: None,
     ) -> None:
         """Connect to a cluster, or start one on this machine.
@@ -223,6 +230,7 @@ class RayExecutor:
                 machine is part of. Without one, a cluster is started and ends with the block.
             resources: How many workers, and what each of them takes.
             models: How workers load models; this cache stays empty.
+            prefix_store: Arguments of the `PrefixStore` that each worker has for itself.
             info: Prints a message to the user.
 
         Raises:
@@ -243,7 +251,9 @@ class RayExecutor:
         except BaseException:
             self._ray.shutdown()
             raise
-        self._config = WorkerConfig.of_this_process(models, threads=resources.cpus)
+        self._config = WorkerConfig.of_this_process(
+            models, threads=resources.cpus, prefix_store=prefix_store
+        )
         self._actor = self._ray.remote(
             max_restarts=_MAX_RESTARTS,
             max_task_retries=-1,  # of `begin`: until a restarted worker has begun
@@ -299,7 +309,7 @@ class RayExecutor:
 
     def answer(
         self, answering: Answering, prompts: Sequence[Prompt], left: Sequence[int]
-    ) -> Iterator[Answered]:
+    ) -> Generator[Answered, None, None]:
         """Answer prompts in shards, each as soon as a worker is free.
 
         Args:
@@ -322,8 +332,9 @@ class RayExecutor:
             number, now = self._workers.index(worker), time.perf_counter()
             busy_s = now - max(last.get(number, 0.0), worker.begin)
             last[number] = now
-            found = [(event.index, event.answer)] if isinstance(event, PromptAnswered) else []
-            yield Answered(number, str(worker.host), found, busy_s)
+            found = [event] if isinstance(event, PromptAnswered) else []
+            store = event.store if isinstance(event, ShardFinished) else None
+            yield Answered(number, str(worker.host), found, busy_s, store)
 
     def _run(
         self, method: str, shared: Any, jobs: Iterable[Work], num_workers: int

@@ -2,13 +2,14 @@
 
 import socket
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import attrs
 
 from kvpolicy.engine.engine import Engine
+from kvpolicy.engine.reuse.store import PrefixStore
 from kvpolicy.errors import KVPolicyError, ModelError
 from kvpolicy.lab.executors.process_setup import ProcessSetup
 from kvpolicy.lab.models import LoadedModel, ModelCache, ModelInfo, describe_model
@@ -32,15 +33,24 @@ class WorkerConfig:
     Attributes:
         setup: How its process is set up.
         models: An empty cache with the options for loading models.
+        prefix_store: Arguments of the `PrefixStore` that it has for prompts of files; ``None``: it
+            has none.
     """
 
     setup: ProcessSetup
     models: ModelCache
+    prefix_store: Mapping[str, Any] | None = None
 
     @classmethod
-    def of_this_process(cls, models: ModelCache, *, threads: int) -> "WorkerConfig":
+    def of_this_process(
+        cls,
+        models: ModelCache,
+        *,
+        threads: int,
+        prefix_store: Mapping[str, Any] | None = None,
+    ) -> "WorkerConfig":
         """Make the configuration that matches this process."""
-        return cls(ProcessSetup.of_this_process(threads=threads), models)
+        return cls(ProcessSetup.of_this_process(threads=threads), models, prefix_store)
 
 
 class Worker:
@@ -108,8 +118,9 @@ class Worker:
         with self._set_up():
             _check_code(answering.plan, answering.plan_digest, "the plan")
             if self._engine is None or self._engine[0] != answering:
-                loaded = self._open(answering.model)
-                self._engine = answering, answering.engine(loaded)
+                loaded, given = self._open(answering.model), self._config.prefix_store
+                store = None if given is None else PrefixStore(**given)
+                self._engine = answering, answering.engine(loaded, store)
             yield from answer_shard(answering, shard, self._engine[1])
 
     def _open(self, info: ModelInfo) -> LoadedModel:

@@ -14,6 +14,7 @@ from kvpolicy.engine.requests.isolation import OnHookError
 from kvpolicy.engine.requests.request import Request
 from kvpolicy.engine.requests.results import Result
 from kvpolicy.engine.requests.sequence import Sequence, encode
+from kvpolicy.engine.reuse.store import PrefixStore, StoreStats
 from kvpolicy.errors import RequestError
 from kvpolicy.kernels.flash_attention import GpuAttention
 from kvpolicy.lab.models import LoadedModel, ModelInfo
@@ -49,11 +50,12 @@ class Answering:
     on_hook_error: OnHookError = "raise"
     gpu_attention: GpuAttention = "triton"
 
-    def engine(self, loaded: LoadedModel) -> Engine:
+    def engine(self, loaded: LoadedModel, prefix_store: PrefixStore | None = None) -> Engine:
         """An engine for these answers.
 
         Args:
             loaded: The model.
+            prefix_store: What it reuses, which does not change an answer; ``None``: nothing.
 
         Raises:
             KVPolicyError: As for `Engine`.
@@ -63,6 +65,7 @@ class Answering:
             slots=self.slots,
             on_hook_error=self.on_hook_error,
             gpu_attention=self.gpu_attention,
+            prefix_store=prefix_store,
         )
 
     def sequence(self, prompt: Prompt, engine: Engine) -> Sequence:
@@ -129,9 +132,30 @@ class Longest:
         return cls(longest_prompt, longest)
 
 
+@attrs.frozen
+class PromptAnswered:
+    """One prompt is answered.
+
+    Attributes:
+        index: Number of the prompt.
+        answer: Its answer.
+        reused_tokens: Tokens of the prompt that were not computed. They depend on what was answered
+            before, so they are no part of the answer.
+    """
+
+    index: int
+    answer: Answer
+    reused_tokens: int = 0
+
+    @classmethod
+    def of(cls, index: int, prompt: Prompt, result: Result) -> Self:
+        """A prompt and its result."""
+        return cls(index, answer_of(prompt, result), result.reused_tokens)
+
+
 def answers(
     answering: Answering, engine: Engine, longest: Longest, prompts: Iterable[tuple[int, Prompt]]
-) -> Iterator[list[tuple[int, Answer]]]:
+) -> Iterator[list[PromptAnswered]]:
     """Answer prompts; the next ones are taken as slots become free.
 
     Args:
@@ -141,7 +165,7 @@ def answers(
         prompts: Number and prompt of each.
 
     Yields:
-        Number and answer of those that have ended together.
+        Those that have ended together.
 
     Raises:
         HookError: A policy has failed, and the engine raises errors.
@@ -150,17 +174,16 @@ def answers(
     served: dict[int, tuple[int, Prompt]] = {}
     most, waiting = (1 + _AHEAD) * engine.num_slots, iter(prompts)
     while True:
-        ended: list[tuple[int, Answer]] = []
+        ended: list[PromptAnswered] = []
         while len(served) + len(ended) < most and (one := next(waiting, None)) is not None:
             try:
                 sequence = answering.sequence(one[1], engine)
                 served[run.submit(sequence.request)] = one
             except RequestError as error:
                 result = Result(0, finish_reason="error", error=str(error))
-                ended.append((one[0], answer_of(one[1], result)))
+                ended.append(PromptAnswered.of(*one, result))
         for result in run.step().results if served else ():
-            number, prompt = served.pop(result.id)
-            ended.append((number, answer_of(prompt, result)))
+            ended.append(PromptAnswered.of(*served.pop(result.id), result))
         if ended:
             yield ended
         elif not served:
@@ -197,14 +220,16 @@ class Answered:
     Attributes:
         worker: Number of the worker, counted from 0.
         host: Name of its machine.
-        answers: Number and answer of each prompt.
+        answers: The prompts and their answers; none: the worker has ended a part of its work.
         busy_s: Seconds that the worker spent on them.
+        store: What its prefix store holds then, if it has one and tells.
     """
 
     worker: int
     host: str
-    answers: abc.Sequence[tuple[int, Answer]]
+    answers: abc.Sequence[PromptAnswered]
     busy_s: float
+    store: StoreStats | None = None
 
 
 @attrs.frozen
@@ -229,27 +254,16 @@ class Shard:
 
 
 @attrs.frozen
-class PromptAnswered:
-    """One prompt of a shard is answered.
-
-    Attributes:
-        index: Number of the prompt.
-        answer: Its answer.
-    """
-
-    index: int
-    answer: Answer
-
-
-@attrs.frozen
 class ShardFinished:
     """All prompts of a shard are answered.
 
     Attributes:
         elapsed_s: Wall time of the shard in seconds.
+        store: What the prefix store of the engine holds then, if it has one.
     """
 
     elapsed_s: float
+    store: StoreStats | None = None
 
 
 def answer_shard(
@@ -269,6 +283,6 @@ def answer_shard(
     prompts = [(number, shard.prompts[number]) for number in shard.samples]
     longest = Longest.of(answering, engine, [prompt for _, prompt in prompts])
     for ended in answers(answering, engine, longest, prompts):
-        for number, answer in ended:
-            yield PromptAnswered(number, answer)
-    yield ShardFinished(time.perf_counter() - begin)
+        yield from ended
+    store = None if engine.reusing is None else engine.reusing.store.stats
+    yield ShardFinished(time.perf_counter() - begin, store)

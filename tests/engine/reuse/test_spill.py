@@ -1,5 +1,7 @@
 """Blocks that leave memory are found again in files, and files that are wrong do no harm."""
 
+import errno
+import gc
 import json
 import logging
 import os
@@ -215,7 +217,7 @@ def test_files_of_others_stay_where_they_are(
     warned = [record.getMessage() for record in caplog.records]
     assert len(warned) == 2
     assert any("model.safetensors: it was not written by a prefix store" in one for one in warned)
-    names = {"model.safetensors", "notes.txt", "folder.safetensors"}
+    names = {".lock", "model.safetensors", "notes.txt", "folder.safetensors"}
     assert {path.name for path in tmp_path.iterdir()} == names
     assert store.stats.spilled_blocks == 0
 
@@ -262,7 +264,7 @@ def test_a_full_disk_ends_the_writing_and_nothing_else(
     (record,) = caplog.records
     message = record.getMessage()
     assert message.startswith(f"the prefix store writes no more blocks to {tmp_path}: ")
-    assert message.endswith("; it goes on in memory")
+    assert message.endswith("; it goes on in memory, and tries again later")
     assert "No space left on device" in message
     assert len(files(tmp_path)) == store.stats.spilled_blocks == 3
     assert store.stats.spill_problem is not None
@@ -289,6 +291,58 @@ def test_what_is_no_plain_data_stays_in_memory(
     assert "an object of Random" in record.getMessage()
     assert files(tmp_path) == []
     assert results_of(store, plan, [list(range(9))])[0].reused_tokens == 8
+
+
+HOLDER = """
+import sys
+from filelock import FileLock, Timeout
+lock = FileLock(sys.argv[1])
+try:
+    lock.acquire(blocking=False)
+except Timeout:
+    sys.exit("refused")
+print("held", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_folder_is_used_by_one_process_at_a_time(tmp_path: Path) -> None:
+    words = [sys.executable, "-c", HOLDER, str(tmp_path / ".lock")]
+    with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
+        assert other.stdout is not None
+        assert other.stdout.readline() == b"held\n"
+        with pytest.raises(OutputError, match="of a prefix store is used by another process; wait"):
+            PrefixStore(1000, spill=tmp_path)
+        other.communicate()
+    stores = [PrefixStore(1000, spill=tmp_path) for _ in range(2)]  # here, one may follow another
+    del stores[0]
+    gc.collect()
+    assert subprocess.run(words, input="", capture_output=True, text=True).stderr == "refused\n"
+    stores.clear()
+    gc.collect()
+    assert subprocess.run(words, input="", capture_output=True, text=True).stdout == "held\n"
+
+
+def test_a_folder_that_cannot_be_written_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompt = list(range(21))
+    store = PrefixStore(2**20, block_tokens=4, conversations=False, spill=tmp_path)
+    results_of(store, FULL, [prompt])
+    store.flush()
+    (tmp_path / ".kvpolicy-0123abcd.new").write_bytes(b"of a write that was killed")
+    del store
+    gc.collect()
+
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    # For root, no folder is read-only.
+    monkeypatch.setattr(Path, "unlink", refuse)
+    monkeypatch.setattr(spill.FileLock, "acquire", refuse)
+    again = PrefixStore(2**20, block_tokens=4, conversations=False, spill=tmp_path)
+    assert results_of(again, FULL, [prompt])[0].reused_tokens == 20
+    assert again.stats.spill_loads > 0
 
 
 def test_folders_that_cannot_be_used_are_refused(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from child_process import Ended, run_in_child
 from commands import _plugins_of_one_test, kvpolicy, model_folder
 from kill_plugin import Fuse
 from shell import Shell, refusal
+from small_disk import fill, on_small_disk
 
 from kvpolicy.engine.engine import Engine
 from kvpolicy.model.loading import load_model
@@ -141,11 +142,115 @@ def test_other_slots_continue_the_same_run(
     assert "nothing was left" in kvpolicy(*words, "--slots", 1, "--keep-going").err
 
 
-@on_linux
-@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
-def test_killed_at_random_moments_no_answer_is_lost_or_doubled(
-    words: list[object], tmp_path: Path, expected: bytes, seed: int
+# With a prefix store
+
+CACHE = ("--prefix-cache", "1MiB", "--prefix-block", 4)
+SYSTEM = " oak is 9. fig = oak - 2." * 2  # longer than the budget
+
+
+def alike(num: int = 10) -> list[dict[str, Any]]:
+    return [{"prompt": f"{SYSTEM} tea is {i}. What is tea?"} for i in range(num)]
+
+
+@pytest.mark.parametrize("policy", ["h2o", "snapkv", "full"])
+def test_with_a_prefix_store_the_output_is_the_same(
+    kvpolicy: Shell, words: list[object], tmp_path: Path, policy: str
 ) -> None:
+    write(tmp_path, *alike())
+    limits = () if policy == "full" else H2O[2:6]
+    knobs = ("--set", "snapkv.window_size=4") if policy == "snapkv" else ()
+    words = [*words[:7], "--policy", policy, *limits, *H2O[6:], *knobs]
+    plain = kvpolicy(*words, "--json").json
+    content = (tmp_path / "out.jsonl").read_bytes()
+    assert (plain["reused_tokens"], "prefix_store" in plain["workers"][0]) == (0, False)
+    again = kvpolicy(*words, *CACHE, "--overwrite", "--json")
+    assert (tmp_path / "out.jsonl").read_bytes() == content
+    summary = again.json
+    (worker,) = summary["workers"]
+    assert summary["prompt_tokens"] == plain["prompt_tokens"] == worker["prompt_tokens"]
+    assert summary["prompt_tokens"] == sum(
+        one["prompt_len"] for one in read(tmp_path / "out.jsonl")
+    )
+    assert summary["reused_tokens"] == worker["reused_tokens"] > 9 * 16
+    assert worker["prefix_store"]["reused_tokens"] == summary["reused_tokens"]
+    assert worker["prefix_store"]["hits"] > 0 == worker["prefix_store"]["turns"]
+    share = f"reused {summary['reused_tokens']:,} of {summary['prompt_tokens']:,} prompt tokens ("
+    assert share in again.err
+
+
+def test_a_session_with_a_prefix_store_continues_one_without(
+    kvpolicy: Shell, words: list[object], tmp_path: Path
+) -> None:
+    kvpolicy(*words)
+    assert "nothing was left to compute" in kvpolicy(*words, *CACHE).err
+
+
+def test_the_folder_of_a_prefix_store_is_found_by_the_next_file(
+    kvpolicy: Shell, words: list[object], tmp_path: Path
+) -> None:
+    write(tmp_path, *alike(4))
+    words = [*words, *CACHE, "--prefix-spill", tmp_path / "prefixes", "--json"]
+    first = kvpolicy(*words).json
+    write(tmp_path, *alike(8)[4:])
+    second = kvpolicy(*words, "--overwrite").json
+    assert first["workers"][0]["prefix_store"]["spilled_blocks"] > 0
+    assert second["workers"][0]["prefix_store"]["spill_loads"] > 0
+    assert second["reused_tokens"] > first["reused_tokens"] > 0
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--prefix-block", 8), "--prefix-block was given without --prefix-cache"),
+        ((*CACHE, "--prefix-eviction", "lro"), "no block eviction is named 'lro'"),
+        ((*CACHE, "--prefix-spill", "/dev/null/a"), "cannot be used: Not a directory; choose"),
+        ((*CACHE, "--prefix-eviction", "lro", "--on", "ray"), "no block eviction is named 'lro'"),
+        (
+            (*CACHE, "--prefix-spill", "a", "--on", "ray"),
+            "--prefix-spill was given for workers on Ray, which cannot share a folder; remove it",
+        ),
+    ],
+)
+def test_wrong_stores_are_refused_before_a_model_is_loaded(
+    kvpolicy: Shell, words: list[object], options: tuple[object, ...], message: str
+) -> None:
+    assert message in refusal(kvpolicy(*words, "--model", "no/such/model", *options))
+
+
+@on_linux
+def test_a_full_disk_of_a_prefix_store_changes_no_answer(
+    kvpolicy: Shell, words: list[object], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    write(tmp_path, *alike())
+    kvpolicy(*words)
+    expected = (tmp_path / "out.jsonl").read_bytes()
+    folder = tmp_path / "prefixes"
+    folder.mkdir()
+    words = [*words, "--prefix-cache", "10KiB", "--prefix-block", 4, "--prefix-spill", folder]
+
+    def body() -> None:
+        fill(folder)
+        ended = kvpolicy(*words, "--overwrite")
+        assert ended.status == 0
+        full = f"{folder}: No space left on device"
+        (warning,) = (record.getMessage() for record in caplog.records)
+        assert f"writes no more blocks to {full}; it goes on in memory" in warning
+        assert ended.err.splitlines()[-1].endswith(f"; no more blocks are written to {full}.")
+
+    on_small_disk(folder, 1 << 20, body)
+    assert (tmp_path / "out.jsonl").read_bytes() == expected
+
+
+@on_linux
+@pytest.mark.parametrize(
+    ("seed", "more"),
+    [(0, ()), (0, CACHE), pytest.param(1, (), marks=pytest.mark.slow)],
+    ids=["plain", "prefix store", "plain, again"],
+)
+def test_killed_at_random_moments_no_answer_is_lost_or_doubled(
+    words: list[object], tmp_path: Path, expected: bytes, seed: int, more: tuple[object, ...]
+) -> None:
+    words = [*words, *more, *(("--prefix-spill", tmp_path / "prefixes") if more else ())]
     draw, kills, done = random.Random(seed), 0, 0
     for attempt in range(60):
         patience = draw.uniform(0.01, 0.1) * 1.2**attempt  # long enough at last on any machine

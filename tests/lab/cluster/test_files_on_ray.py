@@ -22,7 +22,8 @@ def test_with_a_node_killed_in_the_middle_every_prompt_is_answered_once(
     status, _, err = file_run.end()
     assert status == 0, err
     file_run.hold()
-    file_run.start("--on", "ray", "--ray-address", nodes.address)
+    cache = ("--prefix-cache", "1MiB", "--prefix-block", 1)
+    file_run.start("--on", "ray", "--ray-address", nodes.address, *cache)
     wait_until(lambda: len(file_run.held()) == 2)
     by_node = {nodes.node_of(worker): worker for worker in file_run.held()}
     assert set(by_node) == {0, 1}, "each node has a worker"
@@ -40,6 +41,8 @@ def test_with_a_node_killed_in_the_middle_every_prompt_is_answered_once(
     assert sum(worker["num_prompts"] for worker in workers) == file_run.num_prompts
     assert sum(worker["new_tokens"] for worker in workers) == summary["new_tokens"]
     assert len(workers) == 2
+    assert sum(worker["reused_tokens"] for worker in workers) == summary["reused_tokens"] > 0
+    assert any("prefix_store" in worker for worker in workers)
     assert all(one["throughput_tok_s"] == one["new_tokens"] / one["busy_s"] for one in workers)
 
 

@@ -11,15 +11,19 @@ import pytest
 import torch
 from lab_sweeps import BASE
 
+from kvpolicy.cli.prompts import Prompt
+from kvpolicy.engine.requests.request import Request
 from kvpolicy.errors import KVPolicyError
 from kvpolicy.hooks import discovery
 from kvpolicy.hooks.discovery import register_file
 from kvpolicy.lab.executors import ray_worker
 from kvpolicy.lab.executors.ray_worker import Worker, WorkerConfig
 from kvpolicy.lab.models import ModelCache
+from kvpolicy.lab.prompt_files.answering import Answering, PromptAnswered, Shard, ShardFinished
 from kvpolicy.lab.sweep.grid import Sweep
 from kvpolicy.lab.sweep.jobs import Job, JobFinished, SampleMeasured, run_job
 from kvpolicy.lab.sweep.prepare import build_sweep, load_sweep
+from kvpolicy.plan.plan import Plan
 
 HERE = f"on {socket.gethostname()}: "
 
@@ -85,6 +89,32 @@ def test_a_worker_gives_the_events_of_a_local_run(model_folder: Path) -> None:
             assert theirs.index == ours.index
             assert theirs.outcome.result.tokens == ours.outcome.result.tokens
             assert theirs.outcome.correct == ours.outcome.correct
+
+
+def test_each_worker_reuses_what_it_has_computed_itself(model_folder: Path) -> None:
+    config = attrs.evolve(this_config(), prefix_store={"capacity": 1 << 20, "block_tokens": 4})
+    workers = [begun(sent(config)), begun(sent(config)), begun()]  # type: ignore[arg-type]
+    info, _ = workers[0].describe(str(model_folder))
+    plan = Plan.uniform("h2o", budget=12, buffer=4).resolve(info.num_layers)
+    defaults = Request(max_new_tokens=6)
+    answering = Answering(info, plan, plan.digest(), defaults, chat=False, slots=2)
+    prompts = [Prompt(number, [*range(3, 23), 30 + number]) for number in range(4)]
+
+    def answered(worker: Worker, *numbers: int) -> tuple[list[PromptAnswered], ShardFinished]:
+        *events, last = worker.answer(answering, Shard.of(prompts, numbers))
+        assert isinstance(last, ShardFinished)
+        return [one for one in events if isinstance(one, PromptAnswered)], last
+
+    first, _ = answered(workers[0], 0, 1)
+    second, last = answered(workers[0], 2, 3)
+    assert [one.reused_tokens for one in (*first, *second)] == [0, 16, 16, 16]
+    assert last.store is not None
+    assert last.store.reused_tokens == 48
+    others, _ = answered(workers[1], 0)
+    assert others[0].reused_tokens == 0
+    plain, last = answered(workers[2], 0, 1, 2, 3)
+    assert last.store is None
+    assert [one.answer for one in plain] == [one.answer for one in (*first, *second)]
 
 
 def test_a_policy_with_other_code_is_refused(

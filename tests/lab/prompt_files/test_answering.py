@@ -11,8 +11,9 @@ from commands import model_folder
 from kvpolicy.cli.prompts import Prompt
 from kvpolicy.engine.engine import Engine
 from kvpolicy.engine.requests.request import Request, Sampling
+from kvpolicy.engine.reuse.store import PrefixStore
 from kvpolicy.engine.run import Run
-from kvpolicy.errors import RequestError
+from kvpolicy.errors import KVPolicyError, RequestError
 from kvpolicy.lab.models import ModelCache
 from kvpolicy.lab.prompt_files.answering import (
     Answering,
@@ -28,6 +29,11 @@ from kvpolicy.plan.plan import Plan
 __all__ = ["model_folder"]
 
 SLOTS = 3
+PLANS = {
+    "h2o": Plan.uniform("h2o", budget=12, buffer=4),
+    "snapkv": Plan.uniform("snapkv", budget=12, buffer=4, knobs={"snapkv": {"window_size": 4}}),
+    "full": Plan.full_cache(),
+}
 
 
 @pytest.fixture(scope="module")
@@ -38,8 +44,7 @@ def models() -> ModelCache:
 @pytest.fixture(params=["h2o", "full"])
 def answering(request: pytest.FixtureRequest, model_folder: Path, models: ModelCache) -> Answering:
     info, _ = models.describe(str(model_folder))
-    plan = Plan.uniform("h2o", budget=12, buffer=4) if request.param == "h2o" else Plan.full_cache()
-    resolved = plan.resolve(info.num_layers)
+    resolved = PLANS[request.param].resolve(info.num_layers)
     defaults = Request(max_new_tokens=20, sampling=Sampling(0.9, seed=3))
     return Answering(info, resolved, resolved.digest(), defaults, chat=False, slots=SLOTS)
 
@@ -64,8 +69,8 @@ def run(answering: Answering, engine: Engine, given: list[Prompt]) -> dict[int, 
     longest = Longest.of(answering, engine, given)
     found: dict[int, dict[str, Any]] = {}
     for ended in answers(answering, engine, longest, enumerate(given)):
-        assert not found.keys() & {number for number, _ in ended}
-        found |= ended
+        assert not found.keys() & {one.index for one in ended}
+        found |= {one.index: one.answer for one in ended}
     return found
 
 
@@ -135,6 +140,57 @@ def test_a_shard_gives_the_same_answers(answering: Answering, engine: Engine) ->
     found = {one.index: one.answer for one in events if isinstance(one, PromptAnswered)}
     whole = run(answering, engine, given)
     assert found == {number: whole[number] for number in numbers}
+    assert last.store is None
+
+
+# With a prefix store
+
+
+def alike(num: int = 12) -> list[Prompt]:
+    """A system prompt longer than a budget, and questions of several lengths."""
+    system = [3 + i * i % 40 for i in range(30)]
+    return [Prompt(i, [*system, *([5 + i] * (1 + 5 * i % 8))]) for i in range(num)]
+
+
+@pytest.mark.parametrize("answering", PLANS, indirect=True)
+def test_answers_with_a_prefix_store_are_those_without(
+    answering: Answering, models: ModelCache
+) -> None:
+    loaded, given = models.open(answering.model.name), [*prompts(), *alike(), *alike(3)]
+    expected = run(answering, answering.engine(loaded), given)
+    store = PrefixStore(1 << 22, block_tokens=4, conversations=False)
+    for _ in range(2):  # with what was found there before, too
+        assert run(answering, answering.engine(loaded, store), given) == expected
+    assert store.stats.reused_tokens > 24 * (12 + 3)
+    assert store.stats.turns == 0
+
+
+def test_a_plan_whose_prompts_cannot_be_stored_is_refused(
+    answering: Answering, models: ModelCache
+) -> None:
+    plan = attrs.evolve(Plan.full_cache(), padding="stored").resolve(answering.model.num_layers)
+    padded = attrs.evolve(answering, plan=plan)
+    with pytest.raises(
+        KVPolicyError, match="pads belong to a group of prompts; leave out the prefix"
+    ):
+        padded.engine(models.open(answering.model.name), PrefixStore(1 << 20))
+
+
+def test_a_shard_goes_on_with_what_was_stored_for_another(
+    answering: Answering, models: ModelCache
+) -> None:
+    store = PrefixStore(1 << 22, block_tokens=4, conversations=False)
+    engine, given = answering.engine(models.open(answering.model.name), store), alike()
+    reused: dict[int, int] = {}
+    for numbers in ((0, 1, 2), (3, 4)):
+        *events, last = answer_shard(answering, Shard.of(given, numbers), engine)
+        reused |= {
+            one.index: one.reused_tokens for one in events if isinstance(one, PromptAnswered)
+        }
+        assert isinstance(last, ShardFinished)
+        assert last.store == store.stats
+    assert [reused[number] >= 16 for number in range(5)] == [False, True, True, True, True]
+    assert sum(reused.values()) == store.stats.reused_tokens
 
 
 def test_the_identity_names_what_answers_depend_on(answering: Answering) -> None:
