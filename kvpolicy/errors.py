@@ -5,9 +5,9 @@ prints it as one sentence and exits with status 2; any other exception is a defe
 """
 
 import traceback
-import typing
 from collections import abc
 from opcode import opname
+from typing import Any
 
 
 class KVPolicyError(Exception):
@@ -130,7 +130,7 @@ def error_kind(error: BaseException) -> str:
     return error.summary if isinstance(error, HookError) else type_name(error)
 
 
-def error_origin(error: BaseException) -> dict[str, typing.Any]:
+def error_origin(error: BaseException) -> dict[str, Any]:
     """The class of an exception and where it was raised; of a failing policy's, the original one.
 
     Returns:
