@@ -3,8 +3,6 @@
 import json
 import re
 import struct
-import subprocess
-import sys
 import tempfile
 import threading
 from collections.abc import Callable
@@ -16,6 +14,7 @@ import pytest
 import torch
 from batches import generated_tokens
 from families import family_model
+from fresh_process import run_fresh
 from hypothesis import given
 from hypothesis import strategies as st
 from recorder import RecordsAndSteers
@@ -260,7 +259,6 @@ def test_memory_and_registers_go_on() -> None:
 def test_skipkv_goes_on_in_another_process(tmp_path: Path) -> None:
     """Its sentences and penalties are written, and found again by another process."""
     program = f"""
-import sys
 sys.path.insert(0, {str(Path(__file__).parents[1] / "support")!r})
 import torch
 from tiny import shared_model, tiny_tokenizer
@@ -285,8 +283,8 @@ print(result.error or list(result.tokens))
     snapshot = run.snapshot(0)
     assert len(snapshot.tokens) == 15
     snapshot.save(tmp_path / "a.safetensors")
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
-    assert json.loads(done.stdout) == list(whole.tokens[15:]), done.stderr
+    done = run_fresh(program, folder=tmp_path)
+    assert json.loads(done.out) == list(whole.tokens[15:]), done.err
 
 
 def stop_within(

@@ -166,15 +166,20 @@ def test_kvpolicy_imports_and_names_no_plugin(module: str) -> None:
     """Allowed: names in docstrings, those of hooks, `full` and `random` in sentences."""
     tree = modules("kvpolicy")[module]
     assert [name for name in imports(tree) if name.startswith(tuple(PLUGIN_PACKAGES))] == []
-    points = [
+    names = "|".join(names_of_plugins())
+    pattern = rf"""^({names})$|["'`]({names})["'`]|\b({names})\.\w+="""
+    assert [text for text in _strings(tree) if re.search(pattern, text)] == []
+
+
+@cache
+def names_of_plugins() -> list[str]:
+    """Policies and models of this project."""
+    return [
         point.name
         for group in ("kvpolicy.policies", "kvpolicy.models")
         for point in entry_points(group=group)
         if point.dist and point.dist.name == "kvpolicy" and point.name not in declarations.HOOKS
     ]
-    names = "|".join(points)
-    pattern = rf"""^({names})$|["'`]({names})["'`]|\b({names})\.\w+="""
-    assert [text for text in _strings(tree) if re.search(pattern, text)] == []
 
 
 def _strings(tree: ast.Module) -> list[str]:
