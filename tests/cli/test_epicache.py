@@ -40,7 +40,7 @@ def test_building_again_is_for_machines_too(kvpolicy: Shell, store: Path) -> Non
 
 
 def test_evaluation_has_all_three_ways(kvpolicy: Shell) -> None:
-    words = ("--n", 2, "--max-new-tokens", 120)
+    words = ("--n", 2, "--max-new-tokens", 40)
     done = kvpolicy("epicache", "evaluate", "conversation:questions=4", *SMALL, *words, "--json")
     assert done.status == 0, done.err
     names = [one["name"] for one in done.json["caches"]]

@@ -1,12 +1,11 @@
 """Without the package of the bundled reasoners, commands work with an explicit model."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from fresh_process import run_fresh
 
 import kvpolicy
 
@@ -49,15 +48,12 @@ WORKING = ("--help", "list", "tasks list", "plan show --help", "ablate --help", 
 @pytest.fixture(scope="module")
 def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     words = json.dumps([*REFUSED, *WORKING])
-    done = subprocess.run(
-        [sys.executable, "-c", CODE, words],
-        capture_output=True,
-        text=True,
-        check=False,
-        cwd=tmp_path_factory.mktemp("empty"),
-    )
-    assert done.returncode == 0, done.stderr
-    found: dict[str, Any] = json.loads(done.stdout)
+    folder = tmp_path_factory.mktemp("empty")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        done = run_fresh(CODE, words, folder=folder)
+    assert done.status == 0, done.err
+    found: dict[str, Any] = json.loads(done.out)
     return found
 
 

@@ -11,12 +11,12 @@ from torch import Tensor, nn
 from kvpolicy import Engine, Plan, Sampling, hookimpl
 from kvpolicy.state import Registers
 
-PROMPTS = [[5, 9, 40, 2, 2, 7, 11], [1, 2], [3, 8] * 16]
+PROMPTS = [[5, 9, 40, 2, 2, 7, 11], [1, 2], [3, 8] * 10]
 
 
 def tokens(model: nn.Module, plan: Plan, sampling: Sampling = Sampling()) -> list:  # noqa: B008
     engine = Engine(model, plan=plan, slots=2, chunk=7)
-    run = engine.generate(PROMPTS, max_new_tokens=20, sampling=sampling)
+    run = engine.generate(PROMPTS, max_new_tokens=12, sampling=sampling)
     return [(result.tokens, result.rows_evicted) for result in run.results()]
 
 
@@ -39,7 +39,7 @@ def test_mixing_tensors_of_two_devices_raises() -> None:
 
 @pytest.mark.parametrize("policy", ["full", "h2o", "rkv", "snapkv", "streaming"])
 def test_two_devices_give_the_tokens_of_one(policy: str) -> None:
-    plan = Plan.uniform(policy, budget=24, buffer=4)
+    plan = Plan.uniform(policy, budget=12, buffer=4)
     expected = tokens(tiny_model(num_layers=3), plan)
     with second_device():
         assert tokens(model_on_two_devices(), plan) == expected
@@ -54,7 +54,7 @@ def test_two_devices_give_the_sampled_tokens_of_one() -> None:
 
 @pytest.mark.parametrize("policy", ["full", "h2o"])
 def test_windows_softcaps_and_sinks_work_on_two_devices(policy: str) -> None:
-    plan = Plan.uniform(policy, budget=20, buffer=2)
+    plan = Plan.uniform(policy, budget=12, buffer=2)
     for family in ("gpt_oss", "gemma2"):
         expected = tokens(family_model(family, window=9), plan)
         model = family_model.__wrapped__(family, window=9)  # not the cached one: `spread` moves it

@@ -23,7 +23,7 @@ PLANS = {
     "snapkv": Plan.uniform("snapkv", "protect", budget=16, buffer=4),
 }
 EAGER = {"mixtral", "qwen3_moe", "gpt_oss"}
-QUICK = {"qwen3": "h2o", "gemma2": "snapkv", "olmo3": "h2o"}
+QUICK = {"qwen3": "h2o", "gemma2": "snapkv"}
 CASES = [
     pytest.param(family, plan, marks=[] if QUICK.get(family) == plan else pytest.mark.slow)
     for family in sorted(FAMILIES.keys() - EAGER)
@@ -77,6 +77,7 @@ def test_several_steps_are_read_together() -> None:
     assert counters["stats"]["unique_graphs"] == 1
 
 
+@pytest.mark.slow
 def test_batches_of_any_width_need_few_graphs_once() -> None:
     model, given = tiny_model(), requests(lengths=(20, 30, 40))
     engine = Engine(model, plan=PLANS["h2o"], slots=3, compile=True)
@@ -194,7 +195,12 @@ class Marks:
 
 
 @pytest.mark.parametrize(
-    ("family", "in_step"), [("qwen3", True), ("gemma2", True), ("phi3", False)]
+    ("family", "in_step"),
+    [
+        ("qwen3", True),
+        pytest.param("gemma2", True, marks=pytest.mark.slow),
+        pytest.param("phi3", False, marks=pytest.mark.slow),
+    ],
 )
 def test_policies_mark_within_the_graph(family: str, in_step: bool) -> None:
     model, given = family_model(family, window=30 if family == "phi3" else 9), requests()

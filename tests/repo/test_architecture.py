@@ -53,9 +53,8 @@ PUBLIC = {"kvpolicy", "kvpolicy.toolkit"}
 PAGE = Path(__file__).parents[2] / "docs/explanation/architecture.md"
 
 
-@cache
-def modules(package: str) -> dict[str, ast.Module]:
-    """Every module of an installed package, by its dotted name."""
+def files_of(package: str) -> dict[str, Path]:
+    """The file of every module of an installed package, by the module's dotted name."""
     spec = find_spec(package)
     assert spec is not None
     assert spec.submodule_search_locations
@@ -64,8 +63,17 @@ def modules(package: str) -> dict[str, ast.Module]:
     for file in sorted(folder.rglob("*.py")):
         parts = file.relative_to(folder).with_suffix("").parts
         parts = parts[:-1] if parts[-1] == "__init__" else parts
-        found[".".join([package, *parts])] = ast.parse(file.read_text(encoding="utf-8"))
+        found[".".join([package, *parts])] = file
     return found
+
+
+@cache
+def modules(package: str) -> dict[str, ast.Module]:
+    """Every module of an installed package, by its dotted name."""
+    return {
+        name: ast.parse(file.read_text(encoding="utf-8"))
+        for name, file in files_of(package).items()
+    }
 
 
 @cache
@@ -180,20 +188,25 @@ def commands_and_tasks() -> frozenset[str]:
     )
 
 
-@pytest.mark.parametrize("module", modules("kvpolicy"))
+@pytest.mark.parametrize("module", files_of("kvpolicy"))
 def test_kvpolicy_imports_and_names_no_plugin(module: str) -> None:
     """Allowed: names in docstrings, those of hooks, `full` and `random` in sentences."""
     tree = modules("kvpolicy")[module]
     assert [name for name in imports(tree) if name.startswith(tuple(PLUGIN_PACKAGES))] == []
-    points = [
+    names = "|".join(names_of_plugins())
+    pattern = rf"""^({names})$|["'`]({names})["'`]|\b({names})\.\w+="""
+    assert [text for text in _strings(tree) if re.search(pattern, text)] == []
+
+
+@cache
+def names_of_plugins() -> list[str]:
+    """Policies and models of this project."""
+    return [
         point.name
         for group in ("kvpolicy.policies", "kvpolicy.models")
         for point in entry_points(group=group)
         if point.dist and point.dist.name == "kvpolicy" and point.name not in declarations.HOOKS
     ]
-    names = "|".join(points)
-    pattern = rf"""^({names})$|["'`]({names})["'`]|\b({names})\.\w+="""
-    assert [text for text in _strings(tree) if re.search(pattern, text)] == []
 
 
 def _strings(tree: ast.Module) -> list[str]:

@@ -37,7 +37,11 @@ HOOKS = [
 ]
 PAGES = [ROOT / "README.md", *sorted(DOCS.glob("*/*.md"))]
 # Pages whose commands together take more than a few seconds.
-SLOW_PAGES = ("compare-results.md", "large-models.md", "run-a-benchmark.md", "sweep.md")
+SLOW_PAGES = (
+    *("compare-results.md", "decay-attention.md", "epicache.md", "large-models.md"),
+    *("operate-a-server.md", "run-a-benchmark.md", "sweep.md", "test-a-policy.md"),
+    "your-first-policy.md",
+)
 LINKING = [*ROOT.glob("*.md"), *DOCS.rglob("*.md"), *(ROOT / "tests").rglob("*.md")]
 
 

@@ -3,6 +3,7 @@
 import ast
 import re
 from collections.abc import Iterator
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -18,13 +19,16 @@ def _rows() -> list[list[str]]:
     return [row for row in rows if row[0] != "term"]
 
 
-def _trees() -> Iterator[ast.Module]:
+@cache
+def _trees() -> list[ast.Module]:
+    trees = []
     for package in PACKAGES:
         spec = find_spec(package)
         assert spec is not None
         assert spec.submodule_search_locations
         for file in Path(spec.submodule_search_locations[0]).rglob("*.py"):
-            yield ast.parse(file.read_text(encoding="utf-8"))
+            trees.append(ast.parse(file.read_text(encoding="utf-8")))
+    return trees
 
 
 def _members(node: ast.ClassDef) -> Iterator[str]:
@@ -38,6 +42,7 @@ def _members(node: ast.ClassDef) -> Iterator[str]:
             yield inner.attr
 
 
+@cache
 def _defined() -> set[str]:
     names = set()
     for tree in _trees():
@@ -51,6 +56,7 @@ def _defined() -> set[str]:
     return names
 
 
+@cache
 def _public_names() -> set[str]:
     """Public names of functions, classes and parameters."""
     names = set()
@@ -65,9 +71,6 @@ def _public_names() -> set[str]:
     return {name for name in names if not name.startswith("_")}
 
 
-DEFINED, PUBLIC_NAMES = _defined(), _public_names()
-
-
 def test_every_term_is_defined_once() -> None:
     terms = [term.strip() for row in _rows() for term in row[0].split(",")]
     assert len(terms) > 30
@@ -79,10 +82,10 @@ def test_every_term_is_defined_once() -> None:
     "name", sorted({n for row in _rows() for n in re.findall(r"`(.+?)`", row[2])})
 )
 def test_term_names_something_in_the_code(name: str) -> None:
-    assert name in DEFINED
+    assert name in _defined()
 
 
 @pytest.mark.parametrize("term", sorted({w for row in _rows() for w in row[3].split(", ") if w}))
 def test_avoided_term_is_not_used(term: str) -> None:
     as_part = re.compile(rf"(^|_){term}(_|$)")
-    assert not [name for name in PUBLIC_NAMES if as_part.search(name.lower())]
+    assert not [name for name in _public_names() if as_part.search(name.lower())]

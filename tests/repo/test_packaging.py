@@ -11,6 +11,7 @@ from importlib.resources import files
 from pathlib import Path
 
 import pytest
+from fresh_process import run_fresh
 from pages import build_wheel
 
 from kvpolicy.hooks.discovery import GROUP, describe_policy
@@ -78,12 +79,12 @@ def test_importing_kvpolicy_imports_nothing_heavy() -> None:
     assert _run(code) == "[]"
 
 
-def test_importing_kvpolicy_loads_no_policy() -> None:
+def test_importing_kvpolicy_loads_no_policy(tmp_path: Path) -> None:
     code = (
         "import sys, kvpolicy.engine.engine; "
         "print([m for m in sys.modules if m.startswith('kvpolicy_')])"
     )
-    assert _run(code) == "[]"
+    assert run_fresh(code, folder=tmp_path).out == "[]\n"
 
 
 def test_every_public_name_is_importable() -> None:

@@ -1,37 +1,32 @@
 """``kvpolicy serve`` in a process of its own, as a user starts it.
 
-No fork of this one: a server has threads, and torch cannot begin a thread in a forked process.
+No fork of this one: a server has threads, and torch cannot begin a thread in a process forked from
+one that has computed something.
 """
 
 import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
 
 import attrs
 import httpx2
+from fresh_process import start_fresh
+
+_RUN = "import sys; from kvpolicy.cli.app import run; sys.exit(run(sys.argv[1:]))"
 
 PATIENCE_S = 150.0  # a server on Ray takes half a minute to start
-
-# A test run in the background has Ctrl-C ignored, and its children inherit that.
-_RUN = """
-import signal, sys
-signal.signal(signal.SIGINT, signal.default_int_handler)
-from kvpolicy.cli.app import run
-sys.exit(run(sys.argv[1:]))
-"""
 
 
 @attrs.define(eq=False)
 class ServedCommand:
     """A running command, whose output goes to two files of a folder."""
 
-    child: subprocess.Popen[bytes]
+    child: ForkServerProcess
     folder: Path
 
     @property
@@ -55,6 +50,7 @@ class ServedCommand:
         return httpx2.Client(base_url=self.url, timeout=PATIENCE_S, trust_env=False, **options)
 
     def send(self, signum: int) -> None:
+        assert self.child.pid is not None
         os.kill(self.child.pid, signum)
 
     def end(self, signum: int = signal.SIGTERM) -> int:
@@ -64,7 +60,9 @@ class ServedCommand:
 
     def wait(self) -> int:
         """The exit status; negative: the signal that ended it."""
-        return self.child.wait(PATIENCE_S)
+        self.child.join(PATIENCE_S)
+        assert self.child.exitcode is not None, "it has not ended"
+        return self.child.exitcode
 
 
 @contextmanager
@@ -73,23 +71,16 @@ def served_command(
 ) -> Iterator[ServedCommand]:
     """Run ``kvpolicy serve`` until the block ends."""
     folder.mkdir(exist_ok=True)
-    words = [sys.executable, "-c", _RUN, "serve", "--port", str(port), *map(str, args)]
-    with (folder / "out").open("wb") as out, (folder / "err").open("wb") as err:
-        child = subprocess.Popen(
-            words,
-            stdout=out,
-            stderr=err,
-            env={**os.environ, **(env or {}), "PYTHONUNBUFFERED": "1"},
-            start_new_session=True,
-        )
+    words = ("serve", "--port", port, *args)
+    child = start_fresh(_RUN, *words, out=folder / "out", err=folder / "err", env=env)
     served = ServedCommand(child, folder)
     try:
         end = time.monotonic() + PATIENCE_S
         while not served.curl:
-            assert child.poll() is None, served.log
+            assert child.is_alive(), served.log
             assert time.monotonic() < end, "it has not started"
             time.sleep(0.05)
         yield served
     finally:
         child.kill()
-        child.wait()
+        child.join()

@@ -3,8 +3,6 @@
 import json
 import re
 import struct
-import subprocess
-import sys
 import tempfile
 import threading
 from collections.abc import Callable
@@ -16,6 +14,7 @@ import pytest
 import torch
 from batches import generated_tokens
 from families import family_model
+from fresh_process import run_fresh
 from hypothesis import given
 from hypothesis import strategies as st
 from recorder import RecordsAndSteers
@@ -285,8 +284,8 @@ print(result.error or list(result.tokens))
     snapshot = run.snapshot(0)
     assert len(snapshot.tokens) == 15
     snapshot.save(tmp_path / "a.safetensors")
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
-    assert json.loads(done.stdout) == list(whole.tokens[15:]), done.stderr
+    done = run_fresh(program, folder=tmp_path)
+    assert json.loads(done.out) == list(whole.tokens[15:]), done.err
 
 
 def stop_within(
