@@ -283,6 +283,7 @@ def answer_shard(
     prompts = [(number, shard.prompts[number]) for number in shard.samples]
     longest = Longest.of(answering, engine, [prompt for _, prompt in prompts])
     for ended in answers(answering, engine, longest, prompts):
-        yield from ended
+        for answered in ended:  # noqa: UP028 - Ray sends values in, which a list does not take
+            yield answered
     store = None if engine.reusing is None else engine.reusing.store.stats
     yield ShardFinished(time.perf_counter() - begin, store)

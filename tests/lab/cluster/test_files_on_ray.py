@@ -22,8 +22,7 @@ def test_with_a_node_killed_in_the_middle_every_prompt_is_answered_once(
     status, _, err = file_run.end()
     assert status == 0, err
     file_run.hold()
-    cache = ("--prefix-cache", "1MiB", "--prefix-block", 1)
-    file_run.start("--on", "ray", "--ray-address", nodes.address, *cache)
+    file_run.start("--on", "ray", "--ray-address", nodes.address)
     wait_until(lambda: len(file_run.held()) == 2)
     by_node = {nodes.node_of(worker): worker for worker in file_run.held()}
     assert set(by_node) == {0, 1}, "each node has a worker"
@@ -41,9 +40,26 @@ def test_with_a_node_killed_in_the_middle_every_prompt_is_answered_once(
     assert sum(worker["num_prompts"] for worker in workers) == file_run.num_prompts
     assert sum(worker["new_tokens"] for worker in workers) == summary["new_tokens"]
     assert len(workers) == 2
-    assert sum(worker["reused_tokens"] for worker in workers) == summary["reused_tokens"] > 0
-    assert any("prefix_store" in worker for worker in workers)
     assert all(one["throughput_tok_s"] == one["new_tokens"] / one["busy_s"] for one in workers)
+
+
+def test_each_worker_has_a_prefix_store_and_answers_are_those_without(
+    file_run: FileRun, nodes: Nodes
+) -> None:
+    file_run.start(name="undisturbed")
+    status, _, err = file_run.end()
+    assert status == 0, err
+    cache = ("--prefix-cache", "1MiB", "--prefix-block", 1)
+    file_run.start("--on", "ray", "--ray-address", nodes.address, *cache)
+    status, out, err = file_run.end()
+    assert status == 0, err
+    assert content(file_run) == content(file_run, "undisturbed")
+    summary = json.loads(out)
+    workers = [one for one in summary["workers"] if one["num_prompts"]]
+    assert sum(one["reused_tokens"] for one in workers) == summary["reused_tokens"] > 0
+    for one in workers:
+        assert one["prefix_store"]["reused_tokens"] == one["reused_tokens"]
+    assert f"reused {summary['reused_tokens']} of {summary['prompt_tokens']} prompt tokens" in err
 
 
 @pytest.mark.parametrize("kind", [signal.SIGINT, signal.SIGKILL])

@@ -4,7 +4,9 @@ import os
 import pickle
 import socket
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import attrs
 import pytest
@@ -115,6 +117,20 @@ def test_each_worker_reuses_what_it_has_computed_itself(model_folder: Path) -> N
     plain, last = answered(workers[2], 0, 1, 2, 3)
     assert last.store is None
     assert [one.answer for one in plain] == [one.answer for one in (*first, *second)]
+
+
+def test_what_ray_sends_into_the_answers_is_ignored(model_folder: Path) -> None:
+    worker = begun()
+    info, _ = worker.describe(str(model_folder))
+    plan = Plan.full_cache().resolve(info.num_layers)
+    answering = Answering(info, plan, plan.digest(), Request(max_new_tokens=2), chat=False, slots=3)
+    prompts = [Prompt(number, [3 + number]) for number in range(3)]
+    events: Any = worker.answer(answering, Shard.of(prompts, range(3)))
+    found = [next(events)]
+    with suppress(StopIteration):
+        while True:
+            found.append(events.send("anything"))
+    assert [type(one) for one in found] == [PromptAnswered] * 3 + [ShardFinished]
 
 
 def test_a_policy_with_other_code_is_refused(
