@@ -259,6 +259,7 @@ def test_memory_and_registers_go_on() -> None:
 def test_skipkv_goes_on_in_another_process(tmp_path: Path) -> None:
     """Its sentences and penalties are written, and found again by another process."""
     program = f"""
+import sys
 sys.path.insert(0, {str(Path(__file__).parents[1] / "support")!r})
 import torch
 from tiny import shared_model, tiny_tokenizer
