@@ -302,6 +302,7 @@ def test_wrong_input_gives_one_sentence(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"hi\xff")))
     before = sorted(files.iterdir())
+    monkeypatch.setattr("sys.dont_write_bytecode", True)  # of plugins that are loaded
 
     def fill(text: str) -> str:
         return text.replace("{m}", str(model_folder)).replace("{d}", str(files))

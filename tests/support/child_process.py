@@ -15,10 +15,10 @@ import attrs
 class Ended:
     """Exit status of a child (negative: the signal that ended it) and its output.
 
-    All processes that it started belong to its session.
+    All processes that it started belong to its process group.
     """
 
-    session: int
+    group: int
     status: int
     out: str
     err: str
@@ -58,7 +58,7 @@ def run_in_child(
 def _child(args: list[str], out: Path, err: Path, most_bytes: int | None) -> None:
     from kvpolicy.cli.app import run
 
-    os.setsid()  # a new process group, as a shell creates it
+    os.setpgrp()  # as a shell does; a new session would also have its own share of the processors
     # Background processes ignore interrupts, and children inherit that.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     if most_bytes is not None:

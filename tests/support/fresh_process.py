@@ -33,7 +33,7 @@ class Finished:
 def start_fresh(
     code: str, *args: object, out: Path, err: Path, env: Mapping[str, str] | None = None
 ) -> ForkServerProcess:
-    """Run a program like ``python -c CODE ARGS``, in a session of its own.
+    """Run a program like ``python -c CODE ARGS``.
 
     Args:
         code: The program.
@@ -65,7 +65,6 @@ def run_fresh(code: str, *args: object, folder: Path) -> Finished:
 
 
 def _run(code: str, argv: list[str], out: str, err: str, env: dict[str, str], folder: str) -> None:
-    os.setsid()
     os.environ.clear()
     os.environ.update(env)
     os.chdir(folder)

@@ -55,18 +55,18 @@ def untimed(samples: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
 def wait_for_orphans(ended: Ended) -> None:
     """Workers whose parent was killed end at their next message."""
     deadline = time.monotonic() + 20
-    while _is_running(ended.session) and time.monotonic() < deadline:
+    while _is_running(ended.group) and time.monotonic() < deadline:
         time.sleep(0.01)
-    assert not _is_running(ended.session), "a worker outlived its parent"
+    assert not _is_running(ended.group), "a worker outlived its parent"
 
 
-def _is_running(session: int) -> bool:
-    """Whether a process of a session is running."""
+def _is_running(group: int) -> bool:
+    """Whether a process of a group is running."""
     for path in Path("/proc").glob("[0-9]*/stat"):
         try:
-            state, _, _, its_session, *_ = path.read_text("utf-8").rpartition(")")[2].split()
+            state, _, its_group, *_ = path.read_text("utf-8").rpartition(")")[2].split()
         except OSError:
             continue
-        if int(its_session) == session and state != "Z":
+        if int(its_group) == group and state != "Z":
             return True
     return False
