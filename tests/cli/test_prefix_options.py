@@ -68,6 +68,7 @@ def test_ends_of_answers_are_left_out_if_that_is_asked_for(
         ((*CACHE, "--prefix-spill-bytes", "1MB"), "given without --prefix-spill; add"),
         ((*CACHE, "--prefix-eviction", "lro"), "no block eviction is named 'lro'"),
         ((*CACHE, "--prefix-spill", "/dev/null/a"), "cannot be used: Not a directory; choose"),
+        ((*CACHE, "--prefix-spill", "a", "--tensor-parallel"), "--prefix-spill is for one process"),
     ],
 )
 def test_wrong_options_are_refused_before_anything_is_loaded(

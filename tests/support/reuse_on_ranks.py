@@ -23,12 +23,12 @@ if __name__ == "__main__":
     for _ in range(2):
         results = engine.generate(prompts, max_new_tokens=12).results()
         found.append([(one.tokens, one.reused_tokens) for one in results])
-    refusal = ""
+    refusal, rank = "", os.environ["RANK"]
     try:
-        Engine(model, tokenizer, plan, prefix_store=PrefixStore(1000, spill="spilled"))
+        Engine(model, tokenizer, plan, prefix_store=PrefixStore(1000, spill=f"spilled-{rank}"))
     except KVPolicyError as error:
         refusal = str(error)
     content = {"plain": [one.tokens for one in plain], "found": found, "refusal": refusal}
     content["stats"] = store.stats.to_dict()
-    Path(f"reuse-{os.environ['RANK']}.json").write_text(json.dumps(content))
+    Path(f"reuse-{rank}.json").write_text(json.dumps(content))
     dist.destroy_process_group()

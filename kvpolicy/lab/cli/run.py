@@ -132,6 +132,8 @@ def run(
     place = Place(on.value, ray_address, workers, cpus_per_worker, gpus_per_worker)
     if output is None:
         _refuse({**place.given(), "--overwrite": overwrite}, "needs --output FILE")
+        if tensor_parallel:  # each process has the rows of some heads, and a store for them
+            _refuse({"--prefix-spill": prefix_spill}, "is for one process; leave it out")
         failed = print_results(
             generation,
             keep_going=keep_going,
