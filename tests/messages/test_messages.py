@@ -1,0 +1,31 @@
+"""The sentences that users read when something is refused: one catalogue, tested as a whole.
+
+Other tests assert the class of an error and the option that it names, so that a sentence can be
+rewritten in one place: `python tests/support/refresh_messages.py` writes the catalogue again, and
+its diff is what a reviewer reads.
+"""
+
+from pathlib import Path
+
+import pytest
+from refresh_messages import PACKAGES, catalogue, printed
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_sentences_are_those_of_the_catalogue(package: str, tmp_path: Path) -> None:
+    expected, actual = catalogue(package), printed(package, tmp_path)
+    differing = [name for name in {**expected, **actual} if expected.get(name) != actual.get(name)]
+    assert {name: actual.get(name) for name in differing} == {
+        name: expected.get(name) for name in differing
+    }
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_sentences_are_sentences(package: str) -> None:
+    """A sentence says something, ends, and shows no repr of an object of ours."""
+    wrong = {
+        name: text
+        for name, text in catalogue(package).items()
+        if len(text.split()) < 4 or " object at 0x" in text or "Traceback" in text
+    }
+    assert not wrong
