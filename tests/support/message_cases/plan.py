@@ -3,8 +3,9 @@
 from collections.abc import Callable
 from pathlib import Path
 
-from kvpolicy import Plan
+from kvpolicy import Plan, load_policy
 
 CASES: dict[str, Callable[[Path], object]] = {
-    "a policy that is not installed": lambda _: Plan.uniform("snapvk", budget=8),
+    "a policy that is not installed": lambda _: load_policy("snapvk"),
+    "a budget of nothing": lambda _: Plan.uniform("h2o", budget=0),
 }
