@@ -1,0 +1,328 @@
+"""Stages of checks: all run, whatever fails; the end names each failure and runs it alone again.
+
+A stage is a function that runs commands. A command that fails ends its stage; a test that fails
+ends nothing. Each command has the time that is left of its stage's limit, which is there to end
+what hangs. Only the standard library is used, because nothing is installed yet.
+"""
+
+import contextlib
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import threading
+import time
+import traceback
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from xml.etree import ElementTree
+
+KILL_AFTER_S = 30.0  # what pytest has to write its results after it was interrupted
+HANGS_AFTER_S = 240.0  # a test that takes longer has its stacks printed
+RERUN_S = 300.0  # for all failed tests together, one after the other
+NO_TESTS = 5  # pytest's exit status
+
+
+class StageError(Exception):
+    """A command of a stage failed; the rest of the stage makes no sense."""
+
+
+@dataclass(frozen=True)
+class Stage:
+    """Checks with a name.
+
+    Attributes:
+        name: What the summary says.
+        check: Runs the commands.
+        minutes: After this long, the running command is ended. On two idle cores no stage needs a
+            third of it.
+        is_timing: Whether its tests depend on the machine's clock. One that fails here and passes
+            alone does not fail the gate.
+    """
+
+    name: str
+    check: Callable[["Gate"], object]
+    minutes: float = 10.0
+    is_timing: bool = False
+
+
+@dataclass(frozen=True)
+class Pytest:
+    """How pytest was called, so that one test of it can be run again."""
+
+    command: tuple[str, ...]
+    cwd: Path
+    env: Mapping[str, str]
+
+
+@dataclass
+class Failure:
+    """What failed: a test, or a command."""
+
+    stage: Stage
+    name: str
+    error: str
+    call: Pytest | None = None
+    passes_alone: bool | None = None
+
+    @property
+    def is_excused(self) -> bool:
+        return self.stage.is_timing and self.passes_alone is True
+
+    def verdict(self) -> str:
+        """What its second run said; empty for a command."""
+        if self.call is None:
+            return ""
+        if self.passes_alone is None:
+            return "was not run again"
+        if self.is_excused:
+            return "passes alone; it depends on the clock: no failure"
+        return "passes alone" if self.passes_alone else "fails alone, too"
+
+
+@dataclass
+class Gate:
+    """Runs stages and keeps what they found.
+
+    Attributes:
+        root: Where commands run unless they say otherwise.
+        work: A folder for environments, logs and results.
+    """
+
+    root: Path
+    work: Path
+    failures: list[Failure] = field(default_factory=list)
+    counts: dict[str, int] = field(default_factory=lambda: {"passed": 0, "failed": 0, "skipped": 0})
+    _stage: Stage = Stage("start", lambda gate: None)
+    _end: float = float("inf")
+    _lines: list[str] = field(default_factory=list)
+    _num_results: int = 0
+    _running: subprocess.Popen[str] | None = None
+
+    # What stages call.
+
+    def run(
+        self, *command: str | Path, cwd: Path | None = None, env: Mapping[str, str] | None = None
+    ) -> str:
+        """Run a command and return what it printed.
+
+        Raises:
+            StageError: It did not end with status 0.
+        """
+        words = [str(word) for word in command]
+        status, output = self._execute(words, cwd or self.root, env or {})
+        if status != 0:
+            end = output.strip().splitlines()[-15:]
+            raise StageError("\n".join([f"status {status}: {shlex.join(words)}", *end]))
+        return output
+
+    def pytest(
+        self,
+        *command: str | Path,
+        tests: Sequence[str] = (),
+        cwd: Path | None = None,
+        env: Mapping[str, str] | None = None,
+        may_skip: bool = True,
+    ) -> None:
+        """Run tests; those that fail are collected, and the stage goes on.
+
+        Args:
+            command: pytest with its options.
+            tests: Paths and node ids.
+            cwd: Where it runs.
+            env: Variables beside those of this process.
+            may_skip: Whether a test may be skipped.
+
+        Raises:
+            StageError: It ended early, found no test, or skipped one that it may not skip.
+        """
+        call = Pytest(tuple(str(word) for word in command), cwd or self.root, env or {})
+        self._num_results += 1
+        results = self.work / f"results-{self._num_results}.xml"
+        found: list[tuple[str, str, str]] = []
+        try:
+            words = [*_with_results(call, results), *tests]
+            status, output = self._execute(words, call.cwd, call.env)
+        finally:  # also when it was ended
+            if results.exists():
+                found = _outcomes(results)
+            for name, outcome, error in found:
+                self.counts[outcome] += 1
+                if outcome == "failed":
+                    self.failures.append(Failure(self._stage, name, error, call))
+        if status == NO_TESTS:
+            raise StageError(f"no test ran: {shlex.join(call.command)} {shlex.join(tests)}")
+        if status != 0 and not any(outcome == "failed" for _, outcome, _ in found):
+            end = output.strip().splitlines()[-15:]
+            raise StageError("\n".join([f"status {status}: {shlex.join(call.command)}", *end]))
+        skipped = [f"{name}: {error}" for name, outcome, error in found if outcome == "skipped"]
+        if skipped and not may_skip:
+            raise StageError("\n".join(["these may not be skipped here:", *skipped]))
+
+    # What the program calls.
+
+    def run_stage(self, stage: Stage) -> None:
+        """Run one stage and print its line; failures are kept."""
+        begun = time.monotonic()
+        self._stage, self._end = stage, begun + stage.minutes * 60
+        before = len(self.failures)
+        sys.stdout.write(f"\n== {stage.name}\n")
+        sys.stdout.flush()
+        try:
+            stage.check(self)
+        except StageError as error:
+            first, *rest = str(error).splitlines()
+            self.failures.append(Failure(stage, first, "\n".join(rest)))
+        except Exception:  # a mistake in a stage is a failure of that stage only
+            self.failures.append(Failure(stage, "the stage itself", traceback.format_exc()))
+        num = len(self.failures) - before
+        state = "ok" if num == 0 else f"{num} failed"
+        self._lines.append(f"{time.monotonic() - begun:6.0f} s  {state:>10}  {stage.name}")
+
+    def rerun_failures(self) -> None:
+        """Run each failed test alone, as long as the time for that lasts."""
+        end = time.monotonic() + RERUN_S
+        for failure in self.failures:
+            if failure.call is None or time.monotonic() >= end:
+                continue
+            sys.stdout.write(f"\n== alone: {failure.name}\n")
+            self._end = end
+            call = failure.call
+            # The last -n and -m count: one process, whatever the test is marked with.
+            alone = _with_arguments(call, ("-n", "0", "-m", "", failure.name))
+            with contextlib.suppress(StageError):
+                failure.passes_alone = self._execute(alone, call.cwd, call.env)[0] == 0
+
+    def summary(self) -> str:
+        """The time of each stage, each failure, and how many tests ran."""
+        lines = ["", "== Summary", *self._lines, ""]
+        for number, failure in enumerate(self.failures, 1):
+            lines.append(f"{number}. {failure.stage.name}: {failure.name}")
+            lines += [f"     {line}" for line in failure.error.splitlines()]
+            if failure.verdict():
+                lines.append(f"     ({failure.verdict()})")
+        counts = ", ".join(f"{num} {outcome}" for outcome, num in self.counts.items())
+        return "\n".join([*lines, f"Tests: {counts}"])
+
+    @property
+    def has_failed(self) -> bool:
+        return any(not failure.is_excused for failure in self.failures)
+
+    @contextlib.contextmanager
+    def ending_what_runs(self) -> Iterator[None]:
+        """End the running command with this process, also when that is ended by a signal."""
+
+        def on_signal(number: int, frame: object) -> None:
+            raise SystemExit(128 + number)
+
+        signal.signal(signal.SIGTERM, on_signal)
+        try:
+            yield
+        finally:
+            if self._running is not None:
+                _kill_group(self._running)
+
+    def _execute(self, words: list[str], cwd: Path, env: Mapping[str, str]) -> tuple[int, str]:
+        """Run a command, print what it prints, and return its status and output.
+
+        Raises:
+            StageError: It did not end in time, or cannot be started.
+        """
+        sys.stdout.write(f"$ {shlex.join(words)}\n")
+        sys.stdout.flush()
+        try:
+            process = subprocess.Popen(
+                words,
+                cwd=cwd,
+                env={**os.environ, **env},
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                errors="replace",
+                start_new_session=True,  # so that it can be ended with all that it started
+            )
+        except OSError as error:
+            raise StageError(f"{words[0]}: {error.strerror}") from None
+        self._running = process
+        output: deque[str] = deque(maxlen=2_000)
+        reader = threading.Thread(target=_copy_lines, args=(process, output), daemon=True)
+        reader.start()
+        try:
+            status = process.wait(timeout=max(0.0, self._end - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGINT)  # pytest writes its results
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(timeout=KILL_AFTER_S)
+            _kill_group(process)
+            end = "\n".join(list(output)[-15:])
+            raise StageError(f"did not end in time: {shlex.join(words)}\n{end}") from None
+        finally:
+            _kill_group(process)  # what it left running
+            reader.join(timeout=5.0)
+            self._running = None
+        return status, "".join(output)
+
+
+def _with_arguments(call: Pytest, arguments: Sequence[str]) -> list[str]:
+    """Pytest's command with more arguments; a command of a shell gets them at its end."""
+    if call.command[0] == "bash":
+        return [*call.command[:-1], f"{call.command[-1]} {shlex.join(arguments)}"]
+    return [*call.command, *arguments]
+
+
+def _with_results(call: Pytest, path: Path) -> list[str]:
+    # xunit1 has the file of each test. What hangs says where.
+    options = ("-o", "junit_family=xunit1", "-o", f"faulthandler_timeout={HANGS_AFTER_S:.0f}")
+    return _with_arguments(call, (f"--junitxml={path}", *options))
+
+
+def _copy_lines(process: subprocess.Popen[str], output: deque[str]) -> None:
+    assert process.stdout is not None
+    with process.stdout as lines:
+        for line in lines:
+            output.append(line)
+            sys.stdout.write(line)
+            sys.stdout.flush()
+
+
+def _kill_group(process: subprocess.Popen[str]) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def _outcomes(results: Path) -> list[tuple[str, str, str]]:
+    """Each test of a JUnit file: node id, outcome, and the first line of its error or reason."""
+    found = []
+    for case in ElementTree.parse(results).getroot().iter("testcase"):
+        reports = {report.tag: report for report in case}
+        broken = reports.get("failure", reports.get("error"))
+        skipped = reports.get("skipped")
+        if broken is not None:
+            found.append((_node_id(case), "failed", _first_error(broken)))
+        elif skipped is not None:
+            found.append((_node_id(case), "skipped", skipped.get("message", "")))
+        else:
+            found.append((_node_id(case), "passed", ""))
+    return found
+
+
+def _node_id(case: ElementTree.Element) -> str:
+    """The id that pytest takes: file, classes and name."""
+    file, name = case.get("file", ""), case.get("name", "")
+    module = file.removesuffix(".py").replace("/", ".")
+    if name == module:  # it cannot be imported
+        return file
+    classes = case.get("classname", "").removeprefix(module).strip(".").split(".")
+    return "::".join([part for part in (file, *classes) if part] + [name])
+
+
+def _first_error(report: ElementTree.Element) -> str:
+    lines = (report.text or "").splitlines()
+    errors = [line for line in lines if line.startswith("E ")]
+    first = errors[0].removeprefix("E").strip() if errors else report.get("message", "")
+    return first.strip().split("\n")[0]

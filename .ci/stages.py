@@ -1,0 +1,485 @@
+"""All checks of kvpolicy, from a fresh clone, with nothing installed but Python and pip.
+
+They run on a copy of the checkout, so that they neither use nor change files there. All of them
+run, whatever fails. Variables: JOBS, the number of test processes (one for each core); FULL=1,
+everything (nightly, and before a release) instead of what a change can break; BASE, the commit
+that the change starts from (the last one that is older than a day); SEED, for what is drawn with
+FULL; KEEP=1, do not delete the copy.
+"""
+
+import argparse
+import os
+import random
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from gate import Gate, Stage, StageError
+
+UV = "uv==0.13.9"
+OLDEST, NEWEST = "5.2.0", ">=5.23"  # transformers; the newest that the index has
+FULL = bool(os.environ.get("FULL"))
+JOBS = os.environ.get("JOBS", str(os.cpu_count() or 1))
+SEED = os.environ.get("SEED", str(random.SystemRandom().randrange(2**31)))
+QUICK = ("-m", "not slow and not timing")
+ALL = ("-m", "not timing")
+# Packages of kvpolicy by what a change of them can break; `Change.touches` compares beginnings.
+ENGINE = ("kvpolicy/cache", "kvpolicy/engine", "kvpolicy/hooks", "kvpolicy/kernels")
+
+
+class Change:
+    """The files that differ from where the change started, as paths from the root."""
+
+    def __init__(self, checkout: Path) -> None:
+        self._checkout = checkout
+        base = os.environ.get("BASE") or self._git("log", "-1", "--before=1 day ago", "--format=%H")
+        changed = self._git("diff", "--name-only", base.strip()) if base.strip() else ""
+        new = self._git("ls-files", "--others", "--exclude-standard")
+        self.files = sorted({*changed.split(), *new.split()})
+
+    def touches(self, *beginnings: str) -> bool:
+        """Whether a file with one of these beginnings differs; always with FULL."""
+        return FULL or any(file.startswith(beginnings) for file in self.files)
+
+    def tests(self) -> list[str]:
+        """The tests of the folders that differ."""
+        return sorted({test for file in self.files for test in self._tests_of(file)})
+
+    def _tests_of(self, file: str) -> list[str]:
+        """The test file itself, or the nearest folder or file that mirrors a source file."""
+        path = Path(file)
+        package = path.parts[0]
+        if package == "tests":
+            candidates = [path] if path.name.startswith("test_") else []
+        elif package == "kvpolicy":
+            candidates = [Path("tests", *parent.parts[1:]) for parent in path.parents[:-2]]
+        elif package in ("baselines", "plugins", "skipkv_plugin"):
+            candidates = [Path("tests/policies", f"test_{path.stem}.py")]
+        else:
+            candidates = []
+        return [str(test) for test in candidates if (self._checkout / test).exists()][:1]
+
+    def _git(self, *words: str) -> str:
+        done = subprocess.run(
+            ["git", *words], cwd=self._checkout, capture_output=True, text=True, check=False
+        )
+        return done.stdout if done.returncode == 0 else ""
+
+
+def copy_of(checkout: Path, folder: Path) -> Path:
+    """Copy the tracked files, and the untracked ones that are not ignored."""
+    listed = subprocess.run(
+        ["git", "ls-files", "--cached", "--others", "--exclude-standard", "-z"],
+        cwd=checkout,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if listed.returncode != 0:  # an unpacked archive
+        shutil.copytree(checkout, folder, ignore=shutil.ignore_patterns(".venv"))
+        return folder
+    for name in filter(None, listed.stdout.split("\0")):
+        if (checkout / name).exists():  # deleted files are listed too
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(checkout / name, folder / name, follow_symlinks=False)
+    return folder
+
+
+def name_of(requirement: str) -> str:
+    """The name of a package, as it is compared."""
+    return re.sub(r"[-_.]+", "-", re.split("[=<>@ ]", requirement)[0]).lower()
+
+
+class Checks:
+    """The commands of the stages, in the order in which they run."""
+
+    def __init__(self, gate: Gate, change: Change) -> None:
+        self._gate, self._change = gate, change
+        self._uv = shutil.which("uv")
+        self._dev_programs: Path | None = None
+
+    def stages(self) -> list[Stage]:
+        usual = [
+            Stage("programs: uv, Chromium, bubblewrap", self.programs),
+            Stage("environment", self.environment),
+            Stage("ruff check", lambda gate: gate.run(self._dev / "ruff", "check", ".")),
+            Stage(
+                "ruff format", lambda gate: gate.run(self._dev / "ruff", "format", "--check", ".")
+            ),
+            Stage("mypy", lambda gate: gate.run(self._dev / "mypy")),
+            Stage("tests of what the change touches", self.touched),
+            Stage("the README's test command", self.readme, minutes=30),
+            Stage("attention in Numba", self.numba, minutes=20),
+            Stage("slow tests", self.slow, minutes=20),
+            Stage("tests that depend on the clock", self.timing, is_timing=True),
+            Stage("the oldest transformers", self.oldest, minutes=15),
+            Stage("the newest transformers", self.newest),
+            Stage("kernels", self.kernels),
+            Stage("Ray and SLURM", self.ray, minutes=15),
+            Stage("wheel: contents", self.wheel),
+            Stage("wheel: what reads installed files", self.installed),
+            Stage("wheel: the tutorial's package", self.tutorial),
+            Stage("wheel: a third party's package", self.recency),
+            Stage("wheel: a third party's package that uses more", self.usage),
+            Stage("without the bundled reasoner", self.without_reasoner),
+        ]
+        if self._change.touches("kvpolicy/lab/lm_eval", "tests/lab/lm_eval", "constraints.txt"):
+            usual.append(Stage("lm-evaluation-harness", self.lm_eval))
+        if FULL:
+            usual += [
+                Stage("drawn properties", self.nightly, minutes=120),
+                Stage("transformers 5.12", lambda _: self._on("5.12.0", ["tests"]), minutes=60),
+                Stage("Python 3.12", lambda _: self._on_python("3.12"), minutes=60),
+                Stage("Python 3.13", lambda _: self._on_python("3.13"), minutes=60),
+            ]
+        return usual
+
+    # Set-up
+
+    def programs(self, gate: Gate) -> None:
+        if self._uv is None:
+            venv = gate.work / "uv"
+            gate.run(sys.executable, "-m", "venv", venv)
+            gate.run(venv / "bin/pip", "install", "-q", UV)
+            self._uv = str(venv / "bin/uv")
+        wanted = {
+            "chromium": ("chromium", "chromium-browser", "google-chrome"),
+            "bubblewrap": ("bwrap",),
+        }
+        missing = [
+            name for name, commands in wanted.items() if not any(map(shutil.which, commands))
+        ]
+        for attempt in range(3 if missing else 0):
+            try:
+                gate.run("apt-get", "update", "-q")
+                gate.run("apt-get", "install", "-q", "-y", "--no-install-recommends", *missing)
+                break
+            except StageError:
+                if attempt == 2:
+                    raise
+                time.sleep(5)
+
+    def environment(self, gate: Gate) -> None:
+        self._dev_programs = bin_ = self._environment("dev", "dev")
+        listed = subprocess.run(
+            [str(self._uv), "pip", "list", "--format=freeze", "--python", bin_ / "python"],
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        installed = {name_of(line) for line in listed.stdout.splitlines()} - {"kvpolicy"}
+        pinned = {name_of(line) for line in self._pins()}
+        if installed - pinned:
+            raise StageError(f"constraints.txt does not pin {sorted(installed - pinned)}")
+
+    @property
+    def _dev(self) -> Path:
+        if self._dev_programs is None:
+            raise StageError("there is no environment: see the second stage")
+        return self._dev_programs
+
+    def _environment(
+        self,
+        name: str,
+        extras: str,
+        *more: str,
+        unpinned: Sequence[str] = (),
+        python: str = sys.executable,
+    ) -> Path:
+        """Make an environment with the checkout in it, and return the folder of its programs.
+
+        Args:
+            name: The environment's folder.
+            extras: Extras of kvpolicy, with commas.
+            more: Requirements that count instead of the pins.
+            unpinned: Pins that are left out.
+            python: The interpreter.
+        """
+        venv = self._gate.work / name
+        bin_ = venv / "bin"
+        left_out = {*map(name_of, unpinned), *map(name_of, more)}
+        kept = [line for line in self._pins() if name_of(line) not in left_out]
+        constraints = venv.with_suffix(".txt")
+        constraints.write_text("\n".join(kept) + "\n", encoding="utf-8")
+        if not venv.exists():
+            self._run_uv("venv", "-q", "--python", python, venv)
+        into = ("pip", "install", "-q", "--python", bin_ / "python", "-c", constraints)
+        self._run_uv(*into, "-e", f".[{extras}]", *more)
+        return bin_
+
+    def _pins(self) -> list[str]:
+        lines = (self._gate.root / "constraints.txt").read_text(encoding="utf-8").splitlines()
+        return [line for line in lines if not line.startswith("#")]
+
+    def _run_uv(self, *words: str | Path) -> None:
+        if self._uv is None:
+            raise StageError("uv is not installed: see the first stage")
+        self._gate.run(self._uv, *words)
+
+    def _pytest(self, bin_: Path, *options: str) -> tuple[str | Path, ...]:
+        return (bin_ / "pytest", "-q", "-p", "no:cacheprovider", "-n", JOBS, *options)
+
+    # Tests of this checkout
+
+    def touched(self, gate: Gate) -> None:
+        tests = self._change.tests()
+        files = sum(
+            1 if test.endswith(".py") else len(list((gate.root / test).rglob("test_*.py")))
+            for test in tests
+        )
+        everything = len(list((gate.root / "tests").rglob("test_*.py")))
+        if not tests or files > everything // 6:
+            sys.stdout.write(f"{files} of {everything} files: the README's command runs them.\n")
+            return
+        gate.pytest(*self._pytest(self._dev, *QUICK), tests=tests)
+
+    def readme(self, gate: Gate) -> None:
+        text = (gate.root / "README.md").read_text(encoding="utf-8")
+        (line,) = re.findall(r"^python3 -m venv .* \.venv/bin/pytest$", text, re.M)
+        gate.pytest("bash", "-euc", f"{line} -q -p no:cacheprovider -n {JOBS}")
+
+    def numba(self, gate: Gate) -> None:
+        bin_ = self._environment("numba", "dev,cpu,kernels")
+        tests = ["tests/engine", "tests/hf", "tests/kernels/test_on_cpu.py"]
+        gate.pytest(*self._pytest(bin_, *QUICK), tests=tests)
+
+    def slow(self, gate: Gate) -> None:
+        options = ("-m", "slow", "--ignore=tests/lab/cluster")
+        gate.pytest(*self._pytest(self._dev, *options), tests=["tests"])
+
+    def timing(self, gate: Gate) -> None:
+        gate.pytest(*self._pytest(self._dev, "-n", "0", "-m", "timing"), tests=["tests"])
+
+    def nightly(self, gate: Gate) -> None:
+        sys.stdout.write(f"--hypothesis-seed={SEED}\n")
+        options = ("-m", "hypothesis and not timing", f"--hypothesis-seed={SEED}")
+        gate.pytest(
+            *self._pytest(self._dev, *options),
+            tests=["tests"],
+            env={"HYPOTHESIS_PROFILE": "nightly"},
+        )
+
+    # Other versions
+
+    def oldest(self, gate: Gate) -> None:
+        folders = ("engine", "golden", "hf", "hooks", "model")
+        commands = ("check", "misbehaving_plugins", "run")
+        tests = [f"tests/{name}" for name in folders]
+        tests += [f"tests/cli/test_{name}.py" for name in commands]
+        self._on(OLDEST, tests)
+        if not FULL and not self._change.touches("kvpolicy/lab/bench/contenders"):
+            return
+        # kvpress needs the oldest transformers, and older packages beside it.
+        older = ("transformers", "huggingface_hub", "tokenizers", "pandas")
+        bin_ = self._environment(OLDEST, "dev,benchmarks", unpinned=older)
+        kvpress = "tests/lab/bench/contenders/test_kvpress.py"
+        options = ("-n", "0", "-k", "kvpress_itself")
+        gate.pytest(*self._pytest(bin_, *options), tests=[kvpress], may_skip=False)
+
+    def newest(self, gate: Gate) -> None:
+        self._on(NEWEST, ["tests"] if FULL else ["tests/hf", "tests/model"])
+
+    def _on(self, transformers: str, tests: Sequence[str]) -> None:
+        """Run tests on another release of transformers, which brings its own two libraries."""
+        release = transformers if transformers[0] in "<>" else f"=={transformers}"
+        bin_ = self._environment(
+            transformers.strip("<>="),
+            "dev",
+            f"transformers{release}",
+            unpinned=("huggingface_hub", "tokenizers"),
+        )
+        self._gate.run(bin_ / "python", "-c", "import transformers as t; print(t.__version__)")
+        self._gate.pytest(*self._pytest(bin_, *QUICK), tests=tests)
+
+    def _on_python(self, version: str) -> None:
+        bin_ = self._environment(f"python{version}", "dev", python=version)
+        self._gate.pytest(*self._pytest(bin_, *QUICK), tests=["tests"])
+
+    # Optional packages
+
+    def kernels(self, gate: Gate) -> None:
+        """Run Triton's kernels in its interpreter, and compile them for a GPU that is not here."""
+        bin_ = self._environment("numba", "dev,cpu,kernels")
+        all_of_them = self._change.touches(*ENGINE, "tests/kernels", "pyproject.toml")
+        options = () if all_of_them else ("-k", "compile or triton_decode")
+        gate.pytest(
+            *self._pytest(bin_, *options, "--deselect", FLASH_ATTENTION),
+            tests=["tests/kernels"],
+            env={"TRITON_INTERPRET": "1"},
+            may_skip=False,
+        )
+
+    def ray(self, gate: Gate) -> None:
+        """One process, because it is one cluster of two nodes, of which tests kill one."""
+        bin_ = self._environment("ray", "dev,ray")
+        tests = ["tests/lab/cluster", "tests/serve/test_ray_serve.py"]
+        touched = ("kvpolicy/lab/executors", "kvpolicy/serve/on_ray", "kvpolicy/lab/prompt_files")
+        is_touched = self._change.touches(*touched, *tests)
+        options = ALL if is_touched else QUICK
+        gate.pytest(*self._pytest(bin_, "-n", "0", *options), tests=tests)
+
+    def lm_eval(self, gate: Gate) -> None:
+        bin_ = self._environment("lm-eval", "dev,lm-eval")
+        tests = ["tests/lab/lm_eval", "tests/lab/cli/test_lmeval.py"]
+        gate.pytest(*self._pytest(bin_, *ALL), tests=tests)
+
+    # The built package
+
+    def wheel(self, gate: Gate) -> None:
+        """Build the wheel; it must hold the sources byte for byte, so that few tests suffice."""
+        python = self._dev / "python"
+        gate.run(python, "-m", "build", "--wheel", "--outdir", gate.work / "dist", ".")
+        gate.run(python, ".ci/check_wheel.py", self._wheel())
+
+    def _wheel(self) -> Path:
+        wheels = list((self._gate.work / "dist").glob("*.whl"))
+        if not wheels:
+            raise StageError("the wheel was not built")
+        return wheels[0]
+
+    def _with_wheel(self) -> Path:
+        """The programs of an environment with the wheel, away from the sources."""
+        venv = self._gate.work / "wheel"
+        if not venv.exists():
+            self._run_uv("venv", "-q", "--python", sys.executable, venv)
+            into = ("pip", "install", "-q", "--python", venv / "bin/python")
+            self._run_uv(*into, "-c", "constraints.txt", f"{self._wheel()}[dev]")
+        return venv / "bin"
+
+    def _away(self) -> Path:
+        """A folder with tests and pages, and no sources."""
+        away = self._gate.work / "away"
+        if not away.exists():
+            for name in ("tests", "docs"):
+                shutil.copytree(self._gate.root / name, away / name)
+            for pattern in ("*.md", "LICENSE", "*.toml", "*.txt"):
+                for file in self._gate.root.glob(pattern):
+                    shutil.copy2(file, away)
+        return away
+
+    def installed(self, gate: Gate) -> None:
+        bin_ = self._with_wheel()
+        tests = [f"tests/{name}" for name in INSTALLED]
+        gate.pytest(*self._pytest(bin_, *QUICK), tests=tests, cwd=self._away())
+
+    def tutorial(self, gate: Gate) -> None:
+        bin_, package = self._with_wheel(), gate.work / "tutorial"
+        gate.run(bin_ / "python", ".ci/write_tutorial.py", package)
+        self._install(package)
+        listed = gate.run(bin_ / "kvpolicy", "list", "--load", cwd=gate.work)
+        for name in ("key_norm", "value_norm"):
+            if not re.search(rf"^{name} ", listed, re.M):
+                raise StageError(f"{name} is not listed")
+        gate.run(
+            bin_ / "kvpolicy", "check", "key_norm", "value_norm", "--cases", "20", cwd=gate.work
+        )
+
+    def recency(self, gate: Gate) -> None:
+        self._example("kvpolicy-recency", "plan.toml", "recency", "half_life=8")
+
+    def usage(self, gate: Gate) -> None:
+        self._example("kvpolicy-usage", "answers.toml", "last_used", "attn_threshold=0.1")
+
+    def _example(self, package: str, plan: str, policy: str, knob: str) -> None:
+        """Build a third party's distribution, install it, find it, run it and check it."""
+        gate, bin_ = self._gate, self._with_wheel()
+        folder = gate.work / package
+        shutil.copytree(gate.root / "docs/examples" / package, folder)
+        self._install(folder)
+        kvpolicy = bin_ / "kvpolicy"
+        if not re.search(rf"^{policy} ", gate.run(kvpolicy, "list", cwd=folder), re.M):
+            raise StageError(f"{policy} is not listed")
+        model = ("--model", "reasoner")
+        problem = (
+            "from kvpolicy_reasoner.task import make_problems; "
+            "print(make_problems(1, seed=1)[0].prompt)"
+        )
+        prompt = gate.run(bin_ / "python", "-c", problem, cwd=folder).strip()
+        gate.run(kvpolicy, "plan", "show", plan, *model, cwd=folder)
+        limit = ("--max-new-tokens", "100")
+        gate.run(kvpolicy, "run", "--plan", plan, *model, *limit, prompt, cwd=folder)
+        gate.pytest(bin_ / "pytest", tests=["tests"], cwd=folder)
+        gate.run(
+            kvpolicy, "check", policy, "--cases", "20", "--set", f"{policy}.{knob}", cwd=folder
+        )
+
+    def _install(self, package: Path) -> None:
+        python = self._with_wheel() / "python"
+        self._run_uv("pip", "install", "-q", "--python", python, package)
+
+    def without_reasoner(self, gate: Gate) -> None:
+        """Commands and plans where the bundled reasoners, a plugin, are not installed."""
+        bin_ = self._with_wheel()
+        examples = ("kvpolicy-key-norm", "kvpolicy-recency", "kvpolicy-usage")
+        self._run_uv("pip", "uninstall", "-q", "--python", bin_ / "python", *examples)
+        gate.run(bin_ / "python", ".ci/remove_reasoner.py")
+        tests = ["tests"] if FULL else [f"tests/{name}" for name in WITHOUT_REASONER]
+        gate.pytest(*self._pytest(bin_, *QUICK), tests=tests, cwd=self._away())
+
+
+FLASH_ATTENTION = "tests/kernels/test_flash_attention.py::test_the_package_attends"
+# Tests of what reads installed files and names; those of plans and hooks run without the reasoner.
+INSTALLED = (
+    *("repo/test_packaging.py", "repo/test_startup.py", "reasoner/test_reasoner_bundled.py"),
+    *("cli/test_list.py", "serve/test_page.py"),
+)
+WITHOUT_REASONER = ("cli/test_list.py", "cli/test_without_reasoner.py", "plan")
+
+
+def main() -> int:
+    """Run the stages; the exit status is 1 if anything failed."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--list", action="store_true", help="print the names of the stages")
+    parser.add_argument(
+        "--only", metavar="PART", action="append", help="stages with PART in their name"
+    )
+    chosen = parser.parse_args()
+    checkout = Path(__file__).resolve().parents[1]
+    work = Path(tempfile.mkdtemp(prefix="kvpolicy-ci."))
+    begun = time.monotonic()
+    os.environ.update(
+        OMP_NUM_THREADS="1",  # the tensors are tiny: a second thread costs more than it saves
+        PIP_DISABLE_PIP_VERSION_CHECK="1",
+        KVPOLICY_NEEDS_CHROMIUM="1",  # no test skips because a program is missing
+        KVPOLICY_NEEDS_SANDBOX="1",
+        # Of the cases of the longest tests, which take an hour in full.
+        KVPOLICY_SLOW_PERCENT="10" if FULL else "3",
+    )
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # what is imported often is compiled once
+    if "PIP_FIND_LINKS" in os.environ:
+        os.environ.setdefault("UV_FIND_LINKS", os.environ["PIP_FIND_LINKS"])
+    gate = Gate(work / "clone", work)
+    try:
+        change = Change(checkout)
+        checks = Checks(gate, change)
+        stages = checks.stages()
+        if chosen.list:
+            sys.stdout.write("".join(f"{stage.name}\n" for stage in stages))
+            return 0
+        if chosen.only:
+            first = stages[:2]  # what the others need
+            stages = first + [s for s in stages[2:] if any(part in s.name for part in chosen.only)]
+        copy_of(checkout, gate.root)
+        with gate.ending_what_runs():
+            for stage in stages:
+                gate.run_stage(stage)
+            gate.rerun_failures()
+    finally:
+        if os.environ.get("KEEP"):
+            sys.stdout.write(f"The copy is in {work}.\n")
+        else:
+            shutil.rmtree(work, ignore_errors=True)
+    sys.stdout.write(gate.summary() + "\n")
+    minutes, seconds = divmod(round(time.monotonic() - begun), 60)
+    end = "FAILED" if gate.has_failed else "All checks passed"
+    sys.stdout.write(f"{end}, after {minutes} min {seconds} s.\n")
+    return int(gate.has_failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,116 @@
+"""The gate of CI: each failure of every stage is named, and run again alone."""
+
+import sys
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+GATE = Path(__file__).parents[2] / ".ci" / "gate.py"
+TESTS = """
+import pathlib, time, pytest
+
+def test_right(): pass
+
+class TestGrouped:
+    @pytest.mark.parametrize("x", ["a b", "c/d"])
+    def test_wrong(self, x):
+        assert x == "a b", "it differs"
+
+def test_right_the_second_time():
+    seen = pathlib.Path("seen")
+    was_there = seen.exists()
+    seen.touch()
+    assert was_there
+
+@pytest.mark.slow
+def test_left_out(): assert False
+
+@pytest.mark.skip(reason="no such thing")
+def test_skipped(): pass
+
+def test_hangs():
+    time.sleep(600)
+"""
+PYTEST = (sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "xdist", "-n", "0")
+
+
+@pytest.fixture
+def gate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    spec = spec_from_file_location("gate", GATE)
+    assert spec
+    assert spec.loader
+    module = module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "gate", module)  # dataclasses look there
+    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")  # they take longest to start
+    spec.loader.exec_module(module)
+    (tmp_path / "tests").mkdir()
+    (tmp_path / "tests/test_some.py").write_text(TESTS, encoding="utf-8")
+    (tmp_path / "tests/test_broken.py").write_text("import not_there\n", encoding="utf-8")
+    markers = '[pytest]\naddopts = -m "not slow"\nmarkers = slow\n'
+    (tmp_path / "pytest.ini").write_text(markers, encoding="utf-8")
+    return module
+
+
+def test_all_stages_run_and_every_failure_is_named(gate: ModuleType, tmp_path: Path) -> None:
+    some = "tests/test_some.py"
+    quick = (*PYTEST, "-k", "not hangs")
+    stages = [
+        gate.Stage("tests", lambda run: run.pytest(*quick, tests=[some])),
+        gate.Stage("a command", lambda run: run.run(sys.executable, "-c", "print('so'); 1 / 0")),
+        gate.Stage("no such program", lambda run: run.run("no-such-program")),
+        gate.Stage("a mistake", lambda run: 1 / 0),
+        gate.Stage("an import", lambda run: run.pytest(*PYTEST, tests=["tests/test_broken.py"])),
+        gate.Stage("nothing", lambda run: run.pytest(*PYTEST, "-k", "nothing", tests=[some])),
+        gate.Stage(
+            "skipping", lambda run: run.pytest(*PYTEST, "-k", "skip", tests=[some], may_skip=False)
+        ),
+        gate.Stage(
+            "good", lambda run: run.pytest(*PYTEST, "-k", "right and not time", tests=[some])
+        ),
+    ]
+    run = gate.Gate(tmp_path, tmp_path)
+    for stage in stages:
+        run.run_stage(stage)
+    run.rerun_failures()
+    found = [(failure.stage.name, failure.name, failure.passes_alone) for failure in run.failures]
+    assert found[:2] == [
+        ("tests", f"{some}::TestGrouped::test_wrong[c/d]", False),
+        ("tests", f"{some}::test_right_the_second_time", True),
+    ]
+    assert [stage for stage, *_ in found[2:]] == [stage.name for stage in stages[1:-1]]
+    assert ("an import", "tests/test_broken.py", False) in found
+    assert run.failures[0].error == "AssertionError: it differs"
+    assert run.counts == {"passed": 3, "failed": 3, "skipped": 2}
+    assert run.has_failed
+    assert all(name in run.summary() for _, name, _ in found)
+
+
+@pytest.mark.slow
+def test_what_hangs_is_ended_and_what_failed_before_is_kept(
+    gate: ModuleType, tmp_path: Path
+) -> None:
+    run = gate.Gate(tmp_path, tmp_path)
+    (tmp_path / "seen").touch()
+    words = " ".join(PYTEST)
+    command = ("bash", "-euc", f"{words} -k 'not right'")
+    run.run_stage(gate.Stage("tests", lambda run: run.pytest(*command), minutes=1))
+    names = [failure.name for failure in run.failures]
+    assert names[0] == "tests/test_some.py::TestGrouped::test_wrong[c/d]"
+    assert len(names) == 2
+
+
+def test_a_test_of_the_clock_that_passes_alone_does_not_fail_the_gate(
+    gate: ModuleType, tmp_path: Path
+) -> None:
+    run = gate.Gate(tmp_path, tmp_path)
+    tests = ["tests/test_some.py"]
+    stage = gate.Stage(
+        "clock", lambda run: run.pytest(*PYTEST, "-k", "second", tests=tests), is_timing=True
+    )
+    run.run_stage(stage)
+    assert run.has_failed
+    run.rerun_failures()
+    assert not run.has_failed
+    assert len(run.failures) == 1
