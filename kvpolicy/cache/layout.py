@@ -69,7 +69,7 @@ class LayerLayout:
             track[rows] = held
             return
         pools = track[served].flatten(1)
-        held = pools.gather(1, self.places.flatten(1)).view(self.places.shape)
+        held = pools.gather(1, self.places.flatten(1)).reshape(self.places.shape)
         change(held)
         size = pools.shape[1]
         # What a head has no row for goes behind the pool, and is left out.

@@ -148,7 +148,7 @@ class RaggedRows(LayerRows):
         size = tensor.shape[1] * tensor.shape[2]
         index = places + (self._places * size).view(-1, *[1] * (places.dim() - 1))
         rows = tensor.flatten(0, 2).index_select(0, index.flatten())
-        return rows.view(*places.shape, *tensor.shape[3:])
+        return rows.reshape(*places.shape, *tensor.shape[3:])
 
     def _put(self, tensor: Tensor, contents: Tensor) -> None:
         """Replace all that these entries have in a tensor of the stack."""

@@ -332,7 +332,7 @@ class LayerRows:
         """Rows of a slab by their places, see `_row_index`, a copy."""
         # Copies a row at a time, several times as fast as `gather`, which copies numbers.
         rows = slab.flatten(0, 2).index_select(0, index.flatten())
-        return rows.view(*index.shape, *slab.shape[3:])
+        return rows.reshape(*index.shape, *slab.shape[3:])
 
     def _row_index(self, keep: Tensor) -> Tensor:
         """Places of rows among those of all entries and heads of a slab, ``[B, H_kv, K]``."""

@@ -296,7 +296,7 @@ class LayerCache:
             present: See there.
         """
         index = places.flatten(1)[..., None].expand(-1, -1, slab.shape[3])
-        rows = slab[served].flatten(1, 2).gather(1, index).view(*places.shape, -1)
+        rows = slab[served].flatten(1, 2).gather(1, index).reshape(*places.shape, -1)
         return rows.masked_fill_(~present[..., None], 0)
 
     def newest(self, slab: Tensor, slot: int, num_rows: int, num: int) -> Tensor:

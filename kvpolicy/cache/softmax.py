@@ -56,7 +56,7 @@ class Softmax:
         """Attention weights from what `masked` returned, which may be overwritten."""
         if self.sinks is None:
             return masked.softmax(dim=-1)
-        sinks = self.sinks.float().view(masked.shape[1], -1, 1, 1)
+        sinks = self.sinks.float().reshape(masked.shape[1], -1, 1, 1)
         total = torch.logaddexp(masked.logsumexp(dim=-1, keepdim=True), sinks)
         return (masked.sub_(total) if overwrite else masked - total).exp_()
 

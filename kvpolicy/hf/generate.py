@@ -6,6 +6,7 @@ from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel, TextGenerationPipeline
 from transformers.generation.configuration_utils import GenerationMode
 
+from kvpolicy.compat import cache_argument, cache_in
 from kvpolicy.errors import CacheError, KVPolicyError, shown
 from kvpolicy.hf.policy_cache import CacheReport, PolicyCache
 from kvpolicy.plan.plan import Plan
@@ -38,9 +39,9 @@ def generate(
         input_ids: Prompts, ``[B, columns]``, padded on the left.
         generation_config: How to generate: greedy, sampling, or with beams.
         plan: The plan; not needed with a `PolicyCache`.
-        arguments: What `generate` passes to every function of this kind. Its
-            ``past_key_values`` is a `PolicyCache` to continue, or the empty cache that
-            `generate` has made, which is not used.
+        arguments: What `generate` passes to every function of this kind. Its cache is a
+            `PolicyCache` to continue, or the empty cache that `generate` has made, which is not
+            used.
 
     Returns:
         What `generate` returns.
@@ -56,7 +57,7 @@ def generate(
         )
         raise CacheError(msg)
     # Not a parameter: generate would pass it on without preparing it.
-    cache = arguments.get("past_key_values")
+    cache = cache_in(arguments)
     if isinstance(cache, PolicyCache):
         cache.check_prompt(input_ids, arguments.get("attention_mask"))
     else:
@@ -67,7 +68,7 @@ def generate(
             )
             raise CacheError(msg)
         length = generation_config.max_length
-        arguments["past_key_values"] = PolicyCache(model, plan, max_length=length)
+        arguments |= cache_argument(PolicyCache(model, plan, max_length=length))
     loop = getattr(model, _LOOPS[mode])
     return loop(input_ids, generation_config=generation_config, **arguments)
 
@@ -96,7 +97,7 @@ class PolicyPipeline(TextGenerationPipeline):
 
     def _forward(self, model_inputs: Any, **options: Any) -> Any:  # type: ignore[override]
         cache = PolicyCache(self.model, self.plan, self.tokenizer)
-        options["past_key_values"] = cache
+        options |= cache_argument(cache)
         answer = super()._forward(model_inputs, **options)  # type: ignore[no-untyped-call]
         self.report = cache.report
         return answer
@@ -122,6 +123,6 @@ def pipeline(model: PreTrainedModel, tokenizer: Any, plan: Plan, **options: Any)
             "load_model(NAME)"
         )
         raise KVPolicyError(msg)
-    # Newer releases of transformers do this themselves, 5.2 does not.
+    # Newer releases of transformers do this themselves.
     tokenizer.padding_side = "left"
     return PolicyPipeline(model=model, tokenizer=tokenizer, plan=plan, **options)

@@ -1,9 +1,9 @@
 """`PolicyCache`: a cache for ``model.generate(past_key_values=...)``, kept within a plan.
 
 `generate` calls the model, not the engine. While a `PolicyCache` exists, the ``forward`` of its
-model looks at ``past_key_values``: a call with a `PolicyCache` is served by that cache, every other
-call by the model as before. To serve a call, the cache finds the new tokens of each row and brings
-them in with a `RunningBatch`, as the engine does.
+model looks at the cache it is given: a call with a `PolicyCache` is served by that cache, every
+other call by the model as before. To serve a call, the cache finds the new tokens of each row and
+brings them in with a `RunningBatch`, as the engine does.
 """
 
 import inspect
@@ -22,6 +22,7 @@ from torch import Tensor
 from transformers import Cache, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
+from kvpolicy.compat import cache_argument, cache_in
 from kvpolicy.engine.batch import RunningBatch
 from kvpolicy.engine.core import DEFAULT_CHUNK, DEFAULT_MAX_TOKENS
 from kvpolicy.engine.engine import Engine
@@ -43,10 +44,11 @@ GROWTH = 256
 # Arguments of a forward that a cache serves; others must be empty.
 _KNOWN = {
     "attention_mask",
+    "cache",  # of newer releases of transformers
     "cache_position",  # of older releases of transformers
     "input_ids",
     "logits_to_keep",
-    "past_key_values",
+    "past_key_values",  # of older releases
     "position_ids",
     "return_dict",
     "tokenizer",  # for stop strings: generate passes it on to the model
@@ -253,7 +255,7 @@ class PolicyCache(Cache):
         self._columns.add(new, token_ids.shape[1], mask)
         self._is_whole = True
         stacked = torch.stack([logits[row] for row in range(len(new))])[:, None]
-        return CausalLMOutputWithPast(logits=stacked, past_key_values=self)
+        return CausalLMOutputWithPast(logits=stacked, **cache_argument(self))
 
     def _batch_for(self, new: list[list[int]]) -> RunningBatch:
         """A batch whose slabs can take the new tokens, and one more."""
@@ -634,7 +636,7 @@ def _dispatching(model_class: type[PreTrainedModel]) -> Any:
     @wraps(model_class.forward)
     def forward(self: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
         given = dict(zip(names, args, strict=False)) | kwargs
-        cache = given.get("past_key_values")
+        cache = cache_in(given)
         if isinstance(cache, PolicyCache):
             return cache.serve(self, given)
         replaced = vars(self).get(_REPLACED)

@@ -213,7 +213,7 @@ def _attend_to_places(
 
     def copied(slab: Tensor) -> Tensor:
         rows = slab.flatten(0, 2).index_select(0, places.flatten())
-        return rows.view(*places.shape, *slab.shape[3:])
+        return rows.reshape(*places.shape, *slab.shape[3:])
 
     accumulated = {name: copied(track) for name, track in slabs.accumulated_by_name.items()}
     output = attend_to_rows(
@@ -267,17 +267,17 @@ def attend_to_rows(
     Returns:
         ``[W, H_q, D]``.
     """
-    grouped = query.view(len(query), keys.shape[1], -1, query.shape[2])  # [W, H_kv, G, D]
+    grouped = query.reshape(len(query), keys.shape[1], -1, query.shape[2])  # [W, H_kv, G, D]
     if not accumulated and not softcap and sinks is None:
         # The heads of a group take the place of the length: a key is read once for all of them.
         output = F.scaled_dot_product_attention(
             grouped, keys, values, attn_mask=mask, scale=scaling
         )
-        return output.view(query.shape)
+        return output.reshape(query.shape)
     weights, logits = _weights(grouped, keys, mask, scaling, softcap, sinks)
     if accumulated:
         accumulate(accumulated, weights, logits, seq_len, attn_threshold, live)
-    return (weights.to(values.dtype) @ values).view(query.shape)
+    return (weights.to(values.dtype) @ values).reshape(query.shape)
 
 
 def _weights(
@@ -299,7 +299,7 @@ def _weights(
         logits = logits.masked_fill(~mask, float("-inf"))
     if sinks is None:
         return logits.softmax(dim=-1), logits
-    sinks = sinks.float().view(logits.shape[1], -1, 1)
+    sinks = sinks.float().reshape(logits.shape[1], -1, 1)
     total = torch.logaddexp(logits.logsumexp(dim=-1, keepdim=True), sinks)
     return (logits - total).exp(), logits
 

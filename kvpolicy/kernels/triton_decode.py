@@ -31,7 +31,7 @@ from kvpolicy.kernels.triton_rows import (
 
 _BLOCK = 64  # rows attended to at once
 _LONGEST_CHUNK = 2048  # so that a long sequence among short ones does not run alone
-_TENSOR_CORE_ROWS = 16  # `tl.dot` takes no fewer
+_TENSOR_CORE_SIZE = 16  # `tl.dot` takes no smaller matrices
 _DEFAULT_PROCESSORS = 132  # of an H100
 
 
@@ -301,8 +301,7 @@ def attend(
     assert len(track_strides) == 1, "tracks that accumulate lie alike"
     # Tensor cores take 16-bit types; without them the product of query and keys fills registers.
     tensor_cores = query.dtype.itemsize == 2 and keys.dtype == query.dtype
-    group_block = max(power_of_2(group), _TENSOR_CORE_ROWS if tensor_cores else 1)
-    dim_block = power_of_2(dim)
+    group_block, dim_block = blocks_of(group, dim, tensor_cores=tensor_cores)
     count, length = chunks_of(capacity, num_slots * num_heads, _processors(query.device), chunks)
     bounds = slabs.bounds
     if bounds is not None:  # one head may have all rows of its slot
@@ -411,6 +410,18 @@ def decode(
         sinks=sinks,
         sliding_window=sliding_window,
     )
+
+
+def blocks_of(group: int, dim: int, *, tensor_cores: bool) -> tuple[int, int]:
+    """Rows and columns of the matrix that holds the queries of a group.
+
+    Args:
+        group: Query heads of a KV head.
+        dim: Head size.
+        tensor_cores: Whether tensor cores multiply it.
+    """
+    least = _TENSOR_CORE_SIZE if tensor_cores else 1
+    return max(power_of_2(group), least), max(power_of_2(dim), least)
 
 
 def chunks_of(

@@ -1,12 +1,8 @@
-"""The adapter to transformers: everything that depends on its releases, 5.2 to 5.23.
+"""The adapter to transformers; `kvpolicy.compat` says what differs between its releases.
 
 The engine does not call a model but its twin, which shares all parameters and calls our attention
-function (see `kvpolicy.model.twin`). It gets our cache as ``past_key_values`` and the positions
-of the tokens as ``position_ids``. What differs between 5.2 and 5.23:
-
-* models call ``Cache.update(k, v, layer_idx, cache_kwargs)``, later without the last argument;
-* models make ``cache_position`` from ``get_seq_length()`` and build masks with it, later not;
-  either way they build no mask for an attention function without a mask function of its name.
+function (see `kvpolicy.model.twin`). It gets our cache for its own and the positions of the tokens
+as ``position_ids``.
 """
 
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -23,6 +19,7 @@ from kvpolicy.cache.probe_step import ProbeStep
 from kvpolicy.cache.slab import KVCache, LayerShape, Rotate, Slab
 from kvpolicy.cache.softmax import Softmax
 from kvpolicy.cache.static_step import StaticStep
+from kvpolicy.compat import cache_argument, layer_configs
 from kvpolicy.errors import KVPolicyError, ModelError, error_summary
 from kvpolicy.model.attention import attention_function
 from kvpolicy.model.config import (
@@ -30,7 +27,6 @@ from kvpolicy.model.config import (
     check_loaded,
     check_runs,
     decoder_layers,
-    layer_configs,
     layer_shape,
     sliding_windows,
     stop_ids,
@@ -303,10 +299,10 @@ class ModelAdapter:
             return self._called(twin)(
                 input_ids=tokens,
                 position_ids=positions,
-                past_key_values=cache,
                 use_cache=True,
                 logits_to_keep=1,
                 kvpolicy_forward=given,
+                **cache_argument(cache),
             )
 
     def _run_static(
@@ -431,7 +427,7 @@ def _input_hook(layer_idx: int, hidden_size: int) -> Any:
 
 
 class StepCache(Cache):
-    """The ``past_key_values`` of one forward: stores new rows in the slabs."""
+    """The cache of one forward: stores new rows in the slabs."""
 
     def __init__(self, step: StepLayout | ProbeStep, given: ForwardInput) -> None:
         super().__init__(layers=[])

@@ -130,11 +130,11 @@ def _fused(
     if queries.shape[2] == 1:
         # The heads of a group take the place of the length: the kernel then reads a key once
         # for all of them, and takes the mask as it is.
-        grouped = queries.view(-1, num_kv_heads, queries.shape[1] // num_kv_heads, keys.shape[3])
+        grouped = queries.reshape(-1, num_kv_heads, queries.shape[1] // num_kv_heads, keys.shape[3])
         output = F.scaled_dot_product_attention(
             grouped, keys, values, attn_mask=mask, scale=scaling
         )
-        return output.view(queries.shape)
+        return output.reshape(queries.shape)
     if mask is not None and mask.shape[1] > 1:
         mask = mask.repeat_interleave(queries.shape[1] // num_kv_heads, dim=1)
     return F.scaled_dot_product_attention(

@@ -1,6 +1,5 @@
 """What a model's configuration says about its layers, and which models cannot be run."""
 
-from copy import copy
 from typing import Any
 
 import torch
@@ -8,24 +7,11 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from kvpolicy.cache.slab import LayerShape
+from kvpolicy.compat import layer_configs
 from kvpolicy.errors import ModelError
 from kvpolicy.model.rope_types import max_positions
 
 _SLIDING = "sliding_attention"
-
-
-def layer_configs(config: Any) -> list[Any]:
-    """The configuration of each layer of a decoder; they differ in some models."""
-    if getattr(config, "is_heterogeneous", False):  # transformers 5.23
-        return list(config.per_layer_config)
-    if getattr(config, "global_head_dim", None):  # Gemma-4 before transformers 5.23
-        full = copy(config)
-        full.head_dim = config.global_head_dim
-        # Configurations without this setting take it for true, as transformers 5.23 does.
-        if getattr(config, "attention_k_eq_v", True) and config.num_global_key_value_heads:
-            full.num_key_value_heads = config.num_global_key_value_heads
-        return [config if kind == _SLIDING else full for kind in config.layer_types]
-    return [config] * config.num_hidden_layers
 
 
 def check_runs(model: PreTrainedModel, config: Any) -> None:

@@ -147,7 +147,7 @@ def _rotate(
         width = cos.shape[-1] if is_partial else keys.shape[3]
         rotated, rest = flat[..., :width], flat[..., width:]
         _, rotated = apply(rotated, rotated, cos / scale, sin / scale)
-        return torch.cat([rotated, rest], dim=-1)[:, 0].view(keys.shape).to(keys.dtype)
+        return torch.cat([rotated, rest], dim=-1)[:, 0].reshape(keys.shape).to(keys.dtype)
 
 
 def rotary_scale(model: PreTrainedModel, layer_idx: int) -> float:

@@ -16,6 +16,7 @@ from torch._dynamo.utils import counters
 from transformers import Cache
 
 from kvpolicy.cache.static_step import StaticStep
+from kvpolicy.compat import cache_argument
 from kvpolicy.errors import ModelError, error_summary
 
 # Tests take one that needs no compiler.
@@ -26,7 +27,7 @@ _MOST_GRAPHS = 256
 
 
 class NewRows(Cache):
-    """The ``past_key_values`` of a static step: attention itself stores the new rows."""
+    """The cache of a static step: attention itself stores the new rows."""
 
     def __init__(self) -> None:
         super().__init__(layers=[])
@@ -42,7 +43,7 @@ class NewRows(Cache):
         return 0
 
 
-_NEW_ROWS = NewRows()
+_NEW_ROWS = cache_argument(NewRows())
 
 # Runs the model over a static step: `static_forward`, or what does the same in less time.
 StaticForward = Callable[[Callable[..., Any], StaticStep, Any], tuple[Tensor, Tensor | None]]
@@ -64,10 +65,10 @@ def static_forward(
     output = call(
         input_ids=step.token_ids[: step.width, None],
         position_ids=step.position_ids,
-        past_key_values=_NEW_ROWS,
         use_cache=True,
         logits_to_keep=1,
         kvpolicy_forward=given,
+        **_NEW_ROWS,
     )
     logits = output.logits[:, -1]
     if given.draws:

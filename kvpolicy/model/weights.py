@@ -131,7 +131,7 @@ def _candidates(
     for three in [separate] if separate else _split(parts, heads, dim):
         if all(len(weight) == num * dim for (weight, _), num in zip(three, heads, strict=True)):
             (q, q_bias), (k, k_bias), (v, v_bias) = (
-                (weight.unflatten(0, (-1, dim)), None if bias is None else bias.view(-1, dim))
+                (weight.unflatten(0, (-1, dim)), None if bias is None else bias.reshape(-1, dim))
                 for weight, bias in three
             )
             yield LayerWeights(
@@ -161,7 +161,7 @@ def _split(parts: dict[str, _Linear], heads: Sequence[int], dim: int) -> Iterato
     yield list(zip(weight.split(sizes), biases, strict=True))
     if len(set(heads)) == 1:  # the query, key and value of each head beside each other
         by_head = weight.unflatten(0, (heads[0], 3, dim)).unbind(1)
-        biases = [None] * 3 if bias is None else bias.view(heads[0], 3, dim).unbind(1)
+        biases = [None] * 3 if bias is None else bias.reshape(heads[0], 3, dim).unbind(1)
         yield [
             (one.flatten(0, 1), None if own is None else own.flatten())
             for one, own in zip(by_head, biases, strict=True)
@@ -180,7 +180,7 @@ def _norm_of(module: nn.Module, names: Sequence[str]) -> Callable[[Tensor], Tens
         """Norm each head, or all heads together, as the model does."""
         together = weight is not None and weight.shape[-1] != heads.shape[-1]
         normed: Tensor = norm(heads.flatten(-2) if together else heads)
-        return normed.view(heads.shape)
+        return normed.reshape(heads.shape)
 
     return apply
 

@@ -139,7 +139,7 @@ class ShareRows:
         best = raised.flatten(1).argsort(dim=1, descending=True, stable=True)
         best = best[:, : budget * scores.shape[1]]
         mask = torch.zeros_like(scores, dtype=torch.bool).flatten(1).scatter(1, best, True)
-        return mask.view(scores.shape) & (positions >= 0)
+        return mask.reshape(scores.shape) & (positions >= 0)
 
 
 @attrs.define(eq=False)

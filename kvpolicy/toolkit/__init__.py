@@ -1,5 +1,6 @@
 """Computations that several policies share; policies import them from here."""
 
+from kvpolicy.compat import cache_argument
 from kvpolicy.toolkit.apportion import largest_remainder
 from kvpolicy.toolkit.attention_window import (
     GroupReduce,
@@ -53,6 +54,7 @@ __all__ = [
     "Retain",
     "SteeringVector",
     "TensorFiles",
+    "cache_argument",
     "key_redundancy",
     "largest_remainder",
     "layer_table_with_hash",

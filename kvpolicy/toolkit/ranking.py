@@ -70,7 +70,7 @@ def take_rows(rows: Tensor, order: Tensor) -> Tensor:
     # Copies a row at a time, several times as fast as `gather`, which copies single numbers.
     first = torch.arange(0, rows.shape[:3].numel(), rows.shape[2], device=rows.device)
     index = order + first.view(*rows.shape[:2], 1)
-    return rows.flatten(0, 2).index_select(0, index.flatten()).view(*order.shape, rows.shape[3])
+    return rows.flatten(0, 2).index_select(0, index.flatten()).reshape(*order.shape, rows.shape[3])
 
 
 def by_row(values: Tensor, order: Tensor) -> Tensor:

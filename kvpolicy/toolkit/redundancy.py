@@ -62,7 +62,7 @@ def _newest_similar(unit: Tensor, threshold: float) -> Tensor:
     if unit.device.type == "cpu":
         at_once = max(1, _CPU_TILE_BYTES // (4 * _TILE_ROWS * num_rows))
     newest = torch.cat([_newest_in_heads(some, threshold) for some in heads.split(at_once)])
-    return newest.view(unit.shape[:3]).long()
+    return newest.reshape(unit.shape[:3]).long()
 
 
 def _newest_in_heads(unit: Tensor, threshold: float) -> Tensor:

@@ -60,4 +60,4 @@ class AdaKV:
         order = raised.gather(1, newest_first).argsort(dim=1, descending=True, stable=True)
         kept = newest_first.gather(1, order[:, : budget * num_heads])
         mask = torch.zeros_like(raised, dtype=torch.bool).scatter_(1, kept, True)
-        return mask.view(scores.shape) & present
+        return mask.reshape(scores.shape) & present

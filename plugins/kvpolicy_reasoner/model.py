@@ -162,7 +162,7 @@ def init_previous_token_heads(model: Qwen2ForCausalLM) -> None:
 def _by_head(projection: nn.Linear, head_dim: int) -> torch.Tensor:
     """The bias of a projection as ``[H, D]``, a view."""
     assert projection.bias is not None
-    return projection.bias.view(-1, head_dim)
+    return projection.bias.reshape(-1, head_dim)
 
 
 def export_model(model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:

@@ -17,6 +17,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from kvpolicy import Engine, Plan, PolicyCache, hookimpl
+from kvpolicy.compat import cache_argument
 from kvpolicy.engine.memory.footprint import footprint
 from kvpolicy.errors import PolicyLoadError
 from kvpolicy.hooks.stack import Stack
@@ -262,7 +263,7 @@ def test_a_policy_cache_accumulates_what_an_engine_does() -> None:
         else:
             model.generate(
                 torch.tensor([prompt]),
-                past_key_values=PolicyCache(model, plan),
+                **cache_argument(PolicyCache(model, plan)),
                 max_new_tokens=20,
                 do_sample=False,
             )

@@ -10,6 +10,7 @@ from tiny import shared_model, tiny_model
 from torch import Tensor, nn
 
 from kvpolicy import Engine, Plan, PolicyCache, hookimpl, packed_model
+from kvpolicy.compat import cache_argument
 from kvpolicy.errors import HookError, HookResultError, ModelError
 from kvpolicy.model.adapter import ModelAdapter
 from kvpolicy.model.config import attention_module
@@ -251,7 +252,7 @@ def test_every_policy_receives_its_own() -> None:
     assert set(seen) == {("b", ("b", 0)), ("b", ("b", 1)), ("c", None)}
     cache = PolicyCache(shared_model(), plan)
     ids = torch.tensor(PROMPTS[:1])
-    shared_model().generate(ids, past_key_values=cache, max_new_tokens=9, do_sample=False)
+    shared_model().generate(ids, **cache_argument(cache), max_new_tokens=9, do_sample=False)
     assert cache.report.rows_evicted
 
 

@@ -11,6 +11,7 @@ from slow_share import share_of
 from tiny import greedy_tokens, tiny_model
 
 from kvpolicy import Engine, Plan, PolicyCache
+from kvpolicy.compat import cache_argument
 
 PROMPTS = [[5, 9, 40, 2, 2, 7, 11], [1, 2], [3, 8] * 16]
 NUM_TOKENS = 12
@@ -34,7 +35,7 @@ def cache_job(model: Any) -> Callable[[], Any]:
         answer = model.generate(
             ids,
             attention_mask=torch.ones_like(ids),
-            past_key_values=cache,
+            **cache_argument(cache),
             max_new_tokens=NUM_TOKENS,
             do_sample=False,
             pad_token_id=0,

@@ -20,6 +20,7 @@ from torch import nn
 from transformers import Cache, DynamicCache
 
 from kvpolicy import Engine, Plan, PolicyCache, hookimpl
+from kvpolicy.compat import cache_argument, cache_in
 from kvpolicy.errors import CacheError
 from kvpolicy.state import Memory
 
@@ -98,9 +99,9 @@ def test_prefix_is_computed_once_and_shared() -> None:
     model = shared_model(num_layers=NUM_LAYERS, dtype=torch.float64)
     prefix = [3, 1, 4, 1, 5, 9, 2, 6] * 3
     with torch.no_grad():
-        shared = model(
-            torch.tensor([prefix]), past_key_values=PolicyCache(model, TIGHT)
-        ).past_key_values
+        shared = cache_in(
+            model(torch.tensor([prefix]), **cache_argument(PolicyCache(model, TIGHT)))
+        )
     answers = []
     for more in MORE:
         cache = copy.deepcopy(shared)
@@ -128,7 +129,7 @@ def test_selected_rows_go_on_as_alone(
     answer = model.generate(
         ids,
         attention_mask=torch.tensor([one + [1] * 3 for one in mask]),
-        past_key_values=cache,
+        **cache_argument(cache),
         max_new_tokens=8,
         do_sample=False,
         pad_token_id=PAD,
@@ -173,7 +174,7 @@ def test_beam_search_equals_generate_if_nothing_is_evicted(
     model: nn.Module, start: list[list[int]]
 ) -> None:
     inputs = padded(start)
-    ours = model.generate(**inputs, **BEAMS, past_key_values=PolicyCache(model, FULL))
+    ours = model.generate(**inputs, **BEAMS, **cache_argument(PolicyCache(model, FULL)))
     plain = model.generate(**inputs, **BEAMS)
     assert torch.equal(ours.sequences, plain.sequences)
     torch.testing.assert_close(ours.sequences_scores, plain.sequences_scores)
@@ -186,7 +187,7 @@ def test_beams_are_scored_as_if_each_had_a_cache_of_its_own(
     """Every beam that is returned is forced, token by token, through a fresh cache."""
     inputs = padded(start)
     cache = PolicyCache(model, plan, tiny_tokenizer())
-    found = model.generate(**inputs, **BEAMS, past_key_values=cache)
+    found = model.generate(**inputs, **BEAMS, **cache_argument(cache))
     width = inputs["input_ids"].shape[1]
     for row, (sequence, score) in enumerate(
         zip(found.sequences, found.sequences_scores, strict=True)

@@ -13,6 +13,7 @@ from torch import nn
 from transformers import DynamicCache
 
 from kvpolicy import Plan, PolicyCache, hf
+from kvpolicy.compat import cache_argument, cache_in
 from kvpolicy.errors import CacheError, KVPolicyError, PlanError
 
 NUM_LAYERS = 2
@@ -54,7 +55,7 @@ def test_custom_generate_allocates_its_slabs_once() -> None:
         pad_token_id=0,
         return_dict_in_generate=True,
     )
-    cache = answer.past_key_values
+    cache = cache_in(answer)
     assert cache.report.tokens == (314,)
     assert {layer.slab.capacity for layer in cache.batch.cache.layers} == {315}
     assert cache.batch.cache.transient_bytes == 0
@@ -102,7 +103,7 @@ def test_custom_generate_searches_with_beams(do_sample: bool) -> None:
     for own in ({"custom_generate": hf.generate, "plan": PLAN}, {}):
         with torch.random.fork_rng():
             torch.manual_seed(1)
-            own = own or {"past_key_values": PolicyCache(model, PLAN)}
+            own = own or cache_argument(PolicyCache(model, PLAN))
             answers.append(generated_tokens(model, [[1, 2, 3] * 6], 9, **options, **own))
     assert answers[0] == answers[1]
 

@@ -12,6 +12,7 @@ from tiny import FAMILIES, shared_model
 from torch import Tensor, nn
 
 from kvpolicy import Engine, Plan, PolicyCache
+from kvpolicy.compat import cache_argument
 from kvpolicy.errors import CacheError
 
 NUM_LAYERS = 2
@@ -87,7 +88,7 @@ def test_second_turn_of_a_padded_batch_equals_the_engine(
     """The second questions differ in length, so there are pads in the middle."""
     cache = PolicyCache(model, plan)
     first, second = padded(questions), padded(more)
-    options = {"past_key_values": cache, **OPTIONS}
+    options = {**cache_argument(cache), **OPTIONS}
     ids = model.generate(**first, max_new_tokens=FIRST, **options)
     ones = torch.ones(3, FIRST, dtype=torch.int64)
     both = torch.cat([ids, second["input_ids"]], dim=1)
@@ -148,7 +149,7 @@ def started_cache(num_rows: int = 1) -> tuple[Any, PolicyCache, Tensor]:
     mask = torch.ones_like(ids)
     mask[0, : num_rows - 1] = 0
     seen = model.generate(
-        ids, attention_mask=mask, past_key_values=cache, max_new_tokens=5, **OPTIONS
+        ids, attention_mask=mask, **cache_argument(cache), max_new_tokens=5, **OPTIONS
     )
     assert cache.get_seq_length() == 12
     return model, cache, seen
@@ -205,7 +206,7 @@ def test_shorter_prompt_raises_in_generate() -> None:
     model, cache, seen = started_cache()
     # Older releases of transformers raise an IndexError themselves.
     with pytest.raises((CacheError, IndexError)):
-        model.generate(seen[:, :5] + 1, past_key_values=cache, max_new_tokens=3, **OPTIONS)
+        model.generate(seen[:, :5] + 1, **cache_argument(cache), max_new_tokens=3, **OPTIONS)
 
 
 def test_prompt_with_other_tokens_raises() -> None:
@@ -262,7 +263,9 @@ def test_right_padding_raises() -> None:
     ids, mask = torch.tensor([[4, 5, 6], [7, 0, 0]]), torch.tensor([[1, 1, 1], [1, 0, 0]])
     cache = PolicyCache(model, Plan.uniform("full"))
     with pytest.raises(CacheError, match="row 1 padded on the right"):
-        model.generate(ids, attention_mask=mask, past_key_values=cache, max_new_tokens=2, **OPTIONS)
+        model.generate(
+            ids, attention_mask=mask, **cache_argument(cache), max_new_tokens=2, **OPTIONS
+        )
 
 
 def test_row_without_a_token_raises() -> None:
@@ -271,5 +274,5 @@ def test_row_without_a_token_raises() -> None:
     cache = PolicyCache(model, Plan.uniform("full"))
     with pytest.raises(CacheError, match=r"no token for row 1; .*prefill_chunk_size"):
         model.generate(
-            **inputs, past_key_values=cache, prefill_chunk_size=3, max_new_tokens=2, **OPTIONS
+            **inputs, **cache_argument(cache), prefill_chunk_size=3, max_new_tokens=2, **OPTIONS
         )

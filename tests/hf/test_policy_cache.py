@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from transformers.generation.streamers import BaseStreamer
 
 from kvpolicy import Engine, Plan, PolicyCache
+from kvpolicy.compat import cache_argument, cache_in
 from kvpolicy.hf import policy_cache as policycache
 from kvpolicy.kernels.on_cpu import has_numba
 from kvpolicy.model.adapter import ModelAdapter
@@ -233,7 +234,7 @@ def test_slabs_grow_when_max_length_is_unknown(
 
     inputs = padded(prompts[:1])
     growing_tokens = model.generate(
-        **inputs, past_key_values=growing, max_new_tokens=60, do_sample=False, streamer=Watch()
+        **inputs, **cache_argument(growing), max_new_tokens=60, do_sample=False, streamer=Watch()
     )[0, 20:].tolist()
     assert [growing_tokens] == generated_tokens(model, prompts[:1], 60, past_key_values=whole)
     assert [growing_tokens] == engine_tokens(model, prompts[:1], plan, 60)
@@ -276,7 +277,7 @@ def test_num_return_sequences_gives_equal_greedy_answers() -> None:
             model,
             [prompt],
             12,
-            past_key_values=cache,
+            **cache_argument(cache),
             do_sample=True,
             top_k=1,
             num_return_sequences=3,
@@ -296,9 +297,9 @@ def test_generate_returns_sequences_logits_and_the_cache() -> None:
         "repetition_penalty": 1.3,
     }
     cache = PolicyCache(model, Plan.uniform("full"))
-    ours = model.generate(**padded(prompts), past_key_values=cache, **options)
+    ours = model.generate(**padded(prompts), **cache_argument(cache), **options)
     plain = model.generate(**padded(prompts), **options)
-    assert ours.past_key_values is cache
+    assert cache_in(ours) is cache
     assert torch.equal(ours.sequences, plain.sequences)
     torch.testing.assert_close(torch.stack(ours.logits), torch.stack(plain.logits))
 
@@ -310,7 +311,7 @@ def test_direct_model_call_returns_the_newest_logits() -> None:
         ours = model(
             inputs["input_ids"],
             inputs["attention_mask"],
-            past_key_values=PolicyCache(model, Plan.uniform("full")),
+            **cache_argument(PolicyCache(model, Plan.uniform("full"))),
         ).logits
         alone = [model(torch.tensor([row])).logits[0, -1] for row in ([1, 2, 3, 4, 5], [6, 7])]
     assert ours.shape[:2] == (2, 1)

@@ -16,6 +16,7 @@ from tiny import greedy_tokens, shared_model, tiny_model, tiny_tokenizer
 from torch import nn
 
 from kvpolicy import Engine, Plan, PolicyCache, hookimpl
+from kvpolicy.compat import cache_argument
 from kvpolicy.errors import BudgetError, CacheError, HookError, KVPolicyError, ModelError
 
 NUM_LAYERS = 2
@@ -111,7 +112,7 @@ def test_marks_go_with_a_row_through_copies_and_turns(in_step: bool) -> None:
     beams = PolicyCache(model, plan)
     options = {"num_beams": 3, "do_sample": False, "max_new_tokens": 20, "pad_token_id": 0}
     ids = torch.tensor([text[:12]])
-    model.generate(ids, attention_mask=torch.ones_like(ids), past_key_values=beams, **options)
+    model.generate(ids, attention_mask=torch.ones_like(ids), **cache_argument(beams), **options)
     assert beams.report.rows_evicted > 0
 
 
@@ -315,7 +316,7 @@ def test_more_tokens_than_positions_raise() -> None:
     with pytest.raises(CacheError, match="17 tokens; the model has positions for 16"):
         model.generate(
             torch.ones(1, 17, dtype=torch.int64),
-            past_key_values=cache,
+            **cache_argument(cache),
             max_new_tokens=1,
             pad_token_id=PAD,
         )

@@ -22,6 +22,7 @@ MOST_CODE_BYTES = 250_000
 MULTIPLY = {
     "attend",
     "attend with sums",
+    "attend with short heads",
     "attend in a window",
     "attend in segments",
     "exempt pairs",

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from kvpolicy import Engine, Plan, PolicyCache, packed_model
+from kvpolicy.compat import cache_argument
 from kvpolicy.errors import KVPolicyError, ModelError
 from kvpolicy.model import packed as packed_module
 from kvpolicy.model.adapter import ModelAdapter
@@ -181,7 +182,7 @@ def test_generate_with_a_policy_cache_has_the_tokens_of_the_engine() -> None:
     answer = packed.generate(
         ids,
         attention_mask=torch.ones_like(ids),
-        past_key_values=PolicyCache(packed, TIGHT),
+        **cache_argument(PolicyCache(packed, TIGHT)),
         max_new_tokens=10,
         do_sample=False,
         pad_token_id=0,

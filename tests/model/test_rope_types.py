@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from kvpolicy import Engine, Plan, PolicyCache
+from kvpolicy.compat import cache_argument
 from kvpolicy.errors import CacheError, ModelError
 from kvpolicy.hf import generate
 
@@ -126,7 +127,7 @@ def test_longrope_request_that_would_cross_is_refused_before_its_first_token(mak
 def cache_tokens(model: PreTrainedModel, cache: Any, prompt: list[int], num_new: int) -> list[int]:
     ids = torch.tensor([prompt])
     mask = torch.ones_like(ids)
-    options = {"past_key_values": cache, "max_new_tokens": num_new, "do_sample": False}
+    options = cache_argument(cache) | {"max_new_tokens": num_new, "do_sample": False}
     answer = model.generate(ids, attention_mask=mask, **options)
     return answer[0, len(prompt) :].tolist()
 

@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from kvpolicy import Engine, Plan, hookimpl
 from kvpolicy.cache.rows import LayerRows
 from kvpolicy.cache.slab import KVCache, LayerShape, Slab
+from kvpolicy.compat import cache_in
 from kvpolicy.errors import ModelError
 from kvpolicy.model.adapter import ModelAdapter
 from kvpolicy.model.rope import rotate_halves
@@ -67,7 +68,7 @@ def keys_at(model: PreTrainedModel, position: int) -> list[torch.Tensor]:
     """Keys in every layer of a single token at ``position``, by plain transformers."""
     ids = torch.tensor([[7]])
     with torch.inference_mode():
-        cache = model(ids, position_ids=torch.tensor([[position]]), use_cache=True).past_key_values
+        cache = cache_in(model(ids, position_ids=torch.tensor([[position]]), use_cache=True))
     return [layer.keys for layer in cache.layers]
 
 

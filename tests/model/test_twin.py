@@ -13,6 +13,7 @@ from tiny import greedy_tokens, tiny_model
 from torch import Tensor, nn
 
 from kvpolicy import Engine, Plan, PolicyCache
+from kvpolicy.compat import cache_argument
 from kvpolicy.model.adapter import ModelAdapter
 
 FULL = Plan.uniform("full")
@@ -29,7 +30,7 @@ def cache_tokens(model: Any) -> list[int]:
     answer = model.generate(
         ids,
         attention_mask=torch.ones_like(ids),
-        past_key_values=PolicyCache(model, FULL),
+        **cache_argument(PolicyCache(model, FULL)),
         max_new_tokens=10,
         do_sample=False,
         pad_token_id=0,

@@ -11,6 +11,7 @@ from torch import nn
 from transformers import AutoModelForSequenceClassification
 
 from kvpolicy import Engine, Plan, PolicyCache
+from kvpolicy.compat import cache_argument
 from kvpolicy.errors import ModelError
 
 FULL = Plan.uniform("full")
@@ -27,7 +28,7 @@ def cache_tokens(model: Any) -> list[int]:
     answer = model.generate(
         ids,
         attention_mask=torch.ones_like(ids),
-        past_key_values=PolicyCache(model, FULL),
+        **cache_argument(PolicyCache(model, FULL)),
         max_new_tokens=8,
         do_sample=False,
     )

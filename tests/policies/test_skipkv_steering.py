@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from kvpolicy import Engine, Plan, PrefixStore
+from kvpolicy.compat import cache_argument, cache_in
 from kvpolicy.errors import KVPolicyError, SteeringError
 from kvpolicy.toolkit.steering_vectors import Calibration, SteeringVector, save_steering_vectors
 from skipkv_plugin.policy import SkipKV
@@ -64,9 +65,9 @@ class Oracle:
 
             handle = self.model.model.layers[LAYER].register_forward_pre_hook(add)
             with torch.inference_mode():
-                output = self.model(torch.tensor([new]), past_key_values=cache, use_cache=True)
+                output = self.model(torch.tensor([new]), **cache_argument(cache), use_cache=True)
             handle.remove()
-            cache = output.past_key_values
+            cache = cache_in(output)
             new = [int(output.logits[0, -1].argmax())]
             tokens += new
         return tokens[len(prompt) :]

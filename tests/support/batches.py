@@ -5,6 +5,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvpolicy.compat import cache_argument
+
 PAD = 0
 
 
@@ -22,9 +24,14 @@ def padded(prompts: list[list[int]]) -> dict[str, Tensor]:
 
 
 def generated_tokens(
-    model: Any, prompts: list[list[int]], num: int, **options: Any
+    model: Any, prompts: list[list[int]], num: int, past_key_values: Any = None, **options: Any
 ) -> list[list[int]]:
-    """The tokens that ``model.generate`` adds to each of several prompts."""
+    """The tokens that ``model.generate`` adds to each of several prompts.
+
+    It takes a cache under one name, whatever this release of transformers calls it.
+    """
+    if past_key_values is not None:
+        options |= cache_argument(past_key_values)
     inputs = padded(prompts)
     settings = {"do_sample": False, "max_new_tokens": num, "pad_token_id": PAD}
     answer = model.generate(**inputs, **(settings | options))

@@ -41,6 +41,8 @@ EVERY_TRACK = {"SINKS": True, **dict.fromkeys(TRACKS, True)}
 GEMMA = {"SOFTCAP": 50.0, "SLIDING_WINDOW": 1024, "KEEP_LOGITS": True}
 PLAIN = {"SOFTCAP": 0.0, "SLIDING_WINDOW": 0, "KEEP_LOGITS": False}
 ON_A_GPU = {"TENSOR_CORES": True}
+SHORT = {**SHAPE, **GROUP, **CHUNKS, "DIM": 8}  # heads of 8 numbers: `tl.dot` wants 16
+SHORT["GROUP_BLOCK"], SHORT["DIM_BLOCK"] = triton_decode.blocks_of(4, 8, tensor_cores=True)
 
 # Types of what a kernel is given, by the names of its arguments. All other names are strides.
 TYPES = {
@@ -61,6 +63,7 @@ KERNELS = {
         attend,
         {**SHAPE, **GROUP, **CHUNKS, **PLAIN, **ON_A_GPU, "KEEP_LOGITS": True},
     ),
+    "attend with short heads": (attend, {**SHORT, **PLAIN, **ON_A_GPU}),
     "attend in a window": (attend, {**SHAPE, **GROUP, **CHUNKS, **GEMMA, **ON_A_GPU}),
     "join": (join, {**SHAPE, **GROUP, **CHUNKS, **NO_TRACKS}),
     "join with sums": (join, {**SHAPE, **GROUP, **CHUNKS, **SUMS}),

@@ -1,7 +1,7 @@
 """Oracle of greedy decoding with eviction, also in sliding-window layers, in plain lists.
 
 One sequence, one token at a time; keys and values are lists of numbers, attention is a loop.
-The model computes everything else. Nothing here imports kvpolicy.
+The model computes everything else. Of kvpolicy it knows the name of an argument only.
 """
 
 import math
@@ -13,6 +13,8 @@ import torch
 from families import attention_implementation
 from torch import Tensor
 from transformers import AttentionInterface, Cache, PreTrainedModel
+
+from kvpolicy.compat import cache_argument
 
 #: Rows of each head that stay, by their index, from scores of all rows of each and the budget.
 Share = Callable[[list[list[float]], int], list[list[int]]]
@@ -146,7 +148,7 @@ def reference_tokens(
             logits = model(
                 input_ids=torch.tensor([[tokens[cache.seen]]]),
                 position_ids=torch.tensor([[cache.seen]]),
-                past_key_values=cache,
+                **cache_argument(cache),
                 use_cache=True,
                 list_cache=cache,
             ).logits

@@ -1,9 +1,11 @@
-"""Retained attention and output error in plain loops; imports nothing of kvpolicy."""
+"""Retained attention and output error in plain loops; takes a name only from kvpolicy."""
 
 from collections.abc import Mapping, Sequence
 
 import torch
 from transformers import PreTrainedModel
+
+from kvpolicy.compat import cache_in
 
 
 def held_attention(
@@ -28,7 +30,7 @@ def held_attention(
         seen = model(ids, output_attentions=True, use_cache=True)
     errors, shares = [], []
     for layer, weights in enumerate(seen.attentions):
-        values = seen.past_key_values.layers[layer].values[0]
+        values = cache_in(seen).layers[layer].values[0]
         num_heads, num_kv_heads = weights.shape[1], values.shape[0]
         for head in range(num_heads):
             kv_head = head // (num_heads // num_kv_heads)

@@ -21,6 +21,8 @@ def sensitivity(model: Any, texts: Sequence[Sequence[int]], block: int) -> list[
     """One forward with a causal and one with a block mask; cosines one by one."""
     from transformers import DynamicCache
 
+    from kvpolicy.compat import cache_argument
+
     sums: list[float] = []
     count = 0
     for ids in texts:
@@ -31,7 +33,7 @@ def sensitivity(model: Any, texts: Sequence[Sequence[int]], block: int) -> list[
                 model(
                     input_ids=torch.tensor([ids]),
                     attention_mask=block_mask(len(ids), size),
-                    past_key_values=cache,
+                    **cache_argument(cache),
                 )
             caches.append(cache)
         num_layers = len(caches[0].layers)

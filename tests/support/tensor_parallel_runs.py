@@ -22,6 +22,7 @@ from tiny import tiny_model, tiny_tokenizer
 from torch import distributed as dist
 
 from kvpolicy import Engine, Plan, Request, Sampling, installed_policies
+from kvpolicy.compat import cache_argument
 from kvpolicy.errors import ModelError
 from kvpolicy.hf import PolicyCache
 from kvpolicy.lab.tasks.task import load_task
@@ -169,7 +170,7 @@ def generated(folder: Path, name: str) -> list[int]:
     ids = torch.arange(1, 30)[None]
     mask = torch.ones_like(ids)
     tokens = model.generate(
-        ids, attention_mask=mask, past_key_values=cache, max_new_tokens=12, do_sample=False
+        ids, attention_mask=mask, **cache_argument(cache), max_new_tokens=12, do_sample=False
     )
     return tokens[0].tolist()
 

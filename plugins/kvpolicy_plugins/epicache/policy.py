@@ -149,7 +149,7 @@ class EpiCache:
         together = scores.scatter(2, best, torch.inf).flatten(1)[:, None]  # [B, 1, H_kv * T]
         kept = top_rows(together, budget * scores.shape[1])
         mask = torch.zeros_like(together, dtype=torch.bool).scatter(2, kept, True)
-        return mask.view(scores.shape) & (positions >= 0)
+        return mask.reshape(scores.shape) & (positions >= 0)
 
     def _prompt_ids(self, tokenizer: Any) -> tuple[int, ...]:
         if isinstance(self.prompt, tuple) or not self.prompt:

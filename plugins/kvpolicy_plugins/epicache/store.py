@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from kvpolicy import Engine, KVPolicyError, PolicyCache, Request, Result, SequenceSnapshot
+from kvpolicy.toolkit import cache_argument
 from kvpolicy_plugins.epicache.embeddings import Embed, Embedding, encoded
 from kvpolicy_plugins.epicache.episodes import Episode, group, nearest, windows_of
 from kvpolicy_plugins.epicache.policy import EpiCache
@@ -380,7 +381,8 @@ def prefilled(engine: Engine, ids: Sequence[int]) -> tuple[SequenceSnapshot, int
         max_tokens_per_forward=engine.max_tokens_per_forward,
     )
     with torch.no_grad():
-        model(input_ids=torch.tensor([ids], device=engine.adapter.device), past_key_values=cache)
+        given = torch.tensor([ids], device=engine.adapter.device)
+        model(input_ids=given, **cache_argument(cache))
     report = cache.report
     snapshot = cache.snapshot(0).to("cpu")
     return snapshot, report.peak_rows, report.held_bytes, report.full_bytes

@@ -21,6 +21,7 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 from kvpolicy import KVPolicyError
+from kvpolicy.toolkit import cache_argument
 
 
 @attrs.frozen
@@ -85,7 +86,7 @@ def _keys(model: PreTrainedModel, ids: Sequence[int], start: int) -> list[Tensor
     positions = torch.arange(start, start + len(ids), device=model.device)[None]
     # Without the model's configuration, layers with a sliding window keep all keys, too.
     cache = DynamicCache()
-    model(input_ids=tokens, position_ids=positions, past_key_values=cache, use_cache=True)
+    model(input_ids=tokens, position_ids=positions, use_cache=True, **cache_argument(cache))
     keys = [getattr(layer, "keys", None) for layer in cache.layers]
     if not keys or any(one is None or one.ndim != 4 or one.shape[2] != len(ids) for one in keys):
         kind = model.config.model_type

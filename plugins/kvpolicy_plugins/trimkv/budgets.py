@@ -32,7 +32,7 @@ def rows_over_heads(
     # Rows of the floor come before all others, and rows that leave after them.
     rank = order + order.shape[1:].numel() * (granted.long() - (~wanted).long())
     chosen = rank.flatten(1).topk(min(rows, rank[0].numel()), dim=1).indices
-    mask = torch.zeros_like(present).flatten(1).scatter(1, chosen, True).view(present.shape)
+    mask = torch.zeros_like(present).flatten(1).scatter(1, chosen, True).reshape(present.shape)
     return mask & wanted
 
 

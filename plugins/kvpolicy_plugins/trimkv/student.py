@@ -204,7 +204,7 @@ def _attend(
         logits = logits + decay_bias(log_beta, start, stop)[:, :, None]
     logits = logits.masked_fill(~_visible(start, stop, sliding_window, keys.device), -torch.inf)
     if sinks is not None:
-        beside = sinks.float().view(1, keys.shape[1], -1, 1, 1).expand(*logits.shape[:-1], 1)
+        beside = sinks.float().reshape(1, keys.shape[1], -1, 1, 1).expand(*logits.shape[:-1], 1)
         logits = torch.cat([logits, beside], dim=-1)
     weights = logits.softmax(dim=-1)[..., :stop].to(values.dtype)
     return (weights @ values[:, :, None, :stop]).flatten(1, 2)

@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from kvpolicy import Engine, Plan, hookimpl
+from kvpolicy.compat import cache_argument
 
 NUM_LAYERS = 2
 NUM_KV_HEADS, HEAD_DIM = 2, 8
@@ -93,7 +94,7 @@ def assert_first_layer_keys_match_tokens(
 def first_layer_keys(model: torch.nn.Module, tokens: list[int]) -> torch.Tensor:
     cache = DynamicCache()
     with torch.inference_mode():
-        model(torch.tensor([tokens]), past_key_values=cache, use_cache=True)
+        model(torch.tensor([tokens]), **cache_argument(cache), use_cache=True)
     return cache.layers[0].keys[0]
 
 

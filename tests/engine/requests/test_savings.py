@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from tiny import shared_model
 
 from kvpolicy import Engine, Plan, PolicyCache
+from kvpolicy.compat import cache_argument
 from kvpolicy.engine.requests.results import RunReport
 from kvpolicy.engine.requests.savings import nothing_evicted
 
@@ -51,13 +52,13 @@ def test_a_policy_cache_reports_the_same_as_the_engine(model: Any) -> None:
     cache = PolicyCache(model, EVICTS)
     ids = torch.tensor(PROMPTS[:1])
     options = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
-    model.generate(ids, past_key_values=cache, max_new_tokens=24, **options)
+    model.generate(ids, **cache_argument(cache), max_new_tokens=24, **options)
     report = cache.report
     assert (report.held_bytes, report.full_bytes) == (result.peak_bytes, result.full_bytes)
     assert report.saved_share == result.saved_share > 0
     assert report.note is None
     cache = PolicyCache(model, Plan.uniform("streaming", budget=64))
-    model.generate(ids, past_key_values=cache, max_new_tokens=24, **options)
+    model.generate(ids, **cache_argument(cache), max_new_tokens=24, **options)
     assert "nothing was evicted: the longest sequence had 35 rows" in str(cache.report.note)
 
 

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import DynamicCache, PreTrainedModel, StoppingCriteria, StoppingCriteriaList
 
+from kvpolicy.compat import cache_argument
 from kvpolicy.lab.bench.contenders.contender import GENERATE, Contender, Measurement
 from kvpolicy.lab.bench.contenders.fill import filled_dynamic_cache
 from kvpolicy.lab.bench.timing import durations, synchronized_time
@@ -91,8 +92,8 @@ def _timed(
             attention_mask=mask,
             max_new_tokens=new_tokens,
             do_sample=False,
-            past_key_values=cache,
             stopping_criteria=StoppingCriteriaList([timer]),
+            **cache_argument(cache),
         )
     skipped = int(prefills)
     # A step attends to the rows before it and to its own.
