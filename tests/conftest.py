@@ -53,6 +53,17 @@ HAS_REASONER = importlib.util.find_spec("kvpolicy_reasoner") is not None
 sys.meta_path.append(_SkipImporters())
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add `--device`."""
+    parser.addoption("--device", default="cpu", help="where tests that take `device` run")
+
+
+@pytest.fixture
+def device(request: pytest.FixtureRequest) -> torch.device:
+    """The device of `--device`; kernels of its own run there."""
+    return torch.device(request.config.getoption("--device"))
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Skip the tests that need the bundled reasoners where these are not installed."""
     if HAS_REASONER:

@@ -1,0 +1,122 @@
+"""Stage 2: tests of kernels and graphs, and those that take `--device`, on the card.
+
+Without a card, kernels are compiled for sm_90, and the tests run in Triton's interpreter.
+"""
+
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from xml.etree import ElementTree
+
+import stage_report
+from stage_report import Report
+
+ROOT = Path(__file__).resolve().parents[2]
+
+# Tests of what runs on cards only, or stands in for it; and folders with tests that take a device.
+ALL_OF = (
+    "tests/kernels",
+    "tests/model/test_graphs.py",
+    "tests/model/test_graph_guard.py",
+    "tests/engine/test_gpu_attention.py",
+)
+SOME_OF = ("tests/cache", "tests/hooks", "tests/engine")
+
+_TAKES_DEVICE = re.compile(r"^def (test_\w+)\([^)]*\bdevice: torch\.device", re.M)
+_PROCESSES = {"cuda": 10, "cpu": 2}
+_SHOWN = 20  # failures
+
+
+def stage(report: Report) -> None:
+    """Run the tests."""
+    started = time.monotonic()
+    environment = dict(os.environ)
+    if report.device == "cpu":
+        _compile_kernels(report, environment)
+        environment["TRITON_INTERPRET"] = "1"
+    with tempfile.TemporaryDirectory() as folder:
+        junit = Path(folder) / "junit.xml"
+        names = [*ALL_OF, *tests_on_a_device(ROOT)]
+        done = subprocess.run(
+            [*pytest_command(report.device), f"--junitxml={junit}", *names],
+            cwd=ROOT,
+            env=environment,
+            check=False,
+        )
+        if not junit.exists():
+            report.fail(f"pytest ended with status {done.returncode} and wrote no results")
+            return
+        counts, failures = results_of(junit)
+    line = ", ".join(f"{num} {how}" for how, num in counts.items())
+    report.note("tests", counts, f"tests on {report.device}: {line}")
+    for failure in failures[:_SHOWN]:
+        report.fail(failure)
+    if done.returncode and not failures:
+        report.fail(f"pytest ended with status {done.returncode}")
+    report.note("seconds", time.monotonic() - started)
+
+
+def pytest_command(device: str) -> list[str]:
+    """The command, with the project's settings, but without options of plugins."""
+    processes = min(_PROCESSES[device], os.cpu_count() or 1)
+    return [
+        *(sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"),
+        # Its warning is an error here.
+        *("-p", "no:benchmark"),
+        *("-o", "addopts=--import-mode=importlib", "-m", "not slow and not timing"),
+        *("-n", str(processes), "--dist", "worksteal", "--device", device),
+        # torch 2.11 warns of what it uses itself.
+        *("-W", "ignore:`torch.jit:DeprecationWarning"),
+    ]
+
+
+def tests_on_a_device(root: Path) -> Iterator[str]:
+    """Ids of the tests that take the fixture `device`."""
+    for folder in SOME_OF:
+        for file in sorted((root / folder).rglob("test_*.py")):
+            for name in _TAKES_DEVICE.findall(file.read_text(encoding="utf-8")):
+                yield f"{file.relative_to(root)}::{name}"
+
+
+def results_of(junit: Path) -> tuple[dict[str, int], list[str]]:
+    """Tests by how they ended, and a line for each that failed."""
+    counts = {"passed": 0, "failed": 0, "skipped": 0}
+    failures = []
+    for case in ElementTree.parse(junit).iter("testcase"):
+        problem = next(
+            (case.find(kind) for kind in ("failure", "error") if case.find(kind) is not None), None
+        )
+        how = "passed" if problem is None else "failed"
+        how = "skipped" if case.find("skipped") is not None else how
+        counts[how] += 1
+        if problem is not None:
+            first = (problem.get("message") or "").splitlines() or [""]
+            failures.append(f"{case.get('classname')}::{case.get('name')}: {first[0]:.200}")
+    return counts, failures
+
+
+def _compile_kernels(report: Report, environment: dict[str, str]) -> None:
+    """Compile every kernel for a card that is not here."""
+    program = ROOT / "tests/support/compile_kernels.py"
+    compiling = {name: value for name, value in environment.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, str(program)],
+        capture_output=True,
+        text=True,
+        env=compiling,
+        check=False,
+    )
+    if done.returncode:
+        last = done.stderr.strip().splitlines() or ["without a word"]
+        report.fail(f"kernels for sm_90: {last[-1]:.300}")
+    else:
+        report.note("compiled", "sm_90", "every kernel is compiled for sm_90")
+
+
+if __name__ == "__main__":
+    stage_report.main("tests", stage)

@@ -1,0 +1,74 @@
+"""What must hold wherever a model is, `--device cuda` included: the engine beside its oracles."""
+
+import attrs
+import pytest
+import torch
+from list_reference import ListLayer, reference_tokens
+from tiny import greedy_tokens, tiny_model
+from torch import Tensor
+
+from kvpolicy import Engine, Plan, hookimpl
+
+PROMPTS = [[5, 9, 40, 2, 2, 7, 11], [1, 2], [3, 8] * 9]
+NEW_TOKENS = 20
+EVICTING = [("h2o",), ("snapkv",), ("rkv", "protect"), ("streaming", "rerotate"), ("h2o", "merge")]
+
+
+def model_on(device: torch.device) -> torch.nn.Module:
+    # Kernels of GPUs multiply blocks of at least 16 numbers.
+    return tiny_model("qwen3", head_dim=16).to(device)
+
+
+def rating(head: int, position: int) -> float:
+    """A score that ranks rows differently in every head."""
+    return float((position * 37 + head * 53) % 29)
+
+
+@attrs.define(eq=False)
+class Rated:
+    """Scores by `rating`."""
+
+    @hookimpl
+    def score(self, positions: Tensor) -> Tensor:
+        heads = torch.arange(positions.shape[1], device=positions.device)[:, None]
+        return ((positions * 37 + heads * 53) % 29).float()
+
+
+@pytest.mark.parametrize("eager", [False, True])
+def test_full_cache_equals_generate(device: torch.device, eager: bool) -> None:
+    engine = Engine(model_on(device), plan=Plan.uniform("full"), slots=2, eager=eager)
+    results = engine.generate(PROMPTS, max_new_tokens=NEW_TOKENS).results()
+    reference = model_on(torch.device("cpu"))
+    expected = [greedy_tokens(reference, prompt, NEW_TOKENS) for prompt in PROMPTS]
+    assert [list(result.tokens) for result in results] == expected
+
+
+def test_eviction_equals_the_list_reference(device: torch.device) -> None:
+    plan = Plan.uniform(Rated(), budget=6, buffer=3)
+    engine = Engine(model_on(device), plan=plan, slots=2)
+    results = engine.generate(PROMPTS, max_new_tokens=NEW_TOKENS).results()
+    for prompt, result in zip(PROMPTS, results, strict=True):
+        layers = [ListLayer(None, 6, 3, rating, lambda _: False, 0) for _ in range(2)]
+        reference = model_on(torch.device("cpu"))
+        assert list(result.tokens) == reference_tokens(reference, layers, prompt, NEW_TOKENS)
+
+
+@pytest.mark.parametrize("stack", EVICTING, ids="+".join)
+def test_batched_sequence_equals_sequence_alone(
+    device: torch.device, stack: tuple[str, ...]
+) -> None:
+    """In any read of tokens, too, and on either path of steps."""
+    plan = Plan.uniform(*stack, budget=16, buffer=4)
+    model = model_on(device)
+    batch = Engine(model, plan=plan, slots=3, steps_per_read=5)
+    alone = Engine(model, plan=plan, slots=1, steps_per_read=1, eager=True)
+    expected = [alone.generate([one], max_new_tokens=30).results()[0] for one in PROMPTS]
+    found = batch.generate(PROMPTS, max_new_tokens=30).results()
+    assert [one.tokens for one in found] == [one.tokens for one in expected]
+    assert [one.rows_evicted for one in found] == [one.rows_evicted for one in expected]
+
+
+def test_steps_are_static_and_in_graphs_on_a_gpu(device: torch.device) -> None:
+    run = Engine(model_on(device), plan=Plan.uniform("h2o", budget=8, buffer=4)).generate(PROMPTS)
+    run.results()
+    assert run.report.path == ("static, in graphs" if device.type == "cuda" else "static")

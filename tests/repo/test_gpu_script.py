@@ -1,0 +1,247 @@
+"""The pure parts of `.ci/gpu`: what is compared, what is computed of times, and how stages end."""
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kvpolicy import installed_policies
+
+ROOT = Path(__file__).parents[2]
+FOLDER = ROOT / ".ci" / "gpu_checks"
+if not FOLDER.is_dir():
+    pytest.skip(
+        "the sources are not here: these tests run against a wheel", allow_module_level=True
+    )
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _scripts_are_importable() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(FOLDER))
+        yield
+
+
+# Texts
+
+
+def text(tokens: list[int], rows: dict) -> object:
+    from texts import Text
+
+    return Text(tokens, rows)
+
+
+def rows(*positions: int) -> list:
+    """One layer with one head."""
+    return [[list(positions)]]
+
+
+def expected() -> dict:
+    """A text as it comes out of a JSON file."""
+    whole = text([7, 8, 9, 7], {1: rows(0, 1), 3: rows(0, 2)})
+    return json.loads(json.dumps(whole.to_dict()))
+
+
+def test_the_first_difference_of_a_text_is_found() -> None:
+    from texts import Parting, parting
+
+    seen = {1: rows(0, 1), 3: rows(0, 2)}
+    assert parting(expected(), text([7, 8, 9, 7], seen)) is None
+    assert parting(expected(), text([7, 8, 9, 6], seen)) == Parting("token", 3, 3)
+    assert parting(expected(), text([7, 8, 9], seen)) == Parting("length", 3, 3)
+    assert parting(expected(), text([7, 8, 9, 7, 1], seen)) == Parting("length", 4, 3)
+    # Rows after n tokens come before token n, and after token n - 1.
+    other = seen | {3: rows(1, 2)}
+    assert parting(expected(), text([7, 8, 9, 6], other)) == Parting("rows", 3, 1)
+    assert parting(expected(), text([7, 5, 9, 7], other)) == Parting("token", 1, 1)
+    # Rows that one side only has seen are not compared.
+    assert parting(expected(), text([7, 8, 9, 7], {2: rows(5)})) is None
+
+
+def test_disputed_rows_are_a_tie_only_if_their_own_scores_are_near() -> None:
+    from texts import rows_gap
+
+    scores, positions = [[0.5, 0.500001, 4.0, float("inf")]], [[0, 1, 2, 3]]
+    assert rows_gap(scores, positions, [[0, 2, 3]], [[1, 2, 3]]) == pytest.approx(2.5e-7, rel=0.1)
+    assert rows_gap(scores, positions, [[0, 2, 3]], [[0, 1, 3]]) > 0.8
+    assert rows_gap(scores, positions, [[0, 3]], [[0, 1]]) == float("inf")  # it must stay
+    assert rows_gap(scores, positions, [[0]], [[9]]) == float("inf")  # nobody has scored it
+
+
+def test_heads_that_share_a_budget_dispute_together() -> None:
+    from texts import rows_gap
+
+    scores, positions = [[1.0, 2.0], [2.00001, 5.0]], [[0, 1], [0, 1]]
+    ours, theirs = [[0, 1], [1]], [[0], [0, 1]]
+    assert rows_gap(scores, positions, ours, theirs) == pytest.approx(2e-6, rel=0.1)
+    assert rows_gap([[1.0, 4.0], [2.0, 5.0]], positions, ours, theirs) == pytest.approx(0.4)
+
+
+def test_the_gap_of_a_draw_is_what_its_share_would_have_to_move() -> None:
+    from texts import share_gap
+
+    weights = [1, 2, 1]  # of the shares 0 to 0.25, to 0.75, to 1
+    assert share_gap(weights, 0.3, 1) == 0
+    assert share_gap(weights, 0.26, 0) == pytest.approx(0.01)
+    assert share_gap(weights, 0.26, 2) == pytest.approx(0.49)
+
+
+def test_one_token_moves_a_mean_deviation_by_one_nat_at_most() -> None:
+    from texts import deviation
+
+    assert deviation([[-1.0, -2.0], [-3.0]], [[-1.1, -2.0], [-3.2]]) == pytest.approx(0.1)
+    assert deviation([[-1.0, -50.0]], [[-1.0, -2.0]]) == 0.5
+
+
+def test_all_installed_policies_are_compared() -> None:
+    from workload import QUICK_STACKS, STACKS
+
+    named = json.dumps(STACKS)
+    ours = [one.name for one in installed_policies() if f"{one.name}" not in ("protect", "mix")]
+    assert [name for name in ours if f'"{name}"' not in named] == []
+    assert set(QUICK_STACKS) <= set(STACKS)
+
+
+# Times
+
+
+def test_the_limit_of_a_step_is_what_must_be_read_once() -> None:
+    from bandwidth import least_step_s
+
+    # Qwen3-8B in bfloat16 on a card that copies 4.27 TB/s: one text, and 32, of 8,704 tokens.
+    row = 147_456
+    assert 1e3 * least_step_s(15.14e9, 8704 * row, 4.27e12) == pytest.approx(3.85, abs=0.01)
+    assert 1e3 * least_step_s(15.14e9, 32 * 8704 * row, 4.27e12) == pytest.approx(13.2, abs=0.1)
+
+
+def event(name: str, start: float, duration: float, category: str = "kernel") -> dict:
+    return {"ph": "X", "cat": category, "name": name, "ts": start, "dur": duration}
+
+
+def test_a_table_counts_kernels_their_time_and_gaps() -> None:
+    from trace_table import ON_GPU, table_of
+
+    events = [
+        event("gemm", 10, 5),
+        event("norm", 15, 1),
+        event("gemm", 20, 6),
+        event("norm", 21, 2),  # at the same time, in another stream
+        event("a label", 0, 100, "gpu_user_annotation"),
+        {"ph": "M", "name": "process_name"},
+    ]
+    table = table_of({"traceEvents": events}, ON_GPU)
+    assert [(one.name, one.count, one.us) for one in table.kernels] == [
+        ("gemm", 2, 11),
+        ("norm", 2, 3),
+    ]
+    assert (table.count, table.span_us, table.gaps_us) == (4, 16, 4)
+    assert table.groups_us()["products"] == 11
+    assert table_of({"traceEvents": []}, ON_GPU).kernels == ()
+
+
+def test_operations_within_others_count_once() -> None:
+    from trace_table import ON_CPU, table_of
+
+    events = [event("linear", 0, 9, "cpu_op"), event("addmm", 1, 5, "cpu_op")]
+    table = table_of({"traceEvents": events}, ON_CPU)
+    assert [(one.name, one.us) for one in table.kernels] == [("linear", 9)]
+
+
+# Stages
+
+SCRIPTS = {
+    "versions": "print('first line')",
+    "tests": "raise SystemExit(3)",
+    "tokens": "import time; print('begun', flush=True); time.sleep(600)",
+    "speeds": "import sys; print(sys.argv[2:])",
+}
+
+
+def test_a_stage_that_fails_or_hangs_does_not_stop_the_others(
+    tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    from stages import Run, run_stages, summary
+
+    for name, script in SCRIPTS.items():
+        (tmp_path / f"stage_{name}.py").write_text(script)
+    out = tmp_path / "out"
+    out.mkdir()
+    run = Run(out=out, device="cpu", quick=True, environment={}, folder=tmp_path)
+    outcomes = run_stages(list(SCRIPTS), run, dict.fromkeys(SCRIPTS, 60) | {"tokens": 3})
+    assert [one.status for one in outcomes] == [0, 3, None, 0]
+    assert [one.passed for one in outcomes] == [True, False, False, True]
+    printed = capsys.readouterr().out
+    assert "first line" in printed
+    assert "begun" in printed
+    assert "['cpu', '--quick']" in printed
+    assert "FAILED: tests, tokens" in summary(outcomes)
+    assert "FAILED" not in summary([outcomes[0], outcomes[3]])
+    assert "FAILED: tests, tokens" in (out / "gpu.log").read_text()
+    assert [one["status"] for one in json.loads((out / "summary.json").read_text())] == [
+        0,
+        3,
+        None,
+        0,
+    ]
+    assert sorted(file.name for file in out.iterdir()) == ["gpu.log", "summary.json"]
+
+
+def test_findings_are_in_the_file_of_a_stage_as_soon_as_they_are_known(tmp_path: Path) -> None:
+    from stage_report import Report
+
+    report = Report("tokens", tmp_path, "cpu", quick=True)
+    report.note("h2o", {"equal": 12})
+    assert json.loads((tmp_path / "tokens.json").read_text())["h2o"] == {"equal": 12}
+    report.fail("snapkv: text 3")
+    assert json.loads((tmp_path / "tokens.json").read_text())["failures"] == ["snapkv: text 3"]
+
+
+def test_failed_tests_are_read_from_their_file(tmp_path: Path) -> None:
+    from stage_tests import results_of
+
+    file = tmp_path / "junit.xml"
+    file.write_text(
+        '<testsuites><testsuite><testcase classname="a" name="test_1"/>'
+        '<testcase classname="a" name="test_2"><failure message="1 == 2&#10;more"/></testcase>'
+        '<testcase classname="a" name="test_3"><skipped/></testcase>'
+        '<testcase classname="a" name="test_4"><error message="gone"/></testcase>'
+        "</testsuite></testsuites>"
+    )
+    counts, failures = results_of(file)
+    assert counts == {"passed": 1, "failed": 2, "skipped": 1}
+    assert failures == ["a::test_2: 1 == 2", "a::test_4: gone"]
+
+
+def test_tests_that_take_a_device_are_found() -> None:
+    from stage_tests import ALL_OF, tests_on_a_device
+
+    found = set(tests_on_a_device(ROOT))
+    assert "tests/engine/test_on_device.py::test_full_cache_equals_generate" in found
+    assert {name.split("/")[1] for name in found} == {"cache", "hooks", "engine"}
+    assert all((ROOT / name).exists() for name in ALL_OF)
+
+
+def test_another_source_needs_another_preparation(tmp_path: Path) -> None:
+    from prepare import digest_of_sources, prepared_for
+
+    assert prepared_for(tmp_path) is None
+    (tmp_path / "pyproject.toml").write_text(
+        '[tool.hatch.build.targets.wheel]\npackages = ["package"]\n'
+    )
+    (tmp_path / "package").mkdir()
+    source = tmp_path / "package" / "module.py"
+    source.write_text("one = 1\n")
+    before = digest_of_sources(tmp_path)
+    (tmp_path / "package" / "__pycache__").mkdir()
+    (tmp_path / "package" / "__pycache__" / "module.pyc").write_bytes(b"1")
+    assert digest_of_sources(tmp_path) == before
+    source.write_text("one = 2\n")
+    assert digest_of_sources(tmp_path) != before
+
+
+def test_python_files_of_the_command_shadow_no_module_of_python() -> None:
+    """They are imported by their bare names, from a folder that comes first."""
+    names = {file.stem for file in FOLDER.glob("*.py")}
+    assert names & sys.stdlib_module_names == set()
