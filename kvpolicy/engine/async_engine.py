@@ -175,6 +175,13 @@ class AsyncEngine:
     If a policy fails, the requests of the failing call end with the error, whatever the engine was
     told, and the others go on. Anything else that a step raises ends the engine: every request gets
     a result with the error, and `submit` raises `EngineClosedError`.
+
+    Attributes:
+        engine: Runs the steps.
+        before_step: Called before each step, in the thread that runs them; ``None``: nothing is.
+            It may be set at any time, in any thread. The step begins when it returns, so it can
+            hold steps back, count them, or break the engine in a test: what it raises counts as
+            raised by the step.
     """
 
     def __init__(
@@ -186,6 +193,7 @@ class AsyncEngine:
         kv_memory: int | None = None,
         max_waiting: int | None = None,
         listener: EngineListener | None = None,
+        before_step: abc.Callable[[], object] | None = None,
     ) -> None:
         """Allocate the cache; the limits are those of `Engine.open_run`.
 
@@ -196,6 +204,7 @@ class AsyncEngine:
             kv_memory: The most bytes of the cache, from which the plan makes a number of slots.
             max_waiting: Requests that may wait while all slots are in use.
             listener: Is told of failures; ``None``: nobody is.
+            before_step: See the attribute.
 
         Raises:
             KVPolicyError: As `Engine.open_run`.
@@ -214,6 +223,7 @@ class AsyncEngine:
             on_hook_error="answer",
         )
         self.engine = engine
+        self.before_step = before_step
         self._listener = listener
         self._broken_by: str | None = None
         self._stats = self._run.stats
@@ -315,6 +325,11 @@ class AsyncEngine:
         return self._broken_by
 
     @property
+    def num_open(self) -> int:
+        """Requests that run or wait now. It may be read in any thread."""
+        return self._run.num_open
+
+    @property
     def stats(self) -> EngineStats:
         """What the engine does, and what it has cost so far; a tenth of a second old at most.
 
@@ -349,6 +364,8 @@ class AsyncEngine:
             if not self._calls:  # a step may have taken what was to wake this thread
                 run.wait()
             self._make_calls()
+            if (call := self.before_step) is not None:
+                call()
             events = run.step()
             try:
                 if not run.num_open or time.monotonic() - renewed > _STATS_EVERY_S:

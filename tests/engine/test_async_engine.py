@@ -12,6 +12,8 @@ import torch
 from arrivals import Script, check_equal_alone, scripts
 from hypothesis import given
 from hypothesis import strategies as st
+from recorder import InterruptsResuming
+from step_gate import Gate
 from strategies import plans
 from tiny import byte_tokenizer, shared_model, tiny_model, tiny_tokenizer
 
@@ -21,7 +23,6 @@ from kvpolicy import (
     Engine,
     EngineClosedError,
     KVPolicyError,
-    OpenRun,
     Plan,
     QueueFullError,
     Request,
@@ -30,8 +31,7 @@ from kvpolicy import (
     Result,
     hookimpl,
 )
-from kvpolicy.engine.batch import RunningBatch
-from kvpolicy.engine.requests.results import Events, HookFailure
+from kvpolicy.engine.requests.results import HookFailure
 from kvpolicy.errors import SnapshotError
 
 NUM_LAYERS = 2
@@ -66,6 +66,13 @@ async def until(holds: Callable[[], bool]) -> None:
         await asyncio.sleep(0.002)
 
 
+def closed_gate(*, after: float = 0) -> Gate:
+    """A gate that lets only so many steps begin until it is opened."""
+    gate = Gate()
+    gate.close(after=after)
+    return gate
+
+
 async def chunks_of(stream: RequestStream) -> list[Chunk]:
     return [chunk async for chunk in stream]
 
@@ -87,7 +94,8 @@ def test_streams_are_those_of_requests_alone(plan: Plan, slots: int, script: Scr
             elif action == "cancel":
                 streams[number].cancel()
             else:
-                await asyncio.sleep(0.001 * number)
+                for _ in range(number):
+                    await serving.between_steps(lambda _: None)
         await serving.close(finish=True)
         return await asyncio.gather(*readers)
 
@@ -128,8 +136,10 @@ def test_reader_gets_tokens_before_the_request_has_ended() -> None:
         assert chunk.tokens
         assert chunk.result is None
         await until(lambda: serving.stats.running == 1)
+        gate.open()
 
-    served(main, engine())
+    gate = closed_gate(after=3)
+    served(main, engine(), before_step=gate.wait)
 
 
 def test_text_waits_for_whole_characters_and_ends_before_a_stop_string() -> None:
@@ -166,11 +176,13 @@ def test_submit_raises_as_an_open_run_does() -> None:
         with pytest.raises(RequestError, match="at least one token"):
             serving.submit(Request(""))
         kept = [serving.submit(Request("a", 60)) for _ in range(3)]
-        with pytest.raises(QueueFullError, match="3 requests run or wait"):
+        with pytest.raises(QueueFullError, match="max_waiting"):
             serving.submit(Request("a", 60))
-        assert len(kept) == 3
+        assert len(kept) == serving.num_open == 3
+        gate.open()
 
-    served(main, engine(slots=2), max_waiting=1)
+    gate = closed_gate()
+    served(main, engine(slots=2), max_waiting=1, before_step=gate.wait)
 
 
 def test_engine_accepts_nothing_before_its_start_and_after_its_end() -> None:
@@ -207,7 +219,7 @@ def test_submit_belongs_to_the_event_loop() -> None:
 # --- cancellation ---------------------------------------------------------------------------
 
 
-Leave = Callable[[AsyncEngine], Awaitable[None]]
+Leave = Callable[[AsyncEngine], Awaitable[RequestStream | None]]
 
 
 async def leave_by_garbage(serving: AsyncEngine) -> None:
@@ -215,17 +227,18 @@ async def leave_by_garbage(serving: AsyncEngine) -> None:
     gc.collect()
 
 
-async def leave_by_aclose(serving: AsyncEngine) -> None:
+async def leave_by_aclose(serving: AsyncEngine) -> RequestStream:
     stream = serving.submit(Request("a", 70))
     await anext(stream)
     await stream.aclose()
     assert await chunks_of(stream) == []
-    assert (await stream.result()).finish_reason == "cancelled"
+    return stream
 
 
-async def leave_by_block(serving: AsyncEngine) -> None:
+async def leave_by_block(serving: AsyncEngine) -> RequestStream:
     async with serving.submit(Request("a", 70)) as stream:
         await anext(stream)
+    return stream
 
 
 async def leave_by_cancelled_task(serving: AsyncEngine) -> None:
@@ -246,14 +259,16 @@ async def leave_by_cancelled_task(serving: AsyncEngine) -> None:
 )
 def test_request_whose_stream_is_left_is_cancelled(leave: Leave) -> None:
     async def main(serving: AsyncEngine) -> None:
-        await leave(serving)
+        stream = await leave(serving)
+        gate.open()
+        if stream is not None:
+            assert (await stream.result()).finish_reason == "cancelled"
         await until(lambda: serving.stats.report.num_requests == 1)
-        assert serving.stats.report.new_tokens < 70
+        assert serving.stats.report.new_tokens <= 4
         assert serving.stats.running == serving.stats.waiting == 0
 
-    # Wide enough that 70 tokens take a while.
-    model = tiny_model(num_layers=6, num_heads=8)
-    served(main, Engine(model, TOKENIZER, FULL))
+    gate = closed_gate(after=3)
+    served(main, engine(FULL), before_step=gate.wait)
 
 
 def test_cancelled_request_has_a_last_chunk() -> None:
@@ -262,13 +277,15 @@ def test_cancelled_request_has_a_last_chunk() -> None:
         first = await anext(stream)
         stream.cancel()
         stream.cancel()
+        gate.open()
         chunks = [first, *await chunks_of(stream)]
         result = chunks[-1].result
         assert result.finish_reason == "cancelled"
         assert tuple(token for chunk in chunks for token in chunk.tokens) == result.tokens
         stream.cancel()
 
-    served(main, engine())
+    gate = closed_gate(after=3)
+    served(main, engine(), before_step=gate.wait)
 
 
 # --- the end --------------------------------------------------------------------------------
@@ -288,30 +305,30 @@ def test_close_without_finish_cancels_what_runs_and_waits() -> None:
     async def main(serving: AsyncEngine) -> list[Result]:
         streams = [serving.submit(Request("a", 70)) for _ in range(5)]
         await anext(streams[0])
-        await serving.close(finish=False)
+        closing = asyncio.create_task(serving.close(finish=False))
+        await asyncio.sleep(0)  # it cancels
+        gate.open()
+        await closing
         return [await stream.result() for stream in streams]
 
-    results = served(main, engine(slots=2))
+    gate = closed_gate(after=3)
+    results = served(main, engine(slots=2), before_step=gate.wait)
     assert [result.finish_reason for result in results] == ["cancelled"] * 5
     assert len(results[0].tokens) > 0
 
 
-def test_close_cancels_what_is_left_when_its_time_is_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    slow = engine(FULL)
-    step = OpenRun.step
-
-    def slow_step(self: OpenRun) -> Events:
-        time.sleep(0.01)
-        return step(self)
-
-    monkeypatch.setattr(OpenRun, "step", slow_step)
-
+def test_close_cancels_what_is_left_when_its_time_is_up() -> None:
     async def main(serving: AsyncEngine) -> Result:
-        stream = serving.submit(Request("a", 400))
-        await serving.close(finish=True, timeout_s=0.1)
+        stream = serving.submit(Request("a", 70))
+        closing = asyncio.create_task(serving.close(finish=True, timeout_s=0))
+        for _ in range(20):  # what follows at once
+            await asyncio.sleep(0)
+        gate.open()
+        await closing
         return await stream.result()
 
-    assert served(main, slow, max_len=500).finish_reason == "cancelled"
+    gate = closed_gate(after=3)
+    assert served(main, engine(), before_step=gate.wait).finish_reason == "cancelled"
 
 
 def test_leaving_the_block_ends_the_thread() -> None:
@@ -323,24 +340,31 @@ def test_leaving_the_block_ends_the_thread() -> None:
     assert threading.active_count() == before
 
 
-def test_idle_engine_takes_no_step(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_comes_before_a_step_is_called_once_for_each() -> None:
+    threads = []
+
+    async def main(serving: AsyncEngine) -> None:
+        await serving.submit(Request("a", 5)).result()
+
+    served(main, engine(FULL), before_step=lambda: threads.append(threading.get_ident()))
+    # The first step gives two tokens; the cancellation at the end and the closing may be steps.
+    assert 4 <= len(threads) <= 6
+    assert len({*threads} - {threading.get_ident()}) == 1
+
+
+def test_idle_engine_takes_no_step() -> None:
     steps = []
-    step = OpenRun.step
-
-    def counted(self: OpenRun) -> Events:
-        steps.append(self)
-        return step(self)
-
-    monkeypatch.setattr(OpenRun, "step", counted)
 
     async def main(serving: AsyncEngine) -> None:
         await serving.submit(Request("a", 5)).result()
         gc.collect()
-        num = len(steps)
-        await asyncio.sleep(0.1)
-        assert len(steps) == num
+        await serving.between_steps(lambda _: None)  # after the step of a cancellation
+        num, num_calls = len(steps), 5
+        for _ in range(num_calls):
+            await serving.between_steps(lambda _: None)
+        assert len(steps) - num <= num_calls + 1  # only those that were asked for
 
-    served(main, engine())
+    served(main, engine(), before_step=lambda: steps.append(None))
 
 
 def test_loop_that_ends_without_closing_ends_the_engine() -> None:
@@ -468,17 +492,18 @@ def test_broken_engine_ends_all_requests_with_a_sentence() -> None:
     assert len(results[0].tokens) > 0
 
 
-def test_engine_that_breaks_without_a_request_tells_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    def step() -> Events:
+def test_engine_that_breaks_without_a_request_tells_it() -> None:
+    def fail() -> None:
         msg = "words of a prompt"
         raise RuntimeError(msg)
 
     async def main(serving: AsyncEngine) -> None:
-        monkeypatch.setattr(serving._run, "step", step)
-        serving._run.wake()
+        await serving.between_steps(lambda _: None)
+        serving.before_step = fail
+        await serving.between_steps(lambda _: None)
         await until(lambda: not serving.is_running)
         assert serving.broken_by == "RuntimeError"
-        await until(serving._ended.is_set)
+        await serving.close(finish=True)
         with pytest.raises(EngineClosedError):
             await serving.between_steps(lambda _: None)
 
@@ -493,26 +518,22 @@ def test_engine_that_is_closed_has_not_broken() -> None:
     served(main, engine())
 
 
-def test_request_that_is_lost_in_a_broken_step_has_a_result(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    submitted = threading.Event()
-
-    def admit(*_: object) -> None:
-        submitted.wait(60)
-        msg = "no such slot"
-        raise RuntimeError(msg)
-
-    monkeypatch.setattr(RunningBatch, "admit", admit)
+def test_request_that_is_lost_in_a_broken_step_has_a_result() -> None:
+    """It has left the queue, and has no slot yet, when another one is resumed."""
 
     async def main(serving: AsyncEngine) -> list[Result]:
-        streams = [serving.submit(Request("a", 5)) for _ in range(3)]
-        submitted.set()
+        begun = await serving.submit(Request("a", 2, snapshot=True)).result()
+        gate.close()
+        resumed = serving.submit(Request(max_new_tokens=3, resume=begun.snapshot))
+        streams = [resumed, *[serving.submit(Request("a", 5)) for _ in range(2)]]
+        gate.open()
         return [await stream.result() for stream in streams]
 
-    for result in served(main, engine(slots=2)):
+    gate = Gate()
+    interrupted = engine(Plan.uniform("full", InterruptsResuming()), slots=2)
+    for result in served(main, interrupted, before_step=gate.wait):
         assert result.finish_reason == "error"
-        assert "RuntimeError: no such slot" in str(result.error)
+        assert "KeyboardInterrupt" in str(result.error)
 
 
 def test_tokenizer_that_fails_ends_its_request() -> None:
@@ -547,11 +568,17 @@ def test_stats_tell_what_runs_and_what_it_has_cost() -> None:
     async def main(serving: AsyncEngine) -> None:
         assert (serving.stats.slots, serving.stats.running, serving.stats.rows) == (2, 0, (0, 0))
         streams = [serving.submit(Request("hello", 200)) for _ in range(4)]
-        await until(lambda: serving.stats.report.compactions > 0)
+
+        def compacts() -> bool:
+            gate.close(after=1)
+            return serving.stats.report.compactions > 0
+
+        await until(compacts)
         stats = serving.stats
         assert (stats.waiting, stats.running) == (2, 2)
         assert 0 < max(stats.rows) <= 2 * 16
         assert 0 < stats.held_bytes < stats.report.peak_kv_bytes
+        gate.open()
         for stream in streams:
             await stream.result()
         done = serving.stats
@@ -560,4 +587,5 @@ def test_stats_tell_what_runs_and_what_it_has_cost() -> None:
         assert done.report.new_tokens == 800
         assert done.report.policy_s > 0
 
-    served(main, engine(slots=2), max_len=500)
+    gate = closed_gate()
+    served(main, engine(slots=2), max_len=500, before_step=gate.wait)

@@ -7,14 +7,13 @@ from typing import Any
 
 import openai
 import pytest
-from serving import Running, plans_of, serving
+from serving import Running, break_next_step, plans_of, serving
 from tiny import byte_tokenizer, tiny_model
 
 from kvpolicy import Engine
 from kvpolicy.engine.requests.request import Request, Sampling
-from kvpolicy.engine.requests.results import Events, Result
+from kvpolicy.engine.requests.results import Result
 from kvpolicy.hooks import discovery
-from kvpolicy.serve.plans import ServedModel
 
 PROMPTS = ["the cat sat", "a", "on the mat, where it had been for a while. and then?", "0123456789"]
 IDS = [5, 9, 40, 2, 2, 7, 11]
@@ -359,14 +358,8 @@ def test_a_failing_policy_ends_its_requests_and_not_the_server(
 
 
 def test_an_engine_that_breaks_is_told_and_leaves_the_others() -> None:
-    def break_first_step(served: ServedModel) -> None:
-        def step() -> Events:
-            msg = "a defect"
-            raise RuntimeError(msg)
-
-        served.plans[1].running._run.step = step  # type: ignore[method-assign]
-
-    with serving(plans_of(full=0, h2o=12), prepare=break_first_step) as running:
+    with serving(plans_of(full=0, h2o=12)) as running:
+        break_next_step(running.model.plans[1], RuntimeError("a defect"))
         client = running.client()
         assert running.health() == (200, 200)
         with pytest.raises(openai.InternalServerError, match="the engine has broken") as caught:

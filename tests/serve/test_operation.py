@@ -10,9 +10,10 @@ from typing import Any
 import openai
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
-from serving import BODY, PATH, metrics, of_plan, plans_of, serving, until
+from serving import BODY, PATH, PATIENCE_S, metrics, of_plan, plans_of, serving, until
 
 from kvpolicy.serve import logs
+from kvpolicy.serve.settings import SHUTDOWN_TIMEOUT_S
 
 LONG = {**BODY, "max_tokens": 500}
 SECRET = "xq7zw"  # in a prompt, a stop string, a user and a key
@@ -235,13 +236,13 @@ def test_a_server_that_stops_finishes_what_runs_and_refuses_what_comes() -> None
         running.gate.open()
         for stream in (first, second):
             assert "".join(chunk.choices[0].text for chunk in stream) == expected
-        running.thread.join(20)
+        running.thread.join(PATIENCE_S)
         assert not running.thread.is_alive()
         assert running.server.num_cancelled == 0
 
 
 def test_what_does_not_end_in_time_is_cancelled_with_an_error() -> None:
-    with serving(slots=1, shutdown_timeout_s=0.2) as running:
+    with serving(slots=1) as running:
         client = running.client()
         running.gate.close()
         stream = client.completions.create(**LONG, stream=True)
@@ -257,13 +258,15 @@ def test_what_does_not_end_in_time_is_cancelled_with_an_error() -> None:
         waiting.start()
         until(lambda: len(running.server.server_state.tasks) == 2)
         running.server.stop()
-        threading.Timer(0.5, running.gate.open).start()
+        until(lambda: running.health() == (200, 503))
+        running.skip(SHUTDOWN_TIMEOUT_S)
+        running.gate.open()
         with pytest.raises(openai.APIError, match="shutting down"):
             list(stream)
         waiting.join()
         assert isinstance(failures[0], openai.InternalServerError)
         assert failures[0].status_code == 503
-        running.thread.join(20)
+        running.thread.join(PATIENCE_S)
         assert running.server.num_cancelled == 2
 
 
@@ -273,7 +276,7 @@ def test_a_second_signal_ends_what_runs_at_once() -> None:
         next(iter(stream))
         running.server.stop()
         running.server.stop()
-        running.thread.join(20)
+        running.thread.join(PATIENCE_S)
         assert not running.thread.is_alive()
         with pytest.raises(openai.APIError, match="shutting down"):
             list(stream)

@@ -156,3 +156,18 @@ class RecordsAndSteers:
     def steer(self, hidden_states: Tensor, token_ids: Tensor, registers: Registers) -> Tensor:
         strength = registers.of(self)["sum"] + token_ids % 2
         return 0.3 * strength[:, None].to(hidden_states.dtype) * hidden_states.sin()
+
+
+class InterruptsResuming:
+    """Remembers something of each sequence, and interrupts the program when it is restored."""
+
+    @hookimpl
+    def observe(self, token_ids: Tensor, memory: Memory) -> None:
+        (notes,) = memory.of(self)
+        notes["seen"] = len(token_ids)
+
+    def pack_memory(self, memory: dict[str, int]) -> dict[str, int]:
+        return memory
+
+    def unpack_memory(self, packed: dict[str, int], tokenizer: Any) -> dict[str, int]:
+        raise KeyboardInterrupt

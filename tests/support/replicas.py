@@ -95,8 +95,8 @@ class LocalReplicas:
 
 async def broken(replica: Replica, plan: int) -> None:
     """Have the engine of a plan of a replica break, and wait until it has."""
-    served = replica._service.model.plans[plan]
-    break_engine(served, RuntimeError("a defect"))
+    served = replica.service.model.plans[plan]
+    await break_engine(served, RuntimeError("a defect"))
     while served.running.is_running:
         await asyncio.sleep(0.005)
 

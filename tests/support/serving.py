@@ -1,9 +1,16 @@
-"""A server in a thread of this process, on a free port of the loopback interface."""
+"""A server in a thread of this process, on a free port of the loopback interface.
 
+What is timed in its event loop, such as its limits, is timed by a clock that a test can advance;
+steps of its engines can be held back.
+"""
+
+import asyncio
+import json
+import selectors
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Coroutine, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -12,10 +19,10 @@ import httpx2
 import openai
 import torch
 from prometheus_client.parser import text_string_to_metric_families
+from step_gate import Gate
 from tiny import shared_model, tiny_tokenizer
 
 from kvpolicy import Plan, PrefixStore
-from kvpolicy.engine.requests.results import Events
 from kvpolicy.serve.launch import bound_to, hosts_of, served_model, url_of
 from kvpolicy.serve.plans import ServedModel, ServedPlan
 from kvpolicy.serve.server import Server
@@ -26,7 +33,7 @@ CHAT_TEMPLATE = (
     "{% for message in messages %}{{ message['role'][0] + ':' + message['content'] + '\n' }}"
     "{% endfor %}{% if add_generation_prompt %}{{ 'a:' }}{% endif %}"
 )
-PATIENCE_S = 20.0
+PATIENCE_S = 60.0  # for what must come, on a busy machine
 
 # A small request, and where it is sent.
 BODY: dict[str, Any] = {"model": "tiny", "prompt": "a", "max_tokens": 2}
@@ -41,44 +48,42 @@ def until(condition: Callable[[], object]) -> None:
         time.sleep(0.005)
 
 
-class Gate:
-    """Holds back the steps of an engine while it is closed."""
+def break_next_step(plan: ServedPlan, error: BaseException) -> None:
+    """Have the engine of a plan break in its next step."""
 
-    def __init__(self, plan: ServedPlan) -> None:
-        self._open = threading.Event()
-        self._open.set()
-        run = plan.running._run
-        step = run.step
-
-        def gated() -> Events:
-            self._open.wait()
-            return step()
-
-        run.step = gated  # type: ignore[method-assign]
-
-    def open(self) -> None:
-        self._open.set()
-
-    def close(self) -> None:
-        self._open.clear()
-
-    @contextmanager
-    def closed(self) -> Iterator[None]:
-        self.close()
-        try:
-            yield
-        finally:
-            self.open()
-
-
-def break_engine(plan: ServedPlan, error: BaseException) -> None:
-    """Have the engine of a plan break now, whether it has requests or not."""
-
-    def step() -> Events:
+    def fail() -> None:
         raise error
 
-    plan.running._run.step = step  # type: ignore[method-assign]
-    plan.running._run.wake()
+    plan.running.before_step = fail
+
+
+async def break_engine(plan: ServedPlan, error: BaseException) -> None:
+    """Have the engine of a plan break now, whether it has requests or not."""
+    break_next_step(plan, error)
+    await plan.running.between_steps(lambda _: None)  # a step follows
+
+
+class SkippingLoop(asyncio.SelectorEventLoop):
+    """An event loop in which time can be skipped."""
+
+    def __init__(self) -> None:
+        super().__init__(selectors.DefaultSelector())
+        self._skipped = 0.0
+
+    def time(self) -> float:
+        return super().time() + self._skipped
+
+    async def skip(self, seconds: float) -> None:
+        """Advance the clock, once what goes on waits; return when what was due has been done."""
+        await _turns()
+        self._skipped += seconds
+        await _turns()
+
+
+async def _turns() -> None:
+    """Let the event loop do what follows at once from what has happened."""
+    for _ in range(20):
+        await asyncio.sleep(0)
 
 
 @attrs.define(eq=False)
@@ -89,6 +94,7 @@ class Running:
     model: ServedModel
     server: Server
     thread: threading.Thread
+    loop: SkippingLoop
     gates: dict[str, Gate]
     clients: list[openai.OpenAI]
 
@@ -121,9 +127,17 @@ class Running:
     def stop(self) -> None:
         self.server.stop()
 
+    def wait_for(self, coroutine: Coroutine[Any, Any, object]) -> None:
+        """Run a coroutine in the event loop of the server."""
+        asyncio.run_coroutine_threadsafe(coroutine, self.loop).result(PATIENCE_S)
+
+    def skip(self, seconds: float) -> None:
+        """Let time pass for the server, but for its engines."""
+        self.wait_for(self.loop.skip(seconds))
+
     def num_open(self) -> int:
         """Choices that run or wait; those of `stats` are as old as the last step."""
-        return sum(plan.running._run.num_open for plan in self.model.plans)
+        return sum(plan.running.num_open for plan in self.model.plans)
 
     def idle(self) -> bool:
         return self.num_open() == 0
@@ -149,10 +163,9 @@ def serving(
     kv_memory: int | None = None,
     prefix_store: PrefixStore | None = None,
     send_buffer: int | None = None,
-    prepare: Callable[[ServedModel], None] = lambda _: None,
     **settings: Any,
 ) -> Iterator[Running]:
-    """Run a server; `prepare` may change the model that is served before it starts.
+    """Run a server.
 
     `send_buffer` is that of the connections, in bytes: what a client may leave unread.
     """
@@ -172,8 +185,9 @@ def serving(
         prefix_store=prefix_store,
         slots=slots,
     )
-    prepare(served)
-    gates = {plan.name: Gate(plan) for plan in served.plans}
+    gates = {plan.name: Gate() for plan in served.plans}
+    for plan in served.plans:
+        plan.running.before_step = gates[plan.name].wait
     service = Service(served, given)
     started = threading.Event()
     clients: list[openai.OpenAI] = []
@@ -181,11 +195,12 @@ def serving(
         if send_buffer is not None:
             listening.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer)
         server = Server(service, started.set)
-        thread = threading.Thread(target=server.run, args=([listening],))
+        loop = SkippingLoop()
+        thread = threading.Thread(target=_run, args=(loop, server, listening))
         thread.start()
         try:
             assert started.wait(PATIENCE_S)
-            yield Running(url_of(listening), served, server, thread, gates, clients)
+            yield Running(url_of(listening), served, server, thread, loop, gates, clients)
         finally:
             for client in clients:
                 client.close()
@@ -195,6 +210,11 @@ def serving(
             server.stop()  # at once
             thread.join(PATIENCE_S)
     assert not thread.is_alive()
+
+
+def _run(loop: SkippingLoop, server: Server, listening: socket.socket) -> None:
+    with asyncio.Runner(loop_factory=lambda: loop) as runner:
+        runner.run(server.serve([listening]))
 
 
 def metrics(running: Running) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
@@ -230,11 +250,34 @@ def connection(server: Running) -> Iterator[socket.socket]:
         yield sock
 
 
+def head_of(length: int, *lines: str) -> bytes:
+    """The head of a request for a completion whose body has so many bytes."""
+    given = (
+        f"POST {PATH} HTTP/1.1",
+        "Host: localhost",
+        "Content-Type: application/json",
+        f"Content-Length: {length}",
+        *lines,
+    )
+    return "".join(f"{line}\r\n" for line in (*given, "")).encode()
+
+
+def post_of(body: Mapping[str, Any]) -> bytes:
+    """The bytes of a request for a completion."""
+    content = json.dumps(body).encode()
+    return head_of(len(content)) + content
+
+
+def rest_of(sock: socket.socket) -> bytes:
+    """Everything that a server sends until it closes a connection."""
+    parts = []
+    while part := sock.recv(65536):
+        parts.append(part)
+    return b"".join(parts)
+
+
 def answer_to(server: Running, request: bytes) -> bytes:
     """Everything that a server answers to some bytes until it closes the connection."""
     with connection(server) as sock:
         sock.sendall(request)
-        parts = []
-        while part := sock.recv(65536):
-            parts.append(part)
-    return b"".join(parts)
+        return rest_of(sock)

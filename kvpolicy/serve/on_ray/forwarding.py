@@ -166,6 +166,7 @@ async def forward(
     metrics: RouterMetrics,
     *,
     timeout_s: float,
+    first_wait_s: float = _FIRST_WAIT_S,
 ) -> None:
     """Have a request answered by a replica that is there and has room.
 
@@ -176,12 +177,13 @@ async def forward(
         send: Takes the answer.
         metrics: Counts retries and broken streams.
         timeout_s: Seconds after which no further replica is asked.
+        first_wait_s: Seconds before another one is asked after the first loss; they double.
 
     Raises:
         ApiError: There is no answer; nothing was sent.
     """
     answer, tried = Answer(send), list[str]()
-    until, wait_s = monotonic() + timeout_s, _FIRST_WAIT_S
+    until, wait_s = monotonic() + timeout_s, first_wait_s
     while True:
         try:
             refused_by = await _try(replicas, call, conversation, tried, answer)

@@ -29,6 +29,10 @@ class Replica:
     """Answers requests that a router passes on.
 
     Ray starts another one in its place if its process ends, or if `check_health` fails.
+
+    Attributes:
+        name: Its name, which answers have in a header.
+        service: What answers.
     """
 
     async def __init__(  # type: ignore[misc] # Ray Serve waits for it
@@ -46,11 +50,11 @@ class Replica:
         self.name = name or _name_of_this_replica()
         with _naming_host():
             config.setup.apply()
-            self._service = service_of(config)
+            self.service = service_of(config)
         self._logs = ExitStack()
         self._logs.enter_context(logging_to(sys.stderr, as_json=config.json_logs))
-        self._metrics = Metrics(self._service.model)
-        self._app = create_app(self._service, self._metrics)
+        self._metrics = Metrics(self.service.model)
+        self._app = create_app(self.service, self._metrics)
         self._lifespan = LifespanOn(Config(self._app, lifespan="on", log_config=None))
         await self._lifespan.startup()
         await self.check_health()
@@ -104,9 +108,9 @@ class Replica:
 
     async def state(self) -> tuple[str, dict[str, Any]]:
         """Its name, and what its engines do."""
-        plans = self._service.model.plans
+        plans = self.service.model.plans
         return self.name, {
-            "ready": self._service.model.problem is None,
+            "ready": self.service.model.problem is None,
             "host": socket.gethostname(),
             "plans": {
                 plan.name: {"waiting": plan.stats.waiting, "running": plan.stats.running}
@@ -124,7 +128,7 @@ class Replica:
         Raises:
             RuntimeError: An engine has broken.
         """
-        problem = self._service.model.problem
+        problem = self.service.model.problem
         if problem is not None:
             raise RuntimeError(problem)
 

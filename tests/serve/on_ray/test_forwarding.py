@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from starlette.types import Message
 
 from kvpolicy.serve.api_errors import ApiError
-from kvpolicy.serve.on_ray import forwarding
 from kvpolicy.serve.on_ray.forwarding import REPLICA_HEADER, HttpCall, LostReplicaError, forward
 from kvpolicy.serve.on_ray.router_metrics import RouterMetrics
 
@@ -69,11 +68,6 @@ class Scripted:
         raise AssertionError
 
 
-@pytest.fixture(autouse=True)
-def no_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(forwarding, "_FIRST_WAIT_S", 0.0)
-
-
 def run(replicas: Any, timeout_s: float = 60.0) -> tuple[list[Message], RouterMetrics]:
     sent: list[Message] = []
     metrics = RouterMetrics()
@@ -81,7 +75,8 @@ def run(replicas: Any, timeout_s: float = 60.0) -> tuple[list[Message], RouterMe
     async def send(message: Message) -> None:
         sent.append(message)
 
-    asyncio.run(forward(replicas, CALL, "c", send, metrics, timeout_s=timeout_s))
+    work = forward(replicas, CALL, "c", send, metrics, timeout_s=timeout_s, first_wait_s=0.0)
+    asyncio.run(work)
     return sent, metrics
 
 
