@@ -6,7 +6,7 @@ Control characters in text of others are made visible here, so that no command c
 import json
 import sys
 import textwrap
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from shutil import get_terminal_size
 from time import monotonic
@@ -215,19 +215,23 @@ class Progress:
     A context manager; the live line is removed when the block ends, logged lines stay.
     """
 
-    def __init__(self, total: int, num_done: int = 0) -> None:
+    def __init__(
+        self, total: int, num_done: int = 0, *, clock: Callable[[], float] = monotonic
+    ) -> None:
         """Begin.
 
         Args:
             total: Number of things to do.
             num_done: How many of them were done before.
+            clock: Seconds that have passed.
         """
         from rich.console import Console
         from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
         from rich.progress import Progress as RichProgress
 
+        self._clock = clock
         self._console = Console(
-            stderr=True, markup=False, highlight=False, emoji=False, get_time=monotonic
+            stderr=True, markup=False, highlight=False, emoji=False, get_time=clock
         )
         self._is_live = self._console.is_terminal
         # No refresh thread: worker processes may be forked while progress is shown, and would
@@ -244,7 +248,7 @@ class Progress:
             disable=not self._is_live,
         )
         self._task = self._bar.add_task("", total=total, completed=num_done, pace="")
-        self._shown_at = monotonic()
+        self._shown_at = self._clock()
 
     def __enter__(self) -> "Progress":
         self._bar.start()
@@ -264,9 +268,9 @@ class Progress:
         self._bar.update(self._task, description=description, completed=num_done)
         task = self._bar.tasks[0]
         self._bar.update(self._task, pace=_pace(task))
-        if monotonic() - self._shown_at < (_REDRAW_EVERY_S if self._is_live else _LOG_EVERY_S):
+        if self._clock() - self._shown_at < (_REDRAW_EVERY_S if self._is_live else _LOG_EVERY_S):
             return
-        self._shown_at = monotonic()
+        self._shown_at = self._clock()
         if self._is_live:
             self._bar.refresh()
         else:
@@ -275,7 +279,7 @@ class Progress:
 
     def log(self, line: str) -> None:
         """Print a line that stays."""
-        self._shown_at = monotonic()
+        self._shown_at = self._clock()
         self._console.print(visible(line), soft_wrap=True)
 
 

@@ -3,13 +3,12 @@
 import os
 import shlex
 from collections.abc import Iterator
-from importlib.metadata import EntryPoint, distribution
 from typing import Any
 
 import pytest
+from installed_package import Install
 from shell import Shell, refusal
 
-from kvpolicy import entry_points
 from kvpolicy.cli.app import PANELS, command_names, load_command
 
 
@@ -79,23 +78,12 @@ def test_shell_completion_completes_commands_and_options(
         assert capsys.readouterr().out.split() == [completed]
 
 
-def register(monkeypatch: pytest.MonkeyPatch, name: str, value: str) -> None:
-    """Add one command to those that are installed."""
-    point = EntryPoint(name, value, "kvpolicy.commands")
-    vars(point)["dist"] = distribution("kvpolicy")
-    all_of = entry_points.installed
-    monkeypatch.setattr(
-        "kvpolicy.entry_points.installed", lambda group: all_of(group) | {name: point}
-    )
-    monkeypatch.setattr("kvpolicy.cli.app.installed", entry_points.installed)
-
-
 def test_a_broken_command_gives_one_sentence_and_the_others_still_work(
-    kvpolicy: Shell, monkeypatch: pytest.MonkeyPatch
+    kvpolicy: Shell, install: Install
 ) -> None:
-    register(monkeypatch, "broken", "no_such_package.cli:app")
+    install("odd", {"kvpolicy.commands": {"broken": "no_such_package.cli:app"}})
     sentence = refusal(kvpolicy("broken"))
-    assert "command 'broken' (no_such_package.cli:app, kvpolicy" in sentence
+    assert all(part in sentence for part in ("'broken'", "no_such_package.cli:app", "odd 1.0"))
     assert "no_such_package.cli:app" in kvpolicy("--help").out
     assert kvpolicy("list").status == 0
 

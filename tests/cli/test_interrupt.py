@@ -3,12 +3,12 @@
 import json
 import signal
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+from installed_package import Install
 from shell import Shell
 
 from kvpolicy.cli import main
@@ -41,12 +41,20 @@ def interrupting(tmp_path: Path) -> tuple[object, ...]:
     return ("--plugin", path, "--policy", "interrupting", "--budget", 8, "--buffer", 4)
 
 
-def test_an_interrupt_before_any_result(kvpolicy: Shell, monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupt() -> None:
-        raise KeyboardInterrupt
+COMMAND = """
+import typer
 
-    monkeypatch.setattr("kvpolicy.cli.list.installed_policies", interrupt)
-    answer = kvpolicy("list")
+app = typer.Typer()
+
+@app.command()
+def main() -> None:
+    raise KeyboardInterrupt
+"""
+
+
+def test_an_interrupt_before_any_result(kvpolicy: Shell, install: Install) -> None:
+    install("early", {"kvpolicy.commands": {"early": "early:app"}}, early=COMMAND)
+    answer = kvpolicy("early")
     assert (answer.status, answer.out, answer.err) == (130, "", "kvpolicy: interrupted.\n")
 
 
@@ -72,23 +80,24 @@ def with_interrupts() -> Iterator[None]:
     signal.signal(signal.SIGINT, before)
 
 
+FINALISER = """
+import time
+
+class Interrupts:
+    def __del__(self):
+        raise KeyboardInterrupt
+
+Interrupts()
+deadline = time.monotonic() + 60
+while time.monotonic() < deadline:
+    time.sleep(0.01)
+"""
+
+
 @pytest.mark.usefixtures("with_interrupts")
-def test_an_interrupt_in_a_finaliser_is_not_lost(
-    kvpolicy: Shell, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    class Interrupts:
-        def __del__(self) -> None:
-            raise KeyboardInterrupt
-
-    def go_on() -> list[object]:
-        Interrupts()
-        deadline = time.monotonic() + 20
-        while time.monotonic() < deadline:
-            time.sleep(0.01)
-        return []
-
-    monkeypatch.setattr("kvpolicy.cli.list.installed_policies", go_on)
-    answer = kvpolicy("list")
+def test_an_interrupt_in_a_finaliser_is_not_lost(kvpolicy: Shell, tmp_path: Path) -> None:
+    (tmp_path / "plugin.py").write_text(FINALISER, encoding="utf-8")
+    answer = kvpolicy("list", "--plugin", tmp_path / "plugin.py")
     assert (answer.status, answer.out, answer.err) == (130, "", "kvpolicy: interrupted.\n")
 
 
@@ -115,5 +124,5 @@ def test_an_interrupt_while_prompts_of_a_file_are_processed(
     answer = kvpolicy("run", "--file", path, *interrupting, *words)
     assert answer.status == 130
     assert [line["id"] for line in answer.json_lines] == [0, 1]
-    assert "2 of 3 results are above" in answer.err
+    assert "2 of 3 results" in answer.err
     assert "Traceback" not in answer.err

@@ -1,10 +1,9 @@
 """``kvpolicy list``: installed policies, including broken ones."""
 
-from importlib import metadata
-from importlib.metadata import EntryPoint
 from pathlib import Path
 
 import pytest
+from installed_package import Install
 from shell import Shell
 
 from kvpolicy.hooks import discovery
@@ -66,15 +65,9 @@ def test_a_file_adds_its_policies(kvpolicy: Shell, plugin: Path) -> None:
 
 
 def test_a_broken_policy_is_listed_with_the_reason_and_does_not_affect_others(
-    kvpolicy: Shell, monkeypatch: pytest.MonkeyPatch
+    kvpolicy: Shell, install: Install
 ) -> None:
-    real = metadata.entry_points
-    broken = EntryPoint("broken", "no_such_package:Thing", discovery.GROUP)
-
-    def with_broken(group: str) -> list[EntryPoint]:
-        return [*real(group=group), broken]
-
-    monkeypatch.setattr(metadata, "entry_points", with_broken)
+    install("odd", {discovery.GROUP: {"broken": "no_such_package:Thing"}})
     answer = kvpolicy("list")
     assert answer.status == 0
     line = next(line for line in answer.out.splitlines() if line.startswith("broken "))

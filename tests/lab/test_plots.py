@@ -27,15 +27,14 @@ def at(budget: float, series: str = "small", **changes: Any) -> Row:
 @pytest.mark.parametrize(
     "rows",
     [
-        [FULL],
-        [at(16)],
-        [FULL, at(16), at(32)],
-        [FULL, at(16), at(4096)],
-        [FULL, at(16, length=None)],
-        [at(16, series=f"policy {i}") for i in range(9)],
-        [],
+        pytest.param([FULL, at(16), at(4096, length=None)], id="far apart, one without a length"),
+        pytest.param([], id="nothing"),
+        pytest.param([FULL], id="reference only", marks=pytest.mark.slow),
+        pytest.param([at(16)], id="one point", marks=pytest.mark.slow),
+        pytest.param(
+            [at(16, series=f"policy {i}") for i in range(9)], id="many", marks=pytest.mark.slow
+        ),
     ],
-    ids=["reference only", "one point", "line", "far apart", "no length", "many", "nothing"],
 )
 def test_any_rows_can_be_drawn(tmp_path: Path, rows: list[Row]) -> None:
     png, svg = save_sweep_plots(rows, tmp_path, title="a title")
@@ -104,8 +103,15 @@ def drawn(monkeypatch: pytest.MonkeyPatch) -> list[Figure]:
     return figures
 
 
-@pytest.mark.parametrize("quantity", ["Accuracy", "Throughput of all slots, tokens/s", "frontier"])
-@pytest.mark.parametrize("width", [2.2, 6.9])
+@pytest.mark.parametrize(
+    ("width", "quantity"),
+    [
+        (2.2, "frontier"),
+        (6.9, "Accuracy"),
+        pytest.param(6.9, "frontier", marks=pytest.mark.slow),
+        pytest.param(2.2, "Throughput of all slots, tokens/s", marks=pytest.mark.slow),
+    ],
+)
 def test_twelve_long_series_fit_at_every_width(
     width: float, quantity: str, tmp_path: Path, drawn: list[Figure]
 ) -> None:
@@ -199,7 +205,7 @@ def test_neighbouring_budgets_leave_out_labels_that_would_touch(
 
 
 def test_a_figure_without_room_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(OutputError, match=r"0.6 x 0.6 inches has no room .* more width"):
+    with pytest.raises(OutputError, match=r"0\.6 x 0\.6"):
         save_curve(tmp_path / "a.png", points_of(["a"]), "A", is_share=True, size=Size(0.6, 0.6))
     assert not (tmp_path / "a.png").exists()
 
@@ -219,5 +225,5 @@ def test_a_policy_has_its_colour_in_every_figure(tmp_path: Path, drawn: list[Fig
 
 
 def test_an_unknown_format_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(OutputError, match=r"\.svg, \.pdf, \.png"):
+    with pytest.raises(OutputError, match=r"\.svg"):
         save_curve(tmp_path / "a.gif", [], "Accuracy", is_share=True, size=Size())

@@ -47,7 +47,7 @@ class Opened:
         self.requests: list[str] = []
         self._context = browser.new_context(**options)
         self.page = self._context.new_page()
-        self.page.set_default_timeout(15_000)
+        self.page.set_default_timeout(60_000)
         self.page.on("console", lambda message: self.complaints.append(message.text))
         self.page.on("pageerror", lambda error: self.complaints.append(str(error)))
         self.page.on("dialog", lambda dialog: self._note_dialog(dialog))

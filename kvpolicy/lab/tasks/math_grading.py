@@ -43,10 +43,14 @@ def grade_math(box: str, answer: str) -> bool:
 
 
 class Worker:
-    """A process that compares answers; it ends with this process."""
+    """A process that compares answers; it ends with this process.
+
+    Attributes:
+        wait_s: Seconds for one comparison.
+    """
 
     def __init__(self, wait_s: float = WAIT_S) -> None:
-        self._wait_s = wait_s
+        self.wait_s = wait_s
         self._process: subprocess.Popen[bytes] | None = None
 
     def grade(self, box: str, answer: str) -> bool:
@@ -56,7 +60,7 @@ class Worker:
         try:
             process.stdin.write(json.dumps([box, answer]).encode() + b"\n")
             process.stdin.flush()
-            verdict = self._read(self._wait_s)
+            verdict = self._read(self.wait_s)
         except OSError as error:
             self.close()
             msg = "the process that compares answers ended"
@@ -65,6 +69,11 @@ class Worker:
             return verdict
         msg = f"answers could not be compared: {verdict}"
         raise GradeError(msg)
+
+    @property
+    def pid(self) -> int | None:
+        """Number of the process, if there is one."""
+        return None if self._process is None else self._process.pid
 
     def close(self) -> None:
         """End the process."""

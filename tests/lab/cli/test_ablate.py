@@ -1,12 +1,15 @@
 """``kvpolicy ablate``: its files, its output and its default folder."""
 
+import contextlib
 import csv
+import io
 import json
 from pathlib import Path
 
 import pytest
 from shell import Shell, refusal
 
+from kvpolicy.cli.app import run
 from kvpolicy.lab.store.read import read_run
 from kvpolicy.lab.tasks.task import load_task
 
@@ -21,18 +24,25 @@ def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
-def test_the_folder_holds_all_documented_files(
-    kvpolicy: Shell, model_folder: Path, tmp_path: Path
-) -> None:
-    words = ("--model", model_folder, *SMALL, "--policies", "full,h2o", "--output", "out")
-    answer = kvpolicy("ablate", *words)
-    assert answer.status == 0, answer.err
-    out = tmp_path / "out"
+WORDS = ("ablate", *SMALL, "--policies", "full,h2o")
+
+
+@pytest.fixture(scope="module")
+def out(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run."""
+    folder = tmp_path_factory.mktemp("ablate") / "out"
+    words = (*WORDS, "--model", model_folder, "--output", folder)
+    with contextlib.redirect_stdout(io.StringIO()):
+        assert run([str(word) for word in words]) == 0
+    return folder
+
+
+def test_the_folder_holds_all_documented_files(model_folder: Path, out: Path) -> None:
     names = {"manifest.json", "samples.jsonl", "items.jsonl", "timings.jsonl"}
     names |= {"kept.jsonl", "table.json", "table.csv", "plot.png", "plot.svg"}
     assert names <= {path.name for path in out.iterdir()}
     manifest = json.loads((out / "manifest.json").read_text(encoding="utf-8"))
-    run, (session,) = manifest["run"], manifest["sessions"]
+    run, (session, *_) = manifest["run"], manifest["sessions"]
     (group,) = run["groups"]
     assert group["n"] == 3
     assert group["model"] == str(model_folder)
@@ -46,8 +56,43 @@ def test_the_folder_holds_all_documented_files(
         lines = list(csv.DictReader(file))
     table = json.loads((out / "table.json").read_text(encoding="utf-8"))
     assert [line["plan"] for line in lines] == [row["plan"] for row in table]
-    for label in ("full cache", "H2O", "95 % CI"):
+
+
+def test_the_same_command_again_shows_the_table_and_computes_nothing(
+    kvpolicy: Shell, model_folder: Path, out: Path
+) -> None:
+    words = (*WORDS, "--model", model_folder, "--output", out)
+    before = (out / "samples.jsonl").read_bytes()
+    answer = kvpolicy(*words)
+    assert answer.status == 0
+    for label in ("full cache", "H2O"):
         assert label in answer.out
+    assert (out / "samples.jsonl").read_bytes() == before
+    found = kvpolicy(*words, "--json").json
+    assert found.keys() == {"folder", "run", "table"}
+    assert found["folder"] == str(out)
+    assert [row["budget"] for row in found["table"]] == [None, 12, 20]
+    assert found["table"][0]["accuracy"].keys() == {"value", "low", "high"}
+
+
+def test_every_sample_carries_the_text_that_was_graded(out: Path) -> None:
+    lines = (out / "samples.jsonl").read_text(encoding="utf-8").splitlines()
+    samples = [json.loads(line) for line in lines]
+    task = load_task("reasoner")
+    items = task.examples(3, seed=0)
+    assert sorted(s["item"] for s in samples) == [0, 0, 0, 1, 1, 1, 2, 2, 2]
+    for sample in samples:
+        assert sample["correct"] == task.grade(sample["text"], items[sample["item"]])
+    assert {s["peak_rows"] <= 20 + 6 for s in samples if s["compactions"]} == {True}
+
+
+def test_the_folder_of_another_run_is_refused(
+    kvpolicy: Shell, model_folder: Path, out: Path
+) -> None:
+    before = {p.name: p.read_bytes() for p in out.iterdir()}
+    answer = kvpolicy(*WORDS, "--model", model_folder, "--output", out, "--n", 2)
+    assert "n is 3" in refusal(answer)
+    assert {p.name: p.read_bytes() for p in out.iterdir()} == before
 
 
 @pytest.mark.usefixtures("packs_small_products")
@@ -83,8 +128,7 @@ def test_compiled_steps_make_another_run_and_compiling_is_said(
     assert texts[0] == texts[1]
     assert kvpolicy(*words, "--compile", "--dry-run", "--json").json["left"] == 0
     refused = kvpolicy(*words, "--output", answer.json["folder"])
-    assert refused.status == 2
-    assert "dtype is float32, compiled there and float32 here" in refused.err
+    assert "float32, compiled" in refusal(refused)
 
 
 def test_a_missing_compiler_is_answered_before_a_sweep_begins(
@@ -95,9 +139,7 @@ def test_a_missing_compiler_is_answered_before_a_sweep_begins(
 
     monkeypatch.setattr("torch._inductor.cpp_builder.get_cpp_compiler", refuse)
     words = ("ablate", "--model", model_folder, *SMALL, "--policies", "full", "--compile")
-    refused = kvpolicy(*words, "--workers", 2)
-    assert refused.status == 2
-    assert "cannot be compiled: torch finds no C++ compiler that it can use" in refusal(refused)
+    assert "C++ compiler" in refusal(kvpolicy(*words, "--workers", 2))
     assert not list(tmp_path.iterdir())
 
 
@@ -114,59 +156,21 @@ def test_a_session_records_the_threads_that_are_used(
     assert [session["threads"] for session in manifest["sessions"]] == [3]
 
 
-def test_every_sample_carries_the_text_that_was_graded(
-    kvpolicy: Shell, model_folder: Path, tmp_path: Path
-) -> None:
-    kvpolicy("ablate", "--model", model_folder, *SMALL, "--policies", "h2o", "--output", "out")
-    lines = (tmp_path / "out" / "samples.jsonl").read_text(encoding="utf-8").splitlines()
-    samples = [json.loads(line) for line in lines]
-    task = load_task("reasoner")
-    items = task.examples(3, seed=0)
-    assert sorted(s["item"] for s in samples) == [0, 0, 1, 1, 2, 2]
-    for sample in samples:
-        assert sample["correct"] == task.grade(sample["text"], items[sample["item"]])
-        assert sample["peak_rows"] <= 20 + 6
-
-
-def test_json_has_the_documented_shape(kvpolicy: Shell, model_folder: Path) -> None:
-    words = ("--model", model_folder, *SMALL, "--policies", "h2o", "--output", "out", "--json")
-    found = kvpolicy("ablate", *words).json
-    assert found.keys() == {"folder", "run", "table"}
-    assert found["folder"] == "out"
-    assert [row["budget"] for row in found["table"]] == [12, 20]
-    assert found["table"][0]["accuracy"].keys() == {"value", "low", "high"}
-
-
 def test_the_same_settings_find_the_same_folder_and_others_another(
-    kvpolicy: Shell, model_folder: Path, tmp_path: Path
+    kvpolicy: Shell, model_folder: Path
 ) -> None:
-    words = ("ablate", "--model", model_folder, *SMALL, "--policies", "full")
-    first = kvpolicy(*words)
-    again = kvpolicy(*words)
-    assert again.status == 0
-    assert again.out == first.out
-    assert "nothing is computed again" in again.err
-    assert len(list((tmp_path / "kvpolicy-ablate").iterdir())) == 1
-    kvpolicy(*words, "--seed", 1)
-    assert len(list((tmp_path / "kvpolicy-ablate").iterdir())) == 2
-
-
-def test_the_folder_of_another_run_is_refused(
-    kvpolicy: Shell, model_folder: Path, tmp_path: Path
-) -> None:
-    words = ("ablate", "--model", model_folder, *SMALL, "--policies", "full", "--output", "out")
-    kvpolicy(*words)
-    before = {p.name: p.read_bytes() for p in (tmp_path / "out").iterdir()}
-    answer = kvpolicy(*words, "--n", 2)
-    assert answer.status == 2
-    assert "n is 3 there and 2 here" in answer.err
-    assert {p.name: p.read_bytes() for p in (tmp_path / "out").iterdir()} == before
+    words = ("ablate", "--model", model_folder, *SMALL, "--policies", "full", "--dry-run", "--json")
+    first, again, other = (kvpolicy(*words, "--seed", seed).json["folder"] for seed in (0, 0, 1))
+    assert first == again != other
 
 
 def test_plans_and_policies_are_compared_side_by_side(
     kvpolicy: Shell, model_folder: Path, tmp_path: Path
 ) -> None:
     (tmp_path / "mine.toml").write_text('budget = 15\nstack = ["streaming"]', encoding="utf-8")
+    single = ("ablate", "--model", model_folder, "--n", 1, "--plan", "mine.toml", "--json")
+    (alone,) = kvpolicy(*single).json["table"]
+    assert (alone["series"], alone["budget"]) == ("mine", 15)
     words = ("--model", model_folder, *SMALL, "--policies", "h2o+protect", "--plan", "mine.toml")
     table = kvpolicy("ablate", *words, "--set", "protect.n_recent=2", "--json").json["table"]
     # --budgets replaces the plan's own budget.
@@ -176,15 +180,6 @@ def test_plans_and_policies_are_compared_side_by_side(
         ("mine", 12),
         ("mine", 20),
     ]
-
-
-def test_a_plan_alone_is_run_at_its_own_budget(
-    kvpolicy: Shell, model_folder: Path, tmp_path: Path
-) -> None:
-    (tmp_path / "mine.toml").write_text('budget = 15\nstack = ["streaming"]', encoding="utf-8")
-    words = ("--model", model_folder, "--n", 2, "--max-new-tokens", 20, "--workers", 1)
-    table = kvpolicy("ablate", *words, "--plan", "mine.toml", "--json").json["table"]
-    assert [(row["series"], row["budget"]) for row in table] == [("mine", 15)]
 
 
 def test_samples_that_fail_are_counted_and_the_status_is_1(
@@ -204,26 +199,24 @@ def test_samples_that_fail_are_counted_and_the_status_is_1(
     assert row["n"] == 10
     assert 0 < row["num_errors"] < 10
     plain = kvpolicy("ablate", *words, "--workers", 1)
-    assert f"10 ({row['num_errors']} failed)" in plain.out
-    assert f"{row['num_errors']} samples failed; the first: the prompt has" in plain.err
+    assert f"{row['num_errors']} failed" in plain.out
+    assert f"{row['num_errors']} samples failed" in plain.err
 
 
-@pytest.mark.parametrize("prompt", ["1 " * 9000, "a\0b", "a\ud800b"], ids=["long", "nul", "half"])
-def test_a_cell_in_which_every_request_fails_is_reported(
-    kvpolicy: Shell, model_folder: Path, tmp_path: Path, prompt: str
+def test_cells_in_which_every_request_fails_are_reported(
+    kvpolicy: Shell, model_folder: Path, tmp_path: Path
 ) -> None:
-    example = json.dumps({"prompt": prompt, "answer": "1"})
-    (tmp_path / "hard.jsonl").write_text(f"{example}\n", encoding="utf-8")
+    prompts = ("1 " * 9000, "a\0b", "a\ud800b")
+    lines = [json.dumps({"prompt": prompt, "answer": "1"}) for prompt in prompts]
+    (tmp_path / "hard.jsonl").write_text("\n".join(lines), encoding="utf-8")
     words = ("--model", model_folder, "--task", "hard.jsonl:chat=false,grader=exact")
     more = ("--policies", "full,h2o", "--budgets", 16, "--buffer", 8, "--output", "out")
     for _ in range(2):  # the stored run, too
         answer = kvpolicy("ablate", *words, *more, "--workers", 1, "--json")
         assert answer.status == 1
-        assert "2 samples failed; the first: " in answer.err
-        assert [(row["num_errors"], row["throughput_tok_s"]) for row in answer.json["table"]] == [
-            (1, None),
-            (1, None),
-        ]
+        assert "6 samples failed" in answer.err
+        found = [(row["num_errors"], row["throughput_tok_s"]) for row in answer.json["table"]]
+        assert found == [(3, None), (3, None)]
     assert kvpolicy("results", "table", "out").status == 0
     assert kvpolicy("report", "out").status == 0
     assert kvpolicy("plot", "out", "--to", "out.png").status == 0

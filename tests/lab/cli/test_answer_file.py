@@ -1,15 +1,17 @@
 """``kvpolicy run --output``: each prompt answered once, in order, whatever interrupts it."""
 
 import json
-import random
 import signal
 import sys
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
-from child_process import Ended, run_in_child
+from child_process import Ended, Kill, run_in_child
 from commands import _plugins_of_one_test, kvpolicy, model_folder
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from kill_plugin import Fuse
 from shell import Shell, refusal
 from small_disk import fill, on_small_disk
@@ -21,7 +23,8 @@ from kvpolicy.plan.plan import Plan
 __all__ = ["_plugins_of_one_test", "kvpolicy", "model_folder"]
 
 H2O = ("--policy", "h2o", "--budget", 12, "--buffer", 6, "--max-new-tokens", 30, "--slots", 3)
-NUM = 14
+NUM = 8
+KILLS = st.builds(Kill, st.integers(1, 30), st.booleans())  # a run has fewer steps than 30
 
 on_linux = pytest.mark.skipif(sys.platform != "linux", reason="forks its children")
 
@@ -96,42 +99,37 @@ def test_the_same_command_again_computes_nothing(
 ) -> None:
     first = kvpolicy(*words)
     content = (tmp_path / "out.jsonl").read_bytes()
-    assert "14 prompts, into " in first.err
-    assert "14 answers in " in first.err
+    assert f"{NUM} prompts" in first.err
+    assert f"{NUM} answers" in first.err
     assert (tmp_path / "out.jsonl.run" / "manifest.json").exists()
-    again = kvpolicy(*words)
-    assert again.status == 1
-    assert "nothing was left to compute" in again.err
+    assert kvpolicy(*words).status == 1
     assert (tmp_path / "out.jsonl").read_bytes() == content
     assert kvpolicy(*words, "--json").json["workers"] == []
 
 
-@pytest.mark.parametrize(
-    ("more", "differs"),
-    [
-        (("--budget", 14), "plan is "),
-        (("--max-new-tokens", 31), "max_new_tokens is 30 there and 31 here"),
-        (("--seed", 4), "seed is 0 there and 4 here"),
-        (("--stop", "x"), "stop differ"),
-        (("--dtype", "bfloat16"), "fingerprint of the model is "),
-        ((), "prompts is "),
-    ],
-    ids=str,
-)
 def test_another_run_is_refused_and_replaced_if_that_is_wanted(
-    kvpolicy: Shell, words: list[object], tmp_path: Path, more: tuple[object, ...], differs: str
+    kvpolicy: Shell, words: list[object], tmp_path: Path
 ) -> None:
     write(tmp_path, *records(8))
     kvpolicy(*words)
-    content, before = (tmp_path / "out.jsonl").read_bytes(), (tmp_path / "out.jsonl").stat()
-    if not more:
-        write(tmp_path, *records(8)[::-1])
-    sentence = refusal(kvpolicy(*words, *more))
-    assert differs in sentence
-    assert "or --overwrite to begin again, or another file with --output" in sentence
-    assert (tmp_path / "out.jsonl").read_bytes() == content
-    assert "8 answers in " in kvpolicy(*words, *more, "--overwrite").err
-    assert (tmp_path / "out.jsonl").stat().st_ino != before.st_ino
+    output = tmp_path / "out.jsonl"
+    content, before = output.read_bytes(), output.stat()
+    for more, named in (
+        (("--budget", 14), "plan"),
+        (("--max-new-tokens", 31), "max_new_tokens"),
+        (("--seed", 4), "seed"),
+        (("--stop", "x"), "stop"),
+        (("--dtype", "bfloat16"), "model"),
+    ):
+        sentence = refusal(kvpolicy(*words, *more))
+        assert all(word in sentence for word in (named, "--overwrite", "--output"))
+    write(tmp_path, *records(8)[::-1])
+    assert "prompts" in refusal(kvpolicy(*words))
+    assert output.read_bytes() == content
+    assert kvpolicy(*words, "--overwrite").status == 1
+    assert output.stat().st_ino != before.st_ino
+    ids = [record.get("id", number) for number, record in enumerate(records(8)[::-1])]
+    assert [one["id"] for one in read(output)] == ids
 
 
 def test_other_slots_continue_the_same_run(
@@ -139,7 +137,7 @@ def test_other_slots_continue_the_same_run(
 ) -> None:
     write(tmp_path, *records(8))
     kvpolicy(*words)
-    assert "nothing was left" in kvpolicy(*words, "--slots", 1, "--keep-going").err
+    assert kvpolicy(*words, "--slots", 1, "--keep-going", "--json").json["workers"] == []
 
 
 # With a prefix store
@@ -152,7 +150,9 @@ def alike(num: int = 10) -> list[dict[str, Any]]:
     return [{"prompt": f"{SYSTEM} tea is {i}. What is tea?"} for i in range(num)]
 
 
-@pytest.mark.parametrize("policy", ["h2o", "snapkv", "full"])
+@pytest.mark.parametrize(
+    "policy", ["h2o", *(pytest.param(name, marks=pytest.mark.slow) for name in ("snapkv", "full"))]
+)
 def test_with_a_prefix_store_the_output_is_the_same(
     kvpolicy: Shell, words: list[object], tmp_path: Path, policy: str
 ) -> None:
@@ -174,15 +174,14 @@ def test_with_a_prefix_store_the_output_is_the_same(
     assert summary["reused_tokens"] == worker["reused_tokens"] > 9 * 16
     assert worker["prefix_store"]["reused_tokens"] == summary["reused_tokens"]
     assert worker["prefix_store"]["hits"] > 0 == worker["prefix_store"]["turns"]
-    share = f"reused {summary['reused_tokens']:,} of {summary['prompt_tokens']:,} prompt tokens ("
-    assert share in again.err
+    assert f"{summary['reused_tokens']:,} of {summary['prompt_tokens']:,}" in again.err
 
 
 def test_a_session_with_a_prefix_store_continues_one_without(
     kvpolicy: Shell, words: list[object], tmp_path: Path
 ) -> None:
     kvpolicy(*words)
-    assert "nothing was left to compute" in kvpolicy(*words, *CACHE).err
+    assert kvpolicy(*words, *CACHE, "--json").json["workers"] == []
 
 
 def test_the_folder_of_a_prefix_store_is_found_by_the_next_file(
@@ -201,14 +200,11 @@ def test_the_folder_of_a_prefix_store_is_found_by_the_next_file(
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (("--prefix-block", 8), "--prefix-block was given without --prefix-cache"),
-        ((*CACHE, "--prefix-eviction", "lro"), "no block eviction is named 'lro'"),
-        ((*CACHE, "--prefix-spill", "/dev/null/a"), "cannot be used: Not a directory; choose"),
-        ((*CACHE, "--prefix-eviction", "lro", "--on", "ray"), "no block eviction is named 'lro'"),
-        (
-            (*CACHE, "--prefix-spill", "a", "--on", "ray"),
-            "--prefix-spill was given for workers on Ray, which cannot share a folder; remove it",
-        ),
+        (("--prefix-block", 8), "--prefix-cache"),
+        ((*CACHE, "--prefix-eviction", "lro"), "'lro'"),
+        ((*CACHE, "--prefix-spill", "/dev/null/a"), "/dev/null/a"),
+        ((*CACHE, "--prefix-eviction", "lro", "--on", "ray"), "'lro'"),
+        ((*CACHE, "--prefix-spill", "a", "--on", "ray"), "--prefix-spill"),
     ],
 )
 def test_wrong_stores_are_refused_before_a_model_is_loaded(
@@ -218,6 +214,7 @@ def test_wrong_stores_are_refused_before_a_model_is_loaded(
 
 
 @on_linux
+@pytest.mark.slow
 def test_a_full_disk_of_a_prefix_store_changes_no_answer(
     kvpolicy: Shell, words: list[object], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -232,10 +229,9 @@ def test_a_full_disk_of_a_prefix_store_changes_no_answer(
         fill(folder)
         ended = kvpolicy(*words, "--overwrite")
         assert ended.status == 0
-        full = f"{folder}: No space left on device"
         (warning,) = (record.getMessage() for record in caplog.records)
-        assert f"writes no more blocks to {full}; it goes on in memory" in warning
-        assert ended.err.splitlines()[-1].endswith(f"; no more blocks are written to {full}.")
+        assert str(folder) in warning
+        assert str(folder) in ended.err.splitlines()[-1]
 
     on_small_disk(folder, 1 << 20, body)
     assert (tmp_path / "out.jsonl").read_bytes() == expected
@@ -243,34 +239,39 @@ def test_a_full_disk_of_a_prefix_store_changes_no_answer(
 
 @on_linux
 @pytest.mark.parametrize(
-    ("seed", "more"),
-    [(0, ()), (0, CACHE), pytest.param(1, (), marks=pytest.mark.slow)],
-    ids=["plain", "prefix store", "plain, again"],
+    "more", [(), pytest.param(CACHE, marks=pytest.mark.slow)], ids=["plain", "prefix store"]
 )
-def test_killed_at_random_moments_no_answer_is_lost_or_doubled(
-    words: list[object], tmp_path: Path, expected: bytes, seed: int, more: tuple[object, ...]
+@given(kills=st.lists(KILLS, min_size=1, max_size=2))
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_killed_at_any_steps_no_answer_is_lost_or_doubled(
+    words: list[object],
+    tmp_path: Path,
+    expected: bytes,
+    more: tuple[object, ...],
+    kills: list[Kill],
 ) -> None:
-    words = [*words, *more, *(("--prefix-spill", tmp_path / "prefixes") if more else ())]
-    draw, kills, done = random.Random(seed), 0, 0
-    for attempt in range(60):
-        patience = draw.uniform(0.01, 0.1) * 1.2**attempt  # long enough at last on any machine
-        ended = run_in_child(tmp_path, *words, kill_after_s=patience)
-        journal = tmp_path / "out.jsonl.run" / "answers.jsonl"
-        if ended.status == 1:
-            break
-        assert ended.status == -signal.SIGKILL, ended.err
-        kills += 1
-        content = journal.read_bytes() if journal.exists() else b""
-        numbers = [json.loads(line)["index"] for line in content.split(b"\n")[:-1]]
-        assert len(set(numbers)) == len(numbers) >= done
-        done = len(numbers)
-    else:
-        pytest.fail("the run did not end")
-    assert kills
-    assert (tmp_path / "out.jsonl").read_bytes() == expected
+    with TemporaryDirectory(dir=tmp_path) as name:
+        folder = Path(name)
+        again = [*words, *more, "--output", folder / "out.jsonl"]
+        again += ["--prefix-spill", folder / "prefixes"] if more else []
+        journal, done = folder / "out.jsonl.run" / "answers.jsonl", 0
+        for kill in kills:
+            ended = run_in_child(folder, *again, kill=kill)
+            assert ended.status in (1, -signal.SIGKILL), ended.err
+            if ended.status == 1:
+                break
+            content = journal.read_bytes() if journal.exists() else b""
+            numbers = [json.loads(line)["index"] for line in content.split(b"\n")[:-1]]
+            assert len(set(numbers)) == len(numbers)
+            if journal.exists() or not (folder / "out.jsonl").exists():
+                assert len(numbers) >= done
+                done = len(numbers)
+        assert run_in_child(folder, *again).status == 1
+        assert (folder / "out.jsonl").read_bytes() == expected
 
 
 @on_linux
+@pytest.mark.slow
 def test_killed_at_a_compaction_it_continues_behind_what_was_answered(
     words: list[object], tmp_path: Path
 ) -> None:
@@ -288,8 +289,7 @@ def test_killed_at_a_compaction_it_continues_behind_what_was_answered(
     assert sizes == sorted(set(sizes)), "every session has answered some"
     journal.write_bytes(journal.read_bytes()[:-5])
     ended = run_in_child(tmp_path, *words)
-    assert f"continuing in {tmp_path}/out.jsonl.run: {sizes[-1] - 1} of {NUM}" in ended.err
-    assert "the last line of" in ended.err
+    assert f"{sizes[-1] - 1} of {NUM}" in ended.err
     expected = (tmp_path / "undisturbed.jsonl").read_bytes()
     assert (tmp_path / "out.jsonl").read_bytes() == expected
     manifest = json.loads((tmp_path / "out.jsonl.run" / "manifest.json").read_text())
@@ -300,14 +300,12 @@ def test_killed_at_a_compaction_it_continues_behind_what_was_answered(
 def test_ctrl_c_says_what_is_kept_and_how_to_continue(words: list[object], tmp_path: Path) -> None:
     fuse = Fuse(tmp_path)
     words = [*words[:7], "--plugin", fuse.plugin, "--policy", "fused", *words[9:]]
-    fuse.light(25, signal.SIGINT)
+    fuse.light(20, signal.SIGINT)
     ended = run_in_child(tmp_path, *words)
     assert ended.status == 130
     kept = (tmp_path / "out.jsonl.run" / "answers.jsonl").read_bytes().count(b"\n")
-    assert ended.err.splitlines()[-1] == (
-        f"kvpolicy: interrupted; {kept} of {NUM} answers are kept in {tmp_path}/out.jsonl.run; "
-        "run the same command again to continue."
-    )
+    sentence = ended.err.splitlines()[-1]
+    assert all(part in sentence for part in (f"{kept} of {NUM} answers", f"{tmp_path}/out.jsonl"))
     assert 0 < kept < NUM
     assert "Traceback" not in ended.err
     assert run_in_child(tmp_path, *words).status == 1
@@ -315,16 +313,14 @@ def test_ctrl_c_says_what_is_kept_and_how_to_continue(words: list[object], tmp_p
 
 
 @on_linux
-@pytest.mark.parametrize("most_bytes", [1500, 2600])
+@pytest.mark.parametrize("most_bytes", [1000, pytest.param(1500, marks=pytest.mark.slow)])
 def test_a_full_disk_is_one_sentence_and_the_run_is_resumable(
     words: list[object], tmp_path: Path, expected: bytes, most_bytes: int
 ) -> None:
     ended = run_in_child(tmp_path, *words, most_bytes=most_bytes)
     assert ended.status == 2, ended.err
     sentence = ended.err.splitlines()[-1]
-    assert "answers.jsonl cannot be written: File too large" in sentence
-    assert f"of {NUM} answers are kept in " in sentence
-    assert sentence.endswith("run the same command again to continue.")
+    assert all(part in sentence for part in ("answers.jsonl", f"of {NUM} answers"))
     assert "Traceback" not in ended.err
     assert not list(tmp_path.rglob("*.new"))
     ended: Ended = run_in_child(tmp_path, *words)
@@ -353,10 +349,9 @@ def test_a_policy_that_fails_ends_the_run_or_its_prompts(
     ended = kvpolicy(*words)
     assert ended.status == 2
     assert "odd" in ended.err
-    assert "1 of 3 answers are kept in " in ended.err.splitlines()[-1]
+    assert "1 of 3 answers" in ended.err.splitlines()[-1]
     ended = kvpolicy(*words, "--keep-going")
     assert ended.status == 1
-    assert "continuing in " in ended.err
     answers = read(tmp_path / "out.jsonl")
     assert [one["id"] for one in answers] == ["short", "long", "other"]
     assert [one["finish_reason"] for one in answers] == ["length", "error", "length"]
@@ -366,19 +361,19 @@ def test_a_policy_that_fails_ends_the_run_or_its_prompts(
 ODD = {
     "a line that is not JSON": ('{"prompt": "x"}\n{"prompt": ', (), "line 2 of "),
     "a limit below 1": ('{"prompt": "x", "max_new_tokens": 0}', (), "line 1 of "),
-    "two ids alike": ('{"prompt": "x"}\n{"id": 0, "prompt": "x"}', (), "have the id 0"),
-    "no prompt": ("\n", (), "has no prompt"),
-    "no file": (None, (), "cannot be read"),
-    "no template": ('{"messages": [{"role": "user", "content": "x"}]}', (), "no chat template"),
-    "chat": ('{"prompt": "x"}', ("--chat",), "no chat template"),
-    "standard input": ('{"prompt": "x"}', ("--prompts", "-"), "a second time"),
-    "another prompt": ('{"prompt": "x"}', ("hi",), "--output is for the answers of a file"),
-    "in order": ('{"prompt": "x"}', ("--in-order",), "--in-order is for results that are printed"),
-    "split": ('{"prompt": "x"}', ("--tensor-parallel",), "--tensor-parallel is for results"),
-    "workers here": ('{"prompt": "x"}', ("--workers", 2), "--workers is for Ray"),
-    "resources here": ('{"prompt": "x"}', ("--cpus-per-worker", 2), "--cpus-per-worker applies"),
-    "no folder": ('{"prompt": "x"}', ("--output", "none/out"), "there is no folder none"),
-    "heat": ('{"prompt": "x"}', ("--top-p", 0), "top_p=0"),
+    "two ids alike": ('{"prompt": "x"}\n{"id": 0, "prompt": "x"}', (), "id 0"),
+    "no prompt": ("\n", (), "prompt"),
+    "no file": (None, (), "prompts.jsonl"),
+    "no template": ('{"messages": [{"role": "user", "content": "x"}]}', (), "chat template"),
+    "chat": ('{"prompt": "x"}', ("--chat",), "chat template"),
+    "standard input": ('{"prompt": "x"}', ("--prompts", "-"), "--output"),
+    "another prompt": ('{"prompt": "x"}', ("hi",), "--output"),
+    "in order": ('{"prompt": "x"}', ("--in-order",), "--in-order"),
+    "split": ('{"prompt": "x"}', ("--tensor-parallel",), "--tensor-parallel"),
+    "workers here": ('{"prompt": "x"}', ("--workers", 2), "--workers"),
+    "resources here": ('{"prompt": "x"}', ("--cpus-per-worker", 2), "--cpus-per-worker"),
+    "no folder": ('{"prompt": "x"}', ("--output", "none/out"), "none"),
+    "heat": ('{"prompt": "x"}', ("--top-p", 0), "top_p"),
     "a wrong plan": ('{"prompt": "x"}', ("--set", "h2o.none=1"), "none"),
 }
 
@@ -400,7 +395,7 @@ def test_the_prompts_are_never_overwritten(
     path = tmp_path / "prompts.jsonl"
     content = path.read_bytes()
     sentence = refusal(kvpolicy(*words, "--output", path, "--overwrite"))
-    assert "is the file of the prompts; choose another one with --output" in sentence
+    assert all(part in sentence for part in (str(path), "--output"))
     assert path.read_bytes() == content
 
 
@@ -408,4 +403,5 @@ def test_the_prompts_are_never_overwritten(
 @pytest.mark.parametrize("more", ["--overwrite", "--on ray", "--workers 2", "--ray-address auto"])
 def test_options_of_an_output_need_one(kvpolicy: Shell, more: str) -> None:
     option = more if more == "--on ray" else more.split()[0]
-    assert f"{option} needs --output FILE" in refusal(kvpolicy("run", "hi", *more.split()))
+    sentence = refusal(kvpolicy("run", "hi", *more.split()))
+    assert all(part in sentence for part in (option, "--output"))

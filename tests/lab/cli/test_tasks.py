@@ -145,7 +145,7 @@ def test_programs_are_run_on_request_only(kvpolicy: Shell, r1_folder: Path, any_
     assert [sample["correct"] for sample in samples_of("out")] == [False, False]
     (session,) = json.loads(Path("out/manifest.json").read_text(encoding="utf-8"))["sessions"]
     assert session["sandbox"] == any_wall.name
-    assert f"Programs that the model writes run in {any_wall.name}." in allowed.err
+    assert any_wall.name in allowed.err
 
 
 def test_the_sandbox_is_named(kvpolicy: Shell, any_wall: Wall) -> None:

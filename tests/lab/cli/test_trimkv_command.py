@@ -48,10 +48,10 @@ def test_ctrl_c_keeps_what_is_saved_and_the_same_command_ends_alike(
         patch.setattr(Trainer, "_step", interrupted)
         answer = kvpolicy(*words)
     assert answer.status == 130
-    assert "interrupted; step 2 is saved" in answer.err
+    assert "step 2" in answer.err
     assert not stopped.exists()
     other = kvpolicy(*words, "--lr", 0.01)
-    assert "is of another run (lr was 0.003 and is 0.01)" in refusal(other)
+    assert "lr was 0.003" in refusal(other)
     again = kvpolicy(*words)
     assert again.status == 0, again.err
     assert "going on after step 2" in again.err
@@ -101,7 +101,7 @@ def test_gates_of_another_size_are_refused_by_a_run(
         "run", "1+1=", "--policy", "trimkv", "--budget", 16, "--set", f"trimkv.gates={file}"
     )
     assert answer.status != 0
-    assert "train gates for this model with `kvpolicy trimkv train`" in answer.err
+    assert "kvpolicy trimkv train" in answer.err
     assert "Traceback" not in answer.err
 
 

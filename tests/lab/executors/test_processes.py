@@ -66,7 +66,7 @@ def test_a_user_error_is_raised_unchanged() -> None:
 
     with (
         WorkerProcesses(refuse, 2) as pool,
-        pytest.raises(KVPolicyError, match="cell 0 cannot be"),
+        pytest.raises(KVPolicyError, match="cell 0"),
     ):
         list(pool.run_jobs(JOBS[:1]))
 
@@ -89,7 +89,7 @@ def test_a_killed_worker_is_reported() -> None:
         os._exit(9)
         yield
 
-    with WorkerProcesses(vanish, 2) as pool, pytest.raises(KVPolicyError, match="was killed"):
+    with WorkerProcesses(vanish, 2) as pool, pytest.raises(KVPolicyError, match="killed"):
         list(pool.run_jobs(JOBS))
 
 
@@ -104,7 +104,7 @@ def test_a_worker_killed_between_two_jobs_is_reported() -> None:
         assert isinstance(next(events), SampleMeasured)
         # It finishes its first job and is gone before the second.
         pool._processes[0].join()
-        with pytest.raises(KVPolicyError, match="was killed"):
+        with pytest.raises(KVPolicyError, match="killed"):
             list(events)
 
 
@@ -112,7 +112,7 @@ def test_a_worker_killed_before_its_first_job_is_reported() -> None:
     with WorkerProcesses(echo, 1) as pool:
         pool._processes[0].kill()
         pool._processes[0].join()
-        with pytest.raises(KVPolicyError, match="was killed"):
+        with pytest.raises(KVPolicyError, match="killed"):
             list(pool.run_jobs(JOBS))
 
 
@@ -130,7 +130,7 @@ def test_a_worker_killed_in_the_middle_of_a_message_is_reported() -> None:
                 pass
         pool._processes[0].kill()
         pool._processes[0].join()
-        with pytest.raises(KVPolicyError, match="was killed"):
+        with pytest.raises(KVPolicyError, match="killed"):
             list(events)
 
 

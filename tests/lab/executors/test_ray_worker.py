@@ -145,7 +145,7 @@ def test_a_policy_with_other_code_is_refused(
     plugin.write_text(PLUGIN.replace("float()", "double()"), encoding="utf-8")
     other = this_config()
     assert isinstance(list(begun(same).run_job(sent(sweep), job))[-1], JobFinished)
-    with pytest.raises(KVPolicyError, match="a policy of 'sent' has different code") as caught:
+    with pytest.raises(KVPolicyError, match="'sent'") as caught:
         list(begun(other).run_job(sent(sweep), job))
     assert str(caught.value).startswith(HERE)
 
@@ -159,7 +159,7 @@ def test_a_worker_describes_its_machine() -> None:
 
 
 def test_another_version_is_refused() -> None:
-    with pytest.raises(KVPolicyError, match=r"9\.9 here; install the same version") as caught:
+    with pytest.raises(KVPolicyError, match=r"9\.9") as caught:
         Worker(with_setup(version="9.9")).begin()
     assert str(caught.value).startswith(HERE)
 
@@ -216,9 +216,8 @@ def test_another_model_of_the_same_name_is_refused(model_folder: Path) -> None:
     message = str(caught.value)
     found = setting.model.fingerprint
     assert message.startswith(HERE)
-    assert f"its fingerprint is {found} there and {'0' * 16} in this run" in message
-    assert "its device is cpu there and cuda:0 in this run" in message
-    assert "its dtype is float32 there and float16 in this run" in message
+    assert found in message
+    assert all(word in message for word in ("fingerprint", "cuda:0", "float32", "float16"))
 
 
 def test_a_worker_compiles_if_the_run_does(model_folder: Path, no_compiler: None) -> None:
@@ -232,7 +231,7 @@ def test_a_worker_compiles_if_the_run_does(model_folder: Path, no_compiler: None
     assert last.report is not None
     assert last.report.path == "static, compiled"
     assert last.report.compile_s > 0
-    wanted = "its dtype is float32 there and float32, compiled in this run"
+    wanted = "dtype.*float32, compiled"
     with pytest.raises(KVPolicyError, match=wanted):
         list(begun().run_job(sent(sweep), job))
 

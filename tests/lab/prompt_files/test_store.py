@@ -120,7 +120,7 @@ def test_another_run_is_refused_with_what_differs(tmp_path: Path) -> None:
     with opened(output) as store:
         store.add([(0, answer(0))])
     other = RUN | {"seed": 1, "stop": ["a"]}
-    with pytest.raises(OutputError, match=r"seed is 0 there and 1 here; stop differ.*--overwrite"):
+    with pytest.raises(OutputError, match=r"seed.*stop.*--overwrite"):
         opened(output, other)
     with opened(output) as store:
         assert store.num_answered == 1, "nothing was changed"
@@ -144,7 +144,7 @@ def test_overwriting_keeps_a_complete_output_until_the_new_one_is_complete(tmp_p
 def test_a_file_of_somebody_else_is_kept_without_overwrite(tmp_path: Path) -> None:
     output = tmp_path / "a.jsonl"
     output.write_text("mine")
-    with pytest.raises(OutputError, match=r"exists, and is of no run.*--overwrite"):
+    with pytest.raises(OutputError, match="--overwrite"):
         opened(output)
     assert output.read_text() == "mine"
     assert not (tmp_path / "a.jsonl.run").exists()
@@ -156,7 +156,7 @@ def test_a_file_of_somebody_else_is_kept_without_overwrite(tmp_path: Path) -> No
 def test_an_output_that_was_changed_is_refused(tmp_path: Path, content: str) -> None:
     answer_all(tmp_path / "a.jsonl", [*range(NUM)])
     (tmp_path / "a.jsonl").write_text(content)
-    with pytest.raises(OutputError, match=r"output file .* was changed"):
+    with pytest.raises(OutputError, match=r"a\.jsonl"):
         opened(tmp_path / "a.jsonl")
 
 
@@ -166,7 +166,7 @@ def test_a_damaged_line_of_the_journal_is_named(tmp_path: Path, line: str) -> No
         store.add([(0, answer(0))])
     path = tmp_path / "a.jsonl.run" / "answers.jsonl"
     path.write_text(f"{path.read_text()}{line}\n")
-    with pytest.raises(ResultsError, match="is damaged"):
+    with pytest.raises(ResultsError, match=r"answers\.jsonl"):
         opened(tmp_path / "a.jsonl")
 
 
@@ -178,14 +178,14 @@ def test_a_damaged_manifest_is_refused_and_can_be_overwritten(tmp_path: Path, co
     with pytest.raises(ResultsError, match=r"manifest\.json"):
         opened(tmp_path / "a.jsonl")
     (tmp_path / "a.jsonl.run" / "manifest.json").unlink()
-    with pytest.raises(OutputError, match=r"manifest\.json is missing"):
+    with pytest.raises(OutputError, match=r"manifest\.json"):
         opened(tmp_path / "a.jsonl")
     with opened(tmp_path / "a.jsonl", overwrite=True) as store:
         assert store.num_answered == 0
 
 
 def test_two_processes_cannot_write_the_same_answers(tmp_path: Path) -> None:
-    with opened(tmp_path / "a.jsonl"), pytest.raises(OutputError, match="another kvpolicy process"):
+    with opened(tmp_path / "a.jsonl"), pytest.raises(OutputError, match=r"a\.jsonl"):
         opened(tmp_path / "a.jsonl")
     lock_folder(tmp_path / "a.jsonl.run").release()
     with opened(tmp_path / "a.jsonl"), opened(tmp_path / "b.jsonl"):
@@ -198,19 +198,19 @@ def test_outputs_that_can_never_be_written_are_refused(tmp_path: Path) -> None:
     (tmp_path / "taken.run").touch()
     (tmp_path / "link").symlink_to("gone/a.jsonl")
     refused = {
-        prompts: "is the file of the prompts",
-        tmp_path: "is no regular file",
-        Path("/dev/null"): "is no regular file",
-        tmp_path / "none" / "a": "there is no folder",
-        prompts / "a": "no folder",
-        tmp_path / "taken": "taken.run is a file",
-        tmp_path / "link": f"there is no folder {tmp_path}/gone",
-        tmp_path / ("x" * 300): "cannot be written",
-        Path("/proc/a"): "cannot be written",
+        prompts: "p.jsonl",
+        tmp_path: str(tmp_path),
+        Path("/dev/null"): "/dev/null",
+        tmp_path / "none" / "a": f"{tmp_path}/none",
+        prompts / "a": f"{prompts}",
+        tmp_path / "taken": "taken.run",
+        tmp_path / "link": f"{tmp_path}/gone",
+        tmp_path / ("x" * 300): "xxx",
+        Path("/proc/a"): "/proc/a",
     }
-    for output, problem in refused.items():
-        with pytest.raises(OutputError, match="output file") as caught:
+    for output, named in refused.items():
+        with pytest.raises(OutputError, match="--output") as caught:
             check_output(output, str(prompts))
-        assert problem in str(caught.value)
+        assert named in str(caught.value)
     check_output(tmp_path / "a.jsonl", str(prompts))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["link", "p.jsonl", "taken.run"]

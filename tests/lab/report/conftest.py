@@ -12,6 +12,16 @@ from kvpolicy.lab.report.build import build
 from kvpolicy.lab.store.read import read_run
 
 
+@pytest.hookimpl(tryfirst=True)  # before tests are chosen by their marks
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark the tests of this folder that run a browser as slow."""
+    for item in items:
+        if Path(__file__).parent in item.path.parents and "browser" in getattr(
+            item, "fixturenames", ()
+        ):
+            item.add_marker(pytest.mark.slow)
+
+
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
     with browser_of_tests() as browser:

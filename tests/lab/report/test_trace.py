@@ -19,6 +19,9 @@ _ASSETS = files("kvpolicy.lab.report") / "assets"
 words = st.text("ab\N{GRINNING FACE}\N{SMILING FACE WITH OPEN MOUTH}", max_size=9)
 
 
+pytestmark = pytest.mark.slow  # runs a browser
+
+
 @pytest.fixture(scope="module")
 def page() -> Iterator[Any]:
     read = lambda name: _MAIN if name == "dev" else (_ASSETS / f"{name}.js").read_text()  # noqa: E731

@@ -106,6 +106,7 @@ def test_programs_of_contests_work(wall: Wall, what: str) -> None:
         ("def broken(:", "SyntaxError"),
         ("import torch", "No module named 'torch'"),
         ("import os; os.abort()", ""),
+        ("input()", "EOFError"),
     ],
 )
 def test_programs_fail_as_elsewhere(wall: Wall, source: str, reason: str) -> None:
@@ -124,20 +125,16 @@ STUBBORN = (
 )
 
 
-@pytest.mark.parametrize(
-    "source", ["while True: pass", "import time; time.sleep(60)", STUBBORN, "input(input())"]
-)
+@pytest.mark.parametrize("source", ["while True: pass", "import time; time.sleep(300)", STUBBORN])
 def test_a_program_that_does_not_end_is_ended(wall: Wall, source: str) -> None:
-    begun = time.monotonic()
-    finished = run_program(source, "x\n", time_s=0.5)
-    assert finished.ending == ("failed" if "input" in source else "timeout")
-    assert time.monotonic() - begun < 10
+    # Half a second is too short on no machine: none of them ends.
+    assert run_program(source, "", time_s=0.5).ending == "timeout"
     assert confined_below(os.getpid()) == []
 
 
 def test_processor_time_is_limited_by_the_kernel(wall: Wall) -> None:
     source = "import resource; print(resource.getrlimit(resource.RLIMIT_CPU))"
-    assert run_program(source, "", time_s=1.5).stdout == "(2, 2)\n"
+    assert run_program(source, "", time_s=59.5).stdout == "(60, 60)\n"
 
 
 def test_what_is_written_is_limited_as_a_whole(wall: Wall) -> None:
@@ -267,15 +264,15 @@ def confined_below(process: int, *, asleep: bool = False) -> list[int]:
 
 def test_a_wall_with_a_hole_is_not_used(wall: Wall) -> None:
     allow_all = bytes.fromhex("060000000000ff7f")
-    with pytest.raises(TaskError, match=f"{wall.name} does not hold here"):
+    with pytest.raises(TaskError, match=re.escape(wall.name)):
         run._try(attrs.evolve(wall, filter=allow_all))
 
 
 def test_a_wall_that_does_not_stand_starts_no_program(wall: Wall) -> None:
-    with pytest.raises(TaskError, match="did not start a program"):
+    with pytest.raises(TaskError, match=re.escape(wall.name)):
         run._run(attrs.evolve(wall, filter=b""), "print(1)", "", time_s=9, memory_bytes=2**30)
     broken = attrs.evolve(wall, command=["/nonexistent/program"])
-    with pytest.raises(TaskError, match="cannot be started"):
+    with pytest.raises(TaskError, match="nonexistent"):
         run._run(broken, "print(1)", "", time_s=9, memory_bytes=2**30)
 
 
@@ -295,7 +292,7 @@ def test_without_bubblewrap_and_pyseccomp_programs_are_refused(
 ) -> None:
     monkeypatch.setenv("PATH", "/nonexistent")
     monkeypatch.setitem(sys.modules, "pyseccomp", None)
-    with pytest.raises(TaskError, match="none on this machine: bubblewrap is not installed") as why:
+    with pytest.raises(TaskError, match="bubblewrap") as why:
         run.find_wall()
     assert "kvpolicy[tasks]" in str(why.value)
     assert "apt-get install bubblewrap" in str(why.value)
@@ -311,14 +308,14 @@ def test_a_missing_library_is_named(monkeypatch: pytest.MonkeyPatch, error: Exce
 
     monkeypatch.delitem(sys.modules, "pyseccomp", raising=False)
     monkeypatch.setattr(sys, "meta_path", [Broken(), *sys.meta_path])
-    with pytest.raises(TaskError, match="the library libseccomp is missing"):
+    with pytest.raises(TaskError, match="libseccomp"):
         run.find_wall()
 
 
 @pytest.mark.usefixtures("_choice")
 def test_other_systems_have_no_sandbox(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "platform", "darwin")
-    with pytest.raises(TaskError, match=r"no Linux.*use a virtual machine with Linux"):
+    with pytest.raises(TaskError, match="Linux"):
         run.find_wall()
 
 

@@ -91,7 +91,7 @@ def test_runs_are_found_in_subfolders_but_not_inside_each_other(tmp_path: Path) 
     names = ["a/deep", "b", "broken", "c/deep"]
     assert find_runs(tmp_path, warn=print) == [tmp_path / name for name in names]
     assert find_runs(tmp_path / "b", warn=print) == [tmp_path / "b"]
-    with pytest.raises(ResultsError, match="there is no folder"):
+    with pytest.raises(ResultsError, match="nowhere"):
         find_runs(tmp_path / "nowhere", warn=print)
 
 

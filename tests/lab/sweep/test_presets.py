@@ -85,10 +85,10 @@ def test_an_invalid_preset_is_refused_with_the_reason(
 
 
 def test_an_unknown_preset_is_refused_with_the_nearest_name() -> None:
-    with pytest.raises(KVPolicyError, match="did you mean baselines"):
+    with pytest.raises(KVPolicyError, match="baselines"):
         load_preset("baseline")
 
 
 def test_a_missing_preset_file_is_named(tmp_path: Path) -> None:
-    with pytest.raises(KVPolicyError, match=r"none\.toml cannot be read"):
+    with pytest.raises(KVPolicyError, match=r"none\.toml"):
         load_preset(str(tmp_path / "none.toml"))

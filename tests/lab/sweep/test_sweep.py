@@ -92,7 +92,7 @@ def test_lists_are_zipped_and_single_entries_repeated(
 
 def test_lists_of_unequal_length_cannot_be_zipped() -> None:
     preset = attrs.evolve(BASE, seeds=(0, 1), budgets=(16, 32, 48), combine="zip")
-    with pytest.raises(PlanError, match="2 of seeds, 3 of budgets"):
+    with pytest.raises(PlanError, match=r"seeds.*budgets"):
         preset.points()
 
 
@@ -231,13 +231,13 @@ def test_buffers_are_varied_where_a_plan_has_one() -> None:
 @pytest.mark.parametrize(
     ("changes", "overrides", "message"),
     [
-        ({"knobs": {"h2o.n_recent": (1,)}}, [], "no policy 'h2o'"),
+        ({"knobs": {"h2o.n_recent": (1,)}}, [], "'h2o'"),
         ({"knobs": {"rkv.mix_lamda": (1,)}}, [], "mix_lambda"),
         ({"knobs": {"budget": (1, 2)}}, [], "--budgets"),
         ({"knobs": {"bufer": (1, 2)}}, [], "buffer"),
         ({"knobs": {MIX: (0.1, 0.2)}}, [f"{MIX}=0.3"], "--set"),
-        ({"tasks": ("reasoner", "reasonr")}, [], "did you mean reasoner"),
-        ({"series": (Series.from_stack("ful"),)}, [], "did you mean full"),
+        ({"tasks": ("reasoner", "reasonr")}, [], "'reasonr'"),
+        ({"series": (Series.from_stack("ful"),)}, [], "'ful'"),
     ],
 )
 def test_names_and_knobs_that_do_not_fit_are_refused(
@@ -409,15 +409,15 @@ def test_a_knob_need_not_be_quoted(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (('models = ["a", "b"]', 'models = ["a"]\nmodel = "b"'), "both 'model' and 'models'"),
+        (('models = ["a", "b"]', 'models = ["a"]\nmodel = "b"'), "'model' and 'models'"),
         (('models = ["a", "b"]', "models = []"), "models"),
         (("seeds = [0, 1]", "seeds = [0, -1]"), "seeds"),
-        (("seeds = [0, 1]", "seeds = [0, 1.5]"), "1.5 is not a whole number"),
-        (("[0.1, 0.2]", "[]"), "'rkv.mix_lambda' has an empty list"),
+        (("seeds = [0, 1]", "seeds = [0, 1.5]"), r"1\.5"),
+        (("[0.1, 0.2]", "[]"), r"rkv\.mix_lambda"),
         (('"zip"', '"cross"'), "combine"),
         (('["full", "rkv+protect"]', "[1]"), "policies"),
-        (('"mine.toml"', '"yours.toml"'), "yours.toml"),
-        (("combine", "combin"), "did you mean combine"),
+        (('"mine.toml"', '"yours.toml"'), r"yours\.toml"),
+        (("combine", "combin"), "'combin'"),
     ],
 )
 def test_an_invalid_sweep_file_is_refused_with_the_reason(

@@ -28,6 +28,7 @@ TWO_SUM = """class Solution:
                 return [places[s - n][0], i]
             places[n].append(i)
 """
+BRACKETS = "print('\\n<<answer>>' + '[' * 100_000)"
 
 
 def fenced(program: str) -> str:
@@ -50,6 +51,7 @@ def fenced(program: str) -> str:
         (1, fenced(TWO_SUM.replace("[0], i]", "[0], i + 1]")), False),
         (1, fenced(TWO_SUM.replace("looking", "<<answer>>[7, 7]")), True),  # its own mark is last
         (1, fenced("def twoSum(a, s):\n    return [0, 1]\n"), True),
+        (1, fenced(f"def twoSum(a, s):\n    {BRACKETS}\n    exit()\n"), False),
         (1, fenced("def sumTwo(a, s):\n    return [0, 1]\n"), False),
         (1, fenced(TWO_SUM.replace("return [", "return {*[").replace(", i]", ", i]}")), False),
     ],
@@ -96,7 +98,7 @@ def test_a_malicious_pickle_is_not_executed(tmp_path: Path) -> None:
     trap = tmp_path / "sprung"
     # cos\nsystem\n: unpickling it would make a file.
     pickled = f"cos\nsystem\n(V/bin/touch {trap}\ntR.".encode()
-    with pytest.raises(ValueError, match="pickle of 2 texts"):
+    with pytest.raises(ValueError, match="pickle"):
         unpack(base64.b64encode(zlib.compress(pickled)).decode())
     assert not trap.exists()
 
@@ -125,7 +127,7 @@ def test_programs_are_refused_without_a_sandbox(
 ) -> None:
     run.find_wall.cache_clear()
     monkeypatch.setattr(sys, "platform", "plan9")
-    with pytest.raises(TaskError, match="is no Linux"):
+    with pytest.raises(TaskError, match="Linux"):
         _ = load_task(f"livecodebench:source={tmp_path}").metric
 
 

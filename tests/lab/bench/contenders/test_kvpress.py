@@ -117,7 +117,7 @@ def test_a_missing_kvpress_is_reported_with_how_to_install_it(
     )
     assert [one.name for one in found.all] == [MODEL_ALONE, GENERATE, "knorm"]
     assert "cannot be imported" in found.absent["kvpress"]
-    assert "from a clone of kvpolicy: pip install -e '.[benchmarks]'" in found.absent["kvpress"]
+    assert ".[benchmarks]" in found.absent["kvpress"]
 
 
 def test_a_kvpress_that_needs_other_transformers_is_left_out(

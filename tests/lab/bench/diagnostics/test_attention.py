@@ -74,7 +74,7 @@ def test_what_flash_attn_refuses_is_named(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_other_outputs_end_the_benchmark(kernels: Kernels) -> None:
     kernels.error = 1.0
-    with pytest.raises(KVPolicyError, match="flash-attn and our kernel differ by 1 over 40 rows"):
+    with pytest.raises(KVPolicyError, match="flash-attn"):
         compared()
 
 

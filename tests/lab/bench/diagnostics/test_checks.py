@@ -23,7 +23,7 @@ def test_lost_rows_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
         self.keys[3, 1, 7] = self.keys[3, 1, 8]
 
     monkeypatch.setattr(checks.LayerRows, "keep", racing)
-    with pytest.raises(KVPolicyError, match="compaction 0 on cpu lost rows"):
+    with pytest.raises(KVPolicyError, match="compaction 0 on cpu"):
         check_compactions(device, repeats=1)
 
 
@@ -38,5 +38,5 @@ def test_a_device_must_have_the_tokens_of_the_cpu(monkeypatch: pytest.MonkeyPatc
         return found if len(calls) < 4 else found[::-1]
 
     monkeypatch.setattr(checks, "_tokens", broken)
-    with pytest.raises(KVPolicyError, match="under h2o the tokens on cpu are not those"):
+    with pytest.raises(KVPolicyError, match="h2o"):
         check_tokens(device, plans)
