@@ -95,6 +95,23 @@ def name_of(requirement: str) -> str:
     return re.sub(r"[-_.]+", "-", re.split("[=<>@ ]", requirement)[0]).lower()
 
 
+def interpreter(version: str) -> str:
+    """A Python of this version, on the path or of pyenv.
+
+    Raises:
+        StageError: There is none.
+    """
+    folders = Path.home().glob(f".pyenv/versions/{version}*/bin/python")
+    for program in (f"python{version}", *map(str, folders)):
+        if shutil.which(program) and succeeds(program, "--version"):
+            return program
+    raise StageError(f"there is no Python {version}")
+
+
+def succeeds(*command: str) -> bool:
+    return subprocess.run(command, capture_output=True, check=False).returncode == 0
+
+
 class Checks:
     """The commands of the stages, in the order in which they run."""
 
@@ -120,6 +137,7 @@ class Checks:
             Stage("the oldest transformers", self.oldest, minutes=15),
             Stage("the newest transformers", self.newest),
             Stage("kernels", self.kernels),
+            Stage("the software of machines with a GPU", self.gpu, minutes=20),
             Stage("Ray and SLURM", self.ray, minutes=15),
             Stage("wheel: contents", self.wheel),
             Stage("wheel: what reads installed files", self.installed),
@@ -307,7 +325,7 @@ class Checks:
         self._gate.pytest(*self._pytest(bin_, *QUICK), tests=tests)
 
     def _on_python(self, version: str) -> None:
-        bin_ = self._environment(f"python{version}", "dev", python=version)
+        bin_ = self._environment(f"python{version}", "dev", python=interpreter(version))
         self._gate.pytest(*self._pytest(bin_, *QUICK), tests=["tests"])
 
     # Optional packages
@@ -323,6 +341,16 @@ class Checks:
             env={"TRITON_INTERPRET": "1"},
             may_skip=False,
         )
+
+    def gpu(self, gate: Gate) -> None:
+        """Rehearse `.ci/gpu` with the versions that such machines have, on this machine's CPU."""
+        venv = gate.work / "gpu"
+        self._run_uv("venv", "-q", "--python", interpreter("3.12"), venv)
+        self._run_uv("pip", "install", "-q", "--python", venv / "bin/python", *GPU_SOFTWARE)
+        gate.run(".ci/gpu", "prepare", "--quick", env={"PYTHON": str(self._dev / "python")})
+        rehearsal = ("--device", "cpu", "--quick")
+        env = {"PYTHON": str(venv / "bin/python")}
+        gate.run(".ci/gpu", gate.work / "gpu-out", *rehearsal, env=env)
 
     def ray(self, gate: Gate) -> None:
         """One process, because it is one cluster of two nodes, of which tests kill one."""
@@ -434,6 +462,10 @@ class Checks:
         gate.pytest(*self._pytest(bin_, *QUICK), tests=tests, cwd=self._away())
 
 
+GPU_SOFTWARE = (
+    *("torch==2.11.0", "triton==3.6.0", "transformers==5.17.0", "numpy==2.5.2", "attrs", "pluggy"),
+    *("scipy", "typer", "rich", "numba", "hypothesis", "pytest", "pytest-benchmark"),
+)
 FLASH_ATTENTION = "tests/kernels/test_flash_attention.py::test_the_package_attends"
 # Tests of what reads installed files and names; those of plans and hooks run without the reasoner.
 INSTALLED = (
