@@ -27,7 +27,7 @@ PREFILLED = ("full", "snapkv", "h2o")
 # Nothing is begun after so many seconds, nor what would end later.
 _SECONDS = 130
 _LONG_S = 8
-_SPARE = 0.92  # of the memory of a card: the rest is for activations and graphs
+_USABLE = 0.92  # of the memory of a card: the rest is for activations and graphs
 
 
 def stage(report: Report) -> None:
@@ -162,7 +162,7 @@ def _timed(run: Run, least_steps: int) -> tuple[float, float, float]:
 def _memory(device: torch.device) -> float:
     if device.type != "cuda":
         return float("inf")
-    return _SPARE * torch.cuda.get_device_properties(device).total_memory
+    return _USABLE * torch.cuda.get_device_properties(device).total_memory
 
 
 def _prefill_s(model: Any, setting: Setting, name: str, prompt: list[int]) -> float:
