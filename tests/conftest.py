@@ -61,7 +61,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 @pytest.fixture
 def device(request: pytest.FixtureRequest) -> torch.device:
     """The device of `--device`; kernels of its own run there."""
-    return torch.device(request.config.getoption("--device"))
+    return torch.empty(0, device=request.config.getoption("--device")).device  # with its number
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

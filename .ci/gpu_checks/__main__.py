@@ -41,7 +41,7 @@ def main() -> int:
             out=out,
             device=asked.device,
             quick=asked.quick,
-            environment=_environment(Path(scratch)),
+            environment=_environment(Path(scratch), asked.device),
         )
         outcomes = run_stages(names, run)
     sys.stdout.write(summary(outcomes))
@@ -67,8 +67,10 @@ def _is_installed(name: str) -> bool:
     return importlib.util.find_spec(name) is not None
 
 
-def _environment(scratch: Path) -> dict[str, str]:
+def _environment(scratch: Path, device: str) -> dict[str, str]:
     """Environment of the stages: what was prepared comes first, and nothing asks the network."""
+    # Tiny tensors, in as many processes as there are cores.
+    threads = {"OMP_NUM_THREADS": "1"} if device == "cpu" else {}
     return {
         **os.environ,
         "PYTHONPATH": f"{PREPARED / 'site'}",
@@ -79,6 +81,7 @@ def _environment(scratch: Path) -> dict[str, str]:
         # One cache of compiled kernels for all stages.
         "TRITON_CACHE_DIR": str(scratch / "triton"),
         "KVPOLICY_EXPECTED": str(PREPARED / "expected.json"),
+        **threads,
     }
 
 

@@ -19,9 +19,7 @@ class Setting:
         held: Tokens that each text has.
         budget: Rows that stay.
         buffer: Rows that may join them.
-        batches: Sequences that are decoded together.
-        steps: Steps that are measured.
-        prompts: Lengths of prompts that are prefilled.
+        work: In order: decode steps of so many sequences, prefills of so many tokens.
     """
 
     shape: str
@@ -29,14 +27,23 @@ class Setting:
     held: int
     budget: int
     buffer: int
-    batches: tuple[int, ...]
-    steps: int
-    prompts: tuple[int, ...]
+    work: tuple[tuple[str, int], ...]
 
 
 # 8,704 tokens are the mean of a text that grows to 16,384 after a prompt of 1,024.
-FULL = Setting("qwen3-8b", "bfloat16", 8704, 1024, 128, (32, 1, 128, 256), 48, (4096, 32768))
-QUICK = Setting("tiny", "float32", 64, 32, 8, (1, 2), 8, (96,))
+FULL = Setting(
+    *("qwen3-8b", "bfloat16", 8704, 1024, 128),
+    work=(
+        *(("steps", 32), ("prefill", 4096), ("steps", 1), ("steps", 128)),
+        *(("prefill", 32768), ("steps", 256)),
+    ),
+)
+QUICK = Setting(
+    *("tiny", "float32", 64, 32, 8), work=(("steps", 2), ("prefill", 96), ("prefill", 128))
+)
+
+# Steps for which there is room beside those that are held.
+SPARE = 256
 
 # Tokens that end sentences, which SkipKV reads from a tokenizer where there is one.
 _STACKS: dict[str, object] = {"skipkv": {"policy": "skipkv", "delimiters": [198, 271]}}
@@ -52,7 +59,8 @@ def plan_named(name: str, setting: Setting) -> Plan:
 
 def model_of(setting: Setting, device: torch.device) -> Any:
     """The model, with random weights, made on its device."""
-    longest = max(*setting.prompts, setting.held) + 1024
+    prompts = [num for kind, num in setting.work if kind == "prefill"]
+    longest = max(*prompts, setting.held) + 1024
     return random_model(
         SHAPES[setting.shape],
         0,
@@ -64,5 +72,4 @@ def model_of(setting: Setting, device: torch.device) -> Any:
 
 def rows_in(plan_name: str, setting: Setting) -> int:
     """Rows of a slab of one sequence: those of all tokens without a budget."""
-    spare = 2 * setting.steps + 64
-    return setting.held + spare if plan_name == "full" else setting.budget + setting.buffer
+    return setting.held + SPARE if plan_name == "full" else setting.budget + setting.buffer

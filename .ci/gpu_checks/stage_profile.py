@@ -11,7 +11,7 @@ from typing import Any
 import stage_report
 import torch
 from bandwidth import synchronize
-from bench_model import FULL, QUICK, Setting, model_of, plan_named
+from bench_model import FULL, QUICK, SPARE, Setting, model_of, plan_named
 from stage_report import Report
 from torch.profiler import ProfilerActivity, profile
 from trace_table import ON_CPU, ON_GPU, Table, table_of
@@ -81,8 +81,7 @@ def _profiled(
 ) -> tuple[float, float, int, Table]:
     """Milliseconds of a step without and with the profiler, steps that it saw, and its table."""
     engine = Engine(model, None, plan_named(name, setting), slots=batch)
-    most = 4 * _STEPS
-    run = filled_run(engine, Decode(batch, setting.held, most), steps=most)
+    run = filled_run(engine, Decode(batch, setting.held, SPARE), steps=SPARE)
     run.step()  # compiled and captured now
     wall_s, num = _steps(run, model.device)
     on_gpu = model.device.type == "cuda"

@@ -15,7 +15,7 @@ FOLDER = Path(__file__).resolve().parent
 ROOT = FOLDER.parents[1]
 
 # Seconds after which a stage is ended, and what it has printed and written until then stays.
-STAGES = {"versions": 90, "tests": 170, "tokens": 150, "speeds": 160, "profile": 90}
+STAGES = {"versions": 90, "tests": 170, "tokens": 150, "speeds": 180, "profile": 90}
 
 # A rehearsal is bounded, too, but a loaded processor is no reason to fail.
 REHEARSED = dict.fromkeys(STAGES, 600)

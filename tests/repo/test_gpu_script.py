@@ -79,6 +79,52 @@ def test_heads_that_share_a_budget_dispute_together() -> None:
     assert rows_gap([[1.0, 4.0], [2.0, 5.0]], positions, ours, theirs) == pytest.approx(0.4)
 
 
+def test_a_text_is_excused_by_the_compaction_in_which_it_parts_and_by_no_other() -> None:
+    from decoding import Replay
+    from ties import ROWS_TOLERANCE, gap_at
+
+    from kvpolicy import Sampling
+
+    replay = Replay(
+        rows={9: rows(0, 3)},
+        compactions=[
+            (5, 0, [[0, 1, 2]], [[9.0, 8.0, 1.0]]),
+            (9, 0, [[0, 1, 3]], [[9.0, 5.0, 5.0001]]),
+        ],
+    )
+
+    def gap(found: object, before: int) -> float:
+        from texts import Parting
+
+        given = text([1] * 9, {9: found})
+        parting = Parting("rows", 9, before)
+        return gap_at(parting, given.to_dict(), given, replay, Sampling(), 4)[0]
+
+    assert gap(rows(0, 1), before=5) < ROWS_TOLERANCE
+    assert gap(rows(1, 3), before=5) > 0.4
+    assert gap(rows(0, 1), before=9) == float("inf")  # nothing was compacted since
+    assert gap(rows(0, 3), before=5) == float("inf")  # the CPU of that machine finds the same
+
+
+def test_a_greedy_token_is_excused_by_its_logit_only() -> None:
+    import torch
+    from decoding import Replay
+    from texts import Parting
+    from ties import TOKEN_TOLERANCE, gap_at
+
+    from kvpolicy import Sampling
+
+    replay = Replay(logits=[torch.tensor([0.0, 4.0, 3.9999])])
+
+    def gap(token: int, kind: str = "token") -> float:
+        parting, wanted = Parting(kind, 0), text([1], {}).to_dict()
+        return gap_at(parting, wanted, text([token], {}), replay, Sampling(), 4)[0]
+
+    assert 0 < gap(2) < TOKEN_TOLERANCE
+    assert gap(0) == 4
+    assert gap(1, "length") == float("inf")
+
+
 def test_the_gap_of_a_draw_is_what_its_share_would_have_to_move() -> None:
     from texts import share_gap
 
