@@ -164,6 +164,11 @@ def test_wrapper_time_excludes_the_wrapped_call(monkeypatch: pytest.MonkeyPatch)
     assert totals["waits"].total_ms == pytest.approx(2e3 * trace.num_calls)
 
 
+def test_totals_refer_to_the_time_of_the_block_only() -> None:
+    trace, _ = trace_of(Plan.uniform("h2o", budget=8, buffer=4), hooks=["score"])
+    assert trace.totals() == trace.totals() != []
+
+
 # --- no effect on the run -------------------------------------------------------------------
 
 
