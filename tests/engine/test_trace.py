@@ -169,6 +169,20 @@ def test_totals_refer_to_the_time_of_the_block_only() -> None:
     assert trace.totals() == trace.totals() != []
 
 
+@attrs.define(eq=False)
+class AsksInOrder:
+    @hookimpl
+    def schedule(self, waiting: Any, num_free: int) -> list[list[int]]:
+        return [[request.id for request in waiting[:num_free]]]
+
+
+def test_requests_that_wait_are_recorded_by_their_numbers() -> None:
+    plan = Plan.uniform("full", schedule=[AsksInOrder()])
+    trace, _ = trace_of(plan, hooks=["schedule"])
+    assert trace.calls[0].arguments["waiting"] == [0, 1, 2]
+    assert trace.calls[-1].arguments["waiting"] == [2]
+
+
 # --- no effect on the run -------------------------------------------------------------------
 
 

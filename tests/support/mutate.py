@@ -124,19 +124,15 @@ def stages(tree: Path, file: str) -> list[list[str]]:
             return [one for one in tests if one.parent == tree / folder]
         return [one for one in tests if (tree / folder) in one.parents]
 
-    def nearest(paths: Sequence[Path]) -> list[Path]:
-        """Named as the module, importing it, or neither."""
-        stem = path.stem.removesuffix("s")
-        return sorted(
-            paths, key=lambda one: (stem not in one.stem, not is_named.search(tests[one]))
-        )
+    def is_importing(one: Path) -> bool:
+        return is_named.search(tests[one]) is not None
 
     ordered: list[list[Path]] = []
     for folder in folders or [PurePosixPath("tests")]:
-        near = nearest(inside(folder))
-        first = [one for one in near if path.stem in one.stem or is_named.search(tests[one])]
-        ordered += [first, [one for one in near if one not in first]]
-    ordered.append([one for one, text in tests.items() if is_named.search(text)])
+        near = inside(folder)
+        named = [one for one in near if path.stem.removesuffix("s") in one.stem]
+        ordered += [named, [one for one in near if is_importing(one)], near]
+    ordered.append([one for one in tests if is_importing(one)])
     seen: set[Path] = set()
     found = []
     for group in ordered:
