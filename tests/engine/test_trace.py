@@ -164,6 +164,25 @@ def test_wrapper_time_excludes_the_wrapped_call(monkeypatch: pytest.MonkeyPatch)
     assert totals["waits"].total_ms == pytest.approx(2e3 * trace.num_calls)
 
 
+def test_totals_refer_to_the_time_of_the_block_only() -> None:
+    trace, _ = trace_of(Plan.uniform("h2o", budget=8, buffer=4), hooks=["score"])
+    assert trace.totals() == trace.totals() != []
+
+
+@attrs.define(eq=False)
+class AsksInOrder:
+    @hookimpl
+    def schedule(self, waiting: Any, num_free: int) -> list[list[int]]:
+        return [[request.id for request in waiting[:num_free]]]
+
+
+def test_requests_that_wait_are_recorded_by_their_numbers() -> None:
+    plan = Plan.uniform("full", schedule=[AsksInOrder()])
+    trace, _ = trace_of(plan, hooks=["schedule"])
+    assert trace.calls[0].arguments["waiting"] == [0, 1, 2]
+    assert trace.calls[-1].arguments["waiting"] == [2]
+
+
 # --- no effect on the run -------------------------------------------------------------------
 
 

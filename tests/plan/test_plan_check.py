@@ -214,6 +214,15 @@ def test_values_that_depend_on_a_malformed_one_are_not_checked() -> None:
     assert "'h20'" in problem
 
 
+def test_a_malformed_group_leaves_the_others_to_be_checked() -> None:
+    # None is taken for another: one has no budget, and one no policy.
+    groups = [3, {"where": "2:", "stack": ["rkv"]}, {"where": "0:1", "budget": 9}]
+    malformed, no_budget, no_policy = problems({"layers": groups})
+    assert "layers[0]" in malformed
+    assert "layer 2 (rkv)" in no_budget or "layer 2 (rkv)" in no_policy
+    assert "'0:1'" in no_budget + no_policy
+
+
 @given(plan_data(num_layers=NUM_LAYERS))
 def test_a_valid_plan_has_no_problem(data: dict[str, Any]) -> None:
     found = check_plan(data, num_layers=NUM_LAYERS)

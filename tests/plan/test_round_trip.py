@@ -178,3 +178,24 @@ def test_a_digest_is_the_same_in_every_process() -> None:
     exec(code, here)
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.split() == [here["digest"]]
+
+
+def test_texts_of_any_language_survive_toml() -> None:
+    # What JSON would write as two escapes, TOML has no such escapes for.
+    text = "é 文 \U0001f600 \x7f \\"
+    resolved = Plan.from_dict(
+        {"layers": [{"stack": [{"policy": "epicache", "prompt": text}], "budget": 40}]}
+    ).resolve(2)
+    (group,) = tomllib.loads(to_toml(resolved))["layers"]
+    assert group["stack"][0]["prompt"] == text
+
+
+def test_stored_pads_leave_rows_for_what_is_protected_or_one() -> None:
+    resolved = Plan.uniform("h2o", budget=8, buffer=4, padding="stored").resolve(1)
+    (layer,) = resolved.layers
+    spare = {
+        number: attrs.evolve(layer, num_protected=number).num_spare_rows for number in (0, 1, 5)
+    }
+    assert spare == {0: 7, 1: 7, 5: 3}
+    (unbounded,) = Plan.uniform("full").resolve(1).layers
+    assert unbounded.num_spare_rows == 0

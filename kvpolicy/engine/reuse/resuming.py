@@ -144,7 +144,6 @@ class Resuming:
         self.memories.unpack(snapshot.memory, seq.memory, moved)
         fill_slot(cache, seq.slot, snapshot.contents)
         seq.num_observed = snapshot.num_observed
-        seq.num_marked = snapshot.seq_len  # all of its rows are
         observer.put_states(seq, snapshot.states)
         for number, named in snapshot.registers.items():
             tensors = registers.of_policy(self.memories.policies[number])

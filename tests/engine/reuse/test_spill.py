@@ -82,6 +82,19 @@ def test_blocks_that_have_left_memory_are_read_again(tmp_path: Path) -> None:
     assert store.stats.misses == 9
 
 
+def test_a_folder_stays_within_its_limit_if_a_prompt_does_not_fit(tmp_path: Path) -> None:
+    def kept(spill: Path, **options: int) -> list[int]:
+        store = PrefixStore(2**20, block_tokens=4, conversations=False, spill=spill, **options)
+        results_of(store, FULL, [list(range(13))])
+        store.flush()
+        return [path.stat().st_size for path in files(spill)]
+
+    sizes = kept(tmp_path / "roomy")
+    assert len(sizes) == 3
+    # The last block would fit in place of the first ones, which it needs.
+    assert len(kept(tmp_path / "small", spill_bytes=sum(sizes) - 1)) == 2
+
+
 @pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
 def test_conversations_and_prompts_survive_a_restart(plan: Plan, tmp_path: Path) -> None:
     prompts = [[*range(20), question] for question in range(3)]

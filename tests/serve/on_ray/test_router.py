@@ -174,6 +174,17 @@ def test_health_and_metrics_are_of_all_replicas(model_folder: Path) -> None:
     check(model_folder, what)
 
 
+def test_a_router_counts_its_answers_by_their_status(model_folder: Path) -> None:
+    async def what(router: Routed) -> None:
+        for _ in range(2):
+            await router.client.completions.create(**ASK)
+        await router.http.post("/v1/completions", json={"model": "tiny"})
+        assert await router.metric('kvpolicy_router_responses_total{status="200"}') == 2
+        assert await router.metric('kvpolicy_router_responses_total{status="400"}') == 1
+
+    check(model_folder, what)
+
+
 def test_a_request_that_a_broken_replica_refuses_is_answered_by_another(model_folder: Path) -> None:
     async def what(router: Routed) -> None:
         await broken(router.replicas.replicas[0], 1)
