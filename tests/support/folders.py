@@ -8,7 +8,7 @@ from tiny import tiny_model
 NUM_LAYERS = 2
 
 
-def save_tiny_model(folder: Path, *, dtype: torch.dtype = torch.float32) -> Path:
+def save_tiny_model(folder: Path, dtype: torch.dtype = torch.float32) -> Path:
     """Save a random model with the reasoner's tokenizer, without its chat template."""
     from kvpolicy_reasoner.tokenizer import build_tokenizer  # not installed everywhere
 
@@ -16,8 +16,8 @@ def save_tiny_model(folder: Path, *, dtype: torch.dtype = torch.float32) -> Path
     tokenizer.chat_template = None
     model = tiny_model(
         "qwen2",
-        num_layers=NUM_LAYERS,
         dtype=dtype,
+        num_layers=NUM_LAYERS,
         vocab=len(tokenizer),
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,

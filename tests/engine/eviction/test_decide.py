@@ -251,14 +251,14 @@ ONES = torch.ones(1, 2, 20, 4)
 @pytest.mark.parametrize(
     ("policy", "given_rows", "budget", "error", "message"),
     [
-        ("snapkv", {}, 12, KVPolicyError, r"'snapkv' reads keys.*write GivenRows\(keys=...\)"),
-        ("snapkv", {"keys": ONES}, 12, KVPolicyError, "reads queries, which decide"),
-        ("h2o", {}, 12, KVPolicyError, r"reads attn_sums.*tracks=\{'attn_sums': ...\}"),
-        ("snapkv", {}, 7, BudgetError, "protects 8 rows; a budget of 7 is less"),
-        ("knorm", {"keys": ONES[:, :, 1:]}, 12, KVPolicyError, r"keys of shape \[1, 2, 19, 4\]"),
-        ("knorm", {"keys": ONES[0]}, 12, KVPolicyError, r"expected \[1, 2, 20, any\]"),
+        ("snapkv", {}, 12, KVPolicyError, "'snapkv' .*keys"),
+        ("snapkv", {"keys": ONES}, 12, KVPolicyError, "queries"),
+        ("h2o", {}, 12, KVPolicyError, "attn_sums"),
+        ("snapkv", {}, 7, BudgetError, "8 .*budget of 7"),
+        ("knorm", {"keys": ONES[:, :, 1:]}, 12, KVPolicyError, r"keys .*\[1, 2, 19, 4\]"),
+        ("knorm", {"keys": ONES[0]}, 12, KVPolicyError, r"keys .*\[1, 2, 20, any\]"),
         ("knorm", {"positions": POSITIONS[0]}, 12, KVPolicyError, r"\[B, H_kv, T\]"),
-        (Scores(lambda p: p), {}, 12, HookResultError, "'scores' returned torch.int64"),
+        (Scores(lambda p: p), {}, 12, HookResultError, "'scores' .*int64"),
     ],
 )
 def test_wrong_calls_raise_one_sentence(
@@ -270,13 +270,13 @@ def test_wrong_calls_raise_one_sentence(
 
 def test_rows_at_different_positions_cannot_be_the_same() -> None:
     positions = torch.stack([torch.arange(20), torch.arange(1, 21)])[None]
-    with pytest.raises(KVPolicyError, match="different positions in the heads or layers"):
+    with pytest.raises(KVPolicyError, match="positions"):
         decide("streaming", GivenRows(positions=positions), budget=9, same_heads=True)
-    with pytest.raises(KVPolicyError, match="different positions"):
+    with pytest.raises(KVPolicyError, match="positions"):
         decide(
             "streaming", [GivenRows(positions=one[None, None]) for one in positions[0]], budget=9
         )
-    with pytest.raises(KVPolicyError, match="no layers"):
+    with pytest.raises(KVPolicyError, match="layers"):
         decide("streaming", [], budget=9)
 
 

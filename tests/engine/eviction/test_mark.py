@@ -332,7 +332,7 @@ def test_one_compaction_of_given_tensors_equals_the_definition(
 def test_a_compaction_without_states_is_refused_where_they_are_read() -> None:
     keys = torch.ones(1, 2, 6, 4)
     queries = torch.ones(1, 4, 1, 4)
-    with pytest.raises(KVPolicyError, match=r"reads states in mark\(\); give them"):
+    with pytest.raises(KVPolicyError, match=r"states .*mark\(\)"):
         keep_rows(gates(0), keys, keys, queries, budget=3)
     by_keys = Answers(answer=lambda keys: {"a": keys[..., 0]})
     kept = keep_rows(["streaming", by_keys], keys, keys, queries, budget=5)
@@ -404,11 +404,11 @@ def raises(_: Tensor) -> None:
 
 
 WRONG = {
-    "a tensor": (lambda keys: keys.sum(dim=2), "returned Tensor; expected numbers by the name"),
-    "another track": (lambda keys: {"b": keys.sum(dim=2)}, "marks track 'b'; it declares a"),
-    "a shape": (lambda keys: {"a": keys.sum(dim=(1, 2))}, r"\[9\]; expected \[9, 2\] = \[N, H_kv"),
-    "a dtype": (lambda keys: {"a": keys.sum(dim=2).long()}, "int64; expected floating point, for"),
-    "an exception": (raises, r"raised RuntimeError in mark\(\) at layer 0: no mark"),
+    "a tensor": (lambda keys: keys.sum(dim=2), "Tensor"),
+    "another track": (lambda keys: {"b": keys.sum(dim=2)}, "track 'b'"),
+    "a shape": (lambda keys: {"a": keys.sum(dim=(1, 2))}, r"\[9\].*\[9, 2\]"),
+    "a dtype": (lambda keys: {"a": keys.sum(dim=2).long()}, "int64"),
+    "an exception": (raises, r"mark\(\) at layer 0"),
 }
 
 
@@ -443,7 +443,7 @@ def test_a_policy_that_marks_declares_tracks() -> None:
         def mark(self, keys: Tensor) -> None:
             return None
 
-    with pytest.raises(PolicyLoadError, match=r"implements mark\(\) and declares no tracks"):
+    with pytest.raises(PolicyLoadError, match="tracks"):
         Engine(shared_model(), plan=Plan.uniform("streaming", Trackless(), budget=12))
 
 
@@ -455,7 +455,7 @@ def test_a_wrapper_of_mark_is_refused() -> None:
         def mark(self, keys: Tensor) -> Any:
             return (yield)
 
-    with pytest.raises(PolicyLoadError, match=r"every policy is asked for its own mark\(\)"):
+    with pytest.raises(PolicyLoadError, match=r"mark\(\)"):
         Engine(shared_model(), plan=Plan.uniform("streaming", Wraps(), budget=12))
 
 

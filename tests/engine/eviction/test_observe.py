@@ -146,7 +146,7 @@ def test_undeclared_registers_raise() -> None:
         def observe(self, registers: Registers) -> None:
             registers.of(self)
 
-    with pytest.raises(PolicyLoadError, match=r"Undeclared .*declares none"):
+    with pytest.raises(PolicyLoadError, match="Undeclared"):
         Engine(shared_model(), plan=Plan.uniform("full", Undeclared())).generate([[1]]).results()
 
 
@@ -157,7 +157,7 @@ def test_observe_with_a_return_value_raises() -> None:
             return 3
 
     engine = Engine(shared_model(), plan=Plan.uniform("full", Returns()))
-    with pytest.raises(HookResultError, match=r"'returns' returned .*observe\(\)"):
+    with pytest.raises(HookResultError, match=r"'returns' .*observe\(\)"):
         engine.generate([[1]]).results()
 
 

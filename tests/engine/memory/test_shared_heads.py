@@ -248,7 +248,7 @@ def test_a_wrong_mask_is_an_error_at_once_and_late(
 
 def test_a_mask_needs_heads_that_share() -> None:
     plan = Plan.uniform(Answers("mask"), budget=4, buffer=3)
-    with pytest.raises(HookResultError, match='a mask needs heads = "shared" in the plan'):
+    with pytest.raises(HookResultError, match='heads = "shared"'):
         Engine(MODEL, plan=plan).generate(requests_of([(10, 12)])).results()
 
 
@@ -309,7 +309,7 @@ def test_layers_with_a_sliding_window_are_refused() -> None:
         lambda: Engine(model, plan=plan),
         lambda: footprint(plan, model, slots=1),
     ):
-        with pytest.raises(PlanError, match="share its rows, and that layer has a sliding window"):
+        with pytest.raises(PlanError, match="sliding window"):
             make()
 
 
@@ -317,7 +317,7 @@ def test_models_in_several_processes_are_refused(monkeypatch: pytest.MonkeyPatch
     from kvpolicy.model.tensor_parallel import SingleProcess
 
     monkeypatch.setattr(SingleProcess, "num_shards", 2)
-    with pytest.raises(KVPolicyError, match="share its rows, and 2 processes hold its heads"):
+    with pytest.raises(KVPolicyError, match="2 processes"):
         Engine(MODEL, plan=Plan.uniform(FlatTop(), budget=8, heads="shared"))
 
 
@@ -363,7 +363,7 @@ def test_a_snapshot_of_uneven_heads_goes_on_as_if_it_had_not_been_cut(cut_at, tm
         ),
     )
     damaged.save(tmp_path / "two.safetensors")
-    with pytest.raises(KVPolicyError, match="counts 2 rows, and its heads hold another number"):
+    with pytest.raises(KVPolicyError, match="2 rows"):
         SequenceSnapshot.load(tmp_path / "two.safetensors")
 
 
@@ -381,7 +381,7 @@ def test_decide_answers_a_mask() -> None:
         rated = [lengths[b, h][present[h]].tolist() for h in range(3)]
         for h, kept in enumerate(flat_top_loop(rated, 6, 0.2)):
             assert mask[b, h][present[h]].nonzero()[:, 0].tolist() == kept
-    with pytest.raises(KVPolicyError, match="'rkv' does not declare ragged = True; leave it"):
+    with pytest.raises(KVPolicyError, match=r"'rkv' .*ragged"):
         decide("rkv", rows, budget=64, heads="shared")
 
 

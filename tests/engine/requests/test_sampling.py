@@ -69,7 +69,9 @@ def test_columns_hold_the_samplings_and_only_what_some_of_them_need() -> None:
 def test_a_text_is_continued_from_any_of_its_tokens(
     seed: int, num: int, temperature: float
 ) -> None:
-    engine = Engine(shared_model(), plan=Plan.uniform("full"), slots=2)
+    # In double precision no draw is so near to a limit between two tokens that rounding matters.
+    model = shared_model(dtype=torch.float64)
+    engine = Engine(model, plan=Plan.uniform("full"), slots=2)
     options: dict[str, Any] = {
         "sampling": Sampling(temperature=temperature, top_p=0.95, seed=seed),
         "stop_ids": (),

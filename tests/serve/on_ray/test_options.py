@@ -52,7 +52,7 @@ def test_keys_are_not_written() -> None:
 def test_other_arguments_are_refused(change: dict[str, Any], message: str) -> None:
     with pytest.raises(KVPolicyError, match=message) as caught:
         ServeConfig.from_dict(CONFIG.to_dict() | change)
-    assert "write the file again with --write-deployment" in str(caught.value)
+    assert "--write-deployment" in str(caught.value)
 
 
 @given(plan_files())
@@ -76,5 +76,5 @@ def test_the_number_of_replicas_is_fixed_or_follows_the_queues() -> None:
     expected = {"min_replicas": 2, "max_replicas": 5, "target_ongoing_requests": 16}
     assert scaled["autoscaling_config"] == expected
     assert options(replicas=1).of_deployments()["Replica"]["max_surge_percent"] == 100
-    with pytest.raises(KVPolicyError, match="--max-replicas was given 1, fewer than the 2"):
+    with pytest.raises(KVPolicyError, match="--max-replicas"):
         options(max_replicas=1)

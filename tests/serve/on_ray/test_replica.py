@@ -33,7 +33,7 @@ def test_a_replica_is_healthy_until_an_engine_breaks(model_folder: Path) -> None
             assert await status(replica, "/health/live") == 200
             await broken(replica, 1)
             # No request has come: it is what the engines say.
-            with pytest.raises(RuntimeError, match="the engine of plan 'h2o' has broken: Runtime"):
+            with pytest.raises(RuntimeError, match="'h2o'"):
                 await replica.check_health()
             assert not (await replica.state())[1]["ready"]
             assert await status(replica, "/health/live") == 503

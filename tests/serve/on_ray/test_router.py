@@ -7,7 +7,8 @@ from typing import Any
 
 import openai
 import pytest
-from commands import model_folder
+import torch
+from folders import save_tiny_model
 from replicas import Routed, broken, config_of, routed
 from step_gate import Gate
 
@@ -17,12 +18,16 @@ from kvpolicy.model.loading import load_model
 from kvpolicy.serve.on_ray.conversations import conversation_of
 from kvpolicy.serve.on_ray.replica import Replica
 
-__all__ = ["model_folder"]
-
 ASK: dict[str, Any] = {"model": "tiny:h2o", "prompt": [5, 9, 40, 7, 11, 3], "max_tokens": 30}
 WITH_IDS: dict[str, Any] = {"extra_body": {"kvpolicy": {"token_ids": True}}}
 
 Check = Callable[[Routed], Coroutine[Any, Any, None]]
+
+
+@pytest.fixture(scope="module")
+def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """In double precision, so that sampled tokens do not depend on what else is computed."""
+    return save_tiny_model(tmp_path_factory.mktemp("models") / "tiny", torch.float64)
 
 
 def check(model: Path, what: Check, *, engine: dict[str, Any] | None = None, **given: Any) -> None:
@@ -66,7 +71,7 @@ def test_a_broken_stream_raises_in_the_client_and_is_counted(model_folder: Path)
     async def what(router: Routed) -> None:
         router.replicas.lost_after = 4
         stream = await router.client.completions.create(**ASK, stream=True)
-        with pytest.raises(openai.APIError, match="replica that was answering is lost") as caught:
+        with pytest.raises(openai.APIError) as caught:
             [piece async for piece in stream]
         assert caught.value.code == "replica_lost"
         assert await router.metric("kvpolicy_router_broken_streams_total") == 1
@@ -93,7 +98,7 @@ def test_a_full_replica_sends_requests_to_the_next_one_and_two_full_ones_refuse(
             held.append(asyncio.create_task(router.client.completions.create(**body)))
             while not replica.service.model.plans[1].stats.running:
                 await asyncio.sleep(0.005)
-        with pytest.raises(openai.RateLimitError, match="queue is full") as caught:
+        with pytest.raises(openai.RateLimitError) as caught:
             await router.client.completions.create(**{**ASK, "n": 2})
         assert int(caught.value.response.headers["retry-after"]) >= 1
         assert await router.metric('kvpolicy_router_retries_total{reason="refused"}') == 3

@@ -1,0 +1,161 @@
+"""Calls of the engine that are refused, and policies that fail in it."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import attrs
+import torch
+from safetensors.torch import save_file
+from tiny import shared_model, tiny_tokenizer
+from torch import Tensor
+
+from kvpolicy import (
+    Engine,
+    GivenRows,
+    Plan,
+    PrefixStore,
+    Probe,
+    Request,
+    Sampling,
+    SequenceSnapshot,
+    decide,
+    hookimpl,
+)
+
+TIGHT = Plan.uniform("h2o", budget=8, buffer=4)
+
+
+def engine(plan: Plan = TIGHT, **options: Any) -> Engine:
+    return Engine(shared_model(), tiny_tokenizer(), plan, **options)
+
+
+def error_of(prompt: Any, **options: Any) -> str:
+    """The error of the result of a request."""
+    (result,) = engine().generate([Request(prompt, 3, **options)]).results()
+    return str(result.error)
+
+
+def run_with(*stack: object, **options: Any) -> Callable[[Path], object]:
+    """A run in which policies are asked."""
+    plan = Plan.uniform(*stack, budget=8, buffer=4, **options)
+    return lambda _: engine(plan).generate([[1, 2, 3] * 5]).results()
+
+
+def snapshot_of_another_plan(_: Path) -> str:
+    other = engine(Plan.uniform("h2o", budget=9, buffer=4))
+    (result,) = other.generate([Request([1, 2], 3, snapshot=True)]).results()
+    return error_of((), resume=result.snapshot)
+
+
+def other_tensors(folder: Path) -> object:
+    save_file({"a": torch.ones(2)}, folder / "a.safetensors")
+    return SequenceSnapshot.load(folder / "a.safetensors")
+
+
+@attrs.frozen(eq=False)
+class Scores:
+    """Answers `score` by a function of the positions."""
+
+    of: Callable[[Tensor], object]
+
+    @hookimpl
+    def score(self, positions: Tensor) -> object:
+        return self.of(positions)
+
+
+@attrs.frozen(eq=False)
+class Selects:
+    """Answers `select` by a function of the scores and the budget."""
+
+    of: Callable[[Tensor, int], object]
+
+    @hookimpl
+    def score(self, positions: Tensor) -> Tensor:
+        return positions.float()
+
+    @hookimpl
+    def select(self, scores: Tensor, budget: int) -> object:
+        return self.of(scores, budget)
+
+
+@attrs.frozen(eq=False)
+class Probes:
+    """Answers `probe`."""
+
+    answer: object
+    probe_size: int = 8
+
+    @hookimpl
+    def probe(self) -> object:
+        return self.answer
+
+
+class ProbesUndeclared:
+    @hookimpl
+    def probe(self) -> Probe:
+        return Probe(num_greedy=1)
+
+
+class MarksUndeclared:
+    @hookimpl
+    def mark(self, keys: Tensor) -> None:
+        return None
+
+
+def fails(_: Tensor) -> Tensor:
+    msg = "no scores today"
+    raise ValueError(msg)
+
+
+ROWS = GivenRows(positions=torch.arange(20).expand(1, 2, 20))
+
+CASES: dict[str, Callable[[Path], object]] = {
+    "a model that is a name": lambda _: Engine("reasoner", None, TIGHT),
+    "no slots": lambda _: engine(slots=0),
+    "an unknown attention": lambda _: engine(gpu_attention="flash"),
+    "flash-attn without a GPU": lambda _: engine(gpu_attention="flash-attn"),
+    "one prompt": lambda _: engine().generate("hello"),
+    "too few samplings": lambda _: engine().generate(["a", "b"], sampling=[Sampling()]),
+    "an empty stop string": lambda _: engine().generate(["a"], stop=""),
+    "a temperature below 0": lambda _: Sampling(-1),
+    "a deadline below 0": lambda _: Request([1], deadline_s=-1),
+    "cancelling an unknown request": lambda _: engine().generate(["a"]).cancel(7),
+    "a limit of an open run": lambda _: engine().open_run(max_len=1),
+    "no memory for one sequence": lambda _: engine().open_run(max_len=80, kv_memory=1000),
+    "a full queue": lambda _: [
+        run := engine(slots=1).open_run(max_len=40, max_waiting=0),
+        [run.submit(Request([1])) for _ in range(2)],
+    ],
+    "a closed run": lambda _: [
+        run := engine().open_run(max_len=40),
+        run.close(),
+        run.submit(Request([1])),
+    ],
+    "an empty prompt": lambda _: error_of(""),
+    "a long prompt": lambda _: error_of("ab " * 70_000),
+    "a token outside of the vocabulary": lambda _: error_of([1, 99]),
+    "half a surrogate pair": lambda _: error_of("a \ud83d b"),
+    "a snapshot of another plan": snapshot_of_another_plan,
+    "a snapshot that is none": other_tensors,
+    "a snapshot of what has not begun": lambda _: engine().generate([[1]]).snapshot(0),
+    "a policy that raises": run_with(Scores(fails)),
+    "scores of another dtype": run_with(Scores(lambda positions: positions)),
+    "scores of another shape": run_with(Scores(lambda positions: positions[:, :, 1:].float())),
+    "scores that are NaN": run_with(Scores(lambda positions: positions * torch.nan)),
+    "too many rows": run_with(Selects(lambda scores, _: scores.argsort(dim=2).sort(2).values)),
+    "rows that do not exist": run_with(
+        Selects(lambda scores, budget: scores.argsort(dim=2).sort(2).values[..., :budget] + 99)
+    ),
+    "a wrong probe": run_with("streaming", Probes("ab")),
+    "a probe that is too long": run_with("streaming", Probes(Probe(num_greedy=9))),
+    "a probe without a size": run_with("streaming", ProbesUndeclared()),
+    "marks without a track": run_with("streaming", MarksUndeclared()),
+    "a decision without keys": lambda _: decide("snapkv", ROWS, budget=12),
+    "a decision without sums": lambda _: decide("h2o", ROWS, budget=12),
+    "a decision within a window": lambda _: decide("snapkv", ROWS, budget=7),
+    "a store of nothing": lambda _: PrefixStore(0),
+    "a store with a misspelled knob": lambda _: PrefixStore(1000, eviction="lro"),
+    "a store on an unknown device": lambda _: PrefixStore(1000, device="gpu7"),
+    "bytes for a spill without a folder": lambda _: PrefixStore(1000, spill_bytes=10),
+}

@@ -1,0 +1,71 @@
+"""Requests that a server refuses, and commands that start none."""
+
+import contextlib
+import io
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from fastapi.exceptions import RequestValidationError
+from pydantic import BaseModel, ValidationError
+
+from kvpolicy.cli.app import run
+from kvpolicy.serve.api_errors import from_validation
+from kvpolicy.serve.bodies import ChatBody, CompletionBody
+
+TALK = [{"role": "user", "content": "a"}]
+
+
+def refused(kind: type[BaseModel], **fields: Any) -> str:
+    """The message for a client that sends a body."""
+    try:
+        kind.model_validate(fields)
+    except ValidationError as error:
+        found = [{**one, "loc": ("body", *one["loc"])} for one in error.errors()]
+        return str(from_validation(RequestValidationError(found)).body()["error"]["message"])
+    raise AssertionError(fields)
+
+
+def completion(**fields: Any) -> Callable[[Path], str]:
+    return lambda _: refused(CompletionBody, **({"model": "tiny", "prompt": "a"} | fields))
+
+
+def chat(**fields: Any) -> Callable[[Path], str]:
+    return lambda _: refused(ChatBody, **({"model": "tiny", "messages": TALK} | fields))
+
+
+def serve(*words: object) -> Callable[[Path], str]:
+    """What `kvpolicy serve` prints to stderr."""
+
+    def printed(folder: Path) -> str:
+        (folder / "small.toml").write_text('stack = ["h2o"]\nbudget = 16\nbuffer = 8\n')
+        given = [str(word).replace("FOLDER", str(folder)) for word in words]
+        with contextlib.redirect_stderr(io.StringIO()) as err:
+            assert run(["serve", "--model", str(folder / "none"), "--port", "0", *given]) == 2
+        return err.getvalue()
+
+    return printed
+
+
+CASES: dict[str, Callable[[Path], object]] = {
+    "no new tokens": completion(max_tokens=0),
+    "a number as text": completion(max_tokens="9"),
+    "a temperature that is too high": completion(temperature=2.1),
+    "prompts of several kinds": completion(prompt=[[1, 2], "a", 3]),
+    "an empty stop string": completion(stop=[""]),
+    "what is not supported": completion(echo=True),
+    "a misspelled field": completion(max_tokns=3),
+    "a misspelled field of ours": completion(kvpolicy={"keep": True}),
+    "options of a stream without one": completion(stream_options={"include_usage": True}),
+    "a message of a tool": chat(messages=[{"role": "tool", "content": "a"}]),
+    "two limits that differ": chat(max_tokens=2, max_completion_tokens=3),
+    "alternatives without log-probabilities": chat(top_logprobs=2),
+    "slots and memory": serve("--slots", 2, "--kv-memory", "1GiB"),
+    "a size without its unit": serve("--kv-memory", "8G"),
+    "two plans of one name": serve("--plan", "FOLDER/small.toml", "--plan", "FOLDER/small.toml"),
+    "a plan and a policy": serve("--plan", "FOLDER/small.toml", "--policy", "h2o"),
+    "a budget without a policy": serve("--budget", 9),
+    "a key that no header can hold": serve("--api-key", "é"),
+    "a model that is not there": serve("--policy", "full"),
+    "replicas without Ray": serve("--replicas", 2),
+}
