@@ -3,6 +3,7 @@
 import gc
 import hashlib
 import json
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import attrs
@@ -89,6 +90,7 @@ class ModelCache:
         trust_remote_code: Whether to run code that comes with a model.
         cpu_weights: Order of the weights, as in `load_model`.
         compile: Whether decode steps are compiled, as in `Engine`.
+        load: Loads a model by its name.
     """
 
     dtype: str = "auto"
@@ -96,6 +98,7 @@ class ModelCache:
     trust_remote_code: bool = False
     cpu_weights: CpuWeights = "plain"
     compile: bool = False
+    load: Callable[..., tuple[Any, Any]] = attrs.field(default=load_model, eq=False, repr=False)
     _name: str | None = attrs.field(default=None, init=False)
     _loaded: LoadedModel | None = attrs.field(default=None, init=False)
 
@@ -116,7 +119,7 @@ class ModelCache:
             gc.collect()
             if torch.cuda.is_initialized():
                 torch.cuda.empty_cache()
-            model, tokenizer = load_model(
+            model, tokenizer = self.load(
                 name,
                 dtype=self.dtype,
                 device=self.device,

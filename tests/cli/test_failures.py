@@ -148,10 +148,15 @@ def test_characters_that_stdout_lacks_are_escaped(
     [
         ("{k} list | head -c 1; exit ${PIPESTATUS[0]}", 0, ""),
         ("{k} list <&- >&- 2>&-", 0, ""),
-        ("{k} list >/dev/full", 2, "kvpolicy: standard output cannot be written: No space left"),
+        ("{k} list >/dev/full", 2, "standard output"),
         ("{k} lst 2>/dev/full", 2, ""),
         ("{k} lst 2>&1 | head -c 0; exit ${PIPESTATUS[0]}", 2, ""),
-        ("{k} run --file /dev/zero --model none", 2, f"larger than {MAX_BYTES >> 20} MiB"),
+        pytest.param(
+            "{k} run --file /dev/zero --model none",
+            2,
+            f"{MAX_BYTES >> 20} MiB",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_a_shell_may_close_what_it_likes(script: str, status: int, part: str) -> None:

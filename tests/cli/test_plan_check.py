@@ -130,7 +130,7 @@ def test_a_share_is_shown_with_its_calculation(
     kvpolicy: Shell, good: Path, model_folder: Path
 ) -> None:
     shown = kvpolicy("plan", "show", good, "--model", model_folder)
-    assert "budget      10% of 200 tokens is 20 rows\n" in shown.out
+    assert "budget 10% of 200 tokens is 20 rows" in shown.words
     layers = kvpolicy("plan", "show", good, "--model", model_folder, "--json").json["layers"]
     assert [layer["budget"] for layer in layers] == [20] * NUM_LAYERS
     assert {layer["budget_from"] for layer in layers} == {"10% of 200 tokens is 20 rows"}

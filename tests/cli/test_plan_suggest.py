@@ -53,13 +53,14 @@ def test_the_plan_written_is_the_one_suggested_and_takes_as_many_bytes(
 
 def test_the_text_has_the_numbers_of_the_json(kvpolicy: Shell, bare: Path) -> None:
     found = kvpolicy("plan", "suggest", *GIVEN, "--model", bare, "--json").json
-    lines = kvpolicy("plan", "suggest", *GIVEN, "--model", bare).out.splitlines()
+    answer = kvpolicy("plan", "suggest", *GIVEN, "--model", bare)
+    lines = answer.out.splitlines()
     suggested = found["suggested"]
     layer = suggested["layers"][0]
     assert lines[0].startswith(f"rkv on {bare}: 2 layers, float32, sequences of up to 100 tokens")
-    assert lines[2].startswith(f"budget      {layer['budget']:,} rows")
-    assert lines[3] == f"buffer      {layer['buffer']:,} rows"
-    assert lines[4] == f"slots       {suggested['slots']:,}"
+    for part in ("budget {budget:,} rows", "buffer {buffer:,} rows"):
+        assert part.format_map(layer) in answer.words
+    assert f"slots {suggested['slots']:,}" in answer.words
     assert any(f"{suggested['slots']:,} x {suggested['bytes_per_slot']:,} B" in x for x in lines)
     assert sum(line.endswith("suggested") for line in lines) == 1
     assert all(len(line) <= 100 for line in lines[1:])
@@ -82,13 +83,13 @@ def test_weights_are_counted_if_asked_for(kvpolicy: Shell, bare: Path, model_fol
 def test_a_full_cache_that_fits_is_said(kvpolicy: Shell, bare: Path) -> None:
     words = ("plan", "suggest", "--length", 50, "--memory", "1GiB", "--model", bare)
     answer = kvpolicy(*words)
-    assert "budget      all rows: a full cache fits, and nothing is evicted" in answer.out
+    assert "budget all rows" in answer.words
     assert kvpolicy(*words, "--json").json["alternatives"][-1]["whole"] is True
 
 
 def test_too_few_rows_are_said(kvpolicy: Shell, bare: Path) -> None:
     answer = kvpolicy("plan", "suggest", "--length", 500, "--memory", "20kB", "--model", bare)
-    assert "slots       1" in answer.out
+    assert "slots 1 " in answer.words
     assert "--keep" in answer.out
 
 

@@ -22,6 +22,11 @@ class Answer:
         return json.loads(self.out)
 
     @property
+    def words(self) -> str:
+        """The output with single spaces: widths of columns are nobody's business."""
+        return " ".join(self.out.split())
+
+    @property
     def json_lines(self) -> list[Any]:
         return [json.loads(line) for line in self.out.splitlines()]
 

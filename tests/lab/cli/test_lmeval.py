@@ -342,7 +342,7 @@ def test_tasks_of_the_harness_are_found_by_name_and_pattern(kvpolicy: Shell, fol
     assert len(many) > 50
     assert all(name.startswith("mmlu_") for name in many)
     message = refused(kvpolicy, folder, tasks="rents,gsm8kk")
-    assert "gsm8k" in message.partition("did you mean")[2]
+    assert re.search(r"gsm8k\b", message)
 
 
 @needs_harness

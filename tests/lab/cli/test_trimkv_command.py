@@ -111,4 +111,4 @@ def test_shipped_gates_say_how_they_were_trained(kvpolicy: Shell, name: str) -> 
     assert training["model"] == name
     assert training["texts"] == f"{name}, split train"
     shown = kvpolicy("trimkv", "show", name)
-    assert f"model       {name} {training['fingerprint']}" in shown.out
+    assert f"model {name} {training['fingerprint']}" in shown.words

@@ -9,7 +9,6 @@ import pytest
 from lab_sweeps import BASE, built
 from tiny import tiny_model, tiny_tokenizer
 
-from kvpolicy.lab import models as models_module
 from kvpolicy.lab.executors.local import LocalExecutor
 from kvpolicy.lab.models import ModelCache
 from kvpolicy.lab.store.store import Store
@@ -27,7 +26,7 @@ def test_the_machine_is_described_with_the_threads_of_a_worker(workers: int, thr
 @pytest.mark.needs_reasoner
 @pytest.mark.parametrize("workers", [1, pytest.param(2, marks=forks)])
 def test_models_are_loaded_one_after_the_other_and_each_runs_its_own_samples(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, workers: int
+    tmp_path: Path, workers: int
 ) -> None:
     loaded: list[str] = []
     models: list[weakref.ref[Any]] = []
@@ -39,13 +38,12 @@ def test_models_are_loaded_one_after_the_other_and_each_runs_its_own_samples(
         models.append(weakref.ref(model))
         return model, tiny_tokenizer()
 
-    monkeypatch.setattr(models_module, "load_model", load)
     texts = {}
     for names in ("ab", "b", "a"):
         sweep = built(models=tuple(names), max_new_tokens=20)
         loaded.clear()
         with Store(tmp_path / names, sweep.to_dict()) as store:
-            list(run(sweep, store, LocalExecutor(ModelCache(), workers, threads=1)))
+            list(run(sweep, store, LocalExecutor(ModelCache(load=load), workers, threads=1)))
             texts[names] = {key: one.text for key, one in store.samples.items()}
         assert loaded == list(names)
     assert texts["ab"] == texts["a"] | texts["b"]
@@ -55,9 +53,7 @@ def test_models_are_loaded_one_after_the_other_and_each_runs_its_own_samples(
 @pytest.mark.needs_reasoner
 @pytest.mark.usefixtures("no_compiler")
 @pytest.mark.parametrize("workers", [1, pytest.param(2, marks=forks)])
-def test_each_process_compiles_for_itself_and_frees_the_model(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, workers: int
-) -> None:
+def test_each_process_compiles_for_itself_and_frees_the_model(tmp_path: Path, workers: int) -> None:
     models: list[weakref.ref[Any]] = []
 
     def load(name: str, **_: object) -> tuple[Any, Any]:
@@ -66,10 +62,9 @@ def test_each_process_compiles_for_itself_and_frees_the_model(
         models.append(weakref.ref(model))
         return model, tiny_tokenizer()
 
-    monkeypatch.setattr(models_module, "load_model", load)
     sweep = built(models=("a", "b"), series=BASE.series[:1])
     with Store(tmp_path, sweep.to_dict()) as store:
-        executor = LocalExecutor(ModelCache(compile=True), workers, threads=1)
+        executor = LocalExecutor(ModelCache(compile=True, load=load), workers, threads=1)
         list(run(sweep, store, executor))
         compiled = [one.cell for one in store.timings.values() if one.compile_s > 0]
     assert len(store.samples) == sweep.num_samples
@@ -79,14 +74,13 @@ def test_each_process_compiles_for_itself_and_frees_the_model(
         assert len(compiled) < len(sweep.cells), "a graph serves later cells"
 
 
-def test_a_loaded_model_is_not_loaded_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_loaded_model_is_not_loaded_again() -> None:
     loaded: list[str] = []
 
     def load(name: str, **_: object) -> tuple[Any, Any]:
         loaded.append(name)
         return name, None
 
-    monkeypatch.setattr(models_module, "load_model", load)
-    models = ModelCache()
+    models = ModelCache(load=load)
     assert [models.open(name).model for name in "aabba"] == list("aabba")
     assert loaded == ["a", "b", "a"]

@@ -84,6 +84,17 @@ def test_a_defect_has_its_traceback() -> None:
     assert not multiprocessing.active_children()
 
 
+def wait_for_workers() -> None:
+    for worker in multiprocessing.active_children():
+        worker.join()
+
+
+def kill_workers() -> None:
+    for worker in multiprocessing.active_children():
+        worker.kill()
+    wait_for_workers()
+
+
 def test_a_killed_worker_is_reported() -> None:
     def vanish(job: Job) -> Iterator[Event]:
         os._exit(9)
@@ -103,15 +114,14 @@ def test_a_worker_killed_between_two_jobs_is_reported() -> None:
         events = pool.run_jobs(JOBS)
         assert isinstance(next(events), SampleMeasured)
         # It finishes its first job and is gone before the second.
-        pool._processes[0].join()
+        wait_for_workers()
         with pytest.raises(KVPolicyError, match="killed"):
             list(events)
 
 
 def test_a_worker_killed_before_its_first_job_is_reported() -> None:
     with WorkerProcesses(echo, 1) as pool:
-        pool._processes[0].kill()
-        pool._processes[0].join()
+        kill_workers()
         with pytest.raises(KVPolicyError, match="killed"):
             list(pool.run_jobs(JOBS))
 
@@ -128,15 +138,15 @@ def test_a_worker_killed_in_the_middle_of_a_message_is_reported() -> None:
             # Its length takes four bytes; when what follows has begun, no pipe holds all of it.
             while len(pipe.recv(5, socket.MSG_PEEK)) < 5:
                 pass
-        pool._processes[0].kill()
-        pool._processes[0].join()
+        kill_workers()
         with pytest.raises(KVPolicyError, match="killed"):
             list(events)
 
 
 def test_workers_are_gone_when_the_block_ends() -> None:
-    with WorkerProcesses(echo, 3) as pool:
-        pids = [process.pid for process in pool._processes]
+    with WorkerProcesses(echo, 3):
+        pids = [process.pid for process in multiprocessing.active_children()]
+    assert len(pids) == 3
     for pid in pids:
         assert pid is not None
         with pytest.raises(ProcessLookupError):
