@@ -34,7 +34,7 @@ def test_a_failed_write_leaves_the_old_file_and_nothing_else(
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", is_full)
-    with pytest.raises(OutputError, match="No space left"):
+    with pytest.raises(OutputError, match=r"table\.csv"):
         atomic_write(path, "new")
     assert [one.name for one in tmp_path.iterdir()] == ["table.csv"]
     assert path.read_text(encoding="utf-8") == "old"
@@ -57,7 +57,7 @@ def test_only_regular_files_are_replaced(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "folder").mkdir()
     for name in ("pipe", "folder", "x" * 300, "no/folder"):
-        with pytest.raises(OutputError, match="cannot be written"):
+        with pytest.raises(OutputError, match=name):
             atomic_write(tmp_path / name, "new")
     assert sorted(one.name for one in tmp_path.iterdir()) == ["folder", "pipe"]
     assert (tmp_path / "pipe").is_fifo()

@@ -58,12 +58,12 @@ def test_calls_are_passed_on_in_order() -> None:
 
 @pytest.mark.parametrize("answer", ["z", "b", None, ["a"]])
 def test_an_answer_that_may_not_leave_is_refused(answer: object) -> None:
-    with pytest.raises(HookResultError, match=r"'newest' chose .* not among the 1 blocks"):
+    with pytest.raises(HookResultError, match=r"'newest'.* 1 "):
         stored(Newest(answer), "a", "b").choose("c", {"a"})
 
 
 def test_a_failure_names_the_eviction_and_the_call() -> None:
-    with pytest.raises(HookError, match="'newest' failed in choose: RuntimeError: no idea"):
+    with pytest.raises(HookError, match=r"'newest'.*choose.*RuntimeError"):
         stored(Newest(fails=True), "a").choose("c", {"a"})
 
 
@@ -83,15 +83,15 @@ def test_a_store_that_tells_what_cannot_be_is_refused(call: str, arguments: tupl
 
 
 def test_unknown_names_and_knobs_are_answered_with_the_nearest() -> None:
-    with pytest.raises(UnknownPolicyError, match="did you mean guard"):
+    with pytest.raises(UnknownPolicyError, match=" guard"):
         load_block_eviction("gaurd", capacity=2, rng=Random(0))
-    with pytest.raises(KnobError, match="did you mean predictor"):
+    with pytest.raises(KnobError, match=" predictor"):
         load_block_eviction("guard", capacity=2, rng=Random(0), predictr="popu")
 
 
 @pytest.mark.parametrize("capacity", [0, -1, True, 2.5])
 def test_a_capacity_is_a_count(capacity: int) -> None:
-    with pytest.raises(KnobError, match="'lru' was given capacity="):
+    with pytest.raises(KnobError, match=r"'lru'.*capacity="):
         load_block_eviction("lru", capacity=capacity, rng=Random(0))
 
 
@@ -122,5 +122,5 @@ def test_a_class_without_the_methods_is_refused(monkeypatch: pytest.MonkeyPatch)
     point = EntryPoint("half", "nowhere:Half", block_eviction.GROUP)
     monkeypatch.setattr(block_eviction, "installed", lambda _: {"half": point})
     monkeypatch.setattr(block_eviction, "load_installed", lambda *_, **__: Half)
-    with pytest.raises(PolicyLoadError, match="has no method insert or choose or evict"):
+    with pytest.raises(PolicyLoadError, match=r"insert.*choose.*evict"):
         load_block_eviction("half", capacity=1, rng=Random(0))

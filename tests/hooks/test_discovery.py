@@ -65,17 +65,17 @@ def test_listing_policies_imports_none_of_them():
 
 
 def test_unknown_policy_suggests_the_nearest_name():
-    with pytest.raises(UnknownPolicyError, match="'strming'; did you mean streaming"):
+    with pytest.raises(UnknownPolicyError, match=r"'strming'.* streaming"):
         load_policy("strming")
 
 
 def test_unknown_knob_suggests_the_nearest_name():
-    with pytest.raises(KnobError, match="'n_snik'; did you mean n_sink"):
+    with pytest.raises(KnobError, match=r"'n_snik'.* n_sink"):
         load_policy("streaming", n_snik=3)
 
 
 def test_invalid_knob_error_names_policy_and_knob():
-    with pytest.raises(KnobError, match="policy 'streaming' refuses its knobs: 'n_sink' must be"):
+    with pytest.raises(KnobError, match=r"'streaming'.*'n_sink'"):
         load_policy("streaming", n_sink=-1)
 
 
@@ -116,9 +116,9 @@ def test_policies_of_a_file_are_named_after_their_classes(tmp_path):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("import no_such_module", "cannot be run: ModuleNotFoundError"),
-        ("def (", "cannot be run: SyntaxError"),
-        ("x = 1", "holds no policy"),
+        ("import no_such_module", "ModuleNotFoundError"),
+        ("def (", "SyntaxError"),
+        ("x = 1", "no policy"),
     ],
 )
 def test_file_without_a_policy_raises(tmp_path, text, message):
@@ -129,7 +129,7 @@ def test_file_without_a_policy_raises(tmp_path, text, message):
 
 
 def test_missing_file_is_named_in_the_error(tmp_path):
-    with pytest.raises(PolicyLoadError, match=r"nothing\.py' does not exist"):
+    with pytest.raises(PolicyLoadError, match=r"nothing\.py"):
         register_file(tmp_path / "nothing.py")
 
 

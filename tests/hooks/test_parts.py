@@ -76,7 +76,7 @@ def test_nested_parts_have_their_own_tracks() -> None:
 
 
 def test_duplicate_track_names_raise() -> None:
-    with pytest.raises(PolicyLoadError, match=r"'survivors' declares track 'a.0.age'"):
+    with pytest.raises(PolicyLoadError, match=r"'survivors'.*'a\.0\.age'"):
         Stack([("a", first(Survivors())), ("a", first(Survivors()))])
 
 
@@ -154,12 +154,12 @@ class Raises:
 
 
 def test_error_names_the_part_and_its_owners() -> None:
-    with pytest.raises(HookResultError, match=r"policy 'dropsrow' in 'first' returned shape"):
+    with pytest.raises(HookResultError, match=r"'dropsrow' in 'first'.*shape"):
         run(first(Scores(newest), DropsRow()))
-    with pytest.raises(HookError, match=r"policy 'raises' in 'first' raised ValueError in score"):
+    with pytest.raises(HookError, match=r"'raises' in 'first'.*ValueError.*score"):
         run(first(Raises()))
     nested = First([("inner", first(Raises()))])
-    with pytest.raises(HookError, match=r"policy 'raises' in 'inner' in 'first' raised"):
+    with pytest.raises(HookError, match="'raises' in 'inner' in 'first'"):
         run(nested)
 
 
@@ -173,9 +173,9 @@ class Misspelt:
 @pytest.mark.parametrize(
     ("part", "message"),
     [
-        (Selects(None), r"policy 'selects' in 'first' implements select\(\)"),
-        (Misspelt(), "policy 'misspelt' in 'first' does not fit the hook specs"),
-        (object(), "policy 'object' in 'first' implements no hook"),
+        (Selects(None), r"'selects' in 'first'.*select"),
+        (Misspelt(), "'misspelt' in 'first'"),
+        (object(), "'object' in 'first'"),
     ],
 )
 def test_invalid_parts_are_refused(part: object, message: str) -> None:

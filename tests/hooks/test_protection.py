@@ -209,9 +209,9 @@ def test_protected_is_all_false_where_nothing_is_protected() -> None:
     [
         (lambda p: p < 3, None),
         (lambda p: None, None),
-        (lambda p: p, "returned torch.int64; expected bool"),
-        (lambda p: p[:, :, 1:] < 3, r"returned shape \[1, 1, 5\]; expected \[1, 1, 6\]"),
-        (lambda p: (p < 3).tolist(), "returned list; expected a tensor"),
+        (lambda p: p, "int64"),
+        (lambda p: p[:, :, 1:] < 3, r"\[1, 1, 5\]"),
+        (lambda p: (p < 3).tolist(), "list"),
     ],
     ids=["mask", "none", "dtype", "shape", "list"],
 )
@@ -221,7 +221,7 @@ def test_an_invalid_answer_names_the_policy(answer: Any, expected: str | None) -
     if expected is None:
         keep_rows(stack, keys, keys, keys[:, :, :1], budget=3)
         return
-    with pytest.raises(HookResultError, match=f"policy 'protects#2' {expected}.*in protect"):
+    with pytest.raises(HookResultError, match=f"'protects#2'.*{expected}.*protect"):
         keep_rows(stack, keys, keys, keys[:, :, :1], budget=3)
 
 

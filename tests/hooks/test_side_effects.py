@@ -58,7 +58,7 @@ def test_a_default_of_torch_is_put_back(
     change: Callable[[], Any], message: str, fails: bool
 ) -> None:
     before = run("streaming")
-    with pytest.raises(HookError, match="policy 'sets_default' raised" if fails else message):
+    with pytest.raises(HookError, match="'sets_default'" if fails else message):
         run(SetsDefault(change, fails), Bystander())
     assert torch.get_default_dtype() == torch.float32
     assert torch.get_default_device() == torch.device("cpu")
@@ -74,6 +74,6 @@ def test_an_argument_that_is_changed_in_place_is_named(
     namespace: dict[str, Any] = {"change": change}
     exec(f"def {hook}(self, {argument}):\n    change({argument})", namespace)
     writer = type("Writer", (), {hook: hookimpl(namespace[hook])})()
-    message = rf"policy 'writer' changed its argument '{argument}' in place"
+    message = rf"'writer'.*'{argument}'"
     with pytest.raises(HookResultError, match=message):
         run("h2o", writer, Bystander())

@@ -116,14 +116,14 @@ def test_allocate_is_not_called_without_a_budget() -> None:
 
 
 WRONG = {
-    "not a list": ("20, 20", "returned '20, 20'; expected 2 integers, one for each layer"),
-    "floats": ([20.0, 20.0], "returned [20.0, 20.0]; expected 2 integers, one for each layer"),
-    "booleans": ([True, 39], "returned [True, 39]; expected 2 integers, one for each layer"),
-    "too few": ([40], "returned 1 budgets; expected 2 integers"),
-    "too many": ([20, 10, 10], "returned 3 budgets"),
-    "below the floor": ([37, 3], "gives layer 1 of its group 3 rows; expected at least 5"),
-    "too few rows": ([20, 19], "gives 39 rows to its layers; expected exactly 40"),
-    "too many rows": ([20, 21], "gives 41 rows to its layers; expected exactly 40"),
+    "not a list": ("20, 20", "'20, 20'"),
+    "floats": ([20.0, 20.0], "[20.0, 20.0]"),
+    "booleans": ([True, 39], "[True, 39]"),
+    "too few": ([40], "1 budgets"),
+    "too many": ([20, 10, 10], "3 budgets"),
+    "below the floor": ([37, 3], "layer 1"),
+    "too few rows": ([20, 19], "39 rows"),
+    "too many rows": ([20, 21], "41 rows"),
 }
 
 
@@ -132,20 +132,20 @@ def test_a_wrong_answer_raises_and_names_the_policy(answer: object, message: str
     plan = Plan.uniform("streaming", Answers(answer), budget=20)
     with pytest.raises(HookResultError) as caught:
         plan.resolve(2)
-    assert str(caught.value).startswith("policy 'answers' ")
+    assert "'answers'" in str(caught.value)
     assert message in str(caught.value)
-    assert "in allocate(). See docs/reference/hooks.md#allocate" in str(caught.value)
+    assert "hooks.md#allocate" in str(caught.value)
 
 
 def test_a_policy_that_raises_is_named() -> None:
     plan = Plan.uniform("streaming", Answers(RuntimeError("no idea")), budget=20)
-    with pytest.raises(HookError, match=r"'answers' raised RuntimeError in allocate\(\): no idea"):
+    with pytest.raises(HookError, match=r"'answers'.*RuntimeError.*allocate"):
         plan.resolve(2)
 
 
 def test_impossible_floors_raise_before_allocate_is_called() -> None:
     policy = ByDepth()
-    with pytest.raises(BudgetError, match="protect 12 rows: 4 first and 8 newest"):
+    with pytest.raises(BudgetError, match="12 rows"):
         Plan.uniform("pyramidkv", "protect", policy, budget=11).resolve(4)
     assert policy.calls == []
 

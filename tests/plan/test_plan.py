@@ -1,5 +1,6 @@
 """Reading plans, overriding their entries, and resolving them."""
 
+import re
 import tomllib
 from pathlib import Path
 
@@ -125,7 +126,7 @@ def test_overrides_apply_to_policies_inside_others(tmp_path):
 
 
 def test_an_override_of_an_unknown_policy_suggests_the_nearest(tmp_path):
-    with pytest.raises(PlanError, match="uses no policy 'snapvk'; did you mean snapkv"):
+    with pytest.raises(PlanError, match=r"'snapvk'.* snapkv"):
         load(tmp_path, INNER, ["snapvk.window_size=4"])
 
 
@@ -154,37 +155,36 @@ def test_a_policy_object_is_used_itself():
 
 
 @pytest.mark.parametrize(
-    ("override", "sentence"),
+    ("override", "named"),
     [
-        ("budget", "not KEY=VALUE"),
-        ("=3", "not KEY=VALUE"),
-        ("layers.9.budget=3", "has 2 [[layers]] groups"),
-        ("layers.x.budget=3", "has 2 [[layers]] groups"),
-        ("h2o.n_recent=3", "uses no policy 'h2o'"),
-        ("rvk.mix_lambda=0.1", "did you mean rkv"),
-        ("a.b.c.d=3", "write KEY=, layers.N.KEY= or POLICY.KNOB="),
-        ("budgt=3", "did you mean budget"),
+        ("budget", "KEY=VALUE"),
+        ("=3", "KEY=VALUE"),
+        ("layers.9.budget=3", "2 [[layers]]"),
+        ("layers.x.budget=3", "2 [[layers]]"),
+        ("h2o.n_recent=3", "'h2o'"),
+        ("rvk.mix_lambda=0.1", " rkv"),
+        ("a.b.c.d=3", "POLICY.KNOB="),
+        ("budgt=3", " budget"),
     ],
 )
-def test_a_wrong_override_is_refused(tmp_path, override, sentence):
-    with pytest.raises(KVPolicyError, match=r".*") as caught:
+def test_a_wrong_override_is_refused(tmp_path, override, named):
+    with pytest.raises(KVPolicyError, match=re.escape(named)):
         load(tmp_path, MIXED, [override]).resolve(4)
-    assert sentence in str(caught.value)
 
 
 def test_files_that_cannot_be_read_are_named(tmp_path):
     with pytest.raises(KVPolicyError, match=r"missing\.toml"):
         Plan.load(tmp_path / "missing.toml")
-    with pytest.raises(KVPolicyError, match="not TOML"):
+    with pytest.raises(KVPolicyError, match="TOML"):
         load(tmp_path, "budget = [")
     latin = tmp_path / "latin.toml"
     latin.write_bytes(b"# \xe9\n")
-    with pytest.raises(KVPolicyError, match="not UTF-8"):
+    with pytest.raises(KVPolicyError, match="UTF-8"):
         Plan.load(latin)
 
 
 def test_knobs_of_a_policy_outside_the_stack_are_refused():
-    with pytest.raises(KVPolicyError, match="'h2o', which is not in the stack"):
+    with pytest.raises(KVPolicyError, match="'h2o'"):
         Plan.uniform("rkv", budget=64, knobs={"h2o": {"n_recent": 3}})
 
 
@@ -228,36 +228,35 @@ def test_a_group_may_name_a_buffer_where_the_plan_has_none() -> None:
 
 
 @pytest.mark.parametrize(
-    ("override", "sentence"),
+    "override",
     [
-        ("budget=0", "--set 'budget=0': 0 is out of range"),
-        ("layers.1.buffer=0", "--set 'layers.1.buffer=0': 0 is out of range"),
-        ("layers.1.stack=[3]", "--set 'layers.1.stack=[3]': 3 is not a policy"),
-        ('layers.1.stack=["rkvv"]', """--set 'layers.1.stack=["rkvv"]': no policy is named"""),
-        ("layers.1.budget=3", "--set 'layers.1.budget=3' gives layer 2 a budget of 3"),
-        ("rkv.mix_lambda=3", "--set 'rkv.mix_lambda=3': policy 'rkv' refuses its knobs"),
-        ("rkv.mixlambda=3", "--set 'rkv.mixlambda=3': policy 'rkv' has no knob"),
-        ("bugdet=3", "--set 'bugdet=3': unknown key 'bugdet'"),
-        ("layers.1.bugdet=3", "--set 'layers.1.bugdet=3': unknown key"),
-        ("layers.1.budget=9%", "--set 'layers.1.budget=9%': the budget \"9%\" has no length"),
+        "budget=0",
+        "layers.1.buffer=0",
+        "layers.1.stack=[3]",
+        'layers.1.stack=["rkvv"]',
+        "layers.1.budget=3",
+        "rkv.mix_lambda=3",
+        "rkv.mixlambda=3",
+        "bugdet=3",
+        "layers.1.bugdet=3",
+        "layers.1.budget=9%",
     ],
 )
-def test_an_error_names_the_override_that_it_comes_from(
-    tmp_path: Path, override: str, sentence: str
-) -> None:
+def test_an_error_names_the_override_that_it_comes_from(tmp_path: Path, override: str) -> None:
     with pytest.raises(KVPolicyError) as caught:
         load(tmp_path, MIXED, [override]).resolve(4)
-    assert str(caught.value).startswith(sentence)
+    assert f"--set '{override}'" in str(caught.value)
     data = tomllib.loads(MIXED)
     (problem,) = check_plan(data, [override], num_layers=4).problems
-    assert str(problem).startswith(sentence)
+    assert f"--set '{override}'" in str(problem)
 
 
 def test_an_error_of_the_file_is_not_blamed_on_an_override(tmp_path: Path) -> None:
     text = MIXED.replace("mix_lambda = 0.5", "mix_lambda = 5")
     with pytest.raises(KVPolicyError) as caught:
         load(tmp_path, text, ["rkv.window_size=8", "budget=65"]).resolve(4)
-    assert str(caught.value).startswith("policy 'rkv' refuses its knobs: 'mix_lambda'")
+    assert "--set" not in str(caught.value)
+    assert "'mix_lambda'" in str(caught.value)
 
 
 # Plans that packages install
@@ -285,5 +284,5 @@ def test_a_file_with_the_name_of_an_installed_plan_needs_its_suffix(
 
 
 def test_an_unknown_name_suggests_the_nearest_and_a_file() -> None:
-    with pytest.raises(PlanError, match=r"no plan is named 'skipvk'.*skipkv.*plan\.toml"):
+    with pytest.raises(PlanError, match=r"'skipvk'.* skipkv"):
         Plan.load("skipvk")

@@ -94,15 +94,13 @@ def test_toml_values_survive_writing(knob: object) -> None:
 @pytest.mark.parametrize("knob", [{1, 2}, object(), b"bytes", {3: 4}, ["a", {3}], "\ud800"])
 def test_a_knob_that_toml_cannot_represent_is_refused(knob: object) -> None:
     layer = LayerPlan(0, (PolicySpec("anything", {"knob": knob}),), 9, 3, bounded=True)
-    with pytest.raises(
-        PlanError, match=r"'anything' has a knob .*, which a plan file cannot represent"
-    ):
+    with pytest.raises(PlanError, match=r"'anything'.*knob"):
         to_plan_data(ResolvedPlan((layer,)))
 
 
 def test_a_policy_object_cannot_be_written() -> None:
     resolved = Plan.uniform(Anything(), budget=9).resolve(2)
-    with pytest.raises(PlanError, match="policy 'anything' was made in Python and cannot be"):
+    with pytest.raises(PlanError, match="'anything'"):
         to_toml(resolved)
 
 
@@ -117,7 +115,7 @@ def test_a_knob_set_to_none_cannot_be_written(monkeypatch: pytest.MonkeyPatch) -
     by_default = Plan.from_dict({"budget": 9, "stack": ["choosy"]}).resolve(2)
     assert to_plan_data(by_default)["layers"][0]["stack"] == [{"policy": "choosy", "knob": 3}]
     chosen = Plan(stack=(PolicySpec("choosy", {"knob": None}),), budget=9).resolve(2)
-    with pytest.raises(PlanError, match="a knob that is None, which TOML cannot represent"):
+    with pytest.raises(PlanError, match="None"):
         to_plan_data(chosen)
 
 

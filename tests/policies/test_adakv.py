@@ -10,14 +10,12 @@ from compare import ATOL
 from golden_cases import Case, recorded_press
 from hypothesis import given
 from hypothesis import strategies as st
-from policy_checks import assert_knobs_refused
 from reference_adakv import adakv
 from strategies import caches, seeds
 from tiny import tiny_model
 from torch import Tensor
 
 from kvpolicy import Engine, GivenRows, Plan, Request, Tracks, decide, hookimpl
-from kvpolicy.errors import KnobError
 
 
 @attrs.define(eq=False)
@@ -197,8 +195,3 @@ def test_heads_of_an_engine_hold_different_numbers_of_rows(stack: list[str]) -> 
     counts = [len(of_head) for of_head in layer.held(0, num_rows, layer.positions)]
     assert len(set(counts)) > 1
     assert sum(counts) <= (16 + 4) * len(counts)
-
-
-@pytest.mark.parametrize("bad", [-0.1, 1.1, "0.2", None])
-def test_invalid_knobs_raise(bad: object) -> None:
-    assert_knobs_refused("adakv", {"alpha_safeguard": bad}, KnobError)

@@ -1,4 +1,8 @@
-"""Every installed policy passes check_policy, and heads do not influence each other."""
+"""What holds for every installed policy: `check_policy` passes, and what that does not draw.
+
+Cases of `check_policy` are exact in float64 and of a few rows; single calls here have more rows, in
+single and half precision.
+"""
 
 import attrs
 import pytest
@@ -6,7 +10,16 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from slow_share import share_of
-from strategies import BASES, MOST_PROTECTED, SMALL_KNOBS, STEERING, Drawn, budgets, caches
+from strategies import (
+    BASES,
+    MOST_PROTECTED,
+    SMALL_KNOBS,
+    STEERING,
+    Drawn,
+    budgets,
+    caches,
+    fill,
+)
 
 from kvpolicy import installed_policies
 from kvpolicy.plan.spec import PolicySpec
@@ -48,7 +61,7 @@ def test_policies_of_this_repository_are_installed() -> None:
 
 @pytest.mark.parametrize(("name", "knobs"), FIRST_KNOBS, ids=str)
 def test_every_policy_passes_check_policy(name: str, knobs: dict, vector: str) -> None:
-    report = check_policy(name, knobs=with_vector(name, knobs, vector), max_examples=6)
+    report = check_policy(name, knobs=with_vector(name, knobs, vector), max_examples=3)
     assert {"building", "determinism", "memory", "neighbours", "knobs"} <= set(report.clauses)
 
 
@@ -65,7 +78,70 @@ def test_every_policy_passes_check_policy_in_many_cases(name: str, vector: str) 
 
 def test_steering_skipkv_passes_check_policy(vector: str) -> None:
     knobs = {"vector": vector, "window_size": 2, "tau": 0.3}
-    assert "nan" in check_policy("skipkv", knobs=knobs, max_examples=12).clauses
+    assert "nan" in check_policy("skipkv", knobs=knobs, max_examples=6).clauses
+
+
+# Policies as stacks for single calls, with each variant of their knobs. `seal` only steers.
+STACKS: dict[str, list[list[PolicySpec]]] = {
+    name: [
+        [*BASES.get(name, ()), PolicySpec(name, knobs)] for knobs in SMALL_KNOBS.get(name, ({},))
+    ]
+    for name in NAMES
+    if name not in STEERING
+}
+
+
+def kept_of(stack: list[PolicySpec], drawn: Drawn, budget: int) -> torch.Tensor:
+    # Hidden states for policies that mark rows.
+    states = drawn.keys.transpose(1, 2).flatten(2)
+    return keep_rows(stack, drawn.keys, drawn.values, drawn.queries, budget=budget, states=states)
+
+
+@given(
+    drawn=caches(batch=2, min_rows=MOST_PROTECTED + 1),
+    num_left=st.integers(1, 8),
+    variant=st.integers(0, 3),
+)
+def test_a_sequence_keeps_the_same_rows_in_any_batch(
+    drawn: Drawn, num_left: int, variant: int
+) -> None:
+    budget = max(drawn.num_rows - num_left, MOST_PROTECTED)
+
+    def differs(stack: list[PolicySpec]) -> bool:
+        alone = [kept_of(stack, drawn.row(b), budget) for b in range(2)]
+        return not torch.equal(kept_of(stack, drawn, budget), torch.cat(alone))
+
+    stacks = {name: one[variant % len(one)] for name, one in STACKS.items()}
+    assert [name for name, stack in stacks.items() if differs(stack)] == []
+
+
+def test_nothing_is_evicted_within_the_budget() -> None:
+    drawn = of_dtype(torch.float32)
+    rows = torch.arange(24).expand(2, 2, 24)
+    evicting = [
+        name
+        for name, stacks in STACKS.items()
+        if not all(kept_of(stack, drawn, 24).equal(rows) for stack in stacks)
+    ]
+    assert evicting == []
+
+
+def test_rows_in_half_precision_are_scored_in_single_precision() -> None:
+    half = of_dtype(torch.bfloat16)
+    copies = {name: getattr(half, name).float() for name in ("keys", "values", "queries")}
+    single = attrs.evolve(half, **copies)
+    rounding = [
+        name
+        for name, stacks in STACKS.items()
+        if not all(kept_of(stack, half, 12).equal(kept_of(stack, single, 12)) for stack in stacks)
+    ]
+    assert rounding == []
+
+
+def of_dtype(dtype: torch.dtype) -> Drawn:
+    """Two sequences of 24 rows in two heads, of two queries each."""
+    keys, values = (fill((2, 2, 24, 8), "gauss", seed).to(dtype) for seed in (1, 2))
+    return Drawn(keys, values, fill((2, 4, 24, 8), "gauss", 3).to(dtype), kind="gauss", seed=1)
 
 
 @pytest.mark.parametrize(

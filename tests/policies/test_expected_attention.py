@@ -11,20 +11,14 @@ from families import FAMILIES, family_model
 from golden_cases import Case, recorded_press
 from hypothesis import given
 from hypothesis import strategies as st
-from policy_checks import (
-    assert_batch_equals_single_rows,
-    assert_half_precision_works,
-    assert_knobs_refused,
-    assert_nothing_leaves,
-)
-from strategies import Drawn, budgets, caches
+from strategies import Drawn, caches
 from tiny import shared_model, tiny_model
 from torch import Tensor
 from torch.nn import functional as F
 
 from kvpolicy import Engine, GivenRows, Plan, decide, hookimpl, load_policy
 from kvpolicy.engine.run import Run
-from kvpolicy.errors import BudgetError, KnobError, ModelError
+from kvpolicy.errors import BudgetError, ModelError
 from kvpolicy.hooks.stack import Stack
 from kvpolicy.model.adapter import ModelAdapter
 from kvpolicy.model.rope import rotate_halves
@@ -272,7 +266,7 @@ def test_models_whose_queries_cannot_be_moved_are_refused_when_an_engine_is_buil
     model = tiny_model()
     model.get_decoder().rotary_emb.rope_type = "dynamic"
     plan = Plan.uniform("expected_attention", budget=9)
-    with pytest.raises(ModelError, match="changes with the length"):
+    with pytest.raises(ModelError, match="expected_attention"):
         Engine(model, plan=plan)
 
 
@@ -286,43 +280,7 @@ def test_one_compaction_can_be_given_a_models_weights() -> None:
     assert torch.equal(given_weights, keep_rows(*inputs, budget=6))  # a Llama, too
 
 
-# Properties that all policies have
-
-
-@given(st.data(), caches(min_rows=6))
-def test_batch_equals_single_sequences(data: st.DataObject, drawn: Drawn) -> None:
-    budget = data.draw(budgets(drawn.num_rows, min_budget=4))
-    assert_batch_equals_single_rows("expected_attention", drawn, budget, n_future=5)
-
-
-@given(caches())
-def test_nothing_is_evicted_within_the_budget(drawn: Drawn) -> None:
-    assert_nothing_leaves("expected_attention", drawn, budget=max(drawn.num_rows, 4), n_future=5)
-
-
-def test_half_precision_works() -> None:
-    assert_half_precision_works("expected_attention", budget=12)
-
-
 def test_budget_below_the_sinks_raises() -> None:
     keys = torch.zeros(1, 1, 20, 2)
     with pytest.raises(BudgetError, match="expected_attention"):
         keep_rows("expected_attention", keys, keys, keys, budget=3)
-
-
-@pytest.mark.parametrize(
-    "bad",
-    [
-        {"window_size": 0},
-        {"n_future": 0},
-        {"n_sink": -1},
-        {"use_covariance": 1},
-        {"use_vnorm": None},
-        {"epsilon": -0.1},
-        {"epsilon": float("nan")},
-        {"n_future_positions": 512},
-    ],
-    ids=str,
-)
-def test_invalid_knobs_raise(bad: dict) -> None:
-    assert_knobs_refused("expected_attention", bad, KnobError)

@@ -430,16 +430,16 @@ def test_the_learned_predictor_equals_ridge_regression() -> None:
 @pytest.mark.parametrize(
     ("knobs", "words"),
     [
-        ({"relax_times": -1}, "relax_times=-1 is not a count"),
-        ({"relax_times": True}, "relax_times=True is not a count"),
-        ({"relax_prob": 1.5}, "relax_prob=1.5 is no probability"),
-        ({"relax_times": 2, "relax_prob": 0.5}, "give one of them"),
-        ({"protection": False, "relax_times": 2}, "nothing to relax"),
-        ({"predictor": "oracle"}, "popu, pleco, recency, learned"),
-        ({"follow": True}, "did you mean follow_if_guarded"),
+        ({"relax_times": -1}, "relax_times=-1"),
+        ({"relax_times": True}, "relax_times=True"),
+        ({"relax_prob": 1.5}, "relax_prob=1.5"),
+        ({"relax_times": 2, "relax_prob": 0.5}, "relax_prob"),
+        ({"protection": False, "relax_times": 2}, "protection"),
+        ({"predictor": "oracle"}, "predictor"),
+        ({"follow": True}, "follow_if_guarded"),
     ],
 )
-def test_wrong_knobs_are_refused_in_one_sentence(knobs: dict[str, Any], words: str) -> None:
+def test_wrong_knobs_are_refused_and_named(knobs: dict[str, Any], words: str) -> None:
     with pytest.raises(KnobError, match=words):
         load_block_eviction("guard", capacity=4, rng=Random(0), **knobs)
 

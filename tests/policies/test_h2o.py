@@ -6,15 +6,9 @@ import torch
 from compare import ATOL, assert_best_rows, assert_rows_shape, heads
 from hypothesis import given
 from hypothesis import strategies as st
-from policy_checks import (
-    assert_batch_equals_single_rows,
-    assert_half_precision_works,
-    assert_knobs_refused,
-    assert_nothing_leaves,
-)
 from strategies import Drawn, budgets, caches, rounds
 
-from kvpolicy.errors import BudgetError, KnobError
+from kvpolicy.errors import BudgetError
 from kvpolicy.testing import Trial, keep_rows, replay
 
 # Sums grow with the number of queries, and so does their rounding.
@@ -115,34 +109,10 @@ def test_row_attended_by_every_query_is_never_evicted() -> None:
     assert all((kept == 17).any(dim=-1).all() for kept in answer)
 
 
-@given(st.data(), caches())
-def test_batch_equals_single_sequences(data: st.DataObject, drawn: Drawn) -> None:
-    budget = data.draw(budgets(drawn.num_rows))
-    assert_batch_equals_single_rows("h2o", drawn, budget)
-
-
-@given(caches())
-def test_nothing_is_evicted_within_the_budget(drawn: Drawn) -> None:
-    assert_nothing_leaves("h2o", drawn, budget=drawn.num_rows)
-
-
-def test_half_precision_works() -> None:
-    assert_half_precision_works("h2o", budget=8)
-
-
 def test_budget_below_the_recent_rows_raises() -> None:
     keys = torch.zeros(1, 1, 20, 2)
     with pytest.raises(BudgetError, match="h2o"):
         keep_rows("h2o", keys, keys, keys, budget=3, n_recent=4)
-
-
-@pytest.mark.parametrize(
-    "knobs",
-    [{"n_recent": 0}, {"n_recent": -2}, {"n_recent": "8"}, {"every": 0}, {"recent_size": 4}],
-    ids=str,
-)
-def test_invalid_knobs_raise(knobs: dict) -> None:
-    assert_knobs_refused("h2o", knobs, KnobError)
 
 
 def test_attention_products_above_the_float16_range_give_valid_weights() -> None:

@@ -5,15 +5,8 @@ import torch
 from compare import assert_best_rows, assert_rows_shape, follow_stream, heads
 from hypothesis import given
 from hypothesis import strategies as st
-from policy_checks import (
-    assert_batch_equals_single_rows,
-    assert_half_precision_works,
-    assert_knobs_refused,
-    assert_nothing_leaves,
-)
 from strategies import Drawn, budgets, caches, rounds
 
-from kvpolicy.errors import KnobError
 from kvpolicy.testing import keep_rows, replay
 
 
@@ -63,21 +56,3 @@ def test_differs_from_h2o() -> None:
     queries[:, :, :-1, 0] = queries[:, :, -1, 1] = 9.0  # all attend to row 3, the last to row 5
     assert 5 in keep_rows("h2o_last", keys, keys, queries, budget=2).flatten().tolist()
     assert 3 in keep_rows("h2o", keys, keys, queries, budget=2, n_recent=1).flatten().tolist()
-
-
-@given(st.data(), caches())
-def test_batch_equals_single_sequences(data: st.DataObject, drawn: Drawn) -> None:
-    assert_batch_equals_single_rows("h2o_last", drawn, data.draw(budgets(drawn.num_rows)))
-
-
-@given(caches())
-def test_nothing_is_evicted_within_the_budget(drawn: Drawn) -> None:
-    assert_nothing_leaves("h2o_last", drawn, budget=drawn.num_rows)
-
-
-def test_half_precision_works() -> None:
-    assert_half_precision_works("h2o_last", budget=8)
-
-
-def test_has_no_knobs() -> None:
-    assert_knobs_refused("h2o_last", {"window_size": 1}, KnobError)

@@ -5,15 +5,8 @@ import torch
 from compare import assert_best_rows, assert_rows_shape, layers
 from hypothesis import given
 from hypothesis import strategies as st
-from policy_checks import (
-    assert_batch_equals_single_rows,
-    assert_half_precision_works,
-    assert_knobs_refused,
-    assert_nothing_leaves,
-)
 from strategies import Drawn, budgets, caches
 
-from kvpolicy.errors import KnobError
 from kvpolicy.testing import keep_rows, replay
 
 
@@ -64,21 +57,3 @@ def test_one_set_of_rows_serves_heads_that_attend_to_different_rows() -> None:
     assert shared.tolist() == [[[6, 8], [6, 8]]]
     alone = keep_rows("h2o_last", keys, keys, queries, budget=2)
     assert alone.tolist() == [[[2, 8], [4, 8]]]
-
-
-@given(st.data(), caches())
-def test_batch_equals_single_sequences(data: st.DataObject, drawn: Drawn) -> None:
-    assert_batch_equals_single_rows("h2o_shared", drawn, data.draw(budgets(drawn.num_rows)))
-
-
-@given(caches())
-def test_nothing_is_evicted_within_the_budget(drawn: Drawn) -> None:
-    assert_nothing_leaves("h2o_shared", drawn, budget=drawn.num_rows)
-
-
-def test_half_precision_works() -> None:
-    assert_half_precision_works("h2o_shared", budget=8)
-
-
-def test_has_no_knobs() -> None:
-    assert_knobs_refused("h2o_shared", {"window_size": 1}, KnobError)

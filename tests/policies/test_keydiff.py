@@ -1,22 +1,14 @@
 """KeyDiff against loops over the keys, and against rows recorded from kvpress."""
 
-import pytest
 import torch
 from compare import ATOL, assert_best_rows, assert_rows_shape, heads
 from golden_cases import Case, recorded_press
 from hypothesis import given
 from hypothesis import strategies as st
-from policy_checks import (
-    assert_batch_equals_single_rows,
-    assert_half_precision_works,
-    assert_knobs_refused,
-    assert_nothing_leaves,
-)
 from reference_keydiff import keydiff
 from strategies import Drawn, budgets, caches, rounds
 
 from kvpolicy import load_policy
-from kvpolicy.errors import KnobError
 from kvpolicy.testing import keep_rows, replay
 
 
@@ -82,22 +74,3 @@ def test_keys_of_another_length_score_the_same() -> None:
     score = load_policy("keydiff").score
     plain, scaled = (score(keys=one, positions=positions) for one in (keys, keys * lengths))
     torch.testing.assert_close(plain, scaled)
-
-
-@given(st.data(), caches())
-def test_batch_equals_single_sequences(data: st.DataObject, drawn: Drawn) -> None:
-    assert_batch_equals_single_rows("keydiff", drawn, data.draw(budgets(drawn.num_rows)))
-
-
-@given(caches())
-def test_nothing_is_evicted_within_the_budget(drawn: Drawn) -> None:
-    assert_nothing_leaves("keydiff", drawn, budget=drawn.num_rows)
-
-
-def test_half_precision_works() -> None:
-    assert_half_precision_works("keydiff", budget=12)
-
-
-@pytest.mark.parametrize("bad", [{"n_recent": -1}, {"n_recent": 1.5}, {"recent": 2}], ids=str)
-def test_invalid_knobs_raise(bad: dict) -> None:
-    assert_knobs_refused("keydiff", bad, KnobError)

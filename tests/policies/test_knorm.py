@@ -1,21 +1,13 @@
 """Knorm against loops over the keys: it keeps the shortest keys and the newest rows."""
 
-import pytest
 import reference
 import torch
 from compare import assert_best_rows, assert_rows_shape, heads
 from hypothesis import given
 from hypothesis import strategies as st
-from policy_checks import (
-    assert_batch_equals_single_rows,
-    assert_half_precision_works,
-    assert_knobs_refused,
-    assert_nothing_leaves,
-)
 from strategies import Drawn, budgets, caches, rounds
 
 from kvpolicy import load_policy
-from kvpolicy.errors import KnobError
 from kvpolicy.testing import keep_rows, replay
 
 
@@ -69,34 +61,3 @@ def test_skipped_layers_use_the_previous_policy() -> None:
     assert (kept == keep_rows("streaming", keys, keys, keys, budget=12)).all()
     alone = keep_rows(skipping, keys, keys, keys, budget=12)
     assert (alone == torch.arange(18, 30)).all(), "without another policy the newest rows are kept"
-
-
-@given(st.data(), caches())
-def test_batch_equals_single_sequences(data: st.DataObject, drawn: Drawn) -> None:
-    budget = data.draw(budgets(drawn.num_rows, min_budget=8))
-    assert_batch_equals_single_rows("knorm", drawn, budget)
-
-
-@given(caches())
-def test_nothing_is_evicted_within_the_budget(drawn: Drawn) -> None:
-    assert_nothing_leaves("knorm", drawn, budget=max(drawn.num_rows, 8))
-
-
-def test_half_precision_works() -> None:
-    assert_half_precision_works("knorm", budget=12)
-
-
-@pytest.mark.parametrize(
-    "bad",
-    [
-        {"n_recent": -1},
-        {"n_recent": 1.5},
-        {"skip_layers": 1},
-        {"skip_layers": ["0"]},
-        {"skip_layers": [-1]},
-        {"skip": [0]},
-    ],
-    ids=str,
-)
-def test_invalid_knobs_raise(bad: dict) -> None:
-    assert_knobs_refused("knorm", bad, KnobError)

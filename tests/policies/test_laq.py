@@ -9,18 +9,12 @@ from compare import ATOL, assert_best_rows, assert_rows_shape, assert_threshold
 from golden_cases import Case, recorded_related
 from hypothesis import given
 from hypothesis import strategies as st
-from policy_checks import (
-    assert_batch_equals_single_rows,
-    assert_half_precision_works,
-    assert_knobs_refused,
-    assert_nothing_leaves,
-)
 from strategies import Drawn, budgets, caches, fill
 from tiny import shared_model
 from torch import Tensor
 
 from kvpolicy import Engine, GivenRows, Plan, decide, hookimpl, load_policy
-from kvpolicy.errors import BudgetError, KnobError
+from kvpolicy.errors import BudgetError
 from kvpolicy.testing import keep_rows, replay
 
 PROMPT = [5, 9, 40, 2, 2, 7, 11, 30, 1, 8, 1, 17, 4, 4, 59, 21, 33, 6, 6, 50, 12, 3, 44, 10]
@@ -325,21 +319,6 @@ def test_a_text_that_ends_at_the_first_pseudo_token_is_compacted() -> None:
 # Properties that all policies have
 
 
-@given(st.data(), caches(min_rows=9), st.sampled_from(["decode", "prefill"]))
-def test_batch_equals_single_sequences(data: st.DataObject, drawn: Drawn, phase: str) -> None:
-    budget = data.draw(budgets(drawn.num_rows, min_budget=8))
-    assert_batch_equals_single_rows("laq", drawn, budget, phase=phase)
-
-
-@given(caches(), st.sampled_from(["decode", "prefill"]))
-def test_nothing_is_evicted_within_the_budget(drawn: Drawn, phase: str) -> None:
-    assert_nothing_leaves("laq", drawn, budget=max(drawn.num_rows, 8), phase=phase)
-
-
-def test_half_precision_works() -> None:
-    assert_half_precision_works("laq", budget=12)
-
-
 def test_budget_below_the_local_rows_raises() -> None:
     keys = torch.zeros(1, 1, 20, 2)
     with pytest.raises(BudgetError, match="laq"):
@@ -355,22 +334,3 @@ def test_plans_are_the_two_methods_of_the_paper() -> None:
     assert (plain.pop("n_local"), plus_plus.pop("n_local")) == (0, 8)
     assert plain == plus_plus
     assert plain["n_lookahead"] == 8
-
-
-@pytest.mark.parametrize(
-    "bad",
-    [
-        {"n_lookahead": -1},
-        {"n_local": 1.5},
-        {"n_lookahead": 0, "n_local": 0},
-        {"kernel_size": 4},
-        {"pooling": "median"},
-        {"phase": "both"},
-        {"group_reduce": "min"},
-        {"compat_mask": 1},
-        {"window_size": 8},
-    ],
-    ids=str,
-)
-def test_invalid_knobs_raise(bad: dict) -> None:
-    assert_knobs_refused("laq", bad, KnobError)

@@ -7,16 +7,11 @@ import torch
 from compare import assert_best_rows, heads
 from hypothesis import assume, given
 from hypothesis import strategies as st
-from policy_checks import (
-    assert_batch_equals_single_rows,
-    assert_knobs_refused,
-    assert_nothing_leaves,
-)
 from reference_lazy_eviction import LazyHead
-from strategies import Drawn, budgets, caches
+from strategies import Drawn, caches
 from torch import Tensor
 
-from kvpolicy.errors import BudgetError, KnobError
+from kvpolicy.errors import BudgetError
 from kvpolicy.testing import keep_rows, replay
 
 ALPHAS = (0.02, 0.08, 0.2, 0.4)
@@ -112,25 +107,7 @@ def test_a_row_that_recurs_outlasts_one_that_was_used_later() -> None:
     assert kept[0].flatten().tolist() == [0, *range(4, 12)]
 
 
-@given(st.data(), caches(min_rows=9))
-def test_batch_equals_single_sequences(data: st.DataObject, drawn: Drawn) -> None:
-    budget = data.draw(budgets(drawn.num_rows, min_budget=8))
-    assert_batch_equals_single_rows("lazy_eviction", drawn, budget, window_size=8, alpha=0.1)
-
-
-@given(caches())
-def test_nothing_is_evicted_within_the_budget(drawn: Drawn) -> None:
-    assert_nothing_leaves("lazy_eviction", drawn, budget=max(drawn.num_rows, 4), window_size=4)
-
-
 def test_budget_below_the_window_raises() -> None:
     keys = torch.zeros(1, 1, 40, 2)
     with pytest.raises(BudgetError, match="lazy_eviction"):
         keep_rows("lazy_eviction", keys, keys, keys, budget=31)
-
-
-@pytest.mark.parametrize(
-    "bad", [{"window_size": 0}, {"alpha": 0.0}, {"alpha": 1.0}, {"alpha": "0.1"}], ids=str
-)
-def test_invalid_knobs_raise(bad: dict) -> None:
-    assert_knobs_refused("lazy_eviction", bad, KnobError)

@@ -2,7 +2,6 @@
 
 from typing import Any
 
-import pytest
 import reference
 import torch
 from hypothesis import assume, given
@@ -10,8 +9,6 @@ from hypothesis import strategies as st
 from kvpolicy_plugins.merge import leaving_rows
 from policy_checks import (
     assert_batch_equals_single_rows,
-    assert_half_precision_works,
-    assert_knobs_refused,
     assert_nothing_leaves,
 )
 from recorder import Recorder
@@ -22,7 +19,6 @@ from torch import Tensor
 from kvpolicy import Engine, Plan, load_policy
 from kvpolicy.cache.rows import LayerRows
 from kvpolicy.cache.slab import KVCache, LayerShape, Slab
-from kvpolicy.errors import KnobError
 from kvpolicy.state import Memory, SequenceMemory
 from kvpolicy.testing import Trial
 
@@ -235,8 +231,7 @@ def test_leaving_rows_are_the_complement_of_keep(data: st.DataObject, drawn: Dra
     assert (both == torch.arange(drawn.num_rows)).all()
 
 
-def test_half_precision_works() -> None:
-    assert_half_precision_works("merge", 12)
+def test_merged_rows_keep_their_dtype() -> None:
     drawn = Drawn(*(torch.randn(1, 2, 9, 4).bfloat16() for _ in range(3)), "gauss", 0)
     bench = Bench(drawn)
     bench.evict(torch.arange(5).expand(1, 2, 5))
@@ -273,15 +268,6 @@ def test_threshold_is_per_sequence_layer_and_head(data: st.DataObject, drawn: Dr
         assert torch.equal(notes["layer 0"], notes["layer 1"])
         assert notes["layer 0"].shape == drawn.keys.shape[1:2]
     assert torch.equal(first.rows.keys, second.rows.keys)
-
-
-@pytest.mark.parametrize(
-    "knobs",
-    [{"beta": -0.1}, {"beta": 1.5}, {"beta": "half"}, {"weights": "max"}, {"merge_keys": 1}],
-    ids=str,
-)
-def test_invalid_knobs_raise(knobs: dict) -> None:
-    assert_knobs_refused("merge", knobs, KnobError)
 
 
 def test_rows_outside_the_sliding_window_are_not_merged() -> None:

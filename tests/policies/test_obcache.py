@@ -12,18 +12,12 @@ from compare import assert_best_rows, assert_threshold, heads
 from golden_cases import Case, recorded_related
 from hypothesis import given
 from hypothesis import strategies as st
-from policy_checks import (
-    assert_batch_equals_single_rows,
-    assert_half_precision_works,
-    assert_knobs_refused,
-    assert_nothing_leaves,
-)
 from strategies import Drawn, budgets, caches, fill, rounds
 from torch import Tensor
 from torch.autograd.functional import jvp
 
 from kvpolicy import load_policy, observed_weights
-from kvpolicy.errors import BudgetError, KnobError
+from kvpolicy.errors import BudgetError
 from kvpolicy.testing import keep_rows, replay
 
 SALIENCIES = ["v", "k", "vk", "vk_no_cross", "v_p1", "attention"]
@@ -415,23 +409,6 @@ def test_recent_rows_are_those_of_the_window_unless_said_otherwise() -> None:
     assert load_policy("obcache", window_size=5, n_recent=0).protects == (0, 0)
 
 
-@given(st.data(), caches(min_rows=9), st.sampled_from(["window", "accumulate"]))
-def test_batch_equals_single_sequences(data: st.DataObject, drawn: Drawn, host: str) -> None:
-    budget = data.draw(budgets(drawn.num_rows, min_budget=8))
-    assert_batch_equals_single_rows("obcache", drawn, budget, host=host, window_size=8)
-
-
-@given(caches(), st.sampled_from(["window", "accumulate"]))
-def test_nothing_is_evicted_within_the_budget(drawn: Drawn, host: str) -> None:
-    assert_nothing_leaves("obcache", drawn, max(drawn.num_rows, 4), host=host, window_size=4)
-
-
-@pytest.mark.parametrize("host", ["window", "accumulate"])
-@pytest.mark.parametrize("saliency", SALIENCIES)
-def test_half_precision_works(saliency: str, host: str) -> None:
-    assert_half_precision_works("obcache", budget=12, saliency=saliency, host=host, window_size=8)
-
-
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("saliency", SALIENCIES)
 def test_large_numbers_in_half_precision_give_finite_scores(
@@ -471,24 +448,3 @@ def test_budget_below_the_window_raises() -> None:
     keys = torch.zeros(1, 1, 20, 2)
     with pytest.raises(BudgetError, match="obcache"):
         keep_rows("obcache", keys, keys, keys, budget=15)
-
-
-@pytest.mark.parametrize(
-    "bad",
-    [
-        {"saliency": "vv"},
-        {"host": "h2o"},
-        {"window_size": 0},
-        {"kernel_size": 4},
-        {"pooling": "median"},
-        {"group_reduce": "min"},
-        {"n_recent": -1},
-        {"n_sink": -1},
-        {"every": 0},
-        {"phase": "both"},
-        {"window": 8},
-    ],
-    ids=str,
-)
-def test_invalid_knobs_raise(bad: dict) -> None:
-    assert_knobs_refused("obcache", bad, KnobError)

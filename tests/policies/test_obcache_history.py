@@ -1,7 +1,6 @@
 """OBCache over all past queries against loops over each of them."""
 
 import math
-from typing import Any
 
 import pytest
 import reference_obcache as oracle
@@ -10,18 +9,11 @@ from compare import assert_best_rows, heads
 from golden_cases import Case, recorded_related
 from hypothesis import given
 from hypothesis import strategies as st
-from policy_checks import (
-    assert_batch_equals_single_rows,
-    assert_half_precision_works,
-    assert_knobs_refused,
-    assert_nothing_leaves,
-)
 from scipy.stats import spearmanr
-from strategies import Drawn, budgets, caches, fill, rounds
+from strategies import Drawn, caches, fill, rounds
 from torch import Tensor
 
 from kvpolicy import load_policy, observed_weights
-from kvpolicy.errors import KnobError
 from kvpolicy.testing import keep_rows, replay
 
 SALIENCIES = ["v", "k", "vk", "vk_no_cross"]
@@ -123,33 +115,7 @@ def test_sinks_and_recent_rows_stay(drawn: Drawn) -> None:
     assert all(ends <= set(rows) for rows in kept.flatten(0, 1).tolist())
 
 
-@given(st.data(), caches(min_rows=5), st.sampled_from(SALIENCIES))
-def test_batch_equals_single_sequences(data: st.DataObject, drawn: Drawn, saliency: str) -> None:
-    budget = data.draw(budgets(drawn.num_rows, min_budget=4))
-    knobs: dict[str, Any] = {"saliency": saliency, "n_recent": 2}
-    assert_batch_equals_single_rows("obcache_history", drawn, budget, **knobs)
-
-
-@given(caches())
-def test_nothing_is_evicted_within_the_budget(drawn: Drawn) -> None:
-    assert_nothing_leaves("obcache_history", drawn, max(drawn.num_rows, 4), n_recent=4)
-
-
-@pytest.mark.parametrize("saliency", SALIENCIES)
-def test_half_precision_works(saliency: str) -> None:
-    assert_half_precision_works("obcache_history", budget=12, saliency=saliency, n_recent=4)
-
-
 def test_every_says_how_many_rows_may_exceed_the_budget() -> None:
     due = load_policy("obcache_history", every=2).due(num_rows=torch.tensor([7, 8]), budget=6)
     assert due.tolist() == [False, True]
     assert "due" in load_policy("obcache_history").inactive_hooks
-
-
-@pytest.mark.parametrize(
-    "bad",
-    [{"saliency": "attention"}, {"window_size": 0}, {"n_recent": -1}, {"n_sink": -1}, {"every": 0}],
-    ids=str,
-)
-def test_invalid_knobs_raise(bad: dict) -> None:
-    assert_knobs_refused("obcache_history", bad, KnobError)

@@ -5,14 +5,13 @@ import reference
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from policy_checks import assert_knobs_refused
 from recorder import Compaction, Recorder, Scores
 from strategies import Drawn, budgets, caches
 from tiny import shared_model
 from torch import Tensor
 
 from kvpolicy import Engine, Plan
-from kvpolicy.errors import BudgetError, KnobError
+from kvpolicy.errors import BudgetError
 from kvpolicy.testing import keep_rows
 
 
@@ -88,8 +87,3 @@ def test_budget_below_the_protected_rows_raises() -> None:
     keys = torch.zeros(1, 1, 20, 2)
     with pytest.raises(BudgetError, match="protect"):
         keep_rows("protect", keys, keys, keys[:, :, :1], budget=11)
-
-
-@pytest.mark.parametrize("knobs", [{"n_sink": -1}, {"n_recent": -1}, {"n_recent": 1.5}], ids=str)
-def test_invalid_knobs_raise(knobs: dict) -> None:
-    assert_knobs_refused("protect", knobs, KnobError)

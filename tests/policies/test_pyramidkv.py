@@ -9,16 +9,9 @@ from compare import assert_best_rows, assert_rows_shape, follow_stream, heads
 from hypothesis import given
 from hypothesis import strategies as st
 from kvpolicy_baselines.pyramidkv import published_budgets
-from policy_checks import (
-    assert_batch_equals_single_rows,
-    assert_half_precision_works,
-    assert_knobs_refused,
-    assert_nothing_leaves,
-)
 from strategies import Drawn, budgets, caches, rounds
 
 from kvpolicy import Plan
-from kvpolicy.errors import KnobError
 from kvpolicy.plan.spec import LayerGroup, PolicySpec
 from kvpolicy.testing import keep_rows, replay
 
@@ -138,27 +131,3 @@ def test_before_another_policy_only_sets_budgets() -> None:
     keys = torch.randn(1, 2, 40, 4, generator=torch.Generator().manual_seed(1))
     kept = keep_rows(["pyramidkv", "rkv"], keys, keys, keys, budget=20)
     assert (kept == keep_rows("rkv", keys, keys, keys, budget=20)).all()
-
-
-@given(st.data(), caches(min_rows=9), st.sampled_from(["decode", "prefill"]))
-def test_batch_equals_single_sequences(data: st.DataObject, drawn: Drawn, phase: str) -> None:
-    budget = data.draw(budgets(drawn.num_rows, min_budget=8))
-    assert_batch_equals_single_rows("pyramidkv", drawn, budget, phase=phase)
-
-
-@given(caches(), st.sampled_from(["decode", "prefill"]))
-def test_nothing_is_evicted_within_the_budget(drawn: Drawn, phase: str) -> None:
-    assert_nothing_leaves("pyramidkv", drawn, budget=max(drawn.num_rows, 8), phase=phase)
-
-
-def test_half_precision_works() -> None:
-    assert_half_precision_works("pyramidkv", budget=12)
-
-
-@pytest.mark.parametrize(
-    "bad",
-    [{"beta": 0.5}, {"beta": "20"}, {"window_size": 0}, {"kernel_size": 4}, {"phase": "both"}],
-    ids=str,
-)
-def test_invalid_knobs_raise(bad: dict) -> None:
-    assert_knobs_refused("pyramidkv", bad, KnobError)

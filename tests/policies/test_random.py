@@ -1,22 +1,14 @@
 """Random against integer loops, and statistical tests of its scores."""
 
-import pytest
 import reference
 import tiny
 import torch
 from compare import assert_best_rows, assert_rows_shape
 from hypothesis import given
 from hypothesis import strategies as st
-from policy_checks import (
-    assert_batch_equals_single_rows,
-    assert_half_precision_works,
-    assert_knobs_refused,
-    assert_nothing_leaves,
-)
 from strategies import Drawn, budgets, caches, rounds
 
 from kvpolicy import Engine, Plan, load_policy
-from kvpolicy.errors import KnobError
 from kvpolicy.testing import keep_rows, replay
 
 seeds = st.integers(0, 2**32 - 1)
@@ -85,22 +77,3 @@ def test_tokens_do_not_depend_on_the_number_of_slots() -> None:
         for engine in (batched, alone)
     ]
     assert tokens[0] == tokens[1]
-
-
-@given(st.data(), caches())
-def test_batch_equals_single_sequences(data: st.DataObject, drawn: Drawn) -> None:
-    assert_batch_equals_single_rows("random", drawn, data.draw(budgets(drawn.num_rows)))
-
-
-@given(caches())
-def test_nothing_is_evicted_within_the_budget(drawn: Drawn) -> None:
-    assert_nothing_leaves("random", drawn, budget=drawn.num_rows)
-
-
-def test_half_precision_works() -> None:
-    assert_half_precision_works("random", budget=8)
-
-
-@pytest.mark.parametrize("bad", [{"seed": -1}, {"seed": 2**32}, {"seed": 0.5}], ids=str)
-def test_invalid_knobs_raise(bad: dict) -> None:
-    assert_knobs_refused("random", bad, KnobError)

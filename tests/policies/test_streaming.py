@@ -6,15 +6,9 @@ import torch
 from compare import assert_rows_shape
 from hypothesis import given
 from hypothesis import strategies as st
-from policy_checks import (
-    assert_batch_equals_single_rows,
-    assert_half_precision_works,
-    assert_knobs_refused,
-    assert_nothing_leaves,
-)
 from strategies import Drawn, budgets, caches, rounds
 
-from kvpolicy.errors import BudgetError, KnobError
+from kvpolicy.errors import BudgetError
 from kvpolicy.testing import keep_rows, replay
 
 
@@ -70,27 +64,7 @@ def test_keys_and_values_do_not_matter(data: st.DataObject, drawn: Drawn) -> Non
     assert (kept == keep_rows("streaming", blank, blank, drawn.queries, budget=budget)).all()
 
 
-@given(st.data(), caches())
-def test_batch_equals_single_sequences(data: st.DataObject, drawn: Drawn) -> None:
-    budget = data.draw(budgets(drawn.num_rows, min_budget=5))
-    assert_batch_equals_single_rows("streaming", drawn, budget)
-
-
-@given(caches())
-def test_nothing_is_evicted_within_the_budget(drawn: Drawn) -> None:
-    assert_nothing_leaves("streaming", drawn, budget=max(drawn.num_rows, 5))
-
-
-def test_half_precision_works() -> None:
-    assert_half_precision_works("streaming", budget=6)
-
-
 def test_budget_below_the_sinks_raises() -> None:
     keys = torch.zeros(1, 1, 20, 2)
     with pytest.raises(BudgetError, match="streaming"):
         keep_rows("streaming", keys, keys, keys[:, :, :1], budget=3, n_sink=4)
-
-
-@pytest.mark.parametrize("knobs", [{"n_sink": -1}, {"n_sink": 2.5}, {"n_sinks": 4}], ids=str)
-def test_invalid_knobs_raise(knobs: dict) -> None:
-    assert_knobs_refused("streaming", knobs, KnobError)

@@ -7,16 +7,9 @@ import torch
 from compare import assert_best_rows, assert_rows_shape, layers
 from hypothesis import given
 from hypothesis import strategies as st
-from policy_checks import (
-    assert_batch_equals_single_rows,
-    assert_half_precision_works,
-    assert_knobs_refused,
-    assert_nothing_leaves,
-)
 from strategies import Drawn, budgets, caches, rounds
 
 from kvpolicy import Engine, Plan
-from kvpolicy.errors import KnobError
 from kvpolicy.testing import keep_rows, replay
 
 
@@ -83,25 +76,3 @@ def test_compaction_happens_every_n_tokens(every: int | None, most: int) -> None
     (result,) = engine.generate([[1, 2, 3]], max_new_tokens=40).results()
     assert result.peak_rows == most
     assert result.compactions
-
-
-@given(st.data(), caches())
-def test_batch_equals_single_sequences(data: st.DataObject, drawn: Drawn) -> None:
-    budget = data.draw(budgets(drawn.num_rows))
-    assert_batch_equals_single_rows("tova", drawn, budget)
-
-
-@given(caches())
-def test_nothing_is_evicted_within_the_budget(drawn: Drawn) -> None:
-    assert_nothing_leaves("tova", drawn, budget=drawn.num_rows)
-
-
-def test_half_precision_works() -> None:
-    assert_half_precision_works("tova", budget=8)
-
-
-@pytest.mark.parametrize(
-    "bad", [{"every": 0}, {"every": "1"}, {"n_recent": -1}, {"cache_size": 8}], ids=str
-)
-def test_invalid_knobs_raise(bad: dict) -> None:
-    assert_knobs_refused("tova", bad, KnobError)

@@ -102,8 +102,8 @@ def test_token_tables_are_cached_without_keeping_the_tokenizer_alive(
     ("tokenizer", "message"),
     [
         (None, "Engine(model, tokenizer, plan)"),
-        (byte_tokenizer(), "no token"),
-        (tiny_tokenizer(), "no token"),
+        (byte_tokenizer(), "token"),
+        (tiny_tokenizer(), "token"),
     ],
     ids=["none", "bytes", "characters"],
 )
