@@ -178,23 +178,3 @@ def test_package_of_the_tutorial_holds_every_module(tmp_path: Path) -> None:
 def test_every_listed_package_exists() -> None:
     listed = _pyproject()["tool"]["hatch"]["build"]["targets"]["wheel"]["packages"]
     assert all((ROOT / package / "__init__.py").is_file() for package in listed)
-
-
-def test_containers_and_tests_are_not_importable(tmp_path: Path) -> None:
-    code = f"""
-import os; os.chdir({str(tmp_path)!r})
-from importlib.util import find_spec
-print([name for name in ("baselines", "plugins", "tests", "docs") if find_spec(name)])
-"""
-    assert _run(code) == "[]"
-
-
-def test_every_dependency_is_constrained() -> None:
-    project = _pyproject()["project"]
-    extras = project["optional-dependencies"].values()
-    required = [*project["dependencies"], *(line for extra in extras for line in extra)]
-    # An extra may refer to another extra of this package.
-    names = {re.split(r"[\[>=]", line)[0].strip() for line in required} - {project["name"]}
-    lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
-    constrained = {line.split("==")[0] for line in lines if "==" in line}
-    assert names <= constrained
