@@ -41,13 +41,14 @@ PROMPTS = [[5, 9, 40, 2, 2, 7, 11], [1, 2], [3, 8] * 12]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("policy", ["full", "h2o", "rkv"])
-def test_every_family_equals_generate(family: str, policy: str) -> None:
+def test_every_family_equals_generate(family: str) -> None:
+    """By fused attention, by weights that rows accumulate, and with a window of queries."""
     model = family_model(family)
-    engine = Engine(model, plan=Plan.uniform(policy, budget=64), slots=2, chunk=5)
-    results = engine.generate(PROMPTS, max_new_tokens=12).results()
-    for prompt, result in zip(PROMPTS, results, strict=True):
-        assert list(result.tokens) == greedy_tokens(model, prompt, 12)
+    expected = [greedy_tokens(model, prompt, 9) for prompt in PROMPTS]
+    for policy in ("full", "h2o", "rkv"):
+        engine = Engine(model, plan=Plan.uniform(policy, budget=64), slots=2, chunk=5)
+        results = engine.generate(PROMPTS, max_new_tokens=9).results()
+        assert [list(result.tokens) for result in results] == expected, policy
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -57,9 +58,9 @@ def test_batched_sequence_equals_sequence_alone_and_is_bounded(family: str, poli
     model = family_model(family, window=17, dtype=torch.float64)
     knobs = {"h2o": {"n_recent": 3}} if policy == "h2o" else {"snapkv": {"window_size": 3}}
     plan = Plan.uniform(policy, budget=8, buffer=4, knobs=knobs)
-    run = Engine(model, plan=plan, slots=2, chunk=5).generate(PROMPTS, max_new_tokens=20)
+    run = Engine(model, plan=plan, slots=2, chunk=5).generate(PROMPTS, max_new_tokens=13)
     for prompt, result in zip(PROMPTS, run.results(), strict=True):
-        (alone,) = Engine(model, plan=plan).generate([prompt], max_new_tokens=20).results()
+        (alone,) = Engine(model, plan=plan).generate([prompt], max_new_tokens=13).results()
         assert result.tokens == alone.tokens
         assert result.peak_rows == 12
         assert result.compactions > 0
@@ -124,7 +125,7 @@ class AccumulatesWeights:
         return tracks["added"]
 
 
-@pytest.mark.parametrize("family", sorted(FAMILIES))
+@pytest.mark.parametrize("family", ["gpt_oss", "llama"])  # with sinks and without
 def test_tracks_do_not_hold_an_autograd_graph(family: str) -> None:
     """Learned sinks are parameters, so a track could keep the graph of every step alive."""
     policy = AccumulatesWeights()
