@@ -1,6 +1,7 @@
 """Stage 2: tests of kernels and graphs, and those that take `--device`, on the card.
 
-Without a card, kernels are compiled for sm_90, and the tests run in Triton's interpreter.
+Without a card, the tests run in Triton's interpreter; `tests/kernels/test_compile.py` compiles all
+kernels for sm_90 in either case.
 """
 
 import os
@@ -37,7 +38,6 @@ def stage(report: Report) -> None:
     started = time.monotonic()
     environment = dict(os.environ)
     if report.device == "cpu":
-        _compile_kernels(report, environment)
         environment["TRITON_INTERPRET"] = "1"
     with tempfile.TemporaryDirectory() as folder:
         junit = Path(folder) / "junit.xml"
@@ -98,24 +98,6 @@ def results_of(junit: Path) -> tuple[dict[str, int], list[str]]:
             first = (problem.get("message") or "").splitlines() or [""]
             failures.append(f"{case.get('classname')}::{case.get('name')}: {first[0]:.200}")
     return counts, failures
-
-
-def _compile_kernels(report: Report, environment: dict[str, str]) -> None:
-    """Compile every kernel for a card that is not here."""
-    program = ROOT / "tests/support/compile_kernels.py"
-    compiling = {name: value for name, value in environment.items() if name != "TRITON_INTERPRET"}
-    done = subprocess.run(
-        [sys.executable, str(program)],
-        capture_output=True,
-        text=True,
-        env=compiling,
-        check=False,
-    )
-    if done.returncode:
-        last = done.stderr.strip().splitlines() or ["without a word"]
-        report.fail(f"kernels for sm_90: {last[-1]:.300}")
-    else:
-        report.note("compiled", "sm_90", "every kernel is compiled for sm_90")
 
 
 if __name__ == "__main__":
