@@ -57,8 +57,8 @@ def _problem(*, quick: bool) -> str | None:
         return "nothing is prepared; run .ci/gpu prepare where kvpolicy's tests run"
     if prepared["sources"] != digest_of_sources(ROOT):
         return "the sources have changed since .ci/gpu prepare; run it again"
-    if prepared["quick"] and not quick:
-        return "only --quick was prepared; run .ci/gpu prepare without it"
+    if prepared["quick"] != quick:
+        return "other sizes were prepared; give --quick to both commands or to none"
     missing = [name for name in ("torch", "transformers", "pytest") if not _is_installed(name)]
     return f"{missing[0]} is not installed for {sys.executable}" if missing else None
 

@@ -56,11 +56,13 @@ def prepared_for(folder: Path) -> dict[str, Any] | None:
 
 
 def digest_of_sources(root: Path) -> str:
-    """A hash of all files of the packages."""
+    """A hash of all files of the packages, and of what says which texts are expected."""
     project = tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))
     found = hashlib.sha256()
-    for package in project["tool"]["hatch"]["build"]["targets"]["wheel"]["packages"]:
-        for file in sorted((root / package).rglob("*")):
+    packages = project["tool"]["hatch"]["build"]["targets"]["wheel"]["packages"]
+    folders = [*map(root.joinpath, packages), root / ".ci" / "gpu_checks"]
+    for folder in folders:
+        for file in sorted(folder.rglob("*")):
             if file.is_file() and "__pycache__" not in file.parts:
                 found.update(str(file.relative_to(root)).encode() + b"\0")
                 found.update(hashlib.sha256(file.read_bytes()).digest())

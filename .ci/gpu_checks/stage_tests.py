@@ -1,6 +1,7 @@
 """Stage 2: tests of kernels and graphs, and those that take `--device`, on the card.
 
-Without a card, kernels are compiled for sm_90, and the tests run in Triton's interpreter.
+Without a card, the tests run in Triton's interpreter; `tests/kernels/test_compile.py` compiles all
+kernels for sm_90 in either case.
 """
 
 import os
@@ -25,10 +26,17 @@ ALL_OF = (
     "tests/model/test_graph_guard.py",
     "tests/engine/test_gpu_attention.py",
 )
+# What a rehearsal runs of these: the interpreter takes minutes for the others.
+QUICK_OF = (
+    "tests/kernels/test_compile.py",
+    "tests/kernels/test_triton_compact.py",
+    "tests/model/test_graph_guard.py",
+    "tests/engine/test_gpu_attention.py",
+)
 SOME_OF = ("tests/cache", "tests/hooks", "tests/engine")
 
 _TAKES_DEVICE = re.compile(r"^def (test_\w+)\([^)]*\bdevice: torch\.device", re.M)
-_PROCESSES = {"cuda": 10, "cpu": 2}
+_PROCESSES = {"cuda": 10, "cpu": 0}  # few tests: starting processes would take longer
 _SHOWN = 20  # failures
 
 
@@ -37,11 +45,10 @@ def stage(report: Report) -> None:
     started = time.monotonic()
     environment = dict(os.environ)
     if report.device == "cpu":
-        _compile_kernels(report, environment)
         environment["TRITON_INTERPRET"] = "1"
     with tempfile.TemporaryDirectory() as folder:
         junit = Path(folder) / "junit.xml"
-        names = [*ALL_OF, *tests_on_a_device(ROOT)]
+        names = [*(QUICK_OF if report.quick else ALL_OF), *tests_on_a_device(ROOT)]
         done = subprocess.run(
             [*pytest_command(report.device), f"--junitxml={junit}", *names],
             cwd=ROOT,
@@ -98,24 +105,6 @@ def results_of(junit: Path) -> tuple[dict[str, int], list[str]]:
             first = (problem.get("message") or "").splitlines() or [""]
             failures.append(f"{case.get('classname')}::{case.get('name')}: {first[0]:.200}")
     return counts, failures
-
-
-def _compile_kernels(report: Report, environment: dict[str, str]) -> None:
-    """Compile every kernel for a card that is not here."""
-    program = ROOT / "tests/support/compile_kernels.py"
-    compiling = {name: value for name, value in environment.items() if name != "TRITON_INTERPRET"}
-    done = subprocess.run(
-        [sys.executable, str(program)],
-        capture_output=True,
-        text=True,
-        env=compiling,
-        check=False,
-    )
-    if done.returncode:
-        last = done.stderr.strip().splitlines() or ["without a word"]
-        report.fail(f"kernels for sm_90: {last[-1]:.300}")
-    else:
-        report.note("compiled", "sm_90", "every kernel is compiled for sm_90")
 
 
 if __name__ == "__main__":

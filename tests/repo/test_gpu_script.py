@@ -261,12 +261,12 @@ def test_failed_tests_are_read_from_their_file(tmp_path: Path) -> None:
 
 
 def test_tests_that_take_a_device_are_found() -> None:
-    from stage_tests import ALL_OF, tests_on_a_device
+    from stage_tests import ALL_OF, QUICK_OF, tests_on_a_device
 
     found = set(tests_on_a_device(ROOT))
     assert "tests/engine/test_on_device.py::test_full_cache_equals_generate" in found
     assert {name.split("/")[1] for name in found} == {"cache", "hooks", "engine"}
-    assert all((ROOT / name).exists() for name in ALL_OF)
+    assert all((ROOT / name).exists() for name in (*ALL_OF, *QUICK_OF))
 
 
 def test_another_source_needs_another_preparation(tmp_path: Path) -> None:
