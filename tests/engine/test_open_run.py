@@ -308,7 +308,7 @@ def test_full_queue_refuses_until_a_request_has_ended() -> None:
 def test_request_that_cannot_be_served_takes_no_number() -> None:
     run = Engine(llama(), plan=FULL).open_run(max_len=8, max_prompt_len=6)
     refused = {
-        "": Request([]),
+        "empty": Request([]),
         "max_len": Request([1] * 8),
         "max_prompt_len": Request([1] * 7),
         "token id 99": Request([99]),

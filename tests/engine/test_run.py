@@ -202,49 +202,24 @@ def test_cancelled_waiting_request_has_no_tokens() -> None:
     assert [(r.finish_reason, r.tokens) for r in run.results()][1] == ("cancelled", ())
 
 
-@pytest.mark.parametrize("number", [-1, 2, "0", None])
-def test_cancelling_an_unknown_request_raises(number: object) -> None:
+def test_cancelling_an_unknown_request_raises() -> None:
     run = engine().generate([[1], [2]])
-    with pytest.raises(KVPolicyError, match="cancel"):
-        run.cancel(number)
+    for number in (-1, 2, "0", None):
+        with pytest.raises(KVPolicyError, match="cancel"):
+            run.cancel(number)
 
 
 # --- errors of one request ------------------------------------------------------------------
 
 
-BAD_PROMPTS: dict[str, tuple[Any, str]] = {
-    "empty": ([], "empty"),
-    "empty text": ("", "empty"),
-    "an id beyond the vocabulary": ([1, 61], "61"),
-    "a negative id": ([-1, 3], "-1"),
-    "a fraction": ([1.5], "1.5"),
-    "too long": ([1] * 512, "512"),
-}
-
-
-@pytest.mark.parametrize("case", BAD_PROMPTS)
-def test_bad_prompt_becomes_an_error_result_and_others_finish(case: str) -> None:
-    prompt, message = BAD_PROMPTS[case]
-    run = engine(tokenizer=TOKENIZER).generate([[1, 2], prompt, [3]], max_new_tokens=4)
+def test_bad_prompt_becomes_an_error_result_and_others_finish() -> None:
+    run = engine(tokenizer=TOKENIZER).generate([[1, 2], [1, 61], [3]], max_new_tokens=4)
     first, bad, last = run.results()
-    assert bad.finish_reason == "error"
-    assert message in bad.error
-    assert bad.tokens == ()
+    assert (bad.finish_reason, bad.tokens) == ("error", ())
+    assert "61" in bad.error
     assert list(first.tokens) == greedy_tokens(shared_model(), [1, 2], 4)
     assert list(last.tokens) == greedy_tokens(shared_model(), [3], 4)
     assert (first.error, last.error) == (None, None)
-
-
-def test_text_prompt_without_tokenizer_is_an_error_result() -> None:
-    bad, good = engine().generate(["hello", [1]], max_new_tokens=2).results()
-    assert "tokenizer" in bad.error
-    assert good.finish_reason == "length"
-
-
-def test_stop_string_without_tokenizer_is_an_error_result() -> None:
-    bad, good = engine().generate([Request([1], stop=("x",)), Request([1], 2)]).results()
-    assert "tokenizer" in bad.error
-    assert good.finish_reason == "length"
 
 
 def test_run_of_only_bad_prompts_ends() -> None:
@@ -258,25 +233,6 @@ def test_token_ids_accept_numpy_and_torch_integers() -> None:
     prompts = [np.array([1, 2]), torch.tensor([1, 2]), (1, 2)]
     results = engine().generate(prompts, max_new_tokens=3).results()
     assert [list(result.tokens) for result in results] == [expected] * 3
-
-
-@pytest.mark.parametrize(
-    "options", [{"slots": 0}, {"slots": 2.0}, {"chunk": 0}, {"plan": None}], ids=str
-)
-def test_invalid_engine_options_raise(options: dict) -> None:
-    with pytest.raises(KVPolicyError, match=next(iter(options))):
-        engine(**options)
-
-
-@pytest.mark.parametrize("number", [0, -1, 2.5, "many", True])
-def test_invalid_max_new_tokens_raises(number: object) -> None:
-    with pytest.raises(KVPolicyError, match="max_new_tokens"):
-        engine().generate([[1]], max_new_tokens=number)
-
-
-def test_sampling_count_must_match_prompt_count() -> None:
-    with pytest.raises(KVPolicyError, match="sampling"):
-        engine().generate([[1], [2], [3]], sampling=[Sampling(), Sampling()])
 
 
 # --- seeds ----------------------------------------------------------------------------------

@@ -276,6 +276,11 @@ CASES: dict[str, Case] = {
         KVPolicyError,
         "slots='2'",
     ),
+    "slots as a float": (
+        lambda: Engine(shared_model(), None, Plan.uniform("full"), slots=2.0),
+        KVPolicyError,
+        "slots=2.0",
+    ),
     "no chunk": (
         lambda: Engine(shared_model(), None, Plan.uniform("full"), chunk=0),
         KVPolicyError,
@@ -320,6 +325,13 @@ CASES: dict[str, Case] = {
         KVPolicyError,
         "max_new_tokens=1.5",
     ),
+    "max_new_tokens that is true": (
+        generate(["a"], max_new_tokens=True),
+        KVPolicyError,
+        "max_new_tokens=True",
+    ),
+    "one request": (generate(Request([1, 2])), KVPolicyError, "list"),
+    "a stop id that is nothing": (generate(["a"], stop_ids=[None]), KVPolicyError, "stop_ids"),
     "an empty stop string": (generate(["a"], stop=""), KVPolicyError, "stop"),
     "a stop string that is a number": (
         generate(["a"], stop=[3]),
@@ -435,6 +447,7 @@ PROMPTS: dict[str, tuple[Any, str]] = {
     "an id beyond the vocabulary": ([1, 61], "61"),
     "an id below 0": ([1, -1], "-1"),
     "a fractional id": ([1, 2.5], "2.5"),
+    "a fraction in a tensor": (torch.tensor([1.5]), "1.5"),
     "ids as text": (["1"], "'1'"),
     "nested ids": ([[1, 2]], "[1, 2]"),
     "a tensor of no dimension": (torch.tensor(3), "TypeError"),
