@@ -196,8 +196,8 @@ def total_table(totals: "Sequence[Total]", *, width: int | None = None) -> str:
             one.policy,
             f"{one.calls:,}",
             f"{one.total_ms:9,.1f}",
-            f"{one.p50_us:7,.0f}",
-            f"{one.p95_us:7,.0f}",
+            f"{one.p50_us:9,.0f}",
+            f"{one.p95_us:9,.0f}",
             f"{one.share:.1%}",
         ]
         for one in totals

@@ -54,12 +54,6 @@ def test_initial_weights_depend_only_on_the_seed():
     assert any(not torch.equal(first[name], other[name]) for name in first)
 
 
-def test_bundled_files_are_small_and_contain_no_pickle():
-    files = list(bundled_path().iterdir())
-    assert sum(file.stat().st_size for file in files) < 12e6
-    assert {file.suffix for file in files} <= {".jinja", ".json", ".safetensors", ".md"}
-
-
 @pytest.mark.parametrize("name", BUNDLED)
 def test_generation_configs_leave_the_length_to_the_caller(name):
     """A length there takes precedence over the ``max_length`` of an evaluation harness."""

@@ -9,7 +9,7 @@ from typing import Any
 import attrs
 import pytest
 import torch
-from broken_policies import BROKEN, Budget, Determinism, PacksTooLittle
+from broken_policies import BROKEN, Budget, Chunks, Nan, PacksTooLittle
 from torch import Tensor
 
 from kvpolicy import hookimpl
@@ -34,21 +34,25 @@ def error_of(policy: Callable[[], object], **options: Any) -> ConformanceError:
 
 @pytest.mark.usefixtures("short_search")
 @pytest.mark.parametrize(("clause", "policy"), CASES, ids=lambda x: getattr(x, "__name__", x))
-def test_a_broken_clause_is_named_with_an_example_that_fails(clause: str, policy: type) -> None:
+def test_a_broken_clause_is_named_with_an_example(clause: str, policy: type) -> None:
     # Knobs are checked after all cases.
     error = error_of(policy, **({"max_examples": 3} if clause == "knobs" else {}))
     if policy is PacksTooLittle and error.clause == "prefixes":  # a store packs memory, too
         clause = "prefixes"
     assert error.clause == clause
     message = str(error)
-    assert f"breaks the clause '{clause}': {CLAUSES[clause]}" in message
-    assert all(part in message for part in ("expected: ", "came: ", "minimal example: "))
+    assert all(part in message for part in (CLAUSES[clause], error.expected, error.came))
     assert f"Trial({policy.__name__}, " in message
     assert error.example is not None
-    # A trial does not check knobs and building; a random policy need not fail again.
-    if clause not in ("knobs", "building", "determinism"):
-        with pytest.raises(ConformanceError):
-            exec(error.example.code, {policy.__name__: policy})
+
+
+@pytest.mark.usefixtures("short_search")
+@pytest.mark.parametrize("policy", [Budget, Chunks, Nan])
+def test_the_lines_of_an_example_fail_again(policy: type) -> None:
+    example = error_of(policy).example
+    assert example is not None
+    with pytest.raises(ConformanceError):
+        exec(example.code, {policy.__name__: policy})
 
 
 class Scores:
@@ -166,10 +170,7 @@ def test_every_clause_has_a_policy_that_breaks_it() -> None:
     assert set(BROKEN) == set(CLAUSES)
 
 
-@pytest.mark.parametrize("policy", [Budget, Determinism])
-def test_the_search_for_a_smaller_example_is_limited(
-    policy: type, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_search_for_a_smaller_example_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
     built = []
     for limit in (2, 12):
         monkeypatch.setattr(state_machine, "_MAX_SHRINKS", limit)
@@ -178,9 +179,9 @@ def test_the_search_for_a_smaller_example_is_limited(
         def factory() -> object:
             nonlocal count
             count += 1
-            return policy()
+            return Budget()
 
-        assert error_of(factory).clause == policy.__name__.lower()
+        assert error_of(factory).clause == "budget"
         built.append(count)
     assert built[0] < built[1]
 
@@ -241,15 +242,15 @@ class Marking:
 
 @pytest.mark.parametrize("in_step", [True, False])
 def test_policies_that_mark_pass(in_step: bool) -> None:
-    report = check_policy(lambda: Marking(in_step), max_examples=30)
-    assert report.checked["marks"] > 30
+    report = check_policy(lambda: Marking(in_step), max_examples=10)
+    assert report.checked["marks"] > 0
     assert ("in_step" in report.clauses) is in_step
     assert {"tracks", "chunks", "slots", "neighbours"} <= set(report.clauses)
 
 
 def test_layers_that_are_asked_together_are_compared_with_layers_one_by_one() -> None:
-    assert check_policy("streaming", knobs={"n_sink": 1}, max_examples=30).checked["layers"] > 5
-    report = check_policy("random", max_examples=30)
+    assert check_policy("streaming", knobs={"n_sink": 1}, max_examples=10).checked["layers"] > 0
+    report = check_policy("random", max_examples=10)
     assert "does not declare layers_alike" in report.skipped["layers"]
 
 
@@ -265,7 +266,7 @@ def test_a_correct_policy_passes_and_the_report_counts_its_checks() -> None:
 
 
 def test_the_report_says_why_clauses_are_skipped() -> None:
-    report = check_policy(Steering, max_examples=20)
+    report = check_policy(Steering, max_examples=10)
     assert {"budget", "order", "protected", "tracks", "schedule"} <= set(report.skipped)
     assert report.skipped["budget"] in str(report)
     assert {"answers", "nan", "read_only", "neighbours"} <= set(report.clauses)
