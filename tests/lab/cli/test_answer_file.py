@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from child_process import Ended, Kill, run_in_child
 from commands import _plugins_of_one_test, kvpolicy, model_folder
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from kill_plugin import Fuse
 from shell import Shell, refusal
@@ -24,7 +24,7 @@ __all__ = ["_plugins_of_one_test", "kvpolicy", "model_folder"]
 
 H2O = ("--policy", "h2o", "--budget", 12, "--buffer", 6, "--max-new-tokens", 30, "--slots", 3)
 NUM = 8
-KILLS = st.builds(Kill, st.integers(1, 30), st.booleans())  # a run has fewer steps than 30
+KILLS = st.builds(Kill, st.integers(1, 24), st.booleans())  # a run has some 25 steps
 
 on_linux = pytest.mark.skipif(sys.platform != "linux", reason="forks its children")
 
@@ -242,6 +242,7 @@ def test_a_full_disk_of_a_prefix_store_changes_no_answer(
     "more", [(), pytest.param(CACHE, marks=pytest.mark.slow)], ids=["plain", "prefix store"]
 )
 @given(kills=st.lists(KILLS, min_size=1, max_size=2))
+@example(kills=[Kill(17, torn=True), Kill(14)])  # in the middle of an answer, then behind one
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_killed_at_any_steps_no_answer_is_lost_or_doubled(
     words: list[object],
