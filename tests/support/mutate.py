@@ -60,7 +60,7 @@ class Outcome:
     """What became of a mutation.
 
     Attributes:
-        verdict: ``"waiting"``, ``"killed"``, ``"survived"`` all tests, or ``"not noticed"`` in time.
+        verdict: ``"waiting"``, ``"killed"``, ``"survived"`` all, or ``"not noticed"`` in time.
         by: The test that has noticed it.
         seconds: Seconds of processors that its tests took.
     """
