@@ -60,7 +60,7 @@ class Outcome:
     """What became of a mutation.
 
     Attributes:
-        verdict: ``"killed"``, ``"survived"`` all tests, or ``"not noticed"`` in time.
+        verdict: ``"waiting"``, ``"killed"``, ``"survived"`` all, or ``"not noticed"`` in time.
         by: The test that has noticed it.
         seconds: Seconds of processors that its tests took.
     """
@@ -275,7 +275,7 @@ class Planter:
                 used_s += found.seconds
                 if found.verdict != "killed" or self._is_sound(found.by):
                     break
-                leave_out.append(found.by)
+                leave_out.append(found.by.partition(" (")[0])
             if found.verdict == "killed":
                 return attrs.evolve(found, seconds=used_s)
             if used_s >= self._seconds or found.verdict == "not noticed":
@@ -284,7 +284,8 @@ class Planter:
 
     def _is_sound(self, test: str) -> bool:
         """Whether a test passes without a defect."""
-        if " (" in test or "::" not in test:
+        test = test.partition(" (")[0]
+        if "::" not in test:
             return True
         if test not in self._passes:
             found = _run_tests(self._tree, [test], self._seconds, self._seconds)
@@ -384,11 +385,9 @@ def _worker(seconds: float) -> "Iterator[Any]":
             process.stdin.close()
 
 
-def _run_all(
-    mutations: Sequence[Mutation], found: dict[Mutation, Outcome], options: argparse.Namespace
-) -> None:
+def _run_all(found: dict[Mutation, Outcome], options: argparse.Namespace) -> None:
     """Find the outcomes of mutations that have none yet, and note them as they are known."""
-    waiting = [one for one in mutations if one not in found]
+    waiting = [one for one, outcome in found.items() if outcome.verdict == "waiting"]
     lock = threading.Lock()
 
     def work() -> None:
@@ -406,7 +405,7 @@ def _run_all(
                 verdict = outcome.verdict.upper() if outcome.verdict != "killed" else "killed"
                 by = f"  by {outcome.by}" if outcome.by else ""
                 print(  # noqa: T201
-                    f"{len(found)}/{len(mutations)} {verdict} {outcome.seconds:.0f} s  "
+                    f"{len(found) - len(waiting)}/{len(found)} {verdict} {outcome.seconds:.0f} s  "
                     f"{mutation}{by}",
                     flush=True,
                 )
@@ -445,8 +444,8 @@ def main() -> None:
     parser.add_argument("--without", nargs="*", default=[], help="patterns of files to leave out")
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--seconds", type=float, default=90, help="of processors, for each defect")
-    parser.add_argument("--json", type=Path, help="outcomes; those that are there are kept")
-    parser.add_argument("--again", action="store_true", help="run those of --json not killed")
+    parser.add_argument("--json", type=Path, help="what is drawn, and outcomes; goes on with it")
+    parser.add_argument("--again", action="store_true", help="run those not killed again")
     parser.add_argument("--list", action="store_true", help="list what is drawn, and plant nothing")
     parser.add_argument("--serve", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -454,26 +453,23 @@ def main() -> None:
         _serve(options.serve, options.seconds)
         return
     found = _load(options.json) if options.json and options.json.exists() else {}
-    if options.again:
-        mutations = list(found)
-        found = {one: outcome for one, outcome in found.items() if outcome.verdict == "killed"}
-    else:
+    mutations = list(found)  # drawn before: those of a tree that has changed would be others
+    if not mutations:
         names = options.package or [
-            *(
-                one.name
-                for one in sorted((ROOT / _PACKAGE).iterdir())
-                if (one / "__init__.py").exists()
-            ),
+            *(one.parent.name for one in sorted((ROOT / _PACKAGE).glob("*/__init__.py"))),
             "",
         ]
-        packages = {
-            name: float(weight or 1) for name, _, weight in (one.partition("=") for one in names)
-        }
+        parted = (one.partition("=") for one in names)
+        packages = {name: float(weight or 1) for name, _, weight in parted}
         mutations = drawn(options.n, options.seed, packages, options.without)
     if options.list:
         print(*mutations, sep="\n")  # noqa: T201
         return
-    _run_all(mutations, found, options)
+    for one in mutations:
+        verdict = found.setdefault(one, Outcome("waiting")).verdict
+        if options.again and verdict != "killed":
+            found[one] = Outcome("waiting")
+    _run_all(found, options)
     left = [(one, found[one]) for one in mutations if found[one].verdict != "killed"]
     print(f"\n{len(left)} of {len(mutations)} were not noticed")  # noqa: T201
     for mutation, outcome in left:
