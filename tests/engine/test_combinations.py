@@ -224,8 +224,9 @@ class Combinations(RuleBasedStateMachine):
         ours = self.results[number]
         tokens = (*before, *ours.tokens)
         assert tokens == theirs.tokens[: len(tokens)]
-        assert (ours.finish_reason == "error") is (number in self.failed)
-        if number in self.failed:
+        # A hook may fail for a request that has its last token: it has ended without an error.
+        if ours.finish_reason == "error":
+            assert number in self.failed
             assert "'fails' raised LookupError" in (ours.error or "")
             return
         if ours.finish_reason == "cancelled":
