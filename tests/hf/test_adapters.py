@@ -123,7 +123,7 @@ def test_an_adapter_for_each_row_is_refused() -> None:
     """Rows are computed in order of length, which PEFT does not know."""
     model = adapted(lora(), lora())
     names = {"adapter_names": ["default", "more"]}
-    with pytest.raises(CacheError, match="PEFT was given adapter_names for each; generate with"):
+    with pytest.raises(CacheError, match="adapter_names"):
         plain(model, past_key_values=PolicyCache(model, FULL), **names)
 
 
@@ -140,9 +140,7 @@ REFUSED = {
 def test_adapters_that_do_more_than_change_weights_are_refused(
     kind: str, build: Callable[[Any, Plan], Any]
 ) -> None:
-    with pytest.raises(
-        ModelError, match=r"its adapter 'default' \(\w+\) .*; use one that"
-    ) as found:
+    with pytest.raises(ModelError, match="default") as found:
         build(adapted(REFUSED[kind]()), FULL)
     assert "\n" not in str(found.value)
 

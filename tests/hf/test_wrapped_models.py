@@ -47,14 +47,14 @@ def test_a_model_that_is_set_to_use_no_cache_is_named(name: str) -> None:
     model = tiny_model()
     expected = cache_tokens(model)
     getattr(model, name).use_cache = False
-    with pytest.raises(CacheError, match=rf"set model\.{name}\.use_cache = True"):
+    with pytest.raises(CacheError, match=rf"{name}\.use_cache"):
         cache_tokens(model, use_cache=False)
     assert cache_tokens(model, use_cache=True) == expected
     assert engine_tokens(model) == expected
 
 
 def test_use_cache_as_an_argument_is_named() -> None:
-    with pytest.raises(CacheError, match="was given use_cache=False; leave it out"):
+    with pytest.raises(CacheError, match="use_cache=False"):
         cache_tokens(tiny_model(), use_cache=False)
 
 
@@ -92,5 +92,5 @@ def test_a_replaced_forward_that_calls_the_original_is_named(where: str) -> None
 
 def test_a_model_in_training_computes_no_gradients() -> None:
     model = tiny_model().train()
-    with pytest.raises(CacheError, match=r"call the model under torch\.no_grad\(\)"):
+    with pytest.raises(CacheError, match="no_grad"):
         model(torch.tensor(PROMPTS[1:]), past_key_values=PolicyCache(model, TIGHT))

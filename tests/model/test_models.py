@@ -62,7 +62,7 @@ def test_model_that_bypasses_the_attention_interface_raises() -> None:
     model = tiny_model()
     for layer in model.model.layers:
         layer.self_attn.forward = lambda hidden_states, **_: (hidden_states, None)
-    with pytest.raises(ModelError, match="0 of its 2 layers use the cache and the attention"):
+    with pytest.raises(ModelError, match="0 of its 2 layers"):
         Engine(model, plan=Plan.uniform("full"))
 
 
@@ -87,7 +87,7 @@ def test_window_missing_in_the_configuration_raises() -> None:
     keys, attention = model.lm_head.weight.new_zeros(1, 2, 1, 8), model.model.layers[0].self_attn
     keys, values = step.store(0, keys, keys)
     queries = keys.repeat(1, 2, 1, 1)
-    with pytest.raises(ModelError, match="a window of 7"):
+    with pytest.raises(ModelError, match="window of 7"):
         attention_function(
             attention,
             queries,
@@ -101,5 +101,5 @@ def test_window_missing_in_the_configuration_raises() -> None:
 
 def test_window_only_in_the_configuration_raises() -> None:
     model = model_of("phimoe", sliding_window=6)
-    with pytest.raises(ModelError, match="a window of None, its configuration says 6"):
+    with pytest.raises(ModelError, match=r"window of None.* 6"):
         Engine(model, plan=Plan.uniform("full"))

@@ -160,16 +160,16 @@ def test_sampled_tokens_are_those_of_the_first_rank(rank_results: list[dict[str,
 
 
 def test_tp_plan_in_a_single_process_or_with_a_device_raises(models: Path) -> None:
-    with pytest.raises(ModelError, match="single process; start several with torchrun"):
+    with pytest.raises(ModelError, match="torchrun"):
         load_model(models / "llama", tp_plan="auto")
-    with pytest.raises(ModelError, match="device 'cpu' was given"):
+    with pytest.raises(ModelError, match="device"):
         load_model(models / "llama", tp_plan="auto", device="cpu")
 
 
 def test_unknown_tp_plan_raises(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(ModelError, match="given as 'atuo'; give 'auto' or a style"):
+    with pytest.raises(ModelError, match="atuo"):
         load_model(models / "llama", tp_plan="atuo")
 
 
@@ -187,7 +187,7 @@ def test_gathered_keys_give_each_rank_all_heads(
     found = processes_of(gathering, config)
     assert (found.num_processes, found.num_shards) == (2, 1)
     sharding = fake_parallel_model({"model.layers.*.self_attn.qkv_proj": "colwise"})
-    with pytest.raises(ModelError, match="3 KV heads cannot be shared evenly by 2"):
+    with pytest.raises(ModelError, match="3 KV heads"):
         processes_of(sharding, config)
     config.num_key_value_heads = config.num_attention_heads = 4
     found = processes_of(sharding, config)
@@ -196,6 +196,6 @@ def test_gathered_keys_give_each_rank_all_heads(
 
 def test_model_split_in_another_dimension_raises() -> None:
     config = SimpleNamespace(num_attention_heads=4, num_key_value_heads=4)
-    with pytest.raises(ModelError, match="4 processes hold it, and only 2 of them"):
+    with pytest.raises(ModelError, match="4 processes"):
         processes_of(fake_parallel_model({}, mesh_size=4), config)
     assert type(processes_of(nn.Linear(1, 1), config)) is SingleProcess  # type: ignore[arg-type]
