@@ -100,7 +100,7 @@ def _hub_beside_us(tmp_path: Path) -> None:
 @needs_datasets
 @pytest.mark.parametrize("name", ["gsm8k", "aime-24", "somebody/something"])
 def test_an_unreachable_hub_is_reported_at_once(name: str) -> None:
-    with pytest.raises(TaskError, match=f"{name}.*source=FILE"):
+    with pytest.raises(TaskError, match="source=FILE"):
         load_task(name).examples(1, seed=0)
 
 
