@@ -296,11 +296,7 @@ class Checks:
     # Other versions
 
     def oldest(self, gate: Gate) -> None:
-        folders = ("engine", "golden", "hf", "hooks", "model")
-        commands = ("check", "misbehaving_plugins", "run")
-        tests = [f"tests/{name}" for name in folders]
-        tests += [f"tests/cli/test_{name}.py" for name in commands]
-        self._on(OLDEST, tests)
+        self._on(OLDEST, ["tests"] if FULL else SEAM)
         if not FULL and not self._change.touches("kvpolicy/lab/bench/contenders"):
             return
         # kvpress needs the oldest transformers, and older packages beside it.
@@ -311,7 +307,7 @@ class Checks:
         gate.pytest(*self._pytest(bin_, *options), tests=[kvpress], may_skip=False)
 
     def newest(self, gate: Gate) -> None:
-        self._on(NEWEST, ["tests"] if FULL else ["tests/hf", "tests/model"])
+        self._on(NEWEST, ["tests"] if FULL else SEAM)
 
     def _on(self, transformers: str, tests: Sequence[str]) -> None:
         """Run tests on another release of transformers, which brings its own two libraries."""
@@ -472,11 +468,17 @@ GPU_SOFTWARE = (
     *("torch==2.11.0", "triton==3.6.0", "transformers==5.17.0", "numpy==2.5.2", "attrs", "pluggy"),
     *("scipy", "typer", "rich", "numba", "hypothesis", "pytest", "pytest-benchmark"),
 )
+# Tests of what calls transformers.
+SEAM = (
+    *("tests/hf", "tests/model", "tests/cli/test_run.py", "tests/engine/test_exactness.py"),
+    *("tests/engine/test_prefill.py", "tests/engine/test_static_steps.py"),
+    *("tests/engine/test_steer.py", "tests/engine/test_strides.py"),
+)
 FLASH_ATTENTION = "tests/kernels/test_flash_attention.py::test_the_package_attends"
 # Tests of what reads installed files and names; those of plans and hooks run without the reasoner.
 INSTALLED = (
     *("repo/test_packaging.py", "repo/test_startup.py", "reasoner/test_reasoner_bundled.py"),
-    *("cli/test_list.py", "serve/test_page.py"),
+    "cli/test_list.py",
 )
 WITHOUT_REASONER = ("cli/test_list.py", "cli/test_without_reasoner.py", "plan")
 

@@ -39,6 +39,7 @@ def test_building_again_is_for_machines_too(kvpolicy: Shell, store: Path) -> Non
     assert {one["rows"] for one in made.json["episodes"]} == {48}
 
 
+@pytest.mark.slow
 def test_evaluation_has_all_three_ways(kvpolicy: Shell) -> None:
     words = ("--n", 2, "--max-new-tokens", 40)
     done = kvpolicy("epicache", "evaluate", "conversation:questions=4", *SMALL, *words, "--json")

@@ -77,6 +77,7 @@ def test_packed_weights_are_counted_and_give_the_tokens_of_a_packed_engine(
     assert run["released_bytes"] == engine.weights.released_bytes
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("no_compiler")
 def test_compiling_is_said_and_gives_the_same_text(kvpolicy: Shell, model_folder: Path) -> None:
     words = ("run", PROMPTS[0], "--model", model_folder, *H2O)

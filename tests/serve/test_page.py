@@ -8,6 +8,8 @@ from chromium import Opened, browser_of_tests
 from serving import Running, plans_of, serving
 from tiny import tiny_model, tiny_tokenizer
 
+pytestmark = pytest.mark.slow  # a browser
+
 HOSTILE = "<img src=x onerror=alert(1)><script>alert(2)</script>\u202e{{ 7*7 }}"
 KEY = "page-key"
 Open = Callable[..., Opened]

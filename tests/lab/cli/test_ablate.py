@@ -108,6 +108,7 @@ def test_packed_weights_make_another_run(kvpolicy: Shell, model_folder: Path) ->
     assert kvpolicy(*words, "--cpu-weights", "packed", "--dry-run", "--json").json["left"] == 0
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("no_compiler")
 def test_compiled_steps_make_another_run_and_compiling_is_said(
     kvpolicy: Shell, model_folder: Path

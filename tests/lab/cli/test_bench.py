@@ -79,6 +79,7 @@ def test_texts_and_memory_have_tables(kvpolicy: Shell, tmp_path: Path) -> None:
     assert [row.split()[:2] for row in rows] == [["knorm", "9"], ["knorm", "30"]]
 
 
+@pytest.mark.slow
 def test_counts_have_a_table(kvpolicy: Shell) -> None:
     arguments = ("bench", "--launches", *OPTIONS, "--policies", "full,knorm", "--lengths", 20)
     found = kvpolicy(*arguments)
@@ -130,6 +131,7 @@ def test_like_stands_beside_like_with_packed_weights(kvpolicy: Shell) -> None:
     assert [ratios[GENERATE], ratios[f"{GENERATE}, packed"]] == pytest.approx([1, 1])
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("no_compiler")
 def test_like_stands_beside_like_with_compiled_steps(kvpolicy: Shell) -> None:
     arguments = ("--rounds", 1, "--policies", "knorm", "--lengths", 12, "--compile")

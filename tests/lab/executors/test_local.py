@@ -50,6 +50,7 @@ def test_models_are_loaded_one_after_the_other_and_each_runs_its_own_samples(
     assert set(texts["a"].values()) != set(texts["b"].values())
 
 
+@pytest.mark.slow
 @pytest.mark.needs_reasoner
 @pytest.mark.usefixtures("no_compiler")
 @pytest.mark.parametrize("workers", [1, pytest.param(2, marks=forks)])

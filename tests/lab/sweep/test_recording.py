@@ -81,6 +81,7 @@ def test_samples_of_other_metrics_are_recorded_too(
         assert len(compactions) == samples[one["key"]]["compactions"]
 
 
+@pytest.mark.slow
 def test_samples_without_a_record_are_run_again_to_make_it(
     kvpolicy: Shell, model_folder: Path
 ) -> None:
@@ -103,6 +104,7 @@ def test_samples_without_a_record_are_run_again_to_make_it(
     assert kvpolicy("results", "table", "out").err == ""
 
 
+@pytest.mark.slow
 def test_samples_do_not_depend_on_record(kvpolicy: Shell, model_folder: Path) -> None:
     texts = []
     for record in (0, 4):

@@ -23,6 +23,7 @@ def num_graphs(*_: object) -> int:
     return int(counters["stats"]["unique_graphs"])
 
 
+@pytest.mark.slow
 def test_generate_compiles_its_steps_and_prefills_as_it_is() -> None:
     model = tiny_model("qwen2", seed=3)
     called = Form.compiled(model).called
@@ -36,6 +37,7 @@ def test_generate_compiles_its_steps_and_prefills_as_it_is() -> None:
     assert "forward" not in vars(model), "the model is left as it is"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "work"),
     [
