@@ -148,7 +148,7 @@ class Gate:
             status, output = self._execute(words, call.cwd, call.env)
         finally:  # also when it was ended
             if results.exists():
-                found = _outcomes(results)
+                found = _outcomes(results, call.cwd)
             for name, outcome, error in found:
                 self.counts[outcome] += 1
                 if outcome == "failed":
@@ -275,9 +275,8 @@ def _with_arguments(call: Pytest, arguments: Sequence[str]) -> list[str]:
 
 
 def _with_results(call: Pytest, path: Path) -> list[str]:
-    # xunit1 has the file of each test. What hangs says where.
-    options = ("-o", "junit_family=xunit1", "-o", f"faulthandler_timeout={HANGS_AFTER_S:.0f}")
-    return _with_arguments(call, (f"--junitxml={path}", *options))
+    hanging = ("-o", f"faulthandler_timeout={HANGS_AFTER_S:.0f}")
+    return _with_arguments(call, (f"--junitxml={path}", *hanging))
 
 
 def _copy_lines(process: subprocess.Popen[str], output: deque[str]) -> None:
@@ -295,7 +294,7 @@ def _kill_group(process: subprocess.Popen[str]) -> None:
     process.wait()
 
 
-def _outcomes(results: Path) -> list[tuple[str, str, str]]:
+def _outcomes(results: Path, cwd: Path) -> list[tuple[str, str, str]]:
     """Each test of a JUnit file: node id, outcome, and the first line of its error or reason."""
     found = []
     for case in ElementTree.parse(results).getroot().iter("testcase"):
@@ -303,22 +302,24 @@ def _outcomes(results: Path) -> list[tuple[str, str, str]]:
         broken = reports.get("failure", reports.get("error"))
         skipped = reports.get("skipped")
         if broken is not None:
-            found.append((_node_id(case), "failed", _first_error(broken)))
+            found.append((_node_id(case, cwd), "failed", _first_error(broken)))
         elif skipped is not None:
-            found.append((_node_id(case), "skipped", skipped.get("message", "")))
+            found.append((_node_id(case, cwd), "skipped", skipped.get("message", "")))
         else:
-            found.append((_node_id(case), "passed", ""))
+            found.append((_node_id(case, cwd), "passed", ""))
     return found
 
 
-def _node_id(case: ElementTree.Element) -> str:
+def _node_id(case: ElementTree.Element, cwd: Path) -> str:
     """The id that pytest takes: file, classes and name."""
-    file, name = case.get("file", ""), case.get("name", "")
-    module = file.removesuffix(".py").replace("/", ".")
-    if name == module:  # it cannot be imported
-        return file
-    classes = case.get("classname", "").removeprefix(module).strip(".").split(".")
-    return "::".join([part for part in (file, *classes) if part] + [name])
+    # A module that cannot be imported has its name where others have that of a test.
+    dotted, name = case.get("classname", ""), case.get("name", "")
+    parts = (dotted or name).split(".")
+    for size in range(len(parts), 0, -1):
+        file = "/".join(parts[:size]) + ".py"
+        if (cwd / file).exists():
+            return "::".join([file, *parts[size:], *([name] if dotted else [])])
+    return f"{dotted}::{name}"
 
 
 def _first_error(report: ElementTree.Element) -> str:

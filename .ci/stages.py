@@ -274,8 +274,7 @@ class Checks:
 
     def numba(self, gate: Gate) -> None:
         bin_ = self._environment("numba", "dev,cpu,kernels")
-        tests = ["tests/engine", "tests/hf", "tests/kernels/test_on_cpu.py"]
-        gate.pytest(*self._pytest(bin_, *QUICK), tests=tests)
+        gate.pytest(*self._pytest(bin_, *QUICK), tests=["tests"] if FULL else DECODING)
 
     def slow(self, gate: Gate) -> None:
         options = ("-m", "slow", "--ignore=tests/lab/cluster")
@@ -467,6 +466,14 @@ class Checks:
 GPU_SOFTWARE = (
     *("torch==2.11.0", "triton==3.6.0", "transformers==5.17.0", "numpy==2.5.2", "attrs", "pluggy"),
     *("scipy", "typer", "rich", "numba", "hypothesis", "pytest", "pytest-benchmark"),
+)
+# Tests that decode in all ways that there are.
+DECODING = (
+    *("tests/engine/eviction", "tests/engine/memory", "tests/engine/snapshots"),
+    *("tests/engine/test_accumulators.py", "tests/engine/test_bind.py"),
+    *("tests/engine/test_combinations.py", "tests/engine/test_exactness.py"),
+    *("tests/engine/test_keep_prompts.py", "tests/engine/test_static_steps.py"),
+    *("tests/hf/test_policy_cache.py", "tests/kernels/test_on_cpu.py"),
 )
 # Tests of what calls transformers.
 SEAM = (
