@@ -26,8 +26,8 @@ OLDEST, NEWEST = "5.2.0", ">=5.23"  # transformers; the newest that the index ha
 FULL = bool(os.environ.get("FULL"))
 JOBS = os.environ.get("JOBS", str(os.cpu_count() or 1))
 SEED = os.environ.get("SEED", str(random.SystemRandom().randrange(2**31)))
-QUICK = ("-m", "not slow and not timing")
-ALL = ("-m", "not timing")
+QUICK = ("-m", "not slow and not nightly and not timing")
+ALL = ("-m", "not nightly and not timing")
 # Packages of kvpolicy by what a change of them can break; `Change.touches` compares beginnings.
 ENGINE = ("kvpolicy/cache", "kvpolicy/engine", "kvpolicy/hooks", "kvpolicy/kernels")
 
@@ -133,13 +133,13 @@ class Checks:
             Stage("tests of what the change touches", self.touched),
             Stage("the README's test command", self.readme, minutes=30),
             Stage("attention in Numba", self.numba, minutes=20),
-            Stage("slow tests", self.slow, minutes=20),
+            Stage("slow tests", self.slow, minutes=30),
             Stage("tests that depend on the clock", self.timing, is_timing=True),
             Stage("the oldest transformers", self.oldest, minutes=15),
             Stage("the newest transformers", self.newest),
             Stage("kernels", self.kernels),
             Stage("the software of machines with a GPU", self.gpu, minutes=20),
-            Stage("Ray and SLURM", self.ray, minutes=15),
+            Stage("Ray and SLURM", self.ray, minutes=30),
             Stage("wheel: contents", self.wheel),
             Stage("wheel: what reads installed files", self.installed),
             Stage("wheel: the tutorial's package", self.tutorial),
@@ -277,7 +277,7 @@ class Checks:
         gate.pytest(*self._pytest(bin_, *QUICK), tests=["tests"] if FULL else DECODING)
 
     def slow(self, gate: Gate) -> None:
-        options = ("-m", "slow", "--ignore=tests/lab/cluster")
+        options = ("-m", "slow or nightly" if FULL else "slow", "--ignore=tests/lab/cluster")
         gate.pytest(*self._pytest(self._dev, *options), tests=["tests"])
 
     def timing(self, gate: Gate) -> None:
@@ -506,8 +506,7 @@ def main() -> int:
         PIP_DISABLE_PIP_VERSION_CHECK="1",
         KVPOLICY_NEEDS_CHROMIUM="1",  # no test skips because a program is missing
         KVPOLICY_NEEDS_SANDBOX="1",
-        # Of the cases of the longest tests, which take an hour in full.
-        KVPOLICY_SLOW_PERCENT="10" if FULL else "3",
+        KVPOLICY_SLOW_PERCENT="10",  # of the cases of the longest tests, an hour in full
     )
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # what is imported often is compiled once
     if "PIP_FIND_LINKS" in os.environ:

@@ -121,14 +121,14 @@ class Copies:
             name: None if child is None else self._module(child)
             for name, child in original._modules.items()
         }
-        attributes = vars(original)
+        attributes = dict(vars(original))  # another thread may set one meanwhile
         has_config = any(isinstance(one, PreTrainedConfig) for one in attributes.values())
         if not has_config and all(map(is_, children.values(), original._modules.values())):
             self._modules[id(original)] = original
             return original
         twin = object.__new__(type(original))
         self._modules[id(original)] = twin
-        self._watch(attributes)
+        self._watch(vars(original))
         self._watch(original._modules)
         vars(twin).update(
             {name: self._attribute(value, original, twin) for name, value in attributes.items()}

@@ -9,7 +9,7 @@ from tiny import FAMILIES, greedy_tokens, shared_model
 
 from kvpolicy import Engine, Plan, Request, Sampling, installed_policies
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.nightly
 NAMES = [policy.name for policy in installed_policies() if policy.name not in STEERING]
 
 

@@ -36,7 +36,7 @@ def test_soak_finishes_every_request_once_without_leaks() -> None:
     assert_no_memory_growth(soak, num_plans=4)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_long_soak_finishes_every_request_once_without_leaks() -> None:
     soak = run_soak(NUM_LONG)
     assert sum(soak.reasons.values()) == NUM_LONG

@@ -25,7 +25,7 @@ PLANS = {
 EAGER = {"mixtral", "qwen3_moe", "gpt_oss"}
 QUICK = {"qwen3": "h2o", "gemma2": "snapkv"}
 CASES = [
-    pytest.param(family, plan, marks=[] if QUICK.get(family) == plan else pytest.mark.slow)
+    pytest.param(family, plan, marks=[] if QUICK.get(family) == plan else pytest.mark.nightly)
     for family in sorted(FAMILIES.keys() - EAGER)
     for plan in PLANS
 ]
@@ -77,7 +77,7 @@ def test_several_steps_are_read_together() -> None:
     assert counters["stats"]["unique_graphs"] == 1
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_batches_of_any_width_need_few_graphs_once() -> None:
     model, given = tiny_model(), requests(lengths=(20, 30, 40))
     engine = Engine(model, plan=PLANS["h2o"], slots=3, compile=True)

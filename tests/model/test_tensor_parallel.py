@@ -87,7 +87,7 @@ def test_weights_of_split_layers_are_refused_on_all_ranks(
     assert any(result["rows_evicted"] for result in answer(models, *cases()[case])["results"])
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_every_family_is_equal_on_two_ranks(tmp_path: Path) -> None:
     save_families(tmp_path)
     first, second = run_two_ranks(tmp_path, "families")

@@ -65,7 +65,7 @@ def test_every_policy_passes_check_policy(name: str, knobs: dict, vector: str) -
     assert {"building", "determinism", "memory", "neighbours", "knobs"} <= set(report.clauses)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", NAMES)
 def test_every_policy_passes_check_policy_in_many_cases(name: str, vector: str) -> None:
     variants, num = SMALL_KNOBS.get(name, ({},)), share_of(600)

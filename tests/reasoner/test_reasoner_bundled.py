@@ -79,7 +79,7 @@ def test_second_reasoner_starts_from_the_weights_of_the_first():
         )
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_training_run_of_another_reasoner_is_not_continued(tmp_path, monkeypatch):
     monkeypatch.setattr("kvpolicy_reasoner.train.train._tune_accuracy", lambda learner, team: 0.0)
     toy = {"tokens": 2 * 2048, "tokens_per_step": 2048, "workers": 1}
@@ -93,7 +93,7 @@ def test_training_run_of_another_reasoner_is_not_continued(tmp_path, monkeypatch
     assert len(AutoTokenizer.from_pretrained(tmp_path / "model")) == 180
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_bundled_verbose_reasoner_solves_held_out_problems():
     verbose = problems_of(REASONER_VERBOSE)
     attempts = attempt(

@@ -62,7 +62,7 @@ def test_generation_configs_leave_the_length_to_the_caller(name):
         assert (config.max_new_tokens, config.max_length) == (None, GenerationConfig().max_length)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_bundled_model_solves_many_held_out_problems():
     attempts = attempt(*load_reasoner(), make_problems(share_of(500), seed=0), max_new_tokens=700)
     assert score(attempts).accuracy >= 0.95

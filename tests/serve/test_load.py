@@ -8,7 +8,7 @@ import pytest
 from scripts import load_script
 from slow_share import share_of
 
-pytestmark = [pytest.mark.slow, pytest.mark.needs_reasoner]
+pytestmark = [pytest.mark.nightly, pytest.mark.needs_reasoner]
 
 SECONDS = share_of(300)
 MOST_GROWTH = 1.03  # of the memory in the last third over that in the second

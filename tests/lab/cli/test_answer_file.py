@@ -282,8 +282,8 @@ def test_killed_at_a_compaction_it_continues_behind_what_was_answered(
     undisturbed = [*words, "--output", tmp_path / "undisturbed.jsonl"]
     assert run_in_child(tmp_path, *undisturbed).status == 1
     journal, sizes = tmp_path / "out.jsonl.run" / "answers.jsonl", []
-    for _ in range(3):
-        fuse.light(45, signal.SIGKILL)
+    for num_calls in (35, 20):
+        fuse.light(num_calls, signal.SIGKILL)
         ended = run_in_child(tmp_path, *words)
         assert ended.status == -signal.SIGKILL, ended.err
         sizes.append(journal.read_bytes().count(b"\n"))
@@ -294,7 +294,7 @@ def test_killed_at_a_compaction_it_continues_behind_what_was_answered(
     expected = (tmp_path / "undisturbed.jsonl").read_bytes()
     assert (tmp_path / "out.jsonl").read_bytes() == expected
     manifest = json.loads((tmp_path / "out.jsonl.run" / "manifest.json").read_text())
-    assert len(manifest["sessions"]) == 4
+    assert len(manifest["sessions"]) == 3
 
 
 @on_linux

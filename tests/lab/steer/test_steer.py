@@ -399,7 +399,7 @@ def test_the_bundled_vectors_belong_to_the_bundled_reasoner(reasoner: Calibratio
     assert calibration.rules_digest == load_rules("reasoner").digest()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_bundled_vectors_are_reproducible() -> None:
     model, tokenizer = load_model("reasoner")
     vectors, _ = load_steering_vectors("reasoner")

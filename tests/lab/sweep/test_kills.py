@@ -15,7 +15,7 @@ from kvpolicy.lab.store.read import read_run
 
 pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="forks its children"),
-    pytest.mark.slow,
+    pytest.mark.nightly,
 ]
 
 NUM_STEPS = 110  # more than a run has: one for a sample, one for its kept rows, and those of files

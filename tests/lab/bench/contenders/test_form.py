@@ -37,15 +37,15 @@ def test_generate_compiles_its_steps_and_prefills_as_it_is() -> None:
     assert "forward" not in vars(model), "the model is left as it is"
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("name", "work"),
     [
         ("engine", STEPS),
         ("generate", STEPS),
-        pytest.param("engine", TEXT, marks=pytest.mark.slow),
-        pytest.param("generate", TEXT, marks=pytest.mark.slow),
-        pytest.param("model alone", STEPS, marks=pytest.mark.slow),
+        ("engine", TEXT),
+        ("generate", TEXT),
+        ("model alone", STEPS),
     ],
 )
 def test_nothing_is_compiled_in_measured_steps(
