@@ -51,18 +51,24 @@ class Change:
         return sorted({test for file in self.files for test in self._tests_of(file)})
 
     def _tests_of(self, file: str) -> list[str]:
-        """The test file itself, or the nearest folder or file that mirrors a source file."""
+        """The test file itself, or the nearest folder or files that are named after a source."""
         path = Path(file)
-        package = path.parts[0]
-        if package == "tests":
-            candidates = [path] if path.name.startswith("test_") else []
+        package, *_ = path.parts
+        patterns: list[str] = []
+        if package == "tests" and path.name.startswith("test_"):
+            patterns = [file]
         elif package == "kvpolicy":
-            candidates = [Path("tests", *parent.parts[1:]) for parent in path.parents[:-2]]
+            patterns = [str(Path("tests", *parent.parts[1:])) for parent in path.parents[:-2]]
+        elif "kvpolicy_reasoner" in path.parts:
+            patterns = ["tests/reasoner"]
         elif package in ("baselines", "plugins", "skipkv_plugin"):
-            candidates = [Path("tests/policies", f"test_{path.stem}.py")]
-        else:
-            candidates = []
-        return [str(test) for test in candidates if (self._checkout / test).exists()][:1]
+            names = [path.stem, *(part.removesuffix("_plugin") for part in path.parts[-2::-1])]
+            patterns = [f"tests/policies/test_{name}*.py" for name in names]
+        for pattern in patterns:
+            found = sorted(self._checkout.glob(pattern))
+            if found:
+                return [str(test.relative_to(self._checkout)) for test in found]
+        return []
 
     def _git(self, *words: str) -> str:
         done = subprocess.run(
