@@ -533,15 +533,15 @@ def main() -> int:
             for stage in stages:
                 gate.run_stage(stage)
             gate.rerun_failures()
+        minutes, seconds = divmod(round(time.monotonic() - begun), 60)
+        end = "FAILED" if gate.has_failed else "All checks passed"
+        sys.stdout.write(f"{gate.summary()}\n{end}, after {minutes} min {seconds} s.\n")
+        sys.stdout.flush()
     finally:
         if os.environ.get("KEEP"):
             sys.stdout.write(f"The copy is in {work}.\n")
         else:
             shutil.rmtree(work, ignore_errors=True)
-    sys.stdout.write(gate.summary() + "\n")
-    minutes, seconds = divmod(round(time.monotonic() - begun), 60)
-    end = "FAILED" if gate.has_failed else "All checks passed"
-    sys.stdout.write(f"{end}, after {minutes} min {seconds} s.\n")
     return int(gate.has_failed)
 
 
