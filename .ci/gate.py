@@ -37,15 +37,14 @@ class Stage:
     Attributes:
         name: What the summary says.
         check: Runs the commands.
-        minutes: After this long, the running command is ended. On two idle cores no stage needs a
-            third of it.
+        minutes: After this long, the running command is ended: it hangs, on the slowest machine.
         is_timing: Whether its tests depend on the machine's clock. One that fails here and passes
             alone does not fail the gate.
     """
 
     name: str
     check: Callable[["Gate"], object]
-    minutes: float = 10.0
+    minutes: float = 15.0
     is_timing: bool = False
 
 
