@@ -2,10 +2,13 @@
 
 A stage is a function that runs commands. A command that fails ends its stage; a test that fails
 ends nothing. Each command has the time that is left of its stage's limit, which is there to end
-what hangs. Only the standard library is used, because nothing is installed yet.
+what hangs. Stages that use one core run side by side, and what they print appears when they end.
+Only the standard library is used, because nothing is installed yet.
 """
 
 import contextlib
+import io
+import itertools
 import os
 import shlex
 import signal
@@ -18,10 +21,12 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TextIO
 from xml.etree import ElementTree
 
 KILL_AFTER_S = 30.0  # what pytest has to write its results after it was interrupted
-HANGS_AFTER_S = 240.0  # a test that takes longer has its stacks printed
+HANGS_AFTER_S = 300.0  # a test that takes longer fails, with the stacks of all threads
+NUM_CORES = os.cpu_count() or 1
 RERUN_S = 300.0  # for all failed tests together, one after the other
 NO_TESTS = 5  # pytest's exit status
 
@@ -38,14 +43,14 @@ class Stage:
         name: What the summary says.
         check: Runs the commands.
         minutes: After this long, the running command is ended: it hangs, on the slowest machine.
-        is_timing: Whether its tests depend on the machine's clock. One that fails here and passes
-            alone does not fail the gate.
+        chain: Stages with the same name of a chain run one after the other, beside other chains.
+            Those without one run first, alone.
     """
 
     name: str
     check: Callable[["Gate"], object]
     minutes: float = 15.0
-    is_timing: bool = False
+    chain: str = ""
 
 
 @dataclass(frozen=True)
@@ -67,19 +72,22 @@ class Failure:
     call: Pytest | None = None
     passes_alone: bool | None = None
 
-    @property
-    def is_excused(self) -> bool:
-        return self.stage.is_timing and self.passes_alone is True
-
     def verdict(self) -> str:
         """What its second run said; empty for a command."""
         if self.call is None:
             return ""
         if self.passes_alone is None:
             return "was not run again"
-        if self.is_excused:
-            return "passes alone; it depends on the clock: no failure"
         return "passes alone" if self.passes_alone else "fails alone, too"
+
+
+@dataclass
+class _Current(threading.local):
+    """The stage of a thread."""
+
+    stage: Stage = field(default_factory=lambda: Stage("start", lambda gate: None))
+    end: float = float("inf")
+    out: TextIO = field(default_factory=lambda: sys.stdout)
 
 
 @dataclass
@@ -95,13 +103,18 @@ class Gate:
     work: Path
     failures: list[Failure] = field(default_factory=list)
     counts: dict[str, int] = field(default_factory=lambda: {"passed": 0, "failed": 0, "skipped": 0})
-    _stage: Stage = Stage("start", lambda gate: None)
-    _end: float = float("inf")
+    _current: _Current = field(default_factory=_Current)
     _lines: list[str] = field(default_factory=list)
-    _num_results: int = 0
-    _running: subprocess.Popen[str] | None = None
+    _result_numbers: Iterator[int] = field(default_factory=lambda: itertools.count(1))
+    _running: set[subprocess.Popen[str]] = field(default_factory=set)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
 
     # What stages call.
+
+    def print(self, text: str) -> None:
+        """Print something of a stage, with what its commands print."""
+        self._current.out.write(text)
+        self._current.out.flush()
 
     def run(
         self, *command: str | Path, cwd: Path | None = None, env: Mapping[str, str] | None = None
@@ -139,8 +152,7 @@ class Gate:
             StageError: It ended early, found no test, or skipped one that it may not skip.
         """
         call = Pytest(tuple(str(word) for word in command), cwd or self.root, env or {})
-        self._num_results += 1
-        results = self.work / f"results-{self._num_results}.xml"
+        results = self.work / f"results-{next(self._result_numbers)}.xml"
         found: list[tuple[str, str, str]] = []
         try:
             words = [*_with_results(call, results), *tests]
@@ -148,10 +160,11 @@ class Gate:
         finally:  # also when it was ended
             if results.exists():
                 found = _outcomes(results, call.cwd)
-            for name, outcome, error in found:
-                self.counts[outcome] += 1
-                if outcome == "failed":
-                    self.failures.append(Failure(self._stage, name, error, call))
+            with self._lock:
+                for name, outcome, error in found:
+                    self.counts[outcome] += 1
+                    if outcome == "failed":
+                        self.failures.append(Failure(self._current.stage, name, error, call))
         if status == NO_TESTS:
             raise StageError(f"no test ran: {shlex.join(call.command)} {shlex.join(tests)}")
         if status != 0 and not any(outcome == "failed" for _, outcome, _ in found):
@@ -163,13 +176,44 @@ class Gate:
 
     # What the program calls.
 
+    def run_stages(self, stages: Sequence[Stage]) -> None:
+        """Run those without a chain, and then as many chains at a time as there are cores."""
+        chains: dict[str, list[Stage]] = {}
+        for stage in stages:
+            if stage.chain:
+                chains.setdefault(stage.chain, []).append(stage)
+            else:
+                self.run_stage(stage)
+        waiting = deque(chains.values())
+
+        def run_chains() -> None:
+            while True:
+                try:
+                    chain = waiting.popleft()
+                except IndexError:
+                    return
+                for stage in chain:
+                    self._run_stage_quietly(stage)
+
+        # Daemons: a signal ends this process although they wait for theirs.
+        threads = [threading.Thread(target=run_chains, daemon=True) for _ in range(NUM_CORES)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+
+    def _run_stage_quietly(self, stage: Stage) -> None:
+        self._current.out = io.StringIO()
+        self.run_stage(stage)
+        with self._lock:
+            sys.stdout.write(self._current.out.getvalue())
+            sys.stdout.flush()
+
     def run_stage(self, stage: Stage) -> None:
-        """Run one stage and print its line; failures are kept."""
+        """Run one stage; its failures are kept for the summary."""
         begun = time.monotonic()
-        self._stage, self._end = stage, begun + stage.minutes * 60
-        before = len(self.failures)
-        sys.stdout.write(f"\n== {stage.name}\n")
-        sys.stdout.flush()
+        self._current.stage, self._current.end = stage, begun + stage.minutes * 60
+        self.print(f"\n== {stage.name}\n")
         try:
             stage.check(self)
         except StageError as error:
@@ -177,7 +221,7 @@ class Gate:
             self.failures.append(Failure(stage, first, "\n".join(rest)))
         except Exception:  # a mistake in a stage is a failure of that stage only
             self.failures.append(Failure(stage, "the stage itself", traceback.format_exc()))
-        num = len(self.failures) - before
+        num = sum(failure.stage is stage for failure in self.failures)
         state = "ok" if num == 0 else f"{num} failed"
         self._lines.append(f"{time.monotonic() - begun:6.0f} s  {state:>10}  {stage.name}")
 
@@ -187,8 +231,8 @@ class Gate:
         for failure in self.failures:
             if failure.call is None or time.monotonic() >= end:
                 continue
-            sys.stdout.write(f"\n== alone: {failure.name}\n")
-            self._end = end
+            self.print(f"\n== alone: {failure.name}\n")
+            self._current.end = end
             call = failure.call
             # The last -n and -m count: one process, whatever the test is marked with.
             alone = _with_arguments(call, ("-n", "0", "-m", "", failure.name))
@@ -208,7 +252,7 @@ class Gate:
 
     @property
     def has_failed(self) -> bool:
-        return any(not failure.is_excused for failure in self.failures)
+        return bool(self.failures)
 
     @contextlib.contextmanager
     def ending_what_runs(self) -> Iterator[None]:
@@ -221,8 +265,8 @@ class Gate:
         try:
             yield
         finally:
-            if self._running is not None:
-                _kill_group(self._running)
+            for process in list(self._running):
+                _kill_group(process)
 
     def _execute(self, words: list[str], cwd: Path, env: Mapping[str, str]) -> tuple[int, str]:
         """Run a command, print what it prints, and return its status and output.
@@ -230,8 +274,7 @@ class Gate:
         Raises:
             StageError: It did not end in time, or cannot be started.
         """
-        sys.stdout.write(f"$ {shlex.join(words)}\n")
-        sys.stdout.flush()
+        self.print(f"$ {shlex.join(words)}\n")
         try:
             process = subprocess.Popen(
                 words,
@@ -246,12 +289,13 @@ class Gate:
             )
         except OSError as error:
             raise StageError(f"{words[0]}: {error.strerror}") from None
-        self._running = process
+        self._running.add(process)
         output: deque[str] = deque(maxlen=2_000)
-        reader = threading.Thread(target=_copy_lines, args=(process, output), daemon=True)
+        copied = (process, output, self._current.out)
+        reader = threading.Thread(target=_copy_lines, args=copied, daemon=True)
         reader.start()
         try:
-            status = process.wait(timeout=max(0.0, self._end - time.monotonic()))
+            status = process.wait(timeout=max(0.0, self._current.end - time.monotonic()))
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGINT)  # pytest writes its results
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -262,7 +306,7 @@ class Gate:
         finally:
             _kill_group(process)  # what it left running
             reader.join(timeout=5.0)
-            self._running = None
+            self._running.discard(process)
         return status, "".join(output)
 
 
@@ -274,17 +318,17 @@ def _with_arguments(call: Pytest, arguments: Sequence[str]) -> list[str]:
 
 
 def _with_results(call: Pytest, path: Path) -> list[str]:
-    hanging = ("-o", f"faulthandler_timeout={HANGS_AFTER_S:.0f}")
+    hanging = ("-p", "timeout", f"--timeout={HANGS_AFTER_S:.0f}")
     return _with_arguments(call, (f"--junitxml={path}", *hanging))
 
 
-def _copy_lines(process: subprocess.Popen[str], output: deque[str]) -> None:
+def _copy_lines(process: subprocess.Popen[str], output: deque[str], out: TextIO) -> None:
     assert process.stdout is not None
     with process.stdout as lines:
         for line in lines:
             output.append(line)
-            sys.stdout.write(line)
-            sys.stdout.flush()
+            out.write(line)
+            out.flush()
 
 
 def _kill_group(process: subprocess.Popen[str]) -> None:

@@ -26,8 +26,8 @@ OLDEST, NEWEST = "5.2.0", ">=5.23"  # transformers; the newest that the index ha
 FULL = bool(os.environ.get("FULL"))
 JOBS = os.environ.get("JOBS", str(os.cpu_count() or 1))
 SEED = os.environ.get("SEED", str(random.SystemRandom().randrange(2**31)))
-QUICK = ("-m", "not slow and not nightly and not timing")
-ALL = ("-m", "not nightly and not timing")
+QUICK = ("-m", "not slow and not nightly")
+ALL = ("-m", "not nightly")
 # Packages of kvpolicy by what a change of them can break; `Change.touches` compares beginnings.
 ENGINE = ("kvpolicy/cache", "kvpolicy/engine", "kvpolicy/hooks", "kvpolicy/kernels")
 
@@ -140,21 +140,20 @@ class Checks:
             Stage("the README's test command", self.readme, minutes=30),
             Stage("attention in Numba", self.numba, minutes=20),
             Stage("slow tests", self.slow, minutes=40),
-            Stage("tests that depend on the clock", self.timing, is_timing=True),
             Stage("the oldest transformers", self.oldest, minutes=20),
             Stage("the newest transformers", self.newest, minutes=20),
             Stage("kernels", self.kernels),
-            Stage("the software of machines with a GPU", self.gpu, minutes=20),
-            Stage("Ray and SLURM", self.ray, minutes=30),
-            Stage("wheel: contents", self.wheel),
-            Stage("wheel: what reads installed files", self.installed),
-            Stage("wheel: the tutorial's package", self.tutorial),
-            Stage("wheel: a third party's package", self.recency),
-            Stage("wheel: a third party's package that uses more", self.usage),
-            Stage("without the bundled reasoner", self.without_reasoner),
+            Stage("wheel: contents", self.wheel, chain="wheel"),
+            Stage("wheel: what reads installed files", self.installed, chain="wheel"),
+            Stage("wheel: the tutorial's package", self.tutorial, chain="wheel"),
+            Stage("wheel: a third party's package", self.recency, chain="wheel"),
+            Stage("wheel: a third party's package that uses more", self.usage, chain="wheel"),
+            Stage("without the bundled reasoner", self.without_reasoner, chain="wheel"),
+            Stage("the software of machines with a GPU", self.gpu, minutes=20, chain="gpu"),
+            Stage("Ray and SLURM", self.ray, minutes=30, chain="ray"),
         ]
         if self._change.touches("kvpolicy/lab/lm_eval", "tests/lab/lm_eval", "constraints.txt"):
-            usual.append(Stage("lm-evaluation-harness", self.lm_eval))
+            usual.append(Stage("lm-evaluation-harness", self.lm_eval, chain="lm-eval"))
         if FULL:
             usual += [
                 Stage("drawn properties", self.nightly, minutes=120),
@@ -270,7 +269,7 @@ class Checks:
         num_all = len(list((self._gate.root / "tests").rglob("test_*.py")))
         if len(files) <= num_all // 6:
             return tests
-        sys.stdout.write(f"The change touches {len(files)} of {num_all} test files: left out.\n")
+        self._gate.print(f"The change touches {len(files)} of {num_all} test files: left out.\n")
         return []
 
     def readme(self, gate: Gate) -> None:
@@ -286,12 +285,9 @@ class Checks:
         options = ("-m", "slow or nightly" if FULL else "slow", "--ignore=tests/lab/cluster")
         gate.pytest(*self._pytest(self._dev, *options), tests=["tests"])
 
-    def timing(self, gate: Gate) -> None:
-        gate.pytest(*self._pytest(self._dev, "-n", "0", "-m", "timing"), tests=["tests"])
-
     def nightly(self, gate: Gate) -> None:
-        sys.stdout.write(f"--hypothesis-seed={SEED}\n")
-        options = ("-m", "hypothesis and not timing", f"--hypothesis-seed={SEED}")
+        gate.print(f"--hypothesis-seed={SEED}\n")
+        options = ("-m", "hypothesis", f"--hypothesis-seed={SEED}")
         gate.pytest(
             *self._pytest(self._dev, *options),
             tests=["tests"],
@@ -350,7 +346,7 @@ class Checks:
         try:
             python = interpreter("3.12")
         except StageError as error:  # the other versions matter more
-            sys.stdout.write(f"{error}: this Python instead\n")
+            gate.print(f"{error}: this Python instead\n")
             python = sys.executable
         self._run_uv("venv", "-q", "--python", python, venv)
         self._run_uv("pip", "install", "-q", "--python", venv / "bin/python", *GPU_SOFTWARE)
@@ -530,8 +526,7 @@ def main() -> int:
             stages = first + [s for s in stages[2:] if any(part in s.name for part in chosen.only)]
         copy_of(checkout, gate.root)
         with gate.ending_what_runs():
-            for stage in stages:
-                gate.run_stage(stage)
+            gate.run_stages(stages)
             gate.rerun_failures()
         minutes, seconds = divmod(round(time.monotonic() - begun), 60)
         end = "FAILED" if gate.has_failed else "All checks passed"

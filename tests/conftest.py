@@ -64,13 +64,29 @@ def device(request: pytest.FixtureRequest) -> torch.device:
     return torch.empty(0, device=request.config.getoption("--device")).device  # with its number
 
 
+@pytest.hookimpl(tryfirst=True)  # before tests are deselected by their markers
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip the tests that need the bundled reasoners where these are not installed."""
+    """Make most cases of tests marked `few` nightly; skip what needs an absent plugin."""
+    for num, cases in _cases_of_few(items):
+        stays = {(2 * i + 1) * len(cases) // (2 * num) for i in range(num)}  # middles of n parts
+        for number, case in enumerate(cases):
+            if number not in stays:
+                case.add_marker(pytest.mark.nightly)
     if HAS_REASONER:
         return
     for item in items:
         if item.get_closest_marker("needs_reasoner"):
             item.add_marker(pytest.mark.skip(reason=REASON))
+
+
+def _cases_of_few(items: list[pytest.Item]) -> list[tuple[int, list[pytest.Item]]]:
+    """For each test that is marked `few`: how many of its cases are quick, and all of them."""
+    few: dict[str, tuple[int, list[pytest.Item]]] = {}
+    for item in items:
+        if marker := item.get_closest_marker("few"):
+            test = item.nodeid.partition("[")[0]
+            few.setdefault(test, (marker.args[0], []))[1].append(item)
+    return list(few.values())
 
 
 @pytest.fixture(autouse=True)

@@ -75,7 +75,7 @@ def pytest_command(device: str) -> list[str]:
         *(sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"),
         # Its warning is an error here.
         *("-p", "no:benchmark"),
-        *("-o", "addopts=--import-mode=importlib", "-m", "not slow and not timing"),
+        *("-o", "addopts=--import-mode=importlib", "-m", "not slow and not nightly"),
         *("-n", str(processes), "--dist", "worksteal", "--device", device),
         # torch 2.11 warns of what it uses itself.
         *("-W", "ignore:`torch.jit:DeprecationWarning"),

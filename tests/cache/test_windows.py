@@ -48,6 +48,7 @@ def assert_valid(cache: KVCache) -> None:
                 assert not track[slot, :, num:].any()
 
 
+@pytest.mark.nightly
 @given(st.sampled_from(WINDOWED), windows, prompts(count=4, max_len=40), st.integers(1, 4), chunks)
 def test_tokens_equal_generate_over_many_windows(
     family: str, window: int, prompts: list[list[int]], slots: int, chunk: int
@@ -110,6 +111,7 @@ class Rated:
         return seq_len % self.every == 0 if self.every else seq_len < 0
 
 
+@pytest.mark.slow
 @given(
     st.sampled_from(["mistral", "gemma2", "gpt_oss", "gemma3_text"]),
     st.integers(4, 16),

@@ -30,6 +30,7 @@ def test_a_store_answers_questions(kvpolicy: Shell, store: Path) -> None:
     assert answer["error"] is None
 
 
+@pytest.mark.slow
 def test_building_again_is_for_machines_too(kvpolicy: Shell, store: Path) -> None:
     words = ("--conversation", 1, "--episodes", 2, "--output", store, "--json")
     made = kvpolicy("epicache", "build", "conversation", *SMALL, *words)

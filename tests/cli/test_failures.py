@@ -143,6 +143,7 @@ def test_characters_that_stdout_lacks_are_escaped(
     assert stdout.buffer.getvalue().endswith(b"caf\\xe9 \\u2500")  # type: ignore[attr-defined]
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("script", "status", "part"),
     [

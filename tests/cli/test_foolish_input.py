@@ -88,6 +88,7 @@ WHOLE = pytest.mark.parametrize(
 )
 
 
+@pytest.mark.few(9)
 @pytest.mark.needs_reasoner  # the default model: without one, that comes first
 @WHOLE
 @pytest.mark.parametrize("command", sorted({command for command, _, _ in NUMERIC}))
@@ -199,6 +200,7 @@ def check(answer: Answer) -> None:
 READ = [(command, suffix) for command, suffixes in READERS.items() for suffix in suffixes]
 
 
+@pytest.mark.few(6)
 @WHOLE
 @pytest.mark.parametrize(("command", "suffix"), READ, ids=str)
 def test_a_foolish_file_is_answered_well(
@@ -336,6 +338,7 @@ TEXTS = [
 FOOLISH = ["", " ", "9" * 5000, f"{DEEP}]", "a" * 5000, "\ud800", "a=b=c", "[1,", "{"]
 
 
+@pytest.mark.few(12)
 @pytest.mark.needs_reasoner
 @WHOLE
 @pytest.mark.parametrize("command", TEXTS)

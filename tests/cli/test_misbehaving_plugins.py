@@ -254,6 +254,7 @@ def test_two_classes_of_a_file_with_one_name_are_refused(tmp_path: Path) -> None
     assert discovery._from_files == {}
 
 
+@pytest.mark.slow
 @pytest.mark.needs_reasoner
 def test_two_packages_with_one_name_are_refused(install: Install, kvpolicy: Shell) -> None:
     for package in ("one", "two"):
@@ -394,6 +395,7 @@ def test_a_package_that_is_loaded_again_may_replace_its_modules(
     assert register_file(tmp_path / "reloads.py") == ["mine"]
 
 
+@pytest.mark.slow
 @pytest.mark.needs_reasoner
 def test_the_bundled_model_is_found_in_a_new_process() -> None:
     # transformers loads itself again while other modules import from it, the first time only.

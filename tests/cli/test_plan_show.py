@@ -35,6 +35,7 @@ def written(tmp_path: Path, name: str) -> Path:
     return path
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize("name", PLANS)
 @pytest.mark.parametrize("slots", [1, 3])
 def test_the_bytes_are_those_the_engine_allocates(

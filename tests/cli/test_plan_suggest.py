@@ -23,6 +23,7 @@ def bare(model_folder: Path, tmp_path: Path) -> Path:
     return folder
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("policy", ["rkv", "h2o+protect", "skipkv", "pyramidkv"])
 def test_the_plan_written_is_the_one_suggested_and_takes_as_many_bytes(
     kvpolicy: Shell, bare: Path, tmp_path: Path, policy: str

@@ -61,6 +61,7 @@ def shell(capsys: pytest.CaptureFixture[str]) -> Shell:
     return Shell(capsys)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("words", "status"), [(["--help"], 0), (["--wrong"], 2)], ids=str)
 def test_a_process_of_torchrun_ends_with_its_output_and_without_a_shutdown(
     words: list[str], status: int

@@ -231,6 +231,7 @@ def test_decode_in_numba_accumulates_what_torch_does() -> None:
     check_alike(tiny_model(seed=2), {"eager": True})
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("family", ["gemma2", "gpt_oss", "mistral"])
 def test_nor_do_they_with_windows_caps_and_sinks(family: str) -> None:
     assert family in WINDOWED
@@ -247,6 +248,7 @@ class Asked(Watch):
         return (num_rows > budget) & (seq_len % 7 == 0)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("family", ["gemma2", "mistral"])
 def test_nor_do_they_where_a_slab_slides_with_the_window(family: str) -> None:
     model = family_model(family, dtype=torch.float64)

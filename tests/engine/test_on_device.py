@@ -53,6 +53,7 @@ def test_eviction_equals_the_list_reference(device: torch.device) -> None:
         assert list(result.tokens) == reference_tokens(reference, layers, prompt, NEW_TOKENS)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("stack", EVICTING, ids="+".join)
 def test_batched_sequence_equals_sequence_alone(
     device: torch.device, stack: tuple[str, ...]

@@ -96,6 +96,7 @@ def test_greedy_tokens_equal_the_engine_in_single_precision(
     assert tokens == engine_tokens(model, prompts, plan, NEW_TOKENS, slots=slots, eager=eager)
 
 
+@pytest.mark.few(8)
 @pytest.mark.parametrize("name", ["full", "h2o"])
 @pytest.mark.parametrize("family", families.FAMILIES)
 def test_every_model_family_equals_the_engine(family: str, name: str) -> None:
@@ -196,6 +197,7 @@ def test_rows_are_bounded_and_reported(
     assert report.rows_evicted == sum(result.rows_evicted for result in results)
 
 
+@pytest.mark.slow
 def test_peak_memory_does_not_depend_on_length() -> None:
     model = shared_model(num_layers=NUM_LAYERS)
     cache = PolicyCache(model, TIGHT)

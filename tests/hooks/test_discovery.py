@@ -43,6 +43,7 @@ def clear_registered_files(monkeypatch):
     monkeypatch.setattr(discovery, "_from_files", {})
 
 
+@pytest.mark.few(8)
 @pytest.mark.parametrize("name", INSTALLED)
 def test_summary_and_knobs_from_the_source_match_the_class(name):
     info = next(info for info in installed_policies() if info.name == name)

@@ -305,6 +305,7 @@ class Poisons:
         return True
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("policy", ["streaming", "h2o"])
 @pytest.mark.parametrize("what", [torch.nan, torch.inf])
 def test_non_finite_rows_do_not_affect_the_next_sequence_in_the_slot(

@@ -266,6 +266,7 @@ def test_any_changed_bit_changes_half_of_the_bits(argument: str) -> None:
 # --- drawing --------------------------------------------------------------------------------
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("varied", ["seed", "position"])
 @pytest.mark.parametrize("how", [(0.9, 0, 1.0), (0.9, 5, 0.95), (2.5, 0, 0.9)])
 def test_frequencies_match_the_distribution(varied: str, how: tuple) -> None:
@@ -366,6 +367,7 @@ def _elsewhere(mode: FakeTensorMode, tensor: Tensor) -> Tensor:
         return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
 
 
+@pytest.mark.slow
 def test_drawing_is_one_graph_for_all_positions() -> None:
     torch._dynamo.reset()
     counters = torch._dynamo.utils.counters

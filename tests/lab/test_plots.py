@@ -103,6 +103,7 @@ def drawn(monkeypatch: pytest.MonkeyPatch) -> list[Figure]:
     return figures
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("width", "quantity"),
     [
@@ -131,6 +132,7 @@ def test_twelve_long_series_fit_at_every_width(
     assert title == "SkipKV on the reasoner, \N{HORIZONTAL ELLIPSIS}"
 
 
+@pytest.mark.nightly
 def test_the_picture_of_a_sweep_holds_twelve_long_series(
     tmp_path: Path, drawn: list[Figure]
 ) -> None:
@@ -155,6 +157,7 @@ STRANGE = [
 ]
 
 
+@pytest.mark.nightly
 def test_any_label_is_drawn_as_it_is(tmp_path: Path, drawn: list[Figure]) -> None:
     save_curve(tmp_path / "a.png", points_of(STRANGE), "$ _ 方", is_share=True, size=Size())
     (figure,) = drawn
@@ -167,6 +170,7 @@ def test_any_label_is_drawn_as_it_is(tmp_path: Path, drawn: list[Figure]) -> Non
     assert shown[12] == "x" * 300
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     "values",
     [
@@ -204,6 +208,7 @@ def test_neighbouring_budgets_leave_out_labels_that_would_touch(
     assert len(drawn) == 1
 
 
+@pytest.mark.nightly
 def test_a_figure_without_room_is_refused(tmp_path: Path) -> None:
     with pytest.raises(OutputError, match=r"0\.6 x 0\.6"):
         save_curve(tmp_path / "a.png", points_of(["a"]), "A", is_share=True, size=Size(0.6, 0.6))

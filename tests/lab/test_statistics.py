@@ -359,6 +359,7 @@ def test_a_ratio_minus_itself_is_zero() -> None:
     assert bootstrap_ratio_difference(texts, texts) == Interval(0, 0, 0)
 
 
+@pytest.mark.nightly
 def test_the_interval_of_a_difference_of_ratios_covers_the_truth() -> None:
     """80 times 60 texts of different lengths; the second plan loses 0.1 nats a token more."""
     rng, covered = random.Random(5), 0
@@ -403,6 +404,7 @@ def test_the_bootstrap_of_a_single_value_has_no_width() -> None:
     assert (found.low, found.value, found.high) == (0.25, 0.25, 0.25)
 
 
+@pytest.mark.nightly
 def test_the_bootstrap_covers_the_true_mean_of_skewed_values() -> None:
     """300 samples of 60 values; 95 % minus what any bootstrap of 60 skewed values misses."""
     rng, covered, times = random.Random(3), 0, 300

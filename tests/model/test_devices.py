@@ -37,6 +37,7 @@ def test_mixing_tensors_of_two_devices_raises() -> None:
         assert other_tensor.cpu().tolist() == [1, 1]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("policy", ["full", "h2o", "rkv", "snapkv", "streaming"])
 def test_two_devices_give_the_tokens_of_one(policy: str) -> None:
     plan = Plan.uniform(policy, budget=12, buffer=4)
@@ -45,6 +46,7 @@ def test_two_devices_give_the_tokens_of_one(policy: str) -> None:
         assert tokens(model_on_two_devices(), plan) == expected
 
 
+@pytest.mark.nightly
 def test_two_devices_give_the_sampled_tokens_of_one() -> None:
     plan, sampling = Plan.uniform("full"), Sampling(temperature=0.9, top_p=0.9, seed=3)
     expected = tokens(tiny_model(num_layers=3), plan, sampling)
@@ -52,6 +54,7 @@ def test_two_devices_give_the_sampled_tokens_of_one() -> None:
         assert tokens(model_on_two_devices(), plan, sampling) == expected
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("policy", ["full", "h2o"])
 def test_windows_softcaps_and_sinks_work_on_two_devices(policy: str) -> None:
     plan = Plan.uniform(policy, budget=12, buffer=2)

@@ -47,6 +47,7 @@ def guarded(most_bytes: int = MOST_BYTES) -> Iterator[OnlyWhatAGraphHolds]:
         yield mode
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("family", "policy", "drawn"),
     [("qwen3", "snapkv", False), ("qwen3", "h2o", True), ("gemma2", "h2o", False)],
@@ -82,6 +83,7 @@ class Marks:
         return {"a": numbers + positions[:, None]}
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("in_step", [True, False])
 def test_marking_holds_only_what_a_graph_can(
     in_step: bool, monkeypatch: pytest.MonkeyPatch

@@ -81,6 +81,7 @@ def tokens(given: list[Request], model: object = None, **options: object) -> lis
     return [result.tokens for result in run.results()]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("drawn", [False, True])
 @pytest.mark.parametrize("steps_per_read", [1, 4])
 def test_replayed_steps_give_the_same_tokens(

@@ -40,6 +40,7 @@ def test_unexceeded_budget_equals_generate(
 PROMPTS = [[5, 9, 40, 2, 2, 7, 11], [1, 2], [3, 8] * 12]
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family_equals_generate(family: str) -> None:
     """By fused attention, by weights that rows accumulate, and with a window of queries."""
@@ -51,6 +52,7 @@ def test_every_family_equals_generate(family: str) -> None:
         assert [list(result.tokens) for result in results] == expected, policy
 
 
+@pytest.mark.few(8)
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("policy", ["h2o", "snapkv"])
 def test_batched_sequence_equals_sequence_alone_and_is_bounded(family: str, policy: str) -> None:

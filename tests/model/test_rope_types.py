@@ -67,6 +67,7 @@ def generate_alone(model: PreTrainedModel, prompt: list[int], num_new: int = NEW
     return greedy_tokens(copy.deepcopy(model), prompt, num_new)
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("rope_type", sorted({"default", *ROPE_INIT_FUNCTIONS}))
 @pytest.mark.parametrize("chunk", [7, 512])
 def test_every_type_equals_generate_below_and_beyond_its_original_length(
@@ -79,6 +80,7 @@ def test_every_type_equals_generate_below_and_beyond_its_original_length(
         assert list(result.tokens) == generate_alone(model, prompt)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("rope_type", sorted(set(TYPES) & set(ROPE_INIT_FUNCTIONS) - {"longrope"}))
 def test_a_sequence_that_crosses_the_original_length_equals_generate(rope_type: str) -> None:
     model, prompt = rope_model(rope_type), [5, 9, 40, 2, 7]
@@ -86,6 +88,7 @@ def test_a_sequence_that_crosses_the_original_length_equals_generate(rope_type: 
     assert list(result.tokens) == generate_alone(model, prompt, 60)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("rope_type", ["dynamic", "longrope"])
 @pytest.mark.parametrize("policy", ["h2o", "streaming", "rkv"])
 def test_compacted_sequence_in_a_batch_equals_sequence_alone(rope_type: str, policy: str) -> None:

@@ -51,6 +51,7 @@ def test_families_with_experts_take_the_eager_path(family: str) -> None:
     assert engine.eager_reason is not None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("family", "plan"), CASES)
 def test_a_family_is_one_graph_through_steps_and_compactions(family: str, plan: str) -> None:
     # A layer whose slab holds its whole window is never compacted; these have such layers only.
@@ -64,12 +65,14 @@ def test_a_family_is_one_graph_through_steps_and_compactions(family: str, plan: 
     assert compiled == tokens(model, PLANS[plan], requests())
 
 
+@pytest.mark.slow
 def test_tokens_are_drawn_in_the_graph() -> None:
     model, given = tiny_model(), requests(drawn=True)
     assert tokens(model, PLANS["h2o"], given, compile=True) == tokens(model, PLANS["h2o"], given)
     assert counters["stats"]["unique_graphs"] == 1
 
 
+@pytest.mark.slow
 def test_several_steps_are_read_together() -> None:
     model, given = tiny_model(), requests(drawn=True)
     several = tokens(model, PLANS["h2o"], given, compile=True, steps_per_read=4)
@@ -94,6 +97,7 @@ def test_batches_of_any_width_need_few_graphs_once() -> None:
     assert second.compile_s < first.compile_s / 2  # what is counted is the first call of a width
 
 
+@pytest.mark.nightly
 def test_only_the_time_of_the_whole_run_includes_compiling() -> None:
     run = Engine(tiny_model(), plan=PLANS["h2o"], slots=3, compile=True).generate(requests())
     results, report = run.results(), run.report
@@ -119,6 +123,7 @@ class Push:
         return self.vector * is_even[:, None]
 
 
+@pytest.mark.slow
 def test_policies_steer_within_the_graph() -> None:
     model, given = tiny_model(), requests()
     plain = tokens(model, Plan.uniform("full"), given)
@@ -134,6 +139,7 @@ def test_policies_steer_within_the_graph() -> None:
     assert not counters["graph_break"]
 
 
+@pytest.mark.slow
 def test_an_error_of_a_steering_policy_passes_through_the_graph() -> None:
     plan = Plan.uniform("full", Push(torch.zeros(32), fails_after=5))
     with pytest.raises(HookError, match="no more"):
@@ -156,6 +162,7 @@ class Watch:
         self.seen.append(float(hidden_states.double().sum()))
 
 
+@pytest.mark.nightly
 def test_hidden_states_leave_the_graph() -> None:
     model, given, seen = tiny_model(), requests(), []
     for compiled in (True, False):
@@ -194,6 +201,7 @@ class Marks:
         return tracks["a"] + tracks["b"] + 0 * attn_sums
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "in_step"),
     [
@@ -216,6 +224,7 @@ def test_policies_mark_within_the_graph(family: str, in_step: bool) -> None:
     assert not counters["graph_break"]
 
 
+@pytest.mark.nightly
 def test_an_error_of_a_marking_policy_passes_through_the_graph() -> None:
     marks = Marks(fails_after=9)
     plan = Plan.uniform(marks, budget=12, buffer=5)
@@ -254,6 +263,7 @@ def test_packed_weights_cannot_be_compiled(monkeypatch: pytest.MonkeyPatch) -> N
         Engine(tiny_model(), plan=PLANS["h2o"], compile=True, cpu_weights="packed")
 
 
+@pytest.mark.slow
 def test_a_model_that_breaks_the_graph_is_named() -> None:
     model = tiny_model()
 

@@ -113,6 +113,7 @@ def test_each_rank_has_half_of_the_cache(models: Path, rank_results: list[dict[s
     assert first["peak_kv_bytes"] == second["peak_kv_bytes"] == alone["peak_kv_bytes"] / 2
 
 
+@pytest.mark.slow
 def test_heads_of_one_layer_keep_different_rows(models: Path) -> None:
     """Otherwise the comparison above could not detect missing communication."""
     differing = [

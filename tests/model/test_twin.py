@@ -155,6 +155,7 @@ CHANGES = [
 ]
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
 def test_changes_after_building_the_engine_take_effect(change: Any, model: Any) -> None:
     engine = Engine(model, plan=FULL)

@@ -36,6 +36,7 @@ def test_a_resolved_plan_survives_toml_and_json(data: dict[str, Any]) -> None:
         assert to_plan_data(again) == to_plan_data(resolved), "writing is idempotent"
 
 
+@pytest.mark.few(8)
 @pytest.mark.parametrize("name", installed("kvpolicy.plans"))
 def test_an_installed_plan_survives_toml(name: str) -> None:
     num_layers = 4 if "reasoner" in name else 28  # plans for a model name its layers
@@ -162,6 +163,7 @@ def test_the_order_of_keys_does_not_change_the_digest(data: dict[str, Any], rand
     assert mixed.digest() == Plan.from_dict(data).resolve(NUM_LAYERS).digest()
 
 
+@pytest.mark.slow
 def test_a_digest_is_the_same_in_every_process() -> None:
     """Sets and objects among the knobs are hashed by their contents, too."""
     code = (

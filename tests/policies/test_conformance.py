@@ -76,6 +76,7 @@ def test_every_policy_passes_check_policy_in_many_cases(name: str, vector: str) 
         assert not report.skipped.keys() & {"cancellation", "slots", "precision", *answers}
 
 
+@pytest.mark.slow
 def test_steering_skipkv_passes_check_policy(vector: str) -> None:
     knobs = {"vector": vector, "window_size": 2, "tau": 0.3}
     assert "nan" in check_policy("skipkv", knobs=knobs, max_examples=6).clauses
@@ -144,6 +145,7 @@ def of_dtype(dtype: torch.dtype) -> Drawn:
     return Drawn(keys, values, fill((2, 4, 24, 8), "gauss", 3).to(dtype), kind="gauss", seed=1)
 
 
+@pytest.mark.few(8)
 @pytest.mark.parametrize(
     "name",
     [

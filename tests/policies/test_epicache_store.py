@@ -297,6 +297,7 @@ def test_wrong_settings_are_refused(knobs: dict[str, Any]) -> None:
         Settings(**knobs)
 
 
+@pytest.mark.nightly
 @pytest.mark.needs_reasoner
 def test_needles_survive_more_often_in_the_cache_of_their_topic() -> None:
     model, tokenizer = load_model("reasoner")

@@ -76,6 +76,7 @@ def predictions_of(case: Case) -> Prediction:
     return Prediction(name=kind if sigma else "perfect", sigma=sigma)
 
 
+@pytest.mark.few(3)
 @recorded_related("guard")
 def test_misses_equal_the_recorded_ones_for_every_algorithm_and_seed(case: Case) -> None:
     arrays = case.arrays()
@@ -207,6 +208,7 @@ INSTANCES = {
 }  # fmt: skip
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("capacity", [2, 3, 4, 8])
 @pytest.mark.parametrize("instance", INSTANCES)
 def test_misses_of_a_phase_stay_below_the_bound_with_the_worst_predictions(

@@ -18,6 +18,7 @@ def script() -> ModuleType:
     return load_script("benchmarks/laq_recall.py")
 
 
+@pytest.mark.nightly
 def test_figures_are_the_same_in_every_run_and_a_look_ahead_sees_more(
     script: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

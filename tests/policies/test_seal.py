@@ -191,6 +191,7 @@ class RecordsLayerInput:
             self.entered.append(arguments[0][:, 0].clone())
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_reasoner_is_steered_at_every_paragraph_of_its_thinking(dtype: str) -> None:
     model, tokenizer = load_model("reasoner", dtype=dtype)
@@ -250,6 +251,7 @@ def test_seal_alone_is_the_full_cache_and_keeps_budgets() -> None:
     assert not Stack([("seal", load_policy("seal"))]).bounded
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("slots", [1, 2, 4])
 def test_steering_does_not_depend_on_other_sequences(slots: int) -> None:
     model, tokenizer = load_model("reasoner")

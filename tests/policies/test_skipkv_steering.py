@@ -125,6 +125,7 @@ def test_tokens_equal_the_oracle(
         assert list(result.tokens) == oracle.generate(prompt, 24)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     "knobs",
     [
@@ -153,6 +154,7 @@ def test_prompts_that_begin_alike_are_steered_as_without_a_store(
     assert store.stats.reused_tokens > 100
 
 
+@pytest.mark.nightly
 def test_steering_changes_tokens(vector_file: Path) -> None:
     """Otherwise the test above would be vacuous."""
 

@@ -158,6 +158,7 @@ def test_blocks_of_queries_change_nothing(monkeypatch: pytest.MonkeyPatch) -> No
     torch.testing.assert_close(run(), whole, atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("form", ["rg", "rg2", "rg3"])
 def test_training_lowers_the_occupancy_and_leaves_the_model(form: str) -> None:
     model = tiny_model("llama")

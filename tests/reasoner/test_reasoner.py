@@ -25,6 +25,7 @@ def test_sample_defaults_to_the_first_reasoner(kvpolicy: Shell) -> None:
     assert kvpolicy("reasoner", "sample").out == named.out
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", BUNDLED)
 def test_evaluate_uses_the_named_weights(kvpolicy: Shell, name: str) -> None:
     answer = kvpolicy("reasoner", "evaluate", "--name", name, "--n", 4, "--json")
@@ -38,6 +39,7 @@ def test_evaluate_uses_the_named_weights(kvpolicy: Shell, name: str) -> None:
         assert ends == [share.value, share.low, share.high]
 
 
+@pytest.mark.nightly
 def test_evaluate_prints_confidence_intervals(kvpolicy: Shell) -> None:
     head, _, *rows, last, _ = kvpolicy("reasoner", "evaluate", "--n", 4).out.splitlines()
     assert head.split() == ["depth", "n", "right", "accuracy", "95", "%", "CI"]

@@ -1,6 +1,7 @@
 """The reasoner's tokenizer, its initial weights, and its bundled trained weights."""
 
 import shutil
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -16,14 +17,17 @@ from transformers import AutoTokenizer, GenerationConfig
 
 from kvpolicy.errors import ModelError
 
-PROBLEMS = make_problems(60, seed=11, split="tune")
+
+@cache
+def problems():
+    return make_problems(60, seed=11, split="tune")
 
 
 @pytest.mark.parametrize("source", ["built", "bundled"])
 def test_tokenizer_round_trip_is_exact_without_unknown_tokens(source):
     built = build_tokenizer()
     tokenizer = built if source == "built" else AutoTokenizer.from_pretrained(bundled_path())
-    for problem in PROBLEMS:
+    for problem in problems():
         for text in (problem.prompt, problem.trace):
             ids = tokenizer(text)["input_ids"]
             assert ids == built(text)["input_ids"]

@@ -2,6 +2,7 @@
 
 import random
 import re
+from functools import cache
 
 import pytest
 from kvpolicy_reasoner.task import grade, make_problems, split_of
@@ -9,7 +10,10 @@ from kvpolicy_reasoner.task import grade, make_problems, split_of
 from kvpolicy.errors import KVPolicyError
 from kvpolicy.lab.tasks.answers import extract_answer
 
-PROBLEMS = make_problems(300, seed=3, split="tune")
+
+@cache
+def problems():
+    return make_problems(300, seed=3, split="tune")
 
 
 def read_facts(prompt: str) -> dict[str, list[str]]:
@@ -39,12 +43,12 @@ def question_of(prompt: str) -> str:
 
 
 def test_answer_equals_the_solver():
-    for problem in PROBLEMS:
+    for problem in problems():
         assert int(problem.answer) == solve(read_facts(problem.prompt), question_of(problem.prompt))
 
 
 def test_every_statement_of_a_trace_is_true():
-    for problem in PROBLEMS:
+    for problem in problems():
         facts = read_facts(problem.prompt)
         for name, value in re.findall(r"([a-z]+) is (\d+)", problem.trace.replace("answer is", "")):
             assert solve(facts, name) == int(value), problem.trace
@@ -55,20 +59,20 @@ def test_every_statement_of_a_trace_is_true():
 
 
 def test_every_value_stays_in_range():
-    for problem in PROBLEMS:
+    for problem in problems():
         facts = read_facts(problem.prompt)
         assert all(0 <= solve(facts, name) <= 20 for name in facts)
 
 
 def test_trace_has_one_step_per_depth_and_ends_with_the_boxed_answer():
-    for problem in PROBLEMS:
+    for problem in problems():
         assert problem.trace.endswith(f"</think>\n\n\\boxed{{{problem.answer}}}<|eos|>")
         steps = re.findall(r"^Now", problem.trace, flags=re.MULTILINE)
         assert len(steps) == problem.depth
 
 
 def test_chain_names_are_first_operands_only_in_the_chain():
-    for problem in PROBLEMS:
+    for problem in problems():
         facts = read_facts(problem.prompt)
         chain = [question_of(problem.prompt)]
         while len(facts[chain[-1]]) == 3:
@@ -80,7 +84,8 @@ def test_chain_names_are_first_operands_only_in_the_chain():
 def test_traces_contain_redundant_sentences():
     openers = ("Wait", "Alternatively", "Hmm", "Just", "Again")
     redundant = [
-        sum(line.startswith(openers) for line in problem.trace.splitlines()) for problem in PROBLEMS
+        sum(line.startswith(openers) for line in problem.trace.splitlines())
+        for problem in problems()
     ]
     assert 3 < sum(redundant) / len(redundant) < 10
 
@@ -104,7 +109,7 @@ def test_prompts_with_reordered_facts_belong_to_the_same_split():
 
 
 def test_problems_are_distinct():
-    assert len({problem.prompt for problem in PROBLEMS}) == len(PROBLEMS)
+    assert len({problem.prompt for problem in problems()}) == len(problems())
 
 
 @pytest.mark.parametrize(
@@ -124,7 +129,7 @@ def test_answer_is_in_the_last_closed_box(text, answer):
 
 
 def test_trace_is_graded_correct_and_a_wrong_box_incorrect():
-    problem = PROBLEMS[0]
+    problem = problems()[0]
     assert grade(problem.trace, problem)
     wrong = (int(problem.answer) + 1) % 21
     assert not grade(problem.trace.replace(f"{{{problem.answer}}}", f"{{{wrong}}}"), problem)

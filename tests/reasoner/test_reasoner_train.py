@@ -37,6 +37,7 @@ def test_resumed_training_equals_uninterrupted_training(tmp_path):
     assert [record["step"] for record in log] == sorted({record["step"] for record in log})
 
 
+@pytest.mark.nightly
 def test_folder_of_another_run_raises_and_is_unchanged(tmp_path):
     train(tmp_path / "run", **TOY, stop_after=1)
     before = (tmp_path / "run" / CHECKPOINT).read_bytes()

@@ -4,6 +4,7 @@ import itertools
 import random
 import re
 from collections import Counter
+from functools import cache
 
 import pytest
 from kvpolicy_reasoner.problems import problems_of
@@ -24,7 +25,6 @@ from kvpolicy_reasoner.verbose import (
 
 NAME = "reasoner-verbose"
 SET = problems_of(NAME)
-PROBLEMS = SET.draw(300, seed=3, split="tune")
 TOKENIZER = recipe_of(NAME).build_tokenizer()
 
 # The keyword rules of SEAL's and SkipKV's calibration, and of SkipKV's online counter.
@@ -41,6 +41,11 @@ STATEMENT = re.compile(
     r"([a-z]+) = ([a-z]+) ([+-]) ([a-z]+|\d+)|to find ([a-z]+) take ([a-z]+) ([+-]) ([a-z]+|\d+)"
 )
 RESULT = re.compile(r" so ([a-z]+) is (\d+)$")
+
+
+@cache
+def problems():
+    return SET.draw(300, seed=3, split="tune")
 
 
 def facts_of(prompt: str) -> dict[str, list[str]]:
@@ -76,13 +81,13 @@ def body_of(sentence: str) -> str | None:
     return sentence[found.start() :] if found else None
 
 
-@pytest.mark.parametrize("problem", PROBLEMS[:60], ids=range(60))
-def test_tokens_of_the_pieces_equal_tokens_of_the_text(problem):
-    whole = TOKENIZER(problem.trace)["input_ids"]
-    parts = [TOKENIZER(piece.text)["input_ids"] for piece in problem.pieces]
-    assert list(itertools.chain(*parts)) == whole
-    assert TOKENIZER.unk_token_id not in whole + TOKENIZER(problem.prompt)["input_ids"]
-    assert TOKENIZER.decode(whole) == problem.trace
+def test_tokens_of_the_pieces_equal_tokens_of_the_text():
+    for problem in problems()[:60]:
+        whole = TOKENIZER(problem.trace)["input_ids"]
+        parts = [TOKENIZER(piece.text)["input_ids"] for piece in problem.pieces]
+        assert list(itertools.chain(*parts)) == whole
+        assert TOKENIZER.unk_token_id not in whole + TOKENIZER(problem.prompt)["input_ids"]
+        assert TOKENIZER.decode(whole) == problem.trace
 
 
 def test_vocabulary_starts_with_that_of_the_first_reasoner():
@@ -92,7 +97,7 @@ def test_vocabulary_starts_with_that_of_the_first_reasoner():
 
 
 def test_answer_equals_the_solver_and_is_graded_correct():
-    for problem in PROBLEMS:
+    for problem in problems():
         facts = facts_of(problem.prompt)
         asked = re.search(r"What is ([a-z]+)\?", problem.prompt).group(1)
         assert int(problem.answer) == solve(facts, asked)
@@ -104,7 +109,7 @@ def test_answer_equals_the_solver_and_is_graded_correct():
 
 def test_every_statement_is_true_or_an_immediately_corrected_slip():
     slips = steps = 0
-    for problem in PROBLEMS:
+    for problem in problems():
         facts = facts_of(problem.prompt)
         sentences = sentences_of(problem.trace)
         for sentence, after in zip(sentences, [*sentences[1:], ""], strict=True):
@@ -129,7 +134,7 @@ def test_every_statement_is_true_or_an_immediately_corrected_slip():
 
 
 def test_every_value_is_derived_before_it_is_used():
-    for problem in PROBLEMS:
+    for problem in problems():
         facts = facts_of(problem.prompt)
         known = {name for name, words in facts.items() if len(words) == 1}
         for sentence in filter(is_execution, sentences_of(problem.trace)):
@@ -143,7 +148,7 @@ def test_every_value_is_derived_before_it_is_used():
 
 def test_steps_follow_the_announced_order_with_side_values_early_and_late():
     late = early = 0
-    for problem in PROBLEMS:
+    for problem in problems():
         facts = facts_of(problem.prompt)
         announced = re.search(r"So the order is ([a-z, ]+)\.", problem.trace).group(1).split(", ")
         done = [
@@ -161,7 +166,7 @@ def test_steps_follow_the_announced_order_with_side_values_early_and_late():
 
 
 def test_published_keywords_separate_execution_from_other_sentences():
-    for problem in PROBLEMS:
+    for problem in problems():
         for sentence in sentences_of(problem.trace):
             doubts = sentence.startswith(DOUBTING)
             assert doubts == (not is_execution(sentence)), sentence
@@ -170,7 +175,7 @@ def test_published_keywords_separate_execution_from_other_sentences():
 
 def test_half_of_the_sentences_are_non_execution_and_many_repeat_a_step():
     doubting = total = repeated = 0
-    for problem in PROBLEMS:
+    for problem in problems():
         seen = set()
         for sentence in sentences_of(problem.trace):
             body = body_of(sentence)
@@ -185,7 +190,7 @@ def test_half_of_the_sentences_are_non_execution_and_many_repeat_a_step():
 
 def test_traces_get_longer_with_verbosity():
     lengths = {verbosity: [] for verbosity in VERBOSITIES}
-    for problem in PROBLEMS:
+    for problem in problems():
         lengths[problem.verbosity].append(len(TOKENIZER(problem.trace)["input_ids"]))
     terse, normal, verbose = (sum(found) / len(found) for found in lengths.values())
     assert terse < 0.7 * normal < normal < 0.8 * verbose
@@ -253,4 +258,4 @@ def test_equal_arguments_give_equal_problems_of_the_split():
 
 
 def test_problem_facets_include_verbosity():
-    assert PROBLEMS[0].facets.keys() == {"depth", "num_facts", "verbosity"}
+    assert problems()[0].facets.keys() == {"depth", "num_facts", "verbosity"}

@@ -68,6 +68,7 @@ def _is_slow(page: Path) -> bool:
     return any(words and words[0] in SLOW_COMMANDS and "--help" not in words for words in lines)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "page",
     [pytest.param(page, marks=[pytest.mark.slow] if _is_slow(page) else []) for page in PAGES],
@@ -92,6 +93,7 @@ def _example_policies() -> list[Block]:
     return [block for block in blocks if block.language == "python" and block.title]
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize("block", _example_policies(), ids=lambda block: block.title)
 def test_example_policy_runs(block: Block, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(discovery, "_from_files", {})

@@ -1,9 +1,11 @@
 """The gate of CI: each failure of every stage is named, and run again alone."""
 
 import sys
+from collections.abc import Callable
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 
@@ -87,30 +89,50 @@ def test_all_stages_run_and_every_failure_is_named(gate: ModuleType, tmp_path: P
     assert all(name in run.summary() for _, name, _ in found)
 
 
+def test_a_test_that_hangs_is_named_and_the_others_run(
+    gate: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gate, "HANGS_AFTER_S", 3.0)
+    run = gate.Gate(tmp_path, tmp_path)
+    tests = ["tests/test_some.py"]
+    run.run_stage(gate.Stage("tests", lambda run: run.pytest(*PYTEST, tests=tests)))
+    names = [failure.name.rpartition("::")[2] for failure in run.failures]
+    assert names == ["test_wrong[c/d]", "test_right_the_second_time", "test_hangs"]
+    assert "Timeout" in run.failures[-1].error
+
+
+def test_chains_run_side_by_side_after_what_is_in_none(
+    gate: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gate, "NUM_CORES", 2)
+    run = gate.Gate(tmp_path, tmp_path)
+
+    def meet(mine: str, other: str) -> Callable[[Any], object]:
+        waits = f"touch {mine}; until [ -e {other} ]; do sleep 0.05; done; echo met"
+        return lambda run: run.run("bash", "-c", waits)
+
+    stages = [
+        gate.Stage("first of a", meet("a", "b"), chain="a"),
+        gate.Stage("second of a", lambda run: run.run("false"), chain="a"),
+        gate.Stage("first of b", meet("b", "a"), chain="b"),
+        gate.Stage("alone", lambda run: run.run("bash", "-c", "[ ! -e a ] && [ ! -e b ]")),
+    ]
+    run.run_stages(stages)
+    assert [failure.stage.name for failure in run.failures] == ["second of a"]
+    names = [line.split("  ")[-1] for line in run.summary().splitlines() if " s  " in line]
+    assert names[0] == "alone"
+    assert names.index("first of a") < names.index("second of a")
+    assert sorted(names) == sorted(stage.name for stage in stages)
+
+
 @pytest.mark.slow
-def test_what_hangs_is_ended_and_what_failed_before_is_kept(
+def test_a_stage_that_hangs_is_ended_and_what_failed_before_is_kept(
     gate: ModuleType, tmp_path: Path
 ) -> None:
     run = gate.Gate(tmp_path, tmp_path)
-    (tmp_path / "seen").touch()
     words = " ".join(PYTEST)
-    command = ("bash", "-euc", f"{words} -k 'not right'")
-    run.run_stage(gate.Stage("tests", lambda run: run.pytest(*command), minutes=1))
+    command = ("bash", "-euc", f"{words} -k 'not second' tests/test_some.py")
+    run.run_stage(gate.Stage("tests", lambda run: run.pytest(*command), minutes=0.5))
     names = [failure.name for failure in run.failures]
     assert names[0] == "tests/test_some.py::TestGrouped::test_wrong[c/d]"
     assert len(names) == 2
-
-
-def test_a_test_of_the_clock_that_passes_alone_does_not_fail_the_gate(
-    gate: ModuleType, tmp_path: Path
-) -> None:
-    run = gate.Gate(tmp_path, tmp_path)
-    tests = ["tests/test_some.py"]
-    stage = gate.Stage(
-        "clock", lambda run: run.pytest(*PYTEST, "-k", "second", tests=tests), is_timing=True
-    )
-    run.run_stage(stage)
-    assert run.has_failed
-    run.rerun_failures()
-    assert not run.has_failed
-    assert len(run.failures) == 1

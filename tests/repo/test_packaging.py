@@ -94,6 +94,7 @@ def test_importing_kvpolicy_imports_nothing_heavy() -> None:
     assert _run(code) == "[]"
 
 
+@pytest.mark.slow
 def test_importing_kvpolicy_loads_no_policy(tmp_path: Path) -> None:
     code = (
         "import sys, kvpolicy.engine.engine; "

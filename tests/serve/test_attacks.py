@@ -74,6 +74,7 @@ MALFORMED = {
 }
 
 
+@pytest.mark.few(12)
 @pytest.mark.parametrize("name", MALFORMED)
 def test_a_malformed_body_is_refused_in_one_sentence(server: Running, name: str) -> None:
     answer = post(server, MALFORMED[name])
@@ -106,6 +107,7 @@ COSTLY = {
 }
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("name", COSTLY)
 def test_a_body_that_could_cost_much_is_refused_soon(server: Running, name: str) -> None:
     body = COSTLY[name]
@@ -155,6 +157,7 @@ def test_what_is_no_proper_http_is_refused(server: Running, name: str) -> None:
         assert answer.startswith((b"HTTP/1.1 400 ", b"HTTP/1.1 501 ", b"HTTP/1.1 421 "))
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize(
     ("path", "status"),
     [

@@ -35,6 +35,7 @@ def cost(result: Result) -> dict[str, int]:
     return {name: getattr(result, name) for name in names}
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("model", POLICIES)
 @pytest.mark.parametrize("prompt", [PROMPTS[2], IDS], ids=str)
 def test_a_completion_equals_the_engine_alone(server: Running, model: str, prompt: Any) -> None:

@@ -69,6 +69,7 @@ def events(running: Running, model: str, **body: Any) -> tuple[list[Any], str]:
     return told, text
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("policy", ["full", "streaming"])
 def test_a_stream_tells_every_token_once_and_what_is_held_at_its_end(
     policy: str, monkeypatch: pytest.MonkeyPatch

@@ -50,6 +50,7 @@ def tokens(answer: Any) -> list[list[int]]:
 # Answers
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("plan", ["full", "h2o"])
 def test_a_beginning_that_was_computed_is_cached_and_tokens_are_those_without_a_store(
     plan: str,
@@ -124,6 +125,7 @@ def say(running: Running, talk: list[Any], plan: str) -> Any:
     )
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("plan", ["full", "h2o"])
 def test_a_chat_that_goes_on_reuses_question_and_answer(plan: str) -> None:
     talk: list[Any] = [{"role": "user", "content": BEGINNING}]
@@ -247,6 +249,7 @@ def test_what_a_store_warns_of_is_a_line_of_the_log(tmp_path: Path) -> None:
     assert f"the prefix store leaves out {damaged}" in line["event"]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="forks its children")
 def test_a_server_whose_disk_is_full_goes_on_and_says_so_once(tmp_path: Path) -> None:
     prompts = [end * 40 for end in "abcdefgha"]
@@ -285,6 +288,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return base
 
 
+@pytest.mark.slow
 def test_the_command_serves_with_a_store_and_finds_it_again(folder: Path, tmp_path: Path) -> None:
     spill = tmp_path / "spill"
     options: tuple[object, ...] = ("--model", folder, "--policy", "full", "--prefix-cache", "4MiB")

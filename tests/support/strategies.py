@@ -5,6 +5,7 @@ Hypothesis shrinks sizes and knobs, and never single floats. Options are keyword
 """
 
 from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 import attrs
@@ -212,6 +213,11 @@ BASES: dict[str, tuple[PolicySpec, ...]] = {"caote": (PolicySpec("h2o", {"n_rece
 MOST_PROTECTED = 12
 
 
+@cache
+def _installed_names() -> list[str]:
+    return [policy.name for policy in installed_policies()]
+
+
 @st.composite
 def stacks(
     draw: st.DrawFn, *, extra: Sequence[object] = (), verbatim: bool = False
@@ -221,7 +227,7 @@ def stacks(
     If ``verbatim``, no policy changes kept rows.
     """
     excluded = (*STEERING, *REWRITING) if verbatim else STEERING
-    names = [policy.name for policy in installed_policies() if policy.name not in excluded]
+    names = [name for name in _installed_names() if name not in excluded]
     chosen = [draw(st.sampled_from(names))]
     if draw(st.booleans()) and "protect" not in chosen:
         chosen.append("protect")

@@ -32,6 +32,7 @@ def error_of(policy: Callable[[], object], **options: Any) -> ConformanceError:
     return caught.value
 
 
+@pytest.mark.few(12)
 @pytest.mark.usefixtures("short_search")
 @pytest.mark.parametrize(("clause", "policy"), CASES, ids=lambda x: getattr(x, "__name__", x))
 def test_a_broken_clause_is_named_with_an_example(clause: str, policy: type) -> None:
@@ -46,6 +47,7 @@ def test_a_broken_clause_is_named_with_an_example(clause: str, policy: type) -> 
     assert error.example is not None
 
 
+@pytest.mark.few(1)
 @pytest.mark.usefixtures("short_search")
 @pytest.mark.parametrize("policy", [Budget, Chunks, Nan])
 def test_the_lines_of_an_example_fail_again(policy: type) -> None:
@@ -151,6 +153,7 @@ MISBEHAVING = {
 }
 
 
+@pytest.mark.few(6)
 @pytest.mark.usefixtures("short_search")
 @pytest.mark.parametrize(
     ("policy", "clause", "expected"), MISBEHAVING.values(), ids=list(MISBEHAVING)
@@ -186,6 +189,7 @@ def test_the_search_for_a_smaller_example_is_limited(monkeypatch: pytest.MonkeyP
     assert built[0] < built[1]
 
 
+@pytest.mark.slow
 def test_an_example_is_minimal() -> None:
     example = error_of(Budget).example
     assert example is not None
@@ -240,6 +244,7 @@ class Marking:
         return tracks["gate"]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("in_step", [True, False])
 def test_policies_that_mark_pass(in_step: bool) -> None:
     report = check_policy(lambda: Marking(in_step), max_examples=10)
@@ -248,12 +253,14 @@ def test_policies_that_mark_pass(in_step: bool) -> None:
     assert {"tracks", "chunks", "slots", "neighbours"} <= set(report.clauses)
 
 
+@pytest.mark.slow
 def test_layers_that_are_asked_together_are_compared_with_layers_one_by_one() -> None:
     assert check_policy("streaming", knobs={"n_sink": 1}, max_examples=10).checked["layers"] > 0
     report = check_policy("random", max_examples=10)
     assert "does not declare layers_alike" in report.skipped["layers"]
 
 
+@pytest.mark.slow
 def test_a_correct_policy_passes_and_the_report_counts_its_checks() -> None:
     report = check_policy(Observing, max_examples=30)
     assert (report.policy, report.cases) == ("observing", 30)
@@ -283,6 +290,7 @@ def test_progress_is_reported() -> None:
     assert calls == [(3, 3)]
 
 
+@pytest.mark.slow
 def test_the_global_random_state_is_restored() -> None:
     before = torch.random.get_rng_state()
     check_policy(Steering, max_examples=3)

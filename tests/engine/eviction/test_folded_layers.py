@@ -87,6 +87,7 @@ def one_by_one(engine: Engine) -> Engine:
     return engine
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("names", DRAWN_FROM.values(), ids=DRAWN_FROM)
 @given(
     st.data(),
@@ -184,6 +185,7 @@ class FailsInOneLayer:
         return scores
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("answer", ["raises", "nan"])
 def test_an_error_names_the_layer_and_ends_only_its_sequences(answer: str) -> None:
     lengths = [(9, 60), (12, 60), (20, 60)]  # never due together: the buffer is 5

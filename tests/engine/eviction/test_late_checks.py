@@ -110,6 +110,7 @@ def outcome(results: list[Result]) -> list[Any]:
     return [(one.tokens, one.error, one.finish_reason) for one in results]
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("make", WRONG.values(), ids=WRONG)
 def test_the_same_requests_end_with_the_same_error(make: Callable[[], object]) -> None:
     for stack in ([make(), "protect"], ["streaming", make()]):

@@ -144,6 +144,7 @@ def attention_inputs(model: nn.Module, sequence: list[int]) -> list[Tensor]:
     return found
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize(("family", "in_step"), CASES)
 def test_states_are_what_enters_the_attention_of_the_model(family: str, in_step: bool) -> None:
     notes = Notes(marks_in_step=in_step)
@@ -223,6 +224,7 @@ def test_a_constant_retention_keeps_the_newest_tokens(
     assert tokens(model, constant, given=given, buffer=buffer) == newest
 
 
+@pytest.mark.slow
 @given(
     prompts(count=4),
     seeds,

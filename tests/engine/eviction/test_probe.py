@@ -142,6 +142,7 @@ def contents(cache: KVCache) -> list[Tensor]:
     return [*counts, *slabs, *(tensor.clone() for tensor in cache.slot_tensors)]
 
 
+@pytest.mark.nightly
 @given(
     models,
     plans(num_layers=NUM_LAYERS),

@@ -67,6 +67,7 @@ def check_files(store: PrefixStore, folder: Path) -> None:
     assert sum(path.stat().st_size for path in names) == store.stats.spilled_bytes
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
 def test_a_disk_that_becomes_full_ends_the_writing_until_there_is_room(
     plan: Plan, tmp_path: Path, clock: Clock, caplog: pytest.LogCaptureFixture

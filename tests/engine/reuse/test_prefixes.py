@@ -163,6 +163,7 @@ def test_another_engine_finds_nothing_of_another_model_plan_or_tokenizer(differs
     assert result.reused_tokens == (28 if differs == "nothing" else 0)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("plan", [TIGHT, KEEPING], ids=["compacts", "keeps prompts"])
 def test_equal_hashes_are_no_proof(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
     """Tokens are compared: here all hashes are equal, or one of seven."""

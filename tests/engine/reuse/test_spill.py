@@ -185,6 +185,7 @@ def read_entry(path: Path) -> dict[str, Any]:
     return entry
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("damage", [flipped, cut, emptied, renamed, removed, rewritten])
 @pytest.mark.parametrize("when", ["before a restart", "while it runs"])
 def test_a_damaged_file_is_left_out_with_a_warning(

@@ -173,6 +173,7 @@ class Fails:
         self._count()
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("calls", range(0, 30, 4))
 def test_an_eviction_that_fails_ends_the_store_and_no_request(
     calls: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
@@ -229,6 +230,7 @@ def test_guard_counts_its_errors_in_a_store() -> None:
 # Threads
 
 
+@pytest.mark.slow
 def test_engines_in_several_threads_share_a_store() -> None:
     store = PrefixStore(40 * BLOCK_BYTES, block_tokens=4)
     requests = asked(random_prompts(5, 24))

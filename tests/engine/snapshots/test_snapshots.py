@@ -256,6 +256,7 @@ def test_memory_and_registers_go_on() -> None:
         assert (*snapshot.tokens, *result.tokens) == whole.tokens
 
 
+@pytest.mark.slow
 def test_skipkv_goes_on_in_another_process(tmp_path: Path) -> None:
     """Its sentences and penalties are written, and found again by another process."""
     program = f"""
@@ -410,6 +411,7 @@ def change_header(path: Path, change: Callable[[dict[str, Any]], object]) -> Non
     path.write_bytes(struct.pack("<Q", len(text)) + text + content[8 + size :])
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize(
     ("damage", "message"),
     [

@@ -37,6 +37,7 @@ def out(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_the_folder_holds_all_documented_files(model_folder: Path, out: Path) -> None:
     names = {"manifest.json", "samples.jsonl", "items.jsonl", "timings.jsonl"}
     names |= {"kept.jsonl", "table.json", "table.csv", "plot.png", "plot.svg"}
@@ -95,6 +96,7 @@ def test_the_folder_of_another_run_is_refused(
     assert {p.name: p.read_bytes() for p in out.iterdir()} == before
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("packs_small_products")
 def test_packed_weights_make_another_run(kvpolicy: Shell, model_folder: Path) -> None:
     words = ("ablate", "--model", model_folder, *SMALL, "--policies", "full")
@@ -144,6 +146,7 @@ def test_a_missing_compiler_is_answered_before_a_sweep_begins(
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.nightly
 def test_a_session_records_the_threads_that_are_used(
     kvpolicy: Shell, model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -165,6 +168,7 @@ def test_the_same_settings_find_the_same_folder_and_others_another(
     assert first == again != other
 
 
+@pytest.mark.slow
 def test_plans_and_policies_are_compared_side_by_side(
     kvpolicy: Shell, model_folder: Path, tmp_path: Path
 ) -> None:
@@ -183,6 +187,7 @@ def test_plans_and_policies_are_compared_side_by_side(
     ]
 
 
+@pytest.mark.slow
 def test_samples_that_fail_are_counted_and_the_status_is_1(
     kvpolicy: Shell, model_folder: Path, tmp_path: Path
 ) -> None:
@@ -204,6 +209,7 @@ def test_samples_that_fail_are_counted_and_the_status_is_1(
     assert f"{row['num_errors']} samples failed" in plain.err
 
 
+@pytest.mark.slow
 def test_cells_in_which_every_request_fails_are_reported(
     kvpolicy: Shell, model_folder: Path, tmp_path: Path
 ) -> None:

@@ -107,6 +107,7 @@ def test_the_same_command_again_computes_nothing(
     assert kvpolicy(*words, "--json").json["workers"] == []
 
 
+@pytest.mark.slow
 def test_another_run_is_refused_and_replaced_if_that_is_wanted(
     kvpolicy: Shell, words: list[object], tmp_path: Path
 ) -> None:
@@ -237,6 +238,7 @@ def test_a_full_disk_of_a_prefix_store_changes_no_answer(
     assert (tmp_path / "out.jsonl").read_bytes() == expected
 
 
+@pytest.mark.slow
 @on_linux
 @pytest.mark.parametrize(
     "more", [(), pytest.param(CACHE, marks=pytest.mark.slow)], ids=["plain", "prefix store"]

@@ -25,6 +25,7 @@ OPTIONS = (*SIZES, "--new-tokens", 14, "--budget", 8, "--buffer", 4, "--steps", 
 FEW = ("--without", "generate_batch,kvpress")
 
 
+@pytest.mark.slow
 @pytest.mark.needs_reasoner
 def test_the_command_prints_writes_and_continues(kvpolicy: Shell, tmp_path: Path) -> None:
     output, plot = tmp_path / "speed", tmp_path / "bench.svg"
@@ -227,6 +228,7 @@ def test_a_gpu_benchmark_needs_a_gpu(kvpolicy: Shell) -> None:
     assert "--gpu" in message
 
 
+@pytest.mark.slow
 @pytest.mark.needs_reasoner  # it ships the default sweep
 def test_the_benchmark_of_a_gpu_can_be_walked_through_on_a_cpu(
     kvpolicy: Shell, monkeypatch: pytest.MonkeyPatch

@@ -79,6 +79,7 @@ def size_of(png: Path) -> tuple[int, int]:
     return width, height
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("suffix", ["svg", "pdf", "png"])
 def test_the_same_runs_give_the_same_figure(kvpolicy: Shell, run: Path, suffix: str) -> None:
     starts = {"svg": b"<?xml", "pdf": b"%PDF", "png": b"\x89PNG"}
@@ -90,6 +91,7 @@ def test_the_same_runs_give_the_same_figure(kvpolicy: Shell, run: Path, suffix: 
     assert a.startswith(starts[suffix])
 
 
+@pytest.mark.nightly
 def test_a_figure_has_the_requested_size(kvpolicy: Shell, run: Path) -> None:
     kvpolicy("plot", run, "--to", "a.png")
     assert size_of(Path("a.png")) == (990, 693)  # 3.3 inches at 300 dots, and 0.7 of that
@@ -99,6 +101,7 @@ def test_a_figure_has_the_requested_size(kvpolicy: Shell, run: Path) -> None:
     assert size_of(Path("c.png"))[0] == 1350
 
 
+@pytest.mark.nightly
 def test_every_quantity_has_a_different_figure(kvpolicy: Shell, run: Path) -> None:
     names = ["accuracy", "length", "peak_bytes", "peak_kv_bytes", "throughput", "speed", "frontier"]
     pictures = set()
@@ -117,6 +120,7 @@ def test_seeds_are_pooled_in_figures(kvpolicy: Shell, tmp_path: Path) -> None:
     assert "a.svg" in answer.err
 
 
+@pytest.mark.nightly
 def test_a_figure_that_cannot_be_drawn_is_reported(
     kvpolicy: Shell, run: Path, tmp_path: Path
 ) -> None:

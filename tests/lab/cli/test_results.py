@@ -427,6 +427,7 @@ def test_samples_are_exported_and_only_replaced_on_demand(kvpolicy: Shell) -> No
 # what ablate writes
 
 
+@pytest.mark.slow
 def test_tables_of_results_equal_those_of_ablate(kvpolicy: Shell, model_folder: Path) -> None:
     small = ("--n", 3, "--slots", 3, "--max-new-tokens", 20, "--budgets", "12", "--buffer", 6)
     words = ("--model", model_folder, *small, "--policies", "full,h2o", "--workers", 1)

@@ -77,6 +77,7 @@ def ablate(kvpolicy: Shell, model: Path, *words: object) -> Answer:
     return answer
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("task", ["perplexity", "agreement"])
 def test_a_metric_is_in_the_table_the_files_and_the_plot(
     kvpolicy: Shell, model_folder: Path, task: str
@@ -99,6 +100,7 @@ def test_a_metric_is_in_the_table_the_files_and_the_plot(
     assert again.out == answer.out
 
 
+@pytest.mark.nightly
 def test_a_table_by_difficulty_holds_every_sample(kvpolicy: Shell, model_folder: Path) -> None:
     words = ("--task", "reasoner:level=easy", "--by", "depth", "--n", 6)
     answer = ablate(kvpolicy, model_folder, *words)
@@ -110,6 +112,7 @@ def test_a_table_by_difficulty_holds_every_sample(kvpolicy: Shell, model_folder:
     assert all(sample["facets"]["depth"] in (1, 2) for sample in samples_of("out"))
 
 
+@pytest.mark.slow
 @needs_math
 def test_gsm8k_uses_the_r1_template_and_is_graded(kvpolicy: Shell, r1_folder: Path) -> None:
     write_jsonl(Path("gsm8k.jsonl"), GSM8K)
@@ -132,6 +135,7 @@ def test_gsm8k_uses_the_r1_template_and_is_graded(kvpolicy: Shell, r1_folder: Pa
     assert group["sampling"] == "temperature 0.6, top-p 0.95"
 
 
+@pytest.mark.slow
 def test_programs_are_run_on_request_only(kvpolicy: Shell, r1_folder: Path, any_wall: Wall) -> None:
     write_jsonl(Path("test.jsonl"), LIVECODEBENCH)
     words = ("--model", r1_folder, *SMALL, "--policies", "full", "--output", "out")

@@ -81,10 +81,12 @@ def run(answering: Answering, engine: Engine, given: list[Prompt]) -> dict[int, 
     return found
 
 
+@pytest.mark.few(1)
 def test_each_answer_is_that_of_the_prompt_alone(answering: Answering, engine: Engine) -> None:
     check_alone(answering, engine)
 
 
+@pytest.mark.few(1)
 def test_each_greedy_answer_in_fp32_is_that_of_the_prompt_alone(
     answering: Answering, model_folder: Path
 ) -> None:
@@ -128,6 +130,7 @@ class Watched:
         return events
 
 
+@pytest.mark.few(1)
 def test_no_slot_is_free_while_prompts_wait_and_few_prompts_are_read_ahead(
     answering: Answering, engine: Engine
 ) -> None:
@@ -189,6 +192,7 @@ def alike(num: int = 12) -> list[Prompt]:
     return [Prompt(i, [*system, *([5 + i] * (1 + 5 * i % 8))]) for i in range(num)]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("answering", PLANS, indirect=True)
 def test_answers_with_a_prefix_store_are_those_without(
     answering: Answering, models: ModelCache

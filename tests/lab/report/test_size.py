@@ -91,6 +91,7 @@ def test_long_traces_are_shortened_to_fit(tmp_path: Path) -> None:
     assert "The middle of texts" in page
 
 
+@pytest.mark.nightly
 def test_a_page_uses_its_size_limit(tmp_path: Path) -> None:
     """With program, style, figures and notes; records give way, then texts."""
     folder = write_run(tmp_path / "run", plans=PLANS[:5], n=40, outcome=outcome, recorded=10)

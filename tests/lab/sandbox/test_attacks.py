@@ -456,6 +456,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], d
     return try_group
 
 
+@pytest.mark.few(40)
 @pytest.mark.parametrize(("group", "name"), ATTACKS, ids=[f"{g}-{n}" for g, n in ATTACKS])
 def test_an_attack_is_refused(
     wall: Wall, outcomes: Callable[[str, str], dict[str, str]], group: str, name: str

@@ -89,6 +89,7 @@ WORKING = {
 }
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize("what", WORKING)
 def test_programs_of_contests_work(wall: Wall, what: str) -> None:
     if what == "/dev/stdin" and "without /proc" in wall.name:

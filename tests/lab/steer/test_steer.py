@@ -192,6 +192,7 @@ def marked(reasoner: CalibrationSource, traces: list[Trace]) -> list[MarkedTrace
     return mark(traces, reasoner.tokenizer, load_rules("reasoner"))
 
 
+@pytest.mark.nightly
 def test_traces_answer_the_training_problems(
     reasoner: CalibrationSource, traces: list[Trace]
 ) -> None:

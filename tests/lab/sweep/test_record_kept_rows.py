@@ -102,6 +102,7 @@ def check_is_what_was_seen(request: int, rows: KeptRows, seen: Seen, num_layers:
 # --- the oracle -------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @given(
     st.data(),
     plans(num_layers=2),
@@ -125,6 +126,7 @@ def test_a_record_equals_the_cache_under_any_plan(
         check_is_what_was_seen(request, rows, seen, num_layers=2)
 
 
+@pytest.mark.nightly
 @given(
     st.sampled_from(WINDOWED),
     st.sampled_from([5, 11, 17]),
@@ -249,6 +251,7 @@ def test_without_a_tokenizer_texts_are_ids() -> None:
     assert record(engine, [0], [[7, 8]], max_new_tokens=1)[0].tokens[:2] == ["<7>", "<8>"]
 
 
+@pytest.mark.slow
 @given(prompts(count=3), plans(num_layers=2))
 def test_tokens_are_the_same_with_and_without_a_record(
     prompts: list[list[int]], plan: Plan

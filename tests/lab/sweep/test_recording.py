@@ -59,6 +59,7 @@ def test_a_record_is_what_the_engine_keeps_of_that_item(
             assert all(layer.at == [] for layer in one.layers)
 
 
+@pytest.mark.nightly
 def test_of_several_attempts_the_first_is_recorded(kvpolicy: Shell, model_folder: Path) -> None:
     more = ("--attempts", 3, "--temperature", 1, "--record", 1)
     assert kvpolicy(*SMALL, *more, "--model", model_folder).status == 0
@@ -66,6 +67,7 @@ def test_of_several_attempts_the_first_is_recorded(kvpolicy: Shell, model_folder
     assert len(lines("samples.jsonl")) == 24
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("task", ["agreement", "perplexity"])
 def test_samples_of_other_metrics_are_recorded_too(
     kvpolicy: Shell, model_folder: Path, task: str
@@ -115,6 +117,7 @@ def test_samples_do_not_depend_on_record(kvpolicy: Shell, model_folder: Path) ->
     assert texts[0] == texts[1]
 
 
+@pytest.mark.slow
 def test_a_record_whose_sample_could_not_be_stored_is_not_doubled(
     kvpolicy: Shell, model_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

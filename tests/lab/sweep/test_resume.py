@@ -30,6 +30,7 @@ def test_undisturbed_every_sample_is_there_once(undisturbed: Bench) -> None:
     assert undisturbed.kept().keys() == {one["key"] for one in samples if one["item"] < 2}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_killed_again_and_again_it_ends_with_the_same_samples(
     bench: Bench, undisturbed: Bench, workers: int
@@ -71,6 +72,7 @@ def test_a_cell_that_was_interrupted_has_no_speed(bench: Bench) -> None:
     assert len(partly | measured) == NUM_CELLS
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_ctrl_c_reports_what_is_kept_and_how_to_continue(bench: Bench, workers: int) -> None:
     bench.fuse.light(9, signal.SIGINT, "self" if workers == 1 else "parent")
@@ -83,6 +85,7 @@ def test_ctrl_c_reports_what_is_kept_and_how_to_continue(bench: Bench, workers: 
     assert bench("--workers", workers).status == 0
 
 
+@pytest.mark.slow
 def test_a_killed_worker_is_reported_and_finished_samples_are_kept(bench: Bench) -> None:
     bench.fuse.light(9, signal.SIGKILL, "self")
     ended = bench("--workers", 2)
@@ -93,6 +96,7 @@ def test_a_killed_worker_is_reported_and_finished_samples_are_kept(bench: Bench)
     assert len(untimed(bench.samples())) == NUM_CELLS * N
 
 
+@pytest.mark.slow
 def test_a_torn_last_line_is_removed_and_its_sample_run_again(
     bench: Bench, undisturbed: Bench
 ) -> None:

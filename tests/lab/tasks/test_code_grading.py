@@ -35,6 +35,7 @@ def fenced(program: str) -> str:
     return f"<think>hm\n```python\nprint('not this')\n```\n</think>\nSo:\n```python\n{program}```\n"
 
 
+@pytest.mark.few(5)
 @in_sandbox
 @pytest.mark.parametrize(
     ("number", "text", "right"),

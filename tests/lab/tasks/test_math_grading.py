@@ -65,6 +65,7 @@ TABLE = [
 ]
 
 
+@pytest.mark.few(13)
 @pytest.mark.parametrize(("box", "answer", "same"), TABLE)
 def test_equivalent_answers_are_equal(box: str, answer: str, same: bool) -> None:
     assert grade_math(box, answer) is same
@@ -105,6 +106,7 @@ def test_a_question_without_an_answer_has_no_verdict() -> None:
         task.grade(r"\boxed{}", Example(3, "", ""))
 
 
+@pytest.mark.nightly
 def test_an_answer_that_cannot_be_compared_in_time_has_no_verdict_and_the_next_one_has() -> None:
     worker = Worker(wait_s=60)
     try:
@@ -118,6 +120,7 @@ def test_an_answer_that_cannot_be_compared_in_time_has_no_verdict_and_the_next_o
         worker.close()
 
 
+@pytest.mark.slow
 def test_a_grader_that_was_killed_starts_again() -> None:
     worker = Worker()
     try:

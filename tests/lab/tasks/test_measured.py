@@ -117,6 +117,7 @@ def test_a_text_with_logits_that_are_not_finite_fails_alone(measure: Metric) -> 
 MIXED = [text("abc", "defgh abcdefgh hgfedcba", 0), text("a", "hgfe", 1), text("", "bcd dcb", 2)]
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("measure", MEASURES, ids=lambda one: one.name)
 @pytest.mark.parametrize("order", [(), (LastFirst(),)], ids=["as they come", "last first"])
 def test_a_text_is_measured_alike_alone_and_among_others(
@@ -226,6 +227,7 @@ def test_the_full_cache_is_compiled_where_the_plan_is(
     assert trial.run.report.compile_s + trial.run.report.decode_s < trial.run.report.elapsed_s
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("policy", ["streaming", "h2o"])
 def test_the_first_difference_equals_that_of_free_generation(policy: str) -> None:
     knobs = {"h2o": {"n_recent": 4}} if policy == "h2o" else {}
