@@ -22,6 +22,7 @@ from pathlib import Path
 from gate import Gate, Stage, StageError
 
 UV = "uv==0.13.9"
+PAGES = "tests/repo/test_docs.py::test_page_runs_as_printed"
 OLDEST, NEWEST = "5.2.0", ">=5.23"  # transformers; the newest that the index has
 FULL = bool(os.environ.get("FULL"))
 JOBS = os.environ.get("JOBS", str(os.cpu_count() or 1))
@@ -55,6 +56,9 @@ class Change:
         path = Path(file)
         package, *_ = path.parts
         patterns: list[str] = []
+        is_page = file == "README.md" or (package == "docs" and len(path.parts) == 3)
+        if is_page and path.suffix == ".md" and (self._checkout / file).exists():
+            return [f"{PAGES}[{file}]", f"{PAGES}_with_slow_commands[{file}]"]
         if package == "tests" and path.name.startswith("test_"):
             patterns = [file]
         elif package == "kvpolicy":
@@ -256,18 +260,19 @@ class Checks:
     # Tests of this checkout
 
     def touched(self, gate: Gate) -> None:
+        """Run them all, slow and nightly ones, too, because this is what the change can break."""
         tests = self._few_touched()
         if tests:
-            gate.pytest(*self._pytest(self._dev, *QUICK), tests=tests)
+            env = {"KVPOLICY_SLOW_PERCENT": "1"}
+            gate.pytest(*self._pytest(self._dev, "-m", ""), tests=tests, env=env)
 
     def _few_touched(self) -> list[str]:
         """The tests of what the change touches; none if these are many: other stages have them."""
         tests = self._change.tests()
-        folders = [test for test in tests if not test.endswith(".py")]
-        files = {file for test in folders for file in (self._gate.root / test).rglob("test_*.py")}
-        files |= {self._gate.root / test for test in tests if test.endswith(".py")}
+        paths = [self._gate.root / test.partition("::")[0] for test in tests]
+        files = {file for path in paths for file in list(path.rglob("test_*.py")) or [path]}
         num_all = len(list((self._gate.root / "tests").rglob("test_*.py")))
-        if len(files) <= num_all // 6:
+        if len(files) <= num_all // 8:
             return tests
         self._gate.print(f"The change touches {len(files)} of {num_all} test files: left out.\n")
         return []
@@ -282,7 +287,8 @@ class Checks:
         gate.pytest(*self._pytest(bin_, *QUICK), tests=["tests"] if FULL else DECODING)
 
     def slow(self, gate: Gate) -> None:
-        options = ("-m", "slow or nightly" if FULL else "slow", "--ignore=tests/lab/cluster")
+        tier = "slow or nightly" if FULL else "slow and not nightly"
+        options = ("-m", tier, "--ignore=tests/lab/cluster")
         gate.pytest(*self._pytest(self._dev, *options), tests=["tests"])
 
     def nightly(self, gate: Gate) -> None:
@@ -417,7 +423,7 @@ class Checks:
             if not re.search(rf"^{name} ", listed, re.M):
                 raise StageError(f"{name} is not listed")
         gate.run(
-            bin_ / "kvpolicy", "check", "key_norm", "value_norm", "--cases", "20", cwd=gate.work
+            bin_ / "kvpolicy", "check", "key_norm", "value_norm", "--cases", "5", cwd=gate.work
         )
 
     def recency(self, gate: Gate) -> None:
@@ -445,9 +451,7 @@ class Checks:
         limit = ("--max-new-tokens", "100")
         gate.run(kvpolicy, "run", "--plan", plan, *model, *limit, prompt, cwd=folder)
         gate.pytest(bin_ / "pytest", tests=["tests"], cwd=folder)
-        gate.run(
-            kvpolicy, "check", policy, "--cases", "20", "--set", f"{policy}.{knob}", cwd=folder
-        )
+        gate.run(kvpolicy, "check", policy, "--cases", "5", "--set", f"{policy}.{knob}", cwd=folder)
 
     def _install(self, package: Path) -> None:
         python = self._with_wheel() / "python"
@@ -461,7 +465,7 @@ class Checks:
         gate.run(bin_ / "python", ".ci/remove_reasoner.py")
         tests = ["tests"] if FULL else [f"tests/{name}" for name in WITHOUT_REASONER]
         if not FULL:  # a new test may lack its marker
-            tests += self._few_touched()
+            tests += [test for test in self._few_touched() if "::" not in test]
         gate.pytest(*self._pytest(bin_, *QUICK), tests=tests, cwd=self._away())
 
 

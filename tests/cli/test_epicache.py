@@ -30,7 +30,7 @@ def test_a_store_answers_questions(kvpolicy: Shell, store: Path) -> None:
     assert answer["error"] is None
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_building_again_is_for_machines_too(kvpolicy: Shell, store: Path) -> None:
     words = ("--conversation", 1, "--episodes", 2, "--output", store, "--json")
     made = kvpolicy("epicache", "build", "conversation", *SMALL, *words)
@@ -40,7 +40,7 @@ def test_building_again_is_for_machines_too(kvpolicy: Shell, store: Path) -> Non
     assert {one["rows"] for one in made.json["episodes"]} == {48}
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_evaluation_has_all_three_ways(kvpolicy: Shell) -> None:
     words = ("--n", 2, "--max-new-tokens", 40)
     done = kvpolicy("epicache", "evaluate", "conversation:questions=4", *SMALL, *words, "--json")

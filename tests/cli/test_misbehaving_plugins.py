@@ -254,7 +254,7 @@ def test_two_classes_of_a_file_with_one_name_are_refused(tmp_path: Path) -> None
     assert discovery._from_files == {}
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.needs_reasoner
 def test_two_packages_with_one_name_are_refused(install: Install, kvpolicy: Shell) -> None:
     for package in ("one", "two"):

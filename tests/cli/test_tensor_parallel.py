@@ -129,7 +129,7 @@ class Moody:
 """
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_policy_that_fails_in_one_process_ends_all_processes(tmp_path: Path) -> None:
     pytest.importorskip("accelerate")
     (tmp_path / "moody.py").write_text(_FAILS_IN_ONE)

@@ -59,7 +59,7 @@ def test_a_full_disk_is_reported_for_standard_output(
 # Folders and files of results
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("most_bytes", "file"),
     [
@@ -159,7 +159,7 @@ def test_a_read_only_results_folder_is_refused(
 # Two runs and one folder
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_second_run_in_the_same_folder_is_refused(
     kvpolicy: Shell, tmp_path: Path, model_folder: Path
 ) -> None:

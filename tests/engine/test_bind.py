@@ -266,6 +266,6 @@ def test_one_compaction_of_given_tensors_is_given_weights() -> None:
     assert torch.equal(kept, scores.topk(5, dim=2).indices.sort(dim=2).values)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_policy_that_binds_keeps_the_contract() -> None:
     assert check_policy(OutputNorm, max_examples=20).checked["budget"] > 20

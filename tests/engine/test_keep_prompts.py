@@ -379,7 +379,7 @@ def test_slabs_have_room_for_the_longest_prompt_of_the_run(eager: bool) -> None:
     assert run.report.peak_kv_bytes == run.cache.num_bytes + run.cache.transient_bytes
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_memory_does_not_depend_on_the_length_of_answers() -> None:
     plan = Plan.uniform("streaming", budget=12, buffer=4, prompt="keep")
     peaks = []

@@ -451,7 +451,7 @@ def test_cache_stays_within_its_memory(plan: Plan, num_slots: int, script: Scrip
         assert run.report.peak_kv_bytes <= memory
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_memory_does_not_grow_with_the_number_of_requests() -> None:
     engine = Engine(llama(), TOKENIZER, TIGHT, slots=3, chunk=7)
     run = engine.open_run(max_len=80)

@@ -186,7 +186,7 @@ def test_requests_that_wait_are_recorded_by_their_numbers() -> None:
 # --- no effect on the run -------------------------------------------------------------------
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @given(prompts(count=3), plans(num_layers=NUM_LAYERS), st.booleans())
 def test_recording_does_not_change_tokens(prompts: list[list[int]], plan: Plan, kept: bool) -> None:
     engine = Engine(MODEL, plan=plan, slots=2)

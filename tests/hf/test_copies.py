@@ -61,7 +61,7 @@ def contents(cache: PolicyCache) -> Any:
     return attrs.evolve(cache.report, policy_s=0.0, peak_kv_bytes=0)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @given(models, prompts(max_len=30), plans(num_layers=NUM_LAYERS), st.sampled_from([3, 512]))
 def test_continuations_of_copies_equal_those_of_fresh_caches(
     model: nn.Module, start: list[list[int]], plan: Plan, chunk: int
@@ -182,7 +182,7 @@ def test_beam_search_equals_generate_if_nothing_is_evicted(
     torch.testing.assert_close(ours.sequences_scores, plain.sequences_scores)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @given(models, prompts(count=2, min_len=3, max_len=20), plans(num_layers=NUM_LAYERS))
 def test_beams_are_scored_as_if_each_had_a_cache_of_its_own(
     model: nn.Module, start: list[list[int]], plan: Plan

@@ -197,7 +197,7 @@ def test_rows_are_bounded_and_reported(
     assert report.rows_evicted == sum(result.rows_evicted for result in results)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_peak_memory_does_not_depend_on_length() -> None:
     model = shared_model(num_layers=NUM_LAYERS)
     cache = PolicyCache(model, TIGHT)

@@ -367,7 +367,7 @@ def _elsewhere(mode: FakeTensorMode, tensor: Tensor) -> Tensor:
         return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_drawing_is_one_graph_for_all_positions() -> None:
     torch._dynamo.reset()
     counters = torch._dynamo.utils.counters

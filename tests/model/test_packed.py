@@ -191,7 +191,7 @@ def test_generate_with_a_policy_cache_has_the_tokens_of_the_engine() -> None:
     assert answer[0, len(PROMPTS[2]) :].tolist() == tokens(packed, TIGHT)[2]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_threads_share_a_packed_model() -> None:
     model = packed_model(tiny_model(num_layers=3))
     jobs: list[Callable[[], Any]] = [
@@ -314,7 +314,7 @@ def test_bfloat16_is_packed_where_onednn_multiplies_it() -> None:
     torch.testing.assert_close(found, wanted, atol=0.2, rtol=0)  # 8 bits of logits of size 10
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_packed_model_is_one_graph() -> None:
     model = packed_model(tiny_model())
     counter = CompileCounterWithBackend("aot_eager")

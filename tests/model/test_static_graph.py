@@ -51,7 +51,7 @@ def test_families_with_experts_take_the_eager_path(family: str) -> None:
     assert engine.eager_reason is not None
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(("family", "plan"), CASES)
 def test_a_family_is_one_graph_through_steps_and_compactions(family: str, plan: str) -> None:
     # A layer whose slab holds its whole window is never compacted; these have such layers only.
@@ -72,7 +72,7 @@ def test_tokens_are_drawn_in_the_graph() -> None:
     assert counters["stats"]["unique_graphs"] == 1
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_several_steps_are_read_together() -> None:
     model, given = tiny_model(), requests(drawn=True)
     several = tokens(model, PLANS["h2o"], given, compile=True, steps_per_read=4)
@@ -123,7 +123,7 @@ class Push:
         return self.vector * is_even[:, None]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_policies_steer_within_the_graph() -> None:
     model, given = tiny_model(), requests()
     plain = tokens(model, Plan.uniform("full"), given)
@@ -139,7 +139,7 @@ def test_policies_steer_within_the_graph() -> None:
     assert not counters["graph_break"]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_an_error_of_a_steering_policy_passes_through_the_graph() -> None:
     plan = Plan.uniform("full", Push(torch.zeros(32), fails_after=5))
     with pytest.raises(HookError, match="no more"):
@@ -263,7 +263,7 @@ def test_packed_weights_cannot_be_compiled(monkeypatch: pytest.MonkeyPatch) -> N
         Engine(tiny_model(), plan=PLANS["h2o"], compile=True, cpu_weights="packed")
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_model_that_breaks_the_graph_is_named() -> None:
     model = tiny_model()
 

@@ -65,6 +65,7 @@ def assert_same(first: dict[str, Any], second: dict[str, Any], alone: dict[str, 
 
 
 @pytest.mark.slow
+@pytest.mark.few(6)
 @pytest.mark.parametrize("case", [name for name in NAMES if name not in BINDING])
 def test_two_ranks_equal_one_process(
     case: str, models: Path, rank_results: list[dict[str, Any]]
@@ -113,7 +114,7 @@ def test_each_rank_has_half_of_the_cache(models: Path, rank_results: list[dict[s
     assert first["peak_kv_bytes"] == second["peak_kv_bytes"] == alone["peak_kv_bytes"] / 2
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_heads_of_one_layer_keep_different_rows(models: Path) -> None:
     """Otherwise the comparison above could not detect missing communication."""
     differing = [

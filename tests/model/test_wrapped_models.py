@@ -64,7 +64,7 @@ COMPILED: list[Callable[[Any], Any]] = [
 ]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("compiled", COMPILED)
 def test_compiled_model_equals_generate(compiled: Callable[[Any], Any]) -> None:
     model = compiled(tiny_model())

@@ -76,7 +76,7 @@ def test_every_policy_passes_check_policy_in_many_cases(name: str, vector: str) 
         assert not report.skipped.keys() & {"cancellation", "slots", "precision", *answers}
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_steering_skipkv_passes_check_policy(vector: str) -> None:
     knobs = {"vector": vector, "window_size": 2, "tau": 0.3}
     assert "nan" in check_policy("skipkv", knobs=knobs, max_examples=6).clauses

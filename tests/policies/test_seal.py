@@ -224,7 +224,7 @@ def generated(model: Any, tokenizer: Any, *stack: object, **options: Any) -> lis
     return Engine(model, tokenizer, plan, slots=3).generate(prompts, max_new_tokens=150).results()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_strength_zero_changes_nothing() -> None:
     model, tokenizer = load_model("reasoner")
     none = {"strength": 0}

@@ -25,7 +25,7 @@ def skip_tune_evaluation(monkeypatch):
     monkeypatch.setattr("kvpolicy_reasoner.train.train._tune_accuracy", lambda learner, team: 0.0)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_resumed_training_equals_uninterrupted_training(tmp_path):
     train(tmp_path / "whole", **TOY)
     train(tmp_path / "parts", **TOY, stop_after=3)

@@ -36,8 +36,9 @@ HOOKS = [
     if inspect.isfunction(value) and hasattr(value, "kvpolicy_spec")
 ]
 PAGES = [ROOT / "README.md", *sorted(DOCS.glob("*/*.md"))]
-# Commands that take seconds each: a page that runs one of them is slow. The others are checked with
-# every change, above all the reference, whose help texts, signatures and messages must be current.
+# Commands that take seconds each: a page that runs one of them is checked when it changes, and each
+# night, README with every change. The others are checked with every change, above all the
+# reference, whose help texts, signatures and messages must be current.
 SLOW_COMMANDS = {"ablate", "check", "serve", "torchrun", "pytest", "trimkv"}
 LINKING = [*ROOT.glob("*.md"), *DOCS.rglob("*.md"), *(ROOT / "tests").rglob("*.md")]
 
@@ -57,28 +58,27 @@ def _section(page: Path, heading: str) -> str:
 # Examples
 
 
-def _is_slow(page: Path) -> bool:
-    """Whether a page runs a command that takes seconds; with ``--help`` none does."""
+def _marks(page: Path) -> list[pytest.MarkDecorator]:
+    """``nightly`` if it runs a command that takes seconds (with ``--help`` none does)."""
     lines = [
         line.removeprefix("kvpolicy ").split()
         for block in blocks_of(page)
         if block.language == "sh" and "slow" not in block.options
         for line in block.text.splitlines()
     ]
-    return any(words and words[0] in SLOW_COMMANDS and "--help" not in words for words in lines)
+    if not any(words and words[0] in SLOW_COMMANDS and "--help" not in words for words in lines):
+        return []
+    return [pytest.mark.slow if page.name == "README.md" else pytest.mark.nightly]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
-    "page",
-    [pytest.param(page, marks=[pytest.mark.slow] if _is_slow(page) else []) for page in PAGES],
-    ids=_name,
+    "page", [pytest.param(page, marks=_marks(page)) for page in PAGES], ids=_name
 )
 def test_page_runs_as_printed(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     Page(page, tmp_path, monkeypatch).follow()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("page", PAGES, ids=_name)
 def test_page_runs_as_printed_with_slow_commands(
     page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -118,7 +118,7 @@ def test_example_policy_runs(block: Block, tmp_path: Path, monkeypatch: pytest.M
     assert all(result.peak_rows <= most and result.compactions for result in results)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("script", sorted((DOCS / "examples").glob("*.py")), ids=_name)
 def test_example_script_runs(script: Path, tmp_path: Path) -> None:
     done = subprocess.run(

@@ -205,7 +205,7 @@ SCRIPTS = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_stage_that_fails_or_hangs_does_not_stop_the_others(
     tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:

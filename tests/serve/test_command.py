@@ -56,7 +56,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return base
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_folder_is_served_by_its_name_under_plans_of_files_and_policies(
     folder: Path, tmp_path: Path
 ) -> None:
@@ -84,7 +84,7 @@ def test_a_folder_is_served_by_its_name_under_plans_of_files_and_policies(
 LONG = {"model": "mine", "prompt": "a", "max_tokens": 400, "stream": True}
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_request_that_runs_when_the_server_is_told_to_stop_is_answered(
     folder: Path, tmp_path: Path
 ) -> None:

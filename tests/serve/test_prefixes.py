@@ -249,7 +249,7 @@ def test_what_a_store_warns_of_is_a_line_of_the_log(tmp_path: Path) -> None:
     assert f"the prefix store leaves out {damaged}" in line["event"]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.skipif(sys.platform != "linux", reason="forks its children")
 def test_a_server_whose_disk_is_full_goes_on_and_says_so_once(tmp_path: Path) -> None:
     prompts = [end * 40 for end in "abcdefgha"]

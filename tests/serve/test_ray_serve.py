@@ -265,6 +265,7 @@ def test_with_a_node_killed_under_load_every_request_ends_once(
     assert len(set(served.replicas()) & before) == 1, "another one has taken its place"
 
 
+@pytest.mark.nightly
 def test_a_replica_whose_engine_has_broken_is_replaced(
     served: Served, expected: list[tuple[int, ...]]
 ) -> None:
@@ -280,6 +281,7 @@ def test_a_replica_whose_engine_has_broken_is_replaced(
     assert len(set(served.replicas()) & before) == 1, "another one has taken its place"
 
 
+@pytest.mark.nightly
 def test_an_updated_deployment_file_replaces_replicas_one_by_one_and_no_request_fails(
     served: Served, tmp_path: Path
 ) -> None:

@@ -335,7 +335,7 @@ def test_wrong_answers_are_counted_and_told(script: ModuleType) -> None:
     assert turns[1].tok_s == 1.0
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_quick_benchmark_measures_the_server_beside_the_engine(tmp_path: Path) -> None:
     file, plot = tmp_path / "found.json", tmp_path / "plot.png"
     command = [sys.executable, SCRIPT, "--quick", "--json", file, "--plot", plot]

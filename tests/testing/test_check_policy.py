@@ -189,7 +189,7 @@ def test_the_search_for_a_smaller_example_is_limited(monkeypatch: pytest.MonkeyP
     assert built[0] < built[1]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_an_example_is_minimal() -> None:
     example = error_of(Budget).example
     assert example is not None
@@ -253,7 +253,7 @@ def test_policies_that_mark_pass(in_step: bool) -> None:
     assert {"tracks", "chunks", "slots", "neighbours"} <= set(report.clauses)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_layers_that_are_asked_together_are_compared_with_layers_one_by_one() -> None:
     assert check_policy("streaming", knobs={"n_sink": 1}, max_examples=10).checked["layers"] > 0
     report = check_policy("random", max_examples=10)
@@ -290,7 +290,7 @@ def test_progress_is_reported() -> None:
     assert calls == [(3, 3)]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_global_random_state_is_restored() -> None:
     before = torch.random.get_rng_state()
     check_policy(Steering, max_examples=3)

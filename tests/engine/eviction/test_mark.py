@@ -224,7 +224,7 @@ def test_a_constant_retention_keeps_the_newest_tokens(
     assert tokens(model, constant, given=given, buffer=buffer) == newest
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @given(
     prompts(count=4),
     seeds,

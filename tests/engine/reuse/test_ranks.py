@@ -8,6 +8,7 @@ import pytest
 pytestmark = [pytest.mark.slow, pytest.mark.needs_reasoner]
 
 
+@pytest.mark.nightly
 def test_ranks_reuse_the_same_prompts(tmp_path: Path) -> None:
     import reuse_on_ranks
     from tensor_parallel_runs import save_models, start

@@ -230,7 +230,7 @@ def test_guard_counts_its_errors_in_a_store() -> None:
 # Threads
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_engines_in_several_threads_share_a_store() -> None:
     store = PrefixStore(40 * BLOCK_BYTES, block_tokens=4)
     requests = asked(random_prompts(5, 24))

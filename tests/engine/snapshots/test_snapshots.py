@@ -256,7 +256,7 @@ def test_memory_and_registers_go_on() -> None:
         assert (*snapshot.tokens, *result.tokens) == whole.tokens
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_skipkv_goes_on_in_another_process(tmp_path: Path) -> None:
     """Its sentences and penalties are written, and found again by another process."""
     program = f"""

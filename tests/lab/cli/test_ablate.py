@@ -96,7 +96,7 @@ def test_the_folder_of_another_run_is_refused(
     assert {p.name: p.read_bytes() for p in out.iterdir()} == before
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.usefixtures("packs_small_products")
 def test_packed_weights_make_another_run(kvpolicy: Shell, model_folder: Path) -> None:
     words = ("ablate", "--model", model_folder, *SMALL, "--policies", "full")
@@ -110,7 +110,7 @@ def test_packed_weights_make_another_run(kvpolicy: Shell, model_folder: Path) ->
     assert kvpolicy(*words, "--cpu-weights", "packed", "--dry-run", "--json").json["left"] == 0
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.usefixtures("no_compiler")
 def test_compiled_steps_make_another_run_and_compiling_is_said(
     kvpolicy: Shell, model_folder: Path
@@ -187,7 +187,7 @@ def test_plans_and_policies_are_compared_side_by_side(
     ]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_samples_that_fail_are_counted_and_the_status_is_1(
     kvpolicy: Shell, model_folder: Path, tmp_path: Path
 ) -> None:
@@ -209,7 +209,7 @@ def test_samples_that_fail_are_counted_and_the_status_is_1(
     assert f"{row['num_errors']} samples failed" in plain.err
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_cells_in_which_every_request_fails_are_reported(
     kvpolicy: Shell, model_folder: Path, tmp_path: Path
 ) -> None:

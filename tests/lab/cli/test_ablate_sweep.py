@@ -18,7 +18,7 @@ def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_each_task_has_a_table_and_a_plot_and_seeds_are_pooled(
     kvpolicy: Shell, model_folder: Path, tmp_path: Path
 ) -> None:
@@ -84,7 +84,7 @@ def test_a_dry_run_lists_the_cells_and_writes_nothing(
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_dry_run_counts_finished_samples(kvpolicy: Shell, model_folder: Path) -> None:
     words = ("ablate", "--model", model_folder, *SMALL, "--policies", "h2o", "--output", "out")
     kvpolicy(*words)

@@ -107,7 +107,7 @@ def test_the_same_command_again_computes_nothing(
     assert kvpolicy(*words, "--json").json["workers"] == []
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_another_run_is_refused_and_replaced_if_that_is_wanted(
     kvpolicy: Shell, words: list[object], tmp_path: Path
 ) -> None:

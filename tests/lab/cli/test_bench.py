@@ -80,7 +80,7 @@ def test_texts_and_memory_have_tables(kvpolicy: Shell, tmp_path: Path) -> None:
     assert [row.split()[:2] for row in rows] == [["knorm", "9"], ["knorm", "30"]]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_counts_have_a_table(kvpolicy: Shell) -> None:
     arguments = ("bench", "--launches", *OPTIONS, "--policies", "full,knorm", "--lengths", 20)
     found = kvpolicy(*arguments)
@@ -132,7 +132,7 @@ def test_like_stands_beside_like_with_packed_weights(kvpolicy: Shell) -> None:
     assert [ratios[GENERATE], ratios[f"{GENERATE}, packed"]] == pytest.approx([1, 1])
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.usefixtures("no_compiler")
 def test_like_stands_beside_like_with_compiled_steps(kvpolicy: Shell) -> None:
     arguments = ("--rounds", 1, "--policies", "knorm", "--lengths", 12, "--compile")
@@ -228,7 +228,7 @@ def test_a_gpu_benchmark_needs_a_gpu(kvpolicy: Shell) -> None:
     assert "--gpu" in message
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.needs_reasoner  # it ships the default sweep
 def test_the_benchmark_of_a_gpu_can_be_walked_through_on_a_cpu(
     kvpolicy: Shell, monkeypatch: pytest.MonkeyPatch

@@ -16,7 +16,7 @@ def vectors(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("steer") / "mine.safetensors"
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_what_is_calibrated_can_be_shown_and_used(kvpolicy: Shell, vectors: Path) -> None:
     words = ("--layers", "1,3", "--default-layer", 3, "--seed", 7)
     made = kvpolicy("steer", "calibrate", "--output", vectors, *FEW, *words)

@@ -135,7 +135,7 @@ def test_gsm8k_uses_the_r1_template_and_is_graded(kvpolicy: Shell, r1_folder: Pa
     assert group["sampling"] == "temperature 0.6, top-p 0.95"
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_programs_are_run_on_request_only(kvpolicy: Shell, r1_folder: Path, any_wall: Wall) -> None:
     write_jsonl(Path("test.jsonl"), LIVECODEBENCH)
     words = ("--model", r1_folder, *SMALL, "--policies", "full", "--output", "out")

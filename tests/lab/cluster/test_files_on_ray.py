@@ -43,6 +43,7 @@ def test_with_a_node_killed_in_the_middle_every_prompt_is_answered_once(
     assert all(one["throughput_tok_s"] == one["new_tokens"] / one["busy_s"] for one in workers)
 
 
+@pytest.mark.nightly
 def test_each_worker_has_a_prefix_store_and_answers_are_those_without(
     file_run: FileRun, nodes: Nodes
 ) -> None:
@@ -62,6 +63,7 @@ def test_each_worker_has_a_prefix_store_and_answers_are_those_without(
     assert f"reused {summary['reused_tokens']} of {summary['prompt_tokens']} prompt tokens" in err
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("kind", [signal.SIGINT, signal.SIGKILL])
 def test_the_command_is_ended_and_continued_on_one_machine(
     file_run: FileRun, nodes: Nodes, kind: signal.Signals
@@ -88,6 +90,7 @@ def test_the_command_is_ended_and_continued_on_one_machine(
     assert ids == [f"q{i}" for i in range(file_run.num_prompts)]
 
 
+@pytest.mark.nightly
 def test_work_that_kills_every_worker_is_given_up_and_the_rest_is_kept(
     file_run: FileRun, nodes: Nodes
 ) -> None:

@@ -55,6 +55,7 @@ def test_with_a_node_killed_in_the_middle_every_sample_is_stored_once(
     assert all(row["throughput_tok_s"] is None for row in table), "nobody did a cell in one go"
 
 
+@pytest.mark.nightly
 def test_ctrl_c_keeps_samples_ends_workers_and_can_be_continued(sweep: Sweep, nodes: Nodes) -> None:
     sweep.hold()
     sweep.start("--on", "ray", "--ray-address", nodes.address)
@@ -75,6 +76,7 @@ def test_ctrl_c_keeps_samples_ends_workers_and_can_be_continued(sweep: Sweep, no
     assert len(sweep.samples()) == len(untimed(sweep.samples())) == NUM
 
 
+@pytest.mark.nightly
 def test_work_that_kills_every_worker_is_given_up_and_the_rest_is_kept(
     sweep: Sweep, nodes: Nodes
 ) -> None:
@@ -88,6 +90,7 @@ def test_work_that_kills_every_worker_is_given_up_and_the_rest_is_kept(
     assert len(sweep.samples()) == NUM // 2, "the full cache never compacts"
 
 
+@pytest.mark.nightly
 def test_without_an_address_a_cluster_is_started_and_ended(sweep: Sweep) -> None:
     env = {k: v for k, v in sweep.env.items() if not k.startswith("RAY_AUTH")}
     sweep.env = env | {"HOME": str(sweep.folder)}

@@ -52,6 +52,7 @@ def test_models_are_loaded_one_after_the_other_and_each_runs_its_own_samples(
 
 
 @pytest.mark.slow
+@pytest.mark.few(1)
 @pytest.mark.needs_reasoner
 @pytest.mark.usefixtures("no_compiler")
 @pytest.mark.parametrize("workers", [1, pytest.param(2, marks=forks)])

@@ -221,7 +221,7 @@ def test_another_model_of_the_same_name_is_refused(model_folder: Path) -> None:
     assert all(word in message for word in ("fingerprint", "cuda:0", "float32", "float16"))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_worker_compiles_if_the_run_does(model_folder: Path, no_compiler: None) -> None:
     models = ModelCache(compile=True)
     config = attrs.evolve(BASE, models=(str(model_folder),))

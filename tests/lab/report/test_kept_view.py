@@ -62,6 +62,7 @@ def records() -> list[KeptRecord]:
 # --- the shades -------------------------------------------------------------------------------
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("pair", [(0, 1), (2, 3), (3,), (1,)])
 def test_shades_count_the_heads_that_hold_a_token(
     shown: Shown, records: list[KeptRecord], pair: tuple[int, ...]
@@ -359,6 +360,7 @@ def test_playback_shows_all_steps_unless_motion_is_reduced(
 # --- looks ------------------------------------------------------------------------------------
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_shades_are_readable_and_rise_in_lightness(
     browser: Any, tmp_path: Path, scheme: str, records: list[KeptRecord]
@@ -407,7 +409,7 @@ def test_the_view_fits_a_phone(browser: Any, tmp_path: Path, records: list[KeptR
     shown.close()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_long_records_of_large_models_are_quick(shown: Shown) -> None:
     """Two answers of 8,000 tokens, 40 layers of 8 KV heads, 60 compactions."""
     num_tokens, at = 8000, list(range(300, 7900, 127))

@@ -42,7 +42,7 @@ def processor_seconds(opened: Opened) -> float:
     return float(metrics["ProcessTime"])
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_20_cells_of_500_samples_take_less_than_20_megabytes_and_2_seconds(
     browser: Any, tmp_path: Path, record_testsuite_property: Callable[[str, object], None]
 ) -> None:
@@ -77,7 +77,7 @@ def test_20_cells_of_500_samples_take_less_than_20_megabytes_and_2_seconds(
     assert min(clock) < MOST_SECONDS or (is_busy and min(processor) < MOST_SECONDS), actual
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_long_traces_are_shortened_to_fit(tmp_path: Path) -> None:
     """Some 16,000 tokens each: what does not fit loses its middle, and the page says so."""
 

@@ -483,6 +483,7 @@ def test_bubblewrap_keeps_programs_from_all_else_without_the_filter(
 
 
 @pytest.mark.slow
+@pytest.mark.few(15)
 @pytest.mark.parametrize(
     ("group", "name"), [one for one in ATTACKS if GROUPS[one[0]][one[1]].works]
 )

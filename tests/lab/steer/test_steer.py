@@ -319,7 +319,7 @@ def test_a_calibration_records_its_origin(
     assert found.sign == "execution - non_execution"
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_same_seed_makes_the_same_bytes(tmp_path: Path) -> None:
     contents = []
     for run in range(2):

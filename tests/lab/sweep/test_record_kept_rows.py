@@ -251,7 +251,7 @@ def test_without_a_tokenizer_texts_are_ids() -> None:
     assert record(engine, [0], [[7, 8]], max_new_tokens=1)[0].tokens[:2] == ["<7>", "<8>"]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @given(prompts(count=3), plans(num_layers=2))
 def test_tokens_are_the_same_with_and_without_a_record(
     prompts: list[list[int]], plan: Plan

@@ -83,7 +83,7 @@ def test_samples_of_other_metrics_are_recorded_too(
         assert len(compactions) == samples[one["key"]]["compactions"]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_samples_without_a_record_are_run_again_to_make_it(
     kvpolicy: Shell, model_folder: Path
 ) -> None:
@@ -106,7 +106,7 @@ def test_samples_without_a_record_are_run_again_to_make_it(
     assert kvpolicy("results", "table", "out").err == ""
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_samples_do_not_depend_on_record(kvpolicy: Shell, model_folder: Path) -> None:
     texts = []
     for record in (0, 4):
@@ -117,7 +117,7 @@ def test_samples_do_not_depend_on_record(kvpolicy: Shell, model_folder: Path) ->
     assert texts[0] == texts[1]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_record_whose_sample_could_not_be_stored_is_not_doubled(
     kvpolicy: Shell, model_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -61,7 +61,7 @@ def test_killed_again_and_again_it_ends_with_the_same_samples(
         }
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_cell_that_was_interrupted_has_no_speed(bench: Bench) -> None:
     bench.fuse.light(60, signal.SIGKILL)
     assert bench("--workers", 1).status == -signal.SIGKILL
@@ -85,7 +85,7 @@ def test_ctrl_c_reports_what_is_kept_and_how_to_continue(bench: Bench, workers: 
     assert bench("--workers", workers).status == 0
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_killed_worker_is_reported_and_finished_samples_are_kept(bench: Bench) -> None:
     bench.fuse.light(9, signal.SIGKILL, "self")
     ended = bench("--workers", 2)
@@ -122,7 +122,7 @@ def test_a_finished_run_shows_its_table_again_and_computes_nothing(
     assert {p.name: p.read_bytes() for p in bench.output.iterdir()} == before
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_two_workers_find_the_same_samples_as_one(bench: Bench, undisturbed: Bench) -> None:
     assert bench("--workers", 2).status == 0
     assert untimed(bench.samples()) == untimed(undisturbed.samples())

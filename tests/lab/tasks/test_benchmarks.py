@@ -36,7 +36,7 @@ def by_prompt(items: list[Example]) -> dict[str, Example]:
     return {item.prompt.removesuffix(f"\n\n{INSTRUCTION}"): item for item in items}
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_gsm8k_is_read_in_the_format_of_the_hub(tmp_path: Path) -> None:
     file = write_jsonl(tmp_path / "gsm8k.jsonl", GSM8K)
     items = by_prompt(load_task(f"gsm8k:source={file}").examples(10, seed=0))

@@ -207,7 +207,7 @@ def test_the_full_cache_agrees_with_itself() -> None:
         assert one.values[FIRST_DIFFERENCE] == len(one.result.tokens) == 60
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_full_cache_is_compiled_where_the_plan_is(
     monkeypatch: pytest.MonkeyPatch, no_compiler: None
 ) -> None:

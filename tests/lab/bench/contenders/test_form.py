@@ -23,7 +23,7 @@ def num_graphs(*_: object) -> int:
     return int(counters["stats"]["unique_graphs"])
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_generate_compiles_its_steps_and_prefills_as_it_is() -> None:
     model = tiny_model("qwen2", seed=3)
     called = Form.compiled(model).called

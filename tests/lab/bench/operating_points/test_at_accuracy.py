@@ -75,7 +75,7 @@ def test_sweeps_without_a_comparison_are_refused(
         choices(tmp_path / "run", 0.02, **how)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.usefixtures("little_work_for_the_limit")
 def test_the_command_runs_the_chosen_budgets(kvpolicy: Shell, tmp_path: Path) -> None:
     wrong = {16: 200, 24: 0}
