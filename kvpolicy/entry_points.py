@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable, Iterable
 from functools import lru_cache
 from importlib.machinery import ModuleSpec
-from importlib.metadata import EntryPoint
+from importlib.metadata import Distribution, EntryPoint
 from importlib.resources import files
 from pathlib import Path
 from typing import Any, Literal
@@ -199,12 +199,22 @@ def _parse_module(module: str) -> ast.Module:
     if spec is None or spec.origin is None:
         msg = f"there is no module '{module}'"
         raise LookupError(msg)
-    return ast.parse(Path(spec.origin).read_bytes())
+    return _parse_file(spec.origin, _last_change(spec.origin))
+
+
+@lru_cache(maxsize=256)  # each engine asks for the knobs of its plugins
+def _parse_file(path: str, last_change: int) -> ast.Module:
+    return ast.parse(Path(path).read_bytes())
 
 
 def distribution(point: EntryPoint) -> str:
     """Name and version of the distribution that registers an entry point."""
-    return f"{point.dist.name} {point.dist.version}" if point.dist else "unknown package"
+    return _name_and_version(point.dist) if point.dist else "unknown package"
+
+
+@lru_cache(maxsize=256)  # reading them parses a file of a hundred lines
+def _name_and_version(distribution: Distribution) -> str:
+    return f"{distribution.name} {distribution.version}"
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
