@@ -25,7 +25,6 @@ from typing import TextIO
 from xml.etree import ElementTree
 
 KILL_AFTER_S = 30.0  # what pytest has to write its results after it was interrupted
-HANGS_AFTER_S = 300.0  # a test that takes longer fails, with the stacks of all threads
 NUM_CORES = os.cpu_count() or 1
 RERUN_S = 300.0  # for all failed tests together, one after the other
 NO_TESTS = 5  # pytest's exit status
@@ -97,10 +96,12 @@ class Gate:
     Attributes:
         root: Where commands run unless they say otherwise.
         work: A folder for environments, logs and results.
+        hangs_after_s: A test that takes longer fails, with the stacks of all threads.
     """
 
     root: Path
     work: Path
+    hangs_after_s: float = 300.0
     failures: list[Failure] = field(default_factory=list)
     counts: dict[str, int] = field(default_factory=lambda: {"passed": 0, "failed": 0, "skipped": 0})
     _current: _Current = field(default_factory=_Current)
@@ -155,7 +156,7 @@ class Gate:
         results = self.work / f"results-{next(self._result_numbers)}.xml"
         found: list[tuple[str, str, str]] = []
         try:
-            words = [*_with_results(call, results), *tests]
+            words = [*self._with_results(call, results), *tests]
             status, output = self._execute(words, call.cwd, call.env)
         finally:  # also when it was ended
             if results.exists():
@@ -268,6 +269,10 @@ class Gate:
             for process in list(self._running):
                 _kill_group(process)
 
+    def _with_results(self, call: Pytest, path: Path) -> list[str]:
+        hanging = ("-p", "timeout", f"--timeout={self.hangs_after_s:.0f}")
+        return _with_arguments(call, (f"--junitxml={path}", *hanging))
+
     def _execute(self, words: list[str], cwd: Path, env: Mapping[str, str]) -> tuple[int, str]:
         """Run a command, print what it prints, and return its status and output.
 
@@ -315,11 +320,6 @@ def _with_arguments(call: Pytest, arguments: Sequence[str]) -> list[str]:
     if call.command[0] == "bash":
         return [*call.command[:-1], f"{call.command[-1]} {shlex.join(arguments)}"]
     return [*call.command, *arguments]
-
-
-def _with_results(call: Pytest, path: Path) -> list[str]:
-    hanging = ("-p", "timeout", f"--timeout={HANGS_AFTER_S:.0f}")
-    return _with_arguments(call, (f"--junitxml={path}", *hanging))
 
 
 def _copy_lines(process: subprocess.Popen[str], output: deque[str], out: TextIO) -> None:

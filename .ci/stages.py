@@ -517,7 +517,7 @@ def main() -> int:
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # what is imported often is compiled once
     if "PIP_FIND_LINKS" in os.environ:
         os.environ.setdefault("UV_FIND_LINKS", os.environ["PIP_FIND_LINKS"])
-    gate = Gate(work / "clone", work)
+    gate = Gate(work / "clone", work, hangs_after_s=3600.0 if FULL else 300.0)
     try:
         change = Change(checkout)
         checks = Checks(gate, change)

@@ -108,6 +108,14 @@ def _no_network(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(autouse=True)
+def _plugin_files_of_one_test() -> Iterator[None]:
+    """Forget the policies of files that a test has registered."""
+    yield
+    if discovery := sys.modules.get("kvpolicy.hooks.discovery"):
+        discovery.forget_files()
+
+
+@pytest.fixture(autouse=True)
 def _no_waiting_for_disks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Leave out the wait until files are on the disk: tests do not cut the power."""
     monkeypatch.setattr(os, "fsync", lambda _: None)

@@ -213,6 +213,11 @@ def registered_files() -> list[Path]:
     return list(dict.fromkeys(path for _, path in _from_files.values()))
 
 
+def forget_files() -> None:
+    """Forget the policies of files that were given to `register_file`, as in a new process."""
+    _from_files.clear()
+
+
 def snake_case(class_name: str) -> str:
     """``KeyNorm`` as ``key_norm``, ``H2O`` as ``h2o``."""
     out = class_name[:1]

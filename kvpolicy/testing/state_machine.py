@@ -31,7 +31,7 @@ from kvpolicy.testing.toy_model import NUMBERS
 from kvpolicy.testing.trial import Trial, explain
 
 _MAX_STEPS = 6  # rules in one case
-_MAX_SHRINKS = 100  # cases run to make a failing case smaller
+MAX_SHRINKS = 100  # cases run to make a failing case smaller
 
 _few = st.integers(0, 4)
 _setups = st.fixed_dictionaries(
@@ -111,7 +111,7 @@ def run_cases(
         def begin(
             self, more: int, setup: dict[str, Any], prompt: tuple[str, int], new: int
         ) -> None:
-            if failures and next(shrinks) == _MAX_SHRINKS:
+            if failures and next(shrinks) == MAX_SHRINKS:
                 raise _ShrinkLimitReached
             # Numbers that a policy draws from the global generator differ between requests,
             # but not when the case is run again.

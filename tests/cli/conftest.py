@@ -1,6 +1,6 @@
 """Fixtures that run commands."""
 
-from commands import _plugins_of_one_test, kvpolicy, model_folder
+from commands import kvpolicy, model_folder
 from installed_package import install
 
-__all__ = ["_plugins_of_one_test", "install", "kvpolicy", "model_folder"]
+__all__ = ["install", "kvpolicy", "model_folder"]

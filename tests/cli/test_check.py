@@ -50,7 +50,7 @@ def test_a_correct_policy_is_reported_clause_by_clause(kvpolicy: Shell, plugin: 
 def test_a_broken_policy_does_not_stop_the_checks_of_others(
     kvpolicy: Shell, plugin: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(state_machine, "_MAX_SHRINKS", 3)
+    monkeypatch.setattr(state_machine, "MAX_SHRINKS", 3)
     answer = kvpolicy("check", "writes", "sound", "--plugin", plugin, "--cases", 16, "--json")
     assert answer.status == 1
     broken, kept = answer.json_lines

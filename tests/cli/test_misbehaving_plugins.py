@@ -77,11 +77,6 @@ IMPORTS = {
 }
 
 
-@pytest.fixture(autouse=True)
-def _no_files(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(discovery, "_from_files", {})
-
-
 def is_one_line(text: str) -> bool:
     return len(text.splitlines()) == 1 and len(text) < 900
 
@@ -231,7 +226,7 @@ def test_two_files_with_one_policy_are_refused(tmp_path: Path, kvpolicy: Shell) 
     sentence = refusal(kvpolicy("list", "--plugin", paths[0], "--plugin", paths[1]))
     assert "'mine'" in sentence
     assert all(str(path) in sentence for path in paths)
-    discovery._from_files.clear()
+    discovery.forget_files()
     twice = kvpolicy("list", "--plugin", paths[0], "--plugin", paths[0])
     assert twice.status == 0, twice.err
 
@@ -251,7 +246,7 @@ def test_two_classes_of_a_file_with_one_name_are_refused(tmp_path: Path) -> None
     path.write_text(POLICY.replace("Mine", "KeyNorm") + POLICY.replace("Mine", "Key_Norm"))
     with pytest.raises(PolicyLoadError, match=r"Key_Norm.*KeyNorm"):
         register_file(path)
-    assert discovery._from_files == {}
+    assert discovery.registered_files() == []
 
 
 @pytest.mark.nightly

@@ -38,11 +38,6 @@ class KeyNorm:
 '''
 
 
-@pytest.fixture(autouse=True)
-def clear_registered_files(monkeypatch):
-    monkeypatch.setattr(discovery, "_from_files", {})
-
-
 @pytest.mark.few(8)
 @pytest.mark.parametrize("name", INSTALLED)
 def test_summary_and_knobs_from_the_source_match_the_class(name):

@@ -3,16 +3,16 @@
 from collections.abc import Iterator
 
 import pytest
-from commands import _plugins_of_one_test, kvpolicy, model_folder
+from commands import kvpolicy, model_folder
 from sandboxes import any_wall, wall
 
-__all__ = ["_plugins_of_one_test", "any_wall", "kvpolicy", "model_folder", "wall"]
+__all__ = ["any_wall", "kvpolicy", "model_folder", "wall"]
 
 
 @pytest.fixture
 def little_work_for_the_limit() -> Iterator[None]:
     """Measure the limit of the machine with little work: its value is not tested."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("kvpolicy.lab.bench.roofline._MOVED", {"cpu": 2**20})
-        patch.setattr("kvpolicy.lab.bench.roofline._SIDE", {"cpu": 64})
+        patch.setattr("kvpolicy.lab.bench.roofline.MOVED", {"cpu": 2**20})
+        patch.setattr("kvpolicy.lab.bench.roofline.SIDE", {"cpu": 64})
         yield

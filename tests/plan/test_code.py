@@ -30,14 +30,9 @@ class Mine:
         return -(keys.norm(dim=-1) ** self.power)
 
 
-@pytest.fixture(autouse=True)
-def no_policies_from_files(monkeypatch):
-    monkeypatch.setattr(discovery, "_from_files", {})
-
-
 def resolved(folder: Path, source: str, *stack: str) -> ResolvedPlan:
     folder.mkdir(exist_ok=True)
-    discovery._from_files.clear()  # two files with one policy are refused
+    discovery.forget_files()  # two files with one policy are refused
     (folder / "key_norm.py").write_text(source, encoding="utf-8")
     register_file(folder / "key_norm.py")
     return Plan.uniform(*(stack or ("key_norm", "protect")), budget=16, buffer=4).resolve(2)

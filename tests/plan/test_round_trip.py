@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 import tomllib
+from pathlib import Path
 from typing import Any
 
 import attrs
@@ -15,6 +16,7 @@ from plan_strategies import plan_data
 from kvpolicy import Plan, hookimpl
 from kvpolicy.entry_points import installed
 from kvpolicy.errors import PlanError
+from kvpolicy.hooks.discovery import register_file
 from kvpolicy.plan import dump
 from kvpolicy.plan.dump import to_plan_data, to_toml
 from kvpolicy.plan.resolved import LayerPlan, ResolvedPlan
@@ -105,14 +107,24 @@ def test_a_policy_object_cannot_be_written() -> None:
         to_toml(resolved)
 
 
-def test_a_knob_set_to_none_cannot_be_written(monkeypatch: pytest.MonkeyPatch) -> None:
-    from kvpolicy.hooks import discovery
+CHOOSY = """
+import attrs
+from kvpolicy import hookimpl
 
-    @attrs.define(eq=False)
-    class Choosy(Anything):
-        knob: object = 3
+@attrs.define(eq=False)
+class Choosy:
+    knob: object = 3
 
-    monkeypatch.setitem(discovery._from_files, "choosy", (Choosy, "choosy.py"))
+    @hookimpl
+    def score(self, keys):
+        return keys.norm(dim=-1)
+"""
+
+
+def test_a_knob_set_to_none_cannot_be_written(tmp_path: Path) -> None:
+    file = tmp_path / "choosy.py"
+    file.write_text(CHOOSY, encoding="utf-8")
+    register_file(file)
     by_default = Plan.from_dict({"budget": 9, "stack": ["choosy"]}).resolve(2)
     assert to_plan_data(by_default)["layers"][0]["stack"] == [{"policy": "choosy", "knob": 3}]
     chosen = Plan(stack=(PolicySpec("choosy", {"knob": None}),), budget=9).resolve(2)

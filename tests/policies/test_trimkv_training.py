@@ -154,7 +154,7 @@ def test_blocks_of_queries_change_nothing(monkeypatch: pytest.MonkeyPatch) -> No
             return states, torch.autograd.grad(states.square().sum(), bias)[0]
 
     whole = run()
-    monkeypatch.setattr("kvpolicy_plugins.trimkv.student._BLOCK", 7)
+    monkeypatch.setattr("kvpolicy_plugins.trimkv.student.BLOCK", 7)
     torch.testing.assert_close(run(), whole, atol=1e-4, rtol=1e-4)
 
 

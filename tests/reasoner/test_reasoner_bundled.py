@@ -81,7 +81,7 @@ def test_second_reasoner_starts_from_the_weights_of_the_first():
 
 @pytest.mark.nightly
 def test_training_run_of_another_reasoner_is_not_continued(tmp_path, monkeypatch):
-    monkeypatch.setattr("kvpolicy_reasoner.train.train._tune_accuracy", lambda learner, team: 0.0)
+    monkeypatch.setattr("kvpolicy_reasoner.train.train.tune_accuracy", lambda learner, team: 0.0)
     toy = {"tokens": 2 * 2048, "tokens_per_step": 2048, "workers": 1}
     train(tmp_path, name=REASONER_VERBOSE, **toy, stop_after=1)
     before = (tmp_path / CHECKPOINT).read_bytes()

@@ -22,7 +22,7 @@ TOY = {"tokens": 6 * 1024, "tokens_per_step": 1024, "workers": 1}
 
 @pytest.fixture(autouse=True)
 def skip_tune_evaluation(monkeypatch):
-    monkeypatch.setattr("kvpolicy_reasoner.train.train._tune_accuracy", lambda learner, team: 0.0)
+    monkeypatch.setattr("kvpolicy_reasoner.train.train.tune_accuracy", lambda learner, team: 0.0)
 
 
 @pytest.mark.nightly

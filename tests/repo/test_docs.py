@@ -96,7 +96,6 @@ def _example_policies() -> list[Block]:
 @pytest.mark.few(6)
 @pytest.mark.parametrize("block", _example_policies(), ids=lambda block: block.title)
 def test_example_policy_runs(block: Block, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(discovery, "_from_files", {})
     assert block.title is not None
     file = tmp_path / block.title
     file.write_text(block.text)

@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 
 from kvpolicy import Plan, register_file
-from kvpolicy.hooks import discovery
 from kvpolicy.plan.toml import policies_named
 
 ROOT = Path(__file__).parents[2]
@@ -25,7 +24,6 @@ PUBLIC = {"kvpolicy", "kvpolicy.toolkit", "kvpolicy.testing"}
 def test_a_package_registers_its_classes_and_its_plans_resolve(
     package: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(discovery, "_from_files", {})
     monkeypatch.syspath_prepend(str(package / "src"))
     project = tomllib.loads((package / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     own = project["entry-points"]["kvpolicy.policies"]

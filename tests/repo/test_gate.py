@@ -89,11 +89,8 @@ def test_all_stages_run_and_every_failure_is_named(gate: ModuleType, tmp_path: P
     assert all(name in run.summary() for _, name, _ in found)
 
 
-def test_a_test_that_hangs_is_named_and_the_others_run(
-    gate: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(gate, "HANGS_AFTER_S", 3.0)
-    run = gate.Gate(tmp_path, tmp_path)
+def test_a_test_that_hangs_is_named_and_the_others_run(gate: ModuleType, tmp_path: Path) -> None:
+    run = gate.Gate(tmp_path, tmp_path, hangs_after_s=3.0)
     tests = ["tests/test_some.py"]
     run.run_stage(gate.Stage("tests", lambda run: run.pytest(*PYTEST, tests=tests)))
     names = [failure.name.rpartition("::")[2] for failure in run.failures]

@@ -3,10 +3,10 @@
 from collections.abc import Iterator
 
 import pytest
-from commands import _plugins_of_one_test, kvpolicy
+from commands import kvpolicy
 from serving import Running, plans_of, serving
 
-__all__ = ["_plugins_of_one_test", "kvpolicy", "server"]
+__all__ = ["kvpolicy", "server"]
 
 
 @pytest.fixture(scope="module")

@@ -342,10 +342,7 @@ class Failing:
 """
 
 
-def test_a_failing_policy_ends_its_requests_and_not_the_server(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(discovery, "_from_files", {})
+def test_a_failing_policy_ends_its_requests_and_not_the_server(tmp_path: Path) -> None:
     file = tmp_path / "failing.py"
     file.write_text(FAILING)
     discovery.register_file(file)

@@ -37,8 +37,7 @@ def lines() -> Iterator[io.StringIO]:
 
 
 @pytest.fixture
-def policy_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(discovery, "_from_files", {})
+def policy_file(tmp_path: Path) -> Path:
     return tmp_path / "failing.py"
 
 

@@ -168,7 +168,7 @@ def sampling_of(number: int) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def expected(served: Served) -> list[tuple[int, ...]]:
     """Tokens of each request from an engine alone."""
-    discovery._from_files.pop("slow", None)
+    discovery.forget_files()
     register_file(served.folder / "slow.py")
     model, tokenizer = load_model(str(served.model))
     engine = Engine(model, tokenizer, Plan.load(served.folder / "slow.toml"), slots=2)

@@ -6,14 +6,6 @@ import pytest
 from folders import save_tiny_model
 from shell import Shell
 
-from kvpolicy.hooks import discovery
-
-
-@pytest.fixture(autouse=True)
-def _plugins_of_one_test(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Unregister the files given with --plugin after each test."""
-    monkeypatch.setattr(discovery, "_from_files", dict(discovery._from_files))
-
 
 @pytest.fixture
 def kvpolicy(capsys: pytest.CaptureFixture[str]) -> Shell:

@@ -88,7 +88,6 @@ class Page:
         self._monkeypatch = monkeypatch
         monkeypatch.chdir(folder)
         monkeypatch.syspath_prepend(str(folder))
-        monkeypatch.setattr(discovery, "_from_files", {})
         monkeypatch.setenv("COLUMNS", "80")  # the width of help texts
         self._serving = contextlib.ExitStack()
         self._url = _SERVED_AT
@@ -212,7 +211,7 @@ class Page:
             del sys.modules[name]
         self._monkeypatch.syspath_prepend(str(site))
         # From here on, only installed policies are available, not those of --plugin.
-        self._monkeypatch.setattr(discovery, "_from_files", {})
+        discovery.forget_files()
 
 
 def build_wheel(package: Path, folder: Path) -> Path:

@@ -22,7 +22,7 @@ CASES = [(clause, policy) for clause, policies in BROKEN.items() for policy in p
 @pytest.fixture
 def short_search(monkeypatch: pytest.MonkeyPatch) -> None:
     """Look for no smaller example: the one that is found must fail, but need not be minimal."""
-    monkeypatch.setattr(state_machine, "_MAX_SHRINKS", 1)
+    monkeypatch.setattr(state_machine, "MAX_SHRINKS", 1)
 
 
 def error_of(policy: Callable[[], object], **options: Any) -> ConformanceError:
@@ -176,7 +176,7 @@ def test_every_clause_has_a_policy_that_breaks_it() -> None:
 def test_the_search_for_a_smaller_example_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
     built = []
     for limit in (2, 12):
-        monkeypatch.setattr(state_machine, "_MAX_SHRINKS", limit)
+        monkeypatch.setattr(state_machine, "MAX_SHRINKS", limit)
         count = 0
 
         def factory() -> object:

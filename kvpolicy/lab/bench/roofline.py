@@ -15,8 +15,8 @@ from kvpolicy.lab.bench.models import kv_row_bytes, weight_bytes
 from kvpolicy.lab.bench.timing import synchronized_time
 from kvpolicy.model.packed import Product
 
-_MOVED = {"cpu": 2**29, "cuda": 2**32}  # bytes, more than caches hold
-_SIDE = {"cpu": 1024, "cuda": 8192}  # of square matrices
+MOVED = {"cpu": 2**29, "cuda": 2**32}  # bytes, more than caches hold
+SIDE = {"cpu": 1024, "cuda": 8192}  # of square matrices
 _NUM_TRIALS = 5
 
 
@@ -80,7 +80,7 @@ def memory_bandwidth(device: torch.device, num_bytes: int | None = None) -> floa
         device: The device.
         num_bytes: Bytes of the numbers; enough to exceed all caches if not given.
     """
-    size = num_bytes or _MOVED.get(device.type, _MOVED["cpu"])
+    size = num_bytes or MOVED.get(device.type, MOVED["cpu"])
     numbers = torch.ones(size // 4, device=device)
     summing_s = _least_s(numbers.sum, device)
     negating_s = _least_s(numbers.neg_, device)
@@ -97,7 +97,7 @@ def product_speed(device: torch.device, dtype: torch.dtype, side: int | None = N
         dtype: Their precision.
         side: Their size; enough for the processor's best speed if not given.
     """
-    side = side or _SIDE.get(device.type, _SIDE["cpu"])
+    side = side or SIDE.get(device.type, SIDE["cpu"])
     states = torch.ones(side, side, dtype=dtype, device=device)
     found = torch.empty_like(states)
     least_s = _least_s(lambda: torch.mm(states, states, out=found), device)

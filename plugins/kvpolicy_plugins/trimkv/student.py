@@ -25,7 +25,7 @@ from kvpolicy_plugins.trimkv.retention import decay_bias
 
 ATTENTION = "kvpolicy_trimkv"
 
-_BLOCK = 512  # queries whose weights are in memory at once
+BLOCK = 512  # queries whose weights are in memory at once
 
 
 @attrs.define(eq=False)
@@ -157,10 +157,10 @@ def _attention(
     options = (scale, sliding_window, softcap, s_aux)
     num_tokens = queries.shape[2]
     blocks = []
-    for start in range(0, num_tokens, _BLOCK):
-        block = queries[:, :, start : start + _BLOCK]
+    for start in range(0, num_tokens, BLOCK):
+        block = queries[:, :, start : start + BLOCK]
         given = (block, keys, values, log_beta, start, *options)
-        if num_tokens > _BLOCK and torch.is_grad_enabled():
+        if num_tokens > BLOCK and torch.is_grad_enabled():
             blocks.append(checkpoint(_attend, *given, use_reentrant=False))
         else:
             blocks.append(_attend(*given))

@@ -435,7 +435,7 @@ class _Run:
         tokens_per_s = clock.lap(done) * self.identity.tokens_per_step
         accuracy = None
         if done == num_steps or done % _EVALUATE_EVERY_STEPS == 0:
-            accuracy = _tune_accuracy(learner, processes)
+            accuracy = tune_accuracy(learner, processes)
             clock.skip_lap()
         if processes.rank > 0:
             return
@@ -455,7 +455,7 @@ class _Run:
             self.report(record)
 
 
-def _tune_accuracy(learner: Learner, processes: ProcessGroup) -> float:
+def tune_accuracy(learner: Learner, processes: ProcessGroup) -> float:
     """Accuracy on held-out problems, which are divided among the processes."""
     recipe = learner.recipe
     problems = recipe.problems.draw(_NUM_TUNE_PROBLEMS, seed=0, split="tune")[

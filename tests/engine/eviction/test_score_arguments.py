@@ -230,7 +230,7 @@ def test_single_calls_pass_them() -> None:
 def page_policy(
     title: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, **knobs: Any
 ) -> object:
-    monkeypatch.setattr(discovery, "_from_files", {})
+    discovery.forget_files()
     (block,) = [block for block in blocks_of(PAGE) if block.title == title]
     (tmp_path / title).write_text(block.text)
     (name,) = discovery.register_file(tmp_path / title)

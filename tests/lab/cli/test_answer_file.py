@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from child_process import Ended, Kill, run_in_child
-from commands import _plugins_of_one_test, kvpolicy, model_folder
+from commands import kvpolicy, model_folder
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from kill_plugin import Fuse
@@ -20,7 +20,7 @@ from kvpolicy.engine.engine import Engine
 from kvpolicy.model.loading import load_model
 from kvpolicy.plan.plan import Plan
 
-__all__ = ["_plugins_of_one_test", "kvpolicy", "model_folder"]
+__all__ = ["kvpolicy", "model_folder"]
 
 H2O = ("--policy", "h2o", "--budget", 12, "--buffer", 6, "--max-new-tokens", 30, "--slots", 3)
 NUM = 8

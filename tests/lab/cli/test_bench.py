@@ -234,7 +234,7 @@ def test_the_benchmark_of_a_gpu_can_be_walked_through_on_a_cpu(
     kvpolicy: Shell, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("kvpolicy.lab.cli.bench_run.GPU_BATCHES", (1, 2))
-    monkeypatch.setattr("kvpolicy.lab.bench.diagnostics.checks._TEXT", Text(1, 3, 30, 3))
+    monkeypatch.setattr("kvpolicy.lab.bench.diagnostics.checks.TEXT", Text(1, 3, 30, 3))
     arguments = ("bench", "--gpu", "--device", "cpu", "--quick", "--dtype", "float32")
     sizes = ("--lengths", 40, "--budget", 16, "--buffer", 4, "--steps", 2, "--rounds", 1)
     found = kvpolicy(*arguments, *sizes, "--memory-limit", 0.0001)

@@ -58,7 +58,7 @@ def with_setup(**changes: object) -> WorkerConfig:
 
 def begun(config: WorkerConfig | None = None) -> Worker:
     worker = Worker(config or this_config())
-    discovery._from_files.clear()  # a worker is a process of its own
+    discovery.forget_files()  # a worker is a process of its own
     assert worker.begin() == socket.gethostname()
     return worker
 
@@ -136,7 +136,7 @@ def test_what_ray_sends_into_the_answers_is_ignored(model_folder: Path) -> None:
 def test_a_policy_with_other_code_is_refused(
     model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(discovery, "_from_files", {})
+    discovery.forget_files()
     plugin = tmp_path / "sent.py"
     plugin.write_text(PLUGIN, encoding="utf-8")
     register_file(plugin)
@@ -182,7 +182,7 @@ def test_a_policy_from_a_file_is_sent_along(
     sweep, config = sweep_of(model_folder, "sent"), this_config()
     # On another machine the file does not exist and the policy is unknown.
     plugin.unlink()
-    monkeypatch.setattr(discovery, "_from_files", {})
+    discovery.forget_files()
     (cell,) = sweep.cells
     *_, last = begun(sent(config)).run_job(sent(sweep), Job(cell.id, (0,)))
     assert isinstance(last, JobFinished), last

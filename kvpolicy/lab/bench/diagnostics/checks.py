@@ -16,7 +16,7 @@ from kvpolicy.lab.sweep.grid import Cell, build_cells
 from kvpolicy.lab.sweep.sweep_file import Series
 from kvpolicy.model.loading import move
 
-_TEXT = Text(batch=2, prompt_min=5, prompt_max=40, new_tokens=32)
+TEXT = Text(batch=2, prompt_min=5, prompt_max=40, new_tokens=32)
 _BUDGET, _BUFFER = 16, 8  # rows: every sequence is compacted several times
 _HEADS, _HEAD_DIM, _ROWS, _KEPT, _SLOTS = 4, 64, 640, 512, 8
 
@@ -52,9 +52,9 @@ def check_tokens(device: torch.device, cells: Sequence[Cell]) -> None:
 
 
 def _tokens(model: PreTrainedModel, cell: Cell) -> list[tuple[int, ...]]:
-    prompts = _TEXT.prompts(model.config.vocab_size)
-    engine = Engine(model, None, cell.resolved, slots=_TEXT.batch)
-    run = engine.generate(prompts, max_new_tokens=_TEXT.new_tokens, stop_ids=())
+    prompts = TEXT.prompts(model.config.vocab_size)
+    engine = Engine(model, None, cell.resolved, slots=TEXT.batch)
+    run = engine.generate(prompts, max_new_tokens=TEXT.new_tokens, stop_ids=())
     return [result.tokens for result in run.results()]
 
 
