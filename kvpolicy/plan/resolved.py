@@ -87,8 +87,8 @@ class LayerPlan:
         return stack.slab(self.capacity(longest, longest_prompt), room, self.heads)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data, ready for JSON."""
-        return {
+        """Plain data, as JSON gives it back."""
+        data = {
             "layer": self.layer_idx,
             "stack": [spec.to_dict() for spec in self.stack],
             "budget": self.budget if self.bounded else None,
@@ -100,6 +100,7 @@ class LayerPlan:
             **({} if self.bounded else {"prefill_budget": self.budget}),
             **({} if self.budget_from is None else {"budget_from": self.budget_from}),
         }
+        return _as_plain(data)
 
 
 @attrs.frozen
@@ -165,14 +166,15 @@ class ResolvedPlan:
         return [layer for layer, stack in pairs if needs_budget(stack)]
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data, ready for JSON."""
-        return {
+        """Plain data, as JSON gives it back."""
+        data = {
             "layers": [layer.to_dict() for layer in self.layers],
             "schedule": [spec.to_dict() for spec in self.schedule],
             # Only if it is not the default, so that digests of older results stay valid.
             **({} if self.padding == "none" else {"padding": self.padding}),
             **({"code": self._code} if self._code else {}),
         }
+        return _as_plain(data)
 
     def digest(self) -> str:
         """A stable hash of the whole plan, 16 hexadecimal digits."""
@@ -192,7 +194,7 @@ class ResolvedPlan:
         data = self.to_dict()
         for layer in data["layers"]:
             layer.pop("budget_from", None)
-        return json.dumps(_with_plain_keys(data), sort_keys=True, default=_stable_text)
+        return json.dumps(data, sort_keys=True)
 
     @cached_property
     def _code(self) -> dict[str, str]:
@@ -201,6 +203,12 @@ class ResolvedPlan:
         named = {spec.policy: spec for spec in specs}
         codes = {name: spec.code() for name, spec in sorted(named.items())}
         return {name: code for name, code in codes.items() if code is not None}
+
+
+def _as_plain(data: dict[str, Any]) -> dict[str, Any]:
+    """Without tuples, paths, sets and what else a knob may be: equal when it is read again."""
+    plain: dict[str, Any] = json.loads(json.dumps(_with_plain_keys(data), default=_stable_text))
+    return plain
 
 
 def _with_plain_keys(data: object) -> object:

@@ -25,7 +25,7 @@ from filelock import FileLock
 from kvpolicy.errors import OutputError, ResultsError
 from kvpolicy.files import atomic_writer, parse_json, read_json
 from kvpolicy.lab.prompt_files.answering import Answer
-from kvpolicy.lab.store.jsonl import JsonLinesWriter, encode, iter_lines, lock_folder
+from kvpolicy.lab.store.jsonl import JsonLinesWriter, as_stored, encode, iter_lines, lock_folder
 from kvpolicy.lab.store.manifest import add_session, write_manifest
 from kvpolicy.lab.store.store import differences
 
@@ -63,6 +63,7 @@ class AnswerStore:
                 changed.
             ResultsError: What is kept is damaged.
         """
+        run = as_stored(run)
         self.output, self.folder, self.num_prompts = output, run_folder(output), num_prompts
         self.reasons: Counter[str] = Counter()
         self.notes: list[str] = []

@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,16 @@ from kvpolicy.errors import OutputError, ResultsError
 from kvpolicy.files import open_binary, parse_json
 
 _BLOCK = 2**20  # bytes that are searched at once for the end of a line
+
+
+def as_stored(value: Mapping[str, Any]) -> dict[str, Any]:
+    """What reading gives back after writing: JSON has lists only, and only texts as keys.
+
+    Args:
+        value: Plain data that JSON can hold.
+    """
+    stored: dict[str, Any] = json.loads(json.dumps(value))
+    return stored
 
 
 class JsonLinesWriter:

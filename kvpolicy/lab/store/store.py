@@ -24,7 +24,7 @@ from filelock import FileLock
 
 from kvpolicy.errors import OutputError, ResultsError
 from kvpolicy.files import is_unfinished_write
-from kvpolicy.lab.store.jsonl import JsonLines, lock_folder, read_lines
+from kvpolicy.lab.store.jsonl import JsonLines, as_stored, lock_folder, read_lines
 from kvpolicy.lab.store.manifest import add_session, write_manifest
 from kvpolicy.lab.store.read import LINES_FILES, missing_files, read_manifest, run_folder
 from kvpolicy.lab.store.records import (
@@ -68,7 +68,7 @@ class Store:
         """
         self.folder = folder
         self.notes: list[str] = []
-        items = list(items)
+        run, items = as_stored(run), list(items)
         with ExitStack() as undo:
             lock = self._claim(run, items)
             undo.callback(lock.release)
@@ -214,7 +214,7 @@ def finished(
         OutputError: The folder holds another run or other files.
         ResultsError: A line is damaged.
     """
-    items = list(items)
+    run, items = as_stored(run), list(items)
     _check_is_ours_or_new(folder, run, items)
     samples, _ = run_folder(folder, run, ()).check_samples(items)
     return samples, {str(record.get("key")) for record in read_lines(folder / "kept.jsonl")}

@@ -7,7 +7,7 @@ from typing import Any
 
 from kvpolicy.errors import OutputError
 from kvpolicy.lab.bench.rounds.turns import Turn
-from kvpolicy.lab.store.jsonl import JsonLines, lock_folder
+from kvpolicy.lab.store.jsonl import JsonLines, as_stored, lock_folder
 
 TURNS, RESULT = "turns.jsonl", "bench.json"
 
@@ -60,7 +60,8 @@ def open_turns(folder: Path | None, described: Mapping[str, Any]) -> Iterator[Tu
         lines = JsonLines(folder / TURNS)
         if not lines.records:
             lines.append(dict(described))
-        _check_same(folder, lines.records or [dict(described)], described)
+        if lines.records:
+            _check_same(folder, lines.records[0], as_stored(described))
         yield TurnFile(lines)
     finally:
         if lines is not None:
@@ -85,9 +86,8 @@ def make_folder(folder: Path) -> None:
         raise OutputError(msg) from error
 
 
-def _check_same(folder: Path, records: list[dict[str, Any]], described: Mapping[str, Any]) -> None:
+def _check_same(folder: Path, stored: dict[str, Any], described: dict[str, Any]) -> None:
     """Refuse to mix turns of two benchmarks."""
-    stored = records[0]
     for name in dict.fromkeys([*stored, *described]):
         if stored.get(name) != described.get(name):
             msg = (
