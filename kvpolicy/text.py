@@ -1,12 +1,14 @@
 """Text of others on a terminal: control characters are shown as escapes and have no effect.
 
 Data, labels, model output, docstrings of plugins and messages of exceptions may hold sequences that
-move the cursor, write the clipboard, reverse the direction of a line, or hide what it says.
+move the cursor, write the clipboard, reverse the direction of a line, or hide what it says. The
+zero-width joiner and non-joiner stay where they shape what is seen: in Persian, in Indic scripts and
+in joined emoji.
 """
 
 import json
 from collections.abc import Callable
-from unicodedata import category
+from unicodedata import bidirectional, category, combining
 
 # Control and format characters (bidirectional marks, zero-width ones), line and paragraph
 # separators, lone surrogates.
@@ -14,6 +16,8 @@ _CATEGORIES = {"Cc", "Cf", "Zl", "Zp", "Cs"}
 # Invisible characters of other categories: fillers, and selectors that can carry hidden text. The
 # selectors of emoji, U+FE00 to U+FE0F, are no such.
 _INVISIBLE = {0x34F, 0x115F, 0x1160, 0x17B4, 0x17B5, 0x3164, 0xFFA0, *range(0xE0100, 0xE01F0)}
+_NON_JOINER, _JOINER = "\u200c", "\u200d"
+_VIRAMA = 9  # its canonical combining class
 
 
 def visible(text: str) -> str:
@@ -25,7 +29,7 @@ def visible(text: str) -> str:
     Returns:
         The text with control characters and line breaks as escapes: ``\u001b``, ``\n``.
     """
-    return text if text.isprintable() and text.isascii() else text.translate(_ONE_LINE)
+    return text if text.isprintable() and text.isascii() else _ONE_LINE.translate(text)
 
 
 def visible_lines(text: str) -> str:
@@ -34,7 +38,7 @@ def visible_lines(text: str) -> str:
     Args:
         text: Any text.
     """
-    return text.translate(_LINES)
+    return _LINES.translate(text)
 
 
 def visible_json(text: str) -> str:
@@ -43,7 +47,7 @@ def visible_json(text: str) -> str:
     Args:
         text: JSON.
     """
-    return text.translate(_JSON)
+    return _JSON.translate(text)
 
 
 def _escape(char: str) -> str:
@@ -53,6 +57,16 @@ def _escape(char: str) -> str:
 
 def _escape_in_json(char: str) -> str:
     return json.dumps(char)[1:-1]
+
+
+def _shapes(before: str, joiner: str, after: str) -> bool:
+    """Whether a joiner changes how its neighbours are drawn (RFC 5892, appendices A.1 and A.2)."""
+    if _VIRAMA in (combining(before), combining(after)):
+        return True
+    if bidirectional(before) in ("AL", "NSM") and bidirectional(after) == "AL":
+        return True
+    is_symbol = category(before) in ("So", "Sk") or before == "\ufe0f"
+    return joiner == _JOINER and is_symbol and category(after) == "So"
 
 
 class _Table(dict[int, str]):
@@ -67,6 +81,17 @@ class _Table(dict[int, str]):
         is_shown = category(char) not in _CATEGORIES and code not in _INVISIBLE
         self[code] = char if is_shown else self._escape(char)
         return self[code]
+
+    def translate(self, text: str) -> str:
+        if _JOINER not in text and _NON_JOINER not in text:
+            return text.translate(self)
+        around = zip(f"\0{text}", text, f"{text[1:]}\0", strict=False)
+        return "".join(
+            char
+            if char in (_JOINER, _NON_JOINER) and _shapes(before, char, after)
+            else char.translate(self)
+            for before, char, after in around
+        )
 
 
 _ONE_LINE = _Table(_escape)
