@@ -244,24 +244,25 @@ def parse_json(text: str | bytes) -> Any:
     return found
 
 
-def atomic_write(path: Path, content: str | bytes) -> None:
+def atomic_write(path: Path, content: str | bytes, *, private: bool = False) -> None:
     """Write a file so that readers see the old content or the new one, never a part of it.
 
     Args:
         path: The file.
         content: Its new content; text is written as UTF-8.
+        private: As for `atomic_writer`.
 
     Raises:
         OutputError: As for `atomic_writer`.
     """
     # A lone surrogate has no UTF-8 form; in JSON its escape has the same value.
     data = content.encode(errors="backslashreplace") if isinstance(content, str) else content
-    with atomic_writer(path) as file:
+    with atomic_writer(path, private=private) as file:
         file.write(data)
 
 
 @contextmanager
-def atomic_writer(path: Path) -> Iterator[BinaryIO]:
+def atomic_writer(path: Path, *, private: bool = False) -> Iterator[BinaryIO]:
     """Open a file to be written in the block; readers see its old content until the block ends.
 
     The content is on the disk before it replaces the file, so that a power failure leaves one of
@@ -269,6 +270,8 @@ def atomic_writer(path: Path) -> Iterator[BinaryIO]:
 
     Args:
         path: The file.
+        private: Whether a new file is for this user only, whatever the umask; one that exists
+            keeps its mode.
 
     Yields:
         The file that will replace it.
@@ -284,7 +287,7 @@ def atomic_writer(path: Path) -> Iterator[BinaryIO]:
             raise OutputError(msg)
         # A new name, so that no file of the user is overwritten.
         temporary = target.with_name(f".kvpolicy-{secrets.token_hex(4)}.new")
-        with temporary.open("xb") as file:
+        with open(temporary, "xb", opener=_open_privately if private else None) as file:
             if target.exists():
                 with suppress(OSError):  # some file systems have no modes
                     temporary.chmod(target.stat().st_mode)
@@ -301,6 +304,10 @@ def atomic_writer(path: Path) -> Iterator[BinaryIO]:
         if temporary is not None:
             with suppress(OSError):
                 temporary.unlink(missing_ok=True)
+
+
+def _open_privately(path: str, flags: int) -> int:
+    return os.open(path, flags, 0o600)
 
 
 def _refuse(msg: str, error: type[KVPolicyError], cause: Exception | None = None) -> NoReturn:

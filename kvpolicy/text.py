@@ -2,7 +2,7 @@
 
 Data, labels, model output, docstrings of plugins and messages of exceptions may hold sequences that
 move the cursor, write the clipboard, reverse the direction of a line, or hide what it says. The
-zero-width joiner and non-joiner stay where they shape what is seen: in Persian, in Indic scripts and
+zero-width joiners stay where they shape what is seen: in Persian, in Indic scripts and
 in joined emoji.
 """
 

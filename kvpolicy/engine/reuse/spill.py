@@ -54,7 +54,7 @@ class Spill:
     def __init__(
         self, folder: str | os.PathLike[str], capacity: int, choice: EvictionChoice
     ) -> None:
-        """Make the folder, if it does not exist.
+        """Make the folder, for this user only, if it does not exist.
 
         Raises:
             OutputError: It cannot be made or read, or another process uses it.
@@ -66,7 +66,7 @@ class Spill:
         self._wait_s, self._next_try_s = _WAIT_S, -math.inf
         self._identities: dict[str, dict[str, Any]] = {}  # one for all nodes that have it
         try:
-            self.folder.mkdir(parents=True, exist_ok=True)
+            self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # prompts are private
             self._lock = _locked(self.folder)
             self._files = sorted(self.folder.iterdir())
         except OSError as error:
@@ -86,6 +86,8 @@ class Spill:
         for path in self._by_age():
             if is_unfinished_write(path):
                 _unlink(path)
+            elif path.suffix == _SUFFIX and not path.is_file():  # opening a FIFO would wait
+                _warn(path, "it is no regular file")
             elif path.suffix == _SUFFIX:
                 header = _header(path)
                 if header is not None:
@@ -187,7 +189,7 @@ class Spill:
         if not self.tier.make_room(node.key, len(content), in_use, forget):
             return False
         try:
-            atomic_write(self._path(node.key), content)
+            atomic_write(self._path(node.key), content, private=True)
         except OutputError as error:
             reason = getattr(error.__cause__, "strerror", None) or error
             self._stop(str(reason), "it goes on in memory, and tries again later")

@@ -225,15 +225,30 @@ def test_files_of_others_stay_where_they_are(
     save_file({"weight": torch.zeros(3)}, tmp_path / "model.safetensors")
     (tmp_path / "notes.txt").write_text("mine")
     (tmp_path / "folder.safetensors").mkdir()
+    os.mkfifo(tmp_path / "fifo.safetensors")
     (tmp_path / ".kvpolicy-0123abcd.new").write_bytes(b"of a write that was killed")
     with caplog.at_level(logging.WARNING):
         store = PrefixStore(2**20, block_tokens=4, spill=tmp_path)
     warned = [record.getMessage() for record in caplog.records]
-    assert len(warned) == 2
+    assert len(warned) == 3
     assert any("model.safetensors: it was not written by a prefix store" in one for one in warned)
-    names = {".lock", "model.safetensors", "notes.txt", "folder.safetensors"}
-    assert {path.name for path in tmp_path.iterdir()} == names
+    theirs = {"model.safetensors", "notes.txt", "folder.safetensors", "fifo.safetensors"}
+    assert {path.name for path in tmp_path.iterdir()} == {".lock", *theirs}
     assert store.stats.spilled_blocks == 0
+
+
+def test_prompts_on_disk_are_for_this_user_only(tmp_path: Path) -> None:
+    folder = tmp_path / "new"
+    umask = os.umask(0)
+    try:
+        store = PrefixStore(2**20, block_tokens=4, spill=folder)
+        results_of(store, FULL, [list(range(21))])
+        store.flush()
+    finally:
+        os.umask(umask)
+    assert files(folder)
+    modes = {path.stat().st_mode & 0o777 for path in files(folder)}
+    assert (folder.stat().st_mode & 0o777, modes) == (0o700, {0o600})
 
 
 def test_a_folder_for_fewer_bytes_lets_the_oldest_leave(tmp_path: Path) -> None:
