@@ -9,9 +9,11 @@ does all three; the shared queues of a process pool block in the last two.
 """
 
 import multiprocessing
+import os
 import signal
 import socket
 import sys
+import threading
 import time
 import traceback
 import warnings
@@ -159,7 +161,7 @@ class WorkerProcesses:
     They share the model's memory with this process, and nothing may have been computed with more
     than one thread before they are forked. Of the open results folder they inherit nothing: its
     lock is released in them (`kvpolicy.lab.store.jsonl`). When this process ends, however it
-    does, their pipes close and they end too.
+    does, they end too, in the middle of a job.
     """
 
     def __init__(self, run_job: RunJob, num: int) -> None:
@@ -249,6 +251,7 @@ def _work(
 ) -> None:
     # Ctrl-C reaches the whole process group; the parent ends the workers when it is ready.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     for end in [*parent_ends, *(end for end in worker_ends if end is not pipe)]:
         end.close()
     torch.set_num_threads(1)
@@ -259,6 +262,13 @@ def _work(
                 pipe.send(event)
     except (EOFError, BrokenPipeError, ConnectionResetError):
         return  # the parent is gone
+
+
+def _end_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None, "this process was forked by one of Python's"
+    parent.join()
+    os._exit(1)  # `sys.exit` would end this thread only
 
 
 def _events(run_job: RunJob, job: Job) -> Iterator[Event | Exception]:

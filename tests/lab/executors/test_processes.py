@@ -2,8 +2,11 @@
 
 import multiprocessing
 import os
+import select
+import signal
 import socket
 import sys
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -152,3 +155,32 @@ def test_workers_are_gone_when_the_block_ends() -> None:
         assert pid is not None
         with pytest.raises(ProcessLookupError):
             os.kill(pid, 0)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_workers_end_in_the_middle_of_a_job_with_the_process_that_forked_them(
+    number: signal.Signals,
+) -> None:
+    # Each process that is alive holds the end to write.
+    alive, held = os.pipe()
+    begun, says = multiprocessing.Pipe(duplex=False)
+
+    def work_on(job: Job) -> Iterator[Event]:
+        says.send(job.cell)
+        time.sleep(90)  # longer than the test waits
+        yield
+
+    def sweep() -> None:
+        with WorkerProcesses(work_on, 2) as pool:
+            list(pool.run_jobs(JOBS))
+
+    process = multiprocessing.get_context("fork").Process(target=sweep)
+    process.start()
+    os.close(held)
+    assert {begun.recv() for _ in range(2)} == {"cell 0", "cell 1"}
+    os.kill(process.pid, number)
+    process.join()
+    ready, _, _ = select.select([alive], [], [], 60)
+    assert ready, "a worker goes on"
+    assert os.read(alive, 1) == b""
+    os.close(alive)
