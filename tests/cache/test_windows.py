@@ -63,6 +63,7 @@ def test_tokens_equal_generate_over_many_windows(
         assert result.rows_evicted == 0
 
 
+@pytest.mark.nightly
 @given(st.data(), st.sampled_from(["mistral", "gpt_oss"]), windows, prompts(count=2, max_len=30))
 def test_budget_above_the_window_equals_generate(
     data: st.DataObject, family: str, window: int, prompts: list[list[int]]
@@ -111,7 +112,7 @@ class Rated:
         return seq_len % self.every == 0 if self.every else seq_len < 0
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @given(
     st.sampled_from(["mistral", "gemma2", "gpt_oss", "gemma3_text"]),
     st.integers(4, 16),

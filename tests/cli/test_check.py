@@ -40,6 +40,7 @@ def plugin(tmp_path: Path) -> Path:
     return path
 
 
+@pytest.mark.nightly
 def test_a_correct_policy_is_reported_clause_by_clause(kvpolicy: Shell, plugin: Path) -> None:
     answer = kvpolicy("check", "sound", "--plugin", plugin, "--cases", 8, "--set", "sound.order=1")
     assert answer.status == 0

@@ -21,6 +21,7 @@ def store(kvpolicy: Shell, tmp_path: Path) -> Path:
     return folder
 
 
+@pytest.mark.nightly
 def test_a_store_answers_questions(kvpolicy: Shell, store: Path) -> None:
     text = kvpolicy("epicache", "ask", store, " What is fig?", "--max-new-tokens", 30)
     assert text.status == 0, text.err

@@ -57,7 +57,7 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.few(3)
+@pytest.mark.nightly
 @pytest.mark.parametrize(("words", "advice"), REFUSED.items())
 def test_a_command_names_the_option_that_has_no_default(
     words: str, advice: str, answers: dict[str, Any]

@@ -231,7 +231,7 @@ def test_decode_in_numba_accumulates_what_torch_does() -> None:
     check_alike(tiny_model(seed=2), {"eager": True})
 
 
-@pytest.mark.few(1)
+@pytest.mark.nightly
 @pytest.mark.parametrize("family", ["gemma2", "gpt_oss", "mistral"])
 def test_nor_do_they_with_windows_caps_and_sinks(family: str) -> None:
     assert family in WINDOWED

@@ -4,6 +4,7 @@ In double precision: batches of different shapes sum in different orders, and in
 rounding can change which of two rows of nearly equal score is evicted.
 """
 
+import pytest
 import torch
 from compare import result_values
 from hypothesis import given
@@ -38,6 +39,7 @@ def test_batched_sequence_equals_sequence_alone(
         assert result_values(result) == result_values(alone)
 
 
+@pytest.mark.nightly
 @given(models, long_prompts, evicting, slots, st.permutations(range(4)))
 def test_results_do_not_depend_on_request_order(
     model: torch.nn.Module,
@@ -52,6 +54,7 @@ def test_results_do_not_depend_on_request_order(
     assert [result_values(first[i]) for i in order] == [result_values(result) for result in second]
 
 
+@pytest.mark.nightly
 @given(models, long_prompts, evicting, slots)
 def test_second_run_equals_first(
     model: torch.nn.Module, prompts: list[list[int]], plan: Plan, slots: int

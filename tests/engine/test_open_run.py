@@ -104,6 +104,7 @@ def test_prompts_that_stay_are_the_same_among_others(
     check_against_alone(Engine(llama(), TOKENIZER, kept, **options), script)
 
 
+@pytest.mark.nightly
 @given(options, scripts())
 def test_heads_that_share_rows_are_the_same_among_others(
     options: dict[str, Any], script: Script
@@ -112,6 +113,7 @@ def test_heads_that_share_rows_are_the_same_among_others(
     check_against_alone(Engine(llama(num_kv_heads=4), TOKENIZER, plan, **options), script)
 
 
+@pytest.mark.nightly
 @given(options, scripts())
 def test_registers_and_hidden_states_go_with_their_sequence(
     options: dict[str, Any], script: Script
@@ -120,6 +122,7 @@ def test_registers_and_hidden_states_go_with_their_sequence(
     check_against_alone(Engine(llama(), TOKENIZER, plan, **options), script)
 
 
+@pytest.mark.nightly
 @given(evicting | named, options, scripts(), st.booleans())
 def test_steps_wider_than_what_is_decoded_leave_other_slots_alone(
     plan: Plan, options: dict[str, Any], script: Script, in_graph: bool

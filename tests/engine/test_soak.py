@@ -28,6 +28,7 @@ def assert_no_memory_growth(soak: Any, num_plans: int) -> None:
     assert last.rss_bytes - first.rss_bytes < MAX_GROWTH
 
 
+@pytest.mark.nightly
 def test_soak_finishes_every_request_once_without_leaks() -> None:
     soak = run_soak(120, wave=20)
     assert sum(soak.reasons.values()) == 120

@@ -24,6 +24,7 @@ DOUBLE = {"dtype": torch.float64}
 FULL = Plan.uniform("full")
 
 
+@pytest.mark.nightly
 @given(prompts(count=3, max_len=30), st.integers(1, 7), st.sampled_from([3, 512]))
 def test_observe_and_steer_equal_the_engine(
     prompts: list[list[int]], buffer: int, chunk: int

@@ -24,6 +24,7 @@ def at(budget: float, series: str = "small", **changes: Any) -> Row:
     return attrs.evolve(SMALL, cell=attrs.evolve(SMALL.cell, record=record), **changes)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "rows",
     [
@@ -42,6 +43,7 @@ def test_any_rows_can_be_drawn(tmp_path: Path, rows: list[Row]) -> None:
     assert svg.read_text(encoding="utf-8").rstrip().endswith("</svg>")
 
 
+@pytest.mark.nightly
 def test_the_same_rows_give_the_same_files(tmp_path: Path) -> None:
     pictures = []
     for name in ("a", "b"):

@@ -54,7 +54,7 @@ def test_two_devices_give_the_sampled_tokens_of_one() -> None:
         assert tokens(model_on_two_devices(), plan, sampling) == expected
 
 
-@pytest.mark.few(1)
+@pytest.mark.nightly
 @pytest.mark.parametrize("policy", ["full", "h2o"])
 def test_windows_softcaps_and_sinks_work_on_two_devices(policy: str) -> None:
     plan = Plan.uniform(policy, budget=12, buffer=2)
@@ -85,6 +85,7 @@ class Counts:
         return hidden_states * 0.01 * calls[:, None]
 
 
+@pytest.mark.nightly
 def test_registers_are_on_the_device_of_the_steered_layer() -> None:
     expected = tokens(tiny_model(num_layers=3), Plan.uniform("full", Counts()))
     policy = Counts()

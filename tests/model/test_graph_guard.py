@@ -83,7 +83,7 @@ class Marks:
         return {"a": numbers + positions[:, None]}
 
 
-@pytest.mark.few(1)
+@pytest.mark.nightly
 @pytest.mark.parametrize("in_step", [True, False])
 def test_marking_holds_only_what_a_graph_can(
     in_step: bool, monkeypatch: pytest.MonkeyPatch

@@ -18,6 +18,7 @@ from kvpolicy.cache.rows import Tracks
 ROOMY = 64  # rows: more than any prompt and its continuation
 
 
+@pytest.mark.nightly
 @given(
     st.sampled_from(sorted(FAMILIES)),
     prompts(count=3, max_len=40),
@@ -52,7 +53,7 @@ def test_every_family_equals_generate(family: str) -> None:
         assert [list(result.tokens) for result in results] == expected, policy
 
 
-@pytest.mark.few(8)
+@pytest.mark.few(4)
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("policy", ["h2o", "snapkv"])
 def test_batched_sequence_equals_sequence_alone_and_is_bounded(family: str, policy: str) -> None:

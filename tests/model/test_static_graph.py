@@ -202,6 +202,7 @@ class Marks:
 
 
 @pytest.mark.slow
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("family", "in_step"),
     [

@@ -65,7 +65,7 @@ def assert_same(first: dict[str, Any], second: dict[str, Any], alone: dict[str, 
 
 
 @pytest.mark.slow
-@pytest.mark.few(6)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("case", [name for name in NAMES if name not in BINDING])
 def test_two_ranks_equal_one_process(
     case: str, models: Path, rank_results: list[dict[str, Any]]

@@ -175,7 +175,7 @@ def test_the_order_of_keys_does_not_change_the_digest(data: dict[str, Any], rand
     assert mixed.digest() == Plan.from_dict(data).resolve(NUM_LAYERS).digest()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_digest_is_the_same_in_every_process() -> None:
     """Sets and objects among the knobs are hashed by their contents, too."""
     code = (

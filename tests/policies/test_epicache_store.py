@@ -185,6 +185,7 @@ def test_questions_and_answers_are_dropped(store: EpisodeStore) -> None:
         assert all(map(torch.equal, tensors, one.snapshot.contents.tensors))
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("num", [1, 2, 3])
 @pytest.mark.parametrize("heads", ["own", "shared"])
 def test_budget_that_holds_all_gives_the_answers_of_a_full_cache(num: int, heads: str) -> None:

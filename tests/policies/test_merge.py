@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import pytest
 import reference
 import torch
 from hypothesis import assume, given
@@ -241,6 +242,7 @@ def test_merged_rows_keep_their_dtype() -> None:
 # In the engine
 
 
+@pytest.mark.nightly
 @given(prompts(count=3, max_len=40), st.sampled_from(["h2o", "snapkv", "rkv"]))
 def test_first_compaction_keeps_the_same_tokens_with_and_without_merge(
     prompts: list[list[int]], name: str

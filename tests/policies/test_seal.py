@@ -191,7 +191,7 @@ class RecordsLayerInput:
             self.entered.append(arguments[0][:, 0].clone())
 
 
-@pytest.mark.few(1)
+@pytest.mark.nightly
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_reasoner_is_steered_at_every_paragraph_of_its_thinking(dtype: str) -> None:
     model, tokenizer = load_model("reasoner", dtype=dtype)
@@ -237,6 +237,7 @@ def test_strength_zero_changes_nothing() -> None:
         assert [r.tokens for r in steered_by] != [r.tokens for r in plain]
 
 
+@pytest.mark.nightly
 def test_seal_alone_is_the_full_cache_and_keeps_budgets() -> None:
     model, tokenizer = load_model("reasoner")
     alone = generated(model, tokenizer, "seal")

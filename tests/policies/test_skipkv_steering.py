@@ -125,7 +125,7 @@ def test_tokens_equal_the_oracle(
         assert list(result.tokens) == oracle.generate(prompt, 24)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "knobs",
     [

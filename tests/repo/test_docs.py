@@ -39,7 +39,9 @@ PAGES = [ROOT / "README.md", *sorted(DOCS.glob("*/*.md"))]
 # Commands that take seconds each: a page that runs one of them is checked when it changes, and each
 # night, README with every change. The others are checked with every change, above all the
 # reference, whose help texts, signatures and messages must be current.
-SLOW_COMMANDS = {"ablate", "check", "serve", "torchrun", "pytest", "trimkv"}
+SLOW_COMMANDS = {
+    *["ablate", "check", "epicache", "guard", "pytest", "serve", "steer", "torchrun", "trimkv"]
+}
 LINKING = [*ROOT.glob("*.md"), *DOCS.rglob("*.md"), *(ROOT / "tests").rglob("*.md")]
 
 

@@ -122,7 +122,7 @@ def test_chains_run_side_by_side_after_what_is_in_none(
     assert sorted(names) == sorted(stage.name for stage in stages)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_stage_that_hangs_is_ended_and_what_failed_before_is_kept(
     gate: ModuleType, tmp_path: Path
 ) -> None:

@@ -39,6 +39,7 @@ def _pyproject() -> dict:
     return tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 
 
+@pytest.mark.nightly
 def test_policy_is_imported_without_other_policies() -> None:
     code = f"""
 import json, sys

@@ -32,7 +32,7 @@ def error_of(policy: Callable[[], object], **options: Any) -> ConformanceError:
     return caught.value
 
 
-@pytest.mark.few(12)
+@pytest.mark.few(6)
 @pytest.mark.usefixtures("short_search")
 @pytest.mark.parametrize(("clause", "policy"), CASES, ids=lambda x: getattr(x, "__name__", x))
 def test_a_broken_clause_is_named_with_an_example(clause: str, policy: type) -> None:
@@ -260,7 +260,7 @@ def test_layers_that_are_asked_together_are_compared_with_layers_one_by_one() ->
     assert "does not declare layers_alike" in report.skipped["layers"]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_correct_policy_passes_and_the_report_counts_its_checks() -> None:
     report = check_policy(Observing, max_examples=30)
     assert (report.policy, report.cases) == ("observing", 30)
@@ -272,6 +272,7 @@ def test_a_correct_policy_passes_and_the_report_counts_its_checks() -> None:
     assert set(json.loads(json.dumps(report.to_dict()))["checked"]) == set(report.clauses)
 
 
+@pytest.mark.nightly
 def test_the_report_says_why_clauses_are_skipped() -> None:
     report = check_policy(Steering, max_examples=10)
     assert {"budget", "order", "protected", "tracks", "schedule"} <= set(report.skipped)

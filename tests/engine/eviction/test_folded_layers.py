@@ -87,7 +87,7 @@ def one_by_one(engine: Engine) -> Engine:
     return engine
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("names", DRAWN_FROM.values(), ids=DRAWN_FROM)
 @given(
     st.data(),

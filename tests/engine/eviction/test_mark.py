@@ -161,6 +161,7 @@ def test_states_are_what_enters_the_attention_of_the_model(family: str, in_step:
         assert torch.allclose(one["states"], expected, rtol=1e-3, atol=1e-3)
 
 
+@pytest.mark.nightly
 @given(
     prompts(count=4),
     st.sampled_from(["llama", "gemma2", "phi3", "gpt_oss"]),

@@ -96,6 +96,7 @@ def check_counts(compactions: list[Compaction]) -> None:
                 before = one.seq_len
 
 
+@pytest.mark.nightly
 @given(
     prompts(count=4, max_len=40),
     st.integers(1, 7),

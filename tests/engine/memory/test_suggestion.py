@@ -108,6 +108,7 @@ def test_if_no_number_of_slots_keeps_enough_rows_it_is_one() -> None:
     assert budget_of(found.chosen) < found.enough
 
 
+@pytest.mark.nightly
 def test_copies_of_compactions_stay_within_what_is_stated() -> None:
     for name in STACKS:
         one = footprint(plan(name, 16), shared_model(), slots=3, longest=100)

@@ -47,6 +47,7 @@ def test_a_hit_equals_a_fresh_prefill(
     compare(model, with_prompt(plan, prompt), prompts, data)
 
 
+@pytest.mark.nightly
 @given(
     st.sampled_from(["adakv", "h2o", "snapkv", "epicache"]),
     st.integers(12, 20),

@@ -112,7 +112,7 @@ def test_conversations_and_prompts_survive_a_restart(plan: Plan, tmp_path: Path)
     assert [one.reused_tokens for one in again] == [20 if plan is not PLANS["compacts"] else 16] * 3
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_process_that_is_killed_leaves_what_another_can_use(tmp_path: Path) -> None:
     program = f"""
 import sys

@@ -168,7 +168,7 @@ def test_the_same_settings_find_the_same_folder_and_others_another(
     assert first == again != other
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_plans_and_policies_are_compared_side_by_side(
     kvpolicy: Shell, model_folder: Path, tmp_path: Path
 ) -> None:

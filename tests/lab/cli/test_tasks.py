@@ -77,7 +77,7 @@ def ablate(kvpolicy: Shell, model: Path, *words: object) -> Answer:
     return answer
 
 
-@pytest.mark.few(1)
+@pytest.mark.nightly
 @pytest.mark.parametrize("task", ["perplexity", "agreement"])
 def test_a_metric_is_in_the_table_the_files_and_the_plot(
     kvpolicy: Shell, model_folder: Path, task: str
@@ -112,7 +112,7 @@ def test_a_table_by_difficulty_holds_every_sample(kvpolicy: Shell, model_folder:
     assert all(sample["facets"]["depth"] in (1, 2) for sample in samples_of("out"))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @needs_math
 def test_gsm8k_uses_the_r1_template_and_is_graded(kvpolicy: Shell, r1_folder: Path) -> None:
     write_jsonl(Path("gsm8k.jsonl"), GSM8K)

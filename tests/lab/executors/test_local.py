@@ -23,7 +23,7 @@ def test_the_machine_is_described_with_the_threads_of_a_worker(workers: int, thr
     assert LocalExecutor(ModelCache(), workers, threads=7).machine(built())["threads"] == threads
 
 
-@pytest.mark.few(1)
+@pytest.mark.nightly
 @pytest.mark.needs_reasoner
 @pytest.mark.parametrize("workers", [1, pytest.param(2, marks=forks)])
 def test_models_are_loaded_one_after_the_other_and_each_runs_its_own_samples(
@@ -51,8 +51,7 @@ def test_models_are_loaded_one_after_the_other_and_each_runs_its_own_samples(
     assert set(texts["a"].values()) != set(texts["b"].values())
 
 
-@pytest.mark.slow
-@pytest.mark.few(1)
+@pytest.mark.nightly
 @pytest.mark.needs_reasoner
 @pytest.mark.usefixtures("no_compiler")
 @pytest.mark.parametrize("workers", [1, pytest.param(2, marks=forks)])

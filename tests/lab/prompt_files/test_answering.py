@@ -192,7 +192,7 @@ def alike(num: int = 12) -> list[Prompt]:
     return [Prompt(i, [*system, *([5 + i] * (1 + 5 * i % 8))]) for i in range(num)]
 
 
-@pytest.mark.few(1)
+@pytest.mark.nightly
 @pytest.mark.parametrize("answering", PLANS, indirect=True)
 def test_answers_with_a_prefix_store_are_those_without(
     answering: Answering, models: ModelCache

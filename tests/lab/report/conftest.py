@@ -14,12 +14,16 @@ from kvpolicy.lab.store.read import read_run
 
 @pytest.hookimpl(tryfirst=True)  # before tests are chosen by their marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark the tests of this folder that run a browser as slow."""
+    """Mark the tests of this folder that run a browser.
+
+    Two files run with every change: what texts of others can do, and whether charts are right.
+    """
     for item in items:
         if Path(__file__).parent in item.path.parents and "browser" in getattr(
             item, "fixturenames", ()
         ):
-            item.add_marker(pytest.mark.slow)
+            is_first = item.path.name in ("test_hostile.py", "test_page.py")
+            item.add_marker(pytest.mark.slow if is_first else pytest.mark.nightly)
 
 
 @pytest.fixture(scope="module")

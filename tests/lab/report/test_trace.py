@@ -19,7 +19,7 @@ _ASSETS = files("kvpolicy.lab.report") / "assets"
 words = st.text("ab\N{GRINNING FACE}\N{SMILING FACE WITH OPEN MOUTH}", max_size=9)
 
 
-pytestmark = pytest.mark.slow  # runs a browser
+pytestmark = pytest.mark.nightly  # runs a browser
 
 
 @pytest.fixture(scope="module")

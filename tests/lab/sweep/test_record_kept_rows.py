@@ -102,7 +102,7 @@ def check_is_what_was_seen(request: int, rows: KeptRows, seen: Seen, num_layers:
 # --- the oracle -------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @given(
     st.data(),
     plans(num_layers=2),

@@ -30,6 +30,7 @@ def lines(name: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
+@pytest.mark.nightly
 def test_a_record_is_what_the_engine_keeps_of_that_item(
     kvpolicy: Shell, model_folder: Path
 ) -> None:
@@ -67,7 +68,7 @@ def test_of_several_attempts_the_first_is_recorded(kvpolicy: Shell, model_folder
     assert len(lines("samples.jsonl")) == 24
 
 
-@pytest.mark.few(1)
+@pytest.mark.nightly
 @pytest.mark.parametrize("task", ["agreement", "perplexity"])
 def test_samples_of_other_metrics_are_recorded_too(
     kvpolicy: Shell, model_folder: Path, task: str

@@ -80,7 +80,7 @@ def rows_gone(
     return gone, first
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 @pytest.mark.parametrize("name", PLANS)
 def test_values_equal_loops_over_the_weights_of_an_eager_forward(name: str, family: str) -> None:

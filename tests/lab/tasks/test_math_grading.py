@@ -65,7 +65,7 @@ TABLE = [
 ]
 
 
-@pytest.mark.few(13)
+@pytest.mark.few(5)
 @pytest.mark.parametrize(("box", "answer", "same"), TABLE)
 def test_equivalent_answers_are_equal(box: str, answer: str, same: bool) -> None:
     assert grade_math(box, answer) is same
@@ -120,7 +120,7 @@ def test_an_answer_that_cannot_be_compared_in_time_has_no_verdict_and_the_next_o
         worker.close()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_grader_that_was_killed_starts_again() -> None:
     worker = Worker()
     try:

@@ -117,7 +117,7 @@ def test_a_text_with_logits_that_are_not_finite_fails_alone(measure: Metric) -> 
 MIXED = [text("abc", "defgh abcdefgh hgfedcba", 0), text("a", "hgfe", 1), text("", "bcd dcb", 2)]
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("measure", MEASURES, ids=lambda one: one.name)
 @pytest.mark.parametrize("order", [(), (LastFirst(),)], ids=["as they come", "last first"])
 def test_a_text_is_measured_alike_alone_and_among_others(

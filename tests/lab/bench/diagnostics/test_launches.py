@@ -19,7 +19,7 @@ def test_operations_and_values_read_are_counted() -> None:
     assert counted.reads == {"the model": 2}
 
 
-@pytest.mark.few(1)
+@pytest.mark.nightly
 @pytest.mark.parametrize("stack", ["full", "h2o"])
 def test_steps_are_counted_by_kind(stack: str) -> None:
     work = Decode(batch=2, held=40, steps=1)
