@@ -143,10 +143,15 @@ class Checks:
             Stage("tests of what the change touches", self.touched),
             Stage("the README's test command", self.readme, minutes=30),
             Stage("attention in Numba", self.numba, minutes=20),
-            Stage("slow tests", self.slow, minutes=40),
+            Stage("slow tests", self.slow, minutes=180 if FULL else 40),
             Stage("the oldest transformers", self.oldest, minutes=20),
             Stage("the newest transformers", self.newest, minutes=20),
             Stage("kernels", self.kernels),
+        ]
+        # Chains, the longest first.
+        if self._change.touches(*ON_RAY, "constraints.txt"):
+            usual.append(Stage("Ray and SLURM", self.ray, minutes=30, chain="ray"))
+        usual += [
             Stage("wheel: contents", self.wheel, chain="wheel"),
             Stage("wheel: what reads installed files", self.installed, chain="wheel"),
             Stage("wheel: the tutorial's package", self.tutorial, chain="wheel"),
@@ -154,7 +159,6 @@ class Checks:
             Stage("wheel: a third party's package that uses more", self.usage, chain="wheel"),
             Stage("without the bundled reasoner", self.without_reasoner, chain="wheel"),
             Stage("the software of machines with a GPU", self.gpu, minutes=20, chain="gpu"),
-            Stage("Ray and SLURM", self.ray, minutes=30, chain="ray"),
         ]
         if self._change.touches("kvpolicy/lab/lm_eval", "tests/lab/lm_eval", "constraints.txt"):
             usual.append(Stage("lm-evaluation-harness", self.lm_eval, chain="lm-eval"))
@@ -365,9 +369,7 @@ class Checks:
         """One process, because it is one cluster of two nodes, of which tests kill one."""
         bin_ = self._environment("ray", "dev,ray")
         tests = ["tests/lab/cluster", "tests/serve/test_ray_serve.py"]
-        touched = ("kvpolicy/lab/executors", "kvpolicy/serve/on_ray", "kvpolicy/lab/prompt_files")
-        is_touched = self._change.touches(*touched, *tests)
-        options = ALL if is_touched else QUICK
+        options = ("-m", "") if FULL else ALL
         gate.pytest(*self._pytest(bin_, "-n", "0", *options), tests=tests)
 
     def lm_eval(self, gate: Gate) -> None:
@@ -486,6 +488,10 @@ SEAM = (
     *("tests/hf", "tests/model", "tests/cli/test_run.py", "tests/engine/test_exactness.py"),
     *("tests/engine/test_prefill.py", "tests/engine/test_static_steps.py"),
     *("tests/engine/test_steer.py", "tests/engine/test_strides.py"),
+)
+ON_RAY = (
+    *("kvpolicy/lab/executors", "kvpolicy/lab/prompt_files", "kvpolicy/serve/on_ray"),
+    *("tests/lab/cluster", "tests/serve/test_ray_serve.py"),
 )
 FLASH_ATTENTION = "tests/kernels/test_flash_attention.py::test_the_package_attends"
 # Tests of what reads installed files and names; those of plans and hooks run without the reasoner.

@@ -325,6 +325,7 @@ def test_an_updated_deployment_file_replaces_replicas_one_by_one_and_no_request_
     assert model["kvpolicy"]["slots"] == 1
 
 
+@pytest.mark.nightly
 def test_when_all_replicas_and_the_queue_are_full_requests_are_refused(served: Served) -> None:
     """After the update, two replicas take one request each, and a few more may wait."""
     served.be_slow()

@@ -104,6 +104,7 @@ def test_work_that_kills_every_worker_is_given_up_and_the_rest_is_kept(
     assert not Path(file_run.folder / "out.jsonl").exists()
 
 
+@pytest.mark.nightly
 def test_errors_and_defaults_are_those_of_one_machine(file_run: FileRun) -> None:
     """On a cluster that is started here, which reads neither files nor tokenizer in the command."""
     file_run.env = {k: v for k, v in file_run.env.items() if not k.startswith("RAY_AUTH")}

@@ -115,6 +115,7 @@ def test_a_cluster_that_does_not_answer_is_named(sweep: Sweep) -> None:
     assert "Traceback" not in err
 
 
+@pytest.mark.nightly
 def test_a_dry_run_lists_the_cells_and_writes_nothing(sweep: Sweep, nodes: Nodes) -> None:
     sweep.start("--on", "ray", "--ray-address", nodes.address, "--dry-run")
     status, out, err = sweep.end()

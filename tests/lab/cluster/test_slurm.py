@@ -67,7 +67,7 @@ def test_a_script_is_bash(script: Path) -> None:
     assert script.read_text(encoding="utf-8").count("#SBATCH") >= 5
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @needs_ray
 def test_a_cluster_is_started_on_the_nodes_of_a_job_and_ends_with_it(
     tmp_path: Path, model_folder: Path
