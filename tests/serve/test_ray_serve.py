@@ -281,16 +281,35 @@ def test_a_replica_whose_engine_has_broken_is_replaced(
     assert len(set(served.replicas()) & before) == 1, "another one has taken its place"
 
 
+def one_request_at_a_time(served: Served, folder: Path) -> list[str | Path]:
+    """The command that updates the deployment: each replica takes one request."""
+    file, port = folder / "deployment.yaml", int(served.url.rpartition(":")[2])
+    options = ("--slots", 1, "--replicas", 2, "--requests-per-replica", 1, "--max-waiting", 1)
+    words = command(served.folder, served.model, port, "--write-deployment", file, *options)
+    subprocess.run(words, check=True, capture_output=True, text=True)
+    program = (sys.executable, "-m", "ray.serve.scripts", "run", str(file))
+    return [*program, "--address", served.nodes.address, "--non-blocking"]
+
+
+def update(served: Served, words: list[str | Path]) -> None:
+    """Update the deployment, and wait until all replicas are new."""
+    before = set(served.replicas())
+    env = served.nodes.env
+    subprocess.run(words, check=True, capture_output=True, env=env, timeout=PATIENCE_S)
+    wait_until(lambda: len(served.replicas()) == 2 and not before & set(served.replicas()))
+
+
+def slots_of(served: Served) -> int:
+    slots: int = served.get("/v1/models").json()["data"][0]["kvpolicy"]["slots"]
+    return slots
+
+
 @pytest.mark.nightly
 def test_an_updated_deployment_file_replaces_replicas_one_by_one_and_no_request_fails(
     served: Served, tmp_path: Path
 ) -> None:
     wait_until(lambda: len(served.replicas()) == 2)
-    before = set(served.replicas())
-    file, port = tmp_path / "deployment.yaml", int(served.url.rpartition(":")[2])
-    options = ("--slots", 1, "--replicas", 2, "--requests-per-replica", 1, "--max-waiting", 1)
-    words = command(served.folder, served.model, port, "--write-deployment", file, *options)
-    subprocess.run(words, check=True, capture_output=True, text=True)
+    words = one_request_at_a_time(served, tmp_path)
     is_over, answered, failed = threading.Event(), [], []
 
     def keep_asking(number: int) -> None:
@@ -304,30 +323,22 @@ def test_an_updated_deployment_file_replaces_replicas_one_by_one_and_no_request_
         jobs = [clients.submit(keep_asking, number) for number in range(2)]
         wait_until(lambda: len(answered) > 4)
         try:
-            subprocess.run(
-                [
-                    *(sys.executable, "-m", "ray.serve.scripts", "run", str(file)),
-                    *("--address", served.nodes.address, "--non-blocking"),
-                ],
-                check=True,
-                capture_output=True,
-                env=served.nodes.env,
-                timeout=PATIENCE_S,
-            )
-            wait_until(lambda: len(served.replicas()) == 2 and not before & set(served.replicas()))
+            update(served, words)
         finally:
             is_over.set()
         for job in jobs:
             job.result()
     assert not failed
     assert {len(tokens) for tokens, _ in answered} == {LENGTH}
-    model = served.get("/v1/models").json()["data"][0]
-    assert model["kvpolicy"]["slots"] == 1
+    assert slots_of(served) == 1
 
 
 @pytest.mark.nightly
-def test_when_all_replicas_and_the_queue_are_full_requests_are_refused(served: Served) -> None:
-    """After the update, two replicas take one request each, and a few more may wait."""
+def test_when_all_replicas_and_the_queue_are_full_requests_are_refused(
+    served: Served, tmp_path: Path
+) -> None:
+    if slots_of(served) != 1:
+        update(served, one_request_at_a_time(served, tmp_path))
     served.be_slow()
     with ThreadPoolExecutor(8) as clients:
         jobs = [clients.submit(tokens_of, served, number, stream=False) for number in range(8)]
