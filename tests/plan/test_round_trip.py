@@ -162,6 +162,27 @@ def test_digests_do_not_change(data: dict[str, Any], num_layers: int, digest: st
     assert Plan.from_dict(data).resolve(num_layers).digest() == digest
 
 
+CHANGES: list[dict[str, Any]] = [
+    {"stack": ["snapkv"]},
+    {"stack": ["h2o", "protect"]},
+    {"stack": [{"policy": "h2o", "n_recent": 5}]},
+    {"budget": 33},
+    {"buffer": 17},
+    {"prompt": "keep"},
+    {"heads": "shared"},
+    {"padding": "stored"},
+    {"schedule": ["skipkv_batches"]},
+]
+
+
+def test_whatever_a_plan_says_is_in_its_digest_and_its_data() -> None:
+    base = {"stack": ["h2o"], "budget": 32, "buffer": 16}
+    plans = [Plan.from_dict({**base, **change}).resolve(2) for change in ({}, *CHANGES)]
+    digests = [plan.digest() for plan in plans]
+    data = [json.dumps(plan.to_dict()) for plan in plans]
+    assert len(set(digests)) == len(set(data)) == len(plans)
+
+
 @given(plan_data(num_layers=NUM_LAYERS), st.randoms(use_true_random=False))
 def test_the_order_of_keys_does_not_change_the_digest(data: dict[str, Any], random: Any) -> None:
     def shuffled(value: Any) -> Any:
