@@ -274,12 +274,12 @@ def test_a_full_disk_ends_the_writing_and_nothing_else(
 ) -> None:
     write, left = spill.atomic_write, [3]
 
-    def until_full(path: Path, content: bytes) -> None:
+    def until_full(path: Path, content: bytes, **options: bool) -> None:
         left[0] -= 1
         if left[0] < 0:
             msg = f"{path} cannot be written: No space left on device; choose another place"
             raise OutputError(msg)
-        write(path, content)
+        write(path, content, **options)
 
     monkeypatch.setattr(spill, "atomic_write", until_full)
     store = PrefixStore(4 * BLOCK_BYTES, block_tokens=4, spill=tmp_path)
