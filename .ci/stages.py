@@ -284,8 +284,8 @@ class Checks:
     def readme(self, gate: Gate) -> None:
         text = (gate.root / "README.md").read_text(encoding="utf-8")
         (line,) = re.findall(r"^python3 -m venv .* \.venv/bin/pytest$", text, re.M)
-        # Python compiles what it imports; pip would compile all that it installs. pip reads a variable
-        # of an option "no" the wrong way round: 0 is yes.
+        # Python compiles what it imports; pip would compile all that it installs. It reads the
+        # variable of a "no" the wrong way round: 0 is yes.
         env = {"PIP_NO_COMPILE": "0"}
         gate.pytest("bash", "-euc", f"{line} -q -p no:cacheprovider -n {JOBS}", env=env)
 
