@@ -200,6 +200,20 @@ def test_any_values_can_be_drawn(
     assert all(low <= value <= high for value in finite)
 
 
+def test_every_point_is_drawn_at_its_value(tmp_path: Path, drawn: list[Figure]) -> None:
+    values = {"a": {16: 0.5, 64: 0.75, 32: 0.25}, "b": {32: 0.125}}
+    points = [
+        Point(series, budget, Interval(value, value - 0.1, value + 0.1), 1e3 * budget)
+        for series, line in values.items()
+        for budget, value in line.items()
+    ]
+    save_curve(tmp_path / "a.png", points, "Accuracy", is_share=False, size=Size())
+    (axes,) = drawn[0].axes
+    lines = [cast("Any", container).lines[0].get_xydata().tolist() for container in axes.containers]
+    wanted = [[[float(x), y] for x, y in sorted(line.items())] for line in values.values()]
+    assert sorted(lines) == sorted(wanted)
+
+
 def test_neighbouring_budgets_leave_out_labels_that_would_touch(
     tmp_path: Path, drawn: list[Figure]
 ) -> None:
