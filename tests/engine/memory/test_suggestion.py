@@ -68,6 +68,18 @@ def test_the_suggested_budget_fits_and_one_more_row_does_not(
     assert run.cache.num_bytes == chosen.num_bytes, "the engine allocates as many bytes"
 
 
+@pytest.mark.parametrize("slots", [1, 3])
+def test_a_budget_that_takes_the_memory_to_the_byte_fits(slots: int) -> None:
+    def plan_of(budget: int) -> Plan:
+        return plan("plain", budget)
+
+    for budget in (30, 31, 32):
+        memory = footprint(plan_of(budget), shared_model(), slots=slots, longest=90).num_bytes
+        for less, fitting in ((0, budget), (1, budget - 1)):
+            given = {"longest": 90, "memory": memory - less, "slots": slots}
+            assert budget_of(suggest(plan_of, shared_model(), **given).chosen) == fitting
+
+
 @given(models, stacks, lengths, memories, st.integers(16, 60))
 def test_the_suggested_slots_fit_and_one_more_does_not(
     model: Any, name: str, longest: int, memory: int, budget: int
