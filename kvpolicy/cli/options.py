@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from kvpolicy.engine.reuse.store import PrefixStore
     from kvpolicy.engine.run import Run
     from kvpolicy.plan.plan import Plan
+    from kvpolicy.plan.resolved import ResolvedPlan
     from kvpolicy.plan.toml import Override
 
 SOME_FAILED = 1  # exit status of commands of which a part failed
@@ -376,6 +377,7 @@ def prepare(
         gpu_attention=options.gpu_attention.value,
         prefix_store=prefix_store,
     )
+    tell_no_effects(engine.plan)
     if options.max_new_tokens is None:
         defaults = attrs.evolve(defaults, max_new_tokens=default_length(model))
     return Generation(engine, prompts, defaults)
@@ -413,6 +415,19 @@ def tell_packing(model: "PreTrainedModel", cpu_weights: WeightOrder) -> None:
             f"no weights were packed: all products of this model have less than "
             f"{format_bytes(MIN_BYTES)} of them, and would get slower."
         )
+
+
+def tell_no_effects(plan: "ResolvedPlan", whose: str = "") -> None:
+    """Say what in a plan changes nothing.
+
+    Args:
+        plan: The plan.
+        whose: Begins each message, where there are several plans.
+    """
+    from kvpolicy.plan.no_effect import without_effect
+
+    for sentence in without_effect(plan):
+        info(f"{whose}{sentence}.")
 
 
 def _prompts(options: GenerationOptions) -> list[Prompt]:

@@ -6,8 +6,8 @@ With ``--json``, `show` prints ``{"model", "dtype", "tokens", "prompt_tokens", "
 A budget is null if all rows stay, a sliding window if the layer has none; a layer whose budget is
 given as a share also has ``"budget_from"``, one in which the rows of prompts stay ``"prompt"``.
 `check` prints ``{"file", "model", "ok", "digest", "problems":
-[{"error", "message"}]}``; ``error`` is the class of the problem, and the digest is null if there
-are problems.
+[{"error", "message"}], "warnings"}``; ``error`` is the class of the problem, and the digest is null
+if there are problems. A warning says what in the plan changes nothing.
 """
 
 from pathlib import Path
@@ -121,18 +121,24 @@ def check(
 ) -> None:
     """Find everything that is wrong with a plan, one sentence for each problem.
 
-    Exits with status 2 if there are problems. Reads the model's configuration only.
+    Exits with status 2 if there are problems. Says what in the plan changes nothing. Reads the
+    model's configuration only.
     """
     register_plugins(plugin)
     found = _check(file, model, overrides or [], trust_remote_code)
+    from kvpolicy.plan.no_effect import without_effect
+
     digest = found.resolved.digest() if found.resolved else None
+    warnings = without_effect(found.resolved) if found.resolved else []
     if json:
         problems = [{"error": type(one).__name__, "message": str(one)} for one in found.problems]
         result = {"file": str(file), "model": model, "ok": not problems, "digest": digest}
-        print_json({**result, "problems": problems}, indent=2)
+        print_json({**result, "problems": problems, "warnings": warnings}, indent=2)
     else:
         for problem in found.problems:
             info(as_sentence(str(problem)))
+        for warning in warnings:
+            info(f"{warning}.")
     if found.problems:
         raise typer.Exit(WRONG_INPUT)
     if not json:

@@ -87,6 +87,10 @@ def _are_layers(value: object) -> bool:
     return value is None or _is_list(value, _is_count)
 
 
+def _is_reason(value: object) -> bool:
+    return value is None or (type(value) is str and value != "")
+
+
 def _are_parts(value: object) -> bool:
     def is_pair(one: object) -> bool:
         return isinstance(one, (tuple, list)) and len(one) == 2 and type(one[0]) is str
@@ -125,6 +129,10 @@ class Declarations:
     layers_alike: bool = _declaration(False, _is_bool, "True or False")
     marks_in_step: bool = _declaration(False, _is_bool, "True or False")
     ragged: bool = _declaration(False, _is_bool, "True or False")
+    needs_shared_heads: bool = _declaration(False, _is_bool, "True or False")
+    no_effect: str | None = _declaration(
+        None, _is_reason, 'None, or why it has no effect, such as "it has no table"'
+    )
     gives_mass: bool = _declaration(False, _is_bool, "True or False")
     needs_mass: bool = _declaration(False, _is_bool, "True or False")
     steers: tuple[int, ...] | None = _declaration(

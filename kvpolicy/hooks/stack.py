@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from itertools import chain
+from itertools import chain, pairwise
 from typing import Any
 
 import pluggy
@@ -14,7 +14,7 @@ from kvpolicy.cache.rows import HeldRows, LayerRows
 from kvpolicy.cache.slab import Slab
 from kvpolicy.errors import PolicyLoadError
 from kvpolicy.hooks import checks
-from kvpolicy.hooks.declarations import Declarations
+from kvpolicy.hooks.declarations import HOOKS, Declarations
 from kvpolicy.hooks.late_checks import LateChecks
 from kvpolicy.hooks.manager import Check, HookListener, HookManager
 from kvpolicy.hooks.protection import protected_rows
@@ -31,6 +31,9 @@ _FOLDED_HOOKS = ("due", "protect", "score", "select")
 
 # Those that see rows, which heads may hold in different numbers.
 _ROW_HOOKS = _COMPACTION_HOOKS
+
+# Hooks of which the first answer counts.
+_ANSWERED_ONCE = ("score", "select", "evict")
 
 _DEEPEST_PART = 4
 
@@ -63,6 +66,9 @@ class Stack:
             may hold different numbers of them, parts included.
         mass_problem: Why the scores that a policy weighs rows by are no masses; ``None``: they
             are, or no policy does.
+        implemented: The hooks that each policy implements, in order, without those of its parts.
+        shadowed: Policies whose implementation of `score`, `select` or `evict`, no wrapper, is
+            called only where a policy listed after them has no answer: hook, policy, the other.
         layers_alike: Whether every policy that implements `due`, `protect`, `score` or `select`
             declares that it treats layers alike, parts included, and none implements `bind`.
         probe_size: Tokens of a probe, at most; 0 if no policy probes.
@@ -142,6 +148,18 @@ class Stack:
             *chain.from_iterable(part.even_only for part in self._part_list),
         ]
         self.mass_problem: str | None = self._mass_problem()
+        self.implemented: list[frozenset[str]] = [
+            frozenset(
+                hook
+                for hook in HOOKS
+                if any(impl.plugin is policy for impl in self._manager.impls(hook))
+            )
+            for policy in own
+        ]
+        self.shadowed: list[tuple[str, str, str]] = [
+            *self._shadowed(),
+            *chain.from_iterable(part.shadowed for part in self._part_list),
+        ]
         self.steering: list[tuple[str, Sequence[int] | None]] = [
             *(
                 (impl.plugin_name, declared[id(impl.plugin)].steers)
@@ -221,6 +239,14 @@ class Stack:
                 if not self._manager.declared[id(one.plugin)].gives_mass:
                     return f"{needs}, and those of '{one.plugin_name}' are not; {advice}"
         return next(filter(None, (part.mass_problem for part in self._part_list)), None)
+
+    def _shadowed(self) -> Iterator[tuple[str, str, str]]:
+        for hook in _ANSWERED_ONCE:
+            plain = [
+                impl for impl in self._manager.impls(hook) if not (impl.wrapper or impl.hookwrapper)
+            ]
+            for above, below in pairwise(plain):
+                yield hook, below.plugin_name, above.plugin_name
 
     def _probe_size(self) -> int:
         sizes = [part.probe_size for part in self._part_list]

@@ -37,6 +37,7 @@ from kvpolicy.cli.options import (
     choose_plan,
     examples,
     register_plugins,
+    tell_no_effects,
     tell_packing,
 )
 from kvpolicy.cli.output import format_count, info, print_lines
@@ -384,6 +385,8 @@ def serve(
         served = served_model(
             model_name(model), loaded, tokenizer, plans, settings, prefix_store=store, **options
         )
+        for offered in served.plans:
+            tell_no_effects(offered.engine.plan, whose=f"{offered.id}: ")
         _warn_if_open(settings, host)
         num_cancelled = serve_model(
             served, settings, listening, lambda url: print_lines(_welcome(served, url, settings))

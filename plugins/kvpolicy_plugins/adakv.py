@@ -24,7 +24,7 @@ class AdaKV:
     * Of the other rows of all heads, the best stay, ``budget * H_kv`` in all.
 
     Where each head has the budget for itself there is nothing to share: this policy has no
-    opinion then, and each head keeps its best rows.
+    opinion then, each head keeps its best rows, and `kvpolicy plan check` says so.
 
     Deviations: at least one row of each head stays, as a head without rows cannot attend; of equal
     scores, the newer row stays. The authors' code (FFY0/AdaKV 0ae8e19, ``AdaptiveSnapKVCluster``)
@@ -39,10 +39,18 @@ class AdaKV:
 
     layers_alike: ClassVar[bool] = True
     ragged: ClassVar[bool] = True
+    needs_shared_heads: ClassVar[bool] = True
 
     alpha_safeguard: float = attrs.field(
         default=0.2, validator=[instance_of((int, float)), ge(0), le(1)]
     )
+
+    @property
+    def no_effect(self) -> str | None:
+        """Nothing is left to share, if each head has all of the uniform budget."""
+        return (
+            "with alpha_safeguard = 1, heads share nothing" if self.alpha_safeguard == 1 else None
+        )
 
     @hookimpl
     def select(self, scores: Tensor, positions: Tensor, budget: int, heads: str) -> Tensor | None:

@@ -23,3 +23,8 @@ class Protect:
     def protects(self) -> tuple[int, int]:
         """The sinks and the recent rows."""
         return self.n_sink, self.n_recent
+
+    @property
+    def no_effect(self) -> str | None:
+        """Nothing is protected if both numbers are 0."""
+        return None if any(self.protects) else "n_sink and n_recent are 0"

@@ -83,6 +83,11 @@ class Seal:
         """The layer of the vector."""
         return (self._direction.layer,)
 
+    @property
+    def no_effect(self) -> str | None:
+        """Nothing is added with strength 0."""
+        return "its strength is 0" if self.strength == 0 else None
+
     @hookimpl
     def observe(
         self, token_ids: Tensor, start: int, prompt_len: int, tokenizer: Any, registers: Registers

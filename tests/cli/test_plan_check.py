@@ -53,6 +53,7 @@ def test_a_valid_plan_prints_one_line_with_its_digest(
         "ok": True,
         "digest": digest,
         "problems": [],
+        "warnings": [],
     }
 
 

@@ -260,7 +260,7 @@ def _run(sweep: "Sweep", store: "Store", executor: "Executor") -> None:
                 session["sandbox"] = find_wall().name
                 info(f"Programs that the model writes run in {session['sandbox']}.")
             store.begin(session)
-        for note in store.notes:
+        for note in [*store.notes, *_no_effects(sweep)]:
             info(note)
         _print_start(sweep, store, num_left)
         if num_left:
@@ -272,6 +272,18 @@ def _run(sweep: "Sweep", store: "Store", executor: "Executor") -> None:
             f"{store.folder}; run the same command again to continue."
         )
         raise Interrupted(msg) from None
+
+
+def _no_effects(sweep: "Sweep") -> list[str]:
+    """What in the plans of a sweep changes nothing, said once for all budgets."""
+    from kvpolicy.plan.no_effect import without_effect
+
+    found = (
+        f"{cell.series}: {sentence}."
+        for cell in sweep.cells
+        for sentence in without_effect(cell.resolved)
+    )
+    return list(dict.fromkeys(found))
 
 
 def _print_start(sweep: "Sweep", store: "Store", num_left: int) -> None:

@@ -25,6 +25,7 @@ from kvpolicy.cli.options import (
     choose_plan,
     default_request,
     register_plugins,
+    tell_no_effects,
 )
 from kvpolicy.cli.output import (
     Progress,
@@ -162,6 +163,7 @@ def _answering(
         most = executor.default_length(options.model)
         defaults = attrs.evolve(defaults, max_new_tokens=most)
     resolved = plan.resolve(model.num_layers)
+    tell_no_effects(resolved)
     return Answering(
         model,
         resolved,

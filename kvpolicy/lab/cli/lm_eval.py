@@ -38,6 +38,7 @@ from kvpolicy.cli.options import (
     examples,
     register_plugins,
     split_list,
+    tell_no_effects,
     tell_packing,
 )
 from kvpolicy.cli.output import (
@@ -205,6 +206,7 @@ def lm_eval(
     )
     tell_packing(loaded, cpu_weights)
     engine = Engine(loaded, tokenizer, chosen, slots=slots, compile=compile)
+    tell_no_effects(engine.plan)
     lm = PolicyLM(engine, seed=seed or 0, think_end_token=think_end, follow=_show_progress)
     cache = None if output is None else AnswerCache(lm, output.with_suffix(".answers.db"))
     if cache is not None and cache.num_found:

@@ -72,6 +72,13 @@ class LayerSensitivity:
     )
     least: float = attrs.field(default=0.25, validator=[instance_of((int, float)), ge(0), le(1)])
 
+    @property
+    def no_effect(self) -> str | None:
+        """All layers get the same without a table, or with weights that do not depend on it."""
+        if self.table is None:
+            return 'it has no table; give it one of `kvpolicy layers measure`, table = "NAME"'
+        return "with alpha = 0, all layers get the same" if self.alpha == 0 else None
+
     @hookimpl
     def allocate(
         self,

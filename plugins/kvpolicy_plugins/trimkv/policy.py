@@ -108,6 +108,16 @@ class TrimKV:
         return 0, self.n_recent
 
     @property
+    def no_effect(self) -> str | None:
+        """What it does without trained gates is what no policy does."""
+        if self.gates != UNTRAINED:
+            return None
+        return (
+            "its gates are untrained, so that almost only the newest rows stay; give it those of "
+            '`kvpolicy trimkv train`, gates = "FILE"'
+        )
+
+    @property
     def bounded(self) -> bool:
         """Whether the slab has a fixed size: not if a prompt must fit into it."""
         return not self.whole_prompt
