@@ -196,5 +196,5 @@ def _in_turns(rng: random.Random, num_topics: int, n: int) -> list[int]:
 def conversation(
     topics: int = TOPICS, length: int = LENGTH, questions: int = QUESTIONS
 ) -> ReasonerConversations:
-    """A long conversation, and questions that return to its topics."""
+    """A long conversation and questions about its topics, in the language of the reasoners."""
     return ReasonerConversations(topics, length, questions)

@@ -191,10 +191,10 @@ def _draw_needle(rng: random.Random, leaf_name: str, name: str) -> tuple[Fact, F
 
 
 def needle(length: int = LENGTH) -> Retrieval:
-    """Find one needle in a haystack of facts."""
+    """Find one needle in a haystack of facts, in the language of the bundled reasoners."""
     return Retrieval("needle", length, 1)
 
 
 def multikey(length: int = LENGTH, keys: int = KEYS) -> Retrieval:
-    """Find one needle among several of the same form."""
+    """Find one needle among several of the same form, in the language of the reasoners."""
     return Retrieval("multikey", length, keys)

@@ -7,6 +7,7 @@ counts ``cells``, ``samples``, ``left`` and ``workers``, the same by setting in 
 """
 
 import sys
+from collections import Counter
 from collections.abc import Container, Iterable, Mapping, Sequence
 from itertools import groupby
 from operator import itemgetter
@@ -265,6 +266,11 @@ def _run(sweep: "Sweep", store: "Store", executor: "Executor") -> None:
         _print_start(sweep, store, num_left)
         if num_left:
             _run_jobs(sweep, store, executor, done)
+            if workers > 1:
+                info(
+                    f"{workers} workers have run side by side, fewer at the end: compare tok/s of "
+                    "runs with --workers 1."
+                )
     except KeyboardInterrupt:
         num_done = sweep.num_samples - sweep.num_remaining(store.samples)
         msg = (
@@ -316,7 +322,11 @@ def _run_jobs(sweep: "Sweep", store: "Store", executor: "Executor", done: Contai
 
 
 class _Status:
-    """The number of finished samples of each cell, and their mean value so far."""
+    """The number of finished samples of each cell, and the mean value of finished cells.
+
+    A mean of some samples would mislead: short answers end first, and long ones are wrong more
+    often.
+    """
 
     def __init__(self, sweep: "Sweep", done: Iterable["Sample"]) -> None:
         self._sweep = sweep
@@ -358,8 +368,8 @@ class _Status:
     def _describe(self, cell: "Cell") -> str:
         done, size, budget = self._done[cell.id], self._sizes[cell.id], cell.budget
         at = "" if budget is None else f" at {budget:g}"
-        part = f"{done}" if done == size else f"{done}/{size}"
-        return f"{self._where(cell)}{cell.series}{at}: {self._value(cell, part)}"
+        found = self._value(cell) if done == size else f"{done}/{size}"
+        return f"{self._where(cell)}{cell.series}{at}: {found}"
 
     def _where(self, cell: "Cell") -> str:
         """Model, task and seed, as far as the settings of the sweep differ in them."""
@@ -371,12 +381,12 @@ class _Status:
         differing = [column[0] for column in zip(*names, strict=True) if len(set(column)) > 1]
         return f"{', '.join(differing)}: " if differing else ""
 
-    def _value(self, cell: "Cell", part: str) -> str:
-        values = self._values[cell.id]
+    def _value(self, cell: "Cell") -> str:
+        values, size = self._values[cell.id], self._sizes[cell.id]
         column = self._sweep.setting_of(cell).task.metric.columns[0]
         if not values:
-            return f"{part} failed"
-        return f"{column.title} {column.format(fmean(values))} over {part}"
+            return f"{size} failed"
+        return f"{column.title} {column.format(fmean(values))} over {size}"
 
 
 def _publish(sweep: "Sweep", store: "Store", by: str | None, *, json: bool) -> bool:
@@ -390,10 +400,33 @@ def _publish(sweep: "Sweep", store: "Store", by: str | None, *, json: bool) -> b
     else:
         _print_tables(panels, by)
         info(f"table, plots, samples and manifest are in {store.folder}.")
+    for note in _nothing_evicted(sweep, store):
+        info(note)
     failed = [one for one in store.samples.values() if one.finish_reason == "error"]
     if failed:
         info(f"{format_count(len(failed), 'sample')} failed; the first: {failed[0].error}")
     return bool(failed)
+
+
+def _nothing_evicted(sweep: "Sweep", store: "Store") -> list[str]:
+    """The cells whose policies had nothing to evict, so that they are runs of the full cache."""
+    from kvpolicy.engine.requests.savings import nothing_evicted
+
+    evicted, longest = Counter[str](), Counter[str]()
+    for sample in store.samples.values():
+        evicted[sample.cell] += sample.rows_evicted
+        longest[sample.cell] = max(longest[sample.cell], sample.peak_rows)
+    notes = []
+    for cell in sweep.cells:
+        note = nothing_evicted(cell.resolved, evicted[cell.id], longest[cell.id], _option)
+        if note is not None:
+            at = "" if cell.budget is None else f" at {cell.budget:g}"
+            notes.append(f"{cell.series}{at}: {note}.")
+    return notes
+
+
+def _option(key: str, value: int) -> str:
+    return f"--{'budgets' if key == 'budget' else key} {value}"
 
 
 def _print_tables(panels: "list[Panel]", by: str | None) -> None:

@@ -228,3 +228,14 @@ def test_cells_in_which_every_request_fails_are_reported(
     assert kvpolicy("report", "out").status == 0
     assert kvpolicy("plot", "out", "--to", "out.png").status == 0
     assert kvpolicy("results", "compare", "out", "--with", "full cache").status == 0
+
+
+def test_a_cell_whose_policies_had_nothing_to_evict_is_told(
+    kvpolicy: Shell, model_folder: Path
+) -> None:
+    words = ("--model", model_folder, *SMALL, "--policies", "h2o", "--budgets", "12,500")
+    answer = kvpolicy("ablate", *words)
+    assert answer.status == 0, answer.err
+    (told,) = [line for line in answer.err.splitlines() if "nothing was evicted" in line]
+    assert "at 500" in told
+    assert "--budgets" in told
