@@ -6,11 +6,14 @@ nested too deeply or far too large is answered by one sentence that names it.
 
 import json
 import os
+import re
 import secrets
+import sys
 import tomllib
 from codecs import BOM_UTF8
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import cache
 from pathlib import Path
 from typing import Any, BinaryIO, NoReturn
 
@@ -18,9 +21,14 @@ import attrs
 
 from kvpolicy.errors import KVPolicyError, OutputError, shown
 
+if sys.platform != "win32":
+    import fcntl
+
 MAX_BYTES = 2**28  # of a file that is read as a whole, or of a line of JSON lines
 MAX_TOML_BYTES = 2**20  # tomllib takes seconds for a MiB
 MAX_NESTING = 100  # levels; reading and copying data calls functions level by level
+
+_UNFINISHED = re.compile(r"\.kvpolicy-[0-9a-f]{8}\.new")
 
 
 def path_of(value: object, what: str, *, error: type[KVPolicyError] = KVPolicyError) -> Path:
@@ -266,7 +274,8 @@ def atomic_writer(path: Path, *, private: bool = False) -> Iterator[BinaryIO]:
     """Open a file to be written in the block; readers see its old content until the block ends.
 
     The content is on the disk before it replaces the file, so that a power failure leaves one of
-    the two. A symbolic link stays, and the file it names is replaced.
+    the two. A symbolic link stays, and the file it names is replaced. What a killed process has
+    left of such a write is removed by the first write of another one in that folder.
 
     Args:
         path: The file.
@@ -285,16 +294,18 @@ def atomic_writer(path: Path, *, private: bool = False) -> Iterator[BinaryIO]:
         if target.exists() and not target.is_file():
             msg = f"{path} cannot be written: it is no regular file; choose another place"
             raise OutputError(msg)
-        # A new name, so that no file of the user is overwritten.
-        temporary = target.with_name(f".kvpolicy-{secrets.token_hex(4)}.new")
-        with open(temporary, "xb", opener=_open_privately if private else None) as file:
+        _tidy(target.parent)
+        temporary, file = _new_file_beside(target, private=private)
+        with file:
             if target.exists():
                 with suppress(OSError):  # some file systems have no modes
                     temporary.chmod(target.stat().st_mode)
             yield file
             file.flush()
             os.fsync(file.fileno())
-        os.replace(temporary, target)
+            if sys.platform == "win32":
+                file.close()  # an open file cannot be moved there
+            os.replace(temporary, target)
         temporary = None
         _sync_folder(target.parent)
     except OSError as error:
@@ -304,6 +315,53 @@ def atomic_writer(path: Path, *, private: bool = False) -> Iterator[BinaryIO]:
         if temporary is not None:
             with suppress(OSError):
                 temporary.unlink(missing_ok=True)
+
+
+def is_unfinished_write(path: Path) -> bool:
+    """Whether `atomic_write` writes, or has written, its content to this file first."""
+    return _UNFINISHED.fullmatch(path.name) is not None
+
+
+def remove_unfinished_writes(folder: Path) -> None:
+    """Remove what killed processes have left of their atomic writes in a folder.
+
+    Files that another process is writing now are locked, and stay. Where there are no locks, as on
+    Windows and some network file systems, all stay.
+
+    Args:
+        folder: The folder; the first write of a process in it does this, too.
+    """
+    with suppress(OSError):  # of a folder that cannot be read or written, they stay
+        for path in folder.iterdir():
+            if is_unfinished_write(path) and path.is_file() and not path.is_symlink():
+                _remove_if_unlocked(path)
+
+
+def _remove_if_unlocked(path: Path) -> None:
+    if sys.platform != "win32":
+        with suppress(OSError), path.open("r+b") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            path.unlink()
+
+
+@cache
+def _tidy(folder: Path) -> None:
+    """Once in each folder: it may have many files."""
+    remove_unfinished_writes(folder)
+
+
+def _new_file_beside(target: Path, *, private: bool) -> tuple[Path, BinaryIO]:
+    """A file with a new name, so that none of the user is overwritten; locked while it is open."""
+    opener = _open_privately if private else None
+    while True:
+        path = target.with_name(f".kvpolicy-{secrets.token_hex(4)}.new")
+        file = open(path, "xb", opener=opener)  # noqa: SIM115
+        if sys.platform != "win32":
+            with suppress(OSError):  # a file system without locks
+                fcntl.flock(file, fcntl.LOCK_EX)
+        if path.exists():  # otherwise another process has tidied before it was locked
+            return path, file
+        file.close()
 
 
 def _open_privately(path: str, flags: int) -> int:
@@ -348,11 +406,6 @@ def _plain(error: ValueError) -> ValueError:
     """The reason of a parser; Python's own for long numbers names a function of Python."""
     reason = str(error)
     return ValueError("a number has too many digits" if "int_max_str_digits" in reason else reason)
-
-
-def is_unfinished_write(path: Path) -> bool:
-    """Whether a killed `atomic_write` has left this file."""
-    return path.name.startswith(".kvpolicy-") and path.suffix == ".new"
 
 
 def _sync_folder(folder: Path) -> None:

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -261,10 +262,25 @@ def test_stores_that_cannot_be_read_are_refused(tmp_path: Path, store: EpisodeSt
     index.write_text(json.dumps(data | {"settings": {"no": 1}}))
     with pytest.raises(KVPolicyError, match="damaged"):
         EpisodeStore.load(tmp_path / "a", engine(), embed=hot)
+    data["episodes"][0]["centroid"][0] += 0.25
+    index.write_text(json.dumps(data))
+    with pytest.raises(KVPolicyError, match="damaged"):
+        EpisodeStore.load(tmp_path / "a", engine(), embed=hot)
     (tmp_path / "b").mkdir()
     (tmp_path / "b" / "letter.txt").write_text("mine")
     with pytest.raises(KVPolicyError, match="b'"):
         store.save(tmp_path / "b")
+
+
+@pytest.mark.skipif(os.name == "nt", reason="needs modes")
+def test_a_store_on_disk_is_for_this_user_only(tmp_path: Path, store: EpisodeStore) -> None:
+    umask = os.umask(0)
+    try:
+        store.save(tmp_path / "a")
+    finally:
+        os.umask(umask)
+    modes = {path.stat().st_mode & 0o777 for path in (tmp_path / "a").iterdir()}
+    assert ((tmp_path / "a").stat().st_mode & 0o777, modes) == (0o700, {0o600})
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,6 @@ A write that fails, on a full disk for example, ends the writing for a while: th
 further and further apart, so that a disk that stays full costs next to nothing.
 """
 
-import hashlib
 import json
 import logging
 import math
@@ -19,20 +18,17 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import safetensors
-import torch
 from filelock import FileLock, Timeout
-from safetensors.torch import save
-from torch import Tensor
 
 from kvpolicy.engine.reuse.nodes import KEY_BYTES, Node
 from kvpolicy.engine.reuse.parts import SequencePart
 from kvpolicy.engine.reuse.tier import EvictionChoice, Tier
+from kvpolicy.engine.snapshots.checked_file import CheckedFormat, UnreadableError
 from kvpolicy.engine.snapshots.snapshot import SequenceSnapshot
-from kvpolicy.errors import KVPolicyError, OutputError, SnapshotError, error_summary
-from kvpolicy.files import atomic_write, is_unfinished_write, parse_json
+from kvpolicy.errors import OutputError, SnapshotError, error_summary
+from kvpolicy.files import atomic_write, parse_json, remove_unfinished_writes
 
-_KEY, _VERSION = "kvpolicy.prefix", 1
+FORMAT = CheckedFormat("kvpolicy.prefix", version=2, holds="blocks of a prefix store")
 _SUFFIX = ".safetensors"
 
 # Seconds from a write that has failed to the next try; each further failure doubles them.
@@ -68,6 +64,7 @@ class Spill:
         try:
             self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # prompts are private
             self._lock = _locked(self.folder)
+            remove_unfinished_writes(self.folder)
             self._files = sorted(self.folder.iterdir())
         except OSError as error:
             msg = (
@@ -84,11 +81,7 @@ class Spill:
         """
         headers: dict[bytes, dict[str, Any]] = {}
         for path in self._by_age():
-            if is_unfinished_write(path):
-                _unlink(path)
-            elif path.suffix == _SUFFIX and not path.is_file():  # opening a FIFO would wait
-                _warn(path, "it is no regular file")
-            elif path.suffix == _SUFFIX:
+            if path.suffix == _SUFFIX:
                 header = _header(path)
                 if header is not None:
                     headers[bytes.fromhex(header["key"])] = header
@@ -131,11 +124,8 @@ class Spill:
         path = self._path(node.key)
         try:
             part = self._loaded(path, node)
-        except (OSError, safetensors.SafetensorError, KVPolicyError) as error:
-            _warn(path, error_summary(error))
-            return None
-        except Exception as error:  # of data that is another than was written
-            _warn(path, f"it is damaged ({error_summary(error)})")
+        except Exception as error:  # data with a checksum that fits may still be another's
+            _warn(path, error)
             return None
         with suppress(OSError):
             os.utime(path)  # so that those used last are found last
@@ -155,17 +145,10 @@ class Spill:
 
     def _loaded(self, path: Path, node: Node) -> SequencePart:
         """The part in a file; raises anything if it is not that of the node."""
-        with safetensors.safe_open(path, framework="pt") as opened:
-            tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
-            entry = parse_json((opened.metadata() or {})[_KEY])
-        text = entry["header"]
-        if entry["checksum"] != _checksum(text, tensors):
-            msg = "it is damaged: its checksum is another"
-            raise SnapshotError(msg)
-        header = parse_json(text)
+        tensors, header = FORMAT.read(path)
         if header["key"] != node.key.hex() or array("q", header["token_ids"]) != node.token_ids:
-            msg = "it holds other tokens than its name says"
-            raise SnapshotError(msg)
+            msg = "holds other tokens than its name says"
+            raise UnreadableError(msg)
         snapshot = header["snapshot"]
         text = snapshot["identity"]
         snapshot["identity"] = self._identities.setdefault(text, parse_json(text))
@@ -274,7 +257,6 @@ def _content(node: Node, part: SequencePart) -> bytes:
     tensors, snapshot = part.snapshot.packed()
     snapshot["identity"] = json.dumps(snapshot["identity"], sort_keys=True)
     header = {
-        "version": _VERSION,
         "key": node.key.hex(),
         "parent": None if node.parent is None else node.parent.key.hex(),
         "token_ids": list(node.token_ids),
@@ -283,41 +265,21 @@ def _content(node: Node, part: SequencePart) -> bytes:
         "num_answer": part.num_answer,
         "snapshot": snapshot,
     }
-    text = json.dumps(header)
-    # A single entry: safetensors writes several in no fixed order.
-    entry = json.dumps({"header": text, "checksum": _checksum(text, tensors)})
-    return save(tensors, {_KEY: entry})
-
-
-def _checksum(text: str, tensors: abc.Mapping[str, Tensor]) -> str:
-    found = hashlib.blake2b(text.encode(), digest_size=16)
-    for name in sorted(tensors):
-        tensor = tensors[name]
-        found.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
-        found.update(tensor.reshape(-1).view(torch.uint8).numpy().tobytes())
-    return found.hexdigest()
+    return FORMAT.to_bytes(tensors, header)
 
 
 def _header(path: Path) -> dict[str, Any] | None:
     """What a file says of its node; ``None``, with a warning, if it is not one that was written."""
     try:
-        with safetensors.safe_open(path, framework="pt") as opened:
-            metadata = opened.metadata() or {}
-        if _KEY not in metadata:
-            _warn(path, "it was not written by a prefix store")
-            return None
-        header: dict[str, Any] = parse_json(parse_json(metadata[_KEY])["header"])
-        if header["version"] != _VERSION:
-            _warn(path, f"it has version {header['version']!r:.20} of the format")
-            return None
+        header = FORMAT.read_header(path)
         names = [header["key"], header["parent"], header["turn_of"]]
         sizes = {len(bytes.fromhex(name)) for name in names if name is not None}
         is_named = path.name == header["key"] + _SUFFIX
         if sizes == {KEY_BYTES} and is_named and array("q", header["token_ids"]):
             return header | {"num_bytes": path.stat().st_size}
-        _warn(path, "its name is not that of what it holds")
+        _warn(path, UnreadableError("has another name than what it holds"))
     except Exception as error:
-        _warn(path, f"it is damaged ({error_summary(error)})")
+        _warn(path, error)
     return None
 
 
@@ -326,5 +288,7 @@ def _unlink(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-def _warn(path: Path, problem: str) -> None:
-    _log.warning("the prefix store leaves out %s: %s", path, problem)
+def _warn(path: Path, error: Exception) -> None:
+    known = isinstance(error, UnreadableError)
+    problem = str(error) if known else f"is damaged: {error_summary(error)}"
+    _log.warning("the prefix store leaves out %s: it %s", path, problem)

@@ -1,28 +1,24 @@
 """`SequenceSnapshot`: a sequence out of its slot, as a value that can be kept, copied and saved.
 
-A file is safetensors, with all that is no tensor as JSON in its metadata; reading one runs no code.
+A file has a checksum, and reading one runs no code.
 """
 
-import json
 from collections import abc
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import attrs
-import safetensors
 import torch
-from safetensors.torch import save
 from torch import Tensor
 
 from kvpolicy.cache.slot_contents import LayerContents, SlotContents
+from kvpolicy.engine.snapshots.checked_file import CheckedFormat, UnreadableError
 from kvpolicy.engine.snapshots.plain_data import NotPlainError, decode, encode
 from kvpolicy.errors import SnapshotError, error_summary
-from kvpolicy.files import atomic_write, open_binary, parse_json, path_of
+from kvpolicy.files import atomic_write, path_of
 
-_KEY, _VERSION = "kvpolicy.snapshot", 1
-
-_INSTEAD = "save a sequence with SequenceSnapshot.save"
+FORMAT = CheckedFormat("kvpolicy.snapshot", version=2, holds="a snapshot of a sequence")
 
 
 @attrs.frozen
@@ -104,7 +100,7 @@ class SequenceSnapshot:
         )
 
     def save(self, path: str | Path) -> None:
-        """Write it to a file of safetensors.
+        """Write it to a file of safetensors with a checksum, which only this user can read.
 
         Args:
             path: The file; its name should end in ``.safetensors``.
@@ -114,9 +110,7 @@ class SequenceSnapshot:
             OutputError: If the file cannot be written.
         """
         target = path_of(path, "a snapshot", error=SnapshotError)
-        tensors, header = self.packed()
-        # A single entry: safetensors writes several in no fixed order.
-        atomic_write(target, save(tensors, {_KEY: json.dumps({"version": _VERSION} | header)}))
+        atomic_write(target, FORMAT.to_bytes(*self.packed()), private=True)
 
     def packed(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """Its tensors by name, on the CPU, and all the rest as JSON writes it.
@@ -169,42 +163,21 @@ class SequenceSnapshot:
             path: The file.
 
         Raises:
-            SnapshotError: If it cannot be read, is no snapshot, or was written by another version.
+            SnapshotError: If it cannot be read, is no snapshot, differs in a bit from what was
+                written, or was written by another version.
         """
-        what, source = f"snapshot '{path}'", path_of(path, "a snapshot", error=SnapshotError)
-        with open_binary(source, what, error=SnapshotError):
-            pass  # readable, or refused in the usual words
+        source = path_of(path, "a snapshot", error=SnapshotError)
         try:
-            with safetensors.safe_open(source, framework="pt") as opened:
-                tensors = {key: opened.get_tensor(key) for key in opened.keys()}  # noqa: SIM118
-                metadata = opened.metadata() or {}
-        except OSError as error:
-            msg = f"{what} cannot be read: {error.strerror or error}"
-            raise SnapshotError(msg) from error
-        except safetensors.SafetensorError as error:
-            msg = f"{what} is not safetensors, or not all of it ({error}); {_INSTEAD}"
-            raise SnapshotError(msg) from error
-        if _KEY not in metadata:
-            msg = f"{what} holds tensors, and no snapshot of a sequence; {_INSTEAD}"
-            raise SnapshotError(msg)
-        try:
-            header = parse_json(metadata[_KEY])
-            version = header["version"]
-        except (KeyError, TypeError, ValueError) as error:
-            raise _damaged(what, f"its header cannot be read ({error_summary(error)})") from error
-        if version != _VERSION:
-            msg = (
-                f"{what} has version {version!r:.20} of the format, and this kvpolicy reads "
-                f"version {_VERSION}; take it again"
-            )
-            raise SnapshotError(msg)
+            tensors, header = FORMAT.read(source)
+        except UnreadableError as error:
+            raise _refused(source, str(error)) from error
         try:
             snapshot = cls.unpacked(header, tensors)
             problem = snapshot.problem
         except Exception as error:
-            raise _damaged(what, error_summary(error)) from error
+            raise _refused(source, f"is damaged: {error_summary(error)}") from error
         if problem is not None:
-            raise _damaged(what, problem)
+            raise _refused(source, f"is damaged: {problem}")
         return snapshot
 
     @property
@@ -321,8 +294,10 @@ def _problem(snapshot: SequenceSnapshot) -> str | None:
     return None
 
 
-def _damaged(what: str, problem: str) -> SnapshotError:
-    return SnapshotError(f"{what} is damaged: {problem}; take it again")
+def _refused(path: Path, problem: str) -> SnapshotError:
+    return SnapshotError(
+        f"snapshot '{path}' {problem}; take it again, and write it with SequenceSnapshot.save"
+    )
 
 
 def _tensors_in(value: object) -> abc.Iterator[Tensor]:

@@ -1,6 +1,8 @@
 """What processes on other machines take over from the one that starts them."""
 
+import atexit
 import os
+import shutil
 import tempfile
 from pathlib import Path
 
@@ -53,10 +55,10 @@ class ProcessSetup:
             raise KVPolicyError(msg)
         if Path(self.folder).is_dir():
             os.chdir(self.folder)
-        folder = Path(tempfile.mkdtemp(prefix="kvpolicy-plugins-"))
-        for number, (name, content) in enumerate(self.plugins):
-            path = folder / str(number) / name
-            path.parent.mkdir()
+        for name, content in self.plugins:
+            folder = tempfile.mkdtemp(prefix="kvpolicy-plugin-")
+            atexit.register(shutil.rmtree, folder, ignore_errors=True)
+            path = Path(folder) / name
             path.write_bytes(content)
             register_file(path)
         torch.set_num_threads(self.threads)

@@ -159,7 +159,7 @@ class AnswerStore:
 
     def _lock(self) -> FileLock:
         try:
-            self.folder.mkdir(exist_ok=True)
+            self.folder.mkdir(mode=0o700, exist_ok=True)  # prompts and answers are private
             return lock_folder(self.folder)
         except OSError as error:
             msg = (
@@ -251,7 +251,7 @@ def check_output(output: Path, prompts: str) -> None:
         elif run_folder(output).exists() and not run_folder(output).is_dir():
             problem = f"cannot be written: {run_folder(output)} is a file"
         elif not run_folder(output).exists():
-            run_folder(output).mkdir(exist_ok=True)
+            run_folder(output).mkdir(mode=0o700, exist_ok=True)
             with suppress(OSError):  # another process has begun in it
                 run_folder(output).rmdir()
     except (OSError, ValueError) as error:

@@ -5,6 +5,7 @@ prompt; what stays is kept on the host as a snapshot. A question is answered fro
 episode is nearest to it, and leaves it as it was.
 """
 
+import hashlib
 import json
 import os
 from collections.abc import Callable, Sequence
@@ -24,7 +25,7 @@ from kvpolicy_plugins.epicache.policy import EpiCache
 POLICY = "epicache"
 INSTRUCTION = str(attrs.fields(EpiCache).prompt.default)
 NUM_EPISODES, WINDOW, N_MEDOID = 4, 4, 8
-_INDEX, _VERSION = "index.json", 1
+_INDEX, _VERSION = "index.json", 2
 
 
 class Conversation(Protocol):
@@ -261,15 +262,18 @@ class EpisodeStore:
         """
         target = Path(folder)
         try:
-            target.mkdir(parents=True, exist_ok=True)
+            target.mkdir(mode=0o700, parents=True, exist_ok=True)  # prompts are private
             if any(target.iterdir()) and not (target / _INDEX).exists():
                 msg = f"folder '{target}' holds other files, and no store; choose a new folder"
                 raise KVPolicyError(msg)
             (target / _INDEX).unlink(missing_ok=True)  # until all snapshots are there
             for number, one in enumerate(self.episodes):
                 one.snapshot.save(_snapshot_file(target, number))
-            text = json.dumps(self._index(), ensure_ascii=False, indent=1)
+            index = self._index()
+            text = json.dumps(index | {"checksum": _checksum(index)}, ensure_ascii=False, indent=1)
             partial = target / f"{_INDEX}.partial"
+            partial.unlink(missing_ok=True)  # of a process that was killed
+            partial.touch(mode=0o600)
             partial.write_text(text, encoding="utf-8")
             os.replace(partial, target / _INDEX)
         except OSError as error:
@@ -305,6 +309,8 @@ class EpisodeStore:
                 f"reads version {_VERSION}; build it again"
             )
             raise KVPolicyError(msg)
+        if index.pop("checksum", None) != _checksum(index):
+            raise _damaged(source)
         try:
             settings, framing = Settings(**index["settings"]), Framing(**index["framing"])
             episodes = tuple(
@@ -443,6 +449,10 @@ def _stored(entry: dict[str, Any], snapshot: SequenceSnapshot) -> StoredEpisode:
     episode = Episode(tuple(entry["windows"]), tuple(entry["medoids"]), centroid)
     numbers = (entry[name] for name in ("peak_rows", "peak_bytes", "full_bytes"))
     return StoredEpisode(episode, entry["prompt"], snapshot, *numbers)
+
+
+def _checksum(index: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(index, sort_keys=True).encode()).hexdigest()
 
 
 def _snapshot_file(folder: Path, number: int) -> Path:

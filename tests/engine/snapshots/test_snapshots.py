@@ -1,6 +1,7 @@
 """A sequence that is cut and resumed goes on, bit for bit, as if it had never been cut."""
 
 import json
+import os
 import re
 import struct
 import tempfile
@@ -24,7 +25,7 @@ from tiny import shared_model, tiny_tokenizer
 from torch import nn
 
 from kvpolicy import Engine, Plan, PolicyCache, Request, Sampling, hookimpl
-from kvpolicy.engine.snapshots.snapshot import SequenceSnapshot
+from kvpolicy.engine.snapshots.snapshot import FORMAT, SequenceSnapshot
 from kvpolicy.errors import CacheError, PolicyLoadError, SnapshotError
 from kvpolicy.state import Memory
 
@@ -265,7 +266,7 @@ sys.path.insert(0, {str(Path(__file__).parents[2] / "support")!r})
 import torch
 from tiny import shared_model, tiny_tokenizer
 from kvpolicy import Engine, Plan, Request
-from kvpolicy.engine.snapshots.snapshot import SequenceSnapshot
+from kvpolicy.engine.snapshots.snapshot import FORMAT, SequenceSnapshot
 model = shared_model(num_layers=2, dtype=torch.float64)
 knobs = {{"skipkv": {{"tau": 0.2, "window_size": 4}}}}
 plan = Plan.uniform("skipkv", budget=14, buffer=5, knobs=knobs)
@@ -401,14 +402,16 @@ def saved(folder: Path) -> Path:
 
 
 def change_header(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
-    content = path.read_bytes()
-    (size,) = struct.unpack("<Q", content[:8])
-    header = json.loads(content[8 : 8 + size])
-    ours = json.loads(header["__metadata__"]["kvpolicy.snapshot"])
-    change(ours)
-    header["__metadata__"]["kvpolicy.snapshot"] = json.dumps(ours)
-    text = json.dumps(header).encode()
-    path.write_bytes(struct.pack("<Q", len(text)) + text + content[8 + size :])
+    """As another program would write it, with a checksum that fits."""
+    tensors, header = FORMAT.read(path)
+    change(header)
+    path.write_bytes(FORMAT.to_bytes(tensors, header))
+
+
+def of_version(number: int) -> Callable[[Path], object]:
+    return lambda path: path.write_bytes(
+        attrs.evolve(FORMAT, version=number).to_bytes(*FORMAT.read(path))
+    )
 
 
 @pytest.mark.few(4)
@@ -416,18 +419,12 @@ def change_header(path: Path, change: Callable[[dict[str, Any]], object]) -> Non
     ("damage", "message"),
     [
         (lambda path: path.unlink(), "No such file"),
+        (lambda path: (path.unlink(), os.mkfifo(path)), "regular file"),
         (lambda path: path.write_bytes(path.read_bytes()[:-5]), "safetensors"),
         (lambda path: path.write_bytes(path.read_bytes()[:100]), "safetensors"),
         (lambda path: path.write_text("{}"), "safetensors"),
-        (lambda path: save_file(load_file(path), path), "no snapshot"),
-        (
-            lambda path: change_header(path, lambda header: header.update(version=2)),
-            "version 2",
-        ),
-        (
-            lambda path: change_header(path, lambda header: header.pop("version")),
-            "header",
-        ),
+        (lambda path: save_file(load_file(path), path), "snapshot of a sequence"),
+        (of_version(1), "version 1"),
         (
             lambda path: change_header(path, lambda header: header.pop("tokens")),
             "'tokens'",
@@ -460,6 +457,35 @@ def test_files_that_are_no_snapshots_are_refused_in_one_sentence(
     with pytest.raises(SnapshotError, match=message) as caught:
         SequenceSnapshot.load(path)
     assert "\n" not in str(caught.value)
+
+
+bits = st.tuples(st.booleans(), st.floats(0, 1, exclude_max=True), st.integers(0, 7))
+
+
+@given(st.lists(bits, min_size=8, max_size=8))
+def test_a_snapshot_with_one_bit_changed_is_refused(
+    tmp_path_factory: pytest.TempPathFactory, changed: list[tuple[bool, float, int]]
+) -> None:
+    """In its header and anywhere: rows, tokens, registers, costs, names, the checksum."""
+    path = saved(tmp_path_factory.mktemp("bits"))
+    content = path.read_bytes()
+    (header_bytes,) = struct.unpack("<Q", content[:8])
+    for in_header, place, bit in changed:
+        wrong = bytearray(content)
+        wrong[int(place * (8 + header_bytes if in_header else len(wrong)))] ^= 1 << bit
+        path.write_bytes(wrong)
+        with pytest.raises(SnapshotError, match=path.name):
+            SequenceSnapshot.load(path)
+
+
+@pytest.mark.skipif(os.name == "nt", reason="needs modes")
+def test_a_snapshot_is_for_this_user_only(tmp_path: Path) -> None:
+    umask = os.umask(0)
+    try:
+        path = saved(tmp_path)
+    finally:
+        os.umask(umask)
+    assert path.stat().st_mode & 0o777 == 0o600
 
 
 def test_rows_out_of_order_are_noticed(tmp_path: Path) -> None:

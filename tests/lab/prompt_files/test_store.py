@@ -1,6 +1,7 @@
 """Answers on disk: none lost, none doubled, wherever the journal was cut; then all in order."""
 
 import json
+import os
 import random
 from pathlib import Path
 from typing import Any
@@ -54,6 +55,16 @@ def test_answers_in_any_order_are_written_in_the_order_of_the_prompts(
     answer_all(output, order)
     assert read(output) == WHOLE
     assert not (output.parent / "a.jsonl.run/answers.jsonl").exists()
+
+
+@pytest.mark.skipif(os.name == "nt", reason="needs modes")
+def test_answers_that_are_kept_are_for_this_user_only(tmp_path: Path) -> None:
+    umask = os.umask(0)
+    try:
+        answer_all(tmp_path / "a.jsonl", [*range(NUM)])
+    finally:
+        os.umask(umask)
+    assert (tmp_path / "a.jsonl.run").stat().st_mode & 0o777 == 0o700
 
 
 def test_cut_at_any_byte_no_answer_is_lost_and_none_doubled(tmp_path: Path) -> None:
