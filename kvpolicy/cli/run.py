@@ -203,10 +203,11 @@ def _print_report(report: "RunReport", task: Generation) -> None:
         info(format_reuse(report.reused_tokens, report.prompt_tokens, [stats]))
     plan, evicted, longest = task.engine.plan, report.rows_evicted, report.peak_rows
     note = nothing_evicted(plan, evicted, longest, lambda key, value: f"--{key} {value}")
+    if note is None and report.full_bytes > report.held_bytes:
+        info(format_savings(report))
+    note = note or report.note
     if note is not None:
         info(f"{note}.")
-    elif report.full_bytes > report.held_bytes:
-        info(format_savings(report))
 
 
 def format_result(result: "Result", plan: "ResolvedPlan") -> str:

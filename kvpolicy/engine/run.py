@@ -23,7 +23,7 @@ from kvpolicy.engine.requests.request import Request
 from kvpolicy.engine.requests.request_queue import Clock, RequestQueue
 from kvpolicy.engine.requests.results import Events, HookFailure, Result, RunReport
 from kvpolicy.engine.requests.sampler import Sampler, sample_next
-from kvpolicy.engine.requests.savings import nothing_evicted
+from kvpolicy.engine.requests.savings import evicted_in_prompt, nothing_evicted
 from kvpolicy.engine.requests.sequence import Sequence
 from kvpolicy.engine.snapshots.snapshot import SequenceSnapshot
 from kvpolicy.errors import KVPolicyError, RequestError, SnapshotError
@@ -152,11 +152,12 @@ class Run:
     @property
     def report(self) -> RunReport:
         """What the run has cost so far."""
-        so_far = self._report
+        so_far, plan = self._report, self.engine.plan
+        note = nothing_evicted(plan, so_far.rows_evicted, so_far.peak_rows)
         timings: dict[str, Any] = {**self.batch.timings.read()}
         return attrs.evolve(
             so_far,
-            note=nothing_evicted(self.engine.plan, so_far.rows_evicted, so_far.peak_rows),
+            note=note or evicted_in_prompt(plan, so_far.longest_prompt),
             peak_kv_bytes=self.batch.cache.peak_bytes,
             num_processes=self.engine.adapter.processes.num_processes,
             packed_bytes=self.engine.weights.packed_bytes,

@@ -95,7 +95,9 @@ class RunReport:
         peak_rows: Maximum number of rows in any layer, of finished requests.
         held_bytes: `peak_bytes` of the finished requests, summed.
         full_bytes: What a full cache holds for them, likewise.
-        note: A sentence if no row was evicted although the plan has a budget; else ``None``.
+        longest_prompt: Tokens of the longest prompt of a finished request.
+        note: A sentence if no row was evicted although the plan has a budget, or if rows of a
+            prompt were before its end was read; else ``None``.
         peak_kv_bytes: Peak bytes of the cache in this process: keys, values, positions, tracks,
             query windows, registers and unobserved hidden states of all slots, those of rows
             that are not marked yet, and the temporary copy of a compaction.
@@ -131,6 +133,7 @@ class RunReport:
     peak_rows: int = 0
     held_bytes: int = 0
     full_bytes: int = 0
+    longest_prompt: int = 0
     note: str | None = None
     peak_kv_bytes: int = 0
     num_processes: int = 1
@@ -148,6 +151,7 @@ class RunReport:
         self.peak_rows = max(self.peak_rows, result.peak_rows)
         self.held_bytes += result.peak_bytes
         self.full_bytes += result.full_bytes
+        self.longest_prompt = max(self.longest_prompt, result.prompt_len)
 
     @property
     def saved_share(self) -> float:

@@ -1,4 +1,4 @@
-"""What a plan saves against a full cache, and why it evicted nothing if it did not."""
+"""What a plan saves against a full cache, and what a user should know of what it evicted."""
 
 from collections.abc import Callable
 
@@ -59,3 +59,27 @@ def nothing_evicted(
         buffer = default_buffer(budget)
         to_try.append(setting("buffer", buffer))
     return f"{sentence}; try {' '.join(to_try)}" if budget + buffer < longest else sentence
+
+
+def evicted_in_prompt(plan: ResolvedPlan, longest_prompt: int) -> str | None:
+    """A sentence for a run in which rows of a prompt left before its end was read.
+
+    A policy chooses them without the tokens that follow, such as the question behind a document.
+
+    Args:
+        plan: The plan of the run.
+        longest_prompt: Tokens of the longest prompt.
+    """
+    sizes = [
+        (layer.budget or 0, layer.buffer)
+        for layer in plan.compacting_layers()
+        if layer.bounded and not layer.keeps_prompt
+    ]
+    budget, buffer = min(sizes, key=sum, default=(longest_prompt, 0))
+    if longest_prompt <= budget + buffer:
+        return None
+    return (
+        "rows left before the end of a prompt was read: the longest had "
+        f"{longest_prompt:,} tokens, and budget and buffer are {budget:,} + {buffer:,}; what is "
+        'asked at the end is better asked first, or the rows of prompts kept with prompt = "keep"'
+    )

@@ -44,7 +44,20 @@ def test_the_share_saved_refers_to_a_full_cache_of_the_same_tokens(model: Any) -
     assert report.full_bytes == sum(result.full_bytes for result in results)
     assert 0 < report.saved_share == 1 - report.held_bytes / report.full_bytes
     assert report.to_dict()["saved_share"] == report.saved_share
-    assert report.note is None
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "entries", "is_told"),
+    [(16, {}, False), (17, {}, True), (17, {"prompt": "keep"}, False)],
+)
+def test_rows_that_leave_before_the_end_of_a_prompt_is_read_are_told(
+    num_tokens: int, entries: dict[str, Any], is_told: bool
+) -> None:
+    plan = Plan.from_dict({"stack": ["streaming"], "budget": 12, "buffer": 4, **entries})
+    engine = Engine(shared_model(), plan=plan)
+    run = engine.generate([[1, 2, 3], [4] * num_tokens], max_new_tokens=20, stop_ids=())
+    assert [result.rows_evicted > 0 for result in run.results()] == [True, True]
+    assert (run.report.note is not None) == is_told
 
 
 def test_a_policy_cache_reports_the_same_as_the_engine(model: Any) -> None:
